@@ -11,22 +11,23 @@ from typing import Final
 
 from kbpf.checks.row import CheckRow, make_row
 from kbpf.dataplane.bpf.hooks import (
-    BPF_PROG_TYPE_CGROUP_SOCK_ADDR,
     HOOKS,
     OPTIONAL_HELPERS,
     UNITS,
-    BPF_FUNC_get_current_ancestor_cgroup_id,
-    BPF_FUNC_get_current_cgroup_id,
-    BPF_FUNC_set_retval,
 )
 from kbpf.dataplane.bpf.programs import artifact, compile
 from kbpf.errors import CompileError, KernelError
-from kbpf.kernel.bpf import objects, probe, syscalls
+from kbpf.kernel.bpf import probe, syscalls, uapi
+from kbpf.kernel.bpf.uapi import (
+    BPF_CGROUP_INET4_CONNECT,
+    BPF_PROG_TYPE_CGROUP_SOCK_ADDR,
+    BPF_FUNC_get_current_ancestor_cgroup_id,
+    BPF_FUNC_get_current_cgroup_id,
+    BPF_FUNC_get_netns_cookie,
+    BPF_FUNC_set_retval,
+)
 from kbpf.kernel.probe_result import Probe
 from kbpf.kernel.system import mounts
-
-BPF_CGROUP_INET4_CONNECT: Final = 10
-BPF_FUNC_get_netns_cookie: Final = 122
 
 ROOT_HINT: Final = (
     "run as root, or give the container CAP_BPF, CAP_NET_ADMIN, CAP_PERFMON, CAP_SYS_ADMIN"
@@ -39,7 +40,7 @@ def rows(cgroup: Path | None, pin_dir: Path, cache: Path) -> Iterator[CheckRow]:
     library = _check_libbpf()
     yield library
     if library.result == "yes":
-        yield make_row("bpf(2)", probe.probe_map(objects.BPF_MAP_TYPE_ARRAY), ROOT_HINT)
+        yield make_row("bpf(2)", probe.probe_map(uapi.BPF_MAP_TYPE_ARRAY), ROOT_HINT)
     yield _check_bpffs(pin_dir)
     yield from _check_compiler(cache)
     if library.result == "yes":
@@ -121,10 +122,10 @@ def _check_compiler(cache: Path) -> Iterator[CheckRow]:
 
 
 def _check_maps() -> Iterator[CheckRow]:
-    no_prealloc = probe.probe_map(objects.BPF_MAP_TYPE_HASH, objects.BPF_F_NO_PREALLOC)
+    no_prealloc = probe.probe_map(uapi.BPF_MAP_TYPE_HASH, uapi.BPF_F_NO_PREALLOC)
     yield make_row("hash maps without preallocation", no_prealloc, "use Linux 5.7 or newer")
     yield make_row(
-        "LRU hash maps", probe.probe_map(objects.BPF_MAP_TYPE_LRU_HASH), "use Linux 5.7 or newer"
+        "LRU hash maps", probe.probe_map(uapi.BPF_MAP_TYPE_LRU_HASH), "use Linux 5.7 or newer"
     )
     yield make_row("socket storage", probe.probe_sk_storage(), "use Linux 5.10 or newer")
     yield make_row(

@@ -11,21 +11,24 @@ from typing import Final, NamedTuple
 from kbpf.checks.bpf import ROOT_HINT
 from kbpf.checks.row import CheckRow, make_row
 from kbpf.dataplane import firewalls
-from kbpf.dataplane.bpf.hooks import BPF_PROG_TYPE_SCHED_CLS, BPF_FUNC_ktime_get_coarse_ns
 from kbpf.dataplane.bpf.inspect import snapshot
 from kbpf.dataplane.bpf.maps.layout import NODE, U32, NodeFlag
 from kbpf.dataplane.bpf.packet_path.device_roles import DeviceRole, decide_roles
 from kbpf.errors import KernelError, NotFoundError
 from kbpf.kernel.bpf import probe, syscalls, tc
 from kbpf.kernel.bpf.objects import Map
+from kbpf.kernel.bpf.uapi import (
+    BPF_PROG_TYPE_SCHED_CLS,
+    BPF_FUNC_ktime_get_coarse_ns,
+    BPF_FUNC_redirect_neigh,
+    BPF_FUNC_redirect_peer,
+)
 from kbpf.kernel.net.devices import list_devices
 from kbpf.kernel.netfilter import forward_rules, pre_dnat_rules
 from kbpf.kernel.probe_result import Probe
 from kbpf.kernel.system import sysctl
 from kbpf.model.config import Config
 
-BPF_FUNC_redirect_neigh: Final = 152
-BPF_FUNC_redirect_peer: Final = 155
 PROC: Final = Path("/proc")
 RP_FILTER_STRICT: Final = 1
 """rp_filter 1: a packet is dropped unless the route to its source uses the device it arrived on."""

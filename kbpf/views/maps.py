@@ -5,7 +5,7 @@ from typing import Final
 import msgspec
 
 from kbpf.dataplane.bpf.inspect.snapshot import COUNTABLE_TYPES, MapFacts, Part, Snapshot
-from kbpf.kernel.bpf import objects
+from kbpf.kernel.bpf import uapi
 from kbpf.views.columns import Column, format_number, format_size
 
 NEEDS: Final = Part.MAPS
@@ -13,13 +13,13 @@ NEEDS: Final = Part.MAPS
 ALARM_PERCENT: Final = 80.0
 
 TYPE_NAMES: Final = {
-    objects.BPF_MAP_TYPE_HASH: "hash",
-    objects.BPF_MAP_TYPE_ARRAY: "array",
-    objects.BPF_MAP_TYPE_PERCPU_ARRAY: "percpu_array",
-    objects.BPF_MAP_TYPE_LRU_HASH: "lru_hash",
-    objects.BPF_MAP_TYPE_QUEUE: "queue",
-    objects.BPF_MAP_TYPE_LPM_TRIE: "lpm_trie",
-    objects.BPF_MAP_TYPE_SK_STORAGE: "sk_storage",
+    uapi.BPF_MAP_TYPE_HASH: "hash",
+    uapi.BPF_MAP_TYPE_ARRAY: "array",
+    uapi.BPF_MAP_TYPE_PERCPU_ARRAY: "percpu_array",
+    uapi.BPF_MAP_TYPE_LRU_HASH: "lru_hash",
+    uapi.BPF_MAP_TYPE_QUEUE: "queue",
+    uapi.BPF_MAP_TYPE_LPM_TRIE: "lpm_trie",
+    uapi.BPF_MAP_TYPE_SK_STORAGE: "sk_storage",
 }
 
 PURPOSE: Final = {

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kbpf.dataplane.bpf.maps.layout import MAPS
-from kbpf.kernel.bpf import objects
+from kbpf.kernel.bpf import uapi
 from tests.chaos.kills import caught_up, churning, served_throughout
 from tests.chaos.world import Churn, World, address, protocol
 from tests.support.lab.lab import until
@@ -25,7 +25,7 @@ WATCHED = tuple(
     name
     for name, spec in MAPS.items()
     if spec.map_type
-    in (objects.BPF_MAP_TYPE_HASH, objects.BPF_MAP_TYPE_LRU_HASH, objects.BPF_MAP_TYPE_LPM_TRIE)
+    in (uapi.BPF_MAP_TYPE_HASH, uapi.BPF_MAP_TYPE_LRU_HASH, uapi.BPF_MAP_TYPE_LPM_TRIE)
 )
 """Maps that grow and shrink: all but arrays, the queue, and what sockets keep."""
 LATER = ("udp_cuts", "counts")

@@ -19,15 +19,18 @@ from pathlib import Path
 
 import pytest
 
-from kbpf.dataplane.bpf.hooks import (
+from kbpf.errors import KernelError
+from kbpf.kernel.bpf import probe, tc, uapi
+from kbpf.kernel.bpf.objects import (
+    Program,
+)
+from kbpf.kernel.bpf.uapi import (
+    BPF_MAP_TYPE_HASH,
     BPF_PROG_TYPE_CGROUP_SOCK_ADDR,
     BPF_PROG_TYPE_SCHED_CLS,
     BPF_FUNC_ktime_get_coarse_ns,
     BPF_FUNC_set_retval,
 )
-from kbpf.errors import KernelError
-from kbpf.kernel.bpf import probe, tc
-from kbpf.kernel.bpf.objects import BPF_MAP_TYPE_HASH, Program
 from kbpf.kernel.net.ipvs import IpvsClient
 from kbpf.kernel.system import modules
 from tests.support.packets.packets import frame, udp
@@ -68,7 +71,7 @@ def _ipvs() -> bool:
 
 
 def _coarse_clock() -> bool | None:
-    return probe.probe_helper(tc.BPF_PROG_TYPE_SCHED_CLS, 0, BPF_FUNC_ktime_get_coarse_ns).works
+    return probe.probe_helper(uapi.BPF_PROG_TYPE_SCHED_CLS, 0, BPF_FUNC_ktime_get_coarse_ns).works
 
 
 def _set_retval() -> bool | None:

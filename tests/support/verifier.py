@@ -17,7 +17,7 @@ from kbpf.dataplane.bpf.maps import pinning
 from kbpf.dataplane.bpf.maps.layout import MAPS
 from kbpf.dataplane.bpf.programs import loader
 from kbpf.dataplane.bpf.programs.artifact import Artifact
-from kbpf.kernel.bpf import objects, syscalls
+from kbpf.kernel.bpf import objects, syscalls, uapi
 from kbpf.kernel.bpf.objects import Map
 
 LIMIT = 1_000_000
@@ -47,7 +47,7 @@ def verify(artifact: Artifact) -> Iterator[Verified]:
     lacks = loader.missing_packet_helpers() if packets else loader.missing_helpers()
     with ExitStack() as own:
         maps = {name: own.enter_context(pinning.make_map(spec, 64)) for name, spec in MAPS.items()}
-        tails = Map.create(objects.BPF_MAP_TYPE_PROG_ARRAY, TAIL_CALL_MAP, 4, 4, TAIL_CALL_SLOTS)
+        tails = Map.create(uapi.BPF_MAP_TYPE_PROG_ARRAY, TAIL_CALL_MAP, 4, 4, TAIL_CALL_SLOTS)
         maps[TAIL_CALL_MAP] = own.enter_context(tails)
         for code in artifact.programs:
             insns = loader.relocate(code, maps, lacks)

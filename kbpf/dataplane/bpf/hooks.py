@@ -4,8 +4,24 @@ import errno
 from dataclasses import dataclass
 from typing import Final
 
-BPF_PROG_TYPE_SOCK_OPS: Final = 13
-BPF_PROG_TYPE_CGROUP_SOCK_ADDR: Final = 18
+from kbpf.kernel.bpf.uapi import (
+    BPF_CGROUP_INET4_CONNECT,
+    BPF_CGROUP_INET4_GETPEERNAME,
+    BPF_CGROUP_INET6_CONNECT,
+    BPF_CGROUP_INET6_GETPEERNAME,
+    BPF_CGROUP_SOCK_OPS,
+    BPF_CGROUP_UDP4_RECVMSG,
+    BPF_CGROUP_UDP4_SENDMSG,
+    BPF_CGROUP_UDP6_RECVMSG,
+    BPF_CGROUP_UDP6_SENDMSG,
+    BPF_PROG_TYPE_CGROUP_SOCK_ADDR,
+    BPF_PROG_TYPE_SCHED_CLS,
+    BPF_PROG_TYPE_SOCK_OPS,
+    BPF_FUNC_get_current_ancestor_cgroup_id,
+    BPF_FUNC_get_current_cgroup_id,
+    BPF_FUNC_ktime_get_coarse_ns,
+    BPF_FUNC_set_retval,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +48,7 @@ HOOKS: Final = (
         "recvmsg4",
         "sock",
         BPF_PROG_TYPE_CGROUP_SOCK_ADDR,
-        19,
+        BPF_CGROUP_UDP4_RECVMSG,
         "5.2",
         True,
         "recvfrom() on UDP, IPv4",
@@ -41,7 +57,7 @@ HOOKS: Final = (
         "recvmsg6",
         "sock",
         BPF_PROG_TYPE_CGROUP_SOCK_ADDR,
-        20,
+        BPF_CGROUP_UDP6_RECVMSG,
         "5.2",
         True,
         "recvfrom() on UDP, IPv6",
@@ -50,7 +66,7 @@ HOOKS: Final = (
         "getpeername4",
         "sock",
         BPF_PROG_TYPE_CGROUP_SOCK_ADDR,
-        29,
+        BPF_CGROUP_INET4_GETPEERNAME,
         "5.8",
         False,
         "getpeername(), IPv4",
@@ -59,7 +75,7 @@ HOOKS: Final = (
         "getpeername6",
         "sock",
         BPF_PROG_TYPE_CGROUP_SOCK_ADDR,
-        30,
+        BPF_CGROUP_INET6_GETPEERNAME,
         "5.8",
         False,
         "getpeername(), IPv6",
@@ -68,7 +84,7 @@ HOOKS: Final = (
         "sock_ops",
         "sock",
         BPF_PROG_TYPE_SOCK_OPS,
-        3,
+        BPF_CGROUP_SOCK_OPS,
         "5.7",
         False,
         "what TCP connections come to",
@@ -78,7 +94,7 @@ HOOKS: Final = (
         "sendmsg4",
         "sock",
         BPF_PROG_TYPE_CGROUP_SOCK_ADDR,
-        14,
+        BPF_CGROUP_UDP4_SENDMSG,
         "4.18",
         True,
         "sendto() on UDP, IPv4",
@@ -87,7 +103,7 @@ HOOKS: Final = (
         "sendmsg6",
         "sock",
         BPF_PROG_TYPE_CGROUP_SOCK_ADDR,
-        15,
+        BPF_CGROUP_UDP6_SENDMSG,
         "4.18",
         True,
         "sendto() on UDP, IPv6",
@@ -96,7 +112,7 @@ HOOKS: Final = (
         "connect4",
         "sock",
         BPF_PROG_TYPE_CGROUP_SOCK_ADDR,
-        10,
+        BPF_CGROUP_INET4_CONNECT,
         "4.17",
         True,
         "connect() on IPv4 sockets",
@@ -105,7 +121,7 @@ HOOKS: Final = (
         "connect6",
         "sock",
         BPF_PROG_TYPE_CGROUP_SOCK_ADDR,
-        11,
+        BPF_CGROUP_INET6_CONNECT,
         "4.17",
         True,
         "connect() on IPv6 sockets",
@@ -123,8 +139,6 @@ class PacketProgram:
     direction: str = ""
     tail: int = -1
 
-
-BPF_PROG_TYPE_SCHED_CLS: Final = 3
 
 PACKET_PROGRAMS: Final = (
     PacketProgram("tc_ingress", direction="ingress", tail=6),
@@ -168,9 +182,6 @@ def program_names(unit: str) -> tuple[str, ...]:
     return tuple(hook.name for hook in HOOKS if hook.unit == unit)
 
 
-BPF_FUNC_set_retval: Final = 187
-BPF_FUNC_get_current_cgroup_id: Final = 80
-BPF_FUNC_get_current_ancestor_cgroup_id: Final = 123
 OPTIONAL_HELPERS: Final = {
     BPF_FUNC_set_retval: ("bpf_set_retval", "5.18", -errno.ECONNREFUSED),
     BPF_FUNC_get_current_cgroup_id: ("bpf_get_current_cgroup_id", "5.7", 0),
@@ -179,6 +190,5 @@ OPTIONAL_HELPERS: Final = {
 """Number → name, the kernel that brought it to these hooks, an argument to try it with. Where a
 kernel lacks one, the loader takes the calls out (r0 = 0).
 """
-BPF_FUNC_ktime_get_coarse_ns: Final = 160
 OPTIONAL_PACKET_HELPERS: Final = (BPF_FUNC_ktime_get_coarse_ns,)
 """The same for the packet path: bpf_ktime_get_coarse_ns (5.11), which only is faster."""

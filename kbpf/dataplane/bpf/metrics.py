@@ -37,7 +37,7 @@ from kbpf.dataplane.bpf.maps.layout import (
 )
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.errors import KernelError
-from kbpf.kernel.bpf import objects
+from kbpf.kernel.bpf import uapi
 from kbpf.kernel.bpf.objects import Map
 from kbpf.model.address import format_endpoint
 from kbpf.model.config import Accounting, Config, is_system_service
@@ -133,7 +133,7 @@ class MapCollector:
         entries = {**fill, **self._entries}
         for name, spec in MAPS.items():
             if (
-                spec.map_type not in (objects.BPF_MAP_TYPE_HASH, objects.BPF_MAP_TYPE_LRU_HASH)
+                spec.map_type not in (uapi.BPF_MAP_TYPE_HASH, uapi.BPF_MAP_TYPE_LRU_HASH)
                 and name != "reasons"
             ):
                 continue

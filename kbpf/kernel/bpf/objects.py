@@ -14,21 +14,13 @@ from typing import Any, Final, Self
 
 from kbpf.errors import KernelError
 from kbpf.kernel.bpf import sock_storage, syscalls
-
-BPF_MAP_TYPE_HASH: Final = 1
-BPF_MAP_TYPE_ARRAY: Final = 2
-BPF_MAP_TYPE_PROG_ARRAY: Final = 3
-BPF_MAP_TYPE_PERCPU_ARRAY: Final = 6
-BPF_MAP_TYPE_LRU_HASH: Final = 9
-BPF_MAP_TYPE_LPM_TRIE: Final = 11
-BPF_MAP_TYPE_QUEUE: Final = 22
-BPF_MAP_TYPE_SK_STORAGE: Final = 24
-
-BPF_F_NO_PREALLOC: Final = 1
-BPF_F_ALLOW_MULTI: Final = 2
-BPF_ANY: Final = 0
-BPF_NOEXIST: Final = 1
-BPF_EXIST: Final = 2
+from kbpf.kernel.bpf.uapi import (
+    BPF_ANY,
+    BPF_EXIST,
+    BPF_MAP_TYPE_PERCPU_ARRAY,
+    BPF_MAP_TYPE_SK_STORAGE,
+    BPF_NOEXIST,
+)
 
 ENOTSUPP: Final = 524
 """The kernel's own word for "this map cannot do that", which has no name in user space."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from kbpf.errors import KernelError, kernel_errors
-from kbpf.kernel.bpf import objects, syscalls
+from kbpf.kernel.bpf import syscalls, uapi
 from kbpf.kernel.bpf.objects import Link, Map, Program
 from kbpf.kernel.net import sock_diag
 from kbpf.kernel.net.uapi import (
@@ -98,7 +98,7 @@ def probe_sk_storage(iterate: bool = False) -> Probe:
     try:
         with (
             Map.create(
-                objects.BPF_MAP_TYPE_SK_STORAGE, "kbpf_probe", 4, 8, 0, objects.BPF_F_NO_PREALLOC
+                uapi.BPF_MAP_TYPE_SK_STORAGE, "kbpf_probe", 4, 8, 0, uapi.BPF_F_NO_PREALLOC
             ) as map_,
             socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock,
         ):
@@ -114,7 +114,7 @@ def probe_map_batch() -> Probe:
     """Whether many entries are written and read by one call (Linux v5.6)."""
     try:
         with Map.create(
-            objects.BPF_MAP_TYPE_HASH, "kbpf_probe", 4, 8, 4, objects.BPF_F_NO_PREALLOC
+            uapi.BPF_MAP_TYPE_HASH, "kbpf_probe", 4, 8, 4, uapi.BPF_F_NO_PREALLOC
         ) as map_:
             map_.update_batch(bytes(7) + b"\1", bytes(16))
             count = len(dict(map_.items()))

@@ -15,14 +15,16 @@ from typing import Final
 
 from kbpf.errors import KernelError
 from kbpf.kernel.bpf import syscalls
+from kbpf.kernel.bpf.uapi import (
+    BPF_PROG_TYPE_TRACING,
+    BPF_TRACE_ITER,
+    BPF_FUNC_seq_write,
+)
 
 ITERATOR_TARGET: Final = b"bpf_sk_storage_map"
 READ_SIZE: Final = 1 << 16
 """Bytes asked for at a time; the kernel gives 32 KiB at most."""
 
-_BPF_PROG_TYPE_TRACING: Final = 26
-_BPF_TRACE_ITER: Final = 28
-_BPF_FUNC_seq_write: Final = 127
 _LICENSE: Final = b"Dual BSD/GPL"
 
 _BTF_MAGIC: Final = 0xEB9F
@@ -82,7 +84,7 @@ def _open_iterator(map_fd: int, size: int) -> int:
             iter_info_len=4,
         )
         link_fd = syscalls.check(
-            syscalls.lib().bpf_link_create(program_fd, 0, _BPF_TRACE_ITER, ctypes.byref(opts)),
+            syscalls.lib().bpf_link_create(program_fd, 0, BPF_TRACE_ITER, ctypes.byref(opts)),
             "cannot link", where,
         )  # fmt: skip
     finally:
@@ -97,7 +99,7 @@ def _open_iterator(map_fd: int, size: int) -> int:
 def _iterator_btf_id() -> int:
     """The iterator's number in the kernel's BTF; to find it takes 25 ms."""
     return syscalls.check(
-        syscalls.lib().libbpf_find_vmlinux_btf_id(ITERATOR_TARGET, _BPF_TRACE_ITER),
+        syscalls.lib().libbpf_find_vmlinux_btf_id(ITERATOR_TARGET, BPF_TRACE_ITER),
         "cannot find the iterator of socket storages",
         "/sys/kernel/btf/vmlinux",
         "the kernel needs CONFIG_DEBUG_INFO_BTF",
@@ -115,7 +117,7 @@ def _load_iterator(size: int) -> int:
             (0x79, 0x11, 0, 0),  # r1 = meta->seq
             (0xBF, 0x62, 0, 0),  # r2 = value
             (0xB7, 0x03, 0, size),
-            (0x85, 0, 0, _BPF_FUNC_seq_write),
+            (0x85, 0, 0, BPF_FUNC_seq_write),
             (0xB7, 0, 0, 0),
             (0x95, 0, 0, 0),
         )
@@ -123,11 +125,11 @@ def _load_iterator(size: int) -> int:
     opts = syscalls.ProgLoadOpts(
         sz=ctypes.sizeof(syscalls.ProgLoadOpts),
         attempts=5,
-        expected_attach_type=_BPF_TRACE_ITER,
+        expected_attach_type=BPF_TRACE_ITER,
         attach_btf_id=_iterator_btf_id(),
     )
     fd = syscalls.lib().bpf_prog_load(
-        _BPF_PROG_TYPE_TRACING, b"kbpf_sockets", _LICENSE, insns,
+        BPF_PROG_TYPE_TRACING, b"kbpf_sockets", _LICENSE, insns,
         ctypes.c_size_t(len(insns) // 8), ctypes.byref(opts),
     )  # fmt: skip
     return syscalls.check(fd, "the kernel refuses the iterator of socket storages")

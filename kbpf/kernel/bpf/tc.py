@@ -30,6 +30,16 @@ from typing import Final, Self
 from kbpf.errors import KernelError
 from kbpf.kernel.bpf import objects
 from kbpf.kernel.bpf.objects import Link, Program
+from kbpf.kernel.bpf.uapi import (
+    BPF_PROG_TYPE_SCHED_CLS,
+    BPF_TCX_EGRESS,
+    BPF_TCX_INGRESS,
+    TCA_BPF_FD,
+    TCA_BPF_FLAG_ACT_DIRECT,
+    TCA_BPF_FLAGS,
+    TCA_BPF_ID,
+    TCA_BPF_NAME,
+)
 from kbpf.kernel.net.netlink import (
     Message,
     Rtnetlink,
@@ -53,15 +63,12 @@ from kbpf.kernel.net.uapi import (
 )
 from kbpf.kernel.probe_result import Probe
 
-BPF_PROG_TYPE_SCHED_CLS: Final = 3
 NONEXISTENT_IFINDEX: Final = 0x7FFFFFFF
 
 CLSACT_HANDLE_PARENT: Final = (
     0xFFFF0000,
     0xFFFFFFF1,
 )  # handle and parent, also of its elder, "ingress"
-TCA_BPF_FD, TCA_BPF_NAME, TCA_BPF_FLAGS, TCA_BPF_ID = 6, 7, 8, 11
-TCA_BPF_FLAG_ACT_DIRECT: Final = 1
 
 _TCMSG: Final = struct.Struct("=BxxxiIII")
 _U32: Final = struct.Struct("=I")
@@ -83,7 +90,7 @@ class Direction(StrEnum):
     EGRESS = "egress"
 
 
-ATTACH_TYPE: Final = {Direction.INGRESS: 46, Direction.EGRESS: 47}  # BPF_TCX_INGRESS, _EGRESS
+ATTACH_TYPE: Final = {Direction.INGRESS: BPF_TCX_INGRESS, Direction.EGRESS: BPF_TCX_EGRESS}
 FILTER_PARENT: Final = {Direction.INGRESS: 0xFFFFFFF2, Direction.EGRESS: 0xFFFFFFF3}
 
 

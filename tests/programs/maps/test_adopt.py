@@ -26,7 +26,7 @@ from kbpf.dataplane.bpf.maps import layout
 from kbpf.dataplane.bpf.plane import BpfPlane
 from kbpf.dataplane.bpf.programs import artifact, compile
 from kbpf.errors import KernelError
-from kbpf.kernel.bpf import objects, syscalls
+from kbpf.kernel.bpf import objects, syscalls, uapi
 from kbpf.kernel.bpf.objects import Link, Map
 from kbpf.model.config import MapSizes
 from kbpf.model.desired import DesiredState
@@ -260,9 +260,9 @@ def test_every_way_ends_the_same(
 def contents(site: Site) -> dict[str, int]:
     """How many entries there are, of all maps that hold objects: udp_cuts has those that ended."""
     kinds = (
-        objects.BPF_MAP_TYPE_HASH,
-        objects.BPF_MAP_TYPE_LRU_HASH,
-        objects.BPF_MAP_TYPE_LPM_TRIE,
+        uapi.BPF_MAP_TYPE_HASH,
+        uapi.BPF_MAP_TYPE_LRU_HASH,
+        uapi.BPF_MAP_TYPE_LPM_TRIE,
     )
     names = [n for n, spec in layout.MAPS.items() if spec.map_type in kinds and n != "udp_cuts"]
     return {name: n for name in names if (n := len(site.entries(name)))}
@@ -555,7 +555,7 @@ def test_a_pinned_map_of_another_shape_is_an_error(site: Site):
         services.pin(aside)
         pin.unlink()
         with Map.create(
-            objects.BPF_MAP_TYPE_HASH, "services", 20, 32, 8, objects.BPF_F_NO_PREALLOC
+            uapi.BPF_MAP_TYPE_HASH, "services", 20, 32, 8, uapi.BPF_F_NO_PREALLOC
         ) as strange:
             strange.pin(pin)
         with pytest.raises(KernelError, match="another layout") as error:

@@ -40,7 +40,7 @@ from kbpf.dataplane.bpf.packet_path.packet_path import PacketPath
 from kbpf.dataplane.bpf.plane import BpfPlane
 from kbpf.dataplane.bpf.programs.loader import SocketPrograms
 from kbpf.errors import KernelError
-from kbpf.kernel.bpf import objects, syscalls
+from kbpf.kernel.bpf import objects, syscalls, uapi
 from kbpf.kernel.bpf.objects import Map, Program
 from kbpf.kernel.system import netns
 from kbpf.model.address import parse_addr
@@ -351,7 +351,7 @@ def test_what_is_over_and_has_its_place_still_does_not_count(flows: Flows) -> No
     told = {table.name: table for table in meter.read({}).tables}
     assert told["flows"].entries == entries
     unbounded = {name for name, table in told.items() if table.limit is None}
-    lru = {name for name, spec in MAPS.items() if spec.map_type == objects.BPF_MAP_TYPE_LRU_HASH}
+    lru = {name for name, spec in MAPS.items() if spec.map_type == uapi.BPF_MAP_TYPE_LRU_HASH}
     assert unbounded == {"flows"} | lru, "of which an alarm would never end"
 
 

@@ -23,11 +23,13 @@ from kbpf.dataplane.bpf.programs import foreign
 from kbpf.kernel.bpf.objects import Link, Program
 from kbpf.kernel.bpf.tc import (
     ATTACH_TYPE,
-    BPF_PROG_TYPE_SCHED_CLS,
     AttachMethod,
     Direction,
     FilterIdentity,
     TcAttacher,
+)
+from kbpf.kernel.bpf.uapi import (
+    BPF_PROG_TYPE_SCHED_CLS,
 )
 from kbpf.kernel.net.netlink import Rtnetlink, pack_attribute
 from tests.programs.node.test_hooks_verified import WEB, in_namespaces_of_its_own

@@ -17,11 +17,13 @@ import pytest
 import yaml
 
 from kbpf.cli import app
-from kbpf.dataplane.bpf.hooks import BPF_PROG_TYPE_SCHED_CLS
 from kbpf.dataplane.bpf.hooks import HOOKS as ALL_HOOKS
 from kbpf.dataplane.bpf.plane import BpfPlane
 from kbpf.kernel.bpf import probe
 from kbpf.kernel.bpf.objects import Link, Map
+from kbpf.kernel.bpf.uapi import (
+    BPF_PROG_TYPE_SCHED_CLS,
+)
 from kbpf.kernel.probe_result import Probe
 from kbpf.kernel.system import netns
 from kbpf.model.config import MapSizes

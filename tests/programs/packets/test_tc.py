@@ -19,16 +19,23 @@ import pytest
 
 from kbpf.errors import KernelError
 from kbpf.kernel.bpf import objects
-from kbpf.kernel.bpf.objects import BPF_MAP_TYPE_ARRAY, Link, Map, Program
+from kbpf.kernel.bpf.objects import (
+    Link,
+    Map,
+    Program,
+)
 from kbpf.kernel.bpf.tc import (
     ATTACH_TYPE,
-    BPF_PROG_TYPE_SCHED_CLS,
     Attachment,
     AttachMethod,
     Direction,
     FilterIdentity,
     TcAttacher,
     probe_tcx,
+)
+from kbpf.kernel.bpf.uapi import (
+    BPF_MAP_TYPE_ARRAY,
+    BPF_PROG_TYPE_SCHED_CLS,
 )
 from kbpf.kernel.system import netns
 from tests.support.features import lacking, needs

@@ -14,7 +14,13 @@ from pathlib import Path
 import pytest
 
 from kbpf.errors import KernelError
-from kbpf.kernel.bpf.objects import BPF_MAP_TYPE_HASH, Map, Program
+from kbpf.kernel.bpf.objects import (
+    Map,
+    Program,
+)
+from kbpf.kernel.bpf.uapi import (
+    BPF_MAP_TYPE_HASH,
+)
 from kbpf.kernel.system import netns
 from tests.support.features import needs
 from tests.support.lab.lab import ip

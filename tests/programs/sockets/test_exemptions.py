@@ -9,13 +9,18 @@ import pytest
 
 from kbpf.dataplane.bpf import attachments, exemptions
 from kbpf.dataplane.bpf.exemptions import Exemptions, find_matching, find_pod_folders
-from kbpf.dataplane.bpf.hooks import OPTIONAL_HELPERS, BPF_FUNC_get_current_cgroup_id
+from kbpf.dataplane.bpf.hooks import (
+    OPTIONAL_HELPERS,
+)
 from kbpf.dataplane.bpf.maps.layout import ConfigFlag, Reason
 from kbpf.dataplane.bpf.packet_path.device_thread import DeviceReconcilerStatus
 from kbpf.dataplane.bpf.packet_path.packet_path import PacketPath
 from kbpf.dataplane.bpf.plane import BpfPlane
 from kbpf.dataplane.bpf.programs.loader import missing_helpers
 from kbpf.errors import KernelError
+from kbpf.kernel.bpf.uapi import (
+    BPF_FUNC_get_current_cgroup_id,
+)
 from kbpf.kernel.system import netns
 from kbpf.model.config import SocketLb
 from kbpf.model.objects import Protocol

@@ -22,7 +22,7 @@ from kbpf.config import parsers
 from kbpf.dataplane.bpf import udp
 from kbpf.dataplane.bpf.maps import layout
 from kbpf.dataplane.bpf.programs.flatten import SOURCES, flatten
-from kbpf.kernel.bpf import objects
+from kbpf.kernel.bpf import uapi
 from kbpf.model.address import ANY4, ANY6, V4_PREFIX, Addr, parse_addr
 from kbpf.model.config import MapSizes
 from kbpf.model.desired import FrontendKind, ServicePortKey
@@ -325,7 +325,7 @@ def test_maps_start_no_bigger_than_they_may_get():
     sizes = MapSizes(frontends=10, slots=20, backends=30, affinity=60)
     for spec in layout.MAPS.values():
         some = (
-            spec.map_type != objects.BPF_MAP_TYPE_SK_STORAGE
+            spec.map_type != uapi.BPF_MAP_TYPE_SK_STORAGE
         )  # of which there is one for each socket
         assert some <= spec.initial_entries(sizes) <= spec.max_entries(sizes)
         if spec.sized_by:

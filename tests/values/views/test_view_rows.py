@@ -42,7 +42,7 @@ from kbpf.dataplane.bpf.maps.layout import (
 )
 from kbpf.dataplane.bpf.metrics import REMOVED_BACKENDS
 from kbpf.errors import NotFoundError
-from kbpf.kernel.bpf import objects
+from kbpf.kernel.bpf import uapi
 from kbpf.kernel.bpf.objects import LinkInfo
 from kbpf.kernel.bpf.tc import Attachment, AttachMethod, Direction
 from kbpf.kernel.net.devices import Device
@@ -320,13 +320,13 @@ def test_who_is_kept_and_for_how_long(kept: Kept):
 @pytest.mark.parametrize(
     ("name", "kind", "entries", "fill", "alarm"),
     [
-        ("services", objects.BPF_MAP_TYPE_HASH, 79, 79.0, False),
-        ("services", objects.BPF_MAP_TYPE_HASH, 80, 80.0, True),
-        ("affinity", objects.BPF_MAP_TYPE_LRU_HASH, 100, 100.0, True),
-        ("source_ranges", objects.BPF_MAP_TYPE_LPM_TRIE, 80, 80.0, True),
-        ("node", objects.BPF_MAP_TYPE_ARRAY, None, None, False),
-        ("order", objects.BPF_MAP_TYPE_QUEUE, None, None, False),
-        ("flows", objects.BPF_MAP_TYPE_HASH, 100, 100.0, False),
+        ("services", uapi.BPF_MAP_TYPE_HASH, 79, 79.0, False),
+        ("services", uapi.BPF_MAP_TYPE_HASH, 80, 80.0, True),
+        ("affinity", uapi.BPF_MAP_TYPE_LRU_HASH, 100, 100.0, True),
+        ("source_ranges", uapi.BPF_MAP_TYPE_LPM_TRIE, 80, 80.0, True),
+        ("node", uapi.BPF_MAP_TYPE_ARRAY, None, None, False),
+        ("order", uapi.BPF_MAP_TYPE_QUEUE, None, None, False),
+        ("flows", uapi.BPF_MAP_TYPE_HASH, 100, 100.0, False),
     ],
 )
 def test_the_alarm_is_at_80_percent(

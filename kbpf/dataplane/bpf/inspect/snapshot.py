@@ -50,7 +50,7 @@ from kbpf.dataplane.bpf.metrics import (
 )
 from kbpf.dataplane.bpf.udp import unpack_backend
 from kbpf.errors import ConfigError, KernelError, NotFoundError
-from kbpf.kernel.bpf import objects
+from kbpf.kernel.bpf import uapi
 from kbpf.kernel.bpf.objects import Map
 from kbpf.model.address import Addr, family_of
 from kbpf.model.config import SocketLb
@@ -62,9 +62,9 @@ from kbpf.model.status import AgentStatus, decode
 ZERO: Final = U32.pack(0)
 NO_FLAGS: Final = NodeFlag(0)
 COUNTABLE_TYPES: Final = (
-    objects.BPF_MAP_TYPE_HASH,
-    objects.BPF_MAP_TYPE_LRU_HASH,
-    objects.BPF_MAP_TYPE_LPM_TRIE,
+    uapi.BPF_MAP_TYPE_HASH,
+    uapi.BPF_MAP_TYPE_LRU_HASH,
+    uapi.BPF_MAP_TYPE_LPM_TRIE,
 )
 
 
@@ -402,7 +402,7 @@ def _read_map_facts(name: str, map_: Map) -> MapFacts:
     entries: int | None = None
     if map_.type in COUNTABLE_TYPES:
         entries = sum(1 for _ in map_.items())
-    elif map_.type == objects.BPF_MAP_TYPE_SK_STORAGE:
+    elif map_.type == uapi.BPF_MAP_TYPE_SK_STORAGE:
         with contextlib.suppress(KernelError):
             entries = sum(1 for _ in map_.items())
     return MapFacts(name, map_.type, entries, map_.max_entries, map_.read_memory())

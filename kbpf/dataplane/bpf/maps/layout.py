@@ -13,7 +13,7 @@ from operator import mul
 from struct import Struct
 from typing import Final, NamedTuple
 
-from kbpf.kernel.bpf import objects
+from kbpf.kernel.bpf import uapi
 from kbpf.model.address import Addr
 from kbpf.model.config import MapSizes
 from kbpf.model.desired import FrontendKind, ServicePortKey
@@ -411,11 +411,11 @@ def _growing_hash(
 ) -> MapSpec:
     return MapSpec(
         name,
-        objects.BPF_MAP_TYPE_HASH,
+        uapi.BPF_MAP_TYPE_HASH,
         key_size,
         value_size,
         entries,
-        objects.BPF_F_NO_PREALLOC,
+        uapi.BPF_F_NO_PREALLOC,
         sized_by,
         grows=True,
     )
@@ -425,15 +425,13 @@ def _lru_hash(
     name: str, key_size: int, value_size: int, sized_by: str, version: int = 1
 ) -> MapSpec:
     return MapSpec(
-        name, objects.BPF_MAP_TYPE_LRU_HASH, key_size, value_size, 0, 0, sized_by, version=version
+        name, uapi.BPF_MAP_TYPE_LRU_HASH, key_size, value_size, 0, 0, sized_by, version=version
     )
 
 
 def _socket_storage(name: str, value_size: int) -> MapSpec:
     """What a socket has of its own: as many as there are sockets, whose key is their descriptor."""
-    return MapSpec(
-        name, objects.BPF_MAP_TYPE_SK_STORAGE, 4, value_size, 0, objects.BPF_F_NO_PREALLOC
-    )
+    return MapSpec(name, uapi.BPF_MAP_TYPE_SK_STORAGE, 4, value_size, 0, uapi.BPF_F_NO_PREALLOC)
 
 
 MAPS: Final = {
@@ -451,23 +449,23 @@ MAPS: Final = {
         _socket_storage("udp_flows", UDP_FLOWS.size),
         MapSpec(
             "udp_cuts",
-            objects.BPF_MAP_TYPE_HASH,
+            uapi.BPF_MAP_TYPE_HASH,
             CUT_KEY.size,
             U64.size,
             65_536,
-            objects.BPF_F_NO_PREALLOC,
+            uapi.BPF_F_NO_PREALLOC,
         ),
         MapSpec(
             "source_ranges",
-            objects.BPF_MAP_TYPE_LPM_TRIE,
+            uapi.BPF_MAP_TYPE_LPM_TRIE,
             SOURCE_KEY.size,
             4,
             65_536,
-            objects.BPF_F_NO_PREALLOC,
+            uapi.BPF_F_NO_PREALLOC,
         ),
         MapSpec(
             "flows",
-            objects.BPF_MAP_TYPE_HASH,
+            uapi.BPF_MAP_TYPE_HASH,
             FLOW_KEY.size,
             FLOW.size,
             0,
@@ -479,7 +477,7 @@ MAPS: Final = {
         ),
         MapSpec(
             "order",
-            objects.BPF_MAP_TYPE_QUEUE,
+            uapi.BPF_MAP_TYPE_QUEUE,
             0,
             FLOW_KEY.size,
             0,
@@ -487,22 +485,22 @@ MAPS: Final = {
             packet_path_only=True,
             entries_per_object=FLOW_HEADROOM,
         ),
-        MapSpec("tracked", objects.BPF_MAP_TYPE_ARRAY, 4, U64.size, 1),
-        MapSpec("port_slots", objects.BPF_MAP_TYPE_ARRAY, 4, PORT_SLOT.size, PORT_SLOTS),
+        MapSpec("tracked", uapi.BPF_MAP_TYPE_ARRAY, 4, U64.size, 1),
+        MapSpec("port_slots", uapi.BPF_MAP_TYPE_ARRAY, 4, PORT_SLOT.size, PORT_SLOTS),
         MapSpec(
             "fragments",
-            objects.BPF_MAP_TYPE_LRU_HASH,
+            uapi.BPF_MAP_TYPE_LRU_HASH,
             CLIENT_SLOT.size,
             FRAGMENT.size,
             8192,
             packet_path_only=True,
         ),
         MapSpec(
-            "refusal_limits", objects.BPF_MAP_TYPE_ARRAY, 4, REFUSAL_LIMIT.size, len(RefusalLimit)
+            "refusal_limits", uapi.BPF_MAP_TYPE_ARRAY, 4, REFUSAL_LIMIT.size, len(RefusalLimit)
         ),
         MapSpec(
             "refused_peers",
-            objects.BPF_MAP_TYPE_LRU_HASH,
+            uapi.BPF_MAP_TYPE_LRU_HASH,
             16,
             U64.size,
             4096,
@@ -510,66 +508,64 @@ MAPS: Final = {
         ),
         MapSpec(
             "yielded",
-            objects.BPF_MAP_TYPE_LRU_HASH,
+            uapi.BPF_MAP_TYPE_LRU_HASH,
             CLIENT_SLOT.size,
             U32.size,
             16_384,
             packet_path_only=True,
         ),
-        MapSpec("paused", objects.BPF_MAP_TYPE_ARRAY, 4, U64.size, 1),
-        MapSpec(
-            "devices", objects.BPF_MAP_TYPE_HASH, 4, DEVICE.size, 4096, objects.BPF_F_NO_PREALLOC
-        ),
-        MapSpec("device_cache", objects.BPF_MAP_TYPE_ARRAY, 4, CACHED_DEVICE.size, CACHED_DEVICES),
-        MapSpec("pending", objects.BPF_MAP_TYPE_PERCPU_ARRAY, 4, FLOW.size, 1),
-        MapSpec("node", objects.BPF_MAP_TYPE_ARRAY, 4, NODE.size, 1),
+        MapSpec("paused", uapi.BPF_MAP_TYPE_ARRAY, 4, U64.size, 1),
+        MapSpec("devices", uapi.BPF_MAP_TYPE_HASH, 4, DEVICE.size, 4096, uapi.BPF_F_NO_PREALLOC),
+        MapSpec("device_cache", uapi.BPF_MAP_TYPE_ARRAY, 4, CACHED_DEVICE.size, CACHED_DEVICES),
+        MapSpec("pending", uapi.BPF_MAP_TYPE_PERCPU_ARRAY, 4, FLOW.size, 1),
+        MapSpec("node", uapi.BPF_MAP_TYPE_ARRAY, 4, NODE.size, 1),
         MapSpec(
             "local_networks",
-            objects.BPF_MAP_TYPE_LPM_TRIE,
+            uapi.BPF_MAP_TYPE_LPM_TRIE,
             NETWORK_KEY.size,
             4,
             64,
-            objects.BPF_F_NO_PREALLOC,
+            uapi.BPF_F_NO_PREALLOC,
         ),
         _growing_hash("node_addresses", 16, 4, 4096, "frontends"),
         _growing_hash("cluster_ips", 16, 4, 16_384, "frontends"),
-        MapSpec("frontend_ports", objects.BPF_MAP_TYPE_ARRAY, 4, U64.size, FRONTEND_PORT_WORDS),
+        MapSpec("frontend_ports", uapi.BPF_MAP_TYPE_ARRAY, 4, U64.size, FRONTEND_PORT_WORDS),
         MapSpec(
             "exempt_cgroups",
-            objects.BPF_MAP_TYPE_HASH,
+            uapi.BPF_MAP_TYPE_HASH,
             U64.size,
             4,
             4096,
-            objects.BPF_F_NO_PREALLOC,
+            uapi.BPF_F_NO_PREALLOC,
         ),
         MapSpec(
             "agent_sockets",
-            objects.BPF_MAP_TYPE_HASH,
+            uapi.BPF_MAP_TYPE_HASH,
             U64.size,
             4,
             AGENT_SOCKETS,
-            objects.BPF_F_NO_PREALLOC,
+            uapi.BPF_F_NO_PREALLOC,
         ),
-        MapSpec("config", objects.BPF_MAP_TYPE_ARRAY, 4, CONFIG.size, 1),
+        MapSpec("config", uapi.BPF_MAP_TYPE_ARRAY, 4, CONFIG.size, 1),
         MapSpec(
             "counts",
-            objects.BPF_MAP_TYPE_HASH,
+            uapi.BPF_MAP_TYPE_HASH,
             U32_PAIR.size,
             COUNTS.size,
             0,
-            objects.BPF_F_NO_PREALLOC,
+            uapi.BPF_F_NO_PREALLOC,
             "counts",
         ),
-        MapSpec("no_counts", objects.BPF_MAP_TYPE_ARRAY, 4, COUNTS.size, 1),
-        MapSpec("reasons", objects.BPF_MAP_TYPE_PERCPU_ARRAY, 4, 8, len(Reason), version=9),
-        MapSpec("meta", objects.BPF_MAP_TYPE_ARRAY, 4, META.size, 1),
-        MapSpec("agent_status", objects.BPF_MAP_TYPE_ARRAY, 4, STATUS_SIZE, 1),
+        MapSpec("no_counts", uapi.BPF_MAP_TYPE_ARRAY, 4, COUNTS.size, 1),
+        MapSpec("reasons", uapi.BPF_MAP_TYPE_PERCPU_ARRAY, 4, 8, len(Reason), version=9),
+        MapSpec("meta", uapi.BPF_MAP_TYPE_ARRAY, 4, META.size, 1),
+        MapSpec("agent_status", uapi.BPF_MAP_TYPE_ARRAY, 4, STATUS_SIZE, 1),
     )
 }
 
 SELF_EVICTING_MAPS: Final = {
     "flows",
-    *(n for n, s in MAPS.items() if s.map_type == objects.BPF_MAP_TYPE_LRU_HASH),
+    *(n for n, s in MAPS.items() if s.map_type == uapi.BPF_MAP_TYPE_LRU_HASH),
 }
 """Maps of which an entry stays until its room is needed: full is what they become."""
 

@@ -28,7 +28,7 @@ from kbpf.dataplane.bpf.maps.flow_entries import (
 )
 from kbpf.dataplane.bpf.maps.layout import MAPS, U32, U64
 from kbpf.errors import KernelError
-from kbpf.kernel.bpf import objects
+from kbpf.kernel.bpf import uapi
 from kbpf.kernel.bpf.objects import Map
 
 log = logging.getLogger("kbpf.dataplane")
@@ -95,7 +95,7 @@ class MapMigration:
         if queue_is_new:
             self._fill_queue(self._maps["order"])  # with those that came as they are
         for replaced in self._replaced:
-            if MAPS[replaced.name].map_type != objects.BPF_MAP_TYPE_QUEUE:  # that follows `flows`
+            if MAPS[replaced.name].map_type != uapi.BPF_MAP_TYPE_QUEUE:  # that follows `flows`
                 self._copy_changes(replaced)
         self._copied_at |= {replaced.name: now for replaced in self._replaced}
         if queue_is_new:
@@ -104,7 +104,7 @@ class MapMigration:
     def copy(self, name: str, old: Map, new: Map) -> None:
         """Fills a map of another size, which is about to be the one of this name."""
         self._copied_at[name] = _program_clock_ns()
-        if new.type == objects.BPF_MAP_TYPE_QUEUE:
+        if new.type == uapi.BPF_MAP_TYPE_QUEUE:
             self._write_flow_count(self._fill_queue(new))
         elif pairs := _select_fitting(name, old, new.max_entries):
             new.update_batch(
@@ -140,7 +140,7 @@ class MapMigration:
         those of these names: they are brought again by the next call.
         """
         for replaced in self._replaced:
-            if MAPS[replaced.name].map_type == objects.BPF_MAP_TYPE_QUEUE:  # that follows `flows`
+            if MAPS[replaced.name].map_type == uapi.BPF_MAP_TYPE_QUEUE:  # that follows `flows`
                 continue
             now = _program_clock_ns()
             copied = self._copy_changes(replaced)

@@ -37,7 +37,7 @@ from kbpf.dataplane.bpf.packet_path.node_maps import (
 from kbpf.dataplane.bpf.programs.artifact import Artifact
 from kbpf.dataplane.bpf.programs.loader import LoadedPrograms, Programs, missing_packet_helpers
 from kbpf.errors import KernelError
-from kbpf.kernel.bpf import objects
+from kbpf.kernel.bpf import uapi
 from kbpf.kernel.bpf.objects import Map, Program
 from kbpf.kernel.bpf.tc import Attachment, Direction
 from kbpf.kernel.net.devices import Device
@@ -121,7 +121,7 @@ class PacketPath(Programs):
     def _make_private_maps(self) -> dict[str, Map]:
         return {
             TAIL_CALL_MAP: Map.create(
-                objects.BPF_MAP_TYPE_PROG_ARRAY, TAIL_CALL_MAP, 4, 4, TAIL_CALL_SLOTS
+                uapi.BPF_MAP_TYPE_PROG_ARRAY, TAIL_CALL_MAP, 4, 4, TAIL_CALL_SLOTS
             )
         }
 

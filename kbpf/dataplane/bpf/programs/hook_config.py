@@ -6,9 +6,11 @@ from collections.abc import Collection
 from typing import Final
 
 from kbpf.dataplane.bpf.changes.commit import ZERO
-from kbpf.dataplane.bpf.hooks import BPF_FUNC_set_retval
 from kbpf.dataplane.bpf.maps.layout import CONFIG, ConfigFlag
 from kbpf.kernel.bpf.objects import Map
+from kbpf.kernel.bpf.uapi import (
+    BPF_FUNC_set_retval,
+)
 from kbpf.kernel.system import netns
 from kbpf.model.config import Accounting, Config, SocketLb
 

@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Final
 
 from kbpf.dataplane.bpf.hooks import (
-    BPF_PROG_TYPE_CGROUP_SOCK_ADDR,
-    BPF_PROG_TYPE_SCHED_CLS,
     HOOKS,
     OPTIONAL_HELPERS,
     OPTIONAL_PACKET_HELPERS,
@@ -38,6 +36,10 @@ from kbpf.dataplane.bpf.programs.foreign import ForeignProgram, find_at_sockets
 from kbpf.errors import AttachError, KernelError, ProgramLoadError
 from kbpf.kernel.bpf import probe
 from kbpf.kernel.bpf.objects import Link, Map, Program
+from kbpf.kernel.bpf.uapi import (
+    BPF_PROG_TYPE_CGROUP_SOCK_ADDR,
+    BPF_PROG_TYPE_SCHED_CLS,
+)
 from kbpf.kernel.system import threads
 
 log = logging.getLogger("kbpf.dataplane")
