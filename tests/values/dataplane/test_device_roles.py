@@ -10,7 +10,8 @@ from kbpf.dataplane.bpf.packet_path.device_roles import (
     decide_roles,
     find_unmatched,
 )
-from kbpf.kernel.net.devices import ARPHRD_ETHER, ARPHRD_NONE, Device
+from kbpf.kernel.net.devices import Device
+from kbpf.kernel.net.uapi import ARPHRD_ETHER, ARPHRD_NONE
 
 HOST, POD, SKIPPED = DeviceRole.HOST, DeviceRole.POD, DeviceRole.SKIPPED
 LOOPBACK, TUNNEL, INFINIBAND, CAN = 772, 768, 32, 280

@@ -18,7 +18,8 @@ from kbpf.dataplane.bpf.maps.layout import (
 from kbpf.dataplane.bpf.maps.layout import Role as Told
 from kbpf.dataplane.bpf.packet_path.device_roles import DeviceRole, RoleChoice
 from kbpf.dataplane.bpf.packet_path.node_maps import DeviceMap, NodeMap, pack_device
-from kbpf.kernel.net.devices import ARPHRD_NONE, Device
+from kbpf.kernel.net.devices import Device
+from kbpf.kernel.net.uapi import ARPHRD_NONE
 from kbpf.model.address import Addr, parse_addr
 from kbpf.model.config import Config, LocalMode, MapSizes
 from kbpf.model.desired import DesiredState

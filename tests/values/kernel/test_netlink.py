@@ -8,11 +8,11 @@ from collections.abc import Callable
 import pytest
 
 from kbpf.errors import KernelError
-from kbpf.kernel.net import addresses
+from kbpf.kernel.net import addresses, uapi
 from kbpf.kernel.net.netlink import NetlinkRequest, Rtnetlink
 from kbpf.kernel.system import modules
 
-WHAT = addresses.RTM_GETADDR, addresses.IFADDRMSG.pack(socket.AF_UNSPEC, 0, 0, 0, 0)
+WHAT = uapi.RTM_GETADDR, addresses.IFADDRMSG.pack(socket.AF_UNSPEC, 0, 0, 0, 0)
 
 
 class Broken:

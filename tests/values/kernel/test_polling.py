@@ -10,7 +10,7 @@ import pytest
 
 from kbpf.kernel.net import dial, netlink
 from kbpf.kernel.net.devices import DeviceMonitor
-from kbpf.kernel.net.netlink import RTMGRP_LINK
+from kbpf.kernel.net.uapi import RTMGRP_LINK
 from kbpf.kernel.system.polling import wait_readable
 from kbpf.serve.http import HttpServer
 from kbpf.serve.message import HttpResponse
