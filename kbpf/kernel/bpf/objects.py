@@ -1,6 +1,6 @@
-"""Maps, programs, links and pins, by the calls of bpf.py.
+"""Maps, programs and links, through the calls of syscalls.py.
 
-Descriptors are owned by the object that holds them; `close()` or a `with` block ends them.
+Each object owns its descriptor; close() or a `with` block closes it.
 """
 
 import ctypes
@@ -23,20 +23,22 @@ from kbpf.kernel.bpf.uapi import (
 )
 
 ENOTSUPP: Final = 524
-"""The kernel's own word for "this map cannot do that", which has no name in user space."""
+""""This map does not support the operation": an errno that the kernel does not export."""
 
 BATCH_SIZE: Final = 16_384
-"""Entries per batch call: bounds the buffers without costing calls."""
+"""Entries for each batch call: large enough to make calls cheap, small enough for the buffers."""
 
 LICENSE: Final = b"Dual BSD/GPL"
-"""What the kernel is told of the programs: GPL-2.0 or BSD-2-Clause, as their files say."""
-VERIFIER_HINT: Final = "report it, with what `kbpf check` says; what was attached goes on"
-"""What to do when the verifier says no to who may load programs."""
+"""License passed to the kernel: GPL-2.0 or BSD-2-Clause, as the source files say."""
+VERIFIER_HINT: Final = (
+    "report it, with the output of `kbpf check`; programs attached before stay attached"
+)
+"""Hint for a verifier refusal when privileges are not the cause."""
 _LOG_SIZE: Final = 1 << 20
 
 
 class Map(syscalls.Fd):
-    """A BPF map: keys and values are bytes, in the layout of the C."""
+    """A BPF map. Keys and values are bytes, in the layout of the C structs."""
 
     def __init__(self, fd: int, name: str) -> None:
         super().__init__(fd, name)
@@ -49,7 +51,7 @@ class Map(syscalls.Fd):
         self.max_entries: int = info.max_entries
         self.flags: int = info.map_flags
         self.short_name: str = info.name.decode()
-        """As the kernel has it: 15 characters at most."""
+        """The kernel's name for the map: 15 characters at most."""
 
     @classmethod
     def create(
@@ -61,8 +63,8 @@ class Map(syscalls.Fd):
         max_entries: int,
         flags: int = 0,
     ) -> Self:
-        """A new map. The name is cut to the kernel's 15 characters. A socket storage has no number
-        of entries.
+        """Creates a map. The name is truncated to 15 characters. `max_entries` is ignored for
+        socket storage.
         """
         opts = syscalls.MapCreateOpts(sz=ctypes.sizeof(syscalls.MapCreateOpts), map_flags=flags)
         if map_type == BPF_MAP_TYPE_SK_STORAGE:
@@ -80,13 +82,12 @@ class Map(syscalls.Fd):
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """The map that is pinned there."""
         return cls(syscalls.open_pinned(path), path.name)
 
     def read_memory(self) -> int | None:
-        """Bytes that the kernel says it takes; None where it does not say.
+        """The bytes of memory that the kernel reports for it; None if unknown.
 
-        Before Linux v6.4 an estimate for a map that is full.
+        Before Linux v6.4 this is an estimate for a full map.
         """
         try:
             text = Path(f"/proc/self/fdinfo/{self.fd}").read_text()
@@ -97,7 +98,7 @@ class Map(syscalls.Fd):
         return int(memlock) if memlock.isdigit() else None
 
     def lookup(self, key: bytes) -> bytes | None:
-        """The value, or None. A per-CPU map gives the values of all CPUs, 8-byte aligned."""
+        """Returns the value, or None. For a per-CPU map: the values of all CPUs, 8-byte aligned."""
         out = ctypes.create_string_buffer(self._lookup_size())
         result = syscalls.lib().bpf_map_lookup_elem(self.fd, key, out)
         if result == -errno.ENOENT:
@@ -111,8 +112,8 @@ class Map(syscalls.Fd):
         return self.value_size
 
     def update(self, key: bytes, value: bytes, flags: int = BPF_ANY) -> None:
-        """Writes one entry. A full map is a KernelError with E2BIG; which setting bounds a map,
-        if any does, is known to who sizes them.
+        """Writes one entry. Raises KernelError with E2BIG if the map is full; the caller knows
+        which setting limits it.
         """
         self._check_update(
             syscalls.lib().bpf_map_update_elem(self.fd, key, value, ctypes.c_uint64(flags))
@@ -125,7 +126,7 @@ class Map(syscalls.Fd):
         )
 
     def add(self, key: bytes, value: bytes) -> bool:
-        """Writes one entry unless its key is there; whether it was written."""
+        """Writes one entry unless its key exists; returns whether it was written."""
         result = syscalls.lib().bpf_map_update_elem(
             self.fd, key, value, ctypes.c_uint64(BPF_NOEXIST)
         )
@@ -135,7 +136,7 @@ class Map(syscalls.Fd):
         return True
 
     def push(self, value: bytes) -> bool:
-        """Puts a value at the end of a queue; False when that is full."""
+        """Appends a value to a queue; returns False if the queue is full."""
         result = syscalls.lib().bpf_map_update_elem(self.fd, None, value, ctypes.c_uint64(BPF_ANY))
         if result == -errno.E2BIG:
             return False
@@ -143,7 +144,7 @@ class Map(syscalls.Fd):
         return True
 
     def replace(self, key: bytes, value: bytes) -> bool:
-        """Writes one entry if its key is there; whether it was."""
+        """Writes one entry if its key exists; returns whether it did."""
         result = syscalls.lib().bpf_map_update_elem(self.fd, key, value, ctypes.c_uint64(BPF_EXIST))
         if result == -errno.ENOENT:
             return False
@@ -151,7 +152,7 @@ class Map(syscalls.Fd):
         return True
 
     def delete(self, key: bytes) -> bool:
-        """Whether it was there."""
+        """Deletes one entry; returns whether it existed."""
         result = syscalls.lib().bpf_map_delete_elem(self.fd, key)
         if result == -errno.ENOENT:
             return False
@@ -159,8 +160,8 @@ class Map(syscalls.Fd):
         return True
 
     def lookup_and_delete(self, key: bytes) -> bytes | None:
-        """Deletes an entry of a hash map; what it was, or None if it was not there. In one step,
-        but before Linux v5.14.
+        """Deletes an entry of a hash map and returns its value, or None if it did not exist.
+        Atomic since Linux v5.14.
         """
         out = ctypes.create_string_buffer(self.value_size)
         result = syscalls.lib().bpf_map_lookup_and_delete_elem(self.fd, key, out)
@@ -169,11 +170,11 @@ class Map(syscalls.Fd):
             return value if value is not None and self.delete(key) else None
         if result == -errno.ENOENT:
             return None
-        syscalls.check(result, "cannot take out", f"map {self.name}")
+        syscalls.check(result, "cannot look up and delete", f"map {self.name}")
         return out.raw
 
     def update_batch(self, keys: bytes, values: bytes) -> int:
-        """Writes all entries, given back to back; how many calls it took."""
+        """Writes all entries, concatenated in `keys` and `values`; returns the number of calls."""
         total, calls = len(keys) // self.key_size, 0
         opts = syscalls.BatchOpts(sz=ctypes.sizeof(syscalls.BatchOpts))
         for start in range(0, total, BATCH_SIZE):
@@ -194,7 +195,7 @@ class Map(syscalls.Fd):
         return calls
 
     def delete_batch(self, keys: bytes) -> int:
-        """Deletes all keys; one that is absent is no error. How many calls it took."""
+        """Deletes all keys; absent keys are ignored. Returns the number of calls."""
         total, start, calls = len(keys) // self.key_size, 0, 0
         opts = syscalls.BatchOpts(sz=ctypes.sizeof(syscalls.BatchOpts))
         while start < total:
@@ -210,14 +211,15 @@ class Map(syscalls.Fd):
                 return calls + total - start
             start += count.value
             if result == -errno.ENOENT:
-                start += 1  # the batch stops at an absent key: go on behind it
+                start += 1  # the batch stops at an absent key: continue after it
             else:
                 syscalls.check(result, "cannot delete", f"map {self.name}")
         return calls
 
     def items(self) -> Iterator[tuple[bytes, bytes]]:
-        """All entries, each once unless it is written meanwhile; read in batches. Those of a socket
-        storage by the first eight bytes of the value, where programs write the socket's cookie.
+        """Yields all entries, read in batches; an entry may occur twice if it is written
+        meanwhile. For socket storage the key is the first eight bytes of the value, where programs
+        write the socket's cookie.
         """
         ks, vs = self.key_size, self.value_size
         if self.type == BPF_MAP_TYPE_SK_STORAGE:
@@ -230,8 +232,8 @@ class Map(syscalls.Fd):
                 yield keys[i * ks : (i + 1) * ks], values[i * vs : (i + 1) * vs]
 
     def batches(self) -> Iterator[tuple[bytes, bytes]]:
-        """The same, many keys and their values at a time, back to back; of a socket storage without
-        keys.
+        """Yields (keys, values) of many entries at a time, concatenated; keys are b"" for socket
+        storage.
         """
         if self.type == BPF_MAP_TYPE_SK_STORAGE:
             yield from (
@@ -245,7 +247,7 @@ class Map(syscalls.Fd):
             except KernelError as error:
                 if error.errno != ENOTSUPP or cursor is not None:
                     raise
-                yield from self._iterate_keys()  # LPM tries before v5.14
+                yield from self._iterate_keys()  # LPM tries before v5.14 have no batch lookup
                 return
             yield keys, values
             if cursor is None:
@@ -254,13 +256,13 @@ class Map(syscalls.Fd):
     def lookup_batch(
         self, cursor: bytes | None, entries: int | None = None
     ) -> tuple[bytes, bytes, bytes | None]:
-        """One of these, of about so many entries (BATCH unless told), and where the next one
-        begins; None at the beginning, and at the end.
+        """Reads one batch of about `entries` entries (default BATCH_SIZE). Returns keys, values
+        and the cursor for the next batch, which is None after the last one; pass None to begin.
         """
         next_cursor = ctypes.create_string_buffer(max(8, self.key_size))
         opts = syscalls.BatchOpts(sz=ctypes.sizeof(syscalls.BatchOpts))
         capacity, result = entries or BATCH_SIZE, -errno.ENOSPC
-        while result == -errno.ENOSPC:  # one bucket holds more than the buffers do
+        while result == -errno.ENOSPC:  # one bucket has more entries than fit into the buffers
             keys = ctypes.create_string_buffer(capacity * self.key_size)
             values = ctypes.create_string_buffer(capacity * self.value_size)
             count = ctypes.c_uint32(capacity)
@@ -277,7 +279,6 @@ class Map(syscalls.Fd):
         )
 
     def _iterate_keys(self) -> Iterator[tuple[bytes, bytes]]:
-        """All entries, a key at a time."""
         key: bytes | None = None
         next_key = ctypes.create_string_buffer(self.key_size)
         while syscalls.lib().bpf_map_get_next_key(self.fd, key, next_key) == 0:
@@ -295,17 +296,15 @@ class Map(syscalls.Fd):
 
 @lru_cache(maxsize=1)
 def count_possible_cpus() -> int:
-    """How many values a per-CPU map holds for each key."""
+    """How many values a per-CPU map has for each key."""
     return syscalls.check(syscalls.lib().libbpf_num_possible_cpus(), "cannot count the CPUs")
 
 
 class Program(syscalls.Fd):
-    """A loaded program."""
-
     @classmethod
     def load(cls, name: str, program_type: int, attach_type: int, insns: bytes) -> Self:
-        """Loads bytecode whose map references are patched. A refusal carries the last lines of
-        the verifier's log.
+        """Loads bytecode whose map references are already patched. If the verifier refuses it, the
+        KernelError has the last lines of its log.
         """
         opts = syscalls.ProgLoadOpts(
             sz=ctypes.sizeof(syscalls.ProgLoadOpts), attempts=5, expected_attach_type=attach_type
@@ -339,11 +338,9 @@ class Program(syscalls.Fd):
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """The program that is pinned there."""
         return cls(syscalls.open_pinned(path), path.name)
 
     def read_info(self) -> "ProgramInfo":
-        """What the kernel says of it."""
         ids = (ctypes.c_uint32 * 64)()
         info = syscalls.RawProgInfo(nr_map_ids=64, map_ids=ctypes.addressof(ids))
         syscalls.read_info(self.fd, info, f"program {self.name}")
@@ -358,7 +355,7 @@ class Program(syscalls.Fd):
 
 @dataclass(frozen=True, slots=True)
 class ProgramInfo:
-    """id, name, tag (hex), number of instructions after the verifier, ids of its maps."""
+    """A program's id, name, tag (hex), number of instructions after verification and map ids."""
 
     id: int
     name: str
@@ -368,21 +365,20 @@ class ProgramInfo:
 
 
 class Link(syscalls.Fd):
-    """A program that is attached as long as this descriptor or a pin of it lives."""
+    """An attached program. It stays attached as long as this descriptor or a pin of it exists."""
 
     @classmethod
     def attach(cls, program: Program, cgroup_fd: int, attach_type: int) -> Self:
-        """Attaches to a cgroup, beside whatever else is attached there (Linux v5.7)."""
+        """Attaches the program to a cgroup, in addition to others attached there (Linux v5.7)."""
         fd = syscalls.lib().bpf_link_create(program.fd, cgroup_fd, attach_type, None)
         return cls(syscalls.check(fd, f"cannot attach {program.name}", "cgroup"), program.name)
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """The link that is pinned there."""
         return cls(syscalls.open_pinned(path), path.name)
 
     def update(self, program: Program) -> None:
-        """Replaces the program at once: every call runs either the old or the new one."""
+        """Replaces the program atomically: each call runs either the old or the new one."""
         syscalls.check(
             syscalls.lib().bpf_link_update(self.fd, program.fd, None),
             f"cannot replace {self.name}",
@@ -390,13 +386,13 @@ class Link(syscalls.Fd):
         )
 
     def detach(self) -> None:
-        """Ends the attachment now. Removing a pin ends it too, but some milliseconds later."""
+        """Detaches now. Unpinning also detaches, but a few milliseconds later."""
         syscalls.check(
             syscalls.lib().bpf_link_detach(self.fd), f"cannot detach {self.name}", "link"
         )
 
     def read_info(self) -> "LinkInfo":
-        """What it attaches, and where. A cgroup that is gone has id 0."""
+        """Reads what is attached where. `cgroup_id` is 0 if the cgroup was removed."""
         info = syscalls.RawLinkInfo()
         syscalls.read_info(self.fd, info, f"link {self.name}")
         return LinkInfo(info.id, info.prog_id, info.cgroup_id, info.attach_type)
@@ -404,7 +400,7 @@ class Link(syscalls.Fd):
 
 @dataclass(frozen=True, slots=True)
 class LinkInfo:
-    """A cgroup link."""
+    """Information about a cgroup link."""
 
     id: int
     program_id: int
@@ -413,7 +409,6 @@ class LinkInfo:
 
 
 def open_map_by_id(map_id: int) -> Map:
-    """Opens a map that somebody holds."""
     fd = syscalls.check(
         syscalls.lib().bpf_map_get_fd_by_id(map_id), "cannot open the map with this id", str(map_id)
     )
@@ -421,7 +416,6 @@ def open_map_by_id(map_id: int) -> Map:
 
 
 def open_program_by_id(program_id: int, name: str = "") -> Program:
-    """Opens a program that is loaded."""
     fd = syscalls.check(
         syscalls.lib().bpf_prog_get_fd_by_id(program_id),
         "cannot open the program with this id",

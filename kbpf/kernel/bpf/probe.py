@@ -1,6 +1,6 @@
-"""What this kernel can do, found out by trying it. Never by its version.
+"""Probes for features of the running kernel: each is tried, none is derived from the version.
 
-Each function answers yes, no, or *unknown because*: a Probe with the errno's words.
+Each function returns a Probe: yes, no or unknown, with the errno or reason.
 """
 
 import contextlib
@@ -37,18 +37,18 @@ CAPABILITIES: Final = {
 
 
 MEMLOCK_CAPABILITIES: Final = {"CAP_SYS_RESOURCE": 24}
-"""For kernels whose limit of locked memory has to be raised."""
+"""Needed on kernels where RLIMIT_MEMLOCK has to be raised."""
 
 
 def encode_call(helper_id: int) -> bytes:
-    """The instruction that calls a helper by its number."""
+    """Encodes the instruction that calls a helper."""
     return struct.pack("=BBhi", 0x85, 0, 0, helper_id)
 
 
 def _probe_from_error(error: KernelError) -> Probe:
     name = errno.errorcode.get(error.errno, str(error.errno))
     if error.errno in (errno.EPERM, errno.EACCES) and os.geteuid() != 0:
-        return Probe(None, f"{name}: not enough privileges to find out")
+        return Probe(None, f"{name}: not privileged enough to test it")
     return Probe(False, name)
 
 
@@ -63,7 +63,9 @@ def probe_program(program_type: int, attach_type: int, body: bytes = b"") -> Pro
 
 @cache
 def probe_helper(program_type: int, attach_type: int, helper_id: int, *arguments: int) -> Probe:
-    """Whether programs of these types may call this helper with these numbers; with 0 if none."""
+    """Whether programs of these types may call this helper with these integer arguments (default
+    0).
+    """
     set_arguments = b"".join(
         struct.pack("=BBhi", 0xB7, register, 0, argument)
         for register, argument in enumerate(arguments or (0,), start=1)
@@ -72,7 +74,9 @@ def probe_helper(program_type: int, attach_type: int, helper_id: int, *arguments
 
 
 def missing_capabilities(status: str | None = None) -> tuple[str, ...]:
-    """Those of CAPABILITIES that this process lacks; `status` is /proc/self/status."""
+    """The names in CAPABILITIES that this process lacks; `status` is the text of
+    /proc/self/status.
+    """
     text = Path("/proc/self/status").read_text() if status is None else status
     fields = dict(line.split(":\t", 1) for line in text.splitlines() if ":\t" in line)
     cap_eff = int(fields.get("CapEff", "0"), 16)
@@ -81,19 +85,22 @@ def missing_capabilities(status: str | None = None) -> tuple[str, ...]:
 
 
 def probe_map(map_type: int, flags: int = 0) -> Probe:
-    """Whether a map of this type can be made, written and read."""
+    """Whether a map of this type can be created, written and read."""
     try:
         with Map.create(map_type, "kbpf_probe", 4, 8, 4, flags) as map_:
             map_.update(bytes(4), bytes(8))
             value = map_.lookup(bytes(4))
     except KernelError as error:
         return _probe_from_error(error)
-    return Probe(value == bytes(8), "" if value == bytes(8) else "what was written is not read")
+    return Probe(
+        value == bytes(8),
+        "" if value == bytes(8) else "the value read differs from the one written",
+    )
 
 
 def probe_sk_storage(iterate: bool = False) -> Probe:
-    """Whether values can be kept with sockets (Linux v5.2); `readable`: and all of them read, for
-    which the kernel must have BTF (v5.9).
+    """Whether sockets can store values (Linux v5.2); with `iterate`, whether all of them can be
+    read, which requires the kernel's BTF (v5.9).
     """
     try:
         with (
@@ -107,11 +114,14 @@ def probe_sk_storage(iterate: bool = False) -> Probe:
             values = [value for _, value in map_.items()] if iterate else [map_.lookup(key)]
     except KernelError as error:
         return _probe_from_error(error)
-    return Probe(values == [b"kept-8by"], "" if values == [b"kept-8by"] else "it is not read")
+    return Probe(
+        values == [b"kept-8by"],
+        "" if values == [b"kept-8by"] else "the value read differs from the one written",
+    )
 
 
 def probe_map_batch() -> Probe:
-    """Whether many entries are written and read by one call (Linux v5.6)."""
+    """Whether one call can write and read many entries (Linux v5.6)."""
     try:
         with Map.create(
             uapi.BPF_MAP_TYPE_HASH, "kbpf_probe", 4, 8, 4, uapi.BPF_F_NO_PREALLOC
@@ -124,9 +134,10 @@ def probe_map_batch() -> Probe:
 
 
 def probe_cgroup_link(parent: Path, program_type: int, attach_type: int) -> Probe:
-    """Whether a program can be attached by a link: tried on a new cgroup below `parent`, or where
-    that is mounted read-only, as in our pod, for a moment on `parent` itself: the program lets all
-    pass.
+    """Whether a program can be attached by a link.
+
+    The test uses a new cgroup below `parent`; if that is mounted read-only, as in our pod, it
+    briefly attaches to `parent` itself, with a program that lets everything pass.
     """
     try:
         with contextlib.ExitStack() as stack:
@@ -160,7 +171,7 @@ def _probe_cgroup(parent: Path) -> Iterator[Path]:
 
 
 def probe_netns_cookie() -> Probe:
-    """Whether getsockopt(SO_NETNS_COOKIE) tells which network namespace this is (v5.14)."""
+    """Whether getsockopt(SO_NETNS_COOKIE) returns the cookie of the network namespace (v5.14)."""
     try:
         return Probe(True) if netns.read_cookie() is not None else Probe(False, "ENOPROTOOPT")
     except KernelError as error:
@@ -168,7 +179,7 @@ def probe_netns_cookie() -> Probe:
 
 
 def probe_sock_destroy() -> Probe:
-    """Whether a connected UDP socket can be destroyed: one of our own, on loopback."""
+    """Whether a connected UDP socket can be destroyed; tried with one of our own on loopback."""
     try:
         with kernel_errors("cannot try to destroy a UDP socket"):
             return _probe_sock_destroy()
@@ -186,25 +197,31 @@ def _probe_sock_destroy() -> Probe:
             client.connect(server.getsockname())
         except OSError as error:
             name = errno.errorcode.get(error.errno or 0, "")
-            return Probe(None, f"{name}: no loopback to try it on")
+            return Probe(None, f"{name}: cannot use loopback for the test")
         cookie = int.from_bytes(client.getsockopt(socket.SOL_SOCKET, SO_COOKIE, 8), "little")
         sock_diag.destroy_connected_udp(lambda sock: sock.cookie == cookie)
         error_code = client.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-    return Probe(True) if error_code == errno.ECONNABORTED else Probe(False, "the socket lives on")
+    return (
+        Probe(True)
+        if error_code == errno.ECONNABORTED
+        else Probe(False, "the socket was not destroyed")
+    )
 
 
 BH_LOCK_CONFIG: Final = "CONFIG_PREEMPT_RT_NEEDS_BH_LOCK"
 
 NO_SOFTIRQ_LOCK_HINT: Final = (
-    "two packets that one CPU handles may be given each other's backend: use a kernel with "
+    "two packets handled by one CPU may get each other's backend: use a kernel with "
     f"{BH_LOCK_CONFIG}, or --packet-path false"
 )
 
 
 def probe_softirq_lock() -> Probe:
-    """Whether no second program at TC runs on a CPU while one does. PREEMPT_RT does not guarantee
-    it since 6.18, which dropped the lock of local_bh_disable() unless BH_LOCK is set. The one thing
-    here that is read and not tried: the race is one of microseconds.
+    """Whether a TC program is never interrupted by another one on the same CPU.
+
+    PREEMPT_RT does not guarantee this since 6.18, which removed the lock from local_bh_disable()
+    unless CONFIG_PREEMPT_RT_NEEDS_BH_LOCK is set. Unlike all others this probe reads the
+    configuration: the race lasts microseconds and cannot be provoked.
     """
     release = os.uname().release
     try:
@@ -215,14 +232,14 @@ def probe_softirq_lock() -> Probe:
 
 
 def evaluate_softirq_lock(realtime: bool, configuration: str | None) -> Probe:
-    """The same, by what is known. `configuration`: the kernel's own text, None if none is there."""
+    """Decides from `realtime` and the text of the kernel's configuration, None if not available."""
     if not realtime:
         return Probe(True)
     if configuration is None:
         return Probe(None, "PREEMPT_RT, and its configuration cannot be read")
     if f"# {BH_LOCK_CONFIG} is not set" in configuration:
         return Probe(False, f"PREEMPT_RT without {BH_LOCK_CONFIG}")
-    return Probe(True)  # set, or of a kernel that always has the lock
+    return Probe(True)  # set, or an older kernel that always has the lock
 
 
 def _read_kernel_config(release: str) -> str | None:

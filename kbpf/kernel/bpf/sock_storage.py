@@ -1,8 +1,8 @@
-"""BPF_MAP_TYPE_SK_STORAGE: values that the kernel keeps with sockets, and frees with them.
+"""BPF_MAP_TYPE_SK_STORAGE: values stored with sockets and freed with them.
 
-Programs reach a value by its socket. To read all of them the kernel has an iterator (Linux v5.9,
-5ce6e77c7edf), a program that it calls for each; it needs the kernel's own BTF. The map itself needs
-BTF only to say how long its value is, which is written here by hand.
+Programs look a value up by its socket. To read all values, the kernel has an iterator (Linux v5.9,
+5ce6e77c7edf), a program that it calls for each value; this requires the kernel's own BTF. The map
+itself needs BTF only to declare the size of its value; it is written here by hand.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ from kbpf.kernel.bpf.uapi import (
 
 ITERATOR_TARGET: Final = b"bpf_sk_storage_map"
 READ_SIZE: Final = 1 << 16
-"""Bytes asked for at a time; the kernel gives 32 KiB at most."""
+"""Bytes for each read; the kernel returns 32 KiB at most."""
 
 _LICENSE: Final = b"Dual BSD/GPL"
 
@@ -33,12 +33,12 @@ _INT_TYPE_ID, _VALUE_TYPE_ID = 1, 2
 
 
 def load_value_btf(size: int) -> tuple[int, int, int]:
-    """A descriptor of BTF, and the types in it of a map's key (int) and value (so many bytes). The
-    descriptor is the caller's to close.
+    """Loads BTF for a map; returns its descriptor and the type ids of the key (int) and of a value
+    of `size` bytes. The caller closes the descriptor.
     """
     strings = b"\0int\0value\0"
     types = struct.pack("=4I", 1, _BTF_KIND_INT, 4, 1 << 24 | 32)  # signed, 32 bits
-    types += struct.pack("=3I", 5, _BTF_KIND_STRUCT, size)  # no members: they matter to people only
+    types += struct.pack("=3I", 5, _BTF_KIND_STRUCT, size)  # members are only for display
     header = (_BTF_MAGIC, 1, 0, 24, 0, len(types), len(types), len(strings))
     raw = struct.pack("=HBBIIIII", *header) + types + strings
     fd = syscalls.lib().bpf_btf_load(raw, ctypes.c_size_t(len(raw)), None)
@@ -46,8 +46,10 @@ def load_value_btf(size: int) -> tuple[int, int, int]:
 
 
 def iterate_values(map_fd: int, size: int) -> Iterator[bytes]:
-    """All values of this map, of so many bytes each, back to back, some at a time. One whose socket
-    ends meanwhile may hide another. KernelError where the kernel has no BTF of its own.
+    """Yields all values of the map, `size` bytes each, several concatenated at a time.
+
+    A value may be missed if the socket before it is closed meanwhile. Raises KernelError if the
+    kernel has no BTF.
     """
     iterator_fd = _open_iterator(map_fd, size)
     try:
@@ -65,7 +67,7 @@ def _read_chunk(iterator_fd: int) -> bytes:
     while True:
         try:
             return os.read(iterator_fd, READ_SIZE)
-        except OSError as error:  # EAGAIN: it met a million sockets, and goes on when asked again
+        except OSError as error:  # EAGAIN: it stopped after a million sockets; read again
             if error.errno != errno.EAGAIN:
                 raise KernelError(
                     "cannot read what sockets hold", "iterator", "", error.errno or 0
@@ -73,7 +75,6 @@ def _read_chunk(iterator_fd: int) -> bytes:
 
 
 def _open_iterator(map_fd: int, size: int) -> int:
-    """A descriptor that the values are read from."""
     where = "iterator of a socket storage"
     program_fd = _load_iterator(size)
     try:
@@ -97,7 +98,7 @@ def _open_iterator(map_fd: int, size: int) -> int:
 
 @lru_cache(maxsize=1)
 def _iterator_btf_id() -> int:
-    """The iterator's number in the kernel's BTF; to find it takes 25 ms."""
+    """The iterator's type id in the kernel's BTF; the search takes 25 ms."""
     return syscalls.check(
         syscalls.lib().libbpf_find_vmlinux_btf_id(ITERATOR_TARGET, BPF_TRACE_ITER),
         "cannot find the iterator of socket storages",
@@ -107,12 +108,12 @@ def _iterator_btf_id() -> int:
 
 
 def _load_iterator(size: int) -> int:
-    """The program that is called for each value: it writes the value to whoever reads."""
+    """Loads the program that the kernel calls for each value; it writes the value to the reader."""
     insns = b"".join(
         struct.pack("=BBhi", *insn)
         for insn in (
             (0x79, 0x16, 24, 0),  # r6 = ctx->value
-            (0x15, 0x06, 5, 0),  # none: this is the end
+            (0x15, 0x06, 5, 0),  # NULL at the end of the iteration
             (0x79, 0x11, 0, 0),  # r1 = ctx->meta
             (0x79, 0x11, 0, 0),  # r1 = meta->seq
             (0xBF, 0x62, 0, 0),  # r2 = value

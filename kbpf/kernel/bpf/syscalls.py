@@ -1,7 +1,7 @@
-"""bpf(2) by Debian's libbpf1 and ctypes: the library, what its calls take and give, descriptors.
+"""bpf(2) through libbpf1 and ctypes: the library, its structs, error handling and descriptors.
 
-Only the low-level calls that wrap one bpf(2) command each: no ELF, no skeletons. Every failure is a
-KernelError with errno kept, raised in `check()` and nowhere else.
+Only libbpf's low-level wrappers of single bpf(2) commands are used: no ELF, no skeletons. Each
+failure is a KernelError that keeps the errno; only check() raises it.
 """
 
 import ctypes
@@ -16,7 +16,7 @@ from typing import Any, Final, Self
 from kbpf.errors import KernelError
 
 _CAP_SYS_ADMIN: Final = 1 << 21
-"""It stands for the two below."""
+"""CAP_SYS_ADMIN implies the two below."""
 _CAP_PERFMON_BPF: Final = 1 << 38 | 1 << 39
 
 
@@ -125,19 +125,21 @@ def lib() -> Any:
         lib = ctypes.CDLL("libbpf.so.1", use_errno=True)
     except OSError as error:
         raise KernelError("cannot load libbpf.so.1", "", f"install libbpf1 ({error})") from error
-    lib.libbpf_set_print(None)  # the verifier's log is asked for, never printed behind our back
+    lib.libbpf_set_print(None)  # we request the verifier's log; libbpf must not print it
     return lib
 
 
 def version() -> str:
-    """libbpf's own version. KernelError when it is not installed."""
+    """Returns the version of libbpf. Raises KernelError if it is not installed."""
     text = lib().libbpf_version_string
     text.restype = ctypes.c_char_p
     return str(text().decode()).removeprefix("v")
 
 
 def check(result: int, what: str, where: str = "", hint: str = "") -> int:
-    """libbpf 1.x returns -errno. The result, or KernelError."""
+    """Returns `result`, or raises KernelError if it is a negative errno, as
+    libbpf 1.x returns it.
+    """
     if result >= 0:
         return result
     code = -int(result)
@@ -149,7 +151,7 @@ def check(result: int, what: str, where: str = "", hint: str = "") -> int:
     ):
         hint = (
             f"before Linux 5.11 maps and programs count against RLIMIT_MEMLOCK, which is {limit} "
-            "bytes here: grant CAP_SYS_RESOURCE, with which it is raised, or start it without "
+            "bytes here: grant CAP_SYS_RESOURCE, so that libbpf can raise it, or start without "
             "that limit (ulimit -l unlimited)"
         )
     if not hint and code in (errno.EPERM, errno.EACCES):
@@ -160,7 +162,7 @@ def check(result: int, what: str, where: str = "", hint: str = "") -> int:
 
 
 def is_privileged() -> bool:
-    """Whether this process may have programs checked as root's are."""
+    """Whether this process may load programs with the verifier's privileged rules."""
     text = Path("/proc/self/status").read_text()
     cap_eff = next(
         (line.split()[1] for line in text.splitlines() if line.startswith("CapEff:")), "0"
@@ -170,12 +172,12 @@ def is_privileged() -> bool:
 
 
 def memlock_limit(release: str = "") -> int | None:
-    """The bytes that maps and programs may take where these count against RLIMIT_MEMLOCK; None
-    where they do not, or there is no limit. libbpf raises it with the first map, if it may.
-    `release` as uname(2) says it.
+    """The limit for maps and programs in bytes, if they count against RLIMIT_MEMLOCK; None if they
+    do not, or if there is no limit. libbpf raises it before it creates the first map, if it may.
 
-    By the kernel's number, since it is needed where the kernel refuses everything that could be
-    tried: since 5.11 they count against the memory cgroup.
+    `release` is the kernel's release as in uname(2). This is decided by version and not by a
+    probe, because it is needed when the kernel refuses everything that a probe could try. Since
+    Linux 5.11 they count against the memory cgroup instead.
     """
     version_match = re.match(r"(\d+)\.(\d+)", release or os.uname().release)
     if version_match is None or (int(version_match[1]), int(version_match[2])) >= (5, 11):
@@ -185,14 +187,14 @@ def memlock_limit(release: str = "") -> int | None:
 
 
 class Fd:
-    """A descriptor with an owner."""
+    """Owns a file descriptor."""
 
     def __init__(self, fd: int, name: str = "") -> None:
         self.fd = fd
         self.name = name
 
     def close(self) -> None:
-        """Ends it; a second call does nothing."""
+        """Closes the descriptor; a second call does nothing."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -204,7 +206,7 @@ class Fd:
         self.close()
 
     def pin(self, path: Path) -> None:
-        """Gives the object a name in a bpffs, which keeps it alive."""
+        """Pins the object to a path on a bpffs, which keeps it alive."""
         check(lib().bpf_obj_pin(self.fd, os.fsencode(path)), "cannot pin", str(path))
 
 

@@ -1,19 +1,20 @@
-"""Programs on the ingress and egress of devices, beside whoever else is there.
+"""Attaches programs to the ingress and egress of devices, together with those of other tools.
 
-Two ways, one answer. A *TCX link* (Linux v6.6): held by a pin, behind the programs that are there
-already, and gone with its device. Or a *filter* of cls_bpf on a clsact qdisc, told from others'
-by its priority, handle and name. Both are replaced in place: each packet meets the old program or
-the new one. Making and ending a link costs an RCU grace period (12 ms, measured on 6.18), in which
-the kernel changes no other device; replacing, and all about filters, a tenth of a millisecond.
+There are two methods. A *TCX link* (Linux v6.6) is kept by a pin, runs after the programs that are
+already attached, and disappears with its device. A cls_bpf *filter* on a clsact qdisc is
+recognized as ours by its priority, handle and name. Both are replaced atomically: each packet runs
+either the old or the new program. Creating or detaching a link waits for an RCU grace period (12
+ms, measured on 6.18), during which the kernel changes no other device; replacing one, and all
+filter operations, take a tenth of a millisecond.
 
-Others are left alone. A filter is replaced or removed only if it is ours by all of its marks; the
-qdisc is removed only if we made it (a folder beside the pins says so) and holds nothing else. The
-kernel has no call for "remove if empty": a filter that somebody adds in the microseconds between
-looking and removing is lost.
+Attachments of others are not touched. A filter is replaced or removed only if priority, handle and
+name are ours. The qdisc is removed only if we created it (marked by a folder beside the pins) and
+it is empty. The kernel has no atomic "remove if empty": a filter that another tool adds between
+our check and the removal is lost.
 
-A device that vanishes at any moment is no error: attach() answers None, detach() has no more to
-do. A device that moves to another network namespace is gone, too; a TCX link would go with it, so
-sweep() ends it.
+A device may vanish at any moment; that is not an error. attach() then returns None and detach()
+does nothing. A device that moves to another network namespace counts as vanished. A TCX link moves
+with it, so sweep() detaches it.
 """
 
 import errno
@@ -68,7 +69,7 @@ NONEXISTENT_IFINDEX: Final = 0x7FFFFFFF
 CLSACT_HANDLE_PARENT: Final = (
     0xFFFF0000,
     0xFFFFFFF1,
-)  # handle and parent, also of its elder, "ingress"
+)  # handle and parent; also those of the older qdisc "ingress"
 
 _TCMSG: Final = struct.Struct("=BxxxiIII")
 _U32: Final = struct.Struct("=I")
@@ -77,14 +78,14 @@ _EXIT: Final = struct.pack("=BBhi", 0xB7, 0, 0, -1) + struct.pack("=BBhi", 0x95,
 
 
 class AttachMethod(StrEnum):
-    """The way in which a program is attached."""
+    """How a program is attached."""
 
     TCX = "tcx"
     CLSACT = "clsact"
 
 
 class Direction(StrEnum):
-    """Which packets: those that come in by the device, or those that leave by it."""
+    """Which packets: those that enter by the device, or those that leave by it."""
 
     INGRESS = "ingress"
     EGRESS = "egress"
@@ -96,7 +97,7 @@ FILTER_PARENT: Final = {Direction.INGRESS: 0xFFFFFFF2, Direction.EGRESS: 0xFFFFF
 
 @dataclass(frozen=True, slots=True)
 class Attachment:
-    """A program of ours on a device; `program` is its id."""
+    """One of our programs on a device; `program_id` is its id."""
 
     ifindex: int
     direction: Direction
@@ -106,20 +107,20 @@ class Attachment:
 
 @dataclass(frozen=True, slots=True)
 class FilterIdentity:
-    """By which our filters are known. Lower priorities run first."""
+    """What identifies our filters. Lower priorities run first."""
 
     priority: int = 2
     handle: int = 0x6B627066
     name: str = "kbpf"
 
     def pack_header(self, ifindex: int, direction: Direction) -> bytes:
-        """The begin of every message about our filter there."""
+        """The beginning of each message about our filter on this device."""
         info = self.priority << 16 | socket.htons(3)  # ETH_P_ALL
         body = _TCMSG.pack(0, ifindex, self.handle, FILTER_PARENT[direction], info)
         return body + pack_attribute(TCA_KIND, b"bpf\0")
 
     def parse_program_id(self, message: Message) -> int:
-        """The id of the program, if this message tells of a filter of ours; else 0."""
+        """Returns the program's id if this message describes one of our filters; else 0."""
         _, _, handle, _, info = _TCMSG.unpack_from(message.body)
         attrs = parse_attributes(message.body[_TCMSG.size :])
         options = parse_attributes(attrs.get(TCA_OPTIONS, b""))
@@ -138,8 +139,8 @@ DEFAULT_IDENTITY: Final = FilterIdentity()
 
 @cache
 def probe_tcx() -> Probe:
-    """Whether this kernel has TCX links: asked about a device that does not exist. A kernel that
-    knows them misses the device (ENODEV), any other one the attach type (EINVAL).
+    """Whether this kernel has TCX links. Tried with a device that does not exist: kernels with TCX
+    return ENODEV, others EINVAL for the attach type.
     """
     try:
         with Program.load("kbpf_probe", BPF_PROG_TYPE_SCHED_CLS, 0, _EXIT) as program:
@@ -147,17 +148,18 @@ def probe_tcx() -> Probe:
     except KernelError as error:
         name = errno.errorcode.get(error.errno, str(error.errno))
         if error.errno in (errno.EPERM, errno.EACCES):
-            return Probe(None, f"{name}: not enough privileges to find out")
+            return Probe(None, f"{name}: not privileged enough to test it")
         works = error.errno == errno.ENODEV
         return Probe(works, "" if works else name)
-    return Probe(None, "a link to no device was made")
+    return Probe(None, "linked to a device that does not exist")
 
 
 class TcAttacher:
-    """What one agent has on the devices of this network namespace. Use it in a `with` block, in
-    one thread.
+    """The programs of one agent on the devices of this network namespace. Use it in a `with` block
+    and from one thread.
 
-    `folder`: in a bpffs, of this agent alone; pins of links, and marks of qdiscs that we made.
+    `folder`: a folder on a bpffs for this agent only, with pins of links and marks of qdiscs that
+    we created.
     """
 
     def __init__(
@@ -172,16 +174,16 @@ class TcAttacher:
 
     def __enter__(self) -> Self:
         self._netlink = Rtnetlink()
-        self._qdisc_kinds: dict[int, str] = {}  # what _qdiscs() told last
+        self._qdisc_kinds: dict[int, str] = {}  # from the last _read_qdiscs()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._netlink.close()
 
-    # ---- for both ways ---------------------------------------------------------------------
+    # ---- both methods -----------------------------------------------------------------------
 
     def list_attached(self, ifindex: int) -> tuple[Attachment, ...]:
-        """Everything of ours on this device; nothing if there is no such device."""
+        """Lists our attachments on this device; empty if it does not exist."""
         links = (self._read_link(self._pin(ifindex, direction)) for direction in Direction)
         return (
             *filter(None, links),
@@ -189,7 +191,7 @@ class TcAttacher:
         )
 
     def list_all(self) -> tuple[Attachment, ...]:
-        """Everything of ours on all devices."""
+        """Lists our attachments on all devices."""
         links = (self._read_link(path) for path in self._list_entries())
         filters = (
             attachment
@@ -199,7 +201,9 @@ class TcAttacher:
         return (*filter(None, links), *filters)
 
     def attach(self, ifindex: int, direction: Direction, program: Program) -> Attachment | None:
-        """Attaches, or replaces what we have there in the same way; None: the device is gone."""
+        """Attaches a program, or replaces the one attached by the same method. Returns None if the
+        device is gone.
+        """
         attachment = Attachment(ifindex, direction, self.method, program.read_info().id)
         attach_program = (
             self._attach_link if self.method is AttachMethod.TCX else self._attach_filter
@@ -214,7 +218,7 @@ class TcAttacher:
         return attachment
 
     def detach(self, attachment: Attachment) -> None:
-        """Removes one of ours; and clsact, if we made it and this was all that it held."""
+        """Detaches a program; removes the clsact qdisc too if we created it and it is empty."""
         if attachment.method is AttachMethod.TCX:
             _detach_pinned_link(self._pin(attachment.ifindex, attachment.direction))
             return
@@ -225,8 +229,8 @@ class TcAttacher:
                 raise _attach_error("detach", attachment, error) from error
 
     def sweep(self, ifindexes: Collection[int] | None = None) -> int:
-        """Removes pins and marks of devices that are gone from here; how many. `only`: of these,
-        by ifindex.
+        """Removes pins and marks of devices that are gone from this namespace; returns how many.
+        `ifindexes`: check only these devices.
         """
         qdiscs, removed = self._read_qdiscs(), 0
         for path in self._list_entries():
@@ -250,15 +254,17 @@ class TcAttacher:
         return self._folder / f"{ifindex}-{direction}"
 
     def _read_link(self, pin: Path) -> Attachment | None:
-        """What is pinned there, if it is a link that is in force where its name says. The device
-        of that number may be another one by now, or have gone elsewhere with our link.
+        """Returns the pinned link if it is attached where its file name says. The ifindex may
+        belong to another device by now, or the device may have moved to another namespace with our
+        link.
         """
         number, _, label = pin.name.partition("-")
         if label not in tuple(Direction) or not pin.exists():
             return None
         with Link.open(pin) as link:
             info = link.read_info()
-        # The union of bpf_link_info begins with ifindex and attach type; ifindex 0: no device.
+        # In struct bpf_link_info the union begins with ifindex (0: the device is gone) and attach
+        # type.
         target = _PAIR.unpack(info.cgroup_id.to_bytes(_PAIR.size, sys.byteorder))
         direction = Direction(label)
         if target != (int(number), ATTACH_TYPE[direction]) or not _is_running(
@@ -285,11 +291,13 @@ class TcAttacher:
     # ---- filters on clsact -----------------------------------------------------------------
 
     def _qdisc_mark(self, ifindex: int) -> Path:
-        """There while the clsact of that device is of our making."""
+        """The mark that exists while the clsact of that device is one that we created."""
         return self._folder / f"{ifindex}-clsact"
 
     def _read_qdiscs(self) -> dict[int, str]:
-        """The devices with a qdisc that can hold our filters, and its kind: clsact or ingress."""
+        """Maps the devices with a qdisc that can hold our filters to its kind:
+        clsact or ingress.
+        """
         self._qdisc_kinds = {}
         for message in self._netlink.dump(RTM_GETQDISC, _TCMSG.pack(0, 0, 0, 0, 0)):
             _, ifindex, handle, parent, _ = _TCMSG.unpack_from(message.body)
@@ -303,7 +311,7 @@ class TcAttacher:
         return self._netlink.dump(RTM_GETTFILTER, body)
 
     def _list_filters(self, ifindex: int, qdisc: str | None) -> Iterator[Attachment]:
-        """Ours. The elder qdisc has one side only, and shows it whatever side one asks for."""
+        """Yields our filters. An "ingress" qdisc has only one side, but dumps it for both."""
         for direction in Direction:
             if qdisc == "clsact" or (qdisc == "ingress" and direction is Direction.INGRESS):
                 for message in self._dump(ifindex, direction):
@@ -311,7 +319,7 @@ class TcAttacher:
                         yield Attachment(ifindex, direction, AttachMethod.CLSACT, program_id)
 
     def list_foreign_filters(self, ifindex: int, direction: Direction) -> tuple[int, ...]:
-        """The ids of the programs of filters there that are not ours."""
+        """The program ids of filters that are not ours."""
         if not self._qdisc_kinds:
             self._read_qdiscs()
         if self._qdisc_kinds.get(ifindex) is None:
@@ -354,7 +362,7 @@ class TcAttacher:
             raise
 
     def _create_qdisc(self, ifindex: int) -> bool:
-        """Makes a clsact; False if something is in its place."""
+        """Creates a clsact; returns False if a qdisc already exists in its place."""
         if ifindex in self._qdisc_kinds:
             return False
         body = _TCMSG.pack(0, ifindex, *CLSACT_HANDLE_PARENT, 0) + pack_attribute(
@@ -372,7 +380,7 @@ class TcAttacher:
         return True
 
     def _remove_qdisc_mark(self, ifindex: int) -> None:
-        """We leave no qdisc without filters: one that has none is another's."""
+        # A qdisc that has no filter of ours belongs to another tool by now.
         if self._qdisc_mark(ifindex).is_dir():
             self._qdisc_mark(ifindex).rmdir()
 
@@ -385,7 +393,7 @@ class TcAttacher:
             self._remove_empty_qdisc(attachment.ifindex)
 
     def _remove_empty_qdisc(self, ifindex: int) -> None:
-        """Removes clsact, if we made it and it is empty."""
+        """Removes the clsact qdisc if we created it and it is empty."""
         is_ours = self._qdisc_mark(ifindex).is_dir()
         if is_ours and not any(self._dump(ifindex, direction) for direction in Direction):
             self._netlink.request(RTM_DELQDISC, _TCMSG.pack(0, ifindex, *CLSACT_HANDLE_PARENT, 0))
@@ -394,7 +402,7 @@ class TcAttacher:
 
 
 def _parse_program_id(message: Message) -> int:
-    """The id of the program, if this message tells of a filter of BPF; else 0."""
+    """Returns the program's id if this message describes any BPF filter; else 0."""
     attrs = parse_attributes(message.body[_TCMSG.size :])
     options = parse_attributes(attrs.get(TCA_OPTIONS, b""))
     if parse_string(attrs.get(TCA_KIND, b"")) != "bpf" or TCA_BPF_ID not in options:
@@ -403,14 +411,14 @@ def _parse_program_id(message: Message) -> int:
 
 
 def _parse_ifindex(path: Path) -> int:
-    """Of the device that a pin or a mark is about; 0 for what is no such thing."""
+    """The ifindex in the name of a pin or mark; 0 if the name has none."""
     number, _, _ = path.name.partition("-")
     return int(number) if number.isdigit() else 0
 
 
 def _detach_pinned_link(pin: Path) -> None:
-    """Detaches a pinned link and removes the pin. Removing alone detaches, too, but a few
-    milliseconds later (RCU), in which the same program cannot be attached again.
+    """Detaches a pinned link and removes the pin. Removing the pin alone would detach it a few
+    milliseconds later (RCU); until then the same program cannot be attached again.
     """
     if pin.exists():
         with Link.open(pin) as link:
@@ -419,7 +427,7 @@ def _detach_pinned_link(pin: Path) -> None:
 
 
 def _is_running(program_id: int, ifindex: int, attach_type: int) -> bool:
-    """Whether the device of this number, in this namespace, runs that program there by TCX."""
+    """Whether that program runs at this TCX attach point of this device."""
     try:
         return program_id in objects.list_attached(ifindex, attach_type)
     except KernelError as error:
@@ -436,7 +444,10 @@ def _attach_error(action: str, attachment: Attachment, error: KernelError) -> Ke
     hints = {
         (AttachMethod.CLSACT, errno.ENOENT): "the kernel needs sch_ingress and cls_bpf",
         (AttachMethod.CLSACT, errno.EEXIST): "another filter has our priority and handle",
-        (AttachMethod.TCX, errno.EEXIST): "this program is there by a link that is not pinned here",
+        (
+            AttachMethod.TCX,
+            errno.EEXIST,
+        ): "this program is attached by a link that is not pinned here",
     }
     hint = "; ".join(filter(None, (error.hint, hints.get((attachment.method, error.errno)))))
     where = f"{attachment.direction} of {name}, {attachment.method}"

@@ -645,7 +645,7 @@ def test_a_program_that_is_there_by_another_link_is_an_error_that_says_so(
     index = net.index("here")
     with (
         net.inside(lambda: Link.attach(programs[0], index, 46)),
-        pytest.raises(KernelError, match=r"EEXIST; this program is there by a link"),
+        pytest.raises(KernelError, match=r"EEXIST; this program is attached by a link"),
     ):
         net.attach(AttachMethod.TCX, programs[0])
     assert list(net.folder.iterdir()) == []

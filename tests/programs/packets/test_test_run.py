@@ -257,7 +257,7 @@ ADVICE = (
 @pytest.mark.parametrize(
     ("lacking", "says", "not_says"),
     [
-        ("", "report it, with what `kbpf check` says", "CAP_BPF"),
+        ("", "report it, with the output of `kbpf check`", "CAP_BPF"),
         ("-bpf,-perfmon", "report it", "CAP_BPF"),
         ("-bpf,-perfmon,-sys_admin,-net_admin", "CAP_BPF", "report it"),
     ],
