@@ -1,4 +1,4 @@
-"""Folders of the cgroup v2 hierarchy: making one, entering it, ending what runs in it."""
+"""Creates, enters and removes cgroup v2 folders."""
 
 import contextlib
 import errno
@@ -15,12 +15,12 @@ REMOVE_TIMEOUT_S: Final = 30.0
 
 
 def create(path: Path) -> Path:
-    """A new cgroup. It must not be there yet."""
+    """Creates a cgroup, which must not exist yet."""
     try:
         path.mkdir()
     except OSError as error:
         raise KernelError(
-            "cannot make a cgroup", str(path), "it needs root and a writable cgroup v2 mount",
+            "cannot create the cgroup", str(path), "it needs root and a writable cgroup v2 mount",
             errno=error.errno or 0,
         ) from error  # fmt: skip
     return path
@@ -28,7 +28,7 @@ def create(path: Path) -> Path:
 
 @contextlib.contextmanager
 def temporary(parent: Path, name: str) -> Iterator[Path]:
-    """A cgroup below `parent` for as long as the block lasts; then it and what runs in it end."""
+    """A cgroup that exists during the block; then its processes are killed and it is removed."""
     path = create(parent / name)
     try:
         yield path
@@ -37,7 +37,7 @@ def temporary(parent: Path, name: str) -> Iterator[Path]:
 
 
 def join(path: Path) -> None:
-    """Moves this process there; what it starts from now on starts there."""
+    """Moves this process into the cgroup; its children start there."""
     try:
         (path / "cgroup.procs").write_text(str(os.getpid()))
     except OSError as error:
@@ -45,8 +45,8 @@ def join(path: Path) -> None:
 
 
 def kill(path: Path) -> None:
-    """SIGKILL to every process in this cgroup and below."""
-    with contextlib.suppress(OSError):  # Linux v5.14: all at once
+    """Sends SIGKILL to every process in this cgroup and below."""
+    with contextlib.suppress(OSError):  # since Linux v5.14
         (path / "cgroup.kill").write_text("1")
         return
     for procs in [path / "cgroup.procs", *path.rglob("cgroup.procs")]:
@@ -57,7 +57,7 @@ def kill(path: Path) -> None:
 
 
 def remove(path: Path, timeout: float = REMOVE_TIMEOUT_S) -> bool:
-    """Ends what runs there and removes the cgroup and those below it; whether it was there."""
+    """Kills all processes in the cgroup and below and removes it; returns whether it existed."""
     if not path.is_dir():
         return False
     kill(path)
@@ -65,10 +65,10 @@ def remove(path: Path, timeout: float = REMOVE_TIMEOUT_S) -> bool:
     folders = [Path(folder) for folder, _, _ in os.walk(path, topdown=False)]
     for folder in folders:
         while not _try_rmdir(folder):
-            # A process that was killed leaves its cgroup when it has ended, a moment later.
+            # A killed process leaves its cgroup only once it has exited.
             if time.monotonic() > deadline:
                 raise KernelError(
-                    "cannot remove the cgroup", str(folder), "something still runs in it",
+                    "cannot remove the cgroup", str(folder), "a process still runs in it",
                     errno=errno.EBUSY,
                 )  # fmt: skip
             time.sleep(0.01)

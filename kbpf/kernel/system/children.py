@@ -1,9 +1,9 @@
-"""How child processes are started: nothing of the caller's working directory is executed.
+"""How child processes are started, so that nothing in the caller's working directory is executed.
 
 `python -m` puts the working directory first in sys.path, and an empty entry in PYTHONPATH or PATH
-means it, too. As root, in a folder of another user, that runs his `subprocess.py` or `modprobe`.
-Each child therefore gets DIRECTORY as its working directory and environment() as its environment;
-paths among its arguments must be absolute.
+means the working directory too. When root runs kbpf in a folder of another user, that would
+execute this user's `subprocess.py` or `modprobe`. So each child gets WORKING_DIRECTORY and
+child_environment(); paths in its arguments must be absolute.
 """
 
 import os
@@ -15,7 +15,7 @@ from typing import Final
 
 WORKING_DIRECTORY: Final = "/"
 PACKAGE_ROOT: Final = Path(__file__).resolve().parents[3]
-"""The folder that holds the package kbpf."""
+"""The folder that contains the package kbpf."""
 
 
 def python_command(module: str, *arguments: str) -> list[str]:
@@ -28,8 +28,8 @@ def python_command(module: str, *arguments: str) -> list[str]:
 def child_environment(inherited: Mapping[str, str] | None = None) -> dict[str, str]:
     """Our environment (or `inherited`) without PYTHON* and without relative entries in PATH.
 
-    PYTHONPATH is the exception: its absolute entries stay, since kbpf itself may have been found by
-    them, and so does the folder of this package where Python does not look by itself (a checkout).
+    PYTHONPATH is the exception: its absolute entries stay, because kbpf itself may have been found
+    through them. The folder of this package is added if Python would not search it (a checkout).
     """
     source = os.environ if inherited is None else inherited
     variables = {name: value for name, value in source.items() if not name.startswith("PYTHON")}
@@ -46,8 +46,8 @@ def child_environment(inherited: Mapping[str, str] | None = None) -> dict[str, s
 
 
 def search_path(path: str | None = None) -> str:
-    """PATH (or `path`) without its relative entries, of which the empty one is the working
-    directory; the system's own default if nothing is left.
+    """PATH (or `path`) without relative entries (an empty one is the working directory); the
+    system's default if nothing is left.
     """
     return os.pathsep.join(
         _absolute_entries(os.environ.get("PATH", "") if path is None else path)

@@ -1,4 +1,4 @@
-"""Kernel modules."""
+"""Kernel modules: loading them and checking that they exist."""
 
 import errno
 import shutil
@@ -16,13 +16,15 @@ SYS_MODULE: Final = Path("/sys/module")
 
 
 def find_modprobe() -> str | None:
-    """The path of modprobe; None without one. Not from the working directory."""
+    """The path of modprobe, or None. The working directory is not searched."""
     return shutil.which("modprobe", path=children.search_path())
 
 
 def load(names: Iterable[str]) -> bool:
-    """Loads those of them that are not built in; False where that cannot be tried. Whether they
-    are there is for their users to find out. KernelError when modprobe does not end.
+    """Runs modprobe for each module; returns False if there is no modprobe.
+
+    Whether a module was loaded is not checked; its user finds out. Raises KernelError if modprobe
+    does not finish in time.
     """
     modprobe = find_modprobe()
     if modprobe is None:
@@ -33,7 +35,7 @@ def load(names: Iterable[str]) -> bool:
 
 
 def probe_module(name: str) -> Probe:
-    """Whether a module is there, loaded or to be loaded; nothing is loaded by asking."""
+    """Whether a module is loaded or can be loaded; nothing is loaded."""
     if (SYS_MODULE / name).is_dir():
         return Probe(True)
     modprobe = find_modprobe()
@@ -44,11 +46,10 @@ def probe_module(name: str) -> Probe:
             return Probe(False, f"no module {name}")
     except KernelError as error:
         return Probe(None, error.what)
-    return Probe(True, "not loaded; it is when it is needed")
+    return Probe(True, "not loaded; it is loaded when needed")
 
 
 def _run(*command: str) -> int:
-    """Its exit code."""
     try:
         return subprocess.run(
             command, cwd=children.WORKING_DIRECTORY, env=children.child_environment(),
@@ -57,6 +58,6 @@ def _run(*command: str) -> int:
         ).returncode  # fmt: skip
     except subprocess.TimeoutExpired as error:
         raise KernelError(
-            f"modprobe has not ended after {MODPROBE_TIMEOUT_S:.0f} s", command[-1],
+            f"modprobe did not finish within {MODPROBE_TIMEOUT_S:.0f} s", command[-1],
             "see the kernel's log", errno.ETIMEDOUT,
         ) from error  # fmt: skip

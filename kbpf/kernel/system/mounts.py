@@ -1,4 +1,4 @@
-"""Where the bpffs and the cgroup v2 hierarchy are, and mounting a bpffs where there is none."""
+"""Finds bpffs and cgroup v2 mounts, and mounts a bpffs where none is mounted."""
 
 import ctypes
 import logging
@@ -17,7 +17,7 @@ log = logging.getLogger("kbpf.kernel")
 BPF_FS_MAGIC: Final = 0xCAFE4A11
 BPF_FS: Final = Path("/sys/fs/bpf")
 CGROUP_ROOT_INODE: Final = 1
-"""The root of each cgroup v2 hierarchy has it, and no other folder there (kernfs numbers them)."""
+"""The inode of the root of a cgroup v2 hierarchy, and of no other folder in it (kernfs numbers)."""
 PIN_DIR_HINT: Final = "choose another folder with --pin-dir"
 MAX_NAMED_FILES: Final = 3
 _OCTAL: Final = re.compile(rb"\\([0-7]{3})")
@@ -25,7 +25,9 @@ _OCTAL: Final = re.compile(rb"\\([0-7]{3})")
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """One line of /proc/self/mountinfo: where, the root inside the file system, its type."""
+    """One line of /proc/self/mountinfo: mount point, root inside the file system, file system
+    type.
+    """
 
     path: Path
     root: str
@@ -33,7 +35,7 @@ class Mount:
 
 
 def parse_mountinfo(text: str) -> tuple[Mount, ...]:
-    """The mounts, in the kernel's order. Octal escapes are undone."""
+    """Parses mountinfo, in the kernel's order; octal escapes are decoded."""
     mounts = []
     for line in text.splitlines():
         before, _, after = line.partition(" - ")
@@ -46,7 +48,7 @@ def parse_mountinfo(text: str) -> tuple[Mount, ...]:
 
 
 def list_mounts() -> tuple[Mount, ...]:
-    """What is mounted, as this process sees it."""
+    """The mounts that this process sees."""
     return parse_mountinfo(os.fsdecode(Path("/proc/self/mountinfo").read_bytes()))
 
 
@@ -60,11 +62,11 @@ def _read_inode(path: Path) -> int:
 def find_cgroup_root(
     mounts: tuple[Mount, ...] | None = None, inode_of: Callable[[Path], int] = _read_inode
 ) -> Path:
-    """The root of the cgroup v2 hierarchy, on machines that also have v1 (hybrid) too.
+    """Returns the root of the cgroup v2 hierarchy, also on machines with v1 and v2 (hybrid).
 
-    Raises KernelError where there is none, or where only a part of it is visible. The inode tells
-    which: in a cgroup namespace of our own, as a container has it, mountinfo calls a part "/" and
-    the root of the host's hierarchy "/../..".
+    Raises KernelError if there is none, or if only a part of it is visible. The inode tells: in a
+    cgroup namespace, as in a container, mountinfo shows a part as "/" and the root of the host's
+    hierarchy as "/../..".
     """
     cgroup_mounts = [
         mount
@@ -89,7 +91,7 @@ def find_cgroup_root(
 
 
 def is_cgroup2(path: Path) -> bool:
-    """Whether this folder lies in a cgroup v2 hierarchy."""
+    """Whether this folder is in a cgroup v2 hierarchy."""
     try:
         return (path / "cgroup.controllers").exists()
     except PermissionError as error:
@@ -99,7 +101,7 @@ def is_cgroup2(path: Path) -> bool:
 
 
 def find_cgroup_by_id(cgroup_id: int) -> Path | None:
-    """The folder of the cgroup that the kernel knows by this number; None if none is visible."""
+    """Returns the folder of the cgroup with this id; None if it is not visible."""
     for mount in list_mounts():
         if mount.fs_type != "cgroup2":
             continue
@@ -113,7 +115,7 @@ def find_cgroup_by_id(cgroup_id: int) -> Path | None:
 
 
 def file_system_magic(path: Path) -> int:
-    """The type of the file system that holds this path, as statfs(2) tells it."""
+    """The magic number of the file system that contains this path, from statfs(2)."""
     buffer = ctypes.create_string_buffer(256)
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.statfs(os.fsencode(path), buffer):
@@ -123,12 +125,12 @@ def file_system_magic(path: Path) -> int:
 
 
 def is_bpffs(path: Path) -> bool:
-    """Whether this path lies in a bpffs."""
+    """Whether this path is on a bpffs."""
     return path.exists() and file_system_magic(path) == BPF_FS_MAGIC
 
 
 def is_same(path: Path, fd: int) -> bool:
-    """Whether this name leads to what the descriptor holds."""
+    """Whether `path` refers to the file that is open as `fd`."""
     fd_stat = os.fstat(fd)
     try:
         path_stat = path.stat()
@@ -138,8 +140,8 @@ def is_same(path: Path, fd: int) -> bool:
 
 
 def is_removed(path: Path, fd: int) -> bool:
-    """Whether the folder of this name, which the descriptor holds, was removed or renamed. False
-    where it is there and another file system is mounted over it.
+    """Whether the folder that is open as `fd` was removed or renamed from `path`. False if it
+    still exists and another file system is mounted over it.
     """
     if is_same(path, fd):
         return False
@@ -150,12 +152,12 @@ def is_removed(path: Path, fd: int) -> bool:
 
 
 def ensure_bpffs(pin_dir: Path) -> None:
-    """Makes the folder exist in a bpffs, mounting one where it is missing, over an empty folder
-    only.
+    """Ensures that the folder exists on a bpffs, and mounts one if necessary.
 
-    Below /sys/fs/bpf the mount goes to /sys/fs/bpf, as everywhere; else to the folder itself. Not
-    where something else is mounted there: so a container is given the node's /sys/fs/bpf, and a
-    bpffs over it would end with the container, and the pins with it.
+    Below /sys/fs/bpf the bpffs is mounted at /sys/fs/bpf, as is usual; otherwise at the folder
+    itself, which must be empty. If another file system is already mounted there, KernelError is
+    raised: a container gets the node's /sys/fs/bpf this way, and a bpffs mounted over it would
+    disappear with the container, and its pins too.
     """
     ancestor = pin_dir
     try:
@@ -169,7 +171,7 @@ def ensure_bpffs(pin_dir: Path) -> None:
         mount_point = BPF_FS if pin_dir.is_relative_to(BPF_FS) else pin_dir
         if any(mount.path == mount_point for mount in list_mounts()):
             raise KernelError(
-                "what is mounted here is no bpffs",
+                "the file system mounted here is not a bpffs",
                 str(mount_point),
                 f"on the node: mount -t bpf -o mode=700 bpf {mount_point}",
             )
@@ -178,7 +180,7 @@ def ensure_bpffs(pin_dir: Path) -> None:
         pin_dir.mkdir(PRIVATE_MODE, parents=True, exist_ok=True)
     except OSError as error:
         raise KernelError(
-            "cannot make the folder for pins",
+            "cannot create the folder for pins",
             str(pin_dir),
             PIN_DIR_HINT,
             errno=error.errno or 0,
@@ -186,17 +188,17 @@ def ensure_bpffs(pin_dir: Path) -> None:
 
 
 def mount_bpffs(path: Path) -> None:
-    """Mounts a bpffs, visible to root only."""
+    """Mounts a bpffs that only root can enter."""
     try:
         path.mkdir(PRIVATE_MODE, parents=True, exist_ok=True)
     except OSError as error:
         raise KernelError(
-            "cannot make the mount point for a bpffs", str(path), PIN_DIR_HINT, error.errno or 0
+            "cannot create the mount point for a bpffs", str(path), PIN_DIR_HINT, error.errno or 0
         ) from error
     if files := sorted(os.listdir(path)):
         more = ", ..." if len(files) > MAX_NAMED_FILES else ""
         raise KernelError(
-            "no bpffs is mounted over a folder that holds files: "
+            "will not mount a bpffs over a folder with files: "
             f"{', '.join(files[:MAX_NAMED_FILES])}"
             f"{more}",
             str(path),
@@ -214,8 +216,8 @@ def mount_bpffs(path: Path) -> None:
 
 
 def is_own_bpffs(path: Path, mounts: tuple[Mount, ...] | None = None) -> bool:
-    """Whether a bpffs is mounted right here, as mount_bpffs() does for one folder of pins; the
-    machine's own, at /sys/fs/bpf, is not meant.
+    """Whether a bpffs is mounted at exactly this folder, as by mount_bpffs(); False for the
+    machine's own at /sys/fs/bpf.
     """
     path_mounts = [
         mount
@@ -226,7 +228,6 @@ def is_own_bpffs(path: Path, mounts: tuple[Mount, ...] | None = None) -> bool:
 
 
 def unmount(path: Path) -> None:
-    """Ends the mount that is there."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.umount2(os.fsencode(path), 0):
         code = ctypes.get_errno()

@@ -1,7 +1,7 @@
-"""Network namespaces: which there are, and doing something inside one.
+"""Network namespaces: listing them, and running code inside one.
 
-Entering is done by a thread of its own: setns(2) changes the calling thread only, and a thread
-that could not come back must not go on.
+setns(2) changes only the calling thread, and a thread that cannot return must not continue. So
+run_in() uses a new thread that exits afterwards.
 """
 
 import ctypes
@@ -22,9 +22,10 @@ T = TypeVar("T")
 
 
 def read_cookie() -> int | None:
-    """The number that BPF knows this thread's network namespace by (Linux v5.14); None before.
+    """The cookie of this thread's network namespace, as BPF programs see it (Linux v5.14); None on
+    older kernels.
 
-    KernelError if the kernel refuses for another reason than that it has no such option.
+    Raises KernelError if the kernel refuses for any reason other than an unknown option.
     """
     with (
         kernel_errors("cannot read the cookie of the network namespace", "SO_NETNS_COOKIE"),
@@ -40,7 +41,9 @@ def read_cookie() -> int | None:
 
 
 def list_namespaces() -> Iterator[Path]:
-    """One path for each network namespace that a process or a name in /run/netns keeps alive."""
+    """Yields one path for each network namespace that a process or a name in /run/netns keeps
+    alive.
+    """
     inodes = set()
     netns_dir = Path("/run/netns")
     paths = [*(netns_dir.iterdir() if netns_dir.is_dir() else ())]
@@ -49,14 +52,14 @@ def list_namespaces() -> Iterator[Path]:
         try:
             inode = path.stat().st_ino
         except OSError:
-            continue  # the process has ended meanwhile, or the name is gone
+            continue  # the process has exited, or the name was removed
         if inode not in inodes:
             inodes.add(inode)
             yield path
 
 
 def run_in(path: Path, action: Callable[[], T]) -> T:
-    """The result of `action`, run in that network namespace by a thread that then ends."""
+    """Runs `action` in that network namespace, in a new thread; returns its result."""
     outcome: list[T | BaseException] = []
 
     def run_action() -> None:
@@ -76,9 +79,10 @@ def run_in(path: Path, action: Callable[[], T]) -> T:
 
 
 def enter(path: Path) -> None:
-    """Puts the calling thread into this network namespace, and what it starts from now on.
+    """Moves the calling thread, and the threads and processes that it starts later, into this
+    network namespace.
 
-    Into its own one is nothing to do: setns(2) would ask for CAP_SYS_ADMIN there, too.
+    Does nothing if the thread is already there: setns(2) would require CAP_SYS_ADMIN even then.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -102,7 +106,7 @@ def enter(path: Path) -> None:
 
 
 def _is_own(fd: int) -> bool:
-    """Whether this is the network namespace that the calling thread is in."""
+    """Whether the calling thread is in this network namespace."""
     try:
         own = os.stat("/proc/thread-self/ns/net")
     except OSError:
@@ -111,9 +115,9 @@ def _is_own(fd: int) -> bool:
 
 
 def unshare() -> None:
-    """Puts the calling thread into a new network namespace, empty, that ends with its last user."""
+    """Moves the calling thread to a new, empty network namespace."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(CLONE_NEWNET):
         raise KernelError(
-            "cannot make a network namespace", "", "it needs CAP_SYS_ADMIN", ctypes.get_errno()
+            "cannot create a network namespace", "", "it needs CAP_SYS_ADMIN", ctypes.get_errno()
         )

@@ -1,5 +1,5 @@
-"""Waiting for descriptors by poll(2): select(2) takes none above 1023, and a node with some hundred
-health checks has more open.
+"""Waits for descriptors with poll(2). select(2) does not accept descriptors above 1023, and a node
+with a few hundred health checks has more.
 """
 
 import select
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 def wait_readable(fds: Iterable[int], timeout: float) -> list[int]:
-    """Those of them that can be read, or have failed, after waiting at most so long."""
+    """Returns the descriptors that are readable or failed, after at most `timeout` seconds."""
     poll = select.poll()
     for fd in fds:
         poll.register(fd, select.POLLIN)

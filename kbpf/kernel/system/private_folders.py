@@ -1,10 +1,9 @@
-"""Folders and files that no other user may change, and the lock that makes one agent their only
-writer.
+"""Folders that no other user may change, and the lock that makes one agent their only writer.
 
-A trusted user is root or the one that we run as. The lock is flock(2) on the folder itself, and not
-on a file inside: a bpffs holds no regular files, and agents of earlier versions lock the folder, so
-that they and newer ones keep each other out. It needs to be opened for that, and a folder with mode
-0700 can only be opened by a trusted user.
+A trusted user is root or the user that we run as. The lock is flock(2) on the folder itself, not
+on a file in it: a bpffs has no regular files, and earlier versions lock the folder too, so old and
+new agents exclude each other. Locking requires opening the folder, and with mode 0700 only a
+trusted user can open it.
 """
 
 import contextlib
@@ -19,13 +18,15 @@ from typing import Final
 from kbpf.errors import KernelError
 
 LOCK_TIMEOUT_S: Final = 5.0
-"""How long to wait for an agent that is on its way out."""
+"""How long to wait for the lock of an agent that is shutting down."""
 PRIVATE_MODE: Final = 0o700
 NON_OWNER_WRITE: Final = stat.S_IWGRP | stat.S_IWOTH
 
 
 def distrust_reason(info: os.stat_result) -> str:
-    """Why what stat(2) says is not of a trusted user alone; empty if it is."""
+    """Why a file with this stat(2) result could be changed by a user who is not trusted; "" if it
+    cannot.
+    """
     if info.st_uid not in {0, os.geteuid()}:
         return f"uid {info.st_uid} owns it"
     if not stat.S_ISLNK(info.st_mode) and info.st_mode & NON_OWNER_WRITE:
@@ -34,8 +35,8 @@ def distrust_reason(info: os.stat_result) -> str:
 
 
 def require_private(folder: Path) -> None:
-    """KernelError unless trusted users alone can change what is in the folder, or put another one
-    in its place: by an ancestor of theirs, or one that all may write to without the sticky bit.
+    """Raises KernelError unless only trusted users can change the folder's contents or replace the
+    folder, through an ancestor that they own or that is writable for all without the sticky bit.
     """
     hint = "remove it and start again, or choose another folder"
     for path in _path_components(folder):
@@ -47,7 +48,9 @@ def require_private(folder: Path) -> None:
 
 
 def _path_components(folder: Path) -> Iterator[Path]:
-    """The folder, its ancestors, and those of what symbolic links on the way lead to."""
+    """Yields the folder, its ancestors, and the ancestors of its target if it
+    has symbolic links.
+    """
     absolute = folder.absolute()
     yield from dict.fromkeys(
         (*absolute.parents[::-1], absolute, *(absolute.resolve().parents), absolute.resolve())
@@ -55,9 +58,11 @@ def _path_components(folder: Path) -> Iterator[Path]:
 
 
 def lock_folder(folder: Path, timeout: float, hint: str) -> int:
-    """A descriptor that makes this process the only agent at work in the folder, which becomes
-    private. The lock ends when the descriptor is closed or the process ends, however it ends.
-    Another's is waited for, so many seconds; then it is a KernelError with this hint (EAGAIN).
+    """Locks the folder and makes it private; returns the descriptor that holds the lock.
+
+    This process is then the only agent that uses the folder, until the descriptor is closed or the
+    process exits for any reason. Waits up to `timeout` seconds for another agent's lock; then
+    raises KernelError (EAGAIN) with this hint.
     """
     require_private(folder)
     try:
@@ -75,7 +80,7 @@ def lock_folder(folder: Path, timeout: float, hint: str) -> int:
 
 
 def _make_private(fd: int, folder: Path) -> None:
-    """Earlier versions made it readable for everybody."""
+    # Earlier versions made it readable for everyone.
     if not os.fstat(fd).st_mode & 0o077:
         return
     try:
@@ -94,7 +99,7 @@ def _lock(fd: int, folder: Path, timeout: float, hint: str) -> None:
             if time.monotonic() > deadline:
                 holder = _untrusted_lock_holder(os.fstat(fd))
                 what = f"{holder} holds the lock" if holder else "another agent is at work here"
-                advice = "it is no agent: end this process" if holder else hint
+                advice = "it is not an agent: stop this process" if holder else hint
                 raise KernelError(what, str(folder), advice, error.errno or 0) from error
             time.sleep(0.05)
         else:
@@ -102,8 +107,8 @@ def _lock(fd: int, folder: Path, timeout: float, hint: str) -> None:
 
 
 def _untrusted_lock_holder(info: os.stat_result) -> str:
-    """A process that holds a lock on this and is no agent, since a user runs it who is not trusted:
-    it has opened the folder before it became private. Empty if none is seen.
+    """Describes a process of an untrusted user that holds the lock; it opened the folder before it
+    became private. Returns "" if there is none.
     """
     lock_id = f"{os.major(info.st_dev):02x}:{os.minor(info.st_dev):02x}:{info.st_ino}"
     with contextlib.suppress(OSError, ValueError):

@@ -1,4 +1,4 @@
-"""What a process asks of the kernel for itself."""
+"""Kernel settings of the own process."""
 
 import contextlib
 import ctypes
@@ -12,11 +12,13 @@ from kbpf.errors import KernelError
 
 PR_SET_PDEATHSIG: Final = 1
 PROC_PID_INIT_INO: Final = 0xEFFFFFFC
-"""PROC_PID_INIT_INO: the same number on every Linux."""
+"""Inode of the initial PID namespace, the same on every Linux."""
 
 
 def is_in_initial_pid_namespace() -> bool:
-    """Whether all processes of the machine are in our PID namespace, and so in /proc."""
+    """Whether we are in the initial PID namespace, so that /proc shows all processes of the
+    machine.
+    """
     try:
         return os.stat("/proc/self/ns/pid").st_ino == PROC_PID_INIT_INO
     except OSError:
@@ -24,8 +26,10 @@ def is_in_initial_pid_namespace() -> bool:
 
 
 def set_parent_death_signal(parent: int) -> None:
-    """From now on, and through execve(2), this process is killed when its parent ends, however it
-    ends. `parent` is its id: if it has gone already, so does this process now.
+    """The kernel kills this process when its parent exits; this survives execve(2).
+
+    `parent` is the parent's process id: if the parent has already exited, this process kills
+    itself.
     """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -33,8 +37,8 @@ def set_parent_death_signal(parent: int) -> None:
 
 
 def raise_nofile_limit() -> None:
-    """As many open files as this process may allow itself, as Go's programs do: each Service's
-    health check takes two. What cannot be raised stays.
+    """Raises the limit of open files to the hard limit, as Go programs do: each Service's health
+    check needs two. Failures are ignored.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
@@ -43,7 +47,7 @@ def raise_nofile_limit() -> None:
 
 
 def set_oom_score_adj(value: int) -> None:
-    """How soon the kernel ends this process for want of memory: -1000 never, 1000 first."""
+    """Sets the priority for the OOM killer: -1000 never, 1000 first."""
     path = Path("/proc/self/oom_score_adj")
     try:
         if path.read_text().strip() != str(value):

@@ -1,5 +1,5 @@
-"""Doing something in a network namespace of its own and, if asked, in another cgroup: by a child
-process, because a process moves between cgroups as a whole.
+"""Runs code in a new network namespace and optionally in another cgroup: in a child process,
+because only whole processes move between cgroups.
 """
 
 import json
@@ -15,10 +15,11 @@ from kbpf.kernel.system import cgroups, netns
 
 
 def run(action: Callable[[], Any], cgroup: Path | None = None, new_netns: bool = True) -> Any:
-    """What `action` gives (anything that JSON can say), run in an empty network namespace; not
-    `apart`: in our own.
+    """Runs `action` in a child process and returns its result, which must be JSON-serializable.
 
-    The namespace and the child are gone afterwards. A KbpfError there is one here, by its text.
+    The child runs in an empty network namespace, or in ours without `new_netns`; both the
+    namespace and the child are gone afterwards. A KbpfError in the child is raised here as
+    KernelError with its text.
     """
     read_fd, write_fd = os.pipe()
     child_pid = os.fork()
@@ -54,4 +55,4 @@ def _run_child(
     try:
         os.write(write_fd, json.dumps(reply).encode())
     finally:
-        os._exit(code)  # none of the parent's exit handlers and buffers
+        os._exit(code)  # skip the parent's exit handlers and buffers

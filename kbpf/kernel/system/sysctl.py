@@ -1,8 +1,7 @@
-"""Settings below /proc/sys of the network namespace of the calling thread, and sets of ports as
-the kernel writes them there.
+"""Sysctls of the calling thread's network namespace, and the format of port lists in them.
 
-In a container /proc/sys cannot be written. Its pod gets the node's /proc/sys/net a second time, at
-HOST_ROOT; whose settings are shown there depends on who looks, as at the first.
+In a container /proc/sys is read-only. Our pod mounts the node's /proc/sys/net a second time, at
+HOST_ROOT. At both places the kernel shows the settings of the reader's own network namespace.
 """
 
 import errno
@@ -15,16 +14,16 @@ from kbpf.errors import KernelError
 ROOT: Final = Path("/proc/sys")
 HOST_ROOT: Final = Path("/host/proc/sys")
 LOCAL_PORT_RANGE: Final = "net.ipv4.ip_local_port_range"
-"""Where the kernel takes ports for sockets that do not ask for one; of both families."""
+"""The range for sockets that do not request a port; used for both families."""
 RESERVED_PORTS: Final = "net.ipv4.ip_local_reserved_ports"
-"""What it leaves out there. A socket that asks for such a port by its number gets it."""
+"""Ports excluded from that range. A socket that requests such a port by number still gets it."""
 
 PortRange = tuple[int, int]
-"""Ports, both ends included."""
+"""First and last port."""
 
 
 def path_of(name: str, root: Path = ROOT, host_root: Path = HOST_ROOT) -> Path:
-    """The file of a setting; the one below `host` where there is one."""
+    """The file of a setting; the one below `host_root` if it exists."""
     relative_path = name.replace(".", "/")
     return (
         host_root / relative_path if (host_root / relative_path).exists() else root / relative_path
@@ -32,7 +31,7 @@ def path_of(name: str, root: Path = ROOT, host_root: Path = HOST_ROOT) -> Path:
 
 
 def read(name: str) -> str:
-    """The value of a setting, without the line's end."""
+    """Returns the value of a setting, stripped."""
     try:
         return path_of(name).read_text().strip()
     except OSError as error:
@@ -42,7 +41,9 @@ def read(name: str) -> str:
 
 
 def write(name: str, value: str) -> None:
-    """Sets it; KernelError with EROFS or EACCES in a container that must not."""
+    """Writes a setting. Raises KernelError with EROFS or EACCES in a container without write
+    access.
+    """
     try:
         path_of(name).write_text(f"{value}\n")
     except OSError as error:
@@ -56,7 +57,7 @@ def write(name: str, value: str) -> None:
 
 
 def parse_ports(text: str) -> frozenset[int]:
-    """The ports of a list such as ``8080,61000-65535``."""
+    """Parses a list of ports such as ``8080,61000-65535``."""
     ports: set[int] = set()
     for item in text.split(","):
         if item.strip():
@@ -66,7 +67,7 @@ def parse_ports(text: str) -> frozenset[int]:
 
 
 def merge_ranges(ports: Iterable[int]) -> tuple[PortRange, ...]:
-    """The fewest ranges that are these ports, in order."""
+    """Merges ports into the fewest ranges, in ascending order."""
     merged: list[PortRange] = []
     for port in sorted(ports):
         if merged and merged[-1][1] == port - 1:
@@ -77,11 +78,11 @@ def merge_ranges(ports: Iterable[int]) -> tuple[PortRange, ...]:
 
 
 def format_ports(ports: Iterable[int]) -> str:
-    """The list as the kernel writes it."""
+    """Formats a list of ports as the kernel does."""
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in merge_ranges(ports))
 
 
 def read_local_port_range() -> PortRange:
-    """Where the kernel takes ports for sockets."""
+    """Reads the range of ports for sockets that do not request one."""
     low, high = read(LOCAL_PORT_RANGE).split()
     return int(low), int(high)

@@ -1,9 +1,9 @@
-"""The threads of the agent: each is supervised, and all are in one table.
+"""Supervised threads of the agent, and the table of all of them.
 
-What a thread does may fail; the thread does not end by it. The failure is logged with its
-traceback, and the work begins again after a pause that doubles. Work that returns is done. Each
-turn of a loop calls beat(): a thread that has a limit and does not beat for that long is stuck, and
-/livez says so.
+If the work of a thread raises, this is logged with a traceback and the work starts again after an
+exponential backoff; the thread itself continues. Work that returns is done. Each iteration of a
+loop calls heartbeat(): a thread with a limit that makes no progress for that long counts as stuck
+and fails /livez.
 """
 
 import logging
@@ -19,16 +19,16 @@ log = logging.getLogger("kbpf.threads")
 MIN_RESTART_BACKOFF_S: Final = 0.1
 MAX_RESTART_BACKOFF_S: Final = 30.0
 FAILURE_RESET_S: Final = 60.0
-"""A failure is forgotten after this long without another one. More than the longest pause."""
+"""A failure is forgotten after this long without another one. Longer than the longest backoff."""
 
 FAILING_LIMIT_S: Final = 60.0
-"""A thread whose work has failed again and again for this long counts as down."""
+"""A thread whose work has kept failing for this long counts as down."""
 
 
 class ThreadState(NamedTuple):
-    """A thread in the table. `idle`: seconds since its last beat. `limit`: seconds that it may go
-    without one, 0: any. `restarts`: how often its work began again. `problem`: why it counts as
-    down, or "".
+    """The state of a thread. `idle`: seconds since its last heartbeat. `limit`: how many seconds
+    it may take between two, 0: unlimited. `restarts`: how often its work was started again.
+    `problem`: why it counts as down, or "".
     """
 
     name: str
@@ -40,7 +40,9 @@ class ThreadState(NamedTuple):
 
 
 class SupervisedThread:
-    """One thread. start() once, then stop(). `work` returns soon after its owner asks it to."""
+    """A thread that is started once and then stopped. `target` must return soon after its owner
+    tells it to stop.
+    """
 
     def __init__(
         self,
@@ -55,11 +57,11 @@ class SupervisedThread:
         self._last_beat = clock()
         self._restarts = 0
         self._failing_since: float | None = None
-        self._last_failure = 0.0  # when it failed last
+        self._last_failure = 0.0
         self._error = ""
 
     def start(self) -> None:
-        """Begins. KernelError if the system gives no more threads."""
+        """Starts the thread. Raises KernelError if the system allows no more threads."""
         with _lock:
             _table.append(self)
         try:
@@ -72,8 +74,8 @@ class SupervisedThread:
             ) from error
 
     def stop(self, timeout: float = 1.0) -> bool:
-        """Does not begin the work again, and waits for its end; whether it has ended. The owner has
-        told the work to end.
+        """Waits for the thread's end; returns whether it has ended. The work is not started again.
+        The caller must have told it to stop.
         """
         self._stopping.set()
         if self._thread is not threading.current_thread() and self._thread.ident is not None:
@@ -82,7 +84,6 @@ class SupervisedThread:
         return not self._thread.is_alive()
 
     def get_state(self) -> ThreadState:
-        """How it is doing."""
         idle = self._clock() - self._last_beat
         return ThreadState(
             self.name, self._thread.is_alive(), idle, self._limit, self._restarts,
@@ -92,9 +93,9 @@ class SupervisedThread:
     def _describe_problem(self, idle: float) -> str:
         failing = self._failing_since
         if not self._thread.is_alive():
-            return "it has ended"
+            return "it is not running"
         if failing is not None and self._clock() - failing >= FAILING_LIMIT_S:
-            return f"it fails again and again: {self._error}"
+            return f"it keeps failing: {self._error}"
         if self._limit and idle >= self._limit:
             return f"no progress for {idle:.0f} s"
         return ""
@@ -111,7 +112,7 @@ class SupervisedThread:
                 self._error, self._last_failure = f"{type(error).__name__}: {error}", self._clock()
                 if self._failing_since is None:
                     self._failing_since, backoff = self._last_failure, MIN_RESTART_BACKOFF_S
-                log.exception("thread failed, starting again name=%s in=%.1fs", self.name, backoff)
+                log.exception("thread failed, restarting it name=%s in=%.1fs", self.name, backoff)
             self._stopping.wait(backoff)
             self._restarts += 1
             backoff = min(2 * backoff, MAX_RESTART_BACKOFF_S)
@@ -123,7 +124,7 @@ class SupervisedThread:
                 _table.remove(self)
 
     def record_progress(self) -> None:
-        """The work has done a turn."""
+        """Resets the idle time. Called in each iteration of the work."""
         self._last_beat = self._clock()
         if (
             self._failing_since is not None
@@ -138,28 +139,28 @@ _current = threading.local()
 
 
 def start(name: str, target: Callable[[], None], limit: float = 0.0) -> SupervisedThread:
-    """A new thread, started."""
+    """Creates and starts a supervised thread."""
     thread = SupervisedThread(name, target, limit)
     thread.start()
     return thread
 
 
 def heartbeat() -> None:
-    """Says that the calling thread makes progress, if it is one of ours."""
+    """Records progress of the calling thread, if it is supervised."""
     thread: SupervisedThread | None = getattr(_current, "thread", None)
     if thread is not None:
         thread.record_progress()
 
 
 def list_threads() -> tuple[ThreadState, ...]:
-    """All threads that run, or should, by name."""
+    """The states of all supervised threads, by name."""
     with _lock:
         threads = list(_table)
     return tuple(sorted(thread.get_state() for thread in threads))
 
 
 def list_problems() -> tuple[str, ...]:
-    """The threads that are down or stuck, a line each."""
+    """A line for each thread that is down or stuck."""
     return tuple(
         f"thread {thread.name}: {thread.problem}" for thread in list_threads() if thread.problem
     )

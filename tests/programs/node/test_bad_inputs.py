@@ -81,12 +81,12 @@ WRONG = [
     Wrong("a folder that is no cgroup", f"{RUN} --cgroup {{empty}}", 2,
           "not a cgroup v2 folder: {empty} (--cgroup); name one of cgroup v2, or leave it out for "
           "the root of all", USAGE),
-    Wrong("pins over data", f"{BPF} --pin-dir {{data}}", 1, "no bpffs is mounted over a folder "
-          f"that holds files: a, b ({{data}}); {OTHER}"),
+    Wrong("pins over data", f"{BPF} --pin-dir {{data}}", 1, "will not mount a bpffs over a folder "
+          f"with files: a, b ({{data}}); {OTHER}"),
     Wrong("pins in a file", f"{BPF} --pin-dir {{file}}", 1,
-          f"cannot make the mount point for a bpffs ({{file}}): EEXIST; {OTHER}"),
+          f"cannot create the mount point for a bpffs ({{file}}): EEXIST; {OTHER}"),
     Wrong("pins in /proc", f"{BPF} --pin-dir /proc/no", 1,
-          f"cannot make the mount point for a bpffs (/proc/no): ENOENT; {OTHER}"),
+          f"cannot create the mount point for a bpffs (/proc/no): ENOENT; {OTHER}"),
     Wrong("no folder of objects", "run --source /nowhere", 1,
           "no such folder of objects (/nowhere); give an existing folder with "
           "--source DIR"),
@@ -112,7 +112,7 @@ WRONG = [
       for words in (RUN, "check")),
     Wrong("nobody: a configuration of others", "cleanup --config {closed}", 1, "cannot read the "
           "configuration: Permission denied ({closed}); give --config FILE", "kbpf: ", True),
-    Wrong("nobody: demo", "demo --once", 1, "cannot make the network namespace (", "kbpf: ", True),
+    Wrong("nobody: demo", "demo --once", 1, "cannot create the network namespace (", "kbpf: ", True),
 ]  # fmt: skip
 
 
@@ -137,7 +137,7 @@ def test_pins_in_a_bpffs_that_is_read_only(place: Place) -> None:
         ["unshare", "-m", "sh", "-ec", READ_ONLY, str(place.root / "empty"), sys.executable, "-m",
          "kbpf", *words], capture_output=True, text=True, check=False,
     )  # fmt: skip
-    line = f"cannot make the folder for pins ({{empty}}/pins): EROFS; {OTHER}"
+    line = f"cannot create the folder for pins ({{empty}}/pins): EROFS; {OTHER}"
     assert done.stderr.splitlines()[-1].partition(AGENT)[2] == place.fill(line)
     assert done.returncode == 1
 

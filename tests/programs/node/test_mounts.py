@@ -194,7 +194,7 @@ def test_a_container_on_a_node_without_a_bpffs_does_not_mount_one_for_itself():
         "print([m.fs_type for m in mounts.list_mounts() if m.path == mounts.BPF_FS])\n"
     )
     said, kinds = elsewhere(code, "mount --bind /sys/fs/bpf /sys/fs/bpf").splitlines()
-    assert "what is mounted here is no bpffs (/sys/fs/bpf)" in said
+    assert "the file system mounted here is not a bpffs (/sys/fs/bpf)" in said
     assert "on the node: mount -t bpf -o mode=700 bpf /sys/fs/bpf" in said
     assert kinds == "['sysfs']"
 
@@ -217,7 +217,7 @@ def test_a_bpffs_that_is_there_is_left_alone():
 
 def test_what_cannot_be_a_folder_is_an_error(tmp_path: Path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(KernelError, match="cannot make") as error:
+    with pytest.raises(KernelError, match="cannot create") as error:
         ensure_bpffs(tmp_path / "file" / "pins")
     assert error.value.errno
     assert str(tmp_path / "file" / "pins") in str(error.value)

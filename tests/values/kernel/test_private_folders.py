@@ -113,7 +113,7 @@ def test_who_took_it_while_that_was_possible_is_named(shared: Path, hold) -> Non
     with pytest.raises(KernelError) as error:
         lock_folder(folder, 0.0, "stop it first")
     named = rf"process {attacker.pid} \(python3[.\d]*\) of uid 65534 holds the lock \({folder}\)"
-    assert re.fullmatch(f"{named}: EAGAIN; it is no agent: end this process", str(error.value))
+    assert re.fullmatch(f"{named}: EAGAIN; it is not an agent: stop this process", str(error.value))
     attacker.kill()
     os.close(lock_folder(folder, 60.0, ""))
 

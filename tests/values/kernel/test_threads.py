@@ -67,7 +67,7 @@ def test_what_goes_on_failing_is_named_and_forgiven(monkeypatch: pytest.MonkeyPa
     thread = SupervisedThread("t-again", work, clock=lambda: now[0])
     thread.start()
     until("it is named", lambda: "thread t-again" in " ".join(threads.list_problems()))
-    assert state_of("t-again").problem == "it fails again and again: ValueError: on purpose"
+    assert state_of("t-again").problem == "it keeps failing: ValueError: on purpose"
     go_on.set()
     until("it works", lambda: thread.get_state().restarts and not stop.is_set() and go_on.is_set())
     now[0] += threads.FAILURE_RESET_S
