@@ -1,8 +1,8 @@
-"""The kernel's table of connections (conntrack): which of them are translated, and entries that
-keep a port from being given to others.
+"""The kernel's connection tracking table: finding translated connections, and adding entries that
+reserve their ports.
 
-About the network namespace of the calling thread. Where the kernel has no conntrack, there is
-nothing in it.
+All functions act on the network namespace of the calling thread. If the kernel has no conntrack,
+the table counts as empty.
 """
 
 import errno
@@ -57,7 +57,7 @@ _UNSUPPORTED_ERRNOS: Final = frozenset((errno.EINVAL, errno.EOPNOTSUPP, errno.EP
 
 
 class ConntrackStatus(IntFlag):
-    """Some of enum ip_conntrack_status."""
+    """Some values of enum ip_conntrack_status."""
 
     IPS_SEEN_REPLY = 1 << 1
     IPS_ASSURED = 1 << 2
@@ -67,7 +67,7 @@ class ConntrackStatus(IntFlag):
 
 
 class ConntrackFlow(NamedTuple):
-    """A connection as its packets leave the node: behind all translation."""
+    """A connection as its packets leave the node, after all translation."""
 
     protocol: int
     source: Addr
@@ -77,13 +77,14 @@ class ConntrackFlow(NamedTuple):
 
 
 def has_dnat_connections(family: str) -> bool:
-    """Whether there is a connection of this family, "ip" or "ip6", whose destination is changed."""
+    """Whether a connection of this family ("ip" or "ip6") has a translated destination."""
     return bool(_dump(FAMILIES[family], ConntrackStatus.IPS_DST_NAT))
 
 
 def list_masqueraded() -> list[ConntrackFlow]:
-    """Those of which both ends are changed, as kube-proxy does it for clients from outside. Where
-    IPVS has led them to a backend only the tuples say so.
+    """Lists connections with both source and destination translated, as by kube-proxy for clients
+    from outside. If IPVS chose the backend, the status has no IPS_DST_NAT; only the tuples show
+    it.
     """
     entries = (
         entry
@@ -97,8 +98,8 @@ def list_masqueraded() -> list[ConntrackFlow]:
 
 
 def reserve(flows: Iterable[ConntrackFlow], timeout: int) -> int:
-    """Makes entries for connections that somebody else looks after: so their ports are taken when
-    the kernel translates others. How many are new.
+    """Adds entries for connections that another program translates, so that the kernel does not
+    assign their ports to others. `timeout` is in seconds. Returns how many entries are new.
     """
     requests = [
         _encode_request(_CT_NEW, flow, timeout, NLM_F_CREATE | NLM_F_EXCL) for flow in flows
@@ -106,18 +107,18 @@ def reserve(flows: Iterable[ConntrackFlow], timeout: int) -> int:
     with Netlink(NETLINK_NETFILTER, "conntrack") as netlink:
         codes = netlink.request_many(requests)
     if unexpected := set(codes) - {0, errno.EEXIST} - _UNSUPPORTED_ERRNOS:
-        raise KernelError("cannot hold ports in conntrack", "", "run as root", min(unexpected))
+        raise KernelError("cannot reserve ports in conntrack", "", "run as root", min(unexpected))
     return codes.count(0)
 
 
 def release(flows: Iterable[ConntrackFlow]) -> int:
-    """Removes such entries; how many there were."""
+    """Deletes such entries; returns how many existed."""
     with Netlink(NETLINK_NETFILTER, "conntrack") as netlink:
         return netlink.request_many([_encode_request(_CT_DELETE, flow) for flow in flows]).count(0)
 
 
 def _dump(family: int, status: ConntrackStatus) -> list[dict[int, bytes]]:
-    """The attributes of connections that have all of this status."""
+    """Returns the attributes of entries that have all of these status bits."""
     status_bytes = struct.pack(">I", status)
     body = struct.pack("=BBH", family, 0, 0)
     body += pack_attribute(CTA_STATUS, status_bytes) + pack_attribute(CTA_STATUS_MASK, status_bytes)
@@ -137,7 +138,7 @@ def _dump(family: int, status: ConntrackStatus) -> list[dict[int, bytes]]:
 
 
 def _flow_behind_nat(attrs: dict[int, bytes]) -> ConntrackFlow | None:
-    """From the tuple of its answers, which are to whom its packets seem to come from."""
+    """Returns the connection after translation, which is the reverse of its reply tuple."""
     reply = parse_attributes(attrs.get(CTA_TUPLE_REPLY, b""))
     ip = parse_attributes(reply.get(CTA_TUPLE_IP, b""))
     proto = parse_attributes(reply.get(CTA_TUPLE_PROTO, b""))
@@ -159,19 +160,19 @@ def _flow_behind_nat(attrs: dict[int, bytes]) -> ConntrackFlow | None:
 
 
 def _original_destination(attrs: dict[int, bytes]) -> tuple[bytes, bytes]:
-    """Address and port of whom the client has asked."""
+    """The address and port that the client connected to."""
     return _parse_endpoint(attrs.get(CTA_TUPLE_ORIG, b""), _DST_TYPES, CTA_PROTO_DST_PORT)
 
 
 def _reply_source(attrs: dict[int, bytes]) -> tuple[bytes, bytes]:
-    """Address and port of who answers."""
+    """The address and port that reply."""
     return _parse_endpoint(attrs.get(CTA_TUPLE_REPLY, b""), _SRC_TYPES, CTA_PROTO_SRC_PORT)
 
 
 def _parse_endpoint(
     tuple_: bytes, address_types: tuple[int, int], port_type: int
 ) -> tuple[bytes, bytes]:
-    """One end of a connection's tuple: its address, as of either family, and its port."""
+    """One end of a conntrack tuple: the raw address, of either family, and the raw port."""
     attrs = parse_attributes(tuple_)
     ip = parse_attributes(attrs.get(CTA_TUPLE_IP, b""))
     proto = parse_attributes(attrs.get(CTA_TUPLE_PROTO, b""))

@@ -1,16 +1,16 @@
-"""What kbpf writes into somebody else's table: masqueraded packets pass a closed FORWARD.
+"""Rules that kbpf adds to tables of other programs, so that masqueraded packets pass FORWARD.
 
-iptables (by nf_tables) and many CNIs keep `table ip filter` and `table ip6 filter` with a base
-chain at the forward hook. Where that chain drops or rejects what nobody in it let pass, packets
-that the packet path has translated and marked would be lost. kube-proxy puts a jump at the head of
-the chain. Ours stands behind everything that somebody wrote there on purpose, so that it takes the
-place of the final refusal and overrules no one: a policy that rejects packets to one pod rejects
-ours too, whoever came first. (So does a second rule, for as long as connections of a kube-proxy go
-on that has left: takeover/conntrack_keepalive.py.)
+iptables-nft and many CNIs have `table ip filter` and `table ip6 filter` with a base chain at the
+forward hook. If that chain drops or rejects by default, packets that the packet path translated
+and marked would be lost. kube-proxy inserts a jump at the head of the chain. Our rule comes after
+all specific rules and just before the final refusal, so it replaces only the default: a policy
+that rejects packets to one pod also rejects ours, no matter which rule was added first. (The same
+holds for a second rule that accepts connections of a kube-proxy that has been removed, see
+takeover/conntrack_keepalive.py.)
 
-Spoken by libnftables in JSON; the chain stays readable for iptables. Rules are known as ours by
-their comment, and each change is one transaction. All of it is about the network namespace of the
-calling thread.
+Rules are added through libnftables in JSON; the chain stays readable for iptables. Our rules are
+recognized by their comment, and each change is one transaction. All functions act on the network
+namespace of the calling thread.
 """
 
 import errno
@@ -36,17 +36,17 @@ from kbpf.kernel.netfilter.uapi import (
 from kbpf.kernel.probe_result import Probe
 
 MASQUERADE_COMMENT: Final = "kbpf: masqueraded"
-"""How the comment of a rule of ours begins; the mark follows."""
+"""Prefix of the comment of our rule for masqueraded packets; the mark follows."""
 HANDOVER_COMMENT: Final = "kbpf-handover: connections of kube-proxy"
-"""The comment of the rule for those that a kube-proxy has left."""
+"""The comment of our rule for connections of a removed kube-proxy."""
 FILTER_TABLES: Final = (("ip", "filter"), ("ip6", "filter"))
 LEGACY_TABLE_NAMES: Final = {
     "ip": Path("/proc/thread-self/net/ip_tables_names"),
     "ip6": Path("/proc/thread-self/net/ip6_tables_names"),
 }
 UNSUPPORTED_ERRNOS: Final = frozenset((errno.EINVAL, errno.EOPNOTSUPP, errno.EPROTONOSUPPORT))
-"""How a kernel without nf_tables answers."""
-HINT: Final = "run as root, or let somebody else accept packets with the mark in FORWARD"
+"""How a kernel without nf_tables replies."""
+HINT: Final = "run as root, or accept packets with the mark in FORWARD by other means"
 
 _NLMSGHDR: Final = struct.Struct("=IHHII")
 _GET_GENERATION: Final = NFNL_SUBSYS_NFTABLES << 8 | NFT_MSG_GETGEN
@@ -58,7 +58,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ChainRule:
-    """A rule of the chain. `refuses_all`: it drops or rejects whatever gets to it."""
+    """A rule of a chain. `refuses_all`: it unconditionally drops or rejects."""
 
     handle: int
     comment: str = ""
@@ -66,23 +66,23 @@ class ChainRule:
 
     @property
     def is_masquerade(self) -> bool:
-        """Whether kbpf has put it there for what it masquerades."""
+        """Whether it is our rule for masqueraded packets."""
         return self.comment.startswith(MASQUERADE_COMMENT)
 
     @property
     def is_handover(self) -> bool:
-        """Whether kbpf has put it there for what a kube-proxy has begun."""
+        """Whether it is our rule for connections of a removed kube-proxy."""
         return self.comment == HANDOVER_COMMENT
 
     @property
     def is_foreign(self) -> bool:
-        """Whether kbpf has nothing to do with it."""
+        """Whether it is not ours."""
         return not (self.is_masquerade or self.is_handover)
 
 
 @dataclass(frozen=True, slots=True)
 class BaseChain:
-    """A base chain at the forward hook, with its rules in order."""
+    """A base chain at the forward or input hook, with its rules in order."""
 
     family: str
     table: str
@@ -92,33 +92,32 @@ class BaseChain:
 
     @property
     def is_closed(self) -> bool:
-        """Whether what no rule of others speaks of is refused."""
+        """Whether it refuses packets by default: by its policy or by an unconditional rule."""
         return self.policy_drops or any(rule.refuses_all for rule in self.rules)
 
     @property
     def foreign_rules(self) -> tuple[ChainRule, ...]:
-        """The rules that are not ours."""
         return tuple(rule for rule in self.rules if rule.is_foreign)
 
     @property
     def masquerade_rules(self) -> tuple[ChainRule, ...]:
-        """The rules of ours for what kbpf masquerades."""
+        """Our rules for masqueraded packets."""
         return tuple(rule for rule in self.rules if rule.is_masquerade)
 
     @property
     def handover_rules(self) -> tuple[ChainRule, ...]:
-        """The rules of ours for what a kube-proxy has begun."""
+        """Our rules for connections of a removed kube-proxy."""
         return tuple(rule for rule in self.rules if rule.is_handover)
 
     @property
     def insert_position(self) -> int:
-        """How many rules of others come before ours: all that do not refuse everything."""
+        """How many foreign rules come before ours: all up to the first unconditional refusal."""
         refusing = (i for i, rule in enumerate(self.foreign_rules) if rule.refuses_all)
         return next(refusing, len(self.foreign_rules))
 
     @property
     def next_handle(self) -> int | None:
-        """The handle of the rule that comes behind ours; None if no rule of others does."""
+        """The handle of the foreign rule that follows ours; None if ours is last."""
         return (
             self.foreign_rules[self.insert_position].handle
             if self.insert_position < len(self.foreign_rules)
@@ -126,18 +125,22 @@ class BaseChain:
         )
 
     def has_masquerade_rule(self, mark: int) -> bool:
-        """Whether exactly one rule of ours is there, in its place, for this mark."""
+        """Whether there is exactly one rule of ours for masqueraded packets, at the right position
+        and for this mark.
+        """
         return self._is_in_place(self.masquerade_rules) and self.masquerade_rules[
             0
         ].comment == masquerade_comment(mark)
 
     @property
     def has_handover_rule(self) -> bool:
-        """Whether exactly one rule is there for what a kube-proxy has begun, in its place."""
+        """Whether there is exactly one rule for connections of a removed kube-proxy, at the right
+        position.
+        """
         return self._is_in_place(self.handover_rules)
 
     def _is_in_place(self, rules: Sequence[ChainRule]) -> bool:
-        """Whether it is one, and as many rules of others come before it as have to."""
+        """Whether this is one rule with `insert_position` foreign rules before it."""
         if len(rules) != 1:
             return False
         before = self.rules[: self.rules.index(rules[0])]
@@ -148,7 +151,7 @@ class BaseChain:
 
 
 def masquerade_comment(mark: int) -> str:
-    """What our rule says of itself."""
+    """The comment of our rule for this mark."""
     return f"{MASQUERADE_COMMENT}, mark {mark:#x}"
 
 
@@ -156,7 +159,7 @@ def masquerade_comment(mark: int) -> str:
 
 
 def probe_nf_tables() -> Probe:
-    """Whether nf_tables can be spoken to: the library and the kernel."""
+    """Whether nf_tables is usable: the library and the kernel."""
     try:
         import nftables
 
@@ -171,7 +174,7 @@ def probe_nf_tables() -> Probe:
 
 
 def list_legacy_families() -> tuple[str, ...]:
-    """Families that have a filter table of the old iptables, which nobody can look at from here."""
+    """The families that have a filter table of iptables-legacy, which cannot be read from here."""
     families = []
     for family, path in LEGACY_TABLE_NAMES.items():
         try:
@@ -184,9 +187,10 @@ def list_legacy_families() -> tuple[str, ...]:
 
 
 def read_generation() -> int:
-    """A number that changes with every change of any nf_tables ruleset of this namespace.
+    """Reads the generation, a number that changes with every change of any ruleset in this
+    namespace.
 
-    KernelError where the kernel has no nf_tables, or does not let us look.
+    Raises KernelError if the kernel has no nf_tables, or without permission.
     """
     body = struct.pack("=BBH", socket.AF_UNSPEC, 0, 0)
     request = (
@@ -199,12 +203,12 @@ def read_generation() -> int:
             reply = netlink.recv(1 << 12)
     except OSError as error:
         raise KernelError(
-            "cannot ask nf_tables for its generation", "netlink", HINT, error.errno or 0
+            "cannot read the generation of nf_tables", "netlink", HINT, error.errno or 0
         ) from error
     _, type_, *_ = _NLMSGHDR.unpack_from(reply)
     if type_ != _NEW_GENERATION:
         (code,) = struct.unpack_from("=i", reply, _NLMSGHDR.size)
-        raise KernelError("cannot ask nf_tables for its generation", "netlink", HINT, -code)
+        raise KernelError("cannot read the generation of nf_tables", "netlink", HINT, -code)
     attrs = reply[_NLMSGHDR.size + len(body) :]
     while len(attrs) >= 4:
         length, type_ = struct.unpack_from("=HH", attrs)
@@ -215,7 +219,9 @@ def read_generation() -> int:
 
 
 def list_chains() -> list[Json]:
-    """All chains, without their rules: what the following look at, if they are not given it."""
+    """Lists all chains without their rules. The functions below call it unless
+    `listing` is given.
+    """
     return [
         item["chain"] for item in run_transaction({"list": {"chains": None}}) if "chain" in item
     ]
@@ -237,7 +243,7 @@ def list_forward_chains(listing: Iterable[Json] | None = None) -> tuple[BaseChai
 
 
 def list_other_drop_chains(listing: Iterable[Json] | None = None) -> tuple[str, ...]:
-    """Base chains at the forward hook, in other tables than those, that drop by their policy."""
+    """The base chains at the forward hook in all other tables that drop by policy."""
     names = []
     for chain in list_chains() if listing is None else listing:
         table = chain.get("family", ""), chain.get("table", "")
@@ -252,8 +258,8 @@ def list_other_drop_chains(listing: Iterable[Json] | None = None) -> tuple[str, 
 def list_closed_input_chains(
     listing: Iterable[Json] | None = None, own_table: str = ""
 ) -> tuple[str, ...]:
-    """Base chains at the input hook, in any table, that refuse what nobody in them let in. Rules
-    of our own table, `but`, are not read.
+    """The base chains at the input hook, in any table, that refuse packets by default.
+    `own_table`: our own table, which is skipped.
     """
     names = []
     for chain in list_chains() if listing is None else listing:
@@ -279,13 +285,13 @@ def _read_rules(family: str, table: str, name: str) -> tuple[ChainRule, ...]:
 
 
 def refuses_all(expressions: Collection[Json]) -> bool:
-    """Whether a rule of these expressions is nothing but a refusal."""
+    """Whether a rule with these expressions refuses all packets."""
     effective = [expression for expression in expressions if not _is_neutral(expression)]
     return len(effective) == 1 and _refuses(effective[0])
 
 
 def _is_neutral(expression: Json) -> bool:
-    """Counters, logs and comments: they choose no packets."""
+    """Counters, logs and comments do not select packets."""
     is_comment = expression.get("xt") == {"type": "match", "name": "comment"}
     return is_comment or bool(expression.keys() & {"counter", "log"})
 
@@ -300,9 +306,10 @@ def _refuses(expression: Json) -> bool:
 
 
 def accept_marked(chain: BaseChain, mark: int) -> None:
-    """Makes one rule of ours, for this mark, in its place; older ones go with the same step.
+    """Adds our rule for this mark at the right position and deletes older ones, in one
+    transaction.
 
-    KernelError with ENOENT when the chain has changed meanwhile: look at it again.
+    Raises KernelError with ENOENT if the chain has changed meanwhile: read it again.
     """
     rule: Json = {
         "family": chain.family,
@@ -329,36 +336,41 @@ def accept_marked(chain: BaseChain, mark: int) -> None:
 
 
 def reconcile_masquerade_rule(chain: BaseChain, mark: int) -> str:
-    """Sees to it that packets with this mark pass the chain, by a rule if it is closed and by none
-    if it is open; what had to be done, in words, or "".
+    """Adds or removes our rule, depending on whether the chain refuses by default, and returns a
+    line about the change, or "".
     """
     if not chain.is_closed:
-        return "FORWARD is open again: rule removed" if remove_masquerade_rules(chain) else ""
+        return (
+            "FORWARD accepts by default again: removed the rule for masqueraded packets"
+            if remove_masquerade_rules(chain)
+            else ""
+        )
     if chain.has_masquerade_rule(mark):
         return ""
     accept_marked(chain, mark)
-    return "FORWARD is closed: masqueraded packets are let pass"
+    return "FORWARD drops by default: added a rule that accepts masqueraded packets"
 
 
 def remove_masquerade_rules(chain: BaseChain) -> int:
-    """Takes our rules out of the chain; how many there were."""
+    """Deletes our rules for masqueraded packets; returns how many there were."""
     if chain.masquerade_rules:
         run_transaction(*delete_commands(chain, chain.masquerade_rules))
     return len(chain.masquerade_rules)
 
 
 def delete_commands(chain: BaseChain, rules: Iterable[ChainRule]) -> list[Json]:
-    """The commands that take these rules out of the chain."""
+    """Returns the commands that delete these rules."""
     chain_ref = {"family": chain.family, "table": chain.table, "chain": chain.name}
     return [{"delete": {"rule": {**chain_ref, "handle": rule.handle}}} for rule in rules]
 
 
 def run_transaction(*commands: Json, hint: str = HINT, dry_run: bool = False) -> list[Json]:
-    """What libnftables answers to these commands, which are one transaction. KernelError, with
-    ENOENT if something that they name is not there. `dry`: the kernel only looks at them.
+    """Runs commands as one transaction; returns the output of libnftables. With `dry_run` the
+    kernel only checks them. Raises KernelError, with ENOENT if an object named in them does not
+    exist.
 
-    libnftables ends the process, with exit status 3, if it cannot open its netlink socket. So one
-    is opened before: when no descriptor is left, for example, the caller gets the error.
+    libnftables exits the process with status 3 if it cannot open its netlink socket. So we open
+    one first: if no descriptor is left, for example, the caller gets an error.
     """
     with Netlink(NETLINK_NETFILTER, "nf_tables"):
         pass

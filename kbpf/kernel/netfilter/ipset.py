@@ -1,6 +1,6 @@
-"""IP sets: those of a name are removed, and the ports of one are read.
+"""ipset: deletes sets by name, and lists the ports in a set.
 
-About the network namespace of the calling thread.
+All functions act on the network namespace of the calling thread.
 """
 
 import errno
@@ -32,11 +32,11 @@ _PROTOCOL_ATTR: Final = pack_attribute(IPSET_ATTR_PROTOCOL, bytes((IPSET_PROTOCO
 _ABSENT_ERRNOS: Final = frozenset(
     (errno.ENOENT, errno.EINVAL, errno.EOPNOTSUPP, errno.EPROTONOSUPPORT)
 )
-"""No such set, or a kernel without sets."""
+"""No such set, or the kernel has no ipset."""
 
 
 def list_names() -> tuple[str, ...]:
-    """All sets; none where the kernel has none."""
+    """The names of all sets; empty if the kernel has no ipset."""
     return tuple(
         sorted(
             {
@@ -49,7 +49,7 @@ def list_names() -> tuple[str, ...]:
 
 
 def list_ports(name: str) -> frozenset[int]:
-    """The ports of a set of ports; none if it is not there."""
+    """The ports in a set of ports; empty if the set does not exist."""
     ports: set[int] = set()
     for attrs in _list_sets(pack_attribute(IPSET_ATTR_SETNAME, name.encode() + b"\0")):
         for entry in _split_nested(attrs.get(IPSET_ATTR_ADT, b"")):
@@ -58,7 +58,9 @@ def list_ports(name: str) -> frozenset[int]:
 
 
 def destroy(names: Iterable[str]) -> tuple[str, ...]:
-    """Those that were there; KernelError with EBUSY if a rule still asks one of them."""
+    """Deletes sets; returns those that existed. Raises KernelError with EBUSY if a rule refers to
+    one.
+    """
     destroyed = []
     with Netlink(NETLINK_NETFILTER, "ip sets") as netlink:
         for name in names:
@@ -91,7 +93,7 @@ def _list_sets(name_attr: bytes) -> list[dict[int, bytes]]:
 
 
 def _split_nested(raw: bytes) -> list[bytes]:
-    """The values of attributes that stand one after the other, of whatever type."""
+    """The values of consecutive attributes, regardless of their type."""
     values = []
     while len(raw) >= 4:
         (length,) = struct.unpack_from("=H", raw)

@@ -1,6 +1,6 @@
-"""iptables-legacy: the tables of before nf_tables, which only its own programs can change.
+"""iptables-legacy: the tables from before nf_tables, which only its own programs can change.
 
-About the network namespace of the calling process.
+All functions act on the network namespace of the calling process.
 """
 
 import subprocess
@@ -14,12 +14,12 @@ FAMILIES: Final = {
     "ip": (Path("/proc/thread-self/net/ip_tables_names"), "iptables-legacy"),
     "ip6": (Path("/proc/thread-self/net/ip6_tables_names"), "ip6tables-legacy"),
 }
-HINT: Final = "install the package iptables, or run it where that is"
+HINT: Final = "install the package iptables, or run this where it is installed"
 _TIMEOUT_S: Final = 300.0
 
 
 def list_tables(family: str) -> tuple[str, ...]:
-    """The tables that there are; looking does not make any."""
+    """The tables that exist; none is created by listing them."""
     try:
         return tuple(sorted(FAMILIES[family][0].read_text().split()))
     except OSError:
@@ -27,12 +27,12 @@ def list_tables(family: str) -> tuple[str, ...]:
 
 
 def save(family: str, table: str) -> str:
-    """The table's chains and rules, in the words of iptables-save."""
+    """The table's chains and rules in the format of iptables-save."""
     return _run(f"{FAMILIES[family][1]}-save", "-t", table)
 
 
 def restore(family: str, text: str) -> None:
-    """Does what iptables-restore does with this; other chains stay as they are."""
+    """Applies text in the format of iptables-restore; other chains stay unchanged."""
     _run(f"{FAMILIES[family][1]}-restore", "--noflush", "--wait", "10", stdin=text)
 
 

@@ -1,6 +1,6 @@
-"""Named counters of netfilter (nfnetlink_acct), which rules of iptables count in.
+"""Named counters of netfilter (nfnetlink_acct), used by iptables rules.
 
-About the network namespace of the calling thread.
+Acts on the network namespace of the calling thread.
 """
 
 import errno
@@ -26,7 +26,7 @@ _ABSENT_ERRNOS: Final = frozenset(
 
 
 def delete(names: Iterable[str]) -> tuple[str, ...]:
-    """Those that were there and that no rule counts in."""
+    """Deletes counters; returns those that existed and that no rule uses."""
     deleted = []
     with Netlink(NETLINK_NETFILTER, "nfacct") as netlink:
         for name in names:

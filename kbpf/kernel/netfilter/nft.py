@@ -1,8 +1,8 @@
-"""What nf_tables says of its tables without their contents.
+"""Queries about nf_tables tables that do not read their contents.
 
-libnftables reads every element of every set before it answers even `list tables`: seconds, where a
-node has 10,000 Services. Here the kernel is asked for one thing, and answers in less than a
-millisecond. All of it is about the network namespace of the calling thread.
+libnftables reads every element of every set before it answers even `list tables`, which takes
+seconds on a node with 10,000 Services. Here the kernel is asked for one object and answers in less
+than a millisecond. All functions act on the network namespace of the calling thread.
 """
 
 import errno
@@ -40,8 +40,8 @@ _NFGENMSG: Final = struct.Struct("=BBH")
 
 
 class TableSummary(NamedTuple):
-    """A table from outside. A handle never means another table or rule than it did once; `parts`
-    is how many chains, sets and maps there are.
+    """A table without its contents. Handles are never reused. `use_count`: chains, sets and maps.
+    `rules`: the handles of its rules.
     """
 
     handle: int
@@ -50,7 +50,7 @@ class TableSummary(NamedTuple):
 
 
 def read_table(family: str, table: str) -> TableSummary | None:
-    """One table, None if it is not there. KernelError if the kernel does not let us look."""
+    """Reads one table; None if it does not exist. Raises KernelError if not permitted."""
     with Netlink(NETLINK_NETFILTER, "nf_tables") as netlink:
         reply = _request_or_none(
             netlink,
@@ -77,14 +77,14 @@ def read_table(family: str, table: str) -> TableSummary | None:
 
 
 def has_table(family: str, table: str) -> bool:
-    """Whether it is there."""
+    """Whether the table exists."""
     with Netlink(NETLINK_NETFILTER, "nf_tables") as netlink:
         attrs = pack_attribute(NFTA_TABLE_NAME, _encode_name(table))
         return _request_or_none(netlink, _GET_TABLE, family, attrs) is not None
 
 
 def has_set(family: str, table: str, name: str) -> bool:
-    """Whether the table is there and has a set, or a map, of this name."""
+    """Whether the table exists and has a set or map of this name."""
     with Netlink(NETLINK_NETFILTER, "nf_tables") as netlink:
         attrs = pack_attribute(NFTA_SET_TABLE, _encode_name(table)) + pack_attribute(
             NFTA_SET_NAME, _encode_name(name)
@@ -110,5 +110,4 @@ def _encode_name(name: str) -> bytes:
 
 
 def _parse_be(raw: bytes) -> int:
-    """Numbers here are in network order."""
     return int.from_bytes(raw, "big")

@@ -1,12 +1,12 @@
-"""Rules that refuse packets before DNAT: where hosts guard NodePorts and VIPs against kube-proxy's
-clients, and where the packet path has translated a packet already.
+"""Finds rules that refuse packets before DNAT. Hosts protect NodePorts and VIPs with them, but the
+packet path translates packets before they apply.
 
-Base chains at prerouting with a priority before dstnat, and at netdev's ingress, with the chains
-that they jump to; of iptables-legacy, PREROUTING in the tables raw and mangle. A rule counts if it
-refuses, and if it, or a rule that leads to it, chooses packets by a source, a destination, an
-original destination (conntrack), or a port among NodePorts; what cannot be read (extensions of
-iptables, named sets) counts, too. A rule for other ports, or for connection states, does not. A
-base chain that drops by policy counts.
+Checked are base chains at prerouting with a priority before dstnat and at netdev ingress, with all
+chains that they jump to; for iptables-legacy PREROUTING in the tables raw and mangle. A rule
+counts if it refuses packets, and if it or a rule that leads to it selects packets by source,
+destination, original destination (conntrack) or a port in the NodePort range. Conditions that
+cannot be read (iptables extensions, named sets) count too. Rules for other ports or for connection
+states do not. A base chain with policy drop counts.
 """
 
 import shlex
@@ -20,21 +20,21 @@ from kbpf.kernel.netfilter.forward_rules import Json
 NF_IP_PRI_NAT_DST: Final = -100
 NODE_PORTS: Final = range(30_000, 32_768)
 SERVICE_PROXY_TABLES: Final = frozenset(("kube-proxy", "kbpf", "kbpf-handover"))
-"""Tables of Service proxies: kube-proxy's own rules are not a firewall of the host."""
+"""Tables of Service proxies: their own rules are not a firewall of the host."""
 CALICO_CHAIN_PREFIXES: Final = ("cali-fh-", "mangle-cali-fh-")
-"""Calico's chains of one host endpoint: in mangle they are policies with preDNAT."""
+"""Calico's chains for one host endpoint; in mangle they are preDNAT policies."""
 XT_MATCHES: Final = frozenset(
     ("tcp", "udp", "sctp", "multiport", "conntrack", "set", "iprange", "geoip", "recent")
 )
-"""Matches of iptables that may choose by ports or addresses, and that JSON does not show."""
+"""iptables matches that may select by port or address, which the JSON output does not show."""
 ADDRESS_FIELDS: Final = frozenset(("saddr", "daddr"))
 PORT_FIELDS: Final = frozenset(("dport",))
 CT_ORIGINAL_KEYS: Final = frozenset(("daddr", "proto-dst", "ip daddr", "ip6 daddr"))
 
 
 def find_chains(listing: Iterable[Json] | None = None) -> tuple[str, ...]:
-    """Base chains by which packets for NodePorts or VIPs are refused. KernelError if they cannot
-    be read. `listed`: see netfilter.list_chains().
+    """Returns the base chains that refuse packets to NodePorts or VIPs, as "family table chain".
+    Raises KernelError if they cannot be read. `listing`: see forward_rules.list_chains().
     """
     names = []
     tables: dict[tuple[str, str], dict[str, list[EarlyRule]]] = {}
@@ -50,15 +50,15 @@ def find_chains(listing: Iterable[Json] | None = None) -> tuple[str, ...]:
 
 
 class LegacyChains(NamedTuple):
-    """Chains of iptables-legacy that count, and tables that could not be read."""
+    """The chains of iptables-legacy that count, and tables that could not be read."""
 
     chains: tuple[str, ...]
     unreadable: tuple[str, ...]
 
 
 def find_legacy_chains() -> LegacyChains:
-    """The same as chains() for iptables-legacy. Its tables can be read by its own programs only,
-    which our image does not have.
+    """find_chains() for iptables-legacy, whose tables can be read only by its own programs. Our
+    image does not have these.
     """
     names, unreadable = [], []
     for family in iptables_legacy.FAMILIES:
@@ -85,8 +85,9 @@ def _is_early(chain: Json) -> bool:
 
 
 class EarlyRule(NamedTuple):
-    """What matters of a rule. `chooses`: by address, or by a port among NodePorts. `elsewhere`: it
-    is for other ports only. `targets`: chains that it leads to.
+    """What matters about a rule. `is_selective`: it selects by address or by a port in the
+    NodePort range. `is_other_ports`: it applies only to other ports. `targets`: chains that it
+    jumps to.
     """
 
     refuses: bool
@@ -96,7 +97,7 @@ class EarlyRule(NamedTuple):
 
 
 def _read_rules(family: str, table: str) -> dict[str, list[EarlyRule]]:
-    """Of a table of nf_tables, by chain."""
+    """Reads the rules of an nf_tables table, by chain."""
     command = {"list": {"table": {"family": family, "name": table}}}
     rules: dict[str, list[EarlyRule]] = {}
     for item in forward_rules.run_transaction(command):
@@ -107,8 +108,8 @@ def _read_rules(family: str, table: str) -> dict[str, list[EarlyRule]]:
 
 
 def has_guarding_rule(rules: Mapping[str, Collection[EarlyRule]], base_chain: str) -> bool:
-    """Whether the chain `base`, or one that it leads to, has a rule that counts. `rules`: of the
-    table, by chain.
+    """Whether the base chain, or a chain reachable from it, has a rule that counts. `rules`: all
+    rules of the table, by chain.
     """
     visited, queue = {(base_chain, False)}, [(base_chain, False)]
     while queue:
@@ -154,7 +155,7 @@ def _refuses(expression: Json) -> bool:
 
 
 def _selects_node_ports(expression: Json) -> bool | None:
-    """Whether it chooses ports of NodePorts; None if it does not choose by port."""
+    """Whether it selects ports in the NodePort range; None if it does not select by port."""
     match: Json = expression.get("match") or expression.get("vmap") or {}
     operand: Json = match.get("left") or match.get("key") or {}
     if operand.get("payload", {}).get("field") not in PORT_FIELDS:
@@ -171,7 +172,7 @@ def _contains_node_port(value: Any) -> bool:
         return int(low) < NODE_PORTS.stop and int(high) >= NODE_PORTS.start
     if isinstance(value, dict) and "set" in value:
         return any(map(_contains_node_port, value["set"]))
-    return True  # a named set, a name of a service: not known
+    return True  # a named set or a port name: unknown
 
 
 def _selects_by_address(expression: Json) -> bool:
@@ -217,11 +218,11 @@ SAVED_ADDRESSES: Final = frozenset(
     ("-s", "-d", "--ctorigdst", "--ctorigsrc", "--src-range", "--dst-range", "--match-set")
 )
 SAVED_MATCHES: Final = frozenset(("geoip", "recent", "bpf", "u32", "string"))
-"""Matches that may choose by address or port, whatever their options are."""
+"""Matches that may select by address or port, whatever their options are."""
 
 
 def _parse_saved_rules(lines: Iterable[str]) -> dict[str, list[EarlyRule]]:
-    """Of what iptables-save printed, by chain."""
+    """Parses the output of iptables-save, by chain."""
     rules: dict[str, list[EarlyRule]] = {}
     for line in lines:
         if line.startswith("-A "):
@@ -251,7 +252,7 @@ def _parse_saved_rule(args: list[str]) -> EarlyRule:
 
 
 def _has_node_port(text: str) -> bool:
-    """Of `30080`, `30000:32767` and lists of both."""
+    """Whether `30080`, `30000:32767` or a list of these has a port in the NodePort range."""
     for part in text.split(","):
         low, _, high = part.partition(":")
         if int(low or 0) < NODE_PORTS.stop and int(high or low) >= NODE_PORTS.start:

@@ -1,11 +1,12 @@
-"""A rule of nf_tables in iptables' own words: it accepts what conntrack calls established.
+"""Adds a rule in iptables' own encoding that accepts established connections.
 
-iptables reads its chains in nf_tables only as long as it can say every rule of them itself: with
-one `ct state` of nft's, iptables-save and whoever uses it (kube-proxy, most CNIs) give up on the
-whole table. What it writes itself is its match `conntrack`, by the kernel's nft_compat, and that
-libnftables shows, but does not write. So this one rule is spoken by netlink.
+iptables can show its chains in nf_tables only if it understands every rule in them. A single `ct
+state` expression of nft makes iptables-save, and what uses it (kube-proxy, most CNIs), give up on
+the whole table. iptables itself encodes such a rule with its match `conntrack`, through
+nft_compat; libnftables can display that but not create it. So this rule is encoded as netlink
+messages here.
 
-About the network namespace of the calling thread.
+All functions act on the network namespace of the calling thread.
 """
 
 import struct
@@ -69,9 +70,10 @@ def accept_established(
     replaced_handles: Iterable[int],
     generation: int,
 ) -> None:
-    """Makes the rule in this chain (its family, table and name) before the rule with that handle,
-    or behind all, and removes others; one transaction. KernelError with ERESTART if the rules are
-    not those of that generation any more: look at them again.
+    """Adds the rule to this chain (family, table, name), before the rule with `next_handle` or at
+    the end, and deletes `replaced_handles`, in one transaction.
+
+    Raises KernelError with ERESTART if the ruleset is no longer of this generation: read it again.
     """
     family, table, chain = chain_key
     chain_header = _NFGENMSG.pack(NFPROTO[family], 0, 0)
@@ -107,7 +109,7 @@ def accept_established(
 
 
 def _encode_expressions() -> Iterable[bytes]:
-    """As iptables writes ``-m conntrack --ctstate RELATED,ESTABLISHED -j ACCEPT``."""
+    """Encodes ``-m conntrack --ctstate RELATED,ESTABLISHED -j ACCEPT`` as iptables does."""
     info = _XT_CONNTRACK_MTINFO3.pack(
         XT_CONNTRACK_STATE,
         0,
