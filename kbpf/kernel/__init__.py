@@ -1,1 +1,1 @@
-"""Thin typed faces of kernel subsystems, one module each. They know nothing of Services."""
+"""Thin typed wrappers of kernel interfaces, one module each. They know nothing about Services."""

@@ -1,1 +1,1 @@
-"""Network devices, addresses and sockets, mostly by netlink."""
+"""Network devices, addresses and sockets, mostly through netlink."""

@@ -1,4 +1,4 @@
-"""The addresses of this network namespace: listing them, and hearing of changes."""
+"""Addresses in this network namespace: listing them, and following their changes."""
 
 import socket
 import struct
@@ -24,12 +24,12 @@ from kbpf.kernel.net.uapi import (
 from kbpf.model.address import V4_PREFIX, Addr
 
 IFADDRMSG: Final = struct.Struct("=BBBBI")
-"""Family, prefix length, flags, scope, ifindex."""
+"""struct ifaddrmsg: family, prefix length, flags, scope, ifindex."""
 
 
 def local_addresses(*excluded_devices: str) -> tuple[Addr, ...]:
-    """All addresses that others can reach this namespace by, sorted; no loopback, no link-local,
-    and none of the devices `but`.
+    """Lists all addresses at which other machines can reach this namespace, sorted: no loopback,
+    no link-local ones, and none of `excluded_devices`.
     """
     with Rtnetlink() as netlink:
         messages = netlink.dump(RTM_GETADDR, IFADDRMSG.pack(socket.AF_UNSPEC, 0, 0, 0, 0))
@@ -44,7 +44,6 @@ def local_addresses(*excluded_devices: str) -> tuple[Addr, ...]:
 
 
 def _ifindex_or_zero(name: str) -> int:
-    """0 if there is no such device."""
     try:
         return socket.if_nametoindex(name) if name else 0
     except OSError:
@@ -52,8 +51,8 @@ def _ifindex_or_zero(name: str) -> int:
 
 
 def source_address_of(body: bytes) -> Addr | None:
-    """The address of one RTM_NEWADDR, if the kernel would choose it for what it sends: none that
-    is secondary, temporary, on its way out, or not yet known to be unique.
+    """The address in an RTM_NEWADDR message if the kernel would use it as a source; None if it is
+    secondary, temporary, deprecated or tentative.
     """
     flags = IFADDRMSG.unpack_from(body)[2]
     unfit = flags & (IFA_F_SECONDARY | IFA_F_DEPRECATED | IFA_F_TENTATIVE)
@@ -61,7 +60,7 @@ def source_address_of(body: bytes) -> Addr | None:
 
 
 def address_of(body: bytes) -> Addr | None:
-    """The address of one RTM_NEWADDR; None for loopback and link-local ones."""
+    """The address in an RTM_NEWADDR message; None for loopback and link-local ones."""
     _, _, _, scope, _ = IFADDRMSG.unpack_from(body)
     if scope in (RT_SCOPE_HOST, RT_SCOPE_LINK):
         return None
@@ -73,7 +72,7 @@ def address_of(body: bytes) -> Addr | None:
 
 
 def watch_addresses(on_change: Callable[[], None], stop: threading.Event) -> None:
-    """Calls `changed` at once and after each change of an address, until `stop` is set. Runs in
-    its thread.
+    """Calls `on_change` at once and after each change of an address, until `stop` is set. Run it
+    in a thread of its own.
     """
     netlink.watch(RTMGRP_IPV4_IFADDR | RTMGRP_IPV6_IFADDR, on_change, stop)

@@ -1,4 +1,4 @@
-"""The devices of this network namespace: listing them, and hearing of changes."""
+"""Devices in this network namespace: listing them, and following their changes."""
 
 import socket
 import struct
@@ -76,16 +76,13 @@ _EXT_MASK_ATTR: Final = pack_attribute(IFLA_EXT_MASK, struct.pack("=I", RTEXT_FI
 class Device:
     """A network device.
 
-    `kind`: veth, bridge, vxlan, ... as `ip -d link` shows it; empty for hardware.
-    `link_type`: ARPHRD_* of linux/if_arp.h.
-    `master`: ifindex of the bridge, bond or VRF that it is a port of; 0 if of none.
-    `link`: ifindex of the device below it, or of a veth's peer, which may be elsewhere; 0 if none.
-    `peer_netns`: the kernel's number for the *other* network namespace that `link` is in; None
-    when it is in this one.
-    `has_subnet`: it has an address with neighbours: no link-local one, and shorter than a /32
-    or /128.
-    `mac`: its own address, 6 bytes; zeros if its link type has none of that length.
-    `sources`: addresses that the kernel would send from by it, its first choice of each family
+    `kind`: veth, bridge, vxlan, ... as shown by `ip -d link`; empty for hardware. `link_type`:
+    ARPHRD_*. `master`: ifindex of the bridge, bond or VRF that it is a port of, or 0. `link`:
+    ifindex of the device below it, or of a veth's peer, which may be in another namespace; or 0.
+    `peer_netns`: the netns id of the *other* namespace that `link` is in; None if it is in this
+    one. `has_subnet`: it has an address with neighbours: not link-local, prefix shorter than /32
+    or /128. `mac`: its own address, 6 bytes; zeros if its link type has none of this length.
+    `sources`: source addresses that the kernel would use on it, preferred ones of each family
     first.
     """
 
@@ -111,12 +108,12 @@ class Device:
 
     @property
     def carries_ip(self) -> bool:
-        """Whether it is of a link type that we know how to read IP packets from."""
+        """Whether IP packets can be parsed on this link type."""
         return self.has_header or self.link_type in HEADERLESS_LINK_TYPES
 
 
 def list_devices() -> tuple[Device, ...]:
-    """All devices, by ifindex."""
+    """Lists all devices, by ifindex."""
     with Rtnetlink() as netlink:
         links = netlink.dump(RTM_GETLINK, _IFINFOMSG.pack(0, 0, 0, 0, 0) + _EXT_MASK_ATTR)
         addresses = netlink.dump(RTM_GETADDR, IFADDRMSG.pack(0, 0, 0, 0, 0))
@@ -140,7 +137,7 @@ def _subnet_ifindex(message: Message) -> tuple[int, ...]:
 
 
 def _sources_by_ifindex(messages: Iterable[Message]) -> Mapping[int, tuple[Addr, ...]]:
-    """By ifindex, in the kernel's order."""
+    """Maps each ifindex to its source addresses, in the kernel's order."""
     sources: dict[int, tuple[Addr, ...]] = {}
     for message in messages:
         address = source_address_of(message.body) if message.msg_type == RTM_NEWADDR else None
@@ -176,13 +173,14 @@ def _parse_device(
 
 
 def _parse_mac(raw: bytes) -> bytes:
-    """A tunnel's "address" is the IP address of its end, that of InfiniBand has 20 bytes."""
+    # For a tunnel this is the IP address of its end; for InfiniBand it has 20 bytes.
     return raw if len(raw) == len(ZERO_MAC) else ZERO_MAC
 
 
 class DeviceEvents(NamedTuple):
-    """What happened to the devices. `gone`: those that ended, or went to another namespace, by
-    ifindex; None: nobody knows, since news was lost. `any`: whether anything was told.
+    """Changes of devices. `received`: whether there was any. `deleted`: ifindexes of devices that
+    were deleted or moved to another namespace; None if notifications were lost, so that this is
+    unknown.
     """
 
     received: bool
@@ -190,16 +188,16 @@ class DeviceEvents(NamedTuple):
 
 
 class DeviceMonitor(Rtnetlink):
-    """Hears of each change of a device and of a device's addresses (a device's part depends on
-    both). What happened before it was opened is not told: look after opening.
+    """Receives notifications about devices and their addresses (what we do on a device depends on
+    both). Earlier changes are not reported: list the devices after opening it.
     """
 
     def __init__(self) -> None:
         super().__init__(RTMGRP_LINK | RTMGRP_IPV4_IFADDR | RTMGRP_IPV6_IFADDR)
 
     def wait(self, timeout: float, wake_fd: int) -> DeviceEvents:
-        """What was told, after waiting at most so long for it, or until the descriptor `wake` is
-        readable. A burst of news is one change.
+        """Waits up to `timeout` seconds for notifications, or until `wake_fd` is readable. Returns
+        those that arrived; a burst is one event.
         """
         wait_readable([self.socket.fileno(), wake_fd], timeout)
         messages, lost = self.receive_notifications()
@@ -210,7 +208,7 @@ class DeviceMonitor(Rtnetlink):
 
 
 def _is_deletion(message: Message) -> bool:
-    """A bridge tells of a port that left it in the same words, but for the family."""
+    # A bridge reports a port that left it with the same message type, in family AF_BRIDGE.
     if message.msg_type != RTM_DELLINK:
         return False
     family: int = _IFINFOMSG.unpack_from(message.body)[0]

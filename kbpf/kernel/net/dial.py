@@ -1,8 +1,8 @@
-"""A real connection to an address that leads somewhere else, seen from both ends.
+"""Real connections to an address that is translated, observed from both ends.
 
-Meant for an empty network namespace (sandbox.py): every address that the connection may be led to
-is given to loopback there and served by this same process, so nothing leaves the machine, and an
-address that is not translated is not reached at all.
+Meant for an empty network namespace (sandbox.py): each possible backend address is added to
+loopback there and served by this same process. So nothing leaves the machine, and an address that
+is not translated cannot be reached.
 """
 
 import contextlib
@@ -21,13 +21,14 @@ TIMEOUT_S: Final = 3.0
 TCP_REPAIR: Final = 19
 
 SocketAddress = tuple[str, int]
-"""An address and a port."""
 
 
 def connect_tcp(
     destination: SocketAddress, server_addresses: Sequence[SocketAddress]
 ) -> tuple[SocketAddress, SocketAddress]:
-    """connect() to `to`; where it arrived, and what getpeername() says at the client."""
+    """Connects to `destination`; returns where the connection arrived and what the client's
+    getpeername() returns.
+    """
     with contextlib.ExitStack() as stack:
         listeners = [
             stack.enter_context(_open_server(address, socket.SOCK_STREAM))
@@ -43,7 +44,9 @@ def connect_tcp(
 def exchange_udp(
     destination: SocketAddress, server_addresses: Sequence[SocketAddress]
 ) -> tuple[SocketAddress, SocketAddress]:
-    """sendto() to `to`; where the datagram arrived, and whom recvfrom() shows for the answer."""
+    """Sends a datagram to `destination`; returns where it arrived and the source that recvfrom()
+    shows for the reply.
+    """
     with contextlib.ExitStack() as stack:
         servers = [
             stack.enter_context(_open_server(address, socket.SOCK_DGRAM))
@@ -62,9 +65,11 @@ def exchange_udp(
 def connect_without_packets(
     destination: SocketAddress, sock_type: int
 ) -> tuple[SocketAddress, SocketAddress]:
-    """connect() without a packet, from wherever we are: whom the socket talks to by the kernel's
-    own word, and what getpeername() says. Needs a route there, and CAP_NET_ADMIN for TCP, whose
-    repair mode takes a connection for made at once.
+    """Calls connect() without sending a packet, in the current namespace; returns the peer
+    according to the kernel's socket table and what getpeername() returns.
+
+    Needs a route to the peer, and CAP_NET_ADMIN for TCP: in repair mode connect() succeeds at
+    once.
     """
     with _open_socket(destination, sock_type) as client:
         if sock_type == socket.SOCK_STREAM:
@@ -78,7 +83,7 @@ def connect_without_packets(
 
 
 def _read_peer(table: str, inode: int) -> SocketAddress:
-    """The remote address of the socket with this inode, out of /proc/self/net."""
+    """The remote address of the socket with this inode, from /proc/self/net."""
     for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
         fields = line.split()
         if int(fields[9]) == inode:

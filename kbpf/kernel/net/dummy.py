@@ -1,7 +1,7 @@
-"""A dummy device that holds addresses: what is sent to them is for this node, and goes nowhere.
+"""A dummy device that holds addresses: packets to them are delivered to this node.
 
-They are no addresses of the node otherwise: IPv4 ones have the scope of the host and IPv6 ones are
-deprecated, so that no connection to elsewhere is made from them.
+The node does not use them for anything else: IPv4 addresses have scope host and IPv6 addresses are
+deprecated, so they are not chosen as the source of connections to other machines.
 """
 
 import contextlib
@@ -56,10 +56,10 @@ from kbpf.model.address import V4_PREFIX, Addr, family_of, format_addr
 ADDRESS_FLAGS: Final = IFA_F_NODAD | IFA_F_PERMANENT | IFA_F_NOPREFIXROUTE
 IPV6_SYSCTLS: Final = Path("/proc/sys/net/ipv6/conf")
 FATAL_ERRNOS: Final = frozenset((errno.ENODEV, errno.EPERM))
-"""How the kernel refuses whatever address is asked for."""
+"""Errors that apply to every address on the device."""
 KIND: Final = "dummy"
 ALIAS: Final = "kbpf"
-"""Says that the device is ours."""
+"""Marks the device as ours."""
 
 _IFINFOMSG: Final = struct.Struct("=BxHiII")
 _CACHEINFO: Final = struct.Struct("=IIII")  # struct ifa_cacheinfo
@@ -67,14 +67,14 @@ _EMPTY_IFINFOMSG: Final = _IFINFOMSG.pack(0, 0, 0, 0, 0)
 
 
 class DeviceIdentity(NamedTuple):
-    """What a device is (of a virtual one), and what somebody has written on it."""
+    """The kind of a virtual device and its alias."""
 
     kind: str
     alias: str
 
 
 def find_device(name: str) -> DeviceIdentity | None:
-    """The device of this name, of whatever kind; None if there is none."""
+    """Returns the device of this name, of any kind; None if there is none."""
     with Rtnetlink() as netlink:
         try:
             body = netlink.request(
@@ -95,7 +95,7 @@ def _parse_identity(attrs: Mapping[int, bytes]) -> DeviceIdentity:
 
 
 def list_ours() -> tuple[str, ...]:
-    """The names of all dummy devices that bear our alias."""
+    """Lists the names of all dummy devices with our alias."""
     with Rtnetlink() as netlink:
         messages = netlink.dump(RTM_GETLINK, _EMPTY_IFINFOMSG)
     links = (parse_attributes(message.body[_IFINFOMSG.size :]) for message in messages)
@@ -107,8 +107,8 @@ def list_ours() -> tuple[str, ...]:
 
 
 def is_ours(name: str) -> bool:
-    """Whether this is a dummy device that bears our alias. One without alias and addresses is
-    nobody's: we may have been killed before it had one.
+    """Whether this is a dummy device with our alias, or one without alias and addresses: kbpf may
+    have been killed before it set the alias.
     """
     device = find_device(name)
     if device is None or device.kind != KIND:
@@ -117,12 +117,12 @@ def is_ours(name: str) -> bool:
 
 
 def ensure(name: str) -> int:
-    """Its ifindex, made and switched on if need be; KernelError when there is one of this name that
-    is not ours.
+    """Creates the device if necessary, switches it on and returns its ifindex. Raises KernelError
+    if a device of this name exists that is not ours.
     """
     if get_ifindex_or_zero(name) and not is_ours(name):
         raise KernelError(
-            "a device of this name is there, and kbpf has not made it", name,
+            "a device of this name exists that kbpf did not create", name,
             "remove it, or give kbpf another name with --ipvs-device", errno.EEXIST,
         )  # fmt: skip
     name_attr = pack_attribute(IFLA_IFNAME, name.encode() + b"\0")
@@ -139,10 +139,10 @@ def ensure(name: str) -> int:
         except KernelError as error:
             if error.errno != errno.EEXIST:
                 raise KernelError(
-                    "cannot make the dummy device", name,
+                    "cannot create the dummy device", name,
                     "load the kernel module dummy (modprobe dummy)", error.errno,
                 ) from error  # fmt: skip
-        with contextlib.suppress(KernelError):  # a kernel without IPv6
+        with contextlib.suppress(KernelError):  # the kernel has no IPv6
             netlink.request(RTM_NEWLINK, _EMPTY_IFINFOMSG + name_attr + no_link_local)
         alias_attr = pack_attribute(IFLA_IFALIAS, ALIAS.encode())
         netlink.request(
@@ -151,24 +151,26 @@ def ensure(name: str) -> int:
     try:
         return get_ifindex(name)
     except OSError as error:
-        raise KernelError("the device has gone again", name, errno=errno.ENODEV) from error
+        raise KernelError(
+            "the device was removed by another program", name, errno=errno.ENODEV
+        ) from error
 
 
 def get_ifindex(name: str) -> int:
-    """Its ifindex; OSError if it is not there."""
+    """Returns the ifindex. Raises OSError if the device does not exist."""
     return socket.if_nametoindex(name)
 
 
 def accepts_ipv6(name: str) -> bool:
-    """Whether the kernel takes IPv6 addresses at this device."""
+    """Whether IPv6 addresses can be added to this device."""
     try:
         return (IPV6_SYSCTLS / name / "disable_ipv6").read_text().strip() == "0"
     except OSError:
-        return False  # none in this kernel
+        return False  # the kernel has no IPv6
 
 
 def remove(name: str) -> bool:
-    """Whether it was there. Its addresses go with it."""
+    """Removes the device with its addresses; returns whether it existed."""
     body = _EMPTY_IFINFOMSG + pack_attribute(IFLA_IFNAME, name.encode() + b"\0")
     with Rtnetlink() as netlink:
         try:
@@ -181,8 +183,8 @@ def remove(name: str) -> bool:
 
 
 def list_addresses(ifindex: int, *excluded_devices: str) -> tuple[frozenset[Addr], frozenset[Addr]]:
-    """The addresses of this device, and those of all others but the devices `apart`; loopback is
-    among them, link-local IPv6 addresses count for neither.
+    """Returns the addresses of this device, and those of all others except `excluded_devices`.
+    Loopback addresses are included, link-local ones are not.
     """
     with Rtnetlink() as netlink:
         messages = netlink.dump(RTM_GETADDR, IFADDRMSG.pack(socket.AF_UNSPEC, 0, 0, 0, 0))
@@ -205,7 +207,7 @@ def list_addresses(ifindex: int, *excluded_devices: str) -> tuple[frozenset[Addr
 
 
 def get_ifindex_or_zero(name: str) -> int:
-    """Its ifindex, 0 if it is not there."""
+    """Returns the ifindex, 0 if the device does not exist."""
     try:
         return get_ifindex(name)
     except OSError:
@@ -213,7 +215,7 @@ def get_ifindex_or_zero(name: str) -> int:
 
 
 def addresses_of(name: str) -> frozenset[Addr]:
-    """The addresses of a device, none if it is not there."""
+    """The addresses of a device; empty if it does not exist."""
     try:
         return list_addresses(get_ifindex(name))[0]
     except OSError:
@@ -221,8 +223,8 @@ def addresses_of(name: str) -> frozenset[Addr]:
 
 
 def add_addresses(ifindex: int, addresses: Iterable[Addr]) -> dict[Addr, KernelError]:
-    """Gives it these addresses; those that it has are fine. The ones that it cannot have, and why.
-    KernelError when it can have none.
+    """Adds these addresses; existing ones are kept. Returns the addresses that the kernel refused,
+    with the error. Raises KernelError if it accepts none on this device.
     """
     flags = NLM_F_CREATE | NLM_F_EXCL
     errors = dict(_send_requests(RTM_NEWADDR, ifindex, list(addresses), flags, (errno.EEXIST,)))
@@ -232,7 +234,7 @@ def add_addresses(ifindex: int, addresses: Iterable[Addr]) -> dict[Addr, KernelE
 
 
 def delete_addresses(ifindex: int, addresses: Iterable[Addr]) -> None:
-    """Takes them away; those that it does not have are fine."""
+    """Removes these addresses; missing ones are ignored."""
     for _, error in _send_requests(
         RTM_DELADDR, ifindex, list(addresses), 0, (errno.EADDRNOTAVAIL,)
     ):
@@ -242,7 +244,7 @@ def delete_addresses(ifindex: int, addresses: Iterable[Addr]) -> None:
 def _send_requests(
     msg_type: int, ifindex: int, addresses: list[Addr], flags: int, ignored_errnos: Collection[int]
 ) -> Iterator[tuple[Addr, KernelError]]:
-    """All of them; those that are refused."""
+    """Sends all requests; yields those that failed."""
     if not addresses:
         return
     with Rtnetlink() as netlink:

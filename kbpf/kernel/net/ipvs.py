@@ -1,8 +1,8 @@
-"""IPVS: virtual services and their real servers in the network namespace of the calling thread.
+"""IPVS: virtual services and their real servers in the calling thread's network namespace.
 
-Messages are made and read here instead of by pyroute2, whose encoder takes a millisecond for each
-(a node with 10,000 Services has 100,000 servers) and which writes IPv6 prefixes wrongly; a test
-reads with pyroute2 what is written here. Many changes go in one datagram: `Ipvs.change()`.
+Messages are encoded here rather than by pyroute2, whose encoder takes a millisecond for each (a
+node with 10,000 Services has 100,000 servers) and encodes IPv6 prefixes incorrectly; a test
+decodes our messages with pyroute2. IpvsClient.apply() sends many changes in one datagram.
 """
 
 import errno
@@ -70,11 +70,10 @@ from kbpf.model.objects import Protocol
 
 CONNECTIONS_PATH: Final = Path("/proc/thread-self/net/ip_vs_conn")
 CONNTRACK_SYSCTL: Final = "net.ipv4.vs.conntrack"
-"""Whether IPVS keeps its connections in conntrack as well, by which they can be masqueraded."""
+"""Whether IPVS also keeps its connections in conntrack, which masquerading requires."""
 EXPIRE_NODEST_CONN_SYSCTL: Final = "net.ipv4.vs.expire_nodest_conn"
-"""A setting that IPVS always has."""
+"""A setting that every IPVS has."""
 HINT: Final = "load the kernel module ip_vs (modprobe ip_vs)"
-NLM_F_CREATE_EXCL: Final = 0x600  # NLM_F_CREATE | NLM_F_EXCL
 
 _VERBS: Final = {"NEW": "make", "SET": "change", "DEL": "remove", "GET": "read"}
 _NOUNS: Final = {"SERVICE": "virtual service", "DEST": "real server"}
@@ -92,8 +91,8 @@ _TIMEOUT_ATTRS: Final = (
 
 
 def supports_conntrack() -> bool | None:
-    """Whether this kernel's IPVS has CONNTRACK (CONFIG_IP_VS_NFCT); None where none of its settings
-    are to be seen.
+    """Whether this kernel's IPVS supports conntrack (CONFIG_IP_VS_NFCT); None if its settings are
+    not visible.
     """
     for name, supported in ((CONNTRACK_SYSCTL, True), (EXPIRE_NODEST_CONN_SYSCTL, False)):
         try:
@@ -107,7 +106,7 @@ def supports_conntrack() -> bool | None:
 
 
 class IpvsCommand(IntEnum):
-    """linux/ip_vs.h; DEL_DEST and the like."""
+    """Commands of linux/ip_vs.h. A DEST is a real server."""
 
     IPVS_CMD_NEW_SERVICE = 1
     IPVS_CMD_SET_SERVICE = 2
@@ -122,8 +121,8 @@ class IpvsCommand(IntEnum):
 
 
 class IpvsServiceFlag(IntFlag):
-    """What the operator may set of IP_VS_SVC_F_*. The last two belong to the scheduler: `sh` and
-    `mh` take the next server for one without weight, and hash the client's port too.
+    """The flags IP_VS_SVC_F_* that we set. The last two are for the schedulers `sh` and `mh`:
+    choose another server if the chosen one has weight 0, and hash the client's port too.
     """
 
     IP_VS_SVC_F_PERSISTENT = 0x01
@@ -132,8 +131,8 @@ class IpvsServiceFlag(IntFlag):
 
 
 class VirtualServiceKey(NamedTuple):
-    """The key of a virtual service: an address and port, or, with a mark, all packets that carry
-    it; then the address says the family only, and the protocol nothing.
+    """The key of a virtual service: address and port, or a packet mark. With a mark, the address
+    tells only the family, and protocol and port are ignored.
     """
 
     protocol: int
@@ -148,7 +147,7 @@ class VirtualServiceKey(NamedTuple):
 
 
 class VirtualServiceSettings(NamedTuple):
-    """How a virtual service spreads. `persistence` in seconds, 0 for none."""
+    """How a virtual service chooses servers. `persistence` is in seconds, 0 for none."""
 
     scheduler: str
     persistence: int = 0
@@ -156,7 +155,7 @@ class VirtualServiceSettings(NamedTuple):
 
 
 class RealServerKey(NamedTuple):
-    """The key of a real server in its virtual service."""
+    """The key of a real server within its virtual service."""
 
     address: Addr
     port: int
@@ -166,7 +165,9 @@ class RealServerKey(NamedTuple):
 
 
 class VirtualServiceStats(NamedTuple):
-    """Of a virtual service since it was made: connections, bytes from and to clients."""
+    """Counters of a virtual service since it was created: connections, bytes
+    from and to clients.
+    """
 
     connections: int
     bytes_in: int
@@ -174,7 +175,7 @@ class VirtualServiceStats(NamedTuple):
 
 
 class ConnectionTimeouts(NamedTuple):
-    """After how many seconds IPVS forgets an idle connection; `tcp_fin`: after an end's FIN."""
+    """Timeouts for idle connections, in seconds. `tcp_fin`: after a FIN."""
 
     tcp: int = 0
     tcp_fin: int = 0
@@ -182,7 +183,7 @@ class ConnectionTimeouts(NamedTuple):
 
 
 class RealServerStatus(NamedTuple):
-    """A real server as the kernel has it, with its connections."""
+    """A real server as reported by the kernel, with its connections."""
 
     server: RealServerKey
     weight: int
@@ -191,7 +192,7 @@ class RealServerStatus(NamedTuple):
 
 
 class IpvsRequest(NamedTuple):
-    """One change; `weight` goes with a server, `settings` without."""
+    """One change. `weight` applies only with `server`, `settings` only without."""
 
     command: IpvsCommand
     service: VirtualServiceKey
@@ -206,8 +207,8 @@ class IpvsRequest(NamedTuple):
 
 
 class IpvsConnection(NamedTuple):
-    """A connection that IPVS tracks: addresses with ports, IPVS' word for its state, and in how
-    many seconds it is forgotten unless a packet comes.
+    """A connection tracked by IPVS: addresses with ports, IPVS's name for its state, and the
+    seconds until it expires if no packet arrives.
     """
 
     protocol: Protocol
@@ -219,7 +220,9 @@ class IpvsConnection(NamedTuple):
 
 
 def list_connections(path: Path = CONNECTIONS_PATH) -> tuple[IpvsConnection, ...]:
-    """All of this network namespace. KernelError if they cannot be read."""
+    """Lists all connections in this network namespace. Raises KernelError if
+    they cannot be read.
+    """
     try:
         listing = path.read_text()
     except OSError as error:
@@ -230,8 +233,8 @@ def list_connections(path: Path = CONNECTIONS_PATH) -> tuple[IpvsConnection, ...
 
 
 def parse_connections(listing: str) -> Iterator[IpvsConnection]:
-    """From the kernel's list. What only remembers where a client belongs has no port of the client
-    and is left out, and so is what is of no protocol that Services have.
+    """Parses /proc/net/ip_vs_conn. Persistence templates (client port 0) and protocols that
+    Services do not use are skipped.
     """
     for line in listing.splitlines()[1:]:
         protocol_name, *fields = line.split()
@@ -255,7 +258,7 @@ def _parse_proc_address(field: str) -> Addr:
 
 
 def encode_request(request: IpvsRequest) -> bytes:
-    """The message's body: command and attributes."""
+    """Encodes the message body: genetlink header and attributes."""
     parts = [
         _GENLMSGHDR.pack(request.command, IPVS_GENL_VERSION, 0),
         _nest(IPVS_CMD_ATTR_SERVICE, _encode_service(request)),
@@ -266,7 +269,7 @@ def encode_request(request: IpvsRequest) -> bytes:
 
 
 def encode_timeouts(timeouts: ConnectionTimeouts) -> bytes:
-    """The body that sets them, but for those that are 0."""
+    """Encodes the body that sets the timeouts; those that are 0 are omitted."""
     attrs = (
         pack_attribute(attr_type, _U32.pack(seconds))
         for attr_type, seconds in zip(_TIMEOUT_ATTRS, timeouts, strict=True)
@@ -276,7 +279,7 @@ def encode_timeouts(timeouts: ConnectionTimeouts) -> bytes:
 
 
 def decode_timeouts(body: bytes) -> ConnectionTimeouts:
-    """From the body of an answer to GET_CONFIG."""
+    """Decodes the reply to IPVS_CMD_GET_CONFIG."""
     attrs = parse_attributes(body[_GENLMSGHDR.size :])
     return ConnectionTimeouts(*(parse_int32(attrs.get(attr_type)) for attr_type in _TIMEOUT_ATTRS))
 
@@ -332,12 +335,12 @@ def _encode_address(address: Addr) -> bytes:
 
 
 def _decode_address(raw: bytes, family: int) -> Addr:
-    """The kernel writes 16 bytes for either family."""
+    # The kernel writes 16 bytes for either family.
     return Addr(V4_PREFIX + raw[:4]) if family == socket.AF_INET else Addr(raw[:16])
 
 
 def decode_service(body: bytes) -> tuple[VirtualServiceKey, VirtualServiceSettings]:
-    """From the body of an answer to GET_SERVICE."""
+    """Decodes a reply to IPVS_CMD_GET_SERVICE."""
     attrs = parse_attributes(parse_attributes(body[_GENLMSGHDR.size :])[IPVS_CMD_ATTR_SERVICE])
     family = _U16.unpack(attrs[IPVS_SVC_ATTR_AF])[0]
     wildcard = ANY4 if family == socket.AF_INET else ANY6
@@ -365,7 +368,9 @@ def decode_service(body: bytes) -> tuple[VirtualServiceKey, VirtualServiceSettin
 
 
 def decode_stats(body: bytes) -> tuple[VirtualServiceKey, VirtualServiceStats]:
-    """From the same answer as decode_service(). All 0 before Linux v4.1, which has 32 bits only."""
+    """Decodes the counters in the same reply. All are 0 before Linux v4.1, which has only 32-bit
+    ones.
+    """
     attrs = parse_attributes(parse_attributes(body[_GENLMSGHDR.size :])[IPVS_CMD_ATTR_SERVICE])
     stats = parse_attributes(attrs.get(IPVS_SVC_ATTR_STATS64, b""))
     numbers = (
@@ -375,7 +380,7 @@ def decode_stats(body: bytes) -> tuple[VirtualServiceKey, VirtualServiceStats]:
 
 
 def decode_server(body: bytes, family: int) -> RealServerStatus:
-    """From the body of an answer to GET_SERVER; `family` is that of the service, 4 or 6."""
+    """Decodes a reply to IPVS_CMD_GET_DEST. `family` is that of the service, 4 or 6."""
     attrs = parse_attributes(parse_attributes(body[_GENLMSGHDR.size :])[IPVS_CMD_ATTR_DEST])
     service_family = socket.AF_INET if family == 4 else socket.AF_INET6
     server_family = (
@@ -392,11 +397,11 @@ def decode_server(body: bytes, family: int) -> RealServerStatus:
     )
 
 
-# ---- talking -------------------------------------------------------------------------------------
+# ---- the client ----------------------------------------------------------------------------------
 
 
 class IpvsClient:
-    """A conversation. KernelError with ENOENT where the kernel has no IPVS."""
+    """A netlink connection to IPVS. Raises KernelError with ENOENT if the kernel has no IPVS."""
 
     def __init__(self) -> None:
         self._netlink = Netlink(NETLINK_GENERIC, "IPVS")
@@ -418,26 +423,25 @@ class IpvsClient:
         return int(_U16.unpack(attrs[CTRL_ATTR_FAMILY_ID])[0])
 
     def close(self) -> None:
-        """Ends it."""
         self._netlink.close()
 
     def read_timeouts(self) -> ConnectionTimeouts:
-        """Those of this network namespace."""
+        """Reads the timeouts of this network namespace."""
         body = _GENLMSGHDR.pack(IpvsCommand.IPVS_CMD_GET_CONFIG, IPVS_GENL_VERSION, 0)
         return decode_timeouts(self._netlink.request(self._family_id, body)[0].body)
 
     def set_timeouts(self, timeouts: ConnectionTimeouts) -> None:
-        """Those that are 0 stay as they are."""
+        """Sets the timeouts that are not 0."""
         self._netlink.request(self._family_id, encode_timeouts(timeouts))
 
     def list_services(self) -> list[tuple[VirtualServiceKey, VirtualServiceSettings]]:
-        """All virtual services, whoever made them."""
+        """Lists all virtual services, including those of other programs."""
         body = _GENLMSGHDR.pack(IpvsCommand.IPVS_CMD_GET_SERVICE, IPVS_GENL_VERSION, 0)
         messages = self._netlink.dump(self._family_id, body)
         return [decode_service(message.body) for message in messages]
 
     def read_settings(self, service: VirtualServiceKey) -> VirtualServiceSettings | None:
-        """Those of one virtual service; None if it is not there."""
+        """Reads the settings of one virtual service; None if it does not exist."""
         body = encode_request(IpvsRequest(IpvsCommand.IPVS_CMD_GET_SERVICE, service))
         try:
             (reply, *_) = self._netlink.request(self._family_id, body)
@@ -448,13 +452,13 @@ class IpvsClient:
         return decode_service(reply.body)[1]
 
     def read_stats(self) -> list[tuple[VirtualServiceKey, VirtualServiceStats]]:
-        """What each virtual service has had, whoever made it."""
+        """Reads the counters of all virtual services, including those of other programs."""
         body = _GENLMSGHDR.pack(IpvsCommand.IPVS_CMD_GET_SERVICE, IPVS_GENL_VERSION, 0)
         messages = self._netlink.dump(self._family_id, body)
         return [decode_stats(message.body) for message in messages]
 
     def list_servers(self, service: VirtualServiceKey) -> list[RealServerStatus]:
-        """The real servers of a virtual service; none if it is not there."""
+        """Lists the real servers of a virtual service; empty if it does not exist."""
         body = encode_request(IpvsRequest(IpvsCommand.IPVS_CMD_GET_DEST, service))
         family = family_of(service.address)
         try:
@@ -466,13 +470,15 @@ class IpvsClient:
         return [decode_server(message.body, family) for message in messages]
 
     def count_connections(self, service: VirtualServiceKey) -> int:
-        """How many a virtual service has, those included that have ended and are remembered."""
+        """Counts the connections of a virtual service, including closed ones that have not
+        expired.
+        """
         return sum(
             status.active_conns + status.inactive_conns for status in self.list_servers(service)
         )
 
     def try_apply(self, requests: Sequence[IpvsRequest]) -> list[int]:
-        """An errno for each change, in order; 0 for those that were made."""
+        """Applies the requests; returns an errno for each, in order, 0 for success."""
         creates = (IpvsCommand.IPVS_CMD_NEW_SERVICE, IpvsCommand.IPVS_CMD_NEW_DEST)
         return self._netlink.request_many(
             [
@@ -486,8 +492,8 @@ class IpvsClient:
         )
 
     def apply(self, requests: Sequence[IpvsRequest], ignored_errnos: Iterable[int] = ()) -> None:
-        """Makes all of them. KernelError names the first that was refused, but for these errnos;
-        those after it were tried all the same.
+        """Applies all requests. Raises KernelError for the first that failed with an errno other
+        than `ignored_errnos`; those after it were applied nevertheless.
         """
         accepted_errnos = {0, *ignored_errnos}
         for request, code in zip(requests, self.try_apply(requests), strict=True):

@@ -1,8 +1,8 @@
-"""Network namespaces with names, and devices, addresses and routes in the one that the calling
-thread is in: through pyroute2, whose errors end here.
+"""Creates named network namespaces, and devices, addresses and routes in the calling thread's
+namespace. Wraps pyroute2 and its errors.
 
-Importing this costs 20 MB and a quarter of a second, so only the demo and `kbpf check --attached`
-do, when they need it. The agent uses netlink.py.
+Importing pyroute2 costs 20 MB and a quarter of a second, so only the demo and `kbpf check
+--attached` import this module, when they need it. The agent uses netlink.py.
 """
 
 import contextlib
@@ -36,19 +36,21 @@ def _kernel_errors(what: str, where: str = "") -> Iterator[None]:
 
 
 def namespace_path(name: str) -> Path:
-    """Where a namespace with this name is."""
+    """The path of a named network namespace."""
     return NETNS_DIR / name
 
 
 def create_namespace(name: str) -> Path:
-    """A new network namespace, kept by its name alone; loopback is down in it."""
-    with _kernel_errors("cannot make the network namespace", name):
+    """Creates a network namespace that is kept alive by its name; its loopback device is down."""
+    with _kernel_errors("cannot create the network namespace", name):
         netns.create(name)
     return namespace_path(name)
 
 
 def remove_namespace(name: str) -> bool:
-    """Takes the name away: it ends with its last process. Whether it was there."""
+    """Removes the name; the namespace ends with its last process. Returns whether the name
+    existed.
+    """
     if not namespace_path(name).exists():
         return False
     with _kernel_errors("cannot remove the network namespace", name):
@@ -57,7 +59,7 @@ def remove_namespace(name: str) -> bool:
 
 
 class Links:
-    """Devices of this network namespace. Use it in the thread that made it."""
+    """Devices of this network namespace. Use it from the thread that created it."""
 
     def __init__(self) -> None:
         with _kernel_errors("cannot open a netlink socket", "rtnetlink"):
@@ -76,19 +78,21 @@ class Links:
         return int(indexes[0])
 
     def set_up(self, name: str) -> None:
-        """Switches a device on."""
-        with _kernel_errors("cannot switch on the device", name):
+        """Sets a device up."""
+        with _kernel_errors("cannot set the device up", name):
             self._route.link("set", index=self._ifindex(name), state="up")
 
     def add_bridge(self, name: str) -> None:
-        """A new bridge."""
-        with _kernel_errors("cannot make the bridge", name):
+        """Creates a bridge."""
+        with _kernel_errors("cannot create the bridge", name):
             self._route.link("add", ifname=name, kind="bridge")
 
     def add_veth(self, name: str, master: str, peer: str, peer_namespace: Path) -> None:
-        """A new cable: one end here, below a bridge and up, the other in another namespace."""
+        """Creates a veth pair: one end here, as a port of a bridge and up, the other in another
+        namespace.
+        """
         with (
-            _kernel_errors("cannot make the veth pair", f"{name}, {peer}"),
+            _kernel_errors("cannot create the veth pair", f"{name}, {peer}"),
             peer_namespace.open() as namespace_file,
         ):
             self._route.link(
@@ -99,10 +103,10 @@ class Links:
         self.set_up(name)
 
     def add_address(self, name: str, address: str, prefix: int) -> None:
-        """Gives a device that is up an address, which may be used as soon as this returns.
+        """Adds an address to a device that is up. It is usable when this returns.
 
-        Nobody is asked whether another has it. Even so, a worker of the kernel makes the route by
-        which packets to an IPv6 address arrive, and on a busy machine it comes later.
+        Duplicate address detection is off for IPv6. Even so, the kernel adds the local route of an
+        IPv6 address asynchronously, so this waits for it.
         """
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         flags = {"flags": IFA_F_NODAD} if family == socket.AF_INET6 else {}
@@ -124,6 +128,6 @@ class Links:
     def _is_local(self, address: str) -> bool:
         try:
             (route,) = self._route.route("get", dst=address, family=socket.AF_INET6)
-        except NetlinkError:  # there is no route at all yet
+        except NetlinkError:  # no route yet
             return False
         return bool(route["type"] == RTN_LOCAL)

@@ -1,7 +1,7 @@
-"""Rtnetlink: asking the kernel about its network, and hearing of changes.
+"""Netlink sockets: requests, dumps and notifications.
 
-By hand instead of pyroute2, whose import costs the agent 19 MB. What is said in it about devices,
-addresses and queueing disciplines is in modules of their own.
+Written by hand, because importing pyroute2 would cost the agent 19 MB. Messages about devices,
+addresses and qdiscs are in modules of their own.
 """
 
 import contextlib
@@ -31,17 +31,18 @@ from kbpf.kernel.system import threads
 from kbpf.kernel.system.polling import wait_readable
 
 MAX_DUMP_TRIES: Final = 5
-"""A dump that a change ran into is asked for again; in a storm the last one has to do, because
-whoever watches is told of the change anyway."""
+"""An interrupted dump (NLM_F_DUMP_INTR) is retried this many times; after that we use what we
+have, because the monitor of changes reports the change anyway.
+"""
 
 MAX_DATAGRAMS: Final = 1024
-"""Datagrams that are taken at a time: a storm must not keep anybody from acting on it."""
+"""Datagrams received at a time, so that a storm of notifications does not delay acting on them."""
 
 LARGE_RCVBUF: Final = 4 << 20
-"""Bytes of a buffer for answers that did not fit into the usual one (net.core.rmem_default)."""
+"""Receive buffer in bytes for replies that do not fit into the default (net.core.rmem_default)."""
 
 MAX_REQUESTS_PER_DATAGRAM: Final = 64
-"""Requests in one datagram: their answers must fit into the socket's buffer."""
+"""Requests in one datagram: their replies must fit into the socket's receive buffer."""
 
 _NLMSGHDR: Final = struct.Struct("=IHHII")
 _NLATTR: Final = struct.Struct("=HH")
@@ -49,11 +50,11 @@ _INT32: Final = struct.Struct("=i")
 
 
 STOP_POLL_INTERVAL_S: Final = 0.5
-"""So often a thread that waits for news looks whether it is to end."""
+"""How often a thread that waits for notifications checks whether it should stop."""
 
 
 class Message(NamedTuple):
-    """One netlink message without its header."""
+    """A netlink message without its header."""
 
     msg_type: int
     flags: int
@@ -61,19 +62,19 @@ class Message(NamedTuple):
 
 
 class Notifications(NamedTuple):
-    """Messages that nobody asked for; `lost`: there were more than fit (ENOBUFS)."""
+    """Notifications. `lost`: some were dropped because the buffer was full (ENOBUFS)."""
 
     messages: list[Message]
     lost: bool
 
 
 def pack_attribute(attr_type: int, value: bytes) -> bytes:
-    """One attribute, padded."""
+    """Encodes one attribute, padded to 4 bytes."""
     return _NLATTR.pack(4 + len(value), attr_type) + value + bytes(-len(value) % 4)
 
 
 def parse_attributes(raw: bytes) -> dict[int, bytes]:
-    """The attributes by type, without the flags for nesting and byte order."""
+    """Maps attribute types, without the flags for nesting and byte order, to values."""
     attrs = {}
     while len(raw) >= _NLATTR.size:
         length, attr_type = _NLATTR.unpack_from(raw)
@@ -85,17 +86,19 @@ def parse_attributes(raw: bytes) -> dict[int, bytes]:
 
 
 def parse_string(raw: bytes) -> str:
-    """A string as the kernel writes it: it ends with a zero byte."""
+    """Decodes a zero-terminated string."""
     return raw.partition(b"\0")[0].decode("utf-8", "backslashreplace")
 
 
 def parse_int32(raw: bytes | None) -> int:
-    """A number of 32 bits; 0 if there is none."""
+    """Decodes a 32-bit number; 0 if there is none."""
     return int(_INT32.unpack(raw)[0]) if raw else 0
 
 
 class NetlinkRequest(NamedTuple):
-    """One message of many that are sent together; `flags` beside those of REQUEST_ACK."""
+    """One of many messages that are sent together. NLM_F_REQUEST and NLM_F_ACK are added to
+    `flags`.
+    """
 
     msg_type: int
     body: bytes
@@ -103,7 +106,7 @@ class NetlinkRequest(NamedTuple):
 
 
 class Netlink:
-    """A conversation with the network namespace that this thread is in when it begins."""
+    """A netlink socket in the network namespace in which the thread opens it."""
 
     def __init__(self, protocol: int, name: str, groups: int = 0) -> None:
         self._protocol = protocol
@@ -117,7 +120,7 @@ class Netlink:
             sock = socket.socket(socket.AF_NETLINK, sock_type, self._protocol)
             try:
                 sock.bind((0, self._groups))
-                # Errors come with the kernel's own words instead of our request.
+                # Acknowledgements carry the kernel's error text instead of a copy of our request.
                 sock.setsockopt(SOL_NETLINK, NETLINK_CAP_ACK, 1)
                 sock.setsockopt(SOL_NETLINK, NETLINK_EXT_ACK, 1)
             except OSError:
@@ -132,16 +135,18 @@ class Netlink:
         self.close()
 
     def close(self) -> None:
-        """Ends it."""
         self.socket.close()
 
     def request(self, msg_type: int, body: bytes, flags: int = 0) -> list[Message]:
-        """What the kernel says before it acknowledges. A refusal's hint is the kernel's words."""
+        """Sends a request; returns the messages before its acknowledgement. The kernel's error
+        text, if any, is the hint of the KernelError.
+        """
         return self._exchange(msg_type, flags | NLM_F_REQUEST | NLM_F_ACK, body)
 
     def dump(self, msg_type: int, body: bytes) -> list[Message]:
-        """Everything of one kind. What does not fit into the socket's buffer is asked for again
-        with a larger one, unless the socket hears of changes, too: some of those are lost then.
+        """Dumps all objects of one kind. If the replies overflow the receive buffer, the dump is
+        repeated with a larger one, unless the socket also receives notifications, which would be
+        lost.
         """
         try:
             return self._dump(msg_type, body)
@@ -151,7 +156,7 @@ class Netlink:
         self.close()
         self.socket = self._open()
         for option in (socket.SO_RCVBUF, SO_RCVBUFFORCE):
-            with contextlib.suppress(OSError):  # the second needs CAP_NET_ADMIN
+            with contextlib.suppress(OSError):  # SO_RCVBUFFORCE needs CAP_NET_ADMIN
                 self.socket.setsockopt(socket.SOL_SOCKET, option, LARGE_RCVBUF)
         return self._dump(msg_type, body)
 
@@ -164,8 +169,8 @@ class Netlink:
         return messages
 
     def request_many(self, requests: Sequence[NetlinkRequest]) -> list[int]:
-        """Asks for all of them, in order, whatever becomes of the others; an errno for each, 0 for
-        those that were done. AT_ONCE of them cost two system calls.
+        """Sends all requests in order, regardless of errors; returns an errno for each, 0 for
+        success. MAX_REQUESTS_PER_DATAGRAM of them cost two system calls.
         """
         codes: list[int] = []
         for start in range(0, len(requests), MAX_REQUESTS_PER_DATAGRAM):
@@ -190,7 +195,9 @@ class Netlink:
     def send_batch(
         self, begin: NetlinkRequest, requests: Sequence[NetlinkRequest], end: NetlinkRequest
     ) -> None:
-        """Asks for all of them or none. KernelError with the first refusal."""
+        """Sends a batch, which takes effect entirely or not at all. Raises KernelError for the
+        first error.
+        """
         framed_requests = (
             (begin, 0),
             *((request, NLM_F_REQUEST | NLM_F_ACK) for request in requests),
@@ -208,7 +215,7 @@ class Netlink:
                     acknowledged += 1
 
     def receive_notifications(self) -> Notifications:
-        """What was told since the last time; nothing if nothing waits."""
+        """Returns the notifications since the last call, without waiting."""
         messages: list[Message] = []
         lost = False
         for _ in range(MAX_DATAGRAMS):
@@ -219,7 +226,7 @@ class Netlink:
             except OSError as error:
                 if error.errno != errno.ENOBUFS:
                     raise KernelError(
-                        "cannot hear of changes", self._name, errno=error.errno or 0
+                        "cannot receive notifications", self._name, errno=error.errno or 0
                     ) from error
                 lost = True
         return Notifications(messages, lost)
@@ -235,29 +242,29 @@ class Netlink:
                 messages.append(message)
 
     def _send(self, data: bytes | bytearray) -> None:
-        with kernel_errors("cannot ask the kernel", self._name):
+        with kernel_errors("cannot send a request to the kernel", self._name):
             self.socket.send(data)
 
     def _receive(self) -> bytes:
-        with kernel_errors("cannot hear the kernel's answer", self._name):
+        with kernel_errors("cannot receive the kernel's reply", self._name):
             return self.socket.recv(1 << 16)
 
 
 class Rtnetlink(Netlink):
-    """Devices, addresses and the like."""
+    """A netlink socket for devices, addresses, routes and qdiscs."""
 
     def __init__(self, groups: int = 0) -> None:
         super().__init__(socket.NETLINK_ROUTE, "rtnetlink", groups)
 
 
 def _pack_message(msg_type: int, flags: int, sequence: int, body: bytes) -> bytes:
-    """One of several in a datagram, padded."""
+    """Encodes one of several messages in a datagram, padded."""
     header = _NLMSGHDR.pack(_NLMSGHDR.size + len(body), msg_type, flags, sequence, 0)
     return header + body + bytes(-len(body) % 4)
 
 
 def _parse_messages(data: bytes) -> Iterator[Message]:
-    """What one datagram says."""
+    """Splits a datagram into its messages."""
     while len(data) >= _NLMSGHDR.size:
         length, msg_type, flags, *_ = _NLMSGHDR.unpack_from(data)
         if length < _NLMSGHDR.size:
@@ -267,8 +274,8 @@ def _parse_messages(data: bytes) -> Iterator[Message]:
 
 
 def watch(groups: int, on_change: Callable[[], None], stop: threading.Event) -> None:
-    """Calls `changed` at once, for what happened before there was somebody to hear it, and after
-    each change that these groups tell of, until `stop` is set. Runs in its thread.
+    """Calls `on_change` at once, for changes before it listened, and after each notification for
+    `groups`, until `stop` is set. Run it in a thread of its own.
     """
     with Rtnetlink(groups) as netlink:
         on_change()
@@ -280,7 +287,9 @@ def watch(groups: int, on_change: Callable[[], None], stop: threading.Event) -> 
 
 
 def _raise_for_error(message: Message, name: str) -> None:
-    """Raises what the end of an answer says: 0 or -errno; our header and the words behind it."""
+    """Raises KernelError if NLMSG_ERROR or NLMSG_DONE carries an errno. An NLMSG_ERROR has the
+    header of our request and then attributes, one of which is the error text.
+    """
     code = -parse_int32(message.body[:4])
     if not code:
         return

@@ -1,6 +1,6 @@
-"""Finding and destroying UDP sockets: netlink sock_diag, in this thread's network namespace.
+"""Finds and destroys UDP sockets through sock_diag, in the calling thread's network namespace.
 
-pyroute2's face of it swallows the errors of SOCK_DESTROY, so this speaks netlink itself.
+pyroute2 ignores the errors of SOCK_DESTROY, so the messages are encoded here.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ _SOCKID_OFFSET: Final = _NLMSGHDR.size + 4
 
 @dataclass(frozen=True, slots=True)
 class DiagSocket:
-    """A connected socket: its peer, its cookie, and the kernel's own name for it."""
+    """A connected socket: its peer, its cookie and its struct inet_diag_sockid."""
 
     family: int
     address: Addr
@@ -63,14 +63,15 @@ def _parse(message: bytes) -> DiagSocket:
 
 
 def list_connected_udp(netlink: socket.socket, family: int) -> list[DiagSocket]:
-    """All connected UDP sockets of one family."""
+    """Lists all connected UDP sockets of one family."""
     messages = _dump(netlink, family, socket.IPPROTO_UDP, TCPF_ESTABLISHED)
     return [_parse(message) for message in messages]
 
 
 def list_listeners() -> frozenset[FrontendAddress]:
-    """Where sockets of this network namespace listen: TCP, and UDP without a peer. A wildcard is
-    ANY4 or ANY6; that of IPv6 may stand for IPv4, too. Nothing of a protocol without its module.
+    """Lists where sockets of this network namespace listen: TCP, and UDP without a peer. A
+    wildcard is ANY4 or ANY6; ANY6 may accept IPv4 too. Protocols whose diag module is missing are
+    skipped.
     """
     addresses = set()
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, NETLINK_SOCK_DIAG) as netlink:
@@ -93,7 +94,7 @@ def _parse_local_address(message: bytes, protocol: Protocol) -> FrontendAddress:
 
 
 def _dump(netlink: socket.socket, family: int, protocol: int, states: int) -> list[bytes]:
-    """A message for each socket in one of these states."""
+    """Returns a message for each socket in one of these states."""
     body = _INET_DIAG_REQ_V2.pack(family, protocol, 0, states) + bytes(_INET_DIAG_SOCKID_SIZE)
     _send(SOCK_DIAG_BY_FAMILY, NLM_F_DUMP, body, netlink)
     messages: list[bytes] = []
@@ -116,7 +117,7 @@ def _dump(netlink: socket.socket, family: int, protocol: int, states: int) -> li
 
 
 def destroy(netlink: socket.socket, target: DiagSocket) -> bool:
-    """Ends the socket: its owner gets ECONNABORTED. Whether it was still there."""
+    """Destroys the socket: its owner gets ECONNABORTED. Returns whether it still existed."""
     body = _INET_DIAG_REQ_V2.pack(target.family, socket.IPPROTO_UDP, 0, 0xFFFFFFFF) + target.raw_id
     _send(SOCK_DESTROY, NLM_F_ACK, body, netlink)
     code = -struct.unpack_from("=i", netlink.recv(4096), _NLMSGHDR.size)[0]
@@ -133,7 +134,9 @@ def destroy(netlink: socket.socket, target: DiagSocket) -> bool:
 
 
 def destroy_connected_udp(should_destroy: Callable[[DiagSocket], bool]) -> list[DiagSocket]:
-    """Destroys every connected UDP socket of this network namespace that is doomed; which."""
+    """Destroys the connected UDP sockets of this network namespace for which `should_destroy` is
+    true; returns them.
+    """
     destroyed: list[DiagSocket] = []
     with (
         kernel_errors("cannot list the UDP sockets", "sock_diag"),
