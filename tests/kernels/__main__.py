@@ -35,10 +35,20 @@ def _of(path: str, *tests: str) -> tuple[str, ...]:
 
 
 LAB = (
-    "services", "policy", "affinity", "updates", "north_south", "sctp", "datagrams", "local_mode",
-    "source_folder",
+    "traffic/services", "traffic/policy", "traffic/affinity", "traffic/updates",
+    "outside/north_south", "traffic/sctp", "traffic/datagrams", "traffic/local_mode",
+    "agent/source_folder",
 )  # fmt: skip
 """The lab's tests that run in both modes."""
+
+
+def _of_lab(path: str, mode: str = "") -> Feature:
+    """A file of the lab's: its name, and that of the mode before it unless it is the usual one."""
+    folder, _, name = path.partition("/")
+    files = (f"tests/lab/{folder}/test_{name}.py",)
+    return Feature(f"{mode}-{name}", files, mode) if mode else Feature(name, files)
+
+
 FEATURES = (
     Feature("loading", ("tests/programs/node/test_verifier.py",)),
     Feature("check", ("tests/programs/node/test_features.py",)),
@@ -70,8 +80,8 @@ FEATURES = (
     Feature("apparmor", ("tests/lab/cluster/test_apparmor.py",)),
     Feature("memory", ("tests/lab/agent/test_locked_memory.py",)),
     Feature("takeover", ("tests/lab/cluster/test_takeover.py",)),
-    *(Feature(name, (f"tests/lab/test_{name}.py",)) for name in LAB),
-    *(Feature(f"ipvs-{name}", (f"tests/lab/test_{name}.py",), "ipvs") for name in LAB),
+    *(_of_lab(path) for path in LAB),
+    *(_of_lab(path, "ipvs") for path in LAB),
 )
 MODES = ("bpf", "ipvs")
 MINUTES, QUICK_MINUTES = 240, 15
