@@ -227,7 +227,7 @@ def test_a_control_plane_may_be_made_again(control_plane: Machine, admin: Kubect
 
 
 def test_what_kubeadm_makes_of_it(control_plane: Machine):
-    """It has validated it, too (support/provision.py)."""
+    """It has validated it, too (support/runtime/provision.py)."""
     out = control_plane.out("init")
     for line in (
         f"Using Kubernetes version: {VERSION}",
