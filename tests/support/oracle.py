@@ -194,7 +194,7 @@ def state(
                     "algorithm": str(service.algorithm or config.algorithm),
                     "asked": asked,
                 }
-                age = service.created or "~ after every date"
+                age = service.creation_timestamp or "~ after every date"
                 claims += [(at, (order[kind], age, *key), key) for at, (kind, _) in asked.items()]
     for key, entry in found.items():
         asked = entry.pop("asked")

@@ -48,7 +48,7 @@ class Plane:
     served: frozenset[str] = frozenset()
 
     def apply(
-        self, state: DesiredState, _: Collection[ServicePortKey] | None, sound: bool = True
+        self, state: DesiredState, _: Collection[ServicePortKey] | None, authoritative: bool = True
     ) -> Report:
         self.served = frozenset(
             f"{key.namespace}/{key.name} {frontend.at}"
@@ -214,7 +214,7 @@ class Node:
         self.agent._listeners = Listeners(lambda: frozenset({SSH}))
         self.agent._node_addresses = (parse_addr(OWN),)
         for _ in range(2):
-            self.agent._sources[0].look()
+            self.agent._sources[0].poll()
             self.agent.step(self.agent._inbox.get_batch(0.0))
 
 

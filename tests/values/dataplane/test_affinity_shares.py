@@ -34,7 +34,7 @@ class FakeMap(dict[bytes, bytes]):
     def delete(self, key: bytes) -> None:
         del self[key]
 
-    def batch(self, cursor: bytes | None) -> tuple[bytes, bytes, bytes | None]:
+    def lookup_batch(self, cursor: bytes | None) -> tuple[bytes, bytes, bytes | None]:
         start = U32.unpack(cursor)[0] if cursor else 0
         found = sorted(self.items())[start : start + self.piece]
         end = start + self.piece

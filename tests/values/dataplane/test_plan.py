@@ -455,7 +455,7 @@ class Calls:
         if list(entries):
             self.made.append(f"+{name}")
 
-    def drop(self, name: str, keys: Iterable[bytes]) -> None:
+    def delete(self, name: str, keys: Iterable[bytes]) -> None:
         if list(keys):
             self.made.append(f"-{name}")
 

@@ -198,9 +198,9 @@ def problems(text: str) -> list[str]:
     found = []
     for call in starts(tree):
         given = {word.arg: ast.unparse(word.value) for word in call.keywords}
-        if given.get("cwd") != "children.DIRECTORY":
+        if given.get("cwd") != "children.WORKING_DIRECTORY":
             found.append(f"{call.lineno}: cwd")
-        if given.get("env") not in {"children.environment()", "kept"}:
+        if given.get("env") not in {"children.child_environment()", "environment"}:
             found.append(f"{call.lineno}: env")
     if "sys.executable" in text and '"-m"' in text:
         found.append("a command line of its own")

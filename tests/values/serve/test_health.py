@@ -386,7 +386,7 @@ class Ports:
     def close(self, port: tuple[str, int]) -> None:
         del self.taken[port]
 
-    def later(self, _: float, work: Callable[[], None]) -> None:
+    def call_later(self, _: float, work: Callable[[], None]) -> None:
         self.waiting.append(work)
 
     def wait(self) -> None:
@@ -423,7 +423,7 @@ CLAIMED = [
 @pytest.mark.parametrize("row", CLAIMED, ids=lambda row: row.name)
 def test_whose_port_it_is(row: Claimed, monkeypatch: pytest.MonkeyPatch):
     desk, ports = AgentServer(Config()), Ports()
-    monkeypatch.setattr(desk, "_server", ports)
+    monkeypatch.setattr(desk, "_http", ports)
     for wanted in row.steps:
         told = {ServiceName("x", name): HealthCheck(port, 1, 1) for name, port in wanted.items()}
         desk._sync_checks(told, None)

@@ -325,7 +325,7 @@ def test_a_fault_ends_one_connection_and_one_is_logged_a_second(
         other.sendall(b"GET /kept HTTP/1.1\r\n")
         assert site.get("/me").endswith(b"GET /me"), "the other one was let in before"
         with monkeypatch.context() as broken:
-            broken.setattr(http, "parse", fails)
+            broken.setattr(http, "parse_head", fails)
             assert [site.get() for _ in range(20)] == [b""] * 20
             assert site.server.faults == 20
             assert len(caplog.records) == 1, "the others are counted"
