@@ -1,4 +1,4 @@
-"""Attaches programs to the ingress and egress of devices, together with those of other tools.
+"""Attaches programs to the ingress and egress of devices, together with programs of other tools.
 
 There are two methods. A *TCX link* (Linux v6.6) is kept by a pin, runs after the programs that are
 already attached, and disappears with its device. A cls_bpf *filter* on a clsact qdisc is

@@ -73,6 +73,6 @@ def address_of(body: bytes) -> Addr | None:
 
 def watch_addresses(on_change: Callable[[], None], stop: threading.Event) -> None:
     """Calls `on_change` at once and after each change of an address, until `stop` is set. Run it
-    in a thread of its own.
+    in a separate thread.
     """
     netlink.watch(RTMGRP_IPV4_IFADDR | RTMGRP_IPV6_IFADDR, on_change, stop)

@@ -275,7 +275,7 @@ def _parse_messages(data: bytes) -> Iterator[Message]:
 
 def watch(groups: int, on_change: Callable[[], None], stop: threading.Event) -> None:
     """Calls `on_change` at once, for changes before it listened, and after each notification for
-    `groups`, until `stop` is set. Run it in a thread of its own.
+    `groups`, until `stop` is set. Run it in a separate thread.
     """
     with Rtnetlink(groups) as netlink:
         on_change()

@@ -112,7 +112,8 @@ WRONG = [
       for words in (RUN, "check")),
     Wrong("nobody: a configuration of others", "cleanup --config {closed}", 1, "cannot read the "
           "configuration: Permission denied ({closed}); give --config FILE", "kbpf: ", True),
-    Wrong("nobody: demo", "demo --once", 1, "cannot create the network namespace (", "kbpf: ", True),
+    Wrong("nobody: demo", "demo --once", 1, "cannot create the network namespace (",
+          "kbpf: ", True),
 ]  # fmt: skip
 
 
