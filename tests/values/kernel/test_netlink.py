@@ -99,6 +99,6 @@ def test_a_modprobe_that_does_not_end(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(modules, "find_modprobe", lambda: "/sbin/modprobe")
     monkeypatch.setattr(modules.subprocess, "run", run)
-    with pytest.raises(KernelError, match="has not ended"):
+    with pytest.raises(KernelError, match="modprobe did not finish within"):
         modules.load(("ip_vs",))
     assert modules.probe_module("no_such_module").works is None
