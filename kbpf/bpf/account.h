@@ -15,20 +15,20 @@ static __always_inline bool is_accounting(u32 what)
 static __always_inline struct counts *counts_of(u32 service, u32 backend)
 {
 	struct count_key key = {.service = service, .backend = backend};
-	struct counts *found = counts.lookup(&key), *none;
+	struct counts *entry = counts.lookup(&key), *zeros;
 	u32 zero = 0;
 
-	if (found || !service)
-		return found;
+	if (entry || !service)
+		return entry;
 	key.backend = ALL_BACKENDS;
-	found = counts.lookup(&key);
-	if (found)
-		return found;
+	entry = counts.lookup(&key);
+	if (entry)
+		return entry;
 	key.backend = backend;
-	none = no_counts.lookup(&zero);
-	if (!none)
+	zeros = zero_counts.lookup(&zero);
+	if (!zeros)
 		return NULL;
-	counts.insert(&key, none);
+	counts.insert(&key, zeros);
 	return counts.lookup(&key);
 }
 
@@ -40,11 +40,11 @@ static __always_inline void add(u64 *sum, u64 more)
 /* A connection, or a flow of datagrams, was given a backend, or none. */
 static __always_inline void account_begin(const struct choice *c, enum verdict v)
 {
-	struct counts *to;
+	struct counts *totals;
 
 	if (v == PASS || !is_accounting(CONFIG_ACCOUNTING))
 		return;
-	to = counts_of(c->service, v == TRANSLATE ? c->backend_id : 0);
-	if (to)
-		add(v == TRANSLATE ? &to->begun : &to->refused, 1);
+	totals = counts_of(c->service, v == TRANSLATE ? c->backend_id : 0);
+	if (totals)
+		add(v == TRANSLATE ? &totals->begun : &totals->refused, 1);
 }

@@ -5,64 +5,66 @@
  */
 #pragma once
 
-#define SAY_BYTES (256 << 10)   /* so many are said at once */
-#define SAY_DATAGRAMS (4 << 10) /* the same for flows whose end nobody tells: the rest is lost */
+#define FLUSH_BYTES (256 << 10) /* so many are said at once */
+#define FLUSH_DATAGRAM_BYTES                                                                       \
+	(4 << 10) /* the same for flows whose end nobody tells: the rest is lost */
 
-static __always_inline void account_flow(const struct nat *nat)
+static __always_inline void account_flow(const struct flow *flow)
 {
-	struct choice c = {.service = nat->service, .backend_id = nat->backend_id};
+	struct choice c = {.service = flow->service, .backend_id = flow->backend_id};
 
 	account_begin(&c, TRANSLATE);
 }
 
 /* Adds what an entry has not said yet; `part` tells by which side's packets it is found. */
-static __always_inline void say(struct nat *entry, u32 bytes, bool back)
+static __always_inline void flush_bytes(struct flow *entry, u32 bytes, bool reply)
 {
-	struct counts *to = counts_of(entry->service, entry->backend_id);
+	struct counts *totals = counts_of(entry->service, entry->backend_id);
 
-	entry->out.unsaid = 0;
-	if (to)
-		add(back ? &to->bytes_out : &to->bytes_in, bytes);
+	entry->out.uncounted = 0;
+	if (totals)
+		add(reply ? &totals->bytes_out : &totals->bytes_in, bytes);
 }
 
 /* A packet went its way. Two CPUs that have packets of one flow at the same time may lose some. */
-static __always_inline void account_bytes(struct nat *entry, u32 bytes, u32 flags, bool back)
+static __always_inline void account_bytes(struct flow *entry, u32 bytes, u32 flags, bool reply)
 {
-	bool tcp = entry->client.protocol == PROTO_TCP;
+	bool tcp = entry->client.protocol == IPPROTO_TCP;
 	u32 sum;
 
-	if (!is_accounting(CONFIG_ENDS))
+	if (!is_accounting(CONFIG_COUNT_CONNECTION_ENDS))
 		return;
-	sum = entry->out.unsaid + bytes;
-	if (sum < (tcp ? SAY_BYTES : SAY_DATAGRAMS) && !(flags & (TCP_FIN | TCP_RST)))
-		entry->out.unsaid = sum;
+	sum = entry->out.uncounted + bytes;
+	if (sum < (tcp ? FLUSH_BYTES : FLUSH_DATAGRAM_BYTES) && !(flags & (TCP_FIN | TCP_RST)))
+		entry->out.uncounted = sum;
 	else
-		say(entry, sum, back);
+		flush_bytes(entry, sum, reply);
 }
 
 /* The connection is over. */
-static __always_inline void say_rest(struct nat *entry)
+static __always_inline void flush_rest(struct flow *entry)
 {
-	u32 rest = entry->out.unsaid;
+	u32 rest = entry->out.uncounted;
 
-	if (rest && is_accounting(CONFIG_ENDS))
-		say(entry, rest, entry->part != PART_QUESTION);
+	if (rest && is_accounting(CONFIG_COUNT_CONNECTION_ENDS))
+		flush_bytes(entry, rest, entry->direction != DIRECTION_ORIGINAL);
 }
 
 /* The state of a TCP connection was `before`. */
-static __always_inline void account_state(struct nat *nat, u8 before, bool in_order)
+static __always_inline void account_state(struct flow *flow, u8 before, bool in_order)
 {
-	struct counts *to;
+	struct counts *totals;
 
-	if (nat->state != STATE_CLOSED || (nat->fins & FIN_COUNTED) || !is_accounting(CONFIG_ENDS))
+	if (flow->state != STATE_CLOSED || (flow->fins & FIN_COUNTED) ||
+	    !is_accounting(CONFIG_COUNT_CONNECTION_ENDS))
 		return;
-	nat->fins |= FIN_COUNTED;
-	to = counts_of(nat->service, nat->backend_id);
-	if (!to)
+	flow->fins |= FIN_COUNTED;
+	totals = counts_of(flow->service, flow->backend_id);
+	if (!totals)
 		return;
-	add(&to->ended, 1);
+	add(&totals->ended, 1);
 	if (before == STATE_NEW)
-		add(&to->unanswered, 1);
+		add(&totals->unanswered, 1);
 	else if (!in_order)
-		add(&to->broken, 1);
+		add(&totals->broken, 1);
 }

@@ -11,16 +11,17 @@
  */
 #pragma once
 
-#include "check.h"
+#include "lib/check.h"
 
-#define FIB_SUCCESS 0
-#define FIB_NO_NEIGHBOUR 7 /* found, but for the neighbour's address: the kernel asks for it */
-#define FIB_TOO_LONG 8
+#define BPF_FIB_LKUP_RET_SUCCESS 0
+#define BPF_FIB_LKUP_RET_NO_NEIGH                                                                  \
+	7 /* found, but for the neighbour's address: the kernel asks for it */
+#define BPF_FIB_LKUP_RET_FRAG_NEEDED 8
 #define TCP_WORDS 12
-#define WAY_SHIFT 20 /* the unit of way_out.found: about a millisecond */
+#define FOUND_AT_SHIFT 20 /* the unit of way_out.found: about a millisecond */
 
 /* struct bpf_fib_lookup of linux/bpf.h, 64 bytes; later kernels give the unions more names. */
-struct route {
+struct fib_params {
 	u8 family;
 	u8 protocol;
 	__be16 source_port;
@@ -36,19 +37,19 @@ struct route {
 };
 
 /* struct bpf_redir_neigh. */
-struct next_hop {
+struct redir_neigh {
 	u32 family;
 	struct address address;
 };
 
 /* Linux v4.18: 87f5fc7e48dd. */
-static __always_inline long fib_lookup(void *ctx, struct route *route)
+static __always_inline long fib_lookup(void *ctx, struct fib_params *route)
 {
 	return ((long (*)(void *, void *, int, u32))69)(ctx, route, sizeof(*route), 0);
 }
 
 /* Linux v5.10: b4ab31414970, ba452c9e996d. */
-static __always_inline long redirect_neigh(u32 ifindex, struct next_hop *hop)
+static __always_inline long redirect_neigh(u32 ifindex, struct redir_neigh *hop)
 {
 	return ((long (*)(u32, void *, int, u64))152)(ifindex, hop, sizeof(*hop), 0);
 }
@@ -67,16 +68,16 @@ static __always_inline u16 wire_length(struct __sk_buff *skb, const struct packe
 
 	if (!skb->gso_size)
 		return ip_length(skb, p);
-	if (p->protocol != PROTO_TCP)
+	if (p->protocol != IPPROTO_TCP)
 		return headers + 8 + skb->gso_size;
 	if (bpf_skb_load_bytes(skb, p->l4 + TCP_WORDS, &words, 1))
 		return 0xffff;
 	return headers + (words >> 4) * 4 + skb->gso_size;
 }
 
-static __always_inline long ask_way(struct __sk_buff *skb, const struct packet *p,
-				    const struct target *from, const struct target *to,
-				    struct route *route, u16 length)
+static __always_inline long query_fib(struct __sk_buff *skb, const struct packet *p,
+				      const struct target *from, const struct target *to,
+				      struct fib_params *route, u16 length)
 {
 	__builtin_memset(route, 0, sizeof(*route));
 	route->protocol = p->protocol;
@@ -101,33 +102,36 @@ static __always_inline long ask_way(struct __sk_buff *skb, const struct packet *
  * then the stack has to see to it. `route->vlan[0]` is 1 where the MAC addresses are known.
  * `any_packet`: the way of the whole flow, whether or not this packet can take it; `route->length`
  * is 0 then if it cannot. */
-static __always_inline struct device *find_route(struct __sk_buff *skb, const struct packet *p,
-						 const struct target *from, const struct target *to,
-						 struct route *route, bool any_packet)
+static __always_inline struct device *find_next_hop(struct __sk_buff *skb, const struct packet *p,
+						    const struct target *from,
+						    const struct target *to,
+						    struct fib_params *route, bool any_packet)
 {
 	u16 length = wire_length(skb, p);
 	long result;
 
 	if (!any_packet && p->ttl <= 1)
 		return NULL;
-	result = ask_way(skb, p, from, to, route, length);
-	if (any_packet && result == FIB_TOO_LONG) { /* which does not say by which device */
+	result = query_fib(skb, p, from, to, route, length);
+	if (any_packet &&
+	    result == BPF_FIB_LKUP_RET_FRAG_NEEDED) { /* which does not say by which device */
 		length = 0;
-		result = ask_way(skb, p, from, to, route, 1);
-		if (result == FIB_TOO_LONG) /* before v5.12, which asks the packet; it is found */
-			result = FIB_NO_NEIGHBOUR;
+		result = query_fib(skb, p, from, to, route, 1);
+		if (result == BPF_FIB_LKUP_RET_FRAG_NEEDED) /* before v5.12, which asks the packet;
+							       it is found */
+			result = BPF_FIB_LKUP_RET_NO_NEIGH;
 	}
-	if (result != FIB_SUCCESS && result != FIB_NO_NEIGHBOUR)
+	if (result != BPF_FIB_LKUP_RET_SUCCESS && result != BPF_FIB_LKUP_RET_NO_NEIGH)
 		return NULL;
-	route->vlan[0] = result == FIB_SUCCESS;
+	route->vlan[0] = result == BPF_FIB_LKUP_RET_SUCCESS;
 	route->length = length; /* the kernel has written the MTU there */
 	return device_at(route->ifindex);
 }
 
 /* `found` is when, as struct way_out has it. */
-static __always_inline u32 check_of_way(const struct route *route, u32 found)
+static __always_inline u32 next_hop_check(const struct fib_params *route, u32 found_at)
 {
-	u32 macs[3], check = check_address(found, &route->destination);
+	u32 macs[3], check = check_address(found_at, &route->destination);
 
 	__builtin_memcpy(macs, route->own_mac, 6);
 	__builtin_memcpy((u8 *)macs + 6, route->next_mac, 6);
@@ -138,57 +142,60 @@ static __always_inline u32 check_of_way(const struct route *route, u32 found)
 	return check_add(check, route->length | route->vlan[0] << 16 | (u32)route->family << 24);
 }
 
-static __always_inline void hand_on_way(struct way_out *out, const struct way_out *from)
+static __always_inline void copy_next_hop(struct next_hop *out, const struct next_hop *from)
 {
-	u32 unsaid = out->unsaid;
+	u32 uncounted = out->uncounted;
 
 	*out = *from;
-	out->unsaid = unsaid;
+	out->uncounted = uncounted;
 }
 
-static __always_inline void remember_way(struct way_out *out, const struct route *route, u64 now)
+static __always_inline void cache_next_hop(struct next_hop *out, const struct fib_params *route,
+					   u64 now)
 {
-	out->found = now >> WAY_SHIFT;
-	out->next = route->destination;
+	out->found_at = now >> FOUND_AT_SHIFT;
+	out->address = route->destination;
 	out->ifindex = route->ifindex;
 	__builtin_memcpy(out->own_mac, route->own_mac, 6);
 	__builtin_memcpy(out->next_mac, route->next_mac, 6);
-	out->length = route->length;
+	out->max_length = route->length;
 	out->resolved = route->vlan[0];
 	out->family = route->family;
-	out->check = check_of_way(route, out->found);
+	out->check = next_hop_check(route, out->found_at);
 }
 
 /* What was remembered. False: nothing, or another CPU has replaced it meanwhile, or it is older
  * than a second: a router that changes, or a pod that goes, is noticed by then at the latest. */
-static __always_inline bool recall_way(const struct way_out *out, struct route *route, u64 now)
+static __always_inline bool read_cached_next_hop(const struct next_hop *out,
+						 struct fib_params *route, u64 now)
 {
-	u32 found = out->found, check = out->check;
+	u32 found_at = out->found_at, check = out->check;
 
 	route->family = out->family;
-	route->length = out->length;
+	route->length = out->max_length;
 	route->ifindex = out->ifindex;
-	route->destination = out->next;
+	route->destination = out->address;
 	route->vlan[0] = out->resolved;
 	__builtin_memcpy(route->own_mac, out->own_mac, 6);
 	__builtin_memcpy(route->next_mac, out->next_mac, 6);
-	return route->ifindex && check_of_way(route, found) == check &&
-	       (s32)((u32)(now >> WAY_SHIFT) - found) < (s32)(SECOND >> WAY_SHIFT);
+	return route->ifindex && next_hop_check(route, found_at) == check &&
+	       (s32)((u32)(now >> FOUND_AT_SHIFT) - found_at) < (s32)(SECOND >> FOUND_AT_SHIFT);
 }
 
 /* The way of a packet of a flow, see find_route(). */
-static __always_inline struct device *flow_route(struct __sk_buff *skb, const struct packet *p,
-						 const struct tuple *t, struct way_out *out,
-						 struct route *route, u64 now)
+static __always_inline struct device *next_hop_of_flow(struct __sk_buff *skb,
+						       const struct packet *p,
+						       const struct tuple *t, struct next_hop *out,
+						       struct fib_params *route, u64 now)
 {
 	struct device *to;
 
-	if (recall_way(out, route, now) && wire_length(skb, p) <= route->length)
+	if (read_cached_next_hop(out, route, now) && wire_length(skb, p) <= route->length)
 		return p->ttl > 1 ? device_at(route->ifindex) : NULL;
-	to = find_route(skb, p, &t->from, &t->to, route, false);
+	to = find_next_hop(skb, p, &t->from, &t->to, route, false);
 	if (!to)
 		return NULL;
-	remember_way(out, route, now);
+	cache_next_hop(out, route, now);
 	return to;
 }
 
@@ -203,26 +210,26 @@ static __always_inline long drop_priority_tag(struct __sk_buff *skb)
 
 /* Sends it off. Into a pod it goes without a queue where that can be; else the kernel writes the
  * link header. What the kernel drops behind this counts as a transmit error of the device. */
-static __always_inline int send_off(struct __sk_buff *skb, const struct device *from,
-				    const struct device *to, const struct route *route)
+static __always_inline int redirect_packet(struct __sk_buff *skb, const struct device *from,
+					   const struct device *to, const struct fib_params *route)
 {
-	struct next_hop hop = {.family = route->family};
+	struct redir_neigh hop = {.family = route->family};
 
 	if (drop_priority_tag(skb))
-		return finish(TC_SHOT, NOT_REWRITTEN);
+		return finish(TC_ACT_SHOT, NOT_REWRITTEN);
 	if ((to->flags & DEVICE_PEER) && to->role == ROLE_POD && route->vlan[0] &&
-	    from->l2 == ETH_HEADER && to->l2 == ETH_HEADER && skb->ingress_ifindex) {
+	    from->l2 == ETH_HLEN && to->l2 == ETH_HLEN && skb->ingress_ifindex) {
 		u8 link[12];
 
 		__builtin_memcpy(link, route->next_mac, 6);
 		__builtin_memcpy(link + 6, route->own_mac, 6);
 		if (bpf_skb_store_bytes(skb, 0, link, sizeof(link), 0))
-			return finish(TC_SHOT, NOT_REWRITTEN);
+			return finish(TC_ACT_SHOT, NOT_REWRITTEN);
 		return finish(redirect_peer(route->ifindex), REDIRECTED);
 	}
 	/* The kernel drops what has no link header to take off, as packets of tun or WireGuard. */
-	if (!from->l2 && bpf_skb_change_head(skb, ETH_HEADER, 0))
-		return finish(TC_SHOT, NOT_REWRITTEN);
+	if (!from->l2 && bpf_skb_change_head(skb, ETH_HLEN, 0))
+		return finish(TC_ACT_SHOT, NOT_REWRITTEN);
 	hop.address = route->destination;
 	return finish(redirect_neigh(route->ifindex, &hop), REDIRECTED);
 }

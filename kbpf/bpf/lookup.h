@@ -17,12 +17,12 @@
  */
 #pragma once
 
-#include "check.h"
+#include "lib/check.h"
 
 #define TRIES 3
 
 /* Who asks, and from where it is seen. */
-struct asker {
+struct client {
 	struct affinity_key key; /* but for the service: whom affinity knows */
 	u64 netns;               /* cookie; 0 for packets */
 	bool outside;            /* not this node, nor a pod of it: the external policy holds */
@@ -39,28 +39,28 @@ struct choice {
 	enum reason reason;
 };
 
-enum found {
+enum read_result {
 	MISSING = 0,
 	STEADY = 1,
 	UNSTEADY = 2, /* replaced or deleted while it was read: read again */
 };
 
-static __always_inline struct service *service_at(struct target *at)
+static __always_inline struct service *service_at(struct target *key)
 {
-	struct service *found = services.lookup(at);
+	struct service *result = services.lookup(key);
 
-	return found ? found : services.lookup(at);
+	return result ? result : services.lookup(key);
 }
 
 /* Copies the service of a frontend. */
-static __always_inline enum found read_service(struct target *at, struct service *out)
+static __always_inline enum read_result read_service(struct target *key, struct service *out)
 {
-	struct service *now = service_at(at);
+	struct service *now = service_at(key);
 
 	if (!now)
 		return MISSING;
 	*out = *now;
-	return check_of_service(at, out) == out->check ? STEADY : UNSTEADY;
+	return check_of_service(key, out) == out->check ? STEADY : UNSTEADY;
 }
 
 static __always_inline u32 config_flags(void)
@@ -122,29 +122,29 @@ static __always_inline bool may_be_service(const struct target *to)
 
 /* Reads the service that `to` belongs to: the exact frontend, else a NodePort on an own address.
  * Who dials 0.0.0.0 means its loopback, not the wildcard under which NodePorts are stored. */
-static __always_inline enum found find_service(const struct target *to, u64 netns,
-					       struct service *out)
+static __always_inline enum read_result find_service(const struct target *to, u64 netns,
+						     struct service *out)
 {
-	struct target at = *to;
-	enum found exact;
+	struct target key = *to;
+	enum read_result exact;
 
-	if (!is_frontend_port(at.port))
+	if (!is_frontend_port(key.port))
 		return MISSING;
-	exact = is_any(&at.address) ? MISSING : read_service(&at, out);
+	exact = is_any(&key.address) ? MISSING : read_service(&key, out);
 	if (exact != MISSING)
 		return exact;
-	at = node_port_of(to);
-	if (!service_at(&at)) /* no such NodePort */
+	key = node_port_of(to);
+	if (!service_at(&key)) /* no such NodePort */
 		return MISSING;
 	if (!serves_node_ports((struct address *)&to->address, netns))
 		return MISSING;
-	return read_service(&at, out);
+	return read_service(&key, out);
 }
 
 /* Whether the agent talks to the API server by this socket. Of all frontends only ClusterIPs count
  * for it: those the API server allocates. Any other may be an address that a tenant has written
  * into a Service, and an agent that is led away by it never hears that the Service was deleted. */
-static __always_inline bool is_agents(u64 cookie)
+static __always_inline bool is_agent_socket(u64 cookie)
 {
 	return agent_sockets.lookup(&cookie) != NULL;
 }
@@ -154,24 +154,24 @@ static __always_inline void count(u32 reason); /* each unit has its own */
 /* Who shares the map `affinity` with others: an IPv4 address; an IPv6 network of 64 bits, of which
  * a host has all addresses; or the cgroup of a socket's process: a container makes network
  * namespaces, which affinity knows it by, but no cgroups. */
-static __always_inline struct address sharer_of(const struct asker *who, u32 cgroup)
+static __always_inline struct address affinity_owner_of(const struct client *client, u32 cgroup)
 {
 	if (cgroup)
 		return (struct address){.word = {cgroup, 0, 0, ~0U}};
-	return network_of(&who->key.client);
+	return network_of(&client->key.client);
 }
 
 /* Whether the client may have one more entry of `affinity`: beyond its share it is led to a backend
  * at random each time, and nobody else's entry has to go for it. */
-static __always_inline bool takes_share(const struct asker *who, u32 cgroup)
+static __always_inline bool take_share(const struct client *client, u32 cgroup)
 {
-	struct address sharer = sharer_of(who, cgroup);
-	u32 *held = affinity_shares.lookup(&sharer);
+	struct address owner = affinity_owner_of(client, cgroup);
+	u32 *held = affinity_shares.lookup(&owner);
 	u32 zero = 0, one = 1;
 	struct config *c = config.lookup(&zero);
 
 	if (!held) {
-		affinity_shares.update(&sharer, &one);
+		affinity_shares.update(&owner, &one);
 		return true;
 	}
 	if (c && c->affinity_share && *held >= c->affinity_share) {
@@ -183,7 +183,7 @@ static __always_inline bool takes_share(const struct asker *who, u32 cgroup)
 }
 
 /* The backend that this client used last, if still in the set and not too long ago; else 0. */
-static __always_inline u32 affinity_find(const struct affinity *last, u32 set, u64 timeout, u64 now)
+static __always_inline u32 find_affinity(const struct affinity *last, u32 set, u64 timeout, u64 now)
 {
 	struct member member = {.set = set};
 
@@ -198,10 +198,10 @@ static __always_inline u32 affinity_find(const struct affinity *last, u32 set, u
  * another node chooses the same; a socket at connect() or sendto() has no port yet, and its flow
  * stays on this node anyway. */
 static __always_inline u32 choose_slot(const struct service *service, u32 size,
-				       const struct asker *who)
+				       const struct client *client)
 {
-	if (who->by_packet && (service->flags & SERVICE_MAGLEV))
-		return (service->affinity_timeout ? who->client_hash : who->flow_hash) % size;
+	if (client->by_packet && (service->flags & SERVICE_MAGLEV))
+		return (service->affinity_timeout ? client->client_hash : client->flow_hash) % size;
 	return ((u64)bpf_get_prandom_u32() * size) >> 32;
 }
 
@@ -216,42 +216,42 @@ struct backend_set {
 static __always_inline u32 backend_at(const struct backend_set *set, u32 index)
 {
 	struct slot slot = {.set = set->table};
-	u32 *found;
+	u32 *result;
 
 	slot.index = index;
 	if (set->table) {
-		found = backend_slots.lookup(&slot);
-		if (!found)
+		result = backend_slots.lookup(&slot);
+		if (!result)
 			return 0;
-		slot.index = *found;
+		slot.index = *result;
 	}
 	slot.set = set->id;
-	found = backend_slots.lookup(&slot);
-	return found ? *found : 0;
+	result = backend_slots.lookup(&slot);
+	return result ? *result : 0;
 }
 
 /* A backend id out of a set, by affinity or by its slot; 0 if the set is gone. */
 static __always_inline u32 pick_backend(const struct service *service,
-					const struct backend_set *set, const struct asker *who,
+					const struct backend_set *set, const struct client *client,
 					enum reason *reason)
 {
-	struct affinity_key key = who->key;
+	struct affinity_key key = client->key;
 	struct affinity last = {.cgroup = socket_cgroup()};
 	struct affinity *held;
 
 	*reason = TRANSLATED;
 	if (!service->affinity_timeout)
-		return backend_at(set, choose_slot(service, set->size, who));
+		return backend_at(set, choose_slot(service, set->size, client));
 	key.service = service->id;
 	last.last_used = bpf_ktime_get_ns();
 	held = affinity.lookup(&key);
-	last.backend = affinity_find(held, set->id, service->affinity_timeout * 1000000000ULL,
+	last.backend = find_affinity(held, set->id, service->affinity_timeout * 1000000000ULL,
 				     last.last_used);
 	if (last.backend)
 		*reason = TRANSLATED_BY_AFFINITY;
 	else
-		last.backend = backend_at(set, choose_slot(service, set->size, who));
-	if (last.backend && (held || takes_share(who, last.cgroup)))
+		last.backend = backend_at(set, choose_slot(service, set->size, client));
+	if (last.backend && (held || take_share(client, last.cgroup)))
 		affinity.update(&key, &last);
 	return last.backend;
 }
@@ -259,57 +259,58 @@ static __always_inline u32 pick_backend(const struct service *service,
 /* Whether only endpoints of this node will do. The internal policy holds for a ClusterIP. For all
  * other kinds it is the external one, but who is on this node or in its pods gets the short
  * circuit: Cluster endpoints whatever that policy says, as in kube-proxy. */
-static __always_inline bool wants_local(const struct service *service, const struct asker *who)
+static __always_inline bool wants_local(const struct service *service, const struct client *client)
 {
 	if (service->flags & SERVICE_CLUSTER_IP)
 		return service->flags & SERVICE_INTERNAL_LOCAL;
-	return who->outside && (service->flags & SERVICE_EXTERNAL_LOCAL);
+	return client->outside && (service->flags & SERVICE_EXTERNAL_LOCAL);
 }
 
 /* Whether loadBalancerSourceRanges let this client in; known only where its address is. NodePorts
  * have the node's own ranges, which all Services share: those of service 0, an id that no Service
  * has. They are no concern of the node's own sockets. */
-static __always_inline bool source_allowed(const struct service *service, const struct asker *who)
+static __always_inline bool source_allowed(const struct service *service,
+					   const struct client *client)
 {
 	struct source_key key = {.bits = 32 + 128, .service = service->id};
 	bool node_port = service->flags & SERVICE_NODE_PORT;
 
-	if (!who->by_packet)
-		return node_port && is_host(who->netns);
+	if (!client->by_packet)
+		return node_port && is_host(client->netns);
 	if (node_port)
 		key.service = 0;
-	key.client = who->key.client;
+	key.client = client->key.client;
 	return source_ranges.lookup(&key) != NULL;
 }
 
 /* One try: what to do with a connection to `to`. SET_VANISHED: try again. */
-static __always_inline enum verdict choose_once(const struct target *to, const struct asker *who,
-						struct choice *out)
+static __always_inline enum verdict choose_once(const struct target *to,
+						const struct client *client, struct choice *out)
 {
 	struct service service = {};
 	struct target *backend;
 	struct backend_set set;
-	enum found found;
+	enum read_result result;
 	bool local;
 
-	found = find_service(to, who->netns, &service);
-	if (found == MISSING) {
-		bool ours = cluster_ips.lookup((struct address *)&to->address) != NULL;
+	result = find_service(to, client->netns, &service);
+	if (result == MISSING) {
+		bool is_cluster_ip = cluster_ips.lookup((struct address *)&to->address) != NULL;
 
-		out->reason = ours ? UNKNOWN_PORT : NOT_A_SERVICE;
-		return ours ? REFUSE : PASS;
+		out->reason = is_cluster_ip ? UNKNOWN_PORT : NOT_A_SERVICE;
+		return is_cluster_ip ? REFUSE : PASS;
 	}
-	if (found != STEADY) {
+	if (result != STEADY) {
 		out->reason = SET_VANISHED;
 		return REFUSE;
 	}
 	out->service = service.id;
 	out->flags = service.flags;
-	if ((service.flags & SERVICE_RESTRICTED) && !source_allowed(&service, who)) {
-		out->reason = who->by_packet ? NOT_ALLOWED : NEEDS_SOURCE;
-		return who->by_packet ? DROP : PASS;
+	if ((service.flags & SERVICE_RESTRICTED) && !source_allowed(&service, client)) {
+		out->reason = client->by_packet ? NOT_ALLOWED : NEEDS_SOURCE;
+		return client->by_packet ? DROP : PASS;
 	}
-	local = wants_local(&service, who);
+	local = wants_local(&service, client);
 	set.id = local ? service.local_set : service.cluster_set;
 	set.size = local ? service.local_size : service.cluster_size;
 	set.table = local ? service.local_table : service.cluster_table;
@@ -319,7 +320,7 @@ static __always_inline enum verdict choose_once(const struct target *to, const s
 		out->reason = elsewhere ? NO_LOCAL_ENDPOINTS : NO_ENDPOINTS;
 		return elsewhere ? DROP : REFUSE;
 	}
-	out->backend_id = pick_backend(&service, &set, who, &out->reason);
+	out->backend_id = pick_backend(&service, &set, client, &out->reason);
 	backend = backends.lookup(&out->backend_id);
 	if (!out->backend_id || !backend) {
 		out->reason = SET_VANISHED;
@@ -329,14 +330,14 @@ static __always_inline enum verdict choose_once(const struct target *to, const s
 	return TRANSLATE;
 }
 
-static __always_inline enum verdict choose(const struct target *to, const struct asker *who,
+static __always_inline enum verdict choose(const struct target *to, const struct client *client,
 					   struct choice *out)
 {
 	enum verdict v = REFUSE;
 
 #pragma unroll
 	for (int i = 0; i < TRIES; i++) {
-		v = choose_once(to, who, out);
+		v = choose_once(to, client, out);
 		if (out->reason != SET_VANISHED)
 			return v;
 	}

@@ -78,4 +78,4 @@ BPF_TABLE("percpu_array", u32, u64, reasons, REASONS);
 BPF_F_TABLE("hash", struct count_key, struct counts, counts, 64, BPF_F_NO_PREALLOC);
 
 /* 0 -> what a new entry of `counts` is a copy of: nothing. A program's stack has no room for it. */
-BPF_TABLE("array", u32, struct counts, no_counts, 1);
+BPF_TABLE("array", u32, struct counts, zero_counts, 1);

@@ -21,7 +21,7 @@ BPF_TABLE("array", u32, struct refusal_limit, refusal_limits, REFUSAL_LIMITS);
  * whole burst; the node's own bucket holds all the same. */
 BPF_TABLE("lru_hash", struct address, u64, refused_peers, 64);
 
-#define ANSWER_TTL 64 /* of a packet that has come from nobody */
+#define REPLY_TTL 64 /* of a packet that has come from nobody */
 #define TCP_SEQUENCE 4
 #define TCP_ACKNOWLEDGEMENT 8
 #define TCP_OFFSET_FLAGS 12
@@ -37,12 +37,12 @@ static __always_inline int swap_link(struct __sk_buff *skb, u32 l2)
 	return bpf_skb_store_bytes(skb, 0, from, 6, 0) || bpf_skb_store_bytes(skb, 6, to, 6, 0);
 }
 
-static __always_inline int change_word(struct __sk_buff *skb, const struct packet *p, u32 at,
-				       __be32 old, __be32 new)
+static __always_inline int replace_word(struct __sk_buff *skb, const struct packet *p, u32 offset,
+					__be32 old, __be32 new)
 {
 	if (bpf_l4_csum_replace(skb, p->l4 + TCP_CHECK, old, new, 4))
 		return -1;
-	return bpf_skb_store_bytes(skb, p->l4 + at, &new, sizeof(new), 0);
+	return bpf_skb_store_bytes(skb, p->l4 + offset, &new, sizeof(new), 0);
 }
 
 /* Bytes after the TCP header: those of a SYN with fast open. */
@@ -55,7 +55,7 @@ static __always_inline u32 tcp_data(struct __sk_buff *skb, const struct packet *
 
 static __always_inline int refuse_tcp(struct __sk_buff *skb, struct packet *p)
 {
-	struct tuple back = {.from = p->tuple.to, .to = p->tuple.from};
+	struct tuple reply = {.from = p->tuple.to, .to = p->tuple.from};
 	__be32 sequence, acknowledgement;
 	u8 flags[2], reset[2];
 
@@ -65,25 +65,25 @@ static __always_inline int refuse_tcp(struct __sk_buff *skb, struct packet *p)
 		return -1;
 	reset[0] = flags[0];
 	reset[1] = TCP_RST | TCP_ACK;
-	if (change_word(skb, p, TCP_ACKNOWLEDGEMENT, acknowledgement,
-			__builtin_bswap32(__builtin_bswap32(sequence) + 1 +
-					  tcp_data(skb, p, flags[0]))) ||
-	    change_word(skb, p, TCP_SEQUENCE, sequence, 0) ||
+	if (replace_word(skb, p, TCP_ACKNOWLEDGEMENT, acknowledgement,
+			 __builtin_bswap32(__builtin_bswap32(sequence) + 1 +
+					   tcp_data(skb, p, flags[0]))) ||
+	    replace_word(skb, p, TCP_SEQUENCE, sequence, 0) ||
 	    bpf_l4_csum_replace(skb, p->l4 + TCP_CHECK, *(__be16 *)flags, *(__be16 *)reset, 2) ||
 	    bpf_skb_store_bytes(skb, p->l4 + TCP_OFFSET_FLAGS, reset, 2, 0))
 		return -1;
-	return rewrite(skb, p, &back, ANSWER_TTL);
+	return rewrite(skb, p, &reply, REPLY_TTL);
 }
 
 /* What an error carries at most: an IP header with its options or extension headers (60 bytes in
  * IPv4; as many as these in IPv6), and the first bytes of what follows it. Of SCTP those are its
  * header and an INIT up to its tag: who gets an error without it does not believe it (RFC 9260,
  * section 10). */
-#define CARRIED4 80
-#define CARRIED6 116
-#define CARRIED_PORTS 8
-#define CARRIED_TAG (SCTP_CHUNK + 8)
-#define CARRIED_MINIMUM 28
+#define MAX_QUOTE4 80
+#define MAX_QUOTE6 116
+#define QUOTED_PORTS 8
+#define QUOTED_SCTP (SCTP_HEADER + 8)
+#define MIN_QUOTE 28
 #define barrier_var(v) asm volatile("" : "+r"(v))
 
 struct icmp_header {
@@ -97,22 +97,22 @@ struct icmp_header {
  * addresses count for nothing. */
 static __always_inline __sum16 pseudo_sum(const struct packet *p, __be16 length)
 {
-	struct address ends[2] = {p->tuple.from.address, p->tuple.to.address};
-	__sum16 sum = ~fold(bpf_csum_diff(NULL, 0, (__be32 *)ends, sizeof(ends), 0));
+	struct address addresses[2] = {p->tuple.from.address, p->tuple.to.address};
+	__sum16 sum = ~fold(bpf_csum_diff(NULL, 0, (__be32 *)addresses, sizeof(addresses), 0));
 
-	return ~fold((u32)sum + length + __builtin_bswap16(PROTO_UDP));
+	return ~fold((u32)sum + length + __builtin_bswap16(IPPROTO_UDP));
 }
 
 /* A datagram whose checksum a device is still to fill in will have it filled in inside of the
  * error, too, and nothing tells us so but the sum. There it becomes the one value that the device's
  * calculation over the UDP header, all that is left of the datagram, gives back: half of what the
  * rest needs, in ones' complement. So the error's own checksum holds with and without. */
-static __always_inline int settle_check(struct __sk_buff *skb, const struct packet *p)
+static __always_inline int fix_partial_check(struct __sk_buff *skb, const struct packet *p)
 {
 	__be16 udp[4]; /* ports, length, checksum */
 	u32 half;
 
-	if (p->protocol != PROTO_UDP)
+	if (p->protocol != IPPROTO_UDP)
 		return 0;
 	if (bpf_skb_load_bytes(skb, p->l4, udp, sizeof(udp)))
 		return -1;
@@ -126,18 +126,18 @@ static __always_inline int settle_check(struct __sk_buff *skb, const struct pack
 
 /* Cuts the packet to what an error carries, makes room for new headers in front of its own, and
  * reads what is carried into `carried`, of which the rest stays 0. Gives its length; 0: failed. */
-static __always_inline u32 carry(struct __sk_buff *skb, const struct packet *p, u8 *carried,
-				 u32 most, u32 room)
+static __always_inline u32 quote_packet(struct __sk_buff *skb, const struct packet *p, u8 *quote,
+					u32 most, u32 room)
 {
-	u64 length = p->l4 - p->l3 + (p->protocol == PROTO_SCTP ? CARRIED_TAG : CARRIED_PORTS);
+	u64 length = p->l4 - p->l3 + (p->protocol == IPPROTO_SCTP ? QUOTED_SCTP : QUOTED_PORTS);
 
 	/* Two comparisons that stay two: of one, the verifier does not see the lower bound. */
 	if (length > most)
 		return 0;
 	barrier_var(length);
-	if (length < CARRIED_MINIMUM)
+	if (length < MIN_QUOTE)
 		return 0;
-	if (settle_check(skb, p) || bpf_skb_load_bytes(skb, p->l3, carried, length) ||
+	if (fix_partial_check(skb, p) || bpf_skb_load_bytes(skb, p->l3, quote, length) ||
 	    bpf_skb_change_tail(skb, p->l3 + length, 0) ||
 	    bpf_skb_adjust_room(skb, room, BPF_ADJ_ROOM_MAC, 0))
 		return 0;
@@ -150,20 +150,20 @@ static __always_inline int refuse_v4(struct __sk_buff *skb, const struct packet 
 		struct ip4_header ip;
 		struct icmp_header icmp;
 	} head = {};
-	u8 carried[CARRIED4] = {};
-	u32 length = carry(skb, p, carried, sizeof(carried), sizeof(head));
+	u8 quote[MAX_QUOTE4] = {};
+	u32 length = quote_packet(skb, p, quote, sizeof(quote), sizeof(head));
 
 	if (!length)
 		return -1;
-	head.icmp.type = ICMP_UNREACHABLE;
+	head.icmp.type = ICMP_DEST_UNREACH;
 	head.icmp.code = 3; /* port */
 	head.icmp.check = fold(
-		bpf_csum_diff(NULL, 0, (__be32 *)carried, sizeof(carried),
+		bpf_csum_diff(NULL, 0, (__be32 *)quote, sizeof(quote),
 			      bpf_csum_diff(NULL, 0, (__be32 *)&head.icmp, sizeof(head.icmp), 0)));
 	head.ip.version_length = 0x45;
 	head.ip.total = __builtin_bswap16(sizeof(head) + length);
-	head.ip.ttl = ANSWER_TTL;
-	head.ip.protocol = PROTO_ICMP;
+	head.ip.ttl = REPLY_TTL;
+	head.ip.protocol = IPPROTO_ICMP;
 	head.ip.source = p->tuple.to.address.word[3];
 	head.ip.destination = p->tuple.from.address.word[3];
 	head.ip.check = fold(bpf_csum_diff(NULL, 0, (__be32 *)&head.ip, sizeof(head.ip), 0));
@@ -177,26 +177,26 @@ static __always_inline int refuse_v6(struct __sk_buff *skb, const struct packet 
 		struct icmp_header icmp;
 	} head = {};
 	__be32 pseudo[2];
-	u8 carried[CARRIED6] = {};
-	u32 length = carry(skb, p, carried, sizeof(carried), sizeof(head));
+	u8 quote[MAX_QUOTE6] = {};
+	u32 length = quote_packet(skb, p, quote, sizeof(quote), sizeof(head));
 	__wsum sum;
 
 	if (!length)
 		return -1;
 	head.ip.version_class_label = __builtin_bswap32(0x60000000);
 	head.ip.payload = __builtin_bswap16(sizeof(head.icmp) + length);
-	head.ip.next = PROTO_ICMP6;
-	head.ip.hops = ANSWER_TTL;
+	head.ip.next = IPPROTO_ICMPV6;
+	head.ip.hops = REPLY_TTL;
 	head.ip.source = p->tuple.to.address;
 	head.ip.destination = p->tuple.from.address;
-	head.icmp.type = ICMP6_UNREACHABLE;
+	head.icmp.type = ICMPV6_DEST_UNREACH;
 	head.icmp.code = 4; /* port */
 	pseudo[0] = __builtin_bswap32(sizeof(head.icmp) + length);
-	pseudo[1] = __builtin_bswap32(PROTO_ICMP6);
+	pseudo[1] = __builtin_bswap32(IPPROTO_ICMPV6);
 	sum = bpf_csum_diff(NULL, 0, pseudo, sizeof(pseudo), 0);
 	sum = bpf_csum_diff(NULL, 0, (__be32 *)&head.ip.source, 32, sum);
 	sum = bpf_csum_diff(NULL, 0, (__be32 *)&head.icmp, sizeof(head.icmp), sum);
-	sum = bpf_csum_diff(NULL, 0, (__be32 *)carried, sizeof(carried), sum);
+	sum = bpf_csum_diff(NULL, 0, (__be32 *)quote, sizeof(quote), sum);
 	head.icmp.check = fold(sum);
 	return bpf_skb_store_bytes(skb, p->l3, &head, sizeof(head), 0);
 }
@@ -207,9 +207,9 @@ static __always_inline bool can_refuse(struct __sk_buff *skb, const struct packe
 {
 	u32 check = 0;
 
-	if (p->protocol == PROTO_SCTP)
+	if (p->protocol == IPPROTO_SCTP)
 		bpf_skb_load_bytes(skb, p->l4 + SCTP_CHECK, &check, sizeof(check));
-	return p->protocol != PROTO_SCTP || check;
+	return p->protocol != IPPROTO_SCTP || check;
 }
 
 static __always_inline int refuse_with_icmp(struct __sk_buff *skb, const struct packet *p)
@@ -247,7 +247,7 @@ static __always_inline bool take_peer_token(const struct address *peer,
  * what the others have. */
 static __always_inline bool may_refuse(const struct packet *p, u64 now)
 {
-	u32 which = p->protocol == PROTO_TCP ? LIMIT_RESET : LIMIT_ICMP;
+	u32 which = p->protocol == IPPROTO_TCP ? LIMIT_RESET : LIMIT_ICMP;
 	struct refusal_limit *all = refusal_limits.lookup(&which), *each;
 
 	if (which == LIMIT_ICMP) {

@@ -9,13 +9,13 @@
  * The family is known only in the hooks at the end of this file.
  */
 #include "types.h"
-#include "compat.h"
-#include "addr.h"
+#include "lib/compat.h"
+#include "lib/addr.h"
 #include "maps.h"
 
 static __always_inline u32 socket_cgroup(void)
 {
-	return (u32)current_cgroup();
+	return (u32)get_current_cgroup_id();
 }
 
 #include "lookup.h"
@@ -29,25 +29,25 @@ static __always_inline u32 socket_cgroup(void)
 #define CGROUP_LEVELS 10
 /* Ports beyond those that the kernel gives sockets by itself (ip_local_port_range), and tries to
  * find a free one of them. */
-#define SPARE_LOW 61000
-#define SPARE_PORTS 4536
-#define SPARE_TRIES 8
+#define RESERVED_PORT_LOW 61000
+#define RESERVED_PORTS 4536
+#define RESERVED_PORT_TRIES 8
 
 /* A number for this socket that no other socket ever has. Before Linux v5.10 (92acdc58ab11) socket
  * cookies were unique within their network namespace only, so its cookie is mixed in; both count
  * up from 1, and 2^44 sockets or 2^20 namespaces are more than a node sees. */
 static __always_inline u64 socket_id(void *ctx)
 {
-	return bpf_get_socket_cookie(ctx) ^ (netns_cookie(ctx) << 44);
+	return bpf_get_socket_cookie(ctx) ^ (get_netns_cookie(ctx) << 44);
 }
 
-static __always_inline struct asker asker_of(u64 netns)
+static __always_inline struct client client_of(u64 netns)
 {
-	struct asker who = {.netns = netns, .key.kind = CLIENT_NETNS};
+	struct client client = {.netns = netns, .key.kind = CLIENT_NETNS};
 
-	who.key.client.word[0] = (u32)netns;
-	who.key.client.word[1] = netns >> 32;
-	return who;
+	client.key.client.word[0] = (u32)netns;
+	client.key.client.word[1] = netns >> 32;
+	return client;
 }
 
 static __always_inline void count(u32 reason)
@@ -61,7 +61,7 @@ static __always_inline void count(u32 reason)
 /* Whether the hook ends the system call. Where the kernel has no bpf_set_retval (before v5.18) it
  * would fail with EPERM, which no client of a Service expects: there the address stays as dialled
  * and the packet path answers. */
-static __always_inline bool ends_call(enum verdict v)
+static __always_inline bool ends_syscall(enum verdict v)
 {
 	return (v == REFUSE || v == DROP) && (config_flags() & CONFIG_SET_RETVAL);
 }
@@ -71,7 +71,7 @@ static __always_inline bool ends_call(enum verdict v)
 static __always_inline int finish(enum verdict v, enum reason reason)
 {
 	count(reason);
-	if (!ends_call(v))
+	if (!ends_syscall(v))
 		return 1;
 	set_retval(v == REFUSE ? -ECONNREFUSED : -ETIMEDOUT);
 	return 0;
@@ -113,7 +113,7 @@ static __always_inline bool is_connected_to(struct bpf_sock *sk, const struct ta
 /* connect() of a connected socket may still fail (no route to the new peer), and then the kernel
  * keeps the old association: so its peer is kept as well, until the socket is connected to the
  * same backend by another way. `to`: the new peer. */
-static __always_inline void keep_former_peer(struct bpf_sock *sk, const struct target *to)
+static __always_inline void save_former_peer(struct bpf_sock *sk, const struct target *to)
 {
 	struct peer *peer, *former;
 
@@ -133,15 +133,15 @@ static __always_inline void keep_former_peer(struct bpf_sock *sk, const struct t
 
 /* Records the peer of a socket that connects. If it connects to an address that is no frontend, its
  * old peer is deleted: getpeername() must not show it. */
-static __always_inline void remember_peer(struct bpf_sock_addr *ctx, enum verdict v,
-					  const struct target *to, const struct choice *c)
+static __always_inline void record_peer(struct bpf_sock_addr *ctx, enum verdict v,
+					const struct target *to, const struct choice *c)
 {
 	struct bpf_sock *sk = ctx->sk;
 	struct peer *peer;
 
-	if (!sk || ends_call(v))
+	if (!sk || ends_syscall(v))
 		return;
-	keep_former_peer(sk, v == TRANSLATE ? &c->backend : to);
+	save_former_peer(sk, v == TRANSLATE ? &c->backend : to);
 	if (v != TRANSLATE) {
 		sock_peers.sk_storage_delete(sk);
 		return;
@@ -166,11 +166,11 @@ static __always_inline bool is_exempt_cgroup(u64 id)
 /* Whether this process, or a cgroup that it is in, asked to be left alone. */
 static __always_inline bool is_exempt(void)
 {
-	if (is_exempt_cgroup(current_cgroup()))
+	if (is_exempt_cgroup(get_current_cgroup_id()))
 		return true;
 #pragma unroll
 	for (int level = 1; level <= CGROUP_LEVELS; level++) {
-		u64 id = ancestor_cgroup(level);
+		u64 id = get_current_ancestor_cgroup_id(level);
 
 		if (!id)
 			return false;
@@ -181,7 +181,7 @@ static __always_inline bool is_exempt(void)
 }
 
 /* Whether the packet path is to serve this socket: its packets keep the Service's address. */
-static __always_inline bool is_left_to_packets(u64 netns)
+static __always_inline bool is_left_to_packet_path(u64 netns)
 {
 	u32 flags = config_flags();
 
@@ -191,19 +191,20 @@ static __always_inline bool is_left_to_packets(u64 netns)
 }
 
 /* choose(), for a socket that asks for the first time. */
-static __always_inline enum verdict choose_for(void *ctx, const struct target *to, struct choice *c)
+static __always_inline enum verdict choose_for_socket(void *ctx, const struct target *to,
+						      struct choice *c)
 {
-	u64 netns = netns_cookie(ctx);
-	struct asker who = asker_of(netns);
+	u64 netns = get_netns_cookie(ctx);
+	struct client client = client_of(netns);
 	enum verdict v;
 
-	if (is_left_to_packets(netns)) {
+	if (is_left_to_packet_path(netns)) {
 		c->reason = LEFT_TO_PACKETS;
 		return PASS;
 	}
-	v = choose(to, &who, c);
+	v = choose(to, &client, c);
 	if (c->service && !(c->flags & SERVICE_CLUSTER_IP) &&
-	    is_agents(bpf_get_socket_cookie(ctx))) {
+	    is_agent_socket(bpf_get_socket_cookie(ctx))) {
 		c->reason = NOT_A_SERVICE;
 		return PASS;
 	}
@@ -215,41 +216,42 @@ static __always_inline enum verdict choose_for(void *ctx, const struct target *t
 /* Where another data plane still knows connections of a pod by their ports: whether this socket,
  * which is about to talk to a backend of theirs directly, needs one that none of them has. Else the
  * answers are taken for theirs. */
-static __always_inline bool needs_spare_port(void *ctx, enum verdict v)
+static __always_inline bool needs_reserved_port(void *ctx, enum verdict v)
 {
-	return v == TRANSLATE && (config_flags() & CONFIG_FOLLOWS) && !is_host(netns_cookie(ctx));
+	return v == TRANSLATE && (config_flags() & CONFIG_COEXISTING) &&
+	       !is_host(get_netns_cookie(ctx));
 }
 
-static __always_inline __be16 spare_port(void)
+static __always_inline __be16 random_reserved_port(void)
 {
-	return __builtin_bswap16(SPARE_LOW + bpf_get_prandom_u32() % SPARE_PORTS);
+	return __builtin_bswap16(RESERVED_PORT_LOW + bpf_get_prandom_u32() % RESERVED_PORTS);
 }
 
 /* Whether connect() succeeds though nobody listens there: that of UDP says nothing to anybody yet,
  * and it fails with no other proxy. ping, getaddrinfo() and others only ask so for the address that
  * they would have. Who sends something is refused then, by the packet path: without one nobody
  * would tell, and connect() does. */
-static __always_inline bool says_nothing(const struct target *to, const struct choice *c)
+static __always_inline bool is_udp_probe(const struct target *to, const struct choice *c)
 {
-	return to->protocol == PROTO_UDP && c->reason == UNKNOWN_PORT &&
-	       (config_flags() & CONFIG_PACKETS);
+	return to->protocol == IPPROTO_UDP && c->reason == UNKNOWN_PORT &&
+	       (config_flags() & CONFIG_PACKET_PATH);
 }
 
 /* connect(): `to` becomes the backend. Since Linux v6.1 it has a hook for ping's sockets, too,
  * which have no port. */
-static __always_inline enum verdict dial(struct bpf_sock_addr *ctx, struct target *to,
-					 enum reason *reason)
+static __always_inline enum verdict translate_connect(struct bpf_sock_addr *ctx, struct target *to,
+						      enum reason *reason)
 {
 	struct choice c = {};
 	enum verdict v = PASS;
 
-	if (to->protocol == PROTO_TCP || to->protocol == PROTO_UDP)
-		v = choose_for(ctx, to, &c);
-	if (says_nothing(to, &c)) {
+	if (to->protocol == IPPROTO_TCP || to->protocol == IPPROTO_UDP)
+		v = choose_for_socket(ctx, to, &c);
+	if (is_udp_probe(to, &c)) {
 		c.reason = LEFT_TO_PACKETS;
 		v = PASS;
 	}
-	remember_peer(ctx, v, to, &c);
+	record_peer(ctx, v, to, &c);
 	if (v == TRANSLATE)
 		*to = c.backend;
 	*reason = c.reason;
@@ -259,19 +261,19 @@ static __always_inline enum verdict dial(struct bpf_sock_addr *ctx, struct targe
 /* Whether this frontend still is one of this Service's. */
 static __always_inline bool is_frontend_of(const struct target *frontend, u32 id)
 {
-	struct target at = *frontend;
-	struct service *service = service_at(&at), steady;
-	enum found found;
+	struct target key = *frontend;
+	struct service *service = service_at(&key), steady;
+	enum read_result result;
 
 	if (!service) {
-		at = node_port_of(frontend);
-		service = service_at(&at);
+		key = node_port_of(frontend);
+		service = service_at(&key);
 	}
 	if (!service || service->id == id)
 		return service != NULL;
 	/* An element that was replaced while it was read says nothing: the next datagram asks. */
-	found = read_service(&at, &steady);
-	return found == UNSTEADY || (found == STEADY && steady.id == id);
+	result = read_service(&key, &steady);
+	return result == UNSTEADY || (result == STEADY && steady.id == id);
 }
 
 /* Whether what this flow chose serves no more: its backend, there or for this Service, or its
@@ -285,67 +287,69 @@ static __always_inline bool is_cut(const struct udp_flow *flow)
 	if (!backends.lookup(&id) || !is_frontend_of(&flow->frontend, flow->service))
 		return true;
 	when = udp_cuts.lookup(&key);
-	return when && flow->chosen <= *when;
+	return when && flow->chosen_at <= *when;
 }
 
 static __always_inline u64 last_used(const struct udp_flow *flow)
 {
-	return flow->asked > flow->heard ? flow->asked : flow->heard;
+	return flow->last_sent > flow->last_received ? flow->last_sent : flow->last_received;
 }
 
-static __always_inline struct udp_flow *flow_at(struct udp_flows *held, u32 place)
+static __always_inline struct udp_flow *flow_at(struct udp_flows *flows, u32 index)
 {
-	return place < FLOWS_PER_SOCKET ? &held->flow[place] : NULL;
+	return index < FLOWS_PER_SOCKET ? &flows->flow[index] : NULL;
 }
 
 /* The place of the flow to this frontend; FLOWS_PER_SOCKET if there is none. */
-static __always_inline u32 place_of(const struct udp_flows *held, const struct target *frontend)
+static __always_inline u32 index_of_flow(const struct udp_flows *flows,
+					 const struct target *frontend)
 {
-	u32 place = FLOWS_PER_SOCKET;
+	u32 index = FLOWS_PER_SOCKET;
 
 #pragma unroll
 	for (u32 i = 0; i < FLOWS_PER_SOCKET; i++)
-		if (same_target(&held->flow[i].frontend, frontend))
-			place = i;
-	return place;
+		if (same_target(&flows->flow[i].frontend, frontend))
+			index = i;
+	return index;
 }
 
 /* The place for one more: of those that are free or quiet the one that was used first. */
-static __always_inline u32 oldest_place(const struct udp_flows *held)
+static __always_inline u32 oldest_index(const struct udp_flows *flows)
 {
 	u64 first = ~0ULL;
-	u32 place = 0;
+	u32 index = 0;
 
 #pragma unroll
 	for (u32 i = 0; i < FLOWS_PER_SOCKET; i++) {
-		u64 used = last_used(&held->flow[i]);
+		u64 used = last_used(&flows->flow[i]);
 
 		if (used < first) {
 			first = used;
-			place = i;
+			index = i;
 		}
 	}
-	return place;
+	return index;
 }
 
 /* The flow of the newest question to this backend: two frontends with one backend, asked from one
  * socket, cannot be told apart by the answer. */
-static __always_inline u32 place_back(const struct udp_flows *held, const struct target *backend)
+static __always_inline u32 index_by_backend(const struct udp_flows *flows,
+					    const struct target *backend)
 {
-	u32 place = FLOWS_PER_SOCKET;
+	u32 index = FLOWS_PER_SOCKET;
 	u64 newest = 0;
 
 #pragma unroll
 	for (u32 i = 0; i < FLOWS_PER_SOCKET; i++) {
-		const struct udp_flow *flow = &held->flow[i];
+		const struct udp_flow *flow = &flows->flow[i];
 
-		if (flow->asked >= newest && flow->frontend.protocol &&
+		if (flow->last_sent >= newest && flow->frontend.protocol &&
 		    same_target(&flow->backend, backend)) {
-			newest = flow->asked;
-			place = i;
+			newest = flow->last_sent;
+			index = i;
 		}
 	}
-	return place;
+	return index;
 }
 
 /* Answers and the next datagrams of this socket know the flow from now on. Another thread may send
@@ -354,26 +358,26 @@ static __always_inline void create_flow(struct bpf_sock_addr *ctx, const struct 
 					const struct choice *c, u64 now)
 {
 	struct bpf_sock *sk = ctx->sk;
-	struct udp_flows *held;
+	struct udp_flows *flows;
 	struct udp_flow *flow;
-	u32 place;
+	u32 index;
 
-	held = sk ? udp_flows.sk_storage_get(sk, NULL, BPF_SK_STORAGE_GET_F_CREATE) : NULL;
-	if (!held) {
+	flows = sk ? udp_flows.sk_storage_get(sk, NULL, BPF_SK_STORAGE_GET_F_CREATE) : NULL;
+	if (!flows) {
 		count(NOT_RECORDED);
 		return;
 	}
-	held->socket = socket_id(ctx);
-	place = place_of(held, to);
-	if (place == FLOWS_PER_SOCKET)
-		place = oldest_place(held);
-	flow = flow_at(held, place);
+	flows->socket = socket_id(ctx);
+	index = index_of_flow(flows, to);
+	if (index == FLOWS_PER_SOCKET)
+		index = oldest_index(flows);
+	flow = flow_at(flows, index);
 	if (!flow)
 		return;
 	flow->frontend.protocol = 0;
-	flow->chosen = now;
-	flow->asked = now;
-	flow->heard = 0;
+	flow->chosen_at = now;
+	flow->last_sent = now;
+	flow->last_received = 0;
 	flow->backend = c->backend;
 	flow->service = c->service;
 	flow->backend_id = c->backend_id;
@@ -383,28 +387,28 @@ static __always_inline void create_flow(struct bpf_sock_addr *ctx, const struct 
 }
 
 /* The backend of the flow, while it is in use and the backend serves. */
-static __always_inline bool flow_find(struct bpf_sock *sk, const struct target *to, u64 now,
+static __always_inline bool find_flow(struct bpf_sock *sk, const struct target *to, u64 now,
 				      struct choice *c)
 {
-	struct udp_flows *held = sk ? udp_flows.sk_storage_get(sk, NULL, 0) : NULL;
+	struct udp_flows *flows = sk ? udp_flows.sk_storage_get(sk, NULL, 0) : NULL;
 	struct udp_flow *flow;
 
-	if (!held)
+	if (!flows)
 		return false;
-	flow = flow_at(held, place_of(held, to));
+	flow = flow_at(flows, index_of_flow(flows, to));
 	if (!flow || elapsed(last_used(flow), now) > FLOW_IDLE_NS || is_cut(flow))
 		return false;
 	c->backend = flow->backend;
 	c->backend_id = flow->backend_id;
 	c->service = flow->service;
-	flow->asked = now;
+	flow->last_sent = now;
 	return same_target(&flow->frontend, to);
 }
 
 /* A socket that is connected to this very frontend and names it again goes on with the backend
  * that connect() chose: the kernel would not take answers from another one. One that was connected
  * to it (the agent ends such sockets, or its owner has dissolved the connection) chooses anew. */
-static __always_inline bool peer_find(struct bpf_sock *sk, const struct target *to,
+static __always_inline bool find_peer(struct bpf_sock *sk, const struct target *to,
 				      struct choice *c)
 {
 	struct peer *peer = peer_of(sk);
@@ -421,18 +425,18 @@ static __always_inline bool peer_find(struct bpf_sock *sk, const struct target *
 
 /* sendmsg() with an address on a UDP socket: `to` becomes the backend. A flow that is in use goes
  * on with its backend also when its socket is left to the packet path by now. */
-static __always_inline enum verdict send(struct bpf_sock_addr *ctx, struct target *to,
-					 enum reason *reason)
+static __always_inline enum verdict translate_sendmsg(struct bpf_sock_addr *ctx, struct target *to,
+						      enum reason *reason)
 {
 	struct bpf_sock *sk = ctx->sk;
 	u64 now = bpf_ktime_get_ns();
 	struct choice c = {};
 	enum verdict v = TRANSLATE;
 
-	if (peer_find(sk, to, &c) || flow_find(sk, to, now, &c)) {
+	if (find_peer(sk, to, &c) || find_flow(sk, to, now, &c)) {
 		c.reason = TRANSLATED_BY_FLOW;
 	} else {
-		v = choose_for(ctx, to, &c);
+		v = choose_for_socket(ctx, to, &c);
 		if (v == TRANSLATE)
 			create_flow(ctx, to, &c, now);
 	}
@@ -456,18 +460,18 @@ static __always_inline bool reverse_peer(struct bpf_sock *sk, struct target *fro
 	return true;
 }
 
-static __always_inline bool receive(struct bpf_sock_addr *ctx, struct target *from)
+static __always_inline bool translate_recvmsg(struct bpf_sock_addr *ctx, struct target *from)
 {
 	struct bpf_sock *sk = ctx->sk;
-	struct udp_flows *held = sk ? udp_flows.sk_storage_get(sk, NULL, 0) : NULL;
-	struct udp_flow *flow = held ? flow_at(held, place_back(held, from)) : NULL;
+	struct udp_flows *flows = sk ? udp_flows.sk_storage_get(sk, NULL, 0) : NULL;
+	struct udp_flow *flow = flows ? flow_at(flows, index_by_backend(flows, from)) : NULL;
 	u64 now = bpf_ktime_get_ns();
 
 	if (!flow || is_cut(flow))
 		return reverse_peer(sk, from);
 	*from = flow->frontend;
 	if (elapsed(last_used(flow), now) <= FLOW_IDLE_NS) /* else it is over: see udp_cuts */
-		flow->heard = now;
+		flow->last_received = now;
 	count(REVERSED);
 	return true;
 }
@@ -479,7 +483,7 @@ static __always_inline bool receive(struct bpf_sock_addr *ctx, struct target *fr
  * asks to be told of its end, which may be long after close().
  */
 
-static __always_inline void ask_for_end(struct bpf_sock_ops *ctx)
+static __always_inline void request_end_callback(struct bpf_sock_ops *ctx)
 {
 	struct peer *peer = peer_of(ctx->sk);
 
@@ -492,47 +496,47 @@ static __always_inline void ask_for_end(struct bpf_sock_ops *ctx)
 
 /* Whether the other side has taken our FIN, and we its: each counts as a byte. An end from
  * FIN_WAIT2 may be one before its FIN has come; then a byte is missing. */
-static __always_inline bool fin_was_taken(u32 state)
+static __always_inline bool fin_was_acked(u32 state)
 {
 	return state == BPF_TCP_FIN_WAIT2 || state == BPF_TCP_CLOSING || state == BPF_TCP_LAST_ACK;
 }
 
-static __always_inline bool fin_has_come(u32 state)
+static __always_inline bool fin_was_received(u32 state)
 {
-	return state == BPF_TCP_CLOSE_WAIT || fin_was_taken(state);
+	return state == BPF_TCP_CLOSE_WAIT || fin_was_acked(state);
 }
 
 /* `but`: what of `bytes` is none. */
-static __always_inline u64 payload(u64 bytes, u64 but)
+static __always_inline u64 payload(u64 bytes, u64 control)
 {
-	return bytes > but ? bytes - but : 0;
+	return bytes > control ? bytes - control : 0;
 }
 
 static __always_inline void account_end(struct bpf_sock_ops *ctx, const struct peer *peer)
 {
-	struct counts *to = counts_of(peer->service, peer->backend_id);
+	struct counts *totals = counts_of(peer->service, peer->backend_id);
 	u32 before = ctx->args[0];
 	u64 bytes;
 
-	if (!to)
+	if (!totals)
 		return;
-	add(&to->ended, 1);
+	add(&totals->ended, 1);
 	if (ctx->total_retrans)
-		add(&to->retransmits, ctx->total_retrans);
+		add(&totals->retransmits, ctx->total_retrans);
 	if (before == BPF_TCP_SYN_SENT) {
-		add(&to->unanswered, 1);
+		add(&totals->unanswered, 1);
 		return;
 	}
 	if (before == BPF_TCP_ESTABLISHED || before == BPF_TCP_FIN_WAIT1 ||
 	    before == BPF_TCP_CLOSE_WAIT)
-		add(&to->broken, 1);
-	bytes = payload(ctx->bytes_acked, 1 + fin_was_taken(before)); /* the SYN is one */
-	add(&to->bytes_in, bytes);
-	bytes = payload(ctx->bytes_received, fin_has_come(before));
-	add(&to->bytes_out, bytes);
+		add(&totals->broken, 1);
+	bytes = payload(ctx->bytes_acked, 1 + fin_was_acked(before)); /* the SYN is one */
+	add(&totals->bytes_in, bytes);
+	bytes = payload(ctx->bytes_received, fin_was_received(before));
+	add(&totals->bytes_out, bytes);
 	if (ctx->srtt_us) {
-		add(&to->rtt_us, ctx->srtt_us >> 3);
-		add(&to->rtts, 1);
+		add(&totals->rtt_us, ctx->srtt_us >> 3);
+		add(&totals->rtts, 1);
 	}
 }
 
@@ -543,8 +547,8 @@ int sock_ops(struct bpf_sock_ops *ctx)
 	struct peer *peer;
 
 	if (op == BPF_SOCK_OPS_TCP_CONNECT_CB) {
-		if (is_accounting(CONFIG_ENDS))
-			ask_for_end(ctx);
+		if (is_accounting(CONFIG_COUNT_CONNECTION_ENDS))
+			request_end_callback(ctx);
 		return 1;
 	}
 	if (op != BPF_SOCK_OPS_STATE_CB || ctx->args[1] != BPF_TCP_CLOSE)
@@ -562,7 +566,7 @@ int sock_ops(struct bpf_sock_ops *ctx)
 /* MPTCP sockets dial as what they are on the wire. */
 static __always_inline u8 protocol_of(u32 protocol)
 {
-	return protocol == PROTO_MPTCP ? PROTO_TCP : protocol;
+	return protocol == IPPROTO_MPTCP ? IPPROTO_TCP : protocol;
 }
 
 static __always_inline struct target target_v4(struct bpf_sock_addr *ctx)
@@ -608,9 +612,9 @@ static __always_inline void bind_v4(struct bpf_sock_addr *ctx)
 {
 	struct socket_v4 own = {.family = AF_INET};
 
-	for (int i = 0; i < SPARE_TRIES; i++) {
-		own.port = spare_port();
-		if (bind_socket(ctx, &own, sizeof(own)) != -EADDRINUSE)
+	for (int i = 0; i < RESERVED_PORT_TRIES; i++) {
+		own.port = random_reserved_port();
+		if (bind(ctx, &own, sizeof(own)) != -EADDRINUSE)
 			return;
 	}
 }
@@ -619,9 +623,9 @@ static __always_inline void bind_v6(struct bpf_sock_addr *ctx)
 {
 	struct socket_v6 own = {.family = AF_INET6};
 
-	for (int i = 0; i < SPARE_TRIES; i++) {
-		own.port = spare_port();
-		if (bind_socket(ctx, &own, sizeof(own)) != -EADDRINUSE)
+	for (int i = 0; i < RESERVED_PORT_TRIES; i++) {
+		own.port = random_reserved_port();
+		if (bind(ctx, &own, sizeof(own)) != -EADDRINUSE)
 			return;
 	}
 }
@@ -630,9 +634,9 @@ int connect4(struct bpf_sock_addr *ctx)
 {
 	struct target to = target_v4(ctx);
 	enum reason reason;
-	enum verdict v = dial(ctx, &to, &reason);
+	enum verdict v = translate_connect(ctx, &to, &reason);
 
-	if (needs_spare_port(ctx, v))
+	if (needs_reserved_port(ctx, v))
 		bind_v4(ctx);
 	if (v == TRANSLATE)
 		write_v4(ctx, &to);
@@ -643,9 +647,9 @@ int connect6(struct bpf_sock_addr *ctx)
 {
 	struct target to = target_v6(ctx);
 	enum reason reason;
-	enum verdict v = dial(ctx, &to, &reason);
+	enum verdict v = translate_connect(ctx, &to, &reason);
 
-	if (needs_spare_port(ctx, v))
+	if (needs_reserved_port(ctx, v))
 		bind_v6(ctx);
 	if (v == TRANSLATE)
 		write_v6(ctx, &to);
@@ -656,7 +660,7 @@ int sendmsg4(struct bpf_sock_addr *ctx)
 {
 	struct target to = target_v4(ctx);
 	enum reason reason;
-	enum verdict v = send(ctx, &to, &reason);
+	enum verdict v = translate_sendmsg(ctx, &to, &reason);
 
 	if (v == TRANSLATE)
 		write_v4(ctx, &to);
@@ -667,7 +671,7 @@ int sendmsg6(struct bpf_sock_addr *ctx)
 {
 	struct target to = target_v6(ctx);
 	enum reason reason;
-	enum verdict v = send(ctx, &to, &reason);
+	enum verdict v = translate_sendmsg(ctx, &to, &reason);
 
 	if (v == TRANSLATE)
 		write_v6(ctx, &to);
@@ -678,7 +682,7 @@ int recvmsg4(struct bpf_sock_addr *ctx)
 {
 	struct target from = target_v4(ctx);
 
-	if (receive(ctx, &from))
+	if (translate_recvmsg(ctx, &from))
 		write_v4(ctx, &from);
 	return 1;
 }
@@ -687,7 +691,7 @@ int recvmsg6(struct bpf_sock_addr *ctx)
 {
 	struct target from = target_v6(ctx);
 
-	if (receive(ctx, &from))
+	if (translate_recvmsg(ctx, &from))
 		write_v6(ctx, &from);
 	return 1;
 }

@@ -7,8 +7,8 @@
  * tail call: a new flow, an ICMP error, an answer of our own.
  */
 #include "types.h"
-#include "compat.h"
-#include "addr.h"
+#include "lib/compat.h"
+#include "lib/addr.h"
 #include "maps.h"
 
 static __always_inline u32 socket_cgroup(void)
@@ -17,62 +17,65 @@ static __always_inline u32 socket_cgroup(void)
 }
 
 #include "lookup.h"
-#include "packet.h"
+#include "lib/packet.h"
 #include "account.h"
 #include "account_flows.h"
-#include "hash.h"
-#include "sctp.h"
-#include "rewrite.h"
-#include "icmp.h"
+#include "lib/hash.h"
+#include "lib/sctp.h"
+#include "lib/rewrite.h"
+#include "lib/icmp.h"
 #include "refuse.h"
 #include "track.h"
 
-#define TC_NEXT (-1) /* pass, and let whoever is behind us on this device have its say */
-#define TC_SHOT 2
-#define CHANGES 8          /* tries to find a free port of client' */
-#define ASKED 16           /* flows, whether anybody needs them, by each new one */
-#define EVICTION_TRIES 8   /* flows that are asked when the queue is full */
-#define FRESH_TRIES 8      /* of SNAT_TRIES, before a port that a backend may still keep will do */
-#define SCAN_PORTS 640     /* ports that tc_scan looks at in one run */
-#define SCANS 18           /* such runs: the kernel allows a packet 33 tail calls in all */
-#define TICK (SECOND / 50) /* CPUs may read the coarse clock so far apart */
+#define TC_ACT_UNSPEC (-1) /* pass, and let whoever is behind us on this device have its say */
+#define TC_ACT_SHOT 2
+#define REPLY_PORT_TRIES 8  /* tries to find a free port of client' */
+#define EVICT_CANDIDATES 16 /* flows, whether anybody needs them, by each new one */
+#define EVICTION_TRIES 8    /* flows that are asked when the queue is full */
+#define FRESH_TRIES 8       /* of SNAT_TRIES, before a port that a backend may still keep will do */
+#define SCAN_PORTS 640      /* ports that tc_scan looks at in one run */
+#define MAX_SCANS 18        /* such runs: the kernel allows a packet 33 tail calls in all */
+#define CLOCK_SKEW (SECOND / 50) /* CPUs may read the coarse clock so far apart */
 #define SCAN_PAUSE (SECOND / 10) /* no search of this length for a backend that had no port */
 
-#define VLAN_ID 0x0fff
-#define OTHER_HOST 3 /* PACKET_OTHERHOST */
+#define VLAN_VID_MASK 0x0fff
+#define PACKET_OTHERHOST 3 /* PACKET_OTHERHOST */
 
-#define SERVED 0x6b627066           /* in cb[0]: the packet's flow has just been written */
-#define HEARD (SERVED | NO_SEGMENT) /* also in cb[0]: what the packet says has counted already */
-#define JUST_MADE 0x200             /* not a TCP flag: the same, of a packet's flags */
+#define FLOW_WRITTEN 0x6b627066 /* in cb[0]: the packet's flow has just been written */
+#define FLOW_UPDATED                                                                               \
+	(FLOW_WRITTEN |                                                                            \
+	 FROM_ICMP_ERROR)  /* also in cb[0]: what the packet says has counted already */
+#define JUST_WRITTEN 0x200 /* not a TCP flag: the same, of a packet's flags */
 
-#define NO_ADDRESS __builtin_bswap32(1) /* ::1, for a source that has to change and cannot */
+#define ADDRESS_NOT_CHOSEN                                                                         \
+	__builtin_bswap32(1) /* ::1, for a source that has to change and cannot */
 
 enum tail {
-	TAIL_NEW = 0,
+	TAIL_CHOOSE = 0,
 	TAIL_ICMP_IN = 1,
 	TAIL_ICMP_OUT = 2,
 	TAIL_REFUSE = 3,
 	TAIL_HOST = 4,
-	TAIL_HOST_NEW = 5,
+	TAIL_HOST_CHOOSE = 5,
 	TAIL_INGRESS = 6,
-	TAIL_WAY = 7,
-	TAIL_CLAIM = 8,
+	TAIL_ROUTE = 7,
+	TAIL_CLAIM_REPLY = 8,
 	TAIL_SCTP = 9,
-	TAIL_PLACE = 10,
-	TAIL_ROOM = 11,
-	TAIL_FORGET = 12,
-	TAIL_YIELD = 13,
-	TAIL_LATE = 14,
-	TAIL_SNAT = 15,
-	TAIL_AGAIN = 16,
-	TAIL_SCAN = 17,
+	TAIL_ENQUEUE = 10,
+	TAIL_EVICT = 11,
+	TAIL_DELETE_FLOW = 12,
+	TAIL_COEXIST = 13,
+	TAIL_CLAIM_LATE = 14,
+	TAIL_CLAIM_PORT = 15,
+	TAIL_RECHECK = 16,
+	TAIL_SCAN_PORTS = 17,
 	TAILS = 18,
 };
 
 /* Of a packet that begins a flow, in cb[0]. */
-enum begins {
-	BEGINS_AGAIN = 1 << 0, /* where a flow of ours has ended */
-	BEGINS_OURS = 1 << 1,  /* no other data plane got it before */
+enum begin_flags {
+	BEGIN_RESTART = 1 << 0,     /* where a flow of ours has ended */
+	BEGIN_NOT_FOREIGN = 1 << 1, /* no other data plane got it before */
 };
 
 BPF_F_TABLE("hash", u32, struct device, devices, 64, BPF_F_NO_PREALLOC);
@@ -84,24 +87,24 @@ BPF_TABLE("prog", u32, u32, tails, TAILS);
 
 /* place of a client -> the ports of a datagram, for its later fragments. Full: the oldest goes, and
  * what is left of its datagram passes untranslated. */
-BPF_TABLE("lru_hash", struct place, struct first_fragment, fragments, 64);
+BPF_TABLE("lru_hash", struct client_slot, struct first_fragment, fragments, 64);
 
 /* place of a client -> by what a SYN is known: connections that another data plane got while we
  * yielded to it. Full: the oldest goes, and if its SYN comes once more it begins anew. */
-BPF_TABLE("lru_hash", struct place, u32, yielded, 64);
+BPF_TABLE("lru_hash", struct client_slot, u32, foreign_flows, 64);
 
 /* 0 -> until when no flow begins, ns, CLOCK_MONOTONIC. The devices change over to other programs
  * one after the other; do these keep flows elsewhere, one that began meanwhile would be known on
  * one of its two devices only. A SYN that is dropped comes again after a second. It is a time, so
  * that an agent that dies leaves nobody waiting, and a map of its own, which every version of kbpf
  * shares: its layout must never change. */
-BPF_TABLE("array", u32, u64, paused, 1);
+BPF_TABLE("array", u32, u64, new_flows_paused_until, 1);
 
 /* 0 -> the flow that is being made, on its way from the program that chose its backend to the one
  * that writes its entries. On one CPU there is only one: TC runs with bottom halves disabled, so
  * nothing else runs at TC meanwhile. PREEMPT_RT has a lock for that; since 6.18 only with
  * CONFIG_PREEMPT_RT_NEEDS_BH_LOCK, which `kbpf check` and the agent look for. */
-BPF_TABLE("percpu_array", u32, struct nat, pending, 1);
+BPF_TABLE("percpu_array", u32, struct flow, flow_scratch, 1);
 
 /* What the agent knows of a device. Each packet asks for up to two, and the kernel gives an array's
  * element in a tenth of the time that a hash takes. */
@@ -134,8 +137,8 @@ static __always_inline int finish(int action, enum reason reason)
 
 /* The end of a packet that was rewritten. SCTP's checksum takes thousands of instructions, which
  * are in a program of their own; what bpf_redirect*() was told before holds there too. */
-static __always_inline int complete(struct __sk_buff *skb, const struct packet *p,
-				    const struct tuple *new, int action, u32 l3)
+static __always_inline int finish_rewrite(struct __sk_buff *skb, const struct packet *p,
+					  const struct tuple *new, int action, u32 l3)
 {
 	u32 change = sctp_change(p, new);
 
@@ -145,14 +148,14 @@ static __always_inline int complete(struct __sk_buff *skb, const struct packet *
 	skb->cb[1] = action;
 	skb->cb[2] = l3;
 	tails.call(skb, TAIL_SCTP);
-	return finish(TC_SHOT, NOT_REWRITTEN);
+	return finish(TC_ACT_SHOT, NOT_REWRITTEN);
 }
 
 /* Which client's places a packet takes that came in by this device (NULL: it is the node's own): a
  * pod's own device, whatever address the pod writes; a pod's address, since the pods of a node may
  * have one network; anybody else's IPv4 address or network of 64 bits. */
-static __always_inline struct address sharer_of_packet(const struct device *in, u32 ifindex,
-						       const struct address *from)
+static __always_inline struct address owner_of_packet(const struct device *in, u32 ifindex,
+						      const struct address *from)
 {
 	if (in && (in->flags & DEVICE_PEER))
 		return (struct address){.word = {ifindex, 0, 0, ~0U}};
@@ -167,7 +170,7 @@ static __always_inline struct address sharer_of_packet(const struct device *in, 
 static __always_inline u32 hash_of_fragments(const struct packet *p)
 {
 	const struct address *from = &p->tuple.from.address, *to = &p->tuple.to.address;
-	u32 hash = HASH_SEED ^ (p->v6 ? PROTO_FRAGMENT : p->protocol);
+	u32 hash = HASH_SEED ^ (p->v6 ? IPPROTO_FRAGMENT : p->protocol);
 
 	hash = hash_word(hash, from->word[2]);
 	hash = hash_word(hash, from->word[3]);
@@ -182,37 +185,37 @@ static __always_inline u32 hash_of_fragments(const struct packet *p)
 static __always_inline bool fragment_ports(struct packet *p, const struct device *in, u32 ifindex)
 {
 	u32 id = __builtin_bswap32(p->id); /* of IPv4: in the upper half */
-	struct first_fragment fragment = {.id = p->id}, *known;
-	struct place place;
+	struct first_fragment fragment = {.id = p->id}, *stored;
+	struct client_slot slot;
 
 	if (p->fragment == WHOLE)
 		return true;
-	fragment.others = hash_of_fragments(p);
-	place.sharer = sharer_of_packet(in, ifindex, &p->tuple.from.address);
-	place.number = (id + (id >> 16) + fragment.others) % FRAGMENT_PLACES;
+	fragment.hash = hash_of_fragments(p);
+	slot.owner = owner_of_packet(in, ifindex, &p->tuple.from.address);
+	slot.number = (id + (id >> 16) + fragment.hash) % FRAGMENTS_PER_CLIENT;
 	if (p->fragment == FIRST) {
 		fragment.ports.source = p->tuple.from.port;
 		fragment.ports.destination = p->tuple.to.port;
 		fragment.protocol = p->protocol;
-		fragments.update(&place, &fragment);
+		fragments.update(&slot, &fragment);
 		return true;
 	}
-	known = fragments.lookup(&place);
-	if (!known || known->id != fragment.id || known->others != fragment.others)
+	stored = fragments.lookup(&slot);
+	if (!stored || stored->id != fragment.id || stored->hash != fragment.hash)
 		return false;
-	p->protocol = known->protocol;
+	p->protocol = stored->protocol;
 	p->tuple.from.protocol = p->tuple.to.protocol = p->protocol;
-	p->tuple.from.port = known->ports.source;
-	p->tuple.to.port = known->ports.destination;
+	p->tuple.from.port = stored->ports.source;
+	p->tuple.to.port = stored->ports.destination;
 	return true;
 }
 
-static __always_inline bool backend_lives(u32 id)
+static __always_inline bool backend_exists(u32 id)
 {
 	return backends.lookup(&id) != NULL;
 }
 
-static __always_inline bool same_flow(const struct nat *a, const struct nat *b)
+static __always_inline bool same_flow(const struct flow *a, const struct flow *b)
 {
 	return same_target(&a->frontend, &b->frontend) && same_target(&a->client, &b->client) &&
 	       same_target(&a->backend, &b->backend) && a->client_port == b->client_port &&
@@ -220,158 +223,158 @@ static __always_inline bool same_flow(const struct nat *a, const struct nat *b)
 }
 
 /* What stands at this key, if it is still of this flow. */
-static __always_inline struct nat *entry_of(const struct nat *nat, struct ends *key)
+static __always_inline struct flow *entry_of(const struct flow *flow, struct flow_key *key)
 {
-	struct nat *entry = flows.lookup(key);
+	struct flow *entry = flows.lookup(key);
 
-	return entry && same_flow(entry, nat) ? entry : NULL;
+	return entry && same_flow(entry, flow) ? entry : NULL;
 }
 
-static __always_inline bool holds(const struct nat *entry, u64 now)
+static __always_inline bool is_live(const struct flow *entry, u64 now)
 {
 	return entry && !expired(entry, now);
 }
 
 /* Whether a flow has ended by time. An entry that only the quiet side's packets find grows old
  * while the other side still sends: UDP in one direction. */
-static __always_inline bool gone(const struct nat *nat, u64 now)
+static __always_inline bool is_over(const struct flow *flow, u64 now)
 {
-	struct ends key;
+	struct flow_key key;
 
-	if (!expired(nat, now))
+	if (!expired(flow, now))
 		return false;
-	key = answer_of(nat);
-	if (holds(entry_of(nat, &key), now))
+	key = reply_key(flow);
+	if (is_live(entry_of(flow, &key), now))
 		return false;
-	if (has_snat(nat)) {
-		key = snat_answer_of(nat);
-		if (holds(entry_of(nat, &key), now))
+	if (has_snat(flow)) {
+		key = snat_reply_key(flow);
+		if (is_live(entry_of(flow, &key), now))
 			return false;
 	}
-	key = question_of(nat);
-	return !holds(entry_of(nat, &key), now);
+	key = original_key(flow);
+	return !is_live(entry_of(flow, &key), now);
 }
 
-enum again {
-	AGAIN_NO = 0,
-	AGAIN_ASK = 1, /* tc_again finds out */
-	AGAIN_YES = 2,
+enum restart {
+	RESTART_NO = 0,
+	RESTART_CHECK = 1, /* tc_again finds out */
+	RESTART_YES = 2,
 };
 
 /* Whether a packet of a known flow has to choose a backend again: a SYN after both sides have
  * closed, UDP whose backend is gone. Any other SYN may be a repeated one, whose answer was lost, or
  * a forged one: it goes where the connection is, if there still is one, and the backend decides.
  * Datagrams without an answer ask once a second. */
-static __always_inline enum again begins_anew(const struct nat *nat, u32 flags, u64 now)
+static __always_inline enum restart check_restart(const struct flow *flow, u32 flags, u64 now)
 {
-	if (flags & (JUST_MADE | NO_SEGMENT))
-		return AGAIN_NO;
-	if (nat->client.protocol == PROTO_UDP) {
-		if (!backend_lives(nat->backend_id))
-			return AGAIN_YES;
-		return nat->state == STATE_NEW && elapsed(nat->last_used, now) > SECOND;
+	if (flags & (JUST_WRITTEN | FROM_ICMP_ERROR))
+		return RESTART_NO;
+	if (flow->client.protocol == IPPROTO_UDP) {
+		if (!backend_exists(flow->backend_id))
+			return RESTART_YES;
+		return flow->state == STATE_NEW && elapsed(flow->last_used, now) > SECOND;
 	}
 	if ((flags & (TCP_SYN | TCP_ACK)) != TCP_SYN)
-		return AGAIN_NO;
-	return both_closed(nat) ? AGAIN_YES : AGAIN_ASK;
+		return RESTART_NO;
+	return both_closed(flow) ? RESTART_YES : RESTART_CHECK;
 }
 
 /* The entry of the other side. For a packet of the backend that is the client's own; for one of the
  * client that by which the backend's packets are found. If another program leaves the source of a
  * masqueraded flow untranslated, the backend answers to client'. */
-static __always_inline struct nat *other_side(const struct nat *nat, bool back)
+static __always_inline struct flow *twin_of(const struct flow *flow, bool reply)
 {
-	struct nat *other;
-	struct ends key;
+	struct flow *other;
+	struct flow_key key;
 
-	if (back)
-		key = question_of(nat);
-	else if (has_snat(nat))
-		key = snat_answer_of(nat);
+	if (reply)
+		key = original_key(flow);
+	else if (has_snat(flow))
+		key = snat_reply_key(flow);
 	else
-		key = answer_of(nat);
-	other = entry_of(nat, &key);
-	if (back || !has_snat(nat) || nat->way == WAY_PAST || nat->state == STATE_NEW || !other ||
-	    other->seen.begun)
+		key = reply_key(flow);
+	other = entry_of(flow, &key);
+	if (reply || !has_snat(flow) || flow->path == PATH_DIRECT_SNAT ||
+	    flow->state == STATE_NEW || !other || other->seen.started)
 		return other;
-	key = answer_of(nat);
-	return entry_of(nat, &key);
+	key = reply_key(flow);
+	return entry_of(flow, &key);
 }
 
 /* The client's own entry has the state of the flow, the backend's has a copy. */
-static __always_inline void change_state(struct nat *nat, const struct packet *p, u32 flags,
-					 bool back)
+static __always_inline void update_state(struct flow *flow, const struct packet *p, u32 flags,
+					 bool reply)
 {
-	struct nat *other = other_side(nat, back), *question = back ? other : nat;
+	struct flow *other = twin_of(flow, reply), *original = reply ? other : flow;
 	u8 before, state, fins;
 
 	if (!other)
 		return;
-	before = question->state;
-	fins = question->fins;
-	if (nat->client.protocol == PROTO_TCP)
-		state = tcp_state_after(before, &fins, p, flags, back, &nat->seen.tcp,
+	before = original->state;
+	fins = original->fins;
+	if (flow->client.protocol == IPPROTO_TCP)
+		state = tcp_state_after(before, &fins, p, flags, reply, &flow->seen.tcp,
 					&other->seen.tcp);
 	else if (before == STATE_NEW)
 		state = STATE_ANSWERED;
 	else /* if this entry has not just been behind */
-		state = nat->state == before ? STATE_ESTABLISHED : before;
-	question->state = state;
-	question->fins = fins;
+		state = flow->state == before ? STATE_ESTABLISHED : before;
+	original->state = state;
+	original->fins = fins;
 	if (state != before)
-		account_state(question, before, both_closed(question));
-	nat->state = other->state = state;
-	nat->fins = other->fins = question->fins;
+		account_state(original, before, both_closed(original));
+	flow->state = other->state = state;
+	flow->fins = other->fins = original->fins;
 	if (state == STATE_CLOSED && state != before)
-		say_rest(other);
+		flush_rest(other);
 }
 
-static __always_inline bool may_change(const struct nat *nat, u32 flags, bool back, u64 now)
+static __always_inline bool may_change(const struct flow *flow, u32 flags, bool reply, u64 now)
 {
-	return nat->client.protocol == PROTO_TCP ? may_change_tcp(nat, flags, back)
-						 : may_change_other(nat, flags, back, now);
+	return flow->client.protocol == IPPROTO_TCP ? may_change_tcp(flow, flags, reply)
+						    : may_change_other(flow, flags, reply, now);
 }
 
 /* A packet of a known flow, found by this entry. Each entry sees the packets of one side only, but
  * for that of client' and backend, which also sees those of the client when they leave (see_off()).
  */
-static __always_inline void keep(struct nat *nat, const struct packet *p, u32 flags, bool back,
-				 u64 now)
+static __always_inline void update_flow(struct flow *flow, const struct packet *p, u32 flags,
+					bool reply, u64 now)
 {
-	if (flags & NO_SEGMENT)
+	if (flags & FROM_ICMP_ERROR)
 		return;
-	nat->last_used = now;
-	if (may_change(nat, flags, back, now))
-		change_state(nat, p, flags, back);
-	if (nat->client.protocol == PROTO_TCP && (flags & (TCP_SYN | TCP_ACK)) &&
+	flow->last_used = now;
+	if (may_change(flow, flags, reply, now))
+		update_state(flow, p, flags, reply);
+	if (flow->client.protocol == IPPROTO_TCP && (flags & (TCP_SYN | TCP_ACK)) &&
 	    !(flags & TCP_RST))
-		nat->seen.tcp = p->tcp;
+		flow->seen.tcp = p->tcp;
 }
 
 /* A packet of the client that leaves the stack, found by the entry of client' and backend. What it
  * says was heard when it came in, and in a masqueraded flow this entry was not told. */
-static __always_inline void see_off(struct nat *nat, u32 flags, u64 now)
+static __always_inline void update_leaving(struct flow *flow, u32 flags, u64 now)
 {
-	struct nat *question;
-	struct ends key;
+	struct flow *original;
+	struct flow_key key;
 
-	if (flags & NO_SEGMENT)
+	if (flags & FROM_ICMP_ERROR)
 		return;
-	nat->last_used = now;
-	if (!has_snat(nat) || !may_change(nat, flags, false, now))
+	flow->last_used = now;
+	if (!has_snat(flow) || !may_change(flow, flags, false, now))
 		return;
-	key = question_of(nat);
-	question = entry_of(nat, &key);
-	if (!question)
+	key = original_key(flow);
+	original = entry_of(flow, &key);
+	if (!original)
 		return;
-	nat->state = question->state;
-	nat->fins = question->fins;
+	flow->state = original->state;
+	flow->fins = original->fins;
 }
 
 /* Deletes an entry if it is still this flow's. */
-static __always_inline void leave(struct ends *key, const struct nat *nat)
+static __always_inline void delete_entry(struct flow_key *key, const struct flow *flow)
 {
-	if (entry_of(nat, key))
+	if (entry_of(flow, key))
 		flows.delete(key);
 }
 
@@ -380,72 +383,72 @@ static __always_inline void leave(struct ends *key, const struct nat *nat)
  * that find it so would both believe to have it, or one would delete what the other has written.
  * Nobody waits: there are other ports, and an entry that stays is found by the agent (orphans.py).
  */
-static __always_inline struct port_slot *hold(const struct ends *key)
+static __always_inline struct port_slot *try_lock_key(const struct flow_key *key)
 {
 	u32 index = (key->first.port ^ key->second.port) % PORT_SLOTS;
 	struct port_slot *slot = port_slots.lookup(&index);
 
 	if (!slot)
 		return NULL;
-	__sync_fetch_and_add(&slot->holders, 1);
-	if (*(volatile u32 *)&slot->holders == 1)
+	__sync_fetch_and_add(&slot->lockers, 1);
+	if (*(volatile u32 *)&slot->lockers == 1)
 		return slot;
-	__sync_fetch_and_add(&slot->holders, -1);
+	__sync_fetch_and_add(&slot->lockers, -1);
 	return NULL;
 }
 
-static __always_inline void let_go(struct port_slot *slot)
+static __always_inline void unlock_key(struct port_slot *slot)
 {
-	__sync_fetch_and_add(&slot->holders, -1);
+	__sync_fetch_and_add(&slot->lockers, -1);
 }
 
 /* Deletes what a flow's answers find. */
-static __always_inline void forget_answers(const struct nat *nat)
+static __always_inline void delete_replies(const struct flow *flow)
 {
 	struct port_slot *slot;
-	struct ends key;
+	struct flow_key key;
 
-	if (has_snat(nat)) {
-		key = snat_answer_of(nat);
-		slot = hold(&key);
+	if (has_snat(flow)) {
+		key = snat_reply_key(flow);
+		slot = try_lock_key(&key);
 		if (slot) {
-			leave(&key, nat);
-			let_go(slot);
+			delete_entry(&key, flow);
+			unlock_key(slot);
 		}
 	}
-	if (nat->way == WAY_PAST)
+	if (flow->path == PATH_DIRECT_SNAT)
 		return;
-	key = answer_of(nat);
-	leave(&key, nat);
+	key = reply_key(flow);
+	delete_entry(&key, flow);
 }
 
 /* Deletes a flow's entries but for this one, which is still to be read: an element that is deleted
  * may be another flow's at once. */
-static __always_inline void forget_others(const struct nat *nat)
+static __always_inline void delete_other_entries(const struct flow *flow)
 {
-	struct ends key;
+	struct flow_key key;
 
-	if (nat->part != PART_SNAT_ANSWER && has_snat(nat)) {
-		key = snat_answer_of(nat);
-		leave(&key, nat);
+	if (flow->direction != DIRECTION_SNAT_REPLY && has_snat(flow)) {
+		key = snat_reply_key(flow);
+		delete_entry(&key, flow);
 	}
-	if (nat->part != PART_ANSWER && nat->way != WAY_PAST) {
-		key = answer_of(nat);
-		leave(&key, nat);
+	if (flow->direction != DIRECTION_REPLY && flow->path != PATH_DIRECT_SNAT) {
+		key = reply_key(flow);
+		delete_entry(&key, flow);
 	}
-	if (nat->part != PART_QUESTION) {
-		key = question_of(nat);
-		leave(&key, nat);
+	if (flow->direction != DIRECTION_ORIGINAL) {
+		key = original_key(flow);
+		delete_entry(&key, flow);
 	}
 }
 
 /* Deletes the flow of a question. Its entry is the last one: by that it is found. */
-static __always_inline void forget(const struct nat *nat)
+static __always_inline void delete_flow(const struct flow *flow)
 {
-	struct ends key = question_of(nat);
+	struct flow_key key = original_key(flow);
 
-	forget_answers(nat);
-	leave(&key, nat);
+	delete_replies(flow);
+	delete_entry(&key, flow);
 }
 
 /* The mark of masqueraded flows' packets, both ways, while they are in the node's stack: whoever
@@ -461,95 +464,96 @@ static __always_inline void mark_masqueraded(struct __sk_buff *skb, bool in)
 }
 
 /* What a packet of a known flow becomes when it comes in. */
-struct step {
-	struct tuple up;  /* for the stack */
-	struct tuple out; /* for the next device */
-	struct nat *nat;  /* where it was found */
+struct translation {
+	struct tuple to_stack;  /* for the stack */
+	struct tuple to_device; /* for the next device */
+	struct flow *flow;      /* where it was found */
 	u64 now;
-	u32 device;       /* not 0: for this node, as if it came in there */
-	u8 way;           /* enum way */
+	u32 host_device;  /* not 0: for this node, as if it came in there */
+	u8 path;          /* enum way */
 	bool masqueraded; /* to be marked in the stack; also where nothing else is to be done */
-	u8 anew;          /* enum again: what was found may be no flow any more */
-	bool back;        /* from the backend */
+	u8 restart;       /* enum again: what was found may be no flow any more */
+	bool reply;       /* from the backend */
 };
 
 /* JUST_MADE, once, if serve() has sent the packet here; NO_SEGMENT too if tc_late has. */
-static __always_inline u32 just_made(struct __sk_buff *skb)
+static __always_inline u32 take_resume_flags(struct __sk_buff *skb)
 {
 	u32 from = skb->cb[0];
 
-	if ((from & ~NO_SEGMENT) != SERVED)
+	if ((from & ~FROM_ICMP_ERROR) != FLOW_WRITTEN)
 		return 0;
 	skb->cb[0] = 0;
-	return JUST_MADE | (from & NO_SEGMENT);
+	return JUST_WRITTEN | (from & FROM_ICMP_ERROR);
 }
 
 /* A packet of the client. */
-static __always_inline void step_forth(const struct nat *nat, struct step *s)
+static __always_inline void translate_original(const struct flow *flow, struct translation *s)
 {
-	s->up.to = nat->backend;
-	s->up.from.port = nat->client_port;
-	s->out = s->up;
-	if (has_snat(nat)) {
-		s->out.from.address = nat->snat;
-		s->out.from.port = nat->snat_port;
+	s->to_stack.to = flow->backend;
+	s->to_stack.from.port = flow->client_port;
+	s->to_device = s->to_stack;
+	if (has_snat(flow)) {
+		s->to_device.from.address = flow->snat;
+		s->to_device.from.port = flow->snat_port;
 	}
 }
 
 /* A packet of the backend. False: it is for the client as it is, and changes when it leaves. */
-static __always_inline bool step_back(const struct tuple *t, const struct nat *nat, struct step *s)
+static __always_inline bool translate_reply(const struct tuple *t, const struct flow *flow,
+					    struct translation *s)
 {
-	if (has_snat(nat) && same_address(&t->to.address, &nat->snat) &&
-	    t->to.port == nat->snat_port) {
-		s->up.to = nat->client;
-		s->up.to.port = nat->client_port;
-	} else if (nat->way == WAY_STACK && !nat->device) {
+	if (has_snat(flow) && same_address(&t->to.address, &flow->snat) &&
+	    t->to.port == flow->snat_port) {
+		s->to_stack.to = flow->client;
+		s->to_stack.to.port = flow->client_port;
+	} else if (flow->path == PATH_STACK && !flow->host_device) {
 		return false;
 	}
-	s->out.from = nat->frontend;
-	s->out.to = nat->client;
-	if (nat->device)
-		s->up = s->out;
-	s->device = nat->device;
+	s->to_device.from = flow->frontend;
+	s->to_device.to = flow->client;
+	if (flow->host_device)
+		s->to_stack = s->to_device;
+	s->host_device = flow->host_device;
 	return true;
 }
 
 /* Fills `s`; false: no flow of ours, or nothing to do here. */
 static __always_inline bool translate_in(struct tuple *t, const struct packet *p, u32 flags,
-					 struct step *s)
+					 struct translation *s)
 {
-	struct nat *nat = flow_between(t);
+	struct flow *flow = flow_between(t);
 	u64 now = now_ns();
-	bool back;
+	bool reply;
 
-	if (!nat)
+	if (!flow)
 		return false;
-	back = !is_question(t, nat);
-	if (back && !is_answer(t, nat))
+	reply = !is_original(t, flow);
+	if (reply && !is_reply(t, flow))
 		return false;
-	if (expired(nat, now) && !(flags & JUST_MADE)) {
-		if (!(flags & NO_SEGMENT))
-			s->anew = AGAIN_ASK;
-		if (!(flags & NO_SEGMENT) || gone(nat, now))
+	if (expired(flow, now) && !(flags & JUST_WRITTEN)) {
+		if (!(flags & FROM_ICMP_ERROR))
+			s->restart = RESTART_CHECK;
+		if (!(flags & FROM_ICMP_ERROR) || is_over(flow, now))
 			return false;
 	}
-	s->up = *t;
-	s->masqueraded = has_snat(nat) && !(back && expired(nat, now));
-	if (!back) {
-		s->anew = begins_anew(nat, flags, now);
-		if (s->anew) {
+	s->to_stack = *t;
+	s->masqueraded = has_snat(flow) && !(reply && expired(flow, now));
+	if (!reply) {
+		s->restart = check_restart(flow, flags, now);
+		if (s->restart) {
 			s->masqueraded = false;
 			return false;
 		}
-		step_forth(nat, s);
-	} else if (!step_back(t, nat, s)) {
+		translate_original(flow, s);
+	} else if (!translate_reply(t, flow, s)) {
 		return false;
 	}
-	s->way = nat->way;
-	s->nat = nat;
+	s->path = flow->path;
+	s->flow = flow;
 	s->now = now;
-	s->back = back;
-	keep(nat, p, flags, back, now);
+	s->reply = reply;
+	update_flow(flow, p, flags, reply, now);
 	return true;
 }
 
@@ -557,68 +561,70 @@ static __always_inline bool translate_in(struct tuple *t, const struct packet *p
  * itself, from a port that it used through a Service until that connection ended. A SYN to the
  * Service goes where the connection is (begins_anew()): its numbers are those that the client's own
  * entry has remembered as it came in. */
-static __always_inline bool has_other_owner(const struct nat *nat, const struct packet *p,
-					    u32 flags)
+static __always_inline bool is_direct_connection(const struct flow *flow, const struct packet *p,
+						 u32 flags)
 {
-	struct ends key;
-	struct nat *question;
+	struct flow_key key;
+	struct flow *original;
 
-	if (nat->client.protocol != PROTO_TCP || (flags & (TCP_SYN | TCP_ACK)) != TCP_SYN)
+	if (flow->client.protocol != IPPROTO_TCP || (flags & (TCP_SYN | TCP_ACK)) != TCP_SYN)
 		return false;
-	key = question_of(nat);
-	question = entry_of(nat, &key);
-	return !question || (is_ending(question) && (question->seen.tcp.next != p->tcp.next ||
-						     question->seen.tcp.ack != p->tcp.ack));
+	key = original_key(flow);
+	original = entry_of(flow, &key);
+	return !original || (is_ending(original) && (original->seen.tcp.next != p->tcp.next ||
+						     original->seen.tcp.ack != p->tcp.ack));
 }
 
-enum leaving {
-	LEAVES_AS_IT_IS = 0, /* no flow of ours */
-	LEAVES_DONE = 1,     /* one of ours, and it says already what it has to */
-	LEAVES_CHANGED = 2,
-	LEAVES_FOR_SERVICE = 3, /* this node's own, and there is a flow for it */
+enum egress_result {
+	EGRESS_UNKNOWN = 0,   /* no flow of ours */
+	EGRESS_UNCHANGED = 1, /* one of ours, and it says already what it has to */
+	EGRESS_REWRITE = 2,
+	EGRESS_HOST_FLOW = 3, /* this node's own, and there is a flow for it */
 };
 
 /* What it becomes when it goes out. */
-static __always_inline enum leaving translate_out(struct tuple *t, const struct packet *p,
-						  u32 flags, u32 bytes, struct tuple *new,
-						  bool *masqueraded)
+static __always_inline enum egress_result translate_out(struct tuple *t, const struct packet *p,
+							u32 flags, u32 bytes, struct tuple *new,
+							bool *masqueraded)
 {
-	struct nat *nat = flow_between(t);
+	struct flow *flow = flow_between(t);
 	u64 now = now_ns();
-	bool back;
+	bool reply;
 
 	*new = *t;
-	if (!nat)
-		return LEAVES_AS_IT_IS;
-	back = is_answer(t, nat) && same_address(&t->to.address, &nat->client.address);
-	if (!back && !is_translated(t, nat))
-		return nat->device && is_question(t, nat) ? LEAVES_FOR_SERVICE : LEAVES_AS_IT_IS;
-	if (gone(nat, now))
-		return LEAVES_AS_IT_IS;
-	if (!back && has_other_owner(nat, p, flags)) {
-		struct ends key = ends_of(&t->from, &t->to);
+	if (!flow)
+		return EGRESS_UNKNOWN;
+	reply = is_reply(t, flow) && same_address(&t->to.address, &flow->client.address);
+	if (!reply && !is_translated_original(t, flow))
+		return flow->host_device && is_original(t, flow) ? EGRESS_HOST_FLOW
+								 : EGRESS_UNKNOWN;
+	if (is_over(flow, now))
+		return EGRESS_UNKNOWN;
+	if (!reply && is_direct_connection(flow, p, flags)) {
+		struct flow_key key = flow_key_of(&t->from, &t->to);
 
 		flows.delete(&key);
-		return LEAVES_AS_IT_IS;
+		return EGRESS_UNKNOWN;
 	}
-	if (back) {
-		*masqueraded = has_snat(nat);
-		keep(nat, p, flags, true, now);
-		if (bytes && !has_snat(nat) && nat->way == WAY_STACK) /* not seen when it came in */
-			account_bytes(nat, bytes, flags, true);
-		new->from = nat->frontend;
-		new->to.port = nat->client.port;
-		return LEAVES_CHANGED;
+	if (reply) {
+		*masqueraded = has_snat(flow);
+		update_flow(flow, p, flags, true, now);
+		if (bytes && !has_snat(flow) &&
+		    flow->path == PATH_STACK) /* not seen when it came in */
+			account_bytes(flow, bytes, flags, true);
+		new->from = flow->frontend;
+		new->to.port = flow->client.port;
+		return EGRESS_REWRITE;
 	}
-	if (!same_address(&t->from.address, &nat->client.address))
-		return LEAVES_DONE; /* redirected: it has the node's address */
-	see_off(nat, flags, now);
-	if (!has_snat(nat))
-		return LEAVES_DONE;
+	if (!same_address(&t->from.address, &flow->client.address))
+		return EGRESS_UNCHANGED; /* redirected: it has the node's address */
+	update_leaving(flow, flags, now);
+	if (!has_snat(flow))
+		return EGRESS_UNCHANGED;
 	*masqueraded = true;
-	new->from.address = nat->snat;
-	new->from.port = nat->snat_port;
-	return LEAVES_CHANGED;
+	new->from.address = flow->snat;
+	new->from.port = flow->snat_port;
+	return EGRESS_REWRITE;
 }
 
 /* ---- a new flow ---------------------------------------------------------------------------- */
@@ -648,32 +654,32 @@ static __always_inline bool masquerades(const struct choice *c, const struct nod
  * backend, through another frontend, may have it: then the port of client' is another one. So it is
  * where another data plane knows connections of this client by its ports: in the node's stack it
  * would take the answers for theirs. */
-static __always_inline long claim_answer(struct nat *nat, const struct node *n, u64 now)
+static __always_inline long claim_reply(struct flow *flow, const struct node *n, u64 now)
 {
 	u32 size = n->port_high - n->port_low + 1;
 	long error = -EEXIST;
 
-	for (int i = 0; i < CHANGES; i++) {
+	for (int i = 0; i < REPLY_PORT_TRIES; i++) {
 		struct port_slot *slot;
-		struct nat *other;
-		struct ends key;
+		struct flow *other;
+		struct flow_key key;
 
-		if (i || (n->flags & NODE_FOLLOWS))
-			nat->client_port =
+		if (i || (n->flags & NODE_COEXISTING))
+			flow->client_port =
 				__builtin_bswap16(n->port_low + bpf_get_prandom_u32() % size);
-		key = answer_of(nat);
-		error = flows.insert(&key, nat);
+		key = reply_key(flow);
+		error = flows.insert(&key, flow);
 		if (!error)
 			return 0;
-		slot = hold(&key);
+		slot = try_lock_key(&key);
 		if (!slot)
 			continue;
 		other = flows.lookup(&key);
-		if (!other || gone(other, now) || other->state == STATE_CLOSED ||
-		    (same_target(&other->frontend, &nat->frontend) &&
-		     same_target(&other->client, &nat->client)))
-			error = flows.update(&key, nat);
-		let_go(slot);
+		if (!other || is_over(other, now) || other->state == STATE_CLOSED ||
+		    (same_target(&other->frontend, &flow->frontend) &&
+		     same_target(&other->client, &flow->client)))
+			error = flows.update(&key, flow);
+		unlock_key(slot);
 		if (!error)
 			return 0;
 	}
@@ -691,9 +697,9 @@ struct share {
 	u32 client;
 };
 
-static __always_inline struct share share_of(const struct nat *nat, const struct node *n)
+static __always_inline struct share share_of(const struct flow *flow, const struct node *n)
 {
-	const struct address *a = &nat->client.address;
+	const struct address *a = &flow->client.address;
 	u32 size = n->port_high - n->port_low + 1, step = size < SHARED_PORTS ? 1 : SHARES;
 	struct share s = {.low = n->port_low, .count = size / step, .step = step};
 
@@ -701,31 +707,32 @@ static __always_inline struct share share_of(const struct nat *nat, const struct
 	return s;
 }
 
-static __always_inline __be16 port_at(const struct share *s, u32 at)
+static __always_inline __be16 port_at(const struct share *s, u32 index)
 {
-	u32 chosen = hash_end(hash_word(s->client, at), 3 * sizeof(at)) & (s->step - 1);
+	u32 chosen = hash_end(hash_word(s->client, index), 3 * sizeof(index)) & (s->step - 1);
 
-	return __builtin_bswap16(s->low + at * s->step + chosen);
+	return __builtin_bswap16(s->low + index * s->step + chosen);
 }
 
-static __always_inline u32 place_of(const struct share *s, __be16 port)
+static __always_inline u32 index_of_port(const struct share *s, __be16 port)
 {
 	return (u32)(__builtin_bswap16(port) - s->low) / s->step;
 }
 
 /* How a port is searched for (cb[0] of tc_snat), and whose port will do then. */
 enum search {
-	SEARCH_ANY = 0,   /* at random: what has ended, but for ports that a backend keeps; then all
-			   * of   that, and what is disposable */
-	SEARCH_ROW = 1,   /* in a row: that, and handshakes that have had a second */
-	SEARCH_FOUND = 2, /* the same, where tc_scan has found one */
-	SEARCH_LAST = 3,  /* any handshake: under a flood it is most likely that of a forged client,
-			   * and  the new one would be lost for certain */
+	SEARCH_RANDOM = 0, /* at random: what has ended, but for ports that a backend keeps; then
+			    * all of   that, and what is disposable */
+	SEARCH_SEQUENTIAL = 1, /* in a row: that, and handshakes that have had a second */
+	SEARCH_SCANNED = 2,    /* the same, where tc_scan has found one */
+	SEARCH_LAST = 3, /* any handshake: under a flood it is most likely that of a forged client,
+			  * and  the new one would be lost for certain */
 };
 
 /* Whether a flow gives its port to another, as far as one of its entries tells. Established ones
  * never do. */
-static __always_inline bool gives_port(const struct nat *entry, u64 now, u32 search, bool fresh)
+static __always_inline bool entry_frees_port(const struct flow *entry, u64 now, u32 search,
+					     bool fresh)
 {
 	if (expired(entry, now))
 		return true;
@@ -738,193 +745,196 @@ static __always_inline bool gives_port(const struct nat *entry, u64 now, u32 sea
 }
 
 /* The same of the whole flow: its client may have sent since its backend did. */
-static __always_inline bool gives_up_port(const struct nat *answer, u64 now, u32 search, bool fresh)
+static __always_inline bool flow_frees_port(const struct flow *reply_entry, u64 now, u32 search,
+					    bool fresh)
 {
-	struct ends key = question_of(answer);
-	struct nat *question;
+	struct flow_key key = original_key(reply_entry);
+	struct flow *original;
 
-	if (!gives_port(answer, now, search, fresh))
+	if (!entry_frees_port(reply_entry, now, search, fresh))
 		return false;
-	question = entry_of(answer, &key);
-	return !question || gives_port(question, now, search, fresh);
+	original = entry_of(reply_entry, &key);
+	return !original || entry_frees_port(original, now, search, fresh);
 }
 
 /* Finds a port of the node for this flow among those that its client may have, out of the range
  * that the node's own sockets keep away from: the client's own if it is one of those and free.
  * False: nat->snat_port is the one to go on with. */
-static __always_inline bool claim_snat(struct nat *nat, const struct node *n, u32 search)
+static __always_inline bool claim_node_port(struct flow *flow, const struct node *n, u32 search)
 {
-	struct share s = share_of(nat, n);
+	struct share s = share_of(flow, n);
 	struct port_slot *slot = NULL;
-	struct nat *other = NULL;
-	u64 now = nat->last_used;
-	struct ends key;
-	u32 at = place_of(&s, nat->snat_port);
+	struct flow *other = NULL;
+	u64 now = flow->last_used;
+	struct flow_key key;
+	u32 index = index_of_port(&s, flow->snat_port);
 	bool written;
 
-	if (!search && (at >= s.count || port_at(&s, at) != nat->snat_port))
-		at = bpf_get_prandom_u32() % s.count;
+	if (!search && (index >= s.count || port_at(&s, index) != flow->snat_port))
+		index = bpf_get_prandom_u32() % s.count;
 	for (int i = 0; i < SNAT_TRIES; i++) {
-		nat->snat_port = port_at(&s, at);
-		key = snat_answer_of(nat);
-		if (!flows.insert(&key, nat))
+		flow->snat_port = port_at(&s, index);
+		key = snat_reply_key(flow);
+		if (!flows.insert(&key, flow))
 			return true;
-		slot = hold(&key);
+		slot = try_lock_key(&key);
 		if (slot) {
 			other = flows.lookup(&key);
-			if (!other || gives_up_port(other, now, search, !search && i < FRESH_TRIES))
+			if (!other ||
+			    flow_frees_port(other, now, search, !search && i < FRESH_TRIES))
 				break;
-			let_go(slot);
+			unlock_key(slot);
 			slot = NULL;
 		}
-		at = (search ? at + 1 : bpf_get_prandom_u32()) % s.count;
+		index = (search ? index + 1 : bpf_get_prandom_u32()) % s.count;
 	}
 	if (!slot) {
-		nat->snat_port = port_at(&s, at);
+		flow->snat_port = port_at(&s, index);
 		return false;
 	}
 	if (other) /* its client may not go on with it */
-		forget_others(other);
-	written = !flows.update(&key, nat);
-	let_go(slot);
+		delete_other_entries(other);
+	written = !flows.update(&key, flow);
+	unlock_key(slot);
 	return written;
 }
 
 /* Whether somebody may still talk by a flow that began before all others that are tracked. */
-static __always_inline bool is_needed(const struct nat *nat, u64 now)
+static __always_inline bool is_needed(const struct flow *flow, u64 now)
 {
-	return !is_half_open(nat) && nat->state != STATE_CLOSED && !is_disposable(nat, now) &&
-	       !gone(nat, now);
+	return !is_half_open(flow) && flow->state != STATE_CLOSED && !is_disposable(flow, now) &&
+	       !is_over(flow, now);
 }
 
 /* Asks the oldest flows whether anybody needs them; one goes that nobody does, the others get
  * places behind all. A handshake of this moment has the place of a connection before it, from the
  * same port: it goes only if there is nobody else, and its key is counted until it comes again. */
-static __always_inline void make_room(u64 *there, u64 now)
+static __always_inline void evict_over_limit(u64 *total, u64 now)
 {
-	struct nat *nat = NULL, *young = NULL;
+	struct flow *flow = NULL, *young = NULL;
 
-	for (int i = 0; i < ASKED; i++) {
-		struct ends oldest;
+	for (int i = 0; i < EVICT_CANDIDATES; i++) {
+		struct flow_key oldest;
 
-		if (order.pop(&oldest))
+		if (flow_queue.pop(&oldest))
 			return;
-		nat = flows.lookup(&oldest);
-		if (!nat || nat->part != PART_QUESTION) {
-			__sync_fetch_and_add(there, -1);
+		flow = flows.lookup(&oldest);
+		if (!flow || flow->direction != DIRECTION_ORIGINAL) {
+			__sync_fetch_and_add(total, -1);
 			return; /* it is gone already */
 		}
-		if (is_half_open(nat) && elapsed(nat->last_used, now) < SECOND)
-			young = nat;
-		else if (!is_needed(nat, now))
+		if (is_half_open(flow) && elapsed(flow->last_used, now) < SECOND)
+			young = flow;
+		else if (!is_needed(flow, now))
 			break;
-		if (order.push(&oldest, 0)) {
+		if (flow_queue.push(&oldest, 0)) {
 			count(EVICTED);
 			break;
 		}
-		nat = NULL;
+		flow = NULL;
 	}
-	if (nat)
-		__sync_fetch_and_add(there, -1);
+	if (flow)
+		__sync_fetch_and_add(total, -1);
 	else
-		nat = young;
-	if (nat)
-		forget(nat);
+		flow = young;
+	if (flow)
+		delete_flow(flow);
 }
 
 /* One of the oldest flows goes. Those that are needed keep their places, but for streams of UDP,
  * which make room for other protocols. False: there is none among those asked. */
-static __always_inline bool evict(bool for_udp, u64 now)
+static __always_inline bool evict_one(bool for_udp, u64 now)
 {
 	for (int i = 0; i < EVICTION_TRIES; i++) {
-		struct ends oldest;
-		struct nat *nat;
+		struct flow_key oldest;
+		struct flow *flow;
 
-		if (order.pop(&oldest))
+		if (flow_queue.pop(&oldest))
 			return false;
-		nat = flows.lookup(&oldest);
-		if (!nat || nat->part != PART_QUESTION)
+		flow = flows.lookup(&oldest);
+		if (!flow || flow->direction != DIRECTION_ORIGINAL)
 			return true;
-		if (!is_needed(nat, now)) {
-			forget(nat);
+		if (!is_needed(flow, now)) {
+			delete_flow(flow);
 			return true;
 		}
-		if (!for_udp && nat->client.protocol == PROTO_UDP) {
+		if (!for_udp && flow->client.protocol == IPPROTO_UDP) {
 			count(EVICTED);
-			forget(nat);
+			delete_flow(flow);
 			return true;
 		}
-		order.push(&oldest, 0);
+		flow_queue.push(&oldest, 0);
 	}
 	return false;
 }
 
 /* Finds a place for a new flow. The queue has room for an eighth more than the operator allows: so
  * a long row of flows that are needed is passed (tc_room) before none can begin any more. */
-static __always_inline bool find_place(struct ends *key, const struct node *n, u64 now)
+static __always_inline bool enqueue(struct flow_key *key, const struct node *n, u64 now)
 {
 	u32 zero = 0;
-	u64 *there = tracked.lookup(&zero);
+	u64 *total = flow_count.lookup(&zero);
 
-	if (!there)
+	if (!total)
 		return false;
-	if (!order.push(key, 0)) {
-		__sync_fetch_and_add(there, 1);
+	if (!flow_queue.push(key, 0)) {
+		__sync_fetch_and_add(total, 1);
 		return true;
 	}
-	*there = n->connections + n->connections / 8; /* whatever was counted */
-	return evict(key->first.protocol == PROTO_UDP, now) && !order.push(key, 0);
+	*total = n->connections + n->connections / 8; /* whatever was counted */
+	return evict_one(key->first.protocol == IPPROTO_UDP, now) && !flow_queue.push(key, 0);
 }
 
 /* What was there before of the same client and frontend goes, or its place in the queue is found.
  * Any reason but NEW_FLOW: it cannot begin. NOT_RECORDED: another flow that lives has this key for
  * its answers. */
-static __always_inline enum reason claim_question(struct ends *key, const struct nat *old,
-						  const struct nat *nat, const struct node *n)
+static __always_inline enum reason claim_original(struct flow_key *key, const struct flow *old,
+						  const struct flow *flow, const struct node *n)
 {
-	if (old && old->part == PART_QUESTION) {
-		forget_answers(old);
+	if (old && old->direction == DIRECTION_ORIGINAL) {
+		delete_replies(old);
 		return NEW_FLOW;
 	}
 	if (old) {
-		if (!gone(old, nat->last_used) && old->state != STATE_CLOSED)
+		if (!is_over(old, flow->last_used) && old->state != STATE_CLOSED)
 			return NOT_RECORDED;
 		flows.delete(key);
 	}
-	return find_place(key, n, nat->last_used) ? NEW_FLOW : TABLE_FULL;
+	return enqueue(key, n, flow->last_used) ? NEW_FLOW : TABLE_FULL;
 }
 
 static __always_inline bool starts_flow(const struct packet *p)
 {
-	return p->protocol == PROTO_UDP || (p->tcp_flags & (TCP_SYN | TCP_ACK)) == TCP_SYN;
+	return p->protocol == IPPROTO_UDP || (p->tcp_flags & (TCP_SYN | TCP_ACK)) == TCP_SYN;
 }
 
 /* Has a flow written for a packet of none, or asks whether its flow still is one. */
-static __always_inline void begin_or_ask(struct __sk_buff *skb, u8 again, u32 tail)
+static __always_inline void start_flow(struct __sk_buff *skb, u8 restart, u32 tail)
 {
-	skb->cb[0] = again == AGAIN_ASK ? tail : again == AGAIN_YES ? BEGINS_AGAIN : 0;
-	tails.call(skb, again == AGAIN_ASK ? TAIL_AGAIN : tail);
+	skb->cb[0] = restart == RESTART_CHECK ? tail : restart == RESTART_YES ? BEGIN_RESTART : 0;
+	tails.call(skb, restart == RESTART_CHECK ? TAIL_RECHECK : tail);
 }
 
 static __always_inline bool is_paused(u64 now)
 {
 	u32 zero = 0;
-	u64 *until = paused.lookup(&zero);
+	u64 *until = new_flows_paused_until.lookup(&zero);
 
 	return until && *until > now;
 }
 
 /* Chooses a backend for who is not known yet, and describes the flow. False: it comes to nothing,
  * and `action` says what becomes of the packet. */
-static __always_inline bool begin(struct __sk_buff *skb, struct packet *p, struct asker *who,
-				  struct choice *c, struct nat *nat, int *action)
+static __always_inline bool describe_flow(struct __sk_buff *skb, struct packet *p,
+					  struct client *client, struct choice *c,
+					  struct flow *flow, int *action)
 {
 	enum verdict v;
 
-	who->by_packet = true;
-	who->key.client = p->tuple.from.address;
-	set_hashes(who, &p->tuple);
-	v = choose(&p->tuple.to, who, c);
+	client->by_packet = true;
+	client->key.client = p->tuple.from.address;
+	set_hashes(client, &p->tuple);
+	v = choose(&p->tuple.to, client, c);
 	if (v != TRANSLATE)
 		account_begin(c, v);
 	if (v == REFUSE) {
@@ -932,29 +942,29 @@ static __always_inline bool begin(struct __sk_buff *skb, struct packet *p, struc
 		tails.call(skb, TAIL_REFUSE);
 	}
 	if (v != TRANSLATE) {
-		*action = finish(v == PASS ? TC_NEXT : TC_SHOT, c->reason);
+		*action = finish(v == PASS ? TC_ACT_UNSPEC : TC_ACT_SHOT, c->reason);
 		return false;
 	}
-	nat->last_used = now_ns();
-	if (is_paused(nat->last_used)) {
-		*action = finish(TC_SHOT, PAUSED);
+	flow->last_used = now_ns();
+	if (is_paused(flow->last_used)) {
+		*action = finish(TC_ACT_SHOT, PAUSED);
 		return false;
 	}
-	nat->client = p->tuple.from;
-	nat->frontend = p->tuple.to;
-	nat->backend = c->backend;
-	nat->client_port = p->tuple.from.port;
-	if (nat->client.protocol == PROTO_UDP)
-		nat->seen.begun = nat->last_used;
-	nat->service = c->service;
-	nat->backend_id = c->backend_id;
+	flow->client = p->tuple.from;
+	flow->frontend = p->tuple.to;
+	flow->backend = c->backend;
+	flow->client_port = p->tuple.from.port;
+	if (flow->client.protocol == IPPROTO_UDP)
+		flow->seen.started = flow->last_used;
+	flow->service = c->service;
+	flow->backend_id = c->backend_id;
 	return true;
 }
 
 /* Whether a flow goes past the stack: those for backends on other nodes, since the stack does not
  * forward what has its own address; those for pods of this node when the operator wants it. */
-static __always_inline bool passes_stack(const struct node *n, const struct device *from,
-					 const struct device *to, bool masquerade)
+static __always_inline bool bypasses_stack(const struct node *n, const struct device *from,
+					   const struct device *to, bool masquerade)
 {
 	return (n->flags & NODE_DIRECT) ||
 	       (masquerade && from->role == ROLE_HOST && to->role == ROLE_HOST);
@@ -962,21 +972,21 @@ static __always_inline bool passes_stack(const struct node *n, const struct devi
 
 /* Where a new flow is described, nothing of it yet: the stack has no room, and other programs go on
  * with it. */
-static __always_inline struct nat *blank(void)
+static __always_inline struct flow *clear_scratch(void)
 {
 	u32 zero = 0;
-	struct nat *nat = pending.lookup(&zero);
+	struct flow *flow = flow_scratch.lookup(&zero);
 
-	if (nat)
-		__builtin_memset(nat, 0, sizeof(*nat));
-	return nat;
+	if (flow)
+		__builtin_memset(flow, 0, sizeof(*flow));
+	return flow;
 }
 
 /* Goes on with what `pending` describes in another program: there is not room for all in one. */
-static __always_inline int hand_over(struct __sk_buff *skb, u32 tail)
+static __always_inline int continue_in(struct __sk_buff *skb, u32 tail)
 {
 	tails.call(skb, tail);
-	return finish(TC_SHOT, NOT_RECORDED);
+	return finish(TC_ACT_SHOT, NOT_RECORDED);
 }
 
 /* Whether it is an address of this node that we know: one that serves NodePorts, or masquerades. */
@@ -986,238 +996,239 @@ static __always_inline bool is_nodes_own(struct address *a, const struct node *n
 }
 
 /* Decides by which way the packets of a new flow leave, and which address of the node they get. */
-int tc_way(struct __sk_buff *skb)
+int tc_route(struct __sk_buff *skb)
 {
 	u32 zero = 0, ifindex = skb->ifindex;
 	struct device *device = device_at(ifindex), *to;
 	struct node *n = node.lookup(&zero);
-	struct nat *nat = pending.lookup(&zero);
+	struct flow *flow = flow_scratch.lookup(&zero);
 	struct target source, backend;
 	struct packet p = {};
-	struct route route;
+	struct fib_params route;
 	struct address own;
 
-	if (!device || !n || !nat || !parse(skb, device->l2, &p))
-		return finish(TC_SHOT, NOT_RECORDED);
-	source = nat->client;
-	backend = nat->backend;
-	if (has_snat(nat))
-		source.address = nat->snat;
-	to = find_route(skb, &p, &source, &backend, &route, true);
+	if (!device || !n || !flow || !parse(skb, device->l2, &p))
+		return finish(TC_ACT_SHOT, NOT_RECORDED);
+	source = flow->client;
+	backend = flow->backend;
+	if (has_snat(flow))
+		source.address = flow->snat;
+	to = find_next_hop(skb, &p, &source, &backend, &route, true);
 	/* The backend is the node itself: no device translates what it gets, nor what it answers.
 	 */
-	if (!to && !same_address(&nat->client.address, &nat->backend.address) &&
-	    is_nodes_own(&nat->backend.address, n))
-		__builtin_memset(&nat->snat, 0, sizeof(nat->snat));
+	if (!to && !same_address(&flow->client.address, &flow->backend.address) &&
+	    is_nodes_own(&flow->backend.address, n))
+		__builtin_memset(&flow->snat, 0, sizeof(flow->snat));
 	/* A bridge brings the answers of its pods to each other past us, unless they are for us. */
-	if (to && !has_snat(nat) && route.ifindex == ifindex && to->role == ROLE_POD)
-		nat->snat = p.v6 ? n->snat6 : n->snat4;
-	if (to && has_snat(nat)) {
+	if (to && !has_snat(flow) && route.ifindex == ifindex && to->role == ROLE_POD)
+		flow->snat = p.v6 ? n->snat6 : n->snat4;
+	if (to && has_snat(flow)) {
 		own = p.v6 ? to->snat6 : to->snat4;
 		if (!is_any(&own))
-			nat->snat = own;
+			flow->snat = own;
 	}
-	if (to && passes_stack(n, device, to, has_snat(nat))) {
-		nat->way = has_snat(nat) ? WAY_PAST : WAY_REDIRECT;
+	if (to && bypasses_stack(n, device, to, has_snat(flow))) {
+		flow->path = has_snat(flow) ? PATH_DIRECT_SNAT : PATH_DIRECT;
 		if (route.length)
-			remember_way(&nat->out, &route, nat->last_used);
+			cache_next_hop(&flow->out, &route, flow->last_used);
 	}
-	tails.call(skb, TAIL_PLACE);
-	return finish(TC_SHOT, NOT_RECORDED);
+	tails.call(skb, TAIL_ENQUEUE);
+	return finish(TC_ACT_SHOT, NOT_RECORDED);
 }
 
 /* Whether an entry is missing by which this flow's answers, or its packets in the stack, are found:
  * another flow has it, or it was deleted a moment after another CPU had found it to be over. */
-static __always_inline bool lacks_entry(const struct nat *nat)
+static __always_inline bool lacks_entry(const struct flow *flow)
 {
-	struct ends key;
+	struct flow_key key;
 
-	if (has_snat(nat)) {
-		key = snat_answer_of(nat);
-		if (!entry_of(nat, &key))
+	if (has_snat(flow)) {
+		key = snat_reply_key(flow);
+		if (!entry_of(flow, &key))
 			return true;
 	}
-	if (nat->way == WAY_PAST)
+	if (flow->path == PATH_DIRECT_SNAT)
 		return false;
-	key = answer_of(nat);
-	return !entry_of(nat, &key);
+	key = reply_key(flow);
+	return !entry_of(flow, &key);
 }
 
 /* What tc_ingress and tc_host leave open about a packet of a known flow: whether the flow has ended
  * by time, or has to begin again, since its backend is gone or no answer would be found. */
-int tc_again(struct __sk_buff *skb)
+int tc_recheck(struct __sk_buff *skb)
 {
-	u32 ifindex = skb->ifindex, begins = skb->cb[0];
+	u32 ifindex = skb->ifindex, begin_tail = skb->cb[0];
 	struct device *device = device_at(ifindex);
-	bool came_in = begins == TAIL_NEW;
+	bool came_in = begin_tail == TAIL_CHOOSE;
 	struct packet p = {};
-	struct nat *nat;
+	struct flow *flow;
 
 	if (!device || !parse(skb, device->l2, &p) ||
 	    !fragment_ports(&p, came_in ? device : NULL, came_in ? ifindex : 0))
-		return TC_NEXT;
-	nat = flow_between(&p.tuple);
-	if (nat && !gone(nat, now_ns()) &&
-	    (!starts_flow(&p) || !is_question(&p.tuple, nat) ||
-	     (backend_lives(nat->backend_id) && !lacks_entry(nat)))) {
-		skb->cb[0] = SERVED;
+		return TC_ACT_UNSPEC;
+	flow = flow_between(&p.tuple);
+	if (flow && !is_over(flow, now_ns()) &&
+	    (!starts_flow(&p) || !is_original(&p.tuple, flow) ||
+	     (backend_exists(flow->backend_id) && !lacks_entry(flow)))) {
+		skb->cb[0] = FLOW_WRITTEN;
 		tails.call(skb, came_in ? TAIL_INGRESS : TAIL_HOST);
 	} else if (starts_flow(&p)) {
-		skb->cb[0] = BEGINS_AGAIN;
-		tails.call(skb, begins);
+		skb->cb[0] = BEGIN_RESTART;
+		tails.call(skb, begin_tail);
 	} else {
-		return TC_NEXT;
+		return TC_ACT_UNSPEC;
 	}
-	return finish(TC_SHOT, NOT_RECORDED);
+	return finish(TC_ACT_SHOT, NOT_RECORDED);
 }
 
 /* What begins anew and is for no Service any more: what follows is not for the backend of before.
  */
-int tc_forget(struct __sk_buff *skb)
+int tc_delete_flow(struct __sk_buff *skb)
 {
 	u32 ifindex = skb->ifindex;
 	struct device *device = device_at(ifindex);
 	struct packet p = {};
-	struct nat *old;
+	struct flow *old;
 
 	if (!device || !parse(skb, device->l2, &p))
-		return TC_NEXT;
+		return TC_ACT_UNSPEC;
 	old = flow_between(&p.tuple);
-	if (old && old->part == PART_QUESTION && is_question(&p.tuple, old))
-		forget(old);
-	return TC_NEXT;
+	if (old && old->direction == DIRECTION_ORIGINAL && is_original(&p.tuple, old))
+		delete_flow(old);
+	return TC_ACT_UNSPEC;
 }
 
 /* What begins while another data plane serves is its own, until we are on all devices. A SYN that
  * comes again goes where the first one went, also when we lead by then: two backends that answer
  * one client break its connection. SYNs are known by their numbers, SCTP's INIT by its tag. */
-int tc_yield(struct __sk_buff *skb)
+int tc_coexist(struct __sk_buff *skb)
 {
-	u32 zero = 0, ifindex = skb->ifindex, number = 0, *known, how = skb->cb[0];
+	u32 zero = 0, ifindex = skb->ifindex, number = 0, *stored, begin = skb->cb[0];
 	struct device *device = device_at(ifindex);
 	struct node *n = node.lookup(&zero);
 	struct packet p = {};
-	struct asker who = {};
-	struct place place;
-	bool theirs;
+	struct client client = {};
+	struct client_slot slot;
+	bool foreign;
 
 	if (!device || !n || !parse(skb, device->l2, &p))
-		return TC_NEXT;
-	theirs = n->flags & NODE_YIELDS;
-	if (p.protocol != PROTO_UDP) {
-		bpf_skb_load_bytes(skb, p.l4 + (p.protocol == PROTO_SCTP ? SCTP_CHUNK + 4 : 4),
+		return TC_ACT_UNSPEC;
+	foreign = n->flags & NODE_PASSIVE;
+	if (p.protocol != IPPROTO_UDP) {
+		bpf_skb_load_bytes(skb, p.l4 + (p.protocol == IPPROTO_SCTP ? SCTP_HEADER + 4 : 4),
 				   &number, sizeof(number));
-		set_hashes(&who, &p.tuple);
-		place.sharer = sharer_of_packet(device, ifindex, &p.tuple.from.address);
-		place.number = who.flow_hash % YIELDED_PLACES;
-		known = yielded.lookup(&place);
-		if (theirs)
-			yielded.update(&place, &number);
+		set_hashes(&client, &p.tuple);
+		slot.owner = owner_of_packet(device, ifindex, &p.tuple.from.address);
+		slot.number = client.flow_hash % FOREIGN_FLOWS_PER_CLIENT;
+		stored = foreign_flows.lookup(&slot);
+		if (foreign)
+			foreign_flows.update(&slot, &number);
 		else
-			theirs = known && *known == number;
+			foreign = stored && *stored == number;
 	}
-	if (theirs && (how & BEGINS_AGAIN))
-		tails.call(skb, TAIL_FORGET);
-	if (theirs)
-		return TC_NEXT;
-	skb->cb[0] = how | BEGINS_OURS;
-	tails.call(skb, TAIL_NEW);
-	return finish(TC_SHOT, NOT_RECORDED);
+	if (foreign && (begin & BEGIN_RESTART))
+		tails.call(skb, TAIL_DELETE_FLOW);
+	if (foreign)
+		return TC_ACT_UNSPEC;
+	skb->cb[0] = begin | BEGIN_NOT_FOREIGN;
+	tails.call(skb, TAIL_CHOOSE);
+	return finish(TC_ACT_SHOT, NOT_RECORDED);
 }
 
 /* Chooses a backend for who is not known yet. */
-int tc_new(struct __sk_buff *skb)
+int tc_choose(struct __sk_buff *skb)
 {
 	u32 zero = 0, ifindex = skb->ifindex;
 	struct device *device = device_at(ifindex);
 	struct node *n = node.lookup(&zero);
-	struct asker who = {};
+	struct client client = {};
 	struct packet p = {};
 	struct choice c = {};
-	struct nat *nat = blank();
+	struct flow *flow = clear_scratch();
 	int action;
-	u32 how;
+	u32 begin;
 
-	if (!device || !n || !nat || !parse(skb, device->l2, &p))
-		return TC_NEXT;
+	if (!device || !n || !flow || !parse(skb, device->l2, &p))
+		return TC_ACT_UNSPEC;
 	if (is_martian(&p.tuple.from.address) || is_nodes_own(&p.tuple.from.address, n))
-		return TC_NEXT; /* the stack drops it; past the stack it must not go, either */
-	how = skb->cb[0];
-	if ((n->flags & (NODE_YIELDS | NODE_FOLLOWS)) && !(how & BEGINS_OURS))
-		tails.call(skb, TAIL_YIELD);
-	who.outside = !(device->flags & DEVICE_LOCAL);
-	if (!begin(skb, &p, &who, &c, nat, &action)) {
-		if ((how & BEGINS_AGAIN) && action == TC_NEXT)
-			tails.call(skb, TAIL_FORGET);
+		return TC_ACT_UNSPEC; /* the stack drops it; past the stack it must not go, either
+				       */
+	begin = skb->cb[0];
+	if ((n->flags & (NODE_PASSIVE | NODE_COEXISTING)) && !(begin & BEGIN_NOT_FOREIGN))
+		tails.call(skb, TAIL_COEXIST);
+	client.outside = !(device->flags & DEVICE_LOCAL);
+	if (!describe_flow(skb, &p, &client, &c, flow, &action)) {
+		if ((begin & BEGIN_RESTART) && action == TC_ACT_UNSPEC)
+			tails.call(skb, TAIL_DELETE_FLOW);
 		return action;
 	}
-	if (masquerades(&c, n, device, &nat->client.address)) {
-		nat->snat = p.v6 ? n->snat6 : n->snat4;
-		if (is_any(&nat->snat)) /* the device may have one; tc_claim takes no other */
-			nat->snat.word[3] = NO_ADDRESS;
+	if (masquerades(&c, n, device, &flow->client.address)) {
+		flow->snat = p.v6 ? n->snat6 : n->snat4;
+		if (is_any(&flow->snat)) /* the device may have one; tc_claim takes no other */
+			flow->snat.word[3] = ADDRESS_NOT_CHOSEN;
 	}
-	return hand_over(
-		skb, has_snat(nat) || (n->flags & NODE_DIRECT) ||
+	return continue_in(
+		skb, has_snat(flow) || (n->flags & NODE_DIRECT) ||
 				     (device->role == ROLE_POD && !(device->flags & DEVICE_PEER))
-			     ? TAIL_WAY
-			     : TAIL_PLACE);
+			     ? TAIL_ROUTE
+			     : TAIL_ENQUEUE);
 }
 
 /* The same for this node's own, by a socket that the hooks have left alone. What it sends leaves by
  * the device to the backend; the answers come in by the device that it sends by, where they are
  * expected. It needs no other source: it has the node's. */
-int tc_host_new(struct __sk_buff *skb)
+int tc_host_choose(struct __sk_buff *skb)
 {
 	u32 ifindex = skb->ifindex;
 	struct device *device = device_at(ifindex);
-	struct asker who = {};
+	struct client client = {};
 	struct packet p = {};
 	struct choice c = {};
-	struct nat *nat = blank();
+	struct flow *flow = clear_scratch();
 	int action;
 
-	if (!device || !nat || !parse(skb, device->l2, &p))
-		return TC_NEXT;
-	if (!begin(skb, &p, &who, &c, nat, &action))
+	if (!device || !flow || !parse(skb, device->l2, &p))
+		return TC_ACT_UNSPEC;
+	if (!describe_flow(skb, &p, &client, &c, flow, &action))
 		return action;
-	nat->way = WAY_REDIRECT;
-	nat->device = ifindex;
-	return hand_over(skb, TAIL_PLACE);
+	flow->path = PATH_DIRECT;
+	flow->host_device = ifindex;
+	return continue_in(skb, TAIL_ENQUEUE);
 }
 
 /* The flow is there: goes back to where known flows are served. */
-static __always_inline int serve(struct __sk_buff *skb, const struct nat *nat)
+static __always_inline int resume(struct __sk_buff *skb, const struct flow *flow)
 {
 	count(NEW_FLOW);
-	account_flow(nat);
-	skb->cb[0] = SERVED;
-	tails.call(skb, nat->device ? TAIL_HOST : TAIL_INGRESS);
-	return finish(TC_SHOT, NOT_REWRITTEN);
+	account_flow(flow);
+	skb->cb[0] = FLOW_WRITTEN;
+	tails.call(skb, flow->host_device ? TAIL_HOST : TAIL_INGRESS);
+	return finish(TC_ACT_SHOT, NOT_REWRITTEN);
 }
 
 /* Has the entries of a new flow written. */
-static __always_inline int write(struct __sk_buff *skb, const struct nat *nat)
+static __always_inline int claim_entries(struct __sk_buff *skb, const struct flow *flow)
 {
 	skb->cb[0] = 0;
-	tails.call(skb, nat->way == WAY_PAST ? TAIL_SNAT : TAIL_CLAIM);
-	return finish(TC_SHOT, NOT_RECORDED);
+	tails.call(skb, flow->path == PATH_DIRECT_SNAT ? TAIL_CLAIM_PORT : TAIL_CLAIM_REPLY);
+	return finish(TC_ACT_SHOT, NOT_RECORDED);
 }
 
 /* Whether a client that uses its port again has got the same backend again. */
-static __always_inline bool is_like(const struct nat *old, const struct nat *nat)
+static __always_inline bool is_same_connection(const struct flow *old, const struct flow *flow)
 {
-	return old->part == PART_QUESTION && old->way == nat->way && old->device == nat->device &&
-	       same_target(&old->client, &nat->client) &&
-	       same_target(&old->frontend, &nat->frontend) &&
-	       same_target(&old->backend, &nat->backend) && same_address(&old->snat, &nat->snat);
+	return old->direction == DIRECTION_ORIGINAL && old->path == flow->path &&
+	       old->host_device == flow->host_device && same_target(&old->client, &flow->client) &&
+	       same_target(&old->frontend, &flow->frontend) &&
+	       same_target(&old->backend, &flow->backend) && same_address(&old->snat, &flow->snat);
 }
 
-static __always_inline void begin_again(struct nat *old, const struct nat *nat)
+static __always_inline void restart_entry(struct flow *old, const struct flow *flow)
 {
-	old->last_used = nat->last_used;
-	old->service = nat->service;
-	old->backend_id = nat->backend_id;
-	old->seen.begun = nat->seen.begun;
+	old->last_used = flow->last_used;
+	old->service = flow->service;
+	old->backend_id = flow->backend_id;
+	old->seen.started = flow->seen.started;
 	old->fins = 0;
 	old->state = STATE_NEW;
 }
@@ -1225,204 +1236,204 @@ static __always_inline void begin_again(struct nat *old, const struct nat *nat)
 /* A connection like one that both sides have closed: its entries begin again as they are, and the
  * backend sees the ports that it would see without us. Not if it has closed first, and so keeps
  * them in TIME_WAIT: behind one client's address may be many, each with a clock of its own. */
-static __always_inline bool revive(struct nat *old, const struct nat *nat, const struct node *n)
+static __always_inline bool revive(struct flow *old, const struct flow *flow, const struct node *n)
 {
-	struct nat *answer = NULL, *snat_answer = NULL;
+	struct flow *reply_entry = NULL, *snat_reply_entry = NULL;
 	u16 port = __builtin_bswap16(old->snat_port);
-	struct ends key;
+	struct flow_key key;
 
-	if (!is_like(old, nat) || !both_closed(old) || (old->fins & FIN_BACKEND_FIRST))
+	if (!is_same_connection(old, flow) || !both_closed(old) || (old->fins & FIN_BACKEND_FIRST))
 		return false;
 	if (has_snat(old) && (port < n->port_low || port > n->port_high))
 		return false; /* the range was another one */
-	if (n->flags & NODE_FOLLOWS)
+	if (n->flags & NODE_COEXISTING)
 		return false; /* the port of client' has to be another one: claim_answer() */
-	if (old->way != WAY_PAST) {
-		key = answer_of(old);
-		answer = entry_of(old, &key);
-		if (!answer)
+	if (old->path != PATH_DIRECT_SNAT) {
+		key = reply_key(old);
+		reply_entry = entry_of(old, &key);
+		if (!reply_entry)
 			return false;
 	}
 	if (has_snat(old)) {
-		key = snat_answer_of(old);
-		snat_answer = entry_of(old, &key);
-		if (!snat_answer)
+		key = snat_reply_key(old);
+		snat_reply_entry = entry_of(old, &key);
+		if (!snat_reply_entry)
 			return false;
-		begin_again(snat_answer, nat);
+		restart_entry(snat_reply_entry, flow);
 	}
-	if (answer)
-		begin_again(answer, nat);
-	hand_on_way(&old->out, &nat->out);
-	begin_again(old, nat);
+	if (reply_entry)
+		restart_entry(reply_entry, flow);
+	copy_next_hop(&old->out, &flow->out);
+	restart_entry(old, flow);
 	return true;
 }
 
 /* Finds a place among the tracked flows for a new one. */
-int tc_place(struct __sk_buff *skb)
+int tc_enqueue(struct __sk_buff *skb)
 {
 	u32 zero = 0;
-	struct nat *nat = pending.lookup(&zero);
+	struct flow *flow = flow_scratch.lookup(&zero);
 	struct node *n = node.lookup(&zero);
-	u64 *there = tracked.lookup(&zero);
+	u64 *total = flow_count.lookup(&zero);
 	enum reason reason;
-	struct ends key;
-	struct nat *old;
+	struct flow_key key;
+	struct flow *old;
 
-	if (!nat || !n || !there)
-		return finish(TC_SHOT, NOT_RECORDED);
-	key = question_of(nat);
+	if (!flow || !n || !total)
+		return finish(TC_ACT_SHOT, NOT_RECORDED);
+	key = original_key(flow);
 	old = flows.lookup(&key);
-	if (old && revive(old, nat, n))
-		return serve(skb, nat);
-	reason = claim_question(&key, old, nat, n);
+	if (old && revive(old, flow, n))
+		return resume(skb, flow);
+	reason = claim_original(&key, old, flow, n);
 	if (reason != NEW_FLOW)
-		return finish(TC_SHOT, reason);
+		return finish(TC_ACT_SHOT, reason);
 	skb->cb[0] = 2;
-	if (*there > n->connections)
-		tails.call(skb, TAIL_ROOM);
-	return write(skb, nat);
+	if (*total > n->connections)
+		tails.call(skb, TAIL_EVICT);
+	return claim_entries(skb, flow);
 }
 
 /* Makes room by up to two flows for each that begins beyond what the operator allows. */
-int tc_room(struct __sk_buff *skb)
+int tc_evict(struct __sk_buff *skb)
 {
 	u32 zero = 0;
-	struct nat *nat = pending.lookup(&zero);
+	struct flow *flow = flow_scratch.lookup(&zero);
 	struct node *n = node.lookup(&zero);
-	u64 *there = tracked.lookup(&zero);
+	u64 *total = flow_count.lookup(&zero);
 
-	if (!nat || !n || !there)
-		return finish(TC_SHOT, NOT_RECORDED);
-	make_room(there, nat->last_used);
-	if (--skb->cb[0] && *there > n->connections)
-		tails.call(skb, TAIL_ROOM);
-	return write(skb, nat);
+	if (!flow || !n || !total)
+		return finish(TC_ACT_SHOT, NOT_RECORDED);
+	evict_over_limit(total, flow->last_used);
+	if (--skb->cb[0] && *total > n->connections)
+		tails.call(skb, TAIL_EVICT);
+	return claim_entries(skb, flow);
 }
 
 /* Writes the entry of the client's own packets, the last one. */
-static __always_inline int publish(struct __sk_buff *skb, struct nat *nat)
+static __always_inline int publish(struct __sk_buff *skb, struct flow *flow)
 {
-	struct ends key = question_of(nat);
+	struct flow_key key = original_key(flow);
 
-	nat->part = PART_QUESTION;
-	if (flows.update(&key, nat)) {
-		forget_answers(nat);
-		return finish(TC_SHOT, NOT_RECORDED);
+	flow->direction = DIRECTION_ORIGINAL;
+	if (flows.update(&key, flow)) {
+		delete_replies(flow);
+		return finish(TC_ACT_SHOT, NOT_RECORDED);
 	}
-	return serve(skb, nat);
+	return resume(skb, flow);
 }
 
 /* Writes a new flow's entry for its packets in the stack, and its answers. The port of client'
  * comes before that of snat, whose entry tells it. */
-int tc_claim(struct __sk_buff *skb)
+int tc_claim_reply(struct __sk_buff *skb)
 {
 	u32 zero = 0;
 	struct node *n = node.lookup(&zero);
-	struct nat *found = pending.lookup(&zero), nat;
+	struct flow *scratch = flow_scratch.lookup(&zero), flow;
 	long error;
 
-	if (!n || !found)
-		return finish(TC_SHOT, NOT_RECORDED);
-	nat = *found;
-	nat.part = PART_ANSWER;
-	nat.out.ifindex = 0; /* that of the client's packets */
-	error = claim_answer(&nat, n, nat.last_used);
+	if (!n || !scratch)
+		return finish(TC_ACT_SHOT, NOT_RECORDED);
+	flow = *scratch;
+	flow.direction = DIRECTION_REPLY;
+	flow.out.ifindex = 0; /* that of the client's packets */
+	error = claim_reply(&flow, n, flow.last_used);
 	if (error)
-		return finish(TC_SHOT, error == -EEXIST ? NO_SNAT_PORT : NOT_RECORDED);
-	if (has_snat(&nat)) {
-		found->client_port = nat.client_port;
-		tails.call(skb, TAIL_SNAT);
-		return finish(TC_SHOT, NOT_RECORDED);
+		return finish(TC_ACT_SHOT, error == -EEXIST ? NO_SNAT_PORT : NOT_RECORDED);
+	if (has_snat(&flow)) {
+		scratch->client_port = flow.client_port;
+		tails.call(skb, TAIL_CLAIM_PORT);
+		return finish(TC_ACT_SHOT, NOT_RECORDED);
 	}
-	nat.out.ifindex = found->out.ifindex;
-	return publish(skb, &nat);
+	flow.out.ifindex = scratch->out.ifindex;
+	return publish(skb, &flow);
 }
 
 /* Tells the entry of client' the port of snat where it lies: nobody sees it before the client's own
  * entry is there. False: it is another flow's by now. */
-static __always_inline bool tell_port(const struct nat *nat)
+static __always_inline bool write_port_to_reply(const struct flow *flow)
 {
-	struct ends key = answer_of(nat);
-	struct nat *answer = flows.lookup(&key);
+	struct flow_key key = reply_key(flow);
+	struct flow *reply_entry = flows.lookup(&key);
 
-	if (!answer || !same_target(&answer->client, &nat->client) ||
-	    !same_target(&answer->frontend, &nat->frontend))
+	if (!reply_entry || !same_target(&reply_entry->client, &flow->client) ||
+	    !same_target(&reply_entry->frontend, &flow->frontend))
 		return false;
-	answer->snat_port = nat->snat_port;
+	reply_entry->snat_port = flow->snat_port;
 	return true;
 }
 
 /* A new flow that gets no port of the node, or cannot keep it. */
-static __always_inline int give_up(const struct nat *nat, enum reason reason)
+static __always_inline int abort_flow(const struct flow *flow, enum reason reason)
 {
-	struct ends key = answer_of(nat);
+	struct flow_key key = reply_key(flow);
 
-	forget_answers(nat);
-	if (nat->way != WAY_PAST && tell_port(nat)) /* it had no port yet */
+	delete_replies(flow);
+	if (flow->path != PATH_DIRECT_SNAT && write_port_to_reply(flow)) /* it had no port yet */
 		flows.delete(&key);
-	return finish(TC_SHOT, reason);
+	return finish(TC_ACT_SHOT, reason);
 }
 
 /* Why the last port of a search could not be had: another flow has it, or the map took no entry. */
-static __always_inline enum reason no_port_reason(const struct nat *nat)
+static __always_inline enum reason no_port_reason(const struct flow *flow)
 {
-	struct ends key = snat_answer_of(nat);
+	struct flow_key key = snat_reply_key(flow);
 
 	return flows.lookup(&key) ? NO_SNAT_PORT : NOT_RECORDED;
 }
 
 /* Writes a new flow's entry for answers to the node: its port is searched for (cb[0]) at random, in
  * a row, and by tc_scan among all that its client may have. */
-int tc_snat(struct __sk_buff *skb)
+int tc_claim_port(struct __sk_buff *skb)
 {
 	u32 zero = 0, search = skb->cb[0];
 	struct node *n = node.lookup(&zero);
-	struct nat *found = pending.lookup(&zero), nat;
+	struct flow *scratch = flow_scratch.lookup(&zero), flow;
 
-	if (!n || !found)
-		return finish(TC_SHOT, NOT_RECORDED);
-	nat = *found;
-	nat.part = PART_SNAT_ANSWER;
-	nat.out.ifindex = 0;
+	if (!n || !scratch)
+		return finish(TC_ACT_SHOT, NOT_RECORDED);
+	flow = *scratch;
+	flow.direction = DIRECTION_SNAT_REPLY;
+	flow.out.ifindex = 0;
 	if (!search)
-		nat.snat_port = nat.client_port;
-	if (is_loopback(&nat.snat)) /* NO_ADDRESS still */
-		return give_up(&nat, NO_SNAT_PORT);
-	if (!claim_snat(&nat, n, search)) {
+		flow.snat_port = flow.client_port;
+	if (is_loopback(&flow.snat)) /* NO_ADDRESS still */
+		return abort_flow(&flow, NO_SNAT_PORT);
+	if (!claim_node_port(&flow, n, search)) {
 		if (search == SEARCH_LAST)
-			return give_up(&nat, no_port_reason(&nat));
-		found->snat_port = nat.snat_port;
-		skb->cb[0] = search == SEARCH_ANY ? SEARCH_ROW : search;
-		tails.call(skb, search == SEARCH_ANY ? TAIL_SNAT : TAIL_SCAN);
-		return give_up(&nat, NO_SNAT_PORT);
+			return abort_flow(&flow, no_port_reason(&flow));
+		scratch->snat_port = flow.snat_port;
+		skb->cb[0] = search == SEARCH_RANDOM ? SEARCH_SEQUENTIAL : search;
+		tails.call(skb, search == SEARCH_RANDOM ? TAIL_CLAIM_PORT : TAIL_SCAN_PORTS);
+		return abort_flow(&flow, NO_SNAT_PORT);
 	}
-	if (nat.way != WAY_PAST && !tell_port(&nat))
-		return give_up(&nat, NOT_RECORDED);
-	nat.out.ifindex = found->out.ifindex;
-	return publish(skb, &nat);
+	if (flow.path != PATH_DIRECT_SNAT && !write_port_to_reply(&flow))
+		return abort_flow(&flow, NOT_RECORDED);
+	flow.out.ifindex = scratch->out.ifindex;
+	return publish(skb, &flow);
 }
 
 /* When a search for this backend found no port last. */
-static __always_inline u64 *searched_at(const struct target *backend)
+static __always_inline u64 *last_exhausted_of(const struct target *backend)
 {
 	u32 index = (backend->address.word[3] ^ backend->address.word[3] >> 16 ^ backend->port) %
 		    PORT_SLOTS;
 	struct port_slot *slot = port_slots.lookup(&index);
 
-	return slot ? &slot->searched : NULL;
+	return slot ? &slot->last_exhausted : NULL;
 }
 
 /* Goes on with the search for a port, from the one in `pending`. */
-static __always_inline int search_on(struct __sk_buff *skb, enum search search, u32 tail)
+static __always_inline int continue_search(struct __sk_buff *skb, enum search search, u32 tail)
 {
 	skb->cb[0] = search;
 	tails.call(skb, tail);
-	return finish(TC_SHOT, NO_SNAT_PORT);
+	return finish(TC_ACT_SHOT, NO_SNAT_PORT);
 }
 
 /* Seconds without a packet after which gives_port() says yes in SEARCH_FOUND, a byte for each
  * state: the verifier walks on from each branch, and there are SCAN_PORTS times as many. */
-#define GIVES_AFTER                                                                                \
+#define FREE_AFTER_SECONDS                                                                         \
 	(1ULL << 8 * STATE_NEW | (u64)CLOSING_SECONDS << 8 * STATE_CLOSING |                       \
 	 0ULL << 8 * STATE_CLOSED | 1ULL << 8 * STATE_ANSWERED |                                   \
 	 (u64)UNPROVEN_SECONDS << 8 * STATE_UNPROVEN)
@@ -1446,18 +1457,18 @@ static __always_inline u32 mask_of(u32 bit)
 
 /* What was written to the packet's context is any number to the verifier: see forget_the_way(). */
 static __always_inline void begin_scan(struct __sk_buff *skb, struct scan *scan,
-				       const struct nat *nat)
+				       const struct flow *flow)
 {
-	struct nat likewise = {.state = STATE_ESTABLISHED};
+	struct flow sample = {.state = STATE_ESTABLISHED};
 
-	scan->node = nat->client;
-	scan->node.address = nat->snat;
-	scan->backend = nat->backend;
-	skb->cb[2] = goes_first(&scan->node, &scan->backend);
+	scan->node = flow->client;
+	scan->node.address = flow->snat;
+	scan->backend = flow->backend;
+	skb->cb[2] = precedes(&scan->node, &scan->backend);
 	scan->node.port = scan->backend.port;
-	skb->cb[3] = goes_first(&scan->node, &scan->backend);
-	likewise.client.protocol = nat->client.protocol;
-	skb->cb[4] = timeout_of(&likewise) / SECOND;
+	skb->cb[3] = precedes(&scan->node, &scan->backend);
+	sample.client.protocol = flow->client.protocol;
+	skb->cb[4] = timeout_of(&sample) / SECOND;
 	asm volatile("" ::: "memory");
 	scan->first = mask_of(skb->cb[2]);
 	scan->first_same = mask_of(skb->cb[3]);
@@ -1465,7 +1476,7 @@ static __always_inline void begin_scan(struct __sk_buff *skb, struct scan *scan,
 	skb->cb[2] = scan->node.address.word[3] == scan->backend.address.word[3];
 	asm volatile("" ::: "memory");
 	scan->by_port = mask_of(skb->cb[2]);
-	scan->now = nat->last_used + TICK; /* what has just been closed counts */
+	scan->now = flow->last_used + CLOCK_SKEW; /* what has just been closed counts */
 }
 
 static __always_inline u32 pick(u32 mask, u32 one, u32 other)
@@ -1474,12 +1485,12 @@ static __always_inline u32 pick(u32 mask, u32 one, u32 other)
 }
 
 /* The entry at this port; ends_of() without branches. */
-static __always_inline struct nat *entry_at(const struct scan *scan, __be16 port)
+static __always_inline struct flow *entry_at(const struct scan *scan, __be16 port)
 {
 	u32 to = scan->backend.port, less = mask_of(((u32)port - to) >> 31);
 	u32 same = mask_of((((u32)port ^ to) - 1) >> 31), first;
 	const u32 *node = (const u32 *)&scan->node.address, *backend = scan->backend.address.word;
-	struct ends key = {.first = scan->backend, .second = scan->backend};
+	struct flow_key key = {.first = scan->backend, .second = scan->backend};
 
 	first = pick(scan->by_port, pick(same, scan->first_same, less), scan->first);
 	for (int i = 0; i < 4; i++) {
@@ -1491,9 +1502,9 @@ static __always_inline struct nat *entry_at(const struct scan *scan, __be16 port
 	return flows.lookup(&key);
 }
 
-static __always_inline bool seems_given(const struct nat *entry, const struct scan *scan)
+static __always_inline bool may_be_free(const struct flow *entry, const struct scan *scan)
 {
-	u64 after = (GIVES_AFTER >> (entry->state & 7) * 8 & 0xff) * SECOND;
+	u64 after = (FREE_AFTER_SECONDS >> (entry->state & 7) * 8 & 0xff) * SECOND;
 	u64 lives = (u32)(entry->state ^ STATE_ESTABLISHED) - 1ULL; /* all ones, or small */
 
 	after |= scan->established & 0 - (lives >> 63);
@@ -1504,88 +1515,88 @@ static __always_inline bool seems_given(const struct nat *entry, const struct sc
  * the client may have; and so on until all were looked at (cb[1]: in so many runs, SCANS at most).
  * Where all are in use that takes half a millisecond: then it is not done again for this backend
  * for SCAN_PAUSE. */
-int tc_scan(struct __sk_buff *skb)
+int tc_scan_ports(struct __sk_buff *skb)
 {
-	u32 zero = 0, at, left = skb->cb[1];
-	struct nat *found = pending.lookup(&zero), *entry = NULL;
+	u32 zero = 0, index, left = skb->cb[1];
+	struct flow *scratch = flow_scratch.lookup(&zero), *entry = NULL;
 	struct node *n = node.lookup(&zero);
 	struct scan scan;
 	struct share s;
-	u64 *searched;
+	u64 *last_exhausted;
 	int i;
 
-	if (!n || !found)
-		return finish(TC_SHOT, NOT_RECORDED);
-	searched = searched_at(&found->backend);
-	if (!searched)
-		return finish(TC_SHOT, NOT_RECORDED);
-	s = share_of(found, n);
-	if (skb->cb[0] == SEARCH_ROW) /* it begins */
-		left = elapsed(*searched, found->last_used) < SCAN_PAUSE
+	if (!n || !scratch)
+		return finish(TC_ACT_SHOT, NOT_RECORDED);
+	last_exhausted = last_exhausted_of(&scratch->backend);
+	if (!last_exhausted)
+		return finish(TC_ACT_SHOT, NOT_RECORDED);
+	s = share_of(scratch, n);
+	if (skb->cb[0] == SEARCH_SEQUENTIAL) /* it begins */
+		left = elapsed(*last_exhausted, scratch->last_used) < SCAN_PAUSE
 			       ? 0
 			       : (s.count + SCAN_PORTS - 1) / SCAN_PORTS;
-	if (left > SCANS)
-		left = SCANS;
+	if (left > MAX_SCANS)
+		left = MAX_SCANS;
 	if (!left)
-		return search_on(skb, SEARCH_LAST, TAIL_SNAT);
-	at = place_of(&s, found->snat_port);
-	begin_scan(skb, &scan, found);
+		return continue_search(skb, SEARCH_LAST, TAIL_CLAIM_PORT);
+	index = index_of_port(&s, scratch->snat_port);
+	begin_scan(skb, &scan, scratch);
 	for (i = 0; i < SCAN_PORTS; i++) {
-		entry = entry_at(&scan, port_at(&s, at));
-		if (!entry || seems_given(entry, &scan))
+		entry = entry_at(&scan, port_at(&s, index));
+		if (!entry || may_be_free(entry, &scan))
 			break;
-		at = (at + 1) % s.count;
+		index = (index + 1) % s.count;
 	}
-	found->snat_port = port_at(&s, at);
+	scratch->snat_port = port_at(&s, index);
 	skb->cb[1] = left - 1;
 	if (i < SCAN_PORTS)
-		return search_on(skb, SEARCH_FOUND, TAIL_SNAT);
+		return continue_search(skb, SEARCH_SCANNED, TAIL_CLAIM_PORT);
 	if (left == 1)
-		*searched = found->last_used;
-	return search_on(skb, SEARCH_FOUND, TAIL_SCAN);
+		*last_exhausted = scratch->last_used;
+	return continue_search(skb, SEARCH_SCANNED, TAIL_SCAN_PORTS);
 }
 
 /* A packet of a flow that goes past the stack has to go up: too long for its way, or an ICMP error.
  * Writes the entry that such packets find when they leave, and goes back to where they are served.
  */
-int tc_late(struct __sk_buff *skb)
+int tc_claim_late(struct __sk_buff *skb)
 {
-	u32 zero = 0, back = skb->cb[0];
+	u32 zero = 0, resume_tail = skb->cb[0];
 	struct node *n = node.lookup(&zero);
-	struct nat *found = pending.lookup(&zero), *entry, nat;
-	struct ends key;
+	struct flow *scratch = flow_scratch.lookup(&zero), *entry, flow;
+	struct flow_key key;
 	long error;
 
-	if (!n || !found)
-		return finish(TC_SHOT, NOT_RECORDED);
-	skb->cb[0] = HEARD;
-	nat = *found;
-	nat.part = PART_ANSWER;
-	nat.way = WAY_REDIRECT;
-	nat.out.ifindex = 0;
-	if (nat.client.protocol == PROTO_TCP)
-		nat.seen.begun = 0; /* another entry's numbers */
-	error = claim_answer(&nat, n, now_ns());
+	if (!n || !scratch)
+		return finish(TC_ACT_SHOT, NOT_RECORDED);
+	skb->cb[0] = FLOW_UPDATED;
+	flow = *scratch;
+	flow.direction = DIRECTION_REPLY;
+	flow.path = PATH_DIRECT;
+	flow.out.ifindex = 0;
+	if (flow.client.protocol == IPPROTO_TCP)
+		flow.seen.started = 0; /* another entry's numbers */
+	error = claim_reply(&flow, n, now_ns());
 	if (error)
-		return finish(TC_SHOT, error == -EEXIST ? NO_SNAT_PORT : NOT_RECORDED);
-	key = question_of(&nat);
-	entry = entry_of(found, &key);
+		return finish(TC_ACT_SHOT, error == -EEXIST ? NO_SNAT_PORT : NOT_RECORDED);
+	key = original_key(&flow);
+	entry = entry_of(scratch, &key);
 	if (!entry) { /* another CPU has done it, with another port of client' */
-		key = answer_of(&nat);
-		leave(&key, &nat);
-		tails.call(skb, back);
-		return finish(TC_SHOT, NOT_REWRITTEN);
+		key = reply_key(&flow);
+		delete_entry(&key, &flow);
+		tails.call(skb, resume_tail);
+		return finish(TC_ACT_SHOT, NOT_REWRITTEN);
 	}
-	entry->client_port = nat.client_port;
-	entry->way = WAY_REDIRECT;
-	key = snat_answer_of(&nat);
-	entry = entry_of(found, &key);
+	entry->client_port = flow.client_port;
+	entry->path = PATH_DIRECT;
+	key = snat_reply_key(&flow);
+	entry = entry_of(scratch, &key);
 	if (entry) {
-		entry->client_port = nat.client_port;
-		entry->way = WAY_REDIRECT;
+		entry->client_port = flow.client_port;
+		entry->path = PATH_DIRECT;
 	}
-	tails.call(skb, back);
-	return finish(TC_SHOT, NOT_REWRITTEN);
+	tails.call(skb, resume_tail);
+	return finish(TC_ACT_SHOT, NOT_REWRITTEN);
 }
 
 /* Known flows of this node's own. */
@@ -1594,121 +1605,124 @@ int tc_host(struct __sk_buff *skb)
 	u32 ifindex = skb->ifindex;
 	struct device *device = device_at(ifindex), *to;
 	struct packet p = {};
-	struct route route;
+	struct fib_params route;
 	struct tuple out;
-	struct nat *nat;
+	struct flow *flow;
 	u64 now = now_ns();
-	u8 again = AGAIN_YES;
+	u8 restart = RESTART_YES;
 
 	if (!device || !parse(skb, device->l2, &p) || !fragment_ports(&p, NULL, 0))
-		return TC_NEXT;
-	nat = flow_between(&p.tuple);
-	if (nat && nat->device && is_question(&p.tuple, nat) && !gone(nat, now))
-		again = begins_anew(nat, p.tcp_flags | just_made(skb), now);
-	if (again) {
+		return TC_ACT_UNSPEC;
+	flow = flow_between(&p.tuple);
+	if (flow && flow->host_device && is_original(&p.tuple, flow) && !is_over(flow, now))
+		restart = check_restart(flow, p.tcp_flags | take_resume_flags(skb), now);
+	if (restart) {
 		if (starts_flow(&p))
-			begin_or_ask(skb, again, TAIL_HOST_NEW);
-		return TC_NEXT;
+			start_flow(skb, restart, TAIL_HOST_CHOOSE);
+		return TC_ACT_UNSPEC;
 	}
-	keep(nat, &p, p.tcp_flags, false, now);
-	account_bytes(nat, skb->len - p.l3, p.tcp_flags, false);
-	out.from = nat->client;
-	out.from.port = nat->client_port;
-	out.to = nat->backend;
-	to = flow_route(skb, &p, &out, &nat->out, &route, now);
+	update_flow(flow, &p, p.tcp_flags, false, now);
+	account_bytes(flow, skb->len - p.l3, p.tcp_flags, false);
+	out.from = flow->client;
+	out.from.port = flow->client_port;
+	out.to = flow->backend;
+	to = next_hop_of_flow(skb, &p, &out, &flow->out, &route, now);
 	if (!to)
-		return finish(TC_SHOT, NO_ROUTE);
+		return finish(TC_ACT_SHOT, NO_ROUTE);
 	if (rewrite(skb, &p, &out, p.ttl))
-		return finish(TC_SHOT, NOT_REWRITTEN);
-	return complete(skb, &p, &out, send_off(skb, device, to, &route), ETH_HEADER);
+		return finish(TC_ACT_SHOT, NOT_REWRITTEN);
+	return finish_rewrite(skb, &p, &out, redirect_packet(skb, device, to, &route), ETH_HLEN);
 }
 
 /* Sends the answer back by the device that the question came in by; to this node's own, in. */
 int tc_refuse(struct __sk_buff *skb)
 {
-	u32 ifindex = skb->ifindex, why = skb->cb[0];
+	u32 ifindex = skb->ifindex, reason = skb->cb[0];
 	struct device *device = device_at(ifindex);
 	struct packet p = {};
 
 	if (!device || !parse(skb, device->l2, &p) || !can_refuse(skb, &p))
-		return finish(TC_SHOT, why);
+		return finish(TC_ACT_SHOT, reason);
 	if (!may_refuse(&p, now_ns()))
-		return finish(TC_SHOT, RATE_LIMITED);
+		return finish(TC_ACT_SHOT, RATE_LIMITED);
 	if (drop_priority_tag(skb) ||
-	    (p.protocol == PROTO_TCP ? refuse_tcp(skb, &p) : refuse_with_icmp(skb, &p)) ||
+	    (p.protocol == IPPROTO_TCP ? refuse_tcp(skb, &p) : refuse_with_icmp(skb, &p)) ||
 	    swap_link(skb, device->l2))
-		return finish(TC_SHOT, NOT_REWRITTEN);
-	return finish(bpf_redirect(ifindex, skb->ingress_ifindex ? 0 : BPF_F_INGRESS), why);
+		return finish(TC_ACT_SHOT, NOT_REWRITTEN);
+	return finish(bpf_redirect(ifindex, skb->ingress_ifindex ? 0 : BPF_F_INGRESS), reason);
 }
 
 /* ---- every packet -------------------------------------------------------------------------- */
 
 /* An answer to this node's own: it comes in by the device that the question left by. */
-static __always_inline int deliver(struct __sk_buff *skb, const struct device *from, u32 ifindex)
+static __always_inline int deliver_to_host(struct __sk_buff *skb, const struct device *from,
+					   u32 ifindex)
 {
 	struct device *to = device_at(ifindex);
 
 	if (ifindex == skb->ifindex || !to || to->l2 != from->l2)
-		return TC_NEXT;
+		return TC_ACT_UNSPEC;
 	if (drop_priority_tag(skb) ||
 	    (to->l2 && bpf_skb_store_bytes(skb, 0, to->mac, sizeof(to->mac), 0)))
-		return finish(TC_SHOT, NOT_REWRITTEN);
+		return finish(TC_ACT_SHOT, NOT_REWRITTEN);
 	return finish(bpf_redirect(ifindex, BPF_F_INGRESS), REDIRECTED);
 }
 
 /* Has the entry written that a packet needs in the stack, and comes again. */
-static __always_inline int prepare_stack(struct __sk_buff *skb, const struct nat *nat, u32 again)
+static __always_inline int claim_late(struct __sk_buff *skb, const struct flow *flow,
+				      u32 resume_tail)
 {
 	u32 zero = 0;
 
-	skb->cb[0] = again;
-	pending.update(&zero, (struct nat *)nat);
-	return hand_over(skb, TAIL_LATE);
+	skb->cb[0] = resume_tail;
+	flow_scratch.update(&zero, (struct flow *)flow);
+	return continue_in(skb, TAIL_CLAIM_LATE);
 }
 
-static __always_inline int go_on(struct __sk_buff *skb, struct packet *p,
-				 const struct device *device, struct step *s)
+static __always_inline int forward_known(struct __sk_buff *skb, struct packet *p,
+					 const struct device *device, struct translation *s)
 {
-	struct tuple *new = &s->up;
+	struct tuple *new = &s->to_stack;
 	struct device *to = NULL;
-	struct route route;
-	int action = TC_NEXT;
+	struct fib_params route;
+	int action = TC_ACT_UNSPEC;
 
-	if (s->way != WAY_STACK && !s->device)
-		to = flow_route(skb, p, &s->out, &s->nat->out, &route, s->now);
-	if (!to && s->way == WAY_PAST)
-		return prepare_stack(skb, s->nat, TAIL_INGRESS);
+	if (s->path != PATH_STACK && !s->host_device)
+		to = next_hop_of_flow(skb, p, &s->to_device, &s->flow->out, &route, s->now);
+	if (!to && s->path == PATH_DIRECT_SNAT)
+		return claim_late(skb, s->flow, TAIL_INGRESS);
 	if (to)
-		new = &s->out;
-	account_bytes(s->nat, skb->len - p->l3, p->tcp_flags, s->back);
+		new = &s->to_device;
+	account_bytes(s->flow, skb->len - p->l3, p->tcp_flags, s->reply);
 	if (rewrite(skb, p, new, to ? p->ttl - 1 : p->ttl)) /* forwarding's only other duty */
-		return finish(TC_SHOT, NOT_REWRITTEN);
+		return finish(TC_ACT_SHOT, NOT_REWRITTEN);
 	if (to)
-		action = send_off(skb, device, to, &route);
-	else if (s->device)
-		action = deliver(skb, device, s->device);
+		action = redirect_packet(skb, device, to, &route);
+	else if (s->host_device)
+		action = deliver_to_host(skb, device, s->host_device);
 	else if (s->masqueraded)
 		mark_masqueraded(skb, true);
-	return complete(skb, p, new, action, to ? ETH_HEADER : device->l2);
+	return finish_rewrite(skb, p, new, action, to ? ETH_HLEN : device->l2);
 }
 
 /* Frames of a VLAN come again by its own device; frames for another machine, which a promiscuous
  * device shows, the stack would drop. */
 static __always_inline bool is_for_others(struct __sk_buff *skb)
 {
-	return (skb->vlan_present && (skb->vlan_tci & VLAN_ID)) || skb->pkt_type == OTHER_HOST;
+	return (skb->vlan_present && (skb->vlan_tci & VLAN_VID_MASK)) ||
+	       skb->pkt_type == PACKET_OTHERHOST;
 }
 
 /* What both directions begin with. False: not for us. */
-static __always_inline bool take(struct __sk_buff *skb, const struct device *device,
-				 struct packet *p, u32 icmp)
+static __always_inline bool parse_for(struct __sk_buff *skb, const struct device *device,
+				      struct packet *p, u32 icmp)
 {
 	const struct device *in = device;
 	u32 ifindex = skb->ifindex;
 
 	if (!device || is_for_others(skb))
 		return false;
-	if (!tracks_flows() && goes_on_v4(skb, device->l2))
+	if (!tracks_flows() && is_midstream_v4(skb, device->l2))
 		return false; /* most packets, where nobody from outside is served */
 	if (!parse(skb, device->l2, p))
 		return false;
@@ -1735,7 +1749,7 @@ static __always_inline bool may_begin(const struct target *to)
 	if (may_be_service(to))
 		return true;
 	n = node.lookup(&zero);
-	return n && (n->flags & (NODE_YIELDS | NODE_FOLLOWS));
+	return n && (n->flags & (NODE_PASSIVE | NODE_COEXISTING));
 }
 
 int tc_ingress(struct __sk_buff *skb)
@@ -1743,19 +1757,20 @@ int tc_ingress(struct __sk_buff *skb)
 	u32 ifindex = skb->ifindex;
 	struct device *device = device_at(ifindex);
 	struct packet p = {};
-	struct step s = {};
+	struct translation s = {};
 
-	if (!take(skb, device, &p, TAIL_ICMP_IN))
-		return TC_NEXT;
-	if (translate_in(&p.tuple, &p, p.tcp_flags | just_made(skb), &s))
-		return go_on(skb, &p, device, &s);
+	if (!parse_for(skb, device, &p, TAIL_ICMP_IN))
+		return TC_ACT_UNSPEC;
+	if (translate_in(&p.tuple, &p, p.tcp_flags | take_resume_flags(skb), &s))
+		return forward_known(skb, &p, device, &s);
 	if (s.masqueraded)
 		mark_masqueraded(skb, true);
-	if (s.anew == AGAIN_ASK || (starts_flow(&p) && (s.anew || may_begin(&p.tuple.to))))
-		begin_or_ask(skb, s.anew, TAIL_NEW);
+	if (s.restart == RESTART_CHECK ||
+	    (starts_flow(&p) && (s.restart || may_begin(&p.tuple.to))))
+		start_flow(skb, s.restart, TAIL_CHOOSE);
 	else if (starts_flow(&p))
 		count(NOT_A_SERVICE);
-	return TC_NEXT;
+	return TC_ACT_UNSPEC;
 }
 
 /* Whether a packet of the node's own is for a Service. NodePorts are its own addresses: what goes
@@ -1769,17 +1784,18 @@ static __always_inline bool dials_service(struct __sk_buff *skb, struct packet *
 	service = service_at(&p->tuple.to);
 	if (service)
 		return (service->flags & SERVICE_CLUSTER_IP) ||
-		       !is_agents(bpf_get_socket_cookie(skb));
+		       !is_agent_socket(bpf_get_socket_cookie(skb));
 	return cluster_ips.lookup(&p->tuple.to.address);
 }
 
 /* Whether the agent begins a connection here that no Service is to have (is_agents()), from a port
  * that another socket of the node has used through one. */
-static __always_inline bool keeps_agent_out(struct __sk_buff *skb, struct packet *p)
+static __always_inline bool is_agent_bypass(struct __sk_buff *skb, struct packet *p)
 {
 	struct service *service;
 
-	if (p->protocol != PROTO_TCP || !starts_flow(p) || !is_agents(bpf_get_socket_cookie(skb)))
+	if (p->protocol != IPPROTO_TCP || !starts_flow(p) ||
+	    !is_agent_socket(bpf_get_socket_cookie(skb)))
 		return false;
 	service = service_at(&p->tuple.to);
 	return !service || !(service->flags & SERVICE_CLUSTER_IP);
@@ -1791,28 +1807,28 @@ int tc_egress(struct __sk_buff *skb)
 	struct device *device = device_at(ifindex);
 	struct packet p = {};
 	bool masqueraded = false;
-	enum leaving leaving;
+	enum egress_result result;
 	struct tuple to;
 
-	if (!take(skb, device, &p, TAIL_ICMP_OUT))
-		return TC_NEXT;
-	leaving = translate_out(&p.tuple, &p, p.tcp_flags, skb->len - p.l3, &to, &masqueraded);
-	if (leaving == LEAVES_CHANGED && rewrite(skb, &p, &to, p.ttl))
-		return finish(TC_SHOT, NOT_REWRITTEN);
+	if (!parse_for(skb, device, &p, TAIL_ICMP_OUT))
+		return TC_ACT_UNSPEC;
+	result = translate_out(&p.tuple, &p, p.tcp_flags, skb->len - p.l3, &to, &masqueraded);
+	if (result == EGRESS_REWRITE && rewrite(skb, &p, &to, p.ttl))
+		return finish(TC_ACT_SHOT, NOT_REWRITTEN);
 	if (masqueraded)
 		mark_masqueraded(skb, false);
-	if (leaving == LEAVES_CHANGED)
-		return complete(skb, &p, &to, TC_NEXT, device->l2);
+	if (result == EGRESS_REWRITE)
+		return finish_rewrite(skb, &p, &to, TC_ACT_UNSPEC, device->l2);
 	if (skb->ingress_ifindex || device->role != ROLE_HOST)
-		return TC_NEXT;
-	if (leaving == LEAVES_FOR_SERVICE && keeps_agent_out(skb, &p)) {
-		tails.call(skb, TAIL_FORGET); /* what follows is not for that flow, either */
-		return TC_NEXT;
+		return TC_ACT_UNSPEC;
+	if (result == EGRESS_HOST_FLOW && is_agent_bypass(skb, &p)) {
+		tails.call(skb, TAIL_DELETE_FLOW); /* what follows is not for that flow, either */
+		return TC_ACT_UNSPEC;
 	}
-	if (leaving == LEAVES_FOR_SERVICE ||
-	    (leaving == LEAVES_AS_IT_IS && starts_flow(&p) && dials_service(skb, &p)))
+	if (result == EGRESS_HOST_FLOW ||
+	    (result == EGRESS_UNKNOWN && starts_flow(&p) && dials_service(skb, &p)))
 		tails.call(skb, TAIL_HOST);
-	return TC_NEXT;
+	return TC_ACT_UNSPEC;
 }
 
 /* SCTP's checksum, after its ports were changed. */
@@ -1822,7 +1838,7 @@ int tc_sctp(struct __sk_buff *skb)
 	struct packet p = {};
 
 	if (!parse(skb, l3, &p) || change_sctp_check(skb, &p, change))
-		return finish(TC_SHOT, NOT_REWRITTEN);
+		return finish(TC_ACT_SHOT, NOT_REWRITTEN);
 	return action;
 }
 
@@ -1833,35 +1849,35 @@ static __always_inline int translate_error(struct __sk_buff *skb, bool in)
 {
 	u32 ifindex = skb->ifindex;
 	struct device *device = device_at(ifindex);
-	struct packet p = {}, carried = {};
-	struct tuple with, becomes, outer;
-	struct step s = {};
-	bool known;
+	struct packet p = {}, inner = {};
+	struct tuple tuple, translated, outer;
+	struct translation s = {};
+	bool stored;
 
-	if (!device || !parse(skb, device->l2, &p) || !parse_carried(skb, &p, &carried) ||
-	    !carried.tuple.to.protocol)
-		return TC_NEXT;
-	with = reversed(&carried.tuple);
-	known = in ? translate_in(&with, &carried, NO_SEGMENT, &s)
-		   : translate_out(&with, &carried, NO_SEGMENT, 0, &becomes, &s.masqueraded) ==
-				LEAVES_CHANGED;
+	if (!device || !parse(skb, device->l2, &p) || !parse_inner(skb, &p, &inner) ||
+	    !inner.tuple.to.protocol)
+		return TC_ACT_UNSPEC;
+	tuple = reversed(&inner.tuple);
+	stored = in ? translate_in(&tuple, &inner, FROM_ICMP_ERROR, &s)
+		    : translate_out(&tuple, &inner, FROM_ICMP_ERROR, 0, &translated,
+				    &s.masqueraded) == EGRESS_REWRITE;
 	if (s.masqueraded)
 		mark_masqueraded(skb, in);
-	if (!known)
-		return TC_NEXT;
-	if (in && s.way == WAY_PAST)
-		return prepare_stack(skb, s.nat, TAIL_ICMP_IN);
+	if (!stored)
+		return TC_ACT_UNSPEC;
+	if (in && s.path == PATH_DIRECT_SNAT)
+		return claim_late(skb, s.flow, TAIL_ICMP_IN);
 	if (in)
-		becomes = s.up;
+		translated = s.to_stack;
 	outer = p.tuple;
-	if (same_address(&outer.from.address, &with.from.address))
-		outer.from.address = becomes.from.address;
-	if (same_address(&outer.to.address, &with.to.address))
-		outer.to.address = becomes.to.address;
-	becomes = reversed(&becomes);
-	if (rewrite_carried(skb, &p, &carried, &becomes) || rewrite(skb, &p, &outer, p.ttl))
-		return finish(TC_SHOT, NOT_REWRITTEN);
-	return TC_NEXT;
+	if (same_address(&outer.from.address, &tuple.from.address))
+		outer.from.address = translated.from.address;
+	if (same_address(&outer.to.address, &tuple.to.address))
+		outer.to.address = translated.to.address;
+	translated = reversed(&translated);
+	if (rewrite_inner(skb, &p, &inner, &translated) || rewrite(skb, &p, &outer, p.ttl))
+		return finish(TC_ACT_SHOT, NOT_REWRITTEN);
+	return TC_ACT_UNSPEC;
 }
 
 int tc_icmp_in(struct __sk_buff *skb)

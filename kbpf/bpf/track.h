@@ -44,13 +44,14 @@
 #define SEQUENCE_DISTANCE (4 << 20) /* bytes that may be on the way */
 #define RESET_DISTANCE (32 << 10)   /* the same for what has to be guessed to reset a connection */
 
-BPF_TABLE("hash", struct ends, struct nat, flows, 64);
-BPF_QUEUE(order, struct ends, 64);
-BPF_TABLE("array", u32, u64, tracked, 1); /* 0 -> how many keys are in the queue */
+BPF_TABLE("hash", struct flow_key, struct flow, flows, 64);
+BPF_QUEUE(flow_queue, struct flow_key, 64);
+BPF_TABLE("array", u32, u64, flow_count, 1); /* 0 -> how many keys are in the queue */
 
-static __always_inline bool has_snat(const struct nat *nat)
+static __always_inline bool has_snat(const struct flow *flow)
 {
-	return (nat->snat.word[0] | nat->snat.word[1] | nat->snat.word[2] | nat->snat.word[3]) != 0;
+	return (flow->snat.word[0] | flow->snat.word[1] | flow->snat.word[2] |
+		flow->snat.word[3]) != 0;
 }
 
 static __always_inline struct tuple reversed(const struct tuple *t)
@@ -61,7 +62,7 @@ static __always_inline struct tuple reversed(const struct tuple *t)
 }
 
 /* Any order will do that is one: by address, its last word first, then by port. */
-static __always_inline bool goes_first(const struct target *a, const struct target *b)
+static __always_inline bool precedes(const struct target *a, const struct target *b)
 {
 	if (a->address.word[3] != b->address.word[3])
 		return a->address.word[3] < b->address.word[3];
@@ -74,11 +75,11 @@ static __always_inline bool goes_first(const struct target *a, const struct targ
 	return a->address.word[0] < b->address.word[0];
 }
 
-static __always_inline struct ends ends_of(const struct target *a, const struct target *b)
+static __always_inline struct flow_key flow_key_of(const struct target *a, const struct target *b)
 {
-	struct ends e;
+	struct flow_key e;
 
-	if (goes_first(a, b)) {
+	if (precedes(a, b)) {
 		e.first = *a;
 		e.second = *b;
 	} else {
@@ -92,94 +93,94 @@ static __always_inline struct ends ends_of(const struct target *a, const struct 
 static __always_inline bool tracks_flows(void)
 {
 	u32 zero = 0;
-	u64 *there = tracked.lookup(&zero);
+	u64 *total = flow_count.lookup(&zero);
 
-	return there && *there;
+	return total && *total;
 }
 
-static __always_inline struct nat *flow_between(const struct tuple *t)
+static __always_inline struct flow *flow_between(const struct tuple *t)
 {
-	struct ends key;
+	struct flow_key key;
 
 	if (!tracks_flows())
 		return NULL;
-	key = ends_of(&t->from, &t->to);
+	key = flow_key_of(&t->from, &t->to);
 	return flows.lookup(&key);
 }
 
 /* What a packet is to the flow that was found for it. */
-static __always_inline bool is_question(const struct tuple *t, const struct nat *nat)
+static __always_inline bool is_original(const struct tuple *t, const struct flow *flow)
 {
-	return same_target(&t->from, &nat->client) && same_target(&t->to, &nat->frontend);
+	return same_target(&t->from, &flow->client) && same_target(&t->to, &flow->frontend);
 }
 
 /* To client' or snat; if it is no question. */
-static __always_inline bool is_answer(const struct tuple *t, const struct nat *nat)
+static __always_inline bool is_reply(const struct tuple *t, const struct flow *flow)
 {
-	return same_target(&t->from, &nat->backend);
+	return same_target(&t->from, &flow->backend);
 }
 
 /* From client' or snat. */
-static __always_inline bool is_translated(const struct tuple *t, const struct nat *nat)
+static __always_inline bool is_translated_original(const struct tuple *t, const struct flow *flow)
 {
-	return same_target(&t->to, &nat->backend);
+	return same_target(&t->to, &flow->backend);
 }
 
 /* How long an entry holds without a packet: as kube-proxy sets the kernel's conntrack. */
-static __always_inline u64 timeout_of(const struct nat *nat)
+static __always_inline u64 timeout_of(const struct flow *flow)
 {
-	if (nat->client.protocol != PROTO_TCP) {
-		if (nat->state != STATE_ESTABLISHED)
+	if (flow->client.protocol != IPPROTO_TCP) {
+		if (flow->state != STATE_ESTABLISHED)
 			return 30 * SECOND;
-		return (nat->client.protocol == PROTO_SCTP ? 210 : 120) * SECOND;
+		return (flow->client.protocol == IPPROTO_SCTP ? 210 : 120) * SECOND;
 	}
-	if (nat->state == STATE_NEW)
+	if (flow->state == STATE_NEW)
 		return 120 * SECOND;
-	if (nat->state == STATE_ESTABLISHED || nat->state == STATE_UNPROVEN)
+	if (flow->state == STATE_ESTABLISHED || flow->state == STATE_UNPROVEN)
 		return 24 * 3600 * SECOND;
-	if (nat->state == STATE_CLOSING)
+	if (flow->state == STATE_CLOSING)
 		return 3600 * SECOND;
-	if (nat->state == STATE_ANSWERED)
+	if (flow->state == STATE_ANSWERED)
 		return 60 * SECOND;
 	return 120 * SECOND;
 }
 
-static __always_inline bool expired(const struct nat *nat, u64 now)
+static __always_inline bool expired(const struct flow *flow, u64 now)
 {
-	return elapsed(nat->last_used, now) > timeout_of(nat);
+	return elapsed(flow->last_used, now) > timeout_of(flow);
 }
 
-static __always_inline bool both_closed(const struct nat *nat)
+static __always_inline bool both_closed(const struct flow *flow)
 {
-	return (nat->fins & FIN_CLIENT) && (nat->fins & FIN_BACKEND);
+	return (flow->fins & FIN_CLIENT) && (flow->fins & FIN_BACKEND);
 }
 
 /* Two CPUs have seen one FIN each, and neither has seen the other's. */
-static __always_inline bool fins_met(const struct nat *nat)
+static __always_inline bool has_unmerged_fins(const struct flow *flow)
 {
-	return nat->state == STATE_CLOSING && both_closed(nat);
+	return flow->state == STATE_CLOSING && both_closed(flow);
 }
 
-static __always_inline bool is_ending(const struct nat *nat)
+static __always_inline bool is_ending(const struct flow *flow)
 {
-	return nat->state == STATE_CLOSING || nat->state == STATE_CLOSED;
+	return flow->state == STATE_CLOSING || flow->state == STATE_CLOSED;
 }
 
-static __always_inline bool is_half_open(const struct nat *nat)
+static __always_inline bool is_half_open(const struct flow *flow)
 {
-	return nat->state == STATE_NEW || nat->state == STATE_ANSWERED;
+	return flow->state == STATE_NEW || flow->state == STATE_ANSWERED;
 }
 
 /* Whether others may have the place or the port of this flow when they are short: it was quiet for
  * some seconds, and nothing proves that both of its ends still have the connection. Established
  * flows are never in this set. */
-static __always_inline bool is_disposable(const struct nat *nat, u64 now)
+static __always_inline bool is_disposable(const struct flow *flow, u64 now)
 {
-	u64 quiet = elapsed(nat->last_used, now);
+	u64 quiet = elapsed(flow->last_used, now);
 
-	if (nat->state == STATE_CLOSING)
+	if (flow->state == STATE_CLOSING)
 		return quiet > CLOSING_SECONDS * SECOND;
-	return nat->state != STATE_ESTABLISHED && quiet > UNPROVEN_SECONDS * SECOND;
+	return flow->state != STATE_ESTABLISHED && quiet > UNPROVEN_SECONDS * SECOND;
 }
 
 /* Whether two sequence numbers differ by less than `distance`. */
@@ -190,44 +191,44 @@ static __always_inline bool is_near(u32 a, u32 b, u32 distance)
 
 /* Whether the other side's `known` numbers allow this segment. Somebody who cannot see the
  * connection's packets has to guess both numbers. */
-static __always_inline bool is_plausible(const struct numbers *known, const struct numbers *n,
-					 u32 ack_distance)
+static __always_inline bool is_plausible(const struct tcp_numbers *peer,
+					 const struct tcp_numbers *n, u32 ack_distance)
 {
-	return is_near(n->next, known->ack, SEQUENCE_DISTANCE) &&
-	       is_near(n->ack, known->next, ack_distance);
+	return is_near(n->next, peer->ack, SEQUENCE_DISTANCE) &&
+	       is_near(n->ack, peer->next, ack_distance);
 }
 
 /* Whether a reset is one that its receiver would believe: it has the very number that the receiver
  * expects (RFC 5961, as nf_conntrack). A side that gave up with data on the way has a higher one:
  * then its ACK has to be right as well, or it goes on where that side has ended, which only the
  * backend's own segments tell without doubt. */
-static __always_inline bool is_reset(const struct numbers *own, const struct numbers *known,
-				     const struct packet *p, u32 flags, bool back)
+static __always_inline bool is_reset(const struct tcp_numbers *own, const struct tcp_numbers *peer,
+				     const struct packet *p, u32 flags, bool reply)
 {
-	if (!(known->next | known->ack))
+	if (!(peer->next | peer->ack))
 		return false; /* adopted from an agent that kept no numbers, and silent since */
-	return p->tcp.next == known->ack || (back && p->tcp.next == own->next) ||
-	       ((flags & TCP_ACK) && is_plausible(known, &p->tcp, RESET_DISTANCE));
+	return p->tcp.next == peer->ack || (reply && p->tcp.next == own->next) ||
+	       ((flags & TCP_ACK) && is_plausible(peer, &p->tcp, RESET_DISTANCE));
 }
 
 /* What a segment makes of the state of a TCP connection; `state` and `fins` are those of before.
  * `own` are the numbers that the sender's side had until now, `known` those of the other side. */
 static __always_inline u8 tcp_state_after(u8 state, u8 *fins, const struct packet *p, u32 flags,
-					  bool back, const struct numbers *own,
-					  const struct numbers *known)
+					  bool reply, const struct tcp_numbers *own,
+					  const struct tcp_numbers *peer)
 {
 	u8 closed = FIN_CLIENT | FIN_BACKEND;
 
 	if (flags & TCP_RST)
-		return is_reset(own, known, p, flags, back) ? STATE_CLOSED : state;
+		return is_reset(own, peer, p, flags, reply) ? STATE_CLOSED : state;
 	if (flags & TCP_SYN) {
-		if (!back && !(flags & TCP_ACK) && state == STATE_CLOSED) {
+		if (!reply && !(flags & TCP_ACK) && state == STATE_CLOSED) {
 			*fins = 0;
 			return STATE_NEW;
 		}
-		if (back && (flags & TCP_ACK) &&
+		if (reply && (flags & TCP_ACK) &&
 		    (state == STATE_NEW ||
-		     (p->tcp.ack == known->next && !known->ack && p->tcp.next != own->next))) {
+		     (p->tcp.ack == peer->next && !peer->ack && p->tcp.next != own->next))) {
 			*fins = 0; /* it answers a SYN, the last that the client has sent */
 			return STATE_ANSWERED;
 		}
@@ -235,75 +236,77 @@ static __always_inline u8 tcp_state_after(u8 state, u8 *fins, const struct packe
 	}
 	if (!(flags & TCP_ACK) || state == STATE_NEW)
 		return state;
-	if ((flags & TCP_FIN) && is_plausible(known, &p->tcp, SEQUENCE_DISTANCE)) {
-		if (back && !(*fins & closed))
+	if ((flags & TCP_FIN) && is_plausible(peer, &p->tcp, SEQUENCE_DISTANCE)) {
+		if (reply && !(*fins & closed))
 			*fins |= FIN_BACKEND_FIRST;
-		*fins |= back ? FIN_BACKEND : FIN_CLIENT;
+		*fins |= reply ? FIN_BACKEND : FIN_CLIENT;
 	}
 	if ((*fins & closed) == closed)
 		return STATE_CLOSED;
 	if (state == STATE_CLOSED) /* by a reset, which its receiver may not have believed */
-		return !(flags & TCP_FIN) && is_plausible(known, &p->tcp, SEQUENCE_DISTANCE)
+		return !(flags & TCP_FIN) && is_plausible(peer, &p->tcp, SEQUENCE_DISTANCE)
 			       ? STATE_CLOSING
 			       : STATE_CLOSED;
 	if (*fins & closed)
 		return STATE_CLOSING;
-	if (state == STATE_ANSWERED && !back && is_plausible(known, &p->tcp, RESET_DISTANCE))
+	if (state == STATE_ANSWERED && !reply && is_plausible(peer, &p->tcp, RESET_DISTANCE))
 		return STATE_UNPROVEN;
 	/* A backend that has only answered the SYN repeats itself, whatever is sent to it: so it is
 	 * proof if it sends data, or acknowledges any. */
-	if ((state == STATE_ANSWERED || state == STATE_UNPROVEN) && back && own->next &&
+	if ((state == STATE_ANSWERED || state == STATE_UNPROVEN) && reply && own->next &&
 	    (p->tcp.next != own->next || p->tcp.ack != own->ack))
 		return STATE_ESTABLISHED;
 	return state;
 }
 
 /* Whether a segment may change the state: few do, and those ask for the flow's other side. */
-static __always_inline bool may_change_tcp(const struct nat *nat, u32 flags, bool back)
+static __always_inline bool may_change_tcp(const struct flow *flow, u32 flags, bool reply)
 {
 	if (flags & (TCP_FIN | TCP_RST))
 		return true;
 	if (flags & TCP_SYN) /* the client's own may be forged: the backend's answer tells */
-		return back || nat->state == STATE_CLOSED;
-	if (nat->state == STATE_ESTABLISHED)
+		return reply || flow->state == STATE_CLOSED;
+	if (flow->state == STATE_ESTABLISHED)
 		return false;
-	if (is_ending(nat))
-		return fins_met(nat) || (nat->state == STATE_CLOSED && !both_closed(nat));
-	return back || nat->state == STATE_ANSWERED;
+	if (is_ending(flow))
+		return has_unmerged_fins(flow) ||
+		       (flow->state == STATE_CLOSED && !both_closed(flow));
+	return reply || flow->state == STATE_ANSWERED;
 }
 
 /* The same for other protocols. UDP as in nf_conntrack: a question and its answer are no stream
  * yet. SCTP: what only a peer that has the association sends. */
-static __always_inline bool may_change_other(const struct nat *nat, u32 flags, bool back, u64 now)
+static __always_inline bool may_change_other(const struct flow *flow, u32 flags, bool reply,
+					     u64 now)
 {
-	if (nat->state == STATE_NEW)
-		return back;
-	if (nat->state != STATE_ANSWERED)
+	if (flow->state == STATE_NEW)
+		return reply;
+	if (flow->state != STATE_ANSWERED)
 		return false;
-	if (nat->client.protocol == PROTO_SCTP)
-		return back && (flags & TCP_ACK);
-	return elapsed(nat->seen.begun, now) > STREAM_SECONDS * SECOND;
+	if (flow->client.protocol == IPPROTO_SCTP)
+		return reply && (flags & TCP_ACK);
+	return elapsed(flow->seen.started, now) > STREAM_SECONDS * SECOND;
 }
 
 /* The keys of a flow. */
-static __always_inline struct ends question_of(const struct nat *nat)
+static __always_inline struct flow_key original_key(const struct flow *flow)
 {
-	return ends_of(&nat->client, &nat->frontend);
+	return flow_key_of(&flow->client, &flow->frontend);
 }
 
-static __always_inline struct ends answer_of(const struct nat *nat)
+static __always_inline struct flow_key reply_key(const struct flow *flow)
 {
-	struct target client = nat->client;
+	struct target client = flow->client;
 
-	client.port = nat->client_port;
-	return ends_of(&client, &nat->backend);
+	client.port = flow->client_port;
+	return flow_key_of(&client, &flow->backend);
 }
 
-static __always_inline struct ends snat_answer_of(const struct nat *nat)
+static __always_inline struct flow_key snat_reply_key(const struct flow *flow)
 {
-	struct target source = nat->client;
+	struct target source = flow->client;
 
-	source.address = nat->snat;
-	source.port = nat->snat_port;
-	return ends_of(&source, &nat->backend);
+	source.address = flow->snat;
+	source.port = flow->snat_port;
+	return flow_key_of(&source, &flow->backend);
 }

@@ -1,16 +1,17 @@
 /* SPDX-License-Identifier: (GPL-2.0 OR BSD-2-Clause) */
 /* Keys and values of the maps, and the words in which the programs answer.
  *
- * This file is the truth for layouts: dataplane/bpf/maps/layout.py writes the same bytes, and a test
- * compares the two. Addresses are 16 bytes in network order, IPv4 as ::ffff:a.b.c.d. __be16 and
+ * This file is the truth for layouts: dataplane/bpf/maps/layout.py writes the same bytes, and a
+ * test compares the two. Addresses are 16 bytes in network order, IPv4 as ::ffff:a.b.c.d. __be16
+ * and
  * __be32 are network order, u16, u32 and u64 host order. Every padding byte has a name and is 0,
  * because keys are compared as bytes.
  */
 #pragma once
 
-#define PROTO_TCP 6
-#define PROTO_UDP 17
-#define PROTO_MPTCP 262 /* not a u8: a socket's protocol, never one on the wire */
+#define IPPROTO_TCP 6
+#define IPPROTO_UDP 17
+#define IPPROTO_MPTCP 262 /* not a u8: a socket's protocol, never one on the wire */
 
 struct address {
 	__be32 word[4];
@@ -107,9 +108,9 @@ struct peer {
 
 /* udp_flows: what an unconnected socket asked of one frontend. Times: ns, CLOCK_MONOTONIC. */
 struct udp_flow {
-	u64 chosen;             /* the backend was */
-	u64 asked;              /* last datagram to the frontend */
-	u64 heard;              /* last datagram from the backend */
+	u64 chosen_at;          /* the backend was */
+	u64 last_sent;          /* last datagram to the frontend */
+	u64 last_received;      /* last datagram from the backend */
 	struct target frontend; /* protocol 0: this place is free */
 	struct target backend;
 	u32 service;
@@ -144,15 +145,15 @@ struct service_name {
 };
 
 enum config_flags {
-	CONFIG_SET_RETVAL = 1 << 0,           /* the kernel has bpf_set_retval (5.18) */
-	CONFIG_LOCALHOST_NODE_PORTS = 1 << 1, /* NodePorts answer on loopback, for the host only */
-	CONFIG_HOST_ONLY = 1 << 2,            /* sockets of pods are left to the packet path */
-	CONFIG_EXEMPTIONS = 1 << 3,           /* exempt_cgroups has entries */
-	CONFIG_SOCKETS_OFF = 1 << 4,          /* no hook is attached; for people only */
-	CONFIG_FOLLOWS = 1 << 5,              /* as NODE_FOLLOWS */
-	CONFIG_ACCOUNTING = 1 << 6,           /* connections that begin are counted by backend */
-	CONFIG_ENDS = 1 << 7,                 /* and what they come to */
-	CONFIG_PACKETS = 1 << 8,              /* the packet path refuses what is to be refused */
+	CONFIG_SET_RETVAL = 1 << 0,            /* the kernel has bpf_set_retval (5.18) */
+	CONFIG_LOCALHOST_NODE_PORTS = 1 << 1,  /* NodePorts answer on loopback, for the host only */
+	CONFIG_HOST_ONLY = 1 << 2,             /* sockets of pods are left to the packet path */
+	CONFIG_EXEMPTIONS = 1 << 3,            /* exempt_cgroups has entries */
+	CONFIG_SOCKET_LB_OFF = 1 << 4,         /* no hook is attached; for people only */
+	CONFIG_COEXISTING = 1 << 5,            /* as NODE_FOLLOWS */
+	CONFIG_ACCOUNTING = 1 << 6,            /* connections that begin are counted by backend */
+	CONFIG_COUNT_CONNECTION_ENDS = 1 << 7, /* and what they come to */
+	CONFIG_PACKET_PATH = 1 << 8,           /* the packet path refuses what is to be refused */
 };
 
 struct config {
@@ -177,7 +178,7 @@ struct ports {
 };
 
 /* flows: who talks with whom, in the order of ends_of(), which does not tell who sends. */
-struct ends {
+struct flow_key {
 	struct target first;
 	struct target second;
 };
@@ -200,42 +201,42 @@ enum fins {
 };
 
 /* How the packets of a flow leave this node, decided by its first one. */
-enum way {
-	WAY_STACK = 0,    /* up the stack, which routes them; the source changes when they leave */
-	WAY_REDIRECT = 1, /* from ingress to the next device, whole, past the stack */
-	WAY_PAST = 2,     /* the same, masqueraded, and nothing has gone up the stack so far */
+enum flow_path {
+	PATH_STACK = 0,  /* up the stack, which routes them; the source changes when they leave */
+	PATH_DIRECT = 1, /* from ingress to the next device, whole, past the stack */
+	PATH_DIRECT_SNAT = 2, /* the same, masqueraded, and nothing has gone up the stack so far */
 };
 
 /* Which entry of a flow this is (track.h). */
-enum part {
-	PART_QUESTION = 0,
-	PART_ANSWER = 1,
-	PART_SNAT_ANSWER = 2,
+enum flow_direction {
+	DIRECTION_ORIGINAL = 0,
+	DIRECTION_REPLY = 1,
+	DIRECTION_SNAT_REPLY = 2,
 };
 
 /* Where the packets of a flow went last that go past the stack: whoever asks for their way with
  * each one pays more for that than for all else. */
-struct way_out {
-	u32 found;           /* CLOCK_MONOTONIC, in units of 2^20 ns */
-	u32 check;           /* of all of this but `unsaid`: check.h */
-	struct address next; /* hop, as struct bpf_fib_lookup has it */
+struct next_hop {
+	u32 found_at;           /* CLOCK_MONOTONIC, in units of 2^20 ns */
+	u32 check;              /* of all of this but `unsaid`: check.h */
+	struct address address; /* hop, as struct bpf_fib_lookup has it */
 	u32 ifindex;
 	u8 own_mac[6];
 	u8 next_mac[6];
-	u16 length;  /* a packet of so many bytes from the IP header on has fitted */
-	u8 resolved; /* the MAC addresses are known */
-	u8 family;   /* of `next`, which may be IPv6 for a packet of IPv4 */
-	u32 unsaid;  /* bytes of packets that are in no count yet (account.h) */
+	u16 max_length; /* a packet of so many bytes from the IP header on has fitted */
+	u8 resolved;    /* the MAC addresses are known */
+	u8 family;      /* of `next`, which may be IPv6 for a packet of IPv4 */
+	u32 uncounted;  /* bytes of packets that are in no count yet (account.h) */
 };
 
 /* What one side of a TCP connection said last, in host order; all 0: nothing so far. */
-struct numbers {
+struct tcp_numbers {
 	u32 next; /* the sequence number after its last segment */
 	u32 ack;  /* the sequence number that it expects of the other side */
 };
 
 /* flows: a tracked connection, whole in each of its entries (track.h) but for `part` and `out`. */
-struct nat {
+struct flow {
 	u64 last_used; /* ns, CLOCK_MONOTONIC */
 	struct target client;
 	struct target frontend;
@@ -245,16 +246,16 @@ struct nat {
 	__be16 client_port; /* of client' */
 	u32 service;
 	u32 backend_id;
-	u8 state;   /* enum tcp_state */
-	u8 fins;    /* enum fins */
-	u8 way;     /* enum way */
-	u8 part;    /* enum part */
-	u32 device; /* the client is this node: the device that it sends by; else 0 */
+	u8 state;        /* enum tcp_state */
+	u8 fins;         /* enum fins */
+	u8 path;         /* enum way */
+	u8 direction;    /* enum part */
+	u32 host_device; /* the client is this node: the device that it sends by; else 0 */
 	union {
-		struct numbers tcp; /* of packets that are found by this entry */
-		u64 begun;          /* UDP: ns, CLOCK_MONOTONIC, the same in each entry */
+		struct tcp_numbers tcp; /* of packets that are found by this entry */
+		u64 started;            /* UDP: ns, CLOCK_MONOTONIC, the same in each entry */
 	} seen;
-	struct way_out out; /* of packets that are found by this entry */
+	struct next_hop out; /* of packets that are found by this entry */
 };
 
 enum role {
@@ -292,8 +293,8 @@ enum node_flags {
 	NODE_DETECTS_LOCAL = 1 << 1,  /* who is no pod and asks a ClusterIP gets our address */
 	NODE_LOCAL_NETWORKS = 1 << 2, /* local_networks says who is a pod, not the device */
 	NODE_DIRECT = 1 << 3,         /* pods are reached past the stack */
-	NODE_YIELDS = 1 << 4,         /* another data plane serves: what begins is its own */
-	NODE_FOLLOWS = 1 << 5,        /* one has served, and what it began goes on */
+	NODE_PASSIVE = 1 << 4,        /* another data plane serves: what begins is its own */
+	NODE_COEXISTING = 1 << 5,     /* one has served, and what it began goes on */
 };
 
 /* node: what the packet path needs to know of the node. */
@@ -327,25 +328,26 @@ struct refusal_limit {
 
 /* port_slots: ports of the node whose number and backend leave the same remainder. */
 struct port_slot {
-	u32 holders; /* CPUs that want to decide about one of them */
+	u32 lockers; /* CPUs that want to decide about one of them */
 	u32 pad;
-	u64 searched; /* ns, CLOCK_MONOTONIC: none was found for a backend of this remainder */
+	u64 last_exhausted; /* ns, CLOCK_MONOTONIC: none was found for a backend of this remainder
+			     */
 };
 
 /* A place in a map that clients fill: each has so many and no more, and what it writes there only
  * replaces its own. */
-struct place {
-	struct address sharer; /* tc.c, sharer_of_packet() */
+struct client_slot {
+	struct address owner; /* tc.c, sharer_of_packet() */
 	u32 number;
 };
 
-#define FRAGMENT_PLACES 128
-#define YIELDED_PLACES 2048
+#define FRAGMENTS_PER_CLIENT 128
+#define FOREIGN_FLOWS_PER_CLIENT 2048
 
 /* fragments: protocol and ports of a datagram whose first fragment was seen. */
 struct first_fragment {
 	u32 id;
-	u32 others; /* hash of the addresses, and of IPv4's protocol */
+	u32 hash; /* hash of the addresses, and of IPv4's protocol */
 	struct ports ports;
 	u32 protocol;
 };

@@ -313,7 +313,7 @@ class Attachments:
             packet_path.publish()
             return
         self._agent_maps.migration.copy_new_flows()  # most of them, before anybody has to wait
-        with migrate.pause_new_flows(self._agent_maps.maps["paused"]):
+        with migrate.pause_new_flows(self._agent_maps.maps["new_flows_paused_until"]):
             self._agent_maps.migration.copy_new_flows()
             self._agent_maps.pin(packet_path_only=True)
             packet_path.publish()

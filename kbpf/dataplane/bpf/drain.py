@@ -148,7 +148,7 @@ class PreviousBpfPlane:
 
 
 def _is_open(flow: bytes, now: int) -> bool:
-    """Whether this struct nat is of a connection that goes on, at this time (ns, monotonic)."""
+    """Whether this struct flow is of a connection that goes on, at this time (ns, monotonic)."""
     if flow[PROTOCOL] == Protocol.UDP or flow[STATE] == TcpState.CLOSED:
         return False
     return now <= expires_at(flow)

@@ -79,13 +79,13 @@ class HostIntegration:
     def _reserve_conntrack_ports(self) -> None:
         """Clients that a kube-proxy before us has masqueraded keep their ports."""
         maps = self._pins.maps
-        if (maps / "order").exists():
-            with Map.open(maps / "flows") as flows, Map.open(maps / "order") as flow_queue:
+        if (maps / "flow_queue").exists():
+            with Map.open(maps / "flows") as flows, Map.open(maps / "flow_queue") as flow_queue:
                 count = snat_ports.reserve_conntrack_ports(
                     flows, flow_queue, self._masquerade_ports
                 )
             if count:
-                with Map.open(maps / "tracked") as flow_count:
+                with Map.open(maps / "flow_count") as flow_count:
                     enable_flow_lookup(flow_count)
                 log.info("ports that conntrack has given are left to it count=%d", count)
 

@@ -453,7 +453,7 @@ def _unpack_peers(name: str, values: bytes) -> tuple[list[int], list[int]]:
 
 
 def _count_open_flows(values: bytes, now: int) -> tuple[list[int], list[int], int]:
-    """The ids of Service and backend of the open connections among those struct nat, back to back:
+    """The ids of Service and backend of the open connections among those struct flow, back to back:
     of each the entry that is the client's own. And how many of them would not make room by
     themselves.
     """

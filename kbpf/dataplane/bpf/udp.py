@@ -175,7 +175,7 @@ def _target_family(raw: bytes) -> int:
 def _delete_packet_flows(flows: Map, is_gone: IsGone) -> CutSteps:
     """Flows of the packet path: all entries go, and the next datagram chooses anew. The client's
     own go last: without them the others would never make room. A flow that has begun anew since it
-    was read stays. The programs find the end of a backend by its id as well (begins_anew() in
+    was read stays. The programs find the end of a backend by its id as well (check_restart() in
     tc.c), so no packet waits for this.
     """
     cut_counts: Counter[int] = Counter()

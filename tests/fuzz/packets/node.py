@@ -152,7 +152,7 @@ class KbpfNode:
     def drain(self) -> list[bytes]:
         """Takes the keys out of the queue, the oldest first."""
         found = []
-        with self.site.pinned("order") as order:
+        with self.site.pinned("flow_queue") as order:
             taken = ctypes.create_string_buffer(order.value_size)
             while syscalls.lib().bpf_map_lookup_and_delete_elem(order.fd, None, taken) == 0:
                 found.append(taken.raw)
@@ -163,7 +163,7 @@ class KbpfNode:
         with self.site.pinned("flows") as entries:
             entries.delete_batch(b"".join(key for key, _ in entries.items()))
         self.drain()
-        with self.site.pinned("tracked") as tracked:
+        with self.site.pinned("flow_count") as tracked:
             tracked.update(U32.pack(0), U64.pack(0))
 
 

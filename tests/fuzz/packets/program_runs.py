@@ -141,7 +141,7 @@ class ProgramRuns:
         self._packets.learn(done.packet_out[14:])
 
     def _from_the_middle(self, name: str) -> None:
-        """What is left in `cb` and in `pending` is not this packet's: only the verdict counts."""
+        """What is left in `cb` and in `flow_scratch` is not this packet's: only the verdict counts."""
         rng = self._rng
         ifindex, own_mac = rng.choice(self._places)
         odd = [rng.choice((0, 1, 2, rng.getrandbits(32))) for _ in range(5)]
@@ -172,11 +172,11 @@ class ProgramRuns:
             assert count <= ENTRIES, f"{count} entries: {both.hex()}"
             assert both in own, f"entries without the client's own: {both.hex()}"
         keys = self._node.drain()
-        with self._node.site.pinned("tracked") as tracked:
+        with self._node.site.pinned("flow_count") as tracked:
             (told,) = U64.unpack(tracked.lookup(bytes(4)) or bytes(8))
         assert told == len(keys), f"{len(keys)} keys in the queue, {told} counted"
         assert {*own.values()} <= {*keys}, "a connection that is not in the queue"
-        with self._node.site.pinned("order") as order:
+        with self._node.site.pinned("flow_queue") as order:
             for key in keys:
                 assert order.push(key)
 

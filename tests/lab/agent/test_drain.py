@@ -160,7 +160,7 @@ def test_a_connection_that_another_data_plane_got_stays_its_own(field: Field, wh
         agent.start(wait=False)
         until("it yields", lambda: NodeFlag.PASSIVE in stance(agent))
         field["outside"].ask("begin", host=NODES4[0], port=30081, keep="begun")
-        until("it is noted", lambda: agent.entries("yielded"))
+        until("it is noted", lambda: agent.entries("foreign_flows"))
         assert field["outside"].tcp(NODES4[0], 30081, timeout=0.5)["error"] == "timeout"
         (agent.state_dir / HOLD).unlink()
         agent.wait_synced()

@@ -206,15 +206,15 @@ from dataclasses import replace as _replace
 
 _grown = FormerLayout(MAPS["flows"].version, FLOW.size, lambda value: value + bytes(8))
 MAPS["flows"] = _replace(MAPS["flows"], value_size=FLOW.size + 8, former_layouts=(_grown,))
-MAPS["pending"] = _replace(MAPS["pending"], value_size=FLOW.size + 8)
+MAPS["flow_scratch"] = _replace(MAPS["flow_scratch"], value_size=FLOW.size + 8)
 FLOW = Struct(FLOW.format + "8x")
-for _name in set(MAPS) - {"flows", "pending", "paused"}:
+for _name in set(MAPS) - {"flows", "flow_scratch", "new_flows_paused_until"}:
     MAPS[_name] = _replace(MAPS[_name], version=99)
 """
 """A version in which a connection of the packet path has one more field, and all other maps mean
-something else. `paused` never does: it is how versions talk to each other.
+something else. `new_flows_paused_until` never does: it is how versions talk to each other.
 """
-IN_C = "	struct way_out out; /* of packets that are found by this entry */\n"
+IN_C = "	struct next_hop out; /* of packets that are found by this entry */\n"
 
 
 @pytest.fixture(scope="module")

@@ -118,7 +118,7 @@ class Flows:
     def drain(self) -> list[bytes]:
         """The keys in the queue, the oldest first; it is empty then."""
         found = []
-        with self.site.pinned("order") as order:
+        with self.site.pinned("flow_queue") as order:
             taken = ctypes.create_string_buffer(order.value_size)
             while syscalls.lib().bpf_map_lookup_and_delete_elem(order.fd, None, taken) == 0:
                 found.append(taken.raw)
@@ -128,7 +128,7 @@ class Flows:
         """As at the beginning."""
         self.forget()
         self.drain()
-        with self.site.pinned("tracked") as tracked:
+        with self.site.pinned("flow_count") as tracked:
             tracked.update(U32.pack(0), U64.pack(0))
 
     def talk(self, port: int, script: str) -> None:
@@ -173,7 +173,7 @@ class Flows:
 
     def tracked(self) -> int:
         """How many the programs believe to be there."""
-        (told,) = U64.unpack(self.site.entries("tracked")[U32.pack(0)])
+        (told,) = U64.unpack(self.site.entries("flow_count")[U32.pack(0)])
         return int(told)
 
     def evicted(self) -> int:
@@ -529,7 +529,7 @@ def test_killed_while_it_takes_flows_over_the_next_one_has_a_place_for_each(
         return step
 
     with monkeypatch.context() as patch:
-        patch.setattr(Map, "push", killing(Map.push, "order"))
+        patch.setattr(Map, "push", killing(Map.push, "flow_queue"))
         patch.setattr(Map, "update", killing(Map.update, "flows"))
         with pytest.raises(Killed):
             flows.site.open(MapSizes(connections=ROOM), packet_path=True)
@@ -557,7 +557,7 @@ class End(NamedTuple):
 ENDS = {
     "before it applies": End(BpfPlane, "apply"),
     "before any is pinned": End(pinning, "replace_pin", "flows"),
-    "before the queue is pinned": End(pinning, "replace_pin", "order"),
+    "before the queue is pinned": End(pinning, "replace_pin", "flow_queue"),
     "before the programs are handed over": End(PacketPath, "publish"),
     "before the hooks change over": End(SocketPrograms, "publish", new=True),
     "before it has caught up": End(MapMigration, "catch_up", new=True),
@@ -637,7 +637,7 @@ def test_what_begins_before_the_devices_change_over_is_there_when_they_do(
 @pytest.mark.parametrize(("seconds", "begins"), [(3600, False), (-1, True)])
 def test_a_pause_ends_by_itself(flows: Flows, seconds: int, begins: bool) -> None:
     flows.talk(2000, LIVES)
-    with flows.site.pinned("paused") as paused:
+    with flows.site.pinned("new_flows_paused_until") as paused:
         paused.update(U32.pack(0), U64.pack(time.monotonic_ns() + seconds * 10**9))
         try:
             syn = frame(tcp(client(2001), VIPS[flows.kind], flags="S"))

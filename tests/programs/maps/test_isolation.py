@@ -355,7 +355,7 @@ FLOODS = [
 ]  # fmt: skip
 
 
-MANY = {name: MAPS[name].entries + 2_000 for name in ("fragments", "yielded")}
+MANY = {name: MAPS[name].entries + 2_000 for name in ("fragments", "foreign_flows")}
 
 
 def host_of(endpoint: str) -> str:
@@ -402,7 +402,7 @@ def test_connections_of_one_client_leave_what_is_known_of_others(ingress: Ingres
     ingress.of(row.role, row.flags)
     ingress.run(
         tcp(f"{flooding(row, n)}:{n + 1024}", VIP[row.v], flags="S", seq=n)
-        for n in range(MANY["yielded"])
+        for n in range(MANY["foreign_flows"])
     )
     ingress.of(ours, DeviceFlag(0))
     ingress.node_flags(NodeFlag.COEXISTING)

@@ -250,10 +250,10 @@ def test_an_error_names_the_file_and_the_line(tree: Tree, name: str, old: str, n
 
 
 def test_a_missing_header_is_named(tree: Tree):
-    (tree.root / "kbpf" / "bpf" / "addr.h").unlink()
+    (tree.root / "kbpf" / "bpf" / "lib" / "addr.h").unlink()
     said = tree.obtain()
     assert said.startswith("CompileError: cannot read a BPF source (")
-    assert "addr.h" in said
+    assert "lib/addr.h" in said
 
 
 BROKEN_BCC = {

@@ -206,7 +206,7 @@ def test_maps_are_counted(show):
     assert rows["backend_slots"]["entries"] == 3 + 2 + 1 + 1 + 2 + 1 + 1
     assert rows["affinity"]["type"] == "lru_hash"
     assert (rows["source_ranges"]["entries"], rows["local_networks"]["entries"]) == (0, 0)
-    assert {name for name, row in rows.items() if row["entries"] is None} >= {"order", "node"}
+    assert {name for name, row in rows.items() if row["entries"] is None} >= {"flow_queue", "node"}
     assert rows["services"]["bytes"] > 0
     assert all(row["purpose"] for row in rows.values())
     assert not any(row["alarm"] for row in rows.values())

@@ -93,9 +93,9 @@ class Node:
         """
         found = []
         for folder in self.site.pins.glob("*programs-tc-*"):
-            if folder.name.startswith("new-") or not (folder / "tc_new").exists():
+            if folder.name.startswith("new-") or not (folder / "tc_choose").exists():
                 continue
-            with Program.open(folder / "tc_new") as program:
+            with Program.open(folder / "tc_choose") as program:
                 ids = program.read_info().map_ids
             maps = {}
             for number in ids:
@@ -334,7 +334,7 @@ def test_older_programs_that_go_while_they_are_looked_at_are_nobodys(
 
     def late(path: Path) -> Any:
         # The agent reaches its folder by a descriptor, so its paths begin otherwise.
-        if there and (path.name == old.name or path.parts[-2:] == (old.name, "tc_new")):
+        if there and (path.name == old.name or path.parts[-2:] == (old.name, "tc_choose")):
             there.clear()
             shutil.rmtree(old)
         return real(path)

@@ -206,18 +206,18 @@ def show(call: Run) -> Callable[..., Any]:
 
 TRACK = """
 #include "types.h"
-#include "compat.h"
-#include "addr.h"
+#include "lib/compat.h"
+#include "lib/addr.h"
 #include "maps.h"
 #include "lookup.h"
-#include "packet.h"
+#include "lib/packet.h"
 #include "track.h"
 int probe(struct __sk_buff *skb)
 {
-	struct nat nat = {.state = skb->mark & 0xff};
+	struct flow flow = {.state = skb->mark & 0xff};
 
-	nat.client.protocol = skb->mark >> 8;
-	return timeout_of(&nat) / SECOND;
+	flow.client.protocol = skb->mark >> 8;
+	return timeout_of(&flow) / SECOND;
 }
 """
 ASK = """
@@ -235,8 +235,7 @@ print(json.dumps([run(program, bytes(64), context=SkbContext(mark=int(m)).pack()
 
 def test_python_knows_the_timeouts_that_the_programs_have(tmp_path: Path) -> None:
     """timeout_of() itself is asked, for every protocol and state, and states without a name."""
-    for header in SOURCES.glob("*.h"):
-        shutil.copy(header, tmp_path)
+    shutil.copytree(SOURCES, tmp_path, dirs_exist_ok=True)
     (tmp_path / "scratch.c").write_text(TRACK)
     cases = [(p, s) for p in Protocol for s in range(len(TcpState) + 2)]
     marks = ",".join(str(protocol << 8 | state) for protocol, state in cases)

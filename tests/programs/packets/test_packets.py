@@ -1992,7 +1992,7 @@ def test_half_of_a_next_hop_is_not_used(way_out: Path_, v: int, name: str, value
 
 
 def check_of(hop: dict[str, Any]) -> int:
-    """check_of_way() in forward.h."""
+    """next_hop_check() in forward.h."""
     check = hop["found"]
     raw = hop["next"] + U32.pack(hop["ifindex"]) + hop["own_mac"] + hop["next_mac"]
     flags = hop["length"] | hop["resolved"] << 16 | hop["family"] << 24
@@ -2282,7 +2282,7 @@ def test_a_port_that_conntrack_has_given_is_left_to_it(
     theirs = ConntrackFlow(protocol, parse_addr(NODE[v]), lonely, parse_addr(POD[v]), 8080)
     other = theirs._replace(source_port=lonely + 1)
     monkeypatch.setattr(conntrack, "list_masqueraded", lambda: [theirs, other])
-    with path.site.pinned("flows") as flows, path.site.pinned("order") as order:
+    with path.site.pinned("flows") as flows, path.site.pinned("flow_queue") as order:
         assert snat_ports.reserve_conntrack_ports(flows, order, (lonely, lonely)) == 1
         assert snat_ports.reserve_conntrack_ports(flows, order, (lonely, lonely)) == 0
     before = path.site.reasons()[Reason.NO_SNAT_PORT]

@@ -255,7 +255,7 @@ def map_rows() -> list[MapRow]:
 def maps_in_c() -> set[str]:
     """The maps that the programs declare."""
     table = r"^BPF_(?:F_)?TABLE\((?:[^,;]+,){3} (\w+)|^BPF_SK_STORAGE\((\w+)"
-    sources = [path.read_text() for path in (ROOT / "kbpf" / "bpf").glob("*.[ch]")]
+    sources = [path.read_text() for path in (ROOT / "kbpf" / "bpf").rglob("*.[ch]")]
     found = [match for text in sources for match in re.findall(table, text, re.MULTILINE)]
     return {table or storage for table, storage in found}
 

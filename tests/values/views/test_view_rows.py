@@ -325,7 +325,7 @@ def test_who_is_kept_and_for_how_long(kept: Kept):
         ("affinity", uapi.BPF_MAP_TYPE_LRU_HASH, 100, 100.0, True),
         ("source_ranges", uapi.BPF_MAP_TYPE_LPM_TRIE, 80, 80.0, True),
         ("node", uapi.BPF_MAP_TYPE_ARRAY, None, None, False),
-        ("order", uapi.BPF_MAP_TYPE_QUEUE, None, None, False),
+        ("flow_queue", uapi.BPF_MAP_TYPE_QUEUE, None, None, False),
         ("flows", uapi.BPF_MAP_TYPE_HASH, 100, 100.0, False),
     ],
 )

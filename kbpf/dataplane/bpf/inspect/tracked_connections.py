@@ -1,7 +1,7 @@
 """The packet path's tracked connections, out of the map `flows` (bpf/track.h).
 
 A connection has two or three entries: client and frontend; client' and backend; and snat and
-backend when the source is translated. Each has the whole of a `struct nat`, equal but for the time
+backend when the source is translated. Each has the whole of a `struct flow`, equal but for the time
 of its last packet, so the entries of one connection are known by its addresses (`IDENTITY`). There
 may be a hundred thousand: they stay bytes until one is shown.
 """
@@ -35,7 +35,7 @@ NO_ADDRESS: Final = bytes(16)
 
 
 class TrackedConnection(msgspec.Struct, gc=False):
-    """One connection. `raw` is the struct nat of the entry that a packet met last; `over` is when
+    """One connection. `raw` is the struct flow of the entry that a packet met last; `over` is when
     its time is over, in ns of CLOCK_MONOTONIC: when that of its last entry is. `parts` are those
     that are there.
     """

@@ -1,7 +1,7 @@
 """How many entries of the map `affinity` each client has, counted again.
 
 Programs count up, and give no more entries to a client that has its share (lookup.h,
-takes_share()). They do not see entries that go: what the LRU evicts, what the agent deletes with a
+take_share()). They do not see entries that go: what the LRU evicts, what the agent deletes with a
 Service, and what has expired. So the agent deletes expired entries and counts the others, a part of
 the map at a time.
 """
@@ -109,7 +109,7 @@ class AffinityShares:
 def _select_expired(
     keys: bytes, values: bytes, timeouts: Mapping[int, int], now: int
 ) -> list[tuple[bytes, bytes]]:
-    """Entries of `affinity` that no client can use any more: affinity_find() in lookup.h."""
+    """Entries of `affinity` that no client can use any more: find_affinity() in lookup.h."""
     last_used = array("Q", values)[:: AFFINITY.size // 8]
     services = array("I", keys)[4 :: AFFINITY_KEY.size // 4]
     return [
@@ -123,7 +123,7 @@ def _select_expired(
 
 
 def unpack_sharers(keys: bytes, values: bytes) -> list[bytes]:
-    """Whose each of these entries of `affinity` is, back to back: sharer_of() in lookup.h."""
+    """Whose each of these entries of `affinity` is, back to back: affinity_owner_of() in lookup.h."""
     cgroups = array("I", values)[3 :: AFFINITY.size // 4]
     clients = (keys[offset : offset + 16] for offset in range(0, len(keys), AFFINITY_KEY.size))
     return [_sharer(client, cgroup) for client, cgroup in zip(clients, cgroups, strict=True)]

@@ -29,7 +29,7 @@ OVERLAP_FACTOR: Final = 2
 BATCH_KEY_BYTES: Final = 1 << 21
 """Bytes of keys: more than that are not gathered before they are written."""
 
-FLOW_MAPS: Final = frozenset(("flows", "order"))
+FLOW_MAPS: Final = frozenset(("flows", "flow_queue"))
 """Tracked connections, and the queue that has a key of each."""
 
 MAX_FILL: Final = 0.8
@@ -57,7 +57,9 @@ class AgentMaps:
         self._unpinned = set()
         self.maps = dict(opened_maps.maps)
         self.migration = MapMigration(self.maps)
-        self.migration.start(opened_maps.former_maps, queue_is_new="order" in opened_maps.new_maps)
+        self.migration.start(
+            opened_maps.former_maps, queue_is_new="flow_queue" in opened_maps.new_maps
+        )
         sizes = {
             name: spec.initial_entries(self._sizes, self._packet_path)
             for name, spec in MAPS.items()
@@ -68,12 +70,12 @@ class AgentMaps:
         }
         if not resized_maps.isdisjoint(FLOW_MAPS):  # the keys of one are those of the other
             resized_maps |= FLOW_MAPS
-        # In the order of MAPS: the new `order` is filled with the keys of the new `flows`.
+        # In the order of MAPS: the new `flow_queue` is filled with the keys of the new `flows`.
         for name, size in sizes.items():
             if name in resized_maps:
                 self._resize(name, size)
         if next(iter(self.maps["flows"].items()), None):
-            enable_flow_lookup(self.maps["tracked"])
+            enable_flow_lookup(self.maps["flow_count"])
         return opened_maps.adopted
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """The packet path's map `flows`, as bytes: which entries a flow has (bpf/track.h).
 
-Each entry has the whole of a struct nat. The client's own, client and frontend, is the one that the
-queue `order` has, and without which the others are nothing.
+Each entry has the whole of a struct flow. The client's own, client and frontend, is the one that the
+queue `flow_queue` has, and without which the others are nothing.
 """
 
 from collections.abc import Iterable, Iterator
@@ -21,15 +21,15 @@ SERVICE: Final = slice(88, 92)
 STATE: Final = 96
 DIRECTION: Final = 99
 BEGAN_AT: Final = slice(104, 112)
-"""Of a struct nat for UDP: when the flow began."""
+"""Of a struct flow for UDP: when the flow began."""
 DECISION: Final = slice(8, 96)
-"""Of a struct nat: all that was decided when the flow began."""
+"""Of a struct flow: all that was decided when the flow began."""
 IDENTITY: Final = slice(8, 88)
-"""Of a struct nat: client, frontend, backend, the translated source and both their ports."""
+"""Of a struct flow: client, frontend, backend, the translated source and both their ports."""
 ENDPOINTS: Final = slice(8, 48)
-"""Of a struct nat: client and frontend."""
+"""Of a struct flow: client and frontend."""
 _LAST_USED_PROTOCOL_STATE: Final = Struct("=Q18xB69xB")
-"""Of a struct nat: last use, protocol, state."""
+"""Of a struct flow: last use, protocol, state."""
 
 NS_PER_SECOND: Final = 1_000_000_000
 
@@ -53,7 +53,7 @@ IDLE_TIMEOUT_NS: Final = _IdleTimeouts()
 
 
 class CounterMap(Protocol):
-    """The map `tracked`, as far as it is needed here."""
+    """The map `flow_count`, as far as it is needed here."""
 
     def lookup(self, key: bytes) -> bytes | None:
         """What stands there."""
@@ -63,13 +63,13 @@ class CounterMap(Protocol):
 
 
 def enable_flow_lookup(flow_count: CounterMap) -> None:
-    """There are some: programs that find `tracked` 0 look for none."""
+    """There are some: programs that find `flow_count` 0 look for none."""
     if flow_count.lookup(bytes(4)) == bytes(8):
         flow_count.update(bytes(4), U64.pack(1))
 
 
 def flow_key(source: bytes, destination: bytes) -> bytes:
-    """The key of two ends, in the order of ends_of() in track.h: by address, the last word of it
+    """The key of two ends, in the order of flow_key_of() in track.h: by address, the last word of it
     first, then by port; each as the machine reads the four or two bytes.
     """
 

@@ -117,7 +117,7 @@ class FinFlag(IntFlag):
 
 
 class FlowPath(IntEnum):
-    """enum way: how the packets of a flow leave this node."""
+    """enum flow_path: how the packets of a flow leave this node."""
 
     STACK = 0
     DIRECT = 1
@@ -125,7 +125,7 @@ class FlowPath(IntEnum):
 
 
 class FlowDirection(IntEnum):
-    """enum part: which entry of a flow this is."""
+    """enum flow_direction: which entry of a flow this is."""
 
     ORIGINAL = 0
     REPLY = 1
@@ -242,7 +242,7 @@ TARGET: Final = Struct("=16s2sBx")
 TARGET_WORDS: Final = Struct("=5I")
 SERVICE: Final = Struct("=10I")
 CHECK_FACTORS: Final = tuple(pow(0x9E3779B1, power, 1 << 32) for power in range(14, 0, -1))
-"""What each word of a key and a value of `services` counts in the check word (check.h)."""
+"""What each word of a key and a value of `services` counts in the check word (lib/check.h)."""
 U32: Final = Struct("=I")
 U64: Final = Struct("=Q")
 U32_PAIR: Final = Struct("=II")  # struct slot, struct member
@@ -271,14 +271,14 @@ PORT_SLOTS: Final = 1024
 CLIENT_SLOT: Final = Struct("=16sI")
 FRAGMENTS_PER_CLIENT: Final = 128
 FOREIGN_FLOWS_PER_CLIENT: Final = 2048
-"""One client may have so many entries of the map; see struct place."""
+"""One client may have so many entries of the map; see struct client_slot."""
 FRAGMENT: Final = Struct("=II4sI")
 PORT_PAIR: Final = Struct("=2s2s")
 CONFIG: Final = Struct("=QII")
 META: Final = Struct("=III4x")
 COUNTS: Final = Struct("=10Q")
 FLOW_HEADROOM: Final = 1.125
-"""So much more room than asked for have the tracked flows: see find_place() in tc.c."""
+"""So much more room than asked for have the tracked flows: see enqueue() in tc.c."""
 AGENT_SOCKETS: Final = 256
 """So many of the agent's newest connections to the API server are known to the programs."""
 UNUSED_MAP_ENTRIES: Final = 64
@@ -476,7 +476,7 @@ MAPS: Final = {
             former_layouts=(FormerLayout(1, 152, lambda raw: raw[:104] + bytes(8) + raw[104:]),),
         ),
         MapSpec(
-            "order",
+            "flow_queue",
             uapi.BPF_MAP_TYPE_QUEUE,
             0,
             FLOW_KEY.size,
@@ -485,7 +485,7 @@ MAPS: Final = {
             packet_path_only=True,
             entries_per_object=FLOW_HEADROOM,
         ),
-        MapSpec("tracked", uapi.BPF_MAP_TYPE_ARRAY, 4, U64.size, 1),
+        MapSpec("flow_count", uapi.BPF_MAP_TYPE_ARRAY, 4, U64.size, 1),
         MapSpec("port_slots", uapi.BPF_MAP_TYPE_ARRAY, 4, PORT_SLOT.size, PORT_SLOTS),
         MapSpec(
             "fragments",
@@ -507,17 +507,17 @@ MAPS: Final = {
             packet_path_only=True,
         ),
         MapSpec(
-            "yielded",
+            "foreign_flows",
             uapi.BPF_MAP_TYPE_LRU_HASH,
             CLIENT_SLOT.size,
             U32.size,
             16_384,
             packet_path_only=True,
         ),
-        MapSpec("paused", uapi.BPF_MAP_TYPE_ARRAY, 4, U64.size, 1),
+        MapSpec("new_flows_paused_until", uapi.BPF_MAP_TYPE_ARRAY, 4, U64.size, 1),
         MapSpec("devices", uapi.BPF_MAP_TYPE_HASH, 4, DEVICE.size, 4096, uapi.BPF_F_NO_PREALLOC),
         MapSpec("device_cache", uapi.BPF_MAP_TYPE_ARRAY, 4, CACHED_DEVICE.size, CACHED_DEVICES),
-        MapSpec("pending", uapi.BPF_MAP_TYPE_PERCPU_ARRAY, 4, FLOW.size, 1),
+        MapSpec("flow_scratch", uapi.BPF_MAP_TYPE_PERCPU_ARRAY, 4, FLOW.size, 1),
         MapSpec("node", uapi.BPF_MAP_TYPE_ARRAY, 4, NODE.size, 1),
         MapSpec(
             "local_networks",
@@ -556,7 +556,7 @@ MAPS: Final = {
             uapi.BPF_F_NO_PREALLOC,
             "counts",
         ),
-        MapSpec("no_counts", uapi.BPF_MAP_TYPE_ARRAY, 4, COUNTS.size, 1),
+        MapSpec("zero_counts", uapi.BPF_MAP_TYPE_ARRAY, 4, COUNTS.size, 1),
         MapSpec("reasons", uapi.BPF_MAP_TYPE_PERCPU_ARRAY, 4, 8, len(Reason), version=9),
         MapSpec("meta", uapi.BPF_MAP_TYPE_ARRAY, 4, META.size, 1),
         MapSpec("agent_status", uapi.BPF_MAP_TYPE_ARRAY, 4, STATUS_SIZE, 1),

@@ -93,7 +93,7 @@ class MapMigration:
         self._replaced += former
         now = _program_clock_ns()
         if queue_is_new:
-            self._fill_queue(self._maps["order"])  # with those that came as they are
+            self._fill_queue(self._maps["flow_queue"])  # with those that came as they are
         for replaced in self._replaced:
             if MAPS[replaced.name].map_type != uapi.BPF_MAP_TYPE_QUEUE:  # that follows `flows`
                 self._copy_changes(replaced)
@@ -117,10 +117,10 @@ class MapMigration:
         return sum(map(flow_queue.push, queue_order(self._maps["flows"].items())))
 
     def _write_flow_count(self, flows: int) -> None:
-        """`tracked` is never 0 where programs have served: nobody would look for a flow that they
+        """`flow_count` is never 0 where programs have served: nobody would look for a flow that they
         have begun meanwhile.
         """
-        flow_count = self._maps["tracked"]
+        flow_count = self._maps["flow_count"]
         if flows or flow_count.lookup(ZERO) != bytes(U64.size):
             flow_count.update(ZERO, U64.pack(max(flows, 1)))
 
@@ -195,7 +195,7 @@ class MapMigration:
         originals = [entry for entry in changes if is_original(entry[1])]
         for key, raw in sorted(originals, key=lambda entry: last_used(entry[1])):
             reply_entries = replies.pop(raw[ENDPOINTS], [])
-            if self._has_original(raw) or self._maps["order"].push(key):
+            if self._has_original(raw) or self._maps["flow_queue"].push(key):
                 yield from reply_entries
                 yield key, raw
         for reply_entries in replies.values():
@@ -215,8 +215,8 @@ def _program_clock_ns() -> int:
 
 @contextmanager
 def pause_new_flows(pause_map: Map) -> Iterator[None]:
-    """No flow begins meanwhile; those that are there go on. `paused`: the map of this name, which
-    all versions share.
+    """No flow begins meanwhile; known flows continue. `pause_map`: the map `new_flows_paused_until`,
+    which all versions share.
     """
     until = time.monotonic_ns() + int(MAX_PAUSE_S * 1e9)
     pause_map.update(ZERO, U64.pack(until))

@@ -175,8 +175,8 @@ def _make_maps(pins: Pins, sizes: MapSizes, packet_path: bool) -> frozenset[str]
     # The flip would lead its programs, which still read the old slots, to new ones.
     if "services" in reused and not reused.keys() >= SERVICES_TARGETS:
         reused.pop("services").close()
-    if "flows" not in reused and "order" in reused:  # it has the keys of those
-        reused.pop("order").close()
+    if "flows" not in reused and "flow_queue" in reused:  # it has the keys of those
+        reused.pop("flow_queue").close()
     with build_folder(pins.maps) as folder:
         for name, spec in MAPS.items():
             with reused.get(name) or make_map(

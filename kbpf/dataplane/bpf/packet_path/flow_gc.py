@@ -3,7 +3,7 @@
 Two CPUs that begin the same UDP flow at once may each choose a backend, or a port of the node. The
 question that is written last says which of them are the flow's; the entries for the other one's
 answers are left without a question that leads to them. Flows make room by their questions
-(make_room() in tc.c), so such entries would stay for ever.
+(evict_over_limit() in tc.c), so such entries would stay for ever.
 
 An entry may be made anew while it is looked at: the port or the backend is a new flow's then. So it
 is taken out and looked at in one step, and what is not just what was found comes back.

@@ -87,7 +87,7 @@ def masqueraded_connections(entries: Iterable[bytes]) -> Iterator[ConntrackFlow]
 
 
 def is_closed(raw: bytes) -> bool:
-    """Whether the connection of a struct nat has ended."""
+    """Whether the connection of a struct flow has ended."""
     return bool(FLOW.unpack(raw)[9] == TcpState.CLOSED)
 
 

@@ -20,7 +20,7 @@ EXEMPTION_FLAGS: Final = (
 """What a restart takes over: whom the hooks leave alone, and whether packets are served then."""
 
 MIN_AFFINITY_SHARERS: Final = 8
-"""One client may have this part of the map `affinity` (lookup.h, takes_share())."""
+"""One client may have this part of the map `affinity` (lookup.h, take_share())."""
 
 
 class HookConfig:

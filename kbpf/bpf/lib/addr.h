@@ -55,7 +55,7 @@ static __always_inline struct address network_of(const struct address *a)
 }
 
 /* 0 if they are the same. Without branches: the verifier walks on from each by itself. */
-static __always_inline u32 differ(const struct address *a, const struct address *b)
+static __always_inline u32 address_difference(const struct address *a, const struct address *b)
 {
 	return (a->word[0] ^ b->word[0]) | (a->word[1] ^ b->word[1]) | (a->word[2] ^ b->word[2]) |
 	       (a->word[3] ^ b->word[3]);
@@ -63,7 +63,7 @@ static __always_inline u32 differ(const struct address *a, const struct address 
 
 static __always_inline bool same_address(const struct address *a, const struct address *b)
 {
-	return !differ(a, b);
+	return !address_difference(a, b);
 }
 
 /* Nanoseconds from `then` to `now`. Another CPU may have written `then` after we took `now`. */
@@ -74,6 +74,6 @@ static __always_inline u64 elapsed(u64 then, u64 now)
 
 static __always_inline bool same_target(const struct target *a, const struct target *b)
 {
-	return !(differ(&a->address, &b->address) | (a->port ^ b->port) |
+	return !(address_difference(&a->address, &b->address) | (a->port ^ b->port) |
 		 (a->protocol ^ b->protocol));
 }

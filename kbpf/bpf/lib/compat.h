@@ -11,19 +11,19 @@
 #define ETIMEDOUT 110
 
 /* Linux v5.7: f318903c0bf4, a number per network namespace that is never used twice. */
-static __always_inline u64 netns_cookie(void *ctx)
+static __always_inline u64 get_netns_cookie(void *ctx)
 {
 	return ((u64(*)(void *))122)(ctx);
 }
 
 /* Linux v5.7: 0f09abd105da, the cgroup v2 folder of the current process: its inode number. */
-static __always_inline u64 current_cgroup(void)
+static __always_inline u64 get_current_cgroup_id(void)
 {
 	return ((u64(*)(void))80)();
 }
 
 /* Linux v5.7: 0f09abd105da, the one above it at this level (the root is 0), or itself; 0 below. */
-static __always_inline u64 ancestor_cgroup(int level)
+static __always_inline u64 get_current_ancestor_cgroup_id(int level)
 {
 	return ((u64(*)(int))123)(level);
 }
@@ -45,21 +45,21 @@ struct socket_v6 {
 };
 
 /* Linux v4.17: d74bad4e74ee; with a port v5.8: 8086fbaf4934. In connect() only. */
-static __always_inline int bind_socket(void *ctx, void *own, int size)
+static __always_inline int bind(void *ctx, void *own, int size)
 {
 	return ((int (*)(void *, void *, int))64)(ctx, own, size);
 }
 
 /* Linux v5.11: d055126180564, CLOCK_MONOTONIC_COARSE: of the last tick, without asking the
  * processor's counter, which costs as much as a look-up. */
-static __always_inline u64 coarse_ns(void)
+static __always_inline u64 ktime_get_coarse_ns(void)
 {
 	return ((u64(*)(void))160)();
 }
 
 static __always_inline u64 now_ns(void)
 {
-	u64 now = coarse_ns();
+	u64 now = ktime_get_coarse_ns();
 
 	return now ? now : bpf_ktime_get_ns();
 }

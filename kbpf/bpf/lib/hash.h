@@ -36,11 +36,11 @@ static __always_inline u32 hash_words(u32 hash, const u32 *words, int from, int 
 }
 
 /* Fills in the hashes of who sends this. */
-static __always_inline void set_hashes(struct asker *who, struct tuple *t)
+static __always_inline void set_hashes(struct client *client, struct tuple *t)
 {
 	const u32 *words = (const u32 *)t;
 	u32 hash = hash_words(HASH_SEED, words, 0, 4);
 
-	who->client_hash = hash_end(hash, 16);
-	who->flow_hash = hash_end(hash_words(hash, words, 4, sizeof(*t) / 4), sizeof(*t));
+	client->client_hash = hash_end(hash, 16);
+	client->flow_hash = hash_end(hash_words(hash, words, 4, sizeof(*t) / 4), sizeof(*t));
 }

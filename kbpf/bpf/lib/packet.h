@@ -9,32 +9,32 @@
 
 #define ETH_P_IP 0x0800
 #define ETH_P_IPV6 0x86dd
-#define ETH_HEADER 14
+#define ETH_HLEN 14
 
-#define PROTO_ICMP 1
-#define PROTO_HOP_BY_HOP 0
-#define PROTO_ROUTING 43
-#define PROTO_FRAGMENT 44
-#define PROTO_ICMP6 58
-#define PROTO_DESTINATION 60
-#define PROTO_SCTP 132
+#define IPPROTO_ICMP 1
+#define IPPROTO_HOPOPTS 0
+#define IPPROTO_ROUTING 43
+#define IPPROTO_FRAGMENT 44
+#define IPPROTO_ICMPV6 58
+#define IPPROTO_DSTOPTS 60
+#define IPPROTO_SCTP 132
 
-#define IP_MORE_FRAGMENTS 0x2000
+#define IP_MF 0x2000
 #define IP_OFFSET 0x1fff
 #define IP6_OFFSET 0xfff8
-#define EXTENSIONS 4 /* IPv6 extension headers that are walked */
+#define MAX_EXTENSION_HEADERS 4 /* IPv6 extension headers that are walked */
 
 #define TCP_FIN 0x01
 #define TCP_SYN 0x02
 #define TCP_RST 0x04
 #define TCP_ACK 0x10
-#define SCTP_CHUNK 12
-#define SCTP_INIT 1
-#define SCTP_INIT_ACK 2
-#define SCTP_ABORT 6
-#define SCTP_ERROR 9
-#define SCTP_SHUTDOWN_COMPLETE 14
-#define NO_SEGMENT 0x100 /* not a flag: what asks is an ICMP error about the flow */
+#define SCTP_HEADER 12
+#define SCTP_CID_INIT 1
+#define SCTP_CID_INIT_ACK 2
+#define SCTP_CID_ABORT 6
+#define SCTP_CID_ERROR 9
+#define SCTP_CID_SHUTDOWN_COMPLETE 14
+#define FROM_ICMP_ERROR 0x100 /* not a flag: what asks is an ICMP error about the flow */
 
 struct ip4_header {
 	u8 version_length; /* version << 4 | length in words */
@@ -101,7 +101,7 @@ struct packet {
 	u8 ttl;        /* or hops */
 	u8 tos;        /* of IPv4 */
 	__sum16 check; /* of IPv4's header */
-	struct numbers tcp;
+	struct tcp_numbers tcp;
 };
 
 /* How long the packet is from its IP header on, as that says. */
@@ -117,19 +117,19 @@ static __always_inline u32 ip_length(struct __sk_buff *skb, const struct packet 
  * a peer that has the association: a cookie goes before it, and that cannot be guessed. */
 static __always_inline u8 sctp_flags(u8 chunk)
 {
-	if (chunk == SCTP_INIT)
+	if (chunk == SCTP_CID_INIT)
 		return TCP_SYN;
-	if (chunk == SCTP_INIT_ACK || chunk == SCTP_ABORT || chunk == SCTP_ERROR ||
-	    chunk == SCTP_SHUTDOWN_COMPLETE)
+	if (chunk == SCTP_CID_INIT_ACK || chunk == SCTP_CID_ABORT || chunk == SCTP_CID_ERROR ||
+	    chunk == SCTP_CID_SHUTDOWN_COMPLETE)
 		return 0;
 	return TCP_ACK;
 }
 
 /* `bytes`: the length of the IP packet behind its IP header and extension headers. */
-static __always_inline struct numbers tcp_numbers(__be32 sequence, __be32 ack, u8 offset, u8 flags,
-						  u32 bytes)
+static __always_inline struct tcp_numbers numbers_of(__be32 sequence, __be32 ack, u8 offset,
+						     u8 flags, u32 bytes)
 {
-	struct numbers n = {
+	struct tcp_numbers n = {
 		.next = __builtin_bswap32(sequence) + bytes - (offset >> 4) * 4 +
 			(flags & TCP_FIN) + ((flags & TCP_SYN) >> 1),
 		.ack = __builtin_bswap32(ack) & -(u32)(flags / TCP_ACK % 2),
@@ -152,9 +152,9 @@ static __always_inline bool parse_ports(struct __sk_buff *skb, struct packet *p,
 	struct tcp_rest rest = {};
 	struct ports ports;
 
-	if ((p->protocol == PROTO_ICMP || p->protocol == PROTO_ICMP6) && p->fragment != LATER)
+	if ((p->protocol == IPPROTO_ICMP || p->protocol == IPPROTO_ICMPV6) && p->fragment != LATER)
 		return !bpf_skb_load_bytes(skb, p->l4, &p->icmp_type, 1);
-	if (p->protocol != PROTO_TCP && p->protocol != PROTO_UDP && p->protocol != PROTO_SCTP)
+	if (p->protocol != IPPROTO_TCP && p->protocol != IPPROTO_UDP && p->protocol != IPPROTO_SCTP)
 		return true;
 	p->tuple.from.protocol = p->protocol;
 	p->tuple.to.protocol = p->protocol;
@@ -164,16 +164,16 @@ static __always_inline bool parse_ports(struct __sk_buff *skb, struct packet *p,
 		return false;
 	p->tuple.from.port = ports.source;
 	p->tuple.to.port = ports.destination;
-	if (p->protocol == PROTO_SCTP) { /* what begins is told as TCP tells it */
+	if (p->protocol == IPPROTO_SCTP) { /* what begins is told as TCP tells it */
 		u8 chunk = 0;
 
-		bpf_skb_load_bytes(skb, p->l4 + SCTP_CHUNK, &chunk, 1);
+		bpf_skb_load_bytes(skb, p->l4 + SCTP_HEADER, &chunk, 1);
 		p->tcp_flags = sctp_flags(chunk);
 	}
-	if (p->protocol == PROTO_TCP && /* inside of an ICMP error this may be cut off */
+	if (p->protocol == IPPROTO_TCP && /* inside of an ICMP error this may be cut off */
 	    !bpf_skb_load_bytes(skb, p->l4 + 4, &rest, 10)) {
 		p->tcp_flags = rest.flags;
-		p->tcp = tcp_numbers(rest.sequence, rest.ack, rest.offset, rest.flags, bytes);
+		p->tcp = numbers_of(rest.sequence, rest.ack, rest.offset, rest.flags, bytes);
 	}
 	return true;
 }
@@ -199,30 +199,31 @@ static __always_inline bool parse_v4(struct __sk_buff *skb, struct packet *p)
 	fragment = __builtin_bswap16(ip->fragment);
 	if (fragment & IP_OFFSET)
 		p->fragment = LATER;
-	else if (fragment & IP_MORE_FRAGMENTS)
+	else if (fragment & IP_MF)
 		p->fragment = FIRST;
 	p->id = ip->id;
-	if (all && ip->version_length == 0x45 && p->protocol == PROTO_TCP && p->fragment == WHOLE) {
-		p->tuple.from.protocol = PROTO_TCP;
-		p->tuple.to.protocol = PROTO_TCP;
+	if (all && ip->version_length == 0x45 && p->protocol == IPPROTO_TCP &&
+	    p->fragment == WHOLE) {
+		p->tuple.from.protocol = IPPROTO_TCP;
+		p->tuple.to.protocol = IPPROTO_TCP;
 		p->tuple.from.port = start.ports.source;
 		p->tuple.to.port = start.ports.destination;
 		p->tcp_flags = start.flags;
-		p->tcp = tcp_numbers(start.sequence, start.acknowledgement, start.length,
-				     start.flags, __builtin_bswap16(ip->total) - sizeof(*ip));
+		p->tcp = numbers_of(start.sequence, start.acknowledgement, start.length,
+				    start.flags, __builtin_bswap16(ip->total) - sizeof(*ip));
 		return true;
 	}
 	return parse_ports(skb, p, __builtin_bswap16(ip->total) - (p->l4 - p->l3));
 }
 
 /* A segment of TCP over IPv4 that begins nothing; false also where that takes more to tell. */
-static __always_inline bool goes_on_v4(struct __sk_buff *skb, u32 l2)
+static __always_inline bool is_midstream_v4(struct __sk_buff *skb, u32 l2)
 {
 	struct ip4_tcp start;
 
 	return skb->protocol == __builtin_bswap16(ETH_P_IP) &&
 	       !bpf_skb_load_bytes(skb, l2, &start, sizeof(start)) &&
-	       start.ip.version_length == 0x45 && start.ip.protocol == PROTO_TCP &&
+	       start.ip.version_length == 0x45 && start.ip.protocol == IPPROTO_TCP &&
 	       !(start.ip.fragment & __builtin_bswap16(IP_OFFSET)) && !(start.flags & TCP_SYN);
 }
 
@@ -242,17 +243,17 @@ static __always_inline bool parse_v6(struct __sk_buff *skb, struct packet *p)
 	p->l4 = p->l3 + sizeof(ip);
 	p->v6 = 1;
 #pragma unroll
-	for (int i = 0; i < EXTENSIONS; i++) {
+	for (int i = 0; i < MAX_EXTENSION_HEADERS; i++) {
 		u8 kind = p->protocol;
 
 		if (p->fragment == LATER || /* what follows are no headers */
-		    (kind != PROTO_HOP_BY_HOP && kind != PROTO_ROUTING && kind != PROTO_FRAGMENT &&
-		     kind != PROTO_DESTINATION))
+		    (kind != IPPROTO_HOPOPTS && kind != IPPROTO_ROUTING &&
+		     kind != IPPROTO_FRAGMENT && kind != IPPROTO_DSTOPTS))
 			break;
 		if (bpf_skb_load_bytes(skb, p->l4, &extension, sizeof(extension)))
 			return false;
 		p->protocol = extension.next;
-		if (kind == PROTO_FRAGMENT) {
+		if (kind == IPPROTO_FRAGMENT) {
 			u16 offset = __builtin_bswap16(extension.offset);
 
 			p->fragment = offset & IP6_OFFSET ? LATER : offset & 1 ? FIRST : WHOLE;
@@ -268,7 +269,7 @@ static __always_inline bool parse_v6(struct __sk_buff *skb, struct packet *p)
 /* The verifier walks on from here once for each way that it came: versions by protocols by
  * fragments by extension headers, and all that follows that often. What was written to the packet's
  * context and is read from there is any number to it, so that all these ways become one. */
-static __always_inline void forget_the_way(struct __sk_buff *skb, struct packet *p)
+static __always_inline void merge_verifier_states(struct __sk_buff *skb, struct packet *p)
 {
 	u32 facts;
 
@@ -304,6 +305,6 @@ static __always_inline bool parse(struct __sk_buff *skb, u32 l2, struct packet *
 	} else if (skb->protocol != __builtin_bswap16(ETH_P_IPV6) || !parse_v6(skb, p)) {
 		return false;
 	}
-	forget_the_way(skb, p);
+	merge_verifier_states(skb, p);
 	return true;
 }

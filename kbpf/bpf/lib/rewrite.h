@@ -17,11 +17,11 @@
  * addresses. SCTP's covers its own packet only. */
 static __always_inline u32 check_offset(u8 protocol)
 {
-	if (protocol == PROTO_TCP)
+	if (protocol == IPPROTO_TCP)
 		return TCP_CHECK;
-	if (protocol == PROTO_UDP)
+	if (protocol == IPPROTO_UDP)
 		return UDP_CHECK;
-	if (protocol == PROTO_ICMP6)
+	if (protocol == IPPROTO_ICMPV6)
 		return ICMP6_CHECK;
 	return 0;
 }
@@ -37,7 +37,7 @@ static __always_inline int change_pseudo(struct __sk_buff *skb, const struct pac
 	u32 check = check_offset(p->protocol);
 	u64 flags = BPF_F_PSEUDO_HDR;
 
-	if (p->protocol == PROTO_UDP)
+	if (p->protocol == IPPROTO_UDP)
 		flags |= BPF_F_MARK_MANGLED_0; /* 0 means "no checksum", and stays that */
 	if (check && p->fragment != LATER &&
 	    bpf_l4_csum_replace(skb, p->l4 + check, 0, diff, flags))
@@ -115,9 +115,9 @@ static __always_inline int change_ports(struct __sk_buff *skb, const struct pack
 
 	if (*(u32 *)&old == *(u32 *)&new || p->fragment == LATER)
 		return 0;
-	if (p->protocol == PROTO_SCTP) /* complete() sees to the checksum */
+	if (p->protocol == IPPROTO_SCTP) /* complete() sees to the checksum */
 		return bpf_skb_store_bytes(skb, p->l4, &new, sizeof(new), BPF_F_RECOMPUTE_CSUM);
-	if (p->protocol == PROTO_UDP) {
+	if (p->protocol == IPPROTO_UDP) {
 		flags |= BPF_F_MARK_MANGLED_0;
 		if (bpf_skb_load_bytes(skb, p->l4 + UDP_CHECK, &sum, sizeof(sum)))
 			return -1;
@@ -138,8 +138,8 @@ static __always_inline int rewrite(struct __sk_buff *skb, struct packet *p, stru
 {
 	struct tuple *old = &p->tuple;
 
-	if ((differ(&old->from.address, &new->from.address) |
-	     differ(&old->to.address, &new->to.address) | (p->ttl ^ hops)) &&
+	if ((address_difference(&old->from.address, &new->from.address) |
+	     address_difference(&old->to.address, &new->to.address) | (p->ttl ^ hops)) &&
 	    (p->v6 ? change_v6(skb, p, new, hops) : change_v4(skb, p, new, hops)))
 		return -1;
 	if (change_ports(skb, p, old, new))

@@ -72,7 +72,7 @@ static __always_inline u32 sctp_change(const struct packet *p, const struct tupl
 	struct ports old = {p->tuple.from.port, p->tuple.to.port};
 	struct ports now = {new->from.port, new->to.port};
 
-	return p->protocol == PROTO_SCTP ? *(u32 *)&old ^ *(u32 *)&now : 0;
+	return p->protocol == IPPROTO_SCTP ? *(u32 *)&old ^ *(u32 *)&now : 0;
 }
 
 /* Makes the checksum right for ports that were changed. */

@@ -9,41 +9,41 @@
  */
 #pragma once
 
-#define ICMP_UNREACHABLE 3 /* code 4: fragmentation needed */
+#define ICMP_DEST_UNREACH 3 /* code 4: fragmentation needed */
 #define ICMP_TIME_EXCEEDED 11
-#define ICMP_PARAMETER 12
-#define ICMP6_UNREACHABLE 1
-#define ICMP6_TOO_BIG 2
-#define ICMP6_TIME_EXCEEDED 3
-#define ICMP6_PARAMETER 4
-#define ICMP_HEADER 8
+#define ICMP_PARAMETERPROB 12
+#define ICMPV6_DEST_UNREACH 1
+#define ICMPV6_PKT_TOOBIG 2
+#define ICMPV6_TIME_EXCEED 3
+#define ICMPV6_PARAMPROB 4
+#define ICMP_HEADER_LENGTH 8
 #define ICMP_CHECK 2
 
 static __always_inline bool is_icmp_error(const struct packet *p)
 {
 	if (p->fragment == LATER)
 		return false;
-	if (p->protocol == PROTO_ICMP && !p->v6)
-		return p->icmp_type == ICMP_UNREACHABLE || p->icmp_type == ICMP_TIME_EXCEEDED ||
-		       p->icmp_type == ICMP_PARAMETER;
-	return p->protocol == PROTO_ICMP6 && p->v6 && p->icmp_type >= ICMP6_UNREACHABLE &&
-	       p->icmp_type <= ICMP6_PARAMETER;
+	if (p->protocol == IPPROTO_ICMP && !p->v6)
+		return p->icmp_type == ICMP_DEST_UNREACH || p->icmp_type == ICMP_TIME_EXCEEDED ||
+		       p->icmp_type == ICMP_PARAMETERPROB;
+	return p->protocol == IPPROTO_ICMPV6 && p->v6 && p->icmp_type >= ICMPV6_DEST_UNREACH &&
+	       p->icmp_type <= ICMPV6_PARAMPROB;
 }
 
 /* The packet that the error carries. */
-static __always_inline bool parse_carried(struct __sk_buff *skb, const struct packet *p,
-					  struct packet *carried)
+static __always_inline bool parse_inner(struct __sk_buff *skb, const struct packet *p,
+					struct packet *inner)
 {
-	carried->l3 = p->l4 + ICMP_HEADER;
+	inner->l3 = p->l4 + ICMP_HEADER_LENGTH;
 	if (p->v6)
-		return parse_v6(skb, carried);
-	return parse_v4(skb, carried);
+		return parse_v6(skb, inner);
+	return parse_v4(skb, inner);
 }
 
 /* Adds up what a changed address or port does to the ICMP checksum, and writes it there. */
-static __always_inline int carry_address(struct __sk_buff *skb, const struct packet *c, u32 at4,
-					 u32 at6, struct address *old, struct address *new,
-					 __wsum *sum)
+static __always_inline int rewrite_inner_address(struct __sk_buff *skb, const struct packet *c,
+						 u32 at4, u32 at6, struct address *old,
+						 struct address *new, __wsum *sum)
 {
 	__wsum diff;
 
@@ -61,31 +61,31 @@ static __always_inline int carry_address(struct __sk_buff *skb, const struct pac
 	return bpf_skb_store_bytes(skb, c->l3 + at4, &new->word[3], 4, 0);
 }
 
-static __always_inline int carry_port(struct __sk_buff *skb, const struct packet *c, u32 at,
-				      __be16 old, __be16 new, __wsum *sum)
+static __always_inline int rewrite_inner_port(struct __sk_buff *skb, const struct packet *c,
+					      u32 offset, __be16 old, __be16 new, __wsum *sum)
 {
 	__be32 before = old, after = new;
 
 	if (old == new)
 		return 0;
 	*sum = bpf_csum_diff(&before, sizeof(before), &after, sizeof(after), *sum);
-	return bpf_skb_store_bytes(skb, c->l4 + at, &new, sizeof(new), 0);
+	return bpf_skb_store_bytes(skb, c->l4 + offset, &new, sizeof(new), 0);
 }
 
 /* Makes the carried packet say `new`. Its own L4 checksum is left as it is: most of the segment
  * that it covers is not there, and nobody checks it. */
-static __always_inline int rewrite_carried(struct __sk_buff *skb, const struct packet *p,
-					   struct packet *c, struct tuple *new)
+static __always_inline int rewrite_inner(struct __sk_buff *skb, const struct packet *p,
+					 struct packet *c, struct tuple *new)
 {
 	struct tuple *old = &c->tuple;
 	__wsum sum = 0;
 
-	if (carry_address(skb, c, IP4_SOURCE, IP6_SOURCE, &old->from.address, &new->from.address,
-			  &sum) ||
-	    carry_address(skb, c, IP4_DESTINATION, IP6_DESTINATION, &old->to.address,
-			  &new->to.address, &sum) ||
-	    carry_port(skb, c, 0, old->from.port, new->from.port, &sum) ||
-	    carry_port(skb, c, 2, old->to.port, new->to.port, &sum))
+	if (rewrite_inner_address(skb, c, IP4_SOURCE, IP6_SOURCE, &old->from.address,
+				  &new->from.address, &sum) ||
+	    rewrite_inner_address(skb, c, IP4_DESTINATION, IP6_DESTINATION, &old->to.address,
+				  &new->to.address, &sum) ||
+	    rewrite_inner_port(skb, c, 0, old->from.port, new->from.port, &sum) ||
+	    rewrite_inner_port(skb, c, 2, old->to.port, new->to.port, &sum))
 		return -1;
 	return bpf_l4_csum_replace(skb, p->l4 + ICMP_CHECK, 0, sum, 0);
 }
