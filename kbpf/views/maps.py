@@ -50,7 +50,7 @@ PURPOSE: Final = {
     "port_slots": "packet path: which CPU decides about a port of the node, and fruitless searches",
     "refusal_limits": "packet path: how many ICMP errors and RSTs refuse, a second and at once",
     "refused_peers": "packet path: clients that got ICMP errors, and until when that counts",
-    "new_flows_paused_until": "packet path: until when no flow begins, while programs change over to other maps",
+    "new_flows_paused_until": "packet path: until when no flow begins, during a change of maps",
     "foreign_flows": "packet path: connections that another data plane got while it served",
     "devices": "packet path: devices, and on which side of the node they are",
     "device_cache": "packet path: remainder of an ifindex → one of those devices",

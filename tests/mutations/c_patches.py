@@ -130,7 +130,8 @@ PATCHES: Final = (
          "client->outside && (service->flags & SERVICE_EXTERNAL_LOCAL)",
          "service->flags & SERVICE_EXTERNAL_LOCAL"),
         ("NodePorts have the Service's ranges", "\t\tkey.service = 0;\n", "\t\t;\n"),
-        ("ports that a ClusterIP has not pass", "return is_cluster_ip ? REFUSE : PASS;", "return PASS;"),
+        ("ports that a ClusterIP has not pass",
+         "return is_cluster_ip ? REFUSE : PASS;", "return PASS;"),
         ("who is not let in",
          "(service.flags & SERVICE_RESTRICTED) && !source_allowed(&service, client)",
          "false"),
@@ -264,8 +265,8 @@ PATCHES: Final = (
          "if (!is_over(old, flow->last_used) && old->state != STATE_CLOSED)",
          "if (false)"),
         ("no room is made",
-         "if (*total > n->connections)\n\t\ttails.call(skb, TAIL_EVICT);\n\treturn claim_entries(skb, "
-         "flow);\n}\n\n/* Makes",
+         "if (*total > n->connections)\n\t\ttails.call(skb, TAIL_EVICT);\n\treturn "
+         "claim_entries(skb, flow);\n}\n\n/* Makes",
          "return claim_entries(skb, flow);\n}\n\n/* Makes"),
     ),
     *_rows(

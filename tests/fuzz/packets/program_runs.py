@@ -141,7 +141,7 @@ class ProgramRuns:
         self._packets.learn(done.packet_out[14:])
 
     def _from_the_middle(self, name: str) -> None:
-        """What is left in `cb` and in `flow_scratch` is not this packet's: only the verdict counts."""
+        """What is left in `cb` and `flow_scratch` is not this packet's: only the verdict counts."""
         rng = self._rng
         ifindex, own_mac = rng.choice(self._places)
         odd = [rng.choice((0, 1, 2, rng.getrandbits(32))) for _ in range(5)]

@@ -1,6 +1,6 @@
 """The packet path's map `flows`, as bytes: which entries a flow has (bpf/track.h).
 
-Each entry has the whole of a struct flow. The client's own, client and frontend, is the one that the
+Each entry has the whole struct flow. The client's own, client and frontend, is the one that the
 queue `flow_queue` has, and without which the others are nothing.
 """
 
@@ -69,7 +69,7 @@ def enable_flow_lookup(flow_count: CounterMap) -> None:
 
 
 def flow_key(source: bytes, destination: bytes) -> bytes:
-    """The key of two ends, in the order of flow_key_of() in track.h: by address, the last word of it
+    """The key of two ends, ordered as by flow_key_of() in track.h: by address, the last word of it
     first, then by port; each as the machine reads the four or two bytes.
     """
 

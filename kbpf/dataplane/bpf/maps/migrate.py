@@ -117,7 +117,7 @@ class MapMigration:
         return sum(map(flow_queue.push, queue_order(self._maps["flows"].items())))
 
     def _write_flow_count(self, flows: int) -> None:
-        """`flow_count` is never 0 where programs have served: nobody would look for a flow that they
+        """`flow_count` is not 0 where programs have served: nobody would look for a flow that they
         have begun meanwhile.
         """
         flow_count = self._maps["flow_count"]
@@ -215,7 +215,7 @@ def _program_clock_ns() -> int:
 
 @contextmanager
 def pause_new_flows(pause_map: Map) -> Iterator[None]:
-    """No flow begins meanwhile; known flows continue. `pause_map`: the map `new_flows_paused_until`,
+    """No flow begins meanwhile; known flows continue. `pause_map`: `new_flows_paused_until`,
     which all versions share.
     """
     until = time.monotonic_ns() + int(MAX_PAUSE_S * 1e9)
