@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: (GPL-2.0 OR BSD-2-Clause) */
-/* What connections come to, counted by Service and backend at their beginning and at their end:
- * nothing is paid for what is in between. */
+/* Counts connections by Service and backend, when they begin and when they end; packets in between
+ * cost nothing.
+ */
 #pragma once
 
 static __always_inline bool is_accounting(u32 what)
@@ -8,8 +9,8 @@ static __always_inline bool is_accounting(u32 what)
 	return config_flags() & what;
 }
 
-/* Instead of a backend: all that a Service has, where the agent has written such an entry since its
- * namespace has more than its share of `counts`. Then no more pairs of the Service are added. */
+/* Stands for all backends of a Service. The agent writes such an entry when a namespace exceeds its
+ * share of `counts`; from then on no pair of that Service is added. */
 #define ALL_BACKENDS 0xfffffffe
 
 static __always_inline struct counts *counts_of(u32 service, u32 backend)
@@ -37,7 +38,7 @@ static __always_inline void add(u64 *sum, u64 more)
 	__sync_fetch_and_add(sum, more);
 }
 
-/* A connection, or a flow of datagrams, was given a backend, or none. */
+/* A connection or a datagram flow got a backend, or was refused one. */
 static __always_inline void account_begin(const struct choice *c, enum verdict v)
 {
 	struct counts *totals;

@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: (GPL-2.0 OR BSD-2-Clause) */
-/* The same for tracked flows. Each of their entries adds up the bytes of one way, which its packets
- * are at anyway, and says them to `counts` when they are many and when that side is done: FIN, RST.
- * Bytes are those of packets from the IP header on.
+/* Accounting of the flows that the packet path tracks. Each entry of a flow sums up the bytes of
+ * the packets that it matches, and adds the sum to `counts` when it is large enough, and when that
+ * side sends FIN or RST. Bytes are counted from the IP header on.
  */
 #pragma once
 
-#define FLUSH_BYTES (256 << 10) /* so many are said at once */
+#define FLUSH_BYTES (256 << 10) /* a sum of this size is added to `counts` */
 #define FLUSH_DATAGRAM_BYTES                                                                       \
-	(4 << 10) /* the same for flows whose end nobody tells: the rest is lost */
+	(4 << 10) /* the same for UDP and SCTP: nothing signals their end, so the rest is lost */
 
 static __always_inline void account_flow(const struct flow *flow)
 {
@@ -16,7 +16,7 @@ static __always_inline void account_flow(const struct flow *flow)
 	account_begin(&c, TRANSLATE);
 }
 
-/* Adds what an entry has not said yet; `part` tells by which side's packets it is found. */
+/* Adds up to `counts` what this entry has not added yet. `reply`: the bytes are the backend's. */
 static __always_inline void flush_bytes(struct flow *entry, u32 bytes, bool reply)
 {
 	struct counts *totals = counts_of(entry->service, entry->backend_id);
@@ -26,7 +26,8 @@ static __always_inline void flush_bytes(struct flow *entry, u32 bytes, bool repl
 		add(reply ? &totals->bytes_out : &totals->bytes_in, bytes);
 }
 
-/* A packet went its way. Two CPUs that have packets of one flow at the same time may lose some. */
+/* A packet was forwarded. Two CPUs that handle packets of one flow at the same time may lose some
+ * bytes. */
 static __always_inline void account_bytes(struct flow *entry, u32 bytes, u32 flags, bool reply)
 {
 	bool tcp = entry->client.protocol == IPPROTO_TCP;
@@ -41,7 +42,7 @@ static __always_inline void account_bytes(struct flow *entry, u32 bytes, u32 fla
 		flush_bytes(entry, sum, reply);
 }
 
-/* The connection is over. */
+/* The connection has ended. */
 static __always_inline void flush_rest(struct flow *entry)
 {
 	u32 rest = entry->out.uncounted;
@@ -50,7 +51,7 @@ static __always_inline void flush_rest(struct flow *entry)
 		flush_bytes(entry, rest, entry->direction != DIRECTION_ORIGINAL);
 }
 
-/* The state of a TCP connection was `before`. */
+/* Counts the end of a TCP connection, once. `before`: its state before this packet. */
 static __always_inline void account_state(struct flow *flow, u8 before, bool in_order)
 {
 	struct counts *totals;

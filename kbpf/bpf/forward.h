@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: (GPL-2.0 OR BSD-2-Clause) */
-/* From ingress to the next device, past the stack.
+/* Redirects packets from ingress to the next device, past the stack.
  *
  * Packets for backends on other nodes carry this node's address as source. The stack would drop
- * them as martians, and a FORWARD policy would judge them; so they are routed here, by the tables
- * of the kernel, and given to the next device with the neighbour's address that the kernel knows.
- * What cannot be routed here (too long for the way, TTL at its end, no route, a tunnel that a route
- * makes) goes up the stack, which knows what to answer.
+ * them as martians, and a FORWARD policy would judge them. So they are routed here, with the
+ * kernel's FIB, and handed to the next device with the neighbour's MAC address. Packets that cannot
+ * be forwarded here (longer than the MTU, TTL expired, no route, a tunnel that the route sets up)
+ * go up the stack, which knows how to answer.
  *
- * What is left of forwarding's duties: TTL goes down by one.
+ * The only other duty of forwarding is to decrement the TTL.
  */
 #pragma once
 
@@ -15,22 +15,22 @@
 
 #define BPF_FIB_LKUP_RET_SUCCESS 0
 #define BPF_FIB_LKUP_RET_NO_NEIGH                                                                  \
-	7 /* found, but for the neighbour's address: the kernel asks for it */
+	7 /* there is a route, but the MAC address is unknown: the kernel resolves it */
 #define BPF_FIB_LKUP_RET_FRAG_NEEDED 8
 #define TCP_WORDS 12
-#define FOUND_AT_SHIFT 20 /* the unit of way_out.found: about a millisecond */
+#define FOUND_AT_SHIFT 20 /* unit of next_hop.found_at: about a millisecond */
 
-/* struct bpf_fib_lookup of linux/bpf.h, 64 bytes; later kernels give the unions more names. */
+/* struct bpf_fib_lookup of linux/bpf.h, 64 bytes; later kernels name more fields of its unions. */
 struct fib_params {
 	u8 family;
 	u8 protocol;
 	__be16 source_port;
 	__be16 destination_port;
-	u16 length;  /* of the largest packet from the IP header on */
-	u32 ifindex; /* in: where it came in; out: where it goes */
-	u32 tos;     /* IPv4's in the first byte */
+	u16 length;  /* in: of the largest packet, from the IP header on; out: the MTU */
+	u32 ifindex; /* in: the ingress device; out: the egress device */
+	u32 tos;     /* that of IPv4 in the first byte */
 	struct address source;
-	struct address destination; /* out: of the next hop */
+	struct address destination; /* out: the next hop */
 	u16 vlan[2];
 	u8 own_mac[6];
 	u8 next_mac[6];
@@ -60,7 +60,7 @@ static __always_inline long redirect_peer(u32 ifindex)
 	return ((long (*)(u32, u64))155)(ifindex, 0);
 }
 
-/* The longest packet that this one becomes on the wire, from the IP header on. */
+/* The length of the longest packet that this one becomes on the wire, from the IP header on. */
 static __always_inline u16 wire_length(struct __sk_buff *skb, const struct packet *p)
 {
 	u32 headers = p->l4 - p->l3;
@@ -98,10 +98,10 @@ static __always_inline long query_fib(struct __sk_buff *skb, const struct packet
 	return fib_lookup(skb, route);
 }
 
-/* The way of a packet that will go from here to there. Gives the device that it leaves by, or NULL:
- * then the stack has to see to it. `route->vlan[0]` is 1 where the MAC addresses are known.
- * `any_packet`: the way of the whole flow, whether or not this packet can take it; `route->length`
- * is 0 then if it cannot. */
+/* Looks up the next hop for a packet from `from` to `to`. Returns the egress device, or NULL: then
+ * the packet has to take the stack. `route->vlan[0]` is 1 if the MAC addresses are known.
+ * `any_packet`: looks up the route of the whole flow, even if this packet is too long or its TTL
+ * has expired; `route->length` is 0 then if this packet does not fit. */
 static __always_inline struct device *find_next_hop(struct __sk_buff *skb, const struct packet *p,
 						    const struct target *from,
 						    const struct target *to,
@@ -114,21 +114,23 @@ static __always_inline struct device *find_next_hop(struct __sk_buff *skb, const
 		return NULL;
 	result = query_fib(skb, p, from, to, route, length);
 	if (any_packet &&
-	    result == BPF_FIB_LKUP_RET_FRAG_NEEDED) { /* which does not say by which device */
+	    result == BPF_FIB_LKUP_RET_FRAG_NEEDED) { /* the result does not contain the device */
 		length = 0;
 		result = query_fib(skb, p, from, to, route, 1);
-		if (result == BPF_FIB_LKUP_RET_FRAG_NEEDED) /* before v5.12, which asks the packet;
-							       it is found */
+		if (result ==
+		    BPF_FIB_LKUP_RET_FRAG_NEEDED) /* before v5.12 the kernel checks the packet's own
+						     length; there is a route */
 			result = BPF_FIB_LKUP_RET_NO_NEIGH;
 	}
 	if (result != BPF_FIB_LKUP_RET_SUCCESS && result != BPF_FIB_LKUP_RET_NO_NEIGH)
 		return NULL;
 	route->vlan[0] = result == BPF_FIB_LKUP_RET_SUCCESS;
-	route->length = length; /* the kernel has written the MTU there */
+	route->length = length; /* the kernel has overwritten it with the MTU */
 	return device_at(route->ifindex);
 }
 
-/* `found` is when, as struct way_out has it. */
+/* The check word of a cached next hop. `found_at`: when it was looked up, in units of
+ * FOUND_AT_SHIFT. */
 static __always_inline u32 next_hop_check(const struct fib_params *route, u32 found_at)
 {
 	u32 macs[3], check = check_address(found_at, &route->destination);
@@ -164,8 +166,8 @@ static __always_inline void cache_next_hop(struct next_hop *out, const struct fi
 	out->check = next_hop_check(route, out->found_at);
 }
 
-/* What was remembered. False: nothing, or another CPU has replaced it meanwhile, or it is older
- * than a second: a router that changes, or a pod that goes, is noticed by then at the latest. */
+/* Reads the cached next hop. False: there is none, another CPU is replacing it, or it is older than
+ * a second. A changed route or a deleted pod is therefore noticed within a second. */
 static __always_inline bool read_cached_next_hop(const struct next_hop *out,
 						 struct fib_params *route, u64 now)
 {
@@ -182,7 +184,7 @@ static __always_inline bool read_cached_next_hop(const struct next_hop *out,
 	       (s32)((u32)(now >> FOUND_AT_SHIFT) - found_at) < (s32)(SECOND >> FOUND_AT_SHIFT);
 }
 
-/* The way of a packet of a flow, see find_route(). */
+/* The next hop of a packet of this flow, from the cache if possible; see find_next_hop(). */
 static __always_inline struct device *next_hop_of_flow(struct __sk_buff *skb,
 						       const struct packet *p,
 						       const struct tuple *t, struct next_hop *out,
@@ -199,17 +201,18 @@ static __always_inline struct device *next_hop_of_flow(struct __sk_buff *skb,
 	return to;
 }
 
-static __always_inline int finish(int action, enum reason reason); /* see tc.c */
+static __always_inline int finish(int action, enum reason reason); /* in tc.c */
 
-/* Takes off a priority tag (802.1Q with VLAN 0), which says something about this link only:
- * bpf_redirect*() would have it sent on by the next device. Not 0: it could not. */
+/* Removes a priority tag (802.1Q with VLAN 0), which applies to this link only; bpf_redirect*()
+ * would send it on through the next device. Returns a value other than 0 on failure. */
 static __always_inline long drop_priority_tag(struct __sk_buff *skb)
 {
 	return skb->vlan_present ? bpf_skb_vlan_pop(skb) : 0;
 }
 
-/* Sends it off. Into a pod it goes without a queue where that can be; else the kernel writes the
- * link header. What the kernel drops behind this counts as a transmit error of the device. */
+/* Sends the packet to the next device. Into a pod it goes without a queue, if possible; otherwise
+ * the kernel writes the link-layer header. A packet that the kernel drops after this point counts
+ * as a transmit error of the device. */
 static __always_inline int redirect_packet(struct __sk_buff *skb, const struct device *from,
 					   const struct device *to, const struct fib_params *route)
 {
@@ -227,7 +230,8 @@ static __always_inline int redirect_packet(struct __sk_buff *skb, const struct d
 			return finish(TC_ACT_SHOT, NOT_REWRITTEN);
 		return finish(redirect_peer(route->ifindex), REDIRECTED);
 	}
-	/* The kernel drops what has no link header to take off, as packets of tun or WireGuard. */
+	/* The kernel drops packets without a link-layer header here (tun, WireGuard), so add room
+	 * for one. */
 	if (!from->l2 && bpf_skb_change_head(skb, ETH_HLEN, 0))
 		return finish(TC_ACT_SHOT, NOT_REWRITTEN);
 	hop.address = route->destination;

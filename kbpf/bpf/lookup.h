@@ -1,19 +1,21 @@
 /* SPDX-License-Identifier: (GPL-2.0 OR BSD-2-Clause) */
-/* From a frontend to one backend of its Service.
+/* Finds the Service of a frontend, and chooses one of its backends.
  *
- * The agent never changes a set in place: it writes a new one under a new id and then replaces
- * the one value in `services`. So a reader sees the old set or the new one, whole. Three races
- * remain, and all are met here:
+ * The agent never changes a set in place: it writes a new set under a new id, and then replaces the
+ * one value in `services`. A reader therefore sees either the old set or the new one, as a whole.
+ * Three races remain, and are handled here:
  *
- *  - A look-up beside an overwrite can miss the key: the kernel puts the new element at the head
- *    of its list and then takes the old one out, and who came by in between saw neither (seen on
- *    6.18: four in a million connects under constant change). service_at() looks a second time.
- *  - An element of a hash may be used again for another key as soon as it is deleted or replaced
- *    (Linux v6.1, fba1a1c6c912: without waiting for readers). read_service() notices by the check
+ *  - A lookup during an update may miss the key: the kernel inserts the new element at the head of
+ *    the list and then removes the old one, and a reader in between may see neither (observed on
+ *    6.18: four in a million connects under constant change). service_at() looks twice.
+ *
+ *  - A hash element may be reused for another key as soon as it is deleted or replaced (Linux
+ *    v6.1, fba1a1c6c912: without waiting for readers). read_service() detects this by the check
  *    word, which covers key and value.
- *  - The old set may be deleted while a reader sleeps on its way from `services` to the slots,
- *    which takes longer than the agent's grace period only on a machine in trouble. Ids are never
- *    used twice, so the slot is missing rather than wrong, and choose() reads the service again.
+ *
+ *  - The old set may be deleted while a reader is between `services` and the slots. That takes
+ *    longer than the agent's grace period only on a machine in trouble. Ids are never reused, so
+ *    the slot is missing rather than wrong, and choose() reads the service again.
  */
 #pragma once
 
@@ -21,14 +23,14 @@
 
 #define TRIES 3
 
-/* Who asks, and from where it is seen. */
+/* The client, and how its packet or socket was seen. */
 struct client {
-	struct affinity_key key; /* but for the service: whom affinity knows */
+	struct affinity_key key; /* for affinity; `service` is filled in later */
 	u64 netns;               /* cookie; 0 for packets */
-	bool outside;            /* not this node, nor a pod of it: the external policy holds */
-	bool by_packet;          /* the key is the client's address, and the hashes are there */
-	u32 client_hash;         /* of the client's address */
-	u32 flow_hash;           /* of client, frontend, ports and protocol */
+	bool outside;    /* neither this node nor one of its pods: the external policy applies */
+	bool by_packet;  /* seen by packet: the key is its address, and both hashes are set */
+	u32 client_hash; /* of the client's address */
+	u32 flow_hash;   /* of client, frontend, ports and protocol */
 };
 
 struct choice {
@@ -42,7 +44,7 @@ struct choice {
 enum read_result {
 	MISSING = 0,
 	STEADY = 1,
-	UNSTEADY = 2, /* replaced or deleted while it was read: read again */
+	UNSTEADY = 2, /* replaced or deleted during the read: read again */
 };
 
 static __always_inline struct service *service_at(struct target *key)
@@ -52,7 +54,7 @@ static __always_inline struct service *service_at(struct target *key)
 	return result ? result : services.lookup(key);
 }
 
-/* Copies the service of a frontend. */
+/* Copies the service of a frontend to `out`. */
 static __always_inline enum read_result read_service(struct target *key, struct service *out)
 {
 	struct service *now = service_at(key);
@@ -79,8 +81,8 @@ static __always_inline bool is_host(u64 netns)
 	return c && c->host_netns == netns;
 }
 
-/* Whether NodePorts answer on this address for a client in this network namespace. Loopback is
- * the node's own only in the node's own namespace. */
+/* Whether NodePorts are served on this address for a client in this network namespace. Loopback
+ * belongs to the node only in the node's own namespace. */
 static __always_inline bool serves_node_ports(struct address *a, u64 netns)
 {
 	if (is_loopback(a) || is_any(a))
@@ -88,7 +90,7 @@ static __always_inline bool serves_node_ports(struct address *a, u64 netns)
 	return node_addresses.lookup(a) != NULL;
 }
 
-/* The wildcard that a NodePort of this address' family is stored under. */
+/* The wildcard under which a NodePort of this address family is stored. */
 static __always_inline struct target node_port_of(const struct target *to)
 {
 	struct target wildcard = *to;
@@ -102,8 +104,8 @@ static __always_inline struct target node_port_of(const struct target *to)
 	return wildcard;
 }
 
-/* Whether any frontend has this port. Most packets and sockets are for no Service: for them this
- * look-up in an array, which the kernel inlines, replaces four in a hash. */
+/* Whether any frontend has this port. Most packets and sockets are not for a Service: for them this
+ * array lookup, which the kernel inlines, replaces four hash lookups. */
 static __always_inline bool is_frontend_port(__be16 port)
 {
 	u32 number = __builtin_bswap16(port), word = number / 64;
@@ -112,16 +114,17 @@ static __always_inline bool is_frontend_port(__be16 port)
 	return bits && (*bits >> (number % 64) & 1);
 }
 
-/* Whether a Service may have something to say about a destination: it has a frontend's port, or is
- * a ClusterIP, which refuses its other ports. */
+/* Whether the destination may belong to a Service: it has the port of a frontend, or it is a
+ * ClusterIP, which refuses all other ports. */
 static __always_inline bool may_be_service(const struct target *to)
 {
 	return is_frontend_port(to->port) ||
 	       cluster_ips.lookup((struct address *)&to->address) != NULL;
 }
 
-/* Reads the service that `to` belongs to: the exact frontend, else a NodePort on an own address.
- * Who dials 0.0.0.0 means its loopback, not the wildcard under which NodePorts are stored. */
+/* Reads the service that `to` belongs to: the exact frontend, otherwise a NodePort on one of the
+ * node's addresses. A client that dials 0.0.0.0 means its loopback, not the wildcard under which
+ * NodePorts are stored. */
 static __always_inline enum read_result find_service(const struct target *to, u64 netns,
 						     struct service *out)
 {
@@ -141,19 +144,20 @@ static __always_inline enum read_result find_service(const struct target *to, u6
 	return read_service(&key, out);
 }
 
-/* Whether the agent talks to the API server by this socket. Of all frontends only ClusterIPs count
- * for it: those the API server allocates. Any other may be an address that a tenant has written
- * into a Service, and an agent that is led away by it never hears that the Service was deleted. */
+/* Whether the agent uses this socket to talk to the API server. Of all frontends, only ClusterIPs
+ * apply to such a socket, because the API server allocates them. Any other frontend may be an
+ * address that a tenant wrote into a Service; an agent diverted by it would never learn that the
+ * Service was deleted. */
 static __always_inline bool is_agent_socket(u64 cookie)
 {
 	return agent_sockets.lookup(&cookie) != NULL;
 }
 
-static __always_inline void count(u32 reason); /* each unit has its own */
+static __always_inline void count(u32 reason); /* each unit defines its own */
 
-/* Who shares the map `affinity` with others: an IPv4 address; an IPv6 network of 64 bits, of which
- * a host has all addresses; or the cgroup of a socket's process: a container makes network
- * namespaces, which affinity knows it by, but no cgroups. */
+/* The owner of an entry of `affinity`: an IPv4 address; an IPv6 /64 network, since one host may
+ * have all of its addresses; or the cgroup of the socket's process, since a container can create
+ * network namespaces (the affinity key of a socket), but not cgroups. */
 static __always_inline struct address affinity_owner_of(const struct client *client, u32 cgroup)
 {
 	if (cgroup)
@@ -161,8 +165,8 @@ static __always_inline struct address affinity_owner_of(const struct client *cli
 	return network_of(&client->key.client);
 }
 
-/* Whether the client may have one more entry of `affinity`: beyond its share it is led to a backend
- * at random each time, and nobody else's entry has to go for it. */
+/* Whether the client may have one more entry of `affinity`. Above its share it gets a random
+ * backend each time, and no other client's entry is evicted for it. */
 static __always_inline bool take_share(const struct client *client, u32 cgroup)
 {
 	struct address owner = affinity_owner_of(client, cgroup);
@@ -182,7 +186,8 @@ static __always_inline bool take_share(const struct client *client, u32 cgroup)
 	return true;
 }
 
-/* The backend that this client used last, if still in the set and not too long ago; else 0. */
+/* The backend that this client used last, if it is still in the set and the timeout has not
+ * expired; otherwise 0. */
 static __always_inline u32 find_affinity(const struct affinity *last, u32 set, u64 timeout, u64 now)
 {
 	struct member member = {.set = set};
@@ -193,10 +198,10 @@ static __always_inline u32 find_affinity(const struct affinity *last, u32 set, u
 	return set_members.lookup(&member) ? member.backend : 0;
 }
 
-/* The place in a set that a client without a history gets. A slot at random is right for every
- * set, since shares are counts of slots. A packet's Maglev slot follows from who it is from, so
- * another node chooses the same; a socket at connect() or sendto() has no port yet, and its flow
- * stays on this node anyway. */
+/* The slot for a client without affinity. A random slot is right for every set, since weights are
+ * numbers of slots. For packets, the Maglev slot follows from the sender, so every node chooses the
+ * same one. A socket has no port yet at connect() or sendto(), and its flow stays on this node
+ * anyway. */
 static __always_inline u32 choose_slot(const struct service *service, u32 size,
 				       const struct client *client)
 {
@@ -212,7 +217,7 @@ struct backend_set {
 	u32 table;
 };
 
-/* A backend id; 0 if the set or its table is gone. */
+/* The backend id at this slot; 0 if the set or its table is gone. */
 static __always_inline u32 backend_at(const struct backend_set *set, u32 index)
 {
 	struct slot slot = {.set = set->table};
@@ -230,7 +235,7 @@ static __always_inline u32 backend_at(const struct backend_set *set, u32 index)
 	return result ? *result : 0;
 }
 
-/* A backend id out of a set, by affinity or by its slot; 0 if the set is gone. */
+/* Chooses a backend id from the set, by affinity or by slot; 0 if the set is gone. */
 static __always_inline u32 pick_backend(const struct service *service,
 					const struct backend_set *set, const struct client *client,
 					enum reason *reason)
@@ -256,9 +261,9 @@ static __always_inline u32 pick_backend(const struct service *service,
 	return last.backend;
 }
 
-/* Whether only endpoints of this node will do. The internal policy holds for a ClusterIP. For all
- * other kinds it is the external one, but who is on this node or in its pods gets the short
- * circuit: Cluster endpoints whatever that policy says, as in kube-proxy. */
+/* Whether only endpoints of this node may be chosen. A ClusterIP follows the internal policy, all
+ * other kinds the external one. As in kube-proxy, the node and its pods get endpoints of the whole
+ * cluster whatever the external policy is. */
 static __always_inline bool wants_local(const struct service *service, const struct client *client)
 {
 	if (service->flags & SERVICE_CLUSTER_IP)
@@ -266,9 +271,9 @@ static __always_inline bool wants_local(const struct service *service, const str
 	return client->outside && (service->flags & SERVICE_EXTERNAL_LOCAL);
 }
 
-/* Whether loadBalancerSourceRanges let this client in; known only where its address is. NodePorts
- * have the node's own ranges, which all Services share: those of service 0, an id that no Service
- * has. They are no concern of the node's own sockets. */
+/* Whether loadBalancerSourceRanges admit this client; that needs its address. NodePorts use the
+ * node's ranges, which all Services share and which are stored under service 0 (no Service has that
+ * id); they do not apply to the node's own sockets. */
 static __always_inline bool source_allowed(const struct service *service,
 					   const struct client *client)
 {
@@ -283,7 +288,7 @@ static __always_inline bool source_allowed(const struct service *service,
 	return source_ranges.lookup(&key) != NULL;
 }
 
-/* One try: what to do with a connection to `to`. SET_VANISHED: try again. */
+/* One try to choose a backend for a connection to `to`. SET_VANISHED: try again. */
 static __always_inline enum verdict choose_once(const struct target *to,
 						const struct client *client, struct choice *out)
 {

@@ -1,27 +1,26 @@
 /* SPDX-License-Identifier: (GPL-2.0 OR BSD-2-Clause) */
-/* "Connection refused", said by a program: the packet itself is turned into the answer.
+/* Refuses a connection: the packet itself is turned into the reply.
  *
- * TCP: the SYN becomes RST|ACK. Options and data stay where they are, which RFC 9293 allows, so
- * each checksum changes by what was changed and by nothing else: that is right for packets whose
- * checksum is still to be filled in by a device, too.
+ * TCP: the SYN becomes RST|ACK. Options and data stay in place, which RFC 9293 allows, so each
+ * checksum changes only by the words that changed. That also holds for packets whose checksum a
+ * device has yet to complete.
  *
- * UDP and SCTP: an ICMP "port unreachable" that carries the beginning of the packet. It comes from
- * the address that was dialled, as the answer of a host without that port would. SCTP whose
- * checksum a device is still to fill in, that of this node's pods, is dropped: can_refuse() has
- * why.
+ * UDP and SCTP: an ICMP "port unreachable" that quotes the start of the packet. It comes from the
+ * destination address, as from a host without that port. SCTP packets whose checksum a device has
+ * yet to complete (those of this node's pods) are dropped, see can_refuse().
  *
- * Refusals are limited as the kernel limits its own, by its settings: may_refuse().
+ * Refusals are rate-limited with the kernel's own limits: may_refuse().
  */
 #pragma once
 
-/* What is allowed (enum refusal_bucket). The agent writes it when it starts. */
+/* Index: enum refusal_bucket. Written by the agent when it starts. */
 BPF_TABLE("array", u32, struct refusal_limit, refusal_limits, REFUSAL_LIMITS);
 
-/* address -> `spent` of its own bucket for ICMP errors. Full: the oldest goes, and is allowed a
- * whole burst; the node's own bucket holds all the same. */
+/* address -> `spent` of its own bucket for ICMP errors. Full: the oldest is evicted and may send a
+ * whole burst again; the bucket of the node still applies. */
 BPF_TABLE("lru_hash", struct address, u64, refused_peers, 64);
 
-#define REPLY_TTL 64 /* of a packet that has come from nobody */
+#define REPLY_TTL 64 /* of packets that originate here */
 #define TCP_SEQUENCE 4
 #define TCP_ACKNOWLEDGEMENT 8
 #define TCP_OFFSET_FLAGS 12
@@ -45,7 +44,7 @@ static __always_inline int replace_word(struct __sk_buff *skb, const struct pack
 	return bpf_skb_store_bytes(skb, p->l4 + offset, &new, sizeof(new), 0);
 }
 
-/* Bytes after the TCP header: those of a SYN with fast open. */
+/* Length of the data behind the TCP header: a SYN with TCP Fast Open carries some. */
 static __always_inline u32 tcp_data(struct __sk_buff *skb, const struct packet *p, u8 offset)
 {
 	u32 length = ip_length(skb, p) - (p->l4 - p->l3) - (offset >> 4) * 4;
@@ -75,10 +74,10 @@ static __always_inline int refuse_tcp(struct __sk_buff *skb, struct packet *p)
 	return rewrite(skb, p, &reply, REPLY_TTL);
 }
 
-/* What an error carries at most: an IP header with its options or extension headers (60 bytes in
- * IPv4; as many as these in IPv6), and the first bytes of what follows it. Of SCTP those are its
- * header and an INIT up to its tag: who gets an error without it does not believe it (RFC 9260,
- * section 10). */
+/* The longest quote in an ICMP error: an IP header with options (60 bytes in IPv4) or extension
+ * headers (as many as fit in IPv6), and the first bytes behind it. For SCTP those are its header
+ * and the INIT chunk up to the tag, without which the receiver ignores the error (RFC 9260, section
+ * 10). */
 #define MAX_QUOTE4 80
 #define MAX_QUOTE6 116
 #define QUOTED_PORTS 8
@@ -93,8 +92,8 @@ struct icmp_header {
 	__be32 unused;
 };
 
-/* The sum that stands for the checksum while a device is still to fill it in. The 0xffff of mapped
- * addresses count for nothing. */
+/* The sum of the pseudo header, which is in the checksum field as long as a device has to
+ * complete it. The 0xffff of v4-mapped addresses adds nothing in ones' complement. */
 static __always_inline __sum16 pseudo_sum(const struct packet *p, __be16 length)
 {
 	struct address addresses[2] = {p->tuple.from.address, p->tuple.to.address};
@@ -103,10 +102,10 @@ static __always_inline __sum16 pseudo_sum(const struct packet *p, __be16 length)
 	return ~fold((u32)sum + length + __builtin_bswap16(IPPROTO_UDP));
 }
 
-/* A datagram whose checksum a device is still to fill in will have it filled in inside of the
- * error, too, and nothing tells us so but the sum. There it becomes the one value that the device's
- * calculation over the UDP header, all that is left of the datagram, gives back: half of what the
- * rest needs, in ones' complement. So the error's own checksum holds with and without. */
+/* If the UDP checksum is still partial, the device will complete it inside the ICMP error and
+ * change bytes that the ICMP checksum covers; only the sum shows that it is partial. Preset it to
+ * the fixed point of that calculation over the UDP header (half of the complement of the other
+ * words), so that it comes out unchanged. */
 static __always_inline int fix_partial_check(struct __sk_buff *skb, const struct packet *p)
 {
 	__be16 udp[4]; /* ports, length, checksum */
@@ -124,14 +123,15 @@ static __always_inline int fix_partial_check(struct __sk_buff *skb, const struct
 	return bpf_skb_store_bytes(skb, p->l4 + UDP_CHECK, &udp[3], sizeof(udp[3]), 0);
 }
 
-/* Cuts the packet to what an error carries, makes room for new headers in front of its own, and
- * reads what is carried into `carried`, of which the rest stays 0. Gives its length; 0: failed. */
+/* Truncates the packet to what an ICMP error quotes, makes room for new headers in front of it, and
+ * reads the quote into `quote`, whose rest stays 0. Returns its length, or 0 on failure. */
 static __always_inline u32 quote_packet(struct __sk_buff *skb, const struct packet *p, u8 *quote,
 					u32 most, u32 room)
 {
 	u64 length = p->l4 - p->l3 + (p->protocol == IPPROTO_SCTP ? QUOTED_SCTP : QUOTED_PORTS);
 
-	/* Two comparisons that stay two: of one, the verifier does not see the lower bound. */
+	/* Two separate comparisons: the compiler would merge them into one, of which the verifier
+	 * does not see the lower bound. */
 	if (length > most)
 		return 0;
 	barrier_var(length);
@@ -201,8 +201,8 @@ static __always_inline int refuse_v6(struct __sk_buff *skb, const struct packet 
 	return bpf_skb_store_bytes(skb, p->l3, &head, sizeof(head), 0);
 }
 
-/* Whether it can be answered so. A CRC that a device is still to fill in would be filled in inside
- * of the error, too, and there is no value that such a calculation gives back, as for UDP. */
+/* Whether the packet can be refused. A device would complete a partial SCTP checksum inside the
+ * ICMP error, and for a CRC there is no fixed point as for UDP. */
 static __always_inline bool can_refuse(struct __sk_buff *skb, const struct packet *p)
 {
 	u32 check = 0;
@@ -219,8 +219,8 @@ static __always_inline int refuse_with_icmp(struct __sk_buff *skb, const struct 
 	return p->v6 ? refuse_v6(skb, p) : refuse_v4(skb, p);
 }
 
-/* Takes a token. CPUs that ask at once may take the same one: at most one too many for each CPU.
- * Time only goes forward, so a bucket is never fuller than `burst`. */
+/* Takes a token. CPUs that run this at the same time may take the same token: at most one too many
+ * for each CPU. Time only goes forward, so a bucket never holds more than `burst`. */
 static __always_inline bool take_token(u64 *spent, const struct refusal_limit *limit, u64 now)
 {
 	u64 from = *spent > now ? *spent : now;
@@ -231,7 +231,8 @@ static __always_inline bool take_token(u64 *spent, const struct refusal_limit *l
 	return true;
 }
 
-/* The bucket of an address that gets an ICMP error; one that has none yet has a whole burst. */
+/* Takes a token of an address that gets an ICMP error. An address without a bucket has a whole
+ * burst. */
 static __always_inline bool take_peer_token(const struct address *peer,
 					    const struct refusal_limit *limit, u64 now)
 {
@@ -243,8 +244,8 @@ static __always_inline bool take_peer_token(const struct address *peer,
 	return true;
 }
 
-/* Whether the limits allow one more refusal. An address that is over its own takes nothing from
- * what the others have. */
+/* Whether the limits allow one more refusal. An address above its own limit takes no token of the
+ * node. */
 static __always_inline bool may_refuse(const struct packet *p, u64 now)
 {
 	u32 which = p->protocol == IPPROTO_TCP ? LIMIT_RESET : LIMIT_ICMP;

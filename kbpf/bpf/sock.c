@@ -1,12 +1,13 @@
 /* SPDX-License-Identifier: (GPL-2.0 OR BSD-2-Clause) */
-/* Service addresses for the sockets of a node and its pods: the nine cgroup programs.
+/* The socket hooks: nine cgroup programs that translate Service addresses for the sockets of the
+ * node and its pods.
  *
- * connect() on a frontend is pointed at a backend, once; no packet is touched afterwards.
- * Unconnected UDP is pointed at a backend per datagram, to the same one as long as the flow is
- * in use and the backend serves, and replies get the frontend's address back. Who asks for the
- * peer's address sees the frontend.
+ * connect() to a frontend is directed to a backend once; no packet is rewritten afterwards.
+ * Unconnected UDP is directed for each datagram, to the same backend as long as the flow is in use
+ * and the backend serves; replies get the frontend's address back. getpeername() shows the
+ * frontend.
  *
- * The family is known only in the hooks at the end of this file.
+ * Only the hooks at the end of this file distinguish IPv4 and IPv6.
  */
 #include "types.h"
 #include "lib/compat.h"
@@ -21,21 +22,21 @@ static __always_inline u32 socket_cgroup(void)
 #include "lookup.h"
 #include "account.h"
 
-/* An unconnected socket's flow keeps its backend this long after its last datagram: what the
- * kernel's conntrack gives to UDP streams, and so what kube-proxy's clients are used to. */
+/* A flow of an unconnected socket keeps its backend this long after its last datagram. This is the
+ * timeout of nf_conntrack for UDP streams, so clients see what they see with kube-proxy. */
 #define FLOW_IDLE_NS (120ULL * 1000000000)
-/* A pod's cgroup is looked for among the uppermost so many, and the process' own. kubelet's are at
- * level 2 to 4, or 6 where a node is itself a container. */
+/* The cgroup of a pod is looked up among this many top levels, and at the process's own cgroup.
+ * kubelet's cgroups are at levels 2 to 4, or 6 if the node itself is a container. */
 #define CGROUP_LEVELS 10
-/* Ports beyond those that the kernel gives sockets by itself (ip_local_port_range), and tries to
- * find a free one of them. */
+/* Ports above those that the kernel assigns by itself (ip_local_port_range), and the number of
+ * tries to find a free one. */
 #define RESERVED_PORT_LOW 61000
 #define RESERVED_PORTS 4536
 #define RESERVED_PORT_TRIES 8
 
-/* A number for this socket that no other socket ever has. Before Linux v5.10 (92acdc58ab11) socket
- * cookies were unique within their network namespace only, so its cookie is mixed in; both count
- * up from 1, and 2^44 sockets or 2^20 namespaces are more than a node sees. */
+/* An id for this socket that is never reused. Before Linux v5.10 (92acdc58ab11), cookies were
+ * unique only within a network namespace, so the namespace's cookie is mixed in. Both count up from
+ * 1; a node does not reach 2^44 sockets or 2^20 namespaces. */
 static __always_inline u64 socket_id(void *ctx)
 {
 	return bpf_get_socket_cookie(ctx) ^ (get_netns_cookie(ctx) << 44);
@@ -58,16 +59,16 @@ static __always_inline void count(u32 reason)
 		(*n)++;
 }
 
-/* Whether the hook ends the system call. Where the kernel has no bpf_set_retval (before v5.18) it
- * would fail with EPERM, which no client of a Service expects: there the address stays as dialled
- * and the packet path answers. */
+/* Whether the hook makes the system call fail. Without bpf_set_retval() (before v5.18) the error
+ * would be EPERM, which no client of a Service expects. Then the address stays as dialled, and the
+ * packet path replies. */
 static __always_inline bool ends_syscall(enum verdict v)
 {
 	return (v == REFUSE || v == DROP) && (config_flags() & CONFIG_SET_RETVAL);
 }
 
-/* Counts, and returns what the hook returns: 1 continues the system call, 0 ends it with an errno.
- */
+/* Counts the reason, and returns the result of the hook: 1 continues the system call, 0 fails it
+ * with an errno. */
 static __always_inline int finish(enum verdict v, enum reason reason)
 {
 	count(reason);
@@ -83,7 +84,7 @@ static __always_inline struct peer *peer_of(struct bpf_sock *sk)
 	return sk ? sock_peers.sk_storage_get(sk, NULL, 0) : NULL;
 }
 
-/* Only UDP sockets may connect() while they are connected, so no other socket pays for it. */
+/* Only UDP sockets can call connect() while connected, so other sockets skip the lookup. */
 static __always_inline bool may_have_former_peer(struct bpf_sock *sk)
 {
 	return sk && sk->state == BPF_TCP_ESTABLISHED;
@@ -94,7 +95,7 @@ static __always_inline struct peer *former_peer_of(struct bpf_sock *sk)
 	return may_have_former_peer(sk) ? former_peers.sk_storage_get(sk, NULL, 0) : NULL;
 }
 
-/* Whether this is where the kernel sends what the socket's owner sends without an address. */
+/* Whether the kernel sends to this address what the socket sends without an address. */
 static __always_inline bool is_connected_to(struct bpf_sock *sk, const struct target *to)
 {
 	struct address peer = v4_mapped(sk->dst_ip4);
@@ -110,9 +111,9 @@ static __always_inline bool is_connected_to(struct bpf_sock *sk, const struct ta
 	return same_address(&peer, &to->address) && (__be16)sk->dst_port == to->port;
 }
 
-/* connect() of a connected socket may still fail (no route to the new peer), and then the kernel
- * keeps the old association: so its peer is kept as well, until the socket is connected to the
- * same backend by another way. `to`: the new peer. */
+/* connect() on a connected socket may still fail (no route to the new peer), and then the kernel
+ * keeps the old association. So the old peer is kept as well, until the socket connects to the same
+ * backend in another way. `to`: the new peer. */
 static __always_inline void save_former_peer(struct bpf_sock *sk, const struct target *to)
 {
 	struct peer *peer, *former;
@@ -131,8 +132,8 @@ static __always_inline void save_former_peer(struct bpf_sock *sk, const struct t
 		former_peers.sk_storage_delete(sk);
 }
 
-/* Records the peer of a socket that connects. If it connects to an address that is no frontend, its
- * old peer is deleted: getpeername() must not show it. */
+/* Stores the peer of a socket that connects. If it connects to an address that is not a frontend,
+ * the old peer is deleted, or getpeername() would show it. */
 static __always_inline void record_peer(struct bpf_sock_addr *ctx, enum verdict v,
 					const struct target *to, const struct choice *c)
 {
@@ -163,7 +164,7 @@ static __always_inline bool is_exempt_cgroup(u64 id)
 	return exempt_cgroups.lookup(&id) != NULL;
 }
 
-/* Whether this process, or a cgroup that it is in, asked to be left alone. */
+/* Whether this process is exempt, because its cgroup or an ancestor of it is. */
 static __always_inline bool is_exempt(void)
 {
 	if (is_exempt_cgroup(get_current_cgroup_id()))
@@ -180,7 +181,7 @@ static __always_inline bool is_exempt(void)
 	return false;
 }
 
-/* Whether the packet path is to serve this socket: its packets keep the Service's address. */
+/* Whether the packet path serves this socket; its packets keep the Service's address. */
 static __always_inline bool is_left_to_packet_path(u64 netns)
 {
 	u32 flags = config_flags();
@@ -190,7 +191,7 @@ static __always_inline bool is_left_to_packet_path(u64 netns)
 	return (flags & CONFIG_EXEMPTIONS) && is_exempt();
 }
 
-/* choose(), for a socket that asks for the first time. */
+/* choose() for a socket that has no backend yet. */
 static __always_inline enum verdict choose_for_socket(void *ctx, const struct target *to,
 						      struct choice *c)
 {
@@ -208,14 +209,14 @@ static __always_inline enum verdict choose_for_socket(void *ctx, const struct ta
 		c->reason = NOT_A_SERVICE;
 		return PASS;
 	}
-	if (v == TRANSLATE || (config_flags() & CONFIG_SET_RETVAL)) /* else its packets are asked */
+	if (v == TRANSLATE ||
+	    (config_flags() & CONFIG_SET_RETVAL)) /* otherwise its packets are counted */
 		account_begin(c, v);
 	return v;
 }
 
-/* Where another data plane still knows connections of a pod by their ports: whether this socket,
- * which is about to talk to a backend of theirs directly, needs one that none of them has. Else the
- * answers are taken for theirs. */
+/* During a take-over the old data plane still tracks this pod's connections by port. Bind the
+ * socket to a port outside that range, or the old data plane would claim its replies. */
 static __always_inline bool needs_reserved_port(void *ctx, enum verdict v)
 {
 	return v == TRANSLATE && (config_flags() & CONFIG_COEXISTING) &&
@@ -227,17 +228,16 @@ static __always_inline __be16 random_reserved_port(void)
 	return __builtin_bswap16(RESERVED_PORT_LOW + bpf_get_prandom_u32() % RESERVED_PORTS);
 }
 
-/* Whether connect() succeeds though nobody listens there: that of UDP says nothing to anybody yet,
- * and it fails with no other proxy. ping, getaddrinfo() and others only ask so for the address that
- * they would have. Who sends something is refused then, by the packet path: without one nobody
- * would tell, and connect() does. */
+/* A UDP connect() sends nothing, so it succeeds even if nobody listens (as with kube-proxy): ping,
+ * getaddrinfo() and others only want to know their own address. The packet path refuses the first
+ * datagram. Without a packet path nothing would, so connect() fails. */
 static __always_inline bool is_udp_probe(const struct target *to, const struct choice *c)
 {
 	return to->protocol == IPPROTO_UDP && c->reason == UNKNOWN_PORT &&
 	       (config_flags() & CONFIG_PACKET_PATH);
 }
 
-/* connect(): `to` becomes the backend. Since Linux v6.1 it has a hook for ping's sockets, too,
+/* connect(): replaces `to` by the backend. Since Linux v6.1 the hooks also run for ping sockets,
  * which have no port. */
 static __always_inline enum verdict translate_connect(struct bpf_sock_addr *ctx, struct target *to,
 						      enum reason *reason)
@@ -258,7 +258,7 @@ static __always_inline enum verdict translate_connect(struct bpf_sock_addr *ctx,
 	return v;
 }
 
-/* Whether this frontend still is one of this Service's. */
+/* Whether this is still a frontend of this Service. */
 static __always_inline bool is_frontend_of(const struct target *frontend, u32 id)
 {
 	struct target key = *frontend;
@@ -271,13 +271,14 @@ static __always_inline bool is_frontend_of(const struct target *frontend, u32 id
 	}
 	if (!service || service->id == id)
 		return service != NULL;
-	/* An element that was replaced while it was read says nothing: the next datagram asks. */
+	/* An element that was replaced during the read proves nothing: the next datagram checks
+	 * again. */
 	result = read_service(&key, &steady);
 	return result == UNSTEADY || (result == STEADY && steady.id == id);
 }
 
-/* Whether what this flow chose serves no more: its backend, there or for this Service, or its
- * frontend. A time of the same tick may be from before. */
+/* Whether the backend of this flow no longer serves it: the backend is gone, it has been removed
+ * from this Service, or the frontend is gone. A cut in the same tick as the choice counts. */
 static __always_inline bool is_cut(const struct udp_flow *flow)
 {
 	struct cut_key key = {.service = flow->service, .backend = flow->backend};
@@ -300,7 +301,7 @@ static __always_inline struct udp_flow *flow_at(struct udp_flows *flows, u32 ind
 	return index < FLOWS_PER_SOCKET ? &flows->flow[index] : NULL;
 }
 
-/* The place of the flow to this frontend; FLOWS_PER_SOCKET if there is none. */
+/* The index of the flow to this frontend; FLOWS_PER_SOCKET if there is none. */
 static __always_inline u32 index_of_flow(const struct udp_flows *flows,
 					 const struct target *frontend)
 {
@@ -313,7 +314,7 @@ static __always_inline u32 index_of_flow(const struct udp_flows *flows,
 	return index;
 }
 
-/* The place for one more: of those that are free or quiet the one that was used first. */
+/* The element to overwrite: a free one, otherwise the one that has been idle longest. */
 static __always_inline u32 oldest_index(const struct udp_flows *flows)
 {
 	u64 first = ~0ULL;
@@ -331,8 +332,8 @@ static __always_inline u32 oldest_index(const struct udp_flows *flows)
 	return index;
 }
 
-/* The flow of the newest question to this backend: two frontends with one backend, asked from one
- * socket, cannot be told apart by the answer. */
+/* The flow to this backend that sent last: a reply does not tell apart two frontends with the same
+ * backend that one socket has sent to. */
 static __always_inline u32 index_by_backend(const struct udp_flows *flows,
 					    const struct target *backend)
 {
@@ -352,8 +353,8 @@ static __always_inline u32 index_by_backend(const struct udp_flows *flows,
 	return index;
 }
 
-/* Answers and the next datagrams of this socket know the flow from now on. Another thread may send
- * by the same socket meanwhile: while the place is written it belongs to no frontend. */
+/* Stores the flow for the next datagrams and for replies. Another thread may use the same socket at
+ * the same time, so the element belongs to no frontend while it is written. */
 static __always_inline void create_flow(struct bpf_sock_addr *ctx, const struct target *to,
 					const struct choice *c, u64 now)
 {
@@ -386,7 +387,7 @@ static __always_inline void create_flow(struct bpf_sock_addr *ctx, const struct 
 	flow->frontend.protocol = to->protocol;
 }
 
-/* The backend of the flow, while it is in use and the backend serves. */
+/* Finds the backend of the flow, if it is in use and the backend serves. */
 static __always_inline bool find_flow(struct bpf_sock *sk, const struct target *to, u64 now,
 				      struct choice *c)
 {
@@ -405,9 +406,10 @@ static __always_inline bool find_flow(struct bpf_sock *sk, const struct target *
 	return same_target(&flow->frontend, to);
 }
 
-/* A socket that is connected to this very frontend and names it again goes on with the backend
- * that connect() chose: the kernel would not take answers from another one. One that was connected
- * to it (the agent ends such sockets, or its owner has dissolved the connection) chooses anew. */
+/* A socket that is connected to this frontend and also names it in sendmsg() keeps the backend of
+ * connect(), since the kernel would accept replies from no other address. If it is no longer
+ * connected to it (the agent closes such sockets, or the application dissolved the association), it
+ * chooses again. */
 static __always_inline bool find_peer(struct bpf_sock *sk, const struct target *to,
 				      struct choice *c)
 {
@@ -423,8 +425,8 @@ static __always_inline bool find_peer(struct bpf_sock *sk, const struct target *
 	return backends.lookup(&c->backend_id) != NULL;
 }
 
-/* sendmsg() with an address on a UDP socket: `to` becomes the backend. A flow that is in use goes
- * on with its backend also when its socket is left to the packet path by now. */
+/* sendmsg() with an address, on a UDP socket: replaces `to` by the backend. A flow in use keeps its
+ * backend even if its socket is left to the packet path by now. */
 static __always_inline enum verdict translate_sendmsg(struct bpf_sock_addr *ctx, struct target *to,
 						      enum reason *reason)
 {
@@ -446,7 +448,7 @@ static __always_inline enum verdict translate_sendmsg(struct bpf_sock_addr *ctx,
 	return v;
 }
 
-/* recvmsg() and getpeername(): `from` becomes the frontend, if it is our backend. */
+/* recvmsg() and getpeername(): replaces `from` by the frontend, if it is the socket's backend. */
 static __always_inline bool reverse_peer(struct bpf_sock *sk, struct target *from)
 {
 	struct peer *peer = peer_of(sk);
@@ -470,7 +472,8 @@ static __always_inline bool translate_recvmsg(struct bpf_sock_addr *ctx, struct 
 	if (!flow || is_cut(flow))
 		return reverse_peer(sk, from);
 	*from = flow->frontend;
-	if (elapsed(last_used(flow), now) <= FLOW_IDLE_NS) /* else it is over: see udp_cuts */
+	if (elapsed(last_used(flow), now) <=
+	    FLOW_IDLE_NS) /* otherwise the flow is over: see udp_cuts */
 		flow->last_received = now;
 	count(REVERSED);
 	return true;
@@ -478,9 +481,9 @@ static __always_inline bool translate_recvmsg(struct bpf_sock_addr *ctx, struct 
 
 /* ---- the end of TCP connections -------------------------------------------------------------
  *
- * At the end of a connection the kernel knows how much went each way, what was sent again, how long
- * the way was, and whether it ended in good order. A socket that connect() has pointed at a backend
- * asks to be told of its end, which may be long after close().
+ * When a connection ends, the kernel knows how many bytes went each way, the retransmits, the
+ * round-trip time, and whether it ended with FINs. If connect() directed a socket to a backend, the
+ * socket requests a callback at its end, which may be long after close().
  */
 
 static __always_inline void request_end_callback(struct bpf_sock_ops *ctx)
@@ -494,8 +497,8 @@ static __always_inline void request_end_callback(struct bpf_sock_ops *ctx)
 		peer->backend.pad = 1;
 }
 
-/* Whether the other side has taken our FIN, and we its: each counts as a byte. An end from
- * FIN_WAIT2 may be one before its FIN has come; then a byte is missing. */
+/* Whether the peer has acknowledged our FIN, or we its FIN; each counts as one byte. In FIN_WAIT2
+ * the connection may end before the peer's FIN arrives; then the result is one byte too small. */
 static __always_inline bool fin_was_acked(u32 state)
 {
 	return state == BPF_TCP_FIN_WAIT2 || state == BPF_TCP_CLOSING || state == BPF_TCP_LAST_ACK;
@@ -506,7 +509,7 @@ static __always_inline bool fin_was_received(u32 state)
 	return state == BPF_TCP_CLOSE_WAIT || fin_was_acked(state);
 }
 
-/* `but`: what of `bytes` is none. */
+/* Bytes of data; `control`: sequence numbers that SYN and FIN took. */
 static __always_inline u64 payload(u64 bytes, u64 control)
 {
 	return bytes > control ? bytes - control : 0;
@@ -530,7 +533,7 @@ static __always_inline void account_end(struct bpf_sock_ops *ctx, const struct p
 	if (before == BPF_TCP_ESTABLISHED || before == BPF_TCP_FIN_WAIT1 ||
 	    before == BPF_TCP_CLOSE_WAIT)
 		add(&totals->broken, 1);
-	bytes = payload(ctx->bytes_acked, 1 + fin_was_acked(before)); /* the SYN is one */
+	bytes = payload(ctx->bytes_acked, 1 + fin_was_acked(before)); /* 1 for the SYN */
 	add(&totals->bytes_in, bytes);
 	bytes = payload(ctx->bytes_received, fin_was_received(before));
 	add(&totals->bytes_out, bytes);
@@ -561,9 +564,9 @@ int sock_ops(struct bpf_sock_ops *ctx)
 	return 1;
 }
 
-/* ---- the hooks: the only lines that know a family ------------------------------------------ */
+/* ---- the hooks: the only code that distinguishes families --------------------------------- */
 
-/* MPTCP sockets dial as what they are on the wire. */
+/* MPTCP sockets use TCP frontends: that is what they are on the wire. */
 static __always_inline u8 protocol_of(u32 protocol)
 {
 	return protocol == IPPROTO_MPTCP ? IPPROTO_TCP : protocol;
@@ -607,7 +610,7 @@ static __always_inline void write_v6(struct bpf_sock_addr *ctx, const struct tar
 	ctx->user_port = t->port;
 }
 
-/* A socket that has a port already keeps it: the kernel gives no second one. */
+/* A socket that already has a port keeps it: the kernel gives no second one. */
 static __always_inline void bind_v4(struct bpf_sock_addr *ctx)
 {
 	struct socket_v4 own = {.family = AF_INET};

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: (GPL-2.0 OR BSD-2-Clause) */
-/* Service addresses in packets: what comes from outside of the node, and from pods whose sockets
- * the hooks do not see.
+/* The packet path: translates Service addresses in packets from outside the node, and from pods
+ * whose sockets the hooks do not see.
  *
- * `tc_ingress` and `tc_egress` run on every device that packets come in or go out by. track.h
- * tells what each of them changes. What is rare or long has a program of its own, reached by a
- * tail call: a new flow, an ICMP error, an answer of our own.
+ * `tc_ingress` and `tc_egress` run on every device; track.h says what each of them changes. Rare or
+ * long work has programs of its own, reached by tail calls: new flows, ICMP errors, refusals.
+ * README.md shows the path of a packet through them.
  */
 #include "types.h"
 #include "lib/compat.h"
@@ -13,7 +13,7 @@
 
 static __always_inline u32 socket_cgroup(void)
 {
-	return 0; /* affinity knows who sends packets by the address */
+	return 0; /* affinity uses the address of a packet's sender */
 }
 
 #include "lookup.h"
@@ -27,28 +27,26 @@ static __always_inline u32 socket_cgroup(void)
 #include "refuse.h"
 #include "track.h"
 
-#define TC_ACT_UNSPEC (-1) /* pass, and let whoever is behind us on this device have its say */
+#define TC_ACT_UNSPEC (-1) /* pass, and let the next program on this device run */
 #define TC_ACT_SHOT 2
 #define REPLY_PORT_TRIES 8  /* tries to find a free port of client' */
-#define EVICT_CANDIDATES 16 /* flows, whether anybody needs them, by each new one */
-#define EVICTION_TRIES 8    /* flows that are asked when the queue is full */
-#define FRESH_TRIES 8       /* of SNAT_TRIES, before a port that a backend may still keep will do */
-#define SCAN_PORTS 640      /* ports that tc_scan looks at in one run */
-#define MAX_SCANS 18        /* such runs: the kernel allows a packet 33 tail calls in all */
-#define CLOCK_SKEW (SECOND / 50) /* CPUs may read the coarse clock so far apart */
-#define SCAN_PAUSE (SECOND / 10) /* no search of this length for a backend that had no port */
+#define EVICT_CANDIDATES 16 /* of the oldest flows that each new one checks */
+#define EVICTION_TRIES 8    /* flows that are checked when the queue is full */
+#define FRESH_TRIES 8       /* of SNAT_TRIES, before ports in TIME_WAIT at a backend are used */
+#define SCAN_PORTS 640      /* ports that one run of tc_scan_ports checks */
+#define MAX_SCANS 18        /* such runs: the kernel limits a packet to 33 tail calls */
+#define CLOCK_SKEW (SECOND / 50) /* the coarse clocks of two CPUs may differ this much */
+#define SCAN_PAUSE (SECOND / 10) /* no such scan for a backend right after one has failed */
 
 #define VLAN_VID_MASK 0x0fff
-#define PACKET_OTHERHOST 3 /* PACKET_OTHERHOST */
+#define PACKET_OTHERHOST 3
 
 #define FLOW_WRITTEN 0x6b627066 /* in cb[0]: the packet's flow has just been written */
 #define FLOW_UPDATED                                                                               \
-	(FLOW_WRITTEN |                                                                            \
-	 FROM_ICMP_ERROR)  /* also in cb[0]: what the packet says has counted already */
-#define JUST_WRITTEN 0x200 /* not a TCP flag: the same, of a packet's flags */
+	(FLOW_WRITTEN | FROM_ICMP_ERROR) /* the same, and the packet has updated its state */
+#define JUST_WRITTEN 0x200 /* not a TCP flag: the packet's flow has just been written */
 
-#define ADDRESS_NOT_CHOSEN                                                                         \
-	__builtin_bswap32(1) /* ::1, for a source that has to change and cannot */
+#define ADDRESS_NOT_CHOSEN __builtin_bswap32(1) /* ::1: a source is needed, but not known yet */
 
 enum tail {
 	TAIL_CHOOSE = 0,
@@ -74,8 +72,8 @@ enum tail {
 
 /* Of a packet that begins a flow, in cb[0]. */
 enum begin_flags {
-	BEGIN_RESTART = 1 << 0,     /* where a flow of ours has ended */
-	BEGIN_NOT_FOREIGN = 1 << 1, /* no other data plane got it before */
+	BEGIN_RESTART = 1 << 0,     /* it replaces a flow of ours that has ended */
+	BEGIN_NOT_FOREIGN = 1 << 1, /* another data plane did not see it first */
 };
 
 BPF_F_TABLE("hash", u32, struct device, devices, 64, BPF_F_NO_PREALLOC);
@@ -85,29 +83,30 @@ BPF_F_TABLE("lpm_trie", struct network_key, u32, local_networks, 64, BPF_F_NO_PR
 BPF_TABLE("array", u32, struct port_slot, port_slots, PORT_SLOTS);
 BPF_TABLE("prog", u32, u32, tails, TAILS);
 
-/* place of a client -> the ports of a datagram, for its later fragments. Full: the oldest goes, and
- * what is left of its datagram passes untranslated. */
+/* client slot -> the ports of a datagram, for its later fragments. Full: the oldest is evicted, and
+ * the remaining fragments of its datagram pass untranslated. */
 BPF_TABLE("lru_hash", struct client_slot, struct first_fragment, fragments, 64);
 
-/* place of a client -> by what a SYN is known: connections that another data plane got while we
- * yielded to it. Full: the oldest goes, and if its SYN comes once more it begins anew. */
+/* client slot -> the number that identifies a SYN: connections that another data plane got while
+ * we were passive. Full: the oldest is evicted, and a retransmission of its SYN begins a flow of
+ * ours. */
 BPF_TABLE("lru_hash", struct client_slot, u32, foreign_flows, 64);
 
-/* 0 -> until when no flow begins, ns, CLOCK_MONOTONIC. The devices change over to other programs
- * one after the other; do these keep flows elsewhere, one that began meanwhile would be known on
- * one of its two devices only. A SYN that is dropped comes again after a second. It is a time, so
- * that an agent that dies leaves nobody waiting, and a map of its own, which every version of kbpf
- * shares: its layout must never change. */
+/* 0 -> until when no flow may begin (ns, CLOCK_MONOTONIC). Devices switch to other programs one
+ * after the other. If those use other flow maps, a flow that began in between would be known on
+ * only one of its two devices. A dropped SYN is retransmitted after a second. A point in time
+ * expires even if the agent dies. All versions of kbpf share this map, so its layout must never
+ * change. */
 BPF_TABLE("array", u32, u64, new_flows_paused_until, 1);
 
-/* 0 -> the flow that is being made, on its way from the program that chose its backend to the one
- * that writes its entries. On one CPU there is only one: TC runs with bottom halves disabled, so
- * nothing else runs at TC meanwhile. PREEMPT_RT has a lock for that; since 6.18 only with
+/* 0 -> the flow that is being created, from the program that chooses its backend to the one that
+ * writes its entries. There is one at a time on each CPU: TC runs with bottom halves disabled, so
+ * no other packet is handled there meanwhile. PREEMPT_RT has a lock for that; since 6.18 only with
  * CONFIG_PREEMPT_RT_NEEDS_BH_LOCK, which `kbpf check` and the agent look for. */
 BPF_TABLE("percpu_array", u32, struct flow, flow_scratch, 1);
 
-/* What the agent knows of a device. Each packet asks for up to two, and the kernel gives an array's
- * element in a tenth of the time that a hash takes. */
+/* What the agent knows about a device. Each packet asks for up to two devices, and an array lookup
+ * takes a tenth of the time of a hash lookup. */
 static __always_inline struct device *device_at(u32 ifindex)
 {
 	u32 index = ifindex % CACHED_DEVICES;
@@ -128,15 +127,15 @@ static __always_inline void count(u32 reason)
 		(*n)++;
 }
 
-/* Every path ends here. */
+/* Counts the reason, and returns the action. */
 static __always_inline int finish(int action, enum reason reason)
 {
 	count(reason);
 	return action;
 }
 
-/* The end of a packet that was rewritten. SCTP's checksum takes thousands of instructions, which
- * are in a program of their own; what bpf_redirect*() was told before holds there too. */
+/* The end of a packet that was rewritten. The SCTP checksum takes thousands of instructions, which
+ * are in a program of their own; a bpf_redirect*() before the tail call still takes effect. */
 static __always_inline int finish_rewrite(struct __sk_buff *skb, const struct packet *p,
 					  const struct tuple *new, int action, u32 l3)
 {
@@ -151,9 +150,10 @@ static __always_inline int finish_rewrite(struct __sk_buff *skb, const struct pa
 	return finish(TC_ACT_SHOT, NOT_REWRITTEN);
 }
 
-/* Which client's places a packet takes that came in by this device (NULL: it is the node's own): a
- * pod's own device, whatever address the pod writes; a pod's address, since the pods of a node may
- * have one network; anybody else's IPv4 address or network of 64 bits. */
+/* The client whose slots a packet may fill. `in`: the device it arrived on, or NULL for the node's
+ * own packets. A pod with its own device: that device, whatever source address the pod uses. Other
+ * pods: the address, since the pods of a node may share one network. Other machines: the IPv4
+ * address or the IPv6 /64 network. */
 static __always_inline struct address owner_of_packet(const struct device *in, u32 ifindex,
 						      const struct address *from)
 {
@@ -164,9 +164,9 @@ static __always_inline struct address owner_of_packet(const struct device *in, u
 	return network_of(from);
 }
 
-/* Of what tells the datagrams of one id apart: the addresses, and IPv4's protocol. In IPv6 the
- * protocol may stand behind destination options, which only the first fragment has (RFC 8200, 4.5).
- * Multiplied, so that no two words can be exchanged. */
+/* Hashes what distinguishes datagrams with the same id: the addresses, and the protocol in IPv4. In
+ * IPv6 the protocol may follow destination options, which only the first fragment has (RFC 8200,
+ * 4.5). hash_word() makes the order of the words count. */
 static __always_inline u32 hash_of_fragments(const struct packet *p)
 {
 	const struct address *from = &p->tuple.from.address, *to = &p->tuple.to.address;
@@ -180,8 +180,8 @@ static __always_inline u32 hash_of_fragments(const struct packet *p)
 	return hash_end(hash, 24);
 }
 
-/* Later fragments have no ports: they take protocol and ports of the first one. False: not known.
- * Ids that follow each other have places of their own. */
+/* Later fragments have no ports: they get protocol and ports of the first one. False: not known.
+ * Consecutive ids get slots of their own. */
 static __always_inline bool fragment_ports(struct packet *p, const struct device *in, u32 ifindex)
 {
 	u32 id = __builtin_bswap32(p->id); /* of IPv4: in the upper half */
@@ -222,7 +222,7 @@ static __always_inline bool same_flow(const struct flow *a, const struct flow *b
 	       a->snat_port == b->snat_port;
 }
 
-/* What stands at this key, if it is still of this flow. */
+/* The entry at this key, if it still belongs to this flow. */
 static __always_inline struct flow *entry_of(const struct flow *flow, struct flow_key *key)
 {
 	struct flow *entry = flows.lookup(key);
@@ -235,8 +235,8 @@ static __always_inline bool is_live(const struct flow *entry, u64 now)
 	return entry && !expired(entry, now);
 }
 
-/* Whether a flow has ended by time. An entry that only the quiet side's packets find grows old
- * while the other side still sends: UDP in one direction. */
+/* Whether all entries of a flow have expired. An entry that matches only packets of the idle side
+ * ages while the other side still sends, as with UDP in one direction. */
 static __always_inline bool is_over(const struct flow *flow, u64 now)
 {
 	struct flow_key key;
@@ -257,14 +257,14 @@ static __always_inline bool is_over(const struct flow *flow, u64 now)
 
 enum restart {
 	RESTART_NO = 0,
-	RESTART_CHECK = 1, /* tc_again finds out */
+	RESTART_CHECK = 1, /* tc_recheck decides */
 	RESTART_YES = 2,
 };
 
 /* Whether a packet of a known flow has to choose a backend again: a SYN after both sides have
- * closed, UDP whose backend is gone. Any other SYN may be a repeated one, whose answer was lost, or
- * a forged one: it goes where the connection is, if there still is one, and the backend decides.
- * Datagrams without an answer ask once a second. */
+ * closed, or UDP whose backend is gone. Any other SYN may be a retransmission (the reply was lost)
+ * or forged. It goes to the backend of the connection, if there is one, and the backend decides.
+ * UDP without a reply checks once a second. */
 static __always_inline enum restart check_restart(const struct flow *flow, u32 flags, u64 now)
 {
 	if (flags & (JUST_WRITTEN | FROM_ICMP_ERROR))
@@ -279,9 +279,9 @@ static __always_inline enum restart check_restart(const struct flow *flow, u32 f
 	return both_closed(flow) ? RESTART_YES : RESTART_CHECK;
 }
 
-/* The entry of the other side. For a packet of the backend that is the client's own; for one of the
- * client that by which the backend's packets are found. If another program leaves the source of a
- * masqueraded flow untranslated, the backend answers to client'. */
+/* The twin entry, which matches the other side's packets: for a packet of the backend the client's
+ * own entry, for a packet of the client the one that matches replies. If another program leaves the
+ * source of a masqueraded flow untranslated, the backend replies to client'. */
 static __always_inline struct flow *twin_of(const struct flow *flow, bool reply)
 {
 	struct flow *other;
@@ -301,7 +301,7 @@ static __always_inline struct flow *twin_of(const struct flow *flow, bool reply)
 	return entry_of(flow, &key);
 }
 
-/* The client's own entry has the state of the flow, the backend's has a copy. */
+/* The client's own entry holds the state of the flow; the backend's holds a copy. */
 static __always_inline void update_state(struct flow *flow, const struct packet *p, u32 flags,
 					 bool reply)
 {
@@ -317,7 +317,7 @@ static __always_inline void update_state(struct flow *flow, const struct packet 
 					&other->seen.tcp);
 	else if (before == STATE_NEW)
 		state = STATE_ANSWERED;
-	else /* if this entry has not just been behind */
+	else /* unless only this copy was outdated */
 		state = flow->state == before ? STATE_ESTABLISHED : before;
 	original->state = state;
 	original->fins = fins;
@@ -335,9 +335,9 @@ static __always_inline bool may_change(const struct flow *flow, u32 flags, bool 
 						    : may_change_other(flow, flags, reply, now);
 }
 
-/* A packet of a known flow, found by this entry. Each entry sees the packets of one side only, but
- * for that of client' and backend, which also sees those of the client when they leave (see_off()).
- */
+/* Updates the entry that matched a packet of a known flow. Each entry matches packets of one side
+ * only, except that of client' and backend, which also matches the client's packets when they leave
+ * (update_leaving()). */
 static __always_inline void update_flow(struct flow *flow, const struct packet *p, u32 flags,
 					bool reply, u64 now)
 {
@@ -351,8 +351,8 @@ static __always_inline void update_flow(struct flow *flow, const struct packet *
 		flow->seen.tcp = p->tcp;
 }
 
-/* A packet of the client that leaves the stack, found by the entry of client' and backend. What it
- * says was heard when it came in, and in a masqueraded flow this entry was not told. */
+/* Updates the entry of client' and backend for a packet of the client that leaves the stack. The
+ * state was updated when the packet arrived, but with SNAT this copy was not. */
 static __always_inline void update_leaving(struct flow *flow, u32 flags, u64 now)
 {
 	struct flow *original;
@@ -371,18 +371,18 @@ static __always_inline void update_leaving(struct flow *flow, u32 flags, u64 now
 	flow->fins = original->fins;
 }
 
-/* Deletes an entry if it is still this flow's. */
+/* Deletes an entry if it still belongs to this flow. */
 static __always_inline void delete_entry(struct flow_key *key, const struct flow *flow)
 {
 	if (entry_of(flow, key))
 		flows.delete(key);
 }
 
-/* The only CPU that decides about what stands at this key; NULL: another one is at it. A key that
- * is free goes to whoever writes its entry first. One whose flow gives it up does not: two CPUs
- * that find it so would both believe to have it, or one would delete what the other has written.
- * Nobody waits: there are other ports, and an entry that stays is found by the agent (orphans.py).
- */
+/* Makes this CPU the only one that decides about the entry at this key; NULL: another CPU does. A
+ * free key belongs to the CPU that inserts its entry first. A key whose flow gives it up needs this
+ * lock: two CPUs that see it could both take it, or one could delete what the other has just
+ * written. There is no waiting: there are other ports to try, and the agent deletes entries that
+ * are left over (flow_gc.py). */
 static __always_inline struct port_slot *try_lock_key(const struct flow_key *key)
 {
 	u32 index = (key->first.port ^ key->second.port) % PORT_SLOTS;
@@ -402,7 +402,7 @@ static __always_inline void unlock_key(struct port_slot *slot)
 	__sync_fetch_and_add(&slot->lockers, -1);
 }
 
-/* Deletes what a flow's answers find. */
+/* Deletes the entries that match the replies of a flow. */
 static __always_inline void delete_replies(const struct flow *flow)
 {
 	struct port_slot *slot;
@@ -422,8 +422,8 @@ static __always_inline void delete_replies(const struct flow *flow)
 	delete_entry(&key, flow);
 }
 
-/* Deletes a flow's entries but for this one, which is still to be read: an element that is deleted
- * may be another flow's at once. */
+/* Deletes the entries of a flow except this one, which is still read: a deleted element may be
+ * reused for another flow at once. */
 static __always_inline void delete_other_entries(const struct flow *flow)
 {
 	struct flow_key key;
@@ -442,7 +442,8 @@ static __always_inline void delete_other_entries(const struct flow *flow)
 	}
 }
 
-/* Deletes the flow of a question. Its entry is the last one: by that it is found. */
+/* Deletes a flow, given its original entry. That entry is deleted last, since it leads to the
+ * others. */
 static __always_inline void delete_flow(const struct flow *flow)
 {
 	struct flow_key key = original_key(flow);
@@ -451,9 +452,9 @@ static __always_inline void delete_flow(const struct flow *flow)
 	delete_entry(&key, flow);
 }
 
-/* The mark of masqueraded flows' packets, both ways, while they are in the node's stack: whoever
- * lets kube-proxy's pass a FORWARD policy of DROP lets ours pass. It is bits of a mark that others
- * use too. */
+/* Sets or clears the mark of masqueraded flows on a packet in the node's stack, in both directions:
+ * rules that accept kube-proxy's mark under a FORWARD policy of DROP also accept ours. Other bits
+ * of the mark belong to others. */
 static __always_inline void mark_masqueraded(struct __sk_buff *skb, bool in)
 {
 	u32 zero = 0;
@@ -463,20 +464,21 @@ static __always_inline void mark_masqueraded(struct __sk_buff *skb, bool in)
 		skb->mark = in ? skb->mark | n->mark : skb->mark & ~n->mark;
 }
 
-/* What a packet of a known flow becomes when it comes in. */
+/* What to do with a packet of a known flow at ingress. */
 struct translation {
-	struct tuple to_stack;  /* for the stack */
-	struct tuple to_device; /* for the next device */
-	struct flow *flow;      /* where it was found */
+	struct tuple to_stack;  /* if it takes the stack */
+	struct tuple to_device; /* if it is redirected to the next device */
+	struct flow *flow;      /* the entry that matched */
 	u64 now;
-	u32 host_device;  /* not 0: for this node, as if it came in there */
-	u8 path;          /* enum way */
-	bool masqueraded; /* to be marked in the stack; also where nothing else is to be done */
-	u8 restart;       /* enum again: what was found may be no flow any more */
-	bool reply;       /* from the backend */
+	u32 host_device;  /* not 0: for this node, as if it arrived on this device */
+	u8 path;          /* enum flow_path */
+	bool masqueraded; /* to be marked in the stack, even if nothing else changes */
+	u8 restart;       /* enum restart: the flow may be over */
+	bool reply;       /* sent by the backend */
 };
 
-/* JUST_MADE, once, if serve() has sent the packet here; NO_SEGMENT too if tc_late has. */
+/* JUST_WRITTEN, once, if resume() sent the packet here; with FROM_ICMP_ERROR if tc_claim_late
+ * did. */
 static __always_inline u32 take_resume_flags(struct __sk_buff *skb)
 {
 	u32 from = skb->cb[0];
@@ -487,7 +489,7 @@ static __always_inline u32 take_resume_flags(struct __sk_buff *skb)
 	return JUST_WRITTEN | (from & FROM_ICMP_ERROR);
 }
 
-/* A packet of the client. */
+/* Translates a packet of the client. */
 static __always_inline void translate_original(const struct flow *flow, struct translation *s)
 {
 	s->to_stack.to = flow->backend;
@@ -499,7 +501,8 @@ static __always_inline void translate_original(const struct flow *flow, struct t
 	}
 }
 
-/* A packet of the backend. False: it is for the client as it is, and changes when it leaves. */
+/* Translates a packet of the backend. False: it is for the client already, and changes at
+ * egress. */
 static __always_inline bool translate_reply(const struct tuple *t, const struct flow *flow,
 					    struct translation *s)
 {
@@ -518,7 +521,7 @@ static __always_inline bool translate_reply(const struct tuple *t, const struct 
 	return true;
 }
 
-/* Fills `s`; false: no flow of ours, or nothing to do here. */
+/* Fills in `s`. False: no flow of ours, or nothing to do here. */
 static __always_inline bool translate_in(struct tuple *t, const struct packet *p, u32 flags,
 					 struct translation *s)
 {
@@ -557,10 +560,9 @@ static __always_inline bool translate_in(struct tuple *t, const struct packet *p
 	return true;
 }
 
-/* Whether this SYN begins a connection that the flow is not about: the client dials the backend
- * itself, from a port that it used through a Service until that connection ended. A SYN to the
- * Service goes where the connection is (begins_anew()): its numbers are those that the client's own
- * entry has remembered as it came in. */
+/* Whether this SYN begins a connection that is not part of the flow: the client connects to the
+ * backend directly, from a port that it used through a Service before. A SYN to the Service goes to
+ * the connection's backend (check_restart()), and the client's own entry remembers its numbers. */
 static __always_inline bool is_direct_connection(const struct flow *flow, const struct packet *p,
 						 u32 flags)
 {
@@ -577,12 +579,12 @@ static __always_inline bool is_direct_connection(const struct flow *flow, const 
 
 enum egress_result {
 	EGRESS_UNKNOWN = 0,   /* no flow of ours */
-	EGRESS_UNCHANGED = 1, /* one of ours, and it says already what it has to */
+	EGRESS_UNCHANGED = 1, /* of a flow of ours, but already correct */
 	EGRESS_REWRITE = 2,
-	EGRESS_HOST_FLOW = 3, /* this node's own, and there is a flow for it */
+	EGRESS_HOST_FLOW = 3, /* sent by this node, and it has a flow */
 };
 
-/* What it becomes when it goes out. */
+/* Translates a packet at egress, into `new`. */
 static __always_inline enum egress_result translate_out(struct tuple *t, const struct packet *p,
 							u32 flags, u32 bytes, struct tuple *new,
 							bool *masqueraded)
@@ -610,7 +612,7 @@ static __always_inline enum egress_result translate_out(struct tuple *t, const s
 		*masqueraded = has_snat(flow);
 		update_flow(flow, p, flags, true, now);
 		if (bytes && !has_snat(flow) &&
-		    flow->path == PATH_STACK) /* not seen when it came in */
+		    flow->path == PATH_STACK) /* not counted at ingress */
 			account_bytes(flow, bytes, flags, true);
 		new->from = flow->frontend;
 		new->to.port = flow->client.port;
@@ -627,10 +629,10 @@ static __always_inline enum egress_result translate_out(struct tuple *t, const s
 	return EGRESS_REWRITE;
 }
 
-/* ---- a new flow ---------------------------------------------------------------------------- */
+/* ---- new flows ---------------------------------------------------------------------------- */
 
-/* Whether the backend has to see the node's address instead of the client's, as in
- * kube-proxy. A client that is its own backend would answer itself past us. */
+/* Whether the backend has to see the node's address instead of the client's, as with kube-proxy. A
+ * client that is its own backend would otherwise reply to itself, past us. */
 static __always_inline bool masquerades(const struct choice *c, const struct node *n,
 					const struct device *device, const struct address *client)
 {
@@ -647,13 +649,13 @@ static __always_inline bool masquerades(const struct choice *c, const struct nod
 	return !(device->flags & DEVICE_LOCAL);
 }
 
-/* Writes the entry that the backend's answers to client' find; 0, or the error of the last try,
- * -EEXIST if all ports that were tried are another flow's. The kernel refuses a write (-EBUSY,
- * Linux 5.11 and later) while the same CPU has been interrupted at a write to a bucket of the same
- * group: the next port is most likely in another one. Another flow of this client to the same
- * backend, through another frontend, may have it: then the port of client' is another one. So it is
- * where another data plane knows connections of this client by its ports: in the node's stack it
- * would take the answers for theirs. */
+/* Inserts the entry that matches replies to client'. Returns 0, or the error of the last try:
+ * -EEXIST if all ports that were tried belong to other flows. If another flow of this client to the
+ * same backend (through another frontend) has the key, client' gets another port. While coexisting
+ * with another data plane the port always changes: its conntrack may hold the client's own port and
+ * would translate the replies. The kernel refuses a write (-EBUSY, Linux 5.11 and later) if this
+ * CPU was interrupted during another one to the same group of buckets; the next port is most likely
+ * in another group. */
 static __always_inline long claim_reply(struct flow *flow, const struct node *n, u64 now)
 {
 	u32 size = n->port_high - n->port_low + 1;
@@ -686,13 +688,13 @@ static __always_inline long claim_reply(struct flow *flow, const struct node *n,
 	return error;
 }
 
-/* The ports of the node that a client may have to one backend: one of each SHARES in a row, by a
- * hash of its address (IPv6: its network of 64 bits, of which a host has all addresses). So no
- * client has more than this part of them, and of another client's at most about as large a part.
- */
+/* The ports of the node that a client may use for one backend: one of every SHARES consecutive
+ * ports, selected by a hash of its address (IPv6: of its /64 network, since one host may have all
+ * of its addresses). No client gets more than this share, and it overlaps with another client's by
+ * about as large a share. */
 struct share {
 	u32 low;
-	u32 count; /* of its ports */
+	u32 count; /* number of its ports */
 	u32 step;  /* a power of two */
 	u32 client;
 };
@@ -719,17 +721,18 @@ static __always_inline u32 index_of_port(const struct share *s, __be16 port)
 	return (u32)(__builtin_bswap16(port) - s->low) / s->step;
 }
 
-/* How a port is searched for (cb[0] of tc_snat), and whose port will do then. */
+/* The stages of the search for a port of the node (cb[0] of tc_claim_port), and which ports each
+ * may take. */
 enum search {
-	SEARCH_RANDOM = 0, /* at random: what has ended, but for ports that a backend keeps; then
-			    * all of   that, and what is disposable */
-	SEARCH_SEQUENTIAL = 1, /* in a row: that, and handshakes that have had a second */
-	SEARCH_SCANNED = 2,    /* the same, where tc_scan has found one */
-	SEARCH_LAST = 3, /* any handshake: under a flood it is most likely that of a forged client,
-			  * and  the new one would be lost for certain */
+	SEARCH_RANDOM = 0, /* random ports: those of flows that have ended, at first not those in
+			      TIME_WAIT at the backend, then all and disposable ones */
+	SEARCH_SEQUENTIAL = 1, /* in sequence: the same, and handshakes older than a second */
+	SEARCH_SCANNED = 2,    /* the same, for a port that tc_scan_ports found */
+	SEARCH_LAST = 3, /* any handshake: during a flood it is most likely forged, and otherwise
+			    this one would certainly fail */
 };
 
-/* Whether a flow gives its port to another, as far as one of its entries tells. Established ones
+/* Whether a flow gives up its port to another, judged by one of its entries. Established flows
  * never do. */
 static __always_inline bool entry_frees_port(const struct flow *entry, u64 now, u32 search,
 					     bool fresh)
@@ -744,7 +747,7 @@ static __always_inline bool entry_frees_port(const struct flow *entry, u64 now, 
 	return !fresh && is_disposable(entry, now);
 }
 
-/* The same of the whole flow: its client may have sent since its backend did. */
+/* The same for the whole flow: its client may have sent after its backend. */
 static __always_inline bool flow_frees_port(const struct flow *reply_entry, u64 now, u32 search,
 					    bool fresh)
 {
@@ -757,9 +760,9 @@ static __always_inline bool flow_frees_port(const struct flow *reply_entry, u64 
 	return !original || entry_frees_port(original, now, search, fresh);
 }
 
-/* Finds a port of the node for this flow among those that its client may have, out of the range
- * that the node's own sockets keep away from: the client's own if it is one of those and free.
- * False: nat->snat_port is the one to go on with. */
+/* Claims a port of the node for this flow, among those that its client may use. The range is not
+ * used by the node's own sockets. The client's own port is tried first, if it is in the share.
+ * False: the search continues from flow->snat_port. */
 static __always_inline bool claim_node_port(struct flow *flow, const struct node *n, u32 search)
 {
 	struct share s = share_of(flow, n);
@@ -792,23 +795,23 @@ static __always_inline bool claim_node_port(struct flow *flow, const struct node
 		flow->snat_port = port_at(&s, index);
 		return false;
 	}
-	if (other) /* its client may not go on with it */
+	if (other) /* the rest of the flow that loses its port */
 		delete_other_entries(other);
 	written = !flows.update(&key, flow);
 	unlock_key(slot);
 	return written;
 }
 
-/* Whether somebody may still talk by a flow that began before all others that are tracked. */
+/* Whether this flow may still be in use, although it is among the oldest. */
 static __always_inline bool is_needed(const struct flow *flow, u64 now)
 {
 	return !is_half_open(flow) && flow->state != STATE_CLOSED && !is_disposable(flow, now) &&
 	       !is_over(flow, now);
 }
 
-/* Asks the oldest flows whether anybody needs them; one goes that nobody does, the others get
- * places behind all. A handshake of this moment has the place of a connection before it, from the
- * same port: it goes only if there is nobody else, and its key is counted until it comes again. */
+/* Checks the oldest flows: evicts one that is not needed, and puts the others at the end of the
+ * queue. A reused entry keeps its old place in the queue, so a handshake may be among the oldest.
+ * Evict it only if nothing else can go; its key stays counted until it comes up again. */
 static __always_inline void evict_over_limit(u64 *total, u64 now)
 {
 	struct flow *flow = NULL, *young = NULL;
@@ -841,8 +844,8 @@ static __always_inline void evict_over_limit(u64 *total, u64 now)
 		delete_flow(flow);
 }
 
-/* One of the oldest flows goes. Those that are needed keep their places, but for streams of UDP,
- * which make room for other protocols. False: there is none among those asked. */
+/* Evicts one of the oldest flows. Flows that are needed keep their place, except UDP streams, which
+ * make room for other protocols. False: none of those checked can go. */
 static __always_inline bool evict_one(bool for_udp, u64 now)
 {
 	for (int i = 0; i < EVICTION_TRIES; i++) {
@@ -868,8 +871,8 @@ static __always_inline bool evict_one(bool for_udp, u64 now)
 	return false;
 }
 
-/* Finds a place for a new flow. The queue has room for an eighth more than the operator allows: so
- * a long row of flows that are needed is passed (tc_room) before none can begin any more. */
+/* Adds a new flow to the queue. The queue has an eighth more room than the operator's limit, so
+ * that tc_evict passes a long run of needed flows before new flows fail. */
 static __always_inline bool enqueue(struct flow_key *key, const struct node *n, u64 now)
 {
 	u32 zero = 0;
@@ -881,13 +884,13 @@ static __always_inline bool enqueue(struct flow_key *key, const struct node *n, 
 		__sync_fetch_and_add(total, 1);
 		return true;
 	}
-	*total = n->connections + n->connections / 8; /* whatever was counted */
+	*total = n->connections + n->connections / 8; /* corrects the count */
 	return evict_one(key->first.protocol == IPPROTO_UDP, now) && !flow_queue.push(key, 0);
 }
 
-/* What was there before of the same client and frontend goes, or its place in the queue is found.
- * Any reason but NEW_FLOW: it cannot begin. NOT_RECORDED: another flow that lives has this key for
- * its answers. */
+/* Deletes an older flow of the same client and frontend, or finds a place in the queue. Any result
+ * other than NEW_FLOW: the new flow cannot begin. NOT_RECORDED: a live flow has this key for its
+ * replies. */
 static __always_inline enum reason claim_original(struct flow_key *key, const struct flow *old,
 						  const struct flow *flow, const struct node *n)
 {
@@ -908,7 +911,7 @@ static __always_inline bool starts_flow(const struct packet *p)
 	return p->protocol == IPPROTO_UDP || (p->tcp_flags & (TCP_SYN | TCP_ACK)) == TCP_SYN;
 }
 
-/* Has a flow written for a packet of none, or asks whether its flow still is one. */
+/* Starts a new flow for a packet, or has tc_recheck decide whether its flow is over. */
 static __always_inline void start_flow(struct __sk_buff *skb, u8 restart, u32 tail)
 {
 	skb->cb[0] = restart == RESTART_CHECK ? tail : restart == RESTART_YES ? BEGIN_RESTART : 0;
@@ -923,8 +926,8 @@ static __always_inline bool is_paused(u64 now)
 	return until && *until > now;
 }
 
-/* Chooses a backend for who is not known yet, and describes the flow. False: it comes to nothing,
- * and `action` says what becomes of the packet. */
+/* Chooses a backend, and describes the new flow in `flow`. False: there is no flow, and `action`
+ * says what to do with the packet. */
 static __always_inline bool describe_flow(struct __sk_buff *skb, struct packet *p,
 					  struct client *client, struct choice *c,
 					  struct flow *flow, int *action)
@@ -961,8 +964,8 @@ static __always_inline bool describe_flow(struct __sk_buff *skb, struct packet *
 	return true;
 }
 
-/* Whether a flow goes past the stack: those for backends on other nodes, since the stack does not
- * forward what has its own address; those for pods of this node when the operator wants it. */
+/* Whether a flow bypasses the stack: with SNAT to backends on other nodes, since the stack does not
+ * forward packets with its own source address; and all flows if the operator wants it. */
 static __always_inline bool bypasses_stack(const struct node *n, const struct device *from,
 					   const struct device *to, bool masquerade)
 {
@@ -970,8 +973,8 @@ static __always_inline bool bypasses_stack(const struct node *n, const struct de
 	       (masquerade && from->role == ROLE_HOST && to->role == ROLE_HOST);
 }
 
-/* Where a new flow is described, nothing of it yet: the stack has no room, and other programs go on
- * with it. */
+/* The scratch buffer for a new flow, cleared: a struct flow does not fit on the stack together with
+ * the rest, and other programs continue with it. */
 static __always_inline struct flow *clear_scratch(void)
 {
 	u32 zero = 0;
@@ -982,20 +985,21 @@ static __always_inline struct flow *clear_scratch(void)
 	return flow;
 }
 
-/* Goes on with what `pending` describes in another program: there is not room for all in one. */
+/* Continues in another program with the flow in `flow_scratch`: one program would be too long.
+ * Returns only if that program is missing. */
 static __always_inline int continue_in(struct __sk_buff *skb, u32 tail)
 {
 	tails.call(skb, tail);
 	return finish(TC_ACT_SHOT, NOT_RECORDED);
 }
 
-/* Whether it is an address of this node that we know: one that serves NodePorts, or masquerades. */
+/* Whether this is a known address of the node: one that serves NodePorts, or one for SNAT. */
 static __always_inline bool is_nodes_own(struct address *a, const struct node *n)
 {
 	return node_addresses.lookup(a) || same_address(a, &n->snat4) || same_address(a, &n->snat6);
 }
 
-/* Decides by which way the packets of a new flow leave, and which address of the node they get. */
+/* Decides how the packets of a new flow leave, and which address of the node they get. */
 int tc_route(struct __sk_buff *skb)
 {
 	u32 zero = 0, ifindex = skb->ifindex;
@@ -1014,12 +1018,13 @@ int tc_route(struct __sk_buff *skb)
 	if (has_snat(flow))
 		source.address = flow->snat;
 	to = find_next_hop(skb, &p, &source, &backend, &route, true);
-	/* The backend is the node itself: no device translates what it gets, nor what it answers.
-	 */
+	/* The backend is the node itself: no device would translate the source of what it receives,
+	 * nor of what it sends. */
 	if (!to && !same_address(&flow->client.address, &flow->backend.address) &&
 	    is_nodes_own(&flow->backend.address, n))
 		__builtin_memset(&flow->snat, 0, sizeof(flow->snat));
-	/* A bridge brings the answers of its pods to each other past us, unless they are for us. */
+	/* A bridge forwards replies between its own pods past us, unless they are addressed to the
+	 * node. */
 	if (to && !has_snat(flow) && route.ifindex == ifindex && to->role == ROLE_POD)
 		flow->snat = p.v6 ? n->snat6 : n->snat4;
 	if (to && has_snat(flow)) {
@@ -1036,8 +1041,8 @@ int tc_route(struct __sk_buff *skb)
 	return finish(TC_ACT_SHOT, NOT_RECORDED);
 }
 
-/* Whether an entry is missing by which this flow's answers, or its packets in the stack, are found:
- * another flow has it, or it was deleted a moment after another CPU had found it to be over. */
+/* Whether an entry is missing that matches the replies of this flow, or its packets in the stack:
+ * another flow has taken it, or another CPU deleted it just after it had expired. */
 static __always_inline bool lacks_entry(const struct flow *flow)
 {
 	struct flow_key key;
@@ -1053,8 +1058,8 @@ static __always_inline bool lacks_entry(const struct flow *flow)
 	return !entry_of(flow, &key);
 }
 
-/* What tc_ingress and tc_host leave open about a packet of a known flow: whether the flow has ended
- * by time, or has to begin again, since its backend is gone or no answer would be found. */
+/* Rechecks a packet of a known flow for tc_ingress and tc_host: whether the flow has expired, or
+ * has to begin again because its backend or the entry of its replies is gone. */
 int tc_recheck(struct __sk_buff *skb)
 {
 	u32 ifindex = skb->ifindex, begin_tail = skb->cb[0];
@@ -1081,8 +1086,8 @@ int tc_recheck(struct __sk_buff *skb)
 	return finish(TC_ACT_SHOT, NOT_RECORDED);
 }
 
-/* What begins anew and is for no Service any more: what follows is not for the backend of before.
- */
+/* The client reused its port but the Service is gone: delete the flow, or later packets would still
+ * reach the old backend. */
 int tc_delete_flow(struct __sk_buff *skb)
 {
 	u32 ifindex = skb->ifindex;
@@ -1098,9 +1103,10 @@ int tc_delete_flow(struct __sk_buff *skb)
 	return TC_ACT_UNSPEC;
 }
 
-/* What begins while another data plane serves is its own, until we are on all devices. A SYN that
- * comes again goes where the first one went, also when we lead by then: two backends that answer
- * one client break its connection. SYNs are known by their numbers, SCTP's INIT by its tag. */
+/* While another data plane serves, new flows are left to it, until our programs are on all devices.
+ * A retransmitted SYN follows the first one, even if we are active by then: replies from two
+ * backends would break the connection. A SYN is identified by its sequence number, an SCTP INIT by
+ * its tag. */
 int tc_coexist(struct __sk_buff *skb)
 {
 	u32 zero = 0, ifindex = skb->ifindex, number = 0, *stored, begin = skb->cb[0];
@@ -1135,7 +1141,7 @@ int tc_coexist(struct __sk_buff *skb)
 	return finish(TC_ACT_SHOT, NOT_RECORDED);
 }
 
-/* Chooses a backend for who is not known yet. */
+/* Chooses a backend for a packet from outside the node, or from a pod. */
 int tc_choose(struct __sk_buff *skb)
 {
 	u32 zero = 0, ifindex = skb->ifindex;
@@ -1151,8 +1157,7 @@ int tc_choose(struct __sk_buff *skb)
 	if (!device || !n || !flow || !parse(skb, device->l2, &p))
 		return TC_ACT_UNSPEC;
 	if (is_martian(&p.tuple.from.address) || is_nodes_own(&p.tuple.from.address, n))
-		return TC_ACT_UNSPEC; /* the stack drops it; past the stack it must not go, either
-				       */
+		return TC_ACT_UNSPEC; /* the stack drops it */
 	begin = skb->cb[0];
 	if ((n->flags & (NODE_PASSIVE | NODE_COEXISTING)) && !(begin & BEGIN_NOT_FOREIGN))
 		tails.call(skb, TAIL_COEXIST);
@@ -1164,7 +1169,7 @@ int tc_choose(struct __sk_buff *skb)
 	}
 	if (masquerades(&c, n, device, &flow->client.address)) {
 		flow->snat = p.v6 ? n->snat6 : n->snat4;
-		if (is_any(&flow->snat)) /* the device may have one; tc_claim takes no other */
+		if (is_any(&flow->snat)) /* the device may have one */
 			flow->snat.word[3] = ADDRESS_NOT_CHOSEN;
 	}
 	return continue_in(
@@ -1174,9 +1179,9 @@ int tc_choose(struct __sk_buff *skb)
 			     : TAIL_ENQUEUE);
 }
 
-/* The same for this node's own, by a socket that the hooks have left alone. What it sends leaves by
- * the device to the backend; the answers come in by the device that it sends by, where they are
- * expected. It needs no other source: it has the node's. */
+/* The same for a packet of this node, sent by a socket that the hooks left alone. It leaves by the
+ * device towards the backend; replies are delivered on the device that the socket sends by, where
+ * they are expected. It needs no SNAT, since it has the node's address. */
 int tc_host_choose(struct __sk_buff *skb)
 {
 	u32 ifindex = skb->ifindex;
@@ -1196,7 +1201,7 @@ int tc_host_choose(struct __sk_buff *skb)
 	return continue_in(skb, TAIL_ENQUEUE);
 }
 
-/* The flow is there: goes back to where known flows are served. */
+/* The flow exists now: returns to the program for known flows. */
 static __always_inline int resume(struct __sk_buff *skb, const struct flow *flow)
 {
 	count(NEW_FLOW);
@@ -1206,7 +1211,7 @@ static __always_inline int resume(struct __sk_buff *skb, const struct flow *flow
 	return finish(TC_ACT_SHOT, NOT_REWRITTEN);
 }
 
-/* Has the entries of a new flow written. */
+/* Continues with the program that writes the entries of a new flow. */
 static __always_inline int claim_entries(struct __sk_buff *skb, const struct flow *flow)
 {
 	skb->cb[0] = 0;
@@ -1214,7 +1219,7 @@ static __always_inline int claim_entries(struct __sk_buff *skb, const struct flo
 	return finish(TC_ACT_SHOT, NOT_RECORDED);
 }
 
-/* Whether a client that uses its port again has got the same backend again. */
+/* Whether a client that reuses its port got the same backend again. */
 static __always_inline bool is_same_connection(const struct flow *old, const struct flow *flow)
 {
 	return old->direction == DIRECTION_ORIGINAL && old->path == flow->path &&
@@ -1233,9 +1238,9 @@ static __always_inline void restart_entry(struct flow *old, const struct flow *f
 	old->state = STATE_NEW;
 }
 
-/* A connection like one that both sides have closed: its entries begin again as they are, and the
- * backend sees the ports that it would see without us. Not if it has closed first, and so keeps
- * them in TIME_WAIT: behind one client's address may be many, each with a clock of its own. */
+/* A connection like one that both sides have closed: its entries are reused, so the backend sees
+ * the same ports as without a proxy. Not if the backend closed first, and so keeps the ports in
+ * TIME_WAIT: many clients may share one address, each with its own timestamps. */
 static __always_inline bool revive(struct flow *old, const struct flow *flow, const struct node *n)
 {
 	struct flow *reply_entry = NULL, *snat_reply_entry = NULL;
@@ -1245,9 +1250,9 @@ static __always_inline bool revive(struct flow *old, const struct flow *flow, co
 	if (!is_same_connection(old, flow) || !both_closed(old) || (old->fins & FIN_BACKEND_FIRST))
 		return false;
 	if (has_snat(old) && (port < n->port_low || port > n->port_high))
-		return false; /* the range was another one */
+		return false; /* the range has changed */
 	if (n->flags & NODE_COEXISTING)
-		return false; /* the port of client' has to be another one: claim_answer() */
+		return false; /* client' needs another port: claim_reply() */
 	if (old->path != PATH_DIRECT_SNAT) {
 		key = reply_key(old);
 		reply_entry = entry_of(old, &key);
@@ -1268,7 +1273,7 @@ static __always_inline bool revive(struct flow *old, const struct flow *flow, co
 	return true;
 }
 
-/* Finds a place among the tracked flows for a new one. */
+/* Adds a new flow to the queue, or reuses the entries of an old one. */
 int tc_enqueue(struct __sk_buff *skb)
 {
 	u32 zero = 0;
@@ -1294,7 +1299,7 @@ int tc_enqueue(struct __sk_buff *skb)
 	return claim_entries(skb, flow);
 }
 
-/* Makes room by up to two flows for each that begins beyond what the operator allows. */
+/* Makes room: evicts up to two flows for each new one above the operator's limit. */
 int tc_evict(struct __sk_buff *skb)
 {
 	u32 zero = 0;
@@ -1310,7 +1315,7 @@ int tc_evict(struct __sk_buff *skb)
 	return claim_entries(skb, flow);
 }
 
-/* Writes the entry of the client's own packets, the last one. */
+/* Writes the original entry, the last one of a flow. */
 static __always_inline int publish(struct __sk_buff *skb, struct flow *flow)
 {
 	struct flow_key key = original_key(flow);
@@ -1323,8 +1328,8 @@ static __always_inline int publish(struct __sk_buff *skb, struct flow *flow)
 	return resume(skb, flow);
 }
 
-/* Writes a new flow's entry for its packets in the stack, and its answers. The port of client'
- * comes before that of snat, whose entry tells it. */
+/* Writes the entry of a new flow for its packets in the stack and its replies. The port of client'
+ * is claimed before that of snat, whose entry contains it. */
 int tc_claim_reply(struct __sk_buff *skb)
 {
 	u32 zero = 0;
@@ -1336,7 +1341,7 @@ int tc_claim_reply(struct __sk_buff *skb)
 		return finish(TC_ACT_SHOT, NOT_RECORDED);
 	flow = *scratch;
 	flow.direction = DIRECTION_REPLY;
-	flow.out.ifindex = 0; /* that of the client's packets */
+	flow.out.ifindex = 0; /* it is the client's */
 	error = claim_reply(&flow, n, flow.last_used);
 	if (error)
 		return finish(TC_ACT_SHOT, error == -EEXIST ? NO_SNAT_PORT : NOT_RECORDED);
@@ -1349,8 +1354,8 @@ int tc_claim_reply(struct __sk_buff *skb)
 	return publish(skb, &flow);
 }
 
-/* Tells the entry of client' the port of snat where it lies: nobody sees it before the client's own
- * entry is there. False: it is another flow's by now. */
+/* Writes the SNAT port into the entry of client' in place: no packet uses that before the original
+ * entry exists. False: the entry belongs to another flow by now. */
 static __always_inline bool write_port_to_reply(const struct flow *flow)
 {
 	struct flow_key key = reply_key(flow);
@@ -1363,18 +1368,19 @@ static __always_inline bool write_port_to_reply(const struct flow *flow)
 	return true;
 }
 
-/* A new flow that gets no port of the node, or cannot keep it. */
+/* Deletes the entries of a new flow that got no port of the node, or could not keep it. */
 static __always_inline int abort_flow(const struct flow *flow, enum reason reason)
 {
 	struct flow_key key = reply_key(flow);
 
 	delete_replies(flow);
-	if (flow->path != PATH_DIRECT_SNAT && write_port_to_reply(flow)) /* it had no port yet */
+	if (flow->path != PATH_DIRECT_SNAT &&
+	    write_port_to_reply(flow)) /* it has no SNAT port yet */
 		flows.delete(&key);
 	return finish(TC_ACT_SHOT, reason);
 }
 
-/* Why the last port of a search could not be had: another flow has it, or the map took no entry. */
+/* Why the last port of a search failed: another flow has it, or the map took no entry. */
 static __always_inline enum reason no_port_reason(const struct flow *flow)
 {
 	struct flow_key key = snat_reply_key(flow);
@@ -1382,8 +1388,8 @@ static __always_inline enum reason no_port_reason(const struct flow *flow)
 	return flows.lookup(&key) ? NO_SNAT_PORT : NOT_RECORDED;
 }
 
-/* Writes a new flow's entry for answers to the node: its port is searched for (cb[0]) at random, in
- * a row, and by tc_scan among all that its client may have. */
+/* Writes the entry of a new flow for replies to the node. Its port is searched for (cb[0]) at
+ * random, in sequence, and by tc_scan_ports among all that its client may use. */
 int tc_claim_port(struct __sk_buff *skb)
 {
 	u32 zero = 0, search = skb->cb[0];
@@ -1397,7 +1403,7 @@ int tc_claim_port(struct __sk_buff *skb)
 	flow.out.ifindex = 0;
 	if (!search)
 		flow.snat_port = flow.client_port;
-	if (is_loopback(&flow.snat)) /* NO_ADDRESS still */
+	if (is_loopback(&flow.snat)) /* still ADDRESS_NOT_CHOSEN */
 		return abort_flow(&flow, NO_SNAT_PORT);
 	if (!claim_node_port(&flow, n, search)) {
 		if (search == SEARCH_LAST)
@@ -1413,7 +1419,7 @@ int tc_claim_port(struct __sk_buff *skb)
 	return publish(skb, &flow);
 }
 
-/* When a search for this backend found no port last. */
+/* When the last search for a port for this backend failed. */
 static __always_inline u64 *last_exhausted_of(const struct target *backend)
 {
 	u32 index = (backend->address.word[3] ^ backend->address.word[3] >> 16 ^ backend->port) %
@@ -1423,7 +1429,7 @@ static __always_inline u64 *last_exhausted_of(const struct target *backend)
 	return slot ? &slot->last_exhausted : NULL;
 }
 
-/* Goes on with the search for a port, from the one in `pending`. */
+/* Continues the search for a port, from the one in `flow_scratch`. */
 static __always_inline int continue_search(struct __sk_buff *skb, enum search search, u32 tail)
 {
 	skb->cb[0] = search;
@@ -1431,22 +1437,23 @@ static __always_inline int continue_search(struct __sk_buff *skb, enum search se
 	return finish(TC_ACT_SHOT, NO_SNAT_PORT);
 }
 
-/* Seconds without a packet after which gives_port() says yes in SEARCH_FOUND, a byte for each
- * state: the verifier walks on from each branch, and there are SCAN_PORTS times as many. */
+/* Seconds without a packet after which entry_frees_port() returns true in SEARCH_SCANNED, one byte
+ * for each state. A table instead of branches: the verifier explores both sides of each, and there
+ * are SCAN_PORTS times as many. */
 #define FREE_AFTER_SECONDS                                                                         \
 	(1ULL << 8 * STATE_NEW | (u64)CLOSING_SECONDS << 8 * STATE_CLOSING |                       \
 	 0ULL << 8 * STATE_CLOSED | 1ULL << 8 * STATE_ANSWERED |                                   \
 	 (u64)UNPROVEN_SECONDS << 8 * STATE_UNPROVEN)
 
-/* What is the same for all ports that are looked at. Masks are 0 or all ones: instead of branches,
- * from each of which the verifier walks on by itself. */
+/* What is the same for all ports of a scan. Masks are 0 or all ones, to avoid branches, which the
+ * verifier would explore one by one. */
 struct scan {
 	struct target node;
 	struct target backend;
 	u32 first;       /* the node is the first end of the key */
-	u32 first_same;  /* the same where both ports are the same */
-	u32 by_port;     /* ports tell which of them is first, before the rest of the addresses */
-	u64 established; /* ns without a packet after which such a flow is over */
+	u32 first_same;  /* the same if both ports are equal */
+	u32 by_port;     /* ports decide which end is first, before the other words */
+	u64 established; /* ns without a packet after which an established flow is over */
 	u64 now;
 };
 
@@ -1455,7 +1462,8 @@ static __always_inline u32 mask_of(u32 bit)
 	return 0U - (bit & 1);
 }
 
-/* What was written to the packet's context is any number to the verifier: see forget_the_way(). */
+/* Values that are written to the context and read back are unknown to the verifier: see
+ * merge_verifier_states(). */
 static __always_inline void begin_scan(struct __sk_buff *skb, struct scan *scan,
 				       const struct flow *flow)
 {
@@ -1476,7 +1484,7 @@ static __always_inline void begin_scan(struct __sk_buff *skb, struct scan *scan,
 	skb->cb[2] = scan->node.address.word[3] == scan->backend.address.word[3];
 	asm volatile("" ::: "memory");
 	scan->by_port = mask_of(skb->cb[2]);
-	scan->now = flow->last_used + CLOCK_SKEW; /* what has just been closed counts */
+	scan->now = flow->last_used + CLOCK_SKEW; /* so that a flow that has just closed counts */
 }
 
 static __always_inline u32 pick(u32 mask, u32 one, u32 other)
@@ -1484,7 +1492,7 @@ static __always_inline u32 pick(u32 mask, u32 one, u32 other)
 	return other ^ ((one ^ other) & mask);
 }
 
-/* The entry at this port; ends_of() without branches. */
+/* The entry at this port. Orders the key like flow_key_of(), without branches. */
 static __always_inline struct flow *entry_at(const struct scan *scan, __be16 port)
 {
 	u32 to = scan->backend.port, less = mask_of(((u32)port - to) >> 31);
@@ -1505,16 +1513,17 @@ static __always_inline struct flow *entry_at(const struct scan *scan, __be16 por
 static __always_inline bool may_be_free(const struct flow *entry, const struct scan *scan)
 {
 	u64 after = (FREE_AFTER_SECONDS >> (entry->state & 7) * 8 & 0xff) * SECOND;
-	u64 lives = (u32)(entry->state ^ STATE_ESTABLISHED) - 1ULL; /* all ones, or small */
+	u64 lives = (u32)(entry->state ^ STATE_ESTABLISHED) -
+		    1ULL; /* all ones if established, otherwise small */
 
 	after |= scan->established & 0 - (lives >> 63);
 	return entry->last_used + after <= scan->now;
 }
 
-/* Looks for a port that is free, or whose flow gives it up, among the next SCAN_PORTS of those that
- * the client may have; and so on until all were looked at (cb[1]: in so many runs, SCANS at most).
- * Where all are in use that takes half a millisecond: then it is not done again for this backend
- * for SCAN_PAUSE. */
+/* Scans the next SCAN_PORTS of the ports that the client may use, for one that is free or whose
+ * flow gives it up, and runs again until all were scanned (cb[1]: runs left, at most MAX_SCANS). If
+ * all ports are in use, this takes half a millisecond; then there is no scan for this backend for
+ * SCAN_PAUSE. */
 int tc_scan_ports(struct __sk_buff *skb)
 {
 	u32 zero = 0, index, left = skb->cb[1];
@@ -1531,7 +1540,7 @@ int tc_scan_ports(struct __sk_buff *skb)
 	if (!last_exhausted)
 		return finish(TC_ACT_SHOT, NOT_RECORDED);
 	s = share_of(scratch, n);
-	if (skb->cb[0] == SEARCH_SEQUENTIAL) /* it begins */
+	if (skb->cb[0] == SEARCH_SEQUENTIAL) /* the first run */
 		left = elapsed(*last_exhausted, scratch->last_used) < SCAN_PAUSE
 			       ? 0
 			       : (s.count + SCAN_PORTS - 1) / SCAN_PORTS;
@@ -1556,9 +1565,9 @@ int tc_scan_ports(struct __sk_buff *skb)
 	return continue_search(skb, SEARCH_SCANNED, TAIL_SCAN_PORTS);
 }
 
-/* A packet of a flow that goes past the stack has to go up: too long for its way, or an ICMP error.
- * Writes the entry that such packets find when they leave, and goes back to where they are served.
- */
+/* A packet of a flow that bypasses the stack has to take the stack: it is too long for its next
+ * hop, or an ICMP error. Writes the entry that such packets need when they leave, and returns to
+ * the program that handles the packet. */
 int tc_claim_late(struct __sk_buff *skb)
 {
 	u32 zero = 0, resume_tail = skb->cb[0];
@@ -1575,13 +1584,13 @@ int tc_claim_late(struct __sk_buff *skb)
 	flow.path = PATH_DIRECT;
 	flow.out.ifindex = 0;
 	if (flow.client.protocol == IPPROTO_TCP)
-		flow.seen.started = 0; /* another entry's numbers */
+		flow.seen.started = 0; /* these are the numbers of another entry */
 	error = claim_reply(&flow, n, now_ns());
 	if (error)
 		return finish(TC_ACT_SHOT, error == -EEXIST ? NO_SNAT_PORT : NOT_RECORDED);
 	key = original_key(&flow);
 	entry = entry_of(scratch, &key);
-	if (!entry) { /* another CPU has done it, with another port of client' */
+	if (!entry) { /* another CPU was first, with another port of client' */
 		key = reply_key(&flow);
 		delete_entry(&key, &flow);
 		tails.call(skb, resume_tail);
@@ -1599,7 +1608,7 @@ int tc_claim_late(struct __sk_buff *skb)
 	return finish(TC_ACT_SHOT, NOT_REWRITTEN);
 }
 
-/* Known flows of this node's own. */
+/* Handles packets of known flows of this node's own sockets. */
 int tc_host(struct __sk_buff *skb)
 {
 	u32 ifindex = skb->ifindex;
@@ -1634,7 +1643,8 @@ int tc_host(struct __sk_buff *skb)
 	return finish_rewrite(skb, &p, &out, redirect_packet(skb, device, to, &route), ETH_HLEN);
 }
 
-/* Sends the answer back by the device that the question came in by; to this node's own, in. */
+/* Sends the refusal back by the device that the packet came from; to the node's own sockets,
+ * inwards. */
 int tc_refuse(struct __sk_buff *skb)
 {
 	u32 ifindex = skb->ifindex, reason = skb->cb[0];
@@ -1652,9 +1662,9 @@ int tc_refuse(struct __sk_buff *skb)
 	return finish(bpf_redirect(ifindex, skb->ingress_ifindex ? 0 : BPF_F_INGRESS), reason);
 }
 
-/* ---- every packet -------------------------------------------------------------------------- */
+/* ---- every packet ------------------------------------------------------------------------- */
 
-/* An answer to this node's own: it comes in by the device that the question left by. */
+/* A reply to this node's own socket: delivers it on the device that the request left by. */
 static __always_inline int deliver_to_host(struct __sk_buff *skb, const struct device *from,
 					   u32 ifindex)
 {
@@ -1668,7 +1678,7 @@ static __always_inline int deliver_to_host(struct __sk_buff *skb, const struct d
 	return finish(bpf_redirect(ifindex, BPF_F_INGRESS), REDIRECTED);
 }
 
-/* Has the entry written that a packet needs in the stack, and comes again. */
+/* Has the entry written that a packet needs in the stack; then the packet is handled again. */
 static __always_inline int claim_late(struct __sk_buff *skb, const struct flow *flow,
 				      u32 resume_tail)
 {
@@ -1705,15 +1715,16 @@ static __always_inline int forward_known(struct __sk_buff *skb, struct packet *p
 	return finish_rewrite(skb, p, new, action, to ? ETH_HLEN : device->l2);
 }
 
-/* Frames of a VLAN come again by its own device; frames for another machine, which a promiscuous
- * device shows, the stack would drop. */
+/* VLAN frames are seen again on the VLAN's own device; the stack drops frames for other machines,
+ * which a promiscuous device receives. */
 static __always_inline bool is_for_others(struct __sk_buff *skb)
 {
 	return (skb->vlan_present && (skb->vlan_tci & VLAN_VID_MASK)) ||
 	       skb->pkt_type == PACKET_OTHERHOST;
 }
 
-/* What both directions begin with. False: not for us. */
+/* The common start of both directions. False: the packet is not handled here, or, if it is an ICMP
+ * error, tc_icmp_in or tc_icmp_out is missing. */
 static __always_inline bool parse_for(struct __sk_buff *skb, const struct device *device,
 				      struct packet *p, u32 icmp)
 {
@@ -1723,7 +1734,7 @@ static __always_inline bool parse_for(struct __sk_buff *skb, const struct device
 	if (!device || is_for_others(skb))
 		return false;
 	if (!tracks_flows() && is_midstream_v4(skb, device->l2))
-		return false; /* most packets, where nobody from outside is served */
+		return false; /* most packets, on nodes that track no flows */
 	if (!parse(skb, device->l2, p))
 		return false;
 	if (is_icmp_error(p)) {
@@ -1739,8 +1750,9 @@ static __always_inline bool parse_for(struct __sk_buff *skb, const struct device
 	return fragment_ports(p, in, ifindex);
 }
 
-/* Whether a packet of no flow goes to tc_new. Beside another data plane all do that begin
- * something: the other one may know a Service that we do not know yet, see tc_yield(). */
+/* Whether a packet without a flow goes to tc_choose. While coexisting with another data plane, all
+ * packets that begin a connection do: the other one may know a Service that we do not know yet, see
+ * tc_coexist(). */
 static __always_inline bool may_begin(const struct target *to)
 {
 	u32 zero = 0;
@@ -1773,8 +1785,8 @@ int tc_ingress(struct __sk_buff *skb)
 	return TC_ACT_UNSPEC;
 }
 
-/* Whether a packet of the node's own is for a Service. NodePorts are its own addresses: what goes
- * there leaves by no device. */
+/* Whether a packet of the node's own is for a Service. NodePorts are addresses of the node, so
+ * packets to them leave by no device. */
 static __always_inline bool dials_service(struct __sk_buff *skb, struct packet *p)
 {
 	struct service *service;
@@ -1788,8 +1800,8 @@ static __always_inline bool dials_service(struct __sk_buff *skb, struct packet *
 	return cluster_ips.lookup(&p->tuple.to.address);
 }
 
-/* Whether the agent begins a connection here that no Service is to have (is_agents()), from a port
- * that another socket of the node has used through one. */
+/* Whether the agent begins a connection that no Service applies to (is_agent_socket()), from a port
+ * that another socket of the node has used through a Service. */
 static __always_inline bool is_agent_bypass(struct __sk_buff *skb, struct packet *p)
 {
 	struct service *service;
@@ -1822,7 +1834,7 @@ int tc_egress(struct __sk_buff *skb)
 	if (skb->ingress_ifindex || device->role != ROLE_HOST)
 		return TC_ACT_UNSPEC;
 	if (result == EGRESS_HOST_FLOW && is_agent_bypass(skb, &p)) {
-		tails.call(skb, TAIL_DELETE_FLOW); /* what follows is not for that flow, either */
+		tails.call(skb, TAIL_DELETE_FLOW); /* nor do later packets belong to that flow */
 		return TC_ACT_UNSPEC;
 	}
 	if (result == EGRESS_HOST_FLOW ||
@@ -1831,7 +1843,7 @@ int tc_egress(struct __sk_buff *skb)
 	return TC_ACT_UNSPEC;
 }
 
-/* SCTP's checksum, after its ports were changed. */
+/* Updates the SCTP checksum, after a change of ports. */
 int tc_sctp(struct __sk_buff *skb)
 {
 	u32 change = skb->cb[0], action = skb->cb[1], l3 = skb->cb[2];
@@ -1842,9 +1854,10 @@ int tc_sctp(struct __sk_buff *skb)
 	return action;
 }
 
-/* ---- ICMP errors --------------------------------------------------------------------------- */
+/* ---- ICMP errors -------------------------------------------------------------------------- */
 
-/* Outer addresses that are an end of the flow follow it; a router's own address stays. */
+/* Translates an ICMP error and the packet that it quotes. Outer addresses that are an end of the
+ * flow are translated too; a router's own address stays. */
 static __always_inline int translate_error(struct __sk_buff *skb, bool in)
 {
 	u32 ifindex = skb->ifindex;

@@ -1,52 +1,54 @@
 /* SPDX-License-Identifier: (GPL-2.0 OR BSD-2-Clause) */
-/* Tracked flows of the packet path: what a connection's packets look like at each place.
+/* Tracked flows of the packet path: which addresses the packets of a connection have at each
+ * point, and when the state of a flow changes.
  *
  *   client → frontend ─[ingress]─► client' → backend ─[stack]─► client' → backend ─[egress]─►
  *   snat → backend
  *
- * and back. The destination changes at ingress, before the stack routes; the source at egress,
- * after the stack and the node's netfilter have seen who talks to whom. So nothing on the node
- * ever sees a foreign packet with the node's own source address (a martian), and policy that
- * somebody keeps in nftables sees client and pod. client' is the client, but for its port when
- * another of its flows to the same backend has taken it. A flow that goes past the stack
- * (forward.h) changes both at ingress.
+ * Replies take the same way back. The destination changes at ingress, before the stack routes the
+ * packet; the source changes at egress, after the stack and netfilter have seen it. So the stack
+ * never sees a packet from outside with the node's own source address (a martian), and nftables
+ * policies see client and pod. client' is the client's address. Its port differs from the client's
+ * only if another flow of this client to the same backend already uses that port. A flow that
+ * bypasses the stack (forward.h) changes both at ingress.
  *
- * A flow has up to three entries in one map, each with the whole of a `struct nat`:
+ * A flow has up to three entries in one map, each with a whole `struct flow`:
  *
- *   client, frontend      its questions, as they come in
- *   client', backend      its questions as they leave, and the answers
- *   snat, backend         answers to the node, when the source is translated
+ *   client, frontend      original packets, as they arrive
+ *   client', backend      original packets as they leave, and replies
+ *   snat, backend         replies to the node, if the source is translated
  *
- * The second one of a masqueraded flow is for its packets in the stack, so a flow that goes past
- * the stack has it only from the first packet on that has to go up (tc_late), and where all go up
- * it keeps its state by itself: it sees each packet after one of the others has.
+ * With SNAT, the second entry is only for packets in the stack. A flow that bypasses the stack gets
+ * it with the first packet that cannot (tc_claim_late). If all packets take the stack, this entry
+ * updates its own state: it sees each packet after one of the other entries has.
  *
- * A key does not tell who of the two sends: whichever way a packet goes, one look-up finds its
- * flow, or that it has none. Look-ups are most of what a packet costs here: each goes to two places
- * in memory that are in no cache.
+ * A key does not depend on the direction of the packet: one lookup finds its flow, or that it has
+ * none. Lookups are most of what a packet costs here, because each reads two cold cache lines.
  *
- * The first of these keys also stands in a queue, in the order in which flows began. When it is
- * full a new flow takes the place of the oldest one that nobody needs any more: it has ended, or
- * nobody has answered it since. So a flood of connections that are never made drives out only its
- * own kind. An LRU map would do without the queue; but it costs more than all else that a new
- * connection costs, it takes entries one by one, and a flood drives out what is idle.
+ * The first of these keys is also in a queue, in the order in which the flows began. When the queue
+ * is full, a new flow replaces the oldest flow that is not needed: one that has ended, or has had
+ * no reply since. A flood of connections that are never completed evicts only such connections. An
+ * LRU map would not need the queue, but it costs more than the rest of the work for a new
+ * connection, evicts the entries of a flow one by one, and evicts idle connections during a flood.
  */
 #pragma once
 
 #define SECOND 1000000000ULL
-#define SNAT_TRIES 14     /* ports of the node that are asked at random, and as many in a row */
-#define SHARES 4          /* one client address has one of so many ports of the node to a backend */
-#define SHARED_PORTS 1024 /* a smaller range is not shared */
+#define SNAT_TRIES 14 /* random ports of the node that are tried, then as many in sequence */
+#define SHARES 4 /* a client address may use one in this many ports of the node for a backend */
+#define SHARED_PORTS 1024 /* a smaller range is not divided */
 
-#define UNPROVEN_SECONDS 5          /* so long a flow without proof keeps a port that others want */
-#define CLOSING_SECONDS 10          /* the same when one side has closed */
-#define STREAM_SECONDS 2            /* UDP in use for longer than this, and answered, is a stream */
-#define SEQUENCE_DISTANCE (4 << 20) /* bytes that may be on the way */
-#define RESET_DISTANCE (32 << 10)   /* the same for what has to be guessed to reset a connection */
+#define UNPROVEN_SECONDS                                                                           \
+	5 /* an idle flow that the backend has not confirmed keeps a wanted port this long */
+#define CLOSING_SECONDS 10          /* the same if one side has closed */
+#define STREAM_SECONDS 2            /* UDP in use for longer than this, with replies, is a stream */
+#define SEQUENCE_DISTANCE (4 << 20) /* bytes that may be in flight */
+#define RESET_DISTANCE                                                                             \
+	(32 << 10) /* the same for the number that an attacker has to guess for a reset */
 
 BPF_TABLE("hash", struct flow_key, struct flow, flows, 64);
 BPF_QUEUE(flow_queue, struct flow_key, 64);
-BPF_TABLE("array", u32, u64, flow_count, 1); /* 0 -> how many keys are in the queue */
+BPF_TABLE("array", u32, u64, flow_count, 1); /* 0 -> number of keys in the queue */
 
 static __always_inline bool has_snat(const struct flow *flow)
 {
@@ -61,7 +63,8 @@ static __always_inline struct tuple reversed(const struct tuple *t)
 	return r;
 }
 
-/* Any order will do that is one: by address, its last word first, then by port. */
+/* A total order of targets: by the last word of the address, then by port, then by the other
+ * words. */
 static __always_inline bool precedes(const struct target *a, const struct target *b)
 {
 	if (a->address.word[3] != b->address.word[3])
@@ -89,7 +92,8 @@ static __always_inline struct flow_key flow_key_of(const struct target *a, const
 	return e;
 }
 
-/* Whether a flow was ever tracked here. On many a node there is none, and nobody pays for it. */
+/* Whether any flow was ever tracked here. On many nodes there is none, and no packet pays for a
+ * lookup. */
 static __always_inline bool tracks_flows(void)
 {
 	u32 zero = 0;
@@ -108,25 +112,25 @@ static __always_inline struct flow *flow_between(const struct tuple *t)
 	return flows.lookup(&key);
 }
 
-/* What a packet is to the flow that was found for it. */
+/* How a packet relates to the flow that was found for it: the original direction, as it arrives. */
 static __always_inline bool is_original(const struct tuple *t, const struct flow *flow)
 {
 	return same_target(&t->from, &flow->client) && same_target(&t->to, &flow->frontend);
 }
 
-/* To client' or snat; if it is no question. */
+/* A reply to client' or snat. Only valid if is_original() is false. */
 static __always_inline bool is_reply(const struct tuple *t, const struct flow *flow)
 {
 	return same_target(&t->from, &flow->backend);
 }
 
-/* From client' or snat. */
+/* The original direction, after DNAT: from client' or snat. */
 static __always_inline bool is_translated_original(const struct tuple *t, const struct flow *flow)
 {
 	return same_target(&t->to, &flow->backend);
 }
 
-/* How long an entry holds without a packet: as kube-proxy sets the kernel's conntrack. */
+/* How long an entry lives without a packet: the timeouts that kube-proxy sets for nf_conntrack. */
 static __always_inline u64 timeout_of(const struct flow *flow)
 {
 	if (flow->client.protocol != IPPROTO_TCP) {
@@ -171,9 +175,9 @@ static __always_inline bool is_half_open(const struct flow *flow)
 	return flow->state == STATE_NEW || flow->state == STATE_ANSWERED;
 }
 
-/* Whether others may have the place or the port of this flow when they are short: it was quiet for
- * some seconds, and nothing proves that both of its ends still have the connection. Established
- * flows are never in this set. */
+/* Whether another flow may take the place or the port of this one when they are scarce: it has been
+ * idle for some seconds, and nothing proves that both ends still have the connection. Established
+ * flows never qualify. */
 static __always_inline bool is_disposable(const struct flow *flow, u64 now)
 {
 	u64 quiet = elapsed(flow->last_used, now);
@@ -183,14 +187,14 @@ static __always_inline bool is_disposable(const struct flow *flow, u64 now)
 	return flow->state != STATE_ESTABLISHED && quiet > UNPROVEN_SECONDS * SECOND;
 }
 
-/* Whether two sequence numbers differ by less than `distance`. */
+/* Whether two sequence numbers differ by less than `distance`, modulo 2^32. */
 static __always_inline bool is_near(u32 a, u32 b, u32 distance)
 {
 	return a - b + distance < 2 * distance;
 }
 
-/* Whether the other side's `known` numbers allow this segment. Somebody who cannot see the
- * connection's packets has to guess both numbers. */
+/* Whether this segment fits the numbers of the other side. An attacker who cannot see the packets
+ * has to guess both numbers. */
 static __always_inline bool is_plausible(const struct tcp_numbers *peer,
 					 const struct tcp_numbers *n, u32 ack_distance)
 {
@@ -198,21 +202,21 @@ static __always_inline bool is_plausible(const struct tcp_numbers *peer,
 	       is_near(n->ack, peer->next, ack_distance);
 }
 
-/* Whether a reset is one that its receiver would believe: it has the very number that the receiver
- * expects (RFC 5961, as nf_conntrack). A side that gave up with data on the way has a higher one:
- * then its ACK has to be right as well, or it goes on where that side has ended, which only the
- * backend's own segments tell without doubt. */
+/* Whether the receiver would accept this reset: it has exactly the sequence number that the
+ * receiver expects (RFC 5961, as in nf_conntrack). A side that gave up with data in flight has a
+ * higher one. Then its ACK has to match as well, or, for the backend only, the number has to follow
+ * its own last segment: the client's may be forged. */
 static __always_inline bool is_reset(const struct tcp_numbers *own, const struct tcp_numbers *peer,
 				     const struct packet *p, u32 flags, bool reply)
 {
 	if (!(peer->next | peer->ack))
-		return false; /* adopted from an agent that kept no numbers, and silent since */
+		return false; /* migrated from an agent that stored no numbers, and idle since */
 	return p->tcp.next == peer->ack || (reply && p->tcp.next == own->next) ||
 	       ((flags & TCP_ACK) && is_plausible(peer, &p->tcp, RESET_DISTANCE));
 }
 
-/* What a segment makes of the state of a TCP connection; `state` and `fins` are those of before.
- * `own` are the numbers that the sender's side had until now, `known` those of the other side. */
+/* The state of a TCP connection after this segment; `state` and `fins` are those before it. `own`
+ * are the previous numbers of the sender, `peer` those of the other side. */
 static __always_inline u8 tcp_state_after(u8 state, u8 *fins, const struct packet *p, u32 flags,
 					  bool reply, const struct tcp_numbers *own,
 					  const struct tcp_numbers *peer)
@@ -229,7 +233,7 @@ static __always_inline u8 tcp_state_after(u8 state, u8 *fins, const struct packe
 		if (reply && (flags & TCP_ACK) &&
 		    (state == STATE_NEW ||
 		     (p->tcp.ack == peer->next && !peer->ack && p->tcp.next != own->next))) {
-			*fins = 0; /* it answers a SYN, the last that the client has sent */
+			*fins = 0; /* it answers the last SYN of the client */
 			return STATE_ANSWERED;
 		}
 		return state;
@@ -243,7 +247,7 @@ static __always_inline u8 tcp_state_after(u8 state, u8 *fins, const struct packe
 	}
 	if ((*fins & closed) == closed)
 		return STATE_CLOSED;
-	if (state == STATE_CLOSED) /* by a reset, which its receiver may not have believed */
+	if (state == STATE_CLOSED) /* by a reset, which its receiver may not have accepted */
 		return !(flags & TCP_FIN) && is_plausible(peer, &p->tcp, SEQUENCE_DISTANCE)
 			       ? STATE_CLOSING
 			       : STATE_CLOSED;
@@ -251,20 +255,20 @@ static __always_inline u8 tcp_state_after(u8 state, u8 *fins, const struct packe
 		return STATE_CLOSING;
 	if (state == STATE_ANSWERED && !reply && is_plausible(peer, &p->tcp, RESET_DISTANCE))
 		return STATE_UNPROVEN;
-	/* A backend that has only answered the SYN repeats itself, whatever is sent to it: so it is
-	 * proof if it sends data, or acknowledges any. */
+	/* A backend that has only answered the SYN repeats its SYN-ACK or ACK whatever it receives.
+	 * Only sending data, or acknowledging data, proves that it has the connection. */
 	if ((state == STATE_ANSWERED || state == STATE_UNPROVEN) && reply && own->next &&
 	    (p->tcp.next != own->next || p->tcp.ack != own->ack))
 		return STATE_ESTABLISHED;
 	return state;
 }
 
-/* Whether a segment may change the state: few do, and those ask for the flow's other side. */
+/* Whether a segment may change the state. Few do, and those look up the twin entry. */
 static __always_inline bool may_change_tcp(const struct flow *flow, u32 flags, bool reply)
 {
 	if (flags & (TCP_FIN | TCP_RST))
 		return true;
-	if (flags & TCP_SYN) /* the client's own may be forged: the backend's answer tells */
+	if (flags & TCP_SYN) /* the client's own may be forged; the backend's answer decides */
 		return reply || flow->state == STATE_CLOSED;
 	if (flow->state == STATE_ESTABLISHED)
 		return false;
@@ -274,8 +278,8 @@ static __always_inline bool may_change_tcp(const struct flow *flow, u32 flags, b
 	return reply || flow->state == STATE_ANSWERED;
 }
 
-/* The same for other protocols. UDP as in nf_conntrack: a question and its answer are no stream
- * yet. SCTP: what only a peer that has the association sends. */
+/* The same for other protocols. UDP as in nf_conntrack: one datagram and its reply are no stream
+ * yet. SCTP: only a peer that has the association sends chunks that set TCP_ACK here. */
 static __always_inline bool may_change_other(const struct flow *flow, u32 flags, bool reply,
 					     u64 now)
 {
@@ -288,7 +292,7 @@ static __always_inline bool may_change_other(const struct flow *flow, u32 flags,
 	return elapsed(flow->seen.started, now) > STREAM_SECONDS * SECOND;
 }
 
-/* The keys of a flow. */
+/* The keys of the entries of a flow. */
 static __always_inline struct flow_key original_key(const struct flow *flow)
 {
 	return flow_key_of(&flow->client, &flow->frontend);

@@ -1,10 +1,12 @@
 /* SPDX-License-Identifier: (GPL-2.0 OR BSD-2-Clause) */
-/* v4-mapped addresses. Below these lines nobody asks for the family. */
+/* Addresses: IPv4 as v4-mapped IPv6, so that code that includes this file does not distinguish
+ * families.
+ */
 #pragma once
 
 #define V4_MAPPED_WORD __builtin_bswap32(0x0000ffff) /* little endian; see below */
 
-/* BPF for a big-endian machine would need the other constant: refuse to build it wrong. */
+/* Big-endian BPF would need a different constant: refuse to compile. */
 #if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "kbpf builds for little-endian machines only"
 #endif
@@ -21,7 +23,7 @@ static __always_inline bool is_v4(const struct address *a)
 	return !a->word[0] && !a->word[1] && a->word[2] == V4_MAPPED_WORD;
 }
 
-/* 0.0.0.0 or ::, which stand for loopback when they are dialled. */
+/* 0.0.0.0 or ::, which mean loopback when a client dials them. */
 static __always_inline bool is_any(const struct address *a)
 {
 	return !a->word[3] && !a->word[0] && !a->word[1] &&
@@ -31,11 +33,11 @@ static __always_inline bool is_any(const struct address *a)
 static __always_inline bool is_loopback(const struct address *a)
 {
 	if (is_v4(a))
-		return (a->word[3] & 0xff) == 127; /* network order: the first byte */
+		return (a->word[3] & 0xff) == 127; /* network byte order: the first byte */
 	return !a->word[0] && !a->word[1] && !a->word[2] && a->word[3] == __builtin_bswap32(1);
 }
 
-/* A source that the stack takes no packet from. */
+/* Source addresses whose packets the stack drops. */
 static __always_inline bool is_martian(const struct address *a)
 {
 	if (is_v4(a))
@@ -44,7 +46,7 @@ static __always_inline bool is_martian(const struct address *a)
 	return is_any(a) || is_loopback(a) || (a->word[0] & 0xff) == 0xff;
 }
 
-/* An IPv4 address, or the network of 64 bits of an IPv6 address. */
+/* An IPv4 address, or the /64 network of an IPv6 address. */
 static __always_inline struct address network_of(const struct address *a)
 {
 	u32 mask = is_v4(a) ? ~0U : 0;
@@ -54,7 +56,7 @@ static __always_inline struct address network_of(const struct address *a)
 	return network;
 }
 
-/* 0 if they are the same. Without branches: the verifier walks on from each by itself. */
+/* 0 if they are equal. Without branches, because the verifier explores both sides of each. */
 static __always_inline u32 address_difference(const struct address *a, const struct address *b)
 {
 	return (a->word[0] ^ b->word[0]) | (a->word[1] ^ b->word[1]) | (a->word[2] ^ b->word[2]) |
@@ -66,7 +68,8 @@ static __always_inline bool same_address(const struct address *a, const struct a
 	return !address_difference(a, b);
 }
 
-/* Nanoseconds from `then` to `now`. Another CPU may have written `then` after we took `now`. */
+/* Nanoseconds from `then` to `now`. Another CPU may have written `then` after this one read
+ * `now`. */
 static __always_inline u64 elapsed(u64 then, u64 now)
 {
 	return now > then ? now - then : 0;

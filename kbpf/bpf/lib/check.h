@@ -2,8 +2,8 @@
 /* Check words of values that are read while another CPU may replace them.
  *
  * A program copies such a value and then computes its check word. A copy that mixes an old and a
- * new value has a wrong one, on any architecture: no order of loads and stores has to be assumed.
- * `check_add(check, word)` for each word in turn, starting from 0; layout.py computes the same.
+ * new value has a wrong check word, on every architecture: no memory order has to be assumed. Call
+ * check_add(check, word) for each word, starting with 0; layout.py computes the same.
  */
 #pragma once
 
@@ -22,8 +22,8 @@ static __always_inline u32 check_address(u32 check, const struct address *a)
 	return check_add(check, a->word[3]);
 }
 
-/* Of an entry of `services`: its key as well, since the kernel may give the memory of a deleted
- * entry to another key at once (Linux v6.1, fba1a1c6c912). */
+/* The check word of an entry of `services`. It covers the key as well, since the kernel may give
+ * the memory of a deleted entry to another key at once (Linux v6.1, fba1a1c6c912). */
 static __always_inline u32 check_of_service(const struct target *key, const struct service *s)
 {
 	u32 check = check_address(0, &key->address);

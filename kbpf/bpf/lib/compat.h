@@ -1,6 +1,8 @@
 /* SPDX-License-Identifier: (GPL-2.0 OR BSD-2-Clause) */
-/* Helpers that BCC's built-in linux/bpf.h lacks, called by number. The loader replaces a call to
- * a helper that the kernel lacks by `r0 = 0`; a flag in the map `config` says so. */
+/* Kernel helpers that BCC's built-in linux/bpf.h lacks, called by number, under their kernel names
+ * without `bpf_`. The loader replaces calls to a helper that the kernel lacks with `r0 = 0`; a flag
+ * in the map `config` says so.
+ */
 #pragma once
 
 #define AF_INET 2
@@ -10,19 +12,20 @@
 #define ECONNREFUSED 111
 #define ETIMEDOUT 110
 
-/* Linux v5.7: f318903c0bf4, a number per network namespace that is never used twice. */
+/* Linux v5.7, f318903c0bf4: the cookie of the network namespace, which is never reused. */
 static __always_inline u64 get_netns_cookie(void *ctx)
 {
 	return ((u64(*)(void *))122)(ctx);
 }
 
-/* Linux v5.7: 0f09abd105da, the cgroup v2 folder of the current process: its inode number. */
+/* Linux v5.7, 0f09abd105da: the cgroup v2 id (inode number) of the current process. */
 static __always_inline u64 get_current_cgroup_id(void)
 {
 	return ((u64(*)(void))80)();
 }
 
-/* Linux v5.7: 0f09abd105da, the one above it at this level (the root is 0), or itself; 0 below. */
+/* Linux v5.7, 0f09abd105da: its ancestor at this level (the root is 0), or the cgroup itself; 0 if
+ * it is not that deep. */
 static __always_inline u64 get_current_ancestor_cgroup_id(int level)
 {
 	return ((u64(*)(int))123)(level);
@@ -44,14 +47,14 @@ struct socket_v6 {
 	u32 scope;
 };
 
-/* Linux v4.17: d74bad4e74ee; with a port v5.8: 8086fbaf4934. In connect() only. */
+/* Linux v4.17, d74bad4e74ee; with a port v5.8, 8086fbaf4934. Only in connect() hooks. */
 static __always_inline int bind(void *ctx, void *own, int size)
 {
 	return ((int (*)(void *, void *, int))64)(ctx, own, size);
 }
 
-/* Linux v5.11: d055126180564, CLOCK_MONOTONIC_COARSE: of the last tick, without asking the
- * processor's counter, which costs as much as a look-up. */
+/* Linux v5.11, d055126180564: CLOCK_MONOTONIC_COARSE, the time of the last tick. It does not read
+ * the processor's counter, which costs as much as a map lookup. */
 static __always_inline u64 ktime_get_coarse_ns(void)
 {
 	return ((u64(*)(void))160)();
@@ -64,7 +67,7 @@ static __always_inline u64 now_ns(void)
 	return now ? now : bpf_ktime_get_ns();
 }
 
-/* Linux v5.18: b44123b4a3dc, the errno that a refused system call returns. */
+/* Linux v5.18, b44123b4a3dc: sets the errno that the refused system call returns. */
 static __always_inline long set_retval(int error)
 {
 	return ((long (*)(int))187)(error);

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: (GPL-2.0 OR BSD-2-Clause) */
-/* The number by which packets choose a slot of a Maglev table: the same on every node, so that a
- * router may hand a flow's packets to any of them. MurmurHash3 (32 bits), a word at a time, over
- * bytes in network order; no secret is in it, or nodes would differ.
+/* The hash by which packets choose a slot of a Maglev table. It is the same on every node, so that
+ * a router may send the packets of a flow to any of them. MurmurHash3 (32 bits), one word at a
+ * time, over bytes in network byte order. It has no secret seed, or nodes would differ.
  */
 #pragma once
 
@@ -24,9 +24,9 @@ static __always_inline u32 hash_end(u32 hash, u32 bytes)
 	return hash ^ hash >> 16;
 }
 
-/* A loop, since the stack has no room for more; and nothing else in it, or the compiler may let the
- * body fall through to its head, which Linux 5.10 and 6.1 refuse (a "back-edge" that is no jump).
- */
+/* A loop, because unrolled code would need too much stack. It contains nothing else: otherwise the
+ * compiler may let the body fall through to the loop's head, which Linux 5.10 and 6.1 reject (a
+ * "back-edge" that is not a jump). */
 static __always_inline u32 hash_words(u32 hash, const u32 *words, int from, int to)
 {
 #pragma clang loop unroll(disable)
@@ -35,7 +35,7 @@ static __always_inline u32 hash_words(u32 hash, const u32 *words, int from, int 
 	return hash;
 }
 
-/* Fills in the hashes of who sends this. */
+/* Sets the hashes of the client that sent this packet. */
 static __always_inline void set_hashes(struct client *client, struct tuple *t)
 {
 	const u32 *words = (const u32 *)t;

@@ -1,11 +1,12 @@
 /* SPDX-License-Identifier: (GPL-2.0 OR BSD-2-Clause) */
-/* ICMP errors about packets that were translated: each side must see the packet that it sent.
+/* ICMP errors about translated packets: each side has to see the packet that it sent itself.
  *
- * An error travels against the packet that it carries. So the carried tuple, turned round, is a
- * packet that travels like the error, and is translated at this place like any other packet of
- * the flow; the result, turned round again, is what the error has to carry from here on.
+ * An error travels in the opposite direction of the packet that it quotes (the inner packet). So
+ * the inner tuple, reversed, is a packet that travels like the error, and is translated here like
+ * any other packet of the flow. The result, reversed again, is what the error has to quote from
+ * here on.
  *
- * Without this the path MTU of a Service is never found.
+ * Without this, path MTU discovery through a Service would fail.
  */
 #pragma once
 
@@ -30,7 +31,7 @@ static __always_inline bool is_icmp_error(const struct packet *p)
 	       p->icmp_type <= ICMPV6_PARAMPROB;
 }
 
-/* The packet that the error carries. */
+/* Parses the inner packet that the error quotes. */
 static __always_inline bool parse_inner(struct __sk_buff *skb, const struct packet *p,
 					struct packet *inner)
 {
@@ -40,7 +41,8 @@ static __always_inline bool parse_inner(struct __sk_buff *skb, const struct pack
 	return parse_v4(skb, inner);
 }
 
-/* Adds up what a changed address or port does to the ICMP checksum, and writes it there. */
+/* Rewrites an address of the inner packet, and adds the difference to `sum`, for the ICMP
+ * checksum. */
 static __always_inline int rewrite_inner_address(struct __sk_buff *skb, const struct packet *c,
 						 u32 at4, u32 at6, struct address *old,
 						 struct address *new, __wsum *sum)
@@ -54,7 +56,7 @@ static __always_inline int rewrite_inner_address(struct __sk_buff *skb, const st
 				     *sum);
 		return bpf_skb_store_bytes(skb, c->l3 + at6, new, sizeof(*new), 0);
 	}
-	/* The carried header's checksum balances the address: nothing is left for ICMP's. */
+	/* The inner header's checksum balances the address: the ICMP checksum does not change. */
 	diff = bpf_csum_diff(&old->word[3], 4, &new->word[3], 4, 0);
 	if (bpf_l3_csum_replace(skb, c->l3 + IP4_CHECK, 0, diff, 0))
 		return -1;
@@ -72,8 +74,8 @@ static __always_inline int rewrite_inner_port(struct __sk_buff *skb, const struc
 	return bpf_skb_store_bytes(skb, c->l4 + offset, &new, sizeof(new), 0);
 }
 
-/* Makes the carried packet say `new`. Its own L4 checksum is left as it is: most of the segment
- * that it covers is not there, and nobody checks it. */
+/* Gives the inner packet the addresses and ports of `new`. Its own L4 checksum stays as it is: most
+ * of the data that it covers is not quoted, so no receiver can verify it. */
 static __always_inline int rewrite_inner(struct __sk_buff *skb, const struct packet *p,
 					 struct packet *c, struct tuple *new)
 {

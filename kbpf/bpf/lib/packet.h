@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: (GPL-2.0 OR BSD-2-Clause) */
-/* From bytes to `struct packet`: where the headers are, and the tuple that they name.
+/* Parses a packet into `struct packet`: the offsets of its headers, and its addresses and ports.
  *
- * Headers are read with bpf_skb_load_bytes(), which works on packets that are not linear, and
- * gives the verifier constant sizes to check. Wire formats are declared here, as far as they are
- * needed: the header tree has none.
+ * Headers are read with bpf_skb_load_bytes(), which handles non-linear packets and gives the
+ * verifier constant sizes. Wire formats are declared here as far as they are needed, since the
+ * header tree in include/ has none.
  */
 #pragma once
 
@@ -22,7 +22,7 @@
 #define IP_MF 0x2000
 #define IP_OFFSET 0x1fff
 #define IP6_OFFSET 0xfff8
-#define MAX_EXTENSION_HEADERS 4 /* IPv6 extension headers that are walked */
+#define MAX_EXTENSION_HEADERS 4 /* at most this many IPv6 extension headers are parsed */
 
 #define TCP_FIN 0x01
 #define TCP_SYN 0x02
@@ -34,10 +34,11 @@
 #define SCTP_CID_ABORT 6
 #define SCTP_CID_ERROR 9
 #define SCTP_CID_SHUTDOWN_COMPLETE 14
-#define FROM_ICMP_ERROR 0x100 /* not a flag: what asks is an ICMP error about the flow */
+#define FROM_ICMP_ERROR                                                                            \
+	0x100 /* not a TCP flag: the flow was looked up for an ICMP error, not for a segment */
 
 struct ip4_header {
-	u8 version_length; /* version << 4 | length in words */
+	u8 version_length; /* version << 4 | header length in words */
 	u8 tos;
 	__be16 total;
 	__be16 id;
@@ -49,7 +50,7 @@ struct ip4_header {
 	__be32 destination;
 };
 
-/* What most packets begin with: one call reads all that is asked of them. */
+/* The start of most packets, read with one call. */
 struct ip4_tcp {
 	struct ip4_header ip;
 	struct ports ports;
@@ -71,18 +72,18 @@ struct ip6_header {
 
 struct ip6_extension {
 	u8 next;
-	u8 words;      /* of eight bytes, without the first */
-	__be16 offset; /* of a fragment header: offset << 3 | more */
-	__be32 id;     /* of a fragment header */
+	u8 words;      /* length in units of 8 bytes, without the first 8 */
+	__be16 offset; /* fragment header only: offset << 3 | more */
+	__be32 id;     /* fragment header only */
 };
 
 enum fragment {
 	WHOLE = 0,
 	FIRST = 1,
-	LATER = 2, /* has no ports: they are known from the first one */
+	LATER = 2, /* has no ports: they are those of the first fragment */
 };
 
-/* One direction: who sends to whom. `from.protocol` and `to.protocol` are the same. */
+/* The ends of a packet. `from.protocol` and `to.protocol` are always the same. */
 struct tuple {
 	struct target from;
 	struct target to;
@@ -91,20 +92,20 @@ struct tuple {
 struct packet {
 	struct tuple tuple;
 	u32 l3; /* offset of the IP header */
-	u32 l4; /* offset of what follows it */
-	u32 id; /* of a fragment */
+	u32 l4; /* offset of the header behind it */
+	u32 id; /* of fragments */
 	u8 v6;
-	u8 protocol; /* also those that have no ports */
+	u8 protocol; /* also set for protocols without ports */
 	u8 fragment;
 	u8 tcp_flags;
 	u8 icmp_type;  /* of ICMP and ICMPv6 */
-	u8 ttl;        /* or hops */
+	u8 ttl;        /* or hop limit */
 	u8 tos;        /* of IPv4 */
 	__sum16 check; /* of IPv4's header */
 	struct tcp_numbers tcp;
 };
 
-/* How long the packet is from its IP header on, as that says. */
+/* Length of the packet from the IP header on, according to that header. */
 static __always_inline u32 ip_length(struct __sk_buff *skb, const struct packet *p)
 {
 	__be16 total = 0;
@@ -113,8 +114,9 @@ static __always_inline u32 ip_length(struct __sk_buff *skb, const struct packet 
 	return __builtin_bswap16(total) + (p->v6 ? 40 : 0);
 }
 
-/* The first chunk of an SCTP packet, in TCP's words: SYN begins an association. ACK is sent only by
- * a peer that has the association: a cookie goes before it, and that cannot be guessed. */
+/* Maps the first chunk of an SCTP packet to TCP flags: SYN begins an association. ACK means that
+ * only a peer of the association can send it, since it has to know a cookie that cannot be
+ * guessed. */
 static __always_inline u8 sctp_flags(u8 chunk)
 {
 	if (chunk == SCTP_CID_INIT)
@@ -125,7 +127,7 @@ static __always_inline u8 sctp_flags(u8 chunk)
 	return TCP_ACK;
 }
 
-/* `bytes`: the length of the IP packet behind its IP header and extension headers. */
+/* `bytes`: length of the packet behind its IP header and extension headers. */
 static __always_inline struct tcp_numbers numbers_of(__be32 sequence, __be32 ack, u8 offset,
 						     u8 flags, u32 bytes)
 {
@@ -138,7 +140,7 @@ static __always_inline struct tcp_numbers numbers_of(__be32 sequence, __be32 ack
 	return n;
 }
 
-/* TCP's header from its sequence number on. */
+/* The TCP header from the sequence number on. */
 struct tcp_rest {
 	__be32 sequence;
 	__be32 ack;
@@ -146,7 +148,7 @@ struct tcp_rest {
 	u8 flags;
 };
 
-/* `bytes`: as tcp_numbers() wants it. */
+/* `bytes`: as for numbers_of(). */
 static __always_inline bool parse_ports(struct __sk_buff *skb, struct packet *p, u32 bytes)
 {
 	struct tcp_rest rest = {};
@@ -164,13 +166,13 @@ static __always_inline bool parse_ports(struct __sk_buff *skb, struct packet *p,
 		return false;
 	p->tuple.from.port = ports.source;
 	p->tuple.to.port = ports.destination;
-	if (p->protocol == IPPROTO_SCTP) { /* what begins is told as TCP tells it */
+	if (p->protocol == IPPROTO_SCTP) { /* its first chunk is mapped to TCP flags */
 		u8 chunk = 0;
 
 		bpf_skb_load_bytes(skb, p->l4 + SCTP_HEADER, &chunk, 1);
 		p->tcp_flags = sctp_flags(chunk);
 	}
-	if (p->protocol == IPPROTO_TCP && /* inside of an ICMP error this may be cut off */
+	if (p->protocol == IPPROTO_TCP && /* the quote in an ICMP error may be too short */
 	    !bpf_skb_load_bytes(skb, p->l4 + 4, &rest, 10)) {
 		p->tcp_flags = rest.flags;
 		p->tcp = numbers_of(rest.sequence, rest.ack, rest.offset, rest.flags, bytes);
@@ -216,7 +218,8 @@ static __always_inline bool parse_v4(struct __sk_buff *skb, struct packet *p)
 	return parse_ports(skb, p, __builtin_bswap16(ip->total) - (p->l4 - p->l3));
 }
 
-/* A segment of TCP over IPv4 that begins nothing; false also where that takes more to tell. */
+/* Whether this is a TCP segment over IPv4 that does not begin a connection. Also false if that
+ * would take more parsing. */
 static __always_inline bool is_midstream_v4(struct __sk_buff *skb, u32 l2)
 {
 	struct ip4_tcp start;
@@ -246,7 +249,7 @@ static __always_inline bool parse_v6(struct __sk_buff *skb, struct packet *p)
 	for (int i = 0; i < MAX_EXTENSION_HEADERS; i++) {
 		u8 kind = p->protocol;
 
-		if (p->fragment == LATER || /* what follows are no headers */
+		if (p->fragment == LATER || /* the data that follows is not a header */
 		    (kind != IPPROTO_HOPOPTS && kind != IPPROTO_ROUTING &&
 		     kind != IPPROTO_FRAGMENT && kind != IPPROTO_DSTOPTS))
 			break;
@@ -266,9 +269,9 @@ static __always_inline bool parse_v6(struct __sk_buff *skb, struct packet *p)
 	return parse_ports(skb, p, __builtin_bswap16(ip.payload) + sizeof(ip) - (p->l4 - p->l3));
 }
 
-/* The verifier walks on from here once for each way that it came: versions by protocols by
- * fragments by extension headers, and all that follows that often. What was written to the packet's
- * context and is read from there is any number to it, so that all these ways become one. */
+/* The verifier would continue once for each path that leads here (versions, protocols, fragments
+ * and extension headers multiply). Values that are written to the context and read back are unknown
+ * to it, so all these paths become one state. */
 static __always_inline void merge_verifier_states(struct __sk_buff *skb, struct packet *p)
 {
 	u32 facts;
@@ -294,8 +297,8 @@ static __always_inline void merge_verifier_states(struct __sk_buff *skb, struct 
 	p->tuple.to.port = facts >> 16;
 }
 
-/* Fills `p`; false for what is no IP, or cut short: such packets pass. `l2`: the length of the
- * link header, 0 on devices that have none. */
+/* Parses the packet into `p`. False: it is not IP, or truncated; such packets pass. `l2`: length of
+ * the link-layer header, 0 on devices without one. */
 static __always_inline bool parse(struct __sk_buff *skb, u32 l2, struct packet *p)
 {
 	p->l3 = l2;

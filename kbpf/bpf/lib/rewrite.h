@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: (GPL-2.0 OR BSD-2-Clause) */
-/* Writes a changed tuple into a packet, with every checksum that covers it. */
+/* Writes new addresses and ports into a packet, and updates every checksum that covers them. */
 #pragma once
 
 #define IP4_TTL 8
@@ -13,8 +13,8 @@
 #define UDP_CHECK 6
 #define ICMP6_CHECK 2
 
-/* Where the checksum of this protocol is, from the start of its header; 0: none that covers the
- * addresses. SCTP's covers its own packet only. */
+/* Offset of the checksum in the header of this protocol; 0: no checksum covers the addresses. That
+ * of SCTP covers only the SCTP packet. */
 static __always_inline u32 check_offset(u8 protocol)
 {
 	if (protocol == IPPROTO_TCP)
@@ -26,19 +26,19 @@ static __always_inline u32 check_offset(u8 protocol)
 	return 0;
 }
 
-/* The L4 checksum goes along when an address of the pseudo header changes.
+/* Updates the L4 checksum when an address of the pseudo header changes.
  *
- * skb->csum of a packet with CHECKSUM_COMPLETE is the sum of all bytes. In IPv4 the header's own
- * checksum balances the address, and the helper keeps it right. IPv6 has none: address and L4
- * checksum balance each other, but the helper takes the difference out (Linux ead7f9b8de65); and
- * where there is no L4 checksum to change, nothing balances the address. */
+ * With CHECKSUM_COMPLETE, skb->csum is the sum of all bytes. In IPv4 the header checksum balances
+ * the address, and the helper keeps skb->csum right. IPv6 has no header checksum: address and L4
+ * checksum balance each other, but the helper subtracts the difference (Linux ead7f9b8de65); and if
+ * there is no L4 checksum, nothing balances the address. */
 static __always_inline int change_pseudo(struct __sk_buff *skb, const struct packet *p, __wsum diff)
 {
 	u32 check = check_offset(p->protocol);
 	u64 flags = BPF_F_PSEUDO_HDR;
 
 	if (p->protocol == IPPROTO_UDP)
-		flags |= BPF_F_MARK_MANGLED_0; /* 0 means "no checksum", and stays that */
+		flags |= BPF_F_MARK_MANGLED_0; /* 0 means "no checksum", and has to stay 0 */
 	if (check && p->fragment != LATER &&
 	    bpf_l4_csum_replace(skb, p->l4 + check, 0, diff, flags))
 		return -1;
@@ -47,7 +47,7 @@ static __always_inline int change_pseudo(struct __sk_buff *skb, const struct pac
 	return 0;
 }
 
-/* What lies side by side in the header of IPv4. */
+/* Adjacent fields of the IPv4 header. */
 struct ip4_middle {
 	u8 ttl;
 	u8 protocol;
@@ -56,7 +56,7 @@ struct ip4_middle {
 	__be32 destination;
 };
 
-/* Sums in ones' complement: what is carried out at the top comes in again below (RFC 1624). */
+/* Folds the carry of a ones' complement sum back into 32 bits (RFC 1624). */
 static __always_inline __wsum wrap(u64 sum)
 {
 	sum = (sum & 0xffffffff) + (sum >> 32);
@@ -70,8 +70,9 @@ static __always_inline __sum16 fold(__wsum sum)
 	return ~sum;
 }
 
-/* One store instead of a helper for each part: the header's own checksum is among them. Both
- * addresses at once, though most often only one is another. */
+/* One store instead of one helper call for each field: the header checksum is among them. Stores
+ * both addresses at once, even if only one has changed: one store is cheaper than a branch and
+ * two. */
 static __always_inline int change_v4(struct __sk_buff *skb, const struct packet *p,
 				     const struct tuple *new, u8 ttl)
 {
@@ -84,8 +85,8 @@ static __always_inline int change_v4(struct __sk_buff *skb, const struct packet 
 	};
 	u64 diff = (u64)(u32)~source + is.source + (u32)~destination + is.destination;
 
-	is.check = fold(
-		wrap(diff + (u16)~p->check + (u16)~p->ttl + ttl)); /* TTL: its word's low byte */
+	is.check = fold(wrap(diff + (u16)~p->check + (u16)~p->ttl +
+			     ttl)); /* the TTL is the low byte of its 16-bit word */
 	if (bpf_skb_store_bytes(skb, p->l3 + IP4_TTL, &is, sizeof(is), 0))
 		return -1;
 	return change_pseudo(skb, p, wrap(diff));
@@ -115,13 +116,13 @@ static __always_inline int change_ports(struct __sk_buff *skb, const struct pack
 
 	if (*(u32 *)&old == *(u32 *)&new || p->fragment == LATER)
 		return 0;
-	if (p->protocol == IPPROTO_SCTP) /* complete() sees to the checksum */
+	if (p->protocol == IPPROTO_SCTP) /* finish_rewrite() updates its checksum */
 		return bpf_skb_store_bytes(skb, p->l4, &new, sizeof(new), BPF_F_RECOMPUTE_CSUM);
 	if (p->protocol == IPPROTO_UDP) {
 		flags |= BPF_F_MARK_MANGLED_0;
 		if (bpf_skb_load_bytes(skb, p->l4 + UDP_CHECK, &sum, sizeof(sum)))
 			return -1;
-		if (!sum) /* the helper leaves it alone, and with it skb->csum */
+		if (!sum) /* the helper would change neither it nor skb->csum */
 			return bpf_skb_store_bytes(skb, p->l4, &new, sizeof(new),
 						   BPF_F_RECOMPUTE_CSUM);
 	}
@@ -131,8 +132,9 @@ static __always_inline int change_ports(struct __sk_buff *skb, const struct pack
 	return bpf_skb_store_bytes(skb, p->l4, &new, sizeof(new), 0);
 }
 
-/* Makes the packet say `new`, with so many hops to go. Not 0: the packet may be half written and
- * has to be dropped. SCTP's checksum is not right yet: complete() goes on with it. */
+/* Gives the packet the addresses and ports of `new`, and this TTL or hop limit. If the result is
+ * not 0, the packet may be half rewritten and has to be dropped. The SCTP checksum is not updated
+ * here: see finish_rewrite(). */
 static __always_inline int rewrite(struct __sk_buff *skb, struct packet *p, struct tuple *new,
 				   u8 hops)
 {

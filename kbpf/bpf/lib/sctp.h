@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: (GPL-2.0 OR BSD-2-Clause) */
-/* SCTP's checksum after its ports have changed.
+/* Updates the SCTP checksum after a change of ports.
  *
- * CRC32c covers the whole packet, which a program cannot read; but it is linear: the CRC of what
- * changed, followed by as many zeros as the packet has bytes after it, is the difference. Four
- * bytes at the beginning of `length` bytes make the difference  changed · x^(8 · length)  modulo
- * the polynomial (RFC 9260 appendix A; Mark Adler's crc32_combine() does the same).
+ * CRC32c covers the whole packet, which a program cannot read, but it is linear: the difference is
+ * the CRC of the changed bytes, followed by as many zero bytes as the packet has behind them. For
+ * the first four of `length` bytes, it is  changed · x^(8 · length)  modulo the polynomial (RFC
+ * 9260 appendix A; Mark Adler's crc32_combine() does the same).
  *
  * All values are bit-reflected: the highest bit is the coefficient of x^0.
  */
@@ -13,8 +13,9 @@
 #define SCTP_CHECK 8
 #define CRC32C_POLYNOMIAL 0x82f63b78
 
-/* The lowest bit, for a multiplication. The compiler would make a branch or a mask of it, and there
- * are verifiers that walk both ways of either, at each of some thousand bits. */
+/* The lowest bit, to multiply with. Without the asm, the compiler would turn the multiplication
+ * into a branch or a mask, and some verifiers explore both values for each of some thousand
+ * bits. */
 static __always_inline u32 lowest_bit(u32 value)
 {
 	value &= 1;
@@ -22,8 +23,8 @@ static __always_inline u32 lowest_bit(u32 value)
 	return value;
 }
 
-/* a · b modulo the polynomial. `a` is a constant, of which only the bits that are set cost. No
- * loop, no branch: the verifier walks through this once. */
+/* a · b modulo the polynomial. `a` is a constant, and only its set bits cost anything. There is no
+ * loop and no branch, so the verifier walks through once. */
 static __always_inline u32 crc_multiply(u32 a, u32 b)
 {
 	u32 product = 0;
@@ -37,14 +38,14 @@ static __always_inline u32 crc_multiply(u32 a, u32 b)
 	return product;
 }
 
-/* Times a power of x, if the lowest bit of `wanted` says so. */
+/* Multiplies by a power of x if the lowest bit of `wanted` is set. */
 static __always_inline u32 crc_advance(u32 crc, u32 wanted, u32 power)
 {
 	return crc ^ lowest_bit(wanted) * (crc ^ crc_multiply(power, crc));
 }
 
-/* What changing the first four bytes of `length` by `change` does to the checksum. The constants
- * are x^8, x^16, x^32, ... modulo the polynomial: one, two, four, ... bytes. */
+/* The change of the checksum if the first four of `length` bytes change by `change` (XOR). The
+ * constants are x^8, x^16, x^32, ... modulo the polynomial, for one, two, four, ... bytes. */
 static __always_inline u32 crc_difference(u32 change, u32 length)
 {
 	change = crc_advance(change, length >> 0, 0x00800000);
@@ -66,7 +67,7 @@ static __always_inline u32 crc_difference(u32 change, u32 length)
 	return change;
 }
 
-/* What the ports of this packet change by; 0: nothing, or it is no SCTP. */
+/* The XOR of old and new ports; 0: no change, or not SCTP. */
 static __always_inline u32 sctp_change(const struct packet *p, const struct tuple *new)
 {
 	struct ports old = {p->tuple.from.port, p->tuple.to.port};
@@ -75,16 +76,16 @@ static __always_inline u32 sctp_change(const struct packet *p, const struct tupl
 	return p->protocol == IPPROTO_SCTP ? *(u32 *)&old ^ *(u32 *)&now : 0;
 }
 
-/* Makes the checksum right for ports that were changed. */
+/* Updates the checksum after the ports have changed by `change`. */
 static __always_inline int change_sctp_check(struct __sk_buff *skb, const struct packet *p,
 					     u32 change)
 {
 	u32 check;
 
-	/* It covers the other fragments too, and how long they are nobody knows yet. */
+	/* It also covers the other fragments, whose length is not known yet. */
 	if (p->fragment != WHOLE || bpf_skb_load_bytes(skb, p->l4 + SCTP_CHECK, &check, 4))
 		return -1;
-	if (!check) /* CHECKSUM_PARTIAL: whoever fills it in adds up what is there */
+	if (!check) /* CHECKSUM_PARTIAL: it will be computed over the final bytes */
 		return 0;
 	check ^= crc_difference(change, ip_length(skb, p) - (p->l4 - p->l3));
 	return bpf_skb_store_bytes(skb, p->l4 + SCTP_CHECK, &check, 4, BPF_F_RECOMPUTE_CSUM);

@@ -214,7 +214,7 @@ for _name in set(MAPS) - {"flows", "flow_scratch", "new_flows_paused_until"}:
 """A version in which a connection of the packet path has one more field, and all other maps mean
 something else. `new_flows_paused_until` never does: it is how versions talk to each other.
 """
-IN_C = "	struct next_hop out; /* of packets that are found by this entry */\n"
+IN_C = "	struct next_hop out; /* of the packets that this entry matches */\n"
 
 
 @pytest.fixture(scope="module")
