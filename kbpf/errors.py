@@ -1,7 +1,22 @@
-"""Errors that a person can act on.
+"""The exceptions of kbpf, for errors that an operator can act on.
 
-Every error that leaves a room says *what* happened, *where* (object, file, map, hook, device)
-and *what to do*. The class says whose fault it is. `str()` is one line:
+  KbpfError                     what happened (where); what to do
+    ConfigError                 a flag, an environment variable or the configuration file
+      ConfigErrors              several of them
+    ObjectError                 one Kubernetes object; the others are still served
+    SourceError                 the API server or the folder of objects
+    NotFoundError               the object of a query does not exist
+    OutputError                 the standard output
+    CompileError                the compiler, BCC or the BPF sources
+    CapacityError               a map is full
+    KernelError                 a system call failed; has `errno`
+      ProgramLoadError          the kernel rejected a program
+      AttachError               a loaded program cannot be attached
+      OutdatedDevicesError      some devices still run older programs
+      PinsRemovedError          another process removed pins of this agent
+
+Each says *what* happened, *where* (object, file, map, hook, device) and *what to do*; the class
+says whose fault it is. `str()` is always one line:
 
     cannot attach connect4 (cgroup /sys/fs/cgroup): EPERM; give it CAP_BPF
 """
@@ -14,8 +29,9 @@ from pathlib import Path
 
 
 def escape_unprintable(text: str) -> str:
-    """The text with every control character, bidirectional override and the like as an escape
-    (``\\x1b``): names and messages of others must not steer a terminal or forge a line.
+    """Returns `text` with control characters, bidirectional overrides and other unprintable
+    characters escaped (``\\x1b``). Names and messages come from outside: they must not be able to
+    control the terminal or forge a log line.
     """
     if text.isprintable():
         return text
@@ -29,7 +45,9 @@ _TYPE_NAMES = {
 
 
 def describe_decode_error(message: str) -> str:
-    """A complaint of msgspec's in words of YAML and JSON: ``expected an integer, got a string``."""
+    """Rewrites an error message of msgspec in the terms of YAML and JSON: ``expected an integer,
+    got a string``.
+    """
 
     def describe_types(match: re.Match[str]) -> str:
         names = [name for name in match[1].split(" | ") if name != "null"]
@@ -65,12 +83,12 @@ def _one_line(text: str) -> str:
 
 
 class ConfigError(KbpfError):
-    """The operator's settings or flags are wrong."""
+    """A flag, an environment variable or the configuration file is wrong."""
 
 
 class ConfigErrors(ConfigError):
-    """All settings that are wrong; `str()` is one line for all of them. `warnings`: what was found
-    beside that. `log_format`: the one that was asked for.
+    """All the settings that are wrong. `str()` joins them in one line. `warnings` are the other
+    diagnostics; `log_format` is the format that was requested, to report them in.
     """
 
     def __init__(
@@ -84,7 +102,7 @@ class ConfigErrors(ConfigError):
 
 
 class ObjectError(KbpfError):
-    """A Kubernetes object that cannot be used; the rest stays served."""
+    """A Kubernetes object that cannot be used. Other objects are still served."""
 
 
 class SourceError(KbpfError):
@@ -92,23 +110,23 @@ class SourceError(KbpfError):
 
 
 class NotFoundError(KbpfError):
-    """What was asked for is not there."""
+    """The requested object does not exist."""
 
 
 class OutputError(KbpfError):
-    """The standard output cannot be written to."""
+    """The standard output cannot be written."""
 
 
 class CompileError(KbpfError):
-    """The BPF programs cannot be built on this machine."""
+    """The BPF programs cannot be compiled on this machine."""
 
 
 class CapacityError(KbpfError):
-    """More objects than the maps hold."""
+    """There are more objects than the maps can hold."""
 
 
 class KernelError(KbpfError):
-    """The kernel said no; `errno` is kept."""
+    """A system call failed with `errno` (0: not known)."""
 
     def __init__(self, what: str, where: str = "", hint: str = "", errno: int = 0) -> None:
         super().__init__(what, where, hint)
@@ -116,7 +134,7 @@ class KernelError(KbpfError):
 
     @property
     def errno_name(self) -> str:
-        """The errno's name, "" without one."""
+        """The symbolic name of `errno`, such as "EPERM"; "" if it is 0."""
         return errno_names.errorcode.get(self.errno, "")
 
     def __str__(self) -> str:
@@ -128,24 +146,24 @@ class KernelError(KbpfError):
 
 
 class ProgramLoadError(KernelError):
-    """The kernel does not take a program."""
+    """The kernel rejected a program."""
 
 
 class AttachError(KernelError):
-    """The kernel takes a program, but not where it belongs."""
+    """The kernel accepted a program but refused to attach it."""
 
 
 class OutdatedDevicesError(KernelError):
-    """Devices go on with older programs for now. They are looked after: nobody has to come back."""
+    """Some devices still run older programs. They are updated in the background; do not retry."""
 
 
 class PinsRemovedError(KernelError):
-    """Somebody removed what this agent keeps in the kernel."""
+    """Another process removed pins that this agent keeps in the kernel."""
 
 
 @contextlib.contextmanager
 def kernel_errors(what: str, where: str = "") -> Iterator[None]:
-    """An OSError of the block becomes a KernelError: `what` failed, at `where`."""
+    """Turns an OSError raised in the block into a KernelError: `what` failed, at `where`."""
     try:
         yield
     except OSError as error:
@@ -153,8 +171,8 @@ def kernel_errors(what: str, where: str = "") -> Iterator[None]:
 
 
 def describe_unexpected_error(error: OSError) -> str:
-    """One line about a system call whose failure no code of ours expects, with the place in our
-    code that made it.
+    """Describes an OSError that no caller expected in one line, with the file and line of our code
+    that made the system call.
     """
     location, package_dir = "", Path(__file__).parent
     traceback = error.__traceback__

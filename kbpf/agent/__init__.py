@@ -1,1 +1,1 @@
-"""The one writer: takes events, asks the policy, drives the data plane."""
+"""The agent: one thread that takes events, asks the policy and drives the data plane."""

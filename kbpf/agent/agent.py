@@ -1,9 +1,9 @@
-"""The one writer.
+"""The agent's event loop: the only code that writes to the data plane.
 
-Events come in; the world is brought up to date; for what was touched the policy says what should
-be; the data plane makes it so. Nothing is written before every source has synced, so nothing is
-ever deleted because it was not heard of yet. When the kernel refuses, what was serving goes on
-serving and the same keys are tried again.
+Events update the object store, the policy computes the desired state of the Service ports that the
+events touched, and the data plane programs it. Nothing is written before every source has synced,
+so that nothing is deleted merely because its object has not been read yet. If the kernel refuses a
+write, the state programmed before stays in use and the same keys are retried.
 """
 
 import logging
@@ -56,25 +56,26 @@ log = logging.getLogger("kbpf.agent")
 HEARTBEAT_INTERVAL_S: Final = 2.0
 RETRY_INTERVAL_S: Final = 1.0
 READY_POLL_INTERVAL_S: Final = 0.1
-"""So often the data plane is asked whether it is done with the first apply."""
+"""How often the data plane is polled for the end of the first apply."""
 
 MAX_API_SERVERS: Final = 32
-"""So many addresses of API servers that the agent has dialled are kept from Services."""
+"""The most recent addresses of API servers that the agent has connected to; Services cannot take
+them."""
 ADDRESS_WATCH_TIMEOUT_S: Final = 30.0
 """Without progress for this long the thread `addresses` counts as stuck."""
 
 MAX_LATENCY_SAMPLES: Final = 4096
-"""So many of the last events tell how long it takes from an event's arrival to the map."""
+"""The latency from an event's arrival to the map is computed over this many events."""
 
 COMPUTE_BUDGET_S: Final = 0.0015
 """Changes are computed for this long before they are programmed and the inbox is read again."""
 
 MIN_STATUS_INTERVAL_S: Final = 0.5
-"""Status is written at most this often while changes come in."""
+"""While changes come in, the status is written at most this often."""
 
 
 class ServiceComputation(NamedTuple):
-    """A Service that is being computed, and when the events arrived that this brings into force."""
+    """A Service that is being computed, and the arrival times of the events that led to it."""
 
     name: ServiceName
     steps: Generator[set[ServicePortKey]]
@@ -92,7 +93,8 @@ class Agent:
         server: AgentServer | None = None,
     ) -> None:
         self.config_error: Callable[[], str] | None = None
-        """What is wrong with the configuration file; None without one."""
+        """Returns what is wrong with the configuration file, "" if nothing; None if there is no
+        file."""
         self._config = config
         self._plane = plane
         self._inbox = Inbox()
@@ -104,13 +106,13 @@ class Agent:
         self._refusals = RefusalReporter(self._server.events, self._problem_lines)
         self._api_servers: tuple[
             ApiServerAddress, ...
-        ] = ()  # that the agent has dialled, the newest last
+        ] = ()  # that the agent has connected to, newest last
         self._listeners = Listeners()
         self._policy_inputs: tuple[tuple[ApiServerAddress, ...], frozenset[FrontendAddress]] = (
             (),
             frozenset(),
         )
-        # the servers and listeners that policy knows of
+        # API servers and listeners as last given to the policy
         self._sources = make_sources(self._enqueue)
         self._store = ObjectStore(config.node_name, config.bind_address)
         self._conntrack_sysctls = conntrack_sysctls.ConntrackSysctls(config.conntrack)
@@ -118,35 +120,33 @@ class Agent:
         self._pending = ChangeSet()
         self._queue = ServiceQueue()
         self._computation: ServiceComputation | None = None
-        self._uncomputed_arrivals: dict[
-            ServiceName, list[float]
-        ] = {}  # events that are not computed yet
+        self._uncomputed_arrivals: dict[ServiceName, list[float]] = {}  # of events not computed yet
         self._unprogrammed_arrivals: dict[
             ServiceName, list[float]
-        ] = {}  # and those not programmed yet
-        self._deferred = False  # whether the data plane has more to do for large Service ports
-        self._deferred_due = 0.0  # and when
-        self._skipped_large = False  # whether large ones were left out in the last round
+        ] = {}  # of events computed but not programmed yet
+        self._deferred = False  # whether the data plane has work left for large Service ports
+        self._deferred_due = 0.0  # when that work is due
+        self._skipped_large = False  # whether the last round left large Services out
         self._dirty_keys: set[ServicePortKey] | None = set()
         self._retry_due = 0.0
         self._stop = threading.Event()
-        self._lock = threading.Lock()  # of _servers
+        self._lock = threading.Lock()  # guards _api_servers
         self._node_addresses: tuple[Addr, ...] = ()
         self._node_port_problem = ""
         self._first_apply_done = False
-        self._fully_synced = False  # whether a complete apply knew of all objects
+        self._fully_synced = False  # whether an authoritative apply has succeeded
         self._refused: set[ServicePortKey] = set()
-        self._degraded: set[ServicePortKey] = set()  # spread evenly instead of as they ask
+        self._degraded: set[ServicePortKey] = set()  # served without their annotations
         self._apply_error = ""  # of the last apply
-        self._tick_error = ""  # of what was put off
+        self._tick_error = ""  # of the last tick of the data plane
         self._local_networks_missing = False
-        self._plane_ready = False  # whether the data plane is done with the first apply
+        self._plane_ready = False  # whether the data plane has completed the first apply
         self._start_time = time.clock_gettime(time.CLOCK_BOOTTIME)
         self._status_due = 0.0
         self._apply_count = 0
-        self._last_apply = float("-inf")  # time.monotonic(), as the next
-        self._resync_due = 0.0  # none before the first apply
-        self._last_writes: Mapping[str, int] = {}  # by the last apply, entries by map
+        self._last_apply = float("-inf")  # time.monotonic(), like the next
+        self._resync_due = 0.0  # not before the first apply
+        self._last_writes: Mapping[str, int] = {}  # entries written by the last apply, by map
         self._missing_node_logged = False
         self._last_apply_ms = 0.0
         self._latencies: deque[float] = deque(maxlen=MAX_LATENCY_SAMPLES)
@@ -168,7 +168,8 @@ class Agent:
     def run(self) -> None:
         """Opens the data plane, starts the sources and serves until stop().
 
-        Raises what open() or a source's start() raises. Traffic is as it was after the end.
+        Raises whatever open() or a source's start() raises. The data plane stays in force
+        afterwards.
         """
         try:
             self._server.start()  # before open(): compiling takes a while, and kubelet asks
@@ -178,7 +179,7 @@ class Agent:
             self._server.stop()
 
     def _enqueue(self, item: Item) -> None:
-        """Where sources leave what they say."""
+        """Called by the sources for each event, in their own threads."""
         if isinstance(item, Upsert | Delete):
             self._server.health.record_queued()
             if item.key.kind in (Kind.SERVICE, Kind.SLICE):
@@ -208,14 +209,14 @@ class Agent:
                 source.stop()
             address_watcher.stop()
             self._plane.close()
-        log.info("stopped; what is programmed goes on serving")
+        log.info("stopped; the data plane continues to serve what is programmed")
 
     def _log_netfilter_bypass(self) -> None:
         if self._plane.name == "ipvs":
             return  # which has no packet path
         if self._config.packet_path and self._config.forwarding == "direct":
             log.info(
-                "forwarding=direct: balanced packets to pods of this node pass by the host's "
+                "forwarding=direct: balanced packets to pods of this node bypass the host's "
                 "nftables and iptables, conntrack, and network policies built on them"
             )
 
@@ -228,7 +229,7 @@ class Agent:
             wait = self._seconds_until_due()
 
     def step(self, items: Sequence[Item]) -> None:
-        """One round: what came in, what follows from it, what was put off."""
+        """Runs one round: applies the events, programs what changed, and runs what was deferred."""
         events = [item for item in items if not isinstance(item, Wake)]
         _log_events(events)
         touched = self._store.apply(events)
@@ -265,8 +266,8 @@ class Agent:
         return self._store.synced >= REQUIRED_KINDS
 
     def _read_node_addresses(self) -> tuple[Addr, ...]:
-        """Those of the node itself: IPVS data planes have devices for the others, and ours may have
-        had another name.
+        """Reads the node's own addresses. Dummy devices of IPVS data planes are excluded: they
+        hold Service addresses, and the name of ours may have been changed since.
         """
         excluded_devices = (
             self._config.ipvs_device,
@@ -283,7 +284,7 @@ class Agent:
             self._dirty_keys = None  # the data plane looks at its surroundings, too
 
     def _record_arrivals(self, events: Iterable[Event], touched: ChangeSet) -> None:
-        """When what is to be programmed now arrived, for event_to_map."""
+        """Records when the changes to be programmed arrived, for event_to_map."""
         if not self._first_apply_done:
             return
         for event in events:
@@ -295,7 +296,7 @@ class Agent:
 
     @property
     def _busy(self) -> bool:
-        """Whether there is more to compute or to program than one step does."""
+        """Whether more is left to compute or to program than one step does."""
         return bool(self._queue or self._computation or self._dirty_keys or self._deferred)
 
     def _reconcile(self) -> None:
@@ -338,13 +339,13 @@ class Agent:
             self._advance_large_service(COMPUTE_BUDGET_S)
 
     def _compute_small_services(self, seconds: float) -> bool:
-        """Computes small Services that wait, for so long; whether there were any."""
+        """Computes waiting small Services for at most `seconds`; returns whether there were any."""
         deadline, computed_any = time.monotonic() + seconds, False
         while (name := self._queue.pop_small()) is not None:
             if self._computation is not None and self._computation.name == name:
                 self._finish_computation(
                     self._computation
-                )  # or its older half would overwrite the newer one
+                )  # or the older computation would overwrite the newer one
             self._finish_computation(self._start_computation(name))
             computed_any = True
             if time.monotonic() >= deadline:
@@ -352,8 +353,8 @@ class Agent:
         return computed_any
 
     def _advance_large_service(self, seconds: float) -> None:
-        """One slice of what is large: computes it, and programs that. No large Service is begun
-        while the data plane has yet to program another.
+        """Computes large Services for at most `seconds`, and programs the result. No large Service
+        is begun while the data plane still has another one to program.
         """
         deadline = time.monotonic() + seconds
         if self._computation is None and not self._deferred:
@@ -371,12 +372,11 @@ class Agent:
         return ServiceComputation(name, steps, self._uncomputed_arrivals.pop(name, []))
 
     def _finish_computation(self, computation: ServiceComputation) -> None:
-        """Computes all of it."""
         while self._step_computation(computation):
             pass
 
     def _step_computation(self, computation: ServiceComputation) -> bool:
-        """One step; False once it is over."""
+        """Runs one step; returns False when the computation is complete."""
         changed_keys = next(computation.steps, None)
         if changed_keys is not None:
             self._mark_changed(changed_keys)
@@ -390,15 +390,15 @@ class Agent:
         return False
 
     def _mark_changed(self, keys: set[ServicePortKey]) -> None:
-        """The states of these Service ports are others now."""
+        """Marks Service ports whose desired state has changed."""
         if self._dirty_keys is not None:
             self._dirty_keys |= keys
         self._recorder.record_changes(keys, self._builder.state)
         self._refusals.report_changes(keys, self._builder.state.services, self._builder.reserved)
 
     def _resync(self) -> None:
-        """Now and then all that is programmed is compared with what it should be, if everything
-        could be read that says so.
+        """Compares everything programmed with the desired state every `config_sync_period`,
+        provided that all objects could be read.
         """
         is_due = time.monotonic() >= self._resync_due
         if not is_due or self._apply_error or self._dirty_keys or not self._is_authoritative():
@@ -411,20 +411,20 @@ class Agent:
         self._server.proxy_metrics.record_comparison(sum(repaired.values()))
         if repaired:
             counts = " ".join(f"{name}={n}" for name, n in repaired.items())
-            log.warning("others had changed what was programmed; repaired: %s", counts)
+            log.warning("another process had changed the programmed state; repaired: %s", counts)
 
     def _seconds_until_apply(self) -> float:
-        """Seconds until changes may be programmed again."""
+        """Returns the seconds until --min-sync-period allows the next apply."""
         return self._last_apply + self._config.min_sync_period - time.monotonic()
 
     def _warn_about_missing_data(self) -> None:
-        """Once: what is not known of this node. kube-proxy goes on without it, too."""
+        """Warns once about missing data on this node. kube-proxy, too, serves without it."""
         node_known = self._store.node_known or self._config.source is not None
         if not node_known and not self._missing_node_logged:
             self._missing_node_logged = True
             log.warning(
-                "there is no Node %s yet (--hostname-override): until it is told, NodePorts answer "
-                "on all addresses of this node, and it is in no zone",
+                "there is no Node %s yet (--hostname-override); until it exists, NodePorts answer "
+                "on all addresses of this node, and it has no zone",
                 self._config.node_name,
             )
         mode = self._config.detect_local_mode
@@ -449,7 +449,7 @@ class Agent:
             self._fully_synced = self._fully_synced or authoritative
         except KbpfError as error:
             if str(error) != self._apply_error:
-                log.error("not programmed, trying again: %s", error)
+                log.error("cannot write to the data plane; retrying: %s", error)
             self._apply_error = str(error)
             self._retry_due = time.monotonic() + RETRY_INTERVAL_S
             self._server.proxy_metrics.record_failure()
@@ -466,7 +466,7 @@ class Agent:
         )  # fmt: skip
         self._recorder.record_apply(keys, seconds)
         if not self._first_apply_done or self._apply_error:
-            self._status_due = 0.0  # good news is told at once
+            self._status_due = 0.0  # report recovery at once
         self._dirty_keys, self._apply_error, self._first_apply_done = set(), "", True
         self._deferred, self._deferred_due = bool(report.deferred), report.next_apply_at
         more_room = len(report.refused) < len(self._refused)
@@ -475,7 +475,9 @@ class Agent:
         self._report_limits(report)
 
     def _record_latencies(self, deferred: Set[ServiceName]) -> None:
-        """What was computed is in force, but for Services that are put off."""
+        """Records the latency of everything programmed, except Services that the data plane
+        deferred.
+        """
         now = time.monotonic()
         for name in self._unprogrammed_arrivals.keys() - deferred:
             self._latencies.extend(
@@ -483,7 +485,9 @@ class Agent:
             )
 
     def _report_limits(self, report: Report) -> None:
-        """What could not be programmed as it is wanted: a log line, a problem line, an Event."""
+        """Reports what could not be programmed as requested: a log line, a problem line and an
+        Event.
+        """
         keys = report.examined
         if keys is None:
             keys = {*self._refused, *self._degraded, *report.refused, *report.degraded}
@@ -517,11 +521,11 @@ class Agent:
                 self._server.events.emit(about, reason, "Program", f"{key}: {line}")
 
     def _is_authoritative(self) -> bool:
-        """Whether everything that there is could be read. Pods serve nothing."""
+        """Whether all objects could be read. Pods do not count: Services do not depend on them."""
         return self._store.all_usable and all(s.status().authoritative for s in self._sources)
 
     def _seconds_until_due(self) -> float:
-        """Seconds until something is due."""
+        """Returns the seconds until the next task is due."""
         now = time.monotonic()
         due = [self._status_due]
         if self._first_apply_done and (tick_due := self._tick_plane(now)) is not None:
@@ -540,14 +544,14 @@ class Agent:
         return max(0.0, min(due) - now)
 
     def _tick_plane(self, now: float) -> float | None:
-        """What the data plane has put off; when to come next. A failure is told, and is no reason
-        to program anything again: Services are served.
+        """Runs what the data plane has deferred; returns when to call again. A failure is reported
+        but does not cause another apply: Services are served.
         """
         try:
             due = self._plane.tick(now)
         except KbpfError as error:
             if str(error) != self._tick_error:
-                log.error("what was put off is not done, trying again: %s", error)
+                log.error("deferred work failed; retrying: %s", error)
                 self._status_due = now
             self._tick_error = str(error)
             return now + RETRY_INTERVAL_S
@@ -557,7 +561,7 @@ class Agent:
     # ---- status ----------------------------------------------------------------------------
 
     def _problems(self) -> tuple[list[str], int]:
-        """The first problem lines, sorted, and how many there are."""
+        """The first problem lines, sorted, and the total number of them."""
         general_lines = [line for source in self._sources for line in source.status().problems]
         general_lines += [*self._plane.problems(), *threads.list_problems(), *self._own_problems()]
         lines = [*general_lines[:MAX_PROBLEMS], *self._problem_lines.first(MAX_PROBLEMS)]
@@ -570,10 +574,10 @@ class Agent:
         if self._node_port_problem:
             yield self._node_port_problem
         if self.config_error is not None and (error := self.config_error()):
-            yield f"the configuration file is refused, and the next start would be: {error}"
+            yield f"the configuration file was rejected, and the next start would fail: {error}"
 
     def status(self) -> AgentStatus:
-        """How the agent is doing. Call from its thread."""
+        """The agent's status. Call from its thread."""
         problems, problem_count = self._problems()
         now = time.monotonic()
         return AgentStatus(
@@ -632,18 +636,18 @@ class Agent:
     def _disabled_features(self) -> tuple[str, ...]:
         if self._config.source is not None or self._config.socket_lb_label:
             return ()
-        return ("Pods are not watched: their label kbpf.io/socket-lb does nothing",)
+        return ("Pods are not watched: their label kbpf.io/socket-lb is ignored",)
 
     def _latency(self, quantile: float) -> float:
-        """Milliseconds; 0.0 before the first event."""
+        """In milliseconds; 0.0 before the first event."""
         ordered = sorted(self._latencies)
         if not ordered:
             return 0.0
         return round(ordered[min(len(ordered) - 1, int(len(ordered) * quantile))] * 1000, 3)
 
     def _report_problems(self, events: Iterable[Event]) -> None:
-        """One warning for each object or endpoint that is newly left out, or read otherwise than
-        some programs would.
+        """Logs a warning for each object or endpoint that is newly left out, or that other
+        programs would read differently.
         """
         new_lines: list[str] = []
         for key in {event.key for event in events if not isinstance(event, Synced)}:
@@ -659,7 +663,9 @@ class Agent:
         )
 
     def _refused_namespaces(self) -> dict[str, int]:
-        """How many Service ports could not be programmed, by namespace: those with the most."""
+        """The number of Service ports that could not be programmed, for the namespaces with the
+        most.
+        """
         counts = Counter(key.namespace for key in self._refused)
         return dict(counts.most_common(MAX_NAMESPACES))
 
@@ -669,7 +675,7 @@ class Agent:
         return tuple(system_names[:MAX_PROBLEMS])
 
     def _check_node_ports(self) -> None:
-        """A warning when NodePorts begin to answer nowhere."""
+        """Warns when this node stops answering on NodePorts."""
         before = self._node_port_problem
         self._node_port_problem = node_port_problem(self._node_addresses, self._config)
         if self._node_port_problem and self._node_port_problem != before:
@@ -683,12 +689,12 @@ class Agent:
         except PinsRemovedError:
             raise
         except KbpfError as error:
-            log.warning("the status was not written: %s", error)
-        self._server.set_status(status)  # last: who finds /readyz finds the rest, too
+            log.warning("cannot write the status: %s", error)
+        # last, so that a client that sees /readyz succeed can read everything else
+        self._server.set_status(status)
 
 
 def _log_events(events: Iterable[Event]) -> None:
-    """A line for each, at debug."""
     if log.isEnabledFor(logging.DEBUG):
         for event in events:
             about = event.kind if isinstance(event, Synced) else event.key
@@ -696,9 +702,9 @@ def _log_events(events: Iterable[Event]) -> None:
 
 
 def _log_lines(level: int, title: str, lines: Sequence[str]) -> None:
-    """A line for each, but not thousands at once: a limit may be met by all Services together."""
+    """Logs a line for each, but at most MAX_PROBLEMS: all Services may hit a limit together."""
     for line in lines[:MAX_PROBLEMS]:
         log.log(level, "%s: %s", title, line)
     if len(lines) > MAX_PROBLEMS:
         more = len(lines) - MAX_PROBLEMS
-        log.log(level, "%s: and %d more; `kbpf inspect status` has their number", title, more)
+        log.log(level, "%s: and %d more; see `kbpf inspect status` for their number", title, more)

@@ -1,15 +1,17 @@
-"""The kernel's conntrack, set as kube-proxy sets it at its start: how much it holds, how long.
+"""Sets the kernel's conntrack limits and timeouts as kube-proxy does at its start.
 
-kbpf needs none of it for itself. But CNIs and the node's own connections do, and with kube-proxy
-gone nobody else would set it. Rules (kube-proxy's conntrack/sysctls.go):
-- Only what differs is written, in kube-proxy's order; a number of entries is written even if there
-  were more before.
-- The table of hashes grows to a quarter of the entries, and never shrinks. kube-proxy sets it below
-  /sys, which a pod may not write; a sysctl is the same number.
-- What cannot be written is one line for all of it, with what to do; kube-proxy ends there.
-- In a network namespace other than the machine's, where the number of entries has no file that
-  could be written, it is the machine's to set: that is no warning.
-- A node without nf_conntrack has nothing to set: it is looked for again now and then.
+kbpf itself does not need them, but CNIs and the node's own connections do, and without kube-proxy
+nothing else sets them. The rules are those of kube-proxy's conntrack/sysctls.go:
+
+- Only values that differ are written, in kube-proxy's order. The number of entries is written even
+  if it was higher before.
+- The hash table grows to a quarter of the number of entries and never shrinks. kube-proxy sets it
+  below /sys, which a pod cannot write; the sysctl sets the same number.
+- Everything that cannot be written is logged in one line, with what to do. kube-proxy exits
+  instead.
+- In a network namespace other than the initial one, where the file with the number of entries is
+  read-only, that number is the host's business and no warning is logged.
+- On a node without nf_conntrack there is nothing to set; the agent polls for the module.
 """
 
 import logging
@@ -33,14 +35,12 @@ ENTRIES_PER_BUCKET: Final = 4
 
 
 class SysctlSetting(NamedTuple):
-    """A sysctl and its value."""
-
     name: str
     value: int
 
 
 def compute_settings(config: Conntrack, cpus: int) -> tuple[SysctlSetting, ...]:
-    """What is to be set, in order; nothing that is to stay as it is."""
+    """Returns the sysctls to set, in order. Settings of 0 mean "leave it as it is"."""
     max_entries = 0
     if config.max_per_core:
         scaled = config.max_per_core * cpus
@@ -63,7 +63,7 @@ def compute_settings(config: Conntrack, cpus: int) -> tuple[SysctlSetting, ...]:
 
 
 class ConntrackSysctls:
-    """Sets it once, as soon as it can be. One thread calls."""
+    """Sets the sysctls once, as soon as the module is loaded. Not thread-safe."""
 
     def __init__(self, config: Conntrack) -> None:
         self._settings = compute_settings(config, os.cpu_count() or 1)
@@ -71,7 +71,7 @@ class ConntrackSysctls:
         self._not_loaded_logged = False
 
     def apply(self, now: float) -> None:
-        """Sets what is wanted, if it is time to look; `now` in seconds."""
+        """Sets the sysctls if that is due; `now` is in seconds."""
         if now < self._due:
             return
         try:
@@ -79,7 +79,7 @@ class ConntrackSysctls:
         except KernelError:
             self._due = now + MODULE_POLL_INTERVAL_S
             if not self._not_loaded_logged and self._settings:
-                log.info("conntrack is not loaded: it is set when it is")
+                log.info("nf_conntrack is not loaded; its sysctls are set once it is")
             self._not_loaded_logged = True
             return
         self._due = float("inf")
@@ -94,7 +94,12 @@ class ConntrackSysctls:
                     name == NF_CONNTRACK_MAX
                     and not sysctl.path_of(name).stat().st_mode & stat.S_IWUSR
                 ):
-                    log.info("%s=%d is the machine's to set", name, value)
+                    log.info(
+                        "cannot set %s=%d in this network namespace; set it on the host",
+                        name,
+                        value,
+                    )
+                    # The file is read-only outside the initial network namespace.
                     continue
                 if sysctl.read(name) != str(value):
                     sysctl.write(name, str(value))
@@ -108,14 +113,14 @@ class ConntrackSysctls:
                 reasons.append(reason)
         if failures:
             log.warning(
-                "conntrack is not set as kube-proxy would: %s (%s); set it on the node, or mount "
-                "its /proc/sys/net at /host/proc/sys/net, to be written",
+                "cannot set conntrack as kube-proxy does: %s (%s); set it on the node, or mount "
+                "its /proc/sys/net writable at /host/proc/sys/net",
                 " ".join(failures), ", ".join(dict.fromkeys(reasons)),
             )  # fmt: skip
 
 
 def _grow_buckets(min_buckets: int) -> str:
-    """Makes the table of hashes as large, if it is smaller; why that cannot be, or ""."""
+    """Grows the hash table to at least `min_buckets`. Returns why that failed, or ""."""
     try:
         if int(sysctl.read(NF_CONNTRACK_BUCKETS)) < min_buckets:
             sysctl.write(NF_CONNTRACK_BUCKETS, str(min_buckets))

@@ -1,7 +1,7 @@
-"""Where threads leave what the one writer has to know.
+"""The queue through which all other threads pass events to the agent's thread.
 
-A SimpleQueue, because its put() may be called from a signal handler. What arrives together is
-taken together.
+It is a SimpleQueue because put() may be called from a signal handler. Items that have arrived are
+read as one batch.
 """
 
 import queue
@@ -12,7 +12,7 @@ from kbpf.model.events import Event
 
 @dataclass(frozen=True, slots=True)
 class Wake:
-    """Nothing but a reason to look up: an address changed, a status is due, the end is near."""
+    """Wakes the agent's thread without an event: an address changed, a status is due, or stop()."""
 
     reason: str = ""
 
@@ -21,17 +21,19 @@ Item = Event | Wake
 
 
 class Inbox:
-    """Many put, one takes."""
+    """Many threads put; the agent's thread reads."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Item] = queue.SimpleQueue()
 
     def put(self, item: Item) -> None:
-        """Leaves an item; never waits."""
+        """Adds an item; never blocks."""
         self._queue.put(item)
 
     def get_batch(self, timeout: float, max_items: int = 20_000) -> list[Item]:
-        """Everything that is there, after waiting for the first at most so long; [] if none."""
+        """Waits up to `timeout` seconds for the first item and returns all that have arrived, at
+        most `max_items`; [] if none came.
+        """
         try:
             items = [self._queue.get(timeout=max(0.0, timeout))]
         except queue.Empty:

@@ -1,4 +1,6 @@
-"""Where processes of the node listen: ports that Services may not take at the node's addresses."""
+"""Ports on which the node's own processes listen; Services cannot take them at the node's
+addresses.
+"""
 
 from collections.abc import Callable
 from typing import Final
@@ -8,13 +10,12 @@ from kbpf.model.desired import FrontendAddress
 
 LISTENER_POLL_INTERVAL_S: Final = 30.0
 RELEASE_GRACE_S: Final = 600.0
-"""A port stays reserved for so long after nobody listens there any more: a restart of sshd must not
-hand it over.
-"""
+"""A port stays reserved for this long after its listener is gone, so that a restart of sshd does
+not hand its port to a Service."""
 
 
 class Listeners:
-    """One thread only: the writer's."""
+    """Used by the agent's thread only."""
 
     def __init__(
         self, read: Callable[[], frozenset[FrontendAddress]] = sock_diag.list_listeners
@@ -25,7 +26,7 @@ class Listeners:
         self.ports: frozenset[FrontendAddress] = frozenset()
 
     def refresh(self, now: float) -> None:
-        """Reads them again where that is due. `now` is time.monotonic()."""
+        """Reads the listeners again if that is due. `now` is time.monotonic()."""
         if now < self._due:
             return
         self._due = now + LISTENER_POLL_INTERVAL_S

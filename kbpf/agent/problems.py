@@ -1,7 +1,7 @@
-"""The problem lines of the agent, by what they are about.
+"""The agent's problem lines, by subject.
 
-A tenant decides how many there are, so nothing here walks over all of them: a change costs what it
-is about.
+Tenants control how many there are, so nothing here walks all of them: a change costs no more than
+the lines of its subject.
 """
 
 from collections.abc import Hashable, Sequence
@@ -9,7 +9,7 @@ from itertools import chain, islice
 
 
 class Problems:
-    """Lines by subject: an object, a Service port. One thread only."""
+    """Problem lines by subject: an object, a Service port. Not thread-safe."""
 
     def __init__(self) -> None:
         self._lines: dict[Hashable, tuple[str, ...]] = {}
@@ -19,7 +19,7 @@ class Problems:
         return self._count
 
     def replace(self, subject: Hashable, lines: Sequence[str]) -> list[str]:
-        """These are the lines of this subject now; those of them that are new."""
+        """Replaces the lines of this subject; returns those that are new."""
         before = self._lines.get(subject, ())
         if not lines and not before:
             return []
@@ -32,5 +32,5 @@ class Problems:
         return [line for line in lines if line not in old_lines]
 
     def first(self, limit: int) -> list[str]:
-        """So many of them at most, those that have lasted longest."""
+        """Returns at most `limit` lines, the oldest first."""
         return list(islice(chain.from_iterable(self._lines.values()), limit))

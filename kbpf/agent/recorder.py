@@ -1,6 +1,7 @@
-"""What the writer counts as it goes, at the cost of the change: for metrics and health checks.
+"""Collects what metrics and health checks need, incrementally: a change costs what it touches.
 
-Nothing is told before it is programmed: a LoadBalancer that hears of an endpoint sends traffic.
+Nothing is published before it is programmed: a load balancer sends traffic as soon as it hears of
+an endpoint.
 """
 
 import time
@@ -17,13 +18,13 @@ from kbpf.policy.store import ChangeSet, ObjectStore
 from kbpf.serve.server import AgentServer
 
 MAX_TRIGGERS: Final = 10_000
-"""So many changes at most wait to be timed, while the kernel refuses."""
+"""At most this many changes are timed while the kernel refuses writes."""
 
 POLICIES: Final = ("internal", "external")
 
 
 class Recorder:
-    """One thread only: the writer's."""
+    """Used by the agent's thread only."""
 
     def __init__(self, config: Config, server: AgentServer) -> None:
         self._config, self._server = config, server
@@ -38,11 +39,11 @@ class Recorder:
 
     @property
     def without_endpoints(self) -> int:
-        """How many Service ports refuse every connection."""
+        """Number of Service ports that refuse connections because they have no endpoints."""
         return len(self._empty_ports)
 
     def record_events(self, events: Iterable[Event], touched: ChangeSet) -> None:
-        """These came, and touched that."""
+        """Records incoming events and the Services that they touched."""
         services = slices = 0
         for event in events:
             if not isinstance(event, Upsert | Delete):
@@ -60,7 +61,7 @@ class Recorder:
     def _record_trigger(self, event: Upsert, touched: ChangeSet) -> None:
         assert isinstance(event.object, EndpointSlice)
         if event.object.service_name not in touched.services:
-            return  # it said nothing new
+            return  # the event changed nothing
         try:
             trigger_time = datetime.fromisoformat(event.trigger_time).timestamp()
         except ValueError:
@@ -69,7 +70,7 @@ class Recorder:
             self._triggers.append((event.object.family, trigger_time))
 
     def record_changes(self, keys: Iterable[ServicePortKey], desired: DesiredState) -> None:
-        """The states of these Service ports are others now."""
+        """Records Service ports whose desired state has changed."""
         for key in keys:
             state = desired.services.get(key)
             _set_membership(self._empty_ports, key, state is not None and not state.any_endpoints)
@@ -77,7 +78,7 @@ class Recorder:
                 _set_membership(members, key, state is not None and _lacks_local(state, policy))
 
     def record_apply(self, keys: Collection[ServicePortKey] | None, seconds: float) -> None:
-        """The data plane was written; `keys` None: all was looked at."""
+        """Records a write to the data plane; `keys` None: everything was compared."""
         metrics = self._server.proxy_metrics
         families = {key.family for key in keys} if keys else {4, 6}
         metrics.record_sync(seconds, keys is None, families)
@@ -91,7 +92,7 @@ class Recorder:
         self._applied_since_settled = True
 
     def record_settled(self, store: ObjectStore, desired: DesiredState) -> None:
-        """All that came is done with: programmed, or it said nothing new."""
+        """Records that all events are settled: programmed, or without effect."""
         applied, self._applied_since_settled = self._applied_since_settled, False
         self._server.health.record_settled(applied)
         self._server.proxy_metrics.record_settled()
@@ -124,6 +125,6 @@ def _set_membership(members: set[ServicePortKey], key: ServicePortKey, is_member
 
 
 def _lacks_local(state: ServiceState, policy: str) -> bool:
-    """Whether this policy is Local, and endpoints are only elsewhere."""
+    """Whether this policy is Local and all endpoints are on other nodes."""
     is_local = state.internal_local if policy == "internal" else state.external_local
     return is_local and state.any_endpoints and not state.local

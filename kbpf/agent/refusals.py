@@ -1,5 +1,5 @@
-"""Frontends that Services ask for and do not get: lines for the log, the status and Events. Those
-that they get at an address of this node itself are named in the log.
+"""Reports frontends that Services request but do not get: in the log, the status and Events.
+Frontends that a Service gets at one of the node's own addresses are logged, too.
 """
 
 import logging
@@ -18,11 +18,11 @@ DOCS_HINT = "see docs/operate.md, Addresses that Services may take"
 
 
 class RefusalReporter:
-    """One thread only: the writer's. A change costs the Services that changed."""
+    """Used by the agent's thread only. A change costs no more than the Services that changed."""
 
     def __init__(self, events: EventRecorder, problems: Problems) -> None:
         self._events, self._problems = events, problems
-        self._node_address_lines = Problems()  # which are none: an operator may want them so
+        self._node_address_lines = Problems()  # not problems: an operator may want them
 
     def report_changes(
         self,
@@ -30,7 +30,9 @@ class RefusalReporter:
         states: Mapping[ServicePortKey, ServiceState],
         reserved: ReservedAddresses,
     ) -> None:
-        """Logs what is new at these keys, and sends an Event for each Service that is refused."""
+        """Logs new lines for these keys, and sends an Event for each Service with a refused
+        address.
+        """
         self._log_node_addresses(keys, states, reserved)
         lines_by_service: dict[ServiceName, list[str]] = {}
         for key in sorted(keys):
@@ -66,12 +68,17 @@ class RefusalReporter:
         for line in new_lines[:MAX_PROBLEMS]:
             log.warning("%s; %s", line, DOCS_HINT)
         if len(new_lines) > MAX_PROBLEMS:
-            log.warning("%d more of them; %s", len(new_lines) - MAX_PROBLEMS, DOCS_HINT)
+            log.warning(
+                "%d more Services take addresses of this node; %s",
+                len(new_lines) - MAX_PROBLEMS,
+                DOCS_HINT,
+            )
 
 
 def _describe_node_addresses(state: ServiceState, reserved: ReservedAddresses) -> Iterator[str]:
-    """A line for each address of this node that the Service takes a port of. One that only a device
-    has is nothing to mention as a LoadBalancer address: kube-vip and others put VIPs there.
+    """Yields a line for each address of this node of which the Service takes a port. A
+    LoadBalancer address that is only on a device is not mentioned: kube-vip and others put VIPs
+    there.
     """
     addresses = {
         FrontendKind.EXTERNAL_IP: reserved.local_addresses,
@@ -85,7 +92,7 @@ def _describe_node_addresses(state: ServiceState, reserved: ReservedAddresses) -
             and frontend_address.port not in node_ports
         ):
             yield (
-                f"{frontend_address} is at an address of this node: what connects to it gets "
+                f"{frontend_address} is at an address of this node: connections to it reach "
                 "the Service"
             )
 

@@ -1,12 +1,13 @@
-"""Which data plane serves, and how one follows the other.
+"""Selects the data plane and manages the switch from one to the other.
 
-`--mode bpf` and `--mode ipvs` are what they say, or the agent ends with what is missing. `auto` is
-BPF where it can be had, else IPVS: a refusal to open it, or to attach at the first apply, decides,
-and what `kbpf check` says of this machine is the reason. The decision holds until the agent is
-started again.
+With `--mode bpf` or `--mode ipvs` the agent uses that data plane or exits with what is missing.
+With `auto` it uses BPF if possible, else IPVS: a failure to open BPF, or to attach it at the first
+apply, decides, and the checks of `kbpf check` give the reason. The decision holds until the agent
+restarts.
 
-What an agent of the other mode has left serves until this one's first complete apply; then it is
-retired (base.Remains). No agent of the other mode can start meanwhile.
+What an agent of the other mode has left in the kernel serves until the first complete apply of
+this one; then it is drained (base.PreviousDataPlane). An agent of the other mode cannot start
+meanwhile.
 """
 
 import logging
@@ -35,7 +36,7 @@ DRAIN_RETRY_INTERVAL_S: Final = 5.0
 
 
 class FallbackReason(StrEnum):
-    """Why BPF is not to be had: words for logs, status, metrics and Events."""
+    """Why BPF is unavailable: a label for logs, status, metrics and Events."""
 
     NO_LIBRARY = "libbpf missing"
     NO_BPF = "no bpf(2)"
@@ -58,18 +59,19 @@ REASON_BY_CHECK: Final = {
     "BPF sources": FallbackReason.COMPILE_FAILED,
     "cgroup v2": FallbackReason.NO_CGROUP,
 }
-"""What a missing row of `kbpf check` means; any other one that is needed: OLD_KERNEL."""
+"""The reason for a failed row of `kbpf check`; any other needed row means OLD_KERNEL."""
 REASON_BY_ERROR: Final[Sequence[tuple[type[KbpfError], FallbackReason]]] = (
     (CompileError, FallbackReason.COMPILE_FAILED),
     (ProgramLoadError, FallbackReason.PROGRAM_REFUSED),
     (AttachError, FallbackReason.ATTACH_FAILED),
 )
-"""What an error means where nothing is missing; another one is no reason to do without BPF."""
+"""The reason for an error when no check fails. Any other error is no reason to fall back to
+IPVS."""
 
 
 def fallback_reason(error: KbpfError, rows: Sequence[CheckRow]) -> FallbackReason | None:
-    """Why BPF is not to be had, by this error and what `kbpf check` says; None if it is, and
-    something else is the matter.
+    """Returns why BPF is unavailable, from this error and the rows of `kbpf check`; None if BPF is
+    available and the error has another cause.
     """
     if isinstance(error, PinsRemovedError):
         return None
@@ -82,8 +84,8 @@ def fallback_reason(error: KbpfError, rows: Sequence[CheckRow]) -> FallbackReaso
 
 
 class Factories(NamedTuple):
-    """How to get the data planes, what others left of them, what `kbpf check` says of BPF, and what
-    a kube-proxy left that mode bpf has to heed.
+    """Constructors of the data planes and of their predecessors' remains, including the rules of a
+    kube-proxy that mode bpf has to take over from, and the checks of `kbpf check` for BPF.
     """
 
     bpf: Callable[[], DataPlane]
@@ -95,8 +97,8 @@ class Factories(NamedTuple):
 
 
 class SelectedDataPlane:
-    """The data plane of `--mode`, and the end of the other's remains. A DataPlane itself: see base.
-    One thread calls.
+    """The data plane chosen by `--mode`, itself a DataPlane (see base), which also drains what the
+    other mode left. Not thread-safe.
     """
 
     def __init__(self, requested_mode: str, factories: Factories) -> None:
@@ -105,25 +107,25 @@ class SelectedDataPlane:
         self._choice = ModeChoice(requested_mode, "ipvs" if requested_mode == "ipvs" else "bpf")
         self._plane = factories.ipvs() if requested_mode == "ipvs" else factories.bpf()
         self._previous: list[PreviousDataPlane] = []
-        self._has_applied = False  # once
-        self._fully_applied = False  # and it knew of all objects
+        self._has_applied = False  # whether any apply has succeeded
+        self._fully_applied = False  # whether an authoritative apply has succeeded
         self._drain_error = ""
         self._failed_fallbacks: dict[
             str, str
-        ] = {}  # BPF's error: its hint since IPVS was tried, too
+        ] = {}  # error of BPF → its hint, with the error of IPVS added
 
     @property
     def name(self) -> str:
-        """Of the mode that serves."""
+        """The name of the active mode."""
         return self._plane.name
 
     def mode_choice(self) -> ModeChoice:
-        """Which it is, and why."""
+        """The active mode, and why it was chosen."""
         return self._choice
 
     def open(self) -> None:
-        """See base.DataPlane. In mode auto what keeps BPF from opening makes it IPVS; if that is
-        not to be had either, the error is BPF's.
+        """See base.DataPlane. In mode auto, falls back to IPVS if BPF cannot be opened. If neither
+        can, raises the error of BPF.
         """
         try:
             self._open()
@@ -153,7 +155,7 @@ class SelectedDataPlane:
         ):
             previous = factory()
             if previous.claim():
-                log.info("mode=%s finds what %s left: it serves until this one does",
+                log.info("mode=%s takes over from %s, which serves until this mode does",
                          mode, previous.name)  # fmt: skip
                 self._previous.append(previous)
 
@@ -162,9 +164,9 @@ class SelectedDataPlane:
             self._previous.pop().close()
 
     def _fall_back_to_ipvs(self, error: KbpfError) -> bool:
-        """Whether IPVS has taken BPF's place, opened. If it cannot, the error says so too, each
-        time that it comes; BPF's plane is a new one that is not opened, and IPVS is not tried
-        again.
+        """Tries to replace BPF by IPVS; returns whether IPVS is now open. If not, the hint of
+        `error` says so, here and whenever the same error comes again; BPF's plane is then a new
+        one, not opened, and IPVS is not tried again.
         """
         if self._requested_mode != "auto" or self._choice.mode != "bpf":
             return False
@@ -182,16 +184,16 @@ class SelectedDataPlane:
         try:
             self._open()
         except KbpfError as ipvs_error:
-            message, note = str(error), f"mode ipvs cannot take its place: {ipvs_error}"
+            message, note = str(error), f"mode ipvs is not possible either: {ipvs_error}"
             error.hint = f"{error.hint}; {note}" if error.hint else note
             self._failed_fallbacks[message] = error.hint
             self._plane, self._choice = self._factories.bpf(), before
             return False
-        log.warning("mode=ipvs, since BPF is not to be had here: %s: %s", reason, error)
+        log.warning("mode=ipvs: BPF is unavailable on this node: %s: %s", reason, error)
         return True
 
     def set_coexisting(self, coexisting: bool) -> None:
-        """See base.DataPlane. Two modes are all there are."""
+        """See base.DataPlane. Ignored: there is no third mode."""
 
     def apply(
         self,
@@ -199,13 +201,14 @@ class SelectedDataPlane:
         touched: Collection[ServicePortKey] | None,
         authoritative: bool = True,
     ) -> Report:
-        """See base.DataPlane. A first apply that BPF cannot do is IPVS' in mode auto."""
+        """See base.DataPlane. In mode auto, falls back to IPVS if BPF fails at the first apply."""
         try:
             report = self._plane.apply(desired, touched, authoritative)
         except KernelError as error:
             already_tried = bool(self._failed_fallbacks)
             if self._has_applied or not self._fall_back_to_ipvs(error):
-                if self._failed_fallbacks and not already_tried:  # it was closed for IPVS
+                # the attempt with IPVS has closed it
+                if self._failed_fallbacks and not already_tried:
                     self._open()
                 raise
             report = self._plane.apply(desired, None, authoritative)
@@ -214,15 +217,13 @@ class SelectedDataPlane:
         return report
 
     def invalidate(self) -> None:
-        """See base.DataPlane."""
         self._plane.invalidate()
 
     def claim_socket(self, cookie: int) -> None:
-        """See base.DataPlane."""
         self._plane.claim_socket(cookie)
 
     def tick(self, now: float) -> float | None:
-        """See base.DataPlane. What is left of the other mode goes as soon as this one serves."""
+        """See base.DataPlane. Drains the other mode as soon as this one is ready."""
         due = self._plane.tick(now)
         drain_due = (
             self._drain_previous(now) if self._fully_applied and self._plane.is_ready() else None
@@ -236,14 +237,14 @@ class SelectedDataPlane:
                 next_due = previous.drain(now)
             except KbpfError as error:
                 if str(error) != self._drain_error:
-                    log.warning("what %s left is not removed, trying again: %s",
+                    log.warning("cannot remove what %s left; retrying: %s",
                                 previous.name, error)  # fmt: skip
                 self._drain_error = str(error)
                 return now + DRAIN_RETRY_INTERVAL_S
             if next_due is not None:
                 due_times.append(next_due)
                 continue
-            log.info("nothing goes on by %s any more", previous.name)
+            log.info("%s is drained and removed", previous.name)
             previous.close()
             self._previous.remove(previous)
             if not self._previous:
@@ -252,54 +253,45 @@ class SelectedDataPlane:
         return min(due_times, default=None)
 
     def take_udp_cuts(self) -> tuple[UdpCuts, ...]:
-        """See base.DataPlane."""
         return self._plane.take_udp_cuts()
 
     def is_ready(self) -> bool:
-        """See base.DataPlane."""
         return self._plane.is_ready()
 
     def packet_status(self) -> PacketStatus | None:
-        """See base.DataPlane."""
         return self._plane.packet_status()
 
     def problems(self) -> tuple[str, ...]:
-        """See base.DataPlane."""
         lines = self._plane.problems()
         if self._fully_applied:
             lines = (*lines, *(line for previous in self._previous for line in previous.problems()))
         return (*lines, self._drain_error) if self._drain_error else lines
 
     def faults(self) -> tuple[str, ...]:
-        """See base.DataPlane."""
         return self._plane.faults()
 
     def read_metrics(self) -> DataPlaneMetrics:
-        """See base.DataPlane."""
         return self._plane.read_metrics()
 
     def count_traffic(self, pause: Pause) -> TrafficStats:
-        """See base.DataPlane."""
         return self._plane.count_traffic(pause)
 
     def write_status(self, text: bytes) -> None:
-        """See base.DataPlane."""
         self._plane.write_status(text)
 
     def close(self) -> None:
-        """See base.DataPlane. Remains stay; the next agent finds them."""
+        """See base.DataPlane. What the other mode left stays; the next agent takes it over."""
         self._release_previous()
         self._plane.close()
 
     def remove(self) -> None:
-        """See base.DataPlane."""
         self._release_previous()
         self._plane.remove()
 
 
 def select_data_plane(config: Config) -> SelectedDataPlane:
-    """The data plane of these settings, not opened. What it is made of is imported when it is
-    needed; in mode ipvs, of BPF, what tells whether that mode has left something.
+    """Returns the data plane for these settings, not opened. Modules are imported only when
+    needed: in mode ipvs, of BPF only what detects the remains of that mode.
     """
     return SelectedDataPlane(config.mode, _build_factories(config))
 

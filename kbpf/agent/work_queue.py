@@ -1,8 +1,8 @@
-"""The Services that wait to be computed and programmed, and in which order.
+"""The order in which waiting Services are computed and programmed.
 
-Small Services and large ones wait apart, so that a small one never waits for the rest of a large
-one. Of each kind the cluster's own come first. Others are due some time after they were touched,
-and later the more there is to do.
+Small and large Services wait in separate queues, so that a small one never waits for the rest of a
+large one. In each queue the cluster's own Services come first; the others become due some time
+after they were touched, and the later the larger they are.
 """
 
 import heapq
@@ -11,33 +11,32 @@ from typing import Final
 from kbpf.model.objects import ServiceName
 
 SECONDS_PER_ENDPOINT: Final = 1e-4
-"""How much later a Service is due for each of its ports' endpoints, and how long it rests after it
-was computed: some ten times what that takes, so no Service has more than a tenth of the time."""
+"""The delay before a Service is due, and the cooldown after it was computed, per endpoint of each
+of its ports. It is about ten times the cost of computing one, so no Service uses more than a tenth
+of the time."""
 
 LARGE_SERVICE_ENDPOINTS: Final = 1_000
-"""Ports' endpoints from which on a Service is large: it rests after it was computed."""
+"""From this many endpoints (summed over its ports) on, a Service is large: it has a cooldown."""
 
 MAX_COOLDOWN_S: Final = 5.0
-"""An endpoint that is gone must not be used for longer than that."""
+"""An endpoint that is gone must not be used for longer than this."""
 
 
 class ServiceQueue:
-    """Each Service waits once, whatever happens to it meanwhile. One thread only."""
+    """Holds each Service at most once, however often it changes. Not thread-safe."""
 
     def __init__(self) -> None:
         self._small: list[tuple[bool, float, ServiceName]] = []
         self._large: list[tuple[bool, float, ServiceName]] = []
         self._cooling_down: list[tuple[float, bool, float, ServiceName]] = []
-        self._queued_since: dict[ServiceName, float] = {}  # in the order of time
-        self._cooldown_until: dict[
-            ServiceName, float
-        ] = {}  # large ones: when they may be computed again
+        self._queued_since: dict[ServiceName, float] = {}  # oldest first
+        self._cooldown_until: dict[ServiceName, float] = {}  # large Services only
 
     def __bool__(self) -> bool:
         return bool(self._queued_since)
 
     def add(self, name: ServiceName, size: int, system: bool, now: float) -> None:
-        """It has been touched."""
+        """Adds a Service that was touched."""
         if name in self._queued_since:
             return
         self._queued_since[name] = now
@@ -51,11 +50,11 @@ class ServiceQueue:
             heapq.heappush(heap, (not system, now + size * SECONDS_PER_ENDPOINT, name))
 
     def pop_small(self) -> ServiceName | None:
-        """The small Service that is due next, which waits no longer."""
+        """Removes and returns the small Service that is due next."""
         return self._pop(self._small)
 
     def pop_large(self, now: float) -> ServiceName | None:
-        """The large Service that is due next, which waits no longer."""
+        """Removes and returns the large Service that is due next."""
         while self._cooling_down and self._cooling_down[0][0] <= now:
             heapq.heappush(self._large, heapq.heappop(self._cooling_down)[1:])
         return self._pop(self._large)
@@ -68,19 +67,19 @@ class ServiceQueue:
         return name
 
     def mark_computed(self, name: ServiceName, size: int, now: float) -> None:
-        """It is up to date. A large one is not computed again for a while."""
+        """Records that the Service is up to date. A large one now has to cool down."""
         for expired in [key for key, until in self._cooldown_until.items() if until <= now]:
             del self._cooldown_until[expired]
         if size >= LARGE_SERVICE_ENDPOINTS:
             self._cooldown_until[name] = now + min(size * SECONDS_PER_ENDPOINT, MAX_COOLDOWN_S)
 
     def next_due(self, now: float) -> float | None:
-        """When there is something to compute (time.monotonic)."""
+        """Returns when the next Service can be computed (time.monotonic); None if none waits."""
         if self._small or self._large:
             return now
         return self._cooling_down[0][0] if self._cooling_down else None
 
     @property
     def oldest_since(self) -> float | None:
-        """Since when the one waits that waits longest."""
+        """Since when the longest-waiting Service has waited; None if none waits."""
         return next(iter(self._queued_since.values()), None)

@@ -1,1 +1,3 @@
-"""Files and flags, read and checked, become model.Config."""
+"""Reads and checks flags, environment variables and configuration files, and builds
+model.Config.
+"""

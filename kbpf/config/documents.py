@@ -1,13 +1,11 @@
-"""The text of a configuration file → its documents, as plain values, and those as structs.
+"""Splits a configuration file into its documents and decodes them into structs.
 
-Rules:
-- Values are taken as kube-proxy takes them (bounded_yaml.py): ``hostnameOverride: 7`` is an error,
-  and ``2001:10:1:2:3:4:5:6`` is an address (YAML 1.1 would make it a number of base 60). null is
-  as good as nothing.
-- A whole number may stand as ``1.048576e+06``: so Helm writes large ones.
-- In kube-proxy's document a field that nobody knows is told and does no harm, as with kube-proxy,
-  which decodes strictly first and then leniently; in ours it is an error. A field that stands twice
-  is told in both. All else is an error with its path, and all errors are told at once.
+- Values are read as kube-proxy reads them (bounded_yaml.py): ``hostnameOverride: 7`` is an error,
+  and ``2001:10:1:2:3:4:5:6`` is an address (in YAML 1.1 it is a base-60 number). null means unset.
+- A whole number may be written ``1.048576e+06``, as Helm does with large ones.
+- An unknown field in kube-proxy's document is a warning, as in kube-proxy, which decodes strictly
+  first and then leniently; in kbpf's document it is an error. A duplicate field is a warning in
+  both. Everything else is an error with its path. All errors are reported together.
 """
 
 import json
@@ -26,13 +24,13 @@ T = TypeVar("T", bound=msgspec.Struct)
 KUBE_PROXY: Final = "KubeProxyConfiguration"
 KBPF: Final = "KbpfConfiguration"
 TIME_SUFFIXES: Final = ("Period", "Timeout")
-"""How the names of fields end that hold a time."""
+"""The suffixes of fields that hold a duration."""
 API_VERSIONS: Final = {KUBE_PROXY: "kubeproxy.config.k8s.io/v1alpha1", KBPF: "kbpf.io/v1alpha1"}
 
 
 @dataclass(frozen=True, slots=True)
 class ConfigDocuments:
-    """What a file holds, without kind and apiVersion; None for a document that is not there."""
+    """The documents of a file, without kind and apiVersion; None for a document that is missing."""
 
     kube_proxy: Mapping[str, Any] | None = None
     kbpf: Mapping[str, Any] | None = None
@@ -41,24 +39,24 @@ class ConfigDocuments:
 
 @dataclass(slots=True)
 class Diagnostics:
-    """What is found wrong, and what is only told, while documents are read."""
+    """Errors and other diagnostics collected while documents are read."""
 
     errors: list[ConfigError] = field(default_factory=list)
     notes: list[Diagnostic] = field(default_factory=list)
 
 
 def parse(data: bytes, where: str, errors: list[ConfigError] | None = None) -> ConfigDocuments:
-    """The documents of a file. Raises ConfigError when it is no YAML, or holds something else; with
-    `wrong` what it holds else is noted there, and left out.
+    """Returns the documents of a file. Raises ConfigError if the file is not YAML or contains
+    another kind of document. If `errors` is given, the latter are appended there and skipped.
     """
-    from kbpf import bounded_yaml  # and yaml, only with --config: 1.3 MB
+    from kbpf import bounded_yaml  # only with --config: PyYAML takes 1.3 MB
 
     data = _json_without_tabs(data)
 
     notes: list[Diagnostic] = []
 
     def on_duplicate(field: str, line: int) -> None:
-        text = f"line {line}: {field} stands twice; the last one counts"
+        text = f"line {line}: {field} occurs twice; the last one is used"
         notes.append(Diagnostic(text, is_warning=True))
 
     by_kind: dict[str, Mapping[str, Any]] = {}
@@ -69,7 +67,7 @@ def parse(data: bytes, where: str, errors: list[ConfigError] | None = None) -> C
             try:
                 kind, values = _split_document(document, where)
                 if kind in by_kind:
-                    raise ConfigError(f"{kind} stands twice", where, "leave one of them out")
+                    raise ConfigError(f"{kind} occurs twice", where, "remove one of them")
                 by_kind[kind] = values
             except ConfigError as error:
                 if errors is None:
@@ -82,13 +80,15 @@ def parse(data: bytes, where: str, errors: list[ConfigError] | None = None) -> C
         raise ConfigError(f"not YAML: {problem}", f"{where}{line}") from error
     if not by_kind and not errors:
         raise ConfigError(
-            "nothing in it", where, f"write a document of kind {KUBE_PROXY} or {KBPF}"
+            "the file is empty", where, f"write a document of kind {KUBE_PROXY} or {KBPF}"
         )
     return ConfigDocuments(by_kind.get(KUBE_PROXY), by_kind.get(KBPF), tuple(notes))
 
 
 def _json_without_tabs(data: bytes) -> bytes:
-    """JSON is YAML but for this: its words may be set apart by tabs. No word of JSON has one."""
+    """JSON is valid YAML except that it allows tabs between tokens. No token of valid JSON
+    contains a tab.
+    """
     if b"\t" not in data:
         return data
     try:
@@ -99,16 +99,16 @@ def _json_without_tabs(data: bytes) -> bytes:
 
 
 def _split_document(document: object, where: str) -> tuple[str, Mapping[str, Any]]:
-    """Its kind, and what else it says."""
+    """Returns the kind and the other fields."""
     if not isinstance(document, dict):
-        raise ConfigError("a document is no object", where, "begin it with apiVersion and kind")
+        raise ConfigError("a document is not an object", where, "begin it with apiVersion and kind")
     kind, version = document.get("kind"), document.get("apiVersion")
     if kind not in API_VERSIONS:
         kinds = " or ".join(API_VERSIONS)
-        raise ConfigError(f"kind: {kind!r} is not read", where, f"write {kinds}")
+        raise ConfigError(f"kind: {kind!r} is not supported", where, f"write {kinds}")
     if version != API_VERSIONS[kind]:
         raise ConfigError(
-            f"{kind}.apiVersion: {version!r} is not read", where, f"write {API_VERSIONS[kind]}"
+            f"{kind}.apiVersion: {version!r} is not supported", where, f"write {API_VERSIONS[kind]}"
         )
     return kind, {k: v for k, v in document.items() if k not in ("kind", "apiVersion")}
 
@@ -120,8 +120,9 @@ def decode(
     diagnostics: Diagnostics,
     strict: bool = False,
 ) -> T:
-    """The struct that these values say, with defaults for what is missing or wrong. `path` leads to
-    it; what is wrong is added to `found`. `strict`: so is a field that nobody knows.
+    """Decodes `values` into a struct; fields that are missing or invalid get their default. Errors
+    go to `diagnostics`, with paths below `path`. `strict`: unknown fields are errors, not
+    warnings.
     """
     fields = {
         struct_field.encode_name: struct_field for struct_field in msgspec.structs.fields(kind)
@@ -162,7 +163,9 @@ def _decode_value(
 def _decode_entries(
     kind: Any, values: Mapping[object, object], path: str, diagnostics: Diagnostics, strict: bool
 ) -> dict[str, Any]:
-    """Those of an object whose names are anybody's; msgspec would not name the one it means."""
+    """Decodes a map with arbitrary keys one by one, since msgspec does not name the invalid
+    entry.
+    """
     entries = {}
     for name, value in values.items():
         try:
@@ -175,7 +178,7 @@ def _decode_entries(
 
 
 def _time_hint(value: object) -> str:
-    """What to write for a number, where a time is meant: who writes one means seconds."""
+    """The hint for a number where a duration is expected: it was probably meant in seconds."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return f"write {value:g}s" if is_number else ""
 
@@ -187,16 +190,14 @@ def _report_unknown_field(
     matches = get_close_matches(name.lower(), by_lower_name, 1, 0.75)
     hint = f"is {by_lower_name[matches[0]]} meant?" if matches else ""
     if strict:
-        diagnostics.errors.append(
-            ConfigError("no field that is known", where, hint or "leave it out")
-        )
+        diagnostics.errors.append(ConfigError("unknown field", where, hint or "leave it out"))
         return
-    text = f"{where} is no field that is known; {hint or 'it is not used'}"
+    text = f"{where} is an unknown field; {hint or 'it is ignored'}"
     diagnostics.notes.append(Diagnostic(text, is_warning=True))
 
 
 def leaf_paths(kind: type[msgspec.Struct], path: str) -> Iterator[str]:
-    """The paths of all fields that hold a value, in order."""
+    """Yields the paths of all fields that hold a value, in order."""
     for struct_field in msgspec.structs.fields(kind):
         where = f"{path}.{struct_field.encode_name}"
         if isinstance(struct_field.type, type) and issubclass(struct_field.type, msgspec.Struct):

@@ -1,4 +1,4 @@
-"""Times as Go writes them: ``30s``, ``1h0m0s``, ``250ms``."""
+"""Durations in Go's notation: ``30s``, ``1h0m0s``, ``250ms``."""
 
 import re
 import reprlib
@@ -19,12 +19,12 @@ UNITS: Final = {
 MAX_SECONDS: Final = 2**63 / 1e9
 """A Go duration is an int64 of nanoseconds: 292 years."""
 MAX_LENGTH: Final = 100
-"""Characters, where Go sets no limit: looking through digits takes the square of their number."""
+"""In characters. Go has no limit, but our regular expression takes quadratic time on digits."""
 _PART: Final = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)(ns|us|µs|μs|ms|s|m|h)")
 
 
 def parse(text: str, where: str) -> float:
-    """Seconds. ConfigError where Go's time.ParseDuration refuses; "" is no time either."""
+    """Returns seconds. Raises ConfigError where Go's time.ParseDuration fails, and for ""."""
     sign, unsigned = (-1.0, text[1:]) if text.startswith("-") else (1.0, text.removeprefix("+"))
     if unsigned == "0":
         return 0.0
@@ -39,7 +39,7 @@ def parse(text: str, where: str) -> float:
 
 
 def format_duration(seconds: float) -> str:
-    """As Go writes it, to the millisecond: ``1h0m0s``, ``1m30s``, ``0s``, ``1.5s``."""
+    """Formats as Go does, to the millisecond: ``1h0m0s``, ``1m30s``, ``0s``, ``1.5s``."""
     total_seconds, thousandths = divmod(round(seconds * 1000), 1000)
     minutes, seconds_part = divmod(total_seconds, 60)
     hours, minutes = divmod(minutes, 60)

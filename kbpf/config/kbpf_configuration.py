@@ -1,5 +1,5 @@
-"""Our own document in the configuration file: KbpfConfiguration. It has what kube-proxy's cannot
-say, and each field is one flag: the same rule, the same words of complaint.
+"""kbpf's own document in the configuration file, KbpfConfiguration. It has the settings that
+kube-proxy's document lacks. Each field corresponds to one flag and has the same parser and errors.
 """
 
 from collections.abc import Mapping
@@ -17,13 +17,13 @@ NameList = tuple[str, ...] | None
 
 
 def json_name(name: str) -> str:
-    """The name of a field as the document has it: ``packetPath``, ``socketLB``."""
+    """Returns the name of a field in the document: ``packetPath``, ``socketLB``."""
     first, *rest = name.split("_")
     return first + "".join("LB" if part == "lb" else part.capitalize() for part in rest)
 
 
 class SocketLbSection(msgspec.Struct, frozen=True, rename=json_name):
-    """Whose sockets are led to a backend at connect(). YAML reads on and off as true and false."""
+    """Socket load balancing at connect(). YAML reads on and off as true and false."""
 
     mode: str | bool | None = None
     exempt: NameList = None
@@ -31,7 +31,7 @@ class SocketLbSection(msgspec.Struct, frozen=True, rename=json_name):
 
 
 class PacketPathSection(msgspec.Struct, frozen=True, rename=json_name):
-    """What is balanced per packet, and how."""
+    """Load balancing per packet."""
 
     enabled: bool | None = None
     devices: NameList = None
@@ -41,7 +41,7 @@ class PacketPathSection(msgspec.Struct, frozen=True, rename=json_name):
 
 
 class IpvsSection(msgspec.Struct, frozen=True, rename=json_name):
-    """Of the mode ipvs; its scheduler and strictARP are kube-proxy's."""
+    """Mode ipvs. The scheduler and strictARP are in kube-proxy's document."""
 
     device: str | None = None
     nft_table: str | None = None
@@ -49,7 +49,7 @@ class IpvsSection(msgspec.Struct, frozen=True, rename=json_name):
 
 
 class MapSizesSection(msgspec.Struct, frozen=True, rename=json_name):
-    """How many entries the maps may hold at most."""
+    """The maximum number of entries of each map."""
 
     frontends: int | None = None
     slots: int | None = None
@@ -60,7 +60,7 @@ class MapSizesSection(msgspec.Struct, frozen=True, rename=json_name):
 
 
 class MetricsSection(msgspec.Struct, frozen=True, rename=json_name):
-    """What /metrics tells. YAML reads off as false."""
+    """What /metrics exports. YAML reads off as false."""
 
     services: int | None = None
     backends: int | None = None
@@ -68,7 +68,7 @@ class MetricsSection(msgspec.Struct, frozen=True, rename=json_name):
 
 
 class KbpfConfiguration(msgspec.Struct, frozen=True, rename=json_name):
-    """The document, without kind and apiVersion. None: not said."""
+    """The document, without kind and apiVersion. None means unset."""
 
     mode: str | None = None
     master: str | None = None
@@ -133,7 +133,7 @@ FLAG_BY_PATH: Final[Mapping[str, str]] = MappingProxyType(
         "logLevel": "--log-level",
     }
 )
-"""Path in the document → the flag that says the same."""
+"""Path in the document → the corresponding flag."""
 
 _CAPITALS: Final = {"LB": "Lb", "IPs": "Ips"}
 
@@ -148,7 +148,7 @@ _ATTRIBUTE_BY_PATH: Final = {path: _attribute_path(path) for path in FLAG_BY_PAT
 
 
 def read_settings(document: KbpfConfiguration) -> ConfigValues:
-    """The fields of Config that the document decides. What is empty says nothing."""
+    """Returns the fields of Config that the document sets. Empty values count as unset."""
     values = ConfigValues(f"{KBPF}.")
     for path, name in FLAG_BY_PATH.items():
         text = _flag_text(attrgetter(_ATTRIBUTE_BY_PATH[path])(document), path)
@@ -160,11 +160,11 @@ def read_settings(document: KbpfConfiguration) -> ConfigValues:
 ON_OFF_FIELDS: Final = frozenset(
     ("externalIPs", "socketLB.mode", "metrics.accounting", "serviceAnnotations")
 )
-"""Fields of which `on` and `off` are values; YAML reads them as true and false."""
+"""Fields for which `on` and `off` are values; YAML reads them as true and false."""
 
 
 def _flag_text(value: Any, path: str) -> str:
-    """As it would stand behind the flag."""
+    """Returns the value as it would be written for the flag."""
     match value:
         case None:
             return ""

@@ -1,11 +1,11 @@
-"""kube-proxy's own configuration: KubeProxyConfiguration v1alpha1, as kubeadm writes it.
+"""kube-proxy's configuration: KubeProxyConfiguration v1alpha1, as kubeadm writes it.
 
-The structs are the file; a value that is zero (or null) means kube-proxy's default. `settings()`
-makes of it what we do, with kube-proxy's defaults and its checks, and `notes()` says what is
-accepted and not done. Both say where, as a path in the document.
+The structs mirror the file; a zero value (or null) means kube-proxy's default. `read_settings()`
+turns a document into settings, with kube-proxy's defaults and checks; `find_diagnostics()` yields
+what is accepted but not used. Both name the path in the document.
 
-Where a setting depends on the mode (nodePortAddresses, masqueradeBit, the periods), it is read as
-kube-proxy in that mode reads it: "" is iptables.
+A setting that depends on the mode (nodePortAddresses, masqueradeBit, the periods) is read as
+kube-proxy reads it in that mode; "" means iptables.
 """
 
 import contextlib
@@ -30,14 +30,14 @@ USED_FEATURE_GATES: Final = frozenset((parsers.EXTERNAL_IPS_GATE, parsers.LOCALH
 
 
 def json_name(name: str) -> str:
-    """The name of a field as the document has it: ``clusterCIDR``, ``strictARP``."""
+    """Returns the name of a field in the document: ``clusterCIDR``, ``strictARP``."""
     acronyms = {"cidr": "CIDR", "cidrs": "CIDRs", "arp": "ARP", "dsr": "DSR"}
     first, *rest = name.split("_")
     return first + "".join(acronyms.get(part, part.capitalize()) for part in rest)
 
 
 class ClientConnectionConfiguration(msgspec.Struct, frozen=True, rename=json_name):
-    """How the API server is asked."""
+    """How to connect to the API server."""
 
     kubeconfig: str = ""
     accept_content_types: str = ""
@@ -47,7 +47,7 @@ class ClientConnectionConfiguration(msgspec.Struct, frozen=True, rename=json_nam
 
 
 class KubeProxyIPTablesConfiguration(msgspec.Struct, frozen=True, rename=json_name):
-    """Of the mode iptables; some of ipvs, too."""
+    """Settings of mode iptables, some also used in mode ipvs."""
 
     masquerade_bit: int | None = None
     masquerade_all: bool = False
@@ -58,8 +58,6 @@ class KubeProxyIPTablesConfiguration(msgspec.Struct, frozen=True, rename=json_na
 
 
 class KubeProxyIPVSConfiguration(msgspec.Struct, frozen=True, rename=json_name):
-    """Of the mode ipvs."""
-
     sync_period: str = ""
     min_sync_period: str = ""
     scheduler: str = ""
@@ -71,8 +69,6 @@ class KubeProxyIPVSConfiguration(msgspec.Struct, frozen=True, rename=json_name):
 
 
 class KubeProxyNFTablesConfiguration(msgspec.Struct, frozen=True, rename=json_name):
-    """Of the mode nftables."""
-
     masquerade_bit: int | None = None
     masquerade_all: bool = False
     sync_period: str = ""
@@ -80,8 +76,6 @@ class KubeProxyNFTablesConfiguration(msgspec.Struct, frozen=True, rename=json_na
 
 
 class KubeProxyWinkernelConfiguration(msgspec.Struct, frozen=True, rename=json_name):
-    """Of Windows."""
-
     network_name: str = ""
     source_vip: str = ""
     enable_dsr: bool = False
@@ -90,14 +84,16 @@ class KubeProxyWinkernelConfiguration(msgspec.Struct, frozen=True, rename=json_n
 
 
 class DetectLocalConfiguration(msgspec.Struct, frozen=True, rename=json_name):
-    """What two of the modes of detectLocalMode need."""
+    """Settings of two of the modes of detectLocalMode."""
 
     bridge_interface: str = ""
     interface_name_prefix: str = ""
 
 
 class KubeProxyConntrackConfiguration(msgspec.Struct, frozen=True, rename=json_name):
-    """What the kernel's conntrack is set to. None of a time: the default; "0s": left as it is."""
+    """Values for the kernel's conntrack. For a timeout, None is the default and "0s" leaves it
+    unchanged.
+    """
 
     max_per_core: int | None = None
     min: int | None = None
@@ -109,7 +105,7 @@ class KubeProxyConntrackConfiguration(msgspec.Struct, frozen=True, rename=json_n
 
 
 class LoggingConfiguration(msgspec.Struct, frozen=True, rename=json_name):
-    """Of all Kubernetes components."""
+    """The logging settings of all Kubernetes components."""
 
     format: str = ""
     flush_frequency: int | str = 0
@@ -152,7 +148,7 @@ class KubeProxyConfiguration(msgspec.Struct, frozen=True, rename=json_name):
 
 
 def read_settings(document: KubeProxyConfiguration) -> ConfigValues:
-    """The fields of Config that the document decides: all of kube-proxy's, said or not."""
+    """Returns the fields of Config that the document decides: all of kube-proxy's, set or not."""
     values = ConfigValues(f"{KUBE_PROXY}.")
     _read_identity(document, values)
     _read_servers(document, values)
@@ -217,7 +213,7 @@ def _read_mode(document: KubeProxyConfiguration, values: ConfigValues) -> None:
 
 
 def _read_periods(document: KubeProxyConfiguration, values: ConfigValues) -> None:
-    """Those of the mode's own section."""
+    """Reads the periods from the section of the mode."""
     sections: dict[
         str,
         KubeProxyIPTablesConfiguration
@@ -245,7 +241,9 @@ def _read_periods(document: KubeProxyConfiguration, values: ConfigValues) -> Non
 
 
 def _read_masquerade(document: KubeProxyConfiguration, values: ConfigValues) -> None:
-    """Those of nftables in its mode, else those of iptables, whose bit is checked in any mode."""
+    """Reads the section of nftables in that mode, else of iptables, whose bit is checked in any
+    mode.
+    """
     bit, masquerade_all = document.iptables.masquerade_bit, document.iptables.masquerade_all
     if bit is not None:
         values.parse("masquerade_bit", "iptables.masqueradeBit", str(bit), parsers.bit)
@@ -258,7 +256,7 @@ def _read_masquerade(document: KubeProxyConfiguration, values: ConfigValues) -> 
 
 
 def _read_ipvs(section: KubeProxyIPVSConfiguration, values: ConfigValues) -> None:
-    """What kube-proxy checks in this mode only."""
+    """Reads what kube-proxy checks in this mode only."""
     if section.scheduler:
         values.parse("ipvs_scheduler", "ipvs.scheduler", section.scheduler, parsers.scheduler)
     for i, text in enumerate(section.exclude_cidrs):
@@ -266,7 +264,7 @@ def _read_ipvs(section: KubeProxyIPVSConfiguration, values: ConfigValues) -> Non
 
 
 def _read_ipvs_timeouts(document: KubeProxyConfiguration, values: ConfigValues) -> None:
-    """What is wrong with them counts in mode ipvs only."""
+    """Invalid timeouts are errors in mode ipvs only."""
     for field, path, text in (
         ("tcp", "ipvs.tcpTimeout", document.ipvs.tcp_timeout),
         ("tcp_fin", "ipvs.tcpFinTimeout", document.ipvs.tcp_fin_timeout),
@@ -282,9 +280,9 @@ def _read_ipvs_timeouts(document: KubeProxyConfiguration, values: ConfigValues) 
 
 
 def _read_node_ports(document: KubeProxyConfiguration, values: ConfigValues) -> None:
-    """Where NodePorts answer. Without a word: on all addresses, but in nftables mode on the primary
-    ones. On loopback: in iptables mode where the networks have it, and in nftables mode, with
-    kube-proxy 1.37's feature gate, where one of them is a network of loopback.
+    """Where NodePorts answer. If unset: on all addresses, in mode nftables on the primary ones. On
+    loopback: in mode iptables if the networks include it, and in mode nftables, with a feature
+    gate of kube-proxy 1.37, if one of them is a loopback network.
     """
     entries = document.node_port_addresses or (("primary",) if document.mode == "nftables" else ())
     loopback = not entries
@@ -313,13 +311,13 @@ def _read_node_ports(document: KubeProxyConfiguration, values: ConfigValues) -> 
 
 
 def _holds_loopback(cidr: Cidr) -> bool:
-    """As kube-proxy asks: it begins in 127.0.0.0/8, or has the first address of that."""
+    """The check of kube-proxy: the network starts in 127.0.0.0/8, or contains its first address."""
     return cidr.contains(LOOPBACK4.address) or LOOPBACK4.contains(cidr.address)
 
 
 def _is_loopback(entry: str) -> bool:
-    """Whether it is `localhost`, or a network with nothing but loopback addresses."""
-    with contextlib.suppress(ConfigError):  # which is told already
+    """Whether the entry is `localhost` or a network of loopback addresses only."""
+    with contextlib.suppress(ConfigError):  # already reported
         if entry not in parsers.NODE_PORT_KEYWORDS:
             network = parsers.cidr(entry, "")
             return LOOPBACK4.contains(network.address) or network == LOOPBACK6
@@ -340,9 +338,7 @@ def _read_detect_local(document: KubeProxyConfiguration, values: ConfigValues) -
         if text:
             values.parse(field, f"detectLocal.{name}", text, parsers.device)
         else:
-            values.add_error(
-                f"detectLocal.{name}", f"{required_mode} says nothing by itself", "name one"
-            )
+            values.add_error(f"detectLocal.{name}", f"{required_mode} needs a name", "set it")
     if mode in ("", "ClusterCIDR"):
         values.parse("cluster_cidrs", "clusterCIDR", document.cluster_cidr, parsers.cluster_cidrs)
 
@@ -368,7 +364,7 @@ def _read_conntrack(section: KubeProxyConntrackConfiguration, values: ConfigValu
 
 
 def _parse_period(values: ConfigValues, path: str, text: str, parser: parsers.Parser) -> float:
-    """A period in seconds; 0.0 for the default, which is zero's meaning."""
+    """Returns a period in seconds; 0.0 if unset or zero, which mean the default."""
 
     def parse_nonzero(text: str, where: str) -> float:
         seconds: float = parser(text, where) if durations.parse(text, where) else 0.0
@@ -382,14 +378,14 @@ def _parse_period(values: ConfigValues, path: str, text: str, parser: parsers.Pa
 PROTOBUF_CONTENT_TYPE: Final = "application/vnd.kubernetes.protobuf"
 """kube-proxy's default."""
 DEFAULT_FLUSH_FREQUENCIES: Final = (0, "", "0s", "5s", 5_000_000_000)
-"""kube-proxy's default, in the forms in which it may stand."""
+"""kube-proxy's default, in all forms in which it may be written."""
 
 IsFieldSet = Callable[[KubeProxyConfiguration], object]
 UNUSED_FIELDS: Final[tuple[tuple[str, IsFieldSet, str], ...]] = (
     (
         "featureGates",
         lambda c: c.feature_gates.keys() - USED_FEATURE_GATES,
-        f"kbpf heeds {' and '.join(sorted(USED_FEATURE_GATES))} and no other feature gate of "
+        f"kbpf uses {' and '.join(sorted(USED_FEATURE_GATES))} and no other feature gate of "
         "Kubernetes",
     ),
     (
@@ -407,12 +403,12 @@ UNUSED_FIELDS: Final[tuple[tuple[str, IsFieldSet, str], ...]] = (
     (
         "clientConnection.qps",
         lambda c: c.client_connection.qps not in (0, 5),
-        "there are four watches and nothing to slow down",
+        "kbpf has four watches, which need no rate limit",
     ),
     (
         "clientConnection.burst",
         lambda c: c.client_connection.burst not in (0, 10),
-        "there are four watches and nothing to slow down",
+        "kbpf has four watches, which need no rate limit",
     ),
     (
         "logging.flushFrequency",
@@ -426,30 +422,35 @@ UNUSED_FIELDS: Final[tuple[tuple[str, IsFieldSet, str], ...]] = (
         lambda c: c.show_hidden_metrics_for_version,
         "no metric is hidden",
     ),
-    ("enableProfiling", lambda c: c.enable_profiling, "there is no /debug/pprof of Go"),
+    ("enableProfiling", lambda c: c.enable_profiling, "kbpf has no /debug/pprof"),
     (
         "iptables.snatNodeInternalIP",
         lambda c: c.iptables.snat_node_internal_ip,
-        "clients get an address of the device that they leave by, which need not be the node's "
-        "InternalIP, by which policies may know it",
+        "clients get an address of the outgoing device, which may differ from the node's "
+        "InternalIP that policies may expect",
     ),
     (
         "ipvs.excludeCIDRs",
         lambda c: c.ipvs.exclude_cidrs,
-        "IPVS services of others are never touched",
+        "kbpf never changes IPVS services that it has not created",
     ),
-    ("winkernel", lambda c: c.winkernel != KubeProxyWinkernelConfiguration(), "this is Linux"),
-    ("windowsRunAsService", lambda c: c.windows_run_as_service, "this is Linux"),
+    (
+        "winkernel",
+        lambda c: c.winkernel != KubeProxyWinkernelConfiguration(),
+        "kbpf runs on Linux only",
+    ),
+    ("windowsRunAsService", lambda c: c.windows_run_as_service, "kbpf runs on Linux only"),
     ("portRange", lambda c: c.port_range, "kube-proxy does not use it either"),
     ("udpIdleTimeout", lambda c: _is_time(c.udp_idle_timeout), "kube-proxy does not use it either"),
 )
-"""Path, whether it is said, and why nothing follows from it."""
+"""(path, whether it is set, why it has no effect)."""
 WARNED_FIELDS: Final = frozenset(("iptables.snatNodeInternalIP",))
-"""Of these: backends may see another address than the operator has asked for."""
+"""Fields among these that get a warning: backends may see another address than the operator
+expects."""
 
 
 def _default_mode_matters(said: KubeProxyConfiguration) -> bool:
-    """Whether the mode is unset and NodePorts answer on other addresses in mode nftables."""
+    """Whether the mode is unset and NodePorts would answer on other addresses in mode nftables."""
     if said.mode:
         return False
     now, later = ConfigValues(), ConfigValues()
@@ -459,29 +460,31 @@ def _default_mode_matters(said: KubeProxyConfiguration) -> bool:
 
 
 def find_diagnostics(document: KubeProxyConfiguration) -> Iterator[Diagnostic]:
-    """A line for each field that is accepted and does nothing, and for what kube-proxy warns of."""
+    """Yields a line for each field that is accepted but not used, and for what kube-proxy warns
+    about.
+    """
     for path, is_set, why in UNUSED_FIELDS:
         if is_set(document):
-            text = f"{KUBE_PROXY}.{path} is accepted and not used: {why}"
+            text = f"{KUBE_PROXY}.{path} is accepted but not used: {why}"
             yield Diagnostic(text, is_warning=path in WARNED_FIELDS)
     if _default_mode_matters(document):
         yield Diagnostic(
             f"{KUBE_PROXY}.mode is unset: kbpf reads it as iptables, kube-proxy from 1.40 on as "
-            "nftables, and NodePorts answer on other addresses there; set mode: iptables or "
+            "nftables, where NodePorts answer on other addresses; set mode: iptables or "
             "mode: nftables",
             event="KubeProxyDefaultMode",
         )
     if document.mode in PROXY_MODES:
         yield Diagnostic(
-            f"{KUBE_PROXY}.mode: {document.mode} is read for defaults only; the data plane is "
+            f"{KUBE_PROXY}.mode: {document.mode} only sets defaults; the data plane is "
             "chosen "
             "by KbpfConfiguration.mode or --mode"
         )
     times = (document.ipvs.tcp_timeout, document.ipvs.tcp_fin_timeout, document.ipvs.udp_timeout)
     if document.ipvs.scheduler or document.ipvs.strict_arp or any(map(_is_time, times)):
         yield Diagnostic(
-            f"{KUBE_PROXY}.ipvs: scheduler, strictARP and timeouts count where IPVS serves (mode "
-            "ipvs of KbpfConfiguration); BPF chooses by chance, or by kbpf.io/algorithm",
+            f"{KUBE_PROXY}.ipvs: scheduler, strictARP and timeouts are used only in mode ipvs (mode "
+            "of KbpfConfiguration); BPF chooses at random, or by kbpf.io/algorithm",
             is_warning=bool(document.ipvs.scheduler),
         )
     if not document.node_port_addresses and document.mode != "nftables":
@@ -497,9 +500,9 @@ def find_diagnostics(document: KubeProxyConfiguration) -> Iterator[Diagnostic]:
     ):
         gate_condition = f" without the feature gate {parsers.LOCALHOST_GATE}"
         yield Diagnostic(
-            f"{KUBE_PROXY}.nodePortAddresses: localhost does nothing in mode {document.mode}"
+            f"{KUBE_PROXY}.nodePortAddresses: localhost has no effect in mode {document.mode}"
             f"{gate_condition if document.mode == 'nftables' else ''}, as with kube-proxy; "
-            "KbpfConfiguration.localhostNodePorts: true makes NodePorts answer there"
+            "KbpfConfiguration.localhostNodePorts: true makes NodePorts answer on loopback"
         )
     if document.cluster_cidr and document.detect_local_mode not in ("", "ClusterCIDR"):
         yield Diagnostic(
@@ -517,7 +520,7 @@ def find_diagnostics(document: KubeProxyConfiguration) -> Iterator[Diagnostic]:
     if not document.cluster_cidr and document.detect_local_mode in ("", "ClusterCIDR"):
         yield Diagnostic(
             f"{KUBE_PROXY}.clusterCIDR is empty: no ClusterIP is masqueraded, and pods of this "
-            "node are told by their devices"
+            "node are recognized by their devices"
         )
 
 
@@ -529,7 +532,7 @@ def _is_time(text: str) -> bool:
 
 
 def _has_log_options(options: dict[str, Any]) -> bool:
-    """Whether logging.options asks for anything: kubeadm writes it with nothing in it."""
+    """Whether logging.options sets anything: kubeadm writes empty options."""
     formats = [value for value in options.values() if isinstance(value, dict)]
     return any(
         v not in (None, False, "", "0", 0)

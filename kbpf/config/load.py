@@ -1,11 +1,14 @@
-"""Flags, environment and file → the Config, and what there is to tell about them.
+"""Builds the Config from flags, environment variables and the configuration file, with
+diagnostics.
 
-Who wins:
-- A flag beats its variable, and that beats the file.
-- But kube-proxy's own flags, and their variables, do nothing where the file has kube-proxy's own
-  document: so it is with kube-proxy's --config, and its DaemonSets count on it. What was ignored is
-  named in one line.
-- Of the file's two documents ours wins where both say something (localhostNodePorts, logLevel).
+Precedence:
+
+- A flag overrides its environment variable, and both override the file.
+- However, kube-proxy's own flags, and their variables, are ignored if the file has a document of
+  kube-proxy. kube-proxy's --config works like that, and its DaemonSets rely on it. The ignored
+  ones are named in one line.
+- If both documents of the file set the same thing (localhostNodePorts, logLevel), kbpf's document
+  wins.
 """
 
 import contextlib
@@ -38,19 +41,20 @@ from kbpf.model.config import (
 )
 
 MIN_CONNECTIONS: Final = 1000
-"""A new one asks up to 32 of the oldest whether they are needed: there have to be many more."""
+"""A new connection tries to evict one of the 32 oldest, so there must be many more than that."""
 MAX_FILE_BYTES: Final = 16 << 20
-"""Bytes that are read of a configuration file; bounded_yaml.CONFIGURATION refuses fewer."""
+"""At most this many bytes of a configuration file are read; bounded_yaml.CONFIGURATION allows
+fewer."""
 CONFIG_FILE_VARIABLE: Final = "KBPF_CONFIG"
 NODE_NAME_PATTERN: Final = re.compile(r"(?=.{1,253}\Z)[a-z0-9]([-.a-z0-9]*[a-z0-9])?")
 DEFAULT_NODE_PORT_RANGE: Final = range(30_000, 32_768)
-"""Where an API server takes NodePorts from, unless it is told otherwise."""
+"""The default of kube-apiserver's --service-node-port-range."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedConfig:
-    """The settings, and the lines for the log. `node_name` is "" when nobody said it. `places`:
-    where each field was said.
+    """The settings and the diagnostics. `config.node_name` is "" if it is not set. `origins`:
+    where each field was set.
     """
 
     config: Config
@@ -59,7 +63,7 @@ class LoadedConfig:
 
 
 def read_file(path: Path) -> bytes:
-    """The text of a configuration file. documents.py refuses what is longer than a little."""
+    """Returns the bytes of a configuration file, up to MAX_FILE_BYTES."""
     try:
         with path.open("rb") as file:
             return file.read(MAX_FILE_BYTES)
@@ -70,7 +74,7 @@ def read_file(path: Path) -> bytes:
 
 
 def load_config(flag_values: Mapping[str, str], environ: Mapping[str, str]) -> Config:
-    """The Config that these flags ({name: text}) and variables say."""
+    """Returns the Config for these flags ({name: text}) and environment variables."""
     return load(flag_values, environ).config
 
 
@@ -80,8 +84,8 @@ def load(
     data: bytes | None = None,
     where: str = "--config",
 ) -> LoadedConfig:
-    """The same with the text of a file, which comes from `where`. Raises ConfigErrors; ConfigError
-    for a file that cannot be taken apart.
+    """Loads flags, environment and the text of a file, which comes from `where`. Raises
+    ConfigErrors, or ConfigError if the file cannot be parsed.
     """
     file_documents = documents.parse(data, where) if data is not None else ConfigDocuments()
     diagnostics = Diagnostics(notes=list(file_documents.notes))
@@ -118,7 +122,7 @@ def _read_flags(
     has_kube_proxy_document: bool,
     notes: list[Diagnostic],
 ) -> ConfigValues:
-    """What flags and variables say. `has_file`: kube-proxy's document is there."""
+    """Reads flags and environment variables."""
     values = ConfigValues()
     ignored: list[str] = []
     notes += _find_unknown_variables(environ)
@@ -132,7 +136,7 @@ def _read_flags(
         if has_kube_proxy_document and flag.name in KUBE_PROXY_FLAGS:
             ignored.append(origin)
         elif not flag.field:
-            notes.append(Diagnostic(f"{origin} is accepted and not used: {flag.help}"))
+            notes.append(Diagnostic(f"{origin} is accepted but not used: {flag.help}"))
         else:
             values.parse(flag.field, origin, text, flag.parse)
             if flag.parse is parsers.external_ips_gate:
@@ -140,7 +144,7 @@ def _read_flags(
     if ignored:
         notes.append(
             Diagnostic(
-                f"ignored, as kube-proxy does with --config: {', '.join(ignored)}; say it in the "
+                f"ignored, as kube-proxy does with --config: {', '.join(ignored)}; set it in the "
                 f"file's {KUBE_PROXY}",
                 is_warning=True,
             )
@@ -151,7 +155,7 @@ def _read_flags(
 SERVICE_LINK_PATTERN: Final = re.compile(
     r"KBPF(_[A-Z0-9]+)*_(SERVICE_(HOST|PORT)|PORT)(_[A-Z0-9_]+)?"
 )
-"""What kubelet sets for a Service whose name begins with kbpf."""
+"""Variables that kubelet sets for a Service whose name begins with kbpf."""
 TEST_VARIABLE_PREFIXES: Final = ("KBPF_TEST_", "KBPF_BENCH_")
 """Variables of the project's own tests."""
 
@@ -169,20 +173,20 @@ def _find_unknown_variables(environ: Mapping[str, str]) -> Iterator[Diagnostic]:
             continue
         if not SERVICE_LINK_PATTERN.fullmatch(name):
             matches = difflib.get_close_matches(name, variables, 1, 0.75)
-            hint = f"is {matches[0]} meant?" if matches else "it is not used"
-            yield Diagnostic(f"{name} is no variable that is known; {hint}", is_warning=True)
+            hint = f"is {matches[0]} meant?" if matches else "it is ignored"
+            yield Diagnostic(f"{name} is an unknown variable; {hint}", is_warning=True)
 
 
 def _find_unused_gates(origin: str, text: str) -> Iterator[Diagnostic]:
-    with contextlib.suppress(ConfigError):  # which is told already
+    with contextlib.suppress(ConfigError):  # already reported
         if unused := sorted(
             parsers.feature_gate_values(text, origin).keys() - {parsers.EXTERNAL_IPS_GATE}
         ):
-            yield Diagnostic(f"{origin}: {', '.join(unused)} is accepted and not used")
+            yield Diagnostic(f"{origin}: {', '.join(unused)} is accepted but not used")
 
 
 def _build_config(values: ConfigValues) -> Config:
-    """The fields put together, with what follows from others."""
+    """Builds the Config, with defaults that depend on other fields."""
     parts: dict[str, Any] = {
         "sizes": MapSizes(), "serving": Serving(), "conntrack": Conntrack(),
         "ipvs_times": IpvsTimeoutSettings(),
@@ -210,12 +214,12 @@ REQUIRED_FLAGS: Final = {
     LocalMode.BRIDGE_INTERFACE: "--pod-bridge-interface",
     LocalMode.INTERFACE_NAME_PREFIX: "--pod-interface-name-prefix",
 }
-"""The flag without which a mode is refused. ClusterCIDR without a network detects nothing, as
-with kube-proxy, whose configuration files often have it so."""
+"""The flag that a mode requires. ClusterCIDR does not require a network; without one it detects
+nothing, as in kube-proxy, whose configuration files often omit it."""
 
 
 def _find_contradictions(config: Config, values: ConfigValues) -> Iterator[ConfigError]:
-    """What does not go together."""
+    """Yields settings that exclude each other."""
     origin_of = _origin_lookup(values)
     if config.source is not None and (config.kubeconfig is not None or config.master):
         yield ConfigError(
@@ -227,21 +231,19 @@ def _find_contradictions(config: Config, values: ConfigValues) -> Iterator[Confi
         yield ConfigError(
             f"too few connections: {config.sizes.connections}",
             origin_of("sizes.connections"),
-            f"give {MIN_CONNECTIONS} or more: with few, those that are in use have to go",
+            f"give {MIN_CONNECTIONS} or more: otherwise connections in use would be evicted",
         )
     if config.min_sync_period > config.serving.late_seconds / 2:
         yield ConfigError(
             "longer than --sync-period, "
             f"{durations.format_duration(config.serving.late_seconds / 2)}",
             origin_of("min_sync_period"),
-            "changes that wait for their turn would make the agent unhealthy",
+            "otherwise changes waiting for their turn would make the agent unhealthy",
         )
     yield from _find_port_conflicts(config, origin_of)
     for mode, name in REQUIRED_FLAGS.items():
         if config.detect_local_mode is mode and not getattr(config, FLAGS_BY_NAME[name].field):
-            yield ConfigError(
-                f"{mode} says nothing by itself", origin_of("detect_local_mode"), f"add {name}"
-            )
+            yield ConfigError(f"{mode} needs a name", origin_of("detect_local_mode"), f"add {name}")
     if config.socket_lb is not SocketLb.ON and not config.packet_path:
         yield ConfigError(
             f"with --socket-lb {config.socket_lb} the packet path must be on",
@@ -251,11 +253,11 @@ def _find_contradictions(config: Config, values: ConfigValues) -> Iterator[Confi
 
 
 WILDCARDS: Final = frozenset(("0.0.0.0", "[::]"))
-"""Either listens on all addresses of both families (serve/http.py)."""
+"""Either one listens on all addresses of both families (serve/http.py)."""
 
 
 def _find_port_conflicts(config: Config, origin_of: Callable[[str], str]) -> Iterator[ConfigError]:
-    """Addresses of which the second one to be listened on would find its port in use."""
+    """Yields pairs of addresses of which the second could not be bound."""
     listens = [
         (field, *address.rpartition(":")[::2])
         for field in ("serving.healthz", "serving.metrics")
@@ -273,17 +275,17 @@ def _find_port_conflicts(config: Config, origin_of: Callable[[str], str]) -> Ite
                 origin_of(first_field)
                 if first_field == second_field
                 else f"{origin_of(first_field)}, {origin_of(second_field)}",
-                "give one of them another port",
+                "choose another port for one of them",
             )
 
 
 def _find_warnings(config: Config, values: ConfigValues) -> Iterator[Diagnostic]:
-    """What is probably not meant."""
+    """Yields settings that are probably not intended."""
     origin_of = _origin_lookup(values)
     if config.proxy_mode == "ipvs":
         yield Diagnostic(
-            f"{origin_of('proxy_mode')}: kube-proxy's mode ipvs is deprecated: 1.40 refuses it by "
-            "default, 1.43 no longer has it; kbpf's own mode ipvs stays",
+            f"{origin_of('proxy_mode')}: kube-proxy's mode ipvs is deprecated: 1.40 rejects it by "
+            "default, 1.43 removes it; kbpf's own mode ipvs stays",
             is_warning=True,
             event="IPVSDeprecation",
         )
@@ -294,30 +296,29 @@ def _find_warnings(config: Config, values: ConfigValues) -> Iterator[Diagnostic]
         and high >= DEFAULT_NODE_PORT_RANGE.start
     ):
         yield Diagnostic(
-            f"{origin_of('masquerade_ports')} {low}-{high} meets {DEFAULT_NODE_PORT_RANGE.start}-"
-            f"{DEFAULT_NODE_PORT_RANGE.stop - 1}, where API servers take NodePorts from: a "
-            "client of the one "
-            "may be taken for a client of the other; choose ports below or above",
+            f"{origin_of('masquerade_ports')} {low}-{high} overlaps {DEFAULT_NODE_PORT_RANGE.start}-"
+            f"{DEFAULT_NODE_PORT_RANGE.stop - 1}, the API server's default range of NodePorts: a "
+            "client of one "
+            "may be mistaken for a client of the other; choose ports below or above",
             is_warning=True,
         )
     if config.node_name and not NODE_NAME_PATTERN.fullmatch(config.node_name):
         yield Diagnostic(
             f"{origin_of('node_name')}: no Node can have the name {config.node_name!r} (a-z, "
             "0-9, - and "
-            "., 253 characters at most): no endpoint counts as one of this node",
+            "., 253 characters at most): no endpoint counts as local to this node",
             is_warning=True,
         )
     for device in sorted({*config.devices} & {*config.excluded_devices}):
         yield Diagnostic(
             f"{origin_of('devices')} and {origin_of('excluded_devices')} both name {device}: it "
-            "is left "
-            "out",
+            "is ignored",
             is_warning=True,
         )
     if config.conntrack.max_per_core > MAX_CONNTRACK_ENTRIES:
         yield Diagnostic(
-            f"{origin_of('conntrack.max_per_core')}: {config.conntrack.max_per_core} counts as "
-            f"{MAX_CONNTRACK_ENTRIES}, which is the most for all cores together",
+            f"{origin_of('conntrack.max_per_core')}: {config.conntrack.max_per_core} is limited to "
+            f"{MAX_CONNTRACK_ENTRIES}, the maximum for all cores together",
             is_warning=True,
         )
     families = {family_of(cidr.address) for cidr in config.node_port_addresses}
@@ -327,18 +328,18 @@ def _find_warnings(config: Config, values: ConfigValues) -> Iterator[Diagnostic]
         and len({family_of(cidr.address) for cidr in config.cluster_cidrs}) == 2
     ):
         yield Diagnostic(
-            f"{origin_of('node_ports')} has IPv{families.pop()} networks only, and pods have "
+            f"{origin_of('node_ports')} has IPv{families.pop()} networks only, but pods have "
             "addresses "
-            "of both families: NodePorts answer on all addresses of the other",
+            "of both families: NodePorts answer on all addresses of the other family",
             is_warning=True,
         )
     if config.cluster_cidrs and config.detect_local_mode is not LocalMode.CLUSTER_CIDR:
         yield Diagnostic(
-            f"{origin_of('cluster_cidrs')} is not used: pods are told by {config.detect_local_mode}"
+            f"{origin_of('cluster_cidrs')} is not used: pods are recognized by {config.detect_local_mode}"
         )
 
 
 def _origin_lookup(values: ConfigValues) -> Callable[[str], str]:
-    """Field → where it was said, or the flag that would say it."""
+    """Returns a function from a field to where it was set, or to the flag that would set it."""
     names = {flag.field: flag.name for flag in FLAGS}
     return lambda field: values.origins.get(field) or names[field]

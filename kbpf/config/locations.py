@@ -1,7 +1,7 @@
-"""What other commands need of the agent's file: the names of the places where it keeps what it has.
+"""Reads from the agent's configuration file only the places where the agent keeps its state.
 
-They look at what there is, or remove it, also when the agent would not start with that file. So a
-name counts if it can be read, whatever else is wrong.
+Other commands inspect or remove that state, also when the agent could not start with this file. So
+a setting is used whenever it can be read, whatever else is wrong with the file.
 """
 
 from collections.abc import Iterator, Mapping
@@ -25,7 +25,7 @@ LOCATION_PATHS: Final = (
     "ipvs.nftTable",
     "ipvs.stateDir",
 )
-"""Of a KbpfConfiguration; nothing else says them."""
+"""Paths in KbpfConfiguration; they are not set anywhere else."""
 FIELD_BY_PATH: Final[Mapping[str, str]] = {
     path: FLAGS_BY_NAME[FLAG_BY_PATH[path]].field for path in LOCATION_PATHS
 }
@@ -33,8 +33,8 @@ FIELD_BY_PATH: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class ConfiguredLocations:
-    """Those that the file says, by field of Config; those that it may say and that cannot be read,
-    with why; and what else is wrong in it.
+    """`values`: the locations that the file sets, by field of Config. `unreadable`: those that it
+    may set but that cannot be read, with the reason. `other_errors`: what else is wrong.
     """
 
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -43,12 +43,12 @@ class ConfiguredLocations:
 
     @property
     def errors(self) -> tuple[ConfigError, ...]:
-        """All of it, each once."""
+        """All errors, each once."""
         return (*dict.fromkeys(self.unreadable.values()), *self.other_errors)
 
 
 def read_locations(path: Path) -> ConfiguredLocations:
-    """Those of a file, which may not be there."""
+    """Reads the locations from a file, which may not exist."""
     try:
         data = read_file(path)
     except ConfigError as error:
@@ -57,11 +57,11 @@ def read_locations(path: Path) -> ConfiguredLocations:
 
 
 def parse_locations(data: bytes, where: str) -> ConfiguredLocations:
-    """Those of the text of a file, which comes from `where`."""
+    """Reads the locations from the text of a file, which comes from `where`."""
     errors: list[ConfigError] = []
     try:
         file_documents = documents.parse(data, where, errors)
-    except ConfigError as error:  # where YAML ends, anything may follow
+    except ConfigError as error:  # after a YAML error anything may follow
         return ConfiguredLocations({}, dict.fromkeys(FIELD_BY_PATH.values(), error))
     values: dict[str, Any] = {}
     if file_documents.kbpf is not None:
@@ -94,13 +94,17 @@ def parse_locations(data: bytes, where: str) -> ConfiguredLocations:
 
 
 def _fields_hidden_by_document(error: ConfigError, has_kbpf_document: bool) -> set[str]:
-    """The fields that may stand in a document that cannot be taken; `has_own`: another is ours."""
+    """Returns the fields that an unusable document might set. `has_kbpf_document`: another
+    document of the file is KbpfConfiguration.
+    """
     may_be_kbpf = not has_kbpf_document and not error.what.startswith(KUBE_PROXY)
     return set(FIELD_BY_PATH.values()) if may_be_kbpf or error.what.startswith(KBPF) else set()
 
 
 def _fields_hidden_by_field(error: ConfigError) -> Iterator[str]:
-    """The fields whose names cannot be read for it: it is there, above, or its name is misspelt."""
+    """Yields the fields that this error hides: it is at the field, at a parent, or at a misspelt
+    name.
+    """
     suggestion = error.hint.removeprefix("is ").removesuffix(" meant?")
     misspelt = f"{error.where.rpartition('.')[0]}.{suggestion}"
     for path, name in FIELD_BY_PATH.items():

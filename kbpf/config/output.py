@@ -1,8 +1,8 @@
-"""Writing a text to where an operator points: a file, a link to one, a pipe, a terminal, a device.
+"""Writes text to a path that the operator gave: a file, a symbolic link, a pipe, a terminal, a
+device.
 
-A regular file is replaced by one rename, so that a reader never sees half of it. Everything else is
-written to, and stays what it is: a rename over /dev/stdout or a FIFO would take it away from
-everybody.
+A regular file is replaced with a rename, so that a reader never sees half of it. Everything else
+is written in place: a rename over /dev/stdout or a FIFO would remove it for all its users.
 """
 
 import contextlib
@@ -16,12 +16,12 @@ from typing import Final
 NO_RENAME_ERRNOS: Final = frozenset(
     (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY, errno.EXDEV)
 )
-"""The folder cannot be changed, or the file is a mount point: then the file itself is written."""
+"""The folder cannot be changed or the file is a mount point; then the file is written in place."""
 
 
 def write(path: Path, text: str) -> None:
-    """OSError where that is not possible; a regular file then holds what it held before, unless it
-    could only be written in place.
+    """Writes `text`. Raises OSError; a regular file then keeps its contents, unless it could only
+    be written in place.
     """
     data = text.encode()
     old_stat = _stat_or_none(path)
@@ -47,10 +47,10 @@ def _stat_or_none(path: Path) -> os.stat_result | None:
 
 
 def _is_descriptor(path: Path) -> bool:
-    """Whether links lead to a descriptor of a process, as /dev/stdout does: a shell's `>` has
-    opened the file already, and `>>` for appending.
+    """Whether the path leads to a file descriptor through links, as /dev/stdout does. A shell's
+    `>` has already opened that file, possibly for appending (`>>`).
     """
-    for _ in range(40):  # the kernel follows no more
+    for _ in range(40):  # MAXSYMLINKS of the kernel
         if path.absolute().parent.resolve().is_relative_to("/proc"):
             return True
         if not path.is_symlink():
@@ -65,7 +65,7 @@ def _write_in_place(path: Path, flag: int, data: bytes) -> None:
 
 
 def _replace(target: Path, old_stat: os.stat_result | None, data: bytes) -> None:
-    """With the mode and the owner of the file that was there."""
+    """Replaces the file, keeping its mode and owner."""
     fd, temporary_path = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
         with open(fd, "wb") as file:
@@ -81,7 +81,6 @@ def _replace(target: Path, old_stat: os.stat_result | None, data: bytes) -> None
 
 
 def _new_file_mode() -> int:
-    """Of a new file."""
     mask = os.umask(0)
     os.umask(mask)
     return 0o666 & ~mask

@@ -1,7 +1,7 @@
-"""Text → value, with what is wrong as a ConfigError that names where the text stood.
+"""Parsers from text to a value, which raise a ConfigError that names the origin of the text.
 
-The flags, the environment and both documents of a configuration file are read by these, so that one
-setting has one rule.
+Flags, environment variables and both documents of a configuration file use the same parsers, so
+that a setting has one rule everywhere.
 """
 
 import ipaddress
@@ -17,16 +17,16 @@ from kbpf.model.config import Accounting, LocalMode, ServiceAnnotations, SocketL
 from kbpf.model.objects import Algorithm, Cidr
 
 Parser = Callable[[str, str], Any]
-"""(text, where it stood) → value, or ConfigError."""
+"""(text, origin) → value. Raises ConfigError."""
 
 MAX_ENTRIES: Final = 1 << 27
-"""The kernel makes no hash map with more buckets."""
+"""The kernel cannot create a hash map with more buckets."""
 MOST_CONNECTIONS: Final = 1 << 25
-"""The map `flows` has more than three entries for each."""
+"""The map `flows` has more than three entries per connection."""
 MAX_PORT: Final = 65_535
 MAX_DEVICE_NAME_LENGTH: Final = 15  # IFNAMSIZ - 1
 DEBUG_VERBOSITY: Final = 4
-"""From this verbosity of Kubernetes' own on we log what is for developers."""
+"""From this klog verbosity on, the log level is debug."""
 
 
 def text(text: str, where: str) -> str:
@@ -58,7 +58,7 @@ def choice(choices: tuple[str, ...], text: str, where: str) -> str:
 
 
 def boolean(text: str, where: str) -> bool:
-    """As Go reads it, in any case; the complaint names the usual words."""
+    """Accepts Go's spellings in any case. The error names only the usual two."""
     spellings = {"1": "true", "t": "true", "0": "false", "f": "false"}
     lowered = text.lower()
     return choice(("true", "false"), spellings.get(lowered, lowered), where) == "true"
@@ -92,14 +92,14 @@ log_format: Final = partial(choice, ("text", "json"))
 
 
 def verbosity(text: str, where: str) -> str:
-    """The log level of a verbosity as Kubernetes counts it."""
+    """Returns the log level for a klog verbosity."""
     return "debug" if number(text, where, range(1 << 31)) >= DEBUG_VERBOSITY else "info"
 
 
 def node_name(text: str, where: str) -> str:
-    """As kube-proxy takes it: without blanks around it, in lower case."""
+    """As in kube-proxy: stripped and in lower case."""
     if text and not text.strip():
-        raise ConfigError("not a name: blanks", where, "give the Node's name, or leave it out")
+        raise ConfigError("not a name: only blanks", where, "give the Node's name, or leave it out")
     return text.strip().lower()
 
 
@@ -156,7 +156,6 @@ def bit(text: str, where: str) -> int:
 
 
 def seconds(text: str, where: str) -> float:
-    """0 or more."""
     value = durations.parse(text, where)
     if value < 0:
         raise ConfigError(f"less than 0: {text}", where, "write it as 30s, 5m or 1h30m")
@@ -164,20 +163,19 @@ def seconds(text: str, where: str) -> float:
 
 
 def whole_seconds(text: str, where: str) -> int:
-    """What is over is dropped, as kube-proxy drops it."""
+    """Truncates to whole seconds, as kube-proxy does."""
     return int(seconds(text, where))
 
 
 def period(text: str, where: str) -> float:
-    """More than 0."""
     value = seconds(text, where)
     if not value:
-        raise ConfigError(f"not more than 0: {text}", where, "write it as 30s, 5m or 1h30m")
+        raise ConfigError(f"not greater than 0: {text}", where, "write it as 30s, 5m or 1h30m")
     return value
 
 
 def doubled_period(text: str, where: str) -> float:
-    """When a change is late: twice the period, as with kube-proxy."""
+    """The age at which a change is late: twice the period, as in kube-proxy."""
     return 2 * period(text, where)
 
 
@@ -185,7 +183,7 @@ def doubled_period(text: str, where: str) -> float:
 
 
 def cidr(text: str, where: str) -> Cidr:
-    """A network; its host bits need not be zero."""
+    """A network. Host bits need not be zero."""
     address, _, length = text.partition("/")
     hint = "write it as 192.0.2.0/24 or 2001:db8::/32"
     try:
@@ -200,12 +198,12 @@ def cidr(text: str, where: str) -> Cidr:
 
 
 def networks(text: str, where: str) -> tuple[Cidr, ...]:
-    """Networks; none in an empty text, as kube-proxy reads it."""
+    """Networks; an empty text is an empty list, as in kube-proxy."""
     return _parse_cidrs([item.strip() for item in text.split(",") if item.strip()], where)
 
 
 def _parse_cidrs(texts: Collection[str], where: str) -> tuple[Cidr, ...]:
-    """The networks; ConfigError names all words that are none."""
+    """Parses all networks. The ConfigError names every invalid one."""
     cidrs, errors = [], []
     for text in texts:
         try:
@@ -221,7 +219,7 @@ def _parse_cidrs(texts: Collection[str], where: str) -> tuple[Cidr, ...]:
 
 
 def external_ips(text: str, where: str) -> str | tuple[Cidr, ...]:
-    """The word `all`, or networks: none for `off`."""
+    """Returns "all", or networks: none for `off`."""
     if text == "all":
         return text
     cidrs = () if text == "off" else networks(text, where)
@@ -231,22 +229,20 @@ def external_ips(text: str, where: str) -> str | tuple[Cidr, ...]:
 
 
 def watch_nodes(text: str, where: str) -> str:
-    """Which Nodes are watched."""
     if text not in ("auto", "own", "all"):
         raise ConfigError(f"not auto, own or all: {text!r}", where)
     return text
 
 
 EXTERNAL_IPS_GATE: Final = "AllowServiceExternalIPs"
-"""kube-proxy's feature gate, from Kubernetes 1.36 on; false: no rules for ExternalIPs."""
+"""A feature gate of kube-proxy since Kubernetes 1.36. false: no rules for ExternalIPs."""
 LOCALHOST_GATE: Final = "KubeProxyNFTablesLocalhostNodePorts"
-"""kube-proxy's, from 1.37 on; true: NodePorts on loopback in mode nftables, where a network of
-nodePortAddresses is one of loopback.
-"""
+"""A feature gate of kube-proxy since 1.37. true: NodePorts answer on loopback in mode nftables, if
+nodePortAddresses has a loopback network."""
 
 
 def feature_gate_values(text: str, where: str) -> dict[str, bool]:
-    """Kubernetes' feature gates as a flag has them: ``A=true,B=false``."""
+    """Parses Kubernetes feature gates as in a flag: ``A=true,B=false``."""
     values = {}
     for item in filter(None, (item.strip() for item in text.split(","))):
         name, equals, value = item.partition("=")
@@ -257,27 +253,27 @@ def feature_gate_values(text: str, where: str) -> dict[str, bool]:
 
 
 def external_ips_gate(text: str, where: str) -> tuple[Cidr, ...] | None:
-    """What they say of ExternalIPs: no networks, or nothing."""
+    """Returns () if the gates disable ExternalIPs, else None."""
     return None if feature_gate_values(text, where).get(EXTERNAL_IPS_GATE, True) else ()
 
 
 def cluster_cidrs(text: str, where: str) -> tuple[Cidr, ...]:
-    """One network, or one of each family: kube-proxy refuses more in a file."""
+    """One network, or one of each family; kube-proxy rejects more in a file."""
     cidrs = networks(text, where)
     families = [family_of(network.address) for network in cidrs]
     if len(set(families)) != len(families):
         raise ConfigError(
-            f"more than one network of a family: {text!r}", where, "give one of each at most"
+            f"more than one network of a family: {text!r}", where, "give at most one of each family"
         )
     return cidrs
 
 
 LOOPBACK: Final = ("127.0.0.0/8", "::1/128")
-"""What `localhost` means."""
+"""What `localhost` means in nodePortAddresses."""
 
 NODE_PORT_KEYWORDS: Final = ("primary", "localhost", "all")
 NodePorts = str | tuple[Cidr | str, ...]
-"""The word `all`, or networks, among which the word `primary` may stand."""
+"""The keyword `all`, or networks, possibly with the keyword `primary` first."""
 
 
 def node_ports(text: str, where: str) -> NodePorts:
@@ -285,14 +281,14 @@ def node_ports(text: str, where: str) -> NodePorts:
 
 
 def node_port_list(items: Sequence[str], where: str) -> NodePorts:
-    """As kube-proxy 1.37 reads the list: networks and words for networks in any combination, each
-    word once. Older ones know `primary` only, which stands alone.
+    """Follows kube-proxy 1.37: networks and keywords in any combination, each keyword once. Older
+    versions know only `primary`, alone.
     """
     if not items:
         raise ConfigError("no networks", where, "give networks, or `primary`, `localhost` or `all`")
     for item in NODE_PORT_KEYWORDS:
         if items.count(item) > 1:
-            raise ConfigError(f"{item!r} is given twice", where, "give each word once")
+            raise ConfigError(f"{item!r} is given twice", where, "give each keyword once")
     keywords = [item for item in items if item in ("primary", "all")]
     groups = [LOOPBACK if item == "localhost" else (item,) for item in items]
     cidrs = _parse_cidrs(
@@ -302,7 +298,7 @@ def node_port_list(items: Sequence[str], where: str) -> NodePorts:
 
 
 def bind_address(text: str, where: str) -> Addr | None:
-    """An address of the node; None for the unspecified ones, which override nothing."""
+    """An address of the node; None for the unspecified addresses, which override nothing."""
     addr = address(text, where)
     return None if addr in (ANY4, ANY6) else addr
 
@@ -315,7 +311,7 @@ def address(text: str, where: str) -> Addr:
 
 
 def listen(port: int, text: str, where: str) -> str:
-    """Addresses to listen on, each with a port, which may be left out; "" for none."""
+    """Addresses to listen on, each with an optional port (default `port`); "" for none."""
     return ",".join(
         _parse_listen_address(item.strip(), port, where) for item in text.split(",") if item.strip()
     )
@@ -324,7 +320,7 @@ def listen(port: int, text: str, where: str) -> str:
 def _parse_listen_address(text: str, port: int, where: str) -> str:
     host, colon, number = text.rpartition(":")
     if not colon or text.endswith("]") or (":" in host and not host.startswith("[")):
-        host, number = text, str(port)  # an address alone
+        host, number = text, str(port)  # an address without a port
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     is_port = number.isascii() and number.isdigit() and 0 < int(number) <= MAX_PORT
     try:
@@ -349,12 +345,12 @@ def local_mode(text: str, where: str) -> LocalMode:
 
 
 def device(text: str, where: str) -> str:
-    """A device's name, or how it begins."""
+    """A device name, or a prefix of one."""
     if len(text) > MAX_DEVICE_NAME_LENGTH or "/" in text or any(c.isspace() for c in text):
         raise ConfigError(
             f"not the name of a device: {text!r}",
             where,
-            f"at most {MAX_DEVICE_NAME_LENGTH} characters, without / and blanks",
+            f"at most {MAX_DEVICE_NAME_LENGTH} characters, no / and no blanks",
         )
     return text
 
@@ -366,10 +362,12 @@ def table(text: str, where: str) -> str:
 
 
 def cgroups(text: str, where: str) -> tuple[str, ...]:
-    """Patterns of folders below the cgroup v2 root. That of the root would be everybody."""
+    """Patterns of folders below the cgroup v2 root. The root itself is rejected: it holds all
+    processes.
+    """
     patterns = tuple(pattern.strip("/") for pattern in names(text, where))
     if not all(patterns):
         raise ConfigError(
-            "the root of all cgroups cannot be exempt", where, "use --socket-lb off for everybody"
+            "the root of all cgroups cannot be exempt", where, "use --socket-lb off instead"
         )
     return patterns

@@ -1,4 +1,4 @@
-"""What the settings name on this machine, checked before anything is made in the kernel."""
+"""Checks what the settings refer to on this machine before anything is created in the kernel."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,7 +14,7 @@ SYS_CLASS_NET: Final = Path("/sys/class/net")
 
 
 def check_settings(loaded: LoadedConfig) -> LoadedConfig:
-    """The settings with what there is to tell. Raises ConfigErrors for what cannot be meant."""
+    """Returns the settings with further diagnostics. Raises ConfigErrors."""
     if errors := tuple(_errors(loaded)):
         warnings = tuple(note.text for note in loaded.notes if note.is_warning)
         raise ConfigErrors(errors, warnings, loaded.config.log_format)
@@ -22,19 +22,21 @@ def check_settings(loaded: LoadedConfig) -> LoadedConfig:
 
 
 def _errors(loaded: LoadedConfig) -> Iterator[ConfigError]:
-    """A cgroup that is misspelt would be a reason for mode ipvs, and for waiting without an end."""
+    """A misspelt cgroup would otherwise look like a missing feature: mode auto would choose IPVS,
+    and the agent would wait forever.
+    """
     cgroup = loaded.config.cgroup
     if cgroup is not None and loaded.config.mode != "ipvs":
         location = loaded.origins["cgroup"]
         if not cgroup.is_dir():
             yield ConfigError(
                 f"no such cgroup v2 folder: {cgroup}", location,
-                "name one that exists, or leave it out for the root of all",
+                "name an existing folder, or leave it out for the root cgroup",
             )  # fmt: skip
         elif not mounts.is_cgroup2(cgroup):
             yield ConfigError(
                 f"not a cgroup v2 folder: {cgroup}", location,
-                "name one of cgroup v2, or leave it out for the root of all",
+                "name a folder of cgroup v2, or leave it out for the root cgroup",
             )  # fmt: skip
 
 
@@ -42,7 +44,7 @@ def _notes(loaded: LoadedConfig) -> Iterator[Diagnostic]:
     bridge = loaded.config.pod_bridge_interface
     if bridge and not (SYS_CLASS_NET / bridge).exists():
         yield Diagnostic(
-            f"{loaded.origins['pod_bridge_interface']}: there is no device {bridge} now; until "
-            "there is, no traffic counts as that of pods of this node",
+            f"{loaded.origins['pod_bridge_interface']}: device {bridge} does not exist yet; until "
+            "it does, no traffic counts as traffic of this node's pods",
             is_warning=True,
         )

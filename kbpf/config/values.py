@@ -1,4 +1,4 @@
-"""Settings on their way to a Config: the value of each field, and where it was said."""
+"""Settings on their way to a Config: the value of each field and its origin."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -9,8 +9,8 @@ S = TypeVar("S")
 
 
 class ConfigValues:
-    """Fields of Config by name (a dot leads into its parts: `sizes.slots`), with what is wrong.
-    Places are paths below `prefix`.
+    """Values of Config's fields by name, and the errors found. A dot leads into a part:
+    `sizes.slots`. Origins are paths below `prefix`.
     """
 
     def __init__(self, prefix: str = "") -> None:
@@ -20,22 +20,26 @@ class ConfigValues:
         self._prefix = prefix
 
     def get(self, field: str, default: Any) -> Any:
-        """The value of a field, or the default."""
+        """Returns the value of a field, or the default."""
         return self.fields.get(field, default)
 
     def set(self, field: str, origin: str, value: object) -> None:
-        """Says what a field is."""
+        """Sets a field and its origin."""
         self.fields[field], self.origins[field] = value, self._prefix + origin
 
     def parse(self, field: str, origin: str, raw: S, parser: Callable[[S, str], Any]) -> Any:
-        """Says what a field is, or notes what is wrong; the value, None if it is wrong."""
+        """Parses and sets a field, or records the error. Returns the value, None if it is
+        invalid.
+        """
         value = self.try_parse(origin, raw, parser)
         if value is not None:
             self.set(field, origin, value)
         return value
 
     def try_parse(self, origin: str, raw: S, parser: Callable[[S, str], Any]) -> Any:
-        """What the reader makes of it, None if it is wrong, which is noted."""
+        """Parses a value without setting a field. Returns None and records the error if it is
+        invalid.
+        """
         try:
             return parser(raw, self._prefix + origin)
         except ConfigError as error:
@@ -45,11 +49,11 @@ class ConfigValues:
         return None
 
     def add_error(self, origin: str, problem: str, hint: str = "") -> None:
-        """Notes what is wrong."""
+        """Records an error."""
         self.errors.append(ConfigError(problem, self._prefix + origin, hint))
 
     def merge(self, values: "ConfigValues") -> None:
-        """What another one says goes before what was said here."""
+        """Adds the values and errors of `values`, which take precedence."""
         self.fields |= values.fields
         self.origins |= values.origins
         self.errors += values.errors

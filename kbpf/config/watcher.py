@@ -1,12 +1,11 @@
-"""The configuration file, watched while the agent runs.
+"""Watches the configuration file while the agent runs.
 
-Rules:
-- What counts is the text that the path leads to: a ConfigMap's mount changes by a symbolic link
-  that is swapped, an editor renames, others write in place. The file is looked at each half second,
-  by time, size and inode, and read when it looks the same at two looks.
-- The same text, or another one that says the same, changes nothing.
-- A text that is wrong changes nothing either; each is told once, with all that is wrong in it.
-- Else `changed` is called, once, and the watch is over: who serves begins anew with it.
+- The contents matter, however they change: a ConfigMap mount swaps a symbolic link, editors
+  rename, others write in place. The file's times, size and inode are polled every 0.5 s, and the
+  file is read once two polls agree.
+- The same text, or a different text with the same settings, changes nothing.
+- An invalid text changes nothing either; it is reported once, with all its errors.
+- For any other text `on_change` is called, once, and the watch ends: the agent restarts with it.
 """
 
 import logging
@@ -25,15 +24,15 @@ log = logging.getLogger("kbpf.config")
 
 POLL_INTERVAL: Final = 0.5
 STUCK_TIMEOUT: Final = 60.0
-"""Without a look for this long the thread counts as stuck: the file system hangs."""
+"""Without a poll for this long the thread counts as stuck: the file system hangs."""
 
 ConfigFileStamp = tuple[int, ...]
-"""What changes when a file changes; () while there is none."""
+"""Changes whenever the file changes; () while the file is missing."""
 
 
 class ConfigWatcher:
-    """Watches one file for an agent that runs with what `data` says. `read` makes settings of a
-    text; ConfigError if it is wrong.
+    """Watches one file for an agent that runs with the settings in `data`. `parse` turns a text
+    into settings and raises ConfigError if it is invalid.
     """
 
     def __init__(
@@ -45,20 +44,20 @@ class ConfigWatcher:
     ) -> None:
         self._path, self._data, self._parse, self._on_change = path, data, parse, on_change
         self._config = parse(data).config
-        self._evaluated_stamp: ConfigFileStamp | None = None  # of the text that was judged last
-        self._last_stamp: ConfigFileStamp | None = None  # of the last look
+        self._evaluated_stamp: ConfigFileStamp | None = None  # of the text that was evaluated last
+        self._last_stamp: ConfigFileStamp | None = None  # of the last poll
         self._error = ""  # of the file as it is now
-        self._parse_error = ""  # of the text that was read last
+        self._parse_error = ""  # of the text that was evaluated last
         self.is_done = False
 
     def error(self) -> str:
-        """What is wrong with the file as it is now, which this agent does not use and the next one
-        would end with; "" if nothing is.
+        """What is wrong with the file as it is now, "" if nothing. This agent does not use it, and
+        the next one could not start with it.
         """
         return self._error
 
     def start(self, stop: threading.Event) -> None:
-        """Watches in a thread of its own until `stop` is set."""
+        """Watches in a separate thread until `stop` is set."""
         threads.start("config", partial(self._run, stop), STUCK_TIMEOUT)
 
     def _run(self, stop: threading.Event) -> None:
@@ -66,12 +65,12 @@ class ConfigWatcher:
             threads.heartbeat()
             try:
                 self.poll()
-            except Exception:  # the thread's one: a fault of ours must not end the watch
-                log.exception("the configuration is not watched path=%s", self._path)
+            except Exception:  # the thread has no other handler: a bug here must not end the watch
+                log.exception("cannot watch the configuration path=%s", self._path)
             stop.wait(POLL_INTERVAL)
 
     def poll(self) -> None:
-        """Looks once."""
+        """Polls the file once."""
         stamp = _make_stamp(self._path)
         before, self._last_stamp = self._last_stamp, stamp
         if stamp == self._evaluated_stamp or stamp != before:
@@ -80,7 +79,7 @@ class ConfigWatcher:
         try:
             data = read_file(self._path)
         except ConfigError as error:
-            log.error("configuration cannot be read, going on with what it said: %s", error)
+            log.error("cannot read the configuration; keeping the current settings: %s", error)
             self._error = str(error)
             return
         self._error = self._parse_error
@@ -94,14 +93,14 @@ class ConfigWatcher:
             loaded = self._parse(data)
         except ConfigError as error:
             self._error = self._parse_error = str(error)
-            log.error("configuration is wrong, going on with what it said before: %s", error)
+            log.error("invalid configuration; keeping the current settings: %s", error)
             for warning in error.warnings if isinstance(error, ConfigErrors) else ():
                 log.warning("%s", warning)
             return
         if loaded.config == self._config:
-            log.info("configuration changed and says the same path=%s", self._path)
+            log.info("configuration file changed, settings did not path=%s", self._path)
             return
-        log.info("configuration changed, beginning anew with it path=%s", self._path)
+        log.info("configuration changed, restarting with it path=%s", self._path)
         self.is_done = True
         self._on_change()
 

@@ -1,4 +1,4 @@
-"""The Config → the text of a file that says the same: all settings, said one by one."""
+"""Writes a Config as a configuration file in which every setting is explicit."""
 
 import json
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ ALL_NETWORKS: Final = ("0.0.0.0/0", "::/0")
 
 
 def write(config: Config, path: Path) -> None:
-    """Writes the file, as output.py describes."""
+    """Writes the file; see output.py. Raises ConfigError."""
     try:
         output.write(path, format_documents(config))
     except BrokenPipeError:
@@ -29,10 +29,10 @@ def write(config: Config, path: Path) -> None:
 
 
 def format_documents(config: Config) -> str:
-    """Both documents as YAML. What is read from it is the same Config, but for what only a flag can
-    say (docs/configuration.md).
+    """Formats both documents as YAML. Reading them gives the same Config, except for settings that
+    only a flag has (docs/configuration.md).
     """
-    from kbpf import bounded_yaml  # and yaml: 1.3 MB
+    from kbpf import bounded_yaml  # PyYAML takes 1.3 MB
 
     documents = (
         {"apiVersion": API_VERSIONS[KUBE_PROXY], "kind": KUBE_PROXY, **kube_proxy_fields(config)},
@@ -42,7 +42,7 @@ def format_documents(config: Config) -> str:
 
 
 def format_configz(config: Config) -> bytes:
-    """Both documents as JSON, by their groups: what /configz shows, as kube-proxy does."""
+    """Formats both documents as JSON by API group, for /configz, as kube-proxy does."""
     by_group = {
         API_VERSIONS[kind].partition("/")[0]: {
             "kind": kind,
@@ -55,7 +55,7 @@ def format_configz(config: Config) -> bytes:
 
 
 def kube_proxy_fields(config: Config) -> dict[str, Any]:
-    """The fields of KubeProxyConfiguration, all but those that we do not use."""
+    """The fields of KubeProxyConfiguration that kbpf uses."""
     sync_period, min_sync_period = config.serving.late_seconds / 2, config.min_sync_period
     common = {
         "masqueradeBit": config.masquerade_bit,

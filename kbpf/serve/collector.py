@@ -1,9 +1,9 @@
-"""Counting behind the page: what takes long to count is not counted while somebody waits for it.
+"""Collects expensive metrics in the background, so that a scrape never waits for them.
 
-The thread `counting` counts connections and what they came to, and leaves the lines of it for
-whoever makes a page: a scrape costs what there is to copy, however many connections there are. It
-counts again and again while pages are asked for, but never costs more than SHARE of a processor;
-when nobody asks it counts each IDLE_SECONDS, since some of what it does is tidying up.
+The thread `counting` walks the connections, formats the result and stores the lines; a scrape only
+copies them, however many connections there are. While /metrics is being scraped it repeats the
+walk, using at most MAX_CPU_SHARE of one CPU. When nothing scrapes, it still runs every
+IDLE_COLLECT_INTERVAL_S, because walking the maps also cleans them up.
 """
 
 import logging
@@ -19,21 +19,23 @@ from kbpf.model.metrics import Pause, TrafficStats
 log = logging.getLogger("kbpf.serve")
 
 MAX_CPU_SHARE: Final = 0.005
-"""Of a processor's time: nothing is counted again before it has cost no more."""
+"""Of the time of one CPU. The next collection is delayed until the average is below it."""
 
 MIN_COLLECT_INTERVAL_S: Final = 5.0
 ACTIVE_AFTER_SCRAPE_S: Final = 120.0
-"""So long after a page it goes on counting: the next one will show what was just now."""
+"""Collection continues for this long after a scrape, so that the next scrape is recent."""
 
 IDLE_COLLECT_INTERVAL_S: Final = 300.0
 PAUSE_RATIO: Final = 3.0
-"""After each piece of the work it rests for so many times as long, and longer things go first."""
+"""After each chunk of work the thread sleeps for this multiple of the CPU time that it took."""
 
 MAX_PAUSE_S: Final = 0.1
 
 
 class BackgroundCollector:
-    """See the module. start() and stop() once each; the rest from any thread."""
+    """Collects in a thread of its own; see the module. Call start() and stop() once each; the
+    other methods are thread-safe.
+    """
 
     def __init__(
         self,
@@ -48,29 +50,30 @@ class BackgroundCollector:
         self._thread: threads.SupervisedThread | None = None
 
     def start(self) -> None:
-        """Begins."""
         self._thread = threads.start("counting", self._run)
 
     def stop(self) -> None:
-        """Counts nothing more; back when the thread has ended, or after a second."""
+        """Stops collecting. Returns when the thread has ended, or after one second."""
         self._stop.set()
         self._wake.set()
         if self._thread is not None:
             self._thread.stop()
 
     def scrape(self) -> bytes:
-        """What was counted last, as lines; empty before anything was. It goes on being counted."""
+        """Returns the lines of the last collection (empty before the first) and keeps collection
+        active.
+        """
         self._last_scrape = time.monotonic()
         self._wake.set()
         return self._lines
 
     def collect(self, pause: Pause = lambda: None) -> None:
-        """Counts now."""
+        """Collects now, in the calling thread."""
         try:
             traffic = self._count_traffic(pause)
         except KbpfError as error:
             if str(error) != self._last_error:
-                log.warning("connections are not counted, trying again: %s", error)
+                log.warning("cannot count connections; retrying: %s", error)
             self._last_error = str(error)
             self._lines = b""
             return
@@ -95,14 +98,13 @@ class BackgroundCollector:
 
 
 class _Throttle:
-    """Between pieces of work, so long as they ask for."""
+    """Sleeps after each chunk of work, in proportion to the CPU time that it took."""
 
     def __init__(self, stop: threading.Event) -> None:
         self._stop = stop
         self._work_start = time.thread_time()
 
     def pause(self) -> None:
-        """After a piece of work."""
         cpu_time = time.thread_time() - self._work_start
         self._stop.wait(min(cpu_time * PAUSE_RATIO, MAX_PAUSE_S))
         self._work_start = time.thread_time()

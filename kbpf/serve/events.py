@@ -1,9 +1,10 @@
-"""Events, as `kubectl get events` shows them: few, and never in anybody's way.
+"""Sends Kubernetes Events: few, and without ever delaying the caller.
 
-As kube-proxy sends them (events.k8s.io/v1, by client-go's recorder): what is said of the Node
-stands in the namespace `default`, what is said of a Service in its own. say() only leaves the event
-in a queue; the thread `events` sends it, and tries again while the API server is away. The same
-event of the same object is sent once in REPEAT_SECONDS, and BURST at once at most.
+As kube-proxy does (events.k8s.io/v1, client-go's recorder): an Event about the Node is created in
+the namespace `default`, one about a Service in the namespace of the Service. emit() only queues
+the Event; the thread `events` sends it and retries while the API server cannot be reached. An
+Event with the same object and reason is sent once per REPEAT_INTERVAL_S, and at most BURST are
+sent at once.
 """
 
 import json
@@ -21,10 +22,10 @@ from kbpf.kernel.system import threads
 log = logging.getLogger("kbpf.serve")
 
 Post = Callable[[str, bytes], int]
-"""(path, JSON) → the status that the API server answered with; SourceError when there is none."""
+"""(path, JSON body) → HTTP status of the response. Raises SourceError if there was none."""
 
 CONTROLLER: Final = "kube-proxy"
-"""Whoever looks for its Events finds ours; the note says who speaks."""
+"""kube-proxy's name, so that searches for its Events find ours. The note names kbpf."""
 
 REPEAT_INTERVAL_S: Final = 300.0
 BURST: Final = 25
@@ -46,8 +47,8 @@ class EventObject(NamedTuple):
 
 
 class KubeEvent(NamedTuple):
-    """What is said: `warning` or normal; `reason` and `action` in one word each, `note` in a line.
-    `at`: ns since the epoch.
+    """One Event. `reason` and `action` are single words, `note` is one line. `time_ns` is in ns
+    since the epoch.
     """
 
     regarding: EventObject
@@ -59,7 +60,7 @@ class KubeEvent(NamedTuple):
 
 
 def encode(event: KubeEvent, node: str) -> tuple[str, bytes]:
-    """Where to POST it, and as what."""
+    """Returns the path to POST to and the JSON body."""
     subject, namespace = event.regarding, event.regarding.namespace or "default"
     seconds, nanoseconds = divmod(event.time_ns, 1_000_000_000)
     stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
@@ -88,7 +89,7 @@ def encode(event: KubeEvent, node: str) -> tuple[str, bytes]:
 
 
 class EventRecorder:
-    """See the module. Without `post` (no API server) nothing is sent."""
+    """Queues and sends Events; see the module. Without `post` (no API server) it sends none."""
 
     def __init__(
         self,
@@ -116,7 +117,9 @@ class EventRecorder:
     def emit(
         self, regarding: EventObject, reason: str, action: str, note: str = "", warning: bool = True
     ) -> None:
-        """Leaves it to be sent, unless it was said just now, or too much was. Never waits."""
+        """Queues an Event, unless it repeats a recent one or the rate limit is exceeded. Never
+        blocks.
+        """
         if self._post is None or self._stop.is_set():
             return
         with self._lock:
@@ -155,19 +158,19 @@ class EventRecorder:
         return True
 
     def flush(self, seconds: float) -> None:
-        """Waits until what was said has been tried, so long at most."""
+        """Waits up to `seconds` until every queued Event has been attempted."""
         deadline = time.monotonic() + seconds
         while self._queue.unfinished_tasks and time.monotonic() < deadline:
             self._stop.wait(0.02)
 
     def stop(self) -> None:
-        """Sends nothing more."""
+        """Stops sending. Queued Events are discarded."""
         self._stop.set()
         if self._thread is not None:
             try:
                 self._queue.put_nowait(None)
             except queue.Full:
-                return  # it sees the end before the next one
+                return  # the thread checks _stop before the next Event
             self._thread.stop()
 
     # ---- in the thread ---------------------------------------------------------------------
@@ -193,24 +196,24 @@ class EventRecorder:
         self.dropped += 1
 
     def _try_post(self, path: str, body: bytes) -> bool:
-        """Whether nothing is gained by trying again."""
+        """Returns whether the Event is finished with: sent, or not worth a retry."""
         assert self._post is not None
         try:
             status = self._post(path, body)
         except SourceError:
-            return False  # the watches say so already
+            return False  # the watches report it
         except Exception:
-            log.exception("an event could not be sent")
+            log.exception("cannot send an Event")
             self.dropped += 1
             return True
         if status == 429 or status >= 500:
             return False
-        if status < 300 or status == 409:  # 409: it had arrived, and the answer was lost
+        if status < 300 or status == 409:  # 409: it was created, but the response was lost
             self.sent += 1
             return True
         self.dropped += 1
-        message = f"the API server answers {status} to events"
+        message = f"the API server returned {status} for an Event"
         if message != self._last_error:
-            log.warning("%s: grant create on events.events.k8s.io", message)
+            log.warning("%s; grant create on events.events.k8s.io", message)
             self._last_error = message
         return True

@@ -1,9 +1,8 @@
-"""The Prometheus text format, version 0.0.4.
+"""Formats metrics in the Prometheus text format, version 0.0.4.
 
-Our own forty lines instead of prometheus_client: its registry holds an object for each series and
-formats each one's labels again at each scrape. With 10,000 Services that is more than the whole
-scrape may cost (docs/observe.md has the figures); here labels are formatted once, and a page is
-joined lines.
+prometheus_client is not used because its registry holds an object for every series and formats the
+labels again on every scrape. With 10,000 Services that alone costs more than a scrape may cost
+(figures: docs/observe.md). Here labels are formatted once, and a page is a join of lines.
 """
 
 from bisect import bisect_left
@@ -13,7 +12,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def format_labels(**values: str) -> str:
-    """``{name="value",...}`` in the order given; "" without any."""
+    """Formats labels as ``{name="value",...}``, in the given order; "" if there are none."""
     pairs = ",".join(f'{name}="{_escape(value)}"' for name, value in values.items())
     return f"{{{pairs}}}" if pairs else ""
 
@@ -23,7 +22,7 @@ def _escape(value: str) -> str:
 
 
 def format_number(value: float) -> str:
-    """As Go writes it: whole numbers without a point."""
+    """Formats a number as Go does: integers without a decimal point."""
     if value in (float("inf"), float("-inf")):
         return "+Inf" if value > 0 else "-Inf"
     return str(int(value)) if value == int(value) and abs(value) < 1e15 else repr(float(value))
@@ -32,7 +31,9 @@ def format_number(value: float) -> str:
 def format_metric(
     name: str, kind: str, text: str, samples: Iterable[tuple[str, float]]
 ) -> Iterator[str]:
-    """The lines of a counter or gauge: (labels(), value) each."""
+    """Yields the lines of a counter or gauge. Each sample is (labels from format_labels(),
+    value).
+    """
     yield f"# HELP {name} {text}"
     yield f"# TYPE {name} {kind}"
     for label_set, value in samples:
@@ -40,7 +41,9 @@ def format_metric(
 
 
 class Histogram:
-    """Counts by upper bounds, both in the unit of what is observed. One lock is its owner's."""
+    """Counts observations by upper bound. The bounds have the unit of the observations. Not
+    thread-safe.
+    """
 
     __slots__ = ("_bounds", "_counts", "_sum")
 
@@ -50,12 +53,11 @@ class Histogram:
         self._sum = 0.0
 
     def observe(self, value: float) -> None:
-        """Counts it."""
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
     def format_samples(self, name: str, label_set: str = "") -> Iterator[str]:
-        """Its samples, without HELP and TYPE. `told`: labels()."""
+        """Yields the samples, without HELP and TYPE. `label_set` comes from format_labels()."""
         label_prefix = label_set[1:-1] + "," if label_set else ""
         total = 0
         for bound, count in zip((*self._bounds, float("inf")), self._counts, strict=True):
@@ -68,7 +70,7 @@ class Histogram:
 def format_histograms(
     name: str, text: str, series: Iterable[tuple[str, Histogram]]
 ) -> Iterator[str]:
-    """The lines of a histogram: (labels(), Histogram) each."""
+    """Yields the lines of a histogram. Each item is (labels from format_labels(), Histogram)."""
     yield f"# HELP {name} {text}"
     yield f"# TYPE {name} histogram"
     for label_set, histogram in series:

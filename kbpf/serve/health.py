@@ -1,16 +1,18 @@
-"""Whether the agent keeps up, and whether the node should get traffic: /healthz, /livez and the
-health checks of Services.
+"""Decides whether the agent keeps up and whether the node should get traffic: /healthz, /livez,
+/readyz and the health checks of Services.
 
-kube-proxy's rules and bodies (1.37, healthcheck/proxy_health.go, service_health.go):
-- The agent is healthy unless a change has waited for `late` seconds to be programmed. Before the
-  first complete pass it is healthy too.
-- /livez says that, and whether a thread of the agent is down or stuck: such an agent is better
-  started again. /healthz says that and whether the node is eligible: not being deleted, and not
-  about to be by the cluster autoscaler.
-- /readyz is ours, kube-proxy has none: whether the agent has programmed everything once, keeps up
-  since, and has room for the Services of system namespaces. Its text begins with kbpf's name, by
-  which we tell ourselves from a kube-proxy.
-- A Service's health check says whether this node has ready endpoints of it, and the former.
+The rules and bodies are kube-proxy's (1.37, healthcheck/proxy_health.go, service_health.go):
+
+- The agent is healthy unless a change has waited for `late_seconds` to be programmed. Before the
+  first complete pass it is healthy, too.
+- /livez fails if the agent is not healthy or one of its threads is down or stuck: such an agent
+  should be restarted. /healthz fails if the agent is not healthy or the node is not eligible:
+  being deleted, or marked for deletion by the cluster autoscaler.
+- /readyz is kbpf's own. It succeeds once everything has been programmed, while the agent keeps up
+  and every Service of the system namespaces has room in the maps. Its text begins with `kbpf`,
+  which is how kbpf tells an agent of its own from a kube-proxy.
+- A Service's health check succeeds if this node has ready endpoints for it and the agent is
+  healthy.
 """
 
 import json
@@ -27,11 +29,11 @@ from kbpf.serve.message import JSON, HttpResponse
 
 FAMILIES: Final = ("IPv4", "IPv6")
 OPTIONAL_SOURCE: Final = "pods"
-"""The watch without which Services are served all the same."""
+"""A source that may be missing: Services are served without it."""
 MAX_NAMED_SERVICES: Final = 3
-"""Services that could not be programmed, in the answer of /readyz."""
+"""At most this many Services that could not be programmed are named by /readyz."""
 GO_ZERO_TIME: Final = "0001-01-01T00:00:00Z"
-"""Go's zero time."""
+"""The zero value of time.Time, as Go formats it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +48,11 @@ class HealthVerdict:
 
 
 class HealthTracker:
-    """What is waiting to be programmed, and since when. Any thread may call.
+    """Tracks how long changes have been waiting to be programmed. Thread-safe.
 
-    A change is queued(), then taken() by the writer, and settled() when it is programmed or turned
-    out to say nothing. What comes in between is counted from its own time.
+    A change is recorded as queued, then as dequeued by the agent's thread, then as settled when it
+    has been programmed or turned out to need no programming. A change that is queued in between
+    keeps its own time.
     """
 
     def __init__(
@@ -60,12 +63,12 @@ class HealthTracker:
     ) -> None:
         self._late_after, self._clock, self._now = late_seconds, clock, now
         self._lock = threading.Lock()
-        self._oldest_queued: float | None = None  # since when, what nobody has taken
+        self._oldest_queued: float | None = None  # arrival of the oldest change not yet dequeued
         self._oldest_unsettled: float | None = None
         self._last_updated: int | None = None
 
     def record_queued(self) -> None:
-        """Something came that may have to be programmed."""
+        """Records that an event arrived which may need programming."""
         if self._oldest_queued is None:
             with self._lock:
                 self._oldest_queued = (
@@ -73,8 +76,8 @@ class HealthTracker:
                 )
 
     def record_dequeued(self) -> None:
-        """Everything that was queued is in the writer's hands. To be called before it is taken, so
-        that nothing that comes meanwhile counts as done with it.
+        """Records that the queue is being emptied. Call it before reading the queue, so that an
+        event that arrives in between is not settled with the earlier ones.
         """
         with self._lock:
             if self._oldest_unsettled is None:
@@ -82,19 +85,20 @@ class HealthTracker:
             self._oldest_queued = None
 
     def set_oldest(self, since: float) -> None:
-        """Of all that was taken, what waits longest has waited since then (time.monotonic)."""
+        """Sets the time (time.monotonic) since which the oldest dequeued change has waited."""
         with self._lock:
             self._oldest_unsettled = since
 
     def record_settled(self, programmed: bool) -> None:
-        """All that was taken is done with; `programmed`: the data plane was written just now."""
+        """Records that all dequeued changes are settled; `programmed`: the data plane was just
+        written.
+        """
         with self._lock:
             self._oldest_unsettled = None
             if programmed:
                 self._last_updated = self._now()
 
     def verdict(self) -> HealthVerdict:
-        """How it is now."""
         with self._lock:
             since = (
                 self._oldest_queued if self._oldest_unsettled is None else self._oldest_unsettled
@@ -106,24 +110,24 @@ class HealthTracker:
 
 
 def healthz(verdict: HealthVerdict, eligible: bool) -> HttpResponse:
-    """The answer of /healthz."""
+    """Returns the response to /healthz."""
     return _respond(verdict, verdict.healthy and eligible, {"nodeEligible": eligible})
 
 
 def livez(verdict: HealthVerdict, threads: Sequence[str] = ()) -> HttpResponse:
-    """The answer of /livez. `threads`: those that are down or stuck, a line each."""
+    """Returns the response to /livez. `threads` has a line for each one that is down or stuck."""
     extra = {"threads": list(threads)} if threads else {}
     return _respond(verdict, verdict.healthy and not threads, extra)
 
 
 def readyz(verdict: HealthVerdict, status: AgentStatus | None) -> HttpResponse:
-    """The answer of /readyz, one line. `status` None: nothing is known of the agent yet."""
+    """Returns the response to /readyz, one line. `status` is None until the agent reports one."""
     reason = _not_ready_reason(verdict, status)
     if reason:
-        return HttpResponse(503, f"kbpf does not serve: {escape_unprintable(reason)}\n".encode())
+        return HttpResponse(503, f"kbpf is not ready: {escape_unprintable(reason)}\n".encode())
     error = status.config_error if status is not None else ""
     config_note = (
-        f", but its configuration file is refused: {escape_unprintable(error)}" if error else ""
+        f", but its configuration file was rejected: {escape_unprintable(error)}" if error else ""
     )
     return HttpResponse(200, f"kbpf serves{config_note}\n".encode())
 
@@ -141,9 +145,9 @@ def _not_ready_reason(verdict: HealthVerdict, status: AgentStatus | None) -> str
             return f"not programmed: {status.error}"
         if unsynced:
             first = next((source for source in unsynced if source.error), unsynced[0])
-            return f"no list of {first.name} yet" + (first.error and f": {first.error}")
-        return "its first pass is not done"
-    late_reason = "changes wait to be programmed" + (status.error and f": {status.error}")
+            return f"{first.name} not listed yet" + (first.error and f": {first.error}")
+        return "the first pass is not complete"
+    late_reason = "changes are waiting to be programmed" + (status.error and f": {status.error}")
     fault = next(iter(status.faults), "" if verdict.healthy else late_reason)
     return fault or _not_programmed(status.refused_system)
 
@@ -157,13 +161,13 @@ def _not_programmed(services: Sequence[str]) -> str:
         else ""
     )
     names = ", ".join(services[:MAX_NAMED_SERVICES]) + more
-    return f"not programmed: {names}; `kbpf inspect status` says why"
+    return f"not programmed: {names}; see `kbpf inspect status`"
 
 
 def _respond(verdict: HealthVerdict, succeeded: bool, extra: Mapping[str, object]) -> HttpResponse:
     last_updated = format_go_time(verdict.last_updated)
     body: dict[str, object] = {
-        # As old versions said it: recent, if all is well.
+        # kube-proxy's older releases reported the current time here if all was well
         "lastUpdated": format_go_time(verdict.now) if succeeded else last_updated,
         "currentTime": format_go_time(verdict.now),
         **extra,
@@ -177,7 +181,7 @@ def _respond(verdict: HealthVerdict, succeeded: bool, extra: Mapping[str, object
 
 
 def format_go_time(time_ns: int | None) -> str:
-    """ns since the epoch as Go writes a time in JSON: RFC 3339, no zeros at the end."""
+    """Formats ns since the epoch as Go does in JSON: RFC 3339 without trailing zeros."""
     if time_ns is None:
         return GO_ZERO_TIME
     seconds, nanoseconds = divmod(time_ns, 1_000_000_000)
@@ -186,7 +190,9 @@ def format_go_time(time_ns: int | None) -> str:
 
 
 def service_health_response(name: ServiceName, endpoints: int, healthy: bool) -> HttpResponse:
-    """The answer of a Service's healthCheckNodePort. `endpoints`: those on this node."""
+    """Returns the response of a Service's healthCheckNodePort. `endpoints`: ready ones on this
+    node.
+    """
     body = (
         "{\n"
         '\t"service": {\n'

@@ -1,20 +1,22 @@
-"""A small HTTP server for questions about health: one thread, any number of ports.
+"""A small HTTP server for health checks and metrics: one thread, any number of ports.
 
-LoadBalancers, kubelet and Prometheus ask short questions, and whoever reaches the port may ask
-too. So nothing that a client does or leaves undone costs more than its own connection:
+Load balancers, kubelet and Prometheus send short requests, and so can anything else that reaches
+the port. No client can therefore do harm to any connection but its own:
 
-- The thread never waits for a client. A request's head has HEAD_BYTES and HEAD_SECONDS; an answer
-  has to be through within ANSWER_SECONDS; a connection without a request goes after IDLE_SECONDS.
-- There are MOST_CONNECTIONS at most; the next one takes the place of who has done nothing for the
-  longest. An honest client is answered within a millisecond, so it is never that one.
-- At most MOST_PAGES different large answers are kept for who reads slowly, and HELD_BYTES of them:
-  who holds the oldest is put out. The kernel buffers SOCKET_BYTES each way of a connection.
-- A fault of ours ends the connection that met it, and no other; it is logged once a second at most.
-- Methods and bodies mean nothing: what is asked for is the path, as in kube-proxy's handlers. A
-  body is skipped, or ends the connection where it is long.
+- The thread never waits for a client. The head of a request is limited to MAX_HEAD_BYTES and
+  HEAD_TIMEOUT_S, sending a response to SEND_TIMEOUT_S, and an idle connection is closed after
+  KEEPALIVE_TIMEOUT_S.
+- At most MAX_CONNECTIONS are open. A new one replaces the one that has been inactive for the
+  longest time. An honest client is answered within a millisecond, so it is never that one.
+- Slow readers can keep at most MAX_LARGE_RESPONSES different large responses in memory, and
+  MAX_OLDER_RESPONSE_BYTES of them; readers of the oldest are disconnected. The kernel buffers
+  SOCKET_BUFFER_BYTES in each direction of a connection.
+- An exception closes only the connection that caused it. At most one is logged per second.
+- Methods and bodies are ignored; only the path matters, as in kube-proxy's handlers. A short body
+  is skipped, a long one closes the connection.
 
-Ports come and go while the thread runs. Binding is done by who asks for it, so that it hears at
-once what is wrong; everything else is the thread's.
+Ports can be opened and closed while the thread runs. The caller's thread binds, so that it gets
+the error at once; everything else happens in the server's thread.
 """
 
 import contextlib
@@ -40,35 +42,36 @@ SEND_TIMEOUT_S: Final = 30.0
 KEEPALIVE_TIMEOUT_S: Final = 75.0
 MAX_CONNECTIONS: Final = 256
 BACKLOG: Final = 4096
-"""Connections that the kernel keeps for us; it takes no more than net.core.somaxconn."""
+"""Length of the accept queue; the kernel caps it at net.core.somaxconn."""
 
 MAX_ACCEPTS: Final = 32
-"""Connections that are let in at a time by one port: others wait, too."""
+"""At most this many connections are accepted at a time from one port, so that other ports get a
+turn."""
 
 SOCKET_BUFFER_BYTES: Final = 65_536
-"""The kernel's buffers of a connection, each way; it doubles that."""
+"""The kernel's buffers of a connection, in each direction; the kernel doubles the value."""
 
 LARGE_RESPONSE_BYTES: Final = 65_536
-"""An answer of this size and more may be held by slow readers (MOST_PAGES, HELD_BYTES)."""
+"""Responses of this size or more are limited (MAX_LARGE_RESPONSES, MAX_OLDER_RESPONSE_BYTES)."""
 
 MAX_LARGE_RESPONSES: Final = 3
 MAX_OLDER_RESPONSE_BYTES: Final = 16 << 20
-"""Bytes of large answers that are not the newest one."""
+"""Bytes of all large responses except the newest."""
 
 ACCEPT_PAUSE_S: Final = 1.0
-"""So long nobody is let in when the process has no descriptors left."""
+"""Nothing is accepted for this long after the process has run out of file descriptors."""
 
 ACCEPT_INTERVAL_S: Final = 0.002
-"""So often new connections are accepted while there is work for others."""
+"""While the thread is busy it still accepts new connections at this interval."""
 
 FAULT_LOG_INTERVAL_S: Final = 1.0
-"""At most one fault is logged in this time; the others are counted."""
+"""At most one exception is logged in this time; the others are counted."""
 
 MAX_SELECT_S: Final = 5.0
-"""So often the thread says that it makes progress, when there is nothing to do."""
+"""With nothing to do the thread still sends its heartbeat at this interval."""
 
 STUCK_TIMEOUT_S: Final = 30.0
-"""Without progress for this long the thread counts as stuck."""
+"""Without a heartbeat for this long the thread counts as stuck."""
 
 RESOURCE_ERRNOS: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 WILDCARDS: Final = ("0.0.0.0", "::")
@@ -83,7 +86,7 @@ ERROR_RESPONSES: Final = {
 
 
 class HttpListener:
-    """A port that is listened on."""
+    """A listening port."""
 
     def __init__(self, sock: socket.socket, handler: Handler) -> None:
         self.sock = sock
@@ -92,7 +95,7 @@ class HttpListener:
 
 
 class _Connection:
-    """A connection: what came and is not read yet, and what is still to be sent."""
+    """A client connection: received bytes not parsed yet, and response bytes not sent yet."""
 
     __slots__ = (
         "body_remaining",
@@ -111,27 +114,29 @@ class _Connection:
         self.listener = listener
         self.buffer = bytearray()
         self.pending: list[memoryview] = []
-        self.response: HttpResponse | None = None  # that is being sent, if it is a large one
-        self.send_start = now  # it is
-        self.body_remaining = 0  # bytes of a body that are still to be skipped
-        self.close_after = False  # no request after this one
+        self.response: HttpResponse | None = None  # the response being sent, if it is a large one
+        self.send_start = now  # when sending `response` began
+        self.body_remaining = 0  # bytes of a request body still to be skipped
+        self.close_after = False  # close after the current response
         self.deadline = now + HEAD_TIMEOUT_S
 
 
 class HttpServer:
-    """See the module. start() and stop() once each; the rest from any thread."""
+    """An HTTP server; see the module. Call start() and stop() once each; the other methods are
+    thread-safe.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._selector = selectors.DefaultSelector()
         self._accept_selector = (
             selectors.EpollSelector()
-        )  # listening sockets, which go before all others
+        )  # listening sockets, which take precedence over connections
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._callbacks: deque[Callable[[], None]] = deque()
         self._timers: list[tuple[float, Callable[[], None]]] = []
-        self._listeners: dict[HttpListener, bool] = {}  # whether it is watched
-        self._connections: dict[_Connection, None] = {}  # who did something last stands last
+        self._listeners: dict[HttpListener, bool] = {}  # value: whether it is being polled
+        self._connections: dict[_Connection, None] = {}  # least recently active first
         self._stopping = False
         self._thread: threads.SupervisedThread | None = None
         self._fault_log_due = self._accept_due = float("-inf")
@@ -139,13 +144,15 @@ class HttpServer:
         self.faults = 0
 
     def start(self) -> None:
-        """Begins to answer."""
+        """Starts the server's thread."""
         self._selector.register(self._wake_fd, selectors.EVENT_READ)
         self._selector.register(self._accept_selector, selectors.EVENT_READ, self._accept_selector)
         self._thread = threads.start("http", self._run, STUCK_TIMEOUT_S)
 
     def stop(self) -> None:
-        """Closes everything; back when the thread has ended, or after a second."""
+        """Closes all ports and connections. Returns when the thread has ended, or after one
+        second.
+        """
         self._stopping = True
         self._wake_up()
         if self._thread is None:
@@ -157,26 +164,26 @@ class HttpServer:
     def listen(
         self, host: str, port: int, handler: Handler, one_family: bool = False
     ) -> HttpListener:
-        """A port on this address (see bind()), which answers from now on."""
+        """Opens a port on this address (see bind()). Raises OSError."""
         listener = HttpListener(bind(host, port, one_family), handler)
         self.call_soon(lambda: self._open_listener(listener))
         return listener
 
     def close(self, listener: HttpListener) -> None:
-        """Ends a port: nobody new is let in, and it is free for others at once."""
+        """Closes a port: it accepts no more connections and can be bound by others at once."""
         listener.closed = True
-        # What was accepted is still answered; what waits in the backlog is refused.
+        # connections already accepted are still answered; the backlog is refused
         with contextlib.suppress(OSError):
             listener.sock.shutdown(socket.SHUT_RDWR)
         self.call_soon(lambda: self._close_listener(listener))
 
     def call_soon(self, callback: Callable[[], None]) -> None:
-        """Calls `work` in the server's thread, soon."""
+        """Calls `callback` in the server's thread, soon."""
         self._callbacks.append(callback)
         self._wake_up()
 
     def call_later(self, seconds: float, callback: Callable[[], None]) -> None:
-        """Calls `work` in the server's thread, after so many seconds."""
+        """Calls `callback` in the server's thread after `seconds`."""
         due = self._clock() + seconds
         self.call_soon(lambda: self._timers.append((due, callback)))
 
@@ -207,7 +214,7 @@ class HttpServer:
                     with contextlib.suppress(BlockingIOError):
                         os.eventfd_read(self._wake_fd)
             self._accept_waiting()
-        for _ in range(len(self._callbacks)):  # what these leave to be done is for the next round
+        for _ in range(len(self._callbacks)):  # callbacks added by these run in the next round
             self._run_callback(self._callbacks.popleft())
             self._accept_waiting()
         now = self._clock()
@@ -220,8 +227,8 @@ class HttpServer:
             self._disconnect(connection)
 
     def _accept_waiting(self) -> None:
-        """Accepts, however much there is to do for those who are here: the next one may be a probe,
-        which is answered at once.
+        """Accepts new connections even if there is much to do for existing ones: a new one may be
+        a probe, which has to be answered at once.
         """
         now = self._clock()
         if now < self._accept_due:
@@ -231,21 +238,21 @@ class HttpServer:
         self._accept_due = self._clock() + ACCEPT_INTERVAL_S
 
     def _next_timeout(self) -> float:
-        """Seconds until something is due."""
+        """Returns the seconds until the next timer or deadline."""
         due_times = [timer[0] for timer in self._timers]
         due_times += [connection.deadline for connection in self._connections]
         now = self._clock()
         return max(0.0, min([MAX_SELECT_S, *(due_time - now for due_time in due_times)]))
 
     def _run_callback(self, callback: Callable[[], None]) -> None:
-        """Work for no client. A fault ends this piece of it."""
+        """Runs a callback that belongs to no connection. An exception ends only this callback."""
         try:
             callback()
         except Exception:
-            self._log_fault("a part of the HTTP server failed")
+            self._log_fault("an HTTP server task failed")
 
     def _run_step(self, connection: _Connection, step: Callable[[_Connection], None]) -> None:
-        """A step for this client. A fault ends its connection."""
+        """Runs a step for a connection. An exception closes that connection."""
         try:
             step(connection)
         except (BlockingIOError, InterruptedError):
@@ -253,18 +260,18 @@ class HttpServer:
         except OSError:
             self._disconnect(connection)
         except Exception:
-            self._log_fault("a connection met a fault and is ended")
+            self._log_fault("an HTTP connection failed and was closed")
             self._disconnect(connection)
 
     def _log_fault(self, message: str) -> None:
-        """Logs the exception in hand, unless one was logged just now."""
+        """Logs the current exception, unless one was logged within FAULT_LOG_INTERVAL_S."""
         self.faults += 1
         now = self._clock()
         if now < self._fault_log_due:
             self._unlogged_faults += 1
             return
         log.exception(
-            "%s; faults not logged since the last one: %d", message, self._unlogged_faults
+            "%s; failures not logged since the last one: %d", message, self._unlogged_faults
         )
         self._fault_log_due, self._unlogged_faults = now + FAULT_LOG_INTERVAL_S, 0
 
@@ -279,13 +286,15 @@ class HttpServer:
         listener.sock.close()
 
     def _accept(self, listener: HttpListener) -> None:
-        """Lets in who waits, not too many at a time: other ports may have somebody, too."""
+        """Accepts waiting connections, but only MAX_ACCEPTS at a time: other ports may have some,
+        too.
+        """
         for _ in range(MAX_ACCEPTS):
             if listener.closed:
                 return
             try:
                 sock, _ = listener.sock.accept()
-            except OSError as error:  # gone again, mostly
+            except OSError as error:  # usually the client has already gone
                 if error.errno in RESOURCE_ERRNOS:
                     self._free_descriptors(listener)
                 return
@@ -295,11 +304,14 @@ class HttpServer:
             connection = _Connection(sock, listener, self._clock())
             self._connections[connection] = None
             self._selector.register(sock, selectors.EVENT_READ, connection)
-            # Most requests are here already; who is answered now cannot be crowded out.
+            # Most requests have arrived by now, and an answered connection cannot be evicted
+            # unanswered.
             self._run_step(connection, self._receive)
 
     def _free_descriptors(self, listener: HttpListener) -> None:
-        """No descriptors: some are given back, and the port is not looked at for a while."""
+        """Out of file descriptors: closes the least active connections and pauses this port for a
+        while.
+        """
         for connection in list(self._connections)[: MAX_CONNECTIONS // 4]:
             self._disconnect(connection)
         self._accept_selector.unregister(listener.sock)
@@ -324,13 +336,14 @@ class HttpServer:
             self._disconnect(connection)
             return
         if not connection.buffer and not connection.body_remaining:
-            connection.deadline = self._clock() + HEAD_TIMEOUT_S  # of the first byte, not of each
+            # from the first byte of a request, not from each
+            connection.deadline = self._clock() + HEAD_TIMEOUT_S
         self._mark_recent(connection)
         connection.buffer += data
         self._process_buffer(connection)
 
     def _process_buffer(self, connection: _Connection) -> None:
-        """Answers the next request, if all of its head is there."""
+        """Answers the next request if its head is complete."""
         skipped = min(connection.body_remaining, len(connection.buffer))
         del connection.buffer[:skipped]
         connection.body_remaining -= skipped
@@ -350,7 +363,7 @@ class HttpServer:
         try:
             response = connection.listener.handler(head.request)
         except Exception:
-            self._log_fault(f"no answer to {head.request.path!r}")
+            self._log_fault(f"request failed path={head.request.path!r}")
             response = HttpResponse(500, b"internal error\n")
         self._respond(connection, response, head.request.method)
 
@@ -361,7 +374,7 @@ class HttpServer:
     def _respond(
         self, connection: _Connection, response: HttpResponse, method: str = "GET"
     ) -> None:
-        # Many may be sent the same page: it is not copied for each.
+        # The body is not copied: many clients may be sent the same page.
         connection.pending = [memoryview(encode_head(response, connection.close_after))]
         if method != "HEAD":
             connection.pending += [
@@ -376,7 +389,7 @@ class HttpServer:
         self._send(connection)
 
     def _limit_large_responses(self) -> None:
-        """Puts out who reads the oldest large answers, until there are few enough of them."""
+        """Disconnects the readers of the oldest large responses until the limits hold."""
         readers = [
             connection for connection in self._connections if connection.response is not None
         ]
@@ -386,7 +399,7 @@ class HttpServer:
             readers_by_response[response_id] = [
                 *readers_by_response.pop(response_id, ()),
                 connection,
-            ]  # the one that was asked for last is last
+            ]  # ordered by the latest request for each response
         while len(readers_by_response) > 1:
             *older, newest = [
                 connections[0].response for connections in readers_by_response.values()
@@ -415,9 +428,8 @@ class HttpServer:
         connection.deadline = self._clock() + (
             HEAD_TIMEOUT_S if connection.buffer else KEEPALIVE_TIMEOUT_S
         )
-        if (
-            connection.buffer
-        ):  # the next request came with the last one; another round, others wait too
+        if connection.buffer:
+            # A pipelined request waits for the next round, so that other connections get a turn.
             self.call_soon(lambda: self._process_pipelined(connection))
 
     def _process_pipelined(self, connection: _Connection) -> None:
@@ -440,15 +452,15 @@ def _parts(response: HttpResponse | None) -> tuple[bytes, ...]:
 
 
 def bind(host: str, port: int, one_family: bool = False) -> socket.socket:
-    """A socket that listens there. A wildcard is that of both families, unless `one_family`.
-    OSError when the address cannot be had.
+    """Returns a listening socket. A wildcard address listens on both families unless `one_family`.
+    Raises OSError if the address cannot be bound.
     """
     dual_stack = not one_family and host in ("", *WILDCARDS) and socket.has_dualstack_ipv6()
     v6 = dual_stack or ":" in host
     sock = socket.socket(socket.AF_INET6 if v6 else socket.AF_INET, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):  # what is accepted has the same
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):  # accepted sockets inherit them
             sock.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER_BYTES)
         if v6:
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, not dual_stack)

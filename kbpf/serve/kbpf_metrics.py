@@ -1,8 +1,10 @@
-"""/metrics: what it says of the agent itself and of its data plane, beside kube-proxy's series.
+"""Formats kbpf's own metrics, those of the agent and of its data plane; they complement
+kube-proxy's.
 
-Pure but for `process()`: values go in, lines come out. Names begin with kbpf_; docs/observe.md
-lists them all and says what to make of them. A Service has a series only while it has connections,
-and at most `most` of them have: a cluster has thousands, and each node would export them all.
+Pure except for `format_process()`: values in, lines out. The names begin with kbpf_;
+docs/observe.md lists them all and explains how to use them. A Service has series only while it has
+connections, and at most `max_series` Service ports have them: a cluster has thousands of Services,
+and every node would export them all.
 """
 
 import os
@@ -23,8 +25,8 @@ from kbpf.serve.exposition import format_labels, format_metric
 
 @dataclass(frozen=True, slots=True)
 class ServerCounts:
-    """What the servers themselves count: Events that were sent and that were not, health checks
-    that are wanted and that could not get their port.
+    """Counters of the HTTP server and the Event sender: Events sent and dropped, health check
+    ports requested and failed.
     """
 
     events_sent: int = 0
@@ -34,44 +36,43 @@ class ServerCounts:
 
 
 def format_agent(status: AgentStatus, config: Config) -> Iterator[str]:
-    """How the agent is doing."""
     yield from _gauge("build_info", "The version, as a label", _info_sample(version=status.version))
     yield from _gauge(
-        "mode_info", "The data plane that serves, what was asked for, and how it is set",
+        "mode_info", "The active data plane, the requested mode and the main settings",
         _info_sample(mode=status.mode, asked=config.mode,
              reason=status.choice.reason if status.choice else "", forwarding=config.forwarding,
              socket_lb=str(config.socket_lb), algorithm=str(config.algorithm)),
     )  # fmt: skip
     for name, text, value in (
-        ("synced", "1 when everything has been programmed once", status.synced),
-        ("services", "Services that are known", status.services),
-        ("service_ports", "Service ports, one for each family, that are wanted",
+        ("synced", "1 after everything has been programmed once", status.synced),
+        ("services", "Services in the store", status.services),
+        ("service_ports", "Desired Service ports, counted per address family",
          status.service_ports),
         ("service_ports_refused", "Service ports that could not be programmed", status.refused),
-        ("service_ports_without_endpoints", "Service ports that refuse every connection",
+        ("service_ports_without_endpoints", "Service ports that refuse connections: no endpoints",
          status.without_endpoints),
         ("problems", "Lines that `kbpf inspect status` lists as problems", status.problem_count),
-        ("sync_failing", "1 while the kernel refuses to be written", bool(status.error)),
-        ("last_sync_seconds", "How long the last pass took", status.last_apply_ms / 1000),
+        ("sync_failing", "1 while writes to the data plane fail", bool(status.error)),
+        ("last_sync_seconds", "Duration of the last pass", status.last_apply_ms / 1000),
     ):  # fmt: skip
         yield from _gauge(name, text, [("", value)])
     if status.config_error is not None:
         yield from _gauge(
             "config_last_reload_successful",
-            "0 while the file of --config is not what the agent runs with, since it is refused",
+            "0 while the agent runs with older settings because the --config file was rejected",
             [("", not status.config_error)],
         )
     yield from _gauge(
         "namespace_service_ports_refused",
-        "Service ports that could not be programmed, of the namespaces with the most",
+        "Service ports that could not be programmed, for the namespaces with the most of them",
         [
             (format_labels(namespace=name), n)
             for name, n in sorted(status.refused_namespaces.items())
         ],
     )
-    yield from _counter("syncs_total", "Passes that were written", [("", status.applied)])
+    yield from _counter("syncs_total", "Passes written to the data plane", [("", status.applied)])
     yield from _gauge(
-        "event_to_map_seconds", "From an event's arrival until it is in force, of the last 4096",
+        "event_to_map_seconds", "From an event's arrival until it is programmed, of the last 4096",
         [(format_labels(quantile="0.5"), status.event_to_map_p50_ms / 1000),
          (format_labels(quantile="0.99"), status.event_to_map_p99_ms / 1000)],
     )  # fmt: skip
@@ -83,26 +84,34 @@ def format_agent(status: AgentStatus, config: Config) -> Iterator[str]:
 def _format_sources(status: AgentStatus) -> Iterator[str]:
     labelled = [(format_labels(source=source.name), source) for source in status.sources]
     for name, text, values in (
-        ("synced", "1 when the source has listed all once", [s.synced for _, s in labelled]),
-        ("watching", "1 while its watch stands", [s.state == "watching" for _, s in labelled]),
-        ("failures", "Tries in a row that failed", [s.failures for _, s in labelled]),
-        ("silent_seconds", "Since it last heard anything", [s.silent_seconds for _, s in labelled]),
+        ("synced", "1 after the first complete list", [s.synced for _, s in labelled]),
+        (
+            "watching",
+            "1 while the watch is established",
+            [s.state == "watching" for _, s in labelled],
+        ),
+        ("failures", "Consecutive failed attempts", [s.failures for _, s in labelled]),
+        (
+            "silent_seconds",
+            "Time since the source last received data",
+            [s.silent_seconds for _, s in labelled],
+        ),
     ):
         samples = zip((label_set for label_set, _ in labelled), map(float, values), strict=True)
         yield from _gauge(f"source_{name}", text, list(samples))
     yield from _counter(
-        "source_drift_total", "Objects that differed when all were listed again, without an event",
+        "source_drift_total", "Objects found changed by a new list without an event for it",
         [(label_set, source.drift) for label_set, source in labelled],
     )  # fmt: skip
 
 
 def _format_threads(status: AgentStatus) -> Iterator[str]:
     yield from _gauge(
-        "thread_up", "0 while a thread of the agent is down, stuck, or fails again and again",
+        "thread_up", "0 while a thread of the agent is down, stuck, or fails repeatedly",
         [(format_labels(thread=thread.name), not thread.problem) for thread in status.threads],
     )  # fmt: skip
     yield from _counter(
-        "thread_restarts_total", "How often a thread's work failed and began again",
+        "thread_restarts_total", "Times that a thread failed and was restarted",
         [(format_labels(thread=thread.name), thread.restarts) for thread in status.threads],
     )  # fmt: skip
 
@@ -112,53 +121,53 @@ def _format_packet_path(packets: PacketStatus | None) -> Iterator[str]:
         return
     state = "off" if not packets.wanted else "failed" if packets.problem else "on"
     yield from _gauge(
-        "packet_path", "1 for the state that the packet path is in",
+        "packet_path", "1 for the current state of the packet path",
         [(format_labels(state=name), name == state) for name in ("on", "off", "failed")],
     )  # fmt: skip
     yield from _gauge(
-        "packet_path_failed_devices", "Devices that it could not be brought to",
+        "packet_path_failed_devices", "Devices to which the packet path could not be attached",
         [("", packets.failed_count)],
     )  # fmt: skip
 
 
 def format_data_plane(measures: DataPlaneMetrics) -> Iterator[str]:
-    """What the data plane knows at once."""
+    """Yields the metrics that the data plane can read without walking its connections."""
     tables = [(format_labels(map=table.name), table) for table in measures.tables]
     yield from _gauge(
-        "map_entries", "Entries of a map",
+        "map_entries", "Entries in a map",
         [(label_set, table.entries) for label_set, table in tables if table.entries is not None],
     )  # fmt: skip
     yield from _gauge(
-        "map_max_entries", "Room of a map now; those that the agent writes grow",
+        "map_max_entries", "Current capacity of a map; maps written by the agent grow",
         [(label_set, table.capacity) for label_set, table in tables],
     )  # fmt: skip
     yield from _gauge(
         "map_limit_entries",
-        "How far a map may grow (--max-...), of those that do not make room by themselves",
+        "Maximum capacity of a map (--max-...); only of maps that do not evict entries",
         [(label_set, table.limit) for label_set, table in tables if table.limit is not None],
     )  # fmt: skip
     yield from _gauge(
-        "map_bytes", "Kernel memory of a map",
+        "map_bytes", "Kernel memory used by a map",
         [(label_set, table.bytes) for label_set, table in tables if table.bytes is not None],
     )  # fmt: skip
     yield from _gauge(
-        "hooks_attached", "Of each socket hook that is wanted: whether it is attached",
+        "hooks_attached", "1 if the socket hook is attached; one series for each requested hook",
         [(format_labels(hook=name), attached) for name, attached in measures.hooks],
     )  # fmt: skip
     if measures.foreign_programs is not None:
         yield from _gauge(
-            "foreign_programs", "Programs of other load balancers at the same hooks and devices",
+            "foreign_programs", "Programs of other load balancers on the same hooks and devices",
             [("", measures.foreign_programs)],
         )  # fmt: skip
     yield from _counter(
-        "decisions_total", "Connections, datagrams and packets, by what was decided and why",
+        "decisions_total", "Decisions on connections, datagrams and packets, by verdict and reason",
         [(format_labels(reason=decision.reason, verdict=decision.verdict), decision.total)
          for decision in measures.reason_counts],
     )  # fmt: skip
 
 
 def format_traffic(stats: TrafficStats, max_series: int) -> Iterator[str]:
-    """What connections there are and what they came to, of the `most` busiest Service ports."""
+    """Yields the connections and their outcomes for the `max_series` busiest Service ports."""
     open_counts, totals = dict(stats.connections or ()), dict(stats.totals)
     names = list(open_counts.keys() | totals.keys())
     if len(names) > max_series:
@@ -185,15 +194,15 @@ def format_traffic(stats: TrafficStats, max_series: int) -> Iterator[str]:
     if stats.flow_count is not None:
         yield from _gauge(
             "tracked_connections",
-            "Connections of the packet path that do not make room for others by themselves",
+            "Packet path connections that cannot be evicted",
             [("", stats.flow_count.live)],
         )
         yield from _gauge(
-            "tracked_connections_limit", "As many as there may be (--max-connections)",
+            "tracked_connections_limit", "Limit of tracked connections (--max-connections)",
             [("", stats.flow_count.capacity)],
         )  # fmt: skip
     yield from _gauge(
-        "service_series_left_out", "Service ports with connections and no series of their own",
+        "service_series_left_out", "Service ports with connections whose series are omitted",
         [("", len(open_counts.keys() | totals.keys()) - len(names))],
     )  # fmt: skip
     rows = [_Series(label_sets[name], name[3], totals[name]) for name in names if name in totals]
@@ -225,7 +234,7 @@ def _format_backends(
 
 
 class _Series(NamedTuple):
-    """Whose it is, as labels without braces, and what it had."""
+    """The labels of a series, without braces, and its counts."""
 
     labels: str
     protocol: str
@@ -235,17 +244,19 @@ class _Series(NamedTuple):
 FAILURES: Final = {
     "refused": ("service",), "unanswered": ("service", "backend"), "broken": ("service", "backend")
 }  # fmt: skip
-"""Numbers of Totals that count failures, and what has them."""
+"""Fields of ConnectionStats that count failures, and the kinds of series that have them."""
 
 
 def _format_outcomes(
     prefix: str, subject: str, rows: list[_Series], known_fields: Collection[str]
 ) -> Iterator[str]:
-    """What connections came to, as far as that is known. Only of TCP it is known how they end."""
+    """Yields what connections came to, for the fields that are counted. How a connection ends is
+    known only for TCP.
+    """
     tcp = [row for row in rows if row.protocol == "TCP"]
     if "begun" in known_fields:
         yield from _counter(
-            f"{prefix}_connections_total", f"Connections of {subject} that have begun",
+            f"{prefix}_connections_total", f"Connections opened to {subject}",
             [(f"{{{row.labels}}}", row.totals.begun) for row in rows],
         )  # fmt: skip
     reasons = [
@@ -255,7 +266,7 @@ def _format_outcomes(
     ]
     if reasons:
         yield from _counter(
-            f"{prefix}_failures_total", f"Connections of {subject} that failed, by why",
+            f"{prefix}_failures_total", f"Failed connections to {subject}, by reason",
             [
                 (f'{{{row.labels},reason="{reason}"}}', getattr(row.totals, reason))
                 for reason in reasons
@@ -273,11 +284,11 @@ def _format_outcomes(
         )  # fmt: skip
     if "rtts" in known_fields:
         for name, text, values in (
-            ("retransmits", "Segments that clients of this node had to send again",
+            ("retransmits", "TCP segments that clients on this node retransmitted",
              [row.totals.retransmits for row in tcp]),
-            ("round_trip_seconds", "The sum of the round trips to the backend, one a connection",
+            ("round_trip_seconds", "Sum of round-trip times to the backend, one per connection",
              [row.totals.rtt_us / 1e6 for row in tcp]),
-            ("round_trips", "Connections that have ended and whose round trip is in that sum",
+            ("round_trips", "Ended connections included in that sum",
              [row.totals.rtts for row in tcp]),
         ):  # fmt: skip
             samples = zip((f"{{{row.labels}}}" for row in tcp), values, strict=True)
@@ -285,18 +296,17 @@ def _format_outcomes(
 
 
 def _port_labels(namespace: str, service: str, port: str, protocol: str) -> str:
-    """As labels, without braces."""
+    """Formats the labels without braces."""
     return format_labels(namespace=namespace, service=service, port=port, protocol=protocol)[1:-1]
 
 
 def format_server(counts: ServerCounts, healthy: bool, eligible: bool) -> Iterator[str]:
-    """How the servers are doing."""
     yield from _gauge(
-        "healthy", "What /livez says: 1 while nothing waits too long", [("", healthy)]
+        "healthy", "1 unless a change has waited too long to be programmed", [("", healthy)]
     )
-    yield from _gauge("node_eligible", "0 when the node is about to be removed", [("", eligible)])
+    yield from _gauge("node_eligible", "0 while the node is about to be removed", [("", eligible)])
     yield from _counter(
-        "events_total", "Kubernetes Events, sent and given up",
+        "events_total", "Kubernetes Events, sent or dropped",
         [(format_labels(outcome="sent"), counts.events_sent),
          (format_labels(outcome="dropped"), counts.events_dropped)],
     )  # fmt: skip
@@ -304,13 +314,13 @@ def format_server(counts: ServerCounts, healthy: bool, eligible: bool) -> Iterat
         "service_health_checks", "Services with a healthCheckNodePort", [("", counts.checks)]
     )
     yield from _gauge(
-        "service_health_checks_failed", "Of these, how many could not get their port",
+        "service_health_checks_failed", "Health checks whose port could not be opened",
         [("", counts.checks_failed)],
     )  # fmt: skip
 
 
 def format_process() -> Iterator[str]:
-    """The process, under the names that every client library gives."""
+    """Yields the metrics of the process, under the names that Prometheus client libraries use."""
     pages = [int(field) for field in Path("/proc/self/statm").read_text().split()[:2]]
     usage = resource.getrusage(resource.RUSAGE_SELF)
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -332,7 +342,7 @@ def format_process() -> Iterator[str]:
 
 @cache
 def process_start_time() -> float:
-    """When the process was, in seconds since the epoch."""
+    """Returns the start time of the process, in seconds since the epoch."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start_after_boot = int(fields[19]) / os.sysconf("SC_CLK_TCK")
     return round(time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + start_after_boot, 2)

@@ -1,9 +1,9 @@
-"""kube-proxy's own series, under its names and with its buckets, so that dashboards go on working.
+"""kube-proxy's metrics, with its names and buckets, so that existing dashboards keep working.
 
-Those are here that do not depend on a mode (kube-proxy 1.37, metrics/metrics.go), and those of its
-conntrack reconciler, which every mode has; what belongs to iptables or nftables is not exported.
-Beside them the requests to the API server, as
-client-go counts them. The agent's threads record, the HTTP thread reads; one lock for all.
+Only the metrics that do not depend on a proxy mode (kube-proxy 1.37, metrics/metrics.go) and those
+of its conntrack reconciler are exported, not those of iptables or nftables. Also here: requests to
+the API server, as client-go counts them. The agent's threads record and the HTTP thread reads, all
+under one lock.
 """
 
 import threading
@@ -19,7 +19,7 @@ FAMILIES: Final = {4: "IPv4", 6: "IPv6"}
 BOTH_FAMILIES: Final = tuple(FAMILIES)
 SYNC_BUCKETS: Final = tuple(0.001 * 2**n for n in range(15))
 PROGRAMMING_BUCKETS: Final = (
-    0.0,  # a slip of theirs, and so a bucket of every dashboard
+    0.0,  # a mistake of kube-proxy, but dashboards rely on the bucket
     0.25,
     0.5,
     *range(1, 60),
@@ -34,7 +34,7 @@ def _histograms_by_family() -> dict[int, Histogram]:
 
 
 class KubeProxyMetrics:
-    """What has happened since the agent began."""
+    """Counts since the agent started. Thread-safe."""
 
     def __init__(self, now: Callable[[], float] = time.time) -> None:
         self._now = now
@@ -67,13 +67,13 @@ class KubeProxyMetrics:
     # ---- what the agent says ---------------------------------------------------------------
 
     def record_queued(self) -> None:
-        """An event of a Service or an EndpointSlice came, for the writer to take: any thread."""
+        """An event of a Service or an EndpointSlice was queued."""
         with self._lock:
             self._last_queued = dict.fromkeys(FAMILIES, self._now())
             self._queued_events += 1
 
     def record_changes(self, services: int, endpoints: int) -> None:
-        """The writer took so many events; they wait until synced()."""
+        """The agent's thread dequeued this many events; they are pending until record_settled()."""
         with self._lock:
             self._queued_events = max(0, self._queued_events - services - endpoints)
             for kind, count in (("service", services), ("endpoint", endpoints)):
@@ -81,8 +81,9 @@ class KubeProxyMetrics:
                 self._pending_changes[kind] += count
 
     def record_settled(self) -> None:
-        """All that the writer took is done with: programmed, or it said nothing new to a family.
-        Unless more has come meanwhile, both families are as was asked for last, as of now.
+        """All dequeued changes are settled: programmed, or without effect on a family. If no
+        further event is queued, both families are up to date with the last queued change, as of
+        now.
         """
         with self._lock:
             self._pending_changes = dict.fromkeys(self._pending_changes, 0)
@@ -93,7 +94,7 @@ class KubeProxyMetrics:
     def record_sync(
         self, seconds: float, full: bool, families: Collection[int] = BOTH_FAMILIES
     ) -> None:
-        """The data plane was written, in so many seconds; `full`: all of it was looked at."""
+        """The data plane was written in `seconds`; `full`: all of it was compared."""
         with self._lock:
             for ip_family in families:
                 self._sync[ip_family].observe(seconds)
@@ -102,42 +103,48 @@ class KubeProxyMetrics:
             self._pending_changes = dict.fromkeys(self._pending_changes, 0)
 
     def record_udp_cut(self, cut: UdpCuts) -> None:
-        """UDP of backends that serve no more was looked for."""
+        """Flows of UDP backends that are no longer in use were searched for and deleted."""
         with self._lock:
             for ip_family, flows in cut.flows.items():
                 self._conntrack_sync[ip_family].observe(cut.seconds)
                 self._deleted_flows[ip_family] += flows
 
     def record_failure(self) -> None:
-        """The data plane could not be written."""
+        """Writing the data plane failed."""
         with self._lock:
             self._failures += 1
 
     def record_comparison(self, repaired: int) -> None:
-        """All that is programmed was compared with what it should be, and so many entries that
-        others had changed were put right.
+        """The programmed state was compared with the desired state, and `repaired` entries that
+        another process had changed were restored.
         """
         with self._lock:
             self._comparisons += 1
             self._drift += repaired
 
     def record_programming(self, ip_family: int, trigger_time: float) -> None:
-        """An EndpointSlice's change of that time (seconds since the epoch) is in force now."""
+        """A change to an EndpointSlice, made at `trigger_time` (seconds since the epoch), is
+        programmed.
+        """
         with self._lock:
             self._programming[ip_family].observe(max(0.0, self._now() - trigger_time))
 
     def set_no_local_endpoints(self, policy: str, ip_family: int, count: int) -> None:
-        """So many Service ports have policy Local, and endpoints only elsewhere."""
+        """Sets the number of Service ports with policy Local whose endpoints are all on other
+        nodes.
+        """
         with self._lock:
             self._no_local[policy, ip_family] = count
 
     def record_probe(self, path: str, status: int) -> None:
-        """/healthz or /livez was asked for."""
+        """A request for /healthz or /livez was answered."""
         with self._lock:
             self._probe_counts[path][str(status)] += 1
 
     def record_api_request(self, host: str, method: str, code: str, seconds: float) -> None:
-        """The API server was asked something. `code`: the status, or <error> when none came."""
+        """A request to the API server ended. `code` is the HTTP status, or "<error>" without a
+        response.
+        """
         with self._lock:
             self._requests[code, host, method] += 1
             if code != "<error>":
@@ -149,7 +156,7 @@ class KubeProxyMetrics:
     # ---- what is read ----------------------------------------------------------------------
 
     def format_lines(self) -> list[str]:
-        """All of it, as exposition."""
+        """Formats all of it for /metrics."""
         with self._lock:
             return [
                 *self._format_sync(),
@@ -263,16 +270,16 @@ class KubeProxyMetrics:
     def _format_kbpf(self) -> Iterator[str]:
         yield from format_metric(
             "kbpf_sync_failures_total", "counter",
-            "Passes that the kernel refused; what was serving goes on serving",
+            "Passes that failed; the state programmed before stays in use",
             [("", self._failures)],
         )  # fmt: skip
         yield from format_metric(
             "kbpf_comparisons_total", "counter",
-            "How often all that is programmed was compared with what it should be",
+            "Comparisons of the programmed with the desired state",
             [("", self._comparisons)],
         )  # fmt: skip
         yield from format_metric(
             "kbpf_drift_entries_total", "counter",
-            "Entries that others had changed, found by that and put right",
+            "Entries changed by other processes that a comparison found and repaired",
             [("", self._drift)],
         )  # fmt: skip

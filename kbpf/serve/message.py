@@ -1,9 +1,9 @@
-"""Requests and answers of HTTP/1, and reading the one and writing the other. No I/O.
+"""Parses HTTP/1 requests and formats responses. No I/O.
 
-h11 reads requests with more care than health checks need: 27 us for the head of a kubelet's probe
-and 1 MB of memory, against 5 us here, and it refuses a request without `Host`, which the checks of
-load balancers that are typed by hand do not send. tests/fuzz/inputs/http_requests.py compares both:
-what h11 takes for a request is the same request here.
+h11 is not used. It is more careful than a health check needs (27 us for the head of a kubelet
+probe and 1 MB of memory; 5 us here), and it rejects a request without `Host`, which hand-written
+health checks of load balancers do not send. tests/fuzz/inputs/http_requests.py compares the two:
+what h11 accepts is parsed to the same request here.
 """
 
 import re
@@ -13,11 +13,11 @@ from typing import Final, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 MAX_BODY_BYTES: Final = 65_536
-"""A longer body of a request is not read: the connection ends after the answer."""
+"""A longer request body is not read; the connection is closed after the response."""
 
 MAX_LENGTH_DIGITS: Final = len(str(MAX_BODY_BYTES))
 HEAD_END: Final = re.compile(rb"\r?\n\r?\n")
-"""Checks of load balancers are often typed by hand, their lines without CR; Go lets them."""
+"""LF without CR ends a line, too, as in Go: hand-written health checks often omit the CR."""
 
 REQUEST_LINE: Final = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+) ([!-~]+) HTTP/1\.([01])")
 HEADER_FIELD: Final = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*([\t -~\x80-\xff]*)")
@@ -26,8 +26,8 @@ TEXT: Final = "text/plain; charset=utf-8"
 
 
 class HttpRequest(NamedTuple):
-    """What was asked for. `query` is what follows the question mark, undecoded; `accept` and
-    `agent` are the headers Accept and User-Agent.
+    """A request. `query` is what follows the question mark, not decoded; `accept` and `user_agent`
+    are the headers of these names.
     """
 
     method: str
@@ -38,8 +38,8 @@ class HttpRequest(NamedTuple):
 
 
 class HttpResponse(NamedTuple):
-    """What goes back. `headers` are those beside the usual ones. `rest` follows `body`: large pages
-    share it without a copy.
+    """A response. `headers` are added to the usual ones. `body_tail` follows `body`; it is
+    separate so that several responses can share a large page without copying it.
     """
 
     status: int
@@ -50,13 +50,13 @@ class HttpResponse(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Bytes of the whole body."""
+        """Length of body and tail in bytes."""
         return len(self.body) + len(self.body_tail)
 
 
 class RequestHead(NamedTuple):
-    """The head of a request: what it asks for, bytes of the body behind it that are to be skipped,
-    and whether the connection ends after the answer.
+    """The parsed head of a request, the number of body bytes to skip after it, and whether the
+    connection is to be closed after the response.
     """
 
     request: HttpRequest
@@ -65,7 +65,7 @@ class RequestHead(NamedTuple):
 
 
 def parse_head(raw: bytes) -> RequestHead | None:
-    """The head of a request, without the empty line at its end; None if it is not one."""
+    """Parses the head of a request (without the empty line at its end); None if it is malformed."""
     lines = raw.decode("latin-1").replace("\r\n", "\n").split("\n")
     request_line = REQUEST_LINE.fullmatch(lines[0])
     target = _parse_target(request_line[2]) if request_line else None
@@ -90,8 +90,8 @@ def parse_head(raw: bytes) -> RequestHead | None:
 
 
 def _parse_length(text: str) -> int | None:
-    """Bytes of the body; None for one that is too long, or without a clear length. int() takes
-    milliseconds for 4,000 digits and raises for more.
+    """Returns the length of the body; None if it is too long or unclear. The number of digits is
+    limited first: int() takes milliseconds for 4,000 digits and raises for more.
     """
     if len(text) > MAX_LENGTH_DIGITS or not text.isdecimal() or int(text) > MAX_BODY_BYTES:
         return None
@@ -99,7 +99,9 @@ def _parse_length(text: str) -> int | None:
 
 
 def _parse_target(text: str) -> tuple[str, str] | None:
-    """Path and query of what is asked for: a path, or a whole address as proxies are asked."""
+    """Splits the request target into path and query: a path, or an absolute URL as sent to a
+    proxy.
+    """
     if text.startswith("/"):
         path, _, query = text.partition("?")
         return unquote(path), query
@@ -111,7 +113,7 @@ def _parse_target(text: str) -> tuple[str, str] | None:
 
 
 def encode_head(response: HttpResponse, close_after: bool) -> bytes:
-    """The head of an answer. `last`: the connection ends after it."""
+    """Formats the head of a response. `close_after`: the connection is closed after it."""
     try:
         phrase = HTTPStatus(response.status).phrase
     except ValueError:

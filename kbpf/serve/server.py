@@ -1,8 +1,9 @@
-"""Where the agent answers: its ports, what stands behind each, and what happens when one is taken.
+"""The agent's HTTP endpoints: which ports are open, what answers on each, and what happens if an
+address is in use.
 
-The writer tells the desk what it did; watch threads tell it what came; the HTTP thread reads. All
-that has to do with ports is done in the HTTP thread. An address that cannot be had is said once as
-an Event and in the log, and tried again each 5 s, as kube-proxy does.
+The agent's thread and the watch threads report to AgentServer; the HTTP thread reads. Ports are
+opened and closed in the HTTP thread only. An address that cannot be bound is reported once, as an
+Event and in the log, and retried every 5 s, as in kube-proxy.
 """
 
 import errno
@@ -34,20 +35,20 @@ log = logging.getLogger("kbpf.serve")
 
 LISTEN_RETRY_INTERVAL_S: Final = 5.0
 METRICS_CACHE_S: Final = 1.0
-"""A page of metrics is made once in that time, however many ask."""
+"""/metrics is formatted at most once in this time; further scrapes get the same page."""
 
 EVENT_FLUSH_TIMEOUT_S: Final = 3.0
 EVENT_ACTION: Final = "StartKubeProxy"
 
 
 class MetricsProvider(Protocol):
-    """What the desk asks a data plane for: see dataplane.base."""
+    """The part of dataplane.base.DataPlane that /metrics needs."""
 
     def read_metrics(self) -> DataPlaneMetrics:
-        """What is known at once."""
+        """Reads what is cheap to read."""
 
     def count_traffic(self, pause: Pause) -> TrafficStats:
-        """What takes long."""
+        """Walks the connections, which takes long."""
 
 
 @dataclass(slots=True)
@@ -61,8 +62,9 @@ class _CheckListener:
 
 
 class AgentServer:
-    """See the module. start() before anything else, stop() at the end. `warnings`: Events about the
-    Node, {reason: note}, that are sent when the agent serves.
+    """Serves health, metrics and Events; see the module. Call start() before anything else and
+    stop() at the end. `warnings` are Events about the Node, {reason: note}, which are sent when
+    the agent has started.
     """
 
     def __init__(
@@ -97,7 +99,9 @@ class AgentServer:
         self._metrics_cache: tuple[float, HttpResponse | None] = (0.0, None)
 
     def start(self) -> None:
-        """Answers from now on. ConfigError when an address is taken and that is not to be."""
+        """Starts answering. Raises ConfigError if an address is in use and
+        --bind-address-hard-fail is set.
+        """
         self._http.start()
         if self._collector is not None:
             self._collector.start()
@@ -109,7 +113,7 @@ class AgentServer:
                 self._listen(address, handler, reason, first_attempt=True)
 
     def stop(self) -> None:
-        """Answers nobody any more."""
+        """Closes all ports and stops sending Events."""
         if self._collector is not None:
             self._collector.stop()
         self.events.stop()
@@ -118,8 +122,8 @@ class AgentServer:
     # ---- what the agent says ---------------------------------------------------------------
 
     def report_started(self, version: str, choice: ModeChoice) -> None:
-        """The agent serves: kube-proxy's first word, and which mode it is in. Before that, the
-        warnings about the settings.
+        """The agent has started: sends the warnings about the settings, then kube-proxy's Event
+        `Starting` and the mode.
         """
         for reason, note in self._warnings.items():
             self.events.emit(self._node_reference, reason, EVENT_ACTION, note)
@@ -130,32 +134,34 @@ class AgentServer:
     def _set_choice(self, choice: ModeChoice) -> None:
         self._mode = choice.mode
         if choice.reason and choice != self._choice:
-            note = f"mode {choice.mode}, since BPF is not to be had: {choice.reason}: {choice.why}"
+            note = f"mode {choice.mode}, BPF is unavailable: {choice.reason}: {choice.why}"
             self.events.emit(self._node_reference, "BpfUnavailable", EVENT_ACTION, note)
         self._choice = choice
 
     def set_node_leaving(self, leaving: bool) -> None:
-        """Whether LoadBalancers should send this node nothing new."""
+        """Sets whether load balancers should send no new connections to this node."""
         self._eligible = not leaving
 
     def set_status(self, status: AgentStatus) -> None:
-        """How the agent is doing, for /metrics."""
+        """Publishes the agent's status, for /metrics and /readyz."""
         self._status = status
         if status.choice is not None:
             self._set_choice(status.choice)
         if status.config_error and status.config_error != self._config_error:
-            note = f"the configuration file is refused: {status.config_error}"
+            note = f"the configuration file was rejected: {status.config_error}"
             self.events.emit(self._node_reference, "ConfigurationRefused", EVENT_ACTION, note)
         self._config_error = status.config_error or ""
 
     def problems(self) -> tuple[str, ...]:
-        """The addresses that cannot be had, a line each, for any thread."""
+        """The addresses that cannot be bound, a line each. Thread-safe."""
         return tuple(dict(self._listen_errors).values())
 
     def set_health_checks(
         self, checks: Mapping[ServiceName, HealthCheck], addresses: tuple[Addr, ...] | None
     ) -> None:
-        """These health checks, and no others, answer on these addresses; None: on all."""
+        """Replaces all health checks. They answer on `addresses`; None: on all addresses of the
+        node.
+        """
         new_checks = dict(checks)
         self._http.call_soon(lambda: self._sync_checks(new_checks, addresses))
 
@@ -174,10 +180,12 @@ class AgentServer:
             if first_attempt and self._serving.hard_fail:
                 self.events.flush(EVENT_FLUSH_TIMEOUT_S)
                 raise ConfigError(
-                    problem, "--bind-address-hard-fail", "end who listens there, or choose another"
+                    problem,
+                    "--bind-address-hard-fail",
+                    "stop the process that listens there, or choose another port",
                 ) from error
             if first_attempt:
-                log.error("%s; trying again each %d s", problem, LISTEN_RETRY_INTERVAL_S)
+                log.error("%s; retrying every %d s", problem, LISTEN_RETRY_INTERVAL_S)
             self._listen_errors[address] = problem
             self._http.call_later(
                 LISTEN_RETRY_INTERVAL_S, lambda: self._listen(address, handler, reason)
@@ -215,7 +223,7 @@ class AgentServer:
 
     def _open_check(self, name: ServiceName, listener: _CheckListener) -> None:
         if self._check_listeners.get(name) is not listener:
-            return  # it went, or changed its port, while it waited
+            return  # the check was removed or changed its port in the meantime
         try:
             self._open_on_addresses(name, listener)
         except OSError as error:
@@ -225,7 +233,7 @@ class AgentServer:
                 f'"{name}" on port {listener.health_check.port}: {error.strerror}'
             )
             if not listener.error:
-                log.error("%s; trying again each %d s", problem, LISTEN_RETRY_INTERVAL_S)
+                log.error("%s; retrying every %d s", problem, LISTEN_RETRY_INTERVAL_S)
             listener.error = problem
             regarding = EventObject("Service", name.name, name.namespace)
             self.events.emit(regarding, "FailedToStartServiceHealthcheck", "Listen", problem)
@@ -234,7 +242,9 @@ class AgentServer:
             listener.error = ""
 
     def _open_on_addresses(self, name: ServiceName, listener: _CheckListener) -> None:
-        """On those that NodePorts have; a family of which the node has none of them, on all."""
+        """Listens on the NodePort addresses; for a family of which the node has none of them, on
+        all.
+        """
         node_hosts = [format_addr(address) for address in listener.addresses or ()]
         for wildcard in WILDCARDS:
             hosts = [host for host in node_hosts if (":" in host) is (":" in wildcard)]
@@ -243,7 +253,7 @@ class AgentServer:
                 self._open_on_host(name, listener, wildcard)
 
     def _open_on_host(self, name: ServiceName, listener: _CheckListener, host: str) -> bool:
-        """Whether it is an address of this node."""
+        """Returns whether the address belongs to this node."""
         v6 = ":" in host
 
         def respond(_: HttpRequest) -> HttpResponse:

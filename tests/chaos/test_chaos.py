@@ -33,7 +33,7 @@ def test_the_kernel_refuses_a_call(world: World, fault: errnos.Fault) -> None:
         (["x INFO begins", "x ERROR kbpf cannot open a socket (rtnetlink): ENOMEM"], True),
         (["kbpf: unexpected error: Cannot allocate memory: ENOMEM (kbpf/kernel/pins.py:12)"], True),
         (["mnl.c:60: Unable to initialize Netlink socket: Cannot allocate memory"], True),
-        (["x ERROR kbpf.agent not programmed, trying again: ENOMEM"], False),
+        (["x ERROR kbpf.agent cannot write to the data plane; retrying: ENOMEM"], False),
         (["x ERROR kbpf cannot open a socket (rtnetlink)"], False),
         (["x ERROR kbpf ENOMEM", "x INFO ends"], False),
         (["x ERROR kbpf ENOMEM", "x ERROR kbpf ENOMEM"], False),

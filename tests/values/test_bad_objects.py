@@ -254,7 +254,7 @@ def test_an_external_ip_of_this_node_is_named_and_served(
     node = Node(tmp_path, service(f"{IP}, ports: [{{port: 10256}}], externalIPs: [{OWN}]"))
     (line,) = told()
     assert line == (
-        f"{X_SAYS}{OWN}:10256/TCP is at an address of this node: what connects to it gets the "
+        f"{X_SAYS}{OWN}:10256/TCP is at an address of this node: connections to it reach the "
         f"Service; {DOCS_HINT}"
     )
     assert node.agent.status().problems == ()

@@ -423,7 +423,7 @@ def test_what_others_change_in_the_maps_is_repaired(cluster: Kubeadm) -> None:
         with Map.open(path) as services:
             for key, _ in list(services.items()):
                 services.delete(key)
-        cluster.says("others had changed what was programmed; repaired: ")
+        cluster.says("another process had changed the programmed state; repaired: ")
         until("all is served again", lambda: cluster.served() == before)
         reaches(cluster, "a2", "10.96.0.20:80", "a1")
         looks_again(cluster)

@@ -200,7 +200,7 @@ def test_it_serves_by_ipvs_and_says_why(house: House, cause: Cause):
         choice = chosen(agent)
         assert (choice["asked"], choice["mode"]) == ("auto", "ipvs")
         assert (choice["reason"], bool(choice["why"])) == (str(cause.reason), True)
-        (said,) = [line for line in agent.lines() if "BPF is not to be had" in line]
+        (said,) = [line for line in agent.lines() if "BPF is unavailable on this node" in line]
         assert f"{cause.reason}: {choice['why']}" in said
         info = until("the page knows the mode", lambda: mode_info(house))
         labels = {"mode": "ipvs", "asked": "auto", "reason": str(cause.reason)}

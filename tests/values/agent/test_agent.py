@@ -245,7 +245,7 @@ def test_what_was_put_off_and_fails_is_told_once_and_again_in_the_status(
         assert agent._seconds_until_due() <= 1.0
         assert agent.status().error == error
         clock.now += 1.0
-    assert caplog.messages == ["what was put off is not done, trying again: no"]
+    assert caplog.messages == ["deferred work failed; retrying: no"]
 
 
 def test_what_cannot_be_put_right_beside_keeps_nobody_from_being_served(clock: Clock):
@@ -391,7 +391,7 @@ def test_an_agent_whose_pins_are_gone_ends(
     clock.now += 10.0
     with pytest.raises(PinsRemovedError) if row.ends else contextlib.nullcontext():
         agent.step([])
-    assert ("the status was not written" in caplog.text) is not row.ends
+    assert ("cannot write the status" in caplog.text) is not row.ends
 
 
 def test_what_is_wrong_with_the_node_is_a_problem(
@@ -411,7 +411,7 @@ def test_what_is_wrong_with_the_node_is_a_problem(
         agent._write_status()
         return agent.status().problems
 
-    refused = "the configuration file is refused, and the next start would be: not YAML"
+    refused = "the configuration file was rejected, and the next start would fail: not YAML"
     nowhere = (
         "IPv4 NodePorts are not served: this node has no address in the networks of "
         "nodePortAddresses (--nodeport-addresses)"

@@ -73,7 +73,7 @@ ANSWERS: list[tuple[str, dict[str, ProbeAnswer], Responder]] = [
     ("kube-proxy's health, late", {"/healthz": (503, WELL[1])}, THERE),
     ("kube-proxy's metrics", {"/healthz": (200, b"ok"), "/proxyMode": (200, b"nftables")}, THERE),
     ("kbpf's health", {"/readyz": (200, b"kbpf serves\n"), "/healthz": WELL}, HERE),
-    ("kbpf's, which does not serve yet", {"/readyz": (503, b"kbpf does not serve: why\n"),
+    ("kbpf's, which does not serve yet", {"/readyz": (503, b"kbpf is not ready: why\n"),
                                           "/healthz": WELL}, HERE),
     ("kbpf's metrics, mode ipvs", {"/readyz": (200, b"kbpf serves\n"),
                                    "/proxyMode": (200, b"ipvs")}, HERE),

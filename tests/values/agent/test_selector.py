@@ -302,7 +302,7 @@ def test_without_either_the_error_is_that_of_bpf_and_says_so():
     with pytest.raises(KernelError) as raised:
         house.chosen.open()
     assert raised.value is error
-    assert str(error) == "no link (cgroup); look; mode ipvs cannot take its place: no IPVS"
+    assert str(error) == "no link (cgroup); look; mode ipvs is not possible either: no IPVS"
     assert house.chosen.mode_choice() == ModeChoice("auto", "bpf")
 
 
@@ -317,7 +317,7 @@ def test_what_cannot_be_had_at_the_first_apply_is_tried_once_and_then_waited_for
     for _ in range(2):
         with pytest.raises(KernelError) as raised:
             house.chosen.apply(NOTHING, None)
-        assert str(raised.value) == "no cgroup; look; mode ipvs cannot take its place: no IPVS"
+        assert str(raised.value) == "no cgroup; look; mode ipvs is not possible either: no IPVS"
     house.chosen.apply(NOTHING, None)
     assert house.does.count("bpf open") == 2
     assert house.does.count("ipvs open") == 1

@@ -352,7 +352,7 @@ def test_an_address_of_this_node_is_named_once(
             told.report_changes(states, states, kept)
     at = FrontendAddress(parse_addr(row.address), row.port, TCP)
     line = (
-        f"Service ns/web: {at} is at an address of this node: what connects to it gets the Service"
+        f"Service ns/web: {at} is at an address of this node: connections to it reach the Service"
     )
     assert [each.getMessage() for each in caplog.records] == [f"{line}; {DOCS_HINT}"] * row.named
     assert not len(problems)

@@ -563,7 +563,7 @@ def test_a_configuration_that_is_refused_is_an_event_said_once():
     assert said.acquire(timeout=30)
     desk.stop()
     assert [(one["type"], one["reason"], one["note"]) for one in made] == [
-        ("Warning", "ConfigurationRefused", "the configuration file is refused: not YAML")
+        ("Warning", "ConfigurationRefused", "the configuration file was rejected: not YAML")
     ]
 
 
