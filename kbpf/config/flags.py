@@ -1,9 +1,9 @@
-"""The flags of `kbpf run`: one row each. load.py makes a Config of them.
+"""The flags of `kbpf run`, one row each; load.py builds a Config from them.
 
-A flag beats its environment variable (`--pin-dir`: KBPF_PIN_DIR), which beats what a file says,
-which beats the default; an empty flag or variable is as good as none, but for the addresses of
-servers, where it means none. kube-proxy's own flags are another
-matter where there is kube-proxy's own file: see load.py.
+A flag overrides its environment variable (`--pin-dir`: KBPF_PIN_DIR), which overrides the
+configuration file, which overrides the default. An empty flag or variable counts as unset, except
+for the addresses of servers, where it means "do not listen". For kube-proxy's own flags together
+with kube-proxy's own file see load.py.
 """
 
 from collections.abc import Iterator
@@ -17,11 +17,11 @@ from kbpf.model.config import Config, MapSizes
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """A flag: its name, the field of Config (or, with a dot, of one of its parts) that it sets, how
-    it is read, what stands for its value in the help, under which heading, and the help.
+    """A flag: its name, the field of Config that it sets (with a dot: a field of a part), its
+    parser, the placeholder for its value in the help, its group in the help, and the help text.
 
-    `field` is "" where kube-proxy has something to set and we have not; then `help` says why.
-    `aliases`: other names of it.
+    `field` is "" for a flag of kube-proxy that has no effect here; then `help` says why.
+    `aliases` are other names of the flag.
     """
 
     name: str
@@ -34,22 +34,22 @@ class Flag:
 
     @property
     def environment_variable(self) -> str:
-        """The environment variable that sets it too."""
+        """The environment variable that sets the same field."""
         return "KBPF_" + self.name.strip("-").replace("-", "_").upper()
 
     @property
     def is_boolean(self) -> bool:
-        """Whether the flag without a value means `true`, as with kube-proxy."""
+        """Whether the flag without a value means `true`, as in kube-proxy."""
         return self.parse is parsers.boolean
 
     @property
     def accepts_empty(self) -> bool:
-        """Whether an empty value means something: no server. Else it is as good as none."""
+        """Whether an empty value has a meaning (no server). Otherwise it counts as unset."""
         return self.parse in (parsers.healthz, parsers.metrics)
 
     @property
     def is_repeatable(self) -> bool:
-        """Whether it may stand several times, each with more of them."""
+        """Whether the flag may be repeated, each time with further values."""
         return self.parse in (parsers.names, parsers.node_ports, parsers.cgroups)
 
 
@@ -58,19 +58,19 @@ NODE: Final = "This node"
 CONNTRACK: Final = "The kernel's conntrack, as kube-proxy sets it"
 SERVING: Final = "Health and metrics"
 LOGGING: Final = "Logging"
-SIZES: Final = "Sizes of the maps (entries at most)"
-UNUSED_FLAGS: Final = "Accepted, since kube-proxy has it, and not used"
+SIZES: Final = "Map sizes (maximum number of entries)"
+UNUSED_FLAGS: Final = "Accepted for compatibility with kube-proxy, but not used"
 
 
 def _size_flags() -> Iterator[Flag]:
     descriptions = {
-        "frontends": "addresses that clients dial",
-        "slots": "places in all backend sets together",
+        "frontends": "addresses and ports of Services",
+        "slots": "slots of all backend sets together",
         "backends": "backends",
-        "connections": "connections of the packet path; the oldest goes",
-        "affinity": "clients with session affinity; the oldest goes",
-        "counts": "pairs of a Service and a backend whose connections are counted; what comes "
-        "later is not",
+        "connections": "connections of the packet path; the oldest are evicted",
+        "affinity": "clients with session affinity; the oldest are evicted",
+        "counts": "pairs of a Service and a backend whose connections are counted; further "
+        "pairs are not counted",
     }
     default = MapSizes()
     for name, description in descriptions.items():
@@ -82,18 +82,19 @@ def _size_flags() -> Iterator[Flag]:
 def _conntrack_flags() -> Iterator[Flag]:
     count, duration, boolean = parsers.count, parsers.whole_seconds, parsers.boolean
     for name, field, parse, description in (
-        ("max-per-core", "max_per_core", count, "entries for each CPU; 0 leaves the number as it "
-         "is (default 32768)"),
-        ("min", "least", count, "entries at least (default 131072)"),
+        ("max-per-core", "max_per_core", count, "entries per CPU; 0 leaves the limit unchanged "
+         "(default 32768)"),
+        ("min", "least", count, "minimum number of entries (default 131072)"),
         ("tcp-timeout-established", "tcp_established", duration,
-         "how long an idle connection is kept; 0 leaves it as it is (default 24h)"),
+         "timeout of an idle TCP connection; 0 leaves it unchanged (default 24h)"),
         ("tcp-timeout-close-wait", "tcp_close_wait", duration,
-         "how long after the other side's end; 0 leaves it as it is (default 1h)"),
+         "timeout in state CLOSE_WAIT; 0 leaves it unchanged (default 1h)"),
         ("tcp-be-liberal", "tcp_be_liberal", boolean,
-         "true: nothing is invalid for being out of the window (default false)"),
-        ("udp-timeout", "udp", duration, "without an answer; 0 leaves it as it is (default 0s)"),
+         "whether packets out of the TCP window are accepted as valid (default false)"),
+        ("udp-timeout", "udp", duration,
+         "timeout of a UDP flow without a reply; 0 leaves it unchanged (default 0s)"),
         ("udp-timeout-stream", "udp_stream", duration,
-         "with answers; 0 leaves it as it is (default 0s)"),
+         "timeout of a UDP flow with replies; 0 leaves it unchanged (default 0s)"),
     ):  # fmt: skip
         kind = {count: "NUMBER", duration: "TIME"}.get(parse, "true|false")
         yield Flag(f"--conntrack-{name}", f"conntrack.{field}", parse, kind, CONNTRACK, description)
@@ -102,7 +103,7 @@ def _conntrack_flags() -> Iterator[Flag]:
 def _ipvs_timeout_flags() -> Iterator[Flag]:
     for name, field, description in (
         ("tcp", "tcp", "an idle TCP connection"),
-        ("tcpfin", "tcp_fin", "a TCP connection whose end has begun"),
+        ("tcpfin", "tcp_fin", "a TCP connection after a FIN"),
         ("udp", "udp", "a UDP flow"),
     ):
         yield Flag(
@@ -111,26 +112,26 @@ def _ipvs_timeout_flags() -> Iterator[Flag]:
             parsers.whole_seconds,
             "TIME",
             NODE,
-            f"mode ipvs: how long {description} is kept; 0 leaves it as it is (default 0s)",
+            f"mode ipvs: timeout of {description}; 0 leaves it unchanged (default 0s)",
         )
 
 
 def _unused_flags() -> Iterator[Flag]:
     for names, why in (
-        ("kube-api-content-type", "the API server is asked for JSON"),
-        ("kube-api-qps kube-api-burst", "there are few requests, and nothing to slow down"),
+        ("kube-api-content-type", "kbpf requests JSON"),
+        ("kube-api-qps kube-api-burst", "kbpf sends few requests, which need no rate limit"),
         ("show-hidden-metrics-for-version", "no metric is hidden"),
-        ("ipvs-exclude-cidrs", "IPVS services of others are never touched"),
+        ("ipvs-exclude-cidrs", "kbpf never changes IPVS services that it has not created"),
         ("healthz-port metrics-port", "use --healthz-bind-address and --metrics-bind-address"),
-        ("log-flush-frequency", "each line is written at once"),
-        ("vmodule", "there are levels, and nothing by file"),
-        ("log-text-info-buffer-size log-json-info-buffer-size", "each line is written at once"),
+        ("log-flush-frequency", "each line is written immediately"),
+        ("vmodule", "kbpf logs by level, not by file"),
+        ("log-text-info-buffer-size log-json-info-buffer-size", "each line is written immediately"),
         ("boot-id-file machine-id-file", "kube-proxy does not use them either"),
     ):
         for name in names.split():
             yield Flag(f"--{name}", "", parsers.text, "VALUE", UNUSED_FLAGS, why)
     for name, why in (
-        ("profiling", "there is no /debug/pprof of Go"),
+        ("profiling", "kbpf has no /debug/pprof"),
         ("log-text-split-stream", "all lines go to stderr"),
         ("log-json-split-stream", "all lines go to stderr"),
     ):
@@ -141,153 +142,152 @@ FLAGS: Final = (
     Flag("--kubeconfig", "kubeconfig", parsers.path, "FILE", CLUSTER,
          "how to reach the API server (default: the Pod's own service account)"),
     Flag("--master", "master", parsers.text, "URL", CLUSTER,
-         "the API server's address, in place of the kubeconfig's; several servers of one cluster, "
+         "the API server's URL, overriding the kubeconfig's; several servers of one cluster, "
          "separated by commas, are tried in turn when one cannot be reached"),
     Flag("--source", "source", parsers.path, "DIR", CLUSTER,
          "a folder of Kubernetes YAML instead of an API server; watched for changes"),
     Flag("--source-empty-grace", "source_empty_grace", parsers.seconds, "TIME", CLUSTER,
-         "how long what a folder held stays in force when its last file is gone: it may be a mount "
-         "that is missing (default 1m)"),
+         "how long the objects of --source stay in force after its last file is gone, in case a "
+         "mount is missing (default 1m)"),
     Flag("--allow-insecure-api", "allow_insecure_api", parsers.boolean, "true|false", CLUSTER,
-         "whether a token or password may go over http://, and insecure-skip-tls-verify is no "
-         "problem (default false)"),
+         "whether a token or password may be sent over http://, and insecure-skip-tls-verify is "
+         "not reported as a problem (default false)"),
     Flag("--hostname-override", "node_name", parsers.node_name, "NAME", NODE,
          "this node's name in Kubernetes (default: the hostname)"),
     Flag("--proxy-mode", "proxy_mode", parsers.proxy_mode, "MODE", NODE,
-         "how kube-proxy would do it: iptables, nftables or ipvs; where NodePorts answer by "
-         "default depends on it, and nothing else"),
+         "kube-proxy's mode, iptables, nftables or ipvs; it only decides on which addresses "
+         "NodePorts answer by default"),
     Flag("--bind-address", "bind_address", parsers.bind_address, "IP", NODE,
-         "the node's own address of this family, over what its Node object says; nothing is bound "
+         "the node's own address of this family, overriding its Node object; no socket is bound "
          "to it"),
     Flag("--mode", "mode", parsers.mode, "auto|bpf|ipvs", NODE,
-         "the data plane: BPF, IPVS with nftables, or BPF where it can be had and else IPVS "
-         "(default auto)"),
+         "the data plane: bpf, ipvs (with nftables), or auto: bpf if the node supports it, else "
+         "ipvs (default auto)"),
     Flag("--ipvs-scheduler", "ipvs_scheduler", parsers.scheduler, "NAME", NODE,
-         "mode ipvs: how a backend is chosen for Services without an algorithm or weights of their "
-         "own: rr, wrr, lc, wlc, lblc, lblcr, sh, mh, dh, sed, nq or fo (default rr)"),
+         "mode ipvs: the scheduler for Services without kbpf.io/algorithm and kbpf.io/weights: "
+         "rr, wrr, lc, wlc, lblc, lblcr, sh, mh, dh, sed, nq or fo (default rr)"),
     Flag("--ipvs-strict-arp", "strict_arp", parsers.boolean, "true|false", NODE,
-         "mode ipvs: whether the node keeps from answering ARP for addresses of Services "
+         "mode ipvs: whether the node does not answer ARP requests for Service addresses "
          "(default false)"),
     *_ipvs_timeout_flags(),
     Flag("--ipvs-device", "ipvs_device", parsers.device, "NAME", NODE,
-         f"mode ipvs: the dummy device for addresses of Services (default {Config().ipvs_device})"),
+         f"mode ipvs: the dummy device that holds Service addresses (default {Config().ipvs_device})"),
     Flag("--nft-table", "nft_table", parsers.table, "NAME", NODE,
-         f"mode ipvs: the nftables table, of the family inet (default {Config().nft_table})"),
+         f"mode ipvs: the nftables table, of family inet (default {Config().nft_table})"),
     Flag("--state-dir", "state_dir", parsers.absolute_path, "DIR", NODE,
-         f"mode ipvs: a folder for the agent's lock and status (default {Config().state_dir})"),
+         f"mode ipvs: the folder of the agent's lock and status (default {Config().state_dir})"),
     Flag("--pin-dir", "pin_dir", parsers.absolute_path, "DIR", NODE,
-         "where maps and attachments are kept over restarts: a folder in a bpffs "
+         "the folder, in a bpffs, where maps and links are pinned across restarts "
          f"(default {Config().pin_dir})"),
     Flag("--cgroup", "cgroup", parsers.path, "DIR", NODE,
-         "the cgroup v2 folder whose processes get Services (default: the root, so all)"),
+         "the cgroup v2 folder whose processes use Services (default: the root, all processes)"),
     Flag("--cache-dir", "cache_dir", parsers.path, "DIR", NODE,
-         f"where the compiled programs are kept (default {Config().cache_dir})"),
+         f"the folder of compiled programs (default {Config().cache_dir})"),
     Flag("--nodeport-addresses", "node_ports", parsers.node_ports, "CIDRS", NODE,
-         "where NodePorts answer: networks with commas between them, among which `primary` (the "
-         "Node's own addresses), `localhost` and `all` may stand (default primary)"),
+         "the addresses on which NodePorts answer: networks, `primary` (the Node's addresses), "
+         "`localhost` or `all`, separated by commas (default primary)"),
     Flag("--localhost-nodeports", "localhost_node_ports", parsers.boolean, "true|false", NODE,
-         "whether NodePorts answer on loopback, for the host's own processes (default true)",
+         "whether NodePorts answer on loopback, to processes of the host (default true)",
          ("--iptables-localhost-nodeports",)),
     Flag("--nodeport-source-ranges", "node_port_source_ranges", parsers.networks, "CIDRS", NODE,
          "the client networks that may connect to this node's NodePorts, separated by commas; a "
-         "family with no network listed is not restricted (default: not restricted)"),
+         "family without a network is not restricted (default: not restricted)"),
     Flag("--feature-gates", "external_ips", parsers.external_ips_gate, "NAME=true|false", NODE,
-         "kube-proxy's feature gates: AllowServiceExternalIPs=false is --external-ips off; others "
-         "are not used"),
+         "kube-proxy's feature gates: AllowServiceExternalIPs=false means --external-ips off; "
+         "others are ignored"),
     Flag("--external-ips", "external_ips", parsers.external_ips, "all|off|CIDRS", NODE,
-         "the ExternalIPs that Services may have. all: any but addresses of nodes and Pods. off: "
-         "none. Networks: any in these networks, including addresses of nodes and Pods (default "
-         "all)"),
+         "the ExternalIPs that Services may have. all: any except addresses of nodes and Pods. "
+         "off: none. CIDRS: any in these networks, even addresses of nodes and Pods (default all)"),
     Flag("--watch-nodes", "watch_nodes", parsers.watch_nodes, "auto|own|all", NODE,
-         "the Nodes that are watched so that no ExternalIP takes an address of theirs: this "
-         "node's own, all, or auto: all in a cluster of at most 500 Nodes, else this node's "
-         "own (default auto)"),
+         "the Nodes that are watched, so that no ExternalIP takes a node's address: own, all, or "
+         "auto: all in a cluster of up to 500 Nodes, else own (default auto)"),
     Flag("--algorithm", "algorithm", parsers.algorithm, "random|maglev", NODE,
          "how a backend is chosen for Services without the annotation kbpf.io/algorithm "
          "(default random)"),
     Flag("--service-annotations", "service_annotations", parsers.service_annotations,
          "off|algorithm|all", NODE,
-         "which annotations of a Service count: none, kbpf.io/algorithm, or kbpf.io/weights as "
+         "the Service annotations that are used: none, kbpf.io/algorithm, or kbpf.io/weights as "
          "well (default all)"),
     Flag("--system-namespaces", "system_namespaces", parsers.names, "NAMES", NODE,
-         "namespaces whose Services are programmed before all others, like default/kubernetes, and "
-         "for which a part of the maps is kept (default kube-system)"),
+         "namespaces whose Services are programmed first, like default/kubernetes, and for which "
+         "a part of the maps is reserved (default kube-system)"),
     Flag("--socket-lb", "socket_lb", parsers.socket_lb, "off|hostNamespaceOnly|on", NODE,
-         "whose sockets are led to a backend at connect(): nobody's, those of the node's own "
-         "network, or everybody's (default on); the others need the packet path"),
+         "the sockets that are connected to a backend at connect(): none, those in the host's "
+         "network namespace, or all (default on); all other sockets need the packet path"),
     Flag("--socket-lb-exempt", "socket_lb_exempt", parsers.cgroups, "PATTERNS", NODE,
-         "cgroups whose processes are left to the packet path, as folders below the cgroup v2 "
-         "root with commas between them; patterns as system.slice/istio* will do (a pod says it "
-         "by the label kbpf.io/socket-lb=off: --socket-lb-label)"),
+         "cgroups whose processes use the packet path instead, as folders below the cgroup v2 "
+         "root, separated by commas; patterns such as system.slice/istio* are allowed (for a pod "
+         "use the label kbpf.io/socket-lb=off: --socket-lb-label)"),
     Flag("--socket-lb-label", "socket_lb_label", parsers.boolean, "true|false", NODE,
          "whether Pods of this node are watched for the label kbpf.io/socket-lb=off, which needs "
-         "the right to list and watch Pods (default false); a folder's Pods are always read"),
+         "permission to list and watch Pods (default false); Pods of --source are always read"),
     Flag("--packet-path", "packet_path", parsers.boolean, "true|false", NODE,
-         "whether traffic from outside of the node, and of pods that the socket hooks do not see, "
-         "is balanced per packet (default true)"),
+         "whether traffic from outside the node, and traffic of pods that the socket hooks do not "
+         "see, is load-balanced per packet (default true)"),
     Flag("--device", "devices", parsers.names, "NAMES", NODE,
-         "devices to other machines, with commas between them; patterns as *.100 will do "
-         "(default: chosen by their kind)"),
+         "the uplinks, separated by commas; patterns such as *.100 are allowed (default: chosen "
+         "by the kind of device)"),
     Flag("--exclude-device", "excluded_devices", parsers.names, "NAMES", NODE,
-         "devices that packets are left alone on"),
+         "devices on which packets are not load-balanced"),
     Flag("--masquerade-ports", "masquerade_ports", parsers.ports, "LOW-HIGH", NODE,
-         "the node's ports for clients whose address becomes the node's; kept clear of the node's "
-         "own sockets (default 1024-29999)"),
+         "the source ports for SNAT to the node's address; the node's own sockets do not get "
+         "them (default 1024-29999)"),
     Flag("--masquerade-bit", "masquerade_bit", parsers.bit, "NUMBER", NODE,
-         "the bit of the mark that packets of such clients carry through the node's stack "
-         "(default 14, as kube-proxy's)", ("--iptables-masquerade-bit",)),
+         "the bit of the packet mark that requests SNAT in the host's stack (default 14, as in "
+         "kube-proxy)", ("--iptables-masquerade-bit",)),
     Flag("--masquerade-all", "masquerade_all", parsers.boolean, "true|false", NODE,
-         "whether backends see the node instead of the client for ClusterIPs too (default false)"),
+         "whether traffic to ClusterIPs gets SNAT to the node's address, too (default false)"),
     Flag("--forwarding", "forwarding", parsers.forwarding, "stack|direct", NODE,
-         "how the packet path reaches pods of this node: up the host's stack with its netfilter, "
-         "or direct to the pod's device, past firewalls and policies of the host (default stack)"),
+         "how the packet path reaches pods of this node: through the host's stack and netfilter, "
+         "or direct to the pod's veth, bypassing the host's firewall and network policies "
+         "(default stack)"),
     Flag("--detect-local-mode", "detect_local_mode", parsers.local_mode, "MODE", NODE,
-         "how pods of this node are told from others: ClusterCIDR, NodeCIDR, BridgeInterface or "
-         "InterfaceNamePrefix (default: ClusterCIDR with --cluster-cidr, else by their devices)"),
+         "how traffic of this node's pods is recognized: ClusterCIDR, NodeCIDR, BridgeInterface "
+         "or InterfaceNamePrefix (default: ClusterCIDR with --cluster-cidr, else by device)"),
     Flag("--cluster-cidr", "cluster_cidrs", parsers.networks, "CIDRS", NODE,
-         "the networks of the cluster's pods, with a comma between them; the first of each family "
-         "counts"),
+         "the networks of the cluster's pods, separated by a comma; the first of each family is "
+         "used"),
     Flag("--pod-bridge-interface", "pod_bridge_interface", parsers.device, "NAME", NODE,
-         "the bridge that pods are on, for BridgeInterface"),
+         "the bridge of the pods, for --detect-local-mode BridgeInterface"),
     Flag("--pod-interface-name-prefix", "pod_interface_name_prefix", parsers.device, "PREFIX", NODE,
-         "how the names of pods' devices begin, for InterfaceNamePrefix"),
+         "the name prefix of pod devices, for --detect-local-mode InterfaceNamePrefix"),
     Flag("--min-sync-period", "min_sync_period", parsers.seconds, "TIME", NODE,
-         "changes are programmed at least so far apart (default 0s: at once)",
+         "minimum time between two writes of changes (default 0s)",
          ("--iptables-min-sync-period", "--ipvs-min-sync-period")),
     Flag("--config-sync-period", "config_sync_period", parsers.period, "TIME", NODE,
-         "so often all that is programmed is compared with what it should be (default 15m)"),
+         "interval at which the programmed state is compared with the desired one and repaired "
+         "(default 15m)"),
     Flag("--oom-score-adj", "oom_score_adj", parsers.oom_score, "NUMBER", NODE,
-         "of the agent's process, -1000 to 1000 (default -999)"),
+         "oom_score_adj of the agent's process, -1000 to 1000 (default -999)"),
     *_conntrack_flags(),
     Flag("--healthz-bind-address", "serving.healthz", parsers.healthz, "IP:PORT", SERVING,
-         "where /healthz and /livez answer; empty: nowhere (default 0.0.0.0:10256, so all of both "
-         "families)"),
+         "the address of /healthz and /livez; empty: none (default 0.0.0.0:10256: all addresses "
+         "of both families)"),
     Flag("--metrics-bind-address", "serving.metrics", parsers.metrics, "IP:PORT", SERVING,
-         "where /metrics, /configz and others answer; empty: nowhere (default "
-         "127.0.0.1:10249)"),
+         "the address of /metrics, /configz and others; empty: none (default 127.0.0.1:10249)"),
     Flag("--bind-address-hard-fail", "serving.hard_fail", parsers.boolean, "true|false", SERVING,
-         "whether one of these addresses that is taken ends the agent; else it is tried again "
+         "whether the agent exits if one of these addresses is in use; otherwise it retries "
          "(default false)"),
     Flag("--sync-period", "serving.late_seconds", parsers.doubled_period, "TIME", SERVING,
-         "the agent is unhealthy when a change has waited for twice as long (default 30s)",
+         "the agent is unhealthy if a change has waited for twice this time (default 30s)",
          ("--iptables-sync-period", "--ipvs-sync-period")),
     Flag("--metrics-services", "serving.service_series", parsers.count, "NUMBER", SERVING,
-         "so many Services at most have series of their own: those with the most connections "
+         "maximum number of Services with their own series: those with the most connections "
          "(default 1000)"),
     Flag("--metrics-backends", "serving.backend_series", parsers.count, "NUMBER", SERVING,
-         "so many backends at most have series of their own, for each Service that they serve: "
+         "maximum number of backends with their own series, for each Service that they serve: "
          "those with the most connections (default 0)"),
     Flag("--accounting", "accounting", parsers.accounting, "off|connections|full", SERVING,
-         "what is counted of connections by Service and backend: those that begin, or also what "
-         "they come to: failures, bytes, segments sent again, round trips (default connections)"),
+         "what is counted per Service and backend: new connections, or also their failures, "
+         "bytes, retransmits and round-trip times (default connections)"),
     Flag("-v", "log_level", parsers.verbosity, "NUMBER", LOGGING,
-         "verbosity as Kubernetes counts it: 4 or more is debug, which logs each object that "
-         "changes, each write to the maps and each request to the API server; less is info",
+         "klog verbosity: 4 or more is debug, which logs each object that changes, each write to "
+         "the maps and each request to the API server; less is info",
          ("--v",)),
     Flag("--log-level", "log_level", parsers.log_level, "LEVEL", LOGGING,
          "debug, info, warning or error (default info)"),
     Flag("--log-format", "log_format", parsers.log_format, "text|json", LOGGING,
-         "lines for people, or one JSON object a line (default text)", ("--logging-format",)),
+         "plain text, or one JSON object per line (default text)", ("--logging-format",)),
     *_size_flags(),
     *_unused_flags(),
 )  # fmt: skip
@@ -311,5 +311,5 @@ KUBE_PROXY_FLAGS: Final = frozenset(
         and not flag.name.startswith(("--log-", "--vmodule"))
     }
 )
-"""Flags that kube-proxy does not read when it has a file. It reads --hostname-override, --master
-and those of its log."""
+"""Flags that kube-proxy ignores if it has a configuration file. It still reads
+--hostname-override, --master and its logging flags."""

@@ -391,14 +391,14 @@ UNUSED_FIELDS: Final[tuple[tuple[str, IsFieldSet, str], ...]] = (
     (
         "clientConnection.acceptContentTypes",
         lambda c: c.client_connection.accept_content_types,
-        "the API server is asked for JSON",
+        "kbpf requests JSON",
     ),
     (
         "clientConnection.contentType",
         lambda c: (
             c.client_connection.content_type not in ("", PROTOBUF_CONTENT_TYPE, "application/json")
         ),
-        "the API server is asked for JSON",
+        "kbpf requests JSON",
     ),
     (
         "clientConnection.qps",
@@ -413,7 +413,7 @@ UNUSED_FIELDS: Final[tuple[tuple[str, IsFieldSet, str], ...]] = (
     (
         "logging.flushFrequency",
         lambda c: c.logging.flush_frequency not in DEFAULT_FLUSH_FREQUENCIES,
-        "each line is written at once",
+        "each line is written immediately",
     ),
     ("logging.vmodule", lambda c: c.logging.vmodule, "kbpf logs by level, not by file"),
     ("logging.options", lambda c: _has_log_options(c.logging.options), "all lines go to stderr"),
@@ -477,14 +477,13 @@ def find_diagnostics(document: KubeProxyConfiguration) -> Iterator[Diagnostic]:
     if document.mode in PROXY_MODES:
         yield Diagnostic(
             f"{KUBE_PROXY}.mode: {document.mode} only sets defaults; the data plane is "
-            "chosen "
-            "by KbpfConfiguration.mode or --mode"
+            "chosen by KbpfConfiguration.mode or --mode"
         )
     times = (document.ipvs.tcp_timeout, document.ipvs.tcp_fin_timeout, document.ipvs.udp_timeout)
     if document.ipvs.scheduler or document.ipvs.strict_arp or any(map(_is_time, times)):
         yield Diagnostic(
-            f"{KUBE_PROXY}.ipvs: scheduler, strictARP and timeouts are used only in mode ipvs (mode "
-            "of KbpfConfiguration); BPF chooses at random, or by kbpf.io/algorithm",
+            f"{KUBE_PROXY}.ipvs: scheduler, strictARP and timeouts are used only in mode ipvs "
+            "(KbpfConfiguration.mode); BPF chooses at random, or by kbpf.io/algorithm",
             is_warning=bool(document.ipvs.scheduler),
         )
     if not document.node_port_addresses and document.mode != "nftables":

@@ -296,17 +296,16 @@ def _find_warnings(config: Config, values: ConfigValues) -> Iterator[Diagnostic]
         and high >= DEFAULT_NODE_PORT_RANGE.start
     ):
         yield Diagnostic(
-            f"{origin_of('masquerade_ports')} {low}-{high} overlaps {DEFAULT_NODE_PORT_RANGE.start}-"
-            f"{DEFAULT_NODE_PORT_RANGE.stop - 1}, the API server's default range of NodePorts: a "
-            "client of one "
-            "may be mistaken for a client of the other; choose ports below or above",
+            f"{origin_of('masquerade_ports')} {low}-{high} overlaps "
+            f"{DEFAULT_NODE_PORT_RANGE.start}-{DEFAULT_NODE_PORT_RANGE.stop - 1}, the API server's "
+            "default range of NodePorts: a client of one may be mistaken for a client of the "
+            "other; choose ports below or above",
             is_warning=True,
         )
     if config.node_name and not NODE_NAME_PATTERN.fullmatch(config.node_name):
         yield Diagnostic(
             f"{origin_of('node_name')}: no Node can have the name {config.node_name!r} (a-z, "
-            "0-9, - and "
-            "., 253 characters at most): no endpoint counts as local to this node",
+            "0-9, - and ., 253 characters at most): no endpoint counts as local to this node",
             is_warning=True,
         )
     for device in sorted({*config.devices} & {*config.excluded_devices}):
@@ -329,13 +328,13 @@ def _find_warnings(config: Config, values: ConfigValues) -> Iterator[Diagnostic]
     ):
         yield Diagnostic(
             f"{origin_of('node_ports')} has IPv{families.pop()} networks only, but pods have "
-            "addresses "
-            "of both families: NodePorts answer on all addresses of the other family",
+            "addresses of both families: NodePorts answer on all addresses of the other one",
             is_warning=True,
         )
     if config.cluster_cidrs and config.detect_local_mode is not LocalMode.CLUSTER_CIDR:
         yield Diagnostic(
-            f"{origin_of('cluster_cidrs')} is not used: pods are recognized by {config.detect_local_mode}"
+            f"{origin_of('cluster_cidrs')} is not used: pods are recognized by "
+            f"{config.detect_local_mode}"
         )
 
 

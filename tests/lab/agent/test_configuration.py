@@ -221,12 +221,12 @@ def test_a_changed_file_is_a_new_beginning_and_traffic_goes_on(cluster: Kubeadm)
 def test_a_wrong_file_is_told_and_what_it_said_before_stays(cluster: Kubeadm) -> None:
     before = cluster.begun()
     cluster.put(cluster.config("mode: userspace\noomScoreAdj: 5000"))
-    cluster.says("going on with what it said before")
-    (line,) = [line for line in cluster.agent.lines() if "going on with" in line]
+    cluster.says("keeping the current settings")
+    (line,) = [line for line in cluster.agent.lines() if "keeping the current settings" in line]
     assert "KubeProxyConfiguration.mode" in line
     assert "KubeProxyConfiguration.oomScoreAdj" in line
     cluster.put(cluster.config() + "# the same, with a remark\n")
-    cluster.says("says the same")
+    cluster.says("configuration file changed, settings did not")
     cluster.put(cluster.config())
     cluster.settle()
     assert cluster.begun() == before

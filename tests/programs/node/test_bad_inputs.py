@@ -68,7 +68,7 @@ class Wrong(NamedTuple):
 
 RUN = "run --source {empty} --healthz-bind-address= --metrics-bind-address="
 BPF = f"{RUN} --mode bpf"
-EXIST = "name one that exists, or leave it out for the root of all"
+EXIST = "name an existing folder, or leave it out for the root cgroup"
 ROOT = "run as root"
 OTHER = "choose another folder with --pin-dir"
 WRONG = [
@@ -79,8 +79,8 @@ WRONG = [
     Wrong("a file as cgroup", f"{RUN} --cgroup {{cgroups}}/cgroup.procs", 2,
           f"no such cgroup v2 folder: {{cgroups}}/cgroup.procs (--cgroup); {EXIST}", USAGE),
     Wrong("a folder that is no cgroup", f"{RUN} --cgroup {{empty}}", 2,
-          "not a cgroup v2 folder: {empty} (--cgroup); name one of cgroup v2, or leave it out for "
-          "the root of all", USAGE),
+          "not a cgroup v2 folder: {empty} (--cgroup); name a folder of cgroup v2, or leave it out "
+          "for the root cgroup", USAGE),
     Wrong("pins over data", f"{BPF} --pin-dir {{data}}", 1, "will not mount a bpffs over a folder "
           f"with files: a, b ({{data}}); {OTHER}"),
     Wrong("pins in a file", f"{BPF} --pin-dir {{file}}", 1,
@@ -147,8 +147,8 @@ def test_a_bridge_that_is_not_there_is_a_warning() -> None:
     words = ("--detect-local-mode=BridgeInterface", "--pod-bridge-interface=nosuchbr")
     done = kbpf("run", "--source", "/nowhere", *words)
     assert (
-        "--pod-bridge-interface: there is no device nosuchbr now; until there is, no traffic "
-        "counts as that of pods of this node"
+        "--pod-bridge-interface: device nosuchbr does not exist yet; until it does, no traffic "
+        "counts as traffic of this node's pods"
     ) in done.err
     assert done.code == 1
 

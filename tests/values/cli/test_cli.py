@@ -344,7 +344,7 @@ def test_all_that_is_told_of_a_file_is_told_in_the_form_of_the_log(
         told = [[(m[1] or "error", m[2]) for line in each if (m := found.fullmatch(line))]
                 for each in lines]  # fmt: skip
         assert [len(each) for each in told] == [len(each) for each in lines]
-    unknown = ("warning", "KubeProxyConfiguration.clusterCIDRs is no field that is known; is "
+    unknown = ("warning", "KubeProxyConfiguration.clusterCIDRs is an unknown field; is "
                "clusterCIDR meant?")  # fmt: skip
     assert unknown in told[0]
     assert unknown in told[1]
@@ -526,7 +526,7 @@ SLIPS = [
     Slip("a field of ours", f"{FILE}algorithm: best\n", "KbpfConfiguration.algorithm"),
     Slip("a field of ours that nobody knows", f"{FILE}colour: red\n", "KbpfConfiguration.colour"),
     Slip("kube-proxy's version", f"{FILE}---\n{PROXYS.replace('v1alpha1', 'v9')}", "/v9"),
-    Slip("kube-proxy's document twice", f"{FILE}---\n{PROXYS}---\n{PROXYS}", "stands twice"),
+    Slip("kube-proxy's document twice", f"{FILE}---\n{PROXYS}---\n{PROXYS}", "occurs twice"),
     Slip("what does not go together", f"{FILE}socketLB: {{mode: off}}\n"
          "packetPath: {enabled: false}\n", ""),
     Slip("a name", f"{FILE}pinDir: not/absolute\n", "not/absolute", ("pin_dir",)),
@@ -540,11 +540,11 @@ SLIPS = [
     Slip("names' section", FILE.replace("ipvs: {", "ipvs: [5] #"), "expected an object",
          ("ipvs_device", "nft_table", "state_dir")),
     Slip("our version", f"{FILE.replace('v1alpha1', 'v9')}---\n{PROXYS}", "/v9", ALL),
-    Slip("ours twice", f"{FILE}---\n{FILE}", "stands twice", ALL),
+    Slip("ours twice", f"{FILE}---\n{FILE}", "occurs twice", ALL),
     Slip("a kind beside ours", f"{FILE}---\nkind: Pod\n", "'Pod'"),
     Slip("a kind, and it may be ours", FILE.replace("KbpfC", "C"), "'Configuration'", ALL),
     Slip("YAML", f"{FILE}---\na: b: c\n", "not YAML", ALL),
-    Slip("all: it is empty", "", "nothing in it", ALL),
+    Slip("all: it is empty", "", "the file is empty", ALL),
 ]  # fmt: skip
 
 

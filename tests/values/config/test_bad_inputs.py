@@ -48,45 +48,45 @@ def said(name: str, words: str, code: int, *lines: str) -> Setting:
 USAGE = "usage: kbpf run [--config FILE] [flag ...]"
 LISTEN = "not an address to listen on"
 TIMES = "write it as 30s, 5m or 1h30m"
-PORTS = "give one of them another port"
+PORTS = "choose another port for one of them"
 SETTINGS = [
     proxy("mode userspace", "mode: userspace", 2, "unknown value 'userspace' (.mode); use iptables "
           "or nftables or ipvs, or none"),
     proxy("mode kernelspace", "mode: kernelspace", 2, "unknown value 'kernelspace' (.mode); use "
           "iptables or nftables or ipvs, or none"),
-    proxy("mode ipvs", "mode: ipvs", 0, "info: KubeProxyConfiguration.mode: ipvs is read for "
-          "defaults only; the data plane is chosen by KbpfConfiguration.mode or --mode",
+    proxy("mode ipvs", "mode: ipvs", 0, "info: KubeProxyConfiguration.mode: ipvs only sets "
+          "defaults; the data plane is chosen by KbpfConfiguration.mode or --mode",
           "warning: KubeProxyConfiguration.mode: kube-proxy's mode ipvs is deprecated: 1.40 "
-          "refuses it by default, 1.43 no longer has it; kbpf's own mode ipvs stays"),
+          "rejects it by default, 1.43 removes it; kbpf's own mode ipvs stays"),
     proxy("no word", "mode: 5", 2, "expected a string, got an integer (.mode)"),
     proxy("no list", "detectLocal: []", 2, "expected an object (.detectLocal)"),
     proxy("no networks", "nodePortAddresses: [192.0.2.0/24, bogus, 192.0.2.5, primary]", 2,
           "not networks: 'bogus', '192.0.2.5' (.nodePortAddresses); write it as 192.0.2.0/24 or "
-          "2001:db8::/32", "warning: line 5: nodePortAddresses stands twice; the last one counts"),
+          "2001:db8::/32", "warning: line 5: nodePortAddresses occurs twice; the last one is used"),
     proxy("no list of networks", "nodePortAddresses: primary", 2,
           "expected a list, got a string (.nodePortAddresses)",
-          "warning: line 5: nodePortAddresses stands twice; the last one counts"),
+          "warning: line 5: nodePortAddresses occurs twice; the last one is used"),
     proxy("a number among networks", "nodePortAddresses: [primary, 5]", 2,
           "expected a string, got an integer (.nodePortAddresses[1])",
-          "warning: line 5: nodePortAddresses stands twice; the last one counts"),
+          "warning: line 5: nodePortAddresses occurs twice; the last one is used"),
     proxy("a feature gate that is neither", "featureGates: {Foo: maybe, Bar: true}", 2,
           "expected true or false, got a string (.featureGates.Foo)"),
     proxy("a time without a unit", "conntrack: {tcpCloseWaitTimeout: 24}", 2,
           "expected a string, got an integer (.conntrack.tcpCloseWaitTimeout); write 24s"),
     proxy("entries beyond all", "conntrack: {maxPerCore: 99999999999}", 0,
-          "warning: KubeProxyConfiguration.conntrack.maxPerCore: 99999999999 counts as 1048576, "
-          "which is the most for all cores together"),
+          "warning: KubeProxyConfiguration.conntrack.maxPerCore: 99999999999 is limited to "
+          "1048576, the maximum for all cores together"),
     proxy("the name of no Node", 'hostnameOverride: "Node_1!"', 0,
           "warning: KubeProxyConfiguration.hostnameOverride: no Node can have the name 'node_1!' "
-          "(a-z, 0-9, - and ., 253 characters at most): no endpoint counts as one of this node"),
+          "(a-z, 0-9, - and ., 253 characters at most): no endpoint counts as local to this node"),
     said("the name of no Node as a flag", "--hostname-override -n", 2, USAGE,
          "error: argument --hostname-override: expected one argument"),
     said("a device in both lists", "--device eth0,eth1 --exclude-device eth1", 0,
-         "warning: --device and --exclude-device both name eth1: it is left out"),
+         "warning: --device and --exclude-device both name eth1: it is ignored"),
     said("an unknown variable", "KBPF_FOO=1 KBPF_PINDIR=/x KBPF_METRICS_SERVICE_HOST=1 "
          "KBPF_METRICS_PORT_9_TCP_ADDR=1", 0,
-         "warning: KBPF_FOO is no variable that is known; it is not used",
-         "warning: KBPF_PINDIR is no variable that is known; is KBPF_PIN_DIR meant?"),
+         "warning: KBPF_FOO is an unknown variable; it is ignored",
+         "warning: KBPF_PINDIR is an unknown variable; is KBPF_PIN_DIR meant?"),
     ours("a number of entries", "mapSizes: {connections: 99999999999}", 2,
          "not a number of entries: '99999999999' (.mapSizes.connections); give a whole number, 1 "
          "to 33554432"),
@@ -100,7 +100,7 @@ SETTINGS = [
     ours("six at once", "packetPath: {devices: eth0, enabled: 5, forwarding: x}\nmode: z\n"
          "pinDir: z\nfoo: 1", 2, "expected a list, got a string (.packetPath.devices)",
          "expected true or false, got an integer (.packetPath.enabled)",
-         "no field that is known (.foo); leave it out",
+         "unknown field (.foo); leave it out",
          "unknown value 'z' (.mode); use auto or bpf or ipvs",
          "not an absolute path: 'z' (.pinDir); begin it with /",
          "unknown value 'x' (.packetPath.forwarding); use stack or direct"),
@@ -116,9 +116,9 @@ SETTINGS = [
           "(.detectLocalMode); use ClusterCIDR or NodeCIDR or BridgeInterface or "
           "InterfaceNamePrefix"),
     proxy("a bridge without a name", "detectLocalMode: BridgeInterface", 2,
-          "BridgeInterface says nothing by itself (.detectLocal.bridgeInterface); name one"),
+          "BridgeInterface needs a name (.detectLocal.bridgeInterface); set it"),
     proxy("a feature gate of others", "featureGates: {Foo: true}", 0,
-          "info: KubeProxyConfiguration.featureGates is accepted and not used: kbpf heeds "
+          "info: KubeProxyConfiguration.featureGates is accepted but not used: kbpf uses "
           "AllowServiceExternalIPs and KubeProxyNFTablesLocalhostNodePorts and no other feature "
           "gate of Kubernetes"),
     proxy("names to listen on", "metricsBindAddress: nonsense\nhealthzBindAddress: localhost:1", 2,
@@ -147,35 +147,35 @@ SETTINGS = [
           "not an IP address: 'eth0' (.bindAddress)",
           "not a bit of the mark: '32' (.iptables.masqueradeBit); give a number, 0 to 31",
           "not a network: '10.0.0.0/99' (.clusterCIDR); write it as 192.0.2.0/24 or 2001:db8::/32",
-          "warning: line 5: clusterCIDR stands twice; the last one counts"),
+          "warning: line 5: clusterCIDR occurs twice; the last one is used"),
     proxy("three networks", "clusterCIDR: 10.0.0.0/8,10.1.0.0/16,fd00::/8", 2,
           "more than one network of a family: '10.0.0.0/8,10.1.0.0/16,fd00::/8' (.clusterCIDR); "
-          "give one of each at most",
-          "warning: line 5: clusterCIDR stands twice; the last one counts"),
+          "give at most one of each family",
+          "warning: line 5: clusterCIDR occurs twice; the last one is used"),
     proxy("periods", "iptables: {minSyncPeriod: 1m, syncPeriod: 30s}", 2,
           "longer than syncPeriod, 30s (.iptables.minSyncPeriod)"),
     proxy("a field in small letters", "clustercidr: 10.0.0.0/8", 0,
-          "warning: KubeProxyConfiguration.clustercidr is no field that is known; is clusterCIDR "
+          "warning: KubeProxyConfiguration.clustercidr is an unknown field; is clusterCIDR "
           "meant?"),
     Setting("an older version", PROXY.replace("v1alpha1", "v1beta1"), (), 2, (
-        "KubeProxyConfiguration.apiVersion: 'kubeproxy.config.k8s.io/v1beta1' is not read ({F}); "
-        "write kubeproxy.config.k8s.io/v1alpha1",)),
+        "KubeProxyConfiguration.apiVersion: 'kubeproxy.config.k8s.io/v1beta1' is not supported "
+        "({F}); write kubeproxy.config.k8s.io/v1alpha1",)),
     Setting("another kind", "apiVersion: kubelet.config.k8s.io/v1beta1\nkind: KubeletConfiguration",
-            (), 2, ("kind: 'KubeletConfiguration' is not read ({F}); write KubeProxyConfiguration "
-                    "or KbpfConfiguration",)),
-    Setting("an empty file", "", (), 2, ("nothing in it ({F}); write a document of kind "
+            (), 2, ("kind: 'KubeletConfiguration' is not supported ({F}); write "
+                    "KubeProxyConfiguration or KbpfConfiguration",)),
+    Setting("an empty file", "", (), 2, ("the file is empty ({F}); write a document of kind "
                                          "KubeProxyConfiguration or KbpfConfiguration",)),
     Setting("no YAML", "{{{{", (), 2, ("not YAML: did not find expected node content ({F}:2)",)),
     Setting("one kind twice", f"{PROXY}---\n{PROXY}", (), 2,
-            ("KubeProxyConfiguration stands twice ({F}); leave one of them out",)),
+            ("KubeProxyConfiguration occurs twice ({F}); remove one of them",)),
     ours("an unknown field", "packetPath: {device: eth0}", 2,
-         "no field that is known (.packetPath.device); is devices meant?"),
+         "unknown field (.packetPath.device); is devices meant?"),
     ours("ports the wrong way round", "packetPath: {masqueradePorts: 9-8}", 2,
          "not a range of ports: '9-8' (.packetPath.masqueradePorts); write it as 1024-29999"),
     ours("ports of everybody", "packetPath: {masqueradePorts: 1-65535}", 0,
-         "warning: KbpfConfiguration.packetPath.masqueradePorts 1-65535 meets 30000-32767, where "
-         "API servers take NodePorts from: a client of the one may be taken for a client of the "
-         "other; choose ports below or above"),
+         "warning: KbpfConfiguration.packetPath.masqueradePorts 1-65535 overlaps 30000-32767, the "
+         "API server's default range of NodePorts: a client of one may be mistaken for a client "
+         "of the other; choose ports below or above"),
     said("an unknown mode", "--mode cilium", 2, "unknown value 'cilium' (--mode); use auto or bpf "
          "or ipvs"),
     said("neither true nor false", "--packet-path maybe", 2, "unknown value 'maybe' "

@@ -82,7 +82,7 @@ def test_kubeadms_file_is_kube_proxys_defaults_and_nothing_to_warn_of():
     )
     assert [note for note in made.notes if note.is_warning] == []
     assert [note.text for note in made.notes] == [
-        "KubeProxyConfiguration.mode: iptables is read for defaults only; the data plane is chosen "
+        "KubeProxyConfiguration.mode: iptables only sets defaults; the data plane is chosen "
         "by KbpfConfiguration.mode or --mode",
         "KubeProxyConfiguration.nodePortAddresses is unset: NodePorts answer on all addresses of "
         'the node; consider ["primary"]',
@@ -100,8 +100,8 @@ def test_a_file_of_an_old_kubeadm_says_the_same():
     made = loaded(yaml.safe_dump(old))
     assert made.config == loaded(new).config
     assert [note.text for note in made.notes if note.is_warning] == [
-        "KubeProxyConfiguration.conntrack.max is no field that is known; it is not used",
-        "KubeProxyConfiguration.resourceContainer is no field that is known; it is not used",
+        "KubeProxyConfiguration.conntrack.max is an unknown field; it is ignored",
+        "KubeProxyConfiguration.resourceContainer is an unknown field; it is ignored",
     ]
 
 
@@ -364,7 +364,7 @@ NOT_USED = [
 def test_what_is_accepted_and_not_used_is_one_line_and_changes_nothing(text: str, path: str):
     made = proxy(text)
     assert made.config == proxy().config
-    lines = [note.text for note in made.notes if f"{P}{path} is accepted and not used" in note.text]
+    lines = [note.text for note in made.notes if f"{P}{path} is accepted but not used" in note.text]
     assert len(lines) == 1
     assert len(made.notes) == len(proxy().notes) + 1
 
@@ -390,11 +390,11 @@ TOLD = [
     ("", "clusterCIDR is empty"),
     (
         "mode: nftables\nnodePortAddresses: [localhost]",
-        "localhost does nothing in mode nftables without the feature gate "
+        "localhost has no effect in mode nftables without the feature gate "
         "KubeProxyNFTablesLocalhostNodePorts, as with kube-proxy; "
         "KbpfConfiguration.localhostNodePorts: true",
     ),
-    ("mode: ipvs\nnodePortAddresses: [localhost]", "does nothing in mode ipvs, as with kube-proxy"),
+    ("mode: ipvs\nnodePortAddresses: [localhost]", "no effect in mode ipvs, as with kube-proxy"),
     ("detectLocalMode: NodeCIDR\nclusterCIDR: 10.0.0.0/8", "clusterCIDR is not used"),
     (
         "detectLocal: {bridgeInterface: a-name-too-long-for-a-device}",
@@ -404,9 +404,9 @@ TOLD = [
         "detectLocalMode: NodeCIDR\ndetectLocal: {interfaceNamePrefix: cali}",
         "detectLocal.interfaceNamePrefix is not used: detectLocalMode is NodeCIDR",
     ),
-    ("clusterCIDRs: 10.0.0.0/8", "clusterCIDRs is no field that is known; is clusterCIDR meant?"),
-    ("conntrack: {maximum: 8}", "conntrack.maximum is no field that is known"),
-    ("mode: ''\nmode: ''", "mode stands twice"),
+    ("clusterCIDRs: 10.0.0.0/8", "clusterCIDRs is an unknown field; is clusterCIDR meant?"),
+    ("conntrack: {maximum: 8}", "conntrack.maximum is an unknown field"),
+    ("mode: ''\nmode: ''", "mode occurs twice"),
 ]
 
 
@@ -540,7 +540,7 @@ OURS_WRONG = [
     Wrong("socketLB: {exempt: [/]}", (f"({O}socketLB.exempt)",)),
     Wrong("socketLB: {mode: off}\npacketPath: {enabled: false}", (f"({O}socketLB.mode)",)),
     Wrong("packetPath: {future: 1}",
-          (f"no field that is known ({O}packetPath.future); leave it out",)),
+          (f"unknown field ({O}packetPath.future); leave it out",)),
     Wrong("mapSizes: {conections: 7000}\nsocketLb: {mode: off}\npinDir: x",
           (f"({O}mapSizes.conections); is connections meant?",
            f"({O}socketLb); is socketLB meant?", f"({O}pinDir)")),
@@ -564,19 +564,19 @@ def test_beside_what_is_wrong_stands_what_is_only_told():
     (error,) = caught.value.errors
     assert f"({P}oomScoreAdj)" in str(error)
     (warning,) = caught.value.warnings
-    assert warning == f"{P}clusterCIDRs is no field that is known; is clusterCIDR meant?"
+    assert warning == f"{P}clusterCIDRs is an unknown field; is clusterCIDR meant?"
 
 
 FILES = [
-    ("", "nothing in it"),
-    ("# nothing\n---\n", "nothing in it"),
+    ("", "the file is empty"),
+    ("# nothing\n---\n", "the file is empty"),
     ("a: [", "not YAML"),
-    ("- a", "no object"),
+    ("- a", "not an object"),
     ("kind: KubeProxyConfiguration", "KubeProxyConfiguration.apiVersion: None"),
     ("kind: KubeProxyConfiguration\napiVersion: kubeproxy.config.k8s.io/v1", "v1alpha1"),
     ("kind: KbpfConfiguration\napiVersion: v1", "kbpf.io/v1alpha1"),
-    ("kind: ConfigMap\napiVersion: v1", "'ConfigMap' is not read"),
-    (f"{OWN}---\n{OWN}", "KbpfConfiguration stands twice"),
+    ("kind: ConfigMap\napiVersion: v1", "'ConfigMap' is not supported"),
+    (f"{OWN}---\n{OWN}", "KbpfConfiguration occurs twice"),
 ]
 
 
@@ -697,15 +697,15 @@ def test_where_node_ports_answer_by_default_depends_on_kube_proxys_mode(given, e
 
 
 NOTED = [
-    ({"--masquerade-ports": "30500-31000"}, "--masquerade-ports 30500-31000 meets 30000-32767"),
+    ({"--masquerade-ports": "30500-31000"}, "--masquerade-ports 30500-31000 overlaps 30000-32767"),
     ({"--masquerade-ports": "1024-30000"}, "30000"),
     ({"--detect-local-mode": "NodeCIDR", "--cluster-cidr": "10.0.0.0/8"},
-     "--cluster-cidr is not used: pods are told by NodeCIDR"),
+     "--cluster-cidr is not used: pods are recognized by NodeCIDR"),
     ({"--cluster-cidr": "10.0.0.0/8,fd00::/48", "--nodeport-addresses": "192.0.2.0/24"},
      "--nodeport-addresses has IPv4 networks only"),
     ({"--feature-gates": "A=true,AllowServiceExternalIPs=false"},
-     "--feature-gates: A is accepted and not used"),
-    ({"--profiling": "true"}, "--profiling is accepted and not used"),
+     "--feature-gates: A is accepted but not used"),
+    ({"--profiling": "true"}, "--profiling is accepted but not used"),
 ]  # fmt: skip
 
 

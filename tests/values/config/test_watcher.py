@@ -73,7 +73,7 @@ def test_another_text_that_says_the_same_changes_nothing(
 ):
     caplog.set_level("INFO", "kbpf.config")
     assert site.put(SAME) == 0
-    assert "says the same" in caplog.text
+    assert "configuration file changed, settings did not" in caplog.text
     assert not site.follower.is_done
     assert site.put(B) == 1
 
@@ -85,7 +85,7 @@ def test_a_wrong_text_is_told_once_with_all_that_is_wrong(
     assert site.look() == 0
     (record,) = caplog.records
     assert record.levelname == "ERROR"
-    for words in ("going on with what it said before", "'ring' (KbpfConfiguration.algorithm)",
+    for words in ("keeping the current settings", "'ring' (KbpfConfiguration.algorithm)",
                   "'x' (KbpfConfiguration.mode)"):  # fmt: skip
         assert words in record.getMessage()
     assert "'x' (KbpfConfiguration.mode)" in site.follower.error()
@@ -106,7 +106,7 @@ def test_a_file_that_is_gone_is_told_once_and_counts_when_it_is_back(
     assert site.look() == 0
     assert site.look() == 0
     assert len(caplog.records) == 1
-    assert "cannot be read" in caplog.text
+    assert "cannot read the configuration; keeping the current settings" in caplog.text
     assert site.put(A) == 0
     assert site.put(B) == 1
 
