@@ -1,15 +1,16 @@
-"""YAML that users write: one dialect, and limits that are checked before anything is built from it.
+"""Parses YAML written by users: the dialect of Kubernetes, with limits checked before anything is
+built.
 
-The dialect is that of Kubernetes, whose tools convert YAML to JSON first (sigs.k8s.io/yaml, which
-reads by go-yaml v2): `yes` and `n` are booleans, `1e6` and `08` numbers, `010` is eight, dates and
-numbers of base 60 are text; keys are text; a field, merged or not, that comes later replaces one of
-that name; a tag that nobody knows is left out of account; what JSON cannot hold is an error.
+Kubernetes tools convert YAML to JSON first (sigs.k8s.io/yaml, on go-yaml v2), and so does this
+module: `yes` and `n` are booleans, `1e6` and `08` are numbers, `010` is eight, dates and base-60
+numbers are text; keys are text; of fields with the same name, merged or not, the last one wins;
+unknown tags are ignored; values that JSON cannot represent are errors.
 
-A few bytes of YAML can cost a parser its process: a reference that contains itself, references to
-references that multiply (548 bytes are a billion nodes), and nesting, at which libyaml's composer
-overflows the C stack (200 KB of "- - - -" end the process with SIGSEGV). Parser events are free of
-all three, so they are counted first. A few anchors and merge keys are everyday in manifests and
-stay allowed: what a reference stands for is counted each time that it is used.
+A few bytes of YAML can crash a parser: an alias that contains itself, aliases of aliases that
+multiply (548 bytes make a billion nodes), and nesting, which overflows the C stack in libyaml's
+composer (200 KB of "- - - -" end in SIGSEGV). Parser events have none of these problems, so nodes
+are counted in events first. A few anchors and merge keys are common in manifests and stay allowed:
+an alias counts as all the nodes that it stands for, each time that it is used.
 """
 
 import base64
@@ -22,8 +23,8 @@ import yaml
 
 
 class Limits(NamedTuple):
-    """What one text may hold at most. `nodes`: scalars, lists and mappings of one document, with
-    those that its references stand for. `depth`: lists and mappings inside of each other.
+    """The limits for one text. `size` is in bytes. `nodes` counts the scalars, lists and mappings
+    of a document, with aliases expanded. `depth` is the nesting of lists and mappings.
     """
 
     size: int
@@ -47,8 +48,8 @@ YAML_ERRORS: Final = (
     TypeError,
     ArithmeticError,
 )
-"""What PyYAML raises for a text: beside its own, whatever its constructors meet in ``!!int ''``,
-``!!bool x`` or ``!!timestamp x``."""
+"""What PyYAML raises for a text: its own errors and whatever its constructors raise for ``!!int
+''``, ``!!bool x`` or ``!!timestamp x``."""
 
 _LOADER: Final[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 ObjectNode: Final = yaml.MappingNode
@@ -59,17 +60,19 @@ _END_EVENTS: Final = (yaml.MappingEndEvent, yaml.SequenceEndEvent)
 
 
 class LimitExceededError(yaml.MarkedYAMLError):
-    """The text is beyond a limit; `problem` says which one."""
+    """The text exceeds a limit; `problem` says which one."""
 
 
 DuplicateKeyHandler = Callable[[str, int], None]
-"""Called with a field that stands twice in an object, and with its line."""
+"""Called with the name of a duplicate field and its line."""
 
 
 def load_all(
     data: bytes, limits: Limits, on_duplicate: DuplicateKeyHandler | None = None
 ) -> Iterator[Any]:
-    """The documents of a text as plain values. Raises NOT_YAML, of which TooLarge is one."""
+    """Yields the documents of a text as plain values. Raises YAML_ERRORS, including
+    LimitExceededError.
+    """
     _check_size(data, limits)
     counter, builder = _NodeCounter(limits), _ValueBuilder(on_duplicate)
     for event in _parse_events(data):
@@ -83,7 +86,7 @@ def load_all(
 
 
 def compose_all(data: bytes, limits: Limits) -> list[Any]:
-    """The documents of a text as nodes, which know their lines. Raises NOT_YAML."""
+    """Returns the documents of a text as nodes, which have line numbers. Raises YAML_ERRORS."""
     _check_size(data, limits)
     counter = _NodeCounter(limits)
     for event in _parse_events(data):
@@ -95,12 +98,14 @@ def compose_all(data: bytes, limits: Limits) -> list[Any]:
 
 
 def dump(value: Any, **style: Any) -> str:
-    """Plain values as YAML that load_all() reads as the same values. `style`: as for yaml.dump."""
+    """Formats plain values as YAML that load_all() reads back. `style`: keyword arguments of
+    yaml.dump.
+    """
     return str(yaml.dump(value, Dumper=_Dumper, sort_keys=False, **style))
 
 
 class _Dumper(yaml.SafeDumper):
-    """Puts text into quotes that would be read as something else: PyYAML knows YAML 1.1."""
+    """Quotes text that would otherwise be read as another type: PyYAML itself follows YAML 1.1."""
 
     def represent_str(self, data: str) -> yaml.ScalarNode:
         quotes = "'" if _needs_quotes(data) else None
@@ -120,16 +125,16 @@ def _parse_events(data: bytes) -> Iterator[Any]:
 
 
 class _NodeCounter:
-    """The nodes of one document so far, and how many each anchor stands for."""
+    """Counts the nodes of one document, and the nodes below each anchor."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._nodes = 0
         self._anchors: dict[str, int] = {}
-        self._stack: list[tuple[str | None, int]] = []  # anchor, and the nodes before it
+        self._stack: list[tuple[str | None, int]] = []  # (anchor, number of nodes before it)
 
     def add(self, event: Any) -> None:
-        """Count one event. Raises TooLarge."""
+        """Counts one event. Raises LimitExceededError."""
         if isinstance(event, yaml.ScalarEvent):
             self._nodes += 1
             if event.anchor:
@@ -147,15 +152,13 @@ class _NodeCounter:
             if anchor:
                 self._anchors[anchor] = self._nodes - before
         if self._nodes > self._limits.nodes:
-            what = (
-                f"more than {self._limits.nodes} nodes, references counted as what they stand for"
-            )
+            what = f"more than {self._limits.nodes} nodes, with aliases expanded"
             raise _limit_error(what, event)
 
     def _add_alias(self, event: Any) -> None:
         if any(anchor == event.anchor for anchor, _ in self._stack):
-            raise _limit_error(f"*{event.anchor} refers to something that contains it", event)
-        # An anchor that does not exist is an error of the composer, with its line.
+            raise _limit_error(f"*{event.anchor} refers to a node that contains it", event)
+        # An undefined anchor is reported by the composer, with its line.
         self._nodes += self._anchors.get(event.anchor, 1)
 
 
@@ -165,17 +168,17 @@ def _limit_error(problem: str, event: Any) -> LimitExceededError:
 
 @dataclass(slots=True)
 class _OpenCollection:
-    """A list or an object that is not complete yet."""
+    """A list or mapping whose end has not come yet."""
 
     target: Any
     anchor: str | None
     key: str | None = None
-    is_merge: bool = False  # what comes next goes into the object itself
+    is_merge: bool = False  # the next value is merged into the mapping
     keys: set[str] = field(default_factory=set)
 
 
 class _ValueBuilder:
-    """The value of one document."""
+    """Builds the value of one document from events."""
 
     def __init__(self, on_duplicate: DuplicateKeyHandler | None) -> None:
         self._on_duplicate = on_duplicate
@@ -184,7 +187,7 @@ class _ValueBuilder:
         self.value: Any = None
 
     def add(self, event: Any) -> None:
-        """Takes one event, which is within the limits."""
+        """Adds one event; the limits have been checked."""
         if isinstance(event, yaml.ScalarEvent):
             value = _parse_scalar(event)
             self._set_anchor(event.anchor, value)
@@ -241,12 +244,12 @@ def _merge(target: dict[str, Any], value: Any, event: Any) -> None:
     sources = value if isinstance(value, list) else [value]
     if not all(isinstance(source, dict) for source in sources):
         raise _yaml_error("<< needs an object, or a list of objects", event)
-    for source in reversed(sources):  # the first one counts
+    for source in reversed(sources):  # the first source wins
         target.update(source)
 
 
 def _format_key(value: Any, event: Any) -> str:
-    """A key as Kubernetes' conversion to JSON writes it."""
+    """Formats a key as Kubernetes' conversion to JSON does."""
     if isinstance(value, str):
         return value
     if isinstance(value, bool):
@@ -256,7 +259,7 @@ def _format_key(value: Any, event: Any) -> str:
     if isinstance(value, float):
         return f"{value:g}"
     what = "null" if value is None else "a list or an object"
-    raise _yaml_error(f"{what} is no name of a field", event)
+    raise _yaml_error(f"{what} cannot be a field name", event)
 
 
 _KEYWORDS: Final[dict[str, Any]] = {
@@ -279,7 +282,9 @@ _BASES: Final = {"b": 2, "o": 8, "x": 16}
 
 
 def _parse_scalar(event: Any) -> Any:
-    """The value of a scalar by its tag, or as it looks where it has none and no quotes."""
+    """Returns the value of a scalar by its tag; an untagged plain scalar is resolved by its
+    form.
+    """
     tag, text = event.tag, event.value
     if tag is None and event.implicit[0]:
         return _parse_plain(text, event)
@@ -290,7 +295,7 @@ def _parse_scalar(event: Any) -> Any:
         try:
             return base64.b64decode(text, validate=True).decode()
         except ValueError as error:
-            raise _yaml_error("!!binary holds no base64 of text", event) from error
+            raise _yaml_error("!!binary is not base64 of text", event) from error
     if kind not in ("bool", "int", "float", "null", "timestamp"):
         return text
     value = None if kind == "timestamp" else _parse_plain(text, event)
@@ -302,7 +307,7 @@ def _parse_scalar(event: Any) -> Any:
         "timestamp": _DATE.fullmatch(text) is not None,
     }
     if not is_kind[kind]:
-        raise _yaml_error(f"{text[:40]!r} is no !!{kind}", event)
+        raise _yaml_error(f"{text[:40]!r} is not a valid !!{kind}", event)
     return text if kind == "timestamp" else value
 
 
@@ -312,7 +317,7 @@ def _parse_plain(text: str, event: Any) -> Any:
     if text[0] not in "+-.0123456789":
         return text
     if _NOT_FINITE.fullmatch(text):
-        raise _yaml_error(f"{text} is no number that JSON can hold", event)
+        raise _yaml_error(f"{text} is a number that JSON cannot represent", event)
     if text[0] == ".":
         return _parse_float(text) if _FRACTION.fullmatch(text) else text
     if _is_int(text):
@@ -321,7 +326,7 @@ def _parse_plain(text: str, event: Any) -> Any:
 
 
 def _needs_quotes(text: str) -> bool:
-    """Whether this text, without quotes, is no text."""
+    """Whether this text, unquoted, would be read as another type."""
     try:
         return not isinstance(_parse_plain(text, None), str)
     except yaml.YAMLError:
@@ -329,7 +334,7 @@ def _needs_quotes(text: str) -> bool:
 
 
 def _is_int(text: str) -> bool:
-    """Whether it is an integer of 64 bits. Other ones are floats, if they are decimal."""
+    """Whether it is a 64-bit integer. Larger decimal numbers are floats."""
     digits = text.replace("_", "")
     if not _INT.fullmatch(digits) or len(digits) > 70:
         return False
@@ -347,7 +352,7 @@ def _parse_int(text: str) -> int:
 
 
 def _parse_float(text: str) -> int | float | str:
-    """As JSON has it: a float that is a whole number is written like one."""
+    """As in JSON: a float with an integral value is written as an integer."""
     value = float(text)
     if value in (float("inf"), float("-inf")):
         return text

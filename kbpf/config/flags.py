@@ -171,7 +171,7 @@ FLAGS: Final = (
          "(default false)"),
     *_ipvs_timeout_flags(),
     Flag("--ipvs-device", "ipvs_device", parsers.device, "NAME", NODE,
-         f"mode ipvs: the dummy device that holds Service addresses (default {Config().ipvs_device})"),
+         f"mode ipvs: the dummy device for Service addresses (default {Config().ipvs_device})"),
     Flag("--nft-table", "nft_table", parsers.table, "NAME", NODE,
          f"mode ipvs: the nftables table, of family inet (default {Config().nft_table})"),
     Flag("--state-dir", "state_dir", parsers.absolute_path, "DIR", NODE,

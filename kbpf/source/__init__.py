@@ -1,1 +1,1 @@
-"""Where objects come from: a Kubernetes API server or a folder of YAML, turned into events."""
+"""The sources of objects: a Kubernetes API server or a folder of YAML, turned into events."""

@@ -1,7 +1,7 @@
-"""What every source of objects looks like from outside: the API server and the folder of YAML.
+"""The interface of every source of objects: the API server and the folder of YAML.
 
-A source says Upsert, Delete, Rejected and Synced through `put` and nothing else. It never says
-Delete because it failed to read something: what it said last stays in force.
+A source emits only Upsert, Delete, Rejected and Synced. It never emits Delete because it failed to
+read something: what it emitted last stays in force.
 """
 
 import threading
@@ -13,11 +13,11 @@ from typing import Protocol
 from kbpf.model.events import Event, Kind
 
 EventHandler = Callable[[Event], None]
-"""Where events go. Called from the source's own thread."""
+"""Receives the events, in the source's own thread."""
 
 
 class SourceState(StrEnum):
-    """What a source is doing. RETRYING: it waits before the next try."""
+    """What a source is doing. RETRYING: it waits for the next attempt."""
 
     STARTING = "starting"
     LISTING = "listing"
@@ -28,14 +28,14 @@ class SourceState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SourceStatus:
-    """How a source is doing.
+    """The status of a source.
 
-    `last_contact` is time.monotonic() of the last byte or good read, 0.0 before the first.
-    `failures` counts tries that failed in a row; `error` is the last one's line, "" when well.
-    `sound`: False while a whole file cannot be read, and so nobody knows what it says.
-    `problems`: lines about what was read and is left out (folder: files, doubles), and about what
-    is wrong with the way to the source. `drift`: objects that differed from what was known when all
-    were listed again, though no event can explain it.
+    `last_contact` is time.monotonic() of the last received byte or successful read, 0.0 before the
+    first. `failures` counts consecutive failed attempts; `error` describes the last one, "" if
+    none. `problems` are lines about objects and files that are left out (folder), and about the
+    connection to the source. `authoritative` is False while a whole file cannot be read, so that
+    objects may be missing. `drift` counts objects that had changed without an event when
+    everything was listed again.
     """
 
     name: str
@@ -52,20 +52,20 @@ class SourceStatus:
 
 
 class Source(Protocol):
-    """One thread that turns an API server's or a folder's objects into events."""
+    """A thread that turns the objects of an API server or a folder into events."""
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
-        """The kinds for which it says Synced."""
+        """The kinds for which it emits Synced."""
 
     def start(self) -> None:
-        """Begin in a thread of its own. Raises ConfigError when that can never work."""
+        """Starts the thread. Raises ConfigError if the source can never work."""
 
     def stop(self) -> None:
-        """End the thread; back within about a second."""
+        """Stops the thread; returns within about one second."""
 
     def status(self) -> SourceStatus:
-        """How it is doing; from any thread."""
+        """The current status. Thread-safe."""
 
     def run(self, stop: threading.Event) -> None:
-        """What the thread does. Setting `stop` ends it once it notices; stop() at once."""
+        """The body of the thread. Setting `stop` ends it eventually; stop() ends it at once."""

@@ -127,14 +127,14 @@ WRONG = [
     source("a list", "- a\n- b\n", "kind: missing (zz.yaml:1)"),
     Wrong("an empty file", "", "", ()),
     source("a field that is misspelt", service(f"{IP}, ports: [{{port: 80, targetport: 8080}}]"),
-           f"{X_SAYS}spec.ports[0].targetport is no field of a Service (zz.yaml:4); is targetPort "
+           f"{X_SAYS}spec.ports[0].targetport is not a field of a Service (zz.yaml:4); is targetPort "
            "meant?", X),
     source("a kind that is misspelt", "kind: Servcie\nmetadata: {name: x}\n",
-           "kind: Servcie is not read; is Service meant? (zz.yaml:1)"),
+           "kind: Servcie is not supported; is Service meant? (zz.yaml:1)"),
     source("Endpoints", "apiVersion: v1\nkind: Endpoints\nmetadata: {name: x}\n",
-           "kind: Endpoints is not read; write an EndpointSlice (discovery.k8s.io/v1) (zz.yaml:2)"),
+           "kind: Endpoints is not supported; write an EndpointSlice (discovery.k8s.io/v1) (zz.yaml:2)"),
     source("an old version", slice_of("").replace("/v1", "/v1beta1"), "apiVersion: "
-           "'discovery.k8s.io/v1beta1' is not read; write discovery.k8s.io/v1 (zz.yaml:1)"),
+           "'discovery.k8s.io/v1beta1' is not supported; write discovery.k8s.io/v1 (zz.yaml:1)"),
     spec("a port twice", f"{IP}, ports: [{{name: a, port: 80}}, {{name: b, port: 80}}]",
          "ports[1].port: 80/TCP is used twice"),
     spec("a port's name twice", f"{IP}, ports: [{{name: a, port: 80}}, {{name: a, port: 81}}]",
@@ -181,23 +181,23 @@ WRONG = [
     Wrong("a further address that is none", slice_of("{addresses: [10.1.0.1, nonsense]}"), LEFT_OUT,
           ("EndpointSlice bad/x-1: endpoints[0].addresses[1]: 'nonsense' is not an IP address",)),
     source("a key twice", service(f"clusterIP: 10.96.0.12, {IP}, {PORT}"),
-           "clusterIP is written twice; the last one counts (zz.yaml:4)", X),
+           "clusterIP occurs twice; the last one is used (zz.yaml:4)", X),
     source("an object twice", f"{service(f'{IP}, {PORT}')}---\n{service(f'{IP}, {PORT}')}",
-           "zz.yaml: Service bad/x is in zz.yaml already; left out here", X),
+           "zz.yaml: Service bad/x is already in zz.yaml; ignored here", X),
     source("a billion laughs", LAUGHS, "not YAML: more than 500000 nodes, references counted as "
            "what they stand for (zz.yaml:7)"),
     source("a tag that runs code", "kind: !!python/object/apply:os.system ['touch x']\n",
            "kind: missing (zz.yaml:1)"),
     Wrong("weights", annotated("kbpf.io/weights", "a b=c"), LEFT_OUT, (
         f"{X_SAYS}metadata.annotations[kbpf.io/weights]: cannot use 'a b=c'; write NAME=WEIGHT "
-        "with commas between them, each name once: a Pod, an address, node:NODE, zone:ZONE or *, "
+        "separated by commas, each name once: a Pod, an address, node:NODE, zone:ZONE or *, "
         "and a whole number from 0 to 1000",), (X,)),
     source("a misspelt annotation", annotated("kbpf.io/wieghts", "*=2"), f"{X_SAYS}metadata."
-           "annotations[kbpf.io/wieghts] is no annotation of kbpf (zz.yaml:3); is kbpf.io/weights "
+           "annotations[kbpf.io/wieghts] is not an annotation of kbpf (zz.yaml:3); is kbpf.io/weights "
            "meant?", X),
     Wrong("escape codes", service(f"{IP}, {PORT}", r'name: "we\e[31mird\nname", namespace: bad'),
           LEFT_OUT, (r"Service bad/we\x1b[31mird\nname: metadata.name: 'we\x1b[31mird\nname' is "
-                     "not a DNS label (a-z, 0-9 and - inside, 63 characters at most) (zz.yaml:3)",
+                     "not a DNS label (a-z, 0-9 and - inside, at most 63 characters) (zz.yaml:3)",
                      )),
 ]  # fmt: skip
 
@@ -244,7 +244,7 @@ def test_a_kind_that_is_not_for_us_is_no_problem(
     tmp_path: Path, told: Callable[[], list[str]]
 ) -> None:
     node = Node(tmp_path, "kind: Deployment\nmetadata: {name: x}\n")
-    assert told() == ["source ignores kind=Deployment file=zz.yaml"]
+    assert told() == ["kind ignored kind=Deployment file=zz.yaml"]
     assert node.agent.status().problems == ()
 
 

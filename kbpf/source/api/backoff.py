@@ -1,13 +1,14 @@
-"""How long to wait before the next try, and how often to log that tries fail: pure rules, so that
-no source can become a tight loop, and no outage fills the log or is missing from its last hour.
+"""How long to wait before the next attempt, and when to log a failure. Pure rules: no source can
+become a tight loop, and an outage neither floods the log nor is missing from its last hour.
 
-- After a failure: 0.2 s, then twice as long each time up to 30 s, each between half and full, so
-  that the nodes of a cluster do not come back in step.
-- After a clean end: at once; but a second one without a *steady* watch between counts as a failure.
-- Only a watch that lived for `steady` seconds makes the count start again. Headers, a list or a few
-  events do not: a server can give those and fail each time.
-- Watches that fail for the same reason are one line. It is repeated after 1 and 5 minutes, and then
-  every 10 minutes while it lasts.
+- After a failure: 0.2 s, doubled each time up to 30 s, with a random factor between 1/2 and 1, so
+  that the nodes of a cluster do not reconnect in step.
+- After a clean end: at once, but a second one without a steady watch in between counts as a
+  failure.
+- Only a watch that was healthy for `steady_after` seconds resets the backoff. Headers, a list or a
+  few events do not: a server may send those and still fail each time.
+- Watches that fail for the same reason share one log line, which is repeated after 1 and 5 minutes
+  and then every 10 minutes.
 """
 
 import threading
@@ -18,13 +19,13 @@ from typing import Final, NamedTuple
 MAX_EXPONENT = 20
 FIRST_REPEATS: Final = (60.0, 300.0)
 REPEAT_INTERVAL: Final = 600.0
-"""After the REPEATS."""
+"""After FIRST_REPEATS."""
 MAX_REASONS: Final = 32
 
 
 @dataclass(slots=True)
 class Backoff:
-    """The tries in a row so far. `random` gives 0 to 1."""
+    """The backoff of one watch. `rng` returns 0 to 1."""
 
     rng: Callable[[], float]
     initial: float = 0.2
@@ -33,8 +34,8 @@ class Backoff:
     tries: int = 0
 
     def next_delay(self, *, failed: bool, healthy_for: float, retry_after: float = 0.0) -> float:
-        """Seconds to wait now. `lived`: how long the watch was healthy, 0 if it never was.
-        `retry_after`: what the server asked for at least.
+        """Returns the seconds to wait now. `healthy_for`: how long the watch was healthy, 0 if
+        never. `retry_after`: the minimum that the server has asked for.
         """
         if healthy_for >= self.steady_after:
             self.tries = 0
@@ -46,7 +47,7 @@ class Backoff:
 
 
 class Outage(NamedTuple):
-    """What to log: the watches that fail, or that work again, and for how long they have failed."""
+    """What to log: the watches that fail or have recovered, and how long they had been failing."""
 
     names: tuple[str, ...]
     seconds: float
@@ -60,14 +61,14 @@ class _OutageReason:
     affected_names: set[str] = field(default_factory=set)
 
     def next_log_after(self) -> float:
-        """Seconds from the beginning to the next line."""
+        """Seconds from the start of the outage to its next log line."""
         if self.repeats < len(FIRST_REPEATS):
             return FIRST_REPEATS[self.repeats]
         return (self.repeats - len(FIRST_REPEATS) + 1) * REPEAT_INTERVAL
 
 
 class OutageLog:
-    """Those of the watches of one server, from any thread. `now` is any monotonic clock's."""
+    """The outages of the watches of one server. Thread-safe. `now` is any monotonic clock."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -75,7 +76,7 @@ class OutageLog:
         self._reasons: dict[str, _OutageReason] = {}
 
     def record_failure(self, name: str, reason: str, now: float) -> Outage | None:
-        """A try of this watch has failed. None: that is nothing to log now."""
+        """Records a failed attempt. Returns None if nothing is to be logged now."""
         with self._lock:
             start = self._failing_since.setdefault(name, now)
             for other_reason, outage in self._reasons.items():
@@ -97,8 +98,8 @@ class OutageLog:
             return Outage(tuple(sorted(current.failing_names)), duration)
 
     def record_recovery(self, name: str, now: float) -> Outage | None:
-        """This watch works. None: that is nothing to log, as others fail for the same reason, or
-        it did not fail.
+        """Records that a watch works again. Returns None if nothing is to be logged: others still
+        fail for the same reason, or this one had not failed.
         """
         with self._lock:
             if self._failing_since.pop(name, None) is None:

@@ -1,13 +1,13 @@
-"""One API server and our credentials for it. The one home of the `kubernetes` library.
+"""One API server and the credentials for it. The only module that uses the `kubernetes` library.
 
-Rules:
-- Plain credentials (token, token file, client certificate, basic, a pod's own) are read here. A
-  token file is read for each request, and there are few: one per watch, each 5 to 10 minutes.
-- Exec plugins and auth providers are the library's, in a child process: importing it costs 30 MB.
-  What the child answers is kept until it expires or the API server says 401. After a failure, or
-  a second refusal in a row, all watches together wait before it runs again (PluginLogin).
-- Certificate files are looked at before each new connection; a changed one means a new context.
-  One that cannot be read then leaves the old one in use.
+- Plain credentials (token, token file, client certificate, basic, the service account of a pod)
+  are read here. A token file is read for every request; there are few, one per watch every 5 to 10
+  minutes.
+- Exec plugins and auth providers run the library in a child process: importing it costs 30 MB. The
+  result is kept until it expires or the API server responds 401. After a failure, or a second 401
+  in a row, all watches wait together before it runs again (PluginCredentials).
+- Certificate files are checked before each new connection; if one has changed, a new TLS context
+  is made. If it cannot be read, the old context stays in use.
 """
 
 import base64
@@ -37,13 +37,15 @@ log = logging.getLogger("kbpf.source")
 PLUGIN_TIMEOUT: Final = 60.0
 EXPIRY_SKEW: Final = 60.0
 MAX_PAGES_BYTES: Final = 192 << 20
-"""Of all pages of lists that are in memory at one time."""
+"""Shared by all pages of lists that are in memory at the same time."""
 REWIND_WINDOW: Final = 300.0
-"""Watches that notice it within this time of each other notice the same restore."""
+"""Watches that report a rewind within this time of each other report the same restore."""
 
 
 class Credentials(NamedTuple):
-    """What goes with a request: the Authorization header, and a plugin's certificate (PEM)."""
+    """The credentials of a request: the Authorization header, and the certificate of a plugin
+    (PEM).
+    """
 
     authorization: str = ""
     cert: bytes = b""
@@ -52,16 +54,16 @@ class Credentials(NamedTuple):
 
 
 ConnectHandler = Callable[[int, Addr, int], None]
-"""(cookie of the socket, address, port): a connection to the API server is about to be opened."""
+"""(socket cookie, address, port): a connection to the API server is about to be opened."""
 
 RequestHandler = Callable[[str, str, str, float], None]
-"""(host, method, status or <error>, seconds): a request has been answered, or has failed."""
+"""(host, method, status or "<error>", seconds): a request has completed or failed."""
 
 
 class Cluster:
-    """An API server. Used by several connections at once. `asked` is told of each request, and
-    `connecting` of each connection before it is opened, by any thread. `problems`: lines about
-    what is unsafe in the way that it is reached, unless `allow_insecure`.
+    """An API server. Thread-safe. `on_request` is called for each request, and `on_connect` before
+    each connection is opened, by any thread. `problems` has a line for each security problem of
+    the connection, unless `allow_insecure`.
     """
 
     def __init__(
@@ -86,17 +88,21 @@ class Cluster:
 
     @property
     def url(self) -> str:
-        """The server that is tried now."""
+        """The server to connect to next."""
         return self._servers[self._server_index % len(self._servers)]
 
     def mark_unreachable(self, url: str) -> None:
-        """No connection to it: the next one is tried at the next server, if there is one."""
+        """Records that connecting to `url` failed: the next connection goes to the next server, if
+        any.
+        """
         with self._lock:
             if url == self.url:
                 self._server_index += 1
 
     def check_credentials(self) -> None:
-        """Raise ConfigError for credentials that cannot be read now. No network; call at start."""
+        """Raises ConfigError if the credentials cannot be read. Uses no network; call it at the
+        start.
+        """
         try:
             if not self.access.plugin:
                 self.get_tls_context(self.get_credentials())
@@ -104,9 +110,9 @@ class Cluster:
             raise ConfigError(error.what, error.where, error.hint) from error
 
     def get_credentials(self, is_cancelled: Callable[[], bool] = lambda: False) -> Credentials:
-        """The credentials for one request, fresh. Raises SourceError.
+        """Returns fresh credentials for one request. Raises SourceError.
 
-        `cancelled` is asked while a plugin runs; when it says yes, the plugin is killed.
+        `is_cancelled` is polled while a plugin runs; if it returns True, the plugin is killed.
         """
         access = self.access
         if access.plugin:
@@ -118,23 +124,23 @@ class Cluster:
         return Credentials(f"Basic {access.basic}" if access.basic else "")
 
     def reject_credentials(self, credentials: Credentials) -> None:
-        """The API server said 401 to these credentials: a plugin has to be asked again."""
+        """Records that the API server responded 401: a plugin has to run again."""
         self._plugin_credentials.reject(credentials)
 
     def report_rewind(self, name: str, old_version: str, new_version: str) -> None:
-        """The server is at a lower version than it was. One warning for all watches of it."""
+        """The server's version has decreased. Logs one warning for all of its watches."""
         with self._lock:
             is_repeat = time.monotonic() - self._last_rewind < REWIND_WINDOW
             self._last_rewind = time.monotonic()
         if not is_repeat:
             log.warning(
-                "the API server went back from version %r to %r (seen first in %s): it was "
-                "restored, or another one answers at %s; everything is listed again",
+                "the API server's version went back from %r to %r (first seen by watch %s): it was "
+                "restored, or another server answers at %s; listing everything again",
                 old_version, new_version, name, self.url,
             )  # fmt: skip
 
     def get_tls_context(self, credentials: Credentials) -> ssl.SSLContext | None:
-        """The TLS context with certificates as they are on disk now; None for http://."""
+        """Returns the TLS context for the certificates now on disk; None for http://."""
         access = self.access
         if not self.url.startswith("https:"):
             return None
@@ -149,13 +155,15 @@ class Cluster:
                 except SourceError as error:
                     if self._tls is None:
                         raise
-                    log.warning("new certificates left alone error=%r", str(error))
+                    log.warning(
+                        "cannot use the new certificates, keeping the old ones error=%r", str(error)
+                    )
             return self._tls
 
 
 class PageMemory:
-    """Memory for pages of lists, shared by all watches of a server: four lists at once must not
-    take four times what one may.
+    """Limits the memory for pages of lists, for all watches of a server together: four lists at
+    once must not take four times the memory of one.
     """
 
     def __init__(self, size: int = MAX_PAGES_BYTES) -> None:
@@ -164,8 +172,8 @@ class PageMemory:
 
     @contextmanager
     def lease(self) -> Iterator[Callable[[int], None]]:
-        """A function that takes so many bytes more, or raises SourceError. All are given back at
-        the end of the block.
+        """Yields a function that reserves bytes, or raises SourceError. The end of the block
+        releases them.
         """
         reserved = 0
 
@@ -173,7 +181,7 @@ class PageMemory:
             nonlocal reserved
             with self._lock:
                 if size > self._available:
-                    what = f"pages of lists have more than {self._size >> 20} MiB together"
+                    what = f"pages of lists exceed {self._size >> 20} MiB together"
                     raise SourceError(what)
                 self._available -= size
                 reserved += size
@@ -186,8 +194,8 @@ class PageMemory:
 
 
 class PluginCredentials:
-    """What an exec plugin or auth provider answered last, and when it may be asked again: one
-    back-off for all watches, which fail together.
+    """The last result of an exec plugin or auth provider, and when it may run again: one backoff
+    for all watches, which fail together.
     """
 
     def __init__(
@@ -199,12 +207,14 @@ class PluginCredentials:
         self._lock = threading.Lock()
         self._backoff = Backoff(rng, initial=1.0, maximum=60.0)
         self._credentials: Credentials | None = None
-        self._issued_at: float | None = None  # when the last login came, if none has failed since
+        self._issued_at: float | None = None  # time of the last success, None after a failure
         self._retry_at = 0.0
         self._error: SourceError | None = None
 
     def get(self, kubeconfig: Path, is_cancelled: Callable[[], bool]) -> Credentials:
-        """The credentials, asked for if there are none or they run out. Raises SourceError."""
+        """Returns the credentials; runs the plugin if there are none or they expire. Raises
+        SourceError.
+        """
         while not self._lock.acquire(timeout=0.1):
             if is_cancelled():
                 raise SourceError("stopped", str(kubeconfig))
@@ -217,15 +227,15 @@ class PluginCredentials:
             self._lock.release()
 
     def reject(self, credentials: Credentials) -> None:
-        """These are not valid. The first time another one is asked for at once."""
+        """Records that these are not valid. The first time, the plugin may run again at once."""
         if self._credentials is credentials:
             self._credentials, self._error = None, None
             self._schedule_retry(failed=False)
 
     def _fetch(self, kubeconfig: Path, is_cancelled: Callable[[], bool]) -> Credentials:
         if self._clock() < self._retry_at:
-            what = "no credentials: the API server refused the last ones"
-            error = self._error or SourceError(what, str(kubeconfig), "the plugin is asked again")
+            what = "no credentials: the API server rejected the last ones"
+            error = self._error or SourceError(what, str(kubeconfig), "the plugin will run again")
             raise SourceError(error.what, error.where, error.hint)
         try:
             credentials = _run_plugin(kubeconfig, is_cancelled)
@@ -250,8 +260,8 @@ def _insecure_access_problems(access: Access) -> Iterator[str]:
     if access.insecure and access.server.startswith("https:"):
         yield str(
             ConfigError(
-                "the API server's certificate is not verified: any machine on the way to it can "
-                "read the credentials and say what this node serves",
+                "the API server's certificate is not verified: any machine on the path to it can "
+                "read the credentials and control what this node serves",
                 f"insecure-skip-tls-verify in {access.where}",
                 "set certificate-authority, or allow it with --allow-insecure-api",
             )
@@ -259,7 +269,7 @@ def _insecure_access_problems(access: Access) -> Iterator[str]:
 
 
 def default_node_name() -> str:
-    """This machine's name as kube-proxy takes it: the hostname in lower case."""
+    """Returns this machine's name as kube-proxy uses it: the hostname in lower case."""
     name = socket.gethostname().strip().lower()
     if not name:
         hint = "give --hostname-override NAME"
@@ -277,7 +287,7 @@ def _read_token(path: str) -> str:
 
 def _bearer_header(token: str, where: str) -> str:
     if not token or not token.isascii() or not token.isprintable():
-        raise SourceError("the token is empty or has characters that no token has", where)
+        raise SourceError("the token is empty or contains invalid characters", where)
     return f"Bearer {token}"
 
 
@@ -296,7 +306,7 @@ def _make_tls_context(access: Access, credentials: Credentials) -> ssl.SSLContex
         context = ssl.create_default_context(
             cafile=None if ca_text else access.ca_file or None, cadata=ca_text
         )
-        # Python 3.13 refuses CAs without an Authority Key Identifier; kubeadm's have none.
+        # Python 3.13 rejects CAs without an Authority Key Identifier; kubeadm's CAs have none.
         context.verify_flags &= ~getattr(ssl, "VERIFY_X509_STRICT", 0)
         context.set_alpn_protocols(["http/1.1"])
         if access.insecure:
@@ -317,7 +327,7 @@ def _make_tls_context(access: Access, credentials: Credentials) -> ssl.SSLContex
 
 @contextmanager
 def _as_file(data: bytes, path: str) -> Iterator[str]:
-    """A path at which OpenSSL can read the data: it takes certificates from files only."""
+    """Yields a path from which OpenSSL can read `data`: it loads certificates only from files."""
     if not data:
         yield path
         return
@@ -330,7 +340,7 @@ def _as_file(data: bytes, path: str) -> Iterator[str]:
 
 
 def _run_plugin(kubeconfig: Path, is_cancelled: Callable[[], bool]) -> Credentials:
-    """What the kubernetes library makes of this kubeconfig's user, from a child process."""
+    """Runs the kubernetes library for this kubeconfig's user in a child process."""
     import subprocess
 
     command = children.python_command("kbpf.source.api.credentials", str(kubeconfig.absolute()))
@@ -352,12 +362,16 @@ def _run_plugin(kubeconfig: Path, is_cancelled: Callable[[], bool]) -> Credentia
                 timed_out = time.monotonic() > deadline
                 if timed_out or is_cancelled():
                     os.killpg(child.pid, signal.SIGKILL)
-                    reason = f"it took more than {PLUGIN_TIMEOUT:.0f} s" if timed_out else "stopped"
+                    reason = (
+                        f"the plugin took more than {PLUGIN_TIMEOUT:.0f} s"
+                        if timed_out
+                        else "stopped"
+                    )
                     raise SourceError(f"no credentials: {reason}", str(kubeconfig)) from None
     lines = err.decode(errors="replace").strip().splitlines() or ["no reason given"]
     if child.returncode != 0:
         hint = "run the kubeconfig's exec command by hand"
-        reason = lines[-1].removeprefix("ERROR:root:")  # the library's logging
+        reason = lines[-1].removeprefix("ERROR:root:")  # the prefix of the library's log lines
         raise SourceError(f"no credentials: {reason}", str(kubeconfig), hint)
     answer = json.loads(out)
     return Credentials(
@@ -369,14 +383,14 @@ def _run_plugin(kubeconfig: Path, is_cancelled: Callable[[], bool]) -> Credentia
 
 
 def _plugin_main(path: str) -> int:
-    """The child: answer on stdout as JSON, or say why not on stderr."""
+    """The child process: prints the result as JSON on stdout, or the error on stderr."""
     from kubernetes.client import Configuration
     from kubernetes.config.config_exception import ConfigException
     from kubernetes.config.kube_config import KubeConfigLoader, KubeConfigMerger
 
     try:
         merger = KubeConfigMerger(path)
-        # The persister: an OIDC provider may replace the refresh token, and the old one is dead.
+        # An OIDC provider may replace the refresh token, and the old one becomes invalid: save it.
         loader = KubeConfigLoader(
             merger.config, config_base_path=None, config_persister=merger.save_changes
         )
@@ -394,7 +408,7 @@ def _plugin_main(path: str) -> int:
         "expires": expires.timestamp() if expires else 0,
     }
     if not token and not answer["cert"]:
-        return 1  # the library has logged why
+        return 1  # the library has logged the reason
     print(json.dumps(answer))
     return 0
 

@@ -1,21 +1,21 @@
-"""Sends an object to the API server: the agent's Events, and nothing else."""
+"""Posts the agent's Events to the API server."""
 
 from kbpf.source.api.credentials import Cluster
 from kbpf.source.api.transport import ApiConnection
 
 
 class EventSink:
-    """One connection, opened when there is something to say. One thread posts; any may close()."""
+    """A connection that is opened on first use. One thread posts; any thread may call close()."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._connection = ApiConnection(cluster)
 
     def post(self, path: str, body: bytes) -> int:
-        """The status of the answer to a POST of this JSON. Raises SourceError."""
+        """Posts this JSON and returns the HTTP status. Raises SourceError."""
         response = self._connection.request(path, method="POST", body=body)
         response.read_error_body()
         return response.status
 
     def close(self) -> None:
-        """Ends whatever it waits for; nothing is sent afterwards."""
+        """Aborts the current request; post() fails from now on."""
         self._connection.close()

@@ -1,9 +1,9 @@
-"""Where the API server is and how we prove who we are: a kubeconfig, a pod's files, or --master.
+"""Finds the API server and the credentials: in a kubeconfig, in a pod's files, or from --master.
 
-Our own small reader, because importing the `kubernetes` library costs 30 MB that never come back
-(measured; the whole agent should stay below 60). It knows what a node's kubeconfig holds: server,
-CA, client certificate, token, token file, basic. Exec plugins and auth providers are the
-library's: `Access.plugin` says so, and cluster.py asks it in a short-lived child.
+The `kubernetes` library is not used because importing it costs 30 MB permanently (measured; the
+whole agent should stay below 60). This reader supports what a node's kubeconfig contains: server,
+CA, client certificate, token, token file, basic. Exec plugins and auth providers need the library:
+then `Access.plugin` is set, and credentials.py runs it in a short-lived child process.
 """
 
 import base64
@@ -24,11 +24,11 @@ SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """How to reach one API server. Data (PEM bytes) wins over the file of the same name.
+    """How to reach one API server. Inline data (PEM bytes) overrides the file of the same name.
 
-    `where` is for error lines: the kubeconfig's path or "in-cluster".
-    `plugin` is the kubeconfig whose user needs the library, else None.
-    `others`: further servers of the same cluster, for when `server` cannot be reached.
+    `where` is for errors: the path of the kubeconfig, or "in-cluster". `plugin` is the kubeconfig
+    whose user needs the library, else None. `other_servers` are further servers of the same
+    cluster, used if `server` cannot be reached.
     """
 
     server: str
@@ -56,10 +56,10 @@ def find_access(
     *,
     allow_insecure: bool = False,
 ) -> Access:
-    """As kube-proxy finds it: the kubeconfig (`master` overrides its server), `master` alone
-    without credentials, or else the pod's own. `master` may name several servers of one cluster,
-    with commas between them. Raises ConfigError, also for a token or password
-    that would go over http:// unless `allow_insecure`.
+    """Finds the access as kube-proxy does: from the kubeconfig (`master` overrides its server),
+    from `master` alone without credentials, or from the pod's service account. `master` may name
+    several servers of one cluster, separated by commas. Raises ConfigError, also if a token or
+    password would be sent over http:// and `allow_insecure` is False.
     """
     master, *other_servers = (text.strip() for text in master.split(","))
     if kubeconfig is not None:
@@ -78,7 +78,7 @@ def find_access(
     plain_urls = [url for url in (access.server, *access.other_servers) if url.startswith("http:")]
     if secret and plain_urls and not allow_insecure:
         raise ConfigError(
-            f"the token or password would go to {plain_urls[0]} unencrypted",
+            f"the token or password would be sent to {plain_urls[0]} unencrypted",
             access.where,
             "write https://HOST:PORT, or allow it with --allow-insecure-api",
         )
@@ -86,7 +86,7 @@ def find_access(
 
 
 def in_cluster_access(environ: Mapping[str, str], root: Path = SERVICE_ACCOUNT) -> Access:
-    """The service account of the pod that we run in. Raises ConfigError outside of one."""
+    """Returns the access of this pod's service account. Raises ConfigError outside of a pod."""
     host, port = environ.get("KUBERNETES_SERVICE_HOST"), environ.get("KUBERNETES_SERVICE_PORT")
     if not host or not port:
         raise ConfigError(
@@ -158,7 +158,7 @@ class _KubeconfigFile(msgspec.Struct, rename="kebab"):
 
 
 def read_kubeconfig(path: Path) -> Access:
-    """What the file's current context says; relative paths are relative to it."""
+    """Returns the access of the current context. Relative paths are relative to the kubeconfig."""
     where = str(path)
     file = _load_file(path)
     if not file.current_context:
@@ -202,7 +202,7 @@ def read_kubeconfig(path: Path) -> Access:
 
 
 def _load_file(path: Path) -> _KubeconfigFile:
-    from kbpf import bounded_yaml  # and yaml, only with a kubeconfig: 1.3 MB
+    from kbpf import bounded_yaml  # only with a kubeconfig: PyYAML takes 1.3 MB
     from kbpf.bounded_yaml import KUBECONFIG
 
     try:
@@ -237,5 +237,7 @@ def _check_url(server: str, where: str) -> str:
     except ValueError:
         is_valid = False
     if not is_valid:
-        raise ConfigError(f"{server!r} is not an API server", where, "write https://HOST:PORT")
+        raise ConfigError(
+            f"not the URL of an API server: {server!r}", where, "write https://HOST:PORT"
+        )
     return server.rstrip("/")

@@ -1,25 +1,24 @@
-"""LIST and WATCH of one kind, for ever: what the API server has → events.
+"""Lists and watches one kind of object of the API server and emits events, until stopped.
 
-Rules:
-- Bookmarks, 410, cut lines, expired tokens, half-open connections and outages are everyday. Nothing
-  that fails says Delete; only a DELETED event or a whole and sound list does.
-- The list is a stream (sendInitialEvents) where the server offers it, else pages. A stream that
-  broke off is followed by pages once; a server that refuses streams (400, 422) gets pages from
-  then on. Both ask for the newest state, not for what a cache happens to hold.
-- A watch goes on from the last resourceVersion. What makes that impossible (410, a line that is no
-  event and may have been one) leads to a new list, whose difference to the old one is said.
-- A healthy watch that is mute for 90 s is taken up anew: an API server sends a bookmark each minute
-  (none while nothing of the kind has happened since it started; asking again is cheap then). A
-  peer that is gone is found by TCP within 30 s, see transport.py.
-- Nothing is read without end: an answer's head and a page have bounds (transport.py), a list has
-  LIST_SECONDS (by pages: PAGES_SECONDS), a line that has begun LINE_SECONDS, a watch what was asked
-  for. A list that takes longer than SLOW_SECONDS is a line in `problems` until it ends.
-- The server's version only grows. One that is lower (a restored etcd, another server behind the
-  address) is one warning and a new list. It is looked for in each bookmark and event, and before
-  a watch is taken up after an outage: a server that knows less than we do may say nothing.
-- Every `relist` seconds (three quarters to five quarters of it) all is listed again, in case
-  something was missed all the same. What differs then is counted as drift and told.
-- What fails is logged once for all watches, and repeated while it lasts (pace.Outages).
+- Bookmarks, 410, truncated lines, expired tokens, half-open connections and outages are normal. No
+  failure emits Delete; only a DELETED event or a complete and readable list does.
+- The list is a stream (sendInitialEvents) if the server supports it, else pages. After a stream
+  that broke off, pages are used once; a server that rejects streams (400, 422) gets pages from
+  then on. Both request the newest state, not what a cache happens to hold.
+- A watch resumes at the last resourceVersion. If that is impossible (410, a malformed line that
+  may have been an event), everything is listed again and the difference is emitted.
+- A watch that is silent for 90 s is restarted: an API server sends a bookmark every minute (none
+  if nothing of the kind has happened since it started; a restart is cheap then). A peer that is
+  gone is detected by TCP within 30 s, see transport.py.
+- Everything that is read is limited: a response header and a page (transport.py), a list by
+  STREAM_LIST_TIMEOUT (pages: PAGED_LIST_TIMEOUT), a line by LINE_TIMEOUT, a watch by what was
+  requested. A list that takes longer than SLOW_LIST_AFTER is a line in `problems` until it ends.
+- The server's version only grows. A lower one (a restored etcd, another server behind the address)
+  causes one warning and a new list. It is checked in every bookmark and event, and before a watch
+  resumes after an outage: a server that has lost changes may not send anything.
+- Every `relist_interval` seconds (times 3/4 to 5/4) everything is listed again, in case an event
+  was missed. Differences are counted and logged as drift.
+- A failure is logged once for all watches, and repeated while it lasts (backoff.OutageLog).
 """
 
 import logging
@@ -73,21 +72,22 @@ LINE_TIMEOUT: Final = 30.0
 SLOW_LIST_AFTER: Final = 30.0
 RELIST_INTERVAL: Final = 3600.0
 OUTAGE_FAILURES: Final = 2
-"""Tries in a row that fail when a server restarts; a cut connection is one."""
+"""A restart of the server makes this many consecutive attempts fail; a closed connection is one."""
 MAX_SHORT_WATCHES: Final = 4
-"""Watches in a row that end at once without an error: 410 for ever, for example."""
+"""After this many consecutive watches that end at once without an error (endless 410, for
+example), that counts as a failure."""
 IN_FORCE_HINT: Final = "what is programmed stays in force"
 COUNT_ITEMS_FROM_BYTES: Final = 1 << 20
-"""Bytes of a page from which on its items are counted before they are made."""
+"""The items of a page larger than this many bytes are counted before they are decoded."""
 _PAGE_DECODER: Final = msgspec.json.Decoder(wire.ListPage)
 
 
 class _WatchEnded(Exception):
-    """The watch is over and nothing is wrong."""
+    """The watch ended without an error."""
 
 
 class Reflector:
-    """One kind of object from one API server, in a thread of its own."""
+    """One kind of object of one API server, in a thread of its own."""
 
     def __init__(
         self,
@@ -115,11 +115,11 @@ class Reflector:
         self._known_versions = KnownVersions()
         self._stop = threading.Event()
         self._thread: threads.SupervisedThread | None = None
-        self._version = ""  # where the watch goes on; "" when a list is needed
+        self._version = ""  # where the watch resumes; "" if a list is needed
         self._may_stream = True
-        self._last_version = ""  # the last version that a watch was at
+        self._last_version = ""  # the last version that a watch has reached
         self._relist_interval, self._relist_due = relist_interval, 0.0
-        self._is_relist = False  # whether the next list is the regular one
+        self._is_relist = False  # whether the next list is the periodic one
         self._listing_since: float | None = None
         self._drift = 0
         self._stream_broke_off = False
@@ -131,17 +131,16 @@ class Reflector:
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
-        """The kind."""
         return (self._resource.kind,)
 
     def start(self) -> None:
-        """Begin in a thread of its own."""
+        """Starts the thread."""
         name = f"kbpf-{self._resource.name}"
         self._thread = threads.start(name, partial(self.run, self._stop))
 
     def stop(self) -> None:
-        """End whatever it waits for. Back when the thread has ended, or after a second when it
-        hangs in name resolution, which nobody can interrupt.
+        """Stops the thread. Returns when it has ended, or after one second if it hangs in name
+        resolution, which cannot be interrupted.
         """
         self._stop.set()
         self._connection.close()
@@ -149,7 +148,7 @@ class Reflector:
             self._thread.stop()
 
     def status(self) -> SourceStatus:
-        """How it is doing; from any thread."""
+        """The current status. Thread-safe."""
         return replace(
             self._status,
             resource_version=self._version,
@@ -161,12 +160,12 @@ class Reflector:
     def _slow_list_problems(self) -> Iterator[str]:
         since = self._listing_since
         if since is not None and self._clock() - since > SLOW_LIST_AFTER:
-            what = f"the list of {self._resource.name} has taken more than {SLOW_LIST_AFTER:.0f} s"
-            hint = "its objects are served as they were; is the server slow, or its answer endless?"
+            what = f"listing {self._resource.name} has taken more than {SLOW_LIST_AFTER:.0f} s"
+            hint = "the objects known before stay in force; is the server slow?"
             yield str(SourceError(what, self._cluster.url, hint))
 
     def run(self, stop: threading.Event) -> None:
-        """List and watch until `stop`; stop() sets it and ends what is waited for."""
+        """Lists and watches until `stop` is set; stop() also aborts the current request."""
         self._stop = stop
         while not stop.is_set():
             threads.heartbeat()
@@ -178,7 +177,9 @@ class Reflector:
         self._status = replace(self._status, state=SourceState.STOPPED)
 
     def _run_once(self) -> float:
-        """List if need be, watch until that ends; returns how long to wait then."""
+        """Lists if needed and watches until the watch ends. Returns the seconds to wait
+        afterwards.
+        """
         self._healthy_since = None
         failure: SourceError | None = None
         if self._version and self._clock() >= self._relist_due:
@@ -197,17 +198,19 @@ class Reflector:
         except _WatchEnded:
             pass
         except SourceError as error:
-            # A mute watch is taken up again; if the server hangs, that try will say so.
+            # A silent watch is restarted without an error; if the server hangs, the next attempt
+            # fails.
             is_silent = isinstance(error, ReadTimeout) and self._healthy_since is not None
             failure = None if is_silent else error
-        except Exception as error:  # the thread's one: a fault of ours must not end the watch
-            log.exception("source fault name=%s", self._resource.name)
+        # the thread has no other handler: a bug here must not end the watch
+        except Exception as error:
+            log.exception("watch failed with an internal error name=%s", self._resource.name)
             failure = SourceError(f"internal error: {error!r}")
             self._version = ""
             self._known_versions.invalidate()
         self._listing_since = None
         if failure is not None:
-            # Its frames hold the page that it came from, whose room others have been given.
+            # Its frames hold the page, whose reserved memory has been released.
             failure.__traceback__ = failure.__cause__ = failure.__context__ = None
         if failure is not None and not self._stop.is_set():
             self._record_failure(failure)
@@ -229,7 +232,9 @@ class Reflector:
     # --- listing ---
 
     def _choose_resource(self) -> None:
-        """Before a list: whether all of these objects are watched, or others in their place."""
+        """Before a list: decides whether all objects are watched, or only the narrower
+        selection.
+        """
         narrow = self._full_resource.narrower
         if narrow is None:
             return
@@ -244,11 +249,11 @@ class Reflector:
                 is_narrowed,
                 narrow if is_narrowed else self._full_resource,
             )
-            self._is_relist = False  # what is not asked for any more has not drifted
-            log.info("source watches name=%s all=%s", narrow.name, not is_narrowed)
+            self._is_relist = False  # objects that are no longer requested have not drifted
+            log.info("watch scope changed name=%s all=%s", narrow.name, not is_narrowed)
 
     def _list_pages(self) -> None:
-        """The whole list, page by page. A 410 between pages (or anything else) starts it anew."""
+        """Lists page by page. Any error, such as a 410 between pages, starts over."""
         start = self._begin_list()
         token = ""
         while True:
@@ -262,20 +267,22 @@ class Reflector:
             if not token:
                 break
             if token == previous:
-                raise SourceError("the server gives the same page again and again")
+                raise SourceError("the server repeats the same page")
             if self._clock() - start > PAGED_LIST_TIMEOUT:
-                raise SourceError(f"it has no end after {PAGED_LIST_TIMEOUT:.0f} s")
+                raise SourceError(f"the list is not complete after {PAGED_LIST_TIMEOUT:.0f} s")
         self._finish_list(meta.resource_version or "")
 
     def _process_page(self, body: bytearray) -> wire.ListMeta:
-        """Say what a page has; its metadata."""
+        """Updates the objects of a page; returns the page's metadata."""
         page = self._decode_page(body)
         for raw in page.items or ():
             try:
                 self._update_object(decode.decode_object(self._resource.kind, raw))
             except ObjectError as error:
                 self._known_versions.mark_unreadable()
-                log.warning("object unreadable name=%s error=%r", self._resource.name, error.what)
+                log.warning(
+                    "cannot read an object name=%s error=%r", self._resource.name, error.what
+                )
         return page.metadata
 
     def _decode_page(self, body: bytearray) -> wire.ListPage:
@@ -287,19 +294,21 @@ class Reflector:
             if is_html(body):
                 raise html_page_error() from error
             hint = "is this a Kubernetes API server?"
-            raise SourceError(f"not a list: {format_json_error(error)}", hint=hint) from error
+            raise SourceError(
+                f"the response is not a list: {format_json_error(error)}", hint=hint
+            ) from error
 
     def _stream_list(self) -> None:
-        """The list and then the watch, as one stream."""
+        """Lists and then watches, in one stream."""
         self._begin_list()
         response = self._request(
             "list", self._resource.stream_query(self._watch_timeout()), self._silence_timeout
         )
-        self._stream_broke_off = True  # until its end mark has come
+        self._stream_broke_off = True  # until the end mark has arrived
         self._process_stream(response, WatchStream(self._resource.kind, initial=True))
 
     def _begin_list(self) -> float:
-        """Returns when it was."""
+        """Starts a list; returns its start time."""
         self._status = replace(self._status, state=SourceState.LISTING)
         self._listing_since, self._unreadable_line = self._clock(), ""
         self._known_versions.begin_list(self._last_version if self._is_relist else "")
@@ -311,7 +320,7 @@ class Reflector:
         if self._known_versions.drift:
             self._drift += self._known_versions.drift
             log.warning(
-                "what was known had drifted name=%s objects=%d; all were listed again",
+                "objects changed without an event name=%s objects=%d; the new list corrects them",
                 self._resource.name, self._known_versions.drift,
             )  # fmt: skip
         if is_rewind(self._last_version, version):
@@ -328,14 +337,14 @@ class Reflector:
         self._status = replace(self._status, synced=True)
 
     def _begin_relist(self) -> None:
-        """The next list is the regular one."""
+        """Makes the next list the periodic one."""
         self._version, self._is_relist = "", True
 
     # --- watching ---
 
     def _check_for_rewind(self) -> None:
-        """After an outage: is the server still at our version, or beyond? Raises SourceError, or
-        _Over when a list is due.
+        """After an outage, checks that the server has not lost versions. Raises SourceError, or
+        _WatchEnded if a list is needed.
         """
         if self._status.failures < OUTAGE_FAILURES:
             return
@@ -344,7 +353,7 @@ class Reflector:
             self._handle_rewind(version)
 
     def _fetch_newest(self, resource: Resource) -> wire.ListMeta:
-        """What the server says of the whole list, by a list of one object."""
+        """Returns the metadata of the whole list, by listing one object."""
         response = self._request("watch" if self._version else "list", resource.newest_query())
         with self._cluster.page_memory.lease() as reserve:
             what = f"a page of {resource.name}"
@@ -353,7 +362,9 @@ class Reflector:
             ).metadata
 
     def _handle_rewind(self, version: str) -> None:
-        """List again. The version stays that of before for the list to be judged by."""
+        """Schedules a new list. `_last_version` becomes the lower version, for later
+        comparisons.
+        """
         self._cluster.report_rewind(self._resource.name, self._last_version, version)
         self._version, self._last_version = "", version
         raise _WatchEnded
@@ -371,7 +382,9 @@ class Reflector:
         return int(MIN_WATCH_TIMEOUT * (1 + self._rng()))
 
     def _process_stream(self, response: Response, stream: WatchStream) -> None:
-        """Say what comes until it ends. Raises SourceError, or _Over when a list is due."""
+        """Handles messages until the stream ends. Raises SourceError, or _WatchEnded if a list is
+        needed.
+        """
         start, is_listing = self._clock(), not self._version
         last_line, line_start, is_first = start, start, True
         while not self._stop.is_set() and (data := response.read_chunk()):
@@ -388,32 +401,35 @@ class Reflector:
                 self._version = self._last_version = stream.resource_version
                 self._check_watch(now, start, last_line, line_start)
             elif now - start > STREAM_LIST_TIMEOUT:
-                raise SourceError(f"it has no end after {STREAM_LIST_TIMEOUT:.0f} s")
+                raise SourceError(f"the list is not complete after {STREAM_LIST_TIMEOUT:.0f} s")
         if not self._version and self._unreadable_line:
             raise SourceError(self._unreadable_line, hint="is this a Kubernetes API server?")
         if stream.close():
-            raise SourceError("broken JSON: the stream ended inside a line")
+            raise SourceError("invalid JSON: the stream ended inside a line")
         if not self._version:
             raise SourceError("the stream ended before the list did")
 
     def _check_watch(self, now: float, start: float, last_line: float, line_start: float) -> None:
-        """Raises SourceError when bytes come and say nothing, and _Over when the time is over."""
+        """Raises SourceError if bytes arrive without completing lines, and _WatchEnded when time
+        is up.
+        """
         if now - line_start > LINE_TIMEOUT:
-            raise SourceError(f"a line has no end after {LINE_TIMEOUT:.0f} s")
+            raise SourceError(f"a line is not complete after {LINE_TIMEOUT:.0f} s")
         if now - last_line > self._silence_timeout:
-            raise ReadTimeout("nothing was said in time")
+            raise ReadTimeout("no event in time")
         if now >= self._relist_due:
             self._begin_relist()
             raise _WatchEnded
         if now - start > 2 * MIN_WATCH_TIMEOUT + LINE_TIMEOUT:
-            raise _WatchEnded  # the server was to end it
+            raise _WatchEnded  # the server should have ended it
 
     def _handle_message(self, message: WatchMessage, stream: WatchStream) -> None:
         match message:
             case ObjectChanged():
                 self._update_object(message.item, message.deleted)
             case InitialListEnd():
-                if self._unreadable_line:  # what is missing may be that, not gone: pages tell
+                # a missing object may be the malformed line: list by pages
+                if self._unreadable_line:
                     raise SourceError(self._unreadable_line)
                 self._finish_list(stream.resource_version)
                 self._record_success()
@@ -425,13 +441,17 @@ class Reflector:
                 raise _WatchEnded
             case WatchFailed():
                 code = f"{message.code} " if message.code else ""
-                # It may fail at that very event: a list gets past it.
+                # The same event may fail again; a list gets past it.
                 self._version = ""
                 raise SourceError(f"{code}{message.message}")
             case MalformedLine():
-                # It may have been one: a list tells.
-                log.warning("line unreadable name=%s error=%r", self._resource.name, message.error)
-                self._unreadable_line = f"a line is no event: {message.error}"
+                # It may have been an event; a list is needed to know.
+                log.warning(
+                    "cannot read a line of the watch name=%s error=%r",
+                    self._resource.name,
+                    message.error,
+                )
+                self._unreadable_line = f"a line is not an event: {message.error}"
                 if self._version:
                     self._version = ""
                     raise SourceError(self._unreadable_line)
@@ -446,7 +466,7 @@ class Reflector:
     # --- asking, and how it went ---
 
     def _request(self, verb: str, query: str, silence_timeout: float = 0.0) -> Response:
-        """The response to a GET, status 200. Anything else raises."""
+        """Sends a GET; returns the response if its status is 200, else raises."""
         self._verb = verb
         response = self._connection.request(query, silence_timeout=silence_timeout)
         self._last_contact = self._clock()
@@ -464,14 +484,16 @@ class Reflector:
         raise error
 
     def _adapt_to_error(self, error: HttpStatusError, streaming: bool) -> None:
-        """Ask for something else where asking the same again cannot help."""
+        """Changes the next request if repeating this one cannot succeed."""
         if error.status in (400, 410, 422, 504):  # 504: "Too large resource version"
             self._version = ""
         if error.status in (400, 422) and "field label not supported" in error.server_message:
             self._resource = self._resource.without_field_selector()
             raise _WatchEnded
         if error.status in (400, 422) and streaming:
-            log.info("source lists by pages name=%s", self._resource.name)
+            log.info(
+                "server does not support streaming lists, using pages name=%s", self._resource.name
+            )
             self._may_stream = False
             raise _WatchEnded
         if error.status == 410:
@@ -481,7 +503,7 @@ class Reflector:
         self._healthy_since, self._verb = self._clock(), "watch"
         if outage := self._cluster.outages.record_recovery(self._resource.name, self._clock()):
             names = ",".join(outage.names)
-            log.info("watch works again name=%s after=%.0fs", names, outage.seconds)
+            log.info("watch recovered name=%s after=%.0fs", names, outage.seconds)
         self._status = replace(self._status, state=SourceState.WATCHING, failures=0, error="")
 
     def _record_failure(self, error: SourceError) -> None:

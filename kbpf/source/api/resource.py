@@ -1,4 +1,4 @@
-"""What is asked of an API server: paths and queries, and what its refusals mean."""
+"""Requests to an API server: paths, queries, and explanations of error responses."""
 
 import re
 import urllib.parse
@@ -13,14 +13,14 @@ from kbpf.source.decode import wire
 
 PAGE_SIZE: Final = 500
 HTML_PROBE_BYTES: Final = 256
-HTML_HINT: Final = "is there a proxy or login page in front of it?"
+HTML_HINT: Final = "does a proxy or login page answer instead of it?"
 SOCKET_LB_LABEL: Final = "kbpf.io/socket-lb"
 _STATUS_DECODER: Final = msgspec.json.Decoder(wire.ApiStatus)
 
 
 @dataclass(frozen=True, slots=True)
 class Resource:
-    """One kind to watch, and what the server shall leave out, as kube-proxy's server.go."""
+    """One kind of object to watch. The selectors are kube-proxy's (server.go)."""
 
     kind: Kind
     name: str
@@ -28,22 +28,25 @@ class Resource:
     label_selector: str = ""
     field_selector: str = ""
     narrower: "Resource | None" = None
-    """What is watched where the server has more than PAGE of these, or we may not list them."""
+    """Watched instead if the server has more than PAGE_SIZE objects, or if listing them is
+    forbidden."""
 
     def without_field_selector(self) -> "Resource":
-        """For a server that does not know the field selector: decode.py leaves the same out."""
+        """For a server that does not support the field selector; decode.py leaves the same objects
+        out.
+        """
         return replace(self, field_selector="")
 
     def page_query(self, token: str) -> str:
-        """A page of a LIST of the newest state, or the page that `token` continues."""
+        """LIST of the newest state: the first page, or the page that `token` continues."""
         return self._query(limit=str(PAGE_SIZE), **{"continue": token})
 
     def newest_query(self) -> str:
-        """A LIST of one object: what matters is the version at which the server is."""
+        """LIST of one object, to learn the server's current version."""
         return self._query(limit="1")
 
     def stream_query(self, seconds: int) -> str:
-        """A WATCH that begins with all objects of the newest state, then their end mark."""
+        """WATCH that starts with all objects of the newest state, followed by an end mark."""
         return self._query(
             sendInitialEvents="true",
             resourceVersionMatch="NotOlderThan",
@@ -53,7 +56,7 @@ class Resource:
         )
 
     def watch_query(self, version: str, seconds: int) -> str:
-        """A WATCH that goes on from `version`."""
+        """WATCH that resumes from `version`."""
         return self._query(
             resourceVersion=version,
             watch="1",
@@ -83,12 +86,11 @@ SLICES: Final = Resource(
 
 
 def own_node_resource(name: str) -> Resource:
-    """Our own Node only."""
     return Resource(Kind.NODE, "nodes", "/api/v1/nodes", field_selector=f"metadata.name={name}")
 
 
 def node_resource(name: str, scope: str) -> Resource:
-    """Our own Node, or all of them for their addresses, as the setting watch_nodes says."""
+    """This node's Node object, or all of them for their addresses, as --watch-nodes says."""
     own_resource = own_node_resource(name)
     if scope == "own":
         return own_resource
@@ -98,7 +100,7 @@ def node_resource(name: str, scope: str) -> Resource:
 
 
 def exempt_pod_resource(node: str) -> Resource:
-    """The Pods of our node that ask to be left alone: none, in most clusters."""
+    """The Pods of this node with the label kbpf.io/socket-lb=off: none, in most clusters."""
     return Resource(
         Kind.POD,
         "pods",
@@ -109,7 +111,9 @@ def exempt_pod_resource(node: str) -> Resource:
 
 
 class HttpStatusError(SourceError):
-    """The API server answered with something other than 200. `message` is its own text."""
+    """The API server responded with a status other than 200. `server_message` is its own
+    message.
+    """
 
     status = 0
     retry_after = 0.0
@@ -117,26 +121,27 @@ class HttpStatusError(SourceError):
 
 
 def _required_role(resource: Resource) -> str:
-    """Who has the right: kube-proxy's own role knows no Pods."""
+    """Returns which role grants access: kube-proxy's own role does not include Pods."""
     if resource.kind is Kind.POD:
         return "manifests/components/socket-lb-label"
     return "ClusterRole system:node-proxier"
 
 
 def is_html(body: bytes | bytearray) -> bool:
-    """Whether an answer is a web page: no JSON begins so."""
+    """Whether a response is a web page. JSON never begins like that."""
     return bytes(body[:HTML_PROBE_BYTES]).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"<")
 
 
 def html_page_error() -> SourceError:
-    """The error of an answer that is one."""
-    return SourceError("answered with an HTML page", hint=HTML_HINT)
+    return SourceError("the response is an HTML page", hint=HTML_HINT)
 
 
 def make_status_error(
     resource: Resource, status: int, reason: str, body: bytes, where: str
 ) -> HttpStatusError:
-    """The answer as an error that says what to do. `where`: where our credentials come from."""
+    """Turns a response into an error that says what to do. `where`: the origin of the
+    credentials.
+    """
     try:
         message = _STATUS_DECODER.decode(body).message or ""
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -144,13 +149,13 @@ def make_status_error(
     user = match[1] if (match := re.search(r'User "([^"]+)"', message)) else "this user"
     name = resource.name
     hints = {
-        401: f"the credentials from {where} are not valid (any more)",
+        401: f"the credentials from {where} are invalid or have expired",
         403: f"grant list and watch on {name} to {user} ({_required_role(resource)})",
-        404: f"{resource.path} is not known there: is it Kubernetes 1.21 or later?",
+        404: f"the server does not have {resource.path}; Kubernetes 1.21 or later is required",
     }
     what, hint = f"{status} {reason}".rstrip(), hints.get(status, message[:200])
     if is_html(body):
-        what, hint = f"{what}, with an HTML page", HTML_HINT
+        what, hint = f"{what}, an HTML page", HTML_HINT
     error = HttpStatusError(what, hint=hint)
     error.status, error.server_message = status, message
     return error

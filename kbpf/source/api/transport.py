@@ -1,18 +1,20 @@
-"""One HTTP/1.1 connection to an API server, and how its silence is understood.
+"""One HTTP/1.1 connection to an API server, with its timeouts and limits.
 
-http.client and ssl (6 MB) instead of the library's urllib3 and client (30 MB). Rules:
-- A peer that is gone is found by TCP: keepalive after 15 s of silence, given up after 30 s, and
-  data that is not acknowledged for 30 s (TCP_USER_TIMEOUT).
-- A peer that is there and mute (a hung server, a proxy that lost its backend) is found by reading:
-  `silence` seconds without a byte raise Silent.
-- A peer that sends without end, or a byte now and then, is found by bounds of what is read: a head
-  has HEAD_BYTES and HEAD_SECONDS (with all 1xx responses before it), a body that is read whole has
-  its own. Only the body of a watch has neither; reflector.py bounds its lines.
-- Answers may be gzip, as lists and streamed lists are. They are unpacked READ_BYTES at a time, and
-  what comes out is bounded as bytes that were never packed: a page, a line, an object.
-- close() ends whatever another thread is doing with the connection at once, for ever. It shuts the
-  socket down through a duplicate of its descriptor, so no TLS object is touched from two threads.
-  Only name resolution cannot be interrupted.
+It uses http.client and ssl (6 MB) instead of urllib3 and the Kubernetes client (30 MB).
+
+- A peer that is gone is detected by TCP: keepalive after 15 s of silence, closed after 30 s, and
+  TCP_USER_TIMEOUT of 30 s for unacknowledged data.
+- A peer that is connected but silent (a hung server, a proxy that lost its backend) is detected by
+  reading: `silence_timeout` seconds without a byte raise ReadTimeout.
+- A peer that never stops sending, or sends a byte now and then, hits a limit: headers have
+  MAX_HEADERS_BYTES and HEADERS_TIMEOUT (including all 1xx responses before them), a body that is
+  read whole has limits of its own. Only the body of a watch has none; reflector.py limits its
+  lines.
+- Responses may be gzip, as lists and streamed lists are. They are decompressed READ_SIZE bytes at
+  a time, and all limits apply to the decompressed data: a page, a line, an object.
+- close() aborts what another thread is doing with the connection, permanently. It shuts the socket
+  down through a duplicate of its descriptor, so no TLS object is used by two threads. Only name
+  resolution cannot be interrupted.
 """
 
 import contextlib
@@ -51,35 +53,36 @@ TCP_OPTIONS: Final = (
     (socket.TCP_USER_TIMEOUT, 30_000),
 )
 MAX_RETRY_AFTER: Final = 60
-"""Seconds. An API server says 1; what is absurd must not make the agent deaf for long."""
+"""In seconds. API servers send 1; an absurd value must not stop the agent for long."""
 NAME_MISMATCH_CODES: Final = (62, 63, 64)
 """X509_V_ERR_HOSTNAME_MISMATCH, ..._EMAIL_MISMATCH, ..._IP_ADDRESS_MISMATCH."""
 ADDRESS_PLACEHOLDER: Final = "CONTROL-PLANE-ENDPOINT"
-"""Of manifests/, for the address of the API server."""
+"""The placeholder for the API server's address in manifests/."""
 MAX_ERROR_BYTES: Final = 64 << 10
 ERROR_TIMEOUT: Final = 10.0
 READ_SIZE: Final = 64 << 10
-"""Of a body at once."""
+"""Bytes of a body to read at a time."""
 
 ReserveMemory = Callable[[int], None]
-"""Takes room for so many bytes more; raises SourceError where there is none."""
+"""Reserves this many bytes of memory; raises SourceError if there are too few left."""
 
 
 def _reserve_nothing(size: int) -> None:
-    """Room for what is short anyway."""
+    """For bodies that are short anyway."""
 
 
 class ReadTimeout(SourceError):
-    """Nothing came for too long."""
+    """Nothing was received for too long."""
 
 
 class ResponseLimitExceeded(SourceError):
-    """The server sent more, or for longer, than is read."""
+    """The server sent more data, or sent for longer, than the limits allow."""
 
 
 class _BoundedReader(io.RawIOBase):
-    """The bytes of one response. Raises TooMuch once `deadline` (time.monotonic()) has passed or
-    `left` bytes have come, and TimeoutError after `silence` seconds without one.
+    """Reads the bytes of one response. Raises ResponseLimitExceeded once `deadline`
+    (time.monotonic()) has passed or `bytes_left` bytes have been read, and TimeoutError after
+    `silence_timeout` seconds without a byte.
     """
 
     def __init__(self, raw: io.RawIOBase, sock: socket.socket, silence_timeout: float) -> None:
@@ -88,61 +91,60 @@ class _BoundedReader(io.RawIOBase):
         self.deadline, self.bytes_left, self.what = float("inf"), float("inf"), ""
 
     def set_bounds(self, seconds: float, size: float, what: str) -> None:
-        """From now on; `what` is for the error line."""
+        """Sets new limits from now on; `what` names the data in errors."""
         self.deadline, self.bytes_left, self.what = time.monotonic() + seconds, size, what
 
     def readable(self) -> bool:
-        """It is."""
         return True
 
     def readinto(self, buffer: memoryview) -> int | None:  # type: ignore[override]
-        """As io.RawIOBase."""
         seconds_left = self.deadline - time.monotonic()
         if seconds_left <= 0:
-            raise ResponseLimitExceeded(f"{self.what} takes too long")
+            raise ResponseLimitExceeded(f"{self.what} took too long")
         self._sock.settimeout(min(self.silence_timeout, seconds_left))
         try:
             count = self._raw.readinto(buffer)
         except TimeoutError:
             if self.silence_timeout < seconds_left:
                 raise
-            raise ResponseLimitExceeded(f"{self.what} takes too long") from None
+            raise ResponseLimitExceeded(f"{self.what} took too long") from None
         self.bytes_left -= count or 0
         if self.bytes_left < 0:
-            raise ResponseLimitExceeded(f"{self.what} has no end")
+            raise ResponseLimitExceeded(f"{self.what} is too long")
         return count
 
     def close(self) -> None:
-        """The socket stays open if others use it."""
+        """Closes this reader; the socket stays open if others use it."""
         self._raw.close()
         super().close()
 
 
 class _RawResponse(http.client.HTTPResponse):
-    """A response that is read through bounds, its head already."""
+    """A response whose headers, too, are read through limits."""
 
     def __init__(self, sock: socket.socket, *args: Any, **options: Any) -> None:
         super().__init__(sock, *args, **options)
         self.bounds = _BoundedReader(self.fp.detach(), sock, RESPONSE_TIMEOUT)
-        self.bounds.set_bounds(HEADERS_TIMEOUT, MAX_HEADERS_BYTES, "the head of the answer")
+        self.bounds.set_bounds(HEADERS_TIMEOUT, MAX_HEADERS_BYTES, "the response header")
         self.fp = io.BufferedReader(self.bounds, READ_SIZE)
 
 
 class _GzipReader:
-    """The bytes that gzip members say, one member after the other (an API server's stream has one
-    for each flush). `read`: some packed bytes, b"" at the end. `patience`: seconds without a byte
-    coming out that are too long: empty members must not be waited for without end.
+    """Decompresses gzip members one after the other (an API server's stream has one for each
+    flush). `read` returns some compressed bytes, b"" at the end. `timeout` returns the maximum
+    number of seconds without output: a peer that sends empty members must not be waited for
+    forever.
     """
 
     def __init__(self, read: Callable[[], bytes], timeout: Callable[[], float]) -> None:
         self._read, self._timeout = read, timeout
         self._member = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
         self._compressed = b""
-        self._is_member_end = True  # members, where the end is a clean one
+        self._is_member_end = True  # the input may only end between members
         self._has_more = False
 
     def read1(self) -> bytes:
-        """READ_BYTES at most, b"" at the end."""
+        """Returns up to READ_SIZE bytes, b"" at the end."""
         deadline = time.monotonic() + self._timeout()
         while True:
             if not self._compressed and not self._has_more:
@@ -162,7 +164,8 @@ class _GzipReader:
         except zlib.error as error:
             raise http.client.HTTPException(f"not gzip: {error}") from error
         self._is_member_end, self._compressed = self._member.eof, self._member.unconsumed_tail
-        self._has_more = len(data) == READ_SIZE  # the input may be used up, and the output not
+        # zlib may have consumed the input and still hold output
+        self._has_more = len(data) == READ_SIZE
         if self._is_member_end:
             self._compressed, self._has_more = self._member.unused_data, False
             self._member = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
@@ -170,7 +173,7 @@ class _GzipReader:
 
 
 class Response:
-    """A response whose headers have come."""
+    """A response whose headers have been read."""
 
     def __init__(self, connection: "ApiConnection", raw: _RawResponse) -> None:
         self._connection = connection
@@ -183,25 +186,30 @@ class Response:
 
     @property
     def retry_after(self) -> float:
-        """Seconds from Retry-After; 0 when there is none (or a date, which no API server sends)."""
+        """The seconds in Retry-After; 0 if there is none (or a date, which API servers do not
+        send).
+        """
         text = self._raw.getheader("Retry-After", "").strip()
         if not text.isdecimal():
             return 0.0
-        return float(min(int(text[:10]), MAX_RETRY_AFTER))  # int() refuses 4300 digits
+        return float(min(int(text[:10]), MAX_RETRY_AFTER))  # int() raises for 4300 digits
 
     def read_chunk(self) -> bytes:
-        """Some bytes as they come, b"" at the clean end. Raises SourceError when cut."""
+        """Returns some bytes as they arrive, b"" at the clean end. Raises SourceError if
+        truncated.
+        """
         return self._connection.translate_errors(self._read1)
 
     def read(
         self,
         limit: int = MAX_ERROR_BYTES,
         seconds: float = ERROR_TIMEOUT,
-        what: str = "the answer",
+        what: str = "the response",
         reserve: ReserveMemory = _reserve_nothing,
     ) -> bytearray:
-        """The whole body. Raises SourceError when cut, and when it is longer than `limit` bytes,
-        takes more than `seconds`, or `reserve` refuses room for it. `what` is for the error line.
+        """Returns the whole body. Raises SourceError if it is truncated, is longer than `limit`
+        bytes, takes more than `seconds`, or if `reserve` has no memory for it. `what` names the
+        data in errors.
         """
         self._raw.bounds.set_bounds(seconds, limit + READ_SIZE, what)
         body = bytearray()
@@ -212,7 +220,7 @@ class Response:
                     raise ResponseLimitExceeded(f"{what} has more than {limit >> 10} KiB")
                 reserve(len(data))
                 body.extend(data)
-            if self._raw.length:  # which read1() does not mind
+            if self._raw.length:  # read1() ignores a truncated body
                 raise http.client.IncompleteRead(b"", self._raw.length)
             self._finish()
             return body
@@ -220,11 +228,13 @@ class Response:
         try:
             return self._connection.translate_errors(read_body)
         except SourceError:
-            body.clear()  # the error's traceback keeps it, and others are given its room
+            body.clear()  # the traceback would keep it, while its reserved memory is released
             raise
 
     def read_error_body(self) -> bytes:
-        """The first ERROR_BYTES of the body, within ERROR_SECONDS; what has come if it fails."""
+        """Returns the start of the body, up to MAX_ERROR_BYTES within ERROR_TIMEOUT. Never
+        raises.
+        """
         body = bytearray()
         with contextlib.suppress(SourceError):
             self._raw.bounds.set_bounds(ERROR_TIMEOUT, float("inf"), "the body of an error")
@@ -234,13 +244,15 @@ class Response:
         return bytes(body[:MAX_ERROR_BYTES])
 
     def _finish(self) -> None:
-        """Free the connection for the next request, which read1() does for chunked bodies alone."""
+        """Frees the connection for the next request; read1() does that only for chunked bodies."""
         if self._raw.length == 0:
             self._raw.read()
 
 
 class ApiConnection:
-    """A connection that opens itself when needed. One thread makes requests; any may close()."""
+    """A connection that opens itself when needed. One thread makes requests; any may call
+    close().
+    """
 
     def __init__(self, cluster: Cluster, *, response_timeout: float = RESPONSE_TIMEOUT) -> None:
         self._cluster = cluster
@@ -255,7 +267,7 @@ class ApiConnection:
         self._credentials = Credentials()
 
     def _select_server(self) -> None:
-        """At the server that is tried now."""
+        """Selects the server to connect to next."""
         self._url = self._cluster.url
         url = urllib.parse.urlsplit(self._url)
         self._host = url.hostname or ""
@@ -264,11 +276,10 @@ class ApiConnection:
 
     @property
     def is_closed(self) -> bool:
-        """Whether close() was called."""
         return self._closed
 
     def close(self) -> None:
-        """End everything at once; from any thread. Nothing works afterwards."""
+        """Aborts everything at once; all later requests fail. Thread-safe."""
         with self._lock:
             self._closed = True
             if self._shutdown_sock is not None:
@@ -276,7 +287,9 @@ class ApiConnection:
                     self._shutdown_sock.shutdown(socket.SHUT_RDWR)
 
     def drop(self) -> None:
-        """Forget the open socket; the next request opens a new one. By the requesting thread."""
+        """Drops the open socket; the next request opens a new one. For the requesting thread
+        only.
+        """
         with self._lock:
             shutdown_sock, self._shutdown_sock = self._shutdown_sock, None
         for closable in (self._raw, self._http, self._sock, shutdown_sock):
@@ -292,9 +305,9 @@ class ApiConnection:
         silence_timeout: float = 0.0,
         body: bytes | None = None,
     ) -> Response:
-        """The answer's head, of whatever status. Raises SourceError.
+        """Returns the response with its headers read, whatever its status. Raises SourceError.
 
-        `silence`: seconds without a byte of the body that are too long. `body`: JSON.
+        `silence_timeout`: maximum seconds without a byte of the body. `body`: JSON.
         """
         if self._raw is not None and not self._raw.isclosed():
             self.drop()
@@ -305,7 +318,7 @@ class ApiConnection:
             self.drop()
             if not was_open:
                 raise self._explain_error(error) from error
-            # The server closed the idle connection: that is no failure yet.
+            # The server closed the idle connection: that is not a failure yet.
             raw = self.translate_errors(lambda: self._send(method, path, body))
         except (OSError, http.client.HTTPException, ResponseLimitExceeded) as error:
             self.drop()
@@ -318,7 +331,7 @@ class ApiConnection:
         return Response(self, raw)
 
     def translate_errors(self, work: Callable[[], T]) -> T:
-        """work(), with what goes wrong on the wire as SourceError, and the socket dropped."""
+        """Runs `work`; turns network errors into SourceError and drops the socket."""
         try:
             return work()
         except (OSError, http.client.HTTPException, ResponseLimitExceeded) as error:
@@ -326,7 +339,9 @@ class ApiConnection:
             raise self._explain_error(error) from error
 
     def _send(self, method: str, path: str, body: bytes | None) -> _RawResponse:
-        """The answer's head; whoever counts is told, also when there is none."""
+        """Sends a request and reads the response header. Reports it to `on_request`, even if it
+        failed.
+        """
         start, code = time.monotonic(), "<error>"
         try:
             raw = self._exchange(method, path, body)
@@ -373,7 +388,7 @@ class ApiConnection:
         self._sock = sock
         self._http = http.client.HTTPConnection(self._host, self._port)
         self._http.response_class = self._make_response  # type: ignore[assignment]
-        self._http.auto_open = 0  # or it would open one of its own, without TLS
+        self._http.auto_open = 0  # otherwise it would open a connection of its own, without TLS
         self._http.sock = sock
 
     def _make_response(self, sock: socket.socket, *args: Any, **options: Any) -> _RawResponse:
@@ -403,11 +418,12 @@ class ApiConnection:
                 sock.close()
                 if self._closed or i == len(addresses) - 1:
                     raise
-        raise OSError("the name has no address")
+        raise OSError("the host name has no address")
 
     def _report_connect(self, sock: socket.socket, host: str) -> None:
         cookie = int.from_bytes(sock.getsockopt(socket.SOL_SOCKET, SO_COOKIE, 8), sys.byteorder)
-        with contextlib.suppress(ObjectError):  # fe80::1%eth0: no Service can have it
+        # an address such as fe80::1%eth0, which no Service can have
+        with contextlib.suppress(ObjectError):
             self._cluster.on_connect(cookie, parse_addr(host), self._port)
 
     def _explain_error(self, error: Exception) -> SourceError:
@@ -417,46 +433,46 @@ class ApiConnection:
 
 
 def explain_error(error: Exception, url: str, where: str) -> SourceError:
-    """What went wrong between us and `url`, in words; credentials come from `where`."""
-    hint = "see whether it runs and whether this node can reach it"
+    """Explains an error between us and `url`; the credentials come from `where`."""
+    hint = "check that it runs and that this node can reach it"
     if where == "in-cluster":
-        # Only a Service proxy makes this address work: us.
-        hint = "this address is a Service itself: give --master https://HOST:PORT of the server"
+        # Only a Service proxy, that is kbpf itself, makes this address reachable.
+        hint = "this address is itself a Service; give --master https://HOST:PORT of the server"
     match error:
         case ResponseLimitExceeded():
             return ResponseLimitExceeded(
-                error.what, url, "is this a Kubernetes API server, and is it well?"
+                error.what, url, "is this a Kubernetes API server, and is it healthy?"
             )
         case SourceError():
             return error
         case ssl.SSLError():
             what, hint = _explain_tls_error(error, where)
         case TimeoutError() if not error.errno:
-            return ReadTimeout("no answer in time", url, hint)
+            return ReadTimeout("no response in time", url, hint)
         case http.client.IncompleteRead() | http.client.RemoteDisconnected():
-            what = "the server cut the connection"
+            what = "the server closed the connection"
         case http.client.HTTPException():
-            what = f"not an HTTP answer: {error!r}"
+            what = f"not an HTTP response: {error!r}"
         case socket.gaierror() if ADDRESS_PLACEHOLDER in url.upper():
-            what = "the manifests' placeholder was left in place"
-            hint = f"write the API server's address as the server in {where}"
+            what = "the placeholder of the manifests is still in place"
+            hint = f"set the server in {where} to the API server's address"
         case ConnectionResetError() if url.startswith("http:"):
-            what, hint = "connection reset by peer", "does it want https://?"
+            what, hint = "connection reset by peer", "does it require https://?"
         case _:
             what = (getattr(error, "strerror", None) or str(error)).lower()
     return SourceError(what, url, hint)
 
 
 def _explain_tls_error(error: ssl.SSLError, where: str) -> tuple[str, str]:
-    """What went wrong, and what to do."""
+    """Returns what went wrong and what to do."""
     match error:
         case ssl.SSLCertVerificationError() if error.verify_code in NAME_MISMATCH_CODES:
             what = f"its certificate is for another name: {error.verify_message}"
-            return what, f"write a name or address of the certificate as the server in {where}"
+            return what, f"set the server in {where} to a name or address of the certificate"
         case ssl.SSLCertVerificationError():
             what = f"its certificate is not trusted: {error.verify_message}"
-            return what, f"see certificate-authority in {where}"
+            return what, f"check certificate-authority in {where}"
         case ssl.SSLError(reason="WRONG_VERSION_NUMBER"):
-            return "it answers without TLS", "is its port another one, or http:// meant?"
+            return "the server does not use TLS", "is the port wrong, or is http:// meant?"
         case _:
             return f"TLS: {error.reason or error}", ""

@@ -1,8 +1,8 @@
-"""Which objects were said, in which state: what the difference of a new list is taken from.
+"""The objects that were emitted, in which state: the basis for the difference to a new list.
 
-Only keys and what tells states apart are kept; the objects belong to whoever got the events. A
-state is known by the object's uid, its resourceVersion and a hash of what we read of it: after an
-etcd restore one version may stand for two contents.
+Only keys and states are stored; the objects belong to the receiver of the events. A state is the
+object's uid, its resourceVersion and a hash of the fields that we read: after an etcd restore the
+same version may have another content.
 """
 
 from typing import Final, NamedTuple
@@ -12,7 +12,7 @@ from kbpf.source.decode.decode import DecodedObject
 
 
 class ObjectState(NamedTuple):
-    """A state of an object, as far as it matters here."""
+    """The state of an object, as far as it is compared here."""
 
     uid: str
     version: str
@@ -23,21 +23,21 @@ UNKNOWN_STATE: Final = ObjectState("", "", 0)
 
 
 def parse_version(version: str) -> int | None:
-    """A resourceVersion as a number, which orders them (KEP-5504); None for what is no number."""
+    """Returns a resourceVersion as a number, which is ordered (KEP-5504); None if it is not one."""
     return int(version) if version.isascii() and version.isdigit() and len(version) < 20 else None
 
 
 def is_rewind(before: str, now: str) -> bool:
-    """Whether a server that was at version `before` and is at `now` has lost what was between."""
+    """Whether a server that was at version `before` and is at `now` has lost changes."""
     old, new = parse_version(before), parse_version(now)
     return old is not None and new is not None and new < old
 
 
 class KnownVersions:
-    """The objects of one kind that are in force at the receiver (or were rejected there).
+    """The objects of one kind that the receiver has (or has rejected).
 
-    `drift`: so many objects of the last list differed from what was known, though no event since
-    can explain it.
+    `drift` is the number of objects in the last list that had changed although no event reported
+    it.
     """
 
     def __init__(self) -> None:
@@ -51,22 +51,27 @@ class KnownVersions:
         return len(self._states)
 
     def invalidate(self) -> None:
-        """The receiver may have missed something: the next list says everything again."""
+        """Forgets all states, because the receiver may have missed events: the next list emits
+        everything.
+        """
         self._states = dict.fromkeys(self._states, UNKNOWN_STATE)
 
     def begin_list(self, heard_through: str = "") -> None:
-        """From now on objects are those of a new list. `through`: all changes up to this version
-        have been heard, so what an older object changes has drifted.
+        """Starts a new list; update() now gets its objects. `heard_through`: all changes up to
+        this version have been received, so an object with an older version that differs has
+        drifted.
         """
         self._listed_keys, self._is_list_readable, self.drift = set(), True, 0
         self._heard_through = parse_version(heard_through)
 
     def mark_unreadable(self) -> None:
-        """Something in the list could not be told: what is missing may be that, not gone."""
+        """Records that an object of the list could not be identified: a missing object may be that
+        one.
+        """
         self._is_list_readable = False
 
     def end_list(self, now: float) -> list[Delete]:
-        """The list was complete: the deletions that it means."""
+        """Completes the list and returns the deletions that follow from it."""
         listed_keys, self._listed_keys = self._listed_keys or set(), None
         if not self._is_list_readable:
             return []
@@ -76,7 +81,9 @@ class KnownVersions:
         return [self._delete(key, now) for key in missing_keys]
 
     def update(self, item: DecodedObject, deleted: bool, now: float) -> Event | None:
-        """What to say about an object that came; None when the receiver knows it already."""
+        """Returns the event for an object that was received; None if the receiver has that state
+        already.
+        """
         key = item.key
         if deleted or (item.object is None and not item.error):
             return self._delete(key, now) if key in self._states else None

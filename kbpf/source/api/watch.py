@@ -1,12 +1,12 @@
-"""The bytes of one WATCH → what they say. No socket, no clock: feed() can be tested with values.
+"""Parses the bytes of one WATCH into messages. No socket and no clock, so it is tested with
+values.
 
-Rules:
-- A line is decoded when its newline is there; a cut one never is.
-- `resource_version` is where the watch can be taken up again. It moves with each object (a
-  malformed one too, or that one would come again for ever) and each bookmark. In a streaming list
-  (`initial`) it stays "" until the end mark: objects of a list come in no order.
-- A version that is lower than the one before is one WentBack: an API server's only grow.
-- Nothing in the bytes raises. What is no event at all is one Garbled, and the stream goes on.
+- A line is decoded once its newline has arrived; a truncated line never is.
+- `resource_version` is where the watch can be resumed. It advances with each object (even a
+  malformed one, or that one would come again forever) and each bookmark. In a streaming list
+  (`initial`) it stays "" until the end mark, because listed objects come in no particular order.
+- A version lower than the previous one yields a VersionRewind: an API server's versions only grow.
+- No input raises. A line that is not an event yields a MalformedLine, and the stream continues.
 """
 
 from typing import Final
@@ -20,41 +20,41 @@ from kbpf.source.decode import decode, wire
 from kbpf.source.decode.fields import format_json_error
 
 MAX_LINE_BYTES: Final = 8 << 20
-"""Bytes without a newline before we give up; see decode.MOST_BYTES."""
+"""The maximum length of a line; see decode.MAX_OBJECT_BYTES."""
 
 
 class ObjectChanged(msgspec.Struct, frozen=True):
-    """An object was added or modified, or is `gone`: deleted, or no longer selected."""
+    """An object was added or modified. `deleted`: it was deleted, or is no longer selected."""
 
     item: decode.DecodedObject
     deleted: bool = False
 
 
 class InitialListEnd(msgspec.Struct, frozen=True):
-    """All objects that existed have come."""
+    """All objects that existed at the start have been sent."""
 
 
 class VersionExpired(msgspec.Struct, frozen=True):
-    """410: the resourceVersion is too old to go on from."""
+    """410 Gone: the resourceVersion is too old to resume from."""
 
     message: str
 
 
 class WatchFailed(msgspec.Struct, frozen=True):
-    """The server ends the watch with an error; `code` is HTTP's, 0 if it says none."""
+    """The server ended the watch with an error; `code` is the HTTP status, 0 if it sent none."""
 
     code: int
     message: str
 
 
 class MalformedLine(msgspec.Struct, frozen=True):
-    """A line that is no watch event."""
+    """A line that is not a watch event."""
 
     error: str
 
 
 class VersionRewind(msgspec.Struct, frozen=True):
-    """The server's version has become lower: it does not know all that it said before."""
+    """The server's version has decreased: it has lost changes that it had reported."""
 
     old_version: str
     new_version: str
@@ -70,7 +70,7 @@ _STATUS_DECODER: Final = msgspec.json.Decoder(wire.ApiStatus)
 
 
 class WatchStream:
-    """One response body of a WATCH for one kind of object."""
+    """The response body of one WATCH, for one kind of object."""
 
     def __init__(self, kind: Kind, resource_version: str = "", *, initial: bool = False) -> None:
         self._kind = kind
@@ -80,7 +80,9 @@ class WatchStream:
         self.resource_version = "" if initial else resource_version
 
     def feed(self, data: bytes) -> list[WatchMessage]:
-        """What the lines say that end in `data`, in order. Any chunking gives the same."""
+        """Returns the messages of the lines completed by `data`, in order. The chunking does not
+        matter.
+        """
         head, newline, rest = data.partition(b"\n")
         self._parts.append(head)
         self._size += len(head)
@@ -93,11 +95,11 @@ class WatchStream:
 
     @property
     def is_inside_line(self) -> bool:
-        """Whether a line has begun and not ended."""
+        """Whether the last line is incomplete."""
         return self._size > 0
 
     def close(self) -> bool:
-        """Whether the bytes end inside a line."""
+        """Returns whether the data ended inside a line."""
         return any(part.strip() for part in self._parts)
 
     def _fail_too_long(self) -> list[WatchMessage]:
@@ -119,7 +121,7 @@ class WatchStream:
                 case "ERROR":
                     return [_status_message(_STATUS_DECODER.decode(event.object))]
                 case _:
-                    return [MalformedLine(f"unknown type of event {event.type[:40]!r}")]
+                    return [MalformedLine(f"unknown event type {event.type[:40]!r}")]
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ObjectError) as error:
             return [MalformedLine(f"{format_json_error(error)}: {line[:60]!r}")]
 

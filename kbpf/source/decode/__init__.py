@@ -1,1 +1,1 @@
-"""Kubernetes JSON and YAML to model objects."""
+"""Decodes Kubernetes JSON and YAML into model objects."""

@@ -1,10 +1,10 @@
-"""The annotations of a Service that are ours: how its connections are spread.
+"""kbpf's annotations of a Service, which control how connections are spread.
 
     kbpf.io/algorithm: maglev
     kbpf.io/weights: "web-0=3, 10.0.0.7=0, node:worker-2=2, zone:eu-1a=2, *=1"
 
-An annotation is an extra, so a bad one costs only itself: what cannot be read is left out, with one
-line for each annotation that says so, and the Service is served without it.
+An annotation is optional, so an invalid one harms only itself: invalid parts are skipped, with one
+line for each annotation, and the Service is served without them.
 """
 
 from collections.abc import Mapping
@@ -20,13 +20,13 @@ WEIGHTS_ANNOTATION: Final = "kbpf.io/weights"
 MAX_WEIGHT: Final = 1000
 _MAX_SHOWN: Final = 3
 _SYNTAX_HINT: Final = (
-    f"write NAME=WEIGHT with commas between them, each name once: a Pod, an address, node:NODE, "
+    f"write NAME=WEIGHT, separated by commas, each name once: a Pod, an address, node:NODE, "
     f"zone:ZONE or *, and a whole number from 0 to {MAX_WEIGHT}"
 )
 
 
 class WeightRule(NamedTuple):
-    """One part of kbpf.io/weights: `kind` is a field of Weights."""
+    """One part of kbpf.io/weights. `kind` is a field of Weights."""
 
     kind: str
     name: Addr | str
@@ -34,7 +34,7 @@ class WeightRule(NamedTuple):
 
 
 def parse_algorithm(text: str | None, skipped: list[str]) -> Algorithm | None:
-    """What the annotation says; None when it says nothing, or nothing that is known."""
+    """Parses kbpf.io/algorithm; None if it is missing or unknown."""
     if text is None:
         return None
     try:
@@ -42,13 +42,13 @@ def parse_algorithm(text: str | None, skipped: list[str]) -> Algorithm | None:
     except ValueError:
         choices = " or ".join(Algorithm)
         skipped.append(
-            f"{_annotation_path(ALGORITHM_ANNOTATION)}: {text[:64]!r} is not known; write {choices}"
+            f"{_annotation_path(ALGORITHM_ANNOTATION)}: {text[:64]!r} is unknown; write {choices}"
         )
         return None
 
 
 def parse_weights(text: str | None, skipped: list[str]) -> Weights | None:
-    """The rules of the annotation; None when there is none that can be read."""
+    """Parses kbpf.io/weights; None if it is missing or has no valid part."""
     rules: dict[tuple[str, Addr | str], int] = {}
     bad: list[str] = []
     for part in (text or "").split(","):
@@ -73,7 +73,7 @@ def _annotation_path(annotation: str) -> str:
 
 
 def _parse_rule(text: str) -> WeightRule | None:
-    """``web-0=3`` and the like; None when it is none."""
+    """Parses ``web-0=3`` and the like; None if it is invalid."""
     name, _, number = (part.strip() for part in text.rpartition("="))
     if not (number.isascii() and number.isdigit() and len(number) <= 4):
         return None
@@ -85,7 +85,7 @@ def _parse_rule(text: str) -> WeightRule | None:
 
 
 def _parse_target(name: str) -> tuple[str, Addr | str] | None:
-    """Whom a rule is for: the field of Weights, and the name there."""
+    """Returns what a rule applies to: the field of Weights, and the name in it."""
     if name == "*":
         return "others", ""
     kind, _, value = name.partition(":")

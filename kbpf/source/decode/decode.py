@@ -1,15 +1,17 @@
-"""Wire → model: what kube-proxy reads of an object, checked, with defaults filled in.
+"""Decodes wire objects into model objects: the fields that kube-proxy reads, validated, with
+defaults.
 
-Rules (serviceport.go and endpointslicecache.go; where kube-proxy trusts the API server's checks, we
-make them):
-- `None` means that kube-proxy skips the object: to us it does not exist.
-- A name that the API server would refuse spoils the whole object: names are kept in maps, in
-  places of their length, and stand in lines for people.
-- A malformed Service is one ObjectError that names the field, and nothing of it is used: half of a
-  Service (a source range dropped, a port missing) could be worse than what it said before.
-- In an EndpointSlice a bad endpoint or port is left out, with one line in `skipped`; a Node
-  likewise, and a bad annotation of a Service. A field of the wrong JSON type spoils its whole
-  object, as in an API server.
+The rules are those of serviceport.go and endpointslicecache.go; where kube-proxy relies on the API
+server's validation, the checks are made here.
+
+- `None` means that kube-proxy skips the object: for kbpf it does not exist.
+- A name that the API server would reject invalidates the whole object: names are stored in map
+  fields of their maximum length, and printed.
+- A malformed Service raises one ObjectError that names the field, and none of it is used: half of
+  a Service (without a source range, or a port) could be worse than its previous state.
+- In an EndpointSlice a malformed endpoint or port is left out, with a line in `skipped`; likewise
+  in a Node, and an invalid annotation of a Service. A field of the wrong JSON type invalidates the
+  whole object, as in an API server.
 """
 
 import re
@@ -60,25 +62,27 @@ from kbpf.source.decode.fields import (
 ModelObject = Service | EndpointSlice | Node | Pod
 
 MAX_OBJECT_BYTES: Final = 6 << 20
-"""Of one object's JSON. etcd takes 1.5 MiB of protobuf, which are three times as much in JSON."""
+"""Bytes of one object's JSON. etcd accepts 1.5 MiB of protobuf, which is three times as much
+JSON."""
 LARGE_OBJECT_BYTES: Final = 256 << 10
 _LARGE_OBJECT_LOCK: Final = threading.Lock()
-"""One large object is decoded at a time: as structs it takes up to thirty times its text."""
+"""Only one large object is decoded at a time: as structs it takes up to thirty times its size."""
 MAX_ADDRESSES: Final = 1_024
-"""ExternalIPs of one Service, and as many addresses of load balancers; those after them are left
-out. Each costs the writer some microseconds for each port, and other tenants' changes wait."""
+"""At most this many ExternalIPs of a Service, and as many load balancer addresses; the rest is
+left out. Each costs some microseconds per port, while the changes of other tenants wait."""
 MAX_SKIPPED_LINES: Final = 100
-"""Lines about endpoints of one slice that are left out."""
+"""Lines about left-out endpoints of one slice."""
 DEFAULT_AFFINITY_TIMEOUT: Final = 10800
 TO_BE_DELETED_TAINT: Final = "ToBeDeletedByClusterAutoscaler"
 _PROTOCOLS: Final = {"TCP": Protocol.TCP, "UDP": Protocol.UDP, "SCTP": Protocol.SCTP}
-_UID_PATTERN: Final = re.compile(r"[0-9A-Za-z-]{1,64}")  # it names a folder
+_UID_PATTERN: Final = re.compile(r"[0-9A-Za-z-]{1,64}")  # it becomes part of a cgroup path
 _SERVICE_TYPES: Final = ("ClusterIP", "NodePort", "LoadBalancer", "ExternalName")
 
 
 class DecodedObject(NamedTuple):
-    """One object read. Without `error`, `object` None means that it is selected out. `triggered`:
-    see Upsert. `uid` and `version` tell objects and their states apart, at one API server.
+    """A decoded object. `object` None without `error` means that kbpf does not select it.
+    `trigger_time`: see Upsert. `uid` and `version` identify the object and its state, at one API
+    server.
     """
 
     key: ObjectKey
@@ -90,9 +94,9 @@ class DecodedObject(NamedTuple):
 
 
 def decode_object(kind: Kind, data: bytes | msgspec.Raw) -> DecodedObject:
-    """The object in this JSON. A malformed one is an Item with `error`.
+    """Decodes JSON. A malformed object is returned with `error` set.
 
-    Raises ObjectError when not even its name can be read, or it is longer than MOST_BYTES.
+    Raises ObjectError if not even its name can be read, or if it is longer than MAX_OBJECT_BYTES.
     """
     decoder = _DECODERS[kind]
     size = len(memoryview(data))
@@ -101,7 +105,7 @@ def decode_object(kind: Kind, data: bytes | msgspec.Raw) -> DecodedObject:
             kind, data, decoder.json_decoder.decode, _META_DECODER.decode, decoder.to_model
         )
     if size > MAX_OBJECT_BYTES:
-        raise ObjectError(f"not a {kind}: it has more than {MAX_OBJECT_BYTES >> 20} MiB")
+        raise ObjectError(f"not a {kind}: larger than {MAX_OBJECT_BYTES >> 20} MiB")
     with _LARGE_OBJECT_LOCK:
         return _decode(
             kind, data, decoder.json_decoder.decode, _META_DECODER.decode, decoder.to_model
@@ -109,8 +113,8 @@ def decode_object(kind: Kind, data: bytes | msgspec.Raw) -> DecodedObject:
 
 
 def convert_object(kind: Kind, value: object) -> DecodedObject:
-    """The same from plain dicts and lists, as a YAML document comes. As strict as JSON is:
-    ``port: "80"`` is an error here because it is one to an API server.
+    """Decodes plain dicts and lists, such as a YAML document, as strictly as JSON: ``port: "80"``
+    is an error here because it is one in an API server.
     """
     decoder = _DECODERS[kind]
     return _decode(
@@ -123,7 +127,7 @@ def convert_object(kind: Kind, value: object) -> DecodedObject:
 
 
 def decode_service(obj: wire.Service) -> Service | None:
-    """What kube-proxy uses of a Service; None when it skips it. Raises ObjectError."""
+    """Returns what kube-proxy uses of a Service; None if it skips it. Raises ObjectError."""
     spec, labels = obj.spec or wire.ServiceSpec(), obj.metadata.labels
     if labels and (labels.headless is not None or labels.proxy_name is not None):
         return None
@@ -163,7 +167,7 @@ def decode_service(obj: wire.Service) -> Service | None:
 
 
 def decode_endpoint_slice(obj: wire.EndpointSlice) -> EndpointSlice | None:
-    """What kube-proxy uses of an EndpointSlice; None when it skips it. Raises ObjectError."""
+    """Returns what kube-proxy uses of an EndpointSlice; None if it skips it. Raises ObjectError."""
     labels = obj.metadata.labels
     if not labels or not labels.service_name or labels.headless is not None:
         return None
@@ -188,7 +192,9 @@ def decode_endpoint_slice(obj: wire.EndpointSlice) -> EndpointSlice | None:
 
 
 def decode_node(obj: wire.Node) -> Node:
-    """What kube-proxy uses of a Node: addresses, zone, pod networks, whether it is to go."""
+    """Returns what kube-proxy uses of a Node: addresses, zone, pod networks, and whether it is
+    leaving.
+    """
     skipped: list[str] = []
     entries = list(enumerate((obj.status and obj.status.addresses) or ()))
     addresses = [
@@ -216,14 +222,14 @@ def decode_node(obj: wire.Node) -> Node:
 
 
 def decode_pod(obj: wire.Pod) -> Pod | None:
-    """Which Pod it is, if the label kbpf.io/socket-lb says "off"; else None. Raises ObjectError."""
+    """Returns the Pod if its label kbpf.io/socket-lb is "off", else None. Raises ObjectError."""
     meta = obj.metadata
     if meta.labels is None or meta.labels.socket_lb != "off":
         return None
     uid = meta.uid or ""
     if not _UID_PATTERN.fullmatch(uid):
         raise ObjectError(
-            f"metadata.uid: {escape_name(uid)!r} is no uid" if uid else "metadata.uid: missing"
+            f"metadata.uid: {escape_name(uid)!r} is not a uid" if uid else "metadata.uid: missing"
         )
     return Pod(
         namespace=intern(meta.namespace or ""),
@@ -272,7 +278,7 @@ def _object_key(
 
 
 def _check_names(kind: Kind, meta: wire.ObjectMeta | wire.PodMeta) -> None:
-    """Raises ObjectError unless the name and namespace are what the API server accepts."""
+    """Raises ObjectError unless the API server would accept the name and namespace."""
     check_name = check_label if kind is Kind.SERVICE else check_subdomain
     check_name(meta.name, "metadata.name")
     if kind is not Kind.NODE and meta.namespace:
@@ -280,7 +286,9 @@ def _check_names(kind: Kind, meta: wire.ObjectMeta | wire.PodMeta) -> None:
 
 
 def _cluster_ips(spec: wire.ServiceSpec, skipped: list[str]) -> tuple[Addr, ...]:
-    """spec.clusterIPs, or clusterIP alone (objects from before 1.20); empty means: skip."""
+    """Reads spec.clusterIPs, or clusterIP alone (objects from before 1.20); () means that
+    kube-proxy skips the Service.
+    """
     texts = spec.cluster_ips or ((spec.cluster_ip,) if spec.cluster_ip else ())
     if "None" in texts or spec.cluster_ip == "None" or texts == ("",):
         return ()
@@ -318,7 +326,7 @@ def _service_ports(ports: tuple[wire.ServicePort, ...], exposed: bool) -> tuple[
 
 
 def _source_ranges(spec: wire.ServiceSpec) -> tuple[Cidr, ...]:
-    """In order and each once, so that policy has little to do with many of them."""
+    """Sorted and without duplicates, which keeps the policy fast for long lists."""
     entries = enumerate(spec.load_balancer_source_ranges or ())
     return tuple(
         sorted({parse_cidr(text.strip(), f"spec.loadBalancerSourceRanges[{i}]")
@@ -337,15 +345,18 @@ def _lb_vips(status: wire.ServiceStatus | None, skipped: list[str]) -> tuple[Add
 
 
 def _usable_addresses(entries: Iterable[tuple[str, str]], skipped: list[str]) -> tuple[Addr, ...]:
-    """The addresses at these paths but for those that no connection can be made to, or that are
-    every node's own: they are left out, and the Service is served at its others. Link-local ones
-    are refused by policy (policy/admission.py).
+    """Parses the addresses at these paths, without those to which no connection is possible or
+    which belong to every node: these are left out, and the Service is served at the others.
+    Link-local addresses are refused by policy (policy/admission.py).
     """
     addresses: list[Addr] = []
     for path, text in entries:
         if len(addresses) == MAX_ADDRESSES:
             skipped.append(
-                with_path(path, f"it and what follows: no more than {MAX_ADDRESSES} count")
+                with_path(
+                    path,
+                    f"this and all further addresses are left out: the limit is {MAX_ADDRESSES}",
+                )
             )
             break
         address = parse_address(text, path)
@@ -382,10 +393,11 @@ def _affinity_timeout(spec: wire.ServiceSpec) -> int:
 def _endpoints(
     endpoints: tuple[wire.Endpoint, ...], family: int, skipped: list[str], pods: list[str]
 ) -> tuple[Endpoint, ...]:
-    """The endpoints that can serve; `pods` gets the name of each one's Pod. Only addresses[0] is
-    used. This loop is the hot one.
+    """Returns the endpoints that can serve, and appends the name of each one's Pod to `pods`. Only
+    addresses[0] is used.
     """
     result: list[Endpoint] = []
+    # the hot loop of decoding: no helper calls for the common case
     for i, endpoint in enumerate(endpoints):
         text = endpoint.addresses[0] if endpoint.addresses else ""
         try:
@@ -423,7 +435,7 @@ def _endpoints(
 
 
 def _note_malformed_extras(addresses: tuple[str, ...], path: str, skipped: list[str]) -> None:
-    """A line for each that is no address, though none after the first one is used."""
+    """Adds a line for each invalid address, although addresses after the first are not used."""
     for i, text in enumerate(addresses[1:], 1):
         try:
             parse_addr(text)
@@ -435,11 +447,11 @@ def _add_skipped(skipped: list[str], line: str) -> None:
     if len(skipped) < MAX_SKIPPED_LINES:
         skipped.append(line)
     elif len(skipped) == MAX_SKIPPED_LINES:
-        skipped.append("endpoints: and more of them, for whatever reason")
+        skipped.append("endpoints: further ones are left out, too")
 
 
 def _pod_name(ref: wire.TargetRef) -> str:
-    """The name of a Pod; "" for anything else, and for what no Pod is called."""
+    """Returns the name of a Pod; "" for another kind, or a name that no Pod can have."""
     name = ref.name if ref.kind == "Pod" else None
     return name if name and "\n" not in name else ""
 
@@ -450,12 +462,16 @@ def _hint_names(hints: tuple[wire.EndpointHint, ...] | None) -> tuple[str, ...] 
 
 @lru_cache(maxsize=4096)
 def _intern_names(names: tuple[str, ...]) -> tuple[str, ...]:
-    """One tuple for all endpoints with these hints: there are few zones and many endpoints."""
+    """Shares one tuple among all endpoints with these hints: there are few zones and many
+    endpoints.
+    """
     return tuple(map(intern, names))
 
 
 def _slice_ports(ports: tuple[wire.SlicePort, ...], skipped: list[str]) -> tuple[SlicePort, ...]:
-    """The ports that can serve. No name at all and no number mean "not for us"."""
+    """Returns the ports that can serve. Ports without a name field or number are not for service
+    proxies.
+    """
     result = []
     for i, port in enumerate(ports):
         if port.name is None or not port.port:

@@ -1,4 +1,4 @@
-"""Checks of single fields. Each raises ObjectError with the field's path in the object:
+"""Checks of single fields. Each raises ObjectError with the path of the field in the object:
 ``spec.ports[0].port: 70000 is not a port``.
 """
 
@@ -25,17 +25,17 @@ LABEL_VALUE: Final = re.compile(r"(?=.{1,63}\Z)[A-Za-z0-9](?:[-_.A-Za-z0-9]*[A-Z
 
 
 def format_decode_error(error: Exception) -> str:
-    """msgspec's complaint in our form: ``spec.ports[0].port: expected an integer, ...``."""
+    """Formats an error of msgspec as ``spec.ports[0].port: expected an integer, ...``."""
     match = re.fullmatch(r"(.*) - at `\$\.?(.*)`", str(error), re.DOTALL)
     text, path = match.groups() if match else (str(error), "")
     return with_path(path, describe_decode_error(text))
 
 
 def format_json_error(error: Exception) -> str:
-    """The same of an answer: that it is no JSON at all is said first."""
+    """The same for a response; says first if it is not JSON at all."""
     text = format_decode_error(error)
     is_json = isinstance(error, msgspec.ValidationError | ObjectError)
-    return text if is_json else f"broken JSON: {text}"
+    return text if is_json else f"invalid JSON: {text}"
 
 
 def with_path(path: str, text: str) -> str:
@@ -50,10 +50,12 @@ def check_one_of(value: str, allowed: tuple[str, ...], path: str) -> str:
 
 @lru_cache(maxsize=4096)
 def label_problem(name: str) -> str:
-    """What is wrong with the name of a Service, a namespace or a port; "" when nothing is."""
+    """Returns what is wrong with the name of a Service, a namespace or a port; "" if it is
+    valid.
+    """
     if len(name) <= 63 and LABEL.fullmatch(name):
         return ""
-    return f"{name!r} is not a DNS label (a-z, 0-9 and - inside, 63 characters at most)"
+    return f"{name!r} is not a DNS label (a-z, 0-9 and - inside, at most 63 characters)"
 
 
 def check_label(name: str, path: str) -> str:
@@ -63,15 +65,14 @@ def check_label(name: str, path: str) -> str:
 
 
 def check_subdomain(name: str, path: str) -> str:
-    """The name of an EndpointSlice or a Node."""
     if len(name) <= 253 and SUBDOMAIN.fullmatch(name):
         return name
-    allowed = "a-z, 0-9, and - and . inside, 253 characters at most"
+    allowed = "a-z, 0-9, and - and . inside, at most 253 characters"
     raise ObjectError(with_path(path, f"{name!r} is not a DNS subdomain ({allowed})"))
 
 
 def escape_name(name: str) -> str:
-    """The same name, on one line whatever is in it: it stands in a key, good or bad."""
+    """Escapes a name so that it fits on one line: it appears in keys even if it is invalid."""
     return name if name.isprintable() else repr(name)[1:-1]
 
 
@@ -87,7 +88,9 @@ def parse_address(text: str, path: str) -> Addr:
 
 
 def leading_zeros_problem(text: str, address: Addr) -> str:
-    """What is odd about an IPv4 address that some programs would read as octal; "" if nothing."""
+    """Describes an IPv4 address with leading zeros, which some programs read as octal; "" if it
+    has none.
+    """
     if not (text.startswith("0") or ".0" in text) or not _LEADING_ZERO.search(text):
         return ""
     return f"{text!r} has leading zeros; {READ_AS_TEXT} {format_addr(address)}"
@@ -101,11 +104,12 @@ def parse_specified_address(text: str, path: str) -> Addr:
 
 
 def special_address_problem(address: Addr) -> str:
-    """Why an API server refuses this address as an endpoint or external IP; "" when it doesn't.
+    """Returns why an API server rejects this address as an endpoint or ExternalIP; "" if it does
+    not.
 
-    Such an address means something else on every node: the node itself, its metadata service.
-    (Global multicast and broadcast pass the API server's check, "probably a bug"; not ours. So does
-    whatever somebody writes as a load balancer's address.)
+    Such an address has another meaning on every node: the node itself, or its metadata service.
+    (The API server's check lets global multicast and broadcast pass, "probably a bug"; this one
+    does not. The API server does not check the addresses of load balancers at all.)
     """
     return (
         _special_address_problem_v4(address[12:])
@@ -138,7 +142,7 @@ def _special_address_problem_v6(address: bytes) -> str:
 
 
 def parse_cidr(text: str, path: str) -> Cidr:
-    """The network in ``10.0.0.0/8`` or ``fd00::/64``; host bits are cleared."""
+    """Parses a network such as ``10.0.0.0/8`` or ``fd00::/64``; host bits are cleared."""
     head, _, tail = text.partition("/")
     try:
         bits = int(tail) if tail.isascii() and tail.isdigit() else -1

@@ -1,8 +1,8 @@
-"""Fields that Kubernetes does not know: a slip of the pen in a folder's YAML, which would become
-the default without a word.
+"""Finds fields that Kubernetes does not know: typos in a folder's YAML, which would otherwise
+silently become the default.
 
-The lists are those of Kubernetes 1.37 (k8s.io/api core/v1 and discovery/v1), with all that we do
-not read. metadata and status are not checked.
+The lists are those of Kubernetes 1.37 (k8s.io/api core/v1 and discovery/v1), including fields that
+kbpf does not read. metadata and status are not checked.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,7 +14,7 @@ from kbpf.model.events import Kind
 from kbpf.source.decode.annotations import ALGORITHM_ANNOTATION, WEIGHTS_ANNOTATION
 
 FieldShape = Mapping[str, Any]
-"""Field → the shape of what is below it (of each item, if it is a list); None: anything goes."""
+"""Field → the shape of its value (for a list: of each item); None: not checked."""
 
 
 def _shape(names: str, **nested: FieldShape) -> FieldShape:
@@ -59,19 +59,19 @@ SHAPE_BY_KIND: Final = {
 
 
 class UnknownField(NamedTuple):
-    """A field that is none: its path in the object, and the known name that it resembles, or ""."""
+    """An unknown field: its path in the object, and the known name that it resembles, or ""."""
 
     path: str
     suggestion: str
 
 
 def find_unknown_fields(kind: Kind, value: object) -> Iterator[UnknownField]:
-    """All of them, in the order in which they stand."""
+    """Yields all unknown fields, in the order of the object."""
     return _find_unknown(value, SHAPE_BY_KIND[kind], "")
 
 
 def find_unknown_annotations(value: object) -> Iterator[UnknownField]:
-    """Annotations with our prefix that kbpf does not know."""
+    """Yields annotations with the prefix kbpf.io/ that kbpf does not know."""
     meta = value.get("metadata") if isinstance(value, dict) else None
     annotations = meta.get("annotations") if isinstance(meta, dict) else None
     for name in annotations if isinstance(annotations, dict) else ():
@@ -94,6 +94,6 @@ def _find_unknown(value: object, shape: FieldShape, path: str) -> Iterator[Unkno
 
 
 def _suggest_field(name: str, shape: FieldShape) -> str:
-    """The known name that was meant, whatever its capitals: ``clusterIp`` is ``clusterIP``."""
+    """Returns the most similar known name, ignoring case: ``clusterIp`` → ``clusterIP``."""
     names = {field.lower(): field for field in shape}
     return next((names[field] for field in get_close_matches(name.lower(), names, 1, 0.75)), "")

@@ -1,7 +1,8 @@
-"""Services, EndpointSlices, Nodes and Pods as the JSON comes: only the fields that decide.
+"""Services, EndpointSlices, Nodes and Pods as in JSON, with only the fields that kbpf uses.
 
-Rules: whatever may be null or missing is optional here and gets its meaning in decode.py; what we
-do not list is skipped by msgspec without being built. Kubernetes' spelling of names ends here.
+Whatever may be null or missing is optional here and gets its default in decode.py. msgspec skips
+fields that are not listed without building them. Only this module uses Kubernetes' spelling of
+names.
 """
 
 import threading
@@ -10,13 +11,13 @@ from typing import Final
 import msgspec
 
 MAX_PAGE_ITEMS: Final = 200_000
-"""Items in one page; 500 are asked for, but a server may give all that there are."""
+"""In one page. kbpf requests 500, but a server may send everything."""
 
 _ACRONYMS = {"ip": "IP", "ips": "IPs", "cidrs": "CIDRs", "cidr": "CIDR"}
 
 
 def json_name(name: str) -> str:
-    """The field as Kubernetes spells it: ``cluster_ips`` is ``clusterIPs``."""
+    """Returns the name as Kubernetes spells it: ``cluster_ips`` → ``clusterIPs``."""
     first, *rest = name.split("_")
     return first + "".join(_ACRONYMS.get(part, part.capitalize()) for part in rest)
 
@@ -32,7 +33,7 @@ class Labels(
         "zone": "topology.kubernetes.io/zone",
     },
 ):
-    """The four labels that we read. A label with an empty value is "", a missing one None."""
+    """The four labels that kbpf reads. A label with an empty value is "", a missing one None."""
 
     service_name: str | None = None
     headless: str | None = None
@@ -57,7 +58,7 @@ class Annotations(
     gc=False,
     rename={"algorithm": "kbpf.io/algorithm", "weights": "kbpf.io/weights"},
 ):
-    """Those of a Service that are ours."""
+    """The annotations of a Service that kbpf reads."""
 
     algorithm: str | None = None
     weights: str | None = None
@@ -75,7 +76,7 @@ class SliceAnnotations(
     gc=False,
     rename={"triggered": "endpoints.kubernetes.io/last-change-trigger-time"},
 ):
-    """The one of an EndpointSlice that we read."""
+    """The annotation of an EndpointSlice that kbpf reads."""
 
     triggered: str | None = None
 
@@ -87,7 +88,7 @@ class SliceMeta(ObjectMeta, frozen=True, gc=False, rename=json_name):
 
 
 class PartialObjectMeta(msgspec.Struct, frozen=True, gc=False, rename=json_name):
-    """metadata of an object of which nothing else can be read."""
+    """metadata of an object of which nothing else can be decoded."""
 
     name: str = ""
     namespace: str | None = None
@@ -95,7 +96,7 @@ class PartialObjectMeta(msgspec.Struct, frozen=True, gc=False, rename=json_name)
 
 
 class PartialObject(msgspec.Struct, frozen=True, gc=False, rename=json_name):
-    """Any object: enough to say which one it is."""
+    """Any object: enough to identify it."""
 
     metadata: PartialObjectMeta
 
@@ -157,8 +158,6 @@ class ServiceStatus(msgspec.Struct, frozen=True, gc=False, rename=json_name):
 
 
 class Service(msgspec.Struct, frozen=True, gc=False, rename=json_name):
-    """A Service."""
-
     metadata: ServiceMeta
     spec: ServiceSpec | None = None
     status: ServiceStatus | None = None
@@ -234,7 +233,7 @@ class Taint(msgspec.Struct, frozen=True, gc=False, rename=json_name):
 
 
 class NodeSpec(msgspec.Struct, frozen=True, gc=False, rename=json_name):
-    """spec of a Node: its pod networks, and who is to stay away."""
+    """spec of a Node: its pod networks and taints."""
 
     pod_cidr: str | None = None
     pod_cidrs: tuple[str, ...] | None = None
@@ -254,15 +253,13 @@ class NodeStatus(msgspec.Struct, frozen=True, gc=False, rename=json_name):
 
 
 class Node(msgspec.Struct, frozen=True, gc=False, rename=json_name):
-    """A Node."""
-
     metadata: NodeMeta
     spec: NodeSpec | None = None
     status: NodeStatus | None = None
 
 
 class PodLabels(msgspec.Struct, frozen=True, gc=False, rename={"socket_lb": "kbpf.io/socket-lb"}):
-    """The one label of a Pod that we read."""
+    """The label of a Pod that kbpf reads."""
 
     socket_lb: str | None = None
 
@@ -278,14 +275,12 @@ class PodMeta(msgspec.Struct, frozen=True, gc=False, rename=json_name):
 
 
 class PodSpec(msgspec.Struct, frozen=True, gc=False, rename=json_name):
-    """spec of a Pod: where it runs."""
+    """spec of a Pod: its node."""
 
     node_name: str | None = None
 
 
 class Pod(msgspec.Struct, frozen=True, gc=False, rename=json_name):
-    """A Pod."""
-
     metadata: PodMeta
     spec: PodSpec | None = None
 
@@ -299,8 +294,8 @@ class ListMeta(
         "remaining": "remainingItemCount",
     },
 ):
-    """metadata of a list: its resourceVersion, the token of the next page, and how many objects
-    follow this page.
+    """metadata of a list: its resourceVersion, the token of the next page, and the number of
+    objects after this page.
     """
 
     resource_version: str | None = None
@@ -309,7 +304,7 @@ class ListMeta(
 
 
 class ListPage(msgspec.Struct, frozen=True, gc=False, rename=json_name):
-    """A page of a LIST; the items stay bytes, so that one bad object spoils only itself."""
+    """A page of a LIST. Items stay undecoded, so that one malformed object harms only itself."""
 
     metadata: ListMeta
     items: list[msgspec.Raw] | None = None
@@ -319,7 +314,7 @@ _item_budget = threading.local()
 
 
 class CountedItem(msgspec.Struct, frozen=True, gc=False):
-    """An item of a list, of which nothing is kept. Raises ValueError for too many in a page."""
+    """An item of a list, counted and discarded. Raises ValueError if a page has too many."""
 
     def __post_init__(self) -> None:
         _item_budget.remaining -= 1
@@ -328,14 +323,15 @@ class CountedItem(msgspec.Struct, frozen=True, gc=False):
 
 
 class CountedPage(msgspec.Struct, frozen=True, gc=False):
-    """A page of a LIST, read only to count its items."""
+    """A page of a LIST, decoded only to count its items."""
 
     items: list[CountedItem] | None = None
 
 
 def check_items(body: bytes | bytearray) -> None:
-    """Raise ValidationError when the page has too many items, or one that is no object. A Raw takes
-    forty times the three bytes of the smallest item, so they are counted before they are made.
+    """Raises ValidationError if the page has too many items, or one that is not an object. A Raw
+    takes forty times the three bytes of the smallest item, so items are counted before they are
+    created.
     """
     _item_budget.remaining = MAX_PAGE_ITEMS
     _COUNTING_DECODER.decode(body)
@@ -345,7 +341,7 @@ _COUNTING_DECODER: Final = msgspec.json.Decoder(CountedPage)
 
 
 class WatchEvent(msgspec.Struct, frozen=True, gc=False, rename=json_name):
-    """One line of a WATCH; what `object` is depends on `type`."""
+    """One line of a WATCH. `type` decides what `object` is."""
 
     type: str
     object: msgspec.Raw
@@ -371,7 +367,7 @@ class Bookmark(msgspec.Struct, frozen=True, gc=False, rename=json_name):
 
 
 class ApiStatus(msgspec.Struct, frozen=True, gc=False, rename=json_name):
-    """What an API server says when it says no: an ERROR line's object, or a response's body."""
+    """The Status of an error: the object of an ERROR line, or the body of a response."""
 
     code: int | None = None
     message: str | None = None

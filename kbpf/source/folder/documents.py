@@ -1,13 +1,12 @@
-"""The text of one YAML or JSON file → the objects in it, each with its place.
+"""Parses a YAML or JSON file into the objects in it, each with its place.
 
-Rules:
-- Values are taken as an API server takes them (bounded_yaml.py): ``port: "80"`` is an error, a
-  date stays text, and ``2001:10:1:2:3:4:5:6`` is an address (no number of base 60, as in YAML 1.1).
-- What an API server would fill in is filled in: namespace `default`, port name "".
-- A field that Kubernetes does not know is a line of complaint; its object is served without it.
-- A text that cannot be parsed, or is beyond MANIFESTS (bounded_yaml.py), is one ObjectError; a bad
-  object in a good text spoils only itself.
-- After MOST_PROBLEMS lines of complaint no more are looked for: each costs a search for its place
+- Values are read as an API server reads them (bounded_yaml.py): ``port: "80"`` is an error, a date
+  stays text, and ``2001:10:1:2:3:4:5:6`` is an address (in YAML 1.1 it is a base-60 number).
+- Defaults of an API server are filled in: namespace `default`, port name "".
+- A field that Kubernetes does not know is a problem line; its object is served without it.
+- A text that cannot be parsed, or that exceeds MANIFESTS (bounded_yaml.py), is one ObjectError; a
+  malformed object in a valid text harms only itself.
+- The search for problems ends after MAX_PROBLEMS_PER_FILE lines: each needs a search for its line
   and for the name that was meant.
 """
 
@@ -34,9 +33,9 @@ API_VERSIONS: Final = {
     "Pod": "v1",
 }
 MIN_SIMILARITY: Final = 0.8
-"""How much a kind resembles one that is read, to be taken for it: ServiceCIDR does by 0.78."""
+"""How similar an unknown kind must be to a supported one to be a typo of it: ServiceCIDR is
+0.78."""
 MAX_PROBLEMS_PER_FILE: Final = 100
-"""Lines of complaint about one file."""
 _WITH_ARTICLE: Final = {
     "Service": "a Service",
     "EndpointSlice": "an EndpointSlice",
@@ -46,8 +45,8 @@ _WITH_ARTICLE: Final = {
 
 
 class LocatedObject(NamedTuple):
-    """An object; its error, if any, ends with its place. `where` is FILE:LINE, or FILE for JSON
-    and whenever nothing is wrong with it.
+    """An object; its error, if any, ends with its place. `where` is FILE:LINE if there is an
+    error, else FILE.
     """
 
     item: decode.DecodedObject
@@ -55,7 +54,9 @@ class LocatedObject(NamedTuple):
 
 
 class FileContents(NamedTuple):
-    """What a file holds: objects in order, kinds that we do not read, and lines of complaint."""
+    """The contents of a file: objects in order, kinds that kbpf does not read, and problem
+    lines.
+    """
 
     objects: tuple[LocatedObject, ...] = ()
     ignored_kinds: tuple[str, ...] = ()
@@ -63,11 +64,12 @@ class FileContents(NamedTuple):
 
 
 LocatedValue = tuple[int, str, str, Any]
-"""Number of the document, path of the object in it, its kind, the object as plain values."""
+"""The number of the document, the path of the object in it, its kind, and the object as plain
+values."""
 
 
 def parse_documents(name: str, data: bytes) -> FileContents:
-    """The objects of a file. Raises ObjectError when it is neither YAML nor JSON (by its name)."""
+    """Parses the objects of a file. Raises ObjectError if it is not YAML (or JSON, by its name)."""
     if len(data) > MANIFESTS.size:
         raise ObjectError(f"larger than {MANIFESTS.size >> 20} MiB", name, "split it")
     objects: list[LocatedObject] = []
@@ -82,7 +84,9 @@ def parse_documents(name: str, data: bytes) -> FileContents:
                 raise ObjectError(f"{path}kind: missing")
             if kind not in API_VERSIONS:
                 if suggestion := _suggest_kind(kind, value):
-                    raise ObjectError(f"{path}kind: {escape_name(kind)} is not read; {suggestion}")
+                    raise ObjectError(
+                        f"{path}kind: {escape_name(kind)} is not supported; {suggestion}"
+                    )
                 ignored_kinds[kind] = None
                 continue
             item, where = _decode_item(kind, value, path), name
@@ -94,12 +98,12 @@ def parse_documents(name: str, data: bytes) -> FileContents:
             for field in islice(unknown, MAX_PROBLEMS_PER_FILE - len(problems)):
                 location = f"{name}:{lines.find_line(document, f'{path}{field.path}:')}"
                 owner = (
-                    "annotation of kbpf"
+                    "an annotation of kbpf"
                     if "annotations[" in field.path
-                    else f"field of {_WITH_ARTICLE[kind]}"
+                    else f"a field of {_WITH_ARTICLE[kind]}"
                 )
-                what = f"{item.key}: {escape_name(path + field.path)} is no {owner}"
-                hint = f"is {field.suggestion} meant?" if field.suggestion else "it is not used"
+                what = f"{item.key}: {escape_name(path + field.path)} is not {owner}"
+                hint = f"is {field.suggestion} meant?" if field.suggestion else "it is ignored"
                 problems.append(str(ObjectError(what, location, hint)))
         except ObjectError as error:
             if len(problems) < MAX_PROBLEMS_PER_FILE:
@@ -107,13 +111,13 @@ def parse_documents(name: str, data: bytes) -> FileContents:
                 problems.append(str(ObjectError(error.what, where)))
     if len(problems) == MAX_PROBLEMS_PER_FILE:
         problems.append(
-            f"{name}: and maybe more: only {MAX_PROBLEMS_PER_FILE} problems of a file are listed"
+            f"{name}: only the first {MAX_PROBLEMS_PER_FILE} problems of a file are listed"
         )
     return FileContents(tuple(objects), tuple(ignored_kinds), tuple(problems))
 
 
 def _suggest_kind(kind: str, value: object) -> str:
-    """What to write instead of this kind, if it is near to one that is read; else ""."""
+    """Returns what to write instead of this kind, if it resembles a supported one; else ""."""
     version = value.get("apiVersion") if isinstance(value, dict) else None
     if kind == "Endpoints" and version in (None, "v1"):
         return "write an EndpointSlice (discovery.k8s.io/v1)"
@@ -123,10 +127,12 @@ def _suggest_kind(kind: str, value: object) -> str:
 
 
 def _decode_item(kind: str, value: dict[str, Any], path: str) -> decode.DecodedObject:
-    """One object, with what an API server fills in. `path` leads to it in its document."""
+    """Decodes one object after filling in an API server's defaults. `path` is its path in the
+    document.
+    """
     version, expected = value.get("apiVersion"), API_VERSIONS[kind]
     if version not in (None, expected):
-        raise ObjectError(f"{path}apiVersion: {version!r} is not read; write {expected}")
+        raise ObjectError(f"{path}apiVersion: {version!r} is not supported; write {expected}")
     meta, ports = value.get("metadata"), value.get("ports")
     if isinstance(meta, dict) and kind != Kind.NODE and not meta.get("namespace"):
         value["metadata"] = {**meta, "namespace": "default"}
@@ -139,7 +145,9 @@ def _decode_item(kind: str, value: dict[str, Any], path: str) -> decode.DecodedO
 
 
 def _load_json(name: str, data: bytes) -> Iterator[LocatedValue]:
-    """One at a time: as plain dicts a large list takes five times the memory of its text."""
+    """Yields one object at a time: as plain dicts a large list takes five times the size of its
+    text.
+    """
     try:
         top = msgspec.json.decode(data, type=dict[str, msgspec.Raw]) if data.strip() else {}
         kind = _kind_or_empty(msgspec.json.decode(top["kind"])) if "kind" in top else ""
@@ -158,7 +166,7 @@ def _load_json(name: str, data: bytes) -> Iterator[LocatedValue]:
 def _load_yaml(name: str, data: bytes, problems: list[str]) -> Iterator[LocatedValue]:
     def on_duplicate(key: str, line: int) -> None:
         if len(problems) < MAX_PROBLEMS_PER_FILE:
-            what = f"{escape_name(key)} is written twice; the last one counts"
+            what = f"{escape_name(key)} occurs twice; the last one is used"
             problems.append(str(ObjectError(what, f"{name}:{line}")))
 
     try:
@@ -178,7 +186,9 @@ def _load_yaml(name: str, data: bytes, problems: list[str]) -> Iterator[LocatedV
 
 
 def _locate_item(document: int, path: str, list_kind: str, value: object) -> LocatedValue:
-    """An item of a list; in a ServiceList, as an API server gives it, it says no kind."""
+    """An item of a list. Items of a typed list, such as a ServiceList of an API server, have no
+    kind.
+    """
     kind = value.get("kind", list_kind.removesuffix("List")) if isinstance(value, dict) else ""
     return document, path, _kind_or_empty(kind), value
 
@@ -188,8 +198,8 @@ def _kind_or_empty(value: object) -> str:
 
 
 class _LineIndex:
-    """Where fields stand. Only for complaints: the text is parsed again, once, when the first
-    comes (JSON too: YAML can read it).
+    """Finds the lines of fields, only for error messages: the text is composed when the first line
+    is needed (JSON, too: it is valid YAML).
     """
 
     def __init__(self, data: bytes) -> None:
@@ -197,7 +207,7 @@ class _LineIndex:
         self._documents: list[Any] | None = None
 
     def find_line(self, number: int, error: str) -> int:
-        """The line of the field that `error` begins with, or of the nearest thing around it."""
+        """Returns the line of the field with which `error` begins, or of its nearest parent."""
         if self._documents is None:
             try:
                 self._documents = bounded_yaml.compose_all(self._data, MANIFESTS)

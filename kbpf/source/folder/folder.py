@@ -1,17 +1,17 @@
-"""A folder of Kubernetes YAML as the source: a machine without a cluster, a demo, an edge node.
+"""A folder of Kubernetes YAML as the source, for a machine without a cluster, a demo, an edge
+node.
 
-Rules:
-- Files are looked at each 0.15 s, by their time, size and inode. One that changed is read when it
-  looks the same at two looks, so a half-written file is not taken for a whole one, and a file that
-  an editor takes away for a moment is not gone. A change is seen within half a second.
-- A file that does not parse, a bad object, a folder that vanished: what was said before stays in
-  force, and `status().problems` (or `error`) says why, with file and line. Whatever happens while
-  one file is read is that file's problem, also when the fault is ours.
-- A folder without any file may be a mount that is gone: what it held stays in force for
-  `empty_seconds`, and `status().problems` says so. Then it is taken at its word.
-- The same object twice: the first file by name wins, the other is reported.
-- A Service without a creationTimestamp was created when its file was last written, and keeps that
-  age when the file changes. So of two Services that want one address the older one keeps it.
+- Files are polled every 0.15 s by their times, size and inode. A changed file is read once two
+  polls agree, so that neither a half-written file nor one that an editor replaces counts as
+  changed. A change takes effect within half a second.
+- If a file cannot be parsed, an object is malformed, or the folder vanishes, what was emitted
+  before stays in force, and `status().problems` (or `error`) says why, with file and line. Any
+  exception while a file is read, even a bug of kbpf, is a problem of that file only.
+- A folder without files may be a missing mount: its objects stay in force for `empty_grace`
+  seconds, and `status().problems` says so. Then they are deleted.
+- If an object is in two files, the first by file name wins and the other is reported.
+- A Service without a creationTimestamp gets the modification time of its file, and keeps it when
+  the file changes. Of two Services that claim the same address, the older one therefore keeps it.
 """
 
 import logging
@@ -40,16 +40,16 @@ log = logging.getLogger("kbpf.source")
 POLL_INTERVAL: Final = 0.15
 EMPTY_GRACE: Final = 60.0
 STUCK_TIMEOUT: Final = 60.0
-"""Without a look for this long the thread counts as stuck: the file system hangs."""
+"""Without a poll for this long the thread counts as stuck: the file system hangs."""
 MAX_FILE_TIME_NS: Final = 253_402_300_799_999_999_999
-"""ns: the end of the year 9999, since a file may have any time."""
+"""In ns: the end of the year 9999, since a file can have any time."""
 MAX_NODES_SHOWN: Final = 3
-"""That are named where ours is missing."""
+"""How many other Nodes are named when this node's is missing."""
 SUFFIXES: Final = (".yaml", ".yml", ".json")
 
 
 class FileStamp(NamedTuple):
-    """What changes when a file changes."""
+    """Changes whenever the file changes."""
 
     mtime_ns: int
     ctime_ns: int
@@ -59,15 +59,15 @@ class FileStamp(NamedTuple):
 
 NO_CONTENTS: Final = FileContents()
 EMPTY_FOLDER_PROBLEM: Final = (
-    "the folder has become empty: what it held stays in force for a while (--source-empty-grace)"
+    "the folder has become empty; its objects stay in force for now (--source-empty-grace)"
 )
 UNREAD_STAMP: Final = FileStamp(0, 0, 0, 0)
-"""No file looks like this: it is tried again at each look."""
+"""Matches no file, so that the file is read again at every poll."""
 
 
 @dataclass(frozen=True, slots=True)
 class _ParsedFile:
-    """A file as it was read last; `contents` is from the last time that it could be parsed."""
+    """A file as it was last read. `contents` is from the last time that it could be parsed."""
 
     stamp: FileStamp
     contents: FileContents = NO_CONTENTS
@@ -75,7 +75,9 @@ class _ParsedFile:
 
 
 class FolderSource:
-    """Services, EndpointSlices, exempt Pods and our own Node from the files of one folder."""
+    """Reads Services, EndpointSlices, exempt Pods and this node's Node from the files of one
+    folder.
+    """
 
     def __init__(
         self,
@@ -95,45 +97,44 @@ class FolderSource:
         self._last_stamps: dict[str, FileStamp] = {}
         self._files: dict[str, _ParsedFile] = {}
         self._emitted: dict[ObjectKey, ModelObject] = {}
-        self._creation_times: dict[ObjectKey, str] = {}  # of Services that do not say it
+        self._creation_times: dict[ObjectKey, str] = {}  # of Services without a creationTimestamp
         self._rejected: dict[ObjectKey, str] = {}
         self._logged_kinds: set[str] = set()
         self._status = SourceStatus("folder", self.kinds)
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
-        """All of them: a kind of which no file speaks is synced and empty."""
+        """All kinds: a kind without objects is synced and empty."""
         return tuple(Kind)
 
     def start(self) -> None:
-        """Begin in a thread of its own. Raises ConfigError when there is no such folder."""
+        """Starts the thread. Raises ConfigError if the folder does not exist."""
         check_folder(self._path)
         self._thread = threads.start("kbpf-folder", partial(self.run, self._stop), STUCK_TIMEOUT)
 
     def stop(self) -> None:
-        """End the thread."""
         self._stop.set()
         if self._thread is not None:
             self._thread.stop()
 
     def status(self) -> SourceStatus:
-        """How it is doing; from any thread."""
+        """The current status. Thread-safe."""
         return self._status
 
     def run(self, stop: threading.Event) -> None:
-        """Read everything, then what changes, until `stop`."""
+        """Reads everything, then what changes, until `stop` is set."""
         self._stop = stop
         while not stop.is_set():
             threads.heartbeat()
             try:
                 self.poll()
-            except Exception:  # the thread's one: a fault of ours must not end the watch
-                log.exception("source fault name=%s", self._status.name)
+            except Exception:  # the thread has no other handler: a bug here must not end the watch
+                log.exception("source failed with an internal error name=%s", self._status.name)
             stop.wait(self._poll_interval)
         self._status = replace(self._status, state=SourceState.STOPPED)
 
     def poll(self) -> None:
-        """Look at the folder once and say what has changed. The first time takes all as it is."""
+        """Polls the folder once and emits changes. The first poll reads every file at once."""
         try:
             stamps = dict(_scan_folder(self._path))
         except OSError as error:
@@ -179,23 +180,23 @@ class FolderSource:
             with open(self._path / name, "rb") as file:
                 data = file.read(MANIFESTS.size + 1)
                 if _make_stamp(os.fstat(file.fileno())) != stamp:
-                    return  # it is being written: not settled after all
+                    return  # it is still being written
             self._files[name] = _ParsedFile(
                 stamp, self._with_creation_times(parse_documents(name, data), stamp)
             )
         except ObjectError as error:
             self._files[name] = replace(before, stamp=stamp, problem=str(error))
         except OSError as error:
-            problem = str(SourceError(f"cannot read it: {error.strerror}", name))
+            problem = str(SourceError(f"cannot read the file: {error.strerror}", name))
             self._files[name] = replace(before, stamp=UNREAD_STAMP, problem=problem)
         except Exception as error:
-            log.exception("file not read, a fault of kbpf's own name=%r", name)
-            hint = "what it held stays in force; please report this"
-            problem = str(SourceError(f"cannot read it: {error!r}", name, hint))
+            log.exception("cannot read a file, internal error name=%r", name)
+            hint = "its objects stay in force; please report this"
+            problem = str(SourceError(f"cannot read the file: {error!r}", name, hint))
             self._files[name] = replace(before, stamp=stamp, problem=problem)
 
     def _with_creation_times(self, contents: FileContents, stamp: FileStamp) -> FileContents:
-        """With a creationTimestamp for each Service that has none."""
+        """Sets a creationTimestamp for each Service that has none."""
         return contents._replace(
             objects=tuple(self._with_creation_time(located, stamp) for located in contents.objects)
         )
@@ -209,14 +210,14 @@ class FolderSource:
         return located._replace(item=located.item._replace(object=service))
 
     def _is_within_empty_grace(self, stamps: Mapping[str, FileStamp]) -> bool:
-        """Whether a folder that has become empty is not taken at its word yet."""
+        """Whether the folder has become empty so recently that its objects stay in force."""
         if stamps or not self._files:
             self._empty_since = None
             return False
         if self._empty_since is None:
             self._empty_since = self._clock()
         if self._clock() - self._empty_since >= self._empty_grace:
-            log.warning("the folder is empty: all that it held is removed path=%s", self._path)
+            log.warning("the folder is still empty, deleting its objects path=%s", self._path)
             return False
         self._last_stamps = {}
         if EMPTY_FOLDER_PROBLEM not in self._status.problems:
@@ -228,7 +229,7 @@ class FolderSource:
         return True
 
     def _emit_changes(self) -> None:
-        """Put the difference between what the files say now and what was said."""
+        """Emits the difference between what the files contain and what was emitted."""
         problems: list[str] = []
         winners = self._select_winners(problems)
         now = self._clock()
@@ -254,7 +255,7 @@ class FolderSource:
         self._update_problems(problems)
 
     def _select_winners(self, problems: list[str]) -> dict[ObjectKey, LocatedObject]:
-        """One of each object: the first by file name. Adds what is wrong to `problems`."""
+        """Selects one of each object, the first by file name. Appends to `problems`."""
         winners: dict[ObjectKey, LocatedObject] = {}
         nodes: set[str] = set()
         for name, file in sorted(self._files.items()):
@@ -268,13 +269,12 @@ class FolderSource:
                         continue
                 winner = winners.setdefault(key, located)
                 if winner is not located:
-                    problems.append(f"{name}: {key} is in {winner.where} already; left out here")
+                    problems.append(f"{name}: {key} is already in {winner.where}; ignored here")
         if nodes and self._node_name and self._node_name not in nodes:
             problems.append(
-                f"no file has a Node {self._node_name} (--hostname-override), but there are "
+                f"no file has a Node {self._node_name} (--hostname-override), only "
                 f"{', '.join(sorted(nodes)[:MAX_NODES_SHOWN])}: no endpoint counts as local, "
-                "and this "
-                "node is in no zone"
+                "and this node has no zone"
             )
         return winners
 
@@ -285,8 +285,8 @@ class FolderSource:
         for name, file in self._files.items():
             for kind in set(file.contents.ignored_kinds) - self._logged_kinds:
                 self._logged_kinds.add(kind)
-                log.info("source ignores kind=%s file=%s", kind, name)
-        # Who gets the events says of an object what is wrong with it; here it is only listed.
+                log.info("kind ignored kind=%s file=%s", kind, name)
+        # The agent logs what is wrong with an object; here it is only listed.
         rejected = [f"{key}: {error}" for key, error in self._rejected.items()]
         self._status = replace(
             self._status,
@@ -295,11 +295,11 @@ class FolderSource:
         )
 
     def _record_failure(self, error: OSError) -> None:
-        hint = "what it held stays in force"
+        hint = "its objects stay in force"
         what = f"cannot read the folder: {error.strerror}"
         line = str(SourceError(what, str(self._path), hint))
         if line != self._status.error:
-            log.warning("folder cannot be read error=%r", line)
+            log.warning("cannot read the folder error=%r", line)
         failures = self._status.failures + 1
         self._status = replace(
             self._status, state=SourceState.RETRYING, failures=failures, error=line
@@ -307,27 +307,29 @@ class FolderSource:
 
 
 def check_folder(path: Path) -> None:
-    """Raises ConfigError when there is no such folder."""
+    """Raises ConfigError if the folder does not exist."""
     if not path.is_dir():
         hint = "give an existing folder with --source DIR"
         raise ConfigError("no such folder of objects", str(path), hint)
 
 
 def _format_time(nanoseconds: int) -> str:
-    """RFC 3339 with all digits, so that texts sort as times do."""
+    """Formats a time in RFC 3339 with all digits, so that texts sort like times."""
     seconds, rest = divmod(min(max(nanoseconds, 0), MAX_FILE_TIME_NS), 1_000_000_000)
     return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(seconds))}.{rest:09}Z"
 
 
 def _scan_folder(path: Path) -> Iterator[tuple[str, FileStamp]]:
-    """(name, stamp) of the folder's files that hold objects; hidden ones are an editor's."""
+    """Yields (name, stamp) of the files with objects. Hidden files are skipped: editors create
+    them.
+    """
     with os.scandir(path) as entries:
         for entry in entries:
             if entry.name.endswith(SUFFIXES) and not entry.name.startswith("."):
                 try:
                     status = entry.stat()
                 except OSError:
-                    continue  # a dangling link, or gone since
+                    continue  # a dangling link, or deleted in the meantime
                 if entry.is_file():
                     yield entry.name, _make_stamp(status)
 

@@ -76,7 +76,7 @@ KUBECONFIGS = {
                 "contexts": [{"name": "c", "context": {"cluster": "c"}}],
             }
         ),
-        ("'10.0.0.1:6443' is not an API server", "write https://HOST:PORT"),
+        ("not the URL of an API server: '10.0.0.1:6443'", "write https://HOST:PORT"),
     ),
 }
 
@@ -261,7 +261,7 @@ def test_an_object_without_a_name_is_not_taken_for_a_deletion(web: Cluster) -> N
         web.settle()
         expect(web, "10.96.0.23:80", "a2")
         expect(web, f"{HOST}:80", "a1")
-        until("pages are asked for", lambda: any("object unreadable" in line
+        until("pages are asked for", lambda: any("cannot read an object" in line
                                                  for line in complaints(web)))  # fmt: skip
         expect(web, f"{HOST}:80", "a1")
     assert all("not a Service" in line for line in complaints(web))

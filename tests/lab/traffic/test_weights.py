@@ -83,7 +83,7 @@ def test_a_bad_annotation_is_one_problem_and_the_service_is_served_on(plain: Clu
     until("both are told", lambda: len(problems()) == 2)
     algorithm, weights = sorted(problems())
     about = "Service default/web-60: metadata.annotations[kbpf.io/"
-    assert algorithm == f"{about}algorithm]: 'ring' is not known; write random or maglev"
+    assert algorithm == f"{about}algorithm]: 'ring' is unknown; write random or maglev"
     assert weights.startswith(f"{about}weights]: cannot use 'web-1=much'; write NAME=WEIGHT")
     plain.change(web(plain)[0])
     until("nothing is left of it", lambda: problems() == [])

@@ -29,7 +29,7 @@ from tests.support import oracle
 
 # ---- the annotations ---------------------------------------------------------------------------
 
-FORM = "; write NAME=WEIGHT with commas between them, each name once: "
+FORM = "; write NAME=WEIGHT separated by commas, each name once: "
 AT = "metadata.annotations[kbpf.io/weights]: cannot use "
 
 

@@ -120,7 +120,7 @@ def test_master_may_name_several_servers(tmp_path):
     path = write(tmp_path / "kc", {}, {"token": "t"})
     access = find_access(path, "https://a:1, https://b:2")
     assert (access.server, access.other_servers) == ("https://a:1", ("https://b:2",))
-    with pytest.raises(ConfigError, match="'b' is not an API server"):
+    with pytest.raises(ConfigError, match="not the URL of an API server: 'b'"):
         find_access(path, "https://a:1,b")
     with pytest.raises(ConfigError, match="http://b:2 unencrypted"):
         find_access(path, "https://a:1,http://b:2")
@@ -213,9 +213,9 @@ def test_a_bad_kubeconfig_is_one_line_with_its_path(tmp_path, name, text, error)
 @pytest.mark.parametrize(
     ("cluster", "user", "error"),
     [
-        ({"server": ""}, {}, "'' is not an API server"),
+        ({"server": ""}, {}, "not the URL of an API server: ''"),
         ({"server": "10.0.0.1:6443"}, {}, "write https://HOST:PORT"),
-        ({"server": "https://h:99999"}, {}, "is not an API server"),
+        ({"server": "https://h:99999"}, {}, "not the URL of an API server: "),
         ({"certificate-authority-data": "%"}, {}, "certificate-authority-data is not base64"),
         ({"certificate-authority-data": "\u00e9"}, {}, "certificate-authority-data is not base64"),
         ({"proxy-url": "http://p"}, {}, "sets proxy-url, which is not supported"),
@@ -247,7 +247,7 @@ def test_a_kubeconfig_that_is_not_there_is_an_error(tmp_path):
             "cannot use client-certificate or client-key",
         ),
         ({}, {"tokenFile": "none"}, "cannot read the token file: No such file"),
-        ({}, {"token": "two\nlines"}, "the token is empty or has characters"),
+        ({}, {"token": "two\nlines"}, "the token is empty or contains invalid characters"),
     ],
     ids=str,
 )
@@ -421,7 +421,7 @@ def test_a_server_of_another_ca_is_refused(connect, server_tls, tmp_path):
     other = Authority(tmp_path)
     with ScriptedServer(ok, tls=server_tls) as server:
         for fields in ({"ca_file": str(other.crt)}, {}):
-            with pytest.raises(SourceError, match=r"not trusted.*see certificate-authority in the"):
+            with pytest.raises(SourceError, match=r"not trusted.*check certificate-authority in the"):
                 connect(server.url, **fields).request("/x")
         assert server.requests == []
 
@@ -432,7 +432,7 @@ def test_a_server_with_another_name_is_refused_unless_that_name_is_given(
     with ScriptedServer(ok, tls=server_tls) as server:
         ca = str(authority.crt)
         with pytest.raises(
-            SourceError, match=r"is for another name: .*; write a name or address of"
+            SourceError, match=r"is for another name: .*; set the server in .* to a name or address of"
         ):
             connect(server.url, ca_file=ca, server_name="other.example").request("/x")
         connect(server.url, ca_file=ca, server_name="kube.example").request("/x").read()
@@ -467,12 +467,12 @@ def tls_error(reason: str) -> ssl.SSLError:
 
 
 EXPLAINED = [
-    (tls_error("WRONG_VERSION_NUMBER"), "https://x:6443", "it answers without TLS"),
+    (tls_error("WRONG_VERSION_NUMBER"), "https://x:6443", "the server does not use TLS"),
     (tls_error("NO_CIPHERS"), "https://x:6443", "TLS: NO_CIPHERS"),
-    (ConnectionResetError(104, "Connection reset by peer"), "http://x:6443", "does it want https://?"),
+    (ConnectionResetError(104, "Connection reset by peer"), "http://x:6443", "does it require https://?"),
     (ConnectionResetError(104, "Connection reset by peer"), "https://x:6443", "whether it runs"),
     (socket.gaierror(-3, "Temporary failure in name resolution"),
-     "https://CONTROL-PLANE-ENDPOINT:6443", "the manifests' placeholder was left in place"),
+     "https://CONTROL-PLANE-ENDPOINT:6443", "the placeholder of the manifests is still in place"),
     (socket.gaierror(-3, "Temporary failure in name resolution"), "https://x:6443",
      "temporary failure in name resolution"),
 ]  # fmt: skip
@@ -638,7 +638,7 @@ def test_credentials_that_are_refused_again_are_not_asked_for_again_at_once(tmp_
     plugin.reject(first)  # by another watch, late: that one is gone already
     assert plugin.get(path, lambda: False) is second
     plugin.reject(second)
-    with pytest.raises(SourceError, match="the API server refused the last ones"):
+    with pytest.raises(SourceError, match="the API server rejected the last ones"):
         plugin.get(path, lambda: False)
     clock[0] += 2.1
     third = plugin.get(path, lambda: False)

@@ -325,7 +325,7 @@ def test_the_addresses_of_a_service_have_a_limit():
     assert (made.external_ips, made.lb_vips) == (first, first)
     paths = ("spec.externalIPs[1024]", "status.loadBalancer.ingress[1024].ip")
     assert made.skipped == tuple(
-        f"{path}: it and what follows: no more than 1024 count" for path in paths
+        f"{path}: this and all further addresses are left out: the limit is 1024" for path in paths
     )
 
 
@@ -572,7 +572,7 @@ def test_not_each_of_many_bad_endpoints_has_a_line(bad: int, lines: int):
     item = an_slice(endpoints=[{"addresses": ["nonsense"]}] * bad)
     assert isinstance(item.object, EndpointSlice)
     assert len(item.object.skipped) == lines
-    named = [line for line in item.object.skipped if "and more of them" not in line]
+    named = [line for line in item.object.skipped if "further ones are left out" not in line]
     assert len(named) == min(bad, 100)
 
 
@@ -893,5 +893,5 @@ def test_an_object_has_a_longest_size(more: int, fits: bool):
     if fits:
         assert decode.decode_object(Kind.NODE, raw).key.name == "a"
     else:
-        with pytest.raises(ObjectError, match="not a Node: it has more than 6 MiB"):
+        with pytest.raises(ObjectError, match="not a Node: larger than 6 MiB"):
             decode.decode_object(Kind.NODE, raw)

@@ -206,23 +206,23 @@ def test_the_line_is_found_in_later_documents_in_lists_and_in_json():
         ("metadata: {name: x}\n", "kind: missing (a.yaml:1)"),
         ("kind: Service\nmetadata: {}\n", "not a Service: metadata.name: missing (a.yaml:1)"),
         ("kind: Service\n", "not a Service: object missing required field metadata (a.yaml:1)"),
-        ("kind: Servcie\n", "kind: Servcie is not read; is Service meant? (a.yaml:1)"),
-        ("\nkind: service\n", "kind: service is not read; is Service meant? (a.yaml:2)"),
+        ("kind: Servcie\n", "kind: Servcie is not supported; is Service meant? (a.yaml:1)"),
+        ("\nkind: service\n", "kind: service is not supported; is Service meant? (a.yaml:2)"),
         (
             "kind: EndpointSlices\n",
-            "kind: EndpointSlices is not read; is EndpointSlice meant? (a.yaml:1)",
+            "kind: EndpointSlices is not supported; is EndpointSlice meant? (a.yaml:1)",
         ),
         (
             "kind: Endpoints\napiVersion: v1\n",
-            "kind: Endpoints is not read; write an EndpointSlice (discovery.k8s.io/v1) (a.yaml:1)",
+            "kind: Endpoints is not supported; write an EndpointSlice (discovery.k8s.io/v1) (a.yaml:1)",
         ),
         (
             "kind: ConfigMap\ndata:\n  a: 1\n  a: 2\n",
-            "a is written twice; the last one counts (a.yaml:4)",
+            "a occurs twice; the last one is used (a.yaml:4)",
         ),
         (
             "kind: EndpointSlice\napiVersion: discovery.k8s.io/v1beta1\n",
-            "apiVersion: 'discovery.k8s.io/v1beta1' is not read; write discovery.k8s.io/v1"
+            "apiVersion: 'discovery.k8s.io/v1beta1' is not supported; write discovery.k8s.io/v1"
             " (a.yaml:2)",
         ),
     ],
@@ -244,16 +244,16 @@ def test_a_kind_that_is_not_for_us_is_no_problem(kind):
 
 
 SLIPS = [
-    ("  name: web\n", "  name: old\n  name: web\n", "name is written twice; the last one counts"
+    ("  name: web\n", "  name: old\n  name: web\n", "name occurs twice; the last one is used"
      " (a.yaml:5)"),
     ("spec:\n", "spec:\n  clusterIP: 10.96.0.9\n",
-     "clusterIP is written twice; the last one counts (a.yaml:8)"),
+     "clusterIP occurs twice; the last one is used (a.yaml:8)"),
     ("  name: web\n", "  name: web\n  annotations: {kbpf.io/wieghts: '*=2'}\n",
-     "Service default/web: metadata.annotations[kbpf.io/wieghts] is no annotation of kbpf"
+     "Service default/web: metadata.annotations[kbpf.io/wieghts] is not an annotation of kbpf"
      " (a.yaml:5); is kbpf.io/weights meant?"),
     ("  name: web\n", "  name: web\n  annotations: {kbpf.io/color: red, mine/x: y}\n",
-     "Service default/web: metadata.annotations[kbpf.io/color] is no annotation of kbpf"
-     " (a.yaml:5); it is not used"),
+     "Service default/web: metadata.annotations[kbpf.io/color] is not an annotation of kbpf"
+     " (a.yaml:5); it is ignored"),
     ("  name: web\n", "  name: web\n  annotations: {kbpf.io/weights: '*=2'}\n", ""),
     ("  - name: http\n", "  - &port {name: http}\n  - <<: *port\n", ""),
 ]  # fmt: skip
@@ -316,8 +316,8 @@ def test_a_node_name_that_no_file_has_is_a_problem(run: Run, files: tuple[str, .
         run.write(f"{name}.yaml", NODE.replace("n1", name))
     run.look()
     line = (
-        "no file has a Node n1 (--hostname-override), but there are n2, n3: no endpoint counts as "
-        "local, and this node is in no zone"
+        "no file has a Node n1 (--hostname-override), only n2, n3: no endpoint counts as "
+        "local, and this node has no zone"
     )
     assert run.problems == ((line,) if named else ())
 
@@ -499,20 +499,20 @@ class Slip(NamedTuple):
 WEB_SAYS = "Service default/web: "
 SLIPS = [
     Slip("a near name", "  clusterIP:", "  internalTraficPolicy: Local\n  clusterIP:",
-         WEB_SAYS + "spec.internalTraficPolicy is no field of a Service (a.yaml:7); "
+         WEB_SAYS + "spec.internalTraficPolicy is not a field of a Service (a.yaml:7); "
          "is internalTrafficPolicy meant?"),
     Slip("capitals", "  clusterIP:", "  clusterIp: 10.96.0.1\n  clusterIP:",
-         WEB_SAYS + "spec.clusterIp is no field of a Service (a.yaml:7); is clusterIP meant?"),
+         WEB_SAYS + "spec.clusterIp is not a field of a Service (a.yaml:7); is clusterIP meant?"),
     Slip("like nothing", "    port: 80", "    port: 80\n    cow: {a: 1}",
-         WEB_SAYS + "spec.ports[0].cow is no field of a Service (a.yaml:11); it is not used"),
+         WEB_SAYS + "spec.ports[0].cow is not a field of a Service (a.yaml:11); it is ignored"),
     Slip("at the top", "addressType:", "adressType: IPv4\naddressType:",
-         "EndpointSlice default/web-1: adressType is no field of an EndpointSlice (a.yaml:17); "
+         "EndpointSlice default/web-1: adressType is not a field of an EndpointSlice (a.yaml:17); "
          "is addressType meant?"),
     Slip("an endpoint's condition", "[10.1.0.1]", "[10.1.0.1]\n  conditions: {raedy: false}",
-         "EndpointSlice default/web-1: endpoints[0].conditions.raedy is no field of an "
+         "EndpointSlice default/web-1: endpoints[0].conditions.raedy is not a field of an "
          "EndpointSlice (a.yaml:20); is ready meant?"),
     Slip("a hint", "[10.1.0.1]", "[10.1.0.1]\n  hints: {forZone: [{name: a}]}",
-         "EndpointSlice default/web-1: endpoints[0].hints.forZone is no field of an "
+         "EndpointSlice default/web-1: endpoints[0].hints.forZone is not a field of an "
          "EndpointSlice (a.yaml:20); is forZones meant?"),
     Slip("a selector has any key", "  clusterIP:", "  selector: {any: thing}\n  clusterIP:", ""),
     Slip("metadata is not checked", "metadata:\n  name: web\n",
@@ -520,7 +520,7 @@ SLIPS = [
     Slip("known and not read", "  clusterIP:", "  trafficDistribution: PreferSameZone\n"
          "  sessionAffinityConfig: {clientIP: {timeoutSeconds: 9}}\n  clusterIP:", ""),
     Slip("a name with a line feed", "  clusterIP:", '  "a\\nb": 1\n  clusterIP:',
-         WEB_SAYS + r"spec.a\nb is no field of a Service (a.yaml:1); it is not used"),
+         WEB_SAYS + r"spec.a\nb is not a field of a Service (a.yaml:1); it is ignored"),
 ]  # fmt: skip
 
 
@@ -540,7 +540,7 @@ def test_an_unknown_field_in_a_list_and_of_a_rejected_object_is_named(run):
     run.write("a.json", f'{{"kind": "List", "items": [\n{bad}\n]}}')
     assert run.look() == ["!b", *SYNCED]
     assert run.problems == (
-        "Service default/b: items[0].sepc is no field of a Service (a.json:2); is spec meant?",
+        "Service default/b: items[0].sepc is not a field of a Service (a.json:2); is spec meant?",
         "Service default/b: items[0].spec.ports[0].port: 0 is not a port (a.json:2)",
     )
 
@@ -652,7 +652,7 @@ def test_the_same_object_twice_the_first_file_wins_and_the_other_is_reported(run
     assert isinstance(first, Upsert)
     assert isinstance(first.object, Service)
     assert first.object.ports[0].port == 80
-    assert run.problems == ("b.yaml: Service default/web is in a.yaml already; left out here",)
+    assert run.problems == ("b.yaml: Service default/web is already in a.yaml; ignored here",)
     (run.path / "a.yaml").unlink()
     assert run.settle() == ["+web"]
     assert run.problems == ()
@@ -663,13 +663,13 @@ def test_a_file_that_comes_later_wins_if_its_name_is_first(run):
     run.look()
     run.write("a.yaml", service("web", 80))
     assert run.settle() == ["+web"]
-    assert run.problems == ("b.yaml: Service default/web is in a.yaml already; left out here",)
+    assert run.problems == ("b.yaml: Service default/web is already in a.yaml; ignored here",)
 
 
 def test_the_same_object_twice_in_a_file_is_reported_too(run):
     run.write("a.yaml", f"{WEB}---\n{WEB}")
     assert run.look() == ["+web", *SYNCED]
-    assert run.problems == ("a.yaml: Service default/web is in a.yaml already; left out here",)
+    assert run.problems == ("a.yaml: Service default/web is already in a.yaml; ignored here",)
 
 
 def test_a_folder_that_is_not_there_at_start_is_an_error(tmp_path):
@@ -712,7 +712,7 @@ def test_a_file_that_cannot_be_read_keeps_what_it_held_until_it_can(run, monkeyp
     monkeypatch.setattr("kbpf.source.folder.folder.open", guarded, raising=False)
     os.utime(run.path / "a.yaml")
     assert run.settle() == []
-    assert run.problems == ("cannot read it: Permission denied (a.yaml)",)
+    assert run.problems == ("cannot read the file: Permission denied (a.yaml)",)
     denied[0] = False
     assert run.settle() == []
     assert run.problems == ()
@@ -764,7 +764,7 @@ def test_a_fault_of_ours_in_one_file_is_its_problem_and_the_others_go_on(run, mo
     assert run.look() == ["+b", *SYNCED]
     assert run.settle() == []
     (problem,) = run.problems
-    assert problem.startswith("cannot read it: RuntimeError('on purpose') (a.yaml)")
+    assert problem.startswith("cannot read the file: RuntimeError('on purpose') (a.yaml)")
     assert caplog.text.count("Traceback") == 1
 
 
@@ -790,11 +790,11 @@ def test_a_folder_that_becomes_empty_keeps_what_it_held_for_a_while_and_says_so(
     assert run.problems == (EMPTY_FOLDER_PROBLEM,)
     assert not run.folder.status().authoritative
     assert caplog.text.count(EMPTY_FOLDER_PROBLEM) == 1
-    assert "all that it held is removed" not in caplog.text
+    assert "deleting its objects" not in caplog.text
     clock.now += 6.0
     assert run.settle() == ["-web"]
     assert run.settle() == []
-    assert caplog.text.count("the folder is empty: all that it held is removed") == 1
+    assert caplog.text.count("the folder is still empty, deleting its objects") == 1
     assert run.problems == ()
 
 

@@ -380,21 +380,21 @@ class NoList(NamedTuple):
 
 
 LOGIN = b"\xef\xbb\xbf\n<!DOCTYPE html>\n<html>\n<title>Sign in</title>\n</html>\n"
-HTML = "answered with an HTML page"
+HTML = "the response is an HTML page"
 NO_LISTS = [
     NoList("HTML", b"<html>", HTML, HTML),
     NoList("a login page", LOGIN, HTML, HTML),
-    NoList("null", b"null\n", "not a list: expected an object",
-           "a line is no event: expected an object"),
-    NoList("a list", b"[]\n", "not a list: expected an object",
-           "a line is no event: expected an object"),
-    NoList("empty", b"", "not a list: broken JSON: ", "the stream ended before the list did"),
-    NoList("broken", b'{"items": [}\n', "not a list: broken JSON: JSON is malformed",
-           "a line is no event: broken JSON: JSON is malformed"),
-    NoList("broken off", b'{"items": ', "not a list: broken JSON: ",
-           "broken JSON: the stream ended inside a line"),
-    NoList("plain text", b"welcome\n", "not a list: broken JSON: ",
-           "a line is no event: broken JSON: "),
+    NoList("null", b"null\n", "the response is not a list: expected an object",
+           "a line is not an event: expected an object"),
+    NoList("a list", b"[]\n", "the response is not a list: expected an object",
+           "a line is not an event: expected an object"),
+    NoList("empty", b"", "the response is not a list: invalid JSON: ", "the stream ended before the list did"),
+    NoList("broken", b'{"items": [}\n', "the response is not a list: invalid JSON: JSON is malformed",
+           "a line is not an event: invalid JSON: JSON is malformed"),
+    NoList("broken off", b'{"items": ', "the response is not a list: invalid JSON: ",
+           "invalid JSON: the stream ended inside a line"),
+    NoList("plain text", b"welcome\n", "the response is not a list: invalid JSON: ",
+           "a line is not an event: invalid JSON: "),
 ]  # fmt: skip
 
 
@@ -409,7 +409,7 @@ def test_an_answer_that_is_no_list_says_what_it_is(start, caplog, row: NoList, h
     (line,) = [r.getMessage() for r in caplog.records if "watch failed" in r.getMessage()]
     wanted = row.pages if how == "pages" else row.stream
     assert f"cannot list services: {wanted}" in line
-    assert ("is there a proxy or login page in front of it?" in line) == (wanted == HTML)
+    assert ("does a proxy or login page answer instead of it?" in line) == (wanted == HTML)
 
 
 def test_items_null_is_an_empty_list(start):
@@ -533,19 +533,19 @@ REFUSALS = [
         "403 No",
         "grant list and watch on services to kbpf (ClusterRole system:node-proxier)",
     ),
-    (status(401, "Unauthorized"), "401 No", "the credentials from the test are not valid"),
+    (status(401, "Unauthorized"), "401 No", "the credentials from the test are invalid"),
     (status(500, "etcd is away"), "500 No", "etcd is away"),
     (status(503), "503 No", ""),
     (status(429, "too many requests"), "429 No", "too many requests"),
     (lambda exchange: exchange.answer(302, b""), "302 No", ""),
     (status(404), "404 No", "/api/v1/services is not known there"),
-    (lambda exchange: exchange.answer(502, b"<html>bad gateway"), "502 No, with an HTML page",
-     "is there a proxy or login page"),
-    (lambda exchange: exchange.answer(401, LOGIN), "401 No, with an HTML page",
-     "is there a proxy or login page"),
-    (Exchange.cut, "the server cut the connection", ""),
+    (lambda exchange: exchange.answer(502, b"<html>bad gateway"), "502 No, an HTML page",
+     "does a proxy or login page answer"),
+    (lambda exchange: exchange.answer(401, LOGIN), "401 No, an HTML page",
+     "does a proxy or login page answer"),
+    (Exchange.cut, "the server closed the connection", ""),
     (Exchange.reset, "connection reset by peer", ""),
-    (lambda exchange: exchange.sock.sendall(b"SSH-2.0\r\n\r\n"), "not an HTTP answer", ""),
+    (lambda exchange: exchange.sock.sendall(b"SSH-2.0\r\n\r\n"), "not an HTTP response", ""),
 ]  # fmt: skip
 
 
@@ -634,7 +634,7 @@ def as_of(name: str, version: int, uid: str, **spec: Any) -> dict[str, Any]:
     return line
 
 
-WENT_BACK = "the API server went back from version"
+WENT_BACK = "the API server's version went back from"
 
 
 @pytest.mark.parametrize(
@@ -769,7 +769,7 @@ def test_the_regular_list_finds_what_was_missed_and_is_quiet_otherwise(
     run = relisted(start, *lines, bookmark(30, end=True))
     assert run.said[3:-1] == said
     assert run.reflector.status().drift == drift
-    assert ("had drifted" in caplog.text) == bool(drift)
+    assert ("objects changed without an event" in caplog.text) == bool(drift)
     assert run.waits == []
 
 
@@ -789,7 +789,7 @@ def test_a_head_that_is_dribbled_ends(start, monkeypatch):
     run = start(dribble, hold=True)
     run.reflector.start()
     run.until(lambda: run.reflector.status().failures)
-    assert "the head of the answer takes too long" in run.reflector.status().error
+    assert "the response header took too long" in run.reflector.status().error
 
 
 def test_a_page_that_is_dribbled_ends(start, monkeypatch):
@@ -805,7 +805,7 @@ def test_a_page_that_is_dribbled_ends(start, monkeypatch):
 
     run = start(PAGES, dribble)
     run.until(lambda: run.reflector.status().failures)
-    assert "a page of services takes too long" in run.reflector.status().error
+    assert "a page of services took too long" in run.reflector.status().error
 
 
 def test_a_page_that_is_too_long_ends(start, monkeypatch):
@@ -823,7 +823,7 @@ def test_a_page_that_is_too_long_ends(start, monkeypatch):
     assert "a page of services has more than 195 KiB" in run.reflector.status().error
 
 
-@pytest.mark.parametrize(("each", "error"), [(300, ""), (301, "it has no end after 600 s")])
+@pytest.mark.parametrize(("each", "error"), [(300, ""), (301, "the list is not complete after 600 s")])
 def test_a_list_of_pages_has_its_time(start, each: int, error: str):
     seen: list[str] = []
 
@@ -887,7 +887,7 @@ def test_a_list_that_takes_long_is_a_problem_while_it_does(start):
         assert run.reflector.status().problems == ()
         run.now += 1
         (line,) = run.reflector.status().problems
-        assert "the list of services has taken more than 30 s" in line
+        assert "listing services has taken more than 30 s" in line
         exchange.line(bookmark(7, end=True))
         exchange.hang()
 
@@ -900,7 +900,7 @@ def test_a_list_that_takes_long_is_a_problem_while_it_does(start):
 @pytest.mark.parametrize(
     ("name", "piece", "steps", "error"),
     [
-        ("a line without an end", b"x", 3, "a line has no end after 30 s"),
+        ("a line without an end", b"x", 3, "a line is not complete after 30 s"),
         ("empty lines alone", b"\n", 5, ""),
     ],
 )
@@ -1164,7 +1164,7 @@ def test_a_change_of_health_is_logged_once(start, caplog):
     assert "503" in lines[0][1]
     assert lines[0][1].endswith("; what is programmed stays in force")
     assert lines[1][1] == "source synced name=services objects=1"
-    assert lines[2][1] == "watch works again name=services after=0s"
+    assert lines[2][1] == "watch recovered name=services after=0s"
 
 
 def test_a_fault_of_ours_does_not_end_the_thread(start, caplog):

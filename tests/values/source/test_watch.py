@@ -135,7 +135,7 @@ RUBBISH = [
 
 def test_of_an_unknown_type_as_much_is_shown_as_a_line_has_room_for():
     said, _ = stream(line("A" * 5000, {}))
-    assert said == [MalformedLine(f"unknown type of event '{'A' * 40}'")]
+    assert said == [MalformedLine(f"unknown event type '{'A' * 40}'")]
 
 
 @pytest.mark.parametrize("rubbish", RUBBISH, ids=lambda it: repr(it[:40]))
