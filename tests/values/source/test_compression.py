@@ -122,7 +122,11 @@ def test_a_bomb_ends_where_plain_bytes_end(serve, monkeypatch: pytest.MonkeyPatc
     ("name", "body", "what"),
     [
         ("cut inside a member", MEMBERS[:2000], "the server closed the connection"),
-        ("cut inside the head of a member", MEMBERS + b"\x1f\x8b", "the server closed the connection"),
+        (
+            "cut inside the head of a member",
+            MEMBERS + b"\x1f\x8b",
+            "the server closed the connection",
+        ),
         ("no gzip", b"{}" * 100, "not gzip"),
         ("rubbish behind a member", gzip.compress(b"{}") + b"more", "not gzip"),
         ("a wrong checksum", gzip.compress(TEXT)[:-8] + bytes(8), "not gzip"),

@@ -421,7 +421,11 @@ def test_a_server_of_another_ca_is_refused(connect, server_tls, tmp_path):
     other = Authority(tmp_path)
     with ScriptedServer(ok, tls=server_tls) as server:
         for fields in ({"ca_file": str(other.crt)}, {}):
-            with pytest.raises(SourceError, match=r"not trusted.*check certificate-authority in the"):
+            with pytest.raises(
+                SourceError,
+                match=r"not trusted.*check "
+                r"certificate-authority in the",
+            ):
                 connect(server.url, **fields).request("/x")
         assert server.requests == []
 
@@ -432,7 +436,9 @@ def test_a_server_with_another_name_is_refused_unless_that_name_is_given(
     with ScriptedServer(ok, tls=server_tls) as server:
         ca = str(authority.crt)
         with pytest.raises(
-            SourceError, match=r"is for another name: .*; set the server in .* to a name or address of"
+            SourceError,
+            match=r"is for another name: .*; set the server in .* to a name or "
+            r"address of",
         ):
             connect(server.url, ca_file=ca, server_name="other.example").request("/x")
         connect(server.url, ca_file=ca, server_name="kube.example").request("/x").read()

@@ -214,7 +214,8 @@ def test_the_line_is_found_in_later_documents_in_lists_and_in_json():
         ),
         (
             "kind: Endpoints\napiVersion: v1\n",
-            "kind: Endpoints is not supported; write an EndpointSlice (discovery.k8s.io/v1) (a.yaml:1)",
+            "kind: Endpoints is not supported; write an EndpointSlice (discovery.k8s.io/v1) "
+            "(a.yaml:1)",
         ),
         (
             "kind: ConfigMap\ndata:\n  a: 1\n  a: 2\n",

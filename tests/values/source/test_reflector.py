@@ -388,8 +388,10 @@ NO_LISTS = [
            "a line is not an event: expected an object"),
     NoList("a list", b"[]\n", "the response is not a list: expected an object",
            "a line is not an event: expected an object"),
-    NoList("empty", b"", "the response is not a list: invalid JSON: ", "the stream ended before the list did"),
-    NoList("broken", b'{"items": [}\n', "the response is not a list: invalid JSON: JSON is malformed",
+    NoList("empty", b"", "the response is not a list: invalid JSON: ", "the stream ended "
+                                                                       "before the list did"),
+    NoList("broken", b'{"items": [}\n', "the response is not a list: invalid JSON: JSON is "
+                                        "malformed",
            "a line is not an event: invalid JSON: JSON is malformed"),
     NoList("broken off", b'{"items": ', "the response is not a list: invalid JSON: ",
            "invalid JSON: the stream ended inside a line"),
@@ -823,7 +825,9 @@ def test_a_page_that_is_too_long_ends(start, monkeypatch):
     assert "a page of services has more than 195 KiB" in run.reflector.status().error
 
 
-@pytest.mark.parametrize(("each", "error"), [(300, ""), (301, "the list is not complete after 600 s")])
+@pytest.mark.parametrize(
+    ("each", "error"), [(300, ""), (301, "the list is not complete after 600 s")]
+)
 def test_a_list_of_pages_has_its_time(start, each: int, error: str):
     seen: list[str] = []
 
