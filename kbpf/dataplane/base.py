@@ -1,4 +1,4 @@
-"""What every data plane can do. The agent and the tests know no more than this."""
+"""The interface of a data plane. The agent and the tests use nothing else of it."""
 
 from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass, field
@@ -12,14 +12,19 @@ from kbpf.model.status import ModeChoice, PacketStatus
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What one apply() did: writes by map or table, system calls, and what it could not do.
+    """What one apply() did, and what it could not do.
 
-    `refused`: Service ports that are not programmed as desired, with the reason; they keep what
-    they had and are tried again. `plain`: those that are served, but spread evenly instead of as
-    their annotations ask. Both are the data plane's own, and change with its next apply().
-    `deferred`: Services with ports that are programmed later, in slices, by calls of apply() that
-    name nothing; `due` is when to call it for them (time.monotonic).
-    `looked_at`: the Service ports that may have entered or left these two; None: all.
+    - `writes`: number of writes by map or table; `syscalls`: number of system calls.
+    - `refused`: Service ports that are not programmed as desired, with the reason. They keep what
+      they had and are retried.
+    - `degraded`: Service ports that are served but spread evenly, instead of as their annotations
+      ask, with the reason.
+    - `examined`: the Service ports that may have entered or left `refused` or `degraded`;
+      None: all of them.
+    - `deferred`: Services with ports that are programmed later, in slices, by calls of apply()
+      with no touched Service ports. `next_apply_at` is when to make that call (time.monotonic).
+
+    `refused` and `degraded` belong to the data plane, which updates them in its next apply().
     """
 
     writes: Mapping[str, int] = field(default_factory=dict)
@@ -32,22 +37,23 @@ class Report:
 
 
 class DataPlane(Protocol):
-    """Makes a desired state true, in O(change). One thread calls."""
+    """Programs a desired state into the kernel, in O(change). Called by one thread."""
 
     @property
     def name(self) -> str:
-        """Of the mode: "bpf" or "ipvs"."""
+        """The mode: "bpf" or "ipvs"."""
 
     def mode_choice(self) -> ModeChoice:
         """Which mode this is, and why."""
 
     def set_coexisting(self, coexisting: bool) -> None:
-        """Told before open(), and again when it changes: whether another data plane has connections
-        on this node, which go on (Remains). ready() says when this one may take its place.
+        """Sets whether connections of another data plane still exist on this node
+        (PreviousDataPlane). Called before open(), and again when it changes. is_ready() says when
+        this data plane may take its place.
         """
 
     def open(self) -> None:
-        """Prepares everything that can fail, and adopts what an earlier agent left."""
+        """Does everything that can fail at start, and adopts the state of an earlier agent."""
 
     def apply(
         self,
@@ -55,84 +61,87 @@ class DataPlane(Protocol):
         touched: Collection[ServicePortKey] | None,
         authoritative: bool = True,
     ) -> Report:
-        """Makes the touched Service ports as desired; None: all, and nothing else stays.
+        """Programs the touched Service ports as desired. With None, programs all of them and
+        removes everything else.
 
-        Not `sound`: some objects could not be read, so what an earlier agent programmed and this
-        desired state does not know of stays, until a call that is sound.
+        `authoritative` is False if some objects could not be read: state of an earlier agent that
+        is not in `desired` is then kept until the next authoritative call.
         """
 
     def invalidate(self) -> None:
-        """Others may have changed what is programmed: the next apply() reads it all, and writes
-        what differs.
+        """Marks the programmed state as unknown, since another program may have changed it: the
+        next apply() reads it back and writes the difference.
         """
 
     def claim_socket(self, cookie: int) -> None:
-        """The agent is about to connect the socket of this cookie (SO_COOKIE) to the API server: of
-        all addresses of Services only ClusterIPs count for it. Any thread; never fails.
+        """Registers a socket (by its SO_COOKIE) that the agent is about to connect to the API
+        server: of all Service addresses, only ClusterIPs are translated for it. Any thread may
+        call; never fails.
         """
 
     def tick(self, now: float) -> float | None:
-        """Does what was put off and is due at `now` (time.monotonic); when to come next."""
+        """Does the deferred work that is due at `now`; returns when to call next (time.monotonic)."""
 
     def take_udp_cuts(self) -> tuple[UdpCuts, ...]:
-        """The looks for UDP of backends that have left, since this was asked last."""
+        """The passes that deleted UDP flows of removed backends, since the last call."""
 
     def is_ready(self) -> bool:
-        """Whether what the first apply() began is done, and all that begins is served by this data
-        plane; it may go on in the background.
+        """Whether this data plane serves all new connections. Work that the first apply() started
+        may continue in the background until then.
         """
 
     def packet_status(self) -> PacketStatus | None:
-        """How the packet path is doing; None where there is no such thing."""
+        """The state of the packet path; None if this data plane has none."""
 
     def problems(self) -> tuple[str, ...]:
-        """What is not as it should be, a line each, though nothing was refused."""
+        """One line for each problem that is not a refused Service port."""
 
     def faults(self) -> tuple[str, ...]:
-        """What keeps it from serving all that it should, or from being found again by the next
-        agent: a line each. /readyz says them.
+        """One line for each reason why not everything is served, or why the next agent would not
+        find this state. Shown by /readyz.
         """
 
     def read_metrics(self) -> DataPlaneMetrics:
-        """What is known at once of the kernel's own counting, for metrics. Any thread but one at a
-        time, also while another one writes.
+        """The kernel's counters that are cheap to read. Any thread may call, one at a time, also
+        while another thread writes.
         """
 
     def count_traffic(self, pause: Pause) -> TrafficStats:
-        """What takes long to count. As measure(), and beside it. `pause` is called between pieces
-        of the work.
+        """The counters that are expensive to read. Same threading rules as read_metrics(), and may
+        run concurrently with it. `pause` is called between pieces of the work.
         """
 
     def write_status(self, text: bytes) -> None:
-        """Leaves the agent's own words where `kbpf inspect status` finds them."""
+        """Stores the agent's status where `kbpf inspect status` reads it."""
 
     def close(self) -> None:
-        """Lets go. What is programmed stays and goes on serving."""
+        """Releases all descriptors. What is programmed stays in the kernel and keeps serving."""
 
     def remove(self) -> None:
-        """Removes every trace from the kernel."""
+        """Removes everything of kbpf from the kernel."""
 
 
 class PreviousDataPlane(Protocol):
-    """What an agent of another mode has left on this node and that still serves. One thread calls.
+    """State that an agent of another mode (`name`) left on this node and that still serves.
 
-    `name` is that mode's.
+    Called by one thread.
     """
 
     name: str
 
     def claim(self) -> bool:
-        """Whether there is anything; then no agent of that mode can start until close().
+        """Whether such state exists. If so, no agent of that mode can start until close(). Raises
         KernelError while one runs.
         """
 
     def drain(self, now: float) -> float | None:
-        """Ends what serves nobody any more: nothing new comes here, connections that live go on
-        where the kernel lets them. When to come again (time.monotonic), None when nothing is left.
+        """Stops new connections and removes what no live connection needs any more; established
+        connections continue where the kernel allows it. Returns when to call next
+        (time.monotonic), or None when nothing is left.
         """
 
     def problems(self) -> tuple[str, ...]:
-        """What still goes on, a line each."""
+        """One line for each kind of connection that still uses it."""
 
     def close(self) -> None:
-        """Lets go. What is there stays."""
+        """Releases the lock. The state itself stays."""

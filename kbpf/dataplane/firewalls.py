@@ -1,5 +1,5 @@
-"""Rules of others by which packets of Services may be lost, and which kbpf does not touch: in lines
-for the operator.
+"""Warnings about firewall rules of other programs that may drop packets of Services. kbpf does not
+change these rules.
 """
 
 import contextlib
@@ -13,8 +13,8 @@ from kbpf.kernel.netfilter import forward_rules, pre_dnat_rules
 def forward_warnings(
     mark: int, listing: Iterable[forward_rules.Json] | None = None
 ) -> tuple[str, ...]:
-    """About masqueraded packets on their way through FORWARD. Nothing of what cannot be read.
-    `listed`: see netfilter.list_chains().
+    """Warnings about rules that drop masqueraded packets in FORWARD. Rules that cannot be read are
+    skipped. `listing`: see forward_rules.list_chains().
     """
     advice = f"let packets with mark {mark:#x} pass there"
     lines = _legacy_table_warnings("FORWARD", advice)
@@ -33,8 +33,8 @@ ALTERNATIVE_HINT: Final = (
 
 
 def early_drop_warnings(listing: Iterable[forward_rules.Json] | None = None) -> tuple[str, ...]:
-    """About chains that refuse packets before DNAT, which the packet path serves earlier: one line
-    for all, and one about tables that only iptables-legacy can read.
+    """Warnings about chains that drop packets before DNAT, since the packet path translates
+    packets before these chains see them. One line names all chains, another the tables that only
     """
     chains: tuple[str, ...] = ()
     with contextlib.suppress(KernelError):
@@ -58,7 +58,7 @@ def early_drop_warnings(listing: Iterable[forward_rules.Json] | None = None) -> 
 def input_warnings(
     table: str, listing: Iterable[forward_rules.Json] | None = None
 ) -> tuple[str, ...]:
-    """About packets on their way to IPVS, but for rules of our own table. As above."""
+    """Warnings about rules in INPUT that drop packets on their way to IPVS, except our own."""
     advice = "let in what is sent to addresses and NodePorts of Services, which IPVS gets by INPUT"
     lines = _legacy_table_warnings("INPUT", advice)
     with contextlib.suppress(KernelError):

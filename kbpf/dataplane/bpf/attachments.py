@@ -1,9 +1,8 @@
-"""What the data plane attaches: the socket hooks and the packet path, whom they leave alone, and
-how both come over from what an earlier agent has left.
+"""Attaches the socket hooks and the packet path, and keeps them attached.
 
-Maps come first: plane.py fills them, then publish() has all programs read them, then catch_up()
-lets go of those that nobody reads any more. At a first start sockets do not wait for the packet
-path (loading.py).
+plane.py first fills the maps, then publish() makes all programs read them, then catch_up() releases
+the maps that no program reads any more. At a first start the sockets do not wait for the packet
+path (packet_path/background_load.py).
 """
 
 import logging
@@ -43,50 +42,49 @@ from kbpf.model.status import MAX_FAILED_DEVICES, DeviceFailure, PacketStatus
 log = logging.getLogger("kbpf.dataplane")
 
 HOOK_VERIFY_INTERVAL_S: Final = 30.0
-"""So often the hooks are looked at: some three system calls for each."""
+"""Interval between two checks of the hooks, about three system calls each."""
 
 HOOK_RETRY_INTERVAL_S: Final = 1.0
-"""So often while one is missing."""
+"""The same while a hook is missing."""
 
 SWITCH_POLL_INTERVAL_S: Final = 1.0
-"""So often the devices are asked whether all have changed over."""
+"""Interval between two checks whether all devices run the new programs."""
 
 
 class Attachments:
-    """The programs of both kinds, over one folder of pins."""
+    """The socket programs and the packet path over one pin folder."""
 
     def __init__(
         self, config: Config, pins: Pins, agent_maps: AgentMaps, sockets_first: bool = False
     ) -> None:
-        """`sockets_first`: they may be served before the packet path is loaded."""
+        """`sockets_first`: attach the socket hooks before the packet path is loaded."""
         self._config, self._pins, self._agent_maps = config, pins, agent_maps
         self._sockets_first = sockets_first
-        self._postponed = False  # whether the packet path is still to be loaded
+        self._postponed = False  # whether the packet path is loaded later, in the background
         self._loader: PacketPathLoader | None = None
-        self._last_desired: DesiredState | None = None  # what a packet path that comes is told
+        self._last_desired: DesiredState | None = None  # for a packet path that is loaded later
         self.settings: HookConfig | None = None
-        self._exemptions_pending = (
-            False  # the packet path has to serve before the hooks leave somebody alone
-        )
+        # The packet path has to serve exempt sockets before the hooks ignore them.
+        self._exemptions_pending = False
         self._sockets: SocketPrograms | None = None
         self._packet_path: PacketPath | None = None
-        self._problem = ""  # why there is no packet path though it is wanted
-        self._switching = False  # over from maps that an earlier agent has left
+        self._problem = ""  # why the packet path is not loaded though it is enabled
+        self._switching = False  # whether devices still read the maps of an earlier agent
         self._host = HostIntegration(pins, config)
         self._flow_gc = FlowGarbageCollector()
-        self._coexisting = False  # another data plane
+        self._coexisting = False  # with another data plane
         self._verify_due = 0.0
         self._hook_states: Mapping[str, bool] = {}
         self._hook_error = ""
         self._foreign_at_sockets: tuple[ForeignProgram, ...] = ()
-        self._logged_foreign: tuple[str, ...] = ()  # that have been logged
+        self._logged_foreign: tuple[str, ...] = ()
         self.compiled = False
         self._load_due = False  # whether publish() has to load the programs first
         self.publish_due = False
-        """Whether publish() is due since maps have been replaced."""
+        """Whether publish() has to be called, since maps were replaced."""
 
     def set_coexisting(self, coexisting: bool) -> None:
-        """Whether another data plane has connections here. See base.DataPlane."""
+        """See base.DataPlane."""
         self._coexisting = coexisting
         if coexisting:
             return
@@ -98,8 +96,8 @@ class Attachments:
     # ---- opening ---------------------------------------------------------------------------
 
     def compile(self, cgroup: Path) -> None:
-        """Takes the artifact of the socket programs, or makes it; nothing is in the kernel yet.
-        Raises CompileError or KernelError.
+        """Loads the artifact of the socket programs from the cache, or compiles it. Changes nothing
+        in the kernel. Raises CompileError or KernelError.
         """
         mode = self._config.socket_lb
         self._sockets = None
@@ -107,7 +105,7 @@ class Attachments:
             return
         if mode is SocketLb.HOST_NAMESPACE_ONLY and netns.read_cookie() is None:
             raise KernelError(
-                "this kernel does not tell the node's sockets from those of pods",
+                "this kernel cannot distinguish the node's sockets from those of pods",
                 f"--socket-lb {mode}",
                 "SO_NETNS_COOKIE is missing (Linux 5.14): use --socket-lb on or off",
             )
@@ -117,8 +115,8 @@ class Attachments:
         self._sockets = SocketPrograms(self._pins, artifact, cgroup, missing, count_connection_ends)
 
     def load(self, cgroup: Path) -> None:
-        """Loads all programs over the maps, which are open; nothing is attached yet. Raises
-        CompileError or KernelError.
+        """Loads all programs over the open maps, without attaching them. Raises CompileError or
+        KernelError.
         """
         maps = self._agent_maps.maps
         self.settings = HookConfig(
@@ -132,8 +130,8 @@ class Attachments:
         self.exemptions = self._open_exemptions(cgroup)
 
     def _can_postpone_packet_path(self) -> bool:
-        """Whether nothing that is served now, and nobody whom hooks leave to the packet path, would
-        miss it for a moment.
+        """Whether the packet path may be loaded later: no program of an earlier agent serves, and
+        the hooks exempt no socket.
         """
         return (
             self._sockets_first
@@ -145,14 +143,14 @@ class Attachments:
         )
 
     def retry_packet_path(self) -> None:
-        """Whether a packet path that could not be had can be had now."""
+        """Tries again to load a packet path that could not be loaded."""
         if self._packet_path is None and self._problem:
             self._packet_path = self._open_packet_path()
 
     def _open_exemptions(self, cgroup: Path) -> Exemptions:
         try:
             root = mounts.find_cgroup_root()
-        except KernelError:  # only a part of it is visible
+        except KernelError:  # only a part of the tree is visible
             root = cgroup
         patterns = self._config.socket_lb_exempt
         exemptions = Exemptions(root, cgroup, patterns, self._agent_maps, self._update_exemptions)
@@ -160,8 +158,8 @@ class Attachments:
         return exemptions
 
     def _open_packet_path(self) -> PacketPath | None:
-        """The packet path, or None where it is switched off or cannot be had: the socket hooks
-        do without it, if they serve everybody.
+        """The packet path, or None if it is disabled or cannot be loaded. A failure is fatal only
+        if the socket hooks do not serve all sockets.
         """
         if not self._config.packet_path:
             return None
@@ -181,7 +179,7 @@ class Attachments:
         return PacketPath(self._pins, artifact, self._config, self._coexisting)
 
     def _record_packet_failure(self, error: KbpfError) -> None:
-        log.error("no packet path: only sockets of this node are served: %s", error)
+        log.error("the packet path is not loaded, only sockets of this node are served: %s", error)
         self._problem = str(error)
 
     def _record_packet_success(self) -> None:
@@ -200,8 +198,8 @@ class Attachments:
         self._loader = PacketPathLoader(load_packet_path)
 
     def use_loaded_packet_path(self) -> None:
-        """Has the packet path that was postponed, as soon as it is loaded; publish() is due then.
-        One that cannot be had is a problem, as at any other start.
+        """Switches to the packet path that was loaded in the background, once it is complete;
+        publish() is due then. A failure is reported as a problem, as at any other start.
         """
         if self._loader is None or not self._loader.is_done:
             return
@@ -217,16 +215,16 @@ class Attachments:
         self._packet_path, self.publish_due = packet_path, True
         self._record_packet_success()
 
-    # ---- the maps that they read -----------------------------------------------------------
+    # ---- maps and programs -----------------------------------------------------------------
 
     def write_node(self, desired: DesiredState) -> None:
-        """What the packet programs are told of the node."""
+        """Writes the node's addresses and networks for the packet programs."""
         self._last_desired = desired
         if self._packet_path is not None:
             self._packet_path.write_node(desired)
 
     def prepare(self, maps: Mapping[str, Map]) -> Mapping[Programs, LoadedPrograms]:
-        """Loads all programs over these maps, for switch(). Any thread."""
+        """Loads all programs over these maps, for switch(). Any thread may call."""
         loaded: dict[Programs, LoadedPrograms] = {}
         try:
             for programs in self._all_programs():
@@ -237,8 +235,8 @@ class Attachments:
         return loaded
 
     def invalidate_programs(self) -> None:
-        """Maps are about to be replaced: publish() is due, and loads the programs unless switch()
-        has brought them. Those that are being loaded are begun again over the new maps.
+        """Called before maps are replaced: publish() is due, and loads the programs unless switch()
+        brings them. A load in the background is started again over the new maps.
         """
         if self._loader is not None:
             self._loader.close()
@@ -246,7 +244,7 @@ class Attachments:
         self._load_due = self.publish_due = True
 
     def switch(self, loaded: Mapping[Programs, LoadedPrograms]) -> None:
-        """Has these programs from now on; publish() attaches them."""
+        """Uses these programs from now on; publish() attaches them."""
         current = self._all_programs()
         for programs, programs_loaded in loaded.items():
             if programs in current:
@@ -256,8 +254,8 @@ class Attachments:
         self._load_due = not loaded.keys() >= set(current)
 
     def reads_stale_maps(self, services_id: int) -> bool:
-        """Whether attached programs read the `services` of this id and not the rest of the maps.
-        See Programs.out_of_step().
+        """Whether attached programs read the `services` with this id but not the current other
+        maps. See Programs.reads_stale_maps().
         """
         return any(
             programs.reads_stale_maps(services_id, self._agent_maps.maps)
@@ -265,8 +263,9 @@ class Attachments:
         )
 
     def publish(self) -> int:
-        """Attaches everything; how many attachments of hooks changed. A device that refuses must
-        not keep the sockets from being served: it goes on with what it has, whole.
+        """Attaches all programs. Returns the number of hook attachments that changed. If a device
+        refuses the new programs, it keeps its old ones with their maps, and the sockets are served
+        all the same.
         """
         changed = 0
         if self._load_due:
@@ -277,13 +276,13 @@ class Attachments:
             try:
                 self._switch_packet_path(self._packet_path)
             except OutdatedDevicesError as error:
-                log.error("the packet path is not whole: %s", error)
+                log.error("some devices keep the old packet programs: %s", error)
         else:
             self._handle_missing_packet_path()
         self._agent_maps.pin(packet_path_only=False)
         if self._sockets is not None:
             changed += self._sockets.publish()
-        else:  # by this folder the plane knows that nobody has removed the pins
+        else:  # _check_pins() of the plane takes a missing folder for removed pins
             self._pins.links.mkdir(mode=0o700, exist_ok=True)
         self._update_exemptions()
         if self._postponed and self._loader is None:
@@ -292,8 +291,8 @@ class Attachments:
         return changed
 
     def _handle_missing_packet_path(self) -> None:
-        """What another agent has left on devices, though we cannot have it now, goes on as long as
-        it sees what is flipped: then it serves as before. Else it is taken off.
+        """Handles packet programs of an earlier agent if ours cannot be loaded. They keep serving
+        if they read the current maps; otherwise they are detached.
         """
         if self._problem and packet_path.has_programs(self._pins):
             if packet_path.reads_current_maps(self._pins, self._agent_maps.maps):
@@ -301,39 +300,42 @@ class Attachments:
             try:
                 detached = packet_path.remove_programs(self._pins)
             except KernelError as error:
-                log.error("older packet programs stay, and know no changes: %s", error)
+                log.error(
+                    "cannot detach the old packet programs, which see no changes of Services: %s",
+                    error,
+                )
                 return
-            log.warning("older packet programs are taken off attachments=%d", len(detached))
+            log.warning("detached the old packet programs attachments=%d", len(detached))
         self._agent_maps.pin(packet_path_only=True)
 
     def _switch_packet_path(self, packet_path: PacketPath) -> None:
-        """All devices get the programs that are loaded."""
+        """Attaches the loaded programs to all devices."""
         if not packet_path.uses_other_flows(self._agent_maps.maps["flows"]):
             self._agent_maps.pin(packet_path_only=True)
             packet_path.publish()
             return
-        self._agent_maps.migration.copy_new_flows()  # most of them, before anybody has to wait
+        self._agent_maps.migration.copy_new_flows()  # copies most entries before the pause
         with migrate.pause_new_flows(self._agent_maps.maps["new_flows_paused_until"]):
             self._agent_maps.migration.copy_new_flows()
             self._agent_maps.pin(packet_path_only=True)
             packet_path.publish()
 
     def remove_unused_packet_path(self) -> None:
-        """Takes off what an earlier agent had for a packet path, where none is wanted."""
+        """Detaches the packet programs of an earlier agent if the packet path is disabled."""
         if self._packet_path is None and not self._problem and not self._postponed:
             self.remove_packet_path()
 
     def remove_packet_path(self) -> None:
-        """Takes its programs off the devices, and what it has beside them. The hooks go with their
-        pins.
+        """Detaches the packet programs and removes the host integration. The hooks disappear with
+        their pins.
         """
         packet_path.remove_programs(self._pins)
         if host.may_need_cleanup(self._pins):
             host.remove(self._pins)
 
     def catch_up(self) -> None:
-        """What was written to the maps of before comes after, and they go: those that devices read
-        only when all of these have changed over.
+        """Copies late writes to the old maps and removes these maps. Maps that devices still read
+        are kept until all devices have switched.
         """
         maps_still_read: Collection[str] = ()
         if self._packet_path is None:
@@ -349,8 +351,8 @@ class Attachments:
     # ---- while it runs ---------------------------------------------------------------------
 
     def tick(self, now: float, first_apply_done: bool) -> float | None:
-        """Looks after what the packet path needs beside itself, and after exempt cgroups; when to
-        come next. `complete`: whether the first apply has ended.
+        """Maintains the packet path, the host integration and the exemptions; returns when to call
+        next. `first_apply_done`: whether the first apply() has ended.
         """
         due = [now + LOAD_POLL_INTERVAL_S if self._loader is not None else None]
         if self._packet_path is not None and first_apply_done:
@@ -362,12 +364,13 @@ class Attachments:
         if self._exemptions_pending:
             self._update_exemptions()
         if first_apply_done and self._sockets is not None:
-            self._verify_hooks(self._sockets, now)  # the agent's heartbeat comes often enough
+            # the agent calls tick() at least at its heartbeat
+            self._verify_hooks(self._sockets, now)
         due.append(self.exemptions.tick(now) if first_apply_done else None)
         return min((due_time for due_time in due if due_time is not None), default=None)
 
     def _verify_hooks(self, sockets: SocketPrograms, now: float) -> None:
-        """Puts back hooks that others have taken away, if it is time to look."""
+        """Attaches hooks again that another program has detached, if a check is due."""
         if now < self._verify_due:
             return
         missing: list[str] = []
@@ -381,21 +384,19 @@ class Attachments:
             self._hook_error = ""
         except KernelError as error:
             if str(error) != self._hook_error:
-                log.error(
-                    "hooks are not attached, trying again hooks=%s: %s", ",".join(missing), error
-                )
+                log.error("hooks are not attached, retrying hooks=%s: %s", ",".join(missing), error)
             self._hook_error = str(error)
         self._foreign_at_sockets = sockets.find_foreign()
         all_attached = all(self._hook_states.values()) and not self._hook_error
         self._verify_due = now + (HOOK_VERIFY_INTERVAL_S if all_attached else HOOK_RETRY_INTERVAL_S)
 
     def foreign_programs(self) -> tuple[ForeignProgram, ...]:
-        """Programs of other balancers at our hooks and on our devices, when it was looked last."""
+        """Programs of other load balancers at our hooks and devices, as of the last check."""
         on_devices = self._packet_path.status().foreign if self._packet_path is not None else ()
         return (*self._foreign_at_sockets, *on_devices)
 
     def _report_foreign(self) -> tuple[str, ...]:
-        """A line for each; those that are new are logged."""
+        """One line for each foreign program; new ones are logged."""
         lines = tuple(foreign.format_lines(self.foreign_programs()))
         for line in lines:
             if line not in self._logged_foreign:
@@ -404,7 +405,7 @@ class Attachments:
         return lines
 
     def hook_states(self) -> Mapping[str, bool]:
-        """The hooks that are wanted, and whether each was attached when it was looked at last."""
+        """The hooks that should be attached, and whether each was at the last check."""
         return self._hook_states
 
     def faults(self) -> tuple[str, ...]:
@@ -413,17 +414,21 @@ class Attachments:
         if not missing:
             return (self._hook_error,) if self._hook_error else ()
         reason = f": {self._hook_error}" if self._hook_error else ""
-        return (f"hooks that are not attached: {', '.join(missing)}{reason}",)
+        return (f"hooks not attached: {', '.join(missing)}{reason}",)
 
     def _finish_switch(self, packet_path: PacketPath, now: float) -> float | None:
-        """Ends what the first apply had to put off; when to come next."""
+        """Ends the switch from the maps of an earlier agent; returns when to call next, if it is
+        not complete.
+        """
         if not packet_path.is_rolled_out:
             return now + SWITCH_POLL_INTERVAL_S
         self.catch_up()
         return None
 
     def _update_exemptions(self) -> None:
-        """Tells the hooks whom to leave alone, or takes them away, once the packet path serves."""
+        """Updates the exemption flags, or detaches the hooks if they are off. Either takes effect
+        only once the packet path serves.
+        """
         assert self.settings is not None
         packet_path_serves = self._packet_path_serves()
         self._exemptions_pending = not packet_path_serves
@@ -432,7 +437,7 @@ class Attachments:
         self.settings.set_exemptions(not self.exemptions.is_empty, packet_path_serves)
 
     def _packet_path_serves(self) -> bool:
-        """Whether the packet path is on all devices that it can be on, or not wanted at all."""
+        """Whether the packet path serves on all devices that accept it, or is disabled."""
         if self._packet_path is None:
             return not self._config.packet_path
         status = self._packet_path.status()
@@ -443,10 +448,10 @@ class Attachments:
             programs for programs in (self._sockets, self._packet_path) if programs is not None
         )
 
-    # ---- what is told ----------------------------------------------------------------------
+    # ---- status ---------------------------------------------------------------------------
 
     def ready(self) -> bool:
-        """Whether all devices had their turn, and their programs lead. See base.DataPlane."""
+        """See base.DataPlane. Whether the programs were attached to all devices and are active."""
         if self._packet_path is None:
             return not self._postponed
         status = self._packet_path.status()
@@ -475,15 +480,15 @@ class Attachments:
         """See base.DataPlane."""
         lines = self.exemptions.problems(now)
         if self._packet_path is None and not self._postponed and not self.exemptions.is_empty:
-            lines = (*lines, "exempt cgroups are served by nobody: the packet path is off")
+            lines = (*lines, "exempt cgroups are not served: the packet path is off")
         unmatched = self._packet_path.unmatched if self._packet_path is not None else ()
         lines = (*lines, *self._report_foreign())
-        return (*lines, *(f"--device {pattern} names no device" for pattern in unmatched))
+        return (*lines, *(f"--device {pattern} matches no device" for pattern in unmatched))
 
-    # ---- the end ---------------------------------------------------------------------------
+    # ---- closing ---------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Lets go of all descriptors; attachments stay."""
+        """Closes all descriptors; attachments stay."""
         if self._loader is not None:
             self._loader.close()
             self._loader = None

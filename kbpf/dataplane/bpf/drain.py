@@ -1,8 +1,8 @@
-"""What an agent of mode bpf has left, once another data plane serves.
+"""Drains the BPF data plane of an earlier agent, after another data plane has taken over.
 
-At first its maps forget every frontend: the programs lead nobody new any more, and what they do not
-know passes. Packets of TCP and SCTP connections that they have begun are translated as before, so
-the programs stay until the last of these has ended; then everything goes at once.
+First all frontends are deleted from its maps: its programs then let new connections pass. They
+continue to translate packets of established TCP and SCTP connections, so they stay attached until
+the last of these has ended. Then everything is removed at once.
 """
 
 import os
@@ -31,11 +31,11 @@ from kbpf.model.config import Config
 from kbpf.model.objects import Protocol
 
 DRAIN_POLL_INTERVAL_S: Final = 5.0
-"""So often the connections are counted."""
+"""Interval between two counts of the connections, in seconds."""
 
 
 class PreviousBpfPlane:
-    """base.Remains of the agent with this pin folder."""
+    """base.PreviousDataPlane of the agent with this pin folder."""
 
     name = "mode bpf"
 
@@ -43,24 +43,22 @@ class PreviousBpfPlane:
         self._pins = Pins(config.pin_dir)
         self._lock = -1
         self._due = 0.0
-        self._is_active = True  # new connections, as far as we know
+        self._is_active = True  # whether it may still accept new connections
         self._open_connections = 0
 
     def claim(self) -> bool:
-        """See base.Remains."""
         try:
             if not (self._pins.links.is_dir() or self._pins.other_folders("maps", self._pins.root)):
                 return False
         except PermissionError as error:
             raise KernelError(
-                "cannot look into the folder of pins", str(self._pins.root), "run as root",
+                "cannot read the pin folder", str(self._pins.root), "run as root",
                 error.errno or 0,
             ) from error  # fmt: skip
         self._lock = pinning.lock_pins(self._pins)
         return True
 
     def drain(self, now: float) -> float | None:
-        """See base.Remains."""
         if self._is_active:
             self._stop_new_connections()
             self._is_active = False
@@ -76,14 +74,15 @@ class PreviousBpfPlane:
     def _stop_new_connections(self) -> None:
         self._make_passive()
         pinning.delete_frontends(self._pins)
-        with self._open_map(
-            "backends"
-        ) as backends:  # a UDP flow whose backend is gone chooses anew
+        # A UDP flow whose backend is missing chooses another data plane's.
+        with self._open_map("backends") as backends:
             if backends is not None and (keys := b"".join(key for key, _ in backends.items())):
                 backends.delete_batch(keys)
 
     def _make_passive(self) -> None:
-        """Programs that are there when mode bpf comes back do not lead before all is in place."""
+        """Sets the programs passive, so that they do not take over again before a returning mode
+        bpf has everything in place.
+        """
         with self._open_map("node") as node_map:
             node = node_map.lookup(bytes(U32.size)) if node_map is not None else None
             if node_map is not None and node and any(node):
@@ -92,8 +91,8 @@ class PreviousBpfPlane:
                 node_map.update(bytes(U32.size), NODE.pack(own4, own6, flags, *rest))
 
     def _count_open_connections(self) -> int:
-        """Connections of the packet path that go on. Sockets that were connected by a hook talk to
-        their backends without us. What has ended is forgotten: a client may use the port again.
+        """Counts the open connections of the packet path and deletes ended flows, since their
+        clients may reuse the ports. Sockets connected by a hook talk to their backends without us.
         """
         now = time.monotonic_ns()
         with self._open_map("flows") as flows:
@@ -107,7 +106,7 @@ class PreviousBpfPlane:
 
     @contextmanager
     def _open_map(self, name: str) -> Iterator[Map | None]:
-        """None where another version has left another layout: that goes at once."""
+        """None if the map does not exist, or if another version laid it out differently."""
         path = self._pins.maps / name
         if not path.exists():
             yield None
@@ -119,7 +118,7 @@ class PreviousBpfPlane:
             map_.close()
 
     def _remove(self) -> None:
-        """All of it, but for the rule in FORWARD, which is ours in every mode."""
+        """Removes everything except the rule in FORWARD, which all modes use."""
         packet_path.remove_programs(self._pins)
         host.remove(self._pins, rules=False)
         try:
@@ -133,22 +132,18 @@ class PreviousBpfPlane:
             mounts.unmount(self._pins.root)
 
     def problems(self) -> tuple[str, ...]:
-        """See base.Remains."""
         if not self._open_connections:
             return ()
-        return (
-            f"{self._open_connections} connections that mode bpf began go on by its packet path",
-        )
+        return (f"{self._open_connections} connections of mode bpf still use its packet path",)
 
     def close(self) -> None:
-        """See base.Remains."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
 
 
 def _is_open(flow: bytes, now: int) -> bool:
-    """Whether this struct flow is of a connection that goes on, at this time (ns, monotonic)."""
+    """Whether this struct flow belongs to a connection that is open at `now` (ns, CLOCK_MONOTONIC)."""
     if flow[PROTOCOL] == Protocol.UDP or flow[STATE] == TcpState.CLOSED:
         return False
     return now <= expires_at(flow)

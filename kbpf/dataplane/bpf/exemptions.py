@@ -1,16 +1,17 @@
-"""Whose sockets the hooks leave alone: pods and patterns → cgroup folders → the map exempt_cgroups.
+"""Exempts sockets from the hooks: maps pods and patterns to cgroup folders, and these to entries of
+the map `exempt_cgroups`.
 
-A pod is known by its uid and a pattern by its words; the programs ask for the number of a cgroup,
-which is the inode of its folder (64 bits, never used twice). kubelet makes the folder at about the
-time at which we hear of the pod, so it is looked for until it is there:
+A pod is identified by its uid, a pattern by its text. The programs look up a cgroup's id, which is
+the inode number of its folder (64 bits, never reused). kubelet creates the folder at about the time
+when we hear of the pod, so we poll until it exists:
 
     .../kubepods*/.../podUID                            (cgroupfs driver)
     .../kubepods-....slice/kubepods-...-podUID.slice    (systemd driver; UID with _ for -)
 
-By looking, not by inotify: a watch sees one folder, so each level that may come would need its own,
-set before the next level is made in it, and what came in between has to be looked for all the same.
-It costs nothing where nobody is exempt, and little elsewhere: a folder without folders in it is
-never opened (its link count tells), nor one that no pattern can match.
+We poll instead of using inotify: a watch covers one folder, so each level would need a watch of its
+own before the next level is created in it, and folders created in between would be missed. Polling
+costs nothing if no socket is exempt, and little otherwise: folders without subfolders (by their
+link count) and folders that no pattern can match are never opened.
 """
 
 import logging
@@ -27,13 +28,13 @@ from kbpf.errors import KernelError
 log = logging.getLogger("kbpf.dataplane")
 
 NEW_POD_POLL_INTERVAL_S: Final = 0.2
-"""Between two looks for a pod that is new."""
+"""Interval between two searches for a new pod, in seconds."""
 PATTERN_POLL_INTERVAL_S: Final = 1.0
-"""For cgroups that may come and match a pattern."""
+"""The same for new cgroups that match a pattern."""
 MISSING_POD_POLL_INTERVAL_S: Final = 2.0
-"""For pods that have not come by PATIENCE: they wait for an image, or have ended."""
+"""The same for pods not found within NEW_POD_WINDOW_S: they wait for an image, or have ended."""
 VERIFY_INTERVAL_S: Final = 10.0
-"""Between two looks whether the folders that were found are still the same."""
+"""Interval between two checks that the known folders are still the same."""
 NEW_POD_WINDOW_S: Final = 60.0
 MAX_DEPTH: Final = 8
 """Levels below the hooked cgroup at which kubelet's folders are looked for."""
@@ -43,7 +44,7 @@ ONE: Final = U32.pack(1)
 
 
 class CgroupFolder(NamedTuple):
-    """A cgroup: its path below where the walk began, its number, whether others are in it."""
+    """A cgroup: its path below the start of the walk, its id, and whether it has children."""
 
     path: str
     id: int
@@ -51,7 +52,7 @@ class CgroupFolder(NamedTuple):
 
 
 def _list_children(root: Path, parent: str) -> Iterator[CgroupFolder]:
-    """The cgroups right in this one; none when it is gone."""
+    """The direct children of this cgroup; none if it was deleted."""
     try:
         with os.scandir(root / parent) as entries:
             for entry in entries:
@@ -60,7 +61,7 @@ def _list_children(root: Path, parent: str) -> Iterator[CgroupFolder]:
                 try:
                     status = entry.stat(follow_symlinks=False)
                 except OSError:
-                    continue  # gone since
+                    continue  # deleted since
                 path = f"{parent}/{entry.name}" if parent else entry.name
                 yield CgroupFolder(path, status.st_ino, status.st_nlink > 2)
     except OSError:
@@ -68,7 +69,7 @@ def _list_children(root: Path, parent: str) -> Iterator[CgroupFolder]:
 
 
 def walk(root: Path, should_enter: Callable[[str], bool]) -> Iterator[CgroupFolder]:
-    """Every cgroup below `root`, but for what is in those that `enter` (of the path) refuses."""
+    """All cgroups below `root`, without the descendants of paths that `should_enter` refuses."""
     stack = [""]
     while stack:
         for folder in _list_children(root, stack.pop()):
@@ -78,7 +79,7 @@ def walk(root: Path, should_enter: Callable[[str], bool]) -> Iterator[CgroupFold
 
 
 def find_pod_folders(root: Path, uids: Collection[str]) -> Iterator[tuple[str, CgroupFolder]]:
-    """(uid, folder) of those pods whose folders are there."""
+    """(uid, folder) of those pods whose folders exist."""
     names = {f"pod{uid}": uid for uid in uids}
     names |= {f"pod{uid.replace('-', '_')}.slice": uid for uid in uids}
 
@@ -92,7 +93,7 @@ def find_pod_folders(root: Path, uids: Collection[str]) -> Iterator[tuple[str, C
 
 
 def _pod_name(path: str) -> str:
-    """The end of the name that says which pod it is; "" for other folders than kubelet's."""
+    """The part of the name that identifies the pod; "" for folders that are not kubelet's."""
     parent, _, name = path.rpartition("/")
     if name.startswith("pod") and any("kubepods" in segment for segment in parent.split("/")):
         return name
@@ -123,10 +124,11 @@ def _literal_prefix(pattern: str) -> str:
 
 
 class Exemptions:
-    """Keeps the map in step. `root`: that patterns are below; `hooked`: that pods are looked for
-    in. `changed` is called when somebody is exempt now and nobody was, or nobody is any more.
+    """Keeps the map `exempt_cgroups` up to date.
 
-    What an earlier agent left stays until it is known which pods are exempt.
+    Patterns match below `root`; pods are searched below `hooked_cgroup`. `on_emptiness_change` is
+    called when the first cgroup becomes exempt, and when none is any more. Entries of an earlier
+    agent are kept until the exempt pods are known.
     """
 
     def __init__(
@@ -141,15 +143,15 @@ class Exemptions:
         self._agent_maps, self._on_emptiness_change = agent_maps, on_emptiness_change
         self._uids: frozenset[str] = frozenset()
         self._pods_known = False
-        self._pods: dict[str, dict[str, int]] = {}  # uid → path below `hooked` → id
+        self._pods: dict[str, dict[str, int]] = {}  # uid → path below `hooked_cgroup` → id
         self._written: set[int] = set()
         self._adopted: set[int] = set()
-        self._eager_until = 0.0  # until when a pod that is missing is looked for eagerly
+        self._eager_until = 0.0  # missing pods are searched at short intervals until then
         self._due: float | None = None
         self._problem = ""
 
     def adopt(self) -> None:
-        """Takes over what the map holds, but for cgroups that are gone."""
+        """Adopts the entries of the map, except those of deleted cgroups."""
         self._written = {
             int(U64.unpack(key)[0]) for key, _ in self._agent_maps.maps[MAP_NAME].items()
         }
@@ -158,7 +160,7 @@ class Exemptions:
             self._adopted &= {folder.id for folder in walk(self._root, lambda _: True)}
 
     def set_pods(self, uids: Collection[str], pods_known: bool, now: float) -> None:
-        """From now on these pods; not `known`: and whoever was exempt before."""
+        """Sets the exempt pods. Unless `pods_known`, entries of an earlier agent stay exempt too."""
         new = frozenset(uids)
         if new - self._uids:
             self._eager_until = now + NEW_POD_WINDOW_S
@@ -168,7 +170,7 @@ class Exemptions:
             self.scan(now)
 
     def tick(self, now: float) -> float | None:
-        """Looks again when that is due; when the next time is, None: never."""
+        """Searches again if that is due. Returns when to call next (time.monotonic); None: never."""
         if self._due is not None and now >= self._due:
             self.scan(now)
         return self._due
@@ -180,23 +182,23 @@ class Exemptions:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nobody is exempt."""
+        """Whether no cgroup is exempt."""
         return not self._written
 
     def problems(self, now: float) -> tuple[str, ...]:
-        """What keeps a pod from being exempt, a line each."""
+        """One line for each reason why a pod is not exempt."""
         lines = [self._problem] if self._problem else []
         if self.missing and now > self._eager_until:
             names = ", ".join(sorted(self.missing)[:3])
             lines.append(
                 f"{len(self.missing)} Pods with the label kbpf.io/socket-lb have no cgroup below "
-                f"{self._hooked_cgroup} (uid {names}): they have not begun, have ended, or are "
+                f"{self._hooked_cgroup} (uid {names}): they have not started, have ended, or are "
                 "static Pods"
             )
         return tuple(lines)
 
     def scan(self, now: float) -> None:
-        """Finds the folders, and writes what differs."""
+        """Searches the folders and writes the difference."""
         self._pods = {
             uid: current
             for uid, folders in self._pods.items()
@@ -224,7 +226,7 @@ class Exemptions:
         return current
 
     def _write(self, ids: set[int]) -> None:
-        """A cgroup that is not exempt any more goes after those that are by now."""
+        """Adds new cgroups before it deletes those that are no longer exempt."""
         was_empty = self.is_empty
         new, removed = ids - self._written, self._written - ids
         try:
@@ -240,8 +242,8 @@ class Exemptions:
                 int(U64.unpack(key)[0]) for key, _ in self._agent_maps.maps[MAP_NAME].items()
             }
             if not self._problem:
-                log.error("not exempt, trying again: %s", error)
-            self._problem = f"not all cgroups are exempt: {error}"
+                log.error("cannot update the exempt cgroups, retrying: %s", error)
+            self._problem = f"some cgroups are not exempt yet: {error}"
         if new or removed:
             log.info("exempt cgroups=%d new=%d gone=%d", len(self._written), len(new), len(removed))
         if self.is_empty != was_empty:

@@ -1,12 +1,12 @@
-"""Maps grow while they are written and read, and no change waits for it.
+"""Grows maps in the background, while they are read and written. No change waits for it.
 
-1. A thread makes the larger maps and loads the programs over them: creating a large map and the
-   verifier take some tenths of a second, and neither needs the writer.
-2. From here on every write goes to both. The entries that were there before are copied in slices,
-   between other changes.
-3. The larger maps take the place of the others, and hooks and devices change over (attached.py).
+1. A thread creates the larger maps and loads the programs over them. This takes some tenths of a
+   second and does not need the thread that writes.
+2. From then on every write goes to both maps. Existing entries are copied in slices, between other
+   changes.
+3. The larger maps replace the old ones, and hooks and devices switch to them (attachments.py).
 
-Until the last step nothing has changed for anybody else, so a failure before it only costs room.
+Nothing is visible to readers before step 3, so an earlier failure costs memory only.
 """
 
 import logging
@@ -26,20 +26,20 @@ from kbpf.kernel.system import threads
 log = logging.getLogger("kbpf.dataplane")
 
 COPY_BATCH_ENTRIES: Final = 1_024
-"""Entries that are copied at a time: about one millisecond."""
+"""Entries copied in one piece: about one millisecond."""
 
 GROWTH_TIMEOUT_S: Final = 120.0
-"""Making maps and loading programs takes longer only if it is stuck."""
+"""Creating maps and loading programs takes longer only if the thread is stuck."""
 
 GROWTH_POLL_INTERVAL_S: Final = 0.02
-"""The thread is asked this often whether it is done."""
+"""Interval between two checks whether the thread is done."""
 
 RETRY_DELAY_S: Final = 1.0
-"""From a failure to the next attempt."""
+"""Delay before a failed growth is retried."""
 
 
 class MapGrowth:
-    """One growth at a time, of several maps. One thread calls; close() ends it."""
+    """Grows several maps at a time. Called by one thread."""
 
     def __init__(self, agent_maps: AgentMaps, attachments: Attachments) -> None:
         self._agent_maps, self._attachments = agent_maps, attachments
@@ -47,11 +47,11 @@ class MapGrowth:
         self._thread: threads.SupervisedThread | None = None
         self._maps: dict[str, Map] = {}
         self._programs: Mapping[Programs, LoadedPrograms] = {}
-        self._outcome: KbpfError | bool = False  # by the thread: whether it is done, or why not
+        self._outcome: KbpfError | bool = False  # set by the thread: done, or the error
         self._copy_steps: Generator[None] | None = None
         self._retry_due = 0.0
         self.error = ""
-        """Why the last attempt failed; "" after one that succeeded."""
+        """Why the last attempt failed; "" if it succeeded."""
 
     @property
     def is_busy(self) -> bool:
@@ -59,7 +59,9 @@ class MapGrowth:
         return bool(self._sizes)
 
     def begin(self, sizes: Mapping[str, int], now: float) -> None:
-        """Begins, unless maps are growing already or have failed to a moment ago."""
+        """Starts a growth, unless one is running or the last one failed less than RETRY_DELAY_S
+        ago.
+        """
         if self._sizes or not sizes or now < self._retry_due:
             return
         self._sizes = sizes
@@ -69,13 +71,13 @@ class MapGrowth:
             self._fail(error)
 
     def due(self, now: float) -> float | None:
-        """When to call advance() (time.monotonic); None: there is nothing to do."""
+        """When to call advance() (time.monotonic); None if no map is growing."""
         if not self._sizes:
             return None
         return now if self._outcome else now + GROWTH_POLL_INTERVAL_S
 
     def advance(self, seconds: float) -> None:
-        """Works for this long. A failure is kept in `error`."""
+        """Works for this many seconds. An error is stored in `error`."""
         if not self._outcome or seconds <= 0:
             return
         end = time.perf_counter() + seconds
@@ -87,7 +89,9 @@ class MapGrowth:
             self._fail(error)
 
     def finish(self, sizes_at_once: Mapping[str, int] | None = None) -> None:
-        """Completes what has begun, or makes maps of these sizes at once. May raise KbpfError."""
+        """Completes the running growth, or with `sizes_at_once` replaces it by one to these sizes.
+        Raises KbpfError.
+        """
         if sizes_at_once is not None:
             self._abandon()
             self._sizes = sizes_at_once
@@ -101,20 +105,19 @@ class MapGrowth:
             raise
 
     def close(self) -> None:
-        """Gives up what has begun."""
+        """Abandons a running growth."""
         self._abandon()
 
     def _wait_for_thread(self) -> None:
-        """Waits for the thread."""
         end = time.monotonic() + GROWTH_TIMEOUT_S
         while not self._outcome:
             if time.monotonic() >= end:
                 names = ", ".join(sorted(self._sizes))
-                raise KernelError(f"no larger maps after {GROWTH_TIMEOUT_S:.0f} s", names)
+                raise KernelError(f"maps did not grow within {GROWTH_TIMEOUT_S:.0f} s", names)
             time.sleep(0.001)
 
     def _step(self) -> bool:
-        """One piece; whether all is done."""
+        """Does one piece of work. Returns whether the growth is complete."""
         if isinstance(self._outcome, KbpfError):
             raise self._outcome
         if self._copy_steps is None:
@@ -131,7 +134,7 @@ class MapGrowth:
         return True
 
     def _make_maps(self) -> None:
-        """What takes long and needs nothing of the writer. In the thread."""
+        """Runs in the thread: creates the maps and loads the programs."""
         try:
             for name, entries in self._sizes.items():
                 self._maps[name] = pinning.make_map(MAPS[name], entries)
@@ -150,13 +153,13 @@ class MapGrowth:
     def _fail(self, error: KbpfError) -> None:
         names = ", ".join(sorted(self._sizes))
         if str(error) != self.error:
-            log.error("maps cannot be made larger, trying again maps=%s: %s", names, error)
+            log.error("maps cannot grow, retrying maps=%s: %s", names, error)
         self._abandon()
         self.error = str(error)
         self._retry_due = time.monotonic() + RETRY_DELAY_S
 
     def _abandon(self) -> None:
-        """Lets go of what is not in use yet."""
+        """Closes everything that is not in use yet."""
         self._stop_thread()
         self._agent_maps.stop_copying()
         pinning.close_all(self._maps.values())

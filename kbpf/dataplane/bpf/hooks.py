@@ -1,4 +1,4 @@
-"""The hooks: which program goes where. A new hook is one row here and one function in the C."""
+"""The hooks: which program is attached where. A new hook is one row here and one function in C."""
 
 import errno
 from dataclasses import dataclass
@@ -26,10 +26,11 @@ from kbpf.kernel.bpf.uapi import (
 
 @dataclass(frozen=True, slots=True)
 class Hook:
-    """A program's name, its unit (file) and types as in linux/bpf.h, the kernel that brought it.
+    """A program: name, unit (file), types as in linux/bpf.h, and the kernel version that added
+    them.
 
-    `required`: without it no Service works for any socket, so the data plane is not usable.
-    `counts`: it serves nobody, so it is attached only with --accounting full.
+    `required`: without this hook no Service works for any socket, so the data plane cannot start.
+    `only_counts`: the hook translates nothing and is attached only with --accounting full.
     """
 
     name: str
@@ -43,7 +44,7 @@ class Hook:
 
 
 HOOKS: Final = (
-    # Answers before questions: a hook that is attached serves at once.
+    # Reply hooks first: a hook works as soon as it is attached.
     Hook(
         "recvmsg4",
         "sock",
@@ -131,8 +132,8 @@ HOOKS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class PacketProgram:
-    """A program of the unit `tc`. `direction`: "ingress" or "egress" of devices, or "" for one
-    that is reached by a tail call only; `tail`: its number there (enum tail in tc.c), or -1.
+    """A program of the unit `tc`. `direction`: "ingress" or "egress", or "" if it is only reached
+    by a tail call. `tail`: its index in the tail call map (enum tail in tc.c), or -1.
     """
 
     name: str
@@ -168,7 +169,7 @@ UNITS: Final = ("sock", "tc")
 
 
 def program_type(program: str) -> tuple[int, int, bool]:
-    """Program type, expected attach type, and whether its unit is of no use without it."""
+    """Program type, expected attach type, and whether its unit requires it."""
     for hook in HOOKS:
         if hook.name == program:
             return hook.prog_type, hook.attach_type, hook.required
@@ -176,7 +177,7 @@ def program_type(program: str) -> tuple[int, int, bool]:
 
 
 def program_names(unit: str) -> tuple[str, ...]:
-    """The names of the functions in a unit that are programs."""
+    """The names of a unit's program functions."""
     if unit == "tc":
         return tuple(program.name for program in PACKET_PROGRAMS)
     return tuple(hook.name for hook in HOOKS if hook.unit == unit)
@@ -187,8 +188,8 @@ OPTIONAL_HELPERS: Final = {
     BPF_FUNC_get_current_cgroup_id: ("bpf_get_current_cgroup_id", "5.7", 0),
     BPF_FUNC_get_current_ancestor_cgroup_id: ("bpf_get_current_ancestor_cgroup_id", "5.7", 1),
 }
-"""Number → name, the kernel that brought it to these hooks, an argument to try it with. Where a
-kernel lacks one, the loader takes the calls out (r0 = 0).
+"""Number → name, the kernel that added it to these hooks, and an argument to test it with. If the
+kernel lacks one, the loader replaces the calls by r0 = 0.
 """
 OPTIONAL_PACKET_HELPERS: Final = (BPF_FUNC_ktime_get_coarse_ns,)
-"""The same for the packet path: bpf_ktime_get_coarse_ns (5.11), which only is faster."""
+"""The same for the packet path. bpf_ktime_get_coarse_ns (5.11) is only faster."""

@@ -1,10 +1,11 @@
-"""What the packet path needs of a node that others have set up too: that a closed FORWARD chain
-lets masqueraded packets pass, and that no socket of the node takes their ports. And what a
-kube-proxy's connections needed after it had gone is taken away when they are over.
+"""Settings of the node that the packet path needs and that other programs change too.
 
-All is looked at again every few seconds, since others write there as well; a look at rules that
-nobody changed is one message to the kernel. What cannot be done is said once, with what to do, and
-stops nothing.
+A closed FORWARD chain has to let masqueraded packets pass, and no socket of the node may take the
+ports used for masquerading. Rules that keep the last connections of a kube-proxy alive are removed
+when these have ended.
+
+All of it is checked every few seconds; a check costs one message if no rule has changed. A failure
+is logged once, with advice, and stops nothing.
 """
 
 import contextlib
@@ -28,22 +29,28 @@ from kbpf.takeover import conntrack_keepalive
 log = logging.getLogger("kbpf.dataplane")
 
 NOTE_FOLDER: Final = "beside"
-"""A folder in the pin folder: we may have put something into the node. It has an empty one for each
-range of ports that we have reserved (``61000-65535``), since a bpffs holds no files."""
+"""A subfolder of the pin folder that records that the node's settings may have been changed. It
+holds an empty folder for each range of ports that we have reserved (``61000-65535``), since a bpffs
+holds no files.
+"""
 HOST_POLL_INTERVAL_S: Final = 2.0
 PORT_RESERVATION_POLLS: Final = 3
-"""So many looks at whom others have masqueraded: before and after our programs are everywhere."""
+"""How often the ports of conntrack's masqueraded connections are read: before and after our
+programs are attached everywhere.
+"""
 HANDOVER_POLL_INTERVAL_S: Final = 30.0
-"""Between two looks at whether the last connection of a kube-proxy has ended."""
+"""Interval between two checks for the last connection of a kube-proxy, in seconds."""
 TRANSIENT_ERRNOS: Final = frozenset(
     (errno.ENOENT, errno.ERESTART, *forward_rules.UNSUPPORTED_ERRNOS)
 )
-"""The ruleset changed under our hands: next time; or there is no nf_tables: nothing to do."""
+"""The ruleset changed during the check, which is repeated later; or nf_tables is missing, and there
+is nothing to do.
+"""
 FORWARDING_SYSCTLS: Final = ("net.ipv4.ip_forward", "net.ipv6.conf.all.forwarding")
 
 
 class HostIntegration:
-    """Keeps both for one agent. One thread calls."""
+    """Maintains the settings for one agent. Called by one thread."""
 
     def __init__(self, pins: Pins, config: Config) -> None:
         self._ports = frozenset(range(config.masquerade_ports[0], config.masquerade_ports[1] + 1))
@@ -58,7 +65,7 @@ class HostIntegration:
         self._logged_lines: set[str] = set()
 
     def poll(self, now: float) -> None:
-        """Puts right what is not as it should be, if it is time to look; `now` in seconds."""
+        """Repairs the settings if a check is due at `now` (seconds)."""
         if now < self._due:
             return
         if self._due == float("-inf"):
@@ -77,7 +84,7 @@ class HostIntegration:
             self._end_handover(now)
 
     def _reserve_conntrack_ports(self) -> None:
-        """Clients that a kube-proxy before us has masqueraded keep their ports."""
+        """Reserves the ports of clients that kube-proxy has masqueraded."""
         maps = self._pins.maps
         if (maps / "flow_queue").exists():
             with Map.open(maps / "flows") as flows, Map.open(maps / "flow_queue") as flow_queue:
@@ -87,14 +94,15 @@ class HostIntegration:
             if count:
                 with Map.open(maps / "flow_count") as flow_count:
                     enable_flow_lookup(flow_count)
-                log.info("ports that conntrack has given are left to it count=%d", count)
+                log.info("ports in use by conntrack are reserved for it count=%d", count)
 
     def _end_handover(self, now: float) -> None:
-        if self._generation < 0 or now < self._handover_due:  # without nf_tables there is none
+        # without nf_tables there are no rules to remove
+        if self._generation < 0 or now < self._handover_due:
             return
         self._handover_due = now + HANDOVER_POLL_INTERVAL_S
         for family in conntrack_keepalive.remove_unneeded():
-            log.info("the last connection of kube-proxy is over family=%s", family)
+            log.info("the last connection of kube-proxy has ended family=%s", family)
 
     def _ensure_rules(self) -> None:
         try:
@@ -110,7 +118,7 @@ class HostIntegration:
             if error.errno not in TRANSIENT_ERRNOS:
                 raise
         else:
-            self._generation = generation  # of before: our own changes are looked at, too
+            self._generation = generation  # from before our own changes, so these are checked too
 
     def _ensure_rule(self, chain: forward_rules.BaseChain) -> None:
         if line := forward_rules.reconcile_masquerade_rule(chain, self._mark):
@@ -120,7 +128,9 @@ class HostIntegration:
         for name in FORWARDING_SYSCTLS:
             with contextlib.suppress(KernelError):
                 if sysctl.read(name) == "0":
-                    self._warn_once(f"{name} is 0: this node forwards nothing to pods; set it to 1")
+                    self._warn_once(
+                        f"{name} is 0, so this node forwards nothing to pods; set it to 1"
+                    )
         for line in (*firewalls.forward_warnings(self._mark), *firewalls.early_drop_warnings()):
             self._warn_once(line)
 
@@ -138,8 +148,8 @@ class HostIntegration:
 
 
 class PortReservation:
-    """Ports that sockets of the node keep away from, and which of them we have put there (NOTE).
-    Ports that others had reserved before us stay when ours go.
+    """The reserved ports of the node, and a record of which of them are ours (NOTE_FOLDER). Ports
+    that were reserved before stay reserved when ours are released.
     """
 
     def __init__(self, pins: Pins) -> None:
@@ -151,28 +161,28 @@ class PortReservation:
         return self._pins.root / NOTE_FOLDER
 
     def mark(self) -> None:
-        """Says, in the pin folder, that there may be something of ours from now on."""
-        with contextlib.suppress(OSError):  # told when it is needed
+        """Records in the pin folder that settings of the node may have been changed."""
+        with contextlib.suppress(OSError):  # retried when the record is needed
             self._folder.mkdir(exist_ok=True)
 
     def reserve(self, ports: frozenset[int]) -> None:
-        """Reserves them where the kernel would else give them to sockets."""
+        """Reserves these ports if they are in the range that the kernel assigns to sockets."""
         low, high = sysctl.read_local_port_range()
         state = ports, low, high, sysctl.read(sysctl.RESERVED_PORTS)
         if state == self._last_state:
             return
-        self._last_state = state  # also when it fails: it is tried again when something changes
+        self._last_state = state  # also on failure: retried when something changes
         overlaps = low <= max(ports) and min(ports) <= high
         self._set_ports(ports if overlaps else frozenset())
 
     def release(self) -> bool:
-        """Takes away what we have put there; whether there was anything."""
+        """Releases our ports. Returns whether there were any."""
         return self._set_ports(frozenset())
 
     def _set_ports(self, ports: frozenset[int]) -> bool:
         reserved = sysctl.parse_ports(sysctl.read(sysctl.RESERVED_PORTS))
         our_ports = self._read_note()
-        if not our_ports <= reserved:  # somebody has written the list anew: all in it is theirs
+        if not our_ports <= reserved:  # the list was overwritten, so it has no entry of ours
             self._write_note(our_ports := frozenset())
         foreign_ports = reserved - our_ports
         if foreign_ports | ports == reserved:
@@ -207,20 +217,20 @@ class PortReservation:
                 (self._folder / name).mkdir(exist_ok=True)
         except OSError as error:
             raise KernelError(
-                "cannot note which ports are reserved", str(self._folder), "", error.errno or 0
+                "cannot record which ports are reserved", str(self._folder), "", error.errno or 0
             ) from error
 
 
 def may_need_cleanup(pins: Pins) -> bool:
-    """Whether an agent with this pin folder has looked after the node."""
+    """Whether an agent with this pin folder may have changed settings of the node."""
     return (pins.root / NOTE_FOLDER).is_dir()
 
 
 def remove(pins: Pins, rules: bool = True) -> tuple[str, ...]:
-    """Takes our rules (unless they serve another mode) out of the chains, and our ports from the
-    reserved ones; what was there.
+    """Removes our rules (unless another mode uses them: `rules`) and releases our reserved
+    ports. Returns what was removed, a line each.
 
-    KernelError if the kernel refuses. Without nf_tables or its library there can be nothing of it.
+    Raises KernelError if the kernel refuses. Without nf_tables there are no rules to remove.
     """
     removed = []
     if rules and forward_rules.probe_nf_tables().works:
@@ -232,7 +242,7 @@ def remove(pins: Pins, rules: bool = True) -> tuple[str, ...]:
         ]
         conntrack_keepalive.reconcile_forward_rules(
             forward_rules.list_forward_chains()
-        )  # somebody else may have taken the table
+        )  # another program may own the table now
     if PortReservation(pins).release():
         removed.append(f"ports in {sysctl.RESERVED_PORTS}")
     with contextlib.suppress(OSError):

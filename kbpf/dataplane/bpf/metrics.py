@@ -1,13 +1,12 @@
-"""What the maps count, for metrics.
+"""Reads metrics from the maps.
 
-Any thread may ask: the pinned maps are opened anew each time, so nothing is shared with the writer,
-who replaces maps as they grow. read() is what is known at once. count() walks the maps where
-connections stand: those of the packet path in `flows`, those of the socket hooks in `sock_peers`
-and `udp_flows`; and `counts`, where the programs add up what connections came to. That
-takes 120 ms for 100,000 connections, most of it in the kernel.
+Any thread may call: the pinned maps are opened for each call, so nothing is shared with the writer,
+which replaces maps as they grow. read() is cheap. count() walks the maps with connections (`flows`
+of the packet path, `sock_peers` and `udp_flows` of the socket hooks) and `counts`, where the
+programs add up traffic. This takes 120 ms for 100,000 connections, most of it in the kernel.
 
-What a backend that is gone has had is kept with its Service, so that no sum ever falls: count()
-moves it to the backend GONE now and then.
+The traffic of removed backends stays with their Service, so that no sum ever decreases: count()
+moves it to REMOVED_BACKENDS at intervals.
 """
 
 import time
@@ -76,23 +75,23 @@ VERDICT_BY_REASON: Final = {
     Reason.REDIRECTED: "note",
     Reason.NOT_RECORDED: "note",
 }
-"""Any other reason means that it was translated. A note counts what happened beside a verdict."""
+"""Reasons not listed here mean "translate". A "note" is counted in addition to a verdict."""
 
 SOCKET_STORAGE_MAPS: Final = ("sock_peers", "udp_flows")
-"""What connected and unconnected sockets hold, of which the kernel must have BTF to show it."""
+"""State of connected and unconnected sockets. The kernel needs BTF to show it."""
 
 COUNTED_MAPS: Final = ("flows", *SOCKET_STORAGE_MAPS, "affinity")
-"""Maps that programs write, whose entries are counted; the others are as full as one of these."""
+"""Maps written by the programs whose entries are counted; others are as full as one of these."""
 
 SWEEP_INTERVAL_S: Final = 300.0
-"""So often what backends that are gone have had is moved to GONE."""
+"""Interval at which the traffic of removed backends is moved to REMOVED_BACKENDS."""
 
 NO_BACKEND: Final = 0
 REMOVED_BACKENDS: Final = 0xFFFF_FFFF
 ALL_BACKENDS: Final = 0xFFFF_FFFE
-"""Of a Service port whose namespace has more than its share of `counts`: see account.h."""
+"""Of a Service port whose namespace exceeds its share of `counts`: see account.h."""
 BULK_READ_THRESHOLD: Final = 256
-"""More names than that are read all at once."""
+"""From this number on, names are read all at once."""
 
 _PROTOCOLS: Final = {int(protocol): protocol.name for protocol in Protocol}
 _NO_TOTALS: Final = ConnectionStats()
@@ -102,31 +101,32 @@ KNOWN_COUNTS: Final = {
     Accounting.FULL: ALL_COUNTERS,
 }
 IdPair = tuple[int, int]
-"""Of a Service port and of a backend."""
+"""Ids of a Service port and a backend."""
 
 
 class MapCollector:
-    """Reads the maps below one pin folder. One thread reads and one counts."""
+    """Reads the maps below one pin folder. One thread may call read(), another count()."""
 
     def __init__(
         self, pins: Pins, config: Config, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._pins, self._config, self._clock = pins, config, clock
         self._ports: list[PortName] = []
-        self._index_by_name: dict[PortName, int] = {}  # in that list
-        self._index_by_id: dict[int, int] = {}  # the same by id, and these are never used twice
+        self._index_by_name: dict[PortName, int] = {}  # index into `_ports`
+        self._index_by_id: dict[int, int] = {}  # the same by id; ids are never reused
         self._entries: Mapping[str, int] = {}
         self._sweep_due = clock() + SWEEP_INTERVAL_S
+        # The first sweep gives Service ports their own entries again.
         self._kept_backends = {
             NO_BACKEND,
             REMOVED_BACKENDS,
-        }  # the first sweep gives Service ports their pairs again
+        }
 
-    # ---- what is known at once -------------------------------------------------------------
+    # ---- cheap metrics ---------------------------------------------------------------------
 
     def read(self, fill: Mapping[str, int]) -> DataPlaneMetrics:
-        """Tables and decisions. `fill`: entries of the maps that the agent writes. What cannot be
-        read, since it is just being replaced or was removed, is left out.
+        """Table sizes and decisions. `fill`: entries of the maps that the agent writes. A map that
+        cannot be read, because it is being replaced or was removed, is left out.
         """
         tables: list[TableUsage] = []
         decisions: tuple[ReasonCount, ...] = ()
@@ -152,10 +152,10 @@ class MapCollector:
                 continue
         return DataPlaneMetrics(tuple(tables), decisions)
 
-    # ---- what takes long -------------------------------------------------------------------
+    # ---- expensive metrics -----------------------------------------------------------------
 
     def count(self, pause: Pause) -> TrafficStats:
-        """Connections and what they came to, by Service port."""
+        """Connections and their traffic, by Service port."""
         max_series, current = self._config.serving.backend_series, ConnectionCount()
         for name in COUNTED_MAPS:
             self._walk_map(name, lambda map_: current.add(map_, bool(max_series)), pause)
@@ -178,7 +178,7 @@ class MapCollector:
         )
 
     def _walk_map(self, name: str, add_map: Callable[[Map], Iterable[None]], pause: Pause) -> None:
-        """Through a map, if it can be read."""
+        """Calls `add_map` with a map, if it can be read."""
         try:
             with pinning.open_map(self._pins.maps / name, MAPS[name]) as map_:
                 for _ in add_map(map_):
@@ -205,7 +205,7 @@ class MapCollector:
     def _with_addresses(
         self, busiest: Iterable[tuple[ConnectionStats, IdPair]], open_counts: Mapping[IdPair, int]
     ) -> tuple[BackendStats, ...]:
-        """Those whose Service and backend are still there."""
+        """Stats of those pairs whose Service and backend still exist."""
         pairs: dict[tuple[PortName, str], BackendStats] = {}
         try:
             with pinning.open_map(self._pins.maps / "backends", MAPS["backends"]) as backends:
@@ -224,9 +224,8 @@ class MapCollector:
         return tuple(pairs.values())
 
     def _sweep(self, counted_services: Container[int]) -> None:
-        """Moves what backends that are gone have had, and drops what those of these Services have
-        had that are gone. What a program adds between the two steps is lost: a byte count of
-        somebody's last second.
+        """Moves the traffic of removed backends, and deletes that of removed Services. What a
+        program adds between the two steps is lost: the bytes of a connection's last second.
         """
         try:
             with (
@@ -262,8 +261,8 @@ class MapCollector:
             return
 
     def _merge_over_share(self, sizes: Mapping[int, int]) -> None:
-        """Leaves the largest Service ports of namespaces that have more than their share one entry
-        each. What a program adds between the steps is lost, as in _sweep().
+        """Merges the entries of the largest Service ports of namespaces that exceed their share.
+        What a program adds between the steps is lost, as in _sweep().
         """
         ports = {
             service: (name[0], size)
@@ -290,7 +289,7 @@ class MapCollector:
                         total = _add_totals(total, ConnectionStats(*COUNTS.unpack(raw)))
                     merged_key = U32_PAIR.pack(service, ALL_BACKENDS)
                     keys = [key for key, _ in service_entries if key != merged_key]
-                    for key in keys[:1]:  # or there is no room for the new entry
+                    for key in keys[:1]:  # otherwise there may be no room for the new entry
                         counts.delete(key)
                     counts.update(merged_key, COUNTS.pack(*total))
                     for key in keys[1:]:
@@ -303,8 +302,8 @@ class MapCollector:
         return None if index is None else self._ports[index]
 
     def _read_names(self, service_ids: Set[int]) -> bool:
-        """The names of these ids; others are forgotten when they are many. Whether they could be
-        read: an id without one is of a Service that is gone.
+        """Reads the names of these ids; if many others are cached, drops those. Returns whether the
+        names could be read: an id without a name then belongs to a removed Service.
         """
         if len(self._index_by_id) > 2 * len(service_ids):
             self._index_by_id, self._ports, self._index_by_name = {}, [], {}
@@ -332,7 +331,7 @@ class MapCollector:
         return True
 
     def _index_of(self, raw: bytes) -> int:
-        """Where the count of this struct service_name is kept; the same for both families."""
+        """The index at which this struct service_name is counted; the same for both families."""
         namespace, service, port, protocol, _ = SERVICE_NAME.unpack(raw)
         texts = (text.rstrip(b"\0").decode(errors="replace") for text in (namespace, service, port))
         name: PortName = (*texts, _PROTOCOLS.get(protocol, str(protocol)))
@@ -343,8 +342,8 @@ class MapCollector:
 
 
 class ConnectionCount:
-    """Open connections: by Service, by Service and backend where that is wanted, those
-    that are tracked; and entries by map.
+    """Open connections by Service, optionally by Service and backend; tracked connections; and
+    entries by map.
     """
 
     def __init__(self) -> None:
@@ -354,7 +353,7 @@ class ConnectionCount:
         self.tracked: FlowCount | None = None
 
     def add(self, map_: Map, with_backends: bool) -> Iterator[None]:
-        """Adds what is in this map, a piece at a time."""
+        """Adds the contents of this map, one batch at a time."""
         name, now = map_.name, time.monotonic_ns()
         self.entries[name] = needed = 0
         for _, values in map_.batches():
@@ -374,8 +373,8 @@ class ConnectionCount:
 
 
 class _TrafficSums:
-    """What connections came to, by Service; and the busiest pairs of Service and backend, `most` of
-    them. There may be 131,072 pairs, of which no more is kept.
+    """Traffic by Service, and the `max_busiest` busiest pairs of Service and backend. There may be
+    131,072 pairs, so the others are not kept.
     """
 
     def __init__(self, max_busiest: int) -> None:
@@ -386,7 +385,7 @@ class _TrafficSums:
         self.busiest: list[tuple[ConnectionStats, IdPair]] = []
 
     def add(self, map_: Map) -> Iterator[None]:
-        """Adds what is in `counts`, a piece at a time."""
+        """Adds the contents of `counts`, one batch at a time."""
         services = self.services
         for keys, values in map_.batches():
             for (service, _), total in _unpack_counts(keys, values):
@@ -404,9 +403,9 @@ class _TrafficSums:
 
 
 def select_over_share(ports: Mapping[int, tuple[str, int]], entries: int, limit: int) -> list[int]:
-    """The Service ports that get one entry of `counts` each, so that no namespace has more than
-    SHARE times the room that is left, as for the maps of Services (limits.py): the largest ones of
-    the namespace that has most. `ports`: namespace and entries by id.
+    """The Service ports whose entries in `counts` are merged into one, so that no namespace has
+    more than NAMESPACE_SHARE times the free room (changes/quotas.py): the largest ones of the
+    largest namespace first. `ports`: namespace and number of entries by id.
     """
     if entries <= CONTESTED_FILL * limit:
         return []
@@ -440,7 +439,7 @@ def _unpack_counts(keys: bytes, values: bytes) -> Iterator[tuple[IdPair, Connect
 
 
 def _unpack_peers(name: str, values: bytes) -> tuple[list[int], list[int]]:
-    """The ids of Service and backend of what these sockets hold, values back to back."""
+    """Ids of Service and backend in these values (back to back)."""
     if name == "sock_peers":
         u32_view = memoryview(values).cast("I")
         return u32_view[12 :: PEER.size // 4].tolist(), u32_view[13 :: PEER.size // 4].tolist()
@@ -453,9 +452,8 @@ def _unpack_peers(name: str, values: bytes) -> tuple[list[int], list[int]]:
 
 
 def _count_open_flows(values: bytes, now: int) -> tuple[list[int], list[int], int]:
-    """The ids of Service and backend of the open connections among those struct flow, back to back:
-    of each the entry that is the client's own. And how many of them would not make room by
-    themselves.
+    """Ids of Service and backend of the open connections among these struct flow (back to back),
+    counting original-direction entries only, and the number that would not be evicted.
     """
     open_flows = [
         (service, backend, is_needed(state, last_use, now))
@@ -473,7 +471,7 @@ def _count_open_flows(values: bytes, now: int) -> tuple[list[int], list[int], in
 
 
 def read_totals(map_: Map, totals: dict[IdPair, ConnectionStats]) -> Iterator[None]:
-    """What is in `counts`, a piece at a time."""
+    """Adds the contents of `counts`, one batch at a time."""
     for keys, values in map_.batches():
         totals.update(_unpack_counts(keys, values))
         yield

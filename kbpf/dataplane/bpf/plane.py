@@ -1,7 +1,8 @@
 """The BPF data plane: adopts, plans, writes, flips, retires.
 
-It keeps what it programmed, so that a change costs the change and not the cluster. Retiring waits
-for the grace period in a queue that tick() empties; nobody sleeps.
+The plane remembers what it programmed, so that the cost of a change depends on the change and not
+on the size of the cluster. Retired entries wait for the end of the grace period in a queue that
+tick() empties; no call blocks on it.
 """
 
 import logging
@@ -61,21 +62,22 @@ log = logging.getLogger("kbpf.dataplane")
 T = TypeVar("T")
 
 NODE_PORTS_ID: Final = 0
-"""The id in source_ranges of those who may dial NodePorts; no Service has it."""
+"""The id in `source_ranges` of the ranges that may connect to NodePorts. No Service has it."""
 
 SLICE_BUDGET_S: Final = 0.0015
-"""Work that can wait is done for this long at a time: tables are built and large Service ports
-programmed in one slice, old sets and UDP flows are deleted in another."""
+"""Length of one slice of deferred work, in seconds. One slice builds tables and programs large
+Service ports; another deletes old sets and UDP flows.
+"""
 
 LARGE_ENTRIES: Final = 256
-"""Entries from which on a Service port may be deferred when the time is over."""
+"""A Service port with at least this many entries may be deferred."""
 
 MAX_RETRIED: Final = 16
-"""Refused Service ports that are tried again at a time. Those that fail again go last."""
+"""Refused Service ports that are retried in one call. Those that fail again move to the end."""
 
 
 class BpfPlane:
-    """DataPlane on BPF socket hooks. See base.DataPlane for the verbs."""
+    """DataPlane on BPF socket hooks and TC programs. See base.DataPlane for the methods."""
 
     name = "bpf"
 
@@ -85,7 +87,7 @@ class BpfPlane:
         clock: Callable[[], float] = time.monotonic,
         sockets_first: bool = False,
     ) -> None:
-        """`sockets_first`: see Attached. tick() has to be called then."""
+        """`sockets_first`: see Attachments. The caller then has to call tick()."""
         self._config = config
         self._clock = clock
         self._pins = Pins(config.pin_dir)
@@ -95,16 +97,18 @@ class BpfPlane:
         self._cluster_ips = SharedValues(cluster_ips_of)
         self._frontend_ports = SharedValues(ports_of)
         self._refused: dict[ServicePortKey, str] = {}
-        self._refused_system: dict[ServicePortKey, None] = {}  # the cluster's own of them
-        self._evenly_spread: dict[ServicePortKey, str] = {}  # spread evenly instead of as they ask
+        # those of `_refused` that belong to the cluster itself
+        self._refused_system: dict[ServicePortKey, None] = {}
+        self._evenly_spread: dict[ServicePortKey, str] = {}  # spread evenly instead of as annotated
         self._table_limits = TableLimits()
-        self._adopted: adopt.Adopted | None = None  # until the first complete apply
+        self._adopted: adopt.Adopted | None = None  # until the first apply() has ended
         self._lock = -1
         self._attachments = Attachments(config, self._pins, self._agent_maps, sockets_first)
         self._growth = MapGrowth(self._agent_maps, self._attachments)
-        self._unclaimed: adopt.Adopted | None = None  # what an unsound first apply left as it was
-        self._hidden_reason = ""  # why the folder of pins cannot be seen by its name
-        self._invalidated = False  # whether what is kept here is what the maps hold
+        # kept since the first apply() was not authoritative
+        self._unclaimed: adopt.Adopted | None = None
+        self._hidden_reason = ""  # why the pin folder's path does not lead to our pins
+        self._invalidated = False  # whether the maps may differ from what is remembered here
         self._collector = MapCollector(self._pins, config)
         self._affinity_shares = AffinityShares(
             lambda: self._agent_maps.maps,
@@ -126,9 +130,10 @@ class BpfPlane:
     # ---- opening ---------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Compiles or takes the artifact, opens or makes the maps, loads the programs, adopts.
+        """Compiles or loads the artifact, opens or creates the maps, loads the programs, adopts.
 
-        Raises CompileError or KernelError; what an earlier agent attached goes on serving.
+        Raises CompileError or KernelError. In that case the programs of an earlier agent stay
+        attached.
         """
         cgroup = self._config.cgroup or mounts.find_cgroup_root()
         mounts.ensure_bpffs(self._config.pin_dir)
@@ -169,19 +174,20 @@ class BpfPlane:
         self._agent_maps.fill["cluster_ips"] = len(self._cluster_ips.written_values)
         self._adopt_ports(adopted)
         self._udp_cuts = udp.UdpCutMap(self._agent_maps)
-        # What was to be retired is found again as stray.
+        # Entries that an earlier agent was about to retire are found again as unclaimed.
         self._udp_passes = udp.UdpPasses(self._agent_maps.maps)
         self._builder = TableBuilder(self._agent_maps, self._ids, self._shared_tables)
         self._deferred_queue, self._deferred_due = DeferredQueue(), 0.0
-        self._ticks = 0  # of tick()
+        self._ticks = 0  # calls of tick()
         self._grace_queue = GraceQueue(
             self._agent_maps, self._backend_table, self._shared_tables, self._cut_udp
         )
         self._adopted, self._unclaimed = adopted, None
 
     def _adopt_ports(self, adopted: adopt.Adopted) -> None:
-        """Sets the bits of all ports that `services` has: an agent of an earlier version kept none,
-        and programs that are attached next find only frontends whose bit is set.
+        """Sets the bits of all ports found in `services`. An agent of an earlier version kept no
+        such bits, and programs attached from now on find a frontend only if the bit of its port is
+        set.
         """
         written = set(unpack_ports(self._agent_maps.maps["frontend_ports"].items()))
         used = {address.port for address in adopted.unclaimed_frontends}
@@ -192,7 +198,7 @@ class BpfPlane:
         self._write_ports(new=used - written)
 
     def _is_id_used(self, kind: int, id_: int) -> bool:
-        """Whether a map holds this id: see ids.Taken."""
+        """Whether a map holds this id: see ids.IsUsed."""
         name = ("service_names", "backends", "backend_slots")[kind]
         key = U32_PAIR.pack(id_, 0) if name == "backend_slots" else U32.pack(id_)
         return self._agent_maps.maps[name].lookup(key) is not None
@@ -205,10 +211,10 @@ class BpfPlane:
         touched: Collection[ServicePortKey] | None,
         authoritative: bool = True,
     ) -> Report:
-        """See base.DataPlane. The first call must be complete (touched None).
+        """See base.DataPlane. `touched` must be None in the first call.
 
-        After a KernelError the maps may hold a part of the change: every frontend still has a
-        complete set (plan.py), and the next call first reads again what they hold.
+        After a KernelError the maps may hold a part of the change. Every frontend still has a
+        complete set (see changes/plan.py), and the next call first reads the maps again.
         """
         if self._invalidated:
             self._adopt()
@@ -222,10 +228,10 @@ class BpfPlane:
         return report
 
     def invalidate(self) -> None:
-        """See base.DataPlane. And whether the packet path can be had now."""
+        """See base.DataPlane. Also tries again to load a packet path that could not be loaded."""
         self._attachments.retry_packet_path()
         self._invalidated = True
-        self._agent_maps.take_counts()  # what was written until now is none of the next report's
+        self._agent_maps.take_counts()  # writes until now do not belong to the next report
 
     def _apply(
         self, desired: DesiredState, touched: Collection[ServicePortKey] | None, authoritative: bool
@@ -284,8 +290,8 @@ class BpfPlane:
     def _plan(
         self, desired: DesiredState, keys: set[ServicePortKey], may_defer: bool
     ) -> tuple[dict[ServicePortKey, ProgrammedPort | None], Writes]:
-        """`in_steps`: large Service ports are deferred, and have their turn in the next apply that
-        has nothing else to do.
+        """Plans the changes of these Service ports. With `may_defer`, large ones are deferred to
+        the next apply() that has nothing else to do.
         """
         unused_names = self._adopted.unused_names if self._adopted else None
         apply_plan = ApplyPlan(
@@ -320,8 +326,8 @@ class BpfPlane:
         return apply_plan.programmed, apply_plan.planner.finish_writes()
 
     def _plan_deferred(self, desired: DesiredState, apply_plan: ApplyPlan) -> set[ServicePortKey]:
-        """One slice for deferred Service ports, in their order; those that were refused are tried
-        again when there are none. Which ones have been looked at.
+        """Plans one slice of the deferred Service ports, in order. If there are none, retries
+        refused ones. Returns the Service ports that were examined.
         """
         deadline, self._deferred_due = time.perf_counter() + SLICE_BUDGET_S, 0.0
         examined = set() if self._deferred_queue else self._retry_refused(desired, apply_plan)
@@ -336,7 +342,7 @@ class BpfPlane:
         return examined
 
     def _retry_refused(self, desired: DesiredState, apply_plan: ApplyPlan) -> set[ServicePortKey]:
-        """Some of those that found no room, the cluster's own first."""
+        """Retries some of the Service ports that did not fit, those of the cluster itself first."""
         retried_keys = dict.fromkeys(islice(self._refused_system, MAX_RETRIED))
         retried_keys |= dict.fromkeys(islice(self._refused, MAX_RETRIED - len(retried_keys)))
         for key in retried_keys:
@@ -354,8 +360,8 @@ class BpfPlane:
         apply_plan: ApplyPlan,
         deadline: float | None = None,
     ) -> bool:
-        """Plans one Service port, if there is room for it. False if it waits for maps that grow,
-        or its table is not built at `end` (time.perf_counter).
+        """Plans one Service port if it fits. Returns False if it has to wait for maps to grow, or
+        if its table is not complete at `deadline` (time.perf_counter).
         """
         self._refused.pop(key, None)
         self._refused_system.pop(key, None)
@@ -383,8 +389,9 @@ class BpfPlane:
     def _remove_lost_frontends(
         self, key: ServicePortKey, new: ServiceState | None, apply_plan: ApplyPlan
     ) -> None:
-        """Frontends that a Service port has lost go at once, though the rest of its change waits:
-        another one may have them now, and must not lose them to this one later.
+        """Removes the frontends that a Service port has lost, though the rest of its change is
+        deferred: another Service port may have them now, and would lose them to the deferred
+        change.
         """
         old = apply_plan.programmed.get(key, self._programmed.get(key))
         if old is None:
@@ -393,8 +400,8 @@ class BpfPlane:
         self._budgets.replace(key.namespace, old, apply_plan.programmed[key])
 
     def _waits_for_table(self, new: ServiceState, deadline: float) -> bool:
-        """Builds what this Service port needs until `end` (time.perf_counter), but at least one
-        piece; whether there is more to build.
+        """Builds the tables that this Service port needs, at least one piece, until `deadline`
+        (time.perf_counter). Returns whether a table is still incomplete.
         """
         while (missing_table := self._builder.find_missing(new)) is not None:
             if not self._builder.is_busy:
@@ -405,7 +412,7 @@ class BpfPlane:
         return False
 
     def _effective_state(self, desired: DesiredState, key: ServicePortKey) -> ServiceState | None:
-        """What is wanted, as far as its namespace may have it."""
+        """The desired state of a Service port, within the limits of its namespace."""
         self._evenly_spread.pop(key, None)
         state = desired.services.get(key)
         if state is not None and (reason := self._table_limits.reason_for_even_spread(key)):
@@ -414,7 +421,7 @@ class BpfPlane:
         return state
 
     def _is_system(self, key: ServicePortKey) -> bool:
-        """Whether this Service port comes before those of tenants."""
+        """Whether this Service port has priority over those of tenants."""
         return is_system_service(key.service, self._config)
 
     def _compute_changed(
@@ -423,7 +430,7 @@ class BpfPlane:
         changes: Mapping[ServicePortKey, ProgrammedPort | None],
         authoritative: bool,
     ) -> tuple[set[T], set[T]]:
-        """ClusterIPs, or ports, that come and go with this change."""
+        """The values (ClusterIPs or ports) that this change adds, and those that it removes."""
         new, removed = values.update(
             (self._programmed[key] for key in changes if key in self._programmed),
             (programmed for programmed in changes.values() if programmed is not None),
@@ -446,8 +453,8 @@ class BpfPlane:
         )
 
     def _make_room(self, added: Mapping[str, int], at_once: bool) -> None:
-        """Makes maps larger that so many more entries would overfill: at once where they do not
-        fit, or no other change waits, else while others are programmed.
+        """Makes the maps larger that would overflow with `added` entries: at once if the entries do
+        not fit or no other change is waiting, otherwise in the background.
         """
         services_id = self._agent_maps.maps["services"].id
         if self._growth.is_busy and not self._agent_maps.fits(added):
@@ -457,7 +464,6 @@ class BpfPlane:
                 self._growth.finish(new_sizes)
             else:
                 self._growth.begin(new_sizes, time.monotonic())
-        # In the first apply they wait until the maps are filled, unless they read what is filled.
         is_first_apply = self._adopted is not None
         if (
             self._attachments.reads_stale_maps(services_id)
@@ -467,7 +473,7 @@ class BpfPlane:
             self._attachments.publish()
 
     def _waits_for_room(self, apply_plan: ApplyPlan) -> bool:
-        """Whether what is planned has to wait until maps have grown. CapacityError if they cannot
+        """Whether the planned change has to wait for maps to grow. CapacityError if they cannot
         grow.
         """
         added = {
@@ -478,7 +484,7 @@ class BpfPlane:
         if self._agent_maps.fits(added):
             return False
         if self._growth.error:
-            raise CapacityError(f"maps cannot be made larger, trying again: {self._growth.error}")
+            raise CapacityError(f"maps cannot grow, retrying: {self._growth.error}")
         return True
 
     def _write(
@@ -488,8 +494,8 @@ class BpfPlane:
         cluster_ips: tuple[set[Addr], set[Addr]],
         ports: tuple[set[int], set[int]],
     ) -> None:
-        """Programs look for a frontend only if its port is in `frontend_ports`, so that is a
-        superset of what `services` has at any time.
+        """Programs look up a frontend only if its port is in `frontend_ports`, so the ports in it
+        must be a superset of those in `services` at any time.
         """
         nodes = addresses - self._node_addresses, self._node_addresses - addresses
         self._write_ports(new=ports[0])
@@ -505,8 +511,9 @@ class BpfPlane:
         self._agent_maps.put("frontend_ports", entries, new=0)
 
     def _cut_udp(self, retired: Retired, is_repeat: bool = True) -> None:
-        """`again`: a connect() may have been on its way the first time. Flows of sockets know by
-        their time that they are from before: they are not looked at again.
+        """Deletes UDP flows of lost backends and frontends. `is_repeat`: the second pass, after the
+        grace period, for a connect() that was in flight during the first. Flows of connected
+        sockets need no second pass: their timestamp shows that they are older than the cut.
         """
         if not (retired.lost_backends or retired.lost_frontends):
             return
@@ -532,8 +539,8 @@ class BpfPlane:
         )
 
     def _finish_first_apply(self, retired: Retired, authoritative: bool) -> None:
-        """The end of the first apply: attach, and retire what was adopted and nobody claims. That
-        has to wait while not all objects could be read: they may claim it.
+        """Ends the first apply(): attaches the programs and retires what was adopted but not
+        claimed. Retiring has to wait while some objects could not be read, since they may claim it.
         """
         adopted, self._adopted = self._adopted, None
         assert adopted is not None
@@ -544,7 +551,7 @@ class BpfPlane:
         if authoritative:
             self._retire_unclaimed(adopted, retired)
             return
-        log.warning("kept what an earlier agent left: not all objects could be read")
+        log.warning("entries of an earlier agent are kept: not all objects could be read")
         self._unclaimed = adopted
 
     def _retire_unclaimed(self, unclaimed: adopt.Adopted, retired: Retired) -> None:
@@ -571,18 +578,18 @@ class BpfPlane:
         self._udp_cuts.add(
             udp.find_stale_flows(self._agent_maps.maps, is_gone), time.monotonic_ns()
         )
-        del self._agent_maps.writes["udp_cuts"]  # they are due to flows: nobody had changed them
+        del self._agent_maps.writes["udp_cuts"]  # counted as UDP cuts, not as writes of a change
         self._cut_udp_now(is_gone)
 
     def claim_socket(self, cookie: int) -> None:
         """See base.DataPlane."""
         self._agent_sockets.claim(cookie)
 
-    # ---- the end of what is old ------------------------------------------------------------
+    # ---- deferred work ---------------------------------------------------------------------
 
     def tick(self, now: float) -> float | None:
-        """Deletes old sets whose grace period is over, lets maps grow, and looks after what the
-        packet path needs beside itself. See base.DataPlane.
+        """See base.DataPlane. Deletes old sets after their grace period, advances the growth of
+        maps, and maintains the attachments.
         """
         tasks: deque[Callable[[float], None]] = deque(
             (
@@ -607,8 +614,8 @@ class BpfPlane:
         return min((task for task in due if task is not None), default=None)
 
     def _continue_growth(self, seconds: float) -> None:
-        """Goes on with maps that grow, and has them used as soon as they can be. And the packet
-        path, if it comes later.
+        """Copies entries into larger maps and switches to them as soon as they are complete. Also
+        switches to a packet path that was loaded in the background.
         """
         with self._pins.with_operator_path():
             self._attachments.use_loaded_packet_path()
@@ -622,7 +629,7 @@ class BpfPlane:
         return cuts
 
     def flush(self) -> None:
-        """Retires everything now, without the grace period: for tests."""
+        """Retires everything now, without a grace period. For tests."""
         self._grace_queue.delete_until(float("inf"))
         self._udp_passes.advance(float("inf"))
 
@@ -642,7 +649,7 @@ class BpfPlane:
         return self._collector.count(pause)
 
     def write_status(self, text: bytes) -> None:
-        """Leaves the agent's own words beside the maps, for `kbpf inspect status`."""
+        """Stores the agent's status in a map, for `kbpf inspect status`."""
         self._check_pins()
         status = self._agent_maps.maps["agent_status"]
         status.update(ZERO, text[: status.value_size].ljust(status.value_size, b"\0"))
@@ -665,33 +672,34 @@ class BpfPlane:
         return (*hidden_reasons, *self._attachments.faults())
 
     def _check_pins(self) -> None:
-        """Somebody may have removed the pins beside us: then nothing that we write is seen. Or
-        mounted something over them: then we go on, by our descriptor, and say so.
+        """Checks that the pin folder is still ours. If another process removed the pins, our writes
+        have no effect: PinsRemovedError. If something is mounted over the folder, the agent
+        continues through its descriptor and logs an error.
         """
         links_removed = not self._pins.links.is_dir() and self._adopted is None
         if links_removed or mounts.is_removed(self._config.pin_dir, self._lock):
             raise PinsRemovedError(
                 "the pins were removed while the agent ran",
                 str(self._config.pin_dir),
-                "the agent ends; start it again to serve Services again",
+                "the agent exits; restart it to serve Services again",
             )
         previous, self._hidden_reason = self._hidden_reason, self._find_hidden_reason()
         if self._hidden_reason and not previous:
             log.error("%s", self._hidden_reason)
         if previous and not self._hidden_reason:
-            log.info("the folder of pins can be seen again pin_dir=%s", self._config.pin_dir)
+            log.info("the pin folder is visible again pin_dir=%s", self._config.pin_dir)
 
     def _find_hidden_reason(self) -> str:
         folder = self._config.pin_dir
         if mounts.is_same(folder, self._lock):
             return ""
         return (
-            f"the folder of pins {folder} is hidden by what is mounted over it, so the next agent "
+            f"the pin folder {folder} is hidden by a mount on top of it, so the next agent "
             f"will not find the programs and will refuse to start: unmount it (findmnt -T {folder})"
         )
 
     def fill(self) -> dict[str, tuple[int, int]]:
-        """Entries and room of each map that the agent writes."""
+        """Entries and capacity of each map that the agent writes."""
         return {
             name: (self._agent_maps.fill[name], map_.max_entries)
             for name, map_ in self._agent_maps.maps.items()
@@ -699,8 +707,8 @@ class BpfPlane:
         }
 
     def close(self) -> None:
-        """Lets go of all descriptors; pins and attachments stay. Programs go first: a thread of
-        theirs uses maps.
+        """Closes all descriptors; pins and attachments stay. Programs are closed first, since one
+        of their threads uses the maps.
         """
         self._growth.close()
         self._attachments.close()
@@ -712,7 +720,7 @@ class BpfPlane:
             self._lock = -1
 
     def remove(self) -> None:
-        """Detaches and removes everything below the pin folder."""
+        """Detaches the programs and removes everything below the pin folder."""
         self.close()
         self._attachments.remove_packet_path()
         pinning.remove(self._pins)
@@ -723,7 +731,7 @@ def _is_large(state: ServiceState | None) -> bool:
 
 
 def _claim_ranges(writes: Writes, unclaimed_ranges: Iterable[tuple[int, Cidr]]) -> None:
-    """Ranges that were found without their Service: those that are wanted stay, the rest goes."""
+    """Drops unclaimed ranges that are not desired, and does not write again those that are."""
     unclaimed, desired_ranges = set(unclaimed_ranges), set(writes.new_ranges)
     writes.new_ranges = [
         source_range for source_range in writes.new_ranges if source_range not in unclaimed

@@ -1,11 +1,10 @@
-"""Ends what UDP clients still hold of a backend that stopped serving.
+"""Cuts off UDP clients from backends that have stopped serving.
 
-TCP connections are left alone, as kube-proxy leaves them. UDP has no end of its
-own: a connected socket would talk to the dead address for ever. So such sockets are destroyed in
-every network namespace. Flows of unconnected ones are the programs' to forget: they find in
-`udp_cuts` that what a flow chose serves no more, and choose anew. Sockets that went
-to the backend directly, not through a Service, are nobody's business here: only what is in
-`sock_peers` or `former_peers` is destroyed.
+TCP connections are left alone, as by kube-proxy. UDP has no end of connection: a connected socket
+would send to the dead address for ever. Such sockets are destroyed in every network namespace.
+Flows of unconnected sockets are dropped by the programs, which find in `udp_cuts` that the chosen
+backend no longer serves, and choose again. Only sockets in `sock_peers` or `former_peers` are
+destroyed, never those that connected to a backend directly.
 """
 
 import logging
@@ -30,22 +29,24 @@ from kbpf.model.objects import Protocol
 log = logging.getLogger("kbpf.dataplane")
 
 COOKIE_MASK: Final = (1 << 44) - 1
-"""sock.c, socket_id(): the low bits are the socket's cookie, but for what is mixed in above."""
+"""The low bits of a socket id are the socket's cookie; see socket_id() in sock.c for the others."""
 
 CUT_LIFETIME_NS: Final = 2 * 120 * 1_000_000_000
-"""A flow that has been idle for FLOW_IDLE_NS (sock.c) is over, so no flow that is older than a cut
-can be used after this time; twice, to be sure."""
+"""A flow that was idle for FLOW_IDLE_NS (sock.c) is expired, so no older flow is usable after this
+time. Twice that time, as a margin.
+"""
 
 _SOCKET_ID_BYTES: Final = 8
-"""Bytes of a socket's id, before its flows."""
+"""Bytes of the socket id in front of its flows."""
 _UDP_BYTE: Final = bytes([Protocol.UDP])
 
 STEP_ENTRIES: Final = 2_048
-"""Entries that are looked at in one step: some two milliseconds."""
+"""Entries examined in one step: about two milliseconds."""
 
 SOCKET_WALKS: Final = 2
-"""How often the sockets are read: the kernel's iterator continues by counting entries, so it passes
-over one for each socket that is closed meanwhile."""
+"""How often the sockets are read. The kernel's iterator resumes by counting entries, so it skips
+one entry for each socket that is closed meanwhile.
+"""
 
 
 def unpack_backend(raw: bytes) -> Backend:
@@ -55,12 +56,13 @@ def unpack_backend(raw: bytes) -> Backend:
 
 
 IsGone = Callable[[int, bytes, bytes], bool]
-"""(service id, frontend, backend), the two as struct target: whether that is no more."""
+"""(service id, frontend, backend), the latter two as struct target: whether that choice is stale.
+"""
 
 
 class UdpCutMap:
-    """The map `udp_cuts`: backends that stopped serving a Service, and when, until no flow is as
-    old. The oldest makes room.
+    """The map `udp_cuts`: which backend stopped serving a Service, and when. Entries expire when no
+    flow can be as old. A full map evicts the oldest.
     """
 
     def __init__(self, agent_maps: AgentMaps) -> None:
@@ -70,7 +72,7 @@ class UdpCutMap:
         agent_maps.fill["udp_cuts"] = len(self._times)
 
     def add(self, stopped_backends: Iterable[tuple[int, bytes]], now: int) -> None:
-        """These, as service id and struct target, from now (ns, CLOCK_MONOTONIC) on."""
+        """Adds cuts (service id, struct target) at `now` (ns, CLOCK_MONOTONIC)."""
         max_entries = self._agent_maps.maps["udp_cuts"].max_entries
         keys = dict.fromkeys(
             CUT_KEY.pack(service, backend) for service, backend in stopped_backends
@@ -83,7 +85,7 @@ class UdpCutMap:
         self._times |= times
 
     def _make_room(self, now: int, max_cuts: int) -> None:
-        """Deletes the cuts that no flow is older than, and the oldest beyond so many."""
+        """Deletes expired cuts, and the oldest ones beyond `max_cuts`."""
         excess = len(self._times) - max_cuts
         expired: list[bytes] = []
         for key, cut_at in self._times.items():
@@ -96,11 +98,11 @@ class UdpCutMap:
 
 
 CutSteps = Generator[None, None, Counter[int]]
-"""Work in pieces, and at its end how many flows or sockets have ended, by family."""
+"""Work in steps; returns the number of ended flows or sockets by family."""
 
 
 def cut(maps: dict[str, Map], is_gone: IsGone, count_flows: bool = True) -> Counter[int]:
-    """cut_in_steps(), at once."""
+    """Runs cut_stepwise() to its end."""
     steps = cut_stepwise(maps, is_gone, count_flows)
     while True:
         try:
@@ -110,9 +112,9 @@ def cut(maps: dict[str, Map], is_gone: IsGone, count_flows: bool = True) -> Coun
 
 
 def cut_stepwise(maps: dict[str, Map], is_gone: IsGone, count_flows: bool = True) -> CutSteps:
-    """Destroys sockets and forgets flows whose backend serves no more, or whose frontend is no
-    more the Service's that chose it. How many of either, by family. `flows`: those of unconnected
-    sockets are counted, too. Looks at PIECE entries at a time.
+    """Destroys sockets and deletes flows that use a stale backend or frontend. Returns their number
+    by family. `count_flows`: also count flows of unconnected sockets. A step examines STEP_ENTRIES
+    entries.
     """
     cut_counts = yield from _delete_packet_flows(maps["flows"], is_gone)
     try:
@@ -126,7 +128,7 @@ def cut_stepwise(maps: dict[str, Map], is_gone: IsGone, count_flows: bool = True
             (maps["sock_peers"], maps["former_peers"]), is_gone
         )
     except KernelError as error:
-        log.warning("UDP sockets whose backend is gone are not ended: %s", error)
+        log.warning("cannot destroy UDP sockets of removed backends: %s", error)
         return cut_counts
     if sockets:
         log.info("udp sockets destroyed=%d", sockets.total())
@@ -134,17 +136,17 @@ def cut_stepwise(maps: dict[str, Map], is_gone: IsGone, count_flows: bool = True
 
 
 def find_stale_flows(maps: dict[str, Map], is_gone: IsGone) -> set[tuple[int, bytes]]:
-    """What flows of sockets have chosen that is gone, as service id and struct target."""
+    """The stale choices of unconnected sockets' flows, as service id and struct target."""
     try:
         return set(_iter_stale_flows(maps["udp_flows"], is_gone))
     except KernelError as error:
-        log.warning("UDP flows of before are not looked at: %s", error)
+        log.warning("cannot read the UDP flows of an earlier agent: %s", error)
         return set()
 
 
 def _destroy_stale_sockets(maps: Iterable[Map], is_gone: IsGone) -> CutSteps:
-    """Destroys connected sockets. Who goes on with such a socket chooses anew, since it is
-    connected no more.
+    """Destroys connected sockets. A client that keeps using such a socket is no longer connected,
+    and the next sendto() chooses again.
     """
     targets_by_socket: defaultdict[int, list[Target]] = defaultdict(list)
     walks = (peers.items() for peers in maps for _ in range(SOCKET_WALKS))
@@ -160,7 +162,7 @@ def _destroy_stale_sockets(maps: Iterable[Map], is_gone: IsGone) -> CutSteps:
 
 
 def _iter_stale_flows(map_: Map, is_gone: IsGone) -> Iterator[tuple[int, bytes]]:
-    """What flows of sockets have chosen that is gone, as service id and struct target."""
+    """The stale choices of unconnected sockets' flows, as service id and struct target."""
     for _, raw in map_.items():
         for _, _, _, frontend, backend, service, _ in UDP_FLOW.iter_unpack(raw[_SOCKET_ID_BYTES:]):
             if frontend[18] and is_gone(service, frontend, backend):
@@ -168,15 +170,15 @@ def _iter_stale_flows(map_: Map, is_gone: IsGone) -> Iterator[tuple[int, bytes]]
 
 
 def _target_family(raw: bytes) -> int:
-    """Of a struct target."""
+    """The address family of a struct target."""
     return family_of(raw[:16])
 
 
 def _delete_packet_flows(flows: Map, is_gone: IsGone) -> CutSteps:
-    """Flows of the packet path: all entries go, and the next datagram chooses anew. The client's
-    own go last: without them the others would never make room. A flow that has begun anew since it
-    was read stays. The programs find the end of a backend by its id as well (check_restart() in
-    tc.c), so no packet waits for this.
+    """Deletes all entries of stale flows of the packet path; the next datagram chooses again. The
+    original-direction entries go last, since without them the others would never be evicted. A flow
+    that has started again since it was read is kept. No packet waits for this: the programs also
+    check a backend by its id (check_restart() in tc.c).
     """
     cut_counts: Counter[int] = Counter()
     originals: list[tuple[bytes, bytes]] = []
@@ -199,7 +201,7 @@ def _delete_packet_flows(flows: Map, is_gone: IsGone) -> CutSteps:
 
 
 def _delete_if_unchanged(flows: Map, key: bytes, raw: bytes) -> bool:
-    """Deletes the entry if it is still of the flow that was read."""
+    """Deletes the entry if it still belongs to the flow that was read."""
     current = flows.lookup(key)
     if current is None or current[DECISION] != raw[DECISION]:
         return False
@@ -208,7 +210,9 @@ def _delete_if_unchanged(flows: Map, key: bytes, raw: bytes) -> bool:
 
 
 def _destroy_sockets(targets_by_socket: Mapping[int, Collection[Target]]) -> Counter[int]:
-    """Sockets (low bits of the id → backends) that are still connected to one of these backends."""
+    """Destroys the sockets (low bits of the id → backends) still connected to one of these
+    backends.
+    """
 
     def should_destroy(destroyed: sock_diag.DiagSocket) -> bool:
         backends = targets_by_socket.get(destroyed.cookie & COOKIE_MASK, ())
@@ -223,12 +227,12 @@ def _destroy_sockets(targets_by_socket: Mapping[int, Collection[Target]]) -> Cou
             destroyed = netns.run_in(path, lambda: sock_diag.destroy_connected_udp(should_destroy))
             cut_counts.update(family_of(socket.address) for socket in destroyed)
         except KernelError as error:
-            log.warning("UDP sockets in one network namespace were not looked at: %s", error)
+            log.warning("cannot destroy UDP sockets in a network namespace: %s", error)
     return cut_counts
 
 
 def node_port_target(frontend: bytes) -> bytes:
-    """The key that a dialled NodePort is programmed under: its address is the wildcard."""
+    """The key under which a NodePort is programmed: its address is the wildcard."""
     return (ANY4 if family_of(frontend[:16]) == 4 else ANY6) + frontend[16:]
 
 
@@ -238,7 +242,7 @@ PackedTargets = set[tuple[int, bytes]]
 def _pack_targets(
     backends: Collection[tuple[int, Backend]], frontends: Collection[tuple[int, FrontendAddress]]
 ) -> tuple[PackedTargets, PackedTargets]:
-    """Both as the maps hold them: service id and struct target."""
+    """Packs both as the maps hold them: service id and struct target."""
     packed_backends = {
         (service, pack_target(backend.address, backend.port, backend.protocol))
         for service, backend in backends
@@ -249,7 +253,7 @@ def _pack_targets(
 def gone_if_in(
     backends: Collection[tuple[int, Backend]], frontends: Collection[tuple[int, FrontendAddress]]
 ) -> IsGone:
-    """For cut(): gone are these backends and these frontends, each of a service id."""
+    """IsGone for these backends and frontends, each with its service id."""
     packed_backends, packed_frontends = _pack_targets(backends, frontends)
 
     def is_gone(service: int, frontend: bytes, backend: bytes) -> bool:
@@ -265,7 +269,7 @@ def gone_if_in(
 def gone_unless_in(
     backends: Collection[tuple[int, Backend]], frontends: Collection[tuple[int, FrontendAddress]]
 ) -> IsGone:
-    """For cut(): gone is everything else."""
+    """IsGone for everything except these."""
     packed_backends, packed_frontends = _pack_targets(backends, frontends)
 
     def is_gone(service: int, frontend: bytes, backend: bytes) -> bool:
@@ -278,8 +282,8 @@ def gone_unless_in(
 
 
 class UdpPasses:
-    """Ends what is to be ended in passes over the maps, a step at a time: a writer with other
-    things to do never walks over all flows at once. What comes during a pass waits for the next.
+    """Cuts stale UDP in passes over the maps, one step at a time, so that the writing thread never
+    walks over all flows at once. What is added during a pass waits for the next one.
     """
 
     def __init__(self, maps: dict[str, Map]) -> None:
@@ -303,13 +307,15 @@ class UdpPasses:
         frontends: Collection[tuple[int, FrontendAddress]],
         count_flows: bool,
     ) -> None:
-        """These backends and frontends, each of a service id, are gone. `flows`: see cut()."""
+        """Queues backends and frontends, each with its service id. `count_flows`: see
+        cut_stepwise().
+        """
         self._backends |= set(backends)
         self._frontends |= set(frontends)
         self._count_flows |= count_flows
 
     def advance(self, seconds: float) -> None:
-        """Works for so long; the last step may take longer."""
+        """Works for this many seconds; the last step may take longer."""
         start = now = time.perf_counter()
         while self.is_busy and now - start < seconds:
             result = self._step()
@@ -322,7 +328,7 @@ class UdpPasses:
                 self._steps, self._seconds = None, 0.0
 
     def _step(self) -> Counter[int] | None:
-        """What has ended, once a pass is over."""
+        """Does one step. At the end of a pass, returns the numbers by family."""
         if self._steps is None:
             self._families = {family_of(backend.address) for _, backend in self._backends}
             self._families |= {family_of(address.address) for _, address in self._frontends}

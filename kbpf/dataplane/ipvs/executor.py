@@ -1,8 +1,8 @@
-"""What the kernel holds of the IPVS data plane: read, and changed step by step.
+"""Reads and changes the kernel state of the IPVS data plane.
 
-Virtual services and their real servers are IPVS', addresses stand on the dummy device, all else in
-the nftables table. A real server that has left is drained: it is there with weight 0 until its
-connections are gone.
+Virtual services and real servers are in IPVS, addresses on the dummy device, everything else in the
+nftables table. A removed real server is drained: it stays with weight 0 until its connections have
+ended.
 """
 
 import errno
@@ -41,18 +41,18 @@ from kbpf.model.metrics import UdpCuts
 from kbpf.takeover import conntrack_keepalive
 
 FALLBACK_SCHEDULER, LAST_RESORT_SCHEDULER = "wrr", "rr"
-"""Schedulers: what takes the place of one that the kernel does not have, and that one's place."""
+"""The scheduler that replaces a missing one, and the one that replaces that."""
 ALREADY_ABSENT_ERRNOS: Final[Mapping[IpvsCommand, frozenset[int]]] = {
     IpvsCommand.IPVS_CMD_DEL_SERVICE: frozenset((errno.ESRCH,)),
     IpvsCommand.IPVS_CMD_DEL_DEST: frozenset((errno.ENOENT, errno.ESRCH)),
 }
-"""How the kernel says of what is to be removed that it is not there."""
+"""The errors by which the kernel says that the object to delete does not exist."""
 
 
 @dataclass(frozen=True, slots=True)
 class KernelRefusals:
-    """What the kernel has not done, in its words: addresses that it does not take, and virtual
-    services, with what it holds of each instead (None: nothing).
+    """What the kernel refused, with its errors: addresses, and virtual services. `actual_pools`:
+    what the kernel holds of these virtual services (None: nothing).
     """
 
     addresses: Mapping[Addr, str]
@@ -61,9 +61,11 @@ class KernelRefusals:
 
 
 class KernelState:
-    """One agent's, by its device and table. `tell` is given what an operator should know, once.
+    """The kernel state of one agent, by its device and table. `warn` is called with warnings for
+    the operator, once each.
 
-    Opened when made: KernelError says what is missing.
+    The constructor opens IPVS and creates the device and the table; it raises KernelError with what
+    is missing.
     """
 
     def __init__(
@@ -71,16 +73,16 @@ class KernelState:
     ) -> None:
         self._options = options
         self._warn = warn
-        self._missing_schedulers: set[str] = set()  # schedulers
+        self._missing_schedulers: set[str] = set()
         self._draining: dict[VirtualService, set[RealServer]] = {}
-        self._table_summary: nft.TableSummary | None = None  # of the table, as it was written
-        self.nft_transactions = 0  # of nf_tables, by us
-        self.ipvs_changes = 0  # of IPVS, by us
+        self._table_summary: nft.TableSummary | None = None  # of the table as it was written
+        self.nft_transactions = 0  # our nf_tables transactions
+        self.ipvs_changes = 0  # our IPVS requests
         self._udp_cuts: list[UdpCuts] = []
         self._device_name = device
         if device in conntrack_keepalive.SERVICE_DEVICES:
-            raise KernelError("a device of this name stands for another data plane", device,
-                              "give kbpf another name with --ipvs-device")  # fmt: skip
+            raise KernelError("the device belongs to another data plane", device,
+                              "choose another name with --ipvs-device")  # fmt: skip
         self._client = _open_ipvs()
         try:
             _refuse_without_conntrack()
@@ -91,17 +93,17 @@ class KernelState:
             raise
 
     def set_timeouts(self, timeouts: ConnectionTimeouts) -> None:
-        """When idle connections are forgotten; those that are 0 stay as they are."""
+        """Sets the timeouts of idle connections, in seconds; 0 keeps the kernel's value."""
         if any(timeouts):
             self._client.set_timeouts(timeouts)
 
     def close(self) -> None:
-        """What is there stays."""
+        """Closes the socket; the kernel state stays."""
         self._client.close()
 
     def read_node_addresses(self, excluded_devices: Iterable[str]) -> frozenset[Addr]:
-        """Those that the node has itself, on any other device than these; what kube-proxy keeps on
-        its own goes with that.
+        """The node's own addresses: those on any device except ours, `excluded_devices` and
+        kube-proxy's. What kube-proxy has on its device belongs to Services.
         """
         _, addresses = dummy.list_addresses(
             self._ifindex, *conntrack_keepalive.SERVICE_DEVICES, *excluded_devices
@@ -109,23 +111,23 @@ class KernelState:
         return addresses
 
     def address_families(self) -> frozenset[int]:
-        """Those of which the node takes addresses: 4, and 6 where it is not switched off."""
+        """The families whose addresses the node accepts: 4, and 6 unless it is disabled."""
         return frozenset((4, 6) if dummy.accepts_ipv6(self._device_name) else (4,))
 
     def take_udp_cuts(self) -> tuple[UdpCuts, ...]:
-        """What was ended since this was asked last."""
+        """The UDP flows that were cut since the last call."""
         cuts, self._udp_cuts = tuple(self._udp_cuts), []
         return cuts
 
     def draining_servers(self, virtual: VirtualService) -> frozenset[RealServer]:
-        """Its real servers that have left, and are still there."""
+        """Real servers of this virtual service that were removed but still have connections."""
         return frozenset(self._draining.get(virtual, ()))
 
     # ---- reading ---------------------------------------------------------------------------
 
     def read_elements(self) -> frozenset[Element]:
-        """Those of the table's sets; a table that is not as we made it is made anew, and so is a
-        device that is gone.
+        """The elements of the table's sets. A damaged table or a missing device is created again
+        first.
         """
         self._ifindex = dummy.ensure(self._device_name)
         if not self.is_table_intact():
@@ -135,26 +137,26 @@ class KernelState:
         )
 
     def is_table_intact(self) -> bool:
-        """Whether the table is the one that we made, with its chains, rules and sets: somebody may
-        have flushed all rules. Who takes elements away is not noticed.
+        """Whether chains, rules and sets of the table are as we wrote them; another program may
+        have flushed all rules. Missing elements are not detected.
         """
         return self._table_summary is not None and self._table_summary == nft.read_table(
             "inet", self._options.table
         )
 
     def has_device(self) -> bool:
-        """Somebody may have removed it, or have made another one of its name."""
+        """Whether the device exists and is the one that we created, not another one of its name."""
         return dummy.get_ifindex_or_zero(self._device_name) == self._ifindex
 
     def read_addresses(self) -> frozenset[Addr]:
-        """Those that stand on the device."""
+        """The addresses on the device."""
         return dummy.list_addresses(self._ifindex)[0]
 
     def read_pools(
         self, elements: frozenset[Element], owned: Container[VirtualService]
     ) -> dict[VirtualService, ServerPool]:
-        """Our virtual services: those that these elements note. Those of others in `ours` count,
-        too: kube-proxy's, or our own if our table was lost.
+        """Our virtual services: those whose ownership is recorded in `elements`, and those in
+        `owned`, which may be kube-proxy's, or ours if the table was lost.
         """
         self._draining.clear()
         pools: dict[VirtualService, ServerPool] = {}
@@ -165,7 +167,7 @@ class KernelState:
         return pools
 
     def _read_current_pool(self, virtual: VirtualService) -> ServerPool | None:
-        """One of them; None if it is not there."""
+        """Reads one virtual service; None if it does not exist."""
         self._draining.pop(virtual, None)
         service = VirtualServiceKey(*virtual)
         settings = self._client.read_settings(service)
@@ -184,8 +186,8 @@ class KernelState:
         return ServerPool(settings.scheduler, settings.persistence, by_port, tuple(sorted(servers)))
 
     def check_service(self, virtual: VirtualService | None) -> bool:
-        """Whether IPVS still has this one, if any. If it has not, somebody may have flushed them
-        all, or loaded the module anew, which wants another conversation: that is begun.
+        """Whether IPVS still has this virtual service, if any. If not, another program may have
+        flushed IPVS or reloaded the module, so a new netlink socket is opened.
         """
         if virtual is None or self._client.read_settings(VirtualServiceKey(*virtual)) is not None:
             return True
@@ -194,35 +196,35 @@ class KernelState:
         return False
 
     def is_idle(self, virtual: VirtualService) -> bool:
-        """Whether it has no connections, nor remembers any that have ended."""
+        """Whether it has no connections, neither active nor inactive."""
         return not self._client.count_connections(VirtualServiceKey(*virtual))
 
     # ---- changing --------------------------------------------------------------------------
 
     def add_addresses(self, addresses: Iterable[Addr]) -> dict[Addr, str]:
-        """Puts these on the device; those that the kernel does not take, in its words."""
+        """Adds addresses to the device. Returns those that the kernel refused, with its errors."""
         return {
             address: str(error)
             for address, error in dummy.add_addresses(self._ifindex, addresses).items()
         }
 
     def write_table(self) -> None:
-        """What is missing of it, and all rules anew. Elements stay. KernelError if somebody else
-        has a table of this name.
+        """Creates what is missing of the table, and all its rules; elements are kept. Raises
+        KernelError if another program owns a table of this name.
         """
         refuse_foreign_table(self._options.table)
         commands = ruleset.create_table(self._options)
         self._run_nft(commands)
         summary = nft.read_table("inet", self._options.table)
-        # Somebody may have flushed it again meanwhile.
+        # Another program may have flushed the table since it was written.
         is_complete = summary is not None and len(summary.rules) == sum(
             "rule" in command.get("add", ()) for command in commands
         )
         self._table_summary = summary if is_complete else None
 
     def apply_additions(self, changes: Changes) -> KernelRefusals:
-        """The steps 1 and 2, one by one, whatever becomes of the others; KernelError where the
-        kernel does not take the elements, or does not answer.
+        """Executes steps 1 and 2 of the order. A refused address or virtual service does not stop
+        the others. Raises KernelError if the elements are refused or the kernel does not answer.
         """
         steps, options = changes.steps(), self._options
         self._run_nft(
@@ -244,7 +246,7 @@ class KernelState:
         )
 
     def apply_removals(self, changes: Changes) -> None:
-        """The other steps."""
+        """Executes the other steps of the order."""
         steps, options = changes.steps(), self._options
         self._run_nft(
             [
@@ -265,8 +267,8 @@ class KernelState:
         self._run_nft(ruleset.delete_elements(options, steps.removed_ownership))
 
     def _count_flows(self, cuts: Iterable[tuple[VirtualService, RealServer]]) -> dict[int, int]:
-        """How many the kernel forgets with these real servers, at the next packet of each, by
-        family.
+        """The number of flows, by family, that the kernel will drop with these real servers (at the
+        next packet of each flow).
         """
         servers: dict[VirtualService, set[RealServer]] = {}
         for virtual, server in cuts:
@@ -286,8 +288,8 @@ class KernelState:
     def _apply_requests(
         self, requests: Mapping[VirtualService, Sequence[ipvs.IpvsRequest]]
     ) -> dict[VirtualService, str]:
-        """The words for those that were refused. Where the kernel may not have a scheduler, another
-        one takes its place at once.
+        """Executes requests. Returns the errors of the refused ones. A request that failed because
+        of a missing scheduler is retried at once with a replacement.
         """
         pairs = [
             (virtual, request)
@@ -311,7 +313,9 @@ class KernelState:
     def _replace_missing_schedulers(
         self, failures: Mapping[VirtualService, Sequence[tuple[ipvs.IpvsRequest, int]]]
     ) -> dict[VirtualService, list[ipvs.IpvsRequest]]:
-        """What failed for want of a scheduler that was not known to be missing, without it."""
+        """The requests that failed for a scheduler not yet known to be missing, with the
+        replacement.
+        """
         missing = {
             virtual: request.settings.scheduler
             for virtual, service_failures in failures.items()
@@ -323,14 +327,14 @@ class KernelState:
         self._missing_schedulers |= {*missing.values()}
         for name in sorted({*missing.values()}):
             self._warn(f"IPVS may lack the scheduler {name} (CONFIG_IP_VS_{name.upper()}): "
-                       f"{self._substitute_scheduler(name)} takes its place")  # fmt: skip
+                       f"{self._substitute_scheduler(name)} is used instead")  # fmt: skip
         return {
             v: [self._with_available_scheduler(request) for request, _ in failures[v]]
             for v in missing
         }
 
     def _with_available_scheduler(self, request: ipvs.IpvsRequest) -> ipvs.IpvsRequest:
-        """The same, without a scheduler that the kernel does not have."""
+        """The request with a scheduler that the kernel has."""
         settings = request.settings
         if settings is None or settings.scheduler not in self._missing_schedulers:
             return request
@@ -340,7 +344,7 @@ class KernelState:
         return request._replace(settings=replacement)
 
     def _substitute_scheduler(self, scheduler: str) -> str:
-        """This one, or what takes its place."""
+        """This scheduler, or its replacement if it is missing."""
         while scheduler in self._missing_schedulers:
             scheduler = (
                 LAST_RESORT_SCHEDULER if scheduler == FALLBACK_SCHEDULER else FALLBACK_SCHEDULER
@@ -355,7 +359,7 @@ class KernelState:
     def _addition_requests(
         self, changes: Changes
     ) -> Iterator[tuple[VirtualService, list[ipvs.IpvsRequest]]]:
-        """By virtual service."""
+        """Requests by virtual service."""
         cuts: dict[VirtualService, set[RealServer]] = {}
         for virtual, server in changes.udp_cuts:
             cuts.setdefault(virtual, set()).add(server)
@@ -375,7 +379,7 @@ class KernelState:
     def _delete_draining(
         self, virtual: VirtualService, servers: set[RealServer]
     ) -> Iterator[ipvs.IpvsRequest]:
-        """Those of them that are drained are removed at once."""
+        """Deletes those of these real servers at once that are draining."""
         draining = self._draining.get(virtual, set())
         for server in servers & draining:
             yield _server_request(IpvsCommand.IPVS_CMD_DEL_DEST, virtual, server)
@@ -384,7 +388,7 @@ class KernelState:
     def _update_requests(
         self, virtual: VirtualService, old: ServerPool, new: ServerPool
     ) -> Iterator[ipvs.IpvsRequest]:
-        """Who comes is there before who leaves is drained."""
+        """Adds new real servers before it drains the removed ones."""
         draining = self._draining.setdefault(virtual, set())
         old_weights, new_weights = dict(old.servers), dict(new.servers)
         for server, weight in new.servers:
@@ -420,7 +424,7 @@ class KernelState:
         return VirtualServiceSettings(pool.scheduler, pool.persistence, flags)
 
     def remove_drained(self) -> None:
-        """Removes what has left and has no connections any more."""
+        """Deletes drained real servers that have no connections left."""
         requests = []
         for virtual, servers in list(self._draining.items()):
             for status in self._client.list_servers(VirtualServiceKey(*virtual)):
@@ -434,10 +438,10 @@ class KernelState:
 
 
 def _open_ipvs() -> IpvsClient:
-    """The kernel loads schedulers by itself, but not IPVS."""
     try:
         return IpvsClient()
     except KernelError as error:
+        # The kernel autoloads schedulers, but not IPVS itself.
         if error.errno != errno.ENOENT or not modules.load(("ip_vs",)):
             raise
     return IpvsClient()
@@ -446,12 +450,12 @@ def _open_ipvs() -> IpvsClient:
 def _refuse_without_conntrack() -> None:
     if ipvs.supports_conntrack() is False:
         raise KernelError(
-            "this kernel's IPVS masquerades nobody", f"there is no {ipvs.CONNTRACK_SYSCTL}",
-            "the kernel needs CONFIG_IP_VS_NFCT; or use --mode bpf",
+            "IPVS of this kernel cannot masquerade", f"{ipvs.CONNTRACK_SYSCTL} is missing",
+            "use a kernel with CONFIG_IP_VS_NFCT, or --mode bpf",
         )  # fmt: skip
 
 
-# ---- words of the two sides ----------------------------------------------------------------------
+# ---- requests and errors -------------------------------------------------------------------------
 
 
 def _error_text(request: ipvs.IpvsRequest, code: int) -> str:

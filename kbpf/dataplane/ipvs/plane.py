@@ -1,9 +1,9 @@
-"""The IPVS data plane: adopts, plans, carries out, drains.
+"""The IPVS data plane: adopts, plans, executes, drains.
 
-What it has made is known by the kernel alone: the sets OWN and OWN_MARKS of its table name every
-virtual service of its own before that is there and until it is gone, so whatever kills an agent,
-the next one finds what there is, and never touches what others have made. MARKS says whose short
-circuit has which mark.
+All state is in the kernel: the sets OWN and OWN_MARKS of the nftables table name every virtual
+service of ours, from before it is created until after it is deleted. So the next agent finds
+everything, however this one ends, and never touches virtual services of other programs. MARKS maps
+each short circuit to its fwmark.
 """
 
 import contextlib
@@ -60,25 +60,25 @@ from kbpf.takeover import conntrack_keepalive
 log = logging.getLogger("kbpf.dataplane")
 
 SYSCTLS: Final = {
-    "net.ipv4.vs.conntrack": "1",  # masquerading needs it
-    "net.ipv4.vs.expire_nodest_conn": "1",  # a connection ends with its real server
-    "net.ipv4.vs.expire_quiescent_template": "1",  # affinity does, when it is drained
+    "net.ipv4.vs.conntrack": "1",  # IPVS masquerades only with it
+    "net.ipv4.vs.expire_nodest_conn": "1",  # a connection ends when its real server is removed
+    # session affinity ends when its real server is drained
+    "net.ipv4.vs.expire_quiescent_template": "1",
 }
 STRICT_ARP_SYSCTLS: Final = {
     "net.ipv4.conf.all.arp_ignore": "1",
     "net.ipv4.conf.all.arp_announce": "2",
 }
 FORWARDING_SYSCTLS: Final = ("net.ipv4.ip_forward", "net.ipv6.conf.all.forwarding")
-NO_IPV6_WARNING: Final = "IPv6 is switched off on this node: Services have no IPv6 here"
+NO_IPV6_WARNING: Final = "IPv6 is disabled on this node: IPv6 Services are not served"
 DRAIN_POLL_INTERVAL_S: Final = 2.0
-"""So often drained real servers are asked whether they still have connections, and the table is
-looked after."""
+"""Interval between two checks of drained real servers and of the table, in seconds."""
 HANDOVER_POLL_INTERVAL_S: Final = 30.0
-"""Between two looks at whether the last connection of a kube-proxy has ended."""
+"""Interval between two checks for the last connection of a kube-proxy, in seconds."""
 
 
 class IpvsPlane:
-    """DataPlane on IPVS and nftables. See base.DataPlane for the verbs."""
+    """DataPlane on IPVS and nftables. See base.DataPlane for the methods."""
 
     name = "ipvs"
 
@@ -103,31 +103,34 @@ class IpvsPlane:
         self._fwmarks = FwmarkAllocator(reserved_bits=self._options.masquerade_mark)
         self._poll_due = 0.0
         self._handover_due = 0.0
+        # The generation of nf_tables, and the number of our transactions up to it.
         self._ruleset_version = (
             -1,
             0,
-        )  # of nf_tables: its generation, and transactions of ours until then
+        )
         self._node_port_conflicts = NodePortConflicts()
         self._desired = DesiredState({})  # of the last apply()
         self._refused: dict[ServicePortKey, str] = {}
-        self._unfinished: set[ServicePortKey] = set()  # of an apply() that has failed
-        self._unsupported_family: set[ServicePortKey] = (
-            set()
-        )  # of a family that the node does not have
-        self._refused_addresses: dict[Addr, str] = {}  # what the kernel does not take at the device
-        self._firewall_warnings: tuple[str, ...] = ()  # what is said of them
-        self._in_sync = False  # whether the kernel holds what the ledger says
-        self._fully_synced = False  # whether nothing of an earlier agent is left that nobody wants
-        self._unclaimed_services: frozenset[VirtualService] = frozenset()  # what is, until then
-        self._has_applied = False  # whether anything was ever applied
+        self._unfinished: set[ServicePortKey] = set()  # of an apply() that failed
+        # Service ports of an address family that the node does not have.
+        self._unsupported_family: set[ServicePortKey] = set()
+        # that the kernel does not accept on the device
+        self._refused_addresses: dict[Addr, str] = {}
+        self._firewall_warnings: tuple[str, ...] = ()
+        self._in_sync = False  # whether the kernel holds what `_elements` says
+        self._fully_synced = False  # whether all unclaimed state of an earlier agent is removed
+        self._unclaimed_services: frozenset[VirtualService] = frozenset()  # that state, until then
+        self._has_applied = False  # whether apply() has succeeded once
 
     def set_coexisting(self, coexisting: bool) -> None:
-        """See base.DataPlane. BPF's programs know their own connections, and see packets first."""
+        """See base.DataPlane. Nothing to do: the BPF programs recognize their own connections and
+        see packets first.
+        """
 
     # ---- opening ---------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Makes the table and the device, or takes those that are there. KernelError says what
+        """Creates the table and the device, or adopts existing ones. Raises KernelError with what
         is missing.
         """
         is_new = not self._state_dir.exists()
@@ -136,7 +139,7 @@ class IpvsPlane:
             self._stale_names = StaleNames(self._config)
             self._kernel = KernelState(self._config.ipvs_device, self._options, self._warn_once)
         except KernelError:
-            if is_new:  # it would look like what an agent that served has left
+            if is_new:  # an empty folder would look like the state of an earlier agent
                 shutil.rmtree(self._state_dir, ignore_errors=True)
             self._release()
             raise
@@ -145,12 +148,12 @@ class IpvsPlane:
         self._reset()
         log.info("opened device=%s table=%s", self._config.ipvs_device, self._options.table)
         if names := ignored_settings.list_ignored(self._config):
-            log.info("settings that do nothing in mode ipvs: %s (docs/ipvs.md)", ", ".join(names))
-        with contextlib.suppress(KernelError):  # the first tick() looks again
+            log.info("settings without effect in mode ipvs: %s (docs/ipvs.md)", ", ".join(names))
+        with contextlib.suppress(KernelError):  # the first tick() retries
             self._check_firewalls(forward_rules.list_chains())
 
     def _release(self) -> None:
-        """Others may have the names now."""
+        """Releases the locks on our names."""
         if self._stale_names is not None:
             self._stale_names.close()
             self._stale_names = None
@@ -168,16 +171,18 @@ class IpvsPlane:
         for name in FORWARDING_SYSCTLS:
             with contextlib.suppress(KernelError):
                 if sysctl.read(name) == "0":
-                    self._warn_once(f"{name} is 0: this node forwards nothing to pods; set it to 1")
+                    self._warn_once(
+                        f"{name} is 0, so this node forwards nothing to pods; set it to 1"
+                    )
 
     def _set_timeouts(self) -> None:
         try:
             self._kernel.set_timeouts(ConnectionTimeouts(*astuple(self._config.ipvs_times)))
         except KernelError as error:
-            self._warn_once(f"IPVS keeps its times: {error}")
+            self._warn_once(f"cannot set the IPVS timeouts: {error}")
 
     def _check_firewalls(self, listing: Collection[forward_rules.Json]) -> None:
-        """Those of others; what was not so before is told."""
+        """Updates the warnings about firewall rules of other programs; new ones are logged."""
         options = self._options
         warnings = (
             *firewalls.forward_warnings(options.masquerade_mark, listing),
@@ -201,9 +206,9 @@ class IpvsPlane:
         touched: Collection[ServicePortKey] | None,
         authoritative: bool = True,
     ) -> Report:
-        """See base.DataPlane. After a KernelError the next call reads again what the kernel holds,
-        and makes good what is missing; it programs those again that this one was about, and whom
-        they meet.
+        """See base.DataPlane. After a KernelError the next call reads the state of the kernel again
+        and repairs it. It also programs again the Service ports of the failed call and those that
+        conflict with them.
         """
         was_in_sync, self._in_sync = self._in_sync, False
         must_read = not was_in_sync or (authoritative and not self._fully_synced)
@@ -240,27 +245,27 @@ class IpvsPlane:
         return Report(dict(writes), sum(writes.values()), dict(self._refused))
 
     def claim_socket(self, cookie: int) -> None:
-        """See base.DataPlane. IPVS cannot tell one socket from another: docs/limits.md."""
+        """See base.DataPlane. Nothing to do: IPVS cannot distinguish sockets (docs/limits.md)."""
 
     def invalidate(self) -> None:
         """See base.DataPlane."""
         self._in_sync = False
 
     def _all_keys(self, desired: DesiredState) -> set[ServicePortKey]:
-        """All Service ports that there are or were."""
+        """All Service ports that are desired or programmed."""
         keys = set(desired.services) | (self._elements.plans.keys() - {NODE_KEY})
         for key in keys:
             self._node_port_conflicts.update(key, desired.services.get(key))
         return keys
 
     def _needs_unclaimed(self, after: Mapping[ServicePortKey, ServicePortPlan]) -> bool:
-        """Whether an earlier agent's virtual service, which nobody wanted yet, is wanted now."""
+        """Whether an unclaimed virtual service of an earlier agent is desired now."""
         return bool(self._unclaimed_services) and any(
             not self._unclaimed_services.isdisjoint(plan.pools) for plan in after.values()
         )
 
     def _withdraw_refused_addresses(self) -> Counter[str]:
-        """What stands on addresses that the kernel does not take is taken back."""
+        """Removes what was programmed for addresses that the kernel does not accept."""
         assert self._context is not None
         self._context = self._context._replace(refused_addresses=frozenset(self._refused_addresses))
         refused = {(SetName.VIRTUAL_IPS, (address,)) for address in self._refused_addresses}
@@ -273,7 +278,9 @@ class IpvsPlane:
         return self._execute(self._elements.update(after))
 
     def _execute(self, changes: Changes) -> Counter[str]:
-        """Writes by kind. What the kernel refuses keeps no other from being programmed."""
+        """Executes the changes; returns the number of writes by kind. A refused change does not
+        stop the others.
+        """
         before = self._kernel.ipvs_changes
         refusals = self._kernel.apply_additions(changes)
         self._refused_addresses |= refusals.addresses
@@ -286,8 +293,8 @@ class IpvsPlane:
     def _read_context(
         self, desired: DesiredState, keys: Collection[ServicePortKey], must_read: bool
     ) -> NodeContext:
-        """What the node itself has is looked at when that is asked for, and when there are new
-        addresses among the frontends; what the kernel did not take is tried again.
+        """The node's part of a plan's input. The node's own addresses are read if `must_read` or if
+        frontends have new addresses; addresses that the kernel refused are retried.
         """
         old_context = self._context
         if old_context is None or must_read or self._has_new_addresses(desired, keys, old_context):
@@ -320,7 +327,7 @@ class IpvsPlane:
     def _has_new_addresses(
         self, desired: DesiredState, keys: Collection[ServicePortKey], context: NodeContext
     ) -> bool:
-        """Whether there are addresses among their frontends of which nothing is known."""
+        """Whether these frontends have addresses that have not been compared with the node's own."""
         return any(
             frontend.kind is not FrontendKind.NODE_PORT
             and family_of(frontend.at.address) in context.families
@@ -350,7 +357,7 @@ class IpvsPlane:
         return after
 
     def _record_unsupported(self, state: ServiceState, context: NodeContext) -> None:
-        """Of a Service port, because the node or its kernel cannot have it."""
+        """Records a Service port that the node or its kernel does not support."""
         if state.key.family not in context.families:
             if not self._unsupported_family:
                 log.warning("%s", NO_IPV6_WARNING)
@@ -363,15 +370,15 @@ class IpvsPlane:
     def _find_drained_udp(
         self, after: Mapping[ServicePortKey, ServicePortPlan]
     ) -> Iterator[tuple[VirtualService, RealServer]]:
-        """UDP that is drained, and whose real server has now stopped serving."""
+        """Draining real servers of UDP services that have stopped serving."""
         for plan in after.values():
             for virtual in plan.pools if plan.serving is not None else ():
                 for server in self._kernel.draining_servers(virtual) - (plan.serving or set()):
                     yield virtual, server
 
     def _read_elements(self) -> frozenset[Element]:
-        """Marks of short circuits go on meaning what they meant, in a table of a former name too:
-        its rules mark packets for as long as it is there.
+        """Reads the sets. Fwmarks keep their meaning, also those of a table under a former name:
+        its rules mark packets until the table is removed.
         """
         elements = self._kernel.read_elements()
         self._fwmarks.adopt(
@@ -380,7 +387,7 @@ class IpvsPlane:
         return elements
 
     def _diff(self, elements: frozenset[Element]) -> Changes:
-        """What the kernel lacks, or has too much, where its sets hold these."""
+        """The difference between the kernel, whose sets hold these elements, and the desired state."""
         kernel, desired = self._kernel, self._elements
         pools = kernel.read_pools(elements, desired.pools)
         unclaimed = elements - desired.elements if not self._fully_synced else ()
@@ -389,11 +396,11 @@ class IpvsPlane:
         )
         return desired.diff(elements, kernel.read_addresses(), pools, self._fully_synced)
 
-    # ---- later -----------------------------------------------------------------------------
+    # ---- deferred work-----------------------------------------------------------------------
 
     def tick(self, now: float) -> float | None:
-        """Removes drained real servers that have no connections any more, and makes good what
-        others have destroyed; when to come next.
+        """See base.DataPlane. Removes drained real servers that have no connections left, and
+        repairs what other programs have destroyed.
         """
         if now >= self._poll_due:
             self._poll_due = now + DRAIN_POLL_INTERVAL_S
@@ -406,12 +413,12 @@ class IpvsPlane:
         if now >= self._handover_due:
             self._handover_due = now + HANDOVER_POLL_INTERVAL_S
             for family in conntrack_keepalive.remove_unneeded():
-                log.info("the last connection of kube-proxy is over family=%s", family)
+                log.info("the last connection of kube-proxy has ended family=%s", family)
         return self._poll_due
 
     def _check_ruleset(self) -> None:
-        """Somebody may have flushed all rules, or closed FORWARD. A look at rulesets that nobody
-        else has changed is one message to the kernel: each transaction of ours is one generation.
+        """Checks whether another program has flushed the ruleset or closed FORWARD. Without changes
+        this costs one message: each of our own transactions raises the generation by one.
         """
         version = forward_rules.read_generation(), self._kernel.nft_transactions
         has_foreign_changes = (
@@ -438,17 +445,19 @@ class IpvsPlane:
             log.info("%s", action)
 
     def _repair(self, has_foreign_changes: bool) -> None:
-        """What others have destroyed is made anew, and so is what a repair has left undone."""
+        """Repairs what other programs have destroyed, and what an earlier repair left unfinished."""
         is_table_intact = not has_foreign_changes or self._kernel.is_table_intact()
         has_device = self._kernel.has_device()
         has_services = self._kernel.check_service(next(iter(self._elements.pools), None))
         if not is_table_intact:
-            log.warning("the nftables table is not whole and is made anew table=%s",
+            log.warning("the nftables table was changed and is created again table=%s",
                         self._options.table)  # fmt: skip
         if not has_device:
-            log.warning("the device is gone and is made anew device=%s", self._config.ipvs_device)
+            log.warning(
+                "the device is gone and is created again device=%s", self._config.ipvs_device
+            )
         if not has_services:
-            log.warning("the virtual services are gone and are made anew")
+            log.warning("the virtual services are gone and are created again")
             self._set_sysctls()
             self._set_timeouts()
         if not (self._in_sync and is_table_intact and has_device and has_services):
@@ -458,7 +467,7 @@ class IpvsPlane:
             self._remove_idle_short_circuits()
 
     def _remove_idle_short_circuits(self) -> None:
-        """Those that nobody wants any more go with their last connection."""
+        """Removes unneeded short circuits that have no connections left."""
         after: dict[ServicePortKey, ServicePortPlan] = {}
         for key, fwmark in self._fwmarks.unneeded.items():
             virtual, plan = (
@@ -479,15 +488,15 @@ class IpvsPlane:
         return self._kernel.take_udp_cuts()
 
     def is_ready(self) -> bool:
-        """Nothing goes on in the background."""
+        """See base.DataPlane. Nothing continues in the background."""
         return True
 
     def packet_status(self) -> PacketStatus | None:
-        """There is no packet path of BPF."""
+        """See base.DataPlane. IPVS has no packet path."""
         return None
 
     def problems(self) -> tuple[str, ...]:
-        """What was said once, and what the kernel refuses."""
+        """See base.DataPlane. Includes the warnings that are logged only once."""
         lines = [
             *self._warnings,
             *self._firewall_warnings,
@@ -496,7 +505,7 @@ class IpvsPlane:
         return (*lines, NO_IPV6_WARNING) if self._unsupported_family else tuple(lines)
 
     def faults(self) -> tuple[str, ...]:
-        """See base.DataPlane. What is wrong here is an error of apply()."""
+        """See base.DataPlane. Faults are errors of apply() in this data plane."""
         return ()
 
     def read_metrics(self) -> DataPlaneMetrics:
@@ -508,7 +517,7 @@ class IpvsPlane:
         return metrics.count_traffic(dict(self._elements.plans), pause)
 
     def write_status(self, text: bytes) -> None:
-        """Into the state folder, with the names of what is programmed."""
+        """Stores the status in the state folder, with the names of the programmed Service ports."""
         self._state_file.write(text)
 
     def close(self) -> None:
@@ -524,7 +533,7 @@ class IpvsPlane:
 
 
 def _frontends_of(desired: DesiredState, keys: Iterable[ServicePortKey]) -> Iterator[Frontend]:
-    """Those of these Service ports, as far as they are there."""
+    """The frontends of those of these Service ports that are desired."""
     for key in keys:
         state = desired.services.get(key)
         if state is not None:

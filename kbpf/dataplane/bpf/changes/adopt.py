@@ -1,9 +1,9 @@
-"""What an earlier agent left in the maps, as values to plan from.
+"""Reads what an earlier agent left in the maps, as values to plan from.
 
-Nothing is trusted that does not hold together: a set counts only when all its slots lead to
-backends, a frontend only when its value is what its Service port says. The rest is stray: served
-until the first complete apply(), which replaces or removes it. What no agent can have written is
-damaged: it is told, counts as if it were not there, and goes with the strays.
+Only consistent entries are trusted: a set only if all its slots point to backends, a frontend only
+if its value matches its Service port. The rest is unclaimed: it is served until the first
+authoritative apply() replaces or removes it. An entry that no agent can have written is corrupt: it
+is logged, ignored, and removed together with the unclaimed ones.
 """
 
 import logging
@@ -40,19 +40,21 @@ log = logging.getLogger("kbpf.dataplane")
 _KIND_BY_FLAG = {int(flag): kind for kind, flag in KIND_FLAGS.items()}
 Contents = Mapping[str, Mapping[bytes, bytes]]
 Sets = Mapping[int, "array[int]"]
-"""Set id → its slots, each as index and backend id in one number: there may be millions."""
+"""Set id → its slots, each packed as index and backend id in one number, since there may be
+millions.
+"""
 MAPS_READ = ("services", "service_names", "backends", "set_members", "source_ranges")
 _KIND_BITS = ServiceFlag(sum(KIND_FLAGS.values()))
 _PROTOCOLS: Final = frozenset(map(int, Protocol))
 _NAME_PROTOCOL_OFFSET: Final = 3 * 64
-"""Where it stands in a struct service_name; in a struct target it is byte 18."""
+"""Offset in a struct service_name. In a struct target the protocol is byte 18."""
 MAX_LOGGED_KEYS: Final = 3
-"""Keys of damaged entries in one line of the log."""
+"""Keys of corrupt entries in one log line."""
 
 
 @dataclass(slots=True)
 class Adopted:
-    """What was found. `sets` are all sets with slots; strays are what no Service port owns."""
+    """The adopted state. Unclaimed entries belong to no adopted Service port."""
 
     programmed: dict[ServicePortKey, ProgrammedPort] = field(default_factory=dict)
     backends: dict[Backend, int] = field(default_factory=dict)
@@ -71,13 +73,13 @@ class Adopted:
 
 
 def address_of(raw: bytes) -> FrontendAddress:
-    """A key of `services`."""
+    """Unpacks a key of `services`."""
     target = Target.unpack(raw)
     return FrontendAddress(target.address, target.port, Protocol(target.protocol))
 
 
 def frontend_of(address: FrontendAddress, value: ServiceValue) -> Frontend | None:
-    """The frontend that this entry programs; None if its flags make no sense."""
+    """The frontend of this entry; None if its flags are inconsistent."""
     kind = _KIND_BY_FLAG.get(value.flags & _KIND_BITS)
     if kind is None:
         return None
@@ -85,7 +87,7 @@ def frontend_of(address: FrontendAddress, value: ServiceValue) -> Frontend | Non
 
 
 def is_valid_entry(name: str, key: bytes, raw: bytes) -> bool:
-    """Whether an agent can have written this entry of the map of that name."""
+    """Whether an agent can have written this entry of the map `name`."""
     match name:
         case "services":
             return key[18] in _PROTOCOLS and not key[19]
@@ -100,7 +102,7 @@ def is_valid_entry(name: str, key: bytes, raw: bytes) -> bool:
 
 
 def read_maps(maps: Mapping[str, Map]) -> Adopted:
-    """Everything that the maps hold."""
+    """Reads all maps."""
     adopted = Adopted()
     contents = {name: _read_valid(name, maps[name], adopted) for name in MAPS_READ}
     by_id = _adopt_backends(contents, adopted)
@@ -132,7 +134,7 @@ def _set_ids(value: ServiceValue) -> tuple[int, ...]:
 
 
 def read_next_ids(meta: Map) -> Meta:
-    """The ids to give out next, as the map has them; 0 for one that is not to be believed."""
+    """The next ids to allocate, as stored in the map; 0 for an id that is out of range."""
     key = U32.pack(0)
     ids = META.unpack(meta.lookup(key) or bytes(META.size))
     if max(ids) >= ID_LIMIT:
@@ -141,7 +143,7 @@ def read_next_ids(meta: Map) -> Meta:
 
 
 def _read_valid(name: str, map_: Map, adopted: Adopted) -> dict[bytes, bytes]:
-    """The entries that are to be believed; the others are told, and to be removed."""
+    """The valid entries of a map. Corrupt ones are logged and recorded for removal."""
     contents = dict(map_.items())
     adopted.fill[name] = len(contents)
     corrupt = [key for key, raw in contents.items() if not is_valid_entry(name, key, raw)]
@@ -161,7 +163,7 @@ def _read_valid(name: str, map_: Map, adopted: Adopted) -> dict[bytes, bytes]:
 def _log_corrupt(name: str, corrupt: Sequence[bytes]) -> None:
     if corrupt:
         log.error(
-            "damaged entries are left out, and removed or written anew map=%s entries=%d keys=%s",
+            "corrupt entries are ignored, and removed or rewritten map=%s entries=%d keys=%s",
             name, len(corrupt), ",".join(key.hex() for key in corrupt[:MAX_LOGGED_KEYS]),
         )  # fmt: skip
 
@@ -210,7 +212,7 @@ def _read_sets(slots: Map, adopted: Adopted) -> Sets:
 
 @dataclass(frozen=True, slots=True)
 class _SetAssembler:
-    """What sets are put together from: slots, members by set id, backends by id and the reverse."""
+    """The inputs of a set: slots, members by set id, backends by id, ids by backend."""
 
     slots: Sets
     members: Mapping[int, set[int]]
@@ -218,8 +220,8 @@ class _SetAssembler:
     ids_by_backend: Mapping[Backend, int]
 
     def assemble(self, set_id: int, size: int, table: int = 0) -> ProgrammedSet:
-        """The set, or EMPTY unless all its slots lead to backends, and its table to all its slots.
-        One that names the second id of a backend is not taken over: it is written again.
+        """Assembles a set. Returns EMPTY unless all its slots point to backends and its table uses
+        exactly these slots. A set with the second id of a backend is not adopted but written again.
         """
         ids = self._read_slots(set_id)
         if not set_id or not ids or len(set(ids)) != len(ids):
@@ -242,7 +244,7 @@ class _SetAssembler:
         return ProgrammedSet(set_id, backends, members, size, None, content, table)
 
     def _read_slots(self, set_id: int) -> list[int]:
-        """What the places of a set or a table hold, in their order; nothing if one is missing."""
+        """The values of a set or table in the order of their indexes; empty if one is missing."""
         slots = sorted(self.slots.get(set_id, ()))
         if [slot >> 32 for slot in slots] != list(range(len(slots))):
             return []
@@ -258,7 +260,7 @@ def _adopt_services(
     members_by_set: dict[int, bool] = {}
     named_ids: set[int] = set()
     names = [(int.from_bytes(k, "little"), raw) for k, raw in contents["service_names"].items()]
-    # One that was made anew just before has two ids here: the one that serves counts.
+    # A Service port that was just created again may have two ids; the one in use counts.
     for service_id, raw in sorted(names, key=lambda item: (item[0] not in entries, -item[0])):
         adopted.highest_service = max(adopted.highest_service, service_id)
         name = unpack_service_name(raw)
@@ -288,7 +290,7 @@ def _adopt_service_port(
     sets: _SetAssembler,
     adopted: Adopted,
 ) -> ProgrammedPort:
-    """The Service port as most of its frontends tell it."""
+    """Adopts a Service port as its frontend with the newest sets describes it."""
     _, reference = max(values, key=lambda v: (v[1].cluster_set, v[1].local_set))
     programmed = ProgrammedPort(
         service_id,

@@ -1,4 +1,4 @@
-"""Whether there is room in the maps for the changes of one apply()."""
+"""Checks whether the changes of one apply() fit into the maps."""
 
 import time
 from collections import Counter
@@ -21,11 +21,11 @@ from kbpf.errors import CapacityError
 from kbpf.model.desired import ServicePortKey, ServiceState
 
 EARLY_DELETE_BUDGET_S: Final = 0.005
-"""Old sets are deleted ahead of time for this long in one apply(), when room is short."""
+"""How long one apply() may delete old sets ahead of time when room is short."""
 
 
 class CapacityAccount:
-    """Adds up what one apply() takes. While no map is nearly full, that is all it does."""
+    """Adds up the entries that one apply() needs. Checks quotas only if a map is nearly full."""
 
     def __init__(
         self,
@@ -42,12 +42,12 @@ class CapacityAccount:
         )
         self._budgets, self._grace_queue = budgets, grace_queue
         self._reserved: Counter[str] = Counter()
-        self._leaving_entries: Counter[str] | None = None  # counted once it matters
+        self._leaving_entries: Counter[str] | None = None  # computed when first needed
         self._budget_s = EARLY_DELETE_BUDGET_S
 
     @property
     def reserved(self) -> Mapping[str, int]:
-        """New entries of all that was taken, by map."""
+        """New entries reserved so far, by map."""
         return self._reserved
 
     def reserve(
@@ -59,17 +59,16 @@ class CapacityAccount:
         is_system: bool,
         deletable_before: float,
     ) -> None:
-        """Takes the room for this change; CapacityError if there is not enough. `expired`: what was
-        put out of use until then may be deleted at once.
+        """Reserves room for this change; raises CapacityError if there is not enough. What was
+        retired before `deletable_before` may be deleted at once.
         """
         needed = count_new_entries(old, new, self._backend_table, self._shared_tables)
         if self._is_contested(needed):
             start = time.perf_counter()
             self._grace_queue.delete_until(deletable_before, self._budget_s)
             self._budget_s -= time.perf_counter() - start
-            needed = count_new_entries(
-                old, new, self._backend_table, self._shared_tables
-            )  # ids may have been retired
+            # Ids may have been retired.
+            needed = count_new_entries(old, new, self._backend_table, self._shared_tables)
             if self._leaving_entries is None:
                 pending = [*self._grace_queue.pending, planner.writes.retired]
                 self._leaving_entries = self._count_leaving(pending)

@@ -1,4 +1,4 @@
-"""The writes of a plan, carried out in the order of plan.py: in one change, and at its end."""
+"""Executes the writes of a plan in the order given in plan.py."""
 
 from array import array
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -24,9 +24,9 @@ from kbpf.model.desired import Backend, FrontendAddress
 ZERO = U32.pack(0)
 ONE = U32.pack(1)
 BATCH_ENTRIES: Final = 1_024
-"""Entries that are deleted at a time: about one millisecond."""
+"""Entries deleted in one batch: about one millisecond."""
 AddressChange = tuple[Collection[Addr], Collection[Addr]]
-"""Addresses that come, and those that go."""
+"""Added and removed addresses."""
 
 
 def write(
@@ -36,8 +36,8 @@ def write(
     nodes: AddressChange,
     cluster_ips: AddressChange,
 ) -> None:
-    """Everything up to the flip, the flip, and what is gone with it. ClusterIPs refuse their other
-    ports only after those that they have are there.
+    """Writes everything up to the flip, the flip itself, and the removals. A ClusterIP refuses
+    unknown ports only after its own ports are written.
     """
     put, delete = agent_maps.put, agent_maps.delete
     save_ids(agent_maps, ids)
@@ -63,7 +63,7 @@ def write(
 
 
 def save_ids(agent_maps: AgentMaps, ids: IdAllocator) -> None:
-    """What was given out is never given out again, whatever happens next."""
+    """Saves the next ids, so that no id is ever allocated twice, whatever happens next."""
     meta = ids.unsaved_meta()
     if meta is not None:
         agent_maps.put("meta", [(ZERO, META.pack(*meta))], new=0)
@@ -76,7 +76,7 @@ def delete_retired(
     shared_tables: SharedTables,
     retired: Retired,
 ) -> Iterator[None]:
-    """What nobody reads any more, when its grace period is over: AT_ONCE entries at a time."""
+    """Deletes retired entries after their grace period, BATCH_ENTRIES at a time."""
     lists = (*(old_set.backends for old_set in retired.sets), *retired.released_backends)
     yield from _delete(agent_maps, "backend_slots", _slot_keys(shared_tables, retired))
     yield from _delete(agent_maps, "set_members", _member_keys(backend_table, retired))
@@ -94,7 +94,7 @@ def delete_retired(
 def _delete(
     agent_maps: AgentMaps, name: str, batches: Iterable[tuple[int, Iterable[bytes]]]
 ) -> Iterator[None]:
-    """Deletes keys that come in parts, each with its cost in entries."""
+    """Deletes keys that come in batches, each with its cost in entries."""
     keys: list[bytes] = []
     cost = 0
     for batch_cost, batch in batches:
@@ -138,7 +138,7 @@ def _member_keys(
 def _pack_ids(
     released: Iterable[list[int]], extra_ids: Sequence[int]
 ) -> Iterator[tuple[int, Iterable[bytes]]]:
-    """The numbers that each step releases, and more of them."""
+    """Keys of the ids released in each step, and of `extra_ids`."""
     for ids in released:
         yield BATCH_ENTRIES, map(U32.pack, ids)
     for id_ in extra_ids:
@@ -146,13 +146,13 @@ def _pack_ids(
 
 
 def _split_keys(keys: bytes, size: int) -> Iterator[bytes]:
-    """AT_ONCE keys of this size at a time."""
+    """Splits packed keys of this size into batches of BATCH_ENTRIES."""
     for start in range(0, len(keys), BATCH_ENTRIES * size):
         yield keys[start : start + BATCH_ENTRIES * size]
 
 
 def _delete_affinity(agent_maps: AgentMaps, service_ids: Collection[int]) -> Iterator[None]:
-    """Which backends the clients of these Services had."""
+    """Deletes the affinity entries of these Services."""
     entries = agent_maps.maps["affinity"].items()
     while batch := list(islice(entries, BATCH_ENTRIES)):
         keys = [key for key, _ in batch if AFFINITY_KEY.unpack(key)[1] in service_ids]
@@ -161,12 +161,12 @@ def _delete_affinity(agent_maps: AgentMaps, service_ids: Collection[int]) -> Ite
 
 
 def pack_endpoint(endpoint: Backend | FrontendAddress) -> bytes:
-    """struct target."""
+    """Packs a struct target."""
     return pack_target(endpoint.address, endpoint.port, endpoint.protocol)
 
 
 def _pack_slots(writes: Writes) -> Iterable[tuple[bytes, bytes]]:
-    """All slots of a set at once: keys and values back to back."""
+    """All slots of a set in one item: keys and values back to back."""
     for set_id, ids in writes.slots:
         yield pack_slots(set_id, len(ids)), array("I", ids).tobytes()
 

@@ -1,4 +1,4 @@
-"""Large Service ports wait until small ones are programmed, and then have their turn in slices."""
+"""Defers large Service ports until small ones are programmed, then programs them in slices."""
 
 import heapq
 from collections import Counter
@@ -13,7 +13,7 @@ from kbpf.model.objects import ServiceName
 
 
 class ApplyPlan(NamedTuple):
-    """What one apply() plans, and the Service ports as they will be programmed."""
+    """The plan of one apply(), and the Service ports as they will be programmed."""
 
     planner: Planner
     capacity: CapacityAccount
@@ -21,11 +21,11 @@ class ApplyPlan(NamedTuple):
 
 
 class DeferredQueue:
-    """A queue in the order of limits.order_of(); a Service port waits in it once."""
+    """A priority queue (quotas.priority_of()). Each Service port is in it at most once."""
 
     def __init__(self) -> None:
         self._priorities: dict[ServicePortKey, Priority] = {}
-        self._heap: list[tuple[Priority, ServicePortKey]] = []  # also those that have left since
+        self._heap: list[tuple[Priority, ServicePortKey]] = []  # may contain discarded keys
         self._services: Counter[ServiceName] = Counter()
 
     def __len__(self) -> int:
@@ -33,11 +33,11 @@ class DeferredQueue:
 
     @property
     def services(self) -> KeysView[ServiceName]:
-        """The Services that have ports here: a live view."""
+        """Live view of the Services that have deferred ports."""
         return self._services.keys()
 
     def add(self, key: ServicePortKey, priority: Priority) -> None:
-        """A Service port waits, from now on in this order."""
+        """Adds a Service port, or changes its priority."""
         old = self._priorities.get(key)
         if old == priority:
             return
@@ -47,7 +47,7 @@ class DeferredQueue:
         heapq.heappush(self._heap, (priority, key))
 
     def discard(self, key: ServicePortKey) -> None:
-        """It waits no longer, if it did."""
+        """Removes a Service port, if it is queued."""
         if self._priorities.pop(key, None) is None:
             return
         self._services[key.service] -= 1
@@ -55,7 +55,7 @@ class DeferredQueue:
             del self._services[key.service]
 
     def peek(self) -> ServicePortKey | None:
-        """The one whose turn is next. It stays."""
+        """The next Service port, without removing it."""
         while self._heap:
             priority, key = self._heap[0]
             if self._priorities.get(key) == priority:
@@ -64,7 +64,6 @@ class DeferredQueue:
         return None
 
     def clear(self) -> None:
-        """All leave."""
         self._priorities.clear()
         self._heap.clear()
         self._services.clear()

@@ -1,4 +1,4 @@
-"""Old sets and what belongs to them: deleted when no reader can have them in hand any more."""
+"""Deletes old sets and their entries when no reader can use them any more."""
 
 import time
 from collections import deque
@@ -11,15 +11,18 @@ from kbpf.dataplane.bpf.maps.agent_maps import AgentMaps
 from kbpf.dataplane.bpf.maps.ids import BackendTable, SharedTables
 
 GRACE_PERIOD_S: Final = 1.0
-"""From the flip to deleting the old set. A reader needs microseconds; lookup.h tells what happens
-to one that the machine held up for longer."""
+"""Time between the flip and the deletion of the old set, in seconds. A reader needs microseconds;
+lookup.h says what happens to one that was delayed for longer.
+"""
 
 SHORT_GRACE_PERIOD_S: Final = 0.1
-"""When there is no room for new sets, old ones go after this already."""
+"""The same when there is no room for new sets."""
 
 
 class GraceQueue:
-    """A queue of what is old, by the time of its flip (time.monotonic). `cut` ends UDP sockets."""
+    """A queue of retired entries in the order of their flips (time.monotonic). `cut_udp` is called
+    after each deletion.
+    """
 
     def __init__(
         self,
@@ -35,27 +38,27 @@ class GraceQueue:
             cut_udp,
         )
         self._queue: deque[tuple[float, Retired]] = deque()
-        self._steps: Iterator[None] | None = None  # of what is being deleted
+        self._steps: Iterator[None] | None = None  # of the deletion in progress
 
     def add(self, flipped: float, retired: Retired) -> None:
-        """Queues it, if it is anything."""
+        """Queues retired entries, if any."""
         if retired:
             self._queue.append((flipped, retired))
 
     @property
     def pending(self) -> list[Retired]:
-        """What is still there."""
+        """Retired entries that have not been deleted."""
         return [retired for _, retired in self._queue]
 
     @property
     def due(self) -> float | None:
-        """When the next one goes; None: there is none."""
+        """When the next deletion is due; None if the queue is empty."""
         if self._steps is not None:
             return float("-inf")
         return self._queue[0][0] + GRACE_PERIOD_S if self._queue else None
 
     def delete_until(self, flipped: float, seconds: float = float("inf")) -> None:
-        """Deletes what was flipped until then, for this long and at least one piece."""
+        """Deletes what was flipped until `flipped`, for this many seconds but at least one piece."""
         deadline = time.perf_counter() + seconds
         while seconds > 0 and (
             self._steps is not None or (self._queue and self._queue[0][0] <= flipped)

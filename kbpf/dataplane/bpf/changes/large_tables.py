@@ -1,5 +1,5 @@
-"""Large tables are computed and written a piece at a time, before a Service port that asks for one
-is flipped to it. Nothing reads them until then, and other Service ports are programmed meanwhile.
+"""Computes and writes large tables one piece at a time, before a Service port is flipped to them.
+No program reads them until then, and other Service ports are programmed meanwhile.
 """
 
 from array import array
@@ -16,25 +16,23 @@ from kbpf.model.objects import Algorithm
 from kbpf.policy.slots import compute_maglev_table_in_steps, compute_slots, count_slots
 
 BATCH_SLOTS: Final = 1_024
-"""Slots that are written at a time, about one millisecond; tables that have no more are made where
-they are needed."""
+"""Slots written in one piece, about one millisecond. Smaller tables are built in place."""
 
 
 class TableBuilder:
-    """Builds one table after the other. What is built is held here until release()."""
+    """Builds one table after the other, and holds a reference to each until release()."""
 
     def __init__(
         self, agent_maps: AgentMaps, ids: IdAllocator, shared_tables: SharedTables
     ) -> None:
         self._agent_maps, self._ids, self._shared_tables = agent_maps, ids, shared_tables
         self._steps: Generator[None] | None = None
-        self._written_slots: list[
-            tuple[int, int]
-        ] = []  # tables, and how many slots they have so far
+        # Table ids, and how many slots of each are written.
+        self._written_slots: list[tuple[int, int]] = []
         self._built: list[int] = []
 
     def find_missing(self, state: ServiceState) -> tuple[BackendSet, Spread] | None:
-        """A set of this Service port whose table is large and not there yet."""
+        """A set of this Service port that needs a large table which is not built yet."""
         for backends, spread in (
             (state.cluster, state.cluster_spread),
             (state.local, state.local_spread),
@@ -49,21 +47,21 @@ class TableBuilder:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a table is begun and not finished."""
+        """Whether a table is being built."""
         return self._steps is not None
 
     def begin(self, backends: BackendSet, spread: Spread) -> None:
-        """Begins a table; the one before must be finished."""
+        """Starts a table. The previous one must be complete."""
         self._steps = self._build(table_key(backends, spread), backends, spread)
 
     def step(self) -> None:
-        """Does one piece of what is begun."""
+        """Builds one piece."""
         assert self._steps is not None
         if next(self._steps, self) is self:
             self._steps = None
 
     def release(self) -> list[bytes]:
-        """Gives up what is built or begun; the keys of slots that nobody uses now."""
+        """Abandons the tables. Returns the keys of slots that are not in use."""
         released = [table_id for table_id in self._built if self._shared_tables.release(table_id)]
         unfinished = {table_id for table_id, _ in self._written_slots} - set(self._built)
         keys = [

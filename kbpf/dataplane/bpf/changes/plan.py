@@ -1,12 +1,14 @@
-"""From what is programmed and what is desired to writes, in the order that keeps readers right.
+"""Plans the writes from the programmed to the desired state, in an order that is safe for readers.
 
 The order, and why:
- 1. `meta`, so that an id that was used is never given out again, whatever happens next;
- 2. source ranges, names, backends, then slots and members of *new* sets: nobody reads them yet;
- 3. frontends: the flip. One value each; a reader has the old set or the new one, whole. The bit of
-    a port in `frontend_ports` is set before its first frontend, and cleared after its last one;
- 4. frontends and source ranges that are gone;
+ 1. `meta`, so that no id is ever allocated twice, whatever happens next;
+ 2. source ranges, names, backends, then slots and members of *new* sets: no program reads them yet;
+ 3. frontends: the flip. It replaces one value, so a reader sees the complete old or new set. The
+    bit of a port in `frontend_ports` is set before its first frontend, and cleared after its last
+    one;
+ 4. removed frontends and source ranges;
  5. after a grace period: old slots and members, then backends that no set holds.
+
 A crash between any two steps leaves every frontend with a complete set, old or new.
 """
 
@@ -35,12 +37,12 @@ from kbpf.policy.slots import compute_slots, count_slots
 
 
 class ProgrammedSet(msgspec.Struct, frozen=True):
-    """A set in the kernel: its id (0: empty, no slots), its backends (sorted, each once), whether
-    in set_members, how many slots a choice is made of, and the table that leads from these to the
-    backends (0: there is one slot for each backend).
+    """A set in the kernel.
 
-    `spread`: what the slots were made of. None when they were found in the maps; then `content` is
-    the fingerprint() of the table.
+    `id`: 0 means empty, without slots. `backends`: sorted and unique. `in_set_members`: whether it
+    is written to `set_members`. `size`: the number of slots to choose from. `table`: maps these
+    slots to backends (0: one slot for each backend). `spread`: what the slots were computed from.
+    None if they were adopted; then `content` is the fingerprint() of the table.
     """
 
     id: int = 0
@@ -52,7 +54,7 @@ class ProgrammedSet(msgspec.Struct, frozen=True):
     table: int = 0
 
     def matches(self, backends: BackendSet, spread: Spread, in_set_members: bool) -> bool:
-        """Whether the set is just what is wanted."""
+        """Whether the set is as desired."""
         if self.backends != backends:
             return False
         if not backends:
@@ -68,23 +70,23 @@ EMPTY: Final = ProgrammedSet()
 
 
 def fingerprint(table: Sequence[int]) -> bytes:
-    """Equal for equal tables (indexes into the set's backends)."""
+    """A hash of a table (indexes into the set's backends)."""
     return blake2b(array("I", table), digest_size=16).digest()
 
 
 def needs_table(backends: BackendSet, spread: Spread) -> bool:
-    """Whether a choice among these is more than one of as many equal slots."""
+    """Whether these backends need a table, i.e. more than one equal slot for each."""
     return spread != EVEN_SPREAD and count_slots(len(backends), spread) > len(backends)
 
 
 def table_key(backends: BackendSet, spread: Spread) -> TableKey:
-    """What the table of this set depends on."""
+    """The inputs that determine the table of this set."""
     return tuple(backend.address for backend in backends), spread
 
 
 MAX_FINGERPRINTS: Final = 16_384
 _fingerprints: dict[TableKey, bytes] = {}
-"""Of tables that were computed: those in the maps are compared with them now and then."""
+"""Of computed tables, to compare with those in the maps."""
 
 
 def remember_fingerprint(key: TableKey, table: Sequence[int]) -> bytes:
@@ -102,7 +104,7 @@ def _table_content(backends: BackendSet, spread: Spread) -> bytes:
 
 
 class ProgrammedPort(msgspec.Struct, frozen=True):
-    """What the kernel holds for one Service port."""
+    """The kernel state of one Service port."""
 
     id: int
     flags: ServiceFlag
@@ -114,7 +116,7 @@ class ProgrammedPort(msgspec.Struct, frozen=True):
     source_ranges: tuple[Cidr, ...] = ()
 
     def service_value(self, frontend: Frontend) -> ServiceValue:
-        """What stands behind this frontend."""
+        """The value of this frontend in `services`."""
         restricted = ServiceFlag.RESTRICTED if frontend.restricted else 0
         return ServiceValue(
             self.id,
@@ -131,9 +133,9 @@ class ProgrammedPort(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class Retired:
-    """What is deleted after the grace period, and whose UDP is cut once more then: a connect()
-    may have been on its way the first time. `cut`: backends that serve a service id no more;
-    `left`: frontends that are not this service id's any more.
+    """What is deleted after the grace period. UDP is then cut a second time, since a connect() may
+    have been in flight during the first. `lost_backends`: backends that no longer serve a service
+    id; `lost_frontends`: frontends that no longer belong to it.
     """
 
     sets: list[ProgrammedSet] = field(default_factory=list)
@@ -142,7 +144,7 @@ class Retired:
     lost_backends: set[tuple[int, Backend]] = field(default_factory=set)
     lost_frontends: set[tuple[int, FrontendAddress]] = field(default_factory=set)
     forget_affinity: set[int] = field(default_factory=set)
-    slot_keys: list[bytes] = field(default_factory=list)  # of sets that were found, not planned
+    slot_keys: list[bytes] = field(default_factory=list)  # of sets that were adopted, not planned
     member_keys: list[bytes] = field(default_factory=list)
     backend_ids: list[int] = field(default_factory=list)
 
@@ -152,7 +154,7 @@ class Retired:
 
 @dataclass(slots=True)
 class Writes:
-    """Everything that one apply() writes, by step."""
+    """All writes of one apply(), by step."""
 
     names: list[tuple[int, ServicePortKey]] = field(default_factory=list)
     backends: list[tuple[int, Backend]] = field(default_factory=list)
@@ -167,7 +169,7 @@ class Writes:
 
 
 class Planner:
-    """Collects the writes of one apply(). Pure but for the ids that it gives out."""
+    """Collects the writes of one apply(). Has no side effects except the allocation of ids."""
 
     def __init__(
         self,
@@ -176,8 +178,8 @@ class Planner:
         known_ids: dict[ServicePortKey, int] | None = None,
         shared_tables: SharedTables | None = None,
     ) -> None:
-        """`known`: ids of Service ports that are named in the map already; used ones are taken
-        out. Sockets and affinity entries of before still carry them.
+        """`known_ids`: ids of Service ports that `service_names` already contains; used ones are
+        removed from it. Sockets and affinity entries of an earlier agent still carry these ids.
         """
         self._ids = ids
         self._backend_table = backend_table
@@ -188,7 +190,7 @@ class Planner:
     def plan_port(
         self, key: ServicePortKey, old: ProgrammedPort | None, new: ServiceState | None
     ) -> ProgrammedPort | None:
-        """Plans one Service port from old to new; what will be programmed."""
+        """Plans one Service port from old to new. Returns what will be programmed."""
         if new is None:
             if old is not None:
                 self._remove(old)
@@ -208,7 +210,7 @@ class Planner:
     def remove_lost_frontends(
         self, old: ProgrammedPort, new: ServiceState | None
     ) -> ProgrammedPort:
-        """Plans only that frontends go which are not wanted any more."""
+        """Plans only the removal of frontends that are no longer desired."""
         addresses = {frontend.at for frontend in new.frontends} if new else set()
         kept_frontends = tuple(frontend for frontend in old.frontends if frontend.at in addresses)
         if len(kept_frontends) == len(old.frontends):
@@ -275,7 +277,7 @@ class Planner:
         return new
 
     def _plan_table(self, backends: BackendSet, spread: Spread) -> tuple[int, int]:
-        """The id and the size of the set's table; 0 and 0 when it needs none."""
+        """The id and size of the set's table; 0 and 0 if it needs none."""
         if not needs_table(backends, spread):
             return 0, 0
         table_id, is_new = self._shared_tables.acquire(table_key(backends, spread))
@@ -286,8 +288,8 @@ class Planner:
         return table_id, count_slots(len(backends), spread)
 
     def _plan_serving(self, service_id: int, old: BackendSet, new: BackendSet) -> None:
-        """UDP flows may stay with any backend that serves, so its id must live; the others' are
-        cut (kube-proxy's conntrack/cleanup.go).
+        """UDP flows may stay with any serving backend, so its id must stay valid; flows to others
+        are cut (kube-proxy's conntrack/cleanup.go).
         """
         if old == new:
             return
@@ -299,15 +301,17 @@ class Planner:
             )
 
     def _remove_frontends(self, old: ProgrammedPort, addresses: Iterable[FrontendAddress]) -> None:
-        """UDP that was sent there must not go on with the backends of a Service that has left,
-        whoever has the address now (kube-proxy forgets such flows).
+        """Removes frontends. UDP flows through them must not stay with the backends of the old
+        Service, whichever Service has the address now (kube-proxy deletes such flows too).
         """
         self.writes.removed.update(addresses)
         udp = {(old.id, address) for address in addresses if address.protocol == Protocol.UDP}
         self.writes.retired.lost_frontends |= udp
 
     def _plan_ranges(self, service_id: int, old: Iterable[Cidr], new: Iterable[Cidr]) -> None:
-        """Who is let in is let in before the flip, who is shut out is shut out after it."""
+        """Ranges are added before the flip and removed after it, so allowed clients are never
+        refused.
+        """
         self.writes.new_ranges += [(service_id, cidr) for cidr in sorted(set(new) - set(old))]
         self.writes.old_ranges += [(service_id, cidr) for cidr in sorted(set(old) - set(new))]
 
@@ -339,7 +343,7 @@ _INTERNAL_LOCAL, _EXTERNAL_LOCAL, _ANY_ENDPOINTS, _MAGLEV = map(
 
 def policy_flags(state: ServiceState) -> ServiceFlag:
     """The flags that all frontends of a Service port share."""
-    flags = 0  # of a plain integer: joining members of an enum costs more than all else here
+    flags = 0  # a plain int: combining enum members would cost more than everything else here
     if state.internal_local:
         flags |= _INTERNAL_LOCAL
     if state.external_local:
@@ -357,7 +361,7 @@ def count_new_entries(
     backend_table: BackendTable,
     shared_tables: SharedTables,
 ) -> dict[str, int]:
-    """How many new entries a change takes at most, by map, before anything old is retired."""
+    """The maximum number of new entries of a change, by map, before anything is retired."""
     if new is None:
         return {}
     old_addresses = {frontend.at for frontend in old.frontends} if old else set()
@@ -387,7 +391,7 @@ def count_new_entries(
 def _pair_sets(
     old: ProgrammedPort | None, new: ServiceState
 ) -> Iterable[tuple[ProgrammedSet, BackendSet, Spread]]:
-    """Both sets: what is programmed, and what is wanted."""
+    """Both sets: as programmed, and as desired."""
     old_cluster, old_local = (old.cluster, old.local) if old else (EMPTY, EMPTY)
     yield old_cluster, new.cluster, new.cluster_spread
     yield old_local, new.local, new.local_spread
@@ -400,8 +404,8 @@ def count_leaving_entries(
     backend_table: BackendTable,
     shared_tables: SharedTables,
 ) -> dict[str, int]:
-    """How many entries are on their way out, by map: what waits for its grace period, and what
-    this change puts out of use. Backends and tables that it uses again stay.
+    """The number of entries that will be deleted, by map: those in their grace period, and those
+    that this change retires. Backends and tables that it reuses are not counted.
     """
     leaving_slots = members = 0
     sets = []

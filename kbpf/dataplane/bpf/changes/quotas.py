@@ -1,14 +1,14 @@
-"""What one namespace may take of the maps, and which Service ports come first when room is short.
+"""Limits each namespace's share of the maps, and orders Service ports when room is short.
 
-A tenant decides how many ports, endpoints and annotations its Services have; every node pays for
-them. Therefore:
-- Tables of slots, which annotations ask for, are limited for each namespace (NAMESPACE_SLOTS).
-  Beyond that limit a Service port is spread evenly at random, which takes no table.
-- A namespace may have SHARE times the room that is left in a map: the fuller it is, the less one
-  namespace may have, and however many take all that they can get, there is room for one that has
-  little. The last part (RESERVED) is for system namespaces.
+A tenant decides how many ports, endpoints and annotations its Services have, and every node pays
+for them. Therefore:
+- Tables of slots, which annotations request, are limited for each namespace (MAX_NAMESPACE_SLOTS).
+  Beyond that limit a Service port is spread evenly at random, which needs no table.
+- A namespace may use at most NAMESPACE_SHARE times the room that is left in a map. The fuller the
+  map, the less one namespace may use; so there is always room for a namespace with few entries. The
+  last part (SYSTEM_RESERVE) is for system namespaces.
 - Changes that free room come first, then system namespaces, then small before large, then old
-  before new. The alphabet only decides between equals.
+  before new, then in alphabetical order.
 """
 
 import math
@@ -27,20 +27,23 @@ from kbpf.model.objects import Algorithm
 from kbpf.policy.slots import MAX_TABLE_SLOTS, MIN_SLOTS_PER_BACKEND, count_slots, fits_table
 
 MAX_NAMESPACE_SLOTS: Final = 524_288
-"""Slots of all tables of one namespace at most: eight tables of the largest size, 34 MB of kernel
-memory. A table counts once, however many Service ports share it."""
+"""The maximum number of slots in all tables of one namespace: eight tables of the largest size, 34
+MB of kernel memory. A shared table counts once.
+"""
 
 NAMESPACE_SHARE: Final = 4
-"""A namespace may have so many times the entries that are left for all after it. One that is alone
-gets 76 % of a map, each of two 42 %, each of four 22 %; and n of them leave 95 % / (1 + 4 n).
-Switches share buffers by this rule (Choudhury and Hahne, "Dynamic queue length thresholds", 1998).
+"""A namespace may use this many times the entries that are left for the others. One alone gets 76 %
+of a map, each of two 42 %, each of four 22 %; n of them leave 95 % / (1 + 4 n). Switches share
+buffers by this rule (Choudhury and Hahne, "Dynamic queue length thresholds", 1998).
 """
 
 CONTESTED_FILL: Final = 0.75
-"""Up to this fill of a map no namespace has more than that, so nobody is asked."""
+"""Quotas are checked only above this fill level of a map; below it no namespace can exceed its
+share.
+"""
 
 SYSTEM_RESERVE: Final = 0.05
-"""Of the entries that a map may hold, what is kept for system namespaces."""
+"""The fraction of a map that is reserved for system namespaces."""
 
 _CHARGED_MAPS: Final = ("services", "backend_slots", "backends", "set_members", "source_ranges")
 
@@ -49,14 +52,14 @@ Priority = tuple[bool, bool, int, bool, str, ServicePortKey]
 
 
 def priority_of(key: ServicePortKey, new: ServiceState | None, system: bool) -> Priority:
-    """Sorts changes: the smallest one is programmed first."""
+    """The sort key of changes: the smallest one is programmed first."""
     if new is None:
         return False, not system, 0, False, "", key
     return True, not system, estimate_entries(new), not new.created, new.created, key
 
 
 def estimate_entries(state: ServiceState) -> int:
-    """About how many entries a Service port takes in the maps."""
+    """The approximate number of entries of a Service port in the maps."""
     size = len(state.frontends) + len(state.source_ranges)
     for backends, spread in ((state.cluster, state.cluster_spread),
                              (state.local, state.local_spread)):  # fmt: skip
@@ -153,7 +156,9 @@ class TableLimits:
     def update(
         self, states: Mapping[ServicePortKey, ServiceState], keys: Iterable[ServicePortKey]
     ) -> set[ServicePortKey]:
-        """Takes note of these changes; which *other* Service ports are spread otherwise now."""
+        """Records these changes. Returns the *other* Service ports whose spread has changed by
+        them.
+        """
         keys, namespaces = set(keys), set()
         for key in keys:
             state, known_tables = states.get(key), self._namespaces.get(key.namespace)
@@ -224,7 +229,7 @@ class NamespaceBudgets:
     def replace(
         self, namespace: str, old: ProgrammedPort | None, new: ProgrammedPort | None
     ) -> None:
-        """One Service port is programmed otherwise."""
+        """Records the change of one Service port."""
         used = self._used.setdefault(namespace, [0] * len(_CHARGED_MAPS))
         for sign, programmed in ((-1, old), (1, new)):
             if programmed is not None:

@@ -1,5 +1,5 @@
-"""Values that frontends share, each held in a map as long as one frontend has it: ClusterIPs in
-`cluster_ips`, ports in `frontend_ports`.
+"""Values shared by frontends, each stored in a map while at least one frontend has it: ClusterIPs
+in `cluster_ips`, ports in `frontend_ports`.
 """
 
 from collections import Counter
@@ -26,7 +26,9 @@ def ports_of(programmed: ProgrammedPort) -> Iterator[int]:
 
 
 def pack_ports(ports: Set[int], changed: Iterable[int]) -> list[tuple[bytes, bytes]]:
-    """The words of `frontend_ports` that `changed` ports are in, when `ports` is what it holds."""
+    """The entries of `frontend_ports` that contain the `changed` ports. `ports`: all ports to be
+    set.
+    """
     return [
         (
             U32.pack(word_index),
@@ -47,7 +49,7 @@ def unpack_ports(entries: Iterable[tuple[bytes, bytes]]) -> Iterator[int]:
 
 
 class SharedValues(Generic[T]):
-    """How many frontends have each value, and which values the map holds."""
+    """Counts the frontends of each value, and remembers which values the map holds."""
 
     def __init__(
         self,
@@ -62,8 +64,8 @@ class SharedValues(Generic[T]):
     def update(
         self, before: Iterable[ProgrammedPort], after: Iterable[ProgrammedPort], compare_all: bool
     ) -> tuple[set[T], set[T]]:
-        """The values that come and those that go when these Service ports become those.
-        `everything`: what the map holds may be wrong, so all values are compared.
+        """Returns the added and removed values when the Service ports `before` become those
+        `after`. `compare_all`: the map may differ from `written_values`, so compare all values.
         """
         change = self._count(after)
         change.subtract(self._count(before))
@@ -87,7 +89,7 @@ class SharedValues(Generic[T]):
         return new, removed
 
     def record_written(self, new: set[T], removed: set[T]) -> None:
-        """The map has changed so."""
+        """Records that these values were written to the map and removed from it."""
         self.written_values |= new
         self.written_values -= removed
 

@@ -1,9 +1,9 @@
-"""How many entries of the map `affinity` each client has, counted again.
+"""Counts each client's entries in the map `affinity`.
 
-Programs count up, and give no more entries to a client that has its share (lookup.h,
-take_share()). They do not see entries that go: what the LRU evicts, what the agent deletes with a
-Service, and what has expired. So the agent deletes expired entries and counts the others, a part of
-the map at a time.
+The programs count entries up and add no entry for a client that has used its share (lookup.h,
+take_share()). They do not see deletions: by LRU eviction, by the agent when a Service is removed,
+or by expiry. So the agent deletes expired entries and counts the others, one part of the map at a
+time.
 """
 
 import time
@@ -17,24 +17,24 @@ from kbpf.kernel.bpf.objects import Map
 from kbpf.model.address import V4_PREFIX
 
 RECOUNT_INTERVAL_S: Final = 10.0
-"""How often a part of the map (libbpf.BATCH entries) is read."""
+"""Interval at which the next part of the map (libbpf.BATCH entries) is read, in seconds."""
 
 STEP_ENTRIES: Final = 512
-"""Entries of either map that are processed in one step: some half a millisecond."""
+"""Entries processed in one step: about half a millisecond."""
 
 MAX_AFFINITY_TIMEOUT_S: Final = 86_400
-"""The API server allows no longer affinity. Nobody knows that of entries without a Service."""
+"""The longest affinity that the API server allows. Used for entries whose Service is unknown."""
 
 _NETWORK_SUFFIX: Final = bytes(8)
 _CGROUP_SUFFIX: Final = bytes(8) + b"\xff" * 4
-"""What follows the network of an IPv6 address, and the number of a cgroup."""
+"""Padding after the network of an IPv6 address, and after the id of a cgroup."""
 
 Timeouts = Callable[[], Mapping[int, int]]
-"""Service id → seconds that its affinity lasts."""
+"""Service id → affinity timeout in seconds."""
 
 
 class AffinityShares:
-    """Goes through the map for ever, a part at a time."""
+    """Walks through the map in an endless loop, one part at a time."""
 
     def __init__(self, maps: Callable[[], Mapping[str, Map]], timeouts: Timeouts) -> None:
         self._maps, self._timeouts = maps, timeouts
@@ -46,12 +46,12 @@ class AffinityShares:
 
     @property
     def is_busy(self) -> bool:
-        """Whether it is in the middle of a part."""
+        """Whether a part is being processed."""
         return self._steps is not None
 
     def advance(self, now: float, seconds: float) -> None:
-        """Processes the next part if it is due (time.monotonic), for so long at most but for the
-        last step; writes the counts after the last part.
+        """Processes the next part if it is due at `now` (time.monotonic), for up to `seconds`; the
+        last step may take longer. Writes the counts after the last part.
         """
         if seconds < 0:
             return
@@ -84,14 +84,16 @@ class AffinityShares:
             expired = _select_expired(step_keys, step_values, timeouts, now)
             self._counted.update(unpack_sharers(step_keys, step_values))
             for key, value in expired:
-                if affinity.lookup(key) == value:  # else it was used again meanwhile
+                if affinity.lookup(key) == value:  # otherwise it was used again meanwhile
                     affinity.delete(key)
                     self._counted.subtract(unpack_sharers(key, value))
         if self._cursor is None:
             yield from self._write(shares)
 
     def _write(self, shares: Map) -> Iterator[None]:
-        """What programs have counted meanwhile is added, and perhaps counted twice this time."""
+        """Writes the counts. What programs have counted meanwhile is added, so an entry may be
+        counted twice in this round.
+        """
         for number, (key, previous) in enumerate(self._previous.items(), 1):
             if number % STEP_ENTRIES == 0:
                 yield
@@ -109,7 +111,7 @@ class AffinityShares:
 def _select_expired(
     keys: bytes, values: bytes, timeouts: Mapping[int, int], now: int
 ) -> list[tuple[bytes, bytes]]:
-    """Entries of `affinity` that no client can use any more: find_affinity() in lookup.h."""
+    """Expired entries of `affinity`, by the rule of find_affinity() in lookup.h."""
     last_used = array("Q", values)[:: AFFINITY.size // 8]
     services = array("I", keys)[4 :: AFFINITY_KEY.size // 4]
     return [
@@ -123,7 +125,7 @@ def _select_expired(
 
 
 def unpack_sharers(keys: bytes, values: bytes) -> list[bytes]:
-    """The owners of these entries of `affinity`, back to back: affinity_owner_of() in lookup.h."""
+    """The client to which each of these entries (back to back) is charged: affinity_owner_of() in lookup.h."""
     cgroups = array("I", values)[3 :: AFFINITY.size // 4]
     clients = (keys[offset : offset + 16] for offset in range(0, len(keys), AFFINITY_KEY.size))
     return [_sharer(client, cgroup) for client, cgroup in zip(clients, cgroups, strict=True)]

@@ -1,11 +1,11 @@
-"""The maps that the agent writes: putting, dropping, how full they are, and making them bigger.
+"""The maps that the agent writes: writing, deleting, fill levels, growth.
 
-A plain map grows by copy and switch: the agent is its only writer and writes to both while it
-copies (growth.py), so a copy is complete. The programs are loaded over the bigger map and change
-over hook by hook, and both maps say the same until then. `services` and what its values lead to are
-copied together: a program that cannot change over goes on with what was there, whole. Maps that
-programs write have a fixed size, because full only means that the oldest entry goes; moving.py has
-what becomes of them when it is another one.
+A map of which the agent is the only writer grows by copy and switch: during the copy every write
+goes to both maps (growth.py), so the copy is complete. The programs are loaded over the larger map
+and switch hook by hook; until then both maps have the same contents. `services` is copied together
+with the maps that its values point to: a program that cannot switch keeps a complete old state.
+Maps written by programs have a fixed size, since a full one only evicts its oldest entry;
+migrate.py handles a change of their size.
 """
 
 import logging
@@ -24,16 +24,16 @@ from kbpf.model.config import MapSizes
 log = logging.getLogger("kbpf.dataplane")
 
 OVERLAP_FACTOR: Final = 2
-"""A map may be so many times as big as its limit while old sets wait beside new ones."""
+"""A map may be this many times as large as its limit while old and new sets coexist."""
 
 BATCH_KEY_BYTES: Final = 1 << 21
-"""Bytes of keys: more than that are not gathered before they are written."""
+"""Batches are written once their keys have this many bytes."""
 
 FLOW_MAPS: Final = frozenset(("flows", "flow_queue"))
-"""Tracked connections, and the queue that has a key of each."""
+"""Tracked connections, and the queue with a key of each."""
 
 MAX_FILL: Final = 0.8
-"""A map that would be fuller than this is made twice as big, or more."""
+"""A map that would be fuller than this is at least doubled."""
 
 
 class AgentMaps:
@@ -48,11 +48,11 @@ class AgentMaps:
         self.writes: Counter[str] = Counter()
         self.calls = 0
         self.migration = MapMigration(self.maps)
-        self._unpinned: set[str] = set()  # of another size, until programs change over to them
-        self._copies: Mapping[str, Map] = {}  # by name: they are written as well
+        self._unpinned: set[str] = set()  # resized maps that programs do not use yet
+        self._copies: Mapping[str, Map] = {}  # larger maps by name; every write goes to them too
 
     def open(self) -> bool:
-        """Opens the pinned maps or makes new ones; whether they were adopted."""
+        """Opens the pinned maps or creates new ones. Returns whether they were adopted."""
         opened_maps = pinning.open_maps(self._pins, self._sizes, self._packet_path)
         self._unpinned = set()
         self.maps = dict(opened_maps.maps)
@@ -68,7 +68,7 @@ class AgentMaps:
         resized_maps = {
             map_name for map_name, size in sizes.items() if size != self.maps[map_name].max_entries
         }
-        if not resized_maps.isdisjoint(FLOW_MAPS):  # the keys of one are those of the other
+        if not resized_maps.isdisjoint(FLOW_MAPS):  # both contain the same keys
             resized_maps |= FLOW_MAPS
         # In the order of MAPS: the new `flow_queue` is filled with the keys of the new `flows`.
         for name, size in sizes.items():
@@ -79,7 +79,7 @@ class AgentMaps:
         return opened_maps.adopted
 
     def close(self) -> None:
-        """Lets go of the descriptors."""
+        """Closes the descriptors."""
         pinning.close_all(self.maps.values())
         self.migration.close()
         self.maps = {}
@@ -87,8 +87,9 @@ class AgentMaps:
     def put(
         self, name: str, entries: Iterable[tuple[bytes, bytes]], new: int | None = None
     ) -> None:
-        """Writes entries, each one or several back to back; `new` of them were not there before
-        (None: all). Many are written in pieces, as soon as there are PIECE bytes of keys.
+        """Writes entries; each item may be several entries back to back. `new`: how many of them
+        did not exist before (None: all). Writes a batch whenever BATCH_KEY_BYTES of keys are
+        collected.
         """
         keys, values = bytearray(), bytearray()
         count = 0
@@ -102,7 +103,7 @@ class AgentMaps:
         self.fill[name] += count if new is None else new
 
     def _put(self, name: str, keys: bytes, values: bytes) -> int:
-        """Entries back to back, and how many they are."""
+        """Writes entries (back to back); returns their number."""
         map_ = self.maps[name]
         count = len(keys) // map_.key_size
         if count == 1:
@@ -117,7 +118,6 @@ class AgentMaps:
         return count
 
     def delete(self, name: str, keys: Iterable[bytes]) -> None:
-        """Deletes entries."""
         joined = b"".join(keys)
         if joined:
             count = len(joined) // self.maps[name].key_size
@@ -128,18 +128,19 @@ class AgentMaps:
             self.fill[name] -= count
 
     def take_counts(self) -> tuple[dict[str, int], int]:
-        """Writes by map and calls since the last time."""
+        """The number of writes by map and of system calls since the last call."""
         result = dict(self.writes), self.calls
         self.writes, self.calls = Counter(), 0
         return result
 
     def max_entries(self, name: str) -> int:
-        """How many entries this map may ever hold."""
+        """The maximum size of this map."""
         return MAPS[name].max_entries(self._sizes)
 
     def compute_new_sizes(self, added: Mapping[str, int]) -> dict[str, int]:
-        """Maps that so many more entries would overfill, and the sizes that they need; with one of
-        those that frontends lead to all the others of them.
+        """Maps that `added` entries would overfill, and the sizes they need. If one of the maps
+        read during a flip has to grow, all of these are included, so that they are switched
+        together.
         """
         new_sizes = {
             name: new_sizes
@@ -163,15 +164,15 @@ class AgentMaps:
         return size
 
     def fits(self, added: Mapping[str, int]) -> bool:
-        """Whether there is room for so many more entries in the maps as they are."""
+        """Whether the maps have room for `added` entries."""
         return all(
             not count or self.fill[name] + count <= self.maps[name].max_entries
             for name, count in added.items()
         )
 
     def copy(self, larger: Mapping[str, Map], at_once: int) -> Generator[None]:
-        """Fills larger maps, so many entries at a time. What is written meanwhile goes to both: an
-        entry that is not copied yet will be, and one that is copied is kept up to date.
+        """Copies all entries into larger maps, `at_once` at a time. Meanwhile every write goes to
+        both maps, so copied entries stay current.
         """
         self._copies = larger
         for name, target in larger.items():
@@ -185,13 +186,11 @@ class AgentMaps:
                     break
 
     def stop_copying(self) -> None:
-        """Writes go to the maps that are in use, and nowhere else."""
+        """Stops writing to the larger maps."""
         self._copies = {}
 
     def switch(self, larger: Mapping[str, Map]) -> None:
-        """Larger maps that are complete take the place of the others, pins included. Programs still
-        read the old ones.
-        """
+        """Replaces maps, and their pins, by complete larger ones. Programs still read the old ones."""
         self._copies = {}
         for name, new in larger.items():
             old, self.maps[name] = self.maps[name], new
@@ -200,9 +199,9 @@ class AgentMaps:
             log.info("map resized map=%s entries=%d", name, new.max_entries)
 
     def _resize(self, name: str, entries: int) -> None:
-        """Gives a map that programs write the size that the configuration asks for now, which may
-        be smaller. Programs still write to the old one: that comes after (moving.py), and it stays
-        pinned until then, see pin().
+        """Gives a map written by programs its configured size, which may be smaller. Programs still
+        write to the old one, which stays pinned until pin(); these writes are copied later
+        (migrate.py).
         """
         old, new = self.maps[name], pinning.make_map(MAPS[name], entries)
         self.migration.copy(name, old, new)
@@ -211,9 +210,9 @@ class AgentMaps:
         log.info("map resized map=%s entries=%d", name, entries)
 
     def pin(self, packet_path_only: bool) -> None:
-        """Pins the maps of another size, those that only the packet path uses or the others: to be
-        called right before programs change over to them. Where this process ends in between, the
-        next one finds what these have written by the programs (load.py).
+        """Pins the resized maps: those that only the packet path uses, or the others. To be called
+        right before programs switch to them. If the process exits in between, the next agent finds
+        what programs wrote to the old maps (pinning.py).
         """
         for name in sorted(
             map_name

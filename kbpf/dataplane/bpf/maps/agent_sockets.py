@@ -1,4 +1,4 @@
-"""The map agent_sockets: the agent's own connections to the API server, by socket cookie."""
+"""The map `agent_sockets`: the agent's own connections to the API server, by socket cookie."""
 
 import logging
 import threading
@@ -15,8 +15,9 @@ ONE: Final = U32.pack(1)
 
 
 class AgentSockets:
-    """Any thread may claim. The programs read an entry when the connection begins, so the newest
-    AGENT_SOCKETS are enough and no entry has to be deleted when its socket is closed.
+    """Registers the agent's sockets. Any thread may call. The programs read an entry only when the
+    connection begins, so the newest AGENT_SOCKETS entries suffice, and a closed socket needs no
+    deletion.
     """
 
     def __init__(self) -> None:
@@ -25,7 +26,7 @@ class AgentSockets:
         self._cookies: deque[int] = deque()
 
     def open(self, map_: Map) -> None:
-        """Takes the map, and deletes what an earlier agent left in it: its sockets are closed."""
+        """Uses this map, and deletes the entries of an earlier agent, whose sockets are closed."""
         with self._lock:
             self._map = map_
             self._cookies.clear()
@@ -33,7 +34,7 @@ class AgentSockets:
                 map_.delete_batch(stale_keys)
 
     def claim(self, cookie: int) -> None:
-        """See DataPlane.claim_socket(). Without a map no program is there that would ask."""
+        """See base.DataPlane. Without a map no program is loaded that would read the entry."""
         with self._lock:
             if self._map is None:
                 return
@@ -43,9 +44,8 @@ class AgentSockets:
                 self._map.update(U64.pack(cookie), ONE)
                 self._cookies.append(cookie)
             except KernelError as error:
-                log.warning("a connection to the API server is not exempt from Services: %s", error)
+                log.warning("cannot exempt a connection to the API server from Services: %s", error)
 
     def close(self) -> None:
-        """Lets go of the map."""
         with self._lock:
             self._map = None

@@ -1,7 +1,7 @@
-"""The packet path's map `flows`, as bytes: which entries a flow has (bpf/track.h).
+"""The entries of the packet path's map `flows`, as bytes (bpf/track.h).
 
-Each entry has the whole struct flow. The client's own, client and frontend, is the one that the
-queue `flow_queue` has, and without which the others are nothing.
+Each entry of a flow contains a complete struct flow. The original-direction entry (client and
+frontend) is the one whose key is in the flow queue; without it the others are orphans.
 """
 
 from collections.abc import Iterable, Iterator
@@ -21,15 +21,15 @@ SERVICE: Final = slice(88, 92)
 STATE: Final = 96
 DIRECTION: Final = 99
 BEGAN_AT: Final = slice(104, 112)
-"""Of a struct flow for UDP: when the flow began."""
+"""UDP only: when the flow began."""
 DECISION: Final = slice(8, 96)
-"""Of a struct flow: all that was decided when the flow began."""
+"""Everything that was decided when the flow began."""
 IDENTITY: Final = slice(8, 88)
-"""Of a struct flow: client, frontend, backend, the translated source and both their ports."""
+"""Client, frontend, backend, the SNAT address and both ports."""
 ENDPOINTS: Final = slice(8, 48)
-"""Of a struct flow: client and frontend."""
+"""Client and frontend."""
 _LAST_USED_PROTOCOL_STATE: Final = Struct("=Q18xB69xB")
-"""Of a struct flow: last use, protocol, state."""
+"""Last use, protocol, state."""
 
 NS_PER_SECOND: Final = 1_000_000_000
 
@@ -37,7 +37,7 @@ DISPOSABLE_AFTER_NS: Final = {
     TcpState.UNPROVEN: 5 * NS_PER_SECOND,
     TcpState.CLOSING: 10 * NS_PER_SECOND,
 }
-"""State → ns without a packet after which a flow makes room: is_disposable() in track.h."""
+"""State → idle time in ns after which a flow may be evicted: is_disposable() in track.h."""
 
 FlowEntry = tuple[bytes, bytes]
 
@@ -49,28 +49,28 @@ class _IdleTimeouts(dict[tuple[int, int], int]):
 
 
 IDLE_TIMEOUT_NS: Final = _IdleTimeouts()
-"""Protocol and state → ns that an entry holds without a packet."""
+"""(protocol, state) → idle timeout of an entry, in ns."""
 
 
 class CounterMap(Protocol):
-    """The map `flow_count`, as far as it is needed here."""
+    """The methods of the flow count map that are used here."""
 
     def lookup(self, key: bytes) -> bytes | None:
-        """What stands there."""
+        """Reads a value."""
 
     def update(self, key: bytes, value: bytes) -> None:
-        """Writes it."""
+        """Writes a value."""
 
 
 def enable_flow_lookup(flow_count: CounterMap) -> None:
-    """There are some: programs that find `flow_count` 0 look for none."""
+    """Makes the programs look up flows: they do not if the flow count is 0."""
     if flow_count.lookup(bytes(4)) == bytes(8):
         flow_count.update(bytes(4), U64.pack(1))
 
 
 def flow_key(source: bytes, destination: bytes) -> bytes:
-    """The key of two ends, ordered as by flow_key_of() in track.h: by address, the last word of it
-    first, then by port; each as the machine reads the four or two bytes.
+    """The key of a flow, with its two ends in the order of flow_key_of() in track.h: by the last word
+    of the address, then the port, then the other words, each as a little-endian number.
     """
 
     def sort_key(target: bytes) -> tuple[int, ...]:
@@ -84,29 +84,29 @@ def flow_key(source: bytes, destination: bytes) -> bytes:
 
 
 def is_original(raw: bytes) -> bool:
-    """Whether this entry is the client's own."""
+    """Whether this is the original-direction entry."""
     return raw[DIRECTION] == FlowDirection.ORIGINAL
 
 
 def is_port_reservation(raw: bytes) -> bool:
-    """Whether it stands for a port that conntrack has given away (beyond.py)."""
+    """Whether this entry reserves a port that conntrack uses (snat_ports.py)."""
     return raw[FRONTEND] == raw[BACKEND] and not any(raw[SERVICE])
 
 
 def last_used(raw: bytes) -> int:
-    """ns, CLOCK_MONOTONIC: the first field of every value that has a time."""
+    """Last use in ns (CLOCK_MONOTONIC): the first field of every value with a timestamp."""
     return int.from_bytes(raw[:8], "little")
 
 
 def expires_at(raw: bytes) -> int:
-    """ns, CLOCK_MONOTONIC: when the time of this entry is over, if no packet comes."""
+    """When this entry expires without further packets, in ns (CLOCK_MONOTONIC)."""
     last_use, protocol, state = _LAST_USED_PROTOCOL_STATE.unpack_from(raw)
     return int(last_use) + IDLE_TIMEOUT_NS[protocol, state]
 
 
 def is_needed(state: int, last_sent: int, now: int) -> bool:
-    """Whether a flow, which is not over, does not make room by itself: is_needed() in tc.c. `last`
-    is when its client has last sent; both in ns, CLOCK_MONOTONIC.
+    """Whether an unexpired flow must not be evicted: is_needed() in tc.c. `last_sent`: the client's
+    last packet; both times in ns (CLOCK_MONOTONIC).
     """
     if state in DISPOSABLE_AFTER_NS:
         return now - last_sent <= DISPOSABLE_AFTER_NS[TcpState(state)]
@@ -114,15 +114,15 @@ def is_needed(state: int, last_sent: int, now: int) -> bool:
 
 
 def is_open(state: int) -> bool:
-    """Whether a connection in this state has not ended. One that has is remembered for a while, for
-    segments that are still under way and so that its port is not used again at once.
+    """Whether a connection in this state has not ended. Ended ones are kept for a while, for
+    segments in flight and so that their port is not reused at once.
     """
     return state != TcpState.CLOSED
 
 
 def unpack_columns(values: bytes) -> Iterator[tuple[int, int, int, int, int, int]]:
-    """Of structs nat, back to back: ids of Service and backend, last use (ns), protocol, state,
-    part.
+    """Columns of structs nat (back to back): ids of Service and backend, last use (ns), protocol,
+    state, direction.
     """
     stride, u32_view = FLOW.size, memoryview(values).cast("I")
     return zip(
@@ -137,13 +137,13 @@ def unpack_columns(values: bytes) -> Iterator[tuple[int, int, int, int, int, int
 
 
 def queue_order(entries: Iterable[FlowEntry]) -> list[bytes]:
-    """The keys for the queue, that of the flow which was quiet longest first."""
+    """The keys for the flow queue, least recently used first."""
     originals = [(last_used(raw), key) for key, raw in entries if is_original(raw)]
     return [key for _, key in sorted(originals)]
 
 
 def most_recent(entries: Iterable[FlowEntry], count: int) -> list[FlowEntry]:
-    """What belongs to so many flows, those that were used last."""
+    """The entries of the `count` most recently used flows."""
     all_entries = list(entries)
     originals = sorted(
         ((last_used(raw), raw[ENDPOINTS]) for key, raw in all_entries if is_original(raw)),

@@ -1,9 +1,9 @@
-"""Ids that are not given out twice, and the table of backends that hold them.
+"""Allocates ids that are not reused, and counts the users of backends and tables.
 
-An id outlives its object in sockets, flows and affinity entries; used again soon, it would lead
-them to a stranger. So ids count up, and the next ones are kept in the map `meta`, written before an
-id is used. After two thousand million of them (250 days at 100 a second) they begin at 1 again, and
-those that a map still holds are left out.
+An id outlives its object in sockets, flows and affinity entries; if it were reused soon, these
+would refer to another object. So ids count up, and the next ones are saved in the map `meta` before
+an id is used. After 2^31 ids (250 days at 100 per second) they start at 1 again, skipping those
+that a map still holds.
 """
 
 from collections import Counter
@@ -16,14 +16,14 @@ from kbpf.model.address import Addr
 from kbpf.model.desired import Backend, BackendSet, Spread
 
 ID_LIMIT = 1 << 31
-"""Ids are lower. A higher one was not given out: its entry is damaged (adopt.py)."""
+"""Ids are below this limit. An entry with a higher id is corrupt (changes/adopt.py)."""
 
 IsIdUsed = Callable[[int, int], bool]
-"""Whether a map holds this id: of a Service port (0), a backend (1) or a set (2)."""
+"""Whether a map holds this id of a Service port (0), a backend (1) or a set (2)."""
 
 
 class IdAllocator:
-    """The counters. 0 is no id. `taken` is asked once ids have begun again."""
+    """The counters. 0 is not an id. `is_used` is called only after the ids have wrapped."""
 
     def __init__(self, meta: Meta, is_used: IsIdUsed = lambda _, __: False) -> None:
         self._next = [max(1, next_id) for next_id in meta]
@@ -57,18 +57,18 @@ class IdAllocator:
         return 1
 
     def skip_past(self, service: int, backend: int, set_id: int) -> None:
-        """Never gives out these or lower ones: what an adopted map holds."""
+        """Never allocates these or lower ids, which adopted maps hold."""
         for kind, id_ in enumerate((service, backend, set_id)):
             if id_ >= self._next[kind]:
                 self._next[kind] = self._successor(kind, id_)
 
     def unsaved_meta(self) -> Meta | None:
-        """What has to be written to `meta` before the new ids are used; None when nothing."""
+        """What has to be written to `meta` before new ids are used; None if nothing."""
         meta = Meta(*self._next)
         return None if meta == self._saved_meta else meta
 
     def mark_saved(self, meta: Meta) -> None:
-        """It is in the map."""
+        """Records that `meta` was written."""
         self._saved_meta = meta
 
 
@@ -80,7 +80,7 @@ class RefCount(msgspec.Struct, gc=False):
 
 
 class BackendTable:
-    """Backends that have an id, and who holds them. Counts come from the desired state alone."""
+    """The backends that have an id, with their reference counts from the desired state."""
 
     def __init__(self, ids: IdAllocator) -> None:
         self._ids = ids
@@ -90,15 +90,17 @@ class BackendTable:
         return len(self._ref_counts)
 
     def id_of(self, backend: Backend) -> int:
-        """Its id; it must be held."""
+        """The backend's id; it must have a reference."""
         return self._ref_counts[backend].id
 
     def count_unknown(self, backends: Iterable[Backend]) -> int:
-        """How many of them have no id yet."""
+        """The number of these backends that have no id yet."""
         return sum(backend not in self._ref_counts for backend in backends)
 
     def count_only_in(self, sets: Iterable[BackendSet], used_again: Container[Backend] = ()) -> int:
-        """How many backends only these sets hold, and `used` has not."""
+        """The number of backends that only these sets reference, not counting those in
+        `used_again`.
+        """
         references = Counter(backend for backends in sets for backend in backends)
         return sum(
             self._ref_counts[backend].refs == count and backend not in used_again
@@ -106,11 +108,11 @@ class BackendTable:
         )
 
     def adopt(self, backend: Backend, backend_id: int) -> None:
-        """A backend found in the map; nobody holds it yet."""
+        """Records a backend found in the map, without references so far."""
         self._ref_counts[backend] = RefCount(backend_id, 0)
 
     def acquire(self, backends: BackendSet) -> list[tuple[int, Backend]]:
-        """Counts one more holder of each; gives ids to new ones and returns those."""
+        """Adds a reference to each backend. Returns the new ones, with newly allocated ids."""
         new = []
         ref_counts = self._ref_counts
         for backend in backends:
@@ -122,7 +124,7 @@ class BackendTable:
         return new
 
     def release(self, backends: BackendSet) -> list[int]:
-        """Counts one holder less; the ids that nobody holds any more, which are forgotten."""
+        """Removes a reference from each backend. Returns the ids that have no references left."""
         released = []
         for backend in backends:
             entry = self._ref_counts[backend]
@@ -133,18 +135,18 @@ class BackendTable:
         return released
 
     def remove_unreferenced(self) -> list[int]:
-        """Ids that were adopted and that nobody came to hold."""
+        """Removes adopted backends that were never referenced; returns their ids."""
         unreferenced = [backend for backend, entry in self._ref_counts.items() if entry.refs == 0]
         return [self._ref_counts.pop(backend).id for backend in unreferenced]
 
 
 TableKey = tuple[tuple[Addr, ...], Spread]
-"""All that a table depends on: the addresses of a set in its order, and how it is spread."""
+"""Everything that determines a table: the ordered addresses of the set, and its spread."""
 
 
 class SharedTables:
-    """Tables of slots by their content, and how many sets use each: sets with the same addresses,
-    as those of the ports of one Service, share one.
+    """Tables of slots by their content, with reference counts. Sets with the same addresses, such
+    as those of the ports of one Service, share a table.
     """
 
     def __init__(self, ids: IdAllocator) -> None:
@@ -154,11 +156,11 @@ class SharedTables:
         self._key_by_id: dict[int, TableKey] = {}
 
     def find(self, key: TableKey) -> int:
-        """The id of this table; 0 while there is none."""
+        """The id of this table; 0 if it does not exist."""
         return self._id_by_key.get(key, 0)
 
     def acquire(self, key: TableKey) -> tuple[int, bool]:
-        """Counts one more user; the table's id, and whether it is new, so has to be written."""
+        """Adds a reference. Returns the table's id, and whether it is new and has to be written."""
         table_id = self._id_by_key.get(key, 0)
         if table_id:
             self._ref_counts[table_id].refs += 1
@@ -169,16 +171,16 @@ class SharedTables:
         return table_id, True
 
     def add_built(self, table_id: int, key: TableKey) -> None:
-        """A table that was written before it is used; it has one user, its builder."""
+        """Adds a table that was written before its first use; its builder holds one reference."""
         self._ref_counts[table_id] = RefCount(table_id, 1)
         self._register(table_id, key)
 
     def adopt(self, table_id: int) -> None:
-        """One more user of a table that was found in the map; its key is not known yet."""
+        """Adds a reference to a table found in the map, whose key is not known yet."""
         self._ref_counts.setdefault(table_id, RefCount(table_id, 0)).refs += 1
 
     def identify(self, table_id: int, key: TableKey) -> None:
-        """An adopted table turned out to be this one."""
+        """Sets the key of an adopted table."""
         if (
             table_id in self._ref_counts
             and table_id not in self._key_by_id
@@ -187,7 +189,9 @@ class SharedTables:
             self._register(table_id, key)
 
     def select_only_in(self, tables: Iterable[int]) -> set[int]:
-        """Which of these tables, each named once for each user that leaves, have no other user."""
+        """The tables without other references. Each table is listed once for each reference to
+        remove.
+        """
         return {
             table_id
             for table_id, references in Counter(tables).items()
@@ -195,7 +199,7 @@ class SharedTables:
         }
 
     def release(self, table_id: int) -> bool:
-        """Counts one user less; whether it was the last one, and the table is forgotten."""
+        """Removes a reference. Returns whether it was the last one; the table is then forgotten."""
         entry = self._ref_counts[table_id]
         entry.refs -= 1
         if entry.refs:

@@ -1,7 +1,7 @@
-"""Keys and values of the maps as bytes: the same layouts as kbpf/bpf/types.h, which is the truth.
+"""The binary layout of map keys and values. kbpf/bpf/types.h is authoritative.
 
-A test compiles types.h and compares sizes, offsets and enums with what stands here. Numbers are
-in host order except ports, which are in network order as the socket hooks give them.
+A test compiles types.h and compares sizes, offsets and enums with this module. Numbers are in host
+byte order except ports, which are in network order as the socket hooks provide them.
 """
 
 import hashlib
@@ -68,7 +68,7 @@ class Role(IntEnum):
 
 
 class TcpState(IntEnum):
-    """enum tcp_state: states of connections of all protocols."""
+    """enum tcp_state: connection states, used for all protocols."""
 
     NEW = 0
     ESTABLISHED = 1
@@ -86,18 +86,18 @@ TCP_IDLE_TIMEOUT_S: Final = {
     TcpState.ANSWERED: 60,
     TcpState.UNPROVEN: 24 * 3600,
 }
-"""How long a tracked TCP connection holds without a packet: timeout_of() in track.h."""
+"""Idle timeout of a tracked TCP connection, in seconds: timeout_of() in track.h."""
 
 UNESTABLISHED_IDLE_TIMEOUT_S: Final = 30
-"""The same for all other protocols, until the connection is established."""
+"""The same for other protocols until the connection is established."""
 
 STREAM_IDLE_TIMEOUT_S: Final = {Protocol.UDP: 120, Protocol.SCTP: 210}
-"""The same from then on."""
+"""The same for other protocols afterwards."""
 
 
 def idle_timeout_s(protocol: int, state: int) -> int:
-    """Seconds that a tracked connection holds without a packet. A state that has no name holds as
-    the C has it: as the last one.
+    """Idle timeout of a tracked connection, in seconds. An unknown state is treated like CLOSED, as
+    in the C.
     """
     if protocol == Protocol.TCP:
         is_known = state in TcpState.__members__.values()
@@ -108,7 +108,7 @@ def idle_timeout_s(protocol: int, state: int) -> int:
 
 
 class FinFlag(IntFlag):
-    """enum fins: who has closed."""
+    """enum fins: which sides have closed."""
 
     CLIENT = 1 << 0
     BACKEND = 1 << 1
@@ -197,7 +197,7 @@ class Target(NamedTuple):
     protocol: int
 
     def pack(self) -> bytes:
-        """20 bytes; also for anything else with these three fields."""
+        """20 bytes. Works for any object with these three attributes."""
         return pack_target(self.address, self.port, self.protocol)
 
     @classmethod
@@ -231,7 +231,7 @@ class ServiceValue(NamedTuple):
 
 
 class Meta(NamedTuple):
-    """struct meta: the ids to give out next."""
+    """struct meta: the next ids to allocate."""
 
     next_service: int
     next_backend: int
@@ -242,7 +242,7 @@ TARGET: Final = Struct("=16s2sBx")
 TARGET_WORDS: Final = Struct("=5I")
 SERVICE: Final = Struct("=10I")
 CHECK_FACTORS: Final = tuple(pow(0x9E3779B1, power, 1 << 32) for power in range(14, 0, -1))
-"""What each word of a key and a value of `services` counts in the check word (lib/check.h)."""
+"""The factor of each word of a key and value of `services` in the check word (lib/check.h)."""
 U32: Final = Struct("=I")
 U64: Final = Struct("=Q")
 U32_PAIR: Final = Struct("=II")  # struct slot, struct member
@@ -262,7 +262,7 @@ NEXT_HOP: Final = Struct("=II16sI6s6sHBBI")
 DEVICE: Final = Struct("=III6s2x16s16s")
 CACHED_DEVICE: Final = Struct("=I52s")
 FRONTEND_PORT_WORDS: Final = 1024
-"""Words of 64 bits in `frontend_ports`: one bit for each port."""
+"""64-bit words in `frontend_ports`: one bit for each port."""
 CACHED_DEVICES: Final = 1024
 NODE: Final = Struct("=16s16sIHHII")
 REFUSAL_LIMIT: Final = Struct("=QQQ")
@@ -271,28 +271,28 @@ PORT_SLOTS: Final = 1024
 CLIENT_SLOT: Final = Struct("=16sI")
 FRAGMENTS_PER_CLIENT: Final = 128
 FOREIGN_FLOWS_PER_CLIENT: Final = 2048
-"""One client may have so many entries of the map; see struct client_slot."""
+"""The maximum number of the map's entries for one client; see struct client_slot."""
 FRAGMENT: Final = Struct("=II4sI")
 PORT_PAIR: Final = Struct("=2s2s")
 CONFIG: Final = Struct("=QII")
 META: Final = Struct("=III4x")
 COUNTS: Final = Struct("=10Q")
 FLOW_HEADROOM: Final = 1.125
-"""So much more room than asked for have the tracked flows: see enqueue() in tc.c."""
+"""`flows` has room for this many times the configured connections: see enqueue() in tc.c."""
 AGENT_SOCKETS: Final = 256
-"""So many of the agent's newest connections to the API server are known to the programs."""
+"""The number of the agent's newest connections to the API server in `agent_sockets`."""
 UNUSED_MAP_ENTRIES: Final = 64
-"""Entries of a map that nobody uses: the kernel has none of 0."""
+"""Size of an unused map: the kernel does not allow 0."""
 STATUS_SIZE: Final = 32_768
 
 
 def pack_target(address: Addr | bytes, port: int, protocol: int) -> bytes:
-    """struct target, from its parts."""
+    """Packs a struct target."""
     return TARGET.pack(address, port.to_bytes(2, "big"), protocol)
 
 
 def pack_slots(set_id: int, size: int, start: int = 0) -> bytes:
-    """The keys of a set in backend_slots from `start` on: struct slot, back to back."""
+    """The keys of a set in `backend_slots` from index `start` on (struct slot, back to back)."""
     count = size - start
     keys = array("I", bytes(8 * count))
     keys[0::2] = array("I", [set_id]) * count
@@ -301,7 +301,7 @@ def pack_slots(set_id: int, size: int, start: int = 0) -> bytes:
 
 
 def pack_source_range(service_id: int, cidr: Cidr) -> bytes:
-    """struct source_key. The service counts among the bits of the prefix."""
+    """struct source_key. The 32 bits of the service id count as part of the prefix."""
     return SOURCE_KEY.pack(32 + cidr.bits, service_id, cidr.address)
 
 
@@ -330,7 +330,7 @@ def pack_service_name(key: ServicePortKey) -> bytes:
 
 
 def unpack_service_name(raw: bytes) -> ServicePortKey:
-    """The Service port that an id stands for."""
+    """Unpacks a struct service_name."""
     namespace, name, port, protocol, family = SERVICE_NAME.unpack(raw)
     return ServicePortKey(
         _decode_text(namespace), _decode_text(name), _decode_text(port), Protocol(protocol), family
@@ -338,14 +338,14 @@ def unpack_service_name(raw: bytes) -> ServicePortKey:
 
 
 def _decode_text(raw: bytes) -> str:
-    """What a map holds must never end a program: what is no text is shown as such."""
+    """Invalid UTF-8 in a map must not raise, so it is replaced."""
     return raw.rstrip(b"\0").decode(errors="replace")
 
 
 @dataclass(frozen=True, slots=True)
 class FormerLayout:
-    """A layout that a map had in an earlier version of kbpf, and what makes today's value of one of
-    its values. The keys are the same.
+    """A layout of a map in an earlier version of kbpf. `convert` turns one of its values into a
+    current one; the keys are the same.
     """
 
     version: int
@@ -355,16 +355,16 @@ class FormerLayout:
 
 @dataclass(frozen=True, slots=True)
 class MapSpec:
-    """A map as the kernel is asked for it.
+    """A map as it is created in the kernel.
 
-    `sized_by`: the field of MapSizes that bounds it; "" means that `entries` is all there is.
-    `entries`: where it starts. `grows`: the agent is its only writer, so it can be copied into a
-    bigger one while programs read it.
-    `packet`: only the packet path uses it; without that it is as small as can be.
-    `per`: so many entries for each that MapSizes counts.
-    `version`: raise it when the meaning of the map changes and its sizes do not.
-    `former`: layouts before this one. Of a map that programs write what they wrote is lost with an
-    upgrade whose layout is another one and not told here: for `flows`, connections.
+    - `entries`: the initial size.
+    - `sized_by`: the field of MapSizes that limits the size; "" if the size is fixed to `entries`.
+    - `grows`: the agent is its only writer, so it can be copied into a larger map.
+    - `packet_path_only`: only the packet path uses it; without a packet path it is minimal.
+    - `entries_per_object`: entries for each object that MapSizes counts.
+    - `version`: to be raised when the meaning of the map changes but its sizes do not.
+    - `former_layouts`: layouts of earlier versions. For a map written by programs, an upgrade from
+      a layout that is not listed loses its contents (for `flows`: connections).
     """
 
     name: str
@@ -382,16 +382,16 @@ class MapSpec:
 
     @property
     def identity(self) -> tuple[str, int, int, int, int]:
-        """What must be the same for one map to be taken for the other."""
+        """What has to be equal for a map to be adopted."""
         return self.name, self.map_type, self.key_size, self.value_size, self.version
 
     @property
     def is_fixed_size(self) -> bool:
-        """Whether programs write it, so that it has the size that the configuration asks for."""
+        """Whether programs write it, so that its size is always the configured one."""
         return bool(self.sized_by) and not self.grows
 
     def max_entries(self, sizes: MapSizes) -> int:
-        """How many entries it may hold at most."""
+        """The maximum size of this map."""
         return (
             int(getattr(sizes, self.sized_by) * self.entries_per_object)
             if self.sized_by
@@ -399,7 +399,7 @@ class MapSpec:
         )
 
     def initial_entries(self, sizes: MapSizes, packet_path: bool = True) -> int:
-        """How many entries it is made for at first: what programs write, for all."""
+        """The initial size. A map written by programs is created at its maximum size."""
         max_entries = self.max_entries(sizes)
         if self.packet_path_only and not packet_path:
             return min(UNUSED_MAP_ENTRIES, max_entries)
@@ -430,8 +430,10 @@ def _lru_hash(
 
 
 def _socket_storage(name: str, value_size: int) -> MapSpec:
-    """What a socket has of its own: as many as there are sockets, whose key is their descriptor."""
-    return MapSpec(name, uapi.BPF_MAP_TYPE_SK_STORAGE, 4, value_size, 0, uapi.BPF_F_NO_PREALLOC)
+    """Socket storage: one value per socket, whose key is the socket's descriptor."""
+    return MapSpec(
+        name, uapi.BPF_MAP_TYPE_SK_STORAGE, 4, value_size, 0, uapi.BPF_F_NO_PREALLOC
+    )
 
 
 MAPS: Final = {
@@ -567,10 +569,10 @@ SELF_EVICTING_MAPS: Final = {
     "flows",
     *(n for n, s in MAPS.items() if s.map_type == uapi.BPF_MAP_TYPE_LRU_HASH),
 }
-"""Maps of which an entry stays until its room is needed: full is what they become."""
+"""Maps that evict entries when they are full, so that being full is normal."""
 
 
 def schema_hash() -> str:
-    """A short name for the layout of all maps: pins with another one are not adopted."""
+    """A short hash of the layout of all maps. Pins with another hash are not adopted."""
     text = repr(sorted(spec.identity for spec in MAPS.values()))
     return hashlib.sha256(text.encode()).hexdigest()[:12]

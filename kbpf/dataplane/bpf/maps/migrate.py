@@ -1,10 +1,10 @@
-"""What programs write, when it goes over to other maps while they do: to bigger or smaller ones, or
-to those of another version of kbpf, laid out otherwise.
+"""Moves the contents of maps that programs write to maps of another size or layout, while the
+programs keep writing.
 
-Each map is copied, the programs change over to the copy device by device and hook by hook, and what
-they wrote to the old map until then comes after. A connection of the packet path is known on two
-devices, and would break if one of them knew it by the old map and the other by the new one. So none
-begins while the devices change over (pause()): those that are there are in both maps by then.
+Each map is copied, then the programs switch to the copy device by device and hook by hook, then
+what they wrote to the old map meanwhile is copied too. A connection of the packet path is seen on
+two devices, and would break if one used the old map and the other the new one. So no connection may
+begin while the devices switch (pause_new_flows()); existing ones are in both maps by then.
 """
 
 import errno
@@ -34,75 +34,75 @@ from kbpf.kernel.bpf.objects import Map
 log = logging.getLogger("kbpf.dataplane")
 
 TIMESTAMPED_MAPS: Final = frozenset(("flows", "affinity"))
-"""Those of them whose values begin with the time of their last use, in ns, 8 bytes, host order."""
+"""Maps whose values begin with the time of their last use (ns, 8 bytes, host order)."""
 
 CLOCK_TICK_NS: Final = 20_000_000
-"""ns: the programs' clock is behind by a tick of the kernel at most."""
+"""The programs' clock lags by at most one kernel tick."""
 
 MAX_PAUSE_S: Final = 4.0
-"""No flow begins for so long at most, whatever becomes of this process: a SYN comes again after one
-second, and after two more (RFC 6298). It takes milliseconds, and longer where the machine has no
-time for us."""
+"""The maximum pause, even if this process dies: a SYN is retransmitted after one second, and again
+after two (RFC 6298). A pause normally takes milliseconds.
+"""
 
 PAUSE_SETTLE_S: Final = 0.02
-"""A program that has not seen the pause has come to its end: it needs microseconds, but the machine
-may be a guest whose processor was taken away meanwhile."""
+"""Time until all programs that have not seen the pause have ended, in seconds. They need
+microseconds, but the machine may be a guest whose CPU is preempted.
+"""
 
 ZERO: Final = U32.pack(0)
 Entries = Iterable[tuple[bytes, bytes]]
 
 
 def keep_value(value: bytes) -> bytes:
-    """The layout is the same."""
+    """For a map with the same layout."""
     return value
 
 
 @dataclass(frozen=True, slots=True)
 class ReplacedMap:
-    """A map that programs may still write to, and what makes a value of today of one of its own."""
+    """A map that programs may still write to, and the conversion of its values."""
 
     name: str
     map: Map
     convert: Callable[[bytes], bytes] = keep_value
 
     def items(self, since: int) -> Iterator[tuple[bytes, bytes]]:
-        """Its entries, as of today; of a TIMED one those that were used since then (ns)."""
+        """Its entries with converted values. From a timestamped map, only those used after `since`
+        (ns).
+        """
         for key, value in self.map.items():
             if self.name not in TIMESTAMPED_MAPS or last_used(value) > since:
                 yield key, self.convert(value)
 
     def close(self) -> None:
-        """Closes the descriptor."""
         self.map.close()
 
 
 class MapMigration:
-    """The maps that were replaced, until no program writes to them any more. `maps` are those of
-    now, by name.
-    """
+    """Replaced maps, until no program writes to them any more. `maps`: the current maps by name."""
 
     def __init__(self, maps: Mapping[str, Map]) -> None:
         self._maps = maps
         self._replaced: list[ReplacedMap] = []
-        self._copied_at: dict[str, int] = {}  # by name: when, in ns, CLOCK_MONOTONIC
+        self._copied_at: dict[str, int] = {}  # by map name, in ns (CLOCK_MONOTONIC)
 
     def start(self, former: Iterable[ReplacedMap], queue_is_new: bool) -> None:
-        """Copies what another version has laid out otherwise. `fresh`: the queue of flows is new.
-        An agent may have ended in the middle of this: what is there already and younger stays.
+        """Copies the maps that another version laid out differently. `queue_is_new`: the flow queue
+        is empty. An earlier agent may have been interrupted here, so newer entries are kept.
         """
         self._replaced += former
         now = _program_clock_ns()
         if queue_is_new:
-            self._fill_queue(self._maps["flow_queue"])  # with those that came as they are
+            self._fill_queue(self._maps["flow_queue"])  # with the flows of adopted maps
         for replaced in self._replaced:
-            if MAPS[replaced.name].map_type != uapi.BPF_MAP_TYPE_QUEUE:  # that follows `flows`
+            if MAPS[replaced.name].map_type != uapi.BPF_MAP_TYPE_QUEUE:  # derived from `flows`
                 self._copy_changes(replaced)
         self._copied_at |= {replaced.name: now for replaced in self._replaced}
         if queue_is_new:
             self._write_flow_count(sum(is_original(raw) for _, raw in self._maps["flows"].items()))
 
     def copy(self, name: str, old: Map, new: Map) -> None:
-        """Fills a map of another size, which is about to be the one of this name."""
+        """Fills a map of another size, which is about to replace the old one."""
         self._copied_at[name] = _program_clock_ns()
         if new.type == uapi.BPF_MAP_TYPE_QUEUE:
             self._write_flow_count(self._fill_queue(new))
@@ -113,20 +113,20 @@ class MapMigration:
         self._replaced.append(ReplacedMap(name, old))
 
     def _fill_queue(self, flow_queue: Map) -> int:
-        """Gives each flow a place in an empty queue; how many there are."""
+        """Adds all flows to an empty queue; returns their number."""
         return sum(map(flow_queue.push, queue_order(self._maps["flows"].items())))
 
     def _write_flow_count(self, flows: int) -> None:
-        """`flow_count` is not 0 where programs have served: nobody would look for a flow that they
-        have begun meanwhile.
+        """Writes the flow count. Once programs have served, it must not be 0: the programs would
+        not look up flows that began meanwhile.
         """
         flow_count = self._maps["flow_count"]
         if flows or flow_count.lookup(ZERO) != bytes(U64.size):
             flow_count.update(ZERO, U64.pack(max(flows, 1)))
 
     def copy_new_flows(self) -> None:
-        """Brings over the connections that began since this was done, or they were copied. To be
-        called before any program has changed over; in a pause they are all then.
+        """Copies connections that began since the last copy. To be called before any program has
+        switched; during a pause this copies all of them.
         """
         now = _program_clock_ns()
         for replaced in self._replaced:
@@ -135,12 +135,12 @@ class MapMigration:
         self._copied_at["flows"] = now
 
     def catch_up(self, still_read: Collection[str] = ()) -> None:
-        """Brings over what programs wrote to old maps after these were copied: what became of
-        connections, and sockets. To be called when no program reads the old ones any more, but for
-        those of these names: they are brought again by the next call.
+        """Copies what programs wrote to the old maps since these were copied. To be called when no
+        program reads the old maps any more, except those in `still_read`, which the next call
+        copies again.
         """
         for replaced in self._replaced:
-            if MAPS[replaced.name].map_type == uapi.BPF_MAP_TYPE_QUEUE:  # that follows `flows`
+            if MAPS[replaced.name].map_type == uapi.BPF_MAP_TYPE_QUEUE:  # derived from `flows`
                 continue
             now = _program_clock_ns()
             copied = self._copy_changes(replaced)
@@ -150,7 +150,7 @@ class MapMigration:
         self._close_maps(replaced for replaced in self._replaced if replaced.name not in still_read)
 
     def close(self) -> None:
-        """Lets go of the old maps."""
+        """Closes the old maps."""
         self._close_maps(self._replaced)
 
     def _close_maps(self, maps: Iterable[ReplacedMap]) -> None:
@@ -160,7 +160,7 @@ class MapMigration:
             replaced.close()
 
     def _copy_changes(self, replaced: ReplacedMap) -> int:
-        """How many entries came over."""
+        """Copies changed entries; returns their number."""
         new, copied = self._maps[replaced.name], 0
         changes: Entries = self._read_changes(replaced)
         if replaced.name == "flows":
@@ -169,14 +169,14 @@ class MapMigration:
             try:
                 new.update(key, value)
             except KernelError as error:
-                if error.errno != errno.E2BIG:  # it was made smaller
+                if error.errno != errno.E2BIG:  # the new map is smaller
                     raise
                 break
             copied += 1
         return copied
 
     def _read_changes(self, replaced: ReplacedMap) -> Iterator[tuple[bytes, bytes]]:
-        """What has been written since it was copied."""
+        """What was written since the last copy."""
         new, timestamped = self._maps[replaced.name], replaced.name in TIMESTAMPED_MAPS
         for key, value in replaced.items(self._copied_at.get(replaced.name, 0)):
             current = new.lookup(key)
@@ -184,9 +184,9 @@ class MapMigration:
                 yield key, value
 
     def _enqueue_flows(self, changes: Sequence[tuple[bytes, bytes]]) -> Entries:
-        """Entries of flows, those only that are in the queue or find a place there: that comes
-        before the flow, and the client's own entry last. So no flow is without a place, wherever
-        this ends. Who was quiet longest comes first.
+        """Yields the entries of flows that are in the queue or find room there, least recently used
+        first. The key is queued before the entries are written, and the original-direction entry is
+        written last, so an interruption leaves no flow without a place in the queue.
         """
         replies: defaultdict[bytes, list[tuple[bytes, bytes]]] = defaultdict(list)
         for key, raw in changes:
@@ -203,21 +203,19 @@ class MapMigration:
                 yield from reply_entries
 
     def _has_original(self, raw: bytes) -> bool:
-        """Whether the client's own entry of this flow is."""
+        """Whether the original-direction entry of this flow exists."""
         original = self._maps["flows"].lookup(flow_key(raw[CLIENT], raw[FRONTEND]))
         return original is not None and is_original(original)
 
 
 def _program_clock_ns() -> int:
-    """As the programs' clock may have it, which is behind by a tick at most."""
+    """A lower bound of the programs' clock."""
     return time.monotonic_ns() - CLOCK_TICK_NS
 
 
 @contextmanager
 def pause_new_flows(pause_map: Map) -> Iterator[None]:
-    """No flow begins meanwhile; known flows continue. `pause_map`: `new_flows_paused_until`,
-    which all versions share.
-    """
+    """Lets no flow begin meanwhile; existing flows continue. `pause_map` is shared by all versions."""
     until = time.monotonic_ns() + int(MAX_PAUSE_S * 1e9)
     pause_map.update(ZERO, U64.pack(until))
     time.sleep(PAUSE_SETTLE_S)
@@ -228,7 +226,7 @@ def pause_new_flows(pause_map: Map) -> Iterator[None]:
 
 
 def _select_fitting(name: str, old: Map, entries: int) -> list[tuple[bytes, bytes]]:
-    """What goes into a map of so many entries."""
+    """The entries that fit into a map of this size."""
     all_entries = list(old.items())
     if name == "flows" and entries < old.max_entries:
         return most_recent(all_entries, int(entries / MAPS[name].entries_per_object))

@@ -1,16 +1,15 @@
-"""Pins of the BPF data plane, and its maps: made, adopted, replaced, removed.
+"""Pins of the BPF data plane and its maps: created, adopted, replaced, removed.
 
     PIN/maps-SCHEMA/NAME       maps of one layout (layout.schema_hash)
     PIN/layout-SCHEMA/NAME-N   the version of each of these maps
     PIN/programs-KEY/HOOK      programs of one artifact
     PIN/links/HOOK             attachments
-
-    PIN/devices/...            what is attached to devices by other means than links (attach.py)
-    PIN/beside                 whether rules of the host belong to this agent (beside.py)
+    PIN/devices/...            attachments to devices other than links (packet_path/attach.py)
+    PIN/beside                 whether settings of the node were changed (host.py)
 
 Everything is built in a folder whose name begins with `new-` and published by one rename, so what
-stands under the names above is complete. Programs that devices still run when newer ones take their
-name are kept in `old-programs-KEY-N`. programs.py has what the programs do there.
+has one of the names above is complete. Programs that devices still run when newer ones take their
+name are kept in `old-programs-KEY-N`. Programs are handled in programs/loader.py.
 """
 
 import contextlib
@@ -36,9 +35,9 @@ from kbpf.model.config import MapSizes
 log = logging.getLogger("kbpf.dataplane")
 
 SERVICES_TARGETS: Final = frozenset(("backend_slots", "backends", "set_members"))
-"""Where a value of `services` leads to: what it says holds for these maps only."""
+"""The maps that values of `services` point to: a value is valid for these maps only."""
 FLIPPED_MAPS: Final = SERVICES_TARGETS | {"services"}
-"""What a program has to read to see what is flipped."""
+"""The maps that a program has to read to see a flip."""
 
 
 NEW_PREFIX: Final = "new-"
@@ -52,12 +51,12 @@ _PIN_NAMES: Final = re.compile(
 
 
 def is_pin_name(name: str) -> bool:
-    """Whether an agent gives this name to something in the folder of pins."""
+    """Whether an agent uses this name in the pin folder."""
     return _PIN_NAMES.fullmatch(name) is not None
 
 
 class Pins:
-    """The folder of pins of one agent."""
+    """The pin folder of one agent."""
 
     def __init__(self, root: Path) -> None:
         self._operator_path = root
@@ -69,18 +68,18 @@ class Pins:
         self.links = root / "links"
 
     def use_descriptor(self, descriptor: int) -> None:
-        """From now on the folder is the one behind this descriptor, whatever becomes of its name:
-        what somebody mounts over it hides it from others and not from us.
+        """Accesses the folder through this descriptor from now on, so that a mount on top of its
+        path does not hide it from us.
         """
         self._set_root(Path(f"/proc/self/fd/{descriptor}"))
 
     def use_path(self) -> None:
-        """It is what has its name, again."""
+        """Accesses the folder by its path again."""
         self._set_root(self._operator_path)
 
     @contextlib.contextmanager
     def with_operator_path(self) -> Iterator[None]:
-        """Errors inside name the folder as the operator knows it."""
+        """Makes errors name the folder by the operator's path."""
         try:
             yield
         except KernelError as error:
@@ -88,18 +87,18 @@ class Pins:
             raise
 
     def programs(self, key: str) -> Path:
-        """Where the programs of this artifact are."""
+        """The folder with the programs of this artifact."""
         return self.root / f"programs-{key}"
 
     def layout(self, maps: Path) -> Path:
-        """What a folder of maps holds, told by empty folders named after each map and its
-        version: a bpffs holds no files.
+        """The folder that records the contents of a folder of maps, as empty folders named after
+        each map and its version, since a bpffs holds no files.
         """
         return self.root / maps.name.replace("maps-", "layout-")
 
     def other_folders(self, kind: str, keep: Path) -> list[Path]:
-        """Folders of this kind that are not the current one: of another version, unfinished, or
-        kept for what still runs.
+        """Folders of this kind other than `keep`: of another version, unfinished, or kept for
+        programs that still run.
         """
         if not self.root.exists():
             return []
@@ -109,14 +108,14 @@ class Pins:
 
 
 def lock_pins(pins: Pins, timeout_s: float = LOCK_TIMEOUT_S) -> int:
-    """A descriptor that makes this process the only writer below the pin folder."""
-    hint = "stop it, or give this one a folder of its own with --pin-dir"
+    """Returns a descriptor that makes this process the only writer below the pin folder."""
+    hint = "stop it, or choose another folder with --pin-dir"
     return lock_folder(pins.root, timeout_s, hint)
 
 
 @contextlib.contextmanager
 def build_folder(final: Path) -> Iterator[Path]:
-    """A folder to fill, which becomes `final` by one rename, or vanishes when that fails."""
+    """A temporary folder, which is renamed to `final`, or removed on failure."""
     temporary = final.parent / f"{NEW_PREFIX}{final.name}"
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(mode=0o700)
@@ -130,9 +129,9 @@ def build_folder(final: Path) -> Iterator[Path]:
 
 @dataclass(frozen=True, slots=True)
 class OpenedMaps:
-    """All maps; whether they were adopted from an earlier agent; the names of those that are new,
-    and empty; what has to be copied from: what another version has laid out otherwise, and what
-    programs write that is not pinned.
+    """All maps. `adopted`: whether an earlier agent made them. `new_maps`: names of the empty ones.
+    `former_maps`: maps to copy from, i.e. those that another version laid out differently, and
+    unpinned ones that programs still write.
     """
 
     maps: Mapping[str, Map]
@@ -142,7 +141,7 @@ class OpenedMaps:
 
 
 def open_maps(pins: Pins, sizes: MapSizes, packet_path: bool = False) -> OpenedMaps:
-    """Opens what is pinned, and makes what is missing."""
+    """Opens the pinned maps, and creates missing ones."""
     adopted = pins.maps.is_dir()
     new_maps = frozenset[str]() if adopted else _make_maps(pins, sizes, packet_path)
     maps = {name: open_map(pins.maps / name, spec) for name, spec in MAPS.items()}
@@ -152,30 +151,30 @@ def open_maps(pins: Pins, sizes: MapSizes, packet_path: bool = False) -> OpenedM
 
 
 def open_map(path: Path, spec: MapSpec) -> Map:
-    """A pinned map, its shape checked: the kernel would write past a wrong one."""
+    """Opens a pinned map and checks its shape: the kernel would write beyond a wrong buffer."""
     map_ = Map.open(path)
     shape = (map_.type, map_.key_size, map_.value_size)
     if shape != (spec.map_type, spec.key_size, spec.value_size):
         map_.close()
         raise KernelError(
-            f"the pinned map has another layout ({shape})", str(path), "run kbpf cleanup"
+            f"the pinned map has an incompatible layout ({shape})", str(path), "run kbpf cleanup"
         )
     return map_
 
 
 def _make_maps(pins: Pins, sizes: MapSizes, packet_path: bool) -> frozenset[str]:
-    """New maps; those that another version of kbpf left with the same layout are taken over, so
-    that an upgrade keeps affinity, peers and ids. Its programs go on reading them meanwhile. The
-    names of those that were not.
+    """Creates new maps; returns their names. Maps of another version with the same layout are
+    reused, so that an upgrade keeps affinity, peers and ids. Its programs keep reading them
+    meanwhile.
     """
     old = pins.other_folders("maps", pins.maps)
     reused = {
         name: map_ for name, spec in MAPS.items() if (map_ := _find_reusable_map(pins, old, spec))
     }
-    # The flip would lead its programs, which still read the old slots, to new ones.
+    # A flip would direct the old programs, which still read the old slots, to new ones.
     if "services" in reused and not reused.keys() >= SERVICES_TARGETS:
         reused.pop("services").close()
-    if "flows" not in reused and "flow_queue" in reused:  # it has the keys of those
+    if "flows" not in reused and "flow_queue" in reused:  # it contains the keys of the old `flows`
         reused.pop("flow_queue").close()
     with build_folder(pins.maps) as folder:
         for name, spec in MAPS.items():
@@ -190,7 +189,7 @@ def _make_maps(pins: Pins, sizes: MapSizes, packet_path: bool) -> frozenset[str]
 
 
 def _find_reusable_map(pins: Pins, folders: Iterable[Path], spec: MapSpec) -> Map | None:
-    """The map of this name and layout in one of these folders."""
+    """The map with this name and layout in one of these folders."""
     candidates = (
         _open_version(pins, folder, spec, spec.version, spec.value_size) for folder in folders
     )
@@ -198,7 +197,7 @@ def _find_reusable_map(pins: Pins, folders: Iterable[Path], spec: MapSpec) -> Ma
 
 
 def _find_former_layouts(pins: Pins) -> Iterator[ReplacedMap]:
-    """What is left in a layout that this version can read."""
+    """Maps of a former layout that this version can read."""
     for folder in pins.other_folders("maps", pins.maps):
         for spec in MAPS.values():
             for former_layout in spec.former_layouts:
@@ -210,11 +209,11 @@ def _find_former_layouts(pins: Pins) -> Iterator[ReplacedMap]:
 
 
 def _find_unpinned_maps(pins: Pins, maps: Mapping[str, Map]) -> Iterator[ReplacedMap]:
-    """What pinned programs write to and is not pinned itself: an agent gave it another size, and
-    ended while they changed over.
+    """Unpinned maps that pinned programs write to: an agent resized the map and exited while the
+    programs were switching.
     """
     if pins.other_folders("maps", pins.maps):
-        return  # programs of another version: its maps are told by their folder
+        return  # programs of another version: its maps are found by their folder
     for map_id in sorted(_map_ids_read_by_all(pins) - {map_.id for map_ in maps.values()}):
         try:
             unpinned = objects.open_map_by_id(map_id)
@@ -222,8 +221,8 @@ def _find_unpinned_maps(pins: Pins, maps: Mapping[str, Map]) -> Iterator[Replace
             if error.errno != errno.EPERM:
                 raise
             log.warning(
-                "not copied without CAP_SYS_ADMIN: what programs wrote to a map that an agent left "
-                "unpinned as it grew id=%d",
+                "cannot copy without CAP_SYS_ADMIN: entries that programs wrote to a map that an "
+                "earlier agent left unpinned while resizing it id=%d",
                 map_id,
             )
             return
@@ -245,10 +244,10 @@ def _map_ids_read_by_all(pins: Pins) -> set[int]:
 
 
 def map_ids_read_by_attached(pins: Pins) -> Iterator[set[int]]:
-    """The ids of the maps that each program reads which a pinned link has attached.
+    """For each program attached by a pinned link: the ids of the maps that it reads.
 
-    The programs are found by their pins: the kernel opens programs by id with CAP_SYS_ADMIN only,
-    and what is attached is pinned before. By id is the way out for one that is not, all the same.
+    Programs are found by their pins, since the kernel opens programs by id only with CAP_SYS_ADMIN,
+    and every attached program should be pinned. The id is the fallback.
     """
     map_ids_by_program = _map_ids_by_program(pins)
     for pin in sorted(pins.links.iterdir()) if pins.links.is_dir() else ():
@@ -261,7 +260,7 @@ def map_ids_read_by_attached(pins: Pins) -> Iterator[set[int]]:
 
 
 def _map_ids_by_program(pins: Pins) -> dict[int, set[int]]:
-    """By the id of each socket program that is pinned: the ids of its maps."""
+    """Id of each pinned socket program → the ids of its maps."""
     map_ids = {}
     for folder in pins.other_folders("programs-sock", Path()):
         for pin in folder.iterdir():
@@ -272,7 +271,7 @@ def _map_ids_by_program(pins: Pins) -> dict[int, set[int]]:
 
 
 def map_ids_read_by(folder: Path) -> set[int]:
-    """The ids of the maps that the programs pinned there read, but for their tail calls."""
+    """The ids of the maps read by the programs pinned in this folder, except their tail call map."""
     map_ids: set[int] = set()
     for pin in folder.iterdir():
         if pin.name != TAIL_CALL_MAP:
@@ -287,8 +286,8 @@ def map_ids_read_by(folder: Path) -> set[int]:
 def _open_version(
     pins: Pins, folder: Path, spec: MapSpec, version: int, value_size: int
 ) -> Map | None:
-    """The map of this name in that folder, if it has this layout. An agent that was killed while
-    it removed the folder has left a part of it.
+    """The map of this name in that folder, if it has this layout. The folder may be incomplete, if
+    an agent was killed while removing it.
     """
     pin = folder / spec.name
     if not ((pins.layout(folder) / f"{spec.name}-{version}").is_dir() and pin.exists()):
@@ -301,7 +300,6 @@ def _open_version(
 
 
 def make_map(spec: MapSpec, entries: int) -> Map:
-    """A new map for this purpose."""
     map_type, flags = spec.map_type, spec.flags
     try:
         return Map.create(map_type, spec.name, spec.key_size, spec.value_size, entries, flags)
@@ -312,22 +310,17 @@ def make_map(spec: MapSpec, entries: int) -> Map:
 
 
 class Closable(Protocol):
-    """Something to close."""
-
     def close(self) -> None:
-        """Ends it."""
+        """Closes it."""
 
 
 def close_all(closables: Iterable[Closable]) -> None:
-    """Closes them all."""
     for closable in closables:
         closable.close()
 
 
 def remove_old_maps(pins: Pins) -> None:
-    """Maps and layouts of other versions, once nobody reads them any more, and bigger maps that an
-    agent left half done.
-    """
+    """Removes maps and layouts of other versions, once no program reads them, and unfinished maps."""
     for pin in pins.root.glob(f"{NEW_MAP_PREFIX}*"):
         pin.unlink()
     for kind, keep in (("maps", pins.maps), ("layout", pins.layout(pins.maps))):
@@ -336,7 +329,7 @@ def remove_old_maps(pins: Pins) -> None:
 
 
 def replace_pin(pins: Pins, map_: Map, name: str) -> None:
-    """Puts a map in the place of the pinned one of that name."""
+    """Replaces the pin of this name by a map."""
     temporary = pins.root / f"{NEW_MAP_PREFIX}{name}"
     temporary.unlink(missing_ok=True)
     map_.pin(temporary)
@@ -344,15 +337,15 @@ def replace_pin(pins: Pins, map_: Map, name: str) -> None:
 
 
 def detach_link(pin: Path) -> None:
-    """Ends a pinned attachment, now, and removes the pin."""
+    """Detaches a pinned link at once, and removes the pin."""
     with contextlib.suppress(KernelError), Link.open(pin) as link:
         link.detach()
     pin.unlink()
 
 
 def detach_sockets(pins: Pins) -> int:
-    """Ends what is attached to the socket hooks, and removes their programs; how many there were.
-    Whoever is connected stays so. The folder of links stays, empty.
+    """Detaches the socket hooks and removes their programs; returns the number of links. Sockets
+    stay connected. The folder of links stays, empty.
     """
     pins.links.mkdir(mode=0o700, exist_ok=True)
     links = sorted(pins.links.iterdir())
@@ -364,7 +357,7 @@ def detach_sockets(pins: Pins) -> int:
 
 
 def remove(pins: Pins) -> int:
-    """Detaches everything and removes all pins; how many links there were."""
+    """Detaches all links and removes all pins; returns the number of links."""
     links = sorted(pins.links.iterdir()) if pins.links.is_dir() else []
     for link in links:
         detach_link(link)
@@ -374,8 +367,9 @@ def remove(pins: Pins) -> int:
 
 
 def delete_frontends(pins: Pins) -> int:
-    """Takes away what new connections are known by; how many frontends there were. What is
-    translated already goes on. ClusterIPs go first: a port of theirs without a Service is refused.
+    """Deletes all frontends, so that no new connection is translated; returns their number.
+    Established connections continue. ClusterIPs go first: a port of a ClusterIP without a Service
+    is refused.
     """
     counts = dict.fromkeys(("cluster_ips", "services"), 0)
     for folder in sorted(pins.root.glob("maps-*")):

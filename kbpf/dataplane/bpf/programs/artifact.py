@@ -1,9 +1,9 @@
-"""The compiled programs as a file: bytecode, and where each map is referenced.
+"""Stores compiled programs in files: bytecode, and where it references each map.
 
-The agent never imports BCC. It asks here for the artifact of a unit; the file's name says all
-that it depends on, so an unchanged restart compiles nothing and a changed source never meets old
-bytecode. A file that is damaged is as good as absent, and so is one that another user can have
-written: the hash in it keeps no secret, and its bytecode is loaded by root.
+The agent never imports BCC; it gets artifacts from here. The file name contains a hash of
+everything the bytecode depends on, so an unchanged restart compiles nothing, and changed sources
+never use old bytecode. A corrupt file is treated as missing. So is one that another user can write:
+root loads the bytecode, and the hash is not a signature.
 """
 
 import contextlib
@@ -28,17 +28,17 @@ log = logging.getLogger("kbpf.dataplane")
 
 FORMAT: Final = 1
 MAX_FILE_BYTES: Final = 16 * 1024 * 1024
-"""An artifact that is larger is not read; those of today have less than one MiB."""
+"""A larger file is not read; current artifacts are below one MiB."""
 TRUST_HINT: Final = (
-    "chown root and chmod go-w the folder and its files, or name another --cache-dir"
+    "chown root and chmod go-w the folder and its files, or choose another --cache-dir"
 )
-NOT_USED: Final = "are not used, they are compiled again"
-CACHE_HINT: Final = "make room or the folder writable, or name another --cache-dir"
+NOT_USED: Final = "are ignored and compiled again"
+CACHE_HINT: Final = "free space or make the folder writable, or choose another --cache-dir"
 CFLAGS: Final = ("-Wall", "-Wno-unused-function", "-Wno-unused-variable")
 
 
 class Reference(msgspec.Struct, frozen=True):
-    """The instruction that loads a map's address."""
+    """The instruction that loads the address of a map."""
 
     insn: int
     map: str
@@ -53,7 +53,7 @@ class Bytecode(msgspec.Struct, frozen=True):
 
 
 class MapShape(msgspec.Struct, frozen=True):
-    """What the C believes of a map; the loader compares it with layout.py."""
+    """The sizes of a map according to the C; the loader compares them with layout.py."""
 
     name: str
     key_size: int
@@ -61,7 +61,7 @@ class MapShape(msgspec.Struct, frozen=True):
 
 
 class Artifact(msgspec.Struct, frozen=True):
-    """A unit, compiled. `source` is the key of what went in, `compiler` names the tools."""
+    """A compiled unit. `source`: source_key() of its inputs; `compiler`: the tools."""
 
     format: int
     unit: str
@@ -72,7 +72,7 @@ class Artifact(msgspec.Struct, frozen=True):
 
 
 def source_key(unit: str) -> str:
-    """A hash of everything that decides the bytecode, but for the compiler."""
+    """A hash of everything that determines the bytecode, except the compiler."""
     digest = hashlib.sha256(f"{FORMAT} {platform.machine()} {' '.join(CFLAGS)}\n".encode())
     digest.update(flatten.flatten(unit).encode())
     for name, text in flatten.headers().items():
@@ -86,12 +86,12 @@ def file_name(unit: str, source: str, toolchain: str) -> str:
 
 
 def store(artifact: Artifact, folder: Path) -> Path:
-    """Writes the artifact beside its final name and renames it, so no reader sees half of it.
-    CompileError for a folder that other users may change.
+    """Writes the artifact to a temporary file and renames it, so that no reader sees a partial
+    file. Raises CompileError if other users may change the folder.
     """
     folder.mkdir(0o755, parents=True, exist_ok=True)
     if reason := distrust_reason(folder.stat()):
-        raise CompileError(f"not kept: {reason}", str(folder), TRUST_HINT)
+        raise CompileError(f"not stored: {reason}", str(folder), TRUST_HINT)
     body = msgspec.msgpack.encode(artifact)
     path = folder / file_name(artifact.unit, artifact.source, artifact.compiler)
     handle, temporary = tempfile.mkstemp(dir=folder, prefix=".kbpf-")
@@ -101,33 +101,33 @@ def store(artifact: Artifact, folder: Path) -> Path:
             out.write(hashlib.sha256(body).digest() + body)
         os.replace(temporary, path)
     except BaseException:
-        os.unlink(temporary)  # or a full disk would get fuller at every start
+        os.unlink(temporary)  # otherwise each start would fill the disk further
         raise
     return path
 
 
 def try_store(artifact: Artifact, folder: Path) -> None:
-    """Stores it; a folder where that cannot be done costs a compilation at each start, not the
-    start. Of one that other users may change read() has told.
+    """Stores the artifact if possible. A failure costs a compilation at each start, but does not
+    prevent the start. An untrusted folder was already logged by read().
     """
     try:
         store(artifact, folder)
     except OSError as error:
         reason = error.strerror or str(error)
-        _warn_once("cannot be kept, they are compiled at each start",
+        _warn_once("cannot be stored and are compiled at each start",
                    CompileError(reason, str(folder), CACHE_HINT))  # fmt: skip
     except CompileError:
         pass
 
 
 def read(path: Path) -> Artifact | None:
-    """The artifact in this file; None if there is none, or it is damaged, of another format, or
-    not a trusted user's, in a folder of his: the log says so.
+    """Reads an artifact. None if the file is missing, corrupt, of another format, or if it or its
+    folder can be written by untrusted users; the reason is logged.
     """
     try:
         with _open_trusted_folder(path.parent) as folder:
             if (artifact := _decode(_read_trusted_file(folder, path.name))) is None:
-                raise CompileError("the file is damaged", str(path))
+                raise CompileError("the file is corrupt", str(path))
             return artifact
     except OSError as error:
         if error.errno not in {errno.ENOENT, errno.ENOTDIR}:
@@ -142,7 +142,7 @@ _logged_warnings: set[str] = set()
 
 
 def _warn_once(consequence: str, error: CompileError) -> None:
-    """However many units there are, and however often they are looked for."""
+    """Logs each line once, for any number of units and lookups."""
     line = f"compiled programs {consequence}: {error}"
     if line not in _logged_warnings:
         _logged_warnings.add(line)
@@ -150,8 +150,8 @@ def _warn_once(consequence: str, error: CompileError) -> None:
 
 
 def find(unit: str, folder: Path, toolchain: str | None) -> Artifact | None:
-    """The artifact for today's sources made by these tools. Without tools on this machine
-    (`tools` None), one that was made ahead of time by any: `kbpf compile` in an image.
+    """Finds the artifact for the current sources, compiled by these tools. If the machine has no
+    tools (`toolchain` None), finds one compiled elsewhere: `kbpf compile` in an image.
     """
     source = source_key(unit)
     if toolchain is not None:
@@ -167,7 +167,7 @@ def find(unit: str, folder: Path, toolchain: str | None) -> Artifact | None:
 
 @contextlib.contextmanager
 def _open_trusted_folder(path: Path) -> Iterator[int]:
-    """A descriptor of the folder, which is a trusted user's: nobody can exchange it meanwhile."""
+    """A descriptor of the folder, so that it cannot be replaced between check and use."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         if reason := distrust_reason(os.fstat(fd)):
@@ -178,7 +178,7 @@ def _open_trusted_folder(path: Path) -> Iterator[int]:
 
 
 def _read_trusted_file(folder: int, name: str) -> bytes:
-    """O_NONBLOCK: opening a FIFO would wait for a writer."""
+    # Without O_NONBLOCK, opening a FIFO would block.
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     fd = os.open(name, flags, dir_fd=folder)
     try:

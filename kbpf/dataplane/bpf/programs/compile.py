@@ -1,8 +1,8 @@
-"""Compiles a unit with BCC, in a child process: LLVM's 130 MB never come back, two compilations
-in two threads crash, and BCC changes the working directory and prints errors to stderr.
+"""Compiles a unit with BCC in a child process (`python -m kbpf.dataplane.bpf.programs.compile UNIT
+FILE`), which alone imports bcc.
 
-The child is this module (`python -m kbpf.dataplane.bpf.programs.compile UNIT FILE`); it alone
-imports bcc.
+A child, because LLVM never releases its 130 MB, two concurrent compilations crash, and BCC changes
+the working directory and prints errors to stderr.
 """
 
 import importlib.util
@@ -28,9 +28,8 @@ _BPF_PSEUDO_MAPS: Final = (1, 2)
 
 
 def find_toolchain() -> str | None:
-    """BCC and LLVM of this machine, by file name and size; None without BCC.
-
-    Found without importing bcc, which would map LLVM into the agent.
+    """The versions of BCC and LLVM on this machine, by file name and size; None without BCC. Does
+    not import bcc, which would map LLVM into the agent.
     """
     spec = importlib.util.find_spec("bcc")
     if spec is None or not spec.submodule_search_locations:
@@ -45,9 +44,8 @@ def find_toolchain() -> str | None:
 
 
 def find_or_compile(unit: str, cache: Path) -> tuple[artifact.Artifact, bool]:
-    """The artifact of a unit out of the cache, or compiled into it; whether it was compiled.
-
-    A cache that cannot be written costs a compilation at each start, not the start.
+    """Finds a unit's artifact in the cache, or compiles and stores it. Returns the artifact and
+    whether it was compiled. A read-only cache costs a compilation at each start.
     """
     toolchain = find_toolchain()
     cached = artifact.find(unit, cache, toolchain)
@@ -55,15 +53,15 @@ def find_or_compile(unit: str, cache: Path) -> tuple[artifact.Artifact, bool]:
         return cached, False
     if toolchain is None:
         raise CompileError(
-            "BCC is not installed and nothing was compiled ahead of time",
+            "BCC is not installed and the cache has no compiled programs",
             f"unit {unit}, cache {cache}",
-            "install python3-bpfcc, or run `kbpf compile --cache-dir` where BCC is",
+            "install python3-bpfcc, or run `kbpf compile --cache-dir` on a machine with BCC",
         )
     return compile_unit(unit, cache), True
 
 
 def compile_unit(unit: str, cache: Path) -> artifact.Artifact:
-    """Runs the child and stores what it made. CompileError names the C file and line."""
+    """Runs the child and stores its artifact. CompileError names the C file and line."""
     with tempfile.TemporaryDirectory(prefix="kbpf-compile-") as folder:
         out = Path(folder) / "artifact"
         command = children.python_command(__spec__.name, unit, str(out))
@@ -81,7 +79,7 @@ def compile_unit(unit: str, cache: Path) -> artifact.Artifact:
             raise CompileError(
                 f"BCC did not finish in {COMPILE_TIMEOUT_S} s",
                 f"unit {unit}",
-                "is the machine busy?",
+                "retry when the machine is less busy",
             ) from error
         compiled = artifact.read(out) if child.returncode == 0 else None
         if compiled is None:
@@ -96,13 +94,15 @@ def _explain(unit: str, stderr: str, code: int) -> CompileError:
         return CompileError(
             f"cannot compile the BPF programs: {error_match['what']}",
             error_match["where"],
-            "the programs of the last start go on serving; install kbpf anew or report this",
+            "the programs of the last start keep serving; reinstall kbpf or report this",
         )
     lines = [line for line in stderr.strip().splitlines() if line.strip()]
-    reason = lines[-1].strip() if lines else f"the compiler ended with {code}"
+    reason = lines[-1].strip() if lines else f"the compiler exited with status {code}"
     if "Operation not permitted" in stderr or "could not open bpf map" in stderr:
         return CompileError(
-            f"BCC may not make BPF maps: {reason}", f"unit {unit}", "run as root or with CAP_BPF"
+            f"BCC is not allowed to create BPF maps: {reason}",
+            f"unit {unit}",
+            "run as root or with CAP_BPF",
         )
     return CompileError(f"BCC failed: {reason}", f"unit {unit}", "run `kbpf check`")
 
@@ -116,9 +116,10 @@ def _compile_in_child(unit: str, out: Path) -> None:
     shapes = {}
     by_fd = {}
     for name in _map_names(text):
-        fd = lib.bpf_table_fd(module.module, name.encode())  # module[name] knows not all types
+        # module[name] does not support all map types
+        fd = lib.bpf_table_fd(module.module, name.encode())
         by_fd[fd] = name
-        shape = Map(os.dup(fd), name)  # BCC's own Leaf is per CPU where the map is
+        shape = Map(os.dup(fd), name)  # BCC's own Leaf is an array for per-CPU maps
         shapes[name] = artifact.MapShape(name, shape.key_size, shape.value_size)
         shape.close()
     programs = tuple(_bytecode(name, module.dump_func(name), by_fd) for name in program_names(unit))
@@ -135,7 +136,7 @@ def _map_names(text: str) -> list[str]:
 
 
 def _bytecode(name: str, raw: bytes, by_fd: dict[int, str]) -> artifact.Bytecode:
-    """Takes the descriptors of this process out of the bytecode and notes which map each meant."""
+    """Replaces this process's map descriptors in the bytecode by references."""
     code = bytearray(raw)
     references = []
     for index in range(len(code) // 8):

@@ -1,6 +1,7 @@
-"""One text out of a unit and its headers, because BCC rewrites map accesses in the main file only.
+"""Joins a unit and its headers into one text, since BCC rewrites map accesses only in the main
+file.
 
-`#line` marks keep the compiler's messages at the real file and line.
+`#line` directives make compiler messages refer to the original file and line.
 """
 
 import re
@@ -10,13 +11,13 @@ from typing import Final
 from kbpf.errors import CompileError
 
 SOURCES: Final = Path(__file__).parents[3] / "bpf"
-"""The C of the data plane; also the header tree (`include/`) that BCC is pointed at."""
+"""The C sources of the data plane, and the header tree (`include/`) for BCC."""
 
 _INCLUDE = re.compile(r'#include "([^"]+)"')
 
 
 def flatten(unit: str, folder: Path = SOURCES) -> str:
-    """The text of `unit`.c with every header of ours in its place, each once."""
+    """The text of `unit`.c with each of our headers included once."""
     return "\n".join(_lines(f"{unit}.c", folder, set())) + "\n"
 
 
@@ -25,7 +26,7 @@ def _lines(name: str, folder: Path, included: set[str]) -> list[str]:
         text = (folder / name).read_text()
     except OSError as error:
         raise CompileError(
-            "cannot read a BPF source", str(folder / name), f"install kbpf anew ({error.strerror})"
+            "cannot read a BPF source", str(folder / name), f"reinstall kbpf ({error.strerror})"
         ) from error
     lines = [f'#line 1 "kbpf/bpf/{name}"']
     for number, line in enumerate(text.splitlines(), 1):
@@ -41,6 +42,6 @@ def _lines(name: str, folder: Path, included: set[str]) -> list[str]:
 
 
 def headers(folder: Path = SOURCES) -> dict[str, bytes]:
-    """The header tree by relative path: part of what an artifact depends on."""
+    """The header tree by relative path: one of the inputs of an artifact."""
     root = folder / "include"
     return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*.h"))}

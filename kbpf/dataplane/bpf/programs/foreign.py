@@ -1,9 +1,9 @@
-"""Programs of others at the hooks where ours run: another load balancer (Cilium, Calico in eBPF
-mode) decides about the same connections, and the first of the two that sees one wins.
+"""Finds programs of other load balancers (Cilium, Calico in eBPF mode) at our hooks. Both decide
+about the same connections, and the first one to see a connection wins.
 
-At the socket hooks nothing but a balancer or a policy has a program, so each is named. On devices a
-CNI may have programs that balance nothing; there only those of known balancers are. A second kbpf
-refuses to start (unheld.py) and is not looked for here.
+At the socket hooks only load balancers and policies have programs, so all of them are listed. On
+devices a CNI may have unrelated programs, so only those of known balancers are. A second kbpf is
+not listed: it refuses to start (unpinned.py).
 """
 
 import os
@@ -21,11 +21,11 @@ from kbpf.kernel.net.devices import list_devices
 
 SOCKET_HOOKS: Final = frozenset(("connect4", "connect6", "sendmsg4", "sendmsg6"))
 BALANCER_PREFIXES: Final = ("cil_", "cali")
-"""How the names of programs begin: Cilium's, and Calico's."""
+"""Name prefixes of the programs of Cilium and Calico."""
 
 
 class ForeignProgram(NamedTuple):
-    """A program, by its id and name, and where it runs; `device` is "" for a socket hook."""
+    """A program by id and name, and where it is attached; `device` is "" for a socket hook."""
 
     program: int
     name: str
@@ -34,11 +34,11 @@ class ForeignProgram(NamedTuple):
 
 
 def find_at_sockets(cgroup: Path) -> tuple[ForeignProgram, ...]:
-    """Those at the socket hooks of this cgroup."""
+    """Foreign programs at the socket hooks of this cgroup."""
     try:
         descriptor = os.open(cgroup, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError:
-        return ()  # that the hooks are not attached is told
+        return ()  # missing hooks are reported elsewhere
     try:
         return tuple(
             foreign
@@ -55,7 +55,7 @@ def find_at_sockets(cgroup: Path) -> tuple[ForeignProgram, ...]:
 def find_at_devices(
     kernel: TcAttacher, devices: Iterable[tuple[int, str]]
 ) -> tuple[ForeignProgram, ...]:
-    """Those of known balancers on these devices (number, name), in TCX and as filters."""
+    """Programs of known balancers on these devices (ifindex, name), in TCX and as filters."""
     named_devices, has_tcx = tuple(devices), tc.probe_tcx().works
     return tuple(
         foreign
@@ -71,7 +71,9 @@ def find_at_devices(
 
 
 def find_all(folder: Path, cgroup: Path | None) -> tuple[ForeignProgram, ...]:
-    """All of them, for who is not the agent. `folder`: of pins; `cgroup`: that is hooked."""
+    """All foreign programs, for processes other than the agent. `folder`: the pin folder; `cgroup`:
+    where the hooks are attached.
+    """
     names = {device.ifindex: device.name for device in list_devices()}
     with TcAttacher(folder / "devices") as kernel:
         our_devices = {attachment.ifindex for attachment in kernel.list_all()}
@@ -82,7 +84,7 @@ def find_all(folder: Path, cgroup: Path | None) -> tuple[ForeignProgram, ...]:
 
 
 def _describe(program: int, hook: str, device: str = "") -> ForeignProgram | None:
-    """None: it has ended."""
+    """None if the program was unloaded meanwhile."""
     try:
         with objects.open_program_by_id(program) as handle:
             return ForeignProgram(program, handle.read_info().name, hook, device)
@@ -91,7 +93,7 @@ def _describe(program: int, hook: str, device: str = "") -> ForeignProgram | Non
 
 
 def format_lines(programs: Collection[ForeignProgram]) -> Iterator[str]:
-    """One for each program name and hook; of several devices the first is named."""
+    """One line for each program name and hook; names the first of several devices."""
     first: dict[tuple[str, str], ForeignProgram] = {}
     counts: Counter[tuple[str, str]] = Counter()
     for program in programs:
@@ -103,5 +105,5 @@ def format_lines(programs: Collection[ForeignProgram]) -> Iterator[str]:
         name = program.name or "without a name"
         yield (
             f"a program of another load balancer is attached: {name} (id {program.program}) at "
-            f"{location}{suffix}; both decide about the same connections, so switch one of them off"
+            f"{location}{suffix}; both decide about the same connections, so disable one of them"
         )

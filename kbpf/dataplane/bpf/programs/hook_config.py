@@ -1,6 +1,4 @@
-"""The map `config`: what the socket hooks are told of the machine and the settings, and whom they
-leave alone.
-"""
+"""The map `config`: settings and exemption flags for the socket hooks."""
 
 from collections.abc import Collection
 from typing import Final
@@ -17,21 +15,20 @@ from kbpf.model.config import Accounting, Config, SocketLb
 EXEMPTION_FLAGS: Final = (
     ConfigFlag.HOST_ONLY | ConfigFlag.EXEMPTIONS | ConfigFlag.SOCKET_LB_OFF | ConfigFlag.PACKET_PATH
 )
-"""What a restart takes over: whom the hooks leave alone, and whether packets are served then."""
+"""The flags that a restart keeps until the packet path serves."""
 
 MIN_AFFINITY_SHARERS: Final = 8
-"""One client may have this part of the map `affinity` (lookup.h, take_share())."""
+"""One client may use this fraction (1/n) of the map `affinity` (lookup.h, take_share())."""
 
 
 class HookConfig:
-    """What they are told."""
-
     def __init__(
         self, config: Config, map_: Map, missing: Collection[int], coexisting: bool
     ) -> None:
-        """Writes what follows from the machine and the settings; whom the hooks leave alone stays
-        as it was, until the packet path serves. `lacks`: helpers that this kernel has not;
-        `follows`: another data plane has connections here.
+        """Writes the settings. Exemption flags of an earlier agent are kept until the packet path
+        serves.
+
+        `missing`: helpers that this kernel lacks. `coexisting`: another data plane has connections.
         """
         self._config, self._map = config, map_
         self._host_netns = netns.read_cookie() or 0
@@ -52,18 +49,18 @@ class HookConfig:
         self.flags = flags
 
     def set_flags(self, flags: ConfigFlag) -> None:
-        """Writes these flags, if they are news."""
+        """Writes these flags if they have changed."""
         if flags != self.flags:
             self._write(flags)
 
     def end_coexistence(self) -> None:
-        """Nothing is left of the other data plane."""
+        """Clears the flag once the other data plane has no connections left."""
         self.set_flags(self.flags & ~ConfigFlag.COEXISTING)
 
     def set_exemptions(self, has_exemptions: bool, packet_path_serves: bool) -> None:
-        """Tells whom to leave alone, once the packet path has `served` them; until then it stays as
-        it was. Who is not to be left alone any more is served by the hooks at once. `exempt`:
-        whether some cgroups are.
+        """Updates the exemption flags. A new exemption takes effect only once the packet path
+        serves the exempted sockets; a removed one takes effect at once. `has_exemptions`: whether
+        any cgroup is exempt.
         """
         mode, previous = self._config.socket_lb, self.flags
         flags = ConfigFlag.EXEMPTIONS if has_exemptions else ConfigFlag(0)
