@@ -80,7 +80,9 @@ class DataPlane(Protocol):
         """
 
     def tick(self, now: float) -> float | None:
-        """Does the deferred work that is due at `now`; returns when to call next (time.monotonic)."""
+        """Does the deferred work that is due at `now`; returns when to call next
+        (time.monotonic).
+        """
 
     def take_udp_cuts(self) -> tuple[UdpCuts, ...]:
         """The passes that deleted UDP flows of removed backends, since the last call."""

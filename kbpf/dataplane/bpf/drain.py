@@ -52,7 +52,7 @@ class PreviousBpfPlane:
                 return False
         except PermissionError as error:
             raise KernelError(
-                "cannot read the pin folder", str(self._pins.root), "run as root",
+                "cannot look into the folder of pins", str(self._pins.root), "run as root",
                 error.errno or 0,
             ) from error  # fmt: skip
         self._lock = pinning.lock_pins(self._pins)
@@ -143,7 +143,9 @@ class PreviousBpfPlane:
 
 
 def _is_open(flow: bytes, now: int) -> bool:
-    """Whether this struct flow belongs to a connection that is open at `now` (ns, CLOCK_MONOTONIC)."""
+    """Whether this struct flow belongs to a connection that is open at `now` (ns,
+    CLOCK_MONOTONIC).
+    """
     if flow[PROTOCOL] == Protocol.UDP or flow[STATE] == TcpState.CLOSED:
         return False
     return now <= expires_at(flow)

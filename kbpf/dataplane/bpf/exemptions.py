@@ -160,7 +160,9 @@ class Exemptions:
             self._adopted &= {folder.id for folder in walk(self._root, lambda _: True)}
 
     def set_pods(self, uids: Collection[str], pods_known: bool, now: float) -> None:
-        """Sets the exempt pods. Unless `pods_known`, entries of an earlier agent stay exempt too."""
+        """Sets the exempt pods. Unless `pods_known`, entries of an earlier agent stay exempt
+        too.
+        """
         new = frozenset(uids)
         if new - self._uids:
             self._eager_until = now + NEW_POD_WINDOW_S
@@ -170,7 +172,9 @@ class Exemptions:
             self.scan(now)
 
     def tick(self, now: float) -> float | None:
-        """Searches again if that is due. Returns when to call next (time.monotonic); None: never."""
+        """Searches again if that is due. Returns when to call next (time.monotonic); None:
+        never.
+        """
         if self._due is not None and now >= self._due:
             self.scan(now)
         return self._due

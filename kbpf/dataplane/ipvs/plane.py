@@ -327,7 +327,9 @@ class IpvsPlane:
     def _has_new_addresses(
         self, desired: DesiredState, keys: Collection[ServicePortKey], context: NodeContext
     ) -> bool:
-        """Whether these frontends have addresses that have not been compared with the node's own."""
+        """Whether these frontends have addresses that have not been compared with the node's
+        own.
+        """
         return any(
             frontend.kind is not FrontendKind.NODE_PORT
             and family_of(frontend.at.address) in context.families
@@ -387,7 +389,9 @@ class IpvsPlane:
         return elements
 
     def _diff(self, elements: frozenset[Element]) -> Changes:
-        """The difference between the kernel, whose sets hold these elements, and the desired state."""
+        """The difference between the kernel, whose sets hold these elements, and the desired
+        state.
+        """
         kernel, desired = self._kernel, self._elements
         pools = kernel.read_pools(elements, desired.pools)
         unclaimed = elements - desired.elements if not self._fully_synced else ()
@@ -445,7 +449,9 @@ class IpvsPlane:
             log.info("%s", action)
 
     def _repair(self, has_foreign_changes: bool) -> None:
-        """Repairs what other programs have destroyed, and what an earlier repair left unfinished."""
+        """Repairs what other programs have destroyed, and what an earlier repair left
+        unfinished.
+        """
         is_table_intact = not has_foreign_changes or self._kernel.is_table_intact()
         has_device = self._kernel.has_device()
         has_services = self._kernel.check_service(next(iter(self._elements.pools), None))

@@ -241,11 +241,11 @@ def test_our_document_stands_beside_kube_proxys(cluster: Kubeadm) -> None:
     )
     home = cluster.lab.nodes[0].netns
     with cluster.configured("", ours):
-        cluster.says("--device later0 names no device")
+        cluster.says("--device later0 matches no device")
         until("it is a problem", lambda: any("later0" in line for line in problems(cluster)))
         ip("link add later0 type veth peer name later1", netns=home)
         try:
-            cluster.says("--device later0 names a device now")
+            cluster.says("--device later0 matches a device now")
             until("it is no problem any more", lambda: not problems(cluster))
             told = [line for line in cluster.agent.lines() if "--device later0 names no" in line]
             assert len(told) == 1

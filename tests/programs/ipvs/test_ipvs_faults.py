@@ -124,7 +124,7 @@ def test_a_node_without_ipv6_serves_ipv4(fake_node: Node):
     node.run("sysctl", "-q", "-w", "net.ipv6.conf.all.disable_ipv6=1")
     assert refused(node, WEB, v6) == {}
     assert (node.addresses(), set(node.ipvs.shown())) == ({"10.96.0.1"}, {"10.96.0.1:80/6"})
-    assert "IPv6 is switched off" in "".join(node.plane.problems())
+    assert "IPv6 is disabled" in "".join(node.plane.problems())
     node.run("sysctl", "-q", "-w", "net.ipv6.conf.all.disable_ipv6=0")
     assert refused(node, WEB, v6) == {}
     assert node.addresses() == {"10.96.0.1", "fd00:96::1"}

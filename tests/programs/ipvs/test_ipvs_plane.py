@@ -618,7 +618,7 @@ def test_settings_that_do_nothing_here_are_named_once(
     fake_node.start(replace(fake_node.config, **given))
     fake_node.apply(WEB)
     fake_node.tick()
-    line = f"settings that do nothing in mode ipvs: {names} (docs/ipvs.md)"
+    line = f"settings without effect in mode ipvs: {names} (docs/ipvs.md)"
     assert [one for one in caplog.messages if "do nothing" in one] == ([line] if names else [])
 
 

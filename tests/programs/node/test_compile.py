@@ -173,7 +173,7 @@ def test_a_damaged_file_is_compiled_again(tree: Tree):
     (path,) = tree.cache.iterdir()
     good = path.read_bytes()
     path.write_bytes(good[:100] + b"\0" + good[101:])
-    assert tree.obtain(warning="the file is damaged") == COMPILED
+    assert tree.obtain(warning="the file is corrupt") == COMPILED
     assert path.read_bytes() == good
     assert tree.obtain() == FOUND
 
@@ -219,9 +219,9 @@ def test_without_bcc_and_nothing_made_ahead_it_says_what_to_do(
     with pytest.raises(CompileError) as error:
         compile.find_or_compile("sock", tmp_path)
     assert str(error.value) == (
-        "BCC is not installed and nothing was compiled ahead of time "
+        "BCC is not installed and the cache has no compiled programs "
         f"(unit sock, cache {tmp_path}); "
-        "install python3-bpfcc, or run `kbpf compile --cache-dir` where BCC is"
+        "install python3-bpfcc, or run `kbpf compile --cache-dir` on a machine with BCC"
     )
 
 
@@ -258,7 +258,7 @@ def test_a_missing_header_is_named(tree: Tree):
 
 BROKEN_BCC = {
     "raise ImportError('libbcc.so.0: cannot open shared object file')": "libbcc.so.0: cannot open",
-    "import os; os.kill(os.getpid(), 9)": "the compiler ended with -9",
+    "import os; os.kill(os.getpid(), 9)": "the compiler exited with status -9",
     "import sys; sys.exit('LLVM ERROR: out of memory')": "LLVM ERROR: out of memory",
     "lib = None\nclass BPF:\n"
     " def __init__(self, **_): raise Exception('Failed to compile BPF module <text>')":
@@ -287,5 +287,5 @@ def test_who_may_not_make_maps_is_told_so(tree: Tree):
     os.chmod(tree.root, 0o755)
     drop = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
     said = tree.obtain(*drop, cache=Path("/nowhere"))
-    assert said.startswith("CompileError: BCC may not make BPF maps: ")
+    assert said.startswith("CompileError: BCC is not allowed to create BPF maps: ")
     assert said.endswith("(unit sock); run as root or with CAP_BPF")

@@ -97,10 +97,10 @@ def test_a_hook_that_cannot_come_back_is_named(site: Site, caplog: pytest.LogCap
         plane.tick(attachments.HOOK_VERIFY_INTERVAL_S + second * attachments.HOOK_RETRY_INTERVAL_S)
     assert not any(dict(plane.read_metrics().hooks).values())
     (fault,) = plane.faults()
-    assert fault.startswith("hooks that are not attached: ")
+    assert fault.startswith("hooks not attached: ")
     assert "cannot open the cgroup" in fault
     assert fault in plane.problems()
-    assert caplog.text.count("hooks are not attached, trying again") == 1
+    assert caplog.text.count("hooks are not attached, retrying") == 1
     site.cgroup.mkdir()
     plane.tick(attachments.HOOK_VERIFY_INTERVAL_S + 10)
     assert plane.faults() == ()
@@ -195,7 +195,7 @@ def test_a_mount_over_the_pins_is_named_and_changes_nothing(site: Site):
         over(site.pins.parent)
         plane.write_status(b"{}")
         (fault,) = plane.faults()
-        assert "is hidden by what is mounted over it" in fault, fault
+        assert "is hidden by a mount on top of it" in fault, fault
         plane.tick(1000.0)
         assert programs(site.cgroup) == before
         many = desired(

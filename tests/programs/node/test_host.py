@@ -214,7 +214,7 @@ def test_a_node_that_does_not_forward_is_told_of(house: House, caplog: pytest.Lo
     for _ in range(2):
         house.look()
     assert [line for line in told(caplog) if "forwards nothing" in line] == [
-        "net.ipv4.ip_forward is 0: this node forwards nothing to pods; set it to 1"
+        "net.ipv4.ip_forward is 0, so this node forwards nothing to pods; set it to 1"
     ]
     assert house.run("sysctl", "-n", "net.ipv4.ip_forward").strip() == "0", "it is not ours to set"
 

@@ -215,7 +215,7 @@ def test_a_map_that_is_full_is_a_problem_and_no_error(
         patch.setattr(plane._agent_maps, "put", full)
         run.made.set_pods((ONE,), True, 0.0)
         (line,) = run.made.problems(0.0)
-        assert "not all cgroups are exempt" in line
+        assert "some cgroups are not exempt yet" in line
         assert (run.ids(), run.told) == (set(), [])
     due = run.made.tick(0.0)
     assert due is not None

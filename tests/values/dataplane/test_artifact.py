@@ -178,7 +178,7 @@ def test_a_damaged_file_is_as_good_as_none(
     assert artifact.find("sock", tmp_path, TOOLS) is None
     assert artifact.find("sock", tmp_path, None) is None
     assert [record.getMessage() for record in caplog.records] == [
-        f"compiled programs are not used, they are compiled again: the file is damaged ({path})"
+        f"compiled programs are ignored and compiled again: the file is corrupt ({path})"
     ]
 
 
@@ -220,8 +220,8 @@ def test_what_cannot_be_kept_is_told_once(
     finally:
         subprocess.run(["umount", tmp_path], check=False, stderr=subprocess.DEVNULL)
     assert [record.getMessage() for record in caplog.records] == [
-        f"compiled programs cannot be kept, they are compiled at each start: {reason} ({folder}); "
-        "make room or the folder writable, or name another --cache-dir"
+        f"compiled programs cannot be stored and are compiled at each start: {reason} ({folder}); "
+        "free space or make the folder writable, or choose another --cache-dir"
     ]
 
 
@@ -303,7 +303,7 @@ def test_nothing_is_stored_where_others_may_write(tmp_path: Path, case: Planted)
     path = artifact.store(made(), tmp_path / "cache")
     path.unlink()
     case.spoil(path)
-    with pytest.raises(CompileError, match="not kept: "):
+    with pytest.raises(CompileError, match="not stored: "):
         artifact.store(made(), path.parent)
     assert os.listdir(path.parent) == []
 

@@ -58,7 +58,9 @@ class GraceQueue:
         return self._queue[0][0] + GRACE_PERIOD_S if self._queue else None
 
     def delete_until(self, flipped: float, seconds: float = float("inf")) -> None:
-        """Deletes what was flipped until `flipped`, for this many seconds but at least one piece."""
+        """Deletes what was flipped until `flipped`, for this many seconds but at least one
+        piece.
+        """
         deadline = time.perf_counter() + seconds
         while seconds > 0 and (
             self._steps is not None or (self._queue and self._queue[0][0] <= flipped)

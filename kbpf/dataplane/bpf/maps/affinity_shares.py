@@ -125,7 +125,9 @@ def _select_expired(
 
 
 def unpack_sharers(keys: bytes, values: bytes) -> list[bytes]:
-    """The client to which each of these entries (back to back) is charged: affinity_owner_of() in lookup.h."""
+    """The client to which each of these entries (back to back) is charged: affinity_owner_of() in
+    lookup.h.
+    """
     cgroups = array("I", values)[3 :: AFFINITY.size // 4]
     clients = (keys[offset : offset + 16] for offset in range(0, len(keys), AFFINITY_KEY.size))
     return [_sharer(client, cgroup) for client, cgroup in zip(clients, cgroups, strict=True)]

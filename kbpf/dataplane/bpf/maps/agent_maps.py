@@ -190,7 +190,9 @@ class AgentMaps:
         self._copies = {}
 
     def switch(self, larger: Mapping[str, Map]) -> None:
-        """Replaces maps, and their pins, by complete larger ones. Programs still read the old ones."""
+        """Replaces maps, and their pins, by complete larger ones. Programs still read the old
+        ones.
+        """
         self._copies = {}
         for name, new in larger.items():
             old, self.maps[name] = self.maps[name], new

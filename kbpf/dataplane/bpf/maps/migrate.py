@@ -215,7 +215,9 @@ def _program_clock_ns() -> int:
 
 @contextmanager
 def pause_new_flows(pause_map: Map) -> Iterator[None]:
-    """Lets no flow begin meanwhile; existing flows continue. `pause_map` is shared by all versions."""
+    """Lets no flow begin meanwhile; existing flows continue. `pause_map` is shared by all
+    versions.
+    """
     until = time.monotonic_ns() + int(MAX_PAUSE_S * 1e9)
     pause_map.update(ZERO, U64.pack(until))
     time.sleep(PAUSE_SETTLE_S)

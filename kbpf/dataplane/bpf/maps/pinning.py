@@ -271,7 +271,9 @@ def _map_ids_by_program(pins: Pins) -> dict[int, set[int]]:
 
 
 def map_ids_read_by(folder: Path) -> set[int]:
-    """The ids of the maps read by the programs pinned in this folder, except their tail call map."""
+    """The ids of the maps read by the programs pinned in this folder, except their tail call
+    map.
+    """
     map_ids: set[int] = set()
     for pin in folder.iterdir():
         if pin.name != TAIL_CALL_MAP:
@@ -320,7 +322,9 @@ def close_all(closables: Iterable[Closable]) -> None:
 
 
 def remove_old_maps(pins: Pins) -> None:
-    """Removes maps and layouts of other versions, once no program reads them, and unfinished maps."""
+    """Removes maps and layouts of other versions, once no program reads them, and unfinished
+    maps.
+    """
     for pin in pins.root.glob(f"{NEW_MAP_PREFIX}*"):
         pin.unlink()
     for kind, keep in (("maps", pins.maps), ("layout", pins.layout(pins.maps))):

@@ -170,10 +170,10 @@ class PacketPath(Programs):
         previous, self.unmatched = self.unmatched, find_unmatched(devices, self._config.devices)
         for pattern in self.unmatched:
             if pattern not in previous:
-                log.warning("--device %s names no device; waiting for one", pattern)
+                log.warning("--device %s matches no device; waiting for one", pattern)
         for pattern in previous:
             if pattern not in self.unmatched:
-                log.info("--device %s names a device now", pattern)
+                log.info("--device %s matches a device now", pattern)
         self._node_and_device_maps[1].write(devices, choices)
 
     def uses_other_flows(self, flows: Map) -> bool:
