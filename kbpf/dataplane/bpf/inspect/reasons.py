@@ -1,4 +1,4 @@
-"""What the programs count, in words."""
+"""Descriptions of the reasons that the programs count."""
 
 from typing import Final
 

@@ -37,15 +37,15 @@ from kbpf.model.status import MAX_FAILED_DEVICES
 log = logging.getLogger("kbpf.dataplane")
 
 RESYNC_INTERVAL_S: Final = 30.0
-"""Between two looks at everything, if nothing is told."""
+"""Interval between two full checks without events, in seconds."""
 
 RETRY_DELAY_S: Final = 1.0
 PUBLISH_STALL_TIMEOUT_S: Final = 10.0
-"""So long nothing goes on: then the writer does not wait any longer."""
+"""If no progress is made for this long, publish() stops waiting."""
 
 
 THREAD_STALL_TIMEOUT_S: Final = 120.0
-"""Without progress for this long the thread counts as stuck. It beats at each device."""
+"""Without progress for this long the thread counts as stuck. Each device is progress."""
 
 
 class ProgramGeneration(Protocol):
@@ -61,9 +61,9 @@ class ProgramGeneration(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DeviceReconcilerStatus:
-    """How the thread is doing. `ready`: all devices had their turn once, since it began. `failed`:
-    device → why. `problem`: why it cannot look at all, or is waited for no longer; "" when it can.
-    `foreign`: programs of other balancers on the same devices.
+    """The state of the thread. `ready`: all devices were processed once. `failed`: device → reason.
+    `problem`: why devices cannot be read, or publish() stopped waiting; "" if neither. `foreign`:
+    programs of other load balancers on the same devices.
     """
 
     ready: bool = False
@@ -74,10 +74,10 @@ class DeviceReconcilerStatus:
 
 
 class DeviceReconciler:
-    """One thread, in the network namespace of who calls publish() first.
+    """One thread, in the network namespace of the first caller of publish().
 
-    `tell` is given each listing before programs run on what is new in it; `settled` is called when
-    no device has programs of an earlier generation any more. Both in the thread.
+    `on_listing` is called with each device listing before programs run on new devices;
+    `on_all_swapped` when no device runs an earlier generation. Both are called in the thread.
     """
 
     def __init__(
@@ -100,13 +100,13 @@ class DeviceReconciler:
         self._wake_fd = -1
 
     def status(self) -> DeviceReconcilerStatus:
-        """How it is doing."""
+        """The current state."""
         with self._condition:
             return self._status
 
     @property
     def is_rolled_out(self) -> bool:
-        """Whether nothing that was attached runs older programs than the last ones published."""
+        """Whether no device runs programs older than the last published ones."""
         with self._condition:
             return self._swapped
 
@@ -160,7 +160,7 @@ class DeviceReconciler:
             return
         os.eventfd_write(self._wake_fd, 1)
         if not thread.stop(PUBLISH_STALL_TIMEOUT_S):
-            log.error("the thread of the devices is stuck in the kernel; it is left behind")
+            log.error("the device thread is stuck in the kernel and is abandoned")
             return  # with its descriptors
         os.close(self._wake_fd)
         for generation in {
@@ -180,11 +180,11 @@ class DeviceReconciler:
             except KbpfError as error:
                 self._report_failure(str(error))
             except Exception as error:  # it must not end without a word, nor for one bad look
-                log.exception("the devices are not looked at")
+                log.exception("cannot read the devices")
                 self._report_failure(f"{type(error).__name__}: {error}")
 
     def _watch_devices(self, watch: DeviceMonitor) -> None:
-        """Looks, and again whenever something is told, until it is stopped."""
+        """Synchronizes the devices at each event, until stopped."""
         full_sync_due = time.monotonic() + RESYNC_INTERVAL_S
         is_synced = self._sync(None)
         while not self._is_stopping():
@@ -219,7 +219,7 @@ class DeviceReconciler:
         return not report.failed
 
     def _switch_generation(self) -> PickProgram:
-        """The newest programs; those before are closed."""
+        """Switches to the newest programs and closes the previous ones."""
         with self._condition:
             old, self._current = self._current, self._published
         if old is not None and old is not self._current:
@@ -228,7 +228,9 @@ class DeviceReconciler:
         return self._current.pick
 
     def _should_continue(self, stage: Stage, not_swapped: Collection[str]) -> bool:
-        """Tells who waits how far we are; False if newer programs are wanted, or the end is."""
+        """Reports progress to publish(). False if newer programs were published or the thread
+        stops.
+        """
         threads.heartbeat()
         with self._condition:
             if self._published is not self._current or self._stopping:
@@ -250,10 +252,10 @@ class DeviceReconciler:
             return False
 
     def _report_failure(self, problem: str) -> None:
-        """Nothing can be looked at: said once, and tried again."""
+        """Logs a new failure and waits for the retry."""
         with self._condition:
             if problem != self._status.problem:
-                log.error("devices are not looked at, trying again: %s", problem)
+                log.error("cannot read the devices, retrying: %s", problem)
             self._status = replace(self._status, problem=problem)
             self._condition.notify_all()
             threads.heartbeat()

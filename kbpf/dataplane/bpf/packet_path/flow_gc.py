@@ -1,12 +1,13 @@
-"""Answers of flows that are none: found, and taken out of the map `flows`.
+"""Garbage-collects orphaned reply entries of the map `flows`: entries whose original-direction
+entry no longer points at them.
 
-Two CPUs that begin the same UDP flow at once may each choose a backend, or a port of the node. The
-question that is written last says which of them are the flow's; the entries for the other one's
-answers are left without a question that leads to them. Flows make room by their questions
-(evict_over_limit() in tc.c), so such entries would stay for ever.
+Two CPUs that start the same UDP flow at once may choose different backends or SNAT ports. The
+original-direction entry written last determines the flow, which orphans the reply entries of the
+other choice. Flows are evicted by their original-direction entries (make_room() in tc.c), so
+orphans would stay for ever.
 
-An entry may be made anew while it is looked at: the port or the backend is a new flow's then. So it
-is taken out and looked at in one step, and what is not just what was found comes back.
+A new flow may reuse an entry while it is examined. So it is looked up and deleted in one step, and
+put back if it is not the one that was read.
 """
 
 import logging
@@ -29,30 +30,31 @@ from kbpf.kernel.bpf.objects import Map
 log = logging.getLogger("kbpf.dataplane")
 
 GC_INTERVAL_S: Final = 10.0
-"""So often a part of the map is read (libbpf.BATCH entries), which takes some milliseconds: the
-writer has other things to do."""
+"""Interval at which the next part of the map (libbpf.BATCH entries) is read, in seconds. This takes
+some milliseconds of the writing thread.
+"""
 
 
 class FlowGarbageCollector:
-    """Goes through the map for ever, a part at a time."""
+    """Walks through the map in an endless loop, one part at a time."""
 
     def __init__(self) -> None:
         self._due = 0.0
         self._cursor: bytes | None = None
 
     def collect(self, flows: Map, now: float) -> None:
-        """Reads the next part, if it is time to."""
+        """Examines the next part, if it is due at `now` (time.monotonic)."""
         if now < self._due:
             return
         self._due = now + GC_INTERVAL_S
         keys, values, self._cursor = flows.lookup_batch(self._cursor)
         if removed := remove_orphans(flows, keys, values, time.monotonic_ns()):
-            log.info("answers of flows that are none were removed entries=%d", removed)
+            log.info("removed orphaned reply entries entries=%d", removed)
 
 
 def remove_orphans(flows: Map, keys: bytes, values: bytes, now: int) -> int:
-    """Takes out those of these entries, back to back, that are answers which no question leads to,
-    and whose own time is over; how many there were. `at`: ns, CLOCK_MONOTONIC.
+    """Deletes expired reply entries without an original-direction entry from these entries (back to
+    back); returns their number. `now`: ns, CLOCK_MONOTONIC.
     """
     return sum(
         not _has_original(flows, raw) and _remove_if_unchanged(flows, key, raw)
@@ -61,7 +63,7 @@ def remove_orphans(flows: Map, keys: bytes, values: bytes, now: int) -> int:
 
 
 def _expired_replies(flows: Map, keys: bytes, values: bytes, now: int) -> Iterator[FlowEntry]:
-    """Answers whose time is over. As a rule another entry of the flow is younger."""
+    """Expired reply entries. Usually another entry of the flow was used more recently."""
     key_size, value_size = flows.key_size, flows.value_size
     for index, (_, _, last_use, protocol, state, direction) in enumerate(unpack_columns(values)):
         if (
@@ -75,13 +77,13 @@ def _expired_replies(flows: Map, keys: bytes, values: bytes, now: int) -> Iterat
 
 
 def _has_original(flows: Map, raw: bytes) -> bool:
-    """Whether the question is there, and of the same flow."""
+    """Whether the original-direction entry exists and belongs to the same flow."""
     original = flows.lookup(flow_key(raw[CLIENT], raw[FRONTEND]))
     return original is not None and original[IDENTITY] == raw[IDENTITY]
 
 
 def _remove_if_unchanged(flows: Map, key: bytes, raw: bytes) -> bool:
-    """Removes the entry if it is still this one."""
+    """Deletes the entry if it has not changed."""
     removed = flows.lookup_and_delete(key)
     if removed is None:
         return False

@@ -1,7 +1,7 @@
-"""What the packet path's programs are told of the node and of its devices: the maps `node`,
+"""Writes the maps that describe the node and its devices to the packet programs: `node`,
 `local_networks`, `devices` and `device_cache`.
 
-Each class keeps what its maps hold, so that only news is written; one thread calls each.
+Each class remembers what its maps hold, so only changes are written. Each is used by one thread.
 """
 
 from collections.abc import Iterable, Mapping

@@ -1,8 +1,8 @@
-"""The packet path: the programs of the unit `tc`, on the devices that packets come in or go out by.
+"""The packet path: the programs of the unit `tc` on the devices of the node.
 
-It is apart from the socket hooks: when a kernel refuses these programs, Services still work for
-the sockets of the node and its pods, and the log says what is missing. The devices are kept by a
-thread of their own (keeper.py).
+It is independent of the socket hooks: if the kernel refuses these programs, Services still work for
+sockets of the node and its pods, and the reason is logged. A thread of its own maintains the
+devices (device_thread.py).
 """
 
 import errno
@@ -47,11 +47,12 @@ from kbpf.model.desired import DesiredState
 log = logging.getLogger("kbpf.dataplane")
 
 PASSIVE_PERIOD_S: Final = 4.0
-"""So long all programs are in place before they lead, where another data plane serves: to put one
-on a device costs packets (clsact: the kernel drops what leaves meanwhile), and a SYN that was lost
-comes again after one second, and after two more (RFC 6298)."""
+"""If another data plane serves, our programs stay passive for this long after they are attached
+everywhere. Attaching costs packets (clsact: the kernel drops egress packets meanwhile), and a lost
+SYN is retransmitted after one second, and again after two (RFC 6298).
+"""
 ACTIVATE_POLL_INTERVAL_S: Final = 0.5
-"""So often the devices are asked about meanwhile."""
+"""Interval between two checks of the devices meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,15 +134,15 @@ class PacketPath(Programs):
 
     @property
     def is_passive(self) -> bool:
-        """Whether what begins is another data plane's."""
+        """Whether new connections are left to another data plane."""
         return (
             self._node_and_device_maps is not None
             and NodeFlag.PASSIVE in self._node_and_device_maps[0].mode
         )
 
     def activate(self, now: float) -> float | None:
-        """Leads what begins from here on, once all has been in place for YIELD_SECONDS; when to ask
-        again (time.monotonic), None if it leads.
+        """Takes over new connections once all programs have been attached for PASSIVE_PERIOD_S.
+        Returns when to call again (time.monotonic), None if the programs are active.
         """
         if not self.is_passive:
             return None
@@ -155,11 +156,11 @@ class PacketPath(Programs):
         if now < self._in_place_since + PASSIVE_PERIOD_S:
             return self._in_place_since + PASSIVE_PERIOD_S
         self._node_and_device_maps[0].set_mode(NodeFlag.COEXISTING)
-        log.info("the packet path leads")
+        log.info("the packet path is active")
         return None
 
     def end_coexistence(self) -> None:
-        """Nothing is left of the other data plane."""
+        """Clears the flag once the other data plane has no connections left."""
         if self._node_and_device_maps is not None:
             self._node_and_device_maps[0].set_mode(NO_COEXISTENCE)
 

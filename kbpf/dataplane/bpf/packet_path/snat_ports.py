@@ -1,16 +1,15 @@
-"""Ports of the node that somebody else's translation and ours could both take for one backend.
+"""Keeps conntrack and our programs from using the same SNAT port for the same backend.
 
-Before a backend, an address and port of the node stand for one client. conntrack sees to it for
-whom it translates (kube-proxy's clients), our programs for whom they translate, and neither knows
-of the other. Where one of the two comes after the other, both are at work for a while: answers to
-the one's client would be taken for the other's. So each is told of the other's connections:
+Towards a backend, an address and port of the node represent one client. conntrack allocates ports
+for kube-proxy's clients, our programs for theirs, and neither knows the other's. During a take-over
+both are active, and replies for one client could be sent to the other. So each is told the other's
+ports:
 
-    hold_theirs   entries in `flows` that change no packet, for what conntrack has masqueraded
-    hold_ours     entries in conntrack for what our programs have masqueraded
+    reserve_conntrack_ports   entries in `flows`, which change no packet, for conntrack's connections
+    publish_our_ports         entries in conntrack for connections masqueraded by our programs
 
-An entry of the first kind has the node itself as its client, the backend as its frontend, and no
-Service (`flows.is_held`). It holds as long as an established connection does, from the last packet
-that was seen of it, and makes room as one.
+An entry of the first kind has the node as its client, the backend as its frontend, and no Service
+(flow_entries.is_port_reservation). It expires and is evicted like an established connection.
 """
 
 import contextlib
