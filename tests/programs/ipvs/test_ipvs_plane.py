@@ -721,7 +721,7 @@ def test_ipvs_without_conntrack_masquerades_nobody(
         result, True, result == "no",
     )  # fmt: skip
     if result == "no":
-        with pytest.raises(KernelError, match=r"masquerades nobody.*CONFIG_IP_VS_NFCT.*mode bpf"):
+        with pytest.raises(KernelError, match=r"cannot masquerade.*CONFIG_IP_VS_NFCT.*mode bpf"):
             fake_node.start()
         assert (fake_node.links(), fake_node.tables()) == (set(), set())
     else:

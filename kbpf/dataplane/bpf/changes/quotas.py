@@ -111,7 +111,7 @@ class _NamespaceTables:
                 self.total -= size
 
     def select_over_limit(self, limit: int) -> set[ServicePortKey]:
-        """The Service ports that get no table, since others come before them."""
+        """The Service ports that get no table because others have priority."""
         if self.total <= limit:
             return set()
         granted: set[TableKey] = set()
@@ -130,7 +130,7 @@ IGNORED_SPREAD: Final = "its algorithm and weights are ignored, and backends are
 
 
 class TableLimits:
-    """Which Service ports are spread as they ask, and which evenly at random. One thread only."""
+    """Decides which Service ports are spread as requested, and which evenly. Not thread-safe."""
 
     def __init__(self, namespace_slots: int = MAX_NAMESPACE_SLOTS) -> None:
         self._limit = namespace_slots
@@ -139,7 +139,7 @@ class TableLimits:
         self._over_limit: dict[str, set[ServicePortKey]] = {}
 
     def reason_for_even_spread(self, key: ServicePortKey) -> str:
-        """Why a Service port is spread evenly instead of as it asks; "" when it is not."""
+        """Why a Service port is spread evenly and not as requested; "" otherwise."""
         if key in self._too_large:
             max_backends = MAX_TABLE_SLOTS // MIN_SLOTS_PER_BACKEND
             return (
@@ -167,7 +167,7 @@ class TableLimits:
                 and known_tables is not None
                 and known_tables.states.get(key) is state
             ):
-                continue  # it is here again since its turn was not over
+                continue  # unchanged: planned again, since its slice was not complete
             self._too_large.discard(key)
             if key.namespace not in self._namespaces and (state is None or _is_plain(state)):
                 continue
@@ -239,20 +239,18 @@ class NamespaceBudgets:
             del self._used[namespace]
 
     def count_used(self, namespace: str, name: str) -> int:
-        """Entries of the map of this name; 0 for maps that nobody is charged for."""
+        """The namespace's entries in the map `name`; 0 for maps without quota."""
         if name not in _CHARGED_MAPS or namespace not in self._used:
             return 0
         return self._used[namespace][_CHARGED_MAPS.index(name)]
 
     def max_fill(self, namespace: str, name: str, added: int, limit: int) -> int:
-        """How full the map may become for a Service port of this namespace that takes so many
-        entries more.
-        """
+        """The fill level up to which this namespace may add `added` entries to the map `name`."""
         available = (
             limit * (1 - SYSTEM_RESERVE)
             - (self.count_used(namespace, name) + added) / NAMESPACE_SHARE
         )
-        # Rounded up: a map of a few entries has none to spare for others.
+        # Rounded up: a very small map has no room to reserve.
         return max(0, math.ceil(available))
 
 

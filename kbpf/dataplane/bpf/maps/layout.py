@@ -431,9 +431,7 @@ def _lru_hash(
 
 def _socket_storage(name: str, value_size: int) -> MapSpec:
     """Socket storage: one value per socket, whose key is the socket's descriptor."""
-    return MapSpec(
-        name, uapi.BPF_MAP_TYPE_SK_STORAGE, 4, value_size, 0, uapi.BPF_F_NO_PREALLOC
-    )
+    return MapSpec(name, uapi.BPF_MAP_TYPE_SK_STORAGE, 4, value_size, 0, uapi.BPF_F_NO_PREALLOC)
 
 
 MAPS: Final = {

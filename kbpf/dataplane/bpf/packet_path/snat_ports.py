@@ -5,7 +5,7 @@ for kube-proxy's clients, our programs for theirs, and neither knows the other's
 both are active, and replies for one client could be sent to the other. So each is told the other's
 ports:
 
-    reserve_conntrack_ports   entries in `flows`, which change no packet, for conntrack's connections
+    reserve_conntrack_ports   adds entries to `flows`, which change no packet, for conntrack's
     publish_our_ports         entries in conntrack for connections masqueraded by our programs
 
 An entry of the first kind has the node as its client, the backend as its frontend, and no Service
