@@ -69,8 +69,8 @@ def enable_flow_lookup(flow_count: CounterMap) -> None:
 
 
 def flow_key(source: bytes, destination: bytes) -> bytes:
-    """The key of a flow, with its two ends in the order of flow_key_of() in track.h: by the last word
-    of the address, then the port, then the other words, each as a little-endian number.
+    """The key of a flow, with its two ends in the order of flow_key_of() in track.h: by the last
+    word of the address, then the port, then the other words, each as a little-endian number.
     """
 
     def sort_key(target: bytes) -> tuple[int, ...]:
