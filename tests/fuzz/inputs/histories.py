@@ -115,13 +115,13 @@ class Answer:
     def __init__(self, status: int, chunks: Iterator[bytes]) -> None:
         self.status, self._chunks = status, chunks
 
-    def chunk(self) -> bytes:
+    def read_chunk(self) -> bytes:
         return next(self._chunks, b"")
 
     def read(self, *_: object, **__: object) -> bytearray:
         return bytearray(b"".join(self._chunks))
 
-    def head_of_body(self) -> bytes:
+    def read_error_body(self) -> bytes:
         return bytes(self.read())
 
 

@@ -201,7 +201,7 @@ def watch_lines(chance: random.Random, folder: Path) -> None:
     text = json.dumps({"type": "ADDED", "object": good})
     stream.feed(garbled(chance, text).replace(b"\n", b" ") + b"\n")
     (said,) = stream.feed(text.encode() + b"\n")
-    assert type(said).__name__ == "Changed"
+    assert type(said).__name__ == "ObjectChanged"
 
 
 def a_page(chance: random.Random, folder: Path) -> None:

@@ -107,7 +107,10 @@ def test_the_table_of_three_is_this_one():
 
 
 def test_another_interpreter_with_another_seed_says_the_same():
-    program = "from tests.values.policy.test_slots import many, compute_maglev_table; print(compute_maglev_table(many(7), (), 251))"
+    program = (
+        "from tests.values.policy.test_slots import compute_maglev_table, many; "
+        "print(compute_maglev_table(many(7), (), 251))"
+    )
     said = {
         subprocess.run(
             [sys.executable, "-c", program], check=True, capture_output=True, text=True,

@@ -84,9 +84,9 @@ def test_no_byte_waits_for_more_to_come(serve, size: int):
 
     response, got = serve(step).request("/", silence_timeout=2.0), 0
     while got < size:
-        got += len(response.chunk())
+        got += len(response.read_chunk())
     with pytest.raises(ReadTimeout):
-        response.chunk()
+        response.read_chunk()
 
 
 def test_the_answer_is_read_whole_and_the_connection_is_kept(serve):
@@ -149,4 +149,4 @@ def test_members_without_a_byte_are_silence(serve):
 
     response = serve(step).request("/", silence_timeout=0.5)
     with pytest.raises(ReadTimeout):
-        response.chunk()
+        response.read_chunk()

@@ -391,7 +391,7 @@ def test_silence_after_the_headers_is_noticed(connect):
     with ScriptedServer() as server:
         response = connect(server.url).request("/x", silence_timeout=0.1)
         with pytest.raises(ReadTimeout):
-            response.chunk()
+            response.read_chunk()
 
 
 def test_closing_ends_a_read_in_another_thread(connect):
@@ -401,7 +401,7 @@ def test_closing_ends_a_read_in_another_thread(connect):
         threading.Timer(0.05, connection.close).start()
         begun = time.monotonic()
         with contextlib.suppress(SourceError):  # a clean end is as good
-            assert response.chunk() == b""
+            assert response.read_chunk() == b""
         assert time.monotonic() - begun < 50, "it did not wait for silence"
         with pytest.raises(SourceError, match="stopped"):
             connection.request("/x")

@@ -759,7 +759,7 @@ def test_a_fault_of_ours_in_one_file_is_its_problem_and_the_others_go_on(run, mo
             raise RuntimeError("on purpose")
         return parse_documents(name, data)
 
-    monkeypatch.setattr("kbpf.source.folder.folder.parse", broken)
+    monkeypatch.setattr("kbpf.source.folder.folder.parse_documents", broken)
     run.write("a.yaml", WEB)
     run.write("b.yaml", service("b"))
     assert run.look() == ["+b", *SYNCED]

@@ -106,7 +106,7 @@ class Run:
         self.events: list[Event] = []
         self.waits: list[float] = []
         self.now = 1000.0
-        options = {"clock": lambda: self.now, "chance": lambda: 1.0, "wait": self._wait} | options
+        options = {"clock": lambda: self.now, "rng": lambda: 1.0, "wait": self._wait} | options
         cluster = Cluster(Access(server.url, "the test"))
         self.reflector = Reflector(cluster, resource, self.put, **options)
 
