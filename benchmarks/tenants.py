@@ -74,7 +74,7 @@ class Timed(Agent):
         self.put[event.received_at] = time.clock_gettime(self.clock)
         self._enqueue(event)
 
-    def _note_latencies(self, deferred: Set[ServiceName]) -> None:
+    def _record_latencies(self, deferred: Set[ServiceName]) -> None:
         done, used = time.monotonic(), time.thread_time()
         for name in self._unprogrammed_arrivals.keys() - deferred:
             self.seen[name] += [(done - at, used - self.put.pop(at, used))
