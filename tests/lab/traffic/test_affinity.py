@@ -1,8 +1,9 @@
-"""ClientIP affinity: each pod for itself, the host (with its pods) for itself.
+"""ClientIP affinity of socket clients: each pod is a client, the host with its host-network pods is
+one.
 
-That a client stays where it is says little when it may have been chance. So a client is bound
-while there is one backend only, and must stay there when there are others: 20 connections in a row
-are chance once in a million.
+To tell affinity from chance, a client is bound while the Service has one backend, and must keep it
+when others are added. Without affinity, 20 connections in a row to one of two backends happen once
+in a million.
 """
 
 import struct
@@ -23,14 +24,14 @@ TARGETS = slice_port(8080, "a"), slice_port(8081, "b")
 
 
 def answers(cluster: Cluster, client: str, host: str, number: int = 80, **how: object) -> set[str]:
-    """Who answers many connections in a row."""
+    """The names of the backends that answer DIALS connections in a row."""
     answer = cluster[client].many(DIALS, host, number, **how)
     assert not answer["errors"], answer
     return set(answer["names"])
 
 
 class Sticky:
-    """A Service with affinity, whose endpoints a test moves."""
+    """A Service with affinity, whose endpoints a test changes."""
 
     def __init__(self, cluster: Cluster, objects: list[Object]) -> None:
         self.cluster = cluster
@@ -39,7 +40,7 @@ class Sticky:
         self._slices = objects[1:]
 
     def backends(self, who: str) -> None:
-        """From now on these serve."""
+        """Replaces the endpoints and waits until they are programmed."""
         for each in self._slices:
             each["endpoints"] = self.cluster.endpoints(who, each["addressType"] == "IPv6")
         self.cluster.change(*self._slices)
@@ -47,9 +48,9 @@ class Sticky:
 
 @pytest.fixture
 def kept(cluster: Cluster) -> Iterator[None]:
-    """Another Service whose backends are the same: a backend that is nobody's any more is forgotten
-    after a second (GRACE_SECONDS), and so is who was bound to it. A test that takes one away for a
-    while would have to be quicker than that.
+    """Another Service with the same backends. A backend that no Service uses is deleted after a
+    second (GRACE_SECONDS), together with the affinity of its clients. A test that removes one for a
+    while would have to be faster than that.
     """
     made = [
         service("kept", *PORTS, cluster_ip="10.96.0.99"),
@@ -67,28 +68,32 @@ def sticky(cluster: Cluster, kept: None) -> Iterator[Sticky]:
 
 
 def bind(sticky: Sticky, **clients: str) -> None:
-    """Each client in turn connects when there is one backend only; then all of them serve."""
+    """Connects each client while its backend is the only one; then all backends serve."""
     for client, backend in clients.items():
         sticky.backends(backend)
         assert answers(sticky.cluster, client.replace("_", "-"), sticky.host) == {backend}
     sticky.backends("a1 a2 b1")
 
 
-def test_each_pod_stays_where_it_was_and_the_host_apart(cluster: Cluster, sticky: Sticky) -> None:
+def test_each_pod_and_the_host_keep_separate_backends(cluster: Cluster, sticky: Sticky) -> None:
     bind(sticky, a2="b1", a3="a1", host_1="a2")
     assert answers(cluster, "a2", sticky.host) == {"b1"}
     assert answers(cluster, "a3", sticky.host) == {"a1"}
     assert answers(cluster, "host-1", sticky.host) == {"a2"}
-    assert answers(cluster, "a-net", sticky.host) == {"a2"}, "it is the host by its address"
+    assert answers(cluster, "a-net", sticky.host) == {"a2"}, (
+        "a host-network pod is the same client as the host"
+    )
 
 
-def test_affinity_is_of_the_node_where_the_client_is(cluster: Cluster, sticky: Sticky) -> None:
+def test_affinity_is_kept_per_client_node(cluster: Cluster, sticky: Sticky) -> None:
     bind(sticky, b2="a1", host_2="b1")
     assert answers(cluster, "b2", sticky.host) == {"a1"}
     assert answers(cluster, "host-2", sticky.host) == {"b1"}
 
 
-def test_a_new_client_is_not_bound_by_others(cluster: Cluster, sticky: Sticky) -> None:
+def test_a_new_client_does_not_change_the_affinity_of_others(
+    cluster: Cluster, sticky: Sticky
+) -> None:
     sticky.backends("a1 a2 b1")
     first = answers(cluster, "a2", sticky.host)
     assert len(first) == 1
@@ -96,26 +101,26 @@ def test_a_new_client_is_not_bound_by_others(cluster: Cluster, sticky: Sticky) -
     assert answers(cluster, "a2", sticky.host) == first
 
 
-def test_a_backend_that_is_gone_frees_its_clients(cluster: Cluster, sticky: Sticky) -> None:
+def test_clients_of_a_removed_backend_move_and_stay_moved(cluster: Cluster, sticky: Sticky) -> None:
     bind(sticky, a3="a1")
     sticky.backends("a2 b1")
     moved = answers(cluster, "a3", sticky.host)
     assert len(moved) == 1
     assert moved <= {"a2", "b1"}
     sticky.backends("a1 a2 b1")
-    assert answers(cluster, "a3", sticky.host) == moved, "it has moved for good"
+    assert answers(cluster, "a3", sticky.host) == moved, "it keeps its new backend"
 
 
-def test_the_two_families_are_two_services(cluster: Cluster, sticky: Sticky) -> None:
+def test_affinity_is_separate_per_address_family(cluster: Cluster, sticky: Sticky) -> None:
     bind(sticky, a3="b1")
-    assert answers(cluster, "a3", f"::ffff:{sticky.host}") == {"b1"}, "IPv4 by any socket"
+    assert answers(cluster, "a3", f"::ffff:{sticky.host}") == {"b1"}, "an IPv6 socket dials IPv4"
     sticky.backends("a2")
     assert answers(cluster, "a3", "fd00:10:96::100") == {"a2"}
     sticky.backends("a1 a2 b1")
     assert answers(cluster, "a3", "fd00:10:96::100") == {"a2"}
 
 
-def test_all_addresses_of_a_service_share_it(cluster: Cluster) -> None:
+def test_all_addresses_of_a_service_share_affinity(cluster: Cluster) -> None:
     made = cluster.web(
         101, "b1", affinity_seconds=HOUR, type="NodePort", node_port=30101,
         external_ips=["192.0.2.101"],
@@ -127,7 +132,7 @@ def test_all_addresses_of_a_service_share_it(cluster: Cluster) -> None:
         assert answers(cluster, "a3", "192.0.2.101") == {"a2"}
 
 
-def test_ports_have_affinity_of_their_own(cluster: Cluster, kept: None) -> None:
+def test_ports_have_separate_affinity(cluster: Cluster, kept: None) -> None:
     made = [
         service("sticky-ports", *PORTS, cluster_ip="10.96.0.102", affinity_seconds=HOUR),
         cluster.slice("sticky-ports", "a1", *TARGETS),
@@ -143,7 +148,7 @@ def test_ports_have_affinity_of_their_own(cluster: Cluster, kept: None) -> None:
 
 
 @pytest.mark.parametrize("connected", [False, True], ids=["sendto", "connect"])
-def test_udp_sockets_have_it_too(cluster: Cluster, connected: bool) -> None:
+def test_udp_sockets_have_affinity(cluster: Cluster, connected: bool) -> None:
     made = cluster.web(103, "a2", "UDP", affinity_seconds=HOUR)
     how = {"protocol": "udp", "connected": connected}
     with cluster.given(*made):
@@ -153,7 +158,7 @@ def test_udp_sockets_have_it_too(cluster: Cluster, connected: bool) -> None:
         assert answers(cluster, "a3", one.host, **how) == {"a2"}
 
 
-def test_switched_off_it_spreads(cluster: Cluster, sticky: Sticky) -> None:
+def test_affinity_switched_off_spreads_and_on_again_binds(cluster: Cluster, sticky: Sticky) -> None:
     bind(sticky, a3="a1")
     change = {"spec": {"sessionAffinity": "None", "sessionAffinityConfig": None}}
     cluster.kube.patch("Service", sticky.name, change)
@@ -166,9 +171,9 @@ def test_switched_off_it_spreads(cluster: Cluster, sticky: Sticky) -> None:
     assert len(answers(cluster, "a3", sticky.host)) == 1
 
 
-def test_after_the_timeout_a_client_may_go_elsewhere(cluster: Cluster) -> None:
-    """Each port has affinity of its own, so 16 of them are 16 tries: that all stay where they were
-    has a chance of 1 in 4 billion.
+def test_after_the_timeout_a_client_may_change_backend(cluster: Cluster) -> None:
+    """Each port has separate affinity, so 16 ports are 16 independent tries. That all choose the
+    same backend again by chance happens once in 4 billion runs.
     """
     ports = range(16)
     made = [
@@ -184,13 +189,13 @@ def test_after_the_timeout_a_client_may_go_elsewhere(cluster: Cluster) -> None:
         one = Sticky(cluster, made)
         assert dial() == {"a1"}
         one.backends("a1 a2 b1 b2")
-        assert dial() == {"a1"}, "within the minute"
+        assert dial() == {"a1"}, "affinity has not expired"
         age(one, MINUTE)
         assert len(dial()) > 1
 
 
 def age(sticky: Sticky, seconds: int) -> None:
-    """As if nobody had connected on the first node for so long."""
+    """Makes the first node's affinity entries look this many seconds older."""
     agent = sticky.cluster.agent
     with Map.open(agent.pin_dir / f"maps-{schema_hash()}" / "affinity") as found:
         for key, value in list(found.items()):

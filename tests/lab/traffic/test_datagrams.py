@@ -1,4 +1,4 @@
-"""UDP when a backend stops serving: it has no end of its own, so its clients must be told."""
+"""UDP sockets whose backend stops serving. UDP has no FIN: the agent has to abort the sockets."""
 
 from collections.abc import Iterator
 
@@ -13,30 +13,30 @@ HOST, HOST6, NAME = "10.96.0.150", "fd00:10:96::150", "web-150"
 
 
 class Dns:
-    """A UDP Service of both families, and sockets that clients keep."""
+    """A UDP Service of both families, and sockets that clients keep open."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
 
     def backends(self, who: str) -> None:
-        """From now on these serve."""
+        """Replaces the endpoints and waits until they are programmed."""
         slices = cluster_slices(self.cluster, who)
         self.cluster.change(*slices)
 
     def connect(self, client: str, host: str = HOST, port: int = 80) -> str:
-        """Who answers a new connected socket, which is kept under its host's name."""
+        """The backend that answers a new connected socket, which stays open under the name `host`."""
         place = self.cluster[client]
         return str(place.udp(host, port, keep=host, connected=True)["name"])
 
     def cut(self, client: str, host: str = HOST) -> None:
-        """Returns when that socket is told of its end: who waits is woken, who sends fails."""
+        """Waits for that socket's ECONNABORTED: a blocked receiver wakes up, a sender's call fails."""
         place = self.cluster[client]
         assert place.ask("hear", keep=host) == {"error": ABORTED}
         assert "error" in place.ask("talk", keep=host)
         place.ask("drop", keep=host)
 
     def alive(self, client: str, backend: str, host: str = HOST) -> None:
-        """That socket still talks to this backend."""
+        """The socket is still served by this backend."""
         answer = self.cluster[client].ask("talk", keep=host)
         assert answer.get("name") == backend, answer
         self.cluster[client].ask("drop", keep=host)
@@ -55,7 +55,7 @@ def dns(cluster: Cluster) -> Iterator[Dns]:
 @pytest.mark.parametrize("host", [HOST, HOST6, f"::ffff:{HOST}"], ids=["IPv4", "IPv6", "mapped"])
 @pytest.mark.parametrize("client", ["a3", "b2", "host-1", "a-net"])
 @pytest.mark.parametrize("rest", ["b1", ""], ids=["another serves", "none is left"])
-def test_connected_sockets_end_with_their_backend(
+def test_connected_sockets_are_aborted_when_their_backend_stops(
     dns: Dns, client: str, host: str, rest: str
 ) -> None:
     assert dns.connect(client, host) == "a1"
@@ -65,13 +65,13 @@ def test_connected_sockets_end_with_their_backend(
     assert after.get("name", after.get("error")) == (rest or REFUSED)
 
 
-def test_the_backend_itself_is_told_too(dns: Dns) -> None:
+def test_a_backend_connected_to_itself_is_aborted_too(dns: Dns) -> None:
     assert dns.connect("a1") == "a1"
     dns.backends("")
     dns.cut("a1")
 
 
-def test_a_deleted_service_ends_its_sockets(dns: Dns) -> None:
+def test_a_deleted_service_aborts_its_sockets(dns: Dns) -> None:
     assert dns.connect("a3") == "a1"
     dns.cluster.delete(*dns.cluster.web(150, "a1", "UDP", dual=True))
     dns.cluster.settle()
@@ -79,8 +79,10 @@ def test_a_deleted_service_ends_its_sockets(dns: Dns) -> None:
     assert dns.cluster["a3"].udp(HOST, 80, connected=True)["error"] == UNSERVED
 
 
-def test_others_live_on(dns: Dns) -> None:
-    """On a backend that stays, on one that drains, and past any Service to one that is gone."""
+def test_sockets_of_other_backends_are_not_aborted(dns: Dns) -> None:
+    """Sockets with a backend that still serves, with one that drains, and sockets connected to a
+    removed backend's own address without a Service.
+    """
     assert dns.connect("a2") == "a1"
     dns.backends("b1")
     dns.cut("a2")
@@ -97,14 +99,14 @@ def test_others_live_on(dns: Dns) -> None:
 
 @pytest.mark.parametrize("host", [HOST, HOST6], ids=["IPv4", "IPv6"])
 @pytest.mark.parametrize("client", ["a3", "host-1"])
-def test_unconnected_sockets_move_on(dns: Dns, client: str, host: str) -> None:
-    """One socket all the time; what it hears comes from the Service's address."""
+def test_unconnected_sockets_change_to_a_serving_backend(dns: Dns, client: str, host: str) -> None:
+    """The same socket throughout; replies come from the Service's address."""
     place = dns.cluster[client]
     for backend in ("a1", "b1", "a2"):
         dns.backends(backend)
         moved(place, host, backend)
     dns.backends("")
-    until("it is refused", lambda: ask(place, host).get("error") == REFUSED)
+    until("datagrams are refused", lambda: ask(place, host).get("error") == REFUSED)
     dns.backends("b2")
     moved(place, host, "b2")
     place.ask("drop", keep="one")

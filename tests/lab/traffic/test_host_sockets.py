@@ -1,8 +1,8 @@
-"""Sockets of the node itself that the hooks leave alone: the packet path serves them as they leave.
+"""Sockets of the node that the socket hooks do not translate: TC egress of the uplink serves them.
 
-With `--socket-lb off` that is all of them; with `on` those that dial a VIP with source ranges.
-Every device has a strict reverse path filter. The node has its default route, by which packets for
-a Service leave.
+With `--socket-lb off` these are all sockets; with `on` those that dial a VIP with source ranges.
+Every device has a strict reverse path filter. The node needs its default route: packets for a
+Service leave by it, and are translated there.
 """
 
 from collections.abc import Iterator
@@ -27,8 +27,9 @@ POD_2 = ["10.244.1.3/32", "fd00:10:244:1::3/128"]
 
 @pytest.fixture(scope="module", params=[OFF, ON])
 def field(request: pytest.FixtureRequest) -> Iterator[Field]:
-    """Local (11), remote (12), both (13), Local (14), none (16), in the node's network (17), and
-    for whom the VIP is: nobody here (18), the node (19), the pod a2 (20). UDP + 20.
+    """Services by number: local backend (11), remote (12), both (13), policy Local (14), no
+    endpoints (16), host-network backend (17). The source ranges of the VIP admit no client of this
+    test (18), the node (19), the pod a2 (20). UDP Services are at number + 20.
     """
     with Field("--socket-lb", request.param, name="hs", pods=(2, 1)) as made:
         for base, protocol in ((10, "TCP"), (30, "UDP")):
@@ -49,7 +50,7 @@ def field(request: pytest.FixtureRequest) -> Iterator[Field]:
 
 
 def rows(v6: bool) -> Iterator[Dial]:
-    """What a process of node-1 dials. It is seen as the node: that is its own address."""
+    """What a process on node-1 dials. Backends see the node's address, which is the process's own."""
     say, own = ("v6", NODES6[0]) if v6 else ("v4", NODES4[0])
     for protocol, base in (("tcp", 10), ("udp", 30)):
 
@@ -62,13 +63,13 @@ def rows(v6: bool) -> Iterator[Dial]:
             yield row("one of another node", kind, 2, "b1")
             yield row("both", kind, 3, "a1 b1")
             yield row("no endpoints", kind, 6, REFUSED)
-        yield row("Local, none here: the node is no stranger", "VIP", 4, "b1")
+        yield row("Local, no local endpoint: the node uses the short circuit", "VIP", 4, "b1")
         unknown = at("ClusterIP", base + 1, v6).removesuffix(":80") + ":81"
         yield Dial(f"{say} unknown port", "host-1", unknown, REFUSED, protocol)
-        yield row("not for all, the node is among them", "VIP", 9, "a1 b1")
-        yield row("not for all, nor for the node", "VIP", 8, DROPPED)
-        yield row("ranges are not for ClusterIPs", "ClusterIP", 8, "a1 b1")
-        yield row("ranges are not for external IPs", "ExternalIP", 8, "a1 b1")
+        yield row("source ranges that admit the node", "VIP", 9, "a1 b1")
+        yield row("source ranges that do not admit the node", "VIP", 8, DROPPED)
+        yield row("source ranges do not restrict ClusterIPs", "ClusterIP", 8, "a1 b1")
+        yield row("source ranges do not restrict external IPs", "ExternalIP", 8, "a1 b1")
 
 
 @both_families
@@ -81,7 +82,7 @@ def test_a_process_of_the_node(field: Field, v6: bool) -> None:
 @both_families
 @pytest.mark.parametrize("field", [OFF], indirect=True)
 def test_a_node_port_of_another_node(field: Field, v6: bool) -> None:
-    """Nobody translates here: that node sees who asks from outside."""
+    """node-1 does not translate it; for node-2 it comes from an outside client."""
     own = NODES6[1] if v6 else NODES4[1]
     for protocol, base in (("tcp", 10), ("udp", 30)):
         to = at("NodePort", base + 1, v6, 2)
@@ -90,8 +91,8 @@ def test_a_node_port_of_another_node(field: Field, v6: bool) -> None:
 
 @both_families
 @pytest.mark.parametrize("field", [OFF], indirect=True)
-def test_what_never_leaves_by_a_device_is_not_served(field: Field, v6: bool) -> None:
-    """docs/limits.md has it: a NodePort of the node itself, a backend in the node's network."""
+def test_packets_that_leave_by_no_device_are_not_served(field: Field, v6: bool) -> None:
+    """As in docs/limits.md: the node's own NodePort, and backends in the node's network."""
     for protocol, base in (("tcp", 10), ("udp", 30)):
         to = at("NodePort", base + 1, v6)
         check(field, Dial("an own NodePort", "host-1", to, REFUSED, protocol))
@@ -105,13 +106,16 @@ def test_what_never_leaves_by_a_device_is_not_served(field: Field, v6: bool) -> 
 @both_families
 @pytest.mark.parametrize("field", [ON], indirect=True)
 @pytest.mark.parametrize("who", ["host-1", "a2"])
-def test_connect_of_udp_fails_for_no_port(field: Field, v6: bool, who: str) -> None:
-    """So ping (1025) and getaddrinfo() (musl's: 65535) learn their own address. Who sends something
-    there is refused by the packet path.
+def test_udp_connect_succeeds_for_every_port(field: Field, v6: bool, who: str) -> None:
+    """Programs connect() a UDP socket to learn their source address: ping (port 1025), musl's
+    getaddrinfo() (65535). The packet path refuses the first datagram instead.
     """
-    until("it is known to serve", lambda: ConfigFlag.PACKET_PATH in config_flags(field.agent))
+    until(
+        "the packet path is known to serve",
+        lambda: ConfigFlag.PACKET_PATH in config_flags(field.agent),
+    )
     host, _ = split(at("ClusterIP", 11, v6))
-    for port in (1025, 65535, 80):  # 80 is TCP's
+    for port in (1025, 65535, 80):  # 80 exists for TCP only
         before = field.agent.reasons()[Reason.UNKNOWN_PORT]
         answer = field[who].udp(host, port, connected=True)
         assert answer == {"error": REFUSED, "at_once": False}, field.agent.tail(5)
@@ -128,9 +132,9 @@ LETS_IN = {9: ("host-1",), 10: ("a2", "a2!")}
 
 @both_families
 @pytest.mark.parametrize("field", [ON, OFF], indirect=True)
-def test_a_vip_with_ranges_is_served_by_packet(field: Field, v6: bool) -> None:
-    """The hooks let it pass, since connect() knows no source yet: a hooked pod, one that is not and
-    the node itself are judged by their packets. To a VIP all are seen as the node.
+def test_a_vip_with_source_ranges_is_served_by_the_packet_path(field: Field, v6: bool) -> None:
+    """The hooks pass it, since the source is not known at connect(). A hooked pod, an unhooked pod
+    and the node are therefore checked by their packets. Backends see the node's address for a VIP.
     """
     own = NODES6[0] if v6 else NODES4[0]
     rows = product(("host-1", "a2", "a2!"), LETS_IN, (("tcp", 10), ("udp", 30)))

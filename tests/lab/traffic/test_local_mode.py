@@ -1,7 +1,7 @@
-"""Who counts as a pod, `--detect-local-mode`: whom a backend sees, and whose short circuit it is.
+"""`--detect-local-mode`: which clients count as pods, for masquerading and for the short circuit.
 
-One node, with a pod behind a cable (a2), one behind the bridge `cni0` (bridged), and one whose
-device has another name (odd). Nobody is in a hooked cgroup.
+One node with a pod behind a veth pair (a2), one behind the bridge `cni0` (bridged), and one whose
+device does not have the pod prefix (odd). No client is in a hooked cgroup.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ ODD = ("10.99.0.2", "fd00:99::2")
 
 
 class Mode(NamedTuple):
-    """The agent's arguments, and who counts as a pod for a ClusterIP and for the short circuit."""
+    """The agent's arguments, and which clients count as pods, for ClusterIPs and the short circuit."""
 
     arguments: tuple[str, ...]
     pods: frozenset[str]
@@ -50,11 +50,11 @@ MODES = {
         frozenset(("a2!",)),
     ),
 }  # fmt: skip
-"""Without a mode nobody is masqueraded who asks a ClusterIP."""
+"""Without a mode no client of a ClusterIP is masqueraded."""
 
 
 class Pods(Field):
-    """See the module. The agent starts anew in each mode."""
+    """The node and pods of the module docstring. The agent is restarted for each mode."""
 
     def __init__(self) -> None:
         super().__init__(name="lm", pods=(2, 1))
@@ -93,7 +93,7 @@ class Pods(Field):
 
 @pytest.fixture(scope="module")
 def pods() -> Iterator[Pods]:
-    """Local (11); one of another node, with policy Local (14); UDP + 10."""
+    """A local backend (11); policy Local with a remote backend only (14); UDP at number + 10."""
     with Pods() as made:
         made.unhook("bridged", made.bridged, *BRIDGED, made.lab.nodes[0])
         made.unhook("odd", made.odd, *ODD, made.lab.nodes[0])
@@ -119,8 +119,10 @@ def own(place: Place, v6: bool) -> str:
 
 @both_families
 @pytest.mark.parametrize("name", ["outside", "a2!", "bridged", "odd"])
-def test_who_asks_a_cluster_ip(pods: Pods, mode: Mode, name: str, v6: bool) -> None:
-    """Who is no pod is seen as the node."""
+def test_client_address_seen_through_a_cluster_ip(
+    pods: Pods, mode: Mode, name: str, v6: bool
+) -> None:
+    """A client that is not a pod is masqueraded to the node's address."""
     sees = own(pods[name], v6) if name in mode.pods else (NODES6 if v6 else NODES4)[0]
     for protocol, number in (("tcp", 11), ("udp", 21)):
         check(pods, Dial(f"{name} asks", name, at("ClusterIP", number, v6), "a1", protocol, sees))
@@ -128,8 +130,8 @@ def test_who_asks_a_cluster_ip(pods: Pods, mode: Mode, name: str, v6: bool) -> N
 
 @both_families
 @pytest.mark.parametrize("name", ["outside", "a2!", "bridged"])
-def test_whose_short_circuit_it_is(pods: Pods, mode: Mode, name: str, v6: bool) -> None:
-    """To a policy Local without a local endpoint: by the device that the packet comes in by."""
+def test_which_clients_use_the_short_circuit(pods: Pods, mode: Mode, name: str, v6: bool) -> None:
+    """Policy Local without a local endpoint: the device a packet arrives on decides."""
     for kind, (protocol, number) in product(("NodePort", "VIP"), (("tcp", 14), ("udp", 24))):
         to = at(kind, number, v6)
         if name in mode.circuit:

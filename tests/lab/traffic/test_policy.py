@@ -1,4 +1,4 @@
-"""Which endpoints serve whom, by real sockets: the rows of tests/rows/policy.py."""
+"""Which endpoints serve which client, tried with real sockets: the rows of tests/rows/policy.py."""
 
 from collections.abc import Iterator
 
@@ -13,9 +13,9 @@ from tests.support.lab.lab import ip
 @pytest.fixture(scope="module", autouse=True)
 def _served(cluster: Cluster) -> Iterator[None]:
     for agent in cluster.agents:
-        # Bound to a device, as MetalLB or kube-router do it: served all the same.
+        # Bound to a device, as kube-vip or kube-router do: still served.
         ip("addr replace 198.51.100.74/32 dev lo", netns=agent.node.netns)
-    # These would answer on their own loopback if nobody translated, and must.
+    # a3 listens on the NodePorts itself: its own loopback must not be translated.
     cluster["a3"].serve(30070, udp=(30071,))
     with cluster.given(*objects(cluster)):
         yield

@@ -1,7 +1,7 @@
 """Real SCTP associations through the packet path: outside and from a pod, to local and remote pods.
 
-Sockets are bound to one address each: SCTP tells its peer of all the addresses that a socket has,
-and no load balancer translates those (kube-proxy's users know that too).
+Each socket is bound to one address. SCTP sends all addresses of a socket to its peer (multi-homing)
+and no load balancer translates those, kube-proxy included.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ SETS = ((1, "a1", "Cluster"), (2, "b1", "Cluster"), (3, "a1 b1", "Local"))
 SERVERS = ("a1", "b1")
 PORT = 8080
 MESSAGE = bytes(range(256)) * 20
-"""More than a packet takes."""
+"""Larger than one packet."""
 
 
 def endpoint(place: Place, address: str, port: int = 0) -> socket.socket:
@@ -42,7 +42,7 @@ def endpoint(place: Place, address: str, port: int = 0) -> socket.socket:
 
 
 def answer(listener: socket.socket, name: str) -> None:
-    """Tells each client who answers and whom it sees, then gives back what comes."""
+    """Sends each client the server's name and the peer address it sees, then echoes."""
     with contextlib.suppress(OSError):
         while True:
             one, peer = listener.accept()
@@ -54,7 +54,7 @@ def answer(listener: socket.socket, name: str) -> None:
 
 
 def hang_up(listener: socket.socket) -> None:
-    """Ends its accept(), in kernels that let a listener of SCTP be shut down (not 5.10)."""
+    """Wakes its accept(). Linux 5.10 cannot shut down an SCTP listener."""
     with contextlib.suppress(OSError):
         listener.shutdown(socket.SHUT_RDWR)
 
@@ -77,7 +77,7 @@ def field() -> Iterator[Field]:
 
 
 class Row(NamedTuple):
-    """Who dials what, who answers, and the address that it sees."""
+    """Which client dials what, which backend answers, and the client address it sees."""
 
     name: str
     client: str

@@ -1,4 +1,6 @@
-"""What answers at the addresses of a Service, by real sockets: tests/rows/services.py."""
+"""What answers at a Service's addresses, tried with real sockets: the rows of
+tests/rows/services.py.
+"""
 
 from collections.abc import Iterator
 
@@ -21,7 +23,7 @@ def test_dial(cluster: Cluster, row: Dial) -> None:
 
 
 def test_connections_spread_evenly(cluster: Cluster) -> None:
-    """Uniform choice: of 300, each of three gets 100 give or take six standard deviations."""
+    """The choice is uniform: of 300 connections each of three backends gets 100, within six sigma."""
     assert all(50 < n < 150 for n in spread(cluster["b2"], "10.96.0.20", 80).values())
 
 
@@ -30,7 +32,7 @@ def test_an_endpoint_in_two_slices_is_one_backend(cluster: Cluster) -> None:
     assert behind == [f"{cluster[name].ip}:8080/TCP" for name in ("a1", "a2", "b1")]
 
 
-def test_headless_and_external_names_are_nothing_to_us(cluster: Cluster) -> None:
+def test_headless_and_external_name_services_are_ignored(cluster: Cluster) -> None:
     for agent in cluster.agents:
         owners = {behind["service"] for behind in cluster.served(agent).values()}
         assert "default/web" in owners

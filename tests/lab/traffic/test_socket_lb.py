@@ -1,8 +1,8 @@
-"""Whose sockets are led to a backend at connect(), and whose packets keep the Service's address.
+"""Which sockets are translated at connect(), and which are left to the packet path.
 
-One node with the packet path on, served from a folder. Each row dials from a place and listens at
-the pod's device: an address that is a backend's there was put in by the socket hooks, the Service's
-own says that the hooks left it alone, and then only the packet path can have led it on.
+One node with the packet path on, with a folder as its source. Each test dials from a place and
+captures at the pod's device. If packets there carry the backend's address, the socket hooks
+translated; if they carry the Service's, the hooks did not and the packet path has to.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ def field() -> Iterator[Field]:
 
 
 def restart(field: Field, mode: str, *more: str) -> None:
-    """The agent, in this mode from now on."""
+    """Restarts the agent in this mode."""
     field.agent.stop()
     field.agent.start(extra=("--socket-lb", mode, *more))
     flag = {ON: NONE, HOST_ONLY: ConfigFlag.HOST_ONLY, OFF: ConfigFlag.SOCKET_LB_OFF}[mode]
@@ -65,7 +65,7 @@ def dial(place: Place, protocol: str, to: str, **more: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def listening(field: Field, pod: Place) -> Iterator[Wire]:
-    """At the node's end of this pod's device."""
+    """A capture at the node's end of this pod's veth pair."""
     node = field.home["a1"]
     index = [each.netns for each in node.pods].index(pod.netns) + 1
     with Wire(node.netns, f"p{index}", tap=True) as tap:
@@ -73,8 +73,8 @@ def listening(field: Field, pod: Place) -> Iterator[Wire]:
 
 
 def check(field: Field, place: Place, served_by: str) -> None:
-    """It is served over every protocol, believes to talk to the Service, and the wire tells by
-    whom it was led there.
+    """The place is served over every protocol, getpeername() shows the Service, and the captured
+    destination shows that `served_by` translated.
     """
     for protocol, to in DIALS:
         with listening(field, place) as tap:
@@ -86,7 +86,7 @@ def check(field: Field, place: Place, served_by: str) -> None:
             client = place.ip6 if v6 else place.ip
             first = tap.expect(
                 lambda p: p.protocol == kind and split(p.source)[0] == client  # noqa: B023
-                and p.flags in ("", "S")  # another connection may just be ending
+                and p.flags in ("", "S")  # skip packets of an earlier connection that is closing
             )  # fmt: skip
             backend = field["a1"].ip6 if v6 else field["a1"].ip
             wanted = list(split(to)) if served_by == PACKETS else [backend, 8080]
@@ -99,7 +99,7 @@ def inspect(field: Field, what: str, capsys: pytest.CaptureFixture[str]) -> tupl
 
 
 def command(field: Field, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
-    """Its exit code and what it says, as JSON."""
+    """The exit code, and the JSON that it prints."""
     capsys.readouterr()
     code = app.call([*arguments, "-o", "json", "--pin-dir", str(field.agent.pin_dir)])
     return code, capsys.readouterr().out
@@ -114,17 +114,17 @@ def config_flags(agent: Agent) -> ConfigFlag:
 
 PROVEN = (f"{TCP4}/TCP", f"{UDP4}/UDP", f"{TCP6}/TCP", f"{UDP6}/UDP")
 TURNS = (HOST_ONLY, OFF, ON, OFF, HOST_ONLY, ON)
-"""After "on": every mode follows every other one."""
+"""Starting from "on": each mode is entered from each other mode once."""
 
 
 class Kept(NamedTuple):
-    """Sockets that stay, and what was dialled."""
+    """Sockets that stay open, and what they dialled."""
 
     names: tuple[tuple[str, str, str], ...]
 
 
 def keep(field: Field, label: str) -> Kept:
-    """One socket of each kind at the pod, connected before the change."""
+    """Opens one socket of each kind in the pod, before the mode changes."""
     names = []
     for protocol, to in DIALS:
         name = f"{label} {protocol} {to}"
@@ -135,9 +135,9 @@ def keep(field: Field, label: str) -> Kept:
 
 
 def check_kept(field: Field, kept: Kept) -> None:
-    """They go on, whatever the mode is now."""
+    """Checks that they still work, whatever the mode is now."""
     for name, protocol, to in kept.names:
-        if protocol == "udp":  # unconnected: it names the Service each time
+        if protocol == "udp":  # unconnected: it sends to the Service's address each time
             answer = dial(field["a2"], protocol, to, keep=name)
             assert answer.get("peer") == list(split(to)), (name, answer)
         else:
@@ -146,7 +146,7 @@ def check_kept(field: Field, kept: Kept) -> None:
         field["a2"].ask("drop", keep=name)
 
 
-def test_every_mode_follows_every_other_one_on_a_live_node(
+def test_switching_between_all_modes_on_a_live_node(
     field: Field, capsys: pytest.CaptureFixture[str]
 ) -> None:
     restart(field, ON)
@@ -177,7 +177,7 @@ PROOF = {
     HOST_ONLY: [*(f"dial {to} from the host" for to in PROVEN), f"leave {PROVEN[0]} from a pod"],
     OFF: [],
 }
-"""What `kbpf check --attached` has tried in each mode."""
+"""What `kbpf check --attached` tries in each mode."""
 
 
 def _check_told(field: Field, mode: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -200,11 +200,11 @@ def _check_told(field: Field, mode: str, capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.parametrize(("protocol", "to"), [("tcp", TCP4), ("udp", UDP4)])
-def test_what_was_translated_stays_so_where_the_hooks_still_are(
+def test_translated_sockets_stay_translated_in_host_only_mode(
     field: Field, protocol: str, to: str
 ) -> None:
-    """getpeername() and recvmsg() of a pod's old sockets show the Service in hostNamespaceOnly, and
-    an unconnected one keeps its backend.
+    """In hostNamespaceOnly, getpeername() and recvmsg() of sockets opened before in a pod still
+    show the Service, and an unconnected socket keeps its backend.
     """
     restart(field, ON)
     assert dial(field["a2"], protocol, to, keep="old")["name"] == "a1"
@@ -223,8 +223,10 @@ def test_what_was_translated_stays_so_where_the_hooks_still_are(
         field["a2"].ask("drop", keep="old")
 
 
-def test_hooks_stay_while_the_packet_path_cannot_be_had(field: Field, tmp_path: Path) -> None:
-    """A start with `off` that finds no packet path ends, and the sockets are served as before."""
+def test_hooks_stay_attached_if_the_packet_path_is_unavailable(
+    field: Field, tmp_path: Path
+) -> None:
+    """An agent started with `off` but without a packet path exits; sockets are served as before."""
     restart(field, ON)
     field.agent.stop()
     agent = field.agent
@@ -237,9 +239,9 @@ def test_hooks_stay_while_the_packet_path_cannot_be_had(field: Field, tmp_path: 
     agent.start()
 
 
-def test_a_port_that_a_packet_used_can_dial_the_backend_itself(field: Field) -> None:
-    """What is remembered of a connection that has ended must not translate another one's answers:
-    so it is with a pod that was left to the packet path, and is not any more.
+def test_a_port_reused_after_a_flow_can_dial_the_backend_directly(field: Field) -> None:
+    """The flow of a closed connection must not translate the replies of another connection from the
+    same port: a pod may have been exempt before and not be any more.
     """
     restart(field, ON)
     backend = (field["a1"].ip, 8080)
@@ -252,7 +254,7 @@ def test_a_port_that_a_packet_used_can_dial_the_backend_itself(field: Field) -> 
             client.connect(to)
             client.sendall(b"bye\n")
             assert json.loads(client.recv(4096))["name"] == "a1"
-            assert client.recv(1) == b"", "the server ends it"
+            assert client.recv(1) == b"", "the server closes first"
             return int(client.getsockname()[1])
 
     port = there(field["a2!"], lambda: talk(split(TCP4), 0))
@@ -260,11 +262,11 @@ def test_a_port_that_a_packet_used_can_dial_the_backend_itself(field: Field) -> 
     there(field["a2!"], lambda: talk(split(TCP4), port))
 
 
-# ---- who is exempt -------------------------------------------------------------------------------
+# ---- exemptions ----------------------------------------------------------------------------------
 
 
 class Kubelet:
-    """Pods with cgroups as kubelet makes them: another place in the network of a2."""
+    """Pods with cgroups as kubelet makes them, in the network namespace of a2."""
 
     def __init__(self, field: Field) -> None:
         self.field = field
@@ -272,7 +274,7 @@ class Kubelet:
         self._places: list[Place] = []
 
     def run(self, folder: str) -> Place:
-        """A container of the pod whose cgroup this is, below the node's."""
+        """A container in this pod cgroup, a folder below the node's cgroup."""
         pod = self.field["a2"]
         made = Place(f"in {folder}", pod.netns, self.root / folder / "container")
         made.ip, made.ip6 = pod.ip, pod.ip6
@@ -280,7 +282,7 @@ class Kubelet:
         return made
 
     def end(self, place: Place) -> None:
-        """The pod is gone, and its cgroups too."""
+        """Ends the pod and removes its cgroups."""
         place.close()
         assert place.cgroup is not None
         for folder in place.cgroup.parents:
@@ -312,12 +314,14 @@ def pod_object(uid: str, label: str | None = "off") -> dict[str, Any]:
 
 
 def exempt(field: Field, *folders: Path) -> Callable[[], bool]:
-    """See exempt_at()."""
+    """exempt_at() for the field's agent."""
     return exempt_at(field.agent, *folders)
 
 
 def exempt_at(agent: Agent, *folders: Path) -> Callable[[], bool]:
-    """Whether exactly these cgroups are, and the programs have been told whether to look."""
+    """A condition: exactly these cgroups are exempt, and the flag that makes the programs check for
+    exemptions agrees.
+    """
 
     def so() -> bool:
         found = {int.from_bytes(key, "little") for key in agent.entries("exempt_cgroups")}
@@ -366,13 +370,13 @@ def test_a_pod_with_the_label_is_left_to_the_packet_path(
 @pytest.mark.parametrize(
     ("name", "change"),
     [
-        ("another word", lambda pod: pod["metadata"]["labels"].update({LABEL: "on"})),
+        ("another label value", lambda pod: pod["metadata"]["labels"].update({LABEL: "on"})),
         ("another node", lambda pod: pod["spec"].update(nodeName="node-2")),
         ("another pod", lambda pod: pod["metadata"].update(uid=str(uuid.uuid4()))),
     ],
     ids=lambda given: given if isinstance(given, str) else "",
 )
-def test_others_are_not_exempt(
+def test_pods_without_a_valid_exemption_are_hooked(
     field: Field, kubelet: Kubelet, name: str, change: Callable[[dict[str, Any]], None]
 ) -> None:
     restart(field, ON)
@@ -388,7 +392,7 @@ def test_others_are_not_exempt(
         field.delete(pod)
 
 
-def test_a_pod_whose_cgroup_is_made_anew_is_exempt_again(field: Field, kubelet: Kubelet) -> None:
+def test_a_pod_with_a_recreated_cgroup_is_exempt_again(field: Field, kubelet: Kubelet) -> None:
     restart(field, ON)
     uid = str(uuid.uuid4())
     folder = kubelet.root / f"kubepods/pod{uid}"
@@ -405,7 +409,7 @@ def test_a_pod_whose_cgroup_is_made_anew_is_exempt_again(field: Field, kubelet: 
     field.settle()
 
 
-def test_a_pattern_exempts_cgroups_that_come_later_too(field: Field, kubelet: Kubelet) -> None:
+def test_a_pattern_exempts_cgroups_created_later(field: Field, kubelet: Kubelet) -> None:
     below = kubelet.root.relative_to(_root(kubelet.root))
     here, later = f"system.slice/istio-{1}.service", "system.slice/istio-2.service"
     first, other = kubelet.run(here), kubelet.run("system.slice/sshd.service")
@@ -422,7 +426,7 @@ def test_a_pattern_exempts_cgroups_that_come_later_too(field: Field, kubelet: Ku
 
 
 def exempt_paths(field: Field, kubelet: Kubelet, *folders: str) -> Callable[[], bool]:
-    """The containers in them match the pattern too."""
+    """A condition: these cgroups are exempt and, as they match the pattern too, their containers."""
     there = [kubelet.root / folder for folder in folders]
     return exempt(field, *there, *(folder / "container" for folder in there))
 
@@ -436,14 +440,16 @@ def _root(cgroup: Path) -> Path:
 
 @pytest.fixture
 def account(cluster: Cluster) -> None:
-    """Without it the API server admits no Pod."""
+    """The API server admits no Pod without this ServiceAccount."""
     made = {"kind": "ServiceAccount", "metadata": {"name": "default", "namespace": "default"}}
-    with contextlib.suppress(KubeError):  # it is there from another test
+    with contextlib.suppress(KubeError):  # it exists from another test
         cluster.kube.create({"apiVersion": "v1", **made})
 
 
-def test_an_api_server_says_which_pods(cluster: Cluster, account: None) -> None:
-    """The label comes and goes at a Pod that runs; one of another node is not heard of."""
+def test_pod_labels_from_an_api_server_exempt_pods_of_this_node(
+    cluster: Cluster, account: None
+) -> None:
+    """The label is added to and removed from a running Pod; Pods of other nodes are not watched."""
     folders = {}
     for name, at in (("here", "node-1"), ("there", "node-2")):
         uid = cluster.kube.create(_without_uid(name, at))["metadata"]["uid"]

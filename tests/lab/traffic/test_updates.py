@@ -1,4 +1,4 @@
-"""What a change does: to new connections, to those that run, and to datagrams on their way."""
+"""What a change of a Service does to new connections, established ones and datagrams."""
 
 import itertools
 
@@ -18,7 +18,7 @@ def expect(cluster: Cluster, to: str, outcome: str, client: str = "a3", how: str
 
 
 def load_is_running(place: Place, connections: int) -> None:
-    """Returns when so many more have worked."""
+    """Returns once this many more connections have succeeded."""
     before = sum(place.ask("peek_load")["names"].values())
     until(
         "connections are made",
@@ -27,7 +27,7 @@ def load_is_running(place: Place, connections: int) -> None:
 
 
 def test_connections_never_fail_while_endpoints_come_and_go(cluster: Cluster) -> None:
-    """From both nodes, from a pod and a host; every backend is alive all the time."""
+    """From a pod on one node and the host of the other. All backends accept connections throughout."""
     made = cluster.web(120, "a1 b1", dual=True)
     clients = (cluster["a3"], cluster["host-2"])
     with cluster.given(*made):
@@ -45,7 +45,7 @@ def test_connections_never_fail_while_endpoints_come_and_go(cluster: Cluster) ->
     for result in results:
         assert result["errors"] == []
         assert {"a1", "a2", "b1", "b2"} >= set(result["names"])
-        assert len(result["names"]) >= 2, "the load has seen changes"
+        assert len(result["names"]) >= 2, "the load met several backends"
 
 
 def test_a_backend_that_left_gets_no_new_connections(cluster: Cluster) -> None:
@@ -62,7 +62,7 @@ def test_a_backend_that_left_gets_no_new_connections(cluster: Cluster) -> None:
 
 
 def test_established_connections_outlive_their_endpoint(cluster: Cluster) -> None:
-    """As in kube-proxy: TCP is never cut, so that a pod can end what it has begun."""
+    """As with kube-proxy, TCP connections are never cut, so that a terminating pod can finish them."""
     client = cluster["b3"]
     with cluster.given(*cluster.web(122, "a1")):
         assert client.tcp("10.96.0.122", 80, keep="old")["name"] == "a1"
@@ -84,7 +84,7 @@ def test_established_connections_outlive_their_service(cluster: Cluster) -> None
 
 
 def test_a_slice_moves_an_endpoint_to_another_slice(cluster: Cluster) -> None:
-    """Whichever of the two is written first."""
+    """In either order: added to the new slice first, or removed from the old one first."""
     first, second = (cluster.slice("web-123", "a1", name=f"web-123-{n}") for n in "xy")
     with cluster.given(cluster.web(123, "")[0], first):
         cluster.create(second)
@@ -99,7 +99,7 @@ def test_a_slice_moves_an_endpoint_to_another_slice(cluster: Cluster) -> None:
         expect(cluster, "10.96.0.123:80", "a1")
 
 
-def test_deleted_and_made_again_at_another_address(cluster: Cluster) -> None:
+def test_a_service_recreated_at_another_address(cluster: Cluster) -> None:
     made, other = cluster.web(124, "a1"), cluster.web(125, "b1")
     other[0]["metadata"]["name"] = "web-124"
     with cluster.given(*made):
@@ -111,7 +111,7 @@ def test_deleted_and_made_again_at_another_address(cluster: Cluster) -> None:
         expect(cluster, "10.96.0.125:80", "a1")
 
 
-def test_deleted_and_made_again_at_the_same_address(cluster: Cluster) -> None:
+def test_a_service_recreated_at_the_same_address(cluster: Cluster) -> None:
     made = cluster.web(126, "a1")
     with cluster.given(*made):
         for who in ("b1", "a1 a2", "b2"):
@@ -124,7 +124,7 @@ def test_deleted_and_made_again_at_the_same_address(cluster: Cluster) -> None:
             expect(cluster, "10.96.0.126:80", who)
 
 
-def test_an_address_goes_to_another_service(cluster: Cluster) -> None:
+def test_an_address_moves_to_another_service(cluster: Cluster) -> None:
     one, two = cluster.web(127, "a1"), cluster.web(127, "b1")
     two[0]["metadata"]["name"] = "heir"
     two[1] = cluster.slice("heir", "b1")
@@ -136,7 +136,7 @@ def test_an_address_goes_to_another_service(cluster: Cluster) -> None:
 
 
 def test_everything_about_the_ports_changes_in_one_update(cluster: Cluster) -> None:
-    """Number, protocol, name, target; one port goes, one comes, one stays."""
+    """Number, protocol, name and target change; a port is removed, another added, one unchanged."""
     at = "10.96.0.128"
     before = (port(80, "web"), port(53, "dns"), port(9000, "old"), port(443, "same"))
     after = (port(81, "web"), port(53, "dns", "UDP"), port(9001, "new"), port(443, "same"))
@@ -171,7 +171,7 @@ def test_a_node_port_changes(cluster: Cluster) -> None:
         expect(cluster, f"{OWN}:30030", "a1", "host-1")
 
 
-def test_types_change(cluster: Cluster) -> None:
+def test_the_service_type_changes(cluster: Cluster) -> None:
     """ClusterIP, NodePort, ClusterIP, ExternalName, headless, ExternalName, NodePort."""
     at = "10.96.0.130"
     clear = {"clusterIP": None, "clusterIPs": None}
@@ -206,7 +206,7 @@ def test_types_change(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("label", ["service-proxy-name", "headless"])
-def test_a_label_takes_a_service_away_and_gives_it_back(cluster: Cluster, label: str) -> None:
+def test_a_label_stops_serving_and_its_removal_resumes(cluster: Cluster, label: str) -> None:
     def put(value: str | None) -> None:
         labels = {f"service.kubernetes.io/{label}": value}
         cluster.kube.patch("Service", "web-131", {"metadata": {"labels": labels}})
@@ -220,7 +220,7 @@ def test_a_label_takes_a_service_away_and_gives_it_back(cluster: Cluster, label:
         expect(cluster, "10.96.0.131:80", "a1")
 
 
-def test_the_second_family_comes_and_goes(cluster: Cluster) -> None:
+def test_the_second_family_is_added_and_removed(cluster: Cluster) -> None:
     one = cluster.web(132, "a1")
     both = cluster.web(132, "a1", dual=True)
     with cluster.given(*one):
@@ -244,7 +244,7 @@ def test_the_policy_changes(cluster: Cluster) -> None:
         expect(cluster, "10.96.0.133:80", "b1", "b3")
 
 
-def test_the_zone_of_our_node_changes(cluster: Cluster) -> None:
+def test_the_zone_of_the_node_changes(cluster: Cluster) -> None:
     label = "topology.kubernetes.io/zone"
 
     def move(zone: str, backend: str) -> None:
@@ -264,12 +264,12 @@ def test_the_zone_of_our_node_changes(cluster: Cluster) -> None:
 
 
 def test_two_services_claim_one_external_ip(cluster: Cluster) -> None:
-    """The older one has it; the other takes over when it is gone."""
+    """The older Service has it; the other gets it when the older one is deleted."""
     one = cluster.web(135, "a1", external_ips=["192.0.2.135"])
     two = cluster.web(136, "b1", external_ips=["192.0.2.135"])
     with cluster.given(*one):
         older = cluster.kube.get("Service", "web-135")["metadata"]["creationTimestamp"]
-        two[0]["metadata"]["name"] = "a-web"  # by name alone it would win
+        two[0]["metadata"]["name"] = "a-web"  # it would win if names decided instead of age
         two[1] = cluster.slice("a-web", "b1")
         until("the clock shows another second", lambda: later(cluster, older))
         with cluster.given(*two):
@@ -288,7 +288,7 @@ def test_two_services_claim_one_external_ip(cluster: Cluster) -> None:
 
 
 def later(cluster: Cluster, stamp: str) -> bool:
-    """Whether an object made now is younger: times of creation have seconds."""
+    """Whether an object created now is younger. creationTimestamp has a resolution of a second."""
     probe = service("probe")
     made = cluster.kube.create(probe)["metadata"]["creationTimestamp"]
     cluster.delete(probe)

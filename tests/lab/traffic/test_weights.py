@@ -1,4 +1,4 @@
-"""Annotations of a Service, through a real API server, to the slots that its connections meet."""
+"""kbpf.io annotations of a Service, from a real API server to the slots of its backend sets."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ WHO = {"a1": "web-0", "a2": "web-1", "b1": "web-2"}
 
 
 def web(cluster: Cluster, **annotations: str) -> list[Object]:
-    """a1, a2 and b1 as the Pods web-0, web-1 and web-2."""
+    """A Service with these annotations; its backends a1, a2, b1 are the Pods web-0, web-1, web-2."""
     said = {f"kbpf.io/{name}": text for name, text in annotations.items()}
     made = cluster.web(60, " ".join(WHO), annotations=said)
     for end, pod in zip(made[1]["endpoints"], WHO.values(), strict=True):
@@ -23,7 +23,7 @@ def web(cluster: Cluster, **annotations: str) -> list[Object]:
 
 
 def slots(cluster: Cluster) -> dict[str, Counter[str]]:
-    """Each agent's: how many slots each Pod has."""
+    """By agent: how many slots each Pod has."""
     pods = {f"{cluster[place].ip}:8080/TCP": pod for place, pod in WHO.items()}
     return {
         agent.node.name: Counter(pods[one] for one in cluster.served(agent)[AT]["cluster"])
@@ -42,7 +42,7 @@ def shares(counts: Counter[str]) -> tuple[int, ...]:
     return tuple(counts[pod] for pod in WHO.values())
 
 
-def test_annotations_decide_who_gets_how_much(plain: Cluster):
+def test_weights_annotation_sets_the_slots_of_each_backend(plain: Cluster):
     assert {shares(found) for found in slots(plain).values()} == {(1, 1, 1)}
 
     plain.change(web(plain, weights="web-0=3, *=1")[0])
@@ -52,14 +52,14 @@ def test_annotations_decide_who_gets_how_much(plain: Cluster):
     address = plain["a2"].ip
     plain.change(web(plain, weights=f"node:{node}=5, {address}=0, zone:zone-1=2")[0])
     assert {shares(found) for found in slots(plain).values()} == {(2, 0, 5)}
-    check(plain, Dial("not to the one with weight 0", "a3", "10.96.0.60:80", "a1 b1"))
+    check(plain, Dial("a backend of weight 0 gets nothing", "a3", "10.96.0.60:80", "a1 b1"))
 
     plain.change(web(plain, weights="*=0")[0])
     assert {shares(found) for found in slots(plain).values()} == {(1, 1, 1)}
-    check(plain, Dial("all have 0: to all", "a3", "10.96.0.60:80", "a1 a2 b1"))
+    check(plain, Dial("all weights are 0: all serve", "a3", "10.96.0.60:80", "a1 a2 b1"))
 
 
-def test_maglev_is_the_same_table_on_every_node(plain: Cluster):
+def test_maglev_tables_are_equal_on_all_nodes(plain: Cluster):
     plain.change(web(plain, algorithm="maglev")[0])
     behind = [plain.served(agent)[AT] for agent in plain.agents]
     assert behind[0]["cluster"] == behind[1]["cluster"]
@@ -72,7 +72,7 @@ def test_maglev_is_the_same_table_on_every_node(plain: Cluster):
     assert "MAGLEV" not in plain.served()[AT]["flags"]
 
 
-def test_a_bad_annotation_is_one_problem_and_the_service_is_served_on(plain: Cluster):
+def test_a_bad_annotation_is_reported_and_the_service_still_served(plain: Cluster):
     plain.change(web(plain, algorithm="ring", weights="web-0=4, web-1=much")[0])
     assert {shares(found) for found in slots(plain).values()} == {(4, 1, 1)}
 
@@ -80,10 +80,10 @@ def test_a_bad_annotation_is_one_problem_and_the_service_is_served_on(plain: Clu
         status = plain.agent.status() or {}
         return [line for line in status.get("problems", ()) if "web-60" in line]
 
-    until("both are told", lambda: len(problems()) == 2)
+    until("both problems are reported", lambda: len(problems()) == 2)
     algorithm, weights = sorted(problems())
     about = "Service default/web-60: metadata.annotations[kbpf.io/"
     assert algorithm == f"{about}algorithm]: 'ring' is unknown; write random or maglev"
     assert weights.startswith(f"{about}weights]: cannot use 'web-1=much'; write NAME=WEIGHT")
     plain.change(web(plain)[0])
-    until("nothing is left of it", lambda: problems() == [])
+    until("both problems are gone", lambda: problems() == [])

@@ -45,9 +45,9 @@ CANNOT: dict[str, str] = {
     # tests/lab/traffic/test_services.py
     r"test_services.*no endpoints, UDP, IPv6": EPERM,
     # tests/lab/traffic/test_affinity.py
-    r"test_all_addresses_of_a_service_share_it": FRONTENDS,
+    r"test_all_addresses_of_a_service_share_affinity": FRONTENDS,
     r"test_affinity_is_the_clients_at_every_address": FRONTENDS,
-    r"test_after_the_timeout_a_client_may_go_elsewhere": MAPS,
+    r"test_after_the_timeout_a_client_may_change_backend": MAPS,
     # tests/lab/outside/test_north_south.py
     r"test_north_south.*short circuit": PODS,
     r"test_a_program_answers_for_an_unknown_port": MAPS,
@@ -57,13 +57,13 @@ CANNOT: dict[str, str] = {
     r"test_switched_off_nothing_is_left_on_a_device": MAPS,
     r"test_cleaned_up_nothing_is_left_on_a_device": MAPS,
     # tests/lab/traffic/test_local_mode.py
-    r"test_whose_short_circuit_it_is\[none-": PODS,
+    r"test_which_clients_use_the_short_circuit\[none-": PODS,
     # tests/lab/traffic/test_datagrams.py
-    r"test_connected_sockets_end_with_their_backend": SOCKETS,
-    r"test_the_backend_itself_is_told_too": SOCKETS,
-    r"test_a_deleted_service_ends_its_sockets": SOCKETS,
-    r"test_others_live_on": SOCKETS,
-    r"test_unconnected_sockets_move_on": UNHEARD,
+    r"test_connected_sockets_are_aborted_when_their_backend_stops": SOCKETS,
+    r"test_a_backend_connected_to_itself_is_aborted_too": SOCKETS,
+    r"test_a_deleted_service_aborts_its_sockets": SOCKETS,
+    r"test_sockets_of_other_backends_are_not_aborted": SOCKETS,
+    r"test_unconnected_sockets_change_to_a_serving_backend": UNHEARD,
     # tests/lab/traffic/test_updates.py
     r"test_established_connections_outlive_their_service": DELETED,
 }
