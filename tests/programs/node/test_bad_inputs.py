@@ -1,7 +1,7 @@
-"""What an operator may get wrong on a machine, row by row: the line that says so, and the exit
-code. tests/values/config/test_bad_inputs.py has the settings that need no machine.
+"""Mistakes of an operator that only show on a machine: the error line and the exit code of each.
+tests/values/config/test_bad_inputs.py has the settings that need no machine.
 
-Nothing is mounted or attached by any row: each ends before.
+No row mounts or attaches anything: each command ends before.
 """
 
 import os
@@ -27,7 +27,9 @@ AGENT = " ERROR kbpf "
 
 
 class Place:
-    """Folders that rows name: `{empty}`, `{data}` with a file, `{file}`, `{closed}` to others."""
+    """Folders for the rows: `{empty}`, `{data}` with files, `{file}`, and `{closed}`,
+    root's only.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -56,7 +58,9 @@ def place() -> Iterator[Place]:
 
 
 class Wrong(NamedTuple):
-    """A command, who runs it, its exit code, and the last line on stderr, after `before`."""
+    """A command, its exit code, and the last line on stderr after `before`. `nobody`: run as that
+    user.
+    """
 
     name: str
     command: str
@@ -118,7 +122,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize("row", WRONG, ids=lambda row: row.name)
-def test_one_line_and_nothing_is_changed(row: Wrong, place: Place) -> None:
+def test_error_is_one_line_and_nothing_changes(row: Wrong, place: Place) -> None:
     before = place.shown()
     done = kbpf(*place.fill(row.command).split(), nobody=row.nobody)
     assert row.before in done.last()
@@ -132,7 +136,7 @@ def test_one_line_and_nothing_is_changed(row: Wrong, place: Place) -> None:
 READ_ONLY = 'mount --make-rprivate / && mount -t bpf -o ro bpf "$0" && exec "$@"'
 
 
-def test_pins_in_a_bpffs_that_is_read_only(place: Place) -> None:
+def test_pin_folder_in_a_read_only_bpffs_is_an_error(place: Place) -> None:
     words = place.fill(f"{BPF} --pin-dir {{empty}}/pins").split()
     done = subprocess.run(
         ["unshare", "-m", "sh", "-ec", READ_ONLY, str(place.root / "empty"), sys.executable, "-m",
@@ -143,7 +147,7 @@ def test_pins_in_a_bpffs_that_is_read_only(place: Place) -> None:
     assert done.returncode == 1
 
 
-def test_a_bridge_that_is_not_there_is_a_warning() -> None:
+def test_missing_bridge_is_a_warning() -> None:
     words = ("--detect-local-mode=BridgeInterface", "--pod-bridge-interface=nosuchbr")
     done = kbpf("run", "--source", "/nowhere", *words)
     assert (
@@ -153,7 +157,7 @@ def test_a_bridge_that_is_not_there_is_a_warning() -> None:
     assert done.code == 1
 
 
-def test_a_map_that_the_kernel_does_not_make_names_its_flag() -> None:
+def test_error_of_a_too_large_map_names_its_flag() -> None:
     with pytest.raises(KernelError, match=r"lower --max-connections$"):
         pinning.make_map(MAPS["flows"], (1 << 32) - 1)
 
@@ -163,10 +167,12 @@ def mounted() -> list[tuple[str, str]]:
     return [(line.split()[1], line.split()[2]) for line in lines]
 
 
-def test_a_start_without_ipvs_leaves_nothing_that_looks_like_remains(
+def test_failed_start_without_ipvs_leaves_no_state(
     monkeypatch: pytest.MonkeyPatch, place: Place
 ) -> None:
-    """Or the next start of mode bpf would tell of a mode ipvs that never served."""
+    """Otherwise the next start of mode bpf would report remains of a mode ipvs that never
+    served.
+    """
 
     def refuse(*_: object) -> None:
         raise KernelError("this kernel has no IPVS")

@@ -1,5 +1,5 @@
-"""An agent without CAP_SYS_ADMIN: it starts, starts again, and grows. The kernel opens programs and
-maps by their ids with that capability only, so nothing may depend on ids there.
+"""An agent without CAP_SYS_ADMIN starts, restarts and grows its maps. The kernel opens programs and
+maps by id only with that capability, so nothing may depend on ids there.
 """
 
 import errno
@@ -39,7 +39,9 @@ plane.close()
 
 
 def agent(site: Site, packet_path: bool, services: int) -> str:
-    """One life of an agent, from open to close."""
+    """Runs an agent from open to close; prints how many objects were refused and
+    frontends written.
+    """
     words = (site.pins, site.cgroup, site.cache, packet_path, services)
     done = subprocess.run(
         ["unshare", "--net", "setpriv", "--bounding-set=-sys_admin", "--inh-caps=-sys_admin",
@@ -50,10 +52,10 @@ def agent(site: Site, packet_path: bool, services: int) -> str:
     return done.stdout.strip()
 
 
-@pytest.mark.parametrize("packet_path", [False, True], ids=["sockets", "packets, too"])
-def test_it_starts_again_and_grows_without_sys_admin(site: Site, packet_path: bool) -> None:
+@pytest.mark.parametrize("packet_path", [False, True], ids=["sockets", "sockets and packets"])
+def test_agent_restarts_and_grows_maps_without_sys_admin(site: Site, packet_path: bool) -> None:
     assert agent(site, packet_path, 3) == "0 3"
-    assert agent(site, packet_path, 3) == "0 0", "adopted, nothing is written"
+    assert agent(site, packet_path, 3) == "0 0", "the maps are adopted, nothing is written"
     assert agent(site, packet_path, 40) == "0 37", "the maps have grown"
     assert agent(site, packet_path, 40) == "0 0"
     assert len(site.entries("services")) == 40
@@ -82,8 +84,8 @@ with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as own:
 """
 
 
-def test_a_socket_of_the_nodes_own_namespace_is_ended_without_sys_admin() -> None:
-    """Those of other namespaces are not: entering them needs it."""
+def test_socket_of_the_host_namespace_is_destroyed_without_sys_admin() -> None:
+    """Sockets of other namespaces are not, because entering them needs CAP_SYS_ADMIN."""
     done = subprocess.run(
         ["unshare", "--net", "sh", "-c", 'ip link set lo up; exec "$@"', "sh",
          "setpriv", "--bounding-set=-sys_admin", "--inh-caps=-sys_admin",

@@ -1,7 +1,7 @@
-"""Compiling: in a child, without the kernel's headers, once, and with errors that name the line.
+"""Compiling happens in a child process, without kernel headers, once; errors name file and line.
 
-Each run is a Python of its own on a tree of its own where sources are changed, so nothing that is
-compiled here meets what the other tests use.
+Tests that change sources run a separate Python on a copy of the tree, so their artifacts never mix
+with those of other tests.
 """
 
 import os
@@ -41,7 +41,7 @@ assert "libLLVM" not in maps and "libclang" not in maps and "libbcc" not in maps
 
 @dataclass
 class Tree:
-    """A copy of kbpf, and a cache."""
+    """A copy of kbpf, and a cache folder."""
 
     root: Path
 
@@ -64,7 +64,7 @@ class Tree:
         unit: str = "sock",
         warning: str = "",
     ) -> str:
-        """What a new process says when it asks for the unit; `path`: Python's first place."""
+        """What a new process prints for the unit. `path` comes first on its PYTHONPATH."""
         done = subprocess.run(
             [*before, sys.executable, "-c", OBTAIN, str(cache or self.cache), unit],
             cwd=self.root,
@@ -76,7 +76,7 @@ class Tree:
         )
         assert done.returncode == 0, done.stderr
         said = done.stderr.splitlines()
-        assert len(said) == bool(warning), "the compiler's words stay with us"
+        assert len(said) == bool(warning), "the compiler's output is not passed on"
         assert warning in done.stderr
         assert done.stdout.count("\n") == 1
         return done.stdout.strip()
@@ -90,17 +90,17 @@ def tree(tmp_path: Path) -> Tree:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Artifact, Path]:
-    """The real sources, compiled now."""
+    """The real sources, compiled now, and the cache folder they are in."""
     cache = tmp_path_factory.mktemp("cache")
     made, compiled = compile.find_or_compile("sock", cache)
     assert compiled
     return made, cache
 
 
-# ---- what comes out ----------------------------------------------------------------------------
+# ---- the artifact --------------------------------------------------------------------------------
 
 
-def test_the_artifact_has_every_program_and_fits_the_maps(built: tuple[Artifact, Path]):
+def test_artifact_has_every_program_and_matches_the_map_layouts(built: tuple[Artifact, Path]):
     made, _ = built
     assert [one.name for one in made.programs] == [h.name for h in HOOKS if h.unit == "sock"]
     assert made.maps
@@ -109,8 +109,8 @@ def test_the_artifact_has_every_program_and_fits_the_maps(built: tuple[Artifact,
         assert (shape.key_size, shape.value_size) == (spec.key_size, spec.value_size)
 
 
-def test_no_descriptor_of_the_compiler_is_left_in_the_bytecode(built: tuple[Artifact, Path]):
-    """Every instruction that loads a map is known by the map's name, and holds no number."""
+def test_bytecode_refers_to_maps_by_name(built: tuple[Artifact, Path]):
+    """Each instruction that loads a map refers to it by name, and its immediate value is 0."""
     made, _ = built
     for program in made.programs:
         loads = {
@@ -128,10 +128,10 @@ def test_the_same_sources_give_the_same_bytes(built: tuple[Artifact, Path], tmp_
     assert compile.compile_unit("sock", tmp_path) == made
 
 
-# ---- once --------------------------------------------------------------------------------------
+# ---- the cache -----------------------------------------------------------------------------------
 
 
-def test_the_second_time_nothing_is_compiled(
+def test_cached_artifact_is_not_compiled_again(
     built: tuple[Artifact, Path], monkeypatch: pytest.MonkeyPatch
 ):
     made, cache = built
@@ -153,10 +153,10 @@ def test_changed_sources_are_compiled_again(tree: Tree):
     tree.edit("lookup.h", "#define TRIES 3", "#define TRIES 2")
     assert tree.obtain() == COMPILED
     tree.edit("lookup.h", "#define TRIES 2", "#define TRIES 3")
-    assert tree.obtain() == FOUND, "what was made before is still there"
+    assert tree.obtain() == FOUND, "the earlier artifact is still cached"
 
 
-def test_another_compiler_compiles_again(
+def test_another_compiler_version_compiles_again(
     built: tuple[Artifact, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     made, _ = built
@@ -168,7 +168,7 @@ def test_another_compiler_compiles_again(
     assert compiled
 
 
-def test_a_damaged_file_is_compiled_again(tree: Tree):
+def test_corrupt_artifact_is_compiled_again(tree: Tree):
     tree.obtain()
     (path,) = tree.cache.iterdir()
     good = path.read_bytes()
@@ -178,18 +178,18 @@ def test_a_damaged_file_is_compiled_again(tree: Tree):
     assert tree.obtain() == FOUND
 
 
-def test_a_cache_that_cannot_be_written_is_no_obstacle(tree: Tree):
+def test_unwritable_cache_is_a_warning(tree: Tree):
     (tree.root / "file").write_text("")
     for cache in (tree.root / "file" / "cache", Path("/proc/no/cache")):
         assert tree.obtain(cache=cache, warning="cannot be kept") == COMPILED
 
 
-# ---- on what -----------------------------------------------------------------------------------
+# ---- what is installed ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("unit", UNITS)
-def test_no_header_of_the_kernel_or_of_libc_is_needed(tree: Tree, unit: str):
-    """All the places where they could be are empty, kheaders included."""
+def test_compiles_without_kernel_and_libc_headers(tree: Tree, unit: str):
+    """All the folders where they could be are empty, kheaders included."""
     hide = (
         "mount --make-rprivate /;"
         "for d in /lib/modules /usr/src /usr/include /usr/local/include; do"
@@ -203,7 +203,7 @@ def test_no_header_of_the_kernel_or_of_libc_is_needed(tree: Tree, unit: str):
     assert said == f"compiled {programs}"
 
 
-def test_without_bcc_what_was_made_ahead_is_used(
+def test_cached_artifact_is_used_without_bcc(
     built: tuple[Artifact, Path], monkeypatch: pytest.MonkeyPatch
 ):
     made, cache = built
@@ -212,7 +212,7 @@ def test_without_bcc_what_was_made_ahead_is_used(
     assert compile.find_or_compile("sock", cache) == (made, False)
 
 
-def test_without_bcc_and_nothing_made_ahead_it_says_what_to_do(
+def test_error_without_bcc_and_cache_says_what_to_do(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     monkeypatch.setattr(compile.importlib.util, "find_spec", lambda _: None)
@@ -239,7 +239,7 @@ PREFIX = "CompileError: cannot compile the BPF programs: "
         ("maps.h", "struct slot, u32,", "struct slod, u32,", "slod"),
     ],
 )
-def test_an_error_names_the_file_and_the_line(tree: Tree, name: str, old: str, new: str, what: str):
+def test_compile_error_names_file_and_line(tree: Tree, name: str, old: str, new: str, what: str):
     text = (tree.root / "kbpf" / "bpf" / name).read_text()
     line = text[: text.index(old)].count("\n") + 1
     tree.edit(name, old, new)
@@ -249,7 +249,7 @@ def test_an_error_names_the_file_and_the_line(tree: Tree, name: str, old: str, n
     assert f"(kbpf/bpf/{name}:{line})" in said
 
 
-def test_a_missing_header_is_named(tree: Tree):
+def test_error_names_the_missing_header(tree: Tree):
     (tree.root / "kbpf" / "bpf" / "lib" / "addr.h").unlink()
     said = tree.obtain()
     assert said.startswith("CompileError: cannot read a BPF source (")
@@ -267,7 +267,7 @@ BROKEN_BCC = {
 
 
 @pytest.mark.parametrize("code", BROKEN_BCC)
-def test_a_broken_bcc_is_one_line(tree: Tree, code: str):
+def test_broken_bcc_is_a_one_line_error(tree: Tree, code: str):
     (tree.root / "broken" / "bcc").mkdir(parents=True)
     (tree.root / "broken" / "bcc" / "__init__.py").write_text(code)
     said = tree.obtain(path=tree.root / "broken")
@@ -276,14 +276,14 @@ def test_a_broken_bcc_is_one_line(tree: Tree, code: str):
     assert "(unit sock)" in said
 
 
-def test_a_compiler_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_compiler_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr(compile, "COMPILE_TIMEOUT_S", 0.01)
     with pytest.raises(CompileError, match="did not finish"):
         compile.find_or_compile("sock", tmp_path)
 
 
-def test_who_may_not_make_maps_is_told_so(tree: Tree):
-    """BCC makes the maps of what it compiles; an unprivileged user may not."""
+def test_compiling_unprivileged_is_an_error(tree: Tree):
+    "the weights are still 0: the device alone is no sign of a running kube-proxy"
     os.chmod(tree.root, 0o755)
     drop = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
     said = tree.obtain(*drop, cache=Path("/nowhere"))

@@ -1,6 +1,6 @@
-"""`--mode auto` where BPF is not to be had: the agent serves by IPVS, and says why. Each cause is a
-real one, of the kernel, the machine or its operator. Kernels without IPVS have a fake of it, which
-serves nobody: there it is the agent's choice that is shown.
+"""`--mode auto` where BPF is unavailable: the agent serves by IPVS and reports why. Each cause is
+real: the kernel, the machine or its operator. Kernels without IPVS get a fake of it that serves
+nothing; there only the agent's choice is tested.
 """
 
 import contextlib
@@ -31,13 +31,13 @@ from tests.support.lab.web import get
 DENY = Path(__file__).parents[2] / "support" / "faults" / "deny.py"
 LINK_CREATE = 28
 UPDATE_BATCH = 26
-"""Of enum bpf_cmd: Linux v5.7 and v5.6."""
+"""From enum bpf_cmd: BPF_LINK_CREATE is new in Linux 5.7, BPF_MAP_UPDATE_BATCH in 5.6."""
 VIP = "10.96.0.1"
 HAS_IPVS = not lacking("ipvs")
 
 
 class House:
-    """A node with a pod, an agent, and what keeps it from BPF."""
+    """A node with a pod, an agent, and causes that keep the agent from using BPF."""
 
     def __init__(self, lab: Lab, folder: Path, compiled: Path) -> None:
         self.folder, self.compiled = folder, compiled
@@ -57,18 +57,18 @@ class House:
         self.agent.module = "kbpf" if HAS_IPVS else "tests.support.runtime.planeless_agent"
 
     def python(self, module: str, text: str) -> tuple[str, ...]:
-        """A command that executes another one whose Python finds this file of a module first."""
+        """A command that runs another one whose Python finds this module before the real one."""
         folder = Path(tempfile.mkdtemp(dir=self.folder))
         (folder / module).parent.mkdir(exist_ok=True)
         (folder / module).write_text(text)
         return ("env", f"PYTHONPATH={folder}")
 
     def nothing_compiled(self) -> tuple[str, ...]:
-        """Arguments of an agent that has to compile."""
+        """Arguments that make the agent compile, because its cache is empty."""
         return ("--cache-dir", str(self.folder / "empty"))
 
     def spoiled(self) -> tuple[str, ...]:
-        """Arguments of an agent whose programs no verifier lets pass: connect4 has no result."""
+        """Arguments of an agent whose connect4 every verifier refuses: it sets no return value."""
         folder = self.folder / "spoiled"
         for unit in UNITS:
             made, _ = compile.find_or_compile(unit, self.compiled)
@@ -82,8 +82,10 @@ class House:
         return ("--cache-dir", str(folder))
 
     @contextlib.contextmanager
-    def taken(self, name: str) -> Iterator[None]:
-        """Somebody has this hook of the node's cgroup for himself alone."""
+    def exclusive_program(self, name: str) -> Iterator[None]:
+        """Another program is attached to this hook of the node's cgroup and does not allow a second
+        one.
+        """
         hook = next(hook for hook in HOOKS if hook.name == name)
         folder = os.open(self.home.cgroup, os.O_RDONLY | os.O_DIRECTORY)
         program = Program.load("theirs", hook.prog_type, hook.attach_type, probe.RETURN_1)
@@ -99,8 +101,8 @@ class House:
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """What is the matter, and what the agent says of it. `wrapper`: a command that executes the
-    agent; `extra`: its arguments; `around`: what is done meanwhile.
+    """What keeps the agent from BPF, and the reason that it reports. `wrapper`: a command that runs
+    the agent; `extra`: the agent's arguments; `around`: a context in which it runs.
     """
 
     name: str
@@ -113,7 +115,7 @@ class Cause:
 
 
 def deny(number: int, *commands: int) -> Callable[[House], tuple[str, ...]]:
-    """A kernel without these commands of bpf(2), or without any."""
+    """A kernel without these commands of bpf(2); without `commands`, without bpf(2)."""
     numbers = ",".join(map(str, commands))
     return lambda _: (sys.executable, str(DENY), str(number), numbers, "--")
 
@@ -168,9 +170,9 @@ CAUSES = (
     ),
     Cause("the verifier refuses", FallbackReason.PROGRAM_REFUSED, extra=House.spoiled),
     Cause(
-        "somebody has a hook alone",
+        "exclusive program at a hook",
         FallbackReason.ATTACH_FAILED,
-        around=lambda house: house.taken("sendmsg6"),
+        around=lambda house: house.exclusive_program("sendmsg6"),
     ),
 )
 
@@ -185,12 +187,12 @@ def house(tmp_path_factory: pytest.TempPathFactory, artifact_cache: Path) -> Ite
         made.outside.close()
 
 
-def test_each_reason_has_a_cause():
+def test_every_fallback_reason_has_a_cause():
     assert {cause.reason for cause in CAUSES} == set(FallbackReason)
 
 
 @pytest.mark.parametrize("cause", CAUSES, ids=lambda cause: cause.name)
-def test_it_serves_by_ipvs_and_says_why(house: House, cause: Cause):
+def test_agent_falls_back_to_ipvs_and_reports_the_reason(house: House, cause: Cause):
     agent = house.agent
     agent.wrapper, agent.mode = cause.wrapper(house), "ipvs"
     with cause.around(house), running(agent, "--mode", "auto", *cause.extra(house)):
@@ -202,20 +204,20 @@ def test_it_serves_by_ipvs_and_says_why(house: House, cause: Cause):
         assert (choice["reason"], bool(choice["why"])) == (str(cause.reason), True)
         (said,) = [line for line in agent.lines() if "BPF is unavailable on this node" in line]
         assert f"{cause.reason}: {choice['why']}" in said
-        info = until("the page knows the mode", lambda: mode_info(house))
+        info = until("/metrics has the mode", lambda: mode_info(house))
         labels = {"mode": "ipvs", "asked": "auto", "reason": str(cause.reason)}
         assert info.value(**labels) == 1
         until("nothing of BPF is pinned", lambda: not any(agent.pin_dir.glob("*")))
 
 
 def mode_info(house: House) -> prometheus.Family | None:
-    """What /metrics says of the mode; nothing on a page that was made before the first status."""
+    """kbpf_mode_info on /metrics; None before the agent has written its first status."""
     scraped = get(house.home.netns, "127.0.0.1", 10249, "/metrics").body
     return prometheus.parse(scraped.decode()).get("kbpf_mode_info")
 
 
-def test_the_next_start_tries_bpf_again(house: House):
-    """Nothing else does."""
+def test_next_start_tries_bpf_again(house: House):
+    """A fallback lasts until then."""
     agent = house.agent
     agent.wrapper, agent.mode = (), "bpf"
     with running(agent, "--mode", "auto"):
@@ -225,7 +227,7 @@ def test_the_next_start_tries_bpf_again(house: House):
 
 @contextlib.contextmanager
 def running(agent: Agent, *arguments: str) -> Iterator[None]:
-    """Started, and stopped whatever comes."""
+    """Starts the agent, and stops it in any case."""
     try:
         agent.start(extra=arguments)
         yield
@@ -234,7 +236,7 @@ def running(agent: Agent, *arguments: str) -> Iterator[None]:
 
 
 def chosen(agent: Agent) -> dict[str, str]:
-    """The mode that it has taken, as its status says."""
+    """The choice of a mode in the agent's status."""
     status = agent.status()
     assert status is not None
     made: dict[str, str] = status["choice"]

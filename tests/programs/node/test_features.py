@@ -1,4 +1,4 @@
-"""What this kernel can do: the tests' own table of it is right, and `kbpf check` says the same."""
+"""The tests' table of kernel features is right, and `kbpf check` agrees with it."""
 
 import json
 import os
@@ -25,26 +25,26 @@ INSTALLED = frozenset(("BCC", "LLVM", "compiled programs"))
 
 
 @pytest.mark.parametrize("name", FEATURES)
-def test_the_table_is_right(name: str) -> None:
+def test_feature_table_matches_this_kernel(name: str) -> None:
     assert bool(FEATURES[name].tried()) is not bool(lacking(name))
 
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> tuple[CheckRow, ...]:
-    FEATURES["sctp"].tried()  # which loads the module; check only looks
+    FEATURES["sctp"].tried()  # loads the module, which `kbpf check` does not
     pins, cache = Path("/sys/fs/bpf/kbpf-no-pins"), tmp_path_factory.mktemp("cache")
     return (*bpf_checks.rows(None, pins, cache), *packet_path.check_packet_path(pins))
 
 
-def test_check_says_exactly_what_this_kernel_lacks(rows: tuple[CheckRow, ...]) -> None:
+def test_check_rows_report_exactly_the_lacking_features(rows: tuple[CheckRow, ...]) -> None:
     about_kernel = [row for row in rows if row.name not in SETTINGS | INSTALLED]
     assert {row.name for row in about_kernel if row.result == "unknown"} == set()
     lacks = {feature.check for name, feature in FEATURES.items() if lacking(name)} - {""}
     assert {row.name for row in about_kernel if row.result == "no"} == lacks
 
 
-def test_check_says_it_on_the_command_line() -> None:
-    """In each of Debian's kernels exactly the rows of a table say "no"."""
+def test_check_command_reports_exactly_the_lacking_features() -> None:
+    """In Debian's kernels exactly the rows of BY_KERNEL say "no"."""
     for name in ("sctp", "ipvs"):
         FEATURES[name].tried()
     done = subprocess.run(
@@ -64,13 +64,13 @@ def test_check_says_it_on_the_command_line() -> None:
     assert bool(said["ipvs_missing"]) is bool(lacking("ipvs"))
 
 
-def test_check_says_that_this_kernel_will_do(rows: tuple[CheckRow, ...]) -> None:
+def test_check_finds_this_kernel_usable(rows: tuple[CheckRow, ...]) -> None:
     made = check_rows.compute_verdict(rows)
     assert (made.usable, made.missing) == (True, ())
 
 
-def test_check_says_whether_mode_ipvs_can_be_had() -> None:
-    """IPVS is not loaded by asking, on all kernels: a test of it loads it by FEATURES."""
+def test_check_reports_whether_mode_ipvs_is_usable() -> None:
+    """The check does not load IPVS on every kernel, so the test of the feature loads it first."""
     rows = tuple(ipvs_checks.rows())
     made = check_rows.compute_verdict([CheckRow("BPF", "no", True, "", ""), *rows])
     lacks = bool(lacking("ipvs"))
@@ -81,7 +81,7 @@ def test_check_says_whether_mode_ipvs_can_be_had() -> None:
     assert [row.name for row in rows if row.result == "no" and not row.advice] == []
 
 
-def test_what_is_lacking_has_advice(rows: tuple[CheckRow, ...]) -> None:
+def test_lacking_features_have_advice(rows: tuple[CheckRow, ...]) -> None:
     silent = SETTINGS | INSTALLED | {"SCTP sockets"}
     lacks = [row for row in rows if row.result == "no" and row.name not in silent]
     assert [row.name for row in lacks if "Linux" not in row.advice] == []

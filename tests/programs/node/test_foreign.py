@@ -1,6 +1,7 @@
-"""Programs of other load balancers beside ours: named while they are there, and nothing of ours is.
+"""Programs of other load balancers at our hooks are reported while they are attached; ours never
+are.
 
-Theirs are programs of two instructions, with the names that Cilium's and Calico's have.
+The foreign programs have two instructions each, and names that Cilium and Calico use.
 """
 
 import contextlib
@@ -32,7 +33,7 @@ from kbpf.kernel.bpf.uapi import (
     BPF_PROG_TYPE_SCHED_CLS,
 )
 from kbpf.kernel.net.netlink import Rtnetlink, pack_attribute
-from tests.programs.node.test_hooks_verified import WEB, in_namespaces_of_its_own
+from tests.programs.node.test_hooks_verified import WEB, run_in_new_namespaces
 from tests.support.features import needs
 from tests.support.lab.lab import ip, until
 from tests.support.plane import HOOKS, Site
@@ -43,7 +44,7 @@ NEXT = struct.pack("=BBhi", 0xB7, 0, 0, -1) + struct.pack("=BBhi", 0x95, 0, 0, 0
 
 
 class Hook(NamedTuple):
-    """A hook, a program of somebody else's there, and whether it is named."""
+    """A hook, the name of a foreign program attached there, and whether it is reported."""
 
     hook: str
     name: str
@@ -61,7 +62,7 @@ ROWS = [
 
 @contextlib.contextmanager
 def theirs(cgroup: Path, hook: str, name: str) -> Iterator[int]:
-    """Its id."""
+    """Attaches a program as another load balancer would; yields its id."""
     kind = next(h.attach_type for h in HOOK_TABLE if h.name == hook)
     descriptor = os.open(cgroup, os.O_RDONLY)
     try:
@@ -74,22 +75,22 @@ def theirs(cgroup: Path, hook: str, name: str) -> Iterator[int]:
         os.close(descriptor)
 
 
-def told(plane: BpfPlane) -> list[str]:
+def reported(plane: BpfPlane) -> list[str]:
     return [line for line in plane.problems() if "another load balancer" in line]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.hook} {row.name}")
-def test_who_is_at_the_same_socket_hook_is_named(
+def test_foreign_program_at_a_socket_hook_is_reported(
     site: Site, row: Hook, caplog: pytest.LogCaptureFixture
 ) -> None:
     plane = site.open()
     plane.apply(WEB, None)
     plane.tick(0.0)
-    assert told(plane) == [], "of our own programs nothing is told"
+    assert reported(plane) == [], "our own programs are not reported"
     assert plane.read_metrics().foreign_programs == 0
     with theirs(site.cgroup, row.hook, row.name) as program:
         plane.tick(attachments.HOOK_VERIFY_INTERVAL_S)
-        lines = told(plane)
+        lines = reported(plane)
         assert plane.read_metrics().foreign_programs == len(lines) == row.named
         name = row.name[:15] or "without a name"
         if row.named:
@@ -97,34 +98,34 @@ def test_who_is_at_the_same_socket_hook_is_named(
         rows = list(attached_checks.foreign_rows(snapshot.read(site.pins, attached_checks.NEEDS)))
         assert [one.detail for one in rows] == lines
         plane.tick(2 * attachments.HOOK_VERIFY_INTERVAL_S)
-        assert told(plane) == lines
+        assert reported(plane) == lines
     plane.tick(3 * attachments.HOOK_VERIFY_INTERVAL_S)
-    assert told(plane) == []
+    assert reported(plane) == []
     assert caplog.text.count("another load balancer") == row.named, "it is logged once"
 
 
 def older(site: Site) -> None:
-    """An agent that has ended, whose programs go on."""
+    """An agent that has exited; its pinned programs stay attached."""
     plane = site.open()
     plane.apply(WEB, None)
     plane.close()
 
 
 def interrupted(site: Site) -> None:
-    """One that ended between a link and its name."""
+    """An agent that was killed after it pinned a link and before it gave the pin its final name."""
     older(site)
     (site.pins / "links/connect4").rename(site.pins / "new-link-connect4")
 
 
 @pytest.mark.parametrize("story", [older, interrupted], ids=lambda story: story.__name__)
-def test_our_own_programs_are_never_named(site: Site, story: Callable[[Site], None]) -> None:
+def test_own_programs_are_never_reported(site: Site, story: Callable[[Site], None]) -> None:
     story(site)
     assert foreign.find_at_sockets(site.cgroup) == ()
     plane = site.open()
     assert foreign.find_at_sockets(site.cgroup) == (), "while it takes over"
     plane.apply(WEB, None)
     plane.tick(0.0)
-    assert told(plane) == []
+    assert reported(plane) == []
     assert set(dict(plane.read_metrics().hooks)) == set(HOOKS)
 
 
@@ -150,7 +151,7 @@ def clsact(ifindex: int, program: Program) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("name", "named"), [("cil_from_netdev", True), ("cali_tc_preamble", True), ("policy", False)]
 )
-def test_a_balancer_on_our_devices_is_named(
+def test_foreign_load_balancer_on_our_device_is_reported(
     site: Site, name: str, named: bool, how: object
 ) -> None:
     def story() -> None:
@@ -159,8 +160,8 @@ def test_a_balancer_on_our_devices_is_named(
         device_thread.RESYNC_INTERVAL_S = 0.1
         plane = site.open(packet_path=True, devices=("up0",))
         plane.apply(WEB, None)
-        until("all had their turn", plane.is_ready)
-        assert told(plane) == []
+        until("all devices were processed", plane.is_ready)
+        assert reported(plane) == []
         number = socket.if_nametoindex("up0")
         with (
             Program.load(name, BPF_PROG_TYPE_SCHED_CLS, 0, NEXT) as program,
@@ -169,19 +170,19 @@ def test_a_balancer_on_our_devices_is_named(
             held = snapshot.read(site.pins, attached_checks.NEEDS)
             shown = [one.detail for one in attached_checks.foreign_rows(held)]
             if named:
-                until("it is named", lambda: told(plane))
+                until("it is reported", lambda: reported(plane))
                 words = f"{name[:15]} (id {program.read_info().id}) at ingress of up0"
-                assert words in told(plane)[0]
+                assert words in reported(plane)[0]
                 assert plane.read_metrics().foreign_programs == 1
-                assert shown == told(plane)
+                assert shown == reported(plane)
             else:
-                assert shown == told(plane) == []
+                assert shown == reported(plane) == []
         plane.close()
 
-    in_namespaces_of_its_own(story)
+    run_in_new_namespaces(story)
 
 
-def test_many_devices_are_one_line() -> None:
+def test_many_devices_are_summarised_in_one_line() -> None:
     found = [foreign.ForeignProgram(7, "cil_from_contai", "ingress", f"lxc{n}") for n in range(40)]
     (line,) = foreign.format_lines(found)
     assert "cil_from_contai (id 7) at ingress of lxc0 and 39 more; " in line

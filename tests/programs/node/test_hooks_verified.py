@@ -1,7 +1,7 @@
-"""Hooks that others take away come back by themselves, and pins that somebody hides by a mount are
-named and never lead to a second set of programs.
+"""Hooks that were detached come back by themselves. Pins hidden by a mount are reported and never
+lead to a second set of programs.
 
-What concerns mounts runs in a mount namespace of its own, in a process of its own.
+Tests that mount run in a process with its own mount namespace.
 """
 
 import ctypes
@@ -31,7 +31,7 @@ CONNECT4, CONNECT6 = 10, 11
 
 
 class Clock:
-    """A time that tests move."""
+    """A clock that tests advance."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -41,7 +41,7 @@ class Clock:
 
 
 def programs(cgroup: Path, attach_type: int = CONNECT4) -> tuple[int, ...]:
-    """What is attached there."""
+    """Ids of the programs attached there."""
     descriptor = os.open(cgroup, os.O_RDONLY)
     try:
         return objects.list_attached(descriptor, attach_type)
@@ -69,7 +69,7 @@ def make_cgroup_again(site: Site) -> None:
 
 
 @pytest.mark.parametrize("harm", [remove_pin, detach, remove_all, make_cgroup_again])
-def test_hooks_come_back(
+def test_lost_hooks_are_attached_again(
     site: Site, harm: Callable[[Site], None], caplog: pytest.LogCaptureFixture
 ):
     plane = site.open()
@@ -79,7 +79,7 @@ def test_hooks_come_back(
     before = programs(site.cgroup)
     harm(site)
     plane.tick(attachments.HOOK_VERIFY_INTERVAL_S - 1)
-    assert "attached again" not in caplog.text, "it is not looked at each moment"
+    assert "attached again" not in caplog.text, "hooks are verified at intervals"
     plane.tick(attachments.HOOK_VERIFY_INTERVAL_S)
     assert "hooks were missing and are attached again" in caplog.text
     assert "connect4" in caplog.text
@@ -88,7 +88,7 @@ def test_hooks_come_back(
     assert set(before) <= set(programs(site.cgroup)), "the same program, in the cgroup of this name"
 
 
-def test_a_hook_that_cannot_come_back_is_named(site: Site, caplog: pytest.LogCaptureFixture):
+def test_hook_that_cannot_be_attached_is_reported(site: Site, caplog: pytest.LogCaptureFixture):
     plane = site.open()
     plane.apply(WEB, None)
     plane.tick(0.0)
@@ -107,7 +107,9 @@ def test_a_hook_that_cannot_come_back_is_named(site: Site, caplog: pytest.LogCap
     assert len(programs(site.cgroup)) == 1
 
 
-def test_programs_of_another_pin_folder_are_not_joined(site: Site, monkeypatch: pytest.MonkeyPatch):
+def test_programs_of_another_pin_folder_refuse_the_start(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(unpinned, "DETACH_WAIT_S", 0.2)
     first = site.open()
     first.apply(WEB, None)
@@ -126,8 +128,8 @@ def test_programs_of_another_pin_folder_are_not_joined(site: Site, monkeypatch: 
         other.close()
 
 
-def test_programs_of_others_are_no_reason_to_refuse(site: Site):
-    """A program with the name of ours that reads none of our maps."""
+def test_foreign_program_with_our_name_does_not_refuse_the_start(site: Site):
+    """A program with the name of one of ours that uses none of our maps."""
     code = b"\xb7\x00\x00\x00\x01\x00\x00\x00" + b"\x95\x00\x00\x00\x00\x00\x00\x00"
     descriptor = os.open(site.cgroup, os.O_RDONLY)
     with objects.Program.load("connect4", 18, CONNECT4, code) as program:
@@ -138,7 +140,7 @@ def test_programs_of_others_are_no_reason_to_refuse(site: Site):
     os.close(descriptor)
 
 
-def test_pins_that_are_removed_end_the_agent(site: Site):
+def test_removed_pins_end_the_agent(site: Site):
     plane = site.open()
     plane.apply(WEB, None)
     plane.write_status(b"{}")
@@ -150,14 +152,14 @@ def test_pins_that_are_removed_end_the_agent(site: Site):
         site.pins.with_name(f"{site.pins.name}-moved").rename(site.pins)
 
 
-def over(folder: Path) -> None:
-    """Mounts a bpffs over it, in a mount namespace of this process alone."""
+def mount_bpffs_over(folder: Path) -> None:
+    """Mounts a bpffs mount_bpffs_over it, in the mount namespace of this process only."""
     libc = ctypes.CDLL(None, use_errno=True)
     assert libc.mount(b"bpf", os.fsencode(folder), b"bpf", 0, b"mode=0700") == 0, ctypes.get_errno()
 
 
-def in_namespaces_of_its_own(story: Callable[[], None]) -> None:
-    """Runs it in a process with a mount and a network namespace of its own."""
+def run_in_new_namespaces(story: Callable[[], None]) -> None:
+    """Runs it in a process with new mount and network namespaces."""
 
     def alone() -> None:
         libc = ctypes.CDLL(None, use_errno=True)
@@ -179,9 +181,9 @@ def in_namespaces_of_its_own(story: Callable[[], None]) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
-def test_a_mount_over_the_pins_is_named_and_changes_nothing(site: Site):
-    """The agent goes on by its descriptor: it programs, grows its maps and verifies its hooks; the
-    next one refuses to start; and without the mount all is as before.
+def test_mount_over_the_pins_is_reported_and_changes_nothing(site: Site):
+    """The agent continues through its descriptor of the folder: it programs, grows its maps and
+    verifies its hooks. A second agent refuses to start. Without the mount everything is as before.
     """
 
     def story() -> None:
@@ -192,7 +194,7 @@ def test_a_mount_over_the_pins_is_named_and_changes_nothing(site: Site):
         plane.write_status(b"{}")
         assert plane.faults() == ()
         before = programs(site.cgroup)
-        over(site.pins.parent)
+        mount_bpffs_over(site.pins.parent)
         plane.write_status(b"{}")
         (fault,) = plane.faults()
         assert "is hidden by a mount on top of it" in fault, fault
@@ -220,13 +222,13 @@ def test_a_mount_over_the_pins_is_named_and_changes_nothing(site: Site):
         third.apply(many, None)
         assert len(programs(site.cgroup)) == 1
 
-    in_namespaces_of_its_own(story)
+    run_in_new_namespaces(story)
 
 
 @needs("tcx")
-def test_a_mount_over_the_pins_leaves_devices_alone(site: Site):
-    """The thread of the devices looks at everything again and attaches nothing twice; and an agent
-    that starts sees what runs there.
+def test_mount_over_the_pins_attaches_nothing_twice_to_devices(site: Site):
+    """The device thread syncs all devices again and attaches nothing twice; an agent that starts
+    finds the attached programs.
     """
 
     def tcx_programs() -> list[int]:
@@ -243,12 +245,12 @@ def test_a_mount_over_the_pins_leaves_devices_alone(site: Site):
         plane = site.open(packet_path=True, devices=("up0",))
         plane.apply(WEB, None)
         until("it is attached", lambda: plane.packet_status() and tcx_programs() == [1, 1])
-        until("all had their turn", plane.is_ready)
-        over(site.pins.parent)
+        until("all devices were processed", plane.is_ready)
+        mount_bpffs_over(site.pins.parent)
         turns = []
         sync = attach.DeviceAttachments.sync
         attach.DeviceAttachments.sync = lambda *given: turns.append(1) or sync(*given)  # type: ignore
-        until("everything was looked at twice", lambda: len(turns) > 2)
+        until("all devices were synced twice", lambda: len(turns) > 2)
         assert tcx_programs() == [1, 1]
         assert not plane.packet_status().failed
         site.pins.mkdir(parents=True)
@@ -256,4 +258,4 @@ def test_a_mount_over_the_pins_leaves_devices_alone(site: Site):
         assert {"ingress of up0", "egress of up0"} <= set(places), places
         plane.close()
 
-    in_namespaces_of_its_own(story)
+    run_in_new_namespaces(story)

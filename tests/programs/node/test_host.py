@@ -1,5 +1,5 @@
-"""What the agent keeps on a node beside its programs, in a network namespace of its own: ports that
-sockets stay away from, and one rule in a FORWARD chain.
+"""Settings of the node that the agent maintains: local ports that sockets must not use, and one
+rule in a FORWARD chain. Each test has its own network namespace.
 """
 
 import itertools
@@ -30,13 +30,13 @@ WIDE = (1024, 65535)
 
 
 class House:
-    """A network namespace and a pin folder; an agent looks after both."""
+    """A network namespace and a pin folder, and an agent that maintains both."""
 
     def __init__(self, where: str, folder: Path) -> None:
         self.where = where
         self.pins = Pins(folder)
         self.clock = itertools.count(0, HOST_POLL_INTERVAL_S)
-        self.beside = HostIntegration(self.pins, CONFIG)
+        self.host_integration = HostIntegration(self.pins, CONFIG)
 
     def do(self, action: Callable[[], T]) -> T:
         return netns.run_in(Path("/run/netns") / self.where, action)
@@ -44,12 +44,12 @@ class House:
     def run(self, *words: str, stdin: str | None = None) -> str:
         return command(*inside(self.where, None, *words), stdin=stdin)
 
-    def look(self, **changed: object) -> None:
-        """One look of the agent; of a new one with other settings, if any are given."""
+    def poll(self, **changed: object) -> None:
+        """Polls once; with `changed`, first starts another agent with these settings."""
         if changed:
-            self.beside = HostIntegration(self.pins, replace(CONFIG, **changed))
+            self.host_integration = HostIntegration(self.pins, replace(CONFIG, **changed))
         now = float(next(self.clock))
-        self.do(lambda: self.beside.poll(now))
+        self.do(lambda: self.host_integration.poll(now))
 
     def set(self, local: tuple[int, int], reserved: str) -> None:
         self.do(lambda: sysctl.write(sysctl.LOCAL_PORT_RANGE, f"{local[0]} {local[1]}"))
@@ -75,12 +75,12 @@ def house(tmp_path: Path) -> Iterator[House]:
         command("ip", "netns", "del", where)
 
 
-def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+def log_messages(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records]
 
 
 @pytest.fixture(autouse=True)
-def _heard(caplog: pytest.LogCaptureFixture) -> None:
+def _log_at_info(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "kbpf")
 
 
@@ -88,7 +88,7 @@ def _heard(caplog: pytest.LogCaptureFixture) -> None:
 
 
 class Ports(NamedTuple):
-    """What the node had, what it has with us, and after us."""
+    """The local port range, and the reserved ports before, with and after the agent."""
 
     name: str
     local: tuple[int, int]
@@ -98,26 +98,26 @@ class Ports(NamedTuple):
 
 
 PORTS = [
-    Ports("out of the way already", USUAL, "", "", ""),
-    Ports("out of the way, with others", USUAL, "8080", "8080", "8080"),
-    Ports("in the way", WIDE, "", "61000-65535", ""),
-    Ports("by one port", (32768, 61000), "", "61000-65535", ""),
-    Ports("others' ports stay", WIDE, "8080,9000-9010", "8080,9000-9010,61000-65535",
-          "8080,9000-9010"),
-    Ports("next to others'", WIDE, "60000-60999", "60000-65535", "60000-60999"),
-    Ports("some of ours were others' before", WIDE, "62000-62999", "61000-65535", "62000-62999"),
-    Ports("all of them were", WIDE, "61000-65535", "61000-65535", "61000-65535"),
-    Ports("more than all", WIDE, "50000-65535", "50000-65535", "50000-65535"),
+    Ports("outside the local range", USUAL, "", "", ""),
+        Ports("outside, with other reserved ports", USUAL, "8080", "8080", "8080"),
+        Ports("inside the local range", WIDE, "", "61000-65535", ""),
+        Ports("one port inside", (32768, 61000), "", "61000-65535", ""),
+        Ports("ports reserved by others stay", WIDE, "8080,9000-9010", "8080,9000-9010,61000-65535",
+              "8080,9000-9010"),
+        Ports("adjacent to ports of others", WIDE, "60000-60999", "60000-65535", "60000-60999"),
+        Ports("some reserved by others", WIDE, "62000-62999", "61000-65535", "62000-62999"),
+        Ports("all reserved by others", WIDE, "61000-65535", "61000-65535", "61000-65535"),
+        Ports("more than all reserved", WIDE, "50000-65535", "50000-65535", "50000-65535"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("row", PORTS, ids=lambda row: row.name)
-def test_ports_are_reserved_and_given_back(house: House, row: Ports):
+def test_masquerade_ports_are_reserved_and_released(house: House, row: Ports):
     house.set(row.local, row.before)
-    house.look()
+    house.poll()
     assert house.reserved == row.during
-    house.look(masquerade_bit=14)  # the next agent adopts it
-    house.look()
+    house.poll(masquerade_bit=14)  # the next agent adopts it
+    house.poll()
     assert house.reserved == row.during
     gone = house.remove()
     assert house.reserved == row.after
@@ -125,10 +125,10 @@ def test_ports_are_reserved_and_given_back(house: House, row: Ports):
     assert not (house.pins.root / host.NOTE_FOLDER).exists()
 
 
-def test_no_socket_gets_one_of_them(house: House):
-    """What the setting is for: of 64 ports that the kernel may choose from, 60 are ours."""
+def test_sockets_get_no_reserved_port(house: House):
+    """Of 64 ports that the kernel may choose from, 60 are reserved."""
     house.set((61_000, 61_063), "")
-    house.look(masquerade_ports=(61_004, 61_063))
+    house.poll(masquerade_ports=(61_004, 61_063))
     script = (
         "import socket\n"
         "made = [socket.create_server(('127.0.0.1', 0)) for _ in range(4)]\n"
@@ -140,43 +140,43 @@ def test_no_socket_gets_one_of_them(house: House):
     assert said == ["61000", "61001", "61002", "61003", "98"]
 
 
-def test_it_is_put_right_when_somebody_changes_it(house: House, caplog: pytest.LogCaptureFixture):
+def test_reserved_ports_follow_changes_by_others(house: House, caplog: pytest.LogCaptureFixture):
     house.set(USUAL, "")
-    house.look()
+    house.poll()
     assert house.reserved == ""
     house.set(WIDE, "")
-    house.look()
+    house.poll()
     assert house.reserved == "61000-65535"
-    house.set(WIDE, "7,62000")  # a file of sysctl.d, written anew: what it says is theirs
-    house.look()
+    house.set(WIDE, "7,62000")  # as `sysctl --system` does: what it writes belongs to others
+    house.poll()
     assert house.reserved == "7,61000-65535"
     house.set(USUAL, "7,61000-65535")
-    house.look()
-    assert house.reserved == "7,62000", "nobody needs ours any more"
-    assert sum("reserved" in line for line in told(caplog)) == 2
+    house.poll()
+    assert house.reserved == "7,62000", "ours are outside the local range again"
+    assert sum("reserved" in line for line in log_messages(caplog)) == 2
 
 
-def test_what_somebody_writes_over_ours_is_theirs(house: House):
+def test_ports_that_others_reserved_over_ours_stay(house: House):
     house.set(WIDE, "")
-    house.look()
+    house.poll()
     house.set(WIDE, "1")
     house.set(WIDE, "61000-65535")
     house.pins.root.joinpath(host.NOTE_FOLDER, "61000-65535").rmdir()
-    house.look()
+    house.poll()
     house.remove()
     assert house.reserved == "61000-65535"
 
 
-def test_another_range_takes_the_place_of_the_old_one(house: House):
+def test_changed_masquerade_ports_replace_the_old_range(house: House):
     house.set(WIDE, "8080")
-    house.look()
-    house.look(masquerade_ports=(50_000, 50_099))
+    house.poll()
+    house.poll(masquerade_ports=(50_000, 50_099))
     assert house.reserved == "8080,50000-50099"
     house.remove()
     assert house.reserved == "8080"
 
 
-def test_a_setting_that_cannot_be_written_is_told_once(
+def test_sysctl_that_cannot_be_written_is_logged_once(
     house: House, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     house.set(WIDE, "8080")
@@ -186,17 +186,17 @@ def test_a_setting_that_cannot_be_written_is_told_once(
 
     monkeypatch.setattr(sysctl, "write", refuse)
     for _ in range(3):
-        house.look()
-    said = [line for line in told(caplog) if "cannot set" in line]
+        house.poll()
+    said = [line for line in log_messages(caplog) if "cannot set" in line]
     assert len(said) == 1
     assert "EROFS" in said[0]
     assert "net.ipv4.ip_local_reserved_ports=8080,61000-65535" in said[0]
     monkeypatch.undo()
-    assert house.remove() == (), "nothing is ours"
+    assert house.remove() == (), "nothing was reserved by us"
     assert house.reserved == "8080"
 
 
-def test_a_real_proc_that_is_read_only(house: House):
+def test_read_only_proc_sys_error_names_the_sysctl(house: House):
     script = (
         "from kbpf.kernel.system import sysctl\n"
         "try: sysctl.write(sysctl.RESERVED_PORTS, '1')\n"
@@ -209,14 +209,14 @@ def test_a_real_proc_that_is_read_only(house: House):
     assert "sysctl -w net.ipv4.ip_local_reserved_ports=1" in said
 
 
-def test_a_node_that_does_not_forward_is_told_of(house: House, caplog: pytest.LogCaptureFixture):
+def test_disabled_ip_forward_is_logged_once(house: House, caplog: pytest.LogCaptureFixture):
     house.run("sysctl", "-qw", "net.ipv4.ip_forward=0")
     for _ in range(2):
-        house.look()
-    assert [line for line in told(caplog) if "forwards nothing" in line] == [
+        house.poll()
+    assert [line for line in log_messages(caplog) if "forwards nothing" in line] == [
         "net.ipv4.ip_forward is 0, so this node forwards nothing to pods; set it to 1"
     ]
-    assert house.run("sysctl", "-n", "net.ipv4.ip_forward").strip() == "0", "it is not ours to set"
+    assert house.run("sysctl", "-n", "net.ipv4.ip_forward").strip() == "0", "the agent leaves it"
 
 
 # ---- the rule ------------------------------------------------------------------------------------
@@ -242,19 +242,19 @@ OPEN = [
 
 
 @pytest.mark.parametrize("ruleset", OPEN)
-def test_nothing_is_written_where_nothing_is_closed(house: House, ruleset: str):
+def test_open_forward_chains_are_not_changed(house: House, ruleset: str):
     house.run("nft", "-f", "-", stdin=ruleset)
     before = house.do(forward_rules.read_generation)
-    house.look()
+    house.poll()
     assert house.do(forward_rules.read_generation) == before
 
 
-def test_a_look_at_what_is_right_changes_nothing(house: House):
+def test_poll_of_a_correct_rule_changes_nothing(house: House):
     close(house)
-    house.look()
+    house.poll()
     before = house.do(forward_rules.read_generation)
-    house.look()
-    house.look(masquerade_bit=14)
+    house.poll()
+    house.poll(masquerade_bit=14)
     assert house.do(forward_rules.read_generation) == before
     assert all(chain.has_masquerade_rule(0x4000) for chain in chains(house).values())
     assert house.run("iptables-nft", "-S", "FORWARD").splitlines()[1:] == [
@@ -263,28 +263,30 @@ def test_a_look_at_what_is_right_changes_nothing(house: House):
     ]
 
 
-def test_a_look_without_news_lists_no_chain(house: House, monkeypatch: pytest.MonkeyPatch):
+def test_poll_without_ruleset_changes_lists_no_chain(house: House, monkeypatch: pytest.MonkeyPatch):
     close(house)
-    house.look()
-    house.look()
+    house.poll()
+    house.poll()
     monkeypatch.setattr(
         forward_rules, "list_forward_chains", lambda: pytest.fail("asked for the rules")
     )
-    house.look()
+    house.poll()
 
 
-def test_another_mark_takes_the_place_of_the_old_one(house: House):
+def test_changed_mark_replaces_the_old_rule(house: House):
     close(house)
-    house.look()
-    house.look(masquerade_bit=31)
+    house.poll()
+    house.poll(masquerade_bit=31)
     for chain in chains(house).values():
         assert [rule.comment for rule in chain.rules] == ["kbpf: masqueraded, mark 0x80000000"]
     assert set(house.remove()) == {"rule in ip filter FORWARD", "rule in ip6 filter FORWARD"}
     assert all(chain.rules == () for chain in chains(house).values())
 
 
-def test_a_chain_that_changed_meanwhile_is_an_error_and_the_next_look_is_right(house: House):
-    """Somebody removes the rule before which ours was to stand."""
+def test_concurrently_changed_chain_is_an_error_and_the_next_poll_succeeds(house: House):
+    """The rule that ours was to be inserted before is removed between the listing and the
+    change.
+    """
     house.run("iptables-nft", "-A", "FORWARD", "-j", "DROP")
     chain = chains(house)["ip"]
     house.run("iptables-nft", "-F", "FORWARD")
@@ -292,14 +294,14 @@ def test_a_chain_that_changed_meanwhile_is_an_error_and_the_next_look_is_right(h
         house.do(lambda: forward_rules.accept_marked(chain, 0x4000))
     assert caught.value.errno in host.TRANSIENT_ERRNOS
     house.run("iptables-nft", "-A", "FORWARD", "-j", "DROP")
-    house.look()
+    house.poll()
     assert chains(house)["ip"].has_masquerade_rule(0x4000)
 
 
-def test_a_step_that_fails_leaves_the_old_rule(house: House):
-    """New and old change places in one transaction."""
+def test_failed_transaction_keeps_the_old_rule(house: House):
+    """The old rule is deleted and the new one added in one transaction."""
     close(house)
-    house.look()
+    house.poll()
     chain = chains(house)["ip"]
     wrong = replace(
         chain,
@@ -310,39 +312,39 @@ def test_a_step_that_fails_leaves_the_old_rule(house: House):
     assert chains(house)["ip"] == chain
 
 
-def test_without_the_library_it_is_told_once(
+def test_missing_python3_nftables_is_logged_once(
     house: House, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     close(house)
     monkeypatch.setitem(sys.modules, "nftables", None)
     for _ in range(3):
-        house.look()
-    assert len([line for line in told(caplog) if "python3-nftables" in line]) == 1
+        house.poll()
+    assert len([line for line in log_messages(caplog) if "python3-nftables" in line]) == 1
     assert forward_rules.probe_nf_tables().works is None
     assert house.remove() == ()
 
 
-def test_a_chain_of_others_that_drops_is_told_of(house: House, caplog: pytest.LogCaptureFixture):
+def test_foreign_chain_that_drops_is_logged_once(house: House, caplog: pytest.LogCaptureFixture):
     house.run("nft", "-f", "-", stdin=OPEN[1])
     for _ in range(2):
-        house.look()
-    said = [line for line in told(caplog) if "inet filter forward" in line]
+        house.poll()
+    said = [line for line in log_messages(caplog) if "inet filter forward" in line]
     assert len(said) == 1
     assert "let packets with mark 0x4000 pass there" in said[0]
 
 
-def test_a_table_of_the_old_iptables_is_told_of(
+def test_iptables_legacy_filter_table_is_logged_once(
     house: House, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     names = tmp_path / "names"
     names.write_text("nat\n")
     monkeypatch.setitem(forward_rules.LEGACY_TABLE_NAMES, "ip", names)
-    house.look(masquerade_bit=14)
-    assert not [line for line in told(caplog) if "legacy" in line]
+    house.poll(masquerade_bit=14)
+    assert not [line for line in log_messages(caplog) if "legacy" in line]
     names.write_text("nat\nfilter\n")
-    house.look(masquerade_bit=14)
-    house.look()
-    said = [line for line in told(caplog) if "legacy" in line]
+    house.poll(masquerade_bit=14)
+    house.poll()
+    said = [line for line in log_messages(caplog) if "legacy" in line]
     assert len(said) == 1
     assert "0x4000" in said[0]
 
@@ -365,5 +367,5 @@ except KernelError as error:
 """
 
 
-def test_libnftables_does_not_end_the_process_when_no_descriptor_is_left():
+def test_libnftables_without_descriptors_raises_instead_of_exiting():
     assert "(nf_tables): EMFILE" in command(sys.executable, "-c", NO_DESCRIPTOR_LEFT)

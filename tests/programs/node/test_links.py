@@ -1,4 +1,4 @@
-"""What kernel/net/links.py promises whom it gives an address, while others keep the kernel busy."""
+"""Links.add_address() returns once packets to the address arrive, even while the kernel is busy."""
 
 import contextlib
 import os
@@ -15,7 +15,7 @@ ADDRESSES = tuple(f"fd00:99::{number:x}" for number in range(1, 601))
 
 @contextlib.contextmanager
 def others_change_devices() -> Iterator[None]:
-    """Somebody holds the lock of all network devices most of the time, as a busy node does."""
+    """Other processes hold the lock of all network devices (RTNL) most of the time."""
     name = f"kbx{os.getpid()}"
     change = "\n".join(f"link add {name}{n} type dummy\nlink del {name}{n}" for n in range(50))
     run("ip", "netns", "add", name)
@@ -43,7 +43,7 @@ def others_change_devices() -> Iterator[None]:
 
 
 def first_unreached() -> str | None:
-    """The first address to which a datagram is lost that is sent as soon as the address is set."""
+    """The first address that lost a datagram sent right after the address was added."""
     with Links() as links, socket.socket(socket.AF_INET6, socket.SOCK_DGRAM) as server:
         links.set_up("lo")
         server.bind(("::", 5353))
@@ -52,7 +52,7 @@ def first_unreached() -> str | None:
 
 
 def is_reached(links: Links, address: str, server: socket.socket) -> bool:
-    """Whether it arrives; nobody sends it twice."""
+    """Whether a datagram to the new address arrives. It is sent once only."""
     links.add_address("lo", address, 128)
     try:
         with socket.socket(socket.AF_INET6, socket.SOCK_DGRAM) as client:
@@ -62,6 +62,6 @@ def is_reached(links: Links, address: str, server: socket.socket) -> bool:
         return False
 
 
-def test_packets_to_an_ipv6_address_arrive_as_soon_as_it_is_set():
+def test_packets_arrive_as_soon_as_an_ipv6_address_is_added():
     with others_change_devices():
         assert sandbox.run(first_unreached) is None

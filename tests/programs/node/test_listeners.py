@@ -1,4 +1,4 @@
-"""Where processes of this network namespace listen, as the kernel tells it."""
+"""Listening sockets of this network namespace, read through sock_diag."""
 
 import socket
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from kbpf.model.objects import Protocol
 
 
 class Row(NamedTuple):
-    """A socket that is bound to a port of its own, and the address that is told; "": none."""
+    """A socket bound to a free port, and the address that is listed; "": none."""
 
     what: str
     family: int
@@ -43,7 +43,7 @@ ROWS = [
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.what)
-def test_who_listens_is_told(row: Row) -> None:
+def test_listening_socket_is_listed(row: Row) -> None:
     with socket.socket(row.family, row.kind) as sock:
         sock.bind((row.bind, 0))
         row.then(sock)

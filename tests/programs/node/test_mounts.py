@@ -1,4 +1,4 @@
-"""Where the bpffs and the cgroup v2 hierarchy are, and mounting a bpffs where there is none."""
+"""Finding the bpffs and the cgroup v2 hierarchy, and mounting a bpffs where none is mounted."""
 
 import os
 import subprocess
@@ -34,8 +34,8 @@ PLACE = "40 25 0:26 / /mnt/my\\040cgroups rw - cgroup2 none rw"
 
 
 class Row(NamedTuple):
-    """A /proc/self/mountinfo, and the root of cgroup v2, or what the error says. `parts`: mounts
-    that are not the root, whatever mountinfo says.
+    """The text of /proc/self/mountinfo, and the cgroup v2 root or the start of the error. `parts`:
+    mount points that are not the root of the hierarchy, although mountinfo says so.
     """
 
     name: str
@@ -45,26 +45,26 @@ class Row(NamedTuple):
 
 
 ROWS = [
-    Row("pure v2", PURE, "/sys/fs/cgroup"),
+    Row("cgroup v2 only", PURE, "/sys/fs/cgroup"),
     Row("hybrid", HYBRID, "/sys/fs/cgroup/unified"),
-    Row("several: the one nearest to the root", f"{PLACE}\n{HYBRID}\n{PURE}", "/mnt/my cgroups"),
-    Row("a part and the whole", f"{POD}\n{PLACE}", "/mnt/my cgroups", ("/sys/fs/cgroup",)),
-    Row("a container that was given the node's", f"{PURE}\n{HOST}", "/host/sys/fs/cgroup",
+    Row("several mounts: the shortest path", f"{PLACE}\n{HYBRID}\n{PURE}", "/mnt/my cgroups"),
+    Row("a subtree and the whole", f"{POD}\n{PLACE}", "/mnt/my cgroups", ("/sys/fs/cgroup",)),
+    Row("a container with the host's mounted", f"{PURE}\n{HOST}", "/host/sys/fs/cgroup",
         ("/sys/fs/cgroup",)),
     Row("v1 only", V1, "no cgroup v2 hierarchy is mounted (/proc/self/mountinfo); "),
     Row("nothing", "", "no cgroup v2 hierarchy is mounted (/proc/self/mountinfo); "),
-    Row("only a part is visible", POD, "only a part of the cgroup v2 hierarchy is mounted "
+    Row("only a subtree is visible", POD, "only a part of the cgroup v2 hierarchy is mounted "
         "(/sys/fs/cgroup shows /kubepods/pod1); ", ("/sys/fs/cgroup",)),
     Row("a cgroup namespace", PURE, "only a part of the cgroup v2 hierarchy is mounted "
         "(/sys/fs/cgroup shows a part of it); ", ("/sys/fs/cgroup",)),
     Row("a cgroup namespace and the whole", f"{PURE}\n{PLACE}", "/mnt/my cgroups",
         ("/sys/fs/cgroup",)),
-    Row("broken lines are passed over", f"\n1 2 3\n- - -\n{PURE}\nx y z / /a b", "/sys/fs/cgroup"),
+    Row("broken lines are skipped", f"\n1 2 3\n- - -\n{PURE}\nx y z / /a b", "/sys/fs/cgroup"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_the_cgroup_root(row: Row):
+def test_cgroup_root_of_a_mountinfo(row: Row):
     given = parse_mountinfo(row.mountinfo)
 
     def inode(path: Path) -> int:
@@ -94,14 +94,14 @@ def test_mountinfo_fields():
 @pytest.mark.parametrize(
     "name", ["größe", "日本", "tab\tand space", "back\\slash", "no\udcff text"]
 )
-def test_names_of_any_kind_come_out_as_they_are(name: str):
+def test_escaped_paths_in_mountinfo_are_decoded(name: str):
     """The kernel escapes blanks and backslashes, and leaves other bytes alone."""
     escaped = name.replace("\\", "\\134").replace(" ", "\\040").replace("\t", "\\011")
     (found,) = parse_mountinfo(f"1 2 0:1 / /mnt/{escaped} rw - cgroup2 none rw")
     assert found.path == Path(f"/mnt/{name}")
 
 
-def test_this_machine():
+def test_mounts_of_this_machine():
     assert is_cgroup2(find_cgroup_root())
     assert find_cgroup_root() == cgroup2()
     assert not is_cgroup2(Path("/tmp"))
@@ -110,8 +110,8 @@ def test_this_machine():
     assert not is_bpffs(Path("/tmp/is/not/there"))
 
 
-def test_a_cgroup_namespace_of_our_own_does_not_show_the_root():
-    """As a container has it: its cgroup is "/" to it, of a mount that was made inside."""
+def test_root_of_a_cgroup_namespace_is_refused():
+    """A container sees its own cgroup as "/" in a mount that was made inside of it."""
     folder = cgroup2() / f"kbpf-test-{os.getpid()}"
     code = (
         "from kbpf.kernel.system import mounts\n"
@@ -142,8 +142,10 @@ def test_a_cgroup_namespace_of_our_own_does_not_show_the_root():
     assert error.startswith("only a part of the cgroup v2 hierarchy is mounted (")
 
 
-def elsewhere(code: str, *more: str) -> str:
-    """What this Python prints in a mount namespace of its own without any bpffs, but `more`."""
+def python_without_bpffs(code: str, *more: str) -> str:
+    """What this Python prints in a new mount namespace without any bpffs, after the commands
+    `more`.
+    """
     lines = [
         "mount --make-rprivate /",
         "while umount -l /sys/fs/bpf 2>/dev/null; do :; done",
@@ -170,22 +172,24 @@ print(mounts.is_bpffs(pins), oct(pins.stat().st_mode & 0o777), where)
 """
 
 
-def test_a_missing_bpffs_is_mounted_where_all_expect_it():
-    """Once, for root only, and pins can be made in it."""
+def test_missing_bpffs_is_mounted_at_sys_fs_bpf():
+    """It is mounted once, is accessible to root only, and pins can be created in it."""
     name = f"kbpf-test-{os.getpid()}"
-    out = elsewhere(MAKE.format(pins=f"/sys/fs/bpf/{name}"))
+    out = python_without_bpffs(MAKE.format(pins=f"/sys/fs/bpf/{name}"))
     assert out == "True 0o700 ['/sys/fs/bpf']"
     assert not (BPFFS / name).exists(), "and not on this machine"
 
 
-def test_a_pin_folder_elsewhere_becomes_a_mount_of_its_own(tmp_path: Path):
+def test_pin_folder_outside_sys_fs_bpf_becomes_a_mount(tmp_path: Path):
     pins = tmp_path / "deep" / "pins"
-    assert elsewhere(MAKE.format(pins=str(pins))) == f"True 0o700 ['{pins}']"
+    assert python_without_bpffs(MAKE.format(pins=str(pins))) == f"True 0o700 ['{pins}']"
     assert not is_bpffs(pins), "and not on this machine"
 
 
-def test_a_container_on_a_node_without_a_bpffs_does_not_mount_one_for_itself():
-    """Its pins would end with it. A hostPath is a bind mount, here of what sysfs has there."""
+def test_container_on_a_node_without_bpffs_mounts_none():
+    """Its pins would end with the container. A hostPath is a bind mount, here of sysfs'
+    directory.
+    """
     code = (
         "from pathlib import Path\n"
         "from kbpf.kernel.system import mounts\n"
@@ -193,13 +197,13 @@ def test_a_container_on_a_node_without_a_bpffs_does_not_mount_one_for_itself():
         "except mounts.KernelError as error: print(error)\n"
         "print([m.fs_type for m in mounts.list_mounts() if m.path == mounts.BPF_FS])\n"
     )
-    said, kinds = elsewhere(code, "mount --bind /sys/fs/bpf /sys/fs/bpf").splitlines()
+    said, kinds = python_without_bpffs(code, "mount --bind /sys/fs/bpf /sys/fs/bpf").splitlines()
     assert "the file system mounted here is not a bpffs (/sys/fs/bpf)" in said
     assert "on the node: mount -t bpf -o mode=700 bpf /sys/fs/bpf" in said
     assert kinds == "['sysfs']"
 
 
-def test_a_bpffs_that_is_there_is_left_alone():
+def test_existing_bpffs_is_left_alone():
     pins = BPFFS / f"kbpf-test-{os.getpid()}" / "below"
 
     def mounted() -> list[Mount]:
@@ -215,7 +219,7 @@ def test_a_bpffs_that_is_there_is_left_alone():
         pins.parent.rmdir()
 
 
-def test_what_cannot_be_a_folder_is_an_error(tmp_path: Path):
+def test_pin_folder_that_cannot_be_created_is_an_error(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(KernelError, match="cannot create") as error:
         ensure_bpffs(tmp_path / "file" / "pins")

@@ -1,5 +1,5 @@
-"""Which rules of a host's firewall kbpf warns of: those that judged NodePorts and VIPs before DNAT
-and are passed by now. Real rulesets, by nft and iptables-nft, in a network namespace.
+"""Firewall rules that kbpf warns of: rules that refuse NodePorts and VIPs before kube-proxy's DNAT,
+which our traffic does not pass. Real rulesets of nft and iptables-nft, in a network namespace.
 """
 
 import os
@@ -17,7 +17,7 @@ from tests.support.lab.lab import run
 
 
 class Row(NamedTuple):
-    """A ruleset of nft, and the base chains that are named."""
+    """A ruleset of nft, and the base chains that the warning names."""
 
     what: str
     rules: str
@@ -83,7 +83,7 @@ def where() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.what)
-def test_nft(where: str, row: Row) -> None:
+def test_nft_chains_are_named(where: str, row: Row) -> None:
     run("ip", "netns", "exec", where, "nft", "-f", "-", stdin=row.rules.replace("; }", ";\n}\n"))
     found = netns.run_in(Path("/run/netns") / where, pre_dnat_rules.find_chains)
     assert found == row.named
@@ -105,7 +105,7 @@ IPTABLES = [
 
 
 @pytest.mark.parametrize(("rule", "named"), IPTABLES, ids=[rule for rule, _ in IPTABLES])
-def test_iptables(where: str, rule: str, named: tuple[str, ...]) -> None:
+def test_iptables_nft_chains_are_named(where: str, rule: str, named: tuple[str, ...]) -> None:
     command = ["ip", "netns", "exec", where, "iptables-nft", *rule.split()]
     subprocess.run(command, check=True, capture_output=True)
     assert netns.run_in(Path("/run/netns") / where, pre_dnat_rules.find_chains) == named
@@ -130,7 +130,7 @@ LEGACY = [
 
 
 @pytest.mark.parametrize(("rule", "named"), LEGACY, ids=[rule for rule, _ in LEGACY])
-def test_iptables_legacy(where: str, rule: str, named: tuple[str, ...]) -> None:
+def test_iptables_legacy_chains_are_named(where: str, rule: str, named: tuple[str, ...]) -> None:
     run("ip", "netns", "exec", where, "iptables-legacy", *rule.split())
     place = Path("/run/netns") / where
     assert netns.run_in(place, pre_dnat_rules.find_legacy_chains) == (named, ())
@@ -143,7 +143,7 @@ JUMPS = [("--dport 30080", (f"{RAW} PREROUTING",)), ("--dport 22", ())]
 
 
 @pytest.mark.parametrize(("ports", "named"), JUMPS)
-def test_iptables_legacy_with_a_chain_of_its_own(
+def test_iptables_legacy_rules_in_a_user_chain_are_found(
     where: str, ports: str, named: tuple[str, ...]
 ) -> None:
     for words in ("-N d", "-A d -j DROP", f"-A PREROUTING -p tcp {ports} -j d"):
@@ -152,11 +152,11 @@ def test_iptables_legacy_with_a_chain_of_its_own(
     assert found.chains == named
 
 
-def test_iptables_legacy_that_cannot_be_read(
+def test_unreadable_iptables_legacy_tables_are_reported(
     where: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """As in our image, which has none of its programs. A table that exists is enough: what is in it
-    cannot be known.
+    """As in our image, which has no iptables-legacy. A table that exists is reported, because its
+    rules cannot be known.
     """
     run("ip", "netns", "exec", where, "iptables-legacy", "-t", "raw", "-S")
     run("ip", "netns", "exec", where, "ip6tables-legacy", "-t", "mangle", "-S")
@@ -168,5 +168,5 @@ def test_iptables_legacy_that_cannot_be_read(
     assert line.startswith(f"{', '.join(unread)} cannot be read from here; ")
 
 
-def test_without_rules_nothing_is_said(where: str) -> None:
+def test_no_warning_without_rules(where: str) -> None:
     assert netns.run_in(Path("/run/netns") / where, firewalls.early_drop_warnings) == ()

@@ -1,6 +1,7 @@
-"""What a kube-proxy in mode ipvs has left, beside what others have, in a network namespace of its
-own. (Its other modes are tried with a real one: tests/lab/cluster/test_takeover_cleanup.py.) And
-the table that stays while connections of a kube-proxy do.
+"""Removing what a kube-proxy in mode ipvs left in a network namespace, and nothing of others; and
+the table `kbpf-handover`, which stays as long as connections that a kube-proxy translated.
+
+Its other modes are tested with a real kube-proxy: tests/lab/cluster/test_takeover_cleanup.py.
 """
 
 import itertools
@@ -57,7 +58,7 @@ class House:
         return command(*inside(self.where, None, *words), stdin=stdin)
 
     def sets(self, **types: str) -> None:
-        """Makes IP sets, "_" in a name standing for "-"."""
+        """Creates IP sets; "_" in a name means "-"."""
 
         def make() -> None:
             with IPSet() as face:
@@ -82,7 +83,7 @@ def house() -> Iterator[House]:
 OURS = {"KUBE_CLUSTER_IP": "hash:ip,port", "KUBE_NODE_PORT_TCP": "bitmap:port"}
 
 
-def test_sets_and_the_device_go_and_others_stay(house: House) -> None:
+def test_ip_sets_and_device_are_removed_and_others_stay(house: House) -> None:
     house.sets(mine="hash:ip", KUBE_MINE="hash:ip", **OURS)
     ip(
         "link add kube-ipvs0 type bridge",
@@ -96,7 +97,7 @@ def test_sets_and_the_device_go_and_others_stay(house: House) -> None:
     assert house.do(lambda: list(takeover_cleanup.remove())) == []
 
 
-def test_the_ports_of_a_set_are_read(house: House) -> None:
+def test_ports_of_an_ip_set_are_listed(house: House) -> None:
     house.sets(**OURS)
 
     def fill() -> None:
@@ -111,7 +112,7 @@ def test_the_ports_of_a_set_are_read(house: House) -> None:
 
 
 @needs("ipvs")
-def test_virtual_services_go_and_others_stay(house: House) -> None:
+def test_virtual_services_of_kube_proxy_are_removed_and_others_stay(house: House) -> None:
     house.sets(**OURS)
     ip(
         "link set lo up",
@@ -153,7 +154,7 @@ def test_virtual_services_go_and_others_stay(house: House) -> None:
         netns=house.where,
     )
     house.do(lambda: list(takeover_cleanup._remove_ipvs("kbpf-ipvs0", ())))
-    assert house.do(left) == {*theirs, *others}, "those are kbpf's by now"
+    assert house.do(left) == {*theirs, *others}, "the addresses are on kbpf's device by now"
     ip("link add kube-ipvs0 type dummy", "addr add 10.96.0.1/32 dev kube-ipvs0", netns=house.where)
     assert house.do(lambda: list(takeover_cleanup.remove())) == [
         "2 virtual services of IPVS",
@@ -163,7 +164,7 @@ def test_virtual_services_go_and_others_stay(house: House) -> None:
     assert house.do(left) == set(others)
 
 
-# ---- connections of IPVS that go on --------------------------------------------------------------
+# ---- established connections of IPVS -------------------------------------------------------------
 
 FRONTEND, SERVER = ("10.96.0.1", 80), ("198.18.0.1", 8080)
 BUSY = VirtualServiceKey(socket.IPPROTO_TCP, parse_addr("10.96.0.1"), 80)
@@ -172,7 +173,7 @@ AT = ipvs.RealServerKey(parse_addr("198.18.0.1"), 8080)
 
 
 class Talk:
-    """A connection through IPVS, from and to the namespace itself."""
+    """A connection through IPVS, from the namespace to itself."""
 
     def __init__(self) -> None:
         with socket.socket() as listener:
@@ -182,8 +183,8 @@ class Talk:
             self.client = socket.create_connection(FRONTEND, timeout=PATIENCE)
             self.server, _ = listener.accept()
 
-    def goes_on(self) -> None:
-        """Both ways."""
+    def exchange(self) -> None:
+        """Sends data in both directions."""
         for one, other in ((self.client, self.server), (self.server, self.client)):
             one.sendall(b"more")
             assert other.recv(4) == b"more"
@@ -194,7 +195,7 @@ class Talk:
 
 
 def served(house: House) -> dict[VirtualServiceKey, list[int]]:
-    """Virtual services, and the weights of their servers."""
+    """Virtual services, and the weights of their real servers."""
 
     def read() -> dict[VirtualServiceKey, list[int]]:
         with closing(IpvsClient()) as face:
@@ -207,7 +208,7 @@ def served(house: House) -> dict[VirtualServiceKey, list[int]]:
 
 @pytest.fixture
 def talk(house: House) -> Iterator[Talk]:
-    """A kube-proxy in mode ipvs has two virtual services, one of which has a connection."""
+    """A kube-proxy in mode ipvs with two virtual services; yields a connection to one of them."""
     ip(
         "link set lo up",
         "addr add 198.18.0.1/32 dev lo",
@@ -230,13 +231,13 @@ def talk(house: House) -> Iterator[Talk]:
 
     house.do(fill)
     made = house.do(Talk)
-    made.goes_on()
+    made.exchange()
     yield made
     made.close()
 
 
 def end_its_server(house: House) -> None:
-    """IPVS forgets the connection; else it remembers what has ended for two minutes."""
+    """Makes IPVS forget the connection, which it would otherwise remember for two minutes."""
 
     def drop() -> None:
         with closing(IpvsClient()) as face:
@@ -245,8 +246,8 @@ def end_its_server(house: House) -> None:
     house.do(drop)
 
 
-def lead_again() -> None:
-    """A kube-proxy's first pass."""
+def restore_weight() -> None:
+    """The first sync of a kube-proxy gives the real server its weight back."""
     with closing(IpvsClient()) as face:
         face.apply([IpvsRequest(IpvsCommand.IPVS_CMD_SET_DEST, BUSY, server=AT, weight=1)])
 
@@ -256,8 +257,10 @@ def names(house: House) -> set[str]:
 
 
 @needs("ipvs")
-def test_a_virtual_service_stays_for_its_connections(house: House, talk: Talk) -> None:
-    """And leads nobody new. With them it goes, and what it needed."""
+def test_virtual_service_with_a_connection_stays_with_weight_0(house: House, talk: Talk) -> None:
+    """With weight 0, so it gets no new ones. It is removed with its last connection and
+    its device.
+    """
     assert house.do(lambda: list(takeover_cleanup.remove())) == [
         "1 virtual services of IPVS",
         "device kube-ipvs0",
@@ -268,10 +271,10 @@ def test_a_virtual_service_stays_for_its_connections(house: House, talk: Talk) -
         lambda: conntrack_keepalive.list_kept_services(conntrack_keepalive.list_families())
     ) == (BUSY,)
     assert house.do(takeover_cleanup.count_connections) == 1
-    talk.goes_on()
+    talk.exchange()
     assert house.do(conntrack_keepalive.remove_unneeded) == ()
     assert house.do(lambda: list(takeover_cleanup.remove())) == []
-    talk.goes_on()
+    talk.exchange()
     end_its_server(house)
     assert house.do(conntrack_keepalive.remove_unneeded) == ("ip",)
     assert served(house) == {}
@@ -279,25 +282,27 @@ def test_a_virtual_service_stays_for_its_connections(house: House, talk: Talk) -
 
 
 @needs("ipvs")
-def test_a_kube_proxy_that_comes_back_has_its_virtual_services(house: House, talk: Talk) -> None:
+def test_returning_kube_proxy_keeps_its_virtual_services(house: House, talk: Talk) -> None:
     house.do(lambda: list(takeover_cleanup.remove()))
     ip("link add kube-ipvs0 type dummy", "addr add 10.96.0.1/32 dev kube-ipvs0", netns=house.where)
     assert house.do(conntrack_keepalive.remove_unneeded) == (), (
-        "it leads by none of them: somebody removes leftovers"
+        "the weights are still 0: the device alone is no sign of a running kube-proxy"
     )
     assert served(house) == {BUSY: [0]}
     assert house.do(
         lambda: conntrack_keepalive.list_kept_services(conntrack_keepalive.list_families())
     ) == (BUSY,)
-    house.do(lead_again)
+    house.do(restore_weight)
     assert house.do(conntrack_keepalive.remove_unneeded) == ("ip",)
     assert list(served(house)) == [BUSY]
     assert names(house) == {"lo", "kube-ipvs0"}
-    talk.goes_on()
+    talk.exchange()
 
 
 @needs("ipvs")
-def test_cleanup_of_kbpf_ends_them_in_any_case(house: House, talk: Talk, tmp_path: Path) -> None:
+def test_kbpf_cleanup_removes_virtual_services_with_connections(
+    house: House, talk: Talk, tmp_path: Path
+) -> None:
     house.do(lambda: list(takeover_cleanup.remove()))
     assert house.do(lambda: host.remove(Pins(tmp_path))) == (
         f"table ip {conntrack_keepalive.TABLE}",
@@ -307,7 +312,7 @@ def test_cleanup_of_kbpf_ends_them_in_any_case(house: House, talk: Talk, tmp_pat
 
 
 @needs("ipvs")
-def test_who_ipvs_and_masquerade_have_led_is_read_as_the_backend_sees_it(
+def test_masqueraded_ipvs_connection_is_listed_as_the_backend_sees_it(
     house: House, talk: Talk
 ) -> None:
     rules = (
@@ -322,11 +327,11 @@ def test_who_ipvs_and_masquerade_have_led_is_read_as_the_backend_sees_it(
     assert house.do(conntrack.list_masqueraded) == [ConntrackFlow(6, here, 1234, *AT)]
 
 
-# ---- the table that stays ------------------------------------------------------------------------
+# ---- the handover table --------------------------------------------------------------------------
 
 
 def translate_one(house: House, family: str) -> None:
-    """A connection whose destination is translated; it is over, and remembered for two minutes."""
+    """Makes a connection with DNAT; it has ended, but conntrack keeps it for two minutes."""
     host = {"ip": "127.0.0.1", "ip6": "::1"}[family]
     house.run("ip", "link", "set", "lo", "up")
     to = f"[{host}]:82" if family == "ip6" else f"{host}:82"
@@ -341,7 +346,7 @@ def translate_one(house: House, family: str) -> None:
 
 
 def dial(family: str) -> None:
-    """A connection to port 81 of loopback that comes out at port 82, and ends."""
+    """Connects to port 81 of loopback, which DNAT leads to port 82, and closes."""
     host, kind = {"ip": ("127.0.0.1", socket.AF_INET), "ip6": ("::1", socket.AF_INET6)}[family]
     with socket.socket(kind) as server, socket.socket(kind) as client:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -352,16 +357,16 @@ def dial(family: str) -> None:
 
 
 def forget_connections() -> None:
-    """All that conntrack knows."""
+    """Deletes all entries of conntrack."""
     with Netlink(conntrack.NETLINK_NETFILTER, "conntrack") as netlink:
         netlink.request(1 << 8 | 2, bytes(4))  # NFNL_SUBSYS_CTNETLINK, IPCTNL_MSG_CT_DELETE
 
 
 @pytest.mark.parametrize("family", ["ip", "ip6"])
-def test_the_table_stays_as_long_as_a_connection_does(
+def test_handover_table_stays_as_long_as_a_connection(
     house: House, family: str, tmp_path: Path
 ) -> None:
-    """The agent looks at once when it starts, and then every so often."""
+    """The agent checks when it starts and then every HANDOVER_POLL_INTERVAL_S seconds."""
     assert not house.do(lambda: conntrack.has_dnat_connections(family))
     translate_one(house, family)
     assert house.do(lambda: conntrack.has_dnat_connections(family))
@@ -382,8 +387,8 @@ def test_the_table_stays_as_long_as_a_connection_does(
     assert f"table {family} theirs" in house.run("nft", "list", "tables")
 
 
-def test_who_is_masqueraded_is_read_as_the_backend_sees_it(house: House) -> None:
-    """Both ends are translated; a connection with one end only is none of these."""
+def test_masqueraded_connection_is_listed_as_the_backend_sees_it(house: House) -> None:
+    """Both addresses are translated. A connection with DNAT or SNAT alone is not listed."""
     translate_one(house, "ip")
     assert house.do(conntrack.list_masqueraded) == []
     rules = (
@@ -397,7 +402,7 @@ def test_who_is_masqueraded_is_read_as_the_backend_sees_it(house: House) -> None
     assert house.do(conntrack.list_masqueraded) == [ConntrackFlow(6, here, 1234, there, 82)]
 
 
-def test_cleanup_of_kbpf_takes_it_away_in_any_case(house: House, tmp_path: Path) -> None:
+def test_kbpf_cleanup_removes_the_handover_table(house: House, tmp_path: Path) -> None:
     translate_one(house, "ip")
     house.do(lambda: forward_rules.run_transaction(*conntrack_keepalive.table_commands("ip")))
     assert house.do(lambda: host.remove(Pins(tmp_path))) == (
@@ -441,13 +446,13 @@ def forward(house: House, family: str) -> list[str]:
 
 @pytest.fixture(params=POLICY)
 def left(request: pytest.FixtureRequest, house: House) -> str:
-    """A family of which a connection is translated, as by a kube-proxy."""
+    """A family with a translated connection, as a kube-proxy leaves it."""
     translate_one(house, request.param)
     return str(request.param)
 
 
 def stop_kube_proxy(house: House, family: str, how: str = "a policy") -> list[str]:
-    """What it has left in FORWARD, and the rest of that, is cleaned up; what stays of others."""
+    """Restores kube-proxy's FORWARD chain and cleans up after it; returns the rules of others."""
     policy, last = CLOSED[how]
     house.run(f"{POLICY[family]}-nft-restore", stdin=FORWARD % (policy, last))
     house.do(lambda: list(takeover_cleanup.remove()))
@@ -455,10 +460,12 @@ def stop_kube_proxy(house: House, family: str, how: str = "a policy") -> list[st
 
 
 @pytest.mark.parametrize("how", CLOSED)
-def test_what_is_established_passes_a_closed_forward_until_it_is_over(
+def test_established_connections_pass_a_closed_forward_until_they_end(
     house: House, left: str, how: str
 ) -> None:
-    """By one rule, behind those that mean something, and iptables can still say them all."""
+    """One rule accepts it, before any rule that refuses all; iptables-nft-save can still
+    list them.
+    """
     others = stop_kube_proxy(house, left, how)
     house.do(lambda: list(takeover_cleanup.remove()))
     assert forward(house, left) == [others[0], PASSES, *others[1:]]
@@ -467,8 +474,8 @@ def test_what_is_established_passes_a_closed_forward_until_it_is_over(
     assert forward(house, left) == others
 
 
-def test_what_ipvs_leads_passes_too(house: House) -> None:
-    """Of that conntrack says that nothing is translated; the table is there all the same."""
+def test_ipvs_connections_pass_a_closed_forward(house: House) -> None:
+    """conntrack records no DNAT for IPVS connections; the handover table exists all the same."""
     house.run("iptables-nft-restore", stdin=FORWARD % ("DROP", ""))
     house.do(lambda: forward_rules.run_transaction(*conntrack_keepalive.table_commands("ip")))
     assert not house.do(lambda: conntrack.has_dnat_connections("ip"))
@@ -476,7 +483,7 @@ def test_what_ipvs_leads_passes_too(house: House) -> None:
     assert forward(house, "ip") == [THEIRS, PASSES]
 
 
-def test_the_operator_is_told_of_the_rule(
+def test_cleanup_reports_the_forward_rule(
     house: House, left: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     house.run(f"{POLICY[left]}-nft-restore", stdin=FORWARD % ("DROP", ""))
@@ -487,7 +494,7 @@ def test_the_operator_is_told_of_the_rule(
     )
 
 
-def test_an_open_forward_has_no_rule(house: House) -> None:
+def test_open_forward_gets_no_rule(house: House) -> None:
     translate_one(house, "ip")
     house.run("iptables-nft-restore", stdin=FORWARD % ("ACCEPT", ""))
     house.do(lambda: list(takeover_cleanup.remove()))
@@ -495,13 +502,13 @@ def test_an_open_forward_has_no_rule(house: House) -> None:
     assert forward(house, "ip") == [THEIRS]
 
 
-def test_a_closed_forward_has_none_without_connections(house: House) -> None:
+def test_closed_forward_gets_no_rule_without_connections(house: House) -> None:
     stop_kube_proxy(house, "ip")
     assert forward(house, "ip") == [THEIRS]
 
 
-def test_what_kube_proxy_never_let_pass_does_not(house: House) -> None:
-    """In mode nftables its table is its own, and overrules nobody's policy."""
+def test_kube_proxy_in_mode_nftables_gets_no_forward_rule(house: House) -> None:
+    """In mode nftables kube-proxy has a table of its own and overrules no other chain's policy."""
     translate_one(house, "ip")
     house.run("iptables-nft", "-P", "FORWARD", "DROP")
     house.run("nft", "add", "table", "ip", "kube-proxy")
@@ -510,14 +517,14 @@ def test_what_kube_proxy_never_let_pass_does_not(house: House) -> None:
     assert forward(house, "ip") == []
 
 
-def test_an_agent_puts_the_rule_right(house: House, left: str, tmp_path: Path) -> None:
-    """One that knows nothing of how it came; beside its own rule, in whatever order."""
+def test_agent_restores_the_forward_rule(house: House, left: str, tmp_path: Path) -> None:
+    """The agent did not add the rule. It restores it next to its own rule, in either order."""
     stop_kube_proxy(house, left)
     tool = f"{POLICY[left]}-nft"
     times = itertools.count(0.0, host.HOST_POLL_INTERVAL_S)
     agent = HostIntegration(Pins(tmp_path), Config())
 
-    def looked() -> list[str]:
+    def poll_and_list() -> list[str]:
         house.do(lambda: agent.poll(next(times)))
         house.do(lambda: agent.poll(next(times)))
         rules = forward(house, left)
@@ -525,26 +532,24 @@ def test_an_agent_puts_the_rule_right(house: House, left: str, tmp_path: Path) -
         assert len(ours) == ("DROP" in house.run(tool, "-S", "FORWARD").splitlines()[0])
         return [rule for rule in rules if rule not in ours]
 
-    assert looked() == [THEIRS, PASSES]
+    assert poll_and_list() == [THEIRS, PASSES]
     house.run(tool, "-A", "FORWARD", "-p", "tcp", "--dport", "2", "-j", "DROP")
     other = THEIRS.replace("dport 1", "dport 2")
-    assert looked() == [THEIRS, other, PASSES]
+    assert poll_and_list() == [THEIRS, other, PASSES]
     house.run(tool, "-F", "FORWARD")
-    assert looked() == [PASSES]
+    assert poll_and_list() == [PASSES]
     before = house.do(forward_rules.read_generation)
-    assert looked() == [PASSES]
+    assert poll_and_list() == [PASSES]
     assert house.do(forward_rules.read_generation) == before
     house.run(tool, "-P", "FORWARD", "ACCEPT")
-    assert looked() == []
+    assert poll_and_list() == []
     house.run(tool, "-P", "FORWARD", "DROP")
-    assert looked() == [PASSES]
+    assert poll_and_list() == [PASSES]
     house.run("nft", "delete", "table", left, conntrack_keepalive.TABLE)
-    assert looked() == []
+    assert poll_and_list() == []
 
 
-def test_cleanup_of_kbpf_takes_the_rule_in_any_case(
-    house: House, left: str, tmp_path: Path
-) -> None:
+def test_kbpf_cleanup_removes_the_forward_rule(house: House, left: str, tmp_path: Path) -> None:
     others = stop_kube_proxy(house, left)
     assert PASSES in forward(house, left)
     assert house.do(lambda: host.remove(Pins(tmp_path))) == (
@@ -553,10 +558,10 @@ def test_cleanup_of_kbpf_takes_the_rule_in_any_case(
     assert forward(house, left) == others
 
 
-def test_two_who_put_the_rule_at_once_put_one(
+def test_two_processes_adding_the_rule_at_once_add_one(
     house: House, left: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other one is done between the look and the change."""
+    """The other one adds the rule between our listing of the chains and our transaction."""
     house.run(f"{POLICY[left]}-nft-restore", stdin=FORWARD % ("DROP", ""))
     real, once = forward_rules.list_forward_chains, iter([True])
 

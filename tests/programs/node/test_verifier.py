@@ -1,7 +1,7 @@
-"""The kernel's verifier takes every program of both units, with room to spare.
+"""The kernel's verifier accepts every program of both units with half of its budget to spare.
 
-`make test-kernels` runs this in old and new kernels: each prunes by rules of its own, so a change
-that costs one of them nothing may cost another ten times as much.
+`make test-kernels` runs this in old and new kernels. Each kernel prunes states by its own rules, so
+a change that costs nothing in one may cost ten times as much in another.
 """
 
 import struct
@@ -14,7 +14,7 @@ from kbpf.dataplane.bpf.programs import compile
 from tests.support.verifier import LIMIT, Verified, fall_back, verify
 
 ROOM = LIMIT // 2
-"""Kept free: the next kernel may walk through much more."""
+"""Instructions kept free, because a later kernel may walk through many more."""
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,9 @@ PROGRAMS = [name for unit in UNITS for name in program_names(unit)]
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_loads(verified: dict[str, Verified], program: str, record_property) -> None:
+def test_program_loads_within_the_budget(
+    verified: dict[str, Verified], program: str, record_property
+) -> None:
     found = verified[program]
     record_property("size", found.size)
     record_property("processed", found.processed)
@@ -36,8 +38,8 @@ def test_loads(verified: dict[str, Verified], program: str, record_property) -> 
 
 
 @pytest.mark.parametrize("unit", UNITS)
-def test_old_kernels_take_the_loops(unit: str, artifact_cache: Path) -> None:
-    """This kernel may take what they refuse."""
+def test_loops_are_accepted_by_old_kernels(unit: str, artifact_cache: Path) -> None:
+    """The kernel that runs this may accept back-edges that older ones refuse."""
     made, _ = compile.find_or_compile(unit, artifact_cache)
     assert {code.name: fall_back(code.insns) for code in made.programs} == {
         name: [] for name in program_names(unit)
@@ -50,13 +52,13 @@ NEVER, ALWAYS, ADD, EXIT = 0x15, 0x05, 0x07, 0x95
 @pytest.mark.parametrize(
     ("program", "found"),
     [
-        ([(ADD, 0), (NEVER, -2), (EXIT, 0)], []),  # closed by a jump that looks
+        ([(ADD, 0), (NEVER, -2), (EXIT, 0)], []),  # the loop is closed by a conditional jump
         ([(ADD, 0), (NEVER, 1), (ALWAYS, -3), (EXIT, 0)], []),
         ([(ALWAYS, 1), (ADD, 0), (NEVER, -2), (EXIT, 0)], [(1, 2)]),  # entered at its end
         ([(0x85, 0), (EXIT, 0)], []),
     ],
 )
-def test_loops_that_old_kernels_refuse_are_found(
+def test_loops_refused_by_old_kernels_are_found(
     program: list[tuple[int, int]], found: list[tuple[int, int]]
 ) -> None:
     insns = b"".join(struct.pack("=BBhi", opcode, 0, offset, 0) for opcode, offset in program)

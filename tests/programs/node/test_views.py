@@ -1,5 +1,5 @@
-"""What inspect, check and cleanup say of a real data plane: maps that BpfPlane wrote, hooks that
-it attached, sockets that dialled. All through the command line, in this process.
+"""inspect, check and cleanup of a real data plane: maps that BpfPlane wrote, hooks that it attached
+and sockets that connected. All through the command line, in this process.
 """
 
 import json
@@ -40,8 +40,10 @@ def boottime() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
-def words(**more: Any) -> AgentStatus:
-    """A status as a healthy agent with this process' id would write it."""
+def agent_status(**more: Any) -> AgentStatus:
+    """The status that a healthy agent with this process' id writes, with the fields
+    `more` changed.
+    """
     said: dict[str, Any] = {
         "version": "9.9", "pid": os.getpid(), "mode": "bpf", "node": "n1",
         "started": boottime() - 60, "heartbeat": boottime(), "synced": True, "services": 3,
@@ -69,10 +71,10 @@ WORLD = desired(
 
 @pytest.fixture
 def written(site: Site) -> BpfPlane:
-    """A data plane with WORLD in it."""
+    """A data plane to which WORLD was applied."""
     opened = site.open()
     opened.apply(WORLD, None)
-    opened.write_status(encode(words()))
+    opened.write_status(encode(agent_status()))
     return opened
 
 
@@ -81,7 +83,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def run(site: Site, capsys: pytest.CaptureFixture[str]) -> Run:
-    """A command about the site: exit code, stdout, stderr."""
+    """Runs a command on the site's pin folder; returns exit code, stdout and stderr."""
 
     def call(*arguments: str) -> tuple[int, str, str]:
         code = app.call([*arguments, "--pin-dir", str(site.pins)])
@@ -92,7 +94,7 @@ def run(site: Site, capsys: pytest.CaptureFixture[str]) -> Run:
 
 @pytest.fixture
 def show(run: Run, written: BpfPlane) -> Callable[..., Any]:
-    """`kbpf inspect ... -o json`, read."""
+    """The output of `kbpf inspect ... -o json`, parsed."""
 
     def call(*arguments: str) -> Any:
         code, out, err = run("inspect", *arguments, "-o", "json")
@@ -110,7 +112,7 @@ def named(rows: list[dict[str, Any]], name: str) -> dict[str, Any]:
 # ---- services ----------------------------------------------------------------------------------
 
 
-def test_services_have_their_frontends_and_counts(show):
+def test_services_show_frontends_and_backend_counts(show):
     rows = show("services")
     assert [r["name"] for r in rows] == ["dns", "empty", "guarded", "kept", "near", "web", "web6"]
     web = named(rows, "web")
@@ -131,12 +133,12 @@ def test_services_have_their_frontends_and_counts(show):
     assert [f["restricted"] for f in named(rows, "guarded")["frontends"]] == [False, True]
 
 
-def test_services_of_a_namespace(show):
+def test_services_are_filtered_by_namespace(show):
     assert show("services", "-n", "elsewhere") == []
     assert len(show("services", "-n", "default")) == 7
 
 
-def test_the_table_says_what_the_json_says(written, run):
+def test_services_table_matches_json(written, run):
     code, out, _ = run("inspect", "services")
     assert code == 0
     lines = {line.split()[1]: line for line in out.splitlines()}
@@ -150,12 +152,12 @@ def test_the_table_says_what_the_json_says(written, run):
     assert "CLUSTER-SET" in run("inspect", "services", "-o", "wide")[1]
 
 
-def test_yaml_is_the_same_as_json(show, run):
+def test_yaml_matches_json(show, run):
     _, out, _ = run("inspect", "services", "-o", "yaml")
     assert yaml.safe_load(out) == show("services")
 
 
-def test_a_service_in_full(show, run):
+def test_service_shows_its_sets_and_backends(show, run):
     (detail,) = show("service", "near")
     (cluster,), (local,) = detail["cluster"], detail["local"]
     assert {b["address"] for b in cluster["backends"]} == {"10.244.0.1", "10.244.0.9"}
@@ -168,7 +170,7 @@ def test_a_service_in_full(show, run):
     assert "10.244.0.9:8080" in out
 
 
-def test_a_service_that_is_not_there_is_an_error_with_near_names(written, run):
+def test_unknown_service_error_suggests_similar_names(written, run):
     code, out, err = run("inspect", "service", "wbe")
     assert (code, out) == (1, "")
     assert len(err.splitlines()) == 1
@@ -178,7 +180,7 @@ def test_a_service_that_is_not_there_is_an_error_with_near_names(written, run):
 # ---- backends, affinity ------------------------------------------------------------------------
 
 
-def test_backends_know_who_uses_them(show):
+def test_backends_list_their_services(show):
     users = {(b["address"], b["protocol"]): b["services"] for b in show("backends")}
     assert users["10.244.0.1", "TCP"] == ["default/guarded", "default/near", "default/web"]
     assert users["10.244.0.3", "TCP"] == ["default/web"]
@@ -186,7 +188,7 @@ def test_backends_know_who_uses_them(show):
     assert users["fd00:10::1", "TCP"] == ["default/web6"]
 
 
-def test_affinity_shows_the_host_after_it_dialled(show, site: Site):
+def test_affinity_lists_the_host_after_a_connection(show, site: Site):
     assert show("affinity") == []
     site.place("host").tcp("10.96.0.2", 80)
     (row,) = show("affinity")
@@ -200,7 +202,7 @@ def test_affinity_shows_the_host_after_it_dialled(show, site: Site):
 # ---- maps, programs ----------------------------------------------------------------------------
 
 
-def test_maps_are_counted(show):
+def test_maps_show_their_entries(show):
     rows = {row["name"]: row for row in show("maps")}
     assert rows["services"]["entries"] == 10
     assert rows["backend_slots"]["entries"] == 3 + 2 + 1 + 1 + 2 + 1 + 1
@@ -212,8 +214,8 @@ def test_maps_are_counted(show):
     assert not any(row["alarm"] for row in rows.values())
 
 
-def test_a_map_that_is_nearly_full_alarms(site: Site, run):
-    # A limit that the agent may not pass: it stands at 4 of 5 frontends.
+def test_nearly_full_map_raises_an_alarm(site: Site, run):
+    # The agent may not grow past 5 frontends, of which 4 are used.
     opened = site.open(MapSizes(frontends=5))
     opened.apply(
         desired(*(service(f"s{i}", f"10.96.0.{i}:80", "10.244.0.1:80") for i in range(1, 5))), None
@@ -224,7 +226,7 @@ def test_a_map_that_is_nearly_full_alarms(site: Site, run):
     assert "80.0% !" in run("inspect", "maps")[1]
 
 
-def test_programs_are_attached_where_they_belong(show, site: Site):
+def test_programs_show_hook_and_cgroup(show, site: Site):
     rows = show("programs")
     assert [row["hook"] for row in rows] == HOOK_NAMES
     assert {row["hook"] for row in rows if row["state"] == "attached"} == HOOKS
@@ -237,7 +239,7 @@ def test_programs_are_attached_where_they_belong(show, site: Site):
         assert len(row["tag"]) == 16
 
 
-def test_a_hook_without_a_link_is_missing(show, run, site: Site):
+def test_hook_without_a_link_is_shown_as_missing(show, run, site: Site):
     (site.pins / "links" / "connect6").unlink()
     states = {row["hook"]: row["state"] for row in show("programs")}
     assert states.pop("connect6") == "missing"
@@ -247,7 +249,7 @@ def test_a_hook_without_a_link_is_missing(show, run, site: Site):
     assert f"{len(HOOKS) - 1} of {len(HOOKS)} attached; missing: connect6" in out
 
 
-def test_hooks_of_a_cgroup_that_is_gone_are_detached(site: Site, run):
+def test_hooks_of_a_removed_cgroup_are_shown_as_detached(site: Site, run):
     other = cgroup2() / f"{site.name}-other"
     other.mkdir()
     opened = site.plane(cgroup=other)
@@ -259,13 +261,13 @@ def test_hooks_of_a_cgroup_that_is_gone_are_detached(site: Site, run):
         _, out, _ = run("inspect", "programs", "-o", "json")
         return {r["hook"] for r in json.loads(out) if r["state"] == "detached"} == HOOKS
 
-    until("the last reference to it has gone, and the kernel has detached them", are_detached)
+    until("the kernel has released the cgroup and detached them", are_detached)
 
 
 # ---- status ------------------------------------------------------------------------------------
 
 
-def test_status_of_a_healthy_agent_is_0(written, run):
+def test_status_of_a_healthy_agent_exits_with_0(written, run):
     code, out, _ = run("inspect", "status", "-o", "json")
     seen = json.loads(out)
     assert code == 0
@@ -279,7 +281,7 @@ def test_status_of_a_healthy_agent_is_0(written, run):
     assert f"{len(HOOKS)} of {len(HOOKS)} attached" in out
 
 
-def test_status_counts_what_the_programs_did(written, run, site: Site):
+def test_status_shows_the_programs_counters(written, run, site: Site):
     site.place("host").tcp("10.96.0.4", 80)
     site.place("host").tcp("10.96.0.4", 80)
     counters = json.loads(run("inspect", "status", "-o", "json")[1])["counters"]
@@ -291,15 +293,15 @@ def test_status_counts_what_the_programs_did(written, run, site: Site):
     "said",
     [
         {"heartbeat": boottime() - 11},
-        {"pid": 1 << 22},  # above every process id that there is
+        {"pid": 1 << 22},  # above the highest process id
         {"synced": False},
         {"refused": 2},
         {"error": "cannot write"},
     ],
-    ids=["silent", "gone", "not synced", "refused", "not written"],
+    ids=["heartbeat too old", "process gone", "not synced", "refused", "not written"],
 )
-def test_status_of_an_agent_that_is_unwell_is_1_and_shown(written, run, said: dict[str, Any]):
-    written.write_status(encode(words(**said)))
+def test_status_of_an_unhealthy_agent_exits_with_1(written, run, said: dict[str, Any]):
+    written.write_status(encode(agent_status(**said)))
     code, out, err = run("inspect", "status")
     assert (code, err) == (1, "")
     assert "hooks" in out
@@ -307,14 +309,14 @@ def test_status_of_an_agent_that_is_unwell_is_1_and_shown(written, run, said: di
     assert said.get("error", "") in out
 
 
-def test_status_works_without_any_word_of_an_agent(site: Site, run):
+def test_status_without_an_agents_status_exits_with_1(site: Site, run):
     site.open().apply(WORLD, None)
     code, out, _ = run("inspect", "status")
     assert code == 1
     assert "no word" in out
 
 
-def test_nothing_pinned_and_pins_of_another_version_are_told_apart(site: Site, run):
+def test_missing_pins_and_pins_of_another_version_have_different_errors(site: Site, run):
     code, _, err = run("inspect", "services")
     assert code == 1
     assert "no such folder" in err
@@ -336,14 +338,14 @@ def test_check_finds_this_machine_usable_and_leaves_nothing(site: Site, run):
     assert {f"hook {name}" for name in HOOK_NAMES} <= results.keys()
     assert (results["TC programs"], results["bpf_redirect_neigh"]) == ("yes", "yes")
     assert made["packet_path"]
-    # Whoever else tests on this machine makes and removes cgroups of his own meanwhile.
+    # Other tests on this machine create and remove cgroups of their own meanwhile.
     assert not list(cgroup2().glob(f"kbpf-check-{os.getpid()}*"))
     assert not [path for path in site.cgroup.iterdir() if path.is_dir()]
     assert not site.pins.exists()
 
 
-def test_a_helper_that_no_kernel_has_is_told_from_one_with_arguments():
-    """bpf_redirect_neigh takes four: the verifier looks at each."""
+def test_probe_tells_a_missing_helper_from_wrong_arguments():
+    """bpf_redirect_neigh takes four arguments, and the verifier checks each."""
     assert probe.probe_helper(BPF_PROG_TYPE_SCHED_CLS, 0, 152, 1, 0, 0, 0).works
     assert probe.probe_helper(BPF_PROG_TYPE_SCHED_CLS, 0, 152, 1) == Probe(False, "EACCES")
     assert probe.probe_helper(BPF_PROG_TYPE_SCHED_CLS, 0, 9999, 1, 0, 0, 0) == Probe(
@@ -351,21 +353,21 @@ def test_a_helper_that_no_kernel_has_is_told_from_one_with_arguments():
     )
 
 
-def test_check_takes_the_ports_of_the_agent_that_runs(site: Site, run):
+def test_check_uses_the_ports_of_the_running_agent(site: Site, run):
     site.open(packet_path=True, masquerade_ports=(40_000, 40_009)).apply(desired(), None)
     _, out, _ = run("check", "-o", "json", "--cgroup", str(site.cgroup))
     (row,) = [r for r in json.loads(out)["rows"] if r["name"] == "masquerade ports"]
     assert row["detail"].startswith("40000 to 40009: ")
 
 
-def test_check_without_a_cgroup_is_1_and_says_what_to_do(site: Site, run, tmp_path: Path):
+def test_check_without_cgroup_v2_exits_with_1_and_advice(site: Site, run, tmp_path: Path):
     code, out, _ = run("check", "--cgroup", str(tmp_path))
     assert code == 1
     assert "mode bpf cannot be used: cgroup v2" in out
     assert "--cgroup" in out
 
 
-def test_check_attached_proves_it_without_a_word_to_the_backend(site: Site, run):
+def test_check_attached_proves_translation_without_connecting_to_the_backend(site: Site, run):
     with socket.create_server(("127.0.0.9", 0)) as backend:
         backend.setblocking(False)
         port = backend.getsockname()[1]
@@ -389,7 +391,7 @@ def test_check_attached_dials_every_family_and_protocol(written, run, site: Site
     made = json.loads(out)
     rows = {row["name"]: row for row in made["rows"]}
     assert (code, made["attached"], err) == (0, True, "")
-    # The smallest set; that of `kept` is as small and comes first, but has affinity.
+    # The smallest set. That of `kept` is as small and comes first, but has affinity.
     assert rows["dial 10.96.0.3:80/TCP"]["detail"] == "arrived at 10.244.0.1 port 8080"
     assert rows["dial 10.96.0.1:53/UDP"]["detail"].endswith("port 5353")
     assert rows["dial [fd00:96::1]:80/TCP"]["detail"] == "arrived at fd00:10::1 port 8080"
@@ -397,15 +399,15 @@ def test_check_attached_dials_every_family_and_protocol(written, run, site: Site
     assert not [path for path in site.cgroup.iterdir() if path.is_dir()]
 
 
-def test_check_attached_fails_when_the_hooks_are_elsewhere(written, run, site: Site):
+def test_check_attached_fails_without_a_hook(written, run, site: Site):
     (site.pins / "links" / "connect4").unlink()
     code, out, _ = run("check", "--attached", "-o", "json")
     made = json.loads(out)
     assert (code, made["usable"], made["attached"]) == (1, True, False)
 
 
-def test_check_attached_fails_when_the_programs_do_nothing(written, run, site: Site):
-    # As if the programs were broken: they look into maps in which the frontend is not.
+def test_check_attached_fails_when_programs_do_not_translate(written, run, site: Site):
+    # As if the programs were broken: the slots that they read lead to no backend.
     with site.pinned("services") as services:
         hidden = dict(services.items())
         with site.pinned("backend_slots") as slots:
@@ -416,7 +418,7 @@ def test_check_attached_fails_when_the_programs_do_nothing(written, run, site: S
     assert (code, json.loads(out)["attached"]) == (1, False)
 
 
-def test_check_attached_without_a_service_is_not_proven(site: Site, run):
+def test_check_attached_without_a_service_proves_nothing(site: Site, run):
     site.open().apply(desired(), None)
     code, out, _ = run("check", "--attached")
     assert code == 1
@@ -427,7 +429,7 @@ def test_check_attached_without_a_service_is_not_proven(site: Site, run):
 # ---- cleanup -----------------------------------------------------------------------------------
 
 
-def test_cleanup_removes_all_and_says_so_and_then_there_is_nothing(site: Site, run):
+def test_cleanup_removes_and_lists_everything(site: Site, run):
     opened = site.open()
     opened.apply(WORLD, None)
     opened.close()
@@ -443,7 +445,7 @@ def test_cleanup_removes_all_and_says_so_and_then_there_is_nothing(site: Site, r
 
 
 def test_after_cleanup_nothing_is_translated(site: Site, run):
-    own = str(ip_address("127.64.0.0") + os.getpid())  # another run may be under way
+    own = str(ip_address("127.64.0.0") + os.getpid())  # other runs use other addresses
     site.place("server").serve(18081, address=own)
     opened = site.open()
     opened.apply(desired(service("web", f"{own}:18080", f"{own}:18081")), None)
@@ -454,7 +456,7 @@ def test_after_cleanup_nothing_is_translated(site: Site, run):
     assert host.tcp(own, 18080)["error"] == "ECONNREFUSED"
 
 
-def test_after_keep_connections_nothing_new_is_translated_and_the_old_goes_on(site: Site, run):
+def test_cleanup_keep_connections_translates_only_established_ones(site: Site, run):
     own = str(ip_address("127.64.0.0") + os.getpid())
     site.place("server").serve(18081, address=own)
     opened = site.open()
@@ -463,14 +465,14 @@ def test_after_keep_connections_nothing_new_is_translated_and_the_old_goes_on(si
     assert host.tcp(own, 18080, keep="held")["name"] == "server"
     before = site.entries("sock_peers")
     code, out, err = run("cleanup", "--keep-connections")
-    assert (code, out) == (1, ""), "an agent would put it back"
+    assert (code, out) == (1, ""), "a running agent would restore it"
     assert "stop the agent first" in err
     opened.close()
     code, out, err = run("cleanup", "--keep-connections", "-o", "json")
     assert (code, err) == (0, "")
     assert json.loads(out) == [{"kind": "frontends", "path": f"1 in {site.pins}"}]
-    assert host.tcp(own, 18080)["error"] == "ECONNREFUSED", "by the host: nobody listens there"
-    assert host.tcp(own, 18081)["name"] == "server", "a port of what was a ClusterIP"
+    assert host.tcp(own, 18080)["error"] == "ECONNREFUSED", "by the host: no process listens there"
+    assert host.tcp(own, 18081)["name"] == "server", "another port of the former ClusterIP"
     assert host.ask("talk", keep="held")["name"] == "server"
     assert site.entries("sock_peers") == before
     assert site.dump()["frontends"] == {}
@@ -478,13 +480,13 @@ def test_after_keep_connections_nothing_new_is_translated_and_the_old_goes_on(si
     assert run("cleanup")[0] == 0
 
 
-def test_cleanup_does_one_thing_at_a_time(run):
+def test_cleanup_refuses_contradicting_options(run):
     code, out, err = run("cleanup", "--kube-proxy", "--keep-connections")
     assert (code, out) == (1, "")
     assert "different things" in err
 
 
-def test_cleanup_refuses_what_is_not_ours(site: Site, run):
+def test_cleanup_refuses_foreign_pins(site: Site, run):
     opened = site.open()
     opened.apply(WORLD, None)
     opened.close()
@@ -504,8 +506,8 @@ UNFINISHED = (
 )
 
 
-def test_cleanup_removes_what_an_agent_left_that_was_killed_at_any_time(site: Site, run):
-    """For one, between the programs that took a name and the end of those that had it."""
+def test_cleanup_removes_partial_state_of_a_killed_agent(site: Site, run):
+    """One of them: after the new programs took their name and before the old ones were removed."""
     opened = site.open()
     opened.apply(WORLD, None)
     opened.close()
@@ -522,7 +524,7 @@ def test_cleanup_removes_what_an_agent_left_that_was_killed_at_any_time(site: Si
     assert not site.pins.exists()
 
 
-def test_cleanup_refuses_a_folder_that_is_in_no_bpffs(tmp_path: Path, capsys):
+def test_cleanup_refuses_a_folder_outside_a_bpffs(tmp_path: Path, capsys):
     (tmp_path / "links").mkdir()
     assert app.call(["cleanup", "--pin-dir", str(tmp_path)]) == 1
     assert "no bpffs" in capsys.readouterr().err
@@ -539,12 +541,12 @@ def test_cleanup_refuses_a_folder_that_is_in_no_bpffs(tmp_path: Path, capsys):
         (("services",), ""),
     ],
 )
-def test_nothing_to_show_is_said_as_kubectl_says_it(written, run, words, said):
+def test_empty_results_print_what_kubectl_prints(written, run, words, said):
     code, _, err = run("inspect", *words)
     assert (code, err) == (0, said)
 
 
-def test_cleanup_refuses_beside_an_agent_that_runs_unless_it_is_forced(written, run, site: Site):
+def test_cleanup_with_a_running_agent_needs_force(written, run, site: Site):
     code, out, err = run("cleanup")
     assert (code, out, err.count("\n")) == (1, "", 1)
     assert "stop the agent first, or use --force" in err
@@ -556,14 +558,14 @@ def test_cleanup_refuses_beside_an_agent_that_runs_unless_it_is_forced(written, 
     assert not site.pins.exists()
 
 
-def test_cleanup_after_an_agent_that_was_killed_needs_no_force(written, run, site: Site):
+def test_cleanup_after_a_killed_agent_needs_no_force(written, run, site: Site):
     site.close_planes()
     code, _, err = run("cleanup")
     assert (code, err) == (0, "")
     assert not site.pins.exists()
 
 
-def test_cleanup_ends_the_bpffs_that_was_mounted_for_the_pins(run, site: Site, tmp_path: Path):
+def test_cleanup_unmounts_the_bpffs_of_the_pin_folder(run, site: Site, tmp_path: Path):
     pins = tmp_path / "pins"
     site.pins, ours = pins, site.pins
     try:
@@ -582,7 +584,7 @@ def test_cleanup_ends_the_bpffs_that_was_mounted_for_the_pins(run, site: Site, t
         subprocess.run(["umount", "-q", pins], check=False)
 
 
-def test_cleanup_of_the_cache_leaves_other_files(site: Site, run, artifact_cache, tmp_path: Path):
+def test_cleanup_cache_leaves_other_files(site: Site, run, artifact_cache, tmp_path: Path):
     site.open().close()
     cache = tmp_path / "cache"
     shutil.copytree(artifact_cache, cache)
@@ -596,7 +598,7 @@ def test_cleanup_of_the_cache_leaves_other_files(site: Site, run, artifact_cache
 # ---- compile -----------------------------------------------------------------------------------
 
 
-def test_compile_makes_the_artifact_once(tmp_path: Path, capsys):
+def test_compile_command_compiles_once(tmp_path: Path, capsys):
     def compiled(*more: str) -> dict[str, Any]:
         assert app.call(["compile", "--cache-dir", str(tmp_path), "-o", "json", *more]) == 0
         return {made["unit"]: made for made in json.loads(capsys.readouterr().out)}
@@ -610,12 +612,12 @@ def test_compile_makes_the_artifact_once(tmp_path: Path, capsys):
     assert all(made["compiled"] for made in compiled("--force").values())
 
 
-def test_compile_into_a_folder_that_cannot_be_is_1(capsys):
+def test_compile_into_an_impossible_folder_exits_with_1(capsys):
     assert app.call(["compile", "--cache-dir", "/proc/nowhere"]) == 1
     assert "/proc/nowhere" in capsys.readouterr().err
 
 
-def test_the_host_is_this_namespace(written, site: Site):
-    """The rows above call it `host`: here is why."""
+def test_config_holds_the_netns_cookie_of_the_host(written, site: Site):
+    """The views above show it as `host` because of this cookie."""
     raw = site.entries("config")[bytes(4)]
     assert int.from_bytes(raw[:8], "little") == netns.read_cookie()
