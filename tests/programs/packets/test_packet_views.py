@@ -640,8 +640,8 @@ def test_devices_their_parts_and_programs(wire: Wire, show, call: Run) -> None:
     rows = {row["device"]: row for row in show("devices")}
     parts = {name: (row["role"], row["why"]) for name, row in rows.items()}
     assert parts["lo"] == ("skipped", "loopback")
-    assert parts["port0"] == ("skipped", "a port of cni0")
-    assert parts["cni0"] == ("pod", "a bridge of pods, ports: 1")
+    assert parts["port0"] == ("skipped", "port of cni0")
+    assert parts["cni0"] == ("pod", "bridge of pods, ports: 1")
     assert parts["out0"] == ("host", "veth")
     for name in ("cni0", "out0"):
         assert rows[name]["ingress"].startswith("tc_ingress (")
@@ -651,7 +651,7 @@ def test_devices_their_parts_and_programs(wire: Wire, show, call: Run) -> None:
     assert rows["cni0"]["flags"] == ["pods"]
     assert rows["out0"]["flags"] == []
     assert (rows["port0"]["ingress"], rows["port0"]["header"]) == ("", None)
-    assert "a bridge of pods" in call("devices")[1]
+    assert "bridge of pods" in call("devices")[1]
 
 
 def test_an_elder_kernel_has_filters_and_says_so(

@@ -310,6 +310,6 @@ def test_every_choice_says_why():
     assert {d.name: decide_roles(listing)[d.ifindex].reason for d in listing} == {
         "lo": "loopback",
         "eth0": "hardware",
-        "br0": "a bridge with the way outside eth1",
-        "eth1": "a port of br0",
+        "br0": "bridge with the uplink eth1",
+        "eth1": "port of br0",
     }

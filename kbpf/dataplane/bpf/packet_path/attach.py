@@ -1,16 +1,16 @@
-"""Keeping the packet programs on the devices that are chosen, and on no others.
+"""Attaches the packet programs to the chosen devices, and detaches them from all others.
 
-A pass goes through four stages, each over all devices:
+A pass has four stages. Each goes through all devices:
 
-    swap     what is attached gets the programs that belong there now: a tenth of a millisecond
-    pod      devices of pods that have none yet: 25 ms each (tc.py says why)
-    host     devices to other machines that have none yet
-    remove   what is on devices that are no longer chosen
+    swap     replace the attached programs by the current ones: 0.1 ms per device
+    pod      attach to pod devices without programs: 25 ms per device (kernel/bpf/tc.py says why)
+    host     attach to host devices without programs
+    remove   detach from devices that are no longer chosen
 
-What is quick and urgent does not wait for what is slow. Host devices come after those of pods: a
-connection that comes in by a host device is masqueraded where it goes out to its pod. Were that
-device later, the pod would see the client's own address at first and the node's from then on, and
-the connection would end there.
+So quick and urgent work does not wait for slow work. Pod devices come before host devices, because
+a connection from outside enters by a host device and is masqueraded at egress of its pod's device.
+If the pod device got its programs later, the pod would first see the client's address and then the
+node's, and the connection would break.
 """
 
 import logging
@@ -38,13 +38,14 @@ from kbpf.kernel.net.devices import Device
 log = logging.getLogger("kbpf.dataplane")
 
 PickProgram = Callable[[Device, DeviceRole, Direction], Program | None]
-"""Which program belongs there; None: none."""
+"""Returns the program for this device and direction; None if no program belongs there."""
 
 AttachPoint = tuple[int, Direction]
+"""ifindex and direction."""
 
 
 class Stage(IntEnum):
-    """Of a pass; see above."""
+    """The stages of a pass, in order."""
 
     SWAP = 0
     POD = 1
@@ -54,18 +55,20 @@ class Stage(IntEnum):
 
 
 ShouldContinue = Callable[[Stage, Collection[str]], bool]
-"""Asked before each device of a stage, and at the end; False ends the pass. It is told the devices
-that could not be swapped: they go on with older programs."""
+"""Called before each device of a stage, and at the end with DONE; False ends the pass. The second
+argument names the devices whose swap failed: they still run older programs."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceReport:
-    """What one sync() did, and what holds now.
+    """What one sync() did, and the resulting state.
 
-    `choices`: by ifindex. `attached`: everything of ours. `foreign`: programs of other balancers on
-    the same devices, as of the last time that everything was read. `failed`: device name → why; a
-    device with an error keeps what it had and is tried again by the next sync(). `complete`:
-    whether it went through all stages.
+    - `choices`: the role of each device, by ifindex.
+    - `attachments`: all attachments of ours.
+    - `failed`: device name → reason. Such a device keeps what it had and is retried by the next
+      sync().
+    - `complete`: whether the pass went through all stages.
+    - `foreign`: programs of other load balancers on the same devices, as of the last full sync().
     """
 
     choices: Mapping[int, RoleChoice] = field(default_factory=dict)
@@ -79,12 +82,12 @@ class DeviceReport:
 
 
 class DeviceAttachments:
-    """The attachments of one agent on the devices of the network namespace of the caller.
+    """The attachments of one agent on the devices of the caller's network namespace. Called by one
+    thread.
 
-    Pins are in `<pin_dir>/devices/`: `<ifindex>-<direction>` for a TCX link, an empty folder
-    `<ifindex>-clsact` for a qdisc that we made. What an earlier agent attached is read back, so
-    there is nothing to adopt, and a sync() that reads repairs what somebody else removed. One
-    thread calls.
+    Pins are in `<pin_dir>/devices/`: `<ifindex>-<direction>` for a TCX link, and an empty folder
+    `<ifindex>-clsact` for a qdisc that we created. A full sync() reads all attachments from the
+    kernel, so it finds those of an earlier agent and restores those that another program removed.
     """
 
     def __init__(
@@ -104,11 +107,11 @@ class DeviceAttachments:
         self._report = DeviceReport()
 
     def status(self) -> DeviceReport:
-        """What the last sync() said."""
+        """The report of the last sync()."""
         return self._report
 
     def decide_roles(self, devices: Iterable[Device]) -> Mapping[int, RoleChoice]:
-        """As the function of this name, with what the operator said."""
+        """The roles of these devices under the operator's patterns, by ifindex."""
         return decide_roles(devices, self._patterns, self._excluded)
 
     def sync(
@@ -119,11 +122,12 @@ class DeviceAttachments:
         should_continue: ShouldContinue = lambda *_: True,
     ) -> DeviceReport:
         """Attaches, replaces and detaches until every device in this listing has the programs
-        that `pick` gives for its role, and no others of ours.
+        that `pick` returns for its role, and no others of ours.
 
-        `gone`: devices that ended since the last call, by ifindex, and nothing else that it does
-        not see in the listing; None: everything is read anew. An error of one device is reported
-        and stops none of the others. KernelError if nothing can be read at all.
+        `removed_devices`: the ifindexes deleted since the last call. An ifindex may have been
+        reused, so the listing alone does not show this. None: read all attachments from the kernel
+        instead of relying on memory (a full sync). An error at one device is reported and does not
+        stop the others. Raises KernelError if nothing can be read at all.
         """
         listing = tuple(devices)
         choices = self.decide_roles(listing)
@@ -131,7 +135,7 @@ class DeviceAttachments:
             sync_pass = _SyncPass(
                 tc, self._read_attachments(tc, removed_devices, choices), pick, choices
             )
-            self._attachments = None  # until it is known that everything below went well
+            self._attachments = None  # if this pass fails, the next one reads from the kernel
             complete = sync_pass.run(listing, should_continue)
             foreign = self._report.foreign
             if removed_devices is None:
@@ -164,7 +168,9 @@ class DeviceAttachments:
     def _read_attachments(
         self, tc: TcAttacher, removed_devices: Collection[int] | None, present: Collection[int]
     ) -> dict[AttachPoint, tuple[Attachment, ...]]:
-        """What we hold: read from the kernel, or remembered."""
+        """Our attachments: remembered ones except those on removed devices, or read from the
+        kernel.
+        """
         attachments = self._attachments
         if attachments is not None and removed_devices is not None:
             removed = {index for index, _ in attachments if index not in present} | set(
@@ -185,9 +191,8 @@ class DeviceAttachments:
         return by_point
 
     def remove(self) -> tuple[Attachment, ...]:
-        """Takes everything of ours away, from all devices; what there was.
-
-        KernelError, after all the others are gone, if one cannot be removed.
+        """Detaches everything of ours from all devices; returns what was attached. If one cannot
+        be detached, detaches the others first and then raises KernelError.
         """
         self._attachments = None
         errors = []
@@ -201,14 +206,14 @@ class DeviceAttachments:
             tc.sweep()
         if errors:
             raise errors[0]
-        # What may be left are marks of qdiscs that others use by now.
+        # Only markers of qdiscs that other programs use by now may be left.
         shutil.rmtree(self._folder, ignore_errors=True)
         self._report = DeviceReport()
         return tuple(attachments)
 
 
 class _SyncPass:
-    """One sync() under way: what we hold by place, and what was done."""
+    """The state of one sync(): our attachments by attach point, and what was done so far."""
 
     def __init__(
         self,
@@ -225,11 +230,10 @@ class _SyncPass:
         self.failed: dict[str, str] = {}
         self.not_swapped: set[str] = set()
         self._vanished: set[int] = set()
-        self._ids: dict[int, int] = {}  # by descriptor: asking costs a system call
+        self._ids: dict[int, int] = {}  # by descriptor, since reading an id is a system call
 
     @property
     def all_attachments(self) -> tuple[Attachment, ...]:
-        """What we hold now."""
         return tuple(
             attachment
             for point in sorted(self.attachments)
@@ -237,7 +241,7 @@ class _SyncPass:
         )
 
     def run(self, listing: Collection[Device], should_continue: ShouldContinue) -> bool:
-        """All stages, as far as `go_on` lets it; whether it came to the end."""
+        """Runs the stages until `should_continue` returns False; returns whether all were run."""
         for stage in Stage:
             for device in listing:
                 if device.name in self.failed or not self._has_work_in(device, stage):
@@ -254,7 +258,7 @@ class _SyncPass:
         return should_continue(Stage.DONE, self.not_swapped)
 
     def _has_work_in(self, device: Device, stage: Stage) -> bool:
-        """Whether this device has something to be done in this stage."""
+        """Whether this stage concerns this device."""
         if device.ifindex in self._vanished:
             return False
         role = self._choices[device.ifindex].role
@@ -272,7 +276,7 @@ class _SyncPass:
                 return False
 
     def _runs_old_program(self, device: Device) -> bool:
-        """Whether something is attached there that does not belong there now."""
+        """Whether a program is attached there that `pick` would not choose now."""
         role = self._choices[device.ifindex].role
         for direction in Direction:
             program = self._pick(device, role, direction)
@@ -290,7 +294,9 @@ class _SyncPass:
         return self._ids[program.fd]
 
     def _sync_device(self, device: Device, direction: Direction) -> None:
-        """Makes this program, or none, what we have there; in one way only."""
+        """Leaves only the right program there, or none, attached by the current method. (A kernel
+        upgrade may change the method from clsact to TCX.)
+        """
         role = self._choices[device.ifindex].role
         program = None if role is DeviceRole.SKIPPED else self._pick(device, role, direction)
         point = device.ifindex, direction
@@ -300,7 +306,7 @@ class _SyncPass:
             self._program_id(program)
         ]:
             new_attachment = self._tc.attach(device.ifindex, direction, program)
-            if new_attachment is None:  # the device is gone, and with it all that was there
+            if new_attachment is None:  # the device was deleted, and its attachments with it
                 self.attachments.pop(point, None)
                 self._vanished.add(device.ifindex)
                 return
@@ -309,7 +315,7 @@ class _SyncPass:
                 *(attachment for attachment in current if attachment not in same_method),
                 new_attachment,
             )
-        for attachment in current:  # only now, so that no packet meets neither
+        for attachment in current:  # detach after attaching, so that no packet meets no program
             if program is None or attachment.method is not self._tc.method:
                 self._tc.detach(attachment)
                 self.attachments[point] = tuple(

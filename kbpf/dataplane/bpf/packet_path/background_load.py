@@ -1,8 +1,9 @@
-"""The packet programs are loaded by a thread while sockets are served already.
+"""Loads the packet programs in a thread, while the socket hooks already serve.
 
-The verifier needs most of a second for them, and compiling them many more. At a first start nothing
-is attached that would miss them meanwhile, so the writer attaches the socket hooks first. The
-thread reads the maps' descriptors and changes nothing; what it has made is the writer's to take.
+The verifier takes most of a second for them, and compiling several more. At a first start no
+program of an earlier agent depends on them, so the main thread attaches the socket hooks first. The
+loader thread uses the maps' descriptors only to load programs; it writes no map and attaches
+nothing. The main thread takes its result and publishes it.
 """
 
 from collections.abc import Callable
@@ -13,17 +14,17 @@ from kbpf.errors import KbpfError
 from kbpf.kernel.system import threads
 
 LOAD_TIMEOUT_S: Final = 360.0
-"""Compiling and loading take longer only if they are stuck."""
+"""If compiling and loading take longer than this, the thread counts as stuck."""
 
 LOAD_POLL_INTERVAL_S: Final = 0.02
-"""The thread is asked this often whether it is done."""
+"""Interval between two checks whether the thread is done."""
 
 
 class PacketPathLoader:
-    """One load. Ends by take() or close()."""
+    """One load in the background. The caller has to end it with result() or close()."""
 
     def __init__(self, load: Callable[[], PacketPath]) -> None:
-        """Begins. `make` is called by the thread. KernelError if there is none to be had."""
+        """Starts a thread that calls `load`. Raises KernelError if no thread can be started."""
         self._load = load
         self._outcome: PacketPath | KbpfError | None = None
         self._thread = threads.start("packet-programs", self._run, LOAD_TIMEOUT_S)
@@ -36,11 +37,11 @@ class PacketPathLoader:
 
     @property
     def is_done(self) -> bool:
-        """Whether take() returns at once."""
+        """Whether result() would return at once."""
         return self._outcome is not None
 
     def result(self) -> PacketPath:
-        """What was loaded; raises the KbpfError that it failed by."""
+        """Waits for the packet path, and returns it. Raises the KbpfError that `load` raised."""
         self._thread.stop(LOAD_TIMEOUT_S)
         outcome, self._outcome = self._outcome, None
         if isinstance(outcome, KbpfError):
@@ -49,7 +50,7 @@ class PacketPathLoader:
         return outcome
 
     def close(self) -> None:
-        """Waits until the thread is done with the maps, and closes what it has loaded."""
+        """Waits until the thread no longer uses the maps, and closes what it has loaded."""
         self._thread.stop(LOAD_TIMEOUT_S)
         outcome, self._outcome = self._outcome, None
         if isinstance(outcome, PacketPath):

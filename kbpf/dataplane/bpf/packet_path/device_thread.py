@@ -1,21 +1,26 @@
-"""The thread that keeps the devices in step: it hears of a change and acts within milliseconds,
-and looks at everything now and then in case nobody told.
+"""The device thread: keeps the attachments in line with the node's devices.
 
-Making a TCX link takes 25 ms per device, so the writer thread leaves it to this one, and waits only
-where the order matters. When maps grow, new programs come over new maps:
+It receives rtnetlink notifications and acts within milliseconds. Every 30 s it reads everything
+from the kernel, in case a notification is missing.
 
-1. The writer makes the new maps, copies into them, loads and pins the new programs.
-2. publish() hands them over. The thread ends what it does with the device in hand, and begins a
-   pass with them (attach.py): first what is attached is swapped. What is attached from now on gets
-   them too.
-3. Only when all are swapped publish() returns, and the writer writes. A device that refuses does
-   not hold it up for ever: DevicesBehind says that the programs were taken all the same. What runs
-   there reads a `services` of its own (tables.py), and is swapped as soon as that can be.
-4. The old programs' pins, which keep their tail calls alive, go after a pass in which nothing
-   failed: a device that kept its old program goes on with it, whole.
+Creating a TCX link takes 25 ms per device, so the main thread, which writes the maps, leaves that
+to this one and waits only where the order matters. When maps grow, new programs use new maps:
 
-A generation of programs belongs to the writer until it is handed over, and then to the thread,
-which closes it when it has the next one: no descriptor is closed that the other thread may use.
+1. The main thread creates the new maps, copies into them, and loads and pins the new programs.
+2. publish() hands the programs over. The device thread finishes the current device, and starts a
+   new pass (attach.py), which first swaps the attached programs. Devices that get programs for the
+   first time get the new ones, too.
+3. publish() returns when all are swapped; only then does the main thread write to the maps. A
+   device that refuses the new program does not block it for ever: publish() then raises
+   OutdatedDevicesError, though the programs have been handed over. The old program on that device
+   keeps the old `services` and all that it points to (maps/agent_maps.py), and is swapped as soon
+   as possible.
+4. The pins of the old programs keep their tail calls alive. They are removed after a pass without
+   failures, so a device with an old program keeps all parts of it.
+
+A generation of programs belongs to the main thread until it is handed over, and then to the device
+thread, which closes it once it has the next one. So neither closes a descriptor that the other may
+still use.
 """
 
 import logging
@@ -43,9 +48,8 @@ RETRY_DELAY_S: Final = 1.0
 PUBLISH_STALL_TIMEOUT_S: Final = 10.0
 """If no progress is made for this long, publish() stops waiting."""
 
-
 THREAD_STALL_TIMEOUT_S: Final = 120.0
-"""Without progress for this long the thread counts as stuck. Each device is progress."""
+"""Without progress for this long the thread counts as stuck. Each device counts as progress."""
 
 
 class ProgramGeneration(Protocol):
@@ -53,7 +57,7 @@ class ProgramGeneration(Protocol):
 
     @property
     def pick(self) -> PickProgram:
-        """Which program belongs where."""
+        """Chooses the program for a device and direction."""
 
     def close(self) -> None:
         """Closes the descriptors."""
@@ -61,9 +65,12 @@ class ProgramGeneration(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DeviceReconcilerStatus:
-    """The state of the thread. `ready`: all devices were processed once. `failed`: device → reason.
-    `problem`: why devices cannot be read, or publish() stopped waiting; "" if neither. `foreign`:
-    programs of other load balancers on the same devices.
+    """The state of the thread.
+
+    - `ready`: all devices were processed once.
+    - `failed`: device name → reason.
+    - `problem`: why devices cannot be read, or why publish() stopped waiting; "" if neither.
+    - `foreign`: programs of other load balancers on the same devices.
     """
 
     ready: bool = False
@@ -90,34 +97,37 @@ class DeviceReconciler:
         self._on_listing = on_listing
         self._on_all_swapped = on_all_swapped
         self._condition = threading.Condition()
-        self._published: ProgramGeneration | None = None  # these are under the condition's lock
+        # These are protected by the lock of the condition.
+        self._published: ProgramGeneration | None = None
         self._swapped = False
         self._not_swapped: frozenset[str] = frozenset()  # devices that could not be swapped
         self._status = DeviceReconcilerStatus()
         self._stopping = False
         self._thread: threads.SupervisedThread | None = None
-        self._current: ProgramGeneration | None = None  # of the thread
-        self._wake_fd = -1
+        # Written by the device thread only, under the lock: what it attaches in this pass.
+        self._current: ProgramGeneration | None = None
+        self._wake_fd = -1  # an eventfd that interrupts the wait for notifications
 
     def status(self) -> DeviceReconcilerStatus:
-        """The current state."""
         with self._condition:
             return self._status
 
     @property
     def is_rolled_out(self) -> bool:
-        """Whether no device runs programs older than the last published ones."""
+        """Whether no device runs older programs than the last published ones."""
         with self._condition:
             return self._swapped
 
     def publish(
         self, generation: ProgramGeneration, on_handover: Callable[[], None] = lambda: None
     ) -> None:
-        """Hands over programs, and waits until nothing that was attached runs older ones. `enter`
-        is called before, while nothing can settle; after that the programs are the thread's own.
+        """Hands programs over to the thread, and waits until no attached device runs older ones.
 
-        DevicesBehind if a device cannot be swapped, nothing goes on for STUCK_SECONDS, or the
-        thread cannot look at devices. It goes on trying then.
+        `on_handover` is called first, under the lock, so that on_all_swapped() cannot run at the
+        same time. Afterwards the programs belong to the thread.
+
+        Raises OutdatedDevicesError if a device cannot be swapped, no progress is made for
+        PUBLISH_STALL_TIMEOUT_S, or the thread cannot read the devices. The thread keeps trying.
         """
         with self._condition:
             on_handover()
@@ -137,21 +147,19 @@ class DeviceReconciler:
         with self._condition:
             while not (self._swapped or self._not_swapped or self._status.problem):
                 if not self._condition.wait(PUBLISH_STALL_TIMEOUT_S):
-                    problem = f"nothing was done for {PUBLISH_STALL_TIMEOUT_S:.0f} s"
+                    problem = f"no progress for {PUBLISH_STALL_TIMEOUT_S:.0f} s"
                     self._status = replace(self._status, problem=problem)
             if not self._swapped:
                 names = ", ".join(sorted(self._not_swapped)[:MAX_FAILED_DEVICES])
-                hint = f"{self._status.problem or 'they go on with older ones'}"
+                hint = f"{self._status.problem or 'these keep older ones'}"
                 raise OutdatedDevicesError(
                     "not all devices have the new programs",
                     names,
-                    f"{hint}; the agent goes on trying",
+                    f"{hint}; the agent keeps trying",
                 )
 
     def close(self) -> None:
-        """Ends the thread, after the device that it has in hand, and closes the programs. What is
-        attached stays.
-        """
+        """Stops the thread after its current device, and closes the programs. Attachments stay."""
         with self._condition:
             thread, self._thread = self._thread, None
             self._stopping = True
@@ -161,7 +169,7 @@ class DeviceReconciler:
         os.eventfd_write(self._wake_fd, 1)
         if not thread.stop(PUBLISH_STALL_TIMEOUT_S):
             log.error("the device thread is stuck in the kernel and is abandoned")
-            return  # with its descriptors
+            return  # its descriptors stay open, since it may still use them
         os.close(self._wake_fd)
         for generation in {
             id(programs): programs for programs in (self._current, self._published)
@@ -179,7 +187,7 @@ class DeviceReconciler:
                     self._watch_devices(watch)
             except KbpfError as error:
                 self._report_failure(str(error))
-            except Exception as error:  # it must not end without a word, nor for one bad look
+            except Exception as error:  # one failed pass must not end the thread
                 log.exception("cannot read the devices")
                 self._report_failure(f"{type(error).__name__}: {error}")
 
@@ -202,14 +210,15 @@ class DeviceReconciler:
                 is_synced = self._sync(change.deleted)
 
     def _sync(self, removed_devices: Collection[int] | None) -> bool:
-        """One pass; whether all is as it should be. A pass that newer programs cut short is
-        followed by another one: publish() has woken us.
+        """Makes one pass; returns whether no device failed. If newer programs interrupt the pass,
+        another one follows, since publish() has also written to the eventfd.
         """
         pick = self._switch_generation()
         listing = list_devices()
         self._on_listing(listing, self._attachments.decide_roles(listing))
         report = self._attachments.sync(listing, pick, removed_devices, self._should_continue)
         with self._condition:
+            # publish() may have brought newer programs since the pass ended
             if report.complete and not report.failed and self._published is self._current:
                 self._on_all_swapped()
             ready = report.complete or self._status.ready
@@ -235,7 +244,7 @@ class DeviceReconciler:
         with self._condition:
             if self._published is not self._current or self._stopping:
                 return False
-            if stage > Stage.SWAP:
+            if stage > Stage.SWAP:  # the swaps are done, so publish() can return
                 self._swapped = self._swapped or not not_swapped
                 self._not_swapped = frozenset(not_swapped)
             self._condition.notify_all()
@@ -246,6 +255,7 @@ class DeviceReconciler:
             return self._stopping
 
     def _read_wake(self) -> bool:
+        """Whether publish() or close() woke the thread. Resets the eventfd."""
         try:
             return bool(os.eventfd_read(self._wake_fd))
         except BlockingIOError:

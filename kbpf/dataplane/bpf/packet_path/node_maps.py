@@ -42,36 +42,37 @@ ZERO: Final = U32.pack(0)
 ONE: Final = U32.pack(1)
 NS_PER_SECOND: Final = 1_000_000_000
 ICMP_RATE_SYSCTLS: Final = ("net.ipv4.icmp_msgs_per_sec", 1000), ("net.ipv4.icmp_msgs_burst", 50)
-"""How many ICMP errors the kernel sends in a second and at once, of both families, and Linux's
-defaults: older kernels have these settings in the first network namespace only."""
+"""Rate (per second) and burst of the kernel's own ICMP errors, for both families: sysctl, and
+Linux's default. Older kernels have these sysctls in the initial network namespace only."""
 ICMP_PEER_SYSCTLS: Final = {
     RefusalLimit.PEER4: ("net.ipv4.icmp_ratelimit", 1000),
     RefusalLimit.PEER6: ("net.ipv6.icmp.ratelimit", 1000),
 }
-"""Milliseconds between two of them to one address; 0: no limit."""
+"""Milliseconds between two ICMP errors to one address, 0: no limit. Sysctl, and Linux's default."""
 XRLIM_BURST_FACTOR: Final = 6
-"""So many at once to one address (XRLIM_BURST_FACTOR in Linux)."""
+"""Burst of ICMP errors to one address (XRLIM_BURST_FACTOR in Linux)."""
 MAX_SETTING: Final = 1_000_000_000
-"""Of a setting: what is beyond is no limit in practice, and would overflow in the programs."""
+"""Larger values of these sysctls are no limit in practice, and would overflow in the programs."""
 
 
 class WritableMap(Protocol):
-    """A map of the kernel, as far as it is needed here."""
+    """The methods of a map that are used here."""
 
     def update(self, key: bytes, value: bytes) -> None:
         """Writes an entry."""
 
     def delete(self, key: bytes) -> bool:
-        """Deletes an entry; whether it was there."""
+        """Deletes an entry; returns whether it existed."""
 
     def items(self) -> Iterable[tuple[bytes, bytes]]:
         """All entries."""
 
 
 class NodeMap:
-    """The node's own addresses, its settings, and the networks of its pods.
+    """The maps `node` (the node's SNAT addresses and settings) and `local_networks` (of its pods).
 
-    `stance` towards another data plane on this node: NodeFlag.YIELDS, FOLLOWS, or none of them.
+    `mode`: NodeFlag.PASSIVE or COEXISTING while another data plane has connections on this node,
+    otherwise neither. `coexisting`: whether it has some now.
     """
 
     def __init__(
@@ -87,10 +88,10 @@ class NodeMap:
         self._written_networks = {unpack_network(key) for key, _ in self._networks.items()}
 
     def write(self, desired: DesiredState) -> None:
-        """Writes what is news.
+        """Writes changes.
 
-        The networks come before the flag that asks for them, and new ones before old ones go:
-        there is no moment in which a pod is taken for somebody else.
+        New networks are written before the flag that makes the programs read them, and old ones
+        are deleted last, so that no packet of a pod is taken for one from elsewhere in between.
         """
         networks = set(desired.local_networks)
         for cidr in sorted(networks - self._written_networks):
@@ -105,7 +106,9 @@ class NodeMap:
             self._written_networks.discard(cidr)
 
     def set_mode(self, mode: NodeFlag) -> None:
-        """Changes what is told already, but for the rest of it."""
+        """Replaces the mode flags in the map and leaves the rest of struct node as it is. Before
+        the first write() only remembers the mode.
+        """
         self.mode = mode
         if self._written:
             own4, own6, flags, *rest = NODE.unpack(self._written)
@@ -114,7 +117,7 @@ class NodeMap:
             self._node.update(ZERO, self._written)
 
     def _pack_node(self, desired: DesiredState) -> bytes:
-        """struct node."""
+        """Packs a struct node."""
         by_family = {family_of(address): bytes(address) for address in desired.masquerade_addresses}
         flags = compute_node_flags(self._config, bool(desired.local_networks)) | self.mode
         own4, own6 = by_family.get(4, NO_ADDRESS), by_family.get(6, NO_ADDRESS)
@@ -124,8 +127,8 @@ class NodeMap:
 
 
 def write_refusal_limits(limits: WritableMap) -> None:
-    """Writes the map `refusal_limits`: full buckets, as the kernel limits its own ICMP errors
-    in this network namespace. RSTs have as much again.
+    """Writes the map `refusal_limits`: full token buckets with the limits that the kernel has for
+    its own ICMP errors in this network namespace. RSTs have a bucket of the same size.
     """
     rate, burst = (_read_setting(*name_and_default) for name_and_default in ICMP_RATE_SYSCTLS)
     bucket = REFUSAL_LIMIT.pack(0, NS_PER_SECOND // max(rate, 1), burst if rate else 0)
@@ -144,16 +147,17 @@ def _read_setting(name: str, default: int) -> int:
 
 
 def initial_mode(node: bytes) -> NodeFlag:
-    """Where another data plane has connections on this node: programs that have led, by the struct
-    node that they were told, go on leading; else they yield at first.
+    """The mode at start if another data plane has connections on this node. `node` is the struct
+    node of an earlier agent, or empty or zeros. If its programs were active, ours stay active
+    (COEXISTING); otherwise they start PASSIVE.
     """
     flags = NodeFlag(NODE.unpack(node)[2]) if any(node) else NodeFlag.PASSIVE
     return NodeFlag.PASSIVE if NodeFlag.PASSIVE in flags else NodeFlag.COEXISTING
 
 
 def compute_node_flags(config: Config, has_networks: bool) -> NodeFlag:
-    """The settings that the programs read with each packet; `networks`: whether some are known.
-    Without any, a mode that goes by networks detects nothing.
+    """The settings that the programs read with each packet. `has_networks`: whether networks of
+    pods are known. Without any, detectLocalMode by network detects no local traffic.
     """
     by_name = config.detect_local_mode in (
         LocalMode.BRIDGE_INTERFACE,
@@ -169,7 +173,9 @@ def compute_node_flags(config: Config, has_networks: bool) -> NodeFlag:
 
 
 class DeviceMap:
-    """What each device is to the programs. They leave packets of others alone."""
+    """The maps `devices` and `device_cache`: role, flags and addresses of each device that has
+    programs. The programs ignore packets of devices that are not in `devices`.
+    """
 
     def __init__(self, config: Config, maps: Mapping[str, WritableMap]) -> None:
         self._config = config
@@ -178,16 +184,19 @@ class DeviceMap:
         self._cache = maps["device_cache"]
         self._written_cache = {U32.unpack(key)[0]: value for key, value in self._cache.items()}
         self.preferred_sources: tuple[Addr, ...] = ()
-        """The node's own addresses for translated sources: first choice on a device that has one
-        of them. Another thread may set it.
+        """The node's addresses that are preferred for SNAT on a device that has one of them. The
+        main thread sets this while the device thread reads it.
         """
 
     def write(self, devices: Iterable[Device], choices: Mapping[int, RoleChoice]) -> None:
-        """Writes what is news; before a program runs on a new device.
+        """Writes changes. Has to be called before a program runs on a new device.
 
-        An element of an array is not replaced, as one of a hash is, but written over, and programs
-        may be at it: so it is nobody's while it changes, and what stands there stays a device. One
-        that takes the place of another waits for the next time.
+        The kernel replaces an element of a hash, but overwrites an element of an array in place,
+        while programs may be reading it. So an element of `device_cache` has ifindex 0, which no
+        program matches, while its other fields change; programs then use `devices`. Its fields
+        always describe a device, for a program that matched just before. If the element changes to
+        another device, the new one is written only by the next call, when no such program can be
+        running any more.
         """
         entries = {
             U32.pack(device.ifindex): pack_device(
@@ -221,7 +230,7 @@ class DeviceMap:
 
 
 def _owner(cached: bytes) -> int:
-    """The ifindex in a struct cached_device; 0: it is nobody's."""
+    """The ifindex in a struct cached_device; 0: no device."""
     return int(CACHED_DEVICE.unpack(cached)[0])
 
 
@@ -230,8 +239,9 @@ def _without_owner(cached: bytes) -> bytes:
 
 
 def compute_cached_devices(entries: Mapping[bytes, bytes]) -> dict[int, bytes]:
-    """What stands at each place of `device_cache`, from what stands in `devices`. Of two devices
-    that have one place the older one has it, so that a new pod moves nobody.
+    """The elements of `device_cache` by index, for these entries of `devices`. Of two devices with
+    the same index the one with the lower ifindex is cached: it is the older one, so a new pod
+    displaces no device.
     """
     by_age = sorted((U32.unpack(key)[0], value) for key, value in entries.items())
     return {
@@ -243,9 +253,9 @@ def compute_cached_devices(entries: Mapping[bytes, bytes]) -> dict[int, bytes]:
 def pack_device(
     device: Device, role: DeviceRole, config: Config, preferred: tuple[Addr, ...] = ()
 ) -> bytes:
-    """struct device. A translated source is an address of the device that the packet leaves by,
-    as kube-proxy's MASQUERADE makes it: so answers come back the way that the question went, and
-    no overlay or reverse path filter stops them.
+    """Packs a struct device. Its SNAT addresses are those of the device that the packet leaves by,
+    as with kube-proxy's MASQUERADE: replies then return through the same device, and neither an
+    overlay nor a reverse path filter drops them.
     """
     flags = DeviceFlag(0)
     if is_local(device, role, config):

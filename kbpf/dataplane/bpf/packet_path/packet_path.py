@@ -1,8 +1,8 @@
 """The packet path: the programs of the unit `tc` on the devices of the node.
 
 It is independent of the socket hooks: if the kernel refuses these programs, Services still work for
-sockets of the node and its pods, and the reason is logged. A thread of its own maintains the
-devices (device_thread.py).
+sockets of the node and its pods, and the reason is logged. The device thread attaches the programs
+(device_thread.py).
 """
 
 import errno
@@ -48,23 +48,24 @@ log = logging.getLogger("kbpf.dataplane")
 
 PASSIVE_PERIOD_S: Final = 4.0
 """If another data plane serves, our programs stay passive for this long after they are attached
-everywhere. Attaching costs packets (clsact: the kernel drops egress packets meanwhile), and a lost
-SYN is retransmitted after one second, and again after two (RFC 6298).
+everywhere. Attaching loses packets (with clsact the kernel drops egress packets meanwhile), so a
+SYN may be retransmitted after one second and again after two more (RFC 6298). If the other data
+plane saw the first SYN before our programs were attached, its retransmissions have to follow it.
 """
 ACTIVATE_POLL_INTERVAL_S: Final = 0.5
-"""Interval between two checks of the devices meanwhile."""
+"""Interval between two checks whether the programs are attached everywhere."""
 
 
 @dataclass(frozen=True, slots=True)
 class PacketGeneration:
-    """Programs over one set of maps, as the keeper takes them."""
+    """Programs over one set of maps, as a ProgramGeneration of the device thread."""
 
     programs: Mapping[str, Program]
     private_maps: Mapping[str, Map]
 
     @property
     def pick(self) -> PickProgram:
-        """The same for all roles: the programs ask the map `devices`."""
+        """Does not depend on the role: the programs read it from the map `devices`."""
         return self._pick
 
     def _pick(self, _: Device, __: DeviceRole, direction: Direction) -> Program | None:
@@ -76,42 +77,42 @@ class PacketGeneration:
 
 
 class PacketPath(Programs):
-    """Programs, their tail calls, and the devices that they are on."""
+    """The packet programs, their tail call map, and the devices that they are attached to."""
 
     private_map_names = (TAIL_CALL_MAP,)
 
     def __init__(
         self, pins: Pins, artifact: Artifact, config: Config, coexisting: bool = False
     ) -> None:
-        """`followed`: another data plane has connections on this node."""
+        """`coexisting`: whether another data plane has connections on this node."""
         super().__init__(pins, artifact, missing_packet_helpers())
         self._config = config
         self._coexisting = coexisting
-        self._in_place_since: float | None = None  # since when
+        # since when the programs are attached to all devices (time.monotonic)
+        self._in_place_since: float | None = None
         attachments = DeviceAttachments(pins.root, config.devices, config.excluded_devices)
         self._reconciler = DeviceReconciler(
             attachments, self._write_devices, self._remove_old_programs
         )
         self._node_and_device_maps: tuple[NodeMap, DeviceMap] | None = None
         self.unmatched: tuple[str, ...] = ()
-        """What of --device names nothing, at the last look."""
+        """Patterns of --device that matched no device in the last listing."""
 
     def load(self, maps: Mapping[str, Map]) -> bool:
-        """See Programs.load(). What is attached goes on with the programs that it has."""
         self.write_maps(maps)
         return super().load(maps)
 
     def write_maps(self, maps: Mapping[str, Map]) -> None:
-        """Writes what the programs are told of this node and its devices to these maps from now
-        on.
+        """Uses these maps for the description of the node and its devices from now on, and writes
+        the refusal limits. Only the first call has an effect, since none of these maps grows.
         """
-        if self._node_and_device_maps is None:  # these do not grow
+        if self._node_and_device_maps is None:
             node_map = NodeMap(self._config, maps, self._coexisting)
             self._node_and_device_maps = node_map, DeviceMap(self._config, maps)
             write_refusal_limits(maps["refusal_limits"])
 
     def prepare(self, maps: Mapping[str, Map]) -> LoadedPrograms:
-        """See Programs.prepare()."""
+        """Also fills the tail call map with the descriptors of the loaded programs."""
         loaded = super().prepare(maps)
         for program in PACKET_PROGRAMS:
             if program.tail >= 0:
@@ -127,14 +128,14 @@ class PacketPath(Programs):
         }
 
     def write_node(self, desired: DesiredState) -> None:
-        """Tells the programs what of a desired state no Service decides."""
+        """Writes the parts of a desired state that belong to the node rather than to a Service."""
         assert self._node_and_device_maps is not None
         self._node_and_device_maps[1].preferred_sources = desired.masquerade_addresses
         self._node_and_device_maps[0].write(desired)
 
     @property
     def is_passive(self) -> bool:
-        """Whether new connections are left to another data plane."""
+        """Whether our programs leave new connections to another data plane."""
         return (
             self._node_and_device_maps is not None
             and NodeFlag.PASSIVE in self._node_and_device_maps[0].mode
@@ -160,7 +161,7 @@ class PacketPath(Programs):
         return None
 
     def end_coexistence(self) -> None:
-        """Clears the flag once the other data plane has no connections left."""
+        """Clears the flag. To be called once the other data plane has no connections left."""
         if self._node_and_device_maps is not None:
             self._node_and_device_maps[0].set_mode(NO_COEXISTENCE)
 
@@ -178,38 +179,40 @@ class PacketPath(Programs):
         self._node_and_device_maps[1].write(devices, choices)
 
     def uses_other_flows(self, flows: Map) -> bool:
-        """Whether there is something to publish, in the place of programs with another `flows`."""
+        """Whether publish() would replace pinned programs that use another `flows` map."""
         if not self._loaded:
             return False
         return any(flows.id not in map_ids for map_ids in self._read_map_ids())
 
     def publish(self) -> int:
-        """Pins the programs and hands them to the keeper; 0. Returns when nothing that was
-        attached runs older ones any more; devices that have none yet follow. keeper.py has the
-        order, and why.
+        """Pins the programs and hands them to the device thread; returns 0, since no socket hook
+        changes. Returns once no device runs older programs any more. Devices without programs
+        follow in the background. See device_thread.py for the order, and why.
 
-        DevicesBehind: they were handed over, but something still runs older ones. Any other error:
-        nothing has changed, and the next call tries again.
+        Raises OutdatedDevicesError if the programs were handed over, but a device still runs older
+        ones. After any other error nothing has changed, and the next call tries again.
         """
         if not self._loaded:
-            return 0  # they are published
+            return 0  # already published
         new_folder = self._pin()
         generation = PacketGeneration(self._loaded, self._private_maps)
         self._reconciler.publish(generation, lambda: self._hand_over(new_folder))
         return 0
 
     def _hand_over(self, new_folder: Path) -> None:
-        """From here on the programs are the keeper's."""
+        """Gives the programs their final pins. From here on they belong to the device thread."""
         self._rename_into_place(new_folder)
         self._loaded, self._private_maps = {}, {}
 
     @property
     def is_rolled_out(self) -> bool:
-        """Whether nothing that was attached runs older programs than those of now."""
+        """Whether no device runs older programs than the current ones."""
         return not self._loaded and self._reconciler.is_rolled_out
 
     def _rename_into_place(self, new_folder: Path) -> None:
-        """The older ones are kept beside: what still runs needs their tail calls."""
+        """Pins the new programs under their final name. The old pins are renamed, not removed:
+        programs that are still attached need their tail calls.
+        """
         folder = self._pins.programs(self.key)
         if folder.is_dir():
             number = itertools.count()
@@ -219,14 +222,18 @@ class PacketPath(Programs):
         new_folder.rename(folder)
 
     def _remove_old_programs(self) -> None:
-        """All devices run the programs that are pinned now."""
+        """Removes the pins of older programs, once all devices run the current ones. Called by the
+        device thread.
+        """
         folder = self._pins.programs(self.key)
         for old_folder in self._pins.other_folders(f"programs-{self._artifact.unit}", folder):
-            if not old_folder.name.startswith(NEW_PREFIX):  # the writer is at work there
+            if not old_folder.name.startswith(NEW_PREFIX):  # the main thread may be building it
                 shutil.rmtree(old_folder, ignore_errors=True)
 
     def _read_map_ids(self) -> Iterator[set[int]]:
-        """By the pins: the programs that look into `services` are reached by tail calls."""
+        """Reads the pins and not the attachments: the programs that read `services` are reached by
+        tail calls, and are not attached themselves.
+        """
         for folder in self._pins.other_folders(f"programs-{self._artifact.unit}", Path()):
             if folder.name.startswith(NEW_PREFIX) or not (folder / TAIL_CALL_MAP).exists():
                 continue
@@ -235,15 +242,14 @@ class PacketPath(Programs):
             except (KernelError, FileNotFoundError) as error:
                 if error.errno != errno.ENOENT:
                     raise
-                continue  # the keeper has just removed it: nobody runs these any more
+                continue  # the device thread has just removed it, so no device runs these any more
             yield map_ids
 
     def status(self) -> DeviceReconcilerStatus:
-        """How the devices are doing."""
         return self._reconciler.status()
 
     def close(self) -> None:
-        """Ends the keeper first: it uses maps and programs."""
+        """Stops the device thread first, since it uses maps and programs."""
         self._reconciler.close()
         super().close()
 
@@ -254,7 +260,9 @@ def has_programs(pins: Pins) -> bool:
 
 
 def reads_current_maps(pins: Pins, maps: Mapping[str, Map]) -> bool:
-    """Whether the packet programs that an agent has left see all that is flipped in these maps."""
+    """Whether the pinned packet programs of an earlier agent read all of the maps that a flip
+    changes, and so see changes of Services.
+    """
     needed = {maps[name].id for name in FLIPPED_MAPS}
     return all(needed <= map_ids_read_by(folder) for folder in _program_folders(pins))
 
@@ -268,8 +276,8 @@ def _program_folders(pins: Pins) -> list[Path]:
 
 
 def remove_programs(pins: Pins) -> tuple[Attachment, ...]:
-    """Takes everything of ours off all devices of this network namespace, and the programs' pins
-    away; what there was.
+    """Detaches everything of ours from all devices of this network namespace, and removes the pins
+    of the programs. Returns what was attached.
     """
     may_be_attached = (pins.root / "devices").is_dir() or pins.other_folders("programs-tc", Path())
     removed = DeviceAttachments(pins.root).remove() if may_be_attached else ()

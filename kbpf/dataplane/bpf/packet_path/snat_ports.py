@@ -1,15 +1,16 @@
 """Keeps conntrack and our programs from using the same SNAT port for the same backend.
 
 Towards a backend, an address and port of the node represent one client. conntrack allocates ports
-for kube-proxy's clients, our programs for theirs, and neither knows the other's. During a take-over
-both are active, and replies for one client could be sent to the other. So each is told the other's
-ports:
+for kube-proxy's clients, our programs for theirs, and neither knows the ports of the other. During
+a take-over both are active, so both could allocate the same port, and replies for one client would
+reach the other. Each side therefore reserves the ports of the other:
 
-    reserve_conntrack_ports   adds entries to `flows`, which change no packet, for conntrack's
-    publish_our_ports         entries in conntrack for connections masqueraded by our programs
+    reserve_conntrack_ports   adds an entry to `flows` for each port that conntrack has allocated
+    publish_our_ports         adds an entry to conntrack for each port that our programs have
 
-An entry of the first kind has the node as its client, the backend as its frontend, and no Service
-(flow_entries.is_port_reservation). It expires and is evicted like an established connection.
+A reservation in `flows` has the node as its client, the backend as its frontend and backend, and no
+Service (flow_entries.is_port_reservation), so it translates no packet. It expires and is evicted
+like an established connection.
 """
 
 import contextlib
@@ -28,17 +29,19 @@ from kbpf.kernel.netfilter.conntrack import ConntrackFlow
 from kbpf.model.address import Addr
 
 CONNTRACK_ENTRY_TIMEOUT_S: Final = 24 * 3600
-"""As long as a connection that nobody uses is kept, by kube-proxy and by us."""
+"""The timeout of an idle established TCP connection, both of kube-proxy and of our programs."""
 _NO_ADDRESS: Final = bytes(16)
 
 
 def reservation_entry(connection: ConntrackFlow, now: int) -> tuple[bytes, bytes]:
-    """Key and value of an entry for a connection of somebody else's; `now`: ns, CLOCK_MONOTONIC."""
+    """Key and value of the entry in `flows` that reserves the port of a connection in conntrack.
+    `now`: ns, CLOCK_MONOTONIC.
+    """
     node = Target(connection.source, connection.source_port, connection.protocol)
     backend = Target(
         connection.destination, connection.destination_port, connection.protocol
     ).pack()
-    port = connection.source_port.to_bytes(2, "big")
+    port = connection.source_port.to_bytes(2, "big")  # network byte order, as on the wire
     value = FLOW.pack(
         now, node.pack(), backend, backend, _NO_ADDRESS, bytes(2), port,
         0, 0, TcpState.ESTABLISHED, 0, FlowPath.STACK, FlowDirection.ORIGINAL, 0, 0, bytes(48),
@@ -47,8 +50,9 @@ def reservation_entry(connection: ConntrackFlow, now: int) -> tuple[bytes, bytes
 
 
 def reserve_conntrack_ports(flows: Map, flow_queue: Map, ports: tuple[int, int]) -> int:
-    """Makes our programs keep away from those ports, of `ports`, that conntrack has given to
-    masqueraded clients; how many are new. KernelError if conntrack cannot be read.
+    """Reserves the ports that conntrack has allocated for masqueraded clients, so that our programs
+    do not use them. `ports`: only those in this range (both ends included), which is that of our
+    programs. Returns how many are new. Raises KernelError if conntrack cannot be read.
     """
     low, high = ports
     now = time.monotonic_ns()
@@ -61,7 +65,9 @@ def reserve_conntrack_ports(flows: Map, flow_queue: Map, ports: tuple[int, int])
 
 
 def _add_reservation(flows: Map, flow_queue: Map, key: bytes, value: bytes) -> bool:
-    """What has no place in the queue would stay for ever."""
+    """Adds an entry to `flows` and its key to the queue. An entry that is not in the queue would
+    never be evicted, so it is removed again if the queue is full.
+    """
     if not flows.add(key, value):
         return False
     if flow_queue.push(key):
@@ -71,7 +77,10 @@ def _add_reservation(flows: Map, flow_queue: Map, key: bytes, value: bytes) -> b
 
 
 def masqueraded_connections(entries: Iterable[bytes]) -> Iterator[ConntrackFlow]:
-    """What our flows look like behind the node, out of structs nat; each once, if it is there."""
+    """The connections between the node and a backend that these entries (struct flow) use after
+    SNAT. Each is returned once, although a flow has several entries. Flows without SNAT are
+    skipped.
+    """
     yielded = set()
     for raw in entries:
         _, _, _, raw_backend, snat, snat_port, *_ = FLOW.unpack(raw)
@@ -86,19 +95,19 @@ def masqueraded_connections(entries: Iterable[bytes]) -> Iterator[ConntrackFlow]
 
 
 def is_closed(raw: bytes) -> bool:
-    """Whether the connection of a struct flow has ended."""
+    """Whether the connection of this struct flow has ended."""
     return bool(FLOW.unpack(raw)[9] == TcpState.CLOSED)
 
 
 def publish_our_ports(flows: Map) -> int:
-    """Makes conntrack keep away from the ports of our connections; how many are new."""
+    """Reserves the ports of our open connections in conntrack; returns how many are new."""
     open_flows = (raw for _, raw in flows.items() if not is_closed(raw))
     return conntrack.reserve(masqueraded_connections(open_flows), CONNTRACK_ENTRY_TIMEOUT_S)
 
 
 def hand_over_new_connections(pins: Pins) -> int:
-    """New connections are somebody else's from now on, and find the ports of ours taken; how many
-    frontends there were. Twice, since some began in between.
+    """Leaves new connections to another proxy, with the ports of our connections reserved in
+    conntrack. Returns how many frontends were deleted.
     """
     if not (pins.maps / "flows").exists():
         return pinning.delete_frontends(pins)
@@ -106,23 +115,23 @@ def hand_over_new_connections(pins: Pins) -> int:
         publish_our_ports(flows)
         frontends_deleted = pinning.delete_frontends(pins)
         delete_ended(flows)
-        publish_our_ports(flows)
+        publish_our_ports(flows)  # of connections that started since the first call
     return frontends_deleted
 
 
 def withdraw_our_ports(pins: Pins) -> None:
-    """Takes out of conntrack what leave() has made."""
+    """Deletes the entries that publish_our_ports() added to conntrack."""
     if not (pins.maps / "flows").exists():
         return
     with (
         Map.open(pins.maps / "flows") as flows,
-        contextlib.suppress(KernelError),  # nothing of it is of harm
+        contextlib.suppress(KernelError),  # a leftover entry only keeps a port until it expires
     ):
         conntrack.release(masqueraded_connections(raw for _, raw in flows.items()))
 
 
 def delete_ended(flows: Map) -> int:
-    """Deletes the entries of connections that have ended, so that nothing is taken for one of them;
-    how many there were.
+    """Deletes the entries of connections that have ended, so that no later packet matches them;
+    returns their number.
     """
     return sum(flows.delete(key) for key, raw in list(flows.items()) if is_closed(raw))
