@@ -852,7 +852,7 @@ PORTS = "masquerade ports"
 NODES = [
     Node("apart", {RANGE: "32768\t60999\n", RESERVED: "\n"}, PORTS, "yes", "61000 to 65535"),
     Node("they meet", {RANGE: "32768\t61000\n", RESERVED: "\n"}, PORTS, "no",
-         "may take 61000 to 61000", "ip_local_reserved_ports"),
+         "may use 61000 to 61000 too", "ip_local_reserved_ports"),
     Node("all", {RANGE: "1024 65535", RESERVED: ""}, PORTS, "no", "61000 to 65535", "61000-65535"),
     Node("reserved", {RANGE: "1024 65535", RESERVED: "8080,61000-65535\n"}, PORTS, "yes",
          "reserved"),

@@ -1,7 +1,7 @@
 """What an operator may get wrong in settings, row by row: the lines that say so, and the exit code.
 
 tests/programs/node/test_bad_inputs.py has the rows that need a machine: folders, cgroups, devices;
-test_bad_objects.py those of the objects in a folder.
+tests/values/source/test_bad_objects.py those of the objects in a folder.
 """
 
 from pathlib import Path

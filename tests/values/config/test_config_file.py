@@ -760,7 +760,7 @@ def test_what_is_written_says_the_same(config: Config):
     made = loaded(write.format_documents(config))
     mode = config.detect_local_mode or LocalMode.CLUSTER_CIDR
     assert made.config == load.replace(config, detect_local_mode=mode)
-    assert "no field" not in told(made)
+    assert "unknown field" not in told(made)
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path):

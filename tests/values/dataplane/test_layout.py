@@ -341,7 +341,7 @@ def test_maps_start_no_bigger_than_they_may_get():
 def test_the_schema_hash_changes_with_any_layout(monkeypatch: pytest.MonkeyPatch):
     seen = {layout.schema_hash()}
     spec = layout.MAPS["services"]
-    for changed in ({"key_size": 24}, {"value_size": 32}, {"kind": 9}, {"version": 2}):
+    for changed in ({"key_size": 24}, {"value_size": 32}, {"map_type": 9}, {"version": 2}):
         monkeypatch.setitem(layout.MAPS, "services", replace(spec, **changed))
         seen.add(layout.schema_hash())
     assert len(seen) == 5

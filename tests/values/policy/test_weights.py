@@ -29,7 +29,7 @@ from tests.support import oracle
 
 # ---- the annotations ---------------------------------------------------------------------------
 
-FORM = "; write NAME=WEIGHT separated by commas, each name once: "
+FORM = "; write NAME=WEIGHT, separated by commas, each name once: "
 AT = "metadata.annotations[kbpf.io/weights]: cannot use "
 
 
@@ -105,8 +105,8 @@ def test_the_annotation_of_weights(row: Text):
     [
         ("random", Algorithm.RANDOM, ()),
         (" maglev\n", Algorithm.MAGLEV, ()),
-        ("Maglev", None, ("'Maglev' is not known",)),
-        ("", None, ("'' is not known",)),
+        ("Maglev", None, ("'Maglev' is unknown",)),
+        ("", None, ("'' is unknown",)),
     ],
 )
 def test_the_annotation_of_the_algorithm(text, means, problem):

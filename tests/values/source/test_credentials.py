@@ -476,7 +476,7 @@ EXPLAINED = [
     (tls_error("WRONG_VERSION_NUMBER"), "https://x:6443", "the server does not use TLS"),
     (tls_error("NO_CIPHERS"), "https://x:6443", "TLS: NO_CIPHERS"),
     (ConnectionResetError(104, "Connection reset by peer"), "http://x:6443", "does it require https://?"),
-    (ConnectionResetError(104, "Connection reset by peer"), "https://x:6443", "whether it runs"),
+    (ConnectionResetError(104, "Connection reset by peer"), "https://x:6443", "check that it runs"),
     (socket.gaierror(-3, "Temporary failure in name resolution"),
      "https://CONTROL-PLANE-ENDPOINT:6443", "the placeholder of the manifests is still in place"),
     (socket.gaierror(-3, "Temporary failure in name resolution"), "https://x:6443",

@@ -696,7 +696,7 @@ def test_a_folder_that_vanishes_keeps_everything(tmp_path, caplog):
     status = run.folder.status()
     assert (status.state, status.error, status.failures) == (SourceState.WATCHING, "", 0)
     assert [r.getMessage().split(" error")[0] for r in caplog.records[1:]] == [
-        "folder cannot be read", f"folder can be read again path={run.path} failures=2",
+        "cannot read the folder", f"folder can be read again path={run.path} failures=2",
     ]  # fmt: skip
 
 

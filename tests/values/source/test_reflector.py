@@ -540,7 +540,7 @@ REFUSALS = [
     (status(503), "503 No", ""),
     (status(429, "too many requests"), "429 No", "too many requests"),
     (lambda exchange: exchange.answer(302, b""), "302 No", ""),
-    (status(404), "404 No", "/api/v1/services is not known there"),
+    (status(404), "404 No", "the server does not have /api/v1/services"),
     (lambda exchange: exchange.answer(502, b"<html>bad gateway"), "502 No, an HTML page",
      "does a proxy or login page answer"),
     (lambda exchange: exchange.answer(401, LOGIN), "401 No, an HTML page",
@@ -689,7 +689,7 @@ def test_what_a_restored_server_does_not_know_is_deleted(start, caplog):
     run.until(lambda: run.said.count("synced") == 2)
     assert run.said == ["+a", "synced", "+new", "-new", "synced"]
     assert caplog.text.count(WENT_BACK) == 1
-    assert f"{WENT_BACK} '12' to '8' (seen first in services)" in caplog.text
+    assert f"{WENT_BACK} '12' to '8' (first seen by watch services)" in caplog.text
 
 
 def test_after_an_outage_the_version_is_looked_at_before_the_watch_goes_on(start, caplog):

@@ -191,7 +191,7 @@ WRONG = [
     source("a tag that runs code", "kind: !!python/object/apply:os.system ['touch x']\n",
            "kind: missing (zz.yaml:1)"),
     Wrong("weights", annotated("kbpf.io/weights", "a b=c"), LEFT_OUT, (
-        f"{X_SAYS}metadata.annotations[kbpf.io/weights]: cannot use 'a b=c'; write NAME=WEIGHT "
+        f"{X_SAYS}metadata.annotations[kbpf.io/weights]: cannot use 'a b=c'; write NAME=WEIGHT, "
         "separated by commas, each name once: a Pod, an address, node:NODE, zone:ZONE or *, "
         "and a whole number from 0 to 1000",), (X,)),
     source("a misspelt annotation", annotated("kbpf.io/wieghts", "*=2"), f"{X_SAYS}metadata."
