@@ -34,7 +34,8 @@ ALTERNATIVE_HINT: Final = (
 
 def early_drop_warnings(listing: Iterable[forward_rules.Json] | None = None) -> tuple[str, ...]:
     """Warnings about chains that drop packets before DNAT, since the packet path translates
-    packets before these chains see them. One line names all chains, another the tables that only
+    packets before these chains see them. One line names all such chains, another the tables that
+    could not be read. `listing`: see forward_rules.list_chains().
     """
     chains: tuple[str, ...] = ()
     with contextlib.suppress(KernelError):

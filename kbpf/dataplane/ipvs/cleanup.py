@@ -1,4 +1,4 @@
-"""What an agent of mode ipvs leaves on its node: how it is named, whose it is, how it goes."""
+"""The state of mode ipvs on a node: names, ownership and removal."""
 
 import contextlib
 import errno
@@ -17,11 +17,11 @@ from kbpf.model.config import Config, LocalMode
 from kbpf.model.objects import Protocol
 from kbpf.takeover import conntrack_keepalive
 
-ROOT_HINT: Final = "run as root"
+ROOT_HINT: Final = "run kbpf as root"
 
 
 def ruleset_options(config: Config) -> ruleset.RulesetOptions:
-    """What the chains depend on."""
+    """The settings that the table's chains depend on."""
     local_interfaces = ""
     if config.detect_local_mode is LocalMode.BRIDGE_INTERFACE:
         local_interfaces = config.pod_bridge_interface
@@ -36,51 +36,57 @@ def ruleset_options(config: Config) -> ruleset.RulesetOptions:
 
 
 def largest_range_outside(ports: tuple[int, int]) -> tuple[int, int]:
-    """The larger range of unprivileged ports that has none of these."""
+    """The larger of the two ranges of unprivileged ports below and above `ports` (both ends
+    included).
+    """
     low, high = ports
     above, below = (high + 1, 65535), (1024, low - 1)
     return above if above[1] - above[0] >= below[1] - below[0] else below
 
 
 def lock_state_folder(folder: Path, timeout: float = LOCK_TIMEOUT_S) -> int:
-    """A descriptor that makes this process the only one at work with this device and table."""
+    """Creates the state folder and locks it, so that no other agent uses this device and table.
+    Returns the descriptor that holds the lock.
+    """
     try:
         folder.mkdir(PRIVATE_MODE, parents=True, exist_ok=True)
         return lock_folder(folder, timeout, "stop it first")
     except OSError as error:
-        raise KernelError("cannot make the state folder", str(folder), "run as root",
+        raise KernelError("cannot create the state folder", str(folder), ROOT_HINT,
                           error.errno or 0) from error  # fmt: skip
 
 
 def has_table(table: str) -> bool:
-    """Whether there is a table of ours by this name: our notes are in it."""
+    """Whether the table exists and is ours. It is if it has the set that records ownership."""
     return nft.has_set("inet", table, f"{SetName.OWN}4")
 
 
 def refuse_foreign_table(table: str) -> None:
-    """KernelError if somebody else has a table of this name. An empty one is nobody's."""
+    """Raises KernelError if another program owns a table of this name. An empty one is accepted:
+    kbpf may have been killed before it wrote its sets.
+    """
     summary = nft.read_table("inet", table)
     if summary is not None and summary.use_count and not has_table(table):
         raise KernelError(
-            "a table of this name is there, and kbpf has not made it", f"nftables inet {table}",
+            "a table of this name exists that kbpf did not create", f"nftables inet {table}",
             "remove it, or give kbpf another name with --nft-table", errno.EEXIST,
         )  # fmt: skip
 
 
 def has_state(config: Config) -> bool:
-    """Whether an agent with these settings has been here: its folder may have been a container's,
-    table and device are the node's.
+    """Whether an agent with these settings left state here. The folder alone does not decide: it
+    may have been in a container, while table and device belong to the node.
     """
     if (config.state_dir / config.ipvs_device).is_dir() or dummy.is_ours(config.ipvs_device):
         return True
     try:
         return has_table(config.nft_table)
-    except KernelError:  # no nf_tables
+    except KernelError:  # the kernel has no nf_tables
         return False
 
 
 def read_elements(table: str) -> frozenset[Element] | None:
-    """Those of the sets of a table of ours; None without one."""
+    """The elements of the sets of our table; None if it does not exist."""
     if not has_table(table):
         return None
     return ruleset.parse_elements(
@@ -89,7 +95,7 @@ def read_elements(table: str) -> frozenset[Element] | None:
 
 
 def read_owned_services(table: str) -> set[VirtualServiceKey] | None:
-    """The virtual services that a table of ours notes; None without one."""
+    """The virtual services that our table records as ours; None if it does not exist."""
     if (owned_elements := read_elements(table)) is None:
         return None
     return {
@@ -100,7 +106,7 @@ def read_owned_services(table: str) -> set[VirtualServiceKey] | None:
 
 
 def virtual_service_of(service: VirtualServiceKey) -> VirtualService | None:
-    """None for protocols that no Service has."""
+    """Converts the kernel's key; None for protocols that Services do not have."""
     try:
         return VirtualService(
             Protocol(service.protocol), service.address, service.port, service.fwmark
@@ -110,7 +116,9 @@ def virtual_service_of(service: VirtualServiceKey) -> VirtualService | None:
 
 
 def delete_services(services: Collection[VirtualServiceKey]) -> None:
-    """They are gone, whoever has removed them. KernelError if the kernel refuses."""
+    """Deletes virtual services; missing ones are ignored. Raises KernelError if the kernel
+    refuses.
+    """
     if services:
         with contextlib.closing(IpvsClient()) as client:
             client.apply(
@@ -123,15 +131,15 @@ def delete_services(services: Collection[VirtualServiceKey]) -> None:
 
 
 def _services_at_device(name: str) -> set[VirtualServiceKey]:
-    """The virtual services at the addresses of our device: all that is known of them without the
-    table.
+    """The virtual services on the addresses of our device. Without the table this is all that
+    shows which ones are ours.
     """
     addresses = dummy.addresses_of(name) if dummy.is_ours(name) else frozenset()
     if not addresses:
         return set()
     try:
         client = IpvsClient()
-    except KernelError:  # no IPVS, no virtual services
+    except KernelError:  # without IPVS there are no virtual services
         return set()
     with contextlib.closing(client):
         services = (service for service, _ in client.list_services())
@@ -139,9 +147,10 @@ def _services_at_device(name: str) -> set[VirtualServiceKey]:
 
 
 def _kube_proxy_test(device: str, is_running: bool) -> Callable[[VirtualServiceKey], bool]:
-    """What tells a virtual service that a kube-proxy has taken over, where there is one of mode
-    ipvs: at an address that it keeps too, or of a NodePort in one of its sets. If it `runs`, these
-    may not be filled yet: any whose address is not on our `device`.
+    """Returns a function that decides whether a virtual service was taken over by a kube-proxy of
+    mode ipvs: its address is on kube-proxy's device, or it is a NodePort in one of kube-proxy's IP
+    sets. A running kube-proxy may not have filled its sets yet, so with `is_running` every virtual
+    service whose address is not on our `device` counts as its own.
     """
     if not dummy.get_ifindex_or_zero(conntrack_keepalive.KUBE_PROXY_DEVICE):
         return lambda _: False
@@ -161,10 +170,12 @@ def _kube_proxy_test(device: str, is_running: bool) -> Callable[[VirtualServiceK
 def remove(
     config: Config, with_forward_rules: bool = True, kube_proxy_runs: bool = False
 ) -> tuple[str, ...]:
-    """Every trace of an agent with these settings, in an order that leaves nobody half served;
-    what there was. What others have made by these names stays, and what a kube-proxy serves by now;
-    so do rules in FORWARD if another mode needs them (not `forward`). KernelError if the kernel
-    refuses.
+    """Removes all state of an agent with these settings; returns what was removed, for display.
+
+    The order (virtual services, addresses, table) never leaves a frontend half served. Objects of
+    other programs with these names are kept, and so are virtual services that a kube-proxy serves
+    by now. `with_forward_rules` is False if another mode still needs the rules in FORWARD. Raises
+    KernelError if the kernel refuses.
     """
     options, removed = ruleset_options(config), []
     owned = read_owned_services(options.table)

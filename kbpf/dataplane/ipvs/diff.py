@@ -1,6 +1,6 @@
-"""What all Service ports together need, and what has to be done when that changes.
+"""The desired state of all Service ports together, and its difference from the kernel's.
 
-The order of the steps is decided here (Changes); the plane carries them out.
+Changes defines the order of the steps; executor.py executes them.
 """
 
 from collections import Counter
@@ -28,20 +28,21 @@ from kbpf.model.desired import ServicePortKey
 
 @dataclass(slots=True)
 class Changes:
-    """Everything that one apply() does, by step.
+    """Everything that one apply() does, in this order:
 
-    1. New elements, but for LATE: who is not let in is known before anybody could be let in, and
-       what is ours is noted before it is there. LATE ones that are `met`, whose virtual service is
-       there already (a kube-proxy's, or ours after the table was flushed), come now: that its
-       address is virtual must not be known without them, or what it serves would be refused;
-    2. `new_pools` and `changed_pools` (old, new). Of a changed pool new real servers come first;
-       those that leave are drained, or, where they are in `cut`, removed at once;
-    3. LATE elements: from here on nftables lets connections pass to IPVS. With the same step old
-       ones go: what has left is refused, not half served;
-    4. `old_pools`;
-    5. the notes of what was ours.
+    1. Add new elements, except those of LATE_SETS. So restrictions are in place before the first
+       connection can be served, and ownership is recorded before the virtual service exists.
+       Elements of LATE_SETS that are `immediate` are added here too. Their virtual service exists
+       already (it is kube-proxy's, or ours after the table was flushed), and without them the new
+       VIRTUAL_IPS element would make nftables refuse the connections that it serves.
+    2. Create `new_pools` and update `changed_pools` (old, new). New real servers are added first.
+       Removed ones are drained, or deleted at once if they are in `udp_cuts`.
+    3. Add the elements of LATE_SETS: from here on nftables lets connections reach IPVS. The same
+       transaction deletes `old_elements`, so a removed frontend is refused, never half served.
+    4. Delete `old_pools`, and the addresses of the dummy device that are no longer used.
+    5. Delete the ownership elements of deleted virtual services.
 
-    `strays`: addresses of the dummy device that nothing speaks of; they go with `old_elements`.
+    `unclaimed_addresses`: addresses on the dummy device that no element mentions.
     """
 
     new_elements: set[Element] = field(default_factory=set)
@@ -57,7 +58,7 @@ class Changes:
         return any(getattr(self, name) for name in self.__slots__)
 
     def steps(self) -> "Steps":
-        """The elements, by step."""
+        """The elements to add and to delete, by step."""
         ownership = {element for element in self.old_elements if element[0] in OWNERSHIP_SETS}
         added_late = {
             element for element in self.new_elements - self.immediate if element[0] in LATE_SETS
@@ -77,8 +78,8 @@ class Changes:
 
 
 class Steps(NamedTuple):
-    """Elements in the order in which they change: `early` go and `first` come in one transaction,
-    so do `gone` and `late`; `notes` go at the end.
+    """Elements in the order in which they change. `removed_first` and `added_first` are one
+    transaction, `removed_late` and `added_late` another one; `removed_ownership` comes last.
     """
 
     removed_first: set[Element]
@@ -89,8 +90,8 @@ class Steps(NamedTuple):
 
 
 def _exclusive_key(element: Element) -> tuple[SetName, tuple[ElementField, ...]] | None:
-    """Where intervals must not overlap, or there is one place only: old ones there go before new
-    ones can come.
+    """The key of a group in which old elements must be deleted before new ones can be added: maps
+    have one value per key, and the intervals of a set must not overlap. None for other elements.
     """
     name, parts = element
     if name in MAP_SETS:
@@ -101,7 +102,9 @@ def _exclusive_key(element: Element) -> tuple[SetName, tuple[ElementField, ...]]
 
 
 class DesiredElements:
-    """What all Service ports together need: the same element may be wanted by several."""
+    """The desired state of all Service ports together. Elements are counted, since several Service
+    ports may need the same one.
+    """
 
     def __init__(self) -> None:
         self._elements: Counter[Element] = Counter()
@@ -111,7 +114,7 @@ class DesiredElements:
 
     @property
     def pools(self) -> Mapping[VirtualService, ServerPool]:
-        """All virtual services."""
+        """All virtual services, with their real servers."""
         return self._pools
 
     @property
@@ -120,15 +123,19 @@ class DesiredElements:
         return frozenset(self._elements)
 
     def contains(self, element: Element) -> bool:
-        """Whether somebody wants it."""
+        """Whether any Service port needs this element."""
         return element in self._elements
 
     def update(self, after: Mapping[ServicePortKey, ServicePortPlan]) -> Changes:
-        """Takes these Service ports as they are to be (NOTHING: gone); what has to be done."""
+        """Replaces the plans of these Service ports (EMPTY_PLAN: removed). Returns the changes to
+        make in the kernel.
+        """
         changes = Changes()
         before = {key: self.plans.get(key, EMPTY_PLAN) for key in after}
         old_pools: dict[VirtualService, ServerPool] = {}
         new_pools: dict[VirtualService, ServerPool] = {}
+        # All references are added before any is dropped, so an element that moves from one Service
+        # port to another never reaches a count of 0.
         for key, new in after.items():
             old_pools |= before[key].pools
             new_pools |= new.pools
@@ -151,9 +158,11 @@ class DesiredElements:
     def record_refusals(
         self, actual_pools: Mapping[VirtualService, ServerPool | None], changes: Changes
     ) -> Mapping[VirtualService, ServicePortKey]:
-        """The kernel has refused a part of `changes`, and of these virtual services it holds that,
-        or has none: from now on that is what is known. What would lead to one that is not there is
-        left out of the changes. Whose they are.
+        """Corrects the desired state after the kernel has refused a part of `changes`.
+
+        `actual_pools`: what the kernel holds of the refused virtual services (None: nothing).
+        Elements that would let connections reach a missing virtual service are removed from
+        `changes`. Returns the Service port of each of these virtual services.
         """
         owners = {virtual: self._owners[virtual] for virtual in actual_pools}
         for virtual, pool in actual_pools.items():
@@ -183,10 +192,12 @@ class DesiredElements:
         pools: Mapping[VirtualService, ServerPool],
         authoritative: bool,
     ) -> Changes:
-        """What has to be done where the kernel's sets hold these elements, the dummy device these
-        addresses, and IPVS these virtual services. Not `sound`: nothing goes.
+        """The changes that make the desired state true if the kernel's sets hold `elements`, the
+        dummy device `addresses` and IPVS `pools`. Unless `authoritative`, nothing is removed except
+        elements that contradict the desired state.
         """
         desired = self.elements
+        # An element whose address is missing on the device is added again, and the address with it.
         present = {
             element
             for element in elements
@@ -217,7 +228,9 @@ class DesiredElements:
         return changes
 
     def _contradicts(self, element: Element) -> bool:
-        """Whether this says something else of a frontend that is known now."""
+        """Whether an element that is not desired concerns a frontend that is, or the node itself,
+        so that keeping it would be wrong.
+        """
         name, parts = element
         if name in OWNERSHIP_SETS or name in (SetName.VIRTUAL_IPS, SetName.HAIRPINS):
             return False
@@ -243,7 +256,9 @@ def _compare_pools(
     serving: Mapping[VirtualService, frozenset[RealServer] | None],
     changes: Changes,
 ) -> None:
-    """Pools that come, change and go. UDP to what serves no more is cut."""
+    """Adds new, changed and removed pools to `changes`. UDP flows to removed real servers that no
+    longer serve are cut; `serving` has None for virtual services whose flows are never cut.
+    """
     for virtual, pool in new.items():
         old_pool = old.get(virtual)
         if old_pool is None:

@@ -1,8 +1,8 @@
-"""What an agent of mode ipvs has left, once another data plane serves.
+"""Drains the state that an agent of mode ipvs left, once another data plane serves.
 
-New connections do not get here any more; those that IPVS knows go on by it. So a virtual address
-goes with all its virtual services as soon as none of them has connections, and what is left of the
-table with the last of them.
+New connections no longer reach IPVS; established ones continue. A virtual address and all its
+virtual services are removed as soon as none of them has connections, and the rest of the table with
+the last of them.
 """
 
 import contextlib
@@ -20,11 +20,11 @@ from kbpf.model.address import Addr
 from kbpf.model.config import Config
 
 DRAIN_POLL_INTERVAL_S: Final = 2.0
-"""So often IPVS is asked for its connections."""
+"""Interval between two counts of the IPVS connections, in seconds."""
 
 
 class PreviousIpvsPlane:
-    """base.Remains of the agent with this device, table and state folder."""
+    """The base.PreviousDataPlane of the agent with this device, table and state folder."""
 
     name = "mode ipvs"
 
@@ -37,14 +37,13 @@ class PreviousIpvsPlane:
         self._open_connections = 0
 
     def claim(self) -> bool:
-        """See base.Remains."""
         if not cleanup.has_state(self._config):
             return False
         self._lock = cleanup.lock_state_folder(self._folder)
         return True
 
     def drain(self, now: float) -> float | None:
-        """See base.Remains. At first nothing: a packet may be on its way to IPVS still."""
+        # Not at the first call: packets may still be on their way to IPVS.
         is_waiting = self._next_poll is None or now < self._next_poll
         if self._next_poll is None or not is_waiting:
             self._next_poll = now + DRAIN_POLL_INTERVAL_S
@@ -63,7 +62,9 @@ class PreviousIpvsPlane:
     def _remove_idle(
         self, client: IpvsClient, owned: Iterable[VirtualService], elements: frozenset[Element]
     ) -> int:
-        """How many connections go on."""
+        """Removes the virtual addresses that have no connections. Returns the number of
+        connections that are still open.
+        """
         connection_counts = {
             virtual: client.count_connections(VirtualServiceKey(*virtual)) for virtual in owned
         }
@@ -87,26 +88,24 @@ class PreviousIpvsPlane:
         return sum(connection_counts.values())
 
     def _delete_addresses(self, addresses: Iterable[Addr]) -> None:
-        with contextlib.suppress(OSError):  # the device is not there any more
+        with contextlib.suppress(OSError):  # the device was removed
             dummy.delete_addresses(dummy.get_ifindex(self._config.ipvs_device), addresses)
 
     def problems(self) -> tuple[str, ...]:
-        """See base.Remains."""
         return (
-            (f"{self._open_connections} connections go on by IPVS",)
+            (f"{self._open_connections} connections still use mode ipvs",)
             if self._open_connections
             else ()
         )
 
     def close(self) -> None:
-        """See base.Remains."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
 
 
 def _is_at_address(element: Element, addresses: Container[object]) -> bool:
-    """Whether this speaks of frontends at one of these addresses."""
+    """Whether this element concerns a frontend on one of these addresses."""
     name, parts = element
     if name in (SetName.HAIRPINS, SetName.LOCAL_NETWORKS, SetName.NODE_IPS, SetName.OWN_FWMARKS):
         return False

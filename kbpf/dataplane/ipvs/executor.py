@@ -183,6 +183,7 @@ class KernelState:
             if status.weight == 0:
                 self._draining.setdefault(virtual, set()).add(server)
         by_port = bool(settings.flags & IpvsServiceFlag.IP_VS_SVC_F_SCHED_SH_PORT)
+        # Sorted, so that it compares equal to a planned pool: the kernel's order is arbitrary.
         return ServerPool(settings.scheduler, settings.persistence, by_port, tuple(sorted(servers)))
 
     def check_service(self, virtual: VirtualService | None) -> bool:
@@ -216,7 +217,8 @@ class KernelState:
         commands = ruleset.create_table(self._options)
         self._run_nft(commands)
         summary = nft.read_table("inet", self._options.table)
-        # Another program may have flushed the table since it was written.
+        # Another program may have flushed the table between the two calls. Then the summary must
+        # not become the reference that is_table_intact() compares with.
         is_complete = summary is not None and len(summary.rules) == sum(
             "rule" in command.get("add", ()) for command in commands
         )
@@ -227,6 +229,7 @@ class KernelState:
         the others. Raises KernelError if the elements are refused or the kernel does not answer.
         """
         steps, options = changes.steps(), self._options
+        # One transaction: a map element or interval is replaced without a gap.
         self._run_nft(
             [
                 *ruleset.delete_elements(options, steps.removed_first),
@@ -234,6 +237,7 @@ class KernelState:
             ]
         )
         addresses = self.add_addresses(_virtual_ips(steps.added_first))
+        # Counted before the requests: IPVS does not list a deleted real server.
         start = time.perf_counter()
         flows = self._count_flows(changes.udp_cuts)
         refused = self._apply_requests(dict(self._addition_requests(changes)))
@@ -316,6 +320,7 @@ class KernelState:
         """The requests that failed for a scheduler not yet known to be missing, with the
         replacement.
         """
+        # ENOENT is the kernel's error for an unknown scheduler; it does not say what is missing.
         missing = {
             virtual: request.settings.scheduler
             for virtual, service_failures in failures.items()
@@ -392,6 +397,7 @@ class KernelState:
         draining = self._draining.setdefault(virtual, set())
         old_weights, new_weights = dict(old.servers), dict(new.servers)
         for server, weight in new.servers:
+            # A real server that is still draining exists in IPVS: NEW_DEST would fail with EEXIST.
             if server not in old_weights and server not in draining:
                 yield _server_request(IpvsCommand.IPVS_CMD_NEW_DEST, virtual, server, weight)
             elif server in draining or old_weights[server] != weight:
@@ -417,6 +423,8 @@ class KernelState:
             return VirtualServiceSettings(
                 self._substitute_scheduler(pool.scheduler), pool.persistence
             )
+        # Without FALLBACK, a connection whose hash selects a draining real server (weight 0) is
+        # refused instead of being sent to another one.
         is_hashing = pool.scheduler in ("mh", "sh")
         flags = IpvsServiceFlag.IP_VS_SVC_F_SCHED_SH_FALLBACK if is_hashing else IpvsServiceFlag(0)
         if pool.by_port:
@@ -441,7 +449,7 @@ def _open_ipvs() -> IpvsClient:
     try:
         return IpvsClient()
     except KernelError as error:
-        # The kernel autoloads schedulers, but not IPVS itself.
+        # The kernel autoloads IPVS schedulers, but not ip_vs itself.
         if error.errno != errno.ENOENT or not modules.load(("ip_vs",)):
             raise
     return IpvsClient()

@@ -1,4 +1,4 @@
-"""Marks of short circuits: which Service port has which."""
+"""Allocates fwmarks to the short circuits of Service ports."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -15,24 +15,29 @@ from kbpf.dataplane.ipvs.plan import (
 from kbpf.model.desired import ServicePortKey, ServiceState
 
 FIRST_FWMARK: Final = 0x6B620000
-"""They count up from here, "kb"; numbers with the masquerade bit are left out."""
+"""Fwmarks count up from here (ASCII "kb"); numbers that contain the masquerade bit are skipped."""
 
 
 class FwmarkAllocator:
-    """A mark that was another's is not used again: packets may still carry it."""
+    """Which Service port has which fwmark. A fwmark is never given to another Service port, since
+    packets may still carry it.
+
+    `unneeded`: fwmarks of short circuits that are kept only until they have no connections.
+    """
 
     def __init__(self, reserved_bits: int) -> None:
-        """`but`: bits that mean something else."""
+        """`reserved_bits`: bits of a mark that have another meaning."""
         self._reserved_bits = reserved_bits
         self._by_key: dict[ServicePortKey, int] = {}
         self._used: set[int] = set()
         self.unneeded: dict[ServicePortKey, int] = {}
-        self._adopted: dict[tuple[ElementField, ...], int] = {}  # by frontend, of an earlier agent
+        # Fwmarks of an earlier agent, by frontend.
+        self._adopted: dict[tuple[ElementField, ...], int] = {}
         self._last_fwmark = FIRST_FWMARK
 
     def adopt(self, *tables: Iterable[Element]) -> None:
-        """What stands in the sets goes on meaning what it meant; in those of the first table, if
-        they do not agree.
+        """Adopts the fwmarks in the sets of these tables, so that they keep their meaning. If the
+        tables disagree the first one counts.
         """
         self._adopted.clear()
         for name, parts in chain.from_iterable(tables):
@@ -44,8 +49,10 @@ class FwmarkAllocator:
                     self._adopted.setdefault(parts[:-1], fwmark)
 
     def allocate(self, state: ServiceState) -> int:
-        """Of its short circuit; 0 if it has none. One that it wants no more is `unwanted`, and
-        stays its own until drop() says that nobody needs it, or its external frontends go.
+        """Returns the fwmark of a Service port's short circuit; 0 if it has none.
+
+        A fwmark that the Service port no longer needs becomes `unneeded`. It is kept until
+        release(), or until the Service port has no external frontends any more.
         """
         key, is_needed = state.key, needs_fwmark(state)
         if not external_frontend_keys(state):
@@ -66,12 +73,14 @@ class FwmarkAllocator:
         return fwmark
 
     def release(self, key: ServicePortKey) -> None:
-        """The Service port is gone, or what its mark has led to."""
+        """Frees the fwmark: the Service port or its short circuit was removed."""
         self._used.discard(self._by_key.pop(key, 0))
         self.unneeded.pop(key, None)
 
     def _take_adopted(self, state: ServiceState) -> int:
-        """The one that most of its frontends have had; 0 if there is none, or others have it."""
+        """The adopted fwmark that most of its frontends had; 0 if there is none, or if another
+        Service port has it by now.
+        """
         counts = Counter(
             self._adopted.pop(frontend_key, 0) for frontend_key in external_frontend_keys(state)
         )
@@ -80,6 +89,7 @@ class FwmarkAllocator:
 
     def _next_fwmark(self) -> int:
         self._last_fwmark += 1
+        # Rounds up past the block of numbers that have the reserved bit set.
         while reserved := self._last_fwmark & self._reserved_bits:
             shift = reserved.bit_length()
             self._last_fwmark = (self._last_fwmark >> shift) + 1 << shift

@@ -1,4 +1,4 @@
-"""Settings that do nothing in this mode."""
+"""Settings that have no effect in mode ipvs."""
 
 from operator import attrgetter
 from types import MappingProxyType
@@ -19,12 +19,12 @@ IGNORED_SETTINGS: Final = MappingProxyType(
         **{f"sizes.{name}": f"--max-{name}" for name in MapSizes.__dataclass_fields__},
     }
 )
-"""Those that say how it is served: field of Config → flag. Not where BPF's things are: an agent of
-mode auto, or one that comes after mode bpf, looks there."""
+"""Field of Config → flag. Paths of BPF objects are not listed: mode auto uses them, and so does an
+agent that drains what mode bpf left."""
 
 
 def list_ignored(config: Config) -> tuple[str, ...]:
-    """The flags of those that are not the default."""
+    """The flags of ignored settings that differ from the default."""
     defaults = Config()
     fields = ((attrgetter(field), flag) for field, flag in IGNORED_SETTINGS.items())
     return tuple(flag for value, flag in fields if value(config) != value(defaults))

@@ -1,7 +1,8 @@
-"""What IPVS counts, for metrics: connections begun and bytes, of each virtual service.
+"""Metrics from IPVS: connections begun and bytes, by Service port.
 
-The kernel counts from the making of a virtual service on, in whatever agent's time. Any thread may
-ask: it has a conversation of its own, in the network namespace of the thread.
+The kernel counts from the creation of a virtual service, so the counters survive a restart of the
+agent. Any thread may call: each call opens a netlink socket, in the network namespace of the
+thread.
 """
 
 import contextlib
@@ -15,7 +16,9 @@ from kbpf.model.objects import Protocol
 
 
 def count_traffic(plans: Mapping[ServicePortKey, ServicePortPlan], pause: Pause) -> TrafficStats:
-    """By Service port. KernelError where IPVS does not answer."""
+    """Sums the counters of the virtual services of each Service port. Raises KernelError if IPVS
+    does not answer.
+    """
     owners = {
         tuple(virtual): (key.namespace, key.name, key.port, key.protocol.name)
         for key, plan in plans.items()
@@ -28,7 +31,7 @@ def count_traffic(plans: Mapping[ServicePortKey, ServicePortPlan], pause: Pause)
         service_stats = client.read_stats()
     pause()
     for service, stats in service_stats:
-        if service.protocol not in Protocol.__members__.values():
+        if service.protocol not in Protocol.__members__.values():  # another program's
             continue
         name = owners.get(tuple(VirtualService(Protocol(service.protocol), *service[1:])))
         if name is not None and stats.connections:

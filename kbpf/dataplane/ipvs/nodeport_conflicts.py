@@ -1,8 +1,10 @@
-"""Where a NodePort meets an exact frontend: an ExternalIP, say, that is an address of the node.
+"""Finds NodePorts that conflict with an exact frontend, for example with an ExternalIP that is an
+address of the node.
 
-Policy has settled who has which frontend, and a NodePort is one for all addresses. Here it is many,
-and at an address where an exact frontend stands on its port it gives way: the exact one is the
-stronger claim (policy/frontends.py), and mode bpf looks for it first.
+In the desired state a NodePort is one frontend with the ANY address. In IPVS it is one virtual
+service per node address, and where an exact frontend has the same address and port, the NodePort is
+not served: the exact frontend is the stronger claim (policy/frontends.py). Mode bpf has the same
+rule, since it looks up the exact frontend first.
 """
 
 from kbpf.model.address import ANY4, ANY6, family_of
@@ -16,7 +18,7 @@ from kbpf.model.desired import (
 
 
 class NodePortConflicts:
-    """All frontends, by what they stand on. A change costs the change."""
+    """All frontends by address. The cost of an update is proportional to the change."""
 
     def __init__(self) -> None:
         self.exact: dict[FrontendAddress, ServicePortKey] = {}
@@ -24,7 +26,9 @@ class NodePortConflicts:
         self._by_key: dict[ServicePortKey, frozenset[Frontend]] = {}
 
     def update(self, key: ServicePortKey, state: ServiceState | None) -> set[ServicePortKey]:
-        """These are its frontends now; whose NodePorts may come back or give way by that."""
+        """Replaces the frontends of a Service port. Returns the Service ports whose NodePorts are
+        affected and must be planned again.
+        """
         old = self._by_key.pop(key, frozenset())
         new = frozenset() if state is None else frozenset(state.frontends)
         if new:

@@ -1,14 +1,14 @@
-"""From Service ports to IPVS virtual services, and to what nftables has to know beside them.
+"""Translates Service ports into IPVS virtual services and elements of nftables sets.
 
-IPVS knows one list of real servers per virtual service, whoever asks. All that depends on the
-client, or is no connection to a backend, is nftables': refusing and dropping, source ranges,
-masquerading, and the short circuit of external frontends with a Local policy: connections of this
-node and its pods carry a mark, and a virtual service by that mark has the Cluster endpoints
-(kube-proxy's iptables/proxier.go).
+IPVS has one list of real servers per virtual service, for all clients. nftables does everything
+that depends on the client or does not end at a backend: refusing and dropping, source ranges,
+masquerading, and the short circuit of external frontends with policy Local. For the short circuit,
+nftables sets a fwmark on connections from this node and its pods, and a virtual service for that
+fwmark has the Cluster endpoints (the rule is that of kube-proxy's iptables/proxier.go).
 
-A frontend without backends has a virtual service without real servers, and so has a short circuit.
-nftables lets nobody new get there, and connections that backends still have when they leave can be
-drained. For the same reason a short circuit that is not wanted any more stays for a while.
+A frontend without backends keeps a virtual service without real servers, and so does a short
+circuit: nftables lets no new connection reach it, but the connections that removed backends still
+have can be drained. For the same reason an unneeded short circuit is kept until it is idle.
 """
 
 from collections.abc import Container, Iterable, Mapping
@@ -35,8 +35,9 @@ HOST_PREFIX_LENGTH: Final = 128
 
 
 class VirtualService(NamedTuple):
-    """A virtual service: an address and port, or (`mark` not 0) all packets with a mark; then the
-    address only says the family, and the protocol is TCP, as the kernel has it.
+    """A virtual service: of an address and port, or, if `fwmark` is not 0, of all packets with that
+    fwmark. Then `address` is the ANY address of the family, `port` is 0 and `protocol` is TCP,
+    which is what the kernel reports for such a service.
     """
 
     protocol: Protocol
@@ -58,8 +59,11 @@ class RealServer(NamedTuple):
 
 
 class ServerPool(msgspec.Struct, frozen=True):
-    """What stands behind a virtual service. `persistence` in seconds, 0 for none. `by_port`: a
-    scheduler that hashes takes the client's port as well. A weight of 0: it is drained.
+    """The real servers of a virtual service with their weights, and how they are chosen.
+
+    - `persistence`: in seconds; 0 for none.
+    - `by_port`: a hashing scheduler also hashes the client's port.
+    - `servers`: a real server with weight 0 is being drained.
     """
 
     scheduler: str
@@ -69,43 +73,51 @@ class ServerPool(msgspec.Struct, frozen=True):
 
 
 class SetName(StrEnum):
-    """The sets of our table; each is there twice, for IPv4 (`NAME4`) and IPv6 (`NAME6`).
+    """The sets of our table. Each exists twice, for IPv4 (`NAME4`) and IPv6 (`NAME6`).
 
-    Elements are (address, protocol, port) but for: VIRTUAL_IPS: (address,); HAIRPINS:
-    (address of an endpoint on this node, the same address); SOURCES: (network, address, protocol,
-    port); SHORT_CIRCUITS and MARKS: maps, (address, protocol, port, mark); LOCAL_NETWORKS:
-    (network,); NODE_IPS: (address,); OWN_MARKS: (the ANY address of the family, mark).
+    An element is (address, protocol, port), except in:
+
+    - VIRTUAL_IPS and NODE_IPS: (address,)
+    - LOCAL_NETWORKS: (network,)
+    - HAIRPINS: (address of an endpoint on this node, the same address)
+    - SOURCES: (network, address, protocol, port)
+    - SHORT_CIRCUITS and FWMARKS, which are maps: (address, protocol, port, fwmark)
+    - OWN_FWMARKS: (ANY address of the family, fwmark)
     """
 
-    OWN = "own"  # is a virtual service of ours, or may be: others are not touched
+    OWN = "own"  # may be a virtual service of ours; services not in it are never touched
     OWN_FWMARKS = "own_marks"
-    VIRTUAL_IPS = "virtual_ips"  # they are on the dummy device
+    VIRTUAL_IPS = "virtual_ips"  # the addresses on the dummy device
     SERVED = "served"  # has real servers
-    REFUSED = "refused"  # no endpoints anywhere
-    DROPPED = "dropped"  # a Local policy, and endpoints elsewhere only
-    MASQUERADED = "masqueraded"  # whoever asks
-    MASQUERADED_OUTSIDE = "masqueraded_outside"  # who is no pod of this node
-    HAIRPINS = "hairpin_ips"  # who is on this node may be led to itself
+    REFUSED = "refused"  # no endpoints on any node
+    DROPPED = "dropped"  # policy Local, and endpoints on other nodes only
+    MASQUERADED = "masqueraded"  # for all clients
+    MASQUERADED_OUTSIDE = "masqueraded_outside"  # for clients that are no pods of this node
+    HAIRPINS = "hairpin_ips"  # a client on this node may be its own backend
     RESTRICTED = "restricted"  # source ranges apply
     SOURCES = "sources"
     SHORT_CIRCUITS = "short_circuits"
-    FWMARKS = "marks"  # of frontends, a NodePort is one: no rule asks, the next agent does
-    LOCAL_NETWORKS = "local_networks"  # of pods of this node
-    NODE_IPS = "node_ips"  # all that the node has itself
+    # By frontend; a NodePort counts once, with the ANY address. No rule uses it: the next agent
+    # reads it to keep the fwmarks.
+    FWMARKS = "marks"
+    LOCAL_NETWORKS = "local_networks"  # of the pods of this node
+    NODE_IPS = "node_ips"  # the node's own addresses
 
 
 MAP_SETS: Final = frozenset((SetName.SHORT_CIRCUITS, SetName.FWMARKS))
-"""To one mark from each frontend."""
+"""Maps, from a frontend to one fwmark."""
 OWNERSHIP_SETS: Final = frozenset((SetName.OWN, SetName.OWN_FWMARKS))
 LATE_SETS: Final = frozenset((SetName.SERVED, SetName.SHORT_CIRCUITS))
-"""They lead to virtual services, which have to be there."""
+"""Sets whose elements let connections reach a virtual service, which must exist by then."""
 
 ElementField = Addr | Cidr | Protocol | int
 Element = tuple[SetName, tuple[ElementField, ...]]
 
 
 class ServicePortPlan(msgspec.Struct, frozen=True):
-    """What one Service port needs in the kernel. `serving`: of UDP, whose flows may go on."""
+    """What one Service port needs in the kernel. `serving`: for UDP, the real servers that still
+    serve; flows to others are cut. None for other protocols.
+    """
 
     pools: Mapping[VirtualService, ServerPool]
     elements: frozenset[Element]
@@ -114,15 +126,18 @@ class ServicePortPlan(msgspec.Struct, frozen=True):
 
 EMPTY_PLAN: Final = ServicePortPlan({}, frozenset())
 NODE_KEY: Final = ServicePortKey("", "", "", Protocol.TCP, 0)
-"""Stands for what the node itself needs."""
+"""The key of the node's own elements, which belong to no Service port."""
 
 
 class NodeContext(NamedTuple):
-    """What of a desired state and the settings no Service decides.
+    """The node's part of the input of a plan.
 
-    `own_addresses`: all that the node has itself; they are never put on the dummy device.
-    `detects_local`: pods of this node can be told from others. `families`: those of which the node
-    takes addresses. `barred`: addresses that the kernel refuses.
+    - `node_addresses`: the addresses that NodePorts are served on.
+    - `own_addresses`: all addresses of the node; they are never added to the dummy device.
+    - `scheduler`: the default IPVS scheduler.
+    - `detects_local`: whether pods of this node can be distinguished from other clients.
+    - `families`: the address families (4, 6) that the node accepts addresses of.
+    - `refused_addresses`: addresses that the kernel does not accept on the dummy device.
     """
 
     node_addresses: tuple[Addr, ...] = ()
@@ -135,7 +150,7 @@ class NodeContext(NamedTuple):
 
 
 def plan_node(desired: DesiredState, context: NodeContext) -> ServicePortPlan:
-    """The node's own elements."""
+    """The elements that belong to no Service port: the node's addresses and its pod networks."""
     elements: set[Element] = set()
     elements |= {
         (SetName.LOCAL_NETWORKS, (network,)) for network in _remove_nested(desired.local_networks)
@@ -146,12 +161,12 @@ def plan_node(desired: DesiredState, context: NodeContext) -> ServicePortPlan:
 
 
 def needs_fwmark(state: ServiceState) -> bool:
-    """Whether who is on this node may get other endpoints than who is outside."""
+    """Whether clients on this node may get other endpoints than clients outside."""
     return state.external_local and bool(external_frontend_keys(state))
 
 
 def external_frontend_keys(state: ServiceState) -> list[tuple[ElementField, ...]]:
-    """What its external frontends stand on: (address, protocol, port)."""
+    """The (address, protocol, port) of its external frontends."""
     addresses = (
         frontend.at for frontend in state.frontends if frontend.kind is not FrontendKind.CLUSTER_IP
     )
@@ -164,9 +179,11 @@ def plan_service_port(
     fwmark: int = 0,
     exact_frontends: Container[FrontendAddress] = (),
 ) -> ServicePortPlan:
-    """What this Service port needs. `mark`: of its short circuit, if it has one; where it wants
-    none (any more) that leads nobody new. `exact`: what anybody's frontends other than NodePorts
-    stand on.
+    """Plans one Service port.
+
+    - `fwmark`: that of its short circuit, 0 for none. If the Service port no longer needs the short
+      circuit, the virtual service is kept, but no new connection gets the fwmark.
+    - `exact_frontends`: the addresses of all frontends, of any Service, that are not NodePorts.
     """
     if state.key.family not in context.families:
         return EMPTY_PLAN
@@ -207,8 +224,8 @@ def _frontend_addresses(
     context: NodeContext,
     exact_frontends: Container[FrontendAddress],
 ) -> Iterable[Addr]:
-    """A NodePort gives way to an exact frontend on one of the node's addresses, as with mode bpf
-    and kube-proxy.
+    """The addresses to serve a frontend on. A NodePort is not served on a node address that is an
+    exact frontend with the same port, as in mode bpf and kube-proxy.
     """
     frontend_address = frontend.at
     if frontend.kind is not FrontendKind.NODE_PORT:
@@ -227,7 +244,7 @@ def _frontend_addresses(
 
 
 def _verdict_set(state: ServiceState, local: bool, pool: ServerPool) -> SetName:
-    """What a new connection gets."""
+    """The set that decides what happens to a new connection."""
     if pool.servers:
         return SetName.SERVED
     return SetName.DROPPED if local and state.any_endpoints else SetName.REFUSED
@@ -239,7 +256,7 @@ def _policy_elements(
     frontend_key: tuple[ElementField, ...],
     context: NodeContext,
 ) -> Iterable[Element]:
-    """Masquerading and source ranges."""
+    """The elements for masquerading and source ranges."""
     if frontend.kind is FrontendKind.CLUSTER_IP:
         if context.masquerade_all:
             yield SetName.MASQUERADED, frontend_key
@@ -256,8 +273,8 @@ def _policy_elements(
 def _allowed_sources(
     state: ServiceState, frontend: Frontend, context: NodeContext
 ) -> tuple[Cidr, ...]:
-    """The node dials an address of its dummy device from that same address: who lets in the node
-    lets in that.
+    """The networks that may reach a frontend with source ranges. The node connects to an address
+    of its dummy device from that same address, so a range that allows the node allows it too.
     """
     node_addresses = (*context.node_addresses, *context.own_addresses)
     if frontend.kind is FrontendKind.NODE_PORT:
@@ -280,7 +297,7 @@ def _allowed_sources(
 
 
 def _remove_nested(networks: Iterable[Cidr]) -> list[Cidr]:
-    """Without those that lie in another: a set of intervals refuses overlaps."""
+    """Removes networks that lie in another one: an interval set refuses overlaps."""
     outermost: list[Cidr] = []
     for network in sorted(set(networks), key=lambda cidr: cidr.bits):
         if not any(outer.contains(network.address) for outer in outermost):
@@ -289,12 +306,12 @@ def _remove_nested(networks: Iterable[Cidr]) -> list[Cidr]:
 
 
 def fwmark_service(family: int, fwmark: int) -> VirtualService:
-    """The virtual service of a mark."""
+    """The virtual service of a fwmark."""
     return VirtualService(Protocol.TCP, ANY4 if family == 4 else ANY6, 0, fwmark)
 
 
 def without_service(plan: ServicePortPlan, virtual: VirtualService) -> ServicePortPlan:
-    """The same without this virtual service, whose mark leads nobody."""
+    """Returns the plan without this short circuit, whose fwmark no new connection gets any more."""
     removed = {ownership_element(virtual)}
     removed |= {
         element
@@ -306,14 +323,14 @@ def without_service(plan: ServicePortPlan, virtual: VirtualService) -> ServicePo
 
 
 def ownership_element(virtual: VirtualService) -> Element:
-    """Says that this virtual service is ours."""
+    """The element that records this virtual service as ours."""
     if virtual.fwmark:
         return SetName.OWN_FWMARKS, (virtual.address, virtual.fwmark)
     return SetName.OWN, (virtual.address, virtual.protocol, virtual.port)
 
 
 def owned_service(element: Element) -> VirtualService | None:
-    """The virtual service that an element of OWN or OWN_MARKS names."""
+    """The virtual service that an element of OWN or OWN_FWMARKS names; None for other sets."""
     match element:
         case SetName.OWN, (bytes() as address, Protocol() as protocol, int() as port):
             return VirtualService(protocol, Addr(address), port)
@@ -323,7 +340,9 @@ def owned_service(element: Element) -> VirtualService | None:
 
 
 def target_service(element: Element) -> VirtualService | None:
-    """The virtual service that new connections meet by this element of LATE."""
+    """The virtual service that this element of LATE_SETS lets new connections reach; None for
+    elements of other sets.
+    """
     match element:
         case SetName.SERVED, (bytes() as address, Protocol() as protocol, int() as port):
             return VirtualService(protocol, Addr(address), port)
@@ -346,7 +365,9 @@ def _server_pool(state: ServiceState, local: bool, default_scheduler: str) -> Se
 
 
 def _choose_scheduler(spread: Spread, default_scheduler: str) -> str:
-    """Maglev is `mh`. A plain round robin or a plain least-connection knows no weights."""
+    """The IPVS scheduler: `mh` for Maglev. `rr` and `lc` ignore weights, so weighted Service ports
+    get `wrr` and `wlc`.
+    """
     if spread.algorithm is Algorithm.MAGLEV:
         return "mh"
     if spread.weights:
@@ -355,8 +376,8 @@ def _choose_scheduler(spread: Spread, default_scheduler: str) -> str:
 
 
 def _short_circuit_pool(state: ServiceState, default_scheduler: str) -> ServerPool:
-    """The Cluster endpoints. A persistent service by mark would not translate ports (Linux,
-    ip_vs_sched_persist()): affinity is by a hash of the client's address instead.
+    """The Cluster endpoints. With affinity the scheduler is `sh`, a hash of the client's address:
+    a persistent fwmark service would not translate ports (Linux, ip_vs_sched_persist()).
     """
     pool = _server_pool(state, False, default_scheduler)
     if pool.persistence:

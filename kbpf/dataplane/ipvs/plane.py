@@ -78,7 +78,9 @@ HANDOVER_POLL_INTERVAL_S: Final = 30.0
 
 
 class IpvsPlane:
-    """DataPlane on IPVS and nftables. See base.DataPlane for the methods."""
+    """base.DataPlane on IPVS and nftables. Methods are described there; docstrings here say only
+    what is particular to IPVS.
+    """
 
     name = "ipvs"
 
@@ -93,7 +95,6 @@ class IpvsPlane:
         self._reset()
 
     def mode_choice(self) -> ModeChoice:
-        """See base.DataPlane."""
         return ModeChoice(self.name, self.name)
 
     def _reset(self) -> None:
@@ -104,27 +105,26 @@ class IpvsPlane:
         self._poll_due = 0.0
         self._handover_due = 0.0
         # The generation of nf_tables, and the number of our transactions up to it.
-        self._ruleset_version = (
-            -1,
-            0,
-        )
+        self._ruleset_version = (-1, 0)
         self._node_port_conflicts = NodePortConflicts()
-        self._desired = DesiredState({})  # of the last apply()
+        self._desired = DesiredState({})  # as passed to the last apply()
         self._refused: dict[ServicePortKey, str] = {}
-        self._unfinished: set[ServicePortKey] = set()  # of an apply() that failed
+        # Service ports of an apply() that failed: the next one programs them again.
+        self._unfinished: set[ServicePortKey] = set()
         # Service ports of an address family that the node does not have.
         self._unsupported_family: set[ServicePortKey] = set()
-        # that the kernel does not accept on the device
+        # Addresses that the kernel does not accept on the device, with its error.
         self._refused_addresses: dict[Addr, str] = {}
         self._firewall_warnings: tuple[str, ...] = ()
         self._in_sync = False  # whether the kernel holds what `_elements` says
         self._fully_synced = False  # whether all unclaimed state of an earlier agent is removed
-        self._unclaimed_services: frozenset[VirtualService] = frozenset()  # that state, until then
+        # Virtual services of an earlier agent that no Service port has claimed yet.
+        self._unclaimed_services: frozenset[VirtualService] = frozenset()
         self._has_applied = False  # whether apply() has succeeded once
 
     def set_coexisting(self, coexisting: bool) -> None:
-        """See base.DataPlane. Nothing to do: the BPF programs recognize their own connections and
-        see packets first.
+        """Nothing to do: the BPF programs of the previous agent see packets first, and recognize
+        their own connections.
         """
 
     # ---- opening ---------------------------------------------------------------------------
@@ -206,10 +206,11 @@ class IpvsPlane:
         touched: Collection[ServicePortKey] | None,
         authoritative: bool = True,
     ) -> Report:
-        """See base.DataPlane. After a KernelError the next call reads the state of the kernel again
-        and repairs it. It also programs again the Service ports of the failed call and those that
-        conflict with them.
+        """After a KernelError, the next call reads the state of the kernel again and repairs it. It
+        also programs the Service ports of the failed call again, and those that conflict with
+        them.
         """
+        # Set again at the end only: an exception below leaves the kernel in an unknown state.
         was_in_sync, self._in_sync = self._in_sync, False
         must_read = not was_in_sync or (authoritative and not self._fully_synced)
         keys = {
@@ -224,6 +225,8 @@ class IpvsPlane:
         for key in list(keys):
             keys |= self._node_port_conflicts.update(key, desired.services.get(key))
         context = self._read_context(desired, keys, must_read or touched is None)
+        # Plans of all Service ports depend on the context. Refused addresses concern only the
+        # Service ports in `_refused`, which are in `keys` already.
         if self._context is None or context != self._context._replace(
             refused_addresses=context.refused_addresses
         ):
@@ -245,10 +248,9 @@ class IpvsPlane:
         return Report(dict(writes), sum(writes.values()), dict(self._refused))
 
     def claim_socket(self, cookie: int) -> None:
-        """See base.DataPlane. Nothing to do: IPVS cannot distinguish sockets (docs/limits.md)."""
+        """Nothing to do: IPVS cannot distinguish sockets (docs/limits.md)."""
 
     def invalidate(self) -> None:
-        """See base.DataPlane."""
         self._in_sync = False
 
     def _all_keys(self, desired: DesiredState) -> set[ServicePortKey]:
@@ -379,8 +381,8 @@ class IpvsPlane:
                     yield virtual, server
 
     def _read_elements(self) -> frozenset[Element]:
-        """Reads the sets. Fwmarks keep their meaning, also those of a table under a former name:
-        its rules mark packets until the table is removed.
+        """Reads the sets and adopts the fwmarks in them. Those of a table under a former name
+        keep their meaning as well: its rules mark packets until the table is removed.
         """
         elements = self._kernel.read_elements()
         self._fwmarks.adopt(
@@ -400,11 +402,11 @@ class IpvsPlane:
         )
         return desired.diff(elements, kernel.read_addresses(), pools, self._fully_synced)
 
-    # ---- deferred work-----------------------------------------------------------------------
+    # ---- deferred work ---------------------------------------------------------------------
 
     def tick(self, now: float) -> float | None:
-        """See base.DataPlane. Removes drained real servers that have no connections left, and
-        repairs what other programs have destroyed.
+        """Removes drained real servers that have no connections left, and repairs what other
+        programs have destroyed.
         """
         if now >= self._poll_due:
             self._poll_due = now + DRAIN_POLL_INTERVAL_S
@@ -421,8 +423,9 @@ class IpvsPlane:
         return self._poll_due
 
     def _check_ruleset(self) -> None:
-        """Checks whether another program has flushed the ruleset or closed FORWARD. Without changes
-        this costs one message: each of our own transactions raises the generation by one.
+        """Checks whether another program has flushed the ruleset or closed FORWARD. If nothing has
+        changed this costs one netlink message: each of our own transactions raises the generation
+        by one, so any further increase is another program's.
         """
         version = forward_rules.read_generation(), self._kernel.nft_transactions
         has_foreign_changes = (
@@ -449,8 +452,9 @@ class IpvsPlane:
             log.info("%s", action)
 
     def _repair(self, has_foreign_changes: bool) -> None:
-        """Repairs what other programs have destroyed, and what an earlier repair left
-        unfinished.
+        """Repairs what other programs have destroyed, and completes an earlier repair that failed.
+        Of IPVS it reads one virtual service only, so that the check costs one message: it detects
+        `ipvsadm -C` and a reloaded module, not the removal of single services.
         """
         is_table_intact = not has_foreign_changes or self._kernel.is_table_intact()
         has_device = self._kernel.has_device()
@@ -490,19 +494,17 @@ class IpvsPlane:
             self._in_sync = True
 
     def take_udp_cuts(self) -> tuple[UdpCuts, ...]:
-        """See base.DataPlane."""
         return self._kernel.take_udp_cuts()
 
     def is_ready(self) -> bool:
-        """See base.DataPlane. Nothing continues in the background."""
+        """Always true: nothing continues in the background after apply()."""
         return True
 
     def packet_status(self) -> PacketStatus | None:
-        """See base.DataPlane. IPVS has no packet path."""
-        return None
+        return None  # the packet path is BPF's
 
     def problems(self) -> tuple[str, ...]:
-        """See base.DataPlane. Includes the warnings that are logged only once."""
+        """Includes the warnings that are logged only once."""
         lines = [
             *self._warnings,
             *self._firewall_warnings,
@@ -511,35 +513,32 @@ class IpvsPlane:
         return (*lines, NO_IPV6_WARNING) if self._unsupported_family else tuple(lines)
 
     def faults(self) -> tuple[str, ...]:
-        """See base.DataPlane. Faults are errors of apply() in this data plane."""
+        """Always empty: in this data plane every fault is an error of apply()."""
         return ()
 
     def read_metrics(self) -> DataPlaneMetrics:
-        """See base.DataPlane."""
         return DataPlaneMetrics()
 
     def count_traffic(self, pause: Pause) -> TrafficStats:
-        """See base.DataPlane."""
+        # A copy, since this runs in another thread than apply().
         return metrics.count_traffic(dict(self._elements.plans), pause)
 
     def write_status(self, text: bytes) -> None:
-        """Stores the status in the state folder, with the names of the programmed Service ports."""
+        """Writes the status and the programmed Service ports to the state folder."""
         self._state_file.write(text)
 
     def close(self) -> None:
-        """See base.DataPlane."""
         if self._lock >= 0:
             self._kernel.close()
             self._release()
 
     def remove(self) -> None:
-        """See base.DataPlane."""
         self.close()
         cleanup.remove(self._config)
 
 
 def _frontends_of(desired: DesiredState, keys: Iterable[ServicePortKey]) -> Iterator[Frontend]:
-    """The frontends of those of these Service ports that are desired."""
+    """The frontends of these Service ports; those that are not desired are skipped."""
     for key in keys:
         state = desired.services.get(key)
         if state is not None:

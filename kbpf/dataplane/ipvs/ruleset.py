@@ -1,15 +1,15 @@
-"""The nftables table of the IPVS data plane, as libnftables' JSON.
+"""The nftables table of the IPVS data plane, as libnftables JSON (libnftables-json(5)).
 
 Chains are written when the table is opened; a change of a Service changes elements of sets only.
 
-    input        a bit before the priority `filter`, and before IPVS: who comes from outside
-    output       after conntrack, before IPVS: the node's own connections
-    forward      answers of backends get the mark that others' chains let pass
+    input        connections from outside; just before the priority `filter`, and before IPVS
+    output       connections of the node itself; after conntrack, before IPVS
+    forward      sets the mark on replies of backends, which our rules in other chains let pass
     postrouting  masquerading
 
-Both of the first look at new connections only, and all lookups are by (address, protocol, port).
-A packet that IPVS sends on passes `output` once more, with its real server's address: no set knows
-that. Elements are those of plan.py; what is said of a family is said twice, for IPv4 and IPv6.
+`input` and `output` match new connections only, and look up (address, protocol, port) in sets. A
+packet that IPVS forwards passes `output` a second time, with the real server's address, which no
+set contains. Sets and rules exist once for IPv4 and once for IPv6. See plan.py for the elements.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,6 +21,8 @@ from kbpf.model.objects import Cidr, Protocol
 
 Json = dict[str, Any]
 
+# IPVS hooks LOCAL_IN at 98 and 99 and LOCAL_OUT at -99 and -98 (net/netfilter/ipvs/ip_vs_core.c).
+# Conntrack, whose state the rules match, is at -200.
 INPUT_PRIORITY: Final = -2
 OUTPUT_PRIORITY: Final = -110
 POSTROUTING_PRIORITY: Final = 100
@@ -38,14 +40,19 @@ SET_TYPES: Final[Mapping[SetName, tuple[str, ...]]] = {
     SetName.HAIRPINS: ("ADDRESS", "ADDRESS"),
     SetName.SOURCES: ("ADDRESS", *FRONTEND_KEY_TYPES),
 }
-"""Of the others: AT. MAPS are from AT to a mark."""
+"""Types of the sets' elements; all other sets have FRONTEND_KEY_TYPES. MAP_SETS map them to a
+mark."""
 INTERVAL_SETS: Final = frozenset((SetName.SOURCES, SetName.LOCAL_NETWORKS))
 
 
 class RulesetOptions(NamedTuple):
-    """What decides the chains: `bit` of the mark says that a packet is to be masqueraded; `local`
-    names devices that pods of this node are behind ("cni0", "veth*"), if they are known by that.
-    `ports`, both included, are for masqueraded connections.
+    """The settings that the chains depend on.
+
+    - `table`: its name, in the family inet.
+    - `masquerade_bit`: the bit of the mark that marks packets for masquerading.
+    - `local_interfaces`: the devices of this node's pods ("cni0", "veth*"), if pods are recognized
+      by device; otherwise "".
+    - `masquerade_ports`: source ports of masqueraded connections, both ends included.
     """
 
     table: str = "kbpf"
@@ -55,7 +62,7 @@ class RulesetOptions(NamedTuple):
 
     @property
     def masquerade_mark(self) -> int:
-        """As a number."""
+        """The mark with only `masquerade_bit` set."""
         return 1 << self.masquerade_bit
 
 
@@ -63,7 +70,9 @@ class RulesetOptions(NamedTuple):
 
 
 def create_table(options: RulesetOptions) -> list[Json]:
-    """Makes the table, or makes the chains of one that is there anew; sets stay as they are."""
+    """The commands that create the table. If it exists, its rules are written again and missing
+    chains and sets are created; the elements of existing sets are kept.
+    """
     commands: list[Json] = [{"add": {"table": {"family": "inet", "name": options.table}}}]
     commands += [
         command
@@ -76,12 +85,12 @@ def create_table(options: RulesetOptions) -> list[Json]:
 
 
 def delete_table(options: RulesetOptions) -> list[Json]:
-    """Takes it away."""
+    """The command that deletes the table."""
     return [{"delete": {"table": {"family": "inet", "name": options.table}}}]
 
 
 def list_table(options: RulesetOptions) -> Json:
-    """Asks for all of it."""
+    """The command that lists the table with all its elements."""
     return {"list": {"table": {"family": "inet", "name": options.table}}}
 
 
@@ -147,7 +156,9 @@ def _add_rule(options: RulesetOptions, chain: str, *expressions: Json) -> Json:
 
 
 def _service_rules(options: RulesetOptions, hook: str, family: int) -> Iterator[tuple[Json, ...]]:
-    """What a new connection meets, in this order."""
+    """The rules for a new connection, in order: source ranges, short circuit, drop, refuse,
+    masquerade.
+    """
     frontend_key = _frontend_key(family)
     source_key = {
         "concat": [
@@ -164,6 +175,8 @@ def _service_rules(options: RulesetOptions, hook: str, family: int) -> Iterator[
     for local_match in _local_matches(options, hook, family):
         yield (*local_match, {"mangle": {"key": META_MARK, "value": fwmark_map}}, {"return": None})
     yield _match_set(frontend_key, SetName.DROPPED, family), {"drop": None}
+    # Ports of a virtual address that no Service serves. The address is the node's own as well, so
+    # they would otherwise reach the node's sockets.
     unserved = (
         _match_set(
             _payload_expression(NETWORK_PROTOCOL[family], "daddr"), SetName.VIRTUAL_IPS, family
@@ -187,7 +200,9 @@ def _service_rules(options: RulesetOptions, hook: str, family: int) -> Iterator[
 
 
 def _local_matches(options: RulesetOptions, hook: str, family: int) -> Iterator[tuple[Json, ...]]:
-    """Ways to tell the node, and pods on it."""
+    """Yields expressions that match clients on this node: the node itself in `output`, its pods in
+    `input`. Several expressions are alternatives.
+    """
     if hook == "output":
         yield ()
         return
@@ -201,7 +216,7 @@ def _local_matches(options: RulesetOptions, hook: str, family: int) -> Iterator[
 
 
 def _reply_rule(options: RulesetOptions, family: int, name: SetName) -> tuple[Json, ...]:
-    """Answers of backends carry the mark, so that a closed FORWARD can let them pass."""
+    """Sets the mark on replies of backends, so that our rule in a closed FORWARD lets them pass."""
     is_reply = _match({"ct": {"key": "direction"}}, "reply")
     return (
         is_reply,
@@ -211,8 +226,9 @@ def _reply_rule(options: RulesetOptions, family: int, name: SetName) -> tuple[Js
 
 
 def _match_original_destination(family: int, name: SetName) -> Json:
-    """Connections to these addresses, whatever has become of their packets: those of IPVS. What BPF
-    has translated, and carries the same mark, was for its backend from the beginning.
+    """Matches connections whose original destination, before any translation, is in a set: these
+    are IPVS connections. Connections that BPF has translated carry the same mark, but conntrack has
+    seen them only with the backend as destination.
     """
     return _match_set(
         {"ct": {"key": f"{NETWORK_PROTOCOL[family]} daddr", "dir": "original"}}, name, family
@@ -238,14 +254,15 @@ def _postrouting_rules(options: RulesetOptions) -> Iterator[tuple[Json, ...]]:
                     masquerade,
                 )
                 yield is_protocol, is_hairpin, is_ipvs, masquerade
-        # Who dials an address of this machine does so from that address.
+        # The node connects to an address of its dummy device from that same address, to which a
+        # backend elsewhere cannot reply.
         for is_protocol, masquerade in _masquerade_expressions(options):
             yield is_protocol, _match_set(source, SetName.VIRTUAL_IPS, family), masquerade
 
 
 def _masquerade_expressions(options: RulesetOptions) -> Iterator[tuple[Json, Json]]:
-    """For each protocol that has ports. They are others than those of mode bpf, whose connections
-    may go on beside ours.
+    """Yields (match, statement) for each protocol that has ports. The port range differs from that
+    of mode bpf, whose connections may still exist.
     """
     flags = ["random", "fully-random"]
     for protocol in ("tcp", "udp", "sctp"):
@@ -253,13 +270,13 @@ def _masquerade_expressions(options: RulesetOptions) -> Iterator[tuple[Json, Jso
         yield _match(META_L4PROTO, protocol), {"masquerade": {"port": ports, "flags": flags}}
 
 
-# ---- words ---------------------------------------------------------------------------------------
+# ---- expressions ---------------------------------------------------------------------------------
 
 META_MARK: Final[Json] = {"meta": {"key": "mark"}}
 META_L4PROTO: Final[Json] = {"meta": {"key": "l4proto"}}
 CT_PROTOCOL: Final[Json] = {"ct": {"key": "protocol", "dir": "original"}}
-"""For a set of intervals. There libnftables (1.0.6) swaps the bytes of L4, in twos though it is one
-byte, which newer kernels refuse (EOPNOTSUPP in 7.2)."""
+"""The protocol, for keys of interval sets. With `meta l4proto` there, libnftables 1.0.6 emits a
+byte swap of 2 bytes for the 1-byte field, which newer kernels refuse (EOPNOTSUPP in 7.2)."""
 PORT_UNREACHABLE: Final[Json] = {"reject": {"type": "icmpx", "expr": "port-unreachable"}}
 
 
@@ -305,12 +322,12 @@ def _set_mark(value: Json) -> Json:
 
 
 def delete_elements(options: RulesetOptions, elements: Iterable[Element]) -> list[Json]:
-    """Takes elements out of their sets; all of them must be there."""
+    """The commands that delete elements. The transaction fails if one of them does not exist."""
     return [{"delete": group} for group in _group_by_set(options, elements, keys_only=True)]
 
 
 def add_elements(options: RulesetOptions, elements: Iterable[Element]) -> list[Json]:
-    """Puts elements into their sets."""
+    """The commands that add elements. Existing ones are not an error."""
     return [{"add": group} for group in _group_by_set(options, elements, keys_only=False)]
 
 
@@ -351,7 +368,7 @@ def _encode_field(field: ElementField) -> Any:
         case Cidr(address, bits):
             length = bits - 96 if family_of(address) == 4 else bits
             max_length = 32 if family_of(address) == 4 else 128
-            if length == 0:
+            if length == 0:  # libnftables 1.0.6 silently adds nothing for a prefix of length 0
                 return {"range": ["0.0.0.0", "255.255.255.255"] if max_length == 32
                         else ["::", "ffff:ffff:ffff:ffff:ffff:ffff:ffff:ffff"]}  # fmt: skip
             text = format_addr(address)
@@ -365,7 +382,7 @@ def _encode_field(field: ElementField) -> Any:
 
 
 def parse_elements(items: Iterable[Json]) -> frozenset[Element]:
-    """The elements in libnftables' answer to listing(); other sets count for nothing."""
+    """Parses libnftables' answer to list_table(). Sets with other names are ignored."""
     elements: set[Element] = set()
     for item in items:
         set_ = item.get("set") or item.get("map")

@@ -1,8 +1,9 @@
-"""Former names: an agent that is started with another --ipvs-device or --nft-table finds what the
-one before it has left under the old ones.
+"""State under former names: an agent that is started with another --ipvs-device or --nft-table
+finds what its predecessor left under the old names.
 
-The names stand in the state folder of each device before anything is made under them. What is left
-goes when the new one serves; virtual services that are wanted still have become its own by then.
+Names are written to the state folder of each device before anything is created under them. Old
+state is removed once the new agent serves; virtual services that are still needed belong to the new
+agent by then.
 """
 
 import contextlib
@@ -27,8 +28,8 @@ NETNS_PATH: Final = Path("/proc/thread-self/ns/net")
 
 
 class NameRecord(msgspec.Struct, frozen=True):
-    """Tables that an agent of this device has made, the newest first, in this network namespace
-    (its inode).
+    """The tables that agents with this device created, newest first. `network`: the inode of their
+    network namespace.
     """
 
     device: str
@@ -37,10 +38,12 @@ class NameRecord(msgspec.Struct, frozen=True):
 
 
 class StaleNames:
-    """What is left under other names, by agents that have ended. Nobody else takes it meanwhile."""
+    """State that agents left under other names. Locked, so that no other agent adopts it. State of
+    agents that still run is not included.
+    """
 
     def __init__(self, config: Config) -> None:
-        """Notes the own names. KernelError if the folder cannot be written."""
+        """Records our own names. Raises KernelError if the folder cannot be written."""
         self._own_record = NameRecord(
             config.ipvs_device, (config.nft_table,), NETNS_PATH.stat().st_ino
         )
@@ -60,33 +63,37 @@ class StaleNames:
             statefile.write_file(self._folder, statefile.NAMES_FILE, msgspec.json.encode(record))
         except OSError as error:
             raise KernelError(
-                "cannot write the names", str(self._folder), cleanup.ROOT_HINT, error.errno or 0
+                "cannot write the file of names",
+                str(self._folder),
+                cleanup.ROOT_HINT,
+                error.errno or 0,
             ) from error
 
     def _lock_folder(self, folder: Path) -> None:
         record = _read_record(folder)
         if record is None or folder == self._folder or record.network != self._own_record.network:
             return
-        with contextlib.suppress(KernelError):  # another agent is at work with it
+        with contextlib.suppress(KernelError):  # another agent uses it
             self._locks[record] = cleanup.lock_state_folder(folder, timeout=0.0)
 
     @property
     def stale_devices(self) -> tuple[str, ...]:
-        """Those that are left."""
+        """The devices under former names."""
         return tuple(record.device for record in self._locks)
 
     def read_elements(self) -> Iterator[frozenset[Element]]:
-        """Those of the sets of each table that is left, of this device and the newest first."""
+        """Yields the elements of each table under a former name: first those of this device, newest
+        first.
+        """
         for table in self._stale_tables():
             yield cleanup.read_elements(table) or frozenset()
 
     def _stale_tables(self) -> tuple[str, ...]:
-        """Tables of other names."""
         tables = (*self._tables, *(table for record in self._locks for table in record.tables))
         return tuple(dict.fromkeys(name for name in tables if name not in self._own_record.tables))
 
     def remove_unneeded(self, needed_services: Container[VirtualService]) -> None:
-        """Removes it all, but for virtual services that are wanted."""
+        """Removes everything under former names, except virtual services that are needed."""
         if not (self._tables or self._locks):
             return
         for table in self._stale_tables():
@@ -100,19 +107,19 @@ class StaleNames:
             statefile.remove_files(folder)
             with contextlib.suppress(OSError):
                 folder.rmdir()
-            log.info("what is left under another name is removed device=%s", record.device)
+            log.info("removed state under a former name device=%s", record.device)
             del self._locks[record]
             os.close(fd)
 
     def close(self) -> None:
-        """The next agent finds what is left."""
+        """Releases the locks. State that was not removed stays for the next agent."""
         for fd in self._locks.values():
             os.close(fd)
         self._locks.clear()
 
 
 def _read_record(folder: Path) -> NameRecord | None:
-    """None where no agent, or none of this version, has been."""
+    """The names recorded in a state folder; None if there are none that this version can decode."""
     try:
         return msgspec.json.decode((folder / statefile.NAMES_FILE).read_bytes(), type=NameRecord)
     except (OSError, msgspec.DecodeError):
@@ -132,4 +139,4 @@ def _remove_table(table: str, needed_services: Container[VirtualService]) -> Non
     forward_rules.run_transaction(
         *ruleset.delete_table(ruleset.RulesetOptions(table)), hint=cleanup.ROOT_HINT
     )
-    log.info("what is left under another name is removed table=%s", table)
+    log.info("removed state under a former name table=%s", table)

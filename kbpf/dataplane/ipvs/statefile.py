@@ -1,7 +1,7 @@
-"""What the agent leaves in its state folder for `kbpf inspect`: its status, and which Service ports
-it has programmed, without their endpoints, which the kernel knows.
+"""The files in the agent's state folder that `kbpf inspect` reads: the agent's status, and the
+Service ports that it has programmed (without endpoints, which are read from the kernel).
 
-Each file is written beside and renamed: who reads it has a whole one.
+Each file is written under another name and renamed, so readers always see a complete one.
 """
 
 from collections.abc import Iterable
@@ -23,7 +23,9 @@ FILES: Final = tuple(
 
 
 class StateFile:
-    """Of one agent. A change costs the change; writing costs all, and happens with the status."""
+    """The files of one agent. set_service() is cheap; write() writes all Service ports again if
+    one of them has changed, and is called when the status is.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -31,7 +33,7 @@ class StateFile:
         self._is_written = False
 
     def set_service(self, key: ServicePortKey, state: ServiceState | None) -> None:
-        """This Service port is programmed like this now, or not at all."""
+        """Records a programmed Service port; None: it was removed."""
         if state is None:
             self._is_written = self._services.pop(key, None) is None and self._is_written
             return
@@ -43,7 +45,9 @@ class StateFile:
         self._services[key] = raw
 
     def write(self, status: bytes) -> None:
-        """Leaves both. KernelError if the folder cannot be written."""
+        """Writes the status, and the Service ports if they have changed. Raises KernelError if the
+        folder cannot be written.
+        """
         try:
             if not self._is_written:
                 write_file(
@@ -53,19 +57,22 @@ class StateFile:
             write_file(self._folder, STATUS_FILE, status)
         except OSError as error:
             raise KernelError(
-                "cannot write the status", str(self._folder), "", error.errno or 0
-            ) from error
+                "cannot write the status", str(self._folder),
+                "free space there, or choose another folder with --state-dir", error.errno or 0,
+            ) from error  # fmt: skip
 
 
 def write_file(folder: Path, name: str, content: bytes) -> None:
-    """A file, at once."""
+    """Replaces a file atomically."""
     new = folder / f"{name}.new"
     new.write_bytes(content)
     new.rename(folder / name)
 
 
 def read_services(folder: Path) -> tuple[ServiceState, ...]:
-    """The Service ports; none where nothing, or nothing that this version understands, stands."""
+    """The Service ports in the folder; empty if there is no file, or one that this version cannot
+    decode.
+    """
     try:
         raw = (folder / SERVICES_FILE).read_bytes()
         return msgspec.json.decode(raw, type=tuple[ServiceState, ...])
@@ -74,6 +81,6 @@ def read_services(folder: Path) -> tuple[ServiceState, ...]:
 
 
 def remove_files(folder: Path, files: Iterable[str] = FILES) -> None:
-    """Takes them away."""
+    """Deletes these files; missing ones are ignored."""
     for name in files:
         (folder / name).unlink(missing_ok=True)
