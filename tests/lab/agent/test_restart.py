@@ -54,7 +54,7 @@ def strays(agent: Agent) -> dict[str, list[object]]:
 
 
 @pytest.mark.parametrize("end", ENDS, ids=["SIGTERM", "SIGKILL"])
-def test_nothing_fails_when_the_agent_ends_and_starts(
+def test_no_connection_fails_when_the_agent_restarts(
     web: Cluster, end: Callable[[Agent], int | None]
 ) -> None:
     before = web.served()

@@ -1,5 +1,5 @@
-"""Many connections and many datagrams through NodePorts while backends come and go; and what is
-there when the ports for masqueraded connections, or the maps of connections, are full.
+"""Many connections and datagrams through NodePorts while backends come and go; and what happens
+when the ports for masqueraded connections, or the flow maps, are exhausted.
 """
 
 import socket
@@ -20,7 +20,7 @@ POD_UDP = slice_port(8080, protocol="UDP")
 
 
 def clients(field: Field) -> None:
-    """More processes on the machine that is outside."""
+    """More client processes on the outside machine."""
     for name in CLIENTS[1:]:
         here = field["outside"]
         field.unhook(name, here.netns, here.ip, here.ip6, field.lab.nodes[0])
@@ -28,8 +28,9 @@ def clients(field: Field) -> None:
 
 @pytest.fixture(scope="module", params=FORWARDINGS)
 def field(request: pytest.FixtureRequest) -> Iterator[Field]:
-    """A backend that closes first keeps a port in TIME_WAIT for a minute, and then may answer the
-    next SYN from it with an ACK of the old connection: a second is lost. So there are more ports.
+    """A backend that closes first keeps the client's port in TIME_WAIT for a minute. It may answer
+    the next SYN from that port with an ACK of the old connection, which costs a second. A larger
+    port range makes such reuse rare.
     """
     ports = ("--masquerade-ports", "32768-65535")
     with Field(*forward(request.param), *ports, name="ch", pods=(2, 2)) as made:
@@ -49,7 +50,7 @@ TURNS: tuple[tuple[str, str], ...] = (
     ("a1 b2/draining", "kill"),
     ("a1 a2 b1 b2", ""),
 )
-"""Who serves, and what happens to the agent meanwhile. After a kill the maps have their size again.
+"""Which backends serve, and what is done to the agent. After a kill the maps are of default size.
 """
 
 
@@ -60,8 +61,8 @@ def restart(agent: Agent, how: str) -> None:
     agent.start(extra=("--max-connections", "200000") if how == "larger maps" else ())
 
 
-def test_connections_while_everything_changes(field: Field) -> None:
-    """Short ones from several processes, none of which may fail, whoever answers."""
+def test_no_connection_fails_while_endpoints_and_agents_change(field: Field) -> None:
+    """Short connections from several processes; none may fail, whichever backend answers."""
     others = [obj for number in range(100, 180) for obj in field.web(number, "a1", node_port=None)]
     each = CONNECTIONS // len(TURNS) // len(CLIENTS)
     with field.given(*field.all_ways(71, TURNS[0][0])):
@@ -79,15 +80,17 @@ PORTS = 64
 
 
 @pytest.mark.parametrize("how", FORWARDINGS)
-def test_all_ports_for_masqueraded_connections_are_taken(how: str) -> None:
-    """The 65th gets none and is counted; the others live on; a closed one's port is used again."""
+def test_with_all_masquerade_ports_taken_new_connections_get_none(how: str) -> None:
+    """The 65th connection gets no port and is counted, the others continue, and the port of a
+    closed connection is reused.
+    """
     ports = f"61000-{61000 + PORTS - 1}"
     with Field(*forward(how), "--masquerade-ports", ports, name="px", pods=(1, 1)) as field:
         field.create(*field.all_ways(72, "b1"))
         field.settle()
         client, to = field["outside"], split(at("NodePort", 72))
         names = []
-        # A port is found by chance: with few left, not each try finds one, and is counted.
+        # Ports are tried at random: with few free ones a try may find none, which is counted.
         while len(names) < PORTS:
             name = f"c{len(names)}"
             if "name" in client.tcp(*to, keep=name, timeout=30.0):
@@ -105,12 +108,12 @@ def test_all_ports_for_masqueraded_connections_are_taken(how: str) -> None:
 
 
 FULL = 1000
-"""Connections: the fewest that the agent takes."""
+"""The smallest --max-connections that the agent accepts."""
 
 
 @pytest.mark.parametrize("how", FORWARDINGS)
-def test_full_maps_of_connections(how: str) -> None:
-    """New connections always work; those that are used stay: who has ended makes room."""
+def test_full_flow_maps_accept_new_connections_and_keep_used_ones(how: str) -> None:
+    """New connections always work and connections in use stay, because closed ones are evicted."""
     with Field(*forward(how), "--max-connections", str(FULL), name="fm", pods=(1, 1)) as field:
         field.create(*field.all_ways(73, "a1"), *field.all_ways(74, "b1"))
         field.settle()
@@ -126,7 +129,9 @@ def test_full_maps_of_connections(how: str) -> None:
             for name in used:
                 assert "name" in client.ask("talk", keep=name)
         room = FULL * MAPS["flows"].entries_per_object
-        assert room >= len(field.agent.entries("flows")) > room // 2, "full, or nothing was tested"
+        assert room >= len(field.agent.entries("flows")) > room // 2, (
+            "the map must be full, or nothing is tested"
+        )
 
 
 # ---- datagrams -----------------------------------------------------------------------------------
@@ -136,11 +141,13 @@ DATAGRAMS, SOCKETS = 10_000, 500
 
 @both_families
 @pytest.mark.parametrize("name", ["a1", "b1"], ids=["local", "remote"])
-def test_datagrams_from_many_ports(field: Field, name: str, v6: bool) -> None:
-    """Each is answered to the socket that asked, and the backend got as many as were sent."""
+def test_datagrams_from_many_ports_are_answered_at_their_sockets(
+    field: Field, name: str, v6: bool
+) -> None:
+    """Each is answered at the socket that sent it, and the backend gets as many as were sent."""
     backend = field[name]
     before = backend.ask("seen")["udp"].get("8080", 0)
-    number = {"a1": 75, "b1": 79}[name]  # no flows of each other's sockets
+    number = {"a1": 75, "b1": 79}[name]  # separate Services: no shared flows
     with field.given(*field.all_ways(number, name, "UDP")):
         host, port = split(at("NodePort", number, v6))
         got = field["outside"].ask(
@@ -151,13 +158,15 @@ def test_datagrams_from_many_ports(field: Field, name: str, v6: bool) -> None:
     assert backend.ask("seen")["udp"]["8080"] == before + DATAGRAMS
 
 
-def test_new_datagrams_go_elsewhere_when_a_backend_goes_gracefully(field: Field) -> None:
+def test_new_flows_avoid_a_draining_backend(field: Field) -> None:
     client = field["outside"]
     with field.given(*field.all_ways(76, "b1", "UDP")):
         to = split(at("NodePort", 76))
         assert client.udp(*to, keep="old", connected=True).get("name") == "b1"
         field.change(field.slice("web-76", "b1/draining a1", POD_UDP))
-        assert client.ask("talk", keep="old").get("name") == "b1", "it serves as long as it can"
+        assert client.ask("talk", keep="old").get("name") == "b1", (
+            "a draining backend keeps its flows"
+        )
         assert client.many(20, *to, protocol="udp", connected=True)["names"] == {"a1": 20}
         field.change(field.slice("web-76", "a1", POD_UDP))
         until("it goes on elsewhere", lambda: client.ask("talk", keep="old").get("name") == "a1")
@@ -165,7 +174,7 @@ def test_new_datagrams_go_elsewhere_when_a_backend_goes_gracefully(field: Field)
 
 
 def bound(place: Place, v6: bool, port: int) -> socket.socket:
-    """A UDP socket there."""
+    """A UDP socket bound to this port in the place's network."""
 
     def make() -> socket.socket:
         made = socket.socket(socket.AF_INET6 if v6 else socket.AF_INET, socket.SOCK_DGRAM)
@@ -181,8 +190,8 @@ FRAGMENTED = 7001
 
 @both_families
 @pytest.mark.parametrize("name", ["a1", "b1"], ids=["local", "remote"])
-def test_large_datagrams_come_in_fragments(field: Field, name: str, v6: bool) -> None:
-    """8 kB both ways, which six packets carry, of which the first alone has ports."""
+def test_fragmented_datagrams_are_translated(field: Field, name: str, v6: bool) -> None:
+    """8 kB each way, in six fragments, of which only the first has ports."""
     service, *_ = field.all_ways(77, "", "UDP")
     port = slice_port(FRAGMENTED, protocol="UDP")
     ends = (field.slice("web-77", name, port, v6=six) for six in (False, True))

@@ -1,4 +1,4 @@
-"""The packet path by filters on clsact, as on kernels without TCX: the core flows once more."""
+"""The packet path attached as filters on clsact, as on kernels without TCX: the core flows."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -12,7 +12,9 @@ from tests.support.lab.lab import Agent, run
 
 @pytest.fixture(scope="module")
 def field() -> Iterator[Field]:
-    """Services 81 (local), 82 (remote), 83 (Local), 84 (none), 85 (Local, remote); UDP: 9x."""
+    """Services 81 (local backend), 82 (remote), 83 (policy Local), 84 (no endpoints), 85 (policy
+    Local, remote backend); UDP: 91 to 95.
+    """
     with Field(name="cl", pods=(2, 1), module="tests.support.runtime.clsact_agent") as made:
         for base, protocol in ((80, "TCP"), (90, "UDP")):
             for number, (who, policy) in enumerate(SETS, 1):
@@ -50,7 +52,7 @@ def filters(agent: Agent, direction: str) -> str:
     return run("tc", "-n", agent.node.netns, "filter", "show", "dev", "eth0", direction)
 
 
-def test_it_is_by_filters_that_a_restart_keeps(field: Field) -> None:
+def test_a_restart_keeps_the_clsact_filters(field: Field) -> None:
     for direction in ("ingress", "egress"):
         assert "direct-action" in filters(field.agent, direction)
         assert "kbpf" in filters(field.agent, direction)

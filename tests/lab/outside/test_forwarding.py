@@ -1,7 +1,7 @@
-"""Past the node's stack: whom its netfilter does not meet, with each `--forwarding`.
+"""Which packets bypass the node's netfilter, for each `--forwarding`.
 
-Every hook of netfilter on node-1 counts what passes, forwarding is closed to all, in a table where
-the agent keeps no rule of its own, and every device has a strict reverse path filter.
+On node-1 every netfilter hook counts packets, a table in which the agent keeps no rule drops all
+forwarded packets, and every device has a strict reverse path filter.
 """
 
 import re
@@ -52,14 +52,16 @@ RULESET = "\n".join(
 
 
 class Way(NamedTuple):
-    """A row, and with which settings it goes past the stack; it is stopped with the others."""
+    """A row, and the `--forwarding` settings with which it bypasses the stack. With the other
+    settings netfilter drops it.
+    """
 
     row: Dial
     past: frozenset[str]
 
 
 class Forwarding(Field):
-    """It knows with which setting."""
+    """A field that knows its `--forwarding` setting."""
 
     def __init__(self, how: str) -> None:
         super().__init__(
@@ -70,7 +72,7 @@ class Forwarding(Field):
 
 @pytest.fixture(scope="module", params=FORWARDINGS)
 def field(request: pytest.FixtureRequest) -> Iterator[Forwarding]:
-    """Local (11), remote (12), local with policy Local (13); UDP + 10."""
+    """A local backend (11), remote (12), local with policy Local (13); UDP at number + 10."""
     with Forwarding(request.param) as made:
         for base, protocol in ((10, "TCP"), (20, "UDP")):
             made.create(*made.all_ways(base + 1, "a1", protocol))
@@ -84,7 +86,7 @@ def field(request: pytest.FixtureRequest) -> Iterator[Forwarding]:
 
 @pytest.fixture
 def shut(field: Forwarding) -> Iterator[None]:
-    """node-1 forwards nothing."""
+    """netfilter on node-1 drops all forwarded packets."""
     node = field.lab.nodes[0].netns
     command(*inside(node, None, "nft", "-f", "-"), stdin=RULESET)
     yield
@@ -92,14 +94,14 @@ def shut(field: Forwarding) -> Iterator[None]:
 
 
 def met(field: Field) -> int:
-    """How many packets the hooks of node-1 have seen."""
+    """How many packets node-1's netfilter hooks have counted."""
     node = field.lab.nodes[0].netns
     listed = command(*inside(node, None, "nft", "list", "table", "inet", "closed"))
     return sum(map(int, re.findall(r"counter packets (\d+)", listed)))
 
 
 def ways(v6: bool) -> Iterator[Way]:
-    """Masqueraded ones to other nodes go past the stack with either setting."""
+    """Masqueraded connections to other nodes bypass the stack with either setting."""
     own, client, say = (NODES6[0], OUT6, "v6") if v6 else (NODES4[0], OUT4, "v4")
     pod = "fd00:10:244:1::3" if v6 else "10.244.1.3"
     always, direct = frozenset(FORWARDINGS), frozenset((DIRECT,))
@@ -122,35 +124,36 @@ def ways(v6: bool) -> Iterator[Way]:
 
 @both_families
 @pytest.mark.usefixtures("shut")
-def test_who_goes_past_a_closed_forward(field: Forwarding, v6: bool) -> None:
+def test_which_packets_bypass_a_closed_forward_chain(field: Forwarding, v6: bool) -> None:
     for row, past in ways(v6):
         before = met(field)
         if field.how in past:
             check(field, row)
-            assert met(field) == before, f"{row.name}: no hook of netfilter has met it"
+            assert met(field) == before, f"{row.name}: netfilter must not see it"
         else:
             check(field, Dial(row.name, row.client, row.to, DROPPED, row.protocol))
-            assert met(field) > before, f"{row.name}: netfilter has stopped it"
+            assert met(field) > before, f"{row.name}: netfilter must drop it"
 
 
 def clients_of(field: Field, to: str) -> set[str]:
-    """Those of the connections to this frontend that are tracked."""
+    """The clients of the tracked connections to this frontend."""
     flows = field.agent.entries("flows").values()
     return {format_target(raw[CLIENT]) for raw in flows if format_target(raw[FRONTEND]) == to}
 
 
 HOPS = {"a1": 1, "b1": 2}
-"""Nodes on the way to these pods."""
+"""How many nodes are on the path to each pod."""
 
 
 @both_families
 @pytest.mark.parametrize(("base", "protocol"), [(10, "tcp"), (20, "udp")])
 @pytest.mark.parametrize(("number", "who"), [(1, "a1"), (2, "b1"), (3, "a1")])
-def test_every_node_is_a_hop(
+def test_each_node_lowers_the_ttl_once(
     field: Forwarding, number: int, who: str, base: int, protocol: str, v6: bool
 ) -> None:
-    """By any way: TTL, checksums, a port of the node, and one flow for each connection. Connections
-    that follow each other may have the same port of the node, or of a client of before.
+    """On every path the TTL falls by one per node, checksums are right, masqueraded packets have a
+    port of the node, and each connection has one flow. Successive connections may get the same node
+    port, or a client port that was used before.
     """
     own, client = (NODES6[0], OUT6) if v6 else (NODES4[0], OUT4)
     sees = client if number == 3 else own
@@ -178,14 +181,16 @@ def test_every_node_is_a_hop(
         assert field.agent.reasons()[Reason.NEW_FLOW] - before == len(clients - known)
         assert {address for address, _ in sources} == {sees}
         if number == 3:
-            assert sources == set(map(split, clients)), "who is not masqueraded keeps the port"
+            assert sources == set(map(split, clients)), (
+                "without masquerading the client's port is kept"
+            )
         else:
             assert all(LOW <= port <= HIGH for _, port in sources), sources
 
 
 @pytest.mark.usefixtures("shut")
-def test_what_the_hooks_meet(field: Forwarding) -> None:
-    """Else a count of 0 would say nothing: nobody translates these."""
+def test_direct_connections_are_counted_by_netfilter(field: Forwarding) -> None:
+    """Direct connections are counted and dropped, so a count of 0 elsewhere means something."""
     for protocol in ("tcp", "udp"):
         before = met(field)
         field["a2!"].many(1, field["b1"].ip, 8080, protocol=protocol, timeout=0.2)

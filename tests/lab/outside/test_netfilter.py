@@ -1,9 +1,9 @@
-"""The packet path beside the rules of others: a FORWARD policy of DROP, strict rp_filter, what CNIs
-and kube-proxy write, and rules that drop what conntrack calls invalid.
+"""The packet path together with foreign rules: a FORWARD policy of DROP, strict rp_filter, the
+rules of CNIs and kube-proxy, and rules that drop what conntrack calls invalid.
 
-Each set of rules is put on the nodes of one field, every way through the packet path is gone, and
-the rules are taken away again. The rules are those that the projects write, cut to what meets our
-packets.
+Each set of rules is installed on the nodes, every path through the packet path is tried, and the
+rules are removed again. They are the rules that those projects write, cut down to the ones that our
+packets can match.
 """
 
 import contextlib
@@ -45,7 +45,9 @@ OURS = "kbpf: masqueraded, mark 0x4000"
 
 
 def objects(field: Field) -> list[Object]:
-    """Local (11), remote (12), local with policy Local (14), another local pod (15); UDP + 10."""
+    """A local backend (11), remote (12), local with policy Local (14), another local pod (15); UDP
+    at number + 10.
+    """
     every, made = field.all_ways, []
     for base, protocol in ((10, "TCP"), (20, "UDP")):
         made += every(base + 1, "a1", protocol)
@@ -64,29 +66,29 @@ def field() -> Iterator[Field]:
 
 
 def on(node: Node, *words: str, stdin: str | None = None) -> str:
-    """What a command says on a node."""
+    """The output of a command on a node."""
     return command(*inside(node.netns, None, *words), stdin=stdin)
 
 
 def tables(node: Node, tool: str, *lines: str) -> None:
-    """iptables' commands, one a line without the tool's name."""
+    """Runs iptables commands, each line without the tool's name."""
     for line in lines:
         on(node, f"{tool}-nft", "-w", *re.findall(r'[^\s"]+|"[^"]*"', line))
 
 
 def forward(node: Node, tool: str) -> list[str]:
-    """The rules in FORWARD, as iptables reads them."""
+    """The rules in FORWARD, as `iptables -S` prints them."""
     listed = on(node, f"{tool}-nft", "-S", "FORWARD").splitlines()
     return [line for line in listed if line.startswith("-A")]
 
 
 def ours(node: Node, tool: str) -> list[int]:
-    """The places of our rules in FORWARD."""
+    """The positions of our rules in FORWARD."""
     return [i for i, rule in enumerate(forward(node, tool)) if OURS in rule]
 
 
 def guarded(node: Node) -> None:
-    """Our rule is in both tables, once, behind all others."""
+    """Waits until our rule is in both tables once, after all other rules."""
     for tool in POLICY:
         until(
             f"our rule is the last one of {tool}",
@@ -96,7 +98,7 @@ def guarded(node: Node) -> None:
 
 @pytest.fixture(autouse=True)
 def _clean(field: Field) -> Iterator[None]:
-    """Whatever a test writes, the next one finds nothing of it."""
+    """Removes all rules that a test has added."""
     yield
     for node in field.lab.nodes:
         on(node, "nft", "flush", "ruleset")
@@ -111,7 +113,7 @@ def _clean(field: Field) -> Iterator[None]:
 
 
 def masqueraded(v6: bool) -> Iterator[Dial]:
-    """Every way on which the backend sees node-1."""
+    """Every path on which the backend sees node-1."""
     own, say = (NODES6 if v6 else NODES4)[0], "v6" if v6 else "v4"
     for protocol, base in (("tcp", 10), ("udp", 20)):
         for kind in ("NodePort", "ExternalIP", "VIP"):
@@ -123,7 +125,7 @@ def masqueraded(v6: bool) -> Iterator[Dial]:
 
 
 def plain(v6: bool) -> Iterator[Dial]:
-    """Every way on which it sees the client."""
+    """Every path on which the backend sees the client."""
     say, client = ("v6", OUT6) if v6 else ("v4", OUT4)
     pod = "fd00:10:244:1::3" if v6 else "10.244.1.3"
     for protocol, base in (("tcp", 10), ("udp", 20)):
@@ -135,7 +137,7 @@ def plain(v6: bool) -> Iterator[Dial]:
 
 
 def refused_by_policy(v6: bool) -> Iterator[Dial]:
-    """What is not masqueraded is nobody's to let pass but the CNI's."""
+    """Packets that are not masqueraded are dropped: only a rule of the CNI may accept them."""
     for row in plain(v6):
         yield Dial(row.name, row.client, row.to, DROPPED, row.protocol)
 
@@ -145,7 +147,7 @@ def refused_by_policy(v6: bool) -> Iterator[Dial]:
 
 @pytest.fixture
 def closed(field: Field) -> Node:
-    """node-1, which forwards nothing that no rule lets pass, and our rule."""
+    """node-1 with FORWARD policy DROP in both families and our rule in place."""
     node = field.lab.nodes[0]
     for tool in POLICY:
         tables(node, tool, "-P FORWARD DROP")
@@ -162,8 +164,8 @@ def test_masqueraded_packets_pass_a_closed_forward(field: Field, v6: bool) -> No
 
 @both_families
 @pytest.mark.usefixtures("closed")
-def test_no_others_do(field: Field, v6: bool) -> None:
-    """As with kube-proxy: policy Local leaves the client's address, and no mark."""
+def test_other_packets_do_not_pass_a_closed_forward(field: Field, v6: bool) -> None:
+    """As with kube-proxy: policy Local keeps the client's address and sets no mark."""
     for row in refused_by_policy(v6):
         check(field, row)
 
@@ -188,7 +190,7 @@ FLUSHES: dict[str, Callable[[Node], object]] = {
 
 
 @pytest.mark.parametrize("what", FLUSHES)
-def test_a_rule_that_somebody_removes_comes_back(field: Field, closed: Node, what: str) -> None:
+def test_a_removed_rule_is_written_again(field: Field, closed: Node, what: str) -> None:
     FLUSHES[what](closed)
     guarded(closed)
     for row in masqueraded(False):
@@ -197,8 +199,10 @@ def test_a_rule_that_somebody_removes_comes_back(field: Field, closed: Node, wha
 
 @pytest.mark.parametrize("how", ["-I FORWARD", "-A FORWARD"])
 @both_families
-def test_a_policy_of_the_cni_wins(field: Field, closed: Node, how: str, v6: bool) -> None:
-    """It speaks of one pod: whether it was there before ours, before it or behind."""
+def test_a_cni_rule_that_rejects_takes_precedence(
+    field: Field, closed: Node, how: str, v6: bool
+) -> None:
+    """The CNI's rule rejects traffic to one pod, whether it is inserted before ours or appended."""
     tool = POLICY[v6]
     pod = field["a1"].ip6 if v6 else field["a1"].ip
     kind = "icmp6-port-unreachable" if v6 else "icmp-port-unreachable"
@@ -212,18 +216,18 @@ def test_a_policy_of_the_cni_wins(field: Field, closed: Node, how: str, v6: bool
         check(field, Dial("to another", "outside", to, "a3", protocol, host))
 
 
-def test_a_refusal_at_the_end_of_an_open_chain(field: Field) -> None:
-    """As Red Hat's iptables service has it: no policy, but a last rule."""
+def test_our_rule_precedes_a_final_reject_in_an_open_chain(field: Field) -> None:
+    """As in Red Hat's iptables service: policy ACCEPT, and a last rule that rejects."""
     node = field.lab.nodes[0]
     tables(node, "iptables", "-A FORWARD -i lo -j ACCEPT",
            "-A FORWARD -j REJECT --reject-with icmp-host-prohibited")  # fmt: skip
-    until("our rule stands before it", lambda: ours(node, "iptables") == [1])
+    until("our rule is before it", lambda: ours(node, "iptables") == [1])
     for row in masqueraded(False):
         check(field, row)
 
 
-def test_the_rules_of_others_stay_as_they_were(field: Field, closed: Node) -> None:
-    """Ours come and go with nothing else touched, and cleanup takes exactly them."""
+def test_foreign_rules_are_left_unchanged(field: Field, closed: Node) -> None:
+    """Our rules are added and removed without touching others; cleanup removes only ours."""
     for tool in POLICY:
         tables(closed, tool, "-N OTHERS", "-A OTHERS -m mark --mark 0x4000/0x4000 -j ACCEPT",
                '-A FORWARD -m comment --comment "kbpf: is not mine" -j OTHERS',
@@ -231,7 +235,7 @@ def test_the_rules_of_others_stay_as_they_were(field: Field, closed: Node) -> No
     guarded(closed)
     before = [re.sub(r"^#.*\n", "", on(closed, f"{tool}-nft-save"), flags=re.M) for tool in POLICY]
     field.agent.stop()
-    guarded(closed)  # as all else that the agent has made
+    guarded(closed)  # it stays, like all state of a stopped agent
     clean = (sys.executable, "-m", "kbpf", "cleanup", "--pin-dir", str(field.agent.pin_dir))
     done = subprocess.run(inside(closed.netns, None, *clean), capture_output=True, text=True,
                           check=False)  # fmt: skip
@@ -259,17 +263,17 @@ def test_without_the_packet_path_there_is_no_rule(field: Field, closed: Node) ->
         field.agent.stop()
 
 
-# ---- rules of a CNI, and of others ---------------------------------------------------------------
+# ---- rules of CNIs and of kube-proxy -------------------------------------------------------------
 
 
 def strict(field: Field, node: Node) -> None:
-    """Every device takes only what it would send the answer by."""
+    """rp_filter=1: a device accepts only packets whose replies would leave by it."""
     on(node, "sh", "-c", "for f in /proc/sys/net/ipv4/conf/*/rp_filter; do echo 1 > $f; done")
 
 
 def invalid(field: Field, node: Node) -> None:
-    """What conntrack knows nothing of is dropped, wherever it goes. Not the redirects that a node
-    sends by itself when a packet leaves where it came in, whoever made it do so.
+    """Drops packets that conntrack calls invalid, in every chain. The ICMP redirects that a node
+    sends when a packet leaves by the device it came in by are not dropped: they occur without us.
     """
     on(
         node,
@@ -290,7 +294,7 @@ def invalid(field: Field, node: Node) -> None:
 
 
 def masquerade(field: Field, node: Node) -> None:
-    """As the bridge plugin's ipMasq: pods leave as the node, other nodes' pods included."""
+    """As the bridge plugin's ipMasq: pods are masqueraded, even to other nodes' pods."""
     invalid(field, node)
     on(
         node,
@@ -306,7 +310,7 @@ def masquerade(field: Field, node: Node) -> None:
 
 
 def flannel(field: Field, node: Node) -> None:
-    """FLANNEL-POSTRTG and FLANNEL-FWD, and Docker's policy."""
+    """FLANNEL-POSTRTG, FLANNEL-FWD, and Docker's FORWARD policy of DROP."""
     invalid(field, node)
     for tool, cluster, own, multicast in (
         ("iptables", "10.244.0.0/16", f"10.244.{node.number}.0/24", "224.0.0.0/4"),
@@ -329,9 +333,9 @@ def flannel(field: Field, node: Node) -> None:
 
 
 def calico(field: Field, node: Node) -> None:
-    """Workload chains that drop what no policy allows and no conntrack knows, a reverse path filter
-    in raw, and outgoing NAT. The policy of each pod lets the client, the nodes and pods in, by the
-    addresses that they have before anybody masquerades.
+    """Workload chains that drop what no policy allows and what conntrack does not know, a reverse
+    path filter in raw, and outgoing NAT. Each pod's policy admits the client, the nodes and the
+    pods by their addresses before masquerading.
     """
     strict(field, node)
     invalid(field, node)
@@ -365,7 +369,7 @@ def calico(field: Field, node: Node) -> None:
 
 
 def kube_proxy(field: Field, node: Node) -> None:
-    """What its iptables mode leaves behind: POSTROUTING masquerades what is marked once more."""
+    """Rules left by its iptables mode: POSTROUTING masquerades marked packets a second time."""
     invalid(field, node)
     for tool in POLICY:
         tables(
@@ -392,7 +396,9 @@ RULES = {
 
 @pytest.fixture(params=RULES)
 def ruled(request: pytest.FixtureRequest, field: Field) -> Iterator[str]:
-    """Both nodes have these rules; at the end none of them has dropped a packet as invalid."""
+    """Installs these rules on both nodes; checks afterwards that no packet was dropped
+    as invalid.
+    """
     for node in field.lab.nodes:
         RULES[request.param](field, node)
     if request.param in ("flannel", "Calico"):
@@ -404,15 +410,15 @@ def ruled(request: pytest.FixtureRequest, field: Field) -> Iterator[str]:
 
 
 def dropped(node: Node) -> int:
-    """How many packets conntrack knew nothing of."""
+    """How many packets were dropped as invalid."""
     listed = on(node, "nft", "list", "ruleset")
     return sum(map(int, re.findall(r'invalid counter packets (\d+).*"invalid"', listed)))
 
 
 @both_families
-def test_all_ways_work_beside(field: Field, ruled: str, v6: bool) -> None:
-    """A CNI that masquerades pods even to other nodes' pods hides them as it hides them always; the
-    kernel's own masquerade takes the node's address on the device to the pod.
+def test_all_paths_work_with_foreign_rules(field: Field, ruled: str, v6: bool) -> None:
+    """A CNI that masquerades pods even to other nodes' pods hides pod clients, as without kbpf. The
+    kernel's MASQUERADE uses the node's address on the device towards the pod.
     """
     for row in (*masqueraded(v6), *plain(v6)):
         sees = row.backend_sees
@@ -427,17 +433,17 @@ def _is_own(address: str) -> bool:
     return address in (NODES4[0], NODES6[0])
 
 
-# ---- how connections go, for conntrack -----------------------------------------------------------
+# ---- what conntrack sees of connections ----------------------------------------------------------
 
 PORT = 7000
-"""Nobody serves on it in the pods but served()."""
+"""A port of the pods on which only served() listens."""
 BYTES = 1 << 20
 PATIENCE = 10.0
 
 
 @pytest.fixture(scope="module")
 def ends(field: Field) -> Field:
-    """Services 41 (local), 42 (remote) and 43 (local, Local) lead to PORT."""
+    """Services 41 (local), 42 (remote) and 43 (local, policy Local), with target port PORT."""
     for number, who in ((41, "a1"), (42, "b1"), (43, "a1")):
         more = {"external_policy": "Local"} if number == 43 else {}
         service, *_ = field.all_ways(number, "", **more)
@@ -468,7 +474,7 @@ def connected(field: Field, to: str, backend: str) -> Iterator[tuple[socket.sock
 
 
 def moved(sender: socket.socket, receiver: socket.socket, size: int = BYTES) -> None:
-    """So many bytes get there."""
+    """Sends this many bytes and checks that all arrive."""
     with ThreadPoolExecutor(1) as pool:
         sent = pool.submit(sender.sendall, bytes(size))
         got = 0
@@ -479,7 +485,7 @@ def moved(sender: socket.socket, receiver: socket.socket, size: int = BYTES) -> 
 
 
 def abort(end: socket.socket) -> None:
-    """RST instead of FIN."""
+    """Closes with RST instead of FIN (SO_LINGER with zero seconds)."""
     end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     end.close()
 
@@ -523,7 +529,7 @@ def server_aborts(client: socket.socket, server: socket.socket) -> None:
 
 
 def server_leaves_unread(client: socket.socket, server: socket.socket) -> None:
-    """Its RST meets data that are on their way."""
+    """The server's RST crosses data from the client."""
     client.sendall(bytes(50_000))
     server.close()
     hears_reset(client)
@@ -536,7 +542,7 @@ ENDINGS = [
 
 @pytest.fixture
 def judged(field: Field) -> Iterator[None]:
-    """Invalid packets are dropped on both nodes, and there were none."""
+    """Drops invalid packets on both nodes, and checks afterwards that there were none."""
     for node in field.lab.nodes:
         invalid(field, node)
     yield
@@ -547,7 +553,7 @@ def judged(field: Field) -> Iterator[None]:
 @both_families
 @pytest.mark.parametrize(("number", "backend"), [(41, "a1"), (42, "b1"), (43, "a1")])
 @pytest.mark.usefixtures("judged")
-def test_no_packet_is_invalid_however_a_connection_ends(
+def test_no_packet_is_invalid_for_each_way_a_connection_ends(
     ends: Field, number: int, backend: str, v6: bool
 ) -> None:
     for kind in ("NodePort", "VIP"):
@@ -565,7 +571,7 @@ def test_no_packet_is_invalid_however_a_connection_ends(
 def test_late_packets_are_not_invalid(
     field: Field, monkeypatch: pytest.MonkeyPatch, number: int, aborted: bool, v6: bool
 ) -> None:
-    """All that the client has sent after its SYN comes once more when the connection has ended."""
+    """Everything that the client sent after its SYN is repeated once the connection is closed."""
     sent: list[bytes] = []
     own = ("[fd00:198:18::c8]" if v6 else "198.18.0.200") + f":{4000 + number + 100 * aborted}"
     with Wire(field.lab.outside, field.lab.prefix, "198.18.0.200/24", "fd00:198:18::c8/64") as wire:
@@ -590,13 +596,13 @@ def test_late_packets_are_not_invalid(
 
 
 def seen(node: Node) -> int:
-    """How many packets the stack of this node has been given to forward."""
+    """How many packets this node's FORWARD hook has counted."""
     listed = on(node, "nft", "list", "chain", "inet", "strict", "forward")
     return sum(map(int, re.findall(r"counter packets (\d+)", listed)))
 
 
-def test_the_judge_knows_an_invalid_packet(field: Field) -> None:
-    """Else the tests above would say nothing."""
+def test_an_invalid_packet_is_counted_by_the_rules(field: Field) -> None:
+    """The rules do count and drop invalid packets, so a count of 0 above means something."""
     node = field.lab.nodes[0]
     invalid(field, node)
     ip(f"route add {field['a1'].ip}/32 via {node.ip}", netns=field.lab.outside)
@@ -608,8 +614,10 @@ def test_the_judge_knows_an_invalid_packet(field: Field) -> None:
 
 @both_families
 @pytest.mark.usefixtures("judged")
-def test_a_packet_that_is_too_long_for_the_way_is_not_invalid(ends: Field, v6: bool) -> None:
-    """Only these of a masqueraded flow go up the stack, which knows what to answer."""
+def test_a_packet_above_the_path_mtu_is_not_invalid(ends: Field, v6: bool) -> None:
+    """They are the only packets of a masqueraded flow that go to the stack: it sends the ICMP
+    error.
+    """
     first, second = ends.lab.nodes
     pod, hop = (ends["b1"].ip6, second.ip6) if v6 else (ends["b1"].ip, second.ip)
     route = f"{pod}/{128 if v6 else 32} via {hop}"
@@ -624,12 +632,12 @@ def test_a_packet_that_is_too_long_for_the_way_is_not_invalid(ends: Field, v6: b
             command("ip", "-n", str(ends.lab.outside), family, "route", "flush", "cache")
 
 
-# ---- answers that come in by another device ------------------------------------------------------
+# ---- replies that arrive on another device -------------------------------------------------------
 
 
 @pytest.fixture
 def second(field: Field) -> Iterator[None]:
-    """A second way between the nodes, by which node-2 answers; node-1 asks by the first one."""
+    """A second link between the nodes: node-2 replies by it, while node-1 sends by the first."""
     first, other = field.lab.nodes
     ip(f"link add x1 type veth peer name x2 netns {other.netns}", netns=first.netns)
     for node in (first, other):
@@ -655,12 +663,12 @@ def second(field: Field) -> Iterator[None]:
 
 
 def remote(v6: bool) -> Iterator[Dial]:
-    """The ways to node-2's pod."""
+    """The paths to node-2's pod."""
     return (row for row in (*masqueraded(v6), *plain(v6)) if row.outcome == "b1")
 
 
 def came_by_x1(field: Field) -> int:
-    """Packets that node-1 has received there."""
+    """How many packets node-1 has received on x1."""
     text = on(field.lab.nodes[0], "cat", "/proc/net/dev")
     found = re.search(r"x1:\s*\d+\s+(\d+)", text)
     assert found
@@ -669,17 +677,17 @@ def came_by_x1(field: Field) -> int:
 
 @both_families
 @pytest.mark.usefixtures("second", "judged")
-def test_answers_may_come_in_by_another_device(field: Field, v6: bool) -> None:
+def test_replies_on_another_device_are_translated(field: Field, v6: bool) -> None:
     for row in remote(v6):
         before = came_by_x1(field)
         check(field, row)
-        assert came_by_x1(field) > before, f"{row.name}: this is what it is about"
+        assert came_by_x1(field) > before, f"{row.name}: replies must arrive on x1"
 
 
 @pytest.mark.usefixtures("second", "judged")
-def test_with_a_strict_rp_filter_what_is_masqueraded_may(field: Field) -> None:
-    """Its answers go on before the stack sees them. An answer to a pod's own address is the
-    kernel's to judge, as it is without kbpf.
+def test_masqueraded_replies_on_another_device_pass_strict_rp_filter(field: Field) -> None:
+    """The packet path forwards their replies before rp_filter sees them. Replies to a pod's own
+    address are subject to rp_filter, as without kbpf.
     """
     strict(field, field.lab.nodes[0])
     for row in remote(False):

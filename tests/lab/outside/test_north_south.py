@@ -1,6 +1,6 @@
-"""The packet path by real sockets: clients outside of the cluster, and pods that no hook sees.
+"""The packet path with real sockets: clients outside the cluster, and pods without socket hooks.
 
-The nodes, the pods and the client are those of tests/support/lab/field.py, the rows of
+Nodes, pods and the client are those of tests/support/lab/field.py; the rows are those of
 tests/rows/outside.py.
 """
 
@@ -62,7 +62,7 @@ NO_ROUTE = {False: ("icmp", 3, 1), True: ("icmp6", 1, 0)}
 
 
 def refusal(field: Field, name: str, kind: str, protocol: str, v6: bool) -> Packet:
-    """What comes back to this client from port 81 of Service 11, which has none."""
+    """The reply to a packet for port 81 of Service 11, which has no such port."""
     client = field[name]
     device = field.lab.prefix if name == "outside" else "eth0"
     own, host = client.ip6 if v6 else client.ip, split(at(kind, 11, v6))[0]
@@ -76,8 +76,8 @@ CLIENTS = pytest.mark.parametrize("name", ["outside", "a2!"])
 
 @both_families
 @CLIENTS
-def test_who_answers_for_an_unknown_port(field: Field, name: str, v6: bool) -> None:
-    """The ClusterIP."""
+def test_an_unknown_port_is_refused_by_the_cluster_ip(field: Field, name: str, v6: bool) -> None:
+    """The RST and the ICMP error come from the ClusterIP."""
     host = split(at("ClusterIP", 11, v6))[0]
     reset, error = (refusal(field, name, "ClusterIP", each, v6) for each in ("tcp", "udp"))
     assert reset.ip.source == error.ip.source == host
@@ -87,9 +87,9 @@ def test_who_answers_for_an_unknown_port(field: Field, name: str, v6: bool) -> N
 
 @both_families
 @CLIENTS
-def test_a_program_answers_for_an_unknown_port(field: Field, name: str, v6: bool) -> None:
-    """It counts them, and what it says and quotes has right checksums: the stack quotes what a
-    device was still to fill in.
+def test_an_unknown_port_is_refused_by_a_bpf_program(field: Field, name: str, v6: bool) -> None:
+    """A BPF program refuses them and counts that. Its reply and the packet it quotes have correct
+    checksums, whereas the kernel's stack quotes checksums that were left to a device.
     """
     before = field.agent.reasons()[Reason.UNKNOWN_PORT]
     for protocol in ("tcp", "udp"):
@@ -99,8 +99,8 @@ def test_a_program_answers_for_an_unknown_port(field: Field, name: str, v6: bool
 
 @both_families
 @CLIENTS
-def test_the_node_answers_for_an_unknown_port_outside(field: Field, name: str, v6: bool) -> None:
-    """Of addresses that are not the cluster's: its stack, in its own name, for it has no route."""
+def test_an_unknown_external_port_is_refused_by_the_node(field: Field, name: str, v6: bool) -> None:
+    """External addresses: the node's stack answers from its own address, as it has no route."""
     for kind, protocol in product(("ExternalIP", "VIP"), ("tcp", "udp")):
         error = refusal(field, name, kind, protocol, v6)
         assert error.ip.source != split(at(kind, 11, v6))[0]
@@ -108,9 +108,9 @@ def test_the_node_answers_for_an_unknown_port_outside(field: Field, name: str, v
 
 
 @both_families
-def test_a_refusal_survives_a_device_that_fills_in_checksums(field: Field, v6: bool) -> None:
-    """The pod leaves them to its device, and the way back to the pod has one that cannot either:
-    there the kernel fills them in, in what has become an error.
+def test_a_refusal_is_intact_with_checksum_offload(field: Field, v6: bool) -> None:
+    """The pod leaves checksums to its device (CHECKSUM_PARTIAL), and the device back to the pod has
+    no offload either: the kernel computes them in a packet that has become an ICMP error.
     """
     home = field.lab.nodes[0].netns
     offload(home, "p2", "tx", False)
@@ -122,7 +122,7 @@ def test_a_refusal_survives_a_device_that_fills_in_checksums(field: Field, v6: b
 
 
 @both_families
-def test_affinity_is_the_clients_at_every_address(field: Field, v6: bool) -> None:
+def test_affinity_spans_all_addresses_of_a_service(field: Field, v6: bool) -> None:
     names = set()
     for kind in ("NodePort", "VIP", "ExternalIP"):
         answer = field["outside"].many(8, *split(at(kind, 31, v6)))
@@ -131,16 +131,18 @@ def test_affinity_is_the_clients_at_every_address(field: Field, v6: bool) -> Non
     assert len(names) == 1
 
 
-# ---- a lot of bytes ------------------------------------------------------------------------------
+# ---- bulk transfers ------------------------------------------------------------------------------
 
 BULK = 7000
-"""Nobody serves on this port of the pods but bulk()."""
+"""A port of the pods on which only bulk() listens."""
 MEGABYTES = 4 << 20
 
 
 @pytest.fixture(scope="module")
 def heavy(field: Field) -> Field:
-    """Services 41 (local), 42 (remote) and 43 (local, Local) lead to where bulk() answers."""
+    """Services 41 (local), 42 (remote) and 43 (local, policy Local), with bulk()'s port
+    as target.
+    """
     for number, who in ((41, "a1"), (42, "b1"), (43, "a1")):
         more = {"external_policy": "Local"} if number == 43 else {}
         service, *_ = field.all_ways(number, "", **more)
@@ -152,7 +154,9 @@ def heavy(field: Field) -> Field:
 
 
 def bulk(client: Place, to: str, backend: Place, size: int, seconds: float = 60.0) -> str:
-    """So many bytes to the backend and back, and each must be right. Whom the backend has seen."""
+    """Sends `size` bytes to the backend and back and compares them. Returns the client address that
+    the backend sees.
+    """
     data = random.Random(size).randbytes(size)
     host, number = split(to)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -173,13 +177,13 @@ def bulk(client: Place, to: str, backend: Place, size: int, seconds: float = 60.
         finally:
             echo.join()
         send.join()
-    assert b"".join(seen) == data, "what the backend got"
-    assert back == data, "what came back"
+    assert b"".join(seen) == data, "the backend received other bytes"
+    assert back == data, "other bytes came back"
     return peers[0]
 
 
 def _send(talker: socket.socket, data: bytes) -> None:
-    with contextlib.suppress(OSError):  # then something is missing on the other side
+    with contextlib.suppress(OSError):  # the comparison below reports what is missing
         talker.sendall(data)
 
 
@@ -205,7 +209,7 @@ def _echo(
 
 @pytest.fixture(params=[True, False], ids=["GSO", "checksums"])
 def sends(request: pytest.FixtureRequest, heavy: Field) -> Iterator[None]:
-    """With big packets whose checksums are still to be filled in, and without."""
+    """With segmentation and checksum offload on the sending devices, and without."""
     ends = [(heavy.lab.outside, heavy.lab.prefix)]
     ends += [(heavy[name].netns, "eth0") for name in ("a1", "b1")]
     for where, device in ends:
@@ -218,14 +222,16 @@ def sends(request: pytest.FixtureRequest, heavy: Field) -> Iterator[None]:
 @both_families
 @pytest.mark.parametrize(("number", "backend"), [(41, "a1"), (42, "b1"), (43, "a1")])
 @pytest.mark.usefixtures("sends")
-def test_megabytes(heavy: Field, number: int, backend: str, v6: bool) -> None:
+def test_megabytes_arrive_intact(heavy: Field, number: int, backend: str, v6: bool) -> None:
     bulk(heavy["outside"], at("NodePort", number, v6), heavy[backend], MEGABYTES)
 
 
 @pytest.mark.parametrize(("number", "backend"), [(41, "a1"), (42, "b1")])
 @pytest.mark.usefixtures("sends")
-def test_megabytes_of_an_unhooked_pod(heavy: Field, number: int, backend: str) -> None:
-    """a1 to itself, and to another node."""
+def test_megabytes_of_an_unhooked_pod_arrive_intact(
+    heavy: Field, number: int, backend: str
+) -> None:
+    """a1 to itself, and to a pod of another node."""
     bulk(heavy["a1!"], at("ClusterIP", number), heavy[backend], MEGABYTES)
 
 
@@ -237,7 +243,7 @@ FAR4, FAR6 = "198.51.100.7", "fd00:198:51::7"
 
 @pytest.fixture(scope="module")
 def far(heavy: Field) -> Iterator[Place]:
-    """A client behind a router, which is outside's machine."""
+    """A client behind a router; the router is the outside machine."""
     lab = heavy.lab
     where = f"{lab.prefix}far"
     lab.add_netns(where)
@@ -264,7 +270,7 @@ def far(heavy: Field) -> Iterator[Place]:
 
 @contextlib.contextmanager
 def narrow(where: str | None, route: str, after: str) -> Iterator[None]:
-    """Packets on this route must be small; forwarding looks at an MTU only if it is locked."""
+    """Lowers this route's MTU. Forwarding respects a route's MTU only if it is locked."""
     ip(f"route replace {route} mtu lock {NARROW}", netns=where)
     try:
         yield
@@ -273,7 +279,7 @@ def narrow(where: str | None, route: str, after: str) -> Iterator[None]:
 
 
 def learned(place: Place, to: str) -> int:
-    """The MTU that this place has found out about."""
+    """The path MTU that this place has cached."""
     said = command("ip", "-n", str(place.netns), "route", "get", to)
     found = re.search(r"mtu (\d+)", said)
     return int(found[1]) if found else 0
@@ -310,7 +316,7 @@ def test_the_path_mtu_is_found(heavy: Field, far: Place, case: str, v6: bool) ->
         route = f"{address}/{bits} dev p1" + ("" if v6 else f" src 10.244.{home.number}.1")
         where, after = home.netns, f"route replace {route}"
     own, far_ip = (first.ip6, FAR6) if v6 else (first.ip, FAR4)
-    sender = pod if name == "far" else client  # of what is too big
+    sender = pod if name == "far" else client  # of the packets that are too big
     _forget(sender)
     with narrow(where, route, after):
         seen = bulk(client, to, pod, 1 << 20)
@@ -325,7 +331,7 @@ def _forget(place: Place) -> None:
         command("ip", "-n", str(place.netns), family, "route", "flush", "cache")
 
 
-# ---- while things change -------------------------------------------------------------------------
+# ---- changes -------------------------------------------------------------------------------------
 
 ENDS = [Agent.stop, Agent.kill]
 POD_UDP = slice_port(8080, protocol="UDP")
@@ -333,7 +339,7 @@ POD_UDP = slice_port(8080, protocol="UDP")
 
 @pytest.fixture(autouse=True)
 def _runs(field: Field) -> Iterator[None]:
-    """Whatever a test leaves behind, the next one finds our agents."""
+    """Makes sure that the agents run after each test."""
     yield
     for agent in field.agents:
         if not agent.is_running:
@@ -341,7 +347,7 @@ def _runs(field: Field) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("end", ENDS, ids=["SIGTERM", "SIGKILL"])
-def test_nothing_fails_when_the_agent_ends_and_starts(
+def test_no_connection_fails_when_the_agent_restarts(
     field: Field, end: Callable[[Agent], int | None]
 ) -> None:
     client = field["outside"]
@@ -359,17 +365,17 @@ def test_nothing_fails_when_the_agent_ends_and_starts(
             load.goes_on()
         field.agent.start()
     for name in kept:
-        assert "name" in client.ask("talk", keep=name), f"{name} lives on"
+        assert "name" in client.ask("talk", keep=name), f"{name} must survive"
         client.ask("drop", keep=name)
 
 
-def test_after_a_restart_nothing_is_attached_anew(field: Field) -> None:
+def test_a_restart_attaches_no_hook_again(field: Field) -> None:
     assert field.agent.stop() == 0
     field.agent.start()
     assert "hooks_changed=0" in "\n".join(field.agent.lines())
 
 
-def test_endpoints_come_and_go_and_no_connection_fails(field: Field) -> None:
+def test_no_connection_fails_while_endpoints_change(field: Field) -> None:
     turns = ("a1 a2", "a2", "b1 a2/draining", "a1 b1 b2", "b2/draining a1/draining", "a1 a2 b1")
     with field.given(*field.all_ways(51, "a1")):
         host, number = split(at("NodePort", 51))
@@ -385,10 +391,10 @@ def test_endpoints_come_and_go_and_no_connection_fails(field: Field) -> None:
 
 @both_families
 @pytest.mark.parametrize("name", ["outside", "a2!"])
-def test_a_datagrams_flow_moves_on_when_its_backend_stops(
+def test_a_udp_flow_changes_backend_when_its_backend_stops(
     field: Field, name: str, v6: bool
 ) -> None:
-    """Flows are forgotten behind the write by which settle() knows that all is applied."""
+    """Flows are deleted after the write that settle() waits for, so the test has to retry."""
     client = field[name]
     kind = "NodePort" if name == "outside" else "ClusterIP"
     with field.given(*field.all_ways(52, "a1", "UDP")):
@@ -403,8 +409,8 @@ def test_a_datagrams_flow_moves_on_when_its_backend_stops(
 
 
 def flow(client: Place) -> dict[str, Any]:
-    """One more datagram of it. The agent ends old flows after it has written the frontends: what
-    is sent between goes to the old backend, and its answer may find the way back gone.
+    """Sends another datagram of the flow. The agent deletes old flows after it has written the
+    frontends: a datagram in between goes to the old backend, and its reply may find no flow.
     """
     return client.ask("talk", keep="flow", timeout=1.0)
 
@@ -421,27 +427,27 @@ def test_a_connection_outlives_its_endpoint(field: Field) -> None:
         check(field, Dial("new ones", "outside", at("NodePort", 53), "a2", "tcp", NODES4[0]))
 
 
-def test_a_device_that_comes_later(field: Field) -> None:
+def test_a_device_added_later_is_served_and_forgotten_when_deleted(field: Field) -> None:
     home = field.lab.nodes[0]
     pod = home.pod("late").serve(8080)
     field.places["late"], field.home["late"] = pod, home
     client = field.unhook("late!", pod.netns, pod.ip, pod.ip6, home)
     ifindex = command("ip", "-n", home.netns, "-o", "link", "show", f"p{len(home.pods)}")
     key = struct.pack("=I", int(ifindex.partition(":")[0]))
-    until("the agent knows it", lambda: key in field.agent.entries("devices"))
-    until("it is served", lambda: "name" in client.tcp("10.96.0.13", 80, timeout=1.0))
+    until("the agent knows the device", lambda: key in field.agent.entries("devices"))
+    until("the pod is served", lambda: "name" in client.tcp("10.96.0.13", 80, timeout=1.0))
     with field.given(*field.all_ways(54, "late")):
         check(field, Dial("from it", "late!", at("ClusterIP", 13), "a1 b1", "tcp", pod.ip))
         check(field, Dial("to it", "outside", at("VIP", 54), "late", "tcp", NODES4[0]))
         check(field, Dial("to itself", "late!", at("VIP", 54), "late", "tcp", NODES4[0]))
     ip(f"link del p{len(home.pods)}", netns=home.netns)
-    until("the agent forgets it", lambda: key not in field.agent.entries("devices"))
+    until("the agent has deleted the device", lambda: key not in field.agent.entries("devices"))
 
 
 def unserved(field: Field) -> None:
-    """The stack of node-1 answers, and nothing of ours is on its devices."""
-    check(field, Dial("nobody's port", "outside", at("NodePort", 11), REFUSED))
-    check(field, Dial("nobody's address", "outside", at("VIP", 11), UNSERVED))
+    """Checks that node-1's own stack answers and that none of our programs is on its devices."""
+    check(field, Dial("NodePort refused", "outside", at("NodePort", 11), REFUSED))
+    check(field, Dial("VIP unserved", "outside", at("VIP", 11), UNSERVED))
     assert "clsact" not in command("tc", "-n", field.agent.node.netns, "qdisc", "show")
 
 
@@ -450,7 +456,7 @@ def served(field: Field) -> None:
     check(field, Dial("an address", "outside", at("VIP", 11), "a1", "tcp", NODES4[0]))
 
 
-def test_switched_off_nothing_is_left_on_a_device(field: Field) -> None:
+def test_switching_the_packet_path_off_detaches_all_programs(field: Field) -> None:
     served(field)
     field.agent.stop()
     field.agent.start(extra=("--packet-path", "false"))
@@ -463,7 +469,7 @@ def test_switched_off_nothing_is_left_on_a_device(field: Field) -> None:
     served(field)
 
 
-def test_cleaned_up_nothing_is_left_on_a_device(field: Field) -> None:
+def test_cleanup_detaches_all_programs(field: Field) -> None:
     served(field)
     field.agent.stop()
     clean = (sys.executable, "-m", "kbpf", "cleanup", "--pin-dir", str(field.agent.pin_dir))

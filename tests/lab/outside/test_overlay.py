@@ -1,14 +1,14 @@
 """Pod networks between the nodes: routed, VXLAN, devices without a link header; and their MTUs.
 
     routed    the underlay's device carries the pods' packets, as in every other lab
-    answers   VXLAN; what pods send to nodes goes through it too, so answers come in by the overlay
-    vxlan     VXLAN for what goes to pods; answers to a node come back by the underlay
+    answers   VXLAN in both directions: what pods send to nodes, replies included, uses it too
+    vxlan     VXLAN towards pods only: replies to a node arrive on the underlay
     gpe       as `answers`, by VXLAN-GPE, whose device has no link header
     tun       as `answers`, by a program that reads packets from a tun device
     routers   two routers between the nodes, with a narrow link between them
 
-Each test looks at the wire: what the client's side, the way between the nodes, and the backend
-saw. Who masquerades is node-1, with its InternalIP.
+Each test captures packets at the client, between the nodes, and at the backend. node-1 masquerades,
+to its InternalIP.
 """
 
 import contextlib
@@ -76,7 +76,9 @@ class PodNetwork(Field):
                 self._devices_to_client()
 
     def _route(self, node: Node, other: Node, way4: str, way6: str) -> None:
-        """To the other's pods; and to the other itself for what its own pods say."""
+        """Routes to the other node's pods, and to the other node for replies of this
+        node's pods.
+        """
         n, m = node.number, other.number
         ip(
             f"route replace 10.244.{m}.0/24 {way4}",
@@ -95,7 +97,7 @@ class PodNetwork(Field):
         run("ip", "-n", node.netns, "-6", *rule.split())
 
     def _vxlan(self, node: Node, other: Node) -> None:
-        """As flannel does it: an entry for each other node, and nobody asks around."""
+        """As flannel does: a static FDB and neighbour entry for each other node, no learning."""
         n, m = node.number, other.number
         ip(
             f"link add vx0 address 02:00:00:00:42:0{n} mtu {OVERLAY_MTU} type vxlan id 42"
@@ -105,7 +107,7 @@ class PodNetwork(Field):
             f"neigh add fd00:42::{m} lladdr 02:00:00:00:42:0{m} dev vx0 nud permanent",
             netns=node.netns,
         )
-        if self.kind == "answers":  # else sources are the node's, and answers need no overlay
+        if self.kind == "answers":  # else sources are underlay addresses of the node
             overlay = (
                 f"addr add 10.244.{n}.0/32 dev vx0",
                 f"addr add fd00:42::{n}/64 dev vx0 nodad",
@@ -129,7 +131,7 @@ class PodNetwork(Field):
         self._route(node, other, way, way)
 
     def _routers(self) -> None:
-        """node-n is at 172.31.n.1; its router, 172.31.n.254, knows the other by 172.31.3.0/24."""
+        """node-n is 172.31.n.1, its router 172.31.n.254; 172.31.3.0/24 connects the routers."""
         routers = [f"{self.lab.prefix}r{node.number}" for node in self.lab.nodes]
         for name in routers:
             self.lab.add_netns(name)
@@ -189,7 +191,7 @@ class PodNetwork(Field):
             )
 
     def client_by_devices_without_header(self) -> None:
-        """External IPs are reached by VXLAN-GPE, VIPs by tun; the client's addresses differ."""
+        """External IPs are reached by VXLAN-GPE, VIPs by tun, from different client addresses."""
         outside, node = self.lab.outside, self.lab.nodes[0].netns
         ways = {
             "gpe": ("gpe0", "203.0.113.0/24", "2001:db8:1::/64", f"encap ip id 7 dst {NODES4[0]}"),
@@ -214,7 +216,7 @@ class PodNetwork(Field):
     ids="-".join,
 )
 def net(request: pytest.FixtureRequest) -> Iterator[PodNetwork]:
-    """Services 61 (TCP) and 62 (UDP) lead to b1, 63 and 64 to a1, 65 to b1's bulk()."""
+    """Services 61 (TCP) and 62 (UDP) have the backend b1, 63 and 64 a1, 65 b1's bulk()."""
     how, kind = request.param
     with PodNetwork(kind, *forward(how)) as made:
         if kind == "routed":
@@ -236,7 +238,7 @@ def address(place: Place, v6: bool) -> str:
 
 
 def host_of(end: str) -> str:
-    """The address of an address with or without a port."""
+    """The host part of an address with or without a port."""
     return split(end)[0] if "]" in end or end.count(":") == 1 else end
 
 
@@ -244,8 +246,8 @@ SOURCES = {
     "answers": {False: "10.244.1.0", True: "fd00:42::1"},
     "routers": {False: "172.31.1.1", True: "fd00:31:1::1"},
 }
-"""Where the device to the other node has addresses of its own, these are node-1's sources, as with
-MASQUERADE; elsewhere the Node's InternalIP.
+"""If the device towards the other node has addresses, node-1 masquerades to these, like MASQUERADE;
+otherwise to the Node's InternalIP.
 """
 
 
@@ -253,12 +255,14 @@ def source_of(net: PodNetwork, v6: bool) -> str:
     return SOURCES.get(net.kind, {}).get(v6) or address(net.lab.nodes[0].host, v6)
 
 
-# ---- who sees whom -------------------------------------------------------------------------------
+# ---- addresses on the wire -----------------------------------------------------------------------
 
 
 @both_families
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
-def test_what_each_side_sees_of_a_remote_backend(net: PodNetwork, protocol: str, v6: bool) -> None:
+def test_addresses_on_the_wire_of_a_remote_backend(
+    net: PodNetwork, protocol: str, v6: bool
+) -> None:
     first, second = net.lab.nodes
     client, pod = address(net["outside"], v6), address(net["b1"], v6)
     own = source_of(net, v6)
@@ -289,7 +293,7 @@ def test_what_each_side_sees_of_a_remote_backend(net: PodNetwork, protocol: str,
         assert sees(outside, host_of(to), client).source == to
         sent, answered = sees(going, own, pod), sees(coming, pod, own)
         assert split(sent.destination)[1] == split(answered.source)[1] == 8080
-        assert sent.source == answered.destination, "the node's port is the flow's"
+        assert sent.source == answered.destination, "replies come to the flow's node port"
         assert sees(backend, own, pod).source == sent.source
         assert sees(backend, pod, own).destination == sent.source
         if device != "eth0":
@@ -298,7 +302,7 @@ def test_what_each_side_sees_of_a_remote_backend(net: PodNetwork, protocol: str,
 
 @both_families
 @pytest.mark.parametrize(("number", "protocol"), [(63, "tcp"), (64, "udp")])
-def test_a_local_backend_does_not_mind(
+def test_a_local_backend_is_served_in_every_pod_network(
     net: PodNetwork, number: int, protocol: str, v6: bool
 ) -> None:
     own = address(net.lab.nodes[0].host, v6)
@@ -313,10 +317,10 @@ def test_a_local_backend_does_not_mind(
 )
 @pytest.mark.parametrize("net", [(how, "routed") for how in FORWARDINGS], indirect=True,
                          ids="-".join)  # fmt: skip
-def test_a_client_behind_a_device_without_link_header(
+def test_a_client_behind_a_device_without_link_header_is_served(
     net: PodNetwork, number: int, protocol: str, who: str, kind: str, v6: bool
 ) -> None:
-    """External IPs by VXLAN-GPE, VIPs by tun. Service 67 has the policy Local."""
+    """External IPs by VXLAN-GPE, VIPs by tun. Service 67 has policy Local."""
     way = "gpe" if kind == "ExternalIP" else "tun"
     client = CLIENT_BY[way][v6]
     device = {"gpe": "gpe0", "tun": "tun9"}[way]
@@ -332,10 +336,10 @@ def test_a_client_behind_a_device_without_link_header(
         assert host_of(found.destination) == client
 
 
-# ---- how large a packet may be -------------------------------------------------------------------
+# ---- path MTU ------------------------------------------------------------------------------------
 
 FOUND = {"routed": 1500, "routers": ROUTERS_MTU}
-"""The MTU of the way to the pods; that of the overlays otherwise."""
+"""The path MTU to the pods by kind of network; OVERLAY_MTU for the others."""
 
 
 def _forget(*places: Place) -> None:
@@ -345,13 +349,13 @@ def _forget(*places: Place) -> None:
 
 
 def learned(place: Place, to: str) -> int:
-    """The MTU that this place has found out about; 0: none."""
+    """The path MTU that this place has cached; 0: none."""
     found = re.search(r"mtu (\d+)", run("ip", "-n", str(place.netns), "route", "get", to))
     return int(found[1]) if found else 0
 
 
 def too_big(packet: Packet, mtu: int) -> bool:
-    """An ICMP error that says so."""
+    """Whether it is an ICMP "too big" error with this MTU."""
     if not isinstance(packet.transport, Icmp) or packet.embedded is None:
         return False
     kind = (packet.transport.type, packet.transport.code)
@@ -362,7 +366,7 @@ def too_big(packet: Packet, mtu: int) -> bool:
 
 @contextlib.contextmanager
 def pod_mtu(net: PodNetwork, name: str, mtu: int) -> Iterator[None]:
-    """At both ends of this pod's cable."""
+    """Sets the MTU at both ends of this pod's veth pair."""
     ends = ((net.home[name].netns, "p1"), (net[name].netns, "eth0"))
     for where, device in ends:
         ip(f"link set {device} mtu {mtu}", netns=where)
@@ -375,7 +379,9 @@ def pod_mtu(net: PodNetwork, name: str, mtu: int) -> Iterator[None]:
 
 @both_families
 def test_a_transfer_finds_the_path_mtu_both_ways(net: PodNetwork, v6: bool) -> None:
-    """Pods and clients believe in 1500 bytes. Each hears of its own packets."""
+    """Pods and clients start with an MTU of 1500. Each sender gets the ICMP error for
+    its packets.
+    """
     client, pod, own = net["outside"], net["b1"], source_of(net, v6)
     host, port = split(at("NodePort", 65, v6))
     mtu = FOUND.get(net.kind, OVERLAY_MTU)
@@ -396,7 +402,7 @@ def test_a_transfer_finds_the_path_mtu_both_ways(net: PodNetwork, v6: bool) -> N
         assert host_of(error.embedded.source) == address(client, v6)
         assert error.embedded.destination == at("NodePort", 65, v6)
         assert learned(client, host) == mtu
-        if net.kind == "vxlan":  # its answers go by the underlay
+        if net.kind == "vxlan":  # its replies use the underlay
             return
         error = backend.expect(lambda p: too_big(p, mtu))
         assert checksums(error) == []
@@ -411,7 +417,7 @@ IPV6_MTU_DISCOVER = 23
 
 
 def careful(place: Place, v6: bool) -> socket.socket:
-    """A UDP socket whose datagrams must not be cut up."""
+    """A UDP socket that sets "don't fragment"."""
 
     def make() -> socket.socket:
         made = socket.socket(socket.AF_INET6 if v6 else socket.AF_INET, socket.SOCK_DGRAM)
@@ -424,13 +430,13 @@ def careful(place: Place, v6: bool) -> socket.socket:
 
 
 @both_families
-@pytest.mark.parametrize("narrow", [0, 1280], ids=["as it is", "a pod of 1280"])
+@pytest.mark.parametrize("narrow", [0, 1280], ids=["pod MTU 1500", "pod MTU 1280"])
 @pytest.mark.parametrize(("number", "name"), [(62, "b1"), (64, "a1")], ids=["remote", "local"])
-def test_a_large_datagram_is_told_what_fits(
+def test_a_large_datagram_gets_an_icmp_error_with_the_path_mtu(
     net: PodNetwork, number: int, name: str, narrow: int, v6: bool
 ) -> None:
-    """1500 bytes that must not be cut up: an error with the client's own packet, and what it says
-    fits.
+    """1500 bytes with "don't fragment": the ICMP error quotes the client's own packet, and a
+    datagram of the MTU it names gets through.
     """
     client, pod, own = net["outside"], net[name], address(net.lab.nodes[0].host, v6)
     if name == "b1":

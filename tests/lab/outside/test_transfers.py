@@ -1,7 +1,7 @@
-"""Long transfers through a NodePort: every byte must be right, whatever the devices do for the
-kernels, and whatever the agent does meanwhile.
+"""Long transfers through a NodePort: every byte must be correct, with every mixture of offloads and
+while the agent restarts.
 
-A hundred megabytes there and back take less than half a second each on an idle machine.
+A hundred megabytes each way take less than half a second on an idle machine.
 """
 
 from collections.abc import Callable, Iterator
@@ -43,15 +43,15 @@ def field(request: pytest.FixtureRequest) -> Iterator[Field]:
 
 
 def lost(agent: Agent) -> dict[str, int]:
-    """How many packets its programs have dropped."""
+    """How many packets its programs have dropped, by reason."""
     return {reason.name: agent.reasons()[reason] for reason in LOSSES}
 
 
-# ---- what devices do -----------------------------------------------------------------------------
+# ---- device offloads -----------------------------------------------------------------------------
 
 
 def cables(field: Field) -> Iterator[tuple[str | None, str]]:
-    """Both ends of every cable that packets of this lab go through: (namespace, device)."""
+    """Both ends of every veth pair that packets of this lab cross: (namespace, device)."""
     yield field.lab.outside, field.lab.prefix
     yield field.lab.fabric, "outside"
     for node in field.lab.nodes:
@@ -69,7 +69,7 @@ OFFLOADS = {
     "checksums by the kernel": {"tx": False},
     "neither, but GRO": {"gso": False, "tso": False, "tx": False, "gro": True},
 }
-"""What differs from what a veth does by itself."""
+"""Differences from a veth's default features."""
 BY_ITSELF = {"tx": True, "sg": True, "tso": True, "gso": True, "gro": False}
 DEVICES = [(1500, what) for what in OFFLOADS]
 DEVICES += [(9000, "GSO"), (9000, "neither, but GRO")]
@@ -77,7 +77,9 @@ DEVICES += [(9000, "GSO"), (9000, "neither, but GRO")]
 
 @pytest.fixture(scope="class", params=DEVICES, ids=lambda param: f"{param[0]} {param[1]}")
 def devices(request: pytest.FixtureRequest, field: Field) -> Iterator[None]:
-    """All cables are like this. The scope is below the field's, so that one field sees them all."""
+    """Gives all veth pairs this MTU and these offloads. The scope is narrower than the field's, so
+    that one field is used for all of them.
+    """
     mtu, what = request.param
     try:
         for where, device in cables(field):
@@ -95,7 +97,7 @@ def devices(request: pytest.FixtureRequest, field: Field) -> Iterator[None]:
 @both_families
 @pytest.mark.parametrize("backend", ["local", "remote"])
 @pytest.mark.usefixtures("devices")
-def test_a_hundred_megabytes_each_way(field: Field, backend: str, v6: bool) -> None:
+def test_a_hundred_megabytes_each_way_arrive_intact(field: Field, backend: str, v6: bool) -> None:
     before = [lost(agent) for agent in field.agents]
     got = transfer(field["outside"], BACKENDS[backend][0], v6)
     assert got.get("there") is True, got
@@ -104,15 +106,15 @@ def test_a_hundred_megabytes_each_way(field: Field, backend: str, v6: bool) -> N
 
 
 def transfer(client: Place, number: int, v6: bool, size: int = HUNDRED_MEGABYTES) -> dict[str, Any]:
-    """Through the NodePort of this Service, see the prober's bulk()."""
+    """A transfer through this Service's NodePort; see the prober's bulk()."""
     host, port = split(at("NodePort", number, v6))
     return client.ask("bulk", host=host, port=port, size=size, family="6" if v6 else "4")
 
 
 @both_families
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_large_packets_stay_whole(field: Field, backend: str, v6: bool) -> None:
-    """What was cut up on the way would cost several times as much."""
+def test_large_packets_are_not_segmented(field: Field, backend: str, v6: bool) -> None:
+    """GSO packets must not be segmented on the way: that would cost several times as much."""
     number, name = BACKENDS[backend]
     with (
         Wire(field[name].netns, "eth0", tap=True) as there,
@@ -126,7 +128,7 @@ def test_large_packets_stay_whole(field: Field, backend: str, v6: bool) -> None:
             assert len(large.payload) > 4 * large.gso
 
 
-# ---- what agents do ------------------------------------------------------------------------------
+# ---- agent restarts ------------------------------------------------------------------------------
 
 STREAMS = {f"{name} {v6}": at("NodePort", BACKENDS[name][0], v6)
            for name in BACKENDS for v6 in (False, True)}  # fmt: skip
@@ -141,8 +143,8 @@ RESTARTS: dict[str, tuple[Callable[[Agent], int | None], tuple[str, ...], str]] 
 
 
 @pytest.mark.parametrize("restart", RESTARTS)
-def test_transfers_go_on_while_the_agent_restarts(field: Field, restart: str) -> None:
-    """Nothing is reset, wrong, or waits for longer than a second for what was lost."""
+def test_transfers_continue_while_the_agent_restarts(field: Field, restart: str) -> None:
+    """No stream is reset or corrupted, or waits longer than a second for a retransmission."""
     client = field["outside"]
     end, arguments, said = RESTARTS[restart]
     for name, to in STREAMS.items():
@@ -175,7 +177,9 @@ def test_transfers_go_on_while_the_agent_restarts(field: Field, restart: str) ->
         assert result["error"] == "", results
         assert result["complete"], results
         assert result["timer_seconds"] < 1.0, results
-        assert result["longest"] < 20.0, results  # a busy machine's pauses; the kernel's are above
+        assert result["longest"] < 20.0, (
+            results
+        )  # pauses of a busy machine; the kernel's are checked above
     for name in ("a1", "b1"):
         assert field[name].ask("seen")["timer_seconds"] < 1.0, results
     assert said in "\n".join(field.agent.lines())

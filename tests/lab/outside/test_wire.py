@@ -1,5 +1,5 @@
-"""The hand-made peer, the builder and the parser against the kernel: it reads what was built, and
-what it sends is read.
+"""The hand-made peer, the packet builder and the parser tested against the kernel: it accepts what
+the builder builds, and the parser reads what it sends.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ SIOCETHTOOL, ETHTOOL_STXCSUM = 0x8946, 0x17
 
 @dataclass
 class Lab:
-    """A wire in one namespace; the kernel, with a server, in another."""
+    """A wire in one namespace and a kernel's stack with a server in another."""
 
     wire: Wire
     kernel: Place
@@ -61,7 +61,7 @@ class Lab:
         return netns.run_in(Path("/run/netns") / self.netns, action)
 
     def socket(self, kind: socket.SocketKind, address: str = "::", port: int = 0) -> socket.socket:
-        """A bound one, there."""
+        """A bound socket in the server's namespace."""
 
         def make() -> socket.socket:
             made = socket.socket(socket.AF_INET6, kind)
@@ -72,7 +72,7 @@ class Lab:
         return self.inside(make)
 
     def offload(self, on: bool) -> None:
-        """Whether it leaves checksums to its device."""
+        """Sets whether the server's kernel leaves checksums to its device."""
 
         def switch() -> None:
             command = (ctypes.c_uint32 * 2)(ETHTOOL_STXCSUM, on)
@@ -85,8 +85,8 @@ class Lab:
 
 @pytest.fixture(scope="module")
 def lab() -> Iterator[Lab]:
-    """198.18.9.0/24 and fd00:198:18:9::/64 between them; FAR and FAR6 are behind the server, which
-    sends as many ICMP errors as it is asked for: by default it is one a second to each host.
+    """198.18.9.0/24 and fd00:198:18:9::/64 connect the two; FAR and FAR6 are behind the server. The
+    server's ICMP rate limit is lifted (by default one error a second to each host).
     """
     ours, theirs = (f"kbw{os.getpid()}{end}" for end in "cs")
     with contextlib.ExitStack() as stack:
@@ -119,7 +119,7 @@ def lab() -> Iterator[Lab]:
 
 @pytest.fixture
 def wire(lab: Lab) -> Wire:
-    """With nothing heard."""
+    """The lab's wire with an empty capture."""
     lab.wire.forget()
     return lab.wire
 
@@ -129,7 +129,7 @@ def end(address: str, port: int) -> str:
 
 
 def told(answer: bytes) -> tuple[str, str]:
-    """Who answers, and whom it saw."""
+    """The server's name and the client address it saw, from an answer."""
     said = json.loads(answer)
     return said["name"], said["client"]
 
@@ -144,14 +144,14 @@ def test_a_server_answers_a_hand_made_connection(wire: Wire, client: str, server
     wire.none(0, lambda packet: packet.protocol == "tcp" and "R" in packet.flags)
 
 
-def test_a_connection_stays_as_long_as_it_is_wanted(wire: Wire) -> None:
+def test_a_connection_stays_open_inside_its_context(wire: Wire) -> None:
     with wire.connected(f"{CLIENT}:4002", f"{SERVER}:{WEB}") as stream:
         for _ in range(3):
             stream.send(b"hello\n")
             assert told(stream.receive()) == ("server", CLIENT)
 
 
-def test_the_same_port_may_dial_again_and_again(wire: Wire) -> None:
+def test_the_same_port_can_dial_repeatedly(wire: Wire) -> None:
     for _ in range(5):
         assert wire.dial_tcp(f"{CLIENT}:4003", f"{SERVER}:{WEB}", b"bye\n")
 
@@ -180,7 +180,7 @@ def test_silence_is_a_timeout(lab: Lab, wire: Wire) -> None:
 
 
 @FAMILIES
-def test_much_goes_both_ways_and_some_of_it_in_large_pieces(
+def test_large_transfers_both_ways_use_gso_packets(
     lab: Lab, wire: Wire, client: str, server: str
 ) -> None:
     payload, taken = bytes(range(256)) * 1200, []
@@ -204,10 +204,8 @@ def test_much_goes_both_ways_and_some_of_it_in_large_pieces(
 
 
 @PAIRS
-def test_a_piece_of_many_segments_is_taken_as_such(
-    lab: Lab, wire: Wire, client: str, server: str
-) -> None:
-    """What a program at TC sees as gso_size and gso_segs."""
+def test_a_gso_packet_is_accepted_as_such(lab: Lab, wire: Wire, client: str, server: str) -> None:
+    """One GSO packet: a TC program sees gso_size and gso_segs."""
     with lab.socket(socket.SOCK_DGRAM) as receiver:
         to = end(server, receiver.getsockname()[1])
         wire.send(udp(end(client, 4008), to, bytes(4000)), gso=1000)
@@ -215,7 +213,7 @@ def test_a_piece_of_many_segments_is_taken_as_such(
 
 
 class Script:
-    """A wire on which everything is already there, in some order."""
+    """A fake wire on which all packets have already arrived, in the given order."""
 
     def __init__(self, *arriving: bytes) -> None:
         self.sent: list[Packet] = []
@@ -234,12 +232,12 @@ class Script:
 @pytest.mark.parametrize(
     "order",
     [(0, 3, 6), (6, 3, 0), (3, 0, 0, 6, 3), (0, 2, 1, 4, 6)],
-    ids=["in order", "backwards", "some twice", "some overlap"],
+    ids=["in order", "reversed", "duplicates", "overlaps"],
 )
 @pytest.mark.parametrize(
-    "first", [1, 2**32 - 4], ids=["small numbers", "numbers begin again at zero"]
+    "first", [1, 2**32 - 4], ids=["small sequence numbers", "sequence numbers wrap"]
 )
-def test_segments_in_any_order_are_what_was_sent(order: tuple[int, ...], first: int) -> None:
+def test_segments_in_any_order_are_reassembled(order: tuple[int, ...], first: int) -> None:
     here, there = f"{CLIENT}:4009", f"{SERVER}:{WEB}"
     pieces = [(first + at & 2**32 - 1, b"abcdefghi"[at : at + 3]) for at in order]
     script = Script(*(tcp(there, here, piece, seq=seq) for seq, piece in pieces))
@@ -265,7 +263,7 @@ def test_a_datagram_is_answered(wire: Wire, client: str, server: str) -> None:
 def test_the_kernel_finds_the_wire_by_its_addresses(
     lab: Lab, wire: Wire, client: str, server: str
 ) -> None:
-    """Its neighbour table is empty: ARP and neighbour discovery are answered by hand."""
+    """The kernel's neighbour table is empty; the wire answers ARP and neighbour discovery."""
     ip("neigh flush dev s0", netns=lab.netns)
     with lab.socket(socket.SOCK_DGRAM) as s:
         port = s.getsockname()[1]
@@ -276,7 +274,7 @@ def test_the_kernel_finds_the_wire_by_its_addresses(
         assert s.recv(100) == b"and to you"
 
 
-def test_an_address_that_is_nobodys_is_said_to_be(wire: Wire) -> None:
+def test_an_unused_address_is_an_error_that_names_it(wire: Wire) -> None:
     with pytest.raises(AssertionError, match=r"198\.18\.9\.99 is not on the link"):
         wire.neighbour("198.18.9.99", CLIENT, seconds=0.1)
 
@@ -305,7 +303,7 @@ ODD = [
 
 @pytest.mark.parametrize("odd", ODD, ids=[row[0] for row in ODD])
 @PAIRS
-def test_the_kernel_understands_what_is_built(
+def test_the_kernel_accepts_built_packets(
     wire: Wire, client: str, server: str, odd: tuple[str, dict[str, Any], dict[str, Any]]
 ) -> None:
     ip_header = odd[2 if ":" in client else 1]
@@ -319,7 +317,7 @@ def test_the_kernel_understands_what_is_built(
 
 
 @PAIRS
-def test_the_kernel_puts_fragments_together(wire: Wire, client: str, server: str) -> None:
+def test_the_kernel_reassembles_fragments(wire: Wire, client: str, server: str) -> None:
     payload = os.urandom(3000)
     for piece in reversed(fragments(echo(client, server, payload, id=7), 1300)):
         wire.send(piece)
@@ -333,7 +331,7 @@ def test_the_kernel_puts_fragments_together(wire: Wire, client: str, server: str
 
 
 @PAIRS
-def test_the_kernel_drops_what_has_a_wrong_checksum(
+def test_the_kernel_drops_packets_with_a_wrong_checksum(
     lab: Lab, wire: Wire, client: str, server: str
 ) -> None:
     with lab.socket(socket.SOCK_DGRAM) as receiver:
@@ -349,7 +347,7 @@ def test_the_kernel_drops_what_has_a_wrong_checksum(
 
 
 def again(packet: Packet) -> bytes:
-    """The same, built."""
+    """The same packet, built by our builder."""
     header = packet.ip
     assert header is not None
     common: dict[str, Any] = {"ttl": header.ttl, "tos": header.tos}
@@ -387,9 +385,11 @@ def again(packet: Packet) -> bytes:
     raise AssertionError(f"not built here: {packet}")
 
 
-@pytest.mark.parametrize("offload", [False, True], ids=["summed by the kernel", "left to the wire"])
+@pytest.mark.parametrize(
+    "offload", [False, True], ids=["checksums by the kernel", "checksum offload"]
+)
 @PAIRS
-def test_what_the_kernel_sends_is_built_the_same(
+def test_packets_of_the_kernel_are_built_identically(
     lab: Lab, wire: Wire, client: str, server: str, offload: bool
 ) -> None:
     lab.offload(offload)
@@ -409,8 +409,8 @@ def test_what_the_kernel_sends_is_built_the_same(
         assert packet.packet == again(packet)
 
 
-def test_what_is_left_to_the_hardware_is_seen_by_others_unfinished(lab: Lab) -> None:
-    """Why a wire asks for the kernel's own word of it."""
+def test_offloaded_checksums_look_unfinished_to_a_plain_socket(lab: Lab) -> None:
+    """A plain packet socket sees an unfinished checksum, so a wire asks for PACKET_VNET_HDR."""
     lab.offload(True)
 
     def listen() -> socket.socket:
@@ -429,7 +429,7 @@ def test_what_is_left_to_the_hardware_is_seen_by_others_unfinished(lab: Lab) -> 
     assert difference(heard, answer).startswith("udp checksum: ")
 
 
-def test_a_crc_that_is_left_to_the_hardware_is_finished_too() -> None:
+def test_an_offloaded_sctp_crc_is_completed() -> None:
     frame = packets.frame(packets.sctp(f"{CLIENT}:1", f"{SERVER}:2"))
     left = packets.frame(packets.sctp(f"{CLIENT}:1", f"{SERVER}:2", checksum="zero"))
     assert isinstance(parse(left).transport, Sctp)
@@ -447,7 +447,7 @@ def test_a_tap_hears_both_directions(lab: Lab, wire: Wire) -> None:
         assert difference(tap.expect(between(answer, ask)), got) == ""
 
 
-def test_what_was_not_expected_stays_and_is_told(wire: Wire) -> None:
+def test_unexpected_packets_are_kept_and_named_in_errors(wire: Wire) -> None:
     asked = udp(f"{CLIENT}:4021", f"{SERVER}:{DISCARDED}")
     wire.send(asked, echo(CLIENT, SERVER))
     wire.expect(lambda p: p.protocol == "icmp" and p.embedded is None)
@@ -460,18 +460,18 @@ def test_what_was_not_expected_stays_and_is_told(wire: Wire) -> None:
     wire.none(0.05)
 
 
-def test_what_has_arrived_is_heard_though_the_thread_lags_behind(lab: Lab, wire: Wire) -> None:
+def test_arrived_packets_are_seen_though_the_thread_lags(lab: Lab, wire: Wire) -> None:
     with Wire(lab.wire.netns, "c0", tap=True) as other, wire._changed:  # the thread's lock
         wire.send(echo(CLIENT, SERVER, b"late"))
         other.expect(lambda packet: packet.source == SERVER)
         assert [packet.payload for packet in wire.heard] == [b"late"]
 
 
-def test_nothing_is_what_comes_when_nothing_is_sent(wire: Wire) -> None:
+def test_without_traffic_nothing_is_captured(wire: Wire) -> None:
     wire.none(0.2)
 
 
-def test_a_wire_leaves_nothing(lab: Lab) -> None:
+def test_a_closed_wire_leaves_no_socket_or_thread(lab: Lab) -> None:
     def ours() -> tuple[set[threading.Thread], list[str]]:
         return set(threading.enumerate()), sorted(os.listdir("/proc/self/fd"))
 
@@ -484,8 +484,8 @@ def test_a_wire_leaves_nothing(lab: Lab) -> None:
 
 
 @needs("tun")
-def test_a_device_without_a_link_header(lab: Lab) -> None:
-    """tun: what is written into its descriptor arrives, what is sent can be read there."""
+def test_a_wire_on_a_device_without_a_link_header(lab: Lab) -> None:
+    """A tun device: what is written to its descriptor arrives, what is sent is read from it."""
     tunsetiff, tun_without_info = 0x400454CA, 0x1001
 
     def make() -> int:
@@ -502,7 +502,7 @@ def test_a_device_without_a_link_header(lab: Lab) -> None:
                 assert wire.expect(lambda p: p.payload == b"abc").raw == packet
                 wire.send(packet)
                 while (read := os.read(far, 2000)) != packet:
-                    assert parse(read, l2=False)  # the kernel's own, before
+                    assert parse(read, l2=False)  # skip packets that the kernel sent before
             assert wire.mac == ""
     finally:
         os.close(far)

@@ -24,12 +24,16 @@ class Dns:
         self.cluster.change(*slices)
 
     def connect(self, client: str, host: str = HOST, port: int = 80) -> str:
-        """The backend that answers a new connected socket, which stays open under the name `host`."""
+        """The backend that answers a new connected socket, which stays open under the
+        name `host`.
+        """
         place = self.cluster[client]
         return str(place.udp(host, port, keep=host, connected=True)["name"])
 
     def cut(self, client: str, host: str = HOST) -> None:
-        """Waits for that socket's ECONNABORTED: a blocked receiver wakes up, a sender's call fails."""
+        """Waits for that socket's ECONNABORTED: a blocked receiver wakes up, a sender's
+        call fails.
+        """
         place = self.cluster[client]
         assert place.ask("hear", keep=host) == {"error": ABORTED}
         assert "error" in place.ask("talk", keep=host)

@@ -50,7 +50,9 @@ def field(request: pytest.FixtureRequest) -> Iterator[Field]:
 
 
 def rows(v6: bool) -> Iterator[Dial]:
-    """What a process on node-1 dials. Backends see the node's address, which is the process's own."""
+    """What a process on node-1 dials. Backends see the node's address, which is the
+    process's own.
+    """
     say, own = ("v6", NODES6[0]) if v6 else ("v4", NODES4[0])
     for protocol, base in (("tcp", 10), ("udp", 30)):
 

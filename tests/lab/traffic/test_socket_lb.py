@@ -426,7 +426,9 @@ def test_a_pattern_exempts_cgroups_created_later(field: Field, kubelet: Kubelet)
 
 
 def exempt_paths(field: Field, kubelet: Kubelet, *folders: str) -> Callable[[], bool]:
-    """A condition: these cgroups are exempt and, as they match the pattern too, their containers."""
+    """A condition: these cgroups are exempt and, as they match the pattern too, their
+    containers.
+    """
     there = [kubelet.root / folder for folder in folders]
     return exempt(field, *there, *(folder / "container" for folder in there))
 

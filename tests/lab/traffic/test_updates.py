@@ -27,7 +27,9 @@ def load_is_running(place: Place, connections: int) -> None:
 
 
 def test_connections_never_fail_while_endpoints_come_and_go(cluster: Cluster) -> None:
-    """From a pod on one node and the host of the other. All backends accept connections throughout."""
+    """From a pod on one node and the host of the other. All backends accept connections
+    throughout.
+    """
     made = cluster.web(120, "a1 b1", dual=True)
     clients = (cluster["a3"], cluster["host-2"])
     with cluster.given(*made):
@@ -62,7 +64,9 @@ def test_a_backend_that_left_gets_no_new_connections(cluster: Cluster) -> None:
 
 
 def test_established_connections_outlive_their_endpoint(cluster: Cluster) -> None:
-    """As with kube-proxy, TCP connections are never cut, so that a terminating pod can finish them."""
+    """As with kube-proxy, TCP connections are never cut, so that a terminating pod can
+    finish them.
+    """
     client = cluster["b3"]
     with cluster.given(*cluster.web(122, "a1")):
         assert client.tcp("10.96.0.122", 80, keep="old")["name"] == "a1"

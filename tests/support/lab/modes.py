@@ -46,16 +46,16 @@ CANNOT: dict[str, str] = {
     r"test_services.*no endpoints, UDP, IPv6": EPERM,
     # tests/lab/traffic/test_affinity.py
     r"test_all_addresses_of_a_service_share_affinity": FRONTENDS,
-    r"test_affinity_is_the_clients_at_every_address": FRONTENDS,
+    r"test_affinity_spans_all_addresses_of_a_service": FRONTENDS,
     r"test_after_the_timeout_a_client_may_change_backend": MAPS,
     # tests/lab/outside/test_north_south.py
     r"test_north_south.*short circuit": PODS,
-    r"test_a_program_answers_for_an_unknown_port": MAPS,
-    r"test_the_node_answers_for_an_unknown_port_outside": OTHER_PORTS,
-    r"test_a_device_that_comes_later": MAPS,
-    r"test_after_a_restart_nothing_is_attached_anew": MAPS,
-    r"test_switched_off_nothing_is_left_on_a_device": MAPS,
-    r"test_cleaned_up_nothing_is_left_on_a_device": MAPS,
+    r"test_an_unknown_port_is_refused_by_a_bpf_program": MAPS,
+    r"test_an_unknown_external_port_is_refused_by_the_node": OTHER_PORTS,
+    r"test_a_device_added_later_is_served_and_forgotten_when_deleted": MAPS,
+    r"test_a_restart_attaches_no_hook_again": MAPS,
+    r"test_switching_the_packet_path_off_detaches_all_programs": MAPS,
+    r"test_cleanup_detaches_all_programs": MAPS,
     # tests/lab/traffic/test_local_mode.py
     r"test_which_clients_use_the_short_circuit\[none-": PODS,
     # tests/lab/traffic/test_datagrams.py
