@@ -1,4 +1,4 @@
-"""`kbpf inspect ...`: what the kernel holds, in pinned maps or in IPVS. The agent may be down."""
+"""`kbpf inspect ...`: shows pinned maps, or IPVS. The agent need not run."""
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kbpf.views.node import Locations
 
 app = typer.Typer(
-    no_args_is_help=True, help="Show what is programmed; works with the agent down.",
+    no_args_is_help=True, help="Show what is programmed. Works while the agent is down.",
     rich_markup_mode=None,
 )  # fmt: skip
 
@@ -39,7 +39,7 @@ def _show(page: Callable[[], str], output: Output, repeat: bool = False) -> None
         print(page())
         return
     if output in (Output.JSON, Output.YAML):
-        raise typer.BadParameter("it goes with a table only", param_hint="--watch")
+        raise typer.BadParameter("it requires -o table or wide", param_hint="--watch")
     from kbpf.cli.render import watch
 
     watch(page)
@@ -75,21 +75,21 @@ def _print_rows(
 
 
 def _read_pins(pin_dir: Path, parts: Part, state_dir: Path, device: str) -> Snapshot:
-    """For views of maps, hooks and devices."""
+    """Reads the pins, for views that exist in mode bpf only."""
     from kbpf.views import node
 
     return node.read_pins(_locations(pin_dir, state_dir, device), parts)
 
 
 def _print_note(text: str) -> None:
-    """What is not among the rows, for whoever sits before them: not into a pipe."""
+    """Prints a line about the rows to stderr, so that it does not get into a pipe."""
     if text:
         sys.stdout.flush()
         print(f"kbpf: {text}", file=sys.stderr)
 
 
 def _print_no_resources(count: int, output: Output, namespace: str = "") -> None:
-    """In kubectl's words."""
+    """Prints what kubectl prints for an empty list."""
     if not count and output in (Output.TABLE, Output.WIDE):
         sys.stdout.flush()
         scope = f" in {namespace} namespace" if namespace else ""
@@ -110,7 +110,7 @@ def _parse_address(text: str, option: str) -> Addr | None:
 
 
 class ConnectionState(StrEnum):
-    """views.connections.STATES, for typer."""
+    """views.packet_path.connections.STATES as an enum, because typer needs one."""
 
     NEW = "new"
     ESTABLISHED = "established"
@@ -120,7 +120,9 @@ class ConnectionState(StrEnum):
     UNPROVEN = "unproven"
 
 
-Limit = Annotated[int, typer.Option("--limit", min=0, metavar="N", help="At most so many; 0: all.")]
+Limit = Annotated[
+    int, typer.Option("--limit", min=0, metavar="N", help="Show at most N rows; 0: all.")
+]
 
 
 @app.command("services")
@@ -133,7 +135,7 @@ def services(
     state_dir: StateDir = DEFAULT.state_dir,
     ipvs_device: IpvsDevice = DEFAULT.ipvs_device,
 ) -> None:
-    """All Service ports: addresses, policies, how many backends."""
+    """List all Service ports: frontends, policies and number of backends."""
     from kbpf.views import services as view
 
     def select_rows(snapshot: Snapshot) -> Sequence[view.ServiceRow]:
@@ -152,22 +154,26 @@ def services(
 
 @app.command("service")
 def service(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Its name, or NAMESPACE/NAME.")],
-    namespace: Annotated[str, typer.Option("-n", "--namespace", help="Its namespace.")] = "",
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="The Service, as NAME or NAMESPACE/NAME.")
+    ],
+    namespace: Annotated[str, typer.Option("-n", "--namespace", help="Only this namespace.")] = "",
     output: OutputOption = Output.TABLE,
     config: ConfigFile = None,
     pin_dir: PinDir = DEFAULT.pin_dir,
     state_dir: StateDir = DEFAULT.state_dir,
     ipvs_device: IpvsDevice = DEFAULT.ipvs_device,
 ) -> None:
-    """One Service in full: its frontends, its backend sets, its backends."""
+    """Show one Service in detail: frontends, backend sets, backends, traffic."""
     from kbpf.cli import pages
     from kbpf.views import node
     from kbpf.views import service as view
 
     name_namespace = name.rpartition("/")[0]
     if name_namespace and namespace not in ("", name_namespace):
-        raise typer.BadParameter(f"{name} names another one", param_hint="--namespace")
+        raise typer.BadParameter(
+            f"{namespace} contradicts the namespace of {name}", param_hint="--namespace"
+        )
     details = view.build_details(
         node.read(_locations(pin_dir, state_dir, ipvs_device), view.NEEDS), name, namespace
     )
@@ -185,7 +191,7 @@ def backends(
     state_dir: StateDir = DEFAULT.state_dir,
     ipvs_device: IpvsDevice = DEFAULT.ipvs_device,
 ) -> None:
-    """All backends, and which Services use them."""
+    """List all backends, and the Services that use them."""
     from kbpf.views import backends as view
 
     _print_rows(
@@ -205,7 +211,7 @@ def affinity(
     state_dir: StateDir = DEFAULT.state_dir,
     ipvs_device: IpvsDevice = DEFAULT.ipvs_device,
 ) -> None:
-    """Which client is kept at which backend."""
+    """List session affinity: the backend that each client keeps, and for how long."""
     from kbpf.views import affinity as view
 
     rows = view.build_rows(_read_pins(pin_dir, view.NEEDS, state_dir, ipvs_device))
@@ -219,7 +225,7 @@ def connections(
         str, typer.Option("--service", metavar="NAMESPACE/NAME", help="Only to this Service.")
     ] = "",
     client: Annotated[
-        str, typer.Option("--client", metavar="ADDRESS", help="Only of this client.")
+        str, typer.Option("--client", metavar="ADDRESS", help="Only from this client.")
     ] = "",
     backend: Annotated[
         str, typer.Option("--backend", metavar="ADDRESS", help="Only to this backend.")
@@ -228,7 +234,7 @@ def connections(
         ConnectionState | None, typer.Option("--state", help="Only in this state.")
     ] = None,
     expired: Annotated[
-        bool, typer.Option("--expired", help="Also those whose time is over.")
+        bool, typer.Option("--expired", help="Include expired connections.")
     ] = False,
     limit: Limit = 0,
     output: OutputOption = Output.TABLE,
@@ -237,10 +243,11 @@ def connections(
     state_dir: StateDir = DEFAULT.state_dir,
     ipvs_device: IpvsDevice = DEFAULT.ipvs_device,
 ) -> None:
-    """The connections that the packet path or IPVS tracks: who, to whom, as whom, in which state.
+    """List the connections that the packet path or IPVS tracks: client, frontend, backend, the
+    source that the backend sees, and state.
 
-    Not shown: connections that the socket hooks translated. They cost nothing per packet, nobody
-    tracks them but the kernel itself, and `ss` lists them with their backends.
+    Connections that the socket hooks translated are not listed: only the kernel tracks them. `ss`
+    shows them with their backends.
     """
     from kbpf.views import node
     from kbpf.views.packet_path import connections as view
@@ -256,7 +263,7 @@ def connections(
     _print_note(page.notice)
     _print_note(_format_more(page.total, limit, "connections"))
     _print_note(
-        f"and {page.expired_count} whose time is over: --expired shows them"
+        f"and {page.expired_count} expired connections: --expired shows them"
         if page.expired_count
         else ""
     )
@@ -275,8 +282,8 @@ def nat(
     state_dir: StateDir = DEFAULT.state_dir,
     ipvs_device: IpvsDevice = DEFAULT.ipvs_device,
 ) -> None:
-    """Translated sources: as whom the node speaks for whom, and how many of its ports are in use
-    before each backend; `!` from 80 % on.
+    """List translated sources (SNAT), and how many ports of the node are in use for each backend;
+    `!` marks 80 % and more.
     """
     from kbpf.cli import pages
     from kbpf.views.packet_path import availability
@@ -302,9 +309,7 @@ def sources(
     state_dir: StateDir = DEFAULT.state_dir,
     ipvs_device: IpvsDevice = DEFAULT.ipvs_device,
 ) -> None:
-    """Who may dial the LoadBalancer VIPs that are not for everybody, and who counts as a pod of
-    this node.
-    """
+    """List LoadBalancer VIPs with source ranges, and which clients count as pods of this node."""
     from kbpf.cli import pages
     from kbpf.views import sources as view
     from kbpf.views.packet_path import availability
@@ -326,7 +331,7 @@ def devices(
     state_dir: StateDir = DEFAULT.state_dir,
     ipvs_device: IpvsDevice = DEFAULT.ipvs_device,
 ) -> None:
-    """Network devices: to other machines or to pods, which program each runs, and why not."""
+    """List network devices: role (host, pod or skipped), programs, and problems."""
     from kbpf.views.packet_path import availability
     from kbpf.views.packet_path import devices as view
 
@@ -347,7 +352,7 @@ def maps(
     state_dir: StateDir = DEFAULT.state_dir,
     ipvs_device: IpvsDevice = DEFAULT.ipvs_device,
 ) -> None:
-    """How full the maps are; `!` from 80 % on."""
+    """List the maps and how full they are; `!` marks 80 % and more."""
     from kbpf.views import maps as view
 
     snapshot = _read_pins(pin_dir, view.NEEDS, state_dir, ipvs_device)
@@ -362,7 +367,7 @@ def programs(
     state_dir: StateDir = DEFAULT.state_dir,
     ipvs_device: IpvsDevice = DEFAULT.ipvs_device,
 ) -> None:
-    """What is attached to each hook."""
+    """List the socket hooks and the program at each of them."""
     from kbpf.views import programs as view
 
     snapshot = _read_pins(pin_dir, view.NEEDS, state_dir, ipvs_device)
@@ -378,8 +383,9 @@ def status(
     state_dir: StateDir = DEFAULT.state_dir,
     ipvs_device: IpvsDevice = DEFAULT.ipvs_device,
 ) -> None:
-    """How the agent is doing. Ends with 1 unless it runs, has synced, all hooks are attached, all
-    Service ports are programmed and the packet path, if it is switched on, is on all its devices.
+    """Show the status of the agent. Exits with 0 if it runs, has synced, all hooks are attached,
+    all Service ports are programmed and the packet path, if it is on, is on all its devices;
+    otherwise with 1.
     """
     from kbpf.cli import pages
     from kbpf.views import node

@@ -1,4 +1,4 @@
-"""What is more than one table: a Service in full, and how the agent is doing."""
+"""The pages of `kbpf inspect` that are more than one table: service, status, nat and sources."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -23,7 +23,7 @@ from kbpf.views.status import StatusView
 
 
 def format_service(details: Iterable[ServiceDetail]) -> str:
-    """Each Service port: its policies, its frontends, its sets and who is in them."""
+    """Each Service port: policies, frontends, backend sets with their members, traffic."""
     return "\n\n".join("\n".join(_service_lines(detail)) for detail in details)
 
 
@@ -66,7 +66,7 @@ def _set_lines(name: str, sets: Sequence[SetRow]) -> Iterator[str]:
 
 
 def format_status(view: StatusView) -> str:
-    """The agent, its sources, its hooks, what is wrong, and what the programs counted."""
+    """The agent, its watches and threads, problems, the packet path, and the programs' counters."""
     parts = [render.format_facts(_agent_facts(view))]
     if view.sources:
         parts.append(render.format_table(view.sources, status_view.SOURCE_COLUMNS))
@@ -95,7 +95,7 @@ def _agent_facts(view: StatusView) -> Iterator[tuple[str, str]]:
     yield "agent", _format_running(view)
     if view.version:
         yield "node", view.node
-        requested = f", asked for: {view.mode_asked}" if view.mode_asked else ""
+        requested = f", requested: {view.mode_asked}" if view.mode_asked else ""
         yield "mode", f"{view.mode}{requested} (kbpf {view.version})"
         if view.mode_reason:
             yield "not bpf", f"{view.mode_reason}: {view.mode_why}"
@@ -103,16 +103,16 @@ def _agent_facts(view: StatusView) -> Iterator[tuple[str, str]]:
             "synced",
             "yes"
             if view.synced
-            else "no: not all sources have answered, or not all devices have the programs yet",
+            else "no: a source has not delivered a complete list, or a device has no programs yet",
         )
         refused = f"; {view.refused} of them NOT PROGRAMMED" if view.refused else ""
         yield "services", f"{view.services} ({view.service_ports} Service ports{refused})"
-        yield "applied", f"{view.applied} times, the last in {view.last_apply_ms:g} ms"
+        yield "applied", f"{view.applied} changes, the last one took {view.last_apply_ms:g} ms"
         yield "event to map", _format_latency(view)
     if view.packets is not None:
         missing = f"; missing: {', '.join(view.hooks_missing)}" if view.hooks_missing else ""
         yield "hooks", f"{view.hooks_attached} of {view.hooks} attached{missing}"
-        exempt = f", but for {view.exempt_cgroups} exempt cgroups" if view.exempt_cgroups else ""
+        exempt = f", except {view.exempt_cgroups} exempt cgroups" if view.exempt_cgroups else ""
         yield "socket-lb", f"{view.socket_lb}{exempt}"
     yield "pins" if view.packets is not None else "state", view.pin_dir
     if view.off:
@@ -130,58 +130,56 @@ def _packet_path_facts(view: PacketView) -> Iterator[tuple[str, str]]:
     failed_note = f", NOT on {view.failed_count}" if view.failed_count else ""
     yield "devices", f"{view.host_devices} host, {view.pod_devices} pod{failed_note}"
     alarm = " ! raise --max-connections" if view.alarm else ""
-    yield "connections", f"{view.connections}, room for {view.room}{alarm}"
-    yield "entries", f"{view.entries}, with closed ones and those whose time is over"
-    forgotten_note = ""
-    if view.forgotten:
-        forgotten_note = f"; {view.forgotten} have made room, or were begun anew"
-    yield "created", f"{view.created} since the counters began{forgotten_note}"
-    evicted = "streams of UDP that were in use, and had to make room for new connections"
+    yield "connections", f"{view.connections} of at most {view.room}{alarm}"
+    yield "entries", f"{view.entries}, including closed and expired connections"
+    forgotten_note = f"; {view.forgotten} no longer have an entry" if view.forgotten else ""
+    yield "created", f"{view.created} since the counters started{forgotten_note}"
+    evicted = "UDP streams in use, for new connections"
     yield "evicted", f"{view.evicted} {evicted}" if view.evicted else "0"
 
 
 def format_nat(view: NatView) -> str:
-    """Which addresses and ports sources are translated to, and how many are in use where."""
+    """The node's addresses and ports for SNAT, and how many ports are in use for each backend."""
     ports = f"{view.first_port} to {view.last_port} ({view.ports})" if view.ports else "none"
     facts_text = render.format_facts(
         (
-            ("node", ", ".join(view.addresses) or "no address"),
+            ("node addresses", ", ".join(view.addresses) or "none"),
             ("ports", ports),
-            ("no port found", f"{view.failures} times"),
+            ("no free port", f"{view.failures} packets dropped"),
         )
     )
     return f"{facts_text}\n\n{render.format_table(view.usage, nat_view.USAGE_COLUMNS)}"
 
 
 def format_sources(view: SourcesView, wide: bool = False) -> str:
-    """Who may dial what, and who is a pod."""
+    """The allowed client networks of Services, and which clients count as pods of this node."""
     facts_text = render.format_facts(
         (
-            ("not let in", f"{view.not_allowed} times"),
-            ("sockets", f"{view.left_alone} times left to the packet path"),
-            ("pods here", _format_pods(view)),
+            ("dropped", f"{view.not_allowed} packets from clients outside the source ranges"),
+            ("local sockets", f"{view.left_alone} connections left to the packet path"),
+            ("local pods", _format_pods(view)),
         )
     )
     return f"{facts_text}\n\n{render.format_table(view.services, sources_view.COLUMNS, wide)}"
 
 
 def _format_pods(view: SourcesView) -> str:
-    devices = f"what comes in by {view.local_devices} devices"
+    devices = f"clients behind {view.local_devices} devices"
     if not view.pods:
-        return f"{devices}; nobody is masqueraded before a ClusterIP for not being one"
+        return f"{devices}; ClusterIPs do not masquerade other clients"
     if view.pods == "networks":
-        return ", ".join(view.local_networks) or "no network"
+        return ", ".join(view.local_networks) or "no networks"
     return devices
 
 
 def _format_latency(view: StatusView) -> str:
     median, p99 = view.event_to_map_p50_ms, view.event_to_map_p99_ms
-    return f"{median:g} ms in the median, {p99:g} ms for 99 of 100" if p99 else "none yet"
+    return f"median {median:g} ms, 99th percentile {p99:g} ms" if p99 else "none yet"
 
 
 def _format_running(view: StatusView) -> str:
     if view.running_seconds is None or view.silent_seconds is None:
-        return "no word from it here that this version understands"
+        return "no status here that this version can read"
     if view.running:
         return f"running for {format_duration(view.running_seconds)} (pid {view.pid})"
-    return f"down: its last word was {format_duration(view.silent_seconds)} ago (pid {view.pid})"
+    return f"down: last status {format_duration(view.silent_seconds)} ago (pid {view.pid})"

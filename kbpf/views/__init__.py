@@ -1,1 +1,1 @@
-"""Rows that inspect shows, as values; nothing here prints or changes anything."""
+"""The rows that `kbpf inspect` shows, as values. Nothing here prints or changes anything."""

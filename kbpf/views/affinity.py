@@ -1,4 +1,4 @@
-"""Session affinity: which client is kept at which backend, since when and for how long."""
+"""Session affinity: each client's backend, how old the entry is, and when it expires."""
 
 from typing import Final
 
@@ -14,11 +14,14 @@ NEEDS: Final = Part.SERVICES | Part.AFFINITY
 
 
 class AffinityRow(msgspec.Struct, frozen=True):
-    """One client of one Service port.
+    """The affinity of one client to a backend of one Service port.
 
-    `client` is an address, "host", or the cookie of a pod's network namespace; `kind` says which.
-    `expires_seconds` is negative when its time is over (`expired`): the next connection chooses
-    anew, and the entry goes when room is needed. It is None when the Service is gone.
+    `kind` is ``address`` or ``netns``. `client` is accordingly an IP address, or the cookie of the
+    client's network namespace ("host" for the node's own).
+
+    `expires_seconds` is negative once the entry has expired (`expired`). The next connection then
+    chooses a backend again; the entry itself stays until the map evicts it. `expires_seconds` is
+    None if the Service no longer exists.
     """
 
     client: str
@@ -31,7 +34,7 @@ class AffinityRow(msgspec.Struct, frozen=True):
 
 
 def build_rows(snapshot: Snapshot) -> tuple[AffinityRow, ...]:
-    """All that is remembered, by Service, then client."""
+    """All affinity entries, sorted by Service, then by client."""
     timeouts = {value.id: value.affinity_timeout for value in snapshot.frontends.values()}
     affinity_rows = [
         _build_row(entry, timeouts.get(entry.service), snapshot) for entry in snapshot.affinity

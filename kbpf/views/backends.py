@@ -1,4 +1,4 @@
-"""Backends as the maps hold them, and which Services use each."""
+"""The backends in the maps, and the Services that use each of them."""
 
 from typing import Final
 
@@ -13,9 +13,10 @@ NEEDS: Final = Part.SERVICES
 
 
 class BackendRow(msgspec.Struct, frozen=True):
-    """A backend. `services` are the Service ports whose sets lead to it.
+    """A backend. `services` are the Service ports that have it in a backend set.
 
-    None: it is held for what is going on (UDP that it still serves) or is on its way out.
+    `services` is empty if no set contains the backend any more: it is kept for established flows
+    (UDP that it still serves), or is about to be deleted.
     """
 
     id: int
@@ -31,14 +32,14 @@ class BackendRow(msgspec.Struct, frozen=True):
 
 
 def format_service(key: ServicePortKey | None, service_id: int) -> str:
-    """``namespace/name:port``, or what is known of it."""
+    """``namespace/name:port``, or the bare id if `service_names` has no name for it."""
     if key is None:
         return f"id {service_id}, not named"
     return f"{key.service}:{key.port}" if key.port else str(key.service)
 
 
 def build_rows(snapshot: Snapshot) -> tuple[BackendRow, ...]:
-    """All backends, by address, port, protocol and id."""
+    """All backends, sorted by address, port, protocol and id."""
     users: dict[int, set[str]] = {}
     for value in snapshot.frontends.values():
         name = format_service(snapshot.names.get(value.id), value.id)

@@ -1,7 +1,7 @@
-"""How rows are shown in columns: what stands above, what stands in each cell, and who asks for it.
+"""The columns of a table: title, cell text, and whether only `-o wide` shows it.
 
-A view is a row type and its columns; `cli/render.py` turns the two into text, JSON or YAML, so
-all formats say the same.
+A view is a row type and its columns. `cli/render.py` turns both into a table, JSON or YAML, so all
+formats show the same data.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,9 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column. `text` gives a row's cell. `wide`: only with `-o wide`. `right`: numbers."""
+    """One column. `text` returns a row's cell. `wide`: shown with `-o wide` only. `right`: aligned
+    to the right, for numbers.
+    """
 
     title: str
     text: Callable[[Any], str]
@@ -20,7 +22,7 @@ class Column:
 
 
 def format_number(value: int | None) -> str:
-    """A number, or a dash where there is none."""
+    """The number, or ``-`` for None."""
     return "-" if value is None else str(value)
 
 
@@ -35,7 +37,7 @@ def format_host_port(address: str, port: int) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """A time as people say it, two units at most: ``3s``, ``4m05s``, ``2h03m``, ``5d01h``."""
+    """At most two units: ``3s``, ``4m05s``, ``2h03m``, ``5d01h``. Fractions are cut off."""
     total_seconds = int(seconds)
     if total_seconds < 60:
         return f"{total_seconds}s"
@@ -47,7 +49,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_size(count: int | None) -> str:
-    """Bytes as people say them: ``812B``, ``64KiB``, ``1.5MiB``."""
+    """``812B``, ``64KiB``, ``1.5MiB``; ``-`` for None."""
     if count is None:
         return "-"
     value = float(count)

@@ -1,8 +1,8 @@
-"""What an agent of mode ipvs has programmed, as the Snapshot that all views are made of.
+"""What an agent in mode ipvs has programmed, as a Snapshot, from which all views are built.
 
-Virtual services and their real servers are the kernel's; which Service each is of stands beside
-the agent's status in its state folder, for the kernel has no room for names. Ids are made up: there
-are none. Works with the agent down.
+Virtual services and real servers are read from the kernel. The kernel cannot store Service names,
+so these come from the agent's state folder, which also has its status. IPVS has no ids for
+Services, sets and backends; they are numbered here. All of it works while the agent is down.
 """
 
 import contextlib
@@ -34,25 +34,25 @@ from kbpf.views.backends import format_service
 from kbpf.views.packet_path.connections import ConnectionQuery, ConnectionRow, service_ids
 
 ServersByService = Mapping[VirtualService, Sequence[RealServerStatus]]
-"""What the kernel has."""
+"""The real servers of each virtual service in the kernel."""
 
 
 def read_status(folder: Path) -> AgentStatus | None:
-    """The agent's last words; None where none of mode ipvs has spoken."""
+    """The status that the agent last wrote; None if no agent in mode ipvs has written one."""
     with contextlib.suppress(OSError):
         return decode((folder / statefile.STATUS_FILE).read_bytes())
     return None
 
 
 def read(folder: Path) -> Snapshot:
-    """What is there of the agent with this state folder, in the caller's network namespace.
-    NotFoundError when there was none.
+    """Reads the state of the agent with this state folder, in the caller's network namespace.
+    NotFoundError if the folder has no status.
     """
     agent_status = read_status(folder)
     if agent_status is None:
         raise NotFoundError(
-            "no agent of mode ipvs has been here", str(folder),
-            "is `kbpf run` running on this node, and with this --state-dir and --ipvs-device?",
+            "no agent in mode ipvs has written a status", str(folder),
+            "is `kbpf run` running on this node, with this --state-dir and --ipvs-device?",
         )  # fmt: skip
     ipvs_snapshot = build_snapshot(folder, statefile.read_services(folder), _read_servers())
     return replace(ipvs_snapshot, status=agent_status, agent_alive=is_alive(agent_status.pid))
@@ -69,12 +69,12 @@ def _read_servers() -> ServersByService:
         }
 
 
-# ---- one value -----------------------------------------------------------------------------------
+# ---- the snapshot --------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
 class _IdAllocator:
-    """Made up, from 1 on, in the order of asking."""
+    """Numbers sets and backends from 1, in the order in which they are first seen."""
 
     backends: dict[Backend, int] = field(default_factory=dict)
     sets: dict[tuple[int, ...], int] = field(default_factory=dict)
@@ -82,7 +82,9 @@ class _IdAllocator:
     def allocate_set(
         self, owner: int, loads: Iterable[RealServerStatus], protocol: Protocol
     ) -> tuple[int, int]:
-        """The id and the size of a set; 0 for an empty one. A weight is a number of slots."""
+        """The id of a set and its number of slots; (0, 0) for an empty set. A real server has as
+        many slots as its weight.
+        """
         slots = [
             self._allocate_backend(Backend(load.server.address, load.server.port, protocol))
             for load in loads
@@ -99,7 +101,7 @@ class _IdAllocator:
 def build_snapshot(
     folder: Path, states: Iterable[ServiceState], servers: ServersByService
 ) -> Snapshot:
-    """What serves these Service ports, by what the kernel holds."""
+    """The snapshot for these Service ports, with the real servers that the kernel has for them."""
     states = sorted(states, key=lambda state: state.key)
     exact_addresses = {f.at for s in states for f in s.frontends}
     by_port: dict[tuple[Protocol, int], list[VirtualService]] = {}
@@ -129,7 +131,9 @@ def build_snapshot(
 def _find_virtual_service(
     frontend: Frontend, by_port: Mapping[tuple[Protocol, int], list[VirtualService]], family: int
 ) -> VirtualService | None:
-    """A NodePort's is that of any of the node's addresses: they are all the same."""
+    """The virtual service of a frontend. For a NodePort any node address will do: the virtual
+    services of all node addresses have the same real servers.
+    """
     address = frontend.at
     if frontend.kind is not FrontendKind.NODE_PORT:
         return VirtualService(address.protocol, address.address, address.port)
@@ -172,13 +176,13 @@ STATE_NAMES: Final = {
     "COOKIE_ECHOED": "new", "SHUTDOWN_SENT": "closing", "SHUTDOWN_RECEIVED": "closing",
     "SHUTDOWN_ACK_SENT": "closing", "REJECTED": "closed",
 }  # fmt: skip
-"""IPVS' words in ours (views.connections.STATES)."""
+"""The kernel's names for IPVS connection states → names in connections.STATES."""
 
 
 def connection_rows(
     folder: Path, query: ConnectionQuery = ALL_CONNECTIONS
 ) -> tuple[ConnectionRow, ...]:
-    """The connections of IPVS that are wanted, by Service, then client."""
+    """The IPVS connections that match the query, sorted by Service, then by client."""
     return build_rows(read(folder), list_connections(), query)
 
 
@@ -187,7 +191,7 @@ def build_rows(
     ipvs_connections: Iterable[IpvsConnection],
     query: ConnectionQuery = ALL_CONNECTIONS,
 ) -> tuple[ConnectionRow, ...]:
-    """Those that are wanted. NotFoundError for a Service that is not programmed."""
+    """The rows that match the query. NotFoundError if its Service is not programmed."""
     allowed_ids = service_ids(snapshot, query.service) if query.service else None
     selected = []
     for connection in ipvs_connections:
@@ -205,7 +209,7 @@ def build_rows(
 
 
 def _owning_service_id(snapshot: Snapshot, connection: IpvsConnection) -> int:
-    """The id of its Service; 0 for one of others."""
+    """The id of the connection's Service; 0 if its virtual service is not ours."""
     address, port = connection.frontend
     wildcard = ANY4 if "." in format_addr(address) else ANY6
     for candidate in (address, wildcard):
@@ -230,6 +234,6 @@ def _build_row(connection: IpvsConnection, service: str) -> ConnectionRow:
         expired=False,
         lost=(),
         replaced=False,
-        way="ipvs",
+        path="ipvs",
         device="",
     )

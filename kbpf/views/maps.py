@@ -1,4 +1,4 @@
-"""The maps: how full, how big, and what each is for."""
+"""The maps: entries, capacity, memory and purpose of each."""
 
 from typing import Final
 
@@ -23,53 +23,56 @@ TYPE_NAMES: Final = {
 }
 
 PURPOSE: Final = {
-    "services": "address that clients dial → Service port and its backend sets",
-    "service_names": "Service port id → name; for people, programs never read it",
-    "backend_slots": "place in a backend set → backend id",
+    "services": "frontend → Service port and its backend sets",
+    "service_names": "Service port id → name; for display only, no program reads it",
+    "backend_slots": "slot of a backend set → backend id",
     "backends": "backend id → address and port",
-    "set_members": "who is in a set, for Services with session affinity",
-    "affinity": "client and Service → backend it is kept at; full: the oldest goes",
-    "affinity_shares": "client → how many entries of affinity it has, which has a limit",
-    "zero_counts": "what a new entry of counts is a copy of",
-    "counts": "Service and backend → what their connections came to",
-    "sock_peers": "connected socket → frontend and backend; of each socket its own",
-    "former_peers": "connected UDP socket → its peer before it connected again, which may fail",
-    "udp_flows": "unconnected UDP socket → frontends and backends; of each socket its own",
-    "udp_cuts": "Service and UDP backend → since when it serves no more",
+    "set_members": "members of a backend set, for Services with session affinity",
+    "affinity": "client and Service → backend; full: the oldest entry is evicted",
+    "affinity_shares": "client → number of its entries in affinity, which is limited",
+    "zero_counts": "initial value of an entry of counts",
+    "counts": "Service and backend → totals of their connections",
+    "sock_peers": "connected socket → frontend and backend; stored with the socket",
+    "former_peers": "UDP socket that connects again → its previous peer, in case that fails",
+    "udp_flows": "unconnected UDP socket → frontends and backends; stored with the socket",
+    "udp_cuts": "Service and UDP backend → when the backend stopped serving",
     "node_addresses": "addresses of this node that serve NodePorts",
-    "cluster_ips": "ClusterIPs, of which a port that no Service has is refused",
-    "frontend_ports": "ports that some Service has: everything else passes after one look-up",
-    "agent_sockets": "the agent's connections to the API server, for which only ClusterIPs count",
+    "cluster_ips": "ClusterIPs, where a port that no Service defines is refused",
+    "frontend_ports": "ports of all frontends: everything else passes after one look-up",
+    "agent_sockets": "the agent's connections to the API server: only ClusterIPs are translated",
     "exempt_cgroups": "cgroups whose processes the socket hooks leave alone",
-    "local_networks": "packet path: clients that count as pods of this node",
-    "source_ranges": "who may dial a LoadBalancer VIP or a NodePort that is not for everybody",
-    "flows": "packet path: both ends of a packet → how it is translated; full: see order",
-    "flow_queue": "packet path: connections, the oldest first; full: one that is not needed goes",
-    "flow_count": "packet path: how many connections are in that order",
-    "fragments": "packet path: ports of datagrams that come in fragments",
-    "port_slots": "packet path: which CPU decides about a port of the node, and fruitless searches",
-    "refusal_limits": "packet path: how many ICMP errors and RSTs refuse, a second and at once",
-    "refused_peers": "packet path: clients that got ICMP errors, and until when that counts",
-    "new_flows_paused_until": "packet path: until when no flow begins, during a change of maps",
-    "foreign_flows": "packet path: connections that another data plane got while it served",
-    "devices": "packet path: devices, and on which side of the node they are",
-    "device_cache": "packet path: remainder of an ifindex → one of those devices",
-    "flow_scratch": "packet path: the connection that is being made, on each CPU",
-    "node": "packet path: the node's own addresses and ports for translated sources",
+    "local_networks": "packet path: networks of clients that count as pods of this node",
+    "source_ranges": "Service and client networks that may use its LoadBalancer VIPs or NodePorts",
+    "flows": "packet path: both ends of a packet → its translation; full: see flow_queue",
+    "flow_queue": "packet path: connections, oldest first; full: an expendable one is evicted",
+    "flow_count": "packet path: number of connections in flow_queue",
+    "fragments": "packet path: ports of fragmented datagrams, for their later fragments",
+    "port_slots": "packet path: locks for choosing SNAT ports, and the last search without result",
+    "refusal_limits": "packet path: rate limits of ICMP errors and RSTs",
+    "refused_peers": "packet path: address → its rate limit of ICMP errors",
+    "new_flows_paused_until": "packet path: when new flows may begin again after a change of maps",
+    "foreign_flows": "packet path: connections that another data plane serves",
+    "devices": "packet path: ifindex → role (host or pod), link header and addresses",
+    "device_cache": "packet path: ifindex modulo the size → an entry of devices",
+    "flow_scratch": "packet path: the connection that is being created, on each CPU",
+    "node": "packet path: the node's addresses and ports for SNAT",
     "config": "settings that the programs read",
-    "reasons": "what the programs decided, counted",
-    "meta": "ids to give out next",
-    "agent_status": "the agent's own words",
+    "reasons": "counters of the programs' decisions, by reason",
+    "meta": "the next free ids",
+    "agent_status": "the agent's status and heartbeat",
 }
 
 
 class MapRow(msgspec.Struct, frozen=True):
-    """A map. `entries` is None where nobody knows how many are used (arrays and queues have all of
-    theirs from the beginning), and `fill_percent` where fullness means nothing.
+    """A map. `room` is its max_entries.
 
-    `bytes` is None where the kernel does not say. `alarm`: 80 % or more is used. An LRU map may
-    well stay full; then what was used least recently is forgotten early. Not of `flows`, whose
-    entries stay until their room is needed: `inspect status` has its alarm.
+    `entries` is None if the number of used entries is unknown (the entries of arrays and queues
+    exist from the start), and `fill_percent` is None if it would be meaningless. `bytes` is None if
+    the kernel does not report it.
+
+    `alarm`: 80 % or more are used. An LRU map may stay full: it then evicts the least recently used
+    entries early. `flows` never has this alarm, because its expired entries stay until their space
+    is needed; `inspect status` has the alarm for it.
     """
 
     name: str
@@ -83,7 +86,7 @@ class MapRow(msgspec.Struct, frozen=True):
 
 
 def build_rows(snapshot: Snapshot) -> tuple[MapRow, ...]:
-    """All maps, in the order in which a connection meets them."""
+    """All maps, in the order in which a connection uses them."""
     return tuple(map(_build_row, snapshot.maps))
 
 
@@ -113,8 +116,8 @@ COLUMNS: Final = (
     Column("NAME", lambda m: m.name),
     Column("TYPE", lambda m: m.type),
     Column("ENTRIES", lambda m: format_number(m.entries), right=True),
-    Column("ROOM", lambda m: format_number(m.room), right=True),
+    Column("MAX-ENTRIES", lambda m: format_number(m.room), right=True),
     Column("FILL", _format_fill, right=True),
     Column("BYTES", lambda m: format_size(m.bytes), right=True),
-    Column("FOR", lambda m: m.purpose),
+    Column("PURPOSE", lambda m: m.purpose),
 )

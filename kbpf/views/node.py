@@ -1,7 +1,7 @@
-"""What serves on this node, whichever mode it is in.
+"""The data plane of this node, in whichever mode.
 
-Two agents' traces may be there while one mode follows the other: then the one that spoke last is
-shown.
+While one mode replaces the other, both may have left state behind. The one whose agent wrote its
+status last is shown.
 """
 
 from collections.abc import Iterable
@@ -20,44 +20,44 @@ from kbpf.views.packet_path.connections import ConnectionQuery, ConnectionRow
 
 @dataclass(frozen=True, slots=True)
 class Locations:
-    """The folders of the agent: of pins in mode bpf, of its state in mode ipvs."""
+    """The agent's folders: `pin_dir` in mode bpf, `state_dir` in mode ipvs."""
 
     pin_dir: Path
     state_dir: Path
 
 
 def is_ipvs(locations: Locations) -> bool:
-    """Whether the agent that spoke last is one of mode ipvs."""
+    """Whether the agent that wrote its status last is in mode ipvs."""
     ipvs_status = ipvs.read_status(locations.state_dir)
     if ipvs_status is None:
         return False
     try:
         bpf_status = snapshot.read(locations.pin_dir, Part.STATUS).status
-    except KbpfError:  # nothing is pinned, or nothing that this version understands
+    except KbpfError:  # nothing is pinned, or another version pinned it
         return True
     return bpf_status is None or ipvs_status.heartbeat >= bpf_status.heartbeat
 
 
 def read(locations: Locations, parts: Part) -> Snapshot:
-    """What is programmed. NotFoundError when no agent has been here."""
+    """Reads what is programmed, in either mode. NotFoundError if no agent has run on this node."""
     if is_ipvs(locations):
         return ipvs.read(locations.state_dir)
     return snapshot.read(locations.pin_dir, parts)
 
 
 def read_pins(locations: Locations, parts: Part) -> Snapshot:
-    """For what there is in mode bpf only: NotFoundError says so in the other one."""
+    """Reads what exists in mode bpf only. NotFoundError if the node is in mode ipvs."""
     if is_ipvs(locations):
         raise NotFoundError(
-            "the agent of this node is in mode ipvs, which has nothing of that kind",
-            str(locations.state_dir), "`kbpf inspect services` and `connections` show what it has",
+            "the agent of this node is in mode ipvs, which does not have this",
+            str(locations.state_dir), "use `kbpf inspect services`, `connections` or `status`",
         )  # fmt: skip
     return snapshot.read(locations.pin_dir, parts)
 
 
 class ConnectionPage(NamedTuple):
-    """Connections: at most `limit` of `total` rows; `over`: how many more there are whose time is
-    over; `words`: why there may be none, "" if nothing is wrong.
+    """The first rows of `total` matching connections. `expired_count`: how many expired ones were
+    left out. `notice`: why there may be none, or "".
     """
 
     rows: Iterable[ConnectionRow]
@@ -69,7 +69,7 @@ class ConnectionPage(NamedTuple):
 def find_connections(
     locations: Locations, query: ConnectionQuery, limit: int = 0
 ) -> ConnectionPage:
-    """Those that are wanted; limit 0: all."""
+    """The connections that match the query, at most `limit` of them; 0: all."""
     if is_ipvs(locations):
         rows = ipvs.connection_rows(locations.state_dir, query)
         return ConnectionPage(rows[: limit or None], len(rows), 0, "")

@@ -1,4 +1,4 @@
-"""The hooks: which program each runs, for which cgroup, and what keeps it there."""
+"""The socket hooks: the program, link and cgroup of each, and whether they are pinned."""
 
 from typing import Final
 
@@ -13,9 +13,14 @@ NEEDS: Final = Part.HOOKS
 
 
 class ProgramRow(msgspec.Struct, frozen=True):
-    """A hook. `state` is ``attached``, ``missing`` (no link is pinned), ``off`` (none is wanted:
-    --socket-lb off; or it only counts, and --accounting is not full or the kernel cannot) or
-    ``detached`` (its cgroup was removed). `cgroup` is "" when its folder is not visible from here.
+    """A hook.
+
+    `state`: ``attached``; ``missing``: no link is pinned; ``detached``: its cgroup was removed;
+    ``off``: the hook is not needed. A hook is not needed with --socket-lb off, or if it only counts
+    and --accounting is not full or the kernel does not support it.
+
+    `cgroup` is "" if its folder is not visible in this mount namespace. `pinned`: the program,
+    apart from its link, is pinned.
     """
 
     hook: str
@@ -32,12 +37,12 @@ class ProgramRow(msgspec.Struct, frozen=True):
 
 
 def build_rows(snapshot: Snapshot) -> tuple[ProgramRow, ...]:
-    """One row for every hook there is, missing ones included."""
+    """One row per hook, including missing ones."""
     return tuple(_build_row(facts, snapshot.socket_lb) for facts in snapshot.hooks)
 
 
 def hook_state(facts: HookFacts, mode: SocketLb) -> str:
-    """In one word."""
+    """One of the states of ProgramRow."""
     if facts.link is None:
         return "off" if mode is SocketLb.OFF or facts.hook.only_counts else "missing"
     return "attached" if facts.attached else "detached"

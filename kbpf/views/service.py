@@ -1,4 +1,4 @@
-"""One Service in full: every frontend, every backend set, and how much each backend gets."""
+"""One Service in detail: its frontends, backend sets, and the share and traffic of each backend."""
 
 import difflib
 from collections import Counter
@@ -20,14 +20,15 @@ from kbpf.views.services import FrontendRow, ServiceRow, build_rows
 NEEDS: Final = SERVICES | Part.TRAFFIC
 
 TCP_ONLY: Final = frozenset(("unanswered", "broken", "retransmits", "rtts"))
-"""Numbers of Totals that other protocols do not have: nobody says how their connections end."""
+"""Fields of ConnectionStats that exist for TCP only: other protocols do not signal how a connection
+ended."""
 
 __all__ = ["NEEDS", "ServiceDetail", "build_details"]
 
 
 class SetMemberRow(msgspec.Struct, frozen=True):
-    """A backend of a set: its first slot, how many it has, and what part of all that is (0 to 1).
-    An address of "" means that the backend is missing.
+    """A backend of a set. `index` is its first slot, `slots` how many it has, `share` their part of
+    the set (0 to 1). `address` is "" if the slots have a backend id that does not exist.
     """
 
     index: int
@@ -39,7 +40,7 @@ class SetMemberRow(msgspec.Struct, frozen=True):
 
 
 class SetRow(msgspec.Struct, frozen=True):
-    """A backend set. `size`: its slots; `missing`: those that lead to no backend and should."""
+    """A backend set. `size`: number of slots. `missing`: slots without an existing backend."""
 
     id: int
     size: int
@@ -48,11 +49,14 @@ class SetRow(msgspec.Struct, frozen=True):
 
 
 class TrafficRow(msgspec.Struct, frozen=True):
-    """A backend, and what connections to it came to since counting began; bytes of a connection
-    through a socket count when it ends. `backend` is an address, ``none`` for connections that got
-    none, ``gone`` for backends that are no more. `open`: open connections. `refused`: since no
-    backend would do. `unanswered` and `broken` are known of TCP, as are `retransmits` and
-    `round_trip_ms`, the mean of `round_trips` connections. None: it is not counted.
+    """Totals of the connections to one backend since counting began. None: not counted.
+
+    `backend` is ``address:port``; ``none``: connections that got no backend; ``gone``: the sum of
+    backends that no longer exist; ``all``: the sum of all backends, if the Service has one entry
+    for them. `open`: connections that are open now. `refused`: no backend was available.
+    `unanswered`, `broken`, `retransmits` and `round_trip_ms` exist for TCP only; `round_trip_ms` is
+    the mean over `round_trips` connections. Bytes of a connection that a socket hook translated are
+    added when it ends.
     """
 
     id: int
@@ -70,8 +74,9 @@ class TrafficRow(msgspec.Struct, frozen=True):
 
 
 class ServiceDetail(msgspec.Struct, frozen=True):
-    """One Service port with the backends behind it. Several sets of one kind: it is being changed
-    just now. `not_counted`: numbers of `traffic` that the present --accounting leaves out.
+    """One Service port with its backends. There are several `cluster` or `local` sets only while
+    the Service is being changed: its frontends flip one after the other. `not_counted`: fields of
+    `traffic` that the present --accounting does not count.
     """
 
     service: ServiceRow
@@ -82,8 +87,8 @@ class ServiceDetail(msgspec.Struct, frozen=True):
 
 
 def build_details(snapshot: Snapshot, name: str, namespace: str = "") -> tuple[ServiceDetail, ...]:
-    """All ports of the Services with this name (``name`` or ``namespace/name``), in any namespace
-    unless one is said. NotFoundError names the nearest ones.
+    """All ports of the Services with this name (``name`` or ``namespace/name``), in all namespaces
+    unless one is given. The NotFoundError suggests similar names.
     """
     if "/" in name:
         namespace, _, name = name.partition("/")
@@ -117,11 +122,11 @@ def _suggest(name: str, all_rows: Iterable[ServiceRow]) -> str:
     ]
     if suggestions:
         return f"did you mean {' or '.join(suggestions[:5])}?"
-    return "`kbpf inspect services` lists all" if by_name else "no Service is"
+    return "`kbpf inspect services` lists all" if by_name else "no Service is programmed at all"
 
 
 def _build_detail(row: ServiceRow, snapshot: Snapshot, backend_ids: Iterable[int]) -> ServiceDetail:
-    """`used`: the ids of backends that it has, or had, connections to."""
+    """`backend_ids`: the backends that the Service port has, or had, connections to."""
     cluster = {f.cluster_set: f.cluster_size for f in row.frontends if f.cluster_set}
     local = {f.local_set: f.local_size for f in row.frontends if f.local_set}
     return ServiceDetail(
@@ -191,9 +196,9 @@ def _member_row(
 
 def _frontend_notes(row: FrontendRow) -> Iterator[str]:
     if row.nowhere:
-        yield "answers nowhere: no address of this node is in nodePortAddresses"
+        yield "not served: no address of this node matches nodePortAddresses"
     if row.restricted:
-        yield "source ranges: not for sockets"
+        yield "source ranges apply: left to the packet path"
 
 
 FRONTEND_COLUMNS: Final = (
@@ -226,7 +231,7 @@ TRAFFIC_COUNTERS: Final = {
     "retransmits": Column("RETRANSMITS", lambda t: format_number(t.retransmits), right=True),
     "rtts": Column("ROUND-TRIP", lambda t: _format_milliseconds(t.round_trip_ms), right=True),
 }
-"""Numbers of Totals, and the columns that show them: `--accounting` says which are counted."""
+"""Fields of ConnectionStats → their columns. `--accounting` decides which are counted."""
 
 TRAFFIC_COLUMNS: Final = (
     Column("BACKEND", lambda t: t.backend),

@@ -1,4 +1,4 @@
-"""Services as the maps hold them: one row per Service port and family."""
+"""The Services in the maps: one row per Service port and IP family."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
@@ -18,10 +18,11 @@ POLICY_NAMES: Final = {False: "Cluster", True: "Local"}
 
 
 class FrontendRow(msgspec.Struct, frozen=True):
-    """An address that clients dial. `kind` is why; a NodePort's address is the family's wildcard.
+    """A frontend. `kind` is ``ClusterIP``, ``ExternalIP``, ``LoadBalancer``, ``NodePort`` or
+    ``unknown``; the address of a NodePort is the family's wildcard.
 
-    `restricted`: source ranges apply, so socket hooks leave it alone. `nowhere`: a NodePort that no
-    address of this node serves. The sets are ids, 0: empty.
+    `restricted`: source ranges apply, so the socket hooks leave it alone. `nowhere`: a NodePort
+    that no address of this node serves. `cluster_set` and `local_set` are ids; 0: an empty set.
     """
 
     address: str
@@ -44,9 +45,10 @@ class FrontendRow(msgspec.Struct, frozen=True):
 
 
 class ServiceRow(msgspec.Struct, frozen=True):
-    """A Service port in one family. `backends_local` is None where no policy asks for a local set.
+    """A Service port in one IP family.
 
-    `affinity_seconds` 0: none. `name` is "" for frontends that no Service is named for.
+    `backends_local` is None if neither traffic policy is Local. `affinity_seconds` is 0 without
+    session affinity. `name` is "" if `service_names` has no entry for the id; `family` is then 0.
     """
 
     namespace: str
@@ -73,7 +75,7 @@ EntriesByService = Mapping[int, list[tuple[FrontendAddress, ServiceValue]]]
 
 
 def build_rows(snapshot: Snapshot) -> tuple[ServiceRow, ...]:
-    """All Service ports, by name; frontends that nobody owns come last."""
+    """All Service ports, sorted by name; those without a name come last."""
     entries = _by_service(snapshot)
     service_rows = [
         _build_row(service_id, snapshot, entries.get(service_id, []))
@@ -126,8 +128,8 @@ def _build_row(
 def _largest_set_size(
     id_sizes: Iterable[tuple[int, int]], sets: Mapping[int, Mapping[int, int]]
 ) -> int:
-    """Backends of the largest of these sets (id, slots): there may be fewer than slots. A slot
-    that is missing counts as one.
+    """The number of backends in the largest of these sets, given as (id, slots). A backend may have
+    several slots and counts once; a missing slot counts as a backend.
     """
     slots = ((sets.get(set_id, {}), size) for set_id, size in id_sizes)
     return max((len(set(s.values())) + max(0, size - len(s)) for s, size in slots), default=0)
@@ -172,7 +174,7 @@ def _format_frontends(row: ServiceRow) -> str:
 def _format_frontend(row: FrontendRow) -> str:
     if row.kind == "ClusterIP":
         return row.text
-    return f"{row.text} ({row.kind}{', answers nowhere' if row.nowhere else ''})"
+    return f"{row.text} ({row.kind}{', not served' if row.nowhere else ''})"
 
 
 def _format_backends(row: ServiceRow) -> str:

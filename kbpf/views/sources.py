@@ -1,4 +1,4 @@
-"""Who may dial what: loadBalancerSourceRanges, and who counts as a pod of this node."""
+"""Client addresses: loadBalancerSourceRanges, and which clients count as pods of this node."""
 
 from collections.abc import Iterable
 from typing import Final
@@ -16,8 +16,10 @@ NEEDS: Final = Part.SERVICES | Part.RANGES | Part.PACKETS | Part.STATUS
 
 
 class SourcesRow(msgspec.Struct, frozen=True):
-    """A Service port whose LoadBalancer VIPs are not for everybody. `ranges` is empty when nobody
-    may dial them; `addresses` are the VIPs, empty when ranges are left over from one that has none.
+    """A Service port whose LoadBalancer VIPs have source ranges. `addresses` are the VIPs.
+
+    `ranges` is empty if no client is allowed. `addresses` is empty if ranges are left in the map of
+    a Service port that has no VIPs.
     """
 
     service: str
@@ -27,12 +29,13 @@ class SourcesRow(msgspec.Struct, frozen=True):
 
 
 class SourcesView(msgspec.Struct, frozen=True):
-    """`not_allowed`: packets that began no connection, since their client is in no range.
-    `left_alone`: connections by sockets of this node to such VIPs; the packet path decides.
+    """`not_allowed`: packets that were dropped because the client is outside the source ranges.
+    `left_alone`: connections from sockets of this node to such VIPs, which the socket hooks left to
+    the packet path.
 
-    `pods`: by what a client counts as a pod of this node where a ClusterIP masquerades all others:
-    ``devices``, ``networks``, or "" where none is asked. `local_networks`: these networks;
-    `local_devices`: how many devices pods' packets come in by.
+    `pods`: how clients are recognised as pods of this node (detectLocalMode), because a ClusterIP
+    masquerades all others: by ``devices``, by ``networks``, or "" if no such distinction is made.
+    `local_networks`: these networks. `local_devices`: number of devices that lead to pods.
     """
 
     not_allowed: int
@@ -50,7 +53,7 @@ def format_cidr(cidr: Cidr) -> str:
 
 
 def build_view(snapshot: Snapshot) -> SourcesView:
-    """All of it."""
+    """The whole page, with the Service ports sorted by name."""
     node = snapshot.node
     return SourcesView(
         not_allowed=snapshot.reasons.get(Reason.NOT_ALLOWED, 0),
@@ -93,6 +96,6 @@ def _build_rows(snapshot: Snapshot) -> Iterable[SourcesRow]:
 COLUMNS: Final = (
     Column("SERVICE", lambda r: r.service),
     Column("VIPS", lambda r: ", ".join(r.addresses) or "-"),
-    Column("ALLOWED", lambda r: ", ".join(r.ranges) or "nobody"),
+    Column("ALLOWED", lambda r: ", ".join(r.ranges) or "none"),
     Column("FAMILY", lambda r: f"IPv{r.family}" if r.family else "-", wide=True),
 )

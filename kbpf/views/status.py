@@ -1,4 +1,4 @@
-"""How the agent of a node is doing, by its own words, and by what is there without it."""
+"""The status of a node: what the agent reported last, and what the kernel holds without it."""
 
 from typing import Final
 
@@ -16,22 +16,23 @@ from kbpf.views.programs import hook_state
 NEEDS: Final = Part.STATUS | Part.HOOKS | availability.NEEDS
 
 HEARTBEAT_TIMEOUT_S: Final = 10.0
-"""The agent writes every 2 s; without a word for this long it is taken as down."""
+"""The agent writes its status every 2 s. After this long without one it counts as down."""
 
 
 DOWN_STATE_PREFIX: Final = "was "
-"""Before the state of a watch whose agent is down."""
+"""Precedes the state of a watch if the agent is down."""
 
 
 class StatusView(msgspec.Struct, frozen=True):
-    """One agent. `ok`: it runs, has synced, every hook that is wanted is attached, no Service port
-    is refused, the last change was written, and the packet path is on every device that asks for
-    it, if it is switched on.
+    """The status of one agent.
 
-    `running_seconds` is since its start; `silent_seconds` since its last word. Both are None when
-    no agent ever wrote a word here. `counters` are by reason, over all CPUs. `mode_reason` and
-    `mode_why`: why --mode auto could not take BPF, "" if it has. Mode ipvs has no hooks, no
-    counters and no packet path (`packets` None).
+    `ok`: the agent runs and has synced, all needed hooks are attached, no Service port is refused,
+    the last change was written, and the packet path, if it is on, is attached to all its devices.
+
+    `running_seconds` is the time since the agent's start, `silent_seconds` since its last status.
+    Both are None if there is no status. `mode_reason` and `mode_why`: why --mode auto could not use
+    BPF, or "". `counters` are sums over all CPUs, by reason. Mode ipvs has no hooks, no counters
+    and no packet path (`packets` is None).
     """
 
     ok: bool
@@ -70,7 +71,7 @@ class StatusView(msgspec.Struct, frozen=True):
 
 
 def build_view(snapshot: Snapshot) -> StatusView:
-    """All of it. What the agent said last stands, with `running` false, when it is down."""
+    """The whole page. If the agent is down, `running` is false and the rest is its last status."""
     agent_status = snapshot.status
     silence = snapshot.boottime - agent_status.heartbeat if agent_status else None
     running = silence is not None and silence < HEARTBEAT_TIMEOUT_S and snapshot.agent_alive
@@ -138,7 +139,7 @@ def build_view(snapshot: Snapshot) -> StatusView:
 
 
 def _source(source: SourceView, running: bool) -> SourceView:
-    """Of an agent that is down: what the watch did when it spoke last."""
+    """Marks the state as past if the agent is down."""
     if running:
         return source
     return msgspec.structs.replace(source, state=f"{DOWN_STATE_PREFIX}{source.state}")
@@ -154,19 +155,19 @@ SOURCE_COLUMNS: Final = (
     Column(
         "SYNCED", lambda s: "-" if s.state.startswith(DOWN_STATE_PREFIX) else format_bool(s.synced)
     ),
-    Column("VERSION", lambda s: s.resource_version or "-"),
+    Column("RESOURCE-VERSION", lambda s: s.resource_version or "-"),
     Column("ERROR", lambda s: s.error or "-"),
 )
 
 THREAD_COLUMNS: Final = (
     Column("THREAD", lambda t: t.name),
     Column("STATE", lambda t: t.problem or ("running" if t.alive else "ended")),
-    Column("LAST PROGRESS", lambda t: f"{format_duration(t.idle_seconds)} ago", right=True),
+    Column("LAST-PROGRESS", lambda t: f"{format_duration(t.idle_seconds)} ago", right=True),
     Column("RESTARTS", lambda t: format_number(t.restarts), right=True),
 )
 
 COUNTER_COLUMNS: Final = (
     Column("REASON", lambda c: c[0]),
     Column("COUNT", lambda c: format_number(c[1]), right=True),
-    Column("MEANS", lambda c: describe(Reason[c[0].upper()])),
+    Column("MEANING", lambda c: describe(Reason[c[0].upper()])),
 )

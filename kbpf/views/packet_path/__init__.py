@@ -1,1 +1,1 @@
-"""Views of the packet path: connections, translated sources, devices."""
+"""Views of the packet path: availability, connections, SNAT, devices."""

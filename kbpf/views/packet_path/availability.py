@@ -1,4 +1,4 @@
-"""Whether the packet path is there, and if not, why."""
+"""Whether the packet path is on, and if not, why."""
 
 from typing import Final
 
@@ -18,14 +18,16 @@ SWITCHED_OFF: Final = "switched off by --packet-path false"
 class PacketView(msgspec.Struct, frozen=True):
     """The packet path of one node.
 
-    `state`: ``on``; ``off``, as it was asked for; or ``failed``, which `why` explains.
-    `connections`: open ones; `entries`: with closed ones and those whose time is over, which stay
-    until their room is needed. `room`: most that there may be. `alarm`: 80 % of it have connections
-    that would not make room by themselves (half open or closed ones do), so some are broken off
-    soon.
-    `created`: connections since the counters began; `forgotten` of them have no entry any more:
-    it went to make room, or to a new connection from the same port. None while that cannot be
-    told. `evicted`: streams of UDP in use that had to make room for new connections.
+    `state`: ``on``; ``off``; or ``failed``: it should be on but does not work. `why` explains the
+    other two. `connections`: open ones. `entries`: including closed and expired ones, which stay
+    until their space is needed. `room`: the limit for both (--max-connections).
+
+    `alarm`: 80 % of `room` are connections that are not evicted for new ones (unlike half-open and
+    closed ones). At 100 % new connections are dropped.
+
+    `created`: connections since the counters started. `forgotten` of them no longer have an entry:
+    it was evicted, or replaced by a new connection from the same client port; None if unknown.
+    `evicted`: UDP streams in use that were evicted for new connections.
     """
 
     state: str
@@ -44,7 +46,7 @@ class PacketView(msgspec.Struct, frozen=True):
 
 
 def build_view(snapshot: Snapshot) -> PacketView:
-    """All of it."""
+    """Summarises the packet path. Needs all parts of NEEDS."""
     state, reason = packet_path_state(snapshot)
     packet_status = snapshot.status.packets if snapshot.status else None
     fill, devices = snapshot.fill, snapshot.devices.values()
@@ -62,7 +64,7 @@ def build_view(snapshot: Snapshot) -> PacketView:
         room=fill.room if fill else 0,
         alarm=fill is not None and state == "on" and fill.needed >= ALARM_SHARE * fill.room,
         created=created,
-        # Fewer than there are: the counters are younger than the map.
+        # If created < entries, the counters are younger than the map: they were reset.
         forgotten=created - entries if created >= entries else None,
         evicted=snapshot.reasons.get(Reason.EVICTED, 0),
     )
@@ -71,7 +73,7 @@ def build_view(snapshot: Snapshot) -> PacketView:
 def packet_path_state(snapshot: Snapshot) -> tuple[str, str]:
     """``on``, ``off`` or ``failed``, and why it is not on. Needs Part.STATUS and Part.PACKETS.
 
-    What is pinned serves, also after the agent has gone.
+    Pinned programs keep serving after the agent has exited, so they decide if there is no status.
     """
     packet_status = snapshot.status.packets if snapshot.status else None
     if packet_status is not None and packet_status.wanted and packet_status.problem:
@@ -92,7 +94,7 @@ def packet_path_state(snapshot: Snapshot) -> tuple[str, str]:
 
 
 def unavailable_notice(snapshot: Snapshot) -> str:
-    """One line for whoever looks at what is empty then; "" when the packet path is on."""
+    """One line that explains why a view is empty; "" if the packet path is on."""
     state, reason = packet_path_state(snapshot)
     return "" if state == "on" else f"the packet path is {state}: {reason}"
 
@@ -100,6 +102,6 @@ def unavailable_notice(snapshot: Snapshot) -> str:
 FLAG_NAMES: Final = {DeviceFlag.LOCAL: "pods", DeviceFlag.PEER: "peer"}
 
 FAILURE_COLUMNS: Final = (
-    Column("NOT ON DEVICE", lambda f: f.device),
-    Column("WHY", lambda f: f.why),
+    Column("DEVICE-NOT-ATTACHED", lambda f: f.device),
+    Column("REASON", lambda f: f.why),
 )

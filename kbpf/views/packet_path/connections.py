@@ -1,7 +1,8 @@
-"""What the packet path tracks: one row per connection, however many entries it has.
+"""The connections that the packet path tracks. Each has two or three entries in `flows`, and one
+row here.
 
-Not here: connections that the socket hooks translated. Their packets carry the backend's address
-from the start, cost nothing per packet, and are the kernel's own (`ss` shows them).
+Connections that the socket hooks translated are not among them. Their packets carry the backend's
+address from the start, so only the kernel tracks them; `ss` shows them.
 """
 
 import socket
@@ -40,18 +41,23 @@ STATES: Final = tuple(state.name.lower() for state in TcpState)
 class ConnectionRow(msgspec.Struct, frozen=True, gc=False):
     """One connection. Addresses are ``address:port``.
 
-    `seen_as`: the source that the backend sees: the node's (`masqueraded`) or the client's, whose
-    port may be another one when two connections would look the same to the backend.
-    `state`: new (no answer yet), answered (by the backend
-    only), established, closing (one side has said that it is done) or
-    closed; what is not TCP is new or established. `expires_seconds` is negative when its time is
-    over (`expired`): its packets are no longer translated, and the entry goes when room is needed.
-    `lost`: parts that went to other connections, ``flow``, ``reply`` or ``source``. `replaced`: the
-    client has begun anew from the same port; this is what is left of the connection before.
-    `way`: up the node's ``stack``, or ``redirect``: from device to device; ``ipvs``: by IPVS, which
-    knows neither for how long nothing has come (`idle_seconds` None) nor what source the backend
-    sees (`seen_as` "").
-    `device`: the client is this node itself, and sends by that device; else "".
+    `seen_as`: the source that the backend sees: the node's (`masqueraded`) or the client's. The
+    client's port may be changed if two connections would look the same to the backend.
+
+    `state`, one of STATES: new (no reply yet), answered (the backend replied with a SYN-ACK, an
+    INIT-ACK or a datagram), unproven (TCP: the client completed the handshake, the backend has not
+    confirmed it), established, closing (FIN from one side), closed (FINs from both, or RST).
+
+    `expires_seconds` is negative once the connection has expired (`expired`): its packets are no
+    longer translated, and its entries stay until their space is needed. `lost`: entries that are
+    missing because other connections use their keys: ``flow``, ``reply`` or ``source``.
+    `replaced`: these are the remaining entries of a connection whose client began a new one from
+    the same port.
+
+    `path`: ``stack``: through the node's network stack; ``redirect``: from device to device;
+    ``ipvs``: by IPVS, which knows neither the idle time (`idle_seconds` is None) nor the source
+    that the backend sees (`seen_as` is ""). `device`: the client is this node itself and sends
+    through that device; otherwise "".
     """
 
     service: str
@@ -67,14 +73,14 @@ class ConnectionRow(msgspec.Struct, frozen=True, gc=False):
     expired: bool
     lost: tuple[str, ...]
     replaced: bool
-    way: str
+    path: str
     device: str
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectionQuery:
-    """Which connections to show: of a Service (NAME or NAMESPACE/NAME), of a client, to a backend
-    (addresses), in a state (one of STATES); those whose time is over only if asked for.
+    """The connections to show, by Service (NAME or NAMESPACE/NAME), client address, backend address
+    and state (one of STATES). None and "" match all. `expired`: include expired ones.
     """
 
     service: str = ""
@@ -85,8 +91,8 @@ class ConnectionQuery:
 
 
 class ConnectionSelection(NamedTuple):
-    """What is to be shown, in order: by Service, then client. `over`: how many more there are
-    whose time is over.
+    """The matching connections, sorted by Service, then by client. `expired_count`: how many
+    expired ones match but were left out.
     """
 
     connections: tuple[TrackedConnection, ...]
@@ -94,7 +100,7 @@ class ConnectionSelection(NamedTuple):
 
 
 def select(snapshot: Snapshot, query: ConnectionQuery = ConnectionQuery()) -> ConnectionSelection:
-    """Those that are wanted. NotFoundError for a Service that is not programmed."""
+    """Selects and sorts matching connections. NotFoundError if the Service is not programmed."""
     tests = tuple(_filters(snapshot, query))
     now = int(snapshot.monotonic * NS_PER_SECOND)
     selected, expired_count = [], 0
@@ -130,7 +136,7 @@ def _filters(
 
 
 def service_ids(snapshot: Snapshot, service: str) -> frozenset[int]:
-    """The ids of a Service, NAME or NAMESPACE/NAME. NotFoundError if it is not programmed."""
+    """The ids of the ports of a Service (NAME or NAMESPACE/NAME). NotFoundError if it has none."""
     namespace, _, name = service.rpartition("/")
 
     def matches(key: ServicePortKey) -> bool:
@@ -148,7 +154,7 @@ def service_ids(snapshot: Snapshot, service: str) -> frozenset[int]:
 def build_rows(
     snapshot: Snapshot, connections: Iterable[TrackedConnection]
 ) -> Iterator[ConnectionRow]:
-    """One at a time: there may be a hundred thousand."""
+    """Yields rows one at a time, because there may be a hundred thousand."""
     current: frozenset[bytes] | None = None
     service_name = cache(lambda i: format_service(snapshot.names.get(i), i))
     cached_device_name = cache(device_name)
@@ -181,17 +187,19 @@ def build_rows(
             idle_seconds=max(0, now - last_used) // tracked_connections.NS_PER_MS / 1000,
             expires_seconds=(connection.expires_at - now) // tracked_connections.NS_PER_MS / 1000,
             expired=connection.expires_at < now,
+            # A connection with a packet since reading began may have been created while its
+            # entries were read: some of them were then not seen, but are not lost.
             lost=()
             if replaced or last_used >= read_start
             else _missing_directions(connection.directions, masqueraded, path),
             replaced=replaced,
-            way=_PATH_NAMES.get(path, str(path)),
+            path=_PATH_NAMES.get(path, str(path)),
             device=cached_device_name(index) if index else "",
         )
 
 
 def _original_keys(snapshot: Snapshot) -> frozenset[bytes]:
-    """Client and frontend of all that is in `flows`."""
+    """Client and frontend of all connections whose original-direction entry exists."""
     return frozenset(
         connection.key
         for connection in snapshot.connections.values()
@@ -200,9 +208,8 @@ def _original_keys(snapshot: Snapshot) -> frozenset[bytes]:
 
 
 def _missing_directions(directions: int, masqueraded: bool, path: int) -> tuple[str, ...]:
-    """What should be there and is not. A connection that bypasses the stack has no entry for
-    replies to the client's own address. (Not asked of a connection that a packet has met since
-    reading began: it may have begun in between.)
+    """The names of the entries that should exist and do not. A connection with the path DIRECT_SNAT
+    has no entry for replies to the client's own address.
     """
     expected = (
         ORIGINAL
@@ -218,17 +225,17 @@ def _missing_directions(directions: int, masqueraded: bool, path: int) -> tuple[
 
 
 def protocol_name(number: int) -> str:
-    """``TCP``, or the number of one that Services do not know."""
+    """``TCP``, ``UDP`` or ``SCTP``; the number of any other protocol."""
     return _PROTOCOLS.get(number, str(number))
 
 
 def state_name(number: int) -> str:
-    """One of STATES, or a number that this version does not know."""
+    """One of STATES; the number if this version does not know it."""
     return STATES[number] if number < len(STATES) else str(number)
 
 
 def device_name(ifindex: int) -> str:
-    """Its name, or its number where it is gone or elsewhere."""
+    """The device's name; ``#ifindex`` if it does not exist in this network namespace."""
     try:
         return socket.if_indextoname(ifindex)
     except OSError:
@@ -261,9 +268,9 @@ def _format_seen_as(row: ConnectionRow) -> str:
 def _format_note(row: ConnectionRow) -> str:
     if not (row.lost or row.replaced or row.device):
         return ""
-    notes = [f"lost: {', '.join(row.lost)}"] if row.lost else []
-    notes += ["replaced by a newer one"] if row.replaced else []
-    notes += [f"this node's own, by {row.device}"] if row.device else []
+    notes = [f"missing entries: {', '.join(row.lost)}"] if row.lost else []
+    notes += ["replaced by a newer connection"] if row.replaced else []
+    notes += [f"from this node, through {row.device}"] if row.device else []
     return "; ".join(notes)
 
 
@@ -281,6 +288,6 @@ COLUMNS: Final = (
         right=True,
     ),
     Column("EXPIRES-IN", _format_expires, right=True),
-    Column("WAY", lambda r: r.way, wide=True),
+    Column("PATH", lambda r: r.path, wide=True),
     Column("NOTE", _format_note),
 )

@@ -1,4 +1,4 @@
-"""Network devices: which part each plays for the packet path, why, and what it runs."""
+"""Network devices: the role of each in the packet path, the reason for it, and its programs."""
 
 import contextlib
 from collections.abc import Iterable, Mapping
@@ -24,11 +24,11 @@ NEEDS: Final = Part.STATUS | Part.PACKETS
 class DeviceRow(msgspec.Struct, frozen=True):
     """A device of this network namespace.
 
-    `role`: what it is by its kind: ``host`` (to other machines), ``pod``, or ``skipped``; `why`.
-    `flags`: ``pods`` (what comes in here comes from pods of this node), ``peer`` (packets are put
-    straight into the pod behind it). `header`: bytes of its link header; None when the programs do
-    not know the device. `ingress` and `egress`: the program there and the way it is attached, ""
-    if there is none. `problem`: what is not as its role asks for.
+    `role`: ``host`` (leads to other machines), ``pod`` or ``skipped``; `why` is the reason.
+    `flags`: ``pods`` (its packets come from pods of this node), ``peer`` (bpf_redirect_peer()
+    reaches the pod through it). `header`: length of its link-layer header in bytes, None if the map
+    `devices` does not have it. `ingress` and `egress`: the program and how it is attached, "" if
+    there is none. `problem`: how the programs differ from what the role needs, or "".
     """
 
     device: str
@@ -45,7 +45,7 @@ class DeviceRow(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class HostDevices:
-    """What the kernel has: devices, and programs of ours on them with their names by id."""
+    """The devices in the kernel, our programs on them, and the names of these programs by id."""
 
     devices: tuple[Device, ...]
     attachments: tuple[Attachment, ...]
@@ -53,12 +53,12 @@ class HostDevices:
 
 
 def read_host_devices(snapshot: Snapshot) -> HostDevices:
-    """Reads it. NotFoundError outside of the network namespace of the agent."""
+    """Reads the devices of this network namespace. NotFoundError if the agent's is another one."""
     netns_cookie = netns.read_cookie()
     if snapshot.host_netns and netns_cookie is not None and netns_cookie != snapshot.host_netns:
         raise NotFoundError(
             "the agent's devices are in another network namespace", str(snapshot.pin_dir),
-            "run it there: nsenter --net=/proc/PID/ns/net kbpf inspect devices",
+            "run this there: nsenter --net=/proc/PID/ns/net kbpf inspect devices",
         )  # fmt: skip
     with TcAttacher(snapshot.pin_dir / "devices") as tc:
         attachments = tc.list_all()
@@ -70,7 +70,7 @@ def read_host_devices(snapshot: Snapshot) -> HostDevices:
 
 
 def build_rows(snapshot: Snapshot, host_devices: HostDevices) -> tuple[DeviceRow, ...]:
-    """Every device, by its number."""
+    """One row per device, sorted by ifindex."""
     packet_status = snapshot.status.packets if snapshot.status else None
     choices = decide_roles(
         host_devices.devices,
@@ -111,7 +111,7 @@ def _build_row(
 
 def _problem(choice: RoleChoice, programs: Iterable[str]) -> str:
     if choice.role is DeviceRole.SKIPPED:
-        return "it should have no program" if any(programs) else ""
+        return "a skipped device should have no program" if any(programs) else ""
     return "" if all(programs) else "a program is missing"
 
 
@@ -131,9 +131,9 @@ COLUMNS: Final = (
     Column("INGRESS", lambda d: d.ingress or "-"),
     Column("EGRESS", lambda d: d.egress or "-"),
     Column("FLAGS", lambda d: ",".join(d.flags) or "-"),
-    Column("HEADER", lambda d: format_number(d.header), right=True),
+    Column("L2-HEADER", lambda d: format_number(d.header), right=True),
     Column("IFINDEX", lambda d: format_number(d.ifindex), wide=True, right=True),
     Column("KIND", lambda d: d.kind, wide=True),
-    Column("WHY", lambda d: d.why),
+    Column("REASON", lambda d: d.why),
     Column("PROBLEM", lambda d: d.problem or "-"),
 )

@@ -1,6 +1,4 @@
-"""Translated sources: for whom the node stands before which backend, and how many of its ports
-that takes.
-"""
+"""SNAT: the translated sources of connections, and how many ports of the node they use."""
 
 from collections.abc import Iterable, Iterator
 from functools import cache
@@ -30,11 +28,11 @@ ALARM_PERCENT: Final = 80.0
 
 
 class UsageRow(msgspec.Struct, frozen=True):
-    """How many ports of one of the node's addresses are in use before one backend and protocol:
-    only there must they differ.
+    """How many ports of one node address are in use towards one backend and protocol. Connections
+    to different backends may use the same port.
 
-    `closed` of the `used` ones belong to connections that have ended, and are taken again when
-    nothing else is found. `percent` is of the range. `alarm`: 80 % or more are used.
+    `closed` of the `used` ports belong to closed connections and are reused if no other is free.
+    `ports` is the size of the range, `percent` the used part of it. `alarm`: 80 % or more are used.
     """
 
     backend: str
@@ -48,7 +46,7 @@ class UsageRow(msgspec.Struct, frozen=True):
 
 
 class SourceRow(msgspec.Struct, frozen=True, gc=False):
-    """One translated source, ``address:port``: what the backend sees instead of the client."""
+    """One translated source: the backend sees `source` (``address:port``) instead of `client`."""
 
     source: str
     backend: str
@@ -60,7 +58,9 @@ class SourceRow(msgspec.Struct, frozen=True, gc=False):
 
 
 class NatView(msgspec.Struct, frozen=True):
-    """Without the sources themselves. `failures`: connections that found no port."""
+    """The summary, without the single sources. `addresses` and `first_port` to `last_port` are
+    the node's, for SNAT. `failures`: packets that were dropped because no port was free.
+    """
 
     addresses: tuple[str, ...]
     first_port: int
@@ -71,7 +71,7 @@ class NatView(msgspec.Struct, frozen=True):
 
 
 def select_translated(snapshot: Snapshot) -> tuple[TrackedConnection, ...]:
-    """Connections with a translated source whose time is not over, by that source and backend."""
+    """The unexpired connections with SNAT, sorted by backend, then by translated source."""
     now = int(snapshot.monotonic * NS_PER_SECOND)
     connections = [
         connection
@@ -92,7 +92,7 @@ def select_translated(snapshot: Snapshot) -> tuple[TrackedConnection, ...]:
 
 
 def build_view(snapshot: Snapshot, connections: Iterable[TrackedConnection]) -> NatView:
-    """What is true of all of them."""
+    """Summarises the port usage of these connections."""
     node = snapshot.node
     return NatView(
         addresses=tuple(format_addr(address) for address in node.addresses),
@@ -105,7 +105,7 @@ def build_view(snapshot: Snapshot, connections: Iterable[TrackedConnection]) -> 
 
 
 def _build_usage(connections: Iterable[TrackedConnection], ports: int) -> tuple[UsageRow, ...]:
-    """The fullest first."""
+    """Port usage by backend and node address, the most used first."""
     usage: dict[tuple[bytes, bytes], list[int]] = {}
     for connection in connections:
         counts = usage.setdefault((connection.backend, connection.snat), [0, 0])
@@ -130,7 +130,7 @@ def _build_usage(connections: Iterable[TrackedConnection], ports: int) -> tuple[
 
 
 def build_rows(snapshot: Snapshot, connections: Iterable[TrackedConnection]) -> Iterator[SourceRow]:
-    """One at a time: there may be a hundred thousand."""
+    """Yields rows one at a time, because there may be a hundred thousand."""
     service_name = cache(lambda i: format_service(snapshot.names.get(i), i))
     now = int(snapshot.monotonic * NS_PER_SECOND)
     for connection in connections:
@@ -151,7 +151,7 @@ def build_rows(snapshot: Snapshot, connections: Iterable[TrackedConnection]) -> 
 USAGE_COLUMNS: Final = (
     Column("BACKEND", lambda r: r.backend),
     Column("PROTOCOL", lambda r: r.protocol),
-    Column("NODE", lambda r: r.node),
+    Column("NODE-ADDRESS", lambda r: r.node),
     Column("USED", lambda r: format_number(r.used), right=True),
     Column("CLOSED", lambda r: format_number(r.closed), right=True),
     Column("PORTS", lambda r: format_number(r.ports), right=True),
@@ -162,7 +162,7 @@ COLUMNS: Final = (
     Column("SOURCE", lambda r: r.source),
     Column("BACKEND", lambda r: r.backend),
     Column("PROTOCOL", lambda r: r.protocol),
-    Column("FOR", lambda r: r.client),
+    Column("CLIENT", lambda r: r.client),
     Column("SERVICE", lambda r: r.service),
     Column("STATE", lambda r: r.state),
     Column("IDLE", lambda r: format_duration(r.idle_seconds), right=True),

@@ -313,7 +313,7 @@ def test_status_without_an_agents_status_exits_with_1(site: Site, run):
     site.open().apply(WORLD, None)
     code, out, _ = run("inspect", "status")
     assert code == 1
-    assert "no word" in out
+    assert "no status" in out
 
 
 def test_missing_pins_and_pins_of_another_version_have_different_errors(site: Site, run):

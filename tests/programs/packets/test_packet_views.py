@@ -341,8 +341,8 @@ def test_the_table_says_what_the_json_says(wire: Wire, call: Run) -> None:
     assert f"{NODE[4]}:" in tcp4
     assert "(node)   established" in tcp4
     assert title.index("STATE") == tcp4.index("established") == udp6.index("new")
-    assert "WAY" not in title
-    assert "WAY" in call("connections", "-o", "wide")[1]
+    assert "PATH" not in title
+    assert "PATH" in call("connections", "-o", "wide")[1]
 
 
 @pytest.mark.parametrize("view", ["connections", "nat", "sources", "devices", "status"])
@@ -378,10 +378,10 @@ def test_the_nodes_own_connections_say_by_which_device(wire: Wire, show, call: R
     syn = tcp(end(NODE[v], 2000), end(f"{VIP[v]}{MASKED}", 80), flags="S")
     wire.verdict(syn, "tc_egress")
     (row,) = show("connections")
-    assert (row["device"], row["way"], row["masqueraded"]) == ("lo", "redirect", False)
+    assert (row["device"], row["path"], row["masqueraded"]) == ("lo", "redirect", False)
     assert row["client"] == row["seen_as"] == end(NODE[v], 2000)
     assert (row["state"], row["lost"]) == ("new", [])
-    assert "this node's own, by lo" in call("connections")[1]
+    assert "from this node, through lo" in call("connections")[1]
 
 
 def test_sctp_is_shown_as_such(wire: Wire, show) -> None:
@@ -418,7 +418,7 @@ def test_a_part_that_made_room_is_named_and_one_row_is_left(
         assert found.delete(key_between(found, one, other))
     (row,) = show("connections")
     assert (row["lost"], row["replaced"], row["state"]) == (lost, False, "established")
-    assert f"lost: {lost[0]}" in call("connections")[1]
+    assert f"missing entries: {lost[0]}" in call("connections")[1]
 
 
 def test_nothing_is_left_of_a_connection_before(wire: Wire, show) -> None:
@@ -449,7 +449,7 @@ def test_what_has_expired_is_shown_when_asked_for_and_no_longer_translated(
     age(wire, 31)
     code, out, err = call("connections", "-o", "json")
     assert (code, json.loads(out)) == (0, [])
-    assert err == "kbpf: and 1 whose time is over: --expired shows them\n"
+    assert err == "kbpf: and 1 expired connections: --expired shows them\n"
     code, out, err = call("connections", "-o", "json", "--expired")
     (row,) = json.loads(out)
     assert (row["expired"], row["state"], err) == (True, "new", "")
@@ -617,8 +617,8 @@ def test_source_ranges_the_vips_they_guard_and_who_was_not_let_in(
     code, out, _ = call("sources")
     lines = {line.split()[0]: line for line in out.splitlines() if line}
     assert code == 0
-    assert lines["default/nobody-tcp4"].split()[1:] == ["192.0.2.5:80/TCP", "nobody"]
-    assert f"{before + 1} times" in lines["not"]
+    assert lines["default/nobody-tcp4"].split()[1:] == ["192.0.2.5:80/TCP", "none"]
+    assert f"{before + 1} packets" in lines["dropped"]
 
 
 def test_a_client_that_is_known_by_its_address_is_shown_by_it(wire: Wire, show, call: Run) -> None:
@@ -702,7 +702,7 @@ def test_status_has_the_packet_path(wire: Wire, call: Run) -> None:
     assert (seen["host_devices"], seen["pod_devices"], seen["alarm"]) == (2, 1, False)
     code, out, _ = call("status")
     assert code == 0
-    assert "2, room for 4096" in out
+    assert "2 of at most 4096" in out
     age(wire, 31)
     _, out, _ = call("status", "-o", "json")
     assert [json.loads(out)["packets"][k] for k in ("connections", "entries")] == [1, 2]
@@ -797,7 +797,7 @@ def test_what_was_begun_is_counted(wire: Wire, show, call: Run) -> None:
     assert after["evicted"] == before["evicted"]
     assert after["forgotten"] == after["created"] - 1
     out = call("status")[1]
-    assert f"{after['created']} since the counters began" in out
+    assert f"{after['created']} since the counters started" in out
     assert "connections that a packet began" in out
 
 

@@ -385,7 +385,7 @@ ENDS = [
     Ends(("inspect", "services", "--watch", "-o", "json"), 2, "", "--watch"),
     Ends(("inspect", "service"), 2, "", "NAME"),
     Ends(("inspect", "service", "shop/web", "-n", "edge"), 2, "", "Invalid value for --namespace: "
-         "shop/web names another one"),
+         "edge contradicts the namespace of shop/web"),
     Ends(("inspect", "service", "shop/web", "-n", "shop", "--pin-dir", "/nowhere"), 1, "",
          "/nowhere"),
     Ends(("inspect", "connections", "--help"), 0, "socket hooks", ""),

@@ -228,7 +228,7 @@ def test_what_did_not_change_is_not_written_again(tmp_path: Path):
 
 
 def test_a_folder_that_is_no_agents():
-    with pytest.raises(NotFoundError, match="no agent of mode ipvs"):
+    with pytest.raises(NotFoundError, match="no agent in mode ipvs"):
         ipvs.read(HERE)
     assert not node.is_ipvs(Locations(Path("/pins"), HERE))
 
@@ -254,7 +254,7 @@ def test_status_says_which_mode_and_why():
     assert (view.ok, view.mode, view.mode_asked, view.mode_reason) == (
         True, "ipvs", "auto", "no cgroup v2")  # fmt: skip
     page = pages.format_status(view)
-    assert "ipvs, asked for: auto" in page
+    assert "ipvs, requested: auto" in page
     assert "no cgroup v2: no cgroup v2 hierarchy is mounted" in page
     for word in ("hooks", "packet path", "socket-lb", "REASON"):
         assert word not in page, page
@@ -263,6 +263,6 @@ def test_status_says_which_mode_and_why():
 def test_status_of_mode_bpf_has_no_reason():
     said = replace(SAID, mode="bpf", choice=ModeChoice("auto", "bpf"))
     page = pages.format_status(status.build_view(Snapshot(HERE, boottime=5001.0, status=said)))
-    assert "bpf, asked for: auto" in page
+    assert "bpf, requested: auto" in page
     assert "not bpf" not in page
     assert "packet path" in page

@@ -116,9 +116,9 @@ def test_a_node_port_that_no_address_of_the_node_serves(
     (frontend,) = row.frontends
     assert frontend.nowhere is nowhere
     texts = [column.text(row) for column in services.COLUMNS]
-    assert any("answers nowhere" in text for text in texts) is nowhere
+    assert any("not served" in text for text in texts) is nowhere
     notes = [column.text(frontend) for column in service.FRONTEND_COLUMNS]
-    assert any("answers nowhere" in text for text in notes) is nowhere
+    assert any("not served" in text for text in notes) is nowhere
 
 
 def test_a_name_without_a_frontend_is_shown_without():
@@ -484,8 +484,8 @@ SHOWN = [
     Shown("another port before the backend", track(port=7), {"seen_as": "198.51.100.7:7"}),
     Shown("a moment before its end", track(left=0.001), {"expired": False}),
     Shown("past its end", track(left=-0.001), {"expired": True}),
-    Shown("from device to device", track(way=FlowPath.DIRECT), {"way": "redirect"}),
-    Shown("a way of another version", track(way=9), {"way": "9"}),
+    Shown("from device to device", track(way=FlowPath.DIRECT), {"path": "redirect"}),
+    Shown("a way of another version", track(way=9), {"path": "9"}),
     Shown("a state of another version", track(state=9), {"state": "9"}),
     Shown("the node's own, by loopback", track(device=1), {"device": "lo"}),
     Shown("the node's own, by one that is gone", track(device=1 << 30), {"device": "#1073741824"}),
