@@ -1,7 +1,7 @@
-"""What connections come to, counted by Service and backend: sockets that dial, by real connections.
+"""Connection statistics by Service and backend, of real connections through the socket hooks.
 
-One node with a client and two backends. A row says who is dialled and how the connection goes, and
-what must have been added for it once it is over, to the byte; nothing else may have been added.
+One node with a client and two backends. A row names the Service and how the connection goes, and
+what must be added to the counters once it has ended, to the byte; nothing else may be added.
 """
 
 import contextlib
@@ -40,15 +40,15 @@ from tests.support.lab.lab import PATIENCE, Node, Place, until
 from tests.support.plane import Site, desired, service, sites, start_within, within
 
 FAIR, RUDE, FIRST, UDP_PORT, NOBODY, QUIT = 9000, 9001, 9002, 9003, 9009, 9010
-QUESTION, ANSWER = b"q" * 1_234, b"a" * 56_789
+REQUEST, REPLY = b"q" * 1_234, b"a" * 56_789
 UDP = Protocol.UDP
 TCP_CLOSING = 11
 SOCK_OPS = 3
-"""Type of attachment."""
+"""The attach type of a sock_ops link."""
 
 
 class Ground(NamedTuple):
-    """Who there is."""
+    """The data plane, a client and two backends."""
 
     site: Site
     client: Place
@@ -57,7 +57,7 @@ class Ground(NamedTuple):
 
 
 def serve() -> None:
-    """A server of each kind, until somebody dials QUIT."""
+    """One server of each kind, until a client connects to QUIT."""
     listeners = {}
     for number in (FAIR, RUDE, FIRST, QUIT):
         listener = socket.socket(socket.AF_INET6)
@@ -84,17 +84,17 @@ def serve() -> None:
 
 
 def talk(connection: socket.socket, number: int) -> None:
-    """As the server that this port is of."""
+    """Behaves as the server of this port."""
     if number == FIRST:
-        connection.sendall(ANSWER)
+        connection.sendall(REPLY)
         return
     heard = b""
-    while len(heard) < len(QUESTION):
+    while len(heard) < len(REQUEST):
         heard += connection.recv(65536)
     if number == RUDE:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("=ii", 1, 0))
         return
-    connection.sendall(ANSWER)
+    connection.sendall(REPLY)
     while connection.recv(65536):
         pass
 
@@ -103,11 +103,11 @@ def talk(connection: socket.socket, number: int) -> None:
 def ground(node: Node, artifact_cache: Path) -> Iterator[Ground]:
     client, one, two = (node.pod(name) for name in ("client", "one", "two"))
     two.serve(8080)
-    over = start_within(one, serve)
+    join_server = start_within(one, serve)
     with sites(artifact_cache) as make:
         yield Ground(make(cgroup=node.cgroup, node=node.netns), client, one, two)
     until("the servers are ended", lambda: within(one, quit_servers))
-    over()
+    join_server()
 
 
 def quit_servers() -> bool:
@@ -143,33 +143,33 @@ def start(ground: Ground, accounting: Accounting = Accounting.FULL, **more: obje
     return plane
 
 
-# ---- how a client may behave: each is run where the client is ----------------------------------
+# ---- how a client may behave: each runs in the client's namespace ------------------------------
 
 
 def fair(host: str, number: int = 80) -> None:
-    """Asks, is done first, and hears all to the end."""
+    """Sends a request, closes its direction first, and reads the reply to the end."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as s:
         s.settimeout(PATIENCE)
         s.connect((host, number))
-        s.sendall(QUESTION)
+        s.sendall(REQUEST)
         s.shutdown(socket.SHUT_WR)
         while s.recv(65536):
             pass
 
 
 def reset(host: str, number: int = 80) -> None:
-    """Asks, and is cut off."""
+    """Sends a request and is reset by the server."""
     with socket.socket() as s:
         s.settimeout(PATIENCE)
         s.connect((host, number))
-        s.sendall(QUESTION)
+        s.sendall(REQUEST)
         with contextlib.suppress(ConnectionResetError):
             assert not s.recv(1)
 
 
 def listens(host: str, number: int = 80) -> None:
-    """Says nothing, hears all to the end, and closes after the backend has."""
+    """Sends nothing, reads to the end, and closes after the backend."""
     with socket.socket() as s:
         s.settimeout(PATIENCE)
         s.connect((host, number))
@@ -185,8 +185,8 @@ table inet fins {
 
 
 def closes_at_once(host: str, number: int = 80) -> None:
-    """Each side closes before it hears that the other has: all FINs are lost at first, then the
-    backend's comes (state CLOSING), and is answered before the client's has arrived.
+    """Both sides close before either has seen the other's FIN: all FINs are dropped at first; then
+    the backend's arrives (state CLOSING) and is acknowledged before the client's has arrived.
     """
 
     def nft(text: str) -> None:
@@ -207,19 +207,19 @@ def closes_at_once(host: str, number: int = 80) -> None:
 
 
 def state_of(s: socket.socket) -> int:
-    """The first byte of struct tcp_info."""
+    """The TCP state: the first byte of struct tcp_info."""
     return s.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
 
 
 def refused(host: str, number: int = 80) -> None:
-    """Is not let in, for whatever reason."""
+    """connect() fails, for whatever reason."""
     with socket.socket() as s:
         s.settimeout(PATIENCE)
         assert s.connect_ex((host, number))
 
 
 def gives_up(host: str, number: int = 80) -> None:
-    """Does not wait for an answer."""
+    """Closes without waiting for the handshake."""
     with socket.socket() as s:
         s.setblocking(False)
         assert s.connect_ex((host, number))
@@ -245,8 +245,8 @@ def connected_datagrams(host: str, number: int) -> None:
 
 
 class Goes(NamedTuple):
-    """A connection, and what must have been added to whom: backends are `one`, `none`, or an
-    address. Round trips are counted, how long they are is not looked at.
+    """A connection, and what must be added for which Service and backend: `one`, `none` or an
+    address. Round trips are counted, but their length is not compared.
     """
 
     name: str
@@ -257,7 +257,7 @@ class Goes(NamedTuple):
     adds: ConnectionStats
 
 
-BOTH = {"bytes_in": len(QUESTION), "bytes_out": len(ANSWER)}
+REQUEST_AND_REPLY = {"bytes_in": len(REQUEST), "bytes_out": len(REPLY)}
 GOES = [
     Goes(
         "in good order",
@@ -265,7 +265,7 @@ GOES = [
         "10.96.0.1:80",
         "fair",
         "one",
-        ConnectionStats(begun=1, ended=1, rtts=1, **BOTH),
+        ConnectionStats(begun=1, ended=1, rtts=1, **REQUEST_AND_REPLY),
     ),
     Goes(
         "in good order, IPv6",
@@ -273,7 +273,7 @@ GOES = [
         "[fd00:96::1]:80",
         "fair6",
         "one",
-        ConnectionStats(begun=1, ended=1, rtts=1, **BOTH),
+        ConnectionStats(begun=1, ended=1, rtts=1, **REQUEST_AND_REPLY),
     ),
     Goes(
         "in good order, v4-mapped",
@@ -281,7 +281,7 @@ GOES = [
         "[::ffff:10.96.0.1]:80",
         "fair",
         "one",
-        ConnectionStats(begun=1, ended=1, rtts=1, **BOTH),
+        ConnectionStats(begun=1, ended=1, rtts=1, **REQUEST_AND_REPLY),
     ),
     Goes(
         "the backend closes first",
@@ -289,7 +289,7 @@ GOES = [
         "10.96.0.3:80",
         "first",
         "one",
-        ConnectionStats(begun=1, ended=1, rtts=1, bytes_out=len(ANSWER)),
+        ConnectionStats(begun=1, ended=1, rtts=1, bytes_out=len(REPLY)),
     ),
     Goes(
         "both close at once",
@@ -297,7 +297,7 @@ GOES = [
         "10.96.0.3:80",
         "first",
         "one",
-        ConnectionStats(begun=1, ended=1, rtts=1, bytes_out=len(ANSWER)),
+        ConnectionStats(begun=1, ended=1, rtts=1, bytes_out=len(REPLY)),
     ),
     Goes(
         "reset by the backend",
@@ -305,7 +305,7 @@ GOES = [
         "10.96.0.2:80",
         "rude",
         "one",
-        ConnectionStats(begun=1, ended=1, broken=1, rtts=1, bytes_in=len(QUESTION)),
+        ConnectionStats(begun=1, ended=1, broken=1, rtts=1, bytes_in=len(REQUEST)),
     ),
     Goes(
         "refused by the backend",
@@ -339,8 +339,8 @@ GOES = [
 ]
 
 
-def had(site: Site) -> dict[tuple[str, str], ConnectionStats]:
-    """What is counted, by the name of the Service and the backend; without lengths of time."""
+def read_counts(site: Site) -> dict[tuple[str, str], ConnectionStats]:
+    """The counters by Service name and backend."""
     names = {U32.unpack(k)[0]: unpack_service_name(raw).name for k, raw in
              site.entries("service_names").items()}  # fmt: skip
     addresses = {U32.unpack(k)[0]: Target.unpack(raw) for k, raw in
@@ -357,7 +357,7 @@ def had(site: Site) -> dict[tuple[str, str], ConnectionStats]:
 
 
 def added(before: dict, after: dict) -> dict[tuple[str, str], ConnectionStats]:
-    """Between the two; but for round trips' length and segments that were sent again."""
+    """The differences, without the length of round trips and without retransmits."""
     found = {}
     for key, now in after.items():
         more = ConnectionStats(
@@ -384,36 +384,36 @@ def where(ground: Ground, row: Goes) -> str:
     return f"{packed.hex()}:{number}"
 
 
-def becomes(look: Callable[[], object], wanted: object) -> None:
-    """Waits until this is seen: a connection's end is the kernel's, some time after close()."""
+def wait_for(look: Callable[[], object], wanted: object) -> None:
+    """Waits for this value: the kernel ends a connection some time after close()."""
     with contextlib.suppress(AssertionError):
         until(f"{wanted}", lambda: look() == wanted)
     assert look() == wanted
 
 
 @pytest.mark.parametrize("row", GOES, ids=lambda row: row.name)
-def test_what_a_connection_adds(served: Ground, row: Goes):
+def test_connection_adds_its_counts(served: Ground, row: Goes):
     site = served.site
     host, _, number = row.to.rpartition(":")
-    before = had(site)
+    before = read_counts(site)
     within(served.client, lambda: row.does(host.strip("[]"), int(number)))
     wanted = {(row.service, where(served, row)): row.adds}
-    becomes(lambda: added(before, had(site)), wanted)
-    becomes(lambda: site.entries("sock_peers"), {})
+    wait_for(lambda: added(before, read_counts(site)), wanted)
+    wait_for(lambda: site.entries("sock_peers"), {})
 
 
-def test_round_trips_have_a_length(served: Ground):
+def test_round_trip_time_is_measured(served: Ground):
     site = served.site
     within(served.client, lambda: fair("10.96.0.1"))
 
     def long_enough() -> bool:
-        totals = had(site)["fair", where(served, GOES[0])]
+        totals = read_counts(site)["fair", where(served, GOES[0])]
         return bool(totals.rtts) and 0 < totals.rtt_us < totals.rtts * PATIENCE * 1e6
 
     until("a round trip has a length", long_enough)
 
 
-def test_inspect_shows_them_by_backend(served: Ground):
+def test_inspect_shows_counts_by_backend(served: Ground):
     site = served.site
 
     def shown() -> dict[str, int]:
@@ -424,34 +424,36 @@ def test_inspect_shows_them_by_backend(served: Ground):
     served.client.tcp("10.96.0.9", 80, keep="kept")
     assert shown() == {backend: 1}
     served.client.ask("drop", keep="kept")
-    becomes(shown, {backend: 0})
+    wait_for(shown, {backend: 0})
     (detail,) = view.build_details(snapshot.read(site.pins, view.NEEDS), "names")
     (row,) = detail.traffic
     assert row.begun == row.round_trips > 0
     assert row.bytes_in == row.begun * len(b"hello\n")
 
 
-def test_a_plain_address_adds_nothing(served: Ground):
-    before = had(served.site)
+def test_connection_to_a_plain_address_adds_nothing(served: Ground):
+    before = read_counts(served.site)
     within(served.client, lambda: fair(served.one.ip, FAIR))
-    assert added(before, had(served.site)) == {}
+    assert added(before, read_counts(served.site)) == {}
     assert not served.site.entries("sock_peers")
 
 
-def test_what_is_on_its_way_after_close_counts(served: Ground):
-    """close() returns before all is sent: the entry is kept until it is."""
+def test_bytes_sent_after_close_are_counted(served: Ground):
+    """close() returns before everything is sent; the entry is kept until then."""
     site = served.site
-    before = had(site)
+    before = read_counts(site)
 
     def leaves() -> None:
         with socket.socket() as s:
             s.settimeout(PATIENCE)
             s.connect(("10.96.0.1", 80))
-            s.sendall(QUESTION)
+            s.sendall(REQUEST)
 
     within(served.client, leaves)
     key = "fair", where(served, GOES[0])
-    becomes(lambda: added(before, had(site)).get(key, ConnectionStats()).bytes_in, len(QUESTION))
+    wait_for(
+        lambda: added(before, read_counts(site)).get(key, ConnectionStats()).bytes_in, len(REQUEST)
+    )
 
 
 # ---- switched off ------------------------------------------------------------------------------
@@ -462,14 +464,14 @@ def hooks_of(site: Site) -> set[str]:
 
 
 @needs("set_retval")
-def test_switched_off_nothing_is_counted_and_nothing_kept(ground: Ground):
+def test_accounting_off_counts_and_keeps_nothing(ground: Ground):
     start(ground, Accounting.OFF)
     assert "sock_ops" not in hooks_of(ground.site)
-    before = had(ground.site)
+    before = read_counts(ground.site)
     within(ground.client, lambda: fair("10.96.0.1"))
     within(ground.client, lambda: refused("10.96.0.7"))
-    assert added(before, had(ground.site)) == {}
-    becomes(lambda: ground.site.entries("sock_peers"), {})
+    assert added(before, read_counts(ground.site)) == {}
+    wait_for(lambda: ground.site.entries("sock_peers"), {})
 
 
 BEGINS = [
@@ -489,23 +491,23 @@ BEGINS = [
 
 @needs("set_retval")
 @pytest.mark.parametrize("row", BEGINS, ids=lambda row: row.name)
-def test_by_default_what_begins_is_counted(ground: Ground, row: Goes):
+def test_default_accounting_counts_begun_connections(ground: Ground, row: Goes):
     start(ground, Config().accounting)
     assert "sock_ops" not in hooks_of(ground.site)
     host, _, number = row.to.rpartition(":")
-    before = had(ground.site)
+    before = read_counts(ground.site)
     within(ground.client, lambda: row.does(host, int(number)))
-    assert added(before, had(ground.site)) == {(row.service, where(ground, row)): row.adds}
-    becomes(lambda: ground.site.entries("sock_peers"), {})
+    assert added(before, read_counts(ground.site)) == {(row.service, where(ground, row)): row.adds}
+    wait_for(lambda: ground.site.entries("sock_peers"), {})
 
 
 @pytest.mark.parametrize(
     ("before", "then"), [(before, then) for before in Accounting for then in Accounting]
 )
-def test_a_connection_that_outlives_the_switch_leaves_nothing(
+def test_connection_across_a_changed_setting_leaves_no_entry(
     ground: Ground, before: Accounting, then: Accounting
 ):
-    """Begun with the one setting, closed with the other."""
+    """The connection begins with one setting and is closed with the other."""
     start(ground, before)
     site = ground.site
     ground.client.tcp("10.96.0.9", 80, keep="kept")
@@ -513,13 +515,13 @@ def test_a_connection_that_outlives_the_switch_leaves_nothing(
     start(ground, then)
     assert ("sock_ops" in hooks_of(site)) is (then is Accounting.FULL)
     ground.client.ask("drop", keep="kept")
-    becomes(lambda: site.entries("sock_peers"), {})
+    wait_for(lambda: site.entries("sock_peers"), {})
 
 
-def test_who_may_not_hear_of_ends_serves_all_the_same(
+def test_agent_without_the_sock_ops_hook_serves(
     ground: Ground, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    """As where somebody has the hook for himself."""
+    """Another program may have the hook exclusively."""
     start(ground, Accounting.OFF)
     attach = Link.attach.__func__
 
@@ -534,23 +536,25 @@ def test_who_may_not_hear_of_ends_serves_all_the_same(
     assert "sock_ops" not in hooks_of(ground.site)
     assert "connections' ends are not counted" in caplog.text
     within(ground.client, lambda: fair("10.96.0.1"))
-    becomes(lambda: ground.site.entries("sock_peers"), {})
+    wait_for(lambda: ground.site.entries("sock_peers"), {})
 
 
-# ---- what the agent makes of it ----------------------------------------------------------------
+# ---- what the agent computes from it -----------------------------------------------------------
 
 
-def meter(site: Site, clock: Callable[[], float] = lambda: 0.0, **serving: int) -> MapCollector:
+def make_collector(
+    site: Site, clock: Callable[[], float] = lambda: 0.0, **serving: int
+) -> MapCollector:
     return MapCollector(Pins(site.pins), Config(serving=Serving(**serving)), clock)
 
 
-def put(site: Site, service_id: int, backend: int, total: ConnectionStats) -> None:
+def put_stats(site: Site, service_id: int, backend: int, total: ConnectionStats) -> None:
     with site.pinned("counts") as counts:
         counts.update(U32_PAIR.pack(service_id, backend), COUNTS.pack(*total))
 
 
 def ids(site: Site) -> tuple[dict[str, int], dict[str, int]]:
-    """Services by name, backends by port."""
+    """Ids of Services by name, and of backends by port."""
     names = {unpack_service_name(raw).name: U32.unpack(k)[0] for k, raw in
              site.entries("service_names").items()}  # fmt: skip
     return names, {f"{Target.unpack(raw).port}": U32.unpack(k)[0] for k, raw in
@@ -564,18 +568,18 @@ def name_of(text: str) -> tuple[str, str, str, str]:
     return ("default", text, "", "TCP")
 
 
-def test_sums_are_of_all_backends_and_the_busiest_have_their_own(site: Site):
+def test_totals_sum_all_backends_and_list_the_busiest(site: Site):
     site.open().apply(desired(WEB), None)
     services, backends = ids(site)
     web = services["web"]
-    put(site, web, backends["8081"], ConnectionStats(begun=5, bytes_in=10, rtts=1))
-    put(site, web, backends["8082"], ConnectionStats(begun=7, broken=2))
-    put(site, web, NO_BACKEND, ConnectionStats(refused=3))
-    put(site, web, REMOVED_BACKENDS, ConnectionStats(begun=100))
+    put_stats(site, web, backends["8081"], ConnectionStats(begun=5, bytes_in=10, rtts=1))
+    put_stats(site, web, backends["8082"], ConnectionStats(begun=7, broken=2))
+    put_stats(site, web, NO_BACKEND, ConnectionStats(refused=3))
+    put_stats(site, web, REMOVED_BACKENDS, ConnectionStats(begun=100))
     with site.pinned("sock_peers") as peers, socket.socket() as own:
         key = own.fileno().to_bytes(4, "little")
         peers.update(key, PEER.pack(1, b"", b"", web, backends["8082"]))
-        found = meter(site, backend_series=1).count(lambda: None)
+        found = make_collector(site, backend_series=1).count(lambda: None)
     assert dict(found.totals) == {
         name_of("web"): ConnectionStats(begun=112, refused=3, broken=2, bytes_in=10, rtts=1)
     }
@@ -587,33 +591,32 @@ def test_sums_are_of_all_backends_and_the_busiest_have_their_own(site: Site):
         1,
     )
     assert busiest.stats == ConnectionStats(begun=7, broken=2)
-    assert not meter(site).count(lambda: None).backends
+    assert not make_collector(site).count(lambda: None).backends
 
 
-def test_what_a_backend_had_stays_with_its_service(site: Site):
-    """No sum falls when a backend goes; what a Service had goes with it."""
+def test_counts_of_a_deleted_backend_stay_with_its_service(site: Site):
+    """No sum falls when a backend is deleted. A Service's counters are deleted with it."""
     plane = site.open()
     other = service("other", "10.96.0.2:80", "127.0.1.3:8083")
     plane.apply(desired(WEB, other), None)
     services, backends = ids(site)
     for number in ("8081", "8082"):
-        put(site, services["web"], backends[number], ConnectionStats(begun=1, bytes_out=10))
-    put(site, services["web"], NO_BACKEND, ConnectionStats(refused=3))
-    put(site, services["other"], backends["8083"], ConnectionStats(begun=1))
+        put_stats(site, services["web"], backends[number], ConnectionStats(begun=1, bytes_out=10))
+    put_stats(site, services["web"], NO_BACKEND, ConnectionStats(refused=3))
+    put_stats(site, services["other"], backends["8083"], ConnectionStats(begun=1))
     plane.apply(desired(service("web", "10.96.0.1:80", "127.0.1.1:8081")), None)
     plane.flush()
     now = [0.0]
-    reader = meter(site, lambda: now[0])
+    reader = make_collector(site, lambda: now[0])
     wanted = {name_of("web"): ConnectionStats(begun=2, refused=3, bytes_out=20)}
     assert dict(reader.count(lambda: None).totals) == wanted
-    assert len(site.entries("counts")) == 4, "that is not done each time"
+    assert len(site.entries("counts")) == 4, "counters are merged at intervals only"
     now[0] = SWEEP_INTERVAL_S
     for _ in range(2):
         assert dict(reader.count(lambda: None).totals) == wanted
         now[0] += SWEEP_INTERVAL_S
-    put(
-        site, services["web"], backends["8082"], ConnectionStats(begun=4)
-    )  # a connection that ended late
+        # a connection that ended late
+        put_stats(site, services["web"], backends["8082"], ConnectionStats(begun=4))
     wanted = {name_of("web"): ConnectionStats(begun=6, refused=3, bytes_out=20)}
     for _ in range(2):
         assert dict(reader.count(lambda: None).totals) == wanted
@@ -623,19 +626,19 @@ def test_what_a_backend_had_stays_with_its_service(site: Site):
         (services["web"], REMOVED_BACKENDS)}  # fmt: skip
 
 
-def test_what_a_service_has_that_comes_during_a_count_is_kept(site: Site):
-    """Its name was not there yet when names were read: it is no Service that is gone."""
+def test_counts_of_a_service_added_during_a_count_are_kept(site: Site):
+    """Its name did not exist yet when names were read, but the Service is not a deleted one."""
     site.open().apply(desired(WEB), None)
     services, backends = ids(site)
-    put(site, services["web"], backends["8081"], ConnectionStats(begun=1))
+    put_stats(site, services["web"], backends["8081"], ConnectionStats(begun=1))
     now, calls = [0.0], [0]
-    reader = meter(site, lambda: now[0])
+    reader = make_collector(site, lambda: now[0])
     new = services["web"] + 1
 
     def pause() -> None:
         calls[0] += 1
         if calls[0] == last:
-            put(site, new, backends["8081"], ConnectionStats(begun=1))
+            put_stats(site, new, backends["8081"], ConnectionStats(begun=1))
 
     last = 0
     reader.count(pause)
@@ -645,10 +648,10 @@ def test_what_a_service_has_that_comes_during_a_count_is_kept(site: Site):
     assert (new, backends["8081"]) in {U32_PAIR.unpack(key) for key in site.entries("counts")}
 
 
-def test_sums_outlive_the_agent(site: Site):
+def test_totals_outlive_the_agent(site: Site):
     site.open().apply(desired(WEB), None)
     services, backends = ids(site)
-    put(site, services["web"], backends["8081"], ConnectionStats(begun=5))
+    put_stats(site, services["web"], backends["8081"], ConnectionStats(begun=5))
     plane = site.open()
     plane.apply(desired(WEB), None)
     assert dict(plane.count_traffic(lambda: None).totals) == {
@@ -656,8 +659,8 @@ def test_sums_outlive_the_agent(site: Site):
     }
 
 
-def test_a_full_map_counts_nothing_new_and_serves(ground: Ground):
-    """Pairs that are known go on being counted."""
+def test_full_map_counts_no_new_pairs_and_serves(ground: Ground):
+    """Pairs that are in the map are still counted."""
     site = ground.site
     start(ground, sizes=MapSizes(affinity=4096, connections=4096, counts=1))
     with site.pinned("counts") as counts:
@@ -669,8 +672,8 @@ def test_a_full_map_counts_nothing_new_and_serves(ground: Ground):
     start(ground)
 
 
-def test_a_namespace_that_fills_the_map_leaves_room_for_others(ground: Ground):
-    """Its largest Service port is counted by one entry from then on; no sum falls."""
+def test_namespace_that_fills_the_map_is_summed_up(ground: Ground):
+    """Its largest Service port is counted in one entry from then on; no sum falls."""
     site, limit = ground.site, 100
     sizes = MapSizes(affinity=4096, connections=4096, counts=limit)
     start(ground, sizes=sizes)
@@ -678,20 +681,20 @@ def test_a_namespace_that_fills_the_map_leaves_room_for_others(ground: Ground):
     with site.pinned("counts") as counts:
         for key in site.entries("counts"):
             counts.delete(key)
-    put(site, names["dns"], 2_000_000, ConnectionStats(begun=7))
+    put_stats(site, names["dns"], 2_000_000, ConnectionStats(begun=7))
     for number in range(1, limit):
-        put(site, names["fair"], 1_000_000 + number, ConnectionStats(begun=1))
+        put_stats(site, names["fair"], 1_000_000 + number, ConnectionStats(begun=1))
     within(ground.client, lambda: reset("10.96.0.2"))
-    assert len(site.entries("counts")) == limit, "what is new is not counted"
+    assert len(site.entries("counts")) == limit, "new pairs are not counted"
     config = Config(sizes=sizes, system_namespaces=())
     MapCollector(Pins(site.pins), config, lambda: 0.0).count(lambda: None)
     wanted = {("fair", "all"): limit - 1, ("dns", "?"): 7}
-    assert {key: total.begun for key, total in had(site).items()} == wanted
+    assert {key: total.begun for key, total in read_counts(site).items()} == wanted
     within(ground.client, lambda: fair("10.96.0.1"))
     within(ground.client, lambda: reset("10.96.0.2"))
-    found = {key: total.begun for key, total in had(site).items() if key[0] != "rude"}
+    found = {key: total.begun for key, total in read_counts(site).items() if key[0] != "rude"}
     assert found == wanted | {("fair", "all"): limit}
-    assert [total.begun for key, total in had(site).items() if key[0] == "rude"] == [1]
+    assert [total.begun for key, total in read_counts(site).items() if key[0] == "rude"] == [1]
     totals = dict(MapCollector(Pins(site.pins), config, lambda: 0.0).count(lambda: None).totals)
     assert totals[name_of("fair")].begun == limit
     with site.pinned("counts") as counts:
@@ -701,7 +704,9 @@ def test_a_namespace_that_fills_the_map_leaves_room_for_others(ground: Ground):
 
 
 class Shares(NamedTuple):
-    """Entries of Service ports, by namespace and id, out of 100; which of them are summed up."""
+    """Entries of Service ports, by namespace and id, out of 100; which of the ports are
+    summed up.
+    """
 
     name: str
     ports: dict[str, dict[int, int]]
@@ -709,17 +714,17 @@ class Shares(NamedTuple):
 
 
 SHARES = [
-    Shares("up to three quarters nobody is asked", {"a": {1: 75}}, []),
-    Shares("the largest port of one that is alone", {"a": {1: 60, 2: 30}}, [1]),
-    Shares("the others keep theirs", {"a": {1: 50, 2: 30}, "b": {3: 10}, "c": {4: 10}}, [1]),
-    Shares("as many as it takes", {"a": {1: 20, 2: 20, 3: 20, 4: 20, 5: 16}}, [4, 3]),
-    Shares("two that take all", {"a": {1: 50}, "b": {2: 50}}, [1]),
+    Shares("three quarters full: no port", {"a": {1: 75}}, []),
+    Shares("one namespace: its largest port", {"a": {1: 60, 2: 30}}, [1]),
+    Shares("other namespaces keep theirs", {"a": {1: 50, 2: 30}, "b": {3: 10}, "c": {4: 10}}, [1]),
+    Shares("as many ports as needed", {"a": {1: 20, 2: 20, 3: 20, 4: 20, 5: 16}}, [4, 3]),
+    Shares("two namespaces fill the map", {"a": {1: 50}, "b": {2: 50}}, [1]),
     Shares("ports of one entry stay as they are", {"a": dict.fromkeys(range(100), 1)}, []),
 ]
 
 
 @pytest.mark.parametrize("row", SHARES, ids=lambda row: row.name)
-def test_which_service_ports_are_summed_up(row: Shares):
+def test_service_ports_over_their_share_are_summed_up(row: Shares):
     ports = {i: (name, size) for name, own in row.ports.items() for i, size in own.items()}
     entries = sum(size for _, size in ports.values())
     assert sorted(select_over_share(ports, entries, 100)) == sorted(row.chosen)

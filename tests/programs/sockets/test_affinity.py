@@ -1,6 +1,6 @@
-"""Which backend a connection gets: evenly at random, or the one that the client had last.
+"""Which backend a connection gets: a random one, evenly, or with affinity the client's last one.
 
-The backends are addresses of each namespace's own loopback (see support/plane.py, pick()).
+The backends are addresses on each namespace's own loopback (see support/plane.py, pick()).
 """
 
 import math
@@ -41,7 +41,7 @@ HOUR = 3600
 
 @dataclass
 class Ground:
-    """A host and two pods that dial."""
+    """A host and two pods as clients."""
 
     node: Node
     site: Site
@@ -51,23 +51,23 @@ class Ground:
     two: Place
 
     def serve(self, *services: ServiceState) -> None:
-        """Exactly these; nothing is retired yet."""
+        """Programs exactly these; nothing is retired yet."""
         self.plane.apply(desired(*services, nodes=self.node.ip), None)
 
     def entries(self) -> list[tuple[bytes, int, int]]:
-        """Of the affinity map: client, kind of client, backend id."""
+        """(client, kind of client, backend id) of each entry of the affinity map."""
         found = self.site.entries("affinity")
         return [(k[:16], k[20], struct.unpack_from("=QI", v)[1]) for k, v in found.items()]
 
     def age(self, seconds: float) -> None:
-        """All entries are as old as if nobody had connected for so long."""
+        """Makes all entries older by so many seconds."""
         with self.site.pinned("affinity") as found:
             for key, value in list(found.items()):
                 used, rest = struct.unpack_from("=Q", value)[0], value[8:]
                 found.update(key, struct.pack("=Q", used - int(seconds * 1e9)) + rest)
 
-    def how(self, place: Place, to: str = WEB) -> Reason:
-        """Why one connection from there got the backend that it got."""
+    def count_reason(self, place: Place, to: str = WEB) -> Reason:
+        """The reason that the programs count for one connection from there."""
         before = self.site.reasons()
         picks(place, to)
         (reason,) = self.site.reasons() - before
@@ -88,19 +88,19 @@ def whole(node: Node, artifact_cache: Path) -> Iterator[Ground]:
 def ground(whole: Ground) -> Ground:
     whole.serve()
     whole.plane.flush()
-    assert whole.site.entries("affinity") == {}, "affinity goes with its Service"
+    assert whole.site.entries("affinity") == {}, "affinity is deleted with its Service"
     return whole
 
 
 def web(*numbers: int, timeout: int = HOUR, **more: Any) -> ServiceState:
-    """A UDP Service, so that connecting costs nothing; backends are LOCAL[number]."""
+    """A UDP Service, so that connect() costs nothing; backends are LOCAL[number]."""
     to = " ".join(f"{LOCAL[n]}:1" for n in numbers)
     frontends = f"{WEB} NodePort=0.0.0.0:30053 ExternalIP={EXTERNAL}"
     return service("web", frontends, to, Protocol.UDP, affinity_timeout=timeout, **more)
 
 
 def names(found: list[str]) -> set[int]:
-    """Numbers of backends."""
+    """The backends' numbers."""
     return {LOCAL.index(one) for one in found}
 
 
@@ -108,7 +108,7 @@ def names(found: list[str]) -> set[int]:
 
 
 def bound(cells: int) -> float:
-    """What chi-square exceeds with a chance of less than 1e-6 (Laurent and Massart, lemma 1)."""
+    """chi-square exceeds this with a probability below 1e-6 (Laurent and Massart, lemma 1)."""
     freedom, x = cells - 1, -math.log(1e-6)
     return freedom + 2 * math.sqrt(freedom * x) + 2 * x
 
@@ -117,12 +117,12 @@ def bound(cells: int) -> float:
 def test_new_connections_spread_evenly(ground: Ground, size: int, dials: int):
     ground.serve(web(*range(size), timeout=0))
     seen = Counter(picks(ground.one, WEB, dials))
-    assert set(seen) == set(LOCAL[:size]), "all of them and no other"
+    assert set(seen) == set(LOCAL[:size]), "all backends are used and no others"
     expected = dials / size
     assert sum((n - expected) ** 2 / expected for n in seen.values()) < bound(size), seen
 
 
-def test_ipv6_spreads_too(ground: Ground):
+def test_new_ipv6_connections_spread(ground: Ground):
     to = " ".join(f"[{one}]:1" for one in LOCAL6[:3])
     ground.serve(service("web", WEB6, to, Protocol.UDP))
     assert min(Counter(picks(ground.host, WEB6, 300)).values()) > 30
@@ -138,7 +138,7 @@ def test_every_frontend_reaches_every_backend(ground: Ground):
 # ---- the same as last time ---------------------------------------------------------------------
 
 
-def test_a_client_keeps_its_backend(ground: Ground):
+def test_client_keeps_its_backend(ground: Ground):
     ground.serve(web(1, 2, 3))
     before = ground.site.reasons()
     assert len(set(picks(ground.one, WEB, 50))) == 1
@@ -147,7 +147,7 @@ def test_a_client_keeps_its_backend(ground: Ground):
     }  # fmt: skip
 
 
-def test_ipv6_and_mapped_clients_keep_theirs(ground: Ground):
+def test_ipv6_and_v4_mapped_clients_keep_their_backend(ground: Ground):
     to = " ".join(f"[{one}]:1" for one in LOCAL6[:9])
     ground.serve(web(*range(9)), service("web", WEB6, to, Protocol.UDP, affinity_timeout=HOUR))
     assert len(set(picks(ground.one, WEB6, 20))) == 1
@@ -156,8 +156,10 @@ def test_ipv6_and_mapped_clients_keep_theirs(ground: Ground):
     assert len(set(mapped)) == 1
 
 
-def test_clients_are_apart(ground: Ground):
-    """Each pod is a client, and the host is one: what one was given last is nothing to another."""
+def test_each_client_has_its_own_affinity(ground: Ground):
+    """Each pod is a client, and the host is one. The last backend of one does not affect
+    another.
+    """
     ground.serve(web(1))
     picks(ground.one, WEB)
     ground.serve(web(2))
@@ -172,7 +174,7 @@ def test_clients_are_apart(ground: Ground):
     assert {kind for _, kind, _ in entries} == {1}, "by network namespace"
 
 
-def test_all_frontends_of_a_service_share_it(ground: Ground):
+def test_frontends_of_a_service_share_affinity(ground: Ground):
     ground.serve(web(1))
     picks(ground.one, WEB)
     ground.serve(web(*range(20)))
@@ -180,72 +182,74 @@ def test_all_frontends_of_a_service_share_it(ground: Ground):
         assert names(picks(ground.one, to, 10)) == {1}
 
 
-def test_services_do_not_share_it(ground: Ground):
-    """Not even over the same backends, nor TCP and UDP of one Service."""
+def test_services_do_not_share_affinity(ground: Ground):
+    """Even if the backends are the same."""
     ground.serve(web(1))
     picks(ground.one, WEB)
     to = " ".join(f"{LOCAL[n]}:1" for n in range(20))
     other = service("other", "10.96.0.2:53", to, Protocol.UDP, affinity_timeout=HOUR)
     ground.serve(web(*range(20)), other)
-    assert ground.how(ground.one, "10.96.0.2:53") is Reason.TRANSLATED
-    assert ground.how(ground.one) is Reason.TRANSLATED_BY_AFFINITY
+    assert ground.count_reason(ground.one, "10.96.0.2:53") is Reason.TRANSLATED
+    assert ground.count_reason(ground.one) is Reason.TRANSLATED_BY_AFFINITY
 
 
-def test_it_ends_after_the_timeout(ground: Ground):
+def test_affinity_ends_after_its_timeout(ground: Ground):
     ground.serve(web(1, 2, 3, timeout=60))
     picks(ground.one, WEB)
     ground.age(40)
-    assert ground.how(ground.one) is Reason.TRANSLATED_BY_AFFINITY
+    assert ground.count_reason(ground.one) is Reason.TRANSLATED_BY_AFFINITY
     ground.age(40)
-    assert ground.how(ground.one) is Reason.TRANSLATED_BY_AFFINITY, "the dial before renewed it"
+    assert ground.count_reason(ground.one) is Reason.TRANSLATED_BY_AFFINITY, (
+        "the last connection renewed it"
+    )
     ground.age(60)
-    assert ground.how(ground.one) is Reason.TRANSLATED
+    assert ground.count_reason(ground.one) is Reason.TRANSLATED
 
 
-def test_the_timeout_is_in_seconds(ground: Ground):
+def test_affinity_timeout_is_in_seconds(ground: Ground):
     ground.serve(web(1, 2, 3, timeout=1))
     until(
-        "two dials within a second",
-        lambda: ground.how(ground.one) is Reason.TRANSLATED_BY_AFFINITY,
+        "two connections within a second",
+        lambda: ground.count_reason(ground.one) is Reason.TRANSLATED_BY_AFFINITY,
     )
     ((used, _),) = (struct.unpack_from("=QI", v) for v in ground.site.entries("affinity").values())
     time.sleep(max(0.0, used / 1e9 + 1.01 - time.monotonic()))
-    assert ground.how(ground.one) is Reason.TRANSLATED
+    assert ground.count_reason(ground.one) is Reason.TRANSLATED
 
 
-def test_a_new_timeout_holds_at_once(ground: Ground):
+def test_changed_timeout_applies_at_once(ground: Ground):
     ground.serve(web(1, 2, 3, timeout=HOUR))
     picks(ground.one, WEB)
     ground.age(60)
     ground.serve(web(1, 2, 3, timeout=10))
-    assert ground.how(ground.one) is Reason.TRANSLATED
+    assert ground.count_reason(ground.one) is Reason.TRANSLATED
 
 
-def test_a_client_moves_when_its_backend_leaves(ground: Ground):
+def test_client_moves_when_its_backend_leaves_the_set(ground: Ground):
     ground.serve(web(1))
     picks(ground.one, WEB)
     ground.serve(web(1, 2, 3))
-    assert names(picks(ground.one, WEB, 10)) == {1}, "others that come do not matter"
+    assert names(picks(ground.one, WEB, 10)) == {1}, "added backends do not matter"
     ground.serve(web(2, 3, serving=f"{LOCAL[1]}:1 {LOCAL[2]}:1 {LOCAL[3]}:1"))
     moved = names(picks(ground.one, WEB, 10))
     assert len(moved) == 1
     assert moved < {2, 3}, "though the first still serves, it is not in the list"
     ground.serve(web(1, *moved))
-    assert names(picks(ground.one, WEB, 10)) == moved, "and does not go back"
+    assert names(picks(ground.one, WEB, 10)) == moved, "and it does not move back"
 
 
-def test_it_holds_among_the_list_that_is_used(ground: Ground):
-    """internal Local: the ClusterIP uses the local list, an ExternalIP the cluster's."""
+def test_affinity_applies_within_the_set_in_use(ground: Ground):
+    """With internal Local the ClusterIP uses the local set, an ExternalIP the cluster set."""
     near = web(1, 2, 3, local=f"{LOCAL[3]}:1", internal_local=True)
     ground.serve(web(1))
     picks(ground.one, EXTERNAL)
     ground.serve(near)
     assert names(picks(ground.one, EXTERNAL, 5)) == {1}
     assert names(picks(ground.one, WEB, 5)) == {3}
-    assert names(picks(ground.one, EXTERNAL, 5)) == {3}, "there it is in the list as well"
+    assert names(picks(ground.one, EXTERNAL, 5)) == {3}, "it is in the cluster set as well"
 
 
-def test_switched_on_it_holds_for_the_same_endpoints(ground: Ground):
+def test_affinity_switched_on_applies_to_existing_endpoints(ground: Ground):
     ground.serve(web(1, 2, 3, timeout=0))
     assert names(picks(ground.one, WEB, 100)) == {1, 2, 3}
     ground.serve(web(1, 2, 3))
@@ -253,7 +257,7 @@ def test_switched_on_it_holds_for_the_same_endpoints(ground: Ground):
     assert len(set(picks(ground.one, WEB, 50))) == 1
 
 
-def test_switched_off_it_spreads_and_is_forgotten(ground: Ground):
+def test_affinity_switched_off_spreads_and_is_deleted(ground: Ground):
     other = service("other", "10.96.0.2:53", f"{LOCAL[1]}:1", Protocol.UDP, affinity_timeout=HOUR)
     ground.serve(web(1, 2, 3), other)
     picks(ground.one, WEB, 3)
@@ -266,7 +270,7 @@ def test_switched_off_it_spreads_and_is_forgotten(ground: Ground):
     assert len(ground.site.entries("set_members")) == 1
 
 
-def test_datagrams_of_new_sockets_go_the_same_way(ground: Ground):
+def test_datagrams_of_new_sockets_keep_the_backend(ground: Ground):
     ground.serve(web(1, 2, 3))
 
     def send() -> Counter[int]:
@@ -289,8 +293,10 @@ def test_datagrams_of_new_sockets_go_the_same_way(ground: Ground):
     assert names(picks(ground.one, WEB, 5)) == set(seen), "connected ones, too"
 
 
-def test_clients_on_two_cpus_stay_together(ground: Ground):
-    """One CPU may read a time that the other has written a moment later than its own `now`."""
+def test_affinity_holds_across_two_cpus(ground: Ground):
+    """One CPU may read a time that the other wrote and that is a moment later than its
+    own `now`.
+    """
     ground.serve(service("web", WEB, " ".join(f"{a}:1" for a in LOCAL[:8]), Protocol.UDP,
                          affinity_timeout=HOUR))  # fmt: skip
     host, _, port = WEB.rpartition(":")

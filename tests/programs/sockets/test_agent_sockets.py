@@ -1,4 +1,4 @@
-"""The agent's own connections: of all addresses of Services only ClusterIPs count for them."""
+"""The agent's own connections are translated at ClusterIPs only, not at other Service addresses."""
 
 import errno
 import socket
@@ -25,7 +25,7 @@ WORLD = desired(
 
 @pytest.fixture
 def client(site: Site) -> Iterator[Place]:
-    """A client below the hooks, to whom only translated addresses lead anywhere."""
+    """A client below the hooks, which reaches nothing unless its destination is translated."""
     name = f"{site.name}x"
     run("ip", "netns", "add", name)
     make_local(name)
@@ -33,8 +33,10 @@ def client(site: Site) -> Iterator[Place]:
     run("ip", "netns", "del", name)
 
 
-def led_to(site: Site, client: Place, to: str, claims: bool) -> str:
-    """Where a TCP socket is led to, or the errno; `claims`: the agent says that it is its own."""
+def connect_result(site: Site, client: Place, to: str, claims: bool) -> str:
+    """Where a TCP socket connects to, or the errno. `claims`: it is registered as the
+    agent's own.
+    """
 
     def dial() -> str:
         host, port = to.split(":")
@@ -63,25 +65,25 @@ def led_to(site: Site, client: Place, to: str, claims: bool) -> str:
         ("NodePort", "192.0.2.3:30080", "ENETUNREACH"),
     ],
 )
-def test_the_agents_socket_is_led_by_cluster_ips_only(
+def test_agent_socket_is_translated_at_cluster_ips_only(
     site: Site, client: Place, kind: str, to: str, own: str
 ) -> None:
     site.open().apply(WORLD, None)
     with site.pinned("services") as held:
         assert len(dict(held.items())) == 4
-    assert led_to(site, client, to, claims=False) == LOCAL[0]
-    assert led_to(site, client, to, claims=True) == own
+    assert connect_result(site, client, to, claims=False) == LOCAL[0]
+    assert connect_result(site, client, to, claims=True) == own
 
 
-def test_pinned_hooks_know_the_sockets_of_a_restarted_agent(site: Site, client: Place) -> None:
-    """The hooks of before stay attached until the first apply, which needs the API server."""
+def test_pinned_hooks_exempt_sockets_of_a_restarted_agent(site: Site, client: Place) -> None:
+    """The old hooks stay attached until the first apply, which needs the API server."""
     site.open().apply(WORLD, None)
     site.open()
-    assert led_to(site, client, "192.0.2.1:80", claims=False) == LOCAL[0]
-    assert led_to(site, client, "192.0.2.1:80", claims=True) == "ENETUNREACH"
+    assert connect_result(site, client, "192.0.2.1:80", claims=False) == LOCAL[0]
+    assert connect_result(site, client, "192.0.2.1:80", claims=True) == "ENETUNREACH"
 
 
-def test_the_oldest_go_and_those_of_an_earlier_agent(site: Site) -> None:
+def test_oldest_claims_and_claims_of_an_earlier_agent_are_deleted(site: Site) -> None:
     plane = site.open()
     for cookie in range(1, AGENT_SOCKETS + 11):
         plane.claim_socket(cookie)
@@ -91,5 +93,5 @@ def test_the_oldest_go_and_those_of_an_earlier_agent(site: Site) -> None:
     assert not site.entries("agent_sockets")
 
 
-def test_without_a_map_nothing_happens(site: Site) -> None:
+def test_claim_before_open_does_nothing(site: Site) -> None:
     site.plane().claim_socket(1)

@@ -1,8 +1,9 @@
-"""connect(): what a socket of the node or of a pod gets when it dials.
+"""connect(): what a socket of the node or of a pod gets.
 
-One node with pods, real connections. A row says who dials what, who must answer, what address
-that one must see, and which reason the program must have counted: so no row is true by accident
-of the network. Frontends exist on no device, but for those that a row wants to be left alone.
+One node with pods, real connections. A row names the client, the destination, the server that must
+answer and the reason that the program must count, so no row passes by accident of the network. The
+test also checks the addresses that both sides see. No device has the frontends' addresses, except
+those that a row expects to be left alone.
 """
 
 import contextlib
@@ -29,7 +30,7 @@ ALONE, ALONE6 = "198.51.100.1", "fd00:51::1"  # on a device of the node, with a 
 
 @dataclass
 class Ground:
-    """Who there is."""
+    """The node, its data plane and its clients."""
 
     node: Node
     site: Site
@@ -83,7 +84,9 @@ def world(pods: dict[str, Place], node: Node):
 
 
 class Dial(NamedTuple):
-    """One connection. `gets`: who answers, or the errno. `to` may hold {node}, {pod}, {one}, ..."""
+    """One connection. `gets`: the server that answers, or the errno. `to` may hold {node}, {pod},
+    ...
+    """
 
     name: str
     client: str
@@ -156,14 +159,14 @@ DIALS = [
     Dial("NodePort on a node address that has none", "pod", ALONE + ":30099", "host-1", NONE),
     Dial("NodePort on a foreign address", "host", "{pod}:30080", "pod", NONE),
     Dial("no IPv6 NodePort of an IPv4 Service", "host", "[{node6}]:30099", "host-1", NONE),
-    Dial("restricted LB VIP is left to who sees the client", "pod", ALONE + ":7000", "host-1",
+    Dial("restricted LB VIP is left to the packet path", "pod", ALONE + ":7000", "host-1",
          Reason.NEEDS_SOURCE),
     Dial("restriction is not for the ClusterIP", "pod", "10.96.0.8:80", "one", GOES),
 ]  # fmt: skip
 
 
 def marks(row: Dial) -> tuple[pytest.MarkDecorator, ...]:
-    """What a row needs of the kernel: to be answered by the hook itself, to know the host."""
+    """Kernel features that a row needs: to set the errno in the hook, or to recognise the host."""
     host = row.to.rpartition(":")[0].strip("[]")
     at_home = is_loopback(host) or host in ("0.0.0.0", "::")
     return (
@@ -192,7 +195,7 @@ def test_dial(ground: Ground, row: Dial):
             answer = client.udp(host, int(port), connected=True)
     counted = ground.site.reasons() - before
     del counted[Reason.REVERSED]  # getpeername() and recvfrom()
-    if row.protocol == "udp":  # the server's answer, and what a mapped socket sends, are looked at
+    if row.protocol == "udp":  # replies and packets of v4-mapped sockets pass hooks, too
         assert counted.pop(NONE, 0) >= (row.why is NONE)
     if row.gets in errno.errorcode.values():
         assert answer.get("error") == row.gets, answer
@@ -207,8 +210,8 @@ def test_dial(ground: Ground, row: Dial):
     assert counted == ({row.why: 1} if row.protocol == "tcp" or row.why is not NONE else {})
 
 
-def test_outside_the_cgroup_nothing_is_translated(ground: Ground):
-    """The same network, the same address: inside it is a Service, outside it is the host."""
+def test_socket_outside_the_cgroup_is_not_translated(ground: Ground):
+    """The same network and address: inside the cgroup it is a Service, outside it is the host."""
     before = ground.site.reasons()
     assert ground["outsider"].tcp(ALONE, 7001)["error"] == REFUSED
     assert ground["outsider"].tcp(ALONE, 7000)["name"] == "host-1"
@@ -218,9 +221,9 @@ def test_outside_the_cgroup_nothing_is_translated(ground: Ground):
 
 @needs("mptcp")
 @pytest.mark.parametrize("host", ["10.96.0.1", "fd00:96::1", "::ffff:10.96.0.1"])
-def test_mptcp_dials_as_tcp(ground: Ground, host: str):
-    """getpeername() of it shows the backend: connect() is hooked at the subflow, a socket of the
-    kernel's with a cookie of its own, and nothing leads from one to the other.
+def test_mptcp_connects_as_tcp(ground: Ground, host: str):
+    """getpeername() shows the backend: connect() is hooked at the subflow, a socket of the kernel
+    with its own cookie, and nothing leads from one socket to the other.
     """
 
     def dial() -> tuple[bytes, str]:
@@ -237,8 +240,8 @@ def test_mptcp_dials_as_tcp(ground: Ground, host: str):
 
 
 @needs("set_retval")
-def test_a_socket_that_failed_may_dial_again(ground: Ground):
-    """A refused connect() leaves nothing behind that hinders the next one."""
+def test_socket_can_connect_after_a_refusal(ground: Ground):
+    """A refused connect() leaves no state that hinders the next one."""
 
     def dial() -> tuple[int, bytes, str]:
         with socket.socket() as s:
@@ -255,7 +258,7 @@ def test_a_socket_that_failed_may_dial_again(ground: Ground):
 
 
 @needs("set_retval")
-def test_nonblocking_refusal_comes_at_once(ground: Ground):
+def test_nonblocking_connect_is_refused_at_once(ground: Ground):
     def dial(host: str) -> int:
         with socket.socket() as s:
             s.setblocking(False)
@@ -266,8 +269,8 @@ def test_nonblocking_refusal_comes_at_once(ground: Ground):
 
 
 @contextlib.contextmanager
-def told(ground: Ground, flag: ConfigFlag) -> Iterator[None]:
-    """The hooks are told this, too."""
+def config_flag(ground: Ground, flag: ConfigFlag) -> Iterator[None]:
+    """Sets this flag in the hooks' configuration, too."""
     with ground.site.pinned("config") as config:
         before = config.lookup(bytes(4)) or b""
         netns, flags, share = CONFIG.unpack(before)
@@ -277,22 +280,22 @@ def told(ground: Ground, flag: ConfigFlag) -> Iterator[None]:
 
 
 @pytest.fixture
-def followed(ground: Ground) -> Iterator[None]:
-    """Another data plane has connections on the node."""
-    with told(ground, ConfigFlag.COEXISTING):
+def coexisting(ground: Ground) -> Iterator[None]:
+    """Another data plane has connections on this node."""
+    with config_flag(ground, ConfigFlag.COEXISTING):
         yield
 
 
 @pytest.fixture
-def answered(ground: Ground) -> Iterator[None]:
-    """There is a packet path, which refuses what the hooks let pass."""
-    with told(ground, ConfigFlag.PACKET_PATH):
+def packet_path_flag(ground: Ground) -> Iterator[None]:
+    """A packet path exists, which refuses what the hooks let pass."""
+    with config_flag(ground, ConfigFlag.PACKET_PATH):
         yield
 
 
 def own_address(host: str, port: int, protocol: int = 0) -> str:
-    """What ping, and getaddrinfo() for each address that it found, ask for: as whom this socket
-    would speak to that host. Or the errno.
+    """The source address of a socket connected to that host, or the errno. ping asks for it, and so
+    does getaddrinfo() for each address that it found.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM, protocol) as s:
@@ -308,10 +311,12 @@ PORT_OF_PING, PORT_OF_MUSL = 1025, 65535
 @needs("set_retval")
 @pytest.mark.parametrize("host", ["10.96.0.1", "fd00:96::1", "::ffff:10.96.0.1"])
 @pytest.mark.parametrize("port", [PORT_OF_PING, PORT_OF_MUSL])
-def test_udp_may_connect_to_a_port_that_no_service_has(
-    ground: Ground, answered: None, host: str, port: int
+def test_udp_connect_to_an_unknown_port_succeeds(
+    ground: Ground, packet_path_flag: None, host: str, port: int
 ):
-    """Nothing is sent yet. What is sent all the same is refused: by the packet path, or at once."""
+    """connect() sends nothing. A datagram or a TCP SYN is refused: by the packet path, or
+    at once.
+    """
     pod, before = ground["pod"], ground.site.reasons()
     own = within(pod, lambda: own_address(host, port))
     assert own == (pod.ip6 if host.startswith("fd00") else pod.ip)
@@ -322,8 +327,10 @@ def test_udp_may_connect_to_a_port_that_no_service_has(
 
 
 @needs("set_retval")
-def test_udp_may_not_connect_to_a_service_without_endpoints(ground: Ground, answered: None):
-    """Whoever names the port of a Service means to talk to it."""
+def test_udp_connect_to_a_service_without_endpoints_is_refused(
+    ground: Ground, packet_path_flag: None
+):
+    """A client that names the port of a Service will send to it, so it learns at once."""
     before = ground.site.reasons()
     assert within(ground["pod"], lambda: own_address("10.96.0.9", 53)) == REFUSED
     assert ground.site.reasons() - before == {Reason.NO_ENDPOINTS: 1}
@@ -331,8 +338,8 @@ def test_udp_may_not_connect_to_a_service_without_endpoints(ground: Ground, answ
 
 @pytest.mark.parametrize("host", ["10.96.0.1", "fd00:96::1"])
 @pytest.mark.parametrize("packets", [False, True], ids=["no packet path", "packet path"])
-def test_ping_may_connect(ground: Ground, host: str, packets: bool):
-    """Its sockets have no port, and what they send is nobody's business. (From v6.1 on their
+def test_ping_socket_connects(ground: Ground, host: str, packets: bool):
+    """Ping sockets have no port, and what they send belongs to no Service. (Since Linux 6.1 their
     connect() has a hook.)
     """
     pod, v6 = ground["pod"], ":" in host
@@ -342,13 +349,13 @@ def test_ping_may_connect(ground: Ground, host: str, packets: bool):
         Path("/proc/sys/net/ipv4/ping_group_range").write_text("0 0")
         return own_address(host, 1, protocol)
 
-    with told(ground, ConfigFlag.PACKET_PATH if packets else ConfigFlag(0)):
+    with config_flag(ground, ConfigFlag.PACKET_PATH if packets else ConfigFlag(0)):
         assert within(pod, ask) == (pod.ip6 if v6 else pod.ip)
 
 
 SPARE = range(61_000, 65_536)
 OWN_PORTS = itertools.count(3333)
-"""That sockets bind to: each once, since one that has closed first stays in TIME_WAIT."""
+"""Ports to bind to. Each is used once, because a socket that closed first stays in TIME_WAIT."""
 PORTS = {
     "tcp": ("pod", socket.AF_INET, socket.SOCK_STREAM, "10.96.0.1", True),
     "tcp, IPv6": ("pod", socket.AF_INET6, socket.SOCK_STREAM, "fd00:96::1", True),
@@ -360,14 +367,14 @@ PORTS = {
         marks=needs("netns_cookie"),
     ),
 }
-"""Who dials by what socket where, and whether it gets a port of SPARE."""
+"""Client, kind of socket, destination, and whether the socket gets a port of SPARE."""
 
 
 @pytest.mark.parametrize("row", PORTS.values(), ids=PORTS)
-def test_beside_another_a_pods_port_is_one_that_it_does_not_know(
-    ground: Ground, followed: None, row: tuple[str, int, int, str, bool]
+def test_pod_gets_a_spare_port_while_another_data_plane_coexists(
+    ground: Ground, coexisting: None, row: tuple[str, int, int, str, bool]
 ):
-    """IPVS would take the answers for those of a connection that the pod made through it."""
+    """IPVS would take the replies for those of a connection that the pod made through IPVS."""
     who, family, kind, host, spare = row
     to = (ground["one"].ip, 8080) if host == "{one}" else (host, 80)
 
@@ -388,7 +395,7 @@ def test_beside_another_a_pods_port_is_one_that_it_does_not_know(
     assert (b'"name"' in answer, port) == (True, own)
 
 
-def test_without_another_the_kernel_chooses_the_port(ground: Ground):
+def test_kernel_chooses_the_port_without_another_data_plane(ground: Ground):
     def dial() -> int:
         with socket.create_connection(("10.96.0.1", 80), PATIENCE) as s:
             port: int = s.getsockname()[1]
@@ -397,8 +404,8 @@ def test_without_another_the_kernel_chooses_the_port(ground: Ground):
     assert within(ground["pod"], dial) not in SPARE
 
 
-def test_closing_frees_what_the_socket_held(ground: Ground):
-    """Some time later: the connection ends when both sides have said so."""
+def test_closed_socket_is_deleted_from_sock_peers(ground: Ground):
+    """The entry goes when the connection has ended on both sides, some time after close()."""
     known = set(ground.site.entries("sock_peers"))
     ground["pod"].tcp("10.96.0.1", 80, keep="kept")
     (own,) = set(ground.site.entries("sock_peers")) - known
@@ -419,8 +426,10 @@ def test_localhost_node_ports_can_be_switched_off(ground: Ground):
     assert ground["host"].tcp("127.0.0.1", 30080)["name"] == "one"
 
 
-def test_two_frontends_of_one_backend_from_one_port(ground: Ground):
-    """A row of docs/limits.md: both sockets would have the same connection to the backend."""
+def test_second_connection_to_a_backend_from_one_port_fails(ground: Ground):
+    """A limit listed in docs/limits.md: both sockets would have the same connection to
+    the backend.
+    """
 
     def dial() -> list[str]:
         codes = []

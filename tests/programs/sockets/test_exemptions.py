@@ -1,4 +1,4 @@
-"""Which cgroups are found for pods and patterns, and what of them stands in the map."""
+"""Which cgroups are found for pods and for patterns, and which of them are in the map."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -34,7 +34,7 @@ STATIC = "3d5a1c0de7b9f2a4c6e8d0b1a3c5e7f9"
 
 @pytest.fixture
 def tree(site: Site) -> Iterator[Callable[[str], Path]]:
-    """Makes cgroups below the site's, which are gone afterwards."""
+    """Creates cgroups below the site's; removes them afterwards."""
     made: list[Path] = []
 
     def make(path: str) -> Path:
@@ -52,7 +52,7 @@ def tree(site: Site) -> Iterator[Callable[[str], Path]]:
 
 
 class Where(NamedTuple):
-    """A cgroup, and which of ONE, TWO and STATIC it is the pod's folder of."""
+    """A cgroup, and the uid (ONE, TWO or STATIC) of the pod whose folder it is; "": of no pod."""
 
     path: str
     uid: str = ""
@@ -77,9 +77,7 @@ FOLDERS = [
 ]  # fmt: skip
 
 
-def test_folders_of_pods_are_found_by_kubelets_names(
-    site: Site, tree: Callable[[str], Path]
-) -> None:
+def test_pod_cgroups_are_found_by_kubelets_names(site: Site, tree: Callable[[str], Path]) -> None:
     wanted = {(row.uid, row.path, tree(row.path).stat().st_ino) for row in FOLDERS}
     found = find_pod_folders(site.cgroup, {ONE, TWO, STATIC})
     assert {(uid, *folder[:2]) for uid, folder in found} == {row for row in wanted if row[0]}
@@ -108,7 +106,7 @@ PATTERNS = [
 
 
 @pytest.mark.parametrize("row", PATTERNS, ids=lambda row: " ".join(row.patterns))
-def test_patterns_match_paths(
+def test_patterns_match_cgroup_paths(
     site: Site, tree: Callable[[str], Path], row: Matches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ids = {path: tree(path).stat().st_ino for path in CGROUPS}
@@ -121,88 +119,92 @@ def test_patterns_match_paths(
         (path, ids[path]) for path in row.found
     }
     if row.patterns == ("mesh",):
-        assert looked == [""], "where nothing can match it does not look"
+        assert looked == [""], "folders below which nothing can match are not read"
 
 
 # ---- over time -----------------------------------------------------------------------------------
 
 
 class Run:
-    """Exemptions over the map of a plane, with a clock of the test's."""
+    """Exemptions that write to a plane's map, with a clock of the test."""
 
     def __init__(self, site: Site, plane: BpfPlane, *patterns: str) -> None:
         self.site = site
-        self.told: list[bool] = []  # whether somebody is exempt by now
-        self.made = Exemptions(cgroup2(), site.cgroup, patterns, plane._agent_maps, self._tell)
-        self.made.adopt()
+        self.notifications: list[bool] = []  # at each notification: whether any cgroup is exempt
+        self.exemptions = Exemptions(
+            cgroup2(), site.cgroup, patterns, plane._agent_maps, self._notify
+        )
+        self.exemptions.adopt()
 
-    def _tell(self) -> None:
-        self.told.append(not self.made.is_empty)
+    def _notify(self) -> None:
+        self.notifications.append(not self.exemptions.is_empty)
 
     def ids(self) -> set[int]:
         return {int.from_bytes(key, "little") for key in self.site.entries("exempt_cgroups")}
 
 
-def test_a_pod_is_looked_for_until_its_cgroup_comes(
+def test_pod_is_polled_until_its_cgroup_exists(
     site: Site, plane: BpfPlane, tree: Callable[[str], Path]
 ) -> None:
     run = Run(site, plane)
-    run.made.set_pods((), True, 100.0)
-    assert run.made.tick(100.0) is None, "nobody is exempt: nothing to do, ever"
-    run.made.set_pods((ONE,), True, 100.0)
-    assert run.made.tick(100.0) == 100.0 + exemptions.NEW_POD_POLL_INTERVAL_S
+    run.exemptions.set_pods((), True, 100.0)
+    assert run.exemptions.tick(100.0) is None, "no pod is exempt: nothing is due"
+    run.exemptions.set_pods((ONE,), True, 100.0)
+    assert run.exemptions.tick(100.0) == 100.0 + exemptions.NEW_POD_POLL_INTERVAL_S
     folder = tree(f"kubepods/pod{ONE}")
     assert run.ids() == set()
-    assert run.made.tick(100.1) == 100.0 + exemptions.NEW_POD_POLL_INTERVAL_S, "not due yet"
+    assert run.exemptions.tick(100.1) == 100.0 + exemptions.NEW_POD_POLL_INTERVAL_S, "not due yet"
     assert run.ids() == set()
-    assert run.made.tick(100.3) == 100.3 + exemptions.VERIFY_INTERVAL_S
-    assert (run.ids(), run.told) == ({folder.stat().st_ino}, [True])
-    assert not run.made.problems(1000.0)
-    run.made.set_pods((), True, 101.0)
-    assert (run.ids(), run.told, run.made.tick(101.0)) == (set(), [True, False], None)
+    assert run.exemptions.tick(100.3) == 100.3 + exemptions.VERIFY_INTERVAL_S
+    assert (run.ids(), run.notifications) == ({folder.stat().st_ino}, [True])
+    assert not run.exemptions.problems(1000.0)
+    run.exemptions.set_pods((), True, 101.0)
+    assert (run.ids(), run.notifications, run.exemptions.tick(101.0)) == (
+        set(),
+        [True, False],
+        None,
+    )
 
 
-def test_a_pod_that_does_not_come_is_looked_for_less_often_and_reported(
-    site: Site, plane: BpfPlane
-) -> None:
+def test_missing_pod_is_polled_less_often_and_reported(site: Site, plane: BpfPlane) -> None:
     run = Run(site, plane)
-    run.made.set_pods((ONE,), True, 0.0)
-    assert not run.made.problems(1.0)
+    run.exemptions.set_pods((ONE,), True, 0.0)
+    assert not run.exemptions.problems(1.0)
     late = exemptions.NEW_POD_WINDOW_S + 1
-    assert run.made.tick(late) == late + exemptions.MISSING_POD_POLL_INTERVAL_S
-    (line,) = run.made.problems(late)
+    assert run.exemptions.tick(late) == late + exemptions.MISSING_POD_POLL_INTERVAL_S
+    (line,) = run.exemptions.problems(late)
     assert ONE in line
     assert str(site.cgroup) in line
 
 
-def test_a_cgroup_that_goes_is_taken_out(
+def test_removed_cgroup_is_deleted_from_the_map(
     site: Site, plane: BpfPlane, tree: Callable[[str], Path]
 ) -> None:
     run = Run(site, plane)
     folder = tree(f"kubepods/pod{ONE}")
-    run.made.set_pods((ONE,), True, 0.0)
+    run.exemptions.set_pods((ONE,), True, 0.0)
     assert run.ids() == {folder.stat().st_ino}
     folder.rmdir()
-    run.made.tick(11.0)
+    run.exemptions.tick(11.0)
     assert run.ids() == set()
 
 
-def test_what_an_earlier_agent_left_stays_until_pods_are_known(
+def test_entries_of_an_earlier_agent_stay_until_pods_are_known(
     site: Site, plane: BpfPlane, tree: Callable[[str], Path]
 ) -> None:
     run = Run(site, plane)
     folder, gone = tree(f"kubepods/pod{ONE}"), tree(f"kubepods/pod{TWO}")
-    run.made.set_pods((ONE, TWO), True, 0.0)
+    run.exemptions.set_pods((ONE, TWO), True, 0.0)
     gone.rmdir()
     after = Run(site, plane)
-    after.made.set_pods((), False, 0.0)
-    assert after.ids() == {folder.stat().st_ino}, "that of a cgroup that is gone goes"
-    after.made.set_pods((), True, 1.0)
+    after.exemptions.set_pods((), False, 0.0)
+    assert after.ids() == {folder.stat().st_ino}, "only the removed cgroup's entry is deleted"
+    after.exemptions.set_pods((), True, 1.0)
     assert after.ids() == set()
-    assert after.told == [False]
+    assert after.notifications == [False]
 
 
-def test_a_map_that_is_full_is_a_problem_and_no_error(
+def test_full_map_is_reported_and_retried(
     site: Site, plane: BpfPlane, tree: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tree(f"kubepods/pod{ONE}")
@@ -213,15 +215,15 @@ def test_a_map_that_is_full_is_a_problem_and_no_error(
 
     with monkeypatch.context() as patch:
         patch.setattr(plane._agent_maps, "put", full)
-        run.made.set_pods((ONE,), True, 0.0)
-        (line,) = run.made.problems(0.0)
+        run.exemptions.set_pods((ONE,), True, 0.0)
+        (line,) = run.exemptions.problems(0.0)
         assert "some cgroups are not exempt yet" in line
-        assert (run.ids(), run.told) == (set(), [])
-    due = run.made.tick(0.0)
+        assert (run.ids(), run.notifications) == (set(), [])
+    due = run.exemptions.tick(0.0)
     assert due is not None
-    run.made.tick(due)
+    run.exemptions.tick(due)
     assert run.ids() == {folder.stat().st_ino}
-    assert not run.made.problems(due)
+    assert not run.exemptions.problems(due)
 
 
 # ---- the programs --------------------------------------------------------------------------------
@@ -229,7 +231,7 @@ def test_a_map_that_is_full_is_a_problem_and_no_error(
 
 @pytest.fixture
 def served(site: Site) -> Iterator[tuple[Site, Place]]:
-    """A client below the hooks, to whom only translated addresses lead anywhere."""
+    """A client below the hooks, which reaches nothing unless its destination is translated."""
     name = f"{site.name}x"
     run("ip", "netns", "add", name)
     make_local(name)
@@ -241,7 +243,7 @@ WORLD = desired(service("web", "10.96.0.1:80", f"{LOCAL[0]}:80", Protocol.UDP))
 
 
 @pytest.mark.parametrize("level", ["its own", "above", "far above", "another"])
-def test_a_process_below_an_exempt_cgroup_is_left_alone(
+def test_process_below_an_exempt_cgroup_is_not_translated(
     served: tuple[Site, Place], tree: Callable[[str], Path], level: str
 ) -> None:
     site, client = served
@@ -254,7 +256,7 @@ def test_a_process_below_an_exempt_cgroup_is_left_alone(
         assert picks(inside, "10.96.0.1:80") == [LOCAL[0]]
         with site.pinned("exempt_cgroups") as held:
             held.update(chosen.stat().st_ino.to_bytes(8, "little"), bytes(4))
-        assert picks(inside, "10.96.0.1:80") == [LOCAL[0]], "nobody asks without the flag"
+        assert picks(inside, "10.96.0.1:80") == [LOCAL[0]], "without the flag the map is not read"
         with site.pinned("config") as config:
             raw = bytearray(config.lookup(bytes(4)) or b"")
             raw[8] |= ConfigFlag.EXEMPTIONS
@@ -267,10 +269,10 @@ def test_a_process_below_an_exempt_cgroup_is_left_alone(
         inside.close()
 
 
-def test_without_the_helpers_the_programs_load_and_translate(
+def test_programs_without_optional_helpers_translate(
     served: tuple[Site, Place], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a kernel that has none of them: nobody can be exempt there."""
+    """On a kernel without these helpers no process can be exempt."""
     site, client = served
     has = missing_helpers()
     monkeypatch.setattr(attachments, "missing_helpers", lambda: frozenset(OPTIONAL_HELPERS))
@@ -290,7 +292,7 @@ def test_without_the_helpers_the_programs_load_and_translate(
     assert {pin.name for pin in (site.pins / "links").iterdir()} == HOOKS
 
 
-def test_an_exemption_without_the_packet_path_is_reported(
+def test_exemption_without_the_packet_path_is_reported(
     served: tuple[Site, Place], tree: Callable[[str], Path]
 ) -> None:
     site, _ = served
@@ -301,10 +303,12 @@ def test_an_exemption_without_the_packet_path_is_reported(
     assert any("the packet path is off" in line for line in plane.problems())
 
 
-def test_whom_the_hooks_leave_alone_outlasts_a_restart_until_the_first_apply(
+def test_exemption_outlasts_a_restart_until_the_first_apply(
     served: tuple[Site, Place],
 ) -> None:
-    """hostNamespaceOnly, then a start with `on`: nothing changes before all has been programmed."""
+    """hostNamespaceOnly, then a start with `on`: nothing changes before everything is
+    programmed.
+    """
     site, client = served
     own = f"{site.name}h"
     run("ip", "netns", "add", own)
@@ -313,11 +317,11 @@ def test_whom_the_hooks_leave_alone_outlasts_a_restart_until_the_first_apply(
         def start(mode: SocketLb) -> BpfPlane:
             return site.open(packet_path=True, socket_lb=mode)
 
-        def there(action: Callable[[], T]) -> T:
+        def in_own_netns(action: Callable[[], T]) -> T:
             return netns.run_in(Path("/run/netns") / own, action)
 
-        plane = there(lambda: start(SocketLb.HOST_NAMESPACE_ONLY))
-        there(lambda: plane.apply(WORLD, None))
+        plane = in_own_netns(lambda: start(SocketLb.HOST_NAMESPACE_ONLY))
+        in_own_netns(lambda: plane.apply(WORLD, None))
 
         def in_force() -> bool:
             plane.tick(time.monotonic())
@@ -325,16 +329,16 @@ def test_whom_the_hooks_leave_alone_outlasts_a_restart_until_the_first_apply(
 
         until("the packet path serves", in_force)
         assert picks(client, "10.96.0.1:80") == ["ENETUNREACH"]
-        plane = there(lambda: start(SocketLb.ON))
+        plane = in_own_netns(lambda: start(SocketLb.ON))
         assert picks(client, "10.96.0.1:80") == ["ENETUNREACH"]
-        there(lambda: plane.apply(WORLD, None))
+        in_own_netns(lambda: plane.apply(WORLD, None))
         assert picks(client, "10.96.0.1:80") == [LOCAL[0]]
     finally:
         run("ip", "netns", "del", own)
 
 
 @pytest.mark.parametrize("mode", [SocketLb.HOST_NAMESPACE_ONLY, SocketLb.OFF])
-def test_nobody_is_left_alone_before_the_packet_path_serves(
+def test_sockets_are_translated_until_the_packet_path_serves(
     served: tuple[Site, Place], monkeypatch: pytest.MonkeyPatch, mode: SocketLb
 ) -> None:
     site, client = served
@@ -365,10 +369,10 @@ def test_nobody_is_left_alone_before_the_packet_path_serves(
 
 
 @pytest.mark.parametrize("mode", [SocketLb.HOST_NAMESPACE_ONLY, SocketLb.OFF])
-def test_a_first_start_waits_for_the_packet_path(
+def test_first_start_waits_for_the_packet_path(
     served: tuple[Site, Place], monkeypatch: pytest.MonkeyPatch, mode: SocketLb
 ) -> None:
-    """Where no hook was ever attached, the pins do not count as gone."""
+    """If no hook was ever attached, missing pins of hooks do not count as removed."""
     site, _ = served
     own = f"{site.name}h"
     run("ip", "netns", "add", own)

@@ -1,8 +1,8 @@
-"""`frontend_ports`: destinations whose port no Service has are passed after one look-up, and a
+"""`frontend_ports`: a destination whose port no Service uses is passed after one look-up, and a
 Service is found as long as it has a frontend.
 
-Each row is a history of desired states. After each state a client dials, and the map holds the
-ports that it says.
+Each row is a sequence of desired states. After each state the map must hold the ports that it
+lists, and a client connects to the addresses that it lists.
 """
 
 import errno
@@ -29,8 +29,8 @@ def web(name: str, frontends: str, protocol: Protocol = Protocol.UDP):
 
 
 class Step(NamedTuple):
-    """A desired state (``name frontends`` a line), the ports that the map holds then, and who is
-    led where by connect().
+    """A desired state (``name frontends`` a line), the ports that the map then holds, and where
+    connect() leads for each destination.
     """
 
     services: dict[str, str]
@@ -44,14 +44,14 @@ TWO = {"two": f"{SECOND}:53"}
 
 HISTORIES = {
     "no Service": [Step({}, set(), {f"{FIRST}:53": PASSES})],
-    "a Service comes and goes": [
+    "a Service is added and deleted": [
         Step(ONE, {53}, {f"{FIRST}:53": BACKEND, f"{SECOND}:53": PASSES}),
         Step({}, set(), {f"{FIRST}:53": PASSES}),
     ],
-    "a port that no Service has is refused at a ClusterIP and passes elsewhere": [
+    "an unknown port is refused at a ClusterIP and passes elsewhere": [
         Step(ONE, {53}, {f"{FIRST}:54": REFUSED, f"{SECOND}:54": PASSES}),
     ],
-    "two Services with one port, and one of them goes": [
+    "of two Services with one port one is deleted": [
         Step(ONE | TWO, {53}, {f"{FIRST}:53": BACKEND, f"{SECOND}:53": BACKEND}),
         Step(TWO, {53}, {f"{SECOND}:53": BACKEND, f"{FIRST}:53": PASSES}),
     ],
@@ -74,7 +74,7 @@ HISTORIES = {
 
 @pytest.fixture
 def client(site: Site) -> Iterator[Place]:
-    """A client whom only translated addresses lead anywhere."""
+    """A client that reaches nothing unless its destination is translated."""
     name = f"{site.name}x"
     run("ip", "netns", "add", name)
     make_local(name)
@@ -83,7 +83,7 @@ def client(site: Site) -> Iterator[Place]:
 
 
 @pytest.mark.parametrize("history", HISTORIES.values(), ids=HISTORIES)
-def test_which_ports_are_found(site: Site, client: Place, history: list[Step]):
+def test_history_of_frontend_ports(site: Site, client: Place, history: list[Step]):
     plane = site.open()
     for step in history:
         plane.apply(state(step.services), None)
@@ -92,15 +92,15 @@ def test_which_ports_are_found(site: Site, client: Place, history: list[Step]):
             assert picks(client, to) == [gets], to
 
 
-def test_a_destination_of_no_service_is_counted(site: Site, client: Place):
+def test_destination_of_no_service_is_counted(site: Site, client: Place):
     site.open().apply(state(ONE), None)
     before = site.reasons()
     picks(client, f"{SECOND}:54", 3)
     assert (site.reasons() - before)[Reason.NOT_A_SERVICE] >= 3
 
 
-def test_an_agent_of_a_version_without_the_map_left_services(site: Site):
-    """The bits are set before programs that look for them are attached."""
+def test_map_missing_in_an_older_version_is_filled_at_start(site: Site):
+    """The agent sets the bits before it attaches programs that read them."""
     site.open().apply(state(ONE | TWO), None)
     with site.pinned("frontend_ports") as words:
         for word in range(words.max_entries):
@@ -109,11 +109,11 @@ def test_an_agent_of_a_version_without_the_map_left_services(site: Site):
     assert ports(site) == {53}
 
 
-def test_a_write_that_fails_hides_no_frontend(
+def test_failed_write_hides_no_frontend(
     site: Site, plane: BpfPlane, monkeypatch: pytest.MonkeyPatch
 ):
-    """A port is found before its frontend is written and until it is gone, whichever write fails,
-    and a later change puts everything right.
+    """Whichever write fails, a port is in the map before its frontend is written and until its
+    frontend is deleted; the next change repairs everything.
     """
     plane.apply(state(ONE), None)
     for target in ({"two": f"{SECOND}:54"}, {}):
@@ -129,7 +129,7 @@ def test_a_write_that_fails_hides_no_frontend(
             assert ports(site) == {53}
 
 
-def test_the_value_of_another_key_is_not_used(site: Site, client: Place):
+def test_value_of_another_key_is_not_used(site: Site, client: Place):
     """The kernel may give the memory of an entry to another key while a program reads it."""
     plane = site.open()
     plane.apply(state(ONE | {"two": f"{SECOND}:53"}), None)
@@ -144,13 +144,13 @@ def test_the_value_of_another_key_is_not_used(site: Site, client: Place):
 
 
 @pytest.mark.parametrize("held", [set(), {0}, {63, 64}, {1, 65_535}, set(range(1, 200))])
-def test_ports_as_words(held: set[int]):
+def test_ports_are_packed_into_64_bit_words(held: set[int]):
     words = pack_ports(held, range(65_536))
     assert len(words) == 1024
     assert set(unpack_ports(words)) == held
 
 
-def test_only_words_that_change_are_written():
+def test_only_changed_words_are_packed():
     assert pack_ports({1, 2, 700}, [1, 63]) == [(U32.pack(0), U64.pack(0b110))]
 
 
@@ -166,7 +166,7 @@ def ports(site: Site) -> set[int]:
 
 
 def refuse_writes(patch: pytest.MonkeyPatch, name: str) -> None:
-    """Every write to this map fails."""
+    """Makes every write to this map fail."""
     for method in ("update", "update_batch", "delete_batch"):
         usual = getattr(Map, method)
 

@@ -1,7 +1,7 @@
-"""Weights and Maglev in the programs: which backend a connection gets, and on every node the same.
+"""Weights and Maglev in the programs: which backend a connection gets, and that all nodes agree.
 
 Sockets choose a slot at random, so their shares are counted. Packets of a Maglev Service choose by
-hash, so the backend of each is known before: by a table and a hash that are worked out here.
+hash, so each packet's backend can be predicted, by a table and a hash that are computed here.
 """
 
 import contextlib
@@ -45,14 +45,14 @@ WEB = "10.96.0.1:53"
 
 @pytest.fixture(scope="module")
 def ground(node: Node, artifact_cache: Path) -> Iterator[tuple[Node, BpfPlane]]:
-    """A host whose LOCAL addresses can be dialled."""
+    """A host where the LOCAL addresses can be reached."""
     make_local(node.netns)
     with sites(artifact_cache) as make:
         yield node, make(cgroup=node.cgroup, node=node.netns).open()
 
 
 def bound(cells: int) -> float:
-    """What chi-square exceeds with a chance of less than 1e-6 (Laurent and Massart, lemma 1)."""
+    """chi-square exceeds this with a probability below 1e-6 (Laurent and Massart, lemma 1)."""
     freedom, x = cells - 1, -math.log(1e-6)
     return freedom + 2 * math.sqrt(freedom * x) + 2 * x
 
@@ -70,12 +70,12 @@ def test_sockets_spread_by_weight(
     each = weights or (1, 1, 1)
     expected = {one: 4000 * w / sum(each) for one, w in zip(LOCAL, each, strict=False)}
     assert seen.keys() == expected.keys()
-    # A Maglev table is within a slot of the weights: less than chance makes of 4000.
+    # A Maglev table is off by one slot at most: well below the noise of 4000 picks.
     assert sum((seen[one] - n) ** 2 / n for one, n in expected.items()) < bound(3), seen
 
 
-def test_a_backend_without_weight_gets_no_new_connections(ground: tuple[Node, BpfPlane]):
-    """Policy has taken it out of the set; who has it keeps it (see test_udp.py)."""
+def test_backend_without_weight_gets_no_new_connections(ground: tuple[Node, BpfPlane]):
+    """Policy removes it from the set; existing connections keep it (see test_udp.py)."""
     node, plane = ground
     state = service("web", WEB, f"{LOCAL[0]}:1", UDP, serving=f"{LOCAL[0]}:1 {LOCAL[1]}:1")
     plane.apply(desired(state), None)
@@ -112,7 +112,7 @@ def web(
 
 @dataclass
 class Path_:
-    """One node's programs."""
+    """The programs of one node."""
 
     site: Site
     plane: BpfPlane
@@ -120,7 +120,7 @@ class Path_:
     ingress: Program
 
     def serve(self, *services: ServiceState) -> None:
-        """Exactly these, and no connection is known."""
+        """Programs exactly these and deletes all flows and affinities."""
         own = tuple(parse_addr(one) for one in ("198.18.0.1", "fd00:198:18::1"))
         state = msgspec.structs.replace(desired(*services), masquerade_addresses=own)
         netns.run_in(Path("/run/netns") / self.where, lambda: self.plane.apply(state, None))
@@ -133,14 +133,14 @@ class Path_:
             )
 
     def forget(self) -> None:
-        """All connections."""
+        """Deletes all flows and affinities."""
         for name in ("flows", "affinity"):
             with self.site.pinned(name) as found:
                 for key in [key for key, _ in found.items()]:
                     found.delete(key)
 
     def chosen(self, client: str, to: str, protocol: Protocol = TCP) -> str:
-        """The backend that a packet which begins a connection is sent to."""
+        """The backend of a new connection's first packet."""
         done = run(self.ingress, frame(BUILD[protocol](client, to)))
         assert done.retval != TC_ACT_SHOT
         found = parse(done.packet_out[14:], l2=False).destination
@@ -150,7 +150,7 @@ class Path_:
 
 @contextlib.contextmanager
 def path(cache: Path, name: str) -> Iterator[Path_]:
-    """A node in a network namespace of its own."""
+    """A node in its own network namespace."""
     where = f"kbps{os.getpid()}{name}"
     command("ip", "netns", "add", where)
     try:
@@ -173,7 +173,7 @@ def one(artifact_cache: Path) -> Iterator[Path_]:
 
 @pytest.fixture(scope="module")
 def other(artifact_cache: Path) -> Iterator[Path_]:
-    """A node that has served others before: none of its ids is the first one's."""
+    """A node that has served other Services before, so that its ids differ from the first one's."""
     with path(artifact_cache, "b") as made:
         for count in (3, 5):
             made.serve(web(4, range(90, 90 + count)), web(6, range(90, 90 + count)))
@@ -181,13 +181,13 @@ def other(artifact_cache: Path) -> Iterator[Path_]:
 
 
 def packed(text: str) -> bytes:
-    """16 bytes."""
+    """The address in 16 bytes, IPv4 as v4-mapped."""
     found = ip_address(text)
     return bytes(10) + b"\xff\xff" + found.packed if found.version == 4 else found.packed
 
 
 def expected(state: ServiceState, client: str, port: int, size: int) -> str:
-    """By a table and a hash of our own."""
+    """The backend by a table and a hash that do not come from the code under test."""
     (frontend,) = state.frontends
     named = [(one.address, one.port, int(one.protocol)) for one in state.cluster]
     table = oracle.maglev(named, state.cluster_weights, size)
@@ -208,8 +208,8 @@ CLIENTS = {
 FLOWS = [(n, port) for n in range(4) for port in (1, 1024, 33000, 40001, 40002, 65535)]
 
 
-def test_the_hash_is_murmur3():
-    """Its published values."""
+def test_murmur3_matches_published_values():
+    """Checked against published test vectors."""
     for data, seed, value in (
         (b"", 0, 0), (b"", 1, 0x514E28B7), (b"\xff" * 4, 0, 0x76293B50),
         (b"\x21\x43\x65\x87", 0, 0xF55B516B), (b"\x21\x43\x65\x87", 0x5082EDEE, 0x2362F9DE),
@@ -221,7 +221,7 @@ def test_the_hash_is_murmur3():
 @both
 @pytest.mark.parametrize("protocol", [TCP, UDP, SCTP])
 @pytest.mark.parametrize("count", SIZES)
-def test_a_packets_backend_follows_from_its_flow(
+def test_maglev_backend_of_a_packet_follows_from_its_flow(
     one: Path_, v: int, protocol: Protocol, count: int
 ):
     state = web(v, range(1, count + 1), protocol, port=80 if protocol is SCTP else 8080)
@@ -236,7 +236,7 @@ def test_a_packets_backend_follows_from_its_flow(
 
 
 @both
-def test_weights_have_a_larger_table(one: Path_, v: int):
+def test_weighted_maglev_uses_the_larger_table(one: Path_, v: int):
     state = web(v, range(1, 5), cluster_weights=(1, 5, 2, 2))
     one.serve(state)
     for n, port in FLOWS:
@@ -245,8 +245,8 @@ def test_weights_have_a_larger_table(one: Path_, v: int):
 
 
 @both
-def test_with_affinity_the_client_alone_decides(one: Path_, other: Path_, v: int):
-    """So it gets the same backend on every node, whatever its port, and by every frontend."""
+def test_maglev_with_affinity_hashes_the_client_address_only(one: Path_, other: Path_, v: int):
+    """All nodes choose the same backend for a client, whatever its port and the frontend."""
     plain = web(v, range(1, 8), affinity_timeout=60)
     for node in (one, other):
         node.serve(plain)
@@ -262,7 +262,7 @@ def test_with_affinity_the_client_alone_decides(one: Path_, other: Path_, v: int
 
 
 @both
-def test_two_nodes_choose_the_same(one: Path_, other: Path_, v: int):
+def test_two_nodes_choose_the_same_maglev_backend(one: Path_, other: Path_, v: int):
     state = web(v, range(1, 8))
     ids = []
     for node in (one, other):
@@ -278,7 +278,7 @@ def test_two_nodes_choose_the_same(one: Path_, other: Path_, v: int):
 
 
 @both
-def test_flows_of_others_stay_when_a_backend_leaves(one: Path_, v: int):
+def test_maglev_keeps_flows_of_remaining_backends(one: Path_, v: int):
     flows = [(client, port) for client in CLIENTS[v] for port in range(20_000, 20_100)]
 
     def all_chosen(numbers: Sequence[int]) -> list[str]:
@@ -290,12 +290,12 @@ def test_flows_of_others_stay_when_a_backend_leaves(one: Path_, v: int):
     gone = end(PODS[v].format(4), 8080)
     assert gone not in after
     moved = sum(a not in (b, gone) for a, b in zip(before, after, strict=True))
-    assert moved <= 0.15 * len(flows), "six of seven would move at random"
+    assert moved <= 0.15 * len(flows), "with random choices six of seven would move"
     assert 0.05 * len(flows) < before.count(gone) < 0.25 * len(flows)
 
 
-def test_packets_of_a_random_service_do_not(one: Path_):
-    """One flow, chosen anew each time: not always the same backend."""
+def test_random_service_spreads_one_flow_over_backends(one: Path_):
+    """The same flow, deleted and chosen again each time, does not always get the same backend."""
     one.serve(web(4, range(1, 9), algorithm=Algorithm.RANDOM))
     seen = set()
     for _ in itertools.repeat(None, 100):
@@ -304,7 +304,7 @@ def test_packets_of_a_random_service_do_not(one: Path_):
     assert len(seen) > 3
 
 
-def test_a_repeated_syn_and_a_later_packet_stay(one: Path_):
+def test_repeated_syn_keeps_its_backend(one: Path_):
     one.serve(web(4, range(1, 9)))
     before = one.site.reasons()
     first = one.chosen("198.51.100.7:4000", end(VIP[4], 80))

@@ -1,10 +1,10 @@
-"""Why ending UDP sockets of pods takes CAP_SYS_ADMIN, for setns(2): what Linux 6.5 and newer have
-instead does not reach them.
+"""Why destroying UDP sockets of pods takes CAP_SYS_ADMIN, for setns(2): the alternative of Linux
+6.5 and later does not reach them.
 
-The kfunc bpf_sock_destroy() is for programs of iterators only. The iterator of UDP sockets shows
-those of one network namespace, that of the process which makes it. The iterators that show sockets
-of all namespaces hand out pointers that the verifier does not accept for the kfunc. On a kernel
-that does, a test here fails, and the agent can do without the capability there.
+Only iterator programs may call the kfunc bpf_sock_destroy(). The iterator of UDP sockets shows
+those of one network namespace, that of the process which creates it. Iterators that show sockets of
+all namespaces pass pointers that the verifier does not accept for the kfunc. On a kernel that
+accepts them a test here fails; there the agent can do without the capability.
 """
 
 import contextlib
@@ -58,8 +58,9 @@ def insn(op: int, dst: int = 0, src: int = 0, off: int = 0, imm: int = 0) -> byt
 
 
 class Target(NamedTuple):
-    """An iterator; where in its context the socket is, or the file of one; whose sockets it shows;
-    what the verifier says of handing the socket on, "" if that is fine.
+    """An iterator; the offset in its context of the socket, or of a socket's file (`by_file`);
+    which sockets it shows; the verifier's error for passing the socket to the kfunc, "" if it
+    accepts.
     """
 
     name: str
@@ -80,7 +81,7 @@ TARGETS = [
 
 
 def program(target: Target) -> bytes:
-    """If there is a socket, destroy it."""
+    """A program that destroys the socket, if there is one."""
     destroy = function_ids("bpf_sock_destroy")["bpf_sock_destroy"]
     code = insn(0x79, 1, 1, target.offset)  # r1 = ctx->sk
     if target.by_file:
@@ -93,7 +94,7 @@ def program(target: Target) -> bytes:
 
 
 def load(target: Target) -> tuple[int, str]:
-    """A descriptor and "", or -1 and what the verifier says."""
+    """A descriptor and "", or -1 and the verifier's log."""
     log = ctypes.create_string_buffer(1 << 16)
     where = function_ids(f"bpf_iter_{target.name}")[f"bpf_iter_{target.name}"]
     options = syscalls.ProgLoadOpts(
@@ -109,7 +110,7 @@ def load(target: Target) -> tuple[int, str]:
 
 @contextlib.contextmanager
 def iterator(program_fd: int) -> Iterator[int]:
-    """A descriptor; reading it runs the program for each socket."""
+    """A descriptor of the iterator; reading it runs the program for each socket."""
     lib = syscalls.lib()
     link = lib.bpf_link_create(program_fd, 0, TRACE_ITER, None)
     assert link >= 0, os.strerror(ctypes.get_errno())
@@ -149,7 +150,7 @@ def is_destroyed(one: socket.socket) -> bool:
 
 @needs("sock_destroy")
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
-def test_which_iterator_may_destroy_a_socket(target: Target) -> None:
+def test_verifier_accepts_bpf_sock_destroy_by_iterator(target: Target) -> None:
     fd, said = load(target)
     if fd >= 0:
         os.close(fd)
@@ -158,7 +159,7 @@ def test_which_iterator_may_destroy_a_socket(target: Target) -> None:
 
 
 @needs("sock_destroy")
-def test_it_shows_the_namespace_of_who_makes_it_and_no_other(namespaces: list[Path]) -> None:
+def test_udp_iterator_shows_only_its_creators_namespace(namespaces: list[Path]) -> None:
     first, second = (connected(where) for where in namespaces)
     fd, said = load(TARGETS[0])
     assert fd >= 0, said

@@ -1,7 +1,7 @@
-"""UDP: datagrams of unconnected sockets, connected ones, and the end of what they hold.
+"""UDP: datagrams of unconnected and connected sockets, and the end of the state that they hold.
 
-Real sockets of pods behind the hooks. Every backend answers with its name, so a test sees who got
-a datagram and what sender the client was shown.
+Real sockets of pods behind the hooks. Every backend replies with its name, so a test sees which
+backend got a datagram and which sender the client was shown.
 """
 
 import errno
@@ -25,14 +25,14 @@ from tests.support.lab.lab import PATIENCE, Node, Place, until
 from tests.support.plane import Site, desired, service, sites, within
 
 SOCKET_MAPS = ("sock_peers", "udp_flows")
-CUT = ("ECONNABORTED", "EDESTADDRREQ")  # what a destroyed socket's owner gets, by what it calls
+CUT = ("ECONNABORTED", "EDESTADDRREQ")  # errno of a destroyed socket, depending on the call
 FLOW_IDLE_NS = 120 * 10**9
 WEB, WEB6, DNS = "10.96.0.1:53", "[fd00:96::1]:53", "10.96.0.2:53"
 
 
 @dataclass
 class Ground:
-    """A data plane with its pods: `pod` and `other` dial, `one`, `two` and `three` serve."""
+    """A data plane with its pods: `pod` and `other` are clients; `one`, `two` and `three` serve."""
 
     node: Node
     site: Site
@@ -56,25 +56,25 @@ class Ground:
         return service(f"s{frontends}", frontends, self.to(to, family), Protocol.UDP, **more)
 
     def serve(self, *services: ServiceState) -> None:
-        """The plane makes exactly these true; nothing is retired yet."""
+        """Programs exactly these; nothing is retired yet."""
         self.plane.apply(desired(*services, nodes=f"{self.node.ip} {self.node.ip6}"), None)
-        until("the sockets of what has left are ended", self._is_done, state=self.held)
+        until("the sockets of deleted backends are destroyed", self._is_done, state=self.held)
 
     def _is_done(self) -> bool:
-        """They are ended in slices, of which a busy machine needs more than one."""
+        """Sockets are destroyed in slices, and a busy machine needs more than one."""
         now = time.monotonic()
         due = self.plane.tick(now)
         return due is None or due > now
 
     def held(self) -> dict[str, int]:
-        """How many sockets have a peer, and how many flows there are of all sockets."""
+        """How many sockets have a peer, and how many flows all sockets have."""
         flows = sum(map(flows_in, self.site.entries("udp_flows").values()))
         found = {"sock_peers": len(self.site.entries("sock_peers")), "udp_flows": flows}
         return {name: count for name, count in found.items() if count}
 
 
 def flows_in(raw: bytes) -> int:
-    """How many places of a struct udp_flows are taken."""
+    """How many entries of a struct udp_flows are used."""
     return sum(bool(frontend[18]) for _, _, _, frontend, *_ in UDP_FLOW.iter_unpack(raw[8:]))
 
 
@@ -90,16 +90,16 @@ def whole(node: Node, artifact_cache: Path) -> Iterator[Ground]:
 
 @pytest.fixture
 def ground(whole: Ground) -> Iterator[Ground]:
-    """Nothing is programmed, and afterwards no socket is remembered."""
+    """No Service at the start, and no entries of sockets at the end."""
     whole.serve()
     whole.plane.flush()
     assert whole.held() == {}
     yield whole
-    until("all sockets are forgotten", lambda: whole.held() == {}, state=whole.held)
+    until("all entries of sockets are deleted", lambda: whole.held() == {}, state=whole.held)
 
 
 class Send(NamedTuple):
-    """One datagram: from whom, to where; who answers."""
+    """One datagram: its client, its destination, and the server that replies or the errno."""
 
     name: str
     client: str
@@ -124,7 +124,7 @@ SENDS = [
 
 
 def marks(row: Send) -> tuple[pytest.MarkDecorator, ...]:
-    """What a row needs of the kernel: to be answered by the hook itself, to know the host."""
+    """Kernel features that a row needs: to set the errno in the hook, or to recognise the host."""
     return (
         *([needs("set_retval")] if row.gets in errno.errorcode.values() else []),
         *([needs("netns_cookie")] if row.to.startswith("127.") else []),
@@ -133,8 +133,10 @@ def marks(row: Send) -> tuple[pytest.MarkDecorator, ...]:
 
 @pytest.mark.parametrize("connected", [False, True], ids=["sendto", "connect"])
 @pytest.mark.parametrize("row", [pytest.param(row, marks=marks(row), id=row.name) for row in SENDS])
-def test_datagram(ground: Ground, row: Send, connected: bool):
-    """recvfrom() shows whom the client asked, getpeername() too; the backend sees the client."""
+def test_datagram_reaches_its_backend(ground: Ground, row: Send, connected: bool):
+    """recvfrom() and getpeername() show the address that the client used; the backend sees the
+    client.
+    """
     ground.serve(
         ground.udp("10.96.0.1:53 NodePort=0.0.0.0:30053", "one"),
         ground.udp("[fd00:96::1]:53", "two"),
@@ -151,7 +153,7 @@ def test_datagram(ground: Ground, row: Send, connected: bool):
         assert answer == {"error": row.gets, "at_once": True}
         return
     assert answer.get("name") == row.gets, answer
-    assert answer["peer"] == [host, int(port)], "recvfrom() shows whom it asked"
+    assert answer["peer"] == [host, int(port)], "recvfrom() shows the address that the client used"
     if connected:
         assert answer["getpeername"] == [host, int(port)]
     if row.client == "pod":
@@ -169,8 +171,8 @@ def test_one_socket_talks_to_several_services(ground: Ground):
     pod.ask("drop", keep="s")
 
 
-def test_answers_may_come_in_any_order(ground: Ground):
-    """Each shows the frontend that was asked, not the one asked last."""
+def test_replies_in_any_order_show_their_frontend(ground: Ground):
+    """Each reply shows the frontend that its request went to, not the one used last."""
     ground.serve(ground.udp(WEB, "one"), ground.udp(DNS, "two"))
 
     def ask() -> dict[str, str]:
@@ -184,14 +186,14 @@ def test_answers_may_come_in_any_order(ground: Ground):
     assert within(ground["pod"], ask) == {"10.96.0.1": "one", "10.96.0.2": "two"}
 
 
-def test_of_two_frontends_with_one_backend_the_newest_question_wins(ground: Ground):
+def test_reply_of_a_shared_backend_shows_the_last_used_frontend(ground: Ground):
     ground.serve(ground.udp(WEB, "one"), ground.udp(DNS, "one"))
     for host in ("10.96.0.1", "10.96.0.2", "10.96.0.1"):
         assert ground["pod"].udp(host, 53, keep="s")["peer"][0] == host
     ground["pod"].ask("drop", keep="s")
 
 
-def test_a_flow_stays_with_its_backend_while_that_serves(ground: Ground):
+def test_flow_keeps_its_backend_while_it_serves(ground: Ground):
     three = ground.udp(WEB, "one two three")
     ground.serve(three)
     pod = ground["pod"]
@@ -201,7 +203,7 @@ def test_a_flow_stays_with_its_backend_while_that_serves(ground: Ground):
     counted = ground.site.reasons() - before
     assert counted[Reason.TRANSLATED] == 1
     assert counted[Reason.TRANSLATED_BY_FLOW] == 30
-    assert len(pod.many(60, "10.96.0.1", 53, protocol="udp")["names"]) == 3, "fresh ones spread"
+    assert len(pod.many(60, "10.96.0.1", 53, protocol="udp")["names"]) == 3, "new sockets spread"
     ground.serve(
         ground.udp(WEB, " ".join({"one", "two", "three"} - {first}), serving="one two three")
     )
@@ -211,8 +213,8 @@ def test_a_flow_stays_with_its_backend_while_that_serves(ground: Ground):
     pod.ask("drop", keep="s")
 
 
-@pytest.mark.parametrize("answers", [False, True], ids=["question", "answer"])
-def test_the_value_of_another_frontend_cuts_no_flow(ground: Ground, answers: bool):
+@pytest.mark.parametrize("answers", [False, True], ids=["request", "reply"])
+def test_value_of_another_frontend_ends_no_flow(ground: Ground, answers: bool):
     """The kernel may give the memory of an entry to another key while a program reads it."""
     ground.serve(ground.udp(WEB, "one"), ground.udp(DNS, "two"))
     web, dns = (pack_target(parse_addr(f"10.96.0.{i}"), 53, Protocol.UDP) for i in (1, 2))
@@ -229,7 +231,7 @@ def test_the_value_of_another_frontend_cuts_no_flow(ground: Ground, answers: boo
             services.update(web, kept)
 
 
-def test_a_flow_that_was_idle_too_long_chooses_anew(ground: Ground):
+def test_idle_flow_chooses_a_new_backend(ground: Ground):
     ground.serve(ground.udp(WEB, "one", serving="one two"))
     pod = ground["pod"]
     for by, next_ in ((0, "one"), (FLOW_IDLE_NS, "two")):
@@ -242,7 +244,7 @@ def test_a_flow_that_was_idle_too_long_chooses_anew(ground: Ground):
 
 
 def socket_of(place: Place, kind: int = socket.SOCK_DGRAM) -> socket.socket:
-    """A socket as a process of that place has made it, for this one to use."""
+    """A socket that a process of that place created, for this process to use."""
     here, there = socket.socketpair()
 
     def make() -> None:
@@ -256,7 +258,7 @@ def socket_of(place: Place, kind: int = socket.SOCK_DGRAM) -> socket.socket:
 
 
 def age(ground: Ground, s: socket.socket, by: int) -> None:
-    """Makes this socket's first flow older (ns)."""
+    """Makes this socket's first flow older by so many nanoseconds."""
     with ground.site.pinned("udp_flows") as flows:
         key = s.fileno().to_bytes(4, "little")
         value = flows.lookup(key)
@@ -266,13 +268,15 @@ def age(ground: Ground, s: socket.socket, by: int) -> None:
 
 
 def answer(s: socket.socket, to: tuple[str, int] = ("10.96.0.1", 53)) -> tuple[str, Any]:
-    """Who answers a datagram to there, and as whom."""
+    """Sends a datagram there from an unconnected socket; returns the replying server and its
+    address.
+    """
     s.sendto(b"hello\n", to)
     return _receive(s)
 
 
 def talk(s: socket.socket) -> tuple[str, Any]:
-    """Who answers a connected socket, and as whom."""
+    """Sends a datagram from a connected socket; returns the replying server and its address."""
     s.send(b"hello\n")
     return _receive(s)
 
@@ -283,9 +287,9 @@ def _receive(s: socket.socket) -> tuple[str, Any]:
     return data.decode().split('"')[3], sender
 
 
-@pytest.mark.parametrize("asks", [True, False], ids=["that asks", "that only listens"])
-def test_a_flow_is_used_by_questions_and_answers(ground: Ground, asks: bool):
-    """As conntrack has it: what comes back keeps it alive as well."""
+@pytest.mark.parametrize("asks", [True, False], ids=["requests", "replies"])
+def test_requests_and_replies_keep_a_flow_alive(ground: Ground, asks: bool):
+    """As with conntrack, replies keep the flow alive as well."""
     one = (ground["one"].ip, 8080)
     ground.serve(ground.udp(WEB, "one", serving="one two"))
     with socket_of(ground["pod"]) as s:
@@ -297,7 +301,7 @@ def test_a_flow_is_used_by_questions_and_answers(ground: Ground, asks: bool):
         assert answer(s)[0] == "one"
 
 
-def test_a_socket_that_connects_elsewhere_forgets_the_service(ground: Ground):
+def test_socket_connected_elsewhere_leaves_the_service(ground: Ground):
     ground.serve(ground.udp(WEB, "one"))
     plain = (ground["two"].ip, 8080)
 
@@ -324,16 +328,18 @@ def test_a_socket_that_connects_elsewhere_forgets_the_service(ground: Ground):
 NOWHERE = "255.255.255.255"  # the kernel refuses connect() to it without SO_BROADCAST
 FAILURES = {
     "a Service without endpoints": ("10.96.0.7",),
-    "a backend without a way there": ("10.96.0.8",),
-    "an address without a way there": (NOWHERE,),
+    "a backend without a route": ("10.96.0.8",),
+    "an address without a route": (NOWHERE,),
     "one after the other": ("10.96.0.8", NOWHERE, "10.96.0.8", "10.96.0.7"),
 }
 
 
 @needs("set_retval")
 @pytest.mark.parametrize("failures", FAILURES.values(), ids=FAILURES)
-def test_a_connect_that_fails_leaves_the_peer_as_it_was(ground: Ground, failures: tuple[str, ...]):
-    """The kernel keeps the association: so it shows the Service, and ends with its backend."""
+def test_failed_connect_keeps_the_peer(ground: Ground, failures: tuple[str, ...]):
+    """The kernel keeps the association, so the socket still shows the Service and ends with its
+    backend.
+    """
     others = (
         service("empty", "10.96.0.7:53", "", Protocol.UDP),
         service("unreachable", "10.96.0.8:53", f"{NOWHERE}:53", Protocol.UDP),
@@ -352,8 +358,8 @@ def test_a_connect_that_fails_leaves_the_peer_as_it_was(ground: Ground, failures
 
 
 @pytest.mark.parametrize("address", ["{one}", "10.96.0.2"], ids=["its backend", "another Service"])
-def test_a_socket_that_connects_twice_shows_the_second_peer(ground: Ground, address: str):
-    """Both have the same backend."""
+def test_second_connect_shows_the_second_peer(ground: Ground, address: str):
+    """Both destinations have the same backend."""
     ground.serve(ground.udp(WEB, "one"), ground.udp(DNS, "one"))
     to = (address.format(one=ground["one"].ip), 8080 if address == "{one}" else 53)
     with socket_of(ground["pod"]) as s:
@@ -361,11 +367,13 @@ def test_a_socket_that_connects_twice_shows_the_second_peer(ground: Ground, addr
         s.connect(to)
         assert s.getpeername() == to
         ground.serve(ground.udp(WEB, "two"), ground.udp(DNS, "one"))
-        assert talk(s) == ("one", to), "it has left the Service whose backend has gone"
+        assert talk(s) == ("one", to), (
+            "it no longer belongs to the Service whose backend was deleted"
+        )
 
 
 @pytest.mark.parametrize("kind", [socket.SOCK_DGRAM, socket.SOCK_STREAM], ids=["udp", "tcp"])
-def test_closing_a_connected_socket_frees_it(ground: Ground, kind: int):
+def test_closed_connected_socket_is_freed(ground: Ground, kind: int):
     protocol = Protocol.UDP if kind == socket.SOCK_DGRAM else Protocol.TCP
     ground.serve(service("s", WEB, ground.to("one"), protocol))
 
@@ -378,10 +386,10 @@ def test_closing_a_connected_socket_frees_it(ground: Ground, kind: int):
     until("it is freed", lambda: ground.held() == {}, state=ground.held)
 
 
-@pytest.mark.parametrize("cut", [False, True], ids=["", "after one of them was cut"])
+@pytest.mark.parametrize("cut", [False, True], ids=["", "after one was cut"])
 @pytest.mark.parametrize("count", [1, 2, 5, 31])
-def test_closing_frees_all_flows(ground: Ground, count: int, cut: bool):
-    """Each Service has a backend of its own, so that each flow has a way back of its own."""
+def test_closed_socket_frees_all_its_flows(ground: Ground, count: int, cut: bool):
+    """Each Service has its own backend, so that each flow has its own way back."""
     pod, names = ground["pod"], ("one", "two", "three")
     several = [
         ground.udp(f"10.96.1.{i + 1}:53", names[i % 3]) if i < 3
@@ -409,11 +417,11 @@ def test_closing_frees_all_flows(ground: Ground, count: int, cut: bool):
 
 
 class End(NamedTuple):
-    """What comes after a Service was served by `one`."""
+    """What happens after `one` served a Service."""
 
     name: str
     then: Callable[[Ground], tuple[ServiceState, ...]]
-    next: str  # who answers the next datagram of an unconnected socket
+    next: str  # the server that gets the next datagram of an unconnected socket
 
 
 ENDS = [
@@ -426,8 +434,10 @@ ENDS = [
 
 @pytest.mark.parametrize("client", ["pod", "host"])
 @pytest.mark.parametrize("row", ENDS, ids=lambda row: row.name)
-def test_connected_sockets_are_destroyed(ground: Ground, row: End, client: str):
-    """In every network namespace; also those that were idle. And only those of this Service."""
+def test_connected_sockets_of_a_deleted_backend_are_destroyed(
+    ground: Ground, row: End, client: str
+):
+    """In every network namespace, idle ones included, but only those connected to this Service."""
     ground.serve(ground.udp(WEB, "one"), ground.udp(DNS, "one"))
     place = ground[client]
     assert place.udp("10.96.0.1", 53, keep="via", connected=True)["name"] == "one"
@@ -438,15 +448,15 @@ def test_connected_sockets_are_destroyed(ground: Ground, row: End, client: str):
     assert [look.flows for look in ground.plane.take_udp_cuts()] == [{4: 1}]
     assert place.ask("talk", keep="via").get("error") in CUT
     assert place.ask("talk", keep="other").get("name") == "one", "another Service's socket lives"
-    assert place.ask("talk", keep="plain").get("name") == "one", "it never asked a Service"
+    assert place.ask("talk", keep="plain").get("name") == "one", "it never used a Service"
     for keep in ("via", "other", "plain"):
         place.ask("drop", keep=keep)
 
 
 @pytest.mark.parametrize("how", ["destroyed", "dissolved"])
-def test_a_socket_that_was_connected_asks_the_service_anew(ground: Ground, how: str):
-    """Its backend left, and serves another Service still. (An IPv6 socket hears nobody but its old
-    peer then: the kernel forgets that address for sending only.)
+def test_formerly_connected_socket_chooses_a_new_backend(ground: Ground, how: str):
+    """The backend left and still serves another Service. (An IPv6 socket then receives only from
+    its old peer: the kernel forgets that address for sending only.)
     """
     ground.serve(ground.udp(WEB, "one"), ground.udp(DNS, "one"))
     pod = ground["pod"]
@@ -475,9 +485,9 @@ def test_ipv6_and_mapped_connected_sockets_are_destroyed(ground: Ground):
         pod.ask("drop", keep=keep)
 
 
-def test_a_socket_is_only_destroyed_when_its_peer_is_the_one_that_left(ground: Ground):
-    """Cookies of old kernels are the same in several network namespaces: then a socket that is
-    nobody's business has the number of one that is.
+def test_only_sockets_connected_to_the_deleted_backend_are_destroyed(ground: Ground):
+    """Old kernels give the same cookie to sockets of several network namespaces. Then an unrelated
+    socket may have the cookie of one that is to be destroyed.
     """
     ground.serve(ground.udp(WEB, "one two"))
     with socket_of(ground["pod"]) as s:
@@ -504,7 +514,7 @@ def test_a_socket_is_only_destroyed_when_its_peer_is_the_one_that_left(ground: G
         for row in ENDS
     ],
 )
-def test_flows_of_unconnected_sockets_choose_anew(ground: Ground, row: End):
+def test_unconnected_sockets_of_a_deleted_backend_choose_again(ground: Ground, row: End):
     ground.serve(ground.udp(WEB, "one"))
     pod = ground["pod"]
     assert pod.udp("10.96.0.1", 53, keep="s")["name"] == "one"
@@ -513,10 +523,10 @@ def test_flows_of_unconnected_sockets_choose_anew(ground: Ground, row: End):
     (look,) = ground.plane.take_udp_cuts()
     assert look.flows == {4: 1}
     assert 0 < look.seconds < PATIENCE
-    assert ground.plane.take_udp_cuts() == (), "told once"
+    assert ground.plane.take_udp_cuts() == (), "each is returned once"
     ground.plane.flush()
     assert [look.flows for look in ground.plane.take_udp_cuts()] == [{4: 0}], (
-        "the second look finds none"
+        "the second pass finds none"
     )
     if row.next:
         answer = pod.udp("10.96.0.1", 53, keep="s")
@@ -527,8 +537,8 @@ def test_flows_of_unconnected_sockets_choose_anew(ground: Ground, row: End):
     pod.ask("drop", keep="s")
 
 
-def test_a_late_answer_of_a_backend_that_left_is_not_dressed_up(ground: Ground):
-    """Nothing says any more that it speaks for the Service."""
+def test_late_reply_of_a_deleted_backend_is_not_translated(ground: Ground):
+    """The backend no longer speaks for the Service."""
     one = (ground["one"].ip, 8080)
     ground.serve(ground.udp(WEB, "one"), ground.udp(DNS, "one"))
     with socket_of(ground["pod"]) as s:
@@ -538,8 +548,8 @@ def test_a_late_answer_of_a_backend_that_left_is_not_dressed_up(ground: Ground):
         assert answer(s, one) == ("one", one)
 
 
-def test_a_backend_that_is_only_terminating_keeps_its_clients(ground: Ground):
-    """It left the sets and still serves: kube-proxy leaves its flows alone."""
+def test_terminating_backend_keeps_its_clients(ground: Ground):
+    """It left the sets and still serves; kube-proxy leaves such flows alone."""
     ground.serve(ground.udp(WEB, "one"))
     pod = ground["pod"]
     pod.udp("10.96.0.1", 53, keep="connected", connected=True)
@@ -556,7 +566,7 @@ def test_a_backend_that_is_only_terminating_keeps_its_clients(ground: Ground):
         pod.ask("drop", keep=keep)
 
 
-def test_tcp_connections_live_on(ground: Ground):
+def test_tcp_connection_outlives_its_service(ground: Ground):
     ground.serve(service("web", "10.96.0.1:80", ground.to("one")))
     ground["pod"].tcp("10.96.0.1", 80, keep="t")
     ground.serve()
@@ -565,8 +575,8 @@ def test_tcp_connections_live_on(ground: Ground):
     ground["pod"].ask("drop", keep="t")
 
 
-def test_a_connect_that_was_on_its_way_is_cut_with_the_old_set(ground: Ground):
-    """It read the frontend before the flip and connected after the first cut."""
+def test_connect_during_a_flip_is_cut_with_the_old_set(ground: Ground):
+    """connect() read the frontend before the flip and finished after the first pass."""
     ground.serve(ground.udp(WEB, "one"))
     with ground.site.pinned("services") as services:
         ((key, old),) = services.items()
@@ -581,15 +591,15 @@ def test_a_connect_that_was_on_its_way_is_cut_with_the_old_set(ground: Ground):
     ground["pod"].ask("drop", keep="s")
 
 
-def test_what_a_dead_agent_could_not_cut_the_next_one_cuts(ground: Ground):
-    """A backend left while no agent ran."""
+def test_next_agent_cuts_sockets_of_backends_deleted_meanwhile(ground: Ground):
+    """A backend was deleted while no agent ran."""
     ground.serve(ground.udp(WEB, "one"), ground.udp(DNS, "one"))
     pod = ground["pod"]
     pod.udp("10.96.0.1", 53, keep="gone", connected=True)
     pod.udp("10.96.0.2", 53, keep="stays", connected=True)
     pod.udp("10.96.0.1", 53, keep="loose")
     again = ground.site.open()
-    assert pod.ask("talk", keep="gone")["name"] == "one", "before it knows, it ends nothing"
+    assert pod.ask("talk", keep="gone")["name"] == "one", "not synced yet, so nothing is destroyed"
     state: DesiredState = desired(ground.udp(WEB, "two"), ground.udp(DNS, "one"))
     again.apply(state, None)
     assert pod.ask("talk", keep="gone").get("error") in CUT
@@ -603,8 +613,8 @@ def test_what_a_dead_agent_could_not_cut_the_next_one_cuts(ground: Ground):
     ground.plane = ground.site.open()
 
 
-def test_a_connected_socket_that_names_the_service_again_stays_with_its_backend(ground: Ground):
-    """The kernel drops answers of anybody but the backend that connect() chose."""
+def test_sendto_on_a_connected_socket_keeps_its_backend(ground: Ground):
+    """The kernel drops replies from every address but the backend that connect() chose."""
     ground.serve(ground.udp(WEB, "one two three"))
 
     def dial() -> int:
@@ -629,10 +639,10 @@ MOVES = [
 
 @pytest.mark.parametrize("connected", [False, True], ids=["sendto", "connect"])
 @pytest.mark.parametrize(("name", "old", "new"), MOVES, ids=[m[0] for m in MOVES])
-def test_sockets_do_not_follow_an_address_that_left(
+def test_sockets_leave_a_frontend_that_moved(
     ground: Ground, name: str, old: str, new: str, connected: bool
 ):
-    """Both Services and their backends live on; only the address has moved."""
+    """Both Services and their backends stay; only the address has moved."""
     pod = ground["pod"]
     host = ground.node.ip if "NodePort" in old else "192.0.2.9"
     port = 30053 if "NodePort" in old else 53
@@ -654,4 +664,4 @@ def test_sockets_do_not_follow_an_address_that_left(
     elif old == new:
         assert again["name"] == "two"
     else:
-        assert again.get("name") is None, "nobody serves there any more"
+        assert again.get("name") is None, "no Service has this frontend any more"
