@@ -133,7 +133,9 @@ WHERE = [
 ]
 
 
-@pytest.mark.parametrize(("name", "settings", "addresses", "at"), WHERE, ids=lambda v: str(v)[:30])
+@pytest.mark.parametrize(
+    ("name", "settings", "addresses", "at"), WHERE, ids=[row[0] for row in WHERE]
+)
 def test_health_checks_answer_where_node_ports_do(name, settings, addresses, at):
     rig = Rig(Config(node_name=HERE, **settings))
     rig.hear(Upsert(ObjectKey(Kind.NODE, "", HERE), Node(HERE, tuple(map(parse_addr, addresses)))))

@@ -429,10 +429,19 @@ EVENTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("text", "flags", "reasons"), EVENTS, ids=str)
-def test_which_notes_are_sent_as_events(text: str, flags: dict[str, str], reasons: set[str]):
-    """Those of kube-proxy 1.37, an unset mode only where NodePorts depend on it. Without its
-    document kbpf's own defaults count, and kbpf's own mode ipvs is not kube-proxy's.
+EVENT_IDS = (
+    "mode missing", "mode empty", "mode missing, NodePorts at primary addresses",
+    "mode missing, NodePorts at all addresses", "mode iptables", "mode nftables", "mode ipvs",
+    "kbpf document", "kbpf document, flag --proxy-mode ipvs", "kbpf document, mode ipvs",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "flags", "reasons"), EVENTS, ids=EVENT_IDS)
+def test_which_diagnostics_are_sent_as_events(text: str, flags: dict[str, str], reasons: set[str]):
+    """The Events of kube-proxy 1.37. An unset mode sends one only where NodePorts depend on it.
+
+    Without kube-proxy's document kbpf's own defaults apply, and kbpf's own mode `ipvs` is not
+    kube-proxy's.
     """
     assert {note.event for note in loaded(text, **flags).notes} - {""} == reasons
 

@@ -12,7 +12,7 @@ NAMED = sorted(set(re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", PAGE)))
 PROMISES = ("can and cannot do", "What each right is for", "What is not defended")
 
 
-@pytest.mark.parametrize(("path", "name"), NAMED, ids="::".join)
+@pytest.mark.parametrize(("path", "name"), NAMED, ids=["::".join(row) for row in NAMED])
 def test_a_test_that_is_named_exists(path: str, name: str) -> None:
     tree = ast.parse((ROOT / path).read_text())
     found = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}

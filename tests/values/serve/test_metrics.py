@@ -457,15 +457,17 @@ def test_who_does_not_count_connections_has_no_series_of_them():
 
 OUTCOMES = ("connections", "failures", "bytes", "retransmits", "round_trip_seconds", "round_trips")
 KNOWN = [
-    ("nothing", frozenset(), ()),
-    ("what begins", CONNECTION_COUNTERS, ("connections", "failures")),
-    ("by IPVS", IPVS_COUNTERS, ("connections", "bytes")),
-    ("all", ALL_COUNTERS, OUTCOMES),
+    ("no counter", frozenset(), ()),
+    ("connection counters", CONNECTION_COUNTERS, ("connections", "failures")),
+    ("counters of IPVS", IPVS_COUNTERS, ("connections", "bytes")),
+    ("all counters", ALL_COUNTERS, OUTCOMES),
 ]
 
 
-@pytest.mark.parametrize(("name", "known", "there"), KNOWN, ids=lambda v: str(v)[:20])
-def test_what_is_not_known_has_no_series(name: str, known: frozenset[str], there: Sequence[str]):
+@pytest.mark.parametrize(("name", "known", "there"), KNOWN, ids=[row[0] for row in KNOWN])
+def test_counters_that_are_not_counted_have_no_series(
+    name: str, known: frozenset[str], there: Sequence[str]
+):
     found = page(plane=Counts(traffic=msgspec.structs.replace(TRAFFIC, counted_fields=known)))
     assert {one for one in OUTCOMES if f"kbpf_service_{one}_total" in found} == set(there)
     reasons = {v for name, _ in found.items() if name == "kbpf_service_failures_total"

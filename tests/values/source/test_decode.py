@@ -795,7 +795,7 @@ def test_a_pod_counts_when_its_label_says_off(row: Labelled):
         b"\xff",
         b"[" * 9999,
     ],
-    ids=repr,
+    ids=lambda data: repr(data[:30]),
 )
 @pytest.mark.parametrize("kind", list(Kind))
 def test_an_object_without_a_readable_name_raises(kind, data):

@@ -551,8 +551,14 @@ REFUSALS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("step", "what", "hint"), REFUSALS, ids=lambda it: str(it)[:30])
-def test_what_was_said_stays_and_the_error_says_what_to_do(start, step, what, hint):
+REFUSAL_IDS = (
+    "403", "401", "500", "503", "429", "302", "404", "502 with an HTML page",
+    "401 with an HTML page", "connection closed", "connection reset", "not HTTP",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("step", "what", "hint"), REFUSALS, ids=REFUSAL_IDS)
+def test_a_failed_watch_keeps_the_objects_and_the_error_says_what_to_do(start, step, what, hint):
     seen: list[str] = []
 
     def healed(exchange: Exchange) -> None:
