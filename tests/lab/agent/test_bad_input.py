@@ -1,4 +1,4 @@
-"""Bad input: one clear line that says what, where and what to do; the rest stays served."""
+"""Bad input gives one line that says what, where and what to do; everything else stays served."""
 
 import contextlib
 import json
@@ -23,14 +23,14 @@ HOST, NAME = "10.96.0.20", "web-20"
 
 @pytest.fixture(scope="module")
 def faulty(programs: None) -> Iterator[Cluster]:
-    """One node; the fault proxy can put nonsense into what the API server says."""
+    """One node; the fault proxy can corrupt the API server's responses."""
     with Cluster(1, "x", faulty=True, arguments=("--socket-lb-label", "true")) as made:
         yield made
 
 
 @pytest.fixture
 def web(faulty: Cluster) -> Iterator[Cluster]:
-    """The cluster with a Service in it that must be served all the time."""
+    """The cluster with a Service that must stay served."""
     faulty.proxy.heal()
     faulty.agent.code = None
     if faulty.agent.is_running:
@@ -45,23 +45,23 @@ def expect(cluster: Cluster, to: str, outcome: str) -> None:
 
 
 def complaints(cluster: Cluster) -> list[str]:
-    """The lines of the log that are not information."""
+    """The log lines above INFO."""
     return [line for line in cluster.agent.lines() if " INFO " not in line]
 
 
 def ends_with_one_line(cluster: Cluster, *pattern: str) -> None:
-    """The agent that was started ends with 1 and says why; what was served is served."""
+    """The started agent exits with status 1 and one line; Services stay served."""
     assert cluster.agent.wait_ended() == 1
     (line,) = complaints(cluster)
     assert re.search(".*".join(pattern), line), line
     expect(cluster, f"{HOST}:80", "a1")
 
 
-# ---- how to reach the API server ----------------------------------------------------------------
+# ---- kubeconfig and permissions -----------------------------------------------------------------
 
 GOOD_FIELDS = {"apiVersion": "v1", "kind": "Config", "current-context": "c"}
 KUBECONFIGS = {
-    "is not there": (
+    "does not exist": (
         None,
         ("cannot read the kubeconfig: No such file", "give the kubeconfig's path"),
     ),
@@ -82,7 +82,7 @@ KUBECONFIGS = {
 
 
 @pytest.mark.parametrize("name", KUBECONFIGS)
-def test_the_kubeconfig(web: Cluster, tmp_path: Path, name: str) -> None:
+def test_a_bad_kubeconfig_is_one_error(web: Cluster, tmp_path: Path, name: str) -> None:
     text, (what, hint) = KUBECONFIGS[name]
     path = tmp_path / "kubeconfig"
     if text is not None:
@@ -92,8 +92,8 @@ def test_the_kubeconfig(web: Cluster, tmp_path: Path, name: str) -> None:
     ends_with_one_line(web, " ERROR kbpf ", what, re.escape(str(path)), hint)
 
 
-def test_no_permission(web: Cluster) -> None:
-    """Each resource is a line, once; and doing what the line says helps, without a restart."""
+def test_missing_permissions_are_one_line_each_and_granting_them_helps(web: Cluster) -> None:
+    """One line for each resource, once. Granting what it says helps without a restart."""
     web.agent.stop()
     web.proxy.forget()
     web.start(web.agent, wait=False, user="nobody")
@@ -109,7 +109,7 @@ def test_no_permission(web: Cluster) -> None:
         web.agent.wait_synced()
         web.change(web.slice(NAME, "a2"))
         expect(web, f"{HOST}:80", "a2")
-        # Kubernetes' own role says nothing of Pods, without which Services are served all the same.
+        # Kubernetes' own role does not include Pods; Services are served without them.
         until(
             "nothing else is wrong",
             lambda: [s["name"] for s in web.agent.status()["sources"] if s["error"]] == ["pods"],
@@ -148,7 +148,7 @@ def grant(cluster: Cluster) -> None:
 
 
 def spoil(cluster: Cluster, kind: str, name: str, how: Callable[[Object], None]) -> None:
-    """From now on the API server says this object so."""
+    """Makes the proxy change this object with `how` in all responses from now on."""
 
     def hook(_: Request, obj: Object) -> Object:
         if obj["metadata"]["name"] == name and ("endpoints" in obj) == (kind == "EndpointSlice"):
@@ -178,7 +178,7 @@ MALFORMED = (
 
 
 def one_line(cluster: Cluster, text: str) -> None:
-    """It is in the log once, and in the status."""
+    """The text is in the log once, and in the status."""
     assert len([line for line in complaints(cluster) if text in line]) == 1, complaints(cluster)
     until(
         "it is in the status",
@@ -188,7 +188,7 @@ def one_line(cluster: Cluster, text: str) -> None:
 
 @pytest.mark.parametrize(("how", "line"), MALFORMED, ids=["type", "address", "shape"])
 def test_a_malformed_service(web: Cluster, how: Callable[[Object], None], line: str) -> None:
-    """A new one is not served; one that was known keeps what it said; repaired, it counts."""
+    """A new Service is not served, a known one keeps its last state; once repaired it is used."""
     more = web.web(21, "a2")
     spoil(web, "Service", "web-21", how)
     with web.given(*more):
@@ -206,7 +206,7 @@ def test_a_malformed_service(web: Cluster, how: Callable[[Object], None], line: 
         web.proxy.heal()
 
 
-def test_endpoints_with_bad_addresses_are_left_out_alone(web: Cluster) -> None:
+def test_only_endpoints_with_bad_addresses_are_left_out(web: Cluster) -> None:
     def how(obj: Object) -> None:
         for text in ("10.244.1.999", "fd00::1", ""):
             obj["endpoints"].insert(0, {"addresses": [text]})
@@ -223,14 +223,14 @@ def test_endpoints_with_bad_addresses_are_left_out_alone(web: Cluster) -> None:
         one_line(web, f"{where}[{number}].addresses: {what}")
 
 
-def test_a_malformed_slice_keeps_what_it_said(web: Cluster) -> None:
+def test_a_malformed_slice_keeps_its_last_state(web: Cluster) -> None:
     spoil(web, "EndpointSlice", f"{NAME}-ipv4", lambda obj: obj.update(endpoints="none"))
     web.change(web.slice(NAME, "a2"))
     expect(web, f"{HOST}:80", "a1")
     one_line(web, f"EndpointSlice default/{NAME}-ipv4: endpoints: expected a list, got a string")
 
 
-def test_unknown_fields_are_those_of_a_newer_kubernetes(web: Cluster) -> None:
+def test_unknown_fields_are_accepted(web: Cluster) -> None:
     def how(obj: Object) -> None:
         obj["spec"]["tomorrow"] = {"ports": ["any"]}
         obj["spec"]["ports"][0]["tomorrow"] = None
@@ -251,8 +251,10 @@ def unseen(cluster: Cluster, *objects: Object) -> Iterator[None]:
         cluster.delete(*objects)
 
 
-def test_an_object_without_a_name_is_not_taken_for_a_deletion(web: Cluster) -> None:
-    """A list in which it may be is not believed about what it lacks; about the rest it is."""
+def test_an_object_without_a_name_deletes_nothing(web: Cluster) -> None:
+    """The object may be any of a kind, so a list that contains it deletes nothing that it lacks;
+    its other objects are used.
+    """
     more = web.web(23, "a2")
     spoil(web, "Service", NAME, lambda obj: obj["metadata"].pop("name"))
     web.proxy.freeze_watches()
@@ -282,8 +284,10 @@ def service(number: int) -> list[Object]:
     ]  # fmt: skip
 
 
-def test_more_objects_than_the_maps_hold(tmp_path: Path) -> None:
-    """Those that find room are served, the others are said; one goes, one comes in."""
+def test_services_beyond_a_full_map_are_reported(tmp_path: Path) -> None:
+    """Services are served until the map is full, the others are reported. When one is deleted,
+    another takes its room.
+    """
     with Lab(1, "y", apart=True) as lab, FolderNode(lab, tmp_path / "objects", pods=3) as node:
         for number in range(20, 26):
             node.write(service(number))
@@ -299,10 +303,10 @@ def test_more_objects_than_the_maps_hold(tmp_path: Path) -> None:
                 assert part in said[0]
         until("it is in the status", lambda: len(node.agent.status()["problems"]) == 2)
         node.remove(service(20))
-        until("one comes in", lambda: "10.96.0.24:80/TCP" in node.served())
+        until("another is served", lambda: "10.96.0.24:80/TCP" in node.served())
         check(node, Dial("room now", "a3", "10.96.0.24:80", "a1"))
         check(node, Dial("gone", "a3", "10.96.0.20:80", UNSERVED))
-        until("the rest is still said", lambda: len(node.agent.status()["problems"]) == 1)
+        until("the last one is still reported", lambda: len(node.agent.status()["problems"]) == 1)
         node.agent.stop()
         node.agent.start()
         check(node, Dial("more room", "a3", "10.96.0.25:80", "a1"))
@@ -325,7 +329,7 @@ def start_other(cluster: Cluster, code: Path, wait: bool) -> None:
     cluster.start(cluster.agent, wait)
 
 
-def test_the_programs_do_not_compile(web: Cluster, tmp_path: Path) -> None:
+def test_programs_that_do_not_compile_are_one_error(web: Cluster, tmp_path: Path) -> None:
     broken = another(
         tmp_path, "bpf/lookup.h", "#define TRIES 3", "#define TRIES 3\nnot_a_type nonsense;"
     )
@@ -333,22 +337,22 @@ def test_the_programs_do_not_compile(web: Cluster, tmp_path: Path) -> None:
     ends_with_one_line(web, "ERROR kbpf cannot compile", "not_a_type", r"lookup\.h:\d+")
 
 
-def test_the_kernel_refuses_a_program_that_is_needed(web: Cluster, tmp_path: Path) -> None:
+def test_a_refused_required_program_is_one_error(web: Cluster, tmp_path: Path) -> None:
     refused = another(tmp_path, "bpf/lookup.h", "	if (!now)\n		return MISSING;\n", "")
     start_other(web, refused, wait=False)
     ends_with_one_line(web, " ERROR kbpf ", "(connect|sendmsg|recvmsg)[46]", "EACCES|EINVAL")
 
 
-def test_the_kernel_refuses_a_program_that_is_not_needed(web: Cluster, tmp_path: Path) -> None:
-    """It is left out, the one of before is taken away, whose maps may be nobody's by now, and the
-    rest works.
+def test_a_refused_optional_program_is_left_out(web: Cluster, tmp_path: Path) -> None:
+    """The program is left out and its attached predecessor is detached, since that may use maps
+    that are no longer written. The other hooks work.
     """
     head = "int getpeername4(struct bpf_sock_addr *ctx)\n{\n"
     code = another(tmp_path, "bpf/sock.c", head, f"{head}\treturn 2;\n")
     for before in (True, False):
         start_other(web, code, wait=True)
         left_out, *more = complaints(web)
-        assert re.search(r"left out: .*getpeername4.*E[A-Z]+", left_out)
+        assert re.search(r"not loaded: .*getpeername4.*E[A-Z]+", left_out)
         assert ["detached" in line and "getpeername4" in line for line in more] == [True] * before
         web.change(web.slice(NAME, "a2"))
         answer = web["a3"].tcp(HOST, 80)
@@ -357,7 +361,7 @@ def test_the_kernel_refuses_a_program_that_is_not_needed(web: Cluster, tmp_path:
         web.agent.remove_pins()
 
 
-def test_wrong_settings(web: Cluster, tmp_path: Path) -> None:
+def test_wrong_settings_are_errors(web: Cluster, tmp_path: Path) -> None:
     web.agent.stop()
     for setting, value, code, said in (
         ("--cgroup", str(tmp_path), 2, "not a cgroup v2 folder"),
@@ -374,7 +378,7 @@ def test_wrong_settings(web: Cluster, tmp_path: Path) -> None:
         expect(web, f"{HOST}:80", "a1")
 
 
-def test_a_second_agent_leaves_the_first_one_alone(web: Cluster) -> None:
+def test_a_second_agent_does_not_disturb_the_first(web: Cluster) -> None:
     first = web.agent
     ports = ("--healthz-bind-address=", "--metrics-bind-address=")
     second = type(first)(first.node, "--kubeconfig", str(web.kubeconfig()), *ports)

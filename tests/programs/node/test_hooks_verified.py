@@ -116,7 +116,7 @@ def test_programs_of_another_pin_folder_refuse_the_start(
     before = programs(site.cgroup)
     other = Site(site.cache, cgroup=site.cgroup)
     try:
-        with pytest.raises(KernelError, match="this folder of pins does not hold") as refused:
+        with pytest.raises(KernelError, match="not pinned in this folder") as refused:
             other.open()
         assert f"connect4 of {site.cgroup}" not in str(refused.value), "the first four are named"
         assert f"recvmsg4 of {site.cgroup}" in str(refused.value)
@@ -210,7 +210,7 @@ def test_mount_over_the_pins_is_reported_and_changes_nothing(site: Site):
         assert len(programs(site.cgroup)) == 1
         second = Site(site.cache, cgroup=site.cgroup)
         second.pins = site.pins
-        with pytest.raises(KernelError, match="this folder of pins does not hold") as refused:
+        with pytest.raises(KernelError, match="not pinned in this folder") as refused:
             second.open()
         assert "findmnt" in refused.value.hint
         assert len(programs(site.cgroup)) == 1

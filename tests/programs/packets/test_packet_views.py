@@ -798,7 +798,7 @@ def test_what_was_begun_is_counted(wire: Wire, show, call: Run) -> None:
     assert after["forgotten"] == after["created"] - 1
     out = call("status")[1]
     assert f"{after['created']} since the counters started" in out
-    assert "connections that a packet began" in out
+    assert "connections that a packet started" in out
 
 
 def test_a_chain_that_nobody_looks_into_is_said(wire: Wire) -> None:

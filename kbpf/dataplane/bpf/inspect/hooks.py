@@ -1,4 +1,4 @@
-"""What is attached to each hook, out of the pinned links and programs."""
+"""Reads from the pinned links and programs which program is attached to each socket hook."""
 
 import errno
 from collections.abc import Iterator
@@ -15,8 +15,11 @@ from kbpf.kernel.system import mounts
 
 @dataclass(frozen=True, slots=True)
 class HookFacts:
-    """What is attached to a hook: nothing (link None), or a program, to the cgroup with a number
-    (0: it is gone) and a path (None: not visible from here).
+    """The attachment of one hook.
+
+    - `link`: None if no link is pinned. Its `cgroup_id` is 0 if the cgroup was deleted.
+    - `program`: None if there is no link, or the program was unloaded.
+    - `cgroup`: the path of the cgroup; None if it is not visible in this mount namespace.
     """
 
     hook: Hook
@@ -27,12 +30,12 @@ class HookFacts:
 
     @property
     def attached(self) -> bool:
-        """Whether sockets run it."""
+        """Whether the hook runs for sockets."""
         return self.link is not None and self.link.cgroup_id != 0
 
 
 def read(pins: Pins) -> Iterator[HookFacts]:
-    """Every hook there is, in the order of hooks.py; those without a link too."""
+    """All hooks in the order of hooks.py, including those without a link."""
     pinned_programs = _pinned_programs(pins)
     cgroup_paths: dict[int, Path | None] = {}
     for hook in HOOKS:

@@ -1,9 +1,8 @@
-"""What an agent has pinned, read once: a frozen value that all views are made of.
+"""Reads the pins of an agent once, into a frozen snapshot from which all views are built.
 
-Only maps, links and programs are read, so it works with the agent down. The order of reading is
-the reverse of the order of writing (dataplane/bpf/changes/plan.py): frontends first, then what
-stands behind them, which stays for a grace period after a flip. So a frontend is seen with its
-whole set.
+Only pinned maps, links and programs are read, so this works while the agent is down. Reading goes
+in the reverse order of writing (changes/plan.py): first the frontends, then their sets and
+backends, which stay for a grace period after a flip. So each frontend is seen with a complete set.
 """
 
 import contextlib
@@ -69,7 +68,7 @@ COUNTABLE_TYPES: Final = (
 
 
 class Part(Flag):
-    """What to read: walking every LRU map only pays for who shows it."""
+    """Which parts to read. Each view names its own, since walking large maps is expensive."""
 
     SERVICES = auto()
     AFFINITY = auto()
@@ -96,14 +95,20 @@ class AffinityEntry:
 
     @property
     def cookie(self) -> int:
-        """The client's network namespace, where it is known by that."""
+        """The netns cookie of the client (ClientKind.NETNS): word[0] and word[1] of the key, in the
+        byte order of the kernel (little-endian).
+        """
         return int.from_bytes(self.client[:8], "little")
 
 
 @dataclass(frozen=True, slots=True)
 class MapFacts:
-    """A map from outside: type, entries (None where the kernel does not say how many are used),
-    room for how many, bytes that the kernel counts.
+    """A map as seen by the kernel.
+
+    - `kind`: BPF_MAP_TYPE_*.
+    - `entries`: used entries; None if they cannot be counted.
+    - `room`: max_entries.
+    - `bytes`: memory that the kernel charges for it; None if unknown.
     """
 
     name: str
@@ -115,8 +120,8 @@ class MapFacts:
 
 @dataclass(frozen=True, slots=True)
 class NodeEntry:
-    """What the packet path knows of the node. `own`: the addresses for translated sources; `low`
-    and `high`: the ports for them, both included.
+    """The map `node`. `addresses`: the node's addresses for SNAT; `first_port` and `last_port`: the
+    range of ports for SNAT, both included, in host byte order.
     """
 
     addresses: tuple[Addr, ...] = ()
@@ -126,13 +131,13 @@ class NodeEntry:
 
     @property
     def ports(self) -> int:
-        """How many ports there are for translated sources."""
+        """The number of ports for SNAT."""
         return self.last_port - self.first_port + 1 if self.last_port else 0
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceEntry:
-    """What the packet path knows of a device. `header`: length of its link header."""
+    """An entry of the map `devices`. `header`: length of the link-layer header, 14 or 0."""
 
     role: Role
     header: int
@@ -142,20 +147,23 @@ class DeviceEntry:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All that was asked for. `monotonic` and `boottime`: when, on those clocks. `began`: when
-    reading began, on the first of them.
+    """The parts that were requested; the others have their defaults.
 
-    `frontends`: address → what stands behind; `names`: service id → Service port;
-    `sets`: set id → {index: backend id}; `backends`: id → address. `node_ports`: the families in
-    which NodePorts answer on an address of this node, None if that is not known.
-    `agent_alive`: a process with the agent's id is there. `socket_lb`: whom the hooks serve;
-    `exempt_cgroups`: but for so many.
-
-    Of the packet path: `packet_programs`: its programs are pinned; `connections`: see tracked.py;
-    `fill`: how many there are, and room; `devices`: what the programs are told, by ifindex.
-
-    `totals`: what connections came to, of which the numbers in `counted` are counted now, and
-    `open`, how many are open, by the ids of a Service port and a backend.
+    - `began`, `monotonic`: when reading began and ended (CLOCK_MONOTONIC, seconds).
+    - `boottime`: when reading ended (CLOCK_BOOTTIME, seconds).
+    - `names`: service id → Service port.
+    - `sets`: set id → {index: backend id}; `backends`: backend id → address.
+    - `node_ports`: the families in which NodePorts answer on an address of this node; None if that
+      was not read.
+    - `host_netns`: the cookie of the node's own network namespace.
+    - `socket_lb`: which sockets the hooks serve, except those in `exempt_cgroups` cgroups.
+    - `agent_alive`: whether a process with the agent's pid exists.
+    - `packet_programs`: whether programs of the packet path are pinned.
+    - `connections`: by IDENTITY (tracked_connections.py); `fill`: their number and limit.
+    - `devices`: by ifindex.
+    - `ranges`: source ranges as (service id, network).
+    - `totals`: traffic, and `open`: the number of open connections, both by the ids of a Service
+      port and a backend. `counted`: the fields of `totals` that the programs count as configured.
     """
 
     pin_dir: Path
@@ -207,7 +215,9 @@ class TableSlots(Mapping[int, int]):
 
 
 def read(pin_dir: Path, parts: Part) -> Snapshot:
-    """What is pinned there. NotFoundError when nothing is, KernelError when it cannot be read."""
+    """Reads these parts. Raises NotFoundError if nothing is pinned there, and KernelError if it
+    cannot be read.
+    """
     pins = find_pins(pin_dir)
     values: dict[str, Any] = {"began": time.monotonic()}
     with open_maps(pins) as maps:
@@ -245,7 +255,9 @@ def read(pin_dir: Path, parts: Part) -> Snapshot:
 
 
 def find_pins(pin_dir: Path) -> Pins:
-    """The pins of an agent; NotFoundError with a hint at the likely reason when there are none."""
+    """The pins of an agent. Raises NotFoundError, with a hint at the likely reason, if there are
+    none.
+    """
     pins = Pins(pin_dir)
     hint = "is `kbpf run` running on this node, and with this --pin-dir?"
     try:
@@ -272,7 +284,7 @@ def find_pins(pin_dir: Path) -> Pins:
 
 @contextlib.contextmanager
 def open_maps(pins: Pins) -> Iterator[dict[str, Map]]:
-    """All maps, for as long as the block lasts. NotFoundError when one is missing."""
+    """Opens all maps for the duration of the block. Raises NotFoundError if one is missing."""
     with contextlib.ExitStack() as stack:
         maps = {}
         for name, spec in MAPS.items():
@@ -281,7 +293,7 @@ def open_maps(pins: Pins) -> Iterator[dict[str, Map]]:
             except KernelError as error:
                 if error.errno != errno.ENOENT:
                     raise
-                hint = "somebody removed its pin: `kbpf cleanup`, then start the agent again"
+                hint = "its pin was removed: run `kbpf cleanup`, then start the agent again"
                 raise NotFoundError(f"the map {name} is missing", str(pins.maps), hint) from error
         yield maps
 
@@ -291,7 +303,7 @@ def _u32(raw: bytes) -> int:
 
 
 def _valid_entries(maps: Mapping[str, Map], name: str) -> Iterator[tuple[bytes, bytes]]:
-    """The agent tells of damaged entries, and removes them when it starts."""
+    """Entries that are not corrupt. The agent reports and removes corrupt ones when it starts."""
     return ((key, raw) for key, raw in maps[name].items() if is_valid_entry(name, key, raw))
 
 
@@ -318,7 +330,7 @@ def _read_services(maps: Mapping[str, Map]) -> dict[str, Any]:
 
 
 def _read_node_port_families(maps: Mapping[str, Map]) -> frozenset[int]:
-    """The families in which NodePorts answer; loopback is of both."""
+    """The families in which NodePorts answer: both if they answer on loopback."""
     _, flags, *_ = CONFIG.unpack(maps["config"].lookup(ZERO) or bytes(CONFIG.size))
     if ConfigFlag.LOCALHOST_NODE_PORTS in ConfigFlag(flags):
         return frozenset((4, 6))
@@ -369,7 +381,7 @@ def _read_traffic(maps: Mapping[str, Map]) -> dict[str, Any]:
 
 
 def _read_counted(maps: Mapping[str, Map]) -> frozenset[str]:
-    """Which numbers of Totals the programs count as they are set now."""
+    """The fields of ConnectionStats that the programs count as they are configured now."""
     _, raw, _ = CONFIG.unpack(maps["config"].lookup(ZERO) or bytes(CONFIG.size))
     if ConfigFlag.COUNT_CONNECTION_ENDS in ConfigFlag(raw):
         return ALL_COUNTERS
@@ -409,18 +421,19 @@ def _read_map_facts(name: str, map_: Map) -> MapFacts:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether this process runs; one that only waits to be reaped does not."""
+    """Whether this process runs. A zombie does not."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return False
+    # the command, in parentheses, may itself contain spaces and parentheses: proc(5)
     return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
 
 
 def _read_reasons(map_: Map) -> dict[Reason, int]:
     counts = {}
     for reason in Reason:
-        raw = map_.lookup(U32.pack(reason)) or b""
+        raw = map_.lookup(U32.pack(reason)) or b""  # one u64 for each possible CPU
         counts[reason] = sum(
             int.from_bytes(raw[offset : offset + 8], "little") for offset in range(0, len(raw), 8)
         )

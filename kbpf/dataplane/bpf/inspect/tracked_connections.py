@@ -1,9 +1,9 @@
-"""The packet path's tracked connections, out of the map `flows` (bpf/track.h).
+"""Reads the packet path's tracked connections from the map `flows` (bpf/track.h).
 
-A connection has two or three entries: client and frontend; client' and backend; and snat and
-backend when the source is translated. Each has the whole of a `struct flow`, equal but for the time
-of its last packet, so the entries of one connection are known by its addresses (`IDENTITY`). There
-may be a hundred thousand: they stay bytes until one is shown.
+A connection has two or three entries with the keys (client, frontend), (client', backend) and, with
+SNAT, (snat, backend). Each holds a whole `struct flow`. The addresses and ports in it (`IDENTITY`)
+are the same in all entries of a connection. There may be a hundred thousand connections, so they
+stay bytes until they are shown.
 """
 
 from functools import lru_cache
@@ -27,17 +27,21 @@ from kbpf.model.address import format_endpoint
 
 ORIGINAL, REPLY, SNAT_REPLY = 1, 2, 4
 DIRECTION_NAMES: Final = {ORIGINAL: "flow", REPLY: "reply", SNAT_REPLY: "source"}
-"""What a part is for: the client's packets, the backend's, and the backend's to the node."""
+"""Which packets an entry matches: the client's, the backend's replies to client', and its replies
+to the node (snat).
+"""
 
 NS_PER_MS: Final = 1_000_000
-"""ns in a ms, in which times are shown: cheaper than rounding a float."""
+"""Times are shown in ms. Integer division is cheaper than rounding a float."""
 NO_ADDRESS: Final = bytes(16)
 
 
 class TrackedConnection(msgspec.Struct, gc=False):
-    """One connection. `raw` is the struct flow of the entry that a packet met last; `over` is when
-    its time is over, in ns of CLOCK_MONOTONIC: when that of its last entry is. `parts` are those
-    that are there.
+    """One connection.
+
+    - `raw`: the struct flow of the entry that was used last.
+    - `expires_at`: when its last entry expires, in ns (CLOCK_MONOTONIC).
+    - `directions`: which of its entries exist: ORIGINAL, REPLY and SNAT_REPLY, or-ed.
     """
 
     raw: bytes
@@ -46,12 +50,12 @@ class TrackedConnection(msgspec.Struct, gc=False):
 
     @property
     def last_used(self) -> int:
-        """ns, CLOCK_MONOTONIC."""
+        """Last use in ns (CLOCK_MONOTONIC)."""
         return last_used(self.raw)
 
     @property
     def key(self) -> bytes:
-        """Client and frontend. Sorts by address, then port."""
+        """Client and frontend, each a struct target. Sorts by address, then by port."""
         return self.raw[ENDPOINTS]
 
     @property
@@ -61,28 +65,28 @@ class TrackedConnection(msgspec.Struct, gc=False):
 
     @property
     def client(self) -> bytes:
-        """Its address."""
+        """The client's address, 16 bytes."""
         return self.raw[flow_entries.CLIENT][:16]
 
     @property
     def backend(self) -> bytes:
-        """struct target."""
+        """The backend as struct target."""
         return self.raw[flow_entries.BACKEND]
 
     @property
     def snat(self) -> bytes:
-        """The node's address that stands for the client's; 16 times 0 if none does."""
+        """The node's address that replaces the client's, 16 bytes; all 0 without SNAT."""
         return self.raw[flow_entries.SNAT]
 
     @property
     def service(self) -> int:
-        """Its id."""
+        """The Service port's id."""
         return int.from_bytes(self.raw[flow_entries.SERVICE], "little")
 
 
 class Fill(NamedTuple):
-    """How many connections `flows` has, how many are open, how many of these would have to be
-    driven out, and room for how many.
+    """How full `flows` is, in connections: all, those that are open, those of these that must not
+    be evicted (is_needed() in tc.c), and the limit.
     """
 
     entries: int
@@ -92,7 +96,7 @@ class Fill(NamedTuple):
 
 
 def read(map_: Map) -> dict[bytes, TrackedConnection]:
-    """All connections in this map `flows`, by IDENTITY."""
+    """All connections in this `flows` map, by IDENTITY."""
     connections: dict[bytes, TrackedConnection] = {}
     for key, raw in map_.items():
         _merge_entry(connections, raw, directions_of(key, raw))
@@ -100,8 +104,8 @@ def read(map_: Map) -> dict[bytes, TrackedConnection]:
 
 
 def directions_of(key: bytes, raw: bytes) -> int:
-    """Which of a connection's entries has this key; more than one where a backend is its own
-    frontend.
+    """Which entry of its connection has this key. One entry serves several directions if a backend
+    is its own frontend.
     """
     directions = ORIGINAL if is_original(raw) else 0
     backend, first_end, second_end = raw[flow_entries.BACKEND], key[:20], key[20:]
@@ -117,7 +121,7 @@ def directions_of(key: bytes, raw: bytes) -> int:
 
 
 def _merge_entry(connections: dict[bytes, TrackedConnection], raw: bytes, directions: int) -> None:
-    if is_port_reservation(raw):  # a port of somebody else's
+    if is_port_reservation(raw):  # a connection of conntrack, not ours (snat_ports.py)
         return
     identity = raw[IDENTITY]
     existing = connections.get(identity)
@@ -131,7 +135,7 @@ def _merge_entry(connections: dict[bytes, TrackedConnection], raw: bytes, direct
 
 
 def measure_fill(map_: Map, now: float) -> Fill:
-    """How full this map `flows` is. `now`: CLOCK_MONOTONIC, seconds."""
+    """How full this `flows` map is. `now`: CLOCK_MONOTONIC, in seconds."""
     entries = open_ = needed = 0
     now_ns = int(now * NS_PER_SECOND)
     for _, raw in map_.items():
@@ -146,9 +150,9 @@ def measure_fill(map_: Map, now: float) -> Fill:
 
 
 def format_target(target: bytes) -> str:
-    """A struct target as ``address:port``."""
-    return format_endpoint(target[:16], target[16] << 8 | target[17])
+    """Formats a struct target as ``address:port``."""
+    return format_endpoint(target[:16], target[16] << 8 | target[17])  # network byte order
 
 
 format_target_cached: Final = lru_cache(1 << 16)(format_target)
-"""The same for those that many connections have: frontends and backends."""
+"""The same for frontends and backends, which many connections share."""

@@ -1,8 +1,9 @@
-"""Programs of one artifact: loaded over maps, adopted, attached in the place of those before.
+"""Loads the programs of an artifact over a set of maps, or adopts pinned ones, and attaches them in
+place of older ones.
 
-Everything is built in a folder whose name begins with `new-` and published by one rename (load.py).
-Programs of an earlier agent serve until the new ones are loaded *and* the maps behind them are
-filled; a refusal on the way changes nothing.
+Everything is built in a folder whose name begins with `new-` and published by one rename
+(maps/pinning.py). Programs of an earlier agent serve until the new ones are loaded *and* their maps
+are filled; an error before that changes nothing.
 """
 
 import logging
@@ -45,11 +46,12 @@ from kbpf.kernel.system import threads
 log = logging.getLogger("kbpf.dataplane")
 
 BPF_PSEUDO_MAP_FD: Final = 1
+"""src_reg of a 64-bit load whose immediate value is the descriptor of a map."""
 MOV_R0_0: Final = b"\xb7\x00\x00\x00\x00\x00\x00\x00"  # r0 = 0
 
 
 def check_artifact(artifact: Artifact) -> None:
-    """The C and layout.py must mean the same bytes."""
+    """Raises KernelError if the artifact and layout.py differ in the key or value size of a map."""
     for shape in artifact.maps:
         if shape.name == TAIL_CALL_MAP:
             continue
@@ -84,8 +86,11 @@ def missing_packet_helpers() -> frozenset[int]:
 def relocate(
     code: Bytecode, maps: Mapping[str, Map], missing: frozenset[int] = frozenset()
 ) -> bytes:
-    """Bytecode for this kernel: map descriptors put in, calls that it lacks taken out."""
+    """Adapts bytecode to these maps and this kernel: inserts the descriptors of the maps, and
+    replaces calls of the helpers in `missing` by r0 = 0.
+    """
     insns = bytearray(code.insns)
+    # struct bpf_insn: opcode, registers (low half: dst, high half: src), s16 offset, s32 immediate
     for reference in code.references:
         offset = reference.insn * 8
         insns[offset + 1] = (insns[offset + 1] & 0x0F) | BPF_PSEUDO_MAP_FD << 4
@@ -99,7 +104,7 @@ def relocate(
 
 @dataclass(frozen=True, slots=True)
 class LoadedPrograms:
-    """Programs that are loaded and not attached, and maps that belong to them alone."""
+    """Programs that are loaded but not attached, and the maps that only they use."""
 
     programs: dict[str, Program] = field(default_factory=dict)
     private_maps: dict[str, Map] = field(default_factory=dict)
@@ -110,12 +115,12 @@ class LoadedPrograms:
 
 
 class Programs:
-    """The programs of one artifact over one set of maps. How they are attached is told by the two
-    classes below.
+    """The programs of one artifact over one set of maps. Subclasses attach them: SocketPrograms to
+    a cgroup, PacketPath to devices.
     """
 
     private_map_names: tuple[str, ...] = ()
-    """Maps that belong to these programs alone and live and die with them."""
+    """Names of maps that only these programs use, and that are replaced together with them."""
 
     def __init__(
         self, pins: Pins, artifact: Artifact, missing: frozenset[int] = frozenset()
@@ -129,13 +134,15 @@ class Programs:
 
     @property
     def key(self) -> str:
-        """What decides the bytecode: sources, and what the kernel lacks."""
+        """Identifies the bytecode: unit, hash of the sources, and the helpers that the kernel
+        lacks.
+        """
         missing = "-".join(map(str, sorted(self._missing_helpers)))
         return f"{self._artifact.unit}-{self._artifact.source}-{missing or 'all'}"
 
     def load(self, maps: Mapping[str, Map]) -> bool:
-        """Takes the pinned programs if they are these over these maps, else loads; whether it
-        loaded. Nothing is attached yet.
+        """Adopts the pinned programs if they have this bytecode and read these maps, otherwise
+        loads new ones. Returns whether it loaded. Attaches nothing.
         """
         self._close_loaded()
         if adopted := self._adopt_pinned(maps):
@@ -144,7 +151,7 @@ class Programs:
         return True
 
     def prepare(self, maps: Mapping[str, Map]) -> LoadedPrograms:
-        """Loads the programs over these maps, for take(). Any thread."""
+        """Loads the programs over these maps, for use(). Any thread may call."""
         loaded = LoadedPrograms()
         try:
             loaded.private_maps.update(self._make_private_maps())
@@ -159,12 +166,14 @@ class Programs:
         return loaded
 
     def use(self, loaded: LoadedPrograms) -> None:
-        """Has these from now on; publish() attaches them."""
+        """Replaces the loaded programs by these; publish() attaches them."""
         self._close_loaded()
         self._loaded, self._private_maps = loaded.programs, loaded.private_maps
 
     def _adopt_pinned(self, maps: Mapping[str, Map]) -> bool:
-        """Takes the pinned programs if they are these over these maps; whether it did."""
+        """Opens the pinned programs with this bytecode. Returns False if there are none, or they
+        do not fit these maps.
+        """
         folder = self._pins.programs(self.key)
         if folder.is_dir():
             for pin in sorted(folder.iterdir()):
@@ -178,11 +187,11 @@ class Programs:
         return False
 
     def _make_private_maps(self) -> dict[str, Map]:
-        """Makes the maps of `own`."""
+        """Creates the maps in `private_map_names`."""
         return {}
 
     def _load_program(self, name: str, maps: Mapping[str, Map]) -> Program | None:
-        """Loads a program; None if it is not required and is refused."""
+        """Loads a program. Returns None if the kernel refuses a program that is not required."""
         code = next(code for code in self._artifact.programs if code.name == name)
         kind, attach_type, required = program_type(name)
         try:
@@ -192,10 +201,12 @@ class Programs:
             if required:
                 raise ProgramLoadError(error.what, error.where, error.hint, error.errno) from error
             is_expected = any(hook.only_counts for hook in HOOKS if hook.name == name)
-            log.log(logging.INFO if is_expected else logging.WARNING, "left out: %s", error)
+            level = logging.INFO if is_expected else logging.WARNING
+            log.log(level, "optional program not loaded: %s", error)
             return None
 
     def _use_maps(self, maps: Mapping[str, Map]) -> bool:
+        """Whether all required programs are there, and read no maps other than these."""
         map_ids = {map_.id for map_ in (*maps.values(), *self._private_maps.values())}
         needed = {
             program_name
@@ -211,8 +222,8 @@ class Programs:
         )
 
     def reads_stale_maps(self, services_id: int, maps: Mapping[str, Map]) -> bool:
-        """Whether an attached program reads the `services` of this id, which we have written until
-        now, and not the rest of these maps: it would not see what is written to them.
+        """Whether an attached program reads the `services` map with this id, but other maps not in
+        `maps`. It would look up values of `services` in maps that we do not write any more.
         """
         current = {map_.id for map_ in maps.values()}
         return any(
@@ -220,7 +231,9 @@ class Programs:
         )
 
     def _read_map_ids(self) -> Iterator[set[int]]:
-        """The ids of the maps that attached programs read, but for their own ones."""
+        """For each attached program, or set of them: the ids of the maps that it reads, without
+        private maps.
+        """
         raise NotImplementedError
 
     @property
@@ -229,8 +242,8 @@ class Programs:
         return frozenset(shape.name for shape in self._artifact.maps)
 
     def publish(self) -> int:
-        """Pins the programs and attaches each in place of what its hook ran before; how many
-        attachments changed. Each hook goes from the old program to the new one at once.
+        """Pins the programs and attaches each in place of the one that its hook ran before, which
+        is atomic for each hook. Returns how many attachments changed.
         """
         folder, new_folder = self._pins.programs(self.key), self._pin()
         changed = self._attach_all()
@@ -241,7 +254,7 @@ class Programs:
         return changed
 
     def _pin(self) -> Path:
-        """Pins the programs in a folder that is not published yet."""
+        """Pins the programs in a folder that is not published yet, and returns it."""
         new_folder = self._pins.root / f"{NEW_PREFIX}programs-{self.key}"
         shutil.rmtree(new_folder, ignore_errors=True)
         new_folder.mkdir(mode=0o700)
@@ -257,7 +270,6 @@ class Programs:
         self._close_loaded()
 
     def _close_loaded(self) -> None:
-        """Closes what is loaded."""
         close_all((*self._loaded.values(), *self._private_maps.values()))
         self._loaded, self._private_maps = {}, {}
 
@@ -275,7 +287,7 @@ class SocketPrograms(Programs):
     ) -> None:
         super().__init__(pins, artifact, missing)
         self._cgroup = cgroup
-        self._attach_counting = attach_counting  # whether hooks that serve nobody are wanted
+        self._attach_counting = attach_counting  # whether to attach hooks that only count
 
     def _attach_all(self) -> int:
         self._pins.links.mkdir(mode=0o700, exist_ok=True)
@@ -291,7 +303,7 @@ class SocketPrograms(Programs):
                     changed += self._attach_or_log(hook, program, cgroup, cgroup_id)
                 elif hook.unit == self._artifact.unit and self._detach(hook):
                     log.warning(
-                        "detached, since this kernel refuses its new program hook=%s", hook.name
+                        "hook detached, since the kernel refuses its new program hook=%s", hook.name
                     )
                     changed += 1
         finally:
@@ -299,8 +311,8 @@ class SocketPrograms(Programs):
         return changed + self._detach_unknown()
 
     def _detach_unknown(self) -> int:
-        """Ends what an earlier version has attached to hooks that this one does not use; how many
-        there were. Else its program would go on over maps that nobody reads.
+        """Detaches the programs of an earlier version from hooks that this version does not use,
+        since they would read maps that are not written any more. Returns their number.
         """
         hook_names = {hook.name for hook in HOOKS}
         unknown_pins = [
@@ -311,8 +323,8 @@ class SocketPrograms(Programs):
         return len(unknown_pins)
 
     def hook_states(self) -> dict[str, bool]:
-        """The hooks that are wanted, and whether each runs our program, in the cgroup that has this
-        name now: it may have been removed and made again.
+        """The hooks that should be attached, and whether each runs our program in the cgroup that
+        has this path now. The cgroup may have been deleted and created again.
         """
         try:
             cgroup_id = self._cgroup.stat().st_ino
@@ -333,18 +345,20 @@ class SocketPrograms(Programs):
         return info.cgroup_id == cgroup_id and info.program_id == program.read_info().id
 
     def find_foreign(self) -> tuple[ForeignProgram, ...]:
-        """What others have at the same hooks."""
+        """Programs of other load balancers at the same hooks."""
         return find_at_sockets(self._cgroup)
 
     def reattach(self) -> int:
-        """Attaches what is missing; how many attachments changed."""
+        """Attaches missing programs; returns how many attachments changed."""
         return self._attach_all()
 
     def _read_map_ids(self) -> Iterator[set[int]]:
         yield from map_ids_read_by_attached(self._pins)
 
     def _detach(self, hook: Hook) -> bool:
-        """Ends what an earlier version had there: its maps may be nobody's by now."""
+        """Detaches the program of an earlier agent, if there is one: its maps may not be written
+        any more. Returns whether there was one.
+        """
         pin = self._pins.links / hook.name
         if not pin.exists():
             return False
@@ -352,16 +366,19 @@ class SocketPrograms(Programs):
         return True
 
     def _attach_or_log(self, hook: Hook, program: Program, cgroup: int, cgroup_id: int) -> bool:
-        """Nobody goes unserved for a hook that only counts: another may have it for itself."""
+        """Like _attach(), but only logs an error at a hook that only counts. Another program may
+        have that hook exclusively, and Services work without it.
+        """
         try:
             return self._attach(hook, program, cgroup, cgroup_id)
         except AttachError as error:
             if not hook.only_counts:
                 raise
-            log.warning("connections' ends are not counted: %s", error)
+            log.warning("cannot count the ends of connections: %s", error)
             return False
 
     def _attach(self, hook: Hook, program: Program, cgroup: int, cgroup_id: int) -> bool:
+        """Attaches a program to a hook; returns False if it is attached already."""
         pin = self._pins.links / hook.name
         if pin.exists():
             with Link.open(pin) as link:
@@ -371,8 +388,9 @@ class SocketPrograms(Programs):
                         return False
                     link.update(program)
                     return True
-        # The first time, or the cgroup of the old link is another one or gone: attach first,
-        # then let the old link go, so that sockets meet two programs rather than none.
+        # There is no link yet, or it is on a cgroup that was deleted and created again, or on
+        # another one. Attach before the old link is released, which the rename() over its pin
+        # does: sockets then meet two programs rather than none.
         temporary = self._pins.root / f"{NEW_LINK_PREFIX}{hook.name}"
         temporary.unlink(missing_ok=True)
         try:
@@ -391,7 +409,7 @@ class SocketPrograms(Programs):
 
 
 def open_cgroup(path: Path) -> int:
-    """A descriptor of a cgroup v2 folder."""
+    """Returns a descriptor of a cgroup v2 folder. Raises KernelError."""
     try:
         return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:

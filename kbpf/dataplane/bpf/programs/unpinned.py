@@ -1,10 +1,10 @@
-"""Programs of kbpf that are attached and that the folder of pins does not hold.
+"""Finds programs of kbpf that are attached but not pinned in our pin folder.
 
-When another file system is mounted over the bpffs, or the agent is given another --pin-dir, the
-pins of the earlier agent are out of sight, and its programs continue to run. A second set beside
-them would translate and count twice, and neither would know the other's connections; so the agent
-refuses to start. Adopting them by id is no way out: the pins of their maps and tail calls would
-stay where nobody can replace or remove them.
+If another file system is mounted over the bpffs, or the agent is given another --pin-dir, the pins
+of the earlier agent are hidden, but its programs continue to run. With a second set of programs,
+both would translate and count, and neither would know the connections of the other; so the agent
+refuses to start. It cannot adopt the programs by id instead: the pins of their maps and tail calls
+would stay in a folder where the agent can neither replace nor remove them.
 """
 
 import os
@@ -23,27 +23,30 @@ from kbpf.kernel.bpf.tc import ATTACH_TYPE, Direction
 from kbpf.kernel.net.devices import list_devices
 
 DETACH_WAIT_S: Final = 3.0
-"""What has lost its pins a moment ago is detached by the kernel within this time."""
+"""The kernel detaches a link at most this long after its last pin was removed."""
 
 MAX_NAMED: Final = 4
+"""An error message names at most this many hooks."""
 MAX_NAME_LENGTH: Final = 15
-"""The kernel cuts the names of maps and programs."""
+"""The kernel truncates longer names of maps and programs (BPF_OBJ_NAME_LEN)."""
 
 _MAP_NAMES: Final = frozenset(name[:MAX_NAME_LENGTH] for name in (*MAPS, TAIL_CALL_MAP))
 
 
 def refuse_unpinned(pins: Pins, operator_path: Path, cgroup: Path) -> None:
-    """KernelError if there are any. `shown`: the folder as the operator knows it."""
+    """Raises KernelError if there are such programs. `operator_path`: the pin folder as the
+    operator named it.
+    """
     deadline = time.monotonic() + DETACH_WAIT_S
     while places := tuple(_find_unpinned(pins, cgroup)):
         if time.monotonic() > deadline:
             suffix = f" and {len(places) - MAX_NAMED} more" if len(places) > MAX_NAMED else ""
             raise KernelError(
-                "programs of kbpf are attached that this folder of pins does not hold",
+                "programs of kbpf are attached but not pinned in this folder",
                 f"{operator_path}; {', '.join(places[:MAX_NAMED])}{suffix}",
-                f"if something is mounted over the folder (findmnt -T {operator_path}), unmount "
-                "it; if "
-                "they are of another --pin-dir, use that one, or run kbpf cleanup with it",
+                f"if a file system is mounted over the folder (findmnt -T {operator_path}), "
+                "unmount it; if they belong to another --pin-dir, use that one, or run kbpf "
+                "cleanup with it",
             )
         time.sleep(0.05)
 
@@ -53,7 +56,7 @@ def _find_unpinned(pins: Pins, cgroup: Path) -> Iterator[str]:
     try:
         descriptor = os.open(cgroup, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError:
-        return  # attaching will say what is wrong with it
+        return  # attaching will report the error
     try:
         for hook in HOOKS:
             ids = attached_program_ids(descriptor, hook.attach_type)
@@ -66,7 +69,7 @@ def _find_unpinned(pins: Pins, cgroup: Path) -> Iterator[str]:
     finally:
         os.close(descriptor)
     if not tc.probe_tcx().works:
-        return  # filters are known by their marks, and need no pins
+        return  # cls_bpf filters are recognized by priority, handle and name, and need no pins
     for device in list_devices():
         for direction in Direction:
             ids = attached_program_ids(device.ifindex, ATTACH_TYPE[direction])
@@ -79,7 +82,9 @@ def _find_unpinned(pins: Pins, cgroup: Path) -> Iterator[str]:
 
 
 def attached_program_ids(target: int, attach_type: int) -> tuple[int, ...]:
-    """() where this kernel, or our rights, give no answer."""
+    """The ids of the programs attached to a cgroup (descriptor) or device (ifindex). Empty if the
+    kernel cannot list them, or we lack the rights.
+    """
     try:
         return objects.list_attached(target, attach_type)
     except KernelError:
@@ -89,9 +94,8 @@ def attached_program_ids(target: int, attach_type: int) -> tuple[int, ...]:
 def _pinned_program_ids(pins: Pins) -> set[int]:
     """The ids of the programs whose attachments are pinned here."""
     pin_paths = [*pins.links.glob("*"), *(pins.root / "devices").glob("*")]
-    pin_paths += pins.root.glob(
-        f"{NEW_LINK_PREFIX}*"
-    )  # an agent ended before it gave them their name
+    # links of an agent that ended before it gave them their final name
+    pin_paths += pins.root.glob(f"{NEW_LINK_PREFIX}*")
     ids = set()
     for pin in pin_paths:
         if not pin.is_dir():
@@ -101,8 +105,8 @@ def _pinned_program_ids(pins: Pins) -> set[int]:
 
 
 def is_kbpf_program(program_id: int, name: str) -> bool:
-    """Whether it is a program of kbpf, of whatever version: by its name, and that of a map. False
-    where it cannot be asked (CAP_SYS_ADMIN), or has just ended.
+    """Whether this is a program of kbpf of any version, judged by its name and the name of one of
+    its maps. False if it cannot be opened (that needs CAP_SYS_ADMIN), or was just unloaded.
     """
     try:
         with objects.open_program_by_id(program_id) as program:
