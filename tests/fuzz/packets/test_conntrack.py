@@ -141,7 +141,7 @@ def test_a_batch_knows_by_its_clock_that_it_stalled(twins: Twins, monkeypatch: p
 
 
 def test_each_intended_difference_has_its_reason_in_the_documents():
-    _, _, section = DATAPATH.read_text().partition("## States beside conntrack's")
+    _, _, section = DATAPATH.read_text().partition("## States compared with nf_conntrack")
     told = Counter(re.findall(r"^\| ([^|]+?) \|", section, re.MULTILINE))
     assert {row.name for row in ROWS} <= told.keys()
 
