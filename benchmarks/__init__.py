@@ -1,1 +1,1 @@
-"""How fast, and how much memory. `make bench`, or `python -m benchmarks NAME`; JSON on stdout."""
+"""Benchmarks of speed and memory. `make bench` or `python -m benchmarks NAME`; see README.md."""

@@ -1,4 +1,6 @@
-"""`python -m benchmarks [NAME ...]`: runs them and prints one JSON object, by name."""
+"""`python -m benchmarks [NAME ...]`: runs these benchmarks, or all, and prints their results as one
+JSON object by name.
+"""
 
 import importlib
 import sys
@@ -24,7 +26,9 @@ def main(names: list[str]) -> None:
     """Runs the named benchmarks, or all."""
     unknown = set(names) - set(ALL)
     if unknown:
-        raise SystemExit(f"unknown benchmark: {', '.join(sorted(unknown))}; there are {ALL}")
+        raise SystemExit(
+            f"unknown benchmark: {', '.join(sorted(unknown))}; choose from {', '.join(ALL)}"
+        )
     results = {}
     for name in names or ALL:
         say(f"== {name}")

@@ -1,12 +1,14 @@
-"""What `--accounting` costs a short TCP connection.
+"""The cost of `--accounting` for a short TCP connection.
 
-Three nodes of one shape, one for each setting; client and backend are pods of the same node, both
-hooked, so with `full` the kernel calls `sock_ops` at either end. Sides of each round, on all:
-  bare     direct to the backend, client and backend outside of the hooked cgroup
-  direct   direct to the backend, hooked: what it costs those who do not use a Service
+Three identical nodes, one for each setting. Client and backend are pods of the same node, both in
+the hooked cgroup, so with `full` the kernel calls `sock_ops` at both ends. Each round measures, on
+every node:
+  bare     directly to the backend; client and backend are outside the hooked cgroup
+  direct   directly to the backend, hooked: the cost for connections that use no Service
   service  through the ClusterIP
-What is compared is service by bare, or direct by bare, of one node and of the one with `off`; the
-best tenth of the rounds counts, since what else runs on the machine only ever takes away.
+Compared are the ratios service / bare and direct / bare of a node with those of the node with
+`off`. Only the best tenth of the rounds counts, since other work on the machine can only slow a
+round down.
 """
 
 import json
@@ -24,7 +26,7 @@ BARE_PORT = PORT + 1
 
 
 def run() -> dict[str, Any]:
-    """By side: connections a second of each node; and the ratio of ratios."""
+    """Returns connections per second by node and side, and the ratios of ratios."""
     program = build_c("load")
     with Lab(len(NAMES), "acc", apart=True) as lab:
         servers = []
@@ -54,7 +56,7 @@ def run() -> dict[str, Any]:
 
 
 def measure(nodes: list[Node], program: str) -> dict[str, Any]:
-    """All sides, in turns."""
+    """Measures all sides of all nodes, interleaved."""
     sides = {}
     for node, name in zip(nodes, NAMES, strict=True):
         client, backend = node.pods
@@ -68,7 +70,7 @@ def measure(nodes: list[Node], program: str) -> dict[str, Any]:
             )
             sides[f"{name}_{side}"] = lambda command=command: dial(command)
     for side in sides.values():
-        side()  # neighbours, caches
+        side()  # warm up: neighbour entries, caches
     results = interleave(rounds(31), sides)
     found: dict[str, Any] = {name: median(values) for name, values in results.items()}
     for side in ("direct", "service"):
@@ -77,19 +79,19 @@ def measure(nodes: list[Node], program: str) -> dict[str, Any]:
         for name in NAMES[:-1]:
             share = goal(round(shares[name] / shares["off"], 4), at_least=0.99)
             found[f"{side}_{name}_by_off"] = share
-            say(f"{side}, {name} by off: {share}")
+            say(f"{side}, {name} / off: {share}")
     return found
 
 
 def best(results: dict[str, list[float]], one: str, other: str) -> float:
-    """The ratio of the best tenths: what else runs on the machine only ever takes away."""
+    """The ratio `one` / `other` of the sums of the best tenth of the rounds."""
     count = max(1, len(results[one]) // 10)
     tops = [sum(sorted(results[name])[-count:]) for name in (one, other)]
     return round(tops[0] / tops[1], 4)
 
 
 def dial(command: list[str]) -> float:
-    """Connections per second."""
+    """Runs the load generator; returns connections per second."""
     out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     done, failed, seconds = out.split()
     if int(failed):

@@ -1,7 +1,7 @@
-"""A process of a node dials a ClusterIP: kbpf at its sockets, beside a real kube-proxy and, as the
-limit, the pod's own address. Otherwise as nodeport.py, whose ways these are.
+"""A process of a node connects to a ClusterIP: kbpf's socket hooks compared with a real kube-proxy
+and with the pod's own address, which is the upper limit. The set-up is that of nodeport.py.
 
-Where kbpf translates at connect(), nothing is left to be done per packet.
+kbpf translates at connect(), so there is no work per packet.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ WAYS = ("direct", "stack", "nftables", "iptables")
 
 
 class FromTheNode(World):
-    """The clients are on the first nodes, in their cgroups."""
+    """Like World, but the clients run on the first node of each pair, in its cgroup."""
 
     def frontend(self, way: Way, backend: str) -> Frontend:
         vip = way.vip(backend)
@@ -36,5 +36,5 @@ class FromTheNode(World):
 
 
 def run() -> dict[str, Any]:
-    """Everything, with the proofs around it."""
+    """Returns all results and the proofs."""
     return compare(FromTheNode(WAYS), ("short", "requests"))

@@ -1,10 +1,10 @@
-"""Short TCP connections through a ClusterIP against direct ones, at 1 and at 10,000 Services.
+"""Short TCP connections through a ClusterIP compared with direct ones, with 1 and 10,000 Services.
 
-Client and backend are pods of one node. Sides of each round:
-  bare     direct to the backend, from a process that is outside of the hooked cgroup
-  direct   direct to the backend, hooked: what kbpf costs those who do not use a Service
+Client and backend are pods of one node. Each round measures:
+  bare     directly to the backend, from a process outside the hooked cgroup
+  direct   directly to the backend, hooked: the cost for connections that use no Service
   service  through the ClusterIP
-The goal: service / bare >= 0.97.
+Goal: service / bare >= 0.97.
 """
 
 import json
@@ -23,7 +23,9 @@ VIP = "10.96.0.10"
 
 
 def objects(count: int, backend: str) -> dict[str, Any]:
-    """So many Services; the one that is dialled is in the middle."""
+    """A List of `count` Services with their EndpointSlices. The one that the client uses is in the
+    middle, at VIP.
+    """
     items: list[dict[str, Any]] = []
     for number in range(count):
         dialled = number == count // 2
@@ -53,7 +55,7 @@ def objects(count: int, backend: str) -> dict[str, Any]:
 
 
 def dial(program: Path, place: Place, cgroup: Path, address: str, port: int) -> float:
-    """Connections per second."""
+    """Runs the load generator; returns connections per second."""
     command = inside(place.netns, cgroup, str(program), "short", address, str(port), str(SECONDS))
     out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     done, failed, seconds = out.split()
@@ -63,7 +65,7 @@ def dial(program: Path, place: Place, cgroup: Path, address: str, port: int) -> 
 
 
 def measure(lab: Lab, program: Path, count: int) -> dict[str, Any]:
-    """One number of Services."""
+    """Measures with `count` Services."""
     node = lab.nodes[0]
     client, backend = node.pods
     folder = lab.folder / f"source-{count}"
@@ -78,7 +80,7 @@ def measure(lab: Lab, program: Path, count: int) -> dict[str, Any]:
         "service": lambda: dial(program, client, hooked, VIP, 80),
     }
     for side in sides.values():
-        side()  # neighbours, caches
+        side()  # warm up: neighbour entries, caches
     results = interleave(ROUNDS, sides)
     agent.close()
     compared = ratio(results, "service", "bare")
@@ -92,7 +94,7 @@ def measure(lab: Lab, program: Path, count: int) -> dict[str, Any]:
 
 
 def run() -> dict[str, Any]:
-    """By number of Services."""
+    """Returns the results by number of Services."""
     program = build_c("load")
     with Lab(1, "bench") as lab:
         node = lab.nodes[0]

@@ -1,8 +1,8 @@
-"""Mode ipvs at 10,000 Services x 10 endpoints, without IPVS: what its nftables table costs.
+"""The cost of mode ipvs with 10,000 Services of 10 endpoints, without that of IPVS itself.
 
-The plane is the real one, in a network of its own; what it says to IPVS goes to a fake
-(tests/support/faults/fake_ipvs.py), so this runs on any kernel with nf_tables and says nothing of
-IPVS. A tenth of the endpoints are on this node.
+The data plane is the real one, in a network namespace; its requests to IPVS go to a fake
+(tests/support/faults/fake_ipvs.py). So this runs on any kernel with nf_tables, and measures mostly
+the nftables table. A tenth of the endpoints are on this node.
 """
 
 import os
@@ -28,7 +28,7 @@ SERVICES, ENDPOINTS, CHANGES = 10_000, 10, 50
 
 
 def run() -> dict[str, Any]:
-    """Milliseconds of time and of this process' CPU; the largest memory in MB."""
+    """Returns elapsed and CPU milliseconds of this process, and its peak memory in MB."""
     where = f"kbm{os.getpid()}"
     command("ip", "netns", "add", where)
     patch = pytest.MonkeyPatch()

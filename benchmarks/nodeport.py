@@ -1,27 +1,29 @@
-"""From outside through a NodePort: kbpf beside a real kube-proxy, and the routed path as the limit.
+"""A client outside connects through a NodePort: kbpf compared with a real kube-proxy and with plain
+routing, which is the upper limit.
 
-Each way has two nodes of its own, all of the same shape: a client outside dials the first, and the
-backend is a pod on that node (local) or on the second (remote). The ways:
+Each "way" to serve the client has a pair of nodes, all pairs identical. The client dials the first
+node; the backend is a pod on that node (local) or on the second one (remote). The ways:
 
-  direct     the pod's own address; both nodes route, and nothing else. What the others could reach
-  hooked     the pod's own address as well, but kbpf's programs see every packet: what they cost
-             those that are for no Service
-  stack      kbpf, `--forwarding stack`
-  forwarded  kbpf, `--forwarding direct`
-  nftables   kube-proxy in this mode, as built from its Go module
-  iptables   the same
+  direct     the pod's own address; both nodes only route
+  hooked     the pod's own address too, but kbpf's programs see every packet: the cost for packets
+             that are for no Service
+  stack      kbpf with `--forwarding stack`
+  forwarded  kbpf with `--forwarding direct`
+  nftables   kube-proxy in this mode, built from its Go module
+  iptables   kube-proxy in this mode
 
-Packets of every way cross the same nodes in both directions: the remote pod's answers to the direct
-way go back through the first node too, as those do that a load balancer has masqueraded. All ways
-are up at the same time, on one API server, with the same Services; each round measures all of them,
-in an order that turns. Client and server have one processor, and precedence on it: what is measured
-is what the whole of a connection, request or byte costs, wherever that is spent.
-KBPF_BENCH_CPUS=0,1 gives them one each (client, servers): then waking the other one up is part of
-it, for all ways.
+Packets of every way cross the same number of nodes in both directions: the remote pod's replies on
+the direct way are routed back through the first node, as masqueraded replies are. All ways are up
+at the same time, on one API server, with the same Services. Each round measures all of them, in
+rotating order.
 
-Proof that a way is what it says: its own counters grow by exactly as many connections as were
-dialled (`_proof`), before and after the rounds; and in every run the server has seen as many, and
-from whom it should: the client for direct and hooked, else the first node.
+By default client and server share one CPU, with the highest priority, so that the result is the
+total cost of a connection, request or byte, wherever it is spent. KBPF_BENCH_CPUS=0,1 gives them
+one CPU each (client, servers); then waking up the other CPU is part of the result, for all ways.
+
+Each way is verified. Before and after the rounds its own counters must grow by exactly the number
+of connections that were dialled (`_proof`). In every run the server must have seen that number, and
+from the right address: the client's for direct and hooked, otherwise the first node's.
 """
 
 import contextlib
@@ -80,7 +82,7 @@ BACKENDS = ("local", "remote")
 
 @dataclass
 class Way:
-    """One way from the client to a pod of `front` and one of `back`."""
+    """One way to serve a client, with a pod on each of its nodes `front` and `back`."""
 
     name: str
     number: int
@@ -91,15 +93,15 @@ class Way:
     servers: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def vip(self, backend: str) -> str:
-        """The ClusterIP of this way's Service in front of this pod."""
+        """The ClusterIP of this way's Service for this backend."""
         return f"10.96.{1 + self.number}.{1 + BACKENDS.index(backend)}"
 
     def node_port(self, backend: str) -> int:
-        """Of this way's Service in front of this pod."""
+        """The NodePort of this way's Service for this backend."""
         return 30100 + 10 * self.number + BACKENDS.index(backend)
 
     def objects(self, backend: str) -> tuple[dict[str, Any], dict[str, Any]]:
-        """That Service, and its slice."""
+        """This way's Service for this backend, and its EndpointSlice."""
         name = f"{self.name}-{backend}"
         home = self.front if backend == "local" else self.back
         row = port(80, node_port=self.node_port(backend))
@@ -111,8 +113,8 @@ class Way:
 
 
 class Frontend(NamedTuple):
-    """Where a Service is dialled, and by what each way counts that: kbpf's reason, the rule of
-    iptables, the map of nftables and its element; patterns, but for the map.
+    """The address that is dialled, and where each way counts its connections: `reason` of kbpf, the
+    `rule` of iptables (a pattern), the `map` of nftables and its `element` (a pattern).
     """
 
     at: tuple[str, int]
@@ -123,7 +125,7 @@ class Frontend(NamedTuple):
 
 
 class World:
-    """All ways, up and serving."""
+    """The lab with all ways, up and serving."""
 
     def __init__(self, ways: tuple[str, ...] = WAYS) -> None:
         self.program = build_c("load")
@@ -160,7 +162,7 @@ class World:
         self._stack.close()
 
     def _way(self, number: int, name: str) -> None:
-        """Its pods serve."""
+        """Starts a way's servers, and sets the routes of direct and hooked."""
         front, back = self.lab.nodes[2 * number : 2 * number + 2]
         way = Way(name, number, front, back, {"local": front.pod("a1"), "remote": back.pod("b1")})
         self.ways[name] = way
@@ -175,7 +177,7 @@ class World:
             ip(f"route add {self.lab.outside_ip} via {front.ip}", netns=back.netns)
 
     def _balance(self, way: Way) -> None:
-        """Who balances there begins, on both nodes."""
+        """Starts kbpf or kube-proxy on both nodes of a way."""
         for home in (way.front, way.back):
             if way.name in FORWARDING:
                 how = ("--packet-path", "true", "--forwarding", FORWARDING[way.name])
@@ -193,7 +195,7 @@ class World:
     # ---- what is dialled -------------------------------------------------------------------
 
     def frontend(self, way: Way, backend: str) -> Frontend:
-        """What the client of this way dials, if it is not the pod."""
+        """The frontend of this way. Direct and hooked dial the pod instead; see load()."""
         number = way.node_port(backend)
         return Frontend(
             (way.front.ip, number),
@@ -204,11 +206,11 @@ class World:
         )
 
     def enter(self, _: Way) -> list[str]:
-        """How a command of the client's begins."""
+        """The command prefix that runs a program as the client."""
         return inside(self.lab.outside, None)
 
     def comes_as(self, way: Way) -> set[str]:
-        """Whose address its pods see: the client's own, or of the node that balances."""
+        """The source addresses that its pods may see: the client's, or those of the first node."""
         if way.name in STRAIGHT:
             return {self.lab.outside_ip}
         return {way.front.ip, f"10.244.{way.front.number}.1"}
@@ -218,7 +220,9 @@ class World:
     def load(
         self, way: Way, backend: str, kind: str, seconds: float, count: int = 0
     ) -> tuple[int, int, float]:
-        """Done, failed, seconds."""
+        """Runs the load generator; returns (done, failed, seconds). `done` counts connections,
+        requests or bytes.
+        """
         host, number = self.frontend(way, backend).at
         if way.name in STRAIGHT:
             host, number = way.pods[backend].ip, PORT
@@ -227,13 +231,15 @@ class World:
         return int(done), int(failed), float(took)
 
     def seen(self, way: Way, backend: str) -> dict[str, int]:
-        """How many connections this way's pod has had, by who came."""
+        """The number of connections that this way's pod has accepted, by source address."""
         pod = way.pods[backend]
         lines = command(*inside(pod.netns, None, str(self.program), "seen", pod.ip, str(PORT)))
         return {host: int(count) for host, count in (one.split() for one in lines.splitlines())}
 
     def measure(self, way: Way, backend: str, kind: str) -> float:
-        """So many a second (bytes: MB); the run counts only if all of it went this way."""
+        """Returns connections, requests or MB per second. Raises SystemExit unless all connections
+        of the run reached the pod by this way.
+        """
         before = self.seen(way, backend)
         done, failed, took = self.load(way, backend, kind, SECONDS)
         after = self.seen(way, backend)
@@ -241,7 +247,8 @@ class World:
         expected = done if kind == "short" else 1
         if failed or sum(came.values()) != expected or not set(came) <= self.comes_as(way):
             raise SystemExit(
-                f"{way.name}, {backend}, {kind}: {failed} failed, {expected} of {came}"
+                f"{way.name}, {backend}, {kind}: {failed} failed; expected {expected} connections"
+                f" from {sorted(self.comes_as(way))}, the pod saw {came}"
             )
         return done / took / (1e6 if kind.endswith("load") else 1)
 
@@ -250,7 +257,7 @@ class World:
 
 
 def _counted(way: Way, frontend: Frontend) -> int:
-    """How many connections to this frontend the way's own means have balanced so far."""
+    """The number of connections to this frontend so far, by the way's own counters."""
     if way.agent is not None:
         return way.agent.reasons()[frontend.reason]
     if way.name == "iptables":
@@ -259,7 +266,7 @@ def _counted(way: Way, frontend: Frontend) -> int:
 
 
 def _iptables_counter(way: Way, rule: str) -> int:
-    """Packets that this rule has sent on: the first one of each connection."""
+    """The packets that matched this rule: the first one of each connection."""
     rules = command(*inside(way.front.netns, None, "iptables-save", "-c", "-t", "nat"))
     found = re.search(rf"\[(\d+):\d+\] {rule}", rules)
     if found is None:
@@ -269,8 +276,8 @@ def _iptables_counter(way: Way, rule: str) -> int:
 
 @contextlib.contextmanager
 def _nft_counter(way: Way, frontend: Frontend) -> Iterator[Callable[[], int]]:
-    """kube-proxy's rules in this mode do not count. So while this lasts a counter stands in the
-    chain that the frontend's element of the map leads to.
+    """Yields a function that counts connections. kube-proxy's rules in this mode do not count, so
+    within this context a counter is inserted into the chain that the frontend's map element names.
     """
     inner = partial(command, *inside(way.front.netns, None), "nft")
     elements = inner("list", "map", "ip", "kube-proxy", frontend.map)
@@ -295,8 +302,9 @@ def _nft_counter(way: Way, frontend: Frontend) -> Iterator[Callable[[], int]]:
 
 
 def _proof(world: World, way: Way, backend: str) -> int:
-    """By how much the way's own counter grew while PROOF connections were made; SystemExit if that
-    is not the same number. Packets of no Service are others' as well, so there may be more of them.
+    """Makes PROOF connections and returns how much the way's own counter grew. Raises SystemExit if
+    that is another number. On `hooked` it may be larger, since its counter counts all packets that
+    are for no Service.
     """
     frontend = world.frontend(way, backend)
     with contextlib.ExitStack() as stack:
@@ -314,7 +322,7 @@ def _proof(world: World, way: Way, backend: str) -> int:
 
 
 def prove(world: World) -> dict[str, int]:
-    """All of them, by way and backend."""
+    """Verifies all ways; returns the counts by way and backend."""
     return {
         f"{name}, {backend}": _proof(world, way, backend)
         for name, way in world.ways.items()
@@ -326,7 +334,7 @@ def prove(world: World) -> dict[str, int]:
 
 
 def _cell(world: World, kind: str, backend: str) -> dict[str, Any]:
-    """One kind of load to one backend, all ways."""
+    """Measures one kind of load to one backend, on all ways."""
     sides = {name: partial(world.measure, way, backend, kind) for name, way in world.ways.items()}
     rates = interleave(rounds(), sides)
     medians = {name: statistics.median(values) for name, values in rates.items()}
@@ -350,7 +358,9 @@ def _cell(world: World, kind: str, backend: str) -> dict[str, Any]:
 
 
 def _undisturbed(rates: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float]]:
-    """The same two ratios, of each way's best tenth: other work on the machine only slows down."""
+    """The same two ratios for the best tenth of each way's rounds: other work on the machine can
+    only slow a round down.
+    """
     best = {name: statistics.quantiles(values, n=10)[-1] for name, values in rates.items()}
     proxy = max(best[name] for name in KUBE_PROXY if name in best)
     return {
@@ -363,7 +373,7 @@ def _undisturbed(rates: Mapping[str, Sequence[float]]) -> dict[str, dict[str, fl
 
 
 def table(cells: Mapping[str, Mapping[str, Any]]) -> str:
-    """For people: a line for each cell and way."""
+    """Formats the results as a table, with a line for each cell and way."""
     head = f"{'':12}{'median':>12}{'/ direct':>10}{'/ kube-proxy':>14}{'quartiles':>17}"
     lines = [f"{head}    best tenth: / direct, / kube-proxy"]
     for name, cell in cells.items():
@@ -382,12 +392,12 @@ def table(cells: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def run() -> dict[str, Any]:
-    """Everything, with the proofs around it."""
+    """Returns all results and the proofs."""
     return compare(World())
 
 
 def compare(made: World, kinds: Iterable[str] = KINDS) -> dict[str, Any]:
-    """All ways of this world, by cell; the table goes to stderr."""
+    """Measures all ways, by kind of load and backend. Also prints a table to stderr."""
     with made as world:
         proof = {"before": prove(world)}
         names = {f"{backend}, {kind}": (kind, backend) for kind in kinds for backend in BACKENDS}

@@ -1,13 +1,13 @@
-"""What a packet costs in the packet path's programs: nanoseconds, by BPF_PROG_TEST_RUN.
+"""The cost of a packet in the packet path's programs, in nanoseconds, by BPF_PROG_TEST_RUN.
 
-A row is a way through the programs, tail calls included, a column a protocol and family. The
-programs' own cost only: no device, no stack. Two tables:
+A row is one path through the programs, including tail calls; a column is a protocol and family.
+Only the programs are measured: no device, no network stack. Two tables:
 
-  one by one     each run gets a fresh packet, so that rows that change it can be measured; between
-                 two runs other code goes over the caches, as on a node
-  over and over  the same packet, all in the caches; only where programs leave it as it is
+  one by one     every run gets a fresh packet, so programs that modify it can be measured too.
+                 Between runs other code uses the CPU caches, as on a node
+  over and over  the same packet, everything cached; only for programs that do not modify it
 
-Each row checks what the programs decided, and that new flows were made where they should be.
+Each row also checks the programs' verdict, and the number of new flows.
 """
 
 import itertools
@@ -46,7 +46,8 @@ VIPS = {4: "192.0.2.", 6: "2001:db8::"}
 PODS = {4: "10.244.1.2", 6: "fd00:10:244:1::2"}
 AWAY = {4: "10.244.2.2", 6: "fd00:10:244:2::2"}
 KEPT, LOCAL, REMOTE, NONE = 1, 2, 3, 4
-"""The last part of a VIP: a pod here and policy Local, a pod here, one elsewhere, no endpoints."""
+"""The last octet of a VIP. Its Service has a local pod with policy Local, a local pod with policy
+Cluster, a pod on another node, or no endpoints."""
 UPLINK, POD = "uplink", "pod1"
 MACS = {UPLINK: "02:00:00:00:00:01", POD: "02:00:00:00:00:03"}
 PROTOCOLS = {"tcp": Protocol.TCP, "udp": Protocol.UDP, "sctp": Protocol.SCTP}
@@ -59,7 +60,7 @@ def end(host: str, port: int) -> str:
 
 
 class Column(NamedTuple):
-    """A protocol and a family, and their packets."""
+    """A protocol and an address family (4 or 6); makes their packets."""
 
     protocol: str
     v: int
@@ -68,32 +69,32 @@ class Column(NamedTuple):
         return f"{self.protocol}{self.v}"
 
     def first(self, source: str, to: str) -> bytes:
-        """What begins a flow."""
+        """The first packet of a flow."""
         if self.protocol == "tcp":
             return tcp(source, to, flags="S", mss=1460)
         return udp(source, to, b"question") if self.protocol == "udp" else sctp(source, to)
 
     def later(self, source: str, to: str) -> bytes:
-        """What goes on with it, in either direction."""
+        """A later packet of a flow, in either direction."""
         if self.protocol == "tcp":
             return tcp(source, to, bytes(64), flags="A")
         data = bytes(64)
         return udp(source, to, data) if self.protocol == "udp" else sctp(source, to, data)
 
     def client(self) -> str:
-        """One that has not been there."""
+        """The address and port of a client that has no flow yet."""
         return end(CLIENT[self.v], next(PORTS))
 
     def own(self) -> str:
-        """A socket of the node."""
+        """The address and port of a socket of the node."""
         return end(NODE[self.v], next(PORTS))
 
     def vip(self, which: int) -> str:
-        """A Service."""
+        """The frontend of a Service: KEPT, LOCAL, REMOTE or NONE."""
         return end(f"{VIPS[self.v]}{which}", 80)
 
     def pod(self, which: int) -> str:
-        """What stands behind it."""
+        """The backend of that Service."""
         return end((AWAY if which == REMOTE else PODS)[self.v], 8080)
 
 
@@ -109,7 +110,7 @@ class Step(NamedTuple):
 
 
 class Rig:
-    """The programs of a node with an uplink and a pod's device, among many Services."""
+    """The programs of a node with an uplink, a pod's device and SERVICES other Services."""
 
     def __init__(self, site: Site, where: str, programs: Mapping[str, Program]) -> None:
         self.site, self.where, self._programs = site, where, programs
@@ -119,22 +120,24 @@ class Rig:
             until("the devices are known", lambda: len(list(devices.items())) == len(MACS))
 
     def run(self, step: Step, repeat: int = 1) -> tuple[int, bytes, int]:
-        """The verdict, the packet that comes out, and the nanoseconds of one run."""
+        """Returns the verdict, the resulting packet without its Ethernet header, and the
+        nanoseconds of one run.
+        """
         context = SkbContext(ifindex=self._index[step.device]).pack()
         sent = frame(step.packet, to=MACS[step.device])
         done = test_run(self._programs[step.program], sent, repeat, context)
         return done.retval, done.packet_out[14:], done.nanoseconds
 
     def inside(self, action: Callable[[], Any]) -> Any:
-        """In the node's network, where the devices are."""
+        """Runs `action` in the node's network namespace."""
         return netns.run_in(Path("/run/netns") / self.where, action)
 
     def new_flows(self) -> int:
-        """How many there were."""
+        """The number of new flows so far."""
         return self.site.reasons()[Reason.NEW_FLOW]
 
     def clock(self) -> float:
-        """What reading the clock adds to a run of its own, in nanoseconds."""
+        """The nanoseconds that reading the clock adds to a single run."""
         packet = arp(1, MACS[POD], PODS[4], MACS[UPLINK], NODE[4])
         program = self._programs["tc_ingress"]
         alone = [test_run(program, frame(packet)).nanoseconds for _ in range(TIMES)]
@@ -143,15 +146,17 @@ class Rig:
     # ---- flows -----------------------------------------------------------------------------
 
     def come(self, packet: bytes, device: str = UPLINK) -> bytes:
-        """In by a device; the packet as it goes on."""
+        """Runs tc_ingress on a device; returns the resulting packet."""
         return self.run(Step("tc_ingress", device, packet))[1]
 
     def leave(self, packet: bytes, device: str) -> bytes:
-        """Out by a device."""
+        """Runs tc_egress on a device; returns the resulting packet."""
         return self.run(Step("tc_egress", device, packet))[1]
 
     def flow(self, column: Column, which: int, direct: bool) -> tuple[str, str]:
-        """A new flow that was answered: its client, and as whom the backend sees it."""
+        """Establishes a new flow, with a reply. Returns its client, and the source address that the
+        backend sees.
+        """
         own = column.client()
         came = self.come(column.first(own, column.vip(which)))
         if not (direct or which == REMOTE):
@@ -173,8 +178,13 @@ Make = Callable[[Rig, Column, bool], Iterator[Step]]
 
 @dataclass(frozen=True)
 class Row:
-    """`steps` yields the packets to measure; `verdicts`: with stack, with direct; `new`: whether
-    each is a new flow; `same`: the programs leave the packet as it is; `without`: these protocols.
+    """One path through the programs.
+
+    - `steps`: yields the packets to measure.
+    - `verdicts`: with forwarding stack, and with forwarding direct.
+    - `new`: whether each packet begins a new flow.
+    - `same`: whether the programs leave the packet unmodified.
+    - `without`: the protocol that the row does not exist for.
     """
 
     name: str
@@ -276,21 +286,21 @@ def error_out(rig: Rig, c: Column, direct: bool) -> Iterator[Step]:
 
 ROWS = (
     Row("no Service, in", none_in, (UP, UP), same=True),
-    Row("no Service, in, what could begin a flow", none_first, (UP, UP), same=True),
+    Row("no Service, in, possible new flow", none_first, (UP, UP), same=True),
     Row("no Service, out", none_out, (UP, UP), same=True),
-    Row("new flow, pod here, policy Local", new(KEPT), (UP, OFF), new=True),
-    Row("new flow, pod here", new(LOCAL), (UP, OFF), new=True),
-    Row("new flow, pod elsewhere", new(REMOTE), (OFF, OFF), new=True),
-    Row("known flow, pod here, policy Local: in", again(KEPT), (UP, OFF)),
-    Row("known flow, pod here: in", again(LOCAL), (UP, OFF)),
-    Row("known flow, pod here: out to the pod", to_pod(LOCAL), (UP, UP)),
-    Row("known flow, pod elsewhere: in and off", again(REMOTE), (OFF, OFF)),
-    Row("answer of a pod here: in", answered(LOCAL), (UP, OFF)),
-    Row("answer of a pod here: out to the client", to_client(LOCAL), (UP, UP)),
-    Row("answer of a pod elsewhere: in and off", answered(REMOTE), (OFF, OFF)),
-    Row("the node's own, new flow: out", host_new, (OFF, OFF), new=True),
-    Row("the node's own, known flow: out", host_again, (OFF, OFF)),
-    Row("the node's own, answer: in", host_answer, (UP, UP)),
+    Row("new flow, local pod, policy Local", new(KEPT), (UP, OFF), new=True),
+    Row("new flow, local pod", new(LOCAL), (UP, OFF), new=True),
+    Row("new flow, remote pod", new(REMOTE), (OFF, OFF), new=True),
+    Row("known flow, local pod, policy Local: in", again(KEPT), (UP, OFF)),
+    Row("known flow, local pod: in", again(LOCAL), (UP, OFF)),
+    Row("known flow, local pod: out to the pod", to_pod(LOCAL), (UP, UP)),
+    Row("known flow, remote pod: in, redirected", again(REMOTE), (OFF, OFF)),
+    Row("reply of a local pod: in", answered(LOCAL), (UP, OFF)),
+    Row("reply of a local pod: out to the client", to_client(LOCAL), (UP, UP)),
+    Row("reply of a remote pod: in, redirected", answered(REMOTE), (OFF, OFF)),
+    Row("node's socket, new flow: out", host_new, (OFF, OFF), new=True),
+    Row("node's socket, known flow: out", host_again, (OFF, OFF)),
+    Row("node's socket, reply: in", host_answer, (UP, UP)),
     Row("no endpoints: refused", new(NONE), (OFF, OFF)),
     Row("ICMP error: in", error_in, (UP, UP), without="sctp"),
     Row("ICMP error: out", error_out, (UP, UP), without="sctp"),
@@ -298,7 +308,7 @@ ROWS = (
 
 
 def one_by_one(rig: Rig, row: Row, column: Column, direct: bool) -> float:
-    """The median, in nanoseconds, the clock's included."""
+    """The median in nanoseconds, including the cost of the clock."""
     steps = row.steps(rig, column, direct)
     rig.run(next(steps))
     before, took = rig.new_flows(), []
@@ -315,7 +325,7 @@ def one_by_one(rig: Rig, row: Row, column: Column, direct: bool) -> float:
 
 
 def measure(rig: Rig, direct: bool) -> dict[str, Any]:
-    """Both tables, by row and column."""
+    """Measures both tables; returns nanoseconds by row and column."""
     clock = rig.clock()
     single: dict[str, dict[str, int]] = {}
     hot: dict[str, dict[str, int]] = {}
@@ -334,7 +344,7 @@ def measure(rig: Rig, direct: bool) -> dict[str, Any]:
 
 
 def table(found: Mapping[str, Any]) -> str:
-    """For people."""
+    """Formats the results as tables."""
     lines = []
     for how, each in found.items():
         for title in ("one by one", "over and over"):
@@ -347,7 +357,7 @@ def table(found: Mapping[str, Any]) -> str:
 
 
 def run() -> dict[str, Any]:
-    """By way of forwarding."""
+    """Returns the results by `--forwarding` mode."""
     found = {}
     for how in ("stack", "direct"):
         with rig(how) as made:
@@ -358,7 +368,7 @@ def run() -> dict[str, Any]:
 
 @contextmanager
 def rig(how: str) -> Iterator[Rig]:
-    """A node of its own, and what is behind its devices."""
+    """Sets up a node in a network namespace, with the peers of its devices in another one."""
     where, behind = f"kbpb{os.getpid()}", f"kbpx{os.getpid()}"
     with ExitStack() as stack:
         for name in (where, behind):
@@ -387,9 +397,8 @@ def rig(how: str) -> Iterator[Rig]:
             own = tuple(parse_addr(NODE[v]) for v in (4, 6))
             state = msgspec.structs.replace(desired(*_services()), masquerade_addresses=own)
             netns.run_in(Path("/run/netns") / where, lambda: plane.apply(state, None))
-            with site.pinned(
-                "refusal_limits"
-            ) as limits:  # what a refusal costs, not how many are sent
+            # No rate limit: the row of refusals measures packets that are answered.
+            with site.pinned("refusal_limits") as limits:
                 for which in RefusalLimit:
                     limits.update(U32.pack(which), REFUSAL_LIMIT.pack(0, 0, 0))
             folder = next(site.pins.glob("programs-tc-*"))

@@ -1,8 +1,7 @@
-"""What the DaemonSet's container needs: memory as its cgroup counts it, BPF maps and compiler
-included, and processor time. Behind its requests and limits.
+"""Memory and CPU time of the DaemonSet's container. Its requests and limits come from here.
 
-Sizes as in scale.py. The container is that of the tests (tests/support/cluster/daemonset.py), so
-its limit is in force.
+Memory is what the cgroup counts, which includes BPF maps and the compiler. Sizes as in scale.py.
+The container is that of the tests (tests/support/cluster/daemonset.py), so its limit is in force.
 """
 
 import shutil
@@ -19,7 +18,7 @@ IDLE_SECONDS = 20.0
 
 
 def run() -> dict[str, Any]:
-    """By number of Services."""
+    """Returns the results by number of Services."""
     results: dict[str, Any] = {}
     with PodCluster(go_build.build("kubectl"), 2, "bench") as cluster:
         agent = cluster.pod_agents[0]
@@ -41,7 +40,9 @@ def run() -> dict[str, Any]:
 
 
 def measure(cluster: PodCluster, agent: PodAgent, fresh: bool) -> dict[str, float]:
-    """A start (on a node that has never run it: it compiles), and a while without changes."""
+    """Measures a start and then IDLE_SECONDS without changes. `fresh`: as on a node that has never
+    run kbpf, so the agent compiles its programs.
+    """
     agent.stop()
     if fresh:
         agent.remove_pins()

@@ -1,9 +1,10 @@
-"""From process start to the first connection and to programmed, and memory, over a real API server
-on the same machine.
+"""Start time and memory, with a real API server on the same machine.
 
-Sizes: 1 Service x 1 endpoint, 100 x 1, 1,000 x 10, 10,000 x 10. A warm compile cache. The first
-connection is measured at the ends, for kbpf and for a real kube-proxy in turn, from exec: that of
-a process of the node to a ClusterIP, and that of a client outside to a NodePort.
+Sizes: 1 Service of 1 endpoint, 100 of 1, 1,000 of 10, 10,000 of 10. The compile cache is warm. The
+start time is that from exec until all Services are programmed. For the smallest and the largest
+size it also measures the time from exec to the first successful connection, for kbpf and a real
+kube-proxy in turn: from a process of the node to a ClusterIP, and from a client outside to a
+NodePort.
 """
 
 import os
@@ -31,25 +32,25 @@ from tests.support.lab.lab import run as command
 
 SIZES = {"1x1": (1, 1), "100x1": (100, 1), "1000x10": (1_000, 10), "10000x10": (10_000, 10)}
 FIRST_GOALS = {"1x1": 1.0, "10000x10": 3.0}
-"""Seconds from exec to the first connection of a process of the node."""
+"""Goals in seconds, from exec to the first connection of a process of the node."""
 MEMORY_GOALS = {1: 60.0, 100: 60.0, 1_000: 80.0, 10_000: 150.0}
 STARTS = 5
 SETTLE_SECONDS = 2.0
-"""The kernel has let go of what the proxy before had attached."""
+"""The time that the kernel gets to detach and free what the previous proxy had attached."""
 FIRST = Path(__file__).parent / "tools" / "first.py"
 VIP, NODE_PORT = "10.96.77.77", 30077
-"""Of the Service that is dialled; its name is the last one of all."""
+"""Addresses of the Service that is dialled. Its name sorts after all others."""
 
 
 def fill(kube: Kube, first: int, count: int, endpoints: int) -> None:
-    """Services `first`..`count`, each with a slice of so many endpoints."""
+    """Creates Services `first` to `count` - 1, each with a slice of `endpoints` endpoints."""
     numbers = range(first, count)
     kube.create_many([service(f"s{n}", port(80, "http", target=8080)) for n in numbers], 8)
     kube.create_many([slice_of(n, endpoints) for n in numbers], 8)
 
 
 def slice_of(number: int, endpoints: int, shift: int = 0) -> dict[str, Any]:
-    """The one slice of Service `number`."""
+    """The only slice of Service `number`. `shift` replaces that many of its endpoints."""
     backends = [
         endpoint(address(number, i + shift), node=f"node-{i % 3}") for i in range(endpoints)
     ]
@@ -59,13 +60,13 @@ def slice_of(number: int, endpoints: int, shift: int = 0) -> dict[str, Any]:
 
 
 def address(number: int, index: int) -> str:
-    """A pod address of its own for each endpoint."""
+    """A distinct pod address for each endpoint."""
     flat = number * 16 + index
     return f"10.{160 + flat // 65_536}.{flat // 256 % 256}.{flat % 256}"
 
 
 def start_time(agent: Agent) -> float:
-    """Seconds from the start of the process to everything programmed."""
+    """Starts the agent; returns the seconds until all Services are programmed."""
     began = time.clock_gettime(time.CLOCK_BOOTTIME)
     agent.start(wait=False)
 
@@ -88,14 +89,15 @@ def dialled(pod: Place) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def processor_seconds(pid: int) -> float:
-    """Of a process, its threads and the children that have ended, since exec and before."""
+    """CPU seconds of a process, its threads and its reaped children, also before exec."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    # utime, stime, cutime and cstime, counted from the field after the name (proc_pid_stat(5))
     return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
 @contextmanager
 def dialer(netns: str | None, cgroup: Path | None, host: str, at: int) -> Iterator[Any]:
-    """first.py, which has begun: its stdout."""
+    """Runs first.py and yields its stdout, once it has begun to dial."""
     words = inside(netns, cgroup, "/usr/bin/python3", "-S", str(FIRST), host, str(at))
     with subprocess.Popen([*DIE_WITH_US, *words], stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -107,8 +109,8 @@ def dialer(netns: str | None, cgroup: Path | None, host: str, at: int) -> Iterat
 
 
 def first_connections(lab: Lab, start: Callable[[], int]) -> dict[str, float]:
-    """Starts a proxy by `start`, which returns its process: seconds to each first connection, and
-    its processor time at the first.
+    """Starts a proxy by `start`, which returns its pid. Returns the seconds to the first connection
+    of each client, and the proxy's CPU seconds at the node's.
     """
     here = lab.nodes[0]
     time.sleep(SETTLE_SECONDS)
@@ -124,7 +126,7 @@ def first_connections(lab: Lab, start: Callable[[], int]) -> dict[str, float]:
 
 
 def first(lab: Lab, agent: Agent, config: Path) -> dict[str, Any]:
-    """The first connection, by proxy: medians of kbpf and kube-proxy in turn."""
+    """Measures the first connection of kbpf and kube-proxy in turn; returns medians by proxy."""
     here = lab.nodes[0]
     kube_proxy = KubeProxy(here, "nftables", config)
 
@@ -142,7 +144,8 @@ def first(lab: Lab, agent: Agent, config: Path) -> dict[str, Any]:
         finally:
             kube_proxy.stop()
             for family in ("ip", "ip6"):
-                for do in ("add", "delete"):  # it may not have come to the second family
+                # Adding it first: kube-proxy may have been stopped before it created the table.
+                for do in ("add", "delete"):
                     command(*inside(here.netns, None, "nft", do, "table", family, "kube-proxy"))
     return {
         name: {what: median([row[what] for row in rows]) for what in rows[0]}
@@ -151,7 +154,9 @@ def first(lab: Lab, agent: Agent, config: Path) -> dict[str, Any]:
 
 
 def run() -> dict[str, Any]:
-    """By number of Services. $KBPF_BENCH_ONLY: only sizes with one of its words in their names."""
+    """Returns the results by size. $KBPF_BENCH_ONLY: only sizes whose names contain one of these
+    words.
+    """
     results: dict[str, Any] = {}
     with Lab(1, "bench") as lab, ApiServer(addresses=(lab.outside_ip,)) as server:
         config = server.kubeconfig(lab.folder / "kubeconfig", url=server.url_at(lab.outside_ip))
@@ -159,7 +164,7 @@ def run() -> dict[str, Any]:
         pod = lab.nodes[0].pod("server").serve(8080)
         agent = Agent(lab.nodes[0], "--kubeconfig", str(config))
         agent.start()
-        agent.stop()  # the compile cache is warm now
+        agent.stop()  # this start has filled the compile cache
         existing = 0
         for size in chosen(SIZES):
             count, endpoints = SIZES[size]
@@ -182,7 +187,7 @@ def run() -> dict[str, Any]:
 
 
 def measure(agent: Agent, count: int) -> dict[str, Any]:
-    """Cold starts (nothing pinned) and warm ones (adopting), then memory."""
+    """Measures cold starts (nothing is pinned), warm starts (adopting pinned maps) and memory."""
     cold, warm = [], []
     for _ in range(STARTS):
         agent.close()
@@ -190,7 +195,7 @@ def measure(agent: Agent, count: int) -> dict[str, Any]:
         agent.stop()
         warm.append(start_time(agent))
         os.kill(agent.pid, 0)
-        time.sleep(1.5)  # the grace period: what it needs for a moment is given back
+        time.sleep(1.5)  # after the grace period the agent has freed what only the start needs
         used = memory(agent.pid)
         agent.stop()
     result: dict[str, Any] = {

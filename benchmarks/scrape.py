@@ -1,12 +1,15 @@
-"""What one scrape of /metrics costs the agent, with 10,000 Services x 10 endpoints.
+"""The cost of a scrape of /metrics, with 10,000 Services of 10 endpoints.
 
-Processor time of the thread that answers, while a scrape is answered; and what the agent's other
-threads take meanwhile, above all the one that counts connections behind the page, as a share of a
-processor. Connections are written into the pinned maps: `idle` has none, `busy` has five sockets
-of each of 10,000 Services and has counted connections to all their 100,000 backends, `full` has
-131,072 tracked connections of the packet path besides, which is all that there may be. `all_series`
-is `full` with series for each Service instead of the 1,000 with the most connections, and for 1,000
-backends.
+Measures the CPU time of the thread that answers the scrape, and the share of a CPU that the agent's
+other threads use meanwhile, mainly the one that counts connections in the background. Connections
+are written into the pinned maps:
+
+  idle        no connections
+  busy        five sockets for each of the 10,000 Services, and connection counts for all their
+              100,000 backends
+  full        in addition 131,072 tracked connections of the packet path, the maximum
+  all_series  like full, with series for every Service instead of the 1,000 with the most
+              connections, and for 1,000 backends
 """
 
 import json
@@ -36,12 +39,12 @@ from tests.support.lab.web import get
 SERVICES, ENDPOINTS, SOCKETS, FLOWS = 10_000, 10, 5, 131_072
 SCRAPES, PAUSE = 20, 1.1
 COUNTED = 20.0
-"""Seconds after which the connections have been counted."""
+"""Seconds after which the background thread has counted all connections."""
 GOAL_MS = 50.0
 
 
 def run() -> dict[str, Any]:
-    """Milliseconds a scrape, and the size of the page, by case."""
+    """Returns the milliseconds per scrape and the size of the page, by case."""
     with Lab(1, "scr") as lab:
         folder = lab.folder / "objects"
         folder.mkdir()
@@ -64,7 +67,7 @@ def run() -> dict[str, Any]:
 
 
 def write(folder: Path, address: str) -> None:
-    """The objects, as one file."""
+    """Writes the objects as one file."""
     items = [node("node-1", address)]
     for number in range(SERVICES):
         made = service(
@@ -78,18 +81,20 @@ def write(folder: Path, address: str) -> None:
 
 
 def pinned(agent: Agent, name: str) -> Map:
-    """One of the agent's maps."""
+    """Opens one of the agent's pinned maps."""
     return Map.open(agent.pin_dir / f"maps-{schema_hash()}" / name)
 
 
 def ids(agent: Agent) -> list[int]:
-    """Those of all Services."""
+    """The ids of all Services."""
     with pinned(agent, "service_names") as names:
         return [U32.unpack(key)[0] for key, _ in names.items()]
 
 
 def fill_sockets(agent: Agent) -> list[socket.socket]:
-    """So many connected sockets for each Service, to be closed by whoever called this."""
+    """Creates SOCKETS sockets for each Service, with entries as if they were connected to it. The
+    caller closes them.
+    """
     wanted = [one for one in ids(agent) for _ in range(SOCKETS)]
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(wanted) + 1024, len(wanted) + 1024))
     sockets = []
@@ -102,7 +107,7 @@ def fill_sockets(agent: Agent) -> list[socket.socket]:
 
 
 def fill_counts(agent: Agent) -> None:
-    """What each Service's connections to each of its backends came to."""
+    """Fills the counters of each Service's connections to each of its backends."""
     known = ids(agent)
     with pinned(agent, "backends") as backends:
         found = [U32.unpack(key)[0] for key, _ in backends.items()]
@@ -114,7 +119,7 @@ def fill_counts(agent: Agent) -> None:
 
 
 def fill_flows(agent: Agent) -> None:
-    """As many tracked connections as there may be, each with both its entries."""
+    """Writes the maximum number of tracked connections, each with its two entries."""
     known = ids(agent)
     now = time.monotonic_ns()
     keys, values = bytearray(), bytearray()
@@ -131,9 +136,9 @@ def fill_flows(agent: Agent) -> None:
 
 
 def measure(agent: Agent) -> dict[str, Any]:
-    """One case: the thread that answers, by the median and the dearest; and all others."""
+    """Measures one case: median and maximum of the answering thread, total of all others."""
     size = scrape(agent)
-    time.sleep(COUNTED)  # now all is counted, and names are known
+    time.sleep(COUNTED)
     costs: dict[str, list[float]] = {}
     took: list[float] = []
     began, others = time.monotonic(), sum(spent(agent.pid).values())
@@ -144,7 +149,7 @@ def measure(agent: Agent) -> dict[str, Any]:
         took.append((time.perf_counter() - start) * 1000)
         for task, seconds in spent(agent.pid).items():
             costs.setdefault(task, []).append((seconds - before.get(task, 0)) * 1000)
-    # The one that did something each time: others may have worked meanwhile.
+    # The answering thread is the one that used CPU in every scrape; others may have in some.
     answers = max(costs.values(), key=lambda found: sum(cost > 0 for cost in found))
     others = sum(spent(agent.pid).values()) - others - sum(answers) / 1000
     made = {
@@ -159,7 +164,7 @@ def measure(agent: Agent) -> dict[str, Any]:
 
 
 def spent(pid: int) -> dict[str, float]:
-    """Seconds of processor time by thread."""
+    """The CPU seconds of each thread."""
     return {
         task.name: int((task / "schedstat").read_text().split()[0]) / 1e9
         for task in Path(f"/proc/{pid}/task").iterdir()
@@ -167,7 +172,7 @@ def spent(pid: int) -> dict[str, float]:
 
 
 def scrape(agent: Agent) -> int:
-    """The size of the page."""
+    """Scrapes once; returns the size of the page in bytes."""
     found = get(agent.node.netns, "127.0.0.1", 10249, "/metrics")
     assert found.status == 200
     return len(found.body)

@@ -1,10 +1,12 @@
-"""200 tenants, some of them hostile: what their Services cost the others, and memory.
+"""200 tenants, some of them hostile: how much the hostile ones slow down the others, and memory.
 
-A hostile Service flips the readiness of one endpoint every 0.2 s. The others change an endpoint,
-100 changes a second in all. The agent runs in this process, on real maps, without the packet path.
-The figures are from an event's arrival to its being in force, for all but the hostile Services.
-`cpu` is the processor time of the agent's thread meanwhile: it leaves out what other processes take
-of a busy machine. Goals: p99 of the others <= 10 ms, peak memory < 300 MB.
+A hostile tenant's Service flips the readiness of one endpoint every 0.2 s. The other tenants change
+one endpoint each in turn, 100 changes a second in total. The agent runs in this process, with real
+maps but without the packet path.
+
+The latency is that from an event's arrival until it is in force, for the other tenants' Services.
+`cpu_` values are the CPU time that the agent's thread used in between; unlike the latency, they do
+not include waiting for a busy CPU. Goals: p99 of the others <= 10 ms, peak memory < 300 MB.
 """
 
 import resource
@@ -41,11 +43,11 @@ from tests.support.plane import Site
 TENANTS, CHANGES, PAUSE, FLIP_SECONDS = 200, 1_000, 0.01, 0.2
 TCP = Protocol.TCP
 PIECE: Final = 1_000
-"""Endpoints of a slice at most, as the API server wants it."""
+"""The API server's limit of endpoints in one EndpointSlice."""
 
 
 class Hostile(NamedTuple):
-    """How many namespaces are hostile, and what the Service of each is like."""
+    """The number of hostile namespaces, and the ports and endpoints of the Service in each."""
 
     namespaces: int
     ports: int
@@ -54,7 +56,7 @@ class Hostile(NamedTuple):
 
 
 CASES: Final = {
-    "as large a table as there is": Hostile(1, 31, 650),
+    "largest table": Hostile(1, 31, 650),
     "many ports": Hostile(1, 11, 1_024),
     "many endpoints": Hostile(1, 3, 4_100, maglev=False),
     "four namespaces": Hostile(4, 31, 650),
@@ -62,14 +64,14 @@ CASES: Final = {
 
 
 class Timed(Agent):
-    """Keeps the latencies of each Service, and the processor time between."""
+    """Records the latency of each event by Service, and the CPU time used in between (`seen`)."""
 
     seen: defaultdict[ServiceName, list[tuple[float, float]]]
     put: dict[float, float]
     clock = 0
 
     def arrive(self, made: Service | EndpointSlice) -> None:
-        """An event, and what the agent's thread has used until now."""
+        """Queues an event, and records the CPU time that the agent's thread has used so far."""
         event = upsert(made)
         self.put[event.received_at] = time.clock_gettime(self.clock)
         self._enqueue(event)
@@ -98,7 +100,7 @@ def namespace(tenant: int) -> str:
 
 
 def slices(tenant: int, ports: int, ends: int, down: int = -1) -> Iterator[EndpointSlice]:
-    """Those of a Service; endpoint `down` is not ready."""
+    """The EndpointSlices of a tenant's Service; endpoint `down` is not ready."""
     for start in range(0, ends, PIECE):
         yield EndpointSlice(
             namespace(tenant), f"web-{start}", "web", 4,
@@ -115,7 +117,7 @@ def upsert(made: Service | EndpointSlice) -> Upsert:
 
 
 def play(agent: Timed, case: Hostile, flips: bool) -> dict[str, Any]:
-    """The changes, and what they took."""
+    """Makes the changes; returns their latencies."""
     agent.seen = defaultdict(list)
     stop = threading.Event()
 
@@ -159,7 +161,7 @@ def figures(latencies: list[tuple[float, float]]) -> dict[str, Any]:
 
 
 def run() -> dict[str, Any]:
-    """Each case, and how it is without flips."""
+    """Measures each case, and first one without flips (`quiet`)."""
     results: dict[str, Any] = {}
     for name, case in CASES.items():
         with begun(case) as agent:
@@ -181,7 +183,7 @@ def run() -> dict[str, Any]:
 
 @contextmanager
 def begun(case: Hostile) -> Iterator[Timed]:
-    """An agent that has programmed all tenants."""
+    """Runs an agent that has programmed all tenants."""
     with TemporaryDirectory() as cache:
         site = Site(Path(cache))
         try:

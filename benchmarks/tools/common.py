@@ -1,4 +1,4 @@
-"""What the benchmarks share: interleaved runs, medians, ratios, and the JSON that they print."""
+"""Shared by the benchmarks: interleaved runs, medians, ratios and JSON output."""
 
 import json
 import os
@@ -15,34 +15,36 @@ from tests.support.lab.lab import inside, run
 
 
 def say(text: str) -> None:
-    """Progress, to stderr: stdout is for the JSON."""
+    """Prints progress to stderr; stdout is for the JSON."""
     print(text, file=sys.stderr, flush=True)
 
 
 def chosen(names: Iterable[str]) -> list[str]:
-    """Those whose names have one of the words of $KBPF_BENCH_ONLY in them; without it all."""
+    """The names that contain one of the words in $KBPF_BENCH_ONLY; all if it is not set."""
     words = os.environ.get("KBPF_BENCH_ONLY", "").split()
     return [name for name in names if not words or any(word in name for word in words)]
 
 
 def first(processor: int) -> tuple[str, ...]:
-    """What a command begins with to run on this processor, before all others."""
+    """The command prefix that runs a program on this CPU, with the highest nice priority."""
     return ("taskset", "-c", str(processor), "nice", "-n", "-20")
 
 
 def sysctl(netns: str | None, **settings: int) -> None:
-    """Sets what is below net in a network namespace; "__" stands for the dots of the name."""
+    """Sets sysctls below `net` in a network namespace; "__" in a name means a dot."""
     lines = (f"echo {v} > /proc/sys/net/{k.replace('__', '/')}" for k, v in settings.items())
     run(*inside(netns, None, "sh", "-ec", ";".join(lines)))
 
 
 def rounds(usual: int = 15) -> int:
-    """How often each side is measured: $KBPF_BENCH_ROUNDS, or as many as is usual."""
+    """The number of rounds: $KBPF_BENCH_ROUNDS, or `usual`."""
     return int(os.environ.get("KBPF_BENCH_ROUNDS", usual))
 
 
 def interleave(count: int, sides: Mapping[str, Callable[[], float]]) -> dict[str, list[float]]:
-    """Each side once per round, in an order that turns, so that a drift of the machine hits all."""
+    """Measures each side once per round, in rotating order, so that slow changes of the machine's
+    speed affect all sides alike. Returns the values by side.
+    """
     results: dict[str, list[float]] = {name: [] for name in sides}
     names = list(sides)
     for number in range(count):
@@ -52,22 +54,22 @@ def interleave(count: int, sides: Mapping[str, Callable[[], float]]) -> dict[str
 
 
 def ratio(results: Mapping[str, Sequence[float]], one: str, other: str) -> dict[str, float]:
-    """`one` by `other`, round by round: the median, and the quartiles around it."""
+    """The ratio `one` / `other` of each round: median, lower and upper quartile."""
     pairs = [a / b for a, b in zip(results[one], results[other], strict=True)]
     low, middle, high = statistics.quantiles(pairs, n=4)
     return {"median": round(middle, 4), "low": round(low, 4), "high": round(high, 4)}
 
 
 def median(values: Sequence[float]) -> float:
-    """Rounded for people."""
+    """The median, rounded to three digits."""
     return round(statistics.median(values), 3)
 
 
 def build_c(name: str) -> Path:
-    """Compiles benchmarks/NAME.c into a temporary folder; the program."""
+    """Compiles benchmarks/tools/NAME.c into a temporary folder; returns the program's path."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
-        raise SystemExit("benchmarks need a C compiler: apt-get install gcc libc6-dev")
+        raise SystemExit("no C compiler found; install one: apt-get install gcc libc6-dev")
     out = Path(tempfile.mkdtemp(prefix="kbpf-bench-")) / name
     source = Path(__file__).with_name(f"{name}.c")
     subprocess.run([compiler, "-O2", "-o", str(out), str(source)], check=True)
@@ -88,12 +90,12 @@ def memory(pid: int) -> dict[str, float]:
 def goal(
     value: float, at_least: float | None = None, at_most: float | None = None
 ) -> dict[str, Any]:
-    """A figure beside its goal, and whether it is reached."""
+    """A value with its goal, and whether it is reached."""
     reached = (at_least is None or value >= at_least) and (at_most is None or value <= at_most)
     bound = {"at_least": at_least} if at_least is not None else {"at_most": at_most}
     return {"value": value, **bound, "reached": reached}
 
 
 def emit(result: Mapping[str, Any]) -> None:
-    """The result, on stdout."""
+    """Prints the results to stdout, as JSON."""
     print(json.dumps(result, indent=2), flush=True)

@@ -1,5 +1,7 @@
-"""Dials HOST PORT until a server answers, then prints when that was (CLOCK_BOOTTIME). A line before
-says that it has begun. Each attempt has 20 ms, so it is as exact as that. Imports nothing of kbpf.
+"""`first.py HOST PORT` dials until a server accepts, then prints the time (CLOCK_BOOTTIME, in s).
+
+It prints "begun" before the first attempt. An attempt may take 20 ms, which is the resolution of
+the result. Imports nothing of kbpf, so that it starts fast.
 """
 
 import select
@@ -11,7 +13,7 @@ ATTEMPT_SECONDS = 0.02
 
 
 def answers(host: str, port: int) -> bool:
-    """Whether a connection came about within ATTEMPT_SECONDS."""
+    """Whether a connection was established within ATTEMPT_SECONDS."""
     with socket.socket() as dialer:
         dialer.setblocking(False)
         try:
@@ -19,7 +21,7 @@ def answers(host: str, port: int) -> bool:
         except BlockingIOError:
             pass
         except OSError:
-            time.sleep(ATTEMPT_SECONDS)  # refused: an answer, and not the one that is wanted
+            time.sleep(ATTEMPT_SECONDS)  # refused at once: do not spin
             return False
         ready = select.poll()
         ready.register(dialer, select.POLLOUT)

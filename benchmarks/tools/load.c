@@ -1,18 +1,18 @@
-/* TCP load and what answers it, as lean as they can be, so that what differs is what lies between.
+/* A TCP load generator and its server, as cheap as possible, so that the network path dominates.
  *
- *   load serve ADDRESS PORT [WORKERS]           until killed
- *   load short ADDRESS PORT SECONDS [COUNT]     connect, a byte there, one back, both ends close
- *   load requests ADDRESS PORT SECONDS          a byte there, one back, on one connection
- *   load upload ADDRESS PORT SECONDS            bulk on one connection; the server has read it all
+ *   load serve ADDRESS PORT [WORKERS]           serves until killed
+ *   load short ADDRESS PORT SECONDS [COUNT]     connections of one byte each way
+ *   load requests ADDRESS PORT SECONDS          one byte each way, repeatedly on one connection
+ *   load upload ADDRESS PORT SECONDS            bulk on one connection, until the server has it
  *   load download ADDRESS PORT SECONDS          bulk on one connection, as read by the client
- *   load seen ADDRESS PORT                      how many connections came from which address
+ *   load seen ADDRESS PORT                      the server's connections by client address
  *
- * The first byte of a connection says what it is for. Clients print "DONE FAILED SECONDS": of
- * connections, requests or bytes.
+ * The first byte of a connection selects its kind (enum kind). Clients print "DONE FAILED SECONDS",
+ * where DONE counts connections, requests or bytes.
  *
- * A short connection is closed in order, the client first, and both ends wait for it: each costs
- * the same packets, and all of its cost lies within its time. So that the client's port is free at
- * once, net.ipv4.tcp_max_tw_buckets is 0 where it runs (nodeport.py, connect.py). */
+ * A short connection is closed in order, the client first, and both ends wait for that: each one
+ * takes the same packets, all within the measured time. TIME_WAIT would exhaust the client's ports,
+ * so net.ipv4.tcp_max_tw_buckets is 0 in its network namespace (nodeport.py, connect.py). */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
 #include <netinet/in.h>
@@ -32,7 +32,7 @@
 
 enum kind { SHORT = 's', REQUESTS = 'r', UPLOAD = 'u', DOWNLOAD = 'd', SEEN = 'q' };
 
-/* Shared by all workers. */
+/* Connections by client address, shared by all workers; free slots have address 0. */
 static struct peer {
 	in_addr_t address;
 	long count;
@@ -88,8 +88,8 @@ static void swallow(int s)
 	write(s, "y", 1);
 }
 
-/* Until the client has closed its side: not by a reset, which leaves a balancer in doubt whether
- * the connection is over. */
+/* Sends until the client has closed its side. The connection must not end with a reset, which a
+ * load balancer cannot trust to be the end of the connection. */
 static void pour(int s)
 {
 	char byte;
@@ -98,7 +98,7 @@ static void pour(int s)
 		;
 }
 
-/* One connection; those that last have a process of their own. */
+/* Serves one connection. Long ones get a child process, so that the accept loop continues. */
 static void serve_one(int s, in_addr_t from)
 {
 	char kind, end;
@@ -158,7 +158,7 @@ static int serve(struct sockaddr_in *at, int workers)
 
 /* ---- client -------------------------------------------------------------------------------- */
 
-/* A connection of this kind whose first byte is sent; negative: there is none. */
+/* Connects and sends the kind; returns the socket, or -1. */
 static int begin(const struct sockaddr_in *to, char kind)
 {
 	int one = 1, s = socket(AF_INET, SOCK_STREAM, 0);
