@@ -99,15 +99,15 @@ class Ports(NamedTuple):
 
 PORTS = [
     Ports("outside the local range", USUAL, "", "", ""),
-        Ports("outside, with other reserved ports", USUAL, "8080", "8080", "8080"),
-        Ports("inside the local range", WIDE, "", "61000-65535", ""),
-        Ports("one port inside", (32768, 61000), "", "61000-65535", ""),
-        Ports("ports reserved by others stay", WIDE, "8080,9000-9010", "8080,9000-9010,61000-65535",
-              "8080,9000-9010"),
-        Ports("adjacent to ports of others", WIDE, "60000-60999", "60000-65535", "60000-60999"),
-        Ports("some reserved by others", WIDE, "62000-62999", "61000-65535", "62000-62999"),
-        Ports("all reserved by others", WIDE, "61000-65535", "61000-65535", "61000-65535"),
-        Ports("more than all reserved", WIDE, "50000-65535", "50000-65535", "50000-65535"),
+    Ports("outside, with other reserved ports", USUAL, "8080", "8080", "8080"),
+    Ports("inside the local range", WIDE, "", "61000-65535", ""),
+    Ports("one port inside", (32768, 61000), "", "61000-65535", ""),
+    Ports("ports reserved by others stay", WIDE, "8080,9000-9010", "8080,9000-9010,61000-65535",
+          "8080,9000-9010"),
+    Ports("adjacent to ports of others", WIDE, "60000-60999", "60000-65535", "60000-60999"),
+    Ports("some reserved by others", WIDE, "62000-62999", "61000-65535", "62000-62999"),
+    Ports("all reserved by others", WIDE, "61000-65535", "61000-65535", "61000-65535"),
+    Ports("more than all reserved", WIDE, "50000-65535", "50000-65535", "50000-65535"),
 ]  # fmt: skip
 
 

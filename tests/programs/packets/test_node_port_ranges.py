@@ -113,7 +113,7 @@ def path(artifact_cache: Path) -> Iterator[Path_]:
             folder = next(site.pins.glob("programs-tc-*"))
             program = Program.open(folder / "tc_ingress")
             made = Path_(site, {"tc_ingress": program}, where)
-            made.come_from(Role.HOST)
+            made.set_loopback_role(Role.HOST)
             yield made
             program.close()
     finally:

@@ -52,7 +52,7 @@ from kbpf.model.desired import DesiredState
 from kbpf.model.objects import Protocol
 from kbpf.model.status import MAX_FAILED_DEVICES, DeviceFailure, encode
 from kbpf.views.packet_path import devices
-from tests.programs.node.test_views import words
+from tests.programs.node.test_views import agent_status
 from tests.support.lab.lab import ip, until
 from tests.support.lab.lab import run as command
 from tests.support.packets.packets import Talk, frame, sctp, tcp, udp
@@ -169,7 +169,7 @@ def wire(node: Wire) -> Iterator[Wire]:
             found.delete_batch(b"".join(key for key, _ in found.items()))
     with node.site.pinned("devices") as devices:
         devices.update(U32.pack(1), DEVICE.pack(Role.HOST, 14, 0, bytes(6), bytes(16), bytes(16)))
-    said = words(packets=node.plane.packet_status())
+    said = agent_status(packets=node.plane.packet_status())
     node.plane.write_status(encode(said))
     with node.site.telling():
         yield node
@@ -718,7 +718,7 @@ BAD = {
 def test_a_packet_path_that_is_not_there_is_1_and_says_why(wire: Wire, call: Run, bad: str):
     sound = msgspec.to_builtins(wire.plane.packet_status())
     said = msgspec.convert({**sound, **BAD[bad]}, type(wire.plane.packet_status()))
-    wire.plane.write_status(encode(words(packets=said)))
+    wire.plane.write_status(encode(agent_status(packets=said)))
     code, out, _ = call("status")
     assert code == 1
     if bad == "a problem":
@@ -754,7 +754,7 @@ def test_why_there_is_no_packet_path_reaches_whoever_asks(
     assert said is not None
     assert (said.wanted, said.devices, said.excluded) == (True, ("up*",), ("wg0",))
     assert "no such header (tc.c); install it" in said.problem
-    without.write_status(encode(words(packets=said)))
+    without.write_status(encode(agent_status(packets=said)))
     assert app.call(["inspect", "status", "--pin-dir", str(site.pins)]) == 1
     assert "failed: no such header (tc.c); install it" in capsys.readouterr().out
 
@@ -836,7 +836,7 @@ def test_where_the_packet_path_is_off_it_is_said(
     plane = site.open()
     plane.apply(world(), None)
     if told:
-        plane.write_status(encode(words(packets=plane.packet_status())))
+        plane.write_status(encode(agent_status(packets=plane.packet_status())))
     code = app.call(["inspect", view, "--pin-dir", str(site.pins)])
     out, err = capsys.readouterr()
     assert code == 0
@@ -848,7 +848,7 @@ def test_where_the_packet_path_is_off_it_is_said(
 def test_off_is_well_when_it_was_asked_for(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
     plane = site.open()
     plane.apply(world(), None)
-    plane.write_status(encode(words(packets=plane.packet_status())))
+    plane.write_status(encode(agent_status(packets=plane.packet_status())))
     assert app.call(["inspect", "status", "--pin-dir", str(site.pins)]) == 0
     assert "state   off: switched off" in capsys.readouterr().out
 

@@ -1,8 +1,8 @@
 """The packet path's programs on single packets, byte by byte.
 
-Services of every kind that matters here stand behind VIPs; loopback is the device that packets
-come in by, told to be the way outside or a pod's. Each step of a flow is compared with the packet
-that a builder makes, and its checksums are added up by a parser that shares nothing with it.
+VIPs of every relevant kind of Service. Packets arrive on loopback, which the maps describe as an
+uplink or as a pod's device. Each step of a flow is compared with the packet that a builder makes;
+its checksums are verified by a parser that shares no code with the builder.
 """
 
 import contextlib
@@ -102,13 +102,13 @@ and at OTHER; policy Local without an endpoint on this node."""
 OTHER = {4: "198.18.0.8", 6: "fd00:198:18::8"}
 """A second address of the node."""
 PORTS = itertools.count(2000)
-"""Clients' ports: each flow is a new one."""
+"""Client ports; each flow gets a new one."""
 QUOTED = {f"{icmp} embedded {what}" for icmp in ("icmp", "icmp6") for what in ("tcp", "udp")}
-"""Checksums that stay as they are: as a rule most of what they cover is not there."""
+"""Checksums that are not rewritten: as a rule most of the quoted packet they cover is missing."""
 LOW, HIGH = 61_000, 65_535
-"""Of these a masqueraded flow gets any, and keeps it while the tests after it run."""
-LONELY = itertools.count(50_000)
-"""Ports of the node that no other test's flow has: they are not in that range."""
+"""SNAT ports. A masqueraded flow gets any of them and keeps it during the tests that follow."""
+SPARE_PORTS = itertools.count(50_000)
+"""Node ports outside of LOW to HIGH, so no other test's flow has them."""
 
 T = TypeVar("T")
 
@@ -132,7 +132,7 @@ def pod(v: int, port: int = 8080) -> str:
 
 
 class Path_:
-    """The programs, and what stands in their maps."""
+    """The programs and their maps."""
 
     def __init__(self, site: Site, programs: dict[str, Program], where: str) -> None:
         self.site = site
@@ -142,19 +142,19 @@ class Path_:
         self.out, self.out_mac = 0, ""
 
     def inside(self, action: Callable[[], T]) -> T:
-        """In the node's network."""
+        """Runs it in the node's network namespace."""
         return netns.run_in(Path("/run/netns") / self.where, action)
 
     def forward(self, on: bool) -> None:
-        """Whether the node is a router."""
+        """Whether the node forwards packets (net.ipv4.ip_forward and its IPv6 twin)."""
         for family in ("ipv4", "ipv6"):
             path = Path(f"/proc/sys/net/{family}/conf/all/forwarding")
             self.inside(lambda: path.write_text(f"{on:d}"))  # noqa: B023
 
-    def tell(
+    def set_device(
         self, ifindex: int, role: Role, flags: DeviceFlag, own: tuple[str, str] | None = None
     ) -> None:
-        """What the programs know of a device. `own`: its addresses."""
+        """Writes a device's entry. `own`: its IPv4 and IPv6 addresses."""
         four, six = (parse_addr(one) for one in own) if own else (bytes(16), bytes(16))
         value = DEVICE.pack(role, 14, flags, bytes(6), four, six)
         with self.site.pinned("devices") as devices:
@@ -162,24 +162,24 @@ class Path_:
         self.cache(ifindex, CACHED_DEVICE.pack(ifindex, value))
 
     def cache(self, ifindex: int, value: bytes) -> None:
-        """What stands at the place of this device in the cache."""
+        """Writes the slot of the device cache that this device maps to."""
         with self.site.pinned("device_cache") as cache:
             cache.update(U32.pack(ifindex % CACHED_DEVICES), value)
 
-    def forget_flows(self) -> None:
-        """Those of the tests before."""
+    def delete_flows(self) -> None:
+        """Deletes the flows of earlier tests."""
         with self.site.pinned("flows") as entries:
             for key, _ in list(entries.items()):
                 entries.delete(key)
 
-    def come_from(self, role: Role, flags: DeviceFlag | None = None) -> None:
-        """Loopback is such a device."""
+    def set_loopback_role(self, role: Role, flags: DeviceFlag | None = None) -> None:
+        """Makes loopback a device of this role."""
         if flags is None:
             flags = DeviceFlag.LOCAL if role is Role.POD else DeviceFlag(0)
-        self.tell(1, role, flags)
+        self.set_device(1, role, flags)
 
     def node(self, flags: NodeFlag, low: int = LOW, high: int = HIGH) -> None:
-        """What the programs know of the node."""
+        """Writes the node's flags and its range of SNAT ports."""
         with self.site.pinned("node") as node:
             value = bytearray(node.lookup(U32.pack(0)) or b"")
             value[32:40] = struct.pack("=IHH", flags, low, high)
@@ -188,8 +188,8 @@ class Path_:
     def run(
         self, name: str, packet: bytes, complete: bool = False, context: SkbContext | None = None
     ) -> tuple[int, bytes]:
-        """The verdict, and the packet without its link header. `complete`: with a checksum by the
-        device, where the kernel can run programs so.
+        """The verdict, and the packet without its link header. `complete`: as CHECKSUM_COMPLETE,
+        where the kernel can run programs so.
         """
         complete = complete and not lacking("checksum_complete")
         program, given = self.programs[name], context.pack() if context else None
@@ -199,7 +199,9 @@ class Path_:
         return done.retval, done.packet_out[14:]
 
     def go(self, name: str, packet: bytes, want: bytes) -> bytes:
-        """The packet passes, as this one; with a checksum by the device, too."""
+        """Runs the program and expects the packet to pass as `want`, with CHECKSUM_COMPLETE as
+        well.
+        """
         retval, got = self.run(name, packet, complete=True)
         assert retval == TC_ACT_UNSPEC
         assert difference(got, want, l2=False) == ""
@@ -213,7 +215,10 @@ def path(artifact_cache: Path) -> Iterator[Path_]:
     command("ip", "netns", "add", where)
     try:
         ip("link set lo up", netns=where)
-        for name in ("net.ipv4.icmp_ratelimit", "net.ipv6.icmp.ratelimit"):  # there is one client
+        for name in (
+            "net.ipv4.icmp_ratelimit",
+            "net.ipv6.icmp.ratelimit",
+        ):  # all tests are one client
             netns.run_in(Path("/run/netns") / where, lambda: sysctl.write(name, "0"))  # noqa: B023
         with sites(artifact_cache) as make:
             site = make(node=where)
@@ -258,13 +263,13 @@ def services() -> Iterator[object]:
 
 @pytest.fixture(autouse=True)
 def _outside(path: Path_) -> Iterator[None]:
-    path.come_from(Role.HOST)
+    path.set_loopback_role(Role.HOST)
     path.node(NodeFlag(0))
     with path.site.telling():
         yield
 
 
-# ---- beside another data plane ---------------------------------------------------------------
+# ---- next to another data plane --------------------------------------------------------------
 
 BEGINS = {
     "tcp": lambda a, b, number: tcp(a, b, flags="S", seq=number),
@@ -278,14 +283,16 @@ def init(tag: int) -> bytes:
 
 @both
 @pytest.mark.parametrize("kind", BEGINS)
-def test_what_begins_while_another_serves_stays_its_own(path: Path_, v: int, kind: str) -> None:
+def test_connection_begun_under_another_data_plane_stays_its_own(
+    path: Path_, v: int, kind: str
+) -> None:
     own, front, build = client(v), vip(v, LOCAL), BEGINS[kind]
     path.node(NodeFlag.PASSIVE)
     first = build(own, front, 7)
     path.go("tc_ingress", first, first)
     path.node(NodeFlag.COEXISTING)
     path.go("tc_ingress", first, first)
-    assert translated(path, build(own, front, 8)), "another connection by the same port"
+    assert translated(path, build(own, front, 8)), "a new connection from the same port"
     assert translated(path, build(client(v), front, 7)), "another client"
     path.node(NodeFlag(0))
     own = client(v)
@@ -298,7 +305,7 @@ def translated(path: Path_, packet: bytes) -> bool:
 
 
 @both
-def test_datagrams_are_the_others_while_it_serves(path: Path_, v: int) -> None:
+def test_datagrams_pass_only_while_passive(path: Path_, v: int) -> None:
     own, front = client(v), vip(v, LOCAL)
     question = udp(own, front, b"?")
     path.node(NodeFlag.PASSIVE)
@@ -308,8 +315,8 @@ def test_datagrams_are_the_others_while_it_serves(path: Path_, v: int) -> None:
 
 
 @both
-def test_a_flow_of_ours_goes_on_while_another_serves(path: Path_, v: int) -> None:
-    """But for what begins anew: of that nothing is ours."""
+def test_existing_flow_is_translated_while_passive(path: Path_, v: int) -> None:
+    """A new connection from the same port is the other data plane's."""
     own, front, back = client(v), vip(v, LOCAL), pod(v)
     for word in ("S", "<SA"):
         segment(path, v, own, word, own, LOCAL)
@@ -322,7 +329,7 @@ def test_a_flow_of_ours_goes_on_while_another_serves(path: Path_, v: int) -> Non
 
 
 @both
-def test_beside_another_a_client_gets_a_port_that_it_does_not_know(path: Path_, v: int) -> None:
+def test_client_gets_an_snat_port_while_coexisting(path: Path_, v: int) -> None:
     own, front, back = client(v), vip(v, LOCAL), pod(v)
     path.node(NodeFlag.COEXISTING)
     _, got = path.run("tc_ingress", tcp(own, front, flags="S"))
@@ -333,7 +340,7 @@ def test_beside_another_a_client_gets_a_port_that_it_does_not_know(path: Path_, 
     path.go("tc_egress", tcp(back, source, b"data"), tcp(front, own, b"data"))
 
 
-# ---- there and back ------------------------------------------------------------------------------
+# ---- request and reply ---------------------------------------------------------------------------
 
 KINDS = {
     "tcp": lambda a, b, **ip: tcp(a, b, b"data", flags="S", mss=1460, **ip),
@@ -348,7 +355,7 @@ BACK = {
 
 
 def masked(path: Path_, packet: bytes, build: object, to: str, v: int, **ip_: object) -> str:
-    """Egress of a packet whose source becomes the node: that source."""
+    """Runs egress for a packet that gets a source of the node; checks the result and returns it."""
     _, got = path.run("tc_egress", packet)
     source = parse(got, l2=False).source
     host, _, port = source.rpartition(":")
@@ -362,7 +369,9 @@ def masked(path: Path_, packet: bytes, build: object, to: str, v: int, **ip_: ob
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("more", [{}, {"options": b"\x94\x04\0\0"}, {"ttl": 3, "tos": 7}],
                          ids=["", "options", "ttl"])  # fmt: skip
-def test_cluster_there_and_back(path: Path_, v: int, kind: str, more: dict[str, object]) -> None:
+def test_cluster_policy_request_and_reply(
+    path: Path_, v: int, kind: str, more: dict[str, object]
+) -> None:
     if v == 6:
         more = {"extensions": [packets.destination()]} if "options" in more else more
     build, answer = KINDS[kind], BACK[kind[:3]]
@@ -375,7 +384,7 @@ def test_cluster_there_and_back(path: Path_, v: int, kind: str, more: dict[str, 
 
 @both
 @pytest.mark.parametrize("kind", KINDS)
-def test_local_there_and_back(path: Path_, v: int, kind: str) -> None:
+def test_local_policy_request_and_reply(path: Path_, v: int, kind: str) -> None:
     build, answer = KINDS[kind], BACK[kind[:3]]
     own, front, back = client(v), vip(v, LOCAL), pod(v)
     inside = path.go("tc_ingress", build(own, front), build(own, back))
@@ -385,8 +394,8 @@ def test_local_there_and_back(path: Path_, v: int, kind: str) -> None:
 
 
 @both
-def test_a_free_port_of_the_range_is_kept(path: Path_, v: int) -> None:
-    free, last = next(LONELY), next(LONELY)
+def test_client_port_is_kept_if_free_else_replaced(path: Path_, v: int) -> None:
+    free, last = next(SPARE_PORTS), next(SPARE_PORTS)
     path.node(NodeFlag(0), free, last)
     for own, port in ((CLIENT[v], free), (ROUTER[v], last)):
         _, inside = path.run("tc_ingress", udp(end(own, free), vip(v, CLUSTER), b"?"))
@@ -395,8 +404,8 @@ def test_a_free_port_of_the_range_is_kept(path: Path_, v: int) -> None:
 
 
 @both
-@pytest.mark.parametrize("own", [40_000, 40_199], ids=["the first", "the last"])
-def test_the_clients_own_port_is_kept_if_it_is_of_the_range(path: Path_, v: int, own: int) -> None:
+@pytest.mark.parametrize("own", [40_000, 40_199], ids=["first port", "last port"])
+def test_client_port_at_the_ends_of_the_range_is_kept(path: Path_, v: int, own: int) -> None:
     path.node(NodeFlag(0), 40_000, 40_199)
     _, inside = path.run("tc_ingress", udp(end(CLIENT[v], own), vip(v, CLUSTER), b"?"))
     _, out = path.run("tc_egress", inside)
@@ -404,8 +413,8 @@ def test_the_clients_own_port_is_kept_if_it_is_of_the_range(path: Path_, v: int,
 
 
 @both
-def test_two_frontends_of_one_backend_from_one_port(path: Path_, v: int) -> None:
-    """The backend must be able to tell them apart: client' has another port."""
+def test_two_frontends_of_one_backend_from_one_client_port(path: Path_, v: int) -> None:
+    """The second flow gets another client port, so that the backend can tell them apart."""
     own, back = client(v), pod(v)
     first = path.go("tc_ingress", udp(own, vip(v, CLUSTER), b"?"), udp(own, back, b"?"))
     _, second = path.run("tc_ingress", udp(own, vip(v, LOCAL), b"?"))
@@ -419,7 +428,7 @@ def test_two_frontends_of_one_backend_from_one_port(path: Path_, v: int) -> None
 
 @both
 @pytest.mark.parametrize("kind", BACK)
-def test_the_same_when_the_second_is_masked(path: Path_, v: int, kind: str) -> None:
+def test_two_frontends_of_one_backend_with_masquerade(path: Path_, v: int, kind: str) -> None:
     own, back = client(v), pod(v)
     path.run("tc_ingress", KINDS[kind](own, vip(v, LOCAL)))
     _, inside = path.run("tc_ingress", KINDS[kind](own, vip(v, CLUSTER)))
@@ -430,7 +439,7 @@ def test_the_same_when_the_second_is_masked(path: Path_, v: int, kind: str) -> N
     path.go("tc_egress", inside, BACK[kind](vip(v, CLUSTER), own))
 
 
-def test_udp_without_a_checksum_has_none_afterwards(path: Path_) -> None:
+def test_udp_without_checksum_stays_without(path: Path_) -> None:
     own = client(4)
     sent = udp(own, vip(4, CLUSTER), b"?", checksum="zero")
     inside = path.go("tc_ingress", sent, udp(own, pod(4), b"?", checksum="zero"))
@@ -438,8 +447,8 @@ def test_udp_without_a_checksum_has_none_afterwards(path: Path_) -> None:
 
 
 @both
-def test_a_sum_of_zero_is_written_as_ones(path: Path_, v: int) -> None:
-    """0 means "no checksum": IPv6 would drop it (RFC 768, 8200)."""
+def test_zero_udp_checksum_is_written_as_ones(path: Path_, v: int) -> None:
+    """0 means "no checksum", and IPv6 would drop the packet (RFC 768, RFC 8200)."""
     own, front = client(v), vip(v, LOCAL)
     payloads = (struct.pack("!H", n) for n in range(1 << 16))
     is_ones = lambda raw: parse(raw, l2=False).transport.checksum == 0xFFFF  # noqa: E731
@@ -447,7 +456,7 @@ def test_a_sum_of_zero_is_written_as_ones(path: Path_, v: int) -> None:
     path.go("tc_ingress", udp(own, front, payload), udp(own, pod(v), payload))
 
 
-def test_udp_without_a_checksum_has_none_in_ipv6_either(path: Path_) -> None:
+def test_ipv6_udp_without_checksum_stays_without(path: Path_) -> None:
     own = client(6)
     sent = udp(own, vip(6, LOCAL), b"?", checksum="zero")
     _, got = path.run("tc_ingress", sent, complete=True)
@@ -461,14 +470,14 @@ MARTIANS = {
 
 
 @both
-def test_sources_that_the_stack_would_drop_pass_to_it(path: Path_, v: int) -> None:
-    """Past it they would get an answer that is for somebody of the node's own."""
+def test_martian_sources_pass_untouched_to_the_stack(path: Path_, v: int) -> None:
+    """Redirected past the stack, their replies would reach a socket of this node."""
     for bad in (*MARTIANS[v], NODE[v]):
         packet = udp(end(bad, next(PORTS)), vip(v, CLUSTER), b"?")
         assert path.run("tc_ingress", packet) == (TC_ACT_UNSPEC, packet), bad
 
 
-def test_mapped_addresses_on_the_wire_are_not_those_of_ipv4(path: Path_) -> None:
+def test_v4_mapped_addresses_on_the_wire_are_not_ipv4(path: Path_) -> None:
     own = client(4)
     host, port = own.split(":")
     packet = tcp(end(f"::ffff:{host}", int(port)), end("::ffff:192.0.2.1", 80), flags="S")
@@ -477,15 +486,15 @@ def test_mapped_addresses_on_the_wire_are_not_those_of_ipv4(path: Path_) -> None
 
 
 @both
-def test_frames_for_another_machine_are_left_alone(path: Path_, v: int) -> None:
-    """A promiscuous device shows them, too."""
+def test_frames_for_another_mac_address_pass_untouched(path: Path_, v: int) -> None:
+    """A device in promiscuous mode receives them, too."""
     packet = udp(client(v), vip(v, CLUSTER), b"?")
     done = run(path.programs["tc_ingress"], frame(packet, to="02:00:00:00:00:77"))
     assert (done.retval, done.packet_out[14:]) == (TC_ACT_UNSPEC, packet)
 
 
 class Masquerade(NamedTuple):
-    """Whether the backend sees the node, as with kube-proxy."""
+    """Whether the backend sees an address of the node, as with kube-proxy."""
 
     name: str
     role: Role
@@ -499,19 +508,19 @@ class Masquerade(NamedTuple):
 DETECTS, BY_NETWORK = NodeFlag.DETECTS_LOCAL, NodeFlag.DETECTS_LOCAL | NodeFlag.LOCAL_NETWORKS
 NO_FLAG = DeviceFlag(0)
 MASQUERADES = [
-    Masquerade("ClusterIP, a pod", Role.POD, IP, False),
+    Masquerade("ClusterIP, from a pod", Role.POD, IP, False),
     Masquerade("ClusterIP, from outside", Role.HOST, IP, False),
     Masquerade("ClusterIP, masqueradeAll", Role.POD, IP, True, NodeFlag.MASQUERADE_ALL),
-    Masquerade("ClusterIP, outside, locals are known", Role.HOST, IP, True, DETECTS),
-    Masquerade("ClusterIP, a pod, locals are known", Role.POD, IP, False, DETECTS),
+    Masquerade("ClusterIP, outside, local detection", Role.HOST, IP, True, DETECTS),
+    Masquerade("ClusterIP, a pod, local detection", Role.POD, IP, False, DETECTS),
     Masquerade("ClusterIP, a pod device of another name", Role.POD, IP, True, DETECTS, "", NO_FLAG),
     Masquerade("ClusterIP, outside, in a local network", Role.HOST, IP, False, BY_NETWORK, "near"),
     Masquerade("ClusterIP, a pod, in no local network", Role.POD, IP, True, BY_NETWORK),
     Masquerade("ClusterIP, hairpin", Role.POD, IP, True, client="itself"),
     Masquerade("Cluster policy, from outside", Role.HOST, CLUSTER, True),
-    Masquerade("Cluster policy, a pod", Role.POD, CLUSTER, True),
+    Masquerade("Cluster policy, from a pod", Role.POD, CLUSTER, True),
     Masquerade("Local policy, from outside", Role.HOST, LOCAL, False),
-    Masquerade("Local policy, a pod", Role.POD, LOCAL, False),
+    Masquerade("Local policy, from a pod", Role.POD, LOCAL, False),
     Masquerade("Local policy, masqueradeAll", Role.HOST, LOCAL, False, NodeFlag.MASQUERADE_ALL),
     Masquerade("Local policy, hairpin", Role.POD, LOCAL, True, client="itself"),
 ]
@@ -519,8 +528,8 @@ MASQUERADES = [
 
 @both
 @pytest.mark.parametrize("row", MASQUERADES, ids=lambda row: row.name)
-def test_who_is_masqueraded(path: Path_, v: int, row: Masquerade) -> None:
-    path.come_from(row.role, row.local)
+def test_client_is_masqueraded_as_with_kube_proxy(path: Path_, v: int, row: Masquerade) -> None:
+    path.set_loopback_role(row.role, row.local)
     path.node(row.flags)
     own = {"itself": pod(v, next(PORTS)), "near": end(NEAR[v], next(PORTS))}.get(row.client)
     own, back, front = own or client(v), pod(v), vip(v, row.which)
@@ -537,12 +546,12 @@ def test_who_is_masqueraded(path: Path_, v: int, row: Masquerade) -> None:
 # ---- marks ---------------------------------------------------------------------------------------
 
 OTHERS = 0x1001_8001
-"""Bits of the mark that are somebody else's."""
+"""Bits of the mark that belong to other agents."""
 MARK = 1 << 14
 
 
 def marked(path: Path_, name: str, packet: bytes, mark: int) -> tuple[bytes, int]:
-    """The packet and its mark as the program leaves them."""
+    """The packet and its mark after the program."""
     context = SkbContext(mark=mark, ifindex=1).pack()
     done = run(path.programs[name], frame(packet), context=context)
     assert done.retval == TC_ACT_UNSPEC
@@ -551,11 +560,9 @@ def marked(path: Path_, name: str, packet: bytes, mark: int) -> tuple[bytes, int
 
 @both
 @pytest.mark.parametrize("which", [OWN, OTHER_OWN], ids=["masquerade address", "NodePort address"])
-def test_a_backend_in_the_nodes_own_network_sees_the_client(
-    path: Path_, v: int, which: int
-) -> None:
-    """Its packets leave by no device that would translate the source: an entry and a port of the
-    node for it would only be in the way.
+def test_backend_at_a_node_address_sees_the_client(path: Path_, v: int, which: int) -> None:
+    """Its packets leave by no device that would translate the source, so an entry and a node port
+    for it would only be in the way.
     """
     own, front = client(v), vip(v, which)
     back = end((NODE if which == OWN else OTHER)[v], 8080)
@@ -579,8 +586,8 @@ def test_a_backend_in_the_nodes_own_network_sees_the_client(
 def test_masqueraded_packets_are_marked_in_the_stack_both_ways(
     path: Path_, v: int, kind: str, remote: bool, which: int
 ) -> None:
-    """The first, a later one, their answers, and an error about each; on the way out no longer.
-    A local backend's answer is one to the client, a remote one's to the node.
+    """The first packet, a later one, their replies and an error about each are marked; the mark is
+    removed at egress. A local backend replies to the client, a remote one to the node.
     """
     build, own, back, front = KINDS[kind], client(v), pod(v), vip(v, which)
     want = OTHERS | (MARK if which == CLUSTER else 0)
@@ -605,19 +612,19 @@ def test_masqueraded_packets_are_marked_in_the_stack_both_ways(
 
 
 @both
-def test_who_is_no_masqueraded_client_gets_no_mark(path: Path_, v: int) -> None:
-    path.come_from(Role.POD)
+def test_packets_without_masquerade_are_not_marked(path: Path_, v: int) -> None:
+    path.set_loopback_role(Role.POD)
     _, mark = marked(path, "tc_ingress", udp(client(v), vip(v, IP)), OTHERS)
-    assert mark == OTHERS, "a pod that asks another one by its ClusterIP"
+    assert mark == OTHERS, "a pod that connects to another one by ClusterIP"
     _, mark = marked(path, "tc_ingress", udp(client(v), end(ROUTER[v], 53)), OTHERS)
     assert mark == OTHERS, "no Service"
     _, mark = marked(path, "tc_egress", udp(client(v), end(ROUTER[v], 53)), OTHERS | MARK)
-    assert mark == OTHERS | MARK, "what somebody else has marked"
+    assert mark == OTHERS | MARK, "a packet that another agent marked"
 
 
 @both
-def test_nobody_marks_a_connection_that_ended_by_time(path: Path_, v: int) -> None:
-    """A pod that later asks from its server's port is none of our flows any more."""
+def test_packets_of_an_expired_flow_are_not_marked(path: Path_, v: int) -> None:
+    """A pod that later sends from its server port is no longer part of the flow."""
     own, back = client(v), pod(v)
     through, _ = marked(path, "tc_ingress", udp(own, vip(v, CLUSTER)), 0)
     assert parse(through, l2=False).destination == back
@@ -629,11 +636,11 @@ def test_nobody_marks_a_connection_that_ended_by_time(path: Path_, v: int) -> No
     assert marked(path, "tc_ingress", udp(back, own), 0)[1] == 0
 
 
-# ---- pieces --------------------------------------------------------------------------------------
+# ---- fragments -----------------------------------------------------------------------------------
 
 
 @both
-def test_fragments(path: Path_, v: int) -> None:
+def test_fragments_are_translated(path: Path_, v: int) -> None:
     payload = os.urandom(3001)
     own, front, back = client(v), vip(v, CLUSTER), pod(v)
     number = next(PORTS)
@@ -649,8 +656,10 @@ def test_fragments(path: Path_, v: int) -> None:
     assert found.payload == payload
 
 
-def test_options_between_fragment_header_and_udp(path: Path_) -> None:
-    """Only the first fragment shows the protocol: the others name the destination options."""
+def test_fragments_with_options_after_the_fragment_header(path: Path_) -> None:
+    """The fragment header names the destination options; only the first fragment has the
+    protocol.
+    """
     own, front = client(6), vip(6, CLUSTER)
     whole = udp(own, front, bytes(3001), extensions=(destination(),))
     pieces = fragments(whole, 1280, id=next(PORTS))
@@ -663,12 +672,12 @@ def test_options_between_fragment_header_and_udp(path: Path_) -> None:
 
 
 def _id(v: int, number: int) -> dict[str, int]:
-    """IPv4 has it in every packet."""
+    """IPv4 has the identification in every packet, IPv6 in fragments only."""
     return {"ip_id": number} if v == 4 else {}
 
 
 @both
-def test_a_later_fragment_alone_is_left_as_it_is(path: Path_, v: int) -> None:
+def test_later_fragment_without_the_first_passes_untouched(path: Path_, v: int) -> None:
     number = next(PORTS)
     whole = udp(client(v), vip(v, CLUSTER), bytes(3000), **_id(v, number))
     piece = fragments(whole, 1280, id=number)[1]
@@ -679,7 +688,9 @@ def test_a_later_fragment_alone_is_left_as_it_is(path: Path_, v: int) -> None:
 
 
 def quoted(sent: bytes, build: object, source: str, to: str) -> bytes:
-    """What was sent, with other ends and the checksum that it had."""
+    """The packet as quoted in an error: with other addresses and ports, and its original
+    checksum.
+    """
     had = parse(sent, l2=False).transport.checksum  # type: ignore[union-attr]
     return build(source, to, checksum=had)
 
@@ -692,7 +703,7 @@ SENT = {
 
 
 def established(path: Path_, v: int, kind: str, which: int = CLUSTER) -> tuple[str, str]:
-    """A flow that is in use in both directions: the client, and as what the backend sees it."""
+    """A flow with packets in both directions: the client, and the source that the backend sees."""
     own = client(v)
     verdict, inside = path.run("tc_ingress", KINDS[kind](own, vip(v, which)))
     assert verdict != TC_ACT_SHOT
@@ -712,10 +723,10 @@ def established(path: Path_, v: int, kind: str, which: int = CLUSTER) -> tuple[s
 @pytest.mark.parametrize("kind", SENT)
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("which", [CLUSTER, LOCAL], ids=["Cluster", "Local"])
-def test_an_error_about_what_went_to_the_backend(
+def test_icmp_error_about_a_packet_to_the_backend(
     path: Path_, v: int, kind: str, error: str, which: int
 ) -> None:
-    """From a router behind the node, or the pod's host: the client sees what it had sent."""
+    """From a router behind the node, or the pod's host. The client sees the packet that it sent."""
     own, source = established(path, v, kind, which)
     build = SENT[kind]
     sent = build(source, pod(v))
@@ -733,7 +744,7 @@ def test_an_error_about_what_went_to_the_backend(
 @pytest.mark.parametrize("kind", SENT)
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("which", [CLUSTER, LOCAL], ids=["Cluster", "Local"])
-def test_an_error_about_what_went_to_the_client(
+def test_icmp_error_about_a_packet_to_the_client(
     path: Path_, v: int, kind: str, error: str, which: int
 ) -> None:
     own, source = established(path, v, kind, which)
@@ -749,7 +760,7 @@ def test_an_error_about_what_went_to_the_client(
 
 
 @both
-def test_the_backends_own_error_comes_from_the_frontend(path: Path_, v: int) -> None:
+def test_icmp_error_of_the_backend_comes_from_the_frontend(path: Path_, v: int) -> None:
     own, source = established(path, v, "udp")
     build = SENT["udp"]
     sent = build(source, pod(v))
@@ -762,7 +773,7 @@ def test_the_backends_own_error_comes_from_the_frontend(path: Path_, v: int) -> 
 
 
 @both
-def test_eight_bytes_of_what_was_sent_are_enough(path: Path_, v: int) -> None:
+def test_icmp_error_with_eight_quoted_bytes_is_translated(path: Path_, v: int) -> None:
     own, source = established(path, v, "tcp")
     quote = (20 if v == 4 else 40) + 8
     for name, ends in (("tc_ingress", (source, pod(v))), ("tc_egress", (own, pod(v)))):
@@ -777,13 +788,15 @@ def test_eight_bytes_of_what_was_sent_are_enough(path: Path_, v: int) -> None:
         assert found.embedded.destination == want
 
 
-# ---- no ------------------------------------------------------------------------------------------
+# ---- refusals ------------------------------------------------------------------------------------
 
 
 @both
 @pytest.mark.parametrize("more", [{}, {"options": b"\x94\x04\0\0"}], ids=["", "options"])
 @pytest.mark.parametrize("data", [b"", b"fast open"], ids=["", "data"])
-def test_a_syn_is_refused(path: Path_, v: int, more: dict[str, object], data: bytes) -> None:
+def test_syn_is_refused_with_a_reset(
+    path: Path_, v: int, more: dict[str, object], data: bytes
+) -> None:
     more = more if v == 4 else {}
     own, front = client(v), vip(v, NONE)
     syn = tcp(own, front, data, flags="S", seq=0xFFFFFFF0, mss=1460, ttl=2, **more)
@@ -811,7 +824,9 @@ LONG = {
 @pytest.mark.parametrize("build", [udp, sctp])
 @pytest.mark.parametrize("size", [0, 1, 1000])
 @pytest.mark.parametrize("long", LONG)
-def test_a_datagram_is_refused(path: Path_, v: int, build: object, size: int, long: str) -> None:
+def test_datagram_is_refused_with_an_icmp_error(
+    path: Path_, v: int, build: object, size: int, long: str
+) -> None:
     own, front = client(v), vip(v, NONE)
     data = bytes(size) if build is udp else packets.SCTP_INIT + bytes(size)
     sent = build(own, front, data, **LONG[long][v])
@@ -830,8 +845,8 @@ def test_a_datagram_is_refused(path: Path_, v: int, build: object, size: int, lo
     assert sent.startswith(about.packet)
     assert (about.source, about.destination) == (own, front)
     headers = len(sent) - len(build(own, front, data)) + (20 if v == 4 else 40)
-    carries = 8 if build is udp else 12 + 8  # up to the tag of an INIT, without which Linux heeds
-    assert len(about.packet) - headers == carries  # no error about SCTP (RFC 9260, section 10)
+    carries = 8 if build is udp else 12 + 8  # up to an INIT's tag, without which Linux ignores
+    assert len(about.packet) - headers == carries  # an error about SCTP (RFC 9260, section 10)
 
 
 HOUR = 3600 * 10**9
@@ -839,9 +854,11 @@ HOUR = 3600 * 10**9
 
 @both
 def test_only_the_first_fragment_is_refused(path: Path_, v: int) -> None:
-    """As by a kernel: what is in the others is no header that the client could know it by."""
+    """As a kernel does: later fragments have no header by which the client could match
+    the error.
+    """
     number = next(PORTS)
-    front = end(f"{NET[v]}{IP}", 81)  # a port that no Service has
+    front = end(f"{NET[v]}{IP}", 81)  # a port of no Service
     whole = udp(client(v), front, os.urandom(3000), **_id(v, number))
     first, *later = fragments(whole, 1280, id=number)
     assert path.run("tc_ingress", first)[0] == TC_ACT_REDIRECT
@@ -849,19 +866,23 @@ def test_only_the_first_fragment_is_refused(path: Path_, v: int) -> None:
 
 
 class Refusals:
-    """Buckets that do not fill again while a test runs, unless it says so."""
+    """Token buckets that do not refill during a test, unless the test says so."""
 
     def __init__(self, path: Path_) -> None:
         self.path = path
 
     def set(self, which: RefusalLimit, burst: int, interval: int = HOUR, spent: int = 0) -> None:
-        """`spent`: in so many nanoseconds the bucket is full; less than 0: it was full before."""
+        """`spent`: in how many nanoseconds the bucket is full; if negative, since when it
+        is full.
+        """
         then = max(0, time.monotonic_ns() + spent) if spent else 0
         with self.path.site.pinned("refusal_limits") as limits:
             limits.update(U32.pack(which), REFUSAL_LIMIT.pack(then, interval, burst))
 
     def answers(self, v: int, kind: str, hosts: Iterable[str]) -> int:
-        """How many of these clients' packets are answered; all others are counted as dropped."""
+        """How many of these clients' packets are answered; the others must be counted as
+        dropped.
+        """
         packets = [BUILD[kind](end(host, next(PORTS)), vip(v, NONE)) for host in hosts]
         before = self.path.site.reasons()
         verdicts = [self.path.run("tc_ingress", packet)[0] for packet in packets]
@@ -893,22 +914,22 @@ def refusals(path: Path_) -> Iterator[Refusals]:
 
 @both
 @pytest.mark.parametrize("kind", BUILD)
-def test_refusals_end_when_the_bucket_is_empty(refusals: Refusals, v: int, kind: str) -> None:
-    """And begin again as it fills, never beyond what it holds. The other bucket is another one."""
+def test_refusals_stop_when_the_bucket_is_empty(refusals: Refusals, v: int, kind: str) -> None:
+    """They resume as the bucket refills, up to its burst. The other bucket is independent."""
     other = {"tcp": "udp"}.get(kind, "tcp")
     refusals.set(BUCKET[kind], 50)
     refusals.set(BUCKET[other], 50)
     assert refusals.answers(v, kind, [CLIENT[v]] * 200) == 50
     assert refusals.answers(v, other, [CLIENT[v]] * 10) == 10
     refusals.set(BUCKET[kind], 50, spent=47 * HOUR - HOUR // 2)
-    assert refusals.answers(v, kind, [CLIENT[v]] * 10) == 3, "three have come back"
+    assert refusals.answers(v, kind, [CLIENT[v]] * 10) == 3, "three tokens have come back"
     refusals.set(BUCKET[kind], 50, spent=-(10**9))
-    assert refusals.answers(v, kind, [CLIENT[v]] * 60) == 50, "no more than it holds"
+    assert refusals.answers(v, kind, [CLIENT[v]] * 60) == 50, "never more than the burst"
 
 
 @both
-def test_a_bucket_fills_by_the_clock(refusals: Refusals, v: int) -> None:
-    """Of a second's worth, what comes back meanwhile is all that is answered beyond the burst."""
+def test_bucket_refills_over_time(refusals: Refusals, v: int) -> None:
+    """Beyond the burst, only as many packets are answered as tokens came back meanwhile."""
     interval = 10**9 // 20
     refusals.set(RefusalLimit.ICMP, 5, interval)
     start = time.monotonic_ns()
@@ -919,7 +940,7 @@ def test_a_bucket_fills_by_the_clock(refusals: Refusals, v: int) -> None:
 
 @both
 @pytest.mark.parametrize("kind", ["udp", "sctp"])
-def test_one_client_does_not_use_up_what_others_are_told(
+def test_each_client_has_its_own_limit_of_icmp_errors(
     refusals: Refusals, v: int, kind: str
 ) -> None:
     refusals.set(EACH[v], 6)
@@ -934,10 +955,8 @@ def test_one_client_does_not_use_up_what_others_are_told(
 
 
 @both
-def test_more_clients_than_are_known_get_no_more_errors_than_the_node_sends(
-    refusals: Refusals, v: int
-) -> None:
-    """A client whose entry was evicted may get six errors again, out of what the node has left."""
+def test_evicted_client_is_limited_by_the_nodes_bucket(refusals: Refusals, v: int) -> None:
+    """A client whose entry was evicted may get six errors again, within the node's limit."""
     refusals.set(EACH[v], 6)
     refusals.set(RefusalLimit.ICMP, 8)
     host = f"{CLIENT[v][:-1]}{190 + v}"
@@ -946,26 +965,28 @@ def test_more_clients_than_are_known_get_no_more_errors_than_the_node_sends(
     with refusals.path.site.pinned("refused_peers") as peers:
         for number in range(4 * MAPS["refused_peers"].entries):
             peers.update(number.to_bytes(16, "little"), spent)
-        peers.delete(parse_addr(host))  # the kernel evicts it once it is the oldest
+        peers.delete(parse_addr(host))  # as if the kernel had evicted it as the oldest
     assert refusals.answers(v, "udp", [host] * 20) == 2
 
 
 SETTINGS = {
-    "as they are by default": ({}, (10**6, 50), (10**6, 50), (10**9, 6), (10**8, 6)),
-    "others": (
+    "the kernel's defaults": ({}, (10**6, 50), (10**6, 50), (10**9, 6), (10**8, 6)),
+    "other limits": (
         {"net.ipv4.icmp_ratelimit": "500", "net.ipv6.icmp.ratelimit": "40"},
         (10**6, 50), (10**6, 50), (500 * 10**6, 6), (40 * 10**6, 6),
     ),
-    "none": (
+    "no limits": (
         {"net.ipv4.icmp_ratelimit": "0", "net.ipv6.icmp.ratelimit": "0"},
         (10**6, 50), (10**6, 50), (0, 6), (0, 6),
     ),
 }  # fmt: skip
-"""Settings of the kernel; and (interval, burst) of ICMP errors, RSTs, to each peer by family."""
+"""The kernel's settings, then (interval in ns, burst) of ICMP errors, RSTs, each IPv4,
+IPv6 peer.
+"""
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_the_limits_of_refusals_are_the_kernels(name: str) -> None:
+def test_refusal_limits_are_the_kernels_settings(name: str) -> None:
     settings, *wanted = SETTINGS[name]
     told: dict[bytes, bytes] = {}
 
@@ -998,10 +1019,10 @@ def test_the_limits_of_refusals_are_the_kernels(name: str) -> None:
 
 @both
 @pytest.mark.parametrize("why", [Reason.NO_ENDPOINTS, Reason.UNKNOWN_PORT], ids=lambda r: r.name)
-def test_sctp_that_a_device_is_to_finish_is_refused_by_silence(
-    path: Path_, v: int, why: Reason
-) -> None:
-    """It would fill in a CRC in the error, too, whose own checksum knows nothing of that."""
+def test_sctp_without_checksum_is_dropped_not_refused(path: Path_, v: int, why: Reason) -> None:
+    """The device would fill in a CRC in the quoted packet, too, and break the error's own
+    checksum.
+    """
     before = path.site.reasons()
     front = vip(v, NONE) if why is Reason.NO_ENDPOINTS else end(f"{NET[v]}{IP}", 81)
     assert path.run("tc_ingress", sctp(client(v), front, checksum="zero"))[0] == TC_ACT_SHOT
@@ -1011,8 +1032,8 @@ def test_sctp_that_a_device_is_to_finish_is_refused_by_silence(
 @both
 @pytest.mark.parametrize("build", [lambda a, b: tcp(a, b, flags="S"), udp, sctp],
                          ids=["tcp", "udp", "sctp"])  # fmt: skip
-def test_a_port_of_a_cluster_ip_that_no_service_has(path: Path_, v: int, build: object) -> None:
-    """Refused; an address of another kind may well have other ports: it passes."""
+def test_unknown_port_of_a_cluster_ip_is_refused(path: Path_, v: int, build: object) -> None:
+    """Refused at a ClusterIP. Addresses of other kinds may have other ports, so there it passes."""
     before = path.site.reasons()
     own = client(v)
     retval, got = path.run("tc_ingress", build(own, end(f"{NET[v]}{IP}", 81)))
@@ -1029,7 +1050,7 @@ def test_a_port_of_a_cluster_ip_that_no_service_has(path: Path_, v: int, build: 
 
 @both
 @pytest.mark.parametrize("build", [lambda a, b: tcp(a, b, flags="S"), udp], ids=["tcp", "udp"])
-def test_who_is_not_let_in_is_dropped(path: Path_, v: int, build: object) -> None:
+def test_client_outside_source_ranges_is_dropped(path: Path_, v: int, build: object) -> None:
     before = path.site.reasons()[Reason.NOT_ALLOWED]
     assert path.run("tc_ingress", build(client(v), vip(v, RESTRICTED)))[0] == TC_ACT_SHOT
     assert path.site.reasons()[Reason.NOT_ALLOWED] == before + 1
@@ -1048,8 +1069,8 @@ def test_sctp_with_equal_ports_keeps_its_checksum(path: Path_, v: int) -> None:
 
 @both
 @pytest.mark.parametrize("length", [4, 60, 1400, 3001])
-def test_sctp_ports_change_with_the_checksum(path: Path_, v: int, length: int) -> None:
-    """CRC32c covers all of the packet, of which the program reads the ports only."""
+def test_sctp_checksum_follows_changed_ports(path: Path_, v: int, length: int) -> None:
+    """CRC32c covers the whole packet, of which the program reads the ports only."""
     chunks = b"\1" + os.urandom(length - 1)  # INIT
     own, front, back = client(v), vip(v, CLUSTER), pod(v)
     inside = path.go("tc_ingress", sctp(own, front, chunks), sctp(own, back, chunks))
@@ -1061,23 +1082,23 @@ def test_sctp_ports_change_with_the_checksum(path: Path_, v: int, length: int) -
 
 
 @both
-def test_sctp_that_was_wrong_stays_wrong(path: Path_, v: int) -> None:
-    """What was broken on its way must not become right here."""
+def test_wrong_sctp_checksum_stays_wrong(path: Path_, v: int) -> None:
+    """A packet that was damaged on its way must not become valid here."""
     own = client(v)
     _, got = path.run("tc_ingress", sctp(own, vip(v, CLUSTER), checksum="wrong"))
     assert checksums(got, l2=False) == ["sctp"]
 
 
 @both
-def test_a_checksum_that_a_device_is_to_fill_in_stays_empty(path: Path_, v: int) -> None:
-    """A pod's SCTP has none yet (CHECKSUM_PARTIAL): what stands there would be added up, too."""
+def test_sctp_checksum_left_to_the_device_stays_zero(path: Path_, v: int) -> None:
+    """A pod's SCTP packet has no checksum yet (CHECKSUM_PARTIAL); a value there would be added."""
     _, got = path.run("tc_ingress", sctp(client(v), vip(v, CLUSTER), checksum="zero"))
     assert parse(got, l2=False).transport.checksum == 0  # type: ignore[union-attr]
 
 
 @both
-def test_fragments_of_sctp_to_another_port_are_dropped(path: Path_, v: int) -> None:
-    """The checksum is in the first piece, and covers the others, whose length is not known."""
+def test_sctp_fragments_with_a_changed_port_are_dropped(path: Path_, v: int) -> None:
+    """The first fragment's checksum covers the others, whose length is not known yet."""
     number = next(PORTS)
     whole = sctp(client(v), vip(v, CLUSTER), b"\1" + os.urandom(1999), **_id(v, number))
     before = path.site.reasons()[Reason.NOT_REWRITTEN]
@@ -1086,9 +1107,9 @@ def test_fragments_of_sctp_to_another_port_are_dropped(path: Path_, v: int) -> N
     assert path.site.reasons()[Reason.NOT_REWRITTEN] == before + 1
 
 
-# ---- what is none of ours ------------------------------------------------------------------------
+# ---- packets of no flow --------------------------------------------------------------------------
 
-STRANGERS = {
+UNRELATED = {
     "arp": lambda v: arp(1, MAC_A, "198.51.100.7", "00:00:00:00:00:00", "192.0.2.1"),
     "a ping to a VIP": lambda v: echo(CLIENT[v], f"{NET[v]}1"),
     "an unknown address": lambda v: tcp(client(v), end(ROUTER[v], 80), flags="S"),
@@ -1106,29 +1127,29 @@ STRANGERS = {
         "host unreachable", ROUTER[v], udp(vip(v, CLUSTER), client(v)), quote=12
     ),
     "a header cut short": lambda v: packets.datagram(CLIENT[v], f"{NET[v]}1", 17, b"\1\2"),
-    # A port that no translated source may have: any other one of the range some flow may have.
-    "an answer of nobody's": lambda v: udp(pod(v), end(NODE[v], 60_999), b"!"),
+    # A port outside of the range, because another test's flow may have any port of the range.
+    "a reply of no flow": lambda v: udp(pod(v), end(NODE[v], 60_999), b"!"),
 }
 
 
 @both
 @pytest.mark.parametrize("name", ["tc_ingress", "tc_egress"])
-@pytest.mark.parametrize("stranger", STRANGERS)
-def test_strangers_pass_untouched(path: Path_, name: str, stranger: str, v: int) -> None:
-    packet = STRANGERS[stranger](v)
+@pytest.mark.parametrize("unrelated", UNRELATED)
+def test_unrelated_packets_pass_untouched(path: Path_, name: str, unrelated: str, v: int) -> None:
+    packet = UNRELATED[unrelated](v)
     assert path.run(name, packet) == (TC_ACT_UNSPEC, packet)
 
 
 @both
-@pytest.mark.parametrize("whose", ["nobody's", "another one's"])
-def test_a_device_that_has_no_place_in_the_cache(path: Path_, v: int, whose: str) -> None:
-    """It is found where all are."""
+@pytest.mark.parametrize("whose", ["empty", "another device's"])
+def test_device_missing_in_the_cache_is_found(path: Path_, v: int, whose: str) -> None:
+    """Its entry is read from the map `devices`."""
     other = DEVICE.pack(Role.POD, 0, DeviceFlag.LOCAL, bytes(6), bytes(16), bytes(16))
-    number = 0 if whose == "nobody's" else 1 + CACHED_DEVICES
+    number = 0 if whose == "empty" else 1 + CACHED_DEVICES
     path.cache(1, CACHED_DEVICE.pack(number, other))
     before = path.site.reasons()[Reason.NEW_FLOW]
     path.run("tc_ingress", tcp(client(v), vip(v, CLUSTER), flags="S"))
-    path.come_from(Role.HOST)
+    path.set_loopback_role(Role.HOST)
     assert path.site.reasons()[Reason.NEW_FLOW] == before + 1
 
 
@@ -1138,23 +1159,25 @@ def test_a_device_that_has_no_place_in_the_cache(path: Path_, v: int, whose: str
 HANDSHAKE = "S <SA A"
 LIVE = f"{HANDSHAKE} A+ <A"
 ALIVE = {
-    "the answer was lost": "S <SA S",
-    "somebody forges a SYN": f"{LIVE} S!",
-    "somebody forges FIN and SYN": f"{LIVE} FA! S!",
+    "the SYN-ACK was lost": "S <SA S",
+    "forged SYN": f"{LIVE} S!",
+    "forged FIN and SYN": f"{LIVE} FA! S!",
     "the client has closed, and its port is used again": f"{LIVE} FA S",
     "the backend has closed, and the client's port is used again": f"{LIVE} <FA S S",
-    "somebody forges RST and SYN": f"{LIVE} R! S!",
-    "somebody forges the backend's RST": f"{LIVE} <R!",
-    "a reset that nobody believes": f"{LIVE} R",
+    "forged RST and SYN": f"{LIVE} R! S!",
+    "forged RST of the backend": f"{LIVE} <R!",
+    "RST out of window": f"{LIVE} R",
 }
 
 
 @both
 @pytest.mark.parametrize("story", ALIVE)
-def test_a_connection_that_may_live_keeps_its_way(path: Path_, v: int, story: str) -> None:
-    """Whether a SYN or a RST is true only its two ends know; till they do, nothing changes."""
+def test_connection_that_may_be_alive_keeps_its_entries(path: Path_, v: int, story: str) -> None:
+    """Only the two ends know whether a SYN or a RST is genuine; until they react, nothing
+    changes.
+    """
     before = path.site.reasons()[Reason.NEW_FLOW]
-    own, source = say(path, v, ALIVE[story])
+    own, source = send_segments(path, v, ALIVE[story])
     assert source.startswith(end(NODE[v], 0)[:-1])
     for word in ("S", "A+") if "used again" in story else ("A+",):
         assert segment(path, v, own, word) == source, word
@@ -1166,25 +1189,25 @@ def test_a_connection_that_may_live_keeps_its_way(path: Path_, v: int, story: st
 PROVEN, UNPROVEN = TcpState.ESTABLISHED, TcpState.UNPROVEN
 STATES = {
     "S": TcpState.NEW,
-    "S <A": TcpState.NEW,  # it has an older connection there, and asks
+    "S <A": TcpState.NEW,  # the backend has an older connection and sends a challenge ACK
     "S <SA": TcpState.ANSWERED,
     "S <RA": TcpState.CLOSED,
     "S <SA R": TcpState.CLOSED,
-    # Nothing that the client says is proof, if it is forged or has a wrong checksum or not.
+    # The client alone proves nothing, whether its segments are forged, damaged or genuine.
     "S <SA A! A+! FA! R!": TcpState.ANSWERED,
     "S <SA A!~": TcpState.ANSWERED,
     "S <SA A": UNPROVEN,
     "S <SA A~": UNPROVEN,
     "S <SA A A+ A+": UNPROVEN,
-    # A backend that has answered a SYN repeats that, and its ACK, whatever it is sent.
+    # A backend that answered a SYN repeats its SYN-ACK or an ACK, whatever it receives.
     "S <SA S! <A": TcpState.ANSWERED,
     "S <SA A! <A <SA <A": TcpState.ANSWERED,
     "S <SA A <A <SA A <A": UNPROVEN,
-    # It sends data, or acknowledges some.
+    # Proof: the backend sends data, or acknowledges some.
     "S <SA A <A+": PROVEN,
     "S <SA A+ <A": PROVEN,
     "S <SA A+~ <A": UNPROVEN,
-    # FIN and RST count if their numbers can be right.
+    # FIN and RST count if their sequence numbers are plausible.
     **{f"{LIVE} {forged}": PROVEN for forged in (
         "FA!", "<FA!", "R!", "<R!", "RA!", "<RA!", "S!", "SA!", "<SA!", "FA!~", "R!~", "A!", "A+!",
         "A+! R!", "R! <R! FA! <FA!",
@@ -1198,33 +1221,33 @@ STATES = {
     f"{LIVE} R": TcpState.CLOSED,
     f"{LIVE} <R": TcpState.CLOSED,
     f"{LIVE} <RA": TcpState.CLOSED,
-    f"{LIVE} A+ RA": TcpState.CLOSED,  # it had data on the way
+    f"{LIVE} A+ RA": TcpState.CLOSED,  # data was still unacknowledged
     f"{HANDSHAKE} FA <FA": TcpState.CLOSED,
-    # A client that begins again with a port of which we do not know that it is free.
+    # The client uses the port again; we do not know whether its old connection is gone.
     f"{LIVE} R S": TcpState.NEW,
 }  # fmt: skip
-"""What was said → the state, which all entries have."""
+"""Segments of a connection → the state of all its entries."""
 
 
 @both
 @pytest.mark.parametrize("which", [CLUSTER, LOCAL], ids=["Cluster", "Local"])
 @pytest.mark.parametrize("script", STATES)
-def test_what_is_said_and_the_state(path: Path_, v: int, which: int, script: str) -> None:
-    own, _ = say(path, v, script, which=which)
+def test_tcp_state_after_segments(path: Path_, v: int, which: int, script: str) -> None:
+    own, _ = send_segments(path, v, script, which=which)
     assert states(path, own) == {STATES[script]}
 
 
 @both
-def test_a_syn_after_both_have_closed_begins_anew(path: Path_, v: int) -> None:
-    """A client's port used again. Late packets of the old connection do not end the new one."""
+def test_syn_after_both_fins_begins_a_new_flow(path: Path_, v: int) -> None:
+    """The client uses its port again. Late packets of the old connection do not end the new one."""
     own, source = established(path, v, "tcp")
-    say(path, v, "FA <FA", own, source)
+    send_segments(path, v, "FA <FA", own, source)
     before = path.site.reasons()[Reason.NEW_FLOW]
     again = segment(path, v, own, "S")
-    assert path.site.reasons()[Reason.NEW_FLOW] == before + 1, "chosen anew"
-    assert segment(path, v, own, "S") == again, "the same SYN once more"
+    assert path.site.reasons()[Reason.NEW_FLOW] == before + 1, "a new backend is chosen"
+    assert segment(path, v, own, "S") == again, "the SYN is repeated"
     assert path.site.reasons()[Reason.NEW_FLOW] == before + 1
-    say(path, v, "<SA A+ <A", own, again)
+    send_segments(path, v, "<SA A+ <A", own, again)
     if again != source:
         path.run("tc_ingress", tcp(pod(v), source, flags="RA"))
     question = {own, vip(v, CLUSTER)}
@@ -1235,13 +1258,11 @@ def test_a_syn_after_both_have_closed_begins_anew(path: Path_, v: int) -> None:
 
 @both
 @pytest.mark.parametrize("closed", [True, False])
-def test_a_connection_to_what_is_no_service_any_more_is_none_of_ours(
-    path: Path_, v: int, closed: bool
-) -> None:
-    """The node itself answers there by now, from the same port of the client."""
+def test_closed_flow_of_a_deleted_service_is_forgotten(path: Path_, v: int, closed: bool) -> None:
+    """The node itself now answers at the address, and the client uses the same port."""
     own, source = established(path, v, "tcp")
     if closed:
-        say(path, v, "FA <FA", own, source)
+        send_segments(path, v, "FA <FA", own, source)
     key = pack_target(parse_addr(f"{NET[v]}{CLUSTER}"), 80, 6)
     with path.site.pinned("services") as frontends:
         value = frontends.lookup(key)
@@ -1260,31 +1281,31 @@ def test_a_connection_to_what_is_no_service_any_more_is_none_of_ours(
 @pytest.mark.parametrize(
     ("script", "gives"), [("S", True), ("S <SA", True), ("S <SA A", False), ("S <SA A <A", False)]
 )
-def test_a_handshake_gives_its_port_to_another_if_there_is_none(
+def test_handshake_gives_up_its_port_when_none_is_free(
     path: Path_, v: int, script: str, gives: bool
 ) -> None:
-    """In a range of one port: a flood has taken all of them, and a client that gets none is lost.
-    One that has acknowledged the backend's number keeps it for 5 s.
+    """The range has one port, as if a flood had taken all others. A handshake gives its port to a
+    new client; one that has acknowledged the backend's number keeps it for 5 s.
     """
-    lonely = next(LONELY)
-    path.node(NodeFlag(0), lonely, lonely)
-    own, _ = say(path, v, script)
-    age(path, own, -60)  # young still, however long this test takes
+    only_port = next(SPARE_PORTS)
+    path.node(NodeFlag(0), only_port, only_port)
+    own, _ = send_segments(path, v, script)
+    age(path, own, -60)  # so that it stays young, however long this test takes
     syn = tcp(client(v), vip(v, CLUSTER), flags="S")
     assert path.run("tc_ingress", syn)[0] == (TC_ACT_UNSPEC if gives else TC_ACT_SHOT)
     assert (entries_of(path, own) == []) == gives
     age(path, own, 66)
-    assert path.run("tc_ingress", syn)[0] == TC_ACT_UNSPEC, "whoever wants it"
+    assert path.run("tc_ingress", syn)[0] == TC_ACT_UNSPEC, "after 5 s any client gets it"
 
 
 LOST = {
-    "the answers to the node": lambda path, v, own, source: (source, pod(v)),
-    "the packets in the stack": lambda path, v, own, source: (own, pod(v)),
+    "replies to the node": lambda path, v, own, source: (source, pod(v)),
+    "packets in the stack": lambda path, v, own, source: (own, pod(v)),
 }
 """Which entry of a masqueraded flow is missing."""
 
 
-def lose(path: Path_, own: str, these: tuple[str, str]) -> None:
+def delete_entry(path: Path_, own: str, these: tuple[str, str]) -> None:
     """Deletes the entry of this client's flow between these ends."""
     with path.site.pinned("flows") as flows:
         gone = [key for key, raw in flows.items()
@@ -1295,15 +1316,15 @@ def lose(path: Path_, own: str, these: tuple[str, str]) -> None:
 @both
 @pytest.mark.parametrize("missing", LOST)
 @pytest.mark.parametrize("script", ["S", "S <SA", f"{LIVE} R", f"{LIVE} FA"])
-def test_a_syn_of_a_flow_without_answers_begins_again(
+def test_syn_of_a_flow_with_a_missing_entry_begins_again(
     path: Path_, v: int, script: str, missing: str
 ) -> None:
-    """Two CPUs at once, or an agent: whoever took the entry, the client does not wait for ever."""
-    own, source = say(path, v, script)
-    lose(path, own, LOST[missing](path, v, own, source))
+    """Whatever deleted an entry (another CPU, an agent), the client must not wait for ever."""
+    own, source = send_segments(path, v, script)
+    delete_entry(path, own, LOST[missing](path, v, own, source))
     before = path.site.reasons()[Reason.NEW_FLOW]
     TALKS.pop(own)
-    own, source = say(path, v, LIVE, own)
+    own, source = send_segments(path, v, LIVE, own)
     assert source.startswith(end(NODE[v], 0)[:-1])
     assert path.site.reasons()[Reason.NEW_FLOW] == before + 1
     assert states(path, own) == {TcpState.ESTABLISHED}
@@ -1312,15 +1333,15 @@ def test_a_syn_of_a_flow_without_answers_begins_again(
 @both
 @pytest.mark.parametrize("missing", LOST)
 @pytest.mark.parametrize(("seconds", "again"), [(-60, False), (2, True)])
-def test_a_question_of_a_flow_without_answers_begins_again(
+def test_datagram_of_a_flow_with_a_missing_entry_begins_again(
     path: Path_, v: int, seconds: int, again: bool, missing: str
 ) -> None:
-    """Not each datagram asks: some are sent without end to who never answers."""
+    """Not every datagram checks for them, because some clients send forever without a reply."""
     own = client(v)
     question = udp(own, vip(v, CLUSTER), b"?")
     source = masked(path, path.run("tc_ingress", question)[1],
                     lambda a, b: udp(a, b, b"?"), pod(v), v)  # fmt: skip
-    lose(path, own, LOST[missing](path, v, own, source))
+    delete_entry(path, own, LOST[missing](path, v, own, source))
     age(path, own, seconds)
     before = path.site.reasons()[Reason.NEW_FLOW]
     _, inside = path.run("tc_ingress", question)
@@ -1330,22 +1351,20 @@ def test_a_question_of_a_flow_without_answers_begins_again(
 
 @both
 @pytest.mark.parametrize("kind", ["tcp", "udp"])
-def test_policy_local_holds_for_who_is_outside(path: Path_, v: int, kind: str) -> None:
-    """No endpoint is on this node: clients elsewhere get no answer, pods of the node are served."""
+def test_policy_local_drops_only_clients_from_outside(path: Path_, v: int, kind: str) -> None:
+    """No endpoint is on this node: outside clients get no reply, pods of this node are served."""
     build, front = KINDS[kind], vip(v, REMOTE)
     verdict, _ = path.run("tc_ingress", build(client(v), front))
     assert verdict == TC_ACT_SHOT
-    path.come_from(Role.POD)
+    path.set_loopback_role(Role.POD)
     own = client(v)
     path.go("tc_ingress", build(own, front), build(own, pod(v)))
 
 
 @both
 @pytest.mark.parametrize("lives", [True, False])
-def test_a_question_of_an_answered_flow_asks_whether_its_backend_lives(
-    path: Path_, v: int, lives: bool
-) -> None:
-    """A client may ask without end from one port; another pod may have the address by now."""
+def test_datagram_of_a_deleted_backend_begins_a_new_flow(path: Path_, v: int, lives: bool) -> None:
+    """A client may send forever from one port, while another pod may have the address by now."""
     own, front, back = client(v), vip(v, LOCAL), pod(v)
     question = udp(own, front, b"?")
     path.go("tc_ingress", question, udp(own, back, b"?"))
@@ -1366,7 +1385,7 @@ def test_a_question_of_an_answered_flow_asks_whether_its_backend_lives(
 
 
 def fill_ports(path: Path_, v: int, ports: Iterable[int], **fields: object) -> None:
-    """Somebody has these ports of the node to the pod: established connections."""
+    """Adds established connections to the pod that hold these node ports."""
     now = time.monotonic_ns()
     backend, node = (pack_target(parse_addr(host), port, 6)
                      for host, port in ((POD[v], 8080), (NODE[v], 0)))  # fmt: skip
@@ -1381,8 +1400,8 @@ def fill_ports(path: Path_, v: int, ports: Iterable[int], **fields: object) -> N
             flows.update(flow_key(backend, node[:16] + number + node[18:]), value)
 
 
-def port_given(path: Path_, v: int, own: str) -> int:
-    """The port of the node that a SYN of this client gets; 0: none."""
+def new_flow_port(path: Path_, v: int, own: str) -> int:
+    """The node port that a SYN of this client gets; 0: none."""
     verdict, inside = path.run("tc_ingress", tcp(own, vip(v, CLUSTER), flags="S"))
     if verdict == TC_ACT_SHOT:
         return 0
@@ -1390,32 +1409,32 @@ def port_given(path: Path_, v: int, own: str) -> int:
 
 
 def established_port(path: Path_, v: int, host: str) -> int:
-    """The same, for a connection that keeps it from now on."""
-    port = port_given(path, v, end(host, next(PORTS)))
+    """The same for a connection that keeps its port."""
+    port = new_flow_port(path, v, end(host, next(PORTS)))
     fill_ports(path, v, [port])
     return port
 
 
 @contextlib.contextmanager
 def no_flows(path: Path_) -> Iterator[None]:
-    """Before and after."""
-    path.forget_flows()
+    """Deletes all flows before and after."""
+    path.delete_flows()
     try:
         yield
     finally:
-        path.forget_flows()
+        path.delete_flows()
         with path.site.pinned("port_slots") as slots:
             for key, _ in list(slots.items()):
                 slots.update(key, bytes(PORT_SLOT.size))
 
 
 NEIGHBOURS = {4: [CLIENT[4]], 6: [f"2001:db8:9::{n:x}" for n in range(1, 100)]}
-"""Who shares one client's part."""
+"""Clients that share one share of the ports: IPv6 clients of one network."""
 
 
 @both
-def test_a_client_has_its_share_of_ports_and_no_more(path: Path_, v: int) -> None:
-    """All addresses of an IPv6 network together. Another client still gets most of its own."""
+def test_client_is_limited_to_its_share_of_ports(path: Path_, v: int) -> None:
+    """All addresses of an IPv6 network share one. Another client still gets most of its own."""
     low, high = 40_000, 41_023
     path.node(NodeFlag(0), low, high)
     mine = set(ports_of(CLIENT[v], low, high))
@@ -1423,12 +1442,12 @@ def test_a_client_has_its_share_of_ports_and_no_more(path: Path_, v: int) -> Non
     with no_flows(path):
         hosts = itertools.cycle(NEIGHBOURS[v])
         given = {established_port(path, v, next(hosts)) for _ in range(256)}
-        assert given == mine, "all of them"
+        assert given == mine, "the whole share"
         before = path.site.reasons()[Reason.NO_SNAT_PORT]
-        assert {port_given(path, v, end(next(hosts), next(PORTS))) for _ in range(9)} == {0}
+        assert {new_flow_port(path, v, end(next(hosts), next(PORTS))) for _ in range(9)} == {0}
         assert path.site.reasons()[Reason.NO_SNAT_PORT] == before + 9
         others = set(ports_of(ROUTER[v], low, high))
-        assert 140 < len(others - mine) < 240, "three of four"
+        assert 140 < len(others - mine) < 240, "about three quarters are no one else's"
         given = {established_port(path, v, ROUTER[v]) for _ in range(128)}
         assert len(given) == 128
         assert given <= others - mine
@@ -1437,28 +1456,28 @@ def test_a_client_has_its_share_of_ports_and_no_more(path: Path_, v: int) -> Non
 REUSABLE = {
     "free": None,
     "closed": {"state": TcpState.CLOSED},
-    "a handshake of a second": {"state": TcpState.ANSWERED, "age": 2},
-    "disposable": {"state": TcpState.UNPROVEN, "age": 6},
-    "half closed, and quiet": {"state": TcpState.CLOSING, "age": 11},
+    "a handshake of two seconds": {"state": TcpState.ANSWERED, "age": 2},
+    "unproven": {"state": TcpState.UNPROVEN, "age": 6},
+    "half closed and idle": {"state": TcpState.CLOSING, "age": 11},
 }
 
 
 @both
-def test_in_the_largest_range_a_handshake_gives_its_port(path: Path_, v: int) -> None:
-    """The kernel ends a packet's chain of programs at 33: the search ends before that."""
+def test_port_search_ends_in_the_largest_range(path: Path_, v: int) -> None:
+    """The kernel ends a chain of tail calls at 33; the search must end before."""
     low, high = 1024, 65_535
     path.node(NodeFlag(0), low, high)
     with no_flows(path):
         fill_ports(path, v, ports_of(CLIENT[v], low, high), state=TcpState.ANSWERED,
                    used=time.monotonic_ns() + 60 * 10**9)  # fmt: skip
         before = path.site.reasons()[Reason.NO_SNAT_PORT]
-        assert port_given(path, v, client(v)) != 0
+        assert new_flow_port(path, v, client(v)) != 0
         assert path.site.reasons()[Reason.NO_SNAT_PORT] == before
 
 
 @both
-def test_a_port_is_found_as_long_as_there_is_one(path: Path_, v: int) -> None:
-    """One of a client's 7,244, wherever it is; and of connections that give it up, too."""
+def test_last_free_or_reusable_port_is_found(path: Path_, v: int) -> None:
+    """Any of a client's 7,244 ports is found, and so are ports that connections give up."""
     low, high = Config().masquerade_ports
     path.node(NodeFlag(0), low, high)
     mine = ports_of(CLIENT[v], low, high)
@@ -1468,32 +1487,32 @@ def test_a_port_is_found_as_long_as_there_is_one(path: Path_, v: int) -> None:
         for number, (kind, fields) in enumerate(REUSABLE.items()):
             port = mine[number * 1400]
             if fields is None:
-                lose(path, end(ROUTER[v], 9), (end(NODE[v], port), pod(v)))
+                delete_entry(path, end(ROUTER[v], 9), (end(NODE[v], port), pod(v)))
             else:
                 used = time.monotonic_ns() - int(fields.get("age", 0)) * 10**9
                 fill_ports(path, v, [port], **{"used": max(used, 0), **fields})
-            assert port_given(path, v, client(v)) == port, kind
+            assert new_flow_port(path, v, client(v)) == port, kind
             fill_ports(path, v, [port])
         for fields in ({"state": TcpState.UNPROVEN}, {"state": TcpState.CLOSING}):
-            later = time.monotonic_ns() + 60 * 10**9  # young still, however long this takes
+            later = time.monotonic_ns() + 60 * 10**9  # stays young, however long this takes
             fill_ports(path, v, [mine[99]], used=later, **fields)
-            assert port_given(path, v, client(v)) == 0, "too young to be given up"
-        lose(path, end(ROUTER[v], 9), (end(NODE[v], mine[3000]), pod(v)))
-        found = [port_given(path, v, client(v)) for _ in range(3)]
+            assert new_flow_port(path, v, client(v)) == 0, "too young to be given up"
+        delete_entry(path, end(ROUTER[v], 9), (end(NODE[v], mine[3000]), pod(v)))
+        found = [new_flow_port(path, v, client(v)) for _ in range(3)]
         with path.site.pinned("port_slots") as slots:
             (key,) = [key for key, raw in slots.items() if PORT_SLOT.unpack(raw)[1]]
             slots.update(key, bytes(PORT_SLOT.size))
         if not any(found):  # a search without success is not repeated for 0.1 s
-            assert port_given(path, v, client(v)) == mine[3000]
+            assert new_flow_port(path, v, client(v)) == mine[3000]
 
 
 @both
-def test_first_fragments_hold_no_port(path: Path_, v: int) -> None:
-    """The kernel would wait for the rest before it keeps anything. Nobody answers them, however
-    many come, and however long: any other client gets their port.
+def test_first_fragments_alone_hold_no_port(path: Path_, v: int) -> None:
+    """The kernel would wait for the other fragments before it stored anything. They get no reply,
+    so any other client gets their port, however many come and however long they are.
     """
-    lonely = next(LONELY)
-    path.node(NodeFlag(0), lonely, lonely)
+    only_port = next(SPARE_PORTS)
+    path.node(NodeFlag(0), only_port, only_port)
     own = client(v)
     for _ in range(3):
         number = next(PORTS)
@@ -1509,39 +1528,40 @@ def test_first_fragments_hold_no_port(path: Path_, v: int) -> None:
 
 
 @both
-def test_a_port_is_left_to_the_cpu_that_decides_about_it(path: Path_, v: int) -> None:
-    lonely = next(LONELY)
-    path.node(NodeFlag(0), lonely, lonely)
+def test_port_slot_held_by_another_cpu_is_left_alone(path: Path_, v: int) -> None:
+    only_port = next(SPARE_PORTS)
+    path.node(NodeFlag(0), only_port, only_port)
     own, source = established(path, v, "tcp")
     close(path, v, own, source)
     with path.site.pinned("port_slots") as slots:
-        for holders, given in ((1, 0), (0, lonely)):
+        for holders, given in ((1, 0), (0, only_port)):
             for key, _ in list(slots.items()):
                 slots.update(key, PORT_SLOT.pack(holders, 0))
-            assert port_given(path, v, client(v)) == given
-        assert {PORT_SLOT.unpack(raw)[0] for _, raw in slots.items()} == {0}, "nobody holds one"
+            assert new_flow_port(path, v, client(v)) == given
+        assert {PORT_SLOT.unpack(raw)[0] for _, raw in slots.items()} == {0}, "no CPU holds one"
 
 
 @both
-def test_a_client_that_has_just_sent_keeps_its_port(path: Path_, v: int) -> None:
-    """What the entry of its answers says of it may be of before."""
-    lonely = next(LONELY)
-    path.node(NodeFlag(0), lonely, lonely)
-    own, _ = say(path, v, "S <SA A")
+def test_recently_active_client_keeps_its_port(path: Path_, v: int) -> None:
+    """The entry for its replies may show an older time."""
+    only_port = next(SPARE_PORTS)
+    path.node(NodeFlag(0), only_port, only_port)
+    own, _ = send_segments(path, v, "S <SA A")
     age(path, own, -60)
     with path.site.pinned("flows") as flows:
         for key, raw in list(flows.items()):
             if owner(raw) == own and raw[DIRECTION] == FlowDirection.SNAT_REPLY:
                 old = struct.pack("=Q", time.monotonic_ns() - 3 * 10**9)
                 flows.update(key, old + raw[8:STATE] + bytes([TcpState.NEW]) + raw[STATE + 1 :])
-    assert port_given(path, v, client(v)) == 0
+    assert new_flow_port(path, v, client(v)) == 0
     assert len(entries_of(path, own)) == 3
 
 
 @both
-def test_answers_that_another_program_has_left_alone_end_it_too(path: Path_, v: int) -> None:
-    """The source of the client's packets stayed as it was, so its backend answers to the client: at
-    egress, and nowhere else."""
+def test_replies_seen_at_egress_only_end_the_flow(path: Path_, v: int) -> None:
+    """Another program left the source of the client's packets as it was, so the backend's packets
+    go to the client and are seen at egress only.
+    """
     own, talk = client(v), Talk()
     for word in f"{LIVE} FA <FA A".split():
         back = word.startswith("<")
@@ -1554,7 +1574,7 @@ def test_answers_that_another_program_has_left_alone_end_it_too(path: Path_, v: 
 
 
 @both
-def test_an_association_is_kept_once_the_peer_has_sent_a_cookie_ack(path: Path_, v: int) -> None:
+def test_sctp_association_is_established_by_cookie_ack(path: Path_, v: int) -> None:
     own = client(v)
     for kind, want in ((2, TcpState.ANSWERED), (6, TcpState.ANSWERED), (11, PROVEN)):
         path.run("tc_ingress", sctp(own, vip(v, LOCAL)))
@@ -1563,8 +1583,8 @@ def test_an_association_is_kept_once_the_peer_has_sent_a_cookie_ack(path: Path_,
 
 
 @both
-def test_an_association_outlives_its_endpoint(path: Path_, v: int) -> None:
-    """As a TCP connection does; and only INIT begins one."""
+def test_sctp_association_outlives_its_backend(path: Path_, v: int) -> None:
+    """As a TCP connection does. Only an INIT begins one."""
     own = client(v)
     data = sctp(own, vip(v, CLUSTER), b"\0" * 8)
     assert path.run("tc_ingress", data) == (TC_ACT_UNSPEC, data)
@@ -1582,31 +1602,33 @@ def test_an_association_outlives_its_endpoint(path: Path_, v: int) -> None:
 
 
 @both
-def test_a_fin_after_a_reset_is_the_end_all_the_same(path: Path_, v: int) -> None:
+def test_fin_after_a_reset_closes_the_flow(path: Path_, v: int) -> None:
     own, source = established(path, v, "tcp")
-    say(path, v, "R <FA", own, source)
+    send_segments(path, v, "R <FA", own, source)
     assert states(path, own) == {TcpState.CLOSED}
 
 
 @both
-def test_an_error_is_no_answer(path: Path_, v: int) -> None:
-    """A SYN that a router cannot deliver: nobody has answered, whoever sent the error."""
+def test_icmp_error_does_not_count_as_an_answer(path: Path_, v: int) -> None:
+    """A router that cannot deliver the SYN sent the error; the backend has not answered."""
     own = client(v)
     _, inside = path.run("tc_ingress", tcp(own, vip(v, CLUSTER), flags="S"))
     _, sent = path.run("tc_egress", inside)
     _, got = path.run("tc_ingress", icmp_error("host unreachable", ROUTER[v], sent))
-    assert parse(got, l2=False).destination == CLIENT[v], "it is the client's"
+    assert parse(got, l2=False).destination == CLIENT[v], "it goes to the client"
     assert states(path, own) == {TcpState.NEW}
 
 
 TALKS: dict[str, Talk] = {}
-"""By the client."""
+"""By client."""
 
 
 def segment(
     path: Path_, v: int, own: str, word: str, source: str = "", which: int = CLUSTER
 ) -> str:
-    """One from the client, or, with the backend's view of it, `source`, one back; that view."""
+    """Sends one segment of the client, or of the backend to `source`; returns its translated
+    source.
+    """
     back = word.startswith("<")
     ends = (pod(v), source) if back else (own, vip(v, which))
     packet = TALKS.setdefault(own, Talk()).segment(word, *ends)
@@ -1618,10 +1640,12 @@ def segment(
     return found.source
 
 
-def say(
+def send_segments(
     path: Path_, v: int, script: str, own: str = "", source: str = "", which: int = CLUSTER
 ) -> tuple[str, str]:
-    """All of these words, of one connection: the client, and as what the backend sees it."""
+    """Sends these segments of one connection; returns the client and the source the
+    backend sees.
+    """
     own = own or client(v)
     for word in script.split():
         seen = segment(path, v, own, word, source, which)
@@ -1642,15 +1666,15 @@ LIVES = {"nothing": ("A",), "one side closes": ("A", "FA")}
 
 @both
 @pytest.mark.parametrize("way", [*LIVES, *CLOSES])
-def test_whose_port_is_used_again(path: Path_, v: int, way: str) -> None:
-    """A range of one port. That of an ended connection will do; before others are tried, unless
-    the backend has closed first: it still has the port in TIME_WAIT.
+def test_port_of_an_ended_connection_is_reused(path: Path_, v: int, way: str) -> None:
+    """The range has one port. That of an ended connection is reused, and before other ports are
+    tried unless the backend closed first: then it still has the port in TIME_WAIT.
     """
-    lonely = next(LONELY)
-    path.node(NodeFlag(0), lonely, lonely)
+    only_port = next(SPARE_PORTS)
+    path.node(NodeFlag(0), only_port, only_port)
     own, source = established(path, v, "tcp")
-    assert source == end(NODE[v], lonely)
-    say(path, v, " ".join({**LIVES, **CLOSES}[way]), own, source)
+    assert source == end(NODE[v], only_port)
+    send_segments(path, v, " ".join({**LIVES, **CLOSES}[way]), own, source)
     first = {FinFlag(FLOW.unpack(raw)[10]) & FinFlag.BACKEND_FIRST for raw in entries_of(path, own)}
     before, other = path.site.reasons()[Reason.NO_SNAT_PORT], client(v)
     retval, _ = path.run("tc_ingress", tcp(other, vip(v, CLUSTER), flags="S"))
@@ -1658,14 +1682,15 @@ def test_whose_port_is_used_again(path: Path_, v: int, way: str) -> None:
     assert path.site.reasons()[Reason.NO_SNAT_PORT] - before == (way not in CLOSES)
     assert first == {FinFlag.BACKEND_FIRST if "backend first" in way else FinFlag(0)}
     left = set() if way in CLOSES else {own}
-    assert {owner(raw) for raw in entries_of(path, own)} == left, "nothing of the old one"
+    assert {owner(raw) for raw in entries_of(path, own)} == left, "all old entries are deleted"
 
 
 @both
 @pytest.mark.parametrize("which", [CLUSTER, LOCAL], ids=["Cluster", "Local"])
-def test_the_same_client_and_backend_again(path: Path_, v: int, which: int) -> None:
-    """From the same port, after both have closed: the backend sees the ports of before, as it would
-    see the client's own without us; the entries are those of before, and count as new ones."""
+def test_same_client_and_backend_reuse_their_entries(path: Path_, v: int, which: int) -> None:
+    """From the same port, after both have closed: the backend sees the same ports as before, as it
+    would without a load balancer. The entries are reused and count as a new flow.
+    """
     own, source = established(path, v, "tcp", which)
     close(path, v, own, source, which)
     before, there = path.site.reasons()[Reason.NEW_FLOW], len(entries_of(path, own))
@@ -1673,30 +1698,30 @@ def test_the_same_client_and_backend_again(path: Path_, v: int, which: int) -> N
     assert path.site.reasons()[Reason.NEW_FLOW] == before + 1
     assert states(path, own) == {TcpState.NEW}
     assert len(entries_of(path, own)) == there
-    assert {FLOW.unpack(raw)[10] for raw in entries_of(path, own)} == {0}, "nobody has closed"
+    assert {FLOW.unpack(raw)[10] for raw in entries_of(path, own)} == {0}, "no side has closed"
 
 
 @both
-def test_a_port_of_another_range_is_not_used_again(path: Path_, v: int) -> None:
-    """The operator has moved the range: sockets of the node may have the old one by now."""
-    lonely, other = next(LONELY), next(LONELY)
-    path.node(NodeFlag(0), lonely, lonely)
+def test_port_outside_a_changed_range_is_not_reused(path: Path_, v: int) -> None:
+    """After a change of the range, sockets of the node may use ports of the old one."""
+    only_port, other = next(SPARE_PORTS), next(SPARE_PORTS)
+    path.node(NodeFlag(0), only_port, only_port)
     own, source = established(path, v, "tcp")
     close(path, v, own, source)
     path.node(NodeFlag(0), other, other)
     assert open_again(path, v, own) == end(NODE[v], other)
-    assert len(entries_of(path, own)) == 3, "nothing of the old one"
+    assert len(entries_of(path, own)) == 3, "all old entries are deleted"
 
 
 def close(path: Path_, v: int, own: str, source: str, which: int = CLUSTER) -> None:
-    """Both sides do, the client first."""
+    """Both sides close, the client first."""
     for word in ("FA", "<FA"):
         segment(path, v, own, word, source, which)
     assert states(path, own) == {TcpState.CLOSED}
 
 
 def open_again(path: Path_, v: int, own: str, which: int = CLUSTER) -> str:
-    """As whom the backend sees this client's SYN."""
+    """The source that the backend sees in this client's SYN."""
     _, inside = path.run("tc_ingress", tcp(own, vip(v, which), flags="S"))
     _, out = path.run("tc_egress", inside)
     assert parse(out, l2=False).destination == pod(v)
@@ -1705,25 +1730,25 @@ def open_again(path: Path_, v: int, own: str, which: int = CLUSTER) -> str:
 
 @both
 @pytest.mark.parametrize("way", CLOSES)
-def test_a_connection_that_ends_ends_in_all_of_its_entries(path: Path_, v: int, way: str) -> None:
-    """Else its port of the node would be kept for an hour, or for a day."""
-    own, source = say(path, v, LIVE)
+def test_end_of_a_connection_closes_all_its_entries(path: Path_, v: int, way: str) -> None:
+    """Otherwise its SNAT port would be held for an hour, or for a day."""
+    own, source = send_segments(path, v, LIVE)
     assert states(path, own) == {TcpState.ESTABLISHED}
-    say(path, v, " ".join(CLOSES[way]), own, source)
+    send_segments(path, v, " ".join(CLOSES[way]), own, source)
     assert states(path, own) == {TcpState.CLOSED}
 
 
 @both
 @pytest.mark.parametrize("last", ["FA", "<FA"], ids=["client", "backend"])
-def test_half_closed_is_known_in_all_entries(path: Path_, v: int, last: str) -> None:
-    own, _ = say(path, v, f"S <SA {last}")
+def test_first_fin_marks_all_entries_as_closing(path: Path_, v: int, last: str) -> None:
+    own, _ = send_segments(path, v, f"S <SA {last}")
     assert states(path, own) == {TcpState.CLOSING}
 
 
 @both
 @pytest.mark.parametrize("last", ["client", "backend"])
-def test_fins_that_meet_close_it(path: Path_, v: int, last: str) -> None:
-    """On two CPUs, each of which has seen one of them; the ACK of either tells."""
+def test_simultaneous_fins_close_the_flow(path: Path_, v: int, last: str) -> None:
+    """Two CPUs each saw one FIN; the next ACK of either side closes the entries."""
     own, source = established(path, v, "tcp")
     with path.site.pinned("flows") as flows:
         for key, raw in list(flows.items()):
@@ -1735,8 +1760,8 @@ def test_fins_that_meet_close_it(path: Path_, v: int, last: str) -> None:
 
 
 @both
-def test_a_local_connection_ends_too(path: Path_, v: int) -> None:
-    """It has no port of the node, and passes egress as it is."""
+def test_connection_with_policy_local_is_closed(path: Path_, v: int) -> None:
+    """It has no SNAT port, and its packets pass egress unchanged."""
     own = client(v)
     for word in f"{LIVE} <FA FA".split():
         segment(path, v, own, word, own, LOCAL)
@@ -1751,8 +1776,10 @@ QUIET = {
 
 @both
 @pytest.mark.parametrize("quiet", QUIET)
-def test_a_flow_lives_as_long_as_either_side_sends(path: Path_, v: int, quiet: str) -> None:
-    """Datagrams one way for a long time: the entry for the other way has seen none of them."""
+def test_flow_lives_while_either_side_sends(path: Path_, v: int, quiet: str) -> None:
+    """Datagrams in one direction for a long time do not refresh the entry of the other
+    direction.
+    """
     own = client(v)
     source = masked(path, path.run("tc_ingress", udp(own, vip(v, CLUSTER), b"?"))[1],
                     lambda a, b: udp(a, b, b"?"), pod(v), v)  # fmt: skip
@@ -1767,8 +1794,8 @@ def test_a_flow_lives_as_long_as_either_side_sends(path: Path_, v: int, quiet: s
 
 
 @both
-def test_answers_to_the_node_keep_a_flow(path: Path_, v: int) -> None:
-    """Past the stack nothing but these is seen of a backend that sends on and on."""
+def test_replies_to_the_node_keep_a_flow_alive(path: Path_, v: int) -> None:
+    """With redirected packets they are all that is seen of a backend that keeps sending."""
     own = client(v)
     source = masked(path, path.run("tc_ingress", udp(own, vip(v, CLUSTER), b"?"))[1],
                     lambda a, b: udp(a, b, b"?"), pod(v), v)  # fmt: skip
@@ -1782,8 +1809,8 @@ def test_answers_to_the_node_keep_a_flow(path: Path_, v: int) -> None:
 
 
 @both
-def test_a_repeated_answer_to_a_syn_ends_nothing(path: Path_, v: int) -> None:
-    """The backend has not heard yet that the client has asked, and is done."""
+def test_repeated_syn_ack_does_not_end_the_flow(path: Path_, v: int) -> None:
+    """The backend had not yet received the client's ACK and FIN."""
     own, source = established(path, v, "tcp")
     segment(path, v, own, "FA")
     for word in ("<SA", "<A"):
@@ -1793,7 +1820,7 @@ def test_a_repeated_answer_to_a_syn_ends_nothing(path: Path_, v: int) -> None:
 
 
 @both
-def test_a_flow_that_is_quiet_for_long_is_none(path: Path_, v: int) -> None:
+def test_packet_of_an_expired_flow_passes_untouched(path: Path_, v: int) -> None:
     own = client(v)
     source = masked(path, path.run("tc_ingress", udp(own, vip(v, CLUSTER), b"?"))[1],
                     lambda a, b: udp(a, b, b"?"), pod(v), v)  # fmt: skip
@@ -1806,19 +1833,19 @@ def test_a_flow_that_is_quiet_for_long_is_none(path: Path_, v: int) -> None:
 
 
 def owner(raw: bytes) -> str:
-    """Whose flow an entry is."""
+    """The client of an entry's flow."""
     found = Target.unpack(FLOW.unpack(raw)[1])
     return end(format_addr(found.address), found.port)
 
 
 def ends(key: bytes) -> tuple[str, str]:
-    """Both ends of an entry's key."""
+    """Both addresses and ports of an entry's key."""
     one, other = (Target.unpack(half) for half in FLOW_KEY.unpack(key))
     return end(format_addr(one.address), one.port), end(format_addr(other.address), other.port)
 
 
 def age(path: Path_, own: str, seconds: int) -> None:
-    """As if this client's flow had been quiet for so long."""
+    """Makes this client's flow look idle for so many seconds."""
     with path.site.pinned("flows") as flows:
         for key, raw in list(flows.items()):
             if owner(raw) == own:
@@ -1837,19 +1864,19 @@ def backends_of(path: Path_, own: str) -> set[int]:
 
 
 def states(path: Path_, own: str) -> set[int]:
-    """What the entries of this client's flow say."""
+    """The states in the entries of this client's flow."""
     return {FLOW.unpack(raw)[9] for raw in entries_of(path, own)}
 
 
-# ---- past the stack ------------------------------------------------------------------------------
+# ---- redirected past the stack -------------------------------------------------------------------
 
 GATE = {4: "198.18.0.2", 6: "fd00:198:18::2"}
 MTU = 1400
 
 
 @pytest.fixture(scope="module")
-def way_out(path: Path_) -> Iterator[Path_]:
-    """A device with an address of the node, behind which everything else is."""
+def uplink(path: Path_) -> Iterator[Path_]:
+    """Adds a device with addresses of the node and the default routes."""
     ip(
         "link add out address 02:00:00:00:00:01 type veth peer name gate",
         f"link set out mtu {MTU} up",
@@ -1862,7 +1889,7 @@ def way_out(path: Path_) -> Iterator[Path_]:
         ip(address, there, f"route add default via {GATE[v]} dev out", netns=path.where)
     path.forward(True)
     index = path.inside(lambda: socket.if_nametoindex("out"))
-    path.tell(index, Role.HOST, DeviceFlag(0))
+    path.set_device(index, Role.HOST, DeviceFlag(0))
     path.out, path.out_mac = index, "02:00:00:00:00:01"
     yield path
     path.forward(False)
@@ -1872,8 +1899,8 @@ def way_out(path: Path_) -> Iterator[Path_]:
     ip("link del out", netns=path.where)
 
 
-def past(path: Path_, packet: bytes, want: bytes, name: str = "tc_ingress") -> None:
-    """It leaves by another device, past the stack, as this."""
+def expect_redirect(path: Path_, packet: bytes, want: bytes, name: str = "tc_ingress") -> None:
+    """Expects the packet to be redirected to another device as `want`."""
     redirected = path.site.reasons()[Reason.REDIRECTED]
     retval, got = path.run(name, packet, complete=True)
     assert retval == TC_ACT_REDIRECT
@@ -1882,56 +1909,60 @@ def past(path: Path_, packet: bytes, want: bytes, name: str = "tc_ingress") -> N
     assert [one for one in checksums(got, l2=False) if one not in QUOTED] == []
 
 
-def past_as_node(path: Path_, packet: bytes, build: object, to: str, v: int, **ip_: object) -> str:
-    """As masked(), in one step."""
+def expect_snat_redirect(
+    path: Path_, packet: bytes, build: object, to: str, v: int, **ip_: object
+) -> str:
+    """masked() for a redirected packet, in one step."""
     _, got = path.run("tc_ingress", packet)
     source = parse(got, l2=False).source
     host, _, port = source.rpartition(":")
     assert host.strip("[]") == NODE[v]
     assert LOW <= int(port) <= HIGH
-    past(path, packet, build(source, to, **ip_))
+    expect_redirect(path, packet, build(source, to, **ip_))
     return source
 
 
 @both
 @pytest.mark.parametrize("kind", [*KINDS, "sctp"])
-def test_to_another_node_it_leaves_past_the_stack(way_out: Path_, v: int, kind: str) -> None:
+def test_packet_to_another_node_is_redirected(uplink: Path_, v: int, kind: str) -> None:
     build = {**KINDS, "sctp": sctp}[kind]
     answer = {**BACK, "sctp": sctp}[kind[:3] if kind != "sctp" else kind]
     own, front, back = client(v), vip(v, CLUSTER), pod(v)
-    source = past_as_node(way_out, build(own, front, ttl=9, tos=4), build, back, v, ttl=8, tos=4)
-    past(way_out, answer(back, source, ttl=9), answer(front, own, ttl=8))
-    # What we have sent off is not taken for something new when it leaves by the device.
+    source = expect_snat_redirect(
+        uplink, build(own, front, ttl=9, tos=4), build, back, v, ttl=8, tos=4
+    )
+    expect_redirect(uplink, answer(back, source, ttl=9), answer(front, own, ttl=8))
+    # What we redirected must not start a new flow when it leaves by the device.
     sent = build(source, back)
-    assert way_out.run("tc_egress", sent) == (TC_ACT_UNSPEC, sent)
+    assert uplink.run("tc_egress", sent) == (TC_ACT_UNSPEC, sent)
     came = answer(front, own)
-    assert way_out.run("tc_egress", came) == (TC_ACT_UNSPEC, came)
+    assert uplink.run("tc_egress", came) == (TC_ACT_UNSPEC, came)
 
 
 VLAN_VALID = 1 << 4
-"""Of struct tpacket_auxdata: the frame came with a tag, which the kernel has taken off."""
+"""From struct tpacket_auxdata: the frame came with a VLAN tag, which the kernel removed."""
 
 
 @pytest.fixture
-def tagged(way_out: Path_) -> Iterator[Path_]:
-    """A device that frames with a tag come in by, with tc_ingress on it."""
+def tagged(uplink: Path_) -> Iterator[Path_]:
+    """Adds a device that receives tagged frames, with tc_ingress attached."""
     ip(
         "link add in address 02:00:00:00:00:05 type veth peer name switch",
         "link set in up",
         "link set switch up",
-        netns=way_out.where,
+        netns=uplink.where,
     )
-    index = way_out.inside(lambda: socket.if_nametoindex("in"))
-    inside = ("nsenter", f"--net=/run/netns/{way_out.where}")  # `ip netns exec` hides the pins
-    pin = str(way_out.folder / "tc_ingress")
+    index = uplink.inside(lambda: socket.if_nametoindex("in"))
+    inside = ("nsenter", f"--net=/run/netns/{uplink.where}")  # `ip netns exec` hides the pins
+    pin = str(uplink.folder / "tc_ingress")
     command(*inside, "tc", "qdisc", "add", "dev", "in", "clsact")
     command(*inside, *["tc", "filter", "add", "dev", "in", "ingress", "bpf", "da", "pinned"], pin)
-    way_out.tell(index, Role.HOST, DeviceFlag(0))
-    yield way_out
-    with way_out.site.pinned("devices") as devices:
+    uplink.set_device(index, Role.HOST, DeviceFlag(0))
+    yield uplink
+    with uplink.site.pinned("devices") as devices:
         devices.delete(U32.pack(index))
-    way_out.cache(index, bytes(CACHED_DEVICE.size))
-    ip("link del in", netns=way_out.where)
+    uplink.cache(index, bytes(CACHED_DEVICE.size))
+    ip("link del in", netns=uplink.where)
 
 
 def raw_socket(device: str) -> socket.socket:
@@ -1943,7 +1974,7 @@ def raw_socket(device: str) -> socket.socket:
 
 
 @both
-def test_a_priority_tag_stays_on_its_link(tagged: Path_, v: int) -> None:
+def test_priority_tag_is_not_forwarded(tagged: Path_, v: int) -> None:
     """802.1Q with VLAN 0, as some switches and clouds send it."""
     own, back = client(v), pod(v)
     data = os.urandom(32)
@@ -1967,32 +1998,32 @@ TORN = {
     "another MAC address": ("next_mac", b"\2\0\0\0\0\x77"),
     "a larger MTU": ("length", 9_000),
 }
-"""What a program may copy of a next hop that another CPU replaces meanwhile."""
+"""Fields of a next hop that a program may read half-written, while another CPU replaces it."""
 HOP = ("found", "check", "next", "ifindex", "own_mac", "next_mac", "length", "resolved", "family",
        "unsaid")  # fmt: skip
 
 
 @both
 @pytest.mark.parametrize(("name", "value"), TORN.values(), ids=TORN)
-def test_half_of_a_next_hop_is_not_used(way_out: Path_, v: int, name: str, value: object) -> None:
-    """The kernel is asked again, and what it says is remembered."""
+def test_torn_next_hop_is_not_used(uplink: Path_, v: int, name: str, value: object) -> None:
+    """The program asks the kernel again and stores the answer."""
     own, front = client(v), vip(v, CLUSTER)
-    way_out.run("tc_ingress", udp(own, front))
-    with way_out.site.pinned("flows") as flows:
+    uplink.run("tc_ingress", udp(own, front))
+    with uplink.site.pinned("flows") as flows:
         key, raw = next(
             (key, raw)
             for key, raw in flows.items()
-            if owner(raw) == own and hop_of(raw)["ifindex"] == way_out.out
+            if owner(raw) == own and hop_of(raw)["ifindex"] == uplink.out
         )
         torn = {**hop_of(raw), name: value}
         flows.update(key, raw[: -NEXT_HOP.size] + NEXT_HOP.pack(*torn.values()))
-    assert way_out.run("tc_ingress", udp(own, front))[0] == TC_ACT_REDIRECT
-    after = hop_of(way_out.site.entries("flows")[key])
+    assert uplink.run("tc_ingress", udp(own, front))[0] == TC_ACT_REDIRECT
+    after = hop_of(uplink.site.entries("flows")[key])
     assert after[name] == hop_of(raw)[name] != value
 
 
 def check_of(hop: dict[str, Any]) -> int:
-    """next_hop_check() in forward.h."""
+    """As next_hop_check() in forward.h computes it."""
     check = hop["found"]
     raw = hop["next"] + U32.pack(hop["ifindex"]) + hop["own_mac"] + hop["next_mac"]
     flags = hop["length"] | hop["resolved"] << 16 | hop["family"] << 24
@@ -2006,7 +2037,7 @@ def hop_of(raw: bytes) -> dict[str, Any]:
 
 
 class Stays(NamedTuple):
-    """What goes up the stack all the same."""
+    """A packet that goes up the stack although others are redirected."""
 
     name: str
     which: int = CLUSTER
@@ -2019,66 +2050,68 @@ class Stays(NamedTuple):
 STAYS = [
     Stays("Local policy", which=LOCAL),
     Stays("a ClusterIP that is not masqueraded", which=IP),
-    Stays("a pod that asks", role=Role.POD),
-    Stays("the end of its TTL", ttl=1),
-    Stays("longer than the way allows", size=MTU),
+    Stays("from a pod", role=Role.POD),
+    Stays("TTL 1", ttl=1),
+    Stays("longer than the MTU", size=MTU),
     Stays("a node that does not forward", forwards=False),
 ]
 
 
 @both
 @pytest.mark.parametrize("row", STAYS, ids=lambda row: row.name)
-def test_what_the_stack_has_to_see(way_out: Path_, v: int, row: Stays) -> None:
-    way_out.come_from(row.role)
+def test_packet_that_the_stack_must_see_is_not_redirected(
+    uplink: Path_, v: int, row: Stays
+) -> None:
+    uplink.set_loopback_role(row.role)
     own, front, back = client(v), vip(v, row.which), pod(v)
     data = os.urandom(row.size)
-    way_out.forward(row.forwards)
+    uplink.forward(row.forwards)
     try:
-        way_out.go("tc_ingress", udp(own, front, data, ttl=row.ttl),
+        uplink.go("tc_ingress", udp(own, front, data, ttl=row.ttl),
                    udp(own, back, data, ttl=row.ttl))  # fmt: skip
     finally:
-        way_out.forward(True)
+        uplink.forward(True)
 
 
 @both
-def test_the_longest_that_the_way_allows(way_out: Path_, v: int) -> None:
+def test_packet_of_exactly_the_mtu_is_redirected(uplink: Path_, v: int) -> None:
     data = os.urandom(MTU - (28 if v == 4 else 48))
-    past_as_node(way_out, udp(client(v), vip(v, CLUSTER), data),
+    expect_snat_redirect(uplink, udp(client(v), vip(v, CLUSTER), data),
                  lambda a, b: udp(a, b, data, ttl=63), pod(v), v)  # fmt: skip
 
 
 @both
-def test_its_source_is_an_address_of_the_device_that_it_leaves_by(way_out: Path_, v: int) -> None:
-    """As MASQUERADE does it: an overlay's answers come back by the overlay."""
+def test_snat_source_is_an_address_of_the_outgoing_device(uplink: Path_, v: int) -> None:
+    """As with MASQUERADE. With an overlay, replies then come back through the overlay."""
     overlay = {4: "10.244.9.0", 6: "fd00:10:244:9::"}
-    way_out.tell(way_out.out, Role.HOST, DeviceFlag(0), (overlay[4], overlay[6]))
+    uplink.set_device(uplink.out, Role.HOST, DeviceFlag(0), (overlay[4], overlay[6]))
     own, front, back = client(v), vip(v, CLUSTER), pod(v)
     try:
-        _, got = way_out.run("tc_ingress", udp(own, front, b"?"))
+        _, got = uplink.run("tc_ingress", udp(own, front, b"?"))
         source = parse(got, l2=False).source
-        past(way_out, udp(own, front, b"?"), udp(source, back, b"?", ttl=63))
-        past(way_out, udp(back, source, b"!"), udp(front, own, b"!", ttl=63))
+        expect_redirect(uplink, udp(own, front, b"?"), udp(source, back, b"?", ttl=63))
+        expect_redirect(uplink, udp(back, source, b"!"), udp(front, own, b"!", ttl=63))
     finally:
-        way_out.tell(way_out.out, Role.HOST, DeviceFlag(0))
+        uplink.set_device(uplink.out, Role.HOST, DeviceFlag(0))
     assert source.rpartition(":")[0].strip("[]") == overlay[v]
 
 
 @both
-def test_a_flow_keeps_its_way_but_for_what_does_not_fit(way_out: Path_, v: int) -> None:
-    """A long packet goes up the stack, which tells the sender; the flow goes on past it."""
+def test_oversized_packet_of_a_redirected_flow_goes_up_the_stack(uplink: Path_, v: int) -> None:
+    """A packet longer than the MTU goes up the stack, which informs the sender; others do not."""
     own, front, back = client(v), vip(v, CLUSTER), pod(v)
-    source = past_as_node(way_out, udp(own, front, b"?"),
+    source = expect_snat_redirect(uplink, udp(own, front, b"?"),
                           lambda a, b: udp(a, b, b"?", ttl=63), back, v)  # fmt: skip
     data = os.urandom(MTU)
-    inside = way_out.go("tc_ingress", udp(own, front, data), udp(own, back, data))
-    way_out.go("tc_egress", inside, udp(source, back, data))
-    inside = way_out.go("tc_ingress", udp(back, source, data), udp(back, own, data))
-    way_out.go("tc_egress", inside, udp(front, own, data))
-    past(way_out, udp(own, front, b"?"), udp(source, back, b"?", ttl=63))
+    inside = uplink.go("tc_ingress", udp(own, front, data), udp(own, back, data))
+    uplink.go("tc_egress", inside, udp(source, back, data))
+    inside = uplink.go("tc_ingress", udp(back, source, data), udp(back, own, data))
+    uplink.go("tc_egress", inside, udp(front, own, data))
+    expect_redirect(uplink, udp(own, front, b"?"), udp(source, back, b"?", ttl=63))
 
 
-def find_way(path: Path_, own: str, seconds: float) -> None:
-    """As if the ways of this client's flow had been found so long ago."""
+def age_next_hops(path: Path_, own: str, seconds: float) -> None:
+    """Makes the cached next hops of this client's flow so many seconds old."""
     found = (time.monotonic_ns() - round(seconds * 10**9)) >> 20
     with path.site.pinned("flows") as flows:
         for key, raw in list(flows.items()):
@@ -2092,101 +2125,105 @@ def find_way(path: Path_, own: str, seconds: float) -> None:
 @pytest.mark.parametrize(
     ("found", "still"), [(-60, True), (1.001, False)], ids=["now", "a second ago"]
 )
-def test_a_way_is_good_for_a_second(way_out: Path_, v: int, found: float, still: bool) -> None:
-    """Not each packet asks the kernel's tables; what they say now holds a second later."""
+def test_next_hop_is_cached_for_a_second(uplink: Path_, v: int, found: float, still: bool) -> None:
+    """Not every packet asks the kernel's tables; a change takes effect within a second."""
     own, front, back = client(v), vip(v, CLUSTER), pod(v)
-    source = past_as_node(way_out, udp(own, front, b"?"),
+    source = expect_snat_redirect(uplink, udp(own, front, b"?"),
                           lambda a, b: udp(a, b, b"?", ttl=63), back, v)  # fmt: skip
-    find_way(way_out, own, found)
-    way_out.forward(False)
+    age_next_hops(uplink, own, found)
+    uplink.forward(False)
     try:
         if still:
-            past(way_out, udp(own, front, b"?"), udp(source, back, b"?", ttl=63))
+            expect_redirect(uplink, udp(own, front, b"?"), udp(source, back, b"?", ttl=63))
         else:
-            way_out.go("tc_ingress", udp(own, front, b"?"), udp(own, back, b"?"))
+            uplink.go("tc_ingress", udp(own, front, b"?"), udp(own, back, b"?"))
     finally:
-        way_out.forward(True)
+        uplink.forward(True)
 
 
 @both
 @pytest.mark.parametrize("first", [{"ttl": 1}, {"size": MTU}], ids=["ttl", "size"])
-def test_a_first_packet_that_cannot_go_decides_nothing(
-    way_out: Path_, v: int, first: dict[str, int]
+def test_later_packets_are_redirected_if_the_first_could_not_be(
+    uplink: Path_, v: int, first: dict[str, int]
 ) -> None:
     own, front, back = client(v), vip(v, CLUSTER), pod(v)
     data, ttl = os.urandom(first.get("size", 1)), first.get("ttl", 64)
-    inside = way_out.go("tc_ingress", udp(own, front, data, ttl=ttl), udp(own, back, data, ttl=ttl))
-    source = masked(way_out, inside, lambda a, b: udp(a, b, data, ttl=ttl), back, v)
-    past(way_out, udp(own, front, b"?"), udp(source, back, b"?", ttl=63))
+    inside = uplink.go("tc_ingress", udp(own, front, data, ttl=ttl), udp(own, back, data, ttl=ttl))
+    source = masked(uplink, inside, lambda a, b: udp(a, b, data, ttl=ttl), back, v)
+    expect_redirect(uplink, udp(own, front, b"?"), udp(source, back, b"?", ttl=63))
 
 
 @both
 @pytest.mark.parametrize("role", Role)
-def test_direct_goes_past_the_stack_whoever_asks(way_out: Path_, v: int, role: Role) -> None:
-    way_out.node(NodeFlag.DIRECT)
-    way_out.come_from(role)
+def test_mode_direct_redirects_packets_of_all_clients(uplink: Path_, v: int, role: Role) -> None:
+    uplink.node(NodeFlag.DIRECT)
+    uplink.set_loopback_role(role)
     own, front, back = client(v), vip(v, LOCAL), pod(v)
-    past(way_out, udp(own, front, b"?"), udp(own, back, b"?", ttl=63))
-    past(way_out, udp(back, own, b"!"), udp(front, own, b"!", ttl=63))
-    past(way_out, udp(own, front, b"??"), udp(own, back, b"??", ttl=63))
+    expect_redirect(uplink, udp(own, front, b"?"), udp(own, back, b"?", ttl=63))
+    expect_redirect(uplink, udp(back, own, b"!"), udp(front, own, b"!", ttl=63))
+    expect_redirect(uplink, udp(own, front, b"??"), udp(own, back, b"??", ttl=63))
 
 
 @both
-def test_an_error_about_what_went_past_the_stack(way_out: Path_, v: int) -> None:
-    """A router behind the node: the client hears of the packet that it has sent."""
+def test_icmp_error_about_a_redirected_packet(uplink: Path_, v: int) -> None:
+    """From a router behind the node: the client gets an error about the packet that it sent."""
     own, front, back = client(v), vip(v, CLUSTER), pod(v)
-    source = past_as_node(way_out, udp(own, front, b"?"),
+    source = expect_snat_redirect(uplink, udp(own, front, b"?"),
                           lambda a, b: udp(a, b, b"?", ttl=63), back, v)  # fmt: skip
     error = icmp_error("too big", ROUTER[v], udp(source, back, b"?"), mtu=1300)
-    inside = way_out.run("tc_ingress", error)[1]
+    inside = uplink.run("tc_ingress", error)[1]
     assert parse(inside, l2=False).destination == CLIENT[v]
-    _, out = way_out.run("tc_egress", inside)
+    _, out = uplink.run("tc_egress", inside)
     told = parse(out, l2=False)
     assert str(told.embedded) == str(parse(udp(own, front, b"?"), l2=False))
     assert [one for one in checksums(out, l2=False) if one not in QUOTED] == []
 
 
-# ---- the node's own ------------------------------------------------------------------------------
+# ---- sockets of the node -------------------------------------------------------------------------
 
 
 @both
 @pytest.mark.parametrize("kind", [*KINDS, "sctp"])
 @pytest.mark.parametrize("which", [CLUSTER, LOCAL, IP], ids=["Cluster", "Local", "ClusterIP"])
-def test_a_socket_of_the_node(way_out: Path_, v: int, kind: str, which: int) -> None:
-    """What the hooks have left alone is served when it leaves; the answer is for the socket."""
+def test_socket_of_the_node_is_translated_at_egress(
+    uplink: Path_, v: int, kind: str, which: int
+) -> None:
+    """A packet that the hooks left alone is translated at egress; the reply goes to the socket."""
     build = {**KINDS, "sctp": sctp}[kind]
     answer = {**BACK, "sctp": sctp}[kind[:3] if kind != "sctp" else kind]
     own, front, back = end(NODE[v], next(PORTS)), vip(v, which), pod(v)
     for _ in range(2):
-        past(way_out, build(own, front), build(own, back), "tc_egress")
+        expect_redirect(uplink, build(own, front), build(own, back), "tc_egress")
     sent = build(own, back)
-    assert way_out.run("tc_egress", sent) == (TC_ACT_UNSPEC, sent), "on the other device"
-    way_out.go("tc_ingress", answer(back, own), answer(front, own))
+    assert uplink.run("tc_egress", sent) == (TC_ACT_UNSPEC, sent), "on the other device"
+    uplink.go("tc_ingress", answer(back, own), answer(front, own))
 
 
 @both
-def test_the_answer_comes_in_where_it_is_expected(way_out: Path_, v: int) -> None:
-    """The question has left by loopback here, so that the answer goes there: rp_filter."""
+def test_reply_to_a_node_socket_is_redirected_to_its_device(uplink: Path_, v: int) -> None:
+    """The request left by loopback, so the reply must arrive there: rp_filter."""
     own, front, back = end(NODE[v], next(PORTS)), vip(v, CLUSTER), pod(v)
-    past(way_out, udp(own, front, b"?"), udp(own, back, b"?"), "tc_egress")
-    answer, before = udp(back, own, b"!"), way_out.site.reasons()[Reason.REDIRECTED]
-    retval, got = way_out.run("tc_ingress", answer, context=SkbContext(ifindex=way_out.out))
+    expect_redirect(uplink, udp(own, front, b"?"), udp(own, back, b"?"), "tc_egress")
+    answer, before = udp(back, own, b"!"), uplink.site.reasons()[Reason.REDIRECTED]
+    retval, got = uplink.run("tc_ingress", answer, context=SkbContext(ifindex=uplink.out))
     assert retval == TC_ACT_REDIRECT
-    assert way_out.site.reasons()[Reason.REDIRECTED] == before + 1
+    assert uplink.site.reasons()[Reason.REDIRECTED] == before + 1
     assert difference(got, udp(front, own, b"!"), l2=False) == ""
 
 
 @both
-def test_a_socket_of_the_node_is_refused(way_out: Path_, v: int) -> None:
+def test_socket_of_the_node_is_refused_at_egress(uplink: Path_, v: int) -> None:
     own, front = end(NODE[v], next(PORTS)), vip(v, NONE)
-    retval, got = way_out.run("tc_egress", tcp(own, front, flags="S", seq=7))
+    retval, got = uplink.run("tc_egress", tcp(own, front, flags="S", seq=7))
     assert retval == TC_ACT_REDIRECT
     assert parse(got, l2=False).source == front
     assert "R" in parse(got, l2=False).flags
 
 
-def dial_and_see(path: Path_, v: int, to: str, port: int, is_agents: bool) -> str:
-    """Where the SYN of a socket of the node leaves for; the agent's programs are on the device."""
+def syn_destination(path: Path_, v: int, to: str, port: int, is_agents: bool) -> str:
+    """The destination of a node socket's SYN on the wire; the agent's programs are on the
+    device.
+    """
     family = socket.AF_INET if v == 4 else socket.AF_INET6
     host, number = to.rsplit(":", 1)
     wire = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))
@@ -2213,43 +2250,43 @@ def dial_and_see(path: Path_, v: int, to: str, port: int, is_agents: bool) -> st
 @pytest.mark.parametrize(
     ("which", "led"), [(IP, True), (CLUSTER, False)], ids=["ClusterIP", "LoadBalancer"]
 )
-def test_the_agent_is_not_led_by_a_flow_of_another_socket(
-    way_out: Path_, v: int, which: int, led: bool
+def test_agent_socket_does_not_match_a_flow_of_another_socket(
+    uplink: Path_, v: int, which: int, led: bool
 ) -> None:
-    """A process of the node has used the port through a Service that has the API server's address;
-    then the agent's socket has it. Of all addresses of Services only ClusterIPs count for it.
+    """A process of the node used the port through a Service that has the API server's address; then
+    the agent's socket has the port. The agent's sockets are translated at ClusterIPs only.
     """
     own, front = next(PORTS), vip(v, which)
 
     def all_of_it() -> None:
-        assert dial_and_see(way_out, v, front, own, is_agents=False) == pod(v)
+        assert syn_destination(uplink, v, front, own, is_agents=False) == pod(v)
         want = pod(v) if led else front
-        assert dial_and_see(way_out, v, front, own, is_agents=True) == want
+        assert syn_destination(uplink, v, front, own, is_agents=True) == want
 
-    way_out.inside(all_of_it)
-    left = entries_of(way_out, end(NODE[v], own))
-    assert bool(left) == led, "what follows is not for that flow, either"
+    uplink.inside(all_of_it)
+    left = entries_of(uplink, end(NODE[v], own))
+    assert bool(left) == led, "later packets do not match that flow, either"
 
 
 @both
 @needs("came_in_by")
-def test_what_others_forward_is_not_the_nodes_own(way_out: Path_, v: int) -> None:
-    """It came in by a device, where it was looked at."""
+def test_forwarded_packet_is_not_translated_at_egress(uplink: Path_, v: int) -> None:
+    """It came in by another device and was handled there."""
     packet = udp(client(v), vip(v, CLUSTER), b"?")
-    context = SkbContext(ingress_ifindex=way_out.out)
-    assert way_out.run("tc_egress", packet, context=context) == (TC_ACT_UNSPEC, packet)
+    context = SkbContext(ingress_ifindex=uplink.out)
+    assert uplink.run("tc_egress", packet, context=context) == (TC_ACT_UNSPEC, packet)
 
 
-# ---- how long they are ---------------------------------------------------------------------------
+# ---- sizes of the programs -----------------------------------------------------------------------
 
 INSTRUCTIONS, WALKED = 5000, 250_000
-"""How long a program may be, and how many instructions the verifier may walk, of the 1,000,000 that
-it gives since Linux v5.2: other kernels' verifiers walk more, and so do programs that other
-compilers make.
+"""Limits for the length of a program, and for the instructions that the verifier walks through.
+Linux allows 1,000,000 since 5.2; other kernels' verifiers walk through more, and other compilers
+produce longer programs.
 """
 
 
-def test_no_program_is_longer_than_it_may(artifact_cache: Path) -> None:
+def test_programs_are_within_the_length_limit(artifact_cache: Path) -> None:
     artifact, _ = compile.find_or_compile("tc", artifact_cache)
     found = {code.name: len(code.insns) // 8 for code in artifact.programs}
     assert found.keys() == {program.name for program in PACKET_PROGRAMS}
@@ -2257,7 +2294,7 @@ def test_no_program_is_longer_than_it_may(artifact_cache: Path) -> None:
 
 
 @needs("verified_insns")
-def test_no_program_tires_the_verifier(path: Path_) -> None:
+def test_programs_are_within_the_verifier_limit(path: Path_) -> None:
     walked = {}
     for one in PACKET_PROGRAMS:
         with contextlib.closing(Program.open(path.folder / one.name)) as program:
@@ -2266,25 +2303,27 @@ def test_no_program_tires_the_verifier(path: Path_) -> None:
     assert {name: n for name, n in walked.items() if n > WALKED} == {}
 
 
-# ---- ports of others -----------------------------------------------------------------------------
+# ---- SNAT ports of conntrack ---------------------------------------------------------------------
 
 
 @both
 @pytest.mark.parametrize("kind", BACK)
-def test_a_port_that_conntrack_has_given_is_left_to_it(
+def test_port_used_by_conntrack_is_not_given(
     path: Path_, v: int, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A client that a kube-proxy has masqueraded: nothing of it is ours, and the port is taken."""
-    lonely = next(LONELY)
-    path.node(NodeFlag(0), lonely, lonely)
-    node, back = end(NODE[v], lonely), pod(v)
+    """A connection that a kube-proxy masquerades: we translate nothing of it, and its port is
+    taken.
+    """
+    only_port = next(SPARE_PORTS)
+    path.node(NodeFlag(0), only_port, only_port)
+    node, back = end(NODE[v], only_port), pod(v)
     protocol = {"tcp": Protocol.TCP, "udp": Protocol.UDP}[kind]
-    theirs = ConntrackFlow(protocol, parse_addr(NODE[v]), lonely, parse_addr(POD[v]), 8080)
-    other = theirs._replace(source_port=lonely + 1)
+    theirs = ConntrackFlow(protocol, parse_addr(NODE[v]), only_port, parse_addr(POD[v]), 8080)
+    other = theirs._replace(source_port=only_port + 1)
     monkeypatch.setattr(conntrack, "list_masqueraded", lambda: [theirs, other])
     with path.site.pinned("flows") as flows, path.site.pinned("flow_queue") as order:
-        assert snat_ports.reserve_conntrack_ports(flows, order, (lonely, lonely)) == 1
-        assert snat_ports.reserve_conntrack_ports(flows, order, (lonely, lonely)) == 0
+        assert snat_ports.reserve_conntrack_ports(flows, order, (only_port, only_port)) == 1
+        assert snat_ports.reserve_conntrack_ports(flows, order, (only_port, only_port)) == 0
     before = path.site.reasons()[Reason.NO_SNAT_PORT]
     assert path.run("tc_ingress", KINDS[kind](client(v), vip(v, CLUSTER)))[0] == TC_ACT_SHOT
     assert path.site.reasons()[Reason.NO_SNAT_PORT] == before + 1
@@ -2298,9 +2337,13 @@ def test_a_port_that_conntrack_has_given_is_left_to_it(
     assert node not in {owner(one.raw) for one in shown}
 
 
-def test_an_agent_that_starts_leaves_them(path: Path_, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also those that were given while its programs came onto the devices; later there are none."""
-    ports = [next(LONELY) for _ in range(host.PORT_RESERVATION_POLLS + 1)]
+def test_starting_agent_reserves_conntracks_ports(
+    path: Path_, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also ports that were given while its programs were being attached; later ones are
+    not read.
+    """
+    ports = [next(SPARE_PORTS) for _ in range(host.PORT_RESERVATION_POLLS + 1)]
     backend = parse_addr(POD[4])
     given = [ConntrackFlow(Protocol.TCP, parse_addr(NODE[4]), one, backend, 8080) for one in ports]
     agent = host.HostIntegration(Pins(path.site.pins), Config(masquerade_ports=(50_000, 60_000)))
@@ -2315,25 +2358,25 @@ def test_an_agent_that_starts_leaves_them(path: Path_, monkeypatch: pytest.Monke
 
 
 @both
-def test_what_our_ports_stand_for_is_told_to_conntrack(path: Path_, v: int) -> None:
-    """Each masqueraded flow once, as its packets leave; not those that have ended, nor others'."""
-    path.forget_flows()
+def test_masqueraded_flows_are_published_to_conntrack(path: Path_, v: int) -> None:
+    """Each masqueraded flow once, with the source the backend sees; no ended and no local flows."""
+    path.delete_flows()
     own, source = established(path, v, "tcp")
     ended, gone = established(path, v, "tcp")
-    say(path, v, "FA <FA", ended, gone)
+    send_segments(path, v, "FA <FA", ended, gone)
     established(path, v, "udp", LOCAL)
     with path.site.pinned("flows") as flows:
         path.inside(lambda: snat_ports.publish_our_ports(flows))
         told = list(snat_ports.masqueraded_connections(raw for _, raw in flows.items()))
         ours = ConntrackFlow(6, parse_addr(NODE[v]), port_of(source), parse_addr(POD[v]), 8080)
         assert told.count(ours) == 1
-        assert path.inside(lambda: conntrack.reserve([ours], 60)) == 0, "it is there"
+        assert path.inside(lambda: conntrack.reserve([ours], 60)) == 0, "it exists already"
         over = ours._replace(source_port=port_of(gone))
-        assert path.inside(lambda: conntrack.release([over])) == 0, "it never was"
+        assert path.inside(lambda: conntrack.release([over])) == 0, "it never existed"
         assert path.inside(lambda: conntrack.release([ours])) == 1
         snat_ports.delete_ended(flows)
     assert entries_of(path, ended) == []
-    assert len(entries_of(path, own)) == 2, "its packets never go up the stack"
+    assert len(entries_of(path, own)) == 2, "none for packets in the stack, where none come"
 
 
 def port_of(text: str) -> int:
