@@ -1,9 +1,10 @@
-"""The entry point: which command, and how it ends.
+"""The entry point: runs a command and turns its errors into exit codes.
 
-Exit codes: 0 fine; 1 failed, with one line on stderr; 2 wrong usage; 130 interrupted; 141 (SIGPIPE)
-when the reader of the output has gone. What costs
-time or memory to import (rich, kubernetes, bcc, pyroute2) is imported by the command that needs
-it; `kbpf run` does not even import typer (arguments.py says why).
+Exit codes: 0 success; 1 failure, with one line on stderr; 2 wrong usage; 130 interrupted; 141
+(SIGPIPE) if the reader of the output has closed it.
+
+Modules that take time or memory to import (rich, bcc, pyroute2) are imported by the commands that
+need them. `kbpf run` does not even import typer; arguments.py says why.
 """
 
 import sys
@@ -18,13 +19,13 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    """`kbpf`, with this process' arguments; ends the process."""
+    """Runs `kbpf` with the arguments of this process, and exits."""
     streams.set_up()
     sys.exit(call(sys.argv[1:]))
 
 
 def call(arguments: Sequence[str]) -> int:
-    """Does what the arguments say, in this process; the exit code."""
+    """Runs a command in this process. Returns its exit code."""
     try:
         code = _dispatch(arguments)
         sys.stdout.flush()
@@ -53,7 +54,7 @@ def _dispatch(arguments: Sequence[str]) -> int:
 
 
 def _run(arguments: Sequence[str]) -> None:
-    """`kbpf run`, without typer."""
+    """Runs `kbpf run` without typer."""
     from kbpf.cli.arguments import prepare
 
     if (prepared := prepare(arguments)) is not None:
@@ -63,7 +64,7 @@ def _run(arguments: Sequence[str]) -> None:
 
 
 def typer_app() -> "Typer":
-    """All commands."""
+    """Builds the application with all commands."""
     import typer
 
     from kbpf import __version__
@@ -73,7 +74,7 @@ def typer_app() -> "Typer":
     app = typer.Typer(
         no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
-        help="Kubernetes Services of this node, balanced by BPF, in place of kube-proxy.",
+        help="A kube-proxy replacement: serves the Services of this node by BPF or IPVS.",
     )  # fmt: skip
 
     def version(value: bool) -> None:
@@ -84,7 +85,7 @@ def typer_app() -> "Typer":
     @app.callback()
     def root(
         show: bool = typer.Option(
-            False, "--version", callback=version, is_eager=True, help="Show the version and end."
+            False, "--version", callback=version, is_eager=True, help="Show the version and exit."
         ),
     ) -> None:
         pass

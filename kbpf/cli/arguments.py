@@ -1,8 +1,7 @@
-"""`kbpf run`, from the command line to the running agent, without typer.
+"""`kbpf run`: parses the command line and loads the configuration, without typer.
 
-The agent runs for months: typer, pydantic and rich would stay in its memory for nothing. So this
-one command is parsed by argparse, out of the table of flags in config/flags.py, and typer is not
-imported at all.
+The agent runs for months, and typer and rich would stay in its memory all the time. So argparse
+parses this one command, from the table of flags in config/flags.py.
 """
 
 import argparse
@@ -21,19 +20,20 @@ from kbpf.errors import ConfigError, ConfigErrors, escape_unprintable
 from kbpf.model.config import Config
 
 SUMMARY: Final = (
-    "Serves the Services of this node, until SIGTERM or Ctrl-C; they work on afterwards."
+    "Serve the Services of this node until SIGTERM or Ctrl-C. They continue to work afterwards."
 )
 EPILOG: Final = (
-    "Each flag has an environment variable too: --pin-dir is KBPF_PIN_DIR. A flag beats it, and it "
-    "beats the file. kube-proxy's own flags do nothing where the file has a "
-    "KubeProxyConfiguration."
+    "Each flag has an environment variable: KBPF_PIN_DIR for --pin-dir. A flag takes precedence "
+    "over the variable, and the variable over the file. kube-proxy's flags are ignored if the file "
+    "has a KubeProxyConfiguration."
 )
 
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """What the command line and the environment ask for: the flags as they were given
-    ({name: text}), the file, and what to do instead of serving.
+    """The command line and the environment. `explicit_flags` are the flags on the command line, as
+    {name: text}. `file`: the configuration file. `write_to` and `init_only`: what to do instead of
+    serving.
     """
 
     explicit_flags: Mapping[str, str]
@@ -44,7 +44,7 @@ class RunOptions:
 
     @property
     def log_format(self) -> str:
-        """As the command line and the environment have it; the file may say otherwise."""
+        """The format from the command line or the environment; the file may set another one."""
         flag = flags.FLAGS_BY_NAME["--log-format"]
         return (
             self.explicit_flags.get(flag.name)
@@ -54,7 +54,7 @@ class RunOptions:
 
     @property
     def flags(self) -> dict[str, str]:
-        """Those that are given, on the command line or by a variable."""
+        """The flags that are set, on the command line or by a variable."""
         texts = {"--config": str(self.file)} if self.file is not None else {}
         for flag in flags.FLAGS:
             text = self.explicit_flags.get(flag.name) or (
@@ -65,34 +65,36 @@ class RunOptions:
         return texts
 
     def load(self, data: bytes | None = None) -> LoadedConfig:
-        """The settings, with this text of the file, if there is one. Raises ConfigError, also for
-        what they name and this machine does not have, unless they are only to be written.
+        """Loads the settings; `data` is the text of the file, if there is one.
+
+        Raises ConfigError, also if they name things that this machine does not have. The latter are
+        not checked if the settings are only written to a file.
         """
         settings = load.load(self.explicit_flags, self.environ, data, str(self.file))
         return settings if self.write_to is not None else preflight.check_settings(settings)
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The flags of config/flags.py, by heading."""
+    """Builds the parser from the flags in config/flags.py, grouped by heading."""
     parser = argparse.ArgumentParser(
         "kbpf run", "kbpf run [--config FILE] [flag ...]", SUMMARY, EPILOG,
         allow_abbrev=False, add_help=False,
     )  # fmt: skip
-    file_group = parser.add_argument_group("A file, and what to do instead of serving")
+    file_group = parser.add_argument_group("Configuration file, and actions instead of serving")
     file_group.add_argument(
         "--config", metavar="FILE", help="a KubeProxyConfiguration, a KbpfConfiguration, or both; "
-        "when it changes the agent begins anew with it"
+        "when the file changes, the agent restarts with it"
     )  # fmt: skip
     file_group.add_argument(
-        "--write-config-to", metavar="FILE", help="write all settings as they are, and end"
+        "--write-config-to", metavar="FILE", help="write the effective settings to FILE, and exit"
     )
     file_group.add_argument(
         "--init-only",
         **_OPTIONAL_VALUE,
-        help="set the kernel's conntrack, which needs to be root, and end",
+        help="write the kernel's conntrack settings, which needs root, and exit",
     )
     file_group.add_argument(
-        "--cleanup", **_OPTIONAL_VALUE, help="kube-proxy's; here it is a command: kbpf cleanup"
+        "--cleanup", **_OPTIONAL_VALUE, help="kube-proxy's flag; use the command kbpf cleanup"
     )  # fmt: skip
     groups: dict[str, argparse._ArgumentGroup] = {}
     for flag in flags.FLAGS:
@@ -104,9 +106,12 @@ def build_parser() -> argparse.ArgumentParser:
             action="append" if flag.is_repeatable else "store",
         )  # fmt: skip
     help_group = parser.add_argument_group("Help")
-    help_group.add_argument("-h", "--help", action="help", help="show this and end")
+    help_group.add_argument("-h", "--help", action="help", help="show this help and exit")
     help_group.add_argument(
-        "--version", action="version", version=f"kbpf {__version__}", help="show it and end"
+        "--version",
+        action="version",
+        version=f"kbpf {__version__}",
+        help="show the version and exit",
     )
     return parser
 
@@ -115,11 +120,13 @@ _OPTIONAL_VALUE: Final[dict[str, Any]] = {"metavar": "true|false", "nargs": "?",
 
 
 def parse_options(arguments: Sequence[str], environ: Mapping[str, str]) -> RunOptions:
-    """What is asked for; SystemExit(2) with a message for wrong usage, SystemExit(0) after help."""
+    """Parses the command line. SystemExit(2) with a message for wrong usage, SystemExit(0) after
+    --help and --version.
+    """
     arg_parser = build_parser()
     values = vars(arg_parser.parse_args([_with_hyphens(argument) for argument in arguments]))
     if values["cleanup"] == "true":
-        arg_parser.error("--cleanup is a command here: kbpf cleanup")
+        arg_parser.error("--cleanup is not a flag of kbpf run; use the command kbpf cleanup")
     explicit_flags = {
         flag.name: ",".join(text) if flag.is_repeatable else text
         for flag in flags.FLAGS
@@ -136,7 +143,7 @@ def parse_options(arguments: Sequence[str], environ: Mapping[str, str]) -> RunOp
 
 
 def _with_hyphens(argument: str) -> str:
-    """As kube-proxy takes it: ``--masquerade_all`` is ``--masquerade-all``."""
+    """Converts underscores in a flag's name, as kube-proxy does: ``--masquerade_all``."""
     if not argument.startswith("--"):
         return argument
     name, equals, value = argument.partition("=")
@@ -144,7 +151,7 @@ def _with_hyphens(argument: str) -> str:
 
 
 def load_settings(options: RunOptions, data: bytes | None) -> LoadedConfig:
-    """The settings; SystemExit(2) with a line for each that is wrong."""
+    """Loads the settings. SystemExit(2), after one line on stderr for each error."""
     try:
         return options.load(data)
     except ConfigErrors as error:
@@ -158,7 +165,7 @@ def load_settings(options: RunOptions, data: bytes | None) -> LoadedConfig:
 
 
 def _read_file(options: RunOptions) -> bytes | None:
-    """The text of the file, if there is one; SystemExit(1) with a line when it cannot be read."""
+    """Reads the configuration file, if one is given. SystemExit(1) with a line if that fails."""
     try:
         return load.read_file(options.file) if options.file is not None else None
     except ConfigError as error:
@@ -167,7 +174,7 @@ def _read_file(options: RunOptions) -> bytes | None:
 
 
 def _report(log_format: str, level: int, text: str) -> None:
-    """A line to stderr, in the form of the log where that is JSON."""
+    """Prints a line to stderr; as a JSON log line if the log format is JSON."""
     if log_format != "json":
         prefix = "" if level == logging.ERROR else f"{logging.getLevelName(level).lower()}: "
         print(f"kbpf run: {prefix}{escape_unprintable(text)}", file=sys.stderr)
@@ -179,7 +186,7 @@ def _report(log_format: str, level: int, text: str) -> None:
 
 
 def with_node_name(config: Config) -> Config:
-    """With this machine's name, if nobody said the Node's."""
+    """Fills in the node name with the host's name if it is not configured."""
     if config.node_name:
         return config
     from kbpf.source.api.credentials import default_node_name
@@ -188,7 +195,9 @@ def with_node_name(config: Config) -> Config:
 
 
 def prepare(arguments: Sequence[str]) -> tuple[RunOptions, LoadedConfig, bytes | None] | None:
-    """What the agent runs with; None when the command has only written its settings."""
+    """Parses the arguments and loads the settings; also returns the text of the configuration file.
+    Returns None if the command only had to write its settings, and has done so.
+    """
     request = parse_options(arguments, os.environ)
     data = _read_file(request)
     settings = load_settings(request, data)

@@ -1,4 +1,4 @@
-"""`kbpf check`: whether this machine can run kbpf, and whether what runs works."""
+"""`kbpf check`: whether this machine can run kbpf, and with --attached whether the hooks work."""
 
 from typing import Annotated
 
@@ -10,7 +10,7 @@ from kbpf.cli.options import DEFAULT, CacheDir, CGroup, ConfigFile, Output, Outp
 
 def check(
     attached: Annotated[
-        bool, typer.Option("--attached", help="Also prove by real connections that the hooks work.")
+        bool, typer.Option("--attached", help="Also test the attached hooks with real connections.")
     ] = False,
     output: OutputOption = Output.TABLE,
     config: ConfigFile = None,
@@ -18,8 +18,8 @@ def check(
     pin_dir: PinDir = DEFAULT.pin_dir,
     cache_dir: CacheDir = DEFAULT.cache_dir,
 ) -> None:
-    """What this kernel and machine can do, row by row. Ends with 0 if kbpf can run here (and, with
-    --attached, does), else 1.
+    """Check what this kernel and machine support. Exits with 0 if kbpf can run here (with
+    --attached: and its hooks work), otherwise with 1.
     """
     from kbpf.checks import bpf as bpf_checks
     from kbpf.checks import ipvs as ipvs_checks

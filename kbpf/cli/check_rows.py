@@ -1,4 +1,4 @@
-"""What the rows of `kbpf check` mean, and how they are shown."""
+"""The verdict of `kbpf check`, computed from its rows, and how both are shown."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -15,7 +15,7 @@ def _format_needed(row: CheckRow) -> str:
         return "yes"
     if row.ipvs:
         return "for ipvs"
-    return "for packets" if row.packets else "no"
+    return "for packet path" if row.packets else "no"
 
 
 COLUMNS: Final = (
@@ -27,9 +27,12 @@ COLUMNS: Final = (
 
 
 class CheckVerdict(msgspec.Struct, frozen=True):
-    """All rows, and what follows from them. `mode` is what `--mode auto` would take: "bpf", "ipvs"
-    or "none"; `missing` and `ipvs_missing` are why one of them is not to be had. `attached` is None
-    unless it was asked. `packet_path`: whether it can be switched on; `packets_missing` is why not.
+    """All rows, and what follows from them.
+
+    `mode`: what `--mode auto` would select: "bpf", "ipvs" or "none". `missing` and `ipvs_missing`:
+    the rows that rule out mode bpf and mode ipvs. `packet_path`: whether the packet path can be
+    switched on; `packets_missing`: the rows that rule it out. `attached`: whether the hooks passed
+    their test; None without --attached.
     """
 
     usable: bool
@@ -45,8 +48,8 @@ class CheckVerdict(msgspec.Struct, frozen=True):
 def compute_verdict(
     check_rows: Sequence[CheckRow], proof: Sequence[CheckRow] | None = None
 ) -> CheckVerdict:
-    """What the rows mean. A needed thing that could not be found out counts as missing; but not for
-    mode ipvs, which may have modules loaded that nobody can ask for from here.
+    """Computes the verdict. "unknown" counts as missing for mode bpf, but not for mode ipvs, whose
+    kernel modules may be loaded although that cannot be found out from here.
     """
     missing = tuple(row.name for row in check_rows if row.needed and row.result != "yes")
     attached = None if proof is None else all(row.result == "yes" for row in proof)
@@ -68,7 +71,7 @@ def compute_verdict(
 
 
 def format_page(verdict: CheckVerdict) -> str:
-    """The rows, what to do about those that are missing, and the result."""
+    """The rows, advice about missing ones, and the verdict."""
     parts = [render.format_table(verdict.rows, COLUMNS)]
     advice = [f"{row.name}: {row.advice}" for row in verdict.rows if row.advice]
     if advice:
@@ -81,11 +84,9 @@ def format_page(verdict: CheckVerdict) -> str:
         result += "\n" + _describe_mode("ipvs", verdict.ipvs_missing)
         unknown = [row.name for row in verdict.rows if row.ipvs and row.result == "unknown"]
         if unknown and not verdict.ipvs_missing:
-            result += f", unless this is missing: {', '.join(unknown)}"
+            result += f", unless this is missing (not known): {', '.join(unknown)}"
     if verdict.attached is not None:
-        result += "\nthe hooks " + (
-            "do what they should" if verdict.attached else "are not proven to work"
-        )
+        result += "\nthe hooks " + ("work" if verdict.attached else "are not proven to work")
     parts.append(result)
     return "\n\n".join(parts)
 

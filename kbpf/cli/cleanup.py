@@ -1,4 +1,4 @@
-"""`kbpf cleanup`: removes every trace from this node. Services stop working."""
+"""`kbpf cleanup`: removes everything that kbpf keeps on this node. Services stop working."""
 
 import contextlib
 import errno
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
     from kbpf.dataplane.bpf.maps.pinning import Pins
 
 BPFFS_FILES: Final = frozenset(("maps.debug", "progs.debug"))
-"""Files that the kernel puts into the root of each bpffs; they go with the mount."""
+"""Files that the kernel creates in the root of each bpffs; unmounting it removes them."""
 ARTIFACT_NAME: Final = re.compile(r"[a-z0-9_]+-[0-9a-f]{16}-[0-9a-f]{8}\.kbpf|\.kbpf-.*")
 
 
 class RemovedItem(msgspec.Struct, frozen=True):
-    """Something that is gone now."""
+    """One thing that was removed. `path` is a path, or a description if it has none."""
 
     kind: str
     path: str
@@ -51,22 +51,23 @@ COLUMNS: Final = (Column("REMOVED", lambda r: r.kind), Column("PATH", lambda r: 
 def cleanup(
     context: typer.Context,
     cache: Annotated[
-        bool, typer.Option("--cache", help="Also the compiled programs in --cache-dir.")
+        bool, typer.Option("--cache", help="Also remove the compiled programs in --cache-dir.")
     ] = False,
     force: Annotated[
-        bool, typer.Option("--force", help="Even while the agent runs; not one of mode ipvs.")
+        bool,
+        typer.Option("--force", help="Even while the agent runs, unless it is in mode ipvs."),
     ] = False,
     kube_proxy: Annotated[
         bool,
         typer.Option(
-            "--kube-proxy", help="Not of kbpf: what a kube-proxy that was stopped has left here."
+            "--kube-proxy", help="Remove what a stopped kube-proxy left, instead of kbpf's state."
         ),
     ] = False,
     keep_connections: Annotated[
         bool,
         typer.Option(
             "--keep-connections",
-            help="Serve nothing new from now on; connections that are there go on.",
+            help="Only stop serving new connections; established ones continue.",
         ),
     ] = False,
     file: ConfigNames = None,
@@ -77,16 +78,16 @@ def cleanup(
     nft_table: NftTable = DEFAULT.nft_table,
     state_dir: StateDir = DEFAULT.state_dir,
 ) -> None:
-    """Detach and remove all that kbpf keeps in the kernel. Services stop working on this node.
-    The compiled programs stay, unless --cache is said, and so does the bpffs on /sys/fs/bpf.
+    """Detach and remove everything that kbpf keeps in the kernel. Services stop working on this
+    node. The bpffs on /sys/fs/bpf stays, and so do the compiled programs without --cache.
 
-    Stop the agent first. Sockets that are connected stay connected; connections that were
-    translated by packet break, unless --keep-connections is said first.
+    Stop the agent first. Connected sockets stay connected. Connections that the packet path
+    translates break: call `cleanup --keep-connections` first, and this when they have ended.
     """
     if sum((kube_proxy, keep_connections, cache)) > 1:
         raise ConfigError(
             "--kube-proxy, --keep-connections and --cache do different things", "",
-            "call it once for each",
+            "run `kbpf cleanup` once for each",
         )  # fmt: skip
     config = Config(
         pin_dir=pin_dir, cache_dir=cache_dir, ipvs_device=ipvs_device, nft_table=nft_table,
@@ -118,8 +119,9 @@ def cleanup(
 
 
 def _require_names(context: typer.Context, file: Path | None, option_names: set[str]) -> None:
-    """ConfigError if one of these names may stand in the file and cannot be read there, unless a
-    flag or a variable says it: what is not removed would be taken for gone. All else is told.
+    """ConfigError if the file may have a value for one of these options that cannot be read, and no
+    flag or variable gives it: cleanup would then remove nothing under the right name and report
+    success. Other errors in the file are warnings.
     """
     names = context.meta[NAMES_KEY]
     if names is None:
@@ -132,8 +134,10 @@ def _require_names(context: typer.Context, file: Path | None, option_names: set[
 
 
 def remove_kube_proxy(config: Config, force: bool = False) -> Iterator[RemovedItem]:
-    """What a kube-proxy has left, and kbpf has not made its own. KernelError while one runs, or
-    nobody can tell, unless `force`: it would go on serving by what is gone.
+    """Removes what a kube-proxy left, except what kbpf has taken over.
+
+    KernelError, unless `force`, if a kube-proxy runs or this cannot be found out: it would not
+    notice that its rules are gone, and its Services would stop working.
     """
     from kbpf.dataplane.ipvs import cleanup as ipvs_cleanup
     from kbpf.kernel.netfilter import forward_rules
@@ -145,7 +149,7 @@ def remove_kube_proxy(config: Config, force: bool = False) -> Iterator[RemovedIt
     nft_works = forward_rules.probe_nf_tables().works
     own_services = (ipvs_cleanup.read_owned_services(config.nft_table) if nft_works else None) or ()
     descriptions = takeover_cleanup.remove(config.ipvs_device, own_services)
-    yield from (RemovedItem("of kube-proxy", description) for description in descriptions)
+    yield from (RemovedItem("kube-proxy", description) for description in descriptions)
     if not nft_works:
         return
     for family in conntrack_keepalive.list_families():
@@ -157,13 +161,15 @@ def remove_kube_proxy(config: Config, force: bool = False) -> Iterator[RemovedIt
         more = f", and with it {' and '.join(contents)}" if contents else ""
         print(
             f"kbpf: table {family} {conntrack_keepalive.TABLE} stays{more}, for connections that "
-            "kube-proxy has translated; the agent removes it when they have ended",
+            "kube-proxy translated; the agent removes it when they have ended",
             file=sys.stderr,
         )
 
 
 def remove_frontends(pin_dir: Path, force: bool = False) -> Iterator[RemovedItem]:
-    """What new connections are known by: they pass from now on. An agent would put it back."""
+    """Removes the frontends, so that new connections pass untranslated and established ones
+    continue. KernelError if an agent runs, unless `force`, because it would restore them.
+    """
     from kbpf.dataplane.bpf.maps.pinning import Pins
     from kbpf.dataplane.bpf.packet_path import snat_ports
 
@@ -176,8 +182,9 @@ def remove_frontends(pin_dir: Path, force: bool = False) -> Iterator[RemovedItem
 
 
 def remove_pins(pin_dir: Path, force: bool = False) -> Iterator[RemovedItem]:
-    """Attachments, programs and maps, and the bpffs if it was mounted for them. ConfigError when
-    the folder holds anything else, KernelError while an agent works there, unless `force`.
+    """Removes attachments, programs and maps, and the bpffs if kbpf mounted it for them.
+    ConfigError if the folder contains anything else. KernelError if an agent uses it, unless
+    `force`.
     """
     from kbpf.dataplane.bpf import host
     from kbpf.dataplane.bpf.maps import pinning
@@ -187,7 +194,7 @@ def remove_pins(pin_dir: Path, force: bool = False) -> Iterator[RemovedItem]:
     from kbpf.kernel.system import mounts
 
     entries = _list_pins(pin_dir)
-    if entries is None:  # rules are known as ours without it
+    if entries is None:  # our netfilter rules can be recognised without the folder
         yield from (
             RemovedItem("on the node", description) for description in host.remove(Pins(pin_dir))
         )
@@ -215,14 +222,14 @@ def remove_pins(pin_dir: Path, force: bool = False) -> Iterator[RemovedItem]:
     if mounts.is_own_bpffs(pin_dir):
         mounts.unmount(pin_dir)
         yield RemovedItem("bpffs", str(pin_dir))
-        with contextlib.suppress(OSError):  # the folder below held something before us
+        with contextlib.suppress(OSError):  # the mount point is not empty: it is not ours
             pin_dir.rmdir()
     if not pin_dir.exists():
         yield RemovedItem("folder", str(pin_dir))
 
 
 def require_no_ipvs_agent(config: Config) -> None:
-    """KernelError while an agent holds what mode ipvs keeps. Whatever is removed it makes anew."""
+    """KernelError if an agent in mode ipvs runs: it would restore whatever is removed."""
     folder = config.state_dir / config.ipvs_device
     if folder.is_dir():
         os.close(_lock(folder))
@@ -237,15 +244,15 @@ def _lock(folder: Path) -> int:
         if error.errno != errno.EAGAIN:
             raise
         raise KernelError(
-            "nothing is removed: an agent is at work here", str(folder),
-            "stop the agent first: it would make anew what it serves by IPVS, so not even with "
-            "--force", error.errno,
+            "nothing was removed: an agent in mode ipvs is running", str(folder),
+            "stop the agent first; --force does not help, because the agent would restore its "
+            "IPVS state", error.errno,
         ) from error  # fmt: skip
 
 
 def remove_ipvs(config: Config) -> Iterator[RemovedItem]:
-    """What mode ipvs keeps: its folder, or without one its table and its device say so. KernelError
-    while an agent is at work with it.
+    """Removes what mode ipvs keeps, if its state folder exists, or without that its nftables table
+    or device. KernelError if an agent uses it.
     """
     from kbpf.dataplane.ipvs import cleanup as ipvs_cleanup
     from kbpf.kernel.net import dummy
@@ -269,7 +276,9 @@ def remove_ipvs(config: Config) -> Iterator[RemovedItem]:
 
 @contextlib.contextmanager
 def _exclusive(pins: "Pins", force: bool) -> Iterator[None]:
-    """Holds the agent's lock meanwhile. With `force` an agent that has it is only warned of."""
+    """Holds the agent's lock inside the block. If an agent has it: KernelError, or with `force` a
+    warning.
+    """
     from kbpf.dataplane.bpf.maps import pinning
 
     fd = -1
@@ -280,7 +289,7 @@ def _exclusive(pins: "Pins", force: bool) -> Iterator[None]:
             raise
         if not force:
             raise KernelError(
-                "nothing is removed: an agent is at work here", str(pins.root),
+                "nothing was removed: an agent is running", str(pins.root),
                 "stop the agent first, or use --force", error.errno or 0,
             ) from error  # fmt: skip
         _warn_about_agent(pins.root)
@@ -299,7 +308,7 @@ def _pin_kind(path: Path) -> str:
 
 
 def _list_pins(pin_dir: Path) -> list[Path] | None:
-    """What is in the folder; None if there is none. All of it is ours, or ConfigError."""
+    """The entries of the folder; None if it does not exist. ConfigError if one is not ours."""
     from kbpf.dataplane.bpf.maps import pinning
     from kbpf.kernel.system import mounts
 
@@ -315,13 +324,13 @@ def _list_pins(pin_dir: Path) -> list[Path] | None:
         raise KernelError(
             "cannot look into the folder of pins", str(pin_dir), "run as root", error.errno or 0
         ) from error
-    if mounts.is_own_bpffs(pin_dir):  # elsewhere they are not for us to remove
+    if mounts.is_own_bpffs(pin_dir):  # in a bpffs of others these files are not ours to remove
         entries = [path for path in entries if path.name not in BPFFS_FILES]
     foreign = [path.name for path in entries if not pinning.is_pin_name(path.name)]
     if foreign or not mounts.is_bpffs(pin_dir):
-        reason = f"this holds what is not kbpf's ({', '.join(foreign[:3])})" if foreign else ""
+        reason = f"the folder has entries that are not kbpf's ({', '.join(foreign[:3])})"
         raise ConfigError(
-            f"nothing is removed: {reason or 'this folder is in no bpffs'}",
+            f"nothing was removed: {reason if foreign else 'the folder is in no bpffs'}",
             str(pin_dir),
             "give the folder that `kbpf run` was given with --pin-dir",
         )
@@ -340,16 +349,16 @@ def _warn_about_agent(pin_dir: Path) -> None:
     try:
         pid_text = f" (pid {status.build_view(snapshot.read(pin_dir, status.NEEDS)).pid})"
     except KbpfError:
-        pid_text = ""  # half of it is missing: all the more reason to clean up
+        pid_text = ""  # an incomplete pin folder must not keep --force from removing it
     print(
-        f"kbpf: the agent{pid_text} still runs and works on nothing from now on; restart it, or "
-        "stop it",
+        f"kbpf: the agent{pid_text} is still running, and its maps and programs are being removed; "
+        "restart or stop it",
         file=sys.stderr,
     )
 
 
 def remove_artifacts(cache_dir: Path) -> Iterator[RemovedItem]:
-    """Compiled programs, and the folder when nothing else is in it."""
+    """Removes the compiled programs, and the folder if it is then empty."""
     if not cache_dir.is_dir():
         return
     for path in sorted(cache_dir.iterdir()):

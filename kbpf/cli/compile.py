@@ -1,4 +1,4 @@
-"""`kbpf compile`: the BPF programs, made ahead of time."""
+"""`kbpf compile`: compiles the BPF programs ahead of time."""
 
 from pathlib import Path
 from typing import Annotated, Final
@@ -13,7 +13,7 @@ from kbpf.views.columns import Column, format_bool, format_number
 
 
 class CompiledUnit(msgspec.Struct, frozen=True):
-    """A unit's artifact. `compiled` is false when it was there already."""
+    """The artifact of one unit. `compiled` is false if the cache already had it."""
 
     unit: str
     path: str
@@ -35,7 +35,9 @@ COLUMNS: Final = (
 
 
 def ensure_compiled(unit: str, cache: Path, force: bool) -> CompiledUnit:
-    """Makes the artifact of a unit, unless it is there; CompileError when it cannot be kept."""
+    """Compiles a unit, unless the cache has its artifact and `force` is false. CompileError if the
+    artifact cannot be stored.
+    """
     from kbpf.dataplane.bpf.programs import artifact, compile
 
     if force:
@@ -45,8 +47,8 @@ def ensure_compiled(unit: str, cache: Path, force: bool) -> CompiledUnit:
     path = cache / artifact.file_name(unit, unit_artifact.source, unit_artifact.compiler)
     if artifact.read(path) != unit_artifact:
         raise CompileError(
-            "the programs are compiled but cannot be kept", str(path),
-            "give a folder that can be written with --cache-dir",
+            "the programs are compiled, but cannot be stored", str(path),
+            "give a writable folder with --cache-dir",
         )  # fmt: skip
     return CompiledUnit(
         unit=unit,
@@ -62,11 +64,11 @@ def ensure_compiled(unit: str, cache: Path, force: bool) -> CompiledUnit:
 def compile_programs(
     cache_dir: CacheDir = DEFAULT.cache_dir,
     force: Annotated[
-        bool, typer.Option("--force", help="Compile even what is there already.")
+        bool, typer.Option("--force", help="Compile even if the cache has the programs.")
     ] = False,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Compile the BPF programs ahead of time: for an image, or a slow machine."""
+    """Compile the BPF programs ahead of time, for an image or a slow machine."""
     from kbpf.dataplane.bpf.hooks import UNITS
 
     units = [ensure_compiled(unit, cache_dir, force) for unit in UNITS]

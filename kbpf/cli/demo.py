@@ -1,4 +1,4 @@
-"""`kbpf demo`: a Service on this machine, without a cluster."""
+"""`kbpf demo`: runs the agent, backends and a client on this machine, without a cluster."""
 
 import contextlib
 import signal
@@ -26,26 +26,26 @@ BAR_WIDTH = 30
 
 def demo(
     once: Annotated[
-        bool, typer.Option("--once", help="Send requests, show who answered, and end.")
+        bool, typer.Option("--once", help="Send requests, show how they were balanced, and exit.")
     ] = False,
     requests: Annotated[
-        int, typer.Option("--requests", min=1, help="How many, with --once. Each is a connection.")
+        int, typer.Option("--requests", min=1, help="With --once: number of TCP connections.")
     ] = 300,
     output: OutputOption = Output.TABLE,
     cgroup: Annotated[
         Path | None,
-        typer.Option("--cgroup", help="A cgroup v2 folder to make the demo's own in."),
+        typer.Option("--cgroup", help="The cgroup v2 folder in which the demo creates its own."),
     ] = None,
     cache_dir: CacheDir = DEFAULT.cache_dir,
 ) -> None:
-    """Start network namespaces with backends and a client, run the agent, and balance.
+    """Run a Service on this machine: network namespaces with backends and a client, and the agent.
 
-    Without --once it goes on until Ctrl-C, with changing backends. With --once it ends with 0 only
-    if all requests succeeded and every backend was reached. It removes what it has made, but for
-    the compiled programs in --cache-dir and a bpffs that it had to mount on /sys/fs/bpf.
+    Without --once it runs until Ctrl-C, and the backends change. With --once it exits with 0 only
+    if all requests succeeded and every backend was reached. It removes everything that it created,
+    except the compiled programs in --cache-dir and a bpffs that it mounted on /sys/fs/bpf.
     """
     if not once and output in (Output.JSON, Output.YAML):
-        raise typer.BadParameter("it goes with --once only", param_hint="-o")
+        raise typer.BadParameter("JSON and YAML require --once", param_hint="-o")
     from kbpf.demo.scene import DemoScene
 
     pods = 3 if once else 4
@@ -57,15 +57,16 @@ def demo(
         except KeyboardInterrupt:
             if once:
                 raise
-            code = 0  # it is how the live demo is meant to end
+            code = 0  # Ctrl-C is the normal way to end the live demo
     raise typer.Exit(code)
 
 
 class DeferredSignals:
-    """SIGINT and SIGTERM become a KeyboardInterrupt, but only inside heard(): before, while things
-    are made, and after, while they are removed, they wait. So nothing is left half made, and a
-    second Ctrl-C does not stop the removal. That holds too where a shell that started us in the
-    background has SIGINT ignored.
+    """Turns SIGINT and SIGTERM into a KeyboardInterrupt, but only inside interruptible().
+
+    While the scene is being created or removed, signals wait. So nothing is left half created, and
+    a second Ctrl-C does not stop the removal. It also works if a shell started this process in the
+    background, with SIGINT ignored.
     """
 
     def __init__(self) -> None:
@@ -89,7 +90,7 @@ class DeferredSignals:
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Here they interrupt; one that came before does so at once."""
+        """Inside this block signals interrupt. One that is pending interrupts at once."""
         self._is_interruptible = True
         if self._is_pending:
             raise KeyboardInterrupt
@@ -116,7 +117,7 @@ def _run_once(scene: "DemoScene", requests: int, output: Output) -> int:
 
 
 def format_page(outcome: "Outcome") -> str:
-    """The distribution, for people."""
+    """The distribution of the requests as text."""
     answers = sum(outcome.backends.values()) or 1
     lines = [
         f"{outcome.requests} requests to {outcome.service} in {outcome.seconds:.1f} s, "
@@ -133,7 +134,7 @@ def format_page(outcome: "Outcome") -> str:
 
 
 def bar(share: float, width: int = BAR_WIDTH) -> str:
-    """A part of a whole as a bar."""
+    """A bar of this width, filled up to `share` (0 to 1)."""
     return ("█" * round(share * width)).ljust(width)
 
 
@@ -141,7 +142,7 @@ def bar(share: float, width: int = BAR_WIDTH) -> str:
 
 
 def _run_live(scene: "DemoScene") -> int:
-    """Until Ctrl-C."""
+    """Shows the demo until Ctrl-C: as a picture on a terminal, otherwise line by line."""
     if sys.stdout.isatty():
         _draw(scene)
     else:
@@ -150,7 +151,7 @@ def _run_live(scene: "DemoScene") -> int:
 
 
 def _print_events(scene: "DemoScene") -> None:
-    """A line when something happens, and one for what came of it."""
+    """Prints a line for each event, and then one for its effect."""
     from kbpf.demo.live import stream_pictures
 
     last: Picture | None = None
@@ -163,10 +164,10 @@ def _print_events(scene: "DemoScene") -> None:
 
 
 def summary(picture: "Picture") -> str:
-    """One line: who answers just now."""
+    """One line: the present share of each backend, and the totals."""
     shares = "  ".join(f"{share.name} {share.share:.0%}" for share in picture.shares if share.share)
     return (
-        f"{picture.seconds:7.1f} s  {shares or 'nobody answers'}; {picture.answered} answered, "
+        f"{picture.seconds:7.1f} s  {shares or 'no answers'}; {picture.answered} answered, "
         f"{picture.refused} refused, {picture.failed} failed"
     )
 
@@ -183,7 +184,7 @@ def _draw(scene: "DemoScene") -> None:
 
 
 def render_picture(picture: "Picture") -> "Iterator[Table | Text]":
-    """The picture as rich draws it."""
+    """The picture as renderables of rich."""
     from rich.table import Table
     from rich.text import Text
 
@@ -197,7 +198,7 @@ def render_picture(picture: "Picture") -> "Iterator[Table | Text]":
     table.add_column("share", min_width=BAR_WIDTH)
     table.add_column("", justify="right")
     table.add_column("answers", justify="right")
-    table.add_column("is", min_width=18)
+    table.add_column("state", min_width=18)
     colours = {"serving": "green", "terminating": "yellow"}
     for share in picture.shares:
         colour = colours.get(share.state, "dim")
@@ -207,4 +208,4 @@ def render_picture(picture: "Picture") -> "Iterator[Table | Text]":
         )  # fmt: skip
     yield table
     events = "\n".join(f"{seconds:7.1f} s  {event}" for seconds, event in picture.events)
-    yield Text(f"\n{events}\n\nCtrl-C ends and removes everything", style="dim")
+    yield Text(f"\n{events}\n\nCtrl-C stops the demo and removes everything", style="dim")

@@ -1,4 +1,4 @@
-"""The two forms of a log line: text and JSON."""
+"""The formats of a log line: text and JSON."""
 
 import json
 import logging
@@ -11,7 +11,7 @@ class JsonFormatter(logging.Formatter):
     """One JSON object per line."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record as JSON, times in RFC 3339 UTC. `fault`: where in our code."""
+        """Times are RFC 3339, UTC. The field `fault` has the traceback of an unexpected error."""
         document = {
             "time": _format_time(record, "%Y-%m-%dT%H:%M:%SZ"),
             "level": record.levelname.lower(),
@@ -27,14 +27,14 @@ class TextFormatter(logging.Formatter):
     """`2026-11-21T08:00:00Z INFO kbpf.agent message`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record as one line, with more below it only where a fault of ours is told."""
+        """One line. A traceback follows only if kbpf itself failed unexpectedly."""
         stamp = _format_time(record, "%Y-%m-%dT%H:%M:%SZ")
         line = f"{stamp} {record.levelname} {record.name} {escape_unprintable(record.getMessage())}"
         return f"{line}\n{_format_traceback(self, record)}" if record.exc_info else line
 
 
 def _format_traceback(formatter: logging.Formatter, record: logging.LogRecord) -> str:
-    """The traceback; its message may hold what others wrote."""
+    """The traceback, escaped: its message may contain text from objects and other programs."""
     assert record.exc_info
     return "\n".join(
         map(escape_unprintable, formatter.formatException(record.exc_info).split("\n"))

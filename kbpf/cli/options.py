@@ -1,9 +1,11 @@
-"""Options that several commands share. Defaults and environment variables are those of `kbpf run`,
-so that one setting of the environment serves all; and so do those of the file that `run` was given.
-A flag beats a variable, and that beats the file.
+"""Options that several commands share.
 
-`readable=False`: not that a path must not be readable, but that the command says what is wrong with
-it, in its own words and with its own exit code, instead of typer.
+Defaults and environment variables are those of `kbpf run`, and --config reads the file that `run`
+was given, so one configuration applies to all commands. A flag takes precedence over a variable,
+and a variable over the file.
+
+`readable=False` does not mean that a path must be unreadable. It turns off typer's check, so that
+the command reports the problem itself, with its own exit code.
 """
 
 import sys
@@ -24,7 +26,7 @@ DEFAULT: Final = Config()
 
 
 class Output(StrEnum):
-    """How rows are shown."""
+    """The output formats."""
 
     TABLE = "table"
     WIDE = "wide"
@@ -33,14 +35,14 @@ class Output(StrEnum):
 
 
 OutputOption = Annotated[
-    Output, typer.Option("-o", "--output", help="How to show it.", show_default=True)
+    Output, typer.Option("-o", "--output", help="Output format.", show_default=True)
 ]
 PinDir = Annotated[
     Path,
     typer.Option(
         "--pin-dir",
         envvar="KBPF_PIN_DIR",
-        help="The agent's folder of pins, as given to `run`.",
+        help="The agent's pin folder, as given to `run`.",
         readable=False,
     ),
 ]
@@ -49,20 +51,24 @@ CacheDir = Annotated[
     typer.Option(
         "--cache-dir",
         envvar="KBPF_CACHE_DIR",
-        help="Where the compiled programs are kept.",
+        help="The folder for compiled programs.",
         readable=False,
     ),
 ]
 IpvsDevice = Annotated[
     str,
     typer.Option(
-        "--ipvs-device", envvar="KBPF_IPVS_DEVICE", help="Mode ipvs: the device, as given to `run`."
+        "--ipvs-device",
+        envvar="KBPF_IPVS_DEVICE",
+        help="Mode ipvs: the dummy device, as given to `run`.",
     ),
 ]
 NftTable = Annotated[
     str,
     typer.Option(
-        "--nft-table", envvar="KBPF_NFT_TABLE", help="Mode ipvs: the table, as given to `run`."
+        "--nft-table",
+        envvar="KBPF_NFT_TABLE",
+        help="Mode ipvs: the nftables table, as given to `run`.",
     ),
 ]
 StateDir = Annotated[
@@ -70,7 +76,7 @@ StateDir = Annotated[
     typer.Option(
         "--state-dir",
         envvar="KBPF_STATE_DIR",
-        help="Mode ipvs: the folder, as given to `run`.",
+        help="Mode ipvs: the state folder, as given to `run`.",
         readable=False,
     ),
 ]
@@ -79,20 +85,18 @@ CGroup = Annotated[
     typer.Option(
         "--cgroup",
         envvar="KBPF_CGROUP",
-        help="The cgroup v2 folder that `run` is given.",
+        help="The cgroup v2 folder, as given to `run`.",
         readable=False,
     ),
 ]
-Watch = Annotated[
-    bool, typer.Option("-w", "--watch", help="Show it again every 2 s, until Ctrl-C.")
-]
+Watch = Annotated[bool, typer.Option("-w", "--watch", help="Refresh every 2 s, until Ctrl-C.")]
 
 
 # ---- the file that `run` was given ---------------------------------------------------------------
 
 
 def apply_file_defaults(context: typer.Context, file: Path | None) -> "ConfiguredLocations | None":
-    """What the file says becomes the default of the other options; None without a file."""
+    """Makes the values in the file the defaults of the other options. None without a file."""
     if file is None:
         return None
     from kbpf.config import locations
@@ -104,9 +108,9 @@ def apply_file_defaults(context: typer.Context, file: Path | None) -> "Configure
 
 
 def warn(file: Path | None, errors: Iterable[ConfigError]) -> None:
-    """One line for all that is wrong in the file and does not end the command."""
+    """Prints one line about errors in the file that do not end the command."""
     if lines := "; ".join(map(str, errors)):
-        print(f"kbpf: what can be read of {file} counts, but not all can: {lines}", file=sys.stderr)
+        print(f"kbpf: {file} has errors, and its other settings are used: {lines}", file=sys.stderr)
 
 
 def _apply_and_warn(context: typer.Context, file: Path | None) -> Path | None:
@@ -116,7 +120,7 @@ def _apply_and_warn(context: typer.Context, file: Path | None) -> Path | None:
 
 
 NAMES_KEY: Final = "kbpf.names"
-"""Where _take_and_note() leaves the Names in the context."""
+"""The key under which _apply_and_store() puts the ConfiguredLocations into the context."""
 
 
 def _apply_and_store(context: typer.Context, file: Path | None) -> Path | None:
@@ -128,11 +132,11 @@ def _file_option(callback: Callable[[typer.Context, Path | None], Path | None]) 
     return typer.Option(
         "--config", metavar="FILE", envvar="KBPF_CONFIG", is_eager=True, callback=callback,
         readable=False,
-        help="The file that `run` was given: what it says of the folders and names below.",
+        help="The configuration file of `run`. It sets the defaults of the options below.",
     )  # fmt: skip
 
 
 ConfigFile = Annotated[Path | None, _file_option(_apply_and_warn)]
-"""For commands that look: what is wrong in it is told."""
+"""For commands that only read: errors in the file are warnings."""
 ConfigNames = Annotated[Path | None, _file_option(_apply_and_store)]
-"""For those that have to know the names: it leaves them to the command."""
+"""For commands that must know all names, such as cleanup: these handle the errors themselves."""

@@ -1,8 +1,8 @@
-"""Rows to text: aligned columns, JSON or YAML. The same rows in every format.
+"""Renders rows as a table, JSON or YAML, with the same data in each format.
 
-Nothing is coloured or cut, so what is shown can be piped. JSON and YAML go out as plain text: rich
-would wrap it. Control characters and the like go out escaped, in the way of each format: names and
-messages of others must not steer the terminal.
+Output is never coloured or truncated, so it can be piped. JSON and YAML do not go through rich,
+which would wrap lines. Unprintable characters are escaped in the way of each format, because names
+and messages from objects must not be able to control the terminal.
 """
 
 import json
@@ -20,13 +20,13 @@ from kbpf.views.columns import Column
 
 GAP = "   "
 SEPARATOR = "\0"
-"""Of cells that wait for the width of their columns: no text has it."""
+"""Separates the packed cells of a row. escape_unprintable() removes it from texts."""
 CHUNK_ROWS = 512
-"""Rows that are measured together."""
+"""Number of rows that are formatted and measured at a time."""
 
 
 def format_table(rows: Iterable[Any], columns: Sequence[Column], wide: bool = False) -> str:
-    """A line of titles, then one line per row. A column ends where its longest cell does."""
+    """A line of titles, then one line per row. A column is as wide as its longest cell."""
     visible = [c for c in columns if wide or not c.wide]
     lines = [
         [c.title for c in visible],
@@ -43,7 +43,7 @@ def format_table(rows: Iterable[Any], columns: Sequence[Column], wide: bool = Fa
 
 
 def format_document(value: Any, output: Output) -> str:
-    """JSON or YAML of rows, or of one thing. The order is that of the fields."""
+    """A value or a list of rows as JSON or YAML, with fields in the order of their declaration."""
     plain = msgspec.to_builtins(value)
     if output is Output.YAML:
         from kbpf import bounded_yaml
@@ -61,8 +61,8 @@ def format_document(value: Any, output: Output) -> str:
 
 
 def _escape_json(text: str) -> str:
-    """The same value: what cannot be printed stands in strings only, and JSON has an escape for
-    it. json.dumps itself escapes C0 alone.
+    """Escapes unprintable characters in JSON text, which does not change its value: they can only
+    occur in strings. json.dumps() itself escapes only the control characters below U+0020.
     """
     if all(map(str.isprintable, text.split("\n"))):
         return text
@@ -70,7 +70,7 @@ def _escape_json(text: str) -> str:
 
 
 def format_rows(values: Sequence[Any], columns: Sequence[Column], output: Output) -> str:
-    """A list, in any format."""
+    """A list of rows in the given format."""
     if output in (Output.JSON, Output.YAML):
         return format_document(values, output)
     return format_table(values, columns, output is Output.WIDE)
@@ -79,10 +79,12 @@ def format_rows(values: Sequence[Any], columns: Sequence[Column], output: Output
 def stream_rows(
     values: Iterable[Any], columns: Sequence[Column], output: Output, header: Any = None
 ) -> Iterator[str]:
-    """As rows(), in pieces, for what may be a hundred thousand rows: only a table's cells are
-    kept, packed, until its widths are known. The pieces follow each other without anything between.
+    """As format_rows(), but yields pieces of text to write one after the other.
 
-    With `above` (JSON and YAML only) the rows are the last field, `rows`, of that value.
+    For lists of a hundred thousand rows. JSON and YAML are written row by row. A table keeps its
+    cells, packed, until the column widths are known.
+
+    `header` (JSON and YAML only): the rows become the last field, `rows`, of this value.
     """
     if output is Output.JSON:
         yield from _stream_json(values, header)
@@ -141,12 +143,12 @@ def _stream_yaml(values: Iterable[Any], header: Any) -> Iterator[str]:
 
 
 def indent(text: str, prefix: str = "  ") -> str:
-    """Every line moved to the right."""
+    """Prefixes every line, and escapes unprintable characters."""
     return "\n".join(prefix + escape_unprintable(line) for line in text.split("\n"))
 
 
 def format_facts(pairs: Iterable[tuple[str, str]]) -> str:
-    """`name  value` lines, the values aligned."""
+    """Lines of `name   value`, with the values aligned."""
     pair_list = list(pairs)
     width = max(len(name) for name, _ in pair_list)
     return "\n".join(
@@ -158,7 +160,7 @@ WATCH_SECONDS: Final = 2.0
 
 
 def watch(page: Callable[[], str], seconds: float = WATCH_SECONDS) -> None:
-    """Shows the page until Ctrl-C: in place on a terminal, else one after the other."""
+    """Shows the page again and again until Ctrl-C: in place on a terminal, otherwise appended."""
     if not sys.stdout.isatty():
         while True:
             print(page(), end="\n\n", flush=True)
@@ -168,6 +170,6 @@ def watch(page: Callable[[], str], seconds: float = WATCH_SECONDS) -> None:
 
     with Live(screen=True, auto_refresh=False) as live:
         while True:
-            text = f"{time.strftime('%H:%M:%S')}  every {seconds:g} s, Ctrl-C ends\n\n{page()}"
+            text = f"{time.strftime('%H:%M:%S')}  every {seconds:g} s, Ctrl-C to quit\n\n{page()}"
             live.update(Text(text, no_wrap=True, overflow="crop"), refresh=True)
             time.sleep(seconds)

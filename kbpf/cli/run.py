@@ -1,4 +1,4 @@
-"""`kbpf run`: the agent."""
+"""`kbpf run`: builds the agent from its parts and runs it."""
 
 import gc
 import logging
@@ -35,16 +35,16 @@ if TYPE_CHECKING:
 log = logging.getLogger("kbpf")
 
 GC_THRESHOLD = (100_000, 50, 100)
-"""Of gc.set_threshold(). With Python's own numbers the objects of a first list are looked through a
-hundred times while it is read, a quarter of the start with 10,000 Services. Few of ours are in
-cycles: what is not in use any more goes by its reference count."""
+"""For gc.set_threshold(). With Python's defaults the collector traverses the objects of the first
+list a hundred times while they are being read: a quarter of the start with 10,000 Services. Few of
+our objects are in cycles, so reference counting frees nearly all of them."""
 
 RELIST_PERIODS = 4
-"""All objects are listed again each so many --config-sync-periods."""
+"""All objects are listed again after this many --config-sync-periods."""
 
 
 def set_up_logging(config: Config) -> None:
-    """Everything of ours to stderr."""
+    """Sends the log of the package `kbpf` to stderr."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if config.log_format == "json" else TextFormatter())
     root = logging.getLogger("kbpf")
@@ -54,7 +54,7 @@ def set_up_logging(config: Config) -> None:
 
 
 def connect(config: Config, on_request: "AskedApi") -> "Cluster | None":
-    """The API server that the configuration names, if it does not name a folder."""
+    """Opens access to the API server; None if the objects come from a folder (--source)."""
     if config.source is not None:
         return None
     from kbpf.source.api.credentials import Cluster
@@ -74,7 +74,7 @@ def connect(config: Config, on_request: "AskedApi") -> "Cluster | None":
 def source_factory(
     config: Config, cluster: "Cluster | None"
 ) -> Callable[[Callable[[Item], None]], Sequence[Source]]:
-    """How to make the sources that the configuration asks for."""
+    """Returns a function that creates the configured sources, which put their items into `put`."""
 
     def make(put: Callable[[Item], None]) -> Sequence[Source]:
         if cluster is None:
@@ -91,14 +91,14 @@ def source_factory(
         if config.socket_lb_label:
             resources.append(exempt_pod_resource(config.node_name))
         else:
-            put(Synced(Kind.POD))  # that none is exempt by its label is known
+            put(Synced(Kind.POD))  # no label to watch: the (empty) list of exempt pods is complete
         return [Reflector(cluster, resource, put, relist_interval=relist) for resource in resources]
 
     return make
 
 
 def _event_poster(cluster: "Cluster | None") -> Post | None:
-    """How Events are sent."""
+    """The function that sends Kubernetes Events; None without an API server."""
     if cluster is None:
         return None
     from kbpf.source.api.event_sink import EventSink
@@ -107,21 +107,23 @@ def _event_poster(cluster: "Cluster | None") -> Post | None:
 
 
 def run_agent(options: RunOptions, loaded: LoadedConfig, data: bytes | None) -> None:
-    """Runs the agent until SIGTERM or SIGINT. Traffic goes on afterwards. `data`: the text of the
-    configuration file, if there is one; another one makes this process begin anew.
+    """Runs the agent until SIGTERM or SIGINT. What is programmed continues to serve afterwards.
+
+    `data`: the text of the configuration file, if there is one. If the file changes, this process
+    restarts with the new text.
     """
     config = with_node_name(loaded.config)
     set_up_logging(config)
     try:
         _run_agent(config, options, loaded, data)
     except KbpfError as error:
-        log.error("%s", error)  # the last line has the form of the others
+        log.error("%s", error)  # not on stderr by app.py, so that it has the log's format
         raise SystemExit(1) from error
     except OSError as error:
         log.error("%s", describe_unexpected_error(error))
         raise SystemExit(1) from error
     except Exception as error:
-        log.exception("a fault of kbpf's own ends the agent")
+        log.exception("the agent failed unexpectedly and exits")
         raise SystemExit(1) from error
 
 
@@ -130,7 +132,7 @@ def _run_agent(
 ) -> None:
     for note in loaded.notes:
         log.log(logging.WARNING if note.is_warning else logging.INFO, "%s", note.text)
-    if config.source is not None:  # before anything is made in the kernel
+    if config.source is not None:  # before anything is created in the kernel
         from kbpf.source.folder.folder import check_folder
 
         check_folder(config.source)
@@ -176,8 +178,8 @@ def _run_agent(
 
 
 def protect_process(config: Config) -> None:
-    """From being ended for want of memory, as kube-proxy is. Without the right to it: told. And
-    from a want of descriptors.
+    """Sets oom_score_adj, as kube-proxy does, so that the kernel rarely kills the agent when memory
+    is short, and raises the limit of open files. Missing rights for the former are only logged.
     """
     process.raise_nofile_limit()
     try:
@@ -187,8 +189,9 @@ def protect_process(config: Config) -> None:
 
 
 def restart_process() -> None:
-    """The same command in the same process: nobody has to start it again. What is programmed
-    serves meanwhile. The working directory stays, since paths among the arguments may be relative.
+    """Executes the same command again in this process, so that no supervisor has to start it. What
+    is programmed serves meanwhile. The working directory is kept, because arguments may be relative
+    paths.
     """
     sys.stderr.flush()
     safe_path_option = [] if sys.flags.safe_path else ["-P"]

@@ -1,5 +1,5 @@
-"""The standard streams: closed, full, or unable to encode a character, each ends as one clear line
-and never as a traceback; a reader that has gone ends the command by SIGPIPE.
+"""The standard streams. One that is closed, full, or cannot encode a character leads to one clear
+line, never to a traceback. A reader that has gone ends the command by SIGPIPE.
 """
 
 import io
@@ -12,11 +12,11 @@ from kbpf.errors import OutputError
 
 
 class StandardOutput(io.FileIO):
-    """The raw file below sys.stdout."""
+    """The raw file of sys.stdout."""
 
     def write(self, data: Any) -> int:
-        """As FileIO.write(). After an error what is still buffered goes nowhere, so that the
-        interpreter does not complain again at its end.
+        """Writes as FileIO.write(). After an error, buffered data goes to /dev/null, so that the
+        interpreter does not report the error again when it exits.
         """
         try:
             return super().write(data) or 0
@@ -28,8 +28,9 @@ class StandardOutput(io.FileIO):
 
 
 def set_up() -> None:
-    """For the whole process. A closed stream becomes /dev/null, so that no file that is opened
-    later gets its number; one for output fails at the first write, as it would with any program.
+    """Prepares the streams of this process. A closed stream becomes /dev/null, so that no file that
+    is opened later gets its descriptor. Closed standard output is opened read-only: the first write
+    fails, as it does in other programs.
     """
     stdout = sys.stdout
     original = stdout if isinstance(stdout, io.TextIOWrapper) else None
@@ -44,7 +45,7 @@ def set_up() -> None:
     sys.stdout = io.TextIOWrapper(
         io.BufferedWriter(StandardOutput(1, "w", closefd=False)),
         encoding=original.encoding if original else "utf-8",
-        errors="replace",  # a `?` has the width of what cannot be encoded: tables stay aligned
+        errors="replace",  # a `?` is as wide as the character it replaces: tables stay aligned
         line_buffering=original is not None and original.line_buffering,
         write_through=original is not None and original.write_through,
     )
@@ -60,7 +61,7 @@ def _open_null(number: int, flags: int) -> None:
 
 
 def exit_by_sigpipe() -> NoReturn:
-    """As `yes | head` ends: a shell sees 141, whatever the command would have said."""
+    """Ends this process as SIGPIPE ends `yes | head`: a shell sees the status 141."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPIPE})
     os.kill(os.getpid(), signal.SIGPIPE)
@@ -68,7 +69,7 @@ def exit_by_sigpipe() -> NoReturn:
 
 
 def print_error(text: str) -> None:
-    """A line to stderr, if it can be written."""
+    """Prints a line to stderr, if that is possible."""
     try:
         print(text, file=sys.stderr)
     except OSError:

@@ -264,7 +264,7 @@ def kbpf_comes(world: World, mode: str, load: Load) -> None:
     load.goes_on()
     for was, now in zip(before, world.led(), strict=True):
         assert now > was
-    assert all("of kube-proxy" in said for said in world.cleanup("--kube-proxy"))
+    assert all("kube-proxy" in said for said in world.cleanup("--kube-proxy"))
     rules = world.rules()
     assert "kube-proxy" not in rules
     assert set(re.findall(r"KUBE-[A-Z-]+", rules)) <= {"KUBE-FIREWALL"}

@@ -155,7 +155,7 @@ def test_all_of_kube_proxy_goes_and_nothing_else(
     assert (done.returncode, done.stderr) == (0, "")
     assert ground.rules(kind) == before
     for table in ("table ip kube-proxy",) if mode == "nftables" else ("ip nat", "ip6 filter"):
-        assert f"of kube-proxy   {table}" in done.stdout
+        assert f"kube-proxy   {table}" in done.stdout
     again = ground.cleanup(*UNSEEN)
     assert (again.returncode, again.stdout) == (0, "nothing to remove of kube-proxy\n")
     assert ground.rules(kind) == before

@@ -890,8 +890,8 @@ def test_nothing_is_removed_beside_an_agent_that_runs(
     assert node.do(lambda: app.call(words)) == 1
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
-    assert "nothing is removed: an agent is at work here" in err
-    assert "not even with --force" in err
+    assert "nothing was removed: an agent in mode ipvs is running" in err
+    assert "--force does not help" in err
     assert there() == before
     node.plane.close()
     assert node.do(lambda: app.call(words)) == 0

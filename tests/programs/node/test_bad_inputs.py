@@ -98,7 +98,8 @@ WRONG = [
           "cannot read the kubeconfig: No such file or directory (/nowhere); give the "
           "kubeconfig's path"),
     Wrong("cleanup of data", "cleanup --pin-dir {data}", 1,
-          "nothing is removed: this holds what is not kbpf's (a, b) ({data})", "kbpf: "),
+          "nothing was removed: the folder has entries that are not kbpf's (a, b) ({data})",
+          "kbpf: "),
     *(Wrong(f"{words}: a file", f"{words} --pin-dir {{file}}", 1, "not a folder ({file}); give the "
             "folder that `kbpf run` was given with --pin-dir", "kbpf: ")
       for words in ("inspect status", "inspect services", "cleanup", "check --attached")),

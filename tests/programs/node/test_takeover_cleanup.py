@@ -490,7 +490,7 @@ def test_cleanup_reports_the_forward_rule(
     house.do(lambda: list(cleanup.remove_kube_proxy(Config(), force=True)))
     assert capsys.readouterr().err == (
         f"kbpf: table {left} kbpf-handover stays, and with it a rule in {left} filter FORWARD, for "
-        "connections that kube-proxy has translated; the agent removes it when they have ended\n"
+        "connections that kube-proxy translated; the agent removes it when they have ended\n"
     )
 
 

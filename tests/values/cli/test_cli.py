@@ -996,7 +996,7 @@ UNSURE = CheckRow("dummy devices", "unknown", False, "", "", ipvs=True)
         (
             [check_row("no"), IPVS, UNSURE],
             "ipvs",
-            "mode ipvs can be used on this machine, unless this is missing: dummy devices",
+            "this machine, unless this is missing (not known): dummy devices",
         ),
     ],
 )
