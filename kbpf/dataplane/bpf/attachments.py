@@ -84,7 +84,6 @@ class Attachments:
         """Whether publish() has to be called, since maps were replaced."""
 
     def set_coexisting(self, coexisting: bool) -> None:
-        """See base.DataPlane."""
         self._coexisting = coexisting
         if coexisting:
             return
@@ -190,6 +189,7 @@ class Attachments:
     def _start_loading(self) -> None:
         maps = self._agent_maps.maps
 
+        # Runs in the loader thread, so it must not write to self or to the maps.
         def load_packet_path() -> PacketPath:
             packet_path = self._compile_packets()
             packet_path.use(packet_path.prepare(maps))
@@ -282,7 +282,7 @@ class Attachments:
         self._agent_maps.pin(packet_path_only=False)
         if self._sockets is not None:
             changed += self._sockets.publish()
-        else:  # _check_pins() of the plane takes a missing folder for removed pins
+        else:  # BpfPlane._check_pins() treats a missing folder as removed pins
             self._pins.links.mkdir(mode=0o700, exist_ok=True)
         self._update_exemptions()
         if self._postponed and self._loader is None:
@@ -314,7 +314,10 @@ class Attachments:
             self._agent_maps.pin(packet_path_only=True)
             packet_path.publish()
             return
-        self._agent_maps.migration.copy_new_flows()  # copies most entries before the pause
+        # The programs change device by device, and a flow is seen on two devices. So no flow may
+        # begin meanwhile, and both `flows` maps have to hold all flows before the first device
+        # changes. Copying most entries before the pause keeps the pause short.
+        self._agent_maps.migration.copy_new_flows()
         with migrate.pause_new_flows(self._agent_maps.maps["new_flows_paused_until"]):
             self._agent_maps.migration.copy_new_flows()
             self._agent_maps.pin(packet_path_only=True)
@@ -409,7 +412,6 @@ class Attachments:
         return self._hook_states
 
     def faults(self) -> tuple[str, ...]:
-        """See base.DataPlane."""
         missing = [name for name, is_running in self._hook_states.items() if not is_running]
         if not missing:
             return (self._hook_error,) if self._hook_error else ()
@@ -451,14 +453,15 @@ class Attachments:
     # ---- status ---------------------------------------------------------------------------
 
     def ready(self) -> bool:
-        """See base.DataPlane. Whether the programs were attached to all devices and are active."""
+        """Whether the packet path is complete and active: all devices were processed, or cannot be.
+        A packet path that is off, or could not be loaded, is not waited for.
+        """
         if self._packet_path is None:
             return not self._postponed
         status = self._packet_path.status()
         return (status.ready or bool(status.problem)) and not self._packet_path.is_passive
 
     def packet_status(self) -> PacketStatus:
-        """See base.DataPlane."""
         status = (
             self._packet_path.status()
             if self._packet_path is not None
@@ -477,7 +480,6 @@ class Attachments:
         )
 
     def problems(self, now: float) -> tuple[str, ...]:
-        """See base.DataPlane."""
         lines = self.exemptions.problems(now)
         if self._packet_path is None and not self._postponed and not self.exemptions.is_empty:
             lines = (*lines, "exempt cgroups are not served: the packet path is off")

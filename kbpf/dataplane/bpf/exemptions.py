@@ -1,9 +1,9 @@
-"""Exempts sockets from the hooks: maps pods and patterns to cgroup folders, and these to entries of
-the map `exempt_cgroups`.
+"""Exempts sockets from the hooks: finds the cgroups of exempt pods and patterns, and writes their
+ids to the map `exempt_cgroups`.
 
 A pod is identified by its uid, a pattern by its text. The programs look up a cgroup's id, which is
 the inode number of its folder (64 bits, never reused). kubelet creates the folder at about the time
-when we hear of the pod, so we poll until it exists:
+when the API server reports the pod, so we poll until it exists:
 
     .../kubepods*/.../podUID                            (cgroupfs driver)
     .../kubepods-....slice/kubepods-...-podUID.slice    (systemd driver; UID with _ for -)
@@ -63,6 +63,7 @@ def _list_children(root: Path, parent: str) -> Iterator[CgroupFolder]:
                 except OSError:
                     continue  # deleted since
                 path = f"{parent}/{entry.name}" if parent else entry.name
+                # a folder has two links (its name and "."), and one more (..) for each child
                 yield CgroupFolder(path, status.st_ino, status.st_nlink > 2)
     except OSError:
         return
@@ -81,6 +82,7 @@ def walk(root: Path, should_enter: Callable[[str], bool]) -> Iterator[CgroupFold
 def find_pod_folders(root: Path, uids: Collection[str]) -> Iterator[tuple[str, CgroupFolder]]:
     """(uid, folder) of those pods whose folders exist."""
     names = {f"pod{uid}": uid for uid in uids}
+    # systemd reads - in the name of a slice as the separator of its parents
     names |= {f"pod{uid.replace('-', '_')}.slice": uid for uid in uids}
 
     def should_enter(path: str) -> bool:
@@ -220,6 +222,7 @@ class Exemptions:
         self._due = self._next_due(now)
 
     def _verify_folders(self, folders: dict[str, int]) -> dict[str, int]:
+        """Those of a pod's folders (path → id) that still exist with the same id."""
         current = {}
         for path, cgroup_id in folders.items():
             try:
@@ -242,6 +245,7 @@ class Exemptions:
             self._written -= removed
             self._problem = ""
         except KernelError as error:
+            # a batch may have been written in part
             self._written = {
                 int(U64.unpack(key)[0]) for key, _ in self._agent_maps.maps[MAP_NAME].items()
             }

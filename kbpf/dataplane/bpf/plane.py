@@ -1,4 +1,5 @@
-"""The BPF data plane: adopts, plans, writes, flips, retires.
+"""The BPF data plane: adopts the maps of an earlier agent, plans changes, writes and flips them,
+and retires what no program reads any more.
 
 The plane remembers what it programmed, so that the cost of a change depends on the change and not
 on the size of the cluster. Retired entries wait for the end of the grace period in a queue that
@@ -120,11 +121,9 @@ class BpfPlane:
         self._agent_sockets = AgentSockets()
 
     def mode_choice(self) -> ModeChoice:
-        """See base.DataPlane."""
         return ModeChoice(self.name, self.name)
 
     def set_coexisting(self, coexisting: bool) -> None:
-        """See base.DataPlane."""
         self._attachments.set_coexisting(coexisting)
 
     # ---- opening ---------------------------------------------------------------------------
@@ -198,7 +197,7 @@ class BpfPlane:
         self._write_ports(new=used - written)
 
     def _is_id_used(self, kind: int, id_: int) -> bool:
-        """Whether a map holds this id: see ids.IsUsed."""
+        """Whether a map holds this id. Implements ids.IsIdUsed."""
         name = ("service_names", "backends", "backend_slots")[kind]
         key = U32_PAIR.pack(id_, 0) if name == "backend_slots" else U32.pack(id_)
         return self._agent_maps.maps[name].lookup(key) is not None
@@ -211,7 +210,7 @@ class BpfPlane:
         touched: Collection[ServicePortKey] | None,
         authoritative: bool = True,
     ) -> Report:
-        """See base.DataPlane. `touched` must be None in the first call.
+        """`touched` must be None in the first call.
 
         After a KernelError the maps may hold a part of the change. Every frontend still has a
         complete set (see changes/plan.py), and the next call first reads the maps again.
@@ -219,7 +218,7 @@ class BpfPlane:
         if self._invalidated:
             self._adopt()
             touched = None
-        self._invalidated = True
+        self._invalidated = True  # stays set if _apply() raises
         if authoritative and self._unclaimed is not None:
             touched = None
         with self._pins.with_operator_path():
@@ -228,7 +227,7 @@ class BpfPlane:
         return report
 
     def invalidate(self) -> None:
-        """See base.DataPlane. Also tries again to load a packet path that could not be loaded."""
+        """Also tries again to load a packet path that could not be loaded."""
         self._attachments.retry_packet_path()
         self._invalidated = True
         self._agent_maps.take_counts()  # writes until now do not belong to the next report
@@ -237,6 +236,7 @@ class BpfPlane:
         self, desired: DesiredState, touched: Collection[ServicePortKey] | None, authoritative: bool
     ) -> Report:
         keys = set(desired.services) if touched is None else set(touched)
+        # If the first apply() is not authoritative, adopted ports that are not desired stay.
         if touched is None and (authoritative or self._adopted is None):
             keys |= self._programmed.keys()
         changes, writes = self._plan(desired, keys, may_defer=touched is not None)
@@ -246,6 +246,7 @@ class BpfPlane:
             _claim_ranges(writes, self._adopted.unclaimed_ranges)
             if authoritative:
                 writes.removed |= self._adopted.unclaimed_frontends - writes.flips.keys()
+            # these are overwritten, and `fill` counts them already
             writes.new_frontends -= len(self._adopted.unclaimed_frontends & writes.flips.keys())
         cluster_ips = self._compute_changed(self._cluster_ips, changes, authoritative)
         ports = self._compute_changed(self._frontend_ports, changes, authoritative)
@@ -262,6 +263,7 @@ class BpfPlane:
             self._finish_first_apply(writes.retired, authoritative)
         elif self._unclaimed is not None and authoritative:
             unclaimed, self._unclaimed = self._unclaimed, None
+            # the frontends may be ours by now
             our_addresses = {
                 frontend.at
                 for programmed in self._programmed.values()
@@ -582,14 +584,13 @@ class BpfPlane:
         self._cut_udp_now(is_gone)
 
     def claim_socket(self, cookie: int) -> None:
-        """See base.DataPlane."""
         self._agent_sockets.claim(cookie)
 
     # ---- deferred work ---------------------------------------------------------------------
 
     def tick(self, now: float) -> float | None:
-        """See base.DataPlane. Deletes old sets after their grace period, advances the growth of
-        maps, and maintains the attachments.
+        """Deletes old sets after their grace period, advances the growth of maps, and maintains the
+        attachments.
         """
         tasks: deque[Callable[[float], None]] = deque(
             (
@@ -599,6 +600,7 @@ class BpfPlane:
                 lambda seconds: self._affinity_shares.advance(now, seconds),
             )
         )
+        # Each call starts with another task, so that no task starves the others of the budget.
         self._ticks += 1
         tasks.rotate(self._ticks)
         remaining, deadline = SLICE_BUDGET_S, time.perf_counter() + SLICE_BUDGET_S
@@ -624,7 +626,6 @@ class BpfPlane:
                 self._attachments.publish()
 
     def take_udp_cuts(self) -> tuple[UdpCuts, ...]:
-        """See base.DataPlane."""
         cuts, self._udp_passes.results = tuple(self._udp_passes.results), []
         return cuts
 
@@ -636,7 +637,6 @@ class BpfPlane:
     # ---- the rest --------------------------------------------------------------------------
 
     def read_metrics(self) -> DataPlaneMetrics:
-        """See base.DataPlane."""
         measures = self._collector.read(dict(self._agent_maps.fill))
         return msgspec.structs.replace(
             measures,
@@ -645,7 +645,6 @@ class BpfPlane:
         )
 
     def count_traffic(self, pause: Pause) -> TrafficStats:
-        """See base.DataPlane."""
         return self._collector.count(pause)
 
     def write_status(self, text: bytes) -> None:
@@ -655,19 +654,15 @@ class BpfPlane:
         status.update(ZERO, text[: status.value_size].ljust(status.value_size, b"\0"))
 
     def is_ready(self) -> bool:
-        """See base.DataPlane."""
         return self._attachments.ready()
 
     def packet_status(self) -> PacketStatus:
-        """See base.DataPlane."""
         return self._attachments.packet_status()
 
     def problems(self) -> tuple[str, ...]:
-        """See base.DataPlane."""
         return (*self.faults(), *self._attachments.problems(self._clock()))
 
     def faults(self) -> tuple[str, ...]:
-        """See base.DataPlane."""
         hidden_reasons = (self._hidden_reason,) if self._hidden_reason else ()
         return (*hidden_reasons, *self._attachments.faults())
 

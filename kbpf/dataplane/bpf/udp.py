@@ -1,10 +1,10 @@
 """Cuts off UDP clients from backends that have stopped serving.
 
-TCP connections are left alone, as by kube-proxy. UDP has no end of connection: a connected socket
-would send to the dead address for ever. Such sockets are destroyed in every network namespace.
-Flows of unconnected sockets are dropped by the programs, which find in `udp_cuts` that the chosen
-backend no longer serves, and choose again. Only sockets in `sock_peers` or `former_peers` are
-destroyed, never those that connected to a backend directly.
+TCP connections are left alone, as with kube-proxy. UDP has no end of connection: a connected socket
+would send to the dead address for ever. Such sockets are destroyed (SOCK_DESTROY of sock_diag) in
+every network namespace. Flows of unconnected sockets are ended by the programs, which find in
+`udp_cuts` that the chosen backend no longer serves, and choose again. Only sockets in `sock_peers`
+or `former_peers` are destroyed, never those that connected to a backend directly.
 """
 
 import logging
@@ -32,13 +32,14 @@ COOKIE_MASK: Final = (1 << 44) - 1
 """The low bits of a socket id are the socket's cookie; see socket_id() in sock.c for the others."""
 
 CUT_LIFETIME_NS: Final = 2 * 120 * 1_000_000_000
-"""A flow that was idle for FLOW_IDLE_NS (sock.c) is expired, so no older flow is usable after this
-time. Twice that time, as a margin.
+"""Lifetime of an entry in `udp_cuts`. A flow expires after FLOW_IDLE_NS (sock.c) without a
+datagram, so no flow older than the cut is left after that time; twice that, as a margin.
 """
 
 _SOCKET_ID_BYTES: Final = 8
-"""Bytes of the socket id in front of its flows."""
+"""Size of the socket id in front of the flows in a struct udp_flows."""
 _UDP_BYTE: Final = bytes([Protocol.UDP])
+"""For comparison with byte 18 of a struct target, its protocol."""
 
 STEP_ENTRIES: Final = 2_048
 """Entries examined in one step: about two milliseconds."""
@@ -165,6 +166,7 @@ def _iter_stale_flows(map_: Map, is_gone: IsGone) -> Iterator[tuple[int, bytes]]
     """The stale choices of unconnected sockets' flows, as service id and struct target."""
     for _, raw in map_.items():
         for _, _, _, frontend, backend, service, _ in UDP_FLOW.iter_unpack(raw[_SOCKET_ID_BYTES:]):
+            # protocol 0: this element of the array is free
             if frontend[18] and is_gone(service, frontend, backend):
                 yield service, backend
 
@@ -201,7 +203,9 @@ def _delete_packet_flows(flows: Map, is_gone: IsGone) -> CutSteps:
 
 
 def _delete_if_unchanged(flows: Map, key: bytes, raw: bytes) -> bool:
-    """Deletes the entry if it still belongs to the flow that was read."""
+    """Deletes the entry if it still belongs to the flow that was read. Not atomic: a flow that
+    starts again between the two calls loses this entry, and the next datagram chooses a backend.
+    """
     current = flows.lookup(key)
     if current is None or current[DECISION] != raw[DECISION]:
         return False
@@ -211,7 +215,7 @@ def _delete_if_unchanged(flows: Map, key: bytes, raw: bytes) -> bool:
 
 def _destroy_sockets(targets_by_socket: Mapping[int, Collection[Target]]) -> Counter[int]:
     """Destroys the sockets (low bits of the id → backends) still connected to one of these
-    backends.
+    backends. A socket may have connected elsewhere since its map entry was read.
     """
 
     def should_destroy(destroyed: sock_diag.DiagSocket) -> bool:

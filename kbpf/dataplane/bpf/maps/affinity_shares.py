@@ -112,6 +112,8 @@ def _select_expired(
     keys: bytes, values: bytes, timeouts: Mapping[int, int], now: int
 ) -> list[tuple[bytes, bytes]]:
     """Expired entries of `affinity`, by the rule of find_affinity() in lookup.h."""
+    # columns of struct affinity (u64 last_used first) and struct affinity_key (u32 service after
+    # the address, which is four words)
     last_used = array("Q", values)[:: AFFINITY.size // 8]
     services = array("I", keys)[4 :: AFFINITY_KEY.size // 4]
     return [
@@ -128,7 +130,7 @@ def unpack_sharers(keys: bytes, values: bytes) -> list[bytes]:
     """The client to which each of these entries (back to back) is charged: affinity_owner_of() in
     lookup.h.
     """
-    cgroups = array("I", values)[3 :: AFFINITY.size // 4]
+    cgroups = array("I", values)[3 :: AFFINITY.size // 4]  # the last word of struct affinity
     clients = (keys[offset : offset + 16] for offset in range(0, len(keys), AFFINITY_KEY.size))
     return [_sharer(client, cgroup) for client, cgroup in zip(clients, cgroups, strict=True)]
 

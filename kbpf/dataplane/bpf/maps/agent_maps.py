@@ -1,4 +1,4 @@
-"""The maps that the agent writes: writing, deleting, fill levels, growth.
+"""Writes to the maps of one agent, keeps their fill levels, and resizes them.
 
 A map of which the agent is the only writer grows by copy and switch: during the copy every write
 goes to both maps (growth.py), so the copy is complete. The programs are loaded over the larger map
@@ -156,6 +156,9 @@ class AgentMaps:
         } | new_sizes
 
     def _size_for(self, name: str, entries: int) -> int:
+        """The size that a map needs for this many entries: its own, doubled until it is filled to
+        at most MAX_FILL. The limit is higher while old and new sets coexist.
+        """
         size, max_entries = self.maps[name].max_entries, self.max_entries(name)
         if entries > max_entries:
             max_entries *= OVERLAP_FACTOR
@@ -172,7 +175,8 @@ class AgentMaps:
 
     def copy(self, larger: Mapping[str, Map], at_once: int) -> Generator[None]:
         """Copies all entries into larger maps, `at_once` at a time. Meanwhile every write goes to
-        both maps, so copied entries stay current.
+        both maps, so copied entries stay current. The same thread writes and copies, so no write
+        comes between reading a batch and writing it.
         """
         self._copies = larger
         for name, target in larger.items():

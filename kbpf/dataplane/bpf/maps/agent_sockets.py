@@ -34,7 +34,9 @@ class AgentSockets:
                 map_.delete_batch(stale_keys)
 
     def claim(self, cookie: int) -> None:
-        """See base.DataPlane. Without a map no program is loaded that would read the entry."""
+        """Registers a socket (by its SO_COOKIE). Does nothing before open(): no program that would
+        read the entry is loaded yet.
+        """
         with self._lock:
             if self._map is None:
                 return

@@ -221,6 +221,7 @@ class ServiceValue(NamedTuple):
 
     def pack(self, key: bytes) -> bytes:
         """40 bytes: the value of this key (struct target), with its check word."""
+        # the result of check_of_service() in lib/check.h, unrolled: ((w0 * F + w1) * F + ...) * F
         u32_words = (*TARGET_WORDS.unpack(key), *self)
         return SERVICE.pack(*self, sum(map(mul, u32_words, CHECK_FACTORS)) & 0xFFFFFFFF)
 
@@ -294,7 +295,7 @@ def pack_target(address: Addr | bytes, port: int, protocol: int) -> bytes:
 def pack_slots(set_id: int, size: int, start: int = 0) -> bytes:
     """The keys of a set in `backend_slots` from index `start` on (struct slot, back to back)."""
     count = size - start
-    keys = array("I", bytes(8 * count))
+    keys = array("I", bytes(8 * count))  # filled by columns: sets have up to thousands of slots
     keys[0::2] = array("I", [set_id]) * count
     keys[1::2] = array("I", range(start, size))
     return keys.tobytes()

@@ -1,4 +1,4 @@
-"""Pins of the BPF data plane and its maps: created, adopted, replaced, removed.
+"""Creates, adopts, replaces and removes the pins of the BPF data plane and its maps.
 
     PIN/maps-SCHEMA/NAME       maps of one layout (layout.schema_hash)
     PIN/layout-SCHEMA/NAME-N   the version of each of these maps
@@ -7,9 +7,9 @@
     PIN/devices/...            attachments to devices other than links (packet_path/attach.py)
     PIN/beside                 whether settings of the node were changed (host.py)
 
-Everything is built in a folder whose name begins with `new-` and published by one rename, so what
-has one of the names above is complete. Programs that devices still run when newer ones take their
-name are kept in `old-programs-KEY-N`. Programs are handled in programs/loader.py.
+Everything is built in a folder whose name begins with `new-` and published by one rename, so a
+folder with one of the names above is complete. Programs that devices still run when newer ones take
+their name are kept in `old-programs-KEY-N`. Programs are handled in programs/loader.py.
 """
 
 import contextlib
@@ -171,10 +171,11 @@ def _make_maps(pins: Pins, sizes: MapSizes, packet_path: bool) -> frozenset[str]
     reused = {
         name: map_ for name, spec in MAPS.items() if (map_ := _find_reusable_map(pins, old, spec))
     }
-    # A flip would direct the old programs, which still read the old slots, to new ones.
+    # `services` is only valid together with the maps that its values point to: old programs would
+    # look up the slots of a flipped frontend in the old `backend_slots`, where they do not exist.
     if "services" in reused and not reused.keys() >= SERVICES_TARGETS:
         reused.pop("services").close()
-    if "flows" not in reused and "flow_queue" in reused:  # it contains the keys of the old `flows`
+    if "flows" not in reused and "flow_queue" in reused:  # it holds keys of the old `flows`
         reused.pop("flow_queue").close()
     with build_folder(pins.maps) as folder:
         for name, spec in MAPS.items():
@@ -341,7 +342,9 @@ def replace_pin(pins: Pins, map_: Map, name: str) -> None:
 
 
 def detach_link(pin: Path) -> None:
-    """Detaches a pinned link at once, and removes the pin."""
+    """Detaches a pinned link at once, and removes the pin. Removing the pin alone would detach it a
+    few milliseconds later.
+    """
     with contextlib.suppress(KernelError), Link.open(pin) as link:
         link.detach()
     pin.unlink()
