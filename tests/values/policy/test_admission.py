@@ -1,6 +1,8 @@
-"""Addresses that no Service may take: {kind of address} x {ExternalIP, LoadBalancer, ClusterIP} x
-setting, served or refused with which words; and that a change of what is reserved reaches exactly
-the Services that it concerns.
+"""Reserved addresses: which of them a Service may use.
+
+The tables cross the kind of address, the kind of frontend (ExternalIP, LoadBalancer, ClusterIP) and
+the setting `--external-ips`, and say whether the frontend is served or with which words it is
+refused. A change of the reserved addresses must recompute exactly the Services it affects.
 """
 
 import json
@@ -46,7 +48,7 @@ TCP = Protocol.TCP
 NODE = Node("me", addrs("192.0.2.10", "2001:db8::10"), pod_cidrs=(parse_cidr("10.244.0.0/24", ""),))
 OTHER_NODE = Node("other", addrs("192.0.2.11", "2001:db8::11"))
 LOCAL = addrs("127.0.0.1", "192.0.2.10", "2001:db8::10", "192.0.2.200", "172.17.0.1")
-"""Beside the Node's own: a VIP that keepalived or kube-vip has put on a device, and a bridge."""
+"""The Node's addresses, a VIP that keepalived or kube-vip has put on a device, and a bridge."""
 SERVERS: tuple[ApiServerAddress, ...] = ((parse_addr("198.51.100.7"), 6443),)
 LISTENING = frozenset(
     FrontendAddress(address, port, TCP) for address, port in ((ANY6, 22), (ANY4, 10250))
@@ -77,9 +79,11 @@ SHOPS = "belongs to shop/shop"
 
 
 class Row(NamedTuple):
-    """A kind of address with a port, and what becomes of it: as an ExternalIP with `all`, with its
-    own network listed, and as a LoadBalancer address. With `off`, and with another network listed,
-    no ExternalIP is served.
+    """An address with a port and the expected outcome: "" if served, else words of the refusal.
+
+    `external` is the outcome as an ExternalIP with `--external-ips all`, `listed` with the network
+    of the address in that list, `balancer` as a LoadBalancer address. With `off`, or with another
+    network in the list, no ExternalIP is served.
     """
 
     what: str
@@ -91,28 +95,28 @@ class Row(NamedTuple):
 
 
 KINDS = [
-    Row("of nobody", "203.0.113.5", 80, SERVED, SERVED, SERVED),
-    Row("of nobody, IPv6", "2001:db8:9::5", 80, SERVED, SERVED, SERVED),
-    Row("the API server's", "192.0.2.1", 6443, API, API, API),
-    Row("its other ports", "192.0.2.1", 443, SERVED, SERVED, SERVED),
-    Row("of an API server on this node", "192.0.2.10", 6443, API, API, API),
-    Row("that the agent has dialled", "198.51.100.7", 6443, API, API, API),
-    Row("this node's", "192.0.2.10", 80, OWN, SERVED, SERVED),
-    Row("this node's, IPv6", "2001:db8::10", 80, OWN, SERVED, SERVED),
-    Row("this node's, where sshd listens", "192.0.2.10", 22, OWN, LISTENS, LISTENS),
-    Row("this node's, where kubelet listens", "192.0.2.10", 10250, OWN, LISTENS, LISTENS),
-    Row("this node's at the own NodePort", "192.0.2.10", 30099, SERVED, SERVED, SERVED),
-    Row("another node's", "192.0.2.11", 80, OTHERS, SERVED, SERVED),
-    Row("another node's, IPv6", "2001:db8::11", 80, OTHERS, SERVED, SERVED),
-    Row("another node's, where its kubelet listens", "192.0.2.11", 10250, OTHERS, SERVED, SERVED),
-    Row("another node's at the own NodePort", "192.0.2.11", 30099, SERVED, SERVED, SERVED),
-    Row("another's NodePort", "192.0.2.10", 30050, OWN, SHOPS, SHOPS),
+    Row("an unused address", "203.0.113.5", 80, SERVED, SERVED, SERVED),
+    Row("an unused address, IPv6", "2001:db8:9::5", 80, SERVED, SERVED, SERVED),
+    Row("the API server", "192.0.2.1", 6443, API, API, API),
+    Row("the API server, another port", "192.0.2.1", 443, SERVED, SERVED, SERVED),
+    Row("an API server on this node", "192.0.2.10", 6443, API, API, API),
+    Row("an API server that the agent connected to", "198.51.100.7", 6443, API, API, API),
+    Row("this node", "192.0.2.10", 80, OWN, SERVED, SERVED),
+    Row("this node, IPv6", "2001:db8::10", 80, OWN, SERVED, SERVED),
+    Row("this node, where sshd listens", "192.0.2.10", 22, OWN, LISTENS, LISTENS),
+    Row("this node, where kubelet listens", "192.0.2.10", 10250, OWN, LISTENS, LISTENS),
+    Row("this node, the Service's own NodePort", "192.0.2.10", 30099, SERVED, SERVED, SERVED),
+    Row("another node", "192.0.2.11", 80, OTHERS, SERVED, SERVED),
+    Row("another node, IPv6", "2001:db8::11", 80, OTHERS, SERVED, SERVED),
+    Row("another node, where its kubelet listens", "192.0.2.11", 10250, OTHERS, SERVED, SERVED),
+    Row("another node, the Service's own NodePort", "192.0.2.11", 30099, SERVED, SERVED, SERVED),
+    Row("this node, another Service's NodePort", "192.0.2.10", 30050, OWN, SHOPS, SHOPS),
     Row("a VIP on a device", "192.0.2.200", 80, SERVED, SERVED, SERVED),
     Row("a VIP on a device, where sshd listens", "192.0.2.200", 22, LISTENS, SERVED, SERVED),
     Row("a bridge, where sshd listens", "172.17.0.1", 22, LISTENS, SERVED, SERVED),
-    Row("in the network of Pods", "10.244.0.77", 80, POD, SERVED, POD),
-    Row("a Pod's elsewhere", "10.9.9.9", 80, POD, SERVED, SERVED),
-    Row("an endpoint's that is no Pod", "7.7.7.7", 80, SERVED, SERVED, SERVED),
+    Row("in this node's Pod network", "10.244.0.77", 80, POD, SERVED, POD),
+    Row("a Pod on another node", "10.9.9.9", 80, POD, SERVED, SERVED),
+    Row("an endpoint that is not a Pod", "7.7.7.7", 80, SERVED, SERVED, SERVED),
     Row("metadata", "169.254.169.254", 80, LINK, LINK, LINK),
     Row("link-local", "169.254.7.7", 80, LINK, LINK, LINK),
     Row("link-local, IPv6", "fe80::7", 80, LINK, LINK, LINK),
@@ -141,7 +145,7 @@ def web(kind: FrontendKind, address: str, port: int) -> Service:
 
 
 def outcome(state: DesiredState, at: FrontendAddress) -> str:
-    """ "" where the Service has the frontend, else the words of its refusal."""
+    """ "" if the Service has the frontend, else the reasons why it does not."""
     (found,) = (each for each in state.services.values() if each.key.name == "web")
     words = [f"belongs to {winner}" for lost, winner in found.lost if lost == at]
     words += [reason for refused, reason in found.refused if refused == at]
@@ -173,8 +177,8 @@ def test_an_external_ip(row: Row, how: str) -> None:
 
 @pytest.mark.parametrize("how", SETTINGS)
 @pytest.mark.parametrize("row", KINDS, ids=lambda row: row.what)
-def test_a_load_balancers_address(row: Row, how: str) -> None:
-    """The setting is for ExternalIPs only."""
+def test_a_load_balancer_address(row: Row, how: str) -> None:
+    """The setting `--external-ips` applies to ExternalIPs only."""
     service = web(FrontendKind.LOAD_BALANCER, row.address, row.port)
     at = FrontendAddress(parse_addr(row.address), row.port, TCP)
     words = outcome(state_of(service, setting(how, row.address)), at)
@@ -190,7 +194,7 @@ def test_a_cluster_ip_is_never_refused(row: Row, how: str) -> None:
     assert outcome(state_of(service, setting(how, row.address)), at) == SERVED
 
 
-def test_the_api_servers_own_service_may_have_its_addresses() -> None:
+def test_service_kubernetes_may_use_api_server_addresses() -> None:
     own = replace(
         KUBERNETES, ports=(ServicePort("https", TCP, 6443),), external_ips=addrs("192.0.2.1")
     )
@@ -200,7 +204,7 @@ def test_the_api_servers_own_service_may_have_its_addresses() -> None:
     assert len(found.frontends) == 2
 
 
-def test_the_same_port_of_another_protocol_is_not_the_api_servers() -> None:
+def test_api_server_port_of_another_protocol_is_not_reserved() -> None:
     service = web(FrontendKind.EXTERNAL_IP, "192.0.2.1", 6443)
     service = replace(service, ports=(ServicePort("", Protocol.UDP, 6443, 30099),))
     at = FrontendAddress(parse_addr("192.0.2.1"), 6443, Protocol.UDP)
@@ -223,8 +227,8 @@ STEPS = ("shop", "kubernetes", "web", "vip", "pods", "api", "node", "servers", "
 
 @settings(deadline=None, max_examples=200)
 @given(st.lists(st.sampled_from(STEPS), max_size=12), st.sampled_from([k.address for k in KINDS]))
-def test_however_it_came_to_be_the_state_is_the_same(steps: list[str], address: str) -> None:
-    """Each step brings an object, or takes it away again."""
+def test_incremental_updates_equal_a_full_computation(steps: list[str], address: str) -> None:
+    """Each step adds an object, or deletes it if it exists."""
     port = next(row.port for row in KINDS if row.address == address)
     objects = {
         "shop": SHOP,
@@ -267,10 +271,10 @@ def test_however_it_came_to_be_the_state_is_the_same(steps: list[str], address: 
         assert desired.state.services == whole.services
 
 
-# ---- listeners, and what is told -----------------------------------------------------------------
+# ---- listeners and reports -----------------------------------------------------------------------
 
 
-def test_a_port_stays_reserved_for_a_while_after_its_listener() -> None:
+def test_port_stays_reserved_for_a_grace_period_after_its_listener_ended() -> None:
     at = FrontendAddress(ANY4, 22, TCP)
     there = {at}
     made = Listeners(lambda: frozenset(there))
@@ -286,7 +290,9 @@ def test_a_port_stays_reserved_for_a_while_after_its_listener() -> None:
     assert made.ports == frozenset()
 
 
-def test_a_refusal_is_a_line_of_each_kind_once_a_change(caplog: pytest.LogCaptureFixture) -> None:
+def test_refusal_is_one_log_line_one_problem_and_one_event_per_change(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     posted: list[dict[str, object]] = []
 
     def post(_: str, body: bytes) -> int:
@@ -318,7 +324,7 @@ def test_a_refusal_is_a_line_of_each_kind_once_a_change(caplog: pytest.LogCaptur
 
 
 class AtNode(NamedTuple):
-    """An address that a Service gets, and whether the log names it."""
+    """A frontend that is served, and whether a log line names it."""
 
     what: str
     kind: FrontendKind
@@ -328,21 +334,23 @@ class AtNode(NamedTuple):
 
 
 AT_NODE = [
-    AtNode("this node's, listed", FrontendKind.EXTERNAL_IP, "192.0.2.10", 80, True),
+    AtNode("this node, listed", FrontendKind.EXTERNAL_IP, "192.0.2.10", 80, True),
     AtNode("a VIP on a device", FrontendKind.EXTERNAL_IP, "192.0.2.200", 80, True),
-    AtNode("this node's, IPv6", FrontendKind.LOAD_BALANCER, "2001:db8::10", 80, True),
-    AtNode("a balancer's VIP on a device", FrontendKind.LOAD_BALANCER, "192.0.2.200", 80, False),
-    AtNode("at the own NodePort", FrontendKind.EXTERNAL_IP, "192.0.2.10", 30099, False),
-    AtNode("another node's", FrontendKind.EXTERNAL_IP, "192.0.2.11", 80, False),
+    AtNode("this node, IPv6", FrontendKind.LOAD_BALANCER, "2001:db8::10", 80, True),
+    AtNode("a LoadBalancer VIP on a device", FrontendKind.LOAD_BALANCER, "192.0.2.200", 80, False),
+    AtNode("the Service's own NodePort", FrontendKind.EXTERNAL_IP, "192.0.2.10", 30099, False),
+    AtNode("another node", FrontendKind.EXTERNAL_IP, "192.0.2.11", 80, False),
     AtNode("a ClusterIP", FrontendKind.CLUSTER_IP, "192.0.2.10", 80, False),
 ]
 
 
 @pytest.mark.parametrize("row", AT_NODE, ids=lambda row: row.what)
-def test_an_address_of_this_node_is_named_once(
+def test_served_address_of_this_node_is_logged_once(
     row: AtNode, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With its port, though it is served; and it is no problem."""
+    """The log line warns, since connections to the node now reach the Service. The address is
+    served, so `problems` does not list it.
+    """
     config, problems = setting("listed", row.address), Problems()
     states = state_of(web(row.kind, row.address, row.port), config).services
     kept = compute_reserved(NODE, LOCAL, SERVERS, LISTENING, (API_SLICE,), config)
@@ -358,7 +366,7 @@ def test_an_address_of_this_node_is_named_once(
     assert not len(problems)
 
 
-def test_node_ports_are_restricted_in_the_families_that_have_ranges() -> None:
+def test_node_port_source_ranges_apply_per_family() -> None:
     service = Service(
         "ns", "web", "LoadBalancer", addrs("10.96.0.2", "fd00:96::2"),
         (ServicePort("", TCP, 80, 30080),), lb_vips=addrs("203.0.113.5"),

@@ -1,5 +1,5 @@
-"""The desired state: what each dial gets, who changes when something does, and
-that the way there does not matter.
+"""The desired state: the outcome of each dial, which keys an event changes, and that any order and
+batching of events ends in the same state.
 """
 
 from collections.abc import Iterable
@@ -85,7 +85,10 @@ DOWN = end(5, ready=False, serving=False)
 
 
 class Dial(NamedTuple):
-    """Who dials what, and the answer: the backends' last bytes, "refuse", "drop" or "pass"."""
+    """A client ("pod", "host" or "outside") that dials `to`, and the answer.
+
+    The answer is the last bytes of the backends' addresses, or "refuse", "drop" or "pass".
+    """
 
     name: str
     service: Service
@@ -100,7 +103,7 @@ OWN = "10.96.0.1:80/TCP"
 
 
 def dials_outside(name: str, *rest) -> list[Dial]:
-    """The same for LB VIP, ExternalIP and NodePort."""
+    """One row each for the LB VIP, the ExternalIP and the NodePort of the Service."""
     service, ends, client, answer = rest
     kinds = ("LB VIP", "ExternalIP", "NodePort")
     return [
@@ -125,7 +128,7 @@ DIALS = [
         INTERNAL, (DOWN,), "pod", OWN, "refuse"),
     Dial("ClusterIP, internal Local, a draining one here",
         INTERNAL, (DRAINING_HERE, READY_THERE), "pod", OWN, (3,)),
-    Dial("ClusterIP, external Local says nothing",
+    Dial("ClusterIP, external Local does not apply",
         EXTERNAL, (READY_HERE, READY_THERE), "pod", OWN, (1, 2)),
     Dial("ClusterIP, unknown port: not ours",
         WEB, (READY_HERE,), "pod", "10.96.0.1:81/TCP", "pass"),
@@ -136,7 +139,7 @@ DIALS = [
     *dials_outside("no endpoints: refuse", WEB, (), "outside", "refuse"),
     *dials_outside("none usable: refuse", EXTERNAL, (DOWN,), "outside", "refuse"),
     *dials_outside("usable ones", WEB, (READY_HERE, READY_THERE), "outside", (1, 2)),
-    *dials_outside("internal Local says nothing",
+    *dials_outside("internal Local does not apply",
         INTERNAL, (READY_HERE, READY_THERE), "outside", (1, 2)),
     *dials_outside("external Local: local ones",
         EXTERNAL, (READY_HERE, READY_THERE), "outside", (1,)),
@@ -154,7 +157,7 @@ DIALS = [
 
 
 def answer(state: DesiredState, client: str, to: str) -> tuple[int, ...] | str:
-    """What a data plane does with this state, in short."""
+    """What a data plane does with a dial, given this state: a model in a few lines."""
     for service in state.services.values():
         kinds = {str(f.at): f.kind for f in service.frontends}
         if to in kinds:
@@ -168,12 +171,12 @@ def answer(state: DesiredState, client: str, to: str) -> tuple[int, ...] | str:
 
 
 @pytest.mark.parametrize("dial", DIALS, ids=lambda dial: dial.name)
-def test_what_a_dial_gets(dial: Dial):
+def test_the_answer_to_a_dial(dial: Dial):
     state = compute_desired_state([dial.service], [piece(*dial.ends)], ME, LOCAL, Config())
     assert answer(state, dial.client, dial.to) == dial.answer
 
 
-def test_source_ranges_mark_the_vips_and_nothing_else():
+def test_source_ranges_restrict_only_vips():
     (state,) = compute_service_states(replace(WEB, source_ranges=RANGE), (), ME)
     assert [str(f.at) for f in state.frontends if f.restricted] == ["9.9.9.9:80/TCP"]
 
@@ -189,7 +192,7 @@ def test_one_state_per_port_and_family():
     assert [len(state.cluster) for state in states] == [1, 0, 0, 0]
 
 
-def test_a_state_says_what_the_service_says():
+def test_state_carries_the_policies_and_affinity_of_its_service():
     service = replace(EXTERNAL, internal_local=True, affinity_timeout=60)
     (state,) = compute_service_states(service, [piece(READY_HERE, DRAINING_THERE)], ME)
     assert (state.internal_local, state.external_local, state.affinity_timeout) == (True, True, 60)
@@ -205,10 +208,10 @@ def test_a_state_says_what_the_service_says():
         (ServiceAnnotations.OFF, Algorithm.RANDOM, ()),
     ],
 )
-def test_annotations_count_as_far_as_the_operator_allows(
+def test_annotations_are_used_if_the_operator_allows_them(
     allowed: ServiceAnnotations, algorithm: Algorithm, weights: tuple[int, ...]
 ):
-    """All at once, and kept up to date."""
+    """In a full computation and in an incremental update."""
     first, second = end(1), end(2)
     service = replace(WEB, algorithm=Algorithm.MAGLEV, weights=Weights(((first.address, 3),)))
     config = Config("me", service_annotations=allowed)
@@ -220,14 +223,14 @@ def test_annotations_count_as_far_as_the_operator_allows(
         assert len(state.cluster) == 2
 
 
-def test_two_ports_of_one_name_are_one_and_the_last_counts():
+def test_of_two_ports_of_one_name_the_last_is_used():
     twins = replace(PLAIN, ports=(PORT, replace(PORT, port=81)))
     (state,) = compute_service_states(twins, (), ME)
     assert state.frontends[0].at.port == 81
 
 
 class Kept:
-    """A World and a Desired over it; feed() returns what changed, as text."""
+    """An ObjectStore and a DesiredStateBuilder; feed() returns the changed keys as text."""
 
     def __init__(self, *events: Event, config: Config | None = None) -> None:
         self.world, self.desired = ObjectStore("me"), DesiredStateBuilder()
@@ -258,14 +261,14 @@ def test_only_what_changed_is_reported():
     assert before.cluster == ()
 
 
-def test_an_equal_state_is_dropped_and_the_old_value_stays():
+def test_equal_state_is_not_a_change_and_keeps_the_old_object():
     kept = Kept(up(WEB), up(piece(READY_HERE)))
     before = kept.state("web")
     assert kept.feed(up(piece(replace(READY_HERE, zone="elsewhere")))) == set()
     assert kept.state("web") is before
 
 
-def test_a_service_that_goes_takes_its_keys_with_it():
+def test_deleted_service_removes_its_keys():
     kept = Kept(up(WEB), up(PLAIN), up(piece(READY_HERE)))
     assert kept.feed(gone(WEB)) == {WEB_KEY}
     assert {key.name for key in kept.desired.state.services} == {"plain"}
@@ -274,7 +277,7 @@ def test_a_service_that_goes_takes_its_keys_with_it():
     assert kept.desired.state.services == {}
 
 
-def test_a_service_that_comes_back_finds_its_slices():
+def test_recreated_service_has_its_slices_again():
     kept = Kept(up(WEB), up(piece(READY_HERE)))
     before = kept.state("web")
     kept.feed(gone(WEB))
@@ -282,7 +285,7 @@ def test_a_service_that_comes_back_finds_its_slices():
     assert kept.state("web") == before
 
 
-def test_a_port_that_goes_takes_its_key_with_it():
+def test_removed_port_removes_its_key():
     kept = Kept(up(replace(PLAIN, ports=(*PLAIN.ports, ServicePort("b", Protocol.TCP, 81)))))
     assert kept.feed(up(PLAIN)) == {"ns/plain:b TCP IPv4"}
 
@@ -295,7 +298,7 @@ THIEF = Service(
 THIEF_KEY = "evil/thief:http TCP IPv4"
 
 
-def test_no_service_takes_over_the_cluster_ip_of_another():
+def test_external_ip_never_wins_over_a_cluster_ip():
     for events in ((up(THIEF), up(PLAIN)), (up(PLAIN), up(THIEF))):
         kept = Kept(*events)
         assert kept.state("plain").lost == ()
@@ -305,7 +308,7 @@ def test_no_service_takes_over_the_cluster_ip_of_another():
         assert "10.96.0.9:80/TCP" not in {str(f.at) for f in kept.state("thief").frontends}
 
 
-def test_a_conflict_changes_the_loser_too():
+def test_conflict_over_an_address_changes_winner_and_loser():
     kept = Kept(up(THIEF))
     asked = kept.state("thief")
     assert kept.feed(up(PLAIN)) == {PLAIN_KEY, THIEF_KEY}
@@ -316,7 +319,7 @@ def test_a_conflict_changes_the_loser_too():
     assert kept.feed(up(replace(PLAIN, affinity_timeout=5))) == {PLAIN_KEY}
 
 
-def test_a_loser_that_changes_stays_a_loser():
+def test_loser_of_a_conflict_that_changes_stays_the_loser():
     kept = Kept(up(THIEF), up(PLAIN))
     assert kept.feed(up(replace(THIEF, affinity_timeout=5))) == {THIEF_KEY}
     assert [str(who) for _, who in kept.state("thief").lost] == ["ns/plain"]
@@ -324,7 +327,7 @@ def test_a_loser_that_changes_stays_a_loser():
     assert kept.state("thief").lost == ()
 
 
-def test_an_old_conflict_is_forgotten():
+def test_withdrawn_claim_leaves_no_conflict():
     kept = Kept(up(THIEF), up(PLAIN))
     kept.feed(up(replace(THIEF, external_ips=())))
     alone = kept.state("thief")
@@ -334,7 +337,7 @@ def test_an_old_conflict_is_forgotten():
     assert [str(at) for at, _ in kept.state("rival").lost] == ["0.0.0.0:30080/TCP"]
 
 
-def test_a_recreated_service_is_younger():
+def test_recreated_service_loses_to_an_older_one():
     vip = addrs("9.9.9.9")
     one = replace(PLAIN, lb_vips=vip, creation_timestamp=OLD)
     two = replace(WEB, creation_timestamp=NEW, external_ips=())
@@ -345,7 +348,7 @@ def test_a_recreated_service_is_younger():
     assert kept.state("web").lost == ()
 
 
-def test_three_services_want_one_node_port():
+def test_of_three_services_with_one_node_port_the_oldest_wins():
     rivals = [
         Service("ns", name, "NodePort", addrs(f"10.96.1.{n}"), (PORT,), creation_timestamp=created)
         for n, (name, created) in enumerate([("a", OLD), ("b", NEW), ("c", "")])
@@ -358,7 +361,7 @@ def test_three_services_want_one_node_port():
     assert [str(who) for _, who in kept.state("c").lost] == ["ns/b"]
 
 
-def test_a_zone_change_touches_what_has_hints():
+def test_zone_change_recomputes_services_with_hints():
     hinted = piece(end(1, zone_hints=("a",)), end(2, zone_hints=("b",)))
     kept = Kept(up(ME), up(WEB), up(PLAIN), up(hinted), up(piece(end(3), service="plain")))
     assert [b.address[-1] for b in kept.state("web").cluster] == [1]
@@ -369,14 +372,14 @@ def test_a_zone_change_touches_what_has_hints():
     assert [b.address[-1] for b in kept.state("web").cluster] == [1, 2]
 
 
-def test_new_addresses_of_the_node_change_no_service():
+def test_new_node_addresses_change_no_service():
     kept = Kept(up(ME), up(WEB))
     assert kept.desired.state.node_addresses == addrs("10.0.0.1")
     assert kept.feed(up(replace(ME, addresses=addrs("10.0.0.2")))) == set()
     assert kept.desired.state.node_addresses == addrs("10.0.0.2")
 
 
-def test_pod_networks_of_the_node_change_no_service():
+def test_new_pod_networks_of_the_node_change_no_service():
     kept = Kept(up(ME), up(WEB), config=Config(detect_local_mode=LocalMode.NODE_CIDR))
     assert kept.desired.state.local_networks == ()
     before = kept.desired.node_state
@@ -394,7 +397,7 @@ def test_local_addresses_are_read_at_every_update():
 
 
 class CountingWorld(ObjectStore):
-    """Counts what is asked of it, and is never asked for everything."""
+    """Counts the Services that are looked up, and fails if all names are listed."""
 
     asked = 0
 
@@ -406,7 +409,7 @@ class CountingWorld(ObjectStore):
         return super().service(name)
 
 
-def test_an_update_costs_what_was_touched():
+def test_update_looks_up_only_touched_services():
     world, desired = CountingWorld("me"), DesiredStateBuilder()
     many = [replace(PLAIN, name=f"s{n}", cluster_ips=addrs(f"10.96.1.{n}")) for n in range(100)]
     desired.update(world, world.apply(map(up, many)), LOCAL, Config())
@@ -494,7 +497,7 @@ CONFIGS = st.sampled_from(
 
 
 def last_words(events: Iterable[Event]) -> dict[ObjectKey, Service | EndpointSlice | Node | Pod]:
-    """The objects after all events, without a World; what a Node said outlives it."""
+    """The objects after all events, computed without an ObjectStore. A deleted Node stays."""
     found: dict[ObjectKey, Service | EndpointSlice | Node | Pod] = {}
     for event in events:
         if isinstance(event, Upsert):
@@ -505,7 +508,7 @@ def last_words(events: Iterable[Event]) -> dict[ObjectKey, Service | EndpointSli
 
 
 def as_oracle(state: ServiceState) -> dict:
-    """In the naive model's words."""
+    """The state in the form that the naive model returns."""
     sets = {
         name: frozenset((oracle.text(b.address), b.port) for b in getattr(state, name))
         for name in ("cluster", "local", "serving")
@@ -587,10 +590,11 @@ def test_everything_deleted_leaves_nothing(events):
     [(1_024, 0, 262_144 // 1_026), (0, 1_000, 1_048_576 // 1_000), (0, 10, 1_100)],
     ids=["ports times addresses", "ports times endpoints", "many ports alone"],
 )
-def test_one_service_asks_for_no_more_than_the_maps_hold(
-    addresses: int, endpoints: int, served: int
-):
-    """By the product of what it lists: the ports beyond that are told, and take no memory."""
+def test_one_service_is_limited_to_what_the_maps_hold(addresses: int, endpoints: int, served: int):
+    """The product of ports times addresses, or times endpoints, is limited.
+
+    Ports beyond the limit are refused with a reason and have neither frontends nor backends.
+    """
     listed = tuple(parse_addr(f"192.0.{i >> 8}.{i & 255}") for i in range(addresses))
     ends = tuple(Endpoint(parse_addr(f"10.1.{i >> 8}.{i & 255}")) for i in range(endpoints))
     names = [f"p{i}" for i in range(1_100)]

@@ -1,6 +1,6 @@
-"""The lab's rows, read from what policy makes of the same objects: no kernel, no cluster.
+"""The lab's rows, answered from the desired state of the same objects: no kernel, no cluster.
 
-tests/programs/packets/test_dials.py has them as packets; the lab's files dial them.
+tests/programs/packets/test_dials.py sends them as packets; the lab's files dial them.
 """
 
 import pytest

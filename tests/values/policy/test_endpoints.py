@@ -1,5 +1,5 @@
-"""Which endpoints serve: one row per rule of kube-proxy (topology.go), then any input at
-all against the naive model.
+"""Which endpoints serve: one row per rule of kube-proxy (topology.go), then random input compared
+with the naive model.
 """
 
 import itertools
@@ -45,7 +45,7 @@ EXTERNAL_LOCAL = Service(
 
 
 def end(number: int, **said) -> Endpoint:
-    """The endpoint 10.1.0.NUMBER, ready unless something else is said."""
+    """The endpoint 10.1.0.NUMBER, ready by default."""
     return Endpoint(parse_addr(f"10.1.0.{number}"), **said)
 
 
@@ -74,7 +74,7 @@ def ask(service: Service, *ends: Endpoint, node: Node = ME) -> EndpointSelection
 
 
 class Row(NamedTuple):
-    """Endpoints in, the last byte of each address in the cluster set out."""
+    """Endpoints, and the expected cluster set as the last byte of each address."""
 
     name: str
     ends: tuple[Endpoint, ...]
@@ -91,12 +91,12 @@ MY_ZONE, OTHER_ZONE = {"zone_hints": ("a",)}, {"zone_hints": ("b",)}
 CLUSTER_ROWS = [
     Row("no endpoints: nothing, and refuse", (), (), some=False),
     Row("all are ready: all serve, in order of address", (end(2), end(1)), (1, 2)),
-    Row("what is not ready is left out", (end(1), down(2)), (1,)),
+    Row("an endpoint that is not ready is left out", (end(1), down(2)), (1,)),
     Row("nothing is ready or serving: nothing, and refuse", (down(1),), (), some=False),
     Row("serving but not ready nor terminating: never", (end(1, ready=False),), (), some=False),
     Row("a draining endpoint gets nothing while another is ready", (end(1), draining(2)), (1,)),
     Row("no endpoint is ready: the draining ones serve", (draining(1), draining(2)), (1, 2)),
-    Row("the fallback leaves out what does not serve", (draining(1), down(2)), (1,)),
+    Row("the fallback leaves out endpoints that do not serve", (draining(1), down(2)), (1,)),
     Row(
         "terminating and no longer serving: never",
         (down(1, terminating=True),),
@@ -105,7 +105,7 @@ CLUSTER_ROWS = [
     ),
     Row("ready while terminating (publishNotReadyAddresses) is ready", (
         end(1, terminating=True), end(2)), (1, 2)),
-    Row("ready counts even where serving says no", (end(1, serving=False),), (1,)),
+    Row("ready counts even if serving is false", (end(1, serving=False),), (1,)),
     Row("all hinted, one for this node: that one",
         (end(1, **MY_NODE), end(2, **OTHER_NODE)), (1,), NODE),
     Row("a hint may name several nodes",
@@ -136,14 +136,14 @@ CLUSTER_ROWS = [
         (end(1, **MY_ZONE), end(2, **OTHER_ZONE)), (1, 2), node=Node("me")),
     Row("our Node has no zone, not even one called ''",
         (end(1, zone_hints=("",)), end(2, **OTHER_ZONE)), (1, 2), node=Node("me")),
-    Row("where an endpoint is does not matter, only its hints",
+    Row("an endpoint's own node and zone do not matter, only its hints",
         (here(1, zone="a", **OTHER_ZONE), end(2, zone="b", **MY_ZONE)), (2,), ZONE),
     Row("an endpoint that is not ready disables nothing", (
         end(1, **MY_ZONE), end(2, **OTHER_ZONE), down(3), draining(4)), (1,), ZONE),
     Row("a hinted endpoint that is not ready enables nothing",
         (down(1, **MY_ZONE), draining(2, **MY_ZONE), end(3, **OTHER_ZONE)), (3,)),
     Row("the fallback ignores hints", (draining(1, **MY_ZONE), draining(2, **OTHER_ZONE)), (1, 2)),
-    Row("the fallback is for everyone or nobody: hints never lead to it",
+    Row("the fallback is for all nodes or none: hints never lead to it",
         (draining(1, **MY_NODE), end(2, **OTHER_NODE)), (2,)),
 ]  # fmt: skip
 
@@ -158,7 +158,7 @@ def test_the_cluster_set(row: Row):
 
 
 class LocalRow(NamedTuple):
-    """Endpoints in; out: the local set, the cluster set of a NodePort, and whether any exist."""
+    """Endpoints, and the expected local set, cluster set of a NodePort, and `any_endpoints`."""
 
     name: str
     ends: tuple[Endpoint, ...]
@@ -203,7 +203,7 @@ def test_without_a_node_name_nothing_is_local_or_hinted_for_this_node():
 
 
 class PolicyRow(NamedTuple):
-    """What a Service asks for, and which sets exist because of it: "cluster local"."""
+    """A Service's type, addresses and policies, and the sets it needs: "cluster local"."""
 
     name: str
     type: str
@@ -234,15 +234,15 @@ POLICY_ROWS = [
         "NodePort", "cluster local", node_port=30000, external_local=True, counts=True),
     PolicyRow("external Local on an LB VIP without node port",
         "LoadBalancer", "cluster local", vips=("1.1.1.1",), external_local=True, counts=True),
-    PolicyRow("external Local on a load balancer that has nothing yet",
+    PolicyRow("external Local on a load balancer without an address yet",
         "LoadBalancer", "cluster", external_local=True),
     PolicyRow("external Local on a load balancer with a VIP of the other family",
         "LoadBalancer", "cluster", vips=("fd00::1",), external_local=True),
-    PolicyRow("external Local on a ClusterIP counts for nothing",
+    PolicyRow("external Local on a ClusterIP has no effect",
         "ClusterIP", "cluster", external_local=True),
-    PolicyRow("external Local on a ClusterIP with external IPs counts",
+    PolicyRow("external Local on a ClusterIP with external IPs has an effect",
         "ClusterIP", "cluster local", external=("1.1.1.1",), external_local=True, counts=True),
-    PolicyRow("external Local on a ClusterIP with a VIP in its status counts for nothing",
+    PolicyRow("external Local on a ClusterIP with a VIP in its status has no effect",
         "ClusterIP", "cluster", vips=("1.1.1.1",), external_local=True),
     PolicyRow("both Local on a NodePort", "NodePort", "cluster local",
         node_port=30000, internal_local=True, external_local=True, counts=True),
@@ -250,7 +250,7 @@ POLICY_ROWS = [
 
 
 @pytest.mark.parametrize("row", POLICY_ROWS, ids=lambda row: row.name)
-def test_which_sets_a_policy_asks_for(row: PolicyRow):
+def test_traffic_policies_decide_which_sets_exist(row: PolicyRow):
     port = ServicePort("http", Protocol.TCP, 80, row.node_port)
     service = Service(
         "ns", "web", row.type, (parse_addr("10.96.0.1"),), (port,),
@@ -267,7 +267,7 @@ def test_which_sets_a_policy_asks_for(row: PolicyRow):
     assert is_external_local(service, port, 4) is row.counts
 
 
-def test_all_slices_of_the_family_count_and_no_others():
+def test_slices_of_the_other_family_are_ignored():
     six = EndpointSlice("ns", "web-6", "web", 6, (Endpoint(parse_addr("fd00::9")),), HTTP)
     slices = (piece(end(2)), piece(end(1), name="web-2"), six)
     assert numbers(select_endpoints(slices, PORT, CLUSTER, ME, 4).cluster) == (1, 2)
@@ -276,7 +276,7 @@ def test_all_slices_of_the_family_count_and_no_others():
     ]
 
 
-def test_each_slice_says_which_number_a_port_name_has():
+def test_each_slice_maps_a_port_name_to_its_own_number():
     slices = (
         piece(end(1)),
         piece(end(2), ports=(SlicePort("http", Protocol.TCP, 9090),), name="b"),
@@ -301,7 +301,7 @@ def test_a_slice_without_the_port_has_no_endpoints_for_it(ports):
     assert (chosen.cluster, chosen.serving, chosen.any_endpoints) == ((), (), False)
 
 
-def test_an_empty_port_name_is_a_name():
+def test_empty_port_names_match_each_other():
     port = ServicePort("", Protocol.TCP, 80)
     ports = (SlicePort("", Protocol.TCP, 8080),)
     assert numbers(
@@ -321,17 +321,19 @@ ENDS, ENDS_TOO = draining(1, node="me"), down(1, terminating=True)
 @pytest.mark.parametrize(
     ("first", "second", "wins"),
     [
-        pytest.param(RUNS, RUNS_TOO, RUNS_TOO, id="the last one"),
-        pytest.param(RUNS_TOO, RUNS, RUNS, id="the last one, whatever it is like"),
-        pytest.param(RUNS, ENDS, RUNS, id="a Pod got the address of one that ends (#135593)"),
-        pytest.param(ENDS, RUNS, RUNS, id="the same, the other way round"),
-        pytest.param(down(1), ENDS, down(1), id="the one that does not end, though it is down"),
-        pytest.param(ENDS, ENDS_TOO, ENDS, id="all end: the first one"),
-        pytest.param(ENDS_TOO, ENDS, ENDS_TOO, id="the first one, whatever it is like"),
+        pytest.param(RUNS, RUNS_TOO, RUNS_TOO, id="none terminates: the last one"),
+        pytest.param(RUNS_TOO, RUNS, RUNS, id="none terminates: the last one, without its hint"),
+        pytest.param(
+            RUNS, ENDS, RUNS, id="a Pod got the address of a terminating one (kubernetes #135593)"
+        ),
+        pytest.param(ENDS, RUNS, RUNS, id="the same in the other order"),
+        pytest.param(down(1), ENDS, down(1), id="the one that does not terminate, though down"),
+        pytest.param(ENDS, ENDS_TOO, ENDS, id="all terminate: the first one"),
+        pytest.param(ENDS_TOO, ENDS, ENDS_TOO, id="all terminate: the first one, though down"),
     ],
 )
 @pytest.mark.parametrize("service", [CLUSTER, EXTERNAL_LOCAL], ids=["Cluster", "Local"])
-def test_of_the_copies_of_an_endpoint_one_counts(
+def test_one_of_two_entries_of_an_address_is_used(
     first: Endpoint, second: Endpoint, wins: Endpoint, service: Service
 ):
     port = service.ports[0]
@@ -346,12 +348,12 @@ def sets(chosen: EndpointSelection) -> tuple[object, ...]:
     return tuple(getattr(chosen, name) for name in names)
 
 
-def test_an_endpoint_that_moves_between_slices_is_there_once():
+def test_endpoint_in_two_slices_is_one_backend():
     slices = (piece(end(1), end(2)), piece(end(2), end(3), name="web-2"))
     assert numbers(select_endpoints(slices, PORT, CLUSTER, ME, 4).cluster) == (1, 2, 3)
 
 
-def test_who_is_on_this_node_whatever_becomes_of_it():
+def test_local_endpoints_include_those_that_are_not_ready():
     slices = (
         piece(here(1), end(2), down(3, node="me"), end(4, node="other")),
         piece(here(1), here(5), name="web-2"),
@@ -361,7 +363,7 @@ def test_who_is_on_this_node_whatever_becomes_of_it():
     assert local_endpoint_addresses(slices, Node(""), 4) == ()
 
 
-def test_serving_holds_all_that_serve_whatever_policy_and_hints_say():
+def test_serving_set_ignores_policies_and_hints():
     ends = (end(1, **MY_ZONE), end(2, **OTHER_ZONE), draining(3), down(4), end(5, ready=False))
     chosen = ask(CLUSTER, *ends)
     assert numbers(chosen.cluster) == (1,)
@@ -369,13 +371,13 @@ def test_serving_holds_all_that_serve_whatever_policy_and_hints_say():
     assert numbers(ask(INTERNAL_LOCAL, *ends).serving) == (1, 2, 3, 5)
 
 
-def test_the_sets_share_their_tuple_where_they_are_equal():
+def test_equal_sets_share_one_tuple():
     assert (plain := ask(CLUSTER, end(1), end(2))).serving is plain.cluster
     assert (local := ask(EXTERNAL_LOCAL, here(1), end(2))).serving is local.cluster
 
 
 class WhyRow(NamedTuple):
-    """An endpoint among others, and the reason that inspect shows for it."""
+    """An endpoint among others, and the reason that `kbpf inspect` shows for it."""
 
     name: str
     service: Service
@@ -464,7 +466,7 @@ NODES = st.builds(Node, st.sampled_from(["me", "me", ""]), zone=st.sampled_from(
 
 @settings(max_examples=400)
 @given(SLICES, SERVICES, NODES)
-def test_any_endpoints_are_chosen_as_the_naive_model_does(slices, service, node):
+def test_random_endpoints_are_selected_as_in_the_naive_model(slices, service, node):
     port = service.ports[0]
     expected = oracle.choice(slices, port, service, node, 4)
     for order in itertools.permutations(slices):

@@ -1,5 +1,5 @@
-"""What clients dial: a Service's addresses, the node's NodePort addresses, and who wins one
-address that two Services want.
+"""What clients dial: a Service's addresses, the node's NodePort addresses, and which of two
+Services gets an address that both claim.
 """
 
 import ipaddress
@@ -38,12 +38,12 @@ def cidrs(*texts: str) -> tuple[Cidr, ...]:
 
 
 def said(found: tuple[Frontend, ...]) -> list[str]:
-    """Each frontend on a line, as a person would say it."""
+    """Each frontend as text: kind, address, and `restricted` if it has source ranges."""
     return [f"{f.kind} {f.at}{' restricted' if f.restricted else ''}" for f in found]
 
 
 class Row(NamedTuple):
-    """What a Service lists, and what its port 80/TCP answers on in each family."""
+    """A Service's addresses, and the expected frontends of its port 80/TCP in each family."""
 
     name: str
     v4: list[str]
@@ -95,14 +95,15 @@ ROWS = [
     Row("::/0 is all of IPv6 and nothing of IPv4",
         [OWN4, f"{VIP4} restricted"], [OWN6, VIP6],
         cluster_ips=BOTH, vips=VIPS, ranges=("192.0.2.0/24", "::/0")),
-    Row("not even as a cluster IP", [], [OWN6], cluster_ips=("0.0.0.0", "::", "fd00::1")),
-    Row("an address listed twice is there once", [OWN4, "ExternalIP 1.1.1.1:80/TCP"], [],
+    Row("the unspecified address is not used as a cluster IP", [], [OWN6],
+        cluster_ips=("0.0.0.0", "::", "fd00::1")),
+    Row("an address listed twice is one frontend", [OWN4, "ExternalIP 1.1.1.1:80/TCP"], [],
         external=("1.1.1.1", "1.1.1.1")),
     Row("an LB VIP that is an external IP too stays restricted", [OWN4, f"{VIP4} restricted"], [],
         external=("9.9.9.9",), vips=("9.9.9.9",), ranges=("192.0.2.0/24",)),
-    Row("the own cluster IP listed again adds nothing", [OWN4], [],
+    Row("the Service's own cluster IP listed again adds nothing", [OWN4], [],
         external=("10.96.0.1",), vips=("10.96.0.1",), ranges=("192.0.2.0/24",)),
-    Row("the unspecified address would mean NodePort: nobody may list it", [OWN4], [OWN6],
+    Row("the unspecified address would mean NodePort: not used if listed", [OWN4], [OWN6],
         cluster_ips=BOTH, external=("0.0.0.0", "::"), vips=("0.0.0.0", "::")),
 ]  # fmt: skip
 
@@ -137,7 +138,7 @@ def test_without_ranges_nothing_is_restricted():
 
 
 class NodeRow(NamedTuple):
-    """The Node's own list, this machine's addresses, the setting; where NodePorts answer."""
+    """The Node object's addresses, this machine's, the setting; and where NodePorts answer."""
 
     name: str
     expected: tuple[str, ...]
@@ -157,24 +158,24 @@ NODE_ROWS = [
         ("10.0.0.5",), ("10.0.0.5",), LOCAL),
     NodeRow("the first by the Node's order, not by number",
         ("192.168.1.5",), ("192.168.1.5", "10.0.0.5"), LOCAL),
-    NodeRow("Node not known: all local addresses but loopback", NO_LOOPBACK, (), LOCAL),
-    NodeRow("a Node that calls itself loopback", (), ("127.0.0.1", "::1"), LOCAL),
+    NodeRow("no Node object: all local addresses but loopback", NO_LOOPBACK, (), LOCAL),
+    NodeRow("a Node object with loopback addresses", (), ("127.0.0.1", "::1"), LOCAL),
     NodeRow("all addresses but loopback", NO_LOOPBACK, ("10.0.0.5",), LOCAL, everything=True),
-    NodeRow("all goes before networks", NO_LOOPBACK, (), LOCAL, ("10.0.0.0/8",), True),
-    NodeRow("local addresses in the networks; the family without one has all",
+    NodeRow("all takes precedence over networks", NO_LOOPBACK, (), LOCAL, ("10.0.0.0/8",), True),
+    NodeRow("local addresses in the networks; all addresses in a family without a network",
         ("192.168.1.5", "fd00::5", "fe80::1"), ("10.0.0.5",), LOCAL, ("192.168.0.0/16",)),
     NodeRow("networks of both families",
         ("10.0.0.5", "fd00::5"), (), LOCAL, ("10.0.0.0/8", "fd00::/64")),
     NodeRow("several networks", ("10.0.0.5", "192.168.1.5"), (), LOCAL,
         ("10.0.0.0/8", "192.168.1.5/32", "fdff::/16")),
     NodeRow("0.0.0.0/0 and ::/0 are everything", NO_LOOPBACK, (), LOCAL, ("0.0.0.0/0", "::/0")),
-    NodeRow("::/0 says nothing about IPv4", ("10.0.0.5", "fd00::5", "fe80::1"), (), LOCAL,
+    NodeRow("::/0 does not apply to IPv4", ("10.0.0.5", "fd00::5", "fe80::1"), (), LOCAL,
         ("::/0", "10.0.0.0/8")),
     NodeRow("a network without a local address: no NodePorts in that family",
         ("fd00::5", "fe80::1"), (), LOCAL, ("172.16.0.0/12",)),
-    NodeRow("loopback networks are the socket hook's business",
+    NodeRow("loopback networks are left to the socket hooks",
         ("fd00::5", "fe80::1"), (), LOCAL, ("127.0.0.0/8",)),
-    NodeRow("the primary addresses and a network: each counts, in both families",
+    NodeRow("the primary addresses and a network: both apply, in both families",
         ("10.0.0.5", "192.168.1.5", "fd00::5"), ("10.0.0.5", "fd00::5", "fd00::6"), LOCAL,
         ("192.168.0.0/16", "primary")),
     NodeRow("the primary addresses and a network, of a Node with one family",
@@ -183,7 +184,7 @@ NODE_ROWS = [
         LOCAL, ("primary", "127.0.0.0/8", "::1/128")),
     NodeRow("loopback of both families alone", (), ("10.0.0.5",), LOCAL,
         ("127.0.0.0/8", "::1/128")),
-    NodeRow("the primary addresses and a network, Node not known: the network",
+    NodeRow("the primary addresses and a network, no Node object: the network",
         ("192.168.1.5",), (), LOCAL, ("primary", "192.168.0.0/16")),
     NodeRow("a primary address that is loopback", ("192.168.1.5",), ("127.0.0.1",), LOCAL,
         ("primary", "192.168.0.0/16")),
@@ -204,9 +205,7 @@ def test_the_addresses_of_node_ports(row: NodeRow):
 
 
 class Own(NamedTuple):
-    """The Node's addresses, the local ones, and which of each family is the source of what is
-    masqueraded.
-    """
+    """The Node's addresses, the local ones, and the masquerade address of each family."""
 
     name: str
     expected: tuple[str, ...]
@@ -218,9 +217,9 @@ OWN_ROWS = [
     Own("the Node's first, though a later one is lower", ("10.0.0.9",), ("10.0.0.9", "10.0.0.1")),
     Own("the first of each family", ("10.0.0.9", "fd00::9"),
         ("fd00::9", "10.0.0.9", "fd00::1", "10.0.0.1")),
-    Own("a local one only in a family that the Node has not", ("10.0.0.9", "fd00::1"),
+    Own("a local one only in a family that the Node lacks", ("10.0.0.9", "fd00::1"),
         ("10.0.0.9",), ("10.0.0.1", "fd00::2", "fd00::1")),
-    Own("the lowest local one where there is no Node", ("10.0.0.1",), (), ("10.0.0.2", "10.0.0.1")),
+    Own("the lowest local one without a Node object", ("10.0.0.1",), (), ("10.0.0.2", "10.0.0.1")),
     Own("never loopback", ("10.0.0.2", "fd00::2"), ("127.0.0.1", "10.0.0.2"),
         ("::1", "fd00::2", "127.0.0.2")),
     Own("none", (), ()),
@@ -228,13 +227,13 @@ OWN_ROWS = [
 
 
 @pytest.mark.parametrize("row", OWN_ROWS, ids=lambda row: row.name)
-def test_the_source_of_what_is_masqueraded(row: Own):
+def test_the_masquerade_addresses(row: Own):
     found = masquerade_addresses(Node("me", addrs(*row.node)), addrs(*row.local))
     assert found == tuple(sorted(addrs(*row.expected)))
 
 
 class LocalRow(NamedTuple):
-    """The mode, --cluster-cidr, the Node's podCIDRs, and in which networks pods are local."""
+    """The detect-local mode, --cluster-cidr, the Node's podCIDRs; the networks of local pods."""
 
     name: str
     expected: tuple[str, ...]
@@ -286,7 +285,7 @@ def test_the_networks_of_local_pods(row: LocalRow):
 
 
 class Duel(NamedTuple):
-    """Two Services that want one address; the winner first."""
+    """Two Services that claim one address; the winner first."""
 
     name: str
     winner: Service
@@ -353,7 +352,7 @@ def settled(services: tuple[Service, ...]) -> dict[ServicePortKey, ServiceState]
 
 
 @pytest.mark.parametrize("row", DUELS, ids=lambda row: row.name)
-def test_who_wins_an_address(row: Duel):
+def test_which_service_wins_an_address(row: Duel):
     for order in ((row.winner, row.loser), (row.loser, row.winner)):
         found = settled(order)
         (won,) = states(row.winner)
@@ -366,7 +365,7 @@ def test_who_wins_an_address(row: Duel):
 
 
 class Peace(NamedTuple):
-    """Two Services that look alike and do not clash."""
+    """Two Services that share an address or a port and do not conflict."""
 
     name: str
     one: Service
@@ -385,11 +384,11 @@ PEACE = [
 
 
 @pytest.mark.parametrize("row", PEACE, ids=lambda row: row.name)
-def test_what_is_no_conflict(row: Peace):
+def test_no_conflict(row: Peace):
     assert not any(state.lost for state in settled((row.one, row.two)).values())
 
 
-def test_two_ports_of_one_service_clash_by_name_of_the_port():
+def test_of_two_equal_ports_of_one_service_the_first_by_name_wins():
     ports = (ServicePort("b", Protocol.TCP, 80), ServicePort("a", Protocol.TCP, 80))
     one, two = settled((service("web", ports=ports),)).values()
     assert (len(one.frontends), len(two.frontends)) == (0, 1)
@@ -417,15 +416,16 @@ def _holds(claims: Claims, service: Service, at: FrontendAddress) -> bool:
     return at in {f.at for f in claims.resolve(states(service)[0]).frontends}
 
 
-def test_any6_is_the_node_port_address_of_ipv6():
+def test_ipv6_node_ports_are_at_the_unspecified_address():
     port = ServicePort("http", Protocol.TCP, 80, 30080)
     dual = Service("ns", "web", "NodePort", addrs(*BOTH), (port,))
     assert compute_frontends(dual, port, 6)[1].at.address == ANY6
 
 
 class Nowhere(NamedTuple):
-    """Networks that are configured, the addresses of this machine, and the families that are
-    told.
+    """The configured networks, this machine's addresses, and the families reported as not served.
+
+    `more` are further fields of the configuration.
     """
 
     networks: tuple[str, ...]
@@ -450,8 +450,10 @@ NOWHERE = [
 ]
 
 
-@pytest.mark.parametrize("row", NOWHERE, ids=str)
-def test_networks_of_node_ports_without_an_address_of_this_node(row: Nowhere):
+@pytest.mark.parametrize(
+    "row", NOWHERE, ids=lambda row: ",".join((*row.networks, *row.more, f"{len(row.local)} local"))
+)
+def test_node_port_networks_without_a_local_address_are_reported(row: Nowhere):
     config = Config(node_port_addresses=cidrs(*row.networks), **row.more)
     said = node_port_problem(addrs(*row.local), config)
     assert said.startswith(f"{row.told} NodePorts are not served: " if row.told else "")

@@ -1,4 +1,4 @@
-"""The slots of a set: shares, and what a Maglev table promises."""
+"""The slots of a backend set: shares by weight, and the properties of a Maglev table."""
 
 import subprocess
 import sys
@@ -35,7 +35,7 @@ DIGEST = "0f7dec5c2b94c8f0"
 
 
 def many(count: int, start: int = 0) -> tuple[Backend, ...]:
-    """So many backends, none the same; `start` gives others."""
+    """`count` distinct backends; another `start` gives other ones."""
     numbers = range(start, start + count)
     return backends(" ".join(f"10.{n >> 16}.{n >> 8 & 255}.{n & 255}:8080" for n in numbers))
 
@@ -47,7 +47,7 @@ def weighted(*weights: int) -> Spread:
 # ---- random ------------------------------------------------------------------------------------
 
 
-def test_without_weights_each_has_one_slot():
+def test_without_weights_each_backend_has_one_slot():
     assert compute_slots(()) == ()
     assert compute_slots(AB) == (0, 1)
     assert compute_slots(many(500)) == tuple(range(500))
@@ -57,7 +57,7 @@ def test_without_weights_each_has_one_slot():
     ("weights", "expected"),
     [((1, 1), (0, 1)), ((1, 2), (0, 1, 1)), ((2, 4), (0, 1, 1)), ((5, 5), (0, 1))],
 )
-def test_a_backend_has_slots_by_its_weight_and_no_more_than_needed(weights, expected):
+def test_slots_follow_the_weights_divided_by_their_common_divisor(weights, expected):
     assert compute_slots(AB, weighted(*weights)) == expected
 
 
@@ -69,11 +69,11 @@ def test_weights_that_do_not_fit_are_refused(weights, algorithm):
 
 
 @pytest.mark.parametrize("largest", [1, 7, 999, 1000])
-def test_two_backends_have_any_weights_exactly(largest):
+def test_two_backends_have_exact_shares_for_any_weights(largest):
     assert Counter(compute_slots(AB, weighted(largest, 1))) == {0: largest, 1: 1}
 
 
-def test_a_thousand_backends_with_a_thousand_weights_have_a_bounded_table():
+def test_many_distinct_weights_have_a_bounded_table():
     weights = tuple(range(1, 1001))
     found = Counter(compute_slots(many(1000), weighted(*weights)))
     assert sum(found.values()) <= 33_000
@@ -99,14 +99,14 @@ def test_random_shares_are_within_a_slot_of_the_weights(weights):
 # ---- Maglev ------------------------------------------------------------------------------------
 
 
-def test_the_table_of_three_is_this_one():
-    """The same in every version, on every node: a change here moves every flow there is."""
+def test_maglev_table_of_three_backends_is_pinned():
+    """The table must be the same in every version and on every node: a change moves every flow."""
     table = compute_maglev_table(many(3), (), 251)
     assert table[:16] == PINNED
     assert blake2b(bytes(table), digest_size=8).hexdigest() == DIGEST
 
 
-def test_another_interpreter_with_another_seed_says_the_same():
+def test_maglev_table_does_not_depend_on_the_hash_seed():
     program = (
         "from tests.values.policy.test_slots import compute_maglev_table, many; "
         "print(compute_maglev_table(many(7), (), 251))"
@@ -148,7 +148,7 @@ def test_backends_with_one_address_have_equal_shares(addresses, ports):
     [(100_000, EVEN_SPREAD, True), (2621, Spread(MAGLEV), True), (2622, Spread(MAGLEV), False),
      (2622, weighted(*range(1, 2623)), False)],
 )  # fmt: skip
-def test_a_table_has_enough_slots_for_each_backend_or_there_is_none(count, spread, fitting):
+def test_weighted_and_maglev_tables_fit_up_to_2621_backends(count, spread, fitting):
     assert fits_table(count, spread) is fitting
 
 
@@ -210,8 +210,8 @@ def test_any_order_gives_the_same_table(count, start, random, with_weights):
 
 
 @given(COUNTS, PLACES, st.booleans())
-def test_the_table_is_the_papers(count, start, with_weights):
-    """Against a model that writes every permutation down."""
+def test_maglev_table_equals_that_of_the_paper(count, start, with_weights):
+    """Compared with a model that lists every permutation in full."""
     plain = many(count, start)
     weights = [1 + i % 7 for i in range(count)] if with_weights else []
     named = [(one.address, one.port, int(one.protocol)) for one in plain]
@@ -220,18 +220,18 @@ def test_the_table_is_the_papers(count, start, with_weights):
 
 @pytest.mark.parametrize("with_weights", [False, True])
 @pytest.mark.parametrize("count", [3, 4, 5, 8, 16, 40])
-def test_few_move_when_one_leaves(count, with_weights):
-    """On the average: a single table of a few backends may come out worse."""
+def test_few_slots_move_when_a_backend_is_removed(count, with_weights):
+    """On average: a single table of a few backends may be worse."""
     shares = [
-        moved_when_one_leaves(count, start, leaver, with_weights)
+        moved_share_after_a_removal(count, start, leaver, with_weights)
         for start in range(0, 5_000, 250)
         for leaver in range(0, count, max(1, count // 4))
     ]
     assert mean(shares) <= 0.06, "all others would move at random: (n - 2) / (n - 1)"
 
 
-def moved_when_one_leaves(count: int, start: int, leaver: int, with_weights: bool) -> float:
-    """The share of the slots that change hands though their backend stays."""
+def moved_share_after_a_removal(count: int, start: int, leaver: int, with_weights: bool) -> float:
+    """The share of the slots that get another backend although theirs stays."""
     before = many(count, start)
     weights = {one: 1 + i % 3 for i, one in enumerate(before)} if with_weights else {}
     size = maglev_table_size(count, with_weights)
@@ -251,19 +251,19 @@ def moved_when_one_leaves(count: int, start: int, leaver: int, with_weights: boo
 
 
 @given(st.integers(0, 300), st.sampled_from(Algorithm))
-def test_the_number_of_slots_is_known_before(count, algorithm):
+def test_count_slots_equals_the_length_of_the_table(count, algorithm):
     assert count_slots(count, Spread(algorithm)) == len(
         compute_slots(many(count), Spread(algorithm))
     )
 
 
 @given(WEIGHTS, st.sampled_from(Algorithm))
-def test_and_with_weights(weights, algorithm):
+def test_count_slots_equals_the_length_of_a_weighted_table(weights, algorithm):
     spread = Spread(algorithm, weights)
     assert count_slots(len(weights), spread) == len(compute_slots(many(len(weights)), spread))
 
 
-def test_more_backends_than_the_largest_table_has_slots(monkeypatch):
+def test_more_backends_than_the_largest_maglev_table_are_spread_randomly(monkeypatch):
     monkeypatch.setattr("kbpf.policy.slots.MAGLEV_TABLE_SIZES", (5,))
     assert compute_slots(many(9), Spread(MAGLEV)) == tuple(range(9))
     assert count_slots(9, Spread(MAGLEV)) == 9

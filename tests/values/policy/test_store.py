@@ -1,4 +1,4 @@
-"""What the World remembers of the events, and what it says is touched."""
+"""What the ObjectStore keeps of the events, and which Services they touch."""
 
 from typing import NamedTuple
 
@@ -56,7 +56,7 @@ def gone(said: Service | EndpointSlice | Node | Pod) -> Delete:
 
 
 class Row(NamedTuple):
-    """Events before, events now, what the latter touch."""
+    """Earlier events, the events of one batch, and the expected ChangeSet of that batch."""
 
     name: str
     before: list[Event]
@@ -77,45 +77,48 @@ ROWS = [
     Row("the same again", ALL, [up(ME), up(WEB), up(ONE)]),
     Row("the same again, received later", ALL, [Upsert(key(WEB), WEB, 5.0)]),
     Row("a Service changes", ALL, [up(replace(WEB, affinity_timeout=5))], (NAME,)),
-    Row("a Service goes", ALL, [gone(WEB)], (NAME,)),
-    Row("a Service that was never there goes", [], [gone(WEB)]),
+    Row("a Service is deleted", ALL, [gone(WEB)], (NAME,)),
+    Row("an unknown Service is deleted", [], [gone(WEB)]),
     Row("a slice changes", ALL, [up(replace(ONE, endpoints=()))], (NAME,)),
-    Row("a slice goes", ALL, [gone(ONE)], (NAME,)),
-    Row("a slice that was never there goes", ALL, [gone(TWO)]),
-    Row("a slice changes hands", ALL, [up(replace(ONE, service="other"))], (NAME, OTHER)),
+    Row("a slice is deleted", ALL, [gone(ONE)], (NAME,)),
+    Row("an unknown slice is deleted", ALL, [gone(TWO)]),
+    Row("a slice moves to another Service", ALL, [up(replace(ONE, service="other"))],
+        (NAME, OTHER)),
     Row("a rejected Service touches nothing", ALL, [Rejected(key(WEB), "bad")]),
     Row("Synced touches nothing", ALL, [Synced(Kind.SERVICE)]),
-    Row("our Node comes", [], [up(ME)], (), True),
+    Row("our Node is added", [], [up(ME)], (), True),
     Row("our Node moves to another zone", ALL, [up(replace(ME, zone="b"))], (), True),
-    Row("our Node gets an address", ALL, [up(replace(ME, addresses=()))], (), True),
+    Row("our Node loses its address", ALL, [up(replace(ME, addresses=()))], (), True),
     Row("our Node gets pod networks", ALL,
         [up(replace(ME, pod_cidrs=(Cidr(parse_addr("10.1.0.0"), 120),)))], (), True),
-    Row("our Node changes in what policy does not read", ALL, [up(replace(ME, skipped=("x",)))]),
-    Row("our Node goes: what it said stays in force", ALL, [gone(ME)]),
-    Row("our Node goes and comes again", [*ALL, gone(ME)], [up(ME)]),
-    Row("our Node goes and comes with another address", [*ALL, gone(ME)],
+    Row("a field of our Node changes that policy does not read", ALL,
+        [up(replace(ME, skipped=("x",)))]),
+    Row("our Node is deleted: its fields stay in use", ALL, [gone(ME)]),
+    Row("our Node is deleted and added again", [*ALL, gone(ME)], [up(ME)]),
+    Row("our Node is deleted and added with another address", [*ALL, gone(ME)],
         [up(replace(ME, addresses=(parse_addr("10.0.0.2"),)))], (), True),
-    Row("another Node comes", ALL, [up(YOU)], addresses=YOU.addresses),
-    Row("another Node changes in what is not its addresses", [*ALL, up(YOU)],
+    Row("another Node is added", ALL, [up(YOU)], addresses=YOU.addresses),
+    Row("another Node changes, but not its addresses", [*ALL, up(YOU)],
         [up(replace(YOU, zone="c"))]),
     Row("another Node gets another address", [*ALL, up(YOU)],
         [up(replace(YOU, addresses=(parse_addr("10.0.0.3"),)))],
         addresses=(*YOU.addresses, parse_addr("10.0.0.3"))),
-    Row("another Node has an address of a third", [*ALL, up(YOU)], [up(replace(YOU, name="they"))]),
-    Row("another Node that is there goes", [*ALL, up(YOU)], [gone(YOU)], addresses=YOU.addresses),
-    Row("another Node is rejected: what it said stays in force", [*ALL, up(YOU)],
+    Row("a third Node has an address of another Node", [*ALL, up(YOU)],
+        [up(replace(YOU, name="they"))]),
+    Row("another Node is deleted", [*ALL, up(YOU)], [gone(YOU)], addresses=YOU.addresses),
+    Row("another Node is rejected: its fields stay in use", [*ALL, up(YOU)],
         [Rejected(key(YOU), "bad")]),
-    Row("a Pod comes", [], [up(POD)], pods=True),
+    Row("a Pod is added", [], [up(POD)], pods=True),
     Row("the same Pod again", ALL, [up(POD)]),
-    Row("a Pod of the same name comes anew", ALL, [up(replace(POD, uid="99"))], pods=True),
-    Row("a Pod goes", ALL, [gone(POD)], pods=True),
-    Row("a Pod that was never there goes", [], [gone(POD)]),
+    Row("a Pod is recreated with the same name", ALL, [up(replace(POD, uid="99"))], pods=True),
+    Row("a Pod is deleted", ALL, [gone(POD)], pods=True),
+    Row("an unknown Pod is deleted", [], [gone(POD)]),
     Row("a Pod of another node", [], [up(replace(POD, node="you"))]),
-    Row("a Pod that a folder says is nowhere", [], [up(replace(POD, node=""))], pods=True),
+    Row("a Pod without a node, as a folder may have", [], [up(replace(POD, node=""))], pods=True),
     Row("a rejected Pod touches nothing", ALL, [Rejected(key(POD), "bad")]),
     Row("Pods are known for the first time", ALL, [Synced(Kind.POD)], pods=True),
     Row("Pods are listed again", [*ALL, Synced(Kind.POD)], [Synced(Kind.POD)]),
-    Row("another Node goes", ALL, [gone(replace(ME, name="you"))]),
+    Row("an unknown Node is deleted", ALL, [gone(replace(ME, name="you"))]),
 ]  # fmt: skip
 
 
@@ -128,7 +131,7 @@ def test_what_is_touched(row: Row):
     assert bool(touched) is (row.everything or row.pods or bool(row.services or row.addresses))
 
 
-def test_it_remembers_what_is_in_force():
+def test_store_returns_the_current_objects():
     world = ObjectStore("me")
     world.apply([up(TWO), up(WEB), up(ONE), up(ME)])
     assert world.service(NAME) == WEB
@@ -145,12 +148,12 @@ def test_it_remembers_what_is_in_force():
 
 
 def problems(world: ObjectStore) -> dict[ObjectKey, tuple[str, ...]]:
-    """All objects of these tests that have problem lines."""
+    """The problem lines of those objects of this file that have any."""
     known = {key(one): world.problems_of(key(one)) for one in (WEB, ONE, TWO, ME, POD)}
     return {each: lines for each, lines in known.items() if lines}
 
 
-def test_what_our_node_left_out_is_a_problem_until_it_is_mended():
+def test_skipped_field_of_our_node_is_a_problem_until_corrected():
     world = ObjectStore("me")
     world.apply([up(replace(ME, skipped=("spec.podCIDRs[0]: bad",)))])
     assert problems(world) == {key(ME): ("spec.podCIDRs[0]: bad",)}
@@ -158,21 +161,21 @@ def test_what_our_node_left_out_is_a_problem_until_it_is_mended():
     assert problems(world) == {}
 
 
-def test_a_slice_that_changes_hands_belongs_to_one_service():
+def test_slice_that_moves_to_another_service_leaves_the_first():
     world = ObjectStore("me")
     world.apply([up(ONE), up(replace(ONE, service="other"))])
     assert world.slices(NAME) == ()
     assert [piece.name for piece in world.slices(OTHER)] == ["web-1"]
 
 
-def test_slices_of_the_same_name_in_other_namespaces_are_others():
+def test_slices_of_one_name_in_two_namespaces_are_distinct():
     world = ObjectStore("me")
     world.apply([up(ONE), up(replace(ONE, namespace="other"))])
     assert world.slices(NAME) == (ONE,)
     assert len(world.slices(ServiceName("other", "web"))) == 1
 
 
-def test_an_unknown_node_has_the_name_that_we_run_under():
+def test_node_is_empty_with_our_name_until_it_is_known():
     world = ObjectStore("me")
     world.apply([up(replace(ME, name="you"))])
     assert world.node == Node("me")
@@ -181,7 +184,7 @@ def test_an_unknown_node_has_the_name_that_we_run_under():
     assert world.node_known
 
 
-def test_a_bind_address_goes_before_what_the_node_says_of_its_family():
+def test_bind_address_precedes_the_nodes_addresses():
     own, other = parse_addr("10.0.0.9"), parse_addr("fd00::1")
     world = ObjectStore("me", own)
     assert world.node.addresses == (own,)
@@ -198,7 +201,7 @@ def of_api_server(name: str, *ready: bool, service: str = "kubernetes") -> Endpo
 
 
 class Serves(NamedTuple):
-    """Events about the API server's own slices, and which of them are in force after the last."""
+    """Events about the slices of Service kubernetes, and the slices in use after the last."""
 
     name: str
     events: list[Event]
@@ -209,38 +212,40 @@ UP, TWO_UP = of_api_server("kubernetes", True), of_api_server("kubernetes", True
 EMPTY, UNREADY = of_api_server("kubernetes"), of_api_server("kubernetes", False)
 SECOND, SECOND_EMPTY = of_api_server("second", True), of_api_server("second")
 SERVES = [
-    Serves("one that serves", [up(UP)], (UP,)),
-    Serves("one that changes", [up(UP), up(TWO_UP)], (TWO_UP,)),
-    Serves("none from the start: nobody is kept", [up(EMPTY)], ()),
-    Serves("none any more: the last one stays", [up(UP), up(EMPTY)], (UP,)),
-    Serves("not ready any more", [up(UP), up(UNREADY)], (UP,)),
-    Serves("the slice is deleted", [up(UP), gone(UP)], (UP,)),
-    Serves("deleted, and made anew", [up(UP), gone(UP), up(TWO_UP)], (TWO_UP,)),
+    Serves("a ready endpoint", [up(UP)], (UP,)),
+    Serves("a second ready endpoint", [up(UP), up(TWO_UP)], (TWO_UP,)),
+    Serves("empty from the start: nothing to keep", [up(EMPTY)], ()),
+    Serves("emptied: the last endpoint is kept", [up(UP), up(EMPTY)], (UP,)),
+    Serves("no longer ready", [up(UP), up(UNREADY)], (UP,)),
+    Serves("deleted", [up(UP), gone(UP)], (UP,)),
+    Serves("deleted and recreated", [up(UP), gone(UP), up(TWO_UP)], (TWO_UP,)),
     Serves("empty for a while", [up(TWO_UP), up(EMPTY), up(EMPTY), up(UP)], (UP,)),
-    Serves("one of two empties", [up(UP), up(SECOND), up(SECOND_EMPTY)], (UP, SECOND_EMPTY)),
-    Serves("both go, then one comes", [up(UP), up(SECOND), gone(UP), gone(SECOND), up(SECOND)],
-           (SECOND,)),
-    Serves("both go", [up(UP), up(SECOND), gone(UP), up(SECOND_EMPTY)], (SECOND,)),
-    Serves("it changes hands: the other Service's slice is no longer ours",
+    Serves("one of two slices is emptied", [up(UP), up(SECOND), up(SECOND_EMPTY)],
+           (UP, SECOND_EMPTY)),
+    Serves("two are deleted, one is recreated",
+           [up(UP), up(SECOND), gone(UP), gone(SECOND), up(SECOND)], (SECOND,)),
+    Serves("one is deleted, then the other emptied: the later one is kept",
+           [up(UP), up(SECOND), gone(UP), up(SECOND_EMPTY)], (SECOND,)),
+    Serves("a slice moves to another Service",
            [up(UP), up(SECOND), up(of_api_server("second", True, service="other"))], (UP,)),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("row", SERVES, ids=lambda row: row.name)
-def test_the_api_servers_own_service_keeps_its_last_endpoints(row: Serves):
+def test_service_kubernetes_keeps_its_last_endpoints(row: Serves):
     world = ObjectStore("me")
     for event in row.events:
         world.apply([event])
     assert world.slices(ServiceName("default", "kubernetes")) == row.in_force
 
 
-def test_other_services_may_be_left_with_none():
+def test_other_services_do_not_keep_their_last_endpoints():
     world = ObjectStore("me")
     world.apply([up(ONE), up(replace(ONE, endpoints=()))])
     assert world.slices(NAME) == (replace(ONE, endpoints=()),)
 
 
-def test_a_rejected_object_keeps_what_it_said_before():
+def test_rejected_object_keeps_its_previous_version():
     world = ObjectStore("me")
     world.apply([*ALL, Rejected(key(WEB), "no ports"), Rejected(key(ONE), "no label")])
     assert world.service(NAME) == WEB
@@ -259,13 +264,13 @@ def test_a_rejection_ends_with_an_upsert_or_a_delete():
     assert problems(world) == {key(WEB): ("worse",)}
 
 
-def test_another_node_that_is_rejected_is_not_our_problem():
+def test_rejection_of_another_node_is_no_problem():
     world = ObjectStore("me")
     world.apply([Rejected(key(replace(ME, name="you")), "bad"), Rejected(key(ME), "bad")])
     assert problems(world) == {key(ME): ("bad",)}
 
 
-def test_skipped_endpoints_are_problems_until_the_slice_is_whole_or_gone():
+def test_skipped_endpoints_are_problems_until_the_slice_is_corrected_or_deleted():
     world = ObjectStore("me")
     bad = replace(ONE, skipped=("endpoint 3: not an IP address",))
     world.apply([up(bad), up(replace(bad, name="web-2")), Rejected(key(ONE), "bad")])
@@ -277,7 +282,7 @@ def test_skipped_endpoints_are_problems_until_the_slice_is_whole_or_gone():
     assert problems(world) == {}
 
 
-def test_what_is_left_out_of_a_service_or_our_node_is_a_problem_too():
+def test_skipped_fields_of_a_service_and_our_node_are_problems():
     world = ObjectStore("me")
     web, me = replace(WEB, skipped=("an annotation",)), replace(ME, skipped=("an address",))
     world.apply([up(web), up(me), up(replace(me, name="you"))])
@@ -294,7 +299,7 @@ def test_kinds_are_synced_one_by_one():
     assert world.synced == {Kind.SERVICE, Kind.SLICE}
 
 
-def test_what_was_handed_out_does_not_change_later():
+def test_returned_values_do_not_change_later():
     world = ObjectStore("me")
     world.apply([Rejected(key(WEB), "bad"), up(ONE)])
     slices, synced = world.slices(NAME), world.synced
@@ -302,7 +307,7 @@ def test_what_was_handed_out_does_not_change_later():
     assert (slices, synced) == ((ONE,), frozenset())
 
 
-def test_a_pod_that_cannot_be_read_makes_no_service_doubtful():
+def test_rejected_pod_leaves_all_usable():
     world = ObjectStore("me")
     world.apply([Rejected(key(POD), "bad")])
     assert world.all_usable

@@ -1,4 +1,4 @@
-"""Weights: the annotation, whom a rule is for, and what becomes of a set."""
+"""Weights: the annotation, which endpoints a rule applies to, and the weights of a set."""
 
 import itertools
 from typing import Any, NamedTuple
@@ -50,7 +50,7 @@ def said(annotations: dict[str, Any] | None) -> Service:
 
 
 class Text(NamedTuple):
-    """What is written, the rules that it means, and what of it cannot be used."""
+    """The annotation, the rules parsed from it, and the parts that cannot be used."""
 
     text: str
     means: Weights | None
@@ -90,7 +90,7 @@ TEXTS = [
 
 
 @pytest.mark.parametrize("row", TEXTS, ids=lambda row: row.text[:30])
-def test_the_annotation_of_weights(row: Text):
+def test_annotation_weights(row: Text):
     found = said({"kbpf.io/weights": row.text})
     assert found.weights == row.means
     if row.bad:
@@ -109,33 +109,33 @@ def test_the_annotation_of_weights(row: Text):
         ("", None, ("'' is unknown",)),
     ],
 )
-def test_the_annotation_of_the_algorithm(text, means, problem):
+def test_annotation_algorithm(text, means, problem):
     found = said({"kbpf.io/algorithm": text})
     assert found.algorithm == means
     at = "metadata.annotations[kbpf.io/algorithm]: "
     assert found.skipped == tuple(f"{at}{one}; write random or maglev" for one in problem)
 
 
-def test_each_bad_annotation_has_one_line_of_its_own():
+def test_each_bad_annotation_has_one_line():
     found = said({"kbpf.io/algorithm": "ring", "kbpf.io/weights": "x,y,z=1"})
     assert len(found.skipped) == 2
     assert found.weights == Weights(pods=(("z", 1),))
 
 
 @pytest.mark.parametrize("annotations", [None, {}, {"other.io/weights": "nonsense"}])
-def test_without_annotations_nothing_is_said(annotations):
+def test_without_annotations_there_are_no_weights_and_no_problem(annotations):
     found = said(annotations)
     assert (found.algorithm, found.weights, found.skipped) == (None, None, ())
 
 
-def test_an_annotation_that_is_no_text_spoils_the_object_as_in_an_api_server():
+def test_annotation_that_is_not_a_string_rejects_the_object():
     item = read({"kbpf.io/weights": 3})
     assert item.object is None
     assert "expected a string, got an integer" in item.error
 
 
 @given(st.text())
-def test_any_text_is_read_or_told(text):
+def test_any_text_is_parsed_or_reported(text):
     found = said({"kbpf.io/weights": text, "kbpf.io/algorithm": text})
     assert found.weights is not None or found.skipped
 
@@ -146,20 +146,20 @@ NAMES = st.text(st.characters(blacklist_characters="\n", blacklist_categories=["
 
 
 @given(st.lists(NAMES | st.sampled_from(["web-7d4b9c-a", "web-7d4b9c-bb", ""]), max_size=6))
-def test_packed_names_come_back(names):
+def test_packed_names_unpack_to_the_same_names(names):
     packed = pack_names(names)
     assert (packed == "") == (not any(names))
     if packed:
         assert unpack_names(packed) == tuple(names)
 
 
-def test_what_pods_have_in_common_is_kept_once():
+def test_common_prefix_of_pod_names_is_stored_once():
     names = [f"web-7d4b9c6f5d-{n:05}" for n in range(100)]
     assert len(pack_names(names)) < 800
 
 
-def test_pods_stand_beside_their_endpoints():
-    """Also where an endpoint is left out, has no Pod, or a name that is none."""
+def test_pod_names_match_their_endpoints():
+    """Each endpoint keeps its Pod's name when another is skipped, has no Pod or an invalid name."""
     refs = [
         {"kind": "Pod", "name": "web-0"}, None, {"kind": "Node", "name": "n"},
         {"kind": "Pod", "name": "a\nb"}, {"kind": "Pod", "name": "left-out"},
@@ -177,7 +177,7 @@ def test_pods_stand_beside_their_endpoints():
     assert [e.address[-1] for e in item.object.endpoints] == [0, 1, 2, 3, 5, 6]
 
 
-# ---- who gets how much -------------------------------------------------------------------------
+# ---- weights of a set --------------------------------------------------------------------------
 
 PORT = ServicePort("http", Protocol.TCP, 80)
 ME = Node("me", zone="a")
@@ -200,8 +200,10 @@ def ask(weights: Weights | None, *pieces: EndpointSlice, **service: Any) -> Endp
 
 
 class Row(NamedTuple):
-    """Weights for 10.1.0.1 (web-1, node me, zone a), .2 (web-2, you, a), .3 (web-3, you, b): who
-    gets connections, and the weights.
+    """Rules for three endpoints: which get connections (`who`), and with which weights (`each`).
+
+    The endpoints are 10.1.0.1 (Pod web-1, node me, zone a), .2 (web-2, you, a) and .3 (web-3, you,
+    b).
     """
 
     name: str
@@ -215,14 +217,14 @@ def addr(number: int) -> Any:
 
 
 ROWS = [
-    Row("nothing", Weights(), (1, 2, 3), ()),
-    Row("all the same", Weights(default=9), (1, 2, 3), ()),
+    Row("no rule", Weights(), (1, 2, 3), ()),
+    Row("equal weights", Weights(default=9), (1, 2, 3), ()),
     Row("by Pod", Weights(pods=(("web-1", 3),)), (1, 2, 3), (3, 1, 1)),
     Row("by address", Weights(addresses=((addr(2), 5),)), (1, 2, 3), (1, 5, 1)),
     Row("by node", Weights(nodes=(("you", 4),)), (1, 2, 3), (1, 4, 4)),
     Row("by zone", Weights(zones=(("a", 2),)), (1, 2, 3), (2, 2, 1)),
-    Row("others", Weights(pods=(("web-1", 3),), default=2), (1, 2, 3), (3, 2, 2)),
-    Row("what all have in common is divided out", Weights(pods=(("web-1", 30),), default=20),
+    Row("by default", Weights(pods=(("web-1", 3),), default=2), (1, 2, 3), (3, 2, 2)),
+    Row("a common divisor is removed", Weights(pods=(("web-1", 30),), default=20),
         (1, 2, 3), (3, 2, 2)),
     Row("an address beats a Pod", Weights(addresses=((addr(1), 7),), pods=(("web-1", 3),)),
         (1, 2, 3), (7, 1, 1)),
@@ -230,13 +232,13 @@ ROWS = [
         (1, 2, 3), (1, 7, 3)),
     Row("a node beats a zone", Weights(nodes=(("me", 7),), zones=(("a", 3),)),
         (1, 2, 3), (7, 3, 1)),
-    Row("a zone beats all others", Weights(zones=(("b", 7),), default=3), (1, 2, 3), (3, 3, 7)),
-    Row("0 by the more specific rule", Weights(pods=(("web-2", 0),), nodes=(("you", 3),)),
+    Row("a zone beats the default", Weights(zones=(("b", 7),), default=3), (1, 2, 3), (3, 3, 7)),
+    Row("0 from the more specific rule", Weights(pods=(("web-2", 0),), nodes=(("you", 3),)),
         (1, 3), (1, 3)),
     Row("0 gets nothing", Weights(pods=(("web-1", 0),)), (2, 3), ()),
-    Row("one alone", Weights(pods=(("web-1", 9),), default=0), (1,), ()),
-    Row("all 0: as if nobody had a weight", Weights(default=0), (1, 2, 3), ()),
-    Row("nobody of this name", Weights(pods=(("web-9", 9),)), (1, 2, 3), ()),
+    Row("all but one are 0", Weights(pods=(("web-1", 9),), default=0), (1,), ()),
+    Row("all are 0: as without weights", Weights(default=0), (1, 2, 3), ()),
+    Row("a rule for an unknown Pod", Weights(pods=(("web-9", 9),)), (1, 2, 3), ()),
 ]  # fmt: skip
 
 THREE = piece(
@@ -250,7 +252,7 @@ def numbers(backends: Any) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_who_gets_how_much(row: Row):
+def test_weights_of_a_set(row: Row):
     found = ask(row.weights, THREE)
     assert (numbers(found.cluster), found.cluster_weights) == (row.who, row.each)
     assert numbers(found.serving) == (1, 2, 3), "UDP flows stay with whoever serves"
@@ -260,13 +262,13 @@ def test_who_gets_how_much(row: Row):
         assert (lines[number].reason is EndpointReason.WEIGHT_ZERO) == (number not in row.who)
 
 
-def test_without_weights_nothing_is_weighed():
+def test_without_weights_a_set_has_none():
     found = ask(None, THREE)
     assert (found.cluster_weights, found.zero_weight) == ((), frozenset())
 
 
-def test_each_set_is_weighed_for_itself():
-    """A node whose only endpoint has weight 0 still serves what the policy Local covers."""
+def test_cluster_set_and_local_set_are_weighted_separately():
+    """With policy Local, a node whose only endpoint has weight 0 still serves with it."""
     found = ask(Weights(pods=(("web-1", 0), ("web-2", 2))), THREE, internal_local=True,
                 external_ips=(parse_addr("192.0.2.1"),))  # fmt: skip
     assert (numbers(found.cluster), found.cluster_weights) == ((2, 3), (2, 1))
@@ -275,13 +277,13 @@ def test_each_set_is_weighed_for_itself():
     assert reasons[1] is EndpointReason.LOCAL_ONLY
 
 
-def test_who_only_drains_is_weighed_too():
+def test_draining_endpoints_are_weighted():
     away = {"ready": False, "serving": True, "terminating": True}
     found = ask(Weights(pods=(("a", 5),)), piece(end(1, **away), end(2, **away), pods=("a", "b")))
     assert (numbers(found.cluster), found.cluster_weights) == ((1, 2), (5, 1))
 
 
-def test_of_two_copies_the_one_that_counts_has_the_name():
+def test_address_in_two_slices_has_the_weight_of_the_ready_entry():
     gone = piece(end(1, ready=False, serving=False), end(2), pods=("old", "x"), name="s1")
     new = piece(end(1), pods=("new",), name="s2")
     for pieces in ((gone, new), (new, gone)):
@@ -289,8 +291,8 @@ def test_of_two_copies_the_one_that_counts_has_the_name():
         assert (numbers(found.cluster), found.cluster_weights) == ((1, 2), (3, 1))
 
 
-def test_of_copies_that_are_the_same_the_last_name_counts():
-    """Whatever the order of the slices."""
+def test_equal_entries_of_an_address_use_the_last_pod_name():
+    """In either order of the slices."""
     first = piece(end(1), end(2), pods=("p", "x"), name="s1")
     second = piece(end(1), pods=("q",), name="s2")
     for pieces in ((first, second), (second, first)):
@@ -320,7 +322,7 @@ PIECES = st.lists(st.lists(st.tuples(ENDS, PODS), min_size=1, max_size=4), max_s
 
 
 @given(PIECES, WEIGHTS)
-def test_weights_are_the_oracles_in_any_order_of_slices(pieces, weights):
+def test_weights_equal_those_of_the_naive_model_in_any_order_of_slices(pieces, weights):
     made = [
         piece(*(e for e, _ in ends), pods=tuple(pod for _, pod in ends), name=f"s{n}")
         for n, ends in enumerate(pieces)
@@ -339,7 +341,7 @@ def test_weights_are_the_oracles_in_any_order_of_slices(pieces, weights):
         for at in {(b.address, True) for b in plain.cluster}
     }  # fmt: skip
     if any(len(each) > 1 for each in possible.values()):
-        return  # copies that differ: the rows tell which one counts
+        return  # entries of one address with different weights: the rows above cover these
     exact = {at[0]: each.pop() for at, each in possible.items()}
     if not any(exact.values()):
         assert (found.cluster, found.cluster_weights) == (plain.cluster, ())
