@@ -1,4 +1,4 @@
-"""The tests' own API server and fault proxy: they do what the tests that use them rely on."""
+"""Tests of the test support: the API server and the fault proxy behave as other tests rely on."""
 
 import contextlib
 import http.client
@@ -22,7 +22,7 @@ from tests.support.cluster.kube import Connection, Kube, KubeError, Object
 from tests.support.cluster.kube_objects import endpoint, endpoint_slice, node, port, service
 from tests.support.faults.faults import Cut, FaultProxy, Request
 
-SECONDS = 60.0  # nothing here takes one
+SECONDS = 60.0  # a generous limit: everything here takes less than a second
 STREAMING = {
     "sendInitialEvents": "true",
     "resourceVersionMatch": "NotOlderThan",
@@ -32,7 +32,7 @@ SLICES = "endpointslices"
 
 
 class Watcher:
-    """A watch of EndpointSlices in a thread; what comes out of it is in `events`."""
+    """A watch of EndpointSlices in a thread; its events are put into the queue `events`."""
 
     def __init__(self, kube: Kube, version: str) -> None:
         self.events: queue.Queue[Object] = queue.Queue()
@@ -46,7 +46,7 @@ class Watcher:
         return str(self.events.get(timeout=SECONDS)["object"]["metadata"]["name"])
 
     def ended(self) -> Exception | None:
-        """Wait for its end and return the error, None after a body that is complete."""
+        """Wait for the watch to end; return its error, or None if the body was complete."""
         self._thread.join(SECONDS)
         assert not self._thread.is_alive(), "the watch still runs"
         return self.end
@@ -74,7 +74,7 @@ def proxied(faults: FaultProxy) -> Iterator[Kube]:
 
 @pytest.fixture
 def watcher(faults: FaultProxy, kube: Kube, proxied: Kube) -> Watcher:
-    """A watch through the proxy that starts now and has seen nothing."""
+    """A watch through the proxy, from the current resourceVersion on."""
     version = kube.list("EndpointSlice")["metadata"]["resourceVersion"]
     made = Watcher(proxied, version)
     faults.wait_for_watches(1, SLICES)
@@ -88,7 +88,7 @@ def add_slice(kube: Kube, name: str) -> None:
 # The programs.
 
 
-def test_given_programs_are_taken_and_a_missing_one_is_an_error(
+def test_given_programs_are_used_and_a_missing_one_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KUBEBUILDER_ASSETS", str(tmp_path))
@@ -149,7 +149,7 @@ def test_every_kind_of_object_can_be_written_changed_and_deleted(kube: Kube) -> 
 
 
 def test_many_slices_are_written_over_few_connections(faults: FaultProxy, kube: Kube) -> None:
-    """A thousand take seconds, because nobody shakes hands a thousand times."""
+    """Connections are reused: a thousand slices take seconds, without a TLS handshake for each."""
     with faults.kube() as through:
         slices = (endpoint_slice("web", endpoint("10.1.0.1"), name=f"s{n}") for n in range(300))
         through.create_many(slices)
@@ -171,7 +171,7 @@ def test_initial_events_end_with_the_annotated_bookmark(kube: Kube) -> None:
     assert sorted(seen) == [("ADDED", "one"), ("ADDED", "two")]
 
 
-def test_kbpf_may_read_and_not_write_and_nobody_may_nothing(
+def test_user_kbpf_may_only_read_and_user_nobody_may_do_nothing(
     apiserver: ApiServer, kube: Kube
 ) -> None:
     with apiserver.kube("kbpf") as kbpf, apiserver.kube("nobody") as nobody:
@@ -209,7 +209,7 @@ def test_a_killed_server_refuses_connections(apiserver: ApiServer) -> None:
         apiserver.restart()
 
 
-def test_a_server_in_a_network_namespace_is_dialled_from_outside() -> None:
+def test_a_server_in_a_network_namespace_is_reachable_from_outside() -> None:
     name, outside = (f"kbpf-api-{os.getpid()}-{end}" for end in "io")
     with contextlib.ExitStack() as stack:
         for each in (name, outside):
@@ -236,7 +236,7 @@ def test_a_server_in_a_network_namespace_is_dialled_from_outside() -> None:
         assert slices[0]["endpoints"][0]["addresses"] == ["198.18.254.2"]
 
 
-def test_stop_leaves_nothing() -> None:
+def test_stop_removes_processes_files_and_port() -> None:
     server = ApiServer()
     server.start()
     pids, folder, at = server.pids, server.folder, ("127.0.0.1", server.port)
@@ -261,10 +261,10 @@ def test_the_server_dies_with_the_process_that_started_it() -> None:
     try:
         until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
     finally:
-        subprocess.run(["rm", "-r", folder], check=True)  # nobody was left to do it
+        subprocess.run(["rm", "-r", folder], check=True)  # the killed process could not
 
 
-def test_a_server_that_does_not_start_says_why_and_leaves_nothing() -> None:
+def test_a_failed_server_start_is_an_error_and_cleans_up() -> None:
     server = ApiServer(extra=["--no-such-flag"])
     with pytest.raises(ServerDied, match="unknown flag: --no-such-flag"):
         server.start()
@@ -331,7 +331,7 @@ def raw_watch(
 def test_a_close_is_a_fin_and_a_reset_an_rst(
     apiserver: ApiServer, faults: FaultProxy, kube: Kube, proxied: Kube, how: Cut
 ) -> None:
-    """Seen below TLS: Python 3.11's ssl says end of file to both."""
+    """Observed below TLS, since Python 3.11's ssl reports an end of file for both."""
     connection, _ = raw_watch(proxied, apiserver)
     with contextlib.closing(connection):
         faults.cut_watches(how)
@@ -343,7 +343,7 @@ def test_a_close_is_a_fin_and_a_reset_an_rst(
                 socket.socket.recv(connection.sock, 1, socket.MSG_PEEK)
 
 
-def test_a_cut_in_mid_line_sends_half_a_line(
+def test_a_cut_in_the_middle_sends_half_a_line(
     apiserver: ApiServer, faults: FaultProxy, kube: Kube, proxied: Kube
 ) -> None:
     connection, answer = raw_watch(proxied, apiserver)
@@ -354,7 +354,7 @@ def test_a_cut_in_mid_line_sends_half_a_line(
     assert not said.endswith((b"}\n\r\n", b"0\r\n\r\n"))
 
 
-def test_after_a_good_end_the_connection_serves_on(
+def test_after_a_complete_body_the_connection_is_reused(
     apiserver: ApiServer, faults: FaultProxy, kube: Kube, proxied: Kube
 ) -> None:
     connection, answer = raw_watch(proxied, apiserver)
@@ -379,7 +379,9 @@ def test_the_next_watches_are_answered_with_an_error(
     assert proxied.list("EndpointSlice")["kind"] == "EndpointSliceList"
 
 
-def test_429_says_when_to_come_back(apiserver: ApiServer, faults: FaultProxy, kube: Kube) -> None:
+def test_a_429_has_a_retry_after_header(
+    apiserver: ApiServer, faults: FaultProxy, kube: Kube
+) -> None:
     faults.answer(429, retry_after=7)
     connection, answer = raw_watch(faults.kube(), apiserver)
     with contextlib.closing(connection):
@@ -417,7 +419,7 @@ def test_an_outage_refuses_and_resets_until_healed(
     assert faults.port == before
 
 
-def test_a_hanging_server_accepts_and_says_nothing_until_healed(
+def test_a_hanging_server_accepts_but_is_silent_until_healed(
     apiserver: ApiServer, faults: FaultProxy, kube: Kube, watcher: Watcher
 ) -> None:
     faults.hang()
@@ -483,7 +485,7 @@ def test_a_request_is_delayed(faults: FaultProxy, kube: Kube, proxied: Kube) -> 
         proxied.list("Node")
         return time.monotonic() - started < 0.4
 
-    until(is_quick)  # the first one, unless the machine has others to serve
+    until(is_quick)  # usually the first one, unless the machine is busy
 
 
 def test_a_held_request_is_served_when_healed(
@@ -527,7 +529,7 @@ def test_lines_are_rewritten(faults: FaultProxy, kube: Kube, watcher: Watcher) -
     assert isinstance(watcher.ended(), ValueError)
 
 
-def test_what_is_not_json_passes_as_it_is(
+def test_bodies_that_are_not_json_pass_unchanged(
     apiserver: ApiServer, faults: FaultProxy, kube: Kube, proxied: Kube
 ) -> None:
     faults.rewrite_objects(lambda _, obj: None)
@@ -543,7 +545,7 @@ def test_what_is_not_json_passes_as_it_is(
         assert b"ADDED" in answer.read(length)
 
 
-def test_a_line_of_the_tests_own_is_sent(faults: FaultProxy, watcher: Watcher) -> None:
+def test_a_line_made_by_a_test_is_sent(faults: FaultProxy, watcher: Watcher) -> None:
     faults.send({"type": "ADDED", "object": {"metadata": {"name": "invented"}}}, SLICES)
     assert watcher.name() == "invented"
 

@@ -1,8 +1,8 @@
-"""The API server fails in every way that is everyday: Services go on, and changes arrive.
+"""The API server fails in every common way: Services stay served, and changes arrive.
 
-Each test injects a fault into the agent's connections, changes something behind its back, and
-waits for it (settle()). Nothing may be deleted because something failed, and nobody may ask again
-and again without a pause.
+Each test injects a fault into the agent's connections, changes an object meanwhile, and waits until
+the agent has applied the change (settle()). A failure must not delete anything, and requests are
+repeated with backoff only.
 """
 
 import queue
@@ -40,7 +40,7 @@ def faulty(programs: None) -> Iterator[Cluster]:
 
 @pytest.fixture
 def web(faulty: Cluster) -> Iterator[Cluster]:
-    """The cluster with a Service in it, no fault, and an agent that has not seen any yet."""
+    """The cluster with one Service and no faults, and an agent that was just started."""
     faulty.agent.kill()
     faulty.proxy.heal()
     faulty.start(faulty.agent)
@@ -59,23 +59,23 @@ def streams(request: Request) -> bool:
 
 
 def asked(proxy: FaultProxy, verb: str | None, resource: str | None = None) -> list[Request]:
-    """But for lists of one object, which tell the version, and how many Nodes there are."""
+    """The requests, except lists with limit=1, which only fetch the version and the Node count."""
     return [one for one in proxy.requests(verb, resource) if one.query.get("limit") != "1"]
 
 
 def whole_lists(proxy: FaultProxy) -> int:
-    """How many requests asked for everything."""
+    """How many requests asked for a complete list, as pages or as a streaming watch."""
     return len(asked(proxy, "list")) + sum(map(streams, proxy.requests("watch")))
 
 
 def is_unwell(cluster: Cluster) -> bool:
-    """Whether the agent that runs says so of all its sources."""
+    """Whether the running agent reports an error for every source."""
     status = cluster.agent.own_status()
     return status is not None and all(source["error"] for source in status["sources"])
 
 
-def test_it_asks_for_what_kube_proxy_asks_for_and_once(web: Cluster) -> None:
-    """What is selected by the server costs nobody anything."""
+def test_each_resource_is_requested_once_with_kube_proxys_selectors(web: Cluster) -> None:
+    """Selectors are applied by the server, so filtered objects cost no traffic."""
     selectors = {
         "services": {
             "labelSelector": "!service.kubernetes.io/service-proxy-name",
@@ -100,8 +100,12 @@ def test_it_asks_for_what_kube_proxy_asks_for_and_once(web: Cluster) -> None:
 
 
 @pytest.mark.parametrize("fault", [FaultProxy.refuse, FaultProxy.hang], ids=["refused", "hung"])
-def test_an_outage(web: Cluster, fault: Callable[[FaultProxy], None]) -> None:
-    """The agent dies and starts while it lasts; what changes meanwhile comes when it is over."""
+def test_an_outage_deletes_nothing_and_changes_arrive_after_it(
+    web: Cluster, fault: Callable[[FaultProxy], None]
+) -> None:
+    """The agent is killed and started during the outage; changes made during it are
+    applied later.
+    """
     proxy, gone = web.proxy, web.web(21, "a2")
     web.create(*gone)
     web.settle()
@@ -119,7 +123,7 @@ def test_an_outage(web: Cluster, fault: Callable[[FaultProxy], None]) -> None:
         until("it has started", web.agent.own_status)
         load.goes_on()
         assert not web.agent.own_status()["synced"]
-        assert web.served() == before, "nothing is deleted before it was heard of"
+        assert web.served() == before, "nothing is deleted before the first list"
         proxy.heal()
         web.agent.wait_synced()
         web.settle()
@@ -130,7 +134,7 @@ def test_an_outage(web: Cluster, fault: Callable[[FaultProxy], None]) -> None:
 
 
 @pytest.mark.parametrize("how", list(Cut), ids=lambda how: how.name)
-def test_a_watch_that_ends_is_taken_up_where_it_was(web: Cluster, how: Cut) -> None:
+def test_an_ended_watch_resumes_at_its_version(web: Cluster, how: Cut) -> None:
     web.settle()
     assert web.proxy.cut_watches(how) == 4
     web.change(web.slice(NAME, "a2"))
@@ -140,7 +144,7 @@ def test_a_watch_that_ends_is_taken_up_where_it_was(web: Cluster, how: Cut) -> N
 
 
 @pytest.mark.parametrize("how", ["event", "answer"])
-def test_a_version_that_is_too_old_means_a_new_list(web: Cluster, how: str) -> None:
+def test_an_expired_version_causes_a_new_list(web: Cluster, how: str) -> None:
     with under_load(web, HOST, "a2") as load:
         if how == "event":
             web.proxy.expire_watches()
@@ -152,10 +156,10 @@ def test_a_version_that_is_too_old_means_a_new_list(web: Cluster, how: str) -> N
         web.change(web.slice(NAME, "a2"))
         expect(web, f"{HOST}:80", "a2")
     web.proxy.wait_for_watches(4)
-    assert whole_lists(web.proxy) == 4, "one for each resource"
+    assert whole_lists(web.proxy) == 4, "one list for each resource"
 
 
-def test_what_vanished_unheard_is_deleted_by_the_new_list(web: Cluster) -> None:
+def test_a_new_list_deletes_objects_whose_deletion_was_missed(web: Cluster) -> None:
     more = web.web(23, "a1")
     with web.given(*more):
         web.proxy.freeze_watches()
@@ -166,7 +170,7 @@ def test_what_vanished_unheard_is_deleted_by_the_new_list(web: Cluster) -> None:
         expect(web, "10.96.0.23:80", UNSERVED)
 
 
-def test_a_line_that_is_no_event_means_a_new_list(web: Cluster) -> None:
+def test_an_unreadable_watch_line_causes_a_new_list(web: Cluster) -> None:
     with under_load(web, HOST, "a2"):
         web.proxy.send(b'{"type":"MODIFIED","object":{"kind":\n', "services")
         web.proxy.send(b"<html>bad gateway</html>\n", "endpointslices")
@@ -190,10 +194,10 @@ def test_without_streaming_lists_pages_are_read(web: Cluster) -> None:
     ("status", "retry_after", "times", "least"),
     [(500, None, 3, 1.2), (503, None, 2, 0.5), (401, None, 2, 0.5), (429, 1, 2, 1.9)],
 )
-def test_errors_are_met_with_patience(
+def test_errors_are_retried_with_backoff(
     web: Cluster, status: int, retry_after: int | None, times: int, least: float
 ) -> None:
-    """`least`: seconds from the first answer to the try that succeeds."""
+    """`least`: the minimum of seconds from the first error to the request that succeeds."""
     for resource in RESOURCES:
         web.proxy.answer(status, times, resource=resource, retry_after=retry_after)
     with under_load(web, HOST, "a2"):
@@ -209,7 +213,7 @@ def test_errors_are_met_with_patience(
     assert whole_lists(web.proxy) == 0
 
 
-def test_a_list_that_fails_deletes_nothing_and_is_not_hammered(web: Cluster) -> None:
+def test_a_failed_list_deletes_nothing_and_is_retried_with_backoff(web: Cluster) -> None:
     before = web.served()
     web.proxy.answer(500, None, verb=None)
     web.agent.kill()
@@ -217,14 +221,14 @@ def test_a_list_that_fails_deletes_nothing_and_is_not_hammered(web: Cluster) -> 
     web.start(web.agent, wait=False)
     for resource in RESOURCES:
         requests = web.proxy.wait_for_requests(5, None, resource)
-        # 0.2, 0.4, 0.8, 1.6 seconds, each between half and full
+        # backoff of 0.2, 0.4, 0.8, 1.6 seconds, with jitter from half to full
         assert requests[4].at - requests[0].at >= 1.5, "pauses grow"
     assert web.served() == before
     expect(web, f"{HOST}:80", "a1")
 
 
 def test_an_incomplete_list_deletes_nothing(web: Cluster) -> None:
-    """The second page never comes: at a start, and for an agent that runs."""
+    """The second page never arrives, for a running agent and for one that starts."""
     web.kube.create_many(
         endpoint_slice("nobody", endpoint(f"10.250.0.{n % 250}"), name=f"nobody-{n}")
         for n in range(501)
@@ -245,7 +249,7 @@ def test_an_incomplete_list_deletes_nothing(web: Cluster) -> None:
     cut_lists_short()
     web.start(web.agent, wait=False)
     web.proxy.wait_for_requests(4, "list", "endpointslices")
-    until("the agent has said so", web.agent.own_status)
+    until("the agent writes its status", web.agent.own_status)
     assert web.served() == before
     assert not web.agent.own_status()["synced"]
     expect(web, f"{HOST}:80", "a1")
@@ -258,7 +262,7 @@ def test_an_incomplete_list_deletes_nothing(web: Cluster) -> None:
             web.kube.delete("EndpointSlice", obj["metadata"]["name"])
 
 
-def test_a_stream_that_has_not_told_its_end_deletes_nothing(web: Cluster) -> None:
+def test_a_stream_without_its_end_bookmark_deletes_nothing(web: Cluster) -> None:
     before = web.served()
     web.proxy.rewrite_lines(lambda _, line: None if b"initial-events-end" in line else line)
     web.agent.kill()
@@ -270,7 +274,9 @@ def test_a_stream_that_has_not_told_its_end_deletes_nothing(web: Cluster) -> Non
     assert web.served() == before
 
     def synced_by_pages() -> bool:
-        """A stream that has begun and broke off is followed by pages; one may not have begun."""
+        """Whether all sources are synced, by pages if their stream began and broke off. A stream
+        may not have begun.
+        """
         if not all(source["synced"] for source in web.agent.own_status()["sources"]):
             web.proxy.cut_watches(Cut.RESET)
             return False
@@ -281,8 +287,8 @@ def test_a_stream_that_has_not_told_its_end_deletes_nothing(web: Cluster) -> Non
     assert web.served() == before
 
 
-def test_the_network_to_the_api_server_is_gone_for_a_while(web: Cluster) -> None:
-    """No packet says so: what was sent meanwhile comes when it is back."""
+def test_changes_arrive_after_a_network_outage(web: Cluster) -> None:
+    """The link is down without a RST or an ICMP error; changes arrive once it is up again."""
     link = f"n{web.lab.nodes[0].number}"
     with under_load(web, HOST, "a2", "host-1") as load:
         ip(f"link set {link} down", netns=web.lab.fabric)
@@ -293,10 +299,10 @@ def test_the_network_to_the_api_server_is_gone_for_a_while(web: Cluster) -> None
         expect(web, f"{HOST}:80", "a3")
 
 
-def test_a_watch_that_has_fallen_silent_is_taken_up_anew(
+def test_a_silent_watch_is_resumed(
     apiserver: ApiServer, faults: FaultProxy, tmp_path: Path
 ) -> None:
-    """As when a proxy between has lost the server. An agent gives it 90 s; here it is one."""
+    """A proxy in between has lost the server. The agent's time-out is 90 s; here it is 1 s."""
     said: queue.SimpleQueue[Event] = queue.SimpleQueue()
     access = find_access(faults.kubeconfig(tmp_path / "kubeconfig"))
     reflector = Reflector(source.Cluster(access), SLICES, said.put, silence_timeout=1.0)
@@ -315,14 +321,16 @@ def test_a_watch_that_has_fallen_silent_is_taken_up_anew(
             reflector.stop()
     assert isinstance(event, Upsert)
     assert event.key.name == "web-ipv4"
-    assert not any(map(streams, faults.requests())), "from where it was, not from the start"
+    assert not any(map(streams, faults.requests())), (
+        "the watch resumes at its version, without a new list"
+    )
 
 
-def test_an_etcd_that_is_restored_from_a_backup(
+def test_an_etcd_restored_from_a_backup_restores_objects(
     programs: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What was made, changed and deleted since the backup is as it was then, with one warning for
-    all watches, and changes after the restore arrive, whose versions were used before.
+    """Objects created, changed or deleted since the backup return to their state in it. One warning
+    is logged for all watches. Later changes arrive although their versions were used before.
     """
     known: dict[ObjectKey, object] = {}
 
@@ -334,7 +342,7 @@ def test_an_etcd_that_is_restored_from_a_backup(
                 known.pop(event.key, None)
 
     def slices() -> dict[str, str]:
-        """Name → the address of its one endpoint."""
+        """Name of a slice → the address of its only endpoint."""
         found = {key.name: obj for key, obj in known.items() if isinstance(obj, EndpointSlice)}
         return {
             name: format_addr(obj.endpoints[0].address)
@@ -354,7 +362,7 @@ def test_an_etcd_that_is_restored_from_a_backup(
         for reflector in reflectors:
             reflector.start()
         try:
-            until("it is listed", lambda: all(each.status().synced for each in reflectors))
+            until("both are listed", lambda: all(each.status().synced for each in reflectors))
             assert slices() == {"web-kept": "10.1.0.1", "web-deleted": "10.1.0.2"}
             kube.create(slice_("web-lost", 3))
             kube.replace(slice_("web-kept", 4))
@@ -363,9 +371,9 @@ def test_an_etcd_that_is_restored_from_a_backup(
             until("changes arrive", lambda: slices() == changed)
             server.restore()
             restored = {"web-kept": "10.1.0.1", "web-deleted": "10.1.0.2"}
-            until("it is as it was", lambda: slices() == restored)
+            until("the state of the backup is back", lambda: slices() == restored)
             kube.create(slice_("web-new", 5))
-            until("and goes on", lambda: slices() == {**restored, "web-new": "10.1.0.5"})
+            until("later changes arrive", lambda: slices() == {**restored, "web-new": "10.1.0.5"})
         finally:
             for reflector in reflectors:
                 reflector.stop()

@@ -1,5 +1,5 @@
-"""The rows of tests/values/config/test_config_file.py, asked of the real kube-proxy: what it makes
-of each text, and which it refuses. Nothing is served: it writes its settings and ends.
+"""The rows of tests/values/config/test_config_file.py, given to the real kube-proxy: how it reads
+each file, and which it refuses. It only writes its settings and exits (--write-config-to).
 """
 
 import subprocess
@@ -16,14 +16,16 @@ SAID_OTHERWISE = {
     "detectLocalMode: ''": "ClusterCIDR",
     "iptables: {minSyncPeriod: 0s}": 1.0,
 }
-"""What it calls by name what we leave open, and the one default that is another."""
+"""Settings that kube-proxy writes differently: values that we leave unset, and one
+other default.
+"""
 
 REFUSED_LATER = {
     "mode: ipvs\nipvs: {scheduler: best}",
     "hostnameOverride: ' '",
     "detectLocalMode: BridgeInterface\ndetectLocal: {bridgeInterface: a/b}",
 }
-"""What it writes, and then cannot run with."""
+"""Files that kube-proxy reads and writes, but cannot run with."""
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +45,7 @@ def made(kube_proxy: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
         return dict(zip(texts, pool.map(ask, range(len(texts))), strict=True))
 
 
-def test_what_is_set_is_what_kube_proxy_sets(made: dict[str, bytes]):
+def test_kube_proxy_reads_the_same_settings(made: dict[str, bytes]):
     found = {}
     for row in SAYS:
         assert made[row.text], f"kube-proxy refuses {row.text}"
@@ -53,5 +55,5 @@ def test_what_is_set_is_what_kube_proxy_sets(made: dict[str, bytes]):
     assert found == SAID_OTHERWISE
 
 
-def test_what_is_refused_is_refused_by_kube_proxy(made: dict[str, bytes]):
+def test_kube_proxy_refuses_the_same_files(made: dict[str, bytes]):
     assert {row.text for row in WRONG if made[row.text]} == REFUSED_LATER

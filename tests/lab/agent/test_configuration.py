@@ -1,6 +1,6 @@
-"""`kbpf run --config` in place of kube-proxy: kubeadm's files as they are, on a node of a cluster
-with a real API server. How the agent gets in, what follows when its file or its Node changes, and
-what it sets on the node.
+"""`kbpf run --config` in place of kube-proxy: kubeadm's files unchanged, on a node of a cluster
+with a real API server. How the agent authenticates, how it follows changes of its file and of its
+Node, and what it sets on the node.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ BINDING = {
     "subjects": [{"kind": "ServiceAccount", "name": "kube-proxy", "namespace": SPACE}],
 }
 ON_EVERY = "10.244.1.1"
-"""An address of the node that is not its Node's."""
+"""An address of the node that its Node object does not list."""
 
 
 class Kubeadm(Cluster):
@@ -69,7 +69,9 @@ class Kubeadm(Cluster):
         return json.loads(answer)
 
     def new_token(self) -> None:
-        """A token that holds as long as a Secret of its own; the one before holds no longer."""
+        """Creates a token bound to a new Secret, and revokes the previous one by deleting its
+        Secret.
+        """
         before, self.secret = self.secret, f"{self.secret}x"
         made = self._post(
             f"/api/v1/namespaces/{SPACE}/secrets",
@@ -92,7 +94,7 @@ class Kubeadm(Cluster):
             assert status == 200
 
     def config(self, more: str = "") -> str:
-        """kubeadm's, with `more` in place of the same fields."""
+        """kubeadm's configuration, with the fields of `more` replaced."""
         said = yaml.safe_load(kubeadm.config(PODS, self.mount.folder / "kubeconfig.conf"))
         return yaml.safe_dump(said | (yaml.safe_load(more) or {}))
 
@@ -104,22 +106,26 @@ class Kubeadm(Cluster):
         )
 
     def begun(self) -> float:
-        """When the agent began that says how it is."""
+        """When the agent that wrote the status started (a UNIX time); 0.0 while it is
+        not synced.
+        """
         status = self.agent.status()
         return status["started"] if status is not None and status["synced"] else 0.0
 
     @contextlib.contextmanager
     def begins_anew(self) -> Iterator[None]:
-        """In the block the file changes, and the same process begins anew with it."""
+        """The file changes in this block; then waits until the same process has restarted its
+        agent.
+        """
         before, pid = self.begun(), self.agent.pid
         yield
-        until("it has begun anew", lambda: self.begun() > before, 120)
+        until("the agent has restarted", lambda: self.begun() > before, 120)
         assert self.agent.is_running
         assert self.agent.status()["pid"] == pid
 
     @contextlib.contextmanager
     def configured(self, more: str, ours: str = "") -> Iterator[None]:
-        """In the block the agent runs with other settings."""
+        """In this block the agent runs with other settings."""
         with self.begins_anew():
             self.put(self.config(more) + ours)
         try:
@@ -129,8 +135,8 @@ class Kubeadm(Cluster):
                 self.put(self.config())
 
     def says(self, words: str) -> None:
-        """Waits until its log has these words."""
-        until(f"it says {words!r}", lambda: any(words in line for line in self.agent.lines()))
+        """Waits until the agent's log contains these words."""
+        until(f"{words!r} is logged", lambda: any(words in line for line in self.agent.lines()))
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +149,7 @@ def cluster(programs: None) -> Iterator[Kubeadm]:
 
 @pytest.fixture
 def with_node(cluster: Kubeadm) -> Iterator[Object]:
-    """The Node is there."""
+    """The Node object, created for the test."""
     home = cluster.lab.nodes[0]
     made = cluster.kube.create(node(home.name, home.ip, home.ip6, zone="zone-1"))
     yield made
@@ -155,13 +161,13 @@ def reaches(cluster: Kubeadm, client: str, to: str, outcome: str) -> None:
 
 
 def becomes(cluster: Kubeadm, what: str, address: str, answers: bool) -> None:
-    """Waits until the NodePort answers at an address, or does not any more."""
+    """Waits until the NodePort answers at an address, or no longer does."""
     place = cluster["a2"]
     until(what, lambda: ("name" in place.tcp(address, 30020, timeout=1.0)) is answers)
 
 
-def test_kubeadms_files_are_read_as_they_are(cluster: Kubeadm) -> None:
-    """The account's token and its role are enough; the Node may come later."""
+def test_kubeadms_files_are_read_unchanged(cluster: Kubeadm) -> None:
+    """The ServiceAccount's token and role are enough; the Node may be created later."""
     said = "\n".join(cluster.agent.lines())
     assert "is ignored" not in said
     assert "unknown field" not in said
@@ -173,12 +179,12 @@ def test_kubeadms_files_are_read_as_they_are(cluster: Kubeadm) -> None:
         reaches(cluster, "a2", f"{address}:30020", "a1")
 
 
-def test_the_api_servers_own_service_is_never_left_without_a_backend(cluster: Kubeadm) -> None:
+def test_the_api_servers_service_keeps_its_last_backend(cluster: Kubeadm) -> None:
     def behind() -> list[str]:
         return plane.dump(cluster.agent.entries)["frontends"]["10.96.0.1:443/TCP"]["cluster"]
 
     server = [f"{cluster.lab.outside_ip}:{cluster.api.port}/TCP"]
-    until("the API server has said where it is", lambda: behind() == server)
+    until("the API server has published its endpoint", lambda: behind() == server)
     own = cluster.kube.get("EndpointSlice", "kubernetes")
     del own["metadata"]["resourceVersion"]
     cluster.kube.replace({**own, "endpoints": []})
@@ -192,20 +198,20 @@ def test_the_api_servers_own_service_is_never_left_without_a_backend(cluster: Ku
     assert behind() == server
 
 
-def test_the_token_is_read_again(cluster: Kubeadm) -> None:
-    """The old one is refused from then on; new connections are asked for by a restart."""
+def test_a_replaced_token_is_read_again(cluster: Kubeadm) -> None:
+    """The old token is refused from then on; the API server's restart forces new connections."""
     cluster.new_token()
     restart(cluster)
     cluster.settle()
 
 
 def restart(cluster: Kubeadm) -> None:
-    """The API server dies and comes back: all connections are new ones."""
+    """Kills and restarts the API server, so that all connections are new."""
     cluster.api.kill()
     cluster.api.restart()
 
 
-def test_a_changed_file_is_a_new_beginning_and_traffic_goes_on(cluster: Kubeadm) -> None:
+def test_a_changed_file_restarts_the_agent_without_disturbing_traffic(cluster: Kubeadm) -> None:
     own = cluster.lab.nodes[0].ip
     with under_load(cluster, "10.96.0.20", "a2") as load:
         with cluster.configured(f"nodePortAddresses: [{own}/32]"):
@@ -218,7 +224,7 @@ def test_a_changed_file_is_a_new_beginning_and_traffic_goes_on(cluster: Kubeadm)
     reaches(cluster, "a2", f"{ON_EVERY}:30020", "a1")
 
 
-def test_a_wrong_file_is_told_and_what_it_said_before_stays(cluster: Kubeadm) -> None:
+def test_a_wrong_file_is_logged_and_the_old_settings_stay(cluster: Kubeadm) -> None:
     before = cluster.begun()
     cluster.put(cluster.config("mode: userspace\noomScoreAdj: 5000"))
     cluster.says("keeping the current settings")
@@ -233,8 +239,8 @@ def test_a_wrong_file_is_told_and_what_it_said_before_stays(cluster: Kubeadm) ->
     reaches(cluster, "a2", "10.96.0.20:80", "a1")
 
 
-def test_our_document_stands_beside_kube_proxys(cluster: Kubeadm) -> None:
-    """A device that is not there is told once, and found when it comes."""
+def test_our_document_is_read_in_addition_to_kube_proxys(cluster: Kubeadm) -> None:
+    """A missing device is logged once, and found when it is created."""
     ours = (
         "---\napiVersion: kbpf.io/v1alpha1\nkind: KbpfConfiguration\n"
         "packetPath: {devices: [eth0, later0]}\n"
@@ -263,9 +269,9 @@ def problems(cluster: Kubeadm) -> list[str]:
 PRIMARY = "nodePortAddresses: [primary]\ndetectLocalMode: NodeCIDR\nclusterCIDR: ''"
 
 
-def test_the_node_comes_changes_and_goes(cluster: Kubeadm) -> None:
-    """NodePorts on the Node's own addresses, which follow its object; its zone and its pods'
-    networks as well. What it said last stays when it is deleted.
+def test_the_agent_follows_its_node_object(cluster: Kubeadm) -> None:
+    """NodePorts answer on the Node's own addresses and follow its object, as do its zone and its
+    pod networks. The last known values stay in force when the Node is deleted.
     """
     with cluster.configured(PRIMARY):
         becomes(cluster, "no Node: all addresses", ON_EVERY, True)
@@ -286,7 +292,7 @@ def comes(cluster: Kubeadm) -> Object:
     cluster.kube.patch("Node", home.name, {"spec": networks})
     becomes(cluster, "the Node's address only", ON_EVERY, False)
     reaches(cluster, "a2", f"{home.ip}:30020", "a1")
-    until("its network is known", lambda: len(cluster.agent.entries("local_networks")) == 1)
+    until("the Node's network is known", lambda: len(cluster.agent.entries("local_networks")) == 1)
     return made
 
 
@@ -299,7 +305,7 @@ def changes(cluster: Kubeadm) -> None:
     reaches(cluster, "a3", "10.96.0.20:80", "a1")
     label = {"metadata": {"labels": {"topology.kubernetes.io/zone": "zone-2"}}}
     cluster.kube.patch("Node", home.name, label)
-    until("its zone", lambda: cluster["a3"].tcp("10.96.0.20", 80)["name"] == "a2")
+    until("the new zone is in force", lambda: cluster["a3"].tcp("10.96.0.20", 80)["name"] == "a2")
     reaches(cluster, "a3", "10.96.0.20:80", "a2")
 
 
@@ -313,7 +319,7 @@ def goes(cluster: Kubeadm) -> None:
 
 
 def comes_again(cluster: Kubeadm, made: Object) -> None:
-    """With other networks: an API server lets nobody change those of a Node."""
+    """Recreates the Node with other pod networks: podCIDRs are immutable."""
     name = cluster.lab.nodes[0].name
     made["metadata"] = {"name": name, "labels": {"topology.kubernetes.io/zone": "zone-1"}}
     made["spec"] = {"podCIDR": "10.244.9.0/24", "podCIDRs": ["10.244.9.0/24"]}
@@ -366,8 +372,10 @@ def sysctl(cluster: Kubeadm, name: str) -> str:
     return run(*inside(cluster.lab.nodes[0].netns, None, "cat", path)).strip()
 
 
-def test_an_agent_in_a_pod_is_told_where_the_api_server_is(cluster: Kubeadm) -> None:
-    """Without a kubeconfig: the account at its place, and the variables set to the real address."""
+def test_an_agent_in_a_pod_finds_the_api_server_by_its_environment(cluster: Kubeadm) -> None:
+    """Without a kubeconfig: the ServiceAccount's files, and KUBERNETES_SERVICE_* with
+    the address.
+    """
     cluster.agent.stop()
     place = "/var/run/secrets/kubernetes.io/serviceaccount"
     script = (
@@ -396,10 +404,10 @@ def test_every_flag_of_kube_proxy_is_known(kube_proxy: Path) -> None:
     assert theirs <= ours
 
 
-def test_kube_proxy_reads_what_we_write_and_the_other_way_round(
+def test_written_configuration_round_trips_through_kube_proxy(
     kube_proxy: Path, tmp_path: Path
 ) -> None:
-    """The real one, strictly: it finds no field that it does not know."""
+    """The real kube-proxy reads it in strict mode, without an unknown field."""
     theirs, ours, again = (tmp_path / name for name in ("theirs", "ours", "again"))
     run(str(kube_proxy), "--write-config-to", str(theirs))
     assert call(["run", "--config", str(theirs), "--write-config-to", str(ours)]) == 0
@@ -408,15 +416,15 @@ def test_kube_proxy_reads_what_we_write_and_the_other_way_round(
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "lenient" not in done.stderr
     before, after = yaml.safe_load(theirs.read_text()), yaml.safe_load(again.read_text())
-    # What is empty or zero there is said here, or the other way round.
+    # A field that is empty or zero in one may be left out in the other.
     for config in (before, after):
         config["nodePortAddresses"] = config["nodePortAddresses"] or []
         config["ipvs"]["scheduler"] = config["ipvs"]["scheduler"] or "rr"
     assert after == before
 
 
-def test_what_others_change_in_the_maps_is_repaired(cluster: Kubeadm) -> None:
-    """With configSyncPeriod; until then nobody looks."""
+def test_foreign_map_changes_are_repaired_by_the_sweep(cluster: Kubeadm) -> None:
+    """The sweep of configSyncPeriod repairs it; nothing is compared earlier."""
     before = cluster.served()
     with cluster.configured("configSyncPeriod: 1s"):
         path = cluster.agent.pin_dir / f"maps-{layout.schema_hash()}" / "services"
@@ -429,21 +437,21 @@ def test_what_others_change_in_the_maps_is_repaired(cluster: Kubeadm) -> None:
         looks_again(cluster)
         said = repairs(cluster)
         looks_again(cluster)
-        assert repairs(cluster) == said, "it has found nothing"
+        assert repairs(cluster) == said, "the second sweep must find nothing"
         page = get(cluster.agent.node.netns, "127.0.0.1", 10249, "/metrics").body.decode()
         assert parse(page)["kbpf_drift_entries_total"].value() > 0
 
 
 def looks_again(cluster: Kubeadm) -> None:
     looks = cluster.agent.status()["applied"] + 2
-    until("it looks again", lambda: cluster.agent.status()["applied"] >= looks)
+    until("another sweep is done", lambda: cluster.agent.status()["applied"] >= looks)
 
 
 def repairs(cluster: Kubeadm) -> int:
     return sum("another process had changed" in line for line in cluster.agent.lines())
 
 
-def test_a_mode_that_is_unset_is_an_event(cluster: Kubeadm) -> None:
+def test_an_unset_mode_is_an_event(cluster: Kubeadm) -> None:
     def reasons() -> set[str]:
         return {event["reason"] for event in cluster.kube.list("Event")["items"]}
 
@@ -453,7 +461,7 @@ def test_a_mode_that_is_unset_is_an_event(cluster: Kubeadm) -> None:
 
 
 def test_each_line_of_a_json_log_is_json_and_none_has_a_token(cluster: Kubeadm) -> None:
-    """At the highest verbosity, while the API server goes and comes, and says no."""
+    """At the highest verbosity, while the API server restarts and refuses the old token."""
     with cluster.configured("logging: {format: json, verbosity: 10}"):
         before = len(cluster.agent.lines())
         cluster.new_token()

@@ -1,8 +1,9 @@
-"""What an agent of mode bpf has left, on its way out: it leads nobody new, what it has begun goes
-on, and with the last connection it is gone. Who serves then is another test's (test_modes.py).
+"""The drain of a stopped agent of mode bpf: new connections are not translated, established ones
+continue, and with the last of them everything is removed. What serves next is tested in
+test_modes.py.
 
-And the way in: what begins while another data plane serves stays its own. Rules of nftables stand
-for IPVS here, which not every kernel has.
+Also the take-over: connections that start while another data plane serves stay with it. nftables
+rules stand in for IPVS, which not every kernel has.
 """
 
 import time
@@ -23,7 +24,7 @@ from tests.support.runtime.yielding_agent import CLSACT, HOLD
 
 @pytest.fixture
 def field() -> Iterator[Field]:
-    """Services 81 (local), 82 (remote); UDP at 91."""
+    """Services 81 (local backend), 82 (remote); UDP at 91."""
     with Field(name="rm", pods=(2, 1)) as made:
         made.create(*made.all_ways(81, "a1"), *made.all_ways(82, "b1"))
         made.create(*made.all_ways(91, "a1", "UDP"))
@@ -35,7 +36,7 @@ def remains_of(field: Field) -> PreviousBpfPlane:
     return PreviousBpfPlane(Config(pin_dir=field.agent.pin_dir))
 
 
-def test_it_leads_nobody_new_and_ends_with_its_last_connection(field: Field) -> None:
+def test_drain_ends_with_the_last_connection(field: Field) -> None:
     client, host = field["outside"], field.lab.nodes[0].host
     kept = {
         "local": (client, at("NodePort", 81)),
@@ -54,7 +55,7 @@ def test_it_leads_nobody_new_and_ends_with_its_last_connection(field: Field) -> 
     for name, (place, _) in kept.items():
         assert "name" in place.ask("talk", keep=name), name
     (said,) = remains.problems()
-    assert "3 connections" in said  # hooks have no part in theirs
+    assert "3 connections" in said  # the one made by a socket hook is not a flow
     for row in (
         Dial("a port", "outside", at("NodePort", 81), REFUSED),
         Dial("an address", "outside", at("VIP", 81), UNSERVED),
@@ -65,10 +66,10 @@ def test_it_leads_nobody_new_and_ends_with_its_last_connection(field: Field) -> 
         Dial("a pod with hooks", "a2", at("ClusterIP", 81), UNSERVED),
     ):
         check(field, row)
-    assert "error" in field["a2!"].ask("talk", keep="udp", timeout=5.0), "UDP is another's by now"
+    assert "error" in field["a2!"].ask("talk", keep="udp", timeout=5.0), "UDP is not drained"
     for name, (place, _) in kept.items():
         place.ask("drop", keep=name)
-    later = time.monotonic() + PATIENCE  # the next look is put off
+    later = time.monotonic() + PATIENCE  # until then the drain is not checked again
 
     def gone() -> bool:
         nonlocal later
@@ -84,7 +85,7 @@ def test_it_leads_nobody_new_and_ends_with_its_last_connection(field: Field) -> 
     assert not remains_of(field).claim()
 
 
-def test_without_connections_it_is_gone_at_once_and_a_new_agent_serves(field: Field) -> None:
+def test_without_connections_drain_ends_at_once(field: Field) -> None:
     host = field.lab.nodes[0].host
     row = Dial("served", "outside", at("VIP", 81), "a1", "tcp", NODES4[0])
     check(field, row)
@@ -93,14 +94,17 @@ def test_without_connections_it_is_gone_at_once_and_a_new_agent_serves(field: Fi
         there(host, remains.claim)
     field.agent.stop()
     assert there(host, remains.claim)
-    until("it is gone", lambda: there(host, lambda: remains.drain(time.monotonic() + 60)) is None)
+    until(
+        "everything is removed",
+        lambda: there(host, lambda: remains.drain(time.monotonic() + 60)) is None,
+    )
     remains.close()
     check(field, replace(row, outcome=UNSERVED))
     field.agent.start()
     check(field, row)
 
 
-def test_an_agent_that_comes_back_meanwhile_serves_again(field: Field) -> None:
+def test_an_agent_restarted_during_drain_serves_again(field: Field) -> None:
     host = field.lab.nodes[0].host
     assert "name" in field["outside"].tcp(*split(at("NodePort", 82)), keep="k")
     field.agent.stop()
@@ -133,11 +137,13 @@ OTHER = """table ip NAME {
 
 
 @pytest.mark.parametrize("who", ["mode ipvs", "kube-proxy"])
-def test_a_connection_that_another_data_plane_got_stays_its_own(field: Field, who: str) -> None:
-    """Its answer is lost while the packet programs are put on the devices, and its SYN comes again
-    when they lead: to the backend that it had at first. The other one's is a2, ours a1.
+def test_a_connection_of_another_data_plane_keeps_its_backend(field: Field, who: str) -> None:
+    """The connection's SYN-ACK is lost while the packet programs are attached. Its SYN is repeated
+    when they serve, and must go to the backend it had at first: a2, chosen by the other data plane.
+    Ours would choose a1.
 
-    A kube-proxy that has only rules is yielded to where devices lose packets meanwhile.
+    For a kube-proxy of which only rules are left, the agent is passive only where attaching loses
+    packets (clsact).
     """
     agent, home = field.agent, field.lab.nodes[0]
     agent.stop()
@@ -151,20 +157,20 @@ def test_a_connection_that_another_data_plane_got_stays_its_own(field: Field, wh
     row = Dial("new", "outside", at("NodePort", 81), "a1", "tcp", NODES4[0])
     agent.state_dir.mkdir(exist_ok=True)
     if who == "mode ipvs":
-        (agent.state_dir / "kbpf-ipvs0").mkdir()  # which it is known by
+        (agent.state_dir / "kbpf-ipvs0").mkdir()  # by which mode ipvs is detected
     else:
         (agent.state_dir / CLSACT).touch()
     (agent.state_dir / HOLD).touch()
     agent.module = "tests.support.runtime.yielding_agent"
     try:
         agent.start(wait=False)
-        until("it yields", lambda: NodeFlag.PASSIVE in stance(agent))
+        until("the agent is passive", lambda: NodeFlag.PASSIVE in stance(agent))
         field["outside"].ask("begin", host=NODES4[0], port=30081, keep="begun")
-        until("it is noted", lambda: agent.entries("foreign_flows"))
+        until("the foreign flow is recorded", lambda: agent.entries("foreign_flows"))
         assert field["outside"].tcp(NODES4[0], 30081, timeout=0.5)["error"] == "timeout"
         (agent.state_dir / HOLD).unlink()
         agent.wait_synced()
-        until("it leads", lambda: NodeFlag.PASSIVE not in stance(agent))
+        until("the agent serves", lambda: NodeFlag.PASSIVE not in stance(agent))
         check(field, row)
         assert "error" in field["outside"].ask("go_on", keep="begun", timeout=0.1)
         run(*nft, "flush", "chain", "ip", table, "lose")
@@ -172,15 +178,15 @@ def test_a_connection_that_another_data_plane_got_stays_its_own(field: Field, wh
         assert answer.get("name") == "a2"
         assert field["outside"].ask("talk", keep="begun")["name"] == "a2"
         check(field, row)
-        until("it is alone", lambda: stance(agent) == NodeFlag(0))
+        until("the agent no longer coexists", lambda: stance(agent) == NodeFlag(0))
     finally:
         run(*nft, "delete", "table", "ip", table)
 
 
 def stance(agent: Agent) -> NodeFlag:
-    """What its programs are told about another data plane."""
+    """The flags that tell its programs about another data plane."""
     try:
         told = agent.entries("node")[bytes(4)]
-    except KernelError:  # there is no such map yet
+    except KernelError:  # the map does not exist yet
         return NodeFlag(0)
     return NodeFlag(NODE.unpack(told)[2]) & (NodeFlag.PASSIVE | NodeFlag.COEXISTING)

@@ -1,8 +1,8 @@
-"""Where maps count against RLIMIT_MEMLOCK (before Linux 5.11): what the DaemonSet grants is enough
-for all of kbpf, and what happens with less.
+"""Kernels on which maps count against RLIMIT_MEMLOCK (before Linux 5.11): the DaemonSet grants
+enough for all of kbpf, and the error says what to grant when there is less.
 
-The container is runc's, made of manifests/base (the chart's is the same: test_manifests.py), but
-that its objects are files: an API server would take minutes under emulation.
+runc runs the container of manifests/base (the chart's is equal: test_manifests.py). Only its source
+differs, a folder: an API server would take minutes under emulation.
 """
 
 import resource
@@ -20,13 +20,13 @@ from tests.support.runtime.pods import capabilities_here
 pytestmark = without("memory_by_cgroup")
 
 KERNELS_OWN = 64 << 10
-"""Bytes that these kernels let a process lock, where nobody says otherwise."""
+"""The default RLIMIT_MEMLOCK of these kernels, in bytes."""
 ALL = "BPF NET_ADMIN PERFMON SYS_ADMIN SYS_RESOURCE"
 
 
 class Row(NamedTuple):
-    """What the container is granted, the limit that it is started with, and what its only error
-    says, "" if it serves. `seccomp`: the default profile, which lets only SYS_ADMIN call bpf(2).
+    """The container's capabilities, its RLIMIT_MEMLOCK in bytes, and the text of its only error, ""
+    if it serves. `seccomp`: with the default profile, which allows bpf(2) with SYS_ADMIN only.
     """
 
     name: str
@@ -48,7 +48,7 @@ ROWS = [
 
 
 def launch(house: FolderPod, row: Row) -> None:
-    """The DaemonSet's container, on a node that kbpf has never run on."""
+    """Starts the DaemonSet's container, on a node without pins."""
     house.agent.remove_pins()
     template = house.template()
     (container,) = template["spec"]["containers"]
@@ -69,7 +69,7 @@ def house() -> Iterator[FolderPod]:
 
 @contextmanager
 def locked(limit: int) -> Iterator[None]:
-    """What is started meanwhile may lock so many bytes."""
+    """Processes started in this block may lock this many bytes."""
     before = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (limit, limit))
     try:

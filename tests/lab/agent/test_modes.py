@@ -1,4 +1,4 @@
-"""From one mode to the other on a node that serves, there and back: the agent is started anew."""
+"""Switching a serving node from one mode to the other and back: the agent is restarted."""
 
 import contextlib
 import json
@@ -18,12 +18,14 @@ pytestmark = needs("ipvs")
 
 OTHER = {"bpf": "ipvs", "ipvs": "bpf"}
 SLOWLY = 240.0
-"""Seconds: IPVS keeps what has ended for two minutes."""
+"""Seconds to wait: IPVS keeps closed connections for two minutes."""
 
 
 @pytest.fixture(scope="module")
 def field() -> Iterator[Field]:
-    """Services 81 (local), 82 (remote), 83 (both), 84 (none), 85 (Local, both); UDP at 93."""
+    """Services 81 (local backend), 82 (remote), 83 (both), 84 (no endpoints), 85 (policy Local,
+    both); UDP at 93.
+    """
     with Field(name="md", pods=(3, 1)) as made:
         for number, who, policy in SETS:
             made.create(*made.all_ways(number, who, external_policy=policy))
@@ -39,7 +41,7 @@ SETS = ((81, "a1", "Cluster"), (82, "b1", "Cluster"), (83, "a1 b1", "Cluster"),
 
 
 def become(agent: Agent, mode: str) -> None:
-    """The same node, restarted with another --mode; its state folder was a container's."""
+    """Restarts the agent with another --mode and an empty state folder, as a new container has."""
     agent.stop()
     shutil.rmtree(agent.state_dir, ignore_errors=True)
     agent.mode = mode
@@ -47,7 +49,7 @@ def become(agent: Agent, mode: str) -> None:
 
 
 def serves(field: Field) -> None:
-    """New connections, from everywhere."""
+    """Checks new connections from all kinds of clients."""
     own = NODES4[0]
     for row in (
         Dial("NodePort, local", "outside", at("NodePort", 81), "a1", "tcp", own),
@@ -61,9 +63,11 @@ def serves(field: Field) -> None:
 
 
 class Kept:
-    """Connections that stay open: who, where to, and whether a socket hook may have made it. No pod
-    has both these and new ones: those that a hook has made go to backends directly, and a new one
-    that IPVS leads to the same backend from the same port would have their answers (ipvs.md).
+    """Connections that stay open during the switch: the client, and the Service it dials.
+
+    No pod has both these and new ones. A connection translated by a socket hook goes to its backend
+    directly. If IPVS sent a new one from the same port to the same backend, it would get the
+    replies of both (docs/ipvs.md).
     """
 
     WAYS = (
@@ -84,7 +88,7 @@ class Kept:
             assert "name" in answer, (client, kind, number, answer)
 
     def talk(self) -> dict[str, Any]:
-        """Those that do not go on, with what they got."""
+        """The connections that no longer work, with their answers."""
         found = {}
         for client, kind, number in self.WAYS:
             answer = self.field[client].ask("talk", keep=f"{client}{kind}{number}", timeout=60.0)
@@ -98,7 +102,7 @@ class Kept:
 
 
 def left(agent: Agent) -> list[str]:
-    """What the other mode has on the node."""
+    """What is left of the other mode on the node."""
     if agent.mode == "bpf":
         links = json.loads(run("ip", "-n", agent.node.netns, "-j", "link", "show"))
         found = [link["ifname"] for link in links if link["ifname"] == "kbpf-ipvs0"]
@@ -113,15 +117,17 @@ def left(agent: Agent) -> list[str]:
 
 
 def known(field: Field) -> str:
-    """The connections of IPVS on the node, for who wants to know why one has failed."""
+    """The IPVS connections of the node, for the error message of a failed test."""
     where = f"--net=/run/netns/{field.agent.node.netns}"
     return run("nsenter", where, "cat", "/proc/net/ip_vs_conn")[:20_000]
 
 
 @pytest.mark.parametrize("mode", ["ipvs", "bpf"])
 def test_another_mode(field: Field, mode: str) -> None:
-    """No new connection fails, those that are there go on, and in the end nothing is left."""
-    if field.agent.mode == mode:  # this test alone
+    """New connections work throughout, established ones continue, and nothing of the old mode
+    stays.
+    """
+    if field.agent.mode == mode:  # if this test is run alone
         become(field.agent, OTHER[mode])
     kept = Kept(field)
     with contextlib.ExitStack() as stack:
@@ -149,7 +155,7 @@ def test_another_mode(field: Field, mode: str) -> None:
     serves(field)
 
 
-def test_while_one_runs_the_other_does_not_start(field: Field) -> None:
+def test_a_second_agent_of_the_other_mode_does_not_start(field: Field) -> None:
     agent = field.agent
     other = Agent(field.lab.nodes[0], "--source", str(field.folder))
     other.state_dir, other.log = agent.state_dir, agent.log.with_suffix(".other")

@@ -1,7 +1,8 @@
-"""What an agent says of itself, beside what a real kube-proxy says that has the same objects.
+"""The agent's health checks, metrics and Events compared with those of a real kube-proxy.
 
-node-1 runs kbpf, node-2 runs kube-proxy. Both are asked the same, and the answers must be the same:
-status, headers, bodies (but for times), the names of series with their types, labels and buckets.
+node-1 runs kbpf, node-2 runs kube-proxy, with the same objects. Both get the same requests and must
+give equal answers: status, headers, bodies (except times), names of series with their types, labels
+and buckets.
 """
 
 import contextlib
@@ -53,7 +54,9 @@ class Site:
         return self.ours, self.theirs
 
     def metrics(self, which: Node | None = None) -> dict[str, Family]:
-        """The page of metrics; ours is at most a second old, so ask until it says what it must."""
+        """A node's /metrics. Our page is cached for up to a second: poll until it is as
+        expected.
+        """
         found = get((which or self.ours).netns, "127.0.0.1", METRICS, "/metrics")
         return parse(found.body.decode())
 
@@ -67,7 +70,7 @@ def site(programs: None, kube_proxy: Path) -> Iterator[Site]:
         for each in lab.nodes:
             kube.create(node(each.name, each.ip, each.ip6))
         config = api.kubeconfig(lab.folder / "kubeconfig", "kbpf")
-        # Both have to answer on the same addresses: kube-proxy's nftables mode would choose others.
+        # Both must answer on the same addresses; the default of kube-proxy's nftables mode differs.
         every = "0.0.0.0/0,::/0"
         proxy = KubeProxy(lab.nodes[1], "nftables", config, f"--nodeport-addresses={every}")
         stack.enter_context(proxy)
@@ -81,7 +84,7 @@ def site(programs: None, kube_proxy: Path) -> Iterator[Site]:
 
 @contextlib.contextmanager
 def few_files() -> Iterator[None]:
-    """What is started now may open 1024 files, and more if it asks."""
+    """Processes started now have a soft limit of 1024 open files, which they may raise."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
     try:
@@ -115,7 +118,7 @@ def web(site: Site) -> Iterator[str]:
 
 
 def clear(kube: Kube) -> None:
-    """Removes all Services and slices but that of the API server."""
+    """Removes all Services and slices except the API server's."""
     for kind in ("Service", "EndpointSlice"):
         for obj in kube.list(kind)["items"]:
             meta = obj["metadata"]
@@ -124,7 +127,7 @@ def clear(kube: Kube) -> None:
                 kube.delete(kind, meta["name"], meta["namespace"])
 
 
-# ---- the same answers --------------------------------------------------------------------------
+# ---- equal answers -----------------------------------------------------------------------------
 
 ASKED = [
     (HEALTH, "/healthz", "GET"),
@@ -141,36 +144,36 @@ ASKED = [
 
 
 def plain(got: Got) -> tuple[int, dict[str, str], str]:
-    """Without what differs from one moment to the next: times."""
+    """Status, headers and body, without times."""
     headers = {k: v for k, v in got.headers.items() if k not in ("Date", "Content-Length")}
     return got.status, headers, re.sub(r'"\d{4}-[^"]*Z"', '"TIME"', got.body.decode())
 
 
 @pytest.mark.parametrize("number", [HEALTH, METRICS])
-def test_by_which_path_one_tells_them_apart(site: Site, number: int):
+def test_readyz_exists_in_kbpf_only(site: Site, number: int):
     ours, theirs = (get(n.netns, "127.0.0.1", number, "/readyz") for n in site.nodes)
     assert (ours.status, ours.body, theirs.status) == (200, b"kbpf serves\n", 404)
 
 
 @pytest.mark.parametrize(("number", "path", "method"), ASKED)
-def test_kube_proxys_answer(site: Site, number: int, path: str, method: str):
+def test_answers_equal_those_of_kube_proxy(site: Site, number: int, path: str, method: str):
     ours, theirs = (get(n.netns, "127.0.0.1", number, path, method) for n in site.nodes)
     assert plain(ours) == plain(theirs)
 
 
-def test_both_families_answer(site: Site):
+def test_health_checks_answer_over_both_families(site: Site):
     for each in site.nodes:
         assert get(each.netns, each.ip6, HEALTH, "/healthz").status == 200
         assert get(each.netns, each.ip, HEALTH, "/healthz").status == 200
 
 
-def test_metrics_are_for_this_machine_only(site: Site):
+def test_metrics_are_served_to_this_node_only(site: Site):
     for each in site.nodes:
         with pytest.raises(ConnectionRefusedError):
             get(each.netns, each.ip, METRICS, "/metrics")
 
 
-def test_the_mode_and_the_settings(site: Site):
+def test_proxy_mode_and_configz_equal_those_of_kube_proxy(site: Site):
     mode = get(site.ours.netns, "127.0.0.1", METRICS, "/proxyMode")
     theirs = get(site.theirs.netns, "127.0.0.1", METRICS, "/proxyMode")
     assert mode.body == b"bpf"
@@ -188,8 +191,8 @@ def test_the_mode_and_the_settings(site: Site):
 
 @pytest.mark.parametrize("wish", WISHES, ids=lambda wish: repr(wish.accept))
 @pytest.mark.parametrize("path", ["/statusz", "/flagz"])
-def test_the_pages_of_the_process(site: Site, path: str, wish: Wish):
-    """The same statuses, types and headers; of objects the same fields with the same types."""
+def test_statusz_and_flagz_equal_those_of_kube_proxy(site: Site, path: str, wish: Wish):
+    """Status, content type and headers are equal; JSON objects have fields of the same types."""
     ours, theirs = (
         get(each.netns, "127.0.0.1", METRICS, path, Accept=wish.accept) for each in site.nodes
     )
@@ -223,17 +226,17 @@ def check(site: Site, which: Node, v6: bool = False) -> tuple[int, dict[str, str
 
 
 def agree(site: Site, status: int, weight: int, v6: bool = False) -> None:
-    """Both come to say this, in the same words."""
+    """Waits until both answer this status and weight, with equal bodies."""
 
     def said() -> bool:
         both = [check(site, each, v6) for each in site.nodes]
         head = both[0] and (both[0][0], both[0][1]["X-Load-Balancing-Endpoint-Weight"])
         return both[0] == both[1] and head == (status, str(weight))
 
-    until(f"both say {status} with weight {weight}", said)
+    until(f"both answer {status} with weight {weight}", said)
 
 
-def test_health_checks_say_what_kube_proxys_say(site: Site, web: str):
+def test_service_health_checks_equal_those_of_kube_proxy(site: Site, web: str):
     here = [("10.244.1.2", site.ours), ("10.244.2.2", site.theirs)]
 
     def ends(**conditions: bool) -> None:
@@ -255,12 +258,12 @@ def test_health_checks_say_what_kube_proxys_say(site: Site, web: str):
     site.kube.replace(endpoint_slice("web", *two))
     agree(site, 200, 2)
     site.kube.patch("Service", "web", {"spec": {"externalTrafficPolicy": "Cluster"}})
-    until("nobody answers any more", lambda: [check(site, n) for n in site.nodes] == [None, None])
+    until("neither answers any more", lambda: [check(site, n) for n in site.nodes] == [None, None])
     assert get(site.ours.netns, "127.0.0.1", METRICS, "/metrics").status == 200
 
 
 def test_health_checks_answer_on_primary_addresses_only(site: Site, web: str):
-    """As kube-proxy's do with `nodePortAddresses: [primary]`, which is our default."""
+    """Like kube-proxy's with `nodePortAddresses: [primary]`, which is our default."""
     agree(site, 200, 1)
     agree(site, 200, 1, v6=True)
     for host in ("127.0.0.1", "::1"):
@@ -268,7 +271,7 @@ def test_health_checks_answer_on_primary_addresses_only(site: Site, web: str):
             get(site.ours.netns, host, CHECK)
 
 
-def test_a_taken_port_of_a_health_check_is_tried_again_and_said(site: Site):
+def test_a_health_check_port_in_use_is_reported_and_retried(site: Site):
     number = 31_998
     taken = bound(site.ours.netns, "0.0.0.0", number)
     taken.listen()
@@ -277,14 +280,14 @@ def test_a_taken_port_of_a_health_check_is_tried_again_and_said(site: Site):
             service("late", port(80), type="LoadBalancer", external_policy="Local",
                     health_check_node_port=number)
         )  # fmt: skip
-        [event] = until("it is said", lambda: said_of(site, "Service", "late"))
+        [event] = until("the Event is stored", lambda: said_of(site, "Service", "late"))
         assert event["reason"] == "FailedToStartServiceHealthcheck"
         assert (event["type"], event["action"]) == ("Warning", "Listen")
         assert f"on port {number}" in event["note"]
         assert 'node node-1 failed to start healthcheck "default/late"' in event["note"]
         page = until_metrics(site, "kbpf_service_health_checks_failed", 1)
         assert page["kbpf_service_health_checks"].value() == 1
-        # The other family is not half a health check.
+        # A health check listens on both families or on none.
         with pytest.raises(ConnectionRefusedError):
             get(site.ours.netns, site.ours.ip6, number)
     finally:
@@ -295,7 +298,7 @@ def test_a_taken_port_of_a_health_check_is_tried_again_and_said(site: Site):
             return get(site.ours.netns, site.ours.ip, number).status == 503
         return False
 
-    until("it has its port", answers)
+    until("the health check has its port", answers)
     until_metrics(site, "kbpf_service_health_checks_failed", 0)
     clear(site.kube)
 
@@ -311,7 +314,7 @@ def until_metrics(site: Site, name: str, value: float, **labels: str) -> dict[st
 # ---- the node ----------------------------------------------------------------------------------
 
 
-def test_a_node_that_leaves_is_not_eligible(site: Site):
+def test_a_node_with_the_autoscalers_taint_is_not_eligible(site: Site):
     def answers() -> list[tuple[int, dict[str, str], str]]:
         found = []
         for path in ("/healthz", "/livez"):
@@ -329,14 +332,14 @@ def test_a_node_that_leaves_is_not_eligible(site: Site):
     assert livez[0] == livez[1]
     for each in site.nodes:
         site.kube.patch("Node", each.name, {"spec": {"taints": None, "unschedulable": True}})
-    until("both are well", lambda: statuses() == [200] * 4)
+    until("both are healthy", lambda: statuses() == [200] * 4)
     for each in site.nodes:
         site.kube.patch("Node", each.name, {"spec": {"unschedulable": None}})
 
 
 def test_a_node_that_is_being_deleted_is_not_eligible(site: Site):
-    """Its object waits for a finalizer; when it is gone nothing gets better. kube-proxy 1.37 ends
-    then, to be started again by its kubelet; kbpf goes on.
+    """The Node waits for a finalizer. Its final deletion changes nothing for kbpf, which continues;
+    kube-proxy 1.37 exits and is restarted by its kubelet.
     """
 
     def statuses() -> list[int]:
@@ -355,7 +358,7 @@ def test_a_node_that_is_being_deleted_is_not_eligible(site: Site):
     for each in site.nodes:
         site.kube.create(node(each.name, each.ip, each.ip6))
     site.proxy.start()
-    until("both are well with the new ones", lambda: statuses() == [200, 200])
+    until("both are healthy with the new Nodes", lambda: statuses() == [200, 200])
 
 
 # ---- events ------------------------------------------------------------------------------------
@@ -367,7 +370,7 @@ def said_of(site: Site, kind: str, name: str) -> list[Object]:
     return [e for e in found if (e["regarding"]["kind"], e["regarding"]["name"]) == (kind, name)]
 
 
-def test_both_say_that_they_start(site: Site):
+def test_both_send_an_event_at_start(site: Site):
     events = [said_of(site, "Node", each.name)[0] for each in site.nodes]
 
     def shape(event: Object) -> Object:
@@ -393,7 +396,7 @@ RECONCILER = {
 }  # fmt: skip
 
 
-def test_every_series_of_kube_proxy_that_belongs_to_no_mode(site: Site, web: str):
+def test_all_mode_independent_series_of_kube_proxy_exist(site: Site, web: str):
     agree(site, 200, 1)
     for each in site.nodes:
         for path in ("/healthz", "/livez"):
@@ -441,7 +444,7 @@ def test_every_series_of_kube_proxy_that_belongs_to_no_mode(site: Site, web: str
 
 
 def looked(site: Site, which: Node) -> float:
-    """How often a node has looked for flows of IPv4 whose backend went."""
+    """How often a node has looked for IPv4 flows of removed backends."""
     (name,) = (each for each in RECONCILER if each.endswith("_seconds"))
     found = site.metrics(which).get(name)
     if found is None:
@@ -449,7 +452,7 @@ def looked(site: Site, which: Node) -> float:
     return found.samples.get((f"{name}_count", frozenset({("ip_family", "IPv4")})), 0)
 
 
-def test_what_happens_is_counted(site: Site, web: str):
+def test_changes_and_syncs_are_counted(site: Site, web: str):
     agree(site, 200, 1)
     before = site.metrics()
     total = "kubeproxy_sync_proxy_rules_endpoint_changes_total"
@@ -467,7 +470,7 @@ def test_what_happens_is_counted(site: Site, web: str):
     assert at >= before["kubeproxy_sync_proxy_rules_last_timestamp_seconds"].value(ip_family="IPv4")
 
 
-def test_the_data_plane_is_counted(site: Site, web: str):
+def test_data_plane_metrics_are_counted(site: Site, web: str):
     agree(site, 200, 1)
     site.ours.host.tcp(site.kube.get("Service", "web")["spec"]["clusterIP"], 80, timeout=0.1)
     page = site.metrics()
@@ -490,9 +493,9 @@ def test_the_data_plane_is_counted(site: Site, web: str):
 SCRAPE = docs.ROOT / "manifests" / "monitoring" / "scrape.yaml"
 
 
-def test_prometheus_reaches_the_metrics(site: Site, tmp_path: Path):
-    """observe.md's setting, and the job that it names: where Prometheus would ask, by its own code,
-    an agent with that setting answers somebody outside of the node.
+def test_prometheus_reaches_the_metrics_with_the_documented_settings(site: Site, tmp_path: Path):
+    """The setting and the scrape job of docs/observe.md. promtool computes the targets with
+    Prometheus' own code; an agent with that setting answers there from outside the node.
     """
     (setting,) = docs.blocks("docs/observe.md", "yaml")
     (job,) = yaml.safe_load(SCRAPE.read_text())["scrape_configs"]
@@ -520,8 +523,9 @@ def test_prometheus_reaches_the_metrics(site: Site, tmp_path: Path):
 
 
 def targets(job: dict, nodes: Iterable[Node], folder: Path) -> list[dict[str, str]]:
-    """What becomes of these nodes by the job's relabelling. Debian's promtool has no discovery by
-    Kubernetes; what that would find is in its place: kubelet's address, and the node's name.
+    """The targets that the job's relabelling makes of these nodes. Debian's promtool lacks
+    Kubernetes discovery, so a static configuration has what that would find: kubelet's address and
+    the node's name.
     """
     (sd,) = job.pop("kubernetes_sd_configs")
     assert sd == {"role": "node"}
@@ -535,10 +539,10 @@ def targets(job: dict, nodes: Iterable[Node], folder: Path) -> list[dict[str, st
     return [one["labels"] for one in json.loads(done.stdout)]
 
 
-# ---- addresses that are taken ------------------------------------------------------------------
+# ---- addresses in use --------------------------------------------------------------------------
 
 
-def test_an_address_that_is_taken_is_tried_again_or_ends_the_agent(site: Site):
+def test_an_address_in_use_is_retried_or_ends_the_agent(site: Site):
     taken = bound(site.theirs.netns, "127.0.0.1", 9)
     taken.listen()
     config = str(site.agent.log.parent / "kubeconfig")
@@ -549,7 +553,7 @@ def test_an_address_that_is_taken_is_tried_again_or_ends_the_agent(site: Site):
         agent.start(wait=False, extra=("--bind-address-hard-fail", "true"))
         assert agent.wait_ended() == 1
         assert "cannot listen on 127.0.0.1:9" in agent.tail()
-        events = until("it is said", lambda: failed(site))
+        events = until("the Event is stored", lambda: failed(site))
         assert events[0]["type"] == "Warning"
         assert "Address already in use" in events[0]["note"]
         agent.start()
@@ -561,7 +565,7 @@ def test_an_address_that_is_taken_is_tried_again_or_ends_the_agent(site: Site):
                 return get(site.theirs.netns, "127.0.0.1", 9, "/healthz").status == 200
             return False
 
-        until("it has its address", answers)
+        until("the agent has its address", answers)
     finally:
         taken.close()
         agent.close()
@@ -572,15 +576,15 @@ def failed(site: Site) -> list[Object]:
     return [event for event in found if event["reason"] == "FailedToStartProxierHealthcheck"]
 
 
-def test_it_may_open_as_many_files_as_it_can(site: Site):
-    """Each health check takes two; service managers give 1024, and more if somebody asks."""
+def test_the_agent_raises_its_open_files_limit(site: Site):
+    """Each health check needs two files. Service managers set a soft limit of 1024."""
     rows = Path(f"/proc/{site.agent.pid}/limits").read_text().splitlines()
     soft, hard = next(row for row in rows if row.startswith("Max open files")).split()[3:5]
     assert soft == hard
     assert site.metrics()["process_max_fds"].value() == int(hard)
 
 
-def test_while_the_agent_is_asked_nonsense_it_answers_others(site: Site):
+def test_unfinished_requests_do_not_block_other_clients(site: Site):
     with contextlib.ExitStack() as stack:
         for _ in range(300):
             sock = stack.enter_context(connect(site.ours.netns, "127.0.0.1", HEALTH, PATIENCE))
@@ -604,9 +608,9 @@ def test_connections_are_counted_by_service(site: Site):
 
         until("the open connections are counted",
               lambda: counted(site, "kbpf_service_connections") >= 3)  # fmt: skip
-        until("and as such that take room",
+        until("they are counted as tracked",
               lambda: site.metrics()["kbpf_tracked_connections"].value() >= 3)  # fmt: skip
-    until("those that have begun, and what came and went by packet",
+    until("new connections and bytes both ways are counted",
           lambda: counted(site, "kbpf_service_connections_total") >= 4
           and counted(site, "kbpf_service_bytes_total", direction="in")
           and counted(site, "kbpf_service_bytes_total", direction="out"))  # fmt: skip
@@ -620,7 +624,7 @@ def test_connections_are_counted_by_service(site: Site):
     clear(site.kube)
 
 
-def test_what_connections_came_to_is_counted_by_service(site: Site):
+def test_connection_outcomes_are_counted_by_service(site: Site):
     pod, vip = site.ours.pod("other").serve(8080), "10.96.0.77"
     numbers = {"counted": 8080, "closed": 8081}
     for at, (name, target) in enumerate(numbers.items()):
@@ -633,7 +637,7 @@ def test_what_connections_came_to_is_counted_by_service(site: Site):
         )  # fmt: skip
     until("it is served", lambda: "name" in pod.tcp(vip, 80))
     reasons = {"of": "closed", "reason": "unanswered"}
-    until("it is refused, and that is counted",
+    until("refused connections are counted",
           lambda: pod.tcp("10.96.0.78", 80)["error"] == "ECONNREFUSED"
           and counted(site, "kbpf_service_failures_total", **reasons))  # fmt: skip
     for name, least in (
@@ -650,21 +654,21 @@ def test_what_connections_came_to_is_counted_by_service(site: Site):
 
 
 def counted(site: Site, name: str, of: str = "counted", **labels: str) -> float:
-    """A series of this Service; 0 where there is none."""
+    """The value of a Service's series; 0 if it does not exist."""
     found = site.metrics().get(name)
     wanted = {*labels.items(), ("service", of)}
     return sum(v for (_, own), v in found.samples.items() if own >= wanted) if found else 0
 
 
 def dial(site: Site, number: int) -> dict:
-    """One connection from outside: who answered."""
+    """Makes a connection from outside; returns the answer, {} if there is none."""
     with contextlib.suppress(OSError), connect(site.ours.lab.outside, site.ours.ip, number, 1) as s:
         s.sendall(b"x\n")
         return {"name": s.recv(100)}
     return {}
 
 
-def test_at_info_a_line_is_no_object(site: Site):
+def test_at_info_log_lines_do_not_grow_with_objects(site: Site):
     before = len(site.agent.lines())
     wanted = [service(f"many-{i}", port(80)) for i in range(200)]
     site.kube.create_many(wanted)

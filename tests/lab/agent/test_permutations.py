@@ -1,4 +1,6 @@
-"""The same objects in every order and manner of coming end in the same maps; none end in none."""
+"""The same objects lead to the same maps, in whatever order they arrive; no objects to
+empty maps.
+"""
 
 import random
 from collections.abc import Callable, Iterator
@@ -17,19 +19,19 @@ Way = Callable[[FolderNode, Objects], None]
 
 
 def all_at_once(node: FolderNode, objects: Objects) -> None:
-    """In one file that is there before the agent is."""
+    """In one file that exists before the agent starts."""
     node.write(objects, "all.yaml")
     node.agent.start()
 
 
 def reversed_in_pieces(node: FolderNode, objects: Objects) -> None:
-    """The last first, three times a third."""
+    """In reverse order, a third at a time."""
     node.agent.start()
     in_pieces(node, objects[::-1])
 
 
 def shuffled_in_pieces(node: FolderNode, objects: Objects) -> None:
-    """In no order, the same one each time."""
+    """In a random but reproducible order, a third at a time."""
     node.agent.start()
     in_pieces(node, random.Random(7).sample(objects, len(objects)))
 
@@ -43,7 +45,9 @@ def split(node: FolderNode, objects: Objects) -> None:
 
 
 def doubled(node: FolderNode, objects: Objects) -> None:
-    """All, nothing, all again; and each is in a second file, which counts for nothing."""
+    """Everything, nothing, everything again; and each object is in a second file, which
+    is ignored.
+    """
     node.agent.start()
     node.write(objects)
     node.settle()
@@ -53,7 +57,7 @@ def doubled(node: FolderNode, objects: Objects) -> None:
 
 
 def by_a_detour(node: FolderNode, objects: Objects) -> None:
-    """Each says something else first: other ports, other endpoints, another zone."""
+    """Each object is different at first: other ports, other endpoints, another zone."""
     node.agent.start()
     node.write([detour(obj) for obj in objects])
     node.settle()
@@ -61,7 +65,9 @@ def by_a_detour(node: FolderNode, objects: Objects) -> None:
 
 
 def through_restarts(node: FolderNode, objects: Objects) -> None:
-    """Stopped after a third, killed after two; the rest comes while it is down."""
+    """The agent is stopped after a third and killed after two; objects also arrive while it is
+    down.
+    """
     node.agent.start()
     for i, end in enumerate((node.agent.stop, node.agent.kill)):
         node.write(objects[i::3])
@@ -85,7 +91,7 @@ def in_pieces(node: FolderNode, objects: Objects) -> None:
 
 
 def detour(obj: Object) -> Object:
-    """The object as it may have been before."""
+    """An earlier, different state of the object."""
     if obj["kind"] == "Service":
         ports = [{**port, "port": port["port"] + 1000} for port in obj["spec"].get("ports", ())]
         spec = obj["spec"] | ({"ports": ports} if ports else {})
@@ -112,18 +118,18 @@ def plays(lab: Lab, folder: Path, way: Way, *names: str) -> None:
 
 
 @pytest.mark.parametrize("name", scenario.names())
-def test_a_scenario_ends_in_its_maps(lab: Lab, tmp_path: Path, name: str) -> None:
+def test_a_scenario_leads_to_its_expected_maps(lab: Lab, tmp_path: Path, name: str) -> None:
     plays(lab, tmp_path / "objects", all_at_once, name)
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-def test_all_ways_end_in_the_same_maps(lab: Lab, tmp_path: Path, way: Way) -> None:
+def test_all_orders_lead_to_the_same_maps(lab: Lab, tmp_path: Path, way: Way) -> None:
     """All scenarios together."""
     plays(lab, tmp_path / "objects", way, *scenario.names())
 
 
 def test_an_api_server_leads_to_the_same_maps(cluster: Cluster) -> None:
-    """In order and reversed, deleted from the front each time."""
+    """Created in order, then in reverse order; deleted in the order of creation each time."""
     objects = [obj for obj in scenario.documents("shop") if obj["kind"] != "Node"]
     for obj in objects:
         obj["metadata"]["namespace"] = "default"

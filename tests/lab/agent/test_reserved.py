@@ -1,6 +1,5 @@
-"""A Service that claims the address of a real API server: it is refused, and where something has
-programmed it all the same, the agent still reaches the API server, also with hooks that were pinned
-before it started.
+"""A Service that claims the address of a real API server is refused. If it is programmed anyway,
+the agent still reaches the API server, even through hooks that were pinned before it started.
 """
 
 import urllib.parse
@@ -25,7 +24,7 @@ from tests.support.cluster.kube_objects import (
 from tests.support.lab.lab import until
 
 INNOCENT = "198.51.100.9"
-"""An ExternalIP that may be taken: what stands behind it is what hijacks."""
+"""An ExternalIP that is allowed; its backends are what the hijacked address leads to."""
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +49,7 @@ def hijacker(cluster: Cluster, external_ip: str) -> tuple[Object, Object]:
     )
 
 
-def test_it_is_refused_and_said(cluster: Cluster) -> None:
+def test_a_claim_of_the_api_servers_address_is_refused_and_reported(cluster: Cluster) -> None:
     host, number = server(cluster)
     words = f"{host}:{number}/TCP is not served: it is an address of the API server"
 
@@ -75,7 +74,7 @@ def test_it_is_refused_and_said(cluster: Cluster) -> None:
 
 
 def test_an_address_of_another_node_is_refused(cluster: Cluster) -> None:
-    """As long as there is such a Node. All Nodes are watched, since there are not many."""
+    """Refused while such a Node exists. All Nodes are watched, since there are few."""
     elsewhere = node("elsewhere", INNOCENT)
     at = f"{INNOCENT}:{server(cluster)[1]}/TCP"
 
@@ -98,15 +97,15 @@ def test_an_address_of_another_node_is_refused(cluster: Cluster) -> None:
 
 
 def answers(cluster: Cluster) -> str:
-    """Who answers a process of the node at the API server's address."""
+    """The backend that answers a process of the node at the API server's address, "" if none."""
     host, number = server(cluster)
     found = cluster["host-1"].tcp(host, number, timeout=5.0)
     return str(found.get("name", ""))
 
 
 @pytest.mark.parametrize("hooks", ["on", "off"])
-def test_the_agent_reaches_it_though_it_is_hijacked(cluster: Cluster, hooks: str) -> None:
-    """`off`: the hooks leave the node's sockets alone, and tc_egress would lead them away."""
+def test_the_agent_reaches_a_hijacked_api_server(cluster: Cluster, hooks: str) -> None:
+    """`off`: the hooks do not translate the node's sockets; then tc_egress would."""
     agent, (host, number) = cluster.agent, server(cluster)
     arguments = ("--kubeconfig", str(cluster.kubeconfig()), "--socket-lb", hooks)
     agent.kill()
@@ -120,8 +119,8 @@ def test_the_agent_reaches_it_though_it_is_hijacked(cluster: Cluster, hooks: str
         assert behind is not None
         key = Target(parse_addr(host), number, Protocol.TCP).pack()
         services.update(key, ServiceValue.unpack(behind).pack(key))
-    assert answers(cluster) == "a1", "it is in force for everybody else"
+    assert answers(cluster) == "a1", "other processes are hijacked"
     cluster.delete(*made)
     agent.start(extra=arguments)
-    assert f"{host}:{number}/TCP" not in cluster.served(), "it has heard of the deletion"
+    assert f"{host}:{number}/TCP" not in cluster.served(), "the agent has received the deletion"
     assert answers(cluster) == ""

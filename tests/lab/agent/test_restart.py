@@ -1,4 +1,4 @@
-"""The agent stops, dies, starts again, is replaced: traffic must not notice."""
+"""The agent is stopped, killed, restarted or upgraded without disturbing traffic."""
 
 import itertools
 import shutil
@@ -30,7 +30,7 @@ def small(programs: None) -> Iterator[Cluster]:
 
 @pytest.fixture(autouse=True)
 def _runs(small: Cluster) -> Iterator[None]:
-    """Whatever a test leaves behind, the next one finds our agent."""
+    """Makes sure that our agent runs after each test."""
     yield
     small.agent.code = None
     if not small.agent.is_running:
@@ -39,7 +39,7 @@ def _runs(small: Cluster) -> Iterator[None]:
 
 @pytest.fixture
 def web(small: Cluster) -> Iterator[Cluster]:
-    """The cluster with two Services in it, for TCP and for UDP."""
+    """The cluster with two Services, for TCP and for UDP."""
     with small.given(*small.web(20, "a1 a2", dual=True), *small.web(21, "a1 a2", "UDP")):
         yield small
 
@@ -49,7 +49,7 @@ def expect(cluster: Cluster, to: str, outcome: str, client: str = "a3", how: str
 
 
 def strays(agent: Agent) -> dict[str, list[object]]:
-    """What nothing leads to in the maps."""
+    """Unreferenced entries of the maps."""
     return dict(plane.dump(agent.entries)["strays"])
 
 
@@ -68,14 +68,14 @@ def test_no_connection_fails_when_the_agent_restarts(
         assert end(web.agent) in (0, None)
         for load in (tcp, tcp6, udp):
             load.goes_on()
-        assert web.served() == before, "as it was, without an agent"
+        assert web.served() == before, "served as before, without an agent"
         web.start(web.agent)
     assert web.served() == before
-    assert "name" in client.ask("talk", keep="tcp"), "an established connection lives on"
+    assert "name" in client.ask("talk", keep="tcp"), "an established connection must survive"
     client.ask("drop", keep="tcp")
     said = "\n".join(web.agent.lines())
     assert "adopted=True" in said
-    assert "hooks_changed=0" in said, "nothing had to be attached anew"
+    assert "hooks_changed=0" in said, "no hook is attached again"
 
 
 @pytest.mark.parametrize("end", ENDS, ids=["SIGTERM", "SIGKILL"])
@@ -101,10 +101,11 @@ def test_datagrams_and_affinity_outlive_the_agent(
             client.ask("drop", keep=kept)
 
 
-def test_a_service_that_was_made_anew_just_before(small: Cluster) -> None:
-    """The old one is not retired yet when the agent dies: the new one goes on, with its clients.
+def test_a_service_recreated_before_a_kill_keeps_its_clients(small: Cluster) -> None:
+    """The deleted Service is not retired yet when the agent is killed; the new one keeps its
+    clients.
 
-    Eight, because which of two is found first is chance.
+    Eight Services, because map order decides which of the two is read first.
     """
     numbers = range(70, 78)
     made = [obj for number in numbers for obj in small.web(number, "a1", "UDP")]
@@ -124,8 +125,10 @@ def test_a_service_that_was_made_anew_just_before(small: Cluster) -> None:
     assert answers == ["a1"] * 8
 
 
-def test_what_changed_meanwhile_is_made_up_for(small: Cluster) -> None:
-    """Endpoints, a Service that is new, one that is gone, one with other ports; UDP is cut."""
+def test_changes_made_while_the_agent_is_down_are_applied(small: Cluster) -> None:
+    """Changed endpoints, a new Service, a deleted one, one with other ports; UDP sockets are
+    aborted.
+    """
     stays, goes, comes = small.web(30, "a1"), small.web(31, "a1"), small.web(32, "a2")
     dns = small.web(33, "a1", "UDP")
     client = small["a3"]
@@ -148,8 +151,10 @@ def test_what_changed_meanwhile_is_made_up_for(small: Cluster) -> None:
         until("nothing is left over", lambda: not strays(small.agent))
 
 
-def test_killed_while_it_writes(small: Cluster) -> None:
-    """In a flood of changes, at work and at its start: no connection fails, nothing stays."""
+def test_a_kill_during_writes_fails_no_connection(small: Cluster) -> None:
+    """Killed at work and while starting, during many changes: no connection fails, and no entry is
+    left behind.
+    """
     made = small.web(40, "a1 a2")
     sets = itertools.cycle(("a1", "a1 a2 a3", "a2 a3", "a3/draining a1"))
     with small.given(*made), under_load(small, "10.96.0.40", "a2", "host-1", answers="a1 a2 a3"):
@@ -166,8 +171,8 @@ def test_killed_while_it_writes(small: Cluster) -> None:
     until("nothing is left over", lambda: not strays(small.agent))
 
 
-def test_an_upgrade_is_not_noticed(web: Cluster, tmp_path: Path) -> None:
-    """Another agent with other programs takes over, and the first one again."""
+def test_an_upgrade_fails_no_connection(web: Cluster, tmp_path: Path) -> None:
+    """An agent with other programs takes over, then the first one again."""
     copy = tmp_path / "kbpf"
     shutil.copytree(Path(kbpf.__file__).parent, copy)
     source = copy / "bpf" / "sock.c"
@@ -181,12 +186,12 @@ def test_an_upgrade_is_not_noticed(web: Cluster, tmp_path: Path) -> None:
             web.agent.code = code
             web.start(web.agent)
             said = "\n".join(web.agent.lines())
-            assert f"hooks_changed={len(plane.HOOKS)}" in said, "the programs are others"
+            assert f"hooks_changed={len(plane.HOOKS)}" in said, "all programs are replaced"
             load.goes_on()
 
 
-def test_the_api_server_restarts(web: Cluster) -> None:
-    """It crashes, and comes back with its data; then everything goes on, old and new."""
+def test_an_api_server_restart_fails_no_connection(web: Cluster) -> None:
+    """It crashes and returns with its data; old and new Services are served."""
     with under_load(web, HOST, "a2", "host-1") as load:
         web.api.kill()
         load.goes_on()
@@ -203,8 +208,8 @@ def test_the_api_server_restarts(web: Cluster) -> None:
         expect(web, "10.96.0.50:80", "a3")
 
 
-def test_cleaned_up_nothing_is_served_and_started_again_all_is(web: Cluster) -> None:
-    """So it is kbpf that serves, at every kind of address."""
+def test_cleanup_stops_serving_and_a_start_resumes(web: Cluster) -> None:
+    """This shows that kbpf, and nothing else, serves every kind of address."""
     more = web.web(60, "a1", type="NodePort", node_port=30060, external_ips=["192.0.2.60"])
     addresses = {
         f"{HOST}:80": "a1 a2",
@@ -221,7 +226,7 @@ def test_cleaned_up_nothing_is_served_and_started_again_all_is(web: Cluster) -> 
         assert not web.agent.pin_dir.exists()
         for client, to in itertools.product(("a3", "host-1", "a-net"), addresses):
             got = web[client].tcp(*split(to))["error"]
-            assert got == (REFUSED if "30060" in to else UNSERVED), "nobody but kbpf"
+            assert got == (REFUSED if "30060" in to else UNSERVED), "only kbpf serves it"
         web.start(web.agent)
         for client, (to, names) in itertools.product(("a3", "host-1", "a-net"), addresses.items()):
             expect(web, to, names, client)

@@ -1,4 +1,4 @@
-"""`kbpf run --source DIR`: a folder of YAML in place of an API server, by real sockets."""
+"""`kbpf run --source DIR`: a folder of YAML in place of an API server, tried with real sockets."""
 
 from collections.abc import Iterator
 
@@ -15,7 +15,7 @@ OWN, OWN6 = "198.18.0.1", "[fd00:198:18::1]"
 
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FolderNode]:
-    """A node that serves the scenario `shop`; its three pods are that one's endpoints."""
+    """A node that serves the scenario `shop`, whose endpoints are the node's three pods."""
     folder = tmp_path_factory.mktemp("source") / "objects"
     with Lab(1, "d", apart=True) as lab, FolderNode(lab, folder, pods=3) as made:
         made.write(scenario.documents("shop"))
@@ -25,7 +25,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FolderNode]:
 
 @pytest.fixture(autouse=True)
 def _whole(node: FolderNode) -> Iterator[None]:
-    """Each test finds the folder as it was."""
+    """Restores the folder after each test."""
     yield
     for path in node.folder.glob("*.yaml"):
         path.unlink()
@@ -52,7 +52,7 @@ def test_dial(node: FolderNode, row: Dial) -> None:
     check(node, row)
 
 
-def test_files_come_change_and_go(node: FolderNode) -> None:
+def test_added_changed_and_removed_files_are_applied(node: FolderNode) -> None:
     row, piece = web("10.96.0.99", "10.244.1.2")
     node.write([row])
     node.settle()
@@ -70,7 +70,7 @@ def test_files_come_change_and_go(node: FolderNode) -> None:
 
 
 def web(cluster_ip: str, *addresses: str) -> list[Object]:
-    """A Service and its slice, as YAML would say it."""
+    """A Service and its slice as objects of a YAML file."""
     labels = {"kubernetes.io/service-name": "web"}
     return [
         {
@@ -94,16 +94,16 @@ BROKEN = (
     ("not YAML", "kind: Service\n  spec: {", ":2"),
     ("a number where text must be", "apiVersion: v1\nkind: Service\nmetadata:\n  name: front\n"
      "  namespace: shop\nspec:\n  clusterIP: 10.96.0.20\n  ports:\n  - port: eighty\n", ":9"),
-    ("an address that is none", "apiVersion: v1\nkind: Service\nmetadata:\n  name: front\n"
+    ("not an IP address", "apiVersion: v1\nkind: Service\nmetadata:\n  name: front\n"
      "  namespace: shop\nspec:\n  clusterIP: 10.96.0.300\n  ports: [{port: 80}]\n", ":7"),
 )  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "text", "line"), BROKEN, ids=[row[0] for row in BROKEN])
-def test_a_broken_file_keeps_what_it_said_and_harms_no_other(
+def test_a_broken_file_keeps_its_last_objects(
     node: FolderNode, name: str, text: str, line: str
 ) -> None:
-    """`line`: of the file, in the one line that says what is wrong."""
+    """`line`: the line number in the file that the problem names."""
     path = node.folder / "service-shop-front.yaml"
     good = path.read_text()
     path.write_text(text)
@@ -116,14 +116,14 @@ def test_a_broken_file_keeps_what_it_said_and_harms_no_other(
         lambda: [place in each for each in node.agent.status()["problems"]] == [True],
     )
     said = [each for each in node.agent.lines() if place in each]
-    assert len(said) == 1, "once, not at each look"
+    assert len(said) == 1, "once, not at every poll"
     path.write_text(good)
     node.settle()
     until("nothing is wrong any more", lambda: not node.agent.status()["problems"])
 
 
-def test_the_folder_is_gone_for_a_while(node: FolderNode) -> None:
-    """Its Services are not; and when it is back, it counts again."""
+def test_services_stay_while_the_folder_is_missing(node: FolderNode) -> None:
+    """Its Services stay served; once the folder is back, it is read again."""
     away = node.folder.with_name("away")
     with under_load(node, "10.96.0.20", "a2") as load:
         node.folder.rename(away)
@@ -138,7 +138,7 @@ def test_the_folder_is_gone_for_a_while(node: FolderNode) -> None:
         check(node, Dial("a change", "a3", "10.96.0.99:80", "a1"))
 
 
-def test_a_restart_is_not_noticed(node: FolderNode) -> None:
+def test_a_restart_fails_no_connection(node: FolderNode) -> None:
     with under_load(node, "10.96.0.20", "a2", "host-1") as load:
         node.agent.stop()
         node.write(web("10.96.0.99", "10.244.1.2"))

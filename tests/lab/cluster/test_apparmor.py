@@ -1,5 +1,5 @@
-"""The AppArmor profiles that are shipped, enforced: the DaemonSet's container runs under each of
-them, by runc, and does all that it has to; what the profiles deny is denied.
+"""The shipped AppArmor profiles, enforced: runc runs the DaemonSet's container under each of them.
+It can do all that it has to, and what the profiles deny is denied.
 
 Debian's kernels have AppArmor (`python -m tests.kernels --only apparmor`).
 """
@@ -26,15 +26,15 @@ from tests.support.scenario import put
 pytestmark = needs("apparmor")
 
 PYTHON = "/opt/kbpf/bin/python"
-"""As in the image. A shebang would name the interpreter where it really is."""
+"""The path in the image. A console script's shebang would name the interpreter's real path."""
 VENV = Path(sys.prefix)
 PROFILES = ("kbpf", "kbpf-no-sys-admin")
 MORE = 200
-"""Services, with which maps have to grow that have room for 128 entries."""
+"""A number of Services with which maps of 128 entries have to grow."""
 
 
 class ConfinedAgent(PodAgent):
-    """Its image has the virtual environment where kbpf's has it."""
+    """A PodAgent whose image has the virtual environment at the path of kbpf's image."""
 
     def image(self, rootfs: Path) -> Image:
         usual = super().image(rootfs)
@@ -56,8 +56,8 @@ def house() -> Iterator[FolderPod]:
 
 
 def template(house: FolderPod, profile: str, *command: str) -> Object:
-    """The pod with this profile and a command of kbpf; "" for no profile. No seccomp profile, which
-    would deny some of it as well.
+    """The pod template with this AppArmor profile ("": unconfined) and a kbpf command. It has no
+    seccomp profile, which would deny some of the same calls.
     """
     made = house.template()
     (container,) = made["spec"]["containers"]
@@ -71,7 +71,9 @@ def template(house: FolderPod, profile: str, *command: str) -> Object:
 
 
 def served(house: FolderPod, number: int) -> None:
-    """From a pod and from outside, and `number` Services are programmed."""
+    """Checks that a pod and an outside client are served and that `number` Services are
+    programmed.
+    """
     outside = Place("outside", house.node.lab.outside, None)
     try:
         for place, to in ((outside, (house.node.ip, 30080)), (house.client, ("10.96.0.80", 80))):
@@ -85,14 +87,14 @@ def served(house: FolderPod, number: int) -> None:
 
 
 def denied(since: int) -> tuple[list[str], int]:
-    """What the kernel says that AppArmor denied, and how many lines its log has."""
+    """The kernel log's AppArmor denials from line `since` on, and the number of its lines."""
     lines = subprocess.run(["dmesg"], capture_output=True, text=True, check=True).stdout.split("\n")
     return [line for line in lines[since:] if 'apparmor="DENIED"' in line], len(lines)
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_it_does_all_that_it_has_to(house: FolderPod, profile: str) -> None:
-    """Start, grow, adopt, check, end sockets, clean up; and nothing of it is denied."""
+def test_the_agent_works_under_each_profile_without_denials(house: FolderPod, profile: str) -> None:
+    """Start, grow maps, adopt, check, destroy sockets, clean up, without a denial."""
     agent, (_, before) = house.agent, denied(0)
     agent.remove_pins()
     house.launch(template(house, profile))
@@ -133,7 +135,7 @@ def test_it_does_all_that_it_has_to(house: FolderPod, profile: str) -> None:
 
 
 def current(agent: PodAgent) -> str:
-    """Under which profile the container's process is."""
+    """The AppArmor profile of the container's process."""
     return Path(f"/proc/{agent.pid}/attr/current").read_text().strip()
 
 
@@ -186,8 +188,8 @@ print(json.dumps(said))
 
 
 class Row(NamedTuple):
-    """What a process in the container may do without a profile, and under each of ours: "", or the
-    error.
+    """An action of a process in the container, and its error ("": none) without a profile and under
+    each of ours.
     """
 
     what: str
@@ -211,9 +213,9 @@ ROWS = [
 
 
 @pytest.mark.parametrize("profile", ["", *PROFILES])
-def test_what_is_denied(house: FolderPod, profile: str) -> None:
-    """CAP_SYS_ADMIN is granted to the container, so that it is the profile which takes it away."""
-    house.agent.use_cache(house.agent.folder / "cache")  # a guest cannot write to what all share
+def test_the_profiles_deny_and_allow_exactly_these_actions(house: FolderPod, profile: str) -> None:
+    """The container has CAP_SYS_ADMIN, so that only the profile can deny these actions."""
+    house.agent.use_cache(house.agent.folder / "cache")  # a guest cannot write to the shared cache
     house.launch(template(house, profile, "-c", "import time; time.sleep(3600)"))
     try:
         until("it runs", lambda: house.agent.pid > 0)

@@ -1,10 +1,10 @@
-"""What operators do with kube-proxy on a kubeadm cluster, with real objects on the real API server:
-the DaemonSet is installed, restarted, deleted, made anew; pods are deleted; a node joins.
+"""What operators do with kube-proxy on a kubeadm cluster, with real objects on a real API server:
+the DaemonSet is installed, restarted, deleted and recreated, pods are deleted, a node joins.
 
-What a kubelet would do is done by a fake, tests/support/cluster/daemonset.py; the containers are
-real: runc runs them with what the pod's spec grants, and nothing else.
+The kubelet is a fake (tests/support/cluster/daemonset.py); the containers are real: runc runs them
+with what the pod's spec grants and nothing else.
 
-What carries packets is done over each kind of pod network (tests/support/lab/podnet.py).
+Tests that send traffic run over each kind of pod network (tests/support/lab/podnet.py).
 """
 
 import contextlib
@@ -36,13 +36,13 @@ DAEMONSET = ("ds", "kube-proxy", f"--timeout={PATIENCE:.0f}s")
 
 
 def over_each_network(test: T) -> T:
-    """Not over the first of them only."""
+    """Marks a test to run over all pod networks instead of the first only."""
     test.networks = NETWORKS  # type: ignore[attr-defined]
     return test
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A cluster for each network, and not one more for the tests that need only one."""
+    """One cluster for each network; tests of one network share the first."""
     if "pods" in metafunc.fixturenames:
         networks = getattr(metafunc.function, "networks", NETWORKS[:1])
         metafunc.parametrize("pods", networks, indirect=True, scope="module")
@@ -50,8 +50,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="module")
 def pods(request: pytest.FixtureRequest, programs: None, kubectl: Path) -> Iterator[PodCluster]:
-    """A control plane node and a worker that run kbpf, and a node that has not joined yet. A client
-    outside of them knows the way to the VIPs: by the worker.
+    """A control plane node and a worker that run kbpf, and a node that has not joined yet. An
+    outside client routes the VIPs to the worker.
     """
     network: str = request.param
     with PodCluster(kubectl, 3, f"d{network[0]}", network) as made:
@@ -75,7 +75,7 @@ def running(pods: PodCluster) -> list[PodAgent]:
 
 @pytest.fixture(autouse=True)
 def _as_before(pods: PodCluster) -> Iterator[None]:
-    """Whatever a test leaves behind, the next one finds the DaemonSet as it is in manifests/."""
+    """Restores the DaemonSet of manifests/ after each test."""
     yield
     pods.kubectl("apply", "-k", str(pods.overlay))
     pods.kubelets.sync()
@@ -83,7 +83,7 @@ def _as_before(pods: PodCluster) -> Iterator[None]:
 
 @pytest.fixture
 def web(pods: PodCluster) -> Iterator[PodCluster]:
-    """Services with a backend on each node, under all kinds of addresses."""
+    """Services with a backend on each node, and with all kinds of addresses."""
     made = [row for name, number in NUMBERS.items() for row in balanced(pods, number, name.upper())]
     pods.create(*made)
     pods.settle(*running(pods))
@@ -105,13 +105,15 @@ def expect(cluster: PodCluster, client: str, to: str, outcome: str = "a1 b1") ->
 
 
 CLIENTS = ("a1", "a2", "host-1", "a-net", "b1", "b2", "host-2", "b-net")
-"""On the control plane node, which has its taint, and on the worker; a1 and b1 are the backends."""
+"""Clients on the control plane node, which has its taint, and on the worker; the backends are a1
+and b1.
+"""
 
 
 @over_each_network
 @pytest.mark.parametrize("protocol", NUMBERS)
-def test_every_kind_of_address_from_every_node_and_its_pods(web: PodCluster, protocol: str) -> None:
-    """The node's own sockets and its pods' are led to a backend, which sees who asks."""
+def test_every_kind_of_address_is_served_to_nodes_and_pods(web: PodCluster, protocol: str) -> None:
+    """Sockets of the nodes and of pods reach both backends, which see the client's own address."""
     number = NUMBERS[protocol]
     for client in CLIENTS:
         home = web.home[client]
@@ -125,9 +127,9 @@ def test_every_kind_of_address_from_every_node_and_its_pods(web: PodCluster, pro
 
 @over_each_network
 @pytest.mark.parametrize("protocol", NUMBERS)
-def test_every_address_of_a_node_from_elsewhere(web: PodCluster, protocol: str) -> None:
-    """The other node's NodePort from nodes and pods, and what a client outside of the cluster can
-    reach. The node that is asked speaks for the client: each backend sees its address.
+def test_addresses_of_a_node_are_served_from_elsewhere(web: PodCluster, protocol: str) -> None:
+    """The other node's NodePort from nodes and pods, and the addresses that an outside client can
+    reach. The dialled node masquerades: each backend sees its address.
     """
     first, second = web.lab.nodes[:2]
     ways = ((first, ("outside", "b2", "host-2")), (second, ("outside", "a2", "host-1")))
@@ -141,7 +143,7 @@ def test_every_address_of_a_node_from_elsewhere(web: PodCluster, protocol: str) 
 def expect_masqueraded(
     web: PodCluster, client: str, node: Node, host: str, port: int, protocol: str
 ) -> None:
-    """Both backends answer, and see the node."""
+    """Checks that both backends answer and see the node's address."""
     v6, network = ":" in host, web.lab.network
     wanted = {
         name: network.masquerades_as(node, v6) if web.home[name] is node
@@ -149,7 +151,12 @@ def expect_masqueraded(
         for name in ("a1", "b1")
     }  # fmt: skip
     first = web[client].many(1, host, port, protocol=protocol)
-    assert not first["errors"], (client, host, port, first)  # or each of the others waits as long
+    assert not first["errors"], (
+        client,
+        host,
+        port,
+        first,
+    )  # fail here, before 50 time-outs in a row
     answer = web[client].many(50, host, port, protocol=protocol)
     why = f"{client} to {host}:{port} {protocol}: {answer}\n{node.agent and node.agent.tail()}"
     assert not answer["errors"], why
@@ -159,8 +166,8 @@ def expect_masqueraded(
 
 @contextlib.contextmanager
 def connections(cluster: PodCluster, kept: tuple[str, ...] = ("a3", "outside")) -> Iterator[Load]:
-    """New ones all the time, of sockets and from outside, of which none may fail; and an
-    established one of each kind, by `kept`, which live on.
+    """Opens new connections throughout the block, by socket hooks and from outside; none may fail.
+    Connections that the clients `kept` have opened before must survive it.
     """
     port = 30000 + NUMBERS["tcp"]
     worker = cluster.lab.nodes[1].ip
@@ -181,21 +188,21 @@ def connections(cluster: PodCluster, kept: tuple[str, ...] = ("a3", "outside")) 
 
 
 def adopted(agents: list[PodAgent]) -> None:
-    """The pods that run now took over what they found."""
+    """Checks that the agents of the running pods adopted the pinned state."""
     for agent in agents:
         said = "\n".join(agent.lines())
         assert "adopted=True" in said, said
-        assert "hooks_changed=0" in said, "nothing had to be attached anew"
+        assert "hooks_changed=0" in said, "no hook is attached again"
 
 
 @over_each_network
-def test_rollout_restart(web: PodCluster) -> None:
+def test_a_rollout_restart_fails_no_connection(web: PodCluster) -> None:
     before = [agent.runs for agent in running(web)]
     with connections(web) as load:
         web.kubectl(*SPACE, "rollout", "restart", "ds", "kube-proxy")
         web.kubelets.sync()
         assert "successfully rolled out" in web.kubectl(*SPACE, "rollout", "status", *DAEMONSET)
-        assert not {agent.runs for agent in running(web)} & set(before), "all are others"
+        assert not {agent.runs for agent in running(web)} & set(before), "all containers are new"
         load.goes_on()
     adopted(running(web))
 
@@ -211,8 +218,8 @@ FLOW = Struct(FLOW.format + "8x")
 for _name in set(MAPS) - {"flows", "flow_scratch", "new_flows_paused_until"}:
     MAPS[_name] = _replace(MAPS[_name], version=99)
 """
-"""A version in which a connection of the packet path has one more field, and all other maps mean
-something else. `new_flows_paused_until` never does: it is how versions talk to each other.
+"""A version in which flows have one more field, and all other maps have another layout version.
+Only `new_flows_paused_until` never changes: versions coordinate an upgrade by it.
 """
 IN_C = "	struct next_hop out; /* of the packets that this entry matches */\n"
 
@@ -229,12 +236,12 @@ def another_version(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @over_each_network
-def test_rolling_update_to_a_version_with_another_layout_and_back(
+def test_a_rolling_update_to_another_map_layout_and_back(
     web: PodCluster, another_version: Path
 ) -> None:
-    """Its maps are others, so what they hold is copied; its programs take the hooks over. The way
-    back is to a version that does not know the layout: what was established by packets ends there
-    (docs/limits.md), and nothing else.
+    """The new version has new maps, to which entries are copied, and its programs replace those at
+    the hooks. The version it goes back to does not know the new layout: connections of the packet
+    path end there (docs/limits.md), and no others.
     """
     with connections(web) as load:
         update(web, "kbpf:0.2.0", another_version, load)
@@ -244,7 +251,7 @@ def test_rolling_update_to_a_version_with_another_layout_and_back(
 
 
 def update(web: PodCluster, image: str, another_version: Path, load: Load) -> None:
-    """A rolling update to this image, and until no agent has maps of the version before."""
+    """Makes a rolling update to this image; waits until the maps of the old version are gone."""
     agents = running(web)
     before = [sorted(p.name for p in agent.pin_dir.glob("maps-*")) for agent in agents]
     for agent in agents:
@@ -254,17 +261,19 @@ def update(web: PodCluster, image: str, another_version: Path, load: Load) -> No
     load.goes_on()
     for agent, names in zip(agents, before, strict=True):
         until(
-            "it has maps of its own, and the others are gone",
+            "only the new version's maps exist",
             lambda agent=agent, names=names: set(names).isdisjoint(
                 p.name for p in agent.pin_dir.glob("maps-*")
             ),
         )
         status = agent.status()["packets"]
-        assert (status["problem"], status["failed"]) == ("", []), "the packet path came along"
+        assert (status["problem"], status["failed"]) == ("", []), (
+            "the packet path is on after the update"
+        )
 
 
 @over_each_network
-def test_pods_are_deleted(web: PodCluster) -> None:
+def test_deleted_pods_are_replaced_without_failed_connections(web: PodCluster) -> None:
     agents = running(web)
     with connections(web) as load:
         said = web.kubectl(*SPACE, "delete", "pods", "-l", "k8s-app=kube-proxy", "--wait=false")
@@ -278,9 +287,9 @@ def test_pods_are_deleted(web: PodCluster) -> None:
 
 
 @over_each_network
-def test_all_objects_are_deleted_and_made_anew(web: PodCluster) -> None:
-    """Traffic goes on, without an account, a ConfigMap or a pod; what changed meanwhile is made up
-    for.
+def test_all_objects_deleted_and_recreated_fail_no_connection(web: PodCluster) -> None:
+    """Traffic continues without the ServiceAccount, the ConfigMap and the pods; changes made
+    meanwhile are applied afterwards.
     """
     agents = running(web)
     folder = str(web.overlay)
@@ -300,8 +309,10 @@ def test_all_objects_are_deleted_and_made_anew(web: PodCluster) -> None:
 
 
 @over_each_network
-def test_a_node_joins(web: PodCluster) -> None:
-    """It serves from the first pass on; nobody else notices."""
+def test_a_joining_node_is_served(web: PodCluster) -> None:
+    """The new node serves as soon as its agent is synced; traffic of the others is not
+    disturbed.
+    """
     expect(web, "c2", f"{HOST}:80", UNSERVED)
     with connections(web):
         joined = web.join()
@@ -314,9 +325,9 @@ def test_a_node_joins(web: PodCluster) -> None:
         expect(web, client, f"[{HOST6}]:80", "a1 b1 c1")
 
 
-def test_kbpf_is_taken_off_the_nodes(web: PodCluster) -> None:
-    """By a DaemonSet whose pods get ready when their node is clean, and not while an agent runs;
-    nothing before has ended it. Its pins are where the ConfigMap says.
+def test_the_cleanup_daemonset_removes_kbpf_from_the_nodes(web: PodCluster) -> None:
+    """A cleanup DaemonSet's pod becomes ready once its node is clean. While an agent runs it
+    neither becomes ready nor stops it. It finds the pins where the ConfigMap says.
     """
     agents, cleanup = running(web), str(MANIFESTS / "cleanup")
     web.kubectl("apply", "-k", cleanup)
@@ -348,17 +359,17 @@ def test_kbpf_is_taken_off_the_nodes(web: PodCluster) -> None:
 
 
 @pytest.mark.parametrize("probe", ["startupProbe", "livenessProbe", "readinessProbe"])
-def test_its_probes(pods: PodCluster, probe: str) -> None:
-    """Asked as a kubelet asks them: at the node's address."""
+def test_probes_succeed_at_the_nodes_address(pods: PodCluster, probe: str) -> None:
+    """Probed as by a kubelet: at the node's address."""
     agent = pods.pod_agents[1]
     (found,) = pods.kubectl.objects(*SPACE, "get", "ds", "kube-proxy")
     probe_of = found["spec"]["template"]["spec"]["containers"][0][probe]["httpGet"]
     port, path = probe_of["port"], probe_of["path"]
-    until("it is well", lambda: asked(agent, port, path) == 200)
+    until("the probe succeeds", lambda: asked(agent, port, path) == 200)
 
 
 def may_list(pods: PodCluster, resource: str) -> bool:
-    """Whether the account of kbpf's pods may."""
+    """Whether the ServiceAccount of kbpf's pods may list this resource."""
     about = {"verb": "list", "group": "", "resource": resource}
     review = {
         "apiVersion": "authorization.k8s.io/v1",
@@ -372,12 +383,12 @@ def may_list(pods: PodCluster, resource: str) -> bool:
     return bool(json.loads(said)["status"]["allowed"])
 
 
-def test_without_its_rights_it_is_alive_and_not_ready(pods: PodCluster) -> None:
-    """So a rollout stops there, and says why. What is pinned serves."""
+def test_without_rights_the_agent_is_alive_but_not_ready(pods: PodCluster) -> None:
+    """So a rollout stops at this node and the probe says why. The pinned hooks keep serving."""
     agent = pods.pod_agents[1]
     assert may_list(pods, "services")
     pods.kubectl("delete", "clusterrolebinding", "kbpf", "kubeadm:node-proxier")
-    until("the API server has heard of it", lambda: not may_list(pods, "services"))
+    until("the API server applies the deletion", lambda: not may_list(pods, "services"))
     assert agent.stop() == 0
     pods.kubelets.launch(agent)
     until("it is refused", lambda: "403" in answered(agent, 10256, "/readyz")[1])
@@ -397,8 +408,8 @@ IN_THE_POD = [
 
 
 @pytest.mark.parametrize("command", IN_THE_POD, ids=" ".join)
-def test_kbpf_in_the_pod(pods: PodCluster, command: tuple[str, ...]) -> None:
-    """`kubectl exec`: the container can do what its own checks ask for."""
+def test_kbpf_commands_work_in_the_pod(pods: PodCluster, command: tuple[str, ...]) -> None:
+    """`kubectl exec`: kbpf's commands work in the container."""
     said = []
 
     def well() -> bool:
@@ -413,8 +424,8 @@ def test_kbpf_in_the_pod(pods: PodCluster, command: tuple[str, ...]) -> None:
         raise
 
 
-def test_kbpf_in_the_pod_looks_where_the_configmap_says(web: PodCluster) -> None:
-    """Of the agent's folders. Its pins are elsewhere; nobody tells the commands."""
+def test_kbpf_commands_in_the_pod_use_the_configmaps_folders(web: PodCluster) -> None:
+    """The commands find the agent's folders without flags, though its pins are elsewhere."""
     agents = running(web)
     (daemonset,) = web.kubectl.objects(*SPACE, "get", "ds", "kube-proxy")
     (told,) = web.kubectl.objects(*SPACE, "get", "cm", "kube-proxy")
@@ -446,21 +457,21 @@ def test_kbpf_in_the_pod_looks_where_the_configmap_says(web: PodCluster) -> None
                 (agent.bpffs / "elsewhere").rename(agent.pin_dir)
 
 
-def test_its_account_may_send_events(pods: PodCluster) -> None:
-    """Of each start on a node."""
+def test_the_service_account_may_send_events(pods: PodCluster) -> None:
+    """An Event of the agent's start is stored for both nodes."""
 
     def reported() -> set[str]:
         rows = pods.kube.list("Event")["items"]
         return {row["regarding"]["name"] for row in rows if row["reason"] == "Starting"}
 
-    until("both nodes' agents have", lambda: {"node-1", "node-2"} <= reported())
+    until("both agents have sent one", lambda: {"node-1", "node-2"} <= reported())
 
 
 # ---- what the container may do -----------------------------------------------------------
 
 
-def test_the_container_has_what_the_spec_grants_and_no_more(pods: PodCluster) -> None:
-    """So that the other tests prove it enough."""
+def test_the_container_has_exactly_the_granted_capabilities(pods: PodCluster) -> None:
+    """The fake kubelet grants exactly that, so the other tests prove that it is enough."""
     wanted = capabilities_here(CAPABILITIES)
     status = Path(f"/proc/{pods.pod_agents[0].pid}/status").read_text()
     facts = dict(re.findall(r"^(\w+):\t(\S+)$", status, re.M))
@@ -470,9 +481,9 @@ def test_the_container_has_what_the_spec_grants_and_no_more(pods: PodCluster) ->
     assert (facts["NoNewPrivs"], facts["Seccomp"]) == ("1", "2")
 
 
-def test_it_finds_the_nodes_cgroup_root(pods: PodCluster) -> None:
-    """It has a cgroup namespace of its own. The lab tells its agents where the root is, since that
-    of a lab's node is no real one; here the container is given the machine's, and told nothing.
+def test_the_nodes_cgroup_root_is_found_in_a_cgroup_namespace(pods: PodCluster) -> None:
+    """The container has its own cgroup namespace. Agents of the lab get --cgroup, since the root of
+    a lab node is not a real one; here the container gets the machine's root mounted and no flag.
     """
     agent = pods.pod_agents[0]
     code = "from kbpf.kernel.system import mounts; print(mounts.find_cgroup_root())"
@@ -482,9 +493,10 @@ def test_it_finds_the_nodes_cgroup_root(pods: PodCluster) -> None:
     assert said == f"/host{cgroup2()}"
 
 
-def test_it_sets_what_has_to_be_set_below_proc_sys(pods: PodCluster) -> None:
-    """A container's own /proc/sys is read-only. Here: conntrack's times as kube-proxy has them, and
-    the ports of masqueraded clients are kept clear of the node's sockets.
+def test_sysctls_of_the_node_are_set_from_the_container(pods: PodCluster) -> None:
+    """A container's own /proc/sys is read-only. The agent sets conntrack's time-outs to
+    kube-proxy's values, and keeps the ports of masqueraded clients out of the range of the node's
+    sockets.
     """
     agent = pods.pod_agents[0]
     close_wait = "/proc/sys/net/netfilter/nf_conntrack_tcp_timeout_close_wait"
@@ -500,7 +512,7 @@ def test_it_sets_what_has_to_be_set_below_proc_sys(pods: PodCluster) -> None:
 
 
 def node_file(agent: PodAgent, path: str, text: str | None = None) -> str:
-    """What stands in a file as the node's network namespace has it; written before, if asked."""
+    """A file's text in the node's network namespace; `text` is written to it first, if given."""
     if text is not None:
         run(*inside(agent.node.netns, None, "sh", "-c", f"echo '{text}' > {path}"))
     return run(*inside(agent.node.netns, None, "cat", path)).strip()
@@ -511,9 +523,9 @@ DEFAULT, NONE = {"type": "RuntimeDefault"}, {"type": "Unconfined"}
 
 
 class Row(NamedTuple):
-    """What the container is granted, and what comes of it. `seccomp`: the profile; the runtime's
-    default lets only SYS_ADMIN call bpf(2) in some versions. `starts`: whether the agent
-    comes up; `said`: what its log says is wrong.
+    """The container's capabilities and the outcome. `seccomp`: the profile; some versions of the
+    runtime's default allow bpf(2) with SYS_ADMIN only. `starts`: whether the agent starts. `said`:
+    the error in its log, "" for none.
     """
 
     name: str
@@ -537,9 +549,9 @@ ROWS = [
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_which_capabilities_it_needs(pods: PodCluster, row: Row) -> None:
-    """On a node that kbpf has never run on. A UDP socket of a pod, whose backend goes, is cut; or
-    the log says why not.
+def test_capabilities_that_the_agent_needs(pods: PodCluster, row: Row) -> None:
+    """Without pins of an earlier agent. A pod's UDP socket is aborted when its backend is removed,
+    or the log says why not.
     """
     agent = pods.pod_agents[0]
     assert agent.stop() == 0
@@ -568,7 +580,7 @@ def test_which_capabilities_it_needs(pods: PodCluster, row: Row) -> None:
             assert client.ask("hear", keep="udp") == {"error": "ECONNABORTED"}, agent.tail()
         client.ask("drop", keep="udp")
         assert agent.stop() == 0
-        pods.kubelets.launch(agent)  # over what the first one has pinned
+        pods.kubelets.launch(agent)  # adopts the pins of the first start
         agent.wait_synced()
     finally:
         pods.delete(*dns)

@@ -1,4 +1,6 @@
-"""`kbpf demo` as its users start it: what it prints, how it ends, and that nothing is left."""
+"""`kbpf demo` as its users start it: its output, its exit status, and that nothing is
+left behind.
+"""
 
 import json
 import os
@@ -21,7 +23,7 @@ BACKENDS = ("backend-1", "backend-2", "backend-3")
 
 
 def traces(pid: int) -> list[str]:
-    """All that bears the name of the demo with this process id: files and processes."""
+    """All files and processes with the name of the demo of this process id."""
     name = f"kbpf-demo-{pid}"
     places = (Path("/run/netns"), cgroup2(), mounts.BPF_FS, Path(tempfile.gettempdir()))
     found = [str(path) for place in places for path in place.glob(f"{name}*")]
@@ -35,7 +37,7 @@ def traces(pid: int) -> list[str]:
 
 
 def demo(*arguments: str, cache: Path) -> subprocess.Popen[str]:
-    """A demo that has been started."""
+    """Starts a demo."""
     return subprocess.Popen(
         [sys.executable, "-m", "kbpf", "demo", "--cache-dir", str(cache), *arguments],
         stdout=subprocess.PIPE,
@@ -53,7 +55,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def live(cache: Path) -> Iterator[subprocess.Popen[str]]:
-    """A demo without end; ended at the latest after the test."""
+    """A live demo, which runs until it is ended; ended after the test at the latest."""
     child = demo(cache=cache)
     try:
         yield child
@@ -64,14 +66,14 @@ def live(cache: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def line_with(stream: IO[str], word: str) -> str:
-    """The next line with this word in it."""
+    """The next line that contains this word."""
     for line in stream:
         if word in line:
             return line
     raise AssertionError(f"it ended without {word!r}")
 
 
-def test_once_reaches_every_backend_and_leaves_nothing(cache: Path):
+def test_once_reaches_every_backend_and_leaves_no_traces(cache: Path):
     child = demo("--once", "-o", "json", cache=cache)
     out, err = child.communicate(timeout=START_SECONDS)
     assert (child.returncode, err) == (0, "")
@@ -79,14 +81,14 @@ def test_once_reaches_every_backend_and_leaves_nothing(cache: Path):
     assert (seen["service"], seen["requests"], seen["failed"]) == ("10.96.0.10:80", 300, 0)
     assert tuple(seen["backends"]) == BACKENDS
     assert sum(seen["backends"].values()) == 300
-    assert all(count > 50 for count in seen["backends"].values())  # 300 throws of a fair die
+    assert all(count > 50 for count in seen["backends"].values())  # 300 uniform choices
     assert (seen["udp"]["requests"], seen["udp"]["failed"]) == (30, 0)
     assert 0 < seen["seconds"] < START_SECONDS
     assert seen["problems"] == []
     assert traces(child.pid) == []
 
 
-def test_once_shows_the_distribution_to_people(cache: Path):
+def test_once_prints_the_distribution_as_text(cache: Path):
     child = demo("--once", "--requests", "60", cache=cache)
     out, err = child.communicate(timeout=START_SECONDS)
     assert (child.returncode, err) == (0, "")
@@ -95,7 +97,9 @@ def test_once_shows_the_distribution_to_people(cache: Path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_live_demo_well(live: subprocess.Popen[str], number: signal.Signals):
+def test_a_signal_ends_the_live_demo_with_status_0(
+    live: subprocess.Popen[str], number: signal.Signals
+):
     line_with(live.stdout, "three backends serve")
     assert traces(live.pid)
     live.send_signal(number)
@@ -104,7 +108,7 @@ def test_a_signal_ends_the_live_demo_well(live: subprocess.Popen[str], number: s
     assert traces(live.pid) == []
 
 
-def test_the_live_demo_tells_what_changes(live: subprocess.Popen[str]):
+def test_the_live_demo_prints_changes_of_backends(live: subprocess.Popen[str]):
     line_with(live.stdout, "backend-4 added")
     line = line_with(live.stdout, "backend-4 2")  # about a quarter
     assert " 0 failed" in line
@@ -114,19 +118,21 @@ def test_the_live_demo_tells_what_changes(live: subprocess.Popen[str]):
     assert " 0 failed" in line
 
 
-def test_an_interrupt_before_the_end_of_once_is_130(cache: Path):
+def test_interrupting_once_exits_with_130(cache: Path):
     child = demo("--once", "--requests", "100000000", cache=cache)
-    until("it is under way", lambda: traces(child.pid), START_SECONDS)
+    until("the demo runs", lambda: traces(child.pid), START_SECONDS)
     child.send_signal(signal.SIGINT)
     out, _ = child.communicate(timeout=START_SECONDS)
     assert (child.returncode, out) == (130, "")
     assert traces(child.pid) == []
 
 
-def test_what_a_killed_demo_leaves_the_next_one_removes(live: subprocess.Popen[str], cache: Path):
+def test_the_next_demo_removes_the_traces_of_a_killed_one(live: subprocess.Popen[str], cache: Path):
     line_with(live.stdout, "three backends serve")
     live.kill()
-    os.waitid(os.P_PID, live.pid, os.WEXITED | os.WNOWAIT)  # while it is there, nobody else removes
+    os.waitid(
+        os.P_PID, live.pid, os.WEXITED | os.WNOWAIT
+    )  # a zombie keeps its id: nothing is removed yet
     processes = [trace for trace in traces(live.pid) if trace.startswith("/proc")]
     until("its children died with it", lambda: not any(map(os.path.exists, processes)))
     assert traces(live.pid)
@@ -168,7 +174,7 @@ def test_an_agent_that_ends_fails_the_demo(cache: Path):
     assert traces(child.pid) == []
 
 
-def test_a_folder_that_is_no_cgroup_is_1(tmp_path: Path, cache: Path):
+def test_a_folder_that_is_not_a_cgroup_exits_with_1(tmp_path: Path, cache: Path):
     child = demo("--once", "--cgroup", str(tmp_path), cache=cache)
     _, err = child.communicate(timeout=START_SECONDS)
     assert child.returncode == 1

@@ -1,6 +1,6 @@
-"""What the documents say to type, as it stands there, as far as no other test runs it
-(tests/values/project/test_docs.py says which does): README.md, configuration.md, kernels.md and
-troubleshoot.md, and the commands that stand in the text of any page.
+"""Runs the commands of the documents verbatim, except those that other tests run
+(tests/values/project/test_docs.py lists them): README.md, configuration.md, kernels.md and
+troubleshoot.md, and the inline commands of all pages.
 """
 
 import os
@@ -28,8 +28,8 @@ BIN = Path(sys.executable).parent
 
 
 class Bench:
-    """A node without a cluster, with a shell on it: what a document calls by its default path is
-    this test's own, by the environment variables that kbpf has for that.
+    """A node without a cluster, with a shell on it. kbpf's environment variables replace the
+    default paths of a document by folders of this test.
     """
 
     def __init__(self, lab: Lab) -> None:
@@ -56,7 +56,7 @@ class Bench:
         }
 
     def here(self, command: str) -> str:
-        """The command, with paths of this machine that a test must not write to elsewhere."""
+        """The command, with folders of this test in place of paths that it must not write to."""
         for before, after in {
             "/etc/kbpf/services.d": self.objects,
             "/var/lib/kube-proxy/config.conf": self.conf,
@@ -66,14 +66,14 @@ class Bench:
         return command
 
     def run(self, command: str) -> subprocess.CompletedProcess[str]:
-        """As typed on the node."""
+        """Runs a command as typed on the node."""
         return subprocess.run(
             self._inside(command), env=self.environment, cwd=docs.ROOT, text=True,
             capture_output=True, check=False, timeout=2 * PATIENCE,
         )  # fmt: skip
 
     def start(self, command: str) -> "subprocess.Popen[bytes]":
-        """One that does not end."""
+        """Starts a command that runs until it is ended."""
         self.agent.begin()
         with self.agent.log.open("ab") as log:
             return subprocess.Popen(
@@ -96,16 +96,18 @@ def bench() -> Iterator[Bench]:
             made.agent.remove_pins()
 
 
-def test_without_a_cluster(bench: Bench) -> None:
-    """README.md: a node that takes its Services from a folder, looked at, and cleaned up."""
+def test_readme_without_a_cluster(bench: Bench) -> None:
+    """README.md: run a node with a folder of objects, inspect it, and clean up."""
     before, after = docs.section("README.md", "## Without a cluster")
     check, run = docs.commands(before)
     *looks, cleanup = docs.commands(after)
     assert bench.run(check).returncode == 0
     agent = bench.start(run.partition("#")[0])
     try:
-        compiling = 2 * PATIENCE  # into its default folder, which nothing else here has filled
-        until("it serves", lambda: (bench.agent.own_status() or {}).get("synced"), compiling)
+        compiling = 2 * PATIENCE  # the default cache folder is empty
+        until(
+            "the agent is synced", lambda: (bench.agent.own_status() or {}).get("synced"), compiling
+        )
         until("it is well", lambda: bench.run("kbpf inspect status").returncode == 0)
         said = {}
         for look in looks:
@@ -122,7 +124,7 @@ def test_without_a_cluster(bench: Bench) -> None:
 
 
 def test_make_demo() -> None:
-    """README.md."""
+    """README.md: the two `make` commands; `make test` is only compared with .ci/run."""
     (block,) = docs.section("README.md", "## Try it: two commands")
     demo, test = docs.commands(block)
     done = subprocess.run(
@@ -143,8 +145,8 @@ RUN = sorted(
 
 
 @pytest.mark.parametrize("command", RUN)
-def test_kbpf_run_is_told_what_it_knows(bench: Bench, command: str) -> None:
-    """It takes the flags and the file. What `kbpf run` then does is what most tests are about."""
+def test_documented_kbpf_run_flags_are_accepted(bench: Bench, command: str) -> None:
+    """Flags and files are accepted. What `kbpf run` does with them is covered by other tests."""
     if "--help" in command:
         done = bench.run(command)
         assert "--kubeconfig" in done.stdout
@@ -173,7 +175,7 @@ def shell(cluster: PodCluster, kubectl: Path, tmp_path_factory: pytest.TempPathF
 
 
 def well(cluster: PodCluster, command: str) -> None:
-    """Returns when all devices have had their turn, for who asks whether it is well."""
+    """For commands that report the health: waits until all devices have their programs."""
     if "inspect status" in command or "--attached" in command:
         agent = cluster.pod_agents[0]
         until("it is well", lambda: agent.exec("kbpf", "inspect", "status").returncode == 0)
@@ -187,8 +189,10 @@ TYPED = [
 
 
 @pytest.mark.parametrize("command", TYPED)
-def test_what_to_look_at(shell: Shell, cluster: PodCluster, command: str) -> None:
-    """troubleshoot.md, kernels.md: each command ends well on a node that is well."""
+def test_documented_diagnostic_commands_succeed(
+    shell: Shell, cluster: PodCluster, command: str
+) -> None:
+    """troubleshoot.md, kernels.md: each command succeeds on a healthy node."""
     until(
         "it is well",
         lambda: cluster.pod_agents[0].exec("kbpf", "inspect", "status").returncode == 0,
@@ -205,7 +209,7 @@ NOT_HERE = {
     "kubectl delete -k": "of the overlays: tests/lab/cluster/test_install_doc.py",
     "kubectl -n kube-system rollout status ds kbpf-cleanup": "of its DaemonSet: test_daemonset.py",
     "kbpf ...": "any", "kbpf inspect ...": "any",
-    "kbpf cleanup": "ends what others look at: test_without_a_cluster",
+    "kbpf cleanup": "ends what others look at: test_readme_without_a_cluster",
     "kbpf cleanup --keep-connections": "tests/lab/cluster/test_takeover.py",
     "kbpf inspect": "a group: its commands are here",
 }  # fmt: skip
@@ -215,8 +219,8 @@ KBPF = [each for each in SAID
 
 
 @pytest.mark.parametrize("command", [each for each in [*KUBECTL, *KBPF] if each not in NOT_HERE])
-def test_commands_in_the_text(shell: Shell, cluster: PodCluster, command: str) -> None:
-    """Of any page, in the place of what stands for a name, and in the pod where it is kbpf's."""
+def test_inline_commands_succeed(shell: Shell, cluster: PodCluster, command: str) -> None:
+    """Inline commands of all pages, with placeholders replaced; kbpf's own run in the pod."""
     for before, after in {
         "NAME": "kubernetes", "IMAGE": "kbpf:0.1.0", "build/artifacts": "/tmp/artifacts"
     }.items():  # fmt: skip
@@ -227,19 +231,19 @@ def test_commands_in_the_text(shell: Shell, cluster: PodCluster, command: str) -
     shell(command)
 
 
-def test_nothing_is_left_out_without_being_there() -> None:
+def test_excluded_commands_exist_in_the_documents() -> None:
     assert {*NOT_HERE} <= {*KUBECTL, *KBPF}
 
 
-# ---- by developers -------------------------------------------------------------------------------
+# ---- developers' commands ------------------------------------------------------------------------
 
 
 MAKE = [each for each in SAID if each.startswith("make ")]
 
 
 @pytest.mark.parametrize("command", MAKE)
-def test_targets_of_make(command: str) -> None:
-    """They are there, and so is what they would run."""
+def test_documented_make_targets_exist(command: str) -> None:
+    """The targets exist, and so do the files that they would run."""
     done = subprocess.run(
         ["bash", "-c", command.replace("make", "make -n", 1)], cwd=docs.ROOT,
         capture_output=True, text=True, check=False,
@@ -248,8 +252,8 @@ def test_targets_of_make(command: str) -> None:
 
 
 @pytest.mark.parametrize("command", [each for each in SAID if each.startswith("python -m ")])
-def test_modules_that_are_run(command: str) -> None:
-    """They are there, and know these options; what they do takes minutes."""
+def test_documented_python_modules_exist(command: str) -> None:
+    """The modules exist and have these options; running them would take minutes."""
     module, *words = command.split()[2:]
     if module == "benchmarks":
         code = "import importlib, sys; importlib.import_module(sys.argv[1]).run"

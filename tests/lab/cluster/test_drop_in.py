@@ -1,10 +1,9 @@
-"""README.md, "Replace kube-proxy", and docs/migration.md there and back, as they stand there, on a
-cluster in use: kubeadm's own objects, a real kube-proxy on each node, kbpf in their place, and
-kubeadm's again.
+"""README.md, "Replace kube-proxy", and docs/migration.md, verbatim and in both directions, on a
+cluster in use: kubeadm's own objects and a real kube-proxy on each node are replaced by kbpf, and
+kbpf by kubeadm's again.
 
-Connections are made all the while, by pods, nodes and a client outside, and none may fail; those
-that were established go on. test_takeover.py does the same without Kubernetes' objects, in each
-mode of kube-proxy.
+Pods, nodes and an outside client connect throughout, and no connection may fail; established ones
+continue. test_takeover.py does the same without Kubernetes objects, in each mode of kube-proxy.
 """
 
 import re
@@ -26,13 +25,13 @@ from tests.support.runtime.shell import Shell
 HOST, NODE_PORT = "10.96.0.20", 30020
 NOT_OURS = {"conntrack": {"maxPerCore": 0, "min": 0, "tcpCloseWaitTimeout": "0s",
                           "tcpEstablishedTimeout": "0s"}}  # fmt: skip
-"""Sysctls of the whole machine."""
+"""kube-proxy must not set these: they are sysctls of the whole machine."""
 BITS = {"iptables": {"masqueradeBit": 16}, "nftables": {"masqueradeBit": 17}}
-"""An operator's own, which have to be there again on the way back."""
+"""Values of the operator, which have to be restored when kube-proxy returns."""
 
 
 class KubeadmCluster(PodCluster):
-    """Two nodes of a cluster that kubeadm has made, with its kube-proxy in this mode; a third has
+    """Two nodes of a cluster made by kubeadm, with its kube-proxy in this mode; a third node has
     not joined.
     """
 
@@ -53,7 +52,7 @@ class KubeadmCluster(PodCluster):
         self.kubelets.sync()
 
     def rules(self) -> str:
-        """All of nf_tables on the nodes that have joined."""
+        """The nftables rulesets of the nodes that have joined."""
         return "".join(
             run(*inside(node.netns, None, "nft", "list", "ruleset")) for node in self.lab.nodes[:2]
         )
@@ -63,7 +62,7 @@ class KubeadmCluster(PodCluster):
 def cluster(
     request: pytest.FixtureRequest, programs: None, kubectl: Path, kubeadm: Path, kube_proxy: Path
 ) -> Iterator[KubeadmCluster]:
-    """A Service with a backend on each node; kube-proxy serves it, in each mode."""
+    """A cluster for each mode of kube-proxy, which serves a Service with a backend on each node."""
     with KubeadmCluster(kubectl, kubeadm, request.param) as made:
         outside = Place("outside", made.lab.outside, None)
         made.places["outside"], made.home["outside"] = outside, made.lab.nodes[0]
@@ -76,7 +75,7 @@ def cluster(
 
 
 def kube_proxy_serves(cluster: KubeadmCluster) -> None:
-    """Returns when its rules are on each node."""
+    """Waits until kube-proxy's rules are on each node."""
     for node in cluster.lab.nodes[:2]:
         until(
             f"kube-proxy's rules on {node.name}",
@@ -85,7 +84,7 @@ def kube_proxy_serves(cluster: KubeadmCluster) -> None:
 
 
 class InUse:
-    """The cluster's clients, what each keeps open, and the connections that go on all the while."""
+    """The cluster's clients, the connections each keeps open, and the load of new ones."""
 
     def __init__(self, cluster: KubeadmCluster, load: Load) -> None:
         first = cluster.lab.nodes[0].ip
@@ -95,13 +94,13 @@ class InUse:
         self._kept = 0
 
     def keep(self) -> None:
-        """Each opens one more."""
+        """Each client opens another connection and keeps it."""
         self._kept += 1
         for client, to in self._clients.items():
             assert "name" in client.tcp(*to, keep=f"kept {self._kept}")
 
     def goes_on(self) -> None:
-        """All that was opened, and new ones."""
+        """Checks that new connections succeed and all kept ones still work."""
         self._load.goes_on()
         for client in self._clients:
             for number in range(1, self._kept + 1):
@@ -109,7 +108,7 @@ class InUse:
                 assert "name" in answer, (client.name, number, answer)
 
     def let_go(self) -> None:
-        """What was opened ends."""
+        """Closes the kept connections."""
         for client in self._clients:
             for number in range(1, self._kept + 1):
                 client.ask("drop", keep=f"kept {number}")
@@ -137,7 +136,7 @@ def test_there_and_back(
 
 
 def type_in(shell: Shell, use: InUse, block: str) -> str:
-    """Every command of a block, one after the other; what they print."""
+    """Runs each command of a block, checking traffic after each; returns their output."""
     said = ""
     for command in docs.commands(block):
         said += shell(command)
@@ -146,19 +145,19 @@ def type_in(shell: Shell, use: InUse, block: str) -> str:
 
 
 def all_well(cluster: KubeadmCluster) -> None:
-    """What one waits for before the rules go."""
+    """Waits until both agents report health, as the page says to do before removing the rules."""
     status = ("kbpf", "inspect", "status")
     for agent in cluster.pod_agents[:2]:
         until("it is well", lambda one=agent: one.exec(*status).returncode == 0)
 
 
 def replace_kube_proxy() -> list[str]:
-    """README.md's blocks: the image, where it is, its pull, the change, what is removed then."""
+    """README.md's blocks: build the image, set its name, pull it, apply, clean up afterwards."""
     return docs.section("README.md", "## Replace kube-proxy")
 
 
 def to_kbpf(cluster: KubeadmCluster, shell: Shell, use: InUse) -> None:
-    """By README.md; then migration.md's own, which find little left to do."""
+    """Follows README.md, then the steps of migration.md, which find little left to do."""
     image, where, pull, apply, take_over = replace_kube_proxy()
     assert all(line.startswith("buildah ") for line in docs.commands(image)), "by tests/image"
     cluster.kubelets.images.remove("kbpf:0.1.0")
@@ -185,7 +184,7 @@ def to_kbpf(cluster: KubeadmCluster, shell: Shell, use: InUse) -> None:
 
 
 def upgraded(cluster: KubeadmCluster, shell: Shell, use: InUse) -> None:
-    """install.md, where a `kubeadm upgrade` has put kube-proxy over kbpf."""
+    """install.md: a `kubeadm upgrade` has replaced kbpf by kube-proxy."""
     cluster.kubeadm.install_kube_proxy()
     cluster.kubelets.sync()
     (container,) = container_of(cluster)
@@ -200,7 +199,7 @@ def upgraded(cluster: KubeadmCluster, shell: Shell, use: InUse) -> None:
 
 
 def back(cluster: KubeadmCluster, shell: Shell, use: InUse) -> None:
-    """Step by step; what the packet path translates ends with the last one."""
+    """Follows the page. Connections of the packet path end with the last step."""
     bit, all_have_it, delete, kubeadm, keep, clean, gone = docs.section(
         "docs/migration.md", "## Back to kube-proxy"
     )
@@ -232,7 +231,7 @@ NOT_PUSHED, NOT_READY = "kbpf:not-pushed", "kbpf:not-ready"
 
 @pytest.fixture
 def not_ready(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A kbpf that serves and says that it does not."""
+    """A copy of kbpf that serves but reports that it is not ready."""
     other = tmp_path_factory.mktemp("not-ready") / "kbpf"
     shutil.copytree(docs.ROOT / "kbpf", other, ignore=shutil.ignore_patterns("__pycache__"))
     with (other / "serve" / "health.py").open("a") as file:
@@ -241,13 +240,13 @@ def not_ready(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("cluster", MODES[:1], indirect=True)
-def test_if_it_does_not_serve(
+def test_a_failed_rollout_is_reverted_by_the_documented_steps(
     cluster: KubeadmCluster, kubectl: Path, kubeadm: Path, tmp_path: Path, not_ready: Path
 ) -> None:
-    """migration.md: the rollout has stopped at the first node, and kube-proxy comes back there.
+    """migration.md: the rollout stops at the first node, and kube-proxy is restored there.
 
-    With an image that nobody has pushed; then with one that does not get ready, and has put its
-    programs where they come first.
+    First with an image that does not exist in the registry; then with one that does not become
+    ready, after it has attached its programs.
     """
     shell = Shell(cluster, tmp_path, kubectl, kubeadm)
     kustomization = tmp_path / "manifests" / "base" / "kustomization.yaml"
@@ -278,7 +277,7 @@ def test_if_it_does_not_serve(
             (undo,) = docs.section("docs/migration.md", "## If it does not serve")
             assert "registry.k8s.io/kube-proxy" in type_in(shell, use, undo)
             assert container_of(cluster) == before
-            assert second.runs == other, "its kube-proxy has gone on all the while"
+            assert second.runs == other, "the second node's kube-proxy was not restarted"
             assert list(first.bpffs.iterdir()) == ([first.pin_dir] if image == NOT_READY else [])
         kube_proxy_serves(cluster)
         type_in(shell, use, keep)
@@ -290,7 +289,7 @@ def test_if_it_does_not_serve(
 
 
 def does_not_roll_out(shell: Shell, use: InUse) -> None:
-    """Step 2, for a second instead of ten minutes."""
+    """Step 2, with a time-out of a second instead of ten minutes."""
     _, block, _ = docs.section("docs/migration.md", "## To kbpf")
     apply, status, _ = docs.commands(block)
     shell(apply)
@@ -299,13 +298,13 @@ def does_not_roll_out(shell: Shell, use: InUse) -> None:
 
 
 def container_of(cluster: KubeadmCluster) -> list[dict]:
-    """What the DaemonSet kube-proxy runs."""
+    """The containers of the DaemonSet kube-proxy."""
     (found,) = cluster.kubectl.objects("-n", "kube-system", "get", "ds/kube-proxy")
     return found["spec"]["template"]["spec"]["containers"]
 
 
 def config_of(cluster: KubeadmCluster) -> str:
-    """What stands in the ConfigMap kube-proxy."""
+    """The configuration file in the ConfigMap kube-proxy."""
     (found,) = cluster.kubectl.objects("-n", "kube-system", "get", "cm/kube-proxy")
     text: str = found["data"]["config.conf"]
     return text

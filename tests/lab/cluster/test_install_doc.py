@@ -1,7 +1,7 @@
-"""Every command of docs/install.md, as it stands there, at a real API server.
+"""Runs every command of docs/install.md verbatim against a real API server.
 
-There is no kubelet, so what is looked at is the DaemonSet that each way ends in. The image is built
-by tests/image.
+Without a kubelet, the result to check is the DaemonSet that each block leaves. tests/image builds
+the image.
 """
 
 import os
@@ -27,9 +27,9 @@ ELSEWHERE = {
     "kubeadm upgrade": "tests/lab/cluster/test_kubeadm.py",
     "rollout status ds kube-proxy": "tests/lab/cluster/test_drop_in.py",
 }
-"""How a block can be told that somebody else runs."""
+"""Text by which a block is recognised → the tests that run it."""
 ENDS_IN = [
-    # how a block can be told, and the DaemonSet that it ends in
+    # text by which a block is recognised, and the DaemonSet that exists afterwards
     ("newName", ""),
     ("kubectl apply -k manifests/overlays/kubeadm\n", "kube-proxy"),
     ("kubectl apply -k manifests/overlays/kubeadm-new", "kube-proxy"),
@@ -45,7 +45,7 @@ REPLACES = (
     "kubectl apply -k manifests/overlays/kubeadm\n",
     "--take-ownership",
 )
-"""Where kubeadm's kube-proxy is there before."""
+"""Blocks that need kubeadm's kube-proxy to be installed before."""
 
 
 def test_every_block_has_its_row():
@@ -57,7 +57,7 @@ def test_every_block_has_its_row():
 
 @pytest.fixture
 def before(kubeadm: Path, apiserver: ApiServer, tmp_path: Path) -> Kubeadm:
-    """What some of the ways replace."""
+    """kubeadm's kube-proxy, which some blocks replace."""
     return Kubeadm(kubeadm, apiserver, tmp_path)
 
 
@@ -65,7 +65,7 @@ def before(kubeadm: Path, apiserver: ApiServer, tmp_path: Path) -> Kubeadm:
 def admin(
     apiserver: ApiServer, kubectl: Path, before: Kubeadm, tmp_path: Path
 ) -> Iterator[Kubectl]:
-    """Afterwards nothing of kbpf is there."""
+    """kubectl as administrator; removes all of kbpf after the test."""
     made = Kubectl(kubectl, apiserver, tmp_path)
     yield made
     before.remove_kube_proxy(made)
@@ -76,7 +76,7 @@ def admin(
 
 
 class Clone:
-    """Where an operator types what the page says: an ordinary shell, with manifests/."""
+    """An operator's shell in a clone of the repository with manifests/."""
 
     def __init__(self, folder: Path, apiserver: ApiServer, *programs: Path) -> None:
         self._folder = folder
@@ -91,7 +91,7 @@ class Clone:
         }
 
     def __call__(self, command: str) -> str:
-        """What it prints that ends well."""
+        """The output of a command, which must succeed."""
         done = subprocess.run(
             ["bash", "-c", command], cwd=self._folder, env=self._environment, text=True,
             capture_output=True, check=False, timeout=2 * PATIENCE,
@@ -102,15 +102,15 @@ class Clone:
 
 @pytest.fixture
 def clone(apiserver: ApiServer, kubectl: Path, helm: Path, tmp_path: Path) -> Clone:
-    """With both programs."""
+    """A clone with kubectl and helm in its PATH."""
     return Clone(tmp_path, apiserver, kubectl, helm)
 
 
 @pytest.mark.parametrize("row", ENDS_IN, ids=lambda row: row[0].strip())
-def test_a_way_to_install(
+def test_each_install_block_leaves_its_daemonset(
     admin: Kubectl, apiserver: ApiServer, clone: Clone, before: Kubeadm, row: tuple[str, str]
 ):
-    """After the block that says where the image is, in an ordinary shell."""
+    """Each block is run after the block that sets the image's name."""
     told, name = row
     (where,) = [each for each in OURS if "newName" in each]
     (block,) = [each for each in OURS if told in each]
@@ -134,8 +134,10 @@ def test_a_way_to_install(
     assert "kbpf" in " ".join(container["command"])
 
 
-def test_by_helm_the_drop_in_outlives_a_trial(admin: Kubectl, clone: Clone, before: Kubeadm):
-    """Both releases at once, as the page makes them; then the trial goes."""
+def test_the_helm_drop_in_survives_uninstalling_the_trial(
+    admin: Kubectl, clone: Clone, before: Kubeadm
+):
+    """Both releases are installed as on the page; then the trial is uninstalled."""
     before.install_kube_proxy()
     for told in ("values-side-by-side.yaml", "--take-ownership"):
         (block,) = [each for each in OURS if told in each]

@@ -1,4 +1,4 @@
-"""A real kubeadm: the objects of its kube-proxy, ours in their place, and its own again."""
+"""A real kubeadm: its kube-proxy's objects compared with ours, replaced by ours, and restored."""
 
 import re
 from collections.abc import Iterator
@@ -19,15 +19,15 @@ SPACE = "kube-system"
 PODS = "10.244.0.0/16,fd00:10:244::/56"
 ENDPOINT = "cluster.example:6443"
 OURS = {("ClusterRole", "kbpf"), ("ClusterRoleBinding", "kbpf")}
-"""The rights that kubeadm's role for kube-proxy has not: Pods (docs/operate.md)."""
+"""Rights that kubeadm's role for kube-proxy lacks: Pods (docs/operate.md)."""
 
 
 UPGRADES = sorted(set(re.findall(r"kubeadm upgrade (\w+).* --skip-phases=(\S+?)[`\n]",
                                  (docs.ROOT / "docs" / "install.md").read_text())))  # fmt: skip
 
 
-def test_an_upgrade_can_leave_kube_proxy_out(kubeadm: Path) -> None:
-    """docs/install.md: these commands have such a phase."""
+def test_kubeadm_upgrade_has_the_skipped_phases(kubeadm: Path) -> None:
+    """docs/install.md: the phases that its commands skip exist."""
     assert [command for command, _ in UPGRADES] == ["apply", "node"]
     for command, phase in UPGRADES:
         assert "--skip-phases" in call([str(kubeadm), "upgrade", command, "--help"], Path("/"))
@@ -37,13 +37,13 @@ def test_an_upgrade_can_leave_kube_proxy_out(kubeadm: Path) -> None:
 
 @pytest.fixture
 def made(kubeadm: Path, apiserver: ApiServer, tmp_path: Path) -> dict[tuple[str, str], Object]:
-    """What kubeadm prints."""
+    """The objects that kubeadm prints, by kind and name."""
     return named(Kubeadm(kubeadm, apiserver, tmp_path, endpoint=ENDPOINT, pods=PODS).kube_proxy())
 
 
 @pytest.fixture
 def ours(kubectl: Path, tmp_path: Path) -> dict[tuple[str, str], Object]:
-    """The overlay for a cluster without kube-proxy, as its operator has filled it in."""
+    """The objects of the overlay for a cluster without kube-proxy, as an operator fills it in."""
     manifests = copy_of_manifests(tmp_path / "ours", f"https://{ENDPOINT}", PODS)
     return named(kustomize(kubectl, manifests / "overlays" / "kubeadm-new"))
 
@@ -53,7 +53,7 @@ def named(objects: list[Object]) -> dict[tuple[str, str], Object]:
 
 
 def said(value: Any) -> Any:
-    """Without what says nothing: nulls, a status, a group's API group, which is the default."""
+    """The value without nulls, status and a subject's default API group."""
     if isinstance(value, dict):
         rbac = {"apiGroup": "rbac.authorization.k8s.io"} if value.get("kind") == "Group" else {}
         rows = {key: said(each) for key, each in value.items() if key != "status"}
@@ -61,7 +61,7 @@ def said(value: Any) -> Any:
     return [said(each) for each in value] if isinstance(value, list) else value
 
 
-def test_the_same_objects_by_name(
+def test_objects_have_the_names_of_kubeadms(
     made: dict[tuple[str, str], Object], ours: dict[tuple[str, str], Object]
 ) -> None:
     assert ours.keys() == made.keys() | OURS
@@ -78,16 +78,16 @@ def test_the_same_objects_by_name(
     ],
     ids=lambda key: key[0],
 )
-def test_accounts_and_rights_are_the_same(
+def test_accounts_and_rights_equal_kubeadms(
     made: dict[tuple[str, str], Object], ours: dict[tuple[str, str], Object], key: tuple[str, str]
 ) -> None:
     assert said(ours[key]) == said(made[key])
 
 
-def test_the_config_map(
+def test_the_config_map_equals_kubeadms_in_effect(
     made: dict[tuple[str, str], Object], ours: dict[tuple[str, str], Object]
 ) -> None:
-    """Ours says less, and the same: what it leaves out is zero in kubeadm's."""
+    """Ours sets fewer fields, to equal values; the others are zero in kubeadm's."""
     theirs, own = (each["ConfigMap", "kube-proxy"] for each in (made, ours))
     assert own["metadata"]["labels"] == theirs["metadata"]["labels"]
     assert own["data"].keys() == theirs["data"].keys()
@@ -104,7 +104,7 @@ def test_the_config_map(
 
 
 def set_fields(value: Any) -> Iterator[object]:
-    """Whatever is not zero somewhere in it."""
+    """All values in it, nested ones included, that are not zero."""
     if isinstance(value, dict):
         for each in value.values():
             yield from set_fields(each)
@@ -112,8 +112,8 @@ def set_fields(value: Any) -> Iterator[object]:
         yield value
 
 
-def test_what_other_tests_take_for_kubeadms(made: dict[tuple[str, str], Object]) -> None:
-    """The texts of tests/support/cluster/kubeadm.py, to the letter."""
+def test_the_texts_of_other_tests_equal_kubeadms(made: dict[tuple[str, str], Object]) -> None:
+    """The texts of tests/support/cluster/kubeadm.py are literally those of kubeadm."""
     data = made["ConfigMap", "kube-proxy"]["data"]
     account = Path("/var/run/secrets/kubernetes.io/serviceaccount")
     assert data == {
@@ -122,11 +122,12 @@ def test_what_other_tests_take_for_kubeadms(made: dict[tuple[str, str], Object])
     }
 
 
-def test_the_daemonset_is_found_scheduled_and_told_as_kubeadms(
+def test_the_daemonset_has_the_metadata_and_settings_of_kubeadms(
     made: dict[tuple[str, str], Object], ours: dict[tuple[str, str], Object]
 ) -> None:
-    """Names, labels, nodes, priority, account, the file, the flags and the environment, in which
-    ours says once more where the file is, for commands in the pod; the template is ours.
+    """Names, labels, nodes, priority, account, file, flags and environment are equal; the rest of
+    the template is ours. Our environment has one more variable, the file's path for commands in the
+    pod.
     """
     more = {"name": "KBPF_CONFIG", "value": "/var/lib/kube-proxy/config.conf"}
 
@@ -156,11 +157,11 @@ def test_the_daemonset_is_found_scheduled_and_told_as_kubeadms(
     assert said(facts(ours)) == said(facts(made))
 
 
-def test_with_the_patch_kubeadm_leaves_kbpf_in_place(
+def test_with_the_patch_kubeadm_keeps_kbpf(
     kubeadm: Path, kubectl: Path, apiserver: ApiServer, tmp_path: Path
 ) -> None:
     """docs/install.md: the lines that make the patch, and kubeadm's phase that writes the
-    DaemonSet. `kubeadm upgrade` calls the same with --patches, but wants to be on a node.
+    DaemonSet. `kubeadm upgrade` runs the same phase with --patches, but only on a node.
     """
     (block,) = [text for text in docs.blocks("docs/install.md", "sh") if "--patches" in text]
     lines = block.replace("/etc/kubernetes/patches", str(tmp_path / "patches")).splitlines()
@@ -197,7 +198,9 @@ def test_with_the_patch_kubeadm_leaves_kbpf_in_place(
 
 
 def unordered(value: Any) -> Any:
-    """With lists of named things by name: in which order they stand means nothing."""
+    """The value with lists of named objects as mappings by name, since their order is
+    irrelevant.
+    """
     if isinstance(value, dict):
         return {key: unordered(each) for key, each in value.items()}
     if isinstance(value, list) and value and all(isinstance(each, dict) for each in value):
@@ -205,10 +208,10 @@ def unordered(value: Any) -> Any:
     return value
 
 
-def test_apply_turns_it_into_kbpf_and_kubeadm_turns_it_back(
+def test_apply_turns_kube_proxy_into_kbpf_and_kubeadm_back(
     kubeadm: Path, kubectl: Path, apiserver: ApiServer, tmp_path: Path
 ) -> None:
-    """The same DaemonSet another template, the ConfigMap untouched; and again."""
+    """The same DaemonSet gets another template, and the ConfigMap is untouched; done twice."""
     admin = Kubectl(kubectl, apiserver, tmp_path)
     program = Kubeadm(kubeadm, apiserver, tmp_path)
     folder = str(OVERLAYS / "kubeadm")

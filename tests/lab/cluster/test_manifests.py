@@ -1,5 +1,5 @@
-"""manifests/ at a real API server: it takes every object, grants the account what it says and no
-more, and turns kubeadm's kube-proxy into kbpf.
+"""manifests/ with a real API server: it accepts every object, grants the account the listed rights
+and no others, and applying an overlay turns kubeadm's kube-proxy into kbpf.
 """
 
 import json
@@ -35,7 +35,7 @@ def admin(apiserver: ApiServer, kubectl: Path, tmp_path_factory: pytest.TempPath
 
 
 @pytest.mark.parametrize("name", [*(f"overlays/{name}" for name in NAMES), "cleanup", "prepull"])
-def test_the_server_takes_it(admin: Kubectl, kubectl: Path, name: str):
+def test_the_server_accepts_each_overlay(admin: Kubectl, kubectl: Path, name: str):
     folder = MANIFESTS / name
     said = admin("--warnings-as-errors", "apply", "--dry-run=server", "-k", str(folder))
     assert len(said.splitlines()) == len(kustomize(kubectl, folder))
@@ -43,7 +43,7 @@ def test_the_server_takes_it(admin: Kubectl, kubectl: Path, name: str):
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_the_server_takes_what_the_chart_makes(
+def test_the_server_accepts_the_charts_objects(
     admin: Kubectl, helm: Path, tmp_path: Path, name: str
 ):
     values = [f"--values={MANIFESTS / 'chart' / file}" for file in VALUES[name]]
@@ -59,7 +59,7 @@ def test_the_server_takes_what_the_chart_makes(
 
 @pytest.fixture
 def beside(admin: Kubectl) -> Iterator[None]:
-    """The overlay side-by-side is applied; its account has the rights of the base and no others."""
+    """The overlay side-by-side, whose account has exactly the rights of the base."""
     folder = str(OVERLAYS / "side-by-side")
     admin("apply", "-k", folder)
     yield
@@ -75,10 +75,10 @@ GRANTED = {
 ANYBODY = re.compile(
     r"selfsubject\S+\.(authorization|authentication)\.k8s\.io|clustertrustbundles\..*"
 )
-"""What each ServiceAccount may: ask about itself, and read what is public."""
+"""What every ServiceAccount may do: review its own rights, and read public paths."""
 
 
-def test_it_may_do_what_the_table_says_and_no_more(admin: Kubectl, beside: None):
+def test_the_account_has_exactly_the_documented_rights(admin: Kubectl, beside: None):
     text = admin("auth", "can-i", "--list", f"--as={ACCOUNT}", "-n", SPACE)
     rows = {}
     for line in text.splitlines()[1:]:
@@ -91,7 +91,7 @@ def test_it_may_do_what_the_table_says_and_no_more(admin: Kubectl, beside: None)
     assert rows == GRANTED
 
 
-def test_the_agents_sources_sync_with_it(
+def test_the_agents_sources_sync_with_these_rights(
     admin: Kubectl, beside: None, apiserver: ApiServer, tmp_path: Path
 ):
     config = json.loads(apiserver.kubeconfig(tmp_path / "config").read_text())
@@ -115,7 +115,7 @@ def test_the_agents_sources_sync_with_it(
             source.stop()
 
 
-def test_the_component_lets_it_watch_pods(admin: Kubectl, kubectl: Path, tmp_path: Path):
+def test_the_component_grants_watching_pods(admin: Kubectl, kubectl: Path, tmp_path: Path):
     folder = with_component("side-by-side", tmp_path)
     admin("apply", "-k", str(folder))
     try:
@@ -129,11 +129,11 @@ ORDERS = [("side-by-side", "kubeadm"), ("kubeadm", "side-by-side")]
 
 
 @pytest.mark.parametrize(("first", "second"), ORDERS)
-def test_a_trial_and_a_drop_in_leave_each_others_objects_alone(
+def test_trial_and_drop_in_do_not_change_each_others_objects(
     admin: Kubectl, kubectl: Path, first: str, second: str
 ):
-    """Whichever comes first: applying the one over the other changes nothing of it, neither does
-    `delete -k` of the one that has been there before; each account keeps its rights.
+    """In either order: applying the second changes no object of the first, and `delete -k` of the
+    first changes none of the second. Each account keeps its rights.
     """
     accounts = {"side-by-side": "kbpf", "kubeadm": "kube-proxy"}
     try:
@@ -155,13 +155,13 @@ def test_a_trial_and_a_drop_in_leave_each_others_objects_alone(
 
 
 def may_watch(admin: Kubectl, account: str) -> bool:
-    """Each overlay takes all that it grants with it."""
+    """Whether the account may watch Nodes. Deleting an overlay revokes all that it grants."""
     user = f"--as=system:serviceaccount:{SPACE}:{account}"
     return admin("auth", "can-i", "--list", user).count("nodes ") >= 1
 
 
 def versions(admin: Kubectl, kubectl: Path, name: str) -> dict[tuple[str, str], tuple[str, str]]:
-    """Of each object of an overlay: which one it is, and which state of it."""
+    """By kind and name, the UID and the resourceVersion of each object of an overlay."""
     made = {}
     for each in kustomize(kubectl, OVERLAYS / name):
         key = each["kind"], each["metadata"]["name"]
@@ -177,7 +177,7 @@ def versions(admin: Kubectl, kubectl: Path, name: str) -> dict[tuple[str, str], 
 def kube_proxy_of_kubeadm(
     admin: Kubectl, kubeadm: Path, apiserver: ApiServer, tmp_path: Path
 ) -> Iterator[None]:
-    """Made by kubeadm."""
+    """kube-proxy's objects, made by kubeadm."""
     program = Kubeadm(kubeadm, apiserver, tmp_path)
     program.install_kube_proxy()
     yield
@@ -187,14 +187,14 @@ def kube_proxy_of_kubeadm(
 def test_apply_turns_kubeadms_kube_proxy_into_kbpf(
     admin: Kubectl, kubectl: Path, kube_proxy_of_kubeadm: None
 ):
-    """The same DaemonSet, another template, so the controller rolls; the ConfigMap is untouched;
-    `kubectl rollout restart` changes the template again.
+    """The same DaemonSet gets another template, so that the controller rolls it out; the ConfigMap
+    is untouched. `kubectl rollout restart` changes the template again.
     """
     folder = str(OVERLAYS / "kubeadm")
     try:
         before = {each["kind"]: each for each in objects(admin)}
         said = admin("apply", "-k", folder)
-        assert "daemonset.apps/kube-proxy configured" in said, "not created: it was there"
+        assert "daemonset.apps/kube-proxy configured" in said, "changed, not created"
         after = {each["kind"]: each for each in objects(admin)}
         assert after["ConfigMap"] == before["ConfigMap"]
         one, other = (each["DaemonSet"]["metadata"] for each in (before, after))
@@ -212,12 +212,12 @@ def test_apply_turns_kubeadms_kube_proxy_into_kbpf(
         admin("-n", SPACE, "rollout", "restart", "ds", "kube-proxy")
         (last,) = admin.objects("-n", SPACE, "get", "ds", "-l", "k8s-app=kube-proxy")
         assert last["metadata"]["generation"] == other["generation"] + 1
-        assert "unchanged" in admin("apply", "-k", folder), "a second time it changes nothing"
+        assert "unchanged" in admin("apply", "-k", folder), "applying again changes nothing"
     finally:
         admin("delete", "-k", folder, "--ignore-not-found", "--wait=false")
 
 
-def test_the_way_of_the_vagrant_cluster(
+def test_vagrants_kbpf_script_installs_the_new_cluster_overlay(
     admin: Kubectl, kubectl: Path, apiserver: ApiServer, tmp_path: Path
 ):
     """kbpf.sh does what docs/install.md says for a cluster without kube-proxy."""
@@ -250,7 +250,7 @@ def objects(admin: Kubectl) -> list[dict]:
 
 
 def assert_has(found: object, wanted: object, where: str = "template") -> None:
-    """All that is wanted stands there; the server adds defaults, and keeps what others wrote."""
+    """Checks that `found` contains `wanted`. The server adds defaults and keeps foreign fields."""
     if isinstance(wanted, dict):
         assert isinstance(found, dict), where
         for key, value in wanted.items():

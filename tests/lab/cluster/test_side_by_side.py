@@ -1,6 +1,6 @@
-"""The overlay side-by-side: kbpf beside a real kube-proxy, on the nodes that are chosen. It finds
-the API server by the kubernetes Service, which kube-proxy serves. And docs/migration.md, how the
-overlay kubeadm follows it.
+"""The overlay side-by-side: kbpf next to a real kube-proxy on chosen nodes. It reaches the API
+server by the Service `kubernetes`, which kube-proxy serves. Also docs/migration.md, "From the trial
+to the drop-in".
 """
 
 from collections.abc import Iterator
@@ -29,14 +29,14 @@ class Trial(PodCluster):
     beside: KubeProxy
 
     def bring_up(self) -> None:
-        """The Nodes alone."""
+        """Creates the Nodes only."""
         self.prepare()
         self.overlay = OVERLAYS / "side-by-side"
 
 
 @pytest.fixture
 def trial(programs: None, kubectl: Path, kube_proxy: Path) -> Iterator[Trial]:
-    """With kube-proxy on the first node, and a Service that it serves there."""
+    """The trial's cluster, with kube-proxy and a Service that it serves on the first node."""
     with Trial(kubectl, 3, "t") as made:
         home = made.lab.nodes[0]
         ip("route del unreachable 10.96.0.0/16", netns=home.netns)
@@ -47,14 +47,14 @@ def trial(programs: None, kubectl: Path, kube_proxy: Path) -> Iterator[Trial]:
 
 
 def said_starting(trial: Trial) -> list[str]:
-    """What kbpf's Events of its start say; kube-proxy sends its own."""
+    """The notes of kbpf's Events of its start, without kube-proxy's."""
     rows = trial.kube.list("Event")["items"]
     notes = [row.get("note", "") for row in rows if row["reason"] == "Starting"]
     return [note for note in notes if note.startswith("kbpf ")]
 
 
 def refuses(agent: PodAgent, why: str) -> None:
-    """To remove kube-proxy's rules, which it cannot see the process of."""
+    """Checks that the agent refuses to remove kube-proxy's rules: it cannot see whether it runs."""
     done = agent.exec("kbpf", "cleanup", "--kube-proxy")
     assert done.returncode == 1, done.stdout
     assert why in done.stderr
@@ -62,7 +62,7 @@ def refuses(agent: PodAgent, why: str) -> None:
     assert "service-endpoints" in run(*rules)
 
 
-def test_a_trial_on_one_node(trial: Trial) -> None:
+def test_a_trial_serves_on_the_labelled_node(trial: Trial) -> None:
     agent = trial.pod_agents[0]
 
     def running() -> list[str]:
@@ -80,7 +80,7 @@ def test_a_trial_on_one_node(trial: Trial) -> None:
         refuses(agent, "kube-proxy is running on this node (it answers on ")
         until("the base's own rights are enough to say so", lambda: said_starting(trial))
         for port in (10256, 10356):  # kube-proxy's and ours
-            until(f"{port} is well", lambda port=port: asked(agent, port, "/healthz") == 200)
+            until(f"{port} is healthy", lambda port=port: asked(agent, port, "/healthz") == 200)
         trial.kubectl("label", "node", "node-1", "kbpf.io/node-")
         assert running() == []
         trial.kubectl("delete", "-k", str(trial.overlay))
@@ -93,10 +93,10 @@ SECOND = ("kbpf run --hostname-override=node-1 --healthz-bind-address= --metrics
           " test $? = 1")  # fmt: skip
 
 
-def test_from_the_trial_to_the_drop_in(
+def test_the_documented_steps_from_trial_to_drop_in(
     trial: Trial, kubectl: Path, kubeadm: Path, tmp_path: Path
 ) -> None:
-    """What two agents of a node do, and migration.md command by command: the drop-in adopts."""
+    """migration.md command by command, with two agents on a node in between: the drop-in adopts."""
     there, back = docs.section("docs/migration.md", "## From the trial to the drop-in")
     shell = Shell(trial, tmp_path, kubectl)
     type_in(shell, back.replace("--all", "node-1"))
@@ -116,7 +116,7 @@ def test_from_the_trial_to_the_drop_in(
         for command in docs.commands(there):
             if "apply" in command:
                 assert not first.is_running
-                trial.beside.stop()  # as kubelet does, since the template of its DaemonSet changes
+                trial.beside.stop()  # as kubelet does when the DaemonSet's template changes
             shell(command)
             load.goes_on()
         for client in clients:
@@ -131,11 +131,11 @@ def test_from_the_trial_to_the_drop_in(
 
 
 def pinned(agent: PodAgent) -> dict[str, int]:
-    """Its maps: those that are made anew have other inodes."""
+    """The inodes of the agent's pinned maps, by name; a recreated map has another inode."""
     return {path.name: path.stat().st_ino for path in agent.pin_dir.glob("maps-*/*")}
 
 
 def type_in(shell: Shell, block: str) -> None:
-    """Every command of it, one after the other."""
+    """Runs each command of a block."""
     for command in docs.commands(block):
         shell(command)

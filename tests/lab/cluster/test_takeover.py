@@ -1,9 +1,9 @@
-"""A real kube-proxy, in each mode, gives way to kbpf and comes back, on nodes that are in use: the
-steps of docs/migration.md. Mode ipvs, of either, needs a kernel with IPVS (tests/kernels).
+"""A real kube-proxy, in each mode, is replaced by kbpf and returns, on nodes in use: the steps of
+docs/migration.md. Mode ipvs of either needs a kernel with IPVS (tests/kernels).
 
-Connections without end go on all the while, from outside to NodePorts of both nodes and from a pod
-to the ClusterIP, and none may fail. Others are held open from before each step until after it, and
-all of them have to go on, also where FORWARD is closed.
+New connections are made throughout, from outside to NodePorts of both nodes and from a pod to the
+ClusterIP, and none may fail. Others are held open across each step, and must all survive it, even
+if the policy of FORWARD is DROP.
 """
 
 import re
@@ -43,16 +43,16 @@ EMULATED = PATIENCE > 60
 PAUSE = 0.05 if EMULATED else 0.002
 JSON = ("--kube-api-content-type", "application/json") if EMULATED else ()
 SLOWLY = 600.0
-"""Seconds: IPVS and conntrack keep what has ended for two minutes."""
+"""Seconds to wait: IPVS and conntrack keep closed connections for two minutes."""
 PROGRAMMED = SLOWLY if EMULATED else PATIENCE
-"""Seconds: a kube-proxy in mode ipvs runs a hundred programs first."""
+"""Seconds to wait: a kube-proxy in mode ipvs runs a hundred programs first."""
 HELD = 4
-"""Connections that each client holds open in each step: to either pod, as chance will have it."""
+"""Connections that each client holds open across a step, to either pod at random."""
 
 
 class World:
-    """Two nodes with a pod each, clients outside and in a pod, and whoever balances: on both nodes,
-    where that does not take too long.
+    """Two nodes with a pod each, clients outside and in a pod, and the load balancers: on both
+    nodes, but only on the first under emulation, where starting them takes too long.
     """
 
     def __init__(self, stack: ExitStack, mode: str) -> None:
@@ -67,7 +67,8 @@ class World:
             place = Place(f"to {home.name}", lab.outside, None)
             stack.callback(place.close)
             self.dials[place] = home.ip, NODE_PORT
-        # Not the pod that dials all the while: docs/ipvs.md, one port through IPVS and directly.
+        # Not the pod that makes the load: one of its ports could be used both through IPVS and
+        # directly to the same backend (docs/ipvs.md).
         self.holds = {**self.dials, first.pod("keeps"): (VIP, 80)}
         self.dials[first.pod("to the ClusterIP")] = VIP, 80
         options = ("--packet-path", "true", "--cluster-cidr", CLUSTER)
@@ -88,8 +89,9 @@ class World:
         )
 
     def _serve_objects(self, stack: ExitStack, *objects: Object) -> tuple[str, str]:
-        """By a real API server, or for kube-proxy by a stand-in, where that one would take minutes
-        to start; where kbpf has them from.
+        """Publishes the objects and returns kbpf's source arguments. A real API server does it;
+        under emulation, where that would take minutes to start, kube-proxy gets a stand-in and kbpf
+        a folder.
         """
         outside = self.lab.outside
         assert outside is not None
@@ -109,10 +111,10 @@ class World:
             put(folder, file_of(obj), yaml.safe_dump(obj))
         return "--source", str(folder)
 
-    # ---- who balances ----------------------------------------------------------------------
+    # ---- load balancers --------------------------------------------------------------------
 
     def start_proxies(self, mode: str) -> None:
-        """kube-proxy begins on each node; returns when its rules are there."""
+        """Starts kube-proxy on each node and waits for its rules."""
         for home in self.homes:
             made = KubeProxy(home, mode, self.config, "--cluster-cidr", CLUSTER, *JSON).start()
             self.proxies.append(made)
@@ -123,51 +125,51 @@ class World:
                 raise AssertionError(f"{error}\n{each.tail()}") from None
 
     def stop_proxies(self) -> None:
-        """They end; their rules stay."""
+        """Stops each kube-proxy; their rules stay."""
         while self.proxies:
             self.proxies.pop().stop()
 
     def start_agents(self, *arguments: str) -> None:
-        """kbpf begins on each node; returns when it serves."""
+        """Starts kbpf on each node and waits until it is synced."""
         for agent in self.agents:
             agent.start(wait=False, extra=(*self.source, *arguments))
         for agent in self.agents:
             agent.wait_synced()
 
     def stop_agents(self) -> None:
-        """They end; what they have pinned goes on."""
+        """Stops each kbpf; what they have pinned keeps serving."""
         for agent in self.agents:
             assert agent.stop() == 0
 
     def kbpf(self, home: Node, *words: str) -> str:
-        """A command on that node."""
+        """The output of a kbpf command on that node."""
         assert home.agent is not None
         where = "--pin-dir", str(home.agent.pin_dir), "--state-dir", str(home.agent.state_dir)
         return command(*inside(home.netns, None, sys.executable, "-m", "kbpf", *words, *where))
 
     def cleanup(self, *options: str) -> list[str]:
-        """On each node."""
+        """The output of `kbpf cleanup` on each node."""
         return [self.kbpf(home, "cleanup", *options) for home in self.homes]
 
     def rules(self) -> str:
-        """All of nf_tables on each node."""
+        """The nftables rulesets of all nodes."""
         return self.everywhere("nft", "list", "ruleset")
 
     def everywhere(self, *words: str) -> str:
-        """What a command says, on each node."""
+        """The joined output of a command run on each node."""
         return "".join(command(*inside(home.netns, None, *words)) for home in self.homes)
 
     def led(self) -> list[int]:
-        """How many connections the packet path of each node has begun."""
+        """How many flows the packet path of each node has created; empty in mode ipvs."""
         if self.mode == "ipvs":
             return []
         return [agent.reasons()[Reason.NEW_FLOW] for agent in self.agents]
 
-    # ---- who dials -------------------------------------------------------------------------
+    # ---- clients ---------------------------------------------------------------------------
 
     @contextmanager
     def load(self) -> Iterator[Load]:
-        """Each of them connects without end; not one may fail."""
+        """Each client connects repeatedly throughout the block; no connection may fail."""
         load = Load(tuple(self.dials))
         for place, (host, number) in self.dials.items():
             place.ask("start_load", host=host, port=number, threads=2, pause=PAUSE)
@@ -191,13 +193,13 @@ class World:
                 self.held.append((place, keep))
 
     def all_talk(self) -> None:
-        """Every connection that is held goes on."""
+        """Checks that every held connection still works."""
         for place, keep in self.held:
             answer = place.ask("talk", keep=keep)
             assert "error" not in answer, (place.name, keep, answer)
 
     def let_go(self) -> None:
-        """All held connections end."""
+        """Closes all held connections."""
         for place, keep in self.held:
             place.ask("drop", keep=keep)
         self.held = []
@@ -213,8 +215,8 @@ class World:
     ],
 )
 def test_there_and_back(programs: None, kube_proxy: Path, mode: str, ours: str) -> None:
-    """Begins on nodes whose kernel has never tracked a connection, so that kbpf's are in the middle
-    when kube-proxy's rules make it begin.
+    """Starts on nodes whose conntrack has never been enabled. kube-proxy's rules enable it while
+    kbpf's connections are established, so that conntrack sees them from the middle.
     """
     with ExitStack() as stack:
         world = World(stack, ours)
@@ -234,8 +236,8 @@ def test_there_and_back(programs: None, kube_proxy: Path, mode: str, ours: str) 
 
 
 def kube_proxy_comes(world: World, mode: str, load: Load) -> None:
-    """kbpf lets go of the bit of the mark that kube-proxy takes for its own, ends, and leaves new
-    connections to kube-proxy; those that it has translated go on.
+    """kbpf stops using kube-proxy's mark bit, stops, and leaves new connections to kube-proxy;
+    connections that it has translated continue.
     """
     world.stop_agents()
     world.start_agents("--masquerade-bit", "13")
@@ -255,8 +257,9 @@ def kube_proxy_comes(world: World, mode: str, load: Load) -> None:
 
 
 def kbpf_comes(world: World, mode: str, load: Load) -> None:
-    """kube-proxy ends, its rules serve on until kbpf does, and are then removed. Connections that
-    they have translated go on, by a table that the agent removes when they are over.
+    """kube-proxy stops; its rules serve until kbpf does, and are then removed. Connections that
+    they have translated continue with the help of a table, which the agent removes with the last of
+    them.
     """
     world.stop_proxies()
     world.start_agents()
@@ -268,7 +271,7 @@ def kbpf_comes(world: World, mode: str, load: Load) -> None:
     rules = world.rules()
     assert "kube-proxy" not in rules
     assert set(re.findall(r"KUBE-[A-Z-]+", rules)) <= {"KUBE-FIREWALL"}
-    kept = 0 if world.mode == "ipvs" else len(world.agents)  # they go on in its own table
+    kept = 0 if world.mode == "ipvs" else len(world.agents)  # theirs stay in IPVS' table
     assert rules.count("table ip kbpf-handover") == kept
     assert "kube-ipvs0" not in world.everywhere("ip", "link")
     if mode == "ipvs":
@@ -278,7 +281,7 @@ def kbpf_comes(world: World, mode: str, load: Load) -> None:
 
 
 def nothing_stays(world: World) -> None:
-    """With its last connection all of kube-proxy's IPVS is gone. New ones are served still."""
+    """With its last connection all of kube-proxy's IPVS state is removed; new ones are served."""
     world.let_go()
     if world.mode == "bpf":
         until(
@@ -301,11 +304,11 @@ def nothing_stays(world: World) -> None:
         pytest.param("ipvs", "ipvs", marks=needs("ipvs")),
     ],
 )
-def test_a_forward_that_is_closed_cuts_no_connection(
+def test_a_closed_forward_chain_cuts_no_connection(
     programs: None, kube_proxy: Path, mode: str, ours: str
 ) -> None:
-    """It lets nothing pass by itself, as beside a CNI that counts on kube-proxy's rules: a client
-    outside asks the node for a pod, which is masqueraded, so kube-proxy marks the first packet.
+    """FORWARD has policy DROP, as with a CNI that relies on kube-proxy's rules. An outside client's
+    connection to a pod is masqueraded, so kube-proxy's rules mark and accept its first packet.
     """
     with ExitStack() as stack:
         world = World(stack, ours)
@@ -335,13 +338,13 @@ def test_a_forward_that_is_closed_cuts_no_connection(
 
 
 def established(home: Node) -> list[str]:
-    """The rules in FORWARD that let pass what is established, as iptables reads them."""
+    """The rules in FORWARD that accept established connections, as `iptables-save` prints them."""
     saved = command(*inside(home.netns, None, "iptables-save", "-t", "filter"))
     rules = [line for line in saved.splitlines() if line.startswith("-A FORWARD")]
     return [rule for rule in rules if "--ctstate RELATED,ESTABLISHED" in rule]
 
 
 def forget_connections() -> None:
-    """All that conntrack knows: else it remembers those that have ended for two minutes."""
+    """Flushes conntrack, which would otherwise keep closed connections for two minutes."""
     with Netlink(conntrack.NETLINK_NETFILTER, "conntrack") as netlink:
         netlink.request(1 << 8 | 2, bytes(4))  # NFNL_SUBSYS_CTNETLINK, IPCTNL_MSG_CT_DELETE

@@ -1,5 +1,5 @@
-"""`kbpf cleanup --kube-proxy` after a real kube-proxy, in each of its modes: what others have stays
-as it is, to the letter.
+"""`kbpf cleanup --kube-proxy` after a real kube-proxy, in each of its modes: foreign rules stay
+exactly as they were.
 """
 
 import os
@@ -49,7 +49,7 @@ COMMIT
 :KUBE-KUBELET-CANARY - [0:0]
 COMMIT
 """
-"""A CNI's, kubelet's, an operator's. KUBE-FIREWALL is kubelet's and kube-proxy's alike."""
+"""Rules of a CNI, of kubelet and of an operator. kubelet and kube-proxy both use KUBE-FIREWALL."""
 GUARD = (
     "-A KUBE-FIREWALL ! -s 127.0.0.0/8 -d 127.0.0.0/8 "
     '-m comment --comment "block incoming localnet connections" '
@@ -66,13 +66,13 @@ table ip kube-proxy-2 {
     }
 }
 """
-"""Of others, by names that come near."""
+"""Foreign tables with names similar to kube-proxy's."""
 UNSEEN = () if process.is_in_initial_pid_namespace() else ("--force",)
-"""Where the tests themselves are in a container."""
+"""Needed if the tests run in a container, where a running kube-proxy might not be visible."""
 
 
 class Ground:
-    """A node on which others have rules, and an API server with Services of every kind."""
+    """A node with foreign rules, and an API server with Services of every kind."""
 
     def __init__(self, lab: Lab, api: ApiServer) -> None:
         self.home: Node = lab.nodes[0]
@@ -94,20 +94,20 @@ class Ground:
         return command(*inside(self.home.netns, None, *words), stdin=stdin)
 
     def cleanup(self, *more: str) -> subprocess.CompletedProcess[str]:
-        """With pins that are not there: nothing of kbpf is needed."""
+        """Runs it with a pin folder that does not exist: no state of kbpf is needed."""
         words = ("cleanup", "--kube-proxy", "--pin-dir", "/sys/fs/bpf/none", *more)
         where = inside(self.home.netns, None, sys.executable, "-m", "kbpf", *words)
         return subprocess.run(where, capture_output=True, text=True, check=False)
 
     def rules(self, kind: str) -> str:
-        """All rules, without what counts."""
+        """All rules, without counters and comments."""
         saved = (self.run(f"ip{v6}tables-{kind}-save") for v6 in ("", "6"))
         text = re.sub(r" \[\d+:\d+\]|^#.*\n", "", "".join(saved), flags=re.MULTILINE)
         return text + self.run("nft", "-s", "list", "tables")
 
 
 def objects() -> Iterator[dict[str, object]]:
-    """A Service each for what makes chains of other kinds."""
+    """A Service for each setting that makes kube-proxy write another kind of chain."""
     for name, more in {
         "plain": {"type": "NodePort", "affinity_seconds": 60},
         "kept": {"type": "LoadBalancer", "external_policy": "Local",
@@ -133,7 +133,7 @@ def ground(programs: None, kube_proxy: Path) -> Iterator[Ground]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_all_of_kube_proxy_goes_and_nothing_else(
+def test_cleanup_removes_all_of_kube_proxy_and_nothing_else(
     ground: Ground, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kind = "legacy" if mode == "iptables-legacy" else "nft"
@@ -161,10 +161,10 @@ def test_all_of_kube_proxy_goes_and_nothing_else(
     assert ground.rules(kind) == before
 
 
-def test_kube_proxys_own_cleanup_takes_its_legacy_rules(
+def test_kube_proxys_own_cleanup_removes_its_legacy_rules(
     ground: Ground, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """docs/operate.md: for nodes where ours has not got the programs of iptables-legacy."""
+    """docs/operate.md: for nodes on which our image lacks the programs of iptables-legacy."""
     monkeypatch.setenv("PATH", str(ground.legacy), prepend=os.pathsep)
     for v6, guard in (("", GUARD), ("6", "")):
         ground.run(f"ip{v6}tables-legacy-restore", stdin=OTHERS % guard)
@@ -183,7 +183,7 @@ def test_kube_proxys_own_cleanup_takes_its_legacy_rules(
 
 
 def is_complete(rules: str, mode: str, ground: Ground) -> bool:
-    """Whether chains of all kinds are there, in both families."""
+    """Whether chains of all kinds exist in both families."""
     if mode == "nftables":
         return all(
             f"table {family} kube-proxy\n" in rules

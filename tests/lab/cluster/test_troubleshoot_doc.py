@@ -1,5 +1,5 @@
-"""docs/troubleshoot.md: what a client sees, made on purpose, and that the commands which the page
-names show why.
+"""docs/troubleshoot.md: each symptom is produced on purpose, and the commands that the page names
+show its cause.
 """
 
 import json
@@ -23,9 +23,9 @@ LABEL = "service.kubernetes.io/service-proxy-name"
 
 
 class Symptom(NamedTuple):
-    """`words` stand in the page. The Service has these endpoints and options; the client dials this
-    kind of address (of port 80, if none is said) and has this outcome. `shows`: what `kbpf inspect
-    COMMAND` then has in it; of `status` a counter that has grown.
+    """`words` are a text of the page. The Service has these endpoints and options; the client dials
+    this kind of address (0: port 80) with this outcome. `shows` is then part of the output of
+    `kbpf inspect COMMAND`, or, for `status`, the name of a counter that has grown.
     """
 
     words: str
@@ -68,7 +68,7 @@ def field() -> Iterator[Field]:
 
 
 def inspect(agent: Agent, command: str) -> "subprocess.CompletedProcess[str]":
-    """`kbpf inspect` on the agent's node."""
+    """Runs `kbpf inspect` on the agent's node."""
     words = (sys.executable, "-m", "kbpf", "inspect", *command.split(), "--pin-dir",
              str(agent.pin_dir))  # fmt: skip
     where = inside(agent.node.netns, None, *words)
@@ -76,14 +76,14 @@ def inspect(agent: Agent, command: str) -> "subprocess.CompletedProcess[str]":
 
 
 def counted(agent: Agent, words: str) -> int:
-    """What `kbpf inspect status` has counted under these words."""
+    """The counter that `kbpf inspect status` shows with this description."""
     (reason,) = (reason for reason, said in DESCRIPTIONS.items() if said == words)
     counters = json.loads(inspect(agent, "status -o json").stdout)["counters"]
     return int(counters[reason.name.lower()])
 
 
 @pytest.mark.parametrize("symptom", SYMPTOMS, ids=lambda one: one.words)
-def test_a_symptom_and_why(field: Field, symptom: Symptom) -> None:
+def test_a_symptom_and_the_command_that_shows_its_cause(field: Field, symptom: Symptom) -> None:
     assert symptom.words in PAGE.replace("\n", " ")
     made = field.all_ways(71, symptom.endpoints, **symptom.options)
     field.create(*made)
@@ -103,8 +103,8 @@ def test_a_symptom_and_why(field: Field, symptom: Symptom) -> None:
         field.settle()
 
 
-def test_a_service_that_is_another_ones(field: Field) -> None:
-    """There is no such frontend."""
+def test_a_service_with_another_proxys_label_is_not_found(field: Field) -> None:
+    """`inspect service` finds no frontend of it."""
     assert f"the Service has the label `{LABEL}`" in PAGE.replace("\n", " ")
     made = field.all_ways(72, "a1", labels={LABEL: "another"})
     field.create(*made)
@@ -116,8 +116,8 @@ def test_a_service_that_is_another_ones(field: Field) -> None:
     field.settle()
 
 
-def test_a_device_to_other_machines(field: Field) -> None:
-    """From outside, step 1."""
+def test_the_uplink_is_listed_with_both_programs(field: Field) -> None:
+    """The page, "From outside", step 1."""
     assert "`host`, with a program in both directions" in PAGE.replace("\n", " ")
     rows = json.loads(inspect(field.agent, "devices -o json").stdout)
     (uplink,) = (row for row in rows if row["device"] == "eth0")
@@ -126,8 +126,8 @@ def test_a_device_to_other_machines(field: Field) -> None:
     assert uplink["egress"]
 
 
-def test_two_agents_with_one_folder(field: Field) -> None:
-    """The pod, third row."""
+def test_a_second_agent_with_the_same_pins_is_refused(field: Field) -> None:
+    """The page, "The pod", third row."""
     words = "another agent is at work here"
     assert f"says `{words}`" in PAGE
     agent = field.agent

@@ -1,6 +1,6 @@
-"""vagrant/kubeadm/provision: what makes a cluster of three machines, run on a machine that is none
-(tests/support/runtime/provision.py), with the arguments that the Vagrantfile gives. The real
-kubeadm and kubectl judge what the scripts write.
+"""vagrant/kubeadm/provision, the scripts that make a cluster of three machines, run on a fake
+machine (tests/support/runtime/provision.py) with the Vagrantfile's arguments. The real kubeadm and
+kubectl check what the scripts write.
 """
 
 import re
@@ -42,7 +42,7 @@ spec:
         args: [--ip-masq, --kube-subnet-mgr]
         env: [{name: EVENT_QUEUE_DEPTH, value: "5000"}]
 """
-"""What is changed of flannel's manifest, as it stands there."""
+"""The lines of flannel's manifest that the script changes, verbatim."""
 
 Make = Callable[[str], Machine]
 
@@ -72,8 +72,8 @@ def make(
 def admin(
     apiserver: ApiServer, kubectl: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Kubectl]:
-    """What the scripts have made is gone afterwards, but for flannel's Namespace: no controller
-    would end it.
+    """kubectl as administrator; removes what the scripts have made after the test, except flannel's
+    Namespace: no controller would finalize it.
     """
     command = Kubectl(kubectl, apiserver, tmp_path_factory.mktemp("kubectl"))
     gone = ("--ignore-not-found", "--wait=false")
@@ -84,21 +84,21 @@ def admin(
 
 @pytest.fixture(scope="module")
 def control_plane(make: Make, admin: Kubectl) -> Machine:
-    """One that is ready."""
+    """A machine on which control-plane.sh has succeeded."""
     machine = make(CONTROL_PLANE)
     succeeds(machine, "control-plane.sh")
     return machine
 
 
 def arguments(script: str) -> list[str]:
-    """What the Vagrantfile calls the script with, on the control plane or the first worker."""
+    """The script's arguments in the Vagrantfile, for the control plane or the first worker."""
     (found,) = re.findall(rf'path: "provision/{script}", args: \[(.*)\]$', VAGRANTFILE, re.M)[-1:]
     values = dict(re.findall(r'^([A-Z_]+) = (?:ENV.fetch\("\w+", )?"([^"]+)"', VAGRANTFILE, re.M))
     return [{**values, "address": WORKER}[name] for name in found.split(", ")]
 
 
 def names(machine: Machine) -> list[str]:
-    """The calls by their first two words."""
+    """The first two words of each call on the machine."""
     return [" ".join(line.split()[:2]) for line in machine.said]
 
 
@@ -108,7 +108,7 @@ def succeeds(machine: Machine, script: str) -> None:
 
 
 def fails(machine: Machine, script: str, fail: str) -> str:
-    """The last line of what it says."""
+    """Runs a script that must fail; returns the last line of its output."""
     done = machine.run(script, *arguments(script), fail=fail)
     assert done.returncode != 0, done.stdout
     return done.stderr.splitlines()[-1]
@@ -122,13 +122,13 @@ ONCE = ["curl -fsSL", "gpg --dearmor", "apt-get update", "apt-get install", "apt
 IMAGE = ["buildah build", "buildah push", "ctr --namespace"]
 
 
-def test_a_node_is_prepared_and_may_be_again(make: Make):
+def test_preparing_a_node_is_idempotent(make: Make):
     machine = make(WORKER)
     machine.file("/etc/fstab").write_text("/dev/vda1 / ext4 rw 0 1\n/dev/vda2 none swap sw 0 0\n")
     succeeds(machine, "node.sh")
     assert names(machine) == [*ALWAYS, *ONCE, *IMAGE]
     (version,) = re.findall(r'"(v[\d.]+)"\)', VAGRANTFILE)
-    assert VERSION.startswith(f"{version}."), "what is tested is installed"
+    assert VERSION.startswith(f"{version}."), "the tested version is installed"
     source = machine.file("/etc/apt/sources.list.d/kubernetes.list").read_text()
     keyring = "/etc/apt/keyrings/kubernetes.gpg"
     assert (
@@ -148,7 +148,7 @@ def test_a_node_is_prepared_and_may_be_again(make: Make):
     assert names(machine) == [*ALWAYS, *IMAGE]
 
 
-def test_containerd_gets_the_image_that_the_manifests_name(make: Make, kubectl: Path):
+def test_containerd_gets_the_image_of_the_manifests(make: Make, kubectl: Path):
     machine = make(WORKER)
     succeeds(machine, "node.sh")
     (daemonset,) = (
@@ -178,8 +178,8 @@ def test_containerd_gets_the_image_that_the_manifests_name(make: Make, kubectl: 
         ("ctr", "kbpf's image"),
     ],
 )
-def test_a_node_that_cannot_be_prepared(make: Make, call: str, what: str):
-    """Nothing comes after what failed, and one line says what it was; then it goes on."""
+def test_a_failed_preparation_names_the_call_and_can_be_repeated(make: Make, call: str, what: str):
+    """The script stops at the failed call with one line that names it; run again, it completes."""
     machine = make(WORKER)
     assert fails(machine, "node.sh", call) == f"node.sh: failed at: {what}"
     assert machine.said[-1].startswith(call)
@@ -189,8 +189,8 @@ def test_a_node_that_cannot_be_prepared(make: Make, call: str, what: str):
     assert machine.file("/etc/apt/keyrings/kubernetes.gpg").read_text() == "key"
 
 
-def test_a_containerd_that_has_no_such_setting(make: Make):
-    """It would run pods in other cgroups than kubelet thinks."""
+def test_a_containerd_without_the_cgroup_setting_is_refused(make: Make):
+    """Such a containerd would run pods in other cgroups than kubelet expects."""
     machine = make(WORKER)
     machine.put("containerd.toml", "version = 9\n")
     assert fails(machine, "node.sh", "nothing") == "node.sh: failed at: containerd's configuration"
@@ -202,7 +202,7 @@ def test_a_containerd_that_has_no_such_setting(make: Make):
 APPLIED = ["kubectl apply", "kubectl -n", "curl -fsSL", "kubectl apply", "kubectl -n", "kubectl -n"]
 
 
-def test_a_control_plane_is_made(make: Make, admin: Kubectl):
+def test_the_control_plane_gets_kbpf_then_flannel(make: Make, admin: Kubectl):
     """kbpf before flannel, which reaches the API server by its ClusterIP."""
     machine = make(CONTROL_PLANE)
     succeeds(machine, "control-plane.sh")
@@ -218,7 +218,7 @@ def test_a_control_plane_is_made(make: Make, admin: Kubectl):
     assert config.stat().st_mode & 0o777 == 0o600
 
 
-def test_a_control_plane_may_be_made_again(control_plane: Machine, admin: Kubectl):
+def test_making_the_control_plane_is_idempotent(control_plane: Machine, admin: Kubectl):
     before = applied(admin)
     succeeds(control_plane, "control-plane.sh")
     assert names(control_plane) == APPLIED
@@ -226,8 +226,8 @@ def test_a_control_plane_may_be_made_again(control_plane: Machine, admin: Kubect
     assert [each["metadata"]["generation"] for each in applied(admin)] == [1, 1]
 
 
-def test_what_kubeadm_makes_of_it(control_plane: Machine):
-    """It has validated it, too (support/runtime/provision.py)."""
+def test_kubeadm_reads_the_scripts_configuration(control_plane: Machine):
+    """kubeadm has also validated the configuration (support/runtime/provision.py)."""
     out = control_plane.out("init")
     for line in (
         f"Using Kubernetes version: {VERSION}",
@@ -245,22 +245,24 @@ def test_what_kubeadm_makes_of_it(control_plane: Machine):
     assert ("Deployment", "coredns") in made
     assert ("DaemonSet", "kube-proxy") not in made
     kept = yaml.safe_load(made["ConfigMap", "kubeadm-config"]["data"]["ClusterConfiguration"])
-    assert kept["proxy"] == {"disabled": True}, "or `kubeadm upgrade` would bring kube-proxy"
+    assert kept["proxy"] == {"disabled": True}, (
+        "otherwise `kubeadm upgrade` would install kube-proxy"
+    )
     token_id, _, _ = arguments("worker.sh")[2].partition(".")
     secret = made["Secret", f"bootstrap-token-{token_id}"]
-    assert "expiration" not in secret["data"], "a worker may come a day later"
+    assert "expiration" not in secret["data"], "a worker may join a day later"
 
 
 def attached(out: str) -> dict[tuple[str, str], Object]:
-    """The objects that a dry run would have made."""
+    """The objects that a dry run prints."""
     found = re.findall(r"^\[dryrun\] Attached object:\n(.*?)^$", out, re.M | re.S)
     objects = [each for text in found for each in documents(text)]
     return {(each["kind"], each["metadata"].get("name", "")): each for each in objects}
 
 
-def test_kbpf_and_flannel_know_the_machines_addresses(control_plane: Machine, admin: Kubectl):
-    """Not the ClusterIP, which needs kbpf, nor the default route's device, on which VirtualBox
-    gives each machine the same address.
+def test_kbpf_and_flannel_use_the_machines_addresses(control_plane: Machine, admin: Kubectl):
+    """They use neither the ClusterIP, which needs kbpf, nor the default route's device, on which
+    VirtualBox gives each machine the same address.
     """
     (files,) = admin.objects("-n", "kube-system", "get", "configmap/kube-proxy")
     reached = yaml.safe_load(files["data"]["kubeconfig.conf"])
@@ -296,10 +298,10 @@ def applied(admin: Kubectl) -> list[Object]:
         ("curl", "flannel v0.28.9", []),
     ],
 )
-def test_a_control_plane_that_fails(
+def test_a_failed_control_plane_can_be_made_again(
     make: Make, admin: Kubectl, fail: str, what: str, again: list[str]
 ):
-    """An API server's manifest that is there already kubeadm refuses: the reset is a real one."""
+    """The script really resets: kubeadm refuses to start over an existing API server manifest."""
     machine = make(CONTROL_PLANE)
     assert fails(machine, "control-plane.sh", fail) == f"control-plane.sh: failed at: {what}"
     succeeds(machine, "control-plane.sh")
@@ -312,7 +314,7 @@ def test_a_control_plane_that_fails(
 
 
 def test_a_worker_joins_once(make: Make):
-    """kubeadm's dry run finds the cluster by the token, and only by this one."""
+    """kubeadm's dry run finds the cluster by this token only."""
     machine = make(WORKER)
     succeeds(machine, "worker.sh")
     assert names(machine) == ["kubeadm join"]
@@ -323,14 +325,14 @@ def test_a_worker_joins_once(make: Make):
     found = told["discovery"]["bootstrapToken"]
     assert found["apiServerEndpoint"] == f"{CONTROL_PLANE}:6443"
     assert found["token"] == arguments("control-plane.sh")[1]
-    assert told["timeouts"]["discovery"] == "60m", "the control plane is made at the same time"
+    assert told["timeouts"]["discovery"] == "60m", "the control plane is set up at the same time"
 
     succeeds(machine, "worker.sh")
     assert machine.said == []
 
 
-def test_a_worker_that_fails_may_try_again(make: Make):
-    """What it has of the cluster kubeadm refuses: the reset is a real one."""
+def test_a_failed_worker_can_join_again(make: Make):
+    """The script really resets: kubeadm refuses to join with files of a previous join."""
     machine = make(WORKER)
     assert fails(machine, "worker.sh", "after kubeadm join") == "worker.sh: failed at: kubeadm join"
     succeeds(machine, "worker.sh")
