@@ -268,12 +268,12 @@ def test_each_map_has_one_row_that_says_who_can_fill_it():
 
 @pytest.mark.parametrize("row", map_rows(), ids=lambda row: row.maps[0])
 def test_what_happens_when_a_map_is_full_is_tested(row: MapRow):
-    """Maps that nobody outside can fill need no test."""
+    """Maps that no client can fill need no test."""
     texts = [path.read_text() for path in (ROOT / "tests").rglob("test_*.py")]
     tests = {name for text in texts for name in re.findall(r"^def (test_\w+)\(", text, re.M)}
     named = re.findall(r"`(test_\w+)`", row.then)
     assert [name for name in named if name not in tests] == []
-    assert named or row.filled_by.startswith("nobody")
+    assert named or row.filled_by.startswith("no client")
 
 
 # ---- figures -------------------------------------------------------------------------------------
