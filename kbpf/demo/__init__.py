@@ -1,1 +1,1 @@
-"""Namespaces, backends and a client on this machine, without a cluster."""
+"""`kbpf demo`: network namespaces, backends and a client on this machine, without a cluster."""

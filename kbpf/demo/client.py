@@ -1,9 +1,9 @@
 """The client of the demo: `python -m kbpf.demo.client ADDRESS TCP-PORT UDP-PORT REQUESTS RATE`.
 
-It knows the Service's address and nothing else; its network namespace has a route to the backends
-and none to the Service. Each request is a new connection, each tenth is a datagram. It first waits
-until the Service answers. REQUESTS 0 means for ever, RATE 0 as fast as it goes. Lines of tally.py
-go to stdout.
+The client knows only the Service's address. Its network namespace has a route to the backends and
+none to the Service. Each request is a new TCP connection; after every tenth it also sends a
+datagram. It first waits until the Service answers. REQUESTS 0 means without end, RATE 0 as fast as
+possible, otherwise requests a second. It prints reports (report.py), one a line.
 """
 
 import errno
@@ -24,19 +24,19 @@ ServiceAddress = tuple[str, int]
 
 
 def request_tcp(address: ServiceAddress) -> str:
-    """One HTTP request over a connection of its own; the backend's name."""
+    """Sends one HTTP request over a new connection. Returns the backend's name."""
     with socket.create_connection(address, timeout=REQUEST_TIMEOUT_S) as connection:
         connection.sendall(b"GET / HTTP/1.0\r\n\r\n")
         with connection.makefile("rb") as response:
             head, _, body = response.read().partition(b"\r\n\r\n")
     if not head.startswith(b"HTTP/1.0 200 "):
-        raise OSError(errno.EPROTO, "not an HTTP answer")
+        raise OSError(errno.EPROTO, "not an HTTP response")
     return body.decode().strip()
 
 
 def request_udp(address: ServiceAddress) -> str:
-    """One datagram from a socket of its own; the backend's name. The answer must come from the
-    Service's address, not from the backend's.
+    """Sends one datagram from a new socket. Returns the backend's name. OSError if the answer does
+    not come from the Service's address.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as client:
         client.settimeout(REQUEST_TIMEOUT_S)
@@ -48,14 +48,14 @@ def request_udp(address: ServiceAddress) -> str:
 
 
 class RequestCounter:
-    """Counts until it is taken."""
+    """Sends requests and counts their results."""
 
     def __init__(self) -> None:
         self._answers: Counter[str] = Counter()
         self._failures: Counter[str] = Counter()
 
     def request(self, send: Callable[[ServiceAddress], str], address: ServiceAddress) -> None:
-        """Asks once."""
+        """Sends one request and counts the backend that answered, or the error."""
         try:
             self._answers[send(address)] += 1
         except TimeoutError:
@@ -64,7 +64,7 @@ class RequestCounter:
             self._failures[errno.errorcode.get(error.errno or 0, type(error).__name__)] += 1
 
     def pop(self) -> RequestCounts:
-        """What was counted since the last time."""
+        """Returns the counts since the last call."""
         counts = RequestCounts(dict(self._answers), dict(self._failures))
         self._answers.clear()
         self._failures.clear()
@@ -72,13 +72,15 @@ class RequestCounter:
 
 
 def print_report(report: ClientReport) -> None:
-    """To whoever started us."""
+    """Prints a report for the process that started the client."""
     print(encode(report), flush=True)
 
 
 def wait_until_served(send: Callable[[ServiceAddress], str], address: ServiceAddress) -> None:
-    """Before the agent has attached the hooks that this takes, there is no route to the Service, or
-    the answer is its backend's. It attaches one after the other, those of UDP behind TCP's.
+    """Sends requests until one succeeds.
+
+    Until the agent has attached the hooks for this protocol, there is no route to the Service, or
+    an answer has the backend's address. Hooks are attached one after the other, UDP after TCP.
     """
     while True:
         try:
@@ -90,7 +92,7 @@ def wait_until_served(send: Callable[[ServiceAddress], str], address: ServiceAdd
 
 
 def run_client(address: str, tcp_port: int, udp_port: int, requests: int, rate: float) -> None:
-    """All requests, in one thread, one after the other."""
+    """Sends all requests, one after the other, and prints a report every REPORT_INTERVAL_S."""
     web, dns = (address, tcp_port), (address, udp_port)
     wait_until_served(request_tcp, web)
     wait_until_served(request_udp, dns)
@@ -110,7 +112,7 @@ def run_client(address: str, tcp_port: int, udp_port: int, requests: int, rate: 
         if rate:
             time.sleep(max(0.0, start + number / rate - now))
             if now - start - number / rate > 1.0:
-                start = now - number / rate  # it was held up: go on, don't catch up
+                start = now - number / rate  # it was delayed: continue at `rate`, not faster
     print_report(ClientReport(tcp.pop(), udp.pop(), time.monotonic() - last_report, done=True))
 
 

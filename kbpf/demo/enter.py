@@ -1,7 +1,8 @@
-"""Runs a command somewhere else: `python -m kbpf.demo.enter PARENT NETNS CGROUP COMMAND...`
+"""Runs a command in a network namespace and a cgroup:
+`python -m kbpf.demo.enter PARENT NETNS CGROUP COMMAND...`
 
-`ip netns exec` would remount /sys and hide the bpffs from the agent. The command dies with the
-process that asked for it, so a demo that is killed leaves nothing that runs.
+`ip netns exec` would remount /sys and so hide the bpffs from the agent. The command is killed when
+the process PARENT ends, so a demo that is killed leaves no processes behind.
 """
 
 import os
@@ -12,7 +13,7 @@ from kbpf.kernel.system import cgroups, children, netns, process
 
 
 def enter_command(namespace: Path, cgroup: Path, *arguments: str) -> list[str]:
-    """The command line that runs `what` there."""
+    """The command line that runs `arguments` in this network namespace and cgroup."""
     return children.python_command(
         __spec__.name, str(os.getpid()), str(namespace), str(cgroup), *arguments
     )

@@ -1,5 +1,5 @@
-"""`kbpf demo`: a client asks on while the backends change. Pictures come out as values; drawing
-them is the command line's.
+"""`kbpf demo`: a client sends requests while the backends change. This module yields pictures as
+values; cli/demo.py draws them.
 """
 
 import time
@@ -18,14 +18,13 @@ from kbpf.demo.report import ClientReport, RequestCounts
 from kbpf.demo.scene import DemoScene
 
 WINDOW_S: Final = 2.0
-"""Shares and rates are those of the last so many seconds."""
+"""Shares and rates are computed over this time."""
 REQUESTS_PER_SECOND: Final = 200.0
-"""Requests in a second."""
 
 
 @dataclass(frozen=True, slots=True)
 class DemoStep:
-    """What happens, who serves then, and for how long."""
+    """A change of the endpoints: its description, the endpoints after it, and its duration."""
 
     event: str
     pods: tuple[BackendPod, ...]
@@ -46,7 +45,9 @@ STEPS: Final = (
 
 
 class Share(msgspec.Struct, frozen=True):
-    """A backend: what it is doing, its part of the answers just now (0 to 1), all its answers."""
+    """One backend. `share`: its part of the answers in the last WINDOW_S (0 to 1). `total`: all its
+    answers.
+    """
 
     name: str
     state: str
@@ -56,7 +57,7 @@ class Share(msgspec.Struct, frozen=True):
 
 class Picture(msgspec.Struct, frozen=True):
     """One moment of the demo. `refused` counts connections to a Service without endpoints;
-    `failed` all else that went wrong. `events` are (seconds, text), the newest last.
+    `failed` counts all other errors. `events` are (seconds, text), the newest last.
     """
 
     service: str
@@ -70,7 +71,7 @@ class Picture(msgspec.Struct, frozen=True):
 
 
 class DemoProgress:
-    """Adds up reports and tells what they look like."""
+    """Adds up the client's reports and builds pictures from them."""
 
     def __init__(self) -> None:
         self._total = ClientReport()
@@ -79,12 +80,12 @@ class DemoProgress:
         self._step = STEPS[0]
 
     def start_step(self, step: DemoStep) -> None:
-        """The next step."""
+        """Records that the endpoints have changed."""
         self._step = step
         self._events.append((round(self._total.seconds, 1), step.event))
 
     def add_report(self, report: ClientReport) -> None:
-        """What the client said."""
+        """Adds a report of the client, and drops those that are older than WINDOW_S."""
         self._total += report
         self._recent.append(report)
         while len(self._recent) > 1 and (
@@ -93,7 +94,7 @@ class DemoProgress:
             self._recent.popleft()
 
     def build_picture(self) -> Picture:
-        """Now."""
+        """The picture of this moment."""
         recent = sum(self._recent, ClientReport())
         total, recent_counts = self._total.tcp + self._total.udp, recent.tcp + recent.udp
         refused = total.failed.get("ECONNREFUSED", 0)
@@ -124,7 +125,7 @@ class DemoProgress:
 
 
 def stream_pictures(scene: DemoScene, rate: float = REQUESTS_PER_SECOND) -> Iterator[Picture]:
-    """Pictures, five a second, without end: the backends change as STEPS says, over and over."""
+    """Yields five pictures a second, without end, while the endpoints change as in STEPS."""
     progress = DemoProgress()
     scene.set_endpoints(STEPS[0].pods)
     reader = ReportReader(scene.start_client(0, rate), scene)

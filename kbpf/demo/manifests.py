@@ -1,4 +1,4 @@
-"""The demo's Kubernetes objects, as a folder of YAML would have them. Pure."""
+"""The demo's Kubernetes objects, as a folder of YAML would have them. No I/O."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ CLIENT_ADDRESS: Final = "10.244.0.100"
 
 @dataclass(frozen=True, slots=True)
 class BackendPod:
-    """A backend as an EndpointSlice tells of it."""
+    """One backend, as an endpoint of the EndpointSlice."""
 
     number: int
     terminating: bool = False
@@ -28,7 +28,7 @@ class BackendPod:
 
     @property
     def address(self) -> str:
-        """Its own."""
+        """The pod's own address."""
         return f"10.244.0.{10 + self.number}"
 
 
@@ -62,7 +62,9 @@ def service() -> dict[str, Any]:
 
 
 def endpoint_slice(pods: Iterable[BackendPod]) -> dict[str, Any]:
-    """Who serves. A pod that terminates serves on as long as nobody else is ready."""
+    """The endpoints of the Service. Terminating pods are still serving, so they get connections as
+    long as no pod is ready.
+    """
     return {
         "apiVersion": "discovery.k8s.io/v1",
         "kind": "EndpointSlice",

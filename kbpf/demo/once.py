@@ -1,4 +1,6 @@
-"""`kbpf demo --once`: a few hundred requests to a Service with three backends, and who answered."""
+"""`kbpf demo --once`: sends a few hundred requests to a Service with three backends, and counts the
+answers of each.
+"""
 
 import queue
 import threading
@@ -14,14 +16,16 @@ from kbpf.demo.report import ClientReport, RequestCounts, decode
 from kbpf.demo.scene import DemoError, DemoScene
 
 START_TIMEOUT_S: Final = 120.0
-"""Until the Service answers; a first compilation is in it."""
+"""Limit for the first answer. It includes compiling the BPF programs."""
 SILENCE_TIMEOUT_S: Final = 30.0
-"""A client that says nothing for this long is lost."""
+"""Limit for each further report of the client."""
 BACKENDS: Final = 3
 
 
 class Distribution(msgspec.Struct, frozen=True):
-    """Requests to one port of the Service, and who answered."""
+    """The results of requests to one port of the Service. `backends`: answers by backend.
+    `errors`: failures by error name.
+    """
 
     service: str
     requests: int
@@ -31,9 +35,10 @@ class Distribution(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What `kbpf demo --once` says: the requests by TCP, those by UDP, and what is wrong with it.
+    """The result of `kbpf demo --once`: of the TCP requests, and in `udp` of the UDP requests.
 
-    `seconds` is how long the requests took, without the start of the demo.
+    `seconds` is the time that the requests took, without the start of the demo. `problems`: a line
+    for each difference from the expected result.
     """
 
     service: str
@@ -47,14 +52,14 @@ class Outcome(msgspec.Struct, frozen=True):
 
     @property
     def succeeded(self) -> bool:
-        """Whether all of it is as it should be."""
+        """Whether there are no problems."""
         return not self.problems
 
 
 def build_distribution(
     port: int, counts: RequestCounts, pods: Sequence[BackendPod]
 ) -> Distribution:
-    """In the order of the backends, those without an answer included."""
+    """Builds the result for one port. It lists all `pods` in this order, also without answers."""
     names = [*(pod.name for pod in pods)]
     names += sorted(set(counts.answered) - set(names))
     return Distribution(
@@ -67,7 +72,7 @@ def build_distribution(
 
 
 def evaluate(report: ClientReport, requests: int, pods: Sequence[BackendPod]) -> Outcome:
-    """What came of so many requests to these backends."""
+    """Compares the client's report with the expected result of `requests` requests."""
     tcp = build_distribution(manifests.HTTP_PORT, report.tcp, pods)
     udp = build_distribution(manifests.DNS_PORT, report.udp, pods)
     return Outcome(
@@ -90,14 +95,14 @@ def _problems(
                 f"failed: {errors}"
             )
         for name in distribution.backends.keys() - pod_names:
-            yield f"{name} answered and is not in the Service"
+            yield f"{name} answered, but is not an endpoint of the Service"
     for name in sorted(pod_names):
         if not tcp.backends[name]:
             yield f"{name} was not reached"
 
 
 class ReportReader:
-    """Reports of the client, read by a thread of their own."""
+    """Reads the client's reports in a separate thread."""
 
     def __init__(self, stream: IO[str], scene: DemoScene) -> None:
         self._scene = scene
@@ -109,11 +114,11 @@ class ReportReader:
             for line in stream:
                 self._queue.put(decode(line))
         except (OSError, ValueError, msgspec.DecodeError):
-            pass  # it was killed, in the middle of a line
+            pass  # the client was killed in the middle of a line
         self._queue.put(None)
 
     def next(self, seconds: float) -> ClientReport:
-        """The next one. DemoError when the agent ends, the client does, or neither says a word."""
+        """The next report. DemoError if the agent or the client exits, or on timeout."""
         deadline = time.monotonic() + seconds
         while True:
             self._scene.check_agent()
@@ -123,16 +128,16 @@ class ReportReader:
                 if time.monotonic() > deadline:
                     raise DemoError(
                         f"the Service did not answer within {seconds:.0f} s", "",
-                        "`kbpf check` may tell why",
+                        "`kbpf check` may show why",
                     ) from None  # fmt: skip
                 continue
             if report is None:
-                raise DemoError("the client died", "", "is this the whole kbpf?")
+                raise DemoError("the client exited", "", "is kbpf installed completely?")
             return report
 
 
 def run_once(scene: DemoScene, requests: int) -> Outcome:
-    """So many requests to three backends."""
+    """Sends `requests` requests to a Service with three backends."""
     pods = [BackendPod(i) for i in range(1, BACKENDS + 1)]
     scene.set_endpoints(pods)
     reader = ReportReader(scene.start_client(requests, 0), scene)

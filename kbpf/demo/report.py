@@ -1,4 +1,4 @@
-"""Who answered how often, and what failed: what the demo's client counts and its viewers add up."""
+"""The reports of the demo's client: answers by backend, and failures by error."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -14,17 +14,17 @@ class RequestCounts(msgspec.Struct, frozen=True):
 
     @property
     def requests(self) -> int:
-        """All of them."""
+        """Number of all requests."""
         return self.answers + self.failures
 
     @property
     def answers(self) -> int:
-        """Those with an answer."""
+        """Number of requests that were answered."""
         return sum(self.answered.values())
 
     @property
     def failures(self) -> int:
-        """Those without."""
+        """Number of requests that failed."""
         return sum(self.failed.values())
 
     def __add__(self, other: "RequestCounts") -> "RequestCounts":
@@ -35,9 +35,9 @@ class RequestCounts(msgspec.Struct, frozen=True):
 
 
 class ClientReport(msgspec.Struct, frozen=True):
-    """One line of the client: what happened since its last one, and in how many seconds.
+    """One line of the client: its requests since the previous line, and the seconds in between.
 
-    The first line says that the Service answers, the last one has `done`.
+    The first line has no requests; it means that the Service answers. The last one has `done`.
     """
 
     tcp: RequestCounts = RequestCounts()
@@ -55,10 +55,10 @@ class ClientReport(msgspec.Struct, frozen=True):
 
 
 def encode(report: ClientReport) -> str:
-    """One line of JSON."""
+    """Encodes a report as one line of JSON."""
     return msgspec.json.encode(report).decode()
 
 
 def decode(line: str | bytes) -> ClientReport:
-    """Back from it."""
+    """Decodes a line."""
     return msgspec.json.decode(line, type=ClientReport)

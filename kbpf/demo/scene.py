@@ -1,6 +1,6 @@
-"""The demo's small world: a node, its backends and a client, each in a network namespace of its
-own, and the real agent on the node. Everything bears this process' id in its name and is gone when
-the block ends; what a demo that was killed left behind is removed by the next one.
+"""The demo's environment: a node, backends and a client, each in its own network namespace, and the
+real agent on the node. All names contain the id of this process. Everything is removed when the
+block ends; a demo removes what an earlier one left that was killed.
 
     kbpf-demo-PID-node      the bridge, and `kbpf run`
     kbpf-demo-PID-b1 ...    backends, 10.244.0.11 ...
@@ -34,12 +34,12 @@ _NAME_PATTERN = re.compile(re.escape(PREFIX) + r"(\d+)(-.*)?")
 
 
 class DemoError(KbpfError):
-    """The demo's own machinery failed."""
+    """The demo itself failed, as opposed to requests in it."""
 
 
 class DemoScene:
-    """Stands for as long as its block lasts. `pods` backends run; who is in the Service is said
-    by serve().
+    """A context manager that creates the environment with `pods` backends. set_endpoints() decides
+    which of them are endpoints of the Service.
     """
 
     def __init__(self, pods: int, cache_dir: Path, parent: Path | None = None) -> None:
@@ -53,7 +53,7 @@ class DemoScene:
     def __enter__(self) -> Self:
         parent = self._parent or mounts.find_cgroup_root()
         if not mounts.is_cgroup2(parent):
-            raise DemoError("not a cgroup v2 folder", str(parent), "name one with --cgroup")
+            raise DemoError("not a cgroup v2 folder", str(parent), "give one with --cgroup")
         sweep(parent)
         try:
             self._build(parent)
@@ -68,7 +68,7 @@ class DemoScene:
     # ---- building --------------------------------------------------------------------------
 
     def _build(self, parent: Path) -> None:
-        """Each thing's end is arranged before it is made."""
+        """Creates everything. The removal of each thing is registered before it is created."""
         self._folder = Path(tempfile.mkdtemp(prefix=f"{self._name}-"))
         self._stack.callback(shutil.rmtree, self._folder, ignore_errors=True)
         self._pins = Pins(mounts.BPF_FS / self._name)
@@ -91,7 +91,7 @@ class DemoScene:
         return links.namespace_path(f"{self._name}-{name}")
 
     def _connect_namespaces(self) -> None:
-        """A bridge with everybody on it. The node has the bridge's own address."""
+        """Connects the client and all backends to a bridge, which has the node's address."""
         addresses = {"client": manifests.CLIENT_ADDRESS}
         addresses |= {f"b{i}": BackendPod(i).address for i in range(1, self._pods + 1)}
 
@@ -117,7 +117,9 @@ class DemoScene:
     # ---- children --------------------------------------------------------------------------
 
     def _start_child(self, namespace: str, cgroup: str, *command: str) -> subprocess.Popen[str]:
-        """A child of ours in a namespace and a cgroup; Ctrl-C in the terminal does not reach it."""
+        """Starts a process in a network namespace and a cgroup. It has its own session, so Ctrl-C
+        in the terminal does not reach it.
+        """
         environment = {
             k: v for k, v in children.child_environment().items() if not k.startswith("KBPF_")
         }
@@ -141,11 +143,11 @@ class DemoScene:
         )  # fmt: skip
 
     def wait_until_ready(self) -> None:
-        """Returns when all backends listen; the agent may still be on its way."""
+        """Returns when all backends listen. The agent may still be starting."""
         for server in self._servers:
             assert server.stdout is not None
             if server.stdout.readline().strip() != "ready":
-                hint = "is this the whole kbpf?"
+                hint = "is kbpf installed completely?"
                 raise DemoError("a backend did not start", self._last_log_line(), hint)
 
     def _start_agent(self) -> subprocess.Popen[str]:
@@ -172,20 +174,20 @@ class DemoScene:
             if child.stdout is not None:
                 child.stdout.close()
 
-    # ---- what the demo does with it --------------------------------------------------------
+    # ---- use -------------------------------------------------------------------------------
 
     def _write_object(self, name: str, manifest: dict[str, Any]) -> None:
-        """In one step: the agent never sees half a file."""
+        """Writes a file atomically, so that the agent never reads an incomplete one."""
         temporary = self._folder / f"{name}.new"
         temporary.write_text(json.dumps(manifest, indent=2))
         temporary.rename(self._folder / "objects" / f"{name}.json")
 
     def set_endpoints(self, pods: Iterable[BackendPod]) -> None:
-        """From now on these are the Service's endpoints."""
+        """Sets the endpoints of the Service."""
         self._write_object("endpoints", manifests.endpoint_slice(pods))
 
     def start_client(self, requests: int, rate: float) -> IO[str]:
-        """Starts the client (client.py says what it does); its lines."""
+        """Starts the client (client.py). Returns its standard output."""
         child = self._start_child(
             "client", "client",
             *children.python_command(
@@ -197,25 +199,27 @@ class DemoScene:
         return child.stdout
 
     def check_agent(self) -> None:
-        """DemoError when the agent has ended."""
+        """DemoError if the agent has exited."""
         code = self._agent.poll()
         if code is not None:
             raise DemoError(
-                f"the agent ended with {code}: {self._last_log_line()}",
+                f"the agent exited with {code}: {self._last_log_line()}",
                 "",
-                "`kbpf check` may tell why",
+                "`kbpf check` may show why",
             )
 
     def _last_log_line(self) -> str:
         lines = self._log_path().read_text(errors="replace").strip().splitlines()
-        return lines[-1] if lines else "it said nothing"
+        return lines[-1] if lines else "its log is empty"
 
 
-# ---- what others left ----------------------------------------------------------------------
+# ---- leftovers of earlier demos ------------------------------------------------------------
 
 
 def sweep(parent: Path) -> None:
-    """Removes what demos left whose process has gone: killed, or cut off by a reboot's half."""
+    """Removes what demos left whose process no longer exists: they were killed, or the machine was
+    rebooted.
+    """
     for path in _orphaned(parent):
         cgroups.remove(path)
     for path in _orphaned(mounts.BPF_FS):

@@ -1,7 +1,7 @@
 """A backend of the demo: `python -m kbpf.demo.server NAME TCP-PORT UDP-PORT`.
 
-Answers every HTTP request and every datagram with its name. Says `ready` when it listens. Imports
-little, because there are several of it.
+Answers every HTTP request and every datagram with its name. Prints `ready` when it listens. Imports
+little, because several of these run at once.
 """
 
 import socket
@@ -20,7 +20,7 @@ def _serve_http(listener: socket.socket, name: str) -> None:
                 connection.recv(4096)
                 connection.sendall(response % (len(body), body))
             except OSError:
-                continue  # that client has gone; others come
+                continue  # this client has gone; serve the next one
 
 
 def _serve_datagrams(sock: socket.socket, name: str) -> None:
@@ -30,7 +30,7 @@ def _serve_datagrams(sock: socket.socket, name: str) -> None:
 
 
 def serve(name: str, tcp_port: int, udp_port: int) -> None:
-    """For ever."""
+    """Serves without end."""
     listener = socket.create_server(("", tcp_port), backlog=1024)
     datagrams = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     datagrams.bind(("", udp_port))

@@ -33,8 +33,8 @@ MAX_PAUSE_S: Final = 0.1
 
 
 class BackgroundCollector:
-    """Collects in a thread of its own; see the module. Call start() and stop() once each; the
-    other methods are thread-safe.
+    """Collects in a separate thread; see the module. Call start() and stop() once each; the other
+    methods are thread-safe.
     """
 
     def __init__(

@@ -38,8 +38,8 @@ GO_ZERO_TIME: Final = "0001-01-01T00:00:00Z"
 
 @dataclass(frozen=True, slots=True)
 class HealthVerdict:
-    """How the agent is doing. Times are ns since the epoch; `updated` is None before the first
-    complete pass.
+    """The health of the agent. Times are ns since the epoch; `last_updated` is None before the
+    first complete pass.
     """
 
     healthy: bool

@@ -170,7 +170,7 @@ class HttpServer:
         return listener
 
     def close(self, listener: HttpListener) -> None:
-        """Closes a port: it accepts no more connections and can be bound by others at once."""
+        """Closes a port. It accepts no new connections, and others can bind it at once."""
         listener.closed = True
         # connections already accepted are still answered; the backlog is refused
         with contextlib.suppress(OSError):

@@ -64,7 +64,7 @@ class KubeProxyMetrics:
         self._comparisons = 0
         self._drift = 0
 
-    # ---- what the agent says ---------------------------------------------------------------
+    # ---- recording -------------------------------------------------------------------------
 
     def record_queued(self) -> None:
         """An event of a Service or an EndpointSlice was queued."""
@@ -153,7 +153,7 @@ class KubeProxyMetrics:
                     self._request_latency[key] = Histogram(REQUEST_BUCKETS)
                 self._request_latency[key].observe(seconds)
 
-    # ---- what is read ----------------------------------------------------------------------
+    # ---- reading ---------------------------------------------------------------------------
 
     def format_lines(self) -> list[str]:
         """Formats all of it for /metrics."""

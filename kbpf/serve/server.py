@@ -45,15 +45,17 @@ class MetricsProvider(Protocol):
     """The part of dataplane.base.DataPlane that /metrics needs."""
 
     def read_metrics(self) -> DataPlaneMetrics:
-        """Reads what is cheap to read."""
+        """Reads the metrics that need no walk over the connections."""
 
     def count_traffic(self, pause: Pause) -> TrafficStats:
-        """Walks the connections, which takes long."""
+        """Walks the connections, which takes long. `pause` is called after each chunk of work."""
 
 
 @dataclass(slots=True)
 class _CheckListener:
-    """The health check of one Service: what it says, and the ports that are open for it."""
+    """The health check of one Service, and the ports that are open for it. `addresses`: see
+    set_health_checks(). `error`: why its port could not be opened, or "".
+    """
 
     health_check: HealthCheck
     addresses: tuple[Addr, ...] | None
@@ -119,7 +121,7 @@ class AgentServer:
         self.events.stop()
         self._http.stop()
 
-    # ---- what the agent says ---------------------------------------------------------------
+    # ---- reports of the agent --------------------------------------------------------------
 
     def report_started(self, version: str, choice: ModeChoice) -> None:
         """The agent has started: sends the warnings about the settings, then kube-proxy's Event
@@ -242,8 +244,8 @@ class AgentServer:
             listener.error = ""
 
     def _open_on_addresses(self, name: ServiceName, listener: _CheckListener) -> None:
-        """Listens on the NodePort addresses; for a family of which the node has none of them, on
-        all.
+        """Listens on the NodePort addresses. If the node has none of one family, listens on all
+        addresses of that family.
         """
         node_hosts = [format_addr(address) for address in listener.addresses or ()]
         for wildcard in WILDCARDS:
@@ -272,7 +274,7 @@ class AgentServer:
         listener.ports.append(port)
         return True
 
-    # ---- answers ---------------------------------------------------------------------------
+    # ---- responses -------------------------------------------------------------------------
 
     def _handle_healthz(self, request: HttpRequest) -> HttpResponse:
         match request.path:
@@ -321,7 +323,7 @@ class AgentServer:
         return self._collector.scrape() if self._collector is not None else b""
 
     def collect(self) -> None:
-        """Counts now what is otherwise counted behind the page."""
+        """Collects now, in the calling thread, what is otherwise collected in the background."""
         if self._collector is not None:
             self._collector.collect()
 
@@ -329,11 +331,11 @@ class AgentServer:
         return list(kbpf_metrics.format_traffic(traffic, self._serving.service_series))
 
     def format_metrics(self) -> bytes:
-        """The page of metrics, with what was counted last."""
+        """Formats the page of metrics, with the results of the last background collection."""
         return self._format_agent_metrics() + self._collected_lines()
 
     def _format_agent_metrics(self) -> bytes:
-        """All but what is counted in the background."""
+        """Formats all metrics except those that are collected in the background."""
         start = time.perf_counter()
         lines = self.proxy_metrics.format_lines()
         if self._status is not None:
@@ -349,10 +351,10 @@ class AgentServer:
             try:
                 lines += kbpf_metrics.format_data_plane(self._plane.read_metrics())
             except KbpfError as error:
-                log.warning("the data plane's counts are left out of /metrics: %s", error)
+                log.warning("/metrics has no data plane metrics, which cannot be read: %s", error)
         lines += kbpf_metrics.format_process()
         lines += exposition.format_metric(
-            "kbpf_scrape_seconds", "gauge", "How long it took to make this page",
+            "kbpf_scrape_seconds", "gauge", "Time that it took to format this page",
             [("", time.perf_counter() - start)],
         )  # fmt: skip
         return "\n".join(lines).encode() + b"\n"

@@ -1,8 +1,9 @@
 """/statusz and /flagz, as kube-proxy 1.37 serves them (k8s.io/apiserver/pkg/server/statusz, flagz).
 
-Without an Accept header the answer is text for people. With
+Without an Accept header the response is plain text. With
 `Accept: application/json;as=Statusz;v=v1beta1;g=config.k8s.io` (or Flagz, YAML, v1alpha1) it is an
-object of the API group config.k8s.io. Anything else is 406 with the types that there are.
+object of the API group config.k8s.io. Any other Accept header leads to 406 with a list of the
+supported types.
 """
 
 import json
@@ -19,15 +20,15 @@ API_GROUP: Final = "config.k8s.io"
 YAML: Final = "application/yaml"
 TEXT_PLAIN: Final = "text/plain"
 MEDIA_TYPES: Final = (JSON, YAML, TEXT_PLAIN)
-"""In the order in which they are tried for a wildcard."""
+"""Ordered as they are tried for a wildcard."""
 
 VERSIONS: Final = ("v1beta1", "v1alpha1")
 DEPRECATED_VERSION: Final = "v1alpha1"
 EMULATION_VERSION: Final = "1.37"
-"""The version of kube-proxy that kbpf is compared with."""
+"""The version of kube-proxy whose behaviour kbpf follows."""
 
 URL_CREDENTIALS: Final = re.compile(r"//[^/]*@")
-"""A URL may have one."""
+"""The user name and password in a URL."""
 
 PATHS: Final = ("/configz", "/flagz", "/healthz", "/metrics", "/proxyMode", "/readyz")
 TEXT_WARNING: Final = (
@@ -37,7 +38,7 @@ TEXT_WARNING: Final = (
 
 
 class AcceptClause(NamedTuple):
-    """One type of an Accept header, with its parameters."""
+    """One media type of an Accept header, with its weight (`q`) and its other parameters."""
 
     main_type: str
     subtype: str
@@ -45,7 +46,7 @@ class AcceptClause(NamedTuple):
     parameters: Mapping[str, str]
 
     def matches(self, media: str) -> bool:
-        """Whether it is this type, or a wildcard for it."""
+        """Whether the clause names this media type, or is a wildcard that includes it."""
         main_type, _, subtype = media.partition("/")
         return (self.main_type, self.subtype) in (
             (main_type, subtype),
@@ -58,7 +59,9 @@ ANY_CLAUSE: Final = AcceptClause("*", "*", 1.0, {})
 
 
 def statusz(request: HttpRequest, version: str, start_time: float) -> HttpResponse:
-    """The process: its start as seconds since the epoch, and its version."""
+    """Returns the response to /statusz. `start_time`: of the process, in seconds since the
+    epoch.
+    """
     uptime = max(0, int(time.time() - start_time))
     start = time.gmtime(start_time)
     fields = {
@@ -81,7 +84,7 @@ def statusz(request: HttpRequest, version: str, start_time: float) -> HttpRespon
 
 
 def flagz(request: HttpRequest, flags: Mapping[str, str]) -> HttpResponse:
-    """The flags that were given, {name: text}."""
+    """Returns the response to /flagz. `flags`: the flags that were given, {name: text}."""
     visible_flags = {
         name.lstrip("-"): "CLASSIFIED" if URL_CREDENTIALS.search(text) else escape_unprintable(text)
         for name, text in sorted(flags.items())
@@ -117,7 +120,7 @@ def _respond(request: HttpRequest, kind: str, fields: Mapping[str, Any], text: s
 
 
 def _not_acceptable(request: HttpRequest, clauses: list[AcceptClause]) -> HttpResponse:
-    """A Status, in a type that is wanted if there is one."""
+    """Returns 406 with a Status object, in an accepted type if there is one, otherwise as JSON."""
     status = {
         "kind": "Status",
         "apiVersion": "v1",
@@ -135,7 +138,7 @@ def _not_acceptable(request: HttpRequest, clauses: list[AcceptClause]) -> HttpRe
 
 
 def _is_pretty(request: HttpRequest, clause: AcceptClause) -> bool:
-    """Whether JSON is indented: for people who type, by their programs."""
+    """Whether JSON is indented: if `pretty` asks for it, otherwise for curl, wget and browsers."""
     if clause.parameters.get("pretty") == "1":
         return True
     if values := parse_qs(request.query).get("pretty"):
@@ -152,8 +155,9 @@ def _encode(media: str, value: Mapping[str, Any], pretty: bool) -> bytes:
 
 
 def _encode_yaml(value: Mapping[str, Any], indent: str = "") -> Iterator[str]:
-    """A document without the library, which the agent has no other use for: keys that are words,
-    texts in quotes as JSON has them, lists of texts.
+    """Yields a document as YAML. Supports what the pages need: keys that need no quotes, strings
+    (quoted as in JSON), numbers, and lists of such words. The agent does not import a YAML library
+    for this alone.
     """
     for key, item in sorted(value.items()):
         if isinstance(item, Mapping) and item:
@@ -167,7 +171,7 @@ def _encode_yaml(value: Mapping[str, Any], indent: str = "") -> Iterator[str]:
 
 
 def _acceptable_types(clauses: list[AcceptClause], kind: str) -> Iterator[tuple[str, AcceptClause]]:
-    """The types that there are of those that are wanted, with what wants them; the best first."""
+    """Yields the supported types that the clauses accept, each with its clause, best first."""
     for clause in clauses:
         for media in filter(clause.matches, MEDIA_TYPES):
             parameters = clause.parameters
@@ -182,7 +186,7 @@ def _acceptable_types(clauses: list[AcceptClause], kind: str) -> Iterator[tuple[
 
 
 def _parse_accept(accept: str) -> list[AcceptClause]:
-    """Those of the header: by weight, then wildcards last."""
+    """Parses an Accept header. Sorted by weight; of equal weight, wildcards come last."""
     clauses = []
     for part in accept.split(","):
         media, *parameter_texts = part.split(";")

@@ -27,7 +27,8 @@ class StatusView(msgspec.Struct, frozen=True):
     """The status of one agent.
 
     `ok`: the agent runs and has synced, all needed hooks are attached, no Service port is refused,
-    the last change was written, and the packet path, if it is on, is attached to all its devices.
+    the last change was written, the data plane reports no fault, and the packet path, if it is on,
+    is attached to all its devices.
 
     `running_seconds` is the time since the agent's start, `silent_seconds` since its last status.
     Both are None if there is no status. `mode_reason` and `mode_why`: why --mode auto could not use
