@@ -262,4 +262,8 @@ def test_documented_python_modules_exist(command: str) -> None:
         arguments = [sys.executable, "-m", module, "--help"]
     done = subprocess.run(arguments, cwd=docs.ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert module == "benchmarks" or all(word in done.stdout for word in words)
+    if module != "benchmarks":
+        unknown = [
+            word for word in words if word not in done.stdout and not (docs.ROOT / word).exists()
+        ]
+        assert not unknown
