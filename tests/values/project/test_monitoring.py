@@ -168,7 +168,7 @@ def test_what_is_empty_by_default_says_what_it_needs(page: dict[str, Family]):
             assert word in panel["description"], panel["title"]
     assert {title for title, needed in said.items() if needed} == {
         "Failures of Services", "Bytes of Services", "Round trips to backends",
-        "Segments sent again", "Failures of backends",
+        "Retransmitted segments", "Failures of backends",
     }  # fmt: skip
 
 
