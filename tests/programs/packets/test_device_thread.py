@@ -1,4 +1,4 @@
-"""The thread that keeps the devices: in which order, how soon, and who waits for whom."""
+"""The device thread: in which order and how soon devices get programs, and what waits for it."""
 
 import os
 import socket
@@ -26,8 +26,8 @@ ALL = frozenset(("up0", "here", "far", *PODS))
 
 
 @dataclass
-class Made:
-    """A generation: one program for all, but for who gets another one by name."""
+class Generation:
+    """A generation of programs: one program for all devices, except those in `others` (by name)."""
 
     program: Program
     others: dict[str, Program] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class Made:
 
 @dataclass
 class Gate:
-    """Attaching on this device waits here."""
+    """Attaching to this device waits until the gate is open."""
 
     device: str = ""
     reached: threading.Event = field(default_factory=threading.Event)
@@ -55,30 +55,30 @@ class Gate:
 
 
 class Site:
-    """A node with an uplink and pods, and the keeper of its devices."""
+    """A node with an uplink and pods, and the thread that attaches programs to its devices."""
 
     def __init__(self, net: Net, pods: str, how: AttachMethod | None = None) -> None:
         self.net, self.pods, self.how = net, pods, how
         self.settled = 0
-        self.told: list[set[str]] = []
+        self.written_devices: list[set[str]] = []
         self.order: list[str] = []
         self.gate = Gate()
-        self.keeper = self.make()
+        self.reconciler = self.make()
 
     def make(self) -> DeviceReconciler:
         devices = DeviceAttachments(self.net.folder, method=self.how)
-        tell = lambda there, choices: self.told.append({d.name for d in there})  # noqa: E731
+        tell = lambda there, choices: self.written_devices.append({d.name for d in there})  # noqa: E731
         return DeviceReconciler(devices, tell, self._settle)
 
     def close(self) -> None:
         self.gate.open.set()
-        self.keeper.close()
+        self.reconciler.close()
 
     def _settle(self) -> None:
         self.settled += 1
 
-    def publish(self, made: Made) -> None:
-        self.net.inside(lambda: self.keeper.publish(made))
+    def publish(self, generation: Generation) -> None:
+        self.net.inside(lambda: self.reconciler.publish(generation))
 
     def runs(self) -> dict[str, set[int]]:
         """The programs on each device, both directions together."""
@@ -95,17 +95,17 @@ class Site:
     def name(self, ifindex: int) -> str:
         return self.net.inside(lambda: socket.if_indextoname(ifindex))
 
-    def has(self, made: Made, names: frozenset[str] = ALL) -> bool:
-        return self.runs() == {name: {made.id} for name in names}
+    def has(self, generation: Generation, names: frozenset[str] = ALL) -> bool:
+        return self.runs() == {name: {generation.id} for name in names}
 
-    def ready(self, made: Made) -> None:
-        self.publish(made)
-        until("all devices had their turn", lambda: self.keeper.status().ready)
+    def ready(self, generation: Generation) -> None:
+        self.publish(generation)
+        until("all devices were processed", lambda: self.reconciler.status().ready)
 
 
 @pytest.fixture
 def node(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
-    """Such a site; every attaching is written down, and waits where the gate is."""
+    """Such a node. Every attach is recorded, and waits if the gate is for its device."""
     name = f"kbkeep{os.getpid()}"
     how = getattr(request, "param", None)
     with ExitStack() as stack:
@@ -139,18 +139,18 @@ def node(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 
 @pytest.fixture
-def first() -> Iterator[Made]:
+def first() -> Iterator[Generation]:
     with idle("first") as program:
-        yield Made(program)
+        yield Generation(program)
 
 
 @pytest.fixture
-def second() -> Iterator[Made]:
+def second() -> Iterator[Generation]:
     with idle("second") as program:
-        yield Made(program)
+        yield Generation(program)
 
 
-in_both_ways = pytest.mark.parametrize("node", list(AttachMethod), indirect=True)
+with_both_methods = pytest.mark.parametrize("node", list(AttachMethod), indirect=True)
 
 
 def begin(action: Callable[[], None]) -> threading.Thread:
@@ -162,31 +162,33 @@ def begin(action: Callable[[], None]) -> threading.Thread:
 # ---- order -------------------------------------------------------------------------------------
 
 
-@in_both_ways
-def test_all_devices_get_the_programs_pods_before_hosts(node: Site, first: Made):
+@with_both_methods
+def test_pod_devices_get_programs_before_host_devices(node: Site, first: Generation):
     node.ready(first)
     assert node.has(first)
     assert set(node.order[: 2 * len(PODS)]) == set(PODS)
     assert set(node.order) == ALL
-    assert node.told[0] >= ALL, "the programs know a device before they run on it"
-    status = node.keeper.status()
+    assert node.written_devices[0] >= ALL, "the maps have a device before programs run on it"
+    status = node.reconciler.status()
     assert (status.attached_count, status.failed, status.problem) == (12, {}, "")
     assert node.settled >= 1
 
 
-def test_it_is_ready_only_when_the_host_devices_have_them(node: Site, first: Made):
+def test_ready_only_once_host_devices_have_programs(node: Site, first: Generation):
     node.gate = Gate("up0")
     node.publish(first)  # nothing was attached, so there is nothing to wait for
     assert node.gate.reached.wait(PATIENCE)
     assert set(PODS) <= node.runs().keys()
-    assert node.keeper.status() == DeviceReconcilerStatus()
+    assert node.reconciler.status() == DeviceReconcilerStatus()
     node.gate.open.set()
-    until("it is ready", lambda: node.keeper.status().ready)
+    until("it is ready", lambda: node.reconciler.status().ready)
     assert node.has(first)
 
 
-@in_both_ways
-def test_newer_programs_are_everywhere_when_publish_returns(node: Site, first: Made, second: Made):
+@with_both_methods
+def test_publish_returns_once_all_devices_have_newer_programs(
+    node: Site, first: Generation, second: Generation
+):
     node.ready(first)
     node.order.clear()
     node.publish(second)
@@ -196,16 +198,16 @@ def test_newer_programs_are_everywhere_when_publish_returns(node: Site, first: M
     assert not second.closed
 
 
-def test_a_device_in_hand_delays_newer_programs_and_gets_them_too(
-    node: Site, first: Made, second: Made
+def test_device_being_attached_delays_newer_programs_and_gets_them(
+    node: Site, first: Generation, second: Generation
 ):
     node.gate = Gate("cali1")
     node.publish(first)
     assert node.gate.reached.wait(PATIENCE)
     done = threading.Event()
     thread = begin(lambda: (node.publish(second), done.set()))
-    assert not done.wait(0.5), "one device still gets the old programs"
-    assert not first.closed, "which it needs"
+    assert not done.wait(0.5), "one device is still getting the old programs"
+    assert not first.closed, "the old programs are still needed"
     assert node.settled == 0
     node.gate.open.set()
     thread.join(PATIENCE)
@@ -215,8 +217,8 @@ def test_a_device_in_hand_delays_newer_programs_and_gets_them_too(
     assert first.closed
 
 
-def test_publish_waits_for_the_last_device_that_has_older_programs(
-    node: Site, first: Made, second: Made
+def test_publish_waits_for_the_last_device_with_older_programs(
+    node: Site, first: Generation, second: Generation
 ):
     node.ready(first)
     node.gate = Gate("up0")
@@ -231,40 +233,43 @@ def test_publish_waits_for_the_last_device_that_has_older_programs(
     assert node.has(second)
 
 
-def test_programs_that_were_never_used_are_closed(node: Site, first: Made, second: Made):
+def test_unused_generation_is_closed(node: Site, first: Generation, second: Generation):
     node.gate = Gate("cali1")
     node.publish(first)
     assert node.gate.reached.wait(PATIENCE)
     with idle("third") as program:
-        third = Made(program)
+        third = Generation(program)
         waiting = [begin(lambda: node.publish(second))]
-        until("they are wanted", lambda: node.keeper._published is second)
+        until("they are published", lambda: node.reconciler._published is second)
         waiting.append(begin(lambda: node.publish(third)))
         until("they are superseded", lambda: second.closed)
         node.gate.open.set()
         for thread in waiting:
             thread.join(PATIENCE)
-        until("the newest are everywhere", lambda: node.has(third))
-        node.keeper.close()
+        until("the newest are on all devices", lambda: node.has(third))
+        node.reconciler.close()
         assert third.closed
 
 
 # ---- changes -----------------------------------------------------------------------------------
 
 
-@in_both_ways
-def test_devices_come_and_go_by_themselves(node: Site, first: Made):
+@with_both_methods
+def test_added_and_deleted_devices_are_followed(node: Site, first: Generation):
     node.ready(first)
     node.net.ip(f"link add cali9 type veth peer name cali9x netns {node.pods}")
-    until("the new device has them", lambda: node.has(first, ALL | {"cali9"}))
+    until("the new device has programs", lambda: node.has(first, ALL | {"cali9"}))
     node.net.ip("link del cali0")
-    until("nothing is kept of what went", lambda: node.has(first, (ALL - {"cali0"}) | {"cali9"}))
+    until("the deleted device is forgotten", lambda: node.has(first, (ALL - {"cali0"}) | {"cali9"}))
     pins = node.net.folder / "devices"
     kept = {str(node.net.index(name)) for name in (ALL - {"cali0"}) | {"cali9"}}
-    until("pins", lambda: {p.name.partition("-")[0] for p in pins.iterdir()} == kept)
+    until(
+        "only its pins are deleted",
+        lambda: {p.name.partition("-")[0] for p in pins.iterdir()} == kept,
+    )
 
 
-def test_a_device_that_moves_away_does_not_take_our_programs_with_it(node: Site, first: Made):
+def test_device_moved_to_another_namespace_loses_our_programs(node: Site, first: Generation):
     node.how = AttachMethod.TCX
     node.ready(first)
     index = node.net.index("far")
@@ -279,12 +284,12 @@ def test_a_device_that_moves_away_does_not_take_our_programs_with_it(node: Site,
             for one in netns.run_in(path, lambda kind=kind: objects.list_attached(number, kind))
         ]
 
-    until("it runs nothing of ours", lambda: there() == [])
+    until("none of our programs runs on it", lambda: there() == [])
     assert not (node.net.folder / "devices" / f"{index}-ingress").exists()
 
 
-def test_what_nobody_tells_is_seen_by_the_next_full_look(
-    node: Site, first: Made, monkeypatch: pytest.MonkeyPatch
+def test_lost_attachment_comes_back_at_the_next_resync(
+    node: Site, first: Generation, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(module, "RESYNC_INTERVAL_S", 0.3)
     node.how = AttachMethod.TCX
@@ -297,52 +302,56 @@ def test_what_nobody_tells_is_seen_by_the_next_full_look(
 # ---- errors ------------------------------------------------------------------------------------
 
 
-def test_a_device_that_refuses_is_told_stops_no_other_and_is_tried_again(
-    node: Site, first: Made, monkeypatch: pytest.MonkeyPatch
+def test_failed_device_is_reported_stops_no_other_and_is_retried(
+    node: Site, first: Generation, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(module, "RETRY_DELAY_S", 0.1)
     with Program.load("wrong", 8, 0, insn(0xB7, 0, 0, 1) + insn(0x95)) as wrong:  # CGROUP_SKB
         first.others["cali1"] = wrong
         node.ready(first)
-        assert list(node.keeper.status().failed) == ["cali1"]
+        assert list(node.reconciler.status().failed) == ["cali1"]
         assert node.has(first, ALL - {"cali1"})
         assert node.settled == 0
         first.others.clear()
-        until("it has them", lambda: node.has(first))
-        until("it is told", lambda: not node.keeper.status().failed and node.settled)
+        until("it has programs", lambda: node.has(first))
+        until(
+            "its success is reported", lambda: not node.reconciler.status().failed and node.settled
+        )
 
 
-@in_both_ways
-def test_a_device_that_keeps_older_programs_is_said_until_it_has_newer_ones(
-    node: Site, first: Made, second: Made, monkeypatch: pytest.MonkeyPatch
+@with_both_methods
+def test_device_with_older_programs_is_reported_until_swapped(
+    node: Site, first: Generation, second: Generation, monkeypatch: pytest.MonkeyPatch
 ):
-    """The others have theirs by then, and who publishes waits no longer."""
+    """The other devices have the newer ones by then, and publish() no longer waits."""
     monkeypatch.setattr(module, "RETRY_DELAY_S", 0.1)
     node.ready(first)
-    assert node.keeper.is_rolled_out
+    assert node.reconciler.is_rolled_out
     with Program.load("wrong", 8, 0, insn(0xB7, 0, 0, 1) + insn(0x95)) as wrong:  # CGROUP_SKB
         second.others["cali1"] = wrong
         with pytest.raises(OutdatedDevicesError, match=r"not all devices .* \(cali1\)"):
             node.publish(second)
         assert node.runs() == {name: {first.id if name == "cali1" else second.id} for name in ALL}
-        assert not node.keeper.is_rolled_out
+        assert not node.reconciler.is_rolled_out
         second.others.clear()
-        until("it is swapped", lambda: node.keeper.is_rolled_out)
+        until("it is swapped", lambda: node.reconciler.is_rolled_out)
         assert node.has(second)
 
 
-def test_a_device_that_never_had_any_holds_nobody_up(node: Site, first: Made, second: Made):
+def test_device_without_any_programs_does_not_delay_publish(
+    node: Site, first: Generation, second: Generation
+):
     with Program.load("wrong", 8, 0, insn(0xB7, 0, 0, 1) + insn(0x95)) as wrong:  # CGROUP_SKB
         first.others["cali1"] = second.others["cali1"] = wrong
         node.ready(first)
         node.publish(second)
-        assert node.keeper.is_rolled_out
+        assert node.reconciler.is_rolled_out
         assert node.has(second, ALL - {"cali1"})
 
 
 @pytest.mark.parametrize("error", [KernelError("no answer"), RuntimeError("a slip")])
-def test_the_thread_outlives_every_error(
-    node: Site, first: Made, error: Exception, monkeypatch: pytest.MonkeyPatch
+def test_thread_outlives_every_error(
+    node: Site, first: Generation, error: Exception, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(module, "RETRY_DELAY_S", 0.1)
     listing = module.list_devices
@@ -353,47 +362,47 @@ def test_the_thread_outlives_every_error(
     monkeypatch.setattr(module, "list_devices", broken)
     with pytest.raises(OutdatedDevicesError, match="not all devices have the new programs"):
         node.publish(first)
-    assert str(error) in node.keeper.status().problem
+    assert str(error) in node.reconciler.status().problem
     monkeypatch.setattr(module, "list_devices", listing)
-    until("all is well", lambda: node.keeper.status().ready)
-    assert node.keeper.status().problem == ""
+    until("it has recovered", lambda: node.reconciler.status().ready)
+    assert node.reconciler.status().problem == ""
     assert node.has(first)
 
 
-def test_nobody_waits_for_ever(
-    node: Site, first: Made, second: Made, monkeypatch: pytest.MonkeyPatch
+def test_publish_without_progress_times_out(
+    node: Site, first: Generation, second: Generation, monkeypatch: pytest.MonkeyPatch
 ):
     node.ready(first)
     monkeypatch.setattr(module, "PUBLISH_STALL_TIMEOUT_S", 0.3)
     node.gate = Gate("up0")
     with pytest.raises(OutdatedDevicesError, match="no progress for"):
         node.publish(second)
-    assert "no progress" in node.keeper.status().problem
+    assert "no progress" in node.reconciler.status().problem
     node.gate.open.set()
-    until("it is made good", lambda: node.has(second) and not node.keeper.status().problem)
+    until("it has recovered", lambda: node.has(second) and not node.reconciler.status().problem)
 
 
-# ---- the end -----------------------------------------------------------------------------------
+# ---- close() -----------------------------------------------------------------------------------
 
 
-def test_the_end_waits_for_the_device_in_hand_and_leaves_all_attached(node: Site, first: Made):
+def test_close_finishes_the_current_device_and_detaches_nothing(node: Site, first: Generation):
     node.gate = Gate("cali1")
     node.publish(first)
     assert node.gate.reached.wait(PATIENCE)
     ended = threading.Event()
-    thread = begin(lambda: (node.keeper.close(), ended.set()))
+    thread = begin(lambda: (node.reconciler.close(), ended.set()))
     assert not ended.wait(0.3)
     assert not first.closed
     node.gate.open.set()
     thread.join(PATIENCE)
     assert first.closed
     assert not any(t.name == "devices" for t in threading.enumerate())
-    assert 0 < len(node.runs()) < len(ALL), "it began no other device"
+    assert 0 < len(node.runs()) < len(ALL), "no other device was begun"
     before = node.runs()
-    node.keeper.close()
-    node.keeper = node.make()
+    node.reconciler.close()
+    node.reconciler = node.make()
     with idle() as program:
-        again = Made(program)
+        again = Generation(program)
         node.ready(again)
         assert before.keys() <= node.runs().keys()
         assert node.has(again)

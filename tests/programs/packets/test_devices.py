@@ -1,4 +1,4 @@
-"""Listing and watching real devices, and keeping programs on those that are chosen."""
+"""Listing and watching real devices, and attaching programs to the chosen ones."""
 
 import json
 import os
@@ -33,7 +33,7 @@ Places = dict[tuple[str, Direction], int]
 
 @pytest.fixture
 def net() -> Iterator[Net]:
-    """A namespace with a cable whose ends are both in it."""
+    """A namespace with a veth pair whose ends are both in it."""
     with ExitStack() as stack:
         made = Net(f"kbdev{os.getpid()}")
         stack.callback(made.close)
@@ -42,7 +42,7 @@ def net() -> Iterator[Net]:
 
 @pytest.fixture
 def pods(net: Net) -> Iterator[str]:
-    """Another namespace, for what is at the far ends."""
+    """Another namespace, for the far ends of veth pairs."""
     name = f"{net.name}p"
     ip(f"netns add {name}")
     yield name
@@ -57,7 +57,7 @@ def listed(net: Net) -> dict[str, Device]:
 # ---- listing -----------------------------------------------------------------------------------
 
 
-def test_devices_are_listed_as_they_are(net: Net, pods: str):
+def test_devices_are_listed_with_their_properties(net: Net, pods: str):
     net.ip(
         "link set lo up",
         "link add br0 type bridge",
@@ -69,7 +69,7 @@ def test_devices_are_listed_as_they_are(net: Net, pods: str):
         "tuntap add tun0 mode tun",
         "tuntap add tap0 mode tap",
         "addr add 192.0.2.1/24 dev br0",
-        "addr add 192.0.2.2/24 dev br0",  # secondary: not the kernel's choice
+        "addr add 192.0.2.2/24 dev br0",  # secondary: the kernel does not choose it
         "addr add 198.51.100.1/32 dev port0",
         "addr add fe80::5/64 dev port0 nodad",
         "addr add 2001:db8::1/128 dev vx0 nodad",
@@ -118,7 +118,7 @@ def test_devices_are_listed_as_they_are(net: Net, pods: str):
     assert {name for name, device in found.items() if not device.carries_ip} == {"lo"}
 
 
-def test_many_devices_are_all_listed(net: Net):
+def test_listing_returns_all_of_many_devices(net: Net):
     net.ip(*(f"link add a{i} type veth peer name b{i}" for i in range(150)))
     devices = net.inside(list_devices)
     theirs = json.loads(run("ip", "-n", net.name, "-j", "link"))
@@ -133,13 +133,13 @@ def test_many_devices_are_all_listed(net: Net):
 
 @pytest.fixture
 def wake() -> Iterator[int]:
-    """A descriptor that ends a wait when it is written to."""
+    """An eventfd that ends a wait when it is written to."""
     fd = os.eventfd(0, os.EFD_NONBLOCK)
     yield fd
     os.close(fd)
 
 
-def test_each_change_is_told(net: Net, wake: int):
+def test_monitor_reports_each_change(net: Net, wake: int):
     with net.inside(DeviceMonitor) as watch:
         assert watch.wait(0, wake) == DeviceEvents(False)
         for change in (
@@ -159,7 +159,7 @@ def test_each_change_is_told(net: Net, wake: int):
                 pass
 
 
-def test_what_ends_is_named(net: Net, pods: str, wake: int):
+def test_monitor_names_deleted_devices(net: Net, pods: str, wake: int):
     net.ip("link add one type bridge", "link add two type veth peer name three")
     index = {name: net.index(name) for name in ("one", "two", "three")}
     with net.inside(DeviceMonitor) as watch:
@@ -167,18 +167,18 @@ def test_what_ends_is_named(net: Net, pods: str, wake: int):
         assert watch.wait(PATIENCE, wake) == DeviceEvents(True, {index["one"]})
         net.ip(f"link set three netns {pods}")
         gone: set[int] = set()
-        until("it is told", lambda: gone.update(watch.wait(0.1, wake).deleted or ()) or gone)
+        until("it is reported", lambda: gone.update(watch.wait(0.1, wake).deleted or ()) or gone)
         assert gone == {index["three"]}
 
 
-def test_a_wait_can_be_ended(net: Net, wake: int):
+def test_wait_ends_when_the_eventfd_is_written(net: Net, wake: int):
     with net.inside(DeviceMonitor) as watch:
         os.eventfd_write(wake, 1)
         assert watch.wait(60, wake) == DeviceEvents(False)
 
 
-def test_news_that_was_lost_is_news(net: Net, wake: int):
-    """Nobody listens until the kernel has thrown news away; then all goes on."""
+def test_lost_messages_count_as_a_change(net: Net, wake: int):
+    """The socket is not read until the kernel has dropped messages; then it is read again."""
 
     def lost() -> int:
         lines = Path("/proc/thread-self/net/netlink").read_text().splitlines()[1:]
@@ -191,17 +191,17 @@ def test_news_that_was_lost_is_news(net: Net, wake: int):
             net.ip(*(f"link set here mtu {1400 + i % 2}" for i in range(500)))
         assert net.inside(lost)
         assert watch.wait(PATIENCE, wake) == DeviceEvents(True, None)
-        until("all is heard", lambda: watch.wait(0.05, wake) == DeviceEvents(False))
+        until("the socket is empty", lambda: watch.wait(0.05, wake) == DeviceEvents(False))
         net.ip("link add one type bridge")
         assert watch.wait(PATIENCE, wake).received
 
 
-# ---- keeping programs in step ------------------------------------------------------------------
+# ---- syncing programs --------------------------------------------------------------------------
 
 
 @pytest.fixture
 def node(net: Net, pods: str) -> Net:
-    """A node: an uplink, a bridge with a pod, a routed pod."""
+    """A node: an uplink, a bridge with a pod, and a routed pod."""
     net.ip(
         "link set lo up",
         f"link add up0 type veth peer name wire netns {pods}",
@@ -223,17 +223,17 @@ def kit() -> Iterator[dict[DeviceRole, Program]]:
 
 
 def by_role(kit: dict[DeviceRole, Program]) -> PickProgram:
-    """That program, in both directions."""
+    """Picks the role's program in both directions."""
     return lambda device, role, direction: kit[role]
 
 
 def sync(net: Net, devices: DeviceAttachments, pick: PickProgram) -> DeviceReport:
-    """One sync with what there is now."""
+    """Syncs once with the devices that exist now."""
     return net.inside(lambda: devices.sync(list_devices(), pick))
 
 
 def places(net: Net, report: DeviceReport) -> Places:
-    """What is attached: (device, direction) → program, each place once."""
+    """The attached programs: (device, direction) → program id; each place may occur once only."""
     names = {device.ifindex: name for name, device in listed(net).items()}
     found = {(names[a.ifindex], a.direction): a.program_id for a in report.attachments}
     assert len(found) == len(report.attachments)
@@ -241,7 +241,7 @@ def places(net: Net, report: DeviceReport) -> Places:
 
 
 def everywhere(roles: dict[str, DeviceRole], kit: dict[DeviceRole, Program]) -> Places:
-    """The program of its role in both directions of each device."""
+    """The role's program in both directions of each device."""
     return {(n, d): program_id(kit[role]) for n, role in roles.items() for d in Direction}
 
 
@@ -274,7 +274,7 @@ def test_chosen_devices_get_their_programs_once(
 
 
 @both_ways
-def test_the_next_agent_adopts_and_replaces(
+def test_next_agent_adopts_and_replaces_programs(
     node: Net, kit: dict[DeviceRole, Program], how: AttachMethod
 ):
     first = sync(node, DeviceAttachments(node.folder, method=how), by_role(kit))
@@ -289,7 +289,7 @@ def test_the_next_agent_adopts_and_replaces(
 
 
 @both_ways
-def test_devices_come_change_and_go(
+def test_sync_follows_added_changed_and_deleted_devices(
     node: Net, pods: str, kit: dict[DeviceRole, Program], how: AttachMethod
 ):
     devices = DeviceAttachments(node.folder, excluded=("far",), method=how)
@@ -304,8 +304,8 @@ def test_devices_come_change_and_go(
     kept = {path.name.partition("-")[0] for path in (node.folder / "devices").iterdir()}
     assert kept == {str(node.index(name)) for name in roles}
 
-    node.ip("link set here master cni0")  # a way outside in the bridge of pods
-    # A cable with both ends here is none, so the bridge stays; a tap is one.
+    node.ip("link set here master cni0")
+    # A veth pair with both ends in this namespace leads nowhere, so the bridge keeps its role.
     report = sync(node, devices, by_role(kit))
     del roles["here"]
     assert places(node, report) == everywhere(roles, kit)
@@ -317,7 +317,7 @@ def test_devices_come_change_and_go(
     assert (report.added, report.replaced, report.removed) == (0, 2, 0)
 
 
-def test_what_the_operator_no_longer_names_is_let_go(node: Net, kit: dict[DeviceRole, Program]):
+def test_devices_that_no_pattern_matches_are_detached(node: Net, kit: dict[DeviceRole, Program]):
     sync(node, DeviceAttachments(node.folder), by_role(kit))
     report = sync(node, DeviceAttachments(node.folder, patterns=("up*",)), by_role(kit))
     roles = {"up0": DeviceRole.HOST, "cni0": DeviceRole.POD, "cali0": DeviceRole.POD}
@@ -326,7 +326,7 @@ def test_what_the_operator_no_longer_names_is_let_go(node: Net, kit: dict[Device
 
 
 @both_ways
-def test_a_direction_without_a_program_has_none(
+def test_direction_without_a_program_is_detached(
     node: Net, kit: dict[DeviceRole, Program], how: AttachMethod
 ):
     devices = DeviceAttachments(node.folder, method=how)
@@ -341,7 +341,7 @@ def test_a_direction_without_a_program_has_none(
     [(AttachMethod.TCX, AttachMethod.CLSACT), (AttachMethod.CLSACT, AttachMethod.TCX)],
 )
 @needs("tcx")
-def test_the_other_way_takes_over(
+def test_other_attach_method_takes_over(
     node: Net, kit: dict[DeviceRole, Program], old: AttachMethod, new: AttachMethod
 ):
     sync(node, DeviceAttachments(node.folder, method=old), by_role(kit))
@@ -353,7 +353,7 @@ def test_the_other_way_takes_over(
 
 
 @both_ways
-def test_what_somebody_else_removed_comes_back(
+def test_attachments_removed_by_others_come_back(
     node: Net, kit: dict[DeviceRole, Program], how: AttachMethod
 ):
     devices = DeviceAttachments(node.folder, method=how)
@@ -363,14 +363,14 @@ def test_what_somebody_else_removed_comes_back(
     else:
         for direction in Direction:
             (node.folder / "devices" / f"{node.index('up0')}-{direction}").unlink()
-            until("it has ended", lambda to=direction: not node.tcx(to, "up0"))
+            until("it is detached", lambda to=direction: not node.tcx(to, "up0"))
     report = sync(node, devices, by_role(kit))
     assert report.added == 2
     assert places(node, report) == everywhere(ROLES, kit)
 
 
 @both_ways
-def test_a_device_that_vanished_after_the_listing_is_fine(
+def test_device_deleted_after_the_listing_is_no_failure(
     node: Net, kit: dict[DeviceRole, Program], how: AttachMethod
 ):
     devices = DeviceAttachments(node.folder, method=how)
@@ -383,7 +383,7 @@ def test_a_device_that_vanished_after_the_listing_is_fine(
 
 
 @both_ways
-def test_a_device_that_vanishes_under_our_hands_is_fine(
+def test_device_deleted_during_the_sync_is_no_failure(
     node: Net, kit: dict[DeviceRole, Program], how: AttachMethod
 ):
     devices = DeviceAttachments(node.folder, method=how)
@@ -401,7 +401,7 @@ def test_a_device_that_vanishes_under_our_hands_is_fine(
 
 
 @both_ways
-def test_a_clsact_that_others_made_anew_stays(
+def test_clsact_qdisc_recreated_by_others_stays(
     node: Net, kit: dict[DeviceRole, Program], how: AttachMethod
 ):
     devices = DeviceAttachments(node.folder, method=how)
@@ -415,7 +415,7 @@ def test_a_clsact_that_others_made_anew_stays(
 
 
 @both_ways
-def test_an_error_of_one_device_stops_no_other_and_is_tried_again(
+def test_failed_device_stops_no_other_and_is_retried(
     node: Net, kit: dict[DeviceRole, Program], how: AttachMethod
 ):
     devices = DeviceAttachments(node.folder, method=how)
@@ -431,7 +431,7 @@ def test_an_error_of_one_device_stops_no_other_and_is_tried_again(
 
 
 @both_ways
-def test_removed_means_that_nothing_is_left_but_what_others_have(
+def test_remove_leaves_only_attachments_of_others(
     node: Net, kit: dict[DeviceRole, Program], how: AttachMethod
 ):
     node.tc("qdisc", "add", "dev", "up0", "clsact")
@@ -459,7 +459,7 @@ def test_removed_means_that_nothing_is_left_but_what_others_have(
 
 
 @needs("tcx")
-def test_remove_ends_what_an_earlier_agent_had_in_either_way(
+def test_remove_detaches_both_methods_of_an_earlier_agent(
     node: Net, kit: dict[DeviceRole, Program]
 ):
     sync(
@@ -467,7 +467,7 @@ def test_remove_ends_what_an_earlier_agent_had_in_either_way(
         DeviceAttachments(node.folder, patterns=("up0",), method=AttachMethod.CLSACT),
         by_role(kit),
     )
-    (node.folder / "devices").rename(node.folder / "lost")  # a pin folder that went away
+    (node.folder / "devices").rename(node.folder / "lost")  # as if the pin folder were lost
     with idle() as other:
         sync(node, DeviceAttachments(node.folder, method=AttachMethod.TCX), lambda *_: other)
         assert len(node.inside(DeviceAttachments(node.folder).remove)) == 10

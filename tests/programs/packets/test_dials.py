@@ -1,7 +1,8 @@
-"""The lab's rows as single packets: the same objects, programmed on a real plane, and the packets
-that begin each dial, from a pod's device or the way outside.
+"""The lab's rows as single packets: the same objects, programmed on a real plane, and the first
+packet of each connection, from a pod's device or from outside.
 
-tests/values/policy/test_dials.py reads the rows from the desired state; the lab's files dial them.
+tests/values/policy/test_dials.py checks the rows against the desired state; the lab makes real
+connections of them.
 """
 
 import itertools
@@ -50,9 +51,9 @@ from tests.support.packets.test_run import TC_ACT_REDIRECT, TC_ACT_SHOT, TC_ACT_
 from tests.support.plane import SIZES, Site, sites, split
 
 SIZE = replace(SIZES, connections=16_384)
-"""All dials together: no flow has to make room for another."""
+"""Large enough for the flows of all rows together."""
 PORTS = itertools.count(1024)
-"""Each dial is a new flow."""
+"""Each connection is a new flow."""
 
 
 def is_of_the_node(row: Dial) -> bool:
@@ -68,11 +69,11 @@ def is_left_alone(row: Dial) -> bool:
 
 
 SOCKETS_ONLY: tuple[tuple[str, Callable[[Dial], bool]], ...] = (
-    ("what the node itself sends comes in by no device", is_of_the_node),
-    ("loopback is on no wire", is_loopback),
-    ("packets show who sends them; rows_outside has what becomes of them", is_left_alone),
+    ("the node's own packets come in by no device", is_of_the_node),
+    ("loopback addresses are on no wire", is_loopback),
+    ("packets show their source; rows_outside has these cases", is_left_alone),
 )
-"""Why a row cannot be a packet here, and which. The other two depths have them, and at this one
+"""Why some rows cannot be packets here. The other two layers have them, and for this layer
 test_connect.py has rows of sockets."""
 
 
@@ -86,24 +87,24 @@ def rows(left_out: bool) -> list[tuple[Table, Dial]]:
 
 
 class Bench:
-    """A plane without devices; loopback stands for whichever a packet comes by."""
+    """A plane without devices; loopback is described as the device that a packet arrives on."""
 
     def __init__(self, site: Site, plane: BpfPlane, where: str) -> None:
         self._site, self._plane, self._where = site, plane, where
         self._served: tuple[Table, int] | None = None
-        self.serve(TABLES[0], 1)  # until then no program is pinned
+        self.serve(TABLES[0], 1)  # pins the programs
         folder = next(site.pins.glob("programs-tc-*"))
         self.programs = {n: Program.open(folder / n) for n in ("tc_ingress", "tc_egress")}
 
     def serve(self, table: Table, number: int) -> None:
-        """What this node serves then."""
+        """Programs what the node of this number serves with this table."""
         if self._served != (table, number):
             state = programmed(table, number).state
             netns.run_in(Path("/run/netns") / self._where, lambda: self._plane.apply(state, None))
             self._served = table, number
 
-    def come_from(self, hop: Hop) -> None:
-        """Loopback is the device of this hop's client."""
+    def set_device_of(self, hop: Hop) -> None:
+        """Describes loopback as the device of this hop's client."""
         role, flags = (Role.HOST, DeviceFlag(0)) if hop.outside else (Role.POD, DeviceFlag.LOCAL)
         value = DEVICE.pack(role, 14, flags, bytes(6), bytes(16), bytes(16))
         with self._site.pinned("devices") as devices, self._site.pinned("device_cache") as cache:
@@ -111,7 +112,7 @@ class Bench:
             cache.update(U32.pack(1 % CACHED_DEVICES), CACHED_DEVICE.pack(1, value))
 
     def run(self, name: str, packet: bytes) -> tuple[int, bytes]:
-        """The verdict and the packet."""
+        """Runs a program; returns its verdict and the packet."""
         work = lambda: run(self.programs[name], frame(packet))  # noqa: E731
         done = netns.run_in(Path("/run/netns") / self._where, work)
         return done.retval, done.packet_out
@@ -142,7 +143,7 @@ def bench(artifact_cache: Path) -> Iterator[Bench]:
 
 
 class Came(NamedTuple):
-    """What became of one packet: where it leads to, and as whom it leaves."""
+    """The result for one packet: the verdict, the backend, and the source it leaves with."""
 
     verdict: Verdict
     to: str = ""
@@ -150,7 +151,7 @@ class Came(NamedTuple):
 
 
 def dial(bench: Bench, row: Dial, hop: Hop) -> Came:
-    """One packet that begins the dial, at this hop."""
+    """Sends the first packet of a connection at this hop."""
     assert hop.source is not None
     own = format_endpoint(hop.source, next(PORTS))
     front = format_endpoint(*target(row)[:2])
@@ -175,7 +176,7 @@ def dial(bench: Bench, row: Dial, hop: Hop) -> Came:
 
 
 def check_refusal(raw: bytes, own: str, front: str, protocol: str) -> None:
-    """A RST in the frontend's name, or an ICMP error about the datagram; back to its sender."""
+    """A RST from the frontend, or an ICMP error that quotes the datagram, back to its sender."""
     found = parse(raw)
     assert found.ethernet is not None
     assert (found.ethernet.destination, found.ethernet.source) == (MAC_A, MAC_B)
@@ -193,16 +194,16 @@ def check_refusal(raw: bytes, own: str, front: str, protocol: str) -> None:
     ("table", "row"),
     [pytest.param(*each, id=f"{each[0].name}: {each[1].name}") for each in rows(left_out=False)],
 )
-def test_dial(bench: Bench, table: Table, row: Dial) -> None:
+def test_first_packet_of_a_row(bench: Bench, table: Table, row: Dial) -> None:
     verdict, names = expected(row)
     *before, last = hops(row, sockets=False, packets=True)
     for hop in before:
         bench.serve(table, hop.number)
-        bench.come_from(hop)
+        bench.set_device_of(hop)
         assert dial(bench, row, hop).verdict is Verdict.PASS, explain(table, row)
     bench.serve(table, last.number)
-    bench.come_from(last)
-    # 25 dials a backend: that one is never met has a chance of 1 in 10^11.
+    bench.set_device_of(last)
+    # With 25 tries a backend, the probability that one is never chosen is 1 in 10^11.
     came = {dial(bench, row, last) for _ in range(25 * len(names) if len(names) > 1 else 3)}
     why = f"{came}\n{explain(table, row)}"
     assert {one.verdict for one in came} == {verdict}, why
@@ -214,12 +215,12 @@ def test_dial(bench: Bench, table: Table, row: Dial) -> None:
 
 
 def leaves(backend: Backend, hop: Hop) -> bool:
-    """Whether what is for this backend leaves the node by a device, and so by tc_egress."""
+    """Whether a packet to this backend leaves the node by a device, and so passes tc_egress."""
     home = PAPER.homes[hop.number]
     return format_addr(backend.address) not in home.addresses
 
 
-def test_each_reason_leaves_rows_out() -> None:
+def test_each_reason_excludes_rows() -> None:
     out = [row for _, row in rows(left_out=True)]
     assert all(any(is_one(row) for row in out) for _, is_one in SOCKETS_ONLY)
     assert len(out) < len(rows(left_out=False)) / 4

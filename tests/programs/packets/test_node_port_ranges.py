@@ -1,4 +1,6 @@
-"""--nodeport-source-ranges: who may dial NodePorts, by packets from outside and by sockets."""
+"""--nodeport-source-ranges: clients that may use NodePorts, by packets from outside and
+by sockets.
+"""
 
 import os
 from collections.abc import Iterator
@@ -26,7 +28,7 @@ BACKEND = {4: "10.244.1.2", 6: "fd00:10:244:1::2"}
 
 
 def restricted(state: ServiceState) -> ServiceState:
-    """As policy makes it where NodePorts have ranges."""
+    """Marks NodePorts as restricted, as policy does when there are ranges."""
     return replace(
         state,
         frontends=tuple(
@@ -53,13 +55,13 @@ def ranges(site: Site) -> set[object]:
     return {unpack_source_range(key) for key in site.entries("source_ranges")}
 
 
-def test_the_map_has_them_once_and_follows_the_setting(site: Site) -> None:
+def test_map_of_ranges_follows_the_setting(site: Site) -> None:
     for given in (RANGES, RANGES, RANGES[:1], ()):
         site.open(node_port_source_ranges=given).apply(world(), None)
         assert ranges(site) == {(0, cidr) for cidr in given}
 
 
-def test_a_pods_socket_is_left_to_packets(site: Site) -> None:
+def test_socket_of_a_pod_is_left_to_the_packet_path(site: Site) -> None:
     name = f"{site.name}x"
     run("ip", "netns", "add", name)
     try:
@@ -77,7 +79,7 @@ def test_a_pods_socket_is_left_to_packets(site: Site) -> None:
         run("ip", "netns", "del", name)
 
 
-def test_the_nodes_own_sockets_may_always(artifact_cache: Path) -> None:
+def test_socket_of_the_node_is_always_allowed(artifact_cache: Path) -> None:
     name = f"kbpo{os.getpid()}"
     run("ip", "netns", "add", name)
     try:
@@ -122,7 +124,7 @@ def path(artifact_cache: Path) -> Iterator[Path_]:
 
 CLIENTS = {
     "in a range": ({4: "198.51.100.7", 6: "2001:db8:9::7"}, True),
-    "next to it": ({4: "198.51.101.7", 6: "2001:db8:9:1::7"}, False),
+    "next to a range": ({4: "198.51.101.7", 6: "2001:db8:9:1::7"}, False),
     "a pod": ({4: "10.244.7.7", 6: "fd00:10:244:7::7"}, False),
 }
 
@@ -130,7 +132,9 @@ CLIENTS = {
 @pytest.mark.parametrize("who", CLIENTS)
 @pytest.mark.parametrize("v", [4, 6], ids=["v4", "v6"])
 @pytest.mark.parametrize("build", [lambda a, b: tcp(a, b, flags="S"), udp], ids=["tcp", "udp"])
-def test_a_packet_from_outside(path: Path_, who: str, v: int, build: object) -> None:
+def test_packet_from_outside_is_checked_by_its_source(
+    path: Path_, who: str, v: int, build: object
+) -> None:
     addresses, lets_in = CLIENTS[who]
     own, front = (f"[{a}]" if v == 6 else a for a in (addresses[v], NODE[v]))
     before = path.site.reasons()
@@ -142,5 +146,5 @@ def test_a_packet_from_outside(path: Path_, who: str, v: int, build: object) -> 
     before = path.site.reasons()
     path.run("tc_ingress", build(f"{own}:4712", cluster_ip))
     counted = path.site.reasons() - before
-    assert counted[Reason.NOT_ALLOWED] == 0, "the ranges are not for ClusterIPs"
+    assert counted[Reason.NOT_ALLOWED] == 0, "the ranges do not apply to ClusterIPs"
     assert counted[Reason.NEW_FLOW] == 1

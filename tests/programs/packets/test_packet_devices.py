@@ -1,4 +1,4 @@
-"""The data plane and the thread of its devices: who waits for whom when maps grow."""
+"""The data plane and its device thread: what waits for what when maps grow."""
 
 import errno
 import os
@@ -45,12 +45,14 @@ def many(count: int, to: str) -> list[ServiceState]:
 
 
 class Node:
-    """A node with two devices, and a plane; a device can be made slow, or broken."""
+    """A node with two devices and a plane. Attaching to the device `slow` waits; to `broken` it
+    fails.
+    """
 
     def __init__(self, name: str, site: Site) -> None:
         self.name, self.site = name, site
         self.slow = self.broken = ""
-        self.reached, self.go_on = threading.Event(), threading.Event()
+        self.reached, self.resume = threading.Event(), threading.Event()
         self.plane = self.open()
 
     def open(self) -> BpfPlane:
@@ -68,7 +70,7 @@ class Node:
         return thread
 
     def attached(self) -> dict[str, set[int]]:
-        """The programs by device."""
+        """Ids of the attached programs, by device."""
 
         def read() -> dict[str, set[int]]:
             found: dict[str, set[int]] = {}
@@ -80,16 +82,16 @@ class Node:
         return netns.run_in(Path("/run/netns") / self.name, read)
 
     def failed(self) -> list[str]:
-        """The devices that the status tells of."""
+        """The devices that the status reports as failed."""
         return [one.device for one in self.plane.packet_status().failed]
 
-    def kept(self) -> list[str]:
-        """Folders of older programs."""
+    def old_programs(self) -> list[str]:
+        """Folders of older programs that are still pinned."""
         return [path.name for path in self.site.pins.iterdir() if path.name.startswith("old-")]
 
-    def lost(self) -> list[str]:
-        """Frontends that programs which may be attached would refuse: they do not find a slot of
-        the set, or its backend.
+    def incomplete_frontends(self) -> list[str]:
+        """Frontends that a program which may still be attached would refuse, because its maps lack
+        a slot of the set, or a slot's backend.
         """
         found = []
         for folder in self.site.pins.glob("*programs-tc-*"):
@@ -110,8 +112,8 @@ class Node:
                         found.append(f"{folder.name} {layout.Target.unpack(at)}")
         return found
 
-    def in_step(self) -> bool:
-        """Whether all that runs reads the maps that are pinned now."""
+    def uses_pinned_maps(self) -> bool:
+        """Whether all attached programs read the maps that are pinned now."""
         (folder,) = self.site.pins.glob("programs-tc-*")
         now = set()
         for path in (*self.site.maps.iterdir(), folder / "tails"):
@@ -137,7 +139,7 @@ def node(artifact_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node
         ip("link add here type veth peer name far", netns=where)
         make = stack.enter_context(sites(artifact_cache))
         made = Node(where, make(node=where))
-        stack.callback(made.go_on.set)
+        stack.callback(made.resume.set)
         attach = TcAttacher.attach
 
         def watched(
@@ -146,7 +148,7 @@ def node(artifact_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node
             name = socket.if_indextoname(ifindex)
             if name == made.slow:
                 made.reached.set()
-                made.go_on.wait(PATIENCE)
+                made.resume.wait(PATIENCE)
             if name == made.broken:
                 raise KernelError("broken by hand", name, errno=errno.EIO)
             return attach(tc, ifindex, to, program)
@@ -156,10 +158,10 @@ def node(artifact_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node
 
 
 def ready(node: Node) -> None:
-    until("all devices have had their turn", node.plane.is_ready)
+    until("all devices were processed", node.plane.is_ready)
 
 
-def test_the_writer_goes_on_while_a_device_is_slow(node: Node):
+def test_writer_continues_while_a_device_is_slow(node: Node):
     node.slow = "here"
     node.apply(*many(3, "10.0.0.1:80"))
     assert node.reached.wait(PATIENCE)
@@ -168,12 +170,12 @@ def test_the_writer_goes_on_while_a_device_is_slow(node: Node):
     shown = node.site.dump()["frontends"]
     assert {str(each["cluster"]) for each in shown.values()} == {"['10.0.0.2:80/TCP']"}
     assert not node.plane.is_ready()
-    node.go_on.set()
+    node.resume.set()
     ready(node)
     assert node.attached().keys() == {"here", "far"}
 
 
-def test_maps_that_grow_are_written_only_when_all_devices_read_them(node: Node):
+def test_grown_maps_are_written_once_all_devices_read_them(node: Node):
     node.apply(*many(3, "10.0.0.1:80"))
     ready(node)
     before = node.site.dump()["frontends"]
@@ -184,18 +186,18 @@ def test_maps_that_grow_are_written_only_when_all_devices_read_them(node: Node):
     thread.join(0.5)
     assert thread.is_alive()
     assert node.attached()["here"] == old["here"]
-    assert node.site.dump()["frontends"] == before, "an old program would not find the new sets"
-    assert len(node.kept()) == 1, "its tail calls live as long as their pin"
-    node.go_on.set()
+    assert node.site.dump()["frontends"] == before, "old programs would not find the new sets"
+    assert len(node.old_programs()) == 1, "its tail calls live as long as their pin"
+    node.resume.set()
     thread.join(PATIENCE)
     assert not thread.is_alive()
     assert len(node.site.dump()["frontends"]) == 100
-    assert node.in_step()
+    assert node.uses_pinned_maps()
     assert set().union(*old.values()).isdisjoint(set().union(*node.attached().values()))
-    until("what nobody runs is gone", lambda: not node.kept())
+    until("unused programs are removed", lambda: not node.old_programs())
 
 
-def test_a_device_that_refuses_new_programs_keeps_its_old_ones_whole(node: Node):
+def test_device_that_refuses_new_programs_keeps_the_old_ones(node: Node):
     node.apply(*many(3, "10.0.0.1:80"))
     ready(node)
     old = node.attached()
@@ -203,15 +205,15 @@ def test_a_device_that_refuses_new_programs_keeps_its_old_ones_whole(node: Node)
     node.apply(*many(100, "10.0.0.2:80"))
     assert node.attached()["here"] == old["here"]
     assert node.attached()["far"] != old["far"]
-    until("it is told", lambda: node.failed() == ["here"])
-    assert len(node.kept()) == 1
+    until("it is reported", lambda: node.failed() == ["here"])
+    assert len(node.old_programs()) == 1
     node.broken = ""
-    until("it is made good", lambda: node.in_step() and node.failed() == [])
-    until("what nobody runs is gone", lambda: not node.kept())
+    until("it is repaired", lambda: node.uses_pinned_maps() and node.failed() == [])
+    until("unused programs are removed", lambda: not node.old_programs())
 
 
-def test_an_agent_that_was_killed_before_all_were_swapped_begins_with_it(node: Node):
-    """The maps have grown and new programs are pinned, but a device still has the old ones."""
+def test_agent_killed_during_the_swap_resumes_it_at_start(node: Node):
+    """The maps have grown and new programs are pinned, but one device still has the old ones."""
     node.apply(*many(3, "10.0.0.1:80"))
     ready(node)
     old = node.attached()
@@ -228,16 +230,14 @@ def test_an_agent_that_was_killed_before_all_were_swapped_begins_with_it(node: N
     thread.join(0.3)
     assert thread.is_alive()
     assert node.site.dump()["frontends"] == before
-    node.go_on.set()
+    node.resume.set()
     thread.join(PATIENCE)
-    assert node.in_step()
-    until("what nobody runs is gone", lambda: not node.kept())
+    assert node.uses_pinned_maps()
+    until("unused programs are removed", lambda: not node.old_programs())
 
 
-def test_programs_that_could_not_be_loaded_are_loaded_by_the_next_apply(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-):
-    """What was attached goes on meanwhile, at the sockets too."""
+def test_next_apply_loads_programs_that_failed_to_load(node: Node, monkeypatch: pytest.MonkeyPatch):
+    """Attached programs continue to run meanwhile, at the sockets too."""
     node.apply(*many(3, "10.0.0.1:80"))
     ready(node)
     links = len(list((node.site.pins / "links").iterdir()))
@@ -255,18 +255,18 @@ def test_programs_that_could_not_be_loaded_are_loaded_by_the_next_apply(
     monkeypatch.setattr(Program, "load", load)
     node.apply(*many(100, "10.0.0.2:80"))
     assert len(list((node.site.pins / "links").iterdir())) == links
-    assert node.in_step()
+    assert node.uses_pinned_maps()
 
 
 def endpoints(count: int, network: int) -> str:
-    """So many that what frontends lead to has to grow, and they have not."""
+    """So many endpoints that the maps of backends have to grow, while those of frontends do not."""
     return " ".join(f"10.0.{network}.{number}:80" for number in range(1, count + 1))
 
 
-def test_nothing_is_flipped_that_attached_programs_would_not_find(
+def test_no_frontend_flips_to_sets_that_attached_programs_lack(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ):
-    """The packet programs cannot be loaded over what has grown, however often it is tried."""
+    """The packet programs cannot be loaded with the larger maps, however often it is tried."""
     node.apply(*many(3, "10.0.0.1:80"))
     ready(node)
     old = node.attached()
@@ -282,24 +282,24 @@ def test_nothing_is_flipped_that_attached_programs_would_not_find(
         with pytest.raises(KernelError, match="no room"):
             node.apply(*many(3, endpoints(50, 1)))
         assert node.attached() == old
-        assert node.lost() == []
+        assert node.incomplete_frontends() == []
     monkeypatch.setattr(Program, "load", load)
     node.apply(*many(3, endpoints(50, 1)))
-    assert node.in_step()
-    until("what nobody runs is gone", lambda: not node.kept())
-    assert node.lost() == []
+    assert node.uses_pinned_maps()
+    until("unused programs are removed", lambda: not node.old_programs())
+    assert node.incomplete_frontends() == []
 
 
-def test_a_device_that_refuses_for_ever_finds_all_that_it_knows(node: Node):
-    """And the sockets are served meanwhile."""
+def test_device_that_always_refuses_keeps_complete_maps(node: Node):
+    """Meanwhile the sockets are served."""
     node.apply(*many(3, "10.0.0.1:80"))
     ready(node)
     node.broken = "here"
     for number in (2, 3, 4):
         node.apply(*many(3, endpoints(30 * number, number)))
         node.plane.flush()
-        assert len(node.kept()) >= 1
-        assert node.lost() == []
+        assert len(node.old_programs()) >= 1
+        assert node.incomplete_frontends() == []
     with (
         Link.open(node.site.pins / "links" / "connect4") as link,
         objects.open_program_by_id(link.read_info().program_id) as program,
@@ -307,48 +307,50 @@ def test_a_device_that_refuses_for_ever_finds_all_that_it_knows(node: Node):
     ):
         assert services.id in program.read_info().map_ids
     node.broken = ""
-    until("it is made good", lambda: node.in_step() and not node.kept())
+    until("it is repaired", lambda: node.uses_pinned_maps() and not node.old_programs())
 
 
 @pytest.mark.parametrize("when", ["listed", "opened"])
-def test_older_programs_that_go_while_they_are_looked_at_are_nobodys(
+def test_older_programs_removed_while_being_read_are_ignored(
     node: Node, monkeypatch: pytest.MonkeyPatch, when: str
 ):
-    """The thread of the devices removes them when all have newer ones."""
+    """The device thread removes them once all devices have newer ones."""
     node.apply(*many(3, "10.0.0.1:80"))
     ready(node)
     (folder,) = node.site.pins.glob("programs-tc-*")
     old = node.site.pins / f"old-{folder.name}-7"
-    elsewhere, there = PacketPath.uses_other_flows, []
+    real_check, left_folder = PacketPath.uses_other_flows, []
 
     def leave(packets: PacketPath, flows: Map) -> bool:
         old.mkdir()
         for pin in folder.iterdir():
             with (Map if pin.name == "tails" else Program).open(pin) as held:
                 held.pin(old / pin.name)
-        there.append(old)
-        return elsewhere(packets, flows)
+        left_folder.append(old)
+        return real_check(packets, flows)
 
     where, name = {"listed": (Path, "iterdir"), "opened": (Program, "open")}[when]
     real = getattr(where, name)
 
-    def late(path: Path) -> Any:
-        # The agent reaches its folder by a descriptor, so its paths begin otherwise.
-        if there and (path.name == old.name or path.parts[-2:] == (old.name, "tc_choose")):
-            there.clear()
+    def open_late(path: Path) -> Any:
+        # The agent opens its folder by descriptor, so its paths have another beginning.
+        if left_folder and (path.name == old.name or path.parts[-2:] == (old.name, "tc_choose")):
+            left_folder.clear()
             shutil.rmtree(old)
         return real(path)
 
     monkeypatch.setattr(PacketPath, "uses_other_flows", leave)
-    monkeypatch.setattr(where, name, late)
+    monkeypatch.setattr(where, name, open_late)
     node.apply(*many(100, "10.0.0.2:80"))
-    assert not there
-    assert node.in_step()
+    assert not left_folder
+    assert node.uses_pinned_maps()
 
 
 @pytest.fixture
 def no_compiler(begun: Node, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """From the next start on the packet programs cannot be had; until it is called."""
+    """The packet programs cannot be compiled from the next start on, until the fixture is
+    called.
+    """
     obtain, gone = compile.find_or_compile, [True]
 
     def refuse(unit: str, cache: Path) -> Any:
@@ -362,7 +364,7 @@ def no_compiler(begun: Node, monkeypatch: pytest.MonkeyPatch) -> Callable[[], No
 
 @pytest.fixture
 def begun(node: Node) -> Node:
-    """An agent with a packet path has served, and ended."""
+    """An agent with a packet path has served and exited."""
     node.apply(*many(3, "10.0.0.1:80"))
     ready(node)
     node.site.close_planes()
@@ -370,16 +372,14 @@ def begun(node: Node) -> Node:
     return node
 
 
-def test_programs_that_an_agent_has_left_serve_until_they_cannot_follow(
-    begun: Node, no_compiler: Callable[[], None]
-):
-    """The next one has none of its own; and puts them there as soon as it has."""
+def test_left_programs_serve_until_maps_grow(begun: Node, no_compiler: Callable[[], None]):
+    """The next agent has no programs of its own, and attaches them as soon as it has."""
     node = begun
     old = node.attached()
     node.open()
     node.apply(*many(3, "10.0.0.2:80"))
     assert node.attached() == old
-    assert node.in_step()
+    assert node.uses_pinned_maps()
     node.apply(*many(3, endpoints(50, 1)))
     assert node.attached() == {}
     assert node.plane.packet_status().problem
@@ -389,14 +389,14 @@ def test_programs_that_an_agent_has_left_serve_until_they_cannot_follow(
     ready(node)
     assert node.plane.packet_status().problem == ""
     assert node.attached().keys() == {"here", "far"}
-    assert node.in_step()
+    assert node.uses_pinned_maps()
 
 
 @pytest.mark.parametrize("works", [True, False], ids=["at once", "not at all"])
-def test_programs_over_maps_of_another_layout_go_when_sockets_are_served(
+def test_programs_with_another_map_layout_are_detached_after_apply(
     begun: Node, no_compiler: object, monkeypatch: pytest.MonkeyPatch, works: bool
 ):
-    """These are served, whatever devices say."""
+    """Sockets are served by the new programs, whether detaching from the devices works or not."""
     node = begun
     old = node.attached()
     monkeypatch.setitem(layout.MAPS, "services", replace(layout.MAPS["services"], version=99))
@@ -418,30 +418,28 @@ def test_programs_over_maps_of_another_layout_go_when_sockets_are_served(
         assert services.id in program.read_info().map_ids
 
 
-def test_connections_of_programs_that_were_left_come_over_when_there_are_new_ones(
-    begun: Node, no_compiler: Callable[[], None]
-):
-    """Those are over maps of another size."""
+def test_flows_of_left_programs_move_to_new_maps(begun: Node, no_compiler: Callable[[], None]):
+    """The new programs use flow maps of another size."""
     node, sizes = begun, replace(SIZES, connections=8192)
     old = node.attached()
     with node.site.pinned("flows") as flows:
         node.plane = node.site.open(sizes, packet_path=True)
         node.apply(*many(3, "10.0.0.1:80"))
         assert node.attached() == old
-        assert node.site.pinned("flows").id == flows.id, "what is in use is pinned"
+        assert node.site.pinned("flows").id == flows.id, "the map in use stays pinned"
         began = begin(flows)
     no_compiler()
     node.plane.invalidate()
     node.apply(*many(3, "10.0.0.1:80"))
     ready(node)
-    assert node.in_step()
+    assert node.uses_pinned_maps()
     with node.site.pinned("flows") as flows:
         assert flows.max_entries == int(8192 * layout.MAPS["flows"].entries_per_object)
         assert dict(flows.items()) == began
 
 
 def begin(flows: Map) -> dict[bytes, bytes]:
-    """A connection in this map."""
+    """Writes the entry of a connection to this map; returns it."""
     client, frontend = (
         layout.pack_target(parse_addr(address), port, Protocol.TCP)
         for address, port in (("198.51.100.7", 2000), ("10.96.0.1", 80))
@@ -455,10 +453,12 @@ def begin(flows: Map) -> dict[bytes, bytes]:
     return made
 
 
-def test_what_is_written_to_old_maps_comes_over_when_the_last_device_has_left_them(
+def test_flows_in_old_maps_move_when_the_last_device_is_swapped(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ):
-    """Another layout and another size. Only then is what the version before has left removed."""
+    """The maps have another layout and another size. The old version's maps are removed
+    only then.
+    """
     node.apply(*many(3, "10.0.0.1:80"))
     ready(node)
     flows, former = node.site.pinned("flows"), node.site.maps
@@ -467,27 +467,27 @@ def test_what_is_written_to_old_maps_comes_over_when_the_last_device_has_left_th
     node.site.close_planes()
     node.plane = node.site.open(replace(SIZES, connections=8192), packet_path=True)
     node.apply(*many(3, "10.0.0.1:80"))
-    until("it is told", lambda: node.failed() == ["here"])
+    until("it is reported", lambda: node.failed() == ["here"])
     begun = begin(flows)
     node.plane.tick(time.monotonic())
     assert node.site.entries("flows") == {}
     assert former.exists()
     node.broken = ""
 
-    def over() -> bool:
+    def has_moved() -> bool:
         node.plane.tick(time.monotonic())
         return not former.exists()
 
-    until("it has changed over", over)
+    until("all flows have moved", has_moved)
     assert node.attached().keys() == {"here", "far"}
     assert node.site.entries("flows") == begun
     flows.close()
 
 
-def test_pod_networks_that_come_later_reach_the_programs(
+def test_pod_networks_of_a_later_node_event_reach_the_programs(
     site: Site, caplog: pytest.LogCaptureFixture
 ):
-    """From the Node's event to the maps; until then it is said once that nobody is detected."""
+    """From the Node's event to the maps. Until then one log line says that no pod is detected."""
     config = Config(
         node_name="me", packet_path=True, detect_local_mode=LocalMode.NODE_CIDR, sizes=SIZES
     )
@@ -499,18 +499,18 @@ def test_pod_networks_that_come_later_reach_the_programs(
     def flags() -> NodeFlag:
         return NodeFlag(NODE.unpack(site.entries("node")[bytes(4)])[2])
 
-    def hears(*cidrs: str) -> None:
+    def receive_node(*cidrs: str) -> None:
         said = KubeNode("me", pod_cidrs=tuple(parse_cidr(text, "") for text in cidrs))
         agent.step([Upsert(ObjectKey(Kind.NODE, "", "me"), said)])
 
     agent.step([Synced(kind) for kind in Kind])
-    hears()
+    receive_node()
     assert flags() == NodeFlag(0)
-    hears("10.1.0.0/24", "fd00:1::/64")
+    receive_node("10.1.0.0/24", "fd00:1::/64")
     assert flags() == NodeFlag.DETECTS_LOCAL | NodeFlag.LOCAL_NETWORKS
     both = {pack_network(parse_cidr(text, "")) for text in ("10.1.0.0/24", "fd00:1::/64")}
     assert site.entries("local_networks").keys() == both
-    hears("10.2.0.0/24")
+    receive_node("10.2.0.0/24")
     assert site.entries("local_networks").keys() == {pack_network(parse_cidr("10.2.0.0/24", ""))}
     told = [line for line in caplog.messages if line.startswith("detect-local-mode=NodeCIDR")]
     assert len(told) == 1

@@ -1,5 +1,5 @@
-"""What inspect says of the packet path: connections that real packets began in the real programs,
-seen through the command line in this process; and what the C says where Python repeats it.
+"""`kbpf inspect` of the packet path: connections that real packets began in the real programs,
+shown by the command line in this process; and constants that Python repeats from the C code.
 """
 
 import json
@@ -65,7 +65,7 @@ NODE = {4: "198.18.0.1", 6: "fd00:198:18::1"}
 CLIENT = {4: "198.51.100.7", 6: "2001:db8:9::7"}
 POD = {4: "10.244.1.2", 6: "fd00:10:244:1::2"}
 VIP = {4: "192.0.2.", 6: "2001:db8::"}
-MASKED, LOCAL, ALSO, GUARDED, NOBODY, KEPT, SCTP = 1, 2, 3, 4, 5, 6, 7
+MASKED, LOCAL, ALSO, GUARDED, NONE_ALLOWED, KEPT, SCTP = 1, 2, 3, 4, 5, 6, 7
 LOW, HIGH = 61_000, 61_999
 
 
@@ -74,7 +74,7 @@ def end(host: str, port: int) -> str:
 
 
 def world(backend: int = 8080) -> DesiredState:
-    """One Service of each kind that matters here, in both families, TCP and UDP."""
+    """One Service of each relevant kind, in both families, TCP and UDP."""
     made = []
     for v in (4, 6):
         for protocol in (Protocol.TCP, Protocol.UDP):
@@ -89,7 +89,7 @@ def world(backend: int = 8080) -> DesiredState:
                 one(LOCAL, "local", local=pod, external_local=True),
                 one(ALSO, "also", local=pod, external_local=True),
                 one(GUARDED, "guarded", ranges="198.51.100.0/24" if v == 4 else "2001:db8:9::/48"),
-                one(NOBODY, "nobody", restricted=True),
+                one(NONE_ALLOWED, "nobody", restricted=True),
                 one(KEPT, "kept", affinity_timeout=600),
             ]
     vip, pod = f"LoadBalancer={end(f'{VIP[4]}{SCTP}', 80)}", end(POD[4], 80)
@@ -100,7 +100,9 @@ def world(backend: int = 8080) -> DesiredState:
 
 
 class Wire:
-    """The programs, and the packets of one node, whose loopback is a device to the outside."""
+    """The programs of one node, whose loopback is described as an uplink, and packets
+    through them.
+    """
 
     def __init__(self, site: Site, plane: BpfPlane, programs: dict[str, Program]) -> None:
         self.site = site
@@ -108,18 +110,19 @@ class Wire:
         self._programs = programs
 
     def pass_(self, packet: bytes) -> bytes:
-        """In by one device, and out by another: the packet as it leaves."""
+        """Runs ingress and egress; returns the packet as it leaves."""
         for name in ("tc_ingress", "tc_egress"):
             packet = run(self._programs[name], frame(packet)).packet_out[14:]
         return packet
 
     def verdict(self, packet: bytes, program: str = "tc_ingress") -> int:
-        """What is said of it when it comes in."""
+        """The verdict of one program."""
         return run(self._programs[program], frame(packet)).retval
 
     def talk(self, v: int, which: int, port: int, said: str) -> None:
-        """A conversation of a client with a VIP. `said`: words of packets.Talk with blanks between
-        them, or ``?`` and ``!`` for datagrams there and back; ``<`` before what the backend says.
+        """Sends the packets of a connection to a VIP. `said`: segments in the notation of
+        packets.Talk, separated by blanks, or ``?`` and ``!`` for datagrams; ``<`` marks those of
+        the backend.
         """
         client, vip, pod = end(CLIENT[v], port), end(f"{VIP[v]}{which}", 80), end(POD[v], 8080)
         seen, talk = client, Talk()
@@ -163,7 +166,7 @@ def node(artifact_cache: Path) -> Iterator[Wire]:
 
 @pytest.fixture
 def wire(node: Wire) -> Iterator[Wire]:
-    """Nothing is tracked yet, and loopback is the way outside."""
+    """No flows, and loopback is an uplink."""
     for name in ("flows", "affinity"):
         with node.site.pinned(name) as found:
             found.delete_batch(b"".join(key for key, _ in found.items()))
@@ -180,7 +183,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def call(wire: Wire, capsys: pytest.CaptureFixture[str]) -> Run:
-    """`kbpf inspect ...` in the node's namespace: exit code, stdout, stderr."""
+    """Runs `kbpf inspect ...` in the node's namespace; returns exit code, stdout and stderr."""
 
     def inspect(*arguments: str) -> tuple[int, str, str]:
         line = ["inspect", *arguments, "--pin-dir", str(wire.site.pins)]
@@ -192,7 +195,7 @@ def call(wire: Wire, capsys: pytest.CaptureFixture[str]) -> Run:
 
 @pytest.fixture
 def show(call: Run) -> Callable[..., Any]:
-    """The same as JSON, which must say all that there is."""
+    """The same with JSON, parsed; no message on stderr may limit it."""
 
     def inspect(*arguments: str) -> Any:
         code, out, err = call(*arguments, "-o", "json")
@@ -202,7 +205,7 @@ def show(call: Run) -> Callable[..., Any]:
     return inspect
 
 
-# ---- the clock of the C --------------------------------------------------------------------------
+# ---- timeouts in the C code ----------------------------------------------------------------------
 
 TRACK = """
 #include "types.h"
@@ -233,8 +236,8 @@ print(json.dumps([run(program, bytes(64), context=SkbContext(mark=int(m)).pack()
 """
 
 
-def test_python_knows_the_timeouts_that_the_programs_have(tmp_path: Path) -> None:
-    """timeout_of() itself is asked, for every protocol and state, and states without a name."""
+def test_idle_timeouts_match_the_programs(tmp_path: Path) -> None:
+    """timeout_of() itself runs, for every protocol and state, and for states without a name."""
     shutil.copytree(SOURCES, tmp_path, dirs_exist_ok=True)
     (tmp_path / "scratch.c").write_text(TRACK)
     cases = [(p, s) for p in Protocol for s in range(len(TcpState) + 2)]
@@ -245,18 +248,18 @@ def test_python_knows_the_timeouts_that_the_programs_have(tmp_path: Path) -> Non
         timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    told = dict(zip(cases, json.loads(done.stdout), strict=True))
-    assert told == {(p, s): idle_timeout_s(p, s) for p, s in cases}
-    assert told[Protocol.TCP, TcpState.ESTABLISHED] == 86_400
-    assert told[Protocol.UDP, TcpState.ESTABLISHED] == 120
-    assert told[Protocol.SCTP, TcpState.ESTABLISHED] == 210
+    timeouts = dict(zip(cases, json.loads(done.stdout), strict=True))
+    assert timeouts == {(p, s): idle_timeout_s(p, s) for p, s in cases}
+    assert timeouts[Protocol.TCP, TcpState.ESTABLISHED] == 86_400
+    assert timeouts[Protocol.UDP, TcpState.ESTABLISHED] == 120
+    assert timeouts[Protocol.SCTP, TcpState.ESTABLISHED] == 210
 
 
 # ---- connections ---------------------------------------------------------------------------------
 
 
 class Said(NamedTuple):
-    """A conversation, and what is shown of it: the state, and when it expires without a word."""
+    """Packets of a connection; the state shown, and its idle timeout in seconds."""
 
     name: str
     which: int
@@ -270,25 +273,25 @@ class Said(NamedTuple):
 
 
 SAID = [
-    Said("a SYN", MASKED, "S", "new", 120),
-    Said("a SYN that is answered", MASKED, "S <SA", "answered", 60),
-    Said("the client is done", MASKED, "S <SA A FA", "closing", 3600),
-    Said("the backend is done", MASKED, "S <SA A <FA", "closing", 3600),
-    Said("both are done", MASKED, "S <SA A FA <FA", "closed", 120),
-    Said("a reset", MASKED, "S <RA", "closed", 120),
-    Said("a question", MASKED, "?", "new", 30),
-    Said("an answer", MASKED, "? <!", "answered", 30),
-    Said("a handshake", MASKED, "S <SA A", "unproven", 86_400),
-    Said("data that the backend acknowledges", MASKED, "S <SA A+ <A", "established", 86_400),
-    Said("Local: a SYN", LOCAL, "S", "new", 120),
-    Said("Local: answered", LOCAL, "S <SA A+ <A", "established", 86_400),
-    Said("Local: a question", LOCAL, "? <!", "answered", 30),
+    Said("SYN", MASKED, "S", "new", 120),
+    Said("SYN-ACK", MASKED, "S <SA", "answered", 60),
+    Said("FIN of the client", MASKED, "S <SA A FA", "closing", 3600),
+    Said("FIN of the backend", MASKED, "S <SA A <FA", "closing", 3600),
+    Said("both FINs", MASKED, "S <SA A FA <FA", "closed", 120),
+    Said("RST", MASKED, "S <RA", "closed", 120),
+    Said("UDP request", MASKED, "?", "new", 30),
+    Said("UDP reply", MASKED, "? <!", "answered", 30),
+    Said("handshake", MASKED, "S <SA A", "unproven", 86_400),
+    Said("acknowledged data", MASKED, "S <SA A+ <A", "established", 86_400),
+    Said("Local: SYN", LOCAL, "S", "new", 120),
+    Said("Local: acknowledged data", LOCAL, "S <SA A+ <A", "established", 86_400),
+    Said("Local: UDP reply", LOCAL, "? <!", "answered", 30),
 ]
 
 
 @pytest.mark.parametrize("v", [4, 6], ids=["v4", "v6"])
 @pytest.mark.parametrize("said", SAID, ids=lambda said: said.name)
-def test_a_conversation_is_one_row(wire: Wire, show, said: Said, v: int) -> None:
+def test_connection_is_shown_as_one_row(wire: Wire, show, said: Said, v: int) -> None:
     wire.talk(v, said.which, 2000, said.said)
     (row,) = show("connections")
     names = {MASKED: "masked", LOCAL: "local"}
@@ -308,8 +311,8 @@ def test_a_conversation_is_one_row(wire: Wire, show, said: Said, v: int) -> None
 
 
 @pytest.mark.parametrize("said", SAID, ids=lambda said: said.name)
-def test_an_ended_connection_is_not_open(wire: Wire, call: Run, show, said: Said) -> None:
-    """In no view and in no metric, though it is remembered."""
+def test_closed_connection_is_not_counted_as_open(wire: Wire, call: Run, show, said: Said) -> None:
+    """In no view and in no metric, although its entries still exist."""
     wire.talk(4, said.which, 2000, said.said)
     is_open = int(said.state != "closed")
     (row,) = show("connections")
@@ -323,7 +326,7 @@ def test_an_ended_connection_is_not_open(wire: Wire, call: Run, show, said: Said
     assert open_now == ({name: 1} if is_open else {})
 
 
-def test_the_table_says_what_the_json_says(wire: Wire, call: Run) -> None:
+def test_connections_table_matches_json(wire: Wire, call: Run) -> None:
     wire.talk(4, MASKED, 2000, "S <SA A+ <A")
     wire.talk(6, LOCAL, 2001, "?")
     code, out, err = call("connections")
@@ -346,12 +349,12 @@ def test_the_table_says_what_the_json_says(wire: Wire, call: Run) -> None:
 
 
 @pytest.mark.parametrize("view", ["connections", "nat", "sources", "devices", "status"])
-def test_yaml_is_the_same_as_json(wire: Wire, call: Run, view: str) -> None:
+def test_yaml_matches_json(wire: Wire, call: Run, view: str) -> None:
     wire.talk(4, MASKED, 2000, "S <SA A+ <A")
     wire.talk(4, MASKED, 2001, "S <SA A+ <A")
 
     def still(value: Any) -> Any:
-        """Without what the clock changes."""
+        """Without values that the clock changes."""
         if isinstance(value, dict):
             return {k: still(v) for k, v in value.items() if not k.endswith("_seconds")}
         return [still(v) for v in value] if isinstance(value, list) else value
@@ -361,8 +364,8 @@ def test_yaml_is_the_same_as_json(wire: Wire, call: Run, view: str) -> None:
     assert still(yaml.safe_load(as_yaml)) == still(json.loads(as_json))
 
 
-def test_a_port_that_had_to_change_is_shown(wire: Wire, show) -> None:
-    """Two frontends of one backend, asked from one port: the backend has to tell them apart."""
+def test_changed_client_port_is_shown(wire: Wire, show) -> None:
+    """Two frontends of one backend, used from one client port: the backend sees two ports."""
     wire.talk(4, LOCAL, 2000, "? <!")
     wire.talk(4, ALSO, 2000, "? <!")
     first, second = show("connections")  # also, local
@@ -373,8 +376,8 @@ def test_a_port_that_had_to_change_is_shown(wire: Wire, show) -> None:
 
 
 @pytest.mark.parametrize("v", [4, 6], ids=["v4", "v6"])
-def test_the_nodes_own_connections_say_by_which_device(wire: Wire, show, call: Run, v: int) -> None:
-    """A socket that the hooks have left alone: its SYN is seen when it leaves."""
+def test_connection_of_the_node_shows_its_device(wire: Wire, show, call: Run, v: int) -> None:
+    """The hooks left the socket alone; its SYN is seen at egress."""
     syn = tcp(end(NODE[v], 2000), end(f"{VIP[v]}{MASKED}", 80), flags="S")
     wire.verdict(syn, "tc_egress")
     (row,) = show("connections")
@@ -384,7 +387,7 @@ def test_the_nodes_own_connections_say_by_which_device(wire: Wire, show, call: R
     assert "from this node, through lo" in call("connections")[1]
 
 
-def test_sctp_is_shown_as_such(wire: Wire, show) -> None:
+def test_sctp_association_is_shown(wire: Wire, show) -> None:
     wire.verdict(sctp(end(CLIENT[4], 2000), end(f"{VIP[4]}{SCTP}", 80)))
     (row,) = show("connections")
     assert (row["protocol"], row["service"]) == ("SCTP", "default/sctp")
@@ -401,7 +404,7 @@ LOST = [
 
 
 def key_between(found: Map, one: str, other: str, port: int = 0) -> bytes:
-    """The key of the only entry with these two addresses, and this port if there are others."""
+    """The key of the only entry with these two addresses and, if given, this port."""
     both = {bytes(parse_addr(one)), bytes(parse_addr(other))}
     keys = [key for key, _ in found.items() if {key[:16], key[20:36]} == both]
     ports = port.to_bytes(2, "big")
@@ -410,7 +413,7 @@ def key_between(found: Map, one: str, other: str, port: int = 0) -> bytes:
 
 
 @pytest.mark.parametrize(("one", "other", "lost"), LOST, ids=str)
-def test_a_part_that_made_room_is_named_and_one_row_is_left(
+def test_evicted_entry_of_a_connection_is_named(
     wire: Wire, show, call: Run, one: str, other: str, lost: list[str]
 ) -> None:
     wire.talk(4, MASKED, 2000, "S <SA A+ <A")
@@ -421,8 +424,8 @@ def test_a_part_that_made_room_is_named_and_one_row_is_left(
     assert f"missing entries: {lost[0]}" in call("connections")[1]
 
 
-def test_nothing_is_left_of_a_connection_before(wire: Wire, show) -> None:
-    """A client's port used again, and the backend is another one by now."""
+def test_reused_client_port_shows_the_new_connection_only(wire: Wire, show) -> None:
+    """The client uses its port again, and the Service has another backend by then."""
     wire.talk(4, MASKED, 2000, "S <SA A FA <FA")
     try:
         wire.plane.apply(world(backend=8081), None)
@@ -435,16 +438,14 @@ def test_nothing_is_left_of_a_connection_before(wire: Wire, show) -> None:
 
 
 def age(wire: Wire, seconds: float) -> None:
-    """As if all that is tracked had been quiet for so long. No earlier than the clock's begin."""
+    """Makes all flows idle for so many seconds, at most since the clock began."""
     with wire.site.pinned("flows") as found:
         for key, raw in list(found.items()):
             last = max(0, int.from_bytes(raw[:8], "little") - int(seconds * 1e9))
             found.update(key, last.to_bytes(8, "little") + raw[8:])
 
 
-def test_what_has_expired_is_shown_when_asked_for_and_no_longer_translated(
-    wire: Wire, call: Run
-) -> None:
+def test_expired_connections_are_shown_with_expired(wire: Wire, call: Run) -> None:
     wire.talk(4, MASKED, 2000, "?")
     age(wire, 31)
     code, out, err = call("connections", "-o", "json")
@@ -456,14 +457,14 @@ def test_what_has_expired_is_shown_when_asked_for_and_no_longer_translated(
     assert row["expires_seconds"] < 0
     assert "expired" in call("connections", "--expired")[1]
     answer = udp(end(POD[4], 8080), row["seen_as"], b"!")
-    assert wire.pass_(answer) == answer, "the programs say the same"
+    assert wire.pass_(answer) == answer, "the programs agree"
 
 
 @pytest.mark.parametrize(("one", "other"), [ends for *ends, _ in LOST[:2]], ids=str)
-def test_a_connection_lives_as_long_as_one_of_its_entries(
+def test_connection_is_as_recent_as_its_newest_entry(
     wire: Wire, show, one: str, other: str
 ) -> None:
-    """Datagrams one way: the entry of the other direction has seen none."""
+    """Datagrams in one direction do not refresh the entry of the other direction."""
     wire.talk(4, MASKED, 2000, "? <!")
     age(wire, 20)
     wire.talk(4, MASKED, 2000, "?")
@@ -477,7 +478,7 @@ def test_a_connection_lives_as_long_as_one_of_its_entries(
 
 
 class Asked(NamedTuple):
-    """Options, and the clients' ports of those that are shown."""
+    """Options, and the client ports of the connections that are shown."""
 
     options: tuple[str, ...]
     ports: set[int]
@@ -499,7 +500,7 @@ ASKED = [
 
 
 @pytest.mark.parametrize("asked", ASKED, ids=lambda asked: " ".join(asked.options))
-def test_only_what_is_asked_for(wire: Wire, show, asked: Asked) -> None:
+def test_connections_are_filtered(wire: Wire, show, asked: Asked) -> None:
     wire.talk(4, MASKED, 2000, "S <SA A+ <A")
     wire.talk(4, MASKED, 2001, "?")
     wire.talk(6, LOCAL, 2002, "S <SA A+ <A")
@@ -508,7 +509,7 @@ def test_only_what_is_asked_for(wire: Wire, show, asked: Asked) -> None:
     assert {int(row["client"].rpartition(":")[2]) for row in rows} == asked.ports
 
 
-def test_at_most_so_many_and_how_many_more(wire: Wire, call: Run) -> None:
+def test_limit_shows_how_many_more_there_are(wire: Wire, call: Run) -> None:
     for port in range(2000, 2005):
         wire.talk(4, MASKED, port, "S")
     code, out, err = call("connections", "--limit", "2", "-o", "json")
@@ -530,7 +531,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("options", "code", "says"), WRONG)
-def test_what_cannot_be_asked_for(call: Run, options: tuple[str, ...], code: int, says: str):
+def test_invalid_filters_are_errors(call: Run, options: tuple[str, ...], code: int, says: str):
     ended, out, err = call("connections", *options)
     assert (ended, out) == (code, "")
     assert says in err
@@ -539,7 +540,7 @@ def test_what_cannot_be_asked_for(call: Run, options: tuple[str, ...], code: int
 # ---- translated sources --------------------------------------------------------------------------
 
 
-def test_translated_sources_and_how_many_ports_they_take(wire: Wire, show, call: Run) -> None:
+def test_nat_shows_sources_and_port_usage(wire: Wire, show, call: Run) -> None:
     for port in (61_100, 61_101, 61_102):
         wire.talk(4, MASKED, port, "S <SA A")
     wire.talk(4, MASKED, 61_103, "S <RA")
@@ -567,11 +568,11 @@ def test_translated_sources_and_how_many_ports_they_take(wire: Wire, show, call:
     assert f"{LOW} to {HIGH} (1000)" in out
     assert f"{NODE[4]}:61103" in out
     age(wire, 200)
-    assert [u["used"] for u in show("nat")["usage"]] == [3], "what has expired holds no port"
+    assert [u["used"] for u in show("nat")["usage"]] == [3], "expired flows hold no port"
 
 
-def test_a_port_that_is_not_found_is_counted(wire: Wire, show, call: Run) -> None:
-    """All ports of the range are taken before this backend, by connections that live."""
+def test_nat_counts_failures_to_find_a_port(wire: Wire, show, call: Run) -> None:
+    """All ports of the range are taken by established connections to this backend."""
     wire.talk(4, MASKED, 61_000, "? <!")
     with wire.site.pinned("flows") as found:
         key = key_between(found, NODE[4], POD[4])
@@ -592,12 +593,10 @@ def test_a_port_that_is_not_found_is_counted(wire: Wire, show, call: Run) -> Non
     assert show("nat")["failures"] == before + 1
 
 
-# ---- who may -------------------------------------------------------------------------------------
+# ---- source ranges -------------------------------------------------------------------------------
 
 
-def test_source_ranges_the_vips_they_guard_and_who_was_not_let_in(
-    wire: Wire, show, call: Run
-) -> None:
+def test_sources_shows_ranges_vips_and_dropped_packets(wire: Wire, show, call: Run) -> None:
     before = show("sources")["not_allowed"]
     guarded = end(f"{VIP[4]}{GUARDED}", 80)
     assert wire.verdict(tcp("198.51.101.1:5", guarded, flags="S")) == TC_ACT_SHOT
@@ -621,7 +620,7 @@ def test_source_ranges_the_vips_they_guard_and_who_was_not_let_in(
     assert f"{before + 1} packets" in lines["dropped"]
 
 
-def test_a_client_that_is_known_by_its_address_is_shown_by_it(wire: Wire, show, call: Run) -> None:
+def test_affinity_shows_client_addresses(wire: Wire, show, call: Run) -> None:
     for v in (4, 6):
         wire.talk(v, KEPT, 2000, "S <SA A+ <A")
     found = [(r["client"], r["kind"], r["service"], r["backend"]) for r in show("affinity")]
@@ -636,7 +635,7 @@ def test_a_client_that_is_known_by_its_address_is_shown_by_it(wire: Wire, show, 
 # ---- devices, status -----------------------------------------------------------------------------
 
 
-def test_devices_their_parts_and_programs(wire: Wire, show, call: Run) -> None:
+def test_devices_show_role_and_programs(wire: Wire, show, call: Run) -> None:
     rows = {row["device"]: row for row in show("devices")}
     parts = {name: (row["role"], row["why"]) for name, row in rows.items()}
     assert parts["lo"] == ("skipped", "loopback")
@@ -654,10 +653,10 @@ def test_devices_their_parts_and_programs(wire: Wire, show, call: Run) -> None:
     assert "bridge of pods" in call("devices")[1]
 
 
-def test_an_elder_kernel_has_filters_and_says_so(
+def test_devices_show_clsact_without_tcx(
     wire: Wire, artifact_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without TCX the same programs are on clsact qdiscs."""
+    """Without TCX the programs are attached to clsact qdiscs."""
     monkeypatch.setattr(tc, "probe_tcx", lambda: Probe(False, "EINVAL"))
     where = Path("/run/netns") / str(wire.site.node)
     with sites(artifact_cache) as make:
@@ -681,7 +680,7 @@ def test_an_elder_kernel_has_filters_and_says_so(
         netns.run_in(where, plane.remove)
 
 
-def test_the_devices_of_another_namespace_are_not_shown_for_the_agents(
+def test_devices_in_another_network_namespace_is_an_error(
     wire: Wire, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert app.call(["inspect", "devices", "--pin-dir", str(wire.site.pins)]) == 1
@@ -691,7 +690,7 @@ def test_the_devices_of_another_namespace_are_not_shown_for_the_agents(
     assert "nsenter" in err
 
 
-def test_status_has_the_packet_path(wire: Wire, call: Run) -> None:
+def test_status_shows_the_packet_path(wire: Wire, call: Run) -> None:
     wire.talk(4, MASKED, 2000, "S <SA A+ <A")
     wire.talk(4, MASKED, 2001, "?")
     code, out, _ = call("status", "-o", "json")
@@ -715,9 +714,9 @@ BAD = {
 
 
 @pytest.mark.parametrize("bad", BAD)
-def test_a_packet_path_that_is_not_there_is_1_and_says_why(wire: Wire, call: Run, bad: str):
-    sound = msgspec.to_builtins(wire.plane.packet_status())
-    said = msgspec.convert({**sound, **BAD[bad]}, type(wire.plane.packet_status()))
+def test_failed_packet_path_exits_with_1_and_the_reason(wire: Wire, call: Run, bad: str):
+    healthy = msgspec.to_builtins(wire.plane.packet_status())
+    said = msgspec.convert({**healthy, **BAD[bad]}, type(wire.plane.packet_status()))
     wire.plane.write_status(encode(agent_status(packets=said)))
     code, out, _ = call("status")
     assert code == 1
@@ -731,8 +730,8 @@ def test_a_packet_path_that_is_not_there_is_1_and_says_why(wire: Wire, call: Run
 
 
 @pytest.fixture
-def without(site: Site, monkeypatch: pytest.MonkeyPatch) -> BpfPlane:
-    """A plane whose packet programs cannot be had."""
+def plane_without_programs(site: Site, monkeypatch: pytest.MonkeyPatch) -> BpfPlane:
+    """A plane whose packet programs cannot be compiled."""
     obtain = compile.find_or_compile
 
     def refuse(unit: str, cache: Path) -> Any:
@@ -744,22 +743,22 @@ def without(site: Site, monkeypatch: pytest.MonkeyPatch) -> BpfPlane:
     return site.open(packet_path=True, devices=("up*",), excluded_devices=("wg0",))
 
 
-def test_why_there_is_no_packet_path_reaches_whoever_asks(
-    site: Site, without: BpfPlane, capsys: pytest.CaptureFixture[str]
+def test_compile_error_is_shown_in_the_status(
+    site: Site, plane_without_programs: BpfPlane, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """From the failure to the words of the agent, and from there to the page."""
-    without.apply(world(), None)
-    agent = Agent(Config(pin_dir=site.pins, packet_path=True), without, lambda _: ())
+    """From the failure to the agent's status, and from there to the view."""
+    plane_without_programs.apply(world(), None)
+    agent = Agent(Config(pin_dir=site.pins, packet_path=True), plane_without_programs, lambda _: ())
     said = agent.status().packets
     assert said is not None
     assert (said.wanted, said.devices, said.excluded) == (True, ("up*",), ("wg0",))
     assert "no such header (tc.c); install it" in said.problem
-    without.write_status(encode(agent_status(packets=said)))
+    plane_without_programs.write_status(encode(agent_status(packets=said)))
     assert app.call(["inspect", "status", "--pin-dir", str(site.pins)]) == 1
     assert "failed: no such header (tc.c); install it" in capsys.readouterr().out
 
 
-def test_devices_that_failed_reach_the_status(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_devices_are_in_the_status(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
     failed = {f"d{i:02}": f"why {i}" for i in range(MAX_FAILED_DEVICES + 5)}
     monkeypatch.setattr(DeviceReconciler, "status", lambda _: DeviceReconcilerStatus(failed=failed))
     said = wire.plane.packet_status()
@@ -768,7 +767,7 @@ def test_devices_that_failed_reach_the_status(wire: Wire, monkeypatch: pytest.Mo
     assert len(said.failed) == MAX_FAILED_DEVICES
 
 
-def test_a_problem_with_devices_is_over_when_it_is(
+def test_device_problem_is_cleared_after_the_next_sync(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: Any) -> Any:
@@ -779,10 +778,10 @@ def test_a_problem_with_devices_is_over_when_it_is(
         plane = site.open(packet_path=True, devices=("nothing",), excluded_devices=("*",))
         plane.apply(world(), None)
         assert plane.packet_status().problem == "rtnetlink refuses (up0)"
-    until("it is looked at again", lambda: plane.packet_status().problem == "")
+    until("devices are synced again", lambda: plane.packet_status().problem == "")
 
 
-def test_what_was_begun_is_counted(wire: Wire, show, call: Run) -> None:
+def test_status_counts_created_and_forgotten_connections(wire: Wire, show, call: Run) -> None:
     before = json.loads(call("status", "-o", "json")[1])["packets"]
     wire.talk(4, MASKED, 2000, "S <SA A+ <A")
     wire.talk(4, MASKED, 2001, "?")
@@ -801,8 +800,8 @@ def test_what_was_begun_is_counted(wire: Wire, show, call: Run) -> None:
     assert "connections that a packet started" in out
 
 
-def test_a_chain_that_nobody_looks_into_is_said(wire: Wire) -> None:
-    """In another table than those that iptables and CNIs share."""
+def test_check_reports_a_dropping_forward_chain_of_another_table(wire: Wire) -> None:
+    """It is in a table that iptables and CNIs do not use, so kbpf does not change it."""
 
     def row() -> CheckRow:
         where = Path("/run/netns") / str(wire.site.node)
@@ -825,27 +824,29 @@ def test_a_chain_that_nobody_looks_into_is_said(wire: Wire) -> None:
         nft("delete table inet fw")
 
 
-# ---- off, or gone --------------------------------------------------------------------------------
+# ---- packet path off, or maps missing ------------------------------------------------------------
 
 
 @pytest.mark.parametrize("view", ["connections", "nat", "sources"])
-@pytest.mark.parametrize("told", [True, False], ids=["agent", "no word"])
-def test_where_the_packet_path_is_off_it_is_said(
-    site: Site, capsys: pytest.CaptureFixture[str], view: str, told: bool
+@pytest.mark.parametrize("has_status", [True, False], ids=["agent's status", "no status"])
+def test_views_report_that_the_packet_path_is_off(
+    site: Site, capsys: pytest.CaptureFixture[str], view: str, has_status: bool
 ) -> None:
     plane = site.open()
     plane.apply(world(), None)
-    if told:
+    if has_status:
         plane.write_status(encode(agent_status(packets=plane.packet_status())))
     code = app.call(["inspect", view, "--pin-dir", str(site.pins)])
     out, err = capsys.readouterr()
     assert code == 0
     assert out
     assert err.startswith("kbpf: the packet path is off: ")
-    assert ("--packet-path false" in err) == told
+    assert ("--packet-path false" in err) == has_status
 
 
-def test_off_is_well_when_it_was_asked_for(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_is_ok_with_the_packet_path_switched_off(
+    site: Site, capsys: pytest.CaptureFixture[str]
+) -> None:
     plane = site.open()
     plane.apply(world(), None)
     plane.write_status(encode(agent_status(packets=plane.packet_status())))
@@ -854,9 +855,7 @@ def test_off_is_well_when_it_was_asked_for(site: Site, capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize("view", ["connections", "nat", "sources", "devices", "status"])
-def test_a_map_that_is_gone_is_named(
-    site: Site, capsys: pytest.CaptureFixture[str], view: str
-) -> None:
+def test_missing_map_is_named(site: Site, capsys: pytest.CaptureFixture[str], view: str) -> None:
     site.open().apply(world(), None)
     (site.maps / "flows").unlink()
     assert app.call(["inspect", view, "--pin-dir", str(site.pins)]) == 1
@@ -866,7 +865,7 @@ def test_a_map_that_is_gone_is_named(
     assert err.count("\n") == 1
 
 
-# ---- many ----------------------------------------------------------------------------------------
+# ---- the default maximum -------------------------------------------------------------------------
 
 MANY = 131_072
 MEASURED = """
@@ -887,8 +886,8 @@ print(code, out.lines, int(peak) // 1024)
 
 
 @pytest.fixture(scope="module")
-def crowd(artifact_cache: Path) -> Iterator[Site]:
-    """As many connections as there may be by default, all translated; as if packets had come."""
+def full_site(artifact_cache: Path) -> Iterator[Site]:
+    """The default maximum of connections, all masqueraded, written as packets would."""
     with sites(artifact_cache) as make:
         site = make()
         site.open().apply(world(), None)
@@ -904,7 +903,7 @@ def crowd(artifact_cache: Path) -> Iterator[Site]:
                     TcpState.ESTABLISHED, 0, 0, part, 0, 0, bytes(48),
                 )  # fmt: skip
             keys += FLOW_KEY.pack(client, frontend) + FLOW_KEY.pack(backend, client)
-        # An LRU map lets go of some before it is full: so it is a quarter bigger.
+        # An LRU map evicts some entries before it is full, so it is a quarter larger.
         with pinning.make_map(MAPS["flows"], 2 * MANY * 5 // 4) as made:
             pinning.replace_pin(Pins(site.pins), made, "flows")
             made.update_batch(bytes(keys), bytes(values))
@@ -912,8 +911,8 @@ def crowd(artifact_cache: Path) -> Iterator[Site]:
 
 
 @pytest.mark.parametrize("output", ["table", "json"])
-def test_all_that_there_may_be_take_tens_of_megabytes(crowd: Site, output: str) -> None:
-    line = ["inspect", "connections", "-o", output, "--pin-dir", str(crowd.pins)]
+def test_connections_of_a_full_map_take_tens_of_megabytes(full_site: Site, output: str) -> None:
+    line = ["inspect", "connections", "-o", output, "--pin-dir", str(full_site.pins)]
     done = subprocess.run(
         [sys.executable, "-c", MEASURED, *line], capture_output=True, text=True, check=True
     )

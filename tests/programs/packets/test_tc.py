@@ -1,7 +1,8 @@
-"""Programs on devices, in both ways: what they see, who else is there, what is left of them.
+"""Programs on devices by both methods, TCX and clsact: which packets they see, how they share a
+hook with others, and what is left of them.
 
-Frames of a type of their own are counted by programs that are assembled here by hand, each in its
-own place of a map: a frame that no program saw is missing from the sum.
+Hand-assembled programs count frames of an unused EtherType, each in its own element of a map, so a
+frame that no program saw is missing from the sum.
 """
 
 import itertools
@@ -43,9 +44,9 @@ from tests.support.lab.lab import ip, run, until
 
 T = TypeVar("T")
 
-ETHERTYPE = 0x88B5  # for local experiments: nothing else on the cable has it
+ETHERTYPE = 0x88B5  # for local experiments: no other frame on the veth pair has it
 FRAME = bytes(6) + bytes(6) + ETHERTYPE.to_bytes(2, "big") + bytes(50)
-NEXT = -1  # TC_ACT_UNSPEC and TCX_NEXT: on to whoever comes next
+NEXT = -1  # TC_ACT_UNSPEC and TCX_NEXT: continue with the next program
 _numbers = itertools.count(1)
 
 both_ways = pytest.mark.parametrize(
@@ -68,7 +69,7 @@ def idle(name: str = "idle") -> Program:
 
 
 def counting(seen: Map, place: int) -> Program:
-    """A program that counts our frames in that place of an array."""
+    """A program that counts our frames in this element of an array."""
     count = (
         insn(0x62, 0x0A, -4, place)  # *(u32 *)(r10 - 4) = place
         + insn(0xBF, 0xA2)  # r2 = r10
@@ -87,7 +88,7 @@ def counting(seen: Map, place: int) -> Program:
 
 @dataclass
 class Net:
-    """A network namespace with a cable in it, from `here` to `far`, and a folder for pins."""
+    """A network namespace with a veth pair, `here` and `far`, and a folder for pins."""
 
     name: str
     folder: Path = field(init=False)
@@ -99,19 +100,19 @@ class Net:
         self.ip("link add here type veth peer name far", "link set here up", "link set far up")
 
     def ip(self, *lines: str) -> None:
-        """iproute2 commands in it."""
+        """Runs iproute2 commands in the namespace."""
         ip(*lines, netns=self.name)
 
     def tc(self, *words: str) -> str:
-        """One tc command in it: somebody else at work."""
+        """Runs one tc command in the namespace, as another agent would."""
         return run("nsenter", f"--net=/run/netns/{self.name}", "tc", *words)  # -n hides the pins
 
     def inside(self, action: Callable[[], T]) -> T:
-        """The result of `action`, there."""
+        """Runs `action` in the namespace."""
         return netns.run_in(Path("/run/netns") / self.name, action)
 
     def index(self, device: str) -> int:
-        """The number of a device."""
+        """The index of a device."""
         return self.inside(lambda: socket.if_nametoindex(device))
 
     def ours(
@@ -120,7 +121,7 @@ class Net:
         action: Callable[[TcAttacher], T],
         mark: FilterIdentity | None = None,
     ) -> T:
-        """The result of `action` with a Tc there: what one start of the agent does."""
+        """Runs `action` with a new TcAttacher in the namespace, as a start of the agent does."""
 
         def work() -> T:
             with TcAttacher(self.folder, how, mark or FilterIdentity()) as tc:
@@ -135,19 +136,19 @@ class Net:
         to: Direction = Direction.INGRESS,
         device: str = "here",
     ) -> Attachment | None:
-        """Attaches in a Tc of its own."""
+        """Attaches with a new TcAttacher."""
         return self.ours(how, lambda tc: tc.attach(self.index(device), to, program))
 
     def attached(self, device: str = "here") -> tuple[Attachment, ...]:
-        """What is read back by a Tc of its own."""
+        """What a new TcAttacher reads back."""
         return self.ours(None, lambda tc: tc.list_attached(self.index(device)))
 
     def detach_all(self) -> None:
-        """Takes all of ours away."""
+        """Detaches all of our programs."""
         self.ours(None, lambda tc: [tc.detach(one) for one in tc.list_all()])
 
     def qdiscs(self, device: str = "here") -> str:
-        """What is at clsact's place, as tc says it."""
+        """The qdisc in clsact's place, as tc shows it."""
         return " ".join(
             line.split()[1]
             for line in self.tc("qdisc", "show", "dev", device).splitlines()
@@ -155,13 +156,13 @@ class Net:
         )
 
     def filters(self, direction: Direction, device: str = "here") -> list[str]:
-        """The filters on clsact by name, in the order in which they run, as tc says it."""
+        """Names of the clsact filters in the order in which they run, as tc shows them."""
         lines = self.tc("filter", "show", "dev", device, direction).splitlines()
         return [line.split(" handle ")[1].split()[1] for line in lines if "direct-action" in line]
 
     def tcx(self, direction: Direction, device: str = "here") -> list[int]:
-        """The ids of the programs at TCX, in the order in which they run; none where the kernel
-        lacks it.
+        """Ids of the TCX programs in the order in which they run; empty if the kernel has
+        no TCX.
         """
         if lacking("tcx"):
             return []
@@ -169,7 +170,7 @@ class Net:
         return list(self.inside(lambda: objects.list_attached(index, ATTACH_TYPE[direction])))
 
     def wire(self, direction: Direction) -> socket.socket:
-        """Where a frame must be sent to pass `here` in this direction."""
+        """A packet socket on the device from which frames pass `here` in this direction."""
         device = "far" if direction is Direction.INGRESS else "here"
 
         def work() -> socket.socket:
@@ -180,14 +181,14 @@ class Net:
         return self.inside(work)
 
     def close(self) -> None:
-        """Ends it all."""
+        """Deletes the pins and the namespace."""
         shutil.rmtree(self.folder, ignore_errors=True)
         ip(f"netns del {self.name}")
 
 
 @pytest.fixture
 def net() -> Iterator[Net]:
-    """A namespace and a cable of the test's own."""
+    """A new namespace with a veth pair."""
     made = Net(f"kbtc{os.getpid()}-{next(_numbers)}")
     yield made
     made.close()
@@ -195,7 +196,7 @@ def net() -> Iterator[Net]:
 
 @pytest.fixture
 def seen() -> Iterator[Map]:
-    """Where the counting programs count."""
+    """The map that the counting programs write."""
     with Map.create(BPF_MAP_TYPE_ARRAY, "seen", 4, 8, 4) as made:
         yield made
 
@@ -210,7 +211,7 @@ def programs(seen: Map) -> Iterator[list[Program]]:
 
 
 def counts(seen: Map) -> list[int]:
-    """What each program has counted."""
+    """The count of each program."""
     return [int.from_bytes(seen.lookup(struct.pack("=I", i)) or b"", "little") for i in range(4)]
 
 
@@ -223,7 +224,7 @@ def program_id(program: Program) -> int:
 
 @both_ways
 @both_directions
-def test_a_program_sees_each_packet_of_its_direction_once(
+def test_program_sees_each_packet_of_its_direction_once(
     net: Net, seen: Map, programs: list[Program], how: AttachMethod, direction: Direction
 ):
     made = net.attach(how, programs[0], direction)
@@ -242,7 +243,7 @@ def test_no_packet_is_lost_while_programs_are_swapped(
 ):
     net.attach(how, programs[0], direction)
     index, done, sent = net.index("here"), threading.Event(), [0]
-    behind: list[str] = []
+    failures: list[str] = []
 
     def send() -> None:
         with net.wire(direction) as wire:
@@ -253,7 +254,7 @@ def test_no_packet_is_lost_while_programs_are_swapped(
                 try:
                     until("they are counted", lambda: sum(counts(seen)) >= sent[0])
                 except AssertionError as error:
-                    behind.append(str(error))
+                    failures.append(str(error))
                     return
 
     def swap(tc: TcAttacher) -> int:
@@ -261,7 +262,7 @@ def test_no_packet_is_lost_while_programs_are_swapped(
         while swaps < 2_000 or sent[0] < 50_000:
             swaps += 1
             tc.attach(index, direction, programs[swaps % 2])
-            if behind:
+            if failures:
                 break
         return swaps
 
@@ -272,7 +273,7 @@ def test_no_packet_is_lost_while_programs_are_swapped(
     finally:
         done.set()
         sender.join()
-    assert not behind, f"{counts(seen)} of {sent[0]} frames"
+    assert not failures, f"{counts(seen)} of {sent[0]} frames"
     assert swaps >= 2_000
     assert sum(counts(seen)) == sent[0]
     assert min(counts(seen)[:2]) > 0
@@ -282,7 +283,7 @@ def test_no_packet_is_lost_while_programs_are_swapped(
 
 
 @both_ways
-def test_what_an_earlier_agent_attached_is_read_back_and_replaced(
+def test_attachments_of_an_earlier_agent_are_read_and_replaced(
     net: Net, programs: list[Program], how: AttachMethod
 ):
     for direction in Direction:
@@ -300,7 +301,7 @@ def test_what_an_earlier_agent_attached_is_read_back_and_replaced(
 
 
 @both_ways
-def test_the_programs_live_without_whoever_attached_them(net: Net, seen: Map, how: AttachMethod):
+def test_programs_outlive_the_process_that_attached_them(net: Net, seen: Map, how: AttachMethod):
     with counting(seen, 0) as program:
         net.attach(how, program)
     with net.wire(Direction.INGRESS) as wire:
@@ -309,7 +310,7 @@ def test_the_programs_live_without_whoever_attached_them(net: Net, seen: Map, ho
 
 
 @needs("tcx")
-def test_a_pin_is_not_believed_for_its_name(net: Net, programs: list[Program]):
+def test_pin_under_another_devices_name_is_ignored(net: Net, programs: list[Program]):
     here, far = net.index("here"), net.index("far")
     net.attach(AttachMethod.TCX, programs[0])
     (net.folder / f"{here}-ingress").rename(net.folder / f"{far}-ingress")
@@ -317,7 +318,7 @@ def test_a_pin_is_not_believed_for_its_name(net: Net, programs: list[Program]):
 
 
 @needs("tcx")
-def test_the_same_again_changes_nothing(net: Net, programs: list[Program]):
+def test_attaching_again_keeps_the_link(net: Net, programs: list[Program]):
     def links() -> list[int]:
         with Link.open(net.folder / f"{net.index('here')}-ingress") as link:
             return [link.read_info().id]
@@ -331,9 +332,7 @@ def test_the_same_again_changes_nothing(net: Net, programs: list[Program]):
 
 
 @both_ways
-def test_detached_means_that_nothing_is_left(
-    net: Net, seen: Map, programs: list[Program], how: AttachMethod
-):
+def test_detach_leaves_nothing(net: Net, seen: Map, programs: list[Program], how: AttachMethod):
     for direction in Direction:
         net.attach(how, programs[0], direction)
     net.detach_all()
@@ -350,7 +349,7 @@ def test_detached_means_that_nothing_is_left(
 
 
 @needs("tcx")
-def test_an_attachment_that_was_cut_short_is_done_anew(net: Net, programs: list[Program]):
+def test_unfinished_attachment_is_repeated(net: Net, programs: list[Program]):
     index = net.index("here")
     with net.inside(lambda: Link.attach(programs[0], index, 46)) as link:
         link.pin(net.folder / f"new-{index}-ingress")
@@ -359,12 +358,14 @@ def test_an_attachment_that_was_cut_short_is_done_anew(net: Net, programs: list[
     assert net.tcx(Direction.INGRESS) == [program_id(programs[0])]
 
 
-# ---- others ------------------------------------------------------------------------------------
+# ---- programs of others ------------------------------------------------------------------------
 
 
 @both_directions
 @needs("tcx")
-def test_others_at_tcx_keep_their_places(net: Net, programs: list[Program], direction: Direction):
+def test_foreign_tcx_programs_keep_their_order(
+    net: Net, programs: list[Program], direction: Direction
+):
     index, kind = net.index("here"), ATTACH_TYPE[direction]
     one, other, ours, newer = programs
     first = net.inside(lambda: Link.attach(one, index, kind))
@@ -384,7 +385,7 @@ def test_others_at_tcx_keep_their_places(net: Net, programs: list[Program], dire
 
 @pytest.fixture
 def foreign(net: Net) -> Iterator[Path]:
-    """A pinned program of somebody else."""
+    """A pinned program of another agent."""
     path = net.folder.parent / f"{net.name}-foreign"
     with idle("foreign") as program:
         program.pin(path)
@@ -393,13 +394,13 @@ def foreign(net: Net) -> Iterator[Path]:
 
 
 def add_foreign(net: Net, program: Path, direction: Direction, priority: int) -> None:
-    """A filter as others make it."""
+    """Adds a filter as another agent does."""
     words = f"filter add dev here {direction} prio {priority} bpf da object-pinned {program}"
     net.tc(*words.split())
 
 
 @both_directions
-def test_filters_of_others_keep_their_places(
+def test_foreign_clsact_filters_keep_their_order(
     net: Net, programs: list[Program], foreign: Path, direction: Direction
 ):
     net.tc("qdisc", "add", "dev", "here", "clsact")
@@ -419,9 +420,7 @@ def test_filters_of_others_keep_their_places(
     assert net.qdiscs() == "clsact"
 
 
-def test_a_clsact_of_ours_stays_while_others_use_it(
-    net: Net, programs: list[Program], foreign: Path
-):
+def test_own_clsact_stays_while_others_use_it(net: Net, programs: list[Program], foreign: Path):
     net.attach(AttachMethod.CLSACT, programs[0])
     add_foreign(net, foreign, Direction.EGRESS, 7)
     net.detach_all()
@@ -429,14 +428,14 @@ def test_a_clsact_of_ours_stays_while_others_use_it(
     assert net.qdiscs() == "clsact"
 
 
-def test_an_empty_clsact_of_others_stays(net: Net, programs: list[Program]):
+def test_foreign_empty_clsact_stays(net: Net, programs: list[Program]):
     net.tc("qdisc", "add", "dev", "here", "clsact")
     net.attach(AttachMethod.CLSACT, programs[0])
     net.detach_all()
     assert net.qdiscs() == "clsact"
 
 
-def test_a_clsact_that_was_made_anew_by_others_stays(net: Net, programs: list[Program]):
+def test_clsact_recreated_by_others_stays(net: Net, programs: list[Program]):
     net.attach(AttachMethod.CLSACT, programs[0])
     net.tc("qdisc", "del", "dev", "here", "clsact")
     net.tc("qdisc", "add", "dev", "here", "clsact")
@@ -447,9 +446,7 @@ def test_a_clsact_that_was_made_anew_by_others_stays(net: Net, programs: list[Pr
     assert net.qdiscs() == "clsact"
 
 
-def test_a_clsact_that_was_made_anew_by_others_stays_also_if_we_looked_before(
-    net: Net, programs: list[Program]
-):
+def test_clsact_recreated_by_others_stays_after_listing(net: Net, programs: list[Program]):
     index = net.index("here")
     net.attach(AttachMethod.CLSACT, programs[0])
     net.tc("qdisc", "del", "dev", "here", "clsact")
@@ -466,7 +463,7 @@ def test_a_clsact_that_was_made_anew_by_others_stays_also_if_we_looked_before(
     assert net.qdiscs() == "clsact"
 
 
-def test_what_was_ours_long_ago_is_not_removed(net: Net, programs: list[Program]):
+def test_detach_of_a_stale_attachment_leaves_a_foreign_clsact(net: Net, programs: list[Program]):
     made = net.attach(AttachMethod.CLSACT, programs[0])
     assert made is not None
     net.tc("qdisc", "del", "dev", "here", "clsact")
@@ -475,7 +472,7 @@ def test_what_was_ours_long_ago_is_not_removed(net: Net, programs: list[Program]
     assert net.qdiscs() == "clsact"
 
 
-def test_an_ingress_qdisc_of_others_takes_ingress_only(net: Net, programs: list[Program]):
+def test_foreign_ingress_qdisc_accepts_ingress_only(net: Net, programs: list[Program]):
     net.tc("qdisc", "add", "dev", "here", "ingress")
     net.attach(AttachMethod.CLSACT, programs[0])
     with pytest.raises(KernelError, match=r"egress of here, clsact.*'ingress' qdisc"):
@@ -486,7 +483,7 @@ def test_an_ingress_qdisc_of_others_takes_ingress_only(net: Net, programs: list[
     assert net.qdiscs() == "ingress"
 
 
-def test_a_filter_in_our_place_is_not_overwritten(net: Net, programs: list[Program]):
+def test_foreign_filter_with_our_priority_is_not_overwritten(net: Net, programs: list[Program]):
     theirs = FilterIdentity(name="theirs")
     index = net.index("here")
     net.ours(
@@ -506,7 +503,7 @@ def test_a_filter_in_our_place_is_not_overwritten(net: Net, programs: list[Progr
         FilterIdentity(priority=3, handle=1, name="theirs"),
     ],
 )
-def test_one_mark_that_differs_makes_a_filter_anothers(
+def test_filter_with_one_different_field_is_foreign(
     net: Net, programs: list[Program], theirs: FilterIdentity
 ):
     index = net.index("here")
@@ -521,13 +518,11 @@ def test_one_mark_that_differs_makes_a_filter_anothers(
     assert net.filters(Direction.INGRESS) == [theirs.name]
 
 
-# ---- devices that go ---------------------------------------------------------------------------
+# ---- devices that are deleted ------------------------------------------------------------------
 
 
 @both_ways
-def test_a_device_that_is_not_there_is_an_answer(
-    net: Net, programs: list[Program], how: AttachMethod
-):
+def test_missing_device_is_no_error(net: Net, programs: list[Program], how: AttachMethod):
     gone = 4711
     assert net.ours(how, lambda tc: tc.attach(gone, Direction.INGRESS, programs[0])) is None
     assert net.ours(how, lambda tc: tc.list_attached(gone)) == ()
@@ -535,9 +530,7 @@ def test_a_device_that_is_not_there_is_an_answer(
 
 
 @both_ways
-def test_a_device_that_goes_leaves_nothing_behind(
-    net: Net, programs: list[Program], how: AttachMethod
-):
+def test_deleted_device_leaves_no_pins(net: Net, programs: list[Program], how: AttachMethod):
     for direction in Direction:
         net.attach(how, programs[0], direction)
     kept = len(list(net.folder.iterdir()))
@@ -550,7 +543,7 @@ def test_a_device_that_goes_leaves_nothing_behind(
 
 
 @both_ways
-def test_a_device_that_goes_under_our_hands_is_an_answer(
+def test_device_deleted_between_two_attaches_is_no_error(
     net: Net, programs: list[Program], how: AttachMethod
 ):
     index = net.index("here")
@@ -564,7 +557,7 @@ def test_a_device_that_goes_under_our_hands_is_an_answer(
 
 
 @needs("tcx")
-def test_a_device_that_goes_just_before_the_replacement_is_an_answer(
+def test_device_deleted_before_the_replacement_is_no_error(
     net: Net, programs: list[Program], monkeypatch: pytest.MonkeyPatch
 ):
     def goes(*_: object) -> bool:
@@ -581,7 +574,7 @@ def test_a_device_that_goes_just_before_the_replacement_is_an_answer(
 
 
 @both_ways
-def test_another_device_with_the_same_number_is_another_device(
+def test_new_device_with_the_same_index_has_no_attachments(
     net: Net, programs: list[Program], how: AttachMethod
 ):
     net.ip("link add again index 77 type veth peer name other")
@@ -593,7 +586,7 @@ def test_another_device_with_the_same_number_is_another_device(
 
 
 @needs("tcx")
-def test_a_device_that_moves_away_is_let_go(net: Net, programs: list[Program]):
+def test_device_moved_to_another_namespace_is_detached(net: Net, programs: list[Program]):
     net.attach(AttachMethod.TCX, programs[0])
     index, elsewhere = net.index("here"), f"{net.name}b"
     ip(f"netns add {elsewhere}")
@@ -613,10 +606,10 @@ def test_a_device_that_moves_away_is_let_go(net: Net, programs: list[Program]):
         ip(f"netns del {elsewhere}")
 
 
-# ---- the kernel's answers ----------------------------------------------------------------------
+# ---- results of the kernel ---------------------------------------------------------------------
 
 
-def test_the_probe_says_what_a_real_link_says(net: Net, programs: list[Program]):
+def test_probe_agrees_with_a_real_link(net: Net, programs: list[Program]):
     index = net.index("here")
     try:
         net.inside(lambda: Link.attach(programs[0], index, 46)).close()
@@ -629,7 +622,7 @@ def test_the_probe_says_what_a_real_link_says(net: Net, programs: list[Program])
     )
 
 
-def test_without_privileges_the_probe_does_not_know():
+def test_probe_without_privileges_is_unknown():
     child = os.fork()
     if child == 0:
         os.setuid(65534)
@@ -639,9 +632,7 @@ def test_without_privileges_the_probe_does_not_know():
 
 
 @needs("tcx")
-def test_a_program_that_is_there_by_another_link_is_an_error_that_says_so(
-    net: Net, programs: list[Program]
-):
+def test_program_already_attached_by_another_link_is_an_error(net: Net, programs: list[Program]):
     index = net.index("here")
     with (
         net.inside(lambda: Link.attach(programs[0], index, 46)),
@@ -652,7 +643,7 @@ def test_a_program_that_is_there_by_another_link_is_an_error_that_says_so(
 
 
 @both_ways
-def test_a_refusal_names_the_device_and_leaves_nothing_behind(net: Net, how: AttachMethod):
+def test_refused_program_error_names_the_device(net: Net, how: AttachMethod):
     with (
         Program.load("wrong", 8, 0, insn(0xB7, 0, 0, 1) + insn(0x95)) as wrong,  # CGROUP_SKB
         pytest.raises(KernelError, match=rf"cannot attach the program \(ingress of here, {how}\)"),
@@ -662,7 +653,7 @@ def test_a_refusal_names_the_device_and_leaves_nothing_behind(net: Net, how: Att
     assert list(net.folder.iterdir()) == []
 
 
-def test_a_shared_block_is_refused_in_the_kernels_words(net: Net, programs: list[Program]):
+def test_shared_block_error_has_the_kernels_message(net: Net, programs: list[Program]):
     net.tc("qdisc", "add", "dev", "here", "ingress_block", "7", "clsact")
     with pytest.raises(KernelError, match="block is shared"):
         net.attach(AttachMethod.CLSACT, programs[0])

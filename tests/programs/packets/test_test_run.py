@@ -1,6 +1,6 @@
-"""A program run on one packet: what goes in, what comes out, and what the kernel makes of it.
+"""BPF_PROG_TEST_RUN: what goes into a program, what comes out, and what the kernel does with it.
 
-The programs are a few instructions by hand, so that this holds whatever becomes of ours.
+The programs are a few hand-written instructions, so these tests do not depend on kbpf's programs.
 """
 
 import errno
@@ -34,7 +34,7 @@ LENGTH, PKT_TYPE, MARK, PROTOCOL, IFINDEX, CB, DATA, DATA_END, SK = 0, 4, 8, 16,
 STORE_BYTES, REDIRECT, CHANGE_TAIL = 9, 23, 38
 RECOMPUTE_CSUM = 1
 TTL = 14 + 8
-"""Where the TTL is in a frame."""
+"""Offset of the TTL in a frame."""
 LOOPBACK_MAC = "00:00:00:00:00:00"
 
 SYN = tcp("198.51.100.7:4000", "192.0.2.1:80", flags="S", mss=1460)
@@ -75,7 +75,7 @@ Loader = Callable[[bytes], Program]
 
 @pytest.fixture
 def program() -> Iterator[Loader]:
-    """Loads instructions."""
+    """Loads a program of these instructions and an exit."""
     made: list[Program] = []
 
     def make(body: bytes) -> Program:
@@ -88,22 +88,20 @@ def program() -> Iterator[Loader]:
 
 
 @pytest.mark.parametrize("verdict", [TC_ACT_OK, TC_ACT_SHOT, 0x1234])
-def test_what_the_program_returns_is_given_and_the_packet_is_as_it_was(
-    program: Loader, verdict: int
-) -> None:
+def test_run_returns_the_verdict_and_the_unchanged_packet(program: Loader, verdict: int) -> None:
     done = run(program(put(0, verdict)), frame(SYN))
     assert done.retval == verdict
     assert done.packet_out == frame(SYN)
 
 
-def test_the_program_sees_the_mark_and_leaves_another(program: Loader) -> None:
+def test_program_reads_and_writes_the_mark(program: Loader) -> None:
     body = load(0, 1, MARK) + insn(0x62, 1, off=MARK, imm=9)
     done = run(program(body), frame(SYN), context=SkbContext(mark=5).pack())
     assert done.retval == 5
     assert done.context.mark == 9
 
 
-def test_all_of_the_context_goes_in_and_comes_out(program: Loader) -> None:
+def test_context_goes_in_and_comes_out(program: Loader) -> None:
     given = SkbContext(
         mark=1,
         priority=2,
@@ -120,13 +118,13 @@ def test_all_of_the_context_goes_in_and_comes_out(program: Loader) -> None:
     assert done.context == given
 
 
-def test_without_a_context_the_packet_is_on_loopback(program: Loader) -> None:
+def test_packet_without_a_context_is_on_loopback(program: Loader) -> None:
     done = run(program(load(0, 1, IFINDEX)), frame(SYN))
     assert done.retval == 1
     assert done.context == SkbContext(ifindex=1, wire_len=len(frame(SYN)))
 
 
-def test_the_device_is_one_of_the_callers_namespace(program: Loader) -> None:
+def test_device_is_looked_up_in_the_callers_namespace(program: Loader) -> None:
     name = f"kbr{os.getpid()}"
     seen = program(load(0, 1, IFINDEX))
 
@@ -141,14 +139,14 @@ def test_the_device_is_one_of_the_callers_namespace(program: Loader) -> None:
         command("ip", "netns", "del", name)
 
 
-def test_a_device_that_is_not_there_is_refused(program: Loader) -> None:
+def test_missing_device_is_enodev(program: Loader) -> None:
     with pytest.raises(KernelError) as refused:
         run(program(put(0, 0)), frame(SYN), context=SkbContext(ifindex=2**30).pack())
     assert refused.value.errno == errno.ENODEV
 
 
 @pytest.mark.parametrize("offset", [LENGTH, PKT_TYPE, PROTOCOL, DATA], ids=str)
-def test_what_must_not_be_set_is_refused(program: Loader, offset: int) -> None:
+def test_read_only_context_fields_are_einval(program: Loader, offset: int) -> None:
     context = bytearray(SkbContext().pack())
     context[offset] = 1
     with pytest.raises(KernelError) as refused:
@@ -157,25 +155,25 @@ def test_what_must_not_be_set_is_refused(program: Loader, offset: int) -> None:
 
 
 @pytest.mark.parametrize("packet", [b"", bytes(13)], ids=len)
-def test_less_than_an_ethernet_header_is_refused(program: Loader, packet: bytes) -> None:
+def test_packet_shorter_than_an_ethernet_header_is_einval(program: Loader, packet: bytes) -> None:
     with pytest.raises(KernelError) as refused:
         run(program(put(0, 0)), packet)
     assert refused.value.errno == errno.EINVAL
 
 
-def test_a_byte_that_the_program_writes_is_in_the_packet(program: Loader) -> None:
+def test_byte_written_by_the_program_is_in_the_packet(program: Loader) -> None:
     done = run(program(store_byte(TTL, 42, 0) + put(0, 0)), frame(SYN))
     assert difference(done.packet_out, frame(SYN)) == "ip ttl: 42, want 64"
 
 
-def test_a_packet_may_grow(program: Loader) -> None:
+def test_program_can_grow_the_packet(program: Loader) -> None:
     body = put(2, 1400) + put(3, 0) + call(CHANGE_TAIL)
     done = run(program(body), frame(SYN))
     assert done.retval == 0
     assert done.packet_out == frame(SYN).ljust(1400, b"\0")
 
 
-def test_a_repeated_run_goes_on_with_the_packet_of_the_run_before(program: Loader) -> None:
+def test_repeated_run_continues_with_the_last_packet(program: Loader) -> None:
     body = (
         (load(2, 1, DATA) + load(3, 1, DATA_END) + copy(4, 2) + insn(0x07, 4, imm=TTL + 1))
         + insn(0x2D, 4, 3, off=3)  # if there are fewer bytes, skip three
@@ -186,10 +184,10 @@ def test_a_repeated_run_goes_on_with_the_packet_of_the_run_before(program: Loade
     assert difference(done.packet_out, frame(SYN)) == "ip ttl: 59, want 64"
     idle = program(put(0, 0))
     times = [run(idle, frame(SYN), repeat=10_000).nanoseconds for _ in range(5)]
-    assert 0 < min(times) < 10_000, "each run's, not the sum"
+    assert 0 < min(times) < 10_000, "time of one run, not the sum"
 
 
-def test_of_a_redirect_only_the_verdict_is_seen(program: Loader) -> None:
+def test_redirect_returns_only_the_verdict(program: Loader) -> None:
     done = run(program(put(1, 2**20) + put(2, 0) + call(REDIRECT)), frame(SYN))
     assert done.retval == TC_ACT_REDIRECT
     assert done.context.ifindex == 1
@@ -204,7 +202,7 @@ def test_of_a_redirect_only_the_verdict_is_seen(program: Loader) -> None:
     ],
     ids=["IPv4", "IPv6", "ARP"],
 )
-def test_the_ethernet_header_says_what_protocol_it_is(
+def test_protocol_is_taken_from_the_ethernet_header(
     program: Loader, packet: bytes, protocol: int
 ) -> None:
     assert run(program(load(0, 1, PROTOCOL)), packet).retval == int.from_bytes(
@@ -215,19 +213,19 @@ def test_the_ethernet_header_says_what_protocol_it_is(
 @pytest.mark.parametrize(
     ("to", "pkt_type"),
     [(LOOPBACK_MAC, 0), ("33:33:ff:00:00:01", 2), ("02:00:00:00:00:0b", 3)],
-    ids=["its own: host", "multicast", "another's: other host"],
+    ids=["own: host", "multicast", "another: other host"],
 )
-def test_the_mac_says_for_whom_it_is(program: Loader, to: str, pkt_type: int) -> None:
+def test_packet_type_follows_from_the_mac_address(program: Loader, to: str, pkt_type: int) -> None:
     assert run(program(load(0, 1, PKT_TYPE)), frame(SYN, to=to)).retval == pkt_type
 
 
-def test_the_packet_has_a_socket_that_no_arriving_packet_would_have(program: Loader) -> None:
+def test_packet_has_a_socket_unlike_a_received_one(program: Loader) -> None:
     body = load(2, 1, SK, op=0x79) + put(0, 0) + insn(0x15, 2, off=1) + put(0, 1)
     assert run(program(body), frame(SYN)).retval == 1
 
 
 @needs("checksum_complete")
-def test_a_complete_checksum_is_held_against_the_packet(program: Loader) -> None:
+def test_checksum_complete_is_verified_after_the_run(program: Loader) -> None:
     careless = program(store_byte(TTL, 42, 0) + put(0, 0))
     careful = program(store_byte(TTL, 42, RECOMPUTE_CSUM) + put(0, 0))
     run(careful, frame(SYN), checksum_complete=True)
@@ -238,7 +236,7 @@ def test_a_complete_checksum_is_held_against_the_packet(program: Loader) -> None
 
 
 @needs("parts")
-def test_the_packet_may_have_a_part_that_is_not_linear(program: Loader) -> None:
+def test_packet_can_have_a_non_linear_part(program: Loader) -> None:
     body = load(0, 1, DATA_END) + load(2, 1, DATA) + insn(0x1F, 0, 2)
     packet = frame(udp("198.51.100.7:53", "192.0.2.1:53", bytes(1000)))
     done = run(program(body), packet, context=SkbContext(linear=42).pack())
@@ -262,8 +260,8 @@ ADVICE = (
         ("-bpf,-perfmon,-sys_admin,-net_admin", "CAP_BPF", "report it"),
     ],
 )
-def test_a_refusal_says_what_to_do_by_who_was_refused(lacking: str, says: str, not_says: str):
-    """EACCES is the verifier's word too: not each one is a lack of rights."""
+def test_load_error_advice_depends_on_the_privileges(lacking: str, says: str, not_says: str):
+    """The verifier fails with EACCES, too, which is then no lack of privileges."""
     drop = ["setpriv", f"--bounding-set={lacking}", f"--inh-caps={lacking}"] if lacking else []
     done = subprocess.run(
         [*drop, sys.executable, "-c", ADVICE], capture_output=True, text=True, check=True,
@@ -275,7 +273,7 @@ def test_a_refusal_says_what_to_do_by_who_was_refused(lacking: str, says: str, n
     assert done.stdout.count("\n") == 1
 
 
-def test_a_full_map_names_itself_and_no_setting_that_there_is_not():
+def test_full_map_error_names_the_map_only():
     with Map.create(BPF_MAP_TYPE_HASH, "cows", 4, 4, 1) as cows:
         cows.update(bytes(4), bytes(4))
         with pytest.raises(KernelError, match="the map is full") as full:
