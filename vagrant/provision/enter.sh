@@ -1,7 +1,7 @@
 #!/bin/sh
-# Runs a command in a root, with the machine's kernel and the tree: enter.sh ROOT TREE COMMAND...
+# enter.sh ROOT TREE COMMAND... runs a command in a chroot, with the machine's kernel and this tree.
 #
-# The mounts are in a mount namespace of the command's own: they end with it.
+# The mounts are made in a new mount namespace, so they disappear with the command.
 set -eu
 if [ "${KBPF_ENTERED:-}" != 1 ]; then
 	KBPF_ENTERED=1 exec unshare --mount --propagation slave sh "$0" "$@"
@@ -9,7 +9,7 @@ fi
 root=$1 tree=$2
 shift 2
 
-# A mount point: `ip -n` and unshare change how mounts of / propagate.
+# The root must be a mount point: `ip -n` and unshare change the mount propagation of /.
 mount --bind "$root" "$root"
 for each in proc sys dev run; do
 	mkdir -p "$root/$each"

@@ -1,9 +1,9 @@
 #!/bin/sh
-# Makes the running kernel one that the tests can run on: its modules, a bpffs, loopback. Vagrant's
-# machines and the guests of `make test-kernels` both begin with it.
+# Prepares the running kernel for the tests: modules, bpffs, loopback. Used by the Vagrant machines and by
+# the guests of `make test-kernels`.
 set -eu
 
 mountpoint -q /sys/fs/bpf || mount -t bpf -o mode=700 bpf /sys/fs/bpf
 ip link set lo up
-# What the kernel would load by itself it loads slowly under emulation.
-modprobe -qa sctp udp_diag vxlan dummy tun || echo "not all modules are there" >&2
+# The kernel would load these itself, but slowly under emulation.
+modprobe -qa sctp udp_diag vxlan dummy tun || echo "kernel.sh: some of these modules could not be loaded" >&2

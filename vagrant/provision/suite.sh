@@ -1,7 +1,7 @@
 #!/bin/sh
-# The suite on this machine's kernel, all of it or a part: suite.sh [PYTEST ARGUMENTS...]
+# suite.sh [PYTEST ARGUMENTS...] runs the test suite, or a part of it, on this machine's kernel.
 #
-# KBPF_TREE is where the tree is. No machine in this machine: `make test-kernels` is left out.
+# KBPF_TREE is the path of the tree. `make test-kernels` is not run: it would nest virtual machines.
 set -eu
 tree=${KBPF_TREE:-/kbpf}
 sh "$tree/vagrant/provision/kernel.sh"

@@ -1,11 +1,11 @@
 #!/bin/sh
-# The control plane, without kube-proxy and with kbpf: control-plane.sh ADDRESS TOKEN
+# control-plane.sh ADDRESS TOKEN sets up the control plane, with kbpf instead of kube-proxy.
 #
-# Once more does no harm, after a failure neither: what `kubeadm init` has left is undone first.
-# KBPF_TREE is where the tree is.
+# It can be repeated, also after a failure: an incomplete `kubeadm init` is reset first. KBPF_TREE is the
+# path of the tree.
 set -eu
 address=$1 token=$2 tree=${KBPF_TREE:-/kbpf}
-pods=10.244.0.0/16 # flannel's manifest has the same
+pods=10.244.0.0/16 # the network in flannel's manifest
 flannel=v0.28.9
 ready=/etc/kubernetes/initialised
 
@@ -16,8 +16,8 @@ trap '[ $? = 0 ] || echo "control-plane.sh: failed at: $doing" >&2; rm -rf "$wor
 doing="kubeadm init"
 if [ ! -e "$ready" ]; then
 	[ ! -e /etc/kubernetes/pki ] || kubeadm reset --force
-	# Each address is said: on VirtualBox all machines have the same one on their first device. The
-	# token does not end, a worker may come late.
+	# Addresses are explicit, since on VirtualBox the first device of all machines has the same address.
+	# The token does not expire, since a worker may join late.
 	release=$(kubeadm version -o short)
 	cat >"$work/init.yaml" <<-END
 		apiVersion: kubeadm.k8s.io/v1beta4
@@ -45,14 +45,14 @@ for home in /root /home/vagrant; do
 done
 
 doing="kbpf"
-# First: without it no pod reaches the API server by its ClusterIP, and flannel does so.
+# Before flannel, which connects to the API server by its ClusterIP.
 sh "$tree/vagrant/kubeadm/provision/kbpf.sh" "https://$address:6443" "$pods" "$tree"
 kubectl -n kube-system rollout status ds/kube-proxy --timeout=10m
 
 doing="flannel $flannel"
 url=https://github.com/flannel-io/flannel/releases/download/$flannel/kube-flannel.yml
 curl -fsSL --retry 5 -o "$work/kube-flannel.yml" "$url"
-# Its device is that of the node's address, not that of the default route.
+# flannel must use the device with the node's address, not that of the default route.
 cat >"$work/kustomization.yaml" <<-'END'
 	resources: [kube-flannel.yml]
 	patches:
@@ -69,5 +69,5 @@ kubectl apply -k "$work"
 kubectl -n kube-flannel rollout status ds/kube-flannel-ds --timeout=10m
 
 doing="the cluster's DNS"
-# The first pods with an address of their own that need the API server.
+# CoreDNS's are the first pods with their own network that need the API server.
 kubectl -n kube-system rollout status deploy/coredns --timeout=10m

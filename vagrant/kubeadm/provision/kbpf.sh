@@ -1,7 +1,7 @@
 #!/bin/sh
-# kbpf in the place of kube-proxy: kbpf.sh API-SERVER POD-NETWORK [TREE]
+# kbpf.sh API-SERVER POD-NETWORK [TREE] installs kbpf instead of kube-proxy, as docs/install.md describes.
 #
-# What docs/install.md says to do by hand. KUBECTL is the command, with its arguments.
+# KUBECTL: the kubectl command with its arguments.
 set -eu
 server=$1 pods=$2 tree=${3:-/kbpf}
 

@@ -1,11 +1,11 @@
 #!/bin/sh
-# A machine that kubeadm can use, with kbpf's image in containerd: node.sh VERSION
+# node.sh VERSION prepares a machine for kubeadm, with kbpf's image in containerd.
 #
-# Once more does no harm: Kubernetes stays as it is, the image is built anew. KBPF_TREE is where the
-# tree is.
+# It can be repeated: Kubernetes stays as it is, the image is built again. KBPF_TREE is the path of the
+# tree.
 set -eu
 version=$1 tree=${KBPF_TREE:-/kbpf}
-image=docker.io/library/kbpf:0.1.0 # what the manifests call kbpf:0.1.0
+image=docker.io/library/kbpf:0.1.0 # the full name of the manifests' kbpf:0.1.0
 export DEBIAN_FRONTEND=noninteractive
 
 work=$(mktemp -d)
@@ -30,7 +30,7 @@ apt-get update -qq
 apt-get install -y -qq --no-install-recommends ca-certificates curl gpg containerd runc buildah
 
 doing="containerd's configuration"
-# Its own defaults: Debian's file has CNI's plugins elsewhere.
+# containerd's own defaults, since Debian's file has another path for the CNI plugins.
 containerd config default >"$work/default"
 sed 's/SystemdCgroup = false/SystemdCgroup = true/' "$work/default" >"$work/config.toml"
 grep -q 'SystemdCgroup = true' "$work/config.toml"
@@ -39,7 +39,8 @@ cp "$work/config.toml" /etc/containerd/config.toml
 systemctl restart containerd
 
 doing="Kubernetes $version"
-# Held, last of all: a newer kubelet would not be the control plane's. What is held is left alone.
+# Packages are held, as the last step, since kubelet must not be newer than the control plane. If they
+# are held already, this is not the first run and nothing is installed.
 if [ -z "$(apt-mark showhold kubeadm)" ]; then
 	url=https://pkgs.k8s.io/core:/stable:/$version/deb
 	curl -fsSL --retry 5 -o "$work/Release.key" "$url/Release.key"
@@ -53,7 +54,7 @@ if [ -z "$(apt-mark showhold kubeadm)" ]; then
 fi
 
 doing="kbpf's image"
-# In a chroot with the machine's own network: a network of buildah's would want more packages.
+# In a chroot with the machine's network: a separate network for buildah would need more packages.
 buildah build --quiet --isolation=chroot --layers --tag "$image" "$tree"
 buildah push --quiet "$image" "docker-archive:$work/kbpf.tar:$image"
 ctr --namespace k8s.io images import "$work/kbpf.tar"

@@ -1,8 +1,8 @@
 #!/bin/sh
-# A worker joins: worker.sh ADDRESS CONTROL-PLANE TOKEN
+# worker.sh ADDRESS CONTROL-PLANE TOKEN joins a worker to the cluster.
 #
-# It waits for the control plane, which libvirt makes at the same time. Once more does no harm, after a
-# failure neither: what `kubeadm join` has left is undone first.
+# It waits for the control plane, which libvirt sets up at the same time. It can be repeated, also after a
+# failure: an incomplete `kubeadm join` is reset first.
 set -eu
 address=$1 control_plane=$2 token=$3
 ready=/etc/kubernetes/joined
