@@ -104,15 +104,14 @@ class Agent:
         self._recorder = Recorder(config, self._server)
         self._problem_lines = Problems()
         self._refusals = RefusalReporter(self._server.events, self._problem_lines)
-        self._api_servers: tuple[
-            ApiServerAddress, ...
-        ] = ()  # that the agent has connected to, newest last
+        # those that the agent has connected to, newest last
+        self._api_servers: tuple[ApiServerAddress, ...] = ()
         self._listeners = Listeners()
+        # API servers and listeners as last given to the policy
         self._policy_inputs: tuple[tuple[ApiServerAddress, ...], frozenset[FrontendAddress]] = (
             (),
             frozenset(),
         )
-        # API servers and listeners as last given to the policy
         self._sources = make_sources(self._enqueue)
         self._store = ObjectStore(config.node_name, config.bind_address)
         self._conntrack_sysctls = conntrack_sysctls.ConntrackSysctls(config.conntrack)
@@ -121,9 +120,8 @@ class Agent:
         self._queue = ServiceQueue()
         self._computation: ServiceComputation | None = None
         self._uncomputed_arrivals: dict[ServiceName, list[float]] = {}  # of events not computed yet
-        self._unprogrammed_arrivals: dict[
-            ServiceName, list[float]
-        ] = {}  # of events computed but not programmed yet
+        # of events computed but not programmed yet
+        self._unprogrammed_arrivals: dict[ServiceName, list[float]] = {}
         self._deferred = False  # whether the data plane has work left for large Service ports
         self._deferred_due = 0.0  # when that work is due
         self._skipped_large = False  # whether the last round left large Services out
@@ -157,7 +155,10 @@ class Agent:
         self._inbox.put(Wake("stop"))
 
     def on_api_connect(self, cookie: int, address: Addr, port: int) -> None:
-        """See source.cluster.Connecting. Called by any thread, from open() on."""
+        """Called before a connection to an API server is opened, in any thread. Exempts the socket
+        with this cookie from everything but ClusterIPs, and reserves the address and port, so that
+        no Service can take them.
+        """
         self._plane.claim_socket(cookie)
         with self._lock:
             if (address, port) in self._api_servers:
@@ -281,7 +282,7 @@ class Agent:
         if node_addresses != self._node_addresses:
             self._node_addresses = node_addresses
             self._pending.all_services = True
-            self._dirty_keys = None  # the data plane looks at its surroundings, too
+            self._dirty_keys = None  # all: the data plane also compares what depends on addresses
 
     def _record_arrivals(self, events: Iterable[Event], touched: ChangeSet) -> None:
         """Records when the changes to be programmed arrived, for event_to_map."""
@@ -343,9 +344,8 @@ class Agent:
         deadline, computed_any = time.monotonic() + seconds, False
         while (name := self._queue.pop_small()) is not None:
             if self._computation is not None and self._computation.name == name:
-                self._finish_computation(
-                    self._computation
-                )  # or the older computation would overwrite the newer one
+                # Otherwise the older computation would overwrite the result of the newer one.
+                self._finish_computation(self._computation)
             self._finish_computation(self._start_computation(name))
             computed_any = True
             if time.monotonic() >= deadline:
@@ -659,7 +659,7 @@ class Agent:
             sorted(line for line in new_lines if READ_AS_TEXT not in line),
         )
         _log_lines(
-            logging.WARNING, "odd", sorted(line for line in new_lines if READ_AS_TEXT in line)
+            logging.WARNING, "unusual", sorted(line for line in new_lines if READ_AS_TEXT in line)
         )
 
     def _refused_namespaces(self) -> dict[str, int]:

@@ -94,12 +94,12 @@ class ConntrackSysctls:
                     name == NF_CONNTRACK_MAX
                     and not sysctl.path_of(name).stat().st_mode & stat.S_IWUSR
                 ):
+                    # The file is read-only outside the initial network namespace.
                     log.info(
                         "cannot set %s=%d in this network namespace; set it on the host",
                         name,
                         value,
                     )
-                    # The file is read-only outside the initial network namespace.
                     continue
                 if sysctl.read(name) != str(value):
                     sysctl.write(name, str(value))

@@ -1,7 +1,7 @@
 """The agent's problem lines, by subject.
 
-Tenants control how many there are, so nothing here walks all of them: a change costs no more than
-the lines of its subject.
+Tenants control how many there are, so nothing here walks all of them: the cost of a change depends
+only on the lines of its subject.
 """
 
 from collections.abc import Hashable, Sequence

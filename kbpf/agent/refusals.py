@@ -18,7 +18,7 @@ DOCS_HINT = "see docs/operate.md, Addresses that Services may take"
 
 
 class RefusalReporter:
-    """Used by the agent's thread only. A change costs no more than the Services that changed."""
+    """Used by the agent's thread only. The cost of a change depends only on the Services in it."""
 
     def __init__(self, events: EventRecorder, problems: Problems) -> None:
         self._events, self._problems = events, problems

@@ -84,8 +84,8 @@ def fallback_reason(error: KbpfError, rows: Sequence[CheckRow]) -> FallbackReaso
 
 
 class Factories(NamedTuple):
-    """Constructors of the data planes and of their predecessors' remains, including the rules of a
-    kube-proxy that mode bpf has to take over from, and the checks of `kbpf check` for BPF.
+    """Constructors of the data planes, of what another mode or a kube-proxy left in the kernel
+    (`previous_...`), and of the rows of `kbpf check` for BPF.
     """
 
     bpf: Callable[[], DataPlane]
@@ -110,9 +110,8 @@ class SelectedDataPlane:
         self._has_applied = False  # whether any apply has succeeded
         self._fully_applied = False  # whether an authoritative apply has succeeded
         self._drain_error = ""
-        self._failed_fallbacks: dict[
-            str, str
-        ] = {}  # error of BPF → its hint, with the error of IPVS added
+        # error of BPF → its hint, with the error of IPVS added
+        self._failed_fallbacks: dict[str, str] = {}
 
     @property
     def name(self) -> str:
@@ -207,7 +206,7 @@ class SelectedDataPlane:
         except KernelError as error:
             already_tried = bool(self._failed_fallbacks)
             if self._has_applied or not self._fall_back_to_ipvs(error):
-                # the attempt with IPVS has closed it
+                # _fall_back_to_ipvs() has closed BPF's data plane and made a new one
                 if self._failed_fallbacks and not already_tried:
                     self._open()
                 raise

@@ -324,7 +324,7 @@ def _list_pins(pin_dir: Path) -> list[Path] | None:
         raise KernelError(
             "cannot look into the folder of pins", str(pin_dir), "run as root", error.errno or 0
         ) from error
-    if mounts.is_own_bpffs(pin_dir):  # in a bpffs of others these files are not ours to remove
+    if mounts.is_own_bpffs(pin_dir):  # in any other bpffs these files are not ours to remove
         entries = [path for path in entries if path.name not in BPFFS_FILES]
     foreign = [path.name for path in entries if not pinning.is_pin_name(path.name)]
     if foreign or not mounts.is_bpffs(pin_dir):

@@ -67,7 +67,7 @@ def _size_flags() -> Iterator[Flag]:
         "frontends": "addresses and ports of Services",
         "slots": "slots of all backend sets together",
         "backends": "backends",
-        "connections": "connections of the packet path; the oldest are evicted",
+        "connections": "connections of the packet path; while all are in use, new ones are dropped",
         "affinity": "clients with session affinity; the oldest are evicted",
         "counts": "pairs of a Service and a backend whose connections are counted; further "
         "pairs are not counted",

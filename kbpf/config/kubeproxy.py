@@ -144,7 +144,7 @@ class KubeProxyConfiguration(msgspec.Struct, frozen=True, rename=json_name):
     udp_idle_timeout: str = msgspec.field(default="", name="udpIdleTimeout")
 
 
-# ---- what we make of it --------------------------------------------------------------------------
+# ---- settings ------------------------------------------------------------------------------------
 
 
 def read_settings(document: KubeProxyConfiguration) -> ConfigValues:
@@ -373,7 +373,7 @@ def _parse_period(values: ConfigValues, path: str, text: str, parser: parsers.Pa
     return values.try_parse(path, text, parse_nonzero) or 0.0 if text else 0.0
 
 
-# ---- what is accepted and not done ---------------------------------------------------------------
+# ---- fields that are accepted but not used -------------------------------------------------------
 
 PROTOBUF_CONTENT_TYPE: Final = "application/vnd.kubernetes.protobuf"
 """kube-proxy's default."""
@@ -449,13 +449,13 @@ WARNED_FIELDS: Final = frozenset(("iptables.snatNodeInternalIP",))
 expects."""
 
 
-def _default_mode_matters(said: KubeProxyConfiguration) -> bool:
+def _default_mode_matters(document: KubeProxyConfiguration) -> bool:
     """Whether the mode is unset and NodePorts would answer on other addresses in mode nftables."""
-    if said.mode:
+    if document.mode:
         return False
     now, later = ConfigValues(), ConfigValues()
-    _read_node_ports(said, now)
-    _read_node_ports(msgspec.structs.replace(said, mode="nftables"), later)
+    _read_node_ports(document, now)
+    _read_node_ports(msgspec.structs.replace(document, mode="nftables"), later)
     return now.fields != later.fields
 
 

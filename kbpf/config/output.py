@@ -1,4 +1,4 @@
-"""Writes text to a path that the operator gave: a file, a symbolic link, a pipe, a terminal, a
+"""Writes text to a path that the operator gave: a file, a symbolic link, a pipe, a terminal or a
 device.
 
 A regular file is replaced with a rename, so that a reader never sees half of it. Everything else

@@ -8,9 +8,10 @@ The rules and bodies are kube-proxy's (1.37, healthcheck/proxy_health.go, servic
 - /livez fails if the agent is not healthy or one of its threads is down or stuck: such an agent
   should be restarted. /healthz fails if the agent is not healthy or the node is not eligible:
   being deleted, or marked for deletion by the cluster autoscaler.
-- /readyz is kbpf's own. It succeeds once everything has been programmed, while the agent keeps up
+- /readyz exists only in kbpf. It succeeds once everything has been programmed, while the agent
+keeps up
   and every Service of the system namespaces has room in the maps. Its text begins with `kbpf`,
-  which is how kbpf tells an agent of its own from a kube-proxy.
+  which is how kbpf distinguishes its own agents from a kube-proxy.
 - A Service's health check succeeds if this node has ready endpoints for it and the agent is
   healthy.
 """

@@ -476,7 +476,7 @@ def test_what_is_used_all_the_same_is_not_said_to_be_left_out(
     spoilt = ("weights: bad", zeros)
     agent.step([Upsert(made.key, replace(made.object, skipped=spoilt))])
     assert caplog.messages == [
-        "left out: Service ns/a: weights: bad", f"odd: Service ns/a: {zeros}",
+        "left out: Service ns/a: weights: bad", f"unusual: Service ns/a: {zeros}",
     ]  # fmt: skip
 
 

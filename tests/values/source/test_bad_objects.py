@@ -1,5 +1,6 @@
-"""What an operator may get wrong in a folder of objects, row by row: the lines of the agent's log
-and of its status. A Service beside it is served all the while.
+"""An operator's mistakes in a folder of objects: the lines of the agent's log and of its status.
+
+Another Service in the folder must stay served in every row.
 """
 
 import logging
@@ -42,7 +43,7 @@ SSH = FrontendAddress(ANY4, 22, Protocol.TCP)
 
 
 class Plane:
-    """A data plane that takes everything, and knows what it was given last."""
+    """A data plane that accepts every state and records the frontends of the last one."""
 
     name = "bpf"
     served: frozenset[str] = frozenset()
@@ -66,8 +67,10 @@ class Plane:
 
 
 class Wrong(NamedTuple):
-    """`text` is zz.yaml, beside all.yaml with FINE. `lines` are those of the status; in the log
-    they have the form `log`. `served`: frontends beside those of FINE.
+    """A folder with FINE as all.yaml and `text` as zz.yaml.
+
+    `lines` are the expected problem lines of the status. The log has each of them in the form
+    `log`. `served` are the expected frontends other than those of FINE.
     """
 
     name: str
@@ -79,7 +82,7 @@ class Wrong(NamedTuple):
 
 SOURCE = "source problem name=folder error={!r}"
 LEFT_OUT = "left out: {}"
-ODD = "odd: {}"
+ODD = "unusual: {}"
 REFUSED = "Service bad/x: {}; " + DOCS_HINT
 IP, X_IP = "clusterIP: 10.96.0.11", "10.96.0.11"
 PORT = "ports: [{port: 80}]"
@@ -105,12 +108,12 @@ def slice_of(endpoints: str) -> str:
 
 
 def source(name: str, text: str, line: str, *served: str) -> Wrong:
-    """What the folder says of a file."""
+    """A row with a problem of the file, reported by the folder source."""
     return Wrong(name, text, SOURCE, (line,), served)
 
 
 def spec(name: str, text: str, line: str) -> Wrong:
-    """A Service that is left out, whole."""
+    """A row with a Service that is left out as a whole."""
     return Wrong(name, service(text), LEFT_OUT, (f"{X_SAYS}spec.{line} (zz.yaml:4)",))
 
 
@@ -206,7 +209,7 @@ WRONG = [
 
 
 class Node:
-    """The agent, with what is beside it on the node."""
+    """An agent with a fake data plane, one listening socket (sshd) and one node address."""
 
     def __init__(self, folder: Path, text: str) -> None:
         (folder / "all.yaml").write_text(FINE)
@@ -223,7 +226,7 @@ class Node:
 
 @pytest.fixture
 def told(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
-    """The log, but for what is said of each start."""
+    """Returns the log's messages without those of every start."""
     caplog.set_level(logging.INFO, "kbpf")
     return lambda: [line for line in caplog.messages if not line.startswith("source synced")]
 
@@ -233,7 +236,7 @@ def served(*more: str) -> frozenset[str]:
 
 
 @pytest.mark.parametrize("row", WRONG, ids=lambda row: row.name)
-def test_a_line_of_the_log_and_of_the_status(
+def test_mistake_is_one_log_line_and_one_problem(
     row: Wrong, tmp_path: Path, told: Callable[[], list[str]]
 ) -> None:
     node = Node(tmp_path, row.text)
@@ -243,7 +246,7 @@ def test_a_line_of_the_log_and_of_the_status(
     assert node.plane.served == served(*row.served)
 
 
-def test_a_kind_that_is_not_for_us_is_no_problem(
+def test_unused_kind_is_logged_and_is_no_problem(
     tmp_path: Path, told: Callable[[], list[str]]
 ) -> None:
     node = Node(tmp_path, "kind: Deployment\nmetadata: {name: x}\n")
@@ -251,7 +254,7 @@ def test_a_kind_that_is_not_for_us_is_no_problem(
     assert node.agent.status().problems == ()
 
 
-def test_an_external_ip_of_this_node_is_named_and_served(
+def test_external_ip_of_this_node_is_logged_and_served(
     tmp_path: Path, told: Callable[[], list[str]]
 ) -> None:
     node = Node(tmp_path, service(f"{IP}, ports: [{{port: 10256}}], externalIPs: [{OWN}]"))
