@@ -29,7 +29,7 @@ static __always_inline struct counts *counts_of(u32 service, u32 backend)
 	zeros = zero_counts.lookup(&zero);
 	if (!zeros)
 		return NULL;
-	counts.insert(&key, zeros);
+	counts.insert(&key, zeros); /* fails if another CPU was first; its entry serves as well */
 	return counts.lookup(&key);
 }
 

@@ -166,7 +166,8 @@ static __always_inline struct address affinity_owner_of(const struct client *cli
 }
 
 /* Whether the client may have one more entry of `affinity`. Above its share it gets a random
- * backend each time, and no other client's entry is evicted for it. */
+ * backend each time, and no other client's entry is evicted for it. CPUs that check at the same
+ * time may each admit one entry too many. */
 static __always_inline bool take_share(const struct client *client, u32 cgroup)
 {
 	struct address owner = affinity_owner_of(client, cgroup);
@@ -201,7 +202,7 @@ static __always_inline u32 find_affinity(const struct affinity *last, u32 set, u
 /* The slot for a client without affinity. A random slot is right for every set, since weights are
  * numbers of slots. For packets, the Maglev slot follows from the sender, so every node chooses the
  * same one. A socket has no port yet at connect() or sendto(), and its flow stays on this node
- * anyway. */
+ * anyway. The multiplication scales 32 random bits to 0..size-1 without a division. */
 static __always_inline u32 choose_slot(const struct service *service, u32 size,
 				       const struct client *client)
 {

@@ -16,8 +16,8 @@
 /* Index: enum refusal_bucket. Written by the agent when it starts. */
 BPF_TABLE("array", u32, struct refusal_limit, refusal_limits, REFUSAL_LIMITS);
 
-/* address -> `spent` of its own bucket for ICMP errors. Full: the oldest is evicted and may send a
- * whole burst again; the bucket of the node still applies. */
+/* address -> `spent` of the token bucket for ICMP errors to it. Full: the oldest is evicted, so
+ * that address may get a whole burst again; the bucket of the node still applies. */
 BPF_TABLE("lru_hash", struct address, u64, refused_peers, 64);
 
 #define REPLY_TTL 64 /* of packets that originate here */

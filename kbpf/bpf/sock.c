@@ -108,6 +108,7 @@ static __always_inline bool is_connected_to(struct bpf_sock *sk, const struct ta
 		peer.word[2] = sk->dst_ip6[2];
 		peer.word[3] = sk->dst_ip6[3];
 	}
+	/* dst_port has 32 bits before Linux v5.18; the port is its lower half */
 	return same_address(&peer, &to->address) && (__be16)sk->dst_port == to->port;
 }
 
@@ -228,9 +229,9 @@ static __always_inline __be16 random_reserved_port(void)
 	return __builtin_bswap16(RESERVED_PORT_LOW + bpf_get_prandom_u32() % RESERVED_PORTS);
 }
 
-/* A UDP connect() sends nothing, so it succeeds even if nobody listens (as with kube-proxy): ping,
- * getaddrinfo() and others only want to know their own address. The packet path refuses the first
- * datagram. Without a packet path nothing would, so connect() fails. */
+/* A UDP connect() sends nothing, so it succeeds even if no socket listens (as with kube-proxy).
+ * ping, getaddrinfo() and others only want to know their own address. The packet path refuses the
+ * first datagram. Without a packet path nothing would, so connect() fails. */
 static __always_inline bool is_udp_probe(const struct target *to, const struct choice *c)
 {
 	return to->protocol == IPPROTO_UDP && c->reason == UNKNOWN_PORT &&
@@ -403,6 +404,7 @@ static __always_inline bool find_flow(struct bpf_sock *sk, const struct target *
 	c->backend_id = flow->backend_id;
 	c->service = flow->service;
 	flow->last_sent = now;
+	/* Compare again: another thread may have reused the element in between (create_flow()). */
 	return same_target(&flow->frontend, to);
 }
 
@@ -472,8 +474,8 @@ static __always_inline bool translate_recvmsg(struct bpf_sock_addr *ctx, struct 
 	if (!flow || is_cut(flow))
 		return reverse_peer(sk, from);
 	*from = flow->frontend;
-	if (elapsed(last_used(flow), now) <=
-	    FLOW_IDLE_NS) /* otherwise the flow is over: see udp_cuts */
+	/* A flow that has expired stays so: the agent deletes its entry in udp_cuts. */
+	if (elapsed(last_used(flow), now) <= FLOW_IDLE_NS)
 		flow->last_received = now;
 	count(REVERSED);
 	return true;
@@ -537,7 +539,7 @@ static __always_inline void account_end(struct bpf_sock_ops *ctx, const struct p
 	add(&totals->bytes_in, bytes);
 	bytes = payload(ctx->bytes_received, fin_was_received(before));
 	add(&totals->bytes_out, bytes);
-	if (ctx->srtt_us) {
+	if (ctx->srtt_us) { /* the kernel keeps eight times the smoothed time */
 		add(&totals->rtt_us, ctx->srtt_us >> 3);
 		add(&totals->rtts, 1);
 	}
@@ -554,6 +556,7 @@ int sock_ops(struct bpf_sock_ops *ctx)
 			request_end_callback(ctx);
 		return 1;
 	}
+	/* args: the old and the new state */
 	if (op != BPF_SOCK_OPS_STATE_CB || ctx->args[1] != BPF_TCP_CLOSE)
 		return 1;
 	peer = peer_of(ctx->sk);

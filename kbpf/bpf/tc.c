@@ -3,7 +3,7 @@
  * whose sockets the hooks do not see.
  *
  * `tc_ingress` and `tc_egress` run on every device; track.h says what each of them changes. Rare or
- * long work has programs of its own, reached by tail calls: new flows, ICMP errors, refusals.
+ * long work is done by separate programs, reached by tail calls: new flows, ICMP errors, refusals.
  * README.md shows the path of a packet through them.
  */
 #include "types.h"
@@ -105,8 +105,9 @@ BPF_TABLE("array", u32, u64, new_flows_paused_until, 1);
  * CONFIG_PREEMPT_RT_NEEDS_BH_LOCK, which `kbpf check` and the agent look for. */
 BPF_TABLE("percpu_array", u32, struct flow, flow_scratch, 1);
 
-/* What the agent knows about a device. Each packet asks for up to two devices, and an array lookup
- * takes a tenth of the time of a hash lookup. */
+/* What the agent knows about a device. Each packet needs up to two devices, and an array lookup
+ * takes a tenth of the time of a hash lookup. The agent sets `ifindex` to 0 while it changes an
+ * element in place (node_maps.py); the hash map then has the device. */
 static __always_inline struct device *device_at(u32 ifindex)
 {
 	u32 index = ifindex % CACHED_DEVICES;
@@ -382,7 +383,11 @@ static __always_inline void delete_entry(struct flow_key *key, const struct flow
  * free key belongs to the CPU that inserts its entry first. A key whose flow gives it up needs this
  * lock: two CPUs that see it could both take it, or one could delete what the other has just
  * written. There is no waiting: there are other ports to try, and the agent deletes entries that
- * are left over (flow_gc.py). */
+ * are left over (flow_gc.py).
+ *
+ * Linux before v5.12 has no atomic operation that returns a value (BPF_FETCH), so this adds first
+ * and reads afterwards. If several CPUs add at once, each may read more than 1, and none gets the
+ * lock; two never do. */
 static __always_inline struct port_slot *try_lock_key(const struct flow_key *key)
 {
 	u32 index = (key->first.port ^ key->second.port) % PORT_SLOTS;
@@ -540,6 +545,8 @@ static __always_inline bool translate_in(struct tuple *t, const struct packet *p
 		if (!(flags & FROM_ICMP_ERROR) || is_over(flow, now))
 			return false;
 	}
+	/* With an expired entry, only ICMP errors of live flows continue, and packets of which
+	 * tc_recheck knows that their flow is live. */
 	s->to_stack = *t;
 	s->masqueraded = has_snat(flow) && !(reply && expired(flow, now));
 	if (!reply) {
@@ -819,7 +826,7 @@ static __always_inline void evict_over_limit(u64 *total, u64 now)
 	for (int i = 0; i < EVICT_CANDIDATES; i++) {
 		struct flow_key oldest;
 
-		if (flow_queue.pop(&oldest))
+		if (flow_queue.pop(&oldest)) /* the queue is empty */
 			return;
 		flow = flows.lookup(&oldest);
 		if (!flow || flow->direction != DIRECTION_ORIGINAL) {
@@ -911,7 +918,7 @@ static __always_inline bool starts_flow(const struct packet *p)
 	return p->protocol == IPPROTO_UDP || (p->tcp_flags & (TCP_SYN | TCP_ACK)) == TCP_SYN;
 }
 
-/* Starts a new flow for a packet, or has tc_recheck decide whether its flow is over. */
+/* Starts a new flow for a packet, or lets tc_recheck decide whether its known flow has expired. */
 static __always_inline void start_flow(struct __sk_buff *skb, u8 restart, u32 tail)
 {
 	skb->cb[0] = restart == RESTART_CHECK ? tail : restart == RESTART_YES ? BEGIN_RESTART : 0;
@@ -1293,7 +1300,7 @@ int tc_enqueue(struct __sk_buff *skb)
 	reason = claim_original(&key, old, flow, n);
 	if (reason != NEW_FLOW)
 		return finish(TC_ACT_SHOT, reason);
-	skb->cb[0] = 2;
+	skb->cb[0] = 2; /* tc_evict may run this many times */
 	if (*total > n->connections)
 		tails.call(skb, TAIL_EVICT);
 	return claim_entries(skb, flow);
@@ -1341,7 +1348,7 @@ int tc_claim_reply(struct __sk_buff *skb)
 		return finish(TC_ACT_SHOT, NOT_RECORDED);
 	flow = *scratch;
 	flow.direction = DIRECTION_REPLY;
-	flow.out.ifindex = 0; /* it is the client's */
+	flow.out.ifindex = 0; /* the cached next hop is that of the client's packets */
 	error = claim_reply(&flow, n, flow.last_used);
 	if (error)
 		return finish(TC_ACT_SHOT, error == -EEXIST ? NO_SNAT_PORT : NOT_RECORDED);
@@ -1453,10 +1460,11 @@ struct scan {
 	u32 first;       /* the node is the first end of the key */
 	u32 first_same;  /* the same if both ports are equal */
 	u32 by_port;     /* ports decide which end is first, before the other words */
-	u64 established; /* ns without a packet after which an established flow is over */
+	u64 established; /* idle timeout of an established flow, in ns */
 	u64 now;
 };
 
+/* All ones if the lowest bit is set, otherwise 0. */
 static __always_inline u32 mask_of(u32 bit)
 {
 	return 0U - (bit & 1);
@@ -1487,12 +1495,14 @@ static __always_inline void begin_scan(struct __sk_buff *skb, struct scan *scan,
 	scan->now = flow->last_used + CLOCK_SKEW; /* so that a flow that has just closed counts */
 }
 
+/* `one` if the mask is all ones, `other` if it is 0. */
 static __always_inline u32 pick(u32 mask, u32 one, u32 other)
 {
 	return other ^ ((one ^ other) & mask);
 }
 
-/* The entry at this port. Orders the key like flow_key_of(), without branches. */
+/* The entry at this port. Orders the key like flow_key_of(), without branches. Both ports have 16
+ * bits, so bit 31 of their difference is its sign; and x - 1 has bit 31 only if x is 0. */
 static __always_inline struct flow *entry_at(const struct scan *scan, __be16 port)
 {
 	u32 to = scan->backend.port, less = mask_of(((u32)port - to) >> 31);
@@ -1512,6 +1522,7 @@ static __always_inline struct flow *entry_at(const struct scan *scan, __be16 por
 
 static __always_inline bool may_be_free(const struct flow *entry, const struct scan *scan)
 {
+	/* & 7 keeps the shift below 64 bits, whatever the byte is */
 	u64 after = (FREE_AFTER_SECONDS >> (entry->state & 7) * 8 & 0xff) * SECOND;
 	u64 lives = (u32)(entry->state ^ STATE_ESTABLISHED) -
 		    1ULL; /* all ones if established, otherwise small */
@@ -1560,7 +1571,7 @@ int tc_scan_ports(struct __sk_buff *skb)
 	skb->cb[1] = left - 1;
 	if (i < SCAN_PORTS)
 		return continue_search(skb, SEARCH_SCANNED, TAIL_CLAIM_PORT);
-	if (left == 1)
+	if (left == 1) /* all ports were scanned, and none is free */
 		*last_exhausted = scratch->last_used;
 	return continue_search(skb, SEARCH_SCANNED, TAIL_SCAN_PORTS);
 }
@@ -1831,6 +1842,7 @@ int tc_egress(struct __sk_buff *skb)
 		mark_masqueraded(skb, false);
 	if (result == EGRESS_REWRITE)
 		return finish_rewrite(skb, &p, &to, TC_ACT_UNSPEC, device->l2);
+	/* What follows is for packets of the node's own sockets, which arrived on no device. */
 	if (skb->ingress_ifindex || device->role != ROLE_HOST)
 		return TC_ACT_UNSPEC;
 	if (result == EGRESS_HOST_FLOW && is_agent_bypass(skb, &p)) {

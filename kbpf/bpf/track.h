@@ -193,8 +193,8 @@ static __always_inline bool is_near(u32 a, u32 b, u32 distance)
 	return a - b + distance < 2 * distance;
 }
 
-/* Whether this segment fits the numbers of the other side. An attacker who cannot see the packets
- * has to guess both numbers. */
+/* Whether this segment fits the numbers of the other side. An off-path attacker has to guess both
+ * numbers. */
 static __always_inline bool is_plausible(const struct tcp_numbers *peer,
 					 const struct tcp_numbers *n, u32 ack_distance)
 {

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: (GPL-2.0 OR BSD-2-Clause) */
-/* The hash by which packets choose a slot of a Maglev table. It is the same on every node, so that
+/* The hash of a packet that selects its slot in a Maglev table. All nodes compute the same hash, so
  * a router may send the packets of a flow to any of them. MurmurHash3 (32 bits), one word at a
  * time, over bytes in network byte order. It has no secret seed, or nodes would differ.
  */

@@ -127,7 +127,9 @@ static __always_inline u8 sctp_flags(u8 chunk)
 	return TCP_ACK;
 }
 
-/* `bytes`: length of the packet behind its IP header and extension headers. */
+/* `bytes`: length of the packet behind its IP header and extension headers. SYN and FIN take one
+ * sequence number each. Without ACK the acknowledgement number is 0. This is arithmetic, since the
+ * verifier explores both sides of a branch. */
 static __always_inline struct tcp_numbers numbers_of(__be32 sequence, __be32 ack, u8 offset,
 						     u8 flags, u32 bytes)
 {
@@ -173,7 +175,7 @@ static __always_inline bool parse_ports(struct __sk_buff *skb, struct packet *p,
 		p->tcp_flags = sctp_flags(chunk);
 	}
 	if (p->protocol == IPPROTO_TCP && /* the quote in an ICMP error may be too short */
-	    !bpf_skb_load_bytes(skb, p->l4 + 4, &rest, 10)) {
+	    !bpf_skb_load_bytes(skb, p->l4 + 4, &rest, 10)) { /* 10: without padding */
 		p->tcp_flags = rest.flags;
 		p->tcp = numbers_of(rest.sequence, rest.ack, rest.offset, rest.flags, bytes);
 	}
@@ -237,6 +239,7 @@ static __always_inline bool parse_v6(struct __sk_buff *skb, struct packet *p)
 
 	if (bpf_skb_load_bytes(skb, p->l3, &ip, sizeof(ip)))
 		return false;
+	/* v4-mapped addresses on the wire would be taken for IPv4 (RFC 6890 forbids them there) */
 	if (is_v4(&ip.source) || is_v4(&ip.destination))
 		return false;
 	p->tuple.from.address = ip.source;

@@ -1,2 +1,2 @@
 /* SPDX-License-Identifier: (GPL-2.0 OR BSD-2-Clause) */
-/* Asked for by BCC, not needed. */
+/* BCC includes this file, but nothing in it is needed. */
