@@ -1,6 +1,7 @@
-"""One connection as a row: who dials what, who must answer, and as whom the backend sees it.
+"""One connection as a row: the client, what it dials, the backends that must answer, and the client
+address that a backend sees.
 
-Every row also checks that the client believes to talk to what it dialled.
+Every row also checks that getpeername() in the client shows the dialled address.
 """
 
 import ipaddress
@@ -13,21 +14,21 @@ from tests.support.lab.modes import PACKETS, SILENCE
 
 REFUSED = "ECONNREFUSED"
 CLOSED = "ECONNREFUSED by a host"
-"""Not by the programs: nobody listens there."""
+"""Refused by a host on which no process listens, not by our programs."""
 DROPPED = "ETIMEDOUT"
 CLUSTER_IPS = ("10.96.", "fd00:10:96::")
 UNSERVED = "EHOSTUNREACH"
-"""What an address gets that is nobody's business (tests/support/cluster/cluster.py)."""
+"""The error for an address that no Service has (tests/support/cluster/cluster.py routes it so)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dial:
     """A row.
 
-    `to` is host:port; `protocol` is tcp, udp (one sendto) or udp-connected. `outcome` are the
-    places that must answer, all of them and nobody else, as ``a1 b1`` or with the port that they
-    must serve on, ``a1:8081``; or REFUSED, CLOSED, DROPPED, UNSERVED. `backend_sees`: the client's
-    address; by default the client's own, as if it had dialled the backend itself.
+    `to` is host:port. `protocol` is tcp, udp (one sendto) or udp-connected. `outcome` lists the
+    places that must answer, exactly these, as ``a1 b1`` or with the port that they must serve on,
+    ``a1:8081``; or it is REFUSED, CLOSED, DROPPED or UNSERVED. `backend_sees` is the client address
+    that the backend must see; by default the client's own, as if it had dialled the backend itself.
     """
 
     name: str
@@ -39,20 +40,20 @@ class Dial:
 
 
 def check(places: Places, row: Dial) -> None:
-    """Dials, often enough to meet every backend, and compares with the row."""
+    """Dials often enough to reach every backend, and compares the answers with the row."""
     host, _, number = row.to.rpartition(":")
     host = host.strip("[]")
     place = places[row.client]
     names = row.outcome.split()
     fails = row.outcome in (REFUSED, CLOSED, DROPPED, UNSERVED)
     silent = PACKETS and row.outcome == DROPPED
-    # 25 dials a backend: that one is never met has a chance of 1 in 10^11.
+    # 25 dials for each backend: the chance to miss one of them is 1 in 10^11.
     answer = place.many(
         1 if silent else 3 if fails else 25 * len(names) if len(names) > 1 else 8,
         host,
         int(number),
         protocol=row.protocol.removesuffix("-connected"),
-        # By packets a socket that is not connected hears of no error.
+        # An unconnected UDP socket gets no ICMP errors.
         connected=row.protocol.endswith("-connected") or (PACKETS and fails),
         **({"timeout": SILENCE} if silent else {}),
     )
@@ -71,9 +72,10 @@ def check(places: Places, row: Dial) -> None:
 
 
 def _seen(places: Places, row: Dial, host: str, server: str) -> set[str]:
-    """The addresses that the backend may see. By packets the node speaks for itself, for a pod that
-    reaches itself, and for who asks an external address, but for its own pods where the policy is
-    Local (as in kube-proxy; exactly so in tests/programs/ipvs/test_ipvs.py).
+    """The addresses that the backend may see. If packets are translated (mode ipvs), it is the
+    node's for the node itself, for hairpin connections and for external addresses, except for its
+    own pods with policy Local (as with kube-proxy; tests/programs/ipvs/test_ipvs.py checks it
+    exactly).
     """
     v6 = is_v6(host)
     if row.backend_sees or not PACKETS:
@@ -90,7 +92,9 @@ def _seen(places: Places, row: Dial, host: str, server: str) -> set[str]:
 
 
 def check_failure(row: Dial, answer: dict[str, Any], why: str) -> None:
-    """It must fail in this way, and at once: no network is asked, unless a host is to answer."""
+    """It must fail with this error, and at once: without a packet on the network, unless a host is
+    expected to refuse it.
+    """
     assert not answer["names"], why
     if PACKETS:
         errno = "timeout" if row.outcome == DROPPED else row.outcome.partition(" ")[0]
@@ -106,13 +110,13 @@ def check_failure(row: Dial, answer: dict[str, Any], why: str) -> None:
 
 
 def is_v6(host: str) -> bool:
-    """Whether IPv6 packets carry it: v4-mapped addresses are IPv4."""
+    """Whether it is sent as IPv6; v4-mapped addresses are sent as IPv4."""
     address = ipaddress.ip_address(host)
     return isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is None
 
 
 def explain(places: Places, client: str, host: str) -> str:
-    """What the client's node has programmed for what it dials, and its agent's last words."""
+    """What the client's node has programmed for the host, and the end of its agent's log."""
     home = places.home[client]
     agent = home.agent
     assert agent is not None
@@ -125,7 +129,7 @@ def explain(places: Places, client: str, host: str) -> str:
 
 
 def spread(place: Place, host: str, number: int, count: int = 300) -> dict[str, int]:
-    """Who answered how often."""
+    """How often each backend answered."""
     answer = place.many(count, host, number)
     assert not answer["errors"], answer
     return dict(answer["names"])

@@ -1,8 +1,8 @@
-"""Nodes over one folder of objects, with the packet path on, and a client outside of the cluster.
+"""Nodes with one folder of objects, with the packet path on, and a client outside the cluster.
 
-Two nodes by default. "outside" is a machine of its own on the nodes' network; external IPs and
-VIPs are routed to node-1 there, as a router would. node-1 has the pods a1, a2, a3, node-2 b1, b2.
-A place with a "!" behind its name is in that pod's network and in no hooked cgroup.
+Two nodes by default. "outside" is a separate machine on the nodes' network. It routes external IPs
+and VIPs to node-1, as a router would. node-1 has the pods a1, a2, a3, node-2 b1, b2. A place named
+like a pod with "!" appended is in that pod's network namespace, but in no hooked cgroup.
 """
 
 import contextlib
@@ -28,16 +28,16 @@ NODES4, NODES6 = ("198.18.0.1", "198.18.0.2"), ("fd00:198:18::1", "fd00:198:18::
 ROUTED = ("10.96.0.0/16", "192.0.2.0/24", "203.0.113.0/24")
 ROUTED6 = ("fd00:10:96::/112", "2001:db8::/32")
 FORWARDINGS = ("stack",) if PACKETS else ("stack", "direct")
-"""The ways to a backend, `--forwarding`: what each side sees is the same. Mode ipvs has one."""
+"""Values of `--forwarding`; each side sees the same with all of them. Mode ipvs has only one."""
 WAIT = 0.4
-"""For what must not be answered."""
+"""Seconds to wait where no answer is expected."""
 
 both_families = pytest.mark.parametrize("v6", [False, True], ids=["v4", "v6"])
 
 
 class Field(Cluster):
-    """See the module. `arguments` are the agents', `pods` how many each node has, and `module` is
-    what is run as the agent (lab.Agent).
+    """The nodes of the module docstring. `arguments` are the agents' flags, `pods` the number of
+    pods of each node, and `module` is the Python module that runs as the agent (lab.Agent).
     """
 
     def __init__(
@@ -82,10 +82,10 @@ class Field(Cluster):
         self.own.close()
 
     def prepare(self) -> None:
-        """What others want to do to the nodes before there are pods and agents."""
+        """Called before pods and agents exist, for subclasses that change the nodes."""
 
     def unhook(self, name: str, where: str | None, v4: str, v6: str, home: Node) -> Place:
-        """A place whose sockets no agent sees."""
+        """A place whose sockets no agent hooks."""
         place = Place(name, where, None)
         self.own.callback(place.close)
         place.ip, place.ip6 = v4, v6
@@ -112,7 +112,7 @@ class Field(Cluster):
 
 
 def forward(how: str) -> tuple[str, ...]:
-    """The arguments of an agent that forwards like this."""
+    """The agent's arguments for this value of `--forwarding`."""
     return ("--forwarding", how) if len(FORWARDINGS) > 1 else ()
 
 
@@ -120,7 +120,7 @@ KINDS = ("NodePort", "ExternalIP", "VIP", "ClusterIP")
 
 
 def at(kind: str, number: int, v6: bool = False, node_number: int = 1) -> str:
-    """Where all_ways() puts this Service."""
+    """The host:port of this kind at which all_ways() puts the Service."""
     if kind == "NodePort":
         host = (NODES6 if v6 else NODES4)[node_number - 1]
         return f"[{host}]:{30000 + number}" if v6 else f"{host}:{30000 + number}"
@@ -135,7 +135,7 @@ def split(to: str) -> tuple[str, int]:
 
 
 def check(field: Field, row: Dial) -> None:
-    """As dial.check(), for who waits for the network."""
+    """Like dial.check(), for clients that are answered by packets."""
     host, number = split(row.to)
     names = row.outcome.split()
     fails = row.outcome in (REFUSED, DROPPED, UNSERVED)
@@ -144,7 +144,7 @@ def check(field: Field, row: Dial) -> None:
         host,
         number,
         protocol=row.protocol,
-        connected=True,  # else UDP hears of no error, and takes an answer from anywhere
+        connected=True,  # otherwise UDP gets no errors and accepts answers from any source
         **({"timeout": WAIT} if row.outcome == DROPPED else {}),
     )
     why = f"{row}\ngot {answer}\n{explain(field, row.client, host)}"
@@ -160,9 +160,9 @@ def check(field: Field, row: Dial) -> None:
 
 
 def may_see(field: Field, address: str) -> frozenset[str]:
-    """The addresses that a backend may see where a row says this one. In mode ipvs a node's is the
-    kernel's choice, as with any rule that masquerades (test_masquerade_is_the_kernels in
-    test_ipvs.py): one of the device to the pod or, since that has none here, any of the node's.
+    """The client addresses that a backend may see if a row expects `address`. In mode ipvs the
+    kernel chooses a node's address, as for any MASQUERADE rule: one of the device to the pod or,
+    since that has none here, any of the node's.
     """
     for ip4, ip6, number in zip(NODES4, NODES6, (1, 2), strict=True):
         if field.agent.mode == "ipvs" and address in (ip4, ip6):
@@ -171,5 +171,5 @@ def may_see(field: Field, address: str) -> frozenset[str]:
 
 
 def there(place: Place, action: Callable[[], Any]) -> Any:
-    """In this place's network."""
+    """The result of `action`, run in this place's network namespace."""
     return netns.run_in(Path("/run/netns") / str(place.netns), action)

@@ -1,15 +1,16 @@
-"""A small cluster on one machine: nodes, pods and an outside, each a network namespace.
+"""A small cluster on one machine: nodes, pods and an outside machine, each a network namespace.
 
     fabric   one bridge that all nodes are on (198.18.0.0/24, fd00:198:18::/64)
-    node n   198.18.0.n, a way to the pods of the others (podnet.py); an agent runs in it
+    node n   198.18.0.n, with routes to the pods of the others (podnet.py); an agent runs in it
     pod      10.244.n.i, fd00:10:244:n::i, a veth to its node
-    outside  198.18.0.254: where the API server is; this process' own namespace, or one of its own
+    outside  198.18.0.254, the API server's machine: this process' namespace, or a separate one
 
-A node's cgroup holds one folder for the host's processes and one for each pod, and the agent is
-attached to the node's. All names begin with a prefix of this lab's own; `close()` removes all.
+A node's cgroup has a child for the host's processes and one for each pod; the agent's hooks are
+attached to the node's. All names begin with a prefix that is unique to the lab; `close()` removes
+everything.
 
-Labs whose outside is apart can exist at the same time; of the others one, since the addresses of
-all are the same.
+Several labs can exist at the same time if their outside is a separate namespace (`apart`), of the
+others only one, since all labs use the same addresses.
 """
 
 import contextlib
@@ -34,9 +35,9 @@ if TYPE_CHECKING:
     from kbpf.dataplane.bpf.maps.layout import Reason
 
 PATIENCE = 240.0 if os.environ.get("KBPF_TEST_DEBIAN_KERNEL") else 60.0
-"""Seconds for what takes moments. A deadline costs nothing when all is well, and a machine that
-has other things to do may stop any process for some seconds; under emulation (features.DEBIAN) an
-agent may take a minute to start.
+"""Seconds to wait for things that usually take moments. A long deadline costs nothing on success,
+and a busy machine may stop any process for some seconds. Under emulation (features.DEBIAN) an agent
+may take a minute to start.
 """
 PROBER = Path(__file__).with_name("prober.py")
 DIE_WITH_US = ("setpriv", "--pdeathsig", "KILL", "--")
@@ -52,7 +53,7 @@ def cgroup2() -> Path:
 
 
 def run(*command: str, stdin: str | None = None) -> str:
-    """The output of a command that must work."""
+    """The output of a command, which must succeed."""
     done = subprocess.run(command, input=stdin, text=True, capture_output=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip() or stdin}")
@@ -60,23 +61,23 @@ def run(*command: str, stdin: str | None = None) -> str:
 
 
 def ip(*lines: str, netns: str | None = None) -> None:
-    """iproute2 commands, all in one process."""
+    """Runs `ip` commands in one process (-batch)."""
     where = ["-n", netns] if netns else []
     run("ip", *where, "-batch", "-", stdin="\n".join(lines))
 
 
 def bridge(*lines: str, netns: str) -> None:
-    """Commands of iproute2's bridge, all in one process."""
+    """Runs iproute2 `bridge` commands in one process (-batch)."""
     run("bridge", "-n", netns, "-batch", "-", stdin="\n".join(lines))
 
 
 def let_forward(where: str) -> None:
-    """This network namespace is a router."""
+    """Makes this network namespace a router."""
     run(
         *inside(where, None, "sh", "-c"),
         "echo 1 > /proc/sys/net/ipv4/ip_forward;"
         "echo 1 > /proc/sys/net/ipv6/conf/all/forwarding;"
-        # an error that the kernel holds back would look like silence
+        # a rate-limited ICMP error would look like a dropped packet
         "echo 0 > /proc/sys/net/ipv4/icmp_ratelimit;"
         "echo 0 > /proc/sys/net/ipv6/icmp/ratelimit",
     )
@@ -99,8 +100,8 @@ def until(
     seconds: float = PATIENCE,
     state: Callable[[], object] | None = None,
 ) -> Any:
-    """The first true answer of `check`; AssertionError if it has none after the deadline, which
-    says what was waited for, and how it is instead (`state`).
+    """Polls `check` and returns its first true result. Raises AssertionError after the deadline,
+    with what was waited for and the result of `state`.
     """
     deadline = time.monotonic() + seconds
     while True:
@@ -130,7 +131,7 @@ def settled(netns: str | None, *addresses: str) -> None:
 
 
 def reachable(place: "Place", *addresses: str) -> None:
-    """Waits until packets get there and back: carriers and neighbours need time to come up."""
+    """Pings until replies arrive: carriers and neighbours need time to come up."""
     for address in addresses:
         until(
             f"{address} is reached from {place.name}",
@@ -139,7 +140,7 @@ def reachable(place: "Place", *addresses: str) -> None:
 
 
 class Place:
-    """Somewhere to serve and to dial from: a pod, or a node's own network."""
+    """A place to serve and dial from: a pod, or a node's own network."""
 
     def __init__(self, name: str, netns: str | None, cgroup: Path | None) -> None:
         self.name = name
@@ -163,7 +164,7 @@ class Place:
         return json.loads(line)
 
     def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
-        """One command to the prober, and its answer."""
+        """Sends one command to the prober and returns its answer."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
         self._process.stdin.flush()
@@ -177,15 +178,15 @@ class Place:
         return self
 
     def tcp(self, host: str, port: int, **options: Any) -> dict[str, Any]:
-        """One TCP connection: {"name", "client", "port", "peer"} or {"error"}."""
+        """Makes one TCP connection: {"name", "client", "port", "peer"} or {"error"}."""
         return self.ask("tcp", host=host, port=port, **_with_family(host, options))
 
     def udp(self, host: str, port: int, **options: Any) -> dict[str, Any]:
-        """One datagram and its answer, as tcp()."""
+        """Sends one datagram and returns the answer like tcp()."""
         return self.ask("udp", host=host, port=port, **_with_family(host, options))
 
     def many(self, count: int, host: str, port: int, **options: Any) -> dict[str, Any]:
-        """Many dials: {"names": {who: how often}, "errors": {...}}."""
+        """Dials `count` times: {"names": {backend: answers}, "errors": {...}}."""
         return self.ask("many", count=count, host=host, port=port, **_with_family(host, options))
 
     def close(self) -> None:
@@ -205,7 +206,7 @@ def _with_family(host: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def remove_cgroup(path: Path) -> None:
-    """Removes an empty cgroup; its last process may still be on its way out."""
+    """Removes an empty cgroup; waits for its last process, which may still be exiting."""
 
     def gone() -> bool:
         with contextlib.suppress(FileNotFoundError):
@@ -232,12 +233,12 @@ class Node:
 
     @property
     def name(self) -> str:
-        """Kubernetes' name of it."""
+        """The name of its Node object."""
         return f"node-{self.number}"
 
     @property
     def netns(self) -> str:
-        """The namespace that is this node."""
+        """The network namespace of this node."""
         return f"{self.lab.prefix}n{self.number}"
 
     @property
@@ -251,7 +252,7 @@ class Node:
         return f"fd00:198:18::{self.number}"
 
     def pod(self, name: str) -> Place:
-        """A new pod: a namespace behind a veth, reached from everywhere."""
+        """A new pod: a namespace behind a veth pair, reachable from everywhere in the lab."""
         index = len(self.pods) + 1
         netns = f"{self.netns}p{index}"
         v4, v6 = f"10.244.{self.number}.{index + 1}", f"fd00:10:244:{self.number}::{index + 1}"
@@ -266,14 +267,14 @@ class Node:
         return place
 
     def host_network_pod(self, name: str) -> Place:
-        """A pod in the node's own network."""
+        """A host-network pod."""
         place = Place(name, self.netns, self.cgroup / f"hostpod{len(self.places)}")
         place.ip, place.ip6 = self.ip, self.ip6
         self.places.append(place)
         return place
 
     def close(self) -> None:
-        """Ends everything that runs on it."""
+        """Ends everything that runs on the node."""
         if self.agent is not None:
             self.agent.close()
         for place in (*self.pods, *self.places, self.host):
@@ -282,7 +283,7 @@ class Node:
 
 
 TRACEBACK_LINES: Final = 30
-"""So many lines of a traceback are shown."""
+"""How many lines of a traceback are shown."""
 
 
 def traceback_in(log: Path) -> str:
@@ -295,7 +296,7 @@ def traceback_in(log: Path) -> str:
 
 
 class Lab:
-    """The machine's own little cluster."""
+    """The nodes, the fabric and the outside of the module docstring."""
 
     def __init__(
         self, nodes: int = 2, name: str = "", apart: bool = False, network: str = "routed"
@@ -319,7 +320,7 @@ class Lab:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        """Closes it. A traceback in the log of any agent is a failure, whatever was served."""
+        """Closes the lab. A traceback in the log of any agent is a failure."""
         faults = [] if kind else [*map(traceback_in, self.folder.glob("*.log"))]
         self.close()
         assert not any(faults), "\n".join(filter(None, faults))
@@ -382,12 +383,12 @@ class Lab:
         return node
 
     def add_netns(self, name: str) -> None:
-        """A namespace that close() removes."""
+        """Adds a namespace that close() removes."""
         run("ip", "netns", "add", name)
         self._netns.append(name)
 
     def close(self) -> None:
-        """Removes everything, in the order that lets it go."""
+        """Removes everything, users before what they use."""
         for node in self.nodes:
             node.close()
         subprocess.run(["ip", "link", "del", self.prefix], capture_output=True, check=False)
@@ -418,16 +419,16 @@ class Agent:
         self._started = 0.0
         self._log_start = 0
         self.code: Path | None = None
-        """Where to start it: a folder with another kbpf/ in it; None for ours."""
+        """The folder to start it in, if that has another kbpf/; None for ours."""
         self.module = "kbpf"
-        """What is run: kbpf, or what stands in for it (tests/support/runtime/clsact_agent.py)."""
+        """The module to run: kbpf or a variant (tests/support/runtime/clsact_agent.py)."""
         self.wrapper: tuple[str, ...] = ()
-        """A command that executes the agent's, which follows it."""
+        """A command in front of the agent's that executes it."""
         node.agent = self
 
     @property
     def pid(self) -> int:
-        """Of the running agent."""
+        """The process id of the running agent."""
         assert self._process is not None
         return self._process.pid
 
@@ -458,12 +459,12 @@ class Agent:
         return self
 
     def begin(self) -> None:
-        """What is written from now on is of the process that is started next."""
+        """Marks a new start: lines() and own_status() ignore everything written before."""
         self._started = time.clock_gettime(time.CLOCK_BOOTTIME)
         self._log_start = self.log.stat().st_size if self.log.exists() else 0
 
     def wait_synced(self, seconds: float = 2 * PATIENCE) -> None:
-        """Until the process that was started last has programmed everything once."""
+        """Waits until the process started last has programmed everything once."""
         try:
             until(f"the agent of {self.node.name} has synced", self._is_synced, seconds)
         except AssertionError as error:
@@ -477,17 +478,17 @@ class Agent:
         return status is not None and status["synced"]
 
     def own_status(self) -> dict[str, Any] | None:
-        """status(), if the process that was started last has written it."""
+        """status(), if it was written by the process started last."""
         status = self.status()
         return status if status is not None and status["started"] >= self._started else None
 
     def wait_ended(self, seconds: float = 2 * PATIENCE) -> int:
-        """The exit code of a process that ends by itself."""
+        """Waits until the process exits by itself; its exit code."""
         assert self._process is not None
         return self._process.wait(seconds)
 
     def lines(self) -> list[str]:
-        """What the process that was started last has logged."""
+        """The log lines of the process started last."""
         if not self.log.exists():
             return []
         with self.log.open("rb") as log:
@@ -499,7 +500,7 @@ class Agent:
         return "\n".join(self.lines()[-lines:])
 
     def status(self) -> dict[str, Any] | None:
-        """What it says of itself, out of its pinned map, or its state folder."""
+        """The agent's status from its pinned map, or in mode ipvs from its state folder."""
         if self.mode == "ipvs":
             with contextlib.suppress(OSError):
                 said: dict[str, Any] = json.loads(
@@ -520,7 +521,7 @@ class Agent:
         return json.loads(raw) if raw else None
 
     def entries(self, name: str) -> dict[bytes, bytes]:
-        """What stands in one of its maps."""
+        """The raw entries of one of its maps."""
         from kbpf.dataplane.bpf.maps.layout import schema_hash
         from kbpf.kernel.bpf.objects import Map
 
@@ -528,7 +529,7 @@ class Agent:
             return dict(found.items())
 
     def reasons(self) -> "Counter[Reason]":
-        """How often its programs have decided so, on all processors."""
+        """How often its programs have counted each reason, over all CPUs."""
         from kbpf.dataplane.bpf.maps.layout import Reason, schema_hash
         from kbpf.kernel.bpf.objects import Map
 
@@ -540,7 +541,7 @@ class Agent:
         return counts
 
     def elements(self) -> dict[str, list[tuple[Any, ...]]]:
-        """Of the nftables table of mode ipvs, by set."""
+        """The elements of mode ipvs' nftables table, by set."""
         from kbpf.dataplane.ipvs import ruleset
         from kbpf.kernel.netfilter import forward_rules
         from kbpf.kernel.system import netns
@@ -555,7 +556,7 @@ class Agent:
         return found
 
     def virtual_services(self) -> dict[str, dict[str, int]]:
-        """In the kernel: ``10.96.0.1:80/6`` → real server → weight."""
+        """The kernel's virtual services: ``10.96.0.1:80/6`` → real server → weight."""
         from kbpf.kernel.net.ipvs import IpvsClient
         from kbpf.kernel.system import netns
 
@@ -569,7 +570,7 @@ class Agent:
         return netns.run_in(Path("/run/netns") / self.node.netns, read)
 
     def behind(self) -> dict[str, dict[str, Any]]:
-        """Frontend → its Service and who stands behind it, in mode ipvs: see cluster.served()."""
+        """Mode ipvs: frontend → its Service and backends, in the form of cluster.served()."""
         from kbpf.kernel.system import netns
         from kbpf.views import ipvs
 
@@ -602,25 +603,27 @@ class Agent:
         return found
 
     def stop(self) -> int:
-        """SIGTERM, as kubelet does; the exit code."""
+        """Sends SIGTERM, as kubelet does; the exit code."""
         assert self._process is not None
         self._process.terminate()
         return self._process.wait(PATIENCE)
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Sends SIGKILL."""
         assert self._process is not None
         self._process.kill()
         self._process.wait()
 
     def close(self) -> None:
-        """Ends it and removes its pins."""
+        """Ends the agent and removes its pins."""
         if self.is_running:
             self.kill()
         self.remove_pins()
 
     def remove_pins(self) -> None:
-        """Detaches all that it has left; it must have ended. IPVS ends with the namespace."""
+        """Detaches and removes all pins of an agent that has ended. IPVS ends with the
+        namespace.
+        """
         if self.pin_dir.exists():
             shutil.rmtree(self.pin_dir / "links", ignore_errors=True)
             shutil.rmtree(self.pin_dir, ignore_errors=True)
@@ -628,6 +631,6 @@ class Agent:
 
 @contextlib.contextmanager
 def lab(nodes: int = 2) -> Iterator[Lab]:
-    """A lab that is gone afterwards."""
+    """A lab, removed at the end of the block."""
     with Lab(nodes) as made:
         yield made

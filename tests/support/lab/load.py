@@ -1,4 +1,4 @@
-"""Connections without end while something happens, of which none may fail."""
+"""A load of new connections during a change; none of them may fail."""
 
 import contextlib
 from collections.abc import Iterator
@@ -10,12 +10,12 @@ from tests.support.lab.lab import Place, until
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Runs in these places."""
+    """A load that runs in these places."""
 
     places: tuple[Place, ...]
 
     def goes_on(self, connections: int = 20) -> None:
-        """Returns when each place has made so many more; those before are not counted."""
+        """Waits until each place has made this many more connections."""
         before = [self._made(place) for place in self.places]
         for place, made in zip(self.places, before, strict=True):
             until(
@@ -39,13 +39,13 @@ def under_load(
     answers: str = "",
     pause: float = 0.002,
 ) -> Iterator[Load]:
-    """A load from these clients for as long as the block lasts. `answers`: who may answer;
-    `pause`: between two connections of a thread, in seconds.
+    """Runs a load from these clients during the block. `answers`: the backends that may answer;
+    `pause`: seconds between two connections of a thread.
     """
     load = Load(tuple(places[client] for client in clients))
     family = "6" if ":" in host else "4"
     for place in load.places:
-        # A pause: the test is about what fails, not about a machine that has no time left.
+        # The pause keeps the machine from being saturated, which would cause time-outs.
         place.ask(
             "start_load", host=host, port=port, family=family, threads=2, pause=pause,
             protocol=protocol,

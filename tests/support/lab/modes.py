@@ -1,10 +1,10 @@
-"""The lab's tests in mode ipvs: what is the same in other words, and what cannot be the same.
+"""The lab's tests in mode ipvs: what is configured differently, and which tests are skipped.
 
-With KBPF_TEST_MODE=ipvs the lab's agents are of that mode (lab.MODE), and the rows and tests of the
-lab run as they stand. Sockets are not translated then: who dials hears of it by packets.
+With KBPF_TEST_MODE=ipvs the lab's agents run in that mode (lab.MODE); the rows and tests of the lab
+are the same. Sockets are not translated then: clients learn errors from packets.
 
-CANNOT is the one table of what IPVS cannot express, or what is about BPF itself; the first are in
-docs/ipvs.md, too.
+CANNOT lists all tests that IPVS cannot satisfy, which docs/ipvs.md also lists, and those about BPF
+itself.
 """
 
 import re
@@ -14,22 +14,22 @@ import pytest
 from tests.support.lab.lab import MODE
 
 PACKETS = MODE == "ipvs"
-"""Clients are answered by packets, never by the call itself."""
+"""Whether clients get errors by packets only, never from connect() itself."""
 BY_DEVICE = ("--detect-local-mode", "InterfaceNamePrefix", "--pod-interface-name-prefix", "p")
 ARGUMENTS = BY_DEVICE if PACKETS else ()
-"""Of the agents of FolderCluster: BPF knows pods by their devices, IPVS has to be told."""
+"""For agents of FolderCluster: BPF recognises pods by their devices, IPVS needs flags for it."""
 SILENCE = 0.7
-"""Seconds that a client waits for what must not be answered."""
+"""Seconds that a client waits where no answer is expected."""
 
-LOOPBACK = "NodePort on loopback: the kernel drops what IPVS has translated"
-EPERM = "a datagram of the node's own that is refused or dropped is EPERM, whatever the reason"
-FRONTENDS = "each frontend has an affinity of its own"
+LOOPBACK = "NodePort on loopback: the kernel drops packets that IPVS has translated"
+EPERM = "a refused or dropped datagram of the node itself is always EPERM"
+FRONTENDS = "affinity is separate for each frontend"
 DELETED = "connections end with their Service"
-LEFT_ALONE = "about VIPs that the socket hooks leave to the packet path: here they are enforced"
-PODS = "without --detect-local-mode pods are not known (as with kube-proxy)"
-OTHER_PORTS = "other ports of external addresses are refused: the addresses are the node's here"
-SOCKETS = "a connected UDP socket is not told: its next datagram meets another backend"
-UNHEARD = "a socket that is not connected hears of no refusal by packets"
+LEFT_ALONE = "VIPs that the socket hooks leave to the packet path: here source ranges are enforced"
+PODS = "without --detect-local-mode pods are not recognised (as with kube-proxy)"
+OTHER_PORTS = "other ports of external addresses are refused: the addresses are on the node here"
+SOCKETS = "a connected UDP socket is not aborted: its next datagram goes to another backend"
+UNHEARD = "an unconnected UDP socket gets no ICMP errors"
 MAPS = "about the maps, the programs or the packets of BPF"
 
 CANNOT: dict[str, str] = {
@@ -67,17 +67,17 @@ CANNOT: dict[str, str] = {
     # tests/lab/traffic/test_updates.py
     r"test_established_connections_outlive_their_service": DELETED,
 }
-"""Expressions over a test's name, in order of their files."""
+"""Regular expression for a test's id → why it is skipped, in order of the files."""
 
 
 def why_not(name: str) -> str:
-    """Why this test cannot be in this mode, "" if it can."""
+    """Why this test cannot run in this mode, "" if it can."""
     if not PACKETS:
         return ""
     return next((why for pattern, why in CANNOT.items() if re.search(pattern, name)), "")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Leaves out what the table says."""
+    """Skips the tests of the table CANNOT."""
     if why := why_not(item.nodeid):
         pytest.skip(f"mode ipvs: {why}")

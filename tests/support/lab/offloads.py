@@ -1,5 +1,5 @@
-"""What a device does for its kernel: checksums, cutting large packets up, putting small ones
-together. Between veths nobody does it, unless the sender or the receiver is told to.
+"""Device offloads: checksums, segmentation (TSO, GSO), and aggregation (GRO). A veth pair forwards
+unfinished checksums and GSO packets as they are, unless an offload is switched off at either end.
 """
 
 import ctypes
@@ -16,8 +16,8 @@ _SET = {"rx": 0x15, "tx": 0x17, "sg": 0x19, "tso": 0x1F, "gso": 0x24, "gro": 0x2
 
 
 def offload(where: str | None, device: str, feature: str, on: bool) -> None:
-    """Switches one for this device of this namespace (None: our own). Without `tx` the sender's
-    kernel fills in each checksum and cuts each segment, and the receiver's looks at what it gets.
+    """Switches an offload of a device in the namespace `where` (None: our own). Without `tx` the
+    sender's kernel computes each checksum and makes each segment, and the receiver's verifies them.
     """
 
     def change() -> None:

@@ -1,8 +1,9 @@
-"""The lab on paper: its places as addresses, what their nodes' agents would program, and who then
-answers a dial.
+"""The lab without namespaces: its places as addresses, the state that their nodes' agents would
+program, and a model of which backend answers a dial.
 
-The rows of rows_*.py are written once. The lab dials them, tests/programs sends them as packets to
-programs that serve `programmed()`, and tests/values asks `answer()`, a reading of the same value.
+The rows of tests/rows are written once and proven three times: the lab dials them, tests/programs
+sends them as packets to programs that serve `programmed()`, and tests/values compares them with
+`answer()`, which evaluates the same state.
 """
 
 import functools
@@ -39,7 +40,7 @@ from tests.support.plane import split
 
 
 class Spot(NamedTuple):
-    """A place."""
+    """A place: its name and addresses."""
 
     name: str
     ip: str
@@ -47,7 +48,7 @@ class Spot(NamedTuple):
 
 
 class Home(NamedTuple):
-    """A node; `addresses` are all that it has."""
+    """A node; `addresses` are all addresses of its devices."""
 
     number: int
     ip: str
@@ -56,7 +57,7 @@ class Home(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Kubernetes' name of it."""
+        """The name of its Node object."""
         return f"node-{self.number}"
 
 
@@ -67,8 +68,8 @@ def _home(number: int) -> Home:
 
 
 class Paper(Placed):
-    """Two nodes with three pods each, as Cluster and Field have them, and the client outside, who
-    is at home where its router sends what is for Services.
+    """Two nodes with three pods each, as in Cluster and Field, and the outside client, whose home
+    is the node that its router sends packets for Services to.
     """
 
     def __init__(self) -> None:
@@ -88,21 +89,23 @@ class Paper(Placed):
         self.places[name], self.home[name] = Spot(name, *addresses), home
 
     def name_of(self, address: Addr | str) -> str:
-        """Who serves there; at a node's address it is the pod in its network."""
+        """The place with this address; for a node's address its host-network pod."""
         return self._names[address if isinstance(address, str) else format_addr(address)]
 
     def is_host(self, name: str) -> bool:
-        """Whether this place is in its node's own network."""
+        """Whether this place is in its node's network namespace."""
         return self.places[name].ip == self.home[name].ip
 
 
 PAPER = Paper()
 
-# ---- what is programmed --------------------------------------------------------------------------
+# ---- the programmed state ------------------------------------------------------------------------
 
 
 class Table(NamedTuple):
-    """Objects and the rows about them. `packets`: whether the lab's nodes serve those, too."""
+    """Objects and the rows about them. `packets`: whether the lab's nodes have the
+    packet path on.
+    """
 
     name: str
     objects: Callable[[Placed], list[Object]]
@@ -118,7 +121,7 @@ TABLES = (
 
 
 class OnNode(NamedTuple):
-    """What an agent knows, and what it makes of it."""
+    """The objects that an agent has received, and the desired state computed from them."""
 
     world: ObjectStore
     state: DesiredState
@@ -126,7 +129,9 @@ class OnNode(NamedTuple):
 
 @functools.cache
 def programmed(table: Table, number: int) -> OnNode:
-    """Those objects on this node, by way of the source and policy as the agent goes it."""
+    """The table's objects on this node, decoded and computed by the agent's own source
+    and policy.
+    """
     home = PAPER.homes[number]
     nodes = (node(n.name, n.ip, n.ip6, zone=f"zone-{n.number}") for n in PAPER.homes.values())
     items = [decode.convert_object(Kind(o["kind"]), o) for o in (*table.objects(PAPER), *nodes)]
@@ -137,11 +142,11 @@ def programmed(table: Table, number: int) -> OnNode:
     return OnNode(world, desired.state)
 
 
-# ---- who answers ---------------------------------------------------------------------------------
+# ---- the answer to a dial ------------------------------------------------------------------------
 
 
 class Verdict(StrEnum):
-    """What becomes of a dial."""
+    """The verdict on a dial."""
 
     TRANSLATE = "translate"
     REFUSE = "refuse"
@@ -150,8 +155,8 @@ class Verdict(StrEnum):
 
 
 class Hop(NamedTuple):
-    """Where a dial is decided: on this node by the client's socket, or by its packets, of which
-    `source` is then the sender. `outside`: it is not of this node; `host`: it is the node itself.
+    """A place where a dial is decided: by the client's socket on this node, or by its packets, with
+    the sender `source`. `outside`: the client is not of this node; `host`: it is the node itself.
     """
 
     number: int
@@ -165,7 +170,7 @@ class Hop(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What a node decides, and why."""
+    """A node's verdict and the reason for it."""
 
     verdict: Verdict
     why: str
@@ -173,24 +178,26 @@ class Answer(NamedTuple):
     service: ServiceState | None = None
 
     def names(self, expected: frozenset[str]) -> frozenset[str]:
-        """The places that it leads to, with the port where that is expected."""
+        """The places of its backends, with their port unless the bare name is in `expected`."""
         return frozenset(named(one, expected) for one in self.backends)
 
 
 def named(backend: Backend, expected: frozenset[str]) -> str:
-    """As a row's outcome says it."""
+    """A backend in the notation of a row's outcome."""
     name = PAPER.name_of(backend.address)
     return name if name in expected else f"{name}:{backend.port}"
 
 
 def target(row: Dial) -> FrontendAddress:
-    """What the row dials."""
+    """The frontend address that the row dials."""
     protocol = row.protocol.removesuffix("-connected").upper()
     return FrontendAddress(*split(row.to), Protocol[protocol])
 
 
 def expected(row: Dial) -> tuple[Verdict, frozenset[str]]:
-    """The outcome that the row states. Who dials its own loopback is answered by nobody else."""
+    """The outcome of the row. A client that dials its own loopback is passed: only it
+    can answer.
+    """
     fails = {REFUSED: Verdict.REFUSE, DROPPED: Verdict.DROP, field.DROPPED: Verdict.DROP}
     own = bool(row.backend_sees) and ip_address(row.backend_sees).is_loopback
     if own or row.outcome in (UNSERVED, CLOSED):
@@ -201,7 +208,7 @@ def expected(row: Dial) -> tuple[Verdict, frozenset[str]]:
 
 
 def hops(row: Dial, sockets: bool, packets: bool) -> list[Hop]:
-    """Where the row is decided, in order: one that passes it leaves it to the next."""
+    """The places where the row is decided, in order; one that passes it leaves it to the next."""
     address = target(row).address
     client = row.client.removesuffix("!")
     place, home = PAPER.places[client], PAPER.home[client].number
@@ -218,8 +225,8 @@ def hops(row: Dial, sockets: bool, packets: bool) -> list[Hop]:
 
 
 def answer(table: Table, row: Dial) -> Answer:
-    """Who answers the row by what is programmed."""
-    found = Answer(Verdict.PASS, "nobody looks at it")
+    """The verdict on the row by the programmed state."""
+    found = Answer(Verdict.PASS, "no program decides it")
     for hop in hops(row, sockets=True, packets=table.packets):
         found = decide(programmed(table, hop.number).state, target(row), hop)
         if found.verdict is not Verdict.PASS:
@@ -241,7 +248,7 @@ def decide(state: DesiredState, to: FrontendAddress, hop: Hop) -> Answer:
         return Answer(verdict, f"{why}: source ranges", (), service)
     if frontend.kind is FrontendKind.CLUSTER_IP:
         local = service.internal_local
-    else:  # who is of this node takes the short circuit
+    else:  # clients of this node take the short circuit
         local = service.external_local and hop.outside
     backends = service.local if local else service.cluster
     why += ": the local set" if local else ": the cluster set"
@@ -254,7 +261,7 @@ def decide(state: DesiredState, to: FrontendAddress, hop: Hop) -> Answer:
 def _find(
     state: DesiredState, to: FrontendAddress, hop: Hop
 ) -> tuple[ServiceState, Frontend] | None:
-    """Exactly this address; else a NodePort, if that is an address of the node."""
+    """The frontend at exactly this address, else a NodePort if it is an address of the node."""
     every = {each.at: (one, each) for one in state.services.values() for each in one.frontends}
     if to in every:
         return every[to]
@@ -271,7 +278,7 @@ def _cluster_ips(state: DesiredState) -> set[Addr]:
 
 
 def _lets_in(service: ServiceState, hop: Hop) -> bool:
-    """Only packets show who sends them."""
+    """Whether the source ranges admit the client; never at connect(), which has no source yet."""
     source = hop.source
     return source is not None and any(cidr.contains(source) for cidr in service.source_ranges)
 

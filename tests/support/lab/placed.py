@@ -1,7 +1,7 @@
-"""Objects about places: Services, and slices of the pods that have these names.
+"""Builders of Services and of EndpointSlices whose endpoints are places of the lab.
 
-`Placed` needs no cluster: the lab has the places as namespaces (cluster.py), the layers without a
-lab as addresses (paper.py), and both write the same objects.
+`Placed` needs no cluster. In the lab places are namespaces (cluster.py), in tests without a lab
+just addresses (paper.py); both build the same objects.
 """
 
 from collections.abc import Mapping
@@ -24,13 +24,13 @@ CONDITIONS: dict[str, dict[str, Any]] = {
     "unready": {"ready": False},
     "draining": {"ready": False, "serving": True, "terminating": True},
     "dying": {"ready": False, "serving": False, "terminating": True},
-    # What a slice says of a pod whose Service has publishNotReadyAddresses.
+    # A pod that is not ready, of a Service with publishNotReadyAddresses.
     "published": {"ready": True, "serving": False, "terminating": True},
 }
 
 
 class Addressed(Protocol):
-    """A place: what it serves at."""
+    """A place with addresses."""
 
     ip: str
     ip6: str
@@ -46,14 +46,15 @@ class Numbered(Protocol):
 
 
 class Placed:
-    """See the module. `home`: the node that each place is on."""
+    """Builds objects about `places`; `home` is the node of each place."""
 
     places: Mapping[str, Addressed]
     home: Mapping[str, Numbered]
 
     def endpoints(self, who: str, v6: bool = False) -> list[Object]:
-        """`who` are places with blanks between them, each with a condition after "/" (CONDITIONS)
-        and hints after "@": ``a1 a2/draining b1@zone-2 b2/unready@node-1,zone-1``.
+        """The endpoints of an EndpointSlice. `who` lists places separated by blanks, each with an
+        optional condition after "/" (CONDITIONS) and hints after "@":
+        ``a1 a2/draining b1@zone-2 b2/unready@node-1,zone-1``.
         """
         made = []
         for word in who.split():
@@ -75,7 +76,9 @@ class Placed:
     def slice(
         self, owner: str, who: str, *ports: Object, v6: bool = False, name: str | None = None
     ) -> Object:
-        """An EndpointSlice of the Service `owner`; see endpoints(). Unnamed TCP 8080 by default."""
+        """An EndpointSlice of the Service `owner`; see endpoints(). Its port is by default an
+        unnamed TCP port 8080.
+        """
         rows = ports or (slice_port(POD_PORTS[0]),)
         family = "IPv6" if v6 else "IPv4"
         return endpoint_slice(owner, *self.endpoints(who, v6), ports=rows, family=family, name=name)
@@ -95,7 +98,7 @@ class Placed:
     def all_ways(
         self, number: int, who: str, protocol: str = "TCP", **options: Any
     ) -> list[Object]:
-        """A Service with every kind of address in both families, see field.at()."""
+        """A Service with every kind of address in both families; field.at() gives the addresses."""
         made = self.web(
             number,
             who,

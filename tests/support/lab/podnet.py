@@ -1,14 +1,14 @@
-"""What carries the packets of the lab's pods: the shapes that CNIs have. Lines for `ip` and
-`bridge`, and who a node is to a pod; lab.py runs them.
+"""The lab's pod networks, in the shapes that CNIs use: commands for `ip` and `bridge`, which lab.py
+runs, and the addresses that a node has towards pods.
 
-    routed   as Calico without an overlay: a cable and a route for each pod, the nodes' own network
-             between them. The shape of every lab that does not ask for another one
-    vxlan    as flannel: the pods of a node on its bridge, and a VXLAN device with an entry for each
-             other node, to which their pods' networks are routed
-    bridged  as Weave: one Ethernet of all pods. The nodes' bridges are joined by VXLAN, and whoever
-             looks for a pod asks all of them
+    routed   as Calico without an overlay: a veth pair and a route for each pod, over the nodes' own
+             network. The default
+    vxlan    as flannel: a node's pods on a bridge, and a VXLAN device with static entries for each
+             other node, to which the pod networks are routed
+    bridged  as Weave: one Ethernet of all pods. VXLAN joins the nodes' bridges; ARP requests are
+             flooded to all of them
 
-A node's pods are 10.244.n.0/24 and fd00:10:244:n::/64 in each of them, and the node is n.1 there.
+In each of them a node's pods are in 10.244.n.0/24 and fd00:10:244:n::/64, where the node is n.1.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ Lines = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Pod:
-    """The place of a pod: its number on the node, its namespace and its addresses."""
+    """A pod's number on its node, its namespace and its addresses."""
 
     index: int
     netns: str
@@ -37,7 +37,7 @@ class Pod:
 
 
 def gate(number: int, v6: bool) -> str:
-    """The node's own address in its pods' network."""
+    """The node's address in the network of its pods."""
     return f"fd00:10:244:{number}::1" if v6 else f"10.244.{number}.1"
 
 
@@ -45,14 +45,14 @@ class Routed:
     """See the module."""
 
     def node(self, number: int) -> Lines:
-        """What a node needs before it has pods."""
+        """Commands for a node without pods."""
         return (
             f"addr add {gate(number, False)}/32 dev lo",
             f"addr add {gate(number, True)}/128 dev lo nodad",
         )
 
     def cable(self, number: int, pod: Pod) -> Lines:
-        """On the node: the pod's cable."""
+        """Commands on the node for a pod's veth pair."""
         return (
             f"link add p{pod.index} type veth peer name eth0 netns {pod.netns}",
             f"link set p{pod.index} up",
@@ -62,7 +62,7 @@ class Routed:
         )
 
     def inside(self, number: int, pod: Pod) -> Lines:
-        """In the pod."""
+        """Commands in the pod."""
         return (
             "link set lo up",
             f"addr add {pod.v4}/32 dev eth0",
@@ -74,19 +74,19 @@ class Routed:
         )
 
     def join(self, node: "Node", others: "Sequence[Node]") -> tuple[Lines, Lines]:
-        """On a node: the way to the pods of the others. Lines for ip, and for bridge."""
+        """Commands for `ip` and for `bridge` on a node: routes to the pods of the other nodes."""
         return (
             *(f"route add 10.244.{other.number}.0/24 via {other.ip}" for other in others),
             *(f"route add fd00:10:244:{other.number}::/64 via {other.ip6}" for other in others),
         ), ()
 
     def seen_elsewhere(self, node: "Node", v6: bool) -> str:
-        """Who this node is to the pods of the others."""
+        """The source address of this node's own packets to pods of other nodes."""
         return node.ip6 if v6 else node.ip
 
     def masquerades_as(self, node: "Node", v6: bool) -> str:
-        """As whom it speaks to its own pods for those that it masquerades: MASQUERADE takes an
-        address of the device that leads there, if it has one.
+        """The source address of packets that this node masquerades to its own pods: MASQUERADE uses
+        an address of the device towards the pod, if it has one.
         """
         return node.ip6 if v6 else node.ip
 
@@ -96,7 +96,7 @@ class _OnBridge(Routed):
 
     bridge = ""
     lengths = (24, 64)
-    """Of the network that a pod takes for its own Ethernet."""
+    """Prefix lengths of the network that is on-link for a pod."""
 
     def node(self, number: int) -> Lines:
         at = (gate(number, v6) for v6 in (False, True))
@@ -137,7 +137,7 @@ class Vxlan(_OnBridge):
     bridge = "cni0"
 
     def join(self, node: "Node", others: "Sequence[Node]") -> tuple[Lines, Lines]:
-        """Nobody asks around: routes, neighbours and forwarding entries are all there."""
+        """Routes, neighbours and FDB entries are all static, so that nothing is flooded."""
         return (
             f"link add vx0 address {_mac(node)} mtu {OVERLAY_MTU} type vxlan id 42"
             f" dstport 4789 local {node.ip} dev eth0 nolearning",

@@ -1,8 +1,8 @@
-"""A process that stands in one place of the lab: it serves, and it dials, on command.
+"""A process in one place of the lab that serves and dials on command.
 
-Commands come as JSON lines on stdin, answers go as JSON lines to stdout; one at a time. It
-imports nothing of kbpf. A server answers each line (TCP) or datagram (UDP) with its own name and
-the client's address as it saw it, so that a test knows what each side saw.
+Commands are JSON lines on stdin, answers JSON lines on stdout, one at a time. It imports nothing of
+kbpf. A server answers each line (TCP) or datagram (UDP) with its name and the client's address as
+it sees it, so that a test knows what each side sees.
 """
 
 import contextlib
@@ -19,7 +19,9 @@ import time
 from collections import Counter
 
 PATIENCE = 30.0
-"""Seconds for an answer: nothing here takes one, but who should answer may not get a turn."""
+"""Seconds to wait for an answer. It usually takes moments, but the other process may not be
+scheduled for a while.
+"""
 SIZE = struct.Struct("!Q")
 CHUNK = 1 << 16
 STATES = (  # by their number in the kernel, include/net/tcp_states.h
@@ -41,7 +43,9 @@ def errno_name(error):
 
 
 def begin(s, to):
-    """Begins to connect. Whether it takes the network; else it is done, or an OSError."""
+    """Starts a connect(). Returns whether it is in progress; else it is established. OSError if the
+    call itself fails.
+    """
     s.setblocking(False)
     try:
         s.connect(to)
@@ -51,7 +55,7 @@ def begin(s, to):
 
 
 def finish(s, timeout):
-    """Ends what begin() began, an OSError if not well; the socket has this timeout from now on."""
+    """Waits for the connect() of begin(); OSError if it fails. The socket keeps this time-out."""
     s.settimeout(timeout)
     ready = select.poll()
     ready.register(s, select.POLLOUT)
@@ -67,21 +71,21 @@ def state(s):
 
 
 def retransmitted(s):
-    """How many segments of this connection were sent again."""
+    """How many segments of this connection were retransmitted."""
     info = s.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RETRANSMITTED + 4)
     return struct.unpack_from("=I", info, _RETRANSMITTED)[0]
 
 
 def timer_seconds(s):
-    """How long this end has waited for lost segments, by the retransmission timer; 0 from a kernel
-    that does not say it (before v6.7).
+    """How many seconds this end has spent in retransmission time-outs; 0 on kernels without that
+    field (before v6.7).
     """
     info = s.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RTO_TIME + 4)
     return struct.unpack_from("=I", info, _RTO_TIME)[0] / 1000 if len(info) > _RTO_TIME else 0.0
 
 
 def filled(s, data):
-    """The buffer, full; OSError when the other side ends before it is."""
+    """Receives until the buffer is full and returns it; OSError if the peer closes before."""
     view = memoryview(data)
     while view:
         got = s.recv_into(view, min(len(view), 1 << 20))
@@ -140,7 +144,9 @@ class Server:
                 return
 
     def bulk(self, *ports):
-        """Serves bulk(): a size, so many bytes, and the way back. Size 0: an echo without end."""
+        """Serves Client.bulk(): receives a size and that many bytes, and sends them back. Size 0:
+        an endless echo.
+        """
         for port in ports:
             listener = self._bind("::", port, True)
             threading.Thread(target=self._bulk, args=(listener,)).start()
@@ -168,7 +174,7 @@ class Server:
                 return
 
     def seen(self):
-        """Datagrams by port, and the longest wait of an echo for lost segments since asked last."""
+        """Datagrams by port, and the longest retransmission wait of an echo since the last call."""
         waited, self.timer_seconds = self.timer_seconds, 0.0
         return {"udp": dict(self.udp_seen), "timer_seconds": waited}
 
@@ -181,7 +187,7 @@ class Server:
 
 
 class Client:
-    """Dials, once or many times, and keeps sockets that a test asks it to keep."""
+    """Dials once or many times, and keeps named sockets open."""
 
     def __init__(self):
         self.kept = {}
@@ -195,8 +201,8 @@ class Client:
         return s
 
     def tcp(self, host, port, family="4", timeout=PATIENCE, keep=None, bind=None):
-        """Connects, and hears who answers. An error is `at_once` when the call itself gave it:
-        nobody on the network was asked.
+        """Connects and reads the server's answer. An error is `at_once` if connect() itself
+        returned it, without a packet on the network.
         """
         s = self._socket(family, socket.SOCK_STREAM, bind)
         asked = False
@@ -217,14 +223,14 @@ class Client:
         return answer
 
     def begin(self, host, port, keep, family="4"):
-        """Begins to connect, and goes on with other things."""
+        """Starts a connect() and returns without waiting for it."""
         s = self._socket(family, socket.SOCK_STREAM)
         self.kept[keep] = s
         begin(s, (host, port))
         return {}
 
     def go_on(self, keep, timeout=PATIENCE):
-        """What becomes of what was begun: who answers, or an error."""
+        """Waits for the connect() of begin(): the server's answer, or an error."""
         try:
             finish(self.kept[keep], timeout)
         except OSError as error:
@@ -232,7 +238,7 @@ class Client:
         return self.talk(keep, timeout)
 
     def talk(self, keep, timeout=PATIENCE):
-        """One more line over a kept connection, or one more datagram on a kept UDP socket."""
+        """Sends another line on a kept connection, or another datagram on a kept UDP socket."""
         s = self.kept[keep]
         s.settimeout(timeout)
         try:
@@ -242,7 +248,7 @@ class Client:
             return {"error": errno_name(error)}
 
     def hear(self, keep, timeout=PATIENCE):
-        """What a kept socket gets without asking: as a rule an error, or "timeout"."""
+        """What a kept socket receives without sending: usually an error, or "timeout"."""
         s = self.kept[keep]
         s.settimeout(timeout)
         try:
@@ -251,15 +257,15 @@ class Client:
             return {"error": errno_name(error)}
 
     def dissolve(self, keep):
-        """A kept UDP socket is connected to nobody any more."""
+        """Disconnects a kept UDP socket: connect() to AF_UNSPEC."""
         unspecified = bytes(16)
         if LIBC.connect(self.kept[keep].fileno(), unspecified, len(unspecified)):
             raise OSError(ctypes.get_errno(), "connect to AF_UNSPEC")
         return {}
 
     def udp(self, host, port, family="4", timeout=PATIENCE, keep=None, connected=False):
-        """A datagram and its answer, or an error, see tcp(). `keep`: on a socket that stays, made
-        when it is new.
+        """Sends a datagram; returns its answer or an error like tcp(). `keep`: the name of a socket
+        that stays open; it is created on first use.
         """
         asked = False
         s = self.kept.get(keep) or self._socket(family, socket.SOCK_DGRAM)
@@ -287,8 +293,9 @@ class Client:
         return answer
 
     def bulk(self, host, port, size, family="4", timeout=30.0):
-        """So many bytes to a Server.bulk() and back. What each side got must be what was sent:
-        `there` and `back`; `retransmitted` by both; `seconds` for each way.
+        """Sends `size` bytes to a Server.bulk() and back. Returns `there` and `back`, whether each
+        side received what was sent; `retransmitted`, segments of both; `seconds` for each
+        direction.
         """
         s = self._socket(family, socket.SOCK_STREAM)
         s.settimeout(timeout)
@@ -315,8 +322,8 @@ class Client:
             }
 
     def datagrams(self, host, port, sockets, each, family="4", timeout=PATIENCE):
-        """So many sockets, connected, with so many datagrams each, in turns: who answered how
-        often. An answer more than were asked for is an error.
+        """Sends `each` datagrams on each of `sockets` connected sockets, in turns; returns how
+        often each server answered. A surplus answer is an error.
         """
         names, errors = Counter(), Counter()
         with contextlib.ExitStack() as stack:
@@ -340,7 +347,7 @@ class Client:
         return {"names": names, "errors": errors}
 
     def start_stream(self, keep, host, port, family="4", timeout=10.0):
-        """From now on bytes to a Server.bulk() and back, both at once."""
+        """Starts an endless stream to a Server.bulk() and back, in both directions at once."""
         s = self._socket(family, socket.SOCK_STREAM)
         s.settimeout(timeout)
         s.connect((host, port))
@@ -361,11 +368,11 @@ class Client:
     def many(
         self, count, host, port, family="4", timeout=PATIENCE, protocol="tcp", connected=False
     ):
-        """So many fresh dials, one after the other: who answered, how often, and errors, of which
-        so many came `at_once`.
+        """Dials `count` times, one after the other: how often each server answered, the errors, and
+        how many of these came `at_once`.
 
-        `seen` has each different answer once: its server's name and port, the client's address
-        that the server saw, and the address and port that the client believes to talk to.
+        `seen` has each distinct answer once: the server's name and port, the client's address as
+        the server sees it, and the peer's address and port as the client sees them.
         """
         names, errors, seen, at_once = Counter(), Counter(), set(), 0
         for _ in range(count):
@@ -386,7 +393,7 @@ class Client:
     def start_load(
         self, host, port, family="4", timeout=PATIENCE, pause=0.0, threads=1, protocol="tcp"
     ):
-        """Dials without end from now on, in the background."""
+        """Starts to dial repeatedly in the background."""
         one = self.tcp if protocol == "tcp" else self.udp
         self.load = Load(one, threads, pause, (host, port, family, timeout))
         return {}
@@ -400,11 +407,11 @@ class Client:
 
 
 class Stream:
-    """Sends without end over a connected socket, and compares what comes back."""
+    """Sends endlessly on a connected socket and compares what comes back."""
 
     def __init__(self, s):
         self.socket = s
-        self.block = os.urandom(CHUNK - 1)  # an odd period: what is shifted is not the same
+        self.block = os.urandom(CHUNK - 1)  # odd, so that shifted data differ
         self.ended = threading.Event()
         self.sent = self.got = 0
         self.error = ""
@@ -418,7 +425,7 @@ class Stream:
             while not self.ended.is_set():
                 self.socket.sendall(self.block)
                 self.sent += len(self.block)
-                time.sleep(0.002)  # the test is about what is lost, not about a busy machine
+                time.sleep(0.002)  # leave time to others: this tests loss, not load
             self.socket.shutdown(socket.SHUT_WR)
         except OSError as error:
             self.error = self.error or errno_name(error)

@@ -1,8 +1,8 @@
-"""Sockets that belong to a network namespace, for servers and clients of the tests.
+"""Sockets in a network namespace, for servers and clients of the tests.
 
-A socket stays in the namespace that it was made in, whoever uses it, so only its making has to
-happen inside: in a thread of its own, because setns(2) moves the calling thread alone and nothing
-must run in that thread afterwards.
+A socket stays in the namespace that it was created in, so only its creation has to happen there: in
+a separate thread, because setns(2) moves the calling thread only, and nothing else must run in that
+thread afterwards.
 """
 
 import ctypes
@@ -54,10 +54,10 @@ def connect(netns: str | None, host: str, port: int, timeout: float | None) -> s
 
 
 def bound(netns: str | None, host: str, port: int) -> socket.socket:
-    """Return a TCP socket that is bound and does not listen; port 0 picks a free one.
+    """Return a TCP socket that is bound but does not listen; port 0 picks a free port.
 
-    Held open it keeps the port for others of us that set SO_REUSEPORT, while dialling the port is
-    refused as long as none of them listens. The wildcard `::` serves IPv4 too.
+    While it is open, it reserves the port for our other sockets with SO_REUSEPORT; connections are
+    refused until one of them listens. The wildcard `::` serves IPv4 too.
     """
     made = socket_in(netns, family_of(host))
     try:

@@ -1,5 +1,5 @@
-"""A cable without link headers: two tun devices, and a thread that carries packets from one to the
-other, as a VPN in user space does.
+"""A link without link headers: two tun devices and a thread that copies packets between them, like
+a VPN in user space.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ _TUNSETIFF, _TUN, _NO_PI = 0x400454CA, 1, 0x1000
 
 
 class Tunnel:
-    """A device of this name in each of two namespaces. Gone with it: use it in a `with` block."""
+    """A device of this name in each of two namespaces, for the time of a `with` block."""
 
     def __init__(self, device: str, *where: str | None) -> None:
         self.device = device
@@ -62,7 +62,7 @@ def _carry(one: int, other: int, stop: int) -> None:
             return
         for each, to in ((one, other), (other, one)):
             if ready.get(each, 0) & select.POLLIN:
-                with contextlib.suppress(OSError):  # an end may be down
+                with contextlib.suppress(OSError):  # a device may be down
                     os.write(to, os.read(each, 1 << 16))
             elif each in ready:
                 select.select([stop], [], [], 0.01)  # a device that is down is always ready

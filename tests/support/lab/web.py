@@ -1,4 +1,4 @@
-"""A small HTTP client that asks from inside a network namespace."""
+"""A small HTTP client inside a network namespace."""
 
 import http.client
 from typing import NamedTuple
@@ -8,7 +8,7 @@ from tests.support.lab.lab import PATIENCE
 
 
 class Got(NamedTuple):
-    """An answer; the names of headers as they came."""
+    """A response; header names are as the server wrote them."""
 
     status: int
     headers: dict[str, str]
@@ -18,7 +18,7 @@ class Got(NamedTuple):
 def get(
     netns: str | None, host: str, port: int, path: str = "/", method: str = "GET", **headers: str
 ) -> Got:
-    """The answer to one request by a connection of its own; OSError when there is nobody."""
+    """The response to one request on a new connection; OSError if it cannot connect."""
     connection = http.client.HTTPConnection(host, port, timeout=PATIENCE)
     connection.sock = sockets.connect(netns, host, port, PATIENCE)
     try:
