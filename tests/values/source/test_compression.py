@@ -1,4 +1,4 @@
-"""Answers that are gzip: the same as others, with the same bounds."""
+"""Responses with `Content-Encoding: gzip`: the same results and limits as plain ones."""
 
 import gzip
 import json
@@ -22,7 +22,7 @@ GZIP = {"Content_Encoding": "gzip"}
 
 @pytest.fixture
 def serve() -> Iterator[Callable[..., ApiConnection]]:
-    """A connection to a server with these steps."""
+    """Returns a connection to a ScriptedServer with the given steps."""
     ends: list[Callable[[], Any]] = []
 
     def made(*steps: Step) -> ApiConnection:
@@ -39,7 +39,7 @@ def serve() -> Iterator[Callable[..., ApiConnection]]:
 
 
 def sends(data: bytes, *sizes: int) -> Step:
-    """A chunked answer, in chunks of these sizes over and over, then its clean end."""
+    """A chunked response. The chunk sizes repeat in the order given."""
 
     def step(exchange: Exchange) -> None:
         exchange.head(200, Transfer_Encoding="chunked", **GZIP)
@@ -54,7 +54,7 @@ def sends(data: bytes, *sizes: int) -> Step:
 
 
 def whole(connection: ApiConnection) -> bytes:
-    """By chunk(), none of which is longer than READ_BYTES."""
+    """Reads the body with read_chunk(); no chunk may be longer than READ_SIZE."""
     response, parts = connection.request("/"), []
     while part := response.read_chunk():
         assert len(part) <= READ_SIZE
@@ -66,13 +66,13 @@ MEMBERS = gzip.compress(TEXT) + gzip.compress(b"") * 3 + gzip.compress(b"end")
 
 
 @pytest.mark.parametrize("sizes", [(1 << 20,), (1, 7, 4096), (65_536,), (10,)], ids=str)
-def test_members_one_after_the_other_are_one_text(serve, sizes: tuple[int, ...]):
+def test_several_gzip_members_are_one_body(serve, sizes: tuple[int, ...]):
     assert whole(serve(sends(MEMBERS, *sizes))) == TEXT + b"end"
 
 
 @pytest.mark.parametrize("size", [READ_SIZE - 1, READ_SIZE, READ_SIZE + 1, 3 * READ_SIZE, 0])
-def test_no_byte_waits_for_more_to_come(serve, size: int):
-    """What has been flushed is said before the server says anything else."""
+def test_flushed_bytes_are_returned_at_once(serve, size: int):
+    """Flushed bytes are returned before the server sends anything more."""
     text = bytes(size)
     packer = zlib.compressobj(wbits=31)
     packed = packer.compress(text) + packer.flush(zlib.Z_SYNC_FLUSH)
@@ -89,7 +89,7 @@ def test_no_byte_waits_for_more_to_come(serve, size: int):
         response.read_chunk()
 
 
-def test_the_answer_is_read_whole_and_the_connection_is_kept(serve):
+def test_gzip_bodies_are_read_in_full_and_the_connection_is_kept(serve):
     connection = serve(
         lambda e: e.answer(200, gzip.compress(TEXT), **GZIP),
         lambda e: e.answer(200, {"plain": True}),
@@ -108,7 +108,7 @@ def test_the_answer_is_read_whole_and_the_connection_is_kept(serve):
 BOMB = gzip.compress(bytes(64 << 20))
 
 
-def test_a_bomb_ends_where_plain_bytes_end(serve, monkeypatch: pytest.MonkeyPatch):
+def test_gzip_bomb_is_limited_by_its_uncompressed_size(serve, monkeypatch: pytest.MonkeyPatch):
     taken: list[int] = []
     connection = serve(lambda e: e.answer(200, BOMB, **GZIP), lambda e: e.answer(200, BOMB, **GZIP))
     with pytest.raises(ResponseLimitExceeded, match="has more than 1024 KiB"):
@@ -136,7 +136,7 @@ def test_broken_gzip_is_an_error(serve, name: str, body: bytes, what: str):
         connection.request("/").read(2 << 20)
 
 
-def test_members_without_a_byte_are_silence(serve):
+def test_empty_gzip_members_count_as_silence(serve):
     def step(exchange: Exchange) -> None:
         exchange.head(200, Transfer_Encoding="chunked", **GZIP)
         while not exchange.closing(0.01):

@@ -1,4 +1,4 @@
-"""Kubeconfigs, credentials and TLS: what is read, what reaches the server, what goes wrong."""
+"""Kubeconfigs, credentials and TLS: what is read, what is sent to the server, and the errors."""
 
 import base64
 import calendar
@@ -36,7 +36,7 @@ URL = "https://192.0.2.1:6443"
 
 
 def write(path: Path, cluster: dict[str, Any] | None = None, user: dict[str, Any] | None = None):
-    """A kubeconfig with one of each."""
+    """Writes a kubeconfig with one context, cluster and user."""
     config = {
         "apiVersion": "v1",
         "kind": "Config",
@@ -61,14 +61,14 @@ def unauthorized(exchange: Exchange) -> None:
     exchange.answer(401, {})
 
 
-# --- where the server is ---
+# --- kubeconfigs and the server's URL ---
 
 
 @pytest.mark.parametrize(
     ("name", "cluster", "user", "expected"),
     [
         ("a token", {}, {"token": "t\n"}, {"token": "t"}),
-        ("a token file beside it", {}, {"tokenFile": "tok"}, {"token_file": "DIR/tok"}),
+        ("a relative token file", {}, {"tokenFile": "tok"}, {"token_file": "DIR/tok"}),
         ("an absolute token file", {}, {"tokenFile": "/x/tok"}, {"token_file": "/x/tok"}),
         (
             "a client certificate in files",
@@ -88,10 +88,10 @@ def unauthorized(exchange: Exchange) -> None:
         ("another name", {"tls-server-name": "kube"}, {}, {"server_name": "kube"}),
         ("no verification", {"insecure-skip-tls-verify": True}, {}, {"insecure": True}),
         ("a path below the server", {"server": URL + "/k8s/c1/"}, {}, {"server": URL + "/k8s/c1"}),
-        ("a field that nobody knows", {"extensions": []}, {"colour": "red"}, {}),
+        ("an unknown field", {"extensions": []}, {"colour": "red"}, {}),
     ],
 )
-def test_a_kubeconfig_says(tmp_path, name, cluster, user, expected):
+def test_kubeconfig_is_read(tmp_path, name, cluster, user, expected):
     path = write(tmp_path / "kc", cluster, user)
     expected = {
         field: value.replace("DIR", str(tmp_path)) if isinstance(value, str) else value
@@ -101,7 +101,7 @@ def test_a_kubeconfig_says(tmp_path, name, cluster, user, expected):
     assert find_access(path) == Access(**(base | expected)), name
 
 
-def test_the_current_context_decides(tmp_path):
+def test_current_context_selects_the_cluster(tmp_path):
     path = write(tmp_path / "kc")
     config = yaml.safe_load(path.read_text())
     config["contexts"].append({"name": "there", "context": {"cluster": "d"}})
@@ -111,7 +111,7 @@ def test_the_current_context_decides(tmp_path):
     assert find_access(path) == Access("http://10.0.0.9:8080", str(path))
 
 
-def test_master_wins_over_the_server_of_the_kubeconfig(tmp_path):
+def test_master_overrides_the_server_of_the_kubeconfig(tmp_path):
     access = find_access(write(tmp_path / "kc", {}, {"token": "t"}), "https://10.0.0.1:6443")
     assert (access.server, access.token) == ("https://10.0.0.1:6443", "t")
 
@@ -126,7 +126,7 @@ def test_master_may_name_several_servers(tmp_path):
         find_access(path, "https://a:1,http://b:2")
 
 
-def test_when_a_server_cannot_be_reached_the_next_one_is_tried(connect):
+def test_next_server_is_tried_if_one_is_unreachable(connect):
     with socket.create_server(("127.0.0.1", 0)) as closed:
         gone = f"http://127.0.0.1:{closed.getsockname()[1]}"
     with ScriptedServer(ok, ok) as first, ScriptedServer(ok) as second:
@@ -152,7 +152,7 @@ def test_master_alone_has_no_credentials():
 @pytest.mark.parametrize(
     ("host", "url"), [("10.96.0.1", "https://10.96.0.1:443"), ("fd00::1", "https://[fd00::1]:443")]
 )
-def test_in_a_pod_the_service_account_counts(tmp_path, host, url):
+def test_in_a_pod_the_service_account_is_used(tmp_path, host, url):
     for name in ("token", "ca.crt"):
         (tmp_path / name).write_text("x")
     environ = {"KUBERNETES_SERVICE_HOST": host, "KUBERNETES_SERVICE_PORT": "443"}
@@ -162,13 +162,13 @@ def test_in_a_pod_the_service_account_counts(tmp_path, host, url):
     assert access.ca_file == str(tmp_path / "ca.crt")
 
 
-def test_in_a_pod_without_a_service_account_the_error_says_so(tmp_path):
+def test_in_a_pod_without_a_service_account_token_is_an_error(tmp_path):
     environ = {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "KUBERNETES_SERVICE_PORT": "443"}
     with pytest.raises(ConfigError, match=r"no service account token .*automountServiceAccount"):
         in_cluster_access(environ, tmp_path)
 
 
-def test_nothing_given_outside_of_a_pod_is_an_error():
+def test_outside_a_pod_a_kubeconfig_or_source_is_required():
     with pytest.raises(ConfigError, match="--kubeconfig FILE, or --source DIR"):
         find_access(None, "", {})
 
@@ -201,7 +201,7 @@ def test_nothing_given_outside_of_a_pod_is_an_error():
         ),
     ],
 )
-def test_a_bad_kubeconfig_is_one_line_with_its_path(tmp_path, name, text, error):
+def test_bad_kubeconfig_is_a_one_line_error_with_its_path(tmp_path, name, text, error):
     path = tmp_path / "kc"
     path.write_text(text)
     with pytest.raises(ConfigError, match=error) as caught:
@@ -223,12 +223,12 @@ def test_a_bad_kubeconfig_is_one_line_with_its_path(tmp_path, name, text, error)
     ],
     ids=str,
 )
-def test_a_kubeconfig_that_cannot_work_is_refused(tmp_path, cluster, user, error):
+def test_unusable_kubeconfig_is_refused(tmp_path, cluster, user, error):
     with pytest.raises(ConfigError, match=error):
         find_access(write(tmp_path / "kc", cluster, user))
 
 
-def test_a_kubeconfig_that_is_not_there_is_an_error(tmp_path):
+def test_missing_kubeconfig_is_an_error(tmp_path):
     with pytest.raises(
         ConfigError, match=r"cannot read the kubeconfig: No such file .*--kubeconfig"
     ):
@@ -251,14 +251,14 @@ def test_a_kubeconfig_that_is_not_there_is_an_error(tmp_path):
     ],
     ids=str,
 )
-def test_credentials_that_cannot_be_read_are_found_at_start(tmp_path, cluster, user, error):
+def test_unreadable_credentials_are_an_error_at_start(tmp_path, cluster, user, error):
     access = find_access(write(tmp_path / "kc", cluster, user))
     with pytest.raises(ConfigError, match=error) as caught:
         Cluster(access).check_credentials()
     assert str(tmp_path) in str(caught.value)
 
 
-# --- what reaches the server ---
+# --- requests ---
 
 
 @pytest.fixture(scope="module")
@@ -279,7 +279,7 @@ Connect = Callable[..., ApiConnection]
 
 @pytest.fixture
 def connect() -> Iterator[Connect]:
-    """connect(access fields) opens a connection that is closed when the test ends."""
+    """connect(server, **access_fields) opens a connection that is closed after the test."""
     opened: list[ApiConnection] = []
 
     def begin(server: str, **fields: Any) -> ApiConnection:
@@ -306,7 +306,7 @@ def headers(server: ScriptedServer) -> list[str | None]:
         ({"basic": b64("a:b")}, f"Basic {b64('a:b')}"),
     ],
 )
-def test_the_credentials_are_sent(connect, fields, header):
+def test_credentials_are_sent(connect, fields, header):
     with ScriptedServer(ok) as server:
         connect(server.url, **fields).request("/x").read()
         assert headers(server) == [header]
@@ -337,7 +337,8 @@ def test_requests_are_counted_with_their_outcome():
 
     with ScriptedServer(ok, unauthorized, lambda exchange: exchange.reset()) as server:
         cluster = Cluster(Access(server.url, "the test"), asked)
-        for status in (200, 401):  # each by a connection of its own: the server reads no bodies
+        # A new connection each, since the server does not read request bodies.
+        for status in (200, 401):
             assert EventSink(cluster).post("/a", b'{"x": 1}') == status
         poster = EventSink(cluster)
         with pytest.raises(SourceError):
@@ -350,17 +351,17 @@ def test_requests_are_counted_with_their_outcome():
     assert told == [(host, "POST", code) for code in ("200", "401", "<error>")]
 
 
-def test_a_path_below_the_server_is_kept(connect):
+def test_path_in_the_server_url_is_kept(connect):
     with ScriptedServer(ok) as server:
         connect(server.url + "/k8s/c1").request("/api/v1/services?limit=5").read()
         assert server.requests[0].path == "/k8s/c1/api/v1/services"
         assert server.requests[0].headers["host"] == server.url.removeprefix("http://")
 
 
-def test_one_connection_is_kept_for_requests_that_were_read_to_their_end(connect):
+def test_connection_is_reused_after_a_fully_read_response(connect):
     with ScriptedServer(ok, ok, lambda e: e.watch({}), ok) as server:
         connection = connect(server.url)
-        for read in (True, True, False, True):  # the third, a watch, is left open
+        for read in (True, True, False, True):  # the third, a watch, is not read to its end
             response = connection.request("/x")
             if read:
                 response.read()
@@ -368,7 +369,7 @@ def test_one_connection_is_kept_for_requests_that_were_read_to_their_end(connect
         assert first == second == watch != last
 
 
-def test_the_connection_is_kept_alive_by_tcp(connect):
+def test_connection_uses_tcp_keepalive(connect):
     with ScriptedServer(ok) as server:
         connection = connect(server.url)
         connection.request("/x").read()
@@ -387,20 +388,20 @@ def test_the_connection_is_kept_alive_by_tcp(connect):
         assert user <= 30_000
 
 
-def test_silence_after_the_headers_is_noticed(connect):
+def test_silence_after_the_headers_times_out(connect):
     with ScriptedServer() as server:
         response = connect(server.url).request("/x", silence_timeout=0.1)
         with pytest.raises(ReadTimeout):
             response.read_chunk()
 
 
-def test_closing_ends_a_read_in_another_thread(connect):
+def test_close_ends_a_read_in_another_thread(connect):
     with ScriptedServer() as server:
         connection = connect(server.url)
         response = connection.request("/x", silence_timeout=60)
         threading.Timer(0.05, connection.close).start()
         begun = time.monotonic()
-        with contextlib.suppress(SourceError):  # a clean end is as good
+        with contextlib.suppress(SourceError):  # an error and a clean end are both correct
             assert response.read_chunk() == b""
         assert time.monotonic() - begun < 50, "it did not wait for silence"
         with pytest.raises(SourceError, match="stopped"):
@@ -410,14 +411,14 @@ def test_closing_ends_a_read_in_another_thread(connect):
 # --- TLS ---
 
 
-def test_the_server_is_verified_by_a_ca_file_or_by_data(connect, authority, server_tls):
+def test_server_is_verified_with_a_ca_file_or_ca_data(connect, authority, server_tls):
     with ScriptedServer(ok, ok, tls=server_tls) as server:
         connect(server.url, ca_file=str(authority.crt)).request("/x").read()
         connect(server.url, ca_data=authority.crt.read_bytes()).request("/x").read()
         assert len(server.requests) == 2
 
 
-def test_a_server_of_another_ca_is_refused(connect, server_tls, tmp_path):
+def test_certificate_of_another_ca_is_refused(connect, server_tls, tmp_path):
     other = Authority(tmp_path)
     with ScriptedServer(ok, tls=server_tls) as server:
         for fields in ({"ca_file": str(other.crt)}, {}):
@@ -430,7 +431,7 @@ def test_a_server_of_another_ca_is_refused(connect, server_tls, tmp_path):
         assert server.requests == []
 
 
-def test_a_server_with_another_name_is_refused_unless_that_name_is_given(
+def test_certificate_for_another_name_is_refused_without_tls_server_name(
     connect, authority, server_tls
 ):
     with ScriptedServer(ok, tls=server_tls) as server:
@@ -445,7 +446,7 @@ def test_a_server_with_another_name_is_refused_unless_that_name_is_given(
         assert len(server.requests) == 1
 
 
-def test_debug_says_each_request(connect, caplog):
+def test_each_request_is_logged_at_debug(connect, caplog):
     caplog.set_level("DEBUG", "kbpf.source")
     with ScriptedServer(unauthorized) as server:
         connect(server.url, token="secret").request("/x?watch=1").read()
@@ -454,7 +455,7 @@ def test_debug_says_each_request(connect, caplog):
     assert re.fullmatch(rf"request GET /x\?watch=1 host={host} code=401 ms=\d+\.\d", line)
 
 
-def test_insecure_means_insecure(connect, server_tls):
+def test_insecure_skips_verification(connect, server_tls):
     with ScriptedServer(ok, tls=server_tls) as server:
         connect(server.url, insecure=True).request("/x").read()
 
@@ -485,7 +486,7 @@ EXPLAINED = [
 
 
 @pytest.mark.parametrize(("error", "url", "words"), EXPLAINED)
-def test_what_goes_wrong_on_the_way_says_what_to_do(error, url, words):
+def test_connection_errors_say_what_to_do(error, url, words):
     assert words in str(explain_error(error, url, "the kubeconfig"))
 
 
@@ -499,7 +500,7 @@ def client_certificate(folder: Path, name: str) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=("in files", "inside the kubeconfig"))
-def test_the_client_certificate_reaches_the_server(connect, authority, tmp_path, inside):
+def test_client_certificate_is_sent(connect, authority, tmp_path, inside):
     crt, key = client_certificate(tmp_path, "kbpf-node")
     made = authority.issue("asks", ["127.0.0.1"])
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -516,7 +517,7 @@ def test_the_client_certificate_reaches_the_server(connect, authority, tmp_path,
         assert "kbpf-node" in server.requests[0].peer
 
 
-def test_certificate_data_leaves_no_file_descriptor(tmp_path):
+def test_certificate_data_leaks_no_file_descriptor(tmp_path):
     crt, key = client_certificate(tmp_path, "kbpf-node")
     access = Access(URL, "x", cert_data=crt.read_bytes(), key_data=key.read_bytes())
     before = os.listdir("/proc/self/fd")
@@ -524,9 +525,7 @@ def test_certificate_data_leaves_no_file_descriptor(tmp_path):
     assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
-def test_a_ca_file_that_changes_is_read_again_and_a_broken_one_is_left_alone(
-    authority, server_tls, tmp_path
-):
+def test_changed_ca_file_is_read_again_unless_it_is_broken(authority, server_tls, tmp_path):
     ca = tmp_path / "ca.crt"
     (tmp_path / "other").mkdir()
     shutil.copy(Authority(tmp_path / "other").crt, ca)
@@ -552,7 +551,7 @@ def test_a_ca_file_that_changes_is_read_again_and_a_broken_one_is_left_alone(
         assert works()
 
 
-# --- exec plugins: the library's, in a child ---
+# --- exec plugins, run by the kubernetes library in a child process ---
 
 
 def exec_user(tmp_path: Path, script: str) -> dict[str, Any]:
@@ -568,7 +567,7 @@ def credential(**fields: str) -> str:
     return json.dumps(body | {"status": fields})
 
 
-def test_an_exec_plugin_is_asked_once_and_again_after_401(tmp_path):
+def test_exec_plugin_runs_once_and_again_after_401(tmp_path):
     count = tmp_path / "count"
     script = f"echo x >> {count}; n=$(wc -l < {count}); sed s/N/$n/ {tmp_path}/answer"
     (tmp_path / "answer").write_text(credential(token="tokN"))
@@ -583,7 +582,7 @@ def test_an_exec_plugin_is_asked_once_and_again_after_401(tmp_path):
         assert headers(server) == ["Bearer tok1", "Bearer tok1", "Bearer tok2"]
 
 
-def test_an_exec_plugin_is_asked_again_when_its_token_runs_out(tmp_path, monkeypatch):
+def test_exec_plugin_runs_again_before_its_token_expires(tmp_path, monkeypatch):
     expires = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + 900))
     answer = credential(token="t", expirationTimestamp=expires)
     count = tmp_path / "count"
@@ -603,11 +602,11 @@ def test_an_exec_plugin_is_asked_again_when_its_token_runs_out(tmp_path, monkeyp
     ("name", "script", "error"),
     [
         ("fails", "echo no ticket >&2; exit 3", "no ticket"),
-        ("says nothing", "true", "failed to decode"),
-        ("is not there", "", r"\[Errno 2\] No such file or directory"),
+        ("prints nothing", "true", "failed to decode"),
+        ("does not exist", "", r"\[Errno 2\] No such file or directory"),
     ],
 )
-def test_an_exec_plugin_that_does_not_work_says_why(tmp_path, name, script, error):
+def test_failed_exec_plugin_is_an_error_with_its_reason(tmp_path, name, script, error):
     access = find_access(write(tmp_path / "kc", {}, exec_user(tmp_path, script)))
     if not script:
         (tmp_path / "plugin").unlink()
@@ -617,8 +616,11 @@ def test_an_exec_plugin_that_does_not_work_says_why(tmp_path, name, script, erro
     assert "\n" not in str(caught.value)
 
 
-def test_watches_that_fail_together_do_not_ask_an_exec_plugin_again_and_again(tmp_path):
-    """Four watches ask every 0.2 s for a minute: it runs at 0, 1, 3, 7, 15, 31 and not more."""
+def test_failed_exec_plugin_is_run_again_with_backoff(tmp_path):
+    """Four watches request credentials every 0.2 s for a minute.
+
+    The plugin runs at 0, 1, 3, 7, 15 and 31 s only.
+    """
     count = tmp_path / "count"
     user = exec_user(tmp_path, f"echo x >> {count}; echo no ticket >&2; exit 3")
     path = write(tmp_path / "kc", {}, user)
@@ -632,7 +634,7 @@ def test_watches_that_fail_together_do_not_ask_an_exec_plugin_again_and_again(tm
     assert count.read_text() == "x\n" * 6
 
 
-def test_credentials_that_are_refused_again_are_not_asked_for_again_at_once(tmp_path):
+def test_exec_plugin_waits_if_its_new_credentials_are_rejected_too(tmp_path):
     count = tmp_path / "count"
     user = exec_user(tmp_path, f"echo x >> {count}; echo '{credential(token='t')}'")
     path = write(tmp_path / "kc", {}, user)
@@ -641,7 +643,7 @@ def test_credentials_that_are_refused_again_are_not_asked_for_again_at_once(tmp_
     first = plugin.get(path, lambda: False)
     plugin.reject(first)
     second = plugin.get(path, lambda: False)
-    plugin.reject(first)  # by another watch, late: that one is gone already
+    plugin.reject(first)  # by a late watch: these credentials have been replaced already
     assert plugin.get(path, lambda: False) is second
     plugin.reject(second)
     with pytest.raises(SourceError, match="the API server rejected the last ones"):
@@ -664,7 +666,7 @@ def test_credentials_that_are_refused_again_are_not_asked_for_again_at_once(tmp_
     ],
     ids=("token", "token file", "password", "plugin"),
 )
-def test_credentials_do_not_go_over_http(tmp_path, user):
+def test_credentials_are_not_sent_over_http(tmp_path, user):
     path = write(tmp_path / "kc", {"server": "http://10.0.0.1:8080"}, user)
     with pytest.raises(ConfigError, match=r"unencrypted .*--allow-insecure-api"):
         find_access(path)
@@ -673,7 +675,7 @@ def test_credentials_do_not_go_over_http(tmp_path, user):
     assert find_access(path, allow_insecure=True).server == "http://10.0.0.1:8080"
 
 
-def test_http_without_credentials_is_the_operators_business(tmp_path):
+def test_http_without_credentials_is_allowed(tmp_path):
     path = write(tmp_path / "kc", {"server": "http://10.0.0.1:8080"}, {})
     assert find_access(path).server == "http://10.0.0.1:8080"
 
@@ -686,7 +688,7 @@ def test_http_without_credentials_is_the_operators_business(tmp_path):
         ({"insecure-skip-tls-verify": True}, True, False),
     ],
 )
-def test_a_server_that_is_not_verified_is_a_problem(tmp_path, cluster, allowed, told):
+def test_unverified_server_is_a_problem_unless_allowed(tmp_path, cluster, allowed, told):
     access = find_access(write(tmp_path / "kc", cluster, {"token": "t"}))
     made = Cluster(access, allow_insecure=allowed)
     assert any("is not verified" in line for line in made.problems) == told
@@ -695,14 +697,14 @@ def test_a_server_that_is_not_verified_is_a_problem(tmp_path, cluster, allowed, 
 
 
 def has_ended(pid: int) -> bool:
-    """Whether the process is gone, or dead and not yet collected by whoever inherited it."""
+    """Whether the process does not exist, or is a zombie that its new parent has not reaped."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except (FileNotFoundError, ProcessLookupError):
         return True
 
 
-def test_an_exec_plugin_that_hangs_ends_with_the_connection(tmp_path):
+def test_hanging_exec_plugin_is_killed_when_the_connection_closes(tmp_path):
     started = tmp_path / "started"
     user = exec_user(tmp_path, f"echo $$ > {started}; exec sleep 600")
     connection = ApiConnection(Cluster(find_access(write(tmp_path / "kc", {}, user))))
@@ -723,7 +725,7 @@ def test_an_exec_plugin_that_hangs_ends_with_the_connection(tmp_path):
     until("the plugin has ended too", lambda: has_ended(int(started.read_text())))
 
 
-def test_the_library_is_not_imported_here():
+def test_kubernetes_library_is_not_imported_by_the_agent():
     code = (
         "import sys, kbpf.source.api.reflector, kbpf.source.folder.folder\n"
         "assert not {'kubernetes', 'urllib3', 'asyncio', 'subprocess'} & sys.modules.keys()"
@@ -737,12 +739,12 @@ def test_the_library_is_not_imported_here():
 @pytest.mark.parametrize(
     ("hostname", "name"), [("Node-1.Example", "node-1.example"), (" n1 ", "n1")]
 )
-def test_the_node_name_is_the_hostname_in_lower_case(monkeypatch, hostname, name):
+def test_node_name_is_the_hostname_in_lower_case(monkeypatch, hostname, name):
     monkeypatch.setattr(socket, "gethostname", lambda: hostname)
     assert default_node_name() == name
 
 
-def test_without_a_hostname_there_is_no_node_name(monkeypatch):
+def test_empty_hostname_is_an_error(monkeypatch):
     monkeypatch.setattr(socket, "gethostname", lambda: " ")
     with pytest.raises(ConfigError, match="--hostname-override"):
         default_node_name()

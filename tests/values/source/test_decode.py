@@ -1,5 +1,5 @@
-"""What kube-proxy reads of each field (serviceport.go, endpointslicecache.go), and what a bad one
-does.
+"""How each field is decoded, as kube-proxy does (serviceport.go, endpointslicecache.go), and what
+an invalid one leads to.
 """
 
 from typing import Any, NamedTuple
@@ -34,7 +34,7 @@ DAY = "2026-11-01T00:00:00Z"
 
 
 def read(kind: Kind, obj: dict[str, Any]) -> decode.DecodedObject:
-    """Both ways in must say the same."""
+    """Decodes JSON (as from an API server) and a mapping (as from a folder); both must agree."""
     item = decode.decode_object(kind, msgspec.json.encode(obj))
     assert decode.convert_object(kind, obj) == item
     return item
@@ -108,30 +108,30 @@ SERVICE_FIELDS = [
         ),
     ),
     Field(
-        "a nodePort counts for NodePort",
+        "a nodePort is used with type NodePort",
         {"type": "NodePort", "ports": [{"port": 80, "nodePort": 30080}]},
         "ports",
         (ServicePort("", TCP, 80, 30080),),
     ),
     Field(
-        "a nodePort counts for LoadBalancer",
+        "a nodePort is used with type LoadBalancer",
         {**LB, "ports": [{"port": 80, "nodePort": 30080}]},
         "ports",
         (ServicePort("", TCP, 80, 30080),),
     ),
     Field(
-        "a nodePort does not count for ClusterIP",
+        "a nodePort is ignored with type ClusterIP",
         {"ports": [{"port": 80, "nodePort": 30080}]},
         "ports",
         (ServicePort("", TCP, 80),),
     ),
     Field(
-        "nodePort 0 is none",
+        "nodePort 0 means none",
         {"type": "NodePort", "ports": [{"port": 80, "nodePort": 0}]},
         "ports",
         (ServicePort("", TCP, 80),),
     ),
-    Field("ports: null is no port", {"ports": None}, "ports", ()),
+    Field("ports: null means none", {"ports": None}, "ports", ()),
     Field(
         "targetPort may be a name and is not read",
         {"ports": [{"port": 80, "targetPort": "http"}]},
@@ -171,31 +171,34 @@ SERVICE_FIELDS = [
         "internal_local",
         True,
     ),
-    Field("external Local counts for LoadBalancer", LB | LOCAL, "external_local", True),
+    Field("external Local is used with type LoadBalancer", LB | LOCAL, "external_local", True),
     Field(
-        "external Local counts for NodePort", {"type": "NodePort"} | LOCAL, "external_local", True
+        "external Local is used with type NodePort",
+        {"type": "NodePort"} | LOCAL,
+        "external_local",
+        True,
     ),
     Field(
-        "external Local does not count for a ClusterIP that nothing outside reaches",
+        "external Local is ignored for a ClusterIP without external addresses",
         LOCAL,
         "external_local",
         False,
     ),
     Field(
-        "external Local counts for a ClusterIP with external IPs",
+        "external Local is used for a ClusterIP with external IPs",
         LOCAL | {"externalIPs": ["198.51.100.1"]},
         "external_local",
         True,
     ),
-    Field("no affinity is 0 seconds", {}, "affinity_timeout", 0),
+    Field("no affinity: 0 seconds", {}, "affinity_timeout", 0),
     Field(
-        "affinity lasts three hours by default",
+        "the affinity timeout is three hours by default",
         {"sessionAffinity": "ClientIP"},
         "affinity_timeout",
         10800,
     ),
     Field(
-        "affinity lasts as long as it says",
+        "an affinity timeout of 20 seconds",
         {
             "sessionAffinity": "ClientIP",
             "sessionAffinityConfig": {"clientIP": {"timeoutSeconds": 20}},
@@ -204,7 +207,7 @@ SERVICE_FIELDS = [
         20,
     ),
     Field(
-        "affinity lasts a day at most",
+        "the longest affinity timeout is a day",
         {
             "sessionAffinity": "ClientIP",
             "sessionAffinityConfig": {"clientIP": {"timeoutSeconds": 86400}},
@@ -213,7 +216,7 @@ SERVICE_FIELDS = [
         86400,
     ),
     Field(
-        "affinity lasts a second at least",
+        "the shortest affinity timeout is a second",
         {
             "sessionAffinity": "ClientIP",
             "sessionAffinityConfig": {"clientIP": {"timeoutSeconds": 1}},
@@ -222,25 +225,25 @@ SERVICE_FIELDS = [
         1,
     ),
     Field(
-        "a timeout without affinity is nothing",
+        "a timeout without affinity is ignored",
         {"sessionAffinityConfig": {"clientIP": {"timeoutSeconds": 20}}},
         "affinity_timeout",
         0,
     ),
     Field(
-        "healthCheckNodePort counts for LoadBalancer with Local",
+        "healthCheckNodePort is used with LoadBalancer and Local",
         LB | LOCAL,
         "health_check_node_port",
         30999,
     ),
     Field(
-        "healthCheckNodePort does not count with Cluster",
+        "healthCheckNodePort is ignored with Cluster",
         LB | LOCAL | {"externalTrafficPolicy": "Cluster"},
         "health_check_node_port",
         0,
     ),
     Field(
-        "healthCheckNodePort does not count for NodePort",
+        "healthCheckNodePort is ignored with NodePort",
         {"type": "NodePort"} | LOCAL,
         "health_check_node_port",
         0,
@@ -259,8 +262,8 @@ def test_service_field(row: Field):
 
 
 @pytest.mark.parametrize(("metadata", "created"), [({}, ""), ({"creationTimestamp": DAY}, DAY)])
-def test_a_service_has_the_age_that_its_object_says(metadata, created):
-    """Of two that want one address, the older one gets it."""
+def test_creation_timestamp_of_a_service(metadata, created):
+    """Of two Services that claim one address, the older one gets it."""
     spec = {"clusterIP": "10.96.0.1", "ports": [{"port": 80}]}
     item = read(Kind.SERVICE, {"metadata": {"name": "web"} | metadata, "spec": spec})
     assert isinstance(item.object, Service)
@@ -270,9 +273,9 @@ def test_a_service_has_the_age_that_its_object_says(metadata, created):
 @pytest.mark.parametrize(
     ("name", "ingress", "vips"),
     [
-        ("no mode is a VIP", [{"ip": "203.0.113.1"}], ("203.0.113.1",)),
+        ("no mode: a VIP", [{"ip": "203.0.113.1"}], ("203.0.113.1",)),
         ("mode VIP", [{"ip": "203.0.113.1", "ipMode": "VIP"}], ("203.0.113.1",)),
-        ("mode Proxy is the balancer's own", [{"ip": "203.0.113.1", "ipMode": "Proxy"}], ()),
+        ("mode Proxy: the balancer's own address", [{"ip": "203.0.113.1", "ipMode": "Proxy"}], ()),
         ("a hostname has no address", [{"hostname": "lb.example"}], ()),
         ("both families", [{"ip": "203.0.113.1"}, {"ip": "fd00::9"}], ("203.0.113.1", "fd00::9")),
         ("null", None, ()),
@@ -300,13 +303,13 @@ SPECIAL = [
 
 
 @pytest.mark.parametrize(("text", "why"), SPECIAL)
-def test_an_address_that_is_nobodys_is_left_out_alone(text: str, why: str):
-    """In whatever mode: no Service may have it, and the others of its Service are served."""
+def test_special_address_is_left_out_and_the_others_are_kept(text: str, why: str):
+    """In every mode: the Service's other addresses are still served."""
     listed = ["198.51.100.1", text]
     status = {"loadBalancer": {"ingress": [{"ip": ip} for ip in ("203.0.113.1", text)]}}
     made = service(externalIPs=listed, status=status).object
     assert isinstance(made, Service)
-    # Link-local ones are refused by policy, which sends an Event.
+    # Link-local addresses are kept here: policy refuses them and sends an Event.
     skipped = "link-local" not in why
     external, vips = a("198.51.100.1"), a("203.0.113.1")
     kept = () if skipped else (a(text),)
@@ -315,8 +318,8 @@ def test_an_address_that_is_nobodys_is_left_out_alone(text: str, why: str):
     assert made.skipped == tuple(f"{path}: {text} is {why}" for path in paths if skipped)
 
 
-def test_the_addresses_of_a_service_have_a_limit():
-    """Of either kind; those after it are left out."""
+def test_addresses_of_a_service_beyond_the_limit_are_left_out():
+    """The limit holds for each kind. Addresses beyond it are left out."""
     listed = [f"198.51.{i // 200}.{i % 200 + 1}" for i in range(decode.MAX_ADDRESSES + 3)]
     status = {"loadBalancer": {"ingress": [{"ip": ip} for ip in listed]}}
     made = service(externalIPs=listed, status=status).object
@@ -329,7 +332,7 @@ def test_the_addresses_of_a_service_have_a_limit():
     )
 
 
-def test_load_balancer_status_counts_for_every_type():
+def test_load_balancer_status_is_used_with_every_type():
     item = service(status={"loadBalancer": {"ingress": [{"ip": "203.0.113.1"}]}}, type="NodePort")
     assert isinstance(item.object, Service)
     assert item.object.lb_vips == (a("203.0.113.1"),)
@@ -343,12 +346,12 @@ def test_load_balancer_status_counts_for_every_type():
         ("no cluster IP yet", None, {"clusterIP": ""}),
         ("no cluster IP at all", None, {"clusterIP": None}),
         ("ExternalName, even with an address", None, {"type": "ExternalName"}),
-        ("another proxy's", {PROXY_NAME: "other"}, {}),
-        ("another proxy's, with an empty name", {PROXY_NAME: ""}, {}),
+        ("for another proxy", {PROXY_NAME: "other"}, {}),
+        ("for another proxy with an empty name", {PROXY_NAME: ""}, {}),
         ("labelled headless", {HEADLESS: ""}, {}),
     ],
 )
-def test_a_service_that_kube_proxy_skips_does_not_exist(name, labels, spec):
+def test_service_that_kube_proxy_skips_is_ignored(name, labels, spec):
     item = service(labels, **spec)
     assert (item.object, item.error) == (None, ""), name
 
@@ -429,7 +432,7 @@ def test_a_malformed_service_is_one_error_that_names_the_field(spec, error):
 
 
 class Name(NamedTuple):
-    """Kind, metadata, and what is refused: (path, value as it is shown), or None."""
+    """A kind, metadata, and the (path, value as shown) of the expected error, or None if valid."""
 
     kind: Kind
     meta: dict[str, Any]
@@ -461,7 +464,7 @@ NAMES = [
 
 
 @pytest.mark.parametrize("row", NAMES, ids=lambda row: f"{row.kind} {str(row.meta)[-40:]!r}")
-def test_a_name_is_what_the_api_server_accepts(row: Name):
+def test_names_that_an_api_server_would_refuse_are_errors(row: Name):
     meta = {"namespace": "ns", "labels": {OF_SERVICE: "web"}} | row.meta
     body = {"spec": {"clusterIP": "10.96.0.1"}, "addressType": "IPv4"}
     item = read(row.kind, {"metadata": meta} | body)
@@ -476,13 +479,13 @@ def test_a_name_is_what_the_api_server_accepts(row: Name):
 
 
 @pytest.mark.parametrize("name", ["Http", "a.b", MOST + "a", "a\nb"])
-def test_a_port_name_that_is_no_label_spoils_its_service(name):
+def test_invalid_port_name_rejects_the_service(name):
     item = service(ports=[{"port": 80, "name": name}])
     assert item.object is None
     assert item.error.startswith(f"spec.ports[0].name: {name!r} is not a DNS label (")
 
 
-def test_a_bad_load_balancer_address_names_its_field():
+def test_bad_load_balancer_address_is_an_error_that_names_the_field():
     item = service(status={"loadBalancer": {"ingress": [{"ip": "1.2.3"}]}})
     assert item.error == "status.loadBalancer.ingress[0].ip: '1.2.3' is not an IP address"
 
@@ -492,10 +495,10 @@ def test_a_bad_load_balancer_address_names_its_field():
     [
         ("no conditions: ready and serving", {}, {}),
         ("conditions null", {"conditions": None}, {}),
-        ("all nil: ready and serving", {"conditions": {}}, {}),
+        ("all unset: ready and serving", {"conditions": {}}, {}),
         ("ready null is true", {"conditions": {"ready": None}}, {}),
         (
-            "serving nil is true, as to kube-proxy",
+            "serving unset is true, as in kube-proxy",
             {"conditions": {"ready": False}},
             {"ready": False},
         ),
@@ -518,7 +521,7 @@ def test_a_bad_load_balancer_address_names_its_field():
         ),
         ("hints for nodes", {"hints": {"forNodes": [{"name": "n1"}]}}, {"node_hints": ("n1",)}),
         ("hints null", {"hints": None}, {}),
-        ("empty hints are none", {"hints": {"forZones": [], "forNodes": None}}, {}),
+        ("empty hints mean none", {"hints": {"forZones": [], "forNodes": None}}, {}),
         ("only the first address is used", {"addresses": ["10.1.0.1", "10.1.0.2"]}, {}),
     ],
 )
@@ -554,7 +557,7 @@ def test_endpoint(name, given, endpoint):
     ],
     ids=lambda it: str(it)[:30],
 )
-def test_a_bad_endpoint_is_left_out_and_named_and_the_others_stay(family, addresses, why):
+def test_bad_endpoint_is_left_out_with_a_reason(family, addresses, why):
     good = ["10.1.0.1", "10.1.0.2"] if family == 4 else ["fd00::1", "fd00::2"]
     item = an_slice(
         addressType=f"IPv{family}",
@@ -568,7 +571,7 @@ def test_a_bad_endpoint_is_left_out_and_named_and_the_others_stay(family, addres
 
 
 @pytest.mark.parametrize(("bad", "lines"), [(99, 99), (100, 100), (101, 101), (103, 101)])
-def test_not_each_of_many_bad_endpoints_has_a_line(bad: int, lines: int):
+def test_at_most_100_bad_endpoints_have_a_line(bad: int, lines: int):
     item = an_slice(endpoints=[{"addresses": ["nonsense"]}] * bad)
     assert isinstance(item.object, EndpointSlice)
     assert len(item.object.skipped) == lines
@@ -598,8 +601,8 @@ def test_unusual_v6_unicast_addresses_are_endpoints(address):
         ("null", None, (), ()),
         ("TCP by default", [{"name": "a", "port": 1}], (SlicePort("a", TCP, 1),), ()),
         ('"" is a name', [{"name": "", "port": 1}], (SlicePort("", TCP, 1),), ()),
-        ("no name is not for us", [{"port": 1}, {"name": None, "port": 1}], (), ()),
-        ("no number is not for us", [{"name": "a"}, {"name": "b", "port": 0}], (), ()),
+        ("a port without a name is ignored", [{"port": 1}, {"name": None, "port": 1}], (), ()),
+        ("a port without a number is ignored", [{"name": "a"}, {"name": "b", "port": 0}], (), ()),
         (
             "UDP and SCTP",
             [{"name": "", "port": 1, "protocol": p} for p in ("UDP", "SCTP")],
@@ -613,13 +616,13 @@ def test_unusual_v6_unicast_addresses_are_endpoints(address):
             ("ports[0].protocol: 'ICMP' is not TCP, UDP or SCTP",),
         ),
         (
-            "a name that is no label is left out",
+            "a name that is not a DNS label is left out",
             [{"name": "Http", "port": 1}, {"name": "b", "port": 2}],
             (SlicePort("b", TCP, 2),),
             ("ports[0].name: 'Http' is not a DNS label",),
         ),
         (
-            "a number that is no port is left out",
+            "a port number out of range is left out",
             [{"name": "a", "port": 65536}],
             (),
             ("ports[0].port: 65536 is not a port",),
@@ -646,12 +649,12 @@ def test_a_slice_names_its_service_and_family():
         ("names instead of addresses", {}, {"addressType": "FQDN"}),
     ],
 )
-def test_a_slice_that_kube_proxy_skips_does_not_exist(name, labels, fields):
+def test_slice_that_kube_proxy_skips_is_ignored(name, labels, fields):
     item = an_slice(labels, **fields)
     assert (item.object, item.error) == (None, ""), name
 
 
-def test_a_slice_without_labels_does_not_exist():
+def test_slice_without_labels_is_ignored():
     item = read(Kind.SLICE, {"metadata": {"name": "x"}, "addressType": "IPv4"})
     assert (item.object, item.error) == (None, "")
 
@@ -679,7 +682,7 @@ def test_a_malformed_slice_is_one_error_that_names_the_field(fields, error):
     assert item.key == ObjectKey(Kind.SLICE, "ns", "web-x")
 
 
-def test_a_node_says_internal_addresses_first_its_zone_and_its_pod_networks():
+def test_node_has_internal_addresses_first_zone_and_pod_networks():
     meta = {"name": "n1", "labels": {"topology.kubernetes.io/zone": "z1"}, "resourceVersion": "3"}
     rows = [
         {"type": "Hostname", "address": "n1"},
@@ -703,14 +706,14 @@ def test_a_node_says_internal_addresses_first_its_zone_and_its_pod_networks():
     )
 
 
-def test_a_bare_node_has_nothing():
+def test_node_without_spec_and_status_has_defaults():
     assert read(Kind.NODE, {"metadata": {"name": "n1"}}).object == Node("n1")
 
 
-GOING = "ToBeDeletedByClusterAutoscaler"
+AUTOSCALER_TAINT = "ToBeDeletedByClusterAutoscaler"
 LEAVING = [
-    ("it is being deleted", {"deletionTimestamp": "2026-01-01T00:00:00Z"}, {}, True),
-    ("the autoscaler is about to", {}, {"taints": [{"key": "a"}, {"key": GOING}]}, True),
+    ("deletion requested", {"deletionTimestamp": "2026-01-01T00:00:00Z"}, {}, True),
+    ("tainted by the autoscaler", {}, {"taints": [{"key": "a"}, {"key": AUTOSCALER_TAINT}]}, True),
     ("another taint", {}, {"taints": [{"key": "node.kubernetes.io/unschedulable"}]}, False),
     ("a taint without a key", {}, {"taints": [{"effect": "NoSchedule"}]}, False),
     ("cordoned", {}, {"unschedulable": True}, False),
@@ -718,7 +721,7 @@ LEAVING = [
 
 
 @pytest.mark.parametrize(("name", "meta", "spec", "leaving"), LEAVING, ids=[r[0] for r in LEAVING])
-def test_a_node_that_is_to_get_nothing_new(name, meta, spec, leaving):
+def test_node_being_deleted(name, meta, spec, leaving):
     item = read(Kind.NODE, {"metadata": {"name": "n1"} | meta, "spec": spec})
     assert item.object == Node("n1", being_deleted=leaving)
 
@@ -731,7 +734,7 @@ def test_a_node_that_is_to_get_nothing_new(name, meta, spec, leaving):
         ({TRIGGER: "2026-11-21T22:31:37Z"}, "2026-11-21T22:31:37Z"),
     ],
 )
-def test_a_slice_may_say_when_its_change_began(annotations, triggered):
+def test_trigger_time_of_a_slice(annotations, triggered):
     meta = {"name": "a", "namespace": "ns", "labels": {OF_SERVICE: "web"}}
     body = {"metadata": meta | {"annotations": annotations}, "addressType": "IPv4"}
     item = read(Kind.SLICE, body)
@@ -739,14 +742,14 @@ def test_a_slice_may_say_when_its_change_began(annotations, triggered):
     assert item.object == read(Kind.SLICE, {"metadata": meta, "addressType": "IPv4"}).object
 
 
-def test_one_pod_network_alone_counts():
+def test_podcidr_is_used_without_podcidrs():
     item = read(Kind.NODE, {"metadata": {"name": "n1"}, "spec": {"podCIDR": "10.1.0.0/24"}})
     assert isinstance(item.object, Node)
     assert item.object.pod_cidrs == (cidr("10.1.0.0", 120),)
 
 
 class Labelled(NamedTuple):
-    """metadata and spec of a Pod, and what is made of it: a Pod, None, or words of the error."""
+    """metadata and spec of a Pod, and the result: a Pod, None if ignored, or words of the error."""
 
     name: str
     meta: dict[str, Any]
@@ -759,11 +762,11 @@ OFF = {"kbpf.io/socket-lb": "off"}
 PODS = [
     Labelled("off", {"labels": OFF, "uid": UID}, {"nodeName": "n1"}, Pod("ns", "x", UID, "n1")),
     Labelled("on no node yet", {"labels": OFF, "uid": UID}, {}, Pod("ns", "x", UID)),
-    Labelled("a uid that is no UUID", {"labels": OFF, "uid": "abc1"}, {}, Pod("ns", "x", "abc1")),
+    Labelled("a uid not a UUID", {"labels": OFF, "uid": "abc1"}, {}, Pod("ns", "x", "abc1")),
     Labelled("no labels", {"uid": UID}, {}, None),
     Labelled("other labels", {"labels": {"app": "x"}, "uid": UID}, {}, None),
     Labelled("on", {"labels": {"kbpf.io/socket-lb": "on"}, "uid": UID}, {}, None),
-    Labelled("not a word of ours", {"labels": {"kbpf.io/socket-lb": "OFF"}, "uid": UID}, {}, None),
+    Labelled("an unknown value", {"labels": {"kbpf.io/socket-lb": "OFF"}, "uid": UID}, {}, None),
     Labelled("no uid", {"labels": OFF}, {}, "metadata.uid: missing"),
     Labelled("a uid that is a path", {"labels": OFF, "uid": "../.."}, {}, "metadata.uid: '../..'"),
     Labelled("a uid that is a pattern", {"labels": OFF, "uid": "*"}, {}, "metadata.uid: '*'"),
@@ -772,7 +775,7 @@ PODS = [
 
 
 @pytest.mark.parametrize("row", PODS, ids=lambda row: row.name)
-def test_a_pod_counts_when_its_label_says_off(row: Labelled):
+def test_pod_is_used_if_its_label_is_off(row: Labelled):
     meta = {"name": "x", "namespace": "ns", **row.meta}
     item = read(Kind.POD, {"metadata": meta, "spec": {**row.spec, "containers": [{"name": 5}]}})
     if isinstance(row.made, str):
@@ -803,7 +806,7 @@ def test_an_object_without_a_readable_name_raises(kind, data):
         decode.decode_object(kind, data)
 
 
-def test_strings_that_repeat_are_one_string():
+def test_repeated_strings_are_interned():
     ends = [
         {"addresses": [f"10.1.0.{i}"], "nodeName": "node-a", "zone": "zone-a",
          "hints": {"forZones": [{"name": "zone-a"}]}} for i in (1, 2)
@@ -836,7 +839,7 @@ JSON = st.recursive(
 
 @given(kind=st.sampled_from(list(Kind)), body=JSON)
 @settings(max_examples=200)
-def test_whatever_an_object_holds_reading_it_never_crashes(kind, body):
+def test_decoding_random_objects_raises_no_exception(kind, body):
     obj = {**body} if isinstance(body, dict) else {"spec": body}
     obj["metadata"] = {"name": "x", "labels": {OF_SERVICE: "web"}}
     item = decode.decode_object(kind, msgspec.json.encode(obj))
@@ -855,7 +858,7 @@ ODD_ADDRESSES = [
 
 
 @pytest.mark.parametrize(("spec", "line"), ODD_ADDRESSES)
-def test_leading_zeros_are_told(spec, line):
+def test_leading_zeros_are_reported(spec, line):
     item = decode.convert_object(
         Kind.SERVICE,
         {"metadata": {"name": "x", "namespace": "n"},
@@ -874,7 +877,7 @@ ODD_ENDPOINTS = [
 
 
 @pytest.mark.parametrize(("addresses", "lines"), ODD_ENDPOINTS)
-def test_odd_addresses_of_an_endpoint_are_told_and_the_first_one_is_used(addresses, lines):
+def test_odd_endpoint_addresses_are_reported_and_the_first_is_used(addresses, lines):
     item = decode.convert_object(
         Kind.SLICE,
         {"metadata": {"name": "x-1", "namespace": "n",
@@ -887,7 +890,7 @@ def test_odd_addresses_of_an_endpoint_are_told_and_the_first_one_is_used(address
 
 
 @pytest.mark.parametrize(("more", "fits"), [(0, True), (1, False)])
-def test_an_object_has_a_longest_size(more: int, fits: bool):
+def test_object_over_6_mib_is_refused(more: int, fits: bool):
     raw = b'{"metadata": {"name": "a", "namespace": "b"}}'
     raw += b" " * (decode.MAX_OBJECT_BYTES + more - len(raw))
     if fits:

@@ -1,4 +1,6 @@
-"""A folder of YAML: what is read, what is said when files change, and what bad files do not do."""
+"""A folder of YAML: what is read from it and which events a change makes. A bad file keeps its
+previous objects and does not affect other files.
+"""
 
 import json
 import logging
@@ -59,7 +61,7 @@ def service(name: str, port: object = 80, **meta: str) -> str:
 
 
 class Run:
-    """A folder that is looked at by hand: look() is one look."""
+    """A FolderSource without its thread: look() polls it once."""
 
     def __init__(self, path: Path, node_name: str = "n1") -> None:
         self.path = path
@@ -75,13 +77,13 @@ class Run:
         (self.path / name).write_text(text)
 
     def look(self) -> list[str]:
-        """What is said at a look, in short."""
+        """Polls once and returns the events in short."""
         del self.events[:]
         self.folder.poll()
         return self.said
 
     def settle(self) -> list[str]:
-        """What is said at two looks: a change is taken at the second."""
+        """Polls twice and returns the events: a change is read at the second poll."""
         first = self.look()
         return first + self.look()
 
@@ -106,10 +108,10 @@ def run(tmp_path) -> Run:
 SYNCED = ["synced Service", "synced EndpointSlice", "synced Node", "synced Pod"]
 
 
-# --- what a file says ---
+# --- reading a file ---
 
 
-def test_a_file_of_two_documents_says_two_objects_with_defaults_filled_in():
+def test_file_of_two_documents_has_two_objects_with_defaults():
     service, one = (found.item.object for found in parse_documents("a.yaml", BOTH.encode()).objects)
     assert isinstance(service, Service)
     assert (service.namespace, service.type) == ("default", "ClusterIP")
@@ -124,16 +126,16 @@ def test_a_file_of_two_documents_says_two_objects_with_defaults_filled_in():
     ("name", "file", "text"),
     [
         ("YAML", "a.yaml", WEB),
-        ("YAML with a start mark and an end", "a.yaml", f"---\n{WEB}---\n"),
+        ("YAML between document markers", "a.yaml", f"---\n{WEB}---\n"),
         ("JSON", "a.json", service("web")),
         ("JSON in YAML", "a.yml", service("web")),
         ("a List", "a.yaml", "kind: List\napiVersion: v1\nitems:\n- " + service("web")),
-        ("a typed list, as the API gives it", "a.json", json.dumps({"kind": "ServiceList",
+        ("a typed list, as the API returns it", "a.json", json.dumps({"kind": "ServiceList",
          "items": [{k: v for k, v in json.loads(service("web")).items() if k != "kind"}]})),
         ("another namespace", "a.json", service("web", namespace="default")),
     ],
 )  # fmt: skip
-def test_a_service_is_read_from(name, file, text):
+def test_service_is_read_from(name, file, text):
     (found,) = parse_documents(file, text.encode()).objects
     assert found.item.key == ObjectKey(Kind.SERVICE, "default", "web"), name
     assert isinstance(found.item.object, Service)
@@ -148,7 +150,7 @@ def test_a_service_is_read_from(name, file, text):
         ("10.96.0.1", "10.96.0.1"),
     ],
 )
-def test_an_address_needs_no_quotes(text, value):
+def test_addresses_need_no_quotes(text, value):
     text = WEB.replace("clusterIP: 10.96.0.1", f"clusterIP: {text}")
     (found,) = parse_documents("a.yaml", text.encode()).objects
     assert found.item.error == ""
@@ -183,13 +185,13 @@ def test_an_address_needs_no_quotes(text, value):
         ("10.96.0.1", "10.96.0", "spec.clusterIP: '10.96.0' is not an IP address (a.yaml:7)"),
     ],
 )
-def test_a_bad_field_is_named_with_its_line(old, new, error):
+def test_bad_field_is_an_error_with_its_line(old, new, error):
     (found,) = parse_documents("a.yaml", WEB.replace(old, new).encode()).objects
     assert found.item.error == error
     assert found.item.key == ObjectKey(Kind.SERVICE, "default", "web")
 
 
-def test_the_line_is_found_in_later_documents_in_lists_and_in_json():
+def test_line_numbers_in_later_documents_lists_and_json():
     bad = service("b", 0)
     (_, second) = parse_documents("a.yaml", f"{WEB}---\n{bad}\n".encode()).objects
     assert second.item.error == "spec.ports[0].port: 0 is not a port (a.yaml:12)"
@@ -228,7 +230,7 @@ def test_the_line_is_found_in_later_documents_in_lists_and_in_json():
         ),
     ],
 )
-def test_a_document_that_is_no_object_is_a_problem_and_the_others_are_read(text, error):
+def test_invalid_document_is_a_problem_and_the_others_are_read(text, error):
     contents = parse_documents("a.yaml", f"{text}---\n{WEB}".encode())
     assert contents.problems == (error,)
     assert len(contents.objects) == 1
@@ -239,7 +241,7 @@ NO_MISTAKES = ("Deployment", "ServiceCIDR", "ServiceAccount", "ServiceMonitor", 
 
 
 @pytest.mark.parametrize("kind", NO_MISTAKES)
-def test_a_kind_that_is_not_for_us_is_no_problem(kind):
+def test_unused_kind_is_ignored_without_a_problem(kind):
     contents = parse_documents("a.yaml", f"kind: {kind}\nmetadata: {{name: x}}\n".encode())
     assert (contents.ignored_kinds, contents.problems) == ((kind,), ())
 
@@ -261,7 +263,9 @@ SLIPS = [
 
 
 @pytest.mark.parametrize(("old", "new", "problem"), SLIPS)
-def test_a_slip_of_the_pen_is_a_problem_and_the_service_is_read(old, new, problem):
+def test_duplicate_key_or_unknown_annotation_is_a_problem_and_the_service_is_read(
+    old, new, problem
+):
     contents = parse_documents("a.yaml", WEB.replace(old, new, 1).encode())
     (found,) = contents.objects
     assert found.item.key == ObjectKey(Kind.SERVICE, "default", "web")
@@ -280,21 +284,21 @@ def test_a_slip_of_the_pen_is_a_problem_and_the_service_is_read(old, new, proble
         ("a.json", "[" * 100_000, 1),
     ],
 )
-def test_a_text_that_cannot_be_parsed_is_one_error_with_its_line(name, text, line):
+def test_unparsable_text_is_one_error_with_its_line(name, text, line):
     with pytest.raises(ObjectError) as caught:
         parse_documents(name, text.encode())
     assert f"({name}:{line})" in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_bytes_that_are_no_text_are_one_error():
+def test_invalid_utf8_is_an_error():
     with pytest.raises(ObjectError, match="not YAML"):
         parse_documents("a.yaml", b"a: \xff\xfe")
 
 
 @pytest.mark.parametrize("name", ["a.yaml", "a.json"])
 @pytest.mark.parametrize("text", ["", "\n", "  \n\n"])
-def test_an_empty_file_is_empty(name, text):
+def test_empty_file_has_no_objects(name, text):
     assert parse_documents(name, text.encode()).objects == ()
 
 
@@ -305,14 +309,16 @@ def test_other_kinds_are_ignored_by_name():
     assert (len(contents.objects), contents.problems) == (1, ())
 
 
-# --- what no file says ---
+# --- missing objects ---
 
 
 @pytest.mark.parametrize(
     ("files", "named"),
     [(("n1",), False), ((), False), (("n2", "n3"), True), (("n1", "n2"), False)],
 )
-def test_a_node_name_that_no_file_has_is_a_problem(run: Run, files: tuple[str, ...], named: bool):
+def test_missing_own_node_is_a_problem_if_other_nodes_exist(
+    run: Run, files: tuple[str, ...], named: bool
+):
     for name in files:
         run.write(f"{name}.yaml", NODE.replace("n1", name))
     run.look()
@@ -323,11 +329,11 @@ def test_a_node_name_that_no_file_has_is_a_problem(run: Run, files: tuple[str, .
     assert run.problems == ((line,) if named else ())
 
 
-# --- how old a Service is ---
+# --- the age of a Service ---
 
 
 class Conflict(NamedTuple):
-    """Two Services that want one address: files with their time, and whose it is."""
+    """Two Services that claim one address: the files' mtimes and texts, and the winner's name."""
 
     story: str
     files: dict[str, int]
@@ -338,18 +344,18 @@ class Conflict(NamedTuple):
 DATED = "2024-01-01T00:00:00Z"
 CONFLICTS = [
     Conflict("the older file", {"a": 200, "z": 100}, {"a": service("a"), "z": service("z")}, "z"),
-    Conflict("one nanosecond", {"a": 101, "z": 100}, {"a": service("a"), "z": service("z")}, "z"),
-    Conflict("as old: the name", {"a": 1, "z": 1}, {"a": service("a"), "z": service("z")}, "a"),
-    Conflict("its own time counts", {"a": 100, "z": 200 * 10**18},
+    Conflict("one ns older", {"a": 101, "z": 100}, {"a": service("a"), "z": service("z")}, "z"),
+    Conflict("equally old: by name", {"a": 1, "z": 1}, {"a": service("a"), "z": service("z")}, "a"),
+    Conflict("creationTimestamp takes precedence", {"a": 100, "z": 200 * 10**18},
              {"a": service("a", creationTimestamp="2025-01-01T00:00:00Z"),
               "z": service("z", creationTimestamp=DATED)}, "z"),
-    Conflict("own and file's", {"a": 100, "z": 200},
+    Conflict("creationTimestamp and mtime", {"a": 100, "z": 200},
              {"a": service("a"), "z": service("z", creationTimestamp=DATED)}, "a"),
 ]  # fmt: skip
 
 
 def winner(run: Run) -> str:
-    """Whose 10.96.0.9 is, by the events so far."""
+    """The name of the Service that has 10.96.0.9 after the events so far."""
     services = {e.key: e.object for e in run.all if isinstance(e, Upsert)}
     for event in run.all:
         if isinstance(event, Delete):
@@ -372,7 +378,7 @@ def test_the_older_of_two_services_keeps_an_address(run: Run, row: Conflict):
     assert winner(run) == row.wins
 
 
-def test_a_newcomer_takes_no_address_from_a_service_whose_file_is_written_again(run: Run):
+def test_rewritten_file_keeps_the_age_of_its_service(run: Run):
     run.write("z.json", service("z"))
     os.utime(run.path / "z.json", ns=(0, 100))
     run.look()
@@ -396,10 +402,10 @@ def test_a_newcomer_takes_no_address_from_a_service_whose_file_is_written_again(
     assert winner(run) == "a", "it has come anew"
 
 
-# --- what the folder says ---
+# --- events of the folder ---
 
 
-def test_all_files_are_read_at_the_first_look(run):
+def test_all_files_are_read_at_the_first_poll(run):
     run.write("b.yaml", NODE)
     run.write("a.yml", WEB)
     run.write("c.json", service("api"))
@@ -418,12 +424,12 @@ def test_an_empty_folder_is_synced(run):
     assert run.look() == SYNCED
 
 
-def test_only_our_own_node_is_said(run):
+def test_only_our_own_node_is_an_event(run):
     run.write("n.yaml", f"{NODE}---\n{NODE.replace('n1', 'n2')}")
     assert run.look() == ["+n1", *SYNCED]
 
 
-def test_selectors_are_those_of_the_api(run):
+def test_objects_outside_the_api_selectors_are_ignored(run):
     other = service("other").replace('"name"', '"labels": {"%s": "x"}, "name"')
     run.write("a.yaml", other % "service.kubernetes.io/service-proxy-name")
     run.write("b.yaml", other % "service.kubernetes.io/headless")
@@ -433,7 +439,7 @@ def test_selectors_are_those_of_the_api(run):
     assert run.look() == SYNCED
 
 
-def test_a_change_is_said_when_the_file_looks_the_same_twice(run):
+def test_change_is_read_once_the_file_is_unchanged_for_two_polls(run):
     run.write("a.yaml", BOTH)
     run.look()
     run.write("a.yaml", BOTH.replace("8080", "8081"))
@@ -442,7 +448,7 @@ def test_a_change_is_said_when_the_file_looks_the_same_twice(run):
     assert run.look() == []
 
 
-def test_a_file_that_is_being_written_waits(run):
+def test_file_being_written_is_not_read(run):
     run.write("a.yaml", WEB)
     run.look()
     for size in range(10, len(BOTH), 60):
@@ -452,7 +458,7 @@ def test_a_file_that_is_being_written_waits(run):
     assert run.settle() == ["+web-1"]
 
 
-def test_a_file_that_changes_while_it_is_read_waits(run, monkeypatch):
+def test_file_that_changes_during_a_read_is_ignored_until_stable(run, monkeypatch):
     run.write("a.yaml", BOTH)
     run.look()
     real, writers = open, [lambda: run.write("a.yaml", WEB)]
@@ -470,7 +476,7 @@ def test_a_file_that_changes_while_it_is_read_waits(run, monkeypatch):
     assert run.settle() == []
 
 
-def test_a_file_that_is_away_for_one_look_is_not_gone(run):
+def test_file_missing_for_one_poll_keeps_its_objects(run):
     run.write("a.yaml", WEB)
     run.look()
     (run.path / "a.yaml").rename(run.path / "a.yaml~")
@@ -479,7 +485,7 @@ def test_a_file_that_is_away_for_one_look_is_not_gone(run):
     assert run.settle() == []
 
 
-def test_a_new_file_and_a_removed_one(run):
+def test_new_file_and_removed_file(run):
     run.write("a.yaml", WEB)
     run.look()
     run.write("b.yaml", SLICE)
@@ -489,7 +495,7 @@ def test_a_new_file_and_a_removed_one(run):
 
 
 class Slip(NamedTuple):
-    """What is written instead of what, and the one line that it makes ("": none)."""
+    """A replacement in BOTH, and the one problem line it makes ("": none)."""
 
     name: str
     old: str
@@ -499,14 +505,14 @@ class Slip(NamedTuple):
 
 WEB_SAYS = "Service default/web: "
 SLIPS = [
-    Slip("a near name", "  clusterIP:", "  internalTraficPolicy: Local\n  clusterIP:",
+    Slip("a misspelt field", "  clusterIP:", "  internalTraficPolicy: Local\n  clusterIP:",
          WEB_SAYS + "spec.internalTraficPolicy is not a field of a Service (a.yaml:7); "
          "is internalTrafficPolicy meant?"),
-    Slip("capitals", "  clusterIP:", "  clusterIp: 10.96.0.1\n  clusterIP:",
+    Slip("wrong case", "  clusterIP:", "  clusterIp: 10.96.0.1\n  clusterIP:",
          WEB_SAYS + "spec.clusterIp is not a field of a Service (a.yaml:7); is clusterIP meant?"),
-    Slip("like nothing", "    port: 80", "    port: 80\n    cow: {a: 1}",
+    Slip("unlike any field", "    port: 80", "    port: 80\n    cow: {a: 1}",
          WEB_SAYS + "spec.ports[0].cow is not a field of a Service (a.yaml:11); it is ignored"),
-    Slip("at the top", "addressType:", "adressType: IPv4\naddressType:",
+    Slip("a top-level field", "addressType:", "adressType: IPv4\naddressType:",
          "EndpointSlice default/web-1: adressType is not a field of an EndpointSlice (a.yaml:17); "
          "is addressType meant?"),
     Slip("an endpoint's condition", "[10.1.0.1]", "[10.1.0.1]\n  conditions: {raedy: false}",
@@ -518,7 +524,7 @@ SLIPS = [
     Slip("a selector has any key", "  clusterIP:", "  selector: {any: thing}\n  clusterIP:", ""),
     Slip("metadata is not checked", "metadata:\n  name: web\n",
          "metadata:\n  lables: {}\n  name: web\n", ""),
-    Slip("known and not read", "  clusterIP:", "  trafficDistribution: PreferSameZone\n"
+    Slip("known fields that are not read", "  clusterIP:", "  trafficDistribution: PreferSameZone\n"
          "  sessionAffinityConfig: {clientIP: {timeoutSeconds: 9}}\n  clusterIP:", ""),
     Slip("a name with a line feed", "  clusterIP:", '  "a\\nb": 1\n  clusterIP:',
          WEB_SAYS + r"spec.a\nb is not a field of a Service (a.yaml:1); it is ignored"),
@@ -526,7 +532,7 @@ SLIPS = [
 
 
 @pytest.mark.parametrize("slip", SLIPS, ids=lambda slip: slip.name)
-def test_an_unknown_field_is_one_line_and_its_object_is_served(run, caplog, slip: Slip):
+def test_unknown_field_is_one_problem_and_its_object_is_served(run, caplog, slip: Slip):
     run.write("a.yaml", BOTH.replace(slip.old, slip.new, 1))
     assert run.look() == ["+web", "+web-1", *SYNCED]
     assert run.problems == ((slip.line,) if slip.line else ())
@@ -536,7 +542,7 @@ def test_an_unknown_field_is_one_line_and_its_object_is_served(run, caplog, slip
     assert len(warned) == len(run.problems), "once"
 
 
-def test_an_unknown_field_in_a_list_and_of_a_rejected_object_is_named(run):
+def test_unknown_field_of_a_rejected_list_item_is_named(run):
     bad = service("b", 0).replace('"spec"', '"sepc": 1, "spec"')
     run.write("a.json", f'{{"kind": "List", "items": [\n{bad}\n]}}')
     assert run.look() == ["!b", *SYNCED]
@@ -546,7 +552,7 @@ def test_an_unknown_field_in_a_list_and_of_a_rejected_object_is_named(run):
     )
 
 
-def test_a_name_that_cannot_be_is_rejected_in_one_line(run):
+def test_invalid_name_is_rejected_in_one_line(run):
     run.write("a.json", service("we\nb"))
     run.look()
     assert isinstance(run.events[0], Rejected)
@@ -556,14 +562,14 @@ def test_a_name_that_cannot_be_is_rejected_in_one_line(run):
     assert "\n" not in line
 
 
-def test_an_object_taken_out_of_a_file_is_gone(run):
+def test_object_removed_from_a_file_is_deleted(run):
     run.write("a.yaml", BOTH)
     run.look()
     run.write("a.yaml", SLICE)
     assert run.settle() == ["-web"]
 
 
-def test_an_object_that_moves_to_another_file_is_not_gone(run):
+def test_object_moved_to_another_file_is_not_deleted(run):
     run.write("a.yaml", BOTH)
     run.look()
     run.write("a.yaml", WEB)
@@ -571,7 +577,7 @@ def test_an_object_that_moves_to_another_file_is_not_gone(run):
     assert run.settle() == []
 
 
-def test_a_file_replaced_by_rename_is_read(run):
+def test_file_replaced_by_rename_is_read(run):
     run.write("a.yaml", WEB)
     run.look()
     run.write("new", WEB.replace("port: 80", "port: 81"))
@@ -579,7 +585,7 @@ def test_a_file_replaced_by_rename_is_read(run):
     assert run.settle() == ["+web"]
 
 
-def test_a_linked_file_is_read_when_the_link_turns(run):
+def test_changed_symbolic_link_is_followed(run):
     for name, port in (("one", 80), ("two", 81)):
         (run.path / name).mkdir()
         run.write(f"{name}/a.yaml", WEB.replace("port: 80", f"port: {port}"))
@@ -591,17 +597,17 @@ def test_a_linked_file_is_read_when_the_link_turns(run):
     assert run.settle() == ["+web"]
 
 
-def test_a_touched_file_says_nothing(run):
+def test_touched_file_makes_no_event(run):
     run.write("a.yaml", WEB)
     run.look()
     os.utime(run.path / "a.yaml")
     assert run.settle() == []
 
 
-# --- what bad files do not do ---
+# --- bad files ---
 
 
-def test_a_file_that_does_not_parse_keeps_what_it_held(run):
+def test_unparsable_file_keeps_its_previous_objects(run):
     run.write("a.yaml", BOTH)
     run.write("b.yaml", service("other"))
     run.look()
@@ -615,14 +621,14 @@ def test_a_file_that_does_not_parse_keeps_what_it_held(run):
     assert run.problems == ()
 
 
-def test_a_file_that_never_parsed_holds_nothing_and_the_others_are_served(run):
+def test_file_unparsable_from_the_start_does_not_affect_the_others(run):
     run.write("a.yaml", "{")
     run.write("b.yaml", WEB)
     assert run.look() == ["+web", *SYNCED]
     assert len(run.problems) == 1
 
 
-def test_a_bad_object_is_rejected_and_what_it_said_stays(run):
+def test_bad_object_is_rejected_until_corrected(run):
     run.write("a.yaml", BOTH)
     run.look()
     run.write("a.yaml", BOTH.replace("port: 80\n", "port: 0\n"))
@@ -638,14 +644,14 @@ def test_a_bad_object_is_rejected_and_what_it_said_stays(run):
     assert run.problems == ()
 
 
-def test_a_bad_object_that_goes_away_is_gone(run):
+def test_removed_bad_object_is_deleted(run):
     run.write("a.yaml", service("x", 0))
     assert run.look() == ["!x", *SYNCED]
     run.write("a.yaml", "")
     assert run.settle() == ["-x"]
 
 
-def test_the_same_object_twice_the_first_file_wins_and_the_other_is_reported(run):
+def test_object_in_two_files_is_used_from_the_first_and_reported(run):
     run.write("b.yaml", service("web", 81))
     run.write("a.yaml", service("web", 80))
     assert run.look() == ["+web", *SYNCED]
@@ -659,7 +665,7 @@ def test_the_same_object_twice_the_first_file_wins_and_the_other_is_reported(run
     assert run.problems == ()
 
 
-def test_a_file_that_comes_later_wins_if_its_name_is_first(run):
+def test_of_two_files_with_one_object_the_first_by_name_wins(run):
     run.write("b.yaml", service("web", 81))
     run.look()
     run.write("a.yaml", service("web", 80))
@@ -667,19 +673,19 @@ def test_a_file_that_comes_later_wins_if_its_name_is_first(run):
     assert run.problems == ("b.yaml: Service default/web is already in a.yaml; ignored here",)
 
 
-def test_the_same_object_twice_in_a_file_is_reported_too(run):
+def test_object_twice_in_one_file_is_reported(run):
     run.write("a.yaml", f"{WEB}---\n{WEB}")
     assert run.look() == ["+web", *SYNCED]
     assert run.problems == ("a.yaml: Service default/web is already in a.yaml; ignored here",)
 
 
-def test_a_folder_that_is_not_there_at_start_is_an_error(tmp_path):
+def test_missing_folder_is_an_error_at_start(tmp_path):
     folder = FolderSource(tmp_path / "none", lambda event: None)
     with pytest.raises(ConfigError, match=r"no such folder of objects .*--source DIR"):
         folder.start()
 
 
-def test_a_folder_that_vanishes_keeps_everything(tmp_path, caplog):
+def test_vanished_folder_keeps_all_objects(tmp_path, caplog):
     caplog.set_level(logging.INFO, "kbpf.source")
     (tmp_path / "objects").mkdir()
     run = Run(tmp_path / "objects")
@@ -700,7 +706,7 @@ def test_a_folder_that_vanishes_keeps_everything(tmp_path, caplog):
     ]  # fmt: skip
 
 
-def test_a_file_that_cannot_be_read_keeps_what_it_held_until_it_can(run, monkeypatch):
+def test_unreadable_file_keeps_its_objects(run, monkeypatch):
     run.write("a.yaml", WEB)
     run.look()
     real, denied = open, [True]
@@ -737,7 +743,7 @@ def test_problems_and_ignored_kinds_are_logged_once(run, caplog):
     ids=("a cycle", "deep", "deep flow", "bytes", "half"),
 )
 def test_one_bad_file_spoils_only_itself(run, text):
-    """It sorts first, and held something before."""
+    """The bad file sorts first, and had a valid object before."""
     run.write("aaa.yaml", service("kept"))
     run.write("b.yaml", WEB)
     run.look()
@@ -753,7 +759,7 @@ def test_one_bad_file_spoils_only_itself(run, text):
     assert run.problems == ()
 
 
-def test_a_fault_of_ours_in_one_file_is_its_problem_and_the_others_go_on(run, monkeypatch, caplog):
+def test_internal_error_in_one_file_does_not_affect_the_others(run, monkeypatch, caplog):
     def broken(name, data):
         if name == "a.yaml":
             raise RuntimeError("on purpose")
@@ -783,7 +789,7 @@ def clocked(tmp_path) -> tuple[Run, Clock]:
     return run, clock
 
 
-def test_a_folder_that_becomes_empty_keeps_what_it_held_for_a_while_and_says_so(clocked, caplog):
+def test_emptied_folder_keeps_its_objects_for_a_grace_period(clocked, caplog):
     run, clock = clocked
     for _ in range(5):
         assert run.settle() == []
@@ -799,7 +805,7 @@ def test_a_folder_that_becomes_empty_keeps_what_it_held_for_a_while_and_says_so(
     assert run.problems == ()
 
 
-def test_what_comes_back_in_time_was_never_gone(clocked):
+def test_file_that_returns_within_the_grace_period_makes_no_event(clocked):
     run, clock = clocked
     assert run.settle() == []
     run.write("a.yaml", WEB)
@@ -811,7 +817,7 @@ def test_what_comes_back_in_time_was_never_gone(clocked):
     assert run.settle() == [], "the time begins again"
 
 
-def test_without_grace_an_empty_folder_is_taken_at_its_word(tmp_path):
+def test_without_grace_period_an_emptied_folder_deletes_its_objects(tmp_path):
     run = Run(tmp_path)
     run.folder = FolderSource(tmp_path, run.put, "n1", empty_grace=0.0)
     run.write("a.yaml", WEB)
@@ -820,7 +826,7 @@ def test_without_grace_an_empty_folder_is_taken_at_its_word(tmp_path):
     assert run.settle() == ["-web"]
 
 
-# --- in its thread ---
+# --- the folder's thread ---
 
 
 @pytest.fixture
@@ -839,7 +845,7 @@ def running(tmp_path) -> Iterator[Callable[[], Run]]:
     )
 
 
-def test_a_change_is_seen_within_half_a_second_and_stop_ends_it(running, tmp_path):
+def test_thread_reads_a_change_within_half_a_second_and_stops(running, tmp_path):
     (tmp_path / "a.yaml").write_text(WEB)
     run = running()
     until("it is read", lambda: len(run.events) == len(SYNCED) + 1)
@@ -850,7 +856,7 @@ def test_a_change_is_seen_within_half_a_second_and_stop_ends_it(running, tmp_pat
     assert 3 * POLL_INTERVAL < 0.5, "a change is read at the second look, and begins in the first"
 
 
-def test_a_fault_of_ours_does_not_end_the_thread(tmp_path, caplog):
+def test_internal_error_does_not_end_the_thread(tmp_path, caplog):
     (tmp_path / "a.yaml").write_text(WEB)
     said: list[Event] = []
     faults = [RuntimeError("no room")]

@@ -1,4 +1,6 @@
-"""LIST and WATCH against a scripted server: what goes wrong, and what is said and asked then."""
+"""LIST and WATCH against a scripted server: the reflector's events, requests and waits, mostly
+after errors of the server.
+"""
 
 import contextlib
 import itertools
@@ -39,7 +41,7 @@ END = {"k8s.io/initial-events-end": "true"}
 HEADLESS = "service.kubernetes.io/headless"
 
 
-# --- what the server says ---
+# --- responses of the server ---
 
 
 def service(name: str, version: int, **spec: Any) -> dict[str, Any]:
@@ -68,7 +70,7 @@ def error(code: int) -> dict[str, Any]:
 
 
 def streamed(*lines: Any, then: Callable[[Exchange], None] = Exchange.hang) -> Step:
-    """A watch that says these lines, and then ends, hangs, or breaks."""
+    """A watch that sends these lines and then ends, hangs or breaks."""
 
     def step(exchange: Exchange) -> None:
         exchange.watch(*lines)
@@ -95,11 +97,11 @@ def listed_a(*lines: Any, then: Callable[[Exchange], None] = Exchange.end) -> St
     return streamed(added("a", 5), bookmark(10, end=True), *lines, then=then)
 
 
-# --- what the reflector did ---
+# --- the reflector under test ---
 
 
 class Run:
-    """A reflector in its thread, what it said, and the waits that it asked for (not waited)."""
+    """A reflector in its thread, its events, and its waits (recorded, not waited)."""
 
     def __init__(self, server: ScriptedServer, resource: Resource = SERVICES, **options: Any):
         self.server = server
@@ -124,7 +126,7 @@ class Run:
             time.sleep(0.002)
 
     def __str__(self) -> str:
-        """How far it is: what came of it, what was asked, and what it waits for."""
+        """Events, requests, waits and state, for the message of a failed test."""
         status = self.reflector.status()
         return "\n".join(
             (
@@ -167,8 +169,9 @@ class Run:
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., Run]]:
-    """start(step, ...) runs a reflector against that script. With `hold` the test starts it, so
-    that the steps can use what start() returned.
+    """start(step, ...) runs a reflector against that script and returns its Run.
+
+    With `hold` the test itself starts the reflector, so that the steps can use the Run.
     """
     ends: list[Callable[[], None]] = []
 
@@ -191,7 +194,7 @@ def start() -> Iterator[Callable[..., Run]]:
 
 
 def counted(more: int, version: int = 90) -> Step:
-    """A list of one object, and so many more that are not in it."""
+    """A first page whose `remainingItemCount` is `more`."""
     meta = {"resourceVersion": str(version), "continue": "x", "remainingItemCount": more}
     return lambda exchange: exchange.answer(200, {"metadata": meta, "items": []})
 
@@ -203,7 +206,7 @@ PAGES = status(422, "sendInitialEvents: Forbidden")
 # --- listing ---
 
 
-def test_a_streaming_list_is_asked_for_as_kube_proxy_selects(start):
+def test_streaming_list_uses_the_selectors_of_kube_proxy(start):
     run = start(LISTED_A)
     run.until_watching(1)
     (request,) = run.server.requests
@@ -233,7 +236,7 @@ def test_a_streaming_list_is_asked_for_as_kube_proxy_selects(start):
     ],
     ids=("slices", "our node", "exempt pods of our node"),
 )
-def test_slices_our_node_and_its_pods_are_selected_too(start, resource, path, selector):
+def test_selectors_of_slices_our_node_and_exempt_pods(start, resource, path, selector):
     run = start(PAGES, listed(), resource=resource)
     run.server.wait(3)
     for request in run.server.requests:
@@ -242,7 +245,7 @@ def test_slices_our_node_and_its_pods_are_selected_too(start, resource, path, se
         assert chosen == selector
 
 
-def test_a_streaming_list_is_said_then_synced_then_watched(start):
+def test_streaming_list_then_synced_then_watch(start):
     run = start(streamed(added("a", 5), bookmark(10, end=True), added("b", 11), deleted("a", 12)))
     run.until(lambda: len(run.events) == 4)
     assert run.said == ["+a", "synced", "+b", "-a"]
@@ -257,7 +260,7 @@ def test_a_streaming_list_is_said_then_synced_then_watched(start):
 
 
 @pytest.mark.parametrize("code", [400, 422])
-def test_a_server_without_streaming_lists_is_read_by_pages(start, code):
+def test_server_without_streaming_lists_is_listed_by_pages(start, code):
     run = start(
         status(code, "sendInitialEvents: Forbidden"),
         listed(service("a", 5), token="t1"),
@@ -271,13 +274,13 @@ def test_a_server_without_streaming_lists_is_read_by_pages(start, code):
     assert run.waits == []
 
 
-def test_a_server_that_refused_streams_is_not_asked_for_one_again(start):
+def test_refused_streaming_list_is_not_requested_again(start):
     run = start(PAGES, listed(), streamed(error(410), then=Exchange.end), listed())
     run.server.wait(5)
     assert run.all_asked == ["stream", "page", "watch 100", "page", "watch 100"]
 
 
-def test_a_server_that_does_not_know_the_field_selector_is_filtered_here(start):
+def test_unsupported_field_selector_is_replaced_by_local_filtering(start):
     none = service("headless", 6, clusterIP="None")
     run = start(
         status(400, 'field selector "spec.clusterIP!=None": field label not supported: spec.c'),
@@ -290,7 +293,7 @@ def test_a_server_that_does_not_know_the_field_selector_is_filtered_here(start):
 
 
 @pytest.mark.parametrize("then", [Exchange.end, Exchange.cut, Exchange.reset])
-def test_a_streaming_list_that_breaks_off_says_no_synced_and_pages_follow(start, then):
+def test_broken_streaming_list_is_not_synced_and_pages_follow(start, then):
     run = start(streamed(added("a", 5), added("b", 6), then=then), listed(service("a", 5)))
     run.until_watching(3)
     assert run.all_asked == ["stream", "page", "watch 100"]
@@ -299,7 +302,7 @@ def test_a_streaming_list_that_breaks_off_says_no_synced_and_pages_follow(start,
     assert run.waits == [0.2]
 
 
-def test_a_stream_that_never_ends_its_list_is_given_up(start):
+def test_streaming_list_without_end_bookmark_times_out(start):
     def step(exchange: Exchange) -> None:
         exchange.watch(added("a", 5))
         run.until(lambda: run.said == ["+a"])
@@ -313,7 +316,7 @@ def test_a_stream_that_never_ends_its_list_is_given_up(start):
     assert run.all_asked == ["stream", "page", "watch 100"]
 
 
-def test_a_new_list_says_what_vanished_and_what_changed_but_not_what_is_the_same(start):
+def test_new_list_makes_events_only_for_differences(start):
     run = start(
         streamed(added("a", 1), added("b", 2), added("c", 3), bookmark(9, end=True), error(410)),
         streamed(added("a", 1), added("c", 8), added("d", 9), bookmark(10, end=True)),
@@ -322,7 +325,7 @@ def test_a_new_list_says_what_vanished_and_what_changed_but_not_what_is_the_same
     assert run.said == ["+a", "+b", "+c", "synced", "+c", "+d", "-b", "synced"]
 
 
-def test_an_object_that_came_and_went_while_the_list_was_streamed_is_gone(start):
+def test_object_deleted_during_a_streaming_list_stays_deleted(start):
     run = start(
         streamed(added("a", 1), added("b", 2), deleted("a", 3), bookmark(4, end=True), error(410)),
         streamed(added("b", 2), bookmark(10, end=True)),
@@ -331,7 +334,7 @@ def test_an_object_that_came_and_went_while_the_list_was_streamed_is_gone(start)
     assert run.said == ["+a", "+b", "-a", "synced", "synced"]
 
 
-def test_a_list_of_which_a_page_is_missing_deletes_nothing(start):
+def test_list_with_a_failed_page_deletes_nothing(start):
     run = start(
         PAGES,
         listed(service("a", 1), service("b", 2)),
@@ -346,7 +349,7 @@ def test_a_list_of_which_a_page_is_missing_deletes_nothing(start):
     assert run.all_asked[3:] == ["page", "page after t", "page", "page after t", "watch 200"]
 
 
-def test_a_list_with_something_unreadable_in_it_deletes_nothing(start):
+def test_list_with_an_unreadable_object_deletes_nothing(start):
     nameless = {"metadata": {}, "spec": {}}
     run = start(
         PAGES,
@@ -358,8 +361,8 @@ def test_a_list_with_something_unreadable_in_it_deletes_nothing(start):
     assert run.said == ["+a", "synced", "+b", "synced"]
 
 
-def test_a_streaming_list_with_rubbish_in_it_deletes_nothing_and_pages_tell_what_is_gone(start):
-    """What was deleted meanwhile does not stay until the next regular list."""
+def test_streaming_list_with_a_malformed_line_is_followed_by_pages(start):
+    """Without the list by pages, objects deleted meanwhile would stay until the next relist."""
     run = start(
         listed_a(error(410)),
         streamed(b"rubbish\n", added("b", 6), bookmark(20, end=True)),
@@ -371,7 +374,7 @@ def test_a_streaming_list_with_rubbish_in_it_deletes_nothing_and_pages_tell_what
 
 
 class NoList(NamedTuple):
-    """The body of an answer with status 200 that is no list, and what is said of it."""
+    """The body of a 200 response that is not a list, and the words of the error in either mode."""
 
     name: str
     body: bytes
@@ -393,7 +396,7 @@ NO_LISTS = [
     NoList("broken", b'{"items": [}\n', "the response is not a list: invalid JSON: JSON is "
                                         "malformed",
            "a line is not an event: invalid JSON: JSON is malformed"),
-    NoList("broken off", b'{"items": ', "the response is not a list: invalid JSON: ",
+    NoList("truncated", b'{"items": ', "the response is not a list: invalid JSON: ",
            "invalid JSON: the stream ended inside a line"),
     NoList("plain text", b"welcome\n", "the response is not a list: invalid JSON: ",
            "a line is not an event: invalid JSON: "),
@@ -402,7 +405,9 @@ NO_LISTS = [
 
 @pytest.mark.parametrize("how", ["pages", "stream"])
 @pytest.mark.parametrize("row", NO_LISTS, ids=lambda row: row.name)
-def test_an_answer_that_is_no_list_says_what_it_is(start, caplog, row: NoList, how: str):
+def test_response_that_is_not_a_list_is_an_error_that_describes_it(
+    start, caplog, row: NoList, how: str
+):
     caplog.set_level(logging.WARNING, "kbpf.source")
     steps = (PAGES,) if how == "pages" else ()
     run = start(*steps, lambda exchange: exchange.answer(200, row.body), listed(service("a", 1)))
@@ -422,7 +427,7 @@ def test_items_null_is_an_empty_list(start):
     assert run.asked(2) == "watch 9"
 
 
-def test_a_page_that_leads_to_itself_is_no_tight_loop(start):
+def test_page_that_continues_with_itself_is_an_error_with_backoff(start):
     run = start(PAGES, *[listed(service("a", 1), token="t")] * 8)
     run.until(lambda: len(run.waits) >= 3)
     assert "synced" not in run.said
@@ -448,7 +453,7 @@ def test_410_twice_waits_before_the_third_list(start):
     assert run.said == ["+a", "synced", "synced", "synced"]
 
 
-def test_410_as_the_answer_to_a_watch_leads_to_a_new_list_and_is_no_failure(start, caplog):
+def test_410_as_the_response_to_a_watch_leads_to_a_new_list_and_is_no_failure(start, caplog):
     run = start(listed_a(), status(410, "too old"), LISTED_A)
     run.until_watching(3)
     assert run.all_asked == ["stream", "watch 10", "stream"]
@@ -462,7 +467,7 @@ def test_410_between_pages_starts_the_list_over(start):
     assert run.said == ["+a", "+b", "-a", "synced"]
 
 
-def test_a_clean_end_goes_on_from_the_last_bookmark_at_once(start):
+def test_watch_that_ended_cleanly_resumes_at_the_last_bookmark_at_once(start):
     run = start(listed_a(bookmark(33)), streamed(added("b", 40)))
     run.until(lambda: "+b" in run.said)
     assert run.all_asked == ["stream", "watch 33"]
@@ -471,7 +476,7 @@ def test_a_clean_end_goes_on_from_the_last_bookmark_at_once(start):
 
 
 @pytest.mark.parametrize("then", [Exchange.end, Exchange.cut, Exchange.reset])
-def test_a_watch_cut_inside_a_line_goes_on_from_the_last_whole_one(start, then):
+def test_watch_cut_inside_a_line_resumes_after_the_last_complete_one(start, then):
     cut = json.dumps(added("c", 12)).encode()[:40]
     run = start(listed_a(added("b", 11), cut, then=then), streamed(added("c", 12)))
     run.until(lambda: "+c" in run.said)
@@ -488,7 +493,7 @@ def test_an_error_in_the_watch_leads_to_a_new_list(start, code):
     assert run.waits == [0.2]
 
 
-def test_a_line_that_is_no_event_may_have_been_one_so_a_list_follows(start):
+def test_malformed_line_in_a_watch_leads_to_a_new_list(start):
     run = start(
         listed_a(b"rubbish\n", added("b", 11)),
         streamed(added("a", 5), added("b", 11), bookmark(20, end=True)),
@@ -498,7 +503,7 @@ def test_a_line_that_is_no_event_may_have_been_one_so_a_list_follows(start):
     assert run.said[:3] == ["+a", "synced", "+b"]
 
 
-def test_a_poison_object_is_rejected_by_name_and_does_not_come_again(start):
+def test_malformed_object_is_rejected_and_the_watch_continues(start):
     poison = added("bad", 11, ports=[{"port": 70000}])
     run = start(listed_a(poison, added("b", 12)), streamed(added("c", 13)))
     run.until(lambda: "+c" in run.said)
@@ -509,13 +514,13 @@ def test_a_poison_object_is_rejected_by_name_and_does_not_come_again(start):
     )
 
 
-def test_an_object_that_turns_headless_is_gone(start):
+def test_service_that_becomes_headless_is_deleted(start):
     run = start(listed_a(added("a", 11, clusterIP="None"), added("b", 12, clusterIP="None")))
     run.until(lambda: "-a" in run.said)
     assert run.said == ["+a", "synced", "-a"]
 
 
-def test_an_idle_connection_that_the_server_closed_is_opened_anew_without_a_failure(start):
+def test_closed_idle_connection_is_reopened_without_a_failure(start):
     def step(exchange: Exchange) -> None:
         listed_a()(exchange)
         exchange.cut()
@@ -565,8 +570,8 @@ def test_a_failed_watch_keeps_the_objects_and_the_error_says_what_to_do(start, s
         seen.append(run.reflector.status().error)
         quiet(exchange)
 
-    # Four times: the first may fall on a kept connection, which is tried again at once.
-    # Then it looks whether the server has gone back.
+    # Four times, because the first may fail on a reused connection, which is retried at once.
+    # After an outage the reflector checks the server's version with a list of one object.
     run = start(listed_a(), *[step] * 4, listed(version=10), healed, hold=True)
     run.reflector.start()
     run.until_watching(7)
@@ -588,7 +593,7 @@ def test_retry_after_is_honoured(start, code):
     assert 7 <= waited <= 14
 
 
-def test_a_retry_after_that_is_a_date_or_absurd_does_not_stop_us(start):
+def test_retry_after_as_a_date_is_ignored_and_a_large_one_capped(start):
     run = start(
         status(429, Retry_After="Wed, 21 Oct 2026 07:28:00 GMT"),
         status(429, Retry_After="9" * 5000),
@@ -599,18 +604,18 @@ def test_a_retry_after_that_is_a_date_or_absurd_does_not_stop_us(start):
     assert 60 <= run.waits[1] <= 90
 
 
-def test_waits_double_to_half_a_minute(start):
+def test_waits_double_up_to_30_seconds(start):
     run = start(*[status(500)] * 11)
     run.until(lambda: len(run.waits) >= 10)
     assert run.waits[:10] == [0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 30, 30]
 
 
-def test_a_server_that_is_not_there_is_an_error_and_no_event(start):
+def test_refused_connection_is_an_error_and_no_event(start):
     run = start(LISTED_A)
     run.until_watching(1)
     run.server.__exit__()
     run.server.script = []
-    run.server = ScriptedServer()  # another port: the old one is refused
+    run.server = ScriptedServer()  # on another port, so the old one refuses connections
     run.until(lambda: run.reflector.status().failures >= 2)
     assert "connection refused" in run.reflector.status().error
     assert run.said == ["+a", "synced"]
@@ -624,19 +629,17 @@ def test_a_server_that_is_not_there_is_an_error_and_no_event(start):
         (504, "Too large resource version: 10, current: 4"),  # etcd was restored from a backup
     ],
 )
-def test_a_watch_that_the_server_refuses_for_good_leads_to_a_new_list(
-    start, code: int, message: str
-):
+def test_watch_refused_for_its_version_leads_to_a_new_list(start, code: int, message: str):
     run = start(listed_a(), status(code, message), LISTED_A)
     run.until(lambda: run.said.count("synced") == 2)
     assert run.all_asked == ["stream", "watch 10", "stream"]
 
 
-# --- a server that goes back ---
+# --- a server whose version goes back, e.g. after a restore of etcd ---
 
 
 def as_of(name: str, version: int, uid: str, **spec: Any) -> dict[str, Any]:
-    """A Service with a uid, in a watch's line."""
+    """A watch event with a Service that has a uid."""
     line = added(name, version, **spec)
     line["object"]["metadata"]["uid"] = uid
     return line
@@ -652,7 +655,7 @@ WENT_BACK = "the API server's version went back from"
         ("another uid", as_of("a", 5, "u1"), as_of("a", 5, "u2")),
     ],
 )
-def test_the_same_version_is_not_the_same_object(start, name, before, after):
+def test_equal_versions_with_different_content_or_uid_are_a_change(start, name, before, after):
     run = start(
         streamed(before, bookmark(10, end=True), error(410)),
         streamed(after, bookmark(11, end=True)),
@@ -665,7 +668,7 @@ def test_the_same_version_is_not_the_same_object(start, name, before, after):
     ("name", "line"),
     [("a bookmark", bookmark(7)), ("an event", added("b", 7)), ("a deletion", deleted("a", 7))],
 )
-def test_a_version_that_goes_back_is_one_warning_and_a_new_list(start, caplog, name, line):
+def test_version_that_goes_back_is_one_warning_and_a_new_list(start, caplog, name, line):
     run = start(
         listed_a(line, then=Exchange.hang),
         streamed(added("a", 3, clusterIP="10.96.0.2"), bookmark(8, end=True), bookmark(9)),
@@ -679,15 +682,15 @@ def test_a_version_that_goes_back_is_one_warning_and_a_new_list(start, caplog, n
     assert run.reflector.status().error == ""
 
 
-def test_it_went_back_from_the_last_version_that_was_heard(start, caplog):
-    """Also when that has come in the same piece."""
+def test_rewind_is_reported_from_the_last_received_version(start, caplog):
+    """Even if both versions arrive in one chunk."""
     both = b"".join(json.dumps(bookmark(version)).encode() + b"\n" for version in (20, 7))
     run = start(listed_a(both, then=Exchange.hang), streamed(added("a", 5), bookmark(15, end=True)))
     run.until(lambda: run.said.count("synced") == 2)
     assert f"{WENT_BACK} '20' to '7'" in caplog.text
 
 
-def test_what_a_restored_server_does_not_know_is_deleted(start, caplog):
+def test_objects_unknown_to_a_restored_server_are_deleted(start, caplog):
     run = start(
         listed_a(added("new", 12), error(410)),
         streamed(added("a", 5), bookmark(8, end=True)),
@@ -698,8 +701,8 @@ def test_what_a_restored_server_does_not_know_is_deleted(start, caplog):
     assert f"{WENT_BACK} '12' to '8' (first seen by watch services)" in caplog.text
 
 
-def test_after_an_outage_the_version_is_looked_at_before_the_watch_goes_on(start, caplog):
-    """A server that was restored may say nothing to a watch from its future."""
+def test_after_an_outage_a_rewind_is_detected_before_the_watch_resumes(start, caplog):
+    """A restored server may stay silent on a watch from a version it has not reached yet."""
     run = start(
         listed_a(added("new", 12), then=Exchange.cut),
         *[status(503)] * 2,
@@ -714,7 +717,7 @@ def test_after_an_outage_the_version_is_looked_at_before_the_watch_goes_on(start
     assert caplog.text.count(WENT_BACK) == 1
 
 
-def test_after_an_outage_a_server_that_went_on_is_asked_for_no_list(start, caplog):
+def test_after_an_outage_without_a_rewind_the_watch_resumes_without_a_list(start, caplog):
     run = start(
         listed_a(then=Exchange.cut), *[status(503)] * 2, listed(version=30), streamed(bookmark(31))
     )
@@ -723,7 +726,7 @@ def test_after_an_outage_a_server_that_went_on_is_asked_for_no_list(start, caplo
     assert WENT_BACK not in caplog.text
 
 
-def test_four_watches_that_see_the_same_restore_warn_once(caplog):
+def test_rewind_seen_by_four_watches_is_one_warning(caplog):
     cluster = Cluster(Access("http://x", "the test"))
     for name in ("services", "endpointslices", "nodes", "pods"):
         cluster.report_rewind(name, "100", "7")
@@ -739,11 +742,14 @@ def test_versions_are_compared_as_numbers(before, now, back):
     assert is_rewind(before, now) == back
 
 
-# --- the regular list ---
+# --- the hourly relist ---
 
 
 def relisted(start: Callable[..., Run], *lines: Any) -> Run:
-    """An hour after `a` and `b` were listed (versions 5 and 6 of 10) all are listed again."""
+    """A Run that lists `a` and `b` (versions 5 and 6, list version 10), then `lines` an hour later.
+
+    A bookmark with version 20 comes before the second list.
+    """
 
     def later(exchange: Exchange) -> None:
         exchange.watch(added("a", 5), added("b", 6), bookmark(10, end=True))
@@ -760,20 +766,18 @@ def relisted(start: Callable[..., Run], *lines: Any) -> Run:
 
 
 DRIFT = [
-    ("nothing", [added("a", 5), added("b", 6)], [], 0),
-    ("a change since", [added("a", 5), added("b", 25)], ["+b"], 0),
-    ("a new one since", [added("a", 5), added("b", 6), added("c", 25)], ["+c"], 0),
-    ("a change that was missed", [added("a", 5), added("b", 15)], ["+b"], 1),
-    ("one that was missed", [added("a", 5), added("b", 6), added("c", 15)], ["+c"], 1),
-    ("a deletion that was missed", [added("a", 5)], ["-b"], 1),
+    ("no change", [added("a", 5), added("b", 6)], [], 0),
+    ("a change after the watch's version", [added("a", 5), added("b", 25)], ["+b"], 0),
+    ("a new object after it", [added("a", 5), added("b", 6), added("c", 25)], ["+c"], 0),
+    ("a missed change", [added("a", 5), added("b", 15)], ["+b"], 1),
+    ("a missed new object", [added("a", 5), added("b", 6), added("c", 15)], ["+c"], 1),
+    ("a missed deletion", [added("a", 5)], ["-b"], 1),
     ("other content", [added("a", 5), added("b", 6, clusterIP="10.9.9.9")], ["+b"], 1),
 ]
 
 
 @pytest.mark.parametrize(("name", "lines", "said", "drift"), DRIFT, ids=[row[0] for row in DRIFT])
-def test_the_regular_list_finds_what_was_missed_and_is_quiet_otherwise(
-    start, caplog, name, lines, said, drift
-):
+def test_relist_finds_and_counts_missed_changes(start, caplog, name, lines, said, drift):
     run = relisted(start, *lines, bookmark(30, end=True))
     assert run.said[3:-1] == said
     assert run.reflector.status().drift == drift
@@ -781,10 +785,10 @@ def test_the_regular_list_finds_what_was_missed_and_is_quiet_otherwise(
     assert run.waits == []
 
 
-# --- what has no end ---
+# --- responses without an end ---
 
 
-def test_a_head_that_is_dribbled_ends(start, monkeypatch):
+def test_response_header_sent_slowly_times_out(start, monkeypatch):
     monkeypatch.setattr("kbpf.source.api.transport.HEADERS_TIMEOUT", 0.3)
 
     def dribble(exchange: Exchange) -> None:
@@ -800,7 +804,7 @@ def test_a_head_that_is_dribbled_ends(start, monkeypatch):
     assert "the response header took too long" in run.reflector.status().error
 
 
-def test_a_page_that_is_dribbled_ends(start, monkeypatch):
+def test_page_sent_slowly_times_out(start, monkeypatch):
     monkeypatch.setattr("kbpf.source.api.reflector.PAGE_TIMEOUT", 0.3)
 
     def dribble(exchange: Exchange) -> None:
@@ -816,7 +820,7 @@ def test_a_page_that_is_dribbled_ends(start, monkeypatch):
     assert "a page of services took too long" in run.reflector.status().error
 
 
-def test_a_page_that_is_too_long_ends(start, monkeypatch):
+def test_page_over_the_size_limit_is_an_error(start, monkeypatch):
     monkeypatch.setattr("kbpf.source.api.reflector.MAX_PAGES_BYTES", 200_000)
 
     def endless(exchange: Exchange) -> None:
@@ -834,7 +838,7 @@ def test_a_page_that_is_too_long_ends(start, monkeypatch):
 @pytest.mark.parametrize(
     ("each", "error"), [(300, ""), (301, "the list is not complete after 600 s")]
 )
-def test_a_list_of_pages_has_its_time(start, each: int, error: str):
+def test_list_by_pages_times_out_after_600_seconds(start, each: int, error: str):
     seen: list[str] = []
 
     def page(token: str) -> Step:
@@ -856,7 +860,7 @@ def test_a_list_of_pages_has_its_time(start, each: int, error: str):
     assert run.asked(3) == ("page" if error else "page after 2")
 
 
-def test_an_answer_is_a_contact(start):
+def test_error_response_counts_as_contact(start):
     def refuse(exchange: Exchange) -> None:
         run.now += 5
         status(500)(exchange)
@@ -867,7 +871,7 @@ def test_an_answer_is_a_contact(start):
     assert run.reflector.status().last_contact == 1005.0
 
 
-def test_all_pages_together_have_a_bound():
+def test_pages_of_all_watches_share_a_memory_limit():
     room = PageMemory(100)
     with room.lease() as one, room.lease() as two:
         one(60)
@@ -878,7 +882,7 @@ def test_all_pages_together_have_a_bound():
         again(100)
 
 
-def test_the_items_of_a_page_have_a_bound(start, monkeypatch):
+def test_page_with_too_many_items_is_an_error(start, monkeypatch):
     monkeypatch.setattr("kbpf.source.api.reflector.COUNT_ITEMS_FROM_BYTES", 10)
     monkeypatch.setattr("kbpf.source.decode.wire.MAX_PAGE_ITEMS", 100)
     many = {"metadata": {"resourceVersion": "5"}, "items": [{}] * 101}
@@ -887,7 +891,7 @@ def test_the_items_of_a_page_have_a_bound(start, monkeypatch):
     assert run.waits == [0.4]
 
 
-def test_a_list_that_takes_long_is_a_problem_while_it_does(start):
+def test_list_is_a_problem_after_30_seconds(start):
     def step(exchange: Exchange) -> None:
         exchange.watch(added("a", 5))
         run.until(lambda: run.said == ["+a"])
@@ -914,7 +918,9 @@ def test_a_list_that_takes_long_is_a_problem_while_it_does(start):
         ("empty lines alone", b"\n", 5, ""),
     ],
 )
-def test_a_watch_whose_bytes_say_nothing_is_not_well(start, name, piece, steps, error):
+def test_watch_with_an_unfinished_line_fails_and_one_with_empty_lines_ends(
+    start, name, piece, steps, error
+):
     seen: list[str] = []
 
     def step(exchange: Exchange) -> None:
@@ -945,8 +951,8 @@ def test_a_watch_whose_bytes_say_nothing_is_not_well(start, name, piece, steps, 
     assert run.asked(1) == "watch 10"
 
 
-def test_a_line_that_begins_after_a_quiet_time_has_all_its_time(start):
-    """A bookmark comes once a minute; a large object comes in several pieces."""
+def test_line_after_a_silent_minute_has_its_full_time(start):
+    """Bookmarks come once a minute, and a large object comes in several chunks."""
     line = json.dumps(added("b", 11)).encode() + b"\n"
 
     def step(exchange: Exchange) -> None:
@@ -967,7 +973,7 @@ def test_a_line_that_begins_after_a_quiet_time_has_all_its_time(start):
     assert len(run.server.requests) == 1
 
 
-def test_run_in_a_thread_of_the_caller_ends_with_stop(start):
+def test_run_in_the_callers_thread_ends_with_stop(start):
     run, stop = start(LISTED_A, hold=True), threading.Event()
     thread = threading.Thread(target=run.reflector.run, args=(stop,))
     thread.start()
@@ -981,15 +987,15 @@ def test_run_in_a_thread_of_the_caller_ends_with_stop(start):
 # --- silence ---
 
 
-def test_a_server_that_accepts_and_says_nothing_is_an_error(start):
-    # More than one answer may come too late for so short a patience.
+def test_silent_server_is_an_error(start):
+    # Several responses may miss the very short timeout on a busy machine.
     run = start(Exchange.hang, *[LISTED_A] * 100, response_timeout=0.1)
     run.until(lambda: "synced" in run.said)
     assert run.waits[0] == 0.2
     assert run.all_asked[:2] == ["stream", "stream"]
 
 
-def test_a_watch_that_falls_silent_is_taken_up_again_and_is_no_failure(start, caplog):
+def test_silent_watch_is_resumed_without_a_failure(start, caplog):
     run = start(LISTED_A, streamed(added("b", 11)), silence_timeout=0.1, response_timeout=5)
     run.until(lambda: "+b" in run.said)
     assert run.asked(1) == "watch 10"
@@ -997,15 +1003,15 @@ def test_a_watch_that_falls_silent_is_taken_up_again_and_is_no_failure(start, ca
     assert run.said[:3] == ["+a", "synced", "+b"]
 
 
-def test_a_list_that_falls_silent_is_an_error(start):
+def test_silent_streaming_list_is_an_error(start):
     run = start(streamed(added("a", 5)), listed(service("a", 5)), silence_timeout=0.1)
     run.until(lambda: "synced" in run.said)
     assert run.all_asked[:2] == ["stream", "page"]
     assert run.waits == [0.2]
 
 
-def test_a_page_may_take_longer_than_a_watch_may_be_silent(start):
-    """A server that reads it from etcd says nothing meanwhile."""
+def test_page_may_take_longer_than_the_silence_timeout(start):
+    """The server is silent while it reads the page from etcd."""
 
     def slow(exchange: Exchange) -> None:
         body = json.dumps({"metadata": {"resourceVersion": "100"}, "items": []}).encode()
@@ -1026,14 +1032,14 @@ def test_a_page_may_take_longer_than_a_watch_may_be_silent(start):
     ("name", "script"),
     [
         ("watches that end at once", [streamed(then=Exchange.end)]),
-        ("watches that say something and end", [streamed(added("b", 11), then=Exchange.end)]),
+        ("watches that end after an event", [streamed(added("b", 11), then=Exchange.end)]),
         ("watches that break", [streamed(bookmark(11), then=Exchange.reset)]),
-        ("410 for ever", [streamed(error(410), then=Exchange.end), listed_a()]),
-        ("410 as the answer for ever", [status(410), listed_a()]),
-        ("500 for ever", [status(500)]),
+        ("410 in every watch", [streamed(error(410), then=Exchange.end), listed_a()]),
+        ("410 as every response", [status(410), listed_a()]),
+        ("500 as every response", [status(500)]),
         ("closed before the headers", [Exchange.cut]),
-        ("rubbish", [streamed(b"rubbish\n", then=Exchange.end), listed_a()]),
-        ("a list of which the watch is refused", [status(400), listed_a()]),
+        ("malformed lines", [streamed(b"rubbish\n", then=Exchange.end), listed_a()]),
+        ("lists, but refused watches", [status(400), listed_a()]),
     ],
 )
 def test_no_tight_loop(start, name, script):
@@ -1044,7 +1050,7 @@ def test_no_tight_loop(start, name, script):
     assert max(run.waits) >= 12
 
 
-def test_watches_that_end_again_and_again_without_an_error_are_told(start):
+def test_watches_that_keep_ending_at_once_are_reported(start):
     seen: list[str] = []
 
     def fine(exchange: Exchange) -> None:
@@ -1057,7 +1063,7 @@ def test_watches_that_end_again_and_again_without_an_error_are_told(start):
     assert "each watch ends within 5 s" in seen[0]
 
 
-def test_a_watch_that_lived_starts_the_count_again(start):
+def test_watch_that_lived_resets_the_backoff(start):
     def lives(exchange: Exchange) -> None:
         exchange.watch(bookmark(20))
         run.until(lambda: run.reflector.status().resource_version == "20")
@@ -1068,7 +1074,8 @@ def test_a_watch_that_lived_starts_the_count_again(start):
     run = start(*[status(500)] * 3, listed_a(), lives, ends, hold=True)
     run.reflector.start()
     run.server.wait(7)
-    # Three failures, a list that ended at once, then at once after the one that lived, then not.
+    # Three failures and a watch that ended at once; no wait after the watch that lived; then a wait
+    # after the next watch that ended at once.
     assert run.waits[:4] == [0.2, 0.4, 0.8, 1.6]
     run.until(lambda: len(run.waits) == 5)
     assert run.waits[4] == 0.4
@@ -1077,17 +1084,17 @@ def test_a_watch_that_lived_starts_the_count_again(start):
 # --- stopping ---
 
 SOON = 8.0
-"""Seconds: more than a busy machine needs, less than anything that a reflector waits for."""
+"""Seconds: more than a busy machine needs, less than any timeout of the reflector."""
 
 
 def stops(reflector: Reflector) -> None:
-    """Its thread ends, whatever it was waiting for."""
+    """Calls stop() and checks that the thread ends soon."""
     reflector.stop()
     until("it has ended", lambda: reflector.status().state is SourceState.STOPPED, SOON)
 
 
 def full_listener() -> Iterator[str]:
-    """A port at which connect() neither succeeds nor fails: its queue is full."""
+    """A port at which connect() blocks, because the accept queue is full."""
     with socket.create_server(("127.0.0.1", 0), backlog=0) as listener:
         address = listener.getsockname()
         fillers = [socket.socket() for _ in range(3)]
@@ -1111,7 +1118,7 @@ def full_listener() -> Iterator[str]:
         ),
     ],
 )
-def test_stop_ends_it(start, name, script):
+def test_stop_during_a_request(start, name, script):
     run = start(*script)
     run.server.wait(len(script))
     time.sleep(0.05)
@@ -1119,13 +1126,13 @@ def test_stop_ends_it(start, name, script):
     assert run.reflector.status().error == ""
 
 
-def test_stop_ends_it_while_it_backs_off(start):
+def test_stop_during_backoff(start):
     run = start(status(500, Retry_After="60"), wait=lambda stop, seconds: stop.wait(seconds))
     run.until(lambda: run.state is SourceState.RETRYING)
     stops(run.reflector)
 
 
-def test_stop_ends_it_while_it_connects():
+def test_stop_during_connect():
     for url in full_listener():
         reflector = Reflector(Cluster(Access(url, "the test")), SERVICES, lambda event: None)
         reflector.start()
@@ -1134,7 +1141,7 @@ def test_stop_ends_it_while_it_connects():
         stops(reflector)
 
 
-def test_stop_ends_it_while_it_shakes_hands():
+def test_stop_during_the_tls_handshake():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         url = f"https://127.0.0.1:{listener.getsockname()[1]}"
         cluster = Cluster(Access(url, "the test", insecure=True))
@@ -1146,7 +1153,7 @@ def test_stop_ends_it_while_it_shakes_hands():
         accepted.close()
 
 
-def test_a_source_that_waits_does_not_say_that_it_watches(start):
+def test_state_is_retrying_between_watches(start):
     run = start(listed_a(), streamed(then=Exchange.end), wait=lambda stop, s: stop.wait(s))
     run.until(lambda: run.state is SourceState.RETRYING)
     assert run.reflector.status().error == ""
@@ -1160,10 +1167,10 @@ def test_stop_before_start_is_no_error():
     assert reflector.status().state is SourceState.STOPPED
 
 
-# --- what the operator sees ---
+# --- logging ---
 
 
-def test_a_change_of_health_is_logged_once(start, caplog):
+def test_failure_and_recovery_are_logged_once(start, caplog):
     caplog.set_level(logging.INFO, "kbpf.source")
     run = start(*[status(503, "not yet")] * 6, LISTED_A)
     run.until_watching(7)
@@ -1177,7 +1184,7 @@ def test_a_change_of_health_is_logged_once(start, caplog):
     assert lines[2][1] == "watch recovered name=services after=0s"
 
 
-def test_a_fault_of_ours_does_not_end_the_thread(start, caplog):
+def test_internal_error_does_not_end_the_thread(start, caplog):
     class Faulty(Run):
         def put(self, event: Event) -> None:
             if not self.waits:
@@ -1195,7 +1202,7 @@ def test_a_fault_of_ours_does_not_end_the_thread(start, caplog):
     assert run.waits[0] == 0.2
 
 
-# --- the parts ---
+# --- OutageLog, Backoff and KnownVersions ---
 
 
 MINUTE = 60.0
@@ -1203,14 +1210,14 @@ FOUR = ("endpointslices", "nodes", "pods", "services")
 
 
 def told(outages: OutageLog, name: str, reason: str, minutes: float) -> tuple[str, float] | None:
-    """What is logged of a failure at this time, the watches and how many minutes."""
+    """Records a failure; returns the (watches, minutes) that are logged for it, or None."""
     outage = outages.record_failure(name, reason, minutes * MINUTE)
     return outage and (",".join(outage.names), outage.seconds / MINUTE)
 
 
-def test_the_failure_of_four_watches_is_one_line_that_is_repeated():
+def test_failure_of_four_watches_is_one_line_repeated_with_growing_intervals():
     outages, lines = OutageLog(), []
-    for tick in range(0, 40 * 2 + 1):  # each tries twice a minute
+    for tick in range(0, 40 * 2 + 1):  # each watch fails twice a minute
         minutes = tick / 2
         lines += [line for name in FOUR if (line := told(outages, name, "refused", minutes))]
     first, *repeated = lines
@@ -1222,14 +1229,14 @@ def test_the_failure_of_four_watches_is_one_line_that_is_repeated():
     assert told(outages, "nodes", "refused", 50) == ("nodes", 0), "and the next is another one"
 
 
-def test_reasons_that_take_turns_are_a_line_each_and_no_more():
+def test_alternating_reasons_are_one_line_each():
     outages = OutageLog()
     lines = [told(outages, "pods", reason, at / 60) for at in range(59) for reason in "ab"]
     assert list(filter(None, lines)) == [("pods", 0), ("pods", 0)]
     assert outages.record_recovery("pods", 59.0) == (("pods",), 59.0)
 
 
-def test_a_watch_that_may_not_list_does_not_hide_the_end_of_an_outage():
+def test_forbidden_watch_does_not_hide_the_recovery_of_the_others():
     outages = OutageLog()
     told(outages, "nodes", "403", 0)
     for name in FOUR:
@@ -1239,7 +1246,7 @@ def test_a_watch_that_may_not_list_does_not_hide_the_end_of_an_outage():
     assert ends == [None, None, (("endpointslices", "pods", "services"), 13 * MINUTE - 600)]
 
 
-def test_reasons_without_end_are_forgotten():
+def test_number_of_remembered_reasons_is_limited():
     outages = OutageLog()
     for number in range(1000):
         assert told(outages, "pods", f"error {number}", 0)
@@ -1263,25 +1270,25 @@ def test_the_same_failure_of_two_watches_is_one_line(caplog):
     assert len(lines) == 1
 
 
-def test_pace_spreads_the_waits():
+def test_backoff_has_jitter():
     chances = itertools.cycle([0.0, 0.5, 1.0])
     pace = Backoff(lambda: next(chances))
     waits = [pace.next_delay(failed=True, healthy_for=0) for _ in range(3)]
     assert waits == [pytest.approx(it) for it in (0.1, 0.3, 0.8)]
 
 
-def test_pace_does_not_wait_after_the_first_clean_end_only():
+def test_backoff_is_zero_only_after_the_first_clean_end():
     pace = Backoff(lambda: 1.0)
     assert [pace.next_delay(failed=False, healthy_for=1) for _ in range(4)] == [0, 0.4, 0.8, 1.6]
 
 
-def test_pace_after_a_failure_a_clean_end_waits():
+def test_backoff_waits_at_a_clean_end_after_a_failure():
     pace = Backoff(lambda: 1.0)
     assert pace.next_delay(failed=True, healthy_for=0) == 0.2
     assert pace.next_delay(failed=False, healthy_for=1) == 0.4
 
 
-def test_pace_stays_finite():
+def test_backoff_is_capped_after_many_tries():
     pace = Backoff(lambda: 1.0, tries=100_000)
     assert pace.next_delay(failed=True, healthy_for=0) == 30
 
@@ -1294,27 +1301,27 @@ def item(version: str, good: bool = True, error: str = "") -> DecodedObject:
     return DecodedObject(KEY, version, OBJECT if good and not error else None, error)
 
 
-def test_known_says_nothing_about_an_object_that_it_never_said():
+def test_unknown_object_is_not_deleted():
     known = KnownVersions()
     assert known.update(item("1"), True, 0) is None
     assert known.update(item("1", good=False), False, 0) is None
 
 
-def test_known_deletes_a_rejected_object_too():
+def test_rejected_object_can_be_deleted():
     known = KnownVersions()
     assert known.update(item("1", error="bad"), False, 0) == Rejected(KEY, "bad")
     assert known.update(item("2"), True, 5) == Delete(KEY, 5)
     assert len(known) == 0
 
 
-def test_known_says_an_object_without_a_version_each_time():
+def test_object_without_a_version_is_always_a_change():
     known = KnownVersions()
     assert (
         known.update(item(""), False, 0) == known.update(item(""), False, 0) == Upsert(KEY, OBJECT)
     )
 
 
-def test_known_after_a_list_that_was_not_sound_can_delete_with_the_next():
+def test_list_after_an_unreadable_one_deletes_again():
     known = KnownVersions()
     known.update(item("1"), False, 0)
     known.begin_list()
@@ -1328,11 +1335,11 @@ def test_errors_are_one_line():
     assert "\n" not in str(SourceError("a\nb"))
 
 
-# --- all Nodes, or our own ---
+# --- watching all Nodes or only our own ---
 
 
 class Nodes(NamedTuple):
-    """What the server says of the number of Nodes, and which of them are watched then."""
+    """The response to the count of Nodes, and the field selector of the watch that follows."""
 
     what: str
     first: Step
@@ -1341,16 +1348,16 @@ class Nodes(NamedTuple):
 
 OWN = "metadata.name=n1"
 NODES = [
-    Nodes("one", counted(0), ""),
-    Nodes("a page", counted(PAGE_SIZE - 1), ""),
+    Nodes("one Node", counted(0), ""),
+    Nodes("a full page", counted(PAGE_SIZE - 1), ""),
     Nodes("more than a page", counted(PAGE_SIZE), OWN),
-    Nodes("a server that does not count", listed(version=90), ""),
-    Nodes("they may not be listed", status(403, "nodes is forbidden"), OWN),
+    Nodes("a server without remainingItemCount", listed(version=90), ""),
+    Nodes("listing is forbidden", status(403, "nodes is forbidden"), OWN),
 ]
 
 
 @pytest.mark.parametrize("row", NODES, ids=lambda row: row.what)
-def test_all_nodes_are_watched_where_there_are_not_too_many(start, row: Nodes):
+def test_all_nodes_are_watched_up_to_one_page(start, row: Nodes):
     run = start(row.first, streamed(bookmark(100, end=True)), resource=node_resource("n1", "auto"))
     run.until_watching(2)
     first, stream = run.server.requests
@@ -1361,16 +1368,16 @@ def test_all_nodes_are_watched_where_there_are_not_too_many(start, row: Nodes):
 
 
 @pytest.mark.parametrize(("setting", "selector"), [("all", ""), ("own", OWN)])
-def test_the_setting_needs_no_count(start, setting: str, selector: str):
+def test_explicit_watch_nodes_setting_needs_no_count(start, setting: str, selector: str):
     run = start(streamed(bookmark(100, end=True)), resource=node_resource("n1", setting))
     run.until_watching(1)
     (stream,) = run.server.requests
     assert stream.query.get("fieldSelector", "") == selector
 
 
-def test_a_cluster_that_grows_is_watched_no_longer(start):
-    """Nodes are counted before each list; those that are not watched any more are deleted, and it
-    is no drift.
+def test_cluster_that_outgrows_a_page_is_watched_by_own_node_only(start):
+    """Nodes are counted before each list. Those no longer watched are deleted, which does not count
+    as drift.
     """
 
     def node(name: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The bytes of a watch and what they say: chunking, bookmarks, errors, rubbish."""
+"""Decoding the bytes of a watch: chunking, bookmarks, errors and malformed lines."""
 
 import itertools
 import json
@@ -47,7 +47,7 @@ def stream(*lines: bytes, version: str = "1") -> tuple[list[WatchMessage], Watch
     return watch.feed(b"".join(lines)), watch
 
 
-def test_an_added_object_is_said_and_moves_the_version():
+def test_added_object_is_returned_and_advances_the_version():
     (said,), watch = stream(line("ADDED", service("web", "7")))
     assert isinstance(said, ObjectChanged)
     assert isinstance(said.item.object, Service)
@@ -56,14 +56,14 @@ def test_an_added_object_is_said_and_moves_the_version():
     assert watch.resource_version == "7"
 
 
-def test_a_deleted_object_is_gone_and_moves_the_version():
+def test_deleted_object_is_returned_and_advances_the_version():
     (said,), watch = stream(line("DELETED", service("web", "8")))
     assert isinstance(said, ObjectChanged)
     assert said.deleted
     assert watch.resource_version == "8"
 
 
-def test_a_malformed_object_is_named_and_does_not_come_again():
+def test_malformed_object_is_returned_with_its_error_and_advances_the_version():
     (said,), watch = stream(line("MODIFIED", service("web", "9", ports=[{"port": 70000}])))
     assert isinstance(said, ObjectChanged)
     assert said.item.error == "spec.ports[0].port: 70000 is not a port"
@@ -71,26 +71,26 @@ def test_a_malformed_object_is_named_and_does_not_come_again():
     assert watch.resource_version == "9"
 
 
-def test_an_object_with_a_field_of_the_wrong_type_is_named_too():
+def test_object_with_a_field_of_the_wrong_type_is_returned_with_its_error():
     (said,), watch = stream(line("MODIFIED", service("web", "9", ports=7)))
     assert isinstance(said, ObjectChanged)
     assert said.item.error == "spec.ports: expected a list, got an integer"
     assert watch.resource_version == "9"
 
 
-def test_a_bookmark_moves_the_version_and_says_nothing():
+def test_bookmark_only_advances_the_version():
     said, watch = stream(bookmark("20"))
     assert said == []
     assert watch.resource_version == "20"
 
 
-def test_the_end_mark_outside_of_a_list_is_a_bookmark_like_any_other():
+def test_initial_events_end_outside_a_list_is_an_ordinary_bookmark():
     said, watch = stream(bookmark("20", END))
     assert said == []
     assert watch.resource_version == "20"
 
 
-def test_in_a_streaming_list_the_version_is_that_of_the_end_mark_alone():
+def test_streaming_list_takes_its_version_from_the_end_bookmark_only():
     watch = WatchStream(Kind.SERVICE, initial=True)
     assert len(watch.feed(line("ADDED", service("a", "50")) + bookmark("60"))) == 1
     assert watch.resource_version == ""
@@ -102,7 +102,7 @@ def test_in_a_streaming_list_the_version_is_that_of_the_end_mark_alone():
     assert watch.resource_version == "56"
 
 
-def test_the_error_410_means_expired():
+def test_error_410_means_expired():
     said, _ = stream(error(410, "too old resource version"))
     assert said == [VersionExpired("too old resource version")]
 
@@ -111,7 +111,7 @@ def test_another_error_means_failed_with_its_code():
     assert stream(error(500, "etcd"))[0] == [WatchFailed(500, "etcd")]
 
 
-def test_an_error_that_says_nothing_means_failed():
+def test_error_without_code_and_message_means_failed():
     assert stream(line("ERROR", {}))[0] == [WatchFailed(0, "no message")]
 
 
@@ -133,13 +133,13 @@ RUBBISH = [
 ]
 
 
-def test_of_an_unknown_type_as_much_is_shown_as_a_line_has_room_for():
+def test_unknown_event_type_is_truncated_in_the_error():
     said, _ = stream(line("A" * 5000, {}))
     assert said == [MalformedLine(f"unknown event type '{'A' * 40}'")]
 
 
 @pytest.mark.parametrize("rubbish", RUBBISH, ids=lambda it: repr(it[:40]))
-def test_rubbish_is_one_problem_and_the_stream_goes_on(rubbish):
+def test_malformed_line_is_one_problem_and_the_stream_continues(rubbish):
     said, watch = stream(rubbish, line("ADDED", service("web", "7")))
     problem, changed = said
     assert isinstance(problem, MalformedLine)
@@ -149,16 +149,16 @@ def test_rubbish_is_one_problem_and_the_stream_goes_on(rubbish):
     assert watch.resource_version == "7"
 
 
-def test_empty_lines_are_nothing():
+def test_empty_lines_are_ignored():
     assert stream(b"\n", b" \r\n", b"\n")[0] == []
 
 
-def test_a_line_ends_with_crlf_too():
+def test_line_may_end_with_crlf():
     said, _ = stream(line("ADDED", service("web", "7"))[:-1] + b"\r\n")
     assert isinstance(said[0], ObjectChanged)
 
 
-def test_a_cut_line_is_never_decoded():
+def test_truncated_line_is_never_decoded():
     whole = line("ADDED", service("web", "7"))
     for size in (1, len(whole) // 2, len(whole) - 1):
         said, watch = stream(whole[:size])
@@ -167,7 +167,7 @@ def test_a_cut_line_is_never_decoded():
         assert watch.resource_version == "1"
 
 
-def test_a_whole_line_leaves_nothing():
+def test_complete_line_leaves_no_remainder():
     assert not stream(line("ADDED", service("web", "7")))[1].close()
     assert not WatchStream(Kind.SERVICE).close()
 
@@ -177,14 +177,14 @@ def test_a_whole_line_leaves_nothing():
     [([], False), ([b"x"], True), ([b"x", b"\n"], False), ([b"\n"], False), ([b"\n{"], True),
      ([b"{", b"}\n{", b"}"], True), ([b"{", b"}\n"], False)],
 )  # fmt: skip
-def test_whether_a_line_has_begun(pieces, inside):
+def test_is_inside_line(pieces, inside):
     stream = WatchStream(Kind.SERVICE, "1")
     for piece in pieces:
         stream.feed(piece)
     assert stream.is_inside_line is inside
 
 
-def test_a_line_without_end_is_given_up():
+def test_line_over_the_limit_fails_the_watch():
     watch = WatchStream(Kind.SERVICE)
     part = b"x" * (MAX_LINE_BYTES // 2)
     assert watch.feed(part) == watch.feed(part) == []
@@ -214,7 +214,7 @@ LINES = [
     initial=st.booleans(),
 )
 @settings(max_examples=200)
-def test_any_chunking_says_the_same(lines, cuts, tail, initial):
+def test_any_chunking_gives_the_same_messages(lines, cuts, tail, initial):
     data = b"".join(lines) + tail
     whole = WatchStream(Kind.SERVICE, "0", initial=initial)
     expected = whole.feed(data)
