@@ -43,9 +43,9 @@ SERVICE = "service default/web-71"
 SYMPTOMS = [
     Symptom("the Service has no endpoint that is ready: `cluster set: empty`",
             "a1/unready", {}, "a2", "ClusterIP", REFUSED, SERVICE, "cluster set: empty"),
-    Symptom("the port is none of the Service's: refused, too, at a ClusterIP",
+    Symptom("the Service has no such port, which a ClusterIP refuses too",
             "a1", {}, "a2", "ClusterIP", REFUSED, "status",
-            "refused: a ClusterIP, but a port that no Service has", 81),
+            "refused: a ClusterIP, but no Service has this port", 81),
     Symptom("and no endpoint on the client's node: `local set: empty`",
             "b1", {"internal_policy": "Local"}, "a2", "ClusterIP", AT_ONCE, SERVICE,
             "local set: empty"),
