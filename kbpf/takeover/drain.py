@@ -63,7 +63,7 @@ class KubeProxyDrain:
         )
 
     def close(self) -> None:
-        """See base.Remains."""
+        """Nothing to release: this class holds no lock."""
 
 
 def _has_ipvs_state() -> bool:

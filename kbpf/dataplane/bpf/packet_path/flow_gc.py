@@ -3,11 +3,11 @@ entry no longer points at them.
 
 Two CPUs that start the same UDP flow at once may choose different backends or SNAT ports. The
 original-direction entry written last determines the flow, which orphans the reply entries of the
-other choice. Flows are evicted by their original-direction entries (make_room() in tc.c), so
+other choice. Flows are evicted by their original-direction entries (evict_one() in tc.c), so
 orphans would stay for ever.
 
-A new flow may reuse an entry while it is examined. So it is looked up and deleted in one step, and
-put back if it is not the one that was read.
+A new flow may reuse an entry while it is examined. So an entry is looked up and deleted in one
+step, and put back if it is not the one that was read.
 """
 
 import logging
@@ -83,10 +83,12 @@ def _has_original(flows: Map, raw: bytes) -> bool:
 
 
 def _remove_if_unchanged(flows: Map, key: bytes, raw: bytes) -> bool:
-    """Deletes the entry if it has not changed."""
+    """Deletes the entry if it has not changed since it was read; returns whether it did. Otherwise
+    puts it back, unless a program has inserted another one meanwhile.
+    """
     removed = flows.lookup_and_delete(key)
     if removed is None:
         return False
-    if removed != raw:
+    if removed != raw:  # add() does not overwrite an entry
         flows.add(key, removed)
     return removed == raw
