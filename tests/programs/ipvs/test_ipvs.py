@@ -1,5 +1,5 @@
-"""The IPVS data plane on a kernel that has IPVS: two nodes of the lab, one of them with the plane,
-whose pods serve; connections come from the node, its pods, the other node and outside.
+"""The IPVS data plane on a kernel with IPVS: a node of the lab with the plane and two pods that
+serve; connections come from the node, its pods and outside.
 """
 
 import contextlib
@@ -54,7 +54,7 @@ PODS4, PODS6 = Cidr(parse_addr("10.244.1.0"), 120), Cidr(parse_addr("fd00:10:244
 
 
 class Ground:
-    """The lab, the places in it, and a plane on node 1."""
+    """The lab, the clients in it, and a plane on node 1."""
 
     def __init__(self, lab: Lab, folder: Path) -> None:
         self.lab, self.folder = lab, folder
@@ -74,7 +74,7 @@ class Ground:
         self.start()
 
     def start(self, **changed: Any) -> IpvsPlane:
-        """A new agent's plane, after the one before has ended."""
+        """Starts a new agent's plane after closing the last one."""
         self.plane.close()
         self.plane = IpvsPlane(replace(self.config, **changed))
         self.do(self.plane.open)
@@ -87,12 +87,12 @@ class Ground:
         return replace_state(desired(*services, nodes=f"{self.node.ip} {self.node.ip6}"), more)
 
     def apply(self, *services: ServiceState, sound: bool = True, **more: Any) -> Report:
-        """These and nothing else."""
+        """Programs exactly these Services."""
         wanted = self.state(*services, **more)
         return self.do(lambda: self.plane.apply(wanted, None, sound))
 
     def kernel(self) -> dict[str, dict[str, int]]:
-        """Virtual services, their real servers and weights."""
+        """Virtual services, and the weights of their real servers."""
 
         def read() -> dict[str, dict[str, int]]:
             face = IpvsClient()
@@ -106,8 +106,8 @@ class Ground:
 
         return self.do(read)
 
-    def traces(self) -> str:
-        """All that a plane leaves in a node's network."""
+    def kernel_state(self) -> str:
+        """All state that a plane has in the node's network namespace."""
         links = run("ip", "-n", self.node.netns, "-br", "link", "show", "type", "dummy")
         rules = self.do(lambda: run("nft", "list", "tables"))
         return "".join((*map(str, self.kernel().items()), links, rules))
@@ -135,7 +135,9 @@ def a_and_b(ground: Ground, port: int, v6: bool = False) -> str:
 
 
 class Row(NamedTuple):
-    """Who dials what, who answers (or how it fails), and whom the backend sees."""
+    """A client, its destination, the pods that answer (or the error), and the source that
+    they see.
+    """
 
     name: str
     client: str
@@ -243,7 +245,7 @@ def applied(ground: Ground) -> Ground:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_who_answers(applied: Ground, row: Row):
+def test_connection_reaches_its_backends(applied: Ground, row: Row):
     host, _, port = row.to.rpartition(":")
     fails = row.outcome in (REFUSED, DROPPED)
     place = applied.places[row.client]
@@ -268,8 +270,8 @@ def test_who_answers(applied: Ground, row: Row):
         assert seen <= (OWN if row.sees == NODES else {row.sees}), answers
 
 
-def test_what_services_have_had_is_counted(applied: Ground):
-    """By Service port, whatever frontend was dialled: for metrics."""
+def test_connections_and_bytes_are_counted_by_service(applied: Ground):
+    """By Service port, whichever frontend was used, for metrics."""
 
     def had() -> ConnectionStats:
         found = applied.do(lambda: applied.plane.count_traffic(lambda: None))
@@ -281,7 +283,7 @@ def test_what_services_have_had_is_counted(applied: Ground):
         host, _, port = address.rpartition(":")
         assert "error" not in applied.outside.tcp(host, int(port))
 
-    def is_counted() -> bool:  # the kernel adds up what each CPU has, each 2 s
+    def is_counted() -> bool:  # the kernel sums up its per-CPU counters every 2 s
         after = had()
         return (
             after.begun >= before.begun + 3
@@ -292,21 +294,21 @@ def test_what_services_have_had_is_counted(applied: Ground):
     until("connections and bytes are counted", is_counted)
 
 
-def test_affinity(applied: Ground):
+def test_affinity_keeps_one_backend(applied: Ground):
     for port in (88, 89):
         place = applied.outside if port == 88 else applied.b
         names = {place.tcp(LB4, port)["name"] for _ in range(6)}
         assert len(names) == 1, port
 
 
-def test_weights_hold(applied: Ground):
-    """Of every four connections three go to who has three quarters of the weight."""
+def test_connections_follow_weights(applied: Ground):
+    """With weights 3 and 1 the first backend gets three of every four connections."""
     for _ in range(3):
         names = [applied.outside.tcp(VIP4, 91)["name"] for _ in range(4)]
         assert sorted(names) == ["a", "a", "a", "b"]
 
 
-def test_every_scheduler_can_be_had(applied: Ground):
+def test_every_scheduler_works(applied: Ground):
     ground = applied
     for name in IPVS_SCHEDULERS:
         ground.start(ipvs_scheduler=name)
@@ -323,7 +325,7 @@ def _schedulers() -> set[str]:
 
 
 class Drain(NamedTuple):
-    """Who dials a Service, and where; by a short circuit, if its external policy is Local."""
+    """A client and a frontend; with external policy Local (`local`) it is a short circuit."""
 
     name: str
     client: str
@@ -341,8 +343,8 @@ DRAINS = [
 
 
 @pytest.mark.parametrize("row", DRAINS, ids=lambda row: row.name)
-def test_drained_then_gone(applied: Ground, row: Drain):
-    """A connection outlives its backend's leaving; new ones go elsewhere; then it is removed."""
+def test_connection_outlives_its_drained_backend(applied: Ground, row: Drain):
+    """A connection outlives its backend's removal from the set; new ones go elsewhere."""
     ground, place, v6 = applied, applied.places[row.client], ":" in row.host
     frontends = (f"[{VIP6}]:70 NodePort=[::]:30070" if v6
                  else f"{VIP4}:70 NodePort=0.0.0.0:30070 LoadBalancer={LB4}:70")  # fmt: skip
@@ -377,7 +379,7 @@ def test_drained_then_gone(applied: Ground, row: Drain):
     assert weights() == {a: 1, b: 0}
     all_talk()
     assert {dial().get("name") for _ in range(4)} == {"a"}
-    start()  # a restart drains on
+    start()  # a restart continues the drain
     apply(a)
     assert weights() == {a: 1, b: 0}
     apply("")
@@ -395,8 +397,8 @@ def test_drained_then_gone(applied: Ground, row: Drain):
         place.ask("drop", keep=f"k{i}")
 
 
-def test_a_policy_that_is_cluster_now_keeps_what_is_there(applied: Ground):
-    """A connection by a short circuit goes on, and the short circuit goes after it."""
+def test_change_to_policy_cluster_keeps_short_circuit_connections(applied: Ground):
+    """A connection through a short circuit continues, and the short circuit is deleted after it."""
     ground, two = applied, a_and_b(applied, 8080)
     local, cluster = (
         service("policy", f"{VIP4}:74 NodePort=0.0.0.0:30074", two, external_local=is_local)
@@ -421,7 +423,7 @@ def test_a_policy_that_is_cluster_now_keeps_what_is_there(applied: Ground):
     connection = ground.do(dial)
     name, mark = talk(), marks()
     assert len(mark) == 1
-    for state in (cluster, local, cluster):  # nobody else dials: IPVS remembers it for 2 minutes
+    for state in (cluster, local, cluster):  # no new connections: IPVS remembers each for 2 minutes
         ground.apply(state)
         assert (talk(), marks()) == (name, mark)
         ground.start()
@@ -432,7 +434,7 @@ def test_a_policy_that_is_cluster_now_keeps_what_is_there(applied: Ground):
     assert ground.node.host.tcp(NODE, 30074).get("name") in ("a", "b")
 
 
-def test_drained_without_connections_goes(applied: Ground):
+def test_drained_server_without_connections_is_removed(applied: Ground):
     ground, at = applied, f"{VIP4}:71"
     ground.apply(service("drain", at, a_and_b(ground, 8080)))
     ground.apply(service("drain", at, f"{ground.a.ip}:8080"))
@@ -444,8 +446,10 @@ def test_drained_without_connections_goes(applied: Ground):
     until("it is removed", ticked)
 
 
-def test_udp_moves_at_once(applied: Ground):
-    """A client with one port is led on when its backend stops serving, and refused without any."""
+def test_udp_client_moves_at_once(applied: Ground):
+    """A client's socket moves when its backend stops serving, and is refused without any
+    backend.
+    """
     ground, at = applied, f"{VIP4}:72"
     b_only, a_only = f"{ground.b.ip}:5353", f"{ground.a.ip}:5353"
     ground.apply(service("moves", at, b_only, protocol=UDP))
@@ -461,8 +465,8 @@ def test_udp_moves_at_once(applied: Ground):
     until("it is refused", lambda: again() == REFUSED)
 
 
-def test_one_port_of_a_client_again_and_again(applied: Ground):
-    """Whether its last connection is over or not, and whoever serves by now."""
+def test_reused_client_port_reaches_the_current_backend(applied: Ground):
+    """Whether the port's last connection has ended or not, and whichever pod serves by then."""
     ground, at = applied, f"{VIP4}:73"
 
     def dial() -> str:
@@ -482,11 +486,11 @@ def test_one_port_of_a_client_again_and_again(applied: Ground):
 
 
 RETRANSMITTED = 100
-"""Where tcpi_total_retrans stands in struct tcp_info (linux/tcp.h)."""
+"""Offset of tcpi_total_retrans in struct tcp_info (linux/tcp.h)."""
 
 
 def closes_first(listener: socket.socket, name: str) -> None:
-    """Each client is told the name, and the end."""
+    """A server that sends its name to each client and closes first."""
     with contextlib.suppress(OSError):
         while True:
             with listener.accept()[0] as s:
@@ -496,9 +500,9 @@ def closes_first(listener: socket.socket, name: str) -> None:
                 s.recv(1)
 
 
-def test_one_port_whose_last_connection_the_server_has_ended(applied: Ground):
-    """IPVS remembers it as in TIME_WAIT, net.ipv4.vs.conn_reuse_mode: the next one with this port
-    is served, by who serves by now, and not by its second SYN (kubernetes/kubernetes#81775).
+def test_client_port_in_time_wait_reaches_the_current_backend(applied: Ground):
+    """IPVS keeps the connection in TIME_WAIT (net.ipv4.vs.conn_reuse_mode). The next one from this
+    port must reach the current backend with its first SYN (kubernetes/kubernetes#81775).
     """
     ground, at = applied, f"{VIP4}:73"
     outside = Path("/run/netns") / str(ground.lab.outside)
@@ -529,8 +533,8 @@ def test_one_port_whose_last_connection_the_server_has_ended(applied: Ground):
             assert [netns.run_in(outside, dial) for _ in range(3)] == [(name, 0)] * 3
 
 
-def test_strict_arp(applied: Ground):
-    """Nobody on the network hears that the node has an address of its dummy device."""
+def test_strict_arp_answers_no_arp_for_virtual_addresses(applied: Ground):
+    """The node must not answer ARP requests for addresses of its dummy device."""
     ground, lab = applied, applied.lab
     settings = ("net.ipv4.conf.all.arp_ignore", "net.ipv4.conf.all.arp_announce")
     ip(f"route add {LB4}/32 dev {lab.prefix}", netns=lab.outside)
@@ -553,8 +557,8 @@ def test_strict_arp(applied: Ground):
         ip(f"route del {LB4}/32 dev {lab.prefix}", netns=lab.outside)
 
 
-def test_settings(applied: Ground):
-    """IPVS' own: masquerading, and an end with the real server."""
+def test_ipvs_sysctls_are_set(applied: Ground):
+    """Settings of IPVS: conntrack entries, and expiry of connections with their real server."""
     names = [f"net.ipv4.vs.{name}" for name in
              ("conntrack", "expire_nodest_conn", "expire_quiescent_template")]  # fmt: skip
     applied.do(lambda: [sysctl.write(name, "0") for name in names])
@@ -562,8 +566,8 @@ def test_settings(applied: Ground):
     assert applied.do(lambda: [sysctl.read(name) for name in names]) == ["1", "1", "1"]
 
 
-def test_idle_connections_are_kept_as_long_as_is_asked(applied: Ground):
-    """0 leaves what is there."""
+def test_connection_timeouts_are_set(applied: Ground):
+    """0 keeps the kernel's value."""
     ground = applied
 
     def times() -> ConnectionTimeouts:
@@ -587,7 +591,7 @@ def test_idle_connections_are_kept_as_long_as_is_asked(applied: Ground):
         ground.do(put_back)
 
 
-def test_flushed_virtual_services_come_back(applied: Ground):
+def test_flushed_virtual_services_are_restored(applied: Ground):
     ground = applied
     ground.start()
     ground.apply(*services(ground))
@@ -613,8 +617,8 @@ def test_flushed_virtual_services_come_back(applied: Ground):
     assert ground.kernel() == before
 
 
-def test_node_ports_are_at_the_selected_addresses(applied: Ground):
-    """At each of them; not at another one of the node's, and not at a virtual address."""
+def test_node_ports_are_served_at_selected_addresses_only(applied: Ground):
+    """At each selected address; not at other addresses of the node or at virtual ones."""
     ground, own = applied, ("198.18.0.101", "198.18.0.102")
     ip(*(f"addr add {one}/24 dev eth0" for one in own), netns=ground.node.netns)
     try:
@@ -651,7 +655,7 @@ table ip filter {
 """
 
 
-def test_foreign_services_and_tables_stay(applied: Ground):
+def test_foreign_virtual_services_and_tables_stay(applied: Ground):
     ground = applied
     theirs = VirtualServiceKey(6, parse_addr("203.0.113.1"), 80)
 
@@ -703,9 +707,9 @@ PLAIN4, PLAIN6 = "203.0.113.2", "fd00:203::2"
 
 
 @pytest.mark.parametrize("v6", [False, True], ids=["v4", "v6"])
-def test_masquerade_is_the_kernels(applied: Ground, v6: bool):
-    """A backend sees of a connection of ours the address of the node that it sees behind a plain
-    virtual service and one rule that masquerades, such as kube-proxy's.
+def test_masquerade_source_is_the_kernels_choice(applied: Ground, v6: bool):
+    """The backend sees the same address of the node as with a plain virtual service and one
+    masquerade rule, as kube-proxy has.
     """
     ground = applied
     l3, bits, plain, own = ("ip6", 128, PLAIN6, VIP6) if v6 else ("ip", 32, PLAIN4, VIP4)
@@ -752,7 +756,7 @@ def test_masquerade_is_the_kernels(applied: Ground, v6: bool):
         ip(f"addr del {plain}/{bits} dev lo", netns=ground.node.netns)
 
 
-def test_what_an_unsound_start_does_not_know_stays(applied: Ground):
+def test_unknown_services_stay_until_the_state_is_authoritative(applied: Ground):
     ground = applied
     web, other = (service(name, f"{VIP4}:{port}", a_and_b(ground, 8080))
                   for name, port in (("web", 80), ("other", 81)))  # fmt: skip
@@ -766,12 +770,12 @@ def test_what_an_unsound_start_does_not_know_stays(applied: Ground):
 
 
 class Killed(Exception):
-    """An agent has ended here."""
+    """Raised where the agent is killed."""
 
 
 @contextlib.contextmanager
 def killed(monkeypatch: pytest.MonkeyPatch, steps: int) -> Iterator[list[int]]:
-    """After so many steps of a plane's that change the kernel; how many of them are left."""
+    """Raises Killed after so many steps that change the kernel; yields how many steps are left."""
     left = [steps]
 
     def mortal(does: Callable[..., T]) -> Callable[..., T]:
@@ -791,36 +795,34 @@ def killed(monkeypatch: pytest.MonkeyPatch, steps: int) -> Iterator[list[int]]:
             yield left
 
 
-def test_whoever_follows_one_that_was_killed_makes_it_whole(
-    applied: Ground, monkeypatch: pytest.MonkeyPatch
-):
-    """At every step of a change by which a Service comes, one goes, and one moves."""
+def test_next_agent_completes_a_killed_change(applied: Ground, monkeypatch: pytest.MonkeyPatch):
+    """At every step of a change that adds a Service, deletes one and changes one."""
     ground = applied
     a, b = (f"{pod.ip}:8080" for pod in (ground.a, ground.b))
     ports = f"{VIP4}:80 NodePort=0.0.0.0:30080"
     old = (service("web", ports, a), service("goes", f"{EXT4}:80", a))
     new = (service("web", ports, b), service("comes", f"{LB4}:80", f"{a} {b}"))
 
-    def there() -> tuple[Any, ...]:
-        ground.do(lambda: ground.plane.tick(1e9))  # nobody is drained any more
+    def node_state() -> tuple[Any, ...]:
+        ground.do(lambda: ground.plane.tick(1e9))  # removes drained servers
         addresses = run("ip", "-n", ground.node.netns, "-br", "addr", "show", "dev", DEVICE)
         return ground.kernel(), ground.do(ground.plane._read_elements), sorted(addresses.split())
 
     ground.apply(*new)
-    wanted, steps, is_over = there(), 0, False
-    while not is_over:
+    wanted, steps, is_complete = node_state(), 0, False
+    while not is_complete:
         ground.apply(*old)
         with killed(monkeypatch, steps) as left:
             ground.apply(*new)
-            is_over = left[0] > 0
+            is_complete = left[0] > 0
         ground.start()
         ground.apply(*new)
-        assert there() == wanted, f"killed after {steps} steps"
+        assert node_state() == wanted, f"killed after {steps} steps"
         steps += 1
     assert steps > 5
 
 
-def test_a_lost_table_is_made_good(applied: Ground):
+def test_table_flushed_before_a_start_is_restored(applied: Ground):
     ground = applied
     ground.apply(*services(ground))
     before = ground.kernel()
@@ -832,7 +834,7 @@ def test_a_lost_table_is_made_good(applied: Ground):
     assert ground.outside.tcp(VIP4, 81)["error"] == REFUSED
 
 
-def test_a_flush_under_way_is_made_good(applied: Ground):
+def test_table_flushed_while_running_is_restored(applied: Ground):
     ground = applied
     ground.apply(*services(ground))
     elements = ground.do(ground.plane._read_elements)
@@ -844,8 +846,8 @@ def test_a_flush_under_way_is_made_good(applied: Ground):
     ground.start()
 
 
-def test_a_closed_forward_lets_answers_pass(applied: Ground):
-    """What goes to backends does not meet it, what comes back does."""
+def test_replies_pass_a_closed_forward_chain(applied: Ground):
+    """Packets to backends are accepted by mark; replies need the rule in FORWARD."""
     ground = applied
     ground.apply(*services(ground))
     base = "type filter hook forward priority 0; policy drop;"
@@ -865,7 +867,7 @@ def test_a_closed_forward_lets_answers_pass(applied: Ground):
 
 
 def test_restart_changes_nothing(applied: Ground):
-    """Not the mark of a short circuit either, by which connections go on."""
+    """The marks of short circuits stay as well, because connections depend on them."""
     ground, more = applied, {"local_networks": (PODS4, PODS6)}
     ats = ((NODE, 30092), (NODE6, 30092), (NODE, 30084), (LB4, 84))
     dials = [(place, *at) for place in (ground.node.host, ground.b) for at in ats]
@@ -884,8 +886,8 @@ def test_restart_changes_nothing(applied: Ground):
         place.ask("drop", keep=f"r{i}")
 
 
-def test_a_change_costs_what_has_changed(applied: Ground):
-    """Beside 1,000 servers; nobody says how long it takes, but the report how many writes it is."""
+def test_change_writes_only_what_changed(applied: Ground):
+    """With 1,000 servers. Not the time is measured, but the writes that the report counts."""
     ground = applied
     many = [
         service(f"m{i}", f"10.96.{1 + i // 250}.{1 + i % 250}:80",
@@ -899,17 +901,17 @@ def test_a_change_costs_what_has_changed(applied: Ground):
     many[7] = service("m7", "10.96.1.8:80", " ".join(f"10.99.7.{j}:80" for j in range(1, 12)))
     changed = ground.state(*many)
     report = ground.do(lambda: ground.plane.apply(changed, {many[7].key}))
-    assert report.writes == {"ipvs": 1, "nft": 1}, "a real server, and that it may ask itself"
+    assert report.writes == {"ipvs": 1, "nft": 1}, "the real server, and its hairpin element"
     assert ground.kernel()["10.96.1.8:80/6"]["10.99.7.11:80"] == 1
 
 
 def test_remove_leaves_nothing(applied: Ground):
     ground = applied
     ground.apply(*services(ground))
-    assert DEVICE in ground.traces()
-    assert "kbpf" in ground.traces()
+    assert DEVICE in ground.kernel_state()
+    assert "kbpf" in ground.kernel_state()
     ground.do(ground.plane.remove)
-    assert ground.traces() == ""
+    assert ground.kernel_state() == ""
     assert not list(ground.folder.rglob("*"))
     ground.start()
 
@@ -939,8 +941,8 @@ status: {addresses: [{type: InternalIP, address: 198.18.0.1}]}
 """
 
 
-def test_the_agent(applied: Ground, tmp_path: Path):
-    """`kbpf run --mode ipvs`: serves, follows a change, outlives a kill; cleanup removes all."""
+def test_agent_in_mode_ipvs_serves_restarts_and_is_cleaned_up(applied: Ground, tmp_path: Path):
+    """`kbpf run --mode ipvs` serves, follows a change and survives a kill; cleanup removes all."""
     ground = applied
     ground.do(ground.plane.remove)
     folder, log = tmp_path / "objects", (tmp_path / "log").open("wb")
@@ -994,5 +996,5 @@ def test_the_agent(applied: Ground, tmp_path: Path):
         assert second.wait(60) == 0
     assert names(NODE, 30080) == {"a"}
     run(*kbpf, "cleanup", *where)
-    assert ground.traces() == ""
+    assert ground.kernel_state() == ""
     ground.start()

@@ -1,6 +1,6 @@
-"""The IPVS data plane when something goes wrong: what the kernel refuses, what others destroy, and
-agents that are killed between any two calls. IPVS is a fake (tests/support/faults/fake_ipvs.py),
-all else is real: nftables, netlink, addresses.
+"""The IPVS data plane under failures: requests that the kernel refuses, state that others destroy,
+and agents that are killed between any two calls. IPVS is a fake
+(tests/support/faults/fake_ipvs.py); nftables, netlink and addresses are real.
 """
 
 import errno
@@ -48,15 +48,15 @@ def elements(node: Node, *names: SetName) -> set[str]:
 
 
 def refused(node: Node, *services: ServiceState, **more: Any) -> dict[str, str]:
-    """Service port → the kernel's words, after an apply()."""
+    """Applies the Services; returns the kernel's error for each refused Service port."""
     report = node.apply(*services, **more)
     return {key.name: words for key, words in report.refused.items()}
 
 
-# ---- what the kernel refuses ---------------------------------------------------------------------
+# ---- refused by the kernel -----------------------------------------------------------------------
 
 
-def test_a_refused_address_keeps_nobody_else_from_being_served(fake_node: Node):
+def test_refused_address_does_not_stop_other_services(fake_node: Node):
     node = fake_node
     node.start()
     bad = service("bad", "[fd00:96::1]:80 ExternalIP=[ff0e::1]:80", "[fd00:244::2]:80")
@@ -75,7 +75,7 @@ def test_a_refused_address_keeps_nobody_else_from_being_served(fake_node: Node):
     assert node.addresses() == {"10.96.0.1", "10.96.0.2"}
 
 
-def test_what_is_refused_again_and_again_costs_no_transaction(fake_node: Node):
+def test_repeated_refusal_makes_no_transaction(fake_node: Node):
     node = fake_node
     node.start()
     bad = service("bad", "[fd00:96::1]:80 ExternalIP=[ff0e::1]:80", "[fd00:244::2]:80")
@@ -85,7 +85,7 @@ def test_what_is_refused_again_and_again_costs_no_transaction(fake_node: Node):
     assert node.plane._kernel.nft_transactions == made
 
 
-def test_an_address_that_the_kernel_takes_later(fake_node: Node, monkeypatch: pytest.MonkeyPatch):
+def test_address_refused_at_first_is_added_later(fake_node: Node, monkeypatch: pytest.MonkeyPatch):
     node, real = fake_node, dummy.add_addresses
     node.start()
 
@@ -105,7 +105,9 @@ def test_an_address_that_the_kernel_takes_later(fake_node: Node, monkeypatch: py
     assert elements(node, SetName.SERVED) == {"10.96.0.1:80", "10.96.0.2:80"}
 
 
-def test_a_refused_address_that_comes_to_the_node(fake_node: Node, monkeypatch: pytest.MonkeyPatch):
+def test_refused_address_later_on_the_node_is_served(
+    fake_node: Node, monkeypatch: pytest.MonkeyPatch
+):
     node = fake_node
     node.start()
     no = KernelError("no", errno=errno.ENOMEM)
@@ -117,7 +119,7 @@ def test_a_refused_address_that_comes_to_the_node(fake_node: Node, monkeypatch: 
     assert (node.addresses(), set(node.ipvs.shown())) == (set(), {"10.96.0.2:80/6"})
 
 
-def test_a_node_without_ipv6_serves_ipv4(fake_node: Node):
+def test_node_with_ipv6_disabled_serves_ipv4(fake_node: Node):
     node = fake_node
     node.start()
     v6 = service("web6", "[fd00:96::1]:80", "[fd00:244::2]:80")
@@ -133,8 +135,8 @@ def test_a_node_without_ipv6_serves_ipv4(fake_node: Node):
 
 
 class Refusal(NamedTuple):
-    """A change that IPVS refuses for a while, and what is there meanwhile: of real servers, and
-    whether anybody is let in.
+    """A request that IPVS refuses for a while; the real servers that exist meanwhile, and the
+    frontends that are served.
     """
 
     name: str
@@ -163,7 +165,7 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize("row", REFUSALS, ids=lambda row: row.name)
-def test_what_ipvs_refuses_is_tried_again_and_keeps_no_other(fake_node: Node, row: Refusal):
+def test_refused_ipvs_request_is_retried_and_stops_no_other(fake_node: Node, row: Refusal):
     node = fake_node
     node.start()
     both = service("web", "10.96.0.1:80", f"{A} {B}")
@@ -182,7 +184,7 @@ def test_what_ipvs_refuses_is_tried_again_and_keeps_no_other(fake_node: Node, ro
     assert (node.ipvs.shown(), node.addresses()) == ({}, set())
 
 
-def test_a_service_that_is_refused_may_go(fake_node: Node):
+def test_refused_service_can_be_deleted(fake_node: Node):
     node = fake_node
     node.start()
     node.ipvs.refuse = lambda change: errno.ENOMEM if str(change.service)[:9] == "10.96.0.1" else 0
@@ -192,7 +194,7 @@ def test_a_service_that_is_refused_may_go(fake_node: Node):
     assert elements(node, *SetName) == elements(fresh(node, OTHER), *SetName)
 
 
-def test_a_scheduler_that_the_kernel_lacks_is_replaced_at_once(fake_node: Node):
+def test_missing_scheduler_is_replaced_at_once(fake_node: Node):
     node = fake_node
     node.start()
     node.ipvs.refuse = lambda c: errno.ENOENT if c.settings and c.settings.scheduler == "mh" else 0
@@ -213,10 +215,10 @@ LACKS = [
 
 
 @pytest.mark.parametrize(("asked", "lacks", "gets"), LACKS)
-def test_any_scheduler_but_the_simplest_may_be_missing(
+def test_missing_schedulers_fall_back_to_simpler_ones(
     fake_node: Node, asked: str, lacks: set[str], gets: str
 ):
-    """It is said once for each, and what is there then counts as what was asked for."""
+    """Each is reported once; the scheduler in use then counts as the configured one."""
     node = fake_node
     node.start(replace(node.config, ipvs_scheduler=asked))
     node.ipvs.refuse = lambda c: errno.ENOENT if c.settings and c.settings.scheduler in lacks else 0
@@ -227,11 +229,11 @@ def test_any_scheduler_but_the_simplest_may_be_missing(
     assert len(said) == len(lacks)
     assert gets in said[-1]
     node.plane.invalidate()
-    assert node.apply(WEB, OTHER).writes == {}, "nobody has changed it"
+    assert node.apply(WEB, OTHER).writes == {}, "nothing has changed"
     assert [line for line in node.plane.problems() if "scheduler" in line] == said
 
 
-def test_a_kernel_without_any_scheduler_refuses_all(fake_node: Node):
+def test_kernel_without_any_scheduler_refuses_all_services(fake_node: Node):
     node = fake_node
     node.start()
     node.ipvs.refuse = lambda c: errno.ENOENT if c.settings else 0
@@ -241,17 +243,17 @@ def test_a_kernel_without_any_scheduler_refuses_all(fake_node: Node):
 
 
 def fresh(node: Node, *services: ServiceState) -> Node:
-    """What a first agent programs."""
+    """Programs these as a first agent would."""
     node.do(node.plane.remove)
     node.start()
     node.apply(*services)
     return node
 
 
-# ---- the node's own addresses --------------------------------------------------------------------
+# ---- addresses of the node -----------------------------------------------------------------------
 
 
-def test_an_address_that_comes_to_the_node_leaves_the_device_and_comes_back(fake_node: Node):
+def test_virtual_address_follows_the_nodes_addresses(fake_node: Node):
     node = fake_node
     vip = service("vip", "10.96.0.1:80 LoadBalancer=192.0.2.1:80", A)
     node.run("ip", "addr", "add", "192.0.2.1/32", "dev", "lo")
@@ -266,10 +268,10 @@ def test_an_address_that_comes_to_the_node_leaves_the_device_and_comes_back(fake
         assert "192.0.2.1:80/6" in node.ipvs.shown()
 
 
-# ---- NodePorts that meet exact frontends ---------------------------------------------------------
+# ---- NodePorts and exact frontends at the same address and port ----------------------------------
 
 
-def test_a_node_port_outlives_an_external_ip_on_the_same_port(fake_node: Node):
+def test_node_port_outlives_an_external_ip_on_the_same_port(fake_node: Node):
     node, at = fake_node, f"{OWN}:30080/6"
     node.run("ip", "addr", "add", f"{OWN}/32", "dev", "lo")
     node.start()
@@ -285,10 +287,10 @@ def test_a_node_port_outlives_an_external_ip_on_the_same_port(fake_node: Node):
     assert node.ipvs.shown() == {}
 
 
-# ---- a start at which not everything is known ----------------------------------------------------
+# ---- a start with incomplete knowledge -----------------------------------------------------------
 
 
-def test_an_unknown_service_costs_neither_repairs_nor_forward_nor_time(fake_node: Node):
+def test_unknown_service_does_not_delay_repairs_or_changes(fake_node: Node):
     node = fake_node
     node.run("nft", "add table ip filter; add chain ip filter FORWARD "
              "{ type filter hook forward priority 0; policy drop; }")  # fmt: skip
@@ -303,13 +305,13 @@ def test_an_unknown_service_costs_neither_repairs_nor_forward_nor_time(fake_node
     reads = node.ipvs.calls["services"]
     node.apply(WEB, OTHER, touched=[OTHER.key], sound=False)
     node.apply(WEB, touched=[OTHER.key], sound=False)
-    assert node.ipvs.calls["services"] == reads, "a change costs the change"
+    assert node.ipvs.calls["services"] == reads, "a change costs only the change"
     node.run("nft", "flush", "ruleset")
     node.tick()
     assert elements(node, SetName.SERVED) >= {"10.96.0.1:80"}
 
 
-def test_what_an_earlier_agent_left_is_as_wanted_once_it_is_known(fake_node: Node):
+def test_state_of_an_earlier_agent_is_updated_once_known(fake_node: Node):
     node = fake_node
     lost, more = service("lost", "10.96.0.9:80", f"{A} {B}"), service("more", "10.96.0.8:80", A)
     node.start()
@@ -327,10 +329,10 @@ def test_what_an_earlier_agent_left_is_as_wanted_once_it_is_known(fake_node: Nod
     assert "10.96.0.8:80" not in elements(node, *SetName)
 
 
-# ---- what others destroy -------------------------------------------------------------------------
+# ---- state that others destroy -------------------------------------------------------------------
 
 
-def test_a_repair_that_fails_is_tried_again(fake_node: Node, monkeypatch: pytest.MonkeyPatch):
+def test_failed_repair_is_retried(fake_node: Node, monkeypatch: pytest.MonkeyPatch):
     node = fake_node
     node.start()
     node.apply(WEB)
@@ -342,7 +344,7 @@ def test_a_repair_that_fails_is_tried_again(fake_node: Node, monkeypatch: pytest
         patch.setattr(ruleset, "add_elements", raising(busy))
         with pytest.raises(KernelError, match="busy"):
             node.tick()
-    assert node.addresses() == {"10.96.0.1"}, "nothing is taken away on the way"
+    assert node.addresses() == {"10.96.0.1"}, "the failed repair removes nothing"
     node.tick()
     assert elements(node, *SetName) == before
 
@@ -354,7 +356,7 @@ def raising(error: Exception) -> Callable[..., Any]:
     return call
 
 
-def test_a_device_that_was_removed_is_made_anew(fake_node: Node):
+def test_deleted_device_is_recreated(fake_node: Node):
     node = fake_node
     node.start()
     node.apply(WEB)
@@ -372,12 +374,12 @@ def test_a_device_that_was_removed_is_made_anew(fake_node: Node):
 
 
 class Killed(BaseException):
-    """Here the agent ends."""
+    """Raised where the agent is killed."""
 
 
-class Clockwork:
-    """Counts what is asked of the kernel, and kills when the count is down, or does what `error`
-    says instead; then what is read counts as well.
+class FaultClock:
+    """Counts calls to the kernel. When the count reaches 0, the call raises Killed, or `error` if
+    given; with `error`, reads are counted as well.
     """
 
     def __init__(
@@ -433,26 +435,29 @@ TWO = [
 ]  # fmt: skip
 
 
-def test_a_kill_between_any_two_calls_is_made_good(
+def test_next_agent_repairs_a_kill_between_any_two_calls(
     fake_node: Node, monkeypatch: pytest.MonkeyPatch
 ):
-    """Whatever the next agent finds, and whatever is wanted by then, it ends where a first one
-    would.
+    """Whatever state the next agent finds, and whatever is desired by then, it ends in the state
+    that a first agent would program.
     """
     node = fake_node
     node.run("ip", "addr", "add", f"{OWN}/32", "dev", "lo")
-    clock = Clockwork(node, monkeypatch)
+    clock = FaultClock(node, monkeypatch)
     for old, new, then in ((ONE, TWO, TWO), (ONE, TWO, ONE), (TWO, ONE, ONE)):
-        first, way = partial(alone, node, then), partial(killed, node, clock, old, new, then)
-        goal, kills = node.do(first), 0
+        first, way = (
+            partial(state_of_first_agent, node, then),
+            partial(killed, node, clock, old, new, then),
+        )
+        expected_state, kills = node.do(first), 0
         while found := node.do(partial(way, kills)):
-            assert found == goal, f"killed before call {kills}"
+            assert found == expected_state, f"killed before call {kills}"
             kills += 1
         assert kills > 5
 
 
-def alone(node: Node, states: list[ServiceState]) -> Any:
-    """All that the kernel holds when a first agent has programmed these."""
+def state_of_first_agent(node: Node, states: list[ServiceState]) -> Any:
+    """The kernel's state after a first agent has programmed these."""
     node.plane.remove()
     node.plane.open()
     node.plane.apply(desired(*states, nodes=OWN), None)
@@ -460,13 +465,13 @@ def alone(node: Node, states: list[ServiceState]) -> Any:
 
 
 def killed(
-    node: Node, clock: Clockwork, old: list[ServiceState], new: list[ServiceState],
+    node: Node, clock: FaultClock, old: list[ServiceState], new: list[ServiceState],
     then: list[ServiceState], after: int,
 ) -> Any:  # fmt: skip
-    """The same after `old`, a kill so many calls on the way to `new`, and a next agent with `then`.
-    None if all was done by then.
+    """The same after `old`, a kill after so many calls while applying `new`, and a next agent that
+    applies `then`. None if `new` was applied completely.
     """
-    alone(node, old)
+    state_of_first_agent(node, old)
     clock.left = after
     try:
         node.plane.apply(desired(*new, nodes=OWN), None)
@@ -484,7 +489,9 @@ def killed(
 
 
 def held(node: Node) -> Any:
-    """Sets, addresses, virtual services; what mark a short circuit has is all the same."""
+    """Sets, addresses and virtual services. Values of marks are left out, because they
+    may differ.
+    """
     style = cleanup.ruleset_options(node.config)
     listed = ruleset.parse_elements(forward_rules.run_transaction(ruleset.list_table(style)))
     marked = (SetName.SHORT_CIRCUITS, SetName.OWN_FWMARKS, SetName.FWMARKS)
@@ -499,9 +506,9 @@ def held(node: Node) -> Any:
 # ---- an apply that fails -------------------------------------------------------------------------
 
 
-class Way(NamedTuple):
-    """What is programmed, what becomes of it, and the names of what has changed by that; `knows`:
-    of a next agent, which by then knows only of these.
+class Change(NamedTuple):
+    """What is programmed, what is applied then, and the names of the changed Services. `knows`: the
+    Services that a next agent knows, which is started before.
     """
 
     name: str
@@ -515,28 +522,30 @@ PORT = service("a", "10.96.0.1:80 NodePort=0.0.0.0:30080", A)
 EXACT = service("b", f"10.96.0.2:30080 ExternalIP={OWN}:30080", B)
 LONE = service("c", "10.96.0.3:80", A)
 WAYS = [
-    Way("an exact frontend comes", [PORT], [PORT, EXACT], "b"),
-    Way("it goes", [PORT, EXACT], [PORT], "b"),
-    Way("both move on", [PORT, EXACT], [LONE], "a b c"),
-    Way("known later than by the agent before", [PORT, EXACT], [PORT, EXACT], "b", [PORT]),
-    Way("they meet what is left", [PORT, EXACT, LONE], [PORT, EXACT, LONE], "b c", [PORT]),
+    Change("an exact frontend is added", [PORT], [PORT, EXACT], "b"),
+    Change("an exact frontend is deleted", [PORT, EXACT], [PORT], "b"),
+    Change("both are replaced", [PORT, EXACT], [LONE], "a b c"),
+    Change("next agent learns of it later", [PORT, EXACT], [PORT, EXACT], "b", [PORT]),
+    Change(
+        "next agent learns of two later", [PORT, EXACT, LONE], [PORT, EXACT, LONE], "b c", [PORT]
+    ),
 ]
 
 
-@pytest.mark.parametrize("ticks", [False, True], ids=["tried again", "repaired before"])
+@pytest.mark.parametrize("ticks", [False, True], ids=["applied again", "repaired before"])
 @pytest.mark.parametrize("way", WAYS, ids=lambda row: row.name)
-def test_a_failed_apply_makes_the_next_one_whole(
-    fake_node: Node, monkeypatch: pytest.MonkeyPatch, way: Way, ticks: bool
+def test_apply_after_a_failed_apply_is_complete(
+    fake_node: Node, monkeypatch: pytest.MonkeyPatch, way: Change, ticks: bool
 ):
-    """Whatever the kernel does not answer: the neighbours of what has changed are not forgotten,
-    and all of it can go.
+    """Whichever call fails: neighbours of changed Services are not forgotten, and everything can be
+    deleted afterwards.
     """
     node, busy = fake_node, KernelError("busy", errno=errno.EBUSY)
     node.run("ip", "addr", "add", f"{OWN}/32", "dev", "lo")
-    clock = Clockwork(node, monkeypatch, busy)
+    clock = FaultClock(node, monkeypatch, busy)
     rests = [[one for one in way.new if one != gone] for gone in (PORT, EXACT)]
     states = (way.new, rests[0], way.new, rests[1], way.new, [])
-    goals = [node.do(partial(alone, node, some)) for some in states]
+    goals = [node.do(partial(state_of_first_agent, node, some)) for some in states]
     failures = 0
     while found := node.do(partial(failed, node, clock, way, failures, ticks)):
         assert found == goals[0], f"failed at call {failures}"
@@ -549,11 +558,11 @@ def test_a_failed_apply_makes_the_next_one_whole(
     assert failures > 2
 
 
-def failed(node: Node, clock: Clockwork, way: Way, after: int, ticks: bool) -> Any:
-    """What the kernel holds when this was tried, failed at that call, and was tried again; None if
-    all was done by then.
+def failed(node: Node, clock: FaultClock, way: Change, after: int, ticks: bool) -> Any:
+    """The kernel's state after an apply that failed at this call and was repeated; None if it did
+    not fail.
     """
-    alone(node, way.old)
+    state_of_first_agent(node, way.old)
     sound = way.knows is None
     if way.knows is not None:
         node.plane.close()
@@ -580,25 +589,25 @@ LOCAL = service("a", "10.96.0.1:80 NodePort=0.0.0.0:30080", A, external_local=Tr
 
 
 @pytest.mark.parametrize("ends", [False, True], ids=["it fails", "the agent is killed"])
-def test_a_short_circuit_goes_whole_in_the_end(
+def test_stopped_removal_of_a_short_circuit_is_completed(
     fake_node: Node, monkeypatch: pytest.MonkeyPatch, ends: bool
 ):
-    """Whatever call on the way the agent, or the kernel, is stopped at."""
+    """Whichever call the agent is killed at, or the kernel refuses."""
     node, stops = fake_node, 0
     node.run("ip", "addr", "add", f"{OWN}/32", "dev", "lo")
-    clock = Clockwork(node, monkeypatch, None if ends else KernelError("busy", errno=errno.EBUSY))
-    goal = node.do(partial(alone, node, [PORT]))
+    clock = FaultClock(node, monkeypatch, None if ends else KernelError("busy", errno=errno.EBUSY))
+    expected_state = node.do(partial(state_of_first_agent, node, [PORT]))
     while found := node.do(partial(stopped, node, clock, stops, ends)):
-        assert found == goal, f"stopped at call {stops}"
+        assert found == expected_state, f"stopped at call {stops}"
         stops += 1
     assert stops > 2
 
 
-def stopped(node: Node, clock: Clockwork, after: int, ends: bool) -> Any:
-    """What is there when the policy is Cluster, and the tick after it was stopped at that call, and
-    another one not; None if all was done by then.
+def stopped(node: Node, clock: FaultClock, after: int, ends: bool) -> Any:
+    """The kernel's state after a change to policy Cluster, a tick that was stopped at this call,
+    and another tick; None if the first tick was not stopped.
     """
-    alone(node, [LOCAL])
+    state_of_first_agent(node, [LOCAL])
     node.plane.apply(desired(PORT, nodes=OWN), [PORT.key])
     assert any(one.fwmark for one in node.ipvs.held)
     clock.left = after

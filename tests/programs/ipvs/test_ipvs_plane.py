@@ -1,6 +1,6 @@
-"""The IPVS data plane on any kernel with nf_tables: its table, its addresses and its notes are
-real, IPVS is a fake (tests/support/faults/fake_ipvs.py). What packets meet behind a virtual service
-is tried in kernels that have IPVS: test_ipvs.py.
+"""The IPVS data plane on any kernel with nf_tables: its table, addresses and state file are real,
+IPVS is a fake (tests/support/faults/fake_ipvs.py). Packets through virtual services are tested on
+kernels that have IPVS: test_ipvs.py.
 """
 
 import fcntl
@@ -57,7 +57,7 @@ VIP, VIP6, KUBE = "10.96.0.1", "fd00:96::1", conntrack_keepalive.KUBE_PROXY_DEVI
 
 
 def after_kube_proxy(node: Node) -> None:
-    """One in mode ipvs has served these addresses, and a NodePort, and another one since gone."""
+    """A kube-proxy in mode ipvs served these addresses, a NodePort, and a Service that is gone."""
     node.run("ip", "link", "add", KUBE, "type", "bridge")
     for address in (VIP, VIP6, "10.96.0.9"):
         node.run("ip", "addr", "add", address, "dev", KUBE)
@@ -66,7 +66,7 @@ def after_kube_proxy(node: Node) -> None:
         node.ipvs.held[frontend] = (VirtualServiceSettings("rr"), {})
 
 
-def test_what_kube_proxy_keeps_is_no_address_of_the_node(fake_node: Node):
+def test_addresses_on_kube_proxys_device_are_not_the_nodes(fake_node: Node):
     after_kube_proxy(fake_node)
     fake_node.start()
     assert fake_node.do(addresses.local_addresses) == tuple(
@@ -78,8 +78,8 @@ def test_what_kube_proxy_keeps_is_no_address_of_the_node(fake_node: Node):
     assert held == set(map(parse_addr, ("198.18.0.1", "127.0.0.1", "::1")))
 
 
-def test_mode_ipvs_takes_over_a_kube_proxy_of_mode_ipvs(fake_node: Node):
-    """What it serves is its own from then on, and stays when kube-proxy's leftovers go."""
+def test_take_over_of_a_kube_proxy_in_mode_ipvs(fake_node: Node):
+    """The agent takes over kube-proxy's virtual services; cleanup of kube-proxy leaves them."""
     node = fake_node
     after_kube_proxy(node)
     node.start()
@@ -104,21 +104,21 @@ def test_mode_ipvs_takes_over_a_kube_proxy_of_mode_ipvs(fake_node: Node):
     assert node.do(lambda: dial(VIP, 80)) == "answered"
 
 
-ITS_SETS = {
+KUBE_PROXY_SETS = {
     "no sets": ({}, False, set()),
     "a NodePort in its set": ({"KUBE-NODE-PORT-TCP": 30080}, False, {"198.18.0.1:30080/6"}),
-    "one of another protocol": ({"KUBE-NODE-PORT-UDP": 30080}, False, set()),
+    "a NodePort of another protocol": ({"KUBE-NODE-PORT-UDP": 30080}, False, set()),
     "it runs": ({}, True, {"198.18.0.1:30080/6", "198.18.0.1:30081/6", "198.18.0.1:81/6"}),
 }
 
 
-@pytest.mark.parametrize(("sets", "runs", "stay"), ITS_SETS.values(), ids=ITS_SETS)
-def test_what_a_kube_proxy_has_not_is_not_left_to_it(
+@pytest.mark.parametrize(("sets", "runs", "stay"), KUBE_PROXY_SETS.values(), ids=KUBE_PROXY_SETS)
+def test_cleanup_removes_node_ports_that_kube_proxy_does_not_have(
     fake_node: Node, monkeypatch: pytest.MonkeyPatch,
     sets: dict[str, int], runs: bool, stay: set[str],
 ):  # fmt: skip
-    """Its device is there still, with its addresses. It alone would never remove our NodePorts, and
-    nobody could tell whose they are.
+    """kube-proxy's device still exists with its addresses. kube-proxy would never remove our
+    NodePorts by itself, and later nothing would show that they are ours.
     """
     node = fake_node
     after_kube_proxy(node)
@@ -139,13 +139,13 @@ def test_what_a_kube_proxy_has_not_is_not_left_to_it(
     monkeypatch.setattr(
         detect, "detect", lambda: Detection((), False, {"127.0.0.1 port 10256": who})
     )
-    clean(node)
+    run_cleanup(node)
     at_its_device = {f"{VIP}:80/6", f"[{VIP6}]:80/6", "10.96.0.9:80/6"}
     assert node.ipvs.shown().keys() == at_its_device | stay
 
 
 def dial(address: str, port: int) -> str:
-    """Who listens on all addresses of this network stands in for the backend."""
+    """Connects to a listener on all addresses of this network, which stands in for the backend."""
     with socket.create_server(("0.0.0.0", port)) as server, socket.socket() as client:
         client.settimeout(5)
         client.connect((address, port))
@@ -153,7 +153,7 @@ def dial(address: str, port: int) -> str:
         return "answered"
 
 
-def test_an_address_that_the_node_has_too_is_its_own(fake_node: Node):
+def test_address_of_the_node_is_not_added_to_the_device(fake_node: Node):
     after_kube_proxy(fake_node)
     fake_node.run("ip", "addr", "add", VIP, "dev", "lo")
     fake_node.start()
@@ -161,7 +161,7 @@ def test_an_address_that_the_node_has_too_is_its_own(fake_node: Node):
     assert fake_node.addresses() == set()
 
 
-# ---- marks of short circuits ---------------------------------------------------------------------
+# ---- firewall marks of short circuits ------------------------------------------------------------
 
 NODE, A = "198.18.0.1", "10.244.1.2:80"
 LOCAL = {"external_local": True}
@@ -177,7 +177,7 @@ MARKED = {
         service("exact", f"10.96.0.2:30080 ExternalIP={NODE}:30080", "10.244.1.3:80", **LOCAL),
         service("a", f"{VIP}:80 NodePort=0.0.0.0:30080", A, **LOCAL),
     ],
-    "it has a lower name": [
+    "the exact frontend has a lower name": [
         service("exact", f"10.96.0.2:30080 ExternalIP={NODE}:30080", "10.244.1.3:80", **LOCAL),
         service("z", f"{VIP}:80 NodePort=0.0.0.0:30080", A, **LOCAL),
     ],
@@ -190,10 +190,10 @@ MARKED = {
 NODES = f"{NODE} 198.18.0.2 fd00:18::1"
 
 
-@pytest.mark.parametrize("sound", [True, False], ids=["sound", "unsound"])
+@pytest.mark.parametrize("sound", [True, False], ids=["authoritative", "not authoritative"])
 @pytest.mark.parametrize("states", MARKED.values(), ids=MARKED)
-def test_a_restart_changes_no_mark(fake_node: Node, states: list[ServiceState], sound: bool):
-    """Connections end with their virtual service."""
+def test_restart_keeps_all_marks(fake_node: Node, states: list[ServiceState], sound: bool):
+    """A changed mark would mean a new virtual service, and connections end with the old one."""
     node = fake_node
     node.run("ip", "addr", "add", f"{NODE}/32", "dev", "lo")
     node.start()
@@ -206,9 +206,9 @@ def test_a_restart_changes_no_mark(fake_node: Node, states: list[ServiceState], 
         assert (listed(node), node.ipvs.held) == before
 
 
-def test_what_stands_elsewhere_in_the_end_takes_its_mark_along(fake_node: Node):
-    """While no agent was there an address of the node has come, another one has gone, and two
-    Services have got a frontend of others': an exact one, and a NodePort.
+def test_marks_follow_moved_frontends_across_a_restart(fake_node: Node):
+    """While no agent ran, an address was added to the node and another one removed, and two
+    Services took over frontends of others: an exact one, and a NodePort.
     """
     node = fake_node
     p, q, r, s = ("p", f"{VIP}:80"), ("q", f"{VIP}:81"), ("r", f"{VIP}:82"), ("s", f"{VIP}:83")
@@ -223,22 +223,22 @@ def test_what_stands_elsewhere_in_the_end_takes_its_mark_along(fake_node: Node):
     )
     node.start()
     node.apply(*old, nodes=f"{NODE} 198.18.0.2")
-    had = [marks(node, port) for port in (30080, 30081, 82, 83)]
-    assert len(set[int]().union(*had)) == 4
+    old_marks = [marks(node, port) for port in (30080, 30081, 82, 83)]
+    assert len(set[int]().union(*old_marks)) == 4
     for sound in (False, True):
         node.start()
         node.apply(*new, nodes="198.18.0.2 198.18.0.3", sound=sound)
-        assert [marks(node, port) for port in (30080, 30081, 82, 83)] == had
-        assert marks(node, 80) == had[0]
-        stays = set() if sound else had[2]  # at the address that has gone
-        assert marks(node, 30082) == had[3] | stays
-        assert {one.fwmark for one in node.ipvs.held} == {0}.union(*had)
+        assert [marks(node, port) for port in (30080, 30081, 82, 83)] == old_marks
+        assert marks(node, 80) == old_marks[0]
+        stays = set() if sound else old_marks[2]  # at the removed address
+        assert marks(node, 30082) == old_marks[3] | stays
+        assert {one.fwmark for one in node.ipvs.held} == {0}.union(*old_marks)
 
 
 class End(NamedTuple):
-    """What becomes of a Service with a short circuit to A and B, one connection to A by which is
-    left. Weights: of the servers of the virtual service by mark as long as it is there, and once it
-    is idle; None: it has gone.
+    """What happens to a Service with a short circuit to A and B and one connection to A through it.
+    Weights of the real servers of the virtual service by mark, while the connection exists (`busy`)
+    and once it has ended (`idle`); None: the virtual service is deleted.
     """
 
     name: str
@@ -253,13 +253,13 @@ UDP = Protocol.UDP
 BOTH_GO = service("m", FRONTENDS, f"{A} {B}", **LOCAL)
 BOTH_GO_UDP = service("m", FRONTENDS, f"{A} {B}", UDP, **LOCAL)
 ENDS = [
-    End("all go on", BOTH_GO, {A: 1, B: 1}, {A: 1, B: 1}),
+    End("unchanged", BOTH_GO, {A: 1, B: 1}, {A: 1, B: 1}),
     End("one endpoint is left", service("m", FRONTENDS, B, **LOCAL), {A: 0, B: 1}, {B: 1}),
     End("no endpoint is left", service("m", FRONTENDS, **LOCAL), {A: 0}, {}),
-    End("none that is ready", service("m", FRONTENDS, serving=A, **LOCAL), {A: 0}, {}),
+    End("no ready endpoint", service("m", FRONTENDS, serving=A, **LOCAL), {A: 0}, {}),
     End("Cluster now", service("m", FRONTENDS, f"{A} {B}"), {A: 1, B: 1}),
-    End("Cluster now, and others", service("m", FRONTENDS, B), {A: 0, B: 1}),
-    End("Cluster now, and none", service("m", FRONTENDS), {A: 0}),
+    End("Cluster now, one endpoint", service("m", FRONTENDS, B), {A: 0, B: 1}),
+    End("Cluster now, no endpoint", service("m", FRONTENDS), {A: 0}),
     End("Cluster now, at another port",
         service("m", f"{VIP}:80 NodePort=0.0.0.0:30089 LoadBalancer=192.0.2.1:80", A),
         {A: 1}),
@@ -268,7 +268,7 @@ ENDS = [
     End("UDP, Cluster now", service("m", FRONTENDS, f"{A} {B}", UDP), {A: 1, B: 1}),
     End("UDP, one stops serving", service("m", FRONTENDS, B, UDP, **LOCAL), {B: 1}, {B: 1}),
     End("UDP, Cluster now, and it stops serving", service("m", FRONTENDS, B, UDP), None),
-    End("UDP, one serves on", service("m", FRONTENDS, B, UDP, serving=f"{A} {B}", **LOCAL),
+    End("UDP, one is terminating", service("m", FRONTENDS, B, UDP, serving=f"{A} {B}", **LOCAL),
         {A: 0, B: 1}, {B: 1}),
     End("UDP, none serves", service("m", FRONTENDS, "", UDP, **LOCAL), {}, {}),
 ]  # fmt: skip
@@ -276,11 +276,9 @@ ENDS = [
 
 @pytest.mark.parametrize("restart", [False, True], ids=["", "and a restart"])
 @pytest.mark.parametrize("row", ENDS, ids=lambda row: row.name)
-def test_connections_by_a_mark_outlive_its_endpoints_and_its_policy(
-    fake_node: Node, row: End, restart: bool
-):
-    """As those by other virtual services do, across a restart too: which ends none, and begins with
-    the same or with other things wanted.
+def test_connections_by_mark_outlive_endpoints_and_policy(fake_node: Node, row: End, restart: bool):
+    """As connections of other virtual services do, also across a restart, which ends none and
+    begins with the same or with another desired state.
     """
     node = fake_node
     before = BOTH_GO_UDP if row.name.startswith("UDP") else BOTH_GO
@@ -288,13 +286,13 @@ def test_connections_by_a_mark_outlive_its_endpoints_and_its_policy(
     node.start()
     node.apply(*first, nodes=NODE)
     goal = without_marks(node)
-    for anew in (False, True):
+    for restart_before in (False, True):
         node.apply(before, nodes=NODE)
         assert at_mark(node) == {A: 1, B: 1}
         (one,) = (one for one in node.ipvs.held if one.fwmark)
         (server,) = (end for end in node.ipvs.held[one][1] if str(end) == A)
         node.ipvs.connections[one, server] = (0, 1)
-        if anew:
+        if restart_before:
             node.start()
         node.apply(*first, nodes=NODE)
         if restart:
@@ -315,8 +313,8 @@ def test_connections_by_a_mark_outlive_its_endpoints_and_its_policy(
         assert (row.idle is None) == names.isdisjoint((SetName.FWMARKS, SetName.OWN_FWMARKS))
 
 
-def test_a_policy_that_is_local_again_finds_its_mark(fake_node: Node):
-    """Also when it comes while an older connection goes on."""
+def test_policy_local_again_reuses_its_mark(fake_node: Node):
+    """Also when the policy changes back while an older connection exists."""
     node = fake_node
     node.start()
     for _ in range(2):
@@ -335,14 +333,14 @@ def test_a_policy_that_is_local_again_finds_its_mark(fake_node: Node):
 
 
 def at_mark(node: Node) -> dict[str, int] | None:
-    """The weights of the servers of the one virtual service that is by mark; None without one."""
+    """Weights of the real servers of the only virtual service by mark; None if there is none."""
     found = [servers for one, servers in node.ipvs.shown().items() if "mark" in one]
     assert len(found) < 2
     return found[0] if found else None
 
 
 def without_marks(node: Node) -> frozenset[Element]:
-    """Where new connections are led."""
+    """The elements that decide where new connections go, without marks."""
     return frozenset(
         (name, parts[:-1] if name is SetName.SHORT_CIRCUITS else parts)
         for name, parts in read(node)
@@ -351,7 +349,7 @@ def without_marks(node: Node) -> frozenset[Element]:
 
 
 def marks(node: Node, port: int) -> set[int]:
-    """Those that lead to short circuits at this port."""
+    """The marks of short circuits at this port."""
     return {
         int(str(parts[3]))
         for name, parts in read(node)
@@ -364,7 +362,7 @@ def read(node: Node) -> frozenset[Element]:
     return node.do(lambda: ipvs_cleanup.read_elements(node.config.nft_table)) or frozenset()
 
 
-# ---- what others do to the table -----------------------------------------------------------------
+# ---- changes that others make to the table -------------------------------------------------------
 
 WEB = service("web", f"{VIP}:80", "10.244.1.2:80")
 EMPTY = service("empty", "10.96.0.2:80")
@@ -372,7 +370,7 @@ EMPTY = service("empty", "10.96.0.2:80")
 FLUSHES = {
     "all rules": "flush ruleset",
     "the table": "delete table inet kbpf",
-    "the table, and another one has its name": "delete table inet kbpf; add table inet kbpf",
+    "the table is replaced": "delete table inet kbpf; add table inet kbpf",
     "its rules": "flush table inet kbpf",
     "a chain's rules": "flush chain inet kbpf postrouting",
     "a chain and a set": "flush chain inet kbpf postrouting; delete chain inet kbpf postrouting; "
@@ -381,12 +379,12 @@ FLUSHES = {
 
 
 def listed(node: Node) -> list[str]:
-    """All lines; sets and chains may be in any order."""
+    """All lines, sorted, because sets and chains may be listed in any order."""
     return sorted(node.run("nft", "list", "table", "inet", "kbpf").splitlines())
 
 
 @pytest.mark.parametrize("flush", FLUSHES.values(), ids=FLUSHES)
-def test_what_others_take_away_is_made_anew(fake_node: Node, flush: str):
+def test_flushed_rules_are_restored(fake_node: Node, flush: str):
     fake_node.start()
     fake_node.apply(WEB, EMPTY)
     fake_node.tick()
@@ -396,7 +394,7 @@ def test_what_others_take_away_is_made_anew(fake_node: Node, flush: str):
     assert listed(fake_node) == before
 
 
-def test_a_flush_before_the_first_look_is_made_anew_too(fake_node: Node):
+def test_flush_before_the_first_poll_is_restored(fake_node: Node):
     fake_node.start()
     fake_node.apply(WEB, EMPTY)
     before = listed(fake_node)
@@ -405,8 +403,8 @@ def test_a_flush_before_the_first_look_is_made_anew_too(fake_node: Node):
     assert listed(fake_node) == before
 
 
-class Said:
-    """What libnftables is asked from here on: verbs with what they are about."""
+class RecordedCommands:
+    """Records the commands sent to libnftables, as verb and object."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.words: Counter[str] = Counter()
@@ -421,21 +419,23 @@ class Said:
         patch.setattr(forward_rules, "run_transaction", transaction)
 
     def take(self) -> dict[str, int]:
-        """And begins anew."""
+        """The commands since the last call."""
         words, self.words = self.words, Counter()
         return dict(words)
 
 
-def test_a_change_costs_what_has_changed(fake_node: Node, monkeypatch: pytest.MonkeyPatch):
-    """Whatever else there is: nothing is listed, neither for a change of ours, nor after it, nor
-    when somebody has changed another table.
+def test_change_writes_only_what_changed_and_lists_nothing(
+    fake_node: Node, monkeypatch: pytest.MonkeyPatch
+):
+    """Whatever else is programmed: nothing is listed, neither for our own change, nor after it, nor
+    when another table changes.
     """
     node = fake_node
     node.start()
     many = [service(f"m{i}", f"10.96.1.{i}:80", f"10.244.2.{i}:80") for i in range(1, 101)]
     node.apply(*many)
     node.tick()
-    said = Said(monkeypatch)
+    said = RecordedCommands(monkeypatch)
     node.ipvs.calls.clear()
     new = service("m1", "10.96.1.1:80", "10.244.2.1:80 10.244.3.1:80")
     report = node.apply(new, *many[1:], touched=[new.key])
@@ -452,7 +452,7 @@ def test_a_change_costs_what_has_changed(fake_node: Node, monkeypatch: pytest.Mo
     assert node.ipvs.calls == {"changes": 1}
 
 
-def test_elements_that_others_take_away_come_back_when_all_is_read_again(fake_node: Node):
+def test_flushed_elements_come_back_after_invalidate(fake_node: Node):
     fake_node.start()
     fake_node.apply(WEB, EMPTY)
     before = listed(fake_node)
@@ -462,14 +462,16 @@ def test_elements_that_others_take_away_come_back_when_all_is_read_again(fake_no
     assert listed(fake_node) == before
 
 
-def test_the_whole_table_is_as_many_rules_as_are_written(fake_node: Node):
+def test_intact_table_has_as_many_rules_as_written(fake_node: Node):
     style = fake_node.start()._options
     assert sum("rule" in command.get("add", {}) for command in ruleset.create_table(style)) > 50
     assert fake_node.do(fake_node.plane._kernel.is_table_intact)
 
 
-def test_flushed_virtual_services_come_back(fake_node: Node):
-    """And IPVS is spoken to anew: with its module loaded again it has another number."""
+def test_flushed_virtual_services_are_restored(fake_node: Node):
+    """And a new IPVS socket is opened: after a reload of the module its netlink family has a new
+    id.
+    """
     fake_node.start()
     fake_node.apply(WEB, EMPTY)
     fake_node.tick()
@@ -490,7 +492,7 @@ TIMES = [
 
 
 @pytest.mark.parametrize(("asked", "there"), TIMES)
-def test_idle_connections_are_kept_as_long_as_is_asked(
+def test_connection_timeouts_are_set(
     fake_node: Node, asked: IpvsTimeoutSettings, there: ConnectionTimeouts
 ):
     fake_node.start(replace(fake_node.config, ipvs_times=asked))
@@ -506,10 +508,10 @@ ARP = {"net.ipv4.conf.all.arp_ignore": "1", "net.ipv4.conf.all.arp_announce": "2
 
 
 @pytest.mark.parametrize(("strict", "wanted"), [(False, VS), (True, VS | ARP)])
-def test_what_is_set_below_proc(
+def test_sysctls_are_set_where_they_differ(
     fake_node: Node, monkeypatch: pytest.MonkeyPatch, strict: bool, wanted: dict[str, str]
 ):
-    """This kernel has no net.ipv4.vs. What is as it should be is not written."""
+    """This kernel has no net.ipv4.vs. Settings that are already right are not written."""
     there = dict.fromkeys(VS | ARP, "0") | {"net.ipv4.vs.conntrack": "1"}
     written: dict[str, str] = {}
     monkeypatch.setattr(sysctl, "read", lambda name: there.get(name, "1"))
@@ -520,10 +522,10 @@ def test_what_is_set_below_proc(
     assert fake_node.plane.problems() == ()
 
 
-def test_what_cannot_be_set_is_said_once_and_keeps_nothing_from_serving(
+def test_read_only_sysctls_are_reported_once_and_do_not_stop_serving(
     fake_node: Node, monkeypatch: pytest.MonkeyPatch
 ):
-    """A container's /proc/sys cannot be written."""
+    """In a container /proc/sys may be read-only."""
 
     def write(name: str, value: str) -> None:
         raise KernelError(f"cannot set {name} to {value}", "/proc/sys", errno=EROFS)
@@ -538,7 +540,7 @@ def test_what_cannot_be_set_is_said_once_and_keeps_nothing_from_serving(
     assert VIP in fake_node.addresses()
 
 
-# ---- what is said at the start ---------------------------------------------------------------
+# ---- warnings about firewalls --------------------------------------------------------------------
 
 WALLS = {
     "none": ("table ip filter { chain FORWARD { type filter hook forward priority 0; policy drop; "
@@ -555,11 +557,11 @@ WALLS = {
 
 
 @pytest.mark.parametrize(("table", "lines"), WALLS.values(), ids=WALLS)
-def test_firewalls_that_cut_it_off_are_told_at_the_start_and_when_they_change(
+def test_closed_firewall_chains_are_reported_when_they_change(
     fake_node: Node, caplog: pytest.LogCaptureFixture, table: str, lines: tuple[str, ...]
 ):
-    """Once each, until they go and come again; what stands in the status is what is so now."""
-    node, logged = fake_node, lambda: told(caplog.messages)
+    """Each is logged once, until it is removed and added again; the status has the current ones."""
+    node, logged = fake_node, lambda: firewall_lines(caplog.messages)
     node.run("nft", table)
     node.start()
     assert beginnings(logged(), lines)
@@ -568,33 +570,33 @@ def test_firewalls_that_cut_it_off_are_told_at_the_start_and_when_they_change(
         node.run("nft", "add table inet somebody; delete table inet somebody")
         node.tick()
     assert beginnings(logged(), lines)
-    assert beginnings(told(node.plane.problems()), lines)
+    assert beginnings(firewall_lines(node.plane.problems()), lines)
     name = table.split("{", maxsplit=1)[0].strip()
     node.run("nft", "delete", *name.split())
     node.tick()
-    assert told(node.plane.problems()) == []
+    assert firewall_lines(node.plane.problems()) == []
     node.run("nft", table)
     node.tick()
     assert beginnings(logged(), lines * 2)
 
 
-def told(lines: Iterable[str]) -> list[str]:
-    """Those about firewalls."""
+def firewall_lines(lines: Iterable[str]) -> list[str]:
+    """The lines about firewalls."""
     return [line for line in lines if re.match("INPUT is|FORWARD is closed by|iptables-", line)]
 
 
 def beginnings(lines: list[str], wanted: tuple[str, ...]) -> bool:
-    """Whether they begin so, one by one."""
+    """Whether the lines begin with these texts, one by one."""
     return len(lines) == len(wanted) and all(map(str.startswith, lines, wanted))
 
 
-def test_a_filter_table_of_the_old_iptables_is_told(
+def test_iptables_legacy_filter_table_is_reported(
     fake_node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     (tmp_path / "names").write_text("filter\n")
     monkeypatch.setitem(forward_rules.LEGACY_TABLE_NAMES, "ip", tmp_path / "names")
     fake_node.start()
-    forward, inputs = told(fake_node.plane.problems())
+    forward, inputs = firewall_lines(fake_node.plane.problems())
     assert "for ip, which is not looked at; if its FORWARD drops" in forward
     assert "if its INPUT drops" in inputs
 
@@ -611,7 +613,7 @@ IDLE: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("given", "names"), IDLE, ids=[row[1] or str(row[0]) for row in IDLE])
-def test_settings_that_do_nothing_here_are_named_once(
+def test_ignored_settings_are_logged_once(
     fake_node: Node, caplog: pytest.LogCaptureFixture, given: dict[str, Any], names: str
 ):
     caplog.set_level("INFO")
@@ -622,36 +624,36 @@ def test_settings_that_do_nothing_here_are_named_once(
     assert [one for one in caplog.messages if "without effect" in one] == ([line] if names else [])
 
 
-def test_the_settings_that_do_nothing_have_the_names_of_their_flags():
+def test_ignored_settings_have_the_names_of_their_flags():
     for field, name in ignored_settings.IGNORED_SETTINGS.items():
         assert FLAGS_BY_NAME[name].field == field
     sizes = {flag.name for flag in FLAGS if flag.field.startswith("sizes.")}
     assert sizes <= set(ignored_settings.IGNORED_SETTINGS.values())
 
 
-# ---- what kbpf check says ------------------------------------------------------------------------
+# ---- kbpf check ----------------------------------------------------------------------------------
 
 HOOK = "type filter hook input priority 0"
 FIREWALLS = {
-    "nobody's": ("table inet fw { chain in { type filter hook forward priority 0; }; }", ""),
+    "no INPUT chain": ("table inet fw { chain in { type filter hook forward priority 0; }; }", ""),
     "open": (f"table inet fw {{ chain in {{ {HOOK}; }}; }}", ""),
     "closed": (f"table inet fw {{ chain in {{ {HOOK}; policy drop; }}; }}", "inet fw in"),
-    "its last rule": (f"table ip fw {{ chain in {{ {HOOK}; tcp dport 22 accept; reject; }}; }}",
-                      "ip fw in"),
+    "last rule": (f"table ip fw {{ chain in {{ {HOOK}; tcp dport 22 accept; reject; }}; }}",
+                  "ip fw in"),
 }  # fmt: skip
 
 
-def said(node: Node, name: str) -> CheckRow:
+def check_row(node: Node, name: str) -> CheckRow:
     (row,) = node.do(lambda: [one for one in ipvs.rows() if one.name == name])
     return row
 
 
 @pytest.mark.parametrize(("table", "closed"), FIREWALLS.values(), ids=FIREWALLS)
-def test_a_closed_input_is_said(fake_node: Node, table: str, closed: str):
-    """Packets to Services would not get to IPVS. Our own chains are no such thing."""
+def test_check_reports_a_closed_input_chain(fake_node: Node, table: str, closed: str):
+    """Packets to Services would not reach IPVS. Our own chains do not count as closed."""
     fake_node.start()
     fake_node.run("nft", table)
-    row = said(fake_node, "INPUT")
+    row = check_row(fake_node, "INPUT")
     assert (row.result, row.needed, row.ipvs) == ("no" if closed else "yes", False, False)
     assert row.detail == (f"closed: {closed}" if closed else "")
     assert bool(row.advice) is bool(closed)
@@ -672,11 +674,11 @@ TRIED = [
 
 
 @pytest.mark.parametrize(("name", "case", "result", "detail"), TRIED)
-def test_where_modprobe_is_missing_modules_are_tried(
+def test_check_without_modprobe_tries_the_modules(
     fake_node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     name: str, case: dict[str, Any], result: str, detail: str,
 ):  # fmt: skip
-    """As in our own image: the kernel loads by itself what is asked for."""
+    """As in our own image, which has no modprobe: the kernel loads a module when it is used."""
 
     def broken(*_: Any) -> Any:
         raise KernelError("cannot make a network namespace", errno=ENOENT)
@@ -690,25 +692,25 @@ def test_where_modprobe_is_missing_modules_are_tried(
         monkeypatch.setattr(IpvsClient, "__init__", broken)
     if not case.get("sandbox", True):
         monkeypatch.setattr(sandbox, "run", broken)
-    row = said(fake_node, name)
+    row = check_row(fake_node, name)
     assert (row.result, detail in row.detail) == (result, True)
     assert bool(row.advice) is (result == "no")
-    assert (fake_node.ipvs.held, fake_node.links()) == ({}, set()), "tried elsewhere"
+    assert (fake_node.ipvs.held, fake_node.links()) == ({}, set()), "tried in a sandbox"
 
 
 NFCT = [
-    ("it is not there", {"net.ipv4.vs.expire_nodest_conn": "0"}, "no"),
-    ("all are there", VS, "yes"),
+    ("conntrack is missing", {"net.ipv4.vs.expire_nodest_conn": "0"}, "no"),
+    ("all settings exist", VS, "yes"),
     ("IPVS is not loaded, or hidden", {}, "unknown"),
 ]
 
 
 @pytest.mark.parametrize(("name", "settings", "result"), NFCT, ids=[row[0] for row in NFCT])
-def test_ipvs_without_conntrack_masquerades_nobody(
+def test_ipvs_without_conntrack_refuses_to_start(
     fake_node: Node, monkeypatch: pytest.MonkeyPatch,
     name: str, settings: dict[str, str], result: str,
 ):  # fmt: skip
-    """Which an agent must not only mention."""
+    """An agent must refuse to start there; a warning is not enough."""
 
     def read(setting: str) -> str:
         if setting.startswith("net.ipv4.vs.") and setting not in settings:
@@ -716,7 +718,7 @@ def test_ipvs_without_conntrack_masquerades_nobody(
         return "1"
 
     monkeypatch.setattr(sysctl, "read", read)
-    row = said(fake_node, "IPVS with conntrack")
+    row = check_row(fake_node, "IPVS with conntrack")
     assert (row.result, row.ipvs, "CONFIG_IP_VS_NFCT" in row.advice) == (
         result, True, result == "no",
     )  # fmt: skip
@@ -728,13 +730,11 @@ def test_ipvs_without_conntrack_masquerades_nobody(
         fake_node.start()
 
 
-def test_nf_tables_that_cannot_be_spoken_to_are_missing(
-    fake_node: Node, monkeypatch: pytest.MonkeyPatch
-):
+def test_check_reports_missing_python3_nftables(fake_node: Node, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(
         forward_rules, "probe_nf_tables", lambda: Probe(None, "python3-nftables is missing")
     )
-    row = said(fake_node, "nf_tables")
+    row = check_row(fake_node, "nf_tables")
     assert (row.result, row.advice.split(";")[0]) == ("no", "install python3-nftables")
 
 
@@ -747,7 +747,7 @@ BRIDGES = [
 
 
 @pytest.mark.parametrize(("bridge", "calls", "result", "detail"), BRIDGES)
-def test_answers_that_go_by_a_bridge_are_said(
+def test_check_reports_bridged_replies(
     fake_node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     bridge: str, calls: str | None, result: str, detail: str,
 ):  # fmt: skip
@@ -757,17 +757,17 @@ def test_answers_that_go_by_a_bridge_are_said(
         setting.write_text(f"{calls}\n")
     monkeypatch.setattr(ipvs, "SYS_CLASS_NET", tmp_path / "net")
     monkeypatch.setattr(ipvs, "BRIDGE_NF_CALL_IPTABLES", setting)
-    row = said(fake_node, "bridged replies")
+    row = check_row(fake_node, "bridged replies")
     assert (row.result, row.detail) == (result, detail)
 
 
-# ---- what others have by our names ---------------------------------------------------------------
+# ---- objects of others with our names ------------------------------------------------------------
 
 TABLE = "inet kbpf"
 DEVICES = {
     "of another kind": f"link add {DEVICE} type veth peer name other",
     "with addresses": f"link add {DEVICE} type bridge\naddr add 192.0.2.7/32 dev {DEVICE}",
-    "somebody's": f"link add {DEVICE} type bridge\nlink set {DEVICE} alias somebody",
+    "another agent's": f"link add {DEVICE} type bridge\nlink set {DEVICE} alias somebody",
 }
 CHAINS = "{ chain input { type filter hook input priority 0; tcp dport 23 drop; }; }"
 TABLES = {
@@ -776,8 +776,8 @@ TABLES = {
 }
 
 
-def remains(node: Node) -> bool:
-    """Whether the next agent of mode bpf finds something of mode ipvs."""
+def has_remains(node: Node) -> bool:
+    """Whether the next agent of mode bpf finds state of mode ipvs."""
     found = PreviousIpvsPlane(node.config)
     try:
         return node.do(found.claim)
@@ -785,42 +785,42 @@ def remains(node: Node) -> bool:
         found.close()
 
 
-def clean(node: Node) -> list[str]:
-    """What `kbpf cleanup` says of it."""
+def run_cleanup(node: Node) -> list[str]:
+    """The paths that `kbpf cleanup` reports."""
     return [one.path for one in node.do(lambda: list(cleanup.remove_ipvs(node.config)))]
 
 
 @pytest.mark.parametrize("made", DEVICES.values(), ids=DEVICES)
-def test_a_device_of_others_is_left_alone(fake_node: Node, made: str):
+def test_foreign_device_with_our_name_is_refused(fake_node: Node, made: str):
     fake_node.run("ip", "-batch", "-", stdin=made)
     before = fake_node.run("ip", "-d", "addr", "show", "dev", DEVICE)
     with pytest.raises(KernelError, match=rf"kbpf did not create.*{DEVICE}.*--ipvs-device"):
         fake_node.start()
     shutil.rmtree(fake_node.folder)
-    assert not remains(fake_node)
-    assert clean(fake_node) == []
+    assert not has_remains(fake_node)
+    assert run_cleanup(fake_node) == []
     assert fake_node.run("ip", "-d", "addr", "show", "dev", DEVICE) == before
 
 
 @pytest.mark.parametrize("name", conntrack_keepalive.SERVICE_DEVICES)
-def test_a_name_that_stands_for_another_is_refused(fake_node: Node, name: str):
-    """What is on such a device is taken for another's, and removed with it."""
+def test_device_name_of_another_data_plane_is_refused(fake_node: Node, name: str):
+    """Addresses on such a device count as another data plane's, and are removed with it."""
     with pytest.raises(KernelError, match=f"another data plane.*{name}.*--ipvs-device"):
         fake_node.start(replace(fake_node.config, ipvs_device=name))
     assert fake_node.links() == set()
 
 
 @pytest.mark.parametrize("made", TABLES.values(), ids=TABLES)
-def test_a_table_of_others_is_left_alone(fake_node: Node, made: str):
+def test_foreign_table_with_our_name_is_refused(fake_node: Node, made: str):
     fake_node.run("nft", made)
     before = listed(fake_node)
     with pytest.raises(KernelError, match=f"kbpf did not create.*{TABLE}.*--nft-table"):
         fake_node.start()
-    assert clean(fake_node) == [f"device {DEVICE}"]
+    assert run_cleanup(fake_node) == [f"device {DEVICE}"]
     assert listed(fake_node) == before
 
 
-def test_a_table_of_others_that_comes_later_is_an_error(fake_node: Node):
+def test_foreign_table_replacing_ours_is_an_error(fake_node: Node):
     fake_node.start()
     fake_node.apply(WEB)
     fake_node.run("nft", f"delete table {TABLE}; add {TABLES['a chain of ours']}")
@@ -833,8 +833,8 @@ def test_a_table_of_others_that_comes_later_is_an_error(fake_node: Node):
     assert listed(fake_node) == before
 
 
-def test_what_is_empty_is_nobodys(fake_node: Node):
-    """We may have been killed before we wrote on it."""
+def test_empty_device_and_table_are_taken_over(fake_node: Node):
+    """We may have been killed before we added our alias or rules."""
     fake_node.run("ip", "link", "add", DEVICE, "type", "bridge")
     fake_node.run("nft", "add", "table", *TABLE.split())
     fake_node.start()
@@ -850,28 +850,28 @@ LEFT = {
 
 
 @pytest.mark.parametrize("gone", LEFT.values(), ids=LEFT)
-def test_what_is_left_is_found_without_a_folder(fake_node: Node, gone: str):
-    """That may have been a container's, or of the time before a boot."""
+def test_remains_are_found_and_removed_without_a_state_folder(fake_node: Node, gone: str):
+    """The folder may have been a container's, or lost at a reboot."""
     fake_node.start()
     fake_node.apply(WEB)
     fake_node.plane.close()
     shutil.rmtree(fake_node.folder)
     if gone:
         fake_node.run(*gone.split())
-    assert remains(fake_node)
+    assert has_remains(fake_node)
     shutil.rmtree(fake_node.folder)
-    assert clean(fake_node)
+    assert run_cleanup(fake_node)
     assert (fake_node.links(), fake_node.tables()) == (set(), set())
     assert not fake_node.ipvs.held
     assert not fake_node.folder.exists()
-    assert not remains(fake_node)
+    assert not has_remains(fake_node)
 
 
 @pytest.mark.parametrize("force", [(), ("--force",)], ids=["", "forced"])
-def test_nothing_is_removed_beside_an_agent_that_runs(
+def test_cleanup_with_a_running_agent_removes_nothing(
     fake_node: Node, tmp_path: Path, capsys: pytest.CaptureFixture[str], force: tuple[str, ...]
 ):
-    """It would make all anew within seconds, with its lock on a folder that is gone."""
+    """The agent would restore everything within seconds, with its lock in a deleted folder."""
     node = fake_node
     node.run("nft", "add table ip filter; add chain ip filter FORWARD "
              "{ type filter hook forward priority 0; policy drop; }")  # fmt: skip
@@ -879,11 +879,11 @@ def test_nothing_is_removed_beside_an_agent_that_runs(
     node.apply(WEB)
     node.tick()
 
-    def there() -> tuple[Any, ...]:
+    def node_state() -> tuple[Any, ...]:
         rules_ = sorted(node.run("nft", "list", "ruleset").splitlines())
         return rules_, node.addresses(), node.ipvs.shown(), folders(node)
 
-    before = there()
+    before = node_state()
     assert "kbpf: masqueraded" in "".join(before[0])
     where = {"--pin-dir": tmp_path / "pins", "--ipvs-device": DEVICE, "--state-dir": node.folder}
     words = ["cleanup", *force, *(str(one) for pair in where.items() for one in pair)]
@@ -892,22 +892,22 @@ def test_nothing_is_removed_beside_an_agent_that_runs(
     assert (out, err.count("\n")) == ("", 1)
     assert "nothing was removed: an agent in mode ipvs is running" in err
     assert "--force does not help" in err
-    assert there() == before
+    assert node_state() == before
     node.plane.close()
     assert node.do(lambda: app.call(words)) == 0
     assert (node.links(), node.tables()) == (set(), {"ip filter"})
     assert not node.ipvs.held
 
 
-def test_a_state_folder_of_another_user_is_refused(fake_node: Node):
-    """/run/kbpf may be anywhere (--state-dir): who makes the folder first could hold its lock."""
+def test_state_folder_of_another_user_is_refused(fake_node: Node):
+    """The folder may be anywhere (--state-dir); a user who creates it first could hold its lock."""
     folder = fake_node.folder / DEVICE
     folder.mkdir(parents=True)
     os.chown(folder, 65534, 65534)
     with pytest.raises(KernelError, match="cannot trust the folder: uid 65534 owns it") as error:
         fake_node.start()
     assert str(folder) in str(error.value)
-    assert (fake_node.links(), fake_node.tables()) == (set(), set()), "nothing is made"
+    assert (fake_node.links(), fake_node.tables()) == (set(), set()), "nothing is created"
     folder.rmdir()
     fake_node.start()
     assert folder.stat().st_mode & 0o7777 == 0o700
@@ -929,8 +929,10 @@ def folders(node: Node) -> set[str]:
 
 
 @pytest.mark.parametrize("names", RENAMED.values(), ids=RENAMED)
-def test_what_has_another_name_goes_when_the_new_one_serves(fake_node: Node, names: dict[str, str]):
-    """Not before: not at a start that knows of half of the Services only. What is wanted still is
+def test_state_under_old_names_is_removed_once_the_new_serves(
+    fake_node: Node, names: dict[str, str]
+):
+    """Not before: not at a start that knows only half of the Services. What is still desired is
     never removed.
     """
     node = fake_node
@@ -955,8 +957,8 @@ def test_what_has_another_name_goes_when_the_new_one_serves(fake_node: Node, nam
     assert node.do(lambda: dial(VIP, 80)) == "answered"
 
 
-def test_addresses_of_a_former_device_are_none_of_the_node(fake_node: Node):
-    """IPv6 ones look like the node's own. Those of somebody's dummy device are."""
+def test_addresses_of_a_former_device_are_not_the_nodes(fake_node: Node):
+    """IPv6 addresses there look like the node's own. Addresses of a foreign dummy device are."""
     node = fake_node
     node.run("ip", "link", "add", "theirs", "type", "bridge")
     node.run("ip", "addr", "add", "fd00:99::1/128", "dev", "theirs")
@@ -969,9 +971,9 @@ def test_addresses_of_a_former_device_are_none_of_the_node(fake_node: Node):
 
 
 @pytest.mark.parametrize("names", RENAMED.values(), ids=RENAMED)
-def test_marks_go_on_under_another_name(fake_node: Node, names: dict[str, str]):
-    """Packets that the former table has marked meet the same Service as before, and no other,
-    also as long as not all is known; connections by a mark go on.
+def test_marks_are_kept_under_new_names(fake_node: Node, names: dict[str, str]):
+    """Packets with marks of the former table reach the same Service as before, and no other, also
+    while not all Services are known. Connections through a mark continue.
     """
     node = fake_node
     node.start()
@@ -995,7 +997,7 @@ def test_marks_go_on_under_another_name(fake_node: Node, names: dict[str, str]):
     assert len(node.tables()) == 1
 
 
-def test_names_of_several_restarts_are_remembered(fake_node: Node):
+def test_names_of_several_restarts_are_cleaned_up(fake_node: Node):
     node = fake_node
     node.start()
     node.apply(WEB)
@@ -1009,8 +1011,8 @@ def test_names_of_several_restarts_are_remembered(fake_node: Node):
     assert (node.links(), node.tables()) == ({OTHER_DEVICE}, {"inet last"})
 
 
-@pytest.mark.parametrize("case", ["another agent is at work", "another network", "no names"])
-def test_names_of_others_are_left_alone(fake_node: Node, case: str):
+@pytest.mark.parametrize("case", ["another agent runs", "another network", "no names"])
+def test_state_under_names_of_others_is_left_alone(fake_node: Node, case: str):
     node = fake_node
     node.start()
     node.apply(GONE)
@@ -1021,7 +1023,7 @@ def test_names_of_others_are_left_alone(fake_node: Node, case: str):
     elif case == "no names":
         file.unlink()
     node.start(replace(node.config, nft_table=OTHER_TABLE, ipvs_device=OTHER_DEVICE))
-    if case == "another agent is at work":
+    if case == "another agent runs":
         node.plane.close()
         fd = os.open(node.folder / DEVICE, os.O_RDONLY)
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -1035,10 +1037,10 @@ def test_names_of_others_are_left_alone(fake_node: Node, case: str):
         os.close(fd)
 
 
-# ---- UDP whose backend serves no more ------------------------------------------------------------
+# ---- UDP flows of deleted backends ---------------------------------------------------------------
 
 
-def test_flows_of_udp_that_are_ended_are_counted_and_those_of_tcp_live_on(fake_node: Node):
+def test_ended_udp_flows_are_counted_and_tcp_flows_are_kept(fake_node: Node):
     node = fake_node
     node.start()
 
@@ -1059,8 +1061,8 @@ def test_flows_of_udp_that_are_ended_are_counted_and_those_of_tcp_live_on(fake_n
         (tcp(VIP, 80), ("10.244.1.2", 53), (50, 50)),
     ):
         node.ipvs.connections[virtual, RealServerKey(parse_addr(to[0]), to[1])] = flows
-    assert apply(two, three, serving=f"{one} {two}") == [], "it goes on serving what it has"
-    assert apply(two, three) == [{4: 5}], "it has stopped"
+    assert apply(two, three, serving=f"{one} {two}") == [], "it is terminating and keeps its flows"
+    assert apply(two, three) == [{4: 5}], "it has stopped serving"
     assert apply(two, three) == []
     assert apply("", "") == [{4: 9, 6: 2}]
     assert node.plane.take_udp_cuts() == ()

@@ -1,6 +1,6 @@
-"""The table of the IPVS data plane on any kernel with nf_tables: what it refuses, drops, lets pass
-and masquerades is seen by packets, from the node itself and from a neighbour. There is no IPVS
-here: a listener on the virtual addresses, which are on the loopback device, stands in for it.
+"""The table of the IPVS data plane on any kernel with nf_tables: packets from the node itself and
+from a neighbour show what it refuses, drops, passes and masquerades. IPVS is not used; a listener
+on the virtual addresses, which are on the loopback device, stands in for it.
 """
 
 import errno
@@ -34,7 +34,7 @@ IPV4_HEADER = 20
 
 
 class House:
-    """A node and its neighbour."""
+    """A node and its neighbour, each in a network namespace."""
 
     def __init__(self) -> None:
         self.here, self.there = f"kbir{os.getpid()}", f"kbis{os.getpid()}"
@@ -66,8 +66,8 @@ class House:
             lambda: ruleset.parse_elements(forward_rules.run_transaction(ruleset.list_table(STYLE)))
         )
 
-    def become(self, *wanted: Element) -> None:
-        """The sets hold this and nothing else; one transaction."""
+    def set_elements(self, *wanted: Element) -> None:
+        """Makes the sets hold exactly these elements, in one transaction."""
         there = self.read()
         commands = [*ruleset.delete_elements(STYLE, there - {*wanted}),
                     *ruleset.add_elements(STYLE, {*wanted} - there)]  # fmt: skip
@@ -88,43 +88,45 @@ def house() -> Iterator[House]:
     made.close()
 
 
-def at(name: SetName, address: str, port: int, *more: int) -> tuple[Element, ...]:
-    """Of each protocol."""
+def elements_at(name: SetName, address: str, port: int, *more: int) -> tuple[Element, ...]:
+    """One element for each protocol."""
     return tuple((name, (parse_addr(address), p, port, *more)) for p in Protocol)
 
 
-def source(network: str, bits: int, address: str, port: int) -> tuple[Element, ...]:
+def source_elements(network: str, bits: int, address: str, port: int) -> tuple[Element, ...]:
     cidr = Cidr(parse_addr(network), bits)
-    return tuple((SetName.SOURCES, (cidr, *parts)) for _, parts in at(SetName.OWN, address, port))
+    return tuple(
+        (SetName.SOURCES, (cidr, *parts)) for _, parts in elements_at(SetName.OWN, address, port)
+    )
 
 
 IPS = tuple((SetName.VIRTUAL_IPS, (parse_addr(one),)) for one in (VIP, VIP6))
 EVERYTHING = (
     *IPS,
-    *at(SetName.OWN, VIP, 80),
-    *at(SetName.SERVED, VIP, 80),
-    *at(SetName.SERVED, VIP6, 80),
-    *at(SetName.REFUSED, VIP, 81),
-    *at(SetName.REFUSED, VIP6, 81),
-    *at(SetName.DROPPED, VIP, 82),
-    *at(SetName.DROPPED, VIP6, 82),
-    *at(SetName.REFUSED, OWN, 81),
-    *at(SetName.DROPPED, OWN, 82),
-    *at(SetName.SERVED, VIP, 83),
-    *at(SetName.SERVED, VIP6, 83),
-    *at(SetName.RESTRICTED, VIP, 83),
-    *at(SetName.RESTRICTED, VIP6, 83),
-    *source(VIP, 128, VIP, 83),
-    *source("198.18.8.0", 120, VIP, 83),
-    *source("fd00:7::", 64, VIP6, 83),
-    *source("0.0.0.0", 96, VIP, 84),
-    *source("::", 0, VIP6, 84),
-    *at(SetName.SHORT_CIRCUITS, VIP, 85, 0x6B620001),
-    *at(SetName.FWMARKS, VIP, 85, 0x6B620001),
-    *at(SetName.FWMARKS, "0.0.0.0", 30085, 0x6B620001),
-    *at(SetName.FWMARKS, "::", 30085, 0x6B620002),
-    *at(SetName.MASQUERADED, VIP, 80),
-    *at(SetName.MASQUERADED_OUTSIDE, VIP, 84),
+    *elements_at(SetName.OWN, VIP, 80),
+    *elements_at(SetName.SERVED, VIP, 80),
+    *elements_at(SetName.SERVED, VIP6, 80),
+    *elements_at(SetName.REFUSED, VIP, 81),
+    *elements_at(SetName.REFUSED, VIP6, 81),
+    *elements_at(SetName.DROPPED, VIP, 82),
+    *elements_at(SetName.DROPPED, VIP6, 82),
+    *elements_at(SetName.REFUSED, OWN, 81),
+    *elements_at(SetName.DROPPED, OWN, 82),
+    *elements_at(SetName.SERVED, VIP, 83),
+    *elements_at(SetName.SERVED, VIP6, 83),
+    *elements_at(SetName.RESTRICTED, VIP, 83),
+    *elements_at(SetName.RESTRICTED, VIP6, 83),
+    *source_elements(VIP, 128, VIP, 83),
+    *source_elements("198.18.8.0", 120, VIP, 83),
+    *source_elements("fd00:7::", 64, VIP6, 83),
+    *source_elements("0.0.0.0", 96, VIP, 84),
+    *source_elements("::", 0, VIP6, 84),
+    *elements_at(SetName.SHORT_CIRCUITS, VIP, 85, 0x6B620001),
+    *elements_at(SetName.FWMARKS, VIP, 85, 0x6B620001),
+    *elements_at(SetName.FWMARKS, "0.0.0.0", 30085, 0x6B620001),
+    *elements_at(SetName.FWMARKS, "::", 30085, 0x6B620002),
+    *elements_at(SetName.MASQUERADED, VIP, 80),
+    *elements_at(SetName.MASQUERADED_OUTSIDE, VIP, 84),
     (SetName.HAIRPINS, (parse_addr("fd00::1"), parse_addr("fd00::1"))),
     (SetName.LOCAL_NETWORKS, (Cidr(parse_addr("10.1.0.0"), 112),)),
     (SetName.OWN_FWMARKS, (ANY4, 0x6B620001)),
@@ -132,22 +134,22 @@ EVERYTHING = (
 )
 
 
-def test_what_is_written_is_read_again(house: House):
-    house.become(*EVERYTHING)
+def test_written_elements_are_read_back(house: House):
+    house.set_elements(*EVERYTHING)
     assert house.read() == frozenset(EVERYTHING)
-    house.become()
+    house.set_elements()
     assert house.read() == frozenset()
 
 
-def test_opening_again_keeps_the_elements(house: House):
-    house.become(*EVERYTHING)
+def test_creating_the_table_again_keeps_its_elements(house: House):
+    house.set_elements(*EVERYTHING)
     before = house.do(lambda: run("nft", "list", "table", "inet", "kbpf"))
     house.do(lambda: forward_rules.run_transaction(*ruleset.create_table(STYLE)))
     assert house.do(lambda: run("nft", "list", "table", "inet", "kbpf")) == before
 
 
 class Row(NamedTuple):
-    """Who dials what, and what comes of it: passes, refused or dropped."""
+    """A client, its destination, and the outcome: passed, refused or dropped."""
 
     client: str
     to: str
@@ -161,7 +163,7 @@ ROWS = [
     *(Row(client, to, 81, REFUSED) for client in ("node", "neighbour") for to in (VIP, VIP6, OWN)),
     *(Row(client, to, 82, DROPPED) for client in ("node", "neighbour") for to in (VIP, VIP6, OWN)),
     *(Row(client, to, 90, REFUSED) for client in ("node", "neighbour") for to in (VIP, VIP6)),
-    *(Row(client, OWN, 90, PASSES) for client in ("node", "neighbour")),  # nobody's business
+    *(Row(client, OWN, 90, PASSES) for client in ("node", "neighbour")),  # in no set
     Row("node", VIP, 83, PASSES),  # from the address itself
     Row("neighbour", VIP, 83, DROPPED),
     Row("node", VIP6, 83, DROPPED),
@@ -171,14 +173,14 @@ ROWS = [
 
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.client} {row.to} {row.port}")
-def test_packets(house: House, row: Row, protocol: str):
-    house.become(*EVERYTHING)
+def test_tcp_and_udp_packets_pass_or_are_refused_or_dropped(house: House, row: Row, protocol: str):
+    house.set_elements(*EVERYTHING)
     place = getattr(house, row.client)
     more = {"timeout": 0.5} if row.outcome == DROPPED else {}
     if protocol == "udp":
         answer = place.udp(row.to, row.port, connected=row.outcome == REFUSED, **more)
         if row.outcome != PASSES and row.client == "node":
-            # The kernel tells who sends that the datagram was not sent, and not why.
+            # A local sender gets EPERM for a dropped datagram, whatever the reason.
             assert answer == {"error": "EPERM", "at_once": True}
             return
     else:
@@ -187,12 +189,14 @@ def test_packets(house: House, row: Row, protocol: str):
 
 
 def answer_to_init(to: str, port: int, timeout: float) -> str:
-    """What comes of an SCTP INIT; any other answer than a refusal shows that it has arrived."""
+    """The outcome of an SCTP INIT; any response but a refusal shows that it arrived."""
     family = socket.AF_INET6 if ":" in to else socket.AF_INET
     with socket.socket(family, socket.SOCK_RAW, Protocol.SCTP) as s:
         s.settimeout(timeout)
         s.connect((to, 0))
-        s.send(sctp("192.0.2.1:40000", f"192.0.2.2:{port}")[IPV4_HEADER:])  # fits any addresses
+        s.send(
+            sctp("192.0.2.1:40000", f"192.0.2.2:{port}")[IPV4_HEADER:]
+        )  # CRC32c covers no address
         try:
             s.recv(4096)
         except TimeoutError:
@@ -207,8 +211,8 @@ def answer_to_init(to: str, port: int, timeout: float) -> str:
     [row for row in ROWS if row.client == "neighbour"],
     ids=lambda row: f"{row.to} {row.port}",
 )
-def test_sctp(house: House, row: Row):
-    house.become(*EVERYTHING)
+def test_sctp_packets_pass_or_are_refused_or_dropped(house: House, row: Row):
+    house.set_elements(*EVERYTHING)
     timeout = 0.5 if row.outcome == DROPPED else PATIENCE
     got = netns.run_in(
         Path("/run/netns") / house.there, lambda: answer_to_init(row.to, row.port, timeout)
@@ -216,9 +220,9 @@ def test_sctp(house: House, row: Row):
     assert got == row.outcome
 
 
-def test_every_masquerade_takes_a_port_of_ours_at_random(house: House):
-    """kube-proxy's --random-fully: who knows a client's last port does not know the next one. The
-    ports are not those of mode bpf.
+def test_masquerade_rules_use_random_ports_of_our_range(house: House):
+    """As kube-proxy's --random-fully: a client's next port cannot be predicted from its last one.
+    The ports are not those of mode bpf.
     """
     listed = house.do(lambda: run("nft", "-j", "list", "chain", "inet", "kbpf", "postrouting"))
     expressions = [e for one in json.loads(listed)["nftables"] if "rule" in one
@@ -230,23 +234,23 @@ def test_every_masquerade_takes_a_port_of_ours_at_random(house: House):
         assert one["port"] == {"range": list(STYLE.masquerade_ports)}
 
 
-def test_without_elements_nothing_is_touched(house: House):
-    house.become()
+def test_empty_sets_change_no_packet(house: House):
+    house.set_elements()
     assert house.neighbour.tcp(VIP, 81)["name"] == "node"
     assert house.neighbour.tcp(OWN, 82)["name"] == "node"
 
 
-def test_a_connection_that_is_established_goes_on(house: House):
-    house.become(*IPS, *at(SetName.SERVED, VIP, 80))
+def test_established_connection_outlives_a_refusal(house: House):
+    house.set_elements(*IPS, *elements_at(SetName.SERVED, VIP, 80))
     house.neighbour.tcp(VIP, 80, keep="k")
-    house.become(*IPS, *at(SetName.REFUSED, VIP, 80))
+    house.set_elements(*IPS, *elements_at(SetName.REFUSED, VIP, 80))
     assert house.neighbour.ask("talk", keep="k")["name"] == "node"
     assert house.neighbour.tcp(VIP, 80)["error"] == REFUSED
     house.neighbour.ask("drop", keep="k")
 
 
-def test_ping_passes(house: House):
-    house.become(*EVERYTHING)
+def test_ping_to_a_virtual_address_passes(house: House):
+    house.set_elements(*EVERYTHING)
 
     def ping() -> bytes:
         with socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_ICMP) as s:
@@ -258,10 +262,10 @@ def test_ping_passes(house: House):
 
 
 @pytest.mark.parametrize(("bind", "to", "seen"), [(VIP, NEIGHBOUR, OWN), (VIP6, NEIGHBOUR6, OWN6)])
-def test_nobody_outside_sees_a_virtual_address(house: House, bind: str, to: str, seen: str):
-    house.become(*IPS)
+def test_virtual_source_address_is_masqueraded_outside(house: House, bind: str, to: str, seen: str):
+    house.set_elements(*IPS)
     assert house.node.tcp(to, 80, bind=bind)["client"] == seen
-    house.become()
+    house.set_elements()
     assert house.node.tcp(to, 80, bind=bind)["client"] == bind
 
 
@@ -270,10 +274,8 @@ def test_nobody_outside_sees_a_virtual_address(house: House, bind: str, to: str,
     [("ip", VIP, NEIGHBOUR, OWN), ("ip6", VIP6, NEIGHBOUR6, OWN6)],
     ids=["IPv4", "IPv6"],
 )
-def test_who_is_led_to_itself_sees_the_node(
-    house: House, family: str, vip: str, to: str, seen: str
-):
-    """Translated by another table, as IPVS would: it takes no packet for one of its own."""
+def test_hairpin_connection_is_masqueraded(house: House, family: str, vip: str, to: str, seen: str):
+    """Another table translates, as IPVS would; our table does not match its packets as its own."""
     itself = (SetName.HAIRPINS, (parse_addr(to), parse_addr(to)))
     house.do(lambda: [Path(f"/proc/sys/net/{name}").write_text("1")
                       for name in ("ipv4/ip_forward", "ipv6/conf/all/forwarding")])  # fmt: skip
@@ -284,10 +286,10 @@ def test_who_is_led_to_itself_sees_the_node(
         }}
         """))  # fmt: skip
     try:
-        house.become(*IPS, itself)
+        house.set_elements(*IPS, itself)
         answer = house.neighbour.tcp(vip, 80)
         assert (answer["name"], answer["client"]) == ("neighbour", seen)
-        house.become(*IPS)
+        house.set_elements(*IPS)
         assert house.neighbour.tcp(vip, 80, timeout=SILENCE)["error"] == "timeout"
     finally:
         house.do(lambda: run("nft", "delete", "table", family, "ipvs"))
@@ -296,9 +298,9 @@ def test_who_is_led_to_itself_sees_the_node(
 ALIAS = "198.18.9.9"
 
 
-def test_marked_packets_of_others_keep_their_source(house: House):
-    """The packet path of BPF marks by the same bit, while one mode follows the other."""
-    house.become(*IPS, *at(SetName.MASQUERADED, VIP, 80),
+def test_packets_marked_by_mode_bpf_keep_their_source(house: House):
+    """The packet path of mode bpf uses the same mark bit while one mode replaces the other."""
+    house.set_elements(*IPS, *elements_at(SetName.MASQUERADED, VIP, 80),
                  (SetName.NODE_IPS, (parse_addr(OWN),)))  # fmt: skip
     ip(f"addr add {ALIAS}/32 dev lo", netns=house.here)
     ip(f"route add {ALIAS} via {OWN}", netns=house.there)
@@ -316,15 +318,15 @@ def test_marked_packets_of_others_keep_their_source(house: House):
         ip(f"route del {ALIAS}", netns=house.there)
 
 
-def counted(house: House, chain: str) -> list[int]:
-    """Packets by rule, of a chain whose rules were given a counter behind their matches."""
+def rule_counts(house: House, chain: str) -> list[int]:
+    """The packet counts of a chain's rules that have a counter."""
     listed = json.loads(house.do(lambda: run("nft", "-j", "list", "chain", "inet", "see", chain)))
     return [e["counter"]["packets"] for one in listed["nftables"] if "rule" in one
             for e in one["rule"]["expr"] if "counter" in e]  # fmt: skip
 
 
 class Marked(NamedTuple):
-    """A style, who dials which port, and the mark that IPVS would see."""
+    """Options of the ruleset, a client and a port, and the mark that IPVS must see."""
 
     name: str
     style: RulesetOptions
@@ -333,10 +335,10 @@ class Marked(NamedTuple):
     mark: int
 
 
-SHORT = at(SetName.SHORT_CIRCUITS, VIP, 80, 0x6B620001)
+SHORT = elements_at(SetName.SHORT_CIRCUITS, VIP, 80, 0x6B620001)
 MARKS = [
-    Marked("short circuit, the node", STYLE, "node", 80, 0x6B620001),
-    Marked("short circuit, outside", STYLE, "neighbour", 80, 0),
+    Marked("short circuit, from the node", STYLE, "node", 80, 0x6B620001),
+    Marked("short circuit, from outside", STYLE, "neighbour", 80, 0),
     Marked(
         "short circuit, a pod's device",
         RulesetOptions("kbpf", 14, "eth*"),
@@ -344,24 +346,28 @@ MARKS = [
         80,
         0x6B620001,
     ),
-    Marked("masqueraded, outside", STYLE, "neighbour", 81, 0x4000),
-    Marked("masqueraded, the node", STYLE, "node", 81, 0x4000),
-    Marked("masqueraded, by another bit", RulesetOptions("kbpf", 3), "neighbour", 81, 0x8),
-    Marked("from outside only", STYLE, "neighbour", 82, 0x4000),
-    Marked("from outside only, the node", STYLE, "node", 82, 0),
+    Marked("masqueraded, from outside", STYLE, "neighbour", 81, 0x4000),
+    Marked("masqueraded, from the node", STYLE, "node", 81, 0x4000),
+    Marked("masqueraded, another bit", RulesetOptions("kbpf", 3), "neighbour", 81, 0x8),
+    Marked("masqueraded outside, from outside", STYLE, "neighbour", 82, 0x4000),
+    Marked("masqueraded outside, from the node", STYLE, "node", 82, 0),
     Marked(
-        "from outside only, a pod's device", RulesetOptions("kbpf", 14, "eth0"), "neighbour", 82, 0
+        "masqueraded outside, a pod's device",
+        RulesetOptions("kbpf", 14, "eth0"),
+        "neighbour",
+        82,
+        0,
     ),
 ]
 
 
 @pytest.mark.parametrize("row", MARKS, ids=lambda row: row.name)
-def test_marks(house: House, row: Marked):
-    """Another table looks at the marks where IPVS would: behind our chains."""
+def test_mark_that_ipvs_sees(house: House, row: Marked):
+    """Another table matches the marks where IPVS would see them: after our chains."""
     house.do(lambda: forward_rules.run_transaction(*ruleset.create_table(row.style)))
-    served = (e for port in (80, 81, 82) for e in at(SetName.SERVED, VIP, port))
-    house.become(*IPS, *served, *SHORT, *at(SetName.MASQUERADED, VIP, 81),
-                 *at(SetName.MASQUERADED_OUTSIDE, VIP, 82))  # fmt: skip
+    served = (e for port in (80, 81, 82) for e in elements_at(SetName.SERVED, VIP, port))
+    house.set_elements(*IPS, *served, *SHORT, *elements_at(SetName.MASQUERADED, VIP, 81),
+                 *elements_at(SetName.MASQUERADED_OUTSIDE, VIP, 82))  # fmt: skip
     hook, priority = ("output", -98) if row.client == "node" else ("input", 98)
     house.do(lambda: run("nft", "-f", "-", stdin=f"""
         table inet see {{ chain seen {{ type filter hook {hook} priority {priority};
@@ -372,23 +378,23 @@ def test_marks(house: House, row: Marked):
         """))  # fmt: skip
     try:
         assert getattr(house, row.client).tcp(VIP, row.port)["name"] == "node"
-        assert counted(house, "seen") == [1, 0]
+        assert rule_counts(house, "seen") == [1, 0]
     finally:
         house.do(lambda: run("nft", "delete", "table", "inet", "see"))
         house.do(lambda: forward_rules.run_transaction(*ruleset.create_table(STYLE)))
 
 
-def test_local_networks_are_pods(house: House):
-    """Who is in one of them is led by the mark: the refusal behind it is not met."""
+def test_local_network_counts_as_pods(house: House):
+    """Clients of these networks get the mark, so the drop after it is not reached."""
     network = (SetName.LOCAL_NETWORKS, (Cidr(parse_addr("198.18.7.0"), 120),))
-    elements = (*IPS, *at(SetName.DROPPED, VIP, 80), *SHORT)
-    house.become(*elements)
+    elements = (*IPS, *elements_at(SetName.DROPPED, VIP, 80), *SHORT)
+    house.set_elements(*elements)
     assert house.neighbour.tcp(VIP, 80, timeout=0.5)["error"] == DROPPED
-    house.become(*elements, network)
+    house.set_elements(*elements, network)
     assert house.neighbour.tcp(VIP, 80)["name"] == "node"
 
 
-def test_removal_takes_all(house: House):
+def test_deleting_the_table_leaves_no_rule(house: House):
     before = house.do(lambda: run("nft", "list", "ruleset"))
     assert "table inet kbpf" in before
     house.do(lambda: forward_rules.run_transaction(*ruleset.delete_table(STYLE)))
