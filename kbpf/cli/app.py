@@ -74,7 +74,7 @@ def typer_app() -> "Typer":
     app = typer.Typer(
         no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
-        help="A kube-proxy replacement: serves the Services of this node by BPF or IPVS.",
+        help="Serve the Kubernetes Services of this node by BPF or IPVS, in place of kube-proxy.",
     )  # fmt: skip
 
     def version(value: bool) -> None:

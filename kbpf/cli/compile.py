@@ -68,7 +68,7 @@ def compile_programs(
     ] = False,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Compile the BPF programs ahead of time, for an image or a slow machine."""
+    """Compile the BPF programs ahead of time. Useful for an image, or on a slow machine."""
     from kbpf.dataplane.bpf.hooks import UNITS
 
     units = [ensure_compiled(unit, cache_dir, force) for unit in UNITS]

@@ -38,7 +38,8 @@ def demo(
     ] = None,
     cache_dir: CacheDir = DEFAULT.cache_dir,
 ) -> None:
-    """Run a Service on this machine: network namespaces with backends and a client, and the agent.
+    """Run a Service on this machine, without a cluster. The demo creates network namespaces with
+    backends and a client, and runs the agent.
 
     Without --once it runs until Ctrl-C, and the backends change. With --once it exits with 0 only
     if all requests succeeded and every backend was reached. It removes everything that it created,

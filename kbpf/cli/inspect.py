@@ -135,7 +135,7 @@ def services(
     state_dir: StateDir = DEFAULT.state_dir,
     ipvs_device: IpvsDevice = DEFAULT.ipvs_device,
 ) -> None:
-    """List all Service ports: frontends, policies and number of backends."""
+    """List Service ports with frontends, policies and backends."""
     from kbpf.views import services as view
 
     def select_rows(snapshot: Snapshot) -> Sequence[view.ServiceRow]:
@@ -164,7 +164,7 @@ def service(
     state_dir: StateDir = DEFAULT.state_dir,
     ipvs_device: IpvsDevice = DEFAULT.ipvs_device,
 ) -> None:
-    """Show one Service in detail: frontends, backend sets, backends, traffic."""
+    """Show one Service: frontends, backend sets and traffic."""
     from kbpf.cli import pages
     from kbpf.views import node
     from kbpf.views import service as view
@@ -211,7 +211,7 @@ def affinity(
     state_dir: StateDir = DEFAULT.state_dir,
     ipvs_device: IpvsDevice = DEFAULT.ipvs_device,
 ) -> None:
-    """List session affinity: the backend that each client keeps, and for how long."""
+    """List session affinity: the backend that each client keeps."""
     from kbpf.views import affinity as view
 
     rows = view.build_rows(_read_pins(pin_dir, view.NEEDS, state_dir, ipvs_device))
@@ -243,8 +243,8 @@ def connections(
     state_dir: StateDir = DEFAULT.state_dir,
     ipvs_device: IpvsDevice = DEFAULT.ipvs_device,
 ) -> None:
-    """List the connections that the packet path or IPVS tracks: client, frontend, backend, the
-    source that the backend sees, and state.
+    """List the connections that the packet path or IPVS tracks. Shows client, frontend, backend,
+    the source that the backend sees, and state.
 
     Connections that the socket hooks translated are not listed: only the kernel tracks them. `ss`
     shows them with their backends.
@@ -282,7 +282,7 @@ def nat(
     state_dir: StateDir = DEFAULT.state_dir,
     ipvs_device: IpvsDevice = DEFAULT.ipvs_device,
 ) -> None:
-    """List translated sources (SNAT), and how many ports of the node are in use for each backend;
+    """List translated sources (SNAT) and the node's port usage. Usage is counted for each backend;
     `!` marks 80 % and more.
     """
     from kbpf.cli import pages
@@ -309,7 +309,7 @@ def sources(
     state_dir: StateDir = DEFAULT.state_dir,
     ipvs_device: IpvsDevice = DEFAULT.ipvs_device,
 ) -> None:
-    """List LoadBalancer VIPs with source ranges, and which clients count as pods of this node."""
+    """List Services with source ranges. Also shows which clients count as pods of this node."""
     from kbpf.cli import pages
     from kbpf.views import sources as view
     from kbpf.views.packet_path import availability
@@ -331,7 +331,7 @@ def devices(
     state_dir: StateDir = DEFAULT.state_dir,
     ipvs_device: IpvsDevice = DEFAULT.ipvs_device,
 ) -> None:
-    """List network devices: role (host, pod or skipped), programs, and problems."""
+    """List network devices with role, programs and problems."""
     from kbpf.views.packet_path import availability
     from kbpf.views.packet_path import devices as view
 
