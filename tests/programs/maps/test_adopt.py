@@ -417,7 +417,7 @@ def test_what_is_damaged_is_told_and_written_anew(
         held.update(key, raw)
     assert app.call(["inspect", "services", "--pin-dir", str(site.pins)]) == 0
     plane = site.open()
-    told = [r.getMessage() for r in caplog.records if "damaged" in r.getMessage()]
+    told = [r.getMessage() for r in caplog.records if "corrupt" in r.getMessage()]
     assert [f"map={name} entries=1 keys={key.hex()}" in one for one in told] == (
         [] if damage in UNTOLD else [True]
     )
@@ -498,7 +498,7 @@ def test_side_by_side_they_do_not_disturb_each_other(artifact_cache: Path):
 def test_a_second_agent_on_the_same_pins_is_turned_away(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(plane_module.load.lock, "__defaults__", (0.0,))
+    monkeypatch.setattr(plane_module.pinning.lock_pins, "__defaults__", (0.0,))
     site.open().apply(OLD, None)
     with pytest.raises(KernelError, match="another agent is at work here") as error:
         site.plane().open()
@@ -558,7 +558,9 @@ def test_a_pinned_map_of_another_shape_is_an_error(site: Site):
             uapi.BPF_MAP_TYPE_HASH, "services", 20, 32, 8, uapi.BPF_F_NO_PREALLOC
         ) as strange:
             strange.pin(pin)
-        with pytest.raises(KernelError, match="another layout") as error:
+        with pytest.raises(
+            KernelError, match="an incompatible layout: type 1, key size 20, value size 32"
+        ) as error:
             site.open()
         assert str(pin) in str(error.value)
         assert "kbpf cleanup" in str(error.value)

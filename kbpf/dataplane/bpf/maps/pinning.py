@@ -157,7 +157,10 @@ def open_map(path: Path, spec: MapSpec) -> Map:
     if shape != (spec.map_type, spec.key_size, spec.value_size):
         map_.close()
         raise KernelError(
-            f"the pinned map has an incompatible layout ({shape})", str(path), "run kbpf cleanup"
+            f"the pinned map has an incompatible layout: type {map_.type}, "
+            f"key size {map_.key_size}, value size {map_.value_size}",
+            str(path),
+            "run kbpf cleanup",
         )
     return map_
 
