@@ -1,4 +1,4 @@
-"""The thread that counts behind the page: when it counts, what it shows, and what cannot end it."""
+"""BackgroundCollector: when it collects, what a scrape returns, and which errors it survives."""
 
 import logging
 import threading
@@ -16,7 +16,7 @@ NOTHING = TrafficStats()
 
 
 class Source:
-    """What is counted: each count says its number, or does what the test wants."""
+    """Counts its collections; the lines of a scrape have that number. Each first runs `instead`."""
 
     def __init__(self) -> None:
         self.counts = 0
@@ -46,27 +46,27 @@ def made(source: Source) -> Iterator[BackgroundCollector]:
 
 
 def number(made: BackgroundCollector) -> int:
-    """Of the count that is shown."""
+    """The number of the collection that a scrape returns."""
     lines = made.scrape().decode()
     return int(lines.split()[1]) if lines else 0
 
 
-def test_nothing_is_counted_before_somebody_asks(made: BackgroundCollector, source: Source):
+def test_nothing_is_collected_before_the_first_scrape(made: BackgroundCollector, source: Source):
     made.start()
     assert made.scrape() == b"", "and who asks first waits for nothing"
     until("it is counted", lambda: number(made) == source.counts > 0)
 
 
-def test_it_goes_on_while_somebody_asks(made: BackgroundCollector, monkeypatch: pytest.MonkeyPatch):
+def test_collects_again_while_scraped(made: BackgroundCollector, monkeypatch: pytest.MonkeyPatch):
     made.start()
     until("three times", lambda: number(made) >= 3)
     monkeypatch.setattr(collector, "ACTIVE_AFTER_SCRAPE_S", -1.0)
 
 
-def test_it_rests_when_nobody_has_asked_for_long(
+def test_pauses_without_scrapes(
     made: BackgroundCollector, source: Source, monkeypatch: pytest.MonkeyPatch
 ):
-    """Each time that somebody asks is worth one count then."""
+    """After a pause, each scrape triggers one collection."""
     monkeypatch.setattr(collector, "ACTIVE_AFTER_SCRAPE_S", -1.0)
     made.start()
     for asked in (1, 2):
@@ -74,7 +74,7 @@ def test_it_rests_when_nobody_has_asked_for_long(
         until("it is counted", lambda: source.counts == asked)  # noqa: B023
 
 
-def test_now_and_then_it_counts_unasked(
+def test_collects_at_the_idle_interval_without_scrapes(
     made: BackgroundCollector, source: Source, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(collector, "IDLE_COLLECT_INTERVAL_S", 0.01)
@@ -82,7 +82,7 @@ def test_now_and_then_it_counts_unasked(
     until("it is counted", lambda: source.counts > 2)
 
 
-def test_what_cannot_be_counted_is_said_once_and_not_shown(
+def test_failed_collection_is_logged_once_and_shows_nothing(
     made: BackgroundCollector, source: Source, caplog: pytest.LogCaptureFixture
 ):
     logging.getLogger("kbpf").propagate = True
@@ -102,7 +102,7 @@ def test_what_cannot_be_counted_is_said_once_and_not_shown(
     assert made.scrape() == b"count 4\n"
 
 
-def test_a_fault_does_not_end_it(made: BackgroundCollector, source: Source):
+def test_internal_error_does_not_end_the_thread(made: BackgroundCollector, source: Source):
     def fault(pause: Pause) -> None:
         if source.counts == 1:
             raise ZeroDivisionError
@@ -112,7 +112,7 @@ def test_a_fault_does_not_end_it(made: BackgroundCollector, source: Source):
     until("it is counted the next time", lambda: number(made) > 1)
 
 
-def test_it_ends_in_the_middle_of_a_count(made: BackgroundCollector, source: Source):
+def test_stop_during_a_collection(made: BackgroundCollector, source: Source):
     under_way, go_on = threading.Event(), threading.Event()
 
     def long(pause: Pause) -> None:

@@ -1,4 +1,4 @@
-"""Events: what is sent, when it is tried again, and that nobody ever waits for it."""
+"""Kubernetes Events: what is sent, when it is retried, and that emit() never blocks."""
 
 import json
 import threading
@@ -33,24 +33,24 @@ def test_an_event_of_the_node_as_kube_proxy_sends_it():
     }
 
 
-def test_an_event_of_a_service_stands_in_its_namespace():
+def test_event_of_a_service_is_in_its_namespace_within_the_api_limits():
     path, body = encode(KubeEvent(WEB, True, "R", "A", "x" * 2000, AT), "n" * 200)
     said = json.loads(body)
     assert path == "/apis/events.k8s.io/v1/namespaces/shop/events"
     assert said["metadata"]["namespace"] == said["regarding"]["namespace"] == "shop"
     assert said["type"] == "Warning"
-    # What an API server would refuse as too long.
+    # The limits of the API server.
     assert len(said["note"]) == 1024
     assert len(said["reportingInstance"]) == 128
 
 
-def test_a_long_name_is_cut():
+def test_long_name_is_truncated():
     _, body = encode(KubeEvent(EventObject("Node", "n" * 253), True, "R", "A", "", AT), "n")
     assert len(json.loads(body)["metadata"]["name"]) == 253
 
 
 class Server:
-    """Answers in turn; the last answer for ever. None: there is nobody."""
+    """Returns the status codes in turn, the last one for ever. None: the server is unreachable."""
 
     def __init__(self, *answers: int | None) -> None:
         self._answers = list(answers)
@@ -65,7 +65,7 @@ class Server:
 
 
 class Row(NamedTuple):
-    """What the server answers, how often it is asked, and what is counted."""
+    """The server's status codes, the number of requests, and the recorder's counters."""
 
     name: str
     answers: tuple[int | None, ...]
@@ -75,19 +75,19 @@ class Row(NamedTuple):
 
 
 ROWS = [
-    Row("it is taken", (201,), 1, 1, 0),
-    Row("away at first", (None, None, 201), 3, 1, 0),
-    Row("too busy at first", (429, 503, 201), 3, 1, 0),
-    Row("the lowest of its own errors, and the highest of ours", (500, 499), 2, 0, 1),
-    Row("it had arrived before", (None, 409), 2, 1, 0),
-    Row("not allowed", (403,), 1, 0, 1),
-    Row("the namespace is going", (404,), 1, 0, 1),
-    Row("away for ever", (None,), events.MAX_ATTEMPTS, 0, 1),
+    Row("accepted", (201,), 1, 1, 0),
+    Row("unreachable at first", (None, None, 201), 3, 1, 0),
+    Row("overloaded at first", (429, 503, 201), 3, 1, 0),
+    Row("500 is retried, 499 is not", (500, 499), 2, 0, 1),
+    Row("an earlier attempt had arrived", (None, 409), 2, 1, 0),
+    Row("forbidden", (403,), 1, 0, 1),
+    Row("the namespace is being deleted", (404,), 1, 0, 1),
+    Row("never reachable", (None,), events.MAX_ATTEMPTS, 0, 1),
 ]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_what_becomes_of_it(row: Row):
+def test_retries_and_outcome(row: Row):
     server = Server(*row.answers)
     made = EventRecorder(server, "n1", retry_interval=0.0)
     made.emit(NODE, "Starting", "StartKubeProxy")
@@ -97,7 +97,7 @@ def test_what_becomes_of_it(row: Row):
     made.stop()
 
 
-def test_a_fault_of_ours_is_no_end():
+def test_internal_error_does_not_end_the_thread():
     calls = []
 
     def post(path: str, body: bytes) -> int:
@@ -114,7 +114,7 @@ def test_a_fault_of_ours_is_no_end():
 
 
 class Said(NamedTuple):
-    """At `at` seconds it is said of somebody; whether it is sent."""
+    """An Event that is emitted at `at` seconds, and whether it is sent, or dropped and counted."""
 
     at: float
     about: EventObject
@@ -124,16 +124,16 @@ class Said(NamedTuple):
 
 
 SAID = {
-    "again after a while": [
+    "the same after five minutes": [
         Said(0, WEB, "R", True), Said(299, WEB, "R", False), Said(300, WEB, "R", True),
     ],
-    "others are others": [
+    "another object or reason is no repetition": [
         Said(0, WEB, "R", True), Said(0, NODE, "R", True), Said(0, WEB, "S", True),
     ],
-    "what was not sent does not count": [
+    "a suppressed repetition does not extend the interval": [
         Said(0, WEB, "R", True), Said(200, WEB, "R", False), Said(301, WEB, "R", True),
     ],
-    "not too many at once, some later": [
+    "the burst is limited and refills": [
         *(Said(0, EventObject("Service", f"s{i}", "x"), "R", True) for i in range(events.BURST)),
         Said(0, NODE, "R", False, True), Said(9, NODE, "R", False, True), Said(10, NODE, "R", True),
         Said(10, WEB, "R", False, True),
@@ -142,7 +142,7 @@ SAID = {
 
 
 @pytest.mark.parametrize("rows", SAID.values(), ids=SAID.keys())
-def test_how_often_it_is_said(rows: list[Said]):
+def test_repetitions_and_rate_limit(rows: list[Said]):
     now = 0.0
     server = Server(201)
     made = EventRecorder(server, "n1", lambda: now)
@@ -157,7 +157,7 @@ def test_how_often_it_is_said(rows: list[Said]):
     made.stop()
 
 
-def test_nobody_waits_for_a_server_that_hangs(monkeypatch: pytest.MonkeyPatch):
+def test_emit_does_not_block_while_the_server_hangs(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(events, "BURST", 1000)
     hangs, asked = threading.Event(), threading.Event()
 
@@ -177,7 +177,7 @@ def test_nobody_waits_for_a_server_that_hangs(monkeypatch: pytest.MonkeyPatch):
     made.stop()
 
 
-def test_the_end_is_not_kept_up_by_who_is_away():
+def test_stop_does_not_wait_for_an_unreachable_server():
     made = EventRecorder(Server(None), "n1", retry_interval=3600.0)
     made.emit(NODE, "Starting", "A")
     made.stop()
@@ -187,7 +187,7 @@ def test_the_end_is_not_kept_up_by_who_is_away():
     )
 
 
-def test_without_an_api_server_nothing_is_said():
+def test_without_an_api_server_nothing_is_sent():
     made = EventRecorder(None, "n1")
     made.emit(NODE, "Starting", "A")
     assert (made.sent, made.dropped) == (0, 0)

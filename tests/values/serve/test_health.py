@@ -1,5 +1,6 @@
-"""/healthz, /livez and the health checks of Services, byte for byte as kube-proxy 1.37.1 answers
-(tests/lab/agent/test_observe.py asks a real one).
+"""/healthz, /livez and the health checks of Services, byte for byte as kube-proxy 1.37.1 answers.
+
+tests/lab/agent/test_observe.py compares them with a real kube-proxy.
 """
 
 import contextlib
@@ -43,7 +44,7 @@ def told(good: bool) -> str:
 
 
 class Asked(NamedTuple):
-    """What is so, the path, and the status and body that go back."""
+    """The health, the requested path, and the status and body of the response."""
 
     name: str
     verdict: HealthVerdict
@@ -56,15 +57,15 @@ class Asked(NamedTuple):
 WELL, LATE = HealthVerdict(True, SYNCED, NOW), HealthVerdict(False, SYNCED, NOW)
 FIRST = HealthVerdict(True, None, NOW)
 ASKED = [
-    Asked("well", WELL, True, "/healthz", 200,
+    Asked("healthy", WELL, True, "/healthz", 200,
           f'{{"lastUpdated":"{AT}","currentTime":"{AT}","nodeEligible":true,"healthy":true,'
           f'{told(True)}}}'),
-    Asked("well: livez does not speak of the node", WELL, True, "/livez", 200,
+    Asked("healthy: livez does not mention the node", WELL, True, "/livez", 200,
           f'{{"lastUpdated":"{AT}","currentTime":"{AT}","healthy":true,{told(True)}}}'),
-    Asked("the node is leaving", WELL, False, "/healthz", 503,
+    Asked("the node is being deleted", WELL, False, "/healthz", 503,
           f'{{"lastUpdated":"{THEN}","currentTime":"{AT}","nodeEligible":false,"healthy":true,'
           f'{told(True)}}}'),
-    Asked("the node is leaving: livez does not mind", WELL, False, "/livez", 200,
+    Asked("the node is being deleted: livez ignores it", WELL, False, "/livez", 200,
           f'{{"lastUpdated":"{AT}","currentTime":"{AT}","healthy":true,{told(True)}}}'),
     Asked("late", LATE, True, "/healthz", 503,
           f'{{"lastUpdated":"{THEN}","currentTime":"{AT}","nodeEligible":true,"healthy":false,'
@@ -73,14 +74,14 @@ ASKED = [
           f'{{"lastUpdated":"{THEN}","currentTime":"{AT}","healthy":false,{told(False)}}}'),
     Asked("starting", FIRST, True, "/healthz", 200,
           f'{{"lastUpdated":"{AT}","currentTime":"{AT}","nodeEligible":true,"healthy":true}}'),
-    Asked("starting on a node that is leaving", FIRST, False, "/healthz", 503,
+    Asked("starting on a node that is being deleted", FIRST, False, "/healthz", 503,
           f'{{"lastUpdated":"0001-01-01T00:00:00Z","currentTime":"{AT}","nodeEligible":false,'
           f'"healthy":true}}'),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("asked", ASKED, ids=lambda asked: asked.name)
-def test_what_goes_back(asked: Asked):
+def test_healthz_and_livez_responses(asked: Asked):
     whole = asked.path == "/healthz"
     answer = healthz(asked.verdict, asked.eligible) if whole else livez(asked.verdict)
     assert answer == HttpResponse(asked.status, asked.body.encode(), "application/json")
@@ -96,7 +97,7 @@ def test_what_goes_back(asked: Asked):
         (None, "0001-01-01T00:00:00Z"),
     ],
 )
-def test_a_time_as_go_writes_it(moment: int | None, text: str):
+def test_go_time_format(moment: int | None, text: str):
     assert format_go_time(moment) == text
 
 
@@ -109,46 +110,44 @@ def watch(name: str, error: str = "", synced: bool = False) -> SourceView:
 
 
 READY = [
-    # name, verdict, what the agent says of itself, and what goes back
-    ("it serves", WELL, AGENT, "kbpf serves"),
-    ("nothing is opened yet", FIRST, None, "kbpf is not ready: the data plane is being opened"),
-    ("nothing was listed yet", FIRST,
+    # name, verdict, the agent's status, the text of the response
+    ("serving", WELL, AGENT, "kbpf serves"),
+    ("no status yet", FIRST, None, "kbpf is not ready: the data plane is being opened"),
+    ("not all kinds are listed yet", FIRST,
      replace(STARTING, sources=(watch("services", synced=True), watch("nodes"))),
      "kbpf is not ready: nodes not listed yet"),
-    ("it may not list", FIRST,
+    ("listing is forbidden", FIRST,
      replace(STARTING, sources=(watch("pods", "no"), watch("nodes"), watch("services", "403"))),
      "kbpf is not ready: services not listed yet: 403"),
-    ("nobody waits for pods", FIRST, replace(STARTING, sources=(watch("pods", "403 pods"),)),
+    ("pods are not waited for", FIRST, replace(STARTING, sources=(watch("pods", "403 pods"),)),
      "kbpf is not ready: the first pass is not complete"),
     ("the kernel refuses the first pass", FIRST,
      replace(STARTING, error="no room", sources=(watch("services", synced=True),)),
      "kbpf is not ready: not programmed: no room"),
-    ("devices wait for their turn", WELL, STARTING,
+    ("devices are still to be attached", WELL, STARTING,
      "kbpf is not ready: the first pass is not complete"),
     ("late", LATE, AGENT, "kbpf is not ready: changes are waiting to be programmed"),
-    ("late, and why", LATE, replace(AGENT, error="no room"),
+    ("late, with an error", LATE, replace(AGENT, error="no room"),
      "kbpf is not ready: changes are waiting to be programmed: no room"),
-    ("a message with escapes in it", LATE, replace(AGENT, error="no \x1b[2J\u202eroom\n"),
+    ("an error with escape codes", LATE, replace(AGENT, error="no \x1b[2J\u202eroom\n"),
      "kbpf is not ready: changes are waiting to be programmed: no \\x1b[2J\\u202eroom\\n"),
-    ("a Service of the cluster itself finds no room", WELL,
+    ("a system Service is not programmed", WELL,
      replace(AGENT, refused_system=("kube-system/dns",)),
      "kbpf is not ready: not programmed: kube-system/dns; see `kbpf inspect status`"),
-    ("many of them", WELL,
+    ("five system Services are not programmed", WELL,
      replace(AGENT, refused_system=tuple(f"kube-system/{name}" for name in "abcde")),
      "kbpf is not ready: not programmed: kube-system/a, kube-system/b, kube-system/c and 2 more; "
      "see `kbpf inspect status`"),
-    ("the API server went away: what is programmed serves", WELL,
+    ("the API server is unreachable: programmed Services are served", WELL,
      replace(AGENT, sources=(watch("services", "refused", synced=True),)), "kbpf serves"),
-    ("the configuration file is fine", WELL, replace(AGENT, config_error=""), "kbpf serves"),
-    ("it is not", WELL, replace(AGENT, config_error="not YAML\x1b"),
+    ("the configuration file is valid", WELL, replace(AGENT, config_error=""), "kbpf serves"),
+    ("the configuration file is invalid", WELL, replace(AGENT, config_error="not YAML\x1b"),
      "kbpf serves, but its configuration file was rejected: not YAML\\x1b"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "verdict", "status", "text"), READY, ids=[r[0] for r in READY])
-def test_whether_it_serves(
-    name: str, verdict: HealthVerdict, status: AgentStatus | None, text: str
-):
+def test_readyz_responses(name: str, verdict: HealthVerdict, status: AgentStatus | None, text: str):
     answer = readyz(verdict, status)
     assert answer == HttpResponse(
         200 if text.startswith("kbpf serves") else 503, f"{text}\n".encode()
@@ -159,7 +158,7 @@ def test_whether_it_serves(
 
 
 class Step(NamedTuple):
-    """At `at` seconds this is done; then it is healthy or not."""
+    """At `at` seconds `do` is recorded; then the verdict is `healthy` or not."""
 
     at: float
     do: str
@@ -172,33 +171,33 @@ LIVES = {
         Step(0, "programmed", True), Step(10, "queued", True), Step(69.9, "", True),
         Step(70, "", False),
     ],
-    "the oldest change counts": [
+    "the oldest change decides": [
         Step(0, "programmed", True), Step(0, "queued", True), Step(50, "queued", True),
         Step(60, "", False),
     ],
-    "what is programmed is done with": [
+    "a programmed change is settled": [
         Step(0, "programmed", True), Step(0, "queued", True), Step(1, "taken", True),
         Step(2, "programmed", True), Step(100, "", True),
     ],
-    "what said nothing new is done with": [
+    "a change without effect is settled": [
         Step(0, "programmed", True), Step(0, "queued", True), Step(1, "taken", True),
         Step(2, "nothing new", True), Step(100, "", True),
     ],
-    "what comes while others are written counts from its own time": [
+    "a change that arrives during a pass counts from its own time": [
         Step(0, "programmed", True), Step(0, "queued", True), Step(1, "taken", True),
         Step(50, "queued", True), Step(55, "programmed", True), Step(109, "", True),
         Step(110, "", False),
     ],
-    "taken and refused by the kernel, again and again": [
+    "refused by the kernel repeatedly": [
         Step(0, "programmed", True), Step(0, "queued", True), Step(1, "taken", True),
         Step(30, "taken", True), Step(60, "", False), Step(61, "programmed", True),
     ],
-    "refused by the kernel, and more comes meanwhile": [
+    "refused by the kernel, and more changes arrive": [
         Step(0, "programmed", True), Step(0, "queued", True), Step(1, "taken", True),
         Step(40, "queued", True), Step(41, "taken", True), Step(60, "", False),
         Step(61, "queued", False), Step(62, "taken", False), Step(63, "programmed", True),
     ],
-    "healthy while it starts, however long that takes": [
+    "healthy during a start of any length": [
         Step(0, "queued", True), Step(1, "taken", True), Step(600, "", True),
         Step(601, "programmed", True),
     ],
@@ -206,7 +205,7 @@ LIVES = {
 
 
 @pytest.mark.parametrize("steps", LIVES.values(), ids=LIVES.keys())
-def test_when_it_is_healthy(steps: list[Step]):
+def test_health_over_time(steps: list[Step]):
     now = 0.0
     health = HealthTracker(60.0, lambda: now, lambda: round(now * 1e9))
     for step in steps:
@@ -221,7 +220,7 @@ def test_when_it_is_healthy(steps: list[Step]):
         assert health.verdict().healthy is step.healthy, step
 
 
-def test_the_time_of_the_last_pass_is_told():
+def test_verdict_has_the_time_of_the_last_programmed_pass():
     now = 5.0
     health = HealthTracker(60.0, lambda: now, lambda: round(now * 1e9))
     assert health.verdict() == HealthVerdict(True, None, 5_000_000_000)
@@ -247,7 +246,7 @@ BODY = """{
     ("endpoints", "healthy", "status"),
     [(1, True, 200), (7, True, 200), (0, True, 503), (1, False, 503), (0, False, 503)],
 )
-def test_what_a_service_answers(endpoints: int, healthy: bool, status: int):
+def test_service_health_response(endpoints: int, healthy: bool, status: int):
     answer = service_health_response(ServiceName("default", "web"), endpoints, healthy)
     assert answer.body.decode() == BODY % (endpoints, str(healthy).lower())
     assert (answer.status, answer.content_type) == (status, "application/json")
@@ -272,7 +271,7 @@ def piece(*ends: Endpoint, family: int = 4, ports: int = 1, name: str = "a") -> 
 
 
 class Counted(NamedTuple):
-    """Slices, and what is counted of each family."""
+    """Slices, and the number of local endpoints counted in each family."""
 
     name: str
     slices: tuple[EndpointSlice, ...]
@@ -281,35 +280,35 @@ class Counted(NamedTuple):
 
 
 COUNTED = [
-    Counted("nothing", (), 0, 0),
-    Counted("one here", (piece(end("10.0.0.1")),), 1, 0),
-    Counted("one elsewhere", (piece(end("10.0.0.1", "n2")),), 0, 0),
+    Counted("no slices", (), 0, 0),
+    Counted("one on this node", (piece(end("10.0.0.1")),), 1, 0),
+    Counted("one on another node", (piece(end("10.0.0.1", "n2")),), 0, 0),
     Counted("on no node", (piece(end("10.0.0.1", "")),), 0, 0),
     Counted("one that is not ready", (piece(end("10.0.0.1", ready=False)),), 0, 0),
     Counted("one that terminates and still serves",
             (piece(end("10.0.0.1", ready=False, terminating=True)),), 0, 0),
-    Counted("two ports of one", (piece(end("10.0.0.1"), ports=2),), 1, 0),
+    Counted("one with two ports", (piece(end("10.0.0.1"), ports=2),), 1, 0),
     Counted("a slice without ports", (piece(end("10.0.0.1"), ports=0),), 0, 0),
-    Counted("the same in two slices",
+    Counted("one in two slices",
             (piece(end("10.0.0.1")), piece(end("10.0.0.1"), end("10.0.0.2"), name="b")), 2, 0),
-    Counted("one that terminates, and elsewhere a new one at its address with one port more",
+    Counted("one that terminates, and a new one with two ports at its address on another node",
             (piece(end("10.0.0.1", "n2"), ports=2), piece(end("10.0.0.1", terminating=True),
                                                           name="b")), 0, 0),
-    Counted("the same behind different ports",
+    Counted("one address, ready and unready, with different ports",
             (piece(end("10.0.0.1"), ports=1), piece(end("10.0.0.1", ready=False), ports=2,
                                                     name="b")), 0, 0),
-    Counted("each family its own",
+    Counted("both families",
             (piece(end("10.0.0.1")), piece(end("fd00::2"), end("fd00::3"), family=6, name="b")),
             1, 2),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("row", COUNTED, ids=lambda row: row.name)
-def test_which_endpoints_count(row: Counted):
+def test_local_endpoints_are_counted(row: Counted):
     assert compute_health_check(WEB, row.slices, "n1") == HealthCheck(31_999, row.v4, row.v6)
 
 
-def test_a_service_of_one_family_says_the_same_in_both():
+def test_single_family_service_reports_its_count_in_both_families():
     single = Service(
         "default", "web", "LoadBalancer", WEB.cluster_ips[:1], (), external_local=True,
         health_check_node_port=31_999,
@@ -319,7 +318,7 @@ def test_a_service_of_one_family_says_the_same_in_both():
     )
 
 
-def test_who_has_no_health_check():
+def test_service_without_health_check_port_has_no_check():
     assert compute_health_check(None, (), "n1") is None
     plain = Service("default", "web", "LoadBalancer", WEB.cluster_ips, ())
     assert compute_health_check(plain, (), "n1") is None
@@ -329,7 +328,7 @@ def test_who_has_no_health_check():
 
 
 class Opened(NamedTuple):
-    """Addresses that NodePorts have, those of the node, and where a check listens then."""
+    """The NodePort addresses (None: all), those of the node, and where a health check listens."""
 
     name: str
     at: tuple[str, ...] | None
@@ -339,19 +338,19 @@ class Opened(NamedTuple):
 
 OPENED = [
     Opened("all", None, ("10.0.0.1",), ("0.0.0.0", "::")),
-    Opened("of both families", ("10.0.0.1", "fd00::1"), ("10.0.0.1", "fd00::1"),
+    Opened("both families", ("10.0.0.1", "fd00::1"), ("10.0.0.1", "fd00::1"),
            ("10.0.0.1", "fd00::1")),
-    Opened("two of one, none of the other", ("10.0.0.1", "10.0.0.2"), ("10.0.0.1", "10.0.0.2"),
-           ("10.0.0.1", "10.0.0.2", "::")),
-    Opened("one is no address of the node", ("10.0.0.1", "10.0.0.2", "fd00::1"),
+    Opened("two of one family, none of the other", ("10.0.0.1", "10.0.0.2"),
+           ("10.0.0.1", "10.0.0.2"), ("10.0.0.1", "10.0.0.2", "::")),
+    Opened("one is not an address of the node", ("10.0.0.1", "10.0.0.2", "fd00::1"),
            ("10.0.0.2", "fd00::1"), ("10.0.0.2", "fd00::1")),
-    Opened("none is", ("10.0.0.1", "fd00::1"), (), ("0.0.0.0", "::")),
+    Opened("none is an address of the node", ("10.0.0.1", "fd00::1"), (), ("0.0.0.0", "::")),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("row", OPENED, ids=lambda row: row.name)
-def test_where_a_check_listens(row: Opened, monkeypatch: pytest.MonkeyPatch):
-    """As kube-proxy: a family without an address to listen on has all."""
+def test_listen_addresses_of_a_health_check(row: Opened, monkeypatch: pytest.MonkeyPatch):
+    """As kube-proxy: a family without a usable address listens on the wildcard address."""
     opened: list[str] = []
     desk = AgentServer(Config())
 
@@ -367,11 +366,11 @@ def test_where_a_check_listens(row: Opened, monkeypatch: pytest.MonkeyPatch):
     assert tuple(opened) == row.on
 
 
-# ---- whose port it is --------------------------------------------------------------------------
+# ---- Services with the same health check port ---------------------------------------------------
 
 
 class Ports:
-    """Stands for the server: a port has one owner, and what waits is done when it is said."""
+    """A fake HTTP server: a port has one handler, and delayed work runs when wait() is called."""
 
     def __init__(self) -> None:
         self.taken: dict[tuple[str, int], object] = {}
@@ -390,15 +389,17 @@ class Ports:
         self.waiting.append(work)
 
     def wait(self) -> None:
-        """The next try of all that could not be had."""
+        """Runs all delayed work: the retries of ports that were taken."""
         works, self.waiting = self.waiting, []
         for work in works:
             work()
 
 
 class Claimed(NamedTuple):
-    """What Services want, one step after the other (each with a try of what waits), and which
-    ports are served for whom at the end; `failed` so many are without theirs.
+    """The health check port of each Service in every step, and the result after the last step.
+
+    Retries run after each step. `served` maps a port to its Service; `failed` is the number of
+    Services without their port.
     """
 
     name: str
@@ -410,18 +411,18 @@ class Claimed(NamedTuple):
 CLAIMED = [
     Claimed("another number", ({"a": 1}, {"a": 2}), {2: "a"}),
     Claimed("the same again", ({"a": 1}, {"a": 1}), {1: "a"}),
-    Claimed("none any more", ({"a": 1}, {}), {}),
-    Claimed("two want one", ({"a": 1, "b": 1},), {1: "a"}, 1),
-    Claimed("the second gets it when the first goes", ({"a": 1, "b": 1}, {"b": 1}), {1: "b"}),
-    Claimed("the second goes", ({"a": 1, "b": 1}, {"a": 1}), {1: "a"}),
-    Claimed("both go while one waits", ({"a": 1, "b": 1}, {}), {}),
-    Claimed("the second takes another", ({"a": 1, "b": 1}, {"a": 1, "b": 2}), {1: "a", 2: "b"}),
-    Claimed("they change places", ({"a": 1, "b": 2}, {"a": 2, "b": 1}), {1: "b", 2: "a"}),
+    Claimed("deleted", ({"a": 1}, {}), {}),
+    Claimed("two with one port", ({"a": 1, "b": 1},), {1: "a"}, 1),
+    Claimed("the second gets it when the first is deleted", ({"a": 1, "b": 1}, {"b": 1}), {1: "b"}),
+    Claimed("the second is deleted", ({"a": 1, "b": 1}, {"a": 1}), {1: "a"}),
+    Claimed("both are deleted while one waits", ({"a": 1, "b": 1}, {}), {}),
+    Claimed("the second changes its port", ({"a": 1, "b": 1}, {"a": 1, "b": 2}), {1: "a", 2: "b"}),
+    Claimed("two swap their ports", ({"a": 1, "b": 2}, {"a": 2, "b": 1}), {1: "b", 2: "a"}),
 ]
 
 
 @pytest.mark.parametrize("row", CLAIMED, ids=lambda row: row.name)
-def test_whose_port_it_is(row: Claimed, monkeypatch: pytest.MonkeyPatch):
+def test_which_service_gets_a_health_check_port(row: Claimed, monkeypatch: pytest.MonkeyPatch):
     desk, ports = AgentServer(Config()), Ports()
     monkeypatch.setattr(desk, "_http", ports)
     for wanted in row.steps:
@@ -441,15 +442,15 @@ def ask(handler: Any) -> HttpResponse:
     return handler(HttpRequest("GET", "/", ""))
 
 
-# ---- addresses that are taken --------------------------------------------------------------------
+# ---- listen addresses in use ---------------------------------------------------------------------
 
 TAKEN = {"healthz": "FailedToStartProxierHealthcheck", "metrics": "FailedToStartMetricServer"}
-"""The setting, and the Event when its address cannot be had."""
+"""The setting, and the reason of the Event if its address is in use."""
 
 
 @pytest.mark.parametrize("hard", [False, True], ids=["tried again", "hard"])
 @pytest.mark.parametrize("which", TAKEN)
-def test_an_address_that_is_taken_is_an_event_and_a_problem(
+def test_listen_address_in_use_is_an_event_and_a_problem(
     which: str, hard: bool, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(desk_module, "LISTEN_RETRY_INTERVAL_S", 0.01)
@@ -490,7 +491,7 @@ def answers(port: int) -> bool:
     return False
 
 
-def test_livez_names_a_thread_that_is_down():
+def test_livez_names_a_stalled_thread():
     answer = livez(WELL, ("thread devices: no progress for 130 s",))
     assert answer.status == 503
     assert json.loads(answer.body)["threads"] == ["thread devices: no progress for 130 s"]

@@ -1,6 +1,7 @@
-"""The HTTP server: what goes back, and that nobody can keep others from being answered.
+"""The HTTP server: its responses, and that misbehaving clients cannot block others.
 
-Real sockets on loopback. A client that misbehaves is there while an honest one asks.
+The sockets are real, on loopback. Misbehaving clients stay connected while an honest one sends its
+request.
 """
 
 import contextlib
@@ -19,7 +20,7 @@ from kbpf.serve.message import HttpRequest, HttpResponse
 from tests.support.lab.lab import PATIENCE, until
 
 PAGE = b"x" * 1_500_000
-"""More than the kernel keeps for a client that does not read."""
+"""More than the kernel buffers for a client that does not read."""
 
 
 def answer(request: HttpRequest) -> HttpResponse:
@@ -34,7 +35,7 @@ def answer(request: HttpRequest) -> HttpResponse:
 
 
 class Site(NamedTuple):
-    """A server, and where it listens."""
+    """A server and the port it listens on."""
 
     server: HttpServer
     port: int
@@ -45,7 +46,7 @@ class Site(NamedTuple):
         return made
 
     def ask(self, text: bytes) -> bytes:
-        """All that comes back until the server closes, or b"" when it says nothing."""
+        """Sends `text` and returns everything until the server closes the connection."""
         with self.connect() as sock:
             sock.sendall(text)
             return everything(sock)
@@ -64,7 +65,7 @@ def everything(sock: socket.socket) -> bytes:
 
 @pytest.fixture
 def clock() -> list[float]:
-    """Seconds that are added to the server's clock."""
+    """One item: the seconds added to the server's clock."""
     return [0.0]
 
 
@@ -78,7 +79,7 @@ def site(clock: list[float]) -> Iterator[Site]:
 
 
 class Row(NamedTuple):
-    """What is sent, and the first line and body that come back before the end."""
+    """What is sent, and the status and body of the last response before the connection closes."""
 
     name: str
     sent: bytes
@@ -98,20 +99,20 @@ ROWS = [
     Row("a whole address", b"GET http://h/x HTTP/1.1\r\n" + HOST + b"\r\n", b"200 OK", b"GET /x"),
     Row("lines without CR, as printf and nc send them",
         b"GET /x HTTP/1.1\n" + HOST.replace(b"\r", b"") + b"\n", b"200 OK", b"GET /x"),
-    Row("what follows lines without CR",
+    Row("a second request after lines without CR",
         b"POST /1 HTTP/1.1\nContent-Length: 3\n\nabcGET /2 HTTP/1.0\n\n", b"200 OK", b"GET /2"),
-    Row("two slashes are a path", b"GET //h/x HTTP/1.1\r\n" + HOST + b"\r\n",
+    Row("two slashes begin a path", b"GET //h/x HTTP/1.1\r\n" + HOST + b"\r\n",
         b"200 OK", b"GET //h/x"),
-    Row("a fragment is a path, as Go takes it", b"GET /x#y HTTP/1.1\r\n" + HOST + b"\r\n",
+    Row("a fragment is part of the path, as in Go", b"GET /x#y HTTP/1.1\r\n" + HOST + b"\r\n",
         b"200 OK", b"GET /x#y"),
     Row("a body is skipped",
         b"POST /1 HTTP/1.1\r\nContent-Length: 3\r\n\r\nabcGET /2 HTTP/1.1\r\n" + HOST + b"\r\n",
         b"200 OK", b"GET /2"),
     Row("two requests at once",
         b"GET /1 HTTP/1.1\r\n\r\nGET /2 HTTP/1.1\r\n" + HOST + b"\r\n", b"200 OK", b"GET /2"),
-    Row("a chunked body ends it",
+    Row("a chunked body closes the connection",
         b"POST /1 HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n", b"200 OK", b"POST /1"),
-    Row("a long body ends it",
+    Row("a long body closes the connection",
         b"POST /1 HTTP/1.1\r\nContent-Length: 99999999\r\n\r\n", b"200 OK", b"POST /1"),
     Row("a handler that fails", b"GET /fails HTTP/1.1\r\n" + HOST + b"\r\n",
         b"500 Internal Server Error", b"internal error\n"),
@@ -124,7 +125,7 @@ ROWS = [
         b"400 Bad Request", b"400 Bad Request"),
     Row("a broken address", b"GET http://[x/ HTTP/1.1\r\n\r\n",
         b"400 Bad Request", b"400 Bad Request"),
-    Row("a length that is none", b"GET / HTTP/1.1\r\nContent-Length: -1\r\n\r\n",
+    Row("a negative length", b"GET / HTTP/1.1\r\nContent-Length: -1\r\n\r\n",
         b"200 OK", b"GET /"),
     Row("a length of more digits than int() takes",
         b"GET /x HTTP/1.1\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n", b"200 OK", b"GET /x"),
@@ -141,7 +142,7 @@ ROWS = [
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_what_goes_back(site: Site, row: Row):
+def test_response(site: Site, row: Row):
     last = site.ask(row.sent).split(b"HTTP/1.1 ")[-1]
     head, _, body = last.partition(b"\r\n\r\n")
     assert head.split(b"\r\n")[0] == row.status
@@ -149,7 +150,7 @@ def test_what_goes_back(site: Site, row: Row):
     assert b"Connection: close" in head
 
 
-def test_the_headers(site: Site):
+def test_response_headers(site: Site):
     head = site.get("/ask?x").partition(b"\r\n\r\n")[0].decode().split("\r\n")
     names = dict(line.split(": ", 1) for line in head[1:])
     assert names.pop("Date").endswith(" GMT")
@@ -162,7 +163,7 @@ def test_the_headers(site: Site):
     }
 
 
-def test_a_connection_is_kept(site: Site):
+def test_connection_is_reused(site: Site):
     with site.connect() as sock:
         for path in (b"/1", b"/2"):
             sock.sendall(b"GET " + path + b" HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -172,30 +173,30 @@ def test_a_connection_is_kept(site: Site):
             assert b"Connection" not in found
 
 
-def test_a_head_may_come_a_byte_at_a_time(site: Site):
+def test_request_may_arrive_byte_by_byte(site: Site):
     with site.connect() as sock:
         for byte in b"GET /slow HTTP/1.0\r\n\r\n":
             sock.sendall(bytes([byte]))
         assert everything(sock).endswith(b"GET /slow")
 
 
-# ---- who would keep others from being answered -------------------------------------------------
+# ---- misbehaving clients -----------------------------------------------------------------------
 
 
 def mute(site: Site) -> socket.socket:
-    """Connects and says nothing."""
+    """Connects and sends nothing."""
     return site.connect()
 
 
 def slow(site: Site) -> socket.socket:
-    """Begins a request."""
+    """Sends half of a request."""
     sock = site.connect()
     sock.sendall(b"GET / HTTP/1.1\r\nHo")
     return sock
 
 
 def deaf(site: Site) -> socket.socket:
-    """Asks for much and reads nothing."""
+    """Requests large pages and reads nothing."""
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 32_768)
     sock.settimeout(PATIENCE)
@@ -208,7 +209,7 @@ NUISANCES = [mute, slow, deaf]
 
 
 @pytest.mark.parametrize("nuisance", NUISANCES, ids=lambda nuisance: nuisance.__name__)
-def test_as_many_as_there_may_be_and_more_harm_nobody(
+def test_misbehaving_connections_over_the_limit_do_not_block_others(
     site: Site, nuisance: Callable[[Site], socket.socket], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(http, "MAX_CONNECTIONS", 8)
@@ -216,12 +217,11 @@ def test_as_many_as_there_may_be_and_more_harm_nobody(
         many = [stack.enter_context(nuisance(site)) for _ in range(20)]
         for _ in range(3):
             assert site.get("/me").endswith(b"GET /me")
-        # Of those that came first nobody is there any more.
-        until("the oldest was put out", lambda: not more(many[0]))
+        until("the oldest connection is closed", lambda: not more(many[0]))
 
 
 def more(sock: socket.socket) -> bool:
-    """Whether anything can still come: False at the end of the stream."""
+    """Reads from the socket; False at the end of the stream or after a reset."""
     with contextlib.suppress(ConnectionResetError):
         return bool(sock.recv(1 << 20))
     return False
@@ -235,31 +235,31 @@ def ended(sock: socket.socket) -> bool:
     ("nuisance", "seconds"),
     [(mute, http.HEAD_TIMEOUT_S), (slow, http.HEAD_TIMEOUT_S), (deaf, http.SEND_TIMEOUT_S)],
 )
-def test_nobody_is_waited_for_longer_than_that(
+def test_misbehaving_connections_time_out(
     site: Site, clock: list[float], nuisance: Callable[[Site], socket.socket], seconds: float
 ):
     with nuisance(site) as sock:
-        assert site.get()  # by now the other one was let in
+        assert site.get()  # once this is answered, the other connection has been accepted
         clock[0] += seconds
         site.server.call_soon(lambda: None)
         until("its connection is ended", lambda: not more(sock))
 
 
-def test_a_kept_connection_has_no_more_time_for_its_next_request(site: Site, clock: list[float]):
+def test_slow_second_request_on_a_connection_times_out(site: Site, clock: list[float]):
     with site.connect() as sock:
         sock.sendall(b"GET /1 HTTP/1.1\r\n\r\n")
         found = b""
         while not found.endswith(b"GET /1"):
             found += sock.recv(4096)
-        for byte in b"GE":  # the second one gives no more time
+        for byte in b"GE":  # the second byte does not extend the timeout
             sock.sendall(bytes([byte]))
-            assert site.get()  # by now it was read
+            assert site.get()  # once this is answered, the byte has been read
             clock[0] += http.HEAD_TIMEOUT_S / 2
         site.server.call_soon(lambda: None)
         until("its connection is ended", lambda: not more(sock))
 
 
-def test_a_page_is_whole_for_who_reads_slowly(site: Site):
+def test_slow_reader_gets_all_pages(site: Site):
     with deaf(site) as sock:
         until("it has answered", lambda: sock.recv(1, socket.MSG_PEEK))
         found = b""
@@ -268,13 +268,13 @@ def test_a_page_is_whole_for_who_reads_slowly(site: Site):
     assert found.count(b"HTTP/1.1 200 OK") == 6
 
 
-def test_without_descriptors_it_goes_on_as_soon_as_there_are(
+def test_accept_is_retried_after_running_out_of_descriptors(
     site: Site, clock: list[float], monkeypatch: pytest.MonkeyPatch
 ):
     refused = threading.Event()
 
     class Poor:
-        """A listening socket in a process that has no descriptors left."""
+        """A listening socket whose first accept() fails with EMFILE."""
 
         def __init__(self, sock: socket.socket) -> None:
             self._sock = sock
@@ -309,10 +309,10 @@ def socket_that_listens(host: str, port: int) -> socket.socket:
     return made
 
 
-# ---- faults of our own -------------------------------------------------------------------------
+# ---- internal errors ---------------------------------------------------------------------------
 
 
-def test_a_fault_ends_one_connection_and_one_is_logged_a_second(
+def test_internal_error_closes_one_connection_and_is_logged_once_a_second(
     site: Site,
     clock: list[float],
     monkeypatch: pytest.MonkeyPatch,
@@ -336,7 +336,7 @@ def test_a_fault_ends_one_connection_and_one_is_logged_a_second(
         assert everything(other).endswith(b"GET /kept"), "and this one never noticed"
 
 
-def test_work_for_no_client_may_fail(site: Site, caplog: pytest.LogCaptureFixture):
+def test_scheduled_work_may_fail(site: Site, caplog: pytest.LogCaptureFixture):
     site.server.call_soon(lambda: 1 / 0)
     site.server.call_later(0, lambda: 1 / 0)
     until("both have failed", lambda: site.server.faults == 2)
@@ -344,8 +344,10 @@ def test_work_for_no_client_may_fail(site: Site, caplog: pytest.LogCaptureFixtur
     assert len(caplog.records) == 1
 
 
-def test_slow_readers_hold_few_pages(site: Site, clock: list[float]):
-    """Each asks for another large page and does not read it: who holds the oldest is put out."""
+def test_slow_readers_hold_a_limited_number_of_large_pages(site: Site, clock: list[float]):
+    """Each client requests a different large page and does not read it: the connections with the
+    oldest pages are closed.
+    """
     numbers = iter(range(100))
     pages = site.server.listen(
         "127.0.0.1", 0, lambda _: HttpResponse(200, PAGE + str(next(numbers)).encode())
@@ -358,14 +360,14 @@ def test_slow_readers_hold_few_pages(site: Site, clock: list[float]):
             until("it is being answered", lambda: readers[-1].recv(1, socket.MSG_PEEK))
             clock[0] += 0.001
         for reader in readers[:2]:
-            until("who holds the oldest page is put out", partial(ended, reader))
+            until("the reader of the oldest page is disconnected", partial(ended, reader))
         kept = readers[2:]
         assert len(kept) == http.MAX_LARGE_RESPONSES
         for reader in kept:
             assert more(reader)
 
 
-def test_one_page_may_be_held_by_many(site: Site):
+def test_many_readers_may_share_one_page(site: Site):
     with contextlib.ExitStack() as stack:
         readers = [stack.enter_context(deaf(site)) for _ in range(3 * http.MAX_LARGE_RESPONSES)]
         for reader in readers:
@@ -376,7 +378,7 @@ def test_one_page_may_be_held_by_many(site: Site):
 # ---- ports -------------------------------------------------------------------------------------
 
 
-def test_a_port_that_is_closed_is_free_at_once(site: Site):
+def test_closed_port_can_be_reused_at_once(site: Site):
     port = site.server.listen("127.0.0.1", 0, answer)
     number = port.sock.getsockname()[1]
     for _ in range(3):
@@ -391,16 +393,16 @@ def test_a_port_that_is_closed_is_free_at_once(site: Site):
             return False
         return True
 
-    until("nobody listens there", is_refused)
+    until("the port is closed", is_refused)
 
 
-def test_a_taken_port_is_an_error(site: Site):
+def test_port_in_use_is_an_error(site: Site):
     with pytest.raises(OSError, match="Address already in use"):
         site.server.listen("127.0.0.1", site.port, answer)
 
 
 @pytest.mark.parametrize("wildcard", ["0.0.0.0", "::"])
-def test_a_wildcard_is_that_of_both_families(site: Site, wildcard: str):
+def test_wildcard_address_listens_in_both_families(site: Site, wildcard: str):
     port = site.server.listen(wildcard, 0, answer).sock.getsockname()[1]
     for host in ("127.0.0.1", "::1"):
         with socket.create_connection((host, port), PATIENCE) as sock:

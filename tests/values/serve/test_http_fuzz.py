@@ -1,4 +1,4 @@
-"""A part of the campaigns `http-requests` and `http-load` (tests/campaigns.py) in each run."""
+"""Short runs of the campaigns `http-requests` and `http-load` (see tests/campaigns.py)."""
 
 import pytest
 
@@ -10,20 +10,20 @@ CONNECTIONS = 2_000
 SECONDS = 5.0
 
 
-def test_no_request_meets_a_fault_and_h11_agrees():
+def test_random_requests_cause_no_internal_error_and_h11_agrees():
     found = http_requests.run(SEED, REQUESTS)
     assert found["requests"] == REQUESTS
     assert found["memory_mb"] < 20
 
 
-def test_connections_that_misbehave_do_not_keep_probes_waiting():
+def test_misbehaving_connections_do_not_delay_probes():
     http_load.connections(SEED, CONNECTIONS).judge()
 
 
-def test_slow_readers_of_a_large_page_do_not_keep_probes_waiting():
+def test_slow_readers_of_a_large_page_do_not_delay_probes():
     http_load.slow_readers(SEED, SECONDS).judge()
 
 
-def test_too_few_descriptors_are_one_line():
+def test_too_low_descriptor_limit_is_an_error():
     with pytest.raises(RuntimeError, match="open files, the hard limit is"):
         http_load.allow(1 << 40)

@@ -1,5 +1,5 @@
-"""/metrics: kube-proxy's series as kube-proxy has them, and ours beside them, read by a parser that
-knows nothing of kbpf.
+"""/metrics: kube-proxy's series exactly as in kube-proxy, and kbpf's own, read with an independent
+parser.
 """
 
 import json
@@ -85,7 +85,7 @@ DEFAULT = Serving()
 
 
 class Counts(NamedTuple):
-    """A data plane that counts this."""
+    """A data plane with these metrics."""
 
     measures: DataPlaneMetrics = MEASURES
     traffic: TrafficStats = TRAFFIC
@@ -178,11 +178,11 @@ VALUES = [
 
 
 @pytest.mark.parametrize("row", VALUES, ids=lambda row: f"{row.name} {row.labels}")
-def test_ours(row: Value):
+def test_series_of_kbpf(row: Value):
     assert page()[row.name].value(**row.labels) == row.value
 
 
-def test_what_is_not_counted_has_no_series():
+def test_maps_without_a_measured_value_have_no_series():
     found = page()
     for name, maps in (
         ("kbpf_map_entries", {"services", "flows"}),
@@ -193,7 +193,7 @@ def test_what_is_not_counted_has_no_series():
         assert {dict(own)["map"] for _, own in found[name].samples} == maps
 
 
-def test_the_services_with_the_most_connections_have_series():
+def test_services_with_the_most_connections_have_series():
     found = page(Serving(service_series=2))
     assert sorted(found["kbpf_service_connections"].samples.values()) == [5, 9]
     assert sorted(found["kbpf_service_connections_total"].samples.values()) == [7, 20]
@@ -210,7 +210,7 @@ def test_the_process_has_its_usual_series():
     assert 1.6e9 < found["process_start_time_seconds"].value() < 1e11
 
 
-def test_a_counter_ends_in_total_and_all_have_a_prefix():
+def test_names_have_a_prefix_and_counters_end_in_total():
     for name, family in page().items():
         assert name.startswith(("kbpf_", "kubeproxy_", "rest_client_", "process_")), name
         assert name.endswith("_total") is (family.kind == "counter") or (
@@ -218,11 +218,11 @@ def test_a_counter_ends_in_total_and_all_have_a_prefix():
         ), name
 
 
-# ---- kube-proxy's ------------------------------------------------------------------------------
+# ---- kube-proxy's series -----------------------------------------------------------------------
 
 
 class Theirs(NamedTuple):
-    """A family of kube-proxy 1.37 that belongs to no mode, its type and labels, and buckets."""
+    """A family of kube-proxy 1.37 that is the same in all its modes: type, labels and buckets."""
 
     name: str
     kind: str
@@ -265,7 +265,7 @@ def busy() -> KubeProxyMetrics:
     for repaired in (0, 2, 5):
         record.record_comparison(repaired)
     record.record_programming(6, 990.0)
-    record.record_programming(4, 2000.0)  # a clock that is ahead of ours
+    record.record_programming(4, 2000.0)  # from a node whose clock is ahead of ours
     record.set_no_local_endpoints("external", 4, 2)
     record.record_probe("healthz", 503)
     record.record_probe("livez", 200)
@@ -276,7 +276,7 @@ def busy() -> KubeProxyMetrics:
 
 
 @pytest.mark.parametrize("row", THEIRS, ids=lambda row: row.name)
-def test_theirs(row: Theirs):
+def test_families_of_kube_proxy(row: Theirs):
     family = page(proxy_metrics=busy())[row.name]
     assert (family.kind, family.label_names - {"le"}) == (row.kind, row.labels)
     assert family.bounds == list(row.bounds)
@@ -304,12 +304,12 @@ COUNTED = [
 
 
 @pytest.mark.parametrize("row", COUNTED, ids=lambda row: f"{row.name} {row.labels}")
-def test_what_is_counted(row: Value):
+def test_values_recorded_by_kubeproxy_metrics(row: Value):
     assert page(proxy_metrics=busy())[row.name].value(**row.labels) == row.value
 
 
 class Ticking:
-    """A clock of which each reading is a second after the one before."""
+    """A clock that advances by one second with each reading."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -320,7 +320,9 @@ class Ticking:
 
 
 def behind(record: KubeProxyMetrics) -> dict[str, float]:
-    """How much later each family was asked for than it was done."""
+    """For each IP family, the seconds from the last sync to the last queued change; at most 0 if no
+    change is pending.
+    """
     found = page(proxy_metrics=record)
     prefix = "kubeproxy_sync_proxy_rules_last"
     asked, done = found[f"{prefix}_queued_timestamp_seconds"], found[f"{prefix}_timestamp_seconds"]
@@ -329,8 +331,10 @@ def behind(record: KubeProxyMetrics) -> dict[str, float]:
     }
 
 
-def test_what_is_done_is_never_older_than_what_was_asked_for():
-    """kube-proxy asks by family; an event here is for both until the policy has seen it."""
+def test_sync_timestamp_is_not_older_than_the_queued_one_after_a_pass():
+    """In kube-proxy each family queues its own changes. Here an event counts for both families
+    until the policy knows which one it affects.
+    """
     record = KubeProxyMetrics(Ticking())
     record.record_queued()
     assert not page(proxy_metrics=record)[
@@ -358,7 +362,7 @@ def test_what_is_done_is_never_older_than_what_was_asked_for():
     assert behind(record) == still, "nobody asked"
 
 
-def test_what_came_during_a_pass_still_waits_after_it():
+def test_change_queued_during_a_pass_is_pending_after_it():
     record = KubeProxyMetrics(Ticking())
     record.record_sync(0.1, full=True)
     record.record_queued()
@@ -380,7 +384,7 @@ def at_most(family: Family, bound: float, **own: str) -> float:
     raise AssertionError(bound)
 
 
-def test_what_the_histograms_hold():
+def test_histogram_buckets():
     found = page(proxy_metrics=busy())
     sync = found["kubeproxy_sync_proxy_rules_duration_seconds"]
     assert [at_most(sync, b, ip_family="IPv4") for b in (0.001, 0.002, 0.256, 0.512)] == [
@@ -410,16 +414,16 @@ def test_what_the_histograms_hold():
     [(0, "0"), (True, "1"), (3.0, "3"), (-2, "-2"), (0.25, "0.25"),
      (1795300289.55, "1795300289.55"), (float("inf"), "+Inf"), (1e300, "1e+300")],
 )  # fmt: skip
-def test_numbers(value: float, text: str):
+def test_format_number(value: float, text: str):
     assert format_number(value) == text
 
 
-def test_labels():
+def test_format_labels():
     assert format_labels() == ""
     assert format_labels(a="b", c='d"\\\n') == '{a="b",c="d\\"\\\\\\n"}'
 
 
-def test_a_bound_belongs_to_its_bucket():
+def test_histogram_bounds_are_inclusive():
     made = Histogram((1.0, 2.0))
     for value in (1.0, 1.5, 2.0, 2.1):
         made.observe(value)
@@ -432,7 +436,7 @@ def test_a_bound_belongs_to_its_bucket():
     ]
 
 
-def test_a_page_is_made_without_a_status_and_without_a_kernel():
+def test_page_without_status_and_with_failing_data_plane():
     class Refuses(Counts):
         def read_metrics(self) -> DataPlaneMetrics:
             raise KernelError("no maps")
@@ -448,7 +452,7 @@ def test_a_page_is_made_without_a_status_and_without_a_kernel():
     assert "kbpf_map_entries" not in found
 
 
-def test_who_does_not_count_connections_has_no_series_of_them():
+def test_no_connection_series_without_accounting():
     found = page(
         plane=Counts(traffic=TrafficStats(totals=TRAFFIC.totals, counted_fields=IPVS_COUNTERS))
     )
@@ -475,7 +479,7 @@ def test_counters_that_are_not_counted_have_no_series(
     assert reasons == {reason for reason in FAILURES if reason in known}
 
 
-def test_how_it_ends_is_known_of_tcp_only():
+def test_only_tcp_has_retransmits_round_trips_and_other_failures_than_refused():
     found = page()
     for name in ("retransmits", "round_trips", "round_trip_seconds"):
         told = found[f"kbpf_service_{name}_total"]
@@ -486,18 +490,18 @@ def test_how_it_ends_is_known_of_tcp_only():
     }
 
 
-def test_backends_have_series_only_where_they_are_asked_for():
+def test_no_backend_series_unless_enabled():
     found = page(plane=Counts(traffic=msgspec.structs.replace(TRAFFIC, backends=())))
     assert not [name for name in found if name.startswith("kbpf_backend_")]
 
 
-def test_a_plane_without_a_packet_path_says_nothing_of_it():
+def test_no_packet_path_series_in_mode_ipvs():
     desk = AgentServer(Config(), "ipvs")
     desk.set_status(replace_status(packets=None))
     assert "kbpf_packet_path" not in parse(desk.format_metrics().decode())
 
 
-def test_why_it_is_not_bpf_is_a_label_and_an_event_said_once():
+def test_reason_for_ipvs_is_a_label_and_one_event():
     made: list[dict[str, object]] = []
     said = threading.Event()
 
@@ -521,7 +525,7 @@ def test_why_it_is_not_bpf_is_a_label_and_an_event_said_once():
     assert "no cgroup v2 hierarchy is mounted" in str(made[0]["note"])
 
 
-def test_warnings_about_the_settings_are_events_when_the_agent_serves():
+def test_warnings_about_settings_are_events_at_start():
     made: list[dict[str, object]] = []
     said = threading.Semaphore(0)
 
@@ -544,13 +548,13 @@ def test_warnings_about_the_settings_are_events_when_the_agent_serves():
 
 
 @pytest.mark.parametrize(("error", "value"), [("", 1), ("not YAML", 0), (None, None)])
-def test_whether_the_configuration_file_is_used(error: str | None, value: int | None):
+def test_config_last_reload_successful(error: str | None, value: int | None):
     found = page(status=replace_status(config_error=error))
     name = "kbpf_config_last_reload_successful"
     assert (found[name].value() if name in found else None) == value
 
 
-def test_a_configuration_that_is_refused_is_an_event_said_once():
+def test_rejected_configuration_is_one_event():
     made: list[dict[str, object]] = []
     said = threading.Semaphore(0)
 
@@ -573,7 +577,7 @@ def replace_status(**change: object) -> AgentStatus:
     return msgspec.structs.replace(STATUS, **change)
 
 
-def test_configz_shows_what_is_in_force():
+def test_configz_shows_the_current_configuration():
     made = replace(Config(), cluster_cidrs=(Cidr(parse_addr("10.1.0.0"), 112),), masquerade_bit=5)
     shown = json.loads(format_configz(made))
     theirs = shown["kubeproxy.config.k8s.io"]

@@ -1,6 +1,6 @@
-"""/statusz and /flagz. The rows are what the handlers of Kubernetes 1.37.1 answer
-(k8s.io/apiserver/pkg/server/statusz and flagz, asked by httptest); tests/lab/agent/test_observe.py
-asks a real kube-proxy.
+"""/statusz and /flagz. The rows were recorded from the handlers of Kubernetes 1.37.1
+(k8s.io/apiserver/pkg/server/statusz and flagz, run with httptest). tests/lab/agent/test_observe.py
+compares the pages with a real kube-proxy.
 """
 
 import json
@@ -19,7 +19,7 @@ OLD_STATUSZ, OLD_FLAGZ = (each.replace("v1beta1", "v1alpha1") for each in (STATU
 
 
 class Wish(NamedTuple):
-    """An Accept header, and in which form the two pages answer."""
+    """An Accept header, and the form of the two pages' responses (see form())."""
 
     accept: str
     statusz: str
@@ -80,7 +80,7 @@ def ask(path: str, accept: str = "", query: str = "", agent: str = "") -> HttpRe
 
 
 def form(answer: HttpResponse) -> str:
-    """In the words of the rows."""
+    """The form of a response in the words of the rows: "[STATUS] FORMAT [pretty] [old]"."""
     media = answer.content_type.partition(";")[0].partition("/")[2].replace("plain", "text")
     words = [] if answer.status == 200 else [str(answer.status)]
     words += [media, *(["pretty"] if answer.body.startswith(b"{\n") else [])]
@@ -88,7 +88,7 @@ def form(answer: HttpResponse) -> str:
 
 
 @pytest.mark.parametrize("wish", WISHES, ids=lambda wish: repr(wish.accept))
-def test_the_form_is_that_which_is_wanted(wish: Wish):
+def test_content_negotiation(wish: Wish):
     for path, expected in (("/statusz", wish.statusz), ("/flagz", wish.flagz)):
         answer = ask(path, wish.accept)
         assert form(answer) == expected
@@ -106,7 +106,7 @@ WARNING = (
 )
 
 
-def test_text_is_kube_proxys(monkeypatch: pytest.MonkeyPatch):
+def test_text_is_that_of_kube_proxy(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(zpages.time, "time", lambda: STARTED + 90_061.9)
     assert ask("/statusz").body.decode() == (
         f"\nkbpf statusz\n{WARNING}\n"
@@ -121,7 +121,7 @@ def test_text_is_kube_proxys(monkeypatch: pytest.MonkeyPatch):
     )
 
 
-def test_an_object_is_kube_proxys(monkeypatch: pytest.MonkeyPatch):
+def test_json_is_that_of_kube_proxy(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(zpages.time, "time", lambda: STARTED + 61)
     head = '{"kind":"Statusz","apiVersion":"config.k8s.io/v1beta1","metadata":{"name":"kbpf"},'
     answer = ask("/statusz", f"application/json;{STATUSZ}")
@@ -137,7 +137,7 @@ def test_an_object_is_kube_proxys(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize(("path", "wish"), [("/statusz", STATUSZ), ("/flagz", FLAGZ)])
-def test_yaml_says_what_json_says(path: str, wish: str):
+def test_yaml_equals_json(path: str, wish: str):
     made = json.loads(ask(path, f"application/json;{wish}").body)
     answer = ask(path, f"application/yaml;{wish}")
     assert yaml.safe_load(answer.body) == made
@@ -149,22 +149,22 @@ def test_yaml_says_what_json_says(path: str, wish: str):
     [("", "", False), ("", "curl/8", True), ("", "Wget/1", True), ("", "Mozilla/5.0 (X)", True),
      ("pretty=true", "", True), ("pretty=0", "curl/8", False), ("pretty", "curl/8", True)],
 )  # fmt: skip
-def test_people_get_indented_json(query: str, agent: str, pretty: bool):
+def test_json_is_indented_for_browsers_and_curl(query: str, agent: str, pretty: bool):
     answer = ask("/flagz", f"application/json;{FLAGZ}", query, agent)
     assert ("pretty" in form(answer)) is pretty
 
 
-def test_without_flags_there_are_none():
+def test_without_flags_the_field_is_missing():
     request = HttpRequest("GET", "/flagz", "", f"application/json;{FLAGZ}")
     assert "flags" not in json.loads(zpages.flagz(request, {}).body)
 
 
-def test_the_headers_are_read():
+def test_accept_and_user_agent_are_parsed():
     head = parse_head(b"GET /statusz HTTP/1.1\r\nACCEPT: a/b\r\nAccept: c/d\r\nUser-Agent: curl")
     assert head is not None
     assert (head.request.accept, head.request.user_agent) == ("a/b, c/d", "curl")
 
 
 @pytest.mark.parametrize("accept", ["," * 8000, "*/*;" * 2000, "a/b;q=1e999,*/*", "\xff/\xe9"])
-def test_no_header_is_a_fault(accept: str):
+def test_odd_accept_headers_cause_no_error(accept: str):
     assert ask("/statusz", accept).status in (200, 406)
