@@ -125,6 +125,7 @@ class MapGrowth:
             self._copy_steps = self._agent_maps.copy(self._maps, COPY_BATCH_ENTRIES)
         if next(self._copy_steps, self) is not self:
             return False
+        # The copy is complete, and stays so: writes go to both maps until switch().
         maps, self._maps = self._maps, {}
         programs, self._programs = self._programs, {}
         self._sizes, self._copy_steps, self._outcome, self.error = {}, None, False, ""
@@ -134,7 +135,9 @@ class MapGrowth:
         return True
 
     def _make_maps(self) -> None:
-        """Runs in the thread: creates the maps and loads the programs."""
+        """Runs in the thread: creates the maps and loads the programs. Sets `_outcome` last; after
+        that the other thread may take `_maps` and `_programs`.
+        """
         try:
             for name, entries in self._sizes.items():
                 self._maps[name] = pinning.make_map(MAPS[name], entries)

@@ -440,6 +440,7 @@ def _unpack_counts(keys: bytes, values: bytes) -> Iterator[tuple[IdPair, Connect
 
 def _unpack_peers(name: str, values: bytes) -> tuple[list[int], list[int]]:
     """Ids of Service and backend in these values (back to back)."""
+    # Whole columns: both ids are the last two words of struct peer and struct udp_flow.
     if name == "sock_peers":
         u32_view = memoryview(values).cast("I")
         return u32_view[12 :: PEER.size // 4].tolist(), u32_view[13 :: PEER.size // 4].tolist()
@@ -482,6 +483,6 @@ def _add_totals(a: ConnectionStats, b: ConnectionStats) -> ConnectionStats:
 
 
 def _read_decision(map_: Map, reason: Reason) -> ReasonCount:
-    raw = map_.lookup(U32.pack(reason)) or b""
+    raw = map_.lookup(U32.pack(reason)) or b""  # one u64 for each possible CPU
     count = sum(memoryview(raw).cast("Q"))
     return ReasonCount(reason.name.lower(), VERDICT_BY_REASON.get(reason, "translate"), count)

@@ -69,7 +69,7 @@ class UdpCutMap:
     def __init__(self, agent_maps: AgentMaps) -> None:
         self._agent_maps = agent_maps
         cuts = ((U64.unpack(raw)[0], key) for key, raw in agent_maps.maps["udp_cuts"].items())
-        self._times = {key: cut_at for cut_at, key in sorted(cuts)}
+        self._times = {key: cut_at for cut_at, key in sorted(cuts)}  # in this order: oldest first
         agent_maps.fill["udp_cuts"] = len(self._times)
 
     def add(self, stopped_backends: Iterable[tuple[int, bytes]], now: int) -> None:
@@ -79,6 +79,7 @@ class UdpCutMap:
             CUT_KEY.pack(service, backend) for service, backend in stopped_backends
         )
         times = dict.fromkeys(list(keys)[:max_entries], now)
+        # pop() and |= below move a repeated cut to the end
         replaced = sum(self._times.pop(key, None) is not None for key in times)
         self._make_room(now, max_entries - len(times))
         stamp = U64.pack(now)

@@ -115,6 +115,7 @@ def read_maps(maps: Mapping[str, Map]) -> Adopted:
     corrupt = []
     for key, raw in contents["services"].items():
         value, address = ServiceValue.unpack(raw), address_of(key)
+        # pack() computes the check word again
         if max(value.id, *_set_ids(value)) < ID_LIMIT and value.pack(key) == raw:
             entries[value.id].append((address, value))
         else:
@@ -226,6 +227,7 @@ class _SetAssembler:
         ids = self._read_slots(set_id)
         if not set_id or not ids or len(set(ids)) != len(ids):
             return EMPTY
+        # A slot may point to no backend, or to the second id of one.
         if any(
             self.ids_by_backend.get(self.backends_by_id[backend_id]) != backend_id
             if backend_id in self.backends_by_id
@@ -234,6 +236,7 @@ class _SetAssembler:
         ):
             return EMPTY
         backends = tuple(self.backends_by_id[backend_id] for backend_id in ids)
+        # The agent writes sets sorted and without duplicates.
         if any(lower >= higher for lower, higher in pairwise(backends)):
             return EMPTY
         choices = self._read_slots(table) if table else range(len(ids))
@@ -290,7 +293,10 @@ def _adopt_service_port(
     sets: _SetAssembler,
     adopted: Adopted,
 ) -> ProgrammedPort:
-    """Adopts a Service port as its frontend with the newest sets describes it."""
+    """Adopts a Service port as its frontend with the newest sets describes it. An agent that was
+    killed during a flip leaves frontends with older sets; these are unclaimed.
+    """
+    # Ids count up, so the newest sets have the highest ones.
     _, reference = max(values, key=lambda v: (v[1].cluster_set, v[1].local_set))
     programmed = ProgrammedPort(
         service_id,

@@ -109,6 +109,7 @@ class CapacityAccount:
             max_fill = limit
             if net_added > 0 and not is_system:
                 max_fill = self._budgets.max_fill(key.namespace, name, net_added, limit)
+            # `total`: while old and new entries coexist. `net`: after the grace period.
             total = self._agent_maps.fill[name] + self._reserved[name] + count
             net = total - self._leaving_entries[name] - own_leaving[name]
             if count and (net > max_fill or total > OVERLAP_FACTOR * limit):

@@ -47,6 +47,7 @@ def write(
     put("backend_slots", _pack_slots(writes))
     put("set_members", _pack_members(writes))
     put("node_addresses", ((address, ONE) for address in nodes[0]))
+    # The flip. Each value replaces an old one at once; what it points to is written above.
     put(
         "services",
         (
@@ -78,6 +79,7 @@ def delete_retired(
 ) -> Iterator[None]:
     """Deletes retired entries after their grace period, BATCH_ENTRIES at a time."""
     lists = (*(old_set.backends for old_set in retired.sets), *retired.released_backends)
+    # Backends are released after the members, whose keys contain the ids of the backends.
     yield from _delete(agent_maps, "backend_slots", _slot_keys(shared_tables, retired))
     yield from _delete(agent_maps, "set_members", _member_keys(backend_table, retired))
     released_ids = (
@@ -140,6 +142,7 @@ def _pack_ids(
 ) -> Iterator[tuple[int, Iterable[bytes]]]:
     """Keys of the ids released in each step, and of `extra_ids`."""
     for ids in released:
+        # Releasing BATCH_ENTRIES references is a piece of work, even if no id becomes free.
         yield BATCH_ENTRIES, map(U32.pack, ids)
     for id_ in extra_ids:
         yield 1, (U32.pack(id_),)

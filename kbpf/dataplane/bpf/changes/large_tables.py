@@ -81,7 +81,7 @@ class TableBuilder:
         else:
             table = array("I", compute_slots(backends, spread))
         table_id = self._ids.allocate_set()
-        save_ids(self._agent_maps, self._ids)
+        save_ids(self._agent_maps, self._ids)  # before a slot with this id is written
         for start in range(0, size, BATCH_SLOTS):
             batch = table[start : start + BATCH_SLOTS]
             keys = pack_slots(table_id, start + len(batch), start)

@@ -254,6 +254,7 @@ class Planner:
         if old.matches(backends, spread, has_affinity):
             if old.spread is not None:
                 return old
+            # Adopted with equal slots: now it is known what they were computed from.
             if old.table:
                 self._shared_tables.identify(old.table, table_key(backends, spread))
             return msgspec.structs.replace(old, spread=spread)
@@ -415,6 +416,7 @@ def count_leaving_entries(
         leaving_slots += len(retired.slot_keys)
         members += len(retired.member_keys)
         sets += [*(set_ for set_ in retired.sets)]
+        # id 0: these lists hold references to backends, but have no slots
         sets += [ProgrammedSet(0, backends) for backends in retired.released_backends]
     if old is not None and new is not None:
         for old_set, new_backends, spread in _pair_sets(old, new):

@@ -246,6 +246,7 @@ class NamespaceBudgets:
 
     def max_fill(self, namespace: str, name: str, added: int, limit: int) -> int:
         """The fill level up to which this namespace may add `added` entries to the map `name`."""
+        # used + added <= NAMESPACE_SHARE * (limit * (1 - SYSTEM_RESERVE) - fill), solved for fill
         available = (
             limit * (1 - SYSTEM_RESERVE)
             - (self.count_used(namespace, name) + added) / NAMESPACE_SHARE

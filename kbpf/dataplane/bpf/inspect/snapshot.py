@@ -315,6 +315,7 @@ def _read_services(maps: Mapping[str, Map]) -> dict[str, Any]:
     for key, raw in maps["backend_slots"].items():
         set_id, index = U32_PAIR.unpack(key)
         sets.setdefault(set_id, {})[index] = _u32(raw)
+    # A set with a table has one slot for each slot of the table, which holds an index into the set.
     set_tables = {(value.cluster_set, value.cluster_table) for value in frontends.values()}
     set_tables |= {(value.local_set, value.local_table) for value in frontends.values()}
     by_table = {set_id: sets.get(table, {}) for set_id, table in set_tables if table}

@@ -73,7 +73,7 @@ class IdAllocator:
 
 
 class RefCount(msgspec.Struct, gc=False):
-    """A backend's id and how many sets (or lists of serving backends) hold it."""
+    """The id of a backend or table, and how many sets (or lists of serving backends) hold it."""
 
     id: int
     refs: int

@@ -239,6 +239,7 @@ class Meta(NamedTuple):
     next_set: int
 
 
+# "=": host byte order, and no padding except where it is written (x), as in types.h.
 TARGET: Final = Struct("=16s2sBx")
 TARGET_WORDS: Final = Struct("=5I")
 SERVICE: Final = Struct("=10I")

@@ -208,6 +208,7 @@ class DeviceMap:
         changed = {key: value for key, value in entries.items() if self._written.get(key) != value}
         cached = compute_cached_devices(entries)
         owners = {index: _owner(value) for index, value in self._written_cache.items()}
+        # Elements that will change match no device from here on.
         for index, owner in owners.items():
             if owner and self._written_cache[index] != cached.get(index):
                 self._write_cached(index, _without_owner(self._written_cache[index]))
@@ -216,6 +217,7 @@ class DeviceMap:
         for key in self._written.keys() - entries.keys():
             self._devices.delete(key)
         self._written = entries
+        # An element that had another owner until now stays empty until the next call.
         for index, value in cached.items():
             if value != self._written_cache.get(index) and owners.get(index, 0) in (
                 0,

@@ -116,6 +116,7 @@ class PacketPath(Programs):
         loaded = super().prepare(maps)
         for program in PACKET_PROGRAMS:
             if program.tail >= 0:
+                # a prog array is written with the descriptor of a program, and keeps the program
                 descriptor = struct.pack("=I", loaded.programs[program.name].fd)
                 loaded.private_maps[TAIL_CALL_MAP].update(U32.pack(program.tail), descriptor)
         return loaded

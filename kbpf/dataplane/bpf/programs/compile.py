@@ -130,6 +130,7 @@ def _compile_in_child(unit: str, out: Path) -> None:
 
 
 def _map_names(text: str) -> list[str]:
+    # BPF_TABLE(type, key, value, name, size), BPF_F_TABLE(the same, flags)
     tables = re.findall(r"^BPF_(?:F_)?TABLE\(([^;]*?)\);", text, re.M | re.S)
     names = [[part.strip() for part in arguments.split(",")][3] for arguments in tables]
     return names + re.findall(r"^BPF_(?:QUEUE|SK_STORAGE)\((\w+),", text, re.M)

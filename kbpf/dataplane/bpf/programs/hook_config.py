@@ -70,6 +70,7 @@ class HookConfig:
         if self._config.packet_path:
             flags |= ConfigFlag.PACKET_PATH
         if not packet_path_serves:
+            # Flags may be cleared, but not set. Hooks that were off left pods alone as well.
             if ConfigFlag.SOCKET_LB_OFF in previous:
                 previous |= ConfigFlag.HOST_ONLY
             flags &= previous
