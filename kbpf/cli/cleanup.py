@@ -202,6 +202,7 @@ def remove_pins(pin_dir: Path, force: bool = False) -> Iterator[RemovedItem]:
     with _exclusive(Pins(pin_dir), force):
         links = sorted((pin_dir / "links").iterdir()) if (pin_dir / "links").is_dir() else []
         folders = [path for path in entries if path.name not in ("links", "devices", "beside")]
+        # These read the pins, so the pins are removed last.
         snat_ports.withdraw_our_ports(Pins(pin_dir))
         on_node = host.remove(Pins(pin_dir))
         names = {device.ifindex: device.name for device in list_devices()}
@@ -209,6 +210,8 @@ def remove_pins(pin_dir: Path, force: bool = False) -> Iterator[RemovedItem]:
         try:
             pinning.remove(Pins(pin_dir))
         except OSError as error:
+            # If the folder is a bpffs mount, the kernel's debug files and the mount point itself
+            # cannot be removed. That is no error.
             if not pin_dir.is_mount() or not BPFFS_FILES.issuperset(_file_names(pin_dir)):
                 raise KernelError(
                     "cannot remove all pins", str(pin_dir), "run as root", error.errno or 0

@@ -53,6 +53,8 @@ def format_document(value: Any, output: Output) -> str:
                 plain, default_flow_style=False, allow_unicode=allow_unicode, width=1 << 20
             )
 
+        # Readable text stays readable; with one unprintable character everything is escaped, since
+        # the library cannot escape only that.
         text = dump(allow_unicode=True)
         if not all(map(str.isprintable, text.split("\n"))):
             text = dump(allow_unicode=False)
@@ -119,6 +121,7 @@ def _stream_json(values: Iterable[Any], header: Any) -> Iterator[str]:
     if header is None:
         opening = "["
     else:
+        # the header's object without its closing brace, continued with the field `rows`
         opening = format_document(header, Output.JSON).removesuffix("\n}") + ',\n  "rows": ['
     has_rows = False
     for row in values:

@@ -103,6 +103,8 @@ def build_snapshot(
 ) -> Snapshot:
     """The snapshot for these Service ports, with the real servers that the kernel has for them."""
     states = sorted(states, key=lambda state: state.key)
+    # Virtual services without such an address belong to NodePorts: the kernel has one for each
+    # node address, while a frontend of kind NodePort has the wildcard address.
     exact_addresses = {f.at for s in states for f in s.frontends}
     by_port: dict[tuple[Protocol, int], list[VirtualService]] = {}
     for virtual in servers:
@@ -123,6 +125,7 @@ def build_snapshot(
         time.clock_gettime(time.CLOCK_BOOTTIME),
         frontends=frontends,
         names=names,
+        # the first element of the key is the owner, which keeps the sets of Services apart
         sets={i: dict(enumerate(slots[1:])) for slots, i in ids.sets.items()},
         backends={i: backend for backend, i in ids.backends.items()},
     )
@@ -158,6 +161,7 @@ def _service_value(
         (state.algorithm is Algorithm.MAGLEV, ServiceFlag.MAGLEV),
     ):
         flags |= flag if enabled else ServiceFlag(0)
+    # In IPVS a frontend has one set, for the policy that applies to it; the other one is empty.
     is_cluster_ip = frontend.kind is FrontendKind.CLUSTER_IP
     local = state.internal_local if is_cluster_ip else state.external_local
     own_set, empty_set = ids.allocate_set(service_id, loads, frontend.at.protocol), (0, 0)

@@ -165,7 +165,7 @@ def build_rows(
         last_used, client, frontend, backend, snat, snat_port, port, service, *rest = FLOW.unpack(
             raw
         )
-        _, state, _, path, _, index, *_ = rest
+        _, state, _, path, _, index, *_ = rest  # index: struct flow's host_device
         masqueraded = snat != tracked_connections.NO_ADDRESS
         replaced = False
         if not connection.directions & ORIGINAL:
@@ -175,7 +175,7 @@ def build_rows(
         client_text = format_target(client)
         yield ConnectionRow(
             service=service_name(service),
-            protocol=protocol_name(client[18]),
+            protocol=protocol_name(client[18]),  # address (16 bytes), port (2), protocol
             client=client_text,
             frontend=format_target_cached(frontend),
             backend=format_target_cached(backend),
