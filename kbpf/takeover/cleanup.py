@@ -136,6 +136,7 @@ def _remove_nft() -> Iterator[str]:
         for family in FAMILIES
         if family in touched and conntrack.has_dnat_connections(family)
     ]
+    # In the same transaction as the removal: conntrack's hooks must not be unregistered in between.
     handover_commands = [
         command
         for family in translated_families
@@ -204,6 +205,7 @@ def legacy_restore_input(table: str, save_output: str) -> tuple[str, int, int]:
     script = [
         f"*{table}",
         *(f":{name} - [0:0]" for name in chains),
+        # With --noflush, ":NAME" flushes only this chain, so that -X can delete it.
         *(line.replace("-A", "-D", 1) for line in jumps),
         *(f"-X {name}" for name in chains),
         "COMMIT\n",

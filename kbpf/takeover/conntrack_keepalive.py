@@ -86,6 +86,8 @@ def table_commands(family: str, with_forward_rule: bool = False) -> list[forward
             {"add": {"set": {"family": family, "table": TABLE, "name": name, "type": kind}}}
             for name, kind in sets.items()
         ),
+        # A nat chain keeps the kernel's NAT hooks registered, a match on ct state its conntrack
+        # hooks. The rule has no verdict.
         {"add": {"chain": {**chain, "type": "nat", "hook": "postrouting", "prio": 100}}},
         {"flush": {"chain": chain}},
         {
@@ -261,6 +263,8 @@ def _remove_idle_services(families: Collection[str], force: bool) -> tuple[Virtu
     if not services:
         return ()
     with closing(ipvs.IpvsClient()) as client:
+        # While kube-proxy's device exists, our removal of its state may still be running: nothing
+        # is deleted then, and all services that are not kube-proxy's count as busy.
         kube_proxy_ifindex = dummy.get_ifindex_or_zero(KUBE_PROXY_DEVICE)
         kube_proxy_services = {
             service

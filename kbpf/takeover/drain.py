@@ -33,9 +33,8 @@ class KubeProxyDrain:
         self._live_connections = 0
 
     def claim(self) -> bool:
-        """See base.PreviousDataPlane. kube-proxy's rules matter only if attaching a program to a
-        device can lose packets, which a TCX link cannot; conntrack keeps their ports apart from
-        ours.
+        """kube-proxy's rules matter only if attaching a program to a device can lose packets, which
+        a TCX link cannot; conntrack keeps their ports apart from ours.
         """
         if not self._packet_path:
             return False

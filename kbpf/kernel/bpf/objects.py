@@ -107,6 +107,7 @@ class Map(syscalls.Fd):
         return out.raw
 
     def _lookup_size(self) -> int:
+        # The kernel writes a value for every possible CPU, also for those that are offline.
         if self.type == BPF_MAP_TYPE_PERCPU_ARRAY:
             return (self.value_size + 7) // 8 * 8 * count_possible_cpus()
         return self.value_size
@@ -209,7 +210,7 @@ class Map(syscalls.Fd):
                 for i in range(start, total):
                     self.delete(keys[i * self.key_size : (i + 1) * self.key_size])
                 return calls + total - start
-            start += count.value
+            start += count.value  # the kernel has set it to the number of deleted entries
             if result == -errno.ENOENT:
                 start += 1  # the batch stops at an absent key: continue after it
             else:
@@ -259,6 +260,7 @@ class Map(syscalls.Fd):
         """Reads one batch of about `entries` entries (default BATCH_SIZE). Returns keys, values
         and the cursor for the next batch, which is None after the last one; pass None to begin.
         """
+        # Opaque: hash maps write the number of a bucket into it, other maps a key.
         next_cursor = ctypes.create_string_buffer(max(8, self.key_size))
         opts = syscalls.BatchOpts(sz=ctypes.sizeof(syscalls.BatchOpts))
         capacity, result = entries or BATCH_SIZE, -errno.ENOSPC
@@ -306,6 +308,7 @@ class Program(syscalls.Fd):
         """Loads bytecode whose map references are already patched. If the verifier refuses it, the
         KernelError has the last lines of its log.
         """
+        # A signal during verification ends it with EAGAIN: libbpf tries up to `attempts` times.
         opts = syscalls.ProgLoadOpts(
             sz=ctypes.sizeof(syscalls.ProgLoadOpts), attempts=5, expected_attach_type=attach_type
         )
@@ -325,6 +328,7 @@ class Program(syscalls.Fd):
         fd = attempt()
         if fd >= 0:
             return cls(fd, name)
+        # Only now with the verifier's log, which slows verification down.
         log = ctypes.create_string_buffer(_LOG_SIZE)
         opts.log_level, opts.log_size, opts.log_buf = 1, _LOG_SIZE, ctypes.addressof(log)
         retry_fd = attempt()

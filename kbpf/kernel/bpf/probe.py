@@ -24,6 +24,7 @@ from kbpf.kernel.net.uapi import (
 from kbpf.kernel.probe_result import Probe
 from kbpf.kernel.system import cgroups, netns
 
+# An instruction is opcode, registers (source << 4 | destination), offset and immediate.
 RETURN_1: Final = struct.pack("=BBhi", 0xB7, 0, 0, 1) + struct.pack("=BBhi", 0x95, 0, 0, 0)
 """r0 = 1; exit."""
 
@@ -66,6 +67,7 @@ def probe_helper(program_type: int, attach_type: int, helper_id: int, *arguments
     """Whether programs of these types may call this helper with these integer arguments (default
     0).
     """
+    # r1 holds a pointer at the start, and the verifier rejects arguments that were never written.
     set_arguments = b"".join(
         struct.pack("=BBhi", 0xB7, register, 0, argument)
         for register, argument in enumerate(arguments or (0,), start=1)

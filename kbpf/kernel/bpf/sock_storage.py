@@ -36,9 +36,11 @@ def load_value_btf(size: int) -> tuple[int, int, int]:
     """Loads BTF for a map; returns its descriptor and the type ids of the key (int) and of a value
     of `size` bytes. The caller closes the descriptor.
     """
+    # struct btf_type: offset of the name in `strings`, kind, size; for an int its encoding.
     strings = b"\0int\0value\0"
     types = struct.pack("=4I", 1, _BTF_KIND_INT, 4, 1 << 24 | 32)  # signed, 32 bits
     types += struct.pack("=3I", 5, _BTF_KIND_STRUCT, size)  # members are only for display
+    # struct btf_header: magic, version, flags, its size, offset and length of types and strings.
     header = (_BTF_MAGIC, 1, 0, 24, 0, len(types), len(types), len(strings))
     raw = struct.pack("=HBBIIIII", *header) + types + strings
     fd = syscalls.lib().bpf_btf_load(raw, ctypes.c_size_t(len(raw)), None)

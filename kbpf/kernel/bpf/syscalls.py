@@ -20,6 +20,10 @@ _CAP_SYS_ADMIN: Final = 1 << 21
 _CAP_PERFMON_BPF: Final = 1 << 38 | 1 << 39
 
 
+# The structs have only the first members of the C ones, up to those that are used. `sz`, or the
+# size passed to the kernel, says how long they are; missing members count as 0.
+
+
 class MapCreateOpts(ctypes.Structure):
     _fields_ = (
         ("sz", ctypes.c_size_t),
@@ -113,6 +117,7 @@ class RawLinkInfo(ctypes.Structure):
         ("id", ctypes.c_uint32),
         ("prog_id", ctypes.c_uint32),
         ("pad", ctypes.c_uint32),
+        # A union by link type. For a cgroup link the two below; for TCX ifindex and attach type.
         ("cgroup_id", ctypes.c_uint64),
         ("attach_type", ctypes.c_uint32),
         ("rest", ctypes.c_uint32 * 8),

@@ -66,14 +66,13 @@ from kbpf.kernel.probe_result import Probe
 
 NONEXISTENT_IFINDEX: Final = 0x7FFFFFFF
 
-CLSACT_HANDLE_PARENT: Final = (
-    0xFFFF0000,
-    0xFFFFFFF1,
-)  # handle and parent; also those of the older qdisc "ingress"
+CLSACT_HANDLE_PARENT: Final = (0xFFFF0000, 0xFFFFFFF1)
+"""Handle and parent of a clsact qdisc (TC_H_CLSACT), and also of the older qdisc "ingress"."""
 
-_TCMSG: Final = struct.Struct("=BxxxiIII")
+_TCMSG: Final = struct.Struct("=BxxxiIII")  # struct tcmsg: family, ifindex, handle, parent, info
 _U32: Final = struct.Struct("=I")
 _PAIR: Final = struct.Struct("=II")
+# r0 = TC_ACT_UNSPEC; exit
 _EXIT: Final = struct.pack("=BBhi", 0xB7, 0, 0, -1) + struct.pack("=BBhi", 0x95, 0, 0, 0)
 
 
@@ -93,6 +92,7 @@ class Direction(StrEnum):
 
 ATTACH_TYPE: Final = {Direction.INGRESS: BPF_TCX_INGRESS, Direction.EGRESS: BPF_TCX_EGRESS}
 FILTER_PARENT: Final = {Direction.INGRESS: 0xFFFFFFF2, Direction.EGRESS: 0xFFFFFFF3}
+"""TC_H_MAKE(TC_H_CLSACT, TC_H_MIN_INGRESS or TC_H_MIN_EGRESS)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,12 +110,13 @@ class FilterIdentity:
     """What identifies our filters. Lower priorities run first."""
 
     priority: int = 2
-    handle: int = 0x6B627066
+    handle: int = 0x6B627066  # "kbpf"
     name: str = "kbpf"
 
     def pack_header(self, ifindex: int, direction: Direction) -> bytes:
         """The beginning of each message about our filter on this device."""
-        info = self.priority << 16 | socket.htons(3)  # ETH_P_ALL
+        # tcm_info: priority in host order above the EtherType in network order (ETH_P_ALL).
+        info = self.priority << 16 | socket.htons(3)
         body = _TCMSG.pack(0, ifindex, self.handle, FILTER_PARENT[direction], info)
         return body + pack_attribute(TCA_KIND, b"bpf\0")
 
@@ -212,6 +213,7 @@ class TcAttacher:
             attach_program(attachment, program)
         except KernelError as error:
             self._qdisc_kinds.clear()
+            # ENOLINK: our link exists, but its device was deleted.
             if error.errno in (errno.ENODEV, errno.ENOLINK):
                 return None
             raise _attach_error("attach", attachment, error) from error
@@ -284,6 +286,8 @@ class TcAttacher:
         new_pin = pin.with_name(f"new-{pin.name}")
         for stale in (pin, new_pin):
             _detach_pinned_link(stale)
+        # If the agent is killed in between, the link ends with the process or is left at new_pin,
+        # where the next call detaches it. A pin under its final name is always complete.
         with Link.attach(program, attachment.ifindex, ATTACH_TYPE[attachment.direction]) as link:
             link.pin(new_pin)
             new_pin.rename(pin)
@@ -350,6 +354,8 @@ class TcAttacher:
             + pack_attribute(TCA_BPF_FLAGS, _U32.pack(TCA_BPF_FLAG_ACT_DIRECT))
         )
         body = self._identity.pack_header(ifindex, direction) + pack_attribute(TCA_OPTIONS, options)
+        # REPLACE swaps the program atomically. EXCL fails if another tool's filter has our
+        # priority and handle, rather than replacing it.
         try:
             self._netlink.request(
                 RTM_NEWTFILTER,
@@ -375,6 +381,8 @@ class TcAttacher:
                 raise
             self._read_qdiscs()
             return False
+        # Marked after it was created: if the agent is killed in between, an unmarked qdisc remains,
+        # which is never removed. A mark first could make us remove another tool's qdisc.
         self._qdisc_mark(ifindex).mkdir(mode=0o700, parents=True, exist_ok=True)
         self._qdisc_kinds[ifindex] = "clsact"
         return True

@@ -65,6 +65,7 @@ def address_of(body: bytes) -> Addr | None:
     if scope in (RT_SCOPE_HOST, RT_SCOPE_LINK):
         return None
     attrs = parse_attributes(body[IFADDRMSG.size :])
+    # On a point-to-point device IFA_ADDRESS is the peer's. IPv6 has IFA_LOCAL only there.
     raw = attrs.get(IFA_LOCAL, attrs.get(IFA_ADDRESS, b""))
     if len(raw) == 4:
         return Addr(V4_PREFIX + raw)

@@ -72,7 +72,7 @@ def connect_without_packets(
     once.
     """
     with _open_socket(destination, sock_type) as client:
-        if sock_type == socket.SOCK_STREAM:
+        if sock_type == socket.SOCK_STREAM:  # the BPF hook at connect() runs in repair mode too
             client.setsockopt(socket.IPPROTO_TCP, TCP_REPAIR, 1)
         _checked_call(lambda: client.connect(destination), "connect", destination)
         protocol = "tcp" if sock_type == socket.SOCK_STREAM else "udp"
@@ -88,6 +88,7 @@ def _read_peer(table: str, inode: int) -> SocketAddress:
         fields = line.split()
         if int(fields[9]) == inode:
             address, _, port = fields[2].partition(":")
+            # Each group of eight digits is a 32-bit word in host byte order.
             chunks = [int(address[i : i + 8], 16) for i in range(0, len(address), 8)]
             packed = b"".join(chunk.to_bytes(4, sys.byteorder) for chunk in chunks)
             return str(ipaddress.ip_address(packed)), int(port, 16)

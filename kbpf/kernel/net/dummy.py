@@ -53,6 +53,7 @@ from kbpf.kernel.net.uapi import (
 )
 from kbpf.model.address import V4_PREFIX, Addr, family_of, format_addr
 
+# Without duplicate address detection, which would delay the use of an address by a second.
 ADDRESS_FLAGS: Final = IFA_F_NODAD | IFA_F_PERMANENT | IFA_F_NOPREFIXROUTE
 IPV6_SYSCTLS: Final = Path("/proc/sys/net/ipv6/conf")
 FATAL_ERRNOS: Final = frozenset((errno.ENODEV, errno.EPERM))
@@ -262,6 +263,7 @@ def _send_requests(
 def _encode_address(ifindex: int, address: Addr) -> bytes:
     if family_of(address) == 4:
         raw = address[12:]
+        # ifa_flags has 8 bits. IFA_F_NOPREFIXROUTE is a higher one, but a /32 has no prefix route.
         header = IFADDRMSG.pack(socket.AF_INET, 32, ADDRESS_FLAGS & 0xFF, RT_SCOPE_HOST, ifindex)
         return header + pack_attribute(IFA_LOCAL, raw) + pack_attribute(IFA_ADDRESS, raw)
     header = IFADDRMSG.pack(socket.AF_INET6, 128, ADDRESS_FLAGS & 0xFF, RT_SCOPE_UNIVERSE, ifindex)

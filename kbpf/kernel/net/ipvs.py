@@ -75,11 +75,11 @@ EXPIRE_NODEST_CONN_SYSCTL: Final = "net.ipv4.vs.expire_nodest_conn"
 """A setting that every IPVS has."""
 HINT: Final = "load the kernel module ip_vs (modprobe ip_vs)"
 
-_VERBS: Final = {"NEW": "make", "SET": "change", "DEL": "remove", "GET": "read"}
+_VERBS: Final = {"NEW": "create", "SET": "change", "DEL": "delete", "GET": "read"}
 _NOUNS: Final = {"SERVICE": "virtual service", "DEST": "real server"}
 _STATS_ATTRS: Final = (IPVS_STATS_ATTR_CONNS, IPVS_STATS_ATTR_INBYTES, IPVS_STATS_ATTR_OUTBYTES)
 _GENLMSGHDR: Final = struct.Struct("=BBH")  # command, version, reserved
-_IP_VS_FLAGS: Final = struct.Struct("=II")
+_IP_VS_FLAGS: Final = struct.Struct("=II")  # the flags, and the mask of those that are set
 _U16: Final = struct.Struct("=H")
 _U32: Final = struct.Struct("=I")
 _BE16: Final = struct.Struct(">H")
@@ -236,6 +236,7 @@ def parse_connections(listing: str) -> Iterator[IpvsConnection]:
     """Parses /proc/net/ip_vs_conn. Persistence templates (client port 0) and protocols that
     Services do not use are skipped.
     """
+    # Fields: protocol, client address and port, frontend, server, state, seconds; more may follow.
     for line in listing.splitlines()[1:]:
         protocol_name, *fields = line.split()
         if protocol_name not in Protocol.__members__ or len(fields) < 8 or int(fields[1], 16) == 0:
@@ -251,6 +252,7 @@ def parse_connections(listing: str) -> Iterator[IpvsConnection]:
 def _parse_proc_address(field: str) -> Addr:
     if ":" in field:
         return parse_addr(field)
+    # An IPv4 address is printed as one hexadecimal number, most significant byte first.
     return Addr(V4_PREFIX + bytes.fromhex(field))
 
 
@@ -291,6 +293,7 @@ def _nest(attr_type: int, value: bytes) -> bytes:
 def _encode_service(request: IpvsRequest) -> bytes:
     service, settings = request.service, request.settings
     v4 = family_of(service.address) == 4
+    # Family, protocol and mark are in host order, port and address in network order.
     parts = [pack_attribute(IPVS_SVC_ATTR_AF, _U16.pack(socket.AF_INET if v4 else socket.AF_INET6))]
     if service.fwmark:
         parts.append(pack_attribute(IPVS_SVC_ATTR_FWMARK, _U32.pack(service.fwmark)))
@@ -324,6 +327,7 @@ def _encode_server(server: RealServerKey, weight: int) -> bytes:
             pack_attribute(IPVS_DEST_ATTR_PORT, _BE16.pack(server.port)),
             pack_attribute(IPVS_DEST_ATTR_FWD_METHOD, _U32.pack(IP_VS_CONN_F_MASQ)),
             pack_attribute(IPVS_DEST_ATTR_WEIGHT, _U32.pack(weight)),
+            # 0 is no limit. The kernel rejects a new server without thresholds (EINVAL).
             pack_attribute(IPVS_DEST_ATTR_U_THRESH, _U32.pack(0)),
             pack_attribute(IPVS_DEST_ATTR_L_THRESH, _U32.pack(0)),
         )
@@ -344,7 +348,7 @@ def decode_service(body: bytes) -> tuple[VirtualServiceKey, VirtualServiceSettin
     attrs = parse_attributes(parse_attributes(body[_GENLMSGHDR.size :])[IPVS_CMD_ATTR_SERVICE])
     family = _U16.unpack(attrs[IPVS_SVC_ATTR_AF])[0]
     wildcard = ANY4 if family == socket.AF_INET else ANY6
-    fwmark = parse_int32(attrs.get(IPVS_SVC_ATTR_FWMARK)) & 0xFFFFFFFF
+    fwmark = parse_int32(attrs.get(IPVS_SVC_ATTR_FWMARK)) & 0xFFFFFFFF  # it is unsigned
     flags = _IP_VS_FLAGS.unpack(attrs[IPVS_SVC_ATTR_FLAGS])[0]
     settings = VirtualServiceSettings(
         parse_string(attrs[IPVS_SVC_ATTR_SCHED_NAME]),
@@ -383,6 +387,7 @@ def decode_server(body: bytes, family: int) -> RealServerStatus:
     """Decodes a reply to IPVS_CMD_GET_DEST. `family` is that of the service, 4 or 6."""
     attrs = parse_attributes(parse_attributes(body[_GENLMSGHDR.size :])[IPVS_CMD_ATTR_DEST])
     service_family = socket.AF_INET if family == 4 else socket.AF_INET6
+    # Servers may have another family than their service (tunnels); old kernels do not report it.
     server_family = (
         _U16.unpack(attrs[IPVS_DEST_ATTR_ADDR_FAMILY])[0]
         if IPVS_DEST_ATTR_ADDR_FAMILY in attrs

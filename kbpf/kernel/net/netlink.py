@@ -81,7 +81,7 @@ def parse_attributes(raw: bytes) -> dict[int, bytes]:
         if length < _NLATTR.size:
             break
         attrs[attr_type & NLA_TYPE_MASK] = raw[_NLATTR.size : length]
-        raw = raw[(length + 3) & ~3 :]
+        raw = raw[(length + 3) & ~3 :]  # `length` does not include the padding
     return attrs
 
 
@@ -182,6 +182,7 @@ class Netlink:
         for sequence, (msg_type, body, flags) in enumerate(requests):
             datagram += _pack_message(msg_type, flags | NLM_F_REQUEST | NLM_F_ACK, sequence, body)
         self._send(datagram)
+        # Each request is acknowledged, several per datagram; the sequence number says which one.
         codes: dict[int, int] = {}
         while len(codes) < len(requests):
             data = self._receive()
@@ -189,6 +190,7 @@ class Netlink:
                 length, msg_type, _, reply_sequence, _ = _NLMSGHDR.unpack_from(data)
                 if msg_type == NLMSG_ERROR:
                     codes[reply_sequence] = -parse_int32(data[_NLMSGHDR.size : _NLMSGHDR.size + 4])
+                # At least a header, or a corrupt length of 0 would loop forever.
                 data = data[max(_NLMSGHDR.size, (length + 3) & ~3) :]
         return [codes[reply_sequence] for reply_sequence in range(len(requests))]
 
@@ -198,6 +200,7 @@ class Netlink:
         """Sends a batch, which takes effect entirely or not at all. Raises KernelError for the
         first error.
         """
+        # Only the requests between begin and end ask for an acknowledgement.
         framed_requests = (
             (begin, 0),
             *((request, NLM_F_REQUEST | NLM_F_ACK) for request in requests),
@@ -228,6 +231,7 @@ class Netlink:
                     raise KernelError(
                         "cannot receive notifications", self._name, errno=error.errno or 0
                     ) from error
+                # The buffer overflowed. The socket stays usable: go on with what comes later.
                 lost = True
         return Notifications(messages, lost)
 
@@ -236,6 +240,8 @@ class Netlink:
         messages: list[Message] = []
         while True:
             for message in _parse_messages(self._receive()):
+                # A dump ends with NLMSG_DONE, any other request with an acknowledgement, which is
+                # an NLMSG_ERROR with errno 0.
                 if message.msg_type in (NLMSG_ERROR, NLMSG_DONE):
                     _raise_for_error(message, self._name)
                     return messages

@@ -32,7 +32,7 @@ from kbpf.model.objects import Protocol
 _NLMSGHDR: Final = struct.Struct("=IHHII")
 _INET_DIAG_REQ_V2: Final = struct.Struct("=BBBxI")
 _INET_DIAG_SOCKID_SIZE: Final = 48  # inet_diag_sockid: ports, addresses, device, cookie
-_SOCKID_OFFSET: Final = _NLMSGHDR.size + 4
+_SOCKID_OFFSET: Final = _NLMSGHDR.size + 4  # after family, state, timer and retransmissions
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +54,8 @@ def _send(msg_type: int, flags: int, body: bytes, netlink: socket.socket) -> Non
 
 def _parse(message: bytes) -> DiagSocket:
     family = message[_NLMSGHDR.size]
+    # struct inet_diag_sockid: source port, destination port (network order), source, destination
+    # (16 bytes each; IPv4 uses the first 4), device, cookie (two words, the low one first).
     raw = message[_SOCKID_OFFSET : _SOCKID_OFFSET + _INET_DIAG_SOCKID_SIZE]
     port = int.from_bytes(raw[2:4], "big")
     address = raw[20:36]
@@ -75,6 +77,7 @@ def list_listeners() -> frozenset[FrontendAddress]:
     """
     addresses = set()
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, NETLINK_SOCK_DIAG) as netlink:
+        # The kernel keeps a UDP socket in TCP_CLOSE until it is connected.
         for protocol, state in ((Protocol.TCP, TCPF_LISTEN), (Protocol.UDP, TCPF_CLOSE)):
             for family in (socket.AF_INET, socket.AF_INET6):
                 with contextlib.suppress(KernelError):
@@ -118,6 +121,8 @@ def _dump(netlink: socket.socket, family: int, protocol: int, states: int) -> li
 
 def destroy(netlink: socket.socket, target: DiagSocket) -> bool:
     """Destroys the socket: its owner gets ECONNABORTED. Returns whether it still existed."""
+    # The kernel compares the cookie in raw_id: a new socket with the same addresses is not
+    # destroyed.
     body = _INET_DIAG_REQ_V2.pack(target.family, socket.IPPROTO_UDP, 0, 0xFFFFFFFF) + target.raw_id
     _send(SOCK_DESTROY, NLM_F_ACK, body, netlink)
     code = -struct.unpack_from("=i", netlink.recv(4096), _NLMSGHDR.size)[0]

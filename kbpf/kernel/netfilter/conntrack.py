@@ -119,8 +119,8 @@ def release(flows: Iterable[ConntrackFlow]) -> int:
 
 def _dump(family: int, status: ConntrackStatus) -> list[dict[int, bytes]]:
     """Returns the attributes of entries that have all of these status bits."""
-    status_bytes = struct.pack(">I", status)
-    body = struct.pack("=BBH", family, 0, 0)
+    status_bytes = struct.pack(">I", status)  # ctnetlink's numbers are in network order
+    body = struct.pack("=BBH", family, 0, 0)  # struct nfgenmsg: family, version, resource id
     body += pack_attribute(CTA_STATUS, status_bytes) + pack_attribute(CTA_STATUS_MASK, status_bytes)
     with Netlink(NETLINK_NETFILTER, "conntrack") as netlink:
         try:
@@ -130,6 +130,7 @@ def _dump(family: int, status: ConntrackStatus) -> list[dict[int, bytes]]:
                 return []
             raise
     entries = (parse_attributes(message.body[4:]) for message in messages)
+    # Older kernels ignore the filter in the request and return all entries.
     return [
         entry
         for entry in entries
@@ -195,6 +196,8 @@ def _encode_request(
     ):
         body += _nest(tuple_type, *_encode_tuple(flow.protocol, source, destination, v4))
     if msg_type == _CT_NEW:
+        # ASSURED entries are not evicted when the table is full. CONFIRMED must be repeated: the
+        # kernel sets it itself and refuses a request that would clear it (EBUSY).
         status = (
             ConntrackStatus.IPS_CONFIRMED
             | ConntrackStatus.IPS_ASSURED

@@ -155,7 +155,7 @@ def masquerade_comment(mark: int) -> str:
     return f"{MASQUERADE_COMMENT}, mark {mark:#x}"
 
 
-# ---- looking -------------------------------------------------------------------------------------
+# ---- reading -------------------------------------------------------------------------------------
 
 
 def probe_nf_tables() -> Probe:
@@ -328,6 +328,7 @@ def accept_marked(chain: BaseChain, mark: int) -> None:
             {"accept": None},
         ],
     }
+    # "insert" with a handle puts the rule before that one, "add" without one puts it last.
     if chain.next_handle is not None:
         command = {"insert": {"rule": {**rule, "handle": chain.next_handle}}}
     else:
@@ -388,7 +389,7 @@ def run_transaction(*commands: Json, hint: str = HINT, dry_run: bool = False) ->
     if code:
         lines = str(error_text).strip().splitlines()
         first = lines[0].removeprefix("internal:0:0-0: Error: ") if lines else "no reason given"
-        is_missing = "No such file" in str(error_text)
+        is_missing = "No such file" in str(error_text)  # libnftables returns no errno
         raise KernelError(
             f"nf_tables refuses: {first}", "", hint, errno.ENOENT if is_missing else 0
         )

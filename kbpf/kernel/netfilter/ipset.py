@@ -93,7 +93,9 @@ def _list_sets(name_attr: bytes) -> list[dict[int, bytes]]:
 
 
 def _split_nested(raw: bytes) -> list[bytes]:
-    """The values of consecutive attributes, regardless of their type."""
+    """The values of consecutive attributes. The elements of a set all have the same type, of which
+    parse_attributes() would keep only the last one.
+    """
     values = []
     while len(raw) >= 4:
         (length,) = struct.unpack_from("=H", raw)

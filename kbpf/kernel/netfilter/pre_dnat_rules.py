@@ -116,6 +116,7 @@ def has_guarding_rule(rules: Mapping[str, Collection[EarlyRule]], base_chain: st
         name, selective = queue.pop()
         if name.startswith(CALICO_CHAIN_PREFIXES):
             return True
+        # A chain may be reached by a selective jump and by another one: the queue has both cases.
         for rule in rules.get(name, ()):
             if rule.is_other_ports:
                 continue
@@ -234,7 +235,7 @@ def _parse_saved_rules(lines: Iterable[str]) -> dict[str, list[EarlyRule]]:
 def _parse_saved_rule(args: list[str]) -> EarlyRule:
     options = list(zip(["", *args], args, [*args[1:], ""], strict=False))
     port_matches = [
-        before == "!" or _has_node_port(value)
+        before == "!" or _has_node_port(value)  # "not port 22" includes NodePorts
         for before, option, value in options
         if option in SAVED_PORTS
     ]

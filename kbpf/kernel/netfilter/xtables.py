@@ -56,7 +56,7 @@ from kbpf.kernel.netfilter.uapi import (
 
 _NEW_RULE: Final = NFNL_SUBSYS_NFTABLES << 8 | NFT_MSG_NEWRULE
 _DEL_RULE: Final = NFNL_SUBSYS_NFTABLES << 8 | NFT_MSG_DELRULE
-_NFGENMSG: Final = struct.Struct(">BBH")
+_NFGENMSG: Final = struct.Struct(">BBH")  # the last field, the subsystem, is in network order
 
 _REVISION: Final = 3
 _XT_CONNTRACK_MTINFO3: Final = struct.Struct("=128x8x10xHHHH8x2x")
@@ -110,6 +110,7 @@ def accept_established(
 
 def _encode_expressions() -> Iterable[bytes]:
     """Encodes ``-m conntrack --ctstate RELATED,ESTABLISHED -j ACCEPT`` as iptables does."""
+    # Structs of xtables are in host order, attributes of nf_tables in network order.
     info = _XT_CONNTRACK_MTINFO3.pack(
         XT_CONNTRACK_STATE,
         0,
