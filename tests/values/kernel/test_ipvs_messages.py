@@ -259,4 +259,4 @@ def test_errors_name_the_service_and_the_server():
     )
     assert str(change) == "create real server 10.96.0.1:80/6 -> 10.0.0.1:8080"
     gone = IpvsRequest(IpvsCommand.IPVS_CMD_DEL_SERVICE, VirtualServiceKey(6, ANY6, 0, 7))
-    assert str(gone) == "remove virtual service mark 0x7 IPv6"
+    assert str(gone) == "delete virtual service mark 0x7 IPv6"
