@@ -220,6 +220,8 @@ static __always_inline int redirect_packet(struct __sk_buff *skb, const struct d
 
 	if (drop_priority_tag(skb))
 		return finish(TC_ACT_SHOT, NOT_REWRITTEN);
+	/* bpf_redirect_peer() skips the qdisc and the neighbour code, so the MAC addresses have to
+	 * be known, and it works at ingress only. */
 	if ((to->flags & DEVICE_PEER) && to->role == ROLE_POD && route->vlan[0] &&
 	    from->l2 == ETH_HLEN && to->l2 == ETH_HLEN && skb->ingress_ifindex) {
 		u8 link[12];

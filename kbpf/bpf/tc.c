@@ -295,6 +295,7 @@ static __always_inline struct flow *twin_of(const struct flow *flow, bool reply)
 	else
 		key = reply_key(flow);
 	other = entry_of(flow, &key);
+	/* seen.started are the same bytes as seen.tcp: 0 if this entry has matched no segment. */
 	if (reply || !has_snat(flow) || flow->path == PATH_DIRECT_SNAT ||
 	    flow->state == STATE_NEW || !other || other->seen.started)
 		return other;
@@ -311,6 +312,7 @@ static __always_inline void update_state(struct flow *flow, const struct packet 
 
 	if (!other)
 		return;
+	/* Not locked: another CPU may update the same entries, see has_unmerged_fins(). */
 	before = original->state;
 	fins = original->fins;
 	if (flow->client.protocol == IPPROTO_TCP)
@@ -1681,6 +1683,7 @@ static __always_inline int deliver_to_host(struct __sk_buff *skb, const struct d
 {
 	struct device *to = device_at(ifindex);
 
+	/* It is on that device already, or that device has another link-layer header. */
 	if (ifindex == skb->ifindex || !to || to->l2 != from->l2)
 		return TC_ACT_UNSPEC;
 	if (drop_priority_tag(skb) ||
@@ -1754,6 +1757,7 @@ static __always_inline bool parse_for(struct __sk_buff *skb, const struct device
 	}
 	if (!p->tuple.to.protocol && p->fragment != LATER)
 		return false;
+	/* At egress too, the slots belong to the sender, known by the device it came in by. */
 	if (icmp == TAIL_ICMP_OUT && p->fragment != WHOLE) {
 		ifindex = skb->ingress_ifindex;
 		in = device_at(ifindex);

@@ -206,7 +206,7 @@ class Programs:
             return None
 
     def _use_maps(self, maps: Mapping[str, Map]) -> bool:
-        """Whether all required programs are there, and read no maps other than these."""
+        """Whether all required programs are loaded, and read no maps other than these."""
         map_ids = {map_.id for map_ in (*maps.values(), *self._private_maps.values())}
         needed = {
             program_name
