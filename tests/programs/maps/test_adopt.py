@@ -1,8 +1,8 @@
-"""The same end whatever the way: all at once, step by step, reversed, doubled, restarted, killed.
+"""Every way leads to the same result: at once, step by step, reversed, repeated, restarted, killed.
 
-What is compared is site.dump(): what the pinned maps lead to, read with nothing of the plane's
-memory, without ids. A state of the table has one dump, that of a plane which was told it first of
-all; every other way there must end in the same one, and deleting everything in empty maps.
+Results are compared by site.dump(): what the pinned maps lead to, without ids, read without the
+plane's memory. The expected dump of a state is that of a plane to which it was applied first; every
+other way must end in the same dump, and deleting everything must leave empty maps.
 """
 
 import errno
@@ -114,8 +114,8 @@ STATES: dict[str, DesiredState] = {
 
 @pytest.fixture(scope="module", autouse=True)
 def quick_starts() -> Iterator[None]:
-    """Hundreds of them: the compiler is looked for once, maps are small, and read in small pieces,
-    which should not matter.
+    """There are hundreds of starts, so the compiler is looked up once and maps are small. They are
+    read in small batches, which must not matter.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compile, "find_toolchain", functools.cache(compile.find_toolchain))
@@ -133,7 +133,7 @@ def quick_starts() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def dumps(artifact_cache: Path) -> dict[str, dict[str, Any]]:
-    """What each state looks like when it was told first of all."""
+    """The dump of each state when it is the first one applied."""
     found = {}
     with sites(artifact_cache) as make:
         for name, state in STATES.items():
@@ -146,8 +146,8 @@ def dumps(artifact_cache: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
-def test_the_dumps_say_what_was_asked(dumps: dict[str, dict[str, Any]]):
-    """So that equal dumps mean something."""
+def test_dumps_show_the_applied_state(dumps: dict[str, dict[str, Any]]):
+    """So that equal dumps prove something."""
     assert dumps["nothing"] == {"frontends": {}, "node_addresses": [], "strays": {}}
     assert dumps["two frontends"]["frontends"].keys() == {"10.96.0.1:80/TCP", "0.0.0.0:30080/TCP"}
     assert dumps["local policy"]["frontends"]["192.0.2.1:80/TCP"] == {
@@ -168,7 +168,7 @@ def test_the_dumps_say_what_was_asked(dumps: dict[str, dict[str, Any]]):
     assert "NOT A MEMBER" not in repr(dumps)
 
 
-# ---- all the ways ------------------------------------------------------------------------------
+# ---- ways from one state to the next -----------------------------------------------------------
 
 Play = Callable[[Site, BpfPlane, DesiredState, DesiredState], BpfPlane]
 
@@ -179,7 +179,7 @@ def at_once(_: Site, plane: BpfPlane, __: DesiredState, new: DesiredState) -> Bp
 
 
 def touched(_: Site, plane: BpfPlane, old: DesiredState, new: DesiredState) -> BpfPlane:
-    """As the agent does it: only the keys that changed."""
+    """Only the changed keys are named, as the agent does."""
     keys = old.services.keys() | new.services.keys()
     named = {k for k in keys if old.services.get(k) != new.services.get(k)}
     while plane.apply(new, named).deferred:
@@ -194,7 +194,7 @@ def doubled(_: Site, plane: BpfPlane, __: DesiredState, new: DesiredState) -> Bp
 
 
 def split(_: Site, plane: BpfPlane, old: DesiredState, new: DesiredState) -> BpfPlane:
-    """One Service after the other; first those that give a frontend away."""
+    """One Service after the other; first those that give up a frontend."""
     now = dict(old.services)
     gone = old.services.keys() - new.services.keys()
     for key in [*sorted(gone), *sorted(new.services, key=lambda k: k.name == "new")]:
@@ -206,14 +206,16 @@ def split(_: Site, plane: BpfPlane, old: DesiredState, new: DesiredState) -> Bpf
 
 
 def restarted(site: Site, plane: BpfPlane, _: DesiredState, new: DesiredState) -> BpfPlane:
-    """The agent was away when it changed. What was to be retired is forgotten with it."""
+    """The change happened while no agent ran; the list of sets to retire is lost with the
+    old one.
+    """
     plane.close()
     again = site.open()
     again.apply(new, None)
     return again
 
 
-def restarted_and_told_twice(
+def restarted_and_applied_twice(
     site: Site, plane: BpfPlane, old: DesiredState, new: DesiredState
 ) -> BpfPlane:
     again = restarted(site, plane, old, old)
@@ -221,7 +223,7 @@ def restarted_and_told_twice(
     return restarted(site, again, new, new)
 
 
-WAYS: list[Play] = [at_once, touched, doubled, split, restarted, restarted_and_told_twice]
+WAYS: list[Play] = [at_once, touched, doubled, split, restarted, restarted_and_applied_twice]
 
 
 def orders() -> Iterator[tuple[str, list[str]]]:
@@ -237,7 +239,7 @@ def orders() -> Iterator[tuple[str, list[str]]]:
 @pytest.mark.parametrize("flush", [True, False], ids=["", "retired at the end"])
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 @pytest.mark.parametrize("order", [names for _, names in orders()], ids=[n for n, _ in orders()])
-def test_every_way_ends_the_same(
+def test_every_way_ends_in_the_same_state(
     site: Site, dumps: dict[str, dict[str, Any]], order: list[str], way: Play, flush: bool
 ):
     plane, old = site.open(), EMPTY
@@ -258,7 +260,7 @@ def test_every_way_ends_the_same(
 
 
 def contents(site: Site) -> dict[str, int]:
-    """How many entries there are, of all maps that hold objects: udp_cuts has those that ended."""
+    """Entries of all maps that hold objects; not of udp_cuts, which keeps ended ones."""
     kinds = (
         uapi.BPF_MAP_TYPE_HASH,
         uapi.BPF_MAP_TYPE_LRU_HASH,
@@ -269,7 +271,7 @@ def contents(site: Site) -> dict[str, int]:
 
 
 def test_ids_are_never_used_twice(site: Site):
-    """Also not over restarts, and not when everything was deleted in between."""
+    """Neither after restarts, nor after everything was deleted in between."""
     seen: set[tuple[str, bytes]] = set()
     for number in range(4):
         plane = site.open()
@@ -285,7 +287,7 @@ def test_ids_are_never_used_twice(site: Site):
 
 
 def test_old_sets_wait_out_the_grace_period(site: Site):
-    """A reader that was led to the old set just before the flip still finds all of it."""
+    """A reader that got the old set just before the flip still finds all of it."""
     now = [1000.0]
     plane = site.open(clock=lambda: now[0])
     old, new = (desired(service("web", WEB, to, affinity_timeout=9)) for to in (f"{A} {B}", C))
@@ -294,7 +296,7 @@ def test_old_sets_wait_out_the_grace_period(site: Site):
     before = {name: site.entries(name) for name in ("backend_slots", "set_members", "backends")}
     plane.apply(new, None)
     now[0] += 0.5
-    assert plane.tick(now[0]) == pytest.approx(1001.0), "when to come again"
+    assert plane.tick(now[0]) == pytest.approx(1001.0), "the next tick is due then"
     for name, entries in before.items():
         assert entries.items() <= site.entries(name).items(), name
     assert plane.tick(1000.99) is not None
@@ -328,7 +330,7 @@ NEW = desired(
 
 
 def links(site: Site) -> dict[str, tuple[int, int]]:
-    """Ids of links and of the programs that they attach."""
+    """Ids of the links and of their programs."""
     found = {}
     for pin in sorted((site.pins / "links").iterdir()):
         with Link.open(pin) as link:
@@ -337,7 +339,7 @@ def links(site: Site) -> dict[str, tuple[int, int]]:
 
 
 @pytest.mark.parametrize("which", ["old", "weights", "Maglev", "Maglev with weights"])
-def test_a_restart_without_news_writes_nothing(site: Site, which: str):
+def test_restart_without_changes_writes_nothing(site: Site, which: str):
     state = STATES.get(which, OLD)
     site.open().apply(state, None)
     before, attached = site.dump(), links(site)
@@ -355,7 +357,7 @@ def test_a_restart_without_news_writes_nothing(site: Site, which: str):
         assert {name: site.pinned(name).id for name in layout.MAPS} == maps
 
 
-def test_what_others_have_changed_is_found_and_repaired(site: Site):
+def test_changes_by_others_are_repaired_after_invalidate(site: Site):
     plane = site.open()
     plane.apply(OLD, None)
     plane.flush()
@@ -371,7 +373,7 @@ def test_what_others_have_changed_is_found_and_repaired(site: Site):
         assert backends.delete(sorted(key for key, _ in backends.items())[0])
     assert site.dump() != before
     plane.apply(OLD, ())
-    assert site.dump() != before, "nobody has doubted"
+    assert site.dump() != before, "nothing was invalidated"
     plane.invalidate()
     writes = plane.apply(OLD, None).writes
     assert writes["services"]
@@ -382,8 +384,8 @@ def test_what_others_have_changed_is_found_and_repaired(site: Site):
 
 DAMAGES = {
     "services, a protocol": ("services", lambda key, raw: (key[:18] + b"\x63" + key[19:], raw)),
-    "services, behind the key": ("services", lambda key, raw: (key[:19] + b"\x01", raw)),
-    "services, all of a value": ("services", lambda key, raw: (key, b"\xff" * len(raw))),
+    "services, padding of the key": ("services", lambda key, raw: (key[:19] + b"\x01", raw)),
+    "services, a whole value": ("services", lambda key, raw: (key, b"\xff" * len(raw))),
     "services, a size": ("services", lambda key, raw: (key, raw[:16] + b"\xff" * 4 + raw[20:])),
     "services, no flags": ("services", lambda key, raw: (key, raw[:4] + bytes(4) + raw[8:])),
     "service_names": ("service_names", lambda key, raw: (key, b"\xff" * len(raw))),
@@ -396,17 +398,17 @@ DAMAGES = {
     "meta": ("meta", lambda key, raw: (key, b"\xff" * len(raw))),
     "meta, one number": ("meta", lambda key, raw: (key, raw[:4] + b"\0\0\0\x80" + raw[8:])),
 }
-"""Of one entry in the map: what it has become, or what stands beside it."""
-UNTOLD = {"backend_slots, a set", "backend_slots", "set_members"}
-"""Not these: they say what an agent could have written, only not to such a set."""
+"""What becomes of one entry of the map, or an entry that is added."""
+UNREPORTED = {"backend_slots, a set", "backend_slots", "set_members"}
+"""Not reported: an agent could have written such entries, only not for such a set."""
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("which", [0, -1], ids=["first", "last"])
-def test_what_is_damaged_is_told_and_written_anew(
+def test_corrupt_entry_is_reported_and_rewritten(
     site: Site, damage: str, which: int, caplog: pytest.LogCaptureFixture
 ):
-    """Everything else is served meanwhile; people can look at it, too."""
+    """Everything else is served meanwhile, and `kbpf inspect` works."""
     plane = site.open()
     plane.apply(OLD, None)
     plane.flush()
@@ -419,7 +421,7 @@ def test_what_is_damaged_is_told_and_written_anew(
     plane = site.open()
     told = [r.getMessage() for r in caplog.records if "corrupt" in r.getMessage()]
     assert [f"map={name} entries=1 keys={key.hex()}" in one for one in told] == (
-        [] if damage in UNTOLD else [True]
+        [] if damage in UNREPORTED else [True]
     )
     plane.apply(OLD, None)
     plane.flush()
@@ -430,10 +432,10 @@ def test_what_is_damaged_is_told_and_written_anew(
 
 @pytest.mark.parametrize("number", [1 << 31, (1 << 32) - 2, (1 << 32) - 1])
 @pytest.mark.parametrize("which", [0, 1, 2], ids=["services", "backends", "sets"])
-def test_ids_go_on_behind_what_is_there_when_their_counters_are_damaged(
+def test_ids_continue_after_existing_ones_if_counters_are_corrupt(
     site: Site, which: int, number: int
 ):
-    """None is left behind such a number: each start would end, and the next one, too."""
+    """A counter must not continue after such a number: each later start would fail as well."""
     site.open().apply(OLD, None)
     with site.pinned("meta") as held:
         before = layout.META.unpack(held.lookup(bytes(4)) or b"")
@@ -448,8 +450,8 @@ def test_ids_go_on_behind_what_is_there_when_their_counters_are_damaged(
     assert all(old <= new < 1 << 31 for old, new in zip(before, after, strict=True)), after
 
 
-def test_nothing_ends_before_the_first_apply(site: Site):
-    """An agent that starts knows of no Service yet: what stands is served."""
+def test_nothing_is_deleted_before_the_first_apply(site: Site):
+    """An agent that starts knows no Service yet, so existing ones are served."""
     site.open().apply(OLD, None)
     before, attached = site.dump(), links(site)
     plane = site.open()
@@ -460,7 +462,7 @@ def test_nothing_ends_before_the_first_apply(site: Site):
     assert (site.dump(), links(site)) == (before, attached)
 
 
-def test_on_an_empty_machine_nothing_is_attached_before_the_maps_are_filled(site: Site):
+def test_first_start_attaches_only_after_filling_the_maps(site: Site):
     plane = site.open()
     assert not (site.pins / "links").exists()
     plane.apply(OLD, None)
@@ -474,13 +476,13 @@ def test_remove_leaves_nothing(site: Site):
     assert not site.pins.exists()
     fd = os.open(site.cgroup, os.O_RDONLY)
     types = [hook.attach_type for hook in hooks.HOOKS]
-    # The kernel lets a link go a moment after its last name.
-    until("all is detached", lambda: not any(objects.list_attached(fd, kind) for kind in types))
+    # The kernel detaches a link a moment after its last pin is removed.
+    until("all are detached", lambda: not any(objects.list_attached(fd, kind) for kind in types))
     os.close(fd)
 
 
-def test_side_by_side_they_do_not_disturb_each_other(artifact_cache: Path):
-    """Own pins, own cgroups, on one machine; others' pins are theirs."""
+def test_two_agents_with_their_own_pins_do_not_interfere(artifact_cache: Path):
+    """Each has its own pins and cgroup; cleanup of one leaves the other's."""
     with sites(artifact_cache) as make:
         one, two = make(), make()
         first, second = one.open(), two.open()
@@ -495,9 +497,7 @@ def test_side_by_side_they_do_not_disturb_each_other(artifact_cache: Path):
         assert dict(two.open().apply(NEW, None).writes) == {}
 
 
-def test_a_second_agent_on_the_same_pins_is_turned_away(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-):
+def test_second_agent_on_the_same_pins_is_refused(site: Site, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(plane_module.pinning.lock_pins, "__defaults__", (0.0,))
     site.open().apply(OLD, None)
     with pytest.raises(KernelError, match="another agent is at work here") as error:
@@ -507,7 +507,7 @@ def test_a_second_agent_on_the_same_pins_is_turned_away(
 
 
 SPOILT = [
-    ("another user made it", lambda pins: os.chown(pins, 65534, 65534), "uid 65534 owns it"),
+    ("another user created it", lambda pins: os.chown(pins, 65534, 65534), "uid 65534 owns it"),
     (
         "others may write to it",
         lambda pins: pins.chmod(0o777),
@@ -517,11 +517,11 @@ SPOILT = [
 
 
 @pytest.mark.parametrize(("name", "spoil", "reason"), SPOILT, ids=[row[0] for row in SPOILT])
-def test_a_pin_folder_that_others_can_change_is_refused(
+def test_pin_folder_that_others_can_change_is_refused(
     site: Site, name: str, spoil: Callable[[Path], None], reason: str
 ):
-    """A bpffs that was mounted without mode=700 is open to all: who makes the folder first could
-    exchange programs and maps.
+    """A bpffs mounted without mode=700 is open to all users: one that creates the folder first
+    could replace programs and maps.
     """
     site.pins.mkdir(mode=0o700)
     spoil(site.pins)
@@ -534,7 +534,7 @@ def test_a_pin_folder_that_others_can_change_is_refused(
     site.open().apply(OLD, None)
 
 
-def test_the_pin_folder_of_an_earlier_version_becomes_private(site: Site):
+def test_pin_folder_of_an_earlier_version_becomes_private(site: Site):
     site.open().apply(OLD, None)
     site.close_planes()
     assert site.pins.stat().st_mode & 0o7777 == 0o700
@@ -545,7 +545,7 @@ def test_the_pin_folder_of_an_earlier_version_becomes_private(site: Site):
     assert links(site) == attached
 
 
-def test_a_pinned_map_of_another_shape_is_an_error(site: Site):
+def test_pinned_map_of_another_layout_is_an_error(site: Site):
     site.open().apply(OLD, None)
     site.close_planes()
     attached = links(site)
@@ -564,7 +564,7 @@ def test_a_pinned_map_of_another_shape_is_an_error(site: Site):
             site.open()
         assert str(pin) in str(error.value)
         assert "kbpf cleanup" in str(error.value)
-        assert links(site) == attached, "the old programs go on"
+        assert links(site) == attached, "the old programs stay attached"
         site.close_planes()
         pin.unlink()
         aside.rename(pin)
@@ -572,7 +572,7 @@ def test_a_pinned_map_of_another_shape_is_an_error(site: Site):
 
 
 def another_build(monkeypatch: pytest.MonkeyPatch, **changed: bytes) -> None:
-    """From now on the sources are others; `changed`: the bytecode of some programs."""
+    """From now on the sources differ; `changed`: the bytecode of some programs."""
     real = compile.find_or_compile
 
     def obtain(unit: str, cache: Path) -> tuple[artifact.Artifact, bool]:
@@ -586,7 +586,7 @@ def another_build(monkeypatch: pytest.MonkeyPatch, **changed: bytes) -> None:
     monkeypatch.setattr(compile, "find_or_compile", obtain)
 
 
-def test_programs_of_another_build_are_replaced_in_their_place(
+def test_programs_of_another_build_replace_the_old_ones(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ):
     site.open().apply(OLD, None)
@@ -607,9 +607,7 @@ def test_programs_of_another_build_are_replaced_in_their_place(
 INVALID = b"\xff" + bytes(7)  # no such instruction
 
 
-def test_a_required_program_that_is_refused_changes_nothing(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-):
+def test_refused_required_program_changes_nothing(site: Site, monkeypatch: pytest.MonkeyPatch):
     site.open().apply(OLD, None)
     before, attached, pins = site.dump(), links(site), sorted(site.pins.rglob("*"))
     another_build(monkeypatch, connect6=INVALID)
@@ -622,23 +620,23 @@ def test_a_required_program_that_is_refused_changes_nothing(
     assert (site.dump(), links(site), sorted(site.pins.rglob("*"))) == (before, attached, pins)
 
 
-def test_a_program_that_is_not_required_is_left_out(site: Site, monkeypatch: pytest.MonkeyPatch):
+def test_refused_optional_program_is_left_out(site: Site, monkeypatch: pytest.MonkeyPatch):
     another_build(monkeypatch, getpeername4=INVALID, getpeername6=INVALID)
     site.open().apply(OLD, None)
     attached = links(site)
     assert attached.keys() == HOOKS - {"getpeername4", "getpeername6"}
     assert dict(site.open().apply(OLD, None).writes) == {}
-    assert links(site) == attached, "and stays out, with no new attempt to attach"
+    assert links(site) == attached, "it stays out, without another attempt to attach"
 
 
-# ---- killed in the middle ----------------------------------------------------------------------
+# ---- killed at any step ------------------------------------------------------------------------
 
 
 class Killer:
-    """Ends this process at its n-th step: before a map entry is written or deleted, before
-    something is pinned, attached, made, renamed or removed. Batches are written entry by entry. Of
-    a row of the same kind only the first two count, because then it is half done; but each entry
-    of `services` does.
+    """Ends this process at its n-th step: before a map entry is written or deleted, or before
+    something is pinned, attached, created, renamed or removed. Batches are written entry by entry.
+    In a series of steps of the same kind only the first two count, because then the work is half
+    done; entries of `services` all count.
     """
 
     ENTRIES = ((Map, "update"), (Map, "delete"), (Map, "replace"))
@@ -685,7 +683,7 @@ class Killer:
 
 
 def killed_at(number: int, work: Callable[[], None]) -> bool:
-    """Whether `work`, in a child, was killed at that step; else it was done before."""
+    """Whether `work`, run in a child, was killed at that step; False: it finished before."""
     child = os.fork()
     if child == 0:
         code = 1
@@ -701,10 +699,10 @@ def killed_at(number: int, work: Callable[[], None]) -> bool:
 
 
 def live(site: Site) -> dict[str, dict[str, Any]]:
-    """Hook → the frontends that its attached program serves: out of the maps that it reads."""
+    """Hook → the frontends that its attached program serves, from the maps that it uses."""
     links = site.pins / "links"
     seen: dict[int, tuple[str, dict[bytes, bytes]]] = {}  # maps, by id
-    programs: dict[tuple[int, ...], dict[str, Any]] = {}  # what is served, by the maps read
+    programs: dict[tuple[int, ...], dict[str, Any]] = {}  # frontends, by the maps used
     found = {}
     for pin in links.iterdir() if links.exists() else ():
         with (
@@ -723,7 +721,7 @@ def live(site: Site) -> dict[str, dict[str, Any]]:
 
 
 def read_map(number: int) -> tuple[str, dict[bytes, bytes]]:
-    """Name and entries of the map with this id; entries of those only that the agent grows."""
+    """Name of the map with this id, and its entries if it is a map that grows."""
     fd = syscalls.check(syscalls.lib().bpf_map_get_fd_by_id(number), "no such map")
     with Map(fd, str(number)) as opened:
         info = syscalls.RawMapInfo()
@@ -733,24 +731,24 @@ def read_map(number: int) -> tuple[str, dict[bytes, bytes]]:
 
 
 def served(entries: dict[str, dict[bytes, bytes]]) -> dict[str, Any]:
-    """Frontends of these maps; none if services is not among them."""
+    """The frontends in these maps; none if `services` is not among them."""
     frontends = dump(lambda name: entries.get(name, {}))["frontends"]
     return {at: nameless(behind) for at, behind in frontends.items()}
 
 
 def nameless(behind: dict[str, Any]) -> dict[str, Any]:
-    """What socket hooks read: neither names nor ranges."""
+    """What socket hooks use: neither names nor ranges."""
     return {key: value for key, value in behind.items() if key not in ("service", "ranges")}
 
 
 def check_point(site: Site, old: dict[str, Any] | None, new: dict[str, Any]) -> None:
-    """Every hook serves every frontend with what stood behind it before or after, whole.
+    """Every hook serves every frontend with the complete old or the complete new backends.
 
-    `old` None: nothing was attached before, and nothing is before all is there.
+    `old` None: nothing was attached before, and nothing is until everything is in place.
     """
     served_by = live(site)
     if old is not None:
-        assert served_by.keys() == HOOKS, "no hook is free"
+        assert served_by.keys() == HOOKS, "every hook has its program"
     for hook, frontends in served_by.items():
         if hook.startswith(("connect", "sendmsg")):
             before = new if old is None else old
@@ -769,10 +767,10 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_killed_anywhere_the_next_one_ends_the_same(
+def test_kill_at_any_step_is_repaired_by_the_next_agent(
     artifact_cache: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ):
-    """And at no such point does a frontend have half a set, or a hook no program."""
+    """At no step does a frontend have half a set, or a hook no program."""
     what = CASES[case] or {}
     if "grow" in what:
         for name, entries in (("services", 6), ("backend_slots", 8), ("backends", 4)):
@@ -785,7 +783,7 @@ def test_killed_anywhere_the_next_one_ends_the_same(
         return plane
 
     with sites(artifact_cache) as make:
-        old, new = (told(make(), state) for state in (OLD, NEW))
+        old, new = (dump_of(make(), state) for state in (OLD, NEW))
         for number in itertools.count():
             site = make()
             if CASES[case] is not None:
@@ -811,11 +809,11 @@ def test_killed_anywhere_the_next_one_ends_the_same(
             if not killed:
                 break
     print(f"{number} points")
-    assert number > 25, "there were that many"
+    assert number > 25, "there were many steps"
 
 
-def told(site: Site, state: DesiredState) -> dict[str, Any]:
-    """The dump of a state that was told first."""
+def dump_of(site: Site, state: DesiredState) -> dict[str, Any]:
+    """The dump of a state that was applied first."""
     plane = site.open()
     plane.apply(state, None)
     plane.flush()
@@ -827,14 +825,16 @@ def frontends_of(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def folders(site: Site) -> list[str]:
-    """What is in the pin folder, by kind."""
+    """Kinds of entries in the pin folder."""
     return sorted(path.name.split("-")[0] for path in site.pins.iterdir())
 
 
-def test_after_a_write_that_failed_the_same_agent_ends_the_same(
+def test_failed_write_is_repaired_by_the_same_agent(
     artifact_cache: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Whichever write it was. The agent is not sure what the maps hold, and reads them again."""
+    """Whichever write fails, the agent reads the maps again, because it does not know
+    their state.
+    """
     real = {name: getattr(Map, name) for name in ("update_batch", "delete_batch", "update")}
 
     def fails(name: str, calls: Iterator[int], at: int) -> Callable[..., Any]:
@@ -846,7 +846,7 @@ def test_after_a_write_that_failed_the_same_agent_ends_the_same(
         return call
 
     with sites(artifact_cache) as make:
-        old, new = (told(make(), state) for state in (OLD, NEW))
+        old, new = (dump_of(make(), state) for state in (OLD, NEW))
         for number in itertools.count():
             site, calls = make(), itertools.count()
             plane = site.open()
@@ -868,14 +868,16 @@ def test_after_a_write_that_failed_the_same_agent_ends_the_same(
             if not text:
                 break
             assert text == "cannot write (map): ENOMEM"
-    assert number > 5, "there were that many calls"
+    assert number > 5, "there were many writes"
 
 
 ONE_BACKEND = "127.0.1.1:8080"
 
 
-def test_what_could_not_be_read_is_kept_until_it_can_be(site: Site):
-    """A restart with a broken file: its Service is not in the desired state, and goes on."""
+def test_unknown_services_stay_until_the_state_is_authoritative(site: Site):
+    """After a restart with a broken file its Service is not in the desired state, and
+    still served.
+    """
     both = desired(
         service("web", "10.96.0.1:80", ONE_BACKEND), service("db", "10.96.0.2:80", ONE_BACKEND)
     )

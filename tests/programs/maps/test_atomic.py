@@ -1,12 +1,11 @@
-"""An update is atomic: whoever connects meanwhile gets a backend of the set before or after.
+"""An update is atomic: a connect() during it gets a backend of the set before or of the set after.
 
-Processes connect as fast as they can while the endpoints change as fast as they can be written.
-Each connect is recorded with its start and end and the address that it was led to, each change
-with its own start and end; all by one clock. A connect is right when its backend belongs to a set
-that held at some moment between its start and its end. The sets that follow one another have no
-backend in common.
+Processes connect as fast as they can while endpoints are changed as fast as they can be written.
+Each connect is recorded with its start, its end and the backend's address, each change with its
+start and end, all by one clock. A connect is right if its backend belongs to a set that was in
+force at some moment between its start and its end. Consecutive sets have no backend in common.
 
-The second half lets a careless writer loose on the same maps, and expects the test to notice.
+The second half writes the same maps carelessly and expects the check to notice.
 """
 
 import bisect
@@ -46,10 +45,12 @@ from tests.support.plane import (
 HOST, PORT = "10.96.0.1", 53
 READERS = 2
 DIALS, TCP_DIALS, CHANGES, SECONDS = 12_000, 1_000, 400, 0.8
-"""At least so many connects by each reader, and changes meanwhile, in so long a time."""
+"""Minimum of connects by each reader, of changes meanwhile, and of seconds."""
 DEADLINE = 240.0
-KNOCKS = 1_000_000
-"""A race of a few nanoseconds needs many tries; five seconds of a busy machine must do."""
+MAX_DIALS = 1_000_000
+"""A race of a few nanoseconds needs many tries; on a busy machine five seconds have to be
+enough.
+"""
 START = {
     "services": 16,
     "service_names": 16,
@@ -60,7 +61,7 @@ START = {
 
 
 class Dialled(NamedTuple):
-    """One connect: when, in ns, and where to (an address, or an errno)."""
+    """One connect: start and end in ns, and the backend's address or an errno."""
 
     start: int
     end: int
@@ -83,19 +84,21 @@ class History:
         self.ends.append(time.monotonic_ns())
 
     def allowed(self, one: Dialled) -> frozenset[str]:
-        """Backends of all sets that held at some moment of this connect."""
-        last = bisect.bisect_right(self.starts, one.end)  # written before the connect ended
-        first = max(0, bisect.bisect_left(self.ends, one.start) - 1)  # not yet replaced for sure
+        """The backends of all sets that were in force at some moment of this connect."""
+        last = bisect.bisect_right(self.starts, one.end)  # begun before the connect ended
+        first = max(
+            0, bisect.bisect_left(self.ends, one.start) - 1
+        )  # not surely replaced before it
         return frozenset().union(*self.sets[first:last])
 
     def wrong(self, dials: list[Dialled]) -> list[Dialled]:
-        """Connects that failed, or that were led to a backend of no such set."""
+        """Connects that failed, or that reached a backend of no such set."""
         return [one for one in dials if one.got not in self.allowed(one)]
 
 
 @dataclass
 class Ground:
-    """A node whose backends are its own addresses."""
+    """A node whose own addresses are the backends."""
 
     node: Node
     site: Site
@@ -113,7 +116,7 @@ def host(node: Node) -> Place:
 def ground(
     node: Node, host: Place, artifact_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Ground]:
-    """Maps start small, so that they grow in the middle of all this."""
+    """Maps start small, so that they grow during the test."""
     for name, entries in START.items():
         monkeypatch.setitem(MAPS, name, dataclasses.replace(MAPS[name], entries=entries))
     with sites(artifact_cache) as make:
@@ -125,7 +128,7 @@ def ground(
 
 
 class Counters:
-    """Numbers that the readers and the writer share."""
+    """Counters in memory that readers and the writer share."""
 
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, 4096)
@@ -138,7 +141,7 @@ class Counters:
 
 
 def read(protocol: Protocol, counters: Counters, number: int) -> list[Dialled]:
-    """Connects until counter 0 is set; tells in counter `number` how often it did."""
+    """Connects until counter 0 is set; keeps its number of connects in counter `number`."""
     dials = []
     while not counters[0]:
         start = time.monotonic_ns()
@@ -149,8 +152,9 @@ def read(protocol: Protocol, counters: Counters, number: int) -> list[Dialled]:
 
 
 def pick_tcp() -> str:
-    """As pick(), over a connection that a server answers: one that it is still to take would be in
-    its backlog, and who overruns that waits for a second. It ends with a reset, not in TIME_WAIT.
+    """pick() over a TCP connection that a server answers: connections that are not accepted would
+    fill the backlog, and then a connect waits for a second. It ends with a reset, so without
+    TIME_WAIT.
     """
     with socket.socket() as s:
         s.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("=ii", 1, 0))
@@ -167,7 +171,7 @@ def pick_tcp() -> str:
 def play(
     ground: Ground, history: History, protocol: Protocol, step: Callable[[], None]
 ) -> list[Dialled]:
-    """Steps without a pause while readers connect; what those saw."""
+    """Repeats the step without a pause while readers connect; returns their connects."""
     counters, numbers = Counters(), range(1, READERS + 1)
     waiting = [
         start_within(ground.node.host, lambda n=n: read(protocol, counters, n)) for n in numbers
@@ -192,7 +196,7 @@ def play(
 
 @dataclass
 class Story:
-    """What changes. `sizes`: of the sets, in turn. `others`: Services that come and go."""
+    """What changes. `sizes` of the sets, in turn; `others`: Services that are added and deleted."""
 
     name: str
     sizes: tuple[int, ...] = (5,)
@@ -201,7 +205,7 @@ class Story:
     protocol: Protocol = Protocol.UDP
 
     def sets(self) -> Iterator[list[str]]:
-        """For ever; neighbours have nothing in common."""
+        """Endless; consecutive sets have no backend in common."""
         at = 0
         for size in itertools.cycle(self.sizes):
             yield [LOCAL[(at + i) % len(LOCAL)] for i in range(size)]
@@ -212,15 +216,15 @@ STORIES = [
     Story("endpoints change"),
     Story("between 1 and 50 endpoints", sizes=(1, 50)),
     Story("one endpoint", sizes=(1,)),
-    Story("other Services come and go", sizes=(1, 9), others=30),
+    Story("other Services are added and deleted", sizes=(1, 9), others=30),
     Story("with affinity", sizes=(2, 20), affinity=60),
     Story("TCP, with servers that answer", sizes=(1, 50), others=5, protocol=Protocol.TCP),
 ]
 
 
 def web(backends: list[str], story: Story) -> ServiceState:
-    """Nobody is said to serve: else the plane would end the readers' sockets, as it should, before
-    they have told where they were led to.
+    """No backend counts as serving. Otherwise the plane would, rightly, destroy the readers'
+    sockets before they read the backend's address.
     """
     to = " ".join(f"{one}:1" for one in backends)
     return service(
@@ -229,7 +233,7 @@ def web(backends: list[str], story: Story) -> ServiceState:
 
 
 def crowd(number: int, turn: int) -> dict[ServicePortKey, ServiceState]:
-    """Other Services; half of them are new each turn, on keys that were free before."""
+    """Other Services; each turn half of them are new, with keys that were free before."""
     found = (
         service(f"o{i}", f"10.97.{turn % 7}.{i}:53", "192.0.2.1:1", Protocol.UDP)
         for i in range(1, number + 1)
@@ -239,7 +243,7 @@ def crowd(number: int, turn: int) -> dict[ServicePortKey, ServiceState]:
 
 
 @pytest.mark.parametrize("story", STORIES, ids=lambda story: story.name)
-def test_no_connect_fails_or_strays(ground: Ground, story: Story):
+def test_connects_during_changes_get_a_current_backend(ground: Ground, story: Story):
     history, turns, sets = History(), itertools.count(), story.sets()
     known: dict[ServicePortKey, ServiceState] = {}
 
@@ -265,13 +269,13 @@ def test_no_connect_fails_or_strays(ground: Ground, story: Story):
     grown = {name for name in START if ground.site.pinned(name).max_entries > sizes[name]}
     print(f"{len(dials)} connects, {len(history.sets)} changes, grown: {sorted(grown)}")
     assert history.wrong(dials) == []
-    assert "backend_slots" in grown, "and the maps grew"
-    assert len({one.got for one in dials}) > 5, "many sets were met"
-    assert (ground.site.reasons() - before).total() >= len(dials), "by these programs"
+    assert "backend_slots" in grown, "the maps grew"
+    assert len({one.got for one in dials}) > 5, "many sets were used"
+    assert (ground.site.reasons() - before).total() >= len(dials), "these programs translated"
 
 
-def test_connects_between_two_changes_see_only_the_new_set(ground: Ground):
-    """No late reader of the old one: the flip is where the change is."""
+def test_connects_after_a_change_get_only_the_new_set(ground: Ground):
+    """No connect after the change sees the old set."""
     story = STORIES[0]
     for backends in itertools.islice(story.sets(), 20):
         state = web(backends, story)
@@ -279,11 +283,11 @@ def test_connects_between_two_changes_see_only_the_new_set(ground: Ground):
         assert set(picks(ground.node.host, f"{HOST}:{PORT}", 50)) <= set(backends)
 
 
-def test_a_frontend_is_not_taken_for_another_while_all_are_overwritten(ground: Ground):
-    """The kernel overwrites in two steps, and a look-up beside them may see neither the old nor
-    the new element, if others of the same bucket were written since (lookup.h, service_at()). And
-    the old element is used for the next key at once (read_service()): every second frontend has
-    no endpoints, so what was read of a neighbour shows.
+def test_frontends_are_not_confused_while_all_are_overwritten(ground: Ground):
+    """The kernel overwrites an element in two steps. A concurrent look-up may find neither the old
+    nor the new element if others of the same bucket were written (lookup.h, service_at()), and the
+    old element's memory is reused for the next key at once (read_service()). Every second frontend
+    has no endpoints, so a value read from a neighbour shows.
     """
     hosts = [f"10.97.0.{i}" for i in range(1, 65)]
     several = [
@@ -293,8 +297,8 @@ def test_a_frontend_is_not_taken_for_another_while_all_are_overwritten(ground: G
     ground.plane.apply(desired(*several), None)
     counters = Counters()
 
-    def knock() -> tuple[int, Counter[tuple[bool, str]]]:
-        """Connects one socket again and again: nothing is faster."""
+    def connect_repeatedly() -> tuple[int, Counter[tuple[bool, str]]]:
+        """Connects one socket repeatedly, which is the fastest way."""
         wrong: Counter[tuple[bool, str]] = Counter()
         right = (errno.ECONNREFUSED, 0)
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
@@ -307,14 +311,16 @@ def test_a_frontend_is_not_taken_for_another_while_all_are_overwritten(ground: G
         return counters[1], wrong
 
     before = ground.site.reasons()
-    result = start_within(ground.node.host, knock)
+    result = start_within(ground.node.host, connect_repeatedly)
     try:
         with ground.site.pinned("services") as services:
             pairs = dict(services.items())
             order = [pack_target(*at(f"{host}:{PORT}", Protocol.UDP)) for host in hosts]
             keys, values = b"".join(order), b"".join(pairs[key] for key in order)
             started = time.monotonic()
-            while counters[1] <= DIALS or (counters[1] < KNOCKS and time.monotonic() < started + 5):
+            while counters[1] <= DIALS or (
+                counters[1] < MAX_DIALS and time.monotonic() < started + 5
+            ):
                 assert time.monotonic() < started + DEADLINE, "too slow"
                 services.update_batch(keys, values)
     finally:
@@ -326,11 +332,11 @@ def test_a_frontend_is_not_taken_for_another_while_all_are_overwritten(ground: G
     assert seen == {Reason.TRANSLATED: dials // 2, Reason.NO_ENDPOINTS: dials // 2}
 
 
-# ---- writers that this must notice -------------------------------------------------------------
+# ---- careless writers that the check must notice -----------------------------------------------
 
 
 class Careless:
-    """Writes the maps with no order, through handles of its own."""
+    """Writes the maps in no particular order, through its own descriptors."""
 
     def __init__(self, ground: Ground) -> None:
         self.services = ground.site.pinned("services")
@@ -346,7 +352,7 @@ class Careless:
         self.services.update(self.key, ServiceValue(*self.value).pack(self.key))
 
     def in_place(self, backends: list[str]) -> None:
-        """One set for ever: the size first, then slot by slot."""
+        """Always the same set: first the size, then slot by slot."""
         old = self.value[4]
         for index in range(len(backends), old):
             self.slots.delete(struct.pack("=II", self.set, index))
@@ -355,7 +361,7 @@ class Careless:
             self.slots.update(struct.pack("=II", self.set, index), self.ids[one])
 
     def delete_and_write(self, backends: list[str]) -> None:
-        """The frontend is gone for a moment."""
+        """The frontend is missing for a moment."""
         self.services.delete(self.key)
         for index, one in enumerate(backends):
             self.slots.update(struct.pack("=II", self.set, index), self.ids[one])
@@ -363,7 +369,7 @@ class Careless:
 
 
 @pytest.mark.parametrize("way", ["in_place", "delete_and_write"])
-def test_a_careless_writer_is_noticed(ground: Ground, way: str):
+def test_careless_writer_is_noticed(ground: Ground, way: str):
     story = Story("careless", sizes=(1, 50))
     ground.plane.apply(desired(web(list(LOCAL), story)), None)
     writer, history, sets = Careless(ground), History(), story.sets()
@@ -379,8 +385,8 @@ def test_a_careless_writer_is_noticed(ground: Ground, way: str):
     assert len(wrong) > 10
 
 
-def test_a_stale_backend_is_noticed():
-    """The judge itself, on a history of its own: what is allowed when."""
+def test_check_allows_only_backends_in_force():
+    """The check itself, on a made-up history."""
     a, b, c = (frozenset((name,)) for name in "abc")
     history = History([a, b, c], [0, 100, 200], [10, 110, 210])
     for dialled, good in (

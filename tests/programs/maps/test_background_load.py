@@ -1,4 +1,6 @@
-"""A first start: sockets are served before the packet programs are loaded, and these come soon."""
+"""A first start serves sockets before the packet programs are loaded, and loads these
+soon after.
+"""
 
 import os
 import socket
@@ -36,12 +38,12 @@ def many(count: int) -> list[ServiceState]:
 
 class Start:
     """A node with a device, and agents that start on it. Loading the packet programs waits for
-    `go_on`, and fails by `error` if there is one.
+    `resume`, and fails with `error` if it is set.
     """
 
     def __init__(self, name: str, site: Site) -> None:
         self.name, self.site = name, site
-        self.begun, self.go_on = threading.Event(), threading.Event()
+        self.begun, self.resume = threading.Event(), threading.Event()
         self.error: KernelError | None = None
         self.loads = 0
         self.plane = self.open()
@@ -68,7 +70,7 @@ class Start:
         return {path.name for path in links.iterdir()} if links.is_dir() else set()
 
     def attached(self) -> dict[str, set[int]]:
-        """The packet programs by device."""
+        """Ids of the packet programs, by device."""
 
         def read() -> dict[str, set[int]]:
             found: dict[str, set[int]] = {}
@@ -79,8 +81,8 @@ class Start:
 
         return self.do(read)
 
-    def in_step(self) -> bool:
-        """Whether all that devices run reads the maps that are pinned now."""
+    def uses_pinned_maps(self) -> bool:
+        """Whether all attached programs read the maps that are pinned now."""
         (folder,) = self.site.pins.glob("programs-tc-*")
         now = set()
         for path in (*self.site.maps.iterdir(), folder / "tails"):
@@ -104,22 +106,22 @@ def start(artifact_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sta
         ip("link add here type veth peer name far", netns=where)
         make = stack.enter_context(sites(artifact_cache))
         made = Start(where, make(node=where))
-        stack.callback(made.go_on.set)
+        stack.callback(made.resume.set)
         prepare = PacketPath.prepare
 
-        def held_up(packets: PacketPath, maps: Mapping[str, Map]) -> LoadedPrograms:
+        def waiting_prepare(packets: PacketPath, maps: Mapping[str, Map]) -> LoadedPrograms:
             made.loads += 1
             made.begun.set()
-            assert made.go_on.wait(PATIENCE)
+            assert made.resume.wait(PATIENCE)
             if made.error is not None:
                 raise made.error
             return prepare(packets, maps)
 
-        monkeypatch.setattr(PacketPath, "prepare", held_up)
+        monkeypatch.setattr(PacketPath, "prepare", waiting_prepare)
         yield made
 
 
-def test_sockets_are_served_before_the_packet_programs_are_loaded(start: Start):
+def test_sockets_are_served_before_packet_programs_are_loaded(start: Start):
     start.apply(*many(3))
     assert start.begun.wait(PATIENCE)
     assert start.hooks() == HOOKS
@@ -127,40 +129,42 @@ def test_sockets_are_served_before_the_packet_programs_are_loaded(start: Start):
     assert start.attached() == {}
     assert not start.ready()
     start.apply(*many(5))
-    assert len(start.site.dump()["frontends"]) == 5, "changes do not wait either"
-    start.go_on.set()
-    until("the packet path is there", start.ready)
+    assert len(start.site.dump()["frontends"]) == 5, "changes do not wait, either"
+    start.resume.set()
+    until("the packet path is ready", start.ready)
     assert start.attached().keys() == {"here", "far"}
-    assert start.in_step()
+    assert start.uses_pinned_maps()
     assert start.plane.packet_status().problem == ""
 
 
-def test_maps_that_grow_meanwhile_are_those_that_the_packet_programs_read(start: Start):
-    start.go_on.set()
+def test_packet_programs_read_maps_that_grew_meanwhile(start: Start):
+    start.resume.set()
     start.apply(*many(3))
     start.apply(*many(100))
-    until("the packet path is there", start.ready)
-    assert start.loads == 2, "again, over the larger ones"
-    assert start.in_step()
+    until("the packet path is ready", start.ready)
+    assert start.loads == 2, "loaded again with the larger maps"
+    assert start.uses_pinned_maps()
     assert len(start.site.dump()["frontends"]) == 100
 
 
-def test_a_packet_path_that_cannot_be_loaded_is_told_and_tried_again(start: Start):
+def test_failed_load_of_the_packet_path_is_reported_and_retried(start: Start):
     start.error = KernelError("refused by hand")
-    start.go_on.set()
+    start.resume.set()
     start.apply(*many(3))
-    until("it is told", start.ready)
+    until("the error is reported", start.ready)
     assert "refused by hand" in start.plane.packet_status().problem
     assert start.hooks() == HOOKS
     start.error = None
     start.do(start.plane.invalidate)
     start.apply(*many(3))
-    until("the packet path is there", start.ready)
+    until("the packet path is ready", start.ready)
     assert start.plane.packet_status().problem == ""
     assert start.attached().keys() == {"here", "far"}
 
 
-def test_programs_that_do_not_compile_are_told(start: Start, monkeypatch: pytest.MonkeyPatch):
+def test_compile_error_of_the_packet_path_is_reported(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+):
     obtain = compile.find_or_compile
 
     def refuse(unit: str, cache: Path) -> Any:
@@ -170,35 +174,35 @@ def test_programs_that_do_not_compile_are_told(start: Start, monkeypatch: pytest
 
     monkeypatch.setattr(compile, "find_or_compile", refuse)
     start.apply(*many(3))
-    until("it is told", start.ready)
+    until("the error is reported", start.ready)
     assert "no such header" in start.plane.packet_status().problem
 
 
-def test_an_agent_that_ends_while_they_are_loaded_leaves_what_serves(start: Start):
-    """And the next one, which finds hooks, has all programs before it changes anything."""
+def test_agent_closed_during_the_load_leaves_the_hooks(start: Start):
+    """The next agent finds hooks, so it loads all programs before it changes anything."""
     start.apply(*many(3))
     assert start.begun.wait(PATIENCE)
-    start.go_on.set()
+    start.resume.set()
     start.site.close_planes()
     assert (start.hooks(), start.attached()) == (HOOKS, {})
     start.open()
     assert start.loads == 2
     start.apply(*many(3))
-    until("the packet path is there", start.ready)
+    until("the packet path is ready", start.ready)
     assert start.attached().keys() == {"here", "far"}
-    assert start.in_step()
+    assert start.uses_pinned_maps()
 
 
 ALONE = [
-    pytest.param({"socket_lb": SocketLb.OFF}, id="no hooks that could serve"),
-    pytest.param({"socket_lb": SocketLb.HOST_NAMESPACE_ONLY}, id="hooks that do not serve pods"),
+    pytest.param({"socket_lb": SocketLb.OFF}, id="no hooks"),
+    pytest.param({"socket_lb": SocketLb.HOST_NAMESPACE_ONLY}, id="no hooks for pods"),
 ]
 
 
 @pytest.mark.parametrize("settings", ALONE)
-def test_a_packet_path_that_others_need_is_loaded_first(start: Start, settings: dict[str, Any]):
-    """As the decision for mode bpf depends on it."""
-    start.go_on.set()
+def test_packet_path_is_loaded_first_if_hooks_cannot_serve(start: Start, settings: dict[str, Any]):
+    """Whether mode bpf can be used depends on it."""
+    start.resume.set()
     start.open(**settings)
     assert start.loads == 1
     start.error = KernelError("refused by hand")

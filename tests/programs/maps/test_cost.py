@@ -1,4 +1,4 @@
-"""A change costs the change: the same writes and system calls with ten Services and with 2,000."""
+"""A change takes the same writes and system calls with ten Services as with 2,000."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ A, B, C = (f"10.244.0.{i}:80" for i in (1, 2, 3))
 
 
 class CountingLib:
-    """libbpf, and how often each of its functions was called."""
+    """libbpf that counts the calls of each of its functions."""
 
     def __init__(self, real: Any, calls: Counter[str]) -> None:
         self._real = real
@@ -41,7 +41,7 @@ class CountingLib:
 
 @contextmanager
 def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
-    """Calls of libbpf inside the block: each of them is one bpf(2)."""
+    """Counts the calls of libbpf in the block; each is one bpf(2)."""
     calls: Counter[str] = Counter()
     lib = CountingLib(syscalls.lib(), calls)
     with monkeypatch.context() as patch:
@@ -51,7 +51,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
 
 @dataclass
 class Cluster:
-    """A plane with so many Services, TCP and UDP, and its desired state."""
+    """A plane with a number of Services, TCP and UDP, and its desired state."""
 
     plane: BpfPlane
     services: dict[ServicePortKey, ServiceState]
@@ -64,12 +64,12 @@ class Cluster:
         return self.plane.apply(DesiredState(self.services), [*(s.key for s in states), *gone])
 
     def settle(self) -> Report:
-        """Retires what is old. Its cost is told with the next apply, which is this empty one."""
+        """Retires old sets; their cost is in the report of the next apply, an empty one."""
         self.plane.flush()
         return self.plane.apply(DesiredState(self.services), ())
 
 
-def one(number: int, to: str = f"{A} {B}", **more: Any) -> ServiceState:
+def numbered_service(number: int, to: str = f"{A} {B}", **more: Any) -> ServiceState:
     protocol = Protocol.UDP if number % 2 else Protocol.TCP
     at = f"10.{100 + number // 60_000}.{number // 250 % 240}.{number % 250 + 1}:80"
     return service(f"s{number:05}", at, to, protocol, **more)
@@ -81,7 +81,7 @@ def clusters(artifact_cache: Path) -> Iterator[dict[int, Cluster]]:
         found = {}
         for count in (FEW, MANY):
             plane = make().open()
-            services = {(state := one(i)).key: state for i in range(count)}
+            services = {(state := numbered_service(i)).key: state for i in range(count)}
             plane.apply(DesiredState(services), None)
             plane.flush()
             found[count] = Cluster(plane, services)
@@ -91,23 +91,25 @@ def clusters(artifact_cache: Path) -> Iterator[dict[int, Cluster]]:
 Change = Callable[[Cluster], Report]
 
 CHANGES: dict[str, Change] = {
-    "one more endpoint, TCP": lambda c: c.change(one(2, f"{A} {B} {C}")),
-    "one more endpoint, UDP": lambda c: c.change(one(3, f"{A} {B} {C}")),
-    "one endpoint less, TCP": lambda c: c.change(one(2, A)),
-    "one endpoint less, UDP": lambda c: c.change(one(3, A)),
-    "no endpoints": lambda c: c.change(one(4, "")),
-    "affinity": lambda c: c.change(one(4, A, affinity_timeout=9)),
-    "no affinity": lambda c: c.change(one(4, A)),
-    "a new Service": lambda c: c.change(one(50_000)),
-    "a Service is deleted": lambda c: c.change(gone=(one(50_000).key,)),
-    "nothing": lambda c: c.change(one(5)),
+    "one more endpoint, TCP": lambda c: c.change(numbered_service(2, f"{A} {B} {C}")),
+    "one more endpoint, UDP": lambda c: c.change(numbered_service(3, f"{A} {B} {C}")),
+    "one endpoint less, TCP": lambda c: c.change(numbered_service(2, A)),
+    "one endpoint less, UDP": lambda c: c.change(numbered_service(3, A)),
+    "no endpoints": lambda c: c.change(numbered_service(4, "")),
+    "affinity": lambda c: c.change(numbered_service(4, A, affinity_timeout=9)),
+    "no affinity": lambda c: c.change(numbered_service(4, A)),
+    "a new Service": lambda c: c.change(numbered_service(50_000)),
+    "a Service is deleted": lambda c: c.change(gone=(numbered_service(50_000).key,)),
+    "nothing": lambda c: c.change(numbered_service(5)),
 }
 
 
-def test_a_change_costs_the_same_in_a_large_cluster(
+def test_change_costs_the_same_writes_in_a_large_cluster(
     clusters: dict[int, Cluster], monkeypatch: pytest.MonkeyPatch
 ):
-    """Every kind of change, its retiring included; and what the report tells is what was called."""
+    """Every kind of change, including its retiring. The report must agree with the calls
+    counted.
+    """
     for name, change in CHANGES.items():
         costs = []
         for count in (FEW, MANY):
@@ -122,11 +124,11 @@ def test_a_change_costs_the_same_in_a_large_cluster(
         assert costs[0] == costs[1], name
 
 
-def test_nor_does_the_agent_look_at_other_services(
+def test_change_runs_the_same_lines_in_a_large_cluster(
     clusters: dict[int, Cluster], monkeypatch: pytest.MonkeyPatch
 ):
-    """All that a change takes, at once: in slices, the machine's load would decide how many lines
-    are run before one ends.
+    """The whole change in one slice. With several, the machine's load would decide how many lines
+    run before a slice ends.
     """
     monkeypatch.setattr("kbpf.dataplane.bpf.plane.SLICE_BUDGET_S", float("inf"))
     for name, change in CHANGES.items():
@@ -153,11 +155,13 @@ LIMITS = {
 
 
 @pytest.mark.parametrize("name", LIMITS)
-def test_what_a_change_writes(clusters: dict[int, Cluster], name: str):
-    """No more than what changed: an endpoint costs its set, never another Service's."""
+def test_change_writes_only_what_changed(clusters: dict[int, Cluster], name: str):
+    """Only what changed: an endpoint costs its own set, never another Service's."""
     cluster = clusters[FEW]
-    extra = (one(50_000).key,) if one(50_000).key in cluster.services else ()
-    cluster.change(*(one(i) for i in range(6)), gone=extra)
+    extra = (
+        (numbered_service(50_000).key,) if numbered_service(50_000).key in cluster.services else ()
+    )
+    cluster.change(*(numbered_service(i) for i in range(6)), gone=extra)
     if "deleted" in name:
         CHANGES["a new Service"](cluster)
     cluster.settle()
@@ -168,36 +172,36 @@ def test_many_endpoints_are_written_in_few_calls(clusters: dict[int, Cluster]):
     cluster = clusters[FEW]
     cluster.settle()
     crowd = " ".join(f"10.245.{i // 250}.{i % 250 + 1}:80" for i in range(1000))
-    report = cluster.change(one(6, crowd))
+    report = cluster.change(numbered_service(6, crowd))
     assert dict(report.writes) == {
         "meta": 1, "backends": 1000, "backend_slots": 1000, "services": 1,
     }  # fmt: skip
     assert report.syscalls == 4
 
 
-def test_a_thousand_services_at_once_are_written_in_few_calls(clusters: dict[int, Cluster]):
+def test_thousand_services_are_written_in_few_calls(clusters: dict[int, Cluster]):
     cluster = clusters[FEW]
     cluster.settle()
-    report = cluster.change(*(one(i) for i in range(20_000, 21_000)))
+    report = cluster.change(*(numbered_service(i) for i in range(20_000, 21_000)))
     assert report.writes["services"] == 1000
-    assert report.syscalls == 5, "meta, names, slots, frontends, their IPs; the backends were there"
+    assert report.syscalls == 5, "meta, names, slots, frontends, their IPs; the backends exist"
 
 
-def test_large_service_ports_wait_for_the_small_ones_and_go_one_at_a_time(
+def test_large_service_ports_come_after_small_ones_one_at_a_time(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ):
-    """When the time is over at once: an apply() of small ones programs these and nothing else, and
-    one of nothing goes on with a large one.
+    """With time slices that are over at once, an apply() with small Service ports programs only
+    these, and an empty one continues with a large one.
     """
     monkeypatch.setattr("kbpf.dataplane.bpf.plane.SLICE_BUDGET_S", 0.0)
     crowd = " ".join(f"10.245.{i // 250}.{i % 250 + 1}:80" for i in range(LARGE_ENTRIES))
     cluster = Cluster(site.open(), {})
     cluster.plane.apply(DesiredState({}), None)
-    large = [one(2 * i, crowd) for i in range(4)]
+    large = [numbered_service(2 * i, crowd) for i in range(4)]
     cluster.services.update({state.key: state for state in large})
     named = {state.key for state in large}
     for number in range(4):
-        small = one(100 + number)
+        small = numbered_service(100 + number)
         cluster.services[small.key] = small
         report = cluster.plane.apply(DesiredState(cluster.services), {*named, small.key})
         assert (len(report.deferred), report.writes["services"]) == (4 - number, 1), number
@@ -207,10 +211,10 @@ def test_large_service_ports_wait_for_the_small_ones_and_go_one_at_a_time(
     assert cluster.plane.apply(DesiredState(cluster.services), None).writes == {}
 
 
-def test_a_large_service_port_that_loses_an_address_takes_it_from_nobody_later(
+def test_deferred_service_port_does_not_take_back_a_lost_address(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ):
-    """It waits, and another one has the address meanwhile."""
+    """Its turn comes after another Service has got the address."""
     monkeypatch.setattr("kbpf.dataplane.bpf.plane.SLICE_BUDGET_S", 0.0)
     crowd = " ".join(f"10.245.{i // 250}.{i % 250 + 1}:80" for i in range(LARGE_ENTRIES))
     before = service("large", "10.96.0.1:80 ExternalIP=192.0.2.1:80", crowd)
@@ -228,11 +232,11 @@ def test_a_large_service_port_that_loses_an_address_takes_it_from_nobody_later(
     assert len(shown["10.96.0.1:80/TCP"]["cluster"]) == LARGE_ENTRIES + 1
 
 
-def test_a_report_counts_each_apply_alone(site: Site):
+def test_report_counts_each_apply_separately(site: Site):
     plane = site.open()
     cluster = Cluster(plane, {})
     plane.apply(DesiredState({}), None)
-    assert cluster.change(one(1)).writes["services"] == 1
-    assert cluster.change(one(2)).writes["services"] == 1
-    nothing = cluster.change(one(2))
+    assert cluster.change(numbered_service(1)).writes["services"] == 1
+    assert cluster.change(numbered_service(2)).writes["services"] == 1
+    nothing = cluster.change(numbered_service(2))
     assert (nothing.writes, nothing.syscalls, nothing.refused) == ({}, 0, {})

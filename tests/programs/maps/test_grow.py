@@ -1,4 +1,4 @@
-"""Room: maps grow while they are used, and what finds no room is refused, said, and tried again."""
+"""Maps grow while they are used. What finds no room is refused, reported and retried."""
 
 import errno
 import time
@@ -64,7 +64,7 @@ def sizes_of(site: Site) -> dict[str, int]:
 
 
 def read_by_programs(site: Site) -> set[int]:
-    """Ids of the maps that attached programs read."""
+    """Ids of the maps that attached programs use."""
     found: set[int] = set()
     for pin in (site.pins / "links").iterdir():
         with (
@@ -79,7 +79,7 @@ def read_by_programs(site: Site) -> set[int]:
 
 
 @pytest.mark.usefixtures("small")
-def test_maps_grow_and_everything_is_still_there(site: Site):
+def test_grown_maps_keep_all_entries(site: Site):
     plane = site.open()
     plane.apply(desired(*many(3, affinity_timeout=9)), None)
     plane.flush()
@@ -95,16 +95,16 @@ def test_maps_grow_and_everything_is_still_there(site: Site):
     assert sizes_of(site) == {
         "services": 128, "service_names": 128, "backend_slots": 128, "backends": 8,
         "set_members": 128,
-    }, "twice as big as often as it takes, with a fifth to spare"  # fmt: skip
+    }, "doubled as often as needed, with a fifth to spare"  # fmt: skip
     ids = {site.pinned(name).id for name in layout.MAPS if name in START} - {
         site.pinned("service_names").id
     }
-    assert ids <= read_by_programs(site), "the programs read the bigger maps"
+    assert ids <= read_by_programs(site), "the programs read the larger maps"
     assert {p.name: Link.open(p).read_info().id for p in (site.pins / "links").iterdir()} == links
 
 
 @pytest.mark.usefixtures("small")
-def test_a_restart_finds_the_bigger_maps(site: Site):
+def test_restart_adopts_grown_maps(site: Site):
     site.open().apply(desired(*many(100)), None)
     sizes, before = sizes_of(site), site.dump()
     assert dict(site.open().apply(desired(*many(100)), None).writes) == {}
@@ -113,8 +113,10 @@ def test_a_restart_finds_the_bigger_maps(site: Site):
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("restart", [False, True], ids=["while it runs", "at its start"])
-def test_the_new_size_serves(node: Node, host: Place, artifact_cache: Path, restart: bool):
-    """What came with the growth is reached, and what was there before."""
+def test_grown_maps_serve_old_and_new_services(
+    node: Node, host: Place, artifact_cache: Path, restart: bool
+):
+    """Both the Services added with the growth and the earlier ones are reached."""
     with sites(artifact_cache) as make:
         site = make(cgroup=node.cgroup, node=node.netns)
         plane = site.open()
@@ -138,8 +140,8 @@ def test_growing_stops_at_the_limit(site: Site):
 
 
 class Growing:
-    """A data plane whose maps begin to grow for a Service port that does not fit, and what each
-    call writes to a map at most.
+    """A data plane whose maps start to grow for a Service port that does not fit, in slices of a
+    few entries.
     """
 
     def __init__(self, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,12 +156,12 @@ class Growing:
         self.plane.flush()
 
     def begin(self) -> Self:
-        """The large one is wanted."""
+        """Applies the large Service, too."""
         self.change(*self.small, self.big)
         return self
 
     def change(self, *services: ServiceState) -> Report:
-        """These are wanted from now on; those that differ are touched."""
+        """Applies these; those that differ are touched."""
         before = getattr(self, "state", desired(*self.small)).services
         self.state = desired(*services)
         after = self.state.services
@@ -170,13 +172,15 @@ class Growing:
         self.plane.tick(time.monotonic())
 
     def until(self, what: str, done: Callable[[], Any]) -> None:
-        """Ticks until it is so."""
+        """Ticks until `done`."""
         until(what, lambda: done() or self.tick())
 
 
-def test_no_change_waits_while_maps_grow(site: Site, monkeypatch: pytest.MonkeyPatch, small: None):
-    """Each tick copies a few entries; what comes, changes and goes meanwhile is programmed at once,
-    and is right in the maps of both sizes.
+def test_changes_are_programmed_while_maps_grow(
+    site: Site, monkeypatch: pytest.MonkeyPatch, small: None
+):
+    """Each tick copies a few entries. Services added, changed and deleted meanwhile are programmed
+    at once, and are right in the maps of both sizes.
     """
     at = Growing(site, monkeypatch).begin()
     update_batch, sizes = Map.update_batch, []
@@ -212,7 +216,7 @@ def test_no_change_waits_while_maps_grow(site: Site, monkeypatch: pytest.MonkeyP
         return sizes_of(site) != START
 
     until("the maps have grown", grown)
-    assert copying > 4, "in slices"
+    assert copying > 4, "copied in several slices"
     at.until("the large one is served", lambda: not at.change(*at.state.services.values()).deferred)
     at.plane.flush()
     shown = site.dump()
@@ -222,10 +226,10 @@ def test_no_change_waits_while_maps_grow(site: Site, monkeypatch: pytest.MonkeyP
     assert len(shown["frontends"]) == 6
     ids = {site.pinned(name).id for name in START if name != "service_names"}
     assert ids <= read_by_programs(site)
-    assert dict(site.open().apply(at.state, None).writes) == {}, "the next agent finds the same"
+    assert dict(site.open().apply(at.state, None).writes) == {}, "the next agent writes nothing"
 
 
-def test_a_small_service_that_finds_the_maps_full_does_not_wait_for_a_tick(
+def test_small_services_beyond_the_old_size_do_not_wait(
     site: Site, monkeypatch: pytest.MonkeyPatch, small: None
 ):
     at = Growing(site, monkeypatch).begin()
@@ -235,7 +239,7 @@ def test_a_small_service_that_finds_the_maps_full_does_not_wait_for_a_tick(
 
 
 @pytest.mark.parametrize("what", ["make_map", "prepare"])
-def test_what_does_not_fit_into_maps_that_cannot_grow_is_refused_and_the_others_served(
+def test_failed_growth_refuses_only_what_does_not_fit(
     site: Site, monkeypatch: pytest.MonkeyPatch, small: None, what: str
 ):
     def refuse(*_: object) -> None:
@@ -261,17 +265,15 @@ def test_what_does_not_fit_into_maps_that_cannot_grow_is_refused_and_the_others_
         at.plane.apply(at.state, ())
         return "big" in served(site)
 
-    at.until("there is memory again", is_served)
+    at.until("it is served once there is memory", is_served)
 
 
-def test_a_limit_below_the_start_is_kept(site: Site):
+def test_limit_below_the_initial_size_is_kept(site: Site):
     site.open(replace(SIZES, frontends=5))
     assert sizes_of(site)["services"] == 5
 
 
-def test_lru_maps_get_the_size_that_is_asked_for_and_keep_what_they_hold(
-    node: Node, host: Place, artifact_cache: Path
-):
+def test_resized_lru_maps_keep_their_entries(node: Node, host: Place, artifact_cache: Path):
     state = desired(*many(2, f"{LOCAL[1]}:1", affinity_timeout=900))
     with sites(artifact_cache) as make:
         site = make(cgroup=node.cgroup, node=node.netns)
@@ -289,15 +291,15 @@ def test_lru_maps_get_the_size_that_is_asked_for_and_keep_what_they_hold(
 
 
 class Killed(Exception):
-    """The agent ends here."""
+    """Raised where the agent is killed."""
 
 
 @pytest.mark.parametrize(
     ("owner", "method"),
     [(BpfPlane, "apply"), (SocketPrograms, "publish"), (MapMigration, "catch_up")],
-    ids=["before it applies", "before the hooks change over", "before it has caught up"],
+    ids=["before the apply", "before the hooks change over", "before it has caught up"],
 )
-def test_killed_while_maps_get_another_size_the_next_one_knows_all_clients(
+def test_kill_during_resize_loses_no_affinity(
     node: Node,
     host: Place,
     artifact_cache: Path,
@@ -305,7 +307,7 @@ def test_killed_while_maps_get_another_size_the_next_one_knows_all_clients(
     owner: type,
     method: str,
 ):
-    """Those from before the end, and those after it, of hooks that nobody looked after then."""
+    """Entries from before the kill, and later ones by hooks that ran without an agent."""
 
     def killing(*_: object) -> None:
         raise Killed
@@ -339,7 +341,7 @@ def served(site: Site) -> list[str]:
 
 
 @pytest.mark.parametrize("touched", [False, True], ids=["all", "touched"])
-def test_who_finds_no_room_is_refused_and_others_are_served(site: Site, touched: bool):
+def test_services_without_room_are_refused_and_others_served(site: Site, touched: bool):
     plane = site.open(replace(SIZES, frontends=3))
     plane.apply(desired(), None)
     state = desired(*many(5))
@@ -349,7 +351,7 @@ def test_who_finds_no_room_is_refused_and_others_are_served(site: Site, touched:
         "the map services would need 4 entries and has room for 3; raise --max-frontends"
     }
     assert served(site) == ["s0000", "s0001", "s0002"]
-    assert names(plane.apply(state, ()).refused) == ["s0003", "s0004"], "tried again, said again"
+    assert names(plane.apply(state, ()).refused) == ["s0003", "s0004"], "retried and reported again"
 
 
 def test_freed_room_is_used_at_the_next_apply(site: Site):
@@ -372,7 +374,7 @@ def test_freed_room_is_used_at_the_next_apply(site: Site):
     assert site.dump()["strays"] == {}
 
 
-def test_a_service_that_grew_too_big_keeps_what_it_had(site: Site):
+def test_service_that_grows_too_large_keeps_its_endpoints(site: Site):
     plane = site.open(replace(SIZES, slots=6))
     two = "10.0.0.1:80 10.0.0.2:80"
     small, big = (
@@ -388,15 +390,15 @@ def test_a_service_that_grew_too_big_keeps_what_it_had(site: Site):
         f"{b}/TCP" for b in two.split()
     ]
     gone = plane.apply(desired(), {big.key})
-    assert gone.refused == {}, "nothing more is wanted"
+    assert gone.refused == {}, "no longer desired"
     plane.flush()
     assert site.dump() == {"frontends": {}, "node_addresses": [], "strays": {}}
 
 
 @pytest.mark.parametrize("part", ["slots", "backends"])
 def test_old_sets_are_retired_early_to_make_room(site: Site, part: str):
-    """As many are wanted as the limit allows. Old sets wait beside new ones, in as much room again;
-    when that is used up too, a change waits for the short grace and is not refused for ever.
+    """As many are desired as the limit allows. Old sets wait next to new ones, in as much room
+    again; when that is used up as well, a change waits for the short grace period only.
     """
     now = [100.0]
     plane = site.open(replace(SIZES, **{part: 6}), clock=lambda: now[0])
@@ -407,7 +409,7 @@ def test_old_sets_are_retired_early_to_make_room(site: Site, part: str):
         assert report.refused == {}, turn
     now[0] += 0.01
     other = service("web", "10.96.0.1:80", " ".join(f"10.0.9.{i}:80" for i in range(1, 7)))
-    assert names(plane.apply(desired(other), {other.key}).refused) == ["web"], "not before it"
+    assert names(plane.apply(desired(other), {other.key}).refused) == ["web"], "too early"
     now[0] += 0.2
     assert plane.apply(desired(other), ()).refused == {}
 
@@ -428,7 +430,7 @@ ROOM = {
 }  # fmt: skip
 
 
-def test_source_ranges_have_a_limit_too(site: Site, monkeypatch: pytest.MonkeyPatch):
+def test_source_ranges_are_limited(site: Site, monkeypatch: pytest.MonkeyPatch):
     small = replace(layout.MAPS["source_ranges"], entries=3)
     monkeypatch.setitem(layout.MAPS, "source_ranges", small)
     vip, others = "LoadBalancer=192.0.2.1:80", "LoadBalancer=192.0.2.2:80"
@@ -447,8 +449,8 @@ def test_source_ranges_have_a_limit_too(site: Site, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("name", ROOM)
-def test_a_limit_is_seen_before_it_is_met(site: Site, name: str):
-    """It is refused, with nothing written; not an error of the kernel half way."""
+def test_limit_is_checked_before_writing(site: Site, name: str):
+    """It is refused before anything is written, not by an error of the kernel half way."""
     state, limit = ROOM[name]
     field = name.partition(",")[0].partition(" ")[0]
     plane = site.open(replace(SIZES, **{field: limit}))
@@ -459,8 +461,8 @@ def test_a_limit_is_seen_before_it_is_met(site: Site, name: str):
     assert served(site) == (["other"] if limit > 1 else [])
 
 
-def test_a_change_within_the_limit_is_no_new_backend(site: Site):
-    """Seven of ten: those that stay need no second place."""
+def test_unchanged_backends_need_no_second_entry(site: Site):
+    """Seven of ten backends: those that stay need no second entry."""
     plane = site.open(replace(SIZES, backends=10))
     to = [f"10.0.0.{i}:80" for i in range(1, 9)]
     for count in (7, 8, 6):
@@ -468,8 +470,8 @@ def test_a_change_within_the_limit_is_no_new_backend(site: Site):
         assert plane.apply(desired(state), None).refused == {}, count
 
 
-def test_a_frontend_that_moved_from_a_refused_service_stays_where_it_is(site: Site):
-    """Its old owner, once there is room for it, does not take it away."""
+def test_frontend_moved_from_a_refused_service_stays_moved(site: Site):
+    """The old owner does not take it back once there is room for it."""
     plane = site.open(replace(SIZES, slots=6))
     first, shared = "10.96.0.1:80", "10.96.0.2:80"
     many_more = " ".join(f"10.0.1.{i}:80" for i in range(1, 7))

@@ -1,8 +1,8 @@
-"""What pods, clients and the node share, and one of them fills: the others keep what they have.
+"""One pod or client fills a map that it shares with others: the others keep their entries.
 
-A row names a map and says how it is filled: by one pod's sockets, or by the packets of one client.
-Ten victims hold a TCP connection, a connected UDP socket, an unconnected one and session affinity
-before it is filled, and must still hold them then. docs/limits.md has the same rows for people.
+A row names a map and how it is filled: by one pod's sockets, or by packets of one client. Ten
+victims have a TCP connection, a connected UDP socket, an unconnected one and session affinity
+before the map is filled, and must still have them afterwards. docs/limits.md lists the same maps.
 """
 
 import contextlib
@@ -51,15 +51,15 @@ AFFINITY = 1024
 STICKIES = 2 * AFFINITY
 SHARE = AFFINITY // MIN_AFFINITY_SHARERS
 CONNECTED, UNCONNECTED = 12_000, 1_500
-"""More sockets than the maps of before had room for (`flows`: 4,096 in tests), and in all 9,000
-flows of unconnected ones.
+"""More sockets than the shared maps had room for that socket storage replaced (4,096 in tests), and
+9,000 flows of unconnected ones in total.
 """
 WEB, DNS, STICKY, EVIL = "10.96.0.1", "10.96.0.2", "10.96.0.3", "10.96.9.1"
 
 
 @dataclass
 class Ground:
-    """`victims` and `attacker` dial, `one` and `two` serve."""
+    """`victims` and `attacker` are clients, `one` and `two` are servers."""
 
     site: Site
     plane: BpfPlane
@@ -70,7 +70,7 @@ class Ground:
     two: Place
 
     def serve(self, dns: str) -> None:
-        """`dns`: who serves there."""
+        """Programs all Services. `dns`: the address of that Service's backend."""
         both = f"{self.one.ip}:8080 {self.two.ip}:8080"
         more = [service(f"evil{i}", f"10.96.9.{i + 1}:53", both, Protocol.UDP)
                 for i in range(FLOWS_PER_SOCKET)]  # fmt: skip
@@ -83,7 +83,7 @@ class Ground:
                       affinity_timeout=10_800) for i in range(STICKIES)),
         ]  # fmt: skip
         self.plane.apply(desired(*services, nodes=self.node.ip), None)
-        until("what has left is ended", self._is_done)
+        until("sockets of deleted backends are destroyed", self._is_done)
 
     def _is_done(self) -> bool:
         now = time.monotonic()
@@ -105,13 +105,13 @@ def ground(node: Node, artifact_cache: Path) -> Iterator[Ground]:
 
 
 def open_files() -> None:
-    """As many as containers have by default."""
+    """Raises the limit of open files to the hard limit, as containers have by default."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def connected() -> contextlib.ExitStack:
-    """Sockets that are connected to a Service."""
+    """Sockets connected to a Service."""
     held = contextlib.ExitStack()
     for _ in range(CONNECTED):
         held.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)).connect((EVIL, 53))
@@ -119,7 +119,7 @@ def connected() -> contextlib.ExitStack:
 
 
 def unconnected() -> contextlib.ExitStack:
-    """Sockets that have asked many."""
+    """Unconnected sockets that have sent to many Services."""
     held = contextlib.ExitStack()
     for _ in range(UNCONNECTED):
         asks = held.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
@@ -136,7 +136,7 @@ class Fill(NamedTuple):
 
 
 def sticky() -> contextlib.ExitStack:
-    """More Services with affinity are asked than the map has room for."""
+    """Connects to more Services with affinity than the map has room for."""
     for number in range(STICKIES):
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asks:
             asks.connect((sticky_address(number), 53))
@@ -144,7 +144,7 @@ def sticky() -> contextlib.ExitStack:
 
 
 def sticky_address(number: int) -> str:
-    """Of a Service with affinity."""
+    """The address of a Service with affinity."""
     return f"10.98.{number // 250}.{number % 250 + 1}"
 
 
@@ -155,7 +155,7 @@ FILLS = [
 
 @contextlib.contextmanager
 def filled(ground: Ground, row: Fill) -> Iterator[None]:
-    """While it is."""
+    """The map is filled within the context."""
     here, there = socket.socketpair()
 
     def fill() -> None:
@@ -168,20 +168,20 @@ def filled(ground: Ground, row: Fill) -> Iterator[None]:
     with here, there:
         done = start_within(ground.attacker, fill)
         there.close()
-        assert here.recv(1), "it could not be filled"
+        assert here.recv(1), "the map could not be filled"
         yield
     done()
 
 
 def asked(place: Place, to: str, **how: Any) -> str:
-    """Who answers, seen as whom was asked."""
+    """The server that replies; the client must see the Service's address as the source."""
     answer = place.udp(to, 53, **how)
-    assert answer["peer"] == [to, 53], "the answer comes from the Service"
+    assert answer["peer"] == [to, 53], "the reply comes from the Service"
     return str(answer["name"])
 
 
 @pytest.mark.parametrize("row", FILLS, ids=lambda row: row.map)
-def test_others_keep_what_they_have(ground: Ground, row: Fill):
+def test_other_pods_keep_their_entries(ground: Ground, row: Fill):
     ground.serve(ground.one.ip)
     stuck = {}
     for place in ground.victims:
@@ -197,13 +197,13 @@ def test_others_keep_what_they_have(ground: Ground, row: Fill):
             assert {place.tcp(STICKY, 80)["name"] for _ in range(5)} == {stuck[place.name]}
         ground.serve(ground.two.ip)
         for place in ground.victims:
-            assert "error" in place.ask("talk", keep="connected"), "ended with its backend"
+            assert "error" in place.ask("talk", keep="connected"), "destroyed with its backend"
             assert asked(place, DNS, keep="loose") == "two"
             for keep in ("tcp", "connected", "loose"):
                 place.ask("drop", keep=keep)
 
 
-def test_a_pod_has_its_share_of_affinity_and_no_more(ground: Ground):
+def test_pod_is_limited_to_its_share_of_affinity(ground: Ground):
     ground.serve(ground.one.ip)
     before = ground.site.reasons()
     with filled(ground, FILLS[-1]):
@@ -218,20 +218,20 @@ POD = {4: "10.244.1.2:8080", 6: "[fd00:10:244:1::2]:8080"}
 
 @dataclass
 class Ingress:
-    """The packet path of a device: what comes in by it, in the node's network namespace."""
+    """The packet path at ingress of a device in the node's network namespace."""
 
     site: Site
     program: Program
     inside: Path
 
-    def of(self, role: Role, flags: DeviceFlag) -> None:
-        """What the agent knows of the device."""
+    def set_device(self, role: Role, flags: DeviceFlag) -> None:
+        """Writes the device's entry."""
         value = DEVICE.pack(role, 14, flags, bytes(6), bytes(16), bytes(16))
         self._write("devices", U32.pack(1), value)
         self._write("device_cache", U32.pack(1), CACHED_DEVICE.pack(1, value))
 
     def node_flags(self, flags: NodeFlag) -> None:
-        """What the agent knows of the node."""
+        """Writes the node's flags."""
         own4, own6, _, *more = NODE.unpack(self.site.entries("node")[bytes(4)])
         self._write("node", bytes(4), NODE.pack(own4, own6, flags, *more))
 
@@ -240,12 +240,12 @@ class Ingress:
             held.update(key, value)
 
     def run(self, packets: Iterable[bytes]) -> list[bytes]:
-        """What becomes of each."""
+        """Runs the program on each packet; returns the packets afterwards."""
         frames = [frame(packet, to=MAC_B) for packet in packets]
 
         def run_all() -> list[bytes]:
             usual = os.sched_getaffinity(0)
-            os.sched_setaffinity(0, {min(usual)})  # what another CPU wrote last is safe for a while
+            os.sched_setaffinity(0, {min(usual)})  # recent entries of another CPU are protected
             try:
                 return [run(self.program, each).packet_out[14:] for each in frames]
             finally:
@@ -254,13 +254,13 @@ class Ingress:
         return netns.run_in(self.inside, run_all)
 
     def dial(self, clients: Iterable[str]) -> None:
-        """Each of these addresses sends a SYN."""
+        """Sends a SYN from each of these addresses."""
         self.run(tcp(f"[{client}]:4000", VIP[6], flags="S") for client in clients)
 
 
 @pytest.fixture
 def ingress(artifact_cache: Path) -> Iterator[Ingress]:
-    """The device leads to other machines."""
+    """The device is an uplink."""
     where = f"kbpi{os.getpid()}"
     command("ip", "netns", "add", where)
     inside = Path("/run/netns") / where
@@ -268,7 +268,7 @@ def ingress(artifact_cache: Path) -> Iterator[Ingress]:
         ip("link set lo up", netns=where)
         with sites(artifact_cache) as make:
             site = make(node=where)
-            sizes = MapSizes(affinity=AFFINITY, connections=16_384)  # enough for all of a flood
+            sizes = MapSizes(affinity=AFFINITY, connections=16_384)  # room for all flows of a flood
             plane = site.open(sizes, packet_path=True)
             services = [
                 service(f"{protocol}{v}", f"LoadBalancer={VIP[v]}", POD[v], protocol, local=POD[v],
@@ -279,13 +279,13 @@ def ingress(artifact_cache: Path) -> Iterator[Ingress]:
             pin = next(site.pins.glob("programs-tc-*")) / "tc_ingress"
             with Program.open(pin) as program:
                 made = Ingress(site, program, inside)
-                made.of(Role.HOST, DeviceFlag(0))
+                made.set_device(Role.HOST, DeviceFlag(0))
                 yield made
     finally:
         command("ip", "netns", "del", where)
 
 
-def test_a_network_of_clients_has_its_share_of_affinity_and_no_more(ingress: Ingress):
+def test_client_network_is_limited_to_its_share_of_affinity(ingress: Ingress):
     """An IPv6 host has 2^64 addresses."""
     victims = [f"2001:db8:{number:x}::1" for number in range(1, VICTIMS + 1)]
     ingress.dial(victims)
@@ -298,7 +298,7 @@ def test_a_network_of_clients_has_its_share_of_affinity_and_no_more(ingress: Ing
     assert len(ingress.site.entries("affinity")) == VICTIMS + SHARE + 1, "others still have room"
 
 
-def test_a_client_that_comes_again_takes_nothing_more_of_its_share(ingress: Ingress):
+def test_repeated_client_counts_once_in_its_share(ingress: Ingress):
     before = ingress.site.reasons()
     ingress.run(tcp(f"[2001:db8:7::1]:{4000 + n}", VIP[6], flags="S") for n in range(SHARE + 3))
     (held,) = ingress.site.entries("affinity_shares").values()
@@ -306,8 +306,8 @@ def test_a_client_that_comes_again_takes_nothing_more_of_its_share(ingress: Ingr
     assert (ingress.site.reasons() - before)[Reason.NOT_RECORDED] == 0
 
 
-def test_forged_clients_that_fill_the_shares_are_counted_again(ingress: Ingress):
-    """A share that was evicted is counted from 1, until the agent has counted the entries again."""
+def test_evicted_shares_are_counted_again(ingress: Ingress):
+    """The count of an evicted share starts at 1 again, until the agent counts the entries."""
     ingress.dial(f"2001:db8:5::{number:x}" for number in range(1, 11))
     (sharer,) = ingress.site.entries("affinity_shares")
     syns = [tcp(f"203.0.{n >> 8}.{n & 255}:4000", VIP[4], flags="S") for n in range(4 * AFFINITY)]
@@ -316,13 +316,13 @@ def test_forged_clients_that_fill_the_shares_are_counted_again(ingress: Ingress)
     site, maps = ingress.site, ("affinity", "affinity_shares")
     ingress.dial(f"2001:db8:5:0:1::{number:x}" for number in range(1, 11))
     with site.pinned(maps[0]) as affinity, site.pinned(maps[1]) as shares:
-        shares.delete(sharer)  # the kernel evicts it only under a far longer flood
+        shares.delete(sharer)  # the kernel evicts it only in a far longer flood
         ingress.dial(["2001:db8:5:0:2::1"])
         assert U32.unpack(shares.lookup(sharer) or b"")[0] == 1
         held: Any = dict(zip(maps, (affinity, shares), strict=True))
         counting = AffinityShares(lambda: held, dict)
         counting.advance(0, float("inf"))
-        assert counting._cursor is None, "all is counted in one part"
+        assert counting._cursor is None, "all entries are counted in one part"
     entries = site.entries("affinity")
     wanted = Counter(unpack_sharers(b"".join(entries), b"".join(entries.values())))
     counted = {key: U32.unpack(raw)[0] for key, raw in site.entries("affinity_shares").items()}
@@ -331,8 +331,8 @@ def test_forged_clients_that_fill_the_shares_are_counted_again(ingress: Ingress)
 
 
 class Flood(NamedTuple):
-    """A client (`attacker`, by number) that fills a map of the packet path, beside victims (by
-    number) whose packets come in by a device to other machines.
+    """A client (`attacker`, by number) that fills a map of the packet path, and victims (by number)
+    whose packets arrive on an uplink.
     """
 
     name: str
@@ -346,67 +346,69 @@ class Flood(NamedTuple):
 FLOODS = [
     Flood("an IPv4 address", 4, "192.0.2.{}", "203.0.113.1"),
     Flood("an IPv6 network", 6, "[2001:db8:{:x}::1]", "[2001:db8:bad::{:x}]"),
-    Flood("a pod behind a bridge, in one IPv6 network with the victims", 6,
+    Flood("a pod behind a bridge, victims in its IPv6 network", 6,
           "[fd00:10:244:2::{:x}]", "[fd00:10:244:2::bad]", Role.POD),
-    Flood("a pod with a device of its own that forges addresses, IPv4", 4,
+    Flood("a pod with its own device that forges IPv4 addresses", 4,
           "192.0.2.{}", "{}", Role.POD, DeviceFlag.PEER),
-    Flood("the same, IPv6", 6, "[2001:db8:{:x}::1]", "[2001:db8:bad:{:x}::1]", Role.POD,
-          DeviceFlag.PEER),
+    Flood("a pod with its own device that forges IPv6 addresses", 6,
+          "[2001:db8:{:x}::1]", "[2001:db8:bad:{:x}::1]", Role.POD, DeviceFlag.PEER),
 ]  # fmt: skip
 
 
-MANY = {name: MAPS[name].entries + 2_000 for name in ("fragments", "foreign_flows")}
+FLOOD_SIZES = {name: MAPS[name].entries + 2_000 for name in ("fragments", "foreign_flows")}
 
 
 def host_of(endpoint: str) -> str:
-    """Without port and brackets."""
+    """The address without port and brackets."""
     return endpoint.rpartition(":")[0].strip("[]")
 
 
 def flooding(row: Flood, number: int) -> str:
-    """An address of the attacker's."""
+    """An address of the attacker."""
     forged = f"203.{number >> 16}.{number >> 8 & 255}.{number & 255}" if row.v == 4 else number
     return row.attacker.format(forged)
 
 
 @pytest.mark.parametrize("row", FLOODS, ids=lambda row: row.name)
-def test_first_fragments_of_one_client_leave_those_of_others(ingress: Ingress, row: Flood):
-    """Later fragments of the victims' datagrams come after the flood, and are translated."""
+def test_first_fragments_of_one_client_evict_no_others(ingress: Ingress, row: Flood):
+    """Later fragments of the victims' datagrams arrive after the flood and are translated."""
 
     def pieces(client: str, number: int) -> list[bytes]:
         more = {"ip_id": number % 65_536} if row.v == 4 else {}
         whole = udp(f"{client}:4000", VIP[row.v], bytes(1500), **more)
         return fragments(whole, 1280, id=number)
 
-    ingress.of(Role.POD if row.victim.startswith("[fd") else Role.HOST, DeviceFlag(0))
+    ingress.set_device(Role.POD if row.victim.startswith("[fd") else Role.HOST, DeviceFlag(0))
     victims = [pieces(row.victim.format(n), n) for n in range(1, VICTIMS + 1)]
     ingress.run(first for first, _ in victims)
-    ingress.of(row.role, row.flags)
-    ingress.run(pieces(flooding(row, number), number)[0] for number in range(MANY["fragments"]))
-    ingress.of(Role.POD if row.victim.startswith("[fd") else Role.HOST, DeviceFlag(0))
+    ingress.set_device(row.role, row.flags)
+    ingress.run(
+        pieces(flooding(row, number), number)[0] for number in range(FLOOD_SIZES["fragments"])
+    )
+    ingress.set_device(Role.POD if row.victim.startswith("[fd") else Role.HOST, DeviceFlag(0))
     later = ingress.run(second for _, second in victims)
     assert {parse(packet, l2=False).ip.destination for packet in later} == {host_of(POD[row.v])}
 
 
 @pytest.mark.parametrize("row", FLOODS, ids=lambda row: row.name)
-def test_connections_of_one_client_leave_what_is_known_of_others(ingress: Ingress, row: Flood):
-    """SYNs of the victims that another data plane got come again when it has ended: still its own,
-    whoever else has dialled meanwhile.
+def test_foreign_flows_of_one_client_evict_no_others(ingress: Ingress, row: Flood):
+    """Another data plane served the victims' SYNs. Repeated when it has ended, they still belong to
+    it, whatever other clients sent meanwhile.
     """
     ours = Role.POD if row.victim.startswith("[fd") else Role.HOST
     syns = [tcp(f"{row.victim.format(n)}:4000", VIP[row.v], flags="S", seq=n)
             for n in range(1, VICTIMS + 1)]  # fmt: skip
     ingress.node_flags(NodeFlag.PASSIVE)
-    ingress.of(ours, DeviceFlag(0))
+    ingress.set_device(ours, DeviceFlag(0))
     assert ingress.run(syns) == syns
-    ingress.of(row.role, row.flags)
+    ingress.set_device(row.role, row.flags)
     ingress.run(
         tcp(f"{flooding(row, n)}:{n + 1024}", VIP[row.v], flags="S", seq=n)
-        for n in range(MANY["foreign_flows"])
+        for n in range(FLOOD_SIZES["foreign_flows"])
     )
-    ingress.of(ours, DeviceFlag(0))
+    ingress.set_device(ours, DeviceFlag(0))
     ingress.node_flags(NodeFlag.COEXISTING)
-    assert ingress.run(syns) == syns, "not translated: no flow of ours has begun"
+    assert ingress.run(syns) == syns, "not translated: no flow of ours began"
     again = [tcp(f"{row.victim.format(n)}:4001", VIP[row.v], flags="S", seq=n)
              for n in range(1, VICTIMS + 1)]  # fmt: skip
     assert not set(ingress.run(again)) & set(again), "a new connection is ours"

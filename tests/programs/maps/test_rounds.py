@@ -1,8 +1,8 @@
 """What one round of the agent does is bounded, whatever the size of the object that changed; and
-the change of another tenant is in force at the end of the round that it came in.
+the change of another tenant is in force at the end of the round it arrived in.
 
-Lines of Python are counted, not seconds, with slices that are over at once: a round then does one
-piece of each kind of work.
+Executed lines of Python are counted, not seconds, and time slices are over at once, so that a round
+does one piece of each kind of work.
 """
 
 from collections.abc import Callable, Iterator
@@ -45,7 +45,7 @@ def service(name: str, ports: int = 1, **more: Any) -> Upsert:
     return Upsert(ObjectKey(Kind.SERVICE, "ns", name), made)
 
 
-def piece(name: str, ends: int, ports: int = 1, number: int = 0, down: int = -1) -> Upsert:
+def slice_(name: str, ends: int, ports: int = 1, number: int = 0, down: int = -1) -> Upsert:
     made = EndpointSlice(
         "ns", f"{name}-{number}", name, 4,
         tuple(Endpoint(address(number * 1000 + n), ready=n != down, serving=n != down)
@@ -57,8 +57,8 @@ def piece(name: str, ends: int, ports: int = 1, number: int = 0, down: int = -1)
 
 @dataclass
 class Case:
-    """A Service with its slices, by a size; and the change of one of them. `slope`: what a round
-    may cost at twice the size, as a power of two: 0 for the same.
+    """A Service with its slices by size, and the change of one slice. `slope`: how the cost of a
+    round may grow when the size doubles, as a power of two; 0: not at all.
     """
 
     objects: Callable[[int], list[Upsert]]
@@ -70,29 +70,29 @@ class Case:
 
 CASES = {
     "ports with many endpoints": Case(
-        lambda n: [service("big", n), piece("big", 300, n)],
-        lambda n: piece("big", 300, n, down=5),
+        lambda n: [service("big", n), slice_("big", 300, n)],
+        lambda n: slice_("big", 300, n, down=5),
         (8, 16),
     ),
     "ports with few endpoints": Case(
-        lambda n: [service("big", n), piece("big", 10, n)],
-        lambda n: piece("big", 10, n, down=5),
+        lambda n: [service("big", n), slice_("big", 10, n)],
+        lambda n: slice_("big", 10, n, down=5),
         (200, 400),
     ),
     "ports that share a Maglev table": Case(
-        lambda n: [service("big", n, algorithm=Algorithm.MAGLEV), piece("big", 300, n)],
-        lambda n: piece("big", 300, n, down=5),
+        lambda n: [service("big", n, algorithm=Algorithm.MAGLEV), slice_("big", 300, n)],
+        lambda n: slice_("big", 300, n, down=5),
         (8, 16),
     ),
     "endpoints of one port": Case(
-        lambda n: [service("big"), *(piece("big", 500, number=at) for at in range(n // 500))],
-        lambda _: piece("big", 500, down=5),
+        lambda n: [service("big"), *(slice_("big", 500, number=at) for at in range(n // 500))],
+        lambda _: slice_("big", 500, down=5),
         (2000, 4000),
         slope=1.1,
     ),
     "endpoints that are not ready": Case(
-        lambda n: [service("big", n), piece("big", 300, n, down=5)],
-        lambda n: piece("big", 300, n),
+        lambda n: [service("big", n), slice_("big", 300, n, down=5)],
+        lambda n: slice_("big", 300, n),
         (8, 16),
     ),
 }
@@ -107,7 +107,7 @@ class Rounds:
         config = Config("me", packet_path=False, pin_dir=site.pins)
         self.agent = Agent(config, self.plane, lambda _: ())
         node = Upsert(ObjectKey(Kind.NODE, "", "me"), Node("me"))
-        small = [service("small"), piece("small", 3)]
+        small = [service("small"), slice_("small", 3)]
         self.agent.step([node, *objects, *small, *(Synced(kind) for kind in Kind)])
         self.plane.flush()
 
@@ -120,7 +120,7 @@ class Rounds:
         return len(programmed.cluster.backends)
 
     def busy(self, old: bool = True) -> Iterator[None]:
-        """Until all is programmed and, if asked for, what is old is deleted."""
+        """Repeats until everything is programmed and, with `old`, old sets are deleted."""
         for _ in range(MOST_ROUNDS):
             if not self.agent._busy and not (old and self.plane._grace_queue.due):
                 return
@@ -129,8 +129,10 @@ class Rounds:
 
 
 @pytest.fixture(autouse=True)
-def over_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slice is over after one piece of work. Old sets are deleted at once, no Service rests."""
+def shortest_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slice ends after one piece of work. Old sets are deleted at once; Services have no
+    cooldown.
+    """
     monkeypatch.setattr("kbpf.agent.agent.COMPUTE_BUDGET_S", 0.0)
     monkeypatch.setattr("kbpf.dataplane.bpf.plane.SLICE_BUDGET_S", 1e-9)
     monkeypatch.setattr("kbpf.dataplane.bpf.plane.GRACE_PERIOD_S", 0.0)
@@ -139,7 +141,7 @@ def over_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_no_round_does_more_for_a_larger_object(site: Site, name: str):
+def test_cost_of_a_round_does_not_grow_with_the_object(site: Site, name: str):
     case = CASES[name]
     most = []
     for size in case.sizes:
@@ -153,11 +155,11 @@ def test_no_round_does_more_for_a_larger_object(site: Site, name: str):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_neighbours_change_is_in_force_at_the_end_of_its_round(site: Site, name: str):
+def test_change_of_another_service_is_in_force_after_its_round(site: Site, name: str):
     case = CASES[name]
     size = case.sizes[0]
     rounds = Rounds(site, case.objects(size))
     rounds.round(case.change(size))
     for number, _ in enumerate(rounds.busy(old=False)):
-        rounds.round(piece("small", 3 + number % 2))
+        rounds.round(slice_("small", 3 + number % 2))
         assert rounds.backends("small") == 3 + number % 2, number

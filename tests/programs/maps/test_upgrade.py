@@ -12,7 +12,7 @@ WEB = service("web", "10.96.0.1:80", "127.0.1.1:8080 127.0.1.2:8080", affinity_t
 
 
 def another_version(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """From now on the code is that of a version in which this map means something else."""
+    """From now on the code has another version of this map."""
     monkeypatch.setitem(layout.MAPS, name, replace(layout.MAPS[name], version=99))
 
 
@@ -27,7 +27,7 @@ def link_ids(site: Site) -> dict[str, int]:
 @pytest.mark.parametrize(
     "name", ["services", "backend_slots", "backends", "sock_peers", "meta", "counts"]
 )
-def test_what_is_served_stays_the_same(
+def test_upgrade_keeps_what_is_served(
     site: Site, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     site.open().apply(desired(WEB), None)
@@ -35,19 +35,21 @@ def test_what_is_served_stays_the_same(
     peers = site.pinned("sock_peers").id
     another_version(monkeypatch, name)
     plane = site.open()
-    assert link_ids(site) == links, "nothing is attached anew before the maps are filled"
+    assert link_ids(site) == links, "nothing is attached again before the maps are filled"
     plane.apply(desired(WEB), None)
     plane.flush()
     assert site.dump() == before
-    assert link_ids(site) == links, "each hook changed over in its place"
+    assert link_ids(site) == links, "each link got the new program"
     assert site.entries("service_names") == ids, "sockets still know their Service by its id"
     assert (site.pinned("sock_peers").id == peers) == (name != "sock_peers")
     left = sorted(p.name.split("-")[0] for p in site.pins.iterdir())
     assert left == ["layout", "links", "maps", "programs"], "the old version's maps are gone"
 
 
-def test_connections_are_served_all_the_way(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the new version's start and its first complete apply the old one's maps count."""
+def test_connections_are_served_during_an_upgrade(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The old version's maps are in use until the new version's first complete apply."""
     server = site.place("server").serve(8080, address="127.0.1.1")
     client = site.place("client")
     one = service("web", "10.96.0.1:80", "127.0.1.1:8080")
