@@ -45,16 +45,19 @@ SYMPTOMS = [
             "a1/unready", {}, "a2", "ClusterIP", REFUSED, SERVICE, "cluster set: empty"),
     Symptom("the Service has no such port, which a ClusterIP refuses too",
             "a1", {}, "a2", "ClusterIP", REFUSED, "status",
-            "refused: a ClusterIP, but no Service has this port", 81),
+            "refused: a ClusterIP, but no Service has this port; check the port that the client "
+            "uses", 81),
     Symptom("and no endpoint on the client's node: `local set: empty`",
             "b1", {"internal_policy": "Local"}, "a2", "ClusterIP", AT_ONCE, SERVICE,
             "local set: empty"),
     Symptom("`externalTrafficPolicy: Local` on a node without endpoint",
             "b1", {"external_policy": "Local"}, "outside", "NodePort", DROPPED, "status",
-            "dropped: policy Local, and no endpoint on this node"),
+            "dropped: policy Local, and no endpoint on this node; use policy Cluster, or a node "
+            "that has one"),
     Symptom("the client is not in `loadBalancerSourceRanges`",
             "a1", {"source_ranges": ["198.51.100.0/24"]}, "outside", "VIP", DROPPED, "status",
-            "dropped: the client is not in the Service's source ranges"),
+            "dropped: the client is not in the Service's source ranges; add it to them if it "
+            "should be served"),
     Symptom("`inspect connections`, the column BACKEND-SEES",
             "b1", {}, "outside", "NodePort", "b1", f"connections --client {OUT4}",
             f"{NODES4[0]}:"),

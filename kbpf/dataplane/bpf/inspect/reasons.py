@@ -1,4 +1,7 @@
-"""Descriptions of the reasons that the programs count."""
+"""Descriptions of the reasons that the programs count, for `kbpf inspect status`.
+
+Each says what happened and why; those of refusals and drops also say what to do.
+"""
 
 from typing import Final
 
@@ -10,22 +13,32 @@ DESCRIPTIONS: Final = {
     Reason.TRANSLATED_BY_AFFINITY: "sent to the client's last backend (session affinity)",
     Reason.TRANSLATED_BY_FLOW: "datagrams sent to the backend of their flow",
     Reason.REVERSED: "replies translated back to the Service's address",
-    Reason.NO_ENDPOINTS: "refused: the Service has no endpoints",
-    Reason.NO_LOCAL_ENDPOINTS: "dropped: policy Local, and no endpoint on this node",
+    Reason.NO_ENDPOINTS: "refused: the Service has no endpoints; check its selector and whether "
+    "its Pods are ready",
+    Reason.NO_LOCAL_ENDPOINTS: "dropped: policy Local, and no endpoint on this node; use policy "
+    "Cluster, or a node that has one",
     Reason.NEEDS_SOURCE: "sockets not translated: source ranges need the packet path",
-    Reason.SET_VANISHED: "refused: the backends changed too often during the lookup",
-    Reason.NOT_RECORDED: "the state of a connection could not be stored",
-    Reason.NO_SNAT_PORT: "dropped: no free port of the node for SNAT",
-    Reason.NOT_REWRITTEN: "dropped: the packet could not be rewritten",
-    Reason.NOT_ALLOWED: "dropped: the client is not in the Service's source ranges",
-    Reason.UNKNOWN_PORT: "refused: a ClusterIP, but no Service has this port",
+    Reason.SET_VANISHED: "refused: the backends changed too often during the lookup; the client "
+    "has to try again",
+    Reason.NOT_RECORDED: "the state of a connection could not be stored: a packet is dropped and "
+    "retransmitted, a socket's connection continues",
+    Reason.NO_SNAT_PORT: "dropped: no free port of the node for SNAT; widen --masquerade-ports",
+    Reason.NOT_REWRITTEN: "dropped: the packet could not be rewritten; report it with the output "
+    "of `kbpf check`",
+    Reason.NOT_ALLOWED: "dropped: the client is not in the Service's source ranges; add it to them "
+    "if it should be served",
+    Reason.UNKNOWN_PORT: "refused: a ClusterIP, but no Service has this port; check the port that "
+    "the client uses",
     Reason.NEW_FLOW: "connections that a packet started, and that are tracked now",
     Reason.REDIRECTED: "packets redirected to another device, past the stack",
     Reason.EVICTED: "active UDP streams that were evicted for new connections",
-    Reason.NO_ROUTE: "dropped: a socket of this node has no route to the backend",
-    Reason.PAUSED: "dropped, to be retransmitted: the programs were switching to other maps",
-    Reason.TABLE_FULL: "dropped: all tracked connections are in use (--max-connections)",
-    Reason.RATE_LIMITED: "dropped without a reply: refusals are limited (icmp_msgs_per_sec)",
+    Reason.NO_ROUTE: "dropped: a socket of this node has no route to the backend; check the routes "
+    "to pods (ip route get)",
+    Reason.PAUSED: "dropped while the programs switched to other maps; clients retransmit, nothing "
+    "to do",
+    Reason.TABLE_FULL: "dropped: all tracked connections are in use; raise --max-connections",
+    Reason.RATE_LIMITED: "dropped without a reply: refusals are limited as the kernel's own "
+    "(net.ipv4.icmp_msgs_per_sec, icmp_ratelimit)",
     Reason.LEFT_TO_PACKETS: "sockets not translated: --socket-lb, exempt, or no Service has "
     "the port",
 }
