@@ -1,4 +1,4 @@
-"""The one writer with a data plane that only counts, and a clock of the test's own."""
+"""The agent's event loop with a data plane that records its calls and a clock set by the test."""
 
 import contextlib
 import errno
@@ -42,7 +42,7 @@ from tests.support.prometheus import parse
 
 
 class Counting:
-    """A data plane that notes which Services each apply() touched; None: all."""
+    """A data plane that records which Services each apply() touched (None: all)."""
 
     name = "counting"
 
@@ -83,7 +83,7 @@ class Counting:
 
 
 class Reads:
-    """A source, which can be read or not."""
+    """A source that is authoritative or not, as `sound` says."""
 
     sound = True
 
@@ -92,7 +92,7 @@ class Reads:
 
 
 class Clock:
-    """In place of the module `time`."""
+    """Replaces the module `time`; all its functions return `now`."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -115,7 +115,7 @@ def service(name: str) -> Upsert:
 
 
 def large(name: str) -> list[Upsert]:
-    """A Service of many endpoints, which is computed in slices."""
+    """A Service with so many endpoints that it is computed in steps."""
     ends = tuple(
         Endpoint(parse_addr(f"10.1.{n >> 8}.{n & 255}"), True, True, False)
         for n in range(LARGE_SERVICE_ENDPOINTS)
@@ -135,7 +135,7 @@ def begun(period: float) -> tuple[Agent, Counting]:
 
 
 @pytest.mark.parametrize(("mode", "told"), [("bpf", 1), ("ipvs", 0)])
-def test_what_direct_forwarding_passes_by_is_told_where_there_is_such_a_thing(
+def test_netfilter_bypass_is_logged_in_mode_bpf_only(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, mode: str, told: int
 ):
     plane = Counting()
@@ -145,14 +145,14 @@ def test_what_direct_forwarding_passes_by_is_told_where_there_is_such_a_thing(
     assert sum("forwarding=direct" in line for line in caplog.messages) == told
 
 
-def test_changes_are_programmed_at_once_unless_somebody_asks_for_a_pause(clock: Clock):
+def test_without_min_sync_period_changes_are_programmed_at_once(clock: Clock):
     agent, plane = begun(0.0)
     for name in "abc":
         agent.step([service(name)])
     assert plane.applied[1:] == [{"a"}, {"b"}, {"c"}]
 
 
-def test_changes_within_the_pause_are_programmed_together_after_it(clock: Clock):
+def test_changes_within_min_sync_period_are_programmed_together_after_it(clock: Clock):
     agent, plane = begun(5.0)
     for name in "abc":
         clock.now += 1.0
@@ -169,7 +169,7 @@ def test_changes_within_the_pause_are_programmed_together_after_it(clock: Clock)
     assert plane.applied[2:] == [{"d"}], "after the pause a change is programmed at once"
 
 
-def test_it_waits_no_longer_than_the_pause(clock: Clock):
+def test_wait_is_at_most_the_rest_of_min_sync_period(clock: Clock):
     agent, _ = begun(0.4)
     agent.step([service("a")])
     assert agent._seconds_until_due() == pytest.approx(0.4)
@@ -177,7 +177,7 @@ def test_it_waits_no_longer_than_the_pause(clock: Clock):
     assert agent._seconds_until_due() == pytest.approx(0.1)
 
 
-def test_a_node_that_is_missing_is_told_once(clock: Clock, caplog: pytest.LogCaptureFixture):
+def test_missing_node_is_logged_once(clock: Clock, caplog: pytest.LogCaptureFixture):
     agent = Agent(Config("me"), Counting(), lambda _: ())
     agent.step([Synced(kind) for kind in Kind])
     agent.step([service("a")])
@@ -185,7 +185,7 @@ def test_a_node_that_is_missing_is_told_once(clock: Clock, caplog: pytest.LogCap
     assert ["there is no Node me yet" in line for line in caplog.messages] == [True]
 
 
-def test_debug_says_what_came_and_what_was_written(clock: Clock, caplog: pytest.LogCaptureFixture):
+def test_events_and_writes_are_logged_at_debug(clock: Clock, caplog: pytest.LogCaptureFixture):
     caplog.set_level("INFO", "kbpf.agent")
     agent, plane = begun(0.0)
     assert caplog.messages == []
@@ -198,7 +198,7 @@ def test_debug_says_what_came_and_what_was_written(clock: Clock, caplog: pytest.
     ]  # fmt: skip
 
 
-def test_now_and_then_all_is_compared(clock: Clock, caplog: pytest.LogCaptureFixture):
+def test_sweep_compares_everything_every_15_minutes(clock: Clock, caplog: pytest.LogCaptureFixture):
     agent, plane = begun(0.0)
     clock.now += 899.0
     agent.step([service("a")])
@@ -223,10 +223,8 @@ def test_now_and_then_all_is_compared(clock: Clock, caplog: pytest.LogCaptureFix
     assert len(caplog.records) == 1
 
 
-def test_a_new_address_makes_the_data_plane_look_around(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch
-):
-    """Even one that serves no NodePorts: a VIP that comes to this node, say."""
+def test_new_local_address_leads_to_a_full_apply(clock: Clock, monkeypatch: pytest.MonkeyPatch):
+    """Even an address without NodePorts, such as a VIP that moves to this node."""
     agent, plane = begun(0.0)
     vip = (parse_addr("192.0.2.1"),)
     for found in (vip, vip, ()):
@@ -236,7 +234,7 @@ def test_a_new_address_makes_the_data_plane_look_around(
     assert plane.applied[1:] == [None, None, {"a"}]
 
 
-def test_what_was_put_off_and_fails_is_told_once_and_again_in_the_status(
+def test_failed_deferred_work_is_logged_once_and_stays_in_the_status(
     clock: Clock, caplog: pytest.LogCaptureFixture
 ):
     agent, plane = begun(0.0)
@@ -248,8 +246,8 @@ def test_what_was_put_off_and_fails_is_told_once_and_again_in_the_status(
     assert caplog.messages == ["deferred work failed; retrying: no"]
 
 
-def test_what_cannot_be_put_right_beside_keeps_nobody_from_being_served(clock: Clock):
-    """A FORWARD chain that cannot be changed, say."""
+def test_failed_deferred_work_does_not_prevent_serving(clock: Clock):
+    """For example, a FORWARD chain that cannot be changed."""
     plane = Counting()
     plane.error = "no"
     agent = Agent(Config("me", min_sync_period=0.0), plane, lambda _: ())
@@ -262,7 +260,7 @@ def test_what_cannot_be_put_right_beside_keeps_nobody_from_being_served(clock: C
     assert (status.synced, status.error) == (True, "no")
 
 
-def test_nothing_is_compared_with_what_could_not_be_read(clock: Clock):
+def test_no_sweep_while_an_object_is_rejected(clock: Clock):
     agent, plane = begun(0.0)
     clock.now += 901.0
     agent.step([Rejected(ObjectKey(Kind.SERVICE, "ns", "a"), "bad")])
@@ -276,10 +274,10 @@ def test_nothing_is_compared_with_what_could_not_be_read(clock: Clock):
     ("kind", "sound"),
     [(Kind.SERVICE, False), (Kind.SLICE, False), (Kind.NODE, False), (Kind.POD, True)],
 )
-def test_nothing_that_was_adopted_goes_while_an_object_cannot_be_read(
+def test_apply_is_not_authoritative_while_an_object_is_rejected(
     clock: Clock, kind: Kind, sound: bool
 ):
-    """It may be what keeps a frontend or a backend. Pods are no reason for either."""
+    """The unreadable object may be what a frontend or backend depends on. Pods never are."""
     plane = Counting()
     agent = Agent(Config("me", min_sync_period=0.0), plane, lambda _: ())
     key = ObjectKey(kind, "" if kind is Kind.NODE else "ns", "me")
@@ -290,8 +288,8 @@ def test_nothing_that_was_adopted_goes_while_an_object_cannot_be_read(
     assert plane.sound[-1] is True, "the first apply that knows of everything"
 
 
-def test_nothing_that_was_adopted_goes_while_a_source_cannot_be_read(clock: Clock):
-    """A file of a folder, say: nobody knows which objects it holds."""
+def test_apply_is_not_authoritative_while_a_source_is_not(clock: Clock):
+    """For example, an unreadable file of a folder: its objects are unknown."""
     plane, source = Counting(), Reads()
     agent = Agent(Config("me", min_sync_period=0.0), plane, lambda _: (source,))
     source.sound = False
@@ -302,7 +300,7 @@ def test_nothing_that_was_adopted_goes_while_a_source_cannot_be_read(clock: Cloc
     assert plane.sound == [False, True]
 
 
-def test_an_apply_that_fails_is_counted(clock: Clock, monkeypatch: pytest.MonkeyPatch):
+def test_failed_apply_is_counted(clock: Clock, monkeypatch: pytest.MonkeyPatch):
     agent, plane = begun(0.0)
 
     def failures() -> float:
@@ -324,10 +322,10 @@ def test_an_apply_that_fails_is_counted(clock: Clock, monkeypatch: pytest.Monkey
     assert plane.applied[1:] == [{"a"}]
 
 
-def test_a_kernel_that_refuses_is_late_whatever_else_comes(
+def test_refused_change_becomes_unhealthy_although_others_arrive(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ):
-    """Neither small changes nor a large Service, which waits longer, make it well again."""
+    """Neither small changes nor a large Service, which waits longer, make it healthy again."""
     desk = AgentServer(Config("me", serving=Serving(healthz="", metrics="")))
     desk.health = HealthTracker(60.0, clock.time)
     plane = Counting()
@@ -361,7 +359,7 @@ def test_a_kernel_that_refuses_is_late_whatever_else_comes(
 
 
 class Status(NamedTuple):
-    """What fails when the status is written, and whether the agent ends by it."""
+    """An error of write_status(), and whether it ends the agent."""
 
     name: str
     error: KernelError
@@ -369,9 +367,11 @@ class Status(NamedTuple):
 
 
 STATUSES = [
-    Status("the kernel has no room for it", KernelError("cannot write", errno=errno.ENOMEM), False),
     Status(
-        "the pins are gone: no process finds what this one writes",
+        "the kernel has no memory for it", KernelError("cannot write", errno=errno.ENOMEM), False
+    ),
+    Status(
+        "the pins were removed: no other process can find this agent's maps",
         PinsRemovedError("removed"),
         True,
     ),
@@ -379,9 +379,7 @@ STATUSES = [
 
 
 @pytest.mark.parametrize("row", STATUSES, ids=lambda row: row.name)
-def test_an_agent_whose_pins_are_gone_ends(
-    clock: Clock, caplog: pytest.LogCaptureFixture, row: Status
-):
+def test_removed_pins_end_the_agent(clock: Clock, caplog: pytest.LogCaptureFixture, row: Status):
     agent, plane = begun(0.0)
 
     def write_status(_: bytes) -> None:
@@ -394,10 +392,10 @@ def test_an_agent_whose_pins_are_gone_ends(
     assert ("cannot write the status" in caplog.text) is not row.ends
 
 
-def test_what_is_wrong_with_the_node_is_a_problem(
+def test_problems_of_the_node_are_listed(
     clock: Clock, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
-    """As long as it is wrong; where NodePorts do not answer is in the log, once each time."""
+    """Each problem is listed while it exists. Unserved NodePorts are logged too, once each time."""
     networks = (Cidr(parse_addr("198.51.100.0"), 96 + 24),)
     config = Config("me", node_port_addresses=networks)
     desk = AgentServer(config)
@@ -426,13 +424,13 @@ def test_what_is_wrong_with_the_node_is_a_problem(
     assert told("198.51.100.1") == ()
 
 
-def test_the_first_apply_does_not_wait(clock: Clock):
-    clock.now = 0.5  # a machine that has just started
+def test_first_apply_does_not_wait_for_min_sync_period(clock: Clock):
+    clock.now = 0.5  # the monotonic clock of a machine that has just booted
     begun(3600.0)
 
 
-def test_kubelet_is_answered_while_the_data_plane_is_opened(monkeypatch: pytest.MonkeyPatch):
-    """The first start on a node compiles for seconds: a probe of its life must not end it."""
+def test_health_server_starts_before_the_data_plane_is_opened(monkeypatch: pytest.MonkeyPatch):
+    """The first start on a node compiles for seconds; a liveness probe must not kill the agent."""
     order: list[str] = []
 
     class Refuses(Counting):
@@ -448,10 +446,10 @@ def test_kubelet_is_answered_while_the_data_plane_is_opened(monkeypatch: pytest.
     assert order == ["answers", "open", "ends"]
 
 
-def test_what_cannot_be_served_is_told_but_not_in_thousands_of_lines(
+def test_log_lines_about_unserved_services_are_limited(
     clock: Clock, caplog: pytest.LogCaptureFixture
 ):
-    """Whether an object is bad, or a limit is met."""
+    """For rejected objects as well as for Services over a limit."""
     agent, plane = begun(0.0)
     names = [f"s{number:03}" for number in range(MAX_PROBLEMS + 7)]
     agent.step([Rejected(ObjectKey(Kind.SERVICE, "ns", name), "bad") for name in names])
@@ -467,7 +465,7 @@ def test_what_cannot_be_served_is_told_but_not_in_thousands_of_lines(
     assert sum(line.startswith("not programmed") for line in caplog.messages) == MAX_PROBLEMS + 1
 
 
-def test_what_is_used_all_the_same_is_not_said_to_be_left_out(
+def test_unusual_value_that_is_used_is_logged_as_unusual(
     clock: Clock, caplog: pytest.LogCaptureFixture
 ):
     agent, _ = begun(0.0)
@@ -483,10 +481,10 @@ def test_what_is_used_all_the_same_is_not_said_to_be_left_out(
 @pytest.mark.parametrize(
     ("namespace", "status", "system"), [("kube-system", 503, True), ("tenant", 200, False)]
 )
-def test_what_finds_no_room_is_told_wherever_somebody_looks(
+def test_service_that_is_not_programmed_is_reported_everywhere(
     clock: Clock, namespace: str, status: int, system: bool
 ):
-    """A problem line, /readyz, the metric by namespace and Events; and no more when it has room."""
+    """In a problem line, /readyz, the metric by namespace and Events, until it is programmed."""
     posted: list[dict[str, Any]] = []
 
     def post(_: str, body: bytes) -> int:
@@ -521,10 +519,10 @@ def test_what_finds_no_room_is_told_wherever_somebody_looks(
     assert desk._handle_healthz(HttpRequest("GET", "/readyz", "")).status == 200
 
 
-def test_what_was_asked_for_last_is_done_in_both_families(
+def test_queued_timestamp_is_settled_in_both_families_after_a_pass(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ):
-    """A Service of one family, an event that says nothing new, and a data plane that refuses."""
+    """Also with a Service of one family, an event without a change, and a data plane that fails."""
     desk = AgentServer(
         Config("me", serving=Serving(healthz="", metrics="")),
         proxy_metrics=KubeProxyMetrics(clock.time),
@@ -566,8 +564,8 @@ def test_what_was_asked_for_last_is_done_in_both_families(
     assert max(behind()) <= 0
 
 
-def test_what_was_ended_is_told_once(clock: Clock, monkeypatch: pytest.MonkeyPatch):
-    """By the pass of this step, or by a tick since the one before."""
+def test_ended_udp_flows_are_counted_once(clock: Clock, monkeypatch: pytest.MonkeyPatch):
+    """UDP flows ended by the step's own pass or by a tick since the previous step."""
     desk = AgentServer(Config("me", serving=Serving(healthz="", metrics="")))
     plane = Counting()
     agent = Agent(Config("me"), plane, lambda _: (), desk)

@@ -1,4 +1,4 @@
-"""What the kernel's conntrack is set to, and what happens where it cannot be set."""
+"""The sysctls of the kernel's conntrack: their values, and what happens if one cannot be set."""
 
 import logging
 from collections.abc import Iterator
@@ -18,7 +18,10 @@ NONE = Conntrack(0, 0, 0, 0, False, 0, 0)
 
 
 class Row(NamedTuple):
-    """Settings, CPUs, and what is to be set, in order, without `net.netfilter.nf_conntrack_`."""
+    """Settings, the number of CPUs, and the expected sysctls in order.
+
+    The names are without their prefix `net.netfilter.nf_conntrack_`.
+    """
 
     name: str
     config: Conntrack
@@ -29,14 +32,14 @@ class Row(NamedTuple):
 TIMES = (("tcp_timeout_established", 86_400), ("tcp_timeout_close_wait", 3_600))
 ROWS = [
     Row("kube-proxy's defaults on a small machine", Conntrack(), 2, (("max", 131_072), *TIMES)),
-    Row("on a larger one", Conntrack(), 16, (("max", 524_288), *TIMES)),
-    Row("on a huge one there is a limit", Conntrack(), 64, (("max", 1_048_576), *TIMES)),
-    Row("the limit itself", Conntrack(), 32, (("max", 1_048_576), *TIMES)),
-    Row("the least may be more than the limit", Conntrack(least=2_000_000), 2,
+    Row("16 CPUs", Conntrack(), 16, (("max", 524_288), *TIMES)),
+    Row("64 CPUs: over the limit", Conntrack(), 64, (("max", 1_048_576), *TIMES)),
+    Row("32 CPUs: at the limit", Conntrack(), 32, (("max", 1_048_576), *TIMES)),
+    Row("the minimum may exceed the limit", Conntrack(least=2_000_000), 2,
         (("max", 2_000_000), *TIMES)),
-    Row("no entries for each CPU: the number stays, whatever is the least",
+    Row("0 entries per CPU: the number is left alone despite the minimum",
         Conntrack(max_per_core=0), 16, TIMES),
-    Row("no least", Conntrack(max_per_core=10, least=0), 3, (("max", 30), *TIMES)),
+    Row("no minimum", Conntrack(max_per_core=10, least=0), 3, (("max", 30), *TIMES)),
     Row("nothing", NONE, 8, ()),
     Row("all", Conntrack(1, 1, 2, 3, True, 4, 5), 1,
         (("max", 1), ("tcp_timeout_established", 2), ("tcp_timeout_close_wait", 3),
@@ -45,14 +48,14 @@ ROWS = [
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_what_is_to_be_set(row: Row):
+def test_settings_for_a_machine(row: Row):
     assert compute_settings(row.config, row.cpus) == tuple(
         (f"net.netfilter.nf_conntrack_{name}", value) for name, value in row.expected
     )
 
 
 class Machine:
-    """Files in place of /proc/sys and of the module's parameter."""
+    """A directory in place of /proc/sys, and a file in place of the module parameter `hashsize`."""
 
     def __init__(self, folder: Path) -> None:
         self.hashsize = folder / "hashsize"
@@ -60,7 +63,7 @@ class Machine:
         self.root = folder
 
     def load(self, **values: int) -> None:
-        """As when nf_conntrack is loaded."""
+        """Creates the sysctls that the module nf_conntrack creates when it is loaded."""
         self.sysctls.mkdir(parents=True)
         self.hashsize.write_text("65536\n")
         defaults = {"max": 262_144, "tcp_timeout_established": 432_000,
@@ -69,14 +72,14 @@ class Machine:
             (self.sysctls / f"nf_conntrack_{name}").write_text(f"{value}\n")
 
     def values(self) -> dict[str, int]:
-        """But the table of hashes."""
+        """All values without the size of the hash table."""
         found = self.sysctls.glob("nf_conntrack_*")
         names = {path.name.removeprefix("nf_conntrack_"): path for path in found}
         return {name: int(p.read_text()) for name, p in names.items() if name != "buckets"}
 
     @property
     def buckets(self) -> Path:
-        """The table of hashes, as a sysctl."""
+        """The sysctl of the hash table's size."""
         return self.sysctls / "nf_conntrack_buckets"
 
 
@@ -89,7 +92,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     return made
 
 
-def test_it_is_set_once_and_less_than_before_is_set_too(machine: Machine):
+def test_sysctls_are_set_once_even_to_lower_values(machine: Machine):
     machine.load()
     keeper = ConntrackSysctls(Conntrack(tcp_be_liberal=True))
     keeper.apply(1.0)
@@ -105,7 +108,7 @@ HASHES = [(262_144, 65_536), (262_148, 65_537), (1_048_576, 262_144), (2, 65_536
 
 
 @pytest.mark.parametrize(("most", "hashes"), HASHES, ids=str)
-def test_the_table_of_hashes_grows_with_the_entries_and_never_shrinks(
+def test_hash_table_grows_with_the_entries_and_never_shrinks(
     machine: Machine, most: int, hashes: int
 ):
     machine.load()
@@ -116,7 +119,7 @@ def test_the_table_of_hashes_grows_with_the_entries_and_never_shrinks(
 
 
 @pytest.mark.parametrize("kept", ["another errno", "no such setting"])
-def test_the_table_of_hashes_grows_by_the_modules_parameter_where_there_is_no_other_way(
+def test_hash_table_is_resized_with_the_module_parameter_if_the_sysctl_fails(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kept: str
 ):
     machine.load()
@@ -133,10 +136,10 @@ def test_the_table_of_hashes_grows_by_the_modules_parameter_where_there_is_no_ot
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
-def test_what_is_right_is_not_written(machine: Machine, monkeypatch: pytest.MonkeyPatch):
+def test_correct_values_are_not_written(machine: Machine, monkeypatch: pytest.MonkeyPatch):
     machine.load(max=131_072, tcp_timeout_established=86_400, tcp_timeout_close_wait=3_600)
     monkeypatch.setattr(sysctl, "write", refuse)
-    monkeypatch.setattr(conntrack_sysctls, "log", None)  # nothing is to be told
+    monkeypatch.setattr(conntrack_sysctls, "log", None)  # a log line would raise AttributeError
     ConntrackSysctls(Conntrack()).apply(1.0)
 
 
@@ -144,7 +147,7 @@ def refuse(name: str, value: str) -> None:
     raise KernelError(f"cannot set {name}", "", "", 30)
 
 
-def test_what_cannot_be_set_is_one_line_with_all_values(
+def test_failed_sysctls_are_one_warning_with_all_values(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     machine.load()
@@ -160,7 +163,7 @@ def test_what_cannot_be_set_is_one_line_with_all_values(
     assert "EROFS" in line
 
 
-def test_a_namespace_leaves_the_number_of_entries_to_the_machine(
+def test_read_only_nf_conntrack_max_in_a_network_namespace_is_left_alone(
     machine: Machine, caplog: pytest.LogCaptureFixture
 ):
     caplog.set_level("INFO", "kbpf.agent")
@@ -174,13 +177,13 @@ def test_a_namespace_leaves_the_number_of_entries_to_the_machine(
     assert {record.levelname for record in caplog.records} == {"INFO"}
 
 
-def test_the_rest_is_set_where_the_table_of_hashes_cannot_grow(
+def test_other_sysctls_are_set_if_the_hash_table_cannot_grow(
     machine: Machine, caplog: pytest.LogCaptureFixture
 ):
     machine.load()
     machine.hashsize.unlink()
     machine.buckets.unlink()
-    machine.buckets.mkdir()  # nobody can write it, not even root
+    machine.buckets.mkdir()  # a directory, which not even root can write to
     ConntrackSysctls(Conntrack(least=1_000_000)).apply(1.0)
     assert machine.values()["tcp_timeout_close_wait"] == 3_600
     (record,) = caplog.records
@@ -188,7 +191,7 @@ def test_the_rest_is_set_where_the_table_of_hashes_cannot_grow(
     assert "at /host/proc/sys/net" in record.getMessage()
 
 
-def test_without_the_module_it_is_told_and_set_when_it_is_loaded(
+def test_sysctls_are_set_once_the_module_is_loaded(
     machine: Machine, caplog: pytest.LogCaptureFixture
 ):
     caplog.set_level("INFO", "kbpf.agent")
@@ -205,14 +208,14 @@ def test_without_the_module_it_is_told_and_set_when_it_is_loaded(
 
 @pytest.fixture
 def quiet() -> Iterator[None]:
-    """The log as it was, after a command that sets it up."""
+    """Restores the logger after a command that configures it."""
     ours = logging.getLogger("kbpf")
     before = ours.handlers[:], ours.level, ours.propagate
     yield
     ours.handlers[:], ours.level, ours.propagate = before
 
 
-def test_init_only_sets_it_and_ends(machine: Machine, quiet: None):
+def test_init_only_sets_the_sysctls_and_exits(machine: Machine, quiet: None):
     machine.load()
     assert app.call(["run", "--init-only", "--conntrack-min", "200000", "--log-level=error"]) == 0
     assert machine.values()["max"] == 200_000

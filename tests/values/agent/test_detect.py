@@ -1,5 +1,7 @@
-"""Whether a kube-proxy runs on this node, by what is seen from here; real ones are in
-tests/lab/cluster/test_takeover_cleanup.py, test_side_by_side.py and test_drop_in.py.
+"""Detection of a running kube-proxy from processes and from responses at its ports.
+
+Real kube-proxies are detected in tests/lab/cluster/test_takeover_cleanup.py, test_side_by_side.py
+and test_drop_in.py.
 """
 
 from typing import NamedTuple
@@ -22,7 +24,11 @@ RUNS, UNKNOWN = "kube-proxy is running on this node", "cannot tell from here"
 
 
 class Row(NamedTuple):
-    """What is seen, and why nothing is removed then; "": it is."""
+    """A Detection, and words of the error that prevents the removal ("": removal is allowed).
+
+    The fields of Detection are pids, whether all of the node's processes are visible, and the
+    responder at each address.
+    """
 
     name: str
     sight: Detection
@@ -30,37 +36,35 @@ class Row(NamedTuple):
 
 
 ROWS = [
-    Row("on the node: none", Detection((), True, {}), ""),
+    Row("on the node: no kube-proxy", Detection((), True, {}), ""),
     Row(
-        "on the node: one",
+        "on the node: a kube-proxy",
         Detection((7,), True, {HEALTH: THERE, METRICS: THERE}),
         f"{RUNS} (pid 7)",
     ),
-    Row("one with other ports", Detection((7,), True, {}), f"{RUNS} (pid 7)"),
-    Row(
-        "inside of k3s", Detection((), True, {METRICS: THERE}), f"{RUNS} (it answers on {METRICS})"
-    ),
+    Row("on the node: a kube-proxy with other ports", Detection((7,), True, {}), f"{RUNS} (pid 7)"),
+    Row("inside k3s", Detection((), True, {METRICS: THERE}), f"{RUNS} (it answers on {METRICS})"),
     Row("on the node: kbpf", Detection((), True, {HEALTH: HERE, METRICS: HERE}), ""),
-    Row("on the node: others are at its ports", Detection((), True, {HEALTH: OTHER}), ""),
+    Row("on the node: another program at its port", Detection((), True, {HEALTH: OTHER}), ""),
     Row(
-        "in the pod: one",
+        "in the pod: a kube-proxy",
         Detection((), False, {HEALTH: THERE, METRICS: THERE}),
         f"{RUNS} (it answers on {HEALTH})",
     ),
     Row("in the pod: kbpf in its place", Detection((), False, {HEALTH: HERE, METRICS: HERE}), ""),
     Row("in the pod: kbpf, without metrics", Detection((), False, {HEALTH: HERE}), ""),
     Row(
-        "in the pod: one, and kbpf has taken a port of it",
+        "in the pod: a kube-proxy, and kbpf at one of its ports",
         Detection((), False, {HEALTH: HERE, METRICS: THERE}),
         f"{RUNS} (it answers on {METRICS})",
     ),
-    Row("in the pod: nobody answers", Detection((), False, {}), UNKNOWN),
-    Row("in the pod: somebody else does", Detection((), False, {HEALTH: OTHER}), UNKNOWN),
+    Row("in the pod: no response", Detection((), False, {}), UNKNOWN),
+    Row("in the pod: another program responds", Detection((), False, {HEALTH: OTHER}), UNKNOWN),
 ]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_when_nothing_is_removed(row: Row) -> None:
+def test_removal_is_refused_while_a_kube_proxy_may_run(row: Row) -> None:
     error = removal_error(row.sight)
     assert (error is not None) == bool(row.why)
     assert row.why in str(error)
@@ -73,20 +77,20 @@ ANSWERS: list[tuple[str, dict[str, ProbeAnswer], Responder]] = [
     ("kube-proxy's health, late", {"/healthz": (503, WELL[1])}, THERE),
     ("kube-proxy's metrics", {"/healthz": (200, b"ok"), "/proxyMode": (200, b"nftables")}, THERE),
     ("kbpf's health", {"/readyz": (200, b"kbpf serves\n"), "/healthz": WELL}, HERE),
-    ("kbpf's, which does not serve yet", {"/readyz": (503, b"kbpf is not ready: why\n"),
+    ("kbpf's health, not ready yet", {"/readyz": (503, b"kbpf is not ready: why\n"),
                                           "/healthz": WELL}, HERE),
     ("kbpf's metrics, mode ipvs", {"/readyz": (200, b"kbpf serves\n"),
                                    "/proxyMode": (200, b"ipvs")}, HERE),
     ("another program", {"/healthz": (200, b"ok"), "/readyz": (200, b"ok")}, OTHER),
     ("another program's JSON", {"/healthz": (200, b"[1]")}, OTHER),
-    ("one that says yes to all", dict.fromkeys(("/readyz", "/proxyMode", "/healthz"), (200, b"")),
-     OTHER),
+    ("a program that answers every path with 200",
+     dict.fromkeys(("/readyz", "/proxyMode", "/healthz"), (200, b"")), OTHER),
     ("no HTTP", dict.fromkeys(("/readyz", "/proxyMode", "/healthz")), OTHER),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "answers", "wanted"), ANSWERS, ids=[name for name, *_ in ANSWERS])
-def test_who_answers(name: str, answers: dict[str, ProbeAnswer], wanted: Responder) -> None:
+def test_identify_responder(name: str, answers: dict[str, ProbeAnswer], wanted: Responder) -> None:
     assert identify_responder(lambda path: answers.get(path, NOT_FOUND)) is wanted
 
 
@@ -104,8 +108,8 @@ TCP6 = [
 ]
 
 
-def test_who_listens_is_read() -> None:
-    """On a machine that is little-endian, as all are that kbpf is built for."""
+def test_parse_listeners() -> None:
+    """/proc/net/tcp is in host byte order: little-endian on all machines kbpf is built for."""
     assert list(parse_listeners(iter([HEAD, *TCP]), KUBE_PROXY_PORTS)) == [
         ("127.0.0.1", 10249),
         ("0.0.0.0", 10256),

@@ -1,5 +1,7 @@
-"""What one object costs the writer grows no faster than the object: each size that it controls is
-doubled, and the lines of Python that run are counted, every turn of a loop being one.
+"""The cost of one object grows no faster than its size.
+
+Each size that an object controls is doubled, and the executed lines of Python are counted, each
+iteration of a loop separately.
 """
 
 from collections.abc import Callable, Iterable
@@ -102,7 +104,7 @@ GROWING: dict[str, Callable[[int], Objects]] = {
 
 
 def program(objects: Callable[[int], Objects], size: int) -> None:
-    """All that the writer does with a Service and its slices, but for the system calls."""
+    """All the agent's work for a Service and its slices except the system calls."""
     made, slices = objects(size)
     world, desired, config = ObjectStore("me"), DesiredStateBuilder(), Config("me")
     events = [Upsert(ObjectKey(Kind.SERVICE, *NAME), made)]
@@ -122,12 +124,14 @@ def program(objects: Callable[[int], Objects], size: int) -> None:
 
 
 def slope(cost: Callable[[int], int]) -> float:
-    """Of the cost over the size, both as logarithms: from the first to the last of SIZES."""
+    """The exponent of the growth: the slope of log(cost) over log(size), from the first to the last
+    of SIZES.
+    """
     return log2(cost(SIZES[-1]) / cost(SIZES[0])) / log2(SIZES[-1] / SIZES[0])
 
 
 @pytest.mark.parametrize("name", GROWING)
-def test_a_service_of_twice_the_size_costs_twice_as_much(name: str):
+def test_service_of_twice_the_size_costs_twice_as_much(name: str):
     def cost(size: int) -> int:
         return lines_run(lambda: program(GROWING[name], size))
 
@@ -142,8 +146,8 @@ NODES: dict[str, Callable[[int], Node]] = {
 
 @pytest.mark.parametrize("name", NODES)
 @pytest.mark.parametrize("ours", [True, False], ids=["ours", "another"])
-def test_a_node_of_twice_the_size_costs_twice_as_much(name: str, ours: bool):
-    """With Services that have addresses to be compared with the node's."""
+def test_node_of_twice_the_size_costs_twice_as_much(name: str, ours: bool):
+    """With Services whose external addresses are compared with the node's."""
 
     def cost(size: int) -> int:
         world, desired, config = ObjectStore("me"), DesiredStateBuilder(), Config("me")
@@ -161,8 +165,8 @@ def test_a_node_of_twice_the_size_costs_twice_as_much(name: str, ours: bool):
 
 @pytest.mark.parametrize("vips", [(), (address(1, 192),)], ids=["", "that want one address"])
 def test_twice_as_many_services_cost_twice_as_much(vips: tuple[Addr, ...]):
-    """Those that want one address are in conflict: each loses but the first. The agent takes them
-    in the order of a set, by chance; here it is that of their names, so that each run is the same.
+    """Services that claim one address conflict, and all but the first lose. The agent computes them
+    in the arbitrary order of a set; here they are sorted by name, so that each run is the same.
     """
 
     def cost(size: int) -> int:
@@ -188,7 +192,7 @@ def test_twice_as_many_services_cost_twice_as_much(vips: tuple[Addr, ...]):
 
 
 @pytest.mark.parametrize("text", ["web-{}=1", "10.0.0.{}=x", "=", "node:a{}=2", ",", "a" * 20])
-def test_an_annotation_of_twice_the_length_costs_twice_as_much(text: str):
+def test_annotation_of_twice_the_length_costs_twice_as_much(text: str):
     def cost(size: int) -> int:
         annotation = ",".join(text.format(n) for n in range(size))
         return lines_run(lambda: parse_weights(annotation, []))
@@ -196,7 +200,7 @@ def test_an_annotation_of_twice_the_length_costs_twice_as_much(text: str):
     assert slope(cost) <= SLOPE
 
 
-def test_a_step_does_not_look_at_the_problem_lines_of_others():
+def test_cost_of_a_problem_does_not_depend_on_the_number_of_others():
     def cost(size: int) -> int:
         problems = Problems()
         for number in range(size):

@@ -1,4 +1,4 @@
-"""What the writer counts: each number at the moment when it is true in the kernel, not before."""
+"""The Recorder's metrics: each changes when it has become true in the kernel, not before."""
 
 import time
 from datetime import UTC, datetime
@@ -31,7 +31,7 @@ HERE, THERE = "n1", "n2"
 
 
 class Checks(AgentServer):
-    """A desk that remembers what is to answer."""
+    """An AgentServer that records the health checks that it is given."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -42,7 +42,10 @@ class Checks(AgentServer):
 
 
 class Rig:
-    """World, policy and tally, driven as the agent drives them; `apply` may be held back."""
+    """An ObjectStore, policy and Recorder, driven as the agent does.
+
+    With `programmed=False` hear() leaves the changes to be programmed by end().
+    """
 
     def __init__(self, config: Config = Config(node_name=HERE)) -> None:  # noqa: B008
         self.config = config
@@ -91,7 +94,7 @@ def gone(kind: Kind, name: str) -> Delete:
     return Delete(ObjectKey(kind, "a" if kind is not Kind.NODE else "", name))
 
 
-def test_a_health_check_follows_its_service_and_endpoints():
+def test_health_check_follows_its_service_and_endpoints():
     rig = Rig()
     rig.hear(service())
     rig.hear(endpoints(HERE, THERE))
@@ -106,7 +109,7 @@ def test_a_health_check_follows_its_service_and_endpoints():
     ]  # fmt: skip
 
 
-def test_nothing_is_answered_before_it_is_programmed():
+def test_health_checks_change_only_once_programmed():
     rig = Rig()
     rig.hear(service(), endpoints(HERE), programmed=False)
     assert not rig.desk.told
@@ -114,19 +117,19 @@ def test_nothing_is_answered_before_it_is_programmed():
     assert [checks for checks, _ in rig.desk.told] == [{WEB: HealthCheck(31_999, 1, 1)}]
 
 
-def test_what_changes_nothing_is_not_told():
+def test_health_checks_are_set_only_if_they_change():
     rig = Rig()
     rig.hear(service(), endpoints(HERE))
     rig.hear(endpoints(HERE))
     rig.hear(service())
-    rig.hear(endpoints(HERE, THERE))  # it has one here, as before
+    rig.hear(endpoints(HERE, THERE))  # one local endpoint, as before
     rig.end()
     assert len(rig.desk.told) == 1
 
 
 OWN = (parse_addr("192.0.2.1"),)
 WHERE = [
-    ("primary: all while there is no Node", {}, (), OWN),
+    ("primary: all addresses without a Node", {}, (), OWN),
     ("primary", {}, ("192.0.2.7", "192.0.2.8"), (parse_addr("192.0.2.7"),)),
     ("networks", {"node_port_addresses": (Cidr(parse_addr("192.0.2.0"), 120),)}, (), OWN),
     ("all", {"all_node_port_addresses": True}, ("192.0.2.7",), None),
@@ -136,7 +139,7 @@ WHERE = [
 @pytest.mark.parametrize(
     ("name", "settings", "addresses", "at"), WHERE, ids=[row[0] for row in WHERE]
 )
-def test_health_checks_answer_where_node_ports_do(name, settings, addresses, at):
+def test_health_checks_listen_at_node_port_addresses(name, settings, addresses, at):
     rig = Rig(Config(node_name=HERE, **settings))
     rig.hear(Upsert(ObjectKey(Kind.NODE, "", HERE), Node(HERE, tuple(map(parse_addr, addresses)))))
     assert not rig.desk.told, "there is none"
@@ -146,14 +149,14 @@ def test_health_checks_answer_where_node_ports_do(name, settings, addresses, at)
     assert rig.desk.told[-1] == ({}, None)
 
 
-def test_a_policy_that_finds_nobody_here():
+def test_services_with_policy_local_without_local_endpoints_are_counted():
     rig = Rig()
     name = "kubeproxy_sync_proxy_rules_no_local_endpoints_total"
     for events, external, internal in (
         ((service(), endpoints(THERE)), 1, 0),
         ((endpoints(HERE),), 0, 0),
         ((service("internal"), endpoints(THERE)), 0, 1),
-        ((endpoints(),), 0, 0),  # nobody anywhere: refused, not dropped
+        ((endpoints(),), 0, 0),  # no endpoints at all: refused, not dropped
         ((endpoints(THERE),), 0, 1),
         ((gone(Kind.SERVICE, "web"),), 0, 0),
     ):
@@ -164,7 +167,7 @@ def test_a_policy_that_finds_nobody_here():
         assert found.value(ip_family="IPv6", traffic_policy="internal") == 0
 
 
-def test_services_without_endpoints():
+def test_services_without_endpoints_are_counted():
     rig = Rig()
     rig.hear(service())
     assert rig.tally.without_endpoints == 1
@@ -176,7 +179,7 @@ def test_services_without_endpoints():
     assert rig.tally.without_endpoints == 0
 
 
-def test_changes_are_counted_and_wait_until_they_are_programmed():
+def test_changes_are_pending_until_programmed():
     rig = Rig()
     rig.hear(service(), endpoints(HERE), Upsert(ObjectKey(Kind.NODE, "", HERE), Node(HERE)),
              programmed=False)  # fmt: skip
@@ -191,12 +194,12 @@ def test_changes_are_counted_and_wait_until_they_are_programmed():
 
 
 def stamp(seconds: float) -> str:
-    """Of now and so many seconds."""
+    """The time `seconds` from now, in RFC 3339 format."""
     at = datetime.fromtimestamp(time.time() + seconds, UTC)
     return at.isoformat().replace("+00:00", "Z")
 
 
-def test_programming_is_timed_from_the_trigger_that_the_slice_names():
+def test_programming_duration_starts_at_the_trigger_time_of_the_slice():
     rig = Rig()
 
     def timed() -> float:
@@ -206,11 +209,11 @@ def test_programming_is_timed_from_the_trigger_that_the_slice_names():
 
     rig.hear(service())
     for nodes, triggered, count in (
-        ((HERE,), stamp(-3600), 0),  # before this process began: nothing of ours
+        ((HERE,), stamp(-3600), 0),  # before this process started: not its work
         ((THERE,), "", 0),
         ((HERE,), "yesterday", 0),
         ((THERE,), stamp(1), 1),
-        ((THERE,), stamp(2), 1),  # it said nothing new
+        ((THERE,), stamp(2), 1),  # no change of the endpoints
         ((HERE,), stamp(2), 2),
     ):
         rig.hear(endpoints(*nodes, triggered=triggered))
@@ -221,14 +224,14 @@ def test_programming_is_timed_from_the_trigger_that_the_slice_names():
     assert timed() == 3
 
 
-def test_a_node_that_leaves_is_told():
+def test_node_eligible_is_0_while_the_node_is_being_deleted():
     rig = Rig()
     key = ObjectKey(Kind.NODE, "", HERE)
 
     def is_eligible() -> float:
         return rig.page()["kbpf_node_eligible"].value()
 
-    assert is_eligible()  # nobody has said anything yet
+    assert is_eligible()  # no Node object yet
     rig.hear(Upsert(key, Node(HERE)))
     assert is_eligible()
     rig.hear(Upsert(key, Node(HERE, being_deleted=True)))

@@ -1,5 +1,5 @@
-"""Which data plane serves: what --mode says, what keeps BPF from being had, and what becomes of
-what the other mode has left. The planes here do nothing but what a row tells them.
+"""Selection of the data plane: the flag --mode, the reasons for a fallback to IPVS, and the drain
+of a previous data plane. The planes are fakes that fail as a row says.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ GOOD = (check("bpf(2)", "yes"), check("TCX", "no", needed=False))
 
 
 class Why(NamedTuple):
-    """An error of mode bpf, what is missing, and the reason."""
+    """An error of mode bpf, the rows of `kbpf check`, and the expected reason for the fallback."""
 
     name: str
     error: KbpfError
@@ -87,23 +87,23 @@ WHY = [
         for name in ("hook connect4", "batch operations", "cgroup links", "LRU hash maps")
     ),
     Why(
-        "what could not be found out counts as missing",
+        "an unknown result counts as missing",
         KERNEL,
         [check("cgroup v2", "unknown")],
         FallbackReason.NO_CGROUP,
     ),
     Why("another error", KERNEL, GOOD, None),
-    Why("another agent is at work", KernelError("lock", "", "", 11), GOOD, None),
-    Why("somebody removed the pins", PinsRemovedError("gone"), [check("bpf(2)")], None),
+    Why("another agent is running", KernelError("lock", "", "", 11), GOOD, None),
+    Why("the pins were removed", PinsRemovedError("gone"), [check("bpf(2)")], None),
 ]
 
 
 @pytest.mark.parametrize("why", WHY, ids=lambda why: why.name)
-def test_why_bpf_is_not_to_be_had(why: Why):
+def test_fallback_reason(why: Why):
     assert fallback_reason(why.error, why.rows) is why.reason
 
 
-def test_each_reason_has_a_row():
+def test_every_reason_has_a_row():
     assert {why.reason for why in WHY} == {*FallbackReason, None}
     assert set(REASON_BY_CHECK.values()) <= set(FallbackReason)
 
@@ -113,9 +113,7 @@ def test_each_reason_has_a_row():
 
 @dataclasses.dataclass
 class Fake:
-    """A data plane and, under the other mode's name, remains of one. `does` is what happened, in
-    order; `fails` are errors by verb.
-    """
+    """A fake data plane. `does` lists all calls in order, `fails` the errors to raise by verb."""
 
     name: str
     does: list[str]
@@ -186,7 +184,7 @@ class Fake:
 
 
 class Rest(Fake):
-    """Remains that are there, and gone after two looks."""
+    """A fake PreviousDataPlane that is drained after two calls of drain()."""
 
     there = True
     looks = 2
@@ -206,7 +204,7 @@ class Rest(Fake):
 
 
 class House:
-    """A choice among fakes."""
+    """A SelectedDataPlane over fakes. `there` names the previous data planes on the node."""
 
     def __init__(self, asked: str, rows: Sequence[CheckRow] = GOOD, there: str = "") -> None:
         self.does: list[str] = []
@@ -227,7 +225,7 @@ class House:
 
 
 @pytest.mark.parametrize(("asked", "mode"), [("auto", "bpf"), ("bpf", "bpf"), ("ipvs", "ipvs")])
-def test_what_is_asked_for_is_taken(asked: str, mode: str):
+def test_requested_mode_is_used(asked: str, mode: str):
     house = House(asked)
     house.start()
     assert house.does == [f"{mode} open", f"{mode} apply"]
@@ -243,12 +241,11 @@ REFUSALS = [why for why in WHY if why.reason is not None]
     [
         pytest.param(verb, why, id=f"{verb}: {why.name}")
         for verb, why in product(("open", "apply"), REFUSALS)
-        if verb == "open" or isinstance(why.error, KernelError)  # nothing is compiled later
+        # Only open() compiles and attaches; apply() raises nothing but KernelError.
+        if verb == "open" or isinstance(why.error, KernelError)
     ],
 )
-def test_auto_is_ipvs_where_bpf_is_not_to_be_had(
-    why: Why, verb: str, caplog: pytest.LogCaptureFixture
-):
+def test_mode_auto_falls_back_to_ipvs(why: Why, verb: str, caplog: pytest.LogCaptureFixture):
     house = House("auto", why.rows)
     house.bpf.fails[verb] = [why.error]
     with caplog.at_level(logging.INFO):
@@ -263,12 +260,12 @@ def test_auto_is_ipvs_where_bpf_is_not_to_be_had(
     house.chosen.apply(NOTHING, set())
     house.chosen.tick(0.0)
     house.chosen.close()
-    assert house.does == ["ipvs change", "ipvs close"]  # nobody tries BPF again
+    assert house.does == ["ipvs change", "ipvs close"]  # BPF is not tried again
 
 
 @pytest.mark.parametrize("verb", ["open", "apply"])
 @pytest.mark.parametrize("why", REFUSALS, ids=lambda why: why.name)
-def test_mode_bpf_fails_instead(why: Why, verb: str):
+def test_mode_bpf_does_not_fall_back(why: Why, verb: str):
     house = House("bpf", why.rows)
     house.bpf.fails[verb] = [why.error]
     with pytest.raises(type(why.error)) as raised:
@@ -278,7 +275,7 @@ def test_mode_bpf_fails_instead(why: Why, verb: str):
 
 
 @pytest.mark.parametrize("verb", ["open", "apply"])
-def test_another_error_is_no_reason(verb: str):
+def test_unrelated_error_does_not_fall_back(verb: str):
     house = House("auto")
     house.bpf.fails[verb] = [KERNEL]
     with pytest.raises(KernelError):
@@ -286,7 +283,7 @@ def test_another_error_is_no_reason(verb: str):
     assert not [line for line in house.does if "ipvs" in line]
 
 
-def test_what_fails_later_is_no_reason():
+def test_later_error_does_not_fall_back():
     house = House("auto", [check("cgroup links")])
     house.start()
     house.bpf.fails["change"] = [AttachError("connect4")]
@@ -295,7 +292,7 @@ def test_what_fails_later_is_no_reason():
     assert house.chosen.name == "bpf"
 
 
-def test_without_either_the_error_is_that_of_bpf_and_says_so():
+def test_if_both_modes_fail_the_error_is_that_of_bpf_with_that_of_ipvs():
     house = House("auto", [check("cgroup v2")])
     error = KernelError("no link", "cgroup", "look")
     house.bpf.fails["open"], house.ipvs.fails["open"] = [error], [KernelError("no IPVS")]
@@ -306,9 +303,9 @@ def test_without_either_the_error_is_that_of_bpf_and_says_so():
     assert house.chosen.mode_choice() == ModeChoice("auto", "bpf")
 
 
-def test_what_cannot_be_had_at_the_first_apply_is_tried_once_and_then_waited_for():
-    """The BPF plane was closed for IPVS: it is opened again, and gets its next chance. The same
-    error has the same words each time: the log says it once.
+def test_ipvs_is_tried_once_if_the_first_apply_fails_then_bpf_is_retried():
+    """The BPF plane was closed to try IPVS, so it is opened again for the next attempt. The error
+    has the same words each time, so that it is logged once.
     """
     house = House("auto", [check("cgroup v2")])
     house.bpf.fails["apply"] = [KernelError("no cgroup", "", "look") for _ in range(2)]
@@ -325,13 +322,13 @@ def test_what_cannot_be_had_at_the_first_apply_is_tried_once_and_then_waited_for
     assert house.chosen.mode_choice() == ModeChoice("auto", "bpf")
 
 
-# ---- what the other mode has left ----------------------------------------------------------------
+# ---- previous data planes ------------------------------------------------------------------------
 
 OTHER = {"bpf": "ipvs", "ipvs": "bpf"}
 
 
 @pytest.mark.parametrize("mode", OTHER)
-def test_the_new_serves_before_the_old_goes(mode: str):
+def test_previous_data_plane_is_drained_after_the_new_one_serves(mode: str):
     old = f"old {OTHER[mode]}"
     house = House(mode, there=OTHER[mode])
     house.chosen.open()
@@ -348,7 +345,7 @@ def test_the_new_serves_before_the_old_goes(mode: str):
     assert house.chosen.problems() == ()
 
 
-def test_bpf_follows_a_kube_proxy_until_that_has_no_connections():
+def test_bpf_coexists_with_a_kube_proxy_until_it_is_drained():
     old = "old kube-proxy"
     house = House("bpf", there="kube-proxy")
     house.chosen.open()
@@ -361,7 +358,7 @@ def test_bpf_follows_a_kube_proxy_until_that_has_no_connections():
                               "bpf is alone"]  # fmt: skip
 
 
-def test_bpf_is_alone_when_the_last_of_two_has_gone():
+def test_bpf_coexists_until_both_previous_data_planes_are_drained():
     house = House("bpf", there="ipvs kube-proxy")
     house.rest["kube-proxy"].looks = 3
     house.start()
@@ -373,13 +370,13 @@ def test_bpf_is_alone_when_the_last_of_two_has_gone():
     assert house.does[-2:] == ["old kube-proxy close", "bpf is alone"]
 
 
-def test_mode_ipvs_takes_over_a_kube_proxy_without_that():
+def test_mode_ipvs_does_not_drain_a_kube_proxy():
     house = House("ipvs", there="kube-proxy")
     house.start()
     assert house.does == ["ipvs open", "ipvs apply"]
 
 
-def test_a_refusal_lets_go_of_what_was_taken():
+def test_failed_claim_releases_earlier_claims():
     house = House("bpf", there="ipvs kube-proxy")
     house.rest["kube-proxy"].fails["take"] = [KernelError("no")]
     with pytest.raises(KernelError):
@@ -388,7 +385,7 @@ def test_a_refusal_lets_go_of_what_was_taken():
 
 
 @pytest.mark.parametrize("mode", OTHER)
-def test_nothing_goes_before_all_is_known_and_in_place(mode: str):
+def test_nothing_is_drained_before_the_state_is_authoritative_and_the_plane_ready(mode: str):
     house = House(mode, there=OTHER[mode])
     house.start(sound=False)
     plane = house.bpf if mode == "bpf" else house.ipvs
@@ -401,14 +398,14 @@ def test_nothing_goes_before_all_is_known_and_in_place(mode: str):
     assert house.does[-1] == f"old {OTHER[mode]} retire"
 
 
-def test_an_end_before_that_leaves_it_to_the_next_agent():
+def test_close_during_a_drain_leaves_it_to_the_next_agent():
     house = House("ipvs", there="bpf")
     house.start()
     house.chosen.close()
     assert house.does[-3:] == ["old bpf retire", "old bpf close", "ipvs close"]
 
 
-def test_a_refusal_to_go_stops_nothing():
+def test_failed_drain_is_a_problem_and_retried():
     house = House("ipvs", there="bpf")
     house.rest["bpf"].fails["retire"] = [KernelError("busy")]
     house.start()
@@ -417,7 +414,7 @@ def test_a_refusal_to_go_stops_nothing():
     assert house.chosen.problems() == ("some go on",)
 
 
-def test_while_an_agent_of_the_other_mode_runs_nothing_is_opened():
+def test_nothing_is_opened_while_an_agent_of_the_other_mode_runs():
     house = House("ipvs", there="bpf")
     house.rest["bpf"].fails["take"] = [KernelError("another agent is at work")]
     with pytest.raises(KernelError):
@@ -425,8 +422,8 @@ def test_while_an_agent_of_the_other_mode_runs_nothing_is_opened():
     assert house.does == ["old bpf take"]
 
 
-def test_falling_back_lets_go_of_what_ipvs_left_before_it_opens():
-    """Else it would wait for its own lock."""
+def test_fallback_releases_the_previous_ipvs_plane_before_it_opens():
+    """Otherwise IPVS would wait for its own lock."""
     house = House("auto", there="ipvs")
     house.bpf.fails["open"] = [ProgramLoadError("connect4")]
     house.start()

@@ -1,4 +1,6 @@
-"""Which names on a node are kube-proxy's, and what is said to have them removed."""
+"""Recognition of kube-proxy's chains, ipsets and virtual services, and the commands that remove
+them.
+"""
 
 import pytest
 
@@ -36,7 +38,7 @@ CHAINS = [
     ("filter", "KUBE-PROXY-FIREWALL", True),
     ("filter", "KUBE-IPVS-FILTER", True),
     ("mangle", "KUBE-PROXY-CANARY", True),
-    ("filter", "KUBE-FIREWALL", False),  # kubelet's as well
+    ("filter", "KUBE-FIREWALL", False),  # shared with kubelet
     ("mangle", "KUBE-KUBELET-CANARY", False),
     ("mangle", "KUBE-IPTABLES-HINT", False),
     ("nat", "KUBE-MARK-DROP", False),  # kubelet's
@@ -44,7 +46,7 @@ CHAINS = [
     ("nat", "KUBE-HP-ERIFXISQEP7F7OF4", False),
     ("nat", "KUBE-SVC-MINE", False),
     ("nat", "KUBE-SVC-ERIFXISQEP7F7OF45", False),
-    ("filter", "KUBE-SVC-ERIFXISQEP7F7OF4", False),  # they are in nat only
+    ("filter", "KUBE-SVC-ERIFXISQEP7F7OF4", False),  # kube-proxy has them in nat only
     ("nat", "KUBE-ROUTER-INPUT", False),
     ("filter", "KUBE-POD-FW-ERIFXISQEP7F7OF4", False),  # kube-router's
     ("filter", "KUBE-NWPLCY-ERIFXISQEP7F7OF4", False),
@@ -55,7 +57,7 @@ CHAINS = [
 
 
 @pytest.mark.parametrize(("table", "name", "is_theirs"), CHAINS)
-def test_a_chain_is_known_by_its_table_and_name(table: str, name: str, is_theirs: bool) -> None:
+def test_chain_is_recognized_by_table_and_name(table: str, name: str, is_theirs: bool) -> None:
     assert is_kube_proxy_chain(table, name) == is_theirs
     assert ListedChain("ip6", table, name).is_from_kube_proxy == is_theirs
     assert not ListedChain("inet", table, name).is_from_kube_proxy, "iptables knows no such table"
@@ -71,7 +73,7 @@ SETS_ROWS = [
     ("KUBE-HEALTH-CHECK-NODE-PORT", True, False),
     ("KUBE-NODE-PORT-TCP", True, True),
     ("KUBE-6-NODE-PORT-LOCAL-SCTP-HASH", True, True),
-    ("KUBE-6-NODE-PORT-LOCAL-SCTP-HAS", True, True),  # as kube-proxy cuts it
+    ("KUBE-6-NODE-PORT-LOCAL-SCTP-HAS", True, True),  # kube-proxy truncates names to 31 bytes
     ("KUBE-6-LOAD-BALANCER-SOURCE-CID", True, False),
     ("KUBE-NODE-PORT-ICMP", False, False),
     ("KUBE-SRC-ERIFXISQEP7F7OF4", False, False),  # kube-router's
@@ -81,7 +83,7 @@ SETS_ROWS = [
 
 
 @pytest.mark.parametrize(("name", "is_theirs", "has_ports"), SETS_ROWS)
-def test_a_set_is_known_by_its_name(name: str, is_theirs: bool, has_ports: bool) -> None:
+def test_ipset_is_recognized_by_name(name: str, is_theirs: bool, has_ports: bool) -> None:
     assert bool(IP_SET_NAME.fullmatch(name)) == is_theirs
     assert bool(NODE_PORT_SET_NAME.fullmatch(name)) == has_ports
 
@@ -101,14 +103,14 @@ VIRTUAL = [
 
 
 @pytest.mark.parametrize(("name", "service", "is_theirs"), VIRTUAL, ids=[r[0] for r in VIRTUAL])
-def test_a_virtual_service_is_known_by_its_address_or_port(
+def test_virtual_service_is_recognized_by_address_or_node_port(
     name: str, service: VirtualServiceKey, is_theirs: bool
 ) -> None:
     addresses, ports = frozenset((parse_addr("10.96.0.1"),)), frozenset(((6, 30080),))
     assert is_kube_proxy_service(service, addresses, ports) == is_theirs
 
 
-def test_jumps_go_before_what_they_jump_to() -> None:
+def test_jumps_are_removed_before_their_targets() -> None:
     base = ListedChain("ip", "nat", "PREROUTING", base=True)
     chains = [
         base,
@@ -124,7 +126,7 @@ def test_jumps_go_before_what_they_jump_to() -> None:
     ]
 
 
-def test_only_rules_that_jump_to_kube_proxy_are_jumps() -> None:
+def test_only_jumps_to_chains_of_kube_proxy_are_found() -> None:
     chain = ListedChain("ip", "filter", "FORWARD", base=True)
     listed = [
         {"chain": {"name": "FORWARD"}},
@@ -162,10 +164,10 @@ COMMIT
 """
 
 
-def test_what_iptables_restore_is_told() -> None:
+def test_input_of_iptables_restore() -> None:
     assert legacy_restore_input("nat", SAVED) == (TOLD, 2, 1)
 
 
-def test_it_is_told_nothing_where_nothing_is() -> None:
+def test_no_input_for_iptables_restore_without_kube_proxy_chains() -> None:
     left = "\n".join(line for line in SAVED.splitlines() if "KUBE" not in line)
     assert legacy_restore_input("nat", left) == ("", 0, 0)

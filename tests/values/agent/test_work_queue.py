@@ -1,4 +1,4 @@
-"""In which order Services are computed, and how often large ones."""
+"""The order in which Services are computed, and how often large ones are."""
 
 from kbpf.agent.work_queue import LARGE_SERVICE_ENDPOINTS, SECONDS_PER_ENDPOINT, ServiceQueue
 from kbpf.model.objects import ServiceName
@@ -8,7 +8,7 @@ def named(*names: str) -> list[ServiceName]:
     return [ServiceName("ns", name) for name in names]
 
 
-def test_the_clusters_own_come_first_then_those_with_less_to_do():
+def test_system_services_come_first_then_smaller_ones():
     dns, small, medium = named("dns", "small", "medium")
     work = ServiceQueue()
     work.add(medium, 500, False, 1.0)
@@ -18,8 +18,8 @@ def test_the_clusters_own_come_first_then_those_with_less_to_do():
     assert not work
 
 
-def test_large_ones_wait_apart():
-    """However long a large one has waited: the agent begins it after the small ones."""
+def test_large_services_have_their_own_queue():
+    """The agent computes large Services after all small ones, no matter how long they waited."""
     large, small, dns = named("large", "small", "dns")
     work = ServiceQueue()
     work.add(large, LARGE_SERVICE_ENDPOINTS, False, 0.0)
@@ -30,7 +30,7 @@ def test_large_ones_wait_apart():
     assert [work.pop_large(2.0) for _ in range(3)] == [dns, large, None]
 
 
-def test_one_with_more_to_do_is_due_in_the_end_however_many_others_come():
+def test_medium_service_is_not_starved_by_small_ones():
     (medium,) = named("medium")
     work = ServiceQueue()
     work.add(medium, 500, False, 0.0)
@@ -42,7 +42,7 @@ def test_one_with_more_to_do_is_due_in_the_end_however_many_others_come():
     raise AssertionError("it was never due")
 
 
-def test_a_large_one_rests_after_it_was_computed_and_then_is_computed_once():
+def test_large_service_waits_after_a_computation_and_is_then_computed_once():
     large, small = named("large", "small")
     rest = LARGE_SERVICE_ENDPOINTS * SECONDS_PER_ENDPOINT
     work = ServiceQueue()
@@ -59,7 +59,7 @@ def test_a_large_one_rests_after_it_was_computed_and_then_is_computed_once():
     assert not work
 
 
-def test_small_ones_do_not_rest():
+def test_small_services_do_not_wait():
     (small,) = named("small")
     work = ServiceQueue()
     work.mark_computed(small, LARGE_SERVICE_ENDPOINTS - 1, 1.0)
