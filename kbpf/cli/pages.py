@@ -107,7 +107,7 @@ def _agent_facts(view: StatusView) -> Iterator[tuple[str, str]]:
         )
         refused = f"; {view.refused} of them NOT PROGRAMMED" if view.refused else ""
         yield "services", f"{view.services} ({view.service_ports} Service ports{refused})"
-        yield "applied", f"{view.applied} changes, the last one took {view.last_apply_ms:g} ms"
+        yield "applied", f"{view.applied} passes, the last one took {view.last_apply_ms:g} ms"
         yield "event to map", _format_latency(view)
     if view.packets is not None:
         missing = f"; missing: {', '.join(view.hooks_missing)}" if view.hooks_missing else ""

@@ -20,10 +20,10 @@ class PacketView(msgspec.Struct, frozen=True):
 
     `state`: ``on``; ``off``; or ``failed``: it should be on but does not work. `why` explains the
     other two. `connections`: open ones. `entries`: including closed and expired ones, which stay
-    until their space is needed. `room`: the limit for both (--max-connections).
+    until their space is needed. `room`: the value of --max-connections.
 
     `alarm`: 80 % of `room` are connections that are not evicted for new ones (unlike half-open and
-    closed ones). At 100 % new connections are dropped.
+    closed ones). At the limit new connections are dropped.
 
     `created`: connections since the counters started. `forgotten` of them no longer have an entry:
     it was evicted, or replaced by a new connection from the same client port; None if unknown.
