@@ -87,22 +87,25 @@ MODES = ("bpf", "ipvs")
 MINUTES, QUICK_MINUTES = 240, 15
 QUICK = (
     FEATURES[0],
-    Feature("check", _of("tests/programs/node/test_features.py", "the_table_is_right",
-                         "check_says_exactly_what_this_kernel_lacks",
-                         "check_says_that_this_kernel_will_do",
-                         "check_says_whether_mode_ipvs_can_be_had")),
+    Feature("check", _of("tests/programs/node/test_features.py",
+                         "feature_table_matches_this_kernel",
+                         "check_rows_report_exactly_the_lacking_features",
+                         "check_finds_this_kernel_usable",
+                         "check_reports_whether_mode_ipvs_is_usable")),
     Feature("provisioning", _of("tests/values/project/test_vagrant.py",
                                 "a_machine_of_busybox_is_provisioned")),
     Feature("tcp", _of("tests/programs/sockets/test_connect.py", "dial")),
-    Feature("udp", _of("tests/programs/sockets/test_udp.py", "connected_sockets_are_destroyed")),
+    Feature("udp", _of("tests/programs/sockets/test_udp.py",
+                       "connected_sockets_of_a_deleted_backend_are_destroyed")),
     Feature("attaching", (
         *_of("tests/programs/packets/test_tc.py",
-             "a_program_sees_each_packet_of_its_direction_once"),
+             "program_sees_each_packet_of_its_direction_once"),
         *_of("tests/programs/packets/test_devices.py", "chosen_devices_get_their_programs_once",
-             "each_change_is_told"),
+             "monitor_reports_each_change"),
     )),
-    Feature("ipvs", _of("tests/programs/ipvs/test_ipvs.py", "who_answers", "drained_then_gone",
-                        "udp_moves_at_once", "restart_changes_nothing")),
+    Feature("ipvs", _of("tests/programs/ipvs/test_ipvs.py", "connection_reaches_its_backends",
+                        "connection_outlives_its_drained_backend",
+                        "udp_client_moves_at_once", "restart_changes_nothing")),
 )  # fmt: skip
 """A part of each: two minutes a kernel, under emulation."""
 QUICK_KERNELS = ("5.10", "newest")
