@@ -66,6 +66,7 @@ def _cluster_ip_backends(value: ServiceValue, snapshot: Snapshot) -> tuple[Backe
         return ()
     local = ServiceFlag.INTERNAL_LOCAL in flags
     slots = snapshot.sets.get(value.local_set if local else value.cluster_set, {})
+    # Each id once: a backend has several slots if it has a weight, or with Maglev.
     backend_ids = sorted(set(slots.values()))
     backends = tuple(snapshot.backends[b] for b in backend_ids if b in snapshot.backends)
     return backends if len(backends) == len(backend_ids) else ()

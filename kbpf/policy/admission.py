@@ -1,7 +1,7 @@
 """Addresses that a Service may not use as ExternalIP or LoadBalancer address (CVE-2020-8554).
 
-A ClusterIP is allocated by the API server and is never refused. ExternalIPs are written by anyone
-who may create Services; LoadBalancer addresses are in the status, which only controllers write. So
+A ClusterIP is allocated by the API server and is never refused. Every user with the right to create
+Services can set ExternalIPs; LoadBalancer addresses are in the status, set only by controllers. So
 the rules for ExternalIPs are stricter, and `--external-ips` with networks lifts those rules that
 an operator may have a reason to lift (docs/operate.md, "Addresses that Services may take").
 Traffic to a refused address is not touched; the rest of the Service is served.

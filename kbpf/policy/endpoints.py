@@ -210,7 +210,7 @@ def select_endpoints(
     if uses_cluster:
         mode = _topology_mode([endpoint for _, endpoint in endpoints if endpoint.ready], node)
         cluster = _usable_backends(endpoints, mode, node)
-        cluster = serving if cluster == serving else cluster
+        cluster = serving if cluster == serving else cluster  # shares one tuple, to save memory
     if uses_local:
         local_endpoints = [
             (backend, endpoint) for backend, endpoint in endpoints if _is_local(endpoint, node.name)
@@ -312,6 +312,7 @@ def _effective_copies(
         for number in _port_numbers(slice_, port, family):
             for i, endpoint in enumerate(slice_.endpoints):
                 addr_port = (endpoint.address, number)
+                # The last copy that is not terminating, else the first one.
                 if not endpoint.terminating or addr_port not in copies:
                     copies[addr_port] = (slice_, i)
     return copies
@@ -338,7 +339,7 @@ def _index_port_numbers(slice_: EndpointSlice) -> dict[tuple[str, Protocol], lis
     port of a Service looks up the same slices.
     """
     cached = _port_indexes.get(id(slice_))
-    if cached is not None and cached[0] is slice_:
+    if cached is not None and cached[0] is slice_:  # keeps the slice, so its id is not reused
         return cached[1]
     index: dict[tuple[str, Protocol], list[int]] = {}
     for entry in slice_.ports:
@@ -354,6 +355,7 @@ def _topology_mode(ready: Sequence[Endpoint], node: Node) -> TopologyMode:
     """The topology mode that the hints of the ready endpoints allow (topology.go)."""
     if not ready:
         return TopologyMode.NONE
+    # all(): one endpoint without a hint disables the level.
     nodes = [endpoint.node_hints or () for endpoint in ready]
     if node.name and all(nodes) and any(node.name in hints for hints in nodes):
         return TopologyMode.SAME_NODE

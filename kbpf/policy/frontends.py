@@ -103,7 +103,7 @@ def restricts_clients(ranges: Iterable[Cidr], family: int) -> bool:
     family alone restrict nothing, as in kube-proxy.
     """
     family_ranges = [cidr for cidr in ranges if family_of(cidr.address) == family]
-    whole_family_bits = 96 if family == 4 else 0
+    whole_family_bits = 96 if family == 4 else 0  # 0.0.0.0/0 is ::ffff:0:0/96 here
     return bool(family_ranges) and all(cidr.bits > whole_family_bits for cidr in family_ranges)
 
 
@@ -211,7 +211,7 @@ class Claim(NamedTuple):
 
 
 class Claims:
-    """All claims, indexed by address so that an update costs no more than what it changes."""
+    """All claims by address. The cost of an update is proportional to the change."""
 
     def __init__(self) -> None:
         self._claims: dict[FrontendAddress, tuple[Claim, ...]] = {}

@@ -138,6 +138,7 @@ def compute_maglev_table_in_steps(
     table = [-1] * size
     remaining = size
     while remaining:
+        # Finding a free slot takes size / remaining probes on average.
         count = max(1, min(remaining, PROBES_PER_STEP * remaining // size))
         for turn in islice(turns, count):
             position, stride = positions[turn], strides[turn]
@@ -157,6 +158,7 @@ def _preferences(address: bytes, number: int, size: int) -> tuple[int, int]:
     backends with this address come before it.
     """
     key = address + number.to_bytes(2)
+    # The size is prime, so every stride from 1 to size - 1 visits all slots.
     digest = blake2b(key, digest_size=16, person=b"kbpf maglev").digest()
     return int.from_bytes(digest[:8]) % size, int.from_bytes(digest[8:]) % (size - 1) + 1
 
@@ -172,7 +174,7 @@ def _turns(weights: Sequence[int], backends: int) -> Iterator[int]:
     while True:
         _, index, turn = rounds[0]
         yield index
-        next_round = -(-(turn + 1) * largest // weights[index])
+        next_round = -(-(turn + 1) * largest // weights[index])  # rounded up
         heapq.heapreplace(rounds, (next_round, index, turn + 1))
 
 

@@ -121,6 +121,7 @@ def file_system_magic(path: Path) -> int:
     if libc.statfs(os.fsencode(path), buffer):
         code = ctypes.get_errno()
         raise KernelError("cannot look at the file system", str(path), errno=code)
+    # struct statfs begins with f_type, a long; 32-bit constants are sign-extended in it.
     return int.from_bytes(buffer.raw[:8], "little") & 0xFFFFFFFF
 
 
@@ -148,6 +149,7 @@ def is_removed(path: Path, fd: int) -> bool:
     fd_stat = os.fstat(fd)
     while not path.exists():
         path = path.parent
+    # With another file system mounted over it, the path is on another device.
     return not fd_stat.st_nlink or path.stat().st_dev == fd_stat.st_dev
 
 

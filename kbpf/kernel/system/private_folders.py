@@ -24,9 +24,7 @@ NON_OWNER_WRITE: Final = stat.S_IWGRP | stat.S_IWOTH
 
 
 def distrust_reason(info: os.stat_result) -> str:
-    """Why a file with this stat(2) result could be changed by a user who is not trusted; "" if it
-    cannot.
-    """
+    """Why an untrusted user could change a file with this stat(2) result; "" if none could."""
     if info.st_uid not in {0, os.geteuid()}:
         return f"uid {info.st_uid} owns it"
     if not stat.S_ISLNK(info.st_mode) and info.st_mode & NON_OWNER_WRITE:
@@ -110,6 +108,7 @@ def _untrusted_lock_holder(info: os.stat_result) -> str:
     """Describes a process of an untrusted user that holds the lock; it opened the folder before it
     became private. Returns "" if there is none.
     """
+    # As in proc_locks(5): device in hexadecimal, inode in decimal.
     lock_id = f"{os.major(info.st_dev):02x}:{os.minor(info.st_dev):02x}:{info.st_ino}"
     with contextlib.suppress(OSError, ValueError):
         for line in Path("/proc/locks").read_text().splitlines():

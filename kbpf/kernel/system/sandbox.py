@@ -26,6 +26,7 @@ def run(action: Callable[[], Any], cgroup: Path | None = None, new_netns: bool =
     if child_pid == 0:
         os.close(read_fd)
         _run_child(action, cgroup, write_fd, new_netns)
+    # Read before waitpid(): a result that does not fit into the pipe would block the child.
     os.close(write_fd)
     with os.fdopen(read_fd) as pipe:
         text = pipe.read()

@@ -61,7 +61,7 @@ class SupervisedThread:
         self._error = ""
 
     def start(self) -> None:
-        """Starts the thread. Raises KernelError if the system allows no more threads."""
+        """Starts the thread. Raises KernelError if the limit of threads is reached."""
         with _lock:
             _table.append(self)
         try:
@@ -75,7 +75,7 @@ class SupervisedThread:
 
     def stop(self, timeout: float = 1.0) -> bool:
         """Waits for the thread's end; returns whether it has ended. The work is not started again.
-        The caller must have told it to stop.
+        The caller must have made it stop: this method only waits.
         """
         self._stopping.set()
         if self._thread is not threading.current_thread() and self._thread.ident is not None:

@@ -43,6 +43,7 @@ class Backoff:
         jitter = 0.5 + self.rng() / 2
         delay = min(self.maximum, self.initial * 2.0 ** min(self.tries, MAX_EXPONENT)) * jitter
         self.tries += 1
+        # Retry-After is a minimum: 1 to 1.5 times of it, so that clients do not return together.
         return max(0.0 if is_immediate else delay, retry_after * (0.5 + jitter))
 
 
@@ -107,6 +108,7 @@ class OutageLog:
             recovered = {k: r for k, r in self._reasons.items() if r.failing_names == {name}}
             for reason in self._reasons.values():
                 reason.failing_names.discard(name)
+            # While another watch fails, only the outages that this one had alone are over.
             for key in recovered if self._failing_since else tuple(self._reasons):
                 del self._reasons[key]
             if not recovered:

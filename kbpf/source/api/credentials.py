@@ -215,6 +215,7 @@ class PluginCredentials:
         """Returns the credentials; runs the plugin if there are none or they expire. Raises
         SourceError.
         """
+        # Held while a plugin runs, which may take a minute: stop() must not wait for it.
         while not self._lock.acquire(timeout=0.1):
             if is_cancelled():
                 raise SourceError("stopped", str(kubeconfig))
@@ -228,6 +229,7 @@ class PluginCredentials:
 
     def reject(self, credentials: Credentials) -> None:
         """Records that these are not valid. The first time, the plugin may run again at once."""
+        # By identity: of several watches with the same credentials only the first one counts.
         if self._credentials is credentials:
             self._credentials, self._error = None, None
             self._schedule_retry(failed=False)
@@ -361,6 +363,7 @@ def _run_plugin(kubeconfig: Path, is_cancelled: Callable[[], bool]) -> Credentia
             except subprocess.TimeoutExpired:
                 timed_out = time.monotonic() > deadline
                 if timed_out or is_cancelled():
+                    # The plugin is a grandchild in the same session: it must not survive.
                     os.killpg(child.pid, signal.SIGKILL)
                     reason = (
                         f"the plugin took more than {PLUGIN_TIMEOUT:.0f} s"

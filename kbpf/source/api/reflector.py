@@ -87,7 +87,7 @@ class _WatchEnded(Exception):
 
 
 class Reflector:
-    """One kind of object of one API server, in a thread of its own."""
+    """Lists and watches one kind of object of one API server, in its own thread."""
 
     def __init__(
         self,
@@ -327,6 +327,7 @@ class Reflector:
             self._cluster.report_rewind(self._resource.name, self._last_version, version)
         self._version = self._last_version = version
         self._stream_broke_off = self._is_relist = False
+        # At random, so that nodes that started together do not list together.
         self._relist_due = self._clock() + self._relist_interval * (0.75 + self._rng() / 2)
         self._listing_since = None
         self._emit(Synced(self._resource.kind))
@@ -392,6 +393,7 @@ class Reflector:
             if is_first and is_html(data):
                 raise html_page_error()
             is_first = False
+            # Without a newline the line that began earlier is still incomplete.
             if b"\n" in data or not stream.is_inside_line:
                 line_start = now
             for message in stream.feed(data):

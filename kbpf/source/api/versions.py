@@ -103,7 +103,8 @@ class KnownVersions:
         if before == state:
             return False
         if before.version and before[:2] == state[:2]:
-            return True
+            return True  # the same uid and version with another content: etcd was restored
+        # A version that the watch has passed already: the change was never reported.
         version = parse_version(state.version)
         return (
             self._heard_through is not None

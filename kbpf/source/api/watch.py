@@ -83,6 +83,7 @@ class WatchStream:
         """Returns the messages of the lines completed by `data`, in order. The chunking does not
         matter.
         """
+        # Chunks are joined only when a line is complete: a large object arrives in hundreds.
         head, newline, rest = data.partition(b"\n")
         self._parts.append(head)
         self._size += len(head)
@@ -134,7 +135,7 @@ class WatchStream:
 
     def _handle_bookmark(self, meta: wire.BookmarkMeta) -> list[WatchMessage]:
         is_end = self._initial and meta.annotations is not None and meta.annotations.end == "true"
-        self._initial = self._initial and not is_end
+        self._initial = self._initial and not is_end  # first, since _advance() ignores a list
         messages = self._advance(meta.resource_version)
         return [InitialListEnd()] if is_end else messages
 

@@ -152,6 +152,7 @@ class FolderSource:
             if (name in stamps) != (name in self._files)
             or (name in stamps and stamps[name] != self._files[name].stamp)
         ]
+        # A file is read once two polls have seen the same stamp: before, it may be incomplete.
         stable = [n for n in changed if is_first or stamps.get(n) == self._last_stamps.get(n)]
         self._last_stamps = stamps
         for name in sorted(stable):
