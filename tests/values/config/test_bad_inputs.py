@@ -1,7 +1,7 @@
-"""What an operator may get wrong in settings, row by row: the lines that say so, and the exit code.
+"""An operator's mistakes in the settings: the lines on stderr and the exit code.
 
-tests/programs/node/test_bad_inputs.py has the rows that need a machine: folders, cgroups, devices;
-tests/values/source/test_bad_objects.py those of the objects in a folder.
+tests/programs/node/test_bad_inputs.py has the rows that need a machine (folders, cgroups, devices),
+tests/values/source/test_bad_objects.py those about objects in a folder.
 """
 
 from pathlib import Path
@@ -14,12 +14,13 @@ from kbpf.cli import app
 PROXY = "apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\n"
 OWN = "apiVersion: kbpf.io/v1alpha1\nkind: KbpfConfiguration\n"
 QUIET = "nodePortAddresses: [primary]\nclusterCIDR: 10.244.0.0/16\n"
-"""Without these fields two lines of information are told of any file of kube-proxy's."""
+"""Without these fields, two lines of information are printed for any kube-proxy document."""
 
 
 class Setting(NamedTuple):
-    """`text` of the file, flags and variables; then the code and the whole of stderr, where `{F}`
-    is the file. With code 0 the settings would be used.
+    """A configuration file (`text`), flags and variables, with the exit code and lines of stderr.
+
+    `{F}` in a line stands for the file's path. With code 0 the settings are accepted.
     """
 
     name: str
@@ -30,7 +31,7 @@ class Setting(NamedTuple):
 
 
 def proxy(name: str, text: str, code: int, *lines: str) -> Setting:
-    """kube-proxy's document with these fields. `.x` in a line is the field x of it."""
+    """A row with kube-proxy's document. `(.x` in a line means the document's field x."""
     told = tuple(line.replace("(.", "(KubeProxyConfiguration.") for line in lines)
     return Setting(name, f"{PROXY}{QUIET}{text}\n", (), code, told)
 
@@ -41,7 +42,7 @@ def ours(name: str, text: str, code: int, *lines: str) -> Setting:
 
 
 def said(name: str, words: str, code: int, *lines: str) -> Setting:
-    """Flags, and variables, as a shell has them."""
+    """A row with flags and KBPF_ variables, separated by spaces as in a shell."""
     return Setting(name, None, tuple(words.split()), code, lines)
 
 
@@ -58,28 +59,29 @@ SETTINGS = [
           "defaults; the data plane is chosen by KbpfConfiguration.mode or --mode",
           "warning: KubeProxyConfiguration.mode: kube-proxy's mode ipvs is deprecated: 1.40 "
           "rejects it by default, 1.43 removes it; kbpf's own mode ipvs stays"),
-    proxy("no word", "mode: 5", 2, "expected a string, got an integer (.mode)"),
-    proxy("no list", "detectLocal: []", 2, "expected an object (.detectLocal)"),
-    proxy("no networks", "nodePortAddresses: [192.0.2.0/24, bogus, 192.0.2.5, primary]", 2,
+    proxy("a number for a word", "mode: 5", 2, "expected a string, got an integer (.mode)"),
+    proxy("a list for an object", "detectLocal: []", 2, "expected an object (.detectLocal)"),
+    proxy("invalid networks", "nodePortAddresses: [192.0.2.0/24, bogus, 192.0.2.5, primary]", 2,
           "not networks: 'bogus', '192.0.2.5' (.nodePortAddresses); write it as 192.0.2.0/24 or "
           "2001:db8::/32", "warning: line 5: nodePortAddresses occurs twice; the last one is used"),
-    proxy("no list of networks", "nodePortAddresses: primary", 2,
+    proxy("a string for a list of networks", "nodePortAddresses: primary", 2,
           "expected a list, got a string (.nodePortAddresses)",
           "warning: line 5: nodePortAddresses occurs twice; the last one is used"),
     proxy("a number among networks", "nodePortAddresses: [primary, 5]", 2,
           "expected a string, got an integer (.nodePortAddresses[1])",
           "warning: line 5: nodePortAddresses occurs twice; the last one is used"),
-    proxy("a feature gate that is neither", "featureGates: {Foo: maybe, Bar: true}", 2,
+    proxy("a feature gate that is neither true nor false",
+          "featureGates: {Foo: maybe, Bar: true}", 2,
           "expected true or false, got a string (.featureGates.Foo)"),
     proxy("a time without a unit", "conntrack: {tcpCloseWaitTimeout: 24}", 2,
           "expected a string, got an integer (.conntrack.tcpCloseWaitTimeout); write 24s"),
-    proxy("entries beyond all", "conntrack: {maxPerCore: 99999999999}", 0,
+    proxy("more conntrack entries than the limit", "conntrack: {maxPerCore: 99999999999}", 0,
           "warning: KubeProxyConfiguration.conntrack.maxPerCore: 99999999999 is limited to "
           "1048576, the maximum for all cores together"),
-    proxy("the name of no Node", 'hostnameOverride: "Node_1!"', 0,
+    proxy("a name that no Node can have", 'hostnameOverride: "Node_1!"', 0,
           "warning: KubeProxyConfiguration.hostnameOverride: no Node can have the name 'node_1!' "
           "(a-z, 0-9, - and ., 253 characters at most): no endpoint counts as local to this node"),
-    said("the name of no Node as a flag", "--hostname-override -n", 2, USAGE,
+    said("a name that no Node can have, as a flag", "--hostname-override -n", 2, USAGE,
          "error: argument --hostname-override: expected one argument"),
     said("a device in both lists", "--device eth0,eth1 --exclude-device eth1", 0,
          "warning: --device and --exclude-device both name eth1: it is ignored"),
@@ -87,24 +89,24 @@ SETTINGS = [
          "KBPF_METRICS_PORT_9_TCP_ADDR=1", 0,
          "warning: KBPF_FOO is an unknown variable; it is ignored",
          "warning: KBPF_PINDIR is an unknown variable; is KBPF_PIN_DIR meant?"),
-    ours("a number of entries", "mapSizes: {connections: 99999999999}", 2,
+    ours("more entries than a map holds", "mapSizes: {connections: 99999999999}", 2,
          "not a number of entries: '99999999999' (.mapSizes.connections); give a whole number, 1 "
          "to 33554432"),
     said("more connections than a map holds", "--max-connections 1000000000", 2, "not a number of "
          "entries: '1000000000' (--max-connections); give a whole number, 1 to 33554432"),
     said("more slots than a map holds", "--max-slots 134217729", 2, "not a number of entries: "
          "'134217729' (--max-slots); give a whole number, 1 to 134217728"),
-    said("the most of each", "--max-slots 134217728 --max-connections 33554432", 0),
+    said("the largest map sizes", "--max-slots 134217728 --max-connections 33554432", 0),
     ours("a word for a number", "mapSizes: {connections: many}", 2,
          "expected an integer, got a string (.mapSizes.connections)"),
-    ours("six at once", "packetPath: {devices: eth0, enabled: 5, forwarding: x}\nmode: z\n"
+    ours("six mistakes at once", "packetPath: {devices: eth0, enabled: 5, forwarding: x}\nmode: z\n"
          "pinDir: z\nfoo: 1", 2, "expected a list, got a string (.packetPath.devices)",
          "expected true or false, got an integer (.packetPath.enabled)",
          "unknown field (.foo); leave it out",
          "unknown value 'z' (.mode); use auto or bpf or ipvs",
          "not an absolute path: 'z' (.pinDir); begin it with /",
          "unknown value 'x' (.packetPath.forwarding); use stack or direct"),
-    said("nobody serves", "--socket-lb off --packet-path false", 2,
+    said("neither socket hooks nor packet path", "--socket-lb off --packet-path false", 2,
          "with --socket-lb off the packet path must be on (--socket-lb); leave out --packet-path "
          "false, or --socket-lb"),
     proxy("no mode", 'mode: ""', 0),
@@ -117,7 +119,7 @@ SETTINGS = [
           "InterfaceNamePrefix"),
     proxy("a bridge without a name", "detectLocalMode: BridgeInterface", 2,
           "BridgeInterface needs a name (.detectLocal.bridgeInterface); set it"),
-    proxy("a feature gate of others", "featureGates: {Foo: true}", 0,
+    proxy("a feature gate that kbpf does not use", "featureGates: {Foo: true}", 0,
           "info: KubeProxyConfiguration.featureGates is accepted but not used: kbpf uses "
           "AllowServiceExternalIPs and KubeProxyNFTablesLocalhostNodePorts and no other feature "
           "gate of Kubernetes"),
@@ -154,7 +156,7 @@ SETTINGS = [
           "warning: line 5: clusterCIDR occurs twice; the last one is used"),
     proxy("periods", "iptables: {minSyncPeriod: 1m, syncPeriod: 30s}", 2,
           "longer than syncPeriod, 30s (.iptables.minSyncPeriod)"),
-    proxy("a field in small letters", "clustercidr: 10.0.0.0/8", 0,
+    proxy("a field in lower case", "clustercidr: 10.0.0.0/8", 0,
           "warning: KubeProxyConfiguration.clustercidr is an unknown field; is clusterCIDR "
           "meant?"),
     Setting("an older version", PROXY.replace("v1alpha1", "v1beta1"), (), 2, (
@@ -165,14 +167,14 @@ SETTINGS = [
                     "KubeProxyConfiguration or KbpfConfiguration",)),
     Setting("an empty file", "", (), 2, ("the file is empty ({F}); write a document of kind "
                                          "KubeProxyConfiguration or KbpfConfiguration",)),
-    Setting("no YAML", "{{{{", (), 2, ("not YAML: did not find expected node content ({F}:2)",)),
+    Setting("not YAML", "{{{{", (), 2, ("not YAML: did not find expected node content ({F}:2)",)),
     Setting("one kind twice", f"{PROXY}---\n{PROXY}", (), 2,
             ("KubeProxyConfiguration occurs twice ({F}); remove one of them",)),
     ours("an unknown field", "packetPath: {device: eth0}", 2,
          "unknown field (.packetPath.device); is devices meant?"),
-    ours("ports the wrong way round", "packetPath: {masqueradePorts: 9-8}", 2,
+    ours("a reversed range of ports", "packetPath: {masqueradePorts: 9-8}", 2,
          "not a range of ports: '9-8' (.packetPath.masqueradePorts); write it as 1024-29999"),
-    ours("ports of everybody", "packetPath: {masqueradePorts: 1-65535}", 0,
+    ours("a range that includes NodePorts", "packetPath: {masqueradePorts: 1-65535}", 0,
          "warning: KbpfConfiguration.packetPath.masqueradePorts 1-65535 overlaps 30000-32767, the "
          "API server's default range of NodePorts: a client of one may be mistaken for a client "
          "of the other; choose ports below or above"),
@@ -180,7 +182,8 @@ SETTINGS = [
          "or ipvs"),
     said("neither true nor false", "--packet-path maybe", 2, "unknown value 'maybe' "
          "(--packet-path); use true or false"),
-    said("an unknown form", "--log-format xml", 2, "unknown value 'xml' (--log-format); use text "
+    said("an unknown log format",
+         "--log-format xml", 2, "unknown value 'xml' (--log-format); use text "
          "or json"),
     said("a variable", "KBPF_PACKET_PATH=perhaps", 2, "unknown value 'perhaps' "
          "(KBPF_PACKET_PATH); use true or false"),
@@ -188,7 +191,8 @@ SETTINGS = [
          "directory (/nope); give --config FILE"),
     said("a flag that is misspelt", "--pin-dri=/x", 2, USAGE,
          "error: unrecognized arguments: --pin-dri=/x"),
-    said("a word", "positional", 2, USAGE, "error: unrecognized arguments: positional"),
+    said("a positional argument",
+         "positional", 2, USAGE, "error: unrecognized arguments: positional"),
     said("a flag without its value", "-v", 2, USAGE, "error: argument -v/--v: expected one "
          "argument"),
     said("a folder and a server", "--source / --kubeconfig x", 2, "a folder and an API server "
@@ -197,7 +201,7 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize("row", SETTINGS, ids=lambda row: row.name)
-def test_a_setting(
+def test_setting(
     row: Setting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip

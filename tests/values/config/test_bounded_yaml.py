@@ -1,5 +1,5 @@
-"""YAML of users: what its words mean, the same to each of the three readers, and what would cost a
-parser its memory, its time or its process: they refuse it with a line, within a second.
+"""YAML of users: all three readers give a scalar the same meaning, and refuse input that would
+exhaust a parser's memory, time or stack, with a one-line error and within seconds.
 """
 
 import time
@@ -19,7 +19,7 @@ from kbpf.source.folder import documents
 
 
 def bomb(levels: int) -> str:
-    """Nine references to nine references to ...: under 600 bytes at nine levels."""
+    """Nine references to nine references and so on: under 600 bytes at nine levels."""
     lines = ["a0: &a0 [x,x,x,x,x,x,x,x,x]"]
     for level in range(1, levels):
         lines.append(f"a{level}: &a{level} [{','.join([f'*a{level - 1}'] * 9)}]")
@@ -27,7 +27,7 @@ def bomb(levels: int) -> str:
 
 
 def merges(levels: int) -> str:
-    """The same by merge keys, which are expanded while mappings are built."""
+    """The same with merge keys, which are expanded while mappings are built."""
     lines = ["a0: &a0 {x: y}"]
     for level in range(1, levels):
         lines.append(f"a{level}: &a{level} {{<<: [{','.join([f'*a{level - 1}'] * 9)}]}}")
@@ -35,7 +35,7 @@ def merges(levels: int) -> str:
 
 
 class Hostile(NamedTuple):
-    """A text, and what the complaint about it says."""
+    """A text, and words of the error."""
 
     name: str
     text: str
@@ -91,11 +91,12 @@ READERS = [read_manifest, read_configuration, read_config_of_kubectl]
 
 @pytest.mark.parametrize("read", READERS)
 @pytest.mark.parametrize("row", HOSTILE, ids=lambda row: row.name)
-def test_what_has_no_end_is_refused_with_a_line(
+def test_unbounded_yaml_is_refused_with_a_one_line_error(
     read: Callable[[str, Path], object], row: Hostile, tmp_path: Path
 ) -> None:
     text = row.text
-    if not row.text.startswith(("a", "s")):  # a document of its own: a head would be no YAML
+    # A reader puts lines before the text. Unless it is a mapping, it must be its own document.
+    if not row.text.startswith(("a", "s")):
         text = f"---\n{row.text}"
     begun = time.process_time()
     with pytest.raises(KbpfError, match=row.complaint) as caught:
@@ -113,7 +114,7 @@ def test_what_has_no_end_is_refused_with_a_line(
         (read_config_of_kubectl, KUBECONFIG, ConfigError),
     ],
 )
-def test_what_is_too_long_is_refused(
+def test_too_long_file_is_refused(
     read: Callable[[str, Path], object],
     limits: Limits,
     error: type[KbpfError],
@@ -123,15 +124,15 @@ def test_what_is_too_long_is_refused(
         read("# " + "x" * limits.size, tmp_path)
 
 
-def test_a_few_anchors_and_merges_are_everyday() -> None:
+def test_anchors_and_merge_keys_are_accepted() -> None:
     (document,) = list(documents._load_yaml("a.yaml", f"kind: Service\n{FINE}".encode(), []))
     spec = document[3]["spec"]
     assert spec["ports"] == spec["other"] == [{"name": "http", "port": 80}]
     assert spec["sessionAffinity"] == "None"
 
 
-def test_json_that_is_deep_spoils_only_itself_though_its_lines_are_looked_for() -> None:
-    """Places in JSON are found by a YAML parser, which deep nesting must not reach."""
+def test_deeply_nested_json_value_is_one_problem() -> None:
+    """Line numbers in JSON are found with a YAML parser, which must not get deeply nested input."""
     deep = "[" * 900 + "]" * 900
     bad = '{"kind":"Service","metadata":{"name":"x"},"spec":{"clusterIP":7,"portz":' + deep + "}}"
     contents = documents.parse_documents("a.json", bad.encode())
@@ -139,7 +140,7 @@ def test_json_that_is_deep_spoils_only_itself_though_its_lines_are_looked_for() 
     assert any("portz" in line for line in contents.problems)
 
 
-def test_complaints_about_one_file_end() -> None:
+def test_problems_of_one_file_are_limited() -> None:
     fields = "".join(f"  f{n}: 1\n" for n in range(20_000))
     text = f"kind: Service\nmetadata: {{name: a}}\nspec:\n  clusterIP: 10.0.0.1\n{fields}"
     begun = time.process_time()
@@ -298,8 +299,8 @@ DIALECT = [
     ("@y", REFUSED),
     ('"\\u0041"', "A"),
 ]
-"""Text → value, as sigs.k8s.io/yaml 1.6.0 converts it to JSON, with which kube-proxy, kubectl and
-the libraries for a kubeconfig read theirs."""
+"""Text → value, as sigs.k8s.io/yaml 1.6.0 converts it to JSON. kube-proxy, kubectl and the client
+libraries read their YAML with it."""
 
 
 def value_in_a_manifest(text: str, folder: Path) -> object:
@@ -326,7 +327,7 @@ VALUES = [value_in_a_manifest, value_in_a_configuration, value_in_a_kubeconfig]
 
 @pytest.mark.parametrize("read", VALUES)
 @pytest.mark.parametrize(("text", "value"), DIALECT, ids=[text for text, _ in DIALECT])
-def test_a_word_means_the_same_to_all_readers(
+def test_scalar_has_the_same_value_in_all_readers(
     read: Callable[[str, Path], object], text: str, value: object, tmp_path: Path
 ) -> None:
     if value is REFUSED:
@@ -338,7 +339,7 @@ def test_a_word_means_the_same_to_all_readers(
 
 
 @pytest.mark.parametrize("text", [text for text, _ in DIALECT])
-def test_text_that_is_written_is_read_as_text(text: str) -> None:
+def test_dumped_text_is_read_as_text(text: str) -> None:
     written = bounded_yaml.dump({"x": text, text or "name": 1})
     (read,) = bounded_yaml.load_all(written.encode(), CONFIGURATION)
     assert read == {"x": text, text or "name": 1}

@@ -1,6 +1,6 @@
-"""The configuration file: kube-proxy's document, our own, who wins, what is told, what is written.
+"""The configuration file: kube-proxy's document, kbpf's own, precedence, diagnostics, and writing.
 
-Rules are those of kube-proxy 1.37 (pkg/proxy/apis/config, cmd/kube-proxy/app/options.go).
+The rules are those of kube-proxy 1.37 (pkg/proxy/apis/config, cmd/kube-proxy/app/options.go).
 """
 
 import re
@@ -40,7 +40,7 @@ def cidr(address: str, bits: int) -> Cidr:
 
 
 def proxy(text: str = "", **flags: str) -> LoadedConfig:
-    """With kube-proxy's document, and flags by name."""
+    """Loads kube-proxy's document with these fields, and flags by name."""
     return loaded(PROXY + textwrap.dedent(text), **flags)
 
 
@@ -66,7 +66,7 @@ def told(made: LoadedConfig) -> str:
 # ---- kube-proxy's document -----------------------------------------------------------------------
 
 
-def test_kubeadms_file_is_kube_proxys_defaults_and_nothing_to_warn_of():
+def test_kubeadms_file_has_kube_proxys_defaults_and_no_warnings():
     made = loaded(kubeadm.config("10.244.0.0/16"))
     assert made.config == Config(
         kubeconfig=Path("/var/lib/kube-proxy/kubeconfig.conf"),
@@ -89,8 +89,8 @@ def test_kubeadms_file_is_kube_proxys_defaults_and_nothing_to_warn_of():
     ]
 
 
-def test_a_file_of_an_old_kubeadm_says_the_same():
-    """Of 1.14: without what came later, and with fields that are gone, each of which is told."""
+def test_file_of_an_old_kubeadm_means_the_same():
+    """A file of kubeadm 1.14 lacks newer fields. It has removed fields: each is a warning."""
     new = kubeadm.config("10.244.0.0/16")
     old = yaml.safe_load(new)
     for name in ("bindAddressHardFail", "detectLocal", "logging", "nftables"):
@@ -106,7 +106,7 @@ def test_a_file_of_an_old_kubeadm_says_the_same():
 
 
 class Says(NamedTuple):
-    """A field of the document, and the field of Config that it decides."""
+    """Fields of a document, a field of Config and the value it gets from them."""
 
     text: str
     field: str
@@ -255,12 +255,12 @@ SAYS = [
 
 
 @pytest.mark.parametrize("row", SAYS, ids=lambda row: f"{row.text} → {row.field}")
-def test_what_kube_proxys_document_says_is_set(row: Says):
+def test_field_of_kube_proxys_document(row: Says):
     assert field(proxy(row.text).config, row.field) == row.value
 
 
 class Wrong(NamedTuple):
-    """A document that is refused; each line of words belongs to one complaint."""
+    """A document that is refused; each item of `words` occurs in one error."""
 
     text: str
     words: tuple[str, ...]
@@ -333,7 +333,7 @@ def complaints(text: str, **given: str) -> list[str]:
 
 
 @pytest.mark.parametrize("row", WRONG, ids=lambda row: row.text)
-def test_all_that_is_wrong_is_named_at_once_with_its_path(row: Wrong):
+def test_all_mistakes_are_reported_at_once_with_their_paths(row: Wrong):
     lines = complaints(PROXY + row.text)
     assert len(lines) == len(row.words)
     for words, line in zip(row.words, lines, strict=True):
@@ -361,7 +361,7 @@ NOT_USED = [
 
 
 @pytest.mark.parametrize(("text", "path"), NOT_USED, ids=[path for _, path in NOT_USED])
-def test_what_is_accepted_and_not_used_is_one_line_and_changes_nothing(text: str, path: str):
+def test_unused_field_is_one_diagnostic_and_changes_nothing(text: str, path: str):
     made = proxy(text)
     assert made.config == proxy().config
     lines = [note.text for note in made.notes if f"{P}{path} is accepted but not used" in note.text]
@@ -369,14 +369,14 @@ def test_what_is_accepted_and_not_used_is_one_line_and_changes_nothing(text: str
     assert len(made.notes) == len(proxy().notes) + 1
 
 
-def test_what_changes_the_address_that_backends_see_is_a_warning():
+def test_snat_node_internal_ip_is_a_warning():
     for text, warns in (("true", True), ("false", False), ("null", False)):
         made = proxy(f"iptables: {{snatNodeInternalIP: {text}}}")
         lines = [note.is_warning for note in made.notes if "snatNodeInternalIP" in note.text]
         assert lines == [True] * warns
 
 
-def test_every_row_of_what_is_accepted_is_tried():
+def test_every_unused_field_has_a_row():
     assert {path for path, _, _ in UNUSED_FIELDS} == {path for _, path in NOT_USED}
 
 
@@ -411,7 +411,7 @@ TOLD = [
 
 
 @pytest.mark.parametrize(("text", "words"), TOLD, ids=[f"{w}: {t}" for t, w in TOLD])
-def test_what_the_operator_should_know_is_told(text: str, words: str):
+def test_diagnostic_about_a_field(text: str, words: str):
     assert told(proxy(text)).count(words) == 1
 
 
@@ -446,15 +446,15 @@ def test_which_diagnostics_are_sent_as_events(text: str, flags: dict[str, str], 
     assert {note.event for note in loaded(text, **flags).notes} - {""} == reasons
 
 
-def test_an_unknown_field_does_no_harm():
+def test_unknown_field_changes_nothing():
     assert proxy("futureField: {a: 1}\nmasquerade: x").config == proxy().config
 
 
-def test_of_a_field_that_stands_twice_the_last_counts():
+def test_of_a_duplicate_field_the_last_is_used():
     assert proxy("oomScoreAdj: 1\noomScoreAdj: 2").config.oom_score_adj == 2
 
 
-# ---- our own document ----------------------------------------------------------------------------
+# ---- kbpf's own document -------------------------------------------------------------------------
 
 OURS = [
     Says("mode: ipvs", "mode", "ipvs"),
@@ -513,13 +513,13 @@ OURS = [
 
 
 @pytest.mark.parametrize("row", OURS, ids=lambda row: row.text)
-def test_what_our_document_says_is_set(row: Says):
+def test_field_of_kbpfs_document(row: Says):
     made = ours(row.text)
     assert field(made.config, row.field) == row.value
     assert made.notes == ()
 
 
-def test_every_field_of_our_document_is_tried():
+def test_every_field_of_kbpfs_document_has_a_row():
     said = {path for row in OURS[:-1] for path in _paths(row.text)}
     assert said == set(kbpf_configuration.FLAG_BY_PATH)
     leaves = [
@@ -560,14 +560,14 @@ OURS_WRONG = [
 
 
 @pytest.mark.parametrize("row", OURS_WRONG, ids=lambda row: row.text)
-def test_what_is_wrong_in_our_document_is_named_with_its_path(row: Wrong):
+def test_mistakes_in_kbpfs_document_are_reported_with_their_paths(row: Wrong):
     lines = complaints(OWN + row.text)
     assert len(lines) == len(row.words)
     for words, line in zip(row.words, lines, strict=True):
         assert words in line
 
 
-def test_beside_what_is_wrong_stands_what_is_only_told():
+def test_errors_come_with_the_warnings():
     with pytest.raises(ConfigErrors) as caught:
         proxy("oomScoreAdj: 5000\nclusterCIDRs: 10.0.0.0/8\nenableProfiling: true")
     (error,) = caught.value.errors
@@ -590,13 +590,13 @@ FILES = [
 
 
 @pytest.mark.parametrize(("text", "words"), FILES, ids=[words for _, words in FILES])
-def test_a_file_that_is_something_else_is_refused(text: str, words: str):
+def test_other_file_is_refused(text: str, words: str):
     (line,) = complaints(text)
     assert words in line
     assert "--config" in line
 
 
-def test_json_is_yaml():
+def test_json_is_accepted():
     version = "kubeproxy.config.k8s.io/v1alpha1"
     text = f'{{"kind":"KubeProxyConfiguration","apiVersion":"{version}","mode":""}}'
     assert loaded(text).config == proxy().config
@@ -604,11 +604,11 @@ def test_json_is_yaml():
     assert again.config == proxy().config
 
 
-# ---- who wins ------------------------------------------------------------------------------------
+# ---- precedence ----------------------------------------------------------------------------------
 
 
 class Wins(NamedTuple):
-    """The file, flags by name, and what follows; `ignored`: flags that one warning names."""
+    """A file, flags by name, and the resulting field; `ignored`: flags that one warning names."""
 
     name: str
     text: str
@@ -619,55 +619,64 @@ class Wins(NamedTuple):
 
 
 WINS = [
-    Wins("a name on the command line beats the file's", f"{PROXY}hostnameOverride: a",
+    Wins("a node name on the command line beats the file's", f"{PROXY}hostnameOverride: a",
          {"hostname_override": "B"}, "node_name", "b"),
-    Wins("but an empty one says nothing", f"{PROXY}hostnameOverride: a", {"hostname_override": ""},
+    Wins("an empty node name on the command line is ignored",
+         f"{PROXY}hostnameOverride: a", {"hostname_override": ""},
          "node_name", "a"),
-    Wins("nor does an empty flag of ours", f"{OWN}cgroup: /c", {"cgroup": ""}, "cgroup",
+    Wins("an empty flag of kbpf is ignored", f"{OWN}cgroup: /c", {"cgroup": ""}, "cgroup",
          Path("/c")),
-    Wins("a master on the command line counts", PROXY, {"master": "https://x"}, "master",
+    Wins("--master is used with kube-proxy's document", PROXY, {"master": "https://x"}, "master",
          "https://x"),
     Wins("verbosity on the command line beats the file's", f"{PROXY}logging: {{verbosity: 0}}",
          {"log_level": "debug"}, "log_level", "debug"),
-    Wins("those of the log that are not used are not ignored as kube-proxy does", PROXY,
+    Wins("unused logging flags cause no warning that they are ignored", PROXY,
          {"vmodule": "proxier=4", "log_flush_frequency": "1s"}, "log_level", "info"),
-    Wins("kube-proxy's own flags are ignored", f"{PROXY}clusterCIDR: 10.0.0.0/8",
+    Wins("kube-proxy's flags are ignored with its document", f"{PROXY}clusterCIDR: 10.0.0.0/8",
          {"cluster_cidr": "192.168.0.0/16", "kubeconfig": "/k"}, "cluster_cidrs",
          (cidr("10.0.0.0", 104),), ("--cluster-cidr", "--kubeconfig")),
-    Wins("also what the file does not say", PROXY, {"masquerade_all": "true"}, "masquerade_all",
+    Wins("kube-proxy's flags are ignored even if the document lacks the field",
+         PROXY, {"masquerade_all": "true"}, "masquerade_all",
          False, ("--masquerade-all",)),
-    Wins("also a wrong one", PROXY, {"proxy_mode": "userspace"}, "proxy_mode", "",
+    Wins("an invalid flag of kube-proxy is ignored, too",
+         PROXY, {"proxy_mode": "userspace"}, "proxy_mode", "",
          ("--proxy-mode",)),
-    Wins("our own flags beat the file", f"{OWN}pinDir: /a", {"pin_dir": "/b"}, "pin_dir",
+    Wins("kbpf's flags beat its document", f"{OWN}pinDir: /a", {"pin_dir": "/b"}, "pin_dir",
          Path("/b")),
-    Wins("our own flags count beside kube-proxy's file", PROXY, {"pin_dir": "/b"}, "pin_dir",
+    Wins("kbpf's flags are used with kube-proxy's document", PROXY, {"pin_dir": "/b"}, "pin_dir",
          Path("/b")),
-    Wins("kube-proxy's flags count without its document", OWN, {"cluster_cidr": "10.0.0.0/8"},
+    Wins("kube-proxy's flags are used without its document", OWN, {"cluster_cidr": "10.0.0.0/8"},
          "cluster_cidrs", (cidr("10.0.0.0", 104),)),
-    Wins("our document beats kube-proxy's", f"{PROXY}mode: nftables\n---\n"
+    Wins("kbpf's document beats kube-proxy's", f"{PROXY}mode: nftables\n---\n"
          f"{OWN}localhostNodePorts: true", {}, "localhost_node_ports", True),
-    Wins("in whatever order they stand", f"{OWN}localhostNodePorts: true\n---\n{PROXY}"
+    Wins("kbpf's document beats kube-proxy's in either order",
+         f"{OWN}localhostNodePorts: true\n---\n{PROXY}"
          "mode: nftables", {}, "localhost_node_ports", True),
     Wins("kube-proxy's gate switches ExternalIPs off",
          f"{PROXY}featureGates: {{AllowServiceExternalIPs: false}}", {}, "external_ips", ()),
-    Wins("which is on", f"{PROXY}featureGates: {{AllowServiceExternalIPs: true}}", {},
+    Wins("kube-proxy's gate switches ExternalIPs on",
+         f"{PROXY}featureGates: {{AllowServiceExternalIPs: true}}", {},
          "external_ips", "all"),
-    Wins("by the flag, too", OWN, {"feature_gates": "AllowServiceExternalIPs=false"},
+    Wins("--feature-gates switches ExternalIPs off",
+         OWN, {"feature_gates": "AllowServiceExternalIPs=false"},
          "external_ips", ()),
-    Wins("but not beside kube-proxy's file", PROXY,
+    Wins("--feature-gates is ignored with kube-proxy's document", PROXY,
          {"feature_gates": "AllowServiceExternalIPs=false"}, "external_ips", "all",
          ("--feature-gates",)),
-    Wins("ours beats the gate", f"{PROXY}featureGates: {{AllowServiceExternalIPs: false}}\n---\n"
+    Wins("kbpf's externalIPs beats the gate",
+         f"{PROXY}featureGates: {{AllowServiceExternalIPs: false}}\n---\n"
          f"{OWN}externalIPs: 192.0.2.0/24", {}, "external_ips", (cidr("192.0.2.0", 120),)),
-    Wins("so does our flag", f"{PROXY}featureGates: {{AllowServiceExternalIPs: false}}",
+    Wins("--external-ips beats the gate",
+         f"{PROXY}featureGates: {{AllowServiceExternalIPs: false}}",
          {"external_ips": "all"}, "external_ips", "all"),
-    Wins("our flag beats both", f"{PROXY}---\n{OWN}logLevel: error", {"log_level": "info"},
+    Wins("a flag of kbpf beats both documents",
+         f"{PROXY}---\n{OWN}logLevel: error", {"log_level": "info"},
          "log_level", "info"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("row", WINS, ids=lambda row: row.name)
-def test_who_wins(row: Wins):
+def test_precedence(row: Wins):
     made = loaded(row.text, **row.given)
     assert field(made.config, row.field) == row.value
     warned = [note.text for note in made.notes if note.text.startswith("ignored")]
@@ -676,7 +685,7 @@ def test_who_wins(row: Wins):
         assert name in warned[0]
 
 
-def test_a_variable_is_ignored_as_its_flag_is():
+def test_variable_is_ignored_like_its_flag():
     given = {"KBPF_CLUSTER_CIDR": "192.168.0.0/16", "KBPF_PIN_DIR": "/b"}
     made = load.load({}, given, PROXY.encode())
     assert made.config.cluster_cidrs == ()
@@ -684,7 +693,7 @@ def test_a_variable_is_ignored_as_its_flag_is():
     assert "KBPF_CLUSTER_CIDR" in told(made)
 
 
-def test_wrong_flags_and_wrong_documents_are_told_together():
+def test_mistakes_in_flags_and_documents_are_reported_together():
     lines = complaints(f"{PROXY}mode: x\n---\n{OWN}mode: z", pin_dir="z")
     assert [re.search(r"\((.*?)\)", line)[1] for line in lines] == [
         "KubeProxyConfiguration.mode", "KbpfConfiguration.mode", "--pin-dir"
@@ -701,7 +710,7 @@ MODES = [
 
 
 @pytest.mark.parametrize(("given", "everywhere"), MODES, ids=str)
-def test_where_node_ports_answer_by_default_depends_on_kube_proxys_mode(given, everywhere):
+def test_default_node_port_addresses_depend_on_kube_proxys_mode(given, everywhere):
     assert load.load_config(given, {}).all_node_port_addresses is everywhere
 
 
@@ -719,7 +728,7 @@ NOTED = [
 
 
 @pytest.mark.parametrize(("given", "words"), NOTED, ids=[words for _, words in NOTED])
-def test_what_is_probably_not_meant_is_told_once(given: dict[str, str], words: str):
+def test_questionable_setting_is_one_diagnostic(given: dict[str, str], words: str):
     (note,) = load.load(given, {}).notes
     assert words in note.text
 
@@ -732,7 +741,7 @@ def test_what_is_probably_not_meant_is_told_once(given: dict[str, str], words: s
     {"--cluster-cidr": "10.0.0.0/8,fd00::/48", "--nodeport-addresses": "primary,192.0.2.0/24"},
     {"--cluster-cidr": "10.0.0.0/8,fd00::/48",
      "--nodeport-addresses": "192.0.2.0/24,2001:db8::/32"}], ids=str)  # fmt: skip
-def test_what_is_in_order_is_not_told(given: dict[str, str]):
+def test_reasonable_settings_have_no_diagnostic(given: dict[str, str]):
     assert load.load(given, {}).notes == ()
 
 
@@ -765,14 +774,14 @@ WRITTEN = [
 
 
 @pytest.mark.parametrize("config", WRITTEN, ids=range(len(WRITTEN)))
-def test_what_is_written_says_the_same(config: Config):
+def test_written_configuration_is_read_as_the_same(config: Config):
     made = loaded(write.format_documents(config))
     mode = config.detect_local_mode or LocalMode.CLUSTER_CIDR
     assert made.config == load.replace(config, detect_local_mode=mode)
     assert "unknown field" not in told(made)
 
 
-def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path):
+def test_configuration_is_written_atomically(tmp_path: Path):
     target = tmp_path / "config.yaml"
     write.write(Config(), target)
     assert loaded(target.read_text()).config.pin_dir == Config().pin_dir
@@ -792,7 +801,7 @@ TIMES = [
 
 
 @pytest.mark.parametrize(("text", "seconds", "again"), TIMES, ids=[row[0] for row in TIMES])
-def test_times_are_gos(text: str, seconds: float, again: str | None):
+def test_durations_are_parsed_as_in_go(text: str, seconds: float, again: str | None):
     assert durations.parse(text, "") == pytest.approx(seconds)
     if again is not None:
         assert durations.format_duration(seconds) == again
@@ -801,12 +810,12 @@ def test_times_are_gos(text: str, seconds: float, again: str | None):
 @pytest.mark.parametrize(
     "text", ["", "5", "s", "1d", "1 s", "1s x", "--1s", "1h-1m", ".", "2562048h", "9" * 30 + "s"]
 )
-def test_what_go_refuses_is_no_time(text: str):
+def test_durations_that_go_refuses_are_errors(text: str):
     with pytest.raises(ConfigError, match=r"not a time.*\(here\)"):
         durations.parse(text, "here")
 
 
-def test_a_text_of_a_million_digits_is_refused_at_once():
+def test_duration_of_a_million_digits_is_refused_at_once():
     began = time.process_time()
     with pytest.raises(ConfigError) as caught:
         durations.parse("9" * 1_000_000, "here")
@@ -814,11 +823,11 @@ def test_a_text_of_a_million_digits_is_refused_at_once():
     assert len(str(caught.value)) < 200
 
 
-# ---- the page ------------------------------------------------------------------------------------
+# ---- docs/configuration.md -----------------------------------------------------------------------
 
 
 def table(heading: str) -> dict[str, list[str]]:
-    """First column without its marks → the other columns, of the table below this heading."""
+    """The table below this heading: its first column without backquotes → the other columns."""
     text = (ROOT / "docs/configuration.md").read_text()
     section = re.search(rf"^## {heading}\n(.*?)(?=^## |\Z)", text, re.S | re.M)
     assert section is not None
@@ -826,7 +835,7 @@ def table(heading: str) -> dict[str, list[str]]:
     return {row[0].strip().strip("`"): [cell.strip() for cell in row[1:]] for row in rows[2:]}
 
 
-def test_the_pages_example_can_be_loaded_and_its_complaint_is_ours():
+def test_example_of_the_page_loads_and_its_error_is_the_actual_one():
     page = (ROOT / "docs/configuration.md").read_text()
     example = re.search(r"```yaml\n(.*?)```", page, re.S)
     assert example is not None
@@ -838,12 +847,12 @@ def test_the_pages_example_can_be_loaded_and_its_complaint_is_ours():
     assert f"kbpf run: {line}" in page.replace("\n", " ")
 
 
-def test_the_page_has_every_field_of_kube_proxys_document():
+def test_page_has_every_field_of_kube_proxys_document():
     leaves = [path.partition(".")[2] for path in documents.leaf_paths(KubeProxyConfiguration, "K")]
     assert list(table("KubeProxyConfiguration")) == leaves
 
 
-def test_the_page_has_every_field_of_ours_with_its_flag():
+def test_page_has_every_field_of_kbpfs_document_with_its_flag():
     rows = table("KbpfConfiguration")
     assert list(rows) == list(kbpf_configuration.FLAG_BY_PATH)
     assert {path: cells[0].strip("`") for path, cells in rows.items()} == dict(
@@ -851,7 +860,7 @@ def test_the_page_has_every_field_of_ours_with_its_flag():
     )
 
 
-def test_every_flag_is_on_the_page_and_those_that_do_something_have_a_field():
+def test_page_has_every_flag_with_its_field():
     rows = table("Flags")
     assert list(rows) == [flag.name for flag in flags.FLAGS]
     ours, theirs = (
@@ -869,14 +878,14 @@ def test_every_flag_is_on_the_page_and_those_that_do_something_have_a_field():
             assert field in theirs
 
 
-def test_the_page_says_which_flags_have_other_names_and_which_are_ignored():
+def test_page_has_the_aliases_of_flags_and_which_are_ignored():
     for name, (_, others, ignored) in table("Flags").items():
         flag = flags.FLAGS_BY_NAME[name]
         assert tuple(re.findall("`(.*?)`", others)) == flag.aliases, name
         assert (ignored == "yes") is (name in flags.KUBE_PROXY_FLAGS), name
 
 
-def test_the_pages_defaults_are_ours():
+def test_defaults_on_the_page_are_the_actual_ones():
     made = write.kbpf_fields(Config())
     for path, (_, default, _) in table("KbpfConfiguration").items():
         head, _, tail = path.partition(".")

@@ -1,4 +1,4 @@
-"""`--write-config-to` and each kind of target: only a regular file is ever replaced."""
+"""`--write-config-to` with each kind of target: only a regular file is ever replaced."""
 
 import os
 import stat
@@ -18,8 +18,9 @@ OLD, NEW = "old: text, and a longer one\n", "new: text\n"
 
 
 class Target(NamedTuple):
-    """What is at `folder/target` before, and what `check` finds afterwards. `error`: the errno's
-    text, and everything is as it was.
+    """`make` creates `folder/target`, `check` verifies the folder after the write.
+
+    With `error`, the text of an errno, the write fails and the folder is unchanged.
     """
 
     name: str
@@ -49,8 +50,10 @@ def reads(name: str, mode: int = 0o644) -> Callable[[Path], bool]:
 TARGETS = [
     Target("missing", lambda f: None, reads("target")),
     Target("a regular file", lambda f: file(f / "target"), reads("target")),
-    Target("its mode stays", lambda f: file(f / "target", 0o600), reads("target", 0o600)),
-    Target("its owner stays", lambda f: os.chown(file(f / "target"), NOBODY, NOBODY),
+    Target("a regular file with another mode",
+           lambda f: file(f / "target", 0o600), reads("target", 0o600)),
+    Target("a regular file of another owner",
+           lambda f: os.chown(file(f / "target"), NOBODY, NOBODY),
            lambda f: reads("target")(f) and (f / "target").stat().st_uid == NOBODY),
     Target("a symbolic link", lambda f: (file(f / "real"), link(f / "target", "real")),
            lambda f: reads("real")(f) and os.readlink(f / "target") == "real"),
@@ -62,7 +65,7 @@ TARGETS = [
            lambda f: ((f / "sub").mkdir(), link(f / "target", "sub/real")), reads("sub/real")),
     Target("a dangling link", lambda f: link(f / "target", "real"),
            lambda f: reads("real")(f) and os.readlink(f / "target") == "real"),
-    Target("a link that leads nowhere", lambda f: link(f / "target", "no/where"),
+    Target("a link into a missing folder", lambda f: link(f / "target", "no/where"),
            lambda f: os.readlink(f / "target") == "no/where", "No such file or directory"),
     Target("a link to itself", lambda f: link(f / "target", "target"),
            lambda f: (f / "target").is_symlink(), "Too many levels of symbolic links"),
@@ -75,13 +78,13 @@ TARGETS = [
            lambda f: True, "No space left on device"),
     Target("a folder", lambda f: (f / "target").mkdir(), lambda f: (f / "target").is_dir(),
            "Is a directory"),
-    Target("in no folder", lambda f: f.rmdir(), lambda f: not f.exists(),
+    Target("in a missing folder", lambda f: f.rmdir(), lambda f: not f.exists(),
            "No such file or directory"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
-def test_a_target(tmp_path: Path, target: Target) -> None:
+def test_write_to_a_target(tmp_path: Path, target: Target) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
     target.make(folder)
@@ -97,7 +100,7 @@ def test_a_target(tmp_path: Path, target: Target) -> None:
     assert left <= {"target", "real"}, "nothing else is left"
 
 
-def test_a_fifo_is_written_to(tmp_path: Path) -> None:
+def test_fifo_is_written_to(tmp_path: Path) -> None:
     fifo, got = tmp_path / "target", []
     os.mkfifo(fifo)
     reader = threading.Thread(target=lambda: got.append(fifo.read_text()))
@@ -108,9 +111,7 @@ def test_a_fifo_is_written_to(tmp_path: Path) -> None:
     assert stat.S_ISFIFO(fifo.lstat().st_mode)
 
 
-def test_a_write_that_fails_leaves_the_old_file_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise OSError("on purpose")
 
@@ -122,15 +123,15 @@ def test_a_write_that_fails_leaves_the_old_file_alone(
     assert os.listdir(tmp_path) == ["target"]
 
 
-def test_a_reader_has_the_old_file_or_the_new_one(tmp_path: Path) -> None:
+def test_open_reader_sees_the_old_file(tmp_path: Path) -> None:
     target = file(tmp_path / "target")
     with target.open() as reader:
         output.write(target, NEW)
         assert (reader.read(), target.read_text()) == (OLD, NEW)
 
 
-def test_a_mounted_file_is_written_in_place(tmp_path: Path) -> None:
-    """A container's file of a volume cannot be renamed over."""
+def test_mounted_file_is_written_in_place(tmp_path: Path) -> None:
+    """A bind mount, such as a file of a volume in a container, cannot be replaced by rename()."""
     file(tmp_path / "real"), file(tmp_path / "target")
     code = (
         "import sys; from pathlib import Path; from kbpf.config import output;"
@@ -146,7 +147,7 @@ def test_a_mounted_file_is_written_in_place(tmp_path: Path) -> None:
 
 
 class Denied(NamedTuple):
-    """What a user without rights may not write; the modes of the folder and of the file."""
+    """The modes of a folder and of a file in it, and whether an unprivileged user may write it."""
 
     name: str
     folder: int
@@ -155,14 +156,14 @@ class Denied(NamedTuple):
 
 
 DENIED = [
-    Denied("a file that is read-only, in a folder of his", 0o777, 0o444, False),
-    Denied("a file of his, in a folder that is read-only", 0o755, 0o666, True),
-    Denied("neither", 0o755, 0o644, False),
+    Denied("a read-only file in a writable folder", 0o777, 0o444, False),
+    Denied("a writable file in a read-only folder", 0o755, 0o666, True),
+    Denied("a read-only file in a read-only folder", 0o755, 0o644, False),
 ]
 
 
 @pytest.mark.parametrize("case", DENIED, ids=lambda case: case.name)
-def test_rights_are_kept(case: Denied) -> None:
+def test_permissions_are_respected(case: Denied) -> None:
     folder = Path(f"/tmp/kbpf-test-output-{os.getpid()}")
     folder.mkdir()
     try:
@@ -187,13 +188,15 @@ def test_rights_are_kept(case: Denied) -> None:
 REDIRECTED = [
     ("a pipe", '"$@" | cat >out', NEW),
     ("a file", '"$@" >out', NEW),
-    ("a file that it is appended to", '"$@" >>out', OLD + NEW),
+    ("appending to a file", '"$@" >>out', OLD + NEW),
 ]
 
 
 @pytest.mark.parametrize("link", ["/dev/stdout", "/proc/self/fd/1", "/dev/fd/1", "link"])
 @pytest.mark.parametrize(("name", "line", "text"), REDIRECTED, ids=[r[0] for r in REDIRECTED])
-def test_standard_output(tmp_path: Path, link: str, name: str, line: str, text: str) -> None:
+def test_write_to_standard_output(
+    tmp_path: Path, link: str, name: str, line: str, text: str
+) -> None:
     (tmp_path / "link").symlink_to("/dev/stdout")
     file(tmp_path / "out")
     inode = (tmp_path / "out").stat().st_ino
@@ -209,7 +212,7 @@ def test_standard_output(tmp_path: Path, link: str, name: str, line: str, text: 
     assert Path("/dev/stdout").is_symlink()
 
 
-def test_all_of_it_by_the_command_line(tmp_path: Path) -> None:
+def test_write_config_to_on_the_command_line(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "kbpf", "run", "--source", str(tmp_path)]
     done = subprocess.run(
         [*command, "--write-config-to", "/dev/stdout"], check=True, capture_output=True, text=True

@@ -1,4 +1,4 @@
-"""The watch of the configuration file, driven look by look; nothing here waits."""
+"""The ConfigWatcher, polled by the tests themselves; nothing here waits."""
 
 import os
 from pathlib import Path
@@ -16,7 +16,7 @@ WRONG = A.replace(b"maglev", b"ring") + b"mode: x\n"
 
 
 class Site:
-    """A file, a Follower of it, and how often it said that there are new settings."""
+    """A file, a ConfigWatcher of it, and the number of times it reported new settings."""
 
     def __init__(self, path: Path, data: bytes = A) -> None:
         self.path = path
@@ -30,7 +30,9 @@ class Site:
         self.changes += 1
 
     def look(self) -> int:
-        """Twice, as it takes to see a file that has come to rest; the changes so far."""
+        """Polls twice, since a file is read once two polls find it the same; returns the number of
+        reports so far.
+        """
         self.follower.poll()
         self.follower.poll()
         return self.changes
@@ -49,7 +51,7 @@ def site(tmp_path: Path) -> Site:
     return Site(path)
 
 
-def test_a_file_that_stays_says_nothing(site: Site, caplog: pytest.LogCaptureFixture):
+def test_unchanged_file_is_no_change(site: Site, caplog: pytest.LogCaptureFixture):
     assert site.look() == 0
     os.utime(site.path, (1, 1))
     assert site.look() == 0
@@ -57,20 +59,18 @@ def test_a_file_that_stays_says_nothing(site: Site, caplog: pytest.LogCaptureFix
     assert caplog.records == []
 
 
-def test_other_settings_are_said_once_and_the_watch_is_over(site: Site):
+def test_new_settings_are_reported_once_and_end_the_watch(site: Site):
     assert site.put(B) == 1
     assert site.follower.is_done
 
 
-def test_a_file_that_changed_between_its_reading_and_the_first_look(tmp_path: Path):
+def test_change_before_the_first_poll_is_reported(tmp_path: Path):
     path = tmp_path / "config.conf"
     path.write_bytes(B)
     assert Site(path, A).changes == 1
 
 
-def test_another_text_that_says_the_same_changes_nothing(
-    site: Site, caplog: pytest.LogCaptureFixture
-):
+def test_new_text_with_the_same_settings_is_no_change(site: Site, caplog: pytest.LogCaptureFixture):
     caplog.set_level("INFO", "kbpf.config")
     assert site.put(SAME) == 0
     assert "configuration file changed, settings did not" in caplog.text
@@ -78,7 +78,7 @@ def test_another_text_that_says_the_same_changes_nothing(
     assert site.put(B) == 1
 
 
-def test_a_wrong_text_is_told_once_with_all_that_is_wrong(
+def test_invalid_file_is_logged_once_with_all_mistakes(
     site: Site, caplog: pytest.LogCaptureFixture
 ):
     assert site.put(WRONG) == 0
@@ -99,7 +99,7 @@ def test_a_wrong_text_is_told_once_with_all_that_is_wrong(
     assert site.put(B) == 1
 
 
-def test_a_file_that_is_gone_is_told_once_and_counts_when_it_is_back(
+def test_missing_file_is_logged_once_and_read_when_it_is_back(
     site: Site, caplog: pytest.LogCaptureFixture
 ):
     site.path.unlink()
@@ -111,7 +111,7 @@ def test_a_file_that_is_gone_is_told_once_and_counts_when_it_is_back(
     assert site.put(B) == 1
 
 
-def test_a_file_that_is_being_written_is_not_judged(site: Site, caplog: pytest.LogCaptureFixture):
+def test_file_being_written_is_not_read(site: Site, caplog: pytest.LogCaptureFixture):
     with site.path.open("wb") as file:
         file.write(WRONG[:50])
         file.flush()
@@ -123,7 +123,7 @@ def test_a_file_that_is_being_written_is_not_judged(site: Site, caplog: pytest.L
     assert site.put(B) == 1
 
 
-def test_a_config_map_is_changed_by_a_link_that_is_swapped(tmp_path: Path):
+def test_config_map_update_by_a_swapped_link_is_reported(tmp_path: Path):
     mount = Mount(tmp_path / "mount")
     mount.put(config_conf=A.decode())
     site = Site(mount.folder / "config.conf")
