@@ -17,7 +17,7 @@ from kbpf.model.config import Config, LocalMode
 from kbpf.model.objects import Protocol
 from kbpf.takeover import conntrack_keepalive
 
-ROOT_HINT: Final = "run kbpf as root"
+ROOT_HINT: Final = "run as root"
 
 
 def ruleset_options(config: Config) -> ruleset.RulesetOptions:

@@ -46,7 +46,7 @@ ALREADY_ABSENT_ERRNOS: Final[Mapping[IpvsCommand, frozenset[int]]] = {
     IpvsCommand.IPVS_CMD_DEL_SERVICE: frozenset((errno.ESRCH,)),
     IpvsCommand.IPVS_CMD_DEL_DEST: frozenset((errno.ENOENT, errno.ESRCH)),
 }
-"""The errors by which the kernel says that the object to delete does not exist."""
+"""The kernel's errors for an object that does not exist, and so does not have to be deleted."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,9 @@ either the old or the new program. Creating or detaching a link waits for an RCU
 ms, measured on 6.18), during which the kernel changes no other device; replacing one, and all
 filter operations, take a tenth of a millisecond.
 
-Other tools' attachments are not touched. A filter is replaced or removed only if priority, handle and
-name are ours. The qdisc is removed only if we created it (marked by a folder beside the pins) and
-it is empty. The kernel has no atomic "remove if empty": a filter that another tool adds between
+Other tools' attachments are not touched. A filter is replaced or removed only if priority, handle
+and name are ours. The qdisc is removed only if we created it (marked by a folder next to the pins)
+and it is empty. The kernel has no atomic "remove if empty": a filter that another tool adds between
 our check and the removal is lost.
 
 A device may vanish at any moment; that is not an error. attach() then returns None and detach()

@@ -231,7 +231,7 @@ class Netlink:
                     raise KernelError(
                         "cannot receive notifications", self._name, errno=error.errno or 0
                     ) from error
-                # The buffer overflowed. The socket stays usable: go on with what comes later.
+                # The buffer overflowed and notifications were dropped. The socket stays usable.
                 lost = True
         return Notifications(messages, lost)
 

@@ -7,8 +7,8 @@ It uses http.client and ssl (6 MB) instead of urllib3 and the Kubernetes client 
 - A peer that is connected but silent (a hung server, a proxy that lost its backend) is detected by
   reading: `silence_timeout` seconds without a byte raise ReadTimeout.
 - A peer that never stops sending, or sends a byte now and then, hits a limit: headers have
-  MAX_HEADERS_BYTES and HEADERS_TIMEOUT (including all 1xx responses before them), a body that is
-  read whole has limits of its own. Only the body of a watch has none; reflector.py limits its
+  MAX_HEADERS_BYTES and HEADERS_TIMEOUT (including all 1xx responses before them), and a body that
+  is read whole has separate limits. Only the body of a watch has none; reflector.py limits its
   lines.
 - Responses may be gzip, as lists and streamed lists are. They are decompressed READ_SIZE bytes at
   a time, and all limits apply to the decompressed data: a page, a line, an object.
@@ -388,7 +388,7 @@ class ApiConnection:
         self._sock = sock
         self._http = http.client.HTTPConnection(self._host, self._port)
         self._http.response_class = self._make_response  # type: ignore[assignment]
-        self._http.auto_open = 0  # otherwise it would open a connection of its own, without TLS
+        self._http.auto_open = 0  # otherwise it would open another connection, without TLS
         self._http.sock = sock
 
     def _make_response(self, sock: socket.socket, *args: Any, **options: Any) -> _RawResponse:
