@@ -1,4 +1,4 @@
-"""What the bounded parts of the campaigns need: the programs, compiled once."""
+"""The fixture that the bounded parts of the campaigns need: the programs, compiled once."""
 
 from tests.support.plane import artifact_cache
 

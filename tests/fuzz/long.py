@@ -1,4 +1,4 @@
-"""The campaigns of this folder, as tests/campaigns.py runs them."""
+"""The campaigns of this folder, which tests/campaigns.py runs."""
 
 import itertools
 import os
@@ -26,9 +26,9 @@ from tests.support.upstream import JUDGES, Judge
 
 FLOOD_SECONDS: Final = 60.0
 FLOOD_RATES: Final = (10_000, 0)
-"""Frames a second; 0: as many as this machine can send."""
+"""Frames per second; 0: as many as this machine can send."""
 UDP_CLIENTS: Final = 5_000
-"""New ones a second, honest, of a NodePort with two backends."""
+"""New honest clients per second of a NodePort with two backends."""
 UDP_SECONDS: Final = 120.0
 SEQUENCES: Final = 100_000
 PACKETS: Final = 1_000_000
@@ -45,12 +45,12 @@ def cache() -> Iterator[Path]:
 
 
 def deadline(minutes: float | None) -> float | None:
-    """On the monotonic clock."""
+    """The time on the monotonic clock after so many minutes; None: no deadline."""
     return None if minutes is None else time.monotonic() + 60 * minutes
 
 
 def packets(seed: int, minutes: float | None) -> None:
-    """PACKETS random packets through every program."""
+    """Sends PACKETS random packets through every program."""
     with cache() as folder:
         name = f"kbz{os.getpid()}"
         with program_runs.runs(folder, random.Random(seed), name) as made:
@@ -62,8 +62,8 @@ def packets(seed: int, minutes: float | None) -> None:
 
 
 def policy(seed: int, minutes: float | None) -> None:
-    """Every world of two endpoints with hints and of three endpoints, then WORLDS Services with
-    their slices: kbpf's policy beside kube-proxy's functions.
+    """Compares kbpf's policy with kube-proxy's functions: on every world of two endpoints with
+    hints and of three endpoints, then on WORLDS random Services with their slices.
     """
     until, done = deadline(minutes), 0
     judges = [Judge(program) for program in JUDGES]
@@ -87,13 +87,13 @@ def policy(seed: int, minutes: float | None) -> None:
 
 
 def _load() -> str:
-    """Of the machine in the last minute: what else it does decides which rates it reaches."""
+    """The machine's load in the last minute, which limits the rates that are reached."""
     return f"load {os.getloadavg()[0]:.1f}"
 
 
 def floods(seed: int, minutes: float | None) -> None:
-    """Each flood at each rate, and honest UDP, on kbpf and on a kube-proxy; one table. `minutes`
-    are for all of them together. The seed is of the forged clients; the same for both nodes.
+    """Each flood at each rate, and honest UDP, on kbpf and on a kube-proxy, in one table. `minutes`
+    are for all of them together. The seed chooses the forged clients; both nodes get the same.
     """
     runs = 2 * len(KINDS) * len(FLOOD_RATES) + 2 * UDP_SECONDS / FLOOD_SECONDS
     scale = 1.0 if minutes is None else min(1.0, 60 * minutes / runs / FLOOD_SECONDS)
@@ -114,8 +114,8 @@ def floods(seed: int, minutes: float | None) -> None:
 
 
 def mutants(seed: int, minutes: float | None) -> None:
-    """Each of MUTANTS beside nf_conntrack: the sequences of the suite must find it, whatever seed
-    and minutes are given.
+    """Compares builds with each of MUTANTS with nf_conntrack. The sequences of the suite must
+    detect every mutant, so seed and minutes have no effect.
     """
     missed = []
     for mutant in MUTANTS:
@@ -127,7 +127,7 @@ def mutants(seed: int, minutes: float | None) -> None:
 
 
 def conntrack(seed: int, minutes: float | None) -> None:
-    """SEQUENCES random sequences beside nf_conntrack."""
+    """Compares SEQUENCES random sequences with nf_conntrack."""
     rng, tally, findings, played = random.Random(seed), Counter[str](), [], 0
     wrong = 0
     with cache() as folder, Twins(folder) as twins:

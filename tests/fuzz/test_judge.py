@@ -1,4 +1,7 @@
-"""kbpf's policy beside kube-proxy's own functions: every small world, then any. See worlds.py."""
+"""kbpf's policy compared with kube-proxy's own functions: all small worlds, then random ones.
+
+See worlds.py for what a world is.
+"""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -22,14 +25,14 @@ from tests.fuzz.worlds import (
 from tests.support.upstream import JUDGES, Judge
 
 EXAMPLES = 2_000
-"""Of up to 20 worlds each; the campaign `policy` has a million worlds."""
+"""Each example has up to 20 worlds; the campaign `policy` compares a million worlds."""
 EACH = 13
-"""Of the worlds of three endpoints; the campaign has them all."""
+"""Every so many worlds of three endpoints are compared; the campaign compares all of them."""
 
 
 @pytest.fixture(scope="module")
 def judges() -> Iterator[Sequence[Judge]]:
-    """Of both versions."""
+    """One for each version of kube-proxy."""
     found = [Judge(program) for program in JUDGES]
     yield found
     for each in found:
@@ -38,26 +41,30 @@ def judges() -> Iterator[Sequence[Judge]]:
 
 @pytest.mark.parametrize("node", ["me", "", "ME"])
 @pytest.mark.parametrize("zone", ["a", ""])
-def test_every_world_of_one_endpoint(judges: Sequence[Judge], node: str, zone: str):
+def test_every_world_of_one_endpoint_matches_kube_proxy(
+    judges: Sequence[Judge], node: str, zone: str
+):
     assert compare(judges, one_endpoint(), node, zone) == 7 * 27 * 3 * 9
 
 
-def test_every_world_of_two_endpoints_without_hints(judges: Sequence[Judge]):
+def test_every_world_of_two_endpoints_without_hints_matches_kube_proxy(judges: Sequence[Judge]):
     assert compare(judges, two_endpoints(POLICIES, [((), ())])) == 7 * 16 * 16 * 4
 
 
-def test_some_worlds_of_three_endpoints(judges: Sequence[Judge]):
+def test_some_worlds_of_three_endpoints_match_kube_proxy(judges: Sequence[Judge]):
     assert compare(judges, itertools.islice(three_endpoints(), 0, None, EACH)) == 9_816
 
 
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(asked=questions())
-def test_any_world(judges: Sequence[Judge], asked: tuple[list[World], str, str]):
+def test_random_worlds_match_kube_proxy(
+    judges: Sequence[Judge], asked: tuple[list[World], str, str]
+):
     worlds, node, zone = asked
     assert compare(judges, iter(worlds), node, zone) == len(worlds)
 
 
-# ---- where NodePorts answer --------------------------------------------------------------------
+# ---- addresses of NodePorts --------------------------------------------------------------------
 
 PRIMARY = {4: "192.0.2.5", 6: "2001:db8::5"}
 INTERFACES = (
@@ -66,7 +73,7 @@ INTERFACES = (
 )  # fmt: skip
 LOCAL = [parse_addr(each.partition("/")[0]) for each in INTERFACES]
 LOOPBACK = {"127.0.0.1", "::1"}
-"""kbpf serves them by --localhost-nodeports, for the host alone."""
+"""kbpf serves these only with --localhost-nodeports, and only for the host."""
 WORDS = (
     "primary", "localhost", "all", "192.0.2.0/24", "192.0.2.6/32", "203.0.113.0/24", "127.0.0.0/8",
     "0.0.0.0/0", "2001:db8::/32", "fd00::7/128", "3fff::/20", "::/0",
@@ -75,7 +82,9 @@ LISTS = [list(words) for size in range(4) for words in itertools.combinations(WO
 
 
 def expanded(words: Sequence[str], families: Sequence[int]) -> list[str]:
-    """As kube-proxy's main function replaces the words, on a node with addresses of `families`."""
+    """Replaces the words as kube-proxy's main function does on a node with addresses of
+    `families`.
+    """
     meanings = {
         "primary": [f"{PRIMARY[family]}/{32 if family == 4 else 128}" for family in families],
         "localhost": ["127.0.0.0/8", "::1/128"],
@@ -85,16 +94,16 @@ def expanded(words: Sequence[str], families: Sequence[int]) -> list[str]:
 
 
 def asked_for(words: Sequence[str], mode: str) -> list[str]:
-    """The list that counts in this mode of kube-proxy."""
+    """The list that this mode of kube-proxy uses."""
     return list(words) or (["primary"] if mode == "nftables" else [])
 
 
 @pytest.mark.parametrize("mode", ["iptables", "nftables"])
 @pytest.mark.parametrize("families", [(4, 6), (4,), (6,), ()], ids=str)
-def test_every_list_of_node_port_addresses(
+def test_every_list_of_node_port_addresses_matches_kube_proxy(
     judges: Sequence[Judge], mode: str, families: Sequence[int]
 ):
-    """The intended difference (docs/limits.md): with `primary` and a network of one family alone,
+    """One difference is intended (docs/limits.md): with `primary` and networks of one family only,
     the other family has no address; with kube-proxy it has all of them.
     """
     node = Node("me", addresses=tuple(parse_addr(PRIMARY[family]) for family in families))

@@ -1,4 +1,6 @@
-"""Services and EndpointSlices as the API server lets them be, as JSON: all small ones, and any."""
+"""Services and EndpointSlices that the API server accepts, as JSON: all small ones, and random
+ones.
+"""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -10,7 +12,7 @@ from tests.support.upstream import Json, Judge, Question, differences
 
 BATCH = 1_000
 WORLDS = 20
-"""Of one example of Hypothesis, at most: asked for together, since each question takes its time."""
+"""At most so many worlds in one example of Hypothesis: a question takes time, whatever its size."""
 
 
 class World(NamedTuple):
@@ -43,7 +45,7 @@ def endpoint(
     zones: Sequence[str] = (),
     nodes: Sequence[str] = (),
 ) -> Json:
-    """`conditions`: ready, serving, terminating; None is not said."""
+    """`conditions`: ready, serving, terminating; None leaves one out."""
     names = ("ready", "serving", "terminating")
     said = {key: one for key, one in zip(names, conditions, strict=True) if one is not None}
     hints = {"forZones": zones, "forNodes": nodes}
@@ -56,7 +58,7 @@ def endpoint(
 
 
 def world(name: str, policy: Json, *slices: Sequence[Json]) -> World:
-    """A Service with one TCP port, and slices of these endpoints."""
+    """A Service with one TCP port, and slices with these endpoints."""
     exposed = policy.get("type", "ClusterIP") != "ClusterIP"
     port = {"name": "p", "port": 80, "protocol": "TCP", **({"nodePort": 30080} if exposed else {})}
     ports = [{"name": "p", "port": 8080, "protocol": "TCP"}]
@@ -86,7 +88,7 @@ def piece(name: str, number: int, kind: str, ports: Sequence[Json], ends: Sequen
 def compare(
     judges: Sequence[Judge], worlds: Iterator[World], node: str = "me", zone: str = "a"
 ) -> int:
-    """Compares them all, many beside each other in one question; how many there were."""
+    """Compares all worlds, many of them in one question; returns how many there were."""
     count = 0
     while some := list(itertools.islice(worlds, BATCH)):
         slices = [one for world in some for one in world.slices]
@@ -100,7 +102,7 @@ HINTS = tuple(itertools.product(((), ("a",), ("b",)), ((), ("me",), ("you",))))
 
 
 def one_endpoint() -> Iterator[World]:
-    """Each that there can be, with every policy."""
+    """Each possible endpoint, with every policy."""
     all_ = itertools.product(
         POLICIES, itertools.product(MAYBE, repeat=3), (None, "me", "you"), HINTS
     )
@@ -109,7 +111,7 @@ def one_endpoint() -> Iterator[World]:
 
 
 def two_endpoints(policies: Sequence[Json], hints: Sequence[tuple]) -> Iterator[World]:
-    """Two, in one slice or in two, with one address or with two."""
+    """Two endpoints, in one slice or in two, with the same address or with two."""
     kinds = list(itertools.product(itertools.product(BOOLS, repeat=3), ("me", "you"), hints))
     all_ = itertools.product(policies, kinds, kinds, ADDRESSES[:2], BOOLS)
     for i, (policy, first, second, other, apart) in enumerate(all_):
@@ -123,14 +125,14 @@ def two_endpoints(policies: Sequence[Json], hints: Sequence[tuple]) -> Iterator[
 CUTS = (3, 1, 2)
 """After how many of three endpoints the first slice ends."""
 SAME = ((0, 1, 2), (0, 0, 1), (0, 1, 0), (0, 1, 1))
-"""Which of three endpoints have one address."""
+"""Which of three endpoints share an address."""
 SERVES = ((True, True, False), (False, True, True))
-"""Conditions: ready, and only still serving."""
+"""Conditions: ready, and terminating but still serving."""
 
 
 def three_endpoints() -> Iterator[World]:
-    """Three, in one slice or in two, with all conditions and no hints; then with all hints, ready
-    or only still serving, in one slice. The order of those that are alike is left out.
+    """Three endpoints, in one slice or in two, with all conditions and no hints; then in one slice,
+    ready or terminating, with all hints. Permutations of equal kinds of endpoints are left out.
     """
     places = ("me", "you")
     kinds = itertools.product(itertools.product(BOOLS, repeat=3), places, [((), ())])
@@ -148,14 +150,14 @@ def three_endpoints() -> Iterator[World]:
         yield world(f"s{i}", policy, *filter(None, (ends[:cut], ends[cut:])))
 
 
-# ---- any world ---------------------------------------------------------------------------------
+# ---- random worlds -----------------------------------------------------------------------------
 
 PORTS = {"a": (80, "TCP"), "b": (81, "TCP"), "": (82, "UDP"), "c": (80, "UDP")}
 OUTER4, OUTER6 = ("192.0.2.1", "192.0.2.2"), ("2001:db8::1", "2001:db8::2")
 RANGES = ("10.0.0.0/8", " 192.0.2.0/24 ", "0.0.0.0/0", "fd00::/8", "::/0", "2001:db8::/32")
 CLUSTER_IPS = (["10.96.0.1"], ["fd00:96::1"], ["10.96.0.1", "fd00:96::1"], ["None"])
 
-# Strategies are made once: to make one costs more than to draw from it.
+# Strategies are module constants, because making one costs more than drawing from it.
 
 
 def some(options: Sequence[Any], most: int = 2) -> st.SearchStrategy[list[Any]]:
@@ -193,7 +195,7 @@ NODE, ZONE = st.sampled_from(["me", ""]), st.sampled_from(["a", ""])
 
 
 def any_service(draw: st.DrawFn, name: str) -> Json:
-    """A Service as the API server lets it be."""
+    """A random Service that the API server accepts."""
     kind = draw(TYPE)
     ports = []
     for port_name in draw(PORT_NAMES):
@@ -224,7 +226,7 @@ def any_service(draw: st.DrawFn, name: str) -> Json:
 
 
 def any_slice(draw: st.DrawFn, name: str, number: int) -> Json:
-    """It need not fit the Service."""
+    """A random slice, which need not fit the Service."""
     family = draw(FAMILY)
     ports = [
         {"name": port, "port": draw(TARGET_PORT), "protocol": PORTS[port][1]}
@@ -235,7 +237,7 @@ def any_slice(draw: st.DrawFn, name: str, number: int) -> Json:
 
 @st.composite
 def questions(draw: st.DrawFn) -> tuple[list[World], str, str]:
-    """Some worlds, and the name and the zone of the node."""
+    """Some random worlds, and the name and the zone of the node."""
     worlds = [
         World(
             any_service(draw, name := f"s{i}"),

@@ -1,12 +1,12 @@
-"""Floods against connections that are established and clients that are honest.
+"""Floods against established connections and honest clients.
 
 A node as in node.py, but clients and pods are real: namespaces with sockets at the other ends of
-its devices. The node translates by kbpf, or by nf_conntrack and the rules of a real kube-proxy in
-mode nftables, which has these Services from a real API server. Both may track nf_conntrack_max
+its devices. The node translates with kbpf, or with nf_conntrack and the rules of a real kube-proxy
+in mode nftables, which gets these Services from a real API server. Both may track nf_conntrack_max
 connections, as the machine has it.
 
-    192.0.2.2:80      TCP and UDP, answered; and the same by IPv6
-    192.0.2.2:81      UDP that nobody answers
+    192.0.2.2:80      TCP and UDP echo; the same by IPv6
+    192.0.2.2:81      UDP without replies
     NODE:30053        a NodePort, UDP, two backends
 """
 
@@ -60,14 +60,14 @@ from tests.support.lab.lab import DIE_WITH_US, inside, ip, run
 SOURCE: Final = Path(__file__).with_name("flood.c")
 HONEST: Final = "198.51.100.8"
 KEPT_PORTS: Final = range(31_000, 32_000)
-"""Of the established connections of CLIENT."""
+"""Client ports of the established connections of CLIENT."""
 FORGED: Final = (ip_network("100.64.0.0/10"), ip_network("2001:db8:66:1::/64"))
 HONEST_A_SECOND: Final = 40
 THREADS: Final = 20
 ANSWER_SECONDS: Final = 5.0
-"""For one exchange of an honest client; a SYN that was lost is sent again within it."""
+"""Time limit of one exchange of an honest client; a lost SYN is retransmitted within it."""
 HELD_SECONDS: Final = 60
-"""Afterwards no port is held for a forged client for longer than this."""
+"""After so many seconds no port may still be held for a forged client."""
 SERVED: Final = 0.99
 HONEST_UDP: Final = "honest udp"
 WAYS: Final = ("kbpf", "kube-proxy")
@@ -82,16 +82,16 @@ KINDS: Final = {
     "first fragments": ("fragment", FRONT[4], FRONT_PORT),
     "ipv6 /64": ("syn6", FRONT[6], FRONT_PORT),
 }
-"""What flood.c calls it, and where it goes."""
+"""The kind's name in flood.c, and its destination."""
 STREAMS: Final = "udp stream"
-"""Each of its flows is answered and in use after 2 s, and holds its place and its port for 120 s,
-with Linux as with kbpf. So honest clients of UDP find no port when all are taken; those of TCP do.
+"""Each of its flows has replies and is still in use after 2 s, and keeps its entry and its port for
+120 s, with Linux as with kbpf. Once all ports are taken, honest UDP clients find none; TCP ones do.
 """
 
 
 @dataclass
 class Figures:
-    """What one flood did."""
+    """The results of one flood."""
 
     way: str
     kind: str
@@ -121,7 +121,7 @@ class Figures:
         )
 
     def faults(self) -> list[str]:
-        """In what the promises are not kept."""
+        """The promises that were not kept."""
         found = []
         if self.lost:
             found.append(f"{self.lost} of {self.established} established connections lost")
@@ -137,7 +137,7 @@ class Figures:
 
 
 class Clients:
-    """Honest ones: connections that stay, and new ones at a steady rate."""
+    """Honest clients: connections that stay open, and new ones at a steady rate."""
 
     def __init__(self, where: str) -> None:
         self.where = where
@@ -148,7 +148,7 @@ class Clients:
         self._threads: list[threading.Thread] = []
 
     def establish(self) -> None:
-        """Connections that have exchanged a byte."""
+        """Opens the connections that stay; each exchanges a byte."""
 
         def connect() -> list[socket.socket]:
             made = []
@@ -156,7 +156,7 @@ class Clients:
                 each = socket.socket()
                 each.settimeout(ANSWER_SECONDS)
                 each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                # Closed by a reset, so that the next flood has the port again.
+                # Closed by a reset, so that the next flood can use the port again.
                 each.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                 each.bind((CLIENT[4], port))
                 each.connect((FRONT[4], FRONT_PORT))
@@ -167,7 +167,7 @@ class Clients:
         assert self.count_lost() == 0
 
     def count_lost(self) -> int:
-        """How many of them do not answer any more."""
+        """How many of the established connections no longer echo."""
         lost = 0
         for each in self.kept:
             with contextlib.suppress(OSError):
@@ -180,13 +180,13 @@ class Clients:
         return lost
 
     def close(self) -> None:
-        """All sockets."""
+        """Closes all sockets."""
         for each in self.kept:
             each.close()
         self.kept.clear()
 
     def begin(self) -> None:
-        """New connections from now on."""
+        """Starts making new connections."""
         self._over.clear()
         self.tried.clear()
         self.served.clear()
@@ -198,13 +198,15 @@ class Clients:
             thread.start()
 
     def end(self) -> None:
-        """No more."""
+        """Stops making new connections."""
         self._over.set()
         for thread in self._threads:
             thread.join()
 
     def _dial(self, number: int) -> None:
-        """Half of the threads by TCP, half by UDP, which asks again each second."""
+        """Repeats exchanges: threads with odd numbers by TCP, others by UDP with a retry every
+        second.
+        """
         pause = THREADS / HONEST_A_SECOND
         while not self._over.is_set():
             began = time.monotonic()
@@ -239,7 +241,7 @@ def _ask_udp() -> bool:
 
 
 class Arena:
-    """The node, its clients and its pods. `way`: one of WAYS. Each flood has a seed of its own."""
+    """The node, its clients and its pods. `way`: one of WAYS. Each flood gets the next seed."""
 
     def __init__(self, cache: Path, way: str, connections: int, seed: int) -> None:
         self.cache, self.way, self.connections, self.seed = cache, way, connections, seed
@@ -311,10 +313,10 @@ class Arena:
         stack.callback(server.stdout.close)
         assert server.stdout.readline() == b"ready\n"
 
-    # ---- what is done to it --------------------------------------------------------------------
+    # ---- floods --------------------------------------------------------------------------------
 
     def forget(self) -> None:
-        """Nothing is tracked."""
+        """Deletes all tracked connections."""
         if self.kbpf is not None:
             self.kbpf.forget()
         else:
@@ -323,7 +325,7 @@ class Arena:
     def send(
         self, kind: str, to: str, port: int, rate: int, seconds: float
     ) -> tuple[int, int, float]:
-        """Frames sent, datagrams that came back, seconds."""
+        """Runs flood.c; returns frames sent, datagrams that came back, and seconds."""
         self.seed += 1
         command = (
             str(self.program), "send", kind, "fc0", mac_of(self.name, "c0"), to, str(port),
@@ -333,7 +335,7 @@ class Arena:
         return int(sent), int(back), float(took)
 
     def flood(self, name: str, rate: int, seconds: float) -> Figures:
-        """One flood from beginning to end."""
+        """Runs one flood from beginning to end."""
         self.forget()
         kind, to, port = KINDS[name]
         figures = Figures(self.way, name, rate)
@@ -358,7 +360,9 @@ class Arena:
         return figures
 
     def many_clients(self, rate: int, seconds: float) -> Figures:
-        """Honest ones, each asks the NodePort once by UDP; `served` is how many get an answer."""
+        """Honest clients send one UDP datagram each to the NodePort; `served` counts the
+        replies.
+        """
         self.forget()
         figures = Figures(self.way, HONEST_UDP, rate)
         before = self.reasons()
@@ -372,12 +376,12 @@ class Arena:
         return figures
 
     def reasons(self) -> Counter[Reason]:
-        """What kbpf's programs have counted."""
+        """The counters of kbpf's programs."""
         return self.kbpf.site.reasons() if self.kbpf is not None else Counter()
 
     def held(self) -> tuple[int, int]:
-        """Connections that are tracked, and ports of the node that forged clients will have kept
-        from others for HELD_SECONDS.
+        """Tracked connections, and node ports that will still be held for forged clients after
+        HELD_SECONDS.
         """
         if self.kbpf is None:
             rows = inside_of(self.name, dump_conntrack)
@@ -393,7 +397,7 @@ class Arena:
 
 
 def keeps_port(raw: bytes, later: int) -> bool:
-    """Whether the port of this entry is of a forged client's, and not for others to have then."""
+    """Whether this entry holds a port for a forged client, and still does so then."""
     client = format_addr(raw[flow_entries.CLIENT][:16])
     return (
         _is_forged(client)
@@ -408,12 +412,12 @@ def _is_forged(text: str) -> bool:
 
 
 def room() -> int:
-    """Connections that either may track."""
+    """The number of connections that either node may track."""
     return int(Path("/proc/sys/net/netfilter/nf_conntrack_max").read_text())
 
 
 def served() -> DesiredState:
-    """The Services."""
+    """The Services as kbpf's desired state."""
     two = f"{POD['b0'][4]}:{BACK_PORT} {SECOND_POD}:{BACK_PORT}"
     made = [
         plane.service(f"front{family}-{protocol.name.lower()}",

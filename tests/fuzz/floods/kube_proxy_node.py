@@ -1,4 +1,4 @@
-"""A real kube-proxy and its API server in a network namespace, for the Services of floods.py."""
+"""A real kube-proxy and its API server in a network namespace, with the Services of floods.py."""
 
 import contextlib
 import subprocess
@@ -29,7 +29,7 @@ NODE_NAME: Final = "node-1"
 
 
 def objects() -> Iterator[Object]:
-    """The same Services for a kube-proxy, and the node."""
+    """The node, and the Services of floods.py as objects for kube-proxy."""
     yield node(NODE_NAME, *ROUTED_BY.values())
     udp = partial(port, protocol="UDP")
     front = service(
@@ -51,7 +51,7 @@ def objects() -> Iterator[Object]:
 
 
 def serve_by_kube_proxy(stack: contextlib.ExitStack, name: str, folder: Path) -> None:
-    """A kube-proxy in this network namespace, with an API server there; returns when its rules have
+    """Starts an API server and a kube-proxy in this network namespace; returns when the rules have
     all of objects().
     """
     server = stack.enter_context(ApiServer(netns=name))
@@ -67,14 +67,14 @@ def serve_by_kube_proxy(stack: contextlib.ExitStack, name: str, folder: Path) ->
 
 
 class KubeProxyNode(NamedTuple):
-    """Where it runs."""
+    """The node's name, and the network namespace kube-proxy runs in."""
 
     name: str
     netns: str
 
 
 def programmed(name: str) -> bool:
-    """Whether the rules in this network namespace lead all of objects() to somewhere."""
+    """Whether the rules in this network namespace have an entry for each port of objects()."""
     tables = {}
     for family in (4, 6):
         table = ("ip6" if family == 6 else "ip", "kube-proxy")

@@ -1,4 +1,4 @@
-"""The bounded part of the campaign `floods`; see floods.py for what is flooded."""
+"""The bounded part of the campaign `floods`; floods.py describes what is flooded."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,10 +8,10 @@ import pytest
 from tests.fuzz.floods.floods import KINDS, STREAMS, Arena, Figures
 
 CONNECTIONS = 16_384
-"""Fewer than any of these floods begins."""
+"""Fewer connections than any of these floods begins."""
 RATE, SECONDS = 10_000, 2.0
 LONGER = {STREAMS: 5.0}
-"""The second datagrams come after 2.5 s."""
+"""The second datagram of a stream follows after 2.5 s."""
 SEED = 20261122
 
 
@@ -23,17 +23,17 @@ def arena(artifact_cache: Path) -> Iterator[Arena]:
 
 def check(figures: Figures) -> None:
     print(figures, figures.reasons)
-    assert figures.sent >= RATE * SECONDS / 2, "this was no flood"
+    assert figures.sent >= RATE * SECONDS / 2, "the rate was too low for a flood"
     assert all(figures.honest[protocol] > 0 for protocol in ("tcp", "udp"))
     assert figures.faults() == []
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_flood_ends_nobody_and_keeps_nobody_out(arena: Arena, kind: str):
+def test_flood_ends_no_connection_and_blocks_no_client(arena: Arena, kind: str):
     check(arena.flood(kind, RATE, LONGER.get(kind, SECONDS)))
 
 
-def test_many_honest_clients_of_udp_get_ports(arena: Arena):
+def test_many_honest_udp_clients_get_ports(arena: Arena):
     figures = arena.many_clients(5_000, 4 * SECONDS)
     print(figures, figures.reasons)
     assert figures.sent >= 2_500 * 4 * SECONDS

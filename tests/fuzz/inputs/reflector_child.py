@@ -1,8 +1,8 @@
-"""Four watches of one API server in a process of their own, whose memory can be measured:
+"""Four watches of one API server in a separate process, whose memory can be measured:
 
     python -m tests.fuzz.inputs.reflector_child URL
 
-prints a JSON line each 0.2 s: the peak of its memory, and each watch's status.
+prints a JSON line every 0.2 s: the peak of its memory, and each watch's status.
 """
 
 import json

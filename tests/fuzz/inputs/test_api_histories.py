@@ -7,7 +7,7 @@ SEED = 20261122
 COUNT, OPERATIONS = 4, 60
 
 
-def test_histories_of_a_real_api_server_come_to_what_it_has():
+def test_histories_of_a_real_api_server_end_in_its_state():
     with ApiServer() as server:
         done = histories(server, SEED, COUNT, OPERATIONS, None)
     assert done["histories"] == COUNT

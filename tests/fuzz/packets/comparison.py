@@ -1,4 +1,4 @@
-"""Random sequences on both nodes, and a short script for each difference that is not intended."""
+"""Random sequences on both nodes, and a short script for each unintended difference."""
 
 import random
 from collections import Counter
@@ -12,18 +12,18 @@ from tests.fuzz.packets.segments import random_script, shorter
 from tests.fuzz.packets.twins import Outcome, Played, Stalled, Twins
 
 BATCH: Final = 1_000
-"""Sequences that are played at once: a step of all of them takes a fraction of a second."""
+"""Sequences played at once: one step of all of them takes a fraction of a second."""
 SEEDS: Final = (11, 12, 13)
-"""Of the batches that the suite plays."""
+"""Seeds of the batches that the suite plays."""
 SMALLEST: Final = 50
-"""If the machine is too slow for so few, it is too slow for the test."""
+"""A machine that is too slow for a batch of this size is too slow for the test."""
 STALLED: Final = "batches that stalled"
 SHOWN: Final = 10
-"""Differences that are shortened and told; more are seldom more than these."""
+"""Differences that are shortened and reported; more of them seldom have other causes."""
 
 
 class Finding(NamedTuple):
-    """A sequence, what the nodes made of it, and what is wrong with that."""
+    """A sequence, its outcomes on both nodes, and what is wrong with them."""
 
     sequence: Played
     kbpf: Outcome
@@ -35,7 +35,7 @@ class Finding(NamedTuple):
 
 
 def random_sequences(rng: random.Random, count: int) -> list[Played]:
-    """Of all kinds. A masqueraded client of SCTP would not be known by its packets."""
+    """Sequences of all kinds. SCTP is never masqueraded, because its packets carry no tag."""
     made = []
     for _ in range(count):
         protocol = rng.choice(("tcp", "tcp", *PROTOCOLS))
@@ -45,9 +45,9 @@ def random_sequences(rng: random.Random, count: int) -> list[Played]:
 
 
 def play(twins: Twins, sequences: Sequence[Played]) -> tuple[list[tuple[Outcome, Outcome]], int]:
-    """What both nodes come to with each, and how many batches had to be played again, in halves.
+    """Both nodes' outcomes of each sequence, and how many batches had to be replayed in halves.
 
-    That is decided by the batch's own clock alone, whatever came out: the machine was too slow.
+    Only the batch's own clock decides that, whatever the outcomes: the machine was too slow.
     """
     try:
         return twins.play(sequences), 0
@@ -63,8 +63,8 @@ def play(twins: Twins, sequences: Sequence[Played]) -> tuple[list[tuple[Outcome,
 
 
 def compare(twins: Twins, sequences: Sequence[Played]) -> tuple[list[Finding], Counter[str]]:
-    """What is wrong, and how often each row was needed ("equal": none); under STALLED, how many
-    batches were played again.
+    """The findings, and how often each row was needed ("equal": none); under STALLED, how many
+    batches were replayed.
     """
     findings, tally = [], Counter[str]()
     outcomes, stalls = play(twins, sequences)
@@ -83,7 +83,7 @@ def compare(twins: Twins, sequences: Sequence[Played]) -> tuple[list[Finding], C
 
 
 def shrunk(twins: Twins, findings: Iterable[Finding]) -> list[Finding]:
-    """The shortest that goes wrong in the same way, as far as one step at a time leads there."""
+    """Shortens each script, one step at a time, as long as it goes wrong in the same way."""
     return [_shrink(twins, each) for each in list(findings)[:SHOWN]]
 
 

@@ -1,10 +1,10 @@
-"""Where kbpf's state of a connection differs from nf_conntrack's on purpose: rows with reasons.
+"""Intended differences between kbpf's state of a connection and nf_conntrack's: rows with reasons.
 
-An outcome is equal if both nodes know of the connection or neither does, if both need it or neither
-does, and if they keep it for the same time. Everything else needs a row: the states of both, and
-what the script has to be like. docs/datapath.md has the reason under the row's name. Whatever the
-rows allow, broken_promise() says what must never be, and kbpf's state is always the one that the
-document gives for the script (reference.py).
+Outcomes are equal if both nodes or neither have the connection, if both or neither need it, and if
+they keep it for the same time. Any other difference needs a row: the states of both, and a
+condition on the script. docs/datapath.md has the reason under the row's name. Whatever the rows
+allow, broken_promise() says what must never happen, and kbpf's state must always be the one that
+the document gives for the script (reference.py).
 """
 
 import re
@@ -26,7 +26,7 @@ _RESET: Final = re.compile(r"(^|[ <])RA?\b")
 
 
 def always(_: Reading) -> bool:
-    """Whatever the script is like."""
+    """No condition on the script."""
     return True
 
 
@@ -36,7 +36,7 @@ def believed(reading: Reading) -> bool:
 
 
 def not_believed(reading: Reading) -> bool:
-    """There is a reset or a FIN whose numbers are wrong."""
+    """There is a reset or a FIN with wrong numbers."""
     return reading.unbelieved_end
 
 
@@ -46,18 +46,21 @@ def again(reading: Reading) -> bool:
 
 
 def unseen(reading: Reading) -> bool:
-    """The node has not forwarded a packet of the backend, and kbpf would have met it then only."""
+    """The node did not forward a packet of the backend, which kbpf would only have seen
+    at egress.
+    """
     return reading.unseen
 
 
 def flawed(reading: Reading) -> bool:
-    """A packet counted although its checksum is wrong or its TTL 1."""
+    """A packet counted although its checksum is wrong or its TTL is 1."""
     return reading.flawed
 
 
 def strange(reading: Reading) -> bool:
-    """Some segment is one that no peer would send: by its numbers, its checksum, its TTL, or as it
-    comes before the handshake is over, or is a SYN after it. Resets too are judged by numbers.
+    """Some segment is one that no peer would send: by its numbers, its checksum or its TTL, because
+    it comes before the end of the handshake, or because it is a SYN after it. Any reset counts as
+    well.
     """
     script = reading.script
     begun = next((found for each in _HANDSHAKES if (found := each.match(script))), None)
@@ -85,17 +88,17 @@ _SCTP: Final = (
 
 ROWS: Final = (
     Row("not yet proven", "tcp", ("UNPROVEN",), ("ESTABLISHED",)),
-    Row("data on the way", "tcp", ("ESTABLISHED",), ("ESTABLISHED",)),
+    Row("unacknowledged data", "tcp", ("ESTABLISHED",), ("ESTABLISHED",)),
     Row("closing", "tcp", ("CLOSING", "CLOSED"), _CLOSING, believed),
     Row("closed", "tcp", ("CLOSED",), ("CLOSE",), believed),
-    Row("reset, and it continues", "tcp", ("CLOSING",), ("CLOSE",), believed),
-    Row("end that is not believed", "tcp", ("NEW", "ANSWERED", "UNPROVEN", "ESTABLISHED"),
+    Row("segment after a reset", "tcp", ("CLOSING",), ("CLOSE",), believed),
+    Row("end with wrong numbers", "tcp", ("NEW", "ANSWERED", "UNPROVEN", "ESTABLISHED"),
         _ENDED, not_believed),
     Row("reset before the handshake", "tcp", ("CLOSING", "CLOSED"), ("none",), believed),
-    Row("end that Linux does not believe", "tcp", ("CLOSING", "CLOSED"),
+    Row("end that Linux ignores", "tcp", ("CLOSING", "CLOSED"),
         (*_OPENING, "ESTABLISHED"), believed),
-    Row("begun again", "tcp", ("NEW", "ANSWERED"), ("ESTABLISHED",), again),
-    Row("answer that is not forwarded", "tcp", ("NEW", "ANSWERED"), ("ESTABLISHED",), unseen),
+    Row("repeated SYN or SYN-ACK", "tcp", ("NEW", "ANSWERED"), ("ESTABLISHED",), again),
+    Row("reply that is not forwarded", "tcp", ("NEW", "ANSWERED"), ("ESTABLISHED",), unseen),
     Row("first packet not checked", "tcp", ("NEW", "ANSWERED", "UNPROVEN"), ("none",), strange),
     Row("wrong numbers, evictable", "tcp", ("NEW", "ANSWERED", "UNPROVEN"),
         (*_OPENING, *_CLOSING, "CLOSE"), strange),
@@ -111,13 +114,13 @@ ROWS: Final = (
 
 
 def equal(kbpf: Outcome, linux: Outcome) -> bool:
-    """Whether both come to the same."""
+    """Whether both outcomes are the same."""
     known = (kbpf != NOTHING) == (linux != NOTHING)
     return known and (kbpf.needed, kbpf.seconds) == (linux.needed, linux.seconds)
 
 
 def row_for(protocol: str, reading: Reading, kbpf: Outcome, linux: Outcome) -> Row | None:
-    """The first row that has this difference."""
+    """The first row that allows this difference."""
     for row in ROWS:
         states = kbpf.state in row.kbpf and linux.state in row.linux
         if row.protocol == protocol and states and row.having(reading):
@@ -126,7 +129,7 @@ def row_for(protocol: str, reading: Reading, kbpf: Outcome, linux: Outcome) -> R
 
 
 def broken_promise(protocol: str, reading: Reading, kbpf: Outcome, linux: Outcome) -> str:
-    """What must never be, whatever row there is; empty if all is well."""
+    """What must never happen, whatever the rows allow; "" if all is well."""
     if linux.needed and kbpf == NOTHING and protocol != "sctp":
         return "a connection that Linux needs is forgotten"
     if kbpf.state != reading.state:
@@ -141,7 +144,7 @@ def broken_promise(protocol: str, reading: Reading, kbpf: Outcome, linux: Outcom
 
 
 def complaint(protocol: str, reading: Reading, kbpf: Outcome, linux: Outcome) -> str:
-    """What is wrong with the outcome; empty if both come to the same, or a row allows it."""
+    """What is wrong with the outcomes; "" if they are equal or a row allows the difference."""
     if broken := broken_promise(protocol, reading, kbpf, linux):
         return broken
     if equal(kbpf, linux) or row_for(protocol, reading, kbpf, linux):

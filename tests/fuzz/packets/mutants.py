@@ -1,8 +1,8 @@
-"""Whether the comparison with nf_conntrack finds what it is for: builds of the packet path with one
-rule less, each of which the sequences of the suite must find.
+"""Builds of the packet path without one rule, to prove that the comparison with nf_conntrack works:
+the sequences of the suite must detect each of them.
 
-Each is a line of the C that is replaced. A mutant that is not found is a hole of differences.py;
-one whose line is gone is written for older code.
+A mutant replaces one line of the C code. A mutant that is not detected is a gap in differences.py;
+one whose line no longer exists was written for older code.
 """
 
 import random
@@ -24,7 +24,7 @@ PACKAGE: Final = Path(kbpf.__file__).parent
 
 
 class Mutant(NamedTuple):
-    """What is wrong with it; the file below kbpf/bpf; and the text that is replaced, by what."""
+    """Its name, the file below kbpf/bpf, the text that is replaced, and the replacement."""
 
     name: str
     file: str
@@ -46,9 +46,9 @@ MUTANTS: Final = (
     Mutant("any segment of the backend is proof", "track.h",
            "reply && own->next &&\n\t    (p->tcp.next != own->next || p->tcp.ack != own->ack))",
            "reply)"),
-    Mutant("any SYN-ACK of the backend begins again", "track.h",
+    Mutant("any SYN-ACK of the backend begins a flow", "track.h",
            "(p->tcp.ack == peer->next && !peer->ack && p->tcp.next != own->next)", "true"),
-    Mutant("a late SYN-ACK begins again", "track.h",
+    Mutant("a late SYN-ACK begins a flow", "track.h",
            "p->tcp.ack == peer->next && !peer->ack &&", "p->tcp.ack == peer->next &&"),
     Mutant("any reset with an ACK closes", "track.h",
            "((flags & TCP_ACK) && is_plausible(peer, &p->tcp, RESET_DISTANCE));",
@@ -59,13 +59,13 @@ MUTANTS: Final = (
            "STATE_ESTABLISHED : STATE_ANSWERED;"),
     Mutant("UDP is a stream from its third datagram on", "track.h",
            "return elapsed(flow->seen.started, now) > STREAM_SECONDS * SECOND;", "return true;"),
-    Mutant("SCTP is established by any answer", "track.h",
+    Mutant("SCTP is established by any reply", "track.h",
            "return reply && (flags & TCP_ACK);", "return reply;"),
 )  # fmt: skip
 
 
 def build(mutant: Mutant, folder: Path, units: tuple[str, ...] = ("tc",)) -> None:
-    """Compiles it into this folder, under the names of the builds that it stands for."""
+    """Compiles the mutant into this folder, under the names of the regular builds."""
     with tempfile.TemporaryDirectory(prefix="kbpf-mutant-") as name:
         copy = Path(name) / "kbpf"
         shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
@@ -93,7 +93,9 @@ def _compile(mutant: Mutant, unit: str, tree: Path, folder: Path) -> None:
 
 
 def found(mutant: Mutant, seeds: tuple[int, ...]) -> tuple[int, str]:
-    """How many sequences of the first of these seeds that finds it do so, and the shortest."""
+    """For the first seed that detects the mutant: how many sequences do, and the shortest
+    of them.
+    """
     with tempfile.TemporaryDirectory(prefix="kbpf-mutant-") as name:
         folder = Path(name)
         build(mutant, folder)

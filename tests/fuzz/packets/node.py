@@ -1,15 +1,16 @@
-"""A node whose packet programs are tried: a network namespace with three devices, all veths whose
-other ends are in a namespace that nobody else uses.
+"""A node to test packet programs on: a network namespace with three devices, all veths whose other
+ends are in a namespace that has no other use.
 
     c0  clients, 198.51.100.0/24 and 2001:db8:9::/64, behind a router
     b0  a pod of the node, 10.244.1.2
     r0  a pod of another node, 10.244.2.2
 
-Three Services, each for TCP, UDP and SCTP of both families, differ in what becomes of a packet:
+Three Services, each for TCP, UDP and SCTP of both families, differ in how their packets are
+forwarded:
 
-    kept    for b0, by the stack, with the client's address
-    masked  for b0, by the stack, with the node's address
-    past    for r0, with the node's address; kbpf sends it past the stack
+    kept    to b0, through the stack, with the client's address
+    masked  to b0, through the stack, with the node's address
+    past    to r0, with the node's address; kbpf redirects it past the stack
 """
 
 import contextlib
@@ -46,18 +47,18 @@ OWN: Final = {
     "r0": {4: "10.244.2.1", 6: "fd00:244:2::1"},
 }
 ROUTED_BY: Final = {4: "198.18.1.1", 6: "fd00:18:1::1"}
-"""The node's address towards its clients."""
+"""The node's address that clients route through."""
 BACKEND: Final = {"kept": "b0", "masked": "b0", "past": "r0"}
 FRONT_PORT, BACK_PORT = 80, 8080
 
 NEIGHBOUR: Final = "02:00:00:00:00:aa"
-"""The MAC address of all neighbours: none of them is asked for it."""
+"""The MAC address of all neighbours, set statically."""
 DEVICES: Final = ("c0", "b0", "r0")
 T = TypeVar("T")
 
 
 def inside_of(name: str, action: Callable[[], T]) -> T:
-    """The result of `action` in the network namespace of this name."""
+    """Runs `action` in the network namespace of this name."""
     return netns.run_in(Path("/run/netns") / name, action)
 
 
@@ -67,7 +68,7 @@ def end(host: str, port: int) -> str:
 
 
 def mac_of(where: str, device: str) -> str:
-    """Of a device of that namespace."""
+    """The MAC address of a device in that namespace."""
 
     def read() -> str:
         with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0) as probe:
@@ -79,7 +80,7 @@ def mac_of(where: str, device: str) -> str:
 
 @contextlib.contextmanager
 def namespaces(*names: str) -> Iterator[None]:
-    """Network namespaces that are gone afterwards."""
+    """Network namespaces that are deleted afterwards."""
     with contextlib.ExitStack() as stack:
         for name in names:
             run("ip", "netns", "add", name)
@@ -88,8 +89,8 @@ def namespaces(*names: str) -> Iterator[None]:
 
 
 def build(name: str, wire: str, letter: str) -> None:
-    """The devices, addresses and routes of the node `name`; their other ends are in `wire`, where
-    they have `letter` before their names.
+    """Creates devices, addresses and routes of the node `name`. The devices' other ends are in
+    `wire`, with `letter` before their names.
     """
     settings = (
         "for f in /proc/sys/net/ipv6/conf/*/accept_dad; do echo 0 > $f; done;"
@@ -135,13 +136,13 @@ def _addresses() -> Iterator[str]:
 
 
 class KbpfNode:
-    """kbpf's programs on the devices of a node that is built."""
+    """kbpf's programs on the devices of a node made by build()."""
 
     def __init__(self, site: Site) -> None:
         self.site = site
 
     def start(self, state: DesiredState, sizes: MapSizes, **settings: object) -> None:
-        """Attaches them and serves this."""
+        """Attaches the programs and applies this state."""
         plane = self.site.open(sizes, packet_path=True, **settings)
         state = msgspec.structs.replace(
             state, masquerade_addresses=tuple(parse_addr(text) for text in ROUTED_BY.values())
@@ -150,7 +151,7 @@ class KbpfNode:
         until("the programs are attached", plane.is_ready)
 
     def drain(self) -> list[bytes]:
-        """Takes the keys out of the queue, the oldest first."""
+        """Empties the queue; returns its keys, oldest first."""
         found = []
         with self.site.pinned("flow_queue") as order:
             taken = ctypes.create_string_buffer(order.value_size)
@@ -159,7 +160,7 @@ class KbpfNode:
         return found
 
     def forget(self) -> None:
-        """No connection is tracked any more."""
+        """Deletes all tracked connections."""
         with self.site.pinned("flows") as entries:
             entries.delete_batch(b"".join(key for key, _ in entries.items()))
         self.drain()
@@ -168,7 +169,7 @@ class KbpfNode:
 
 
 def three_services() -> DesiredState:
-    """VARIANTS, for each family and protocol."""
+    """A Service for each variant, family and protocol."""
     made = []
     for variant in VARIANTS:
         for family in (4, 6):
@@ -186,7 +187,7 @@ def three_services() -> DesiredState:
 def kbpf_node(
     cache: Path, name: str, state: DesiredState, sizes: MapSizes, **settings: object
 ) -> Iterator[KbpfNode]:
-    """The programs on the devices of a node that is built already."""
+    """kbpf's programs on the devices of a node made by build()."""
     with sites(cache) as make:
         node = KbpfNode(make(node=name))
         node.start(state, sizes, **settings)

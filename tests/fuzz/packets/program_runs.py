@@ -1,11 +1,11 @@
-"""Every packet program on random packets, by BPF_PROG_TEST_RUN, and what must hold whatever comes.
+"""Random packets through every packet program by BPF_PROG_TEST_RUN, and invariants that must hold.
 
-- A program says "next", "drop" or "redirect", and nothing else.
-- No checksum is wrong afterwards that was right before. Inside of ICMP errors those of the quoted
-  transport stay as they are: as a rule most of what they cover is not there.
-- A packet that has no address of a Service, a backend or the node passes, not one byte changed.
-- A connection has at most three entries, one of them the client's, and that is in the queue.
-- The count of the queue's keys is the number of keys in it.
+- A program returns "next", "drop" or "redirect", and nothing else.
+- A checksum that was right before is right afterwards. Checksums of transport headers quoted in
+  ICMP errors are left alone, because as a rule most of what they cover is missing.
+- A packet without an address of a Service, a backend or the node passes with no byte changed.
+- A connection has at most three entries, one of them the original one, whose key is in the queue.
+- The counter of the queue's keys is the number of keys in it.
 """
 
 import contextlib
@@ -47,14 +47,14 @@ from tests.support.packets.test_run import (
 
 VERDICTS: Final = {TC_ACT_UNSPEC: "next", TC_ACT_SHOT: "drop", TC_ACT_REDIRECT: "redirect"}
 ENTRIES: Final = 3
-"""Of one connection, at most (track.h)."""
+"""Entries of one connection, at most (track.h)."""
 CONNECTIONS: Final = 512
-"""So few that making room is part of it."""
+"""So few that flows have to be evicted."""
 PORTS: Final = (2000, 9000)
 BETWEEN_LOOKS: Final = 5_000
-"""Runs, between two looks at the maps."""
+"""Runs between two checks of the maps."""
 DIRECT: Final = 0.02
-"""Share of the runs that begin in the middle, with one of the programs that are tail-called."""
+"""Share of runs that start in the middle, with a program that is otherwise tail-called."""
 QUOTED: Final = frozenset(
     f"{icmp} embedded {what}" for icmp in ("icmp", "icmp6") for what in ("tcp", "udp", "sctp")
 )
@@ -63,7 +63,7 @@ HEADERS: Final = "headers"
 
 @dataclass
 class Tally:
-    """What came of the runs."""
+    """Counts of the runs."""
 
     verdicts: Counter[str] = field(default_factory=Counter)
     rewritten: int = 0
@@ -79,7 +79,7 @@ class Tally:
 
 
 class ProgramRuns:
-    """Packets through the programs of one node."""
+    """Random packets through the programs of one node."""
 
     def __init__(self, node: KbpfNode, name: str, rng: random.Random) -> None:
         self._node, self._name, self._rng = node, name, rng
@@ -92,12 +92,14 @@ class ProgramRuns:
         self.tally = Tally()
 
     def close(self) -> None:
-        """Lets go of the programs."""
+        """Closes the programs."""
         for program in self._programs.values():
             program.close()
 
     def run(self, count: int, until: float | None = None) -> Tally:
-        """So many runs, fewer if the clock says so; AssertionError for what must not be."""
+        """Makes so many runs, or fewer if `until` has come; raises AssertionError if an invariant
+        fails.
+        """
         return inside_of(self._name, lambda: self._run(count, until))
 
     def _run(self, count: int, until: float | None) -> Tally:
@@ -124,7 +126,7 @@ class ProgramRuns:
         try:
             done = run(self._programs[name], sent, context=context.pack())
         except KernelError:
-            self.tally.refused += 1  # shorter than the kernel takes it
+            self.tally.refused += 1  # shorter than the kernel accepts
             return
         story = f"{name} on ifindex {ifindex}: {sent.hex()} -> {done.packet_out.hex()}"
         assert done.retval in VERDICTS, f"verdict {done.retval}: {story}"
@@ -141,11 +143,11 @@ class ProgramRuns:
         self._packets.learn(done.packet_out[14:])
 
     def _from_the_middle(self, name: str) -> None:
-        """What is left in `cb` and `flow_scratch` is not this packet's: only the verdict counts."""
+        """`cb` and `flow_scratch` hold data of another packet, so only the verdict is checked."""
         rng = self._rng
         ifindex, own_mac = rng.choice(self._places)
         odd = [rng.choice((0, 1, 2, rng.getrandbits(32))) for _ in range(5)]
-        cb = (odd[0], rng.choice(list(VERDICTS)), *odd[2:])  # [1]: tc_sctp's verdict in the end
+        cb = (odd[0], rng.choice(list(VERDICTS)), *odd[2:])  # [1]: the verdict that tc_sctp returns
         context = SkbContext(ifindex=ifindex, cb=cb)
         sent = framed(self._packets.next(), own_mac)
         try:
@@ -159,7 +161,7 @@ class ProgramRuns:
     # ---- the maps ------------------------------------------------------------------------------
 
     def look(self) -> None:
-        """What must hold of the maps."""
+        """Checks the invariants of the maps."""
         entries = self._node.site.entries("flows")
         self.tally.most_entries = max(self.tally.most_entries, len(entries))
         own = {
@@ -182,7 +184,7 @@ class ProgramRuns:
 
 
 def wrong(raw: bytes) -> set[str]:
-    """What the judge has against it, all in one where its headers make no sense."""
+    """The wrong checksums of a frame; HEADERS if it cannot be parsed."""
     try:
         return {*checksums(raw)}
     except ValueError:
@@ -190,14 +192,14 @@ def wrong(raw: bytes) -> set[str]:
 
 
 def framed(packet: bytes, to: str) -> bytes:
-    """With an Ethernet header, IPv4's where the packet's first byte says nothing."""
+    """Adds an Ethernet header, IPv4's if the packet's version is unknown."""
     kind = 0x86DD if packet[0] >> 4 == 6 else 0x0800
     return mac(to) + mac(MAC_A) + kind.to_bytes(2, "big") + packet
 
 
 @contextlib.contextmanager
 def runs(cache: Path, rng: random.Random, name: str) -> Iterator[ProgramRuns]:
-    """On a node of their own."""
+    """Runs on their own node."""
     wire = f"{name}w"
     sizes = MapSizes(connections=CONNECTIONS, affinity=1024)
     with namespaces(name, wire):

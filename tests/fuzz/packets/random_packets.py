@@ -1,7 +1,7 @@
-"""Random packets, also such as no stack would send, for the programs of the packet path.
+"""Random packets for the packet path's programs, including some that no stack would send.
 
-`Packets` makes them from a seed. What a program has made of one is given back to it (`learn`), so
-that replies to translated clients, and packets on their way out, are among those that follow.
+`Packets` makes them from a seed. A packet that a program rewrote is given back to it (`learn`), so
+that replies to translated clients, and packets on their way out, are among the following ones.
 """
 
 import random
@@ -21,7 +21,7 @@ CLIENTS: Final = {
     4: ("198.51.100.7", "198.51.100.8", "203.0.113.200"),
     6: ("2001:db8:9::7", "2001:db8:9::8", "2001:db8:77::1"),
 }
-STRANGERS: Final = {
+UNRELATED: Final = {
     4: ("203.0.113.1", "203.0.113.2", "100.64.3.4"),
     6: ("2001:db8:f::1", "2001:db8:f::2", "fd12:3456::9"),
 }
@@ -34,17 +34,18 @@ OURS: Final = tuple(
     for table in (*VIP.values(), *POD.values(), *OWN.values(), ROUTED_BY)
     for text in table.values()
 )
-"""Addresses of Services, of their backends and of the node. A packet without any of them is no
-Service's."""
+"""Addresses of Services, of their backends and of the node. A packet without any of them belongs to
+no Service.
+"""
 
 
 def is_a_services(packet: bytes) -> bool:
-    """Whether any of OURS is in it, wherever."""
+    """Whether it contains any of OURS, at whatever offset."""
     return any(each in packet for each in OURS)
 
 
 class Packets:
-    """An endless supply."""
+    """An endless supply of random packets."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
@@ -53,13 +54,13 @@ class Packets:
             (0.40, self._to_service),
             (0.25, self._after_another),
             (0.08, self._from_backend),
-            (0.10, self._of_strangers),
+            (0.10, self._unrelated),
             (0.12, self._error),
             (0.05, self._anything),
         )
 
     def learn(self, packet: bytes) -> None:
-        """A packet that a program has rewritten."""
+        """Remembers a packet that a program has rewritten."""
         self._made.append(packet)
 
     def next(self) -> bytes:
@@ -90,15 +91,15 @@ class Packets:
         to = rng.choice((*CLIENTS[family], *(own[family] for own in OWN.values())))
         return self._segment(end(backend, BACK_PORT), end(to, rng.randrange(2000, 3000)))
 
-    def _of_strangers(self, family: int) -> bytes:
+    def _unrelated(self, family: int) -> bytes:
         rng = self._rng
-        one, other = rng.sample(STRANGERS[family], 2)
+        one, other = rng.sample(UNRELATED[family], 2)
         if rng.random() < 0.2:
             return echo(one, other, b"ping")
         return self._segment(end(one, rng.randrange(65536)), end(other, rng.randrange(65536)))
 
     def _after_another(self, family: int) -> bytes:
-        """A packet that was rewritten before, as it is, or an answer to it."""
+        """A packet that a program rewrote before, unchanged, or a reply to it."""
         rng = self._rng
         if not self._made:
             return self._to_service(family)
@@ -116,15 +117,15 @@ class Packets:
 
     def _error(self, family: int) -> bytes:
         rng = self._rng
-        about = rng.choice((self._to_service, self._from_backend, self._of_strangers))(family)
+        about = rng.choice((self._to_service, self._from_backend, self._unrelated))(family)
         quote = rng.choice((None, None, 28 if family == 4 else 48, rng.randrange(60)))
-        by = rng.choice((ROUTER[family], *STRANGERS[family]))
+        by = rng.choice((ROUTER[family], *UNRELATED[family]))
         return icmp_error(rng.choice(list(ERRORS)), by, about, mtu=1280, quote=quote)
 
     def _anything(self, family: int) -> bytes:
         rng = self._rng
         hosts = [
-            *CLIENTS[family], *STRANGERS[family], *(each[family] for each in VIP.values()),
+            *CLIENTS[family], *UNRELATED[family], *(each[family] for each in VIP.values()),
             *(each[family] for each in POD.values()), ROUTED_BY[family],
         ]  # fmt: skip
         one, other = rng.choice(hosts), rng.choice(hosts)

@@ -1,8 +1,8 @@
-"""What docs/datapath.md says that kbpf makes of a sequence of packets, without kbpf or Linux.
+"""The state that docs/datapath.md gives for a sequence of packets, computed without kbpf or Linux.
 
-The chapter "Connection states" as a program: which resets and FINs are believed, what proves a
-connection, when UDP is a stream. differences.py compares kbpf with it, state by state, and the rows
-there take their conditions from it. It is written from the document, not from track.h.
+This is the chapter "Connection states" as a program: which resets and FINs count, what proves a
+connection, and when UDP is a stream. differences.py compares kbpf with it state by state, and its
+rows take their conditions from it. It is written from the document, not from track.h.
 """
 
 from dataclasses import dataclass, field
@@ -11,12 +11,12 @@ from typing import Final
 from tests.fuzz.packets.segments import IDLE_SECONDS, PAUSE, Speaker, parse_token
 
 FIN_DISTANCE: Final = 4 << 20
-"""Bytes by which the numbers of a FIN may be off, and the number of a reset with an ACK."""
+"""How far the numbers of a FIN, and the number of a reset with an ACK, may be off, in bytes."""
 RESET_DISTANCE: Final = 32 << 10
-"""Bytes by which the ACK of a reset may be off, or that with which a client answers a SYN-ACK."""
+"""How far the ACK of a reset, or the ACK that answers a SYN-ACK, may be off, in bytes."""
 STREAM_SECONDS: Final = 2
 NO_PROOF: Final = frozenset({"INIT", "INITACK", "ABORT", "SHUTDONE"})
-"""Chunks of SCTP that a peer without an association sends as well."""
+"""SCTP chunks that a peer without an association sends as well."""
 
 
 Ends = tuple[int, int]
@@ -28,7 +28,7 @@ def _near(a: int, b: int, distance: int) -> bool:
 
 
 def _fits(this: Ends, other: Ends, ack_distance: int) -> bool:
-    """Whether a segment's numbers are near to what the other side has acknowledged and sent."""
+    """Whether a segment's numbers are near what the other side has acknowledged and sent."""
     return _near(this[0], other[1], FIN_DISTANCE) and _near(this[1], other[0], ack_distance)
 
 
@@ -39,24 +39,26 @@ class Reading:
     script: str = ""
     state: str = "none"
     believed_end: bool = False
-    """A side has sent a reset or a FIN whose numbers its receiver would believe."""
+    """A side has sent a reset or a FIN whose numbers its receiver would accept."""
     unbelieved_end: bool = False
     """There was a reset or a FIN with other numbers."""
     again: bool = False
     """A SYN came after the backend's SYN-ACK, or after the end, and its numbers are remembered."""
     unseen: bool = False
-    """The backend sent a packet that the node did not forward, and that kbpf meets as it leaves."""
+    """The node did not forward a packet of the backend, which kbpf would only see at egress."""
     flawed: bool = False
-    """A packet whose checksum is wrong, or which the node did not forward, may have counted."""
+    """A packet may have counted although its checksum is wrong, or although it was not
+    forwarded.
+    """
     began: float = 0.0
     closed: set[bool] = field(default_factory=set)
-    """The sides that have sent a FIN that is believed; True: the backend."""
+    """The sides that have sent a FIN that counts; True: the backend."""
     ends: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """End and ACK of the last segment that each entry of the flow has seen, resets excepted."""
+    """End and ACK of the last segment that each entry of the flow has seen, except resets."""
 
     def tcp(self, seen_by: str, flags: str, end: int, ack: int) -> None:
-        """A segment, as it is found by this entry: "client", "backend", or "leaving" for those of
-        the backend that the node sends on by its stack to a client that is masqueraded.
+        """Processes a segment found by this entry: "client", "backend", or "leaving" for segments
+        of the backend that the stack forwards to a masqueraded client.
         """
         back, before = seen_by != "client", self.state
         is_first = flags == "S" and not back and (self.state == "none" or len(self.closed) == 2)
@@ -124,7 +126,7 @@ class Reading:
             self.state = "ESTABLISHED"
 
     def udp(self, back: bool, now: float) -> None:
-        """The next datagram."""
+        """Processes the next datagram."""
         if self.state == "none":
             if not back:
                 self.state, self.began = "NEW", now
@@ -134,7 +136,7 @@ class Reading:
             self.state = "ESTABLISHED"
 
     def sctp(self, back: bool, kind: str) -> None:
-        """The next packet, by its first chunk."""
+        """Processes the next packet, by its first chunk."""
         if self.state == "none":
             self.state = "NEW" if kind == "INIT" and not back else "none"
         elif self.state == "NEW":
@@ -144,7 +146,7 @@ class Reading:
 
 
 def read(protocol: str, script: str, variant: str) -> Reading:
-    """What becomes of this script in a connection of this variant (node.py)."""
+    """The result of this script in a connection of this variant (node.py)."""
     speaker, reading, now = Speaker(protocol, 0), Reading(script), 0.0
     last: dict[bool, str] = {}
     for text in script.split():

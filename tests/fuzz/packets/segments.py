@@ -1,18 +1,18 @@
-"""Packet sequences of one connection: scripts, the packets that they stand for, and random ones.
+"""Packet sequences of one connection: scripts, the packets they stand for, and random scripts.
 
     S <SA A A+100 <A+100 R~far . A!sum
 
-is a TCP script. A token is a packet; `<` says that the backend sends it. Behind the flags:
+is a TCP script. A token is a packet; `<` marks those of the backend. After the flags:
 
     +N      bytes of payload
     ~near   the sequence number is in the window, but not the next one
     ~far    it is far beyond the window; ~old: far before it; ~new: a new initial number (SYN only)
-    ^far    it acknowledges what was never sent; ^old: less than was acknowledged before
+    ^far    it acknowledges data that was never sent; ^old: less than was acknowledged before
     !sum    its checksum is wrong; !ttl: its TTL is 1, so that it never arrives
 
 `=` repeats the sender's previous packet, and `.` is a pause of IDLE_SECONDS in which neither side
 sends. UDP has `U`; SCTP has the names of its chunks, and ~tag for a wrong verification tag. The
-same script and port always make the same packets.
+same script and port always give the same packets.
 """
 
 import random
@@ -25,7 +25,7 @@ from typing import Any, Final, NamedTuple
 from tests.support.packets.packets import chunk, sctp, tcp, udp
 
 IDLE_SECONDS: Final = 2.2
-"""A little more than the 2 s after which Linux takes UDP packets for a stream."""
+"""A little more than the 2 s after which Linux treats UDP packets as a stream."""
 MOST_PACKETS: Final = 12
 MOST_PAUSES: Final = 2
 PAUSE: Final = "."
@@ -34,7 +34,7 @@ OLD: Final = -(1 << 24)
 NEAR: Final = 1000
 NEW: Final = 50_000_000
 GUESS: Final = 0x0BAD_CAFE
-"""What a client acknowledges that has seen nothing of the backend."""
+"""The ACK of a client that has received nothing from the backend."""
 
 _TOKEN: Final = re.compile(
     r"(?P<back><?)(?P<kind>=|[A-Z]+)(?:\+(?P<size>\d+))?"
@@ -55,7 +55,7 @@ class Token(NamedTuple):
 
 
 def parse_token(text: str) -> Token:
-    """The token, which is not a pause."""
+    """Parses a token that is not a pause."""
     match = _TOKEN.fullmatch(text)
     if match is None:
         raise ValueError(f"not a packet: {text!r}")
@@ -74,14 +74,14 @@ class _Side:
     next: int = 0
     spoke: bool = False
     began: bool = False
-    """Has sent a SYN; what came before it was for no connection."""
+    """It has sent a SYN; packets before it belonged to no connection."""
     last: "dict[str, Any] | None" = None
 
 
 @dataclass
 class Speaker:
-    """Makes a script's packets one after the other. `tag` is found again in each packet that
-    arrives (the urgent pointer of TCP, the payload of UDP), so that a translated client is known.
+    """Makes a script's packets one by one. Each packet carries `tag` (in TCP's urgent pointer, or
+    in UDP's payload), so that a translated client is recognised when it arrives.
     """
 
     protocol: str
@@ -92,12 +92,14 @@ class Speaker:
         self.sides = (_Side(7_000_000 + self.tag), _Side(900_000_000 + self.tag))
 
     def packet(self, text: str, source: str, to: str) -> bytes | None:
-        """The packet of this token between these ends; None: a repetition of nothing."""
+        """The packet of this token between these ends; None for a repetition without a previous
+        packet.
+        """
         fields = self.fields(text)
         return None if fields is None else BUILDERS[self.protocol](source, to, **fields)
 
     def fields(self, text: str) -> dict[str, Any] | None:
-        """What packet() puts into the packet of this token: arguments of tcp(), udp() or sctp()."""
+        """The fields of this token's packet: arguments of tcp(), udp() or sctp()."""
         token = parse_token(text)
         own, other = self.sides[token.back], self.sides[not token.back]
         if token.kind == "=":
@@ -192,8 +194,8 @@ _USUAL: Final = {
 
 
 def random_script(rng: random.Random, protocol: str) -> str:
-    """A handshake that is more or less kept to, then what is usual and what is not. One in five
-    begins as it likes.
+    """A handshake with some deviations, then usual and unusual packets. One script in five has no
+    planned handshake.
     """
     count = rng.randint(1, MOST_PACKETS)
     plan = list(_HANDSHAKES[protocol]) if rng.random() < 0.8 else []
@@ -228,7 +230,7 @@ def _odd(rng: random.Random, protocol: str) -> str:
 
 
 def shorter(script: str) -> Sequence[str]:
-    """Scripts with one token, or one token's oddity, less."""
+    """All scripts with one token, or one token's suffixes, less."""
     tokens = script.split()
     found = [" ".join(tokens[:i] + tokens[i + 1 :]) for i in range(len(tokens))]
     for i, token in enumerate(tokens):

@@ -1,5 +1,5 @@
-"""The states of connections beside nf_conntrack's: known sequences, and the bounded part of the
-campaign `conntrack`. See segments.py for how scripts are read, and differences.py for the rows.
+"""States of connections compared with nf_conntrack's: known sequences, and the bounded part of the
+campaign `conntrack`. segments.py explains scripts, differences.py the rows.
 """
 
 import random
@@ -64,7 +64,7 @@ def twins(artifact_cache: Path) -> Iterator[Twins]:
         yield made
 
 
-def test_known_sequences_come_to_what_is_written(twins: Twins):
+def test_known_sequences_have_the_listed_states(twins: Twins):
     cases = [
         (Played(script, protocol, family, variant), (state, needed, linux))
         for protocol, script, state, needed, linux in SCRIPTS
@@ -80,14 +80,14 @@ def test_known_sequences_come_to_what_is_written(twins: Twins):
     assert wrong == []
 
 
-def test_an_answer_that_is_for_the_stack_after_all_counts_once(twins: Twins):
-    """A packet whose TTL ends here goes by the stack, by an entry that is written for it first."""
+def test_reply_with_ttl_1_counts_once(twins: Twins):
+    """A packet whose TTL ends here passes the stack, so another entry is written for it first."""
     sequences = [Played("U . <U!ttl", "udp", family, "past") for family in (4, 6)]
     assert [kbpf.state for kbpf, _ in twins.play(sequences)] == ["ANSWERED"] * 2
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_random_sequences_come_to_what_conntrack_makes_of_them(twins: Twins, seed: int):
+def test_random_sequences_differ_from_conntrack_only_as_intended(twins: Twins, seed: int):
     findings, tally = compare(twins, random_sequences(random.Random(seed), BATCH))
     print(tally)
     assert [str(each) for each in shrunk(twins, findings)] == [], f"seed {seed}: {len(findings)}"
@@ -96,7 +96,7 @@ def test_random_sequences_come_to_what_conntrack_makes_of_them(twins: Twins, see
 
 
 WRONG = [
-    # script, what kbpf might make of it, what Linux makes of it, and why that is a finding
+    # script, a possible outcome of kbpf, Linux's outcome, and why that must be a finding
     ("S <SA A A+100 <A R~far", CLOSED, OPEN, "which the document calls ESTABLISHED"),
     ("S <SA A A+100 <A F~far A", CLOSING, OPEN, "which the document calls ESTABLISHED"),
     ("S <SA A A+100 <A FA~far A!sum", CLOSING, OPEN, "which the document calls ESTABLISHED"),
@@ -108,7 +108,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("script", "kbpf", "linux", "why"), WRONG, ids=str)
-def test_what_would_be_found(script: str, kbpf: Outcome, linux: Outcome, why: str):
+def test_wrong_outcome_is_a_finding(script: str, kbpf: Outcome, linux: Outcome, why: str):
     reading = read("tcp", script, "past")
     if why.startswith("not ended"):
         reading.state = kbpf.state  # as if the document allowed it
@@ -116,7 +116,7 @@ def test_what_would_be_found(script: str, kbpf: Outcome, linux: Outcome, why: st
 
 
 class SlowTwins(Twins):
-    """Two nodes of a machine that takes 0.01 s for each sequence of a batch."""
+    """Two nodes on a machine that takes 0.01 s for each sequence of a batch."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
@@ -128,25 +128,25 @@ class SlowTwins(Twins):
         return [(NOTHING, NOTHING)] * len(sequences)
 
 
-def test_a_batch_that_stalled_is_played_in_halves_and_counted():
+def test_stalled_batch_is_replayed_in_halves_and_counted():
     twins = SlowTwins()
     outcomes, stalls = play(twins, [Played("U", "udp", 4, "kept")] * 400)
     assert (len(outcomes), stalls, twins.sizes) == (400, 3, [400, 200, 100, 100, 200, 100, 100])
 
 
-def test_a_batch_knows_by_its_clock_that_it_stalled(twins: Twins, monkeypatch: pytest.MonkeyPatch):
+def test_slow_batch_raises_stalled(twins: Twins, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("tests.fuzz.packets.twins.LONGEST_PHASE", 0.0)
     with pytest.raises(Stalled, match=r"phase 0 took .* s, and may take 0.0 s"):
         twins.play([Played("U <U", "udp", 4, "kept")])
 
 
-def test_each_intended_difference_has_its_reason_in_the_documents():
+def test_each_intended_difference_is_documented():
     _, _, section = DATAPATH.read_text().partition("## States compared with nf_conntrack")
     told = Counter(re.findall(r"^\| ([^|]+?) \|", section, re.MULTILINE))
     assert {row.name for row in ROWS} <= told.keys()
 
 
-def test_the_mutants_of_the_campaign_are_of_this_code():
+def test_mutants_apply_to_the_current_code():
     for mutant in MUTANTS:
         text = (PACKAGE / "bpf" / mutant.file).read_text()
         assert text.count(mutant.old) == 1, mutant.name

@@ -1,4 +1,4 @@
-"""The bounded part of the campaign `packets`; see program_runs.py for what must hold."""
+"""The bounded part of the campaign `packets`; program_runs.py lists the invariants."""
 
 import os
 import random
@@ -13,11 +13,11 @@ RUNS = 12_000
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_random_packets_through_every_program(artifact_cache: Path, seed: int):
+def test_random_packets_keep_the_invariants_of_every_program(artifact_cache: Path, seed: int):
     with program_runs.runs(artifact_cache, random.Random(seed), f"kbz{os.getpid()}") as made:
         tally = made.run(RUNS)
     print(tally)
     for verdict in program_runs.VERDICTS.values():
-        assert tally.verdicts[verdict] > 0, "no packet has come to this"
+        assert tally.verdicts[verdict] > 0, "no packet got this verdict"
     assert tally.rewritten > RUNS // 20
-    assert tally.most_entries > program_runs.CONNECTIONS, "room was never short"
+    assert tally.most_entries > program_runs.CONNECTIONS, "the table was never full"

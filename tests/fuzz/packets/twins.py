@@ -1,6 +1,6 @@
 """Two nodes with the same Services: kbpf's programs translate on one, nf_conntrack on the other.
 
-Packets are sent and received at the other ends of the nodes' devices by packet sockets, so no TCP
+Packets are sent and received by packet sockets at the other ends of the nodes' devices, so no TCP
 stack of this machine takes part.
 """
 
@@ -44,17 +44,17 @@ from tests.fuzz.packets.segments import IDLE_SECONDS, PAUSE, Speaker
 from tests.support.lab.lab import inside, run
 from tests.support.packets.packets import frame, udp
 
-NOBODYS_PORT: Final = 9
-"""Of the node, and none that a masqueraded client may have: for what a backend sends unasked."""
+UNUSED_PORT: Final = 9
+"""A port of the node that no masqueraded client can get: for unsolicited packets of a backend."""
 FIRST_PORT, LAST_PORT = 2000, 60_000
-"""Of clients, one for each sequence of a batch. They are ports that a masqueraded client keeps."""
+"""Client ports, one for each sequence of a batch; masqueraded clients keep these."""
 MOST_AT_ONCE: Final = 300
-"""Packets before their arrival is waited for: a CPU's backlog has room for 1,000."""
+"""Packets sent before their arrival is awaited: a CPU's backlog has room for 1,000."""
 PATIENCE: Final = 60.0
 LONGEST_PHASE: Final = STREAM_SECONDS - 0.1
-"""Between two pauses: after 2 s a UDP flow is a stream."""
+"""Seconds between two pauses: after 2 s a UDP flow is a stream."""
 LONGEST_BATCH: Final = 9.0
-"""The shortest time-out is 30 s, and one of 40 s would be read as that when 10 s of it are over."""
+"""The shortest timeout is 30 s, and one of 40 s would be read as 30 s once 10 s have passed."""
 SIZES: Final = MapSizes(connections=65_536, affinity=1024)
 
 
@@ -71,8 +71,8 @@ class Played(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What a node knows of a connection at the end: nothing ("none"), or its state; whether it may
-    be dropped when others need room; and for how long it is kept without a packet.
+    """A node's entry for a connection at the end: its state, "none" without an entry; whether it is
+    kept when others need room; and after how many idle seconds it expires.
     """
 
     state: str
@@ -85,7 +85,7 @@ NOTHING: Final = Outcome("none", False, 0)
 
 class Stalled(Exception):
     """The machine was too slow for a batch: a node may have seen a pause where there was none, or
-    have forgotten something.
+    may have expired an entry.
     """
 
 
@@ -97,17 +97,21 @@ class _Side:
     sockets: dict[str, socket.socket] = field(default_factory=dict)
     macs: dict[str, str] = field(default_factory=dict)
     seen_as: dict[tuple[int, int, int], tuple[str, int]] = field(default_factory=dict)
-    """Protocol, family and tag of a sequence: the client as the backend sees it."""
+    """Protocol, family and tag of a sequence → the client's address and port that the
+    backend sees.
+    """
     chosen: Callable[[int, str], tuple[str, int] | None] = lambda *_: None
-    """Protocol and client: the address and port of the node that it has, if no packet has told."""
+    """Protocol and client → the node address and port it was given, for clients not seen in
+    packets.
+    """
     marks: int = 0
 
     def send(self, device: str, packet: bytes) -> None:
         self.sockets[device].send(frame(packet, self.macs[device]))
 
     def settle(self) -> None:
-        """Waits until all that was sent has been through the node: packets are taken in order, and
-        so is one that follows them.
+        """Waits until everything that was sent has passed the node: packets stay in order, so a
+        marked one is sent after them.
         """
         self.marks += 1
         mark = b"mark" + struct.pack("!Q", self.marks)
@@ -121,7 +125,9 @@ class _Side:
         self._read("c0")
 
     def _read(self, device: str, mark: bytes = b"none") -> bool:
-        """Receives all that has arrived, and learns how clients are seen; whether the mark did."""
+        """Reads all packets that arrived and records clients' translated addresses; whether the
+        mark came.
+        """
         found = False
         while True:
             try:
@@ -147,7 +153,7 @@ class _Side:
 
 
 class Twins:
-    """Both nodes, and what goes in and out of them."""
+    """Both nodes, and their packets."""
 
     def __init__(self, cache: Path) -> None:
         self.prefix = f"kbw{os.getpid()}"
@@ -186,7 +192,9 @@ class Twins:
         self._stack.close()
 
     def _chosen(self, protocol: int, client: str) -> tuple[str, int] | None:
-        """By kbpf, which gives a client ports of its share only: its own port may be another's."""
+        """The SNAT port that kbpf gave: a client has only a share of the ports, so it may not keep
+        its own.
+        """
         for raw in self.node.site.entries("flows").values():
             own = Target.unpack(raw[flow_entries.CLIENT])
             is_this = raw[flow_entries.PROTOCOL] == protocol and flow_entries.is_original(raw)
@@ -195,10 +203,10 @@ class Twins:
                 return (format_addr(raw[flow_entries.SNAT]), port) if port else None
         return None
 
-    # ---- making them ---------------------------------------------------------------------------
+    # ---- setting up ----------------------------------------------------------------------------
 
     def _start_linux(self) -> None:
-        """DNAT and masquerading as kube-proxy's rules have them, and its time-outs."""
+        """Sets up DNAT and masquerading as kube-proxy's rules do, and kube-proxy's timeouts."""
         run(*inside(self.linux.name, None, "nft", "-f", "-"), stdin=_ruleset())
         inside_of(self.linux.name, set_timeouts)
         inside_of(self.linux.name, _set_for_comparison)
@@ -206,7 +214,9 @@ class Twins:
     # ---- a batch -------------------------------------------------------------------------------
 
     def play(self, sequences: Sequence[Played]) -> list[tuple[Outcome, Outcome]]:
-        """What kbpf and Linux come to with each, all of them at once. Raises Stalled."""
+        """Plays all sequences at once; returns kbpf's and Linux's outcome of each. Raises
+        Stalled.
+        """
         assert len(sequences) <= LAST_PORT - FIRST_PORT
         self.forget()
         sides = (self.kbpf, self.linux)
@@ -233,17 +243,17 @@ class Twins:
         _check_clock("the batch", began, LONGEST_BATCH)
         return outcomes
 
-    # ---- what they know ------------------------------------------------------------------------
+    # ---- outcomes ------------------------------------------------------------------------------
 
     def forget(self) -> None:
-        """Neither node knows of a connection."""
+        """Deletes all connections on both nodes."""
         self.node.forget()
         inside_of(self.linux.name, flush_conntrack)
         self.kbpf.seen_as.clear()
         self.linux.seen_as.clear()
 
     def read(self, sequences: Sequence[Played]) -> list[tuple[Outcome, Outcome]]:
-        """What both know of these, in order."""
+        """Both nodes' outcomes of these sequences, in order."""
         ours = _read_flows(self.node.site.entries("flows").values())
         theirs = inside_of(self.linux.name, _read_conntrack)
         found = []
@@ -264,8 +274,8 @@ def _check_clock(what: str, began: float, longest: float) -> None:
 
 
 def _set_for_comparison() -> None:
-    """Connections are tracked from their SYN on only, as by kbpf; and nothing is over before the
-    batch that has begun it.
+    """Makes Linux track connections only from their SYN on, as kbpf does, and prevents entries from
+    expiring before their batch ends.
     """
     folder = Path("/proc/sys/net/netfilter")
     (folder / "nf_conntrack_tcp_loose").write_text("0")
@@ -274,7 +284,7 @@ def _set_for_comparison() -> None:
 
 
 def set_timeouts() -> None:
-    """The time-outs of nf_conntrack that a kube-proxy sets, in this network namespace."""
+    """Sets the nf_conntrack timeouts that kube-proxy sets, in this network namespace."""
     folder = Path("/proc/sys/net/netfilter")
     (folder / "nf_conntrack_tcp_timeout_established").write_text("86400")
     (folder / "nf_conntrack_tcp_timeout_close_wait").write_text("3600")
@@ -287,7 +297,7 @@ def _say(side: _Side, speaker: Speaker, each: Played, token: str) -> None:
         known = side.seen_as.get((PROTOCOLS[each.protocol], family, speaker.tag))
         if known is None and each.variant != "kept":
             known = side.chosen(PROTOCOLS[each.protocol], end(CLIENT[family], speaker.tag))
-        nobody = (CLIENT, speaker.tag) if each.variant == "kept" else (OWN[back], NOBODYS_PORT)
+        nobody = (CLIENT, speaker.tag) if each.variant == "kept" else (OWN[back], UNUSED_PORT)
         host, port = known or (nobody[0][family], nobody[1])
         source, to = end(POD[back][family], BACK_PORT), end(host, port)
     else:
@@ -344,26 +354,26 @@ _EARLY_DROP: Final = {
     132: ("SHUTDOWN_SENT", "SHUTDOWN_RECD", "SHUTDOWN_ACK_SENT"),
     17: (),
 }
-"""States in which Linux drops a connection for others although it is assured: can_early_drop()."""
+"""States in which Linux evicts an assured connection for others: can_early_drop()."""
 _SHORT: Final = (
     "tcp_timeout_close", "tcp_timeout_last_ack", "sctp_timeout_closed",
     "sctp_timeout_cookie_wait", "sctp_timeout_cookie_echoed", "sctp_timeout_shutdown_sent",
     "sctp_timeout_shutdown_recd", "sctp_timeout_shutdown_ack_sent",
 )  # fmt: skip
 QUIET_SECONDS: Final = 11
-"""Whether kbpf needs a connection is asked as if it had been quiet for so long: what it has for
-others' sake only it gives up after 5 or 10 s."""
+"""kbpf's need of a connection is computed as if it had been idle for so long: entries that it keeps
+only for a while are evictable after 5 or 10 s."""
 SHORT_SECONDS: Final = 40
-"""For time-outs of Linux between 3 and 30 s."""
+"""For Linux's timeouts between 3 and 30 s."""
 
 CLASSES: Final = (30, SHORT_SECONDS, 60, 120, 210, 300, 3_600, 86_400)
-"""Seconds: the time-outs that either has. What is left of one belongs to the next larger."""
+"""Seconds: the timeouts of both nodes. A remaining time counts as the next larger one."""
 
 Key = tuple[int, str, str]
 
 
 class Row(NamedTuple):
-    """A connection of nf_conntrack: the original direction, and what becomes of it."""
+    """A connection of nf_conntrack: the original direction, its state and its remaining time."""
 
     protocol: int
     source: str
@@ -377,13 +387,13 @@ class Row(NamedTuple):
 
 
 def flush_conntrack() -> None:
-    """Of the calling thread's network namespace."""
+    """Deletes all entries in the calling thread's network namespace."""
     with Netlink(_CONNTRACK, "conntrack") as netlink:
         netlink.request(_DELETE, struct.pack("=BBH", 0, 0, 0))
 
 
 def dump_conntrack() -> list[Row]:
-    """Of the calling thread's network namespace: TCP, UDP and SCTP."""
+    """TCP, UDP and SCTP entries in the calling thread's network namespace."""
     with Netlink(_CONNTRACK, "conntrack") as netlink:
         messages = netlink.dump(_GET, struct.pack("=BBH", 0, 0, 0))
     found = []
