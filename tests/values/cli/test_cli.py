@@ -1,4 +1,4 @@
-"""The command line as far as no kernel is needed: flags, formats, exit codes, what is imported."""
+"""The parts of the command line that need no kernel: flags, output formats, exit codes, imports."""
 
 import json
 import re
@@ -43,7 +43,7 @@ def cidr(address: str, bits: int) -> Cidr:
 
 
 class Said(NamedTuple):
-    """What was said, and the field of Config (or of its sizes) that follows from it."""
+    """Flags and variables, and the resulting field of Config, its `sizes` or its `serving`."""
 
     name: str
     given: dict[str, str]
@@ -58,20 +58,21 @@ SAID = [
     Said("a variable", {}, {"KBPF_PIN_DIR": "/run/y"}, "pin_dir", Path("/run/y")),
     Said("a flag beats its variable", {"--pin-dir": "/run/x"}, {"KBPF_PIN_DIR": "/run/y"},
          "pin_dir", Path("/run/x")),
-    Said("an empty variable is none", {}, {"KBPF_PIN_DIR": ""}, "pin_dir", Config().pin_dir),
+    Said("an empty variable is ignored", {}, {"KBPF_PIN_DIR": ""}, "pin_dir", Config().pin_dir),
     Said("a node's name", {"--hostname-override": "n1"}, {}, "node_name", "n1"),
     Said("a folder as source", {"--source": "objects"}, {}, "source", Path("objects")),
     Said("a mode", {"--mode": "bpf"}, {}, "mode", "bpf"),
     Said("a log level by variable", {}, {"KBPF_LOG_LEVEL": "debug"}, "log_level", "debug"),
     Said("a log format", {"--log-format": "json"}, {}, "log_format", "json"),
-    Said("Maglev for all who do not say", {"--algorithm": "maglev"}, {},
+    Said("Maglev by default for all Services", {"--algorithm": "maglev"}, {},
          "algorithm", Algorithm.MAGLEV),
-    Said("Maglev by the environment", {}, {"KBPF_ALGORITHM": "maglev"},
+    Said("Maglev by variable", {}, {"KBPF_ALGORITHM": "maglev"},
          "algorithm", Algorithm.MAGLEV),
     Said("no NodePorts on loopback", {"--localhost-nodeports": "False"}, {},
          "localhost_node_ports", False),
-    Said("Go's short truth", {"--masquerade-all": "T"}, {}, "masquerade_all", True),
-    Said("Go's short untruth", {"--localhost-nodeports": "0"}, {}, "localhost_node_ports", False),
+    Said("Go's short form of true", {"--masquerade-all": "T"}, {}, "masquerade_all", True),
+    Said("Go's short form of false",
+         {"--localhost-nodeports": "0"}, {}, "localhost_node_ports", False),
     Said("NodePorts on primary addresses", {"--nodeport-addresses": "primary"}, {},
          "node_port_addresses", ()),
     Said("NodePorts on all addresses", {"--nodeport-addresses": "all"}, {},
@@ -83,34 +84,35 @@ SAID = [
          {"--nodeport-addresses": "192.0.2.0/24,primary"}, {}, "primary_node_ports", True),
     Said("NodePorts on loopback alone", {"--nodeport-addresses": "localhost"}, {},
          "node_port_addresses", (cidr("127.0.0.0", 104), cidr("::1", 128))),
-    Said("all goes before the rest", {"--nodeport-addresses": "primary,all"}, {},
+    Said("all takes precedence over the rest", {"--nodeport-addresses": "primary,all"}, {},
          "all_node_port_addresses", True),
     Said("host bits are ignored", {"--nodeport-addresses": "192.0.2.77/24"}, {},
          "node_port_addresses", (cidr("192.0.2.0", 120),)),
     Said("all of IPv4 is not all of IPv6", {"--nodeport-addresses": "0.0.0.0/0"}, {},
          "node_port_addresses", (cidr("0.0.0.0", 96),)),
-    Said("sockets of everybody", {}, {}, "socket_lb", SocketLb.ON),
-    Said("sockets of nobody", {"--socket-lb": "off", "--packet-path": "true"}, {}, "socket_lb",
+    Said("all sockets", {}, {}, "socket_lb", SocketLb.ON),
+    Said("no sockets", {"--socket-lb": "off", "--packet-path": "true"}, {}, "socket_lb",
          SocketLb.OFF),
-    Said("sockets of the host", {"--packet-path": "true"}, {"KBPF_SOCKET_LB": "hostNamespaceOnly"},
+    Said("sockets of the host's network namespace",
+         {"--packet-path": "true"}, {"KBPF_SOCKET_LB": "hostNamespaceOnly"},
          "socket_lb", SocketLb.HOST_NAMESPACE_ONLY),
     Said("exempt cgroups", {"--socket-lb-exempt": "/system.slice/istio*/, a/b"}, {},
          "socket_lb_exempt", ("system.slice/istio*", "a/b")),
     Said("a size", {"--max-backends": "5000"}, {}, "backends", 5000),
     Said("a size by variable", {}, {"KBPF_MAX_AFFINITY": "7"}, "affinity", 7),
-    Said("up the stack by default", {}, {}, "forwarding", "stack"),
-    Said("direct to the pod", {"--forwarding": "direct"}, {}, "forwarding", "direct"),
-    Said("nothing is detected by default", {}, {}, "detect_local_mode", LocalMode.NONE),
-    Said("kubeadm's empty words", {"--detect-local-mode": "", "--cluster-cidr": ""}, {},
+    Said("forwarding through the stack by default", {}, {}, "forwarding", "stack"),
+    Said("direct forwarding", {"--forwarding": "direct"}, {}, "forwarding", "direct"),
+    Said("no detection of local pods by default", {}, {}, "detect_local_mode", LocalMode.NONE),
+    Said("kubeadm's empty values", {"--detect-local-mode": "", "--cluster-cidr": ""}, {},
          "detect_local_mode", LocalMode.NONE),
     Said("a network without a mode", {"--cluster-cidr": "10.244.0.0/16"}, {},
          "detect_local_mode", LocalMode.CLUSTER_CIDR),
     Said("networks of both families", {"--cluster-cidr": "10.244.0.0/16, fd00:10::/56"}, {},
          "cluster_cidrs", (cidr("10.244.0.0", 112), cidr("fd00:10::", 56))),
-    Said("another mode is not overruled by a network",
+    Said("a network does not override another mode",
          {"--detect-local-mode": "NodeCIDR", "--cluster-cidr": "10.244.0.0/16"}, {},
          "detect_local_mode", LocalMode.NODE_CIDR),
-    Said("a mode by networks without one", {"--detect-local-mode": "ClusterCIDR"}, {},
+    Said("mode ClusterCIDR without a network", {"--detect-local-mode": "ClusterCIDR"}, {},
          "detect_local_mode", LocalMode.CLUSTER_CIDR),
     Said("a bridge of pods",
          {"--detect-local-mode": "BridgeInterface", "--pod-bridge-interface": "cni0"}, {},
@@ -122,31 +124,32 @@ SAID = [
          "masquerade_ports", (50_000, 50_099)),
     Said("one port", {"--masquerade-ports": "65535-65535"}, {}, "masquerade_ports",
          (65_535, 65_535)),
-    Said("kube-proxy's bit", {}, {}, "masquerade_bit", 14),
-    Said("another bit", {"--masquerade-bit": "31"}, {}, "masquerade_bit", 31),
-    Said("kube-proxy's port of health", {}, {}, "healthz", "0.0.0.0:10256"),
-    Said("a port of health", {"--healthz-bind-address": "192.0.2.1:8"}, {}, "healthz",
+    Said("kube-proxy's mark by default", {}, {}, "masquerade_bit", 14),
+    Said("another bit of the mark", {"--masquerade-bit": "31"}, {}, "masquerade_bit", 31),
+    Said("kube-proxy's health port by default", {}, {}, "healthz", "0.0.0.0:10256"),
+    Said("a health address", {"--healthz-bind-address": "192.0.2.1:8"}, {}, "healthz",
          "192.0.2.1:8"),
-    Said("an address of health without a port", {"--healthz-bind-address": "::"}, {}, "healthz",
+    Said("a health address without a port", {"--healthz-bind-address": "::"}, {}, "healthz",
          "[::]:10256"),
-    Said("an empty kubeconfig is none", {"--kubeconfig": ""}, {}, "kubeconfig", None),
-    Said("an empty address is none", {"--bind-address": ""}, {}, "bind_address", None),
-    Said("no networks are those of the default", {"--nodeport-addresses": ""}, {},
+    Said("an empty kubeconfig is ignored", {"--kubeconfig": ""}, {}, "kubeconfig", None),
+    Said("an empty bind address is ignored", {"--bind-address": ""}, {}, "bind_address", None),
+    Said("an empty list of networks is the default", {"--nodeport-addresses": ""}, {},
          "node_port_addresses", ()),
-    Said("an empty word is the default", {"--ipvs-scheduler": ""}, {}, "ipvs_scheduler", "rr"),
-    Said("no port of health", {"--healthz-bind-address": ""}, {}, "healthz", ""),
-    Said("ports of metrics", {"--metrics-bind-address": "[2001:db8::1]:9, 127.0.0.2"}, {},
+    Said("an empty scheduler is the default", {"--ipvs-scheduler": ""}, {}, "ipvs_scheduler", "rr"),
+    Said("no health server", {"--healthz-bind-address": ""}, {}, "healthz", ""),
+    Said("two metrics addresses", {"--metrics-bind-address": "[2001:db8::1]:9, 127.0.0.2"}, {},
          "metrics", "[2001:db8::1]:9,127.0.0.2:10249"),
-    Said("a bracketed address alone", {"--metrics-bind-address": "[::1]"}, {}, "metrics",
+    Said("a bracketed address without a port", {"--metrics-bind-address": "[::1]"}, {}, "metrics",
          "[::1]:10249"),
-    Said("a port that has to be had", {"--bind-address-hard-fail": "true"}, {}, "hard_fail", True),
+    Said("failure to listen is fatal", {"--bind-address-hard-fail": "true"}, {}, "hard_fail", True),
     Said("no series of Services", {"--metrics-services": "0"}, {}, "service_series", 0),
-    Said("other sizes stay", {"--max-backends": "5000"}, {}, "slots", Config().sizes.slots),
+    Said("other sizes are unchanged",
+         {"--max-backends": "5000"}, {}, "slots", Config().sizes.slots),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("said", SAID, ids=lambda said: said.name)
-def test_what_is_said_is_set(said: Said):
+def test_flag_or_variable_sets_a_field(said: Said):
     made = load.load_config(said.given, said.environ)
     found = [
         getattr(part, said.field)
@@ -157,7 +160,7 @@ def test_what_is_said_is_set(said: Said):
 
 
 class Wrong(NamedTuple):
-    """What is wrong, and words that the complaint must have."""
+    """Invalid flags or variables, and words that the error must contain."""
 
     given: dict[str, str]
     environ: dict[str, str]
@@ -214,7 +217,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: str(wrong.given or wrong.environ))
-def test_what_is_wrong_is_named_with_its_place(wrong: Wrong):
+def test_invalid_flag_or_variable_is_named_in_the_error(wrong: Wrong):
     with pytest.raises(ConfigError) as caught:
         load.load_config(wrong.given, wrong.environ)
     for word in wrong.words:
@@ -231,11 +234,11 @@ def test_every_flag_is_in_the_help_of_run():
 def test_every_flag_names_a_field_of_the_config():
     known = set(Config.__slots__) | {"node_ports"}
     for flag in flags.FLAGS:
-        head, _, tail = (flag.field or "mode").partition(".")  # none: kube-proxy's, not used
+        head, _, tail = (flag.field or "mode").partition(".")  # no field: unused, kube-proxy's
         assert tail in getattr(Config(), head).__slots__ if tail else head in known
 
 
-def test_the_flags_that_are_shown_are_those_that_were_given():
+def test_parsed_flags_include_those_by_variable():
     environ = {"KBPF_PIN_DIR": "/a", "KBPF_MODE": "bpf", "KBPF_CGROUP": "", "KBPF_CONFIG": "/c"}
     line = ["-v", "4", "--mode=ipvs", "--metrics-bind-address=", "--kube-api-qps=5"]
     assert arguments.parse_options(line, environ).flags == {
@@ -248,7 +251,7 @@ def test_the_flags_that_are_shown_are_those_that_were_given():
     }
 
 
-def test_the_node_has_this_machines_name_unless_it_is_said(monkeypatch: pytest.MonkeyPatch):
+def test_node_name_is_the_hostname_unless_set(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("socket.gethostname", lambda: "Node-7")
     assert arguments.with_node_name(Config()).node_name == "node-7"
     said = arguments.parse_options(["--hostname-override", " N1 "], {}).load(None).config
@@ -256,7 +259,7 @@ def test_the_node_has_this_machines_name_unless_it_is_said(monkeypatch: pytest.M
 
 
 class Typed(NamedTuple):
-    """A command line as people type it, and the flags that it gives."""
+    """A command line and the flags parsed from it."""
 
     line: str
     given: dict[str, str]
@@ -293,17 +296,17 @@ TYPED = [
 
 
 @pytest.mark.parametrize("typed", TYPED, ids=lambda typed: typed.line)
-def test_flags_are_typed_as_for_kube_proxy(typed: Typed):
+def test_flag_syntax_is_that_of_kube_proxy(typed: Typed):
     assert arguments.parse_options(typed.line.split(), {}).explicit_flags == typed.given
 
 
-def test_the_file_is_named_by_flag_or_variable():
+def test_configuration_file_by_flag_or_variable():
     assert arguments.parse_options([], {}).file is None
     assert arguments.parse_options([], {"KBPF_CONFIG": "/a"}).file == Path("/a")
     assert arguments.parse_options(["--config", "/b"], {"KBPF_CONFIG": "/a"}).file == Path("/b")
 
 
-def test_settings_are_written_instead_of_serving(tmp_path: Path):
+def test_write_config_to_writes_the_settings_and_exits(tmp_path: Path):
     source, target = tmp_path / "in", tmp_path / "out"
     source.write_text("apiVersion: kbpf.io/v1alpha1\nkind: KbpfConfiguration\npinDir: /p\n")
     assert app.call(["run", "--config", str(source), "--write-config-to", str(target)]) == 0
@@ -320,11 +323,11 @@ FORMS = [
 
 
 @pytest.mark.parametrize(("name", "more", "flags", "is_json"), FORMS, ids=[f[0] for f in FORMS])
-def test_all_that_is_told_of_a_file_is_told_in_the_form_of_the_log(
+def test_diagnostics_of_a_file_have_the_log_format(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, more: str,
     flags: tuple[str, ...], is_json: bool,
 ):  # fmt: skip
-    """Also when the settings are written instead of serving, and beside what is wrong."""
+    """Also with `--write-config-to`, and for warnings next to errors."""
     head = "apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\n"
     source, target = tmp_path / "in", tmp_path / "out"
     command = ["run", "--config", str(source), "--write-config-to", str(target), *flags]
@@ -354,7 +357,7 @@ def test_all_that_is_told_of_a_file_is_told_in_the_form_of_the_log(
         assert f"(KubeProxyConfiguration.{place})" in message[1]
 
 
-def test_a_file_that_cannot_be_read_is_told_in_the_form_of_the_log(
+def test_error_about_an_unreadable_file_has_the_log_format(
     capsys: pytest.CaptureFixture[str],
 ):
     assert app.call(["run", "--config", "/nowhere", "--log-format=json"]) == 1
@@ -413,7 +416,7 @@ ENDS = [
 
 
 @pytest.mark.parametrize("ends", ENDS, ids=lambda ends: " ".join(ends.arguments))
-def test_how_a_command_ends(ends: Ends, capsys: pytest.CaptureFixture[str]):
+def test_exit_code_and_output(ends: Ends, capsys: pytest.CaptureFixture[str]):
     assert app.call(ends.arguments) == ends.code
     out, err = capsys.readouterr()
     assert ends.out in out
@@ -421,7 +424,7 @@ def test_how_a_command_ends(ends: Ends, capsys: pytest.CaptureFixture[str]):
     assert bool(err) == (ends.code != 0)
 
 
-def test_without_a_command_the_help_is_shown_and_it_is_wrong_usage(
+def test_no_command_prints_the_help_and_returns_2(
     capsys: pytest.CaptureFixture[str],
 ):
     assert app.call([]) == 2
@@ -435,7 +438,7 @@ def raises(error: BaseException) -> Any:
     return command
 
 
-def test_an_error_of_ours_is_one_line_and_1(
+def test_error_of_kbpf_is_one_line_and_exit_code_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setattr(app, "_dispatch", raises(NotFoundError("no cow", "on\nice", "look")))
@@ -443,12 +446,12 @@ def test_an_error_of_ours_is_one_line_and_1(
     assert capsys.readouterr().err == "kbpf: no cow (on ice); look\n"
 
 
-def test_an_interrupt_is_130(monkeypatch: pytest.MonkeyPatch):
+def test_interrupt_is_exit_code_130(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(app, "_dispatch", raises(KeyboardInterrupt()))
     assert app.call([]) == 130
 
 
-def test_a_reader_that_leaves_is_no_noise():
+def test_closed_pipe_ends_by_sigpipe_without_output():
     command = [sys.executable, "-m", "kbpf", "run", "--help"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
         child.stdout.close()
@@ -464,12 +467,12 @@ pinDir: /sys/fs/bpf/file
 ipvs: {device: file0, nftTable: file, stateDir: /run/file}
 """
 CLEANED = [
-    ("the file's", (), {}, ("/sys/fs/bpf/file", "file0", "file", "/run/file")),
-    ("a flag beats it", ("--pin-dir", "/sys/fs/bpf/flag", "--nft-table", "flag"), {},
+    ("the file's locations", (), {}, ("/sys/fs/bpf/file", "file0", "file", "/run/file")),
+    ("a flag beats the file", ("--pin-dir", "/sys/fs/bpf/flag", "--nft-table", "flag"), {},
      ("/sys/fs/bpf/flag", "file0", "flag", "/run/file")),
-    ("a variable beats it", (), {"KBPF_IPVS_DEVICE": "var0"},
+    ("a variable beats the file", (), {"KBPF_IPVS_DEVICE": "var0"},
      ("/sys/fs/bpf/file", "var0", "file", "/run/file")),
-    ("a flag that says the default beats it", ("--state-dir", "/run/kbpf"), {},
+    ("a flag with the default value beats the file", ("--state-dir", "/run/kbpf"), {},
      ("/sys/fs/bpf/file", "file0", "file", "/run/kbpf")),
 ]  # fmt: skip
 
@@ -477,7 +480,7 @@ CLEANED = [
 @pytest.mark.parametrize(
     ("name", "given", "environ", "wanted"), CLEANED, ids=[row[0] for row in CLEANED]
 )
-def test_cleanup_looks_where_the_file_says(
+def test_cleanup_uses_the_locations_of_the_file(
     name: str, given: tuple[str, ...], environ: dict[str, str], wanted: tuple[str, ...],
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ):  # fmt: skip
@@ -490,7 +493,7 @@ def test_cleanup_looks_where_the_file_says(
 def cleaned(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, *given: str
 ) -> tuple[int, tuple[str, ...]]:
-    """Its exit code, and where it looks."""
+    """Runs `kbpf cleanup` with this file; returns its exit code and the locations it cleans."""
     looked: list[object] = []
     monkeypatch.setattr(cleanup, "remove_pins", lambda pins, _: looked.append(pins) or ())
 
@@ -510,7 +513,7 @@ ALL = ("pin_dir", "cgroup", "cache_dir", "ipvs_device", "nft_table", "state_dir"
 
 
 class Slip(NamedTuple):
-    """A file, what of it is told, and which names cannot be read for it."""
+    """A file, words of its error, and the locations that cannot be read because of it."""
 
     name: str
     text: str
@@ -519,37 +522,43 @@ class Slip(NamedTuple):
 
 
 SLIPS = [
-    Slip("nothing", FILE, ""),
-    Slip("a field of kube-proxy's", f"{FILE}---\n{PROXYS}mode: best\n", "'best'"),
-    Slip("two fields, each of a document", f"{FILE}algorithm: x\n---\n{PROXYS}oomScoreAdj: a\n",
+    Slip("no mistake", FILE, ""),
+    Slip("a value of kube-proxy's document", f"{FILE}---\n{PROXYS}mode: best\n", "'best'"),
+    Slip("a value in each document", f"{FILE}algorithm: x\n---\n{PROXYS}oomScoreAdj: a\n",
          "KubeProxyConfiguration.oomScoreAdj"),
-    Slip("a field of ours", f"{FILE}algorithm: best\n", "KbpfConfiguration.algorithm"),
-    Slip("a field of ours that nobody knows", f"{FILE}colour: red\n", "KbpfConfiguration.colour"),
-    Slip("kube-proxy's version", f"{FILE}---\n{PROXYS.replace('v1alpha1', 'v9')}", "/v9"),
+    Slip("a value of kbpf's document", f"{FILE}algorithm: best\n", "KbpfConfiguration.algorithm"),
+    Slip("an unknown field of kbpf's document", f"{FILE}colour: red\n", "KbpfConfiguration.colour"),
+    Slip("the version of kube-proxy's document",
+         f"{FILE}---\n{PROXYS.replace('v1alpha1', 'v9')}", "/v9"),
     Slip("kube-proxy's document twice", f"{FILE}---\n{PROXYS}---\n{PROXYS}", "occurs twice"),
-    Slip("what does not go together", f"{FILE}socketLB: {{mode: off}}\n"
+    Slip("contradicting values", f"{FILE}socketLB: {{mode: off}}\n"
          "packetPath: {enabled: false}\n", ""),
-    Slip("a name", f"{FILE}pinDir: not/absolute\n", "not/absolute", ("pin_dir",)),
-    Slip("a name's type", f"{FILE}cgroup: 5\n", "got an integer", ("cgroup",)),
-    Slip("a name's spelling", FILE.replace("pinDir", "pinDirs"), "is pinDir meant", ("pin_dir",)),
-    Slip("a name twice, one of them misspelt", f"{FILE}pinDirs: /x\n", "is pinDir meant"),
-    Slip("the spelling of names' section", FILE.replace("ipvs", "ipv"), "is ipvs meant",
+    Slip("a location's value", f"{FILE}pinDir: not/absolute\n", "not/absolute", ("pin_dir",)),
+    Slip("a location's type", f"{FILE}cgroup: 5\n", "got an integer", ("cgroup",)),
+    Slip("a location's spelling",
+         FILE.replace("pinDir", "pinDirs"), "is pinDir meant", ("pin_dir",)),
+    Slip("a location twice, one of them misspelt", f"{FILE}pinDirs: /x\n", "is pinDir meant"),
+    Slip("the spelling of the section ipvs", FILE.replace("ipvs", "ipv"), "is ipvs meant",
          ("ipvs_device", "nft_table", "state_dir")),
-    Slip("the spelling of one below", FILE.replace("nftTable", "nftTables"), "is nftTable meant",
+    Slip("the spelling of a location in the section ipvs",
+         FILE.replace("nftTable", "nftTables"), "is nftTable meant",
          ("nft_table",)),
-    Slip("names' section", FILE.replace("ipvs: {", "ipvs: [5] #"), "expected an object",
+    Slip("the type of the section ipvs",
+         FILE.replace("ipvs: {", "ipvs: [5] #"), "expected an object",
          ("ipvs_device", "nft_table", "state_dir")),
-    Slip("our version", f"{FILE.replace('v1alpha1', 'v9')}---\n{PROXYS}", "/v9", ALL),
-    Slip("ours twice", f"{FILE}---\n{FILE}", "occurs twice", ALL),
-    Slip("a kind beside ours", f"{FILE}---\nkind: Pod\n", "'Pod'"),
-    Slip("a kind, and it may be ours", FILE.replace("KbpfC", "C"), "'Configuration'", ALL),
+    Slip("the version of kbpf's document",
+         f"{FILE.replace('v1alpha1', 'v9')}---\n{PROXYS}", "/v9", ALL),
+    Slip("kbpf's document twice", f"{FILE}---\n{FILE}", "occurs twice", ALL),
+    Slip("a document of another kind", f"{FILE}---\nkind: Pod\n", "'Pod'"),
+    Slip("an unknown kind in place of kbpf's document",
+         FILE.replace("KbpfC", "C"), "'Configuration'", ALL),
     Slip("YAML", f"{FILE}---\na: b: c\n", "not YAML", ALL),
-    Slip("all: it is empty", "", "the file is empty", ALL),
+    Slip("an empty file", "", "the file is empty", ALL),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("row", SLIPS, ids=lambda row: row.name)
-def test_a_name_counts_if_it_can_be_read_whatever_else_is_wrong(row: Slip):
+def test_locations_are_read_despite_other_mistakes(row: Slip):
     found = locations.parse_locations(row.text.encode(), "FILE")
     assert row.told in "; ".join(map(str, found.errors))
     assert bool(found.errors) == bool(row.told)
@@ -562,7 +571,7 @@ def test_a_name_counts_if_it_can_be_read_whatever_else_is_wrong(row: Slip):
 
 
 @pytest.mark.parametrize("row", SLIPS, ids=lambda row: row.name)
-def test_cleanup_needs_the_names_and_nothing_else(
+def test_cleanup_needs_only_the_locations(
     row: Slip, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     code, looked = cleaned(monkeypatch, tmp_path, row.text)
@@ -573,7 +582,7 @@ def test_cleanup_needs_the_names_and_nothing_else(
     assert (code, looked) == ((1, ()) if needed else (0, SAID))
 
 
-def test_cleanup_needs_no_name_of_the_file_that_a_flag_or_a_variable_says(
+def test_cleanup_does_not_need_a_location_of_the_file_that_is_set_otherwise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     text = f"{FILE}pinDir: not/absolute\n"
@@ -594,7 +603,7 @@ LOOKS = [
 
 
 def looked_for(monkeypatch: pytest.MonkeyPatch, *command: str) -> tuple[str, str]:
-    """Where `kbpf inspect` looks: the pins, and the folder of mode ipvs."""
+    """The pin directory and the state directory of mode ipvs that `kbpf inspect` reads."""
     looked: list[node.Locations] = []
 
     def look(where: node.Locations, *_: object) -> None:
@@ -609,7 +618,7 @@ def looked_for(monkeypatch: pytest.MonkeyPatch, *command: str) -> tuple[str, str
 
 @pytest.mark.parametrize("by_variable", [True, False])
 @pytest.mark.parametrize(("command", "pins", "ipvs"), LOOKS, ids=str)
-def test_inspect_looks_where_the_file_says_and_where_a_flag_says_otherwise(
+def test_inspect_uses_the_locations_of_the_file_unless_overridden(
     command: tuple[str, ...], pins: str, ipvs: str, by_variable: bool,
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ):  # fmt: skip
@@ -636,7 +645,7 @@ BAD_FILES = [
 @pytest.mark.parametrize(
     ("text", "told", "pins", "ipvs"), BAD_FILES, ids=[row[1] for row in BAD_FILES]
 )
-def test_inspect_warns_of_a_file_and_looks_all_the_same(
+def test_inspect_warns_of_a_bad_file_and_continues(
     text: str | None, told: str, pins: str, ipvs: str,
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ):  # fmt: skip
@@ -651,7 +660,7 @@ def test_inspect_warns_of_a_file_and_looks_all_the_same(
     assert seen.endswith("seen")
 
 
-def test_check_looks_where_the_file_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_check_uses_the_locations_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     looked: list[tuple[object, ...]] = []
 
     def look(*where: object) -> None:
@@ -674,7 +683,7 @@ HEAVY = ("bcc", "pyroute2", "kubernetes", "rich")
 
 
 def imported(*argv: str) -> set[str]:
-    """Which modules a command leaves behind."""
+    """The top-level modules that are imported after a command."""
     script = (
         "import sys, contextlib, io, json\n"
         "from kbpf.cli import app\n"
@@ -689,14 +698,14 @@ def imported(*argv: str) -> set[str]:
     return set(json.loads(done.stdout))
 
 
-def test_the_agent_does_not_carry_the_command_line_with_it():
-    # The source is missing, so it ends; by then everything is imported that it needs.
+def test_agent_does_not_import_the_command_line():
+    # The agent exits because the source is missing, after it has imported all modules.
     found = imported("run", "--source", "/nowhere", "--pin-dir", "/proc/nowhere")
     assert "msgspec" in found
     assert not found & {"typer", "pydantic", *HEAVY}
 
 
-def test_looking_at_services_imports_nothing_heavy():
+def test_inspect_services_imports_no_heavy_module():
     found = imported("inspect", "services", "-o", "json", "--pin-dir", "/nowhere")
     assert "typer" in found
     assert not found & set(HEAVY)
@@ -712,7 +721,7 @@ COLUMNS = (
 ROWS = ({"name": "a", "count": 1}, {"name": "a longer one", "count": 1000})
 
 
-def test_a_table_is_aligned_and_nothing_is_cut():
+def test_table_is_aligned_without_truncation():
     assert render.format_rows(ROWS, COLUMNS, Output.TABLE).splitlines() == [
         "NAME           COUNT",
         "a                  1",
@@ -720,7 +729,7 @@ def test_a_table_is_aligned_and_nothing_is_cut():
     ]
 
 
-def test_a_table_without_rows_has_its_titles():
+def test_table_without_rows_has_its_header():
     assert render.format_rows((), COLUMNS, Output.TABLE) == "NAME   COUNT"
 
 
@@ -730,7 +739,7 @@ def test_wide_adds_columns():
     ]  # fmt: skip
 
 
-def test_json_and_yaml_say_the_same_in_the_same_order():
+def test_json_and_yaml_have_the_same_content_in_the_same_order():
     as_json = render.format_rows(ROWS, COLUMNS, Output.JSON)
     as_yaml = render.format_rows(ROWS, COLUMNS, Output.YAML)
     assert json.loads(as_json) == yaml.safe_load(as_yaml) == list(ROWS)
@@ -755,7 +764,7 @@ THING_COLUMNS = (
 
 @pytest.mark.parametrize("output", Output)
 @pytest.mark.parametrize("count", [0, 1, 2])
-def test_a_stream_of_rows_is_the_same_text(output: Output, count: int):
+def test_streamed_rows_equal_formatted_rows(output: Output, count: int):
     some = THINGS[:count]
     streamed = "".join(render.stream_rows(iter(some), THING_COLUMNS, output))
     assert streamed == render.format_rows(some, THING_COLUMNS, output) + "\n"
@@ -763,7 +772,7 @@ def test_a_stream_of_rows_is_the_same_text(output: Output, count: int):
 
 @pytest.mark.parametrize("output", [Output.JSON, Output.YAML])
 @pytest.mark.parametrize("count", [0, 1, 2])
-def test_a_stream_below_a_value_is_one_document(output: Output, count: int):
+def test_rows_streamed_below_a_value_are_one_document(output: Output, count: int):
     some = THINGS[:count]
     streamed = "".join(render.stream_rows(iter(some), THING_COLUMNS, output, Thing("above", 5)))
     whole = {**msgspec.to_builtins(Thing("above", 5)), "rows": msgspec.to_builtins(some)}
@@ -774,7 +783,7 @@ def test_a_stream_below_a_value_is_one_document(output: Output, count: int):
         assert streamed == json.dumps(whole, indent=2) + "\n"
 
 
-def test_the_states_that_may_be_asked_for_are_those_that_are_shown():
+def test_states_to_filter_by_are_those_shown():
     assert tuple(inspect.ConnectionState) == connections.STATES
 
 
@@ -782,7 +791,7 @@ def test_the_states_that_may_be_asked_for_are_those_that_are_shown():
     ("seconds", "text"),
     [(0.9, "0s"), (59, "59s"), (61, "1m01s"), (3600, "1h00m"), (90_061, "1d01h")],
 )
-def test_times_for_people(seconds: float, text: str):
+def test_format_duration(seconds: float, text: str):
     assert format_duration(seconds) == text
 
 
@@ -797,11 +806,11 @@ def test_times_for_people(seconds: float, text: str):
         (3 << 30, "3.0GiB"),
     ],
 )
-def test_sizes_for_people(count: int | None, text: str):
+def test_format_size(count: int | None, text: str):
     assert bytes_text(count) == text
 
 
-def test_watching_shows_the_page_again_until_it_is_interrupted(
+def test_watch_prints_the_page_until_interrupted(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     naps: list[float] = []
@@ -826,7 +835,7 @@ def check_row(result: str, needed: bool = True) -> CheckRow:
 
 
 class Means(NamedTuple):
-    """Rows, the proof, and what follows: (usable, attached)."""
+    """Rows of `kbpf check` and of `--attached` (`proof`), and the resulting verdict."""
 
     rows: list[CheckRow]
     proof: list[CheckRow] | None
@@ -835,7 +844,10 @@ class Means(NamedTuple):
 
 
 class Node(NamedTuple):
-    """Files below /proc, and a row: its name, its result, words of its detail and its advice."""
+    """Files below /proc, and the expected row of `kbpf check`.
+
+    `row` is its name; `detail` and `advice` are words of its other columns.
+    """
 
     name: str
     files: dict[str, str]
@@ -850,36 +862,42 @@ V4, V6 = "sys/net/ipv4/ip_forward", "sys/net/ipv6/conf/all/forwarding"
 CONF = "sys/net/ipv4/conf"
 PORTS = "masquerade ports"
 NODES = [
-    Node("apart", {RANGE: "32768\t60999\n", RESERVED: "\n"}, PORTS, "yes", "61000 to 65535"),
-    Node("they meet", {RANGE: "32768\t61000\n", RESERVED: "\n"}, PORTS, "no",
+    Node("disjoint ranges",
+         {RANGE: "32768\t60999\n", RESERVED: "\n"}, PORTS, "yes", "61000 to 65535"),
+    Node("ranges that overlap in one port", {RANGE: "32768\t61000\n", RESERVED: "\n"}, PORTS, "no",
          "may use 61000 to 61000 too", "ip_local_reserved_ports"),
-    Node("all", {RANGE: "1024 65535", RESERVED: ""}, PORTS, "no", "61000 to 65535", "61000-65535"),
+    Node("ranges that overlap completely",
+         {RANGE: "1024 65535", RESERVED: ""}, PORTS, "no", "61000 to 65535", "61000-65535"),
     Node("reserved", {RANGE: "1024 65535", RESERVED: "8080,61000-65535\n"}, PORTS, "yes",
          "reserved"),
     Node("reserved in pieces", {RANGE: "1024 65535", RESERVED: "62000-65535,60000-61999"}, PORTS,
          "yes", "reserved"),
-    Node("reserved but one", {RANGE: "1024 65535", RESERVED: "61000-62000,62002-65535"}, PORTS,
+    Node("reserved except one port",
+         {RANGE: "1024 65535", RESERVED: "61000-62000,62002-65535"}, PORTS,
          "no", "too", "61000-65535"),
-    Node("as far as they meet", {RANGE: "1024 61001", RESERVED: "61000,61001"}, PORTS, "yes", ""),
-    Node("as far as they meet, above", {RANGE: "62000 65535", RESERVED: "62000-65535"}, PORTS,
+    Node("reserved where the ranges overlap",
+         {RANGE: "1024 61001", RESERVED: "61000,61001"}, PORTS, "yes", ""),
+    Node("reserved where the ranges overlap, at the end",
+         {RANGE: "62000 65535", RESERVED: "62000-65535"}, PORTS,
          "yes", "reserved"),
     Node("not readable", {}, PORTS, "unknown", "ip_local_port_range"),
-    Node("forwards", {V4: "1\n"}, "IPv4 forwarding", "yes", ""),
-    Node("does not", {V4: "0\n"}, "IPv4 forwarding", "no", "ip_forward = 0",
+    Node("enabled", {V4: "1\n"}, "IPv4 forwarding", "yes", ""),
+    Node("disabled", {V4: "0\n"}, "IPv4 forwarding", "no", "ip_forward = 0",
          "sysctl -w net.ipv4.ip_forward=1"),
-    Node("v6 forwards", {V6: "2"}, "IPv6 forwarding", "yes", ""),
-    Node("v6 does not", {V6: "0"}, "IPv6 forwarding", "no", "",
+    Node("enabled", {V6: "2"}, "IPv6 forwarding", "yes", ""),
+    Node("disabled", {V6: "0"}, "IPv6 forwarding", "no", "",
          "sysctl -w net.ipv6.conf.all.forwarding=1"),
-    Node("no v6", {}, "IPv6 forwarding", "unknown", "no IPv6"),
+    Node("no IPv6", {}, "IPv6 forwarding", "unknown", "no IPv6"),
     Node("loose", {f"{CONF}/all/rp_filter": "0", f"{CONF}/eth0/rp_filter": "2"}, "rp_filter",
          "yes", "not strict"),
     Node("strict", {f"{CONF}/all/rp_filter": "0", f"{CONF}/eth0/rp_filter": "1"}, "rp_filter",
          "yes", "strict (1) on eth0: "),
-    Node("strict by all", {f"{CONF}/all/rp_filter": "1", f"{CONF}/eth0/rp_filter": "0"},
+    Node("strict by conf/all", {f"{CONF}/all/rp_filter": "1", f"{CONF}/eth0/rp_filter": "0"},
          "rp_filter", "yes", "strict (1) on eth0: "),
-    Node("the greater one counts", {f"{CONF}/all/rp_filter": "2", f"{CONF}/eth0/rp_filter": "1"},
+    Node("the maximum of both is used",
+         {f"{CONF}/all/rp_filter": "2", f"{CONF}/eth0/rp_filter": "1"},
          "rp_filter", "yes", "not strict"),
-    Node("it has gone", {f"{CONF}/all/rp_filter": "1"}, "rp_filter", "yes", "not strict"),
+    Node("a vanished device", {f"{CONF}/all/rp_filter": "1"}, "rp_filter", "yes", "not strict"),
     Node("SCTP", {"net/protocols": "protocol size\nSCTPv6 1\nTCP 2\n"}, "SCTP sockets", "yes", ""),
     Node("no SCTP", {"net/protocols": "protocol size\nTCP 2\n"}, "SCTP sockets", "no",
          "not loaded"),
@@ -890,7 +908,7 @@ NODES = [
 
 
 @pytest.mark.parametrize("node", NODES, ids=lambda node: f"{node.row}: {node.name}")
-def test_what_check_says_of_a_node(node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_check_row_of_a_node(node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     devices = (Device(1, "lo", loopback=True), Device(2, "eth0"), Device(3, "c0", "bridge"))
     monkeypatch.setattr(packet_path, "list_devices", lambda: devices)
     told = packet_path.PacketSettings(NodeFlag(0), 61_000, 65_535, 1 << 14)
@@ -909,7 +927,11 @@ def test_what_check_says_of_a_node(node: Node, tmp_path: Path, monkeypatch: pyte
 
 
 class Chains(NamedTuple):
-    """What nf_tables says, and the row: its result, words of its detail and of its advice."""
+    """The chains in nf_tables and iptables, and the expected row FORWARD.
+
+    `row` is its result, words of its detail and of its advice. `others` are chains of other tables
+    that drop, `legacy` the families with rules of iptables-legacy.
+    """
 
     name: str
     row: tuple[str, str, str]
@@ -922,11 +944,11 @@ class Chains(NamedTuple):
 OPEN, SHUT = BaseChain("ip", "filter", "FORWARD", False), BaseChain("ip", "filter", "FORWARD", True)
 FORWARDS = [
     Chains("no chain", ("yes", "no chain drops", "")),
-    Chains("an open one", ("yes", "no chain drops", ""), chains=(OPEN,)),
-    Chains("a closed one", ("yes", "drops by default: ip filter FORWARD", ""), chains=(SHUT,)),
-    Chains("another table", ("no", "not read inet fw forward,", "with mark 0x4000"),
+    Chains("policy accept", ("yes", "no chain drops", ""), chains=(OPEN,)),
+    Chains("policy drop", ("yes", "drops by default: ip filter FORWARD", ""), chains=(SHUT,)),
+    Chains("another table that drops", ("no", "not read inet fw forward,", "with mark 0x4000"),
            others=("inet fw forward",)),
-    Chains("the old iptables", ("no", "ip6 filter (iptables-legacy)", "with mark 0x4000"),
+    Chains("iptables-legacy", ("no", "ip6 filter (iptables-legacy)", "with mark 0x4000"),
            chains=(SHUT,), legacy=("ip6",)),
     Chains("no library", ("unknown", "python3", "install python3-nftables"),
            Probe(None, "python3-nftables is missing")),
@@ -935,7 +957,7 @@ FORWARDS = [
 
 
 @pytest.mark.parametrize("forward", FORWARDS, ids=lambda forward: forward.name)
-def test_what_check_says_of_forward(forward: Chains, monkeypatch: pytest.MonkeyPatch):
+def test_check_row_forward(forward: Chains, monkeypatch: pytest.MonkeyPatch):
     netfilter = packet_path.forward_rules
     monkeypatch.setattr(netfilter, "probe_nf_tables", lambda: forward.available)
     monkeypatch.setattr(netfilter, "list_forward_chains", lambda: forward.chains)
@@ -958,7 +980,7 @@ def test_what_check_says_of_forward(forward: Chains, monkeypatch: pytest.MonkeyP
         ("no", True, False, False),
     ],
 )
-def test_what_the_packet_path_lacks_keeps_nothing_else(
+def test_missing_packet_path_does_not_make_kbpf_unusable(
     result: str, needed: bool, usable: bool, packet_path: bool
 ):
     rows = [CheckRow("x", "yes", True, "", ""), CheckRow("y", result, needed, "", "", True)]
@@ -1000,15 +1022,15 @@ UNSURE = CheckRow("dummy devices", "unknown", False, "", "", ipvs=True)
         ),
     ],
 )
-def test_what_check_says_of_the_modes(rows: list[CheckRow], mode: str, says: str):
-    """`mode` is what --mode auto would take."""
+def test_check_verdict_on_the_modes(rows: list[CheckRow], mode: str, says: str):
+    """`mode` is what `--mode auto` would choose."""
     made = compute_verdict(rows)
     assert (made.mode, made.usable) == (mode, mode != "none")
     assert says in check_rows.format_page(made)
 
 
 @pytest.mark.parametrize("means", MEANS)
-def test_what_the_rows_of_check_mean(means: Means):
+def test_check_verdict(means: Means):
     made = compute_verdict(means.rows, means.proof)
     assert (made.usable, made.attached) == (means.usable, means.attached)
     assert made.mode == ("bpf" if means.usable else "none")

@@ -1,4 +1,4 @@
-"""What the demo makes of what its client saw."""
+"""How the demo evaluates the results of its client."""
 
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ ALL = {"backend-1": 100, "backend-2": 90, "backend-3": 110}
 
 
 class Seen(NamedTuple):
-    """What the client saw of 300 requests, and words of what is wrong with it ("" nothing)."""
+    """The client's results for 300 requests, and words of the expected problem ("": none)."""
 
     name: str
     tcp: RequestCounts
@@ -45,7 +45,7 @@ SEEN = [
         "backend-3 was not reached",
     ),
     Seen(
-        "a stranger answers",
+        "an unknown backend answers",
         RequestCounts({**ALL, "backend-1": 99, "backend-9": 1}),
         RequestCounts(),
         "backend-9 answered",
@@ -61,7 +61,7 @@ SEEN = [
 
 
 @pytest.mark.parametrize("seen", SEEN, ids=lambda seen: seen.name)
-def test_what_is_wrong_is_said_and_fails(seen: Seen):
+def test_wrong_result_is_a_failure_with_a_problem(seen: Seen):
     outcome = evaluate(ClientReport(seen.tcp, seen.udp, 0.5, True), 300, PODS)
     assert outcome.succeeded == (not seen.problem)
     assert seen.problem in " ".join(outcome.problems)
@@ -70,12 +70,12 @@ def test_what_is_wrong_is_said_and_fails(seen: Seen):
     assert {"backend-1", "backend-2", "backend-3"} <= outcome.backends.keys()
 
 
-def test_lines_come_back_as_they_went():
+def test_report_survives_encode_and_decode():
     report = ClientReport(RequestCounts(ALL, {"timeout": 1}), RequestCounts(), 0.25, True)
     assert decode(encode(report)) == report
 
 
-def test_the_client_counts_errors_by_name():
+def test_client_counts_errors_by_name():
     def fails(error: Exception):
         def ask(_: object) -> str:
             raise error
@@ -90,7 +90,7 @@ def test_the_client_counts_errors_by_name():
     assert count.pop() == RequestCounts()
 
 
-def test_a_picture_shows_shares_of_the_last_seconds_and_totals_of_all():
+def test_picture_has_shares_of_the_last_seconds_and_totals_of_all():
     gallery = DemoProgress()
     gallery.start_step(STEPS[0])
     gallery.add_report(ClientReport(RequestCounts({"backend-1": 100}), seconds=5.0))
@@ -106,7 +106,7 @@ def test_a_picture_shows_shares_of_the_last_seconds_and_totals_of_all():
     assert now.events == ((0.0, STEPS[0].event),)
 
 
-def test_the_steps_lead_through_everything():
+def test_steps_include_all_backends_none_and_a_terminating_one():
     served = {pod.number for step in STEPS for pod in step.pods}
     assert served == {1, 2, 3, 4}
     assert any(not step.pods for step in STEPS)

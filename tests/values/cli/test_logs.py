@@ -1,4 +1,4 @@
-"""The lines of the log: one record each, in both forms, whatever they hold."""
+"""The log formats: every record is one line, no matter what it contains."""
 
 import json
 import logging
@@ -15,7 +15,7 @@ from tests.support.lab.lab import traceback_in
 
 
 class Row(NamedTuple):
-    """A message with what stands in it, and how the text of it reads."""
+    """A message with its arguments, and the expected text."""
 
     message: str
     values: tuple[object, ...]
@@ -24,7 +24,7 @@ class Row(NamedTuple):
 
 ROWS = [
     Row("started node=%s", ("n1",), "started node=n1"),
-    Row("all of it: 100%", (), "all of it: 100%"),
+    Row("without arguments: 100%", (), "without arguments: 100%"),
     Row('said "%s" of \\ and %s', ("ä", "\u2028"), 'said "ä" of \\ and \\u2028'),
     Row("bytes %r", (b"\xff\n",), r"bytes b'\xff\n'"),
     Row("half a pair %s", ("\ud800",), r"half a pair \ud800"),
@@ -46,7 +46,7 @@ def record(row: Row, is_fault: bool = False) -> logging.LogRecord:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.message)
-def test_a_record_is_a_line(row: Row):
+def test_record_is_one_line(row: Row):
     assert TextFormatter().format(record(row)) == f"2026-11-22T05:34:13Z INFO kbpf.x {row.text}"
     line = JsonFormatter().format(record(row))
     assert line.isascii()
@@ -56,7 +56,7 @@ def test_a_record_is_a_line(row: Row):
     }  # fmt: skip
 
 
-def test_a_fault_of_ours_is_told_with_its_place():
+def test_internal_error_is_logged_with_its_traceback():
     try:
         raise ValueError("on purpose")
     except ValueError:
@@ -71,7 +71,7 @@ def test_a_fault_of_ours_is_told_with_its_place():
     assert json.loads(line)["fault"] == "\n".join(below)
 
 
-def test_what_ends_the_agent_is_told_in_the_form_of_the_log(capsys: pytest.CaptureFixture[str]):
+def test_fatal_error_has_the_log_format(capsys: pytest.CaptureFixture[str]):
     assert app.call(["run", "--source", "/nowhere/at/all", "--log-format", "json"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     told = json.loads(line)
@@ -82,7 +82,7 @@ def test_what_ends_the_agent_is_told_in_the_form_of_the_log(capsys: pytest.Captu
     assert re.fullmatch(rf"\S+Z ERROR kbpf {re.escape(told['message'])}", line)
 
 
-def test_a_fault_of_ours_that_ends_the_agent_is_a_line_too(
+def test_fatal_internal_error_has_the_log_format(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     def serve(*_: object) -> None:
@@ -101,7 +101,7 @@ def test_a_fault_of_ours_that_ends_the_agent_is_a_line_too(
 
 
 @pytest.mark.parametrize("form", [TextFormatter(), JsonFormatter()], ids=["text", "json"])
-def test_labs_find_a_traceback_in_a_log(tmp_path: Path, form: logging.Formatter):
+def test_traceback_in_a_log_is_found(tmp_path: Path, form: logging.Formatter):
     log = tmp_path / "node.log"
     log.write_text(form.format(record(ROWS[0])) + "\n")
     assert traceback_in(log) == ""

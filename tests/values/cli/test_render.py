@@ -1,4 +1,4 @@
-"""Text of others in tables, pages, JSON and YAML: no byte of it steers the terminal."""
+"""Untrusted text in tables, pages, JSON and YAML: no byte of it controls the terminal."""
 
 import json
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ SAFE = r"a\x1b[2J\x9b1m\x00\x7f\r\n\u202eb\u2066\u200f\u2028c"
 
 
 class Row(NamedTuple):
-    """One cell."""
+    """A row with one column."""
 
     name: str
 
@@ -25,12 +25,12 @@ COLUMNS = (Column("NAME", lambda row: row.name),)
 
 
 def shows(text: str) -> bool:
-    """Whether all of it can be printed, line by line."""
+    """Whether every line is printable."""
     return all(line.isprintable() for line in text.split("\n"))
 
 
 @pytest.mark.parametrize("text", ["", "web", "ä ö 中", "a b"])
-def test_what_can_be_printed_stays(text: str) -> None:
+def test_printable_text_is_unchanged(text: str) -> None:
     assert escape_unprintable(text) == text
 
 
@@ -53,9 +53,7 @@ def test_hostile_text_is_escaped(name: str, text: str) -> None:
 
 @pytest.mark.parametrize("output", [Output.JSON, Output.YAML])
 @pytest.mark.parametrize("value", [HOSTILE, "ä 中", "plain"])
-def test_documents_are_escaped_in_their_own_way_and_say_the_same(
-    output: Output, value: str
-) -> None:
+def test_json_and_yaml_are_escaped_and_keep_their_value(output: Output, value: str) -> None:
     parse: Any = json.loads if output is Output.JSON else yaml.safe_load
     text = render.format_document([{"name": value}], output)
     assert shows(text)

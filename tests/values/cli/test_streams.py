@@ -1,4 +1,4 @@
-"""The standard streams of a command, closed, full, or unable to encode what is to be written."""
+"""Standard streams of a command that are closed, full, or cannot encode the output."""
 
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ WRITTEN = ("run", "--write-config-to", "/dev/stdout")
 
 
 class Stream(NamedTuple):
-    """A command, what the shell does with its streams, the exit code and the whole of stderr."""
+    """A command, the shell's redirection, the exit code and the whole of stderr."""
 
     words: tuple[str, ...]
     shell: str
@@ -41,13 +41,13 @@ STREAMS = [
 
 
 @pytest.mark.parametrize("row", STREAMS, ids=lambda row: f"{' '.join(row.words)} {row.shell}")
-def test_a_stream(row: Stream) -> None:
+def test_redirected_stream(row: Stream) -> None:
     done = kbpf(*row.words, shell=row.shell)
     assert (done.code, done.err) == (row.code, row.err)
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "ascii:strict", "utf-8:strict"])
-def test_what_cannot_be_encoded_is_a_question_mark(encoding: str) -> None:
+def test_unencodable_characters_are_question_marks(encoding: str) -> None:
     script = "from kbpf.cli import streams; streams.set_up(); print('a → b', '\\udcff')"
     done = python("-c", script, environ={"PYTHONIOENCODING": encoding})
     arrow = "→" if encoding.startswith("utf") else "?"
