@@ -1,4 +1,4 @@
-"""What `kbpf inspect` makes of IPVS: the views of mode bpf, out of values made by hand."""
+"""`kbpf inspect` in mode ipvs: the views of mode bpf, built from constructed values."""
 
 from pathlib import Path
 
@@ -60,7 +60,7 @@ HELD: ipvs.ServersByService = {
     fwmark_service(4, 0x6B620001): loads(f"{A} {C}"),
     virtual("10.96.0.3:53", UDP): loads(f"{A} {B}*0"),  # drained
     virtual("10.96.0.4:80"): [],
-    virtual("203.0.113.1:80"): loads("10.0.0.1:80"),  # somebody else's
+    virtual("203.0.113.1:80"): loads("10.0.0.1:80"),  # not created by kbpf
 }
 
 
@@ -69,7 +69,7 @@ def held() -> Snapshot:
     return ipvs.build_snapshot(HERE, STATES, HELD)
 
 
-def test_services(held: Snapshot):
+def test_services_view(held: Snapshot):
     found = {
         row.name: (
             [f"{f.text} {f.kind}" for f in row.frontends],
@@ -93,8 +93,10 @@ def test_services(held: Snapshot):
 
 
 @pytest.mark.parametrize("port", [80, 30080])
-def test_a_node_port_beside_an_exact_frontend_at_the_nodes_address(tmp_path: Path, port: int):
-    """At its own port the exact one serves, and the NodePort at another address."""
+def test_node_port_next_to_an_exact_frontend_at_the_node_address(tmp_path: Path, port: int):
+    """The exact frontend takes precedence at its address and port. The NodePort's weights are then
+    read from another address of the node.
+    """
     states = (*STATES, state("far", f"10.96.0.5:{port} ExternalIP={NODE}:{port}", C))
     other = {virtual("198.18.0.9:30080"): loads(f"{A}*3 {B}")} if port == 30080 else {}
     found = ipvs.build_snapshot(
@@ -105,7 +107,7 @@ def test_a_node_port_beside_an_exact_frontend_at_the_nodes_address(tmp_path: Pat
     assert [str(found.backends[one]) for one in slots] == [A, A, A, B]
 
 
-def test_one_service(held: Snapshot):
+def test_service_view(held: Snapshot):
     (found,) = service.build_details(held, "default/web")
     (one,) = found.cluster
     assert [(f"{b.address}:{b.port}", b.slots, b.share) for b in one.backends] == [
@@ -116,7 +118,7 @@ def test_one_service(held: Snapshot):
         service.build_details(held, "default/other")
 
 
-def test_backends(held: Snapshot):
+def test_backends_view(held: Snapshot):
     assert [(row.text, row.protocol, row.services) for row in backends.build_rows(held)] == [
         (A, "TCP", ("default/local", "default/web")),
         (A, "UDP", ("default/sticky",)),
@@ -125,7 +127,7 @@ def test_backends(held: Snapshot):
     ]
 
 
-def test_what_the_kernel_does_not_have_is_not_shown():
+def test_backends_missing_in_the_kernel_are_not_shown():
     (row,) = services.build_rows(ipvs.build_snapshot(HERE, STATES[:1], {}))
     assert (row.name, row.backends_cluster) == ("web", 0)
 
@@ -145,7 +147,7 @@ IP  C61200FE 0000 00000000 0000 0AF40102 1F90 NONE             97
 FOUND = tuple(parse_connections(PROC))
 
 
-def test_the_kernels_list_is_read():
+def test_connections_of_the_kernel_are_parsed():
     assert (
         IpvsConnection(TCP, (parse_addr("198.18.0.254"), 40000), (parse_addr(NODE), 30080),
                    end(A), "ESTABLISHED", 899),
@@ -158,7 +160,7 @@ def test_the_kernels_list_is_read():
     ) == FOUND  # fmt: skip
 
 
-def test_connections(held: Snapshot):
+def test_connections_view(held: Snapshot):
     found = [
         (row.service, row.protocol, row.client, row.frontend, row.backend, row.state)
         for row in ipvs.build_rows(held, FOUND)
@@ -183,24 +185,24 @@ def test_connections(held: Snapshot):
         (ConnectionQuery(service="web", state="closed"), set()),
     ],
 )
-def test_which_connections(held: Snapshot, wanted: ConnectionQuery, ports: set[int]):
+def test_connections_are_filtered(held: Snapshot, wanted: ConnectionQuery, ports: set[int]):
     found = ipvs.build_rows(held, FOUND, wanted)
     assert {int(row.client.rpartition(":")[2]) for row in found} == ports
 
 
-def test_connections_of_a_service_that_is_not_there(held: Snapshot):
+def test_connections_of_an_unknown_service_are_an_error(held: Snapshot):
     with pytest.raises(NotFoundError):
         ipvs.build_rows(held, FOUND, ConnectionQuery(service="other"))
 
 
-# ---- what the agent leaves -----------------------------------------------------------------------
+# ---- state files of the agent --------------------------------------------------------------------
 
 
 def bare(one: ServiceState) -> ServiceState:
     return replace(one, cluster=(), local=(), serving=(), source_ranges=(), lost=(), on_node=())
 
 
-def test_what_is_noted_is_read(tmp_path: Path):
+def test_services_of_the_state_file_are_read(tmp_path: Path):
     made = StateFile(tmp_path)
     for one in STATES:
         made.set_service(one.key, one)
@@ -216,18 +218,18 @@ def test_what_is_noted_is_read(tmp_path: Path):
     assert statefile.read_services(tmp_path) == ()
 
 
-def test_what_did_not_change_is_not_written_again(tmp_path: Path):
+def test_unchanged_state_file_is_not_written_again(tmp_path: Path):
     made = StateFile(tmp_path)
     made.set_service(STATES[0].key, STATES[0])
     made.write(b"{}")
     before = (tmp_path / statefile.SERVICES_FILE).stat().st_ino
-    made.set_service(STATES[0].key, replace(STATES[0], cluster=()))  # endpoints are the kernel's
+    made.set_service(STATES[0].key, replace(STATES[0], cluster=()))  # endpoints are not written
     made.set_service(STATES[1].key, None)
     made.write(b"{}")
     assert (tmp_path / statefile.SERVICES_FILE).stat().st_ino == before
 
 
-def test_a_folder_that_is_no_agents():
+def test_missing_state_directory_is_an_error():
     with pytest.raises(NotFoundError, match="no agent in mode ipvs"):
         ipvs.read(HERE)
     assert not node.is_ipvs(Locations(Path("/pins"), HERE))
@@ -241,7 +243,7 @@ SAID = AgentStatus(
 )  # fmt: skip
 
 
-def test_the_agent_of_mode_ipvs_is_found_by_its_word(tmp_path: Path):
+def test_agent_of_mode_ipvs_is_found_by_its_status_file(tmp_path: Path):
     (tmp_path / statefile.STATUS_FILE).write_bytes(encode(SAID))
     where = Locations(tmp_path / "no-pins", tmp_path)
     assert node.is_ipvs(where)
@@ -249,7 +251,7 @@ def test_the_agent_of_mode_ipvs_is_found_by_its_word(tmp_path: Path):
         node.read_pins(where, status.NEEDS)
 
 
-def test_status_says_which_mode_and_why():
+def test_status_has_the_mode_and_its_reason():
     view = status.build_view(Snapshot(HERE, boottime=5001.0, status=SAID, agent_alive=True))
     assert (view.ok, view.mode, view.mode_asked, view.mode_reason) == (
         True, "ipvs", "auto", "no cgroup v2")  # fmt: skip

@@ -1,4 +1,4 @@
-"""Views out of snapshots made by hand: what no kernel shows on request."""
+"""Views built from constructed snapshots, for states that a kernel cannot be made to show."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -84,7 +84,7 @@ def snapshot(**parts: Any) -> Snapshot:
 # ---- services ----------------------------------------------------------------------------------
 
 
-def test_a_frontend_without_a_name_is_shown_last():
+def test_frontend_without_a_name_is_shown_last():
     found = services.build_rows(
         snapshot(frontends={at("10.96.0.9"): value(9), at("10.96.0.1"): value(1)},
                  names={1: key("web")})
@@ -103,7 +103,7 @@ def test_a_frontend_without_a_name_is_shown_last():
         ("10.96.0.1", set(), False),
     ],
 )
-def test_a_node_port_that_no_address_of_the_node_serves(
+def test_node_port_without_an_address_of_its_family_is_not_served(
     address: str, families: set[int] | None, nowhere: bool
 ):
     is_cluster_ip = address == "10.96.0.1"
@@ -121,12 +121,12 @@ def test_a_node_port_that_no_address_of_the_node_serves(
     assert any("not served" in text for text in notes) is nowhere
 
 
-def test_a_name_without_a_frontend_is_shown_without():
+def test_name_without_a_frontend_is_shown():
     (row,) = services.build_rows(snapshot(names={1: key("web")}))
     assert (row.name, row.frontends, row.backends_cluster) == ("web", (), 0)
 
 
-def test_a_place_that_leads_nowhere_is_missing():
+def test_slot_without_a_backend_is_counted_as_missing():
     one = snapshot(
         frontends={at("10.96.0.1"): value(1, size=3)},
         names={1: key("web")},
@@ -140,7 +140,7 @@ def test_a_place_that_leads_nowhere_is_missing():
     assert detail.cluster[0].missing == 2
 
 
-def test_a_backend_is_shown_once_with_its_share():
+def test_backend_in_several_slots_is_one_row_with_its_share():
     """A weighted or Maglev set has more slots than backends."""
     held = snapshot(
         frontends={at("10.96.0.1"): value(1, size=4, flags=CLUSTER_IP | int(ServiceFlag.MAGLEV))},
@@ -162,8 +162,10 @@ def test_a_backend_is_shown_once_with_its_share():
     assert "algorithm         maglev" in pages.format_service([detail])
 
 
-def test_what_connections_to_each_backend_came_to():
-    """Of this Service alone; who got no backend comes first, backends that are gone last."""
+def test_traffic_rows_of_a_service():
+    """Only traffic of this Service. Connections without a backend come first, those to removed
+    backends last.
+    """
     good = ConnectionStats(
         begun=40, ended=39, bytes_in=2048, bytes_out=5 << 20, rtt_us=60_000, rtts=30
     )
@@ -196,7 +198,7 @@ def test_what_connections_to_each_backend_came_to():
 
 
 class Counted(NamedTuple):
-    """What --accounting counts, of which protocol; the cells after OPEN, and the line below."""
+    """A protocol and the counters enabled by --accounting: the cells after OPEN, the line below."""
 
     story: str
     protocol: Protocol
@@ -208,16 +210,16 @@ class Counted(NamedTuple):
 NOT_COUNTED = [
     Counted("all of TCP", TCP, ALL_COUNTERS, ("4", "1", "0", "0", "9B", "0B", "0", "2ms"), ""),
     Counted("all of UDP", UDP, ALL_COUNTERS, ("4", "1", "-", "-", "9B", "0B", "-", "-"), ""),
-    Counted("the beginning", TCP, CONNECTION_COUNTERS, ("4", "1", *6 * "-"),
+    Counted("connections only", TCP, CONNECTION_COUNTERS, ("4", "1", *6 * "-"),
             "UNANSWERED, BROKEN, IN, OUT, RETRANSMITS, ROUND-TRIP"),
-    Counted("nothing", TCP, frozenset(), tuple(8 * "-"),
+    Counted("no counters", TCP, frozenset(), tuple(8 * "-"),
             "BEGUN, REFUSED, UNANSWERED, BROKEN, IN, OUT, RETRANSMITS, ROUND-TRIP"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("row", NOT_COUNTED, ids=lambda row: row.story)
-def test_what_is_not_counted_is_no_zero(row: Counted):
-    """Not even where a number is left of an earlier --accounting."""
+def test_uncounted_values_are_null_not_zero(row: Counted):
+    """Even if the map holds numbers from an earlier --accounting."""
     held = snapshot(
         frontends={at("10.96.0.1", protocol=row.protocol): value(1)},
         names={1: key("web", protocol=row.protocol)},
@@ -244,7 +246,7 @@ NAMES = {1: key("web"), 2: key("web", "shop"), 3: key("dns", "kube-system")}
 
 
 class Asked(NamedTuple):
-    """What is asked for, and which Services are shown, or words of the hint."""
+    """A name and namespace, and the Services that are shown, or words of the error's hint."""
 
     name: str
     namespace: str
@@ -263,7 +265,7 @@ ASKED = [
 
 
 @pytest.mark.parametrize("asked", ASKED)
-def test_which_service_is_meant(asked: Asked):
+def test_service_is_found_by_name_and_namespace(asked: Asked):
     held = snapshot(names=NAMES)
     if asked.found:
         shown = service.build_details(held, asked.name, asked.namespace)
@@ -282,7 +284,7 @@ def netns(cookie: int) -> Addr:
 
 
 class Kept(NamedTuple):
-    """An entry, and the row: (client, kind, expires, expired)."""
+    """An affinity entry, and its row: (client, kind, expires_seconds, expired)."""
 
     entry: AffinityEntry
     row: tuple[str, str, float | None, bool]
@@ -301,7 +303,7 @@ KEPT = [
 
 
 @pytest.mark.parametrize("kept", KEPT)
-def test_who_is_kept_and_for_how_long(kept: Kept):
+def test_affinity_rows(kept: Kept):
     held = snapshot(
         frontends={at("10.96.0.1"): value(1, timeout=30)},
         names={1: key("web")},
@@ -329,7 +331,7 @@ def test_who_is_kept_and_for_how_long(kept: Kept):
         ("flows", uapi.BPF_MAP_TYPE_HASH, 100, 100.0, False),
     ],
 )
-def test_the_alarm_is_at_80_percent(
+def test_map_alarm_is_at_80_percent(
     name: str, kind: int, entries: int | None, fill: float | None, alarm: bool
 ):
     (row,) = maps.build_rows(snapshot(maps=(MapFacts(name, kind, entries, 100, None),)))
@@ -337,7 +339,7 @@ def test_the_alarm_is_at_80_percent(
     assert ("!" in next(c.text(row) for c in maps.COLUMNS if c.title == "FILL")) == alarm
 
 
-def test_nobody_is_said_to_watch_or_to_run_while_the_agent_is_down():
+def test_sources_and_threads_are_not_shown_as_running_while_the_agent_is_down():
     watches = (SourceView("services", "watching", True, "7", ""),)
     agent = replace(AGENT, sources=watches, threads=(ThreadView("http", True, 0.1),))
     up, down = ["watching", "yes", "running"], ["was watching", "-", "ended"]
@@ -362,7 +364,7 @@ ATTACHED = tuple(HookFacts(hook, LinkInfo(1, 2, 3, hook.attach_type)) for hook i
 
 
 class Doing(NamedTuple):
-    """What is so, and what the view says: (ok, running)."""
+    """The agent's status, process and hooks, and the view's (ok, running)."""
 
     name: str
     agent: AgentStatus | None
@@ -372,22 +374,22 @@ class Doing(NamedTuple):
 
 
 DOING = [
-    Doing("all is well", AGENT, True, ATTACHED, (True, True)),
-    Doing("its process is gone", AGENT, False, ATTACHED, (False, False)),
+    Doing("healthy", AGENT, True, ATTACHED, (True, True)),
+    Doing("its process does not exist", AGENT, False, ATTACHED, (False, False)),
     Doing("silent for 10 s", replace(AGENT, heartbeat=4990.0), True, ATTACHED, (False, False)),
     Doing("silent for 9 s", replace(AGENT, heartbeat=4991.0), True, ATTACHED, (True, True)),
     Doing("not synced yet", replace(AGENT, synced=False), True, ATTACHED, (False, True)),
     Doing("a hook is missing", AGENT, True, (HookFacts(HOOKS[0]), *ATTACHED[1:]), (False, True)),
     Doing("a Service port is refused", replace(AGENT, refused=1), True, ATTACHED, (False, True)),
     Doing("a change was not written", replace(AGENT, error="no"), True, ATTACHED, (False, True)),
-    Doing("left out is not refused", replace(AGENT, problem_count=3), True, ATTACHED,
+    Doing("problems are not refusals", replace(AGENT, problem_count=3), True, ATTACHED,
           (True, True)),
-    Doing("nobody was ever here", None, False, ATTACHED, (False, False)),
+    Doing("no agent has ever run", None, False, ATTACHED, (False, False)),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("doing", DOING, ids=lambda doing: doing.name)
-def test_how_the_agent_is_doing(doing: Doing):
+def test_status_ok_and_running(doing: Doing):
     held = snapshot(status=doing.agent, agent_alive=doing.alive, hooks=doing.hooks)
     seen = status.build_view(held)
     assert (seen.ok, seen.running) == doing.says
@@ -395,8 +397,8 @@ def test_how_the_agent_is_doing(doing: Doing):
     assert seen.hooks_attached + len(seen.hooks_missing) == seen.hooks == len(HOOKS)
 
 
-def test_a_hook_that_only_counts_may_be_off():
-    """As a kernel that lacks it has it, and --accounting=false."""
+def test_missing_counting_hook_is_ok():
+    """As on a kernel without that hook, or with `--accounting off`."""
     without = tuple(HookFacts(f.hook) if f.hook.only_counts else f for f in ATTACHED)
     seen = status.build_view(snapshot(status=AGENT, agent_alive=True, hooks=without))
     assert seen.ok
@@ -448,7 +450,7 @@ def tracking(*found: TrackedConnection, **more: Any) -> Snapshot:
 
 
 class Shown(NamedTuple):
-    """An entry, and what some fields of its row are."""
+    """An entry, and some fields of its row."""
 
     name: str
     entry: TrackedConnection
@@ -457,45 +459,57 @@ class Shown(NamedTuple):
 
 SNATTED = "198.18.0.1:61000"
 SHOWN = [
-    Shown("all of it is there", track(), {"lost": (), "seen_as": "198.51.100.7:2000"}),
+    Shown("all entries exist", track(), {"lost": (), "seen_as": "198.51.100.7:2000"}),
     Shown("masqueraded", track(snat=SNATTED), {"seen_as": SNATTED, "masqueraded": True}),
-    Shown("its way in is lost", track(parts=REPLY), {"lost": ("flow",)}),
-    Shown("its way back is lost", track(parts=ORIGINAL), {"lost": ("reply",)}),
-    Shown("its source is lost", track(snat=SNATTED, parts=ORIGINAL | REPLY), {"lost": ("source",)}),
+    Shown("the original entry is lost", track(parts=REPLY), {"lost": ("flow",)}),
+    Shown("the reply entry is lost", track(parts=ORIGINAL), {"lost": ("reply",)}),
     Shown(
-        "all but one is lost", track(snat=SNATTED, parts=SNAT_REPLY), {"lost": ("flow", "reply")}
+        "the SNAT entry is lost", track(snat=SNATTED, parts=ORIGINAL | REPLY), {"lost": ("source",)}
     ),
     Shown(
-        "past the stack there is no reply entry",
+        "all but the SNAT entry are lost",
+        track(snat=SNATTED, parts=SNAT_REPLY),
+        {"lost": ("flow", "reply")},
+    ),
+    Shown(
+        "direct SNAT has no reply entry",
         track(snat=SNATTED, way=FlowPath.DIRECT_SNAT, parts=ORIGINAL | SNAT_REPLY),
         {"lost": ()},
     ),
     Shown(
-        "past the stack its source is lost",
+        "direct SNAT, the SNAT entry is lost",
         track(snat=SNATTED, way=FlowPath.DIRECT_SNAT, parts=ORIGINAL),
         {"lost": ("source",)},
     ),
     Shown(
-        "past the stack its way in is lost",
+        "direct SNAT, the original entry is lost",
         track(snat=SNATTED, way=FlowPath.DIRECT_SNAT, parts=SNAT_REPLY),
         {"lost": ("flow",)},
     ),
-    Shown("it may have begun meanwhile", track(parts=REPLY, idle=0.5), {"lost": ()}),
-    Shown("another port before the backend", track(port=7), {"seen_as": "198.51.100.7:7"}),
-    Shown("a moment before its end", track(left=0.001), {"expired": False}),
-    Shown("past its end", track(left=-0.001), {"expired": True}),
+    Shown(
+        "a new connection may not have its other entry yet",
+        track(parts=REPLY, idle=0.5),
+        {"lost": ()},
+    ),
+    Shown("another source port at the backend", track(port=7), {"seen_as": "198.51.100.7:7"}),
+    Shown("just before it expires", track(left=0.001), {"expired": False}),
+    Shown("just after it expired", track(left=-0.001), {"expired": True}),
     Shown("from device to device", track(way=FlowPath.DIRECT), {"path": "redirect"}),
-    Shown("a way of another version", track(way=9), {"path": "9"}),
-    Shown("a state of another version", track(state=9), {"state": "9"}),
-    Shown("the node's own, by loopback", track(device=1), {"device": "lo"}),
-    Shown("the node's own, by one that is gone", track(device=1 << 30), {"device": "#1073741824"}),
+    Shown("an unknown path, from another version", track(way=9), {"path": "9"}),
+    Shown("an unknown state, from another version", track(state=9), {"state": "9"}),
+    Shown("from the node, through loopback", track(device=1), {"device": "lo"}),
+    Shown(
+        "from the node, through a device that is gone",
+        track(device=1 << 30),
+        {"device": "#1073741824"},
+    ),
     Shown("SCTP", track(protocol=Protocol.SCTP), {"protocol": "SCTP"}),
     Shown("a last use in the future", track(idle=-5), {"idle_seconds": 0.0}),
 ]
 
 
 @pytest.mark.parametrize("shown", SHOWN, ids=lambda shown: shown.name)
-def test_what_is_told_of_a_connection(shown: Shown):
+def test_connection_row(shown: Shown):
     held = tracking(shown.entry)
     found = connections.select(held, connections.ConnectionQuery(expired=True)).connections
     (row,) = connections.build_rows(held, found)
@@ -505,7 +519,7 @@ def test_what_is_told_of_a_connection(shown: Shown):
         assert isinstance(column.text(row), str)
 
 
-def test_connections_come_by_service_then_client():
+def test_connections_are_sorted_by_service_then_client():
     clients = ["10.0.0.2:9", "10.0.0.10:1", "9.255.255.255:5", "10.0.0.2:1000"]
     held = tracking(*map(track, clients))
     rows = connections.build_rows(held, connections.select(held).connections)
@@ -515,7 +529,7 @@ def test_connections_come_by_service_then_client():
 
 
 @pytest.mark.parametrize(("used", "alarm"), [(79, False), (80, True), (100, True)])
-def test_ports_alarm_at_80_percent(used: int, alarm: bool):
+def test_snat_port_alarm_is_at_80_percent(used: int, alarm: bool):
     entries = [track(f"10.0.0.1:{i}", snat=f"198.18.0.1:{61_000 + i}") for i in range(used)]
     held = tracking(
         *entries, track("10.0.0.2:1"), track("10.0.0.3:1", snat="198.18.0.1:5", left=-1),
@@ -527,7 +541,7 @@ def test_ports_alarm_at_80_percent(used: int, alarm: bool):
     assert len(list(nat.build_rows(held, found))) == used
 
 
-def test_ports_are_counted_for_each_backend_and_protocol_the_fullest_first():
+def test_snat_port_usage_is_per_backend_and_protocol_most_used_first():
     held = tracking(
         track("10.0.0.1:1", "10.244.0.9:80", "198.18.0.1:1"),
         track("10.0.0.1:2", "10.244.0.1:80", "198.18.0.1:1"),
@@ -543,7 +557,7 @@ def test_ports_are_counted_for_each_backend_and_protocol_the_fullest_first():
 
 
 class Path_(NamedTuple):
-    """What the agent says of the packet path, whether programs are pinned, and what is shown."""
+    """The agent's PacketStatus, whether programs are pinned, and the view's state and reason."""
 
     name: str
     said: PacketStatus | None
@@ -553,19 +567,21 @@ class Path_(NamedTuple):
 
 
 PATHS = [
-    Path_("it is there", PacketStatus(True), True, "on"),
-    Path_("it is not wanted", PacketStatus(False), False, "off", "--packet-path false"),
-    Path_("it was refused", PacketStatus(True, "no clsact"), False, "failed", "no clsact"),
-    Path_("devices refuse it", PacketStatus(True, "no clsact"), True, "failed", "no clsact"),
-    Path_("it comes soon", PacketStatus(True), False, "off", "not attached yet"),
-    Path_("nobody says, but it serves", None, True, "on"),
-    Path_("nobody says, and it is not there", None, False, "off", "no packet programs"),
-    Path_("it goes with the next start", PacketStatus(False), True, "on"),
+    Path_("attached", PacketStatus(True), True, "on"),
+    Path_("disabled", PacketStatus(False), False, "off", "--packet-path false"),
+    Path_("failed to load", PacketStatus(True, "no clsact"), False, "failed", "no clsact"),
+    Path_("failed to attach", PacketStatus(True, "no clsact"), True, "failed", "no clsact"),
+    Path_("not attached yet", PacketStatus(True), False, "off", "not attached yet"),
+    Path_("no status, but programs", None, True, "on"),
+    Path_("no status and no programs", None, False, "off", "no packet programs"),
+    Path_(
+        "disabled, but programs are pinned until the next start", PacketStatus(False), True, "on"
+    ),
 ]
 
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.name)
-def test_whether_the_packet_path_is_there(path: Path_):
+def test_packet_path_state(path: Path_):
     said = replace(AGENT, packets=path.said)
     held = snapshot(
         status=said,
@@ -581,7 +597,7 @@ def test_whether_the_packet_path_is_there(path: Path_):
     assert status.build_view(held).ok == (path.state != "failed")
 
 
-def test_a_device_without_the_packet_path_is_not_well():
+def test_failed_device_makes_the_status_not_ok():
     failed = PacketStatus(True, failed=(DeviceFailure("up0", "no"),), failed_count=1)
     held = snapshot(
         status=replace(AGENT, packets=failed), agent_alive=True, hooks=ATTACHED,
@@ -596,7 +612,10 @@ EXCLUDED = PacketStatus(True, excluded=("eth*",))
 
 
 class Played(NamedTuple):
-    """A device, what is on it, what the agent says; its row: (role, ingress, problem's words)."""
+    """A device, its attached programs, the agent's PacketStatus, and the expected row.
+
+    The row is (role, ingress program, words of the problem).
+    """
 
     name: str
     device: Device
@@ -607,22 +626,22 @@ class Played(NamedTuple):
 
 PLAYED = [
     Played("an uplink", UPLINK, (IN, OUT), PacketStatus(True), ("host", "tc_x (tcx)", "")),
-    Played("a pod's", POD, (IN, OUT), PacketStatus(True), ("pod", "tc_x (tcx)", "")),
-    Played("one direction", UPLINK, (OUT,), PacketStatus(True), ("host", "", "missing")),
-    Played("nothing on it", UPLINK, (), PacketStatus(True), ("host", "", "missing")),
+    Played("a pod's veth", POD, (IN, OUT), PacketStatus(True), ("pod", "tc_x (tcx)", "")),
+    Played("no program at ingress", UPLINK, (OUT,), PacketStatus(True), ("host", "", "missing")),
+    Played("no programs", UPLINK, (), PacketStatus(True), ("host", "", "missing")),
     Played("excluded", UPLINK, (), EXCLUDED, ("skipped", "", "")),
-    Played("excluded, but there", UPLINK, (IN,), EXCLUDED,
+    Played("excluded, but with a program", UPLINK, (IN,), EXCLUDED,
            ("skipped", "tc_x (tcx)", "should have no program")),
-    Played("others are named", UPLINK, (), PacketStatus(True, devices=("up*",)),
+    Played("not in the list of devices", UPLINK, (), PacketStatus(True, devices=("up*",)),
            ("skipped", "", "")),
-    Played("it was refused", UPLINK, (),
+    Played("failed to attach", UPLINK, (),
            PacketStatus(True, failed=(DeviceFailure("eth0", "no clsact"),), failed_count=1),
            ("host", "", "no clsact")),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("played", PLAYED, ids=lambda played: played.name)
-def test_the_part_of_a_device(played: Played):
+def test_device_row(played: Played):
     told = DeviceEntry(Role.HOST, 14, DeviceFlag.PEER, bytes(6))
     held = snapshot(
         status=replace(AGENT, packets=played.said), packet_programs=True, devices={2: told}
@@ -635,7 +654,7 @@ def test_the_part_of_a_device(played: Played):
     assert row.why
 
 
-def test_where_the_packet_path_is_off_no_program_is_missed():
+def test_device_without_programs_is_no_problem_if_the_packet_path_is_off():
     (row,) = devices.build_rows(snapshot(), devices.HostDevices((UPLINK,), (), {}))
     assert (row.role, row.problem, row.header) == ("host", "", None)
 
@@ -644,18 +663,20 @@ def test_where_the_packet_path_is_off_no_program_is_missed():
     ("created", "fill", "forgotten", "alarm"),
     [
         (10, Fill(10, 10, 10, 100), 0, False),
-        (250, Fill(100, 100, 79, 100), 150, False),  # most make room by themselves
+        (250, Fill(100, 100, 79, 100), 150, False),  # full, but 21 flows may be evicted
         (250, Fill(100, 90, 80, 100), 150, True),
-        (5, Fill(10, 10, 10, 100), None, False),  # the counters are younger
+        (5, Fill(10, 10, 10, 100), None, False),  # the counters are younger than the flows
     ],
 )
-def test_what_has_no_entry_any_more(created: int, fill: Fill, forgotten: int | None, alarm: bool):
+def test_forgotten_connections_and_alarm(
+    created: int, fill: Fill, forgotten: int | None, alarm: bool
+):
     held = snapshot(fill=fill, reasons={Reason.NEW_FLOW: created}, packet_programs=True)
     seen = availability.build_view(held)
     assert (seen.forgotten, seen.alarm, seen.connections) == (forgotten, alarm, fill.open)
 
 
-def test_every_reason_has_words_of_its_own():
+def test_every_reason_has_a_distinct_description():
     assert reasons.DESCRIPTIONS.keys() == set(Reason)
     assert len(set(reasons.DESCRIPTIONS.values())) == len(Reason)
 
@@ -669,7 +690,7 @@ PODS = [
 
 
 @pytest.mark.parametrize(("flags", "pods"), PODS)
-def test_who_counts_as_a_pod(flags: NodeFlag, pods: str):
+def test_detection_of_local_pods(flags: NodeFlag, pods: str):
     held = snapshot(
         node=NodeEntry(flags=flags),
         local_networks=(Cidr(parse_addr("10.244.0.0"), 112), Cidr(parse_addr("fd00::"), 64)),
@@ -683,7 +704,7 @@ def test_who_counts_as_a_pod(flags: NodeFlag, pods: str):
     assert seen.local_networks == ("10.244.0.0/16", "fd00::/64")
 
 
-def test_ranges_without_a_vip_and_a_vip_without_ranges_are_shown():
+def test_inconsistent_source_ranges_are_shown():
     restricted = int(ServiceFlag.LOAD_BALANCER | ServiceFlag.RESTRICTED)
     held = snapshot(
         frontends={at("192.0.2.1"): value(1, flags=restricted), at("10.96.0.1"): value(1)},
@@ -696,7 +717,7 @@ def test_ranges_without_a_vip_and_a_vip_without_ranges_are_shown():
     ]
 
 
-# ---- what check --attached dials ---------------------------------------------------------------
+# ---- targets of check --attached ---------------------------------------------------------------
 
 
 def many(count: int) -> dict[int, int]:
@@ -712,11 +733,11 @@ def dialled(**frontends: ServiceValue) -> list[str]:
     return [str(at) for at, _ in select_targets(held)]
 
 
-def test_the_smallest_set_is_dialled():
+def test_smallest_set_is_dialled():
     assert dialled(_1=value(3), _2=value(2), _3=value(4)) == ["10.96.0.2:80/TCP"]
 
 
-def test_affinity_is_dialled_only_when_nothing_else_is_there():
+def test_service_with_affinity_is_dialled_only_if_there_is_no_other():
     assert dialled(_1=value(1, timeout=5), _2=value(4)) == ["10.96.0.2:80/TCP"]
     assert dialled(_1=value(1, timeout=5)) == ["10.96.0.1:80/TCP"]
 
@@ -729,9 +750,9 @@ def test_affinity_is_dialled_only_when_nothing_else_is_there():
         value(1, flags=int(ServiceFlag.NODE_PORT)),
         value(1, flags=int(ServiceFlag.LOAD_BALANCER | ServiceFlag.RESTRICTED)),
         value(1, flags=int(ServiceFlag.CLUSTER_IP | ServiceFlag.INTERNAL_LOCAL)),
-        value(11),  # its set is not there
+        value(11),  # its set does not exist
     ],
     ids=["no backends", "too many", "NodePort", "restricted", "no local backend", "set is gone"],
 )
-def test_what_is_never_dialled(never: ServiceValue):
+def test_never_dialled(never: ServiceValue):
     assert dialled(_1=never) == []
