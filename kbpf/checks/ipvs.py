@@ -135,6 +135,7 @@ def _probe_module(module: str, attempt: Callable[[], int]) -> Probe:
         code = sandbox.run(attempt)
     except KernelError:  # not allowed to create a namespace
         return module_probe
+    # ENOENT: IPVS has no such scheduler. EOPNOTSUPP: rtnetlink has no such kind of device.
     if code in (errno.ENOENT, errno.EOPNOTSUPP):
         return Probe(False, f"no module {module}")
     if code:

@@ -115,6 +115,8 @@ def compute_service_states(
         endpoint_count = sum(len(slice_.endpoints) for slice_ in slices if slice_.family == family)
         ranges: tuple[Cidr, ...] | None = None
         for port in ports:
+            # Upper bounds, known before anything is computed: every endpoint, and ClusterIP,
+            # NodePort and all external addresses.
             backend_count += endpoint_count
             frontend_count += 2 + len(service.external_ips) + len(service.lb_vips)
             if backend_count > limits.backends or frontend_count > limits.frontends:
@@ -369,7 +371,8 @@ class DesiredStateBuilder:
         if touched.all_services:
             names = {*store.service_names(), *self._keys}
         elif reserved_addresses != self._context.reserved:
-            names = names | self._external_ips.keys()
+            names = names | self._external_ips.keys()  # no other Services depend on them
+        # ExternalIPs that became or ceased to be addresses of Pods or other Nodes.
         for address in touched.addresses & self._services_by_external_ip.keys():
             names = {*names, *self._services_by_external_ip[address]}
         ranges = config.node_port_source_ranges
@@ -417,6 +420,8 @@ class DesiredStateBuilder:
     ) -> set[ServicePortKey]:
         """Stores these states (conflicts not yet resolved) and updates their claims."""
         affected: set[ServicePortKey] = set()
+        # All claims before any resolution: a port may take an address over from another one of the
+        # same step. `old` is unresolved, since the claims were made for what was requested.
         for key, state in states.items():
             old = self._unresolved_state(key).frontends if key in self._services else ()
             affected |= self._claims.update(key, created, old, state.frontends)

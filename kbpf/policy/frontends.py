@@ -128,6 +128,7 @@ def masquerade_addresses(node: Node, local_addresses: Collection[Addr]) -> tuple
     first local one.
     """
     candidates = (*node.addresses, *sorted(local_addresses))
+    # Reversed, since a dict keeps the last value of each key: here the first of each family.
     first = {family_of(addr): addr for addr in reversed(candidates) if not _is_loopback(addr)}
     return tuple(sorted(first.values()))
 
@@ -232,6 +233,7 @@ class Claims:
             _RANK_BELOW_NODE_PORT, not creation_timestamp, creation_timestamp, key
         )
         new_claims = {_node_port_address(f.at): node_port_claim for f in new if f.at_node}
+        # Second, so that a NodePort of the same number replaces this Service's weaker claim to it.
         new_claims |= {
             f.at: Claim(_RANK[f.kind], not creation_timestamp, creation_timestamp, key) for f in new
         }
@@ -258,6 +260,7 @@ class Claims:
 
     def _find_winner(self, frontend: Frontend, key: ServicePortKey) -> ServicePortKey:
         if frontend.at_node:
+            # The strongest claim to the NodePort. One of the same Service is not a conflict.
             first = self._claims[_node_port_address(frontend.at)][0]
             if first.rank != _RANK_BELOW_NODE_PORT and first.key.service != key.service:
                 return first.key

@@ -209,6 +209,7 @@ class ObjectStore:
             slices[key] = new
         elif new is not None:
             self._put_slice(key, new, touched)
+        # Without a ready endpoint the stored slices stay as they are.
         if any(endpoint.ready for slice_ in slices.values() for endpoint in slice_.endpoints):
             stored_keys = {
                 k for k, slice_ in self._slices.items() if slice_.service_name == API_SERVER

@@ -121,6 +121,7 @@ def _remove_nft() -> Iterator[str]:
     chains = list(_list_chains())
     kube_proxy_chains = [chain for chain in chains if chain.is_from_kube_proxy]
     used_tables = {(chain.family, chain.table) for chain in kube_proxy_chains}
+    # kube-proxy adds jumps to base chains only (INPUT, FORWARD, ...).
     jumps = [jump for chain in chains if chain.base and (chain.family, chain.table) in used_tables
              for jump in find_jumps(chain, _list_rules(chain))]  # fmt: skip
     tables = [family for family in FAMILIES if _has_table(family)]

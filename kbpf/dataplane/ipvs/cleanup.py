@@ -179,6 +179,7 @@ def remove(
     """
     options, removed = ruleset_options(config), []
     owned = read_owned_services(options.table)
+    # The table is removed last: if this is interrupted, the next call finds everything again.
     services = _services_at_device(config.ipvs_device) if owned is None else owned
     is_kube_proxy_service = _kube_proxy_test(config.ipvs_device, kube_proxy_runs)
     services = {service for service in services if not is_kube_proxy_service(service)}

@@ -178,6 +178,8 @@ class DesiredElements:
                 pools[virtual] = self._pools[virtual] = pool
             removals = Changes()
             self._add_references(dangling, -1, removals)
+            # Late elements that are only about to be added are just left out. Those that the kernel
+            # has already, immediate ones among them, must be deleted.
             changes.old_elements |= removals.old_elements - (
                 changes.new_elements - changes.immediate
             )
@@ -219,6 +221,7 @@ class DesiredElements:
             }
         else:
             changes.old_pools.clear()
+            # Elements that would make the addition of new ones fail are deleted nevertheless.
             exclusive_keys = {_exclusive_key(element) for element in changes.new_elements} - {None}
             changes.old_elements = {
                 element

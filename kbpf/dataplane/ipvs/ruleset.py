@@ -172,6 +172,7 @@ def _service_rules(options: RulesetOptions, hook: str, family: int) -> Iterator[
         {"drop": None},
     )
     fwmark_map = {"map": {"key": frontend_key, "data": f"@{SetName.SHORT_CIRCUITS}{family}"}}
+    # A map without an element for the packet ends the rule, so only short circuits return.
     for local_match in _local_matches(options, hook, family):
         yield (*local_match, {"mangle": {"key": META_MARK, "value": fwmark_map}}, {"return": None})
     yield _match_set(frontend_key, SetName.DROPPED, family), {"drop": None}
@@ -246,6 +247,8 @@ def _postrouting_rules(options: RulesetOptions) -> Iterator[tuple[Json, ...]]:
         for name in (SetName.VIRTUAL_IPS, SetName.NODE_IPS):
             is_ipvs = _match_original_destination(family, name)
             for is_protocol, masquerade in _masquerade_expressions(options):
+                # The bit is cleared, as in kube-proxy: a tunnel may send the packet through
+                # postrouting a second time.
                 yield (
                     is_protocol,
                     is_marked,
@@ -253,6 +256,7 @@ def _postrouting_rules(options: RulesetOptions) -> Iterator[tuple[Json, ...]]:
                     _set_mark({"^": [META_MARK, options.masquerade_mark]}),
                     masquerade,
                 )
+                # A client that is its own backend: it would reply to itself, past IPVS.
                 yield is_protocol, is_hairpin, is_ipvs, masquerade
         # The node connects to an address of its dummy device from that same address, to which a
         # backend elsewhere cannot reply.

@@ -54,6 +54,7 @@ class StaleNames:
         if record is not None and record.network == self._own_record.network:
             self._tables = tuple(name for name in record.tables if name != config.nft_table)
         self._write((config.nft_table, *self._tables))
+        # Other folders are those of other devices. Locked ones belong to agents that still run.
         for folder in sorted(config.state_dir.iterdir()):
             self._lock_folder(folder)
 
@@ -98,7 +99,7 @@ class StaleNames:
             return
         for table in self._stale_tables():
             _remove_table(table, needed_services)
-        self._write(self._own_record.tables)
+        self._write(self._own_record.tables)  # only now: until here a crash must not lose the names
         self._tables = ()
         for record, fd in list(self._locks.items()):
             if dummy.is_ours(record.device):

@@ -97,7 +97,7 @@ class BaseChain:
 
     @property
     def foreign_rules(self) -> tuple[ChainRule, ...]:
-        return tuple(rule for rule in self.rules if rule.is_foreign)
+        return tuple(rule for rule in self.rules if rule.is_foreign)  # in the chain's order
 
     @property
     def masquerade_rules(self) -> tuple[ChainRule, ...]:
@@ -244,6 +244,8 @@ def list_forward_chains(listing: Iterable[Json] | None = None) -> tuple[BaseChai
 
 def list_other_drop_chains(listing: Iterable[Json] | None = None) -> tuple[str, ...]:
     """The base chains at the forward hook in all other tables that drop by policy."""
+    # A packet passes the base chains of all tables, and a drop in one is final: a rule of ours in
+    # another table could not help, and these tables belong to other programs.
     names = []
     for chain in list_chains() if listing is None else listing:
         table = chain.get("family", ""), chain.get("table", "")

@@ -107,7 +107,7 @@ def find_cgroup_by_id(cgroup_id: int) -> Path | None:
             continue
         for folder, _, _ in os.walk(mount.path):
             try:
-                if os.stat(folder).st_ino == cgroup_id:
+                if os.stat(folder).st_ino == cgroup_id:  # a cgroup's id is the inode of its folder
                     return Path(folder)
             except OSError:
                 continue  # removed meanwhile

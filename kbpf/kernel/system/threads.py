@@ -110,7 +110,7 @@ class SupervisedThread:
                 break
             except Exception as error:
                 self._error, self._last_failure = f"{type(error).__name__}: {error}", self._clock()
-                if self._failing_since is None:
+                if self._failing_since is None:  # the first failure after a good time
                     self._failing_since, backoff = self._last_failure, MIN_RESTART_BACKOFF_S
                 log.exception("thread failed, restarting it name=%s in=%.1fs", self.name, backoff)
             self._stopping.wait(backoff)
@@ -125,6 +125,7 @@ class SupervisedThread:
 
     def record_progress(self) -> None:
         """Resets the idle time. Called in each iteration of the work."""
+        # Without a lock: only this thread writes, and others read one float or None at a time.
         self._last_beat = self._clock()
         if (
             self._failing_since is not None

@@ -99,7 +99,7 @@ def decode_object(kind: Kind, data: bytes | msgspec.Raw) -> DecodedObject:
     Raises ObjectError if not even its name can be read, or if it is longer than MAX_OBJECT_BYTES.
     """
     decoder = _DECODERS[kind]
-    size = len(memoryview(data))
+    size = len(memoryview(data))  # a msgspec.Raw has no len(); this does not copy it
     if size <= LARGE_OBJECT_BYTES:
         return _decode(
             kind, data, decoder.json_decoder.decode, _META_DECODER.decode, decoder.to_model
@@ -139,6 +139,7 @@ def decode_service(obj: wire.Service) -> Service | None:
     entries = [(f"spec.externalIPs[{i}]", ip) for i, ip in enumerate(spec.external_ips or ())]
     has_node_ports = kind in ("NodePort", "LoadBalancer")
     external_local = is_local_policy(spec.external_traffic_policy, "spec.externalTrafficPolicy")
+    # As ExternallyAccessible() in Kubernetes: the policy of other Services has no meaning.
     external_local = external_local and (has_node_ports or bool(entries))
     has_health_check = kind == "LoadBalancer" and external_local
     annotations = obj.metadata.annotations or wire.Annotations()

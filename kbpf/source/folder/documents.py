@@ -94,6 +94,7 @@ def parse_documents(name: str, data: bytes) -> FileContents:
                 where = f"{name}:{lines.find_line(document, item.error)}"
                 item = item._replace(error=str(ObjectError(item.error, where)))
             objects.append(LocatedObject(item, where))
+            # Lazily: islice() below ends the search, which is slow, at the limit.
             unknown = chain(find_unknown_fields(Kind(kind), value), find_unknown_annotations(value))
             for field in islice(unknown, MAX_PROBLEMS_PER_FILE - len(problems)):
                 location = f"{name}:{lines.find_line(document, f'{path}{field.path}:')}"
