@@ -181,7 +181,7 @@ def test_corrupt_artifact_is_compiled_again(tree: Tree):
 def test_unwritable_cache_is_a_warning(tree: Tree):
     (tree.root / "file").write_text("")
     for cache in (tree.root / "file" / "cache", Path("/proc/no/cache")):
-        assert tree.obtain(cache=cache, warning="cannot be kept") == COMPILED
+        assert tree.obtain(cache=cache, warning="cannot be stored") == COMPILED
 
 
 # ---- what is installed ---------------------------------------------------------------------------
