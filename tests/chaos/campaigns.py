@@ -1,6 +1,6 @@
-"""The long runs of this folder, for `python -m tests.campaigns`.
+"""The campaigns of this folder, for `python -m tests.campaigns`.
 
-Each takes a seed and the minutes that it may take; None: its whole volume.
+Each takes a seed and a limit of minutes; None: its full volume.
 """
 
 import random
@@ -23,10 +23,10 @@ def errnos(seed: int, minutes: float | None) -> None:
     """Each errno at each of the first calls: 4,000 starts."""
     outcomes: Counter[str] = Counter()
     with World("e") as world:
-        over = _over(minutes)
+        is_late = _deadline(minutes)
         for start in range(len(faults.ERRNOS)):
             for fault in faults.faults(faults.FIRST_CALLS, seed + start):
-                if over():
+                if is_late():
                     break
                 outcome = faults.run(world, fault)
                 print(f"{fault}: {outcome}", flush=True)
@@ -39,8 +39,8 @@ def kills(seed: int, minutes: float | None) -> None:
     order, done = random.Random(seed), 0
     with World("k") as world, Churn(world).present() as churn, ends.served_throughout(world):
         world.agent.kill()
-        over = _over(minutes)
-        while done < KILLS and not over():
+        is_late = _deadline(minutes)
+        while done < KILLS and not is_late():
             ends.kill(world, churn, order)
             done += 1
         world.agent.start()
@@ -51,20 +51,20 @@ def pauses(seed: int, minutes: float | None) -> None:
     """SIGSTOP for up to ten seconds under 1,000 changes a second."""
     order, done = random.Random(seed), 0
     with World("p") as world, Churn(world).present() as churn, ends.served_throughout(world):
-        over = _over(minutes)
-        while done < PAUSES and not over():
+        is_late = _deadline(minutes)
+        while done < PAUSES and not is_late():
             ends.pause(world, churn, order, longest=10.0)
             done += 1
     print(f"{done} pauses, no connection failed")
 
 
 def memory(seed: int, minutes: float | None) -> None:
-    """Too little memory, in random limits."""
+    """Random memory limits that are too low."""
     order = random.Random(seed)
     outcomes: Counter[str] = Counter()
     with World("m") as world, Churn(world).present() as churn, ends.served_throughout(world):
-        over = _over(minutes)
-        while outcomes.total() < STARVED and not over():
+        is_late = _deadline(minutes)
+        while outcomes.total() < STARVED and not is_late():
             limit = order.choice(ends.MEMORY_LIMITS)
             outcome = ends.starve(world, churn, limit)
             print(f"{limit} MB: {outcome}", flush=True)
@@ -79,7 +79,7 @@ def soak(seed: int, minutes: float | None) -> None:
     print(f"before: {before}\nafter:  {after}")
 
 
-def _over(minutes: float | None) -> Callable[[], bool]:
-    """Tells whether the time is over."""
+def _deadline(minutes: float | None) -> Callable[[], bool]:
+    """A function that tells whether the time has passed."""
     end = None if minutes is None else time.monotonic() + 60 * minutes
     return lambda: end is not None and time.monotonic() > end

@@ -1,8 +1,8 @@
-"""The kernel refuses: one errno at the Nth system call of each thread of the agent, by strace.
+"""System calls fail: strace injects one errno at the Nth system call of each thread of the agent.
 
-An agent that meets it ends up serving everything, or ends with one line that says why. In both
-cases the Service that was served before is served all the time, and the next agent, to which the
-kernel refuses nothing, finds its way from whatever the last one has left.
+The agent ends up serving everything, or ends with one line that says why. In both cases the Service
+that was served before is served throughout, and the next agent, without faults, recovers from
+whatever state the last one left.
 """
 
 import errno
@@ -19,22 +19,24 @@ CALLS = (
     "bpf", "socket", "bind", "setsockopt", "sendto", "sendmsg", "recvfrom", "recvmsg", "mkdir",
     "rename", "unlinkat", "rmdir", "mount", "flock", "statfs", "setns",
 )  # fmt: skip
-"""bpf(2), netlink and the file calls that make, name and remove pins."""
+"""bpf(2), netlink, and the file calls that create, rename and remove pins."""
 ERRNOS = ("ENOMEM", "ENOSPC", "E2BIG", "EBUSY", "EAGAIN", "EINTR", "ENOBUFS", "EPERM")
 FIRST_CALLS = 500
 PATIENCE = 60.0
 ENDED = re.compile(r"^(?:\S+ ERROR kbpf |kbpf: )")
-"""How the last line of an agent that gave up begins; then it says why."""
+"""The beginning of the last line of an agent that gave up; the rest says why."""
 
 LIBNFTABLES = re.compile(r"^mnl\.c:\d+: Unable to initialize Netlink socket: ")
-"""What libnftables says, and ends the process with exit status 3, when it is its own socket() that
-fails, and not the one by which netfilter.transaction() has tried just before.
+"""The message with which libnftables ends the process (exit status 3) if its own socket() fails,
+and not the one that netfilter.transaction() opened just before.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """`call`: which call of a thread fails, from 1. `fresh`: nothing was pinned before."""
+    """`call`: the number of the failing call in each thread, from 1. `fresh`: nothing was
+    pinned.
+    """
 
     call: int
     name: str
@@ -53,7 +55,7 @@ class Fault:
 
 
 def faults(count: int, seed: int) -> list[Fault]:
-    """`count` of the first calls, spread evenly; the errnos and the starts take turns."""
+    """`count` of the first calls, evenly spread, with alternating errnos and starts."""
     order = random.Random(seed)
     step = FIRST_CALLS / count
     rows = []
@@ -68,9 +70,10 @@ def faults(count: int, seed: int) -> list[Fault]:
 
 
 def run(world: World, fault: Fault) -> str:
-    """Starts an agent with this fault, has it apply and grow, and checks what is promised.
+    """Starts an agent with this fault, has it apply Services and grow maps, and checks the
+    promises.
 
-    Returns how it ended: "serves" or the line that it ended with. Raises AssertionError.
+    Returns how it ended: "serves" or its last line. Raises AssertionError.
     """
     agent = world.agent
     if agent.is_running:
@@ -97,12 +100,12 @@ def run(world: World, fault: Fault) -> str:
     finally:
         for path in world.folder.glob("churn-*.json"):
             path.unlink()
-    until("what is gone is unprogrammed", lambda: not world.programmed(), PATIENCE)
+    until("deleted Services are unprogrammed", lambda: not world.programmed(), PATIENCE)
     return outcome
 
 
 def _watch(world: World, is_done: Callable[[], bool], fault: Fault) -> None:
-    """Waits; what was served before stays served meanwhile."""
+    """Waits; Services that were served before must stay served meanwhile."""
 
     def check() -> bool:
         if not fault.fresh:
@@ -134,7 +137,7 @@ def _outcome(world: World, fault: Fault) -> str:
 
 
 def says_why(lines: Sequence[str], fault: Fault) -> bool:
-    """Whether one line of the log says why the agent ended, and is the last: it names the errno."""
+    """Whether exactly one line says why the agent ended: the last one, and it names the errno."""
     ends = [line for line in lines if ENDED.match(line) or LIBNFTABLES.match(line)]
     names = (fault.name, os.strerror(getattr(errno, fault.name)))
     return len(ends) == 1 and ends[0] == lines[-1] and any(name in ends[0] for name in names)

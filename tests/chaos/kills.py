@@ -1,8 +1,7 @@
 """The agent is killed, stopped and starved of memory under 1,000 changes a second.
 
-Promises: a Service that does not change is served at every moment; within `CAUGHT_UP` seconds after
-the last change (or after the start of the next agent) the maps hold what was written last, and
-nothing else.
+A Service that does not change must be served throughout. Within `CAUGHT_UP` seconds after the last
+change (or after the start of the next agent) the maps must hold the last state, and nothing else.
 """
 
 import contextlib
@@ -20,14 +19,14 @@ from tests.support.lab.load import under_load
 
 CHANGES_PER_SECOND = 1000.0
 CAUGHT_UP = 30.0
-"""Deadline, not a goal: the benchmarks measure how long it takes."""
+"""A deadline, not a goal: the benchmarks measure how long it takes."""
 MEMORY_LIMITS = range(20, 140, 5)
-"""MB: from less than Python takes to what suffices for everything."""
+"""MB: from less than Python needs to enough for everything."""
 
 
 @contextlib.contextmanager
 def churning(churn: Churn) -> Iterator[None]:
-    """Changes in a thread of their own, CHANGES_PER_SECOND as far as the machine has time."""
+    """Changes Services in a thread, CHANGES_PER_SECOND if the machine is fast enough."""
     stop = threading.Event()
 
     def work() -> None:
@@ -45,10 +44,10 @@ def churning(churn: Churn) -> Iterator[None]:
 
 
 def caught_up(world: World, churn: Churn) -> None:
-    """The agent holds what was written last, and nothing that nothing leads to."""
+    """Waits until the maps hold the last written state and no unreferenced entries."""
     try:
         until("the maps hold what was written last", churn.is_programmed, CAUGHT_UP)
-        until("nothing is left over", lambda: not world.strays(), CAUGHT_UP)
+        until("no unreferenced entry is left", lambda: not world.strays(), CAUGHT_UP)
     except AssertionError as error:
         raise AssertionError(f"{error}\n{world.agent.status()}\n{world.agent.tail()}") from None
     assert not any(line.startswith("Traceback") for line in world.agent.lines()), world.agent.tail(
@@ -57,11 +56,11 @@ def caught_up(world: World, churn: Churn) -> None:
 
 
 def kill(world: World, churn: Churn, order: random.Random) -> None:
-    """SIGKILL at a random moment of the start or of the work after it, and a new start."""
+    """SIGKILL at a random moment of the start or of the work after it; then a new start."""
     agent = world.agent
     with churning(churn):
         agent.start(wait=False)
-        time.sleep(order.uniform(0, 2.5))  # the moment is what is random here
+        time.sleep(order.uniform(0, 2.5))  # a random moment, so no condition to wait for
         agent.kill()
     agent.start()
     caught_up(world, churn)
@@ -82,8 +81,8 @@ def pause(world: World, churn: Churn, order: random.Random, longest: float = 2.0
 
 
 def starve(world: World, churn: Churn, limit_mb: int) -> str:
-    """An agent in a memory cgroup of `limit_mb`; then one that has no limit. How the first ended:
-    "serves", "killed", or the line that it ended with.
+    """Runs an agent in a memory cgroup of `limit_mb`, then one without a limit. Returns how the
+    first ended: "serves", "killed", or its last line.
     """
     agent = world.agent
     if agent.is_running:
@@ -119,7 +118,7 @@ def _ended(agent: Agent) -> str:
 
 
 def memory_controller() -> Path | None:
-    """The root of the hierarchy that limits memory, version 1 or 2."""
+    """The root of the cgroup hierarchy that limits memory, version 1 or 2."""
     for line in Path("/proc/self/mounts").read_text().splitlines():
         _, path, kind, options, *_ = line.split()
         if kind == "cgroup" and "memory" in options.split(","):
@@ -132,7 +131,7 @@ def memory_controller() -> Path | None:
 
 @contextlib.contextmanager
 def memory_cgroup(name: str, limit_mb: int) -> Iterator[Path]:
-    """A cgroup whose processes may take so much memory, and no swap. Empty when the block ends."""
+    """A cgroup with this memory limit and no swap. Its processes must have ended by the end."""
     root = memory_controller()
     assert root is not None, "this machine cannot limit memory"
     folder = root / name
@@ -156,6 +155,6 @@ def _removed(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def served_throughout(world: World) -> Iterator[Place]:
-    """Connections to the Service that stays, all the time; none fails."""
+    """Connects to the Service that stays, all the time; no connection may fail."""
     with under_load(world, STAYS, "a2", answers="a1", pause=0.01):
         yield world["a2"]

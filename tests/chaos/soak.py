@@ -14,11 +14,13 @@ from tests.chaos.world import Churn, World, address, protocol
 from tests.support.lab.lab import until
 
 WARM_UP_SECONDS = 1200.0
-"""Before the first figures: the agent remembers for some minutes which backends have left (LATER),
-sweeps each 5 and compares all that is programmed each 15, and keeps the memory that this takes."""
+"""Before the first measurement. The agent remembers deleted backends for some minutes (LATER),
+sweeps every 5 minutes, compares everything programmed every 15, and keeps the memory that this
+takes.
+"""
 MEMORY_GROWTH_KB_PER_HOUR = 1024.0
 MEMORY_NOISE_KB = 4096.0
-"""What a process of this size takes and gives back without a leak."""
+"""What a process of this size allocates and frees without a leak."""
 
 
 WATCHED = tuple(
@@ -27,17 +29,17 @@ WATCHED = tuple(
     if spec.map_type
     in (uapi.BPF_MAP_TYPE_HASH, uapi.BPF_MAP_TYPE_LRU_HASH, uapi.BPF_MAP_TYPE_LPM_TRIE)
 )
-"""Maps that grow and shrink: all but arrays, the queue, and what sockets keep."""
+"""Maps that grow and shrink: all except arrays, the queue and socket storage."""
 LATER = ("udp_cuts", "counts")
-"""Their entries go some minutes after what they are about: by their time, and by a sweep."""
+"""Their entries are deleted some minutes after their objects: when they expire, and by a sweep."""
 LATER_SECONDS = 700.0
 FLAT_SECONDS = 90.0
-"""Of the others: what a look each some seconds takes out."""
+"""For the other maps: entries that are removed by polls every few seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Of the running agent, after a churn has been read to its end."""
+    """Measurements of the running agent after a churn was read completely."""
 
     resident_kb: int
     descriptors: int
@@ -46,7 +48,7 @@ class Figures:
 
 
 def figures(world: World) -> Figures:
-    """What the agent takes now."""
+    """Measures the agent."""
     proc = Path(f"/proc/{world.agent.pid}")
     facts = dict(line.split(":", 1) for line in (proc / "status").read_text().splitlines())
     return Figures(
@@ -58,8 +60,9 @@ def figures(world: World) -> Figures:
 
 
 def soak(world: World, seconds: float, later: bool = True) -> tuple[Figures, Figures]:
-    """Churns for so long, after a warm-up of WARM_UP_SECONDS or a third of it. The figures before
-    and after. AssertionError if anything grew. `later`: what LATER names is waited for, too.
+    """Churns for so long, after a warm-up of WARM_UP_SECONDS or a third of the time. Returns the
+    figures before and after. Raises AssertionError if anything grew. `later`: waits for the maps in
+    LATER, too.
     """
     if not world.agent.is_running:
         world.agent.start()
@@ -80,7 +83,7 @@ def soak(world: World, seconds: float, later: bool = True) -> tuple[Figures, Fig
 
 
 def _sizes(world: World, names: Sequence[str]) -> dict[str, int]:
-    """Entries of those of these maps that have any."""
+    """Numbers of entries of these maps, without empty ones."""
     return {name: size for name in names if (size := len(world.agent.entries(name)))}
 
 
@@ -101,12 +104,13 @@ def _flat(world: World, before: Figures, names: Sequence[str], seconds: float) -
 
 
 def _churn(world: World, churn: Churn, seconds: float) -> None:
-    """Meanwhile a pod asks the Services of UDP, one after the other: whether anybody answers is not
-    what this is about, but affinity, counts and flows are written by it. Each is asked at last.
+    """Meanwhile a pod sends to the UDP Services one after the other. Replies do not matter: the
+    datagrams make the programs write affinity, counts and flows. At the end each Service is sent to
+    once.
     """
     of_udp = [number for number in range(len(churn)) if protocol(number) == "UDP"]
     with churning(churn):
-        end = time.monotonic() + seconds  # the duration is what is asked for
+        end = time.monotonic() + seconds  # a given duration, so no condition to wait for
         for number in itertools.cycle(of_udp):
             if time.monotonic() > end:
                 break

@@ -1,4 +1,4 @@
-"""The bounded part of the campaigns in this folder; `make campaigns` runs them whole."""
+"""The bounded parts of the campaigns in this folder, which `make campaigns` runs in full."""
 
 import random
 from collections.abc import Iterator
@@ -17,13 +17,13 @@ SOAK_SECONDS = 10.0
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
-    """One node for all of them: each begins with whatever the one before has left."""
+    """One node for all tests: each begins with what the last one left."""
     with World("t") as made:
         yield made
 
 
 @pytest.mark.parametrize("fault", errnos.faults(16, SEED), ids=str)
-def test_the_kernel_refuses_a_call(world: World, fault: errnos.Fault) -> None:
+def test_agent_survives_or_explains_a_failed_system_call(world: World, fault: errnos.Fault) -> None:
     errnos.run(world, fault)
 
 
@@ -39,13 +39,22 @@ def test_the_kernel_refuses_a_call(world: World, fault: errnos.Fault) -> None:
         (["x ERROR kbpf ENOMEM", "x ERROR kbpf ENOMEM"], False),
         ([], False),
     ],
-    ids=str,
+    ids=[
+        "error with errno",
+        "unexpected error with the message of the errno",
+        "error of libnftables",
+        "error of another logger",
+        "error without errno",
+        "error that is not the last line",
+        "two errors",
+        "no line",
+    ],
 )
-def test_what_counts_as_the_line_that_says_why(lines: list[str], says: bool) -> None:
+def test_line_that_explains_the_end_is_recognised(lines: list[str], says: bool) -> None:
     assert errnos.says_why(lines, errnos.Fault(1, "ENOMEM", True)) == says
 
 
-def test_killed_under_changes(world: World) -> None:
+def test_kills_under_changes_interrupt_no_service(world: World) -> None:
     order = random.Random(SEED)
     with Churn(world).present() as churn, kills.served_throughout(world):
         world.agent.kill()
@@ -54,14 +63,14 @@ def test_killed_under_changes(world: World) -> None:
         world.agent.start()
 
 
-def test_stopped_under_changes(world: World) -> None:
+def test_pauses_under_changes_interrupt_no_service(world: World) -> None:
     order = random.Random(SEED)
     with Churn(world).present() as churn, kills.served_throughout(world):
         for _ in range(PAUSES):
             kills.pause(world, churn, order)
 
 
-def test_too_little_memory(world: World) -> None:
+def test_memory_limits_interrupt_no_service(world: World) -> None:
     with Churn(world).present() as churn, kills.served_throughout(world):
         outcomes = [kills.starve(world, churn, limit) for limit in LIMITS_MB]
     assert outcomes[0] == "killed", "the limit is in force"

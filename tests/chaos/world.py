@@ -1,8 +1,8 @@
-"""One node under the campaigns: an agent that reads a folder, and Services whose state is known.
+"""The node of the campaigns: an agent that reads a folder, and Services whose state is known.
 
-`stays` is a Service that never changes: its connections must succeed at every moment, whatever
-happens to the agent. The Services of a `Churn` change all the time; `Churn.expected()` is what the
-maps must hold once the agent has read the last file.
+`stays` is a Service that never changes: connections to it must always succeed, whatever happens to
+the agent. The Services of a `Churn` change all the time; the maps must hold `Churn.expected()` once
+the agent has read the last file.
 """
 
 import contextlib
@@ -24,13 +24,16 @@ from tests.support.scenario import FolderNode, put
 
 STAYS = "10.96.0.20"
 BATCH = 150
-"""Services in each file of a churn: one that the agent reads well within a poll of the folder."""
+"""Services in each file of a churn: the agent reads such a file well within a poll of the
+folder.
+"""
 
 
 class World(FolderNode):
-    """The node of a lab of its own. A context manager; the agent serves `stays` when it begins.
+    """A node in its own lab, as a context manager. The agent serves `stays` when the context
+    begins.
 
-    Its maps start small: those of a churn make them grow.
+    Its maps start small, so that those of a churn make them grow.
     """
 
     def __init__(self, name: str) -> None:
@@ -55,11 +58,11 @@ class World(FolderNode):
         self._stack.close()
 
     def stays_served(self) -> bool:
-        """Whether a pod connects to `stays` and hears from its backend."""
+        """Whether a pod connects to `stays` and gets a reply from its backend."""
         return self["a2"].tcp(STAYS, 80).get("name") == "a1"
 
     def backends_of(self, *numbers: int) -> dict[str, list[str]]:
-        """Frontend → backends, read from the pinned maps, of these Services of churns."""
+        """Frontend → backends of these Services of churns, read from the pinned maps."""
         wanted = {frontend(number) for number in numbers}
         found = plane.dump(self.agent.entries)["frontends"]
         return {at: behind["cluster"] for at, behind in found.items() if at in wanted}
@@ -80,18 +83,18 @@ def address(number: int) -> str:
 
 
 def protocol(number: int) -> str:
-    """Each third one is for UDP: those are what `udp_cuts` is for."""
+    """Every third Service is for UDP, so that `udp_cuts` is used."""
     return "UDP" if number % 3 == 1 else "TCP"
 
 
 def frontend(number: int) -> str:
-    """Where Service `number` of a churn is served."""
+    """The frontend of Service `number` of a churn."""
     return f"{address(number)}:80/{protocol(number)}"
 
 
 class Churn:
-    """`files` files of BATCH Services each; `step()` moves every Service of one file to other
-    backends. Call from one thread.
+    """`files` files of BATCH Services each; `step()` gives every Service of one file another
+    backend. To be used from one thread.
     """
 
     def __init__(self, world: World, files: int = 4) -> None:
@@ -102,31 +105,31 @@ class Churn:
         return BATCH * len(self._rounds)
 
     def write_all(self) -> None:
-        """Every file, as it is now."""
+        """Writes every file in its current state."""
         for number in range(len(self._rounds)):
             self._write(number)
 
     def step(self) -> int:
-        """Changes the file that has waited longest. How many objects have changed."""
+        """Changes the file that has waited longest; returns how many objects changed."""
         number = self._rounds.index(min(self._rounds))
         self._rounds[number] += 1
         self._write(number)
         return BATCH
 
     def expected(self) -> dict[str, list[str]]:
-        """Frontend → its one backend, when all has been read."""
+        """Frontend → its one backend, once everything has been read."""
         return {
             frontend(number): [f"{self._backend(number)}:8080/{protocol(number)}"]
             for number in range(len(self))
         }
 
     def is_programmed(self) -> bool:
-        """Whether the maps hold what is expected."""
+        """Whether the maps hold the expected frontends and backends."""
         return self._world.backends_of(*range(len(self))) == self.expected()
 
     @contextlib.contextmanager
     def present(self) -> Iterator["Churn"]:
-        """The Services exist for as long as the block lasts."""
+        """The Services exist within the context."""
         self.write_all()
         until("the Services of the churn are programmed", self.is_programmed)
         try:
@@ -137,7 +140,7 @@ class Churn:
 
     def _backend(self, number: int) -> str:
         file, index = divmod(number, BATCH)
-        return f"10.{200 + file}.{self._rounds[file] % 250}.{1 + index}"  # no other Service's
+        return f"10.{200 + file}.{self._rounds[file] % 250}.{1 + index}"  # of this Service only
 
     def _range(self, number: int) -> str:
         return f"172.16.{self._rounds[number // BATCH] % 250}.0/24"

@@ -1,4 +1,4 @@
-"""The image for another architecture takes an emulator half an hour: `make test-image arm64=1`."""
+"""Building the image for arm64 in an emulator takes half an hour: `make test-image arm64=1`."""
 
 import os
 

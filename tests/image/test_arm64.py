@@ -1,5 +1,5 @@
-"""The image for arm64, on a machine of another architecture: built as it stands, and what an
-emulator can run of it. It has no bpf(2), so nothing is compiled or loaded here.
+"""The image for arm64 on a machine of another architecture: built as it is, and run in an emulator
+as far as possible. The emulator has no bpf(2), so nothing is compiled or loaded here.
 """
 
 import subprocess
@@ -21,7 +21,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Built]:
 
 
 def run(built: Built, *command: str) -> str:
-    """What a command prints in the image."""
+    """Runs a command in the image; returns its output."""
     done = subprocess.run(
         ["chroot", str(built.root), *command], capture_output=True, text=True, check=False
     )
@@ -30,12 +30,12 @@ def run(built: Built, *command: str) -> str:
 
 
 def machine(path: Path) -> int:
-    """Of an ELF file."""
+    """The machine type of an ELF file."""
     return int.from_bytes(path.read_bytes()[18:20], "little")
 
 
-def test_all_that_is_native_is_for_it(built: Built):
-    """The interpreter, BCC, LLVM, libbpf, and the libraries that came as wheels."""
+def test_all_native_files_are_for_arm64(built: Built):
+    """The interpreter, BCC, LLVM, libbpf, and the libraries installed as wheels."""
     print(f"size: {built.size / 1e6:.0f} MB")
     found = [
         path
@@ -49,8 +49,8 @@ def test_all_that_is_native_is_for_it(built: Built):
     assert {machine(path) for path in found if path.read_bytes()[:4] == b"\x7fELF"} == {AARCH64}
 
 
-def test_the_agent_starts(built: Built):
-    """As far as its settings, and with all that it loads; the emulator has no BPF and no netlink of
+def test_agent_starts_with_its_libraries(built: Built):
+    """Up to its settings, with all of its libraries. The emulator has no BPF and no netlink of
     nftables.
     """
     assert run(built, "kbpf", "--version").strip()

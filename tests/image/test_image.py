@@ -1,5 +1,5 @@
-"""The image: built from the Containerfile as README.md and docs/install.md say, started as the
-DaemonSet starts it, and how large.
+"""The image: built from the Containerfile as README.md and docs/install.md describe, started as the
+DaemonSet starts it, and its size.
 """
 
 import shutil
@@ -19,13 +19,13 @@ from tests.support.runtime.pods import Image
 
 ROOT = Path(__file__).parents[2]
 MOST_MB = {"kbpf": 460, "slim": 220}
-"""docs/install.md names the sizes; a larger one has to be looked at."""
+"""docs/install.md states the sizes; a larger image has to be examined."""
 PACKAGES = ("python3", "python3-venv", "python3-bpfcc", "python3-nftables", "libbpf1",
             "ca-certificates")  # fmt: skip
 
 
 class ImageAgent(PodAgent):
-    """A pod with the image, on a node where nothing has been compiled."""
+    """A pod with the image, on a node without compiled programs."""
 
     def __init__(self, home: Node, built: Built) -> None:
         super().__init__(home)
@@ -33,25 +33,25 @@ class ImageAgent(PodAgent):
         self.use_cache(self.folder / "cache")
 
     def image(self, rootfs: Path) -> Image:
-        """The image; its own environment comes with it."""
+        """The image with its own environment variables."""
         env = {**self._built.env, "KBPF_CGROUP": "/host/sys/fs/cgroup"}
         return Image(self._built.root, env=env)
 
 
 class ImageCluster(PodCluster):
-    """Its pods have the image."""
+    """A cluster whose agents run in pods with the image."""
 
     def __init__(self, kubectl: Path, built: Built, name: str) -> None:
         super().__init__(kubectl, 2, name)
         self._built = built
 
     def agent_on(self, home: Node, *arguments: str) -> Agent:
-        """A pod."""
+        """A pod with the image on this node."""
         self.pod_agents.append(ImageAgent(home, self._built))
         return self.pod_agents[-1]
 
 
-pytestmark = pytest.mark.timeout(1200)  # of which the first build takes some minutes
+pytestmark = pytest.mark.timeout(1200)  # the first build takes some minutes
 
 
 @pytest.fixture(scope="module", params=["kbpf", "slim"])
@@ -62,14 +62,14 @@ def built(
         yield request.param, made
 
 
-def test_its_size(built: tuple[str, Built]):
+def test_image_size_is_within_its_limit(built: tuple[str, Built]):
     target, made = built
     megabytes = made.size / 1e6
     print(f"size of {target}: {megabytes:.0f} MB")
     assert 50 < megabytes < MOST_MB[target]
 
 
-def test_it_serves_as_the_daemonset_starts_it(
+def test_image_serves_as_the_daemonset_starts_it(
     built: tuple[str, Built], programs: None, kubectl: Path
 ):
     target, made = built
@@ -81,14 +81,14 @@ def test_it_serves_as_the_daemonset_starts_it(
             check(cluster, Dial("now", client, "10.96.0.20:80", "a1"))
             check(cluster, Dial("now", client, "[fd00:10:96::20]:80", "a1"))
         compiled = list((cluster.pod_agents[0].folder / "cache").iterdir())
-        assert bool(compiled) == (target == "kbpf"), "the slim one brings what it needs"
+        assert bool(compiled) == (target == "kbpf"), "the slim image contains compiled programs"
         has_bcc = any(made.root.glob("usr/lib/*/libbcc.so*"))
         assert has_bcc == (target == "kbpf")
 
 
-def test_its_packages_are_there_for_arm64_too(tmp_path: Path):
-    """Debian's by a simulated installation, PyPI's by their wheels. It is built, by an emulator, in
-    test_arm64.py.
+def test_packages_of_the_image_exist_for_arm64(tmp_path: Path):
+    """Debian's by a simulated installation, PyPI's by their wheels. test_arm64.py builds the image
+    in an emulator.
     """
     call(
         ["mmdebstrap", "--quiet", "--simulate", "--variant=apt", "--skip=check/qemu",

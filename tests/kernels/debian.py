@@ -1,8 +1,8 @@
-"""Debian's own kernels, fetched with apt and unpacked into a cache; nothing is installed.
+"""Debian's kernels, fetched with apt and unpacked into a cache; nothing is installed.
 
-Each family comes from one suite, with a private apt configuration: the machine's own lists and
-sources stay as they are. The current version is what the suite's metapackage depends on. Once
-fetched a kernel is kept, and used, until `fetch(..., refresh=True)`.
+Each family comes from one suite, with a private apt configuration that leaves the machine's lists
+and sources alone. The current version is the one that the suite's metapackage depends on. A fetched
+kernel stays in use until `fetch(..., refresh=True)`.
 """
 
 import fcntl
@@ -22,18 +22,18 @@ KEYRING = "/usr/share/keyrings/debian-archive-keyring.gpg"
 SUITES = {"5.10": "bullseye", "6.1": "bookworm", "6.12": "trixie", "newest": "sid"}
 METAPACKAGE = "linux-image-amd64"
 PARTS = re.compile(r"linux-(?:image|binary|modules)-[0-9]\S*-amd64")
-"""Packages that hold a kernel: one until 6.12, three since 7.x."""
+"""Packages that contain a kernel: one up to 6.12, three since 7.x."""
 APT_SECONDS = 600
 
 
 class FetchError(Exception):
-    """A kernel can't be had: what happened, and the last lines of who said so."""
+    """A kernel is unavailable: what happened, and the last lines of the failed command."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A kernel that is unpacked. `release` is what `uname -r` says, `image` what is booted; its
-    modules are found from there.
+    """An unpacked kernel. `release` is the output of `uname -r`; `image` is booted, and its modules
+    are found from there.
     """
 
     family: str
@@ -42,7 +42,7 @@ class Kernel:
 
 
 def fetch(family: str, refresh: bool = False) -> Kernel:
-    """The kernel of a family; the newest of its suite if none is in the cache, or on demand."""
+    """The kernel of a family; downloads the suite's newest if none is cached, or with `refresh`."""
     folder = cache() / "kernels" / family
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder / ".lock"):
@@ -76,7 +76,7 @@ def _unpacked(family: str, folder: Path) -> Kernel | None:
 
 
 def _unpack(suite: str, work: Path, root: Path) -> str:
-    """Fetches and unpacks the suite's kernel below `root`; its release."""
+    """Downloads and unpacks the suite's kernel below `root`; returns its release."""
     apt = _Apt(suite, work / "apt")
     apt.run("apt-get", "update")
     names = _parts(apt)
@@ -94,12 +94,12 @@ def _unpack(suite: str, work: Path, root: Path) -> str:
 
 
 def _parts(apt: "_Apt") -> tuple[str, ...]:
-    """The packages that the metapackage leads to and that hold a part of the kernel."""
+    """The packages that the metapackage depends on and that contain a part of the kernel."""
     found: list[str] = []
     ask = [METAPACKAGE]
     while ask:
-        told = apt.run("apt-cache", "show", "--no-all-versions", ask.pop())
-        (depends,) = re.findall(r"^Depends: (.*)$", told, re.M)[:1] or [""]
+        shown = apt.run("apt-cache", "show", "--no-all-versions", ask.pop())
+        (depends,) = re.findall(r"^Depends: (.*)$", shown, re.M)[:1] or [""]
         new = [name for name in dict.fromkeys(PARTS.findall(depends)) if name not in found]
         found += new
         ask += new
@@ -109,7 +109,7 @@ def _parts(apt: "_Apt") -> tuple[str, ...]:
 
 
 class _Apt:
-    """apt with one suite and lists of its own."""
+    """apt with one suite and separate lists."""
 
     def __init__(self, suite: str, folder: Path) -> None:
         self.suite = suite
@@ -131,7 +131,7 @@ class _Apt:
         ]
 
     def run(self, command: str, *arguments: str, cwd: Path | None = None) -> str:
-        """The output of an apt command over this suite."""
+        """Runs an apt command for this suite; returns its output."""
         options = [word for option in self._options for word in ("-o", option)]
         return _run(command, *options, *arguments, cwd=cwd)
 

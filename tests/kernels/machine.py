@@ -1,10 +1,9 @@
-"""One boot of a kernel over this machine's own files, and one command inside.
+"""Boots a kernel on this machine's own files, and runs one command inside.
 
-virtme-ng shows the guest the whole file system over 9p, read-only or with overlays that vanish:
-the working tree and its .venv are simply there. What Python reads from is shared once more, for
-the guest to mount it with a cache (guest.sh): importing pytest takes three minutes without. One
-folder can be written by the guest: its results. A guest has a time limit, and its console is kept
-whatever comes of it.
+virtme-ng shares the whole file system with the guest over 9p, read-only or with temporary overlays,
+so the working tree and its .venv are there. What Python reads from is shared a second time, for the
+guest to mount it with a cache (guest.sh): without it, importing pytest takes three minutes. The
+guest can write one folder: its results. A guest has a time limit, and its console is always kept.
 """
 
 import os
@@ -24,15 +23,18 @@ from tests.kernels.debian import Kernel
 ROOT = Path(__file__).parents[2]
 VNG = "vng"
 SILENT_SECONDS = 180.0
-"""A guest that has not said its version by then does not boot: to unpack a kernel takes seconds, or
-a minute where others keep the machine busy."""
+"""A guest that has not printed its version by then does not boot: unpacking a kernel takes seconds,
+or a minute on a busy machine.
+"""
 KVM_SILENT_SECONDS, KVM_SECONDS = 15.0, 60.0
-"""The same with KVM, where it takes one: some hosts offer a KVM that runs no stock kernel."""
+"""The same with KVM, where it takes one second: some hosts offer a KVM that runs no stock
+kernel.
+"""
 ALIVE = b"Linux version"
 COMMAND = "command"
-"""The guest's first file: what it is to do."""
+"""The file with the guest's command."""
 DONE = "exit"
-"""The guest's last file: the command's exit code. Without it the guest ended otherwise."""
+"""The guest's last file: the command's exit code. Without it the guest ended in another way."""
 GUEST = Path(__file__).with_name("guest.sh")
 SHARES = tuple(
     dict.fromkeys(
@@ -44,11 +46,12 @@ EMULATED = (
     "--disable-kvm", "--qemu-opts=-accel tcg,thread=single",
     "--append", "tsc=reliable no_timer_check",
 )  # fmt: skip
-"""What keeps an emulated guest alive on a busy machine: without it one boot in fifty or so died or
-hung. Its CPUs take turns: where they run at once, one of them sometimes executes the breakpoint of
-a code patch that the other has just ended (`Oops: int3`); taking turns is no slower. Its clock is
-not judged by others (the watchdog's comparisons hang, watchdog_check_skew()), and a timer whose
-ticks come late is no reason to give up (`IO-APIC + timer doesn't work!`).
+"""Options that keep an emulated guest alive on a busy machine; without them one boot in fifty or so
+died or hung. Its CPUs take turns, because when they run at the same time, one of them sometimes
+executes the breakpoint of a code patch that the other has just finished (`Oops: int3`); taking
+turns is no slower. The watchdog does not judge its clock, because its comparisons hang
+(watchdog_check_skew()), and a late timer tick is no reason to give up (`IO-APIC + timer doesn't
+work!`).
 """
 
 _running: set["subprocess.Popen[bytes]"] = set()
@@ -56,8 +59,8 @@ _running: set["subprocess.Popen[bytes]"] = set()
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a boot ended. `code` is the command's, None when the guest did not get that far: then
-    `why` says it, and `log` is where to look.
+    """How a boot ended. `code` is the command's exit code; None if the guest did not get that far,
+    and then `why` gives the reason. `log` is the console.
     """
 
     code: int | None
@@ -66,18 +69,18 @@ class Ending:
     log: Path
 
     def say(self) -> str:
-        """How it ended, in a line."""
+        """How it ended, in one line."""
         how = self.why or ("done" if self.code == 0 else f"its command ended with {self.code}")
         return f"{how} after {self.seconds:.0f} s, see {self.log}"
 
     def tail(self, lines: int = 40) -> str:
-        """The console's last lines."""
+        """The last lines of the console."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
 
 def boot(kernel: Kernel, command: list[str], results: Path, seconds: float, kvm: bool) -> Ending:
-    """Boots, runs the command in the working tree as root, and waits for the power-off. The
-    command finds a folder for its results in $RESULTS; they are in `results` afterwards.
+    """Boots, runs the command in the working tree as root, and waits for the power-off. The command
+    finds a folder for its results in $RESULTS; afterwards they are in `results`.
     """
     results.mkdir(parents=True, exist_ok=True)
     log = results / "console.log"
@@ -93,7 +96,7 @@ def boot(kernel: Kernel, command: list[str], results: Path, seconds: float, kvm:
             stderr=subprocess.STDOUT,
             env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
             start_new_session=True,
-            cwd="/",  # the guest's too: a share that is somebody's cannot be mounted anew
+            cwd="/",  # the guest's, too: a share that is in use cannot be mounted again
         )
         _running.add(child)
         try:
@@ -113,7 +116,7 @@ def boot(kernel: Kernel, command: list[str], results: Path, seconds: float, kvm:
 
 
 def _vng(kernel: Kernel, exchange: Path, kvm: bool) -> list[str]:
-    """What it executes is a part of the kernel's command line, which has room for 2048 bytes."""
+    """The command is passed on the kernel's command line, which has room for 2048 bytes."""
     inside = shlex.join(["sh", str(exchange / GUEST.name), str(exchange), str(ROOT)])
     return [
         VNG, "--verbose", "--run", str(kernel.image), "--user", "root", "--memory", MEMORY,
@@ -124,12 +127,12 @@ def _vng(kernel: Kernel, exchange: Path, kvm: bool) -> list[str]:
 
 
 def _outermost(folders: Sequence[Path]) -> list[Path]:
-    """Those that are in no other of them."""
+    """The folders that are inside no other of them."""
     return [one for one in folders if not any(other in one.parents for other in folders)]
 
 
 def _watch(child: "subprocess.Popen[bytes]", log: Path, silent: float, seconds: float) -> str:
-    """Waits for the end, or for a reason to end it: "" or what is wrong."""
+    """Waits for the end; returns "", or the reason why the guest has to be killed."""
     started = time.monotonic()
     heard = False
     while child.poll() is None:
@@ -144,20 +147,22 @@ def _watch(child: "subprocess.Popen[bytes]", log: Path, silent: float, seconds: 
 
 
 def _end(child: "subprocess.Popen[bytes]") -> None:
-    """Ends vng and the emulator, which are a session of their own."""
+    """Kills vng and the emulator, which have a session of their own."""
     if child.poll() is None:
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()
 
 
 def end_all() -> None:
-    """Ends every guest that another thread waits for: each of them is told that it ended early."""
+    """Kills every guest that another thread waits for; their boots end with "the guest ended
+    early".
+    """
     for child in tuple(_running):
         _end(child)
 
 
 def kvm_boots(kernel: Kernel, results: Path) -> bool:
-    """Whether /dev/kvm is there and boots this kernel: tried."""
+    """Whether /dev/kvm exists and boots this kernel, by trying."""
     if not os.access("/dev/kvm", os.R_OK | os.W_OK):
         return False
     return boot(kernel, ["true"], results, KVM_SECONDS, kvm=True).code == 0

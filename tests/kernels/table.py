@@ -1,4 +1,4 @@
-"""Kernel x feature x result: what a pytest run in a guest says of each feature.
+"""Kernel x feature x result: the outcome of a pytest run in a guest for each feature.
 
 A feature is one or more test files, or tests in them (FILE::NAME); its result is read from pytest's
 JUnit file. What has no result at all is a failure: the guest hung, or the tests were not collected.
@@ -18,23 +18,23 @@ NO_RESULT = "no result"
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """What a row of the table is about, and the tests that prove it; the lab's agents' mode."""
+    """A row of the table, the tests that prove it, and the mode of the lab's agents."""
 
     name: str
     tests: tuple[str, ...]
     mode: str = "bpf"
 
     def has(self, test: str, case: "Case") -> bool:
-        """Whether this case is of that one of its tests."""
+        """Whether this case belongs to that one of its tests."""
         path, _, name = test.partition("::")
         same = not name or case.name.partition("[")[0] == name
         return case.mode == self.mode and case.file == path and same
 
 
 class Result(msgspec.Struct, frozen=True):
-    """One cell. `lacking`: why tests were left out, in the words of the marked table
-    (support/features.py); `failed`: the tests' names; `why`: what pytest says of them. `processed`:
-    of programs, what the verifier walked through.
+    """One cell. `lacking`: why tests were skipped, in the words of the feature table
+    (support/features.py); `failed`: names of failed tests; `why`: pytest's report of each;
+    `processed`: instructions that the verifier processed, by program.
     """
 
     kernel: str
@@ -51,7 +51,7 @@ class Result(msgspec.Struct, frozen=True):
 
     @property
     def cell(self) -> str:
-        """What the table shows."""
+        """The text in the table."""
         if self.result == FAILS:
             return f"FAILS ({len(self.failed)} of {len(self.failed) + self.passed})"
         if self.processed:
@@ -90,7 +90,7 @@ class Case(msgspec.Struct, frozen=True):
 
 
 def read(path: Path, mode: str = "bpf") -> list[Case]:
-    """All cases of a JUnit file; none when there is no whole file."""
+    """All cases of a JUnit file; none if the file is missing or incomplete."""
     try:
         tree = ElementTree.parse(path)
     except (OSError, ElementTree.ParseError):
@@ -133,12 +133,12 @@ def _result(kernel: str, release: str, feature: Feature, cases: list[Case]) -> R
 
 
 def without_result(rows: Iterable[Result]) -> bool:
-    """Whether a test that was to run told nothing."""
+    """Whether a test that should have run has no result."""
     return any(name.endswith(NO_RESULT) for row in rows for name in row.failed)
 
 
 def page(rows: Sequence[Result], features: Sequence[Feature]) -> str:
-    """The table, and below it what is lacking where and what failed."""
+    """The table, and below it what is lacking in which kernel, and what failed."""
     kernels = list(dict.fromkeys((r.kernel, r.release) for r in rows))
     cells = {(r.kernel, r.feature): r.cell for r in rows}
     lines = [["feature", *(f"{kernel} ({release})" for kernel, release in kernels)]]
@@ -152,7 +152,7 @@ def page(rows: Sequence[Result], features: Sequence[Feature]) -> str:
 
 
 def failures(rows: Iterable[Result], lines: int = 40) -> str:
-    """What pytest says of each failure, its last so many lines."""
+    """pytest's report of each failure, limited to its last lines."""
     out = []
     for row in rows:
         for name, why in row.why.items():

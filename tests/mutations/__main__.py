@@ -1,11 +1,11 @@
-"""`make mutants`: what the tests do not notice.
+"""`make mutants`: mutants that the tests do not notice.
 
     python -m tests.mutations                                  # 25 of each group of Python, 20 of C
     python -m tests.mutations --only policy c --count 100 --seed 7
     python -m tests.mutations --only c --count 0               # 0: all
 
-Each mutant is judged in a copy of the tree, by the tests of its group, until the first that fails.
-Two processes at most, of the lowest priority. Ends with 1 when a group is below its goal.
+Each mutant is judged in a copy of the tree by the tests of its group, until the first failure. At
+most two processes run, with the lowest priority. Exits with 1 if a group is below its goal.
 """
 
 import argparse
@@ -32,11 +32,13 @@ PROCESSES: Final = 2
 SAMPLE: Final = {"c": 20}
 USUAL_SAMPLE: Final = 25
 PATIENCE_SECONDS: Final = 60.0
-"""Beyond ten times what the tests take without a mutant: then it hangs, which is noticed, too."""
+"""Added to ten times what the tests take without a mutant; then it hangs, which counts as
+noticed.
+"""
 
 
 class Outcome(NamedTuple):
-    """Of one mutant."""
+    """The outcome of one mutant."""
 
     name: str
     noticed: bool
@@ -45,7 +47,7 @@ class Outcome(NamedTuple):
 
 
 class Tree:
-    """A copy of what is under version control."""
+    """A copy of the files under version control."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -58,8 +60,8 @@ class Tree:
             target.parent.mkdir(parents=True, exist_ok=True)
             if (ROOT / name).is_file():
                 target.write_bytes((ROOT / name).read_bytes())
-        # By their contents: a mutant may be as long and as old as the file that it takes the place
-        # of, and what was compiled of that would be used.
+        # By hash: a mutant may have the same size and age as the file that it replaces, and then
+        # the bytecode of that file would be used.
         self._python("-m", "compileall", "-q", "--invalidation-mode", "checked-hash", "kbpf")
         there = self._python("-c", "import kbpf; print(kbpf.__file__)").stdout
         assert there.startswith(str(folder)), f"{there} would be judged"
@@ -72,7 +74,7 @@ class Tree:
         )  # fmt: skip
 
     def judge(self, tests: Sequence[str], seconds: float | None = None, **more: str) -> str:
-        """What failed first; "" when nothing does."""
+        """The first failure; "" if there is none."""
         words = ("-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", *tests)
         try:
             ended = self._python(*words, seconds=seconds, **more)
@@ -80,7 +82,7 @@ class Tree:
             return "no end"
         if ended.returncode == 0:
             return ""
-        if ended.returncode < 0:  # by somebody, not by the mutant
+        if ended.returncode < 0:  # killed by another process, not by the mutant
             raise SystemExit(f"pytest was ended by signal {-ended.returncode}: {' '.join(tests)}")
         failed = [
             line
@@ -90,7 +92,7 @@ class Tree:
         return failed[0] if failed else f"pytest ended with {ended.returncode}"
 
     def compile(self, units: Sequence[str], folder: Path) -> None:
-        """Compiles these units of the tree as it is now."""
+        """Compiles these units of the tree in its current state."""
         code = "import sys, pathlib; from kbpf.dataplane.bpf.programs import compile\n"
         code += "for unit in sys.argv[2:]: compile.find_or_compile(unit, pathlib.Path(sys.argv[1]))"
         ended = self._python("-c", code, str(folder), *units)
@@ -98,7 +100,7 @@ class Tree:
 
     @contextmanager
     def having(self, mutant: PythonMutant | c_patches.Patch) -> Iterator[None]:
-        """This mutant in place of the file."""
+        """The tree with this mutant in place of the file."""
         path = self.folder / mutant.file
         source = path.read_text()
         path.write_text(mutant.applied(source))
@@ -112,7 +114,7 @@ Judge = Callable[[Tree], Outcome]
 
 
 def of_python(group: Group, mutant: PythonMutant, seconds: float) -> Judge:
-    """How a mutant of this group is judged."""
+    """Judges a mutant of this group."""
 
     def judge(tree: Tree) -> Outcome:
         began = time.monotonic()
@@ -124,7 +126,7 @@ def of_python(group: Group, mutant: PythonMutant, seconds: float) -> Judge:
 
 
 def of_c(patch: c_patches.Patch, base: Path) -> Judge:
-    """The same of a patch; `base` has the artifacts of what it leaves alone."""
+    """Judges a C patch; `base` has the artifacts of the units that it leaves alone."""
 
     def judge(tree: Tree) -> Outcome:
         began = time.monotonic()
@@ -139,7 +141,7 @@ def of_c(patch: c_patches.Patch, base: Path) -> Judge:
 
 
 def run(name: str, judges: Sequence[Judge], trees: "queue.Queue[Tree]", goal: int) -> bool:
-    """Judges all of a group; whether enough of them are noticed."""
+    """Judges all mutants of a group; returns whether enough of them are noticed."""
 
     def one(judge: Judge) -> Outcome:
         tree = trees.get()

@@ -1,5 +1,5 @@
-"""Which Python is mutated, which tests judge it, and how many mutants of a hundred they must
-notice; and the mutants that no test can notice.
+"""Which Python is mutated, which tests judge it, and how many of a hundred mutants they must
+notice; and mutants that no test can notice.
 """
 
 from pathlib import Path
@@ -23,12 +23,12 @@ class Group(NamedTuple):
     goal: int
 
     def sources(self) -> list[Path]:
-        """The files."""
+        """The Python files of the group."""
         paths = [ROOT / name for name in self.files]
         return [f for p in paths for f in (sorted(p.glob("*.py")) if p.is_dir() else [p])]
 
     def mutants(self) -> list[PythonMutant]:
-        """All, but for those that are equivalent."""
+        """All mutants except equivalent ones."""
         return [
             mutant
             for path in self.sources()
@@ -37,7 +37,7 @@ class Group(NamedTuple):
         ]
 
     def judges(self, mutant: PythonMutant) -> tuple[str, ...]:
-        """The tests, those first that have the file's name."""
+        """The tests; those with the file's name come first."""
         stem = Path(mutant.file).stem
         return tuple(sorted(self.tests, key=lambda test: stem not in test))
 
@@ -89,11 +89,11 @@ EQUIVALENT: Final[tuple[Equivalent, ...]] = (
     Equivalent("kbpf/policy/compute.py", "PORT_COST: Final = 8", "8", "9", AT_A_TIME),
     Equivalent(
         "kbpf/dataplane/bpf/changes/plan.py", "in_set_members: bool = False", "False", "True",
-        "only sets with an id are asked, and each of these says it",
+        "it is read only for sets with an id, which always pass it",
     ),
     Equivalent(
         "kbpf/dataplane/bpf/changes/plan.py", "MAX_FINGERPRINTS: Final = 16_384", "16_384", "16385",
-        "how many are kept; what is not is computed again",
+        "the size of a cache; the rest is computed again",
     ),
     Equivalent(
         "kbpf/policy/compute.py", "if is_restricted and ranges is None:",
@@ -107,11 +107,11 @@ EQUIVALENT: Final[tuple[Equivalent, ...]] = (
     Equivalent(
         "kbpf/config/parsers.py",
         'return "all" if "all" in keywords else (*keywords[:1], *cidrs)',
-        "1", "2", "there it is `primary`, once, or none",
+        "1", "2", "it contains `primary` once, or nothing",
     ),
     Equivalent(
         "kbpf/source/decode/decode.py", "LARGE_OBJECT_BYTES: Final = 256 << 10", "256", "257",
-        "from which size on objects are decoded one after the other; what they become is the same",
+        "above this size objects are decoded one by one; the result is the same",
     ),
     Equivalent(
         "kbpf/source/decode/decode.py", "if size <= LARGE_OBJECT_BYTES:",

@@ -1,8 +1,9 @@
-"""Mutants of Python sources: one place of a file's syntax tree changed, the text around it kept.
+"""Mutants of Python sources: one place in a file's syntax tree changed, the text around it kept.
 
-Comparisons get another operator, `and` becomes `or`, `not` goes, numbers are one higher, conditions
-that are names or calls are negated, statements go, and the first two arguments of a call change
-places. Strings stay (most are messages), and so do lines that log and `assert_never()`.
+Comparisons get another operator, `and` becomes `or`, `not` is dropped, numbers are incremented,
+conditions that are names or calls are negated, statements are removed, and the first two arguments
+of a call are swapped. Strings are kept (most are messages), and so are log calls and
+`assert_never()`.
 """
 
 import ast
@@ -21,7 +22,7 @@ OTHER: Final[dict[type[ast.cmpop], tuple[type[ast.cmpop], ...]]] = {
     ast.In: (ast.NotIn,),
     ast.NotIn: (ast.In,),
 }
-"""What becomes of a comparison."""
+"""The replacements of each comparison."""
 
 OPERATORS: Final[dict[type[ast.operator], type[ast.operator]]] = {
     ast.Add: ast.Sub,
@@ -33,8 +34,8 @@ OPERATORS: Final[dict[type[ast.operator], type[ast.operator]]] = {
 
 
 class PythonMutant(NamedTuple):
-    """A file below the root, a place in it (line from 1, and bytes from the beginning), what stands
-    there, and what a mutant has instead.
+    """A file below the root, a place in it (line from 1, and byte offsets), the text there, and the
+    mutant's text.
     """
 
     file: str
@@ -46,11 +47,11 @@ class PythonMutant(NamedTuple):
 
     @property
     def name(self) -> str:
-        """For people, in one line."""
+        """A readable name, in one line."""
         return f"{self.file}:{self.line}: {_short(self.old)} -> {_short(self.new)}"
 
     def applied(self, source: str) -> str:
-        """The text of the whole mutant."""
+        """The text of the file with the mutant."""
         raw = source.encode()
         assert raw[self.start : self.end].decode() == self.old, self.name
         return (raw[: self.start] + self.new.encode() + raw[self.end :]).decode()
@@ -62,7 +63,7 @@ def _short(text: str) -> str:
 
 
 def mutants(file: str, source: str) -> list[PythonMutant]:
-    """All of a file, in the order of its text."""
+    """All mutants of a file, in the order of its text."""
     starts = [0]
     for line in source.encode().splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
@@ -98,7 +99,7 @@ def _changes(node: ast.AST, in_annotation: bool) -> Iterator[Change]:
 def _is_kept(node: ast.stmt) -> bool:
     call = node.value if isinstance(node, ast.Expr) else None
     name = ast.unparse(call.func) if isinstance(call, ast.Call) else ""
-    return name.startswith("log.") or name == "assert_never"  # which mypy judges
+    return name.startswith("log.") or name == "assert_never"  # mypy checks assert_never()
 
 
 def _is_for_types(node: ast.stmt) -> bool:
@@ -132,7 +133,7 @@ def _operation(node: ast.BinOp) -> Iterator[Change]:
     text = (ast.JoinedStr, ast.List, ast.Tuple)
     sides = (node.left, node.right)
     if any(isinstance(s, text) or isinstance(getattr(s, "value", None), str) for s in sides):
-        return  # - of texts and tuples is only an error
+        return  # subtracting texts or tuples is only an error
     if type(node.op) in OPERATORS:
         yield node, ast.BinOp(node.left, OPERATORS[type(node.op)](), node.right)
 

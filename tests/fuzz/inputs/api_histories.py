@@ -1,17 +1,18 @@
-"""Histories of a real kube-apiserver and etcd with faults, against what must be known at their end.
+"""Histories of a real kube-apiserver and etcd with faults, and what must be known at their end.
 
-As histories.py, without its model: the objects are written to a real server, and real Reflectors
-read them over sockets, through a proxy that cuts, delays, refuses and garbles. WORKERS histories
-are under way at once, each in a namespace of its own and with a proxy of its own. One in
-ALONE_EVERY runs alone: there etcd is restored from a snapshot, or the server killed and restarted.
+As histories.py without its model: objects are written to a real server, and real Reflectors read
+them over sockets through a proxy that cuts, delays, refuses and garbles. WORKERS histories run at
+once, each in its own namespace with its own proxy. One in ALONE_EVERY runs alone; there etcd is
+restored from a snapshot, or the server is killed and restarted.
 
 What must hold:
 
-- Nothing is deleted that nobody has deleted: a name that is deleted is never used again.
-- When the faults are over, what the Reflectors have said is what the server has. No regular list
-  helps: those come later than a history lasts, but for histories that run alone. After a restore
-  the version may have passed the old one before anybody has looked, which only a list finds.
-- The policy makes the same of it as of a fresh list, in whatever order the events came.
+- The Reflectors report no deletion that did not happen. (A deleted name is never used again.)
+- After the faults the Reflectors know what the server has. The periodic re-list does not help,
+  because it comes later than a history lasts, except in histories that run alone: after a restore
+  the version may have passed the old one before any watch noticed, and then only a list finds the
+  difference.
+- The policy computes the same from the events, in any order, as from a fresh list.
 """
 
 import contextlib
@@ -50,26 +51,26 @@ HISTORIES: Final = 1_000
 WORKERS: Final = 6
 ALONE_EVERY: Final = 25
 NAMES: Final = 12
-"""Objects of a kind that exist at once."""
+"""Objects of a kind that exist at the same time."""
 FAULTS: Final = 0.15
-"""How often an operation comes with a fault."""
+"""The share of operations that come with a fault."""
 SILENCE_SECONDS: Final = 2.0
-"""After which a watch counts as dead: some are frozen."""
+"""The silence after which a watch counts as dead; some watches are frozen."""
 RELIST_ALONE_SECONDS: Final = 20.0
 PAUSE_SECONDS: Final = 0.05
-"""The longest that a Reflector waits before it tries again."""
+"""The longest pause of a Reflector before a retry."""
 CATCH_UP_SECONDS: Final = 120.0
 KINDS: Final = {Kind.SERVICE: "Service", Kind.SLICE: "EndpointSlice"}
 STATUSES: Final = (500, 503, 429, 401, 410, 504)
 
 
 def key_of(kind: Kind, obj: Object) -> ObjectKey:
-    """As the Reflector names it."""
+    """The key by which the Reflector knows the object."""
     return ObjectKey(kind, obj["metadata"]["namespace"], obj["metadata"]["name"])
 
 
 class Observer:
-    """What the Reflectors of one history have said of its namespace."""
+    """What the Reflectors of one history have reported of its namespace."""
 
     def __init__(self, space: str) -> None:
         self._space = space
@@ -81,7 +82,7 @@ class Observer:
         self.wrong: list[str] = []
 
     def put(self, event: Event) -> None:
-        """Called by the Reflectors' threads."""
+        """The Reflectors' threads call this for each event."""
         if isinstance(event, Delete | Upsert) and event.key.namespace != self._space:
             return
         with self._lock:
@@ -91,16 +92,16 @@ class Observer:
             elif isinstance(event, Delete):
                 self.known.pop(event.key, None)
                 if event.key not in self.may_go and not self.is_restored:
-                    self.wrong.append(f"{event.key} was deleted, which nobody has done")
+                    self.wrong.append(f"{event.key} was reported as deleted, but was not")
 
     def snapshot(self) -> dict[ObjectKey, Any]:
-        """What is known."""
+        """The objects that are known."""
         with self._lock:
             return dict(self.known)
 
 
 class History:
-    """One of them. `alone`: no other one is under way, so that the server itself may fail."""
+    """One history. `alone`: no other one runs, so the server itself may fail."""
 
     def __init__(
         self, server: ApiServer, proxy: FaultProxy, space: str, seed: int, alone: bool
@@ -199,7 +200,7 @@ class History:
         return endpoint_slice(owner, *ends, ports=ports, name=name, namespace=self._space)
 
     def _server_fault(self, is_second: bool) -> None:
-        """A restart; or a snapshot, and later its restore."""
+        """Restarts the server; or makes a snapshot, and restores it the second time."""
         if self._chance.random() < 0.3 and self._backup is None:
             self._server.kill()
             self._server.restart()
@@ -232,7 +233,7 @@ class History:
         }
         name = self._chance.choice([*faults, "healed", "healed"])
         self.done[name] += 1
-        with contextlib.suppress(OSError):  # the client has hung up already
+        with contextlib.suppress(OSError):  # the client has already disconnected
             faults[name]()
 
 
@@ -252,7 +253,7 @@ def _caught_up(observer: Observer, there: dict[ObjectKey, Any]) -> None:
 
 
 def history(server: ApiServer, space: str, seed: int, operations: int, alone: bool) -> Counter[str]:
-    """What it did. AssertionError names the seed."""
+    """Runs one history; returns its operations and faults. AssertionErrors name the seed."""
     with FaultProxy(server) as proxy:
         made = History(server, proxy, space, seed, alone)
         try:
@@ -265,7 +266,7 @@ def history(server: ApiServer, space: str, seed: int, operations: int, alone: bo
 def histories(
     server: ApiServer, seed: int, count: int, operations: int, deadline: float | None
 ) -> Counter[str]:
-    """`count` histories from this seed on, and what they did; one in ALONE_EVERY alone."""
+    """Runs `count` histories from this seed on, one in ALONE_EVERY alone; returns what they did."""
     done: Counter[str] = Counter()
     with server.kube() as kube:
         for worker in range(WORKERS):
@@ -293,7 +294,7 @@ def histories(
 
 
 def campaign(seed: int, minutes: float | None) -> None:
-    """HISTORIES of OPERATIONS, from this seed on."""
+    """Runs HISTORIES of OPERATIONS each, from this seed on."""
     deadline = None if minutes is None else time.monotonic() + 60 * minutes
     with ApiServer() as server:
         print(dict(histories(server, seed, HISTORIES, OPERATIONS, deadline)))

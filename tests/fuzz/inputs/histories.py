@@ -1,15 +1,15 @@
-"""Random histories of an API server with faults, against what must be known at their end.
+"""Random histories of an API server with faults, and what must be known at their end.
 
-A history is a simulation in one thread, which its seed alone decides: a model of an API server
+A history is a simulation in one thread that only its seed decides: a model of an API server
 (`Model`: objects, revisions, a log that is compacted, pages, streamed lists, watches, restores from
-a backup), the real Reflector on it without sockets, and a clock that does not wait. What must hold:
+a backup), the real Reflector on it without sockets, and a simulated clock. What must hold:
 
-- Nothing is deleted that no whole list and no DELETED event said is gone.
-- Where the server neither was restored nor changed anything without an event, the regular list
-  finds nothing that was missed.
-- When the faults are over, what the Reflector has said is what the server has, within the time of
-  one regular list; and the policy makes the same of it as of a fresh list, in whatever order the
-  events of Services and slices come.
+- The Reflector deletes only what a complete list lacked, or a DELETED event named.
+- If the server was not restored and every change was an event, the periodic re-list finds nothing
+  that was missed.
+- After the faults, the Reflector knows what the server has within the time of one re-list, and the
+  policy computes the same from its events as from a fresh list, in whatever order events of
+  Services and slices come.
 """
 
 import json
@@ -42,7 +42,7 @@ Object = dict[str, Any]
 
 
 class Model:
-    """What an API server and its etcd have, of one kind."""
+    """The objects and the log of an API server and its etcd, for one kind."""
 
     def __init__(self, kind: Kind, chance: random.Random) -> None:
         self.kind, self.chance = kind, chance
@@ -56,7 +56,7 @@ class Model:
         self._uids = 0
 
     def operate(self) -> None:
-        """One operation: mostly somebody's write."""
+        """One operation, in most cases a write."""
         what = self.chance.random()
         name = self.chance.choice(NAMES)
         if what < 0.70:
@@ -71,7 +71,7 @@ class Model:
             pass
         elif what < 0.98:
             self._restore()
-        elif name in self.objects:  # nobody is told of it
+        elif name in self.objects:  # a change without an event
             self.objects[name] = self._made(name, self.objects[name]["metadata"])
 
     def _write(self, name: str) -> None:
@@ -102,13 +102,13 @@ class Model:
     def _restore(self) -> None:
         self.revision, self.objects = self.backup[0], dict(self.backup[1])
         self.log = [entry for entry in self.log if entry[0] <= self.revision]
-        self.compacted = self.revision  # a new watch cache knows nothing of before
+        self.compacted = self.revision  # the new watch cache has no older events
         self.restores += 1
         self.outage = self.chance.choice((0, 3, 6))
 
 
 class Answer:
-    """What a Response is to a Reflector."""
+    """Implements what a Reflector uses of a Response."""
 
     reason, retry_after = "", 0.0
 
@@ -126,7 +126,7 @@ class Answer:
 
 
 class Server:
-    """A Connection to the model, with faults until its operations are over."""
+    """A Connection to the model, with faults as long as operations are left."""
 
     def __init__(self, model: Model, operations: int) -> None:
         self._model, self._chance = model, model.chance
@@ -138,9 +138,9 @@ class Server:
         self.requests = 0
 
     def request(self, path: str, **_: object) -> Answer:
-        """The answer to a GET."""
+        """Answers a GET."""
         self.requests += 1
-        assert self.requests < 5000, "it has no end"
+        assert self.requests < 5000, "the history does not end"
         self._step(3)
         query = {name: values[-1] for name, values in parse_qs(urlsplit(path).query).items()}
         if self._model.outage:
@@ -212,7 +212,9 @@ class Server:
         return Answer(200, self._cut(self._events(revision, self._model.restores)))
 
     def _events(self, revision: int, restores: int) -> Iterator[bytes]:
-        """What follows on a revision; of one from the future nothing, as a real server does."""
+        """Events after a revision. After a future revision there are none, as with a real
+        server.
+        """
         asked = at = revision
         while restores == self._model.restores:
             for entry, event, obj in list(self._model.log):
@@ -246,7 +248,9 @@ class Server:
         return _line(event, obj)
 
     def _over(self) -> bool:
-        """Whether all has been listed once more after the last operation; else time passes."""
+        """Whether everything was listed once more after the last operation; if not, time
+        advances.
+        """
         if self._verified:
             self.stop.set()
             return True
@@ -266,7 +270,7 @@ class Server:
             self._model.operate()
 
     def _cut(self, lines: Iterator[bytes]) -> Iterator[bytes]:
-        """The same bytes in other pieces, some of them slow, and sometimes not all."""
+        """The same bytes in other pieces, some of them late, and sometimes not all."""
         for data in lines:
             rest = data
             while rest:
@@ -287,7 +291,7 @@ def _line(event: str, obj: Object) -> bytes:
 
 
 def play(kind: Kind, resource: Resource, seed: int, operations: int) -> tuple[Model, list[Event]]:
-    """One kind's history: the model at its end, and all that the Reflector said."""
+    """One kind's history; returns the final model and all events of the Reflector."""
     chance = random.Random(f"{seed} {kind}")
     model = Model(kind, chance)
     server = Server(model, operations)
@@ -297,7 +301,9 @@ def play(kind: Kind, resource: Resource, seed: int, operations: int) -> tuple[Mo
     def put(event: Event) -> None:
         said.append(event)
         if isinstance(event, Delete):
-            assert event.key.name in server.may_go, f"{event.key}: nobody said that it is gone"
+            assert event.key.name in server.may_go, (
+                f"{event.key}: nothing showed that it is deleted"
+            )
             del known[event.key.name]
         elif isinstance(event, Upsert):
             known[event.key.name] = event.object
@@ -326,7 +332,7 @@ def _object(kind: Kind, obj: Object) -> Any:
 
 
 def history(seed: int, operations: int = OPERATIONS) -> int:
-    """Two kinds, and the policy on what was said of them; how many events there were. Raises
+    """Runs both kinds, and the policy on their events; returns the number of events. Raises
     AssertionError.
     """
     services, first = play(Kind.SERVICE, SERVICES, seed, operations)
@@ -343,8 +349,8 @@ def history(seed: int, operations: int = OPERATIONS) -> int:
 def same_policy(
     chance: random.Random, said: Sequence[Sequence[Event]], whole: Sequence[Upsert]
 ) -> None:
-    """What was said of each kind, taken in turns by chance, comes to the same desired state as the
-    objects at the end. Raises AssertionError.
+    """The events of all kinds, interleaved at random, must lead to the same desired state as the
+    final objects. Raises AssertionError.
     """
     queues = [list(events[::-1]) for events in said]
     world, desired, config = ObjectStore("n"), DesiredStateBuilder(), Config()
@@ -361,7 +367,7 @@ def same_policy(
 
 
 def campaign(seed: int, minutes: float | None) -> None:
-    """HISTORIES of them, from this seed on."""
+    """Runs HISTORIES of them, from this seed on."""
     deadline = None if minutes is None else time.monotonic() + 60 * minutes
     events = done = 0
     for number in range(HISTORIES):

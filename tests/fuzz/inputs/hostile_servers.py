@@ -1,9 +1,9 @@
-"""API servers that behave as none should, one table of them.
+"""A table of API servers that misbehave in ways that no real one should.
 
-Each serves four watches in a process of their own (reflector_child.py). What must hold: the memory
-of that process stays below MEMORY_MB; within VISIBLE_SECONDS the status says that something is
-wrong (unless the row says that it heals by itself); and when the server becomes an ordinary one,
-the watches get well again and know its objects.
+Each serves four watches in a separate process (reflector_child.py). The memory of that process must
+stay below MEMORY_MB. Within VISIBLE_SECONDS the status must report an error, unless the row says
+that the watches recover by themselves. When the server becomes an ordinary one, the watches must
+recover and know its objects.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from tests.support.faults.scripted import Exchange, ScriptedServer, Step, quiet
 MEMORY_MB: Final = 300.0
 VISIBLE_SECONDS: Final = 60.0
 HEAL_SECONDS: Final = 150.0
-"""A back-off of 30 s, a Retry-After of 90 s."""
+"""Enough for a back-off of 30 s and for a Retry-After of 90 s."""
 END: Final = {"k8s.io/initial-events-end": "true"}
 KINDS: Final = {
     "services": "Service", "endpointslices": "EndpointSlice", "nodes": "Node", "pods": "Pod"
@@ -30,8 +30,8 @@ KINDS: Final = {
 
 
 class Row(NamedTuple):
-    """A server. `heals`: nothing has to be visible, since the watches get well by themselves.
-    `slow`: takes longer than a suite has.
+    """A server. `heals`: nothing has to be reported, because the watches recover by themselves.
+    `slow`: takes too long for a test suite.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Row(NamedTuple):
 
 
 def named(name: str, version: int, **more: Any) -> dict[str, Any]:
-    """An object that is good for each of the kinds, or is left out."""
+    """An object that is valid for each of the kinds, or is ignored."""
     meta = {"name": name, "namespace": "ns", "uid": f"u-{name}", "resourceVersion": str(version)}
     spec = {"clusterIP": "10.96.0.1", "ports": [{"port": 80}]} | more
     return {"metadata": meta, "spec": spec}
@@ -60,7 +60,7 @@ def bookmark(version: int, end: bool = False) -> dict[str, Any]:
 
 
 def ordinary(exchange: Exchange) -> None:
-    """Lists `good`, by a stream or a page, and then says nothing."""
+    """Lists the object `good`, as a stream or a page, and then sends nothing."""
     query = exchange.request.query
     if "sendInitialEvents" in query:
         exchange.watch(line("ADDED", named("good", 900)), bookmark(1000, end=True))
@@ -73,11 +73,11 @@ def ordinary(exchange: Exchange) -> None:
         exchange.answer(200, page)
 
 
-# --- servers that are not ---
+# --- servers that misbehave ---
 
 
 def sends(*parts: bytes, then: Callable[[Exchange], None] = Exchange.cut) -> Step:
-    """These bytes, whatever was asked."""
+    """Sends these bytes, whatever the request is."""
 
     def step(exchange: Exchange) -> None:
         for part in parts:
@@ -88,7 +88,7 @@ def sends(*parts: bytes, then: Callable[[Exchange], None] = Exchange.cut) -> Ste
 
 
 def endless(head: bytes, piece: bytes, pause: float = 0.0) -> Step:
-    """The head, and then the piece without end."""
+    """Sends the head, and then the piece without end."""
 
     def step(exchange: Exchange) -> None:
         exchange.sock.sendall(head)
@@ -100,12 +100,12 @@ def endless(head: bytes, piece: bytes, pause: float = 0.0) -> Step:
 
 
 def page(body: bytes, **headers: str) -> Step:
-    """A server without streams, whose pages are these."""
+    """A server without streamed lists that answers every list with this page."""
     return paged(lambda exchange: exchange.answer(200, body, **headers))
 
 
 def paged(step: Step) -> Step:
-    """A server without streams, whose pages come by this step."""
+    """A server without streamed lists that answers every list by this step."""
 
     def made(exchange: Exchange) -> None:
         if "sendInitialEvents" in exchange.request.query:
@@ -119,7 +119,7 @@ def paged(step: Step) -> Step:
 
 
 def listed(*lines: Any, then: Callable[[Exchange], None] = Exchange.hang) -> Step:
-    """An ordinary streamed list, and these lines after it; the same to each watch."""
+    """Sends an ordinary streamed list and then these lines, the same to each watch."""
 
     def step(exchange: Exchange) -> None:
         start = []
@@ -139,14 +139,14 @@ def status(code: int, message: str = "", **headers: str) -> Step:
 
 
 def next_page(exchange: Exchange) -> None:
-    """An empty page that leads to another one, always."""
+    """Always sends an empty page with a continue token for another one."""
     token = str(random.random())
     exchange.answer(200, {"metadata": {"resourceVersion": "5", "continue": token}, "items": []})
     time.sleep(0.05)
 
 
 def changing(exchange: Exchange) -> None:
-    """A list with other contents each time, under the same version, and 410."""
+    """Sends a list with other contents each time, under the same version, and then 410."""
     address = f"10.96.1.{random.randrange(1, 250)}"
     lines = [line("ADDED", named("good", 900, clusterIP=address)), bookmark(1000, end=True)]
     if "sendInitialEvents" not in exchange.request.query:
@@ -156,7 +156,7 @@ def changing(exchange: Exchange) -> None:
 
 
 def growing(exchange: Exchange) -> None:
-    """The same object again and again in a list that does not end."""
+    """Repeats the same objects in a list that does not end."""
     exchange.watch(line("ADDED", named("good", 900)))
     while not exchange.closing(0.0):
         exchange.sock.sendall(MANY_LINES)
@@ -182,7 +182,7 @@ def bomb() -> bytes:
 
 
 def packed(member: bytes) -> Step:
-    """This member of gzip again and again, whatever was asked."""
+    """Repeats this gzip member without end, whatever the request is."""
     return endless(HEAD + b"Content-Encoding: gzip\r\n\r\n", member)
 
 
@@ -192,18 +192,18 @@ ROWS: Final = (
     Row("an endless line in the head", endless(HEAD + b"X: ", b"x" * 65536)),
     Row("an endless page", paged(endless(JSON + b"\r\n", b" " * 65536))),
     Row("an endless page of objects", paged(endless(JSON + b"\r\n" + META, b"{},"*20_000))),
-    Row("a head that is dribbled", endless(HEAD, b"X", 1.0), slow=True),
-    Row("an error that is dribbled", endless(b"HTTP/1.1 500 No\r\n\r\n", b"x", 1.0), slow=True),
-    Row("a page that is dribbled", paged(endless(JSON + b"\r\n", b" ", 1.0)), slow=True),
-    Row("a list that is dribbled", endless(CHUNKED, chunk(b" "), 1.0), slow=True),
-    Row("a watch that is dribbled", listed(then=endless(b"", chunk(b"x"), 1.0)),
+    Row("a slow head, byte by byte", endless(HEAD, b"X", 1.0), slow=True),
+    Row("a slow error, byte by byte", endless(b"HTTP/1.1 500 No\r\n\r\n", b"x", 1.0), slow=True),
+    Row("a slow page, byte by byte", paged(endless(JSON + b"\r\n", b" ", 1.0)), slow=True),
+    Row("a slow list, byte by byte", endless(CHUNKED, chunk(b" "), 1.0), slow=True),
+    Row("a slow watch, byte by byte", listed(then=endless(b"", chunk(b"x"), 1.0)),
         slow=True),
     Row("a list without an end", growing, slow=True),
     Row("a line of 64 MiB", sends(CHUNKED, *[chunk(b"x" * (1 << 20))] * 64)),
     Row("lines of 64 MiB in a watch", listed(*[b"x" * (1 << 20)] * 64)),
-    Row("10^5 arrays in each other, a page", page(b"[" * 100_000)),
-    Row("10^5 arrays in each other, an item", page(META + b"[" * 100_000 + b"]" * 100_000 + b"]}")),
-    Row("10^5 arrays in each other, an event",
+    Row("10^5 nested arrays, a page", page(b"[" * 100_000)),
+    Row("10^5 nested arrays, an item", page(META + b"[" * 100_000 + b"]" * 100_000 + b"]}")),
+    Row("10^5 nested arrays, an event",
         listed(b'{"type":"ADDED","object":' + b"[" * 100_000 + b"]" * 100_000 + b"}\n")),
     Row("2,000,000 items", page(META + b"{}," * 2_000_000 + b"{}]}")),
     Row("a Service with 1,500,000 ports",
@@ -218,24 +218,24 @@ ROWS: Final = (
     Row("a length that is too short", sends(JSON + b"Content-Length: 2\r\n\r\n{}{}{}{}")),
     Row("a length of 5,000 digits",
         sends(JSON + b"Content-Length: " + b"9" * 5000 + b"\r\n\r\n{}")),
-    Row("a length below nothing", sends(JSON + b"Content-Length: -5\r\n\r\n{}")),
+    Row("a negative length", sends(JSON + b"Content-Length: -5\r\n\r\n{}")),
     Row("a chunk of 2^64 bytes", sends(CHUNKED + b"ffffffffffffffff\r\n{}")),
     Row("a chunk's length without an end", endless(CHUNKED, b"f" * 65536)),
-    Row("HTTP/2's preface", sends(b"\x00\x00\x12\x04\x00\x00\x00\x00\x00" + b"\x00\x03" * 9)),
+    Row("HTTP/2 preface", sends(b"\x00\x00\x12\x04\x00\x00\x00\x00\x00" + b"\x00\x03" * 9)),
     Row("1xx without an end", endless(b"", b"HTTP/1.1 100 Continue\r\n\r\n" * 100)),
-    Row("1xx now and then", endless(b"", b"HTTP/1.1 100 Continue\r\n\r\n", 1.0), slow=True),
+    Row("1xx every second", endless(b"", b"HTTP/1.1 100 Continue\r\n\r\n", 1.0), slow=True),
     Row("102, 103", sends(b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n" * 5)),
     Row("switching protocols", sends(b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: h2c\r\n\r\n")),
     Row("redirects", status(302, Location="/elsewhere")),
     Row("redirects to http", status(307, Location="http://192.0.2.1/")),
-    Row("nothing", status(204)),
+    Row("204 No Content", status(204)),
     Row("a gzip bomb", page(bomb(), Content_Encoding="gzip")),
     Row("a page of 64 MiB in gzip, without an end", packed(bomb())),
-    Row("gzip members of nothing, without an end", packed(gzip.compress(b"")), slow=True),
-    Row("gzip that is none", page(b"{}", Content_Encoding="gzip")),
+    Row("empty gzip members, without an end", packed(gzip.compress(b"")), slow=True),
+    Row("invalid gzip", page(b"{}", Content_Encoding="gzip")),
     Row("rubbish", sends(random.Random(1).randbytes(100_000))),
     Row("an SSH banner", sends(b"SSH-2.0-OpenSSH_9.2\r\n")),
-    Row("bytes that are no UTF-8", page(META + b'{"metadata":{"name":"\xff\xfe"}}]}'), heals=True),
+    Row("invalid UTF-8", page(META + b'{"metadata":{"name":"\xff\xfe"}}]}'), heals=True),
     Row("1,000 headers", sends(HEAD + b"A: b\r\n" * 1000 + b"\r\n{}")),
     Row("silence", Exchange.hang, slow=True),
     Row("a reset after the head", lambda e: (e.head(200), e.reset())),
@@ -249,27 +249,27 @@ ROWS: Final = (
     Row("500 in the watch",
         listed(line("ERROR", {"code": 500, "message": "x"}), then=Exchange.end)),
     Row("401 always", status(401)),
-    Row("403 with escapes in it", status(403, "\x1b[2J\x1b]0;x\x07")),
-    Row("pages that lead to each other", paged(next_page), slow=True),
-    Row("a page that leads to itself",
+    Row("403 with escape sequences", status(403, "\x1b[2J\x1b]0;x\x07")),
+    Row("endless pages", paged(next_page), slow=True),
+    Row("a page that continues with itself",
         page(b'{"metadata":{"continue":"x","resourceVersion":"5"},"items":[]}')),
 )  # fmt: skip
 BOUNDED: Final = tuple(
     row for row in ROWS
     if row.name in {
         "an endless error", "an endless head", "an endless page of objects", "a line of 64 MiB",
-        "10^5 arrays in each other, an item", "2,000,000 items",
+        "10^5 nested arrays, an item", "2,000,000 items",
         "a Service with 1,500,000 ports", "a length that is too long, and the end",
-        "HTTP/2's preface", "1xx without an end", "redirects", "a gzip bomb",
-        "a page of 64 MiB in gzip, without an end", "gzip that is none",
+        "HTTP/2 preface", "1xx without an end", "redirects", "a gzip bomb",
+        "a page of 64 MiB in gzip, without an end", "invalid gzip",
         "bookmarks that go back", "other content each time, and 410", "410 always",
     }
 )  # fmt: skip
-"""Those of a few seconds, one or two of each sort."""
+"""Rows that take a few seconds, one or two of each kind."""
 
 
 class _Always:
-    """A script of one step that never ends."""
+    """A script that repeats one step for ever."""
 
     def __init__(self, step: Step) -> None:
         self.step = step
@@ -279,7 +279,7 @@ class _Always:
 
 
 class Child:
-    """The four watches in their process, and what it last said of them."""
+    """The process with the four watches, and its last report."""
 
     def __init__(self, url: str) -> None:
         command = [sys.executable, "-m", "tests.fuzz.inputs.reflector_child", url]
@@ -288,7 +288,7 @@ class Child:
         self.peak = 0.0
 
     def watch(self, seconds: float, until: Callable[[dict[str, Any]], bool]) -> float:
-        """Seconds until a report is so. Raises AssertionError, also for too much memory."""
+        """Seconds until a report fulfils this. Raises AssertionError, also for too much memory."""
         assert self._process.stdout is not None
         begun = time.monotonic()
         while time.monotonic() - begun < seconds:
@@ -310,11 +310,11 @@ class Child:
         self._process.stdout.close()
 
 
-def is_told(report: dict[str, Any]) -> bool:
+def is_error_reported(report: dict[str, Any]) -> bool:
     return any(source["error"] or source["problems"] for source in report["sources"])
 
 
-def is_well(report: dict[str, Any]) -> bool:
+def is_healthy(report: dict[str, Any]) -> bool:
     return all(
         source["synced"] and source["state"] == "watching" and not source["error"]
         for source in report["sources"]
@@ -331,27 +331,27 @@ def child_of(url: str) -> Iterator[Child]:
 
 
 def survive(row: Row) -> str:
-    """Run one of them; how it went. Raises AssertionError."""
+    """Runs one row; returns how it went. Raises AssertionError."""
     with ScriptedServer() as server:
         script = _Always(row.step)
         server.script = script  # type: ignore[assignment]
         with child_of(server.url) as child:
             if row.heals:
-                told = child.watch(VISIBLE_SECONDS, is_well)
+                told = child.watch(VISIBLE_SECONDS, is_healthy)
             else:
-                told = child.watch(VISIBLE_SECONDS, is_told)
+                told = child.watch(VISIBLE_SECONDS, is_error_reported)
             hold = time.monotonic() + 1.0
             child.watch(10.0, lambda _: time.monotonic() > hold)
             script.step = ordinary
             healed = child.watch(
                 HEAL_SECONDS,
-                lambda report: is_well(report) and (row.heals or report["known"] >= 1),
+                lambda report: is_healthy(report) and (row.heals or report["known"] >= 1),
             )
             return f"visible {told:.1f} s, well {healed:.1f} s, {child.peak:.0f} MB"
 
 
 def campaign(seed: int, minutes: float | None) -> None:
-    """All of them, in an order of the seed's; `minutes` ends it early."""
+    """Runs all rows in an order that the seed decides; `minutes` ends it early."""
     deadline = None if minutes is None else time.monotonic() + 60 * minutes
     rows = list(ROWS)
     random.Random(seed).shuffle(rows)

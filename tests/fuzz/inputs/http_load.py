@@ -1,6 +1,6 @@
 """10,000 connections that misbehave, and slow readers of a page of 12 MB, against the server in a
-process of its own: honest probes take less than 50 ms, and its memory grows by 20 MB at most. The
-time in which the probe or the server waited for a processor is not counted.
+separate process. Honest probes must take less than 50 ms, and its memory may grow by 20 MB at most.
+Time in which the probe or the server waited for a CPU is not counted.
 """
 
 import contextlib
@@ -24,24 +24,26 @@ MOST_PROBE_SECONDS: Final = 0.05
 MOST_MEMORY: Final = 20 << 20
 PAGE_BYTES: Final = 12 << 20
 COUNT_SECONDS: Final = 5.0
-"""So often the large part of the page is a new one, as with serve/collector.py."""
+"""Interval at which the large part of the page is generated, as with serve/collector.py."""
 
 FRESH_SECONDS: Final = 1.0
-"""And so often the small one, as in serve/server.py."""
+"""Interval at which the small part is generated, as in serve/server.py."""
 
 READ_SECONDS: Final = 40.0
-"""Slow readers are at work for longer than an answer may take."""
+"""Slow readers run for longer than the time limit of a response."""
 
 
 class Page:
-    """/metrics as the agent makes it: a small part of its own, and a large one shared by pages."""
+    """/metrics as the agent generates it: a small part of its own, and a large one that pages
+    share.
+    """
 
     def __init__(self) -> None:
         self._counted, self._count_due = b"", 0.0
         self._answer, self._due = HttpResponse(200, b""), 0.0
 
     def answer(self, asked: HttpRequest) -> HttpResponse:
-        """The page, or a short word."""
+        """The page for /metrics, and a short text for other paths."""
         if asked.path != "/metrics":
             return HttpResponse(200, b"ok\n")
         now = time.monotonic()
@@ -57,20 +59,20 @@ class Page:
 
 
 class Remote(NamedTuple):
-    """A server in a process of its own."""
+    """A server in a separate process."""
 
     pid: int
     port: int
 
     def memory(self) -> int:
-        """Its resident bytes."""
+        """Its resident memory in bytes."""
         with open(f"/proc/{self.pid}/statm") as file:
             return int(file.read().split()[1]) * resource.getpagesize()
 
 
 @contextlib.contextmanager
 def remote() -> Iterator[Remote]:
-    """The server; killed at the end."""
+    """Forks a server; kills it at the end."""
     reader, writer = os.pipe()
     pid = os.fork()
     if not pid:
@@ -90,7 +92,7 @@ def remote() -> Iterator[Remote]:
 
 
 def allow(descriptors: int) -> None:
-    """Raises the limit of open files to the hard one; RuntimeError if that is too low."""
+    """Raises the limit of open files to the hard limit; RuntimeError if that is too low."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -99,9 +101,9 @@ def allow(descriptors: int) -> None:
 
 
 @contextlib.contextmanager
-def unhurried() -> Iterator[None]:
-    """This process, and those that it starts, go before others of this machine, if it may say so:
-    what is measured is the server and not what runs beside it.
+def real_time_priority() -> Iterator[None]:
+    """Gives this process and its children real-time priority, if permitted, because the server is
+    to be measured and not the load of this machine.
     """
     policy, parameter = os.sched_getscheduler(0), os.sched_getparam(0)
     with contextlib.suppress(PermissionError):
@@ -113,26 +115,26 @@ def unhurried() -> Iterator[None]:
 
 
 def mute(sock: socket.socket, _: bytes) -> None:
-    """Says nothing."""
+    """Sends nothing."""
 
 
 def slow(sock: socket.socket, _: bytes) -> None:
-    """Begins a request."""
+    """Sends the beginning of a request."""
     sock.send(b"GET / HTTP/1.1\r\nHo")
 
 
 def deaf(sock: socket.socket, _: bytes) -> None:
-    """Asks for the page again and again and reads nothing."""
+    """Requests the page repeatedly and reads nothing."""
     sock.send(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n" * 20)
 
 
 def pipeline(sock: socket.socket, _: bytes) -> None:
-    """As many requests as there is room for."""
+    """Sends as many requests as fit into the buffer."""
     sock.send(b"GET / HTTP/1.1\n\n" * 1000)
 
 
 def broken(sock: socket.socket, raw: bytes) -> None:
-    """What the grammar makes."""
+    """Sends bytes from the grammar of http_requests.py."""
     sock.send(raw)
 
 
@@ -142,12 +144,14 @@ NUISANCES: Final[tuple[Callable[[socket.socket, bytes], None], ...]] = (
 
 
 def open_one(at: Remote, number: int, seed: int) -> socket.socket:
-    """A connection that misbehaves in the way of this number, from one of many addresses."""
+    """Opens a connection that misbehaves in the way of this number, from one of several
+    addresses.
+    """
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16_384)
     sock.settimeout(10)
     sock.bind((f"127.0.{1 + number % 8}.1", 0))
-    with contextlib.suppress(OSError):  # refused, or ended at once: the server's good right
+    with contextlib.suppress(OSError):  # the server may refuse or end it at once
         sock.connect(("127.0.0.1", at.port))
         sock.setblocking(False)
         NUISANCES[number % len(NUISANCES)](sock, request(seed, number))
@@ -155,7 +159,7 @@ def open_one(at: Remote, number: int, seed: int) -> socket.socket:
 
 
 class Result(NamedTuple):
-    """What was measured: honest probes, and how much the server's memory grew at most."""
+    """The results of honest probes, and the largest growth of the server's memory."""
 
     probes: int
     median: float
@@ -169,13 +173,13 @@ class Result(NamedTuple):
         )
 
     def judge(self) -> None:
-        """AssertionError if a bound does not hold."""
+        """Raises AssertionError if a bound does not hold."""
         assert self.worst < MOST_PROBE_SECONDS, self
         assert self.memory <= MOST_MEMORY, self
 
 
-class Meter:
-    """Probes one server."""
+class LoadMeter:
+    """Probes one server and measures its memory."""
 
     def __init__(self, at: Remote) -> None:
         self._at, self._took = at, list[float]()
@@ -189,47 +193,47 @@ class Meter:
                 pass
         self._before = self._at.memory()
 
-    def look(self) -> None:
-        """Asks once."""
+    def measure(self) -> None:
+        """Probes once."""
         before = self._waited()
         took = probe(self._at.port)
         self._took.append(max(0.0, took - (self._waited() - before)))
         self._most = max(self._most, self._at.memory() - self._before)
 
     def _waited(self) -> float:
-        """Seconds that this thread and those of the server could run and had no processor: other
-        work of the machine took it, or the kernel's limit for processes with real-time priority.
+        """Seconds in which this thread or the server's threads were runnable without a CPU, because
+        of other processes or of the kernel's limit for real-time priority.
         """
         folders = [*Path(f"/proc/{self._at.pid}/task").iterdir(), Path("/proc/thread-self")]
         return sum(int((one / "schedstat").read_text().split()[1]) for one in folders) / 1e9
 
     def result(self) -> Result:
-        """All of them."""
+        """The result of all probes."""
         took = sorted(self._took)
         return Result(len(took), took[len(took) // 2], took[-1], self._most)
 
 
 def connections(seed: int, count: int = CONNECTIONS) -> Result:
-    """Opens them all, keeps them, and probes meanwhile and afterwards."""
+    """Opens all connections and keeps them; probes meanwhile and afterwards."""
     allow(count + 200)
-    with unhurried(), remote() as at, contextlib.ExitStack() as stack:
-        meter = Meter(at)
+    with real_time_priority(), remote() as at, contextlib.ExitStack() as stack:
+        meter = LoadMeter(at)
         for number in range(count):
             stack.enter_context(open_one(at, number, seed))
             if number % 20 == 0:
-                meter.look()
+                meter.measure()
         for _ in range(100):
-            meter.look()
+            meter.measure()
         return meter.result()
 
 
 def slow_readers(seed: int, seconds: float = READ_SECONDS) -> Result:
-    """As many as there may be ask for the page at random times and read a little of it; who is put
-    out comes again.
+    """As many clients as the server admits request the page at random times and read little of it;
+    the ones that it disconnects come back.
     """
     chance = random.Random(seed)
-    with unhurried(), remote() as at, contextlib.ExitStack() as stack:
-        meter = Meter(at)
+    with real_time_priority(), remote() as at, contextlib.ExitStack() as stack:
+        meter = LoadMeter(at)
         readers: list[socket.socket] = []
         end = time.monotonic() + seconds
         number = 2  # deaf(), as in open_one()
@@ -245,12 +249,12 @@ def slow_readers(seed: int, seconds: float = READ_SECONDS) -> Result:
             except OSError:
                 reader.close()
                 readers.remove(reader)
-            meter.look()
+            meter.measure()
         return meter.result()
 
 
 def campaign(seed: int, minutes: float | None) -> None:
-    """Both, once."""
+    """Runs both once."""
     for name, found in (("connections", connections(seed)), ("slow readers", slow_readers(seed))):
         print(f"{name}: {found}", flush=True)
         found.judge()

@@ -1,8 +1,8 @@
-"""Requests from a grammar that likes to break rules, to the health and metrics server.
+"""Requests from a grammar that often breaks the rules, to the health and metrics server.
 
-Three questions: does the server's loop ever meet a fault; is what h11 takes for a request the same
-request here; and are honest probes answered in time meanwhile, with how much memory. Every request
-follows from the seed and its number.
+The server's event loop must never meet a fault; what h11 reads as a request must be the same
+request here; and honest probes must be answered in time, with bounded memory. Every request follows
+from the seed and its number.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from kbpf.serve.message import HEAD_END, HttpRequest, HttpResponse, RequestHead,
 
 REQUESTS: Final = 1_000_000
 BATCH: Final = 500
-"""Requests of one connection, sent before the next one begins."""
+"""Requests sent between two honest probes."""
 
 METHODS = (b"GET", b"HEAD", b"POST", b"OPTIONS", b"", b"get", b"G\x00T", b"CONNECT", b"PRI",
            b"M" * 300, b"G-T", b"G(T", b"\xff")  # fmt: skip
@@ -45,7 +45,7 @@ PAGE: Final = HttpResponse(200, b"# a page\n" * 20_000)
 
 
 def pick(chance: random.Random, options: tuple[bytes, ...], first: float = 0.5) -> bytes:
-    """One of them; the first more often, so that some requests are right in most of their parts."""
+    """One of the options, more often the first, so that most parts of some requests are valid."""
     return options[0] if chance.random() < first else chance.choice(options)
 
 
@@ -57,7 +57,7 @@ def field(chance: random.Random, end: bytes) -> bytes:
 
 
 def request(seed: int, number: int) -> bytes:
-    """The bytes of one."""
+    """The bytes of the request with this number."""
     chance = random.Random(seed << 32 | number)
     if chance.random() < 0.02:
         return chance.randbytes(chance.randrange(1, 400))
@@ -79,11 +79,11 @@ def request(seed: int, number: int) -> bytes:
     return raw
 
 
-# ---- what is a request -------------------------------------------------------------------------
+# ---- comparison with h11 -----------------------------------------------------------------------
 
 
 def by_h11(head: bytes) -> h11.Request | None:
-    """The request that h11 sees in this head; None if it sees none."""
+    """The request that h11 reads from this head; None if it refuses it."""
     connection = h11.Connection(h11.SERVER, max_incomplete_event_size=1 << 20)
     connection.receive_data(head + b"\r\n\r\n")
     try:
@@ -94,8 +94,8 @@ def by_h11(head: bytes) -> h11.Request | None:
 
 
 def excused(head: bytes, theirs: h11.Request) -> bool:
-    """What h11 takes and we refuse on purpose: folded fields, which nobody sends any more, control
-    characters in values, other versions, and targets that are no path.
+    """What h11 accepts and we refuse on purpose: folded fields, which are obsolete, control
+    characters in values, other versions, and targets without a path.
     """
     lines = head.replace(b"\r\n", b"\n").split(b"\n")
     folded = any(line[:1] in (b" ", b"\t") for line in lines[1:])
@@ -124,7 +124,7 @@ def _readable(target: bytes) -> bool:
 
 
 def compare(raw: bytes) -> str:
-    """What we and h11 see differently in this request, or ""."""
+    """The difference between our reading of this request and h11's, or ""."""
     end = HEAD_END.search(raw)
     if end is None:
         return ""
@@ -161,7 +161,7 @@ def _differ(ours: RequestHead, theirs: h11.Request) -> str:
 
 @contextlib.contextmanager
 def serving(handler: Callable[[HttpRequest], HttpResponse]) -> Iterator[tuple[HttpServer, int]]:
-    """A server, and its port."""
+    """A running server, and its port."""
     server = HttpServer()
     server.start()
     try:
@@ -171,12 +171,14 @@ def serving(handler: Callable[[HttpRequest], HttpResponse]) -> Iterator[tuple[Ht
 
 
 def handler(asked: HttpRequest) -> HttpResponse:
-    """Small answers, and for /metrics one that does not fit into the kernel's buffers."""
+    """Short responses, and for /metrics one that does not fit into the kernel's buffers."""
     return PAGE if asked.path == "/metrics" else USUAL
 
 
 def probe(port: int) -> float:
-    """Seconds that an honest probe takes. It fails if the answer is not the usual one."""
+    """Seconds that an honest probe takes. Raises AssertionError if the response is not the usual
+    one.
+    """
     began = time.monotonic()
     with socket.create_connection(("127.0.0.1", port), 5) as sock:
         sock.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
@@ -189,7 +191,7 @@ def probe(port: int) -> float:
 
 
 def send(port: int, raw: bytes) -> None:
-    """Sends it, however the server takes it, and reads a little of what comes."""
+    """Sends it, whether the server accepts it or not, and reads a little of the response."""
     with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 5) as sock:
         sock.setblocking(False)
         sock.send(raw)
@@ -197,14 +199,14 @@ def send(port: int, raw: bytes) -> None:
 
 
 def resident() -> int:
-    """Bytes of memory of this process."""
+    """Resident memory of this process in bytes."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * 4096
 
 
 def run(seed: int, count: int, deadline: float = float("inf")) -> dict[str, float]:
-    """Sends `count` requests; raises AssertionError with the number of the one that found
-    something. What was measured.
+    """Sends `count` requests; returns the measurements. Raises AssertionError with the number of
+    the request that found something.
     """
     worst, sent, memory = 0.0, 0, 0
     with serving(handler) as (server, port):
@@ -232,7 +234,7 @@ def run(seed: int, count: int, deadline: float = float("inf")) -> dict[str, floa
 
 
 def requests(seed: int, minutes: float | None) -> None:
-    """The campaign."""
+    """The campaign `http-requests`."""
     deadline = float("inf") if minutes is None else time.monotonic() + minutes * 60
     found = run(seed, REQUESTS, deadline)
     print(" ".join(f"{name}={value}" for name, value in found.items()), flush=True)

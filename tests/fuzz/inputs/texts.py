@@ -1,7 +1,7 @@
-"""Random objects and bytes into what reads them: manifests, configuration, kubeconfig, pages.
+"""Random objects and bytes for the parsers of manifests, configuration, kubeconfig files and pages.
 
-What must hold, whatever comes: no exception but KbpfError; a bound of time; one file of a folder
-and one object of a list spoil only themselves; and what was decoded can be planned.
+Whatever the input is, the only exceptions are KbpfErrors, time is bounded, a bad file of a folder
+or a bad object of a list spoils only itself, and decoded objects can be planned.
 """
 
 import json
@@ -28,9 +28,9 @@ from kbpf.source.folder.folder import FolderSource
 
 TEXTS: Final = 1_000_000
 SLOW_SECONDS: Final = 2.0
-"""Processor time of one text, on a busy machine."""
+"""CPU time for one text, on a busy machine."""
 
-GOOD: Final = (
+VALID: Final = (
     """\
 apiVersion: v1
 kind: Service
@@ -108,7 +108,7 @@ VALUES: Final[tuple[Any, ...]] = (
 
 
 def garbled(chance: random.Random, text: str) -> bytes:
-    """The text with some of it cut, doubled, replaced or moved; sometimes bytes of nobody's."""
+    """The text with parts cut, doubled, replaced or moved, and sometimes with random bytes."""
     for _ in range(chance.randint(1, 6)):
         at, other = sorted(chance.randint(0, len(text)) for _ in range(2))
         match chance.randrange(5):
@@ -146,7 +146,7 @@ def changed(chance: random.Random, value: Any) -> Any:
 
 
 def manifest(chance: random.Random, folder: Path) -> None:
-    text = "---\n".join(chance.sample(GOOD, chance.randint(1, len(GOOD))))
+    text = "---\n".join(chance.sample(VALID, chance.randint(1, len(VALID))))
     contents = documents.parse_documents("a.yaml", garbled(chance, text))
     assert len(contents.problems) <= documents.MAX_PROBLEMS_PER_FILE + 1
     assert all(map(str.isprintable, contents.problems))
@@ -163,11 +163,13 @@ def kubeconfig(chance: random.Random, folder: Path) -> None:
 
 
 def one_file_of_a_folder(chance: random.Random, folder: Path) -> None:
-    """Between two good ones."""
+    """A bad file between two good ones."""
     for name in ("a", "c"):
-        text = GOOD[0].replace("name: web,", f"name: {name}-good,").replace("192.0.2", "198.51.100")
+        text = (
+            VALID[0].replace("name: web,", f"name: {name}-good,").replace("192.0.2", "198.51.100")
+        )
         (folder / f"{name}.yaml").write_text(text)
-    (folder / "b.yaml").write_bytes(garbled(chance, "---\n".join(GOOD)))
+    (folder / "b.yaml").write_bytes(garbled(chance, "---\n".join(VALID)))
     said: list[Event] = []
     FolderSource(folder, said.append, "n").poll()
     names = {event.key.name for event in said if isinstance(event, Upsert)}
@@ -175,7 +177,7 @@ def one_file_of_a_folder(chance: random.Random, folder: Path) -> None:
 
 
 def objects(chance: random.Random, folder: Path) -> None:
-    """Those that a hostile API server may send, up to what is planned of them."""
+    """Objects as a hostile API server may send them, from decoding to the desired state."""
     world, desired, config = ObjectStore("n"), DesiredStateBuilder(), Config()
     events: list[Event] = [Synced(kind) for kind in Kind]
     for _ in range(chance.randint(1, 8)):
@@ -195,7 +197,7 @@ def objects(chance: random.Random, folder: Path) -> None:
 
 
 def watch_lines(chance: random.Random, folder: Path) -> None:
-    """Bytes of a watch: nothing raises, and what follows a bad line is read."""
+    """Bytes of a watch: no exception, and the line after a bad one is read."""
     kind, good = chance.choice(PLAIN)
     stream = WatchStream(kind)
     text = json.dumps({"type": "ADDED", "object": good})
@@ -205,7 +207,7 @@ def watch_lines(chance: random.Random, folder: Path) -> None:
 
 
 def a_page(chance: random.Random, folder: Path) -> None:
-    """What is no page is msgspec's complaint."""
+    """A page is decoded, or msgspec refuses it."""
     _, good = chance.choice(PLAIN)
     text = json.dumps({"metadata": {"resourceVersion": "5"}, "items": [good, good]})
     data = garbled(chance, text)
@@ -219,7 +221,7 @@ def a_page(chance: random.Random, folder: Path) -> None:
 def _plain() -> list[tuple[Kind, dict[str, Any]]]:
     import yaml
 
-    made = [yaml.safe_load(text) for text in GOOD]
+    made = [yaml.safe_load(text) for text in VALID]
     return [(Kind(each["kind"]), each) for each in made]
 
 
@@ -230,7 +232,9 @@ TARGETS: Final[tuple[Callable[[random.Random, Path], None], ...]] = (
 
 
 def run(target: Callable[[random.Random, Path], None], seed: int, texts: int) -> int:
-    """So many texts; how many were refused. Raises AssertionError with what to repeat it by."""
+    """Tries so many texts; returns how many were refused. AssertionErrors name the seed
+    and number.
+    """
     refused = 0
     with tempfile.TemporaryDirectory() as name:
         for number in range(texts):
@@ -250,7 +254,7 @@ def run(target: Callable[[random.Random, Path], None], seed: int, texts: int) ->
 
 
 def campaign(seed: int, minutes: float | None) -> None:
-    """TEXTS in all, or as many as `minutes` allow, in turns of a thousand for each target."""
+    """Tries TEXTS in total, or as many as `minutes` allow, a thousand for each target in turn."""
     deadline = None if minutes is None else time.monotonic() + 60 * minutes
     done = 0
     while done < TEXTS and (deadline is None or time.monotonic() < deadline):
