@@ -102,7 +102,7 @@ def is_valid_entry(name: str, key: bytes, raw: bytes) -> bool:
 
 
 def read_maps(maps: Mapping[str, Map]) -> Adopted:
-    """Reads all maps."""
+    """Reads the maps of an earlier agent. Corrupt entries are logged, and recorded for removal."""
     adopted = Adopted()
     contents = {name: _read_valid(name, maps[name], adopted) for name in MAPS_READ}
     by_id = _adopt_backends(contents, adopted)

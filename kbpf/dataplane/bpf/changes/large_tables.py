@@ -55,7 +55,7 @@ class TableBuilder:
         self._steps = self._build(table_key(backends, spread), backends, spread)
 
     def step(self) -> None:
-        """Builds one piece."""
+        """Builds one piece of the table: computes a part of it, or writes BATCH_SLOTS slots."""
         assert self._steps is not None
         if next(self._steps, self) is self:
             self._steps = None

@@ -54,7 +54,7 @@ class ProgrammedSet(msgspec.Struct, frozen=True):
     table: int = 0
 
     def matches(self, backends: BackendSet, spread: Spread, in_set_members: bool) -> bool:
-        """Whether the set is as desired."""
+        """Whether this set can stay as it is for these inputs."""
         if self.backends != backends:
             return False
         if not backends:

@@ -79,7 +79,6 @@ class AgentMaps:
         return opened_maps.adopted
 
     def close(self) -> None:
-        """Closes the descriptors."""
         pinning.close_all(self.maps.values())
         self.migration.close()
         self.maps = {}
@@ -190,7 +189,7 @@ class AgentMaps:
                     break
 
     def stop_copying(self) -> None:
-        """Stops writing to the larger maps."""
+        """Abandons a copy(): from now on writes go to the current maps only."""
         self._copies = {}
 
     def switch(self, larger: Mapping[str, Map]) -> None:

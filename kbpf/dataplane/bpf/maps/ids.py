@@ -32,15 +32,14 @@ class IdAllocator:
         self._saved_meta = meta
 
     def allocate_service(self) -> int:
-        """A new Service port id."""
+        """A new id for a Service port of one family."""
         return self._allocate(0)
 
     def allocate_backend(self) -> int:
-        """A new backend id."""
         return self._allocate(1)
 
     def allocate_set(self) -> int:
-        """A new backend set id."""
+        """A new id for a backend set or a table; both are in `backend_slots`."""
         return self._allocate(2)
 
     def _allocate(self, kind: int) -> int:

@@ -107,7 +107,7 @@ class DeviceAttachments:
         self._report = DeviceReport()
 
     def status(self) -> DeviceReport:
-        """The report of the last sync()."""
+        """The report of the last sync(); empty before the first."""
         return self._report
 
     def decide_roles(self, devices: Iterable[Device]) -> Mapping[int, RoleChoice]:

@@ -72,7 +72,6 @@ class PacketGeneration:
         return self.programs["tc_ingress" if direction is Direction.INGRESS else "tc_egress"]
 
     def close(self) -> None:
-        """Closes the descriptors."""
         close_all((*self.programs.values(), *self.private_maps.values()))
 
 

@@ -110,7 +110,6 @@ class LoadedPrograms:
     private_maps: dict[str, Map] = field(default_factory=dict)
 
     def close(self) -> None:
-        """Closes the descriptors."""
         close_all((*self.programs.values(), *self.private_maps.values()))
 
 
