@@ -1,11 +1,11 @@
-"""Long runs that look for what the suite's bounded parts would not meet: `make campaigns`.
+"""Long randomised runs that find what the test suite's bounded runs do not: `make campaigns`.
 
     python -m tests.campaigns                         # all of them
     python -m tests.campaigns --only packets --seed 7 --minutes 5
 
-A campaign is a function of a seed and of the minutes it may take (None: its whole volume). It
-prints what it measures, and raises if it finds anything, with what is needed to repeat it. Seeds
-and outcomes are appended to build/campaigns/runs.jsonl.
+A campaign is a function of a seed and a time limit in minutes (None: its full volume). It prints
+its measurements, and raises if it finds a failure, with what is needed to reproduce it. Seeds and
+outcomes are appended to build/campaigns/runs.jsonl.
 """
 
 import argparse
@@ -39,7 +39,7 @@ CAMPAIGNS: Final[dict[str, str]] = {
     "memory": "tests.chaos.campaigns:memory",
     "soak": "tests.chaos.campaigns:soak",
 }
-"""Name → module:function. Imported when it runs: not each needs what others need."""
+"""Name → module:function, imported only when it runs: campaigns have different dependencies."""
 
 KEPT: Final = Path("build/campaigns/runs.jsonl")
 
@@ -52,7 +52,7 @@ def find(name: str) -> Campaign:
 
 
 def run(name: str, seed: int, minutes: float | None) -> bool:
-    """Runs one, tells how it ended, and keeps that; whether it found nothing."""
+    """Runs a campaign, prints and records its outcome; returns whether it passed."""
     print(f"== {name}: seed {seed}", flush=True)
     began, outcome = time.monotonic(), "passed"
     try:
@@ -70,19 +70,26 @@ def run(name: str, seed: int, minutes: float | None) -> bool:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status 1 if any campaign found something."""
+    """Runs the chosen campaigns; exit status 1 if any found a failure."""
     parser = argparse.ArgumentParser(prog="python -m tests.campaigns", description=__doc__)
     parser.add_argument("--only", nargs="*", choices=sorted(CAMPAIGNS), metavar="NAME",
-                        help=f"of {', '.join(sorted(CAMPAIGNS))}")  # fmt: skip
-    parser.add_argument("--seed", type=int, default=None, help="of all; else each its own")
-    parser.add_argument("--minutes", type=float, default=None, help="for each; else all its volume")
+                        help=f"campaigns to run, of {', '.join(sorted(CAMPAIGNS))}")  # fmt: skip
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=None,
+        help="seed of all campaigns; default: a random one for each",
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=None, help="time limit of each; default: its full volume"
+    )
     given = parser.parse_args(arguments)
     failed = []
     for name in given.only or CAMPAIGNS:
         seed = random.SystemRandom().randrange(1 << 32) if given.seed is None else given.seed
         if not run(name, seed, given.minutes):
             failed.append(name)
-    print(f"failed: {' '.join(failed)}" if failed else "no campaign found anything", flush=True)
+    print(f"failed: {' '.join(failed)}" if failed else "no campaign found a failure", flush=True)
     return 1 if failed else 0
 
 

@@ -1,4 +1,4 @@
-"""What every test may ask for."""
+"""Plugins and settings of all tests."""
 
 import logging
 import os
@@ -13,8 +13,8 @@ pytest_plugins = [
     "tests.support.cluster.fixtures_apiserver",
 ]
 
-# The same commit gets the same verdict: the examples follow from the test's text. Who looks for new
-# ones says HYPOTHESIS_PROFILE=search. No clock decides: the machine may be busy.
+# The same commit gives the same result: examples are derived from the test's code.
+# HYPOTHESIS_PROFILE=search looks for new ones. No deadlines, as the machine may be busy.
 _NO_CLOCK = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("same", _NO_CLOCK, derandomize=True)
 settings.register_profile("search", _NO_CLOCK, max_examples=2_000)
@@ -23,7 +23,9 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 @pytest.fixture(autouse=True)
 def _log() -> Iterator[None]:
-    """What `kbpf run` in this process does to the log is undone: others listen there."""
+    """Restores the logger that `kbpf run` in this process configures; pytest's handlers use it
+    too.
+    """
     log = logging.getLogger("kbpf")
     before = log.handlers[:], log.level, log.propagate
     yield
@@ -31,12 +33,14 @@ def _log() -> Iterator[None]:
 
 
 LOG_LINES = 20
-"""Of each captured text of a failed test: the last ones tell, and a report of CI has few lines."""
+"""How many lines of each captured output of a failed test are reported: the last ones matter, and
+CI reports are short.
+"""
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Shortens what a failed test has printed and logged."""
+    """Shortens the captured output and log of a test."""
     report = yield
     report.sections = [(name, shortened(text)) for name, text in report.sections]
     return report

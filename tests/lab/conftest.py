@@ -1,4 +1,4 @@
-"""One cluster for all tests that leave it as it was."""
+"""One cluster shared by all tests that restore its state."""
 
 from collections.abc import Iterator
 
@@ -13,6 +13,6 @@ LABEL = ("--socket-lb-label", "true")
 
 @pytest.fixture(scope="session")
 def cluster(programs: None) -> Iterator[Cluster]:
-    """Two nodes. A test uses Services of its own, and removes them."""
+    """A cluster of two nodes. A test creates separate Services and deletes them."""
     with FolderCluster(2, "s") if PACKETS else Cluster(2, "s", arguments=LABEL) as made:
         yield made

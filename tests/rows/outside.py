@@ -1,6 +1,6 @@
-"""What answers clients outside of the cluster, and pods whose sockets nobody sees.
+"""Which backends answer clients outside the cluster, and pods whose sockets are not hooked.
 
-The nodes, the pods and the client are those of tests/support/lab/field.py: packets are served.
+The nodes, the pods and the client are those of tests/support/lab/field.py, with the packet path on.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from tests.support.lab.field import DROPPED, KINDS, NODES4, NODES6, OUT4, OUT6, 
 from tests.support.lab.placed import HOST_PORT, Placed
 
 SETS = {1: "a1", 2: "b1", 3: "a1 b1"}
-"""Local, remote, both: TCP at 10 + number, UDP at 20 + number."""
+"""Local, remote, both: TCP Services at 10 + number, UDP at 20 + number."""
 
 
 def objects(placed: Placed) -> list[Object]:
@@ -52,16 +52,16 @@ def rows() -> Iterator[Dial]:
 
         for kind in KINDS[:3]:
             for number, who in SETS.items():
-                yield row(f"Cluster, {who}: as the node", kind, number, who, own)
+                yield row(f"Cluster, {who}: masqueraded", kind, number, who, own)
             yield row("Local: the client's own address", kind, 4, "a1", client)
             yield row("no endpoints", kind, 6, REFUSED)
             yield row("a backend in the node's network", kind, 7, "a-net", client)
-            yield row("one in the other node's network", kind, 8, "b-net", own)
-        yield row("the other node's", "NodePort", 1, "a1", (NODES6 if v6 else NODES4)[1],
+            yield row("a backend in the other node's network", kind, 8, "b-net", own)
+        yield row("at the other node", "NodePort", 1, "a1", (NODES6 if v6 else NODES4)[1],
                   node_number=2)  # fmt: skip
         yield row("Local, at the other node", "NodePort", 4, "b1", client, node_number=2)
         for kind in ("NodePort", "VIP"):
-            yield row("Local, none here", kind, 5, DROPPED)
+            yield row("Local, no local endpoint", kind, 5, DROPPED)
         yield row("a local backend: the client's own address", "ClusterIP", 1, "a1", client)
         yield row("no endpoints", "ClusterIP", 6, REFUSED)
 
@@ -70,20 +70,48 @@ def ranges() -> Iterator[Dial]:
     for v6 in (False, True):
         say, own = "v6" if v6 else "v4", (NODES6 if v6 else NODES4)[0]
         out = "outside"
-        yield Dial(f"{say} ranges, in", out, at("VIP", 32, v6), "a1 b1", "tcp", own)
-        yield Dial(f"{say} ranges, not in", out, at("VIP", 33, v6), DROPPED, "tcp")
-        yield Dial(f"{say} ranges, not in, UDP", out, at("VIP", 34, v6), DROPPED, "udp")
-        yield Dial(f"{say} not for NodePorts", out, at("NodePort", 33, v6), "a1 b1", "tcp", own)
-        yield Dial(f"{say} not for external IPs", out, at("ExternalIP", 33, v6), "a1 b1", "tcp",
-                   own)  # fmt: skip
-        yield Dial(f"{say} a pod, not in", "a2!", at("VIP", 33, v6), DROPPED, "tcp")
-        yield Dial(f"{say} a pod, in", "a2!", at("VIP", 35, v6), "a1", "tcp", own)
-        yield Dial(f"{say} a hooked pod, in", "a2", at("VIP", 35, v6), "a1", "tcp", own)
-        yield Dial(f"{say} a hooked pod, not in", "a2", at("VIP", 33, v6), DROPPED, "tcp")
+        yield Dial(f"{say} source ranges, admitted", out, at("VIP", 32, v6), "a1 b1", "tcp", own)
+        yield Dial(f"{say} source ranges, not admitted", out, at("VIP", 33, v6), DROPPED, "tcp")
+        yield Dial(
+            f"{say} source ranges, not admitted, UDP", out, at("VIP", 34, v6), DROPPED, "udp"
+        )
+        yield Dial(
+            f"{say} source ranges do not restrict NodePorts",
+            out,
+            at("NodePort", 33, v6),
+            "a1 b1",
+            "tcp",
+            own,
+        )
+        yield Dial(f"{say} source ranges do not restrict external IPs", out,
+                   at("ExternalIP", 33, v6), "a1 b1", "tcp", own)  # fmt: skip
+        yield Dial(
+            f"{say} source ranges, a pod, not admitted", "a2!", at("VIP", 33, v6), DROPPED, "tcp"
+        )
+        yield Dial(
+            f"{say} source ranges, a pod, admitted", "a2!", at("VIP", 35, v6), "a1", "tcp", own
+        )
+        yield Dial(
+            f"{say} source ranges, a hooked pod, admitted",
+            "a2",
+            at("VIP", 35, v6),
+            "a1",
+            "tcp",
+            own,
+        )
+        yield Dial(
+            f"{say} source ranges, a hooked pod, not admitted",
+            "a2",
+            at("VIP", 33, v6),
+            DROPPED,
+            "tcp",
+        )
 
 
 def unhooked() -> Iterator[Dial]:
-    """a2 is 10.244.1.3. Its own node masquerades to what is no ClusterIP, as kube-proxy does."""
+    """a2 is 10.244.1.3. Its node masquerades it for all addresses but ClusterIPs, as kube-proxy
+    does.
+    """
     for protocol, v6 in product(("tcp", "udp"), (False, True)):
         base = 10 if protocol == "tcp" else 20
         say = f"{protocol} {'v6' if v6 else 'v4'}"
@@ -99,7 +127,7 @@ def unhooked() -> Iterator[Dial]:
             yield Dial(f"{say} {kind} no endpoints", "a2!", at(kind, base + 6, v6), REFUSED,
                        protocol)  # fmt: skip
         to = at("NodePort", base + 5, v6)
-        yield Dial(f"{say} Local, none here: short circuit", "a2!", to, "b1", protocol, pod)
+        yield Dial(f"{say} Local, no local endpoint: short circuit", "a2!", to, "b1", protocol, pod)
         to = at("NodePort", base + 1, v6, 2)
         yield Dial(f"{say} the other node's NodePort", "a2!", to, "a1", protocol, other)
         to = at("NodePort", base + 7, v6)
@@ -107,7 +135,7 @@ def unhooked() -> Iterator[Dial]:
 
 
 def unknown_ports() -> Iterator[Dial]:
-    """Nobody has them."""
+    """ClusterIPs at a port that no Service has."""
     for protocol, v6, who in product(("tcp", "udp"), (False, True), ("outside", "a2!")):
         to = at("ClusterIP", 11, v6).removesuffix(":80") + ":81"
         say = f"{protocol} {'v6' if v6 else 'v4'}"

@@ -1,8 +1,8 @@
-"""Which endpoints serve whom: conditions, traffic policies, hints, and every kind of address.
+"""Which endpoints serve which client: conditions, traffic policies, hints, every kind of address.
 
-Rows are of kube-proxy's own tables (matrix of destinations, choice of endpoints). node-1 has the
-pods a1, a2, a3 and is in zone-1; node-2 has b1, b2, b3 and is in zone-2. A NodePort is dialled on
-the client's own node. Sockets are served, packets are not.
+The rows follow kube-proxy's own test tables (destinations, choice of endpoints). node-1 has the
+pods a1, a2, a3 and is in zone-1; node-2 has b1, b2, b3 and is in zone-2. NodePorts are dialled at
+the client's own node. Clients are served by the socket hooks only; the packet path is off.
 """
 
 from tests.support.cluster.kube_objects import Object
@@ -14,14 +14,14 @@ OTHER, OTHER6 = "198.18.0.2", "[fd00:198:18::2]"  # node-2
 
 
 def ingress(objects: list[Object], *addresses: str, mode: str | None = None) -> list[Object]:
-    """The Service among them has these load balancer addresses."""
+    """Sets the load balancer addresses of the Service, the first of the objects."""
     rows = [{"ip": address} | ({"ipMode": mode} if mode else {}) for address in addresses]
     objects[0]["status"] = {"loadBalancer": {"ingress": rows}}
     return objects
 
 
 def conditions(placed: Placed) -> list[Object]:
-    """Which endpoints serve, and the internal policy."""
+    """Services about endpoint conditions and the internal traffic policy."""
     web = placed.web
     local = {"internal_policy": "Local"}
     return [
@@ -43,7 +43,7 @@ def conditions(placed: Placed) -> list[Object]:
 
 
 def hints(placed: Placed) -> list[Object]:
-    """Zones and nodes."""
+    """Services about hints for zones and nodes."""
     web = placed.web
     return [
         *web(60, "a1@zone-1 a2@zone-1 b1@zone-2"),
@@ -59,7 +59,7 @@ def hints(placed: Placed) -> list[Object]:
 
 
 def external(placed: Placed) -> list[Object]:
-    """NodePorts, external IPs, load balancers, and the external policy."""
+    """NodePorts, external IPs, load balancers, and the external traffic policy."""
     web, local = placed.web, {"external_policy": "Local"}
     lb = {"type": "LoadBalancer"}
     return [
@@ -84,54 +84,55 @@ def external(placed: Placed) -> list[Object]:
 
 
 def objects(placed: Placed) -> list[Object]:
-    """All of them."""
+    """The objects of all rows."""
     return [*conditions(placed), *hints(placed), *external(placed)]
 
 
 CONDITIONS = (
-    Dial("ready and unknown serve, not ready and dying don't", "a3", "10.96.0.40:80", "a1 b2"),
-    Dial("nothing that is ready or serves", "a3", "10.96.0.41:80", REFUSED),
-    Dial("all terminate: those that serve", "a3", "10.96.0.42:80", "a1 b1"),
-    Dial("one is ready: no terminating one", "a3", "10.96.0.43:80", "b1"),
-    Dial("publishNotReadyAddresses: ready is what the slice says", "a3", "10.96.0.44:80", "a1 b1"),
+    Dial("ready and unset serve, unready and dying do not", "a3", "10.96.0.40:80", "a1 b2"),
+    Dial("no endpoint is ready or serving", "a3", "10.96.0.41:80", REFUSED),
+    Dial("all terminate: the serving ones are used", "a3", "10.96.0.42:80", "a1 b1"),
+    Dial("one is ready: terminating ones are not used", "a3", "10.96.0.43:80", "b1"),
+    Dial("publishNotReadyAddresses: the slice's ready", "a3", "10.96.0.44:80", "a1 b1"),
     Dial("internal Local", "a3", "10.96.0.45:80", "a1 a2"),
     Dial("internal Local, from a host", "host-1", "10.96.0.45:80", "a1 a2"),
     Dial("internal Local, the other node", "b3", "10.96.0.45:80", "b1"),
-    Dial("internal Local, from the other host's network", "b-net", "10.96.0.45:80", "b1"),
-    Dial("internal Local, none here: dropped", "b3", "10.96.0.46:80", DROPPED),
-    Dial("internal Local, none here, from a host", "host-2", "10.96.0.46:80", DROPPED),
-    Dial("internal Local, none here, from a pod of the host's", "b-net", "10.96.0.46:80", DROPPED),
-    Dial("internal Local, none here, IPv6", "b3", "[fd00:10:96::46]:80", DROPPED),
-    Dial("internal Local, IPv6, some here", "a3", "[fd00:10:96::46]:80", "a1 a2"),
-    Dial("internal Local, UDP, some here", "a3", "10.96.0.47:80", "a1 a2", "udp"),
-    Dial("internal Local, UDP, none here", "b3", "10.96.0.47:80", DROPPED, "udp"),
-    Dial("internal Local, UDP connected, none here", "b3", "10.96.0.47:80", DROPPED,
+    Dial("internal Local, from a host-network pod", "b-net", "10.96.0.45:80", "b1"),
+    Dial("internal Local, no local endpoint: dropped", "b3", "10.96.0.46:80", DROPPED),
+    Dial("internal Local, no local endpoint, from a host", "host-2", "10.96.0.46:80", DROPPED),
+    Dial("internal Local, no local endpoint, from a host-network pod", "b-net", "10.96.0.46:80",
+         DROPPED),
+    Dial("internal Local, no local endpoint, IPv6", "b3", "[fd00:10:96::46]:80", DROPPED),
+    Dial("internal Local, IPv6, local endpoints", "a3", "[fd00:10:96::46]:80", "a1 a2"),
+    Dial("internal Local, UDP, local endpoints", "a3", "10.96.0.47:80", "a1 a2", "udp"),
+    Dial("internal Local, UDP, no local endpoint", "b3", "10.96.0.47:80", DROPPED, "udp"),
+    Dial("internal Local, UDP connected, no local endpoint", "b3", "10.96.0.47:80", DROPPED,
          "udp-connected"),
     Dial("internal Local, none anywhere: refused", "a3", "10.96.0.48:80", REFUSED),
     Dial("internal Local, a local one drains, a ready one is remote", "a3", "10.96.0.49:80", "a1"),
-    Dial("the same where the ready one is", "b3", "10.96.0.49:80", "b1"),
+    Dial("internal Local, at the node of the ready one", "b3", "10.96.0.49:80", "b1"),
     Dial("internal Local, the local one is not ready", "a3", "10.96.0.50:80", DROPPED),
     Dial("internal Local, none is ready anywhere", "a3", "10.96.0.51:80", REFUSED),
-    Dial("internal Local is for the ClusterIP", "a3", "10.96.0.52:80", "a1"),
-    Dial("its NodePort has the external policy", "a3", f"{OWN}:30052", "a1 b1"),
-    Dial("none here, on the NodePort", "host-1", f"{OWN}:30053", "b1"),
+    Dial("internal Local applies to the ClusterIP", "a3", "10.96.0.52:80", "a1"),
+    Dial("internal Local does not apply to the NodePort", "a3", f"{OWN}:30052", "a1 b1"),
+    Dial("internal Local, no local endpoint: not for the NodePort", "host-1", f"{OWN}:30053", "b1"),
 )  # fmt: skip
 
 HINTS = (
     Dial("hinted for zone-1", "a3", "10.96.0.60:80", "a1 a2"),
     Dial("hinted for zone-2", "b3", "10.96.0.60:80", "b1"),
     Dial("hinted for zone-2, from a host", "host-2", "10.96.0.60:80", "b1"),
-    Dial("one without a hint: hints are off", "b3", "10.96.0.61:80", "a1 a2 b1"),
-    Dial("none for our zone: hints are off", "a3", "10.96.0.62:80", "a1 b1"),
+    Dial("an endpoint without a hint: hints are ignored", "b3", "10.96.0.61:80", "a1 a2 b1"),
+    Dial("no hint for our zone: hints are ignored", "a3", "10.96.0.62:80", "a1 b1"),
     Dial("hinted for node-1", "a3", "10.96.0.63:80", "a1 a2"),
     Dial("hinted for node-2", "b3", "10.96.0.63:80", "b1"),
-    Dial("a node's hint goes before a zone's", "a3", "10.96.0.64:80", "a1"),
-    Dial("the same on node-2", "b3", "10.96.0.64:80", "a2 b1"),
-    Dial("no node's hint for us: the zone's", "a3", "10.96.0.65:80", "a1 a2"),
-    Dial("only the ready ones must have hints", "a3", "10.96.0.66:80", "a2"),
-    Dial("internal Local goes before hints", "a3", "10.96.0.67:80", "a1"),
-    Dial("a draining one's hint is nothing: the ready one's rules", "b3", "10.96.0.68:80", "b1"),
-    Dial("none ready for our zone, one elsewhere", "a3", "10.96.0.68:80", "b1"),
+    Dial("hints for nodes take precedence over zones", "a3", "10.96.0.64:80", "a1"),
+    Dial("hints for nodes take precedence, node-2", "b3", "10.96.0.64:80", "a2 b1"),
+    Dial("no hint for our node: hints for zones", "a3", "10.96.0.65:80", "a1 a2"),
+    Dial("only ready endpoints need hints", "a3", "10.96.0.66:80", "a2"),
+    Dial("internal Local takes precedence over hints", "a3", "10.96.0.67:80", "a1"),
+    Dial("the hint of a draining endpoint is ignored", "b3", "10.96.0.68:80", "b1"),
+    Dial("only a draining endpoint for our zone: ignored", "a3", "10.96.0.68:80", "b1"),
 )
 
 NODE_PORTS = (
@@ -148,44 +149,45 @@ NODE_PORTS = (
     Dial("pod to its own 127.0.0.1: its own server", "a3", "127.0.0.1:30070", "a3:30070",
          backend_sees="127.0.0.1"),
     Dial("pod to its own ::1", "a3", "[::1]:30070", "a3:30070", backend_sees="::1"),
-    Dial("another pod to its own 127.0.0.1: nobody", "a2", "127.0.0.1:30070", CLOSED),
-    Dial("an address in the pods' network is no NodePort address", "host-1", "10.244.1.1:30070",
+    Dial("another pod to its own 127.0.0.1: no server", "a2", "127.0.0.1:30070", CLOSED),
+    Dial("NodePort at a pod network address: not served", "host-1", "10.244.1.1:30070",
          CLOSED),
     Dial("UDP, host", "host-1", f"{OWN}:30071", "a1 b1", "udp"),
     Dial("UDP, host, 127.0.0.1", "host-1", "127.0.0.1:30071", "a1 b1", "udp"),
     Dial("UDP, pod, IPv6, connected", "a3", f"{OWN6}:30071", "a1 b1", "udp-connected"),
     Dial("no endpoints", "host-1", f"{OWN}:30072", REFUSED),
-    Dial("external Local, none here: the short circuit, host", "host-1", f"{OWN}:30073", "b1"),
-    Dial("external Local, none here: the short circuit, pod", "a3", f"{OWN}:30073", "b1"),
-    Dial("external Local, none here: 127.0.0.1", "host-1", "127.0.0.1:30073", "b1"),
-    Dial("external Local is not for the ClusterIP", "a3", "10.96.0.73:80", "b1"),
+    Dial("external Local, no local endpoint: the short circuit, host", "host-1", f"{OWN}:30073",
+         "b1"),
+    Dial("external Local, no local endpoint: the short circuit, pod", "a3", f"{OWN}:30073", "b1"),
+    Dial("external Local, no local endpoint: 127.0.0.1", "host-1", "127.0.0.1:30073", "b1"),
+    Dial("external Local does not apply to the ClusterIP", "a3", "10.96.0.73:80", "b1"),
 )  # fmt: skip
 
 EXTERNAL = (
     Dial("external IP, pod", "a3", "192.0.2.74:80", "a1 b1"),
     Dial("external IP, host", "host-2", "192.0.2.74:80", "a1 b1"),
-    Dial("external IP that the node has", "host-1", "198.51.100.74:80", "a1 b1"),
+    Dial("external IP on a device of the node", "host-1", "198.51.100.74:80", "a1 b1"),
     Dial("external IP, another port", "a3", "192.0.2.74:81", UNSERVED),
-    Dial("external IP, Local, none here, pod", "a3", "192.0.2.75:80", "b1"),
-    Dial("external IP, Local, none here, host", "host-1", "192.0.2.75:80", "b1"),
+    Dial("external IP, Local, no local endpoint, pod", "a3", "192.0.2.75:80", "b1"),
+    Dial("external IP, Local, no local endpoint, host", "host-1", "192.0.2.75:80", "b1"),
     Dial("external IP, Local, none anywhere", "a3", "192.0.2.84:80", REFUSED),
     Dial("LB VIP, pod", "a3", "192.0.2.76:80", "a1 b1"),
     Dial("LB VIP, host", "host-1", "192.0.2.76:80", "a1 b1"),
     Dial("LB VIP, IPv6", "a3", "[2001:db8::76]:80", "a1 b1"),
-    Dial("LB VIP, Local, none here, pod", "a3", "192.0.2.77:80", "b1"),
-    Dial("LB VIP, Local, none here, host", "host-1", "192.0.2.77:80", "b1"),
+    Dial("LB VIP, Local, no local endpoint, pod", "a3", "192.0.2.77:80", "b1"),
+    Dial("LB VIP, Local, no local endpoint, host", "host-1", "192.0.2.77:80", "b1"),
     Dial("LB VIP, Local, its NodePort", "a3", f"{OWN}:30077", "b1"),
     Dial("source ranges: left alone, pod", "a3", "192.0.2.78:80", UNSERVED),
     Dial("source ranges: left alone, host", "host-1", "192.0.2.78:80", UNSERVED),
-    Dial("source ranges are not for the ClusterIP", "a3", "10.96.0.78:80", "a1"),
-    Dial("source ranges are not for the NodePort", "host-1", f"{OWN}:30078", "a1"),
-    Dial("source ranges that let everybody in", "a3", "192.0.2.79:80", "a1"),
+    Dial("source ranges do not restrict the ClusterIP", "a3", "10.96.0.78:80", "a1"),
+    Dial("source ranges do not restrict the NodePort", "host-1", f"{OWN}:30078", "a1"),
+    Dial("source ranges that admit every client", "a3", "192.0.2.79:80", "a1"),
     Dial("ipMode Proxy: left alone", "a3", "192.0.2.80:80", UNSERVED),
     Dial("ipMode Proxy: the ClusterIP is served", "a3", "10.96.0.80:80", "a1"),
     Dial("LB VIP without endpoints", "a3", "192.0.2.81:80", REFUSED),
-    Dial("LB VIP, Local: the cluster's ready one, not the local draining one", "a3",
+    Dial("LB VIP, Local: a remote ready endpoint, not a local draining one", "a3",
          "192.0.2.82:80", "b1"),
-    Dial("LB VIP, Local, all terminate: the one that serves, elsewhere", "a3", "192.0.2.83:80",
+    Dial("LB VIP, Local, all terminate: a remote serving one", "a3", "192.0.2.83:80",
          "b1"),
 )  # fmt: skip
 

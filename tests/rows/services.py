@@ -1,4 +1,4 @@
-"""What answers at the ClusterIPs of a Service, for every kind of client.
+"""Which backends answer at ClusterIPs, for every kind of client.
 
 The nodes and their pods are those of tests/support/cluster/cluster.py.
 """
@@ -11,7 +11,7 @@ TWO = ("IPv4", "IPv6")
 
 
 def objects(placed: Placed) -> list[Object]:
-    """10.96.0.20 and up; what each is for is said by its rows."""
+    """Services from 10.96.0.20 on; their rows say what each is for."""
     slice_of = placed.slice
     web = service("web", port(80), cluster_ips=["10.96.0.20", "fd00:10:96::20"], families=TWO)
     dns = service("dns", port(53, "dns", "UDP"), port(53, "dns-tcp"), cluster_ip="10.96.0.21")
@@ -72,12 +72,13 @@ ROWS = (
     Dial("a host over IPv6", "host-2", WEB6, "a1 b1"),
     Dial("a pod in the host's network over IPv6", "b-net", WEB6, "a1 b1"),
     Dial("an IPv6 socket that dials IPv4", "a3", MAPPED, "a1 a2 b1"),
-    Dial("the same from a host", "host-1", MAPPED, "a1 a2 b1"),
-    Dial("a port that the Service has not", "a3", "10.96.0.20:81", REFUSED),
+    Dial("an IPv6 socket that dials IPv4, from a host", "host-1", MAPPED, "a1 a2 b1"),
+    Dial("an unknown port of a Service", "a3", "10.96.0.20:81", REFUSED),
     Dial("an address that no Service has", "host-1", "10.96.0.99:80", UNSERVED),
-    Dial("one number, TCP", "a3", "10.96.0.21:53", "a1:8081 b1:8081"),
-    Dial("one number, UDP", "a3", "10.96.0.21:53", "a1:8080 b1:8080", "udp"),
-    Dial("one number, UDP, connected", "b2", "10.96.0.21:53", "a1:8080 b1:8080", "udp-connected"),
+    Dial("TCP and UDP on one number: TCP", "a3", "10.96.0.21:53", "a1:8081 b1:8081"),
+    Dial("TCP and UDP on one number: UDP", "a3", "10.96.0.21:53", "a1:8080 b1:8080", "udp"),
+    Dial("TCP and UDP on one number: UDP, connected", "b2", "10.96.0.21:53", "a1:8080 b1:8080",
+         "udp-connected"),
     Dial("UDP from a host", "host-1", "10.96.0.21:53", "a1:8080 b1:8080", "udp"),
     Dial("UDP from an IPv6 socket to IPv4", "a3", "[::ffff:10.96.0.21]:53", "a1 b1", "udp"),
     Dial("TCP only: not UDP", "a3", WEB, REFUSED, "udp"),
@@ -88,8 +89,8 @@ ROWS = (
     Dial("hairpin over UDP, connected, IPv6", "a1", "[fd00:10:96::23]:80", "a1", "udp-connected"),
     Dial("a pod to backends in the hosts' network", "a1", "10.96.0.24:80", "a-net b-net"),
     Dial("a host to backends in the hosts' network", "host-2", "10.96.0.24:80", "a-net b-net"),
-    Dial("one of them to both", "a-net", "10.96.0.24:80", "a-net b-net"),
-    Dial("the same over UDP", "a1", "10.96.0.24:80", "a-net b-net", "udp"),
+    Dial("a host-network backend to both", "a-net", "10.96.0.24:80", "a-net b-net"),
+    Dial("backends in the hosts' network over UDP", "a1", "10.96.0.24:80", "a-net b-net", "udp"),
     Dial("no endpoints", "a1", "10.96.0.25:80", REFUSED),
     Dial("no endpoints, from a host", "host-1", "10.96.0.25:80", REFUSED),
     Dial("no endpoints, IPv6", "a1", "[fd00:10:96::25]:80", REFUSED),
@@ -98,13 +99,13 @@ ROWS = (
     Dial("no endpoints, UDP, connected", "a1", "10.96.0.26:80", REFUSED, "udp-connected"),
     Dial("no endpoints, UDP, IPv6", "host-1", "[fd00:10:96::26]:80", REFUSED, "udp"),
     Dial("no slice", "a1", "10.96.0.27:80", REFUSED),
-    Dial("no slice has a port of that name", "a1", "10.96.0.37:80", REFUSED),
+    Dial("no slice has a port with the Service's port name", "a1", "10.96.0.37:80", REFUSED),
     Dial("one family has endpoints: IPv4", "a1", "10.96.0.28:80", "b1"),
     Dial("one family has endpoints: not IPv6", "a1", "[fd00:10:96::28]:80", REFUSED),
     Dial("a named target port differs per slice", "a3", "10.96.0.29:80", "a1:8080 b1:8081"),
     Dial("endpoints in two slices, one in both", "b2", "10.96.0.30:80", "a1 a2 b1"),
     Dial("each port to its own target", "a3", "10.96.0.31:80", "a1:8080"),
     Dial("each port to its own target, the other", "a3", "10.96.0.31:443", "a1:8081"),
-    Dial("service-proxy-name: another's business", "a3", "10.96.0.33:80", UNSERVED),
-    Dial("labelled headless", "a3", "10.96.0.34:80", UNSERVED),
+    Dial("label service-proxy-name: not served", "a3", "10.96.0.33:80", UNSERVED),
+    Dial("label headless: not served", "a3", "10.96.0.34:80", UNSERVED),
 )  # fmt: skip

@@ -1,9 +1,8 @@
-"""The one table of what kernels lack, and the one reason why a test may be left out.
+"""The table of features that some kernels lack: the only reason for which a test may be skipped.
 
-A test that needs something which not every kernel has says so: `@needs("tcx")`. It is left out
-where the table says that the kernel lacks it, with the table's words as the reason. The table is
-no excuse: tests/programs/node/test_features.py tries each feature, and fails where the table is
-wrong.
+A test that needs a feature which not every kernel has is marked: `@needs("tcx")`. It is skipped on
+kernels that lack the feature according to the table, with the table's text as the reason.
+tests/programs/node/test_features.py tries each feature and fails if the table is wrong.
 """
 
 import contextlib
@@ -39,14 +38,14 @@ from tests.support.packets.test_run import SkbContext, run
 CONNECT4 = 10
 IPPROTO_SCTP, IPPROTO_MPTCP = 132, 262
 DEBIAN = "KBPF_TEST_DEBIAN_KERNEL"
-"""Set where the kernel is Debian's own (tests/kernels): what it is built with is known."""
+"""The environment variable is set on Debian's kernels (tests/kernels), whose options are known."""
 
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """`since`: the Linux that brought it, (0, 0) for one that no version tells of; `unbuilt`: those
-    of Debian's kernels that lack it then. `tried`: whether it is there. `check`: the row of
-    `kbpf check` that says so, "" without one.
+    """A feature of kernels. `since`: the first Linux with it, (0, 0) if that does not depend on the
+    version. `unbuilt`: Debian's kernels that are built without it. `tried`: tries whether it works.
+    `check`: the row of `kbpf check` about it, "" if there is none.
     """
 
     what: str
@@ -99,7 +98,7 @@ def _verified_insns() -> bool:
 
 
 def _run(context: bytes | None = None, checksum_complete: bool = False) -> bool:
-    """Whether a program can be run on one packet in this way: else the kernel says EINVAL."""
+    """Whether BPF_PROG_TEST_RUN accepts these arguments; the kernel returns EINVAL otherwise."""
     packet = frame(udp("198.51.100.7:53", "192.0.2.1:53", bytes(1000)))
     with _nothing() as program:
         try:
@@ -112,8 +111,8 @@ def _run(context: bytes | None = None, checksum_complete: bool = False) -> bool:
 
 
 def _counted_by_cgroup() -> bool:
-    """Whether a map can be made by who may lock no memory."""
-    _nothing().close()  # with the first one libbpf raises the limit, where that is of use
+    """Whether a map can be created with RLIMIT_MEMLOCK 0."""
+    _nothing().close()  # at the first load libbpf raises the limit on kernels that need it
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, hard))
     try:
@@ -153,7 +152,7 @@ FEATURES = {
         "AppArmor", lambda: Path("/sys/kernel/security/apparmor/profiles").exists()
     ),
     "tun": Feature("tun devices", _tun),
-    "checksum_complete": Feature(  # Linux 6.11 brought it, and its stable kernels since then
+    "checksum_complete": Feature(  # Linux 6.11, and later backported to stable kernels
         "a test run's CHECKSUM_COMPLETE",
         lambda: _run(checksum_complete=True),
         unbuilt=((5, 10),),
@@ -177,26 +176,26 @@ BY_KERNEL = {
     "6.12": set[str](),
     "newest": set[str](),
 }  # fmt: skip
-"""What `kbpf check` says that Debian's kernels lack: exactly these rows. The same stands in
-docs/limits.md, "By kernel".
+"""The rows of `kbpf check` that Debian's kernels lack, exactly. docs/limits.md, "By kernel", has
+the same.
 """
 
 
 def family() -> str:
-    """Which of BY_KERNEL runs."""
+    """The key of BY_KERNEL for the running kernel."""
     found = ".".join(map(str, release()))
     return found if found in BY_KERNEL else "newest"
 
 
 def release() -> tuple[int, int]:
-    """The kernel that runs: (6, 1) for 6.1.0-50-amd64."""
+    """The running kernel's version: (6, 1) for 6.1.0-50-amd64."""
     found = re.match(r"(\d+)\.(\d+)", os.uname().release)
     assert found is not None
     return int(found[1]), int(found[2])
 
 
 def lacking(name: str) -> str:
-    """Why this kernel lacks a feature, or "" where it has it."""
+    """Why this kernel lacks a feature, "" if it has it."""
     feature = FEATURES[name]
     if feature.since > (0, 0):
         brought = ".".join(map(str, feature.since))
@@ -206,25 +205,25 @@ def lacking(name: str) -> str:
 
 
 def needs(*names: str) -> pytest.MarkDecorator:
-    """Marks a test, or a row of one, that needs features."""
+    """Marks a test, or a row of one, that needs these features."""
     assert FEATURES.keys() >= set(names)
     return pytest.mark.needs(*names)
 
 
 def without(name: str) -> pytest.MarkDecorator:
-    """Marks a test that is about kernels which lack a feature."""
+    """Marks a test for kernels that lack a feature."""
     assert name in FEATURES
     return pytest.mark.without(name)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Makes the marks known."""
+    """Registers the marks."""
     config.addinivalue_line("markers", "needs(feature, ...): of tests/support/features.py")
     config.addinivalue_line("markers", "without(feature): for kernels that lack it")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Leaves a test out whose kernel lacks what it needs."""
+    """Skips a test if the kernel lacks a feature that it needs."""
     for mark in item.iter_markers("needs"):
         for name in mark.args:
             if why := lacking(name):

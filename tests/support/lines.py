@@ -1,4 +1,4 @@
-"""What Python costs, counted instead of timed."""
+"""Measures the cost of Python code by counting executed lines instead of timing."""
 
 import sys
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def lines_run(action: Callable[[], Any]) -> int:
-    """How many lines of Python it runs, each turn of a loop counted."""
+    """How many lines of Python `action` executes, counting each iteration of a loop."""
     count = 0
 
     def trace(_: FrameType, event: str, __: Any) -> Any:

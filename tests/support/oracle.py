@@ -1,8 +1,8 @@
-"""A naive model of what kube-proxy does with Services, to hold the policy against.
+"""A naive model of what kube-proxy does with Services, to compare the policy with.
 
 It shares no code with kbpf and imports nothing of it: it reads the attributes of the objects that
-it is handed, works on text and plain containers, and does everything again for every question.
-Written from kube-proxy's rules (pkg/proxy in Kubernetes), for reading, not for speed.
+it is given, works on text and plain containers, and computes everything from scratch. It follows
+kube-proxy's rules (pkg/proxy in Kubernetes) and is written to be read, not to be fast.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ Place = tuple[str, int]
 
 
 class Choice(NamedTuple):
-    """Who serves, as sets."""
+    """The backends that serve, for each policy."""
 
     cluster: frozenset[Place]
     local: frozenset[Place]
@@ -27,7 +27,7 @@ class Choice(NamedTuple):
 
 
 def text(addr: bytes) -> str:
-    """16 bytes as people write them; IPv4-mapped ones as IPv4."""
+    """16 bytes as an address's text; IPv4-mapped ones as IPv4."""
     v6 = ipaddress.IPv6Address(addr)
     return str(v6.ipv4_mapped or v6)
 
@@ -44,20 +44,22 @@ def network(cidr: Any) -> Any:
 
 
 def reachable(service: Any, port: Any, fam: int) -> bool:
-    """Whether anything but the cluster IP leads to the port."""
+    """Whether the port has any address besides its ClusterIP."""
     outside = [a for a in (*service.external_ips, *service.lb_vips) if family(a) == fam]
     return port.node_port != 0 or any(text(a) not in ("0.0.0.0", "::") for a in outside)
 
 
 def external_policy_is_local(service: Any, port: Any, fam: int) -> bool:
-    """External policy Local, where it counts."""
+    """Whether the external policy is Local and the port has an external address it applies to."""
     if service.type == "ClusterIP" and not service.external_ips:
         return False
     return bool(service.external_local) and reachable(service, port, fam)
 
 
 def _ends(slices: Any, port: Any, fam: int, node: Any) -> dict[Place, dict[str, Any]]:
-    """Every endpoint, by address and port: the last copy that does not terminate, or the first."""
+    """All endpoints by address and port: of several copies the last one that does not terminate,
+    else the first.
+    """
     found: dict[Place, dict[str, Any]] = {}
     for piece in sorted(slices, key=lambda piece: piece.name):
         if piece.family != fam:
@@ -83,7 +85,7 @@ def _ends(slices: Any, port: Any, fam: int, node: Any) -> dict[Place, dict[str, 
 
 
 def choice(slices: Any, port: Any, service: Any, node: Any, fam: int) -> Choice:
-    """The sets of one Service port in one family."""
+    """The backend sets of one Service port in one family."""
     ends = _ends(slices, port, fam, node)
     ready = {at for at, e in ends.items() if e["ready"]}
     draining = {at for at, e in ends.items() if e["serving"] and e["terminating"]}
@@ -115,7 +117,7 @@ def choice(slices: Any, port: Any, service: Any, node: Any, fam: int) -> Choice:
 
 
 def weighed(some: set[Place], ends: dict[Place, dict[str, Any]], rules: Any) -> dict[Place, int]:
-    """Who of a set gets connections, and how much each in lowest terms."""
+    """The backends of a set that get connections, with their shares in lowest terms."""
     each = {}
     for at in some:
         node, zone, pod = ends[at]["names"]
@@ -126,8 +128,8 @@ def weighed(some: set[Place], ends: dict[Place, dict[str, Any]], rules: Any) -> 
 
 
 def asked_for(service: Any, port: Any, fam: int) -> dict[tuple[str, int, int], tuple[str, bool]]:
-    """(address, port, protocol) → (kind, restricted), before conflicts; the weakest kind first,
-    so that a stronger one replaces it.
+    """(address, port, protocol) → (kind, restricted), before conflicts between Services. Weaker
+    kinds are entered first, so that a stronger one replaces them.
     """
     own = [text(a) for a in service.cluster_ips if family(a) == fam]
     own = [ip for ip in own if ip not in ("0.0.0.0", "::")]
@@ -152,7 +154,7 @@ def asked_for(service: Any, port: Any, fam: int) -> dict[tuple[str, int, int], t
 
 
 def node_port_addresses(node: Any, local_addresses: Any, config: Any) -> set[str]:
-    """Where NodePorts answer."""
+    """The addresses on which NodePorts answer."""
     local = {ipaddress.ip_address(text(a)) for a in local_addresses}
     networks = [network(c) for c in config.node_port_addresses]
     if not config.all_node_port_addresses and not networks and node.addresses:
@@ -174,7 +176,7 @@ def node_port_addresses(node: Any, local_addresses: Any, config: Any) -> set[str
 def state(
     services: Any, slices: Any, node: Any, config: Any
 ) -> dict[tuple[Any, ...], dict[str, Any]]:
-    """Everything: (namespace, name, port name, protocol, family) → what should be there."""
+    """The whole state: (namespace, name, port name, protocol, family) → its frontends and sets."""
     claims, found = [], {}
     order = {"ClusterIP": 0, "LoadBalancer": 1, "ExternalIP": 2, "NodePort": 3}
     for service in services:
@@ -205,11 +207,11 @@ def state(
     return found
 
 
-# ---- who gets how much -------------------------------------------------------------------------
+# ---- weights -----------------------------------------------------------------------------------
 
 
 def weight(rules: Any, address: str, pod: str, node: str, zone: str) -> int:
-    """What a Service's weights say of one endpoint; `rules` may be None."""
+    """The weight of one endpoint by a Service's rules; `rules` may be None."""
     if rules is None:
         return 1
     answers = [w for name, w in rules.addresses if text(name) == address]
@@ -220,8 +222,8 @@ def weight(rules: Any, address: str, pod: str, node: str, zone: str) -> int:
 
 
 def maglev(backends: Any, weights: Any, size: int) -> list[int]:
-    """The table of the paper, with every permutation written down. `backends` are (16 bytes, port,
-    protocol); a weight is how often its owner's turn comes, against the largest one.
+    """The lookup table of the Maglev paper, with every permutation written out. `backends` are (16
+    bytes, port, protocol); a weight is how often a backend has its turn, relative to the largest.
     """
     lists = {}
     addresses = [address for address, _, _ in sorted(backends)]

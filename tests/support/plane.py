@@ -1,9 +1,8 @@
-"""pytest plugin: a BPF data plane of a test's own, and short words for what it should do.
+"""pytest plugin: a separate BPF data plane for a test, and short notations for its desired state.
 
-A `Site` is what one agent works on: a cgroup and a folder of pins, both gone afterwards. `open()`
-is a start of the agent, a second one its restart. `dump()` reads what is pinned with nothing of
-the plane's own memory and takes the ids out, so that two dumps are equal when two kernels serve
-the same.
+A `Site` is what one agent works on: a cgroup and a pin folder, both removed afterwards. `open()` is
+a start of the agent, a second call a restart. `dump()` reads the pinned maps without the plane's
+memory and removes ids, so that two dumps are equal if the same is served.
 """
 
 import contextlib
@@ -48,33 +47,35 @@ HOOKS = frozenset(
     ("connect4", "connect6", "sendmsg4", "sendmsg6", "recvmsg4", "recvmsg6",
      "getpeername4", "getpeername6")
 )  # fmt: skip
-"""Those that an agent attaches if it is not asked for more."""
+"""The hooks that an agent attaches by default."""
 SIZES = MapSizes(connections=4096, affinity=4096)
-"""LRU maps are allocated whole: the usual sizes cost a tenth of a second and 40 MB each time."""
+"""LRU maps are preallocated: the default sizes cost a tenth of a second and 40 MB each time."""
 OURS = ("default",)
-"""System namespaces, unless a test says otherwise: they may fill the small maps of tests."""
+"""The tests' default of system_namespaces: these may use a whole map, and tests' maps are small."""
 ARTIFACTS = "KBPF_TEST_ARTIFACTS"
-"""A folder of what `kbpf compile` made elsewhere: under emulation BCC takes forty seconds."""
+"""The environment variable names a folder of artifacts made by `kbpf compile` elsewhere, since BCC
+takes forty seconds under emulation.
+"""
 _numbers = itertools.count(1)
 T = TypeVar("T")
 
 
-# ---- words for a desired state -----------------------------------------------------------------
+# ---- notations for a desired state -------------------------------------------------------------
 
 
 def split(text: str) -> tuple[Addr, int]:
-    """``10.0.0.1:80`` or ``[fd00::1]:80``."""
+    """Address and port of ``10.0.0.1:80`` or ``[fd00::1]:80``."""
     host, _, port = text.rpartition(":")
     return parse_addr(host.strip("[]")), int(port)
 
 
 def backends(text: str, protocol: Protocol = Protocol.TCP) -> BackendSet:
-    """A set out of endpoints with blanks between them."""
+    """A backend set from endpoints separated by blanks."""
     return tuple(sorted({Backend(*split(one), protocol) for one in text.split()}))
 
 
 def at(text: str, protocol: Protocol = Protocol.TCP) -> FrontendAddress:
-    """A frontend's address; a NodePort has ``0.0.0.0`` or ``[::]``."""
+    """A frontend's address; for a NodePort it is ``0.0.0.0`` or ``[::]``."""
     return FrontendAddress(*split(text), protocol)
 
 
@@ -89,11 +90,11 @@ def service(
     ranges: str = "",
     **more: Any,
 ) -> ServiceState:
-    """A Service port. `frontends` are ``address:port``, with ``kind=`` before all but ClusterIPs:
-    ``10.96.0.1:80 NodePort=0.0.0.0:30080 LoadBalancer=192.0.2.1:80``.
+    """A Service port. `frontends` are ``address:port``, preceded by ``kind=`` unless they are
+    ClusterIPs: ``10.96.0.1:80 NodePort=0.0.0.0:30080 LoadBalancer=192.0.2.1:80``.
 
-    Who serves is who is in a set, unless it is said, and is on this node. `ranges` may dial the
-    LoadBalancer addresses.
+    By default the serving backends are those of the sets, and they are on this node. Clients in
+    `ranges` may dial the LoadBalancer addresses.
     """
     made = []
     for word in frontends.split():
@@ -124,18 +125,18 @@ def service(
 
 
 def desired(*services: ServiceState, nodes: str = "") -> DesiredState:
-    """Everything; `nodes` are the addresses that serve NodePorts."""
+    """The whole desired state; `nodes` are the addresses that serve NodePorts."""
     return DesiredState(
         {one.key: one for one in services}, tuple(parse_addr(text) for text in nodes.split())
     )
 
 
-# ---- a place to run it -------------------------------------------------------------------------
+# ---- sites -------------------------------------------------------------------------------------
 
 
 class Site:
-    """A cgroup and pins for one agent. `node`: the network namespace that is the host (a name
-    below /run/netns), for rules that hold for the host only.
+    """A cgroup and a pin folder for one agent. `node`: the network namespace that counts as the
+    host (a name below /run/netns), for rules that apply to the host only.
     """
 
     def __init__(self, cache: Path, cgroup: Path | None = None, node: str | None = None) -> None:
@@ -161,7 +162,7 @@ class Site:
         sockets_first: bool = False,
         **settings: Any,
     ) -> BpfPlane:
-        """A data plane that is not opened yet."""
+        """A data plane of this site that is not opened yet."""
         given = {"pin_dir": self.pins, "cgroup": self.cgroup, "cache_dir": self.cache}
         given |= {"packet_path": False, **settings}
         config = Config(sizes=sizes or SIZES, **{"system_namespaces": OURS, **given})
@@ -170,8 +171,8 @@ class Site:
         return made
 
     def open(self, *arguments: Any, **settings: Any) -> BpfPlane:
-        """A start of the agent. The one before ends as by a kill: its descriptors are closed, and
-        with them its lock, and nothing is written.
+        """Starts the agent's plane. The previous one ends as if killed: its descriptors, the lock's
+        included, are closed, and nothing is written.
         """
         self.close_planes()
         made = self.plane(*arguments, **settings)
@@ -182,27 +183,27 @@ class Site:
         return made
 
     def close_planes(self) -> None:
-        """The agent ends, as by a kill."""
+        """Ends the agent's planes as if it were killed."""
         for plane in self._planes:
             plane.close()
 
     def place(self, name: str, netns: str | None = None) -> Place:
-        """A client below the hooks."""
+        """A client in a cgroup below the hooks."""
         made = Place(name, netns, self.cgroup / f"place{len(self._places)}")
         self._places.append(made)
         return made
 
     def pinned(self, name: str) -> Map:
-        """A map as anybody would open it."""
+        """Opens a pinned map by its path."""
         return Map.open(self.maps / name)
 
     def entries(self, name: str) -> dict[bytes, bytes]:
-        """What stands in a pinned map."""
+        """The raw entries of a pinned map."""
         with self.pinned(name) as found:
             return dict(found.items())
 
     def reasons(self) -> Counter[Reason]:
-        """How often the programs decided why, over all CPUs."""
+        """How often the programs have counted each reason, over all CPUs."""
         counts: Counter[Reason] = Counter()
         with self.pinned("reasons") as found:
             for reason in Reason:
@@ -214,13 +215,13 @@ class Site:
 
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:
-        """Prints what the programs have counted meanwhile: pytest shows it where a test fails."""
+        """Prints the reasons counted in the block; pytest shows it if a test fails."""
         before = self.reasons()
         yield
         print("counted:", {one.name: count for one, count in (self.reasons() - before).items()})
 
     def dump(self) -> dict[str, Any]:
-        """What is served, without ids; see dump()."""
+        """The served state without ids; see dump()."""
         return dump(self.entries)
 
     def close(self) -> None:
@@ -238,16 +239,14 @@ class Site:
 
 
 def within(place: Place, action: Callable[[], T], pin_cpu: int | None = None) -> T:
-    """The result of `action`, run by a forked child where that place is: its network namespace
-    and its cgroup.
-    """
+    """The result of `action`, run by a forked child in the place's network namespace and cgroup."""
     return start_within(place, action, pin_cpu)()
 
 
 def start_within(
     place: Place, action: Callable[[], T], pin_cpu: int | None = None
 ) -> Callable[[], T]:
-    """As within(), but the child runs on; calling what is returned waits for its result."""
+    """Like within(), but does not wait; calling the returned function waits for the result."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -277,7 +276,7 @@ LOCAL6 = tuple(f"fd00:99::{i:x}" for i in range(1, 61))
 
 
 def make_local(netns: str | None) -> None:
-    """LOCAL and LOCAL6 become addresses of this namespace's loopback, for picks()."""
+    """Adds LOCAL and LOCAL6 to this namespace's loopback, for picks()."""
     ip(
         "link set lo up",
         *(f"addr add {one}/32 dev lo" for one in LOCAL),
@@ -288,10 +287,10 @@ def make_local(netns: str | None) -> None:
 
 
 def pick(host: str, port: int, kind: int = socket.SOCK_DGRAM) -> str:
-    """Which of LOCAL a socket is led to, or the errno.
+    """The backend of LOCAL that a socket is translated to, or the errno.
 
-    A socket that connects to an address of its own machine gets that same address as its own, and
-    getsockname() has no hook: so three system calls tell the backend, and nobody has to serve.
+    A socket that connects to an address of its own machine gets that address as its source, and
+    getsockname() has no hook. So three system calls reveal the backend, without a server.
     """
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, kind) as s:
         code = s.connect_ex((host, port))
@@ -299,7 +298,7 @@ def pick(host: str, port: int, kind: int = socket.SOCK_DGRAM) -> str:
 
 
 def picks(place: Place, to: str, count: int = 1) -> list[str]:
-    """So many of them, from that place."""
+    """`count` results of pick() in that place."""
     host, _, port = to.rpartition(":")
     return within(place, lambda: [pick(host.strip("[]"), int(port)) for _ in range(count)])
 
@@ -316,9 +315,9 @@ def _act(place: Place, action: Callable[[], T], pin_cpu: int | None) -> T:
 
 
 def dump(entries: Callable[[str], dict[bytes, bytes]]) -> dict[str, Any]:
-    """`frontends`: address → what stands behind it; `strays`: whatever nothing leads to.
+    """`frontends`: address → its Service, flags and backends; `strays`: unreferenced entries.
 
-    Reads the bytes itself: offsets are those of kbpf/bpf/types.h.
+    Decodes the bytes by itself: offsets are those of kbpf/bpf/types.h.
     """
     reader = _Reader(entries)
     frontends = {reader.target(k): reader.behind(v) for k, v in entries("services").items()}
@@ -338,7 +337,7 @@ class _Reader:
         self._ranges: defaultdict[int, list[str]] = defaultdict(list)
         for key in entries("source_ranges"):
             self._ranges[_u32(key, 4)].append(f"{format_addr(key[8:24])}/{_u32(key) - 32}")
-        self._services: set[int] = set()  # ids that a frontend leads to
+        self._services: set[int] = set()  # ids that a frontend refers to
         self._sets: set[int] = set()
         self._tables: set[int] = set()
         self._used_members: set[tuple[int, int]] = set()
@@ -352,17 +351,17 @@ class _Reader:
 
     @staticmethod
     def name(raw: bytes) -> str:
-        """``namespace/name``."""
+        """A Service's ``namespace/name``."""
         return b"/".join(raw[i : i + 64].rstrip(b"\0") for i in (0, 64)).decode()
 
     @staticmethod
     def target(raw: bytes) -> str:
-        """``address:port/protocol``."""
+        """A key of `services` as ``address:port/protocol``."""
         text = format_endpoint(raw[:16], int.from_bytes(raw[16:18], "big"))
         return f"{text}/{Protocol(raw[18]).name}"
 
     def behind(self, raw: bytes) -> dict[str, Any]:
-        """One value of `services`, followed to its backends."""
+        """One value of `services`, with its references resolved to backends."""
         service_id, flags, timeout, cluster, cluster_size, local, local_size, table, local_table = (
             _u32(raw, i) for i in range(0, 36, 4)
         )
@@ -377,7 +376,7 @@ class _Reader:
         }
 
     def _set(self, set_id: int, size: int, table: int, affine: bool) -> list[str]:
-        """The backend of each slot, by the table where the set has one."""
+        """The backend of each slot, by the Maglev table if the set has one."""
         self._sets |= {set_id, table} - {0}
         found = []
         for index in range(size):
@@ -394,7 +393,9 @@ class _Reader:
         return [*found, *longer * ["BEYOND THE SIZE"]] if size else found
 
     def strays(self) -> dict[str, list[Any]]:
-        """What was not reached from a frontend, told by what it is: ids mean nothing to a test."""
+        """Entries that no frontend refers to, described by content, since ids mean nothing to a
+        test.
+        """
         found: defaultdict[str, list[Any]] = defaultdict(list)
         for (number, _), backend in sorted(self._slots.items()):
             if number not in self._sets:
@@ -421,7 +422,7 @@ def _u32(raw: bytes, offset: int = 0) -> int:
 
 @pytest.fixture(scope="session")
 def artifact_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Compiled once for the whole run; nothing, where $KBPF_TEST_ARTIFACTS has them already."""
+    """The artifact cache of this run; seeded from $KBPF_TEST_ARTIFACTS if that is set."""
     cache = tmp_path_factory.mktemp("artifacts")
     if given := os.environ.get(ARTIFACTS):
         shutil.copytree(given, cache, dirs_exist_ok=True)
@@ -430,7 +431,7 @@ def artifact_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextlib.contextmanager
 def sites(cache: Path) -> Iterator[Callable[..., Site]]:
-    """Makes sites, and removes them all."""
+    """A function that makes sites; all are removed at the end."""
     made: list[Site] = []
 
     def make(**arguments: Any) -> Site:
@@ -446,12 +447,12 @@ def sites(cache: Path) -> Iterator[Callable[..., Site]]:
 
 @pytest.fixture
 def site(artifact_cache: Path) -> Iterator[Site]:
-    """A cgroup and a pin folder of the test's own; nothing runs on it yet."""
+    """A site for this test on which nothing runs yet."""
     with sites(artifact_cache) as make:
         yield make()
 
 
 @pytest.fixture
 def plane(site: Site) -> BpfPlane:
-    """An opened data plane on a site of its own."""
+    """An opened data plane on the test's site."""
     return site.open()

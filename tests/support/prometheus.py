@@ -1,5 +1,5 @@
-"""Reads the Prometheus text format, strictly, and without kbpf: what Prometheus would refuse is an
-error here.
+"""A strict parser of the Prometheus text format, independent of kbpf: what Prometheus would refuse
+is an error here.
 """
 
 import math
@@ -18,21 +18,21 @@ Labels = frozenset[tuple[str, str]]
 
 
 class Family(NamedTuple):
-    """One metric: its type, its help, and the values by name and labels."""
+    """One metric family: its type, its help text, and its values by name and labels."""
 
     kind: str
     help: str
     samples: dict[tuple[str, Labels], float]
 
     def value(self, **labels: str) -> float:
-        """Of the one sample that has these labels among its own."""
+        """The value of the only sample that has these labels, among others."""
         found = [v for (_, own), v in self.samples.items() if own >= set(labels.items())]
         assert len(found) == 1, (labels, found)
         return found[0]
 
     @property
     def label_names(self) -> frozenset[str]:
-        """All names of labels."""
+        """The names of all labels."""
         return frozenset(name for _, labels in self.samples for name, _ in labels)
 
     @property
@@ -42,7 +42,7 @@ class Family(NamedTuple):
 
 
 def parse(text: str) -> dict[str, Family]:
-    """The families of a page, by name."""
+    """The metric families of a page, by name."""
     assert text.endswith("\n")
     found: dict[str, Family] = {}
     helps: dict[str, str] = {}
@@ -65,12 +65,12 @@ def parse(text: str) -> dict[str, Family]:
 
 def _add(family: Family, current: str, line: str) -> None:
     match = _SAMPLE.fullmatch(line)
-    assert match, f"no sample: {line!r}"
+    assert match, f"not a sample: {line!r}"
     name, inside = match["name"], match["labels"] or ""
     base = name
     if family.kind in ("histogram", "summary"):
         base = next((name.removesuffix(s) for s in _SUFFIXES if name.endswith(s)), name)
-    assert base == current, f"{name} stands under {current}"
+    assert base == current, f"{name} is listed under {current}"
     pairs = _LABEL.findall(inside)
     assert "".join(m[0] for m in _LABEL.finditer(inside)) == inside, line
     labels = frozenset((k, re.sub(r"\\.", lambda m: _UNESCAPED[m[0]], v)) for k, v in pairs)
@@ -80,7 +80,7 @@ def _add(family: Family, current: str, line: str) -> None:
 
 
 def _check(name: str, family: Family) -> None:
-    """Buckets grow, the last is +Inf and says what _count says."""
+    """Checks that buckets are cumulative, and that the last one is +Inf and equals _count."""
     series: dict[Labels, list[tuple[float, float]]] = {}
     for (sample, labels), value in family.samples.items():
         if sample == f"{name}_bucket":

@@ -1,9 +1,9 @@
-"""Scenarios: folders of objects below tests/scenarios, and what is to be programmed for node-1.
+"""Scenarios: folders of objects below tests/scenarios, and the state to be programmed for node-1.
 
-    NAME/*.yaml      the objects, as `kbpf run --source` takes them
-    NAME/expected    what stands in the maps then, one line per frontend, without ids
+    NAME/*.yaml      the objects, as `kbpf run --source` reads them
+    NAME/expected    the resulting contents of the maps, one line per frontend, without ids
 
-`FolderNode` is a node whose agent is fed by a folder.
+`FolderNode` is a node whose agent has a folder as its source.
 """
 
 import ipaddress
@@ -19,18 +19,18 @@ from tests.support.lab.lab import Agent, Lab, until
 
 HERE = Path(__file__).parents[1] / "scenarios"
 WRITTEN = ("services", "service_names", "backend_slots", "set_members", "backends")
-"""The maps that hold nothing when there is no Service."""
+"""The maps that are empty if there are no Services."""
 
 Object = dict[str, Any]
 
 
 def names() -> list[str]:
-    """All scenarios."""
+    """The names of all scenarios."""
     return sorted(path.name for path in HERE.iterdir() if path.is_dir())
 
 
 def documents(*names: str) -> list[Object]:
-    """The objects of these scenarios, lists taken apart; what is in several comes once."""
+    """The objects of these scenarios, with lists flattened; an object in several comes once."""
     found: dict[str, Object] = {}
     for path in [path for name in names for path in sorted((HERE / name).glob("*.yaml"))]:
         for obj in yaml.safe_load_all(path.read_text()):
@@ -42,13 +42,13 @@ def documents(*names: str) -> list[Object]:
 
 
 def expected(*names: str) -> list[str]:
-    """What is programmed when these are there, a line each."""
+    """The expected lines for these scenarios together."""
     lines = {line for name in names for line in (HERE / name / "expected").read_text().splitlines()}
     return sorted(lines)
 
 
 def lines(agent: Agent) -> list[str]:
-    """What is programmed, in the words of the files `expected`."""
+    """The programmed state in the format of the files `expected`."""
     dump = plane.dump(agent.entries)
     own = [ipaddress.IPv6Address(bytes.fromhex(each)) for each in dump["node_addresses"]]
     addresses = [str(each.ipv4_mapped or each) for each in own]
@@ -71,7 +71,7 @@ def _line(at: str, behind: dict[str, Any]) -> str:
 
 
 class FolderNode(cluster.Places):
-    """The first node of a lab, and its folder. A context manager; the agent is not started yet."""
+    """The first node of a lab with its folder. A context manager; it does not start the agent."""
 
     def __init__(self, lab: Lab, folder: Path, pods: int = 0) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class FolderNode(cluster.Places):
         self.agent.close()
 
     def write(self, objects: Sequence[Object], name: str = "") -> None:
-        """One file each, or all in the file of this name."""
+        """Writes each object to its own file, or all to the file of this name."""
         if name:
             put(self.folder, name, yaml.safe_dump_all(objects))
             return
@@ -98,12 +98,12 @@ class FolderNode(cluster.Places):
             put(self.folder, file_of(obj), yaml.safe_dump(obj))
 
     def remove(self, objects: Iterable[Object]) -> None:
-        """Their files go."""
+        """Deletes the objects' files."""
         for obj in objects:
             (self.folder / file_of(obj)).unlink()
 
     def empty(self) -> None:
-        """Every file goes; returns when nothing is programmed any more."""
+        """Deletes all files and waits until the maps are empty."""
         for path in self.folder.glob("*.yaml"):
             path.unlink()
         until("the maps are empty", lambda: not any(map(self.agent.entries, WRITTEN)))
@@ -114,18 +114,18 @@ class FolderNode(cluster.Places):
 
 
 def put(folder: Path, name: str, text: str) -> None:
-    """A file, at once, as who cares for half files does it."""
+    """Writes a file atomically."""
     temporary = folder / f".{name}"
     temporary.write_text(text)
     temporary.rename(folder / name)
 
 
 def file_of(obj: Object) -> str:
-    """The file that write() gives an object."""
+    """The file name that write() uses for an object."""
     meta = obj["metadata"]
     return f"{obj['kind']}-{meta.get('namespace', 'default')}-{meta['name']}.yaml".lower()
 
 
 def record(name: str, agent: Agent) -> None:
-    """Writes `expected` anew; for who has changed a scenario and reads the difference."""
+    """Rewrites `expected` after a change of a scenario; review the difference."""
     (HERE / name / "expected").write_text("".join(f"{line}\n" for line in lines(agent)))

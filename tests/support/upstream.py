@@ -1,7 +1,8 @@
-"""kube-proxy's own functions as the judge of kbpf's policy: go/apiserver/judge, a line each way.
+"""Compares kbpf's policy with kube-proxy's own functions: go/apiserver/judge, a process that
+answers one JSON line with another.
 
-A question is made of the API's objects as plain dicts; what the judge and what kbpf make of them
-is written in the same form, so that a test compares two dicts.
+A question consists of API objects as plain dicts. The results of the judge and of kbpf have the
+same form, so that a test compares two dicts.
 """
 
 import json
@@ -22,13 +23,13 @@ from tests.support.build import go_build
 
 Json = dict[str, Any]
 JUDGES = ("judge", "judge-1.36")
-"""Programs of go_build: the newest kube-proxy, and the one before."""
+"""Programs of go_build: the newest kube-proxy, and the previous minor version."""
 FAMILIES = (("V4", 4), ("V6", 6))
 
 
 class Question(NamedTuple):
-    """What the agent of one node has seen. `services` and `slices` are the API's JSON;
-    `node_port_addresses` are networks, `interfaces` the node's addresses, in CIDR notation.
+    """The input of one node's agent. `services` and `slices` are the API's JSON;
+    `node_port_addresses` are networks and `interfaces` the node's addresses, in CIDR notation.
     """
 
     node: str
@@ -49,12 +50,12 @@ class Judge:
         )
 
     def ask(self, question: Question, tries: int = 1) -> dict[int, list[Json]]:
-        """What kube-proxy makes of it, by family: each distinct outcome."""
+        """kube-proxy's results by family: each distinct outcome of `tries` runs."""
         self.send(question, tries)
         return self.receive()
 
     def send(self, question: Question, tries: int = 1) -> None:
-        """It thinks about this; receive() has the answer."""
+        """Sends a question without waiting; receive() returns the answer."""
         stdin = self._process.stdin
         assert stdin is not None
         fields = {name.replace("_", ""): value for name, value in question._asdict().items()}
@@ -62,7 +63,7 @@ class Judge:
         stdin.flush()
 
     def receive(self) -> dict[int, list[Json]]:
-        """The answer to what was sent, as of ask()."""
+        """The answer to the question of send(), in the form of ask()."""
         answer = self._read()
         return {family: [_theirs(one) for one in answer[name]] for name, family in FAMILIES}
 
@@ -80,7 +81,7 @@ class Judge:
         return answer
 
     def close(self) -> None:
-        """Ends it."""
+        """Ends the process."""
         self._process.communicate()
 
 
@@ -96,7 +97,7 @@ def _their_port(port: Json) -> Json:
     own, vips = port["ClusterIP"], set(port["LoadBalancerVIPs"])
     dialled = {("ClusterIP", own)}
     dialled |= {("LoadBalancer", vip) for vip in vips - {own}}
-    # One address of two kinds is told once by kbpf, as the kind that may be restricted.
+    # kbpf reports an address of two kinds once, as the kind that can have source ranges.
     dialled |= {("ExternalIP", ip) for ip in {*port["ExternalIPs"]} - vips - {own}}
     outside = port["ExternallyAccessible"]
     return {
@@ -118,7 +119,7 @@ def _networks(texts: Iterable[str]) -> list[str]:
 
 
 def answered(question: Question) -> dict[int, Json]:
-    """What kbpf makes of the same objects, by family, in the judge's form."""
+    """kbpf's results for the same objects, by family, in the judge's form."""
     node = Node(question.node, zone=question.zone)
     slices: dict[object, list[EndpointSlice]] = {}
     for piece in _read(Kind.SLICE, question.slices):
@@ -182,10 +183,10 @@ def _distinct(outcomes: Iterable[Any]) -> list[Any]:
 
 
 def differences(judges: Sequence[Judge], question: Question, tries: int = 64) -> list[str]:
-    """Where kbpf says what kube-proxy never does in so many tries, a line for each Service port and
-    judge.
+    """Where kbpf's result is none of kube-proxy's in this many tries: a line for each Service port
+    and judge. Several tries, since kube-proxy's result may depend on Go's map order.
     """
-    for judge in judges:  # which think while kbpf does
+    for judge in judges:  # they compute while kbpf does
         judge.send(question)
     ours = answered(question)
     theirs = [judge.receive() for judge in judges]

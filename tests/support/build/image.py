@@ -1,10 +1,10 @@
-"""The container image, built from the Containerfile by buildah over a base that is made here.
+"""Builds the container image from the Containerfile with buildah, on a base image made here.
 
-No registry is asked: mmdebstrap makes of Debian's packages what debian:bookworm-slim is. The base
-and buildah's store, with the layers of the last build, are kept in the tests' cache; what no image
-needs any more is removed after each build. Two runs at once take turns.
+No registry is used: mmdebstrap makes an equivalent of debian:bookworm-slim from Debian's packages.
+The base and buildah's store, with the layers of the last build, are kept in the tests' cache;
+unused layers are removed after each build. Concurrent runs take turns.
 
-For another architecture than this machine's its programs run by an emulator (emulator.py).
+Programs of another architecture run in an emulator during the build (emulator.py).
 """
 
 import fcntl
@@ -30,19 +30,19 @@ DEBSTRAP = (
     "mmdebstrap", "--quiet", "--variant=apt", "--include=usr-is-merged",
     '--aptopt=Acquire::Retries "5"',
     *(f"--dpkgopt=path-exclude=/usr/share/{name}/*" for name in LEFT_OUT),
-    # usrmerge brings perl, which Debian's images have not.
+    # usrmerge depends on perl, which Debian's images lack.
     '--customize-hook=chroot "$1" apt-get purge -qq -y usrmerge ^perl-modules ^libperl',
 )  # fmt: skip
 SUITE = "bookworm"
 PYTHON = "python"
-"""The stage that both targets take from."""
+"""The stage that both targets copy from."""
 BUNDLE = Path("/etc/ssl/certs/ca-certificates.crt")
-"""Whom this machine trusts: pip in the build has to trust the same."""
+"""This machine's CA certificates: pip in the build has to trust the same."""
 
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """An image's root, mounted, the environment that it gives, and its size in bytes."""
+    """A mounted image: its root, the environment that it sets, and its size in bytes."""
 
     root: Path
     env: dict[str, str]
@@ -51,17 +51,17 @@ class Built:
 
 @contextmanager
 def image(target: str, folder: Path, architecture: str = "") -> Iterator[Built]:
-    """The image of a target of the Containerfile. `folder` is for what the build is given;
-    `architecture`: as Debian calls it, this machine's if none is said.
+    """The image of a target of the Containerfile. `folder` is for the build context; `architecture`
+    is Debian's name, "" for this machine's.
     """
     store = _Buildah(cache() / "image", architecture)
     context = folder / "context"
     _fill(context)
     with store.alone():
         store.base()
-        for stage in (PYTHON, target):  # that one has a name too, or its layers would be nobody's
+        for stage in (PYTHON, target):  # PYTHON gets a name too, or its layers would be pruned
             name = store.build(stage, context)
-        with suppress(RuntimeError):  # what another run has mounted stays until the next time
+        with suppress(RuntimeError):  # an image mounted by another run stays until the next time
             store.run("rmi", "--prune")
         container = store.run("from", *store.platform, name)
     try:
@@ -74,7 +74,7 @@ def image(target: str, folder: Path, architecture: str = "") -> Iterator[Built]:
 
 
 def _fill(context: Path) -> None:
-    """The clone as the build sees it, with artifacts that were compiled ahead."""
+    """Makes the build context: the clone's files, and artifacts that are compiled already."""
     context.mkdir()
     (context / "tools").mkdir()
     for name in ("Containerfile", ".containerignore", "pyproject.toml", "README.md",
@@ -86,12 +86,12 @@ def _fill(context: Path) -> None:
 
 
 def _size(root: Path) -> int:
-    """What its files take, in bytes."""
+    """The total size of its files in bytes."""
     return sum(p.lstat().st_size for p in root.rglob("*") if p.is_file() and not p.is_symlink())
 
 
 class _Buildah:
-    """buildah with a store of its own in a folder."""
+    """buildah with a separate store in a folder."""
 
     def __init__(self, folder: Path, architecture: str) -> None:
         self._folder, self._architecture = folder, architecture
@@ -103,18 +103,18 @@ class _Buildah:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Nobody else builds meanwhile."""
+        """Holds the lock against concurrent builds."""
         with (self._folder / "lock").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
     def run(self, *arguments: str) -> str:
-        """Its output."""
+        """Runs buildah; its output."""
         store = ("--root", str(self._folder / "store"), "--runroot", str(self._folder / "run"))
         return _run("buildah", *store, *arguments)
 
     def build(self, stage: str, context: Path) -> str:
-        """A stage of the Containerfile; its name."""
+        """Builds a stage of the Containerfile and returns the image's name."""
         name = f"localhost/kbpf-tests:{stage}{self._architecture}"
         self.run(
             "build", "--isolation=chroot", "--layers", *self.platform, f"--target={stage}",
@@ -123,7 +123,7 @@ class _Buildah:
         return name
 
     def base(self) -> None:
-        """Makes the base, if it is not there."""
+        """Makes the base image if it does not exist."""
         known = json.loads(self.run("images", "--json") or "null") or []
         if any(self.base_name in (image["names"] or ()) for image in known):
             return

@@ -1,10 +1,10 @@
-"""promtool, which tries the alerts and reads the scrape job: Debian's, unpacked into the cache.
+"""promtool, which tests the alerts and the scrape job: Debian's, unpacked into the cache.
 
-It is one file of 46 MB in the package `prometheus` (19 MB to fetch), and needs nothing else of it.
-Installing that would bring a dozen packages of a web page, and start a Prometheus on port 9090 of
-whoever runs the tests. A promtool that is on the PATH is taken as it is.
+It is one file of 46 MB in the package `prometheus` (19 MB to download), and needs no other file of
+it. Installing the package would add a dozen packages for its web pages and start a Prometheus on
+port 9090 of the machine. A promtool in PATH is used instead if there is one.
 
-`python -m tests.support.build.promtool` fetches it and prints where it is.
+`python -m tests.support.build.promtool` downloads it and prints its path.
 """
 
 import fcntl
@@ -22,7 +22,9 @@ FETCH_SECONDS = 600
 
 
 def promtool() -> Path:
-    """Where it is; fetched if it is nowhere. CalledProcessError, with apt's words, if it cannot."""
+    """The path of promtool, downloaded if necessary. CalledProcessError with apt's output if that
+    fails.
+    """
     if found := shutil.which("promtool"):
         return Path(found)
     folder = cache() / "promtool"
@@ -39,7 +41,9 @@ def _fetch(folder: Path) -> None:
         new = Path(name)
         try:
             _run(*APT, "download", PACKAGE, folder=new)
-        except subprocess.CalledProcessError:  # an old list names versions that are gone
+        except (
+            subprocess.CalledProcessError
+        ):  # old package lists name versions that no longer exist
             _run(*APT, "update", folder=new)
             _run(*APT, "download", PACKAGE, folder=new)
         (package,) = new.glob("*.deb")
@@ -48,7 +52,7 @@ def _fetch(folder: Path) -> None:
 
 
 def _run(*command: str, folder: Path) -> None:
-    """To its end; what it says goes to stderr."""
+    """Runs a command, with its output on stderr."""
     subprocess.run(command, cwd=folder, stdout=2, check=True, timeout=FETCH_SECONDS)
 
 

@@ -1,16 +1,17 @@
-"""A real kube-apiserver with its etcd, for one test run: started in seconds, gone afterwards.
+"""A real kube-apiserver with its etcd for one test run: started in seconds, removed afterwards.
 
-No kubelet, no controllers: a test plays those itself (it writes the EndpointSlices, the Nodes and
-the load balancers' status). Rules:
+There is no kubelet and no controller: a test does their work (it writes the EndpointSlices, the
+Nodes and the load balancers' status). Rules:
 
-- Nothing is shared: each server has a folder of its own under the temporary folder, etcd speaks
-  over unix sockets in it, and the port is held by a bound socket from before the start until after
-  the end, so it also stays the same through `restart`.
-- Nothing is left: the children die with the thread that started them (PR_SET_PDEATHSIG, which
-  follows the thread and not the process: don't start a server in a thread that ends).
-- Users are tokens, and RBAC decides: `admin` may do all, `kbpf` is the user system:kube-proxy
-  whom Kubernetes itself binds to system:node-proxier, and we to what manifests/base/rbac.yaml says
-  of Pods; `nobody` is known and may do nothing.
+- Nothing is shared: each server has a separate temporary folder, etcd listens on unix sockets in
+  it, and a bound socket reserves the port from before the start until after the end, so that it
+  stays the same across `restart`.
+- Nothing is left behind: the children are killed when the thread that started them ends
+  (PR_SET_PDEATHSIG is about the thread, not the process: don't start a server in a thread that
+  ends).
+- Users have tokens and RBAC applies: `admin` may do everything; `kbpf` is the user
+  system:kube-proxy, which Kubernetes binds to system:node-proxier and we to the rights of
+  manifests/base/rbac.yaml on Pods; `nobody` is authenticated but may do nothing.
 """
 
 import base64
@@ -33,7 +34,7 @@ from tests.support.cluster.kube import Kube
 from tests.support.lab import sockets
 from tests.support.lab.lab import PATIENCE
 
-START_SECONDS = PATIENCE  # a start takes 3 to 5; a busy machine of two cores may need far longer
+START_SECONDS = PATIENCE  # a start takes 3 to 5 seconds, far longer on a busy machine of two cores
 STOP_SECONDS = 20.0
 ETCD_DATA = "etcd-data"
 SNAPSHOT = "etcd-snapshot"
@@ -43,7 +44,7 @@ MEMBER = (
     "--initial-advertise-peer-urls=unix://peer:1",
     "--initial-cluster=tests=unix://peer:1",
 )
-"""What etcd is told of itself when its data is made, by itself or from a snapshot."""
+"""etcd's flags about its cluster, needed when its data are created, by etcd or from a snapshot."""
 DUAL_STACK = "10.96.0.0/16,fd00:10:96::/112"
 USERS = {  # our name → the user's name and groups in Kubernetes
     "admin": ("admin", "system:masters"),
@@ -65,16 +66,16 @@ PODS = {
 
 
 class ServerDied(Exception):
-    """A child ended, or did not become ready; the message ends with its log's last lines."""
+    """A child exited or did not become ready; the message ends with the last lines of its log."""
 
 
 class ApiServer:
     """One API server; a context manager, or start() and stop().
 
-    `addresses` are further addresses that clients dial, from other network namespaces for example:
-    the certificate is valid for them, and the server then listens on all addresses unless `bind`
-    says otherwise. With one of them the `kubernetes` Service gets it as its endpoint too. `netns`
-    names a namespace of /run/netns to run in; `lo` must be up there.
+    `addresses` are further addresses that clients dial, for example from other network namespaces.
+    The certificate is valid for them, the server listens on all addresses unless `bind` is given,
+    and the Service `kubernetes` gets one of them as its endpoint. `netns` names a namespace below
+    /run/netns to run in, in which `lo` must be up.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class ApiServer:
 
     @property
     def url(self) -> str:
-        """Where clients dial: the first of `addresses`, else the address that it is bound to."""
+        """The URL for clients: with the first of `addresses`, else with the bound address."""
         return self.url_at(self.addresses[0] if self.addresses else self.bind)
 
     @property
@@ -118,7 +119,7 @@ class ApiServer:
 
     @property
     def authority(self) -> Authority:
-        """The CA that signed the server's certificate; it issues others to proxies."""
+        """The CA that signed the server's certificate; it also issues certificates for proxies."""
         if self._authority is None:
             raise RuntimeError("the API server has not been started")
         return self._authority
@@ -132,17 +133,17 @@ class ApiServer:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """The process ids of what runs now: etcd, then kube-apiserver."""
+        """The process ids of etcd and kube-apiserver, as far as they run."""
         return tuple(child.pid for child in (self._etcd, self._server) if child is not None)
 
     def url_at(self, address: str) -> str:
-        """Return the URL for one address out of those that the certificate knows."""
+        """Return the URL for one of the certificate's addresses."""
         wild = {"::": "127.0.0.1", "0.0.0.0": "127.0.0.1"}
         host = wild.get(address, address)
         return f"https://[{host}]:{self.port}" if ":" in host else f"https://{host}:{self.port}"
 
     def start(self) -> None:
-        """Start etcd and the API server and return when Services can be created."""
+        """Start etcd and the API server; return once Services can be created."""
         try:
             self._prepare()
             self._start_etcd()
@@ -153,7 +154,7 @@ class ApiServer:
             raise
 
     def _grant_pods(self) -> None:
-        """What kube-proxy's own role has not."""
+        """Grant the user kbpf the rights on Pods that kube-proxy's role lacks."""
         with self.kube() as kube:
             for kind, more in PODS.items():
                 body = {"metadata": {"name": "kbpf-pods"}, **more}
@@ -164,7 +165,7 @@ class ApiServer:
                     raise ServerDied(f"{kind}: {status} {answer[:300]!r}")
 
     def stop(self) -> None:
-        """Kill both, free the port and remove the folder; nothing to do is no error."""
+        """Kill both, free the port and remove the folder; idempotent."""
         for child in (self._server, self._etcd):
             if child is not None:
                 child.end(signal.SIGKILL)
@@ -178,31 +179,31 @@ class ApiServer:
             self._folder = self._authority = None
 
     def kill(self) -> None:
-        """Kill the API server as a crash would: connections break, dialling is refused.
+        """Kill the API server as in a crash: connections break, and new ones are refused.
 
-        etcd stays; restart() brings the server back.
+        etcd keeps running; restart() starts the server again.
         """
         if self._server is not None:
             self._server.end(signal.SIGKILL)
             self._server = None
 
     def restart(self) -> None:
-        """Stop the API server in good order (if it runs) and start it with its data and port."""
+        """Stop the API server gracefully (if it runs) and start it with the same data and port."""
         if self._server is not None:
             self._server.end(signal.SIGTERM)
             self._server = None
         self._start_server()
 
     def back_up(self) -> None:
-        """Keep what etcd has now for restore(), as its administrator does: `etcdctl snapshot`."""
+        """Save etcd's data for restore(), as an administrator does with `etcdctl snapshot`."""
         snapshot = self.folder / SNAPSHOT
         snapshot.unlink(missing_ok=True)
         self._run("etcdctl", "--endpoints=unix://client:1", "snapshot", "save", SNAPSHOT)
 
     def restore(self) -> None:
-        """Start again from what back_up() kept, as an administrator does after a loss, with
-        `etcdutl snapshot restore`: what was written since is unknown, and the revision is that of
-        then.
+        """Restart with the data of back_up(), as an administrator does after a loss, with `etcdutl
+        snapshot restore`: later writes are lost, and the revision goes back to that of the
+        snapshot.
         """
         self._stop_both()
         shutil.rmtree(self.folder / ETCD_DATA)
@@ -211,7 +212,7 @@ class ApiServer:
         self._start_server()
 
     def _run(self, name: str, *arguments: str) -> None:
-        """One of etcd's tools, to its end."""
+        """Run one of etcd's tools."""
         command = [str(go_build.build(name)), *arguments]
         done = subprocess.run(command, cwd=self.folder, capture_output=True, text=True, check=False)
         if done.returncode:
@@ -238,8 +239,8 @@ class ApiServer:
     ) -> Path:
         """Write a kubeconfig (as JSON, which is YAML) that verifies TLS, and return its path.
 
-        `url` points it elsewhere, at a fault proxy for example; `tls_server_name` is the name to
-        verify when that address is not in the certificate (every one of ours knows `localhost`).
+        `url` is another URL to use, such as a fault proxy's. `tls_server_name` is the name to
+        verify if that address is not in the certificate (`localhost` is in all of ours).
         """
         crt = base64.b64encode(self.authority.crt.read_bytes()).decode()
         cluster = {"server": url or self.url, "certificate-authority-data": crt}
@@ -258,7 +259,7 @@ class ApiServer:
         return path
 
     def _prepare(self) -> None:
-        """Make what outlives a restart: the folder, the port, the certificates, the tokens."""
+        """Create what survives a restart: the folder, the port, the certificates, the tokens."""
         folder = self._folder = Path(tempfile.mkdtemp(prefix="kbpf-apiserver-"))
         self._held = sockets.bound(self.netns, self.bind, self.port)
         self.port = self._held.getsockname()[1]
@@ -279,7 +280,8 @@ class ApiServer:
         self._etcd = self._child(
             "etcd",
             *MEMBER,
-            # Unix sockets in the working folder: etcd wants HOST:PORT, and takes it as a file name.
+            # Unix sockets in the working folder: etcd requires HOST:PORT and uses it as a file
+            # name.
             "--listen-client-urls=unix://client:1",
             "--advertise-client-urls=unix://client:1",
             "--listen-peer-urls=unix://peer:1",
@@ -306,7 +308,7 @@ class ApiServer:
             f"--bind-address={self.bind}",
             f"--secure-port={self.port}",
             "--permit-port-sharing",  # with the socket that holds the port
-            # One that other hosts can't dial would be refused as an endpoint of `kubernetes`.
+            # A loopback address is refused as an endpoint of the Service `kubernetes`.
             f"--advertise-address={advertised or '127.0.0.1'}",
             *(() if advertised else ("--endpoint-reconciler-type=none",)),
             "--cert-dir=certificates",
@@ -314,7 +316,7 @@ class ApiServer:
             "--tls-private-key-file=server.key",
             "--token-auth-file=tokens.csv",
             "--authorization-mode=RBAC",
-            "--allow-privileged=true",  # as kubeadm sets it: its kube-proxy is
+            "--allow-privileged=true",  # as kubeadm sets it: its kube-proxy is privileged
             "--service-account-issuer=https://kubernetes.default.svc",
             "--service-account-key-file=accounts.crt",
             "--service-account-signing-key-file=accounts.key",
@@ -323,7 +325,7 @@ class ApiServer:
         )
 
     def _advertised(self) -> str | None:
-        """Return the first of our addresses that has the family of the first Service range."""
+        """Return the first of our addresses of the first Service range's family."""
         wanted = _network(self._service_cidrs.split(",")[0]).version
         rows = map(ipaddress.ip_address, self.addresses)
         return next((str(row) for row in rows if row.version == wanted), None)
@@ -334,7 +336,9 @@ class ApiServer:
 
 
 class _Child:
-    """A process that dies with us; its log is NAME.log, continued by the next one of the name."""
+    """A process that is killed when we end. Its log is NAME.log; the next one of that
+    name appends.
+    """
 
     def __init__(self, name: str, command: Sequence[str], folder: Path) -> None:
         self._name = name
@@ -350,18 +354,18 @@ class _Child:
 
     @property
     def pid(self) -> int:
-        """Its process id: setpriv and nsenter become the program, they start no child."""
+        """Its process id: setpriv and nsenter execute the program without a fork."""
         return self._process.pid
 
     def check(self, deadline: float, why: str) -> None:
-        """Raise ServerDied if it has ended, or if the deadline (monotonic) has passed."""
+        """Raise ServerDied if it has exited, or if the deadline (monotonic) has passed."""
         if (code := self._process.poll()) is not None:
             raise ServerDied(f"{self._name} ended with {code}{self._tail()}")
         if time.monotonic() > deadline:
             raise ServerDied(f"{self._name} is not ready in time: {why}{self._tail()}")
 
     def end(self, how: signal.Signals) -> None:
-        """Send the signal and wait; what takes too long is killed."""
+        """Send the signal and wait; kill it if that takes too long."""
         try:
             self._process.send_signal(how)
             self._process.wait(STOP_SECONDS)

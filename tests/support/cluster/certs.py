@@ -1,7 +1,7 @@
 """A certificate authority of the tests: API server and fault proxy get their certificates here.
 
-Written by the openssl command (Debian's openssl), because a test that turns verification off
-would not notice a client that never verifies.
+Certificates are made with the openssl command (Debian's openssl). They are real, because a test
+that turns verification off would not notice a client that never verifies.
 """
 
 import ipaddress
@@ -26,7 +26,7 @@ authorityKeyIdentifier = keyid
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """Two PEM files."""
+    """A certificate and its key, as PEM files."""
 
     crt: Path
     key: Path
@@ -41,7 +41,7 @@ class Authority:
 
     @property
     def crt(self) -> Path:
-        """The CA's certificate: what a client has to trust."""
+        """The CA's certificate, which a client has to trust."""
         return self._own.crt
 
     def issue(self, name: str, hosts: Iterable[str]) -> Certificate:
@@ -60,7 +60,7 @@ def _kind(host: str) -> str:
 
 
 def _make(folder: Path, name: str, extensions: str, signed: tuple[str, ...]) -> Certificate:
-    """Write NAME.crt and NAME.key; the machine's own openssl.cnf has no say in it."""
+    """Write NAME.crt and NAME.key, independently of the machine's openssl.cnf."""
     made = Certificate(folder / f"{name}.crt", folder / f"{name}.key")
     config = folder / f"{name}.cnf"
     subject = f"[req]\ndistinguished_name = dn\nprompt = no\n[dn]\nCN = kbpf tests {name}\n"

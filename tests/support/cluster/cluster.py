@@ -1,16 +1,17 @@
 """A lab with a real API server outside of it and an agent on each node.
 
-The test is every controller: it writes Services, EndpointSlices and Nodes. `settle()` is the only
-way to wait for the agents: it changes a Service and a slice of the cluster's own and returns when
-both have come through twice, which everything written before has then done too (an API server's
-watch keeps the order within a kind). So what is *not* served can be checked as soon as what is.
+The test replaces all controllers: it writes Services, EndpointSlices and Nodes. `settle()` is the
+only way to wait for the agents. It changes a marker Service and its slice, and returns once both
+have been programmed twice; then everything written before is programmed too, since an API server's
+watch keeps the order within a kind. So a test can check at once what is served and what is *not*.
 
 Nodes: node-1 in zone-1, node-2 in zone-2, ...
-Places: pods a1, a2, ... on node-1, b1, ... on node-2; a pod in each host's network, a-net, b-net;
-the hosts' own processes, host-1, host-2.
-Every pod answers on TCP and UDP 8080 and 8081, those in the host's network on 9080.
+Places: pods a1, a2, ... on node-1, b1, ... on node-2; host-network pods a-net, b-net; the hosts'
+own processes, host-1, host-2.
+Every pod answers on TCP and UDP 8080 and 8081, host-network pods on 9080.
 
-No Service address is routed: without kbpf, dialling one is EHOSTUNREACH at once.
+Service addresses have an "unreachable" route: without kbpf, dialling one fails with EHOSTUNREACH at
+once.
 """
 
 import contextlib
@@ -41,7 +42,7 @@ UNROUTED = ("10.96.0.0/16", "192.0.2.0/24", "203.0.113.0/24", "fd00:10:96::/112"
 
 
 class Places(Placed):
-    """Pods and hosts with what serves in them, and the agents of their nodes."""
+    """Pods and hosts with their servers, and the agents of their nodes."""
 
     def __init__(self) -> None:
         self.places: dict[str, Place] = {}
@@ -50,12 +51,14 @@ class Places(Placed):
         self._marks = 0
 
     def settle_in(self, letter: str, home: Node, pods: int, *arguments: str) -> None:
-        """Its pods begin to serve; its agent, with these arguments, can be started."""
+        """Creates a node's pods, which serve, and its agent with these arguments, not
+        yet started.
+        """
         _unroute(home.netns)
         for index in range(1, pods + 1):
             pod = home.pod(f"{letter}{index}").serve(*POD_PORTS, udp=POD_PORTS)
             self.places[pod.name] = pod
-            if MODE == "bpf":  # others serve packets only
+            if MODE == "bpf":  # in other modes the pods' packets have to leave
                 _unroute(pod.netns)
         hosted = home.host_network_pod(f"{letter}-net")
         for address in (hosted.ip, hosted.ip6):  # bound, so that UDP answers come from it
@@ -66,14 +69,15 @@ class Places(Placed):
         self.agents.append(self.agent_on(home, *arguments))
 
     def agent_on(self, home: Node, *arguments: str) -> Agent:
-        """What runs there."""
+        """The agent of a node."""
         return Agent(home, *arguments)
 
     def settle(self, *agents: Agent, seconds: float = PATIENCE) -> None:
-        """Returns when the agents (all, if none is named) have applied what was written so far.
+        """Waits until the agents (default: all) have applied everything written so far.
 
-        Of one round they program the smallest change first: that is the mark, and what it came with
-        may follow moments later. The second mark is of a later round.
+        Within a round an agent programs the smallest changes first. That may be the marker, with
+        the other changes of its round following moments later; so a second marker is written, which
+        belongs to a later round.
         """
         for _ in range(2):
             self._marks += 1
@@ -86,7 +90,7 @@ class Places(Placed):
                 )
 
     def write_mark(self, *objects: Object) -> None:
-        """Creates the mark's Service and slice, or replaces them."""
+        """Creates or replaces the marker's Service and slice."""
         raise NotImplementedError
 
     def __getitem__(self, name: str) -> Place:
@@ -94,11 +98,11 @@ class Places(Placed):
 
     @property
     def agent(self) -> Agent:
-        """The first node's."""
+        """The first node's agent."""
         return self.agents[0]
 
     def served(self, agent: Agent | None = None) -> dict[str, dict[str, Any]]:
-        """Frontend → what stands behind it, without ids and without the cluster's own mark."""
+        """Frontend → its Service, flags and backends, without ids and without the marker."""
         one = agent or self.agent
         if one.mode == "ipvs":
             return {at: behind for at, behind in one.behind().items() if behind["service"] != MARK}
@@ -106,7 +110,7 @@ class Places(Placed):
         return {at: behind for at, behind in found.items() if behind["service"] != MARK}
 
     def seen_as(self, client: str, server: str, v6: bool) -> str:
-        """The client's address as the server sees it, if nobody translates it."""
+        """The client's address as the server sees it without masquerading."""
         here, there, home = self.places[client], self.places[server], self.home[client]
         if here in home.pods:
             return here.ip6 if v6 else here.ip
@@ -120,7 +124,7 @@ class Places(Placed):
 
 
 class Cluster(Places):
-    """See the module. A context manager; `faulty` puts a fault proxy before the API server."""
+    """The lab of the module docstring, a context manager. `faulty`: agents use a fault proxy."""
 
     def __init__(
         self,
@@ -152,7 +156,7 @@ class Cluster(Places):
         return self
 
     def bring_up(self) -> None:
-        """The Nodes, and their agents."""
+        """Creates the Nodes and starts their agents."""
         for number, each in enumerate(self.lab.nodes, 1):
             self.kube.create(node(each.name, each.ip, each.ip6, zone=f"zone-{number}"))
         for agent in self.agents:
@@ -164,7 +168,7 @@ class Cluster(Places):
         self._stack.close()
 
     def kubeconfig(self, user: str = "kbpf") -> Path:
-        """What the agents are started with; through the fault proxy where there is one."""
+        """The kubeconfig for the agents; it points to the fault proxy if there is one."""
         path = self.lab.folder / f"kubeconfig-{user}"
         return self.api.kubeconfig(path, user, url=self.proxy.url if self.proxy else None)
 
@@ -176,7 +180,7 @@ class Cluster(Places):
 
     @contextlib.contextmanager
     def given(self, *objects: Object) -> Iterator[None]:
-        """These objects exist and the agents know them; afterwards they are deleted."""
+        """Creates the objects and waits for the agents; deletes them at the end of the block."""
         try:
             self.create(*objects)
             self.settle()
@@ -185,7 +189,7 @@ class Cluster(Places):
             self.delete(*objects)
 
     def create(self, *objects: Object) -> None:
-        """Creates them. `status` of a Service goes where load balancers write it."""
+        """Creates the objects; a Service's `status` is written to the status subresource."""
         for obj in objects:
             self.kube.create(obj)
             if obj["kind"] == "Service" and "status" in obj:
@@ -193,7 +197,7 @@ class Cluster(Places):
                 self.kube.patch("Service", name, {"status": obj["status"]}, space, "status")
 
     def delete(self, *objects: Object) -> None:
-        """Deletes them; what is gone already is fine."""
+        """Deletes the objects, if they exist."""
         for obj in objects:
             try:
                 self.kube.delete(obj["kind"], obj["metadata"]["name"], obj["metadata"]["namespace"])
@@ -202,7 +206,7 @@ class Cluster(Places):
                     raise
 
     def change(self, *objects: Object, agents: Sequence[Agent] = ()) -> None:
-        """Replaces them, and waits until the agents (all, if none is named) have seen it."""
+        """Replaces the objects and waits for the agents (default: all)."""
         for obj in objects:
             self.kube.replace(obj)
         self.settle(*agents)
@@ -216,19 +220,19 @@ MARK = "default/settled"
 
 
 def _unroute(netns: str | None) -> None:
-    """In the pods too: routers say "unreachable" only so and so often."""
+    """Adds the unreachable routes. Pods need them too: routers limit the rate of ICMP errors."""
     ip(*(f"route add unreachable {each}" for each in UNROUTED), netns=netns)
 
 
 def mark(number: int) -> tuple[Object, Object]:
-    """A Service and its slice. The number is a port in both, so that each must have come."""
+    """The marker's Service and slice. The number is a port of both, so both must have arrived."""
     row = service("settled", port(1000 + number), cluster_ip="10.96.0.250")
     end = endpoint("10.255.0.1")
     return row, endpoint_slice("settled", end, ports=[slice_port(1000 + number)])
 
 
 def shows(agent: Agent, number: int) -> bool:
-    """Whether this mark is programmed, with all that was to be before it."""
+    """Whether this marker is programmed, with everything that precedes it."""
     at = 1000 + number
     if agent.mode == "ipvs":
         return _shows_ipvs(agent, at)
@@ -240,8 +244,8 @@ def shows(agent: Agent, number: int) -> bool:
 
 
 def _shows_ipvs(agent: Agent, at: int) -> bool:
-    """The notes of what is gone are the last that goes. The tables, slow to list under emulation,
-    are asked for when it is likely.
+    """shows() for mode ipvs. The records of stale names are deleted last. The nftables tables, slow
+    to list under emulation, are only read if the rest fits.
     """
     servers = agent.virtual_services().get(f"10.96.0.250:{at}/6", {})
     if servers.get(f"10.255.0.1:{at}") != 1:

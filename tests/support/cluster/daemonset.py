@@ -1,13 +1,13 @@
 """A lab whose agents are the pods of a real DaemonSet, without a kubelet.
 
-There is no kubelet and no DaemonSet controller here: kubelets.py has the fake that stands for both,
-which runs each container by runc exactly as the spec says (pods.py). What differs from a node:
+kubelets.py has a fake of the kubelets and of the DaemonSet controller; it runs each container with
+runc exactly as the spec says (pods.py). Differences from a real node:
 
-- a node's cgroup root is a cgroup of the machine's, so the agent is told where it is (KBPF_CGROUP);
-- hostPaths are folders of this node's own, as several nodes share one machine (see host_paths());
-- the image is the machine's own /usr and this tree, unless a test brings one; kube-proxy's is the
-  machine's /usr and the program that the tests have built;
-- of the probes that of readiness is asked, and no other, unless a test does.
+- a node's cgroup root is a cgroup of the machine, so the agent gets its path (KBPF_CGROUP);
+- hostPaths are separate folders for each node, as several nodes share one machine (host_paths());
+- the image is the machine's /usr and this tree, unless a test brings one; kube-proxy's image is the
+  machine's /usr and the program built by the tests;
+- of the probes only readiness is used; tests use the others themselves.
 """
 
 import contextlib
@@ -52,15 +52,15 @@ class PodAgent(Agent):
         self.bpffs.mkdir()
         self.pin_dir = self.bpffs / "kbpf"
         self.folder = home.lab.folder / f"kubelet-{home.name}"
-        self.runs = ""  # which pod template, by its digest
+        self.runs = ""  # the digest of its pod template
         self._is_kube_proxy = False
         self.versions: dict[str, Path] = {}
-        """Names of images → what their kbpf/ is; all others have this tree's."""
+        """Image name → the folder of its kbpf/; all other images have this tree's."""
         self._container: Container | None = None
         self._count = 0
 
     def host_paths(self) -> dict[str, Path]:
-        """Each hostPath of the node → where it is on this machine."""
+        """Each hostPath of the node → its folder on this machine."""
         return {
             "/sys/fs/bpf": self.bpffs,
             "/sys/fs/cgroup": self.node.cgroup,
@@ -73,7 +73,7 @@ class PodAgent(Agent):
         }
 
     def launch(self, template: Object, volumes: Mapping[str, Path], account: Path | None) -> None:
-        """Runs the pod's container. The log and the maps are where those of an Agent are."""
+        """Runs the pod's container. Its log and maps are where an Agent's are."""
         self.begin()
         (container,) = template["spec"]["containers"]
         self._is_kube_proxy = is_kube_proxy(container)
@@ -88,7 +88,7 @@ class PodAgent(Agent):
         account: Path | None,
         paths: Mapping[str, Path],
     ) -> str:
-        """What another container of the node prints, with these hostPaths elsewhere."""
+        """The output of another container of the node, with other folders for these hostPaths."""
         log = self.folder / "tried"
         made = self._make(spec, volumes, account, log, paths)
         try:
@@ -101,7 +101,7 @@ class PodAgent(Agent):
         return said
 
     def beside(self, spec: Object, volumes: Mapping[str, Path], account: Path | None) -> Container:
-        """Another container of the node, which runs until it is closed."""
+        """Starts another container of the node, which runs until it is closed."""
         return self._make(spec, volumes, account, self.folder / "beside.log")
 
     def _make(
@@ -135,7 +135,7 @@ class PodAgent(Agent):
         return Container(config, folder, name, self.node.cgroup / "host", log)
 
     def image(self, rootfs: Path) -> Image:
-        """What the container sees of the image."""
+        """The image of the container."""
         made = this_machine(rootfs, ROOT, Path(sys.prefix))
         scripts = sysconfig.get_path("scripts")
         return Image(
@@ -146,8 +146,8 @@ class PodAgent(Agent):
         )
 
     def wait_ready(self, spec: Object, seconds: float = 2 * PATIENCE) -> None:
-        """Until its kubelet would call it ready: the container runs, and the readiness probe that
-        it has, if it has one, is answered with 200.
+        """Waits until a kubelet would call it ready: the container runs, and its readiness probe,
+        if it has one, returns 200.
         """
         (container,) = spec["containers"]
         probe = container.get("readinessProbe", {}).get("httpGet")
@@ -167,7 +167,7 @@ class PodAgent(Agent):
             raise AssertionError(f"{error}\n{said}\n{self.tail()}") from None
 
     def status(self) -> dict[str, Any] | None:
-        """What the agent that was started last says, whichever version's maps it has."""
+        """The status of the agent started last, from the maps of whichever version it is."""
         found = []
         for path in self.pin_dir.glob("maps-*/agent_status"):
             with contextlib.suppress(KbpfError), Map.open(path) as opened:
@@ -177,37 +177,37 @@ class PodAgent(Agent):
 
     @property
     def pid(self) -> int:
-        """Of the container's process, as the machine sees it; 0 before it runs."""
+        """The container process's id in the machine's PID namespace; 0 before it runs."""
         assert self._container is not None
         state = self._container.state()
         return int(state["pid"]) if state is not None else 0
 
     @property
     def _cgroup(self) -> str:
-        """Of the container that was started last, below the root of a hierarchy. It is in the
-        node's, so that the hooks see what runs in it, as on a real node.
+        """The cgroup of the container started last, relative to a hierarchy's root. It is below the
+        node's cgroup, so that the hooks apply to the container, as on a real node.
         """
         return str(self.node.cgroup.relative_to(cgroup2()) / f"{self.node.netns}-{self._count}")
 
     def exec(self, *command: str) -> "subprocess.CompletedProcess[str]":
-        """`kubectl exec` in the pod."""
+        """Runs a command in the pod like `kubectl exec`."""
         assert self._container is not None
         return self._container.exec(*command)
 
     @property
     def runc_exec(self) -> tuple[str, ...]:
-        """The command that exec() runs, without what is to be run."""
+        """The command prefix that exec() uses."""
         assert self._container is not None
         return self._container.runc_exec
 
     def use_cache(self, folder: Path) -> None:
-        """The node's /var/cache/kbpf from now on; else one that all tests share."""
+        """Sets the node's /var/cache/kbpf; by default all tests share one."""
         self._cache = folder
 
     def usage(self) -> dict[str, float]:
-        """What the container's cgroup has used: bytes at most and now, seconds of processor time.
+        """The container's resource usage: peak and current memory in bytes, CPU time in seconds.
 
-        On machines that have v1 and v2 runc puts it into v1's controllers.
+        On machines with cgroup v1 and v2 it is counted by v1's controllers, which runc uses.
         """
         root = Path("/sys/fs/cgroup")
 
@@ -230,12 +230,14 @@ class PodAgent(Agent):
         }
 
     def stop(self) -> int:
-        """SIGTERM, as kubelet does; the exit code. A kube-proxy ends by the signal: 0."""
+        """Sends SIGTERM, as kubelet does; the exit code. A kube-proxy is ended by the signal, which
+        counts as 0.
+        """
         code = self._end("TERM")
         return 0 if self._is_kube_proxy else code
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Sends SIGKILL."""
         self._end("KILL")
 
     def _end(self, signal: str) -> int:
@@ -245,13 +247,13 @@ class PodAgent(Agent):
         return code
 
     def forget(self) -> None:
-        """A container that has ended is removed."""
+        """Removes the container, which must have ended."""
         assert self._container is not None
         self._container.close()
         self.runs = ""
 
     def close(self) -> None:
-        """Ends it and removes its pins."""
+        """Ends the container and removes its pins."""
         if self._container is not None:
             self._container.close()
         self.remove_pins()
@@ -259,23 +261,23 @@ class PodAgent(Agent):
         self._remove_v1_cgroups()
 
     def _remove_v1_cgroups(self) -> None:
-        """Where there is cgroup v1, too, runc makes the node's cgroup in each of its hierarchies.
-        That of v2 is the lab's.
+        """Removes the node's cgroups that runc makes in each cgroup v1 hierarchy, where v1 exists.
+        The lab removes that of v2.
         """
         node = self.node.cgroup.relative_to(cgroup2())
         for hierarchy in set(Path("/sys/fs/cgroup").iterdir()) - {cgroup2()}:
             for folder in (hierarchy / node, *(hierarchy / each for each in node.parents[:-1])):
-                with contextlib.suppress(OSError):  # not there, or another node's is in it
+                with contextlib.suppress(OSError):  # it does not exist, or has another node's in it
                     folder.rmdir()
 
 
 def is_kube_proxy(container: Object) -> bool:
-    """Whether it is kubeadm's."""
+    """Whether this is the container of kubeadm's kube-proxy."""
     return bool(container["command"][0].endswith("/kube-proxy"))
 
 
 def kube_proxy_image(rootfs: Path) -> Image:
-    """What kube-proxy's container sees: the program, and the machine's iptables and nft."""
+    """kube-proxy's image: the program, and the machine's iptables and nft."""
     made = this_machine(rootfs)
     folders = (Path("/usr") / name for name in ("bin", "sbin", "lib", "lib64", "share"))
     program = {Path("/usr/local/bin/kube-proxy"): go_build.build("kube-proxy")}
@@ -293,12 +295,12 @@ print(response.status, response.read().decode())
 
 
 def asked(agent: PodAgent, port: int, path: str) -> int:
-    """What a probe of the pod gets; 0: nobody answers."""
+    """The status that a probe of the pod gets; 0 if nothing answers."""
     return answered(agent, port, path)[0]
 
 
 def answered(agent: PodAgent, port: int, path: str) -> tuple[int, str]:
-    """The same with the body, asked at the node's address as a kubelet does."""
+    """Status and body that a probe gets at the node's address, where a kubelet probes."""
     words = ("/usr/bin/python3", "-S", "-c", ASK, agent.node.ip, str(port), path)
     command = inside(agent.node.netns, None, *words)
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -307,8 +309,8 @@ def answered(agent: PodAgent, port: int, path: str) -> tuple[int, str]:
 
 
 class PodCluster(Cluster):
-    """A cluster in which `kubectl apply -k` brings kbpf to the nodes. The first one is a control
-    plane with its taint; the last one joins later, with join().
+    """A cluster in which `kubectl apply -k` installs kbpf. The first node is a control plane with
+    its taint; the last one joins later, with join().
     """
 
     def __init__(self, kubectl: Path, nodes: int, name: str, network: str = "routed") -> None:
@@ -317,20 +319,20 @@ class PodCluster(Cluster):
         self.pod_agents: list[PodAgent] = []
 
     def agent_on(self, home: Node, *arguments: str) -> Agent:
-        """A pod."""
-        assert not arguments, "the pod's spec says all"
+        """The agent in a pod of the DaemonSet."""
+        assert not arguments, "the pod's spec has all arguments"
         self.pod_agents.append(PodAgent(home))
         return self.pod_agents[-1]
 
     def bring_up(self) -> None:
-        """All but the last Node, and what `kubectl apply -k` brings there."""
+        """Registers all Nodes but the last, and applies the overlay."""
         self.prepare()
         self.kubectl("apply", "-k", str(self.overlay))
         self.kubelets.sync()
 
     def prepare(self) -> None:
-        """All but the last Node; `overlay` is what an operator would apply. A controller makes each
-        namespace's account.
+        """Registers all Nodes but the last, sets `overlay` to the one that an operator would apply,
+        and creates the default ServiceAccount, as a controller does in each namespace.
         """
         account = {"name": "default", "namespace": SPACE}
         self.kube.create({"apiVersion": "v1", "kind": "ServiceAccount", "metadata": account})
@@ -343,7 +345,7 @@ class PodCluster(Cluster):
             self.register(each)
 
     def register(self, each: Node) -> None:
-        """Its Node, as kubelet and kubeadm make it."""
+        """Creates a node's Node object, as kubelet and kubeadm do."""
         made = node(
             each.name, each.ip, each.ip6, labels=LINUX, pod_cidrs=[f"10.244.{each.number}.0/24"]
         )
@@ -352,7 +354,7 @@ class PodCluster(Cluster):
         self.kube.create(made)
 
     def join(self) -> PodAgent:
-        """The last node joins; its agent, once it has synced."""
+        """Lets the last node join; returns its agent once it is synced."""
         self.register(self.lab.nodes[-1])
         self.kubelets.sync()
         return self.pod_agents[-1]

@@ -1,9 +1,9 @@
 """pytest plugin: the fixture `apiserver`, one real API server for the whole run, and the programs
 `kubectl`, `kubeadm`, `previous_kubeadm`, `helm` and `kube_proxy`.
 
-Programs are built (once, minutes) when collection ends and only if a test asks for them, by a
-fixture of BUILDS or one that does: a test's own time limit must not have to cover that. A build
-that fails fails these tests.
+Programs are built once, which takes minutes, when collection ends, and only if a test needs them by
+a fixture of BUILDS, directly or indirectly: a test's time limit should not have to cover the build.
+A failed build fails these tests.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ BUILDS = {
     "helm": ("helm",),
     "kube_proxy": ("kube-proxy",),
 }
-"""Fixture → what it needs built."""
+"""Fixture → the programs that it needs."""
 _FAILED = pytest.StashKey[dict[str, go_build.BuildError]]()
 
 
@@ -53,13 +53,13 @@ def _built(request: pytest.FixtureRequest, fixture: str) -> tuple[Path, ...]:
 
 @pytest.fixture(scope="session")
 def programs(request: pytest.FixtureRequest) -> None:
-    """kube-apiserver and etcd are there; for fixtures that start them themselves."""
+    """Makes sure that kube-apiserver and etcd are built, for fixtures that start them."""
     _built(request, "programs")
 
 
 @pytest.fixture(scope="session")
 def kubectl(request: pytest.FixtureRequest) -> Path:
-    """The program; `kubectl kustomize` is kustomize."""
+    """The program, also used as kustomize (`kubectl kustomize`)."""
     return _built(request, "kubectl")[0]
 
 
@@ -71,31 +71,31 @@ def kube_proxy(request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture(scope="session")
 def kubeadm(request: pytest.FixtureRequest) -> Path:
-    """The program that makes the objects which kbpf takes over."""
+    """The program that creates the objects which kbpf replaces."""
     return _built(request, "kubeadm")[0]
 
 
 @pytest.fixture(scope="session")
 def previous_kubeadm(request: pytest.FixtureRequest) -> Path:
-    """The one of the minor version before."""
+    """kubeadm of the previous minor version."""
     return _built(request, "previous_kubeadm")[0]
 
 
 @pytest.fixture(scope="session")
 def helm(request: pytest.FixtureRequest) -> Path:
-    """The program."""
+    """The program helm."""
     return _built(request, "helm")[0]
 
 
 @pytest.fixture(scope="session")
 def apiserver(programs: None) -> Iterator[ApiServer]:
-    """A running API server; tests clear their objects from it, or use names of their own."""
+    """A running API server shared by all tests, which delete their objects or use unique names."""
     with ApiServer() as server:
         yield server
 
 
 @pytest.fixture
 def faults(apiserver: ApiServer) -> Iterator[FaultProxy]:
-    """A fault proxy of the test's own in front of `apiserver`."""
+    """A fault proxy for this test in front of `apiserver`."""
     with FaultProxy(apiserver) as proxy:
         yield proxy

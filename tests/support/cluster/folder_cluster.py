@@ -1,7 +1,7 @@
-"""The lab's cluster without an API server: its objects are files that the agents watch.
+"""The lab's cluster without an API server: objects are files that the agents watch.
 
-For kernels under emulation, where an API server takes minutes. A test that does no more than write
-objects does not see the difference.
+For kernels under emulation, where an API server takes minutes. For a test that only writes objects
+there is no difference.
 """
 
 import copy
@@ -20,21 +20,21 @@ from tests.support.scenario import file_of, put
 
 
 class FolderKube:
-    """As much of tests/support/kube.Kube as tests that write objects need."""
+    """The part of tests/support/cluster/kube.Kube that tests which write objects need."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._objects: dict[str, Object] = {}
 
     def create(self, obj: Object) -> Object:
-        """A new object; its creation is stamped as the API server does."""
+        """Creates an object, with a creationTimestamp as the API server sets it."""
         made = copy.deepcopy(obj)
         stamp = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         made["metadata"]["creationTimestamp"] = stamp
         return self._put(made)
 
     def replace(self, obj: Object) -> Object:
-        """The same object, otherwise."""
+        """Replaces an object."""
         made = copy.deepcopy(obj)
         before = self._objects.get(file_of(obj), made)
         stamp = before["metadata"].get("creationTimestamp")
@@ -44,7 +44,7 @@ class FolderKube:
     def patch(
         self, kind: str, name: str, change: Object, namespace: str = "default", _: str = ""
     ) -> Object:
-        """A JSON merge patch."""
+        """Applies a JSON merge patch."""
         made = copy.deepcopy(self.get(kind, name, namespace))
         _merge(made, change)
         return self._put(made)
@@ -83,7 +83,7 @@ def _merge(into: dict[str, Any], change: dict[str, Any]) -> None:
 
 
 class FolderCluster(Cluster):
-    """Two nodes; see the module."""
+    """The cluster with its objects in a folder."""
 
     def __enter__(self) -> Self:
         nodes, name, pods, *_ = self._shape

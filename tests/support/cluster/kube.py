@@ -1,8 +1,8 @@
-"""A small client of the Kubernetes API for tests, and builders of the objects that it sends.
+"""A small client of the Kubernetes API for tests.
 
-http.client and plain dicts, nothing of kbpf and no kubernetes library: what kbpf reads must have
-been written by other code. One connection is kept open per Kube, so a Kube belongs to one thread;
-`create_many` opens more of them by itself.
+It uses http.client and plain dicts, nothing of kbpf and no Kubernetes library, so that kbpf reads
+objects written by independent code. Each Kube keeps one connection open and belongs to one thread;
+`create_many` opens more connections.
 """
 
 import http.client
@@ -39,7 +39,7 @@ _KINDS: dict[str, tuple[str, str, bool]] = {  # kind → API group path, resourc
 
 
 class KubeError(Exception):
-    """The server answered with an error: its status code, reason and message."""
+    """The server returned an error: its status code, reason and message."""
 
     def __init__(self, status: int, what: str, body: bytes) -> None:
         try:
@@ -53,7 +53,9 @@ class KubeError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where an API server is dialled, from which network namespace, and what proves it."""
+    """The address of an API server, the network namespace to dial it from, and the CA
+    to verify it.
+    """
 
     host: str
     port: int
@@ -63,7 +65,7 @@ class Target:
 
 
 class Connection(http.client.HTTPSConnection):
-    """Made from inside the target's namespace, verified against the target's CA."""
+    """A connection from the target's namespace, verified with the target's CA."""
 
     def __init__(self, target: Target, timeout: float | None) -> None:
         context = ssl.create_default_context(cafile=str(target.ca))
@@ -78,7 +80,7 @@ class Connection(http.client.HTTPSConnection):
 
 
 class Kube:
-    """A user's view of one API server, at a URL such as https://127.0.0.1:6443."""
+    """A user's client of one API server, at a URL such as https://127.0.0.1:6443."""
 
     def __init__(
         self,
@@ -116,11 +118,11 @@ class Kube:
         return self._send("POST", _path_of(obj, named=False), obj)
 
     def create_many(self, objects: Iterable[Object], workers: int = 4) -> None:
-        """POST them all over a few connections at once; the order is nobody's promise."""
+        """POST all objects over a few connections in parallel, in no particular order."""
         self._spread(lambda kube, obj: kube.create(obj), list(objects), workers)
 
     def replace(self, obj: Object) -> Object:
-        """PUT; without metadata.resourceVersion it wins over whatever is stored."""
+        """PUT; without metadata.resourceVersion it replaces any stored version."""
         return self._send("PUT", _path_of(obj), obj)
 
     def patch(
@@ -131,7 +133,7 @@ class Kube:
         return self._send("PATCH", path, change, "application/merge-patch+json")
 
     def delete(self, kind: str, name: str, namespace: str = "default") -> None:
-        """DELETE; what is not there is an error (404)."""
+        """DELETE; an object that does not exist is an error (404)."""
         self._send("DELETE", path_of(kind, namespace, name))
 
     def get(self, kind: str, name: str, namespace: str = "default") -> Object:
@@ -139,7 +141,7 @@ class Kube:
         return self._send("GET", path_of(kind, namespace, name))
 
     def token(self, account: str, namespace: str) -> str:
-        """A new token of a ServiceAccount, as a kubelet asks for it."""
+        """Return a new token of a ServiceAccount, requested as a kubelet does."""
         wanted = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {}}
         path = path_of("ServiceAccount", namespace, account)
         answer = self._send("POST", f"{path}/token", wanted)
@@ -148,7 +150,7 @@ class Kube:
     def list(
         self, kind: str, namespace: str | None = None, query: Mapping[str, str] | None = None
     ) -> Object:
-        """GET a list as the server gives it, by default of all namespaces."""
+        """GET a list as the server returns it, by default of all namespaces."""
         return self._send("GET", f"{path_of(kind, namespace)}?{urlencode(query or {})}")
 
     def watch(
@@ -160,7 +162,7 @@ class Kube:
     ) -> Generator[Object, None, None]:
         """Yield the events of a watch over its own connection until the server ends it.
 
-        Raises TimeoutError when nothing comes for `seconds`, ConnectionError when it breaks off.
+        Raises TimeoutError if nothing arrives for `seconds`, ConnectionError if it ends early.
         """
         connection = Connection(self.target, seconds)
         try:
@@ -187,7 +189,7 @@ class Kube:
         return self.patch("Service", name, {"status": status}, namespace, "status")
 
     def clear(self) -> None:
-        """Delete every Service (but default/kubernetes), its EndpointSlices, and every Node."""
+        """Delete all Services (except default/kubernetes), EndpointSlices and Nodes."""
         rows: list[tuple[str, str, str]] = []
         for kind in ("Service", "EndpointSlice", "Node"):
             for obj in self.list(kind)["items"]:
@@ -199,7 +201,7 @@ class Kube:
         self._spread(lambda kube, row: kube.delete(*row), rows, 4)
 
     def wait_until_ready(self, seconds: float = 20.0) -> None:
-        """Return when the server is ready and can give a Service its addresses."""
+        """Wait until the server is ready and can allocate addresses for a Service."""
         deadline = time.monotonic() + seconds
         while (why := self.not_ready()) is not None:
             if time.monotonic() > deadline:
@@ -209,8 +211,8 @@ class Kube:
     def not_ready(self) -> str | None:
         """Return why the server can't be used yet, or None.
 
-        /readyz comes before the `default` namespace, and before the ServiceCIDR that the
-        allocator of cluster IPs needs: creating a Service in that gap fails.
+        /readyz succeeds before the `default` namespace exists, and before the ServiceCIDR that the
+        allocator of cluster IPs needs: creating a Service fails until then.
         """
         try:
             status, body = self.request("GET", "/readyz")
@@ -272,7 +274,7 @@ class Kube:
         if self._kept is not None and self._kept.sock is not None:
             if not select.select([self._kept.sock], [], [], 0)[0]:
                 return self._kept
-            self.close()  # readable between two requests: closed, nothing else can come
+            self.close()  # readable between two requests: the server has closed it
         self._kept = Connection(self.target, self._timeout)
         return self._kept
 

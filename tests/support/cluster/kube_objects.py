@@ -1,7 +1,7 @@
-"""Builders of Services, EndpointSlices and Nodes as plain dicts, as a test would write YAML.
+"""Builders of Services, EndpointSlices and Nodes as plain dicts, the equivalent of YAML.
 
-Only what is given is set, so an object says what its test is about and the server's defaults fill
-the rest. Anything that has no parameter here is set on the dict that comes back.
+Only given fields are set, so that an object shows what its test is about; the server's defaults
+fill the rest. A field without a parameter here is set on the returned dict.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ def port(
     node_port: int | None = None,
     app_protocol: str | None = None,
 ) -> Object:
-    """Return a port of a Service; `target` is a number, or a name to be found in the pods."""
+    """Return a port of a Service; `target` is a number, or the name of a container port."""
     row = {"port": number, "protocol": protocol, "targetPort": number if target is None else target}
     return row | _given(name=name or None, nodePort=node_port, appProtocol=app_protocol)
 
@@ -95,7 +95,9 @@ def endpoint(
     for_zones: Sequence[str] = (),
     for_nodes: Sequence[str] = (),
 ) -> Object:
-    """Return an endpoint of a slice; a condition that is None is left out, as older writers do."""
+    """Return an endpoint of a slice; a condition that is None is omitted, as by older
+    controllers.
+    """
     hints = _given(
         forZones=[{"name": name} for name in for_zones] or None,
         forNodes=[{"name": name} for name in for_nodes] or None,
@@ -106,7 +108,7 @@ def endpoint(
 
 
 def slice_port(number: int | None, name: str = "", protocol: str = "TCP") -> Object:
-    """Return a port of a slice; its name is that of the Service's port, not the container's."""
+    """Return a port of a slice; its name is the Service port's, not the container port's."""
     return {"name": name, "protocol": protocol} | _given(port=number)
 
 
@@ -121,8 +123,8 @@ def endpoint_slice(
 ) -> Object:
     """Return an EndpointSlice of a Service; `family` may be FQDN; the port is TCP 80 by default.
 
-    The name defaults to SERVICE-ipv4 or the like, so a Service has one slice per family unless the
-    test names more.
+    The name defaults to SERVICE-ipv4 or SERVICE-ipv6, so a Service has one slice per family unless
+    the test gives names.
     """
     own = {"kubernetes.io/service-name": service_name}
     return {

@@ -1,7 +1,8 @@
-"""A real kube-proxy on a node of the lab, in any of its modes, beside kbpf or in its place.
+"""A real kube-proxy on a node of the lab, in any of its modes, next to kbpf or instead of it.
 
 Built from its Go module (`go_build`). It runs in the node's network namespace, so its rules and
-conntrack are that namespace's own and are gone with it. It ends as kubelet ends it: its rules stay.
+conntrack entries belong to that namespace and are removed with it. It is stopped as kubelet stops
+it: its rules stay.
 """
 
 import subprocess
@@ -12,9 +13,9 @@ from tests.support.build import go_build
 from tests.support.lab.lab import DIE_WITH_US, PATIENCE, inside
 
 MODES = ("nftables", "iptables")
-"""Those that any kernel has; "ipvs" wants IPVS, and the program ipset."""
+"""The modes that every kernel supports; "ipvs" needs IPVS and the program ipset."""
 QUIET = (
-    # Sysctls of the whole machine: not a namespace's to set, and not needed here.
+    # Not these sysctls: they are the whole machine's, not the namespace's.
     "--conntrack-max-per-core=0",
     "--conntrack-min=0",
     "--conntrack-tcp-timeout-established=0",
@@ -23,19 +24,21 @@ QUIET = (
 
 
 class Home(Protocol):
-    """Where it runs: a node of the lab, or any other network namespace."""
+    """The place where it runs: a node of the lab, or any other network namespace."""
 
     @property
     def name(self) -> str:
-        """Kubernetes' name of the node."""
+        """The name of the Node object."""
 
     @property
     def netns(self) -> str:
-        """The namespace, below /run/netns."""
+        """The namespace's name below /run/netns."""
 
 
 class KubeProxy:
-    """`kube-proxy` on one node; its log is beside the kubeconfig. `arguments` are further flags."""
+    """kube-proxy on one node; its log is in the kubeconfig's folder. `arguments` are
+    further flags.
+    """
 
     def __init__(self, node: Home, mode: str, kubeconfig: Path, *arguments: str) -> None:
         self.node, self.mode = node, mode
@@ -55,7 +58,9 @@ class KubeProxy:
         self.stop()
 
     def start(self) -> Self:
-        """Starts it. Its first rules come when it has listed everything: wait for what they do."""
+        """Starts it. It writes its first rules once it has listed everything: wait for their
+        effect.
+        """
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 [*DIE_WITH_US, *inside(self.node.netns, None, *self._command)],
@@ -66,19 +71,19 @@ class KubeProxy:
         return self
 
     def stop(self) -> None:
-        """SIGTERM, as kubelet does; what it has programmed stays."""
+        """Sends SIGTERM, as kubelet does; its rules stay."""
         if self._process is not None:
             self._process.terminate()
             self._process.wait(PATIENCE)
             self._process = None
 
     def has_programmed(self, node_port: int) -> bool:
-        """See has_programmed() below."""
+        """has_programmed() for this kube-proxy."""
         return has_programmed(self.node, self.mode, node_port)
 
     @property
     def pid(self) -> int:
-        """Of the process that runs."""
+        """The process id of the running kube-proxy."""
         assert self._process is not None
         return self._process.pid
 
@@ -93,14 +98,14 @@ class KubeProxy:
 
 
 def has_programmed(node: Home, mode: str, node_port: int) -> bool:
-    """Whether rules of a kube-proxy in this mode lead this TCP NodePort to somebody, whoever serves
-    it now.
+    """Whether rules of a kube-proxy in this mode exist for this TCP NodePort, whether or not they
+    are what serves it now.
     """
     saved = ("iptables-save", "-t", "nat")
     words, sign = {
         "nftables": (("nft", "list", "table", "ip", "kube-proxy"), f"tcp . {node_port} : goto"),
         "iptables": (saved, f"--dport {node_port} -j KUBE-EXT"),
-        # The last of a pass, which has all that it knows.
+        # Written last in a sync, so everything else is programmed by then.
         "ipvs": (saved, "--match-set KUBE-NODE-PORT-TCP dst"),
     }[mode]
     command = inside(node.netns, None, *words)

@@ -1,7 +1,7 @@
-"""A real kubeadm and its add-on kube-proxy, what it writes into the ConfigMap kube-proxy (1.37),
-and a ConfigMap's mount.
+"""A real kubeadm and its add-on kube-proxy, the files that it writes into the ConfigMap kube-proxy
+(1.37), and a fake of a ConfigMap's mount.
 
-tests/lab/cluster/test_kubeadm.py holds the texts here to what the program writes.
+tests/lab/cluster/test_kubeadm.py compares the texts here with the program's output.
 """
 
 import json
@@ -106,13 +106,13 @@ users:
 
 
 def config(cluster_cidr: str, kubeconfig: Path | str = KUBECONFIG) -> str:
-    """config.conf, with the pods' networks of --pod-network-cidr."""
+    """The text of config.conf, with the pod networks of --pod-network-cidr."""
     return _CONFIG.format(cluster_cidr=cluster_cidr, kubeconfig=kubeconfig)
 
 
 def kubeconfig(server: str, account: Path) -> str:
-    """kubeconfig.conf, with the control plane's address. `account`: the folder that holds what
-    kubelet mounts of the service account.
+    """The text of kubeconfig.conf, with the control plane's address. `account`: the folder in which
+    kubelet mounts the ServiceAccount's files.
     """
     return _KUBECONFIG.format(server=server, account=account)
 
@@ -120,9 +120,9 @@ def kubeconfig(server: str, account: Path) -> str:
 class Kubeadm:
     """`kubeadm init phase addon kube-proxy` for a cluster whose control plane is this API server.
 
-    `endpoint`: its controlPlaneEndpoint, HOST:PORT, that of the server if none is given; `pods`:
-    the networking.podSubnet; `proxy`: fields of a KubeProxyConfiguration of the user's own;
-    `patches`: a folder of patches.
+    `endpoint`: its controlPlaneEndpoint, HOST:PORT, by default the server's; `pods`: its
+    networking.podSubnet; `proxy`: fields of the user's KubeProxyConfiguration; `patches`: a folder
+    of patches.
     """
 
     def __init__(
@@ -145,26 +145,26 @@ class Kubeadm:
         self._config.write_text("\n---\n".join(map(json.dumps, objects)))
 
     def install_kube_proxy(self) -> None:
-        """Makes its objects, or makes them again as they were."""
+        """Creates kube-proxy's objects, or restores them."""
         said = self._addon(f"--kubeconfig={self._admin}")
         assert "Applied essential addon: kube-proxy" in said, said
 
     def upload_config(self) -> None:
-        """Keeps what it was told in the ConfigMap kubeadm-config, as `kubeadm init` does."""
+        """Stores its configuration in the ConfigMap kubeadm-config, as `kubeadm init` does."""
         command = (str(self._program), "init", "phase", "upload-config", "kubeadm",
                    f"--config={self._config}", f"--kubeconfig={self._admin}")  # fmt: skip
         call(inside(self._netns, None, *command), self._folder)
 
     def remove_kube_proxy(self, admin: Kubectl) -> None:
-        """Deletes whatever is there of them."""
+        """Deletes kube-proxy's objects, as far as they exist."""
         admin("delete", "-f", "-", "--ignore-not-found", "--wait=false", stdin=self.manifest())
 
     def kube_proxy(self) -> list[Object]:
-        """Its objects."""
+        """kube-proxy's objects."""
         return documents(self.manifest())
 
     def manifest(self) -> str:
-        """Its objects, as kubeadm prints them."""
+        """kube-proxy's objects as YAML, as kubeadm prints them."""
         return self._addon("--print-manifest")
 
     def _addon(self, *arguments: str) -> str:
@@ -174,7 +174,7 @@ class Kubeadm:
 
 
 def _cluster(endpoint: str, pods: str, proxy: Object | None) -> list[Object]:
-    """What kubeadm is told: nothing that it would have to find out on this machine."""
+    """kubeadm's configuration, complete so that it detects nothing on this machine."""
     api = "kubeadm.k8s.io/v1beta4"
     made: list[Object] = [
         {
@@ -201,8 +201,8 @@ def _cluster(endpoint: str, pods: str, proxy: Object | None) -> list[Object]:
 
 
 class Mount:
-    """A folder of files that change all at once, as kubelet mounts a ConfigMap or a token:
-    FILE → ..data/FILE, ..data → ..N.
+    """A folder whose files change atomically, as kubelet mounts a ConfigMap or a token: FILE →
+    ..data/FILE, ..data → ..N.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -211,7 +211,7 @@ class Mount:
         folder.mkdir()
 
     def put(self, **files: str) -> None:
-        """These files (`_` is a dot in their names), and none else, from now on."""
+        """Replaces all files by these (`_` is a dot in their names)."""
         self._count += 1
         version = self.folder / f"..{self._count}"
         version.mkdir()

@@ -1,4 +1,4 @@
-"""kubectl against a test's API server, as an operator runs it, and this project's manifests."""
+"""kubectl with a test's API server, as an operator runs it, and this project's manifests."""
 
 import json
 import shutil
@@ -19,11 +19,11 @@ SECONDS = 120
 
 
 class CommandFailed(Exception):
-    """A command ended with an error: what it said."""
+    """A command failed; the message has its output."""
 
 
 class Kubectl:
-    """The admin's kubectl at one API server; a folder of its own, without the user's settings."""
+    """The admin's kubectl for one API server, with a separate home folder without user settings."""
 
     def __init__(self, program: Path, server: ApiServer, folder: Path) -> None:
         self._program = program
@@ -32,12 +32,12 @@ class Kubectl:
         self._config = server.kubeconfig(folder / "kubeconfig-kubectl", "admin")
 
     def __call__(self, *arguments: str, stdin: str | None = None) -> str:
-        """What it prints; CommandFailed with its errors."""
+        """Runs kubectl; its output, or CommandFailed with its errors."""
         command = [str(self._program), f"--kubeconfig={self._config}", *arguments]
         return call([*inside(self._netns, None, *command)], self._home, stdin)
 
     def objects(self, *arguments: str) -> list[Object]:
-        """What it prints with `-o json`, as one list of objects."""
+        """The objects that it prints with `-o json`, as a list."""
         found = json.loads(self(*arguments, "-o", "json"))
         return list(found["items"]) if found["kind"] == "List" else [found]
 
@@ -53,7 +53,7 @@ def documents(text: str) -> list[Object]:
 
 
 def call(command: Sequence[str], home: Path, stdin: str | None = None) -> str:
-    """What a command prints that must work."""
+    """The output of a command, which must succeed."""
     done = subprocess.run(
         [*DIE_WITH_US, *command],
         input=stdin,
@@ -70,8 +70,8 @@ def call(command: Sequence[str], home: Path, stdin: str | None = None) -> str:
 
 
 def copy_of_manifests(folder: Path, server: str, pods: str = "") -> Path:
-    """manifests/ as an operator has it who has written the API server's address, and the pods'
-    network, into the overlay kubeadm-new.
+    """A copy of manifests/ in which the operator has set the API server's address and the pod
+    network in the overlay kubeadm-new.
     """
     made = folder / "manifests"
     shutil.copytree(MANIFESTS, made)

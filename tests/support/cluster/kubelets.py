@@ -1,10 +1,10 @@
-"""The fake that stands for the kubelets of a lab's nodes, and for the DaemonSet controller.
+"""A fake of the kubelets of a lab's nodes and of the DaemonSet controller.
 
-It reads DaemonSets, ConfigMaps, ServiceAccounts and Nodes from the API server, decides where a pod
-has to run, makes the Pod's object, keeps its status and the DaemonSet's, and has the node run the
-container (daemonset.PodAgent). It keeps the templates that a DaemonSet has had, too, as
-ControllerRevisions, for `kubectl rollout undo`. A node has one pod that serves; beside it may be
-those of manifests/cleanup and manifests/prepull.
+It reads DaemonSets, ConfigMaps, ServiceAccounts and Nodes from the API server, decides where pods
+run, creates the Pod objects, updates their status and the DaemonSets', and lets the node run the
+container (daemonset.PodAgent). It also records a DaemonSet's templates as ControllerRevisions, for
+`kubectl rollout undo`. A node has one serving pod, and possibly auxiliary pods of manifests/cleanup
+and manifests/prepull.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ SPACE = "kube-system"
 
 @dataclass(frozen=True, slots=True)
 class _Beside:
-    """A pod that does not serve: its name, what it runs, and the container."""
+    """An auxiliary pod: its name, the digest of its template, and the container."""
 
     pod: str
     runs: str
@@ -36,28 +36,28 @@ class _Beside:
 
 
 class Kubelets:
-    """See the module; `agents` are the nodes'."""
+    """The kubelets of the nodes of `agents`."""
 
     def __init__(self, kube: Kube, ca: Path, agents: Sequence["PodAgent"]) -> None:
         self._kube = kube
         self._ca = ca
         self._agents = {agent.node.name: agent for agent in agents}
         self.images = {"kbpf:0.1.0", "kbpf:0.2.0"}
-        """Those that somebody has put where the nodes find them; and all of registry.k8s.io."""
+        """Images that nodes can pull, in addition to all of registry.k8s.io."""
         self.never_ready: set[str] = set()
-        """Those whose pods nobody waits for: a rollout stops there, since it may take no further
-        node away (maxUnavailable). What is not among `images` too is not even pulled.
+        """Images whose pods never become ready: a rollout stops there, since maxUnavailable allows
+        no further node. Those that are not in `images` either cannot be pulled.
         """
-        self._pods: dict[str, str] = {}  # of each node that has one: the name of the serving Pod
+        self._pods: dict[str, str] = {}  # node → the name of its serving Pod
         self.pulled: dict[str, set[str]] = {name: set() for name in self._agents}
-        """The images that each node has."""
+        """Node → the images that it has pulled."""
         self._beside: dict[tuple[str, str], _Beside] = {}  # by node and DaemonSet
         self._count = 0
 
     def sync(self) -> None:
-        """Ends pods that should not run, or not so, or that somebody has deleted; then starts those
-        that are missing, and waits until each is ready, by its own probe: one node after the other,
-        as a rolling update, which stops at a pod that does not get ready.
+        """Ends pods that should not run, have an old template or were deleted; then starts missing
+        ones and waits until each is ready by its probe: node by node, like a rolling update, which
+        stops at a pod that does not become ready.
         """
         nodes = {each["metadata"]["name"]: each for each in self._kube.list("Node")["items"]}
         sets = self._kube.list("DaemonSet", SPACE)["items"]
@@ -78,8 +78,8 @@ class Kubelets:
             self._report(each, nodes)
 
     def _sync_serving(self, name: str, wanted: list[Object]) -> bool:
-        """Whether what runs there is ready."""
-        assert len(wanted) <= 1, "one agent on a node"
+        """Syncs a node's serving pod; returns whether it is ready."""
+        assert len(wanted) <= 1, "a node runs one agent"
         agent = self._agents[name]
         if agent.runs and not agent.is_running:
             agent.forget()
@@ -97,7 +97,7 @@ class Kubelets:
         return gets_ready
 
     def _sync_beside(self, name: str, wanted: list[Object]) -> None:
-        """Those that should not run, or not so, end; those that are missing start."""
+        """Syncs a node's auxiliary pods: ends outdated ones and starts missing ones."""
         sets = {each["metadata"]["name"]: each for each in wanted}
         for key in [key for key in self._beside if key[0] == name]:
             owner = sets.get(key[1])
@@ -110,13 +110,15 @@ class Kubelets:
                 self._beside[name, owner_name] = self._start_beside(self._agents[name], owner)
 
     def _start_beside(self, agent: "PodAgent", owner: Object) -> _Beside:
-        """Starts it, waits until it has done what it can, and asks its readiness probe."""
+        """Starts an auxiliary pod, waits until it has done its work, and runs its
+        readiness probe.
+        """
         template = owner["spec"]["template"]
         pod = self._create_pod(agent.node.name, owner["metadata"]["name"], template)
         assert self._pulls(agent, owner)
         container = agent.beside(template["spec"], *self._needs(agent, template["spec"]))
         until(
-            "it has done what it can",
+            "the auxiliary pod has done its work",
             lambda: container.code is not None or _command(container).startswith(b"sleep\0"),
         )
         (spec,) = template["spec"]["containers"]
@@ -129,13 +131,13 @@ class Kubelets:
         return _Beside(pod, digest(template), container, ready)
 
     def launch(self, agent: "PodAgent") -> None:
-        """Starts its pod, whatever becomes of it."""
+        """Starts an agent's pod, without waiting for it to be ready."""
         (only,) = self._kube.list("DaemonSet", SPACE)["items"]
         self._remove_pod(self._pods.pop(agent.node.name, ""))
         self._start(agent, only)
 
     def try_out(self, agent: "PodAgent", command: list[str], paths: Mapping[str, Path]) -> str:
-        """What a command prints in another container of the pod's kind, with these hostPaths."""
+        """The output of a command in a new container of the pod's spec, with these hostPaths."""
         (only,) = self._kube.list("DaemonSet", SPACE)["items"]
         spec = only["spec"]["template"]["spec"]
         (container,) = spec["containers"]
@@ -144,16 +146,16 @@ class Kubelets:
         return agent.try_out(spec, volumes, account, paths)
 
     def delete_pod(self, agent: "PodAgent") -> None:
-        """What follows `kubectl delete pod`: it ends; sync() makes another."""
+        """What follows `kubectl delete pod`: ends the pod; sync() makes another."""
         assert agent.stop() == 0, agent.tail()
 
     def runc(self) -> dict[str, tuple[str, ...]]:
-        """Pod → the command that runs another one in its container, as `kubectl exec` does."""
+        """Pod → the command prefix that runs a command in its container, like `kubectl exec`."""
         running = {name: agent for name, agent in self._agents.items() if agent.is_running}
         return {self._pods[name]: agent.runc_exec for name, agent in running.items()}
 
     def close(self) -> None:
-        """Ends what runs beside the agents."""
+        """Ends the auxiliary pods."""
         for each in self._beside.values():
             each.container.close()
 
@@ -166,18 +168,20 @@ class Kubelets:
             agent.launch(template, volumes, account)
 
     def _pulls(self, agent: "PodAgent", owner: Object) -> bool:
-        """Whether the image can be had; one of which no test has said that it cannot has to be."""
+        """Whether the image can be pulled. It must be, unless a test has put it into
+        `never_ready`.
+        """
         image = image_of(owner)
         there = image in self.images or image.startswith("registry.k8s.io/")
-        assert there or image in self.never_ready, f"ErrImagePull: nobody has pushed {image}"
+        assert there or image in self.never_ready, f"ErrImagePull: {image} is not in the registry"
         if there:
             self.pulled[agent.node.name].add(image)
         return there
 
-    # ---- what the API server is told -------------------------------------------------------
+    # ---- objects written to the API server -------------------------------------------------
 
     def _is_wanted(self, name: str) -> bool:
-        """Whether nobody has deleted this Pod."""
+        """Whether this Pod exists and is not being deleted."""
         pods = {each["metadata"]["name"]: each for each in self._kube.list("Pod", SPACE)["items"]}
         return name in pods and "deletionTimestamp" not in pods[name]["metadata"]
 
@@ -198,14 +202,16 @@ class Kubelets:
         self._kube.patch("Pod", name, {"status": status}, SPACE, "status")
 
     def _remove_pod(self, name: str) -> None:
-        """The object, if there is one: a kubelet does so when the containers have ended."""
+        """Deletes the Pod object, if it exists, as a kubelet does once the containers
+        have ended.
+        """
         if name:
             path = f"{path_of('Pod', SPACE, name)}?gracePeriodSeconds=0"
             code, said = self._kube.request("DELETE", path)
             assert code in (200, 404), said
 
     def _report(self, owner: Object, nodes: Mapping[str, Object]) -> None:
-        """What `kubectl rollout status` waits for."""
+        """Updates the DaemonSet's status, which `kubectl rollout status` waits for."""
         template = owner["spec"]["template"]
         desired = [name for name, each in nodes.items() if runs_on(template["spec"], each)]
         runs = digest(template)
@@ -228,7 +234,7 @@ class Kubelets:
         self._kube.patch("DaemonSet", name, {"status": status}, SPACE, "status")
 
     def _keep_revision(self, owner: Object) -> None:
-        """The template that this DaemonSet has now, as the newest of those that it has had."""
+        """Records the DaemonSet's current template as the newest ControllerRevision."""
         meta = owner["metadata"]
         data = {"spec": {"template": {**owner["spec"]["template"], "$patch": "replace"}}}
         kept = [
@@ -240,7 +246,7 @@ class Kubelets:
         if newest is not None and newest["data"] == data:
             return
         for each in kept:
-            if each["data"] == data:  # again; a controller gives it another number
+            if each["data"] == data:  # used before: like a controller, give it a new number
                 self._kube.delete("ControllerRevision", each["metadata"]["name"], SPACE)
         number = 1 if newest is None else newest["revision"] + 1
         reference = {"apiVersion": "apps/v1", "kind": "DaemonSet", "name": meta["name"],
@@ -254,10 +260,10 @@ class Kubelets:
         self._kube.create({"apiVersion": "apps/v1", "kind": "ControllerRevision", "metadata": made,
                            "data": data, "revision": number})  # fmt: skip
 
-    # ---- what a pod is given ---------------------------------------------------------------
+    # ---- volumes ---------------------------------------------------------------------------
 
     def _needs(self, agent: "PodAgent", spec: Object) -> tuple[dict[str, Path], Path | None]:
-        """The volumes that come from the API server, and the account's, if it wants one."""
+        """The volumes with objects of the API server, and the ServiceAccount's if it is mounted."""
         volumes = {}
         for volume in spec.get("volumes", ()):
             if given := volume.get("configMap"):
@@ -289,36 +295,38 @@ class Kubelets:
 
 
 def is_beside(owner: Object) -> bool:
-    """Whether this DaemonSet is that of manifests/cleanup or manifests/prepull."""
+    """Whether this is the DaemonSet of manifests/cleanup or manifests/prepull."""
     (container,) = owner["spec"]["template"]["spec"]["containers"]
     command = " ".join(container["command"])
     return "kbpf cleanup" in command or command.startswith("sleep ")
 
 
 def image_of(owner: Object) -> str:
-    """What a DaemonSet's pods run."""
+    """The image of a DaemonSet's pods."""
     (container,) = owner["spec"]["template"]["spec"]["containers"]
     return str(container["image"])
 
 
 def _command(container: Container) -> bytes:
-    """What its first process runs now; empty before it runs."""
+    """The command line of the container's first process; empty if it does not run."""
     state = container.state()
     if state is None or not state["pid"]:
         return b""
     try:
         return Path(f"/proc/{state['pid']}/cmdline").read_bytes()
     except OSError:
-        return b""  # it has ended
+        return b""  # it has exited
 
 
 def digest(template: Object) -> str:
-    """What tells a pod template from another, as a controller's revision hash does."""
+    """A hash that identifies a pod template, like a controller's revision hash."""
     return hashlib.sha256(json.dumps(template, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def runs_on(spec: Object, given: Object) -> bool:
-    """Whether a DaemonSet's pod runs on this Node: labels are selected, taints tolerated."""
+    """Whether a DaemonSet's pod runs on this Node: its selector matches, its taints are
+    tolerated.
+    """
     labels = given["metadata"].get("labels", {})
     if not spec.get("nodeSelector", {}).items() <= labels.items():
         return False

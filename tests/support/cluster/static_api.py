@@ -1,8 +1,8 @@
-"""What a kube-proxy asks an API server for, answered out of objects that never change.
+"""A minimal API server for kube-proxy, with objects that never change.
 
-For kernels under emulation, where a real API server needs more minutes than all else: kube-proxy
-itself is real (with JSON asked for, `--kube-api-content-type`), and lists, watches and Events are
-as its client library wants them. Plain HTTP, in a network namespace.
+For kernels under emulation, where a real API server takes most of the time. kube-proxy is real (and
+requests JSON, `--kube-api-content-type`); lists, watches and Events are as its client library
+expects. Plain HTTP, in a network namespace.
 """
 
 import json
@@ -34,7 +34,7 @@ current-context: it
 
 
 class StaticApi:
-    """Serves these objects at an address of a network namespace; a context manager."""
+    """A server of these objects at an address in a network namespace; a context manager."""
 
     def __init__(self, objects: Iterable[Object], address: str, where: str) -> None:
         self.objects = tuple(objects)
@@ -58,7 +58,7 @@ class StaticApi:
         self._server.server_close()
 
     def kubeconfig(self, path: Path) -> Path:
-        """A kubeconfig that leads here."""
+        """Writes a kubeconfig for this server."""
         path.write_text(KUBECONFIG.format(url=self.url))
         return path
 
@@ -74,7 +74,7 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def log_message(self, *_: Any) -> None:
-        """Nobody reads it."""
+        """Logs nothing."""
 
     def do_GET(self) -> None:
         asked = urlsplit(self.path)
@@ -97,13 +97,13 @@ class _Handler(BaseHTTPRequestHandler):
         self._say(404, {"kind": "Status", "apiVersion": "v1", "code": 404, "reason": "NotFound"})
 
     def do_POST(self) -> None:
-        """An Event."""
+        """Accepts an Event and returns it."""
         self._say(201, json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
 
     do_PATCH = do_POST
 
     def _matching(self, kind: str, selector: str) -> list[Object]:
-        """Those of a kind, of one name if that is asked for; what else is asked fits all."""
+        """The objects of a kind; the only selector that is applied is metadata.name."""
         there = [one for one in self.server.objects if one["kind"] == kind]  # type: ignore[attr-defined]
         field, _, name = selector.partition("metadata.name=")
         found = [one for one in there if not name or field or one["metadata"]["name"] == name]
@@ -113,7 +113,9 @@ class _Handler(BaseHTTPRequestHandler):
         return found
 
     def _watch(self, kind: tuple[str, str], found: list[Object], words: dict[str, str]) -> None:
-        """Nothing happens, until this server ends. Who has not listed gets all first."""
+        """A watch without changes, until this server ends. A streaming list gets all
+        objects first.
+        """
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
         self.send_header("Transfer-Encoding", "chunked")

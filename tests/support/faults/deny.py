@@ -1,6 +1,6 @@
-"""`python deny.py ERRNO COMMANDS -- WORDS...`: executes WORDS where bpf(2) fails with ERRNO, as in
-a kernel that is older or was built without. COMMANDS: numbers of enum bpf_cmd, with commas between
-them; "" for all.
+"""`python deny.py ERRNO COMMANDS -- WORDS...`: executes WORDS under a seccomp filter with which
+bpf(2) fails with ERRNO, as on a kernel that is older or built without it. COMMANDS: numbers of enum
+bpf_cmd, separated by commas; "" for all.
 """
 
 import ctypes
@@ -13,14 +13,14 @@ PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 22, 2
 ALLOW, ERRNO = 0x7FFF0000, 0x00050000
 LOAD, JUMP_IF, RETURN = 0x20, 0x15, 0x06
 NUMBER, ARGUMENT = 0, 16
-"""Offsets in struct seccomp_data: of the system call's number, and of its first argument."""
+"""Offsets in struct seccomp_data: the system call's number, and its first argument."""
 BPF = {"x86_64": 321, "aarch64": 280}
 
 Code = tuple[int, int, int, int]
 
 
 def rules(errno: int, commands: list[int]) -> list[Code]:
-    """Classic BPF: struct sock_filter's code, jt, jf, k."""
+    """The filter in classic BPF: code, jt, jf, k of struct sock_filter."""
     refuse: Code = (RETURN, 0, 0, ERRNO | errno)
     allow: Code = (RETURN, 0, 0, ALLOW)
     made: list[Code] = [(LOAD, 0, 0, NUMBER), (JUMP_IF, 1, 0, BPF[platform.machine()]), allow]
@@ -33,7 +33,7 @@ def rules(errno: int, commands: list[int]) -> list[Code]:
 
 
 def install(codes: list[Code]) -> None:
-    """For this process and all that it executes."""
+    """Installs the filter for this process and everything it executes."""
 
     class Program(ctypes.Structure):
         _fields_ = (("len", ctypes.c_ushort), ("filter", ctypes.c_void_p))

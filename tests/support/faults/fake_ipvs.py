@@ -1,8 +1,8 @@
-"""A fake of the kernel's IPVS, for kernels that have none: it keeps virtual services and their real
-servers in memory, answers as the kernel does (EEXIST, ESRCH, ENOENT), and leads no packets.
+"""A fake of the kernel's IPVS, for kernels without it: it keeps virtual services and their real
+servers in memory, returns the kernel's errors (EEXIST, ESRCH, ENOENT), and forwards no packets.
 
-All else of the data plane is real: nftables, addresses, the state folder. Where the kernel has no
-dummy devices a bridge takes their place, which holds addresses as well.
+The rest of the data plane is real: nftables, addresses, the state folder. On kernels without dummy
+devices a bridge replaces them, which can have addresses too.
 """
 
 import errno
@@ -43,9 +43,9 @@ DEVICE = "kbpf-test0"
 
 
 class FakeIpvs:
-    """One kernel's: what any `IpvsClient` says and hears goes here. `calls`: how often each of its
-    verbs was used; `connections`: those of a real server, active and inactive; `refuse`: the errno
-    with which a change is refused, or 0; it is asked before each.
+    """The IPVS of one kernel, in place of the methods of every `IpvsClient`. `calls`: how often
+    each verb was used. `connections`: active and inactive ones of a real server. `refuse`: called
+    before each change; returns the errno to fail with, or 0.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class FakeIpvs:
         self.refuse: Callable[[IpvsRequest], int] = lambda _: 0
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
-        """Takes IPVS' place in this process until the test ends."""
+        """Replaces IPVS in this process until the test ends."""
         for name, do in {
             "__init__": lambda _: self.calls.update(("opened",)),
             "close": lambda _: None,
@@ -75,17 +75,17 @@ class FakeIpvs:
             patch.setattr(IpvsClient, name, do)
 
     def set_times(self, times: ConnectionTimeouts) -> None:
-        """As IpvsClient.set_timeouts()."""
+        """Like IpvsClient.set_timeouts()."""
         pairs = zip(times, self.times, strict=True)
         self.times = ConnectionTimeouts(*(new or old for new, old in pairs))
 
     def services(self) -> list[tuple[VirtualServiceKey, VirtualServiceSettings]]:
-        """As IpvsClient.list_services()."""
+        """Like IpvsClient.list_services()."""
         self.calls["services"] += 1
         return [(service, settings) for service, (settings, _) in self.held.items()]
 
     def servers(self, service: VirtualServiceKey) -> list[RealServerStatus]:
-        """As IpvsClient.list_servers()."""
+        """Like IpvsClient.list_servers()."""
         self.calls["servers"] += 1
         _, servers = self.held.get(service, (None, {}))
         return [
@@ -94,7 +94,7 @@ class FakeIpvs:
         ]
 
     def try_(self, changes: Sequence[IpvsRequest]) -> list[int]:
-        """As IpvsClient.try_apply()."""
+        """Like IpvsClient.try_apply()."""
         self.calls["changes"] += len(changes)
         return [self.refuse(change) or self._change(*change) for change in changes]
 
@@ -144,7 +144,7 @@ class FakeIpvs:
         return 0
 
     def shown(self) -> dict[str, dict[str, int]]:
-        """Virtual services, their real servers and weights, in words."""
+        """Virtual services, their real servers and weights, as text."""
         return {
             str(service): {str(one): weight for one, weight in servers.items()}
             for service, (_, servers) in self.held.items()
@@ -152,7 +152,7 @@ class FakeIpvs:
 
 
 class Node:
-    """A network namespace, the fake, and a plane on them."""
+    """A network namespace with the fake and a data plane."""
 
     def __init__(self, where: str, folder: Path, patch: pytest.MonkeyPatch) -> None:
         self.where, self.folder = where, folder
@@ -164,15 +164,15 @@ class Node:
         self.now = 0.0
 
     def do(self, action: Callable[[], T]) -> T:
-        """In its network."""
+        """The result of `action`, run in the node's network namespace."""
         return netns.run_in(Path("/run/netns") / self.where, action)
 
     def run(self, *words: str, stdin: str | None = None) -> str:
-        """A command in its network."""
+        """The output of a command in the node's network namespace."""
         return run(*inside(self.where, None, *words), stdin=stdin)
 
     def start(self, config: Config | None = None) -> IpvsPlane:
-        """A new agent's plane, after the one before has ended."""
+        """Closes the plane and opens a new one, like a restarted agent."""
         self.plane.close()
         self.config = config or self.config
         self.plane = IpvsPlane(self.config)
@@ -183,17 +183,17 @@ class Node:
         self, *services: ServiceState, nodes: str = "", sound: bool = True,
         touched: Sequence[ServicePortKey] | None = None,
     ) -> Report:  # fmt: skip
-        """These and nothing else; with `touched` only these of them have changed."""
+        """Applies exactly these Services; `touched` names those that have changed (None: all)."""
         wanted: DesiredState = desired(*services, nodes=nodes)
         return self.do(lambda: self.plane.apply(wanted, touched, sound))
 
     def tick(self) -> None:
-        """Everything that is due some time later."""
+        """Runs everything that is due in the next 100 s."""
         self.now += 100.0
         self.do(lambda: self.plane.tick(self.now))
 
     def addresses(self, device: str = DEVICE) -> set[str]:
-        """Those of a device; none if it is not there."""
+        """The addresses of a device; empty if it does not exist."""
         shown = json.loads(self.run("ip", "-j", "addr"))
         return {
             one["local"]
@@ -203,11 +203,11 @@ class Node:
         }
 
     def links(self) -> set[str]:
-        """The names of all devices but loopback."""
+        """The names of all devices except loopback."""
         return {row["ifname"] for row in json.loads(self.run("ip", "-j", "link"))} - {"lo"}
 
     def tables(self) -> set[str]:
-        """All of nf_tables."""
+        """The names of all nftables tables."""
         listed = self.do(lambda: forward_rules.run_transaction({"list": {"tables": None}}))
         found: list[dict[str, Any]] = [one["table"] for one in listed if "table" in one]
         return {f"{one['family']} {one['name']}" for one in found}
@@ -215,7 +215,7 @@ class Node:
 
 @pytest.fixture
 def fake_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
-    """One, whose plane is not open yet."""
+    """A node whose plane is not opened yet."""
     where = f"kbif{os.getpid()}"
     run("ip", "netns", "add", where)
     run("ip", "-n", where, "link", "set", "lo", "up")
@@ -228,5 +228,5 @@ def fake_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]
 
 
 def tcp(address: str, port: int) -> VirtualServiceKey:
-    """A key."""
+    """The key of a TCP virtual service."""
     return VirtualServiceKey(socket.IPPROTO_TCP, parse_addr(address), port)

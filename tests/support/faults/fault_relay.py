@@ -1,13 +1,13 @@
 """One client's connection through the fault proxy, and the watches that run over it.
 
-A thread per connection: it reads a request, asks the owner what is to happen to it, and forwards it
+Each connection has a thread. It reads a request, asks the owner for its faults, and forwards it
 over a new connection to the real server. Rules:
 
-- Two threads never use one TLS object at the same time (OpenSSL forbids it): while a watch runs,
+- Two threads never use one TLS object at the same time (OpenSSL forbids it). While a watch runs,
   its thread reads from the real server only, all writes to the client take the stream's lock, and
-  that the client has gone is seen by epoll on the bare socket (HangUps).
-- Other threads never close a socket. They leave a note (`cut`, `abort`) and shut down the direction
-  that the thread sleeps on; the thread itself closes, with a reset if the note says so.
+  a client's hang-up is detected by epoll on the raw socket (HangUps).
+- Other threads never close a socket. They set a flag (`cut`, `abort`) and shut down the direction
+  that the thread sleeps on; the thread itself closes the socket, with a reset if the flag says so.
 """
 
 import contextlib
@@ -35,19 +35,19 @@ _TYPES = {"ADDED", "MODIFIED", "DELETED"}
 class Cut(Enum):
     """How a running watch ends."""
 
-    END = "the body ends in good order and the connection stays, as at a watch's time-out"
+    END = "the body ends regularly and the connection stays, as at a watch's time-out"
     CLOSE = "the connection is closed without the body's end"
     RESET = "the connection is reset"
     MIDLINE = "half a line is sent, then the connection is closed"
 
 
 class UpstreamBroke(Exception):
-    """The real server can't be reached, or broke off."""
+    """The real server can't be reached, or closed the connection early."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What is to happen to a request before, or instead of, forwarding it."""
+    """The faults of a request: what happens before it is forwarded, or instead."""
 
     delay: float = 0.0  # seconds
     hold: tuple[threading.Event, ...] = ()  # wait for all of them
@@ -55,7 +55,7 @@ class Decision:
 
 
 class Owner(Protocol):
-    """What a connection needs of the proxy; called from the connections' threads."""
+    """The proxy as a connection sees it; called from the connections' threads."""
 
     flow: threading.Event  # cleared: nothing moves
     object_hook: ObjectHook | None
@@ -70,7 +70,7 @@ class Owner(Protocol):
 
 @dataclass(eq=False, slots=True)
 class Stream:
-    """A watch that runs: JSON lines on their way to one client."""
+    """A running watch: JSON lines sent to one client."""
 
     request: Request
     client: ssl.SSLSocket
@@ -81,18 +81,20 @@ class Stream:
     lock: threading.Lock = field(default_factory=threading.Lock)  # for writing to the client
 
     def send(self, data: bytes) -> None:
-        """Send bytes as one chunk; b"" ends the body. OSError: the client has gone."""
+        """Send bytes as one chunk; b"" ends the body. Raises OSError if the client is gone."""
         with self.lock:
             self.client.sendall(wire.chunk(data))
             self.last = data or self.last
 
     def cut(self, how: Cut) -> None:
-        """Have the stream's thread end it; the first note counts."""
+        """Make the stream's thread end it; only the first call counts."""
         self.how = self.how or how
         _shut(self.upstream, socket.SHUT_RDWR)
 
     def finish(self) -> bool:
-        """Do what the note says, from the stream's own thread; True: the connection goes on."""
+        """End the stream as cut() asked, in its own thread; returns whether the
+        connection stays.
+        """
         match self.how:
             case Cut.END:
                 self.send(b"")
@@ -114,12 +116,12 @@ class HangUps:
         self._streams: dict[int, Stream] = {}
 
     def add(self, stream: Stream) -> None:
-        """Watch over it until `remove`."""
+        """Monitor a stream until `remove`."""
         self._streams[stream.client.fileno()] = stream
         self._epoll.register(stream.client.fileno(), select.EPOLLRDHUP | select.EPOLLONESHOT)
 
     def remove(self, stream: Stream) -> None:
-        """Forget it; to be called before its socket is closed."""
+        """Stop monitoring a stream; must be called before its socket is closed."""
         del self._streams[stream.client.fileno()]
         self._epoll.unregister(stream.client.fileno())
 
@@ -133,10 +135,10 @@ class HangUps:
 
 
 class Connection:
-    """A client's connection: the body of a thread is run()."""
+    """A client's connection; run() is the body of its thread."""
 
     def __init__(self, raw: socket.socket, context: ssl.SSLContext, owner: Owner) -> None:
-        # As Go's servers do; and what waits for an acknowledgement would be lost by a reset.
+        # As Go's servers do. Without it, data that wait for an ACK would be lost by a reset.
         raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = context.wrap_socket(raw, server_side=True, do_handshake_on_connect=False)
         self._owner = owner
@@ -144,7 +146,7 @@ class Connection:
         self._stream: Stream | None = None
 
     def run(self) -> None:
-        """Serve requests until one side ends it; errors of either side end it too."""
+        """Serve requests until either side closes the connection or fails."""
         try:
             self._wait(self._owner.flow)
             self._socket.do_handshake()
@@ -155,7 +157,7 @@ class Connection:
         except UpstreamBroke:
             _reset_at_close(self._socket)
         except (OSError, ValueError, http.client.HTTPException):
-            pass  # the client has gone, or speaks what we don't
+            pass  # the client is gone, or does not speak HTTP/1.1
         finally:
             if self._aborted.is_set():
                 _reset_at_close(self._socket)
@@ -163,7 +165,7 @@ class Connection:
             self._owner.ended(self)
 
     def abort(self) -> None:
-        """Have the connection reset, from any thread."""
+        """Make the connection's thread reset it; callable from any thread."""
         self._aborted.set()
         if (stream := self._stream) is not None:
             stream.cut(Cut.RESET)
@@ -196,7 +198,7 @@ class Connection:
         return True
 
     def _body(self, request: Request, body: bytes) -> bytes:
-        """Return the body of a list with its objects rewritten, any other as it is."""
+        """Return the body of a list with its objects rewritten, any other body unchanged."""
         hook = self._owner.object_hook
         if hook is None or request.verb != "list" or not body.startswith(b"{"):
             return body
@@ -205,12 +207,12 @@ class Connection:
         return json.dumps(whole | {"items": [row for row in rows if row is not None]}).encode()
 
     def _watch(self, stream: Stream, answer: http.client.HTTPResponse) -> bool:
-        """Relay a watch to its end; True: the connection can serve another request."""
+        """Relay a watch to its end; returns whether the connection can serve another request."""
         stream.flow.set()
         headers = wire.kept_headers(answer) | {"Transfer-Encoding": "chunked"}
         self._stream = stream
         try:
-            with stream.lock:  # a client that has the head finds its watch in the owner's list
+            with stream.lock:  # listed before the client gets the response's head
                 self._owner.opened(stream)
                 self._socket.sendall(wire.head(200, headers))
             self._relay(stream, answer)
@@ -237,11 +239,11 @@ class Connection:
             broken = True
         self._wait(self._owner.flow, stream.flow, until=stream)
         if broken and stream.how is None:
-            raise UpstreamBroke("the watch broke off")
+            raise UpstreamBroke("the watch ended early")
         stream.how = stream.how or Cut.END
 
     def _line(self, request: Request, line: bytes) -> bytes | None:
-        """Return a line as the test's hooks want it, None for nothing."""
+        """Return a line as rewritten by the test's hooks, None to leave it out."""
         object_hook, line_hook = self._owner.object_hook, self._owner.line_hook
         if object_hook is not None and (event := json.loads(line))["type"] in _TYPES:
             if (obj := object_hook(request, event["object"])) is None:
@@ -250,7 +252,7 @@ class Connection:
         return line if line_hook is None else line_hook(request, line)
 
     def _wait(self, *events: threading.Event, until: Stream | None = None) -> None:
-        """Return when all are set or the stream is to end; raise when we are to end."""
+        """Wait until all are set or the stream ends; raise if the connection is aborted."""
         for event in events:
             while not event.wait(0.02) and not (until is not None and until.how is not None):
                 if self._aborted.is_set():
@@ -258,7 +260,7 @@ class Connection:
 
 
 def _shut(sock: socket.socket, how: int) -> None:
-    """Shut the bare socket down: SSLSocket.shutdown would take TLS away under a reader's feet."""
+    """Shut the raw socket down: SSLSocket.shutdown would drop TLS while another thread reads."""
     with contextlib.suppress(OSError):
         socket.socket.shutdown(sock, how)
 

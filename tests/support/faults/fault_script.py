@@ -1,4 +1,4 @@
-"""Which of the requests to come get which fault, and which requests there were."""
+"""The faults of coming requests, and a record of past ones."""
 
 import threading
 from collections.abc import Callable
@@ -12,7 +12,7 @@ WAIT_SECONDS = 60.0
 
 @dataclass(slots=True)
 class _Rule:
-    """A fault for the requests that `matches` chooses, `left` times (None: without end)."""
+    """A fault for requests that `matches`, for `left` more of them (None: for all)."""
 
     matches: Callable[[Request], bool]
     left: int | None
@@ -20,14 +20,14 @@ class _Rule:
 
 
 class Script:
-    """Faults for requests to come, and the list of those that came; safe to use from any thread.
+    """Faults of coming requests, and the list of past ones; safe to use from any thread.
 
-    In the names, `verb` and `resource` choose requests as in fault_wire.Request; None is any.
-    `times` is how many requests a fault is for, None until `heal`.
+    `verb` and `resource` select requests by the fields of fault_wire.Request; None matches any.
+    `times` is the number of requests that a fault is for; None: until `heal`.
     """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()  # guards all, also what subclasses add
+        self._changed = threading.Condition()  # guards all attributes, those of subclasses too
         self._rules: list[_Rule] = []
         self._requests: list[Request] = []
         self._healed = threading.Event()
@@ -43,12 +43,12 @@ class Script:
         message: str = "injected by a test",
         where: Callable[[Request], bool] | None = None,
     ) -> None:
-        """Answer the next requests with an error; `where` narrows the choice (`continue`, ...)."""
+        """Answer the next requests with an error; `where` is a further condition on them."""
         decision = Decision(answer=Answer(status, message, retry_after))
         self._add(_Rule(_choice(verb, resource, where), times, decision))
 
     def refuse_initial_events(self, status: int = 422) -> None:
-        """Be a server without streaming lists: refuse watches with sendInitialEvents."""
+        """Behave like a server without streaming lists: refuse watches with sendInitialEvents."""
         message = "sendInitialEvents is forbidden for watch unless the WatchList gate is enabled"
         decision = Decision(answer=Answer(status, message))
         streaming = _choice("watch", None, lambda request: "sendInitialEvents" in request.query)
@@ -57,7 +57,7 @@ class Script:
     def hold(
         self, times: int | None = 1, *, verb: str | None = None, resource: str | None = None
     ) -> None:
-        """Read the next requests and don't answer them before `heal`."""
+        """Read the next requests, but answer them only after `heal`."""
         decision = Decision(hold=(self._healed,))
         self._add(_Rule(_choice(verb, resource), times, decision))
 
@@ -69,7 +69,7 @@ class Script:
         verb: str | None = None,
         resource: str | None = None,
     ) -> None:
-        """Forward the next requests that much later."""
+        """Delay the next requests before they are forwarded."""
         self._add(_Rule(_choice(verb, resource), times, Decision(delay=seconds)))
 
     def requests(self, verb: str | None = None, resource: str | None = None) -> tuple[Request, ...]:
@@ -78,11 +78,11 @@ class Script:
             return tuple(filter(_choice(verb, resource), self._requests))
 
     def count(self, verb: str | None = None, resource: str | None = None) -> int:
-        """Return how many requests there were so far."""
+        """Return the number of requests so far."""
         return len(self.requests(verb, resource))
 
     def forget(self) -> None:
-        """Begin the list anew."""
+        """Clear the list of requests."""
         with self._changed:
             self._requests.clear()
 
@@ -93,13 +93,13 @@ class Script:
         resource: str | None = None,
         seconds: float = WAIT_SECONDS,
     ) -> tuple[Request, ...]:
-        """Return the requests when there are as many; raise TimeoutError."""
+        """Wait until there are this many requests and return them; raises TimeoutError."""
         what = f"{number} requests {verb or 'of any verb'} {resource or ''}"
         self._wait(lambda: self.count(verb, resource) >= number, what, seconds)
         return self.requests(verb, resource)
 
     def decide(self, request: Request) -> Decision:
-        """Record a request and return what the faults make of it."""
+        """Record a request and return its faults."""
         delay = 0.0
         hold: tuple[threading.Event, ...] = ()
         with self._changed:
@@ -117,7 +117,7 @@ class Script:
         return Decision(delay, hold)
 
     def release(self) -> None:
-        """Drop all faults, and let go what they hold."""
+        """Drop all faults, and release held requests."""
         with self._changed:
             self._rules.clear()
             self._healed.set()

@@ -1,7 +1,7 @@
-"""HTTP of the fault proxy as values: requests read and named, answers written, chunks taken apart.
+"""The fault proxy's HTTP: reads and classifies requests, writes responses, splits chunked bodies.
 
-By hand and not by http.server, because the faults need every byte: a chunk without its end, a line
-cut in the middle, a stream that dies where a real one ends.
+Written by hand instead of with http.server, because faults need control of every byte: a chunk
+without its end, a line cut in the middle, a stream that breaks where a real one would end.
 """
 
 import http.client
@@ -34,11 +34,10 @@ _REASONS = {
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a client asked for, in the API server's own terms; `at` is time.monotonic().
+    """A client's request in the API server's terms; `at` is time.monotonic().
 
-    `verb` is get, list, watch, create, update, patch or delete; `resource` is as in URLs, with its
-    subresource (services/status), or the whole path where there is none. Header names are lower
-    case.
+    `verb` is get, list, watch, create, update, patch or delete. `resource` is as in URLs, with its
+    subresource (services/status), or the whole path if there is none. Header names are lower case.
     """
 
     at: float
@@ -52,7 +51,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Incoming:
-    """A request as it came, to be forwarded."""
+    """A request as received, to be forwarded."""
 
     method: str
     target: str
@@ -60,13 +59,13 @@ class Incoming:
     body: bytes
 
     def forwarded(self) -> dict[str, str]:
-        """Return the headers that the real server gets to see."""
+        """Return the headers that are sent to the real server."""
         return {k: v for k, v in self.headers.items() if k not in _NOT_FORWARDED}
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An error that the proxy answers by itself."""
+    """An error response made by the proxy."""
 
     status: int
     message: str
@@ -97,7 +96,7 @@ class Answer:
 def read_request(file: IO[bytes]) -> Incoming | None:
     """Return the next request of a connection, or None at its end.
 
-    Raises ValueError: not HTTP/1.1 as clients of the API speak it.
+    Raises ValueError if it is not HTTP/1.1 as API clients speak it.
     """
     line = file.readline(65536)
     if not line.strip():
@@ -143,20 +142,20 @@ def head(status: int, headers: Mapping[str, str]) -> bytes:
 
 
 def kept_headers(answer: http.client.HTTPResponse) -> dict[str, str]:
-    """Return the headers of the real server's answer that the client gets to see."""
+    """Return the headers of the real server's response that are sent to the client."""
     return {k: v for k, v in answer.getheaders() if k.lower() not in _HOP_BY_HOP}
 
 
 def chunk(data: bytes) -> bytes:
-    """Return one chunk of a chunked body; b"" is its end."""
+    """Return one chunk of a chunked body; b"" gives the end of the body."""
     return b"%x\r\n%s\r\n" % (len(data), data)
 
 
 def chunks(file: IO[bytes]) -> Iterator[bytes]:
     """Yield the chunks of a chunked body up to its end.
 
-    Raises ConnectionError when the body breaks off instead. (http.client can't tell the two apart
-    when a body is read by the line.)
+    Raises ConnectionError if the body ends early. (http.client can't tell the difference when a
+    body is read line by line.)
     """
     while True:
         size = int(_whole(file.readline()).split(b";")[0], 16)
@@ -170,7 +169,7 @@ def chunks(file: IO[bytes]) -> Iterator[bytes]:
 
 
 def lines(parts: Iterator[bytes]) -> Iterator[bytes]:
-    """Yield whole lines, with their line ends; a rest without one is dropped."""
+    """Yield complete lines with their line ends; an incomplete last line is dropped."""
     rest = b""
     for part in parts:
         *whole, rest = (rest + part).split(b"\n")

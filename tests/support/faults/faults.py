@@ -1,15 +1,15 @@
-"""A proxy in front of the real API server that does to its clients what real clusters do.
+"""A proxy in front of the real API server that injects the faults of real clusters.
 
-It ends TLS with a certificate of the server's own CA, so a client needs nothing but another URL
-(`kubeconfig`), and forwards every request as it came. It speaks HTTP/1.1 only, and what its hooks
-rewrite must be JSON. Faults are switched at run time, from any thread, and stay until their count
-is used up or `heal`. Rules:
+It terminates TLS with a certificate of the server's own CA, so that a client only needs another URL
+(`kubeconfig`), and forwards every request unchanged. It speaks HTTP/1.1 only; its hooks can rewrite
+JSON only. Faults can be switched from any thread at any time, and stay until their count is used up
+or until `heal`. Rules:
 
-- A request counts (`requests`, `count`) when it has been read, whatever becomes of it.
-- While the real server is down, clients get their connection reset.
+- A request is counted (`requests`, `count`) once it has been read, whether or not it is answered.
+- While the real server is down, clients' connections are reset.
 
-Script (fault_script.py) has the faults of single requests: answer, hold, delay,
-refuse_initial_events; and the look back: requests, count, wait_for_requests, forget.
+Script (fault_script.py) has the faults of single requests (answer, hold, delay,
+refuse_initial_events) and the record of requests (requests, count, wait_for_requests, forget).
 """
 
 import contextlib
@@ -71,7 +71,7 @@ class FaultProxy(Script):
 
     @property
     def url(self) -> str:
-        """Where clients dial instead of the server."""
+        """The URL that clients use instead of the server's."""
         host = self.addresses[0] if self.addresses else self.bind
         return f"https://[{host}]:{self.port}" if ":" in host else f"https://{host}:{self.port}"
 
@@ -122,11 +122,11 @@ class FaultProxy(Script):
             connection.abort()
 
     def hang(self) -> None:
-        """Half-open: accept connections and never say a byte; what is open falls silent too."""
+        """Accept connections but send nothing, on open connections either."""
         self.flow.clear()
 
     def heal(self) -> None:
-        """Take every fault away; what was held goes on from where it was."""
+        """Remove all faults; held requests and frozen watches continue."""
         self.object_hook = self.line_hook = None
         self.release()
         with self._changed:
@@ -137,83 +137,87 @@ class FaultProxy(Script):
         for stream in streams:
             stream.flow.set()
 
-    # Faults of the watches that run now.
+    # Faults of running watches.
 
     def cut_watches(self, how: Cut = Cut.END, resource: str | None = None) -> int:
-        """End them and return how many."""
+        """End running watches and return how many."""
         streams = self._running(resource)
         for stream in streams:
             stream.cut(how)
         return len(streams)
 
     def freeze_watches(self, resource: str | None = None) -> None:
-        """Let nothing more through and leave them open; others that start later are not held."""
+        """Stop forwarding to running watches but leave them open; later watches are not
+        affected.
+        """
         for stream in self._running(resource):
             stream.flow.clear()
 
     def send(self, line: bytes | Object, resource: str | None = None) -> None:
-        """Put a line (bytes go as they are) between the real ones."""
+        """Insert a line into running watches; bytes are sent unchanged."""
         data = line if isinstance(line, bytes) else json.dumps(line).encode() + b"\n"
         for stream in self._running(resource):
             stream.send(data)
 
     def expire_watches(self, resource: str | None = None) -> None:
-        """Send the ERROR event 410 and end them, as the server does for a version too old."""
+        """Send the ERROR event 410 and end the watches, as the server does for an
+        expired version.
+        """
         status = Answer(410, "too old resource version: 1 (2)").status_object()
         self.send({"type": "ERROR", "object": status}, resource)
         self.cut_watches(Cut.END, resource)
 
-    # Faults of what is said.
+    # Faults of contents.
 
     def rewrite_objects(self, hook: ObjectHook) -> None:
-        """Hand each object of a list or watch to the test; None leaves it out."""
+        """Pass each object of lists and watches through the hook; None leaves it out."""
         self.object_hook = hook
 
     def rewrite_lines(self, hook: LineHook) -> None:
-        """Hand each line of a watch, with its line end, to the test; None leaves it out."""
+        """Pass each line of watches, with its line end, through the hook; None leaves it out."""
         self.line_hook = hook
 
-    # What has been seen.
+    # What clients have done.
 
     @property
     def accepted(self) -> int:
-        """How many connections clients have made."""
+        """The number of connections that clients have made."""
         with self._changed:
             return self._accepted
 
     def watches(self, resource: str | None = None) -> int:
-        """Return how many watches run now."""
+        """Return the number of running watches."""
         return len(self._running(resource))
 
     def wait_for_watches(
         self, number: int, resource: str | None = None, seconds: float = WAIT_SECONDS
     ) -> None:
-        """Return when exactly as many run; raise TimeoutError."""
+        """Wait until exactly this many watches run; raises TimeoutError."""
         what = f"{number} watches of {resource or 'anything'}"
         self._wait(lambda: self.watches(resource) == number, what, seconds)
 
-    # What the connections ask (fault_relay.Owner).
+    # Called by connections (fault_relay.Owner).
 
     def dial(self) -> http.client.HTTPSConnection:
         """Return a connection to the real server."""
         return ServerConnection(self._server.kube().target, None)
 
     def opened(self, stream: Stream) -> None:
-        """Take note of a watch."""
+        """Register a watch."""
         with self._changed:
             self._streams.append(stream)
             self._changed.notify_all()
         self._hang_ups.add(stream)
 
     def closed(self, stream: Stream) -> None:
-        """Forget a watch."""
+        """Unregister a watch."""
         self._hang_ups.remove(stream)
         with self._changed:
             self._streams.remove(stream)
             self._changed.notify_all()
 
     def ended(self, connection: Connection) -> None:
-        """Forget a connection."""
+        """Unregister a connection."""
         with self._changed:
             self._connections.discard(connection)
             self._changed.notify_all()
@@ -231,15 +235,15 @@ class FaultProxy(Script):
             try:
                 raw, _ = listener.accept()
             except OSError:
-                return  # refuse() has closed it
+                return  # closed by refuse()
             with self._changed:
                 self._accepted += 1
                 self._changed.notify_all()
-            with contextlib.suppress(OSError):  # the client has gone already
+            with contextlib.suppress(OSError):  # the client is gone already
                 connection = Connection(raw, self._context, self)
                 with self._changed:
                     self._connections.add(connection)
-                    if self._listener is not listener:  # refuse() came in between
+                    if self._listener is not listener:  # refuse() was called in between
                         connection.abort()
                 _thread("proxy-connection", connection.run)
 

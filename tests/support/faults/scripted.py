@@ -1,7 +1,7 @@
-"""An HTTP/1.1 server that does what a test tells it: answers, cuts, resets, silence.
+"""An HTTP/1.1 server that follows a test's script: responses, closes, resets, silence.
 
-Each request gets the next step of the script, in its own connection's thread; when the script is
-used up, a request gets the headers of a watch and then silence. Nothing of kbpf in here.
+Each request gets the next step of the script, in its connection's thread. After the last step a
+request gets the headers of a watch and then silence. It imports nothing of kbpf.
 """
 
 import contextlib
@@ -17,8 +17,8 @@ from urllib.parse import parse_qs, urlsplit
 
 
 class Request(NamedTuple):
-    """A request as it came; `query` has the last value of each name, `peer` says whose TLS
-    certificate came with it, `port` is the client's.
+    """A request. `query` has the last value of each name, `peer` is the subject of the client's TLS
+    certificate, `port` is the client's port.
     """
 
     path: str
@@ -29,7 +29,7 @@ class Request(NamedTuple):
 
 
 class Exchange:
-    """One request and the ways to answer it."""
+    """One request and the methods to answer it."""
 
     def __init__(self, sock: socket.socket, request: Request, closing: threading.Event) -> None:
         self.sock = sock
@@ -38,45 +38,45 @@ class Exchange:
         self.open = True
 
     def answer(self, status: int, body: Any, **headers: str) -> None:
-        """A whole response; the connection stays."""
+        """Send a complete response; the connection stays open."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         self.sock.sendall(_head(status, {"Content-Length": str(len(data))} | headers) + data)
 
     def head(self, status: int, **headers: str) -> None:
-        """The status line and headers alone (``Retry_After`` is Retry-After)."""
+        """Send the status line and headers only (``Retry_After`` is Retry-After)."""
         self.sock.sendall(_head(status, headers))
 
     def watch(self, *lines: Any) -> None:
-        """Begin a chunked response with these lines; all at once, so that a client with little
-        patience misses none of it.
+        """Start a chunked response with these lines, sent at once, so that a client with a short
+        time-out gets all of them.
         """
         head = _head(200, {"Transfer_Encoding": "chunked"})
         self.sock.sendall(head + b"".join(map(_chunk, lines)))
 
     def line(self, line: Any) -> None:
-        """One line of a watch; bytes go as they are, without a newline added."""
+        """Send one line of a watch; bytes are sent unchanged, without a newline added."""
         self.sock.sendall(_chunk(line))
 
     def end(self) -> None:
-        """The clean end of a chunked response; the connection stays."""
+        """End a chunked response regularly; the connection stays open."""
         self.sock.sendall(b"0\r\n\r\n")
 
     def cut(self) -> None:
-        """Close the connection here and now."""
+        """Close the connection at once."""
         self.open = False
         self.sock.close()
 
     def reset(self) -> None:
-        """The same with RST."""
+        """Close the connection with a RST."""
         self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.cut()
 
     def closing(self, seconds: float) -> bool:
-        """Whether the test ends, after so many seconds at most."""
+        """Wait up to this many seconds for the end of the test; returns whether it ends."""
         return self._closing.wait(seconds) if seconds else self._closing.is_set()
 
     def hang(self) -> None:
-        """Say nothing more until the test ends."""
+        """Send nothing more until the test ends."""
         self._closing.wait(300)
         self.open = False
 
@@ -96,13 +96,13 @@ Step = Callable[[Exchange], None]
 
 
 def quiet(exchange: Exchange) -> None:
-    """A watch in which nothing happens."""
+    """A step: a watch without events."""
     exchange.watch()
     exchange.hang()
 
 
 class ScriptedServer:
-    """A context manager. `script` may be changed and prolonged while it runs."""
+    """The server, a context manager. `script` may be changed while it runs."""
 
     def __init__(self, *script: Step, tls: ssl.SSLContext | None = None) -> None:
         self.script = list(script)
@@ -128,7 +128,7 @@ class ScriptedServer:
         assert not self.faults, self.faults
 
     def wait(self, requests: int, seconds: float = 60.0) -> None:
-        """Until so many requests have come."""
+        """Wait until this many requests have been received."""
         deadline = time.monotonic() + seconds
         while len(self.requests) < requests:
             assert time.monotonic() < deadline, (
@@ -163,7 +163,7 @@ class ScriptedServer:
                     if not exchange.open:
                         return
         except OSError:
-            pass  # the client has gone
+            pass  # the client is gone
         except BaseException as fault:
             self.faults.append(fault)
 

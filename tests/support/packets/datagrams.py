@@ -1,4 +1,4 @@
-"""The lower half of packets.py: addresses, checksums, IP with its options and extension headers,
+"""The lower layers of packets.py: addresses, checksums, IP with its options and extension headers,
 fragments, Ethernet.
 """
 
@@ -11,12 +11,15 @@ ICMP, TCP, UDP, ICMP6, SCTP = 1, 6, 17, 58, 132
 HOP_BY_HOP, ROUTING, FRAGMENT, DESTINATION = 0, 43, 44, 60
 
 MAC_A, MAC_B = "02:00:00:00:00:0a", "00:00:00:00:00:00"
-"""B is loopback, on which test runs are: a frame for another MAC is somebody else's there."""
-"""Who sends a frame, and to whom, unless it is said."""
+"""The default source and destination of a frame. B is loopback's MAC: test runs happen on loopback,
+where a frame for another MAC would be PACKET_OTHERHOST.
+"""
 BROADCAST = "ff:ff:ff:ff:ff:ff"
 
 Sum = Literal["right", "wrong", "zero"] | int
-"""A checksum: as it should be, off by one bit, absent (UDP over IPv4 may), or this very number."""
+"""A checksum: correct, off by one bit, absent (allowed for UDP over IPv4), or exactly
+this number.
+"""
 
 
 class Extension(NamedTuple):
@@ -25,18 +28,18 @@ class Extension(NamedTuple):
     kind: int
     body: bytes
     final: str = ""
-    """Where a routing header leads in the end: the address that checksums are made with."""
+    """The final destination of a routing header, which the checksum's pseudo header uses."""
 
 
 class Ip(TypedDict, total=False):
-    """What the IP header says. `ttl` is the hop limit too, `tos` the traffic class."""
+    """Fields of the IP header. In IPv6 `ttl` is the hop limit and `tos` the traffic class."""
 
     ttl: int
     tos: int
     df: bool
     ip_id: int
     options: bytes
-    """IPv4 options, padded here to four bytes: the header gets longer."""
+    """IPv4 options, which the builder pads to a multiple of four bytes."""
     ip_checksum: Sum
     flow: int
     extensions: Sequence[Extension]
@@ -46,17 +49,17 @@ class Ip(TypedDict, total=False):
 
 
 def address(text: str) -> bytes:
-    """4 or 16 bytes."""
+    """The 4 or 16 bytes of an address."""
     return ip_address(text).packed
 
 
 def mac(text: str) -> bytes:
-    """6 bytes."""
+    """The 6 bytes of a MAC address."""
     return bytes.fromhex(text.replace(":", ""))
 
 
 def split(endpoint: str) -> tuple[str, int]:
-    """``10.0.0.1:80`` or ``[fd00::1]:80``."""
+    """Host and port of ``10.0.0.1:80`` or ``[fd00::1]:80``."""
     host, _, port = endpoint.rpartition(":")
     return host.strip("[]"), int(port)
 
@@ -80,7 +83,7 @@ _CRC_TABLE = tuple(_crc_row(byte) for byte in range(256))
 
 
 def crc32c(data: bytes) -> int:
-    """RFC 9260 appendix A, as a number; in a packet its low byte comes first."""
+    """The CRC32c of RFC 9260 appendix A, as a number; in a packet it is little endian."""
     crc = 0xFFFFFFFF
     for byte in data:
         crc = crc >> 8 ^ _CRC_TABLE[(crc ^ byte) & 0xFF]
@@ -88,7 +91,7 @@ def crc32c(data: bytes) -> int:
 
 
 def stored(right: int, wanted: Sum) -> int:
-    """The number that goes into the packet."""
+    """The checksum to write into the packet."""
     match wanted:
         case "right":
             return right
@@ -102,14 +105,14 @@ def stored(right: int, wanted: Sum) -> int:
 def summed(
     protocol: int, source: str, to: str, segment: bytes, at: int, checksum: Sum, ip: Ip
 ) -> bytes:
-    """The segment with its checksum over the pseudo header, at this offset of it."""
+    """The segment with its checksum, which covers the pseudo header, at this offset."""
     final = [e.final for e in ip.get("extensions", ()) if e.final]
     form = "!II" if ":" in source else "!xBH"
     numbers = (len(segment), protocol) if ":" in source else (protocol, len(segment))
     pseudo = address(source) + address(final[-1] if final else to) + struct.pack(form, *numbers)
     right = internet_checksum(pseudo + segment)
     if protocol == UDP:
-        right = right or 0xFFFF  # zero would say that there is none
+        right = right or 0xFFFF  # in UDP zero means no checksum
     return segment[:at] + struct.pack("!H", stored(right, checksum)) + segment[at + 2 :]
 
 
@@ -117,13 +120,13 @@ def summed(
 
 
 def frame(packet: bytes, to: str = MAC_B, source: str = MAC_A) -> bytes:
-    """The packet with an Ethernet header, its type by the packet's first byte: IP or ARP."""
+    """The packet with an Ethernet header; its EtherType (IP or ARP) follows from the first byte."""
     kind = {4: 0x0800, 6: 0x86DD, 0: 0x0806}[packet[0] >> 4]
     return mac(to) + mac(source) + struct.pack("!H", kind) + packet
 
 
 def datagram(source: str, to: str, protocol: int, body: bytes, **ip: Unpack[Ip]) -> bytes:
-    """An IP packet of any protocol; the body is sent as it is."""
+    """An IP packet of any protocol with this body."""
     if ":" in source:
         return _ipv6(source, to, protocol, body, ip)
     options = ip.get("options", b"")
@@ -159,25 +162,25 @@ def _ipv6(source: str, to: str, protocol: int, body: bytes, ip: Ip) -> bytes:
 
 
 def _padded(kind: int, data: bytes) -> Extension:
-    """A header of options: its length is counted in eight bytes behind the first eight."""
+    """An options header. Its length field counts units of eight bytes after the first eight."""
     room = -(2 + len(data)) % 8
     padding = b"" if room == 0 else b"\0" if room == 1 else bytes([1, room - 2]) + bytes(room - 2)
     return Extension(kind, bytes([(2 + len(data) + room) // 8 - 1]) + data + padding)
 
 
 def hop_by_hop(options: bytes = b"\x05\x02\0\0") -> Extension:
-    """Options for every router; a router alert unless it is said."""
+    """A hop-by-hop options header; by default a router alert."""
     return _padded(HOP_BY_HOP, options)
 
 
 def destination(options: bytes = b"") -> Extension:
-    """Options for whom it is sent to; nothing but padding unless it is said."""
+    """A destination options header; by default only padding."""
     return _padded(DESTINATION, options)
 
 
 def routing(*stops: str, left: int | None = None, kind: int = 2) -> Extension:
-    """Further stops, in the order in which they are visited: type 0 and 2 (RFC 6275), or 4, a
-    segment list (RFC 8754), which is written from its end.
+    """A routing header with further stops in the order of visit: type 0, 2 (RFC 6275), or 4, a
+    segment list (RFC 8754), which is stored in reverse order.
     """
     left = len(stops) if left is None else left
     addresses = [address(stop) for stop in stops]
@@ -189,12 +192,14 @@ def routing(*stops: str, left: int | None = None, kind: int = 2) -> Extension:
 
 
 def fragment_header(offset: int = 0, more: bool = False, id: int = 1) -> Extension:
-    """`offset` in bytes, a multiple of eight. Neither offset nor more: an atomic fragment."""
+    """A fragment header; `offset` in bytes, a multiple of eight. 0 and not more: an atomic
+    fragment.
+    """
     return Extension(FRAGMENT, b"\0" + struct.pack("!HI", offset | more, id))
 
 
 def fragments(packet: bytes, mtu: int, id: int = 1) -> list[bytes]:
-    """The packet in pieces that fit; as a router or, for IPv6, its sender cuts it."""
+    """The packet's fragments for this MTU, as a router or, for IPv6, the sender makes them."""
     if packet[0] >> 4 == 6:
         return _fragments6(packet, mtu, id)
     size = (packet[0] & 0x0F) * 4
@@ -202,7 +207,7 @@ def fragments(packet: bytes, mtu: int, id: int = 1) -> list[bytes]:
     flags = int.from_bytes(header[6:8], "big")
     if len(packet) <= mtu:
         return [packet]
-    assert not flags & 0x4000, "the packet must not be cut: DF"
+    assert not flags & 0x4000, "the packet has DF set"
     base, last = (flags & 0x1FFF) * 8, flags & 0x2000
     later = header[:20] + _copied(header[20:])
     later = bytes([0x40 | len(later) // 4]) + later[1:]
@@ -219,7 +224,7 @@ def fragments(packet: bytes, mtu: int, id: int = 1) -> list[bytes]:
 
 
 def _copied(options: bytes) -> bytes:
-    """The IPv4 options that stand in every fragment: those with the high bit set."""
+    """The IPv4 options that are copied to every fragment: those with the high bit set."""
     kept, at = b"", 0
     while at < len(options) and options[at] != 0:
         size = 1 if options[at] == 1 else options[at + 1]
@@ -231,7 +236,7 @@ def _copied(options: bytes) -> bytes:
 def _fragments6(packet: bytes, mtu: int, id: int) -> list[bytes]:
     if len(packet) <= mtu:
         return [packet]
-    named_at, at = 6, 40  # where the next header is named, and where it begins
+    named_at, at = 6, 40  # offsets of the next-header field, and of that header
     last_kept = (6, 40)
     while packet[named_at] in (HOP_BY_HOP, ROUTING, DESTINATION):
         kind, named_at, at = packet[named_at], at, at + (packet[at + 1] + 1) * 8

@@ -1,9 +1,9 @@
-"""What is wrong with a packet, how two packets differ, in words, and fragments put together.
+"""Finds errors in a packet, describes how two packets differ, and reassembles fragments.
 
     assert checksums(packet) == []         # else ["tcp", "icmp embedded ip", ...]
     assert difference(packet, want) == ""  # else "ip ttl: 64, want 63; tcp checksum: ..."
 
-Shares nothing with the builder, so that each can be held against the other.
+Shares no code with the builder, so that each can check the other.
 """
 
 import struct
@@ -16,10 +16,11 @@ from tests.support.packets.parse import Cut, Icmp, Ip, Packet, Sctp, Tcp, Udp, p
 
 
 def checksums(found: Packet | bytes, l2: bool = True) -> list[str]:
-    """What is wrong: ``ip``, ``tcp``, ``icmp embedded ip``; lengths too: ``udp length``.
+    """The headers with a wrong checksum, ``ip``, ``tcp``, ``icmp embedded ip``, or length, ``udp
+    length``.
 
-    What cannot be told is not wrong: the transport's checksum of a fragment, or of a packet that
-    is quoted in part only.
+    What cannot be verified counts as correct: the transport checksum of a fragment, or of a packet
+    that is quoted only in part.
     """
     packet = found if isinstance(found, Packet) else parse(found, l2)
     wrong = list(_wrong(packet))
@@ -59,7 +60,7 @@ def _wrong(packet: Packet) -> Iterator[str]:
 
 
 def _last_stop(ip: Ip) -> str:
-    """Whom the checksum has in mind: a routing header leads on."""
+    """The destination in the checksum's pseudo header: the last stop of a routing header."""
     for name, body in reversed(ip.extensions):
         if name == "routing" and body[1] in (0, 2, 4) and body[2] > 0:
             stops = [str(ip_address(body[i : i + 16])) for i in range(7, len(body) - 15, 16)]
@@ -68,12 +69,14 @@ def _last_stop(ip: Ip) -> str:
 
 
 def _adds_up(data: bytes) -> bool:
-    """2^16 is 1 modulo 65535, so the sum of all words is the number itself."""
+    """Whether the 16-bit words sum to 0 modulo 65535. 2^16 is 1 modulo 65535, so the sum of all
+    words equals the whole number.
+    """
     return int.from_bytes(data + bytes(len(data) % 2), "big") % 0xFFFF == 0
 
 
 def _crc32c(data: bytes) -> int:
-    """Bit by bit: the remainder, lowest bit first."""
+    """CRC32c bit by bit, lowest bit first."""
     crc = 0xFFFFFFFF
     for byte in data:
         crc ^= byte
@@ -83,7 +86,7 @@ def _crc32c(data: bytes) -> int:
 
 
 def difference(got: Packet | bytes, want: Packet | bytes, l2: bool = True) -> str:
-    """Empty when all is equal, else ``field: got, want other`` for each that differs."""
+    """Empty if all fields are equal, else ``field: got, want other`` for each difference."""
     packets = [p if isinstance(p, Packet) else parse(p, l2) for p in (got, want)]
     pairs = [dict(_flat(p)) for p in packets]
     names = [*pairs[1], *(name for name in pairs[0] if name not in pairs[1])]
@@ -124,17 +127,17 @@ def _say(name: str, value: Any, other: Any) -> str:
 
 
 def reassembled(*pieces: bytes) -> bytes:
-    """The packet that these fragments are of, in any order; ValueError when they are not all.
-    Its head is the first fragment's, without what made it one.
+    """The packet of which these are the fragments, in any order; ValueError if some are missing.
+    Its header is the first fragment's, with the fragmentation fields cleared.
     """
     parts = sorted(map(_piece, pieces), key=lambda part: part[0])
     body = b""
     for offset, _, _, data in parts:
         if offset != len(body):
-            raise ValueError(f"bytes {len(body)} to {offset} are not there")
+            raise ValueError(f"bytes {len(body)} to {offset} are missing")
         body += data
     if parts[-1][1]:
-        raise ValueError(f"bytes from {len(body)} on are not there")
+        raise ValueError(f"bytes from {len(body)} on are missing")
     head = parts[0][2]
     if head[0] >> 4 == 6:
         return head[:4] + struct.pack("!H", len(head) - 40 + len(body)) + head[6:] + body
@@ -146,7 +149,7 @@ def reassembled(*pieces: bytes) -> bytes:
 
 
 def _piece(raw: bytes) -> tuple[int, bool, bytes, bytes]:
-    """Offset, whether more follow, the head without a fragment header, the data."""
+    """A fragment's offset, whether more follow, its header without a fragment header, its data."""
     found = parse(raw, l2=False)
     assert found.ip is not None
     ip, packet = found.ip, found.packet
@@ -156,7 +159,7 @@ def _piece(raw: bytes) -> tuple[int, bool, bytes, bytes]:
     named_at, at = 6, 40
     while packet[named_at] != 44:
         if packet[named_at] not in (0, 43, 60):
-            raise ValueError("no fragment")
+            raise ValueError("not a fragment")
         named_at, at = at, at + (packet[at + 1] + 1) * 8
     head = packet[:named_at] + packet[at : at + 1] + packet[named_at + 1 : at]
     return ip.offset, ip.more, head, packet[at + 8 :]

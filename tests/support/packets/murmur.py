@@ -1,4 +1,4 @@
-"""MurmurHash3 for 32 bits, from its description: what packets choose a Maglev slot by.
+"""32-bit MurmurHash3, from its description: the hash by which packets choose a Maglev slot.
 
 Imports nothing of kbpf.
 """
@@ -9,7 +9,7 @@ MASK = 0xFFFF_FFFF
 
 
 def murmur3(data: bytes, seed: int) -> int:
-    """Of any bytes."""
+    """The 32-bit hash of any bytes."""
     h = seed
     whole = len(data) // 4 * 4
     for (word,) in struct.iter_unpack("<I", data[:whole]):

@@ -1,15 +1,14 @@
-"""Packets, byte by byte: what a test sends, and what it wants to see arrive.
+"""Builds packets byte by byte: those that a test sends, and those that it expects.
 
     tcp("198.51.100.7:4000", "192.0.2.1:80", flags="S", mss=1460)
     frame(udp("[2001:db8::7]:53", "[2001:db8::1]:53", b"?"), to="02:00:00:00:00:01")
     icmp_error("too big", "203.0.113.9", tcp(...), mtu=1400)
 
-A packet is bytes that begin with the IP header; frame() puts an Ethernet header before it. The
-family is that of the addresses. Lengths and checksums are right unless something else is asked
-for. What belongs to the IP header goes to every builder by the same names, see Ip.
+A packet is bytes that begin with the IP header; frame() adds an Ethernet header. The addresses
+determine the family. Lengths and checksums are correct unless requested otherwise. Every builder
+takes fields of the IP header by the names of `Ip`.
 
-Imports nothing of kbpf and shares nothing with parse.py, so that each can be held against the
-other.
+Imports nothing of kbpf and shares no code with parse.py, so that each can check the other.
 """
 
 import struct
@@ -92,7 +91,7 @@ __all__ = [
     "udp",
 ]
 
-# ---- what IP carries ---------------------------------------------------------------------------
+# ---- transports --------------------------------------------------------------------------------
 
 _FLAGS = "FSRPAUEC"
 
@@ -112,7 +111,7 @@ def tcp(
     checksum: Sum = "right",
     **ip: Unpack[Ip],
 ) -> bytes:
-    """A segment; flags are letters of FSRPAUEC (E and C are ECE and CWR)."""
+    """A TCP segment; flags are letters of FSRPAUEC (E and C are ECE and CWR)."""
     (host, port), (to_host, to_port) = split(source), split(to)
     options = (b"" if mss is None else struct.pack("!BBH", 2, 4, mss)) + tcp_options
     options += bytes(-len(options) % 4)
@@ -124,12 +123,11 @@ def tcp(
 
 
 class Talk:
-    """A TCP connection's segments with the numbers that both sides would use.
+    """A TCP connection's segments with correct sequence numbers in both directions.
 
-    A word is what a segment is: its flags, "<" in front if the server sends it, and behind them "+"
-    or "+100" if it has ten or 100 bytes of data, "!" if somebody who does not know the numbers has
-    made it up, "~" if its checksum is wrong. The numbers of those two are none that anybody goes on
-    from.
+    A word describes a segment: its flags, preceded by "<" if the server sends it, and followed by
+    "+" or "+100" for ten or 100 bytes of data, "!" for a segment forged without knowing the
+    sequence numbers, "~" for a wrong checksum. The latter two do not advance the sequence numbers.
     """
 
     def __init__(self, client: int = 1000, server: int = 70_000) -> None:
@@ -137,12 +135,12 @@ class Talk:
         self._next = dict(self._first)
 
     def answered(self) -> "Talk":
-        """SYN and SYN-ACK have been sent, with those first numbers."""
+        """Sets the state after SYN and SYN-ACK with the first sequence numbers."""
         self._next = {back: number + 1 for back, number in self._first.items()}
         return self
 
     def segment(self, word: str, source: str, to: str) -> bytes:
-        """The segment of this word, between these ends."""
+        """The segment that the word describes, between these endpoints."""
         back, flags = word.startswith("<"), "".join(filter(str.isalpha, word))
         seq = self._first[back] if "S" in flags else self._next[back]
         ack = self._next[not back] if "A" in flags else 0
@@ -160,7 +158,7 @@ class Talk:
 def udp(
     source: str, to: str, payload: bytes = b"", *, checksum: Sum = "right", **ip: Unpack[Ip]
 ) -> bytes:
-    """A datagram."""
+    """A UDP datagram."""
     (host, port), (to_host, to_port) = split(source), split(to)
     header = struct.pack("!HHHH", port, to_port, 8 + len(payload), 0)
     body = summed(UDP, host, to_host, header + payload, 6, checksum, ip)
@@ -185,7 +183,7 @@ def sctp(
     checksum: Sum = "right",
     **ip: Unpack[Ip],
 ) -> bytes:
-    """A packet of chunks. Its checksum knows nothing of the addresses."""
+    """An SCTP packet of chunks. Its checksum does not cover the addresses."""
     (host, port), (to_host, to_port) = split(source), split(to)
     head = struct.pack("!HHI", port, to_port, tag)
     crc = stored(crc32c(head + bytes(4) + chunks), checksum)
@@ -203,7 +201,9 @@ def icmp4(
     checksum: Sum = "right",
     **ip: Unpack[Ip],
 ) -> bytes:
-    """`rest`: the four bytes behind the checksum. `embedded`: whatever follows, as it is."""
+    """An ICMP message. `rest`: the four bytes after the checksum. `embedded`: the bytes that
+    follow.
+    """
     last = rest if isinstance(rest, bytes) else struct.pack("!I", rest)
     message = struct.pack("!BBH", type, code, 0) + last + embedded
     right = internet_checksum(message)
@@ -222,7 +222,7 @@ def icmp6(
     checksum: Sum = "right",
     **ip: Unpack[Ip],
 ) -> bytes:
-    """As icmp4(); its checksum has a pseudo header."""
+    """Like icmp4() for ICMPv6, whose checksum covers a pseudo header."""
     last = rest if isinstance(rest, bytes) else struct.pack("!I", rest)
     message = struct.pack("!BBH", type, code, 0) + last + embedded
     body = summed(ICMP6, source, to, message, 2, checksum, ip)
@@ -239,7 +239,7 @@ def echo(
     reply: bool = False,
     **ip: Unpack[Ip],
 ) -> bytes:
-    """A ping, or the answer to one."""
+    """An echo request, or a reply to one."""
     if ":" in source:
         return icmp6(source, to, 129 if reply else 128, 0, id << 16 | seq, payload, **ip)
     return icmp4(source, to, 0 if reply else 8, 0, id << 16 | seq, payload, **ip)
@@ -268,8 +268,9 @@ def icmp_error(
     quote: int | None = None,
     **ip: Unpack[Ip],
 ) -> bytes:
-    """What `by` answers to whoever sent this packet. `quote`: how much of it, as much as Linux
-    sends unless it is said: the whole error has 576 bytes at most (RFC 1812), 1280 (RFC 4443).
+    """The ICMP error that `by` sends to the sender of this packet. `quote`: how many bytes of the
+    packet it quotes; by default as many as Linux does, so that the error has at most 576 bytes (RFC
+    1812), or 1280 in IPv6 (RFC 4443).
     """
     v6 = packet[0] >> 4 == 6
     to = str(ip_address(packet[8:24] if v6 else packet[12:16]))
@@ -284,24 +285,24 @@ def icmp_error(
 
 
 def arp(operation: int, source_mac: str, source: str, to_mac: str, to: str) -> bytes:
-    """1 asks who has `to`, 2 answers; frame() it."""
+    """An ARP packet (operation 1: who has `to`; 2: the reply) without its Ethernet header."""
     head = struct.pack("!HHBBH", 1, 0x0800, 6, 4, operation)
     return head + mac(source_mac) + address(source) + mac(to_mac) + address(to)
 
 
 def solicited(target: str) -> tuple[str, str]:
-    """The multicast address and MAC at which a neighbour is asked for."""
+    """The solicited-node multicast address of a target and its MAC."""
     low = address(target)[-3:]
     return str(ip_address(address("ff02::1:ff00:0")[:13] + low)), "33:33:ff:" + low.hex(":")
 
 
 def neighbour_solicitation(source_mac: str, source: str, target: str) -> bytes:
-    """Who has `target`? To its multicast address."""
+    """A solicitation for `target`, to its solicited-node multicast address."""
     body = address(target) + b"\x01\x01" + mac(source_mac)
     return icmp6(source, solicited(target)[0], 135, embedded=body, ttl=255)
 
 
 def neighbour_advertisement(target_mac: str, target: str, to: str) -> bytes:
-    """It is here: an answer that overrides what was known."""
+    """The advertisement of `target`, with the solicited and override flags."""
     body = address(target) + b"\x02\x01" + mac(target_mac)
     return icmp6(target, to, 136, 0, 0x60000000, body, ttl=255)

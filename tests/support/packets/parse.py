@@ -1,10 +1,10 @@
-"""What a packet says, as a value. judge.py says what is wrong with it.
+"""Parses a packet into a value. judge.py finds errors in it.
 
     packet = parse(raw)                    # a frame; parse(raw, l2=False): it begins with IP
     packet.source, packet.flags            # "198.51.100.7:4000", "SA"
     packet.embedded                        # the packet that an ICMP error is about
 
-Shares nothing with the builder, so that each can be held against the other.
+Shares no code with the builder, so that each can check the other.
 """
 
 import struct
@@ -19,7 +19,7 @@ _FLAGS = "FSRPAUEC"
 
 @dataclass(frozen=True, slots=True)
 class Ethernet:
-    """The link's header."""
+    """The Ethernet header."""
 
     destination: str
     source: str
@@ -28,7 +28,7 @@ class Ethernet:
 
 @dataclass(frozen=True, slots=True)
 class Arp:
-    """Who has an IPv4 address: 1 asks, 2 answers."""
+    """An ARP packet; operation 1 is a request, 2 a reply."""
 
     operation: int
     source_mac: str
@@ -39,10 +39,11 @@ class Arp:
 
 @dataclass(frozen=True, slots=True)
 class Ip:
-    """Both families. What one of them lacks is 0, empty or, for the checksum, None.
+    """The IP header of either family. A field that the family lacks is 0, empty or, for the
+    checksum, None.
 
-    `length` is as it stands there: with the header in IPv4, without it in IPv6. Offsets are in
-    bytes. `protocol` is the last one, behind the extension headers.
+    `length` is the header's field: with the header in IPv4, without it in IPv6. Offsets are in
+    bytes. `protocol` is the one after all extension headers.
     """
 
     version: int
@@ -64,7 +65,9 @@ class Ip:
 
 @dataclass(frozen=True, slots=True)
 class Tcp:
-    """`options` as they stand there; `reserved` are the four bits behind the header's length."""
+    """The TCP header. `options` are raw bytes; `reserved` are the four bits after the
+    data offset.
+    """
 
     source_port: int
     destination_port: int
@@ -79,7 +82,7 @@ class Tcp:
 
     @property
     def mss(self) -> int | None:
-        """What the MSS option says."""
+        """The value of the MSS option, None without one."""
         at = 0
         while at + 1 < len(self.options) and self.options[at] != 0:
             if self.options[at] == 2:
@@ -90,7 +93,7 @@ class Tcp:
 
 @dataclass(frozen=True, slots=True)
 class Udp:
-    """A datagram's header."""
+    """The UDP header."""
 
     source_port: int
     destination_port: int
@@ -100,7 +103,7 @@ class Udp:
 
 @dataclass(frozen=True, slots=True)
 class Sctp:
-    """Chunks are (type, flags, body without padding)."""
+    """The SCTP header and its chunks: (type, flags, body without padding)."""
 
     source_port: int
     destination_port: int
@@ -111,7 +114,7 @@ class Sctp:
 
 @dataclass(frozen=True, slots=True)
 class Icmp:
-    """Of either family. `rest` are the four bytes behind the checksum."""
+    """The ICMP header of either family. `rest` are the four bytes after the checksum."""
 
     type: int
     code: int
@@ -120,13 +123,13 @@ class Icmp:
 
     @property
     def number(self) -> int:
-        """`rest` as a number: the MTU of "too big", id and sequence of an echo."""
+        """`rest` as a number: the MTU of "too big", or id and sequence of an echo."""
         return int.from_bytes(self.rest, "big")
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A header that is not all there, as ICMP errors quote it."""
+    """A truncated header, as quoted by ICMP errors."""
 
     source_port: int
     destination_port: int
@@ -135,8 +138,8 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Packet:
-    """One packet. `payload` is what no header explains; `trailer` what follows the packet in its
-    frame; `missing` how many bytes the header promises and are not there.
+    """One packet. `payload` are the bytes after all known headers, `trailer` the bytes after the
+    packet in its frame, `missing` the number of bytes by which it is shorter than its header says.
     """
 
     raw: bytes = field(repr=False, compare=False)
@@ -149,32 +152,32 @@ class Packet:
     trailer: bytes = b""
     missing: int = 0
     packet: bytes = field(default=b"", repr=False, compare=False)
-    """The IP packet alone, without Ethernet and trailer."""
+    """The IP packet without Ethernet header and trailer."""
     segment: bytes = field(default=b"", repr=False, compare=False)
-    """What IP carries."""
+    """The payload of IP."""
     gso: int = field(default=0, compare=False)
-    """How much each segment of it gets, when several came in one piece; only wire.py knows."""
+    """Bytes per segment of a GSO packet, 0 otherwise; only set by wire.py."""
 
     @property
     def protocol(self) -> str:
-        """``tcp``, ``icmp6``, ``arp``, a number, or nothing at all."""
+        """``tcp``, ``icmp6``, ``arp``, a protocol number, or ""."""
         if self.ip is None:
             return "arp" if self.arp else ""
         return PROTOCOLS.get(self.ip.protocol, str(self.ip.protocol))
 
     @property
     def flags(self) -> str:
-        """Of TCP, as letters of FSRPAUEC in this order; empty for others."""
+        """The TCP flags as letters of FSRPAUEC in this order; "" for other protocols."""
         return self.transport.flags if isinstance(self.transport, Tcp) else ""
 
     @property
     def source(self) -> str:
-        """``address:port``, ``[address]:port``, or the address alone where there are no ports."""
+        """``address:port``, ``[address]:port``, or the address only if there are no ports."""
         return self._end("source")
 
     @property
     def destination(self) -> str:
-        """As `source`."""
+        """Like `source`."""
         return self._end("destination")
 
     def _end(self, which: str) -> str:
@@ -198,15 +201,15 @@ class Packet:
         return " ".join(words) + (f" about ({self.embedded})" if self.embedded else "")
 
 
-# ---- reading -----------------------------------------------------------------------------------
+# ---- parsing -----------------------------------------------------------------------------------
 
 
 def parse(raw: bytes, l2: bool = True) -> Packet:
-    """What stands there. ValueError when not even the first header is whole."""
+    """The parsed packet; ValueError if its first header is incomplete."""
     if not l2:
         return _ip(raw, raw, None, quoted=False)
     if len(raw) < 14:
-        raise ValueError(f"{len(raw)} bytes are no Ethernet frame")
+        raise ValueError(f"{len(raw)} bytes are too short for an Ethernet frame")
     kind = int.from_bytes(raw[12:14], "big")
     ethernet = Ethernet(raw[:6].hex(":"), raw[6:12].hex(":"), kind)
     if kind in (0x0800, 0x86DD):
@@ -226,7 +229,7 @@ def _ip(raw: bytes, data: bytes, ethernet: Ethernet | None, quoted: bool) -> Pac
     version = data[0] >> 4 if data else 0
     least = {4: 20, 6: 40}.get(version)
     if least is None or len(data) < least:
-        raise ValueError(f"{len(data)} bytes are no IP packet: {data[:20].hex()}")
+        raise ValueError(f"{len(data)} bytes are not an IP packet: {data[:20].hex()}")
     ip, start, whole = _ipv4(data) if version == 4 else _ipv6(data)
     if start > len(data) or whole < start:
         raise ValueError(f"the IP header ends at {start} of {len(data)} bytes")
@@ -238,7 +241,7 @@ def _ip(raw: bytes, data: bytes, ethernet: Ethernet | None, quoted: bool) -> Pac
         try:
             embedded, payload = _ip(payload, payload, None, quoted=True), b""
         except ValueError:
-            embedded = None  # what is quoted is no packet: it stays the payload
+            embedded = None  # not a packet: it stays in the payload
     return Packet(
         raw=raw,
         ethernet=ethernet,
@@ -254,7 +257,7 @@ def _ip(raw: bytes, data: bytes, ethernet: Ethernet | None, quoted: bool) -> Pac
 
 
 def _ipv4(data: bytes) -> tuple[Ip, int, int]:
-    """The header, where it ends, and where the packet should end."""
+    """The header, its end, and the end of the packet by its length field."""
     first, tos, length, id_, word, ttl, protocol, checksum, source, to = struct.unpack_from(
         "!BBHHHBBH4s4s", data
     )
@@ -310,7 +313,7 @@ def _ipv6(data: bytes) -> tuple[Ip, int, int]:
 
 
 def _transport(protocol: int, data: bytes) -> tuple[Tcp | Udp | Sctp | Icmp | Cut | None, bytes]:
-    """The header, and what follows it."""
+    """The transport header, and the bytes after it."""
     match protocol:
         case 6 if len(data) >= 20 and 20 <= (data[12] >> 4) * 4 <= len(data):
             ports = struct.unpack_from("!HHII", data)

@@ -1,4 +1,4 @@
-"""Which ports of the node a masqueraded client may have, from the description in docs/datapath.md.
+"""The node ports that a masqueraded client may get, after the description in docs/datapath.md.
 
 Imports nothing of kbpf.
 """
@@ -10,20 +10,20 @@ from ipaddress import ip_address
 from tests.support.packets.murmur import murmur3
 
 SHARE, SHARED = 4, 1024
-"""One client has one port of each four, in a range of so many ports or more."""
+"""In a range of at least SHARED ports, a client may get one port of each group of SHARE."""
 SEED = 0x6B627066
 
 
 @cache
 def ports_of(host: str, low: int, high: int) -> tuple[int, ...]:
-    """All that flows of this client to one backend may have, out of LOW-HIGH."""
+    """All ports of LOW-HIGH that flows of this client to one backend may get."""
     step = SHARE if high - low + 1 >= SHARED else 1
     groups = range((high - low + 1) // step)
     return tuple(low + step * group + _chosen(host, group) % step for group in groups)
 
 
 def has_port(host: str, port: int, low: int, high: int) -> bool:
-    """Whether this is one of them."""
+    """Whether the port is one of ports_of()."""
     step = SHARE if high - low + 1 >= SHARED else 1
     group, place = divmod(port - low, step)
     return low <= port <= high and place == _chosen(host, group) % step

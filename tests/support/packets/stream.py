@@ -1,4 +1,4 @@
-"""TCP by hand, over a wire: a client with a stack of its own."""
+"""A minimal TCP client over a Wire, without the kernel's stack."""
 
 import time
 from collections.abc import Callable
@@ -15,7 +15,7 @@ _MASK = 0xFFFFFFFF
 
 
 class HostError(OSError):
-    """An ICMP error about a packet of ours."""
+    """An ICMP error about a packet that we sent."""
 
     def __init__(self, packet: Packet) -> None:
         super().__init__(str(packet))
@@ -23,13 +23,13 @@ class HostError(OSError):
 
 
 class Stream:
-    """TCP as far as a lab needs it: nothing gets lost there, so nothing is sent twice. Each segment
-    that arrives must have right checksums.
+    """TCP as far as a lab needs it: no packet is lost there, so nothing is retransmitted. Each
+    received segment must have correct checksums.
     """
 
     MSS = 1400
     _FLIGHT = 32_000
-    """Bytes on their way at once, if the other side's window has room for them."""
+    """The maximum of unacknowledged bytes, if the peer's window is large enough."""
 
     def __init__(self, wire: "Wire", source: str, to: str, seconds: float = 30.0) -> None:
         self.wire = wire
@@ -37,9 +37,9 @@ class Stream:
         self.to = to
         self.seconds = seconds
         self.answered = b""
-        """All that has come and was not received yet."""
+        """The bytes that have arrived but were not returned by receive() yet."""
         self.ended = False
-        """Whether the other side has closed."""
+        """Whether the peer has closed its side."""
         self._seq = time.monotonic_ns() >> 12 & _MASK
         self._acked = self._seq
         self._ack = 0
@@ -49,7 +49,9 @@ class Stream:
         self._closed = False
 
     def open(self) -> None:
-        """The handshake. Numbers begin where a clock stands, so ports may be used again."""
+        """Makes the handshake. The first sequence number is taken from a clock, so that a port can
+        be reused.
+        """
         self.wire.forget(self._is_coming)
         self._emit("S", mss=self.MSS)
         self._seq = self._seq + 1 & _MASK
@@ -62,18 +64,18 @@ class Stream:
         self._emit("A")
 
     def _handshake(self) -> Packet:
-        """The answer to our SYN. What an earlier connection of the same ends says once more, when
-        our answer came late, does not acknowledge it.
+        """The SYN-ACK. Skips retransmissions of an earlier connection between the same endpoints,
+        which do not acknowledge our SYN.
         """
         while True:
             first = self._next(refused=ConnectionRefusedError)
             assert isinstance(first.transport, Tcp)
             if first.transport.acknowledgement == self._seq:
-                assert first.flags == "SA", f"no handshake: {first}"
+                assert first.flags == "SA", f"not a SYN-ACK: {first}"
                 return first
 
     def send(self, payload: bytes) -> None:
-        """Sends it all; returns when the last of it is on its way."""
+        """Sends the payload; returns when its last segment is sent."""
         for start in range(0, len(payload), self.MSS):
             piece = payload[start : start + self.MSS]
             while (self._seq + len(piece) - self._acked & _MASK) > min(self._FLIGHT, self._window):
@@ -82,14 +84,14 @@ class Stream:
             self._seq = self._seq + len(piece) & _MASK
 
     def receive(self, until: Callable[[bytes], bool] = lambda data: b"\n" in data) -> bytes:
-        """What has come, as soon as that is enough, or the other side has closed."""
+        """Waits until `until` accepts the received bytes or the peer has closed; returns them."""
         while not self.ended and not until(self.answered):
             self._absorb(self._next())
         found, self.answered = self.answered, b""
         return found
 
     def close(self) -> bytes:
-        """Closes our side, waits for the other; what came meanwhile."""
+        """Closes our side and waits for the peer's FIN; returns the bytes received meanwhile."""
         self._emit("FA")
         self._seq = self._seq + 1 & _MASK
         while not self.ended or self._acked != self._seq:
@@ -99,7 +101,7 @@ class Stream:
         return found
 
     def reset(self) -> None:
-        """Ends it at once; nothing happens to one that is closed."""
+        """Sends a RST, unless the connection is closed."""
         if self._open and not self._closed:
             self._emit("RA")
         self._closed = True
@@ -140,7 +142,7 @@ class Stream:
         return self._is_coming(packet) or (about is not None and about.source == self.source)
 
     def _absorb(self, packet: Packet) -> None:
-        """Takes what is next, keeps what is later, and tells the other side."""
+        """Consumes the next bytes, stores later segments, and acknowledges."""
         tcp = packet.transport
         assert isinstance(tcp, Tcp)
         if not _after(self._acked, tcp.acknowledgement):
@@ -161,7 +163,7 @@ class Stream:
         self._emit("A")
 
     def _due(self) -> Packet | None:
-        """A segment that begins at what is next, or before: some of it may be known."""
+        """A stored segment that begins at or before the next expected byte; it may overlap."""
         return next((p for seq, p in self._later.items() if not _after(seq, self._ack)), None)
 
 

@@ -1,24 +1,24 @@
-"""A program run once on one packet, by BPF_PROG_TEST_RUN: no device, no traffic.
+"""Runs a program once on one packet with BPF_PROG_TEST_RUN, without a device or traffic.
 
-For programs that are given an skb: TC (SCHED_CLS) and cgroup skb. What the kernel makes of the
-bytes (net/bpf/test_run.c) is not always what a device would:
+For programs with an skb context: TC (SCHED_CLS) and cgroup skb. The skb that the kernel makes of
+the bytes (net/bpf/test_run.c) differs from a device's:
 
-- A packet begins with an Ethernet header, and new kernels want IP's whole fixed header behind it
-  (EINVAL): a shorter IP packet cannot be tried there. There is no packet of an L3 device.
-  The limit is one page less the kernel's own room: about 3,700 bytes.
+- A packet begins with an Ethernet header. New kernels require IP's complete fixed header after it
+  (EINVAL), so a shorter IP packet cannot be tried there, and packets of an L3 device cannot at all.
+  The limit is one page minus the kernel's headroom and tailroom: about 3,700 bytes.
 - The Ethernet header sets skb->protocol and, by its destination, pkt_type: loopback's MAC is
-  00:00:00:00:00:00, so a packet to any other is PACKET_OTHERHOST.
-- All of it is linear (`linear` changes that where the kernel can, behind v6.18): that
-  bpf_skb_pull_data() is missing is not noticed.
-- Its checksum is CHECKSUM_NONE. `checksum_complete` makes it COMPLETE, and the kernel sees
-  whether the program has kept skb->csum right (Linux v6.11). PARTIAL only real packets are.
-- It is on the loopback of the calling thread's network namespace, or on `ifindex`, which must
-  exist there. skb->sk is not NULL as it is at ingress: it is a socket of the test's own.
-- Nothing is sent, whatever is returned. bpf_redirect*() only leaves TC_ACT_REDIRECT: the target,
-  and what redirect_neigh would write before the packet, is not to be seen here. But
+  00:00:00:00:00:00, so a packet to any other MAC is PACKET_OTHERHOST.
+- The skb is linear (on kernels after v6.18 `linear` can change that), so a missing
+  bpf_skb_pull_data() is not noticed.
+- Its checksum is CHECKSUM_NONE. `checksum_complete` makes it COMPLETE, and the kernel checks that
+  the program keeps skb->csum correct (Linux v6.11). Only real packets can be PARTIAL.
+- Its device is the loopback of the calling thread's network namespace, or `ifindex`, which must
+  exist there. skb->sk is a socket of the test run, not NULL as at ingress.
+- Nothing is sent, whatever the program returns. After bpf_redirect*() only TC_ACT_REDIRECT is
+  visible, not the target, nor the Ethernet header that redirect_neigh would write. But
   bpf_clone_redirect() does send.
-- gso_size counts only for what bpf_skb_change_*() and the like do with it; there is no gso_type.
-- `repeat` runs the program on the packet that the run before has left, not on a fresh one.
+- gso_size only affects helpers such as bpf_skb_change_*(); there is no gso_type.
+- With `repeat` each run gets the packet as the previous run left it, not a fresh one.
 """
 
 import ctypes
@@ -33,7 +33,9 @@ from kbpf.kernel.bpf.objects import Program
 
 
 class TcAction(IntEnum):
-    """What a TC program returns. UNSPEC is -1, as retval has no sign: the next program decides."""
+    """Return codes of a TC program. UNSPEC (the next program decides) is -1 as an unsigned number,
+    since retval is unsigned.
+    """
 
     OK = 0
     SHOT = 2
@@ -53,7 +55,7 @@ TC_ACT_UNSPEC: Final = TcAction.UNSPEC
 
 _BPF_F_TEST_SKB_CHECKSUM_COMPLETE: Final = 1 << 2
 _PACKET_OUT_SIZE: Final = 1 << 17
-"""For the packet that comes out: more than an skb that was linear can become."""
+"""The buffer for the resulting packet: larger than a linear skb can become."""
 
 
 class _TestRunOpts(ctypes.Structure):
@@ -78,11 +80,11 @@ class _TestRunOpts(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class SkbContext:
-    """What may be set of struct __sk_buff, and what is read back after the run.
+    """The fields of struct __sk_buff that can be set and are read back after the run.
 
-    `ifindex` 0 and 1 are loopback. `wire_len` 0 is the packet's length, and must not be less.
-    `cb` is what programs leave each other; `tstamp` has nanoseconds. `linear` is given only: how
-    many bytes are in the linear part, 0 for all; Linux v6.18 and before refuse it.
+    `ifindex` 0 and 1 are loopback. `wire_len` 0 means the packet's length; it must not be smaller.
+    `cb` is scratch space that programs pass on; `tstamp` is in nanoseconds. `linear` is input only:
+    the number of bytes in the linear part, 0 for all; Linux v6.18 and before refuse it.
     """
 
     mark: int = 0
@@ -97,7 +99,7 @@ class SkbContext:
     gso_size: int = 0
 
     SIZE: ClassVar[int] = 184
-    """Up to gso_size: later fields are zero for every kernel."""
+    """The size up to gso_size: every kernel requires later fields to be zero."""
 
     def pack(self) -> bytes:
         """struct __sk_buff in this machine's byte order."""
@@ -109,7 +111,7 @@ class SkbContext:
 
     @classmethod
     def unpack(cls, raw: bytes) -> Self:
-        """The same fields of what the kernel has written."""
+        """These fields from the struct that the kernel has written."""
         fields: dict[str, Any] = {}
         for offset, format_, name in _SKB_FIELDS:
             values = struct.unpack_from(format_, raw, offset)
@@ -133,11 +135,11 @@ _SKB_FIELDS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class TestRun:
-    """What the program returned, the packet and the context as it left them, and how long one
-    run took on average: of a single run that is mostly the clock.
+    """The program's return value, the packet and the context after the run, and the average
+    duration of a run, which for a single run is mostly the cost of reading the clock.
     """
 
-    __test__: ClassVar[bool] = False  # not a class of tests, whatever pytest thinks of its name
+    __test__: ClassVar[bool] = False  # pytest would take it for a test class by its name
 
     retval: int
     packet_out: bytes
@@ -146,7 +148,7 @@ class TestRun:
 
     @property
     def context(self) -> SkbContext:
-        """`context_out`, read."""
+        """`context_out`, parsed."""
         return SkbContext.unpack(self.context_out)
 
 
@@ -158,8 +160,8 @@ def run(
     *,
     checksum_complete: bool = False,
 ) -> TestRun:
-    """Runs the program; KernelError with EINVAL for a packet or context that the kernel does not
-    take, ENODEV for an ifindex that is not there, EBADMSG when skb->csum is wrong afterwards.
+    """Runs the program. Raises KernelError: EINVAL if the kernel does not accept the packet or
+    context, ENODEV for an unknown ifindex, EBADMSG if skb->csum is wrong afterwards.
     """
     packet_out = ctypes.create_string_buffer(_PACKET_OUT_SIZE)
     context_out = ctypes.create_string_buffer(256)

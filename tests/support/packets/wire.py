@@ -1,22 +1,22 @@
-"""A peer without the kernel's sockets: frames made by hand go out of a device, and what arrives is
-read byte by byte.
+"""A peer that does not use the kernel's stack: it sends hand-made frames from a device and parses
+the frames that arrive.
 
     with Wire("netns", "eth0", "198.18.0.50/24", gateways=("198.18.0.1",)) as wire:
         wire.send(udp("198.18.0.50:4000", "10.96.0.1:53", b"?"))
         answer = wire.expect(lambda p: p.source == "10.96.0.1:53")
         wire.dial_tcp("198.18.0.50:4001", "10.96.0.1:80", b"hello\\n")
 
-It answers ARP and neighbour solicitations for its own addresses, which must not be the kernel's
-too: in that namespace nobody else knows them, and nothing there may forward. The addresses' own
-networks are on the link, everything else is behind the gateways.
+It answers ARP and neighbour solicitations for its own addresses. These must not be configured in
+the kernel of that namespace, which must not forward either. The networks of the addresses are
+on-link; everything else is reached by the gateways.
 
-What arrives is as a network card would send it on: a checksum that the sending kernel has left to
-the hardware (CHECKSUM_PARTIAL, always so between veths) is finished here, so that a wrong one is
-wrong because somebody made it so. Several segments may come in one piece, larger than the MTU:
-`Packet.gso` says so. ARP, neighbour discovery and multicast listener reports are left out.
+Received packets look as a network card would send them: checksums that the sending kernel has left
+to the hardware (CHECKSUM_PARTIAL, the default between veths) are completed here, so that a checksum
+is wrong only if a program made it so. A GSO packet, larger than the MTU, stays one packet with
+`Packet.gso` set. ARP, neighbour discovery and multicast listener reports are not recorded.
 
-`tap=True` only listens, on any device of any namespace, and hears what leaves there too. On its
-way in a packet is heard before the programs at TC see it, on its way out after them.
+`tap=True` only captures, on any device of any namespace, in both directions. Incoming packets are
+captured before the TC programs see them, outgoing ones after.
 """
 
 import contextlib
@@ -45,34 +45,34 @@ _PROMISC, _ALLMULTI = 1, 2
 _SO_RCVBUFFORCE = 33
 _ETH_P_ALL, _ETH_P_ARP, _ETH_P_IP, _ETH_P_IPV6 = 3, 0x0806, 0x0800, 0x86DD
 _WITH_ETHERNET = (1, 772)
-"""ARPHRD_ETHER and ARPHRD_LOOPBACK; others, tun or PPP, have packets without a link header."""
+"""ARPHRD_ETHER and ARPHRD_LOOPBACK; packets of other devices (tun, PPP) have no link header."""
 _OTHER_HOST = 3
 _VIRTIO = struct.Struct("=BBHHHH")
-"""struct virtio_net_hdr: flags, GSO type, bytes of headers, segment size, checksum from and at."""
+"""struct virtio_net_hdr: flags, gso_type, hdr_len, gso_size, csum_start, csum_offset."""
 _NEEDS_CSUM = 1
 _GSO = {(4, 6): 1, (6, 6): 4, (4, 17): 5, (6, 17): 5}
 _SUM_AT = {6: 16, 17: 6}
 _NOISE = frozenset((130, 131, 132, 133, 134, 135, 136, 137, 143))
-"""ICMPv6: multicast listeners and neighbour discovery."""
+"""ICMPv6 types of multicast listener discovery and neighbour discovery."""
 _ASK_AGAIN = 0.2
 _PATIENCE = 30.0
 _STATISTICS = 6
-"""PACKET_STATISTICS: how many packets have come for the socket, and were dropped, since asked."""
+"""PACKET_STATISTICS: packets received for the socket, and dropped, since the last call."""
 
 
 def any_packet(_: Packet) -> bool:
-    """Whatever arrives."""
+    """Matches every packet."""
     return True
 
 
 def between(source: str, to: str) -> Predicate:
-    """Packets from here to there, by addresses with ports if they have any."""
+    """Matches packets from `source` to `to`, addresses with ports if they have any."""
     return lambda p: p.source == source and p.destination == to
 
 
 def finished(frame: bytes, start: int, offset: int) -> bytes:
-    """The frame with the checksum that was left to the hardware, from `start`, at `start +
-    offset`. SCTP's, which is no sum, is told by its place.
+    """The frame with its offloaded checksum completed: computed from `start` on, stored at `start +
+    offset`. SCTP, whose checksum is a CRC, is recognised by its offset.
     """
     at = start + offset
     if offset == 8:
@@ -83,7 +83,7 @@ def finished(frame: bytes, start: int, offset: int) -> bytes:
 
 
 class Wire:
-    """One device, by hand."""
+    """A peer on one device; see the module docstring."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class Wire:
         self.netns = netns
         self.device = device
         self.mac = ""
-        """The device's own, once it is open; empty where a link has none."""
+        """The device's MAC once it is open; "" if its link has none."""
         self._interfaces = [ip_interface(one) for one in addresses]
         self._own = {str(one.ip) for one in self._interfaces}
         self._gateways = {ip_address(one).version: one for one in gateways}
@@ -107,7 +107,7 @@ class Wire:
         self._neighbours: dict[str, str] = {}
         self._broken: list[str] = []
         self._come = self._read_so_far = 0
-        """Packets that the kernel has put into the socket, and that the thread has done with."""
+        """Packets that the kernel has queued for the socket, and that the thread has processed."""
 
     # ---- open and closed -----------------------------------------------------------------------
 
@@ -154,10 +154,9 @@ class Wire:
     # ---- sending -------------------------------------------------------------------------------
 
     def send(self, *sent: bytes, to: str | None = None, gso: int = 0) -> None:
-        """Sends packets that begin with IP. `to`: the MAC of the next hop, which is asked for
-        unless it is said. `gso`: as one piece of which each segment gets so many bytes (TCP or
-        UDP), its checksum left to the hardware as kernels do it. More than a page of it arrives
-        as an skb that is not linear.
+        """Sends packets that begin with IP. `to`: the MAC of the next hop; resolved if not given.
+        `gso`: sends a GSO packet with this many bytes per segment (TCP or UDP), its checksum left
+        to the hardware. A packet of more than a page arrives as a non-linear skb.
         """
         for packet in sent:
             if self._l2:
@@ -167,7 +166,7 @@ class Wire:
             self.send_frame(frame, gso)
 
     def send_frame(self, frame: bytes, gso: int = 0) -> None:
-        """Sends it as it is."""
+        """Sends a frame unchanged."""
         if gso:
             header, frame = self._left_to_others(frame, gso)
         else:
@@ -179,12 +178,12 @@ class Wire:
         self._socket.sendto(header + frame, (self.device, kind))
 
     def _left_to_others(self, frame: bytes, gso: int) -> tuple[bytes, bytes]:
-        """The header that says so, and the frame with the pseudo header's sum only."""
+        """The virtio_net_hdr of a GSO packet, and the frame with only the pseudo header summed."""
         found = parse(frame, self._l2)
         ip, size = found.ip, len(frame)
         assert ip is not None
         protocol = ip.protocol
-        assert protocol in _SUM_AT, "only TCP and UDP are sent in segments"
+        assert protocol in _SUM_AT, "only TCP and UDP have GSO"
         start = size - len(found.segment)
         at = start + _SUM_AT[protocol]
         ends = packets.address(ip.source) + packets.address(ip.destination)
@@ -212,13 +211,13 @@ class Wire:
         near = any(target in one.network for one in self._interfaces)
         hop = str(target) if near else self._gateways.get(version)
         if hop is None:
-            raise AssertionError(f"no way to {target}: no network of ours, no gateway")
+            raise AssertionError(f"no route to {target}: not on-link, and no gateway")
         own = [str(one.ip) for one in self._interfaces if one.version == version]
         asking = str(ip_address(source))
         return self.neighbour(hop, asking if asking in own or not own else own[0])
 
     def neighbour(self, address: str, asking: str, seconds: float = _PATIENCE) -> str:
-        """The MAC of an address on this link, for one of ours that asks."""
+        """Resolves the MAC of an address on this link; `asking` is our address that asks."""
         deadline = time.monotonic() + seconds
         with self._changed:
             while address not in self._neighbours:
@@ -237,10 +236,10 @@ class Wire:
             frame = packets.frame(asked, packets.BROADCAST, self.mac)
         self.send_frame(frame)
 
-    # ---- hearing -------------------------------------------------------------------------------
+    # ---- receiving -----------------------------------------------------------------------------
 
     def _read(self, stop: int) -> None:
-        """The thread: until the other end of the pipe is closed."""
+        """The thread's body; it ends when the other end of the pipe is closed."""
         ears = select.poll()
         ears.register(self._socket, select.POLLIN)
         ears.register(stop, select.POLLHUP)
@@ -251,7 +250,7 @@ class Wire:
             try:
                 raw, sender = self._socket.recvfrom(1 << 18)
             except OSError:
-                continue  # the device is down; it may come back
+                continue  # the device is down; it may come up again
             try:
                 if sender[2] != _OTHER_HOST or self._tap:
                     self._take(raw)
@@ -282,7 +281,7 @@ class Wire:
         return is_icmp and packet.transport.type in _NOISE
 
     def _answer(self, packet: Packet) -> None:
-        """Learns who has which address, and tells that ours are here."""
+        """Learns neighbours' MACs, and answers requests for our addresses."""
         if self._tap or packet.ethernet is None:
             return
         if arp := packet.arp:
@@ -305,9 +304,11 @@ class Wire:
             self._changed.notify_all()
 
     def _catch_up(self) -> None:
-        """Waits, with the lock held, until the thread has read what has arrived until now."""
+        """Waits, with the lock held, until the thread has read all packets that have arrived so
+        far.
+        """
         raw = self._socket.getsockopt(_SOL_PACKET, _STATISTICS, 8)
-        come, dropped = struct.unpack("=II", raw)  # the first has the second in it
+        come, dropped = struct.unpack("=II", raw)  # tp_packets includes tp_drops
         self._come += come - dropped
         goal = self._come
         done = self._changed.wait_for(lambda: self._read_so_far >= goal, _PATIENCE)
@@ -315,20 +316,20 @@ class Wire:
 
     @property
     def heard(self) -> tuple[Packet, ...]:
-        """What has arrived and nobody has expected yet."""
+        """The packets that have arrived and that no expect() has taken yet."""
         with self._changed:
             self._catch_up()
             return tuple(self._heard)
 
     def forget(self, predicate: Predicate = any_packet) -> None:
-        """Drops what has arrived until now."""
+        """Drops matching packets that have arrived so far."""
         with self._changed:
             self._catch_up()
             self._heard = deque(p for p in self._heard if not predicate(p))
 
     def soon(self, predicate: Predicate = any_packet, seconds: float = _PATIENCE) -> Packet | None:
-        """The first packet like this that nobody has expected yet, as soon as it is there; None
-        when it does not come. Others stay.
+        """Waits for the first matching packet and takes it; None if none arrives in time. Other
+        packets stay.
         """
         with self._changed:
             found = self._changed.wait_for(lambda: self._first(predicate), seconds)
@@ -336,13 +337,13 @@ class Wire:
             return found
 
     def expect(self, predicate: Predicate = any_packet, seconds: float = _PATIENCE) -> Packet:
-        """soon(), or AssertionError with all that was heard instead."""
+        """Like soon(), but raises AssertionError with all other packets if none arrives."""
         found = self.soon(predicate, seconds)
         assert found is not None, f"not within {seconds} s; {self.told()}"
         return found
 
     def none(self, seconds: float, predicate: Predicate = any_packet) -> None:
-        """Nothing like this is there, and nothing comes for so long."""
+        """Checks that no matching packet has arrived, and that none arrives in this time."""
         with self._changed:
             self._catch_up()
             found = self._changed.wait_for(lambda: self._first(predicate), seconds)
@@ -352,14 +353,14 @@ class Wire:
         return next((p for p in self._heard if predicate(p)), None)
 
     def told(self) -> str:
-        """What was heard, for a failing test."""
+        """The packets that have arrived, for the message of a failed test."""
         lines = [str(packet) for packet in self._heard] + [f"broken: {b}" for b in self._broken]
         return f"{self.device} heard " + ("; ".join(lines) or "nothing")
 
-    # ---- talking -------------------------------------------------------------------------------
+    # ---- exchanges -----------------------------------------------------------------------------
 
     def ask(self, packet: bytes, seconds: float = _PATIENCE) -> Packet:
-        """Sends it; the first packet that comes back from where it went."""
+        """Sends a packet and returns the first reply from its destination."""
         asked = parse(packet, l2=False)
         back = between(asked.destination, asked.source)
         self.forget(back)
@@ -379,9 +380,8 @@ class Wire:
     def dial_tcp(
         self, source: str, to: str, payload: bytes = b"", seconds: float = _PATIENCE
     ) -> bytes:
-        """Connects, sends, closes its side; all that came until the other side closed too.
-        ConnectionRefusedError, ConnectionResetError, TimeoutError, or HostError with what an
-        ICMP error said.
+        """Connects, sends, closes its side; returns all bytes until the peer closes too. Raises
+        ConnectionRefusedError, ConnectionResetError, TimeoutError, or HostError with an ICMP error.
         """
         with self.connected(source, to, seconds) as stream:
             stream.send(payload)

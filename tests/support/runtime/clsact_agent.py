@@ -1,5 +1,5 @@
-"""`python -m tests.support.runtime.clsact_agent run ...`: kbpf on a kernel that has no TCX (before
-6.6), so that its programs are filters on clsact.
+"""`python -m tests.support.runtime.clsact_agent run ...`: kbpf that behaves as on a kernel without
+TCX (before 6.6), where its programs are filters on clsact.
 """
 
 from kbpf.cli import app
@@ -8,7 +8,7 @@ from kbpf.kernel.probe_result import Probe
 
 
 def main() -> None:
-    """kbpf's own main()."""
+    """kbpf's main() with TCX switched off."""
     tc.probe_tcx = lambda: Probe(False, "switched off by the test")
     app.main()
 

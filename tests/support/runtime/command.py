@@ -1,4 +1,4 @@
-"""Runs `kbpf` as a process of its own, as a shell does. A traceback is never an answer."""
+"""Runs `kbpf` as a separate process, as a shell does, and fails if it prints a traceback."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ EMPTY: Mapping[str, str] = {}
 
 
 class Done(NamedTuple):
-    """How it ended, and what it wrote."""
+    """The exit status and output of a process."""
 
     code: int
     out: str
@@ -25,15 +25,15 @@ class Done(NamedTuple):
 
 def kbpf(*words: str, shell: str = "", nobody: bool = False, cwd: Path | None = None,
          environ: Mapping[str, str] = EMPTY) -> Done:  # fmt: skip
-    """With these arguments, and what a shell would read behind them: `>&-`, `| head -1`. The code
-    is that of kbpf itself.
+    """Runs kbpf with these arguments. `shell` is shell syntax after the command, such as `>&-` or
+    `| head -1`; the exit status is kbpf's own.
     """
     return python("-m", "kbpf", *words, shell=shell, nobody=nobody, cwd=cwd, environ=environ)
 
 
 def python(*words: str, shell: str = "", nobody: bool = False, cwd: Path | None = None,
            environ: Mapping[str, str] = EMPTY) -> Done:  # fmt: skip
-    """The same for any program in Python."""
+    """Like kbpf(), for any Python program."""
     drop = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"] if nobody else []
     command = [*drop, sys.executable, *words]
     script = f'"$@" {shell}; exit ${{PIPESTATUS[0]}}'

@@ -1,4 +1,4 @@
-"""What the documents of this project say to type: the blocks of shell, and the commands in them."""
+"""Extracts the shell blocks and commands of this project's documents."""
 
 import re
 import subprocess
@@ -13,19 +13,19 @@ _SPAN = re.compile(r"(?<!`)`([^`]+)`(?!`)")
 
 
 def blocks(page: str, kind: str = "sh") -> list[str]:
-    """The fenced blocks of this kind, in order, as they would be typed."""
+    """The fenced blocks of this kind, in order, without their indentation."""
     text = (ROOT / page).read_text()
     return [textwrap.dedent(body) for _, said, body in _BLOCK.findall(text) if said == kind]
 
 
 def spans(page: str) -> list[str]:
-    """What stands between backticks in the text, each once, on one line."""
+    """The texts between backticks outside of blocks, each once, on one line."""
     text = _BLOCK.sub("", (ROOT / page).read_text())
     return list(dict.fromkeys(" ".join(each.split()) for each in _SPAN.findall(text)))
 
 
 def section(page: str, heading: str) -> list[str]:
-    """The blocks of shell below a heading, up to the next of its kind."""
+    """The shell blocks below a heading, up to the next heading of its level."""
     text = (ROOT / page).read_text()
     level = heading.split(" ", maxsplit=1)[0]
     (found,) = re.findall(
@@ -35,7 +35,7 @@ def section(page: str, heading: str) -> list[str]:
 
 
 def commands(block: str) -> Iterator[str]:
-    """Each whole command of a block: one line, or as many as the shell needs to understand it."""
+    """Each complete command of a block: one line, or as many as the shell needs to parse it."""
     lines: list[str] = []
     for line in block.splitlines():
         lines.append(line)
@@ -45,4 +45,4 @@ def commands(block: str) -> Iterator[str]:
             if text.strip():
                 yield text
             lines = []
-    assert not lines, f"no whole command: {lines}"
+    assert not lines, f"incomplete command: {lines}"

@@ -1,7 +1,7 @@
-"""Programs of another architecture run on this machine: qemu's user emulation, told to the kernel
-by binfmt_misc for as long as somebody needs it.
+"""Runs programs of another architecture on this machine: qemu's user emulation, registered with
+binfmt_misc while it is needed.
 
-What an emulated program cannot do is call bpf(2): the emulator has not got it.
+An emulated program cannot call bpf(2): the emulator does not implement it.
 """
 
 import subprocess
@@ -16,12 +16,12 @@ _MAGIC = (
     r"\x7fELF\x02\x01\x01\x00\x00\x00\x00\x00\x00\x00\x00\x00\x02\x00\xb7\x00"
     r":\xff\xff\xff\xff\xff\xff\xff\x00\xff\xff\xff\xff\xff\xff\xff\xff\xfe\xff\xff\xff"
 )
-"""An ELF executable for aarch64, little endian, and which bits of that count."""
+"""The header of a little-endian ELF executable for aarch64, and the mask of its relevant bits."""
 
 
 @contextmanager
 def aarch64() -> Iterator[None]:
-    """Programs for aarch64 run, in every root: the kernel keeps the emulator open (F)."""
+    """Makes aarch64 programs run, in every root: the kernel keeps the emulator open (flag F)."""
     mounted = not (BINFMT / "register").exists()
     if mounted:
         subprocess.run(["mount", "-t", "binfmt_misc", "none", str(BINFMT)], check=True)

@@ -1,4 +1,4 @@
-"""The DaemonSet's container on a node whose objects are files: an API server would take minutes in
+"""The DaemonSet's container on a node whose source is a folder: an API server would take minutes in
 an emulated guest.
 """
 
@@ -19,8 +19,8 @@ from tests.support.scenario import file_of, put
 
 
 class FolderPod:
-    """A node with two pods, a client outside, and a Service in a folder. `agent`: what runs the
-    container.
+    """A node with two pods, an outside client, and a Service in a folder. `agent`: the class that
+    runs the container.
     """
 
     def __init__(self, lab: Lab, agent: type[PodAgent] = PodAgent) -> None:
@@ -38,7 +38,7 @@ class FolderPod:
             put(self.objects, file_of(obj), yaml.safe_dump(obj))
 
     def template(self) -> Object:
-        """The pod of manifests/base, whose agent reads the folder."""
+        """The pod template of manifests/base, with the folder as the agent's source."""
         made = yaml.safe_load((ROOT / "manifests/base/daemonset.yaml").read_text())
         template: Object = made["spec"]["template"]
         (container,) = template["spec"]["containers"]
@@ -48,5 +48,5 @@ class FolderPod:
         return template
 
     def launch(self, template: Object) -> None:
-        """Runs it."""
+        """Runs the container of a template."""
         self.agent.launch(template, {"config": self.objects}, None)

@@ -1,6 +1,5 @@
-"""`kbpf` for kernels without IPVS: a fake stands in the place of its data plane, programs nothing,
-and tells its status as that one does. What is asked of it is which data plane the agent takes, and
-why.
+"""`kbpf` for kernels without IPVS: a fake replaces the IPVS data plane, programs nothing, and
+writes the same status. Used by tests of which data plane the agent selects, and why.
 """
 
 from collections.abc import Collection
@@ -13,7 +12,7 @@ from kbpf.model.metrics import Pause, TrafficStats, UdpCuts
 
 
 class FakePlane(plane.IpvsPlane):
-    """See the module."""
+    """An IPVS data plane that programs nothing."""
 
     def open(self) -> None:
         self._state_dir.mkdir(parents=True, exist_ok=True)
@@ -37,7 +36,7 @@ class FakePlane(plane.IpvsPlane):
         return TrafficStats()
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """Does nothing."""
 
 
 if __name__ == "__main__":

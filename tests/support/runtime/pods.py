@@ -1,13 +1,12 @@
-"""The container of a Pod as an OCI runtime is given it: what a kubelet and its containerd make of
-the Pod's spec, as far as a DaemonSet's needs it, and runc to run it.
+"""Runs a Pod's container with runc: makes the OCI configuration that a kubelet and containerd would
+make of the Pod's spec, as far as DaemonSets of this project need it.
 
-Nothing is granted that the spec does not ask for: capabilities, no_new_privs, the default seccomp
-profile (that of containers-common stands for containerd's), AppArmor's (one that is loaded), a
-read-only root, the mounts, a process namespace of its own, the memory limit.
-What a field says that is not known here is an
-error, so that nothing is passed over. A capability that the tests themselves have not got cannot be
-granted (SYS_RESOURCE on some machines): then the container does without. A privileged container
-(kube-proxy's) has all capabilities that the tests have, no filter, and /proc/sys to write.
+The container gets exactly what the spec grants: capabilities, no_new_privs, the default seccomp
+profile (containers-common's in place of containerd's), an AppArmor profile that is loaded, a
+read-only root, mounts, a process namespace, the memory limit. A field that is not known here is an
+error, so that nothing is ignored. A capability that the tests themselves lack cannot be granted
+(SYS_RESOURCE on some machines); the container then runs without it. A privileged container
+(kube-proxy's) gets all capabilities of the tests, no seccomp filter, and a writable /proc/sys.
 """
 
 import contextlib
@@ -27,7 +26,7 @@ from tests.support.lab.lab import DIE_WITH_US, PATIENCE, inside
 
 SECCOMP = Path("/usr/share/containers/seccomp.json")
 OURS = Path(__file__).parents[3] / "manifests" / "security" / "kbpf.json"
-"""Our own seccomp profile, as kubelet finds it in /var/lib/kubelet/seccomp."""
+"""Our seccomp profile, which kubelet finds in /var/lib/kubelet/seccomp."""
 LOADED = Path("/sys/kernel/security/apparmor/profiles")
 MACHINES = {"x86_64": ("amd64", "SCMP_ARCH_X86_64"), "aarch64": ("arm64", "SCMP_ARCH_AARCH64")}
 MASKED = ["/proc/kcore", "/proc/keys", "/proc/latency_stats", "/proc/timer_list",
@@ -40,7 +39,7 @@ CAPABILITIES = {
     "PERFMON": 38,
     "BPF": 39,
 }
-"""Those that manifests/ ask for, and their numbers."""
+"""The capabilities that manifests/ request, and their numbers."""
 ALL_CAPABILITIES = {
     **CAPABILITIES,
     "DAC_OVERRIDE": 1,
@@ -48,15 +47,15 @@ ALL_CAPABILITIES = {
     "NET_RAW": 13,
     "SYS_MODULE": 16,
 }
-"""Those, and more than a kube-proxy needs."""
+"""For a privileged container: these and all that a kube-proxy needs."""
 UNITS = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
 DEVICES = ["/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty"]
 
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """What the container's root is: a folder, and in it mounts that are shown read-only; `instead`:
-    what is shown in the place of a part of them. `path`: where commands are looked for.
+    """The container's root: a folder with read-only bind mounts (`shown`); `instead`: mounts that
+    replace parts of these. `path`: PATH for commands.
     """
 
     root: Path
@@ -68,9 +67,9 @@ class Image:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """The node: its network namespace and name, the container's own name and its cgroup below the
-    root of each hierarchy, where each hostPath is on this machine, and folders that stand for
-    volumes of other kinds (by the volume's name).
+    """The node: its network namespace and name, the container's name and its cgroup relative to
+    each hierarchy's root, the folder of each hostPath on this machine, and folders for volumes of
+    other kinds (by the volume's name).
     """
 
     netns: str
@@ -83,7 +82,7 @@ class Host:
 
 
 def this_machine(folder: Path, *more: Path) -> Image:
-    """The machine's own /usr and /etc as an image, with further folders that it needs."""
+    """An image of this machine's /usr and /etc and further folders."""
     for name in ("bin", "sbin", "lib", "lib64"):
         if (link := Path("/") / name).is_symlink():
             (folder / name).symlink_to(os.readlink(link))
@@ -91,9 +90,9 @@ def this_machine(folder: Path, *more: Path) -> Image:
 
 
 def oci_config(spec: Object, image: Image, host: Host) -> Object:
-    """The runtime's config.json for a Pod's only container."""
+    """The OCI runtime's config.json for a Pod's only container."""
     (container,) = spec["containers"]
-    assert spec["hostNetwork"], "pods with a network of their own are no business of this fake"
+    assert spec["hostNetwork"], "this fake only runs host-network pods"
     rights = _rights(container["securityContext"])
     env = {"PATH": image.path, **image.env, **_environment(container.get("env", ()), host)}
     namespaces: list[Object] = [{"type": n} for n in ("mount", "pid", "ipc", "uts", "cgroup")]
@@ -115,7 +114,7 @@ def oci_config(spec: Object, image: Image, host: Host) -> Object:
         "mounts": [
             *_own_mounts("rw" if rights.privileged else "ro"),
             *_volume_mounts(spec, container, host, image),
-            # Last: what is shown may lie below a volume, as a clone in /tmp does.
+            # Last: a folder of the image may be below a volume, such as a clone in /tmp.
             *(_mount(str(path), "bind", str(path), "bind", "ro") for path in image.shown),
             *(_mount(str(to), "bind", str(of), "bind", "ro") for to, of in image.instead.items()),
         ],
@@ -131,7 +130,7 @@ def oci_config(spec: Object, image: Image, host: Host) -> Object:
 
 @dataclass(frozen=True, slots=True)
 class _Rights:
-    """What a securityContext grants; `capabilities` with the runtime's own names for them."""
+    """The grants of a securityContext; `capabilities` have the runtime's names."""
 
     capabilities: list[str]
     privileged: bool
@@ -148,7 +147,9 @@ def _rights(security: Object) -> _Rights:
         return _Rights(granted, True, True, False, {"type": "Unconfined"})
     wanted = set(security["capabilities"].get("add", ()))
     assert security["capabilities"]["drop"] == ["ALL"]
-    assert security["runAsUser"] == 0 or not wanted, "other users are given none"
+    assert security["runAsUser"] == 0 or not wanted, (
+        "capabilities for other users are not supported"
+    )
     return _Rights(
         [f"CAP_{name}" for name in sorted(wanted & capabilities_here(wanted))],
         False,
@@ -160,7 +161,7 @@ def _rights(security: Object) -> _Rights:
 
 
 def capabilities_here(names: Iterable[str]) -> set[str]:
-    """Those out of these capabilities that we have."""
+    """Those of these capabilities that this process has."""
     status = Path("/proc/self/status").read_text()
     (bits,) = re.findall(r"^CapPrm:\s*([0-9a-f]+)$", status, re.M)
     return {name for name in names if int(bits, 16) >> ALL_CAPABILITIES[name] & 1}
@@ -188,7 +189,7 @@ def _bytes(quantity: str) -> int:
 
 
 def _own_mounts(sys: str) -> list[Object]:
-    """What every container has; /sys is "ro" or "rw"."""
+    """The mounts of every container; `sys` is "ro" or "rw" for /sys."""
     return [
         _mount("/proc", "proc", "proc"),
         _mount("/dev", "tmpfs", "tmpfs", "nosuid", "mode=755", "size=65536k"),
@@ -198,8 +199,9 @@ def _own_mounts(sys: str) -> list[Object]:
 
 
 def _volume_mounts(spec: Object, container: Object, host: Host, image: Image) -> list[Object]:
-    """A place that a shown part of the machine has not got cannot be made, as an image's would be
-    (/lib/modules on machines without modules): then nothing is mounted there.
+    """The mounts of the container's volumes. A mount point inside a read-only part of this machine
+    cannot be created, unlike in an image (/lib/modules on machines without modules): such a mount
+    is left out.
     """
     volumes = {volume["name"]: volume for volume in spec.get("volumes", ())}
     made = []
@@ -223,7 +225,7 @@ def _volume_mounts(spec: Object, container: Object, host: Host, image: Image) ->
 
 
 def _source(volume: Object, host: Host) -> Path:
-    """Where the volume is on this machine."""
+    """The volume's folder on this machine."""
     given = volume.get("hostPath")
     if given is None:
         return host.volumes[volume["name"]]
@@ -243,7 +245,7 @@ def _mount(to: str, kind: str, source: str, *options: str) -> Object:
 
 
 def _apparmor(profile: Object | None) -> Object:
-    """The process's profile; as with kubelet, one that the node does not have is an error."""
+    """The process's AppArmor profile; as with kubelet, one that is not loaded is an error."""
     if profile is None or profile["type"] != "Localhost":
         return {}
     name = profile["localhostProfile"]
@@ -252,7 +254,9 @@ def _apparmor(profile: Object | None) -> Object:
 
 
 def _seccomp(profile: Object, capabilities: Sequence[str]) -> Object | None:
-    """The runtime's default profile with what these capabilities add to it; None: no filter."""
+    """The seccomp profile: ours, or the runtime's default with the rules that these capabilities
+    add; None for no filter.
+    """
     if profile == {"type": "Unconfined"}:
         return None
     if profile == {"type": "Localhost", "localhostProfile": OURS.name}:
@@ -279,8 +283,8 @@ def _seccomp(profile: Object, capabilities: Sequence[str]) -> Object | None:
 
 
 class Container:
-    """One run of one container, by runc; `process` is runc, which ends as the container does.
-    `cgroup`: where it is put in cgroup v2.
+    """One run of a container by runc; `process` is runc, which exits like the container. `cgroup`:
+    its cgroup v2.
     """
 
     def __init__(self, config: Object, folder: Path, name: str, cgroup: Path, log: Path) -> None:
@@ -298,20 +302,20 @@ class Container:
 
     @property
     def code(self) -> int | None:
-        """How it has ended; None while it runs."""
+        """The exit status; None while it runs."""
         return self.process.poll()
 
     def wait(self, seconds: float = 2 * PATIENCE) -> int:
-        """The exit code of one that ends by itself."""
+        """Waits until it exits by itself; the exit status."""
         return self.process.wait(seconds)
 
     def stop(self, signal: str = "TERM") -> int:
-        """Sends the signal to its process and waits; its exit code."""
+        """Sends the signal to its process and waits; the exit status."""
         self._runc("kill", self._name, signal)
         return self.wait()
 
     def close(self) -> None:
-        """Ends it, however."""
+        """Removes the container, killing it if it runs."""
         self._runc("delete", "--force", self._name)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(PATIENCE)
@@ -325,11 +329,11 @@ class Container:
 
     @property
     def runc_exec(self) -> tuple[str, ...]:
-        """What stands before a command to run it inside."""
+        """The command prefix that runs a command inside."""
         return ("runc", *self._state, "exec", self._name)
 
     def state(self) -> dict[str, Any] | None:
-        """What runc says of it (its process id is "pid"); None where there is none."""
+        """The state that runc reports ("pid": its process id); None if the container is gone."""
         done = self._runc("state", self._name)
         return json.loads(done.stdout) if done.returncode == 0 else None
 

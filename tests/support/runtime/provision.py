@@ -1,10 +1,10 @@
-"""A machine for vagrant/kubeadm/provision, without a machine: this one's files and kernel in a
-mount and a network namespace, with an /etc, /root, /home, /run and /var/lib of its own that the
-next script finds as the last one left them: nothing of this machine is written to.
+"""A fake machine for vagrant/kubeadm/provision: this machine's files and kernel in a mount and a
+network namespace, with separate /etc, /root, /home, /run and /var/lib, which persist from one
+script to the next. Nothing of this machine is written to.
 
-What downloads packages or changes the kernel is a stand-in that says how it was called; kubectl is
-the real one, and so is kubeadm, with --dry-run where it would start something. Of what kubeadm
-looks at before it begins UNMET is left out, the rest has to hold.
+Programs that download packages or change the kernel are stand-ins that record their calls. kubectl
+is real, and so is kubeadm, with --dry-run where it would start something. Of kubeadm's preflight
+checks those in UNMET are ignored; the others must succeed.
 """
 
 import os
@@ -18,11 +18,11 @@ from tests.support.lab.lab import PATIENCE
 ROOT = Path(__file__).parents[3]
 PROVISION = "vagrant/kubeadm/provision"
 VERSION = go_build.kubernetes_version(go_build.PREVIOUS)
-"""Debian 12 and 13 have containerd 1; Kubernetes asks for 2 from 1.37 on."""
+"""The previous minor version: Debian 12 and 13 have containerd 1, Kubernetes 1.37 requires 2."""
 UNMET = ("CRI", "ContainerRuntimeVersion", "SystemVerification", "Mem", "NumCPU", "Swap",
          "FileContent--proc-sys-net-ipv4-ip_forward")  # fmt: skip
 OWN = ("etc", "root", "home", "run", "var/lib")
-"""Folders of its own; there are only these in them at first:"""
+"""The machine's separate folders, which contain only these at first:"""
 FOLDERS = ("etc/apt/sources.list.d", "etc/modules-load.d", "etc/sysctl.d")
 FILES = ("etc/group", "etc/hosts", "etc/nsswitch.conf", "etc/passwd")
 
@@ -62,7 +62,7 @@ esac
 exec nsenter --net="$API_NET" -- "$BIN/kubectl" "$@"
 """,
 }
-"""Name → what it does once it has said its name."""
+"""Name → the shell code of the stand-in after it has recorded its call."""
 KUBEADM = """\
 set -e
 case $1 in
@@ -85,9 +85,9 @@ init)
 esac
 if [ "$FAIL" = "after kubeadm $1" ]; then echo "kubeadm: it was told to fail" >&2; exit 9; fi
 """
-"""kubeadm dry-runs, then leaves what it would have left that others look at."""
+"""Runs kubeadm with --dry-run, then creates the files of a real run that others look for."""
 QUIET = ("systemctl", "modprobe")
-"""What kubeadm calls, which nobody wants to hear."""
+"""Programs that kubeadm calls, whose calls are not recorded."""
 ENTER = """
 set -e
 ip link set lo up
@@ -102,8 +102,8 @@ exec sh "$@"
 
 
 class Machine:
-    """See the module. `said`: the calls of stand-ins by the last script; `out`, `yaml`: what
-    kubeadm said and was told.
+    """The fake machine. `said`: the calls of stand-ins by the last script; `out`, `yaml`: kubeadm's
+    output and configuration.
     """
 
     def __init__(self, folder: Path, address: str, kubeadm: Path, kubectl: Path, admin: Path):
@@ -144,14 +144,14 @@ class Machine:
         }
 
     def put(self, name: str, text: str) -> None:
-        """A file that a stand-in hands out: containerd.toml, or what curl is asked for."""
+        """Sets a file that a stand-in returns: containerd.toml, or one that curl downloads."""
         (self._folder / name).write_text(text)
 
     def run(
         self, script: str, *arguments: str, fail: str = "nothing"
     ) -> "subprocess.CompletedProcess[str]":
-        """Runs one of the scripts. `fail`: how the call begins that fails, "after kubeadm ..."
-        fails when all is done.
+        """Runs one of the scripts. A call that begins with `fail` fails; "after kubeadm ..." fails
+        once kubeadm has done everything.
         """
         self._said.write_text("")
         return subprocess.run(
@@ -166,7 +166,7 @@ class Machine:
         return self._said.read_text().splitlines()
 
     def file(self, path: str) -> Path:
-        """A file of the machine's below /etc or OWN."""
+        """The path of a file of the machine, below a folder of OWN."""
         return self._folder / path.removeprefix("/")
 
     def out(self, command: str) -> str:

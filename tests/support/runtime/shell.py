@@ -1,7 +1,7 @@
-"""Runs what a document says to type, where an operator would: in a clone, with kubectl and kubeadm.
+"""Runs commands of a document as an operator would: in a clone, with kubectl and kubeadm.
 
-kubeadm is called on the first node, the control plane. There is no kubelet, so `kubectl exec` is
-answered by runc, and after each command the nodes follow (Kubelets.sync).
+kubeadm runs on the first node, the control plane. There is no kubelet, so runc executes `kubectl
+exec`, and after each command the fake kubelets are synced (Kubelets.sync).
 """
 
 import os
@@ -15,7 +15,7 @@ from tests.support.lab.lab import PATIENCE, inside
 
 
 class Shell:
-    """See the module; with these programs."""
+    """An operator's shell with these programs in its PATH."""
 
     def __init__(
         self, cluster: PodCluster, folder: Path, kubectl: Path, kubeadm: Path | None = None
@@ -39,8 +39,8 @@ class Shell:
         )
 
     def __call__(self, command: str) -> str:
-        """What it prints. An ordinary shell: it goes on after a command that fails, and how the
-        last one ends is how all do.
+        """The output of a command line, which must succeed. As in an ordinary shell, it continues
+        after a failed command, and the last status counts.
         """
         self._pods()
         done = subprocess.run(
@@ -53,7 +53,7 @@ class Shell:
         return done.stdout
 
     def _pods(self) -> None:
-        """`in-pod POD COMMAND...`; ds/kube-proxy is the first pod."""
+        """Writes the program `in-pod POD COMMAND...`; ds/kube-proxy is the first pod."""
         rows = self._cluster.kubelets.runc()
         cases = "".join(
             f'pod/{pod}) exec {" ".join(words)} "$@" ;;\n' for pod, words in rows.items()

@@ -1,5 +1,5 @@
-"""`python -m tests.support.runtime.small_maps_agent run ...`: kbpf whose maps start with room for
-128 entries, so that they grow with a few hundred Services.
+"""`python -m tests.support.runtime.small_maps_agent run ...`: kbpf whose maps start with 128
+entries, so that a few hundred Services make them grow.
 """
 
 from kbpf.cli import app
@@ -11,7 +11,7 @@ _start = MapSpec.initial_entries
 
 
 def small(spec: MapSpec, sizes: MapSizes, packet_path: bool = True) -> int:
-    """As MapSpec.start(), but for maps that can grow."""
+    """Replaces MapSpec.initial_entries(): a smaller size for maps that can grow."""
     usual = _start(spec, sizes, packet_path)
     return min(ROOM, usual) if spec.grows else usual
 

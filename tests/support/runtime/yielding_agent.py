@@ -1,5 +1,5 @@
-"""`kbpf`, but the packet path yields to another data plane for as long as there is a file HOLD in
-the folder of its state. With a file CLSACT there the kernel has no TCX.
+"""`kbpf` whose packet path stays passive while its state folder contains a file HOLD. With a file
+CLSACT there it behaves as on a kernel without TCX.
 """
 
 import sys
