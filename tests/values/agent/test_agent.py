@@ -41,7 +41,7 @@ from tests.support.lab.lab import until
 from tests.support.prometheus import parse
 
 
-class Counting:
+class RecordingPlane:
     """A data plane that records which Services each apply() touched (None: all)."""
 
     name = "counting"
@@ -82,7 +82,7 @@ class Counting:
         }.get(name, lambda *_: None)
 
 
-class Reads:
+class FakeSource:
     """A source that is authoritative or not, as `sound` says."""
 
     sound = True
@@ -115,7 +115,7 @@ def service(name: str) -> Upsert:
 
 
 def large(name: str) -> list[Upsert]:
-    """A Service with so many endpoints that it is computed in steps."""
+    """A Service with enough endpoints to be computed in steps."""
     ends = tuple(
         Endpoint(parse_addr(f"10.1.{n >> 8}.{n & 255}"), True, True, False)
         for n in range(LARGE_SERVICE_ENDPOINTS)
@@ -125,8 +125,8 @@ def large(name: str) -> list[Upsert]:
     return [service(name), Upsert(ObjectKey(Kind.SLICE, "ns", name), made)]
 
 
-def begun(period: float) -> tuple[Agent, Counting]:
-    plane = Counting()
+def begun(period: float) -> tuple[Agent, RecordingPlane]:
+    plane = RecordingPlane()
     agent = Agent(Config("me", min_sync_period=period), plane, lambda _: ())
     node = Upsert(ObjectKey(Kind.NODE, "", "me"), Node("me"))
     agent.step([node, *(Synced(kind) for kind in Kind)])
@@ -138,7 +138,7 @@ def begun(period: float) -> tuple[Agent, Counting]:
 def test_netfilter_bypass_is_logged_in_mode_bpf_only(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, mode: str, told: int
 ):
-    plane = Counting()
+    plane = RecordingPlane()
     plane.name = mode
     caplog.set_level("INFO")
     Agent(Config("me", forwarding="direct"), plane, lambda _: ())._log_netfilter_bypass()
@@ -178,7 +178,7 @@ def test_wait_is_at_most_the_rest_of_min_sync_period(clock: Clock):
 
 
 def test_missing_node_is_logged_once(clock: Clock, caplog: pytest.LogCaptureFixture):
-    agent = Agent(Config("me"), Counting(), lambda _: ())
+    agent = Agent(Config("me"), RecordingPlane(), lambda _: ())
     agent.step([Synced(kind) for kind in Kind])
     agent.step([service("a")])
     agent.step([])
@@ -248,7 +248,7 @@ def test_failed_deferred_work_is_logged_once_and_stays_in_the_status(
 
 def test_failed_deferred_work_does_not_prevent_serving(clock: Clock):
     """For example, a FORWARD chain that cannot be changed."""
-    plane = Counting()
+    plane = RecordingPlane()
     plane.error = "no"
     agent = Agent(Config("me", min_sync_period=0.0), plane, lambda _: ())
     node = Upsert(ObjectKey(Kind.NODE, "", "me"), Node("me"))
@@ -278,7 +278,7 @@ def test_apply_is_not_authoritative_while_an_object_is_rejected(
     clock: Clock, kind: Kind, sound: bool
 ):
     """The unreadable object may be what a frontend or backend depends on. Pods never are."""
-    plane = Counting()
+    plane = RecordingPlane()
     agent = Agent(Config("me", min_sync_period=0.0), plane, lambda _: ())
     key = ObjectKey(kind, "" if kind is Kind.NODE else "ns", "me")
     agent.step([Rejected(key, "bad"), *(Synced(kind) for kind in Kind)])
@@ -290,7 +290,7 @@ def test_apply_is_not_authoritative_while_an_object_is_rejected(
 
 def test_apply_is_not_authoritative_while_a_source_is_not(clock: Clock):
     """For example, an unreadable file of a folder: its objects are unknown."""
-    plane, source = Counting(), Reads()
+    plane, source = RecordingPlane(), FakeSource()
     agent = Agent(Config("me", min_sync_period=0.0), plane, lambda _: (source,))
     source.sound = False
     agent.step([Synced(kind) for kind in Kind])
@@ -328,7 +328,7 @@ def test_refused_change_becomes_unhealthy_although_others_arrive(
     """Neither small changes nor a large Service, which waits longer, make it healthy again."""
     desk = AgentServer(Config("me", serving=Serving(healthz="", metrics="")))
     desk.health = HealthTracker(60.0, clock.time)
-    plane = Counting()
+    plane = RecordingPlane()
     agent = Agent(Config("me", min_sync_period=0.0), plane, lambda _: (), desk)
 
     def come(*items: Upsert | Synced) -> bool:
@@ -358,7 +358,7 @@ def test_refused_change_becomes_unhealthy_although_others_arrive(
     assert come()
 
 
-class Status(NamedTuple):
+class StatusError(NamedTuple):
     """An error of write_status(), and whether it ends the agent."""
 
     name: str
@@ -366,11 +366,11 @@ class Status(NamedTuple):
     ends: bool
 
 
-STATUSES = [
-    Status(
+STATUS_ERRORS = [
+    StatusError(
         "the kernel has no memory for it", KernelError("cannot write", errno=errno.ENOMEM), False
     ),
-    Status(
+    StatusError(
         "the pins were removed: no other process can find this agent's maps",
         PinsRemovedError("removed"),
         True,
@@ -378,8 +378,10 @@ STATUSES = [
 ]
 
 
-@pytest.mark.parametrize("row", STATUSES, ids=lambda row: row.name)
-def test_removed_pins_end_the_agent(clock: Clock, caplog: pytest.LogCaptureFixture, row: Status):
+@pytest.mark.parametrize("row", STATUS_ERRORS, ids=lambda row: row.name)
+def test_removed_pins_end_the_agent(
+    clock: Clock, caplog: pytest.LogCaptureFixture, row: StatusError
+):
     agent, plane = begun(0.0)
 
     def write_status(_: bytes) -> None:
@@ -401,7 +403,7 @@ def test_problems_of_the_node_are_listed(
     desk = AgentServer(config)
     unheard, wrong = ["cannot listen on 0.0.0.0:1: no"], ["not YAML"]
     monkeypatch.setattr(desk, "problems", lambda: tuple(unheard))
-    agent = Agent(config, Counting(), lambda _: (), desk)
+    agent = Agent(config, RecordingPlane(), lambda _: (), desk)
     agent.config_error = lambda: wrong[0]
 
     def told(address: str) -> tuple[str, ...]:
@@ -433,7 +435,7 @@ def test_health_server_starts_before_the_data_plane_is_opened(monkeypatch: pytes
     """The first start on a node compiles for seconds; a liveness probe must not kill the agent."""
     order: list[str] = []
 
-    class Refuses(Counting):
+    class FailingPlane(RecordingPlane):
         def open(self) -> None:
             order.append("open")
             raise KernelError("not today", "here")
@@ -442,7 +444,7 @@ def test_health_server_starts_before_the_data_plane_is_opened(monkeypatch: pytes
     monkeypatch.setattr(desk, "start", lambda: order.append("answers"))
     monkeypatch.setattr(desk, "stop", lambda: order.append("ends"))
     with pytest.raises(KernelError):
-        Agent(Config("me"), Refuses(), lambda _: (), desk).run()
+        Agent(Config("me"), FailingPlane(), lambda _: (), desk).run()
     assert order == ["answers", "open", "ends"]
 
 
@@ -492,7 +494,7 @@ def test_service_that_is_not_programmed_is_reported_everywhere(
         return 201
 
     desk = AgentServer(Config("me", serving=Serving(healthz="", metrics="")), post_event=post)
-    plane = Counting()
+    plane = RecordingPlane()
     agent = Agent(Config("me", min_sync_period=0.0), plane, lambda _: (), desk)
     agent.step([Upsert(ObjectKey(Kind.NODE, "", "me"), Node("me")), *(Synced(k) for k in Kind)])
     key = ServicePortKey(namespace, "dns", "", Protocol.TCP, 4)
@@ -507,7 +509,7 @@ def test_service_that_is_not_programmed_is_reported_everywhere(
     assert (f"{namespace}/dns" in answer.body.decode()) is system
     refused = parse(desk.format_metrics().decode())["kbpf_namespace_service_ports_refused"]
     assert (len(refused.samples), refused.value(namespace=namespace)) == (1, 1)
-    until("both are said", lambda: len(posted) == 2)
+    until("both Events are sent", lambda: len(posted) == 2)
     desk.events.stop()
     assert {(e["reason"], e["regarding"]["name"], e["regarding"]["namespace"]) for e in posted} == {
         ("NotProgrammed", "dns", namespace), ("AnnotationsNotApplied", "web", namespace),
@@ -527,7 +529,7 @@ def test_queued_timestamp_is_settled_in_both_families_after_a_pass(
         Config("me", serving=Serving(healthz="", metrics="")),
         proxy_metrics=KubeProxyMetrics(clock.time),
     )
-    plane = Counting()
+    plane = RecordingPlane()
     agent = Agent(Config("me"), plane, lambda _: (), desk)
 
     def come(*items: Upsert | Synced) -> None:
@@ -567,7 +569,7 @@ def test_queued_timestamp_is_settled_in_both_families_after_a_pass(
 def test_ended_udp_flows_are_counted_once(clock: Clock, monkeypatch: pytest.MonkeyPatch):
     """UDP flows ended by the step's own pass or by a tick since the previous step."""
     desk = AgentServer(Config("me", serving=Serving(healthz="", metrics="")))
-    plane = Counting()
+    plane = RecordingPlane()
     agent = Agent(Config("me"), plane, lambda _: (), desk)
     ended = [(UdpCuts(0.5, {4: 3}), UdpCuts(0.25, {4: 1, 6: 2})), ()]
     monkeypatch.setattr(plane, "take_udp_cuts", lambda: ended.pop(0), raising=False)

@@ -200,7 +200,7 @@ def test_annotation_of_twice_the_length_costs_twice_as_much(text: str):
     assert slope(cost) <= SLOPE
 
 
-def test_cost_of_a_problem_does_not_depend_on_the_number_of_others():
+def test_cost_of_a_problem_line_does_not_depend_on_other_lines():
     def cost(size: int) -> int:
         problems = Problems()
         for number in range(size):

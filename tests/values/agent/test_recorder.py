@@ -30,7 +30,7 @@ WEB = ServiceName("a", "web")
 HERE, THERE = "n1", "n2"
 
 
-class Checks(AgentServer):
+class RecordingServer(AgentServer):
     """An AgentServer that records the health checks that it is given."""
 
     def __init__(self, config: Config) -> None:
@@ -49,7 +49,7 @@ class Rig:
 
     def __init__(self, config: Config = Config(node_name=HERE)) -> None:  # noqa: B008
         self.config = config
-        self.desk = Checks(config)
+        self.desk = RecordingServer(config)
         self.tally = Recorder(config, self.desk)
         self.world, self.desired = ObjectStore(HERE), DesiredStateBuilder()
 

@@ -42,7 +42,7 @@ KERNEL = KernelError("the map cannot be made", "", "", 1)
 GOOD = (check("bpf(2)", "yes"), check("TCX", "no", needed=False))
 
 
-class Why(NamedTuple):
+class Failure(NamedTuple):
     """An error of mode bpf, the rows of `kbpf check`, and the expected reason for the fallback."""
 
     name: str
@@ -51,34 +51,34 @@ class Why(NamedTuple):
     reason: FallbackReason | None
 
 
-WHY = [
-    Why("no bpf(2)", KERNEL, [check("bpf(2)")], FallbackReason.NO_BPF),
-    Why("no bpffs", KERNEL, [check("bpffs")], FallbackReason.NO_BPF),
-    Why("no libbpf", KERNEL, [check("libbpf1")], FallbackReason.NO_LIBRARY),
-    Why(
+FAILURES = [
+    Failure("no bpf(2)", KERNEL, [check("bpf(2)")], FallbackReason.NO_BPF),
+    Failure("no bpffs", KERNEL, [check("bpffs")], FallbackReason.NO_BPF),
+    Failure("no libbpf", KERNEL, [check("libbpf1")], FallbackReason.NO_LIBRARY),
+    Failure(
         "no privileges",
         KERNEL,
         [check("privileges"), check("bpf(2)", "unknown")],
         FallbackReason.NO_PRIVILEGES,
     ),
-    Why("no cgroup v2", KERNEL, [*GOOD, check("cgroup v2")], FallbackReason.NO_CGROUP),
-    Why(
+    Failure("no cgroup v2", KERNEL, [*GOOD, check("cgroup v2")], FallbackReason.NO_CGROUP),
+    Failure(
         "BCC missing, nothing cached",
         CompileError("no BCC"),
         [*GOOD, check("BCC"), check("LLVM")],
         FallbackReason.NO_COMPILER,
     ),
-    Why(
+    Failure(
         "LLVM missing",
         CompileError("BCC failed"),
         [*GOOD, check("LLVM")],
         FallbackReason.NO_COMPILER,
     ),
-    Why("compile failure", CompileError("syntax"), GOOD, FallbackReason.COMPILE_FAILED),
-    Why("verifier refusal", ProgramLoadError("connect4"), GOOD, FallbackReason.PROGRAM_REFUSED),
-    Why("attach failure", AttachError("connect4"), GOOD, FallbackReason.ATTACH_FAILED),
+    Failure("compile failure", CompileError("syntax"), GOOD, FallbackReason.COMPILE_FAILED),
+    Failure("verifier refusal", ProgramLoadError("connect4"), GOOD, FallbackReason.PROGRAM_REFUSED),
+    Failure("attach failure", AttachError("connect4"), GOOD, FallbackReason.ATTACH_FAILED),
     *(
-        Why(
+        Failure(
             f"kernel below the tier: {name}",
             ProgramLoadError(name),
             [*GOOD, check(name)],
@@ -86,25 +86,25 @@ WHY = [
         )
         for name in ("hook connect4", "batch operations", "cgroup links", "LRU hash maps")
     ),
-    Why(
+    Failure(
         "an unknown result counts as missing",
         KERNEL,
         [check("cgroup v2", "unknown")],
         FallbackReason.NO_CGROUP,
     ),
-    Why("another error", KERNEL, GOOD, None),
-    Why("another agent is running", KernelError("lock", "", "", 11), GOOD, None),
-    Why("the pins were removed", PinsRemovedError("gone"), [check("bpf(2)")], None),
+    Failure("another error", KERNEL, GOOD, None),
+    Failure("another agent is running", KernelError("lock", "", "", 11), GOOD, None),
+    Failure("the pins were removed", PinsRemovedError("gone"), [check("bpf(2)")], None),
 ]
 
 
-@pytest.mark.parametrize("why", WHY, ids=lambda why: why.name)
-def test_fallback_reason(why: Why):
+@pytest.mark.parametrize("why", FAILURES, ids=lambda why: why.name)
+def test_fallback_reason(why: Failure):
     assert fallback_reason(why.error, why.rows) is why.reason
 
 
 def test_every_reason_has_a_row():
-    assert {why.reason for why in WHY} == {*FallbackReason, None}
+    assert {why.reason for why in FAILURES} == {*FallbackReason, None}
     assert set(REASON_BY_CHECK.values()) <= set(FallbackReason)
 
 
@@ -183,7 +183,7 @@ class Fake:
         self._do("remove")
 
 
-class Rest(Fake):
+class FakePrevious(Fake):
     """A fake PreviousDataPlane that is drained after two calls of drain()."""
 
     there = True
@@ -203,13 +203,15 @@ class Rest(Fake):
         return ("some go on",) if self.looks else ()
 
 
-class House:
+class Harness:
     """A SelectedDataPlane over fakes. `there` names the previous data planes on the node."""
 
     def __init__(self, asked: str, rows: Sequence[CheckRow] = GOOD, there: str = "") -> None:
         self.does: list[str] = []
         self.bpf, self.ipvs = Fake("bpf", self.does), Fake("ipvs", self.does)
-        self.rest = {name: Rest(f"old {name}", self.does) for name in ("bpf", "ipvs", "kube-proxy")}
+        self.rest = {
+            name: FakePrevious(f"old {name}", self.does) for name in ("bpf", "ipvs", "kube-proxy")
+        }
         for name, rest in self.rest.items():
             rest.there = name in there.split()
         self.chosen = SelectedDataPlane(
@@ -226,14 +228,14 @@ class House:
 
 @pytest.mark.parametrize(("asked", "mode"), [("auto", "bpf"), ("bpf", "bpf"), ("ipvs", "ipvs")])
 def test_requested_mode_is_used(asked: str, mode: str):
-    house = House(asked)
+    house = Harness(asked)
     house.start()
     assert house.does == [f"{mode} open", f"{mode} apply"]
     assert house.chosen.mode_choice() == ModeChoice(asked, mode)
     assert house.chosen.name == mode
 
 
-REFUSALS = [why for why in WHY if why.reason is not None]
+REFUSALS = [why for why in FAILURES if why.reason is not None]
 
 
 @pytest.mark.parametrize(
@@ -245,8 +247,8 @@ REFUSALS = [why for why in WHY if why.reason is not None]
         if verb == "open" or isinstance(why.error, KernelError)
     ],
 )
-def test_mode_auto_falls_back_to_ipvs(why: Why, verb: str, caplog: pytest.LogCaptureFixture):
-    house = House("auto", why.rows)
+def test_mode_auto_falls_back_to_ipvs(why: Failure, verb: str, caplog: pytest.LogCaptureFixture):
+    house = Harness("auto", why.rows)
     house.bpf.fails[verb] = [why.error]
     with caplog.at_level(logging.INFO):
         house.start()
@@ -265,8 +267,8 @@ def test_mode_auto_falls_back_to_ipvs(why: Why, verb: str, caplog: pytest.LogCap
 
 @pytest.mark.parametrize("verb", ["open", "apply"])
 @pytest.mark.parametrize("why", REFUSALS, ids=lambda why: why.name)
-def test_mode_bpf_does_not_fall_back(why: Why, verb: str):
-    house = House("bpf", why.rows)
+def test_mode_bpf_does_not_fall_back(why: Failure, verb: str):
+    house = Harness("bpf", why.rows)
     house.bpf.fails[verb] = [why.error]
     with pytest.raises(type(why.error)) as raised:
         house.start()
@@ -276,7 +278,7 @@ def test_mode_bpf_does_not_fall_back(why: Why, verb: str):
 
 @pytest.mark.parametrize("verb", ["open", "apply"])
 def test_unrelated_error_does_not_fall_back(verb: str):
-    house = House("auto")
+    house = Harness("auto")
     house.bpf.fails[verb] = [KERNEL]
     with pytest.raises(KernelError):
         house.start()
@@ -284,7 +286,7 @@ def test_unrelated_error_does_not_fall_back(verb: str):
 
 
 def test_later_error_does_not_fall_back():
-    house = House("auto", [check("cgroup links")])
+    house = Harness("auto", [check("cgroup links")])
     house.start()
     house.bpf.fails["change"] = [AttachError("connect4")]
     with pytest.raises(AttachError):
@@ -293,7 +295,7 @@ def test_later_error_does_not_fall_back():
 
 
 def test_if_both_modes_fail_the_error_is_that_of_bpf_with_that_of_ipvs():
-    house = House("auto", [check("cgroup v2")])
+    house = Harness("auto", [check("cgroup v2")])
     error = KernelError("no link", "cgroup", "look")
     house.bpf.fails["open"], house.ipvs.fails["open"] = [error], [KernelError("no IPVS")]
     with pytest.raises(KernelError) as raised:
@@ -307,7 +309,7 @@ def test_ipvs_is_tried_once_if_the_first_apply_fails_then_bpf_is_retried():
     """The BPF plane was closed to try IPVS, so it is opened again for the next attempt. The error
     has the same words each time, so that it is logged once.
     """
-    house = House("auto", [check("cgroup v2")])
+    house = Harness("auto", [check("cgroup v2")])
     house.bpf.fails["apply"] = [KernelError("no cgroup", "", "look") for _ in range(2)]
     house.ipvs.fails["open"] = [KernelError("no IPVS")]
     house.chosen.open()
@@ -330,7 +332,7 @@ OTHER = {"bpf": "ipvs", "ipvs": "bpf"}
 @pytest.mark.parametrize("mode", OTHER)
 def test_previous_data_plane_is_drained_after_the_new_one_serves(mode: str):
     old = f"old {OTHER[mode]}"
-    house = House(mode, there=OTHER[mode])
+    house = Harness(mode, there=OTHER[mode])
     house.chosen.open()
     assert house.does == [f"{old} take", f"{mode} follows", f"{mode} open"]
     assert house.chosen.tick(0.0) is None
@@ -347,7 +349,7 @@ def test_previous_data_plane_is_drained_after_the_new_one_serves(mode: str):
 
 def test_bpf_coexists_with_a_kube_proxy_until_it_is_drained():
     old = "old kube-proxy"
-    house = House("bpf", there="kube-proxy")
+    house = Harness("bpf", there="kube-proxy")
     house.chosen.open()
     assert house.does == [f"{old} take", "bpf follows", "bpf open"]
     house.chosen.apply(NOTHING, None)
@@ -359,7 +361,7 @@ def test_bpf_coexists_with_a_kube_proxy_until_it_is_drained():
 
 
 def test_bpf_coexists_until_both_previous_data_planes_are_drained():
-    house = House("bpf", there="ipvs kube-proxy")
+    house = Harness("bpf", there="ipvs kube-proxy")
     house.rest["kube-proxy"].looks = 3
     house.start()
     assert house.chosen.problems() == ("some go on", "some go on")
@@ -371,13 +373,13 @@ def test_bpf_coexists_until_both_previous_data_planes_are_drained():
 
 
 def test_mode_ipvs_does_not_drain_a_kube_proxy():
-    house = House("ipvs", there="kube-proxy")
+    house = Harness("ipvs", there="kube-proxy")
     house.start()
     assert house.does == ["ipvs open", "ipvs apply"]
 
 
 def test_failed_claim_releases_earlier_claims():
-    house = House("bpf", there="ipvs kube-proxy")
+    house = Harness("bpf", there="ipvs kube-proxy")
     house.rest["kube-proxy"].fails["take"] = [KernelError("no")]
     with pytest.raises(KernelError):
         house.chosen.open()
@@ -386,7 +388,7 @@ def test_failed_claim_releases_earlier_claims():
 
 @pytest.mark.parametrize("mode", OTHER)
 def test_nothing_is_drained_before_the_state_is_authoritative_and_the_plane_ready(mode: str):
-    house = House(mode, there=OTHER[mode])
+    house = Harness(mode, there=OTHER[mode])
     house.start(sound=False)
     plane = house.bpf if mode == "bpf" else house.ipvs
     plane.ready_result = False
@@ -399,14 +401,14 @@ def test_nothing_is_drained_before_the_state_is_authoritative_and_the_plane_read
 
 
 def test_close_during_a_drain_leaves_it_to_the_next_agent():
-    house = House("ipvs", there="bpf")
+    house = Harness("ipvs", there="bpf")
     house.start()
     house.chosen.close()
     assert house.does[-3:] == ["old bpf retire", "old bpf close", "ipvs close"]
 
 
 def test_failed_drain_is_a_problem_and_retried():
-    house = House("ipvs", there="bpf")
+    house = Harness("ipvs", there="bpf")
     house.rest["bpf"].fails["retire"] = [KernelError("busy")]
     house.start()
     assert house.chosen.problems() == ("some go on", "busy")
@@ -415,7 +417,7 @@ def test_failed_drain_is_a_problem_and_retried():
 
 
 def test_nothing_is_opened_while_an_agent_of_the_other_mode_runs():
-    house = House("ipvs", there="bpf")
+    house = Harness("ipvs", there="bpf")
     house.rest["bpf"].fails["take"] = [KernelError("another agent is at work")]
     with pytest.raises(KernelError):
         house.chosen.open()
@@ -424,7 +426,7 @@ def test_nothing_is_opened_while_an_agent_of_the_other_mode_runs():
 
 def test_fallback_releases_the_previous_ipvs_plane_before_it_opens():
     """Otherwise IPVS would wait for its own lock."""
-    house = House("auto", there="ipvs")
+    house = Harness("auto", there="ipvs")
     house.bpf.fails["open"] = [ProgramLoadError("connect4")]
     house.start()
     assert house.does == ["old ipvs take", "bpf follows", "bpf open", "old ipvs close", "bpf close",

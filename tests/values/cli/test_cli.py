@@ -42,7 +42,7 @@ def cidr(address: str, bits: int) -> Cidr:
 # ---- flags -------------------------------------------------------------------------------------
 
 
-class Said(NamedTuple):
+class FlagRow(NamedTuple):
     """Flags and variables, and the resulting field of Config, its `sizes` or its `serving`."""
 
     name: str
@@ -52,104 +52,107 @@ class Said(NamedTuple):
     value: Any
 
 
-SAID = [
-    Said("nothing: the defaults", {}, {}, "pin_dir", Config().pin_dir),
-    Said("a path", {"--pin-dir": "/run/x"}, {}, "pin_dir", Path("/run/x")),
-    Said("a variable", {}, {"KBPF_PIN_DIR": "/run/y"}, "pin_dir", Path("/run/y")),
-    Said("a flag beats its variable", {"--pin-dir": "/run/x"}, {"KBPF_PIN_DIR": "/run/y"},
-         "pin_dir", Path("/run/x")),
-    Said("an empty variable is ignored", {}, {"KBPF_PIN_DIR": ""}, "pin_dir", Config().pin_dir),
-    Said("a node's name", {"--hostname-override": "n1"}, {}, "node_name", "n1"),
-    Said("a folder as source", {"--source": "objects"}, {}, "source", Path("objects")),
-    Said("a mode", {"--mode": "bpf"}, {}, "mode", "bpf"),
-    Said("a log level by variable", {}, {"KBPF_LOG_LEVEL": "debug"}, "log_level", "debug"),
-    Said("a log format", {"--log-format": "json"}, {}, "log_format", "json"),
-    Said("Maglev by default for all Services", {"--algorithm": "maglev"}, {},
-         "algorithm", Algorithm.MAGLEV),
-    Said("Maglev by variable", {}, {"KBPF_ALGORITHM": "maglev"},
-         "algorithm", Algorithm.MAGLEV),
-    Said("no NodePorts on loopback", {"--localhost-nodeports": "False"}, {},
-         "localhost_node_ports", False),
-    Said("Go's short form of true", {"--masquerade-all": "T"}, {}, "masquerade_all", True),
-    Said("Go's short form of false",
-         {"--localhost-nodeports": "0"}, {}, "localhost_node_ports", False),
-    Said("NodePorts on primary addresses", {"--nodeport-addresses": "primary"}, {},
-         "node_port_addresses", ()),
-    Said("NodePorts on all addresses", {"--nodeport-addresses": "all"}, {},
-         "all_node_port_addresses", True),
-    Said("NodePorts in networks of both families",
-         {"--nodeport-addresses": "192.0.2.0/24, fd00::/64"}, {}, "node_port_addresses",
-         (cidr("192.0.2.0", 120), cidr("fd00::", 64))),
-    Said("NodePorts on primary addresses and in a network",
-         {"--nodeport-addresses": "192.0.2.0/24,primary"}, {}, "primary_node_ports", True),
-    Said("NodePorts on loopback alone", {"--nodeport-addresses": "localhost"}, {},
-         "node_port_addresses", (cidr("127.0.0.0", 104), cidr("::1", 128))),
-    Said("all takes precedence over the rest", {"--nodeport-addresses": "primary,all"}, {},
-         "all_node_port_addresses", True),
-    Said("host bits are ignored", {"--nodeport-addresses": "192.0.2.77/24"}, {},
-         "node_port_addresses", (cidr("192.0.2.0", 120),)),
-    Said("all of IPv4 is not all of IPv6", {"--nodeport-addresses": "0.0.0.0/0"}, {},
-         "node_port_addresses", (cidr("0.0.0.0", 96),)),
-    Said("all sockets", {}, {}, "socket_lb", SocketLb.ON),
-    Said("no sockets", {"--socket-lb": "off", "--packet-path": "true"}, {}, "socket_lb",
-         SocketLb.OFF),
-    Said("sockets of the host's network namespace",
-         {"--packet-path": "true"}, {"KBPF_SOCKET_LB": "hostNamespaceOnly"},
-         "socket_lb", SocketLb.HOST_NAMESPACE_ONLY),
-    Said("exempt cgroups", {"--socket-lb-exempt": "/system.slice/istio*/, a/b"}, {},
-         "socket_lb_exempt", ("system.slice/istio*", "a/b")),
-    Said("a size", {"--max-backends": "5000"}, {}, "backends", 5000),
-    Said("a size by variable", {}, {"KBPF_MAX_AFFINITY": "7"}, "affinity", 7),
-    Said("forwarding through the stack by default", {}, {}, "forwarding", "stack"),
-    Said("direct forwarding", {"--forwarding": "direct"}, {}, "forwarding", "direct"),
-    Said("no detection of local pods by default", {}, {}, "detect_local_mode", LocalMode.NONE),
-    Said("kubeadm's empty values", {"--detect-local-mode": "", "--cluster-cidr": ""}, {},
-         "detect_local_mode", LocalMode.NONE),
-    Said("a network without a mode", {"--cluster-cidr": "10.244.0.0/16"}, {},
-         "detect_local_mode", LocalMode.CLUSTER_CIDR),
-    Said("networks of both families", {"--cluster-cidr": "10.244.0.0/16, fd00:10::/56"}, {},
-         "cluster_cidrs", (cidr("10.244.0.0", 112), cidr("fd00:10::", 56))),
-    Said("a network does not override another mode",
-         {"--detect-local-mode": "NodeCIDR", "--cluster-cidr": "10.244.0.0/16"}, {},
-         "detect_local_mode", LocalMode.NODE_CIDR),
-    Said("mode ClusterCIDR without a network", {"--detect-local-mode": "ClusterCIDR"}, {},
-         "detect_local_mode", LocalMode.CLUSTER_CIDR),
-    Said("a bridge of pods",
-         {"--detect-local-mode": "BridgeInterface", "--pod-bridge-interface": "cni0"}, {},
-         "pod_bridge_interface", "cni0"),
-    Said("a prefix of pods' devices",
-         {"--detect-local-mode": "InterfaceNamePrefix", "--pod-interface-name-prefix": "cali"},
-         {}, "pod_interface_name_prefix", "cali"),
-    Said("ports for masqueraded clients", {"--masquerade-ports": "50000-50099"}, {},
-         "masquerade_ports", (50_000, 50_099)),
-    Said("one port", {"--masquerade-ports": "65535-65535"}, {}, "masquerade_ports",
-         (65_535, 65_535)),
-    Said("kube-proxy's mark by default", {}, {}, "masquerade_bit", 14),
-    Said("another bit of the mark", {"--masquerade-bit": "31"}, {}, "masquerade_bit", 31),
-    Said("kube-proxy's health port by default", {}, {}, "healthz", "0.0.0.0:10256"),
-    Said("a health address", {"--healthz-bind-address": "192.0.2.1:8"}, {}, "healthz",
-         "192.0.2.1:8"),
-    Said("a health address without a port", {"--healthz-bind-address": "::"}, {}, "healthz",
-         "[::]:10256"),
-    Said("an empty kubeconfig is ignored", {"--kubeconfig": ""}, {}, "kubeconfig", None),
-    Said("an empty bind address is ignored", {"--bind-address": ""}, {}, "bind_address", None),
-    Said("an empty list of networks is the default", {"--nodeport-addresses": ""}, {},
-         "node_port_addresses", ()),
-    Said("an empty scheduler is the default", {"--ipvs-scheduler": ""}, {}, "ipvs_scheduler", "rr"),
-    Said("no health server", {"--healthz-bind-address": ""}, {}, "healthz", ""),
-    Said("two metrics addresses", {"--metrics-bind-address": "[2001:db8::1]:9, 127.0.0.2"}, {},
-         "metrics", "[2001:db8::1]:9,127.0.0.2:10249"),
-    Said("a bracketed address without a port", {"--metrics-bind-address": "[::1]"}, {}, "metrics",
-         "[::1]:10249"),
-    Said("failure to listen is fatal", {"--bind-address-hard-fail": "true"}, {}, "hard_fail", True),
-    Said("no series of Services", {"--metrics-services": "0"}, {}, "service_series", 0),
-    Said("other sizes are unchanged",
-         {"--max-backends": "5000"}, {}, "slots", Config().sizes.slots),
+FLAG_ROWS = [
+    FlagRow("nothing: the defaults", {}, {}, "pin_dir", Config().pin_dir),
+    FlagRow("a path", {"--pin-dir": "/run/x"}, {}, "pin_dir", Path("/run/x")),
+    FlagRow("a variable", {}, {"KBPF_PIN_DIR": "/run/y"}, "pin_dir", Path("/run/y")),
+    FlagRow("a flag beats its variable", {"--pin-dir": "/run/x"}, {"KBPF_PIN_DIR": "/run/y"},
+            "pin_dir", Path("/run/x")),
+    FlagRow("an empty variable is ignored", {}, {"KBPF_PIN_DIR": ""}, "pin_dir", Config().pin_dir),
+    FlagRow("a node's name", {"--hostname-override": "n1"}, {}, "node_name", "n1"),
+    FlagRow("a folder as source", {"--source": "objects"}, {}, "source", Path("objects")),
+    FlagRow("a mode", {"--mode": "bpf"}, {}, "mode", "bpf"),
+    FlagRow("a log level by variable", {}, {"KBPF_LOG_LEVEL": "debug"}, "log_level", "debug"),
+    FlagRow("a log format", {"--log-format": "json"}, {}, "log_format", "json"),
+    FlagRow("Maglev by default for all Services", {"--algorithm": "maglev"}, {},
+            "algorithm", Algorithm.MAGLEV),
+    FlagRow("Maglev by variable", {}, {"KBPF_ALGORITHM": "maglev"},
+            "algorithm", Algorithm.MAGLEV),
+    FlagRow("no NodePorts on loopback", {"--localhost-nodeports": "False"}, {},
+            "localhost_node_ports", False),
+    FlagRow("Go's short form of true", {"--masquerade-all": "T"}, {}, "masquerade_all", True),
+    FlagRow("Go's short form of false",
+            {"--localhost-nodeports": "0"}, {}, "localhost_node_ports", False),
+    FlagRow("NodePorts on primary addresses", {"--nodeport-addresses": "primary"}, {},
+            "node_port_addresses", ()),
+    FlagRow("NodePorts on all addresses", {"--nodeport-addresses": "all"}, {},
+            "all_node_port_addresses", True),
+    FlagRow("NodePorts in networks of both families",
+            {"--nodeport-addresses": "192.0.2.0/24, fd00::/64"}, {}, "node_port_addresses",
+            (cidr("192.0.2.0", 120), cidr("fd00::", 64))),
+    FlagRow("NodePorts on primary addresses and in a network",
+            {"--nodeport-addresses": "192.0.2.0/24,primary"}, {}, "primary_node_ports", True),
+    FlagRow("NodePorts on loopback alone", {"--nodeport-addresses": "localhost"}, {},
+            "node_port_addresses", (cidr("127.0.0.0", 104), cidr("::1", 128))),
+    FlagRow("all takes precedence over the rest", {"--nodeport-addresses": "primary,all"}, {},
+            "all_node_port_addresses", True),
+    FlagRow("host bits are ignored", {"--nodeport-addresses": "192.0.2.77/24"}, {},
+            "node_port_addresses", (cidr("192.0.2.0", 120),)),
+    FlagRow("all of IPv4 is not all of IPv6", {"--nodeport-addresses": "0.0.0.0/0"}, {},
+            "node_port_addresses", (cidr("0.0.0.0", 96),)),
+    FlagRow("all sockets", {}, {}, "socket_lb", SocketLb.ON),
+    FlagRow("no sockets", {"--socket-lb": "off", "--packet-path": "true"}, {}, "socket_lb",
+            SocketLb.OFF),
+    FlagRow("sockets of the host's network namespace",
+            {"--packet-path": "true"}, {"KBPF_SOCKET_LB": "hostNamespaceOnly"},
+            "socket_lb", SocketLb.HOST_NAMESPACE_ONLY),
+    FlagRow("exempt cgroups", {"--socket-lb-exempt": "/system.slice/istio*/, a/b"}, {},
+            "socket_lb_exempt", ("system.slice/istio*", "a/b")),
+    FlagRow("a size", {"--max-backends": "5000"}, {}, "backends", 5000),
+    FlagRow("a size by variable", {}, {"KBPF_MAX_AFFINITY": "7"}, "affinity", 7),
+    FlagRow("forwarding through the stack by default", {}, {}, "forwarding", "stack"),
+    FlagRow("direct forwarding", {"--forwarding": "direct"}, {}, "forwarding", "direct"),
+    FlagRow("no detection of local pods by default", {}, {}, "detect_local_mode", LocalMode.NONE),
+    FlagRow("kubeadm's empty values", {"--detect-local-mode": "", "--cluster-cidr": ""}, {},
+            "detect_local_mode", LocalMode.NONE),
+    FlagRow("a network without a mode", {"--cluster-cidr": "10.244.0.0/16"}, {},
+            "detect_local_mode", LocalMode.CLUSTER_CIDR),
+    FlagRow("networks of both families", {"--cluster-cidr": "10.244.0.0/16, fd00:10::/56"}, {},
+            "cluster_cidrs", (cidr("10.244.0.0", 112), cidr("fd00:10::", 56))),
+    FlagRow("a network does not override another mode",
+            {"--detect-local-mode": "NodeCIDR", "--cluster-cidr": "10.244.0.0/16"}, {},
+            "detect_local_mode", LocalMode.NODE_CIDR),
+    FlagRow("mode ClusterCIDR without a network", {"--detect-local-mode": "ClusterCIDR"}, {},
+            "detect_local_mode", LocalMode.CLUSTER_CIDR),
+    FlagRow("a bridge of pods",
+            {"--detect-local-mode": "BridgeInterface", "--pod-bridge-interface": "cni0"}, {},
+            "pod_bridge_interface", "cni0"),
+    FlagRow("a prefix of pods' devices",
+            {"--detect-local-mode": "InterfaceNamePrefix", "--pod-interface-name-prefix": "cali"},
+            {}, "pod_interface_name_prefix", "cali"),
+    FlagRow("ports for masqueraded clients", {"--masquerade-ports": "50000-50099"}, {},
+            "masquerade_ports", (50_000, 50_099)),
+    FlagRow("one port", {"--masquerade-ports": "65535-65535"}, {}, "masquerade_ports",
+            (65_535, 65_535)),
+    FlagRow("kube-proxy's mark by default", {}, {}, "masquerade_bit", 14),
+    FlagRow("another bit of the mark", {"--masquerade-bit": "31"}, {}, "masquerade_bit", 31),
+    FlagRow("kube-proxy's health port by default", {}, {}, "healthz", "0.0.0.0:10256"),
+    FlagRow("a health address", {"--healthz-bind-address": "192.0.2.1:8"}, {}, "healthz",
+            "192.0.2.1:8"),
+    FlagRow("a health address without a port", {"--healthz-bind-address": "::"}, {}, "healthz",
+            "[::]:10256"),
+    FlagRow("an empty kubeconfig is ignored", {"--kubeconfig": ""}, {}, "kubeconfig", None),
+    FlagRow("an empty bind address is ignored", {"--bind-address": ""}, {}, "bind_address", None),
+    FlagRow("an empty list of networks is the default", {"--nodeport-addresses": ""}, {},
+            "node_port_addresses", ()),
+    FlagRow("an empty scheduler is the default",
+            {"--ipvs-scheduler": ""}, {}, "ipvs_scheduler", "rr"),
+    FlagRow("no health server", {"--healthz-bind-address": ""}, {}, "healthz", ""),
+    FlagRow("two metrics addresses", {"--metrics-bind-address": "[2001:db8::1]:9, 127.0.0.2"}, {},
+            "metrics", "[2001:db8::1]:9,127.0.0.2:10249"),
+    FlagRow("a bracketed address without a port",
+            {"--metrics-bind-address": "[::1]"}, {}, "metrics",
+            "[::1]:10249"),
+    FlagRow("failure to listen is fatal",
+            {"--bind-address-hard-fail": "true"}, {}, "hard_fail", True),
+    FlagRow("no series of Services", {"--metrics-services": "0"}, {}, "service_series", 0),
+    FlagRow("other sizes are unchanged",
+            {"--max-backends": "5000"}, {}, "slots", Config().sizes.slots),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("said", SAID, ids=lambda said: said.name)
-def test_flag_or_variable_sets_a_field(said: Said):
+@pytest.mark.parametrize("said", FLAG_ROWS, ids=lambda said: said.name)
+def test_flag_or_variable_sets_a_field(said: FlagRow):
     made = load.load_config(said.given, said.environ)
     found = [
         getattr(part, said.field)
@@ -258,45 +261,45 @@ def test_node_name_is_the_hostname_unless_set(monkeypatch: pytest.MonkeyPatch):
     assert arguments.with_node_name(said).node_name == "n1"
 
 
-class Typed(NamedTuple):
+class CommandLine(NamedTuple):
     """A command line and the flags parsed from it."""
 
     line: str
     given: dict[str, str]
 
 
-TYPED = [
-    Typed("--config=/c --hostname-override=n1", {"--hostname-override": "n1"}),
-    Typed("--masquerade-all", {"--masquerade-all": "true"}),
-    Typed("--masquerade-all=false", {"--masquerade-all": "false"}),
-    Typed("--masquerade-all false --pin-dir /p",
-          {"--masquerade-all": "false", "--pin-dir": "/p"}),
-    Typed("--masquerade-all --pin-dir /p", {"--masquerade-all": "true", "--pin-dir": "/p"}),
-    Typed("-v=4", {"-v": "4"}),
-    Typed("-v4", {"-v": "4"}),
-    Typed("--v=4", {"-v": "4"}),
-    Typed("--v 4", {"-v": "4"}),
-    Typed("--iptables-masquerade-bit 3", {"--masquerade-bit": "3"}),
-    Typed("--iptables-localhost-nodeports=false", {"--localhost-nodeports": "false"}),
-    Typed("--logging-format json", {"--log-format": "json"}),
-    Typed("--ipvs-min-sync-period 5s", {"--min-sync-period": "5s"}),
-    Typed("--conntrack-tcp-be-liberal", {"--conntrack-tcp-be-liberal": "true"}),
-    Typed("--feature-gates=A=true,B=false", {"--feature-gates": "A=true,B=false"}),
-    Typed("--masquerade_all --iptables_masquerade_bit=3",
-          {"--masquerade-all": "true", "--masquerade-bit": "3"}),
-    Typed("--pod_bridge_interface=a_b", {"--pod-bridge-interface": "a_b"}),
-    Typed("--nodeport-addresses=10.0.0.0/8 --nodeport-addresses fd00::/8,fe00::/8",
-          {"--nodeport-addresses": "10.0.0.0/8,fd00::/8,fe00::/8"}),
-    Typed("--device eth0 --device=bond*", {"--device": "eth0,bond*"}),
-    Typed("--socket-lb-exempt a --socket-lb-exempt b", {"--socket-lb-exempt": "a,b"}),
-    Typed("--hostname-override a --hostname-override b", {"--hostname-override": "b"}),
-    Typed("--oom-score-adj=-998", {"--oom-score-adj": "-998"}),
-    Typed("--oom-score-adj -998", {"--oom-score-adj": "-998"}),
+COMMAND_LINES = [
+    CommandLine("--config=/c --hostname-override=n1", {"--hostname-override": "n1"}),
+    CommandLine("--masquerade-all", {"--masquerade-all": "true"}),
+    CommandLine("--masquerade-all=false", {"--masquerade-all": "false"}),
+    CommandLine("--masquerade-all false --pin-dir /p",
+                {"--masquerade-all": "false", "--pin-dir": "/p"}),
+    CommandLine("--masquerade-all --pin-dir /p", {"--masquerade-all": "true", "--pin-dir": "/p"}),
+    CommandLine("-v=4", {"-v": "4"}),
+    CommandLine("-v4", {"-v": "4"}),
+    CommandLine("--v=4", {"-v": "4"}),
+    CommandLine("--v 4", {"-v": "4"}),
+    CommandLine("--iptables-masquerade-bit 3", {"--masquerade-bit": "3"}),
+    CommandLine("--iptables-localhost-nodeports=false", {"--localhost-nodeports": "false"}),
+    CommandLine("--logging-format json", {"--log-format": "json"}),
+    CommandLine("--ipvs-min-sync-period 5s", {"--min-sync-period": "5s"}),
+    CommandLine("--conntrack-tcp-be-liberal", {"--conntrack-tcp-be-liberal": "true"}),
+    CommandLine("--feature-gates=A=true,B=false", {"--feature-gates": "A=true,B=false"}),
+    CommandLine("--masquerade_all --iptables_masquerade_bit=3",
+                {"--masquerade-all": "true", "--masquerade-bit": "3"}),
+    CommandLine("--pod_bridge_interface=a_b", {"--pod-bridge-interface": "a_b"}),
+    CommandLine("--nodeport-addresses=10.0.0.0/8 --nodeport-addresses fd00::/8,fe00::/8",
+                {"--nodeport-addresses": "10.0.0.0/8,fd00::/8,fe00::/8"}),
+    CommandLine("--device eth0 --device=bond*", {"--device": "eth0,bond*"}),
+    CommandLine("--socket-lb-exempt a --socket-lb-exempt b", {"--socket-lb-exempt": "a,b"}),
+    CommandLine("--hostname-override a --hostname-override b", {"--hostname-override": "b"}),
+    CommandLine("--oom-score-adj=-998", {"--oom-score-adj": "-998"}),
+    CommandLine("--oom-score-adj -998", {"--oom-score-adj": "-998"}),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("typed", TYPED, ids=lambda typed: typed.line)
-def test_flag_syntax_is_that_of_kube_proxy(typed: Typed):
+@pytest.mark.parametrize("typed", COMMAND_LINES, ids=lambda typed: typed.line)
+def test_flag_syntax_is_that_of_kube_proxy(typed: CommandLine):
     assert arguments.parse_options(typed.line.split(), {}).explicit_flags == typed.given
 
 
@@ -367,7 +370,7 @@ def test_error_about_an_unreadable_file_has_the_log_format(
 # ---- exit codes --------------------------------------------------------------------------------
 
 
-class Ends(NamedTuple):
+class ExitRow(NamedTuple):
     """Arguments, the exit code, and words on stdout and stderr."""
 
     arguments: tuple[str, ...]
@@ -376,47 +379,48 @@ class Ends(NamedTuple):
     err: str
 
 
-ENDS = [
-    Ends(("--help",), 0, "inspect", ""),
-    Ends(("--version",), 0, __version__, ""),
-    Ends(("run", "--help"), 0, "--nodeport-addresses", ""),
-    Ends(("inspect", "--help"), 0, "affinity", ""),
-    Ends(("demo", "--help"), 0, "--once", ""),
-    Ends(("nonsense",), 2, "", "nonsense"),
-    Ends(("inspect", "nonsense"), 2, "", "nonsense"),
-    Ends(("inspect", "services", "-o", "xml"), 2, "", "xml"),
-    Ends(("inspect", "services", "--watch", "-o", "json"), 2, "", "--watch"),
-    Ends(("inspect", "service"), 2, "", "NAME"),
-    Ends(("inspect", "service", "shop/web", "-n", "edge"), 2, "", "Invalid value for --namespace: "
-         "edge contradicts the namespace of shop/web"),
-    Ends(("inspect", "service", "shop/web", "-n", "shop", "--pin-dir", "/nowhere"), 1, "",
-         "/nowhere"),
-    Ends(("inspect", "connections", "--help"), 0, "socket hooks", ""),
-    *(Ends(("inspect", view, "--pin-dir", "/nowhere"), 1, "", "/nowhere")
+EXIT_ROWS = [
+    ExitRow(("--help",), 0, "inspect", ""),
+    ExitRow(("--version",), 0, __version__, ""),
+    ExitRow(("run", "--help"), 0, "--nodeport-addresses", ""),
+    ExitRow(("inspect", "--help"), 0, "affinity", ""),
+    ExitRow(("demo", "--help"), 0, "--once", ""),
+    ExitRow(("nonsense",), 2, "", "nonsense"),
+    ExitRow(("inspect", "nonsense"), 2, "", "nonsense"),
+    ExitRow(("inspect", "services", "-o", "xml"), 2, "", "xml"),
+    ExitRow(("inspect", "services", "--watch", "-o", "json"), 2, "", "--watch"),
+    ExitRow(("inspect", "service"), 2, "", "NAME"),
+    ExitRow(("inspect", "service", "shop/web", "-n", "edge"), 2, "",
+            "Invalid value for --namespace: "
+            "edge contradicts the namespace of shop/web"),
+    ExitRow(("inspect", "service", "shop/web", "-n", "shop", "--pin-dir", "/nowhere"), 1, "",
+            "/nowhere"),
+    ExitRow(("inspect", "connections", "--help"), 0, "socket hooks", ""),
+    *(ExitRow(("inspect", view, "--pin-dir", "/nowhere"), 1, "", "/nowhere")
       for view in ("connections", "nat", "sources", "devices", "affinity")),
-    Ends(("run", "--mode", "iptables"), 2, "", "iptables"),
-    Ends(("run", "--nonsense"), 2, "", "--nonsense"),
-    Ends(("run", "extra"), 2, "", "extra"),
-    Ends(("demo", "-o", "json"), 2, "", "--once"),
-    Ends(("demo", "--once", "--requests", "0"), 2, "", "--requests"),
-    Ends(("run", "--source", "/nowhere", "--pin-dir", "/proc/no"), 1, "", "kbpf no such "
-         "folder of objects (/nowhere)"),
-    Ends(("run", "--source", "/etc/hostname", "--pin-dir", "/proc/no"), 1, "", "--source DIR"),
-    Ends(("run", "--config", "/nowhere"), 1, "", "cannot read the configuration"),
-    Ends(("run", "--mode", "x", "--pin-dir", "y"), 2, "", "(--pin-dir)"),
-    Ends(("run", "--masquerade-all", "--v=4", "-v", "2", "--proxy-mode", "x"), 2, "",
-         "(--proxy-mode)"),
-    Ends(("run", "--masquerade-all=maybe"), 2, "", "maybe"),
-    Ends(("run", "--version"), 0, __version__, ""),
-    Ends(("run", "--cleanup"), 2, "", "kbpf cleanup"),
-    Ends(("inspect", "services", "--pin-dir", "/nowhere"), 1, "", "/nowhere"),
-    Ends(("inspect", "status", "--pin-dir", "/nowhere"), 1, "", "kbpf run"),
-    Ends(("check", "--attached", "--pin-dir", "/nowhere"), 1, "", "/nowhere"),
+    ExitRow(("run", "--mode", "iptables"), 2, "", "iptables"),
+    ExitRow(("run", "--nonsense"), 2, "", "--nonsense"),
+    ExitRow(("run", "extra"), 2, "", "extra"),
+    ExitRow(("demo", "-o", "json"), 2, "", "--once"),
+    ExitRow(("demo", "--once", "--requests", "0"), 2, "", "--requests"),
+    ExitRow(("run", "--source", "/nowhere", "--pin-dir", "/proc/no"), 1, "", "kbpf no such "
+            "folder of objects (/nowhere)"),
+    ExitRow(("run", "--source", "/etc/hostname", "--pin-dir", "/proc/no"), 1, "", "--source DIR"),
+    ExitRow(("run", "--config", "/nowhere"), 1, "", "cannot read the configuration"),
+    ExitRow(("run", "--mode", "x", "--pin-dir", "y"), 2, "", "(--pin-dir)"),
+    ExitRow(("run", "--masquerade-all", "--v=4", "-v", "2", "--proxy-mode", "x"), 2, "",
+            "(--proxy-mode)"),
+    ExitRow(("run", "--masquerade-all=maybe"), 2, "", "maybe"),
+    ExitRow(("run", "--version"), 0, __version__, ""),
+    ExitRow(("run", "--cleanup"), 2, "", "kbpf cleanup"),
+    ExitRow(("inspect", "services", "--pin-dir", "/nowhere"), 1, "", "/nowhere"),
+    ExitRow(("inspect", "status", "--pin-dir", "/nowhere"), 1, "", "kbpf run"),
+    ExitRow(("check", "--attached", "--pin-dir", "/nowhere"), 1, "", "/nowhere"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("ends", ENDS, ids=lambda ends: " ".join(ends.arguments))
-def test_exit_code_and_output(ends: Ends, capsys: pytest.CaptureFixture[str]):
+@pytest.mark.parametrize("ends", EXIT_ROWS, ids=lambda ends: " ".join(ends.arguments))
+def test_exit_code_and_output(ends: ExitRow, capsys: pytest.CaptureFixture[str]):
     assert app.call(ends.arguments) == ends.code
     out, err = capsys.readouterr()
     assert ends.out in out
@@ -466,7 +470,7 @@ kind: KbpfConfiguration
 pinDir: /sys/fs/bpf/file
 ipvs: {device: file0, nftTable: file, stateDir: /run/file}
 """
-CLEANED = [
+CLEANUP_ROWS = [
     ("the file's locations", (), {}, ("/sys/fs/bpf/file", "file0", "file", "/run/file")),
     ("a flag beats the file", ("--pin-dir", "/sys/fs/bpf/flag", "--nft-table", "flag"), {},
      ("/sys/fs/bpf/flag", "file0", "flag", "/run/file")),
@@ -478,7 +482,7 @@ CLEANED = [
 
 
 @pytest.mark.parametrize(
-    ("name", "given", "environ", "wanted"), CLEANED, ids=[row[0] for row in CLEANED]
+    ("name", "given", "environ", "wanted"), CLEANUP_ROWS, ids=[row[0] for row in CLEANUP_ROWS]
 )
 def test_cleanup_uses_the_locations_of_the_file(
     name: str, given: tuple[str, ...], environ: dict[str, str], wanted: tuple[str, ...],
@@ -508,11 +512,11 @@ def cleaned(
 
 
 PROXYS = "apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\n"
-SAID = ("/sys/fs/bpf/file", "file0", "file", "/run/file")
+LOCATIONS = ("/sys/fs/bpf/file", "file0", "file", "/run/file")
 ALL = ("pin_dir", "cgroup", "cache_dir", "ipvs_device", "nft_table", "state_dir")
 
 
-class Slip(NamedTuple):
+class Mistake(NamedTuple):
     """A file, words of its error, and the locations that cannot be read because of it."""
 
     name: str
@@ -521,77 +525,84 @@ class Slip(NamedTuple):
     names: tuple[str, ...] = ()
 
 
-SLIPS = [
-    Slip("no mistake", FILE, ""),
-    Slip("a value of kube-proxy's document", f"{FILE}---\n{PROXYS}mode: best\n", "'best'"),
-    Slip("a value in each document", f"{FILE}algorithm: x\n---\n{PROXYS}oomScoreAdj: a\n",
-         "KubeProxyConfiguration.oomScoreAdj"),
-    Slip("a value of kbpf's document", f"{FILE}algorithm: best\n", "KbpfConfiguration.algorithm"),
-    Slip("an unknown field of kbpf's document", f"{FILE}colour: red\n", "KbpfConfiguration.colour"),
-    Slip("the version of kube-proxy's document",
-         f"{FILE}---\n{PROXYS.replace('v1alpha1', 'v9')}", "/v9"),
-    Slip("kube-proxy's document twice", f"{FILE}---\n{PROXYS}---\n{PROXYS}", "occurs twice"),
-    Slip("contradicting values", f"{FILE}socketLB: {{mode: off}}\n"
-         "packetPath: {enabled: false}\n", ""),
-    Slip("a location's value", f"{FILE}pinDir: not/absolute\n", "not/absolute", ("pin_dir",)),
-    Slip("a location's type", f"{FILE}cgroup: 5\n", "got an integer", ("cgroup",)),
-    Slip("a location's spelling",
-         FILE.replace("pinDir", "pinDirs"), "is pinDir meant", ("pin_dir",)),
-    Slip("a location twice, one of them misspelt", f"{FILE}pinDirs: /x\n", "is pinDir meant"),
-    Slip("the spelling of the section ipvs", FILE.replace("ipvs", "ipv"), "is ipvs meant",
-         ("ipvs_device", "nft_table", "state_dir")),
-    Slip("the spelling of a location in the section ipvs",
-         FILE.replace("nftTable", "nftTables"), "is nftTable meant",
-         ("nft_table",)),
-    Slip("the type of the section ipvs",
-         FILE.replace("ipvs: {", "ipvs: [5] #"), "expected an object",
-         ("ipvs_device", "nft_table", "state_dir")),
-    Slip("the version of kbpf's document",
-         f"{FILE.replace('v1alpha1', 'v9')}---\n{PROXYS}", "/v9", ALL),
-    Slip("kbpf's document twice", f"{FILE}---\n{FILE}", "occurs twice", ALL),
-    Slip("a document of another kind", f"{FILE}---\nkind: Pod\n", "'Pod'"),
-    Slip("an unknown kind in place of kbpf's document",
-         FILE.replace("KbpfC", "C"), "'Configuration'", ALL),
-    Slip("YAML", f"{FILE}---\na: b: c\n", "not YAML", ALL),
-    Slip("an empty file", "", "the file is empty", ALL),
+MISTAKES = [
+    Mistake("no mistake", FILE, ""),
+    Mistake("a value of kube-proxy's document", f"{FILE}---\n{PROXYS}mode: best\n", "'best'"),
+    Mistake("a value in each document", f"{FILE}algorithm: x\n---\n{PROXYS}oomScoreAdj: a\n",
+            "KubeProxyConfiguration.oomScoreAdj"),
+    Mistake("a value of kbpf's document",
+            f"{FILE}algorithm: best\n", "KbpfConfiguration.algorithm"),
+    Mistake("an unknown field of kbpf's document",
+            f"{FILE}colour: red\n", "KbpfConfiguration.colour"),
+    Mistake("the version of kube-proxy's document",
+            f"{FILE}---\n{PROXYS.replace('v1alpha1', 'v9')}", "/v9"),
+    Mistake("kube-proxy's document twice", f"{FILE}---\n{PROXYS}---\n{PROXYS}", "occurs twice"),
+    Mistake("contradicting values", f"{FILE}socketLB: {{mode: off}}\n"
+            "packetPath: {enabled: false}\n", ""),
+    Mistake("a location's value", f"{FILE}pinDir: not/absolute\n", "not/absolute", ("pin_dir",)),
+    Mistake("a location's type", f"{FILE}cgroup: 5\n", "got an integer", ("cgroup",)),
+    Mistake("a location's spelling",
+            FILE.replace("pinDir", "pinDirs"), "is pinDir meant", ("pin_dir",)),
+    Mistake("a location twice, one of them misspelt", f"{FILE}pinDirs: /x\n", "is pinDir meant"),
+    Mistake("the spelling of the section ipvs", FILE.replace("ipvs", "ipv"), "is ipvs meant",
+            ("ipvs_device", "nft_table", "state_dir")),
+    Mistake("the spelling of a location in the section ipvs",
+            FILE.replace("nftTable", "nftTables"), "is nftTable meant",
+            ("nft_table",)),
+    Mistake("the type of the section ipvs",
+            FILE.replace("ipvs: {", "ipvs: [5] #"), "expected an object",
+            ("ipvs_device", "nft_table", "state_dir")),
+    Mistake("the version of kbpf's document",
+            f"{FILE.replace('v1alpha1', 'v9')}---\n{PROXYS}", "/v9", ALL),
+    Mistake("kbpf's document twice", f"{FILE}---\n{FILE}", "occurs twice", ALL),
+    Mistake("a document of another kind", f"{FILE}---\nkind: Pod\n", "'Pod'"),
+    Mistake("an unknown kind in place of kbpf's document",
+            FILE.replace("KbpfC", "C"), "'Configuration'", ALL),
+    Mistake("YAML", f"{FILE}---\na: b: c\n", "not YAML", ALL),
+    Mistake("an empty file", "", "the file is empty", ALL),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("row", SLIPS, ids=lambda row: row.name)
-def test_locations_are_read_despite_other_mistakes(row: Slip):
+@pytest.mark.parametrize("row", MISTAKES, ids=lambda row: row.name)
+def test_locations_are_read_despite_other_mistakes(row: Mistake):
     found = locations.parse_locations(row.text.encode(), "FILE")
     assert row.told in "; ".join(map(str, found.errors))
     assert bool(found.errors) == bool(row.told)
     assert found.unreadable.keys() == set(row.names)
     if set(row.names) != set(ALL):
-        said = dict(zip(("pin_dir", "ipvs_device", "nft_table", "state_dir"), SAID, strict=True))
+        said = dict(
+            zip(("pin_dir", "ipvs_device", "nft_table", "state_dir"), LOCATIONS, strict=True)
+        )
         assert {name: str(value) for name, value in found.values.items()} == {
             name: value for name, value in said.items() if name not in row.names
         }
 
 
-@pytest.mark.parametrize("row", SLIPS, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", MISTAKES, ids=lambda row: row.name)
 def test_cleanup_needs_only_the_locations(
-    row: Slip, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    row: Mistake,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ):
     code, looked = cleaned(monkeypatch, tmp_path, row.text)
     err = capsys.readouterr().err
     assert row.told in err
     assert err.count("\n") == bool(row.told)
     needed = {"pin_dir", "ipvs_device", "nft_table", "state_dir"} & {*row.names}
-    assert (code, looked) == ((1, ()) if needed else (0, SAID))
+    assert (code, looked) == ((1, ()) if needed else (0, LOCATIONS))
 
 
 def test_cleanup_does_not_need_a_location_of_the_file_that_is_set_otherwise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     text = f"{FILE}pinDir: not/absolute\n"
-    assert cleaned(monkeypatch, tmp_path, text, "--pin-dir=/a") == (0, ("/a", *SAID[1:]))
+    assert cleaned(monkeypatch, tmp_path, text, "--pin-dir=/a") == (0, ("/a", *LOCATIONS[1:]))
     monkeypatch.setenv("KBPF_PIN_DIR", "/b")
-    assert cleaned(monkeypatch, tmp_path, text) == (0, ("/b", *SAID[1:]))
+    assert cleaned(monkeypatch, tmp_path, text) == (0, ("/b", *LOCATIONS[1:]))
 
 
-LOOKS = [
+INSPECT_ROWS = [
     (("inspect", "services"), "/sys/fs/bpf/file", "/run/file/file0"),
     (("inspect", "status"), "/sys/fs/bpf/file", "/run/file/file0"),
     (("inspect", "maps"), "/sys/fs/bpf/file", "/run/file/file0"),
@@ -617,7 +628,7 @@ def looked_for(monkeypatch: pytest.MonkeyPatch, *command: str) -> tuple[str, str
 
 
 @pytest.mark.parametrize("by_variable", [True, False])
-@pytest.mark.parametrize(("command", "pins", "ipvs"), LOOKS, ids=str)
+@pytest.mark.parametrize(("command", "pins", "ipvs"), INSPECT_ROWS, ids=str)
 def test_inspect_uses_the_locations_of_the_file_unless_overridden(
     command: tuple[str, ...], pins: str, ipvs: str, by_variable: bool,
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
@@ -834,7 +845,7 @@ def check_row(result: str, needed: bool = True) -> CheckRow:
     return CheckRow("x", result, needed, "", "")
 
 
-class Means(NamedTuple):
+class VerdictRow(NamedTuple):
     """Rows of `kbpf check` and of `--attached` (`proof`), and the resulting verdict."""
 
     rows: list[CheckRow]
@@ -991,14 +1002,14 @@ def test_missing_packet_path_does_not_make_kbpf_unusable(
     assert ("the packet path cannot be used: y" in page) == (usable and not packet_path)
 
 
-MEANS = [
-    Means([check_row("yes")], None, True, None),
-    Means([check_row("no")], None, False, None),
-    Means([check_row("unknown")], None, False, None),
-    Means([check_row("yes"), check_row("no", needed=False)], None, True, None),
-    Means([check_row("yes")], [check_row("yes")], True, True),
-    Means([check_row("yes")], [check_row("yes"), check_row("no")], True, False),
-    Means([check_row("yes")], [check_row("unknown")], True, False),
+VERDICTS = [
+    VerdictRow([check_row("yes")], None, True, None),
+    VerdictRow([check_row("no")], None, False, None),
+    VerdictRow([check_row("unknown")], None, False, None),
+    VerdictRow([check_row("yes"), check_row("no", needed=False)], None, True, None),
+    VerdictRow([check_row("yes")], [check_row("yes")], True, True),
+    VerdictRow([check_row("yes")], [check_row("yes"), check_row("no")], True, False),
+    VerdictRow([check_row("yes")], [check_row("unknown")], True, False),
 ]
 
 
@@ -1029,8 +1040,8 @@ def test_check_verdict_on_the_modes(rows: list[CheckRow], mode: str, says: str):
     assert says in check_rows.format_page(made)
 
 
-@pytest.mark.parametrize("means", MEANS)
-def test_check_verdict(means: Means):
+@pytest.mark.parametrize("means", VERDICTS)
+def test_check_verdict(means: VerdictRow):
     made = compute_verdict(means.rows, means.proof)
     assert (made.usable, made.attached) == (means.usable, means.attached)
     assert made.mode == ("bpf" if means.usable else "none")

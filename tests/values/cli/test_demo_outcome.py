@@ -14,7 +14,7 @@ PODS = [BackendPod(1), BackendPod(2), BackendPod(3)]
 ALL = {"backend-1": 100, "backend-2": 90, "backend-3": 110}
 
 
-class Seen(NamedTuple):
+class ResultRow(NamedTuple):
     """The client's results for 300 requests, and words of the expected problem ("": none)."""
 
     name: str
@@ -23,45 +23,47 @@ class Seen(NamedTuple):
     problem: str
 
 
-SEEN = [
-    Seen("all answered", RequestCounts(ALL), RequestCounts({"backend-1": 30}), ""),
-    Seen(
+RESULTS = [
+    ResultRow("all answered", RequestCounts(ALL), RequestCounts({"backend-1": 30}), ""),
+    ResultRow(
         "one refused",
         RequestCounts({**ALL, "backend-1": 99}, {"ECONNREFUSED": 1}),
         RequestCounts(),
         "1 of 300 requests by TCP failed: 1 x ECONNREFUSED",
     ),
-    Seen("nothing works", RequestCounts({}, {"ENETUNREACH": 300}), RequestCounts(), "300 of 300"),
-    Seen(
+    ResultRow(
+        "nothing works", RequestCounts({}, {"ENETUNREACH": 300}), RequestCounts(), "300 of 300"
+    ),
+    ResultRow(
         "a datagram is lost",
         RequestCounts(ALL),
         RequestCounts({}, {"timeout": 1}),
         "by UDP failed: 1 x timeout",
     ),
-    Seen(
+    ResultRow(
         "a backend is left out",
         RequestCounts({"backend-1": 200, "backend-2": 100}),
         RequestCounts(),
         "backend-3 was not reached",
     ),
-    Seen(
+    ResultRow(
         "an unknown backend answers",
         RequestCounts({**ALL, "backend-1": 99, "backend-9": 1}),
         RequestCounts(),
         "backend-9 answered",
     ),
-    Seen(
+    ResultRow(
         "requests are missing",
         RequestCounts({**ALL, "backend-1": 1}),
         RequestCounts(),
         "201 of 300",
     ),
-    Seen("nothing was sent", RequestCounts(), RequestCounts(), "0 of 300"),
+    ResultRow("nothing was sent", RequestCounts(), RequestCounts(), "0 of 300"),
 ]
 
 
-@pytest.mark.parametrize("seen", SEEN, ids=lambda seen: seen.name)
-def test_wrong_result_is_a_failure_with_a_problem(seen: Seen):
+@pytest.mark.parametrize("seen", RESULTS, ids=lambda seen: seen.name)
+def test_wrong_result_is_a_failure_with_a_problem(seen: ResultRow):
     outcome = evaluate(ClientReport(seen.tcp, seen.udp, 0.5, True), 300, PODS)
     assert outcome.succeeded == (not seen.problem)
     assert seen.problem in " ".join(outcome.problems)

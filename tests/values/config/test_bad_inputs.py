@@ -20,28 +20,28 @@ QUIET = "nodePortAddresses: [primary]\nclusterCIDR: 10.244.0.0/16\n"
 class Setting(NamedTuple):
     """A configuration file (`text`), flags and variables, with the exit code and lines of stderr.
 
-    `{F}` in a line stands for the file's path. With code 0 the settings are accepted.
+    `{F}` in a line is replaced by the file's path. With code 0 the settings are accepted.
     """
 
     name: str
     text: str | None
-    said: tuple[str, ...]
+    flags: tuple[str, ...]
     code: int
     lines: tuple[str, ...]
 
 
 def proxy(name: str, text: str, code: int, *lines: str) -> Setting:
     """A row with kube-proxy's document. `(.x` in a line means the document's field x."""
-    told = tuple(line.replace("(.", "(KubeProxyConfiguration.") for line in lines)
-    return Setting(name, f"{PROXY}{QUIET}{text}\n", (), code, told)
+    expected = tuple(line.replace("(.", "(KubeProxyConfiguration.") for line in lines)
+    return Setting(name, f"{PROXY}{QUIET}{text}\n", (), code, expected)
 
 
 def ours(name: str, text: str, code: int, *lines: str) -> Setting:
-    told = tuple(line.replace("(.", "(KbpfConfiguration.") for line in lines)
-    return Setting(name, f"{OWN}{text}\n", (), code, told)
+    expected = tuple(line.replace("(.", "(KbpfConfiguration.") for line in lines)
+    return Setting(name, f"{OWN}{text}\n", (), code, expected)
 
 
-def said(name: str, words: str, code: int, *lines: str) -> Setting:
+def flags(name: str, words: str, code: int, *lines: str) -> Setting:
     """A row with flags and KBPF_ variables, separated by spaces as in a shell."""
     return Setting(name, None, tuple(words.split()), code, lines)
 
@@ -81,22 +81,22 @@ SETTINGS = [
     proxy("a name that no Node can have", 'hostnameOverride: "Node_1!"', 0,
           "warning: KubeProxyConfiguration.hostnameOverride: no Node can have the name 'node_1!' "
           "(a-z, 0-9, - and ., 253 characters at most): no endpoint counts as local to this node"),
-    said("a name that no Node can have, as a flag", "--hostname-override -n", 2, USAGE,
-         "error: argument --hostname-override: expected one argument"),
-    said("a device in both lists", "--device eth0,eth1 --exclude-device eth1", 0,
-         "warning: --device and --exclude-device both name eth1: it is ignored"),
-    said("an unknown variable", "KBPF_FOO=1 KBPF_PINDIR=/x KBPF_METRICS_SERVICE_HOST=1 "
-         "KBPF_METRICS_PORT_9_TCP_ADDR=1", 0,
-         "warning: KBPF_FOO is an unknown variable; it is ignored",
-         "warning: KBPF_PINDIR is an unknown variable; is KBPF_PIN_DIR meant?"),
+    flags("a name that no Node can have, as a flag", "--hostname-override -n", 2, USAGE,
+          "error: argument --hostname-override: expected one argument"),
+    flags("a device in both lists", "--device eth0,eth1 --exclude-device eth1", 0,
+          "warning: --device and --exclude-device both name eth1: it is ignored"),
+    flags("an unknown variable", "KBPF_FOO=1 KBPF_PINDIR=/x KBPF_METRICS_SERVICE_HOST=1 "
+          "KBPF_METRICS_PORT_9_TCP_ADDR=1", 0,
+          "warning: KBPF_FOO is an unknown variable; it is ignored",
+          "warning: KBPF_PINDIR is an unknown variable; is KBPF_PIN_DIR meant?"),
     ours("more entries than a map holds", "mapSizes: {connections: 99999999999}", 2,
          "not a number of entries: '99999999999' (.mapSizes.connections); give a whole number, 1 "
          "to 33554432"),
-    said("more connections than a map holds", "--max-connections 1000000000", 2, "not a number of "
-         "entries: '1000000000' (--max-connections); give a whole number, 1 to 33554432"),
-    said("more slots than a map holds", "--max-slots 134217729", 2, "not a number of entries: "
-         "'134217729' (--max-slots); give a whole number, 1 to 134217728"),
-    said("the largest map sizes", "--max-slots 134217728 --max-connections 33554432", 0),
+    flags("more connections than a map holds", "--max-connections 1000000000", 2, "not a number of "
+          "entries: '1000000000' (--max-connections); give a whole number, 1 to 33554432"),
+    flags("more slots than a map holds", "--max-slots 134217729", 2, "not a number of entries: "
+          "'134217729' (--max-slots); give a whole number, 1 to 134217728"),
+    flags("the largest map sizes", "--max-slots 134217728 --max-connections 33554432", 0),
     ours("a word for a number", "mapSizes: {connections: many}", 2,
          "expected an integer, got a string (.mapSizes.connections)"),
     ours("six mistakes at once", "packetPath: {devices: eth0, enabled: 5, forwarding: x}\nmode: z\n"
@@ -106,9 +106,9 @@ SETTINGS = [
          "unknown value 'z' (.mode); use auto or bpf or ipvs",
          "not an absolute path: 'z' (.pinDir); begin it with /",
          "unknown value 'x' (.packetPath.forwarding); use stack or direct"),
-    said("neither socket hooks nor packet path", "--socket-lb off --packet-path false", 2,
-         "with --socket-lb off the packet path must be on (--socket-lb); leave out --packet-path "
-         "false, or --socket-lb"),
+    flags("neither socket hooks nor packet path", "--socket-lb off --packet-path false", 2,
+          "with --socket-lb off the packet path must be on (--socket-lb); leave out --packet-path "
+          "false, or --socket-lb"),
     proxy("no mode", 'mode: ""', 0),
     proxy("conntrack", "conntrack: {maxPerCore: -1, tcpEstablishedTimeout: 1 day, udpTimeout: -5s}",
           2, "less than 0: -1 (.conntrack.maxPerCore)",
@@ -132,17 +132,17 @@ SETTINGS = [
     proxy("one port for both", "metricsBindAddress: 0.0.0.0:10256", 2,
           "0.0.0.0:10256 and 0.0.0.0:10256 cannot both be listened on "
           "(.healthzBindAddress, KubeProxyConfiguration.metricsBindAddress); " + PORTS),
-    said("all addresses and one of them", "--metrics-bind-address 127.0.0.1:10256", 2,
-         "0.0.0.0:10256 and 127.0.0.1:10256 cannot both be listened on (--healthz-bind-address, "
-         f"--metrics-bind-address); {PORTS}"),
-    said("all addresses of IPv6", "--metrics-bind-address 127.0.0.1:1 --healthz-bind-address "
-         "[::]:1", 2, "[::]:1 and 127.0.0.1:1 cannot both be listened on (--healthz-bind-address, "
-         f"--metrics-bind-address); {PORTS}"),
-    said("one address twice", "--metrics-bind-address 127.0.0.1:1,127.0.0.1:1", 2,
+    flags("all addresses and one of them", "--metrics-bind-address 127.0.0.1:10256", 2,
+          "0.0.0.0:10256 and 127.0.0.1:10256 cannot both be listened on (--healthz-bind-address, "
+          f"--metrics-bind-address); {PORTS}"),
+    flags("all addresses of IPv6", "--metrics-bind-address 127.0.0.1:1 --healthz-bind-address "
+          "[::]:1", 2, "[::]:1 and 127.0.0.1:1 cannot both be listened on (--healthz-bind-address, "
+          f"--metrics-bind-address); {PORTS}"),
+    flags("one address twice", "--metrics-bind-address 127.0.0.1:1,127.0.0.1:1", 2,
          f"127.0.0.1:1 and 127.0.0.1:1 cannot both be listened on (--metrics-bind-address); {PORTS}"
          ),
-    said("one port of two addresses", "--metrics-bind-address 127.0.0.1:1 --healthz-bind-address "
-         "127.0.0.2:1", 0),
+    flags("one port of two addresses", "--metrics-bind-address 127.0.0.1:1 --healthz-bind-address "
+          "127.0.0.2:1", 0),
     proxy("addresses and numbers", "clusterCIDR: 10.0.0.0/99\nbindAddress: eth0\n"
           "oomScoreAdj: -5000\niptables: {masqueradeBit: 32}", 2,
           "not a number from -1000 to 1000: '-5000' (.oomScoreAdj)",
@@ -178,25 +178,25 @@ SETTINGS = [
          "warning: KbpfConfiguration.packetPath.masqueradePorts 1-65535 overlaps 30000-32767, the "
          "API server's default range of NodePorts: a client of one may be mistaken for a client "
          "of the other; choose ports below or above"),
-    said("an unknown mode", "--mode cilium", 2, "unknown value 'cilium' (--mode); use auto or bpf "
-         "or ipvs"),
-    said("neither true nor false", "--packet-path maybe", 2, "unknown value 'maybe' "
-         "(--packet-path); use true or false"),
-    said("an unknown log format",
-         "--log-format xml", 2, "unknown value 'xml' (--log-format); use text "
-         "or json"),
-    said("a variable", "KBPF_PACKET_PATH=perhaps", 2, "unknown value 'perhaps' "
-         "(KBPF_PACKET_PATH); use true or false"),
-    said("no such file", "--config /nope", 1, "cannot read the configuration: No such file or "
-         "directory (/nope); give --config FILE"),
-    said("a flag that is misspelt", "--pin-dri=/x", 2, USAGE,
-         "error: unrecognized arguments: --pin-dri=/x"),
-    said("a positional argument",
-         "positional", 2, USAGE, "error: unrecognized arguments: positional"),
-    said("a flag without its value", "-v", 2, USAGE, "error: argument -v/--v: expected one "
-         "argument"),
-    said("a folder and a server", "--source / --kubeconfig x", 2, "a folder and an API server "
-         "cannot both be the source (--source); leave out --source, or --kubeconfig and --master"),
+    flags("an unknown mode", "--mode cilium", 2, "unknown value 'cilium' (--mode); use auto or bpf "
+          "or ipvs"),
+    flags("neither true nor false", "--packet-path maybe", 2, "unknown value 'maybe' "
+          "(--packet-path); use true or false"),
+    flags("an unknown log format",
+          "--log-format xml", 2, "unknown value 'xml' (--log-format); use text "
+          "or json"),
+    flags("a variable", "KBPF_PACKET_PATH=perhaps", 2, "unknown value 'perhaps' "
+          "(KBPF_PACKET_PATH); use true or false"),
+    flags("no such file", "--config /nope", 1, "cannot read the configuration: No such file or "
+          "directory (/nope); give --config FILE"),
+    flags("a flag that is misspelt", "--pin-dri=/x", 2, USAGE,
+          "error: unrecognized arguments: --pin-dri=/x"),
+    flags("a positional argument",
+          "positional", 2, USAGE, "error: unrecognized arguments: positional"),
+    flags("a flag without its value", "-v", 2, USAGE, "error: argument -v/--v: expected one "
+          "argument"),
+    flags("a folder and a server", "--source / --kubeconfig x", 2, "a folder and an API server "
+          "cannot both be the source (--source); leave out --source, or --kubeconfig and --master"),
 ]  # fmt: skip
 
 
@@ -205,8 +205,8 @@ def test_setting(
     row: Setting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    words = [word for word in row.said if not word.startswith("KBPF_")]
-    for word in row.said:
+    words = [word for word in row.flags if not word.startswith("KBPF_")]
+    for word in row.flags:
         if word.startswith("KBPF_"):
             monkeypatch.setenv(*word.split("=", 1))
     if row.text is not None:

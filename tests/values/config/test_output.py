@@ -146,7 +146,7 @@ def test_mounted_file_is_written_in_place(tmp_path: Path) -> None:
     assert (tmp_path / "target").read_text() == OLD
 
 
-class Denied(NamedTuple):
+class PermissionRow(NamedTuple):
     """The modes of a folder and of a file in it, and whether an unprivileged user may write it."""
 
     name: str
@@ -155,15 +155,15 @@ class Denied(NamedTuple):
     written: bool
 
 
-DENIED = [
-    Denied("a read-only file in a writable folder", 0o777, 0o444, False),
-    Denied("a writable file in a read-only folder", 0o755, 0o666, True),
-    Denied("a read-only file in a read-only folder", 0o755, 0o644, False),
+PERMISSIONS = [
+    PermissionRow("a read-only file in a writable folder", 0o777, 0o444, False),
+    PermissionRow("a writable file in a read-only folder", 0o755, 0o666, True),
+    PermissionRow("a read-only file in a read-only folder", 0o755, 0o644, False),
 ]
 
 
-@pytest.mark.parametrize("case", DENIED, ids=lambda case: case.name)
-def test_permissions_are_respected(case: Denied) -> None:
+@pytest.mark.parametrize("case", PERMISSIONS, ids=lambda case: case.name)
+def test_permissions_are_respected(case: PermissionRow) -> None:
     folder = Path(f"/tmp/kbpf-test-output-{os.getpid()}")
     folder.mkdir()
     try:

@@ -229,7 +229,7 @@ def test_of_two_ports_of_one_name_the_last_is_used():
     assert state.frontends[0].at.port == 81
 
 
-class Kept:
+class Harness:
     """An ObjectStore and a DesiredStateBuilder; feed() returns the changed keys as text."""
 
     def __init__(self, *events: Event, config: Config | None = None) -> None:
@@ -252,7 +252,7 @@ WEB_KEY, PLAIN_KEY = "ns/web:http TCP IPv4", "ns/plain:http TCP IPv4"
 
 
 def test_only_what_changed_is_reported():
-    kept = Kept(up(ME), up(WEB), up(PLAIN), up(piece(READY_HERE)))
+    kept = Harness(up(ME), up(WEB), up(PLAIN), up(piece(READY_HERE)))
     before = kept.state("plain")
     assert kept.feed() == set()
     assert kept.feed(up(piece(READY_HERE, READY_THERE))) == {WEB_KEY}
@@ -262,14 +262,14 @@ def test_only_what_changed_is_reported():
 
 
 def test_equal_state_is_not_a_change_and_keeps_the_old_object():
-    kept = Kept(up(WEB), up(piece(READY_HERE)))
+    kept = Harness(up(WEB), up(piece(READY_HERE)))
     before = kept.state("web")
     assert kept.feed(up(piece(replace(READY_HERE, zone="elsewhere")))) == set()
     assert kept.state("web") is before
 
 
 def test_deleted_service_removes_its_keys():
-    kept = Kept(up(WEB), up(PLAIN), up(piece(READY_HERE)))
+    kept = Harness(up(WEB), up(PLAIN), up(piece(READY_HERE)))
     assert kept.feed(gone(WEB)) == {WEB_KEY}
     assert {key.name for key in kept.desired.state.services} == {"plain"}
     assert kept.feed(gone(WEB)) == set()
@@ -278,7 +278,7 @@ def test_deleted_service_removes_its_keys():
 
 
 def test_recreated_service_has_its_slices_again():
-    kept = Kept(up(WEB), up(piece(READY_HERE)))
+    kept = Harness(up(WEB), up(piece(READY_HERE)))
     before = kept.state("web")
     kept.feed(gone(WEB))
     assert kept.feed(up(WEB)) == {WEB_KEY}
@@ -286,7 +286,7 @@ def test_recreated_service_has_its_slices_again():
 
 
 def test_removed_port_removes_its_key():
-    kept = Kept(up(replace(PLAIN, ports=(*PLAIN.ports, ServicePort("b", Protocol.TCP, 81)))))
+    kept = Harness(up(replace(PLAIN, ports=(*PLAIN.ports, ServicePort("b", Protocol.TCP, 81)))))
     assert kept.feed(up(PLAIN)) == {"ns/plain:b TCP IPv4"}
 
 
@@ -300,7 +300,7 @@ THIEF_KEY = "evil/thief:http TCP IPv4"
 
 def test_external_ip_never_wins_over_a_cluster_ip():
     for events in ((up(THIEF), up(PLAIN)), (up(PLAIN), up(THIEF))):
-        kept = Kept(*events)
+        kept = Harness(*events)
         assert kept.state("plain").lost == ()
         assert [(str(at), str(who)) for at, who in kept.state("thief").lost] == [
             ("10.96.0.9:80/TCP", "ns/plain")
@@ -309,7 +309,7 @@ def test_external_ip_never_wins_over_a_cluster_ip():
 
 
 def test_conflict_over_an_address_changes_winner_and_loser():
-    kept = Kept(up(THIEF))
+    kept = Harness(up(THIEF))
     asked = kept.state("thief")
     assert kept.feed(up(PLAIN)) == {PLAIN_KEY, THIEF_KEY}
     assert kept.state("thief") != asked
@@ -320,7 +320,7 @@ def test_conflict_over_an_address_changes_winner_and_loser():
 
 
 def test_loser_of_a_conflict_that_changes_stays_the_loser():
-    kept = Kept(up(THIEF), up(PLAIN))
+    kept = Harness(up(THIEF), up(PLAIN))
     assert kept.feed(up(replace(THIEF, affinity_timeout=5))) == {THIEF_KEY}
     assert [str(who) for _, who in kept.state("thief").lost] == ["ns/plain"]
     assert kept.feed(up(replace(THIEF, external_ips=()))) == {THIEF_KEY}
@@ -328,7 +328,7 @@ def test_loser_of_a_conflict_that_changes_stays_the_loser():
 
 
 def test_withdrawn_claim_leaves_no_conflict():
-    kept = Kept(up(THIEF), up(PLAIN))
+    kept = Harness(up(THIEF), up(PLAIN))
     kept.feed(up(replace(THIEF, external_ips=())))
     alone = kept.state("thief")
     rival = replace(PLAIN, name="rival", cluster_ips=addrs("10.96.0.77"), ports=(PORT,))
@@ -341,7 +341,7 @@ def test_recreated_service_loses_to_an_older_one():
     vip = addrs("9.9.9.9")
     one = replace(PLAIN, lb_vips=vip, creation_timestamp=OLD)
     two = replace(WEB, creation_timestamp=NEW, external_ips=())
-    kept = Kept(up(one), up(two))
+    kept = Harness(up(one), up(two))
     assert kept.state("plain").lost == ()
     assert kept.feed(gone(one), up(replace(one, creation_timestamp=""))) == {PLAIN_KEY, WEB_KEY}
     assert [str(who) for _, who in kept.state("plain").lost] == ["ns/web"]
@@ -353,7 +353,7 @@ def test_of_three_services_with_one_node_port_the_oldest_wins():
         Service("ns", name, "NodePort", addrs(f"10.96.1.{n}"), (PORT,), creation_timestamp=created)
         for n, (name, created) in enumerate([("a", OLD), ("b", NEW), ("c", "")])
     ]
-    kept = Kept(*map(up, reversed(rivals)))
+    kept = Harness(*map(up, reversed(rivals)))
     assert [len(kept.state(name).lost) for name in "abc"] == [0, 1, 1]
     keys = {f"ns/{name}:http TCP IPv4" for name in "abc"}
     assert kept.feed(gone(rivals[0])) == keys, "one goes, one wins, one loses to another"
@@ -363,7 +363,7 @@ def test_of_three_services_with_one_node_port_the_oldest_wins():
 
 def test_zone_change_recomputes_services_with_hints():
     hinted = piece(end(1, zone_hints=("a",)), end(2, zone_hints=("b",)))
-    kept = Kept(up(ME), up(WEB), up(PLAIN), up(hinted), up(piece(end(3), service="plain")))
+    kept = Harness(up(ME), up(WEB), up(PLAIN), up(hinted), up(piece(end(3), service="plain")))
     assert [b.address[-1] for b in kept.state("web").cluster] == [1]
     assert kept.feed(up(replace(ME, zone="b"))) == {WEB_KEY}
     assert [b.address[-1] for b in kept.state("web").cluster] == [2]
@@ -373,14 +373,14 @@ def test_zone_change_recomputes_services_with_hints():
 
 
 def test_new_node_addresses_change_no_service():
-    kept = Kept(up(ME), up(WEB))
+    kept = Harness(up(ME), up(WEB))
     assert kept.desired.state.node_addresses == addrs("10.0.0.1")
     assert kept.feed(up(replace(ME, addresses=addrs("10.0.0.2")))) == set()
     assert kept.desired.state.node_addresses == addrs("10.0.0.2")
 
 
 def test_new_pod_networks_of_the_node_change_no_service():
-    kept = Kept(up(ME), up(WEB), config=Config(detect_local_mode=LocalMode.NODE_CIDR))
+    kept = Harness(up(ME), up(WEB), config=Config(detect_local_mode=LocalMode.NODE_CIDR))
     assert kept.desired.state.local_networks == ()
     before = kept.desired.node_state
     assert kept.feed(up(replace(ME, pod_cidrs=(POD_NETWORK,)))) == set()
@@ -389,14 +389,14 @@ def test_new_pod_networks_of_the_node_change_no_service():
 
 
 def test_local_addresses_are_read_at_every_update():
-    kept = Kept(up(WEB))
+    kept = Harness(up(WEB))
     assert kept.desired.state.node_addresses == addrs("10.0.0.1", "10.0.0.2", "fd00::2")
     kept.local = addrs("10.0.0.7")
     assert kept.feed() == set()
     assert kept.desired.state.node_addresses == addrs("10.0.0.7")
 
 
-class CountingWorld(ObjectStore):
+class CountingStore(ObjectStore):
     """Counts the Services that are looked up, and fails if all names are listed."""
 
     asked = 0
@@ -410,7 +410,7 @@ class CountingWorld(ObjectStore):
 
 
 def test_update_looks_up_only_touched_services():
-    world, desired = CountingWorld("me"), DesiredStateBuilder()
+    world, desired = CountingStore("me"), DesiredStateBuilder()
     many = [replace(PLAIN, name=f"s{n}", cluster_ips=addrs(f"10.96.1.{n}")) for n in range(100)]
     desired.update(world, world.apply(map(up, many)), LOCAL, Config())
     world.asked = 0

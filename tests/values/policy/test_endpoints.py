@@ -376,7 +376,7 @@ def test_equal_sets_share_one_tuple():
     assert (local := ask(EXTERNAL_LOCAL, here(1), end(2))).serving is local.cluster
 
 
-class WhyRow(NamedTuple):
+class ReasonRow(NamedTuple):
     """An endpoint among others, and the reason that `kbpf inspect` shows for it."""
 
     name: str
@@ -386,31 +386,33 @@ class WhyRow(NamedTuple):
     others: tuple[Endpoint, ...] = ()
 
 
-WHY_ROWS = [
-    WhyRow("ready", CLUSTER, end(1), EndpointReason.READY),
-    WhyRow("hinted for this node", CLUSTER, end(1, **MY_NODE), EndpointReason.SAME_NODE),
-    WhyRow("hinted for this zone", CLUSTER, end(1, **MY_ZONE), EndpointReason.SAME_ZONE),
-    WhyRow("hinted for others", CLUSTER, end(1, **OTHER_ZONE), EndpointReason.HINTED_ELSEWHERE,
+REASON_ROWS = [
+    ReasonRow("ready", CLUSTER, end(1), EndpointReason.READY),
+    ReasonRow("hinted for this node", CLUSTER, end(1, **MY_NODE), EndpointReason.SAME_NODE),
+    ReasonRow("hinted for this zone", CLUSTER, end(1, **MY_ZONE), EndpointReason.SAME_ZONE),
+    ReasonRow("hinted for others", CLUSTER, end(1, **OTHER_ZONE), EndpointReason.HINTED_ELSEWHERE,
         (end(2, **MY_ZONE),)),
-    WhyRow("not ready", CLUSTER, down(1), EndpointReason.NOT_READY, (end(2),)),
-    WhyRow("serving is not enough", CLUSTER, end(1, ready=False), EndpointReason.NOT_READY),
-    WhyRow("draining, others are ready", CLUSTER, draining(1), EndpointReason.DRAINING, (end(2),)),
-    WhyRow("draining, none is ready", CLUSTER, draining(1), EndpointReason.FALLBACK),
-    WhyRow("draining here, none here is ready", EXTERNAL_LOCAL, draining(1, node="me"),
+    ReasonRow("not ready", CLUSTER, down(1), EndpointReason.NOT_READY, (end(2),)),
+    ReasonRow("serving is not enough", CLUSTER, end(1, ready=False), EndpointReason.NOT_READY),
+    ReasonRow("draining, others are ready",
+              CLUSTER, draining(1), EndpointReason.DRAINING, (end(2),)),
+    ReasonRow("draining, none is ready", CLUSTER, draining(1), EndpointReason.FALLBACK),
+    ReasonRow("draining here, none here is ready", EXTERNAL_LOCAL, draining(1, node="me"),
         EndpointReason.FALLBACK, (end(2),)),
-    WhyRow("on another node, internal policy Local", INTERNAL_LOCAL, end(1, node="you"),
+    ReasonRow("on another node, internal policy Local", INTERNAL_LOCAL, end(1, node="you"),
         EndpointReason.NOT_LOCAL),
-    WhyRow("draining on another node, internal policy Local", INTERNAL_LOCAL, draining(1),
+    ReasonRow("draining on another node, internal policy Local", INTERNAL_LOCAL, draining(1),
         EndpointReason.NOT_LOCAL),
-    WhyRow("ready here, internal policy Local", INTERNAL_LOCAL, here(1), EndpointReason.LOCAL_ONLY),
-    WhyRow("ready here, hints lead elsewhere, external policy Local", EXTERNAL_LOCAL,
+    ReasonRow("ready here, internal policy Local",
+              INTERNAL_LOCAL, here(1), EndpointReason.LOCAL_ONLY),
+    ReasonRow("ready here, hints lead elsewhere, external policy Local", EXTERNAL_LOCAL,
         here(1, **OTHER_ZONE), EndpointReason.LOCAL_ONLY, (end(2, **MY_ZONE),)),
-    WhyRow("another copy counts", EXTERNAL_LOCAL, end(1), EndpointReason.DUPLICATE, (here(1),)),
+    ReasonRow("another copy counts", EXTERNAL_LOCAL, end(1), EndpointReason.DUPLICATE, (here(1),)),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("row", WHY_ROWS, ids=lambda row: row.name)
-def test_every_endpoint_has_a_reason(row: WhyRow):
+@pytest.mark.parametrize("row", REASON_ROWS, ids=lambda row: row.name)
+def test_every_endpoint_has_a_reason(row: ReasonRow):
     lines = ask(row.service, row.end, *row.others).explain()
     assert [line.endpoint for line in lines] == [row.end, *row.others]
     assert lines[0].reason is row.reason

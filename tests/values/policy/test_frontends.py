@@ -204,7 +204,7 @@ def test_the_addresses_of_node_ports(row: NodeRow):
     assert found == tuple(sorted(addrs(*row.expected)))
 
 
-class Own(NamedTuple):
+class MasqueradeRow(NamedTuple):
     """The Node's addresses, the local ones, and the masquerade address of each family."""
 
     name: str
@@ -213,21 +213,23 @@ class Own(NamedTuple):
     local: tuple[str, ...] = ()
 
 
-OWN_ROWS = [
-    Own("the Node's first, though a later one is lower", ("10.0.0.9",), ("10.0.0.9", "10.0.0.1")),
-    Own("the first of each family", ("10.0.0.9", "fd00::9"),
-        ("fd00::9", "10.0.0.9", "fd00::1", "10.0.0.1")),
-    Own("a local one only in a family that the Node lacks", ("10.0.0.9", "fd00::1"),
-        ("10.0.0.9",), ("10.0.0.1", "fd00::2", "fd00::1")),
-    Own("the lowest local one without a Node object", ("10.0.0.1",), (), ("10.0.0.2", "10.0.0.1")),
-    Own("never loopback", ("10.0.0.2", "fd00::2"), ("127.0.0.1", "10.0.0.2"),
-        ("::1", "fd00::2", "127.0.0.2")),
-    Own("none", (), ()),
+MASQUERADE_ROWS = [
+    MasqueradeRow("the Node's first, though a later one is lower",
+                  ("10.0.0.9",), ("10.0.0.9", "10.0.0.1")),
+    MasqueradeRow("the first of each family", ("10.0.0.9", "fd00::9"),
+                  ("fd00::9", "10.0.0.9", "fd00::1", "10.0.0.1")),
+    MasqueradeRow("a local one only in a family that the Node lacks", ("10.0.0.9", "fd00::1"),
+                  ("10.0.0.9",), ("10.0.0.1", "fd00::2", "fd00::1")),
+    MasqueradeRow("the lowest local one without a Node object",
+                  ("10.0.0.1",), (), ("10.0.0.2", "10.0.0.1")),
+    MasqueradeRow("never loopback", ("10.0.0.2", "fd00::2"), ("127.0.0.1", "10.0.0.2"),
+                  ("::1", "fd00::2", "127.0.0.2")),
+    MasqueradeRow("none", (), ()),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("row", OWN_ROWS, ids=lambda row: row.name)
-def test_the_masquerade_addresses(row: Own):
+@pytest.mark.parametrize("row", MASQUERADE_ROWS, ids=lambda row: row.name)
+def test_the_masquerade_addresses(row: MasqueradeRow):
     found = masquerade_addresses(Node("me", addrs(*row.node)), addrs(*row.local))
     assert found == tuple(sorted(addrs(*row.expected)))
 
@@ -284,7 +286,7 @@ def test_the_networks_of_local_pods(row: LocalRow):
     assert found == tuple(sorted(cidrs(*row.expected)))
 
 
-class Duel(NamedTuple):
+class Conflict(NamedTuple):
     """Two Services that claim one address; the winner first."""
 
     name: str
@@ -305,28 +307,28 @@ VIP, EXTERNAL = {"lb_vips": addrs("9.9.9.9")}, {"external_ips": addrs("9.9.9.9")
 NODE_PORT = {"ports": (ServicePort("http", Protocol.TCP, 80, 30080),)}
 OTHER_PORT = {"ports": (ServicePort("alt", Protocol.TCP, 81, 30080),)}
 
-DUELS = [
-    Duel("a newer cluster IP beats an older VIP",
+CONFLICTS = [
+    Conflict("a newer cluster IP beats an older VIP",
         service("z", NEW, **IP), service("b", OLD, **VIP), "9.9.9.9:80/TCP"),
-    Duel("a newer cluster IP beats an older external IP",
+    Conflict("a newer cluster IP beats an older external IP",
         service("z", NEW, **IP), service("b", OLD, **EXTERNAL), "9.9.9.9:80/TCP"),
-    Duel("a newer VIP beats an older external IP",
+    Conflict("a newer VIP beats an older external IP",
         service("z", NEW, **VIP), service("b", OLD, **EXTERNAL), "9.9.9.9:80/TCP"),
-    Duel("two VIPs: the older Service",
+    Conflict("two VIPs: the older Service",
         service("z", OLD, **VIP), service("b", NEW, **VIP), "9.9.9.9:80/TCP"),
-    Duel("two external IPs: the older Service",
+    Conflict("two external IPs: the older Service",
         service("z", OLD, **EXTERNAL), service("b", NEW, **EXTERNAL), "9.9.9.9:80/TCP"),
-    Duel("two NodePorts: the older Service",
+    Conflict("two NodePorts: the older Service",
         service("z", OLD, **NODE_PORT), service("b", NEW, **NODE_PORT), "0.0.0.0:30080/TCP"),
-    Duel("two NodePorts of different ports",
+    Conflict("two NodePorts of different ports",
         service("z", OLD, **NODE_PORT), service("b", NEW, **OTHER_PORT), "0.0.0.0:30080/TCP"),
-    Duel("a Service of unknown age is the newest",
+    Conflict("a Service of unknown age is the newest",
         service("z", NEW, **VIP), service("b", "", **VIP), "9.9.9.9:80/TCP"),
-    Duel("equally old: by namespace",
+    Conflict("equally old: by namespace",
         service("z", OLD, "a", **VIP), service("b", OLD, "b", **VIP), "9.9.9.9:80/TCP"),
-    Duel("equally old in one namespace: by name",
+    Conflict("equally old in one namespace: by name",
         service("a", OLD, **VIP), service("b", OLD, **VIP), "9.9.9.9:80/TCP"),
-    Duel("both of unknown age: by name",
+    Conflict("both of unknown age: by name",
         service("a", **VIP), service("b", **VIP), "9.9.9.9:80/TCP"),
 ]  # fmt: skip
 
@@ -351,8 +353,8 @@ def settled(services: tuple[Service, ...]) -> dict[ServicePortKey, ServiceState]
     return {state.key: claims.resolve(state) for state in everything}
 
 
-@pytest.mark.parametrize("row", DUELS, ids=lambda row: row.name)
-def test_which_service_wins_an_address(row: Duel):
+@pytest.mark.parametrize("row", CONFLICTS, ids=lambda row: row.name)
+def test_which_service_wins_an_address(row: Conflict):
     for order in ((row.winner, row.loser), (row.loser, row.winner)):
         found = settled(order)
         (won,) = states(row.winner)
@@ -364,7 +366,7 @@ def test_which_service_wins_an_address(row: Duel):
         assert lost.frontends == tuple(f for f in asked.frontends if str(f.at) != row.at)
 
 
-class Peace(NamedTuple):
+class NoConflict(NamedTuple):
     """Two Services that share an address or a port and do not conflict."""
 
     name: str
@@ -373,18 +375,19 @@ class Peace(NamedTuple):
 
 
 UDP_PORT = {"ports": (ServicePort("http", Protocol.UDP, 80, 30080),)}
-PEACE = [
-    Peace("one address, other ports", service("a", **VIP), service("b", **VIP, **OTHER_PORT)),
-    Peace("one address and port, other protocols",
+NO_CONFLICTS = [
+    NoConflict("one address, other ports", service("a", **VIP), service("b", **VIP, **OTHER_PORT)),
+    NoConflict("one address and port, other protocols",
         service("a", **VIP), service("b", **VIP, **UDP_PORT)),
-    Peace("one NodePort, other protocols", service("a", **NODE_PORT), service("b", **UDP_PORT)),
-    Peace("a NodePort and a VIP with the same number", service("a", **NODE_PORT),
+    NoConflict("one NodePort, other protocols",
+               service("a", **NODE_PORT), service("b", **UDP_PORT)),
+    NoConflict("a NodePort and a VIP with the same number", service("a", **NODE_PORT),
         service("b", ports=(ServicePort("x", Protocol.TCP, 30080),), **VIP)),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("row", PEACE, ids=lambda row: row.name)
-def test_no_conflict(row: Peace):
+@pytest.mark.parametrize("row", NO_CONFLICTS, ids=lambda row: row.name)
+def test_no_conflict(row: NoConflict):
     assert not any(state.lost for state in settled((row.one, row.two)).values())
 
 
@@ -422,7 +425,7 @@ def test_ipv6_node_ports_are_at_the_unspecified_address():
     assert compute_frontends(dual, port, 6)[1].at.address == ANY6
 
 
-class Nowhere(NamedTuple):
+class UnservedRow(NamedTuple):
     """The configured networks, this machine's addresses, and the families reported as not served.
 
     `more` are further fields of the configuration.
@@ -435,25 +438,27 @@ class Nowhere(NamedTuple):
 
 
 NODE = ("127.0.0.1", "::1", "192.0.2.5", "2001:db8::5", "fe80::1")
-NOWHERE = [
-    Nowhere((), NODE, ""),
-    Nowhere(("192.0.2.0/24", "2001:db8::/32"), NODE, ""),
-    Nowhere(("10.0.0.0/8", "fd00::/8"), NODE, "IPv4 and IPv6"),
-    Nowhere(("10.0.0.0/8",), NODE, "IPv4"),
-    Nowhere(("192.0.2.0/24", "fd00::/8"), NODE, "IPv6"),
-    Nowhere(("10.0.0.0/8", "192.0.2.0/24"), NODE, ""),
-    Nowhere(("192.0.2.0/24", "fd00::/8"), ("127.0.0.1", "::1", "192.0.2.5", "fe80::1"), ""),
-    Nowhere(("127.0.0.0/8", "::1/128"), NODE, ""),
-    Nowhere(("10.0.0.0/8",), (), ""),
-    Nowhere(("10.0.0.0/8",), NODE, "", {"primary_node_ports": True}),
-    Nowhere(("10.0.0.0/8",), NODE, "", {"all_node_port_addresses": True}),
+UNSERVED_ROWS = [
+    UnservedRow((), NODE, ""),
+    UnservedRow(("192.0.2.0/24", "2001:db8::/32"), NODE, ""),
+    UnservedRow(("10.0.0.0/8", "fd00::/8"), NODE, "IPv4 and IPv6"),
+    UnservedRow(("10.0.0.0/8",), NODE, "IPv4"),
+    UnservedRow(("192.0.2.0/24", "fd00::/8"), NODE, "IPv6"),
+    UnservedRow(("10.0.0.0/8", "192.0.2.0/24"), NODE, ""),
+    UnservedRow(("192.0.2.0/24", "fd00::/8"), ("127.0.0.1", "::1", "192.0.2.5", "fe80::1"), ""),
+    UnservedRow(("127.0.0.0/8", "::1/128"), NODE, ""),
+    UnservedRow(("10.0.0.0/8",), (), ""),
+    UnservedRow(("10.0.0.0/8",), NODE, "", {"primary_node_ports": True}),
+    UnservedRow(("10.0.0.0/8",), NODE, "", {"all_node_port_addresses": True}),
 ]
 
 
 @pytest.mark.parametrize(
-    "row", NOWHERE, ids=lambda row: ",".join((*row.networks, *row.more, f"{len(row.local)} local"))
+    "row",
+    UNSERVED_ROWS,
+    ids=lambda row: ",".join((*row.networks, *row.more, f"{len(row.local)} local")),
 )
-def test_node_port_networks_without_a_local_address_are_reported(row: Nowhere):
+def test_node_port_networks_without_a_local_address_are_reported(row: UnservedRow):
     config = Config(node_port_addresses=cidrs(*row.networks), **row.more)
     said = node_port_problem(addrs(*row.local), config)
     assert said.startswith(f"{row.told} NodePorts are not served: " if row.told else "")

@@ -200,7 +200,7 @@ def of_api_server(name: str, *ready: bool, service: str = "kubernetes") -> Endpo
     return EndpointSlice("default", name, service, 4, ends, ONE.ports)
 
 
-class Serves(NamedTuple):
+class KubernetesRow(NamedTuple):
     """Events about the slices of Service kubernetes, and the slices in use after the last."""
 
     name: str
@@ -211,28 +211,28 @@ class Serves(NamedTuple):
 UP, TWO_UP = of_api_server("kubernetes", True), of_api_server("kubernetes", True, True)
 EMPTY, UNREADY = of_api_server("kubernetes"), of_api_server("kubernetes", False)
 SECOND, SECOND_EMPTY = of_api_server("second", True), of_api_server("second")
-SERVES = [
-    Serves("a ready endpoint", [up(UP)], (UP,)),
-    Serves("a second ready endpoint", [up(UP), up(TWO_UP)], (TWO_UP,)),
-    Serves("empty from the start: nothing to keep", [up(EMPTY)], ()),
-    Serves("emptied: the last endpoint is kept", [up(UP), up(EMPTY)], (UP,)),
-    Serves("no longer ready", [up(UP), up(UNREADY)], (UP,)),
-    Serves("deleted", [up(UP), gone(UP)], (UP,)),
-    Serves("deleted and recreated", [up(UP), gone(UP), up(TWO_UP)], (TWO_UP,)),
-    Serves("empty for a while", [up(TWO_UP), up(EMPTY), up(EMPTY), up(UP)], (UP,)),
-    Serves("one of two slices is emptied", [up(UP), up(SECOND), up(SECOND_EMPTY)],
-           (UP, SECOND_EMPTY)),
-    Serves("two are deleted, one is recreated",
-           [up(UP), up(SECOND), gone(UP), gone(SECOND), up(SECOND)], (SECOND,)),
-    Serves("one is deleted, then the other emptied: the later one is kept",
-           [up(UP), up(SECOND), gone(UP), up(SECOND_EMPTY)], (SECOND,)),
-    Serves("a slice moves to another Service",
-           [up(UP), up(SECOND), up(of_api_server("second", True, service="other"))], (UP,)),
+KUBERNETES_ROWS = [
+    KubernetesRow("a ready endpoint", [up(UP)], (UP,)),
+    KubernetesRow("a second ready endpoint", [up(UP), up(TWO_UP)], (TWO_UP,)),
+    KubernetesRow("empty from the start: nothing to keep", [up(EMPTY)], ()),
+    KubernetesRow("emptied: the last endpoint is kept", [up(UP), up(EMPTY)], (UP,)),
+    KubernetesRow("no longer ready", [up(UP), up(UNREADY)], (UP,)),
+    KubernetesRow("deleted", [up(UP), gone(UP)], (UP,)),
+    KubernetesRow("deleted and recreated", [up(UP), gone(UP), up(TWO_UP)], (TWO_UP,)),
+    KubernetesRow("empty for a while", [up(TWO_UP), up(EMPTY), up(EMPTY), up(UP)], (UP,)),
+    KubernetesRow("one of two slices is emptied", [up(UP), up(SECOND), up(SECOND_EMPTY)],
+                  (UP, SECOND_EMPTY)),
+    KubernetesRow("two are deleted, one is recreated",
+                  [up(UP), up(SECOND), gone(UP), gone(SECOND), up(SECOND)], (SECOND,)),
+    KubernetesRow("one is deleted, then the other emptied: the later one is kept",
+                  [up(UP), up(SECOND), gone(UP), up(SECOND_EMPTY)], (SECOND,)),
+    KubernetesRow("a slice moves to another Service",
+                  [up(UP), up(SECOND), up(of_api_server("second", True, service="other"))], (UP,)),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("row", SERVES, ids=lambda row: row.name)
-def test_service_kubernetes_keeps_its_last_endpoints(row: Serves):
+@pytest.mark.parametrize("row", KUBERNETES_ROWS, ids=lambda row: row.name)
+def test_service_kubernetes_keeps_its_last_endpoints(row: KubernetesRow):
     world = ObjectStore("me")
     for event in row.events:
         world.apply([event])

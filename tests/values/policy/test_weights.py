@@ -49,7 +49,7 @@ def said(annotations: dict[str, Any] | None) -> Service:
     return item.object
 
 
-class Text(NamedTuple):
+class AnnotationRow(NamedTuple):
     """The annotation, the rules parsed from it, and the parts that cannot be used."""
 
     text: str
@@ -58,39 +58,39 @@ class Text(NamedTuple):
 
 
 A7, A9 = parse_addr("10.0.0.7"), parse_addr("fd00::9")
-TEXTS = [
-    Text("web-0=3", Weights(pods=(("web-0", 3),))),
-    Text(" web-0 = 3 ,web-1=2,\n", Weights(pods=(("web-0", 3), ("web-1", 2)))),
-    Text("10.0.0.7=0", Weights(addresses=((A7, 0),))),
-    Text("010.0.0.07=1", Weights(addresses=((A7, 1),))),
-    Text("fd00::9=5, FD00:0::9=5", Weights(addresses=((A9, 5),))),
-    Text("node:worker-2.example=2", Weights(nodes=(("worker-2.example", 2),))),
-    Text("zone:EU_1a=2", Weights(zones=(("EU_1a", 2),))),
-    Text("*=0", Weights(default=0)),
-    Text("*=7,web-0=1000", Weights(pods=(("web-0", 1000),), default=7)),
-    Text("web-0=3, 10.0.0.7=0, node:worker-2=2, zone:eu-1a=2, *=1",
-         Weights(((A7, 0),), (("web-0", 3),), (("worker-2", 2),), (("eu-1a", 2),), 1)),
-    Text("web-0=3,web-1=x", Weights(pods=(("web-0", 3),)), "'web-1=x'"),
-    Text("web-0=-1", None, "'web-0=-1'"),
-    Text("web-0=1001", None, "'web-0=1001'"),
-    Text("web-0=1.5", None, "'web-0=1.5'"),
-    Text("web-0=٣", None, "'web-0=٣'"),
-    Text("web-0=", None, "'web-0='"),
-    Text("=3", None, "'=3'"),
-    Text("3", None, "'3'"),
-    Text("", None, "''"),
-    Text("Web_0=3", None, "'Web_0=3'"),
-    Text("node:=3", None, "'node:=3'"),
-    Text("zone:-x=3", None, "'zone:-x=3'"),
-    Text(f"zone:{'z' * 64}=3", None, f"'zone:{'z' * 59}'"),
-    Text("web-0=1,web-0=2", Weights(pods=(("web-0", 1),)), "'web-0=2'"),
-    Text("*=1,*=2", Weights(), "'*=2'"),
-    Text("a=x,b=x,c=x,d=x,e=x", None, "'a=x', 'b=x', 'c=x' and 2 more"),
+ANNOTATIONS = [
+    AnnotationRow("web-0=3", Weights(pods=(("web-0", 3),))),
+    AnnotationRow(" web-0 = 3 ,web-1=2,\n", Weights(pods=(("web-0", 3), ("web-1", 2)))),
+    AnnotationRow("10.0.0.7=0", Weights(addresses=((A7, 0),))),
+    AnnotationRow("010.0.0.07=1", Weights(addresses=((A7, 1),))),
+    AnnotationRow("fd00::9=5, FD00:0::9=5", Weights(addresses=((A9, 5),))),
+    AnnotationRow("node:worker-2.example=2", Weights(nodes=(("worker-2.example", 2),))),
+    AnnotationRow("zone:EU_1a=2", Weights(zones=(("EU_1a", 2),))),
+    AnnotationRow("*=0", Weights(default=0)),
+    AnnotationRow("*=7,web-0=1000", Weights(pods=(("web-0", 1000),), default=7)),
+    AnnotationRow("web-0=3, 10.0.0.7=0, node:worker-2=2, zone:eu-1a=2, *=1",
+                  Weights(((A7, 0),), (("web-0", 3),), (("worker-2", 2),), (("eu-1a", 2),), 1)),
+    AnnotationRow("web-0=3,web-1=x", Weights(pods=(("web-0", 3),)), "'web-1=x'"),
+    AnnotationRow("web-0=-1", None, "'web-0=-1'"),
+    AnnotationRow("web-0=1001", None, "'web-0=1001'"),
+    AnnotationRow("web-0=1.5", None, "'web-0=1.5'"),
+    AnnotationRow("web-0=٣", None, "'web-0=٣'"),
+    AnnotationRow("web-0=", None, "'web-0='"),
+    AnnotationRow("=3", None, "'=3'"),
+    AnnotationRow("3", None, "'3'"),
+    AnnotationRow("", None, "''"),
+    AnnotationRow("Web_0=3", None, "'Web_0=3'"),
+    AnnotationRow("node:=3", None, "'node:=3'"),
+    AnnotationRow("zone:-x=3", None, "'zone:-x=3'"),
+    AnnotationRow(f"zone:{'z' * 64}=3", None, f"'zone:{'z' * 59}'"),
+    AnnotationRow("web-0=1,web-0=2", Weights(pods=(("web-0", 1),)), "'web-0=2'"),
+    AnnotationRow("*=1,*=2", Weights(), "'*=2'"),
+    AnnotationRow("a=x,b=x,c=x,d=x,e=x", None, "'a=x', 'b=x', 'c=x' and 2 more"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("row", TEXTS, ids=lambda row: row.text[:30])
-def test_annotation_weights(row: Text):
+@pytest.mark.parametrize("row", ANNOTATIONS, ids=lambda row: row.text[:30])
+def test_annotation_weights(row: AnnotationRow):
     found = said({"kbpf.io/weights": row.text})
     assert found.weights == row.means
     if row.bad:

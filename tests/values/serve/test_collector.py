@@ -54,12 +54,12 @@ def number(made: BackgroundCollector) -> int:
 def test_nothing_is_collected_before_the_first_scrape(made: BackgroundCollector, source: Source):
     made.start()
     assert made.scrape() == b"", "and who asks first waits for nothing"
-    until("it is counted", lambda: number(made) == source.counts > 0)
+    until("the first collection", lambda: number(made) == source.counts > 0)
 
 
 def test_collects_again_while_scraped(made: BackgroundCollector, monkeypatch: pytest.MonkeyPatch):
     made.start()
-    until("three times", lambda: number(made) >= 3)
+    until("three collections", lambda: number(made) >= 3)
     monkeypatch.setattr(collector, "ACTIVE_AFTER_SCRAPE_S", -1.0)
 
 
@@ -71,7 +71,7 @@ def test_pauses_without_scrapes(
     made.start()
     for asked in (1, 2):
         made.scrape()
-        until("it is counted", lambda: source.counts == asked)  # noqa: B023
+        until("one collection per scrape", lambda: source.counts == asked)  # noqa: B023
 
 
 def test_collects_at_the_idle_interval_without_scrapes(
@@ -79,7 +79,7 @@ def test_collects_at_the_idle_interval_without_scrapes(
 ):
     monkeypatch.setattr(collector, "IDLE_COLLECT_INTERVAL_S", 0.01)
     made.start()
-    until("it is counted", lambda: source.counts > 2)
+    until("three collections", lambda: source.counts > 2)
 
 
 def test_failed_collection_is_logged_once_and_shows_nothing(
@@ -109,7 +109,7 @@ def test_internal_error_does_not_end_the_thread(made: BackgroundCollector, sourc
 
     source.instead = fault
     made.start()
-    until("it is counted the next time", lambda: number(made) > 1)
+    until("the next collection succeeds", lambda: number(made) > 1)
 
 
 def test_stop_during_a_collection(made: BackgroundCollector, source: Source):

@@ -60,7 +60,7 @@ class Server:
         self.got.append(json.loads(body))
         answer = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
         if answer is None:
-            raise SourceError("nobody there")
+            raise SourceError("unreachable")
         return answer
 
 
@@ -91,7 +91,7 @@ def test_retries_and_outcome(row: Row):
     server = Server(*row.answers)
     made = EventRecorder(server, "n1", retry_interval=0.0)
     made.emit(NODE, "Starting", "StartKubeProxy")
-    until("it is settled", lambda: made.sent + made.dropped)
+    until("the Event is sent or dropped", lambda: made.sent + made.dropped)
     assert (made.sent, made.dropped) == (row.sent, row.dropped)
     assert len(server.got) == row.asked
     made.stop()
@@ -109,11 +109,11 @@ def test_internal_error_does_not_end_the_thread():
     made = EventRecorder(post, "n1")
     made.emit(NODE, "One", "A")
     made.emit(NODE, "Two", "A")
-    until("the second is sent", lambda: made.sent)
+    until("the second Event is sent", lambda: made.sent)
     made.stop()
 
 
-class Said(NamedTuple):
+class Emission(NamedTuple):
     """An Event that is emitted at `at` seconds, and whether it is sent, or dropped and counted."""
 
     at: float
@@ -123,26 +123,28 @@ class Said(NamedTuple):
     dropped: bool = False
 
 
-SAID = {
+EMISSIONS = {
     "the same after five minutes": [
-        Said(0, WEB, "R", True), Said(299, WEB, "R", False), Said(300, WEB, "R", True),
+        Emission(0, WEB, "R", True), Emission(299, WEB, "R", False), Emission(300, WEB, "R", True),
     ],
     "another object or reason is no repetition": [
-        Said(0, WEB, "R", True), Said(0, NODE, "R", True), Said(0, WEB, "S", True),
+        Emission(0, WEB, "R", True), Emission(0, NODE, "R", True), Emission(0, WEB, "S", True),
     ],
     "a suppressed repetition does not extend the interval": [
-        Said(0, WEB, "R", True), Said(200, WEB, "R", False), Said(301, WEB, "R", True),
+        Emission(0, WEB, "R", True), Emission(200, WEB, "R", False), Emission(301, WEB, "R", True),
     ],
     "the burst is limited and refills": [
-        *(Said(0, EventObject("Service", f"s{i}", "x"), "R", True) for i in range(events.BURST)),
-        Said(0, NODE, "R", False, True), Said(9, NODE, "R", False, True), Said(10, NODE, "R", True),
-        Said(10, WEB, "R", False, True),
+        *(Emission(0, EventObject("Service", f"s{i}", "x"), "R", True)
+          for i in range(events.BURST)),
+        Emission(0, NODE, "R", False, True), Emission(9, NODE, "R", False, True),
+        Emission(10, NODE, "R", True),
+        Emission(10, WEB, "R", False, True),
     ],
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("rows", SAID.values(), ids=SAID.keys())
-def test_repetitions_and_rate_limit(rows: list[Said]):
+@pytest.mark.parametrize("rows", EMISSIONS.values(), ids=EMISSIONS.keys())
+def test_repetitions_and_rate_limit(rows: list[Emission]):
     now = 0.0
     server = Server(201)
     made = EventRecorder(server, "n1", lambda: now)
@@ -150,7 +152,7 @@ def test_repetitions_and_rate_limit(rows: list[Said]):
         now = row.at
         made.emit(row.about, row.reason, "A", f"{row.at}")
     wanted = [(row.about.name, row.reason, f"{row.at}") for row in rows if row.sent]
-    until("all are sent", lambda: made.sent == len(wanted))
+    until("all Events are sent", lambda: made.sent == len(wanted))
     got = [(one["regarding"]["name"], one["reason"], one["note"]) for one in server.got]
     assert got == wanted
     assert made.dropped == sum(row.dropped for row in rows)
@@ -170,10 +172,10 @@ def test_emit_does_not_block_while_the_server_hangs(monkeypatch: pytest.MonkeyPa
     made.emit(NODE, "First", "A")
     assert asked.wait(PATIENCE)
     for i in range(2 * events.MAX_QUEUED):
-        made.emit(NODE, f"R{i}", "A")  # this loop ends, though nothing is answered
+        made.emit(NODE, f"R{i}", "A")  # this does not block although the server does not respond
     assert made.dropped == events.MAX_QUEUED
     hangs.set()
-    until("what waited is sent", lambda: made.sent == 1 + events.MAX_QUEUED)
+    until("the queued Events are sent", lambda: made.sent == 1 + events.MAX_QUEUED)
     made.stop()
 
 
@@ -182,7 +184,7 @@ def test_stop_does_not_wait_for_an_unreachable_server():
     made.emit(NODE, "Starting", "A")
     made.stop()
     until(
-        "its thread has ended",
+        "the thread has ended",
         lambda: not any(thread.name == "events" for thread in threading.enumerate()),
     )
 

@@ -43,7 +43,7 @@ def told(good: bool) -> str:
     return f'"status":{{"IPv4":{one},"IPv6":{one}}}'
 
 
-class Asked(NamedTuple):
+class HealthRow(NamedTuple):
     """The health, the requested path, and the status and body of the response."""
 
     name: str
@@ -56,32 +56,32 @@ class Asked(NamedTuple):
 
 WELL, LATE = HealthVerdict(True, SYNCED, NOW), HealthVerdict(False, SYNCED, NOW)
 FIRST = HealthVerdict(True, None, NOW)
-ASKED = [
-    Asked("healthy", WELL, True, "/healthz", 200,
-          f'{{"lastUpdated":"{AT}","currentTime":"{AT}","nodeEligible":true,"healthy":true,'
-          f'{told(True)}}}'),
-    Asked("healthy: livez does not mention the node", WELL, True, "/livez", 200,
-          f'{{"lastUpdated":"{AT}","currentTime":"{AT}","healthy":true,{told(True)}}}'),
-    Asked("the node is being deleted", WELL, False, "/healthz", 503,
-          f'{{"lastUpdated":"{THEN}","currentTime":"{AT}","nodeEligible":false,"healthy":true,'
-          f'{told(True)}}}'),
-    Asked("the node is being deleted: livez ignores it", WELL, False, "/livez", 200,
-          f'{{"lastUpdated":"{AT}","currentTime":"{AT}","healthy":true,{told(True)}}}'),
-    Asked("late", LATE, True, "/healthz", 503,
-          f'{{"lastUpdated":"{THEN}","currentTime":"{AT}","nodeEligible":true,"healthy":false,'
-          f'{told(False)}}}'),
-    Asked("late: livez", LATE, True, "/livez", 503,
-          f'{{"lastUpdated":"{THEN}","currentTime":"{AT}","healthy":false,{told(False)}}}'),
-    Asked("starting", FIRST, True, "/healthz", 200,
-          f'{{"lastUpdated":"{AT}","currentTime":"{AT}","nodeEligible":true,"healthy":true}}'),
-    Asked("starting on a node that is being deleted", FIRST, False, "/healthz", 503,
-          f'{{"lastUpdated":"0001-01-01T00:00:00Z","currentTime":"{AT}","nodeEligible":false,'
-          f'"healthy":true}}'),
+HEALTH_ROWS = [
+    HealthRow("healthy", WELL, True, "/healthz", 200,
+              f'{{"lastUpdated":"{AT}","currentTime":"{AT}","nodeEligible":true,"healthy":true,'
+              f'{told(True)}}}'),
+    HealthRow("healthy: livez does not mention the node", WELL, True, "/livez", 200,
+              f'{{"lastUpdated":"{AT}","currentTime":"{AT}","healthy":true,{told(True)}}}'),
+    HealthRow("the node is being deleted", WELL, False, "/healthz", 503,
+              f'{{"lastUpdated":"{THEN}","currentTime":"{AT}","nodeEligible":false,"healthy":true,'
+              f'{told(True)}}}'),
+    HealthRow("the node is being deleted: livez ignores it", WELL, False, "/livez", 200,
+              f'{{"lastUpdated":"{AT}","currentTime":"{AT}","healthy":true,{told(True)}}}'),
+    HealthRow("late", LATE, True, "/healthz", 503,
+              f'{{"lastUpdated":"{THEN}","currentTime":"{AT}","nodeEligible":true,"healthy":false,'
+              f'{told(False)}}}'),
+    HealthRow("late: livez", LATE, True, "/livez", 503,
+              f'{{"lastUpdated":"{THEN}","currentTime":"{AT}","healthy":false,{told(False)}}}'),
+    HealthRow("starting", FIRST, True, "/healthz", 200,
+              f'{{"lastUpdated":"{AT}","currentTime":"{AT}","nodeEligible":true,"healthy":true}}'),
+    HealthRow("starting on a node that is being deleted", FIRST, False, "/healthz", 503,
+              f'{{"lastUpdated":"0001-01-01T00:00:00Z","currentTime":"{AT}","nodeEligible":false,'
+              f'"healthy":true}}'),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("asked", ASKED, ids=lambda asked: asked.name)
-def test_healthz_and_livez_responses(asked: Asked):
+@pytest.mark.parametrize("asked", HEALTH_ROWS, ids=lambda asked: asked.name)
+def test_healthz_and_livez_responses(asked: HealthRow):
     whole = asked.path == "/healthz"
     answer = healthz(asked.verdict, asked.eligible) if whole else livez(asked.verdict)
     assert answer == HttpResponse(asked.status, asked.body.encode(), "application/json")
@@ -165,7 +165,7 @@ class Step(NamedTuple):
     healthy: bool
 
 
-LIVES = {
+HISTORIES = {
     "nothing to do for a day": [Step(0, "programmed", True), Step(86_400, "", True)],
     "a change is late after 60 s": [
         Step(0, "programmed", True), Step(10, "queued", True), Step(69.9, "", True),
@@ -204,7 +204,7 @@ LIVES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("steps", LIVES.values(), ids=LIVES.keys())
+@pytest.mark.parametrize("steps", HISTORIES.values(), ids=HISTORIES.keys())
 def test_health_over_time(steps: list[Step]):
     now = 0.0
     health = HealthTracker(60.0, lambda: now, lambda: round(now * 1e9))
@@ -270,7 +270,7 @@ def piece(*ends: Endpoint, family: int = 4, ports: int = 1, name: str = "a") -> 
     return EndpointSlice("default", name, "web", family, ends, made)
 
 
-class Counted(NamedTuple):
+class EndpointCount(NamedTuple):
     """Slices, and the number of local endpoints counted in each family."""
 
     name: str
@@ -279,32 +279,32 @@ class Counted(NamedTuple):
     v6: int
 
 
-COUNTED = [
-    Counted("no slices", (), 0, 0),
-    Counted("one on this node", (piece(end("10.0.0.1")),), 1, 0),
-    Counted("one on another node", (piece(end("10.0.0.1", "n2")),), 0, 0),
-    Counted("on no node", (piece(end("10.0.0.1", "")),), 0, 0),
-    Counted("one that is not ready", (piece(end("10.0.0.1", ready=False)),), 0, 0),
-    Counted("one that terminates and still serves",
-            (piece(end("10.0.0.1", ready=False, terminating=True)),), 0, 0),
-    Counted("one with two ports", (piece(end("10.0.0.1"), ports=2),), 1, 0),
-    Counted("a slice without ports", (piece(end("10.0.0.1"), ports=0),), 0, 0),
-    Counted("one in two slices",
+ENDPOINT_COUNTS = [
+    EndpointCount("no slices", (), 0, 0),
+    EndpointCount("one on this node", (piece(end("10.0.0.1")),), 1, 0),
+    EndpointCount("one on another node", (piece(end("10.0.0.1", "n2")),), 0, 0),
+    EndpointCount("on no node", (piece(end("10.0.0.1", "")),), 0, 0),
+    EndpointCount("one that is not ready", (piece(end("10.0.0.1", ready=False)),), 0, 0),
+    EndpointCount("one that terminates and still serves",
+                  (piece(end("10.0.0.1", ready=False, terminating=True)),), 0, 0),
+    EndpointCount("one with two ports", (piece(end("10.0.0.1"), ports=2),), 1, 0),
+    EndpointCount("a slice without ports", (piece(end("10.0.0.1"), ports=0),), 0, 0),
+    EndpointCount("one in two slices",
             (piece(end("10.0.0.1")), piece(end("10.0.0.1"), end("10.0.0.2"), name="b")), 2, 0),
-    Counted("one that terminates, and a new one with two ports at its address on another node",
-            (piece(end("10.0.0.1", "n2"), ports=2), piece(end("10.0.0.1", terminating=True),
+    EndpointCount("one that terminates, and one with two ports at its address on another node",
+                  (piece(end("10.0.0.1", "n2"), ports=2), piece(end("10.0.0.1", terminating=True),
+                                                                name="b")), 0, 0),
+    EndpointCount("one address, ready and unready, with different ports",
+                  (piece(end("10.0.0.1"), ports=1), piece(end("10.0.0.1", ready=False), ports=2,
                                                           name="b")), 0, 0),
-    Counted("one address, ready and unready, with different ports",
-            (piece(end("10.0.0.1"), ports=1), piece(end("10.0.0.1", ready=False), ports=2,
-                                                    name="b")), 0, 0),
-    Counted("both families",
+    EndpointCount("both families",
             (piece(end("10.0.0.1")), piece(end("fd00::2"), end("fd00::3"), family=6, name="b")),
             1, 2),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("row", COUNTED, ids=lambda row: row.name)
-def test_local_endpoints_are_counted(row: Counted):
+@pytest.mark.parametrize("row", ENDPOINT_COUNTS, ids=lambda row: row.name)
+def test_local_endpoints_are_counted(row: EndpointCount):
     assert compute_health_check(WEB, row.slices, "n1") == HealthCheck(31_999, row.v4, row.v6)
 
 
@@ -327,7 +327,7 @@ def test_service_without_health_check_port_has_no_check():
 # ---- where it answers --------------------------------------------------------------------------
 
 
-class Opened(NamedTuple):
+class ListenRow(NamedTuple):
     """The NodePort addresses (None: all), those of the node, and where a health check listens."""
 
     name: str
@@ -336,20 +336,20 @@ class Opened(NamedTuple):
     on: tuple[str, ...]
 
 
-OPENED = [
-    Opened("all", None, ("10.0.0.1",), ("0.0.0.0", "::")),
-    Opened("both families", ("10.0.0.1", "fd00::1"), ("10.0.0.1", "fd00::1"),
-           ("10.0.0.1", "fd00::1")),
-    Opened("two of one family, none of the other", ("10.0.0.1", "10.0.0.2"),
-           ("10.0.0.1", "10.0.0.2"), ("10.0.0.1", "10.0.0.2", "::")),
-    Opened("one is not an address of the node", ("10.0.0.1", "10.0.0.2", "fd00::1"),
-           ("10.0.0.2", "fd00::1"), ("10.0.0.2", "fd00::1")),
-    Opened("none is an address of the node", ("10.0.0.1", "fd00::1"), (), ("0.0.0.0", "::")),
+LISTEN_ROWS = [
+    ListenRow("all", None, ("10.0.0.1",), ("0.0.0.0", "::")),
+    ListenRow("both families", ("10.0.0.1", "fd00::1"), ("10.0.0.1", "fd00::1"),
+              ("10.0.0.1", "fd00::1")),
+    ListenRow("two of one family, none of the other", ("10.0.0.1", "10.0.0.2"),
+              ("10.0.0.1", "10.0.0.2"), ("10.0.0.1", "10.0.0.2", "::")),
+    ListenRow("one is not an address of the node", ("10.0.0.1", "10.0.0.2", "fd00::1"),
+              ("10.0.0.2", "fd00::1"), ("10.0.0.2", "fd00::1")),
+    ListenRow("none is an address of the node", ("10.0.0.1", "fd00::1"), (), ("0.0.0.0", "::")),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("row", OPENED, ids=lambda row: row.name)
-def test_listen_addresses_of_a_health_check(row: Opened, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("row", LISTEN_ROWS, ids=lambda row: row.name)
+def test_listen_addresses_of_a_health_check(row: ListenRow, monkeypatch: pytest.MonkeyPatch):
     """As kube-proxy: a family without a usable address listens on the wildcard address."""
     opened: list[str] = []
     desk = AgentServer(Config())
@@ -395,7 +395,7 @@ class Ports:
             work()
 
 
-class Claimed(NamedTuple):
+class PortRow(NamedTuple):
     """The health check port of each Service in every step, and the result after the last step.
 
     Retries run after each step. `served` maps a port to its Service; `failed` is the number of
@@ -408,21 +408,21 @@ class Claimed(NamedTuple):
     failed: int = 0
 
 
-CLAIMED = [
-    Claimed("another number", ({"a": 1}, {"a": 2}), {2: "a"}),
-    Claimed("the same again", ({"a": 1}, {"a": 1}), {1: "a"}),
-    Claimed("deleted", ({"a": 1}, {}), {}),
-    Claimed("two with one port", ({"a": 1, "b": 1},), {1: "a"}, 1),
-    Claimed("the second gets it when the first is deleted", ({"a": 1, "b": 1}, {"b": 1}), {1: "b"}),
-    Claimed("the second is deleted", ({"a": 1, "b": 1}, {"a": 1}), {1: "a"}),
-    Claimed("both are deleted while one waits", ({"a": 1, "b": 1}, {}), {}),
-    Claimed("the second changes its port", ({"a": 1, "b": 1}, {"a": 1, "b": 2}), {1: "a", 2: "b"}),
-    Claimed("two swap their ports", ({"a": 1, "b": 2}, {"a": 2, "b": 1}), {1: "b", 2: "a"}),
+PORT_ROWS = [
+    PortRow("another number", ({"a": 1}, {"a": 2}), {2: "a"}),
+    PortRow("the same again", ({"a": 1}, {"a": 1}), {1: "a"}),
+    PortRow("deleted", ({"a": 1}, {}), {}),
+    PortRow("two with one port", ({"a": 1, "b": 1},), {1: "a"}, 1),
+    PortRow("the second gets it when the first is deleted", ({"a": 1, "b": 1}, {"b": 1}), {1: "b"}),
+    PortRow("the second is deleted", ({"a": 1, "b": 1}, {"a": 1}), {1: "a"}),
+    PortRow("both are deleted while one waits", ({"a": 1, "b": 1}, {}), {}),
+    PortRow("the second changes its port", ({"a": 1, "b": 1}, {"a": 1, "b": 2}), {1: "a", 2: "b"}),
+    PortRow("two swap their ports", ({"a": 1, "b": 2}, {"a": 2, "b": 1}), {1: "b", 2: "a"}),
 ]
 
 
-@pytest.mark.parametrize("row", CLAIMED, ids=lambda row: row.name)
-def test_which_service_gets_a_health_check_port(row: Claimed, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("row", PORT_ROWS, ids=lambda row: row.name)
+def test_which_service_gets_a_health_check_port(row: PortRow, monkeypatch: pytest.MonkeyPatch):
     desk, ports = AgentServer(Config()), Ports()
     monkeypatch.setattr(desk, "_http", ports)
     for wanted in row.steps:
@@ -471,11 +471,11 @@ def test_listen_address_in_use_is_an_event_and_a_problem(
                     desk.start()
             else:
                 desk.start()
-            until("it is said", lambda: made)
+            until("the Event is sent", lambda: made)
             if not hard:
                 assert desk.problems() == (made[0]["note"],)
                 taken.close()
-                until("it has its address", lambda: answers(port))
+                until("the server listens", lambda: answers(port))
                 assert desk.problems() == ()
         finally:
             desk.stop()

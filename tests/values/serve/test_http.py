@@ -183,19 +183,19 @@ def test_request_may_arrive_byte_by_byte(site: Site):
 # ---- misbehaving clients -----------------------------------------------------------------------
 
 
-def mute(site: Site) -> socket.socket:
+def sends_nothing(site: Site) -> socket.socket:
     """Connects and sends nothing."""
     return site.connect()
 
 
-def slow(site: Site) -> socket.socket:
+def sends_half(site: Site) -> socket.socket:
     """Sends half of a request."""
     sock = site.connect()
     sock.sendall(b"GET / HTTP/1.1\r\nHo")
     return sock
 
 
-def deaf(site: Site) -> socket.socket:
+def reads_nothing(site: Site) -> socket.socket:
     """Requests large pages and reads nothing."""
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 32_768)
@@ -205,10 +205,10 @@ def deaf(site: Site) -> socket.socket:
     return sock
 
 
-NUISANCES = [mute, slow, deaf]
+MISBEHAVING = [sends_nothing, sends_half, reads_nothing]
 
 
-@pytest.mark.parametrize("nuisance", NUISANCES, ids=lambda nuisance: nuisance.__name__)
+@pytest.mark.parametrize("nuisance", MISBEHAVING, ids=lambda nuisance: nuisance.__name__)
 def test_misbehaving_connections_over_the_limit_do_not_block_others(
     site: Site, nuisance: Callable[[Site], socket.socket], monkeypatch: pytest.MonkeyPatch
 ):
@@ -233,7 +233,11 @@ def ended(sock: socket.socket) -> bool:
 
 @pytest.mark.parametrize(
     ("nuisance", "seconds"),
-    [(mute, http.HEAD_TIMEOUT_S), (slow, http.HEAD_TIMEOUT_S), (deaf, http.SEND_TIMEOUT_S)],
+    [
+        (sends_nothing, http.HEAD_TIMEOUT_S),
+        (sends_half, http.HEAD_TIMEOUT_S),
+        (reads_nothing, http.SEND_TIMEOUT_S),
+    ],
 )
 def test_misbehaving_connections_time_out(
     site: Site, clock: list[float], nuisance: Callable[[Site], socket.socket], seconds: float
@@ -260,8 +264,8 @@ def test_slow_second_request_on_a_connection_times_out(site: Site, clock: list[f
 
 
 def test_slow_reader_gets_all_pages(site: Site):
-    with deaf(site) as sock:
-        until("it has answered", lambda: sock.recv(1, socket.MSG_PEEK))
+    with reads_nothing(site) as sock:
+        until("the response begins", lambda: sock.recv(1, socket.MSG_PEEK))
         found = b""
         while found.count(b"x") < 6 * len(PAGE) and (data := sock.recv(1 << 20)):
             found += data
@@ -273,7 +277,7 @@ def test_accept_is_retried_after_running_out_of_descriptors(
 ):
     refused = threading.Event()
 
-    class Poor:
+    class ExhaustedListener:
         """A listening socket whose first accept() fails with EMFILE."""
 
         def __init__(self, sock: socket.socket) -> None:
@@ -291,7 +295,7 @@ def test_accept_is_retried_after_running_out_of_descriptors(
         def close(self) -> None:
             self._sock.close()
 
-    monkeypatch.setattr(http, "bind", lambda *_: Poor(bind("127.0.0.1", 0)))
+    monkeypatch.setattr(http, "bind", lambda *_: ExhaustedListener(bind("127.0.0.1", 0)))
     bind = socket_that_listens
     poor = site.server.listen("127.0.0.1", 0, answer)
     other = Site(site.server, poor.sock._sock.getsockname()[1])  # type: ignore[attr-defined]
@@ -356,8 +360,8 @@ def test_slow_readers_hold_a_limited_number_of_large_pages(site: Site, clock: li
     with contextlib.ExitStack() as stack:
         readers = []
         for _ in range(http.MAX_LARGE_RESPONSES + 2):
-            readers.append(stack.enter_context(deaf(other)))
-            until("it is being answered", lambda: readers[-1].recv(1, socket.MSG_PEEK))
+            readers.append(stack.enter_context(reads_nothing(other)))
+            until("the response begins", lambda: readers[-1].recv(1, socket.MSG_PEEK))
             clock[0] += 0.001
         for reader in readers[:2]:
             until("the reader of the oldest page is disconnected", partial(ended, reader))
@@ -369,9 +373,11 @@ def test_slow_readers_hold_a_limited_number_of_large_pages(site: Site, clock: li
 
 def test_many_readers_may_share_one_page(site: Site):
     with contextlib.ExitStack() as stack:
-        readers = [stack.enter_context(deaf(site)) for _ in range(3 * http.MAX_LARGE_RESPONSES)]
+        readers = [
+            stack.enter_context(reads_nothing(site)) for _ in range(3 * http.MAX_LARGE_RESPONSES)
+        ]
         for reader in readers:
-            until("it is being answered", partial(reader.recv, 1, socket.MSG_PEEK))
+            until("the response begins", partial(reader.recv, 1, socket.MSG_PEEK))
         assert all(more(reader) for reader in readers)
 
 

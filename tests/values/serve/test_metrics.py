@@ -221,7 +221,7 @@ def test_names_have_a_prefix_and_counters_end_in_total():
 # ---- kube-proxy's series -----------------------------------------------------------------------
 
 
-class Theirs(NamedTuple):
+class KubeProxyFamily(NamedTuple):
     """A family of kube-proxy 1.37 that is the same in all its modes: type, labels and buckets."""
 
     name: str
@@ -231,25 +231,29 @@ class Theirs(NamedTuple):
 
 
 FAMILY = {"ip_family"}
-THEIRS = [
-    Theirs("kubeproxy_sync_proxy_rules_duration_seconds", "histogram", FAMILY, SYNC),
-    Theirs("kubeproxy_sync_full_proxy_rules_duration_seconds", "histogram", FAMILY, SYNC),
-    Theirs("kubeproxy_sync_partial_proxy_rules_duration_seconds", "histogram", FAMILY, SYNC),
-    Theirs("kubeproxy_network_programming_duration_seconds", "histogram", FAMILY, PROGRAMMING),
-    Theirs("kubeproxy_sync_proxy_rules_last_timestamp_seconds", "gauge", FAMILY),
-    Theirs("kubeproxy_sync_proxy_rules_last_queued_timestamp_seconds", "gauge", FAMILY),
-    Theirs("kubeproxy_sync_proxy_rules_endpoint_changes_pending", "gauge", set()),
-    Theirs("kubeproxy_sync_proxy_rules_endpoint_changes_total", "counter", set()),
-    Theirs("kubeproxy_sync_proxy_rules_service_changes_pending", "gauge", set()),
-    Theirs("kubeproxy_sync_proxy_rules_service_changes_total", "counter", set()),
-    Theirs("kubeproxy_sync_proxy_rules_no_local_endpoints_total", "gauge",
-           {"ip_family", "traffic_policy"}),
-    Theirs("kubeproxy_conntrack_reconciler_sync_duration_seconds", "histogram", FAMILY, SYNC),
-    Theirs("kubeproxy_conntrack_reconciler_deleted_entries_total", "counter", FAMILY),
-    Theirs("kubeproxy_proxy_healthz_total", "counter", {"code"}),
-    Theirs("kubeproxy_proxy_livez_total", "counter", {"code"}),
-    Theirs("rest_client_requests_total", "counter", {"code", "method", "host"}),
-    Theirs("rest_client_request_duration_seconds", "histogram", {"verb", "host"}, REQUESTS),
+KUBE_PROXY_FAMILIES = [
+    KubeProxyFamily("kubeproxy_sync_proxy_rules_duration_seconds", "histogram", FAMILY, SYNC),
+    KubeProxyFamily("kubeproxy_sync_full_proxy_rules_duration_seconds", "histogram", FAMILY, SYNC),
+    KubeProxyFamily("kubeproxy_sync_partial_proxy_rules_duration_seconds",
+                    "histogram", FAMILY, SYNC),
+    KubeProxyFamily("kubeproxy_network_programming_duration_seconds",
+                    "histogram", FAMILY, PROGRAMMING),
+    KubeProxyFamily("kubeproxy_sync_proxy_rules_last_timestamp_seconds", "gauge", FAMILY),
+    KubeProxyFamily("kubeproxy_sync_proxy_rules_last_queued_timestamp_seconds", "gauge", FAMILY),
+    KubeProxyFamily("kubeproxy_sync_proxy_rules_endpoint_changes_pending", "gauge", set()),
+    KubeProxyFamily("kubeproxy_sync_proxy_rules_endpoint_changes_total", "counter", set()),
+    KubeProxyFamily("kubeproxy_sync_proxy_rules_service_changes_pending", "gauge", set()),
+    KubeProxyFamily("kubeproxy_sync_proxy_rules_service_changes_total", "counter", set()),
+    KubeProxyFamily("kubeproxy_sync_proxy_rules_no_local_endpoints_total", "gauge",
+                    {"ip_family", "traffic_policy"}),
+    KubeProxyFamily("kubeproxy_conntrack_reconciler_sync_duration_seconds",
+                    "histogram", FAMILY, SYNC),
+    KubeProxyFamily("kubeproxy_conntrack_reconciler_deleted_entries_total", "counter", FAMILY),
+    KubeProxyFamily("kubeproxy_proxy_healthz_total", "counter", {"code"}),
+    KubeProxyFamily("kubeproxy_proxy_livez_total", "counter", {"code"}),
+    KubeProxyFamily("rest_client_requests_total", "counter", {"code", "method", "host"}),
+    KubeProxyFamily("rest_client_request_duration_seconds",
+                    "histogram", {"verb", "host"}, REQUESTS),
 ]  # fmt: skip
 
 
@@ -275,8 +279,8 @@ def busy() -> KubeProxyMetrics:
     return record
 
 
-@pytest.mark.parametrize("row", THEIRS, ids=lambda row: row.name)
-def test_families_of_kube_proxy(row: Theirs):
+@pytest.mark.parametrize("row", KUBE_PROXY_FAMILIES, ids=lambda row: row.name)
+def test_families_of_kube_proxy(row: KubeProxyFamily):
     family = page(proxy_metrics=busy())[row.name]
     assert (family.kind, family.label_names - {"le"}) == (row.kind, row.labels)
     assert family.bounds == list(row.bounds)
@@ -308,7 +312,7 @@ def test_values_recorded_by_kubeproxy_metrics(row: Value):
     assert page(proxy_metrics=busy())[row.name].value(**row.labels) == row.value
 
 
-class Ticking:
+class TickingClock:
     """A clock that advances by one second with each reading."""
 
     def __init__(self) -> None:
@@ -335,7 +339,7 @@ def test_sync_timestamp_is_not_older_than_the_queued_one_after_a_pass():
     """In kube-proxy each family queues its own changes. Here an event counts for both families
     until the policy knows which one it affects.
     """
-    record = KubeProxyMetrics(Ticking())
+    record = KubeProxyMetrics(TickingClock())
     record.record_queued()
     assert not page(proxy_metrics=record)[
         "kubeproxy_sync_proxy_rules_last_timestamp_seconds"
@@ -363,7 +367,7 @@ def test_sync_timestamp_is_not_older_than_the_queued_one_after_a_pass():
 
 
 def test_change_queued_during_a_pass_is_pending_after_it():
-    record = KubeProxyMetrics(Ticking())
+    record = KubeProxyMetrics(TickingClock())
     record.record_sync(0.1, full=True)
     record.record_queued()
     record.record_changes(0, 1)
@@ -437,14 +441,14 @@ def test_histogram_bounds_are_inclusive():
 
 
 def test_page_without_status_and_with_failing_data_plane():
-    class Refuses(Counts):
+    class FailingPlane(Counts):
         def read_metrics(self) -> DataPlaneMetrics:
             raise KernelError("no maps")
 
         def count_traffic(self, pause: Pause) -> TrafficStats:
             raise KernelError("no maps")
 
-    desk = AgentServer(Config(), "bpf", Refuses())
+    desk = AgentServer(Config(), "bpf", FailingPlane())
     desk.collect()
     found = parse(desk.format_metrics().decode())
     assert "kubeproxy_sync_proxy_rules_duration_seconds" in found
@@ -460,7 +464,7 @@ def test_no_connection_series_without_accounting():
 
 
 OUTCOMES = ("connections", "failures", "bytes", "retransmits", "round_trip_seconds", "round_trips")
-KNOWN = [
+COUNTER_SETS = [
     ("no counter", frozenset(), ()),
     ("connection counters", CONNECTION_COUNTERS, ("connections", "failures")),
     ("counters of IPVS", IPVS_COUNTERS, ("connections", "bytes")),
@@ -468,7 +472,9 @@ KNOWN = [
 ]
 
 
-@pytest.mark.parametrize(("name", "known", "there"), KNOWN, ids=[row[0] for row in KNOWN])
+@pytest.mark.parametrize(
+    ("name", "known", "there"), COUNTER_SETS, ids=[row[0] for row in COUNTER_SETS]
+)
 def test_counters_that_are_not_counted_have_no_series(
     name: str, known: frozenset[str], there: Sequence[str]
 ):

@@ -66,7 +66,7 @@ class Plane:
         }.get(name, lambda *_: None)
 
 
-class Wrong(NamedTuple):
+class Mistake(NamedTuple):
     """A folder with FINE as all.yaml and `text` as zz.yaml.
 
     `lines` are the expected problem lines of the status. The log has each of them in the form
@@ -107,28 +107,28 @@ def slice_of(endpoints: str) -> str:
     )
 
 
-def source(name: str, text: str, line: str, *served: str) -> Wrong:
+def source(name: str, text: str, line: str, *served: str) -> Mistake:
     """A row with a problem of the file, reported by the folder source."""
-    return Wrong(name, text, SOURCE, (line,), served)
+    return Mistake(name, text, SOURCE, (line,), served)
 
 
-def spec(name: str, text: str, line: str) -> Wrong:
+def spec(name: str, text: str, line: str) -> Mistake:
     """A row with a Service that is left out as a whole."""
-    return Wrong(name, service(text), LEFT_OUT, (f"{X_SAYS}spec.{line} (zz.yaml:4)",))
+    return Mistake(name, service(text), LEFT_OUT, (f"{X_SAYS}spec.{line} (zz.yaml:4)",))
 
 
 LAUGHS = "a: &a [x, x, x]\nb: &b [*a, *a, *a]\n" + "".join(
     f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n"
     for before, name in pairwise("bcdefghijk")
 )
-WRONG = [
+MISTAKES = [
     source("malformed YAML", "kind: Service\nmetadata: {name: x\nspec: [\n",
            "not YAML: did not find expected ',' or '}' (zz.yaml:3)"),
     source("tabs", "kind: Service\n\tmetadata: {}\n",
            "not YAML: found a tab character that violates indentation (zz.yaml:2)"),
     source("a word", "hello\n", "kind: missing (zz.yaml:1)"),
     source("a list", "- a\n- b\n", "kind: missing (zz.yaml:1)"),
-    Wrong("an empty file", "", "", ()),
+    Mistake("an empty file", "", "", ()),
     source("a field that is misspelt", service(f"{IP}, ports: [{{port: 80, targetport: 8080}}]"),
            f"{X_SAYS}spec.ports[0].targetport is not a field of a Service (zz.yaml:4); is "
            f"targetPort "
@@ -150,7 +150,7 @@ WRONG = [
     spec("port 70000", f"{IP}, ports: [{{port: 70000}}]", "ports[0].port: 70000 is not a port"),
     spec("a word as port", f"{IP}, ports: [{{port: eighty}}]",
          "ports[0].port: expected an integer, got a string"),
-    Wrong("leading zeros", service(f"clusterIP: 010.096.000.011, {PORT}"), ODD, (
+    Mistake("leading zeros", service(f"clusterIP: 010.096.000.011, {PORT}"), ODD, (
         f"{X_SAYS}spec.clusterIP: '010.096.000.011' has leading zeros; it is read as {X_IP}",),
         (X,)),
     spec("ICMP", f"{IP}, ports: [{{port: 80, protocol: ICMP}}]",
@@ -164,27 +164,30 @@ WRONG = [
          "sessionAffinityConfig.clientIP.timeoutSeconds: -5 is not between 1 and 86400"),
     spec("source ranges", f"{IP}, {PORT}, loadBalancerSourceRanges: [10.0.0.0/40]",
          "loadBalancerSourceRanges[0]: '10.0.0.0/40' is not a network in CIDR form"),
-    Wrong("a ClusterIP that is taken", service(f"clusterIP: 10.96.0.10, {PORT}"), REFUSED,
-          (TAKEN.format("10.96.0.10:80/TCP"),)),
-    Wrong("a NodePort that is taken",
-          service(f"type: NodePort, {IP}, ports: [{{port: 80, nodePort: 30080}}]"), REFUSED,
-          (TAKEN.format("0.0.0.0:30080/TCP"),), (X,)),
-    Wrong("an ExternalIP that is a ClusterIP", service(f"{IP}, {PORT}, externalIPs: [10.96.0.10]"),
-          REFUSED, (TAKEN.format("10.96.0.10:80/TCP"),), (X,)),
-    Wrong("an ExternalIP where a process listens", service(f"{IP}, ports: [{{port: 22}}], "
-          f"externalIPs: [{OWN}]"), REFUSED, (f"bad/x TCP IPv4: {OWN}:22/TCP is not served: a "
-          "process on this node listens on it",), (f"bad/x {X_IP}:22/TCP",)),
-    Wrong("special addresses", service("clusterIPs: [10.96.0.11, 'fd00::11'], ports: [{port: 80}], "
-          "externalIPs: [127.0.0.1, 0.0.0.0, 224.0.0.1, '::1']"), LEFT_OUT, (
-              f"{X_SAYS}spec.externalIPs[0]: 127.0.0.1 is a loopback address",
-              f"{X_SAYS}spec.externalIPs[1]: 0.0.0.0 is the unspecified address",
-              f"{X_SAYS}spec.externalIPs[2]: 224.0.0.1 is not a unicast address",
-              f"{X_SAYS}spec.externalIPs[3]: ::1 is a loopback address",
-          ), (X, "bad/x [fd00::11]:80/TCP")),
-    Wrong("an endpoint of the other family", slice_of("{addresses: ['fd00::1']}"), LEFT_OUT,
-          ("EndpointSlice bad/x-1: endpoints[0].addresses: fd00::1 is not IPv4",)),
-    Wrong("a further address that is none", slice_of("{addresses: [10.1.0.1, nonsense]}"), LEFT_OUT,
-          ("EndpointSlice bad/x-1: endpoints[0].addresses[1]: 'nonsense' is not an IP address",)),
+    Mistake("a ClusterIP that is taken", service(f"clusterIP: 10.96.0.10, {PORT}"), REFUSED,
+            (TAKEN.format("10.96.0.10:80/TCP"),)),
+    Mistake("a NodePort that is taken",
+            service(f"type: NodePort, {IP}, ports: [{{port: 80, nodePort: 30080}}]"), REFUSED,
+            (TAKEN.format("0.0.0.0:30080/TCP"),), (X,)),
+    Mistake("an ExternalIP that is a ClusterIP",
+            service(f"{IP}, {PORT}, externalIPs: [10.96.0.10]"),
+            REFUSED, (TAKEN.format("10.96.0.10:80/TCP"),), (X,)),
+    Mistake("an ExternalIP where a process listens", service(f"{IP}, ports: [{{port: 22}}], "
+            f"externalIPs: [{OWN}]"), REFUSED, (f"bad/x TCP IPv4: {OWN}:22/TCP is not served: a "
+            "process on this node listens on it",), (f"bad/x {X_IP}:22/TCP",)),
+    Mistake("special addresses",
+            service("clusterIPs: [10.96.0.11, 'fd00::11'], ports: [{port: 80}], "
+            "externalIPs: [127.0.0.1, 0.0.0.0, 224.0.0.1, '::1']"), LEFT_OUT, (
+                f"{X_SAYS}spec.externalIPs[0]: 127.0.0.1 is a loopback address",
+                f"{X_SAYS}spec.externalIPs[1]: 0.0.0.0 is the unspecified address",
+                f"{X_SAYS}spec.externalIPs[2]: 224.0.0.1 is not a unicast address",
+                f"{X_SAYS}spec.externalIPs[3]: ::1 is a loopback address",
+            ), (X, "bad/x [fd00::11]:80/TCP")),
+    Mistake("an endpoint of the other family", slice_of("{addresses: ['fd00::1']}"), LEFT_OUT,
+            ("EndpointSlice bad/x-1: endpoints[0].addresses: fd00::1 is not IPv4",)),
+    Mistake("a further address that is none",
+            slice_of("{addresses: [10.1.0.1, nonsense]}"), LEFT_OUT,
+            ("EndpointSlice bad/x-1: endpoints[0].addresses[1]: 'nonsense' is not an IP address",)),
     source("a key twice", service(f"clusterIP: 10.96.0.12, {IP}, {PORT}"),
            "clusterIP occurs twice; the last one is used (zz.yaml:4)", X),
     source("an object twice", f"{service(f'{IP}, {PORT}')}---\n{service(f'{IP}, {PORT}')}",
@@ -193,7 +196,7 @@ WRONG = [
            "expanded (zz.yaml:7)"),
     source("a tag that runs code", "kind: !!python/object/apply:os.system ['touch x']\n",
            "kind: missing (zz.yaml:1)"),
-    Wrong("weights", annotated("kbpf.io/weights", "a b=c"), LEFT_OUT, (
+    Mistake("weights", annotated("kbpf.io/weights", "a b=c"), LEFT_OUT, (
         f"{X_SAYS}metadata.annotations[kbpf.io/weights]: cannot use 'a b=c'; write NAME=WEIGHT, "
         "separated by commas, each name once: a Pod, an address, node:NODE, zone:ZONE or *, "
         "and a whole number from 0 to 1000",), (X,)),
@@ -201,10 +204,10 @@ WRONG = [
            "annotations[kbpf.io/wieghts] is not an annotation of kbpf (zz.yaml:3); is "
            "kbpf.io/weights "
            "meant?", X),
-    Wrong("escape codes", service(f"{IP}, {PORT}", r'name: "we\e[31mird\nname", namespace: bad'),
-          LEFT_OUT, (r"Service bad/we\x1b[31mird\nname: metadata.name: 'we\x1b[31mird\nname' is "
-                     "not a DNS label (a-z, 0-9 and - inside, at most 63 characters) (zz.yaml:3)",
-                     )),
+    Mistake("escape codes", service(f"{IP}, {PORT}", r'name: "we\e[31mird\nname", namespace: bad'),
+            LEFT_OUT, (r"Service bad/we\x1b[31mird\nname: metadata.name: 'we\x1b[31mird\nname' is "
+                       "not a DNS label (a-z, 0-9 and - inside, at most 63 characters) (zz.yaml:3)",
+                       )),
 ]  # fmt: skip
 
 
@@ -235,9 +238,9 @@ def served(*more: str) -> frozenset[str]:
     return frozenset(("shop/web 0.0.0.0:30080/TCP", "shop/web 10.96.0.10:80/TCP", *more))
 
 
-@pytest.mark.parametrize("row", WRONG, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", MISTAKES, ids=lambda row: row.name)
 def test_mistake_is_one_log_line_and_one_problem(
-    row: Wrong, tmp_path: Path, told: Callable[[], list[str]]
+    row: Mistake, tmp_path: Path, told: Callable[[], list[str]]
 ) -> None:
     node = Node(tmp_path, row.text)
     assert node.agent.status().problems == row.lines

@@ -718,7 +718,7 @@ def test_hanging_exec_plugin_is_killed_when_the_connection_closes(tmp_path):
 
     thread = threading.Thread(target=ask)
     thread.start()
-    until("it hangs", lambda: started.exists() and started.read_text().strip())
+    until("the plugin has started", lambda: started.exists() and started.read_text().strip())
     connection.close()
     thread.join(PATIENCE)
     assert "stopped" in str(errors[0])

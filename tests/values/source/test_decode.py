@@ -711,7 +711,7 @@ def test_node_without_spec_and_status_has_defaults():
 
 
 AUTOSCALER_TAINT = "ToBeDeletedByClusterAutoscaler"
-LEAVING = [
+BEING_DELETED = [
     ("deletion requested", {"deletionTimestamp": "2026-01-01T00:00:00Z"}, {}, True),
     ("tainted by the autoscaler", {}, {"taints": [{"key": "a"}, {"key": AUTOSCALER_TAINT}]}, True),
     ("another taint", {}, {"taints": [{"key": "node.kubernetes.io/unschedulable"}]}, False),
@@ -720,7 +720,9 @@ LEAVING = [
 ]
 
 
-@pytest.mark.parametrize(("name", "meta", "spec", "leaving"), LEAVING, ids=[r[0] for r in LEAVING])
+@pytest.mark.parametrize(
+    ("name", "meta", "spec", "leaving"), BEING_DELETED, ids=[r[0] for r in BEING_DELETED]
+)
 def test_node_being_deleted(name, meta, spec, leaving):
     item = read(Kind.NODE, {"metadata": {"name": "n1"} | meta, "spec": spec})
     assert item.object == Node("n1", being_deleted=leaving)
@@ -748,7 +750,7 @@ def test_podcidr_is_used_without_podcidrs():
     assert item.object.pod_cidrs == (cidr("10.1.0.0", 120),)
 
 
-class Labelled(NamedTuple):
+class PodRow(NamedTuple):
     """metadata and spec of a Pod, and the result: a Pod, None if ignored, or words of the error."""
 
     name: str
@@ -760,22 +762,22 @@ class Labelled(NamedTuple):
 UID = "0f4b1c5e-7d2a-4a8e-9d3f-1a2b3c4d5e6f"
 OFF = {"kbpf.io/socket-lb": "off"}
 PODS = [
-    Labelled("off", {"labels": OFF, "uid": UID}, {"nodeName": "n1"}, Pod("ns", "x", UID, "n1")),
-    Labelled("on no node yet", {"labels": OFF, "uid": UID}, {}, Pod("ns", "x", UID)),
-    Labelled("a uid not a UUID", {"labels": OFF, "uid": "abc1"}, {}, Pod("ns", "x", "abc1")),
-    Labelled("no labels", {"uid": UID}, {}, None),
-    Labelled("other labels", {"labels": {"app": "x"}, "uid": UID}, {}, None),
-    Labelled("on", {"labels": {"kbpf.io/socket-lb": "on"}, "uid": UID}, {}, None),
-    Labelled("an unknown value", {"labels": {"kbpf.io/socket-lb": "OFF"}, "uid": UID}, {}, None),
-    Labelled("no uid", {"labels": OFF}, {}, "metadata.uid: missing"),
-    Labelled("a uid that is a path", {"labels": OFF, "uid": "../.."}, {}, "metadata.uid: '../..'"),
-    Labelled("a uid that is a pattern", {"labels": OFF, "uid": "*"}, {}, "metadata.uid: '*'"),
-    Labelled("a uid of a wrong type", {"labels": OFF, "uid": 5}, {}, "metadata.uid"),
+    PodRow("off", {"labels": OFF, "uid": UID}, {"nodeName": "n1"}, Pod("ns", "x", UID, "n1")),
+    PodRow("on no node yet", {"labels": OFF, "uid": UID}, {}, Pod("ns", "x", UID)),
+    PodRow("a uid not a UUID", {"labels": OFF, "uid": "abc1"}, {}, Pod("ns", "x", "abc1")),
+    PodRow("no labels", {"uid": UID}, {}, None),
+    PodRow("other labels", {"labels": {"app": "x"}, "uid": UID}, {}, None),
+    PodRow("on", {"labels": {"kbpf.io/socket-lb": "on"}, "uid": UID}, {}, None),
+    PodRow("an unknown value", {"labels": {"kbpf.io/socket-lb": "OFF"}, "uid": UID}, {}, None),
+    PodRow("no uid", {"labels": OFF}, {}, "metadata.uid: missing"),
+    PodRow("a uid that is a path", {"labels": OFF, "uid": "../.."}, {}, "metadata.uid: '../..'"),
+    PodRow("a uid that is a pattern", {"labels": OFF, "uid": "*"}, {}, "metadata.uid: '*'"),
+    PodRow("a uid of a wrong type", {"labels": OFF, "uid": 5}, {}, "metadata.uid"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("row", PODS, ids=lambda row: row.name)
-def test_pod_is_used_if_its_label_is_off(row: Labelled):
+def test_pod_is_used_if_its_label_is_off(row: PodRow):
     meta = {"name": "x", "namespace": "ns", **row.meta}
     item = read(Kind.POD, {"metadata": meta, "spec": {**row.spec, "containers": [{"name": 5}]}})
     if isinstance(row.made, str):

@@ -236,17 +236,17 @@ def test_invalid_document_is_a_problem_and_the_others_are_read(text, error):
     assert len(contents.objects) == 1
 
 
-NO_MISTAKES = ("Deployment", "ServiceCIDR", "ServiceAccount", "ServiceMonitor", "PodGroup", "Role",
+UNUSED_KINDS = ("Deployment", "ServiceCIDR", "ServiceAccount", "ServiceMonitor", "PodGroup", "Role",
                "NodePool", "ConfigMap", "Ingress")  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", NO_MISTAKES)
+@pytest.mark.parametrize("kind", UNUSED_KINDS)
 def test_unused_kind_is_ignored_without_a_problem(kind):
     contents = parse_documents("a.yaml", f"kind: {kind}\nmetadata: {{name: x}}\n".encode())
     assert (contents.ignored_kinds, contents.problems) == ((kind,), ())
 
 
-SLIPS = [
+MISTAKES = [
     ("  name: web\n", "  name: old\n  name: web\n", "name occurs twice; the last one is used"
      " (a.yaml:5)"),
     ("spec:\n", "spec:\n  clusterIP: 10.96.0.9\n",
@@ -262,7 +262,7 @@ SLIPS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("old", "new", "problem"), SLIPS)
+@pytest.mark.parametrize(("old", "new", "problem"), MISTAKES)
 def test_duplicate_key_or_unknown_annotation_is_a_problem_and_the_service_is_read(
     old, new, problem
 ):
@@ -494,7 +494,7 @@ def test_new_file_and_removed_file(run):
     assert run.settle() == ["-web"]
 
 
-class Slip(NamedTuple):
+class UnknownField(NamedTuple):
     """A replacement in BOTH, and the one problem line it makes ("": none)."""
 
     name: str
@@ -504,35 +504,38 @@ class Slip(NamedTuple):
 
 
 WEB_SAYS = "Service default/web: "
-SLIPS = [
-    Slip("a misspelt field", "  clusterIP:", "  internalTraficPolicy: Local\n  clusterIP:",
-         WEB_SAYS + "spec.internalTraficPolicy is not a field of a Service (a.yaml:7); "
-         "is internalTrafficPolicy meant?"),
-    Slip("wrong case", "  clusterIP:", "  clusterIp: 10.96.0.1\n  clusterIP:",
+UNKNOWN_FIELDS = [
+    UnknownField("a misspelt field", "  clusterIP:", "  internalTraficPolicy: Local\n  clusterIP:",
+                 WEB_SAYS + "spec.internalTraficPolicy is not a field of a Service (a.yaml:7); "
+                 "is internalTrafficPolicy meant?"),
+    UnknownField("wrong case", "  clusterIP:", "  clusterIp: 10.96.0.1\n  clusterIP:",
          WEB_SAYS + "spec.clusterIp is not a field of a Service (a.yaml:7); is clusterIP meant?"),
-    Slip("unlike any field", "    port: 80", "    port: 80\n    cow: {a: 1}",
+    UnknownField("unlike any field", "    port: 80", "    port: 80\n    cow: {a: 1}",
          WEB_SAYS + "spec.ports[0].cow is not a field of a Service (a.yaml:11); it is ignored"),
-    Slip("a top-level field", "addressType:", "adressType: IPv4\naddressType:",
+    UnknownField("a top-level field", "addressType:", "adressType: IPv4\naddressType:",
          "EndpointSlice default/web-1: adressType is not a field of an EndpointSlice (a.yaml:17); "
          "is addressType meant?"),
-    Slip("an endpoint's condition", "[10.1.0.1]", "[10.1.0.1]\n  conditions: {raedy: false}",
-         "EndpointSlice default/web-1: endpoints[0].conditions.raedy is not a field of an "
-         "EndpointSlice (a.yaml:20); is ready meant?"),
-    Slip("a hint", "[10.1.0.1]", "[10.1.0.1]\n  hints: {forZone: [{name: a}]}",
-         "EndpointSlice default/web-1: endpoints[0].hints.forZone is not a field of an "
-         "EndpointSlice (a.yaml:20); is forZones meant?"),
-    Slip("a selector has any key", "  clusterIP:", "  selector: {any: thing}\n  clusterIP:", ""),
-    Slip("metadata is not checked", "metadata:\n  name: web\n",
-         "metadata:\n  lables: {}\n  name: web\n", ""),
-    Slip("known fields that are not read", "  clusterIP:", "  trafficDistribution: PreferSameZone\n"
-         "  sessionAffinityConfig: {clientIP: {timeoutSeconds: 9}}\n  clusterIP:", ""),
-    Slip("a name with a line feed", "  clusterIP:", '  "a\\nb": 1\n  clusterIP:',
-         WEB_SAYS + r"spec.a\nb is not a field of a Service (a.yaml:1); it is ignored"),
+    UnknownField("an endpoint's condition",
+                 "[10.1.0.1]", "[10.1.0.1]\n  conditions: {raedy: false}",
+                 "EndpointSlice default/web-1: endpoints[0].conditions.raedy is not a field of an "
+                 "EndpointSlice (a.yaml:20); is ready meant?"),
+    UnknownField("a hint", "[10.1.0.1]", "[10.1.0.1]\n  hints: {forZone: [{name: a}]}",
+                 "EndpointSlice default/web-1: endpoints[0].hints.forZone is not a field of an "
+                 "EndpointSlice (a.yaml:20); is forZones meant?"),
+    UnknownField("a selector has any key",
+                 "  clusterIP:", "  selector: {any: thing}\n  clusterIP:", ""),
+    UnknownField("metadata is not checked", "metadata:\n  name: web\n",
+                 "metadata:\n  lables: {}\n  name: web\n", ""),
+    UnknownField("known fields that are not read",
+                 "  clusterIP:", "  trafficDistribution: PreferSameZone\n"
+                 "  sessionAffinityConfig: {clientIP: {timeoutSeconds: 9}}\n  clusterIP:", ""),
+    UnknownField("a name with a line feed", "  clusterIP:", '  "a\\nb": 1\n  clusterIP:',
+                 WEB_SAYS + r"spec.a\nb is not a field of a Service (a.yaml:1); it is ignored"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("slip", SLIPS, ids=lambda slip: slip.name)
-def test_unknown_field_is_one_problem_and_its_object_is_served(run, caplog, slip: Slip):
+@pytest.mark.parametrize("slip", UNKNOWN_FIELDS, ids=lambda slip: slip.name)
+def test_unknown_field_is_one_problem_and_its_object_is_served(run, caplog, slip: UnknownField):
     run.write("a.yaml", BOTH.replace(slip.old, slip.new, 1))
     assert run.look() == ["+web", "+web-1", *SYNCED]
     assert run.problems == ((slip.line,) if slip.line else ())
@@ -848,11 +851,11 @@ def running(tmp_path) -> Iterator[Callable[[], Run]]:
 def test_thread_reads_a_change_within_half_a_second_and_stops(running, tmp_path):
     (tmp_path / "a.yaml").write_text(WEB)
     run = running()
-    until("it is read", lambda: len(run.events) == len(SYNCED) + 1)
+    until("the file is read", lambda: len(run.events) == len(SYNCED) + 1)
     (tmp_path / "a.yaml").write_text(WEB.replace("port: 80", "port: 81"))
-    until("the change is seen", lambda: len(run.events) == len(SYNCED) + 2)
+    until("the change is read", lambda: len(run.events) == len(SYNCED) + 2)
     run.folder.stop()
-    until("it has ended", lambda: run.folder.status().state is SourceState.STOPPED)
+    until("the folder has stopped", lambda: run.folder.status().state is SourceState.STOPPED)
     assert 3 * POLL_INTERVAL < 0.5, "a change is read at the second look, and begins in the first"
 
 
@@ -868,7 +871,7 @@ def test_internal_error_does_not_end_the_thread(tmp_path, caplog):
 
     folder = FolderSource(tmp_path, put, poll_interval=0.01)
     folder.start()
-    until("it is read", lambda: len(said) == len(SYNCED) + 1)
+    until("the file is read", lambda: len(said) == len(SYNCED) + 1)
     folder.stop()
     assert isinstance(said[0], Upsert)
     assert "no room" in caplog.text

@@ -373,7 +373,7 @@ def test_streaming_list_with_a_malformed_line_is_followed_by_pages(start):
     assert run.all_asked[:3] == ["stream", "stream", "page"]
 
 
-class NoList(NamedTuple):
+class NotAList(NamedTuple):
     """The body of a 200 response that is not a list, and the words of the error in either mode."""
 
     name: str
@@ -384,29 +384,29 @@ class NoList(NamedTuple):
 
 LOGIN = b"\xef\xbb\xbf\n<!DOCTYPE html>\n<html>\n<title>Sign in</title>\n</html>\n"
 HTML = "the response is an HTML page"
-NO_LISTS = [
-    NoList("HTML", b"<html>", HTML, HTML),
-    NoList("a login page", LOGIN, HTML, HTML),
-    NoList("null", b"null\n", "the response is not a list: expected an object",
-           "a line is not an event: expected an object"),
-    NoList("a list", b"[]\n", "the response is not a list: expected an object",
-           "a line is not an event: expected an object"),
-    NoList("empty", b"", "the response is not a list: invalid JSON: ", "the stream ended "
+NOT_LISTS = [
+    NotAList("HTML", b"<html>", HTML, HTML),
+    NotAList("a login page", LOGIN, HTML, HTML),
+    NotAList("null", b"null\n", "the response is not a list: expected an object",
+             "a line is not an event: expected an object"),
+    NotAList("a list", b"[]\n", "the response is not a list: expected an object",
+             "a line is not an event: expected an object"),
+    NotAList("empty", b"", "the response is not a list: invalid JSON: ", "the stream ended "
                                                                        "before the list did"),
-    NoList("broken", b'{"items": [}\n', "the response is not a list: invalid JSON: JSON is "
+    NotAList("broken", b'{"items": [}\n', "the response is not a list: invalid JSON: JSON is "
                                         "malformed",
            "a line is not an event: invalid JSON: JSON is malformed"),
-    NoList("truncated", b'{"items": ', "the response is not a list: invalid JSON: ",
-           "invalid JSON: the stream ended inside a line"),
-    NoList("plain text", b"welcome\n", "the response is not a list: invalid JSON: ",
-           "a line is not an event: invalid JSON: "),
+    NotAList("truncated", b'{"items": ', "the response is not a list: invalid JSON: ",
+             "invalid JSON: the stream ended inside a line"),
+    NotAList("plain text", b"welcome\n", "the response is not a list: invalid JSON: ",
+             "a line is not an event: invalid JSON: "),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("how", ["pages", "stream"])
-@pytest.mark.parametrize("row", NO_LISTS, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", NOT_LISTS, ids=lambda row: row.name)
 def test_response_that_is_not_a_list_is_an_error_that_describes_it(
-    start, caplog, row: NoList, how: str
+    start, caplog, row: NotAList, how: str
 ):
     caplog.set_level(logging.WARNING, "kbpf.source")
     steps = (PAGES,) if how == "pages" else ()
@@ -1090,7 +1090,9 @@ SOON = 8.0
 def stops(reflector: Reflector) -> None:
     """Calls stop() and checks that the thread ends soon."""
     reflector.stop()
-    until("it has ended", lambda: reflector.status().state is SourceState.STOPPED, SOON)
+    until(
+        "the reflector has stopped", lambda: reflector.status().state is SourceState.STOPPED, SOON
+    )
 
 
 def full_listener() -> Iterator[str]:
@@ -1338,7 +1340,7 @@ def test_errors_are_one_line():
 # --- watching all Nodes or only our own ---
 
 
-class Nodes(NamedTuple):
+class NodeCount(NamedTuple):
     """The response to the count of Nodes, and the field selector of the watch that follows."""
 
     what: str
@@ -1348,16 +1350,16 @@ class Nodes(NamedTuple):
 
 OWN = "metadata.name=n1"
 NODES = [
-    Nodes("one Node", counted(0), ""),
-    Nodes("a full page", counted(PAGE_SIZE - 1), ""),
-    Nodes("more than a page", counted(PAGE_SIZE), OWN),
-    Nodes("a server without remainingItemCount", listed(version=90), ""),
-    Nodes("listing is forbidden", status(403, "nodes is forbidden"), OWN),
+    NodeCount("one Node", counted(0), ""),
+    NodeCount("a full page", counted(PAGE_SIZE - 1), ""),
+    NodeCount("more than a page", counted(PAGE_SIZE), OWN),
+    NodeCount("a server without remainingItemCount", listed(version=90), ""),
+    NodeCount("listing is forbidden", status(403, "nodes is forbidden"), OWN),
 ]
 
 
 @pytest.mark.parametrize("row", NODES, ids=lambda row: row.what)
-def test_all_nodes_are_watched_up_to_one_page(start, row: Nodes):
+def test_all_nodes_are_watched_up_to_one_page(start, row: NodeCount):
     run = start(row.first, streamed(bookmark(100, end=True)), resource=node_resource("n1", "auto"))
     run.until_watching(2)
     first, stream = run.server.requests

@@ -115,7 +115,7 @@ def test_error_without_code_and_message_means_failed():
     assert stream(line("ERROR", {}))[0] == [WatchFailed(0, "no message")]
 
 
-RUBBISH = [
+MALFORMED = [
     b"<html>\n",
     b"null\n",
     b"[]\n",
@@ -138,7 +138,7 @@ def test_unknown_event_type_is_truncated_in_the_error():
     assert said == [MalformedLine(f"unknown event type '{'A' * 40}'")]
 
 
-@pytest.mark.parametrize("rubbish", RUBBISH, ids=lambda it: repr(it[:40]))
+@pytest.mark.parametrize("rubbish", MALFORMED, ids=lambda it: repr(it[:40]))
 def test_malformed_line_is_one_problem_and_the_stream_continues(rubbish):
     said, watch = stream(rubbish, line("ADDED", service("web", "7")))
     problem, changed = said

@@ -235,7 +235,7 @@ def test_missing_state_directory_is_an_error():
     assert not node.is_ipvs(Locations(Path("/pins"), HERE))
 
 
-SAID = AgentStatus(
+AGENT_STATUS = AgentStatus(
     version="1", pid=1, mode="ipvs", node="node-1", started=1.0, heartbeat=5000.0, synced=True,
     services=4, service_ports=4, applied=1, last_apply_ms=1.0, event_to_map_p50_ms=0.0,
     event_to_map_p99_ms=0.0, sources=(), problems=(), problem_count=0,
@@ -244,7 +244,7 @@ SAID = AgentStatus(
 
 
 def test_agent_of_mode_ipvs_is_found_by_its_status_file(tmp_path: Path):
-    (tmp_path / statefile.STATUS_FILE).write_bytes(encode(SAID))
+    (tmp_path / statefile.STATUS_FILE).write_bytes(encode(AGENT_STATUS))
     where = Locations(tmp_path / "no-pins", tmp_path)
     assert node.is_ipvs(where)
     with pytest.raises(NotFoundError, match="is in mode ipvs"):
@@ -252,7 +252,7 @@ def test_agent_of_mode_ipvs_is_found_by_its_status_file(tmp_path: Path):
 
 
 def test_status_has_the_mode_and_its_reason():
-    view = status.build_view(Snapshot(HERE, boottime=5001.0, status=SAID, agent_alive=True))
+    view = status.build_view(Snapshot(HERE, boottime=5001.0, status=AGENT_STATUS, agent_alive=True))
     assert (view.ok, view.mode, view.mode_asked, view.mode_reason) == (
         True, "ipvs", "auto", "no cgroup v2")  # fmt: skip
     page = pages.format_status(view)
@@ -263,7 +263,7 @@ def test_status_has_the_mode_and_its_reason():
 
 
 def test_status_of_mode_bpf_has_no_reason():
-    said = replace(SAID, mode="bpf", choice=ModeChoice("auto", "bpf"))
+    said = replace(AGENT_STATUS, mode="bpf", choice=ModeChoice("auto", "bpf"))
     page = pages.format_status(status.build_view(Snapshot(HERE, boottime=5001.0, status=said)))
     assert "bpf, requested: auto" in page
     assert "not bpf" not in page

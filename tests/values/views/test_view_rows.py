@@ -197,7 +197,7 @@ def test_traffic_rows_of_a_service():
     assert "since counting began" not in pages.format_service([without])
 
 
-class Counted(NamedTuple):
+class AccountingRow(NamedTuple):
     """A protocol and the counters enabled by --accounting: the cells after OPEN, the line below."""
 
     story: str
@@ -207,18 +207,19 @@ class Counted(NamedTuple):
     line: str
 
 
-NOT_COUNTED = [
-    Counted("all of TCP", TCP, ALL_COUNTERS, ("4", "1", "0", "0", "9B", "0B", "0", "2ms"), ""),
-    Counted("all of UDP", UDP, ALL_COUNTERS, ("4", "1", "-", "-", "9B", "0B", "-", "-"), ""),
-    Counted("connections only", TCP, CONNECTION_COUNTERS, ("4", "1", *6 * "-"),
-            "UNANSWERED, BROKEN, IN, OUT, RETRANSMITS, ROUND-TRIP"),
-    Counted("no counters", TCP, frozenset(), tuple(8 * "-"),
-            "BEGUN, REFUSED, UNANSWERED, BROKEN, IN, OUT, RETRANSMITS, ROUND-TRIP"),
+ACCOUNTING_ROWS = [
+    AccountingRow("all of TCP",
+                  TCP, ALL_COUNTERS, ("4", "1", "0", "0", "9B", "0B", "0", "2ms"), ""),
+    AccountingRow("all of UDP", UDP, ALL_COUNTERS, ("4", "1", "-", "-", "9B", "0B", "-", "-"), ""),
+    AccountingRow("connections only", TCP, CONNECTION_COUNTERS, ("4", "1", *6 * "-"),
+                  "UNANSWERED, BROKEN, IN, OUT, RETRANSMITS, ROUND-TRIP"),
+    AccountingRow("no counters", TCP, frozenset(), tuple(8 * "-"),
+                  "BEGUN, REFUSED, UNANSWERED, BROKEN, IN, OUT, RETRANSMITS, ROUND-TRIP"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("row", NOT_COUNTED, ids=lambda row: row.story)
-def test_uncounted_values_are_null_not_zero(row: Counted):
+@pytest.mark.parametrize("row", ACCOUNTING_ROWS, ids=lambda row: row.story)
+def test_uncounted_values_are_null_not_zero(row: AccountingRow):
     """Even if the map holds numbers from an earlier --accounting."""
     held = snapshot(
         frontends={at("10.96.0.1", protocol=row.protocol): value(1)},
@@ -245,7 +246,7 @@ def test_uncounted_values_are_null_not_zero(row: Counted):
 NAMES = {1: key("web"), 2: key("web", "shop"), 3: key("dns", "kube-system")}
 
 
-class Asked(NamedTuple):
+class NameQuery(NamedTuple):
     """A name and namespace, and the Services that are shown, or words of the error's hint."""
 
     name: str
@@ -254,18 +255,18 @@ class Asked(NamedTuple):
     hint: str = ""
 
 
-ASKED = [
-    Asked("web", "", ("default/web", "shop/web")),
-    Asked("web", "shop", ("shop/web",)),
-    Asked("shop/web", "", ("shop/web",)),
-    Asked("dns", "default", (), "kube-system/dns"),
-    Asked("wbe", "", (), "default/web or shop/web"),
-    Asked("zzzzzz", "", (), "kbpf inspect services"),
+NAME_QUERIES = [
+    NameQuery("web", "", ("default/web", "shop/web")),
+    NameQuery("web", "shop", ("shop/web",)),
+    NameQuery("shop/web", "", ("shop/web",)),
+    NameQuery("dns", "default", (), "kube-system/dns"),
+    NameQuery("wbe", "", (), "default/web or shop/web"),
+    NameQuery("zzzzzz", "", (), "kbpf inspect services"),
 ]
 
 
-@pytest.mark.parametrize("asked", ASKED)
-def test_service_is_found_by_name_and_namespace(asked: Asked):
+@pytest.mark.parametrize("asked", NAME_QUERIES)
+def test_service_is_found_by_name_and_namespace(asked: NameQuery):
     held = snapshot(names=NAMES)
     if asked.found:
         shown = service.build_details(held, asked.name, asked.namespace)
@@ -283,7 +284,7 @@ def netns(cookie: int) -> Addr:
     return Addr(cookie.to_bytes(8, "little") + bytes(8))
 
 
-class Kept(NamedTuple):
+class AffinityRow(NamedTuple):
     """An affinity entry, and its row: (client, kind, expires_seconds, expired)."""
 
     entry: AffinityEntry
@@ -292,18 +293,18 @@ class Kept(NamedTuple):
 
 HOST = 17
 NETNS, ADDRESS = int(ClientKind.NETNS), int(ClientKind.ADDRESS)
-KEPT = [
-    Kept(AffinityEntry(netns(HOST), NETNS, 1, 5, 990.0), ("host", "netns", 20.0, False)),
-    Kept(AffinityEntry(netns(18), NETNS, 1, 5, 990.0), ("18", "netns", 20.0, False)),
-    Kept(AffinityEntry(parse_addr("192.0.2.7"), ADDRESS, 1, 5, 990.0),
-         ("192.0.2.7", "address", 20.0, False)),
-    Kept(AffinityEntry(netns(18), NETNS, 1, 5, 900.0), ("18", "netns", -70.0, True)),
-    Kept(AffinityEntry(netns(18), NETNS, 2, 5, 990.0), ("18", "netns", None, True)),
+AFFINITY_ROWS = [
+    AffinityRow(AffinityEntry(netns(HOST), NETNS, 1, 5, 990.0), ("host", "netns", 20.0, False)),
+    AffinityRow(AffinityEntry(netns(18), NETNS, 1, 5, 990.0), ("18", "netns", 20.0, False)),
+    AffinityRow(AffinityEntry(parse_addr("192.0.2.7"), ADDRESS, 1, 5, 990.0),
+                ("192.0.2.7", "address", 20.0, False)),
+    AffinityRow(AffinityEntry(netns(18), NETNS, 1, 5, 900.0), ("18", "netns", -70.0, True)),
+    AffinityRow(AffinityEntry(netns(18), NETNS, 2, 5, 990.0), ("18", "netns", None, True)),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("kept", KEPT)
-def test_affinity_rows(kept: Kept):
+@pytest.mark.parametrize("kept", AFFINITY_ROWS)
+def test_affinity_rows(kept: AffinityRow):
     held = snapshot(
         frontends={at("10.96.0.1"): value(1, timeout=30)},
         names={1: key("web")},
@@ -363,7 +364,7 @@ AGENT = AgentStatus("1", 42, "bpf", "n", 4000.0, 4999.0, True, 3, 4, 7, 1.5, 2.5
 ATTACHED = tuple(HookFacts(hook, LinkInfo(1, 2, 3, hook.attach_type)) for hook in HOOKS)
 
 
-class Doing(NamedTuple):
+class StatusRow(NamedTuple):
     """The agent's status, process and hooks, and the view's (ok, running)."""
 
     name: str
@@ -373,23 +374,26 @@ class Doing(NamedTuple):
     says: tuple[bool, bool]
 
 
-DOING = [
-    Doing("healthy", AGENT, True, ATTACHED, (True, True)),
-    Doing("its process does not exist", AGENT, False, ATTACHED, (False, False)),
-    Doing("silent for 10 s", replace(AGENT, heartbeat=4990.0), True, ATTACHED, (False, False)),
-    Doing("silent for 9 s", replace(AGENT, heartbeat=4991.0), True, ATTACHED, (True, True)),
-    Doing("not synced yet", replace(AGENT, synced=False), True, ATTACHED, (False, True)),
-    Doing("a hook is missing", AGENT, True, (HookFacts(HOOKS[0]), *ATTACHED[1:]), (False, True)),
-    Doing("a Service port is refused", replace(AGENT, refused=1), True, ATTACHED, (False, True)),
-    Doing("a change was not written", replace(AGENT, error="no"), True, ATTACHED, (False, True)),
-    Doing("problems are not refusals", replace(AGENT, problem_count=3), True, ATTACHED,
-          (True, True)),
-    Doing("no agent has ever run", None, False, ATTACHED, (False, False)),
+STATUS_ROWS = [
+    StatusRow("healthy", AGENT, True, ATTACHED, (True, True)),
+    StatusRow("its process does not exist", AGENT, False, ATTACHED, (False, False)),
+    StatusRow("silent for 10 s", replace(AGENT, heartbeat=4990.0), True, ATTACHED, (False, False)),
+    StatusRow("silent for 9 s", replace(AGENT, heartbeat=4991.0), True, ATTACHED, (True, True)),
+    StatusRow("not synced yet", replace(AGENT, synced=False), True, ATTACHED, (False, True)),
+    StatusRow("a hook is missing",
+              AGENT, True, (HookFacts(HOOKS[0]), *ATTACHED[1:]), (False, True)),
+    StatusRow("a Service port is refused",
+              replace(AGENT, refused=1), True, ATTACHED, (False, True)),
+    StatusRow("a change was not written",
+              replace(AGENT, error="no"), True, ATTACHED, (False, True)),
+    StatusRow("problems are not refusals", replace(AGENT, problem_count=3), True, ATTACHED,
+              (True, True)),
+    StatusRow("no agent has ever run", None, False, ATTACHED, (False, False)),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("doing", DOING, ids=lambda doing: doing.name)
-def test_status_ok_and_running(doing: Doing):
+@pytest.mark.parametrize("doing", STATUS_ROWS, ids=lambda doing: doing.name)
+def test_status_ok_and_running(doing: StatusRow):
     held = snapshot(status=doing.agent, agent_alive=doing.alive, hooks=doing.hooks)
     seen = status.build_view(held)
     assert (seen.ok, seen.running) == doing.says
@@ -449,7 +453,7 @@ def tracking(*found: TrackedConnection, **more: Any) -> Snapshot:
     return snapshot(connections=held, names={1: key("web")}, began=NOW - 1, **more)
 
 
-class Shown(NamedTuple):
+class ConnectionRow(NamedTuple):
     """An entry, and some fields of its row."""
 
     name: str
@@ -458,58 +462,60 @@ class Shown(NamedTuple):
 
 
 SNATTED = "198.18.0.1:61000"
-SHOWN = [
-    Shown("all entries exist", track(), {"lost": (), "seen_as": "198.51.100.7:2000"}),
-    Shown("masqueraded", track(snat=SNATTED), {"seen_as": SNATTED, "masqueraded": True}),
-    Shown("the original entry is lost", track(parts=REPLY), {"lost": ("flow",)}),
-    Shown("the reply entry is lost", track(parts=ORIGINAL), {"lost": ("reply",)}),
-    Shown(
+CONNECTION_ROWS = [
+    ConnectionRow("all entries exist", track(), {"lost": (), "seen_as": "198.51.100.7:2000"}),
+    ConnectionRow("masqueraded", track(snat=SNATTED), {"seen_as": SNATTED, "masqueraded": True}),
+    ConnectionRow("the original entry is lost", track(parts=REPLY), {"lost": ("flow",)}),
+    ConnectionRow("the reply entry is lost", track(parts=ORIGINAL), {"lost": ("reply",)}),
+    ConnectionRow(
         "the SNAT entry is lost", track(snat=SNATTED, parts=ORIGINAL | REPLY), {"lost": ("source",)}
     ),
-    Shown(
+    ConnectionRow(
         "all but the SNAT entry are lost",
         track(snat=SNATTED, parts=SNAT_REPLY),
         {"lost": ("flow", "reply")},
     ),
-    Shown(
+    ConnectionRow(
         "direct SNAT has no reply entry",
         track(snat=SNATTED, way=FlowPath.DIRECT_SNAT, parts=ORIGINAL | SNAT_REPLY),
         {"lost": ()},
     ),
-    Shown(
+    ConnectionRow(
         "direct SNAT, the SNAT entry is lost",
         track(snat=SNATTED, way=FlowPath.DIRECT_SNAT, parts=ORIGINAL),
         {"lost": ("source",)},
     ),
-    Shown(
+    ConnectionRow(
         "direct SNAT, the original entry is lost",
         track(snat=SNATTED, way=FlowPath.DIRECT_SNAT, parts=SNAT_REPLY),
         {"lost": ("flow",)},
     ),
-    Shown(
+    ConnectionRow(
         "a new connection may not have its other entry yet",
         track(parts=REPLY, idle=0.5),
         {"lost": ()},
     ),
-    Shown("another source port at the backend", track(port=7), {"seen_as": "198.51.100.7:7"}),
-    Shown("just before it expires", track(left=0.001), {"expired": False}),
-    Shown("just after it expired", track(left=-0.001), {"expired": True}),
-    Shown("from device to device", track(way=FlowPath.DIRECT), {"path": "redirect"}),
-    Shown("an unknown path, from another version", track(way=9), {"path": "9"}),
-    Shown("an unknown state, from another version", track(state=9), {"state": "9"}),
-    Shown("from the node, through loopback", track(device=1), {"device": "lo"}),
-    Shown(
+    ConnectionRow(
+        "another source port at the backend", track(port=7), {"seen_as": "198.51.100.7:7"}
+    ),
+    ConnectionRow("just before it expires", track(left=0.001), {"expired": False}),
+    ConnectionRow("just after it expired", track(left=-0.001), {"expired": True}),
+    ConnectionRow("from device to device", track(way=FlowPath.DIRECT), {"path": "redirect"}),
+    ConnectionRow("an unknown path, from another version", track(way=9), {"path": "9"}),
+    ConnectionRow("an unknown state, from another version", track(state=9), {"state": "9"}),
+    ConnectionRow("from the node, through loopback", track(device=1), {"device": "lo"}),
+    ConnectionRow(
         "from the node, through a device that is gone",
         track(device=1 << 30),
         {"device": "#1073741824"},
     ),
-    Shown("SCTP", track(protocol=Protocol.SCTP), {"protocol": "SCTP"}),
-    Shown("a last use in the future", track(idle=-5), {"idle_seconds": 0.0}),
+    ConnectionRow("SCTP", track(protocol=Protocol.SCTP), {"protocol": "SCTP"}),
+    ConnectionRow("a last use in the future", track(idle=-5), {"idle_seconds": 0.0}),
 ]
 
 
-@pytest.mark.parametrize("shown", SHOWN, ids=lambda shown: shown.name)
-def test_connection_row(shown: Shown):
+@pytest.mark.parametrize("shown", CONNECTION_ROWS, ids=lambda shown: shown.name)
+def test_connection_row(shown: ConnectionRow):
     held = tracking(shown.entry)
     found = connections.select(held, connections.ConnectionQuery(expired=True)).connections
     (row,) = connections.build_rows(held, found)
@@ -556,7 +562,7 @@ def test_snat_port_usage_is_per_backend_and_protocol_most_used_first():
     ]
 
 
-class Path_(NamedTuple):
+class PathRow(NamedTuple):
     """The agent's PacketStatus, whether programs are pinned, and the view's state and reason."""
 
     name: str
@@ -567,21 +573,21 @@ class Path_(NamedTuple):
 
 
 PATHS = [
-    Path_("attached", PacketStatus(True), True, "on"),
-    Path_("disabled", PacketStatus(False), False, "off", "--packet-path false"),
-    Path_("failed to load", PacketStatus(True, "no clsact"), False, "failed", "no clsact"),
-    Path_("failed to attach", PacketStatus(True, "no clsact"), True, "failed", "no clsact"),
-    Path_("not attached yet", PacketStatus(True), False, "off", "not attached yet"),
-    Path_("no status, but programs", None, True, "on"),
-    Path_("no status and no programs", None, False, "off", "no packet programs"),
-    Path_(
+    PathRow("attached", PacketStatus(True), True, "on"),
+    PathRow("disabled", PacketStatus(False), False, "off", "--packet-path false"),
+    PathRow("failed to load", PacketStatus(True, "no clsact"), False, "failed", "no clsact"),
+    PathRow("failed to attach", PacketStatus(True, "no clsact"), True, "failed", "no clsact"),
+    PathRow("not attached yet", PacketStatus(True), False, "off", "not attached yet"),
+    PathRow("no status, but programs", None, True, "on"),
+    PathRow("no status and no programs", None, False, "off", "no packet programs"),
+    PathRow(
         "disabled, but programs are pinned until the next start", PacketStatus(False), True, "on"
     ),
 ]
 
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.name)
-def test_packet_path_state(path: Path_):
+def test_packet_path_state(path: PathRow):
     said = replace(AGENT, packets=path.said)
     held = snapshot(
         status=said,
@@ -611,7 +617,7 @@ UPLINK, POD = Device(2, "eth0"), Device(2, "cali0", "veth", peer_netns=1)
 EXCLUDED = PacketStatus(True, excluded=("eth*",))
 
 
-class Played(NamedTuple):
+class DeviceRow(NamedTuple):
     """A device, its attached programs, the agent's PacketStatus, and the expected row.
 
     The row is (role, ingress program, words of the problem).
@@ -624,24 +630,24 @@ class Played(NamedTuple):
     row: tuple[str, str, str]
 
 
-PLAYED = [
-    Played("an uplink", UPLINK, (IN, OUT), PacketStatus(True), ("host", "tc_x (tcx)", "")),
-    Played("a pod's veth", POD, (IN, OUT), PacketStatus(True), ("pod", "tc_x (tcx)", "")),
-    Played("no program at ingress", UPLINK, (OUT,), PacketStatus(True), ("host", "", "missing")),
-    Played("no programs", UPLINK, (), PacketStatus(True), ("host", "", "missing")),
-    Played("excluded", UPLINK, (), EXCLUDED, ("skipped", "", "")),
-    Played("excluded, but with a program", UPLINK, (IN,), EXCLUDED,
-           ("skipped", "tc_x (tcx)", "should have no program")),
-    Played("not in the list of devices", UPLINK, (), PacketStatus(True, devices=("up*",)),
-           ("skipped", "", "")),
-    Played("failed to attach", UPLINK, (),
-           PacketStatus(True, failed=(DeviceFailure("eth0", "no clsact"),), failed_count=1),
-           ("host", "", "no clsact")),
+DEVICE_ROWS = [
+    DeviceRow("an uplink", UPLINK, (IN, OUT), PacketStatus(True), ("host", "tc_x (tcx)", "")),
+    DeviceRow("a pod's veth", POD, (IN, OUT), PacketStatus(True), ("pod", "tc_x (tcx)", "")),
+    DeviceRow("no program at ingress", UPLINK, (OUT,), PacketStatus(True), ("host", "", "missing")),
+    DeviceRow("no programs", UPLINK, (), PacketStatus(True), ("host", "", "missing")),
+    DeviceRow("excluded", UPLINK, (), EXCLUDED, ("skipped", "", "")),
+    DeviceRow("excluded, but with a program", UPLINK, (IN,), EXCLUDED,
+              ("skipped", "tc_x (tcx)", "should have no program")),
+    DeviceRow("not in the list of devices", UPLINK, (), PacketStatus(True, devices=("up*",)),
+              ("skipped", "", "")),
+    DeviceRow("failed to attach", UPLINK, (),
+              PacketStatus(True, failed=(DeviceFailure("eth0", "no clsact"),), failed_count=1),
+              ("host", "", "no clsact")),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("played", PLAYED, ids=lambda played: played.name)
-def test_device_row(played: Played):
+@pytest.mark.parametrize("played", DEVICE_ROWS, ids=lambda played: played.name)
+def test_device_row(played: DeviceRow):
     told = DeviceEntry(Role.HOST, 14, DeviceFlag.PEER, bytes(6))
     held = snapshot(
         status=replace(AGENT, packets=played.said), packet_programs=True, devices={2: told}
