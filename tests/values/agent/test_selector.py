@@ -243,7 +243,7 @@ REFUSALS = [why for why in FAILURES if why.reason is not None]
     [
         pytest.param(verb, why, id=f"{verb}: {why.name}")
         for verb, why in product(("open", "apply"), REFUSALS)
-        # Only open() compiles and attaches; apply() raises nothing but KernelError.
+        # Programs are compiled by open(), so apply() cannot raise CompileError.
         if verb == "open" or isinstance(why.error, KernelError)
     ],
 )

@@ -688,7 +688,7 @@ def test_check_uses_the_locations_of_the_file(tmp_path: Path, monkeypatch: pytes
     assert looked == [(Path(cgroup), pins, Path("/cache")) for cgroup in ("/cg", "/flag")]
 
 
-# ---- what is imported --------------------------------------------------------------------------
+# ---- imports -----------------------------------------------------------------------------------
 
 HEAVY = ("bcc", "pyroute2", "kubernetes", "rich")
 

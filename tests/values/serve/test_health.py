@@ -154,7 +154,7 @@ def test_readyz_responses(name: str, verdict: HealthVerdict, status: AgentStatus
     )
 
 
-# ---- when it is healthy ------------------------------------------------------------------------
+# ---- health over time --------------------------------------------------------------------------
 
 
 class Step(NamedTuple):
@@ -324,7 +324,7 @@ def test_service_without_health_check_port_has_no_check():
     assert compute_health_check(plain, (), "n1") is None
 
 
-# ---- where it answers --------------------------------------------------------------------------
+# ---- listen addresses of health checks ---------------------------------------------------------
 
 
 class ListenRow(NamedTuple):
