@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 from benchmarks.scale import SIZES, fill
-from benchmarks.tools.common import say
+from benchmarks.tools.common import chosen, say
 from tests.support.build import go_build
 from tests.support.cluster.daemonset import PodAgent, PodCluster
 
@@ -22,20 +22,21 @@ def run() -> dict[str, Any]:
     results: dict[str, Any] = {}
     with PodCluster(go_build.build("kubectl"), 2, "bench") as cluster:
         agent = cluster.pod_agents[0]
-        made = 0
-        for count, endpoints in SIZES:
-            if endpoints != SIZES[0][1] and made == SIZES[0][0]:
+        existing, existing_endpoints = 0, 1
+        for size in chosen(SIZES):
+            count, endpoints = SIZES[size]
+            if endpoints != existing_endpoints:
                 cluster.kube.clear()
                 cluster.register(cluster.lab.nodes[0])
-                made = 0
+                existing = 0
             say(f"creating {count} x {endpoints}")
-            fill(cluster.kube, made, count, endpoints)
-            made = count
-            results[f"{count}x{endpoints}"] = {
+            fill(cluster.kube, existing, count, endpoints)
+            existing, existing_endpoints = count, endpoints
+            results[size] = {
                 "first_start": measure(cluster, agent, fresh=True),
                 "restart": measure(cluster, agent, fresh=False),
             }
-            say(f"{count}x{endpoints}: {results[f'{count}x{endpoints}']}")
+            say(f"{size}: {results[size]}")
     return results
 
 

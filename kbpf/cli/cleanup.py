@@ -195,9 +195,7 @@ def remove_pins(pin_dir: Path, force: bool = False) -> Iterator[RemovedItem]:
 
     entries = _list_pins(pin_dir)
     if entries is None:  # our netfilter rules can be recognised without the folder
-        yield from (
-            RemovedItem("on the node", description) for description in host.remove(Pins(pin_dir))
-        )
+        yield from (RemovedItem("node", description) for description in host.remove(Pins(pin_dir)))
         return
     with _exclusive(Pins(pin_dir), force):
         links = sorted((pin_dir / "links").iterdir()) if (pin_dir / "links").is_dir() else []
@@ -220,7 +218,7 @@ def remove_pins(pin_dir: Path, force: bool = False) -> Iterator[RemovedItem]:
     for attachment in on_devices:
         name = names.get(attachment.ifindex, f"device {attachment.ifindex}")
         yield RemovedItem("attachment", f"{attachment.direction} of {name}")
-    yield from (RemovedItem("on the node", description) for description in on_node)
+    yield from (RemovedItem("node", description) for description in on_node)
     yield from (RemovedItem(_pin_kind(path), str(path)) for path in folders)
     if mounts.is_own_bpffs(pin_dir):
         mounts.unmount(pin_dir)
@@ -272,7 +270,7 @@ def remove_ipvs(config: Config) -> Iterator[RemovedItem]:
         descriptions = ipvs_cleanup.remove(config, kube_proxy_runs=kube_proxy_runs)
     finally:
         os.close(fd)
-    yield from (RemovedItem("on the node", description) for description in descriptions)
+    yield from (RemovedItem("node", description) for description in descriptions)
     if had_folder:
         yield RemovedItem("folder", str(folder))
 
@@ -307,7 +305,7 @@ def _pin_kind(path: Path) -> str:
     for kind in ("maps", "layout", "programs"):
         if path.name.startswith(f"{kind}-"):
             return kind
-    return "unfinished"
+    return "temporary"
 
 
 def _list_pins(pin_dir: Path) -> list[Path] | None:

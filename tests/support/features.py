@@ -176,8 +176,8 @@ BY_KERNEL = {
     "6.12": set[str](),
     "newest": set[str](),
 }  # fmt: skip
-"""The rows of `kbpf check` that Debian's kernels lack, exactly. docs/limits.md, "By kernel", has
-the same.
+"""The rows of `kbpf check` that Debian's kernels lack, exactly; docs/kernels.md has the
+same.
 """
 
 

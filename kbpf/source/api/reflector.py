@@ -135,8 +135,7 @@ class Reflector:
 
     def start(self) -> None:
         """Starts the thread."""
-        name = f"kbpf-{self._resource.name}"
-        self._thread = threads.start(name, partial(self.run, self._stop))
+        self._thread = threads.start(self._resource.name, partial(self.run, self._stop))
 
     def stop(self) -> None:
         """Stops the thread. Returns when it has ended, or after one second if it hangs in name

@@ -110,7 +110,7 @@ class FolderSource:
     def start(self) -> None:
         """Starts the thread. Raises ConfigError if the folder does not exist."""
         check_folder(self._path)
-        self._thread = threads.start("kbpf-folder", partial(self.run, self._stop), STUCK_TIMEOUT)
+        self._thread = threads.start("folder", partial(self.run, self._stop), STUCK_TIMEOUT)
 
     def stop(self) -> None:
         self._stop.set()

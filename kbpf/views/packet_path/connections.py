@@ -54,7 +54,7 @@ class ConnectionRow(msgspec.Struct, frozen=True, gc=False):
     `replaced`: these are the remaining entries of a connection whose client began a new one from
     the same port.
 
-    `path`: ``stack``: through the node's network stack; ``redirect``: from device to device;
+    `path`: ``stack``: through the node's network stack; ``direct``: from device to device;
     ``ipvs``: by IPVS, which knows neither the idle time (`idle_seconds` is None) nor the source
     that the backend sees (`seen_as` is ""). `device`: the client is this node itself and sends
     through that device; otherwise "".
@@ -245,8 +245,8 @@ def device_name(ifindex: int) -> str:
 _PROTOCOLS: Final = {int(protocol): protocol.name for protocol in Protocol}
 _PATH_NAMES: Final = {
     int(FlowPath.STACK): "stack",
-    int(FlowPath.DIRECT): "redirect",
-    int(FlowPath.DIRECT_SNAT): "redirect",
+    int(FlowPath.DIRECT): "direct",
+    int(FlowPath.DIRECT_SNAT): "direct",
 }
 
 

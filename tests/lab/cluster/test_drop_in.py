@@ -173,7 +173,7 @@ def to_kbpf(cluster: KubeadmCluster, shell: Shell, use: InUse) -> None:
     assert (container["image"], container["command"][0]) == ("REGISTRY/kbpf:0.1.0", "kbpf")
     all_well(cluster)
     said = type_in(shell, use, take_over)
-    assert said.count("of kube-proxy ") >= 2, said
+    assert len(re.findall(r"^kube-proxy ", said, re.MULTILINE)) >= 2, said
     assert "kube-proxy" not in (rules := cluster.rules())
     assert set(re.findall(r"KUBE-[A-Z-]+", rules)) <= {"KUBE-FIREWALL"}
     pull, apply, take_over = docs.section("docs/migration.md", "## To kbpf")

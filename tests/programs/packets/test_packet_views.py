@@ -381,7 +381,7 @@ def test_connection_of_the_node_shows_its_device(wire: Wire, show, call: Run, v:
     syn = tcp(end(NODE[v], 2000), end(f"{VIP[v]}{MASKED}", 80), flags="S")
     wire.verdict(syn, "tc_egress")
     (row,) = show("connections")
-    assert (row["device"], row["path"], row["masqueraded"]) == ("lo", "redirect", False)
+    assert (row["device"], row["path"], row["masqueraded"]) == ("lo", "direct", False)
     assert row["client"] == row["seen_as"] == end(NODE[v], 2000)
     assert (row["state"], row["lost"]) == ("new", [])
     assert "from this node, through lo" in call("connections")[1]
@@ -438,7 +438,7 @@ def test_reused_client_port_shows_the_new_connection_only(wire: Wire, show) -> N
 
 
 def age(wire: Wire, seconds: float) -> None:
-    """Makes all flows idle for so many seconds, at most since the clock began."""
+    """Makes all flows idle for `seconds`, at most since the clock began."""
     with wire.site.pinned("flows") as found:
         for key, raw in list(found.items()):
             last = max(0, int.from_bytes(raw[:8], "little") - int(seconds * 1e9))

@@ -47,7 +47,7 @@ SOCK_OPS = 3
 """The attach type of a sock_ops link."""
 
 
-class Ground(NamedTuple):
+class Bench(NamedTuple):
     """The data plane, a client and two backends."""
 
     site: Site
@@ -100,12 +100,12 @@ def talk(connection: socket.socket, number: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def ground(node: Node, artifact_cache: Path) -> Iterator[Ground]:
+def bench(node: Node, artifact_cache: Path) -> Iterator[Bench]:
     client, one, two = (node.pod(name) for name in ("client", "one", "two"))
     two.serve(8080)
     join_server = start_within(one, serve)
     with sites(artifact_cache) as make:
-        yield Ground(make(cgroup=node.cgroup, node=node.netns), client, one, two)
+        yield Bench(make(cgroup=node.cgroup, node=node.netns), client, one, two)
     until("the servers are ended", lambda: within(one, quit_servers))
     join_server()
 
@@ -116,13 +116,13 @@ def quit_servers() -> bool:
 
 
 @pytest.fixture
-def served(ground: Ground) -> Ground:
-    start(ground)
-    return ground
+def served(bench: Bench) -> Bench:
+    start(bench)
+    return bench
 
 
-def world(ground: Ground):
-    one, one6 = ground.one.ip, ground.one.ip6
+def world(bench: Bench):
+    one, one6 = bench.one.ip, bench.one.ip6
     return desired(
         service("fair", "10.96.0.1:80", f"{one}:{FAIR}"),
         service("fair6", "[fd00:96::1]:80", f"[{one6}]:{FAIR}"),
@@ -132,14 +132,14 @@ def world(ground: Ground):
         service("refusing", "10.96.0.5:80", f"{one}:{NOBODY}"),
         service("silent", "10.96.0.6:80", "192.0.2.99:80"),
         service("empty", "10.96.0.7:80"),
-        service("names", "10.96.0.9:80", f"{ground.two.ip}:8080"),
+        service("names", "10.96.0.9:80", f"{bench.two.ip}:8080"),
         service("elsewhere", "10.96.0.8:80", f"{one}:{FAIR}", internal_local=True),
     )
 
 
-def start(ground: Ground, accounting: Accounting = Accounting.FULL, **more: object) -> BpfPlane:
-    plane = ground.site.open(accounting=accounting, **more)
-    plane.apply(world(ground), None)
+def start(bench: Bench, accounting: Accounting = Accounting.FULL, **more: object) -> BpfPlane:
+    plane = bench.site.open(accounting=accounting, **more)
+    plane.apply(world(bench), None)
     return plane
 
 
@@ -368,12 +368,12 @@ def added(before: dict, after: dict) -> dict[tuple[str, str], ConnectionStats]:
     return found
 
 
-def where(ground: Ground, row: Goes) -> str:
+def where(bench: Bench, row: Goes) -> str:
     if row.backend == "none":
         return "none"
     numbers = {"fair": FAIR, "fair6": FAIR, "rude": RUDE, "first": FIRST, "dns": UDP_PORT,
                "refusing": NOBODY}  # fmt: skip
-    host = ground.one.ip6 if row.service == "fair6" else ground.one.ip
+    host = bench.one.ip6 if row.service == "fair6" else bench.one.ip
     text = f"{host}:{numbers[row.service]}" if row.backend == "one" else row.backend
     host, _, number = text.rpartition(":")
     packed = (
@@ -392,7 +392,7 @@ def wait_for(look: Callable[[], object], wanted: object) -> None:
 
 
 @pytest.mark.parametrize("row", GOES, ids=lambda row: row.name)
-def test_connection_adds_its_counts(served: Ground, row: Goes):
+def test_connection_adds_its_counts(served: Bench, row: Goes):
     site = served.site
     host, _, number = row.to.rpartition(":")
     before = read_counts(site)
@@ -402,7 +402,7 @@ def test_connection_adds_its_counts(served: Ground, row: Goes):
     wait_for(lambda: site.entries("sock_peers"), {})
 
 
-def test_round_trip_time_is_measured(served: Ground):
+def test_round_trip_time_is_measured(served: Bench):
     site = served.site
     within(served.client, lambda: fair("10.96.0.1"))
 
@@ -413,7 +413,7 @@ def test_round_trip_time_is_measured(served: Ground):
     until("a round trip has a length", long_enough)
 
 
-def test_inspect_shows_counts_by_backend(served: Ground):
+def test_inspect_shows_counts_by_backend(served: Bench):
     site = served.site
 
     def shown() -> dict[str, int]:
@@ -431,14 +431,14 @@ def test_inspect_shows_counts_by_backend(served: Ground):
     assert row.bytes_in == row.begun * len(b"hello\n")
 
 
-def test_connection_to_a_plain_address_adds_nothing(served: Ground):
+def test_connection_to_a_plain_address_adds_nothing(served: Bench):
     before = read_counts(served.site)
     within(served.client, lambda: fair(served.one.ip, FAIR))
     assert added(before, read_counts(served.site)) == {}
     assert not served.site.entries("sock_peers")
 
 
-def test_bytes_sent_after_close_are_counted(served: Ground):
+def test_bytes_sent_after_close_are_counted(served: Bench):
     """close() returns before everything is sent; the entry is kept until then."""
     site = served.site
     before = read_counts(site)
@@ -464,14 +464,14 @@ def hooks_of(site: Site) -> set[str]:
 
 
 @needs("set_retval")
-def test_accounting_off_counts_and_keeps_nothing(ground: Ground):
-    start(ground, Accounting.OFF)
-    assert "sock_ops" not in hooks_of(ground.site)
-    before = read_counts(ground.site)
-    within(ground.client, lambda: fair("10.96.0.1"))
-    within(ground.client, lambda: refused("10.96.0.7"))
-    assert added(before, read_counts(ground.site)) == {}
-    wait_for(lambda: ground.site.entries("sock_peers"), {})
+def test_accounting_off_counts_and_keeps_nothing(bench: Bench):
+    start(bench, Accounting.OFF)
+    assert "sock_ops" not in hooks_of(bench.site)
+    before = read_counts(bench.site)
+    within(bench.client, lambda: fair("10.96.0.1"))
+    within(bench.client, lambda: refused("10.96.0.7"))
+    assert added(before, read_counts(bench.site)) == {}
+    wait_for(lambda: bench.site.entries("sock_peers"), {})
 
 
 BEGINS = [
@@ -491,38 +491,38 @@ BEGINS = [
 
 @needs("set_retval")
 @pytest.mark.parametrize("row", BEGINS, ids=lambda row: row.name)
-def test_default_accounting_counts_begun_connections(ground: Ground, row: Goes):
-    start(ground, Config().accounting)
-    assert "sock_ops" not in hooks_of(ground.site)
+def test_default_accounting_counts_begun_connections(bench: Bench, row: Goes):
+    start(bench, Config().accounting)
+    assert "sock_ops" not in hooks_of(bench.site)
     host, _, number = row.to.rpartition(":")
-    before = read_counts(ground.site)
-    within(ground.client, lambda: row.does(host, int(number)))
-    assert added(before, read_counts(ground.site)) == {(row.service, where(ground, row)): row.adds}
-    wait_for(lambda: ground.site.entries("sock_peers"), {})
+    before = read_counts(bench.site)
+    within(bench.client, lambda: row.does(host, int(number)))
+    assert added(before, read_counts(bench.site)) == {(row.service, where(bench, row)): row.adds}
+    wait_for(lambda: bench.site.entries("sock_peers"), {})
 
 
 @pytest.mark.parametrize(
     ("before", "then"), [(before, then) for before in Accounting for then in Accounting]
 )
 def test_connection_across_a_changed_setting_leaves_no_entry(
-    ground: Ground, before: Accounting, then: Accounting
+    bench: Bench, before: Accounting, then: Accounting
 ):
     """The connection begins with one setting and is closed with the other."""
-    start(ground, before)
-    site = ground.site
-    ground.client.tcp("10.96.0.9", 80, keep="kept")
+    start(bench, before)
+    site = bench.site
+    bench.client.tcp("10.96.0.9", 80, keep="kept")
     assert len(site.entries("sock_peers")) == 1
-    start(ground, then)
+    start(bench, then)
     assert ("sock_ops" in hooks_of(site)) is (then is Accounting.FULL)
-    ground.client.ask("drop", keep="kept")
+    bench.client.ask("drop", keep="kept")
     wait_for(lambda: site.entries("sock_peers"), {})
 
 
 def test_agent_without_the_sock_ops_hook_serves(
-    ground: Ground, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     """Another program may have the hook exclusively."""
-    start(ground, Accounting.OFF)
+    start(bench, Accounting.OFF)
     attach = Link.attach.__func__
 
     def refuses(cls: type[Link], program: Program, cgroup: int, kind: int) -> Link:
@@ -532,11 +532,11 @@ def test_agent_without_the_sock_ops_hook_serves(
 
     monkeypatch.setattr(Link, "attach", classmethod(refuses))
     logging.getLogger("kbpf").propagate = True
-    start(ground)
-    assert "sock_ops" not in hooks_of(ground.site)
+    start(bench)
+    assert "sock_ops" not in hooks_of(bench.site)
     assert "cannot count the ends of connections" in caplog.text
-    within(ground.client, lambda: fair("10.96.0.1"))
-    wait_for(lambda: ground.site.entries("sock_peers"), {})
+    within(bench.client, lambda: fair("10.96.0.1"))
+    wait_for(lambda: bench.site.entries("sock_peers"), {})
 
 
 # ---- what the agent computes from it -----------------------------------------------------------
@@ -615,8 +615,8 @@ def test_counts_of_a_deleted_backend_stay_with_its_service(site: Site):
     for _ in range(2):
         assert dict(reader.count(lambda: None).totals) == wanted
         now[0] += SWEEP_INTERVAL_S
-        # a connection that ended late
-        put_stats(site, services["web"], backends["8082"], ConnectionStats(begun=4))
+    # a connection that ended late
+    put_stats(site, services["web"], backends["8082"], ConnectionStats(begun=4))
     wanted = {name_of("web"): ConnectionStats(begun=6, refused=3, bytes_out=20)}
     for _ in range(2):
         assert dict(reader.count(lambda: None).totals) == wanted
@@ -659,24 +659,24 @@ def test_totals_outlive_the_agent(site: Site):
     }
 
 
-def test_full_map_counts_no_new_pairs_and_serves(ground: Ground):
+def test_full_map_counts_no_new_pairs_and_serves(bench: Bench):
     """Pairs that are in the map are still counted."""
-    site = ground.site
-    start(ground, sizes=MapSizes(affinity=4096, connections=4096, counts=1))
+    site = bench.site
+    start(bench, sizes=MapSizes(affinity=4096, connections=4096, counts=1))
     with site.pinned("counts") as counts:
         for key in site.entries("counts"):
             counts.delete(key)
-    within(ground.client, lambda: fair("10.96.0.1"))
-    within(ground.client, lambda: reset("10.96.0.2"))
+    within(bench.client, lambda: fair("10.96.0.1"))
+    within(bench.client, lambda: reset("10.96.0.2"))
     assert len(site.entries("counts")) == 1
-    start(ground)
+    start(bench)
 
 
-def test_namespace_that_fills_the_map_is_summed_up(ground: Ground):
+def test_namespace_that_fills_the_map_is_summed_up(bench: Bench):
     """Its largest Service port is counted in one entry from then on; no sum falls."""
-    site, limit = ground.site, 100
+    site, limit = bench.site, 100
     sizes = MapSizes(affinity=4096, connections=4096, counts=limit)
-    start(ground, sizes=sizes)
+    start(bench, sizes=sizes)
     names, _ = ids(site)
     with site.pinned("counts") as counts:
         for key in site.entries("counts"):
@@ -684,14 +684,14 @@ def test_namespace_that_fills_the_map_is_summed_up(ground: Ground):
     put_stats(site, names["dns"], 2_000_000, ConnectionStats(begun=7))
     for number in range(1, limit):
         put_stats(site, names["fair"], 1_000_000 + number, ConnectionStats(begun=1))
-    within(ground.client, lambda: reset("10.96.0.2"))
+    within(bench.client, lambda: reset("10.96.0.2"))
     assert len(site.entries("counts")) == limit, "new pairs are not counted"
     config = Config(sizes=sizes, system_namespaces=())
     MapCollector(Pins(site.pins), config, lambda: 0.0).count(lambda: None)
     wanted = {("fair", "all"): limit - 1, ("dns", "?"): 7}
     assert {key: total.begun for key, total in read_counts(site).items()} == wanted
-    within(ground.client, lambda: fair("10.96.0.1"))
-    within(ground.client, lambda: reset("10.96.0.2"))
+    within(bench.client, lambda: fair("10.96.0.1"))
+    within(bench.client, lambda: reset("10.96.0.2"))
     found = {key: total.begun for key, total in read_counts(site).items() if key[0] != "rude"}
     assert found == wanted | {("fair", "all"): limit}
     assert [total.begun for key, total in read_counts(site).items() if key[0] == "rude"] == [1]
@@ -700,7 +700,7 @@ def test_namespace_that_fills_the_map_is_summed_up(ground: Ground):
     with site.pinned("counts") as counts:
         for key in site.entries("counts"):
             counts.delete(key)
-    start(ground)
+    start(bench)
 
 
 class Shares(NamedTuple):

@@ -500,7 +500,7 @@ CONNECTION_ROWS = [
     ),
     ConnectionRow("just before it expires", track(left=0.001), {"expired": False}),
     ConnectionRow("just after it expired", track(left=-0.001), {"expired": True}),
-    ConnectionRow("from device to device", track(way=FlowPath.DIRECT), {"path": "redirect"}),
+    ConnectionRow("from device to device", track(way=FlowPath.DIRECT), {"path": "direct"}),
     ConnectionRow("an unknown path, from another version", track(way=9), {"path": "9"}),
     ConnectionRow("an unknown state, from another version", track(state=9), {"state": "9"}),
     ConnectionRow("from the node, through loopback", track(device=1), {"device": "lo"}),
