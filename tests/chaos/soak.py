@@ -60,7 +60,7 @@ def figures(world: World) -> Figures:
 
 
 def soak(world: World, seconds: float, later: bool = True) -> tuple[Figures, Figures]:
-    """Churns for so long, after a warm-up of WARM_UP_SECONDS or a third of the time. Returns the
+    """Churns for `seconds`, after a warm-up of WARM_UP_SECONDS or a third of the time. Returns the
     figures before and after. Raises AssertionError if anything grew. `later`: waits for the maps in
     LATER, too.
     """

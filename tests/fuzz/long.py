@@ -45,7 +45,7 @@ def cache() -> Iterator[Path]:
 
 
 def deadline(minutes: float | None) -> float | None:
-    """The time on the monotonic clock after so many minutes; None: no deadline."""
+    """The time on the monotonic clock `minutes` from now; None: no deadline."""
     return None if minutes is None else time.monotonic() + 60 * minutes
 
 

@@ -27,7 +27,7 @@ from tests.support.upstream import JUDGES, Judge
 EXAMPLES = 2_000
 """Each example has up to 20 worlds; the campaign `policy` compares a million worlds."""
 EACH = 13
-"""Every so many worlds of three endpoints are compared; the campaign compares all of them."""
+"""One world of three endpoints in EACH is compared; the campaign compares all of them."""
 
 
 @pytest.fixture(scope="module")

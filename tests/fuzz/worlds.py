@@ -12,7 +12,8 @@ from tests.support.upstream import Json, Judge, Question, differences
 
 BATCH = 1_000
 WORLDS = 20
-"""At most so many worlds in one example of Hypothesis: a question takes time, whatever its size."""
+"""The largest number of worlds in one example of Hypothesis. They are compared in one question,
+which takes time whatever its size."""
 
 
 class World(NamedTuple):

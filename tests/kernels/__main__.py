@@ -1,10 +1,10 @@
-"""`python -m tests.kernels [KERNEL...]`: a part of the suite inside of Debian's kernels.
+"""`python -m tests.kernels [KERNEL...]`: a part of the suite in Debian's kernels.
 
-Compiles the programs here, boots each kernel over the working tree (machine.py), runs the tests of
-FEATURES inside, and prints one table: kernel x feature x result. Emulated kernels run beside each
-other, one for each processor. Everything is kept in
-build/kernels: table.json, and for each kernel its console and what pytest wrote.
-Ends with 1 when anything failed, a guest that hung or died included.
+Compiles the programs on this machine, boots each kernel over the working tree (machine.py), runs
+the tests of FEATURES in it, and prints one table: kernel x feature x result. Emulated kernels run
+at the same time, one for each processor. Everything is kept in build/kernels: table.json, and the
+console and pytest's files of each kernel. Exits with 1 if anything failed, or if a guest hung or
+died.
 """
 
 import argparse
@@ -30,7 +30,7 @@ BUILD = machine.ROOT / "build" / "kernels"
 
 
 def _of(path: str, *tests: str) -> tuple[str, ...]:
-    """Some tests of a file."""
+    """These tests of a file, without `test_`."""
     return tuple(f"{path}::test_{name}" for name in tests)
 
 
@@ -43,7 +43,7 @@ LAB = (
 
 
 def _of_lab(path: str, mode: str = "") -> Feature:
-    """A file of the lab's: its name, and that of the mode before it unless it is the usual one."""
+    """A file of the lab. The feature has its name, after that of the mode if one is given."""
     folder, _, name = path.partition("/")
     files = (f"tests/lab/{folder}/test_{name}.py",)
     return Feature(f"{mode}-{name}", files, mode) if mode else Feature(name, files)
@@ -107,13 +107,13 @@ QUICK = (
                         "connection_outlives_its_drained_backend",
                         "udp_client_moves_at_once", "restart_changes_nothing")),
 )  # fmt: skip
-"""A part of each: two minutes a kernel, under emulation."""
+"""Some tests of some features: two minutes for each kernel in an emulator."""
 QUICK_KERNELS = ("5.10", "newest")
 PYTEST = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider")
 
 
 def main() -> int:
-    """Runs it; the exit code."""
+    """Returns the exit code."""
     parser = argparse.ArgumentParser(prog="tests.kernels", description=__doc__)
     parser.add_argument("kernels", nargs="*", default=list(debian.SUITES), metavar="KERNEL",
                         help=f"of {', '.join(debian.SUITES)}; else all")  # fmt: skip
@@ -136,10 +136,11 @@ def main() -> int:
 def report(
     families: Sequence[str], features: Sequence[Feature], minutes: float, refresh: bool
 ) -> int:
-    """Boots these kernels, as many at once as there are processors for, and prints the table; the
-    exit code.
+    """Boots these kernels, as many at once as there are processors for, and prints the table.
+    Returns the exit code.
     """
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # or guests would outlive us
+    # Otherwise guests would outlive this process.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     prepare()
     kernels = [debian.fetch(family, refresh) for family in families]
     kvm = machine.kvm_boots(kernels[-1], BUILD / "kvm")
@@ -163,13 +164,13 @@ def report(
     (BUILD / "table.json").write_bytes(msgspec.json.format(msgspec.json.encode(rows)))
     if text := table.failures(rows):
         say(text)
-    # Last of all, and in the same stream: of a long run often only the last lines are kept.
+    # At the end, and in one stream: of a long run often only the last lines are kept.
     print("\n".join((table.page(rows, features), *endings)))
     return int(any(row.result == table.FAILS for row in rows))
 
 
 def prepare() -> None:
-    """Compiled programs, and compiled Python: both are slow to make under emulation."""
+    """Compiles the programs and Python's bytecode, because both take long in an emulator."""
     BUILD.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(BUILD / "artifacts", ignore_errors=True)
     for unit in UNITS:
@@ -183,15 +184,15 @@ def prepare() -> None:
 
 
 def pycache() -> dict[str, str]:
-    """Where Python's bytecode is kept."""
+    """The environment variable with the folder of Python's bytecode."""
     return {"PYTHONPYCACHEPREFIX": str(BUILD / "pycache")}
 
 
 def run(
     kernel: debian.Kernel, features: Sequence[Feature], seconds: float, kvm: bool
 ) -> tuple[list[table.Result], machine.Ending]:
-    """Boots a kernel, runs the features' tests inside; a result for each of them, and how the guest
-    ended.
+    """Boots a kernel and runs the features' tests in it. Returns a result for each feature, and how
+    the guest ended.
     """
     results = BUILD / kernel.family
     shutil.rmtree(results, ignore_errors=True)
@@ -203,7 +204,7 @@ def run(
 
 
 def command(features: Sequence[Feature]) -> list[str]:
-    """What runs inside: pytest, once for each mode of the lab's agents."""
+    """The guest's command: pytest, once for each mode of the lab's agents."""
     return ["sh", "-c", "; ".join(_pytest(mode, features) for mode in MODES)]
 
 
@@ -217,7 +218,7 @@ def _pytest(mode: str, features: Sequence[Feature]) -> str:
         ARTIFACTS: str(BUILD / "artifacts"),
         "KBPF_TEST_MODE": mode,
         "PYTHONDONTWRITEBYTECODE": "1",
-        # Else pytest reads every installed package's metadata: minutes over 9p.
+        # Otherwise pytest reads every installed package's metadata, for minutes over 9p.
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
     }
     words = shlex.join([
@@ -229,7 +230,7 @@ def _pytest(mode: str, features: Sequence[Feature]) -> str:
 
 
 def say(line: str) -> None:
-    """Progress, to stderr."""
+    """Prints a line of progress to stderr."""
     print(line, file=sys.stderr, flush=True)
 
 

@@ -1,7 +1,7 @@
 """Boots a kernel on this machine's own files, and runs one command inside.
 
 virtme-ng shares the whole file system with the guest over 9p, read-only or with temporary overlays,
-so the working tree and its .venv are there. What Python reads from is shared a second time, for the
+so it has the working tree and its .venv. What Python reads from is shared a second time, for the
 guest to mount it with a cache (guest.sh): without it, importing pytest takes three minutes. The
 guest can write one folder: its results. A guest has a time limit, and its console is always kept.
 """

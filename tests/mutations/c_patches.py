@@ -11,7 +11,7 @@ from kbpf.dataplane.bpf.programs import compile, flatten
 from tests.fuzz.packets.mutants import Mutant
 
 GOAL: Final = 80
-"""So many of a hundred must be noticed."""
+"""How many of a hundred must be noticed."""
 
 
 def _programs(names: str) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""The fixtures of the data plane tests; a node with pods to dial from and to."""
+"""Fixtures of the data plane tests: a node, whose pods are clients and backends."""
 
 from collections.abc import Iterator
 

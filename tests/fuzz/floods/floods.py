@@ -67,7 +67,7 @@ THREADS: Final = 20
 ANSWER_SECONDS: Final = 5.0
 """Time limit of one exchange of an honest client; a lost SYN is retransmitted within it."""
 HELD_SECONDS: Final = 60
-"""After so many seconds no port may still be held for a forged client."""
+"""Seconds after which no port may still be held for a forged client."""
 SERVED: Final = 0.99
 HONEST_UDP: Final = "honest udp"
 WAYS: Final = ("kbpf", "kube-proxy")

@@ -65,7 +65,7 @@ STATUSES: Final = (500, 503, 429, 401, 410, 504)
 
 
 def key_of(kind: Kind, obj: Object) -> ObjectKey:
-    """The key by which the Reflector knows the object."""
+    """The Reflector's key of the object."""
     return ObjectKey(kind, obj["metadata"]["namespace"], obj["metadata"]["name"])
 
 

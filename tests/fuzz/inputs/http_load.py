@@ -34,8 +34,8 @@ READ_SECONDS: Final = 40.0
 
 
 class Page:
-    """/metrics as the agent generates it: a small part of its own, and a large one that pages
-    share.
+    """/metrics as the agent generates it: a small part, and a large one that several
+    pages share.
     """
 
     def __init__(self) -> None:

@@ -232,7 +232,7 @@ TARGETS: Final[tuple[Callable[[random.Random, Path], None], ...]] = (
 
 
 def run(target: Callable[[random.Random, Path], None], seed: int, texts: int) -> int:
-    """Tries so many texts; returns how many were refused. AssertionErrors name the seed
+    """Tries this number of texts; returns how many were refused. AssertionErrors name the seed
     and number.
     """
     refused = 0

@@ -97,7 +97,7 @@ class ProgramRuns:
             program.close()
 
     def run(self, count: int, until: float | None = None) -> Tally:
-        """Makes so many runs, or fewer if `until` has come; raises AssertionError if an invariant
+        """Makes `count` runs, or fewer if `until` has come; raises AssertionError if an invariant
         fails.
         """
         return inside_of(self._name, lambda: self._run(count, until))

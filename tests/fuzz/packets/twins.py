@@ -361,8 +361,8 @@ _SHORT: Final = (
     "sctp_timeout_shutdown_recd", "sctp_timeout_shutdown_ack_sent",
 )  # fmt: skip
 QUIET_SECONDS: Final = 11
-"""kbpf's need of a connection is computed as if it had been idle for so long: entries that it keeps
-only for a while are evictable after 5 or 10 s."""
+"""kbpf's need of a connection is computed as if it had been idle for this time: entries that it
+keeps only for a while are evictable after 5 or 10 s."""
 SHORT_SECONDS: Final = 40
 """For Linux's timeouts between 3 and 30 s."""
 

@@ -53,7 +53,7 @@ VIP4, VIP6, LB4, EXT4 = "10.96.0.1", "fd00:96::1", "192.0.2.1", "192.0.2.2"
 PODS4, PODS6 = Cidr(parse_addr("10.244.1.0"), 120), Cidr(parse_addr("fd00:10:244:1::"), 64)
 
 
-class Ground:
+class Bench:
     """The lab, the clients in it, and a plane on node 1."""
 
     def __init__(self, lab: Lab, folder: Path) -> None:
@@ -120,9 +120,9 @@ def replace_state(state: DesiredState, more: dict[str, Any]) -> DesiredState:
 
 
 @pytest.fixture(scope="module")
-def ground(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     with Lab(nodes=1, name="iv", apart=True) as lab:
-        made = Ground(lab, tmp_path_factory.mktemp("state"))
+        made = Bench(lab, tmp_path_factory.mktemp("state"))
         try:
             yield made
         finally:
@@ -130,8 +130,8 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
             made.outside.close()
 
 
-def a_and_b(ground: Ground, port: int, v6: bool = False) -> str:
-    return " ".join(f"[{p.ip6}]:{port}" if v6 else f"{p.ip}:{port}" for p in (ground.a, ground.b))
+def a_and_b(bench: Bench, port: int, v6: bool = False) -> str:
+    return " ".join(f"[{p.ip6}]:{port}" if v6 else f"{p.ip}:{port}" for p in (bench.a, bench.b))
 
 
 class Row(NamedTuple):
@@ -150,10 +150,10 @@ class Row(NamedTuple):
 REFUSED, DROPPED = "ECONNREFUSED", "timeout"
 
 
-def services(ground: Ground) -> list[ServiceState]:
-    two, one = a_and_b(ground, 8080), f"{ground.a.ip}:8080"
-    v6 = a_and_b(ground, 8080, True)
-    udp, udp6 = a_and_b(ground, 5353), a_and_b(ground, 5353, True)
+def services(bench: Bench) -> list[ServiceState]:
+    two, one = a_and_b(bench, 8080), f"{bench.a.ip}:8080"
+    v6 = a_and_b(bench, 8080, True)
+    udp, udp6 = a_and_b(bench, 5353), a_and_b(bench, 5353, True)
     return [
         service("web", f"{VIP4}:80 NodePort=0.0.0.0:30080 LoadBalancer={LB4}:80", two),
         service("web6", f"[{VIP6}]:80 NodePort=[::]:30080", v6),
@@ -238,14 +238,14 @@ ROWS = [
 
 
 @pytest.fixture(scope="module")
-def applied(ground: Ground) -> Ground:
-    ground.start(detect_local_mode=LocalMode.CLUSTER_CIDR)
-    ground.apply(*services(ground), local_networks=(PODS4, PODS6))
-    return ground
+def applied(bench: Bench) -> Bench:
+    bench.start(detect_local_mode=LocalMode.CLUSTER_CIDR)
+    bench.apply(*services(bench), local_networks=(PODS4, PODS6))
+    return bench
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_connection_reaches_its_backends(applied: Ground, row: Row):
+def test_connection_reaches_its_backends(applied: Bench, row: Row):
     host, _, port = row.to.rpartition(":")
     fails = row.outcome in (REFUSED, DROPPED)
     place = applied.places[row.client]
@@ -270,7 +270,7 @@ def test_connection_reaches_its_backends(applied: Ground, row: Row):
         assert seen <= (OWN if row.sees == NODES else {row.sees}), answers
 
 
-def test_connections_and_bytes_are_counted_by_service(applied: Ground):
+def test_connections_and_bytes_are_counted_by_service(applied: Bench):
     """By Service port, whichever frontend was used, for metrics."""
 
     def had() -> ConnectionStats:
@@ -294,29 +294,29 @@ def test_connections_and_bytes_are_counted_by_service(applied: Ground):
     until("connections and bytes are counted", is_counted)
 
 
-def test_affinity_keeps_one_backend(applied: Ground):
+def test_affinity_keeps_one_backend(applied: Bench):
     for port in (88, 89):
         place = applied.outside if port == 88 else applied.b
         names = {place.tcp(LB4, port)["name"] for _ in range(6)}
         assert len(names) == 1, port
 
 
-def test_connections_follow_weights(applied: Ground):
+def test_connections_follow_weights(applied: Bench):
     """With weights 3 and 1 the first backend gets three of every four connections."""
     for _ in range(3):
         names = [applied.outside.tcp(VIP4, 91)["name"] for _ in range(4)]
         assert sorted(names) == ["a", "a", "a", "b"]
 
 
-def test_every_scheduler_works(applied: Ground):
-    ground = applied
+def test_every_scheduler_works(applied: Bench):
+    bench = applied
     for name in IPVS_SCHEDULERS:
-        ground.start(ipvs_scheduler=name)
-        ground.apply(service("one", f"{VIP4}:72", a_and_b(ground, 8080)))
-        assert ground.do(_schedulers) == {name}
-        assert ground.outside.tcp(VIP4, 72).get("name") in ("a", "b"), name
-        assert ground.plane.problems() == ()
-    ground.start()
+        bench.start(ipvs_scheduler=name)
+        bench.apply(service("one", f"{VIP4}:72", a_and_b(bench, 8080)))
+        assert bench.do(_schedulers) == {name}
+        assert bench.outside.tcp(VIP4, 72).get("name") in ("a", "b"), name
+        assert bench.plane.problems() == ()
+    bench.start()
 
 
 def _schedulers() -> set[str]:
@@ -343,23 +343,23 @@ DRAINS = [
 
 
 @pytest.mark.parametrize("row", DRAINS, ids=lambda row: row.name)
-def test_connection_outlives_its_drained_backend(applied: Ground, row: Drain):
+def test_connection_outlives_its_drained_backend(applied: Bench, row: Drain):
     """A connection outlives its backend's removal from the set; new ones go elsewhere."""
-    ground, place, v6 = applied, applied.places[row.client], ":" in row.host
+    bench, place, v6 = applied, applied.places[row.client], ":" in row.host
     frontends = (f"[{VIP6}]:70 NodePort=[::]:30070" if v6
                  else f"{VIP4}:70 NodePort=0.0.0.0:30070 LoadBalancer={LB4}:70")  # fmt: skip
-    both = a_and_b(ground, 8080, v6)
+    both = a_and_b(bench, 8080, v6)
     a, b = both.split()
 
     def start() -> None:
-        ground.start(detect_local_mode=LocalMode.CLUSTER_CIDR)
+        bench.start(detect_local_mode=LocalMode.CLUSTER_CIDR)
 
     def apply(to: str) -> None:
         state = service("drain", frontends, to, external_local=row.local)
-        ground.apply(state, local_networks=(PODS4, PODS6))
+        bench.apply(state, local_networks=(PODS4, PODS6))
 
     def weights() -> dict[str, int]:
-        found = ground.kernel()
+        found = bench.kernel()
         (at,) = (at for at in found if (at.startswith("mark") if row.local
                                         else at == f"{VIP4}:70/6"))  # fmt: skip
         return found[at]
@@ -397,9 +397,9 @@ def test_connection_outlives_its_drained_backend(applied: Ground, row: Drain):
         place.ask("drop", keep=f"k{i}")
 
 
-def test_change_to_policy_cluster_keeps_short_circuit_connections(applied: Ground):
+def test_change_to_policy_cluster_keeps_short_circuit_connections(applied: Bench):
     """A connection through a short circuit continues, and the short circuit is deleted after it."""
-    ground, two = applied, a_and_b(applied, 8080)
+    bench, two = applied, a_and_b(applied, 8080)
     local, cluster = (
         service("policy", f"{VIP4}:74 NodePort=0.0.0.0:30074", two, external_local=is_local)
         for is_local in (True, False)
@@ -415,59 +415,59 @@ def test_change_to_policy_cluster_keeps_short_circuit_connections(applied: Groun
         return str(json.loads(connection.recv(4096))["name"])
 
     def marks() -> set[str]:
-        ground.do(lambda: ground.plane.tick(ground.plane._clock()))
-        return {at for at in ground.kernel() if at.startswith("mark")}
+        bench.do(lambda: bench.plane.tick(bench.plane._clock()))
+        return {at for at in bench.kernel() if at.startswith("mark")}
 
-    ground.start()
-    ground.apply(local)
-    connection = ground.do(dial)
+    bench.start()
+    bench.apply(local)
+    connection = bench.do(dial)
     name, mark = talk(), marks()
     assert len(mark) == 1
     for state in (cluster, local, cluster):  # no new connections: IPVS remembers each for 2 minutes
-        ground.apply(state)
+        bench.apply(state)
         assert (talk(), marks()) == (name, mark)
-        ground.start()
-        ground.apply(state)
+        bench.start()
+        bench.apply(state)
         assert (talk(), marks()) == (name, mark)
     connection.close()  # by a reset, which IPVS remembers for 10 s
     until("the short circuit is gone", lambda: not marks(), seconds=120)
-    assert ground.node.host.tcp(NODE, 30074).get("name") in ("a", "b")
+    assert bench.node.host.tcp(NODE, 30074).get("name") in ("a", "b")
 
 
-def test_drained_server_without_connections_is_removed(applied: Ground):
-    ground, at = applied, f"{VIP4}:71"
-    ground.apply(service("drain", at, a_and_b(ground, 8080)))
-    ground.apply(service("drain", at, f"{ground.a.ip}:8080"))
+def test_drained_server_without_connections_is_removed(applied: Bench):
+    bench, at = applied, f"{VIP4}:71"
+    bench.apply(service("drain", at, a_and_b(bench, 8080)))
+    bench.apply(service("drain", at, f"{bench.a.ip}:8080"))
 
     def ticked() -> bool:
-        ground.do(lambda: ground.plane.tick(ground.plane._clock()))
-        return ground.kernel()[f"{at}/6"] == {f"{ground.a.ip}:8080": 1}
+        bench.do(lambda: bench.plane.tick(bench.plane._clock()))
+        return bench.kernel()[f"{at}/6"] == {f"{bench.a.ip}:8080": 1}
 
     until("it is removed", ticked)
 
 
-def test_udp_client_moves_at_once(applied: Ground):
+def test_udp_client_moves_at_once(applied: Bench):
     """A client's socket moves when its backend stops serving, and is refused without any
     backend.
     """
-    ground, at = applied, f"{VIP4}:72"
-    b_only, a_only = f"{ground.b.ip}:5353", f"{ground.a.ip}:5353"
-    ground.apply(service("moves", at, b_only, protocol=UDP))
-    assert ground.outside.udp(VIP4, 72, keep="u", connected=True)["name"] == "b"
-    ground.apply(service("moves", at, a_only, protocol=UDP))
+    bench, at = applied, f"{VIP4}:72"
+    b_only, a_only = f"{bench.b.ip}:5353", f"{bench.a.ip}:5353"
+    bench.apply(service("moves", at, b_only, protocol=UDP))
+    assert bench.outside.udp(VIP4, 72, keep="u", connected=True)["name"] == "b"
+    bench.apply(service("moves", at, a_only, protocol=UDP))
 
     def again() -> str:
-        got = ground.outside.udp(VIP4, 72, keep="u", connected=True, timeout=1.0)
+        got = bench.outside.udp(VIP4, 72, keep="u", connected=True, timeout=1.0)
         return str(got.get("name", got.get("error")))
 
     until("a answers", lambda: again() == "a")
-    ground.apply(service("moves", at, "", protocol=UDP))
+    bench.apply(service("moves", at, "", protocol=UDP))
     until("it is refused", lambda: again() == REFUSED)
 
 
-def test_reused_client_port_reaches_the_current_backend(applied: Ground):
+def test_reused_client_port_reaches_the_current_backend(applied: Bench):
     """Whether the port's last connection has ended or not, and whichever pod serves by then."""
-    ground, at = applied, f"{VIP4}:73"
+    bench, at = applied, f"{VIP4}:73"
 
     def dial() -> str:
         with socket.socket() as s:
@@ -479,9 +479,9 @@ def test_reused_client_port_reaches_the_current_backend(applied: Ground):
             s.sendall(b"hello\n")
             return str(json.loads(s.recv(4096))["name"])
 
-    outside = Path("/run/netns") / str(ground.lab.outside)
+    outside = Path("/run/netns") / str(bench.lab.outside)
     for name in ("a", "b") * 4:
-        ground.apply(service("port", at, f"{getattr(ground, name).ip}:8080"))
+        bench.apply(service("port", at, f"{getattr(bench, name).ip}:8080"))
         assert [netns.run_in(outside, dial) for _ in range(3)] == [name] * 3
 
 
@@ -500,12 +500,12 @@ def closes_first(listener: socket.socket, name: str) -> None:
                 s.recv(1)
 
 
-def test_client_port_in_time_wait_reaches_the_current_backend(applied: Ground):
+def test_client_port_in_time_wait_reaches_the_current_backend(applied: Bench):
     """IPVS keeps the connection in TIME_WAIT (net.ipv4.vs.conn_reuse_mode). The next one from this
     port must reach the current backend with its first SYN (kubernetes/kubernetes#81775).
     """
-    ground, at = applied, f"{VIP4}:73"
-    outside = Path("/run/netns") / str(ground.lab.outside)
+    bench, at = applied, f"{VIP4}:73"
+    outside = Path("/run/netns") / str(bench.lab.outside)
 
     def dial() -> tuple[str, int]:
         with socket.socket() as s:
@@ -521,7 +521,7 @@ def test_client_port_in_time_wait_reaches_the_current_backend(applied: Ground):
 
     with contextlib.ExitStack() as stack:
         for name in ("a", "b"):
-            where = Path("/run/netns") / getattr(ground, name).netns
+            where = Path("/run/netns") / getattr(bench, name).netns
             listener = netns.run_in(where, lambda: socket.create_server(("", 8099)))
             thread = threading.Thread(target=closes_first, args=(listener, name), daemon=True)
             thread.start()
@@ -529,35 +529,35 @@ def test_client_port_in_time_wait_reaches_the_current_backend(applied: Ground):
             stack.callback(thread.join)
             stack.callback(listener.shutdown, socket.SHUT_RDWR)
         for name in ("a", "b") * 3:
-            ground.apply(service("port", at, f"{getattr(ground, name).ip}:8099"))
+            bench.apply(service("port", at, f"{getattr(bench, name).ip}:8099"))
             assert [netns.run_in(outside, dial) for _ in range(3)] == [(name, 0)] * 3
 
 
-def test_strict_arp_answers_no_arp_for_virtual_addresses(applied: Ground):
+def test_strict_arp_answers_no_arp_for_virtual_addresses(applied: Bench):
     """The node must not answer ARP requests for addresses of its dummy device."""
-    ground, lab = applied, applied.lab
+    bench, lab = applied, applied.lab
     settings = ("net.ipv4.conf.all.arp_ignore", "net.ipv4.conf.all.arp_announce")
     ip(f"route add {LB4}/32 dev {lab.prefix}", netns=lab.outside)
 
     def answer() -> str:
         run("ip", "-n", str(lab.outside), "neigh", "flush", "dev", lab.prefix)
-        got = ground.outside.tcp(LB4, 80, timeout=30.0)
+        got = bench.outside.tcp(LB4, 80, timeout=30.0)
         return str(got.get("error", "served"))
 
     try:
-        ground.start(strict_arp=True)
-        ground.apply(*services(ground))
-        assert ground.do(lambda: [sysctl.read(name) for name in settings]) == ["1", "2"]
+        bench.start(strict_arp=True)
+        bench.apply(*services(bench))
+        assert bench.do(lambda: [sysctl.read(name) for name in settings]) == ["1", "2"]
         assert answer() == "EHOSTUNREACH"
-        ground.do(lambda: [sysctl.write(name, "0") for name in settings])
-        ground.start()
-        assert ground.do(lambda: [sysctl.read(name) for name in settings]) == ["0", "0"]
+        bench.do(lambda: [sysctl.write(name, "0") for name in settings])
+        bench.start()
+        assert bench.do(lambda: [sysctl.read(name) for name in settings]) == ["0", "0"]
         assert answer() == "served"
     finally:
         ip(f"route del {LB4}/32 dev {lab.prefix}", netns=lab.outside)
 
 
-def test_ipvs_sysctls_are_set(applied: Ground):
+def test_ipvs_sysctls_are_set(applied: Bench):
     """Settings of IPVS: conntrack entries, and expiry of connections with their real server."""
     names = [f"net.ipv4.vs.{name}" for name in
              ("conntrack", "expire_nodest_conn", "expire_quiescent_template")]  # fmt: skip
@@ -566,9 +566,9 @@ def test_ipvs_sysctls_are_set(applied: Ground):
     assert applied.do(lambda: [sysctl.read(name) for name in names]) == ["1", "1", "1"]
 
 
-def test_connection_timeouts_are_set(applied: Ground):
+def test_connection_timeouts_are_set(applied: Bench):
     """0 keeps the kernel's value."""
-    ground = applied
+    bench = applied
 
     def times() -> ConnectionTimeouts:
         with contextlib.closing(IpvsClient()) as face:
@@ -578,24 +578,24 @@ def test_connection_timeouts_are_set(applied: Ground):
         with contextlib.closing(IpvsClient()) as face:
             face.set_timeouts(before)
 
-    before = ground.do(times)
+    before = bench.do(times)
     assert all(before)
     try:
-        ground.start(ipvs_times=IpvsTimeoutSettings(7200, 60, 10))
-        assert ground.do(times) == (7200, 60, 10)
-        ground.start(ipvs_times=IpvsTimeoutSettings(udp=20))
-        assert ground.do(times) == (7200, 60, 20)
-        ground.start()
-        assert ground.do(times) == (7200, 60, 20)
+        bench.start(ipvs_times=IpvsTimeoutSettings(7200, 60, 10))
+        assert bench.do(times) == (7200, 60, 10)
+        bench.start(ipvs_times=IpvsTimeoutSettings(udp=20))
+        assert bench.do(times) == (7200, 60, 20)
+        bench.start()
+        assert bench.do(times) == (7200, 60, 20)
     finally:
-        ground.do(put_back)
+        bench.do(put_back)
 
 
-def test_flushed_virtual_services_are_restored(applied: Ground):
-    ground = applied
-    ground.start()
-    ground.apply(*services(ground))
-    before = ground.kernel()
+def test_flushed_virtual_services_are_restored(applied: Bench):
+    bench = applied
+    bench.start()
+    bench.apply(*services(bench))
+    before = bench.kernel()
 
     def flush() -> None:
         with contextlib.closing(IpvsClient()) as face:
@@ -607,34 +607,34 @@ def test_flushed_virtual_services_are_restored(applied: Ground):
             )
 
     def serves() -> bool:
-        return ground.plane._kernel.check_service(next(iter(ground.plane._elements.pools)))
+        return bench.plane._kernel.check_service(next(iter(bench.plane._elements.pools)))
 
-    assert ground.do(serves)
-    ground.do(flush)
-    assert not ground.do(serves)
-    ground.do(lambda: ground.plane.tick(0.0))
-    assert ground.do(serves)
-    assert ground.kernel() == before
+    assert bench.do(serves)
+    bench.do(flush)
+    assert not bench.do(serves)
+    bench.do(lambda: bench.plane.tick(0.0))
+    assert bench.do(serves)
+    assert bench.kernel() == before
 
 
-def test_node_ports_are_served_at_selected_addresses_only(applied: Ground):
+def test_node_ports_are_served_at_selected_addresses_only(applied: Bench):
     """At each selected address; not at other addresses of the node or at virtual ones."""
-    ground, own = applied, ("198.18.0.101", "198.18.0.102")
-    ip(*(f"addr add {one}/24 dev eth0" for one in own), netns=ground.node.netns)
+    bench, own = applied, ("198.18.0.101", "198.18.0.102")
+    ip(*(f"addr add {one}/24 dev eth0" for one in own), netns=bench.node.netns)
     try:
-        both = service("ports", f"{VIP4}:80 NodePort=0.0.0.0:30095", a_and_b(ground, 8080))
+        both = service("ports", f"{VIP4}:80 NodePort=0.0.0.0:30095", a_and_b(bench, 8080))
         selected = (NODE, own[0])
         nodes = tuple(parse_addr(text) for text in selected)
-        ground.apply(both, node_addresses=nodes)
+        bench.apply(both, node_addresses=nodes)
         for host in selected:
-            assert ground.outside.tcp(host, 30095).get("name") in ("a", "b"), host
-            assert ground.node.host.tcp(host, 30095).get("name") in ("a", "b"), host
+            assert bench.outside.tcp(host, 30095).get("name") in ("a", "b"), host
+            assert bench.node.host.tcp(host, 30095).get("name") in ("a", "b"), host
         for host in (own[1], VIP4):
-            assert ground.outside.tcp(host, 30095).get("error") == REFUSED, host
-        ground.apply(both, node_addresses=nodes[:1])
-        assert ground.outside.tcp(own[0], 30095).get("error") == REFUSED
+            assert bench.outside.tcp(host, 30095).get("error") == REFUSED, host
+        bench.apply(both, node_addresses=nodes[:1])
+        assert bench.outside.tcp(own[0], 30095).get("error") == REFUSED
     finally:
-        ip(*(f"addr del {one}/24 dev eth0" for one in own), netns=ground.node.netns)
+        ip(*(f"addr del {one}/24 dev eth0" for one in own), netns=bench.node.netns)
 
 
 THEIRS = """
@@ -655,8 +655,8 @@ table ip filter {
 """
 
 
-def test_foreign_virtual_services_and_tables_stay(applied: Ground):
-    ground = applied
+def test_foreign_virtual_services_and_tables_stay(applied: Bench):
+    bench = applied
     theirs = VirtualServiceKey(6, parse_addr("203.0.113.1"), 80)
 
     def tables() -> tuple[str, ...]:
@@ -685,38 +685,38 @@ def test_foreign_virtual_services_and_tables_stay(applied: Ground):
             face.apply([IpvsRequest(IpvsCommand.IPVS_CMD_DEL_SERVICE, theirs)], (errno.ESRCH,))
         run("nft", "flush", "ruleset")
 
-    web = service("web", f"{VIP4}:80", a_and_b(ground, 8080))
+    web = service("web", f"{VIP4}:80", a_and_b(bench, 8080))
     try:
-        ground.do(make)
-        before = ground.do(tables)
-        ground.apply(web)
-        ground.do(lambda: ground.plane.tick(1e9))
-        ground.start()
-        ground.apply(web)
-        assert set(ground.kernel()) == {f"{VIP4}:80/6", "203.0.113.1:80/6"}
-        assert ground.do(tables) == before
-        ground.do(lambda: cleanup.remove(ground.plane._config))
-        assert set(ground.kernel()) == {"203.0.113.1:80/6"}
-        assert ground.do(tables) == before
+        bench.do(make)
+        before = bench.do(tables)
+        bench.apply(web)
+        bench.do(lambda: bench.plane.tick(1e9))
+        bench.start()
+        bench.apply(web)
+        assert set(bench.kernel()) == {f"{VIP4}:80/6", "203.0.113.1:80/6"}
+        assert bench.do(tables) == before
+        bench.do(lambda: cleanup.remove(bench.plane._config))
+        assert set(bench.kernel()) == {"203.0.113.1:80/6"}
+        assert bench.do(tables) == before
     finally:
-        ground.do(unmake)
-        ground.start()
+        bench.do(unmake)
+        bench.start()
 
 
 PLAIN4, PLAIN6 = "203.0.113.2", "fd00:203::2"
 
 
 @pytest.mark.parametrize("v6", [False, True], ids=["v4", "v6"])
-def test_masquerade_source_is_the_kernels_choice(applied: Ground, v6: bool):
+def test_masquerade_source_is_the_kernels_choice(applied: Bench, v6: bool):
     """The backend sees the same address of the node as with a plain virtual service and one
     masquerade rule, as kube-proxy has.
     """
-    ground = applied
+    bench = applied
     l3, bits, plain, own = ("ip6", 128, PLAIN6, VIP6) if v6 else ("ip", 32, PLAIN4, VIP4)
-    pod, router = (ground.a.ip6, ground.node.ip6) if v6 else (ground.a.ip, ground.node.ip)
+    pod, router = (bench.a.ip6, bench.node.ip6) if v6 else (bench.a.ip, bench.node.ip)
     web = service("web", f"[{own}]:80", f"[{pod}]:8080") if v6 else service(
         "web", f"{own}:80", f"{pod}:8080")  # fmt: skip
-    ground.apply(web, local_networks=(PODS4, PODS6))
+    bench.apply(web, local_networks=(PODS4, PODS6))
     virtual, server = (
         VirtualServiceKey(6, parse_addr(plain), 80),
         RealServerKey(parse_addr(pod), 8080),
@@ -743,30 +743,30 @@ def test_masquerade_source_is_the_kernels_choice(applied: Ground, v6: bool):
             face.apply([IpvsRequest(IpvsCommand.IPVS_CMD_DEL_SERVICE, virtual)])
         run("nft", "delete", "table", l3, "plain")
 
-    ip(f"addr add {plain}/{bits} dev lo", netns=ground.node.netns)
-    ip(f"route add {plain}/{bits} via {router}", netns=ground.lab.outside)
-    ground.do(make)
+    ip(f"addr add {plain}/{bits} dev lo", netns=bench.node.netns)
+    ip(f"route add {plain}/{bits} via {router}", netns=bench.lab.outside)
+    bench.do(make)
     try:
-        seen = [ground.outside.tcp(to, 80) for to in (plain, own)]
+        seen = [bench.outside.tcp(to, 80) for to in (plain, own)]
         assert [one.get("name") for one in seen] == ["a", "a"], seen
         assert seen[0]["client"] == seen[1]["client"] in OWN
     finally:
-        ground.do(unmake)
-        ip(f"route del {plain}/{bits}", netns=ground.lab.outside)
-        ip(f"addr del {plain}/{bits} dev lo", netns=ground.node.netns)
+        bench.do(unmake)
+        ip(f"route del {plain}/{bits}", netns=bench.lab.outside)
+        ip(f"addr del {plain}/{bits} dev lo", netns=bench.node.netns)
 
 
-def test_unknown_services_stay_until_the_state_is_authoritative(applied: Ground):
-    ground = applied
-    web, other = (service(name, f"{VIP4}:{port}", a_and_b(ground, 8080))
+def test_unknown_services_stay_until_the_state_is_authoritative(applied: Bench):
+    bench = applied
+    web, other = (service(name, f"{VIP4}:{port}", a_and_b(bench, 8080))
                   for name, port in (("web", 80), ("other", 81)))  # fmt: skip
-    ground.apply(web, other)
-    ground.start()
-    ground.apply(web, sound=False)
-    assert ground.outside.tcp(VIP4, 81)["name"] in "ab"
-    ground.apply(web)
-    assert ground.outside.tcp(VIP4, 81)["error"] == REFUSED
-    assert set(ground.kernel()) == {f"{VIP4}:80/6"}
+    bench.apply(web, other)
+    bench.start()
+    bench.apply(web, sound=False)
+    assert bench.outside.tcp(VIP4, 81)["name"] in "ab"
+    bench.apply(web)
+    assert bench.outside.tcp(VIP4, 81)["error"] == REFUSED
+    assert set(bench.kernel()) == {f"{VIP4}:80/6"}
 
 
 class Killed(Exception):
@@ -775,7 +775,7 @@ class Killed(Exception):
 
 @contextlib.contextmanager
 def killed(monkeypatch: pytest.MonkeyPatch, steps: int) -> Iterator[list[int]]:
-    """Raises Killed after so many steps that change the kernel; yields how many steps are left."""
+    """Raises Killed after `steps` changes of kernel state; yields how many steps are left."""
     left = [steps]
 
     def mortal(does: Callable[..., T]) -> Callable[..., T]:
@@ -795,125 +795,125 @@ def killed(monkeypatch: pytest.MonkeyPatch, steps: int) -> Iterator[list[int]]:
             yield left
 
 
-def test_next_agent_completes_a_killed_change(applied: Ground, monkeypatch: pytest.MonkeyPatch):
+def test_next_agent_completes_a_killed_change(applied: Bench, monkeypatch: pytest.MonkeyPatch):
     """At every step of a change that adds a Service, deletes one and changes one."""
-    ground = applied
-    a, b = (f"{pod.ip}:8080" for pod in (ground.a, ground.b))
+    bench = applied
+    a, b = (f"{pod.ip}:8080" for pod in (bench.a, bench.b))
     ports = f"{VIP4}:80 NodePort=0.0.0.0:30080"
     old = (service("web", ports, a), service("goes", f"{EXT4}:80", a))
     new = (service("web", ports, b), service("comes", f"{LB4}:80", f"{a} {b}"))
 
     def node_state() -> tuple[Any, ...]:
-        ground.do(lambda: ground.plane.tick(1e9))  # removes drained servers
-        addresses = run("ip", "-n", ground.node.netns, "-br", "addr", "show", "dev", DEVICE)
-        return ground.kernel(), ground.do(ground.plane._read_elements), sorted(addresses.split())
+        bench.do(lambda: bench.plane.tick(1e9))  # removes drained servers
+        addresses = run("ip", "-n", bench.node.netns, "-br", "addr", "show", "dev", DEVICE)
+        return bench.kernel(), bench.do(bench.plane._read_elements), sorted(addresses.split())
 
-    ground.apply(*new)
+    bench.apply(*new)
     wanted, steps, is_complete = node_state(), 0, False
     while not is_complete:
-        ground.apply(*old)
+        bench.apply(*old)
         with killed(monkeypatch, steps) as left:
-            ground.apply(*new)
+            bench.apply(*new)
             is_complete = left[0] > 0
-        ground.start()
-        ground.apply(*new)
+        bench.start()
+        bench.apply(*new)
         assert node_state() == wanted, f"killed after {steps} steps"
         steps += 1
     assert steps > 5
 
 
-def test_table_flushed_before_a_start_is_restored(applied: Ground):
-    ground = applied
-    ground.apply(*services(ground))
-    before = ground.kernel()
-    ground.do(lambda: run("nft", "flush", "ruleset"))
-    ground.start()
-    ground.apply(*services(ground))
-    assert {k: v for k, v in ground.kernel().items() if "mark" not in k}.items() <= before.items()
-    assert ground.outside.tcp(LB4, 80)["client"] in OWN
-    assert ground.outside.tcp(VIP4, 81)["error"] == REFUSED
+def test_table_flushed_before_a_start_is_restored(applied: Bench):
+    bench = applied
+    bench.apply(*services(bench))
+    before = bench.kernel()
+    bench.do(lambda: run("nft", "flush", "ruleset"))
+    bench.start()
+    bench.apply(*services(bench))
+    assert {k: v for k, v in bench.kernel().items() if "mark" not in k}.items() <= before.items()
+    assert bench.outside.tcp(LB4, 80)["client"] in OWN
+    assert bench.outside.tcp(VIP4, 81)["error"] == REFUSED
 
 
-def test_table_flushed_while_running_is_restored(applied: Ground):
-    ground = applied
-    ground.apply(*services(ground))
-    elements = ground.do(ground.plane._read_elements)
-    ground.do(lambda: ground.plane.tick(0.0))
-    ground.do(lambda: run("nft", "flush", "ruleset"))
-    ground.do(lambda: ground.plane.tick(1e9))
-    assert ground.do(ground.plane._read_elements) == elements
-    assert ground.outside.tcp(VIP4, 81)["error"] == REFUSED
-    ground.start()
+def test_table_flushed_while_running_is_restored(applied: Bench):
+    bench = applied
+    bench.apply(*services(bench))
+    elements = bench.do(bench.plane._read_elements)
+    bench.do(lambda: bench.plane.tick(0.0))
+    bench.do(lambda: run("nft", "flush", "ruleset"))
+    bench.do(lambda: bench.plane.tick(1e9))
+    assert bench.do(bench.plane._read_elements) == elements
+    assert bench.outside.tcp(VIP4, 81)["error"] == REFUSED
+    bench.start()
 
 
-def test_replies_pass_a_closed_forward_chain(applied: Ground):
+def test_replies_pass_a_closed_forward_chain(applied: Bench):
     """Packets to backends are accepted by mark; replies need the rule in FORWARD."""
-    ground = applied
-    ground.apply(*services(ground))
+    bench = applied
+    bench.apply(*services(bench))
     base = "type filter hook forward priority 0; policy drop;"
     closed = f"table ip filter {{ chain FORWARD {{ {base}\n}}\n}}\n"
-    ground.do(lambda: run("nft", "-f", "-", stdin=closed))
+    bench.do(lambda: run("nft", "-f", "-", stdin=closed))
     try:
-        assert ground.outside.tcp(VIP4, 80, timeout=1.0)["error"] == DROPPED
-        ground.do(lambda: ground.plane.tick(1e9))
+        assert bench.outside.tcp(VIP4, 80, timeout=1.0)["error"] == DROPPED
+        bench.do(lambda: bench.plane.tick(1e9))
         for host, port in ((VIP4, 80), (NODE, 30080), (LB4, 84)):
-            assert ground.outside.tcp(host, port)["name"] in ("a", "b")
-        assert ground.a.tcp(ground.b.ip, 8080, timeout=1.0)["error"] == DROPPED
-        ground.do(ground.plane.remove)
-        assert "kbpf" not in ground.do(lambda: run("nft", "list", "ruleset"))
+            assert bench.outside.tcp(host, port)["name"] in ("a", "b")
+        assert bench.a.tcp(bench.b.ip, 8080, timeout=1.0)["error"] == DROPPED
+        bench.do(bench.plane.remove)
+        assert "kbpf" not in bench.do(lambda: run("nft", "list", "ruleset"))
     finally:
-        ground.do(lambda: run("nft", "delete", "table", "ip", "filter"))
-    ground.start()
+        bench.do(lambda: run("nft", "delete", "table", "ip", "filter"))
+    bench.start()
 
 
-def test_restart_changes_nothing(applied: Ground):
+def test_restart_changes_nothing(applied: Bench):
     """The marks of short circuits stay as well, because connections depend on them."""
-    ground, more = applied, {"local_networks": (PODS4, PODS6)}
+    bench, more = applied, {"local_networks": (PODS4, PODS6)}
     ats = ((NODE, 30092), (NODE6, 30092), (NODE, 30084), (LB4, 84))
-    dials = [(place, *at) for place in (ground.node.host, ground.b) for at in ats]
-    ground.start(detect_local_mode=LocalMode.CLUSTER_CIDR)
-    ground.apply(*services(ground), **more)
+    dials = [(place, *at) for place in (bench.node.host, bench.b) for at in ats]
+    bench.start(detect_local_mode=LocalMode.CLUSTER_CIDR)
+    bench.apply(*services(bench), **more)
     kept = [place.tcp(host, port, keep=f"r{i}").get("name")
             for i, (place, host, port) in enumerate(dials)]  # fmt: skip
     assert {*kept} <= {"a", "b"}, kept
-    ground.start(detect_local_mode=LocalMode.CLUSTER_CIDR)
-    elements, kernel = ground.do(ground.plane._read_elements), ground.kernel()
-    assert ground.apply(*services(ground), **more).writes == {}
-    assert ground.do(ground.plane._read_elements) == elements
-    assert ground.kernel() == kernel
+    bench.start(detect_local_mode=LocalMode.CLUSTER_CIDR)
+    elements, kernel = bench.do(bench.plane._read_elements), bench.kernel()
+    assert bench.apply(*services(bench), **more).writes == {}
+    assert bench.do(bench.plane._read_elements) == elements
+    assert bench.kernel() == kernel
     for i, (place, *_) in enumerate(dials):
         assert place.ask("talk", keep=f"r{i}").get("name") == kept[i], dials[i][1:]
         place.ask("drop", keep=f"r{i}")
 
 
-def test_change_writes_only_what_changed(applied: Ground):
+def test_change_writes_only_what_changed(applied: Bench):
     """With 1,000 servers. Not the time is measured, but the writes that the report counts."""
-    ground = applied
+    bench = applied
     many = [
         service(f"m{i}", f"10.96.{1 + i // 250}.{1 + i % 250}:80",
                 " ".join(f"10.99.{i}.{j}:80" for j in range(1, 11)))
         for i in range(100)
     ]  # fmt: skip
-    ground.apply(*many)
-    assert sum(map(len, ground.kernel().values())) == 1000
-    ground.start()
-    assert ground.apply(*many).writes == {}
+    bench.apply(*many)
+    assert sum(map(len, bench.kernel().values())) == 1000
+    bench.start()
+    assert bench.apply(*many).writes == {}
     many[7] = service("m7", "10.96.1.8:80", " ".join(f"10.99.7.{j}:80" for j in range(1, 12)))
-    changed = ground.state(*many)
-    report = ground.do(lambda: ground.plane.apply(changed, {many[7].key}))
+    changed = bench.state(*many)
+    report = bench.do(lambda: bench.plane.apply(changed, {many[7].key}))
     assert report.writes == {"ipvs": 1, "nft": 1}, "the real server, and its hairpin element"
-    assert ground.kernel()["10.96.1.8:80/6"]["10.99.7.11:80"] == 1
+    assert bench.kernel()["10.96.1.8:80/6"]["10.99.7.11:80"] == 1
 
 
-def test_remove_leaves_nothing(applied: Ground):
-    ground = applied
-    ground.apply(*services(ground))
-    assert DEVICE in ground.kernel_state()
-    assert "kbpf" in ground.kernel_state()
-    ground.do(ground.plane.remove)
-    assert ground.kernel_state() == ""
-    assert not list(ground.folder.rglob("*"))
-    ground.start()
+def test_remove_leaves_nothing(applied: Bench):
+    bench = applied
+    bench.apply(*services(bench))
+    assert DEVICE in bench.kernel_state()
+    assert "kbpf" in bench.kernel_state()
+    bench.do(bench.plane.remove)
+    assert bench.kernel_state() == ""
+    assert not list(bench.folder.rglob("*"))
+    bench.start()
 
 
 SERVICE = """
@@ -941,15 +941,15 @@ status: {addresses: [{type: InternalIP, address: 198.18.0.1}]}
 """
 
 
-def test_agent_in_mode_ipvs_serves_restarts_and_is_cleaned_up(applied: Ground, tmp_path: Path):
+def test_agent_in_mode_ipvs_serves_restarts_and_is_cleaned_up(applied: Bench, tmp_path: Path):
     """`kbpf run --mode ipvs` serves, follows a change and survives a kill; cleanup removes all."""
-    ground = applied
-    ground.do(ground.plane.remove)
+    bench = applied
+    bench.do(bench.plane.remove)
     folder, log = tmp_path / "objects", (tmp_path / "log").open("wb")
     folder.mkdir()
-    where = ("--ipvs-device", DEVICE, "--state-dir", str(ground.folder),
+    where = ("--ipvs-device", DEVICE, "--state-dir", str(bench.folder),
              "--pin-dir", "/sys/fs/bpf/kbpf-no-ipvs")  # fmt: skip
-    enter = ("nsenter", f"--net=/run/netns/{ground.node.netns}")
+    enter = ("nsenter", f"--net=/run/netns/{bench.node.netns}")
     kbpf = (*enter, sys.executable, "-m", "kbpf")
 
     def objects(pod: Place) -> None:
@@ -963,29 +963,29 @@ def test_agent_in_mode_ipvs_serves_restarts_and_is_cleaned_up(applied: Ground, t
              "--hostname-override", "node-1", *where], stderr=log)  # fmt: skip
 
     def names(host: str, port: int) -> set[str]:
-        return {str(ground.outside.tcp(host, port, timeout=1.0).get("name")) for _ in range(3)}
+        return {str(bench.outside.tcp(host, port, timeout=1.0).get("name")) for _ in range(3)}
 
-    objects(ground.a)
+    objects(bench.a)
     first = agent()
     try:
         until("a serves", lambda: names(VIP4, 80) == {"a"})
         assert names(NODE, 30080) == {"a"}
-        objects(ground.b)
+        objects(bench.b)
         until("b serves", lambda: names(VIP4, 80) == {"b"})
     finally:
         first.kill()
         first.wait()
-    assert ground.outside.tcp(VIP4, 80, keep="lives")["name"] == "b"
+    assert bench.outside.tcp(VIP4, 80, keep="lives")["name"] == "b"
     inspect = ("inspect", "service", "web", "-o", "json", *where)
     (row,) = json.loads(run(*kbpf, *inspect))
     assert [f["kind"] for f in row["service"]["frontends"]] == ["ClusterIP", "NodePort"]
     (one,) = row["cluster"]
-    assert [backend["address"] for backend in one["backends"]] == [ground.b.ip]
+    assert [backend["address"] for backend in one["backends"]] == [bench.b.ip]
     rows = json.loads(run(*kbpf, "inspect", "connections", "--service", "web", "-o", "json",
                           *where))  # fmt: skip
-    assert {row["backend"] for row in rows} >= {f"{ground.b.ip}:8080"}
-    ground.outside.ask("drop", keep="lives")
-    objects(ground.a)
+    assert {row["backend"] for row in rows} >= {f"{bench.b.ip}:8080"}
+    bench.outside.ask("drop", keep="lives")
+    objects(bench.a)
     second = agent()
     try:
         until("a serves again", lambda: names(NODE, 30080) == {"a"})
@@ -996,5 +996,5 @@ def test_agent_in_mode_ipvs_serves_restarts_and_is_cleaned_up(applied: Ground, t
         assert second.wait(60) == 0
     assert names(NODE, 30080) == {"a"}
     run(*kbpf, "cleanup", *where)
-    assert ground.kernel_state() == ""
-    ground.start()
+    assert bench.kernel_state() == ""
+    bench.start()

@@ -468,7 +468,7 @@ def killed(
     node: Node, clock: FaultClock, old: list[ServiceState], new: list[ServiceState],
     then: list[ServiceState], after: int,
 ) -> Any:  # fmt: skip
-    """The same after `old`, a kill after so many calls while applying `new`, and a next agent that
+    """The same after `old`, a kill after `after` calls while applying `new`, and a next agent that
     applies `then`. None if `new` was applied completely.
     """
     state_of_first_agent(node, old)

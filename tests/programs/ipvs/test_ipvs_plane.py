@@ -145,7 +145,7 @@ def test_cleanup_removes_node_ports_that_kube_proxy_does_not_have(
 
 
 def dial(address: str, port: int) -> str:
-    """Connects to a listener on all addresses of this network, which stands in for the backend."""
+    """Connects to this address; a listener on all addresses of the network is the backend."""
     with socket.create_server(("0.0.0.0", port)) as server, socket.socket() as client:
         client.settimeout(5)
         client.connect((address, port))
@@ -208,7 +208,7 @@ def test_restart_keeps_all_marks(fake_node: Node, states: list[ServiceState], so
 
 def test_marks_follow_moved_frontends_across_a_restart(fake_node: Node):
     """While no agent ran, an address was added to the node and another one removed, and two
-    Services took over frontends of others: an exact one, and a NodePort.
+    Services took over frontends of other Services: an exact one, and a NodePort.
     """
     node = fake_node
     p, q, r, s = ("p", f"{VIP}:80"), ("q", f"{VIP}:81"), ("r", f"{VIP}:82"), ("s", f"{VIP}:83")
@@ -761,7 +761,7 @@ def test_check_reports_bridged_replies(
     assert (row.result, row.detail) == (result, detail)
 
 
-# ---- objects of others with our names ------------------------------------------------------------
+# ---- foreign objects with our names --------------------------------------------------------------
 
 TABLE = "inet kbpf"
 DEVICES = {
@@ -900,7 +900,9 @@ def test_cleanup_with_a_running_agent_removes_nothing(
 
 
 def test_state_folder_of_another_user_is_refused(fake_node: Node):
-    """The folder may be anywhere (--state-dir); a user who creates it first could hold its lock."""
+    """The folder may be anywhere (--state-dir); another user could create it first and hold its
+    lock.
+    """
     folder = fake_node.folder / DEVICE
     folder.mkdir(parents=True)
     os.chown(folder, 65534, 65534)
@@ -1012,7 +1014,7 @@ def test_names_of_several_restarts_are_cleaned_up(fake_node: Node):
 
 
 @pytest.mark.parametrize("case", ["another agent runs", "another network", "no names"])
-def test_state_under_names_of_others_is_left_alone(fake_node: Node, case: str):
+def test_state_that_is_not_ours_under_former_names_is_left_alone(fake_node: Node, case: str):
     node = fake_node
     node.start()
     node.apply(GONE)

@@ -1,6 +1,6 @@
 """The table of the IPVS data plane on any kernel with nf_tables: packets from the node itself and
-from a neighbour show what it refuses, drops, passes and masquerades. IPVS is not used; a listener
-on the virtual addresses, which are on the loopback device, stands in for it.
+from a neighbour show what it refuses, drops, passes and masquerades. IPVS is not used: the
+virtual addresses are on the loopback device, where a listener accepts what passes.
 """
 
 import errno
@@ -33,7 +33,7 @@ NEIGHBOUR, NEIGHBOUR6 = "198.18.7.2", "fd00:7::2"
 IPV4_HEADER = 20
 
 
-class House:
+class Bench:
     """A node and its neighbour, each in a network namespace."""
 
     def __init__(self) -> None:
@@ -82,8 +82,8 @@ class House:
 
 
 @pytest.fixture(scope="module")
-def house() -> Iterator[House]:
-    made = House()
+def bench() -> Iterator[Bench]:
+    made = Bench()
     yield made
     made.close()
 
@@ -134,18 +134,18 @@ EVERYTHING = (
 )
 
 
-def test_written_elements_are_read_back(house: House):
-    house.set_elements(*EVERYTHING)
-    assert house.read() == frozenset(EVERYTHING)
-    house.set_elements()
-    assert house.read() == frozenset()
+def test_written_elements_are_read_back(bench: Bench):
+    bench.set_elements(*EVERYTHING)
+    assert bench.read() == frozenset(EVERYTHING)
+    bench.set_elements()
+    assert bench.read() == frozenset()
 
 
-def test_creating_the_table_again_keeps_its_elements(house: House):
-    house.set_elements(*EVERYTHING)
-    before = house.do(lambda: run("nft", "list", "table", "inet", "kbpf"))
-    house.do(lambda: forward_rules.run_transaction(*ruleset.create_table(STYLE)))
-    assert house.do(lambda: run("nft", "list", "table", "inet", "kbpf")) == before
+def test_creating_the_table_again_keeps_its_elements(bench: Bench):
+    bench.set_elements(*EVERYTHING)
+    before = bench.do(lambda: run("nft", "list", "table", "inet", "kbpf"))
+    bench.do(lambda: forward_rules.run_transaction(*ruleset.create_table(STYLE)))
+    assert bench.do(lambda: run("nft", "list", "table", "inet", "kbpf")) == before
 
 
 class Row(NamedTuple):
@@ -173,9 +173,9 @@ ROWS = [
 
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.client} {row.to} {row.port}")
-def test_tcp_and_udp_packets_pass_or_are_refused_or_dropped(house: House, row: Row, protocol: str):
-    house.set_elements(*EVERYTHING)
-    place = getattr(house, row.client)
+def test_tcp_and_udp_packets_pass_or_are_refused_or_dropped(bench: Bench, row: Row, protocol: str):
+    bench.set_elements(*EVERYTHING)
+    place = getattr(bench, row.client)
     more = {"timeout": 0.5} if row.outcome == DROPPED else {}
     if protocol == "udp":
         answer = place.udp(row.to, row.port, connected=row.outcome == REFUSED, **more)
@@ -211,20 +211,20 @@ def answer_to_init(to: str, port: int, timeout: float) -> str:
     [row for row in ROWS if row.client == "neighbour"],
     ids=lambda row: f"{row.to} {row.port}",
 )
-def test_sctp_packets_pass_or_are_refused_or_dropped(house: House, row: Row):
-    house.set_elements(*EVERYTHING)
+def test_sctp_packets_pass_or_are_refused_or_dropped(bench: Bench, row: Row):
+    bench.set_elements(*EVERYTHING)
     timeout = 0.5 if row.outcome == DROPPED else PATIENCE
     got = netns.run_in(
-        Path("/run/netns") / house.there, lambda: answer_to_init(row.to, row.port, timeout)
+        Path("/run/netns") / bench.there, lambda: answer_to_init(row.to, row.port, timeout)
     )
     assert got == row.outcome
 
 
-def test_masquerade_rules_use_random_ports_of_our_range(house: House):
+def test_masquerade_rules_use_random_ports_of_our_range(bench: Bench):
     """As kube-proxy's --random-fully: a client's next port cannot be predicted from its last one.
     The ports are not those of mode bpf.
     """
-    listed = house.do(lambda: run("nft", "-j", "list", "chain", "inet", "kbpf", "postrouting"))
+    listed = bench.do(lambda: run("nft", "-j", "list", "chain", "inet", "kbpf", "postrouting"))
     expressions = [e for one in json.loads(listed)["nftables"] if "rule" in one
                    for e in one["rule"]["expr"]]  # fmt: skip
     masquerades = [e["masquerade"] for e in expressions if "masquerade" in e]
@@ -234,23 +234,23 @@ def test_masquerade_rules_use_random_ports_of_our_range(house: House):
         assert one["port"] == {"range": list(STYLE.masquerade_ports)}
 
 
-def test_empty_sets_change_no_packet(house: House):
-    house.set_elements()
-    assert house.neighbour.tcp(VIP, 81)["name"] == "node"
-    assert house.neighbour.tcp(OWN, 82)["name"] == "node"
+def test_empty_sets_change_no_packet(bench: Bench):
+    bench.set_elements()
+    assert bench.neighbour.tcp(VIP, 81)["name"] == "node"
+    assert bench.neighbour.tcp(OWN, 82)["name"] == "node"
 
 
-def test_established_connection_outlives_a_refusal(house: House):
-    house.set_elements(*IPS, *elements_at(SetName.SERVED, VIP, 80))
-    house.neighbour.tcp(VIP, 80, keep="k")
-    house.set_elements(*IPS, *elements_at(SetName.REFUSED, VIP, 80))
-    assert house.neighbour.ask("talk", keep="k")["name"] == "node"
-    assert house.neighbour.tcp(VIP, 80)["error"] == REFUSED
-    house.neighbour.ask("drop", keep="k")
+def test_established_connection_outlives_a_refusal(bench: Bench):
+    bench.set_elements(*IPS, *elements_at(SetName.SERVED, VIP, 80))
+    bench.neighbour.tcp(VIP, 80, keep="k")
+    bench.set_elements(*IPS, *elements_at(SetName.REFUSED, VIP, 80))
+    assert bench.neighbour.ask("talk", keep="k")["name"] == "node"
+    assert bench.neighbour.tcp(VIP, 80)["error"] == REFUSED
+    bench.neighbour.ask("drop", keep="k")
 
 
-def test_ping_to_a_virtual_address_passes(house: House):
-    house.set_elements(*EVERYTHING)
+def test_ping_to_a_virtual_address_passes(bench: Bench):
+    bench.set_elements(*EVERYTHING)
 
     def ping() -> bytes:
         with socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_ICMP) as s:
@@ -258,15 +258,15 @@ def test_ping_to_a_virtual_address_passes(house: House):
             s.sendto(bytes((8, 0, 0xF7, 0xFF)) + bytes(4), (VIP, 0))
             return s.recv(100)[20:]
 
-    assert netns.run_in(Path("/run/netns") / house.there, ping)[:1] == b"\0"
+    assert netns.run_in(Path("/run/netns") / bench.there, ping)[:1] == b"\0"
 
 
 @pytest.mark.parametrize(("bind", "to", "seen"), [(VIP, NEIGHBOUR, OWN), (VIP6, NEIGHBOUR6, OWN6)])
-def test_virtual_source_address_is_masqueraded_outside(house: House, bind: str, to: str, seen: str):
-    house.set_elements(*IPS)
-    assert house.node.tcp(to, 80, bind=bind)["client"] == seen
-    house.set_elements()
-    assert house.node.tcp(to, 80, bind=bind)["client"] == bind
+def test_virtual_source_address_is_masqueraded_outside(bench: Bench, bind: str, to: str, seen: str):
+    bench.set_elements(*IPS)
+    assert bench.node.tcp(to, 80, bind=bind)["client"] == seen
+    bench.set_elements()
+    assert bench.node.tcp(to, 80, bind=bind)["client"] == bind
 
 
 @pytest.mark.parametrize(
@@ -274,53 +274,53 @@ def test_virtual_source_address_is_masqueraded_outside(house: House, bind: str, 
     [("ip", VIP, NEIGHBOUR, OWN), ("ip6", VIP6, NEIGHBOUR6, OWN6)],
     ids=["IPv4", "IPv6"],
 )
-def test_hairpin_connection_is_masqueraded(house: House, family: str, vip: str, to: str, seen: str):
+def test_hairpin_connection_is_masqueraded(bench: Bench, family: str, vip: str, to: str, seen: str):
     """Another table translates, as IPVS would; our table does not match its packets as its own."""
     itself = (SetName.HAIRPINS, (parse_addr(to), parse_addr(to)))
-    house.do(lambda: [Path(f"/proc/sys/net/{name}").write_text("1")
+    bench.do(lambda: [Path(f"/proc/sys/net/{name}").write_text("1")
                       for name in ("ipv4/ip_forward", "ipv6/conf/all/forwarding")])  # fmt: skip
-    house.do(lambda: run("nft", "-f", "-", stdin=f"""
+    bench.do(lambda: run("nft", "-f", "-", stdin=f"""
         table {family} ipvs {{ chain lead {{ type nat hook prerouting priority -100;
             {family} daddr {vip} tcp dport 80 dnat to {to}
         }}
         }}
         """))  # fmt: skip
     try:
-        house.set_elements(*IPS, itself)
-        answer = house.neighbour.tcp(vip, 80)
+        bench.set_elements(*IPS, itself)
+        answer = bench.neighbour.tcp(vip, 80)
         assert (answer["name"], answer["client"]) == ("neighbour", seen)
-        house.set_elements(*IPS)
-        assert house.neighbour.tcp(vip, 80, timeout=SILENCE)["error"] == "timeout"
+        bench.set_elements(*IPS)
+        assert bench.neighbour.tcp(vip, 80, timeout=SILENCE)["error"] == "timeout"
     finally:
-        house.do(lambda: run("nft", "delete", "table", family, "ipvs"))
+        bench.do(lambda: run("nft", "delete", "table", family, "ipvs"))
 
 
 ALIAS = "198.18.9.9"
 
 
-def test_packets_marked_by_mode_bpf_keep_their_source(house: House):
+def test_packets_marked_by_mode_bpf_keep_their_source(bench: Bench):
     """The packet path of mode bpf uses the same mark bit while one mode replaces the other."""
-    house.set_elements(*IPS, *elements_at(SetName.MASQUERADED, VIP, 80),
+    bench.set_elements(*IPS, *elements_at(SetName.MASQUERADED, VIP, 80),
                  (SetName.NODE_IPS, (parse_addr(OWN),)))  # fmt: skip
-    ip(f"addr add {ALIAS}/32 dev lo", netns=house.here)
-    ip(f"route add {ALIAS} via {OWN}", netns=house.there)
-    house.do(lambda: run("nft", "-f", "-", stdin="""
+    ip(f"addr add {ALIAS}/32 dev lo", netns=bench.here)
+    ip(f"route add {ALIAS} via {OWN}", netns=bench.there)
+    bench.do(lambda: run("nft", "-f", "-", stdin="""
         table inet bpf { chain out { type filter hook output priority -90;
             tcp dport 80 meta mark set meta mark | 0x4000
         }
         }
         """))  # fmt: skip
     try:
-        assert house.node.tcp(NEIGHBOUR, 80, bind=ALIAS)["client"] == ALIAS
+        assert bench.node.tcp(NEIGHBOUR, 80, bind=ALIAS)["client"] == ALIAS
     finally:
-        house.do(lambda: run("nft", "delete", "table", "inet", "bpf"))
-        ip(f"addr del {ALIAS}/32 dev lo", netns=house.here)
-        ip(f"route del {ALIAS}", netns=house.there)
+        bench.do(lambda: run("nft", "delete", "table", "inet", "bpf"))
+        ip(f"addr del {ALIAS}/32 dev lo", netns=bench.here)
+        ip(f"route del {ALIAS}", netns=bench.there)
 
 
-def rule_counts(house: House, chain: str) -> list[int]:
+def rule_counts(bench: Bench, chain: str) -> list[int]:
     """The packet counts of a chain's rules that have a counter."""
-    listed = json.loads(house.do(lambda: run("nft", "-j", "list", "chain", "inet", "see", chain)))
+    listed = json.loads(bench.do(lambda: run("nft", "-j", "list", "chain", "inet", "see", chain)))
     return [e["counter"]["packets"] for one in listed["nftables"] if "rule" in one
             for e in one["rule"]["expr"] if "counter" in e]  # fmt: skip
 
@@ -362,14 +362,14 @@ MARKS = [
 
 
 @pytest.mark.parametrize("row", MARKS, ids=lambda row: row.name)
-def test_mark_that_ipvs_sees(house: House, row: Marked):
+def test_mark_that_ipvs_sees(bench: Bench, row: Marked):
     """Another table matches the marks where IPVS would see them: after our chains."""
-    house.do(lambda: forward_rules.run_transaction(*ruleset.create_table(row.style)))
+    bench.do(lambda: forward_rules.run_transaction(*ruleset.create_table(row.style)))
     served = (e for port in (80, 81, 82) for e in elements_at(SetName.SERVED, VIP, port))
-    house.set_elements(*IPS, *served, *SHORT, *elements_at(SetName.MASQUERADED, VIP, 81),
+    bench.set_elements(*IPS, *served, *SHORT, *elements_at(SetName.MASQUERADED, VIP, 81),
                  *elements_at(SetName.MASQUERADED_OUTSIDE, VIP, 82))  # fmt: skip
     hook, priority = ("output", -98) if row.client == "node" else ("input", 98)
-    house.do(lambda: run("nft", "-f", "-", stdin=f"""
+    bench.do(lambda: run("nft", "-f", "-", stdin=f"""
         table inet see {{ chain seen {{ type filter hook {hook} priority {priority};
             ip daddr {VIP} tcp dport {row.port} tcp flags syn meta mark {row.mark} counter
             ip daddr {VIP} tcp dport {row.port} tcp flags syn meta mark != {row.mark} counter
@@ -377,26 +377,26 @@ def test_mark_that_ipvs_sees(house: House, row: Marked):
         }}
         """))  # fmt: skip
     try:
-        assert getattr(house, row.client).tcp(VIP, row.port)["name"] == "node"
-        assert rule_counts(house, "seen") == [1, 0]
+        assert getattr(bench, row.client).tcp(VIP, row.port)["name"] == "node"
+        assert rule_counts(bench, "seen") == [1, 0]
     finally:
-        house.do(lambda: run("nft", "delete", "table", "inet", "see"))
-        house.do(lambda: forward_rules.run_transaction(*ruleset.create_table(STYLE)))
+        bench.do(lambda: run("nft", "delete", "table", "inet", "see"))
+        bench.do(lambda: forward_rules.run_transaction(*ruleset.create_table(STYLE)))
 
 
-def test_local_network_counts_as_pods(house: House):
+def test_local_network_counts_as_pods(bench: Bench):
     """Clients of these networks get the mark, so the drop after it is not reached."""
     network = (SetName.LOCAL_NETWORKS, (Cidr(parse_addr("198.18.7.0"), 120),))
     elements = (*IPS, *elements_at(SetName.DROPPED, VIP, 80), *SHORT)
-    house.set_elements(*elements)
-    assert house.neighbour.tcp(VIP, 80, timeout=0.5)["error"] == DROPPED
-    house.set_elements(*elements, network)
-    assert house.neighbour.tcp(VIP, 80)["name"] == "node"
+    bench.set_elements(*elements)
+    assert bench.neighbour.tcp(VIP, 80, timeout=0.5)["error"] == DROPPED
+    bench.set_elements(*elements, network)
+    assert bench.neighbour.tcp(VIP, 80)["name"] == "node"
 
 
-def test_deleting_the_table_leaves_no_rule(house: House):
-    before = house.do(lambda: run("nft", "list", "ruleset"))
+def test_deleting_the_table_leaves_no_rule(bench: Bench):
+    before = bench.do(lambda: run("nft", "list", "ruleset"))
     assert "table inet kbpf" in before
-    house.do(lambda: forward_rules.run_transaction(*ruleset.delete_table(STYLE)))
-    assert house.do(lambda: run("nft", "list", "ruleset")) == ""
-    house.do(lambda: forward_rules.run_transaction(*ruleset.create_table(STYLE)))
+    bench.do(lambda: forward_rules.run_transaction(*ruleset.delete_table(STYLE)))
+    assert bench.do(lambda: run("nft", "list", "ruleset")) == ""
+    bench.do(lambda: forward_rules.run_transaction(*ruleset.create_table(STYLE)))

@@ -97,7 +97,7 @@ class History:
 
 
 @dataclass
-class Ground:
+class Bench:
     """A node whose own addresses are the backends."""
 
     node: Node
@@ -113,15 +113,15 @@ def host(node: Node) -> Place:
 
 
 @pytest.fixture
-def ground(
+def bench(
     node: Node, host: Place, artifact_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Ground]:
+) -> Iterator[Bench]:
     """Maps start small, so that they grow during the test."""
     for name, entries in START.items():
         monkeypatch.setitem(MAPS, name, dataclasses.replace(MAPS[name], entries=entries))
     with sites(artifact_cache) as make:
         site = make(cgroup=node.cgroup, node=node.netns)
-        yield Ground(node, site, site.open())
+        yield Bench(node, site, site.open())
 
 
 # ---- the readers -------------------------------------------------------------------------------
@@ -169,12 +169,12 @@ def pick_tcp() -> str:
 
 
 def play(
-    ground: Ground, history: History, protocol: Protocol, step: Callable[[], None]
+    bench: Bench, history: History, protocol: Protocol, step: Callable[[], None]
 ) -> list[Dialled]:
     """Repeats the step without a pause while readers connect; returns their connects."""
     counters, numbers = Counters(), range(1, READERS + 1)
     waiting = [
-        start_within(ground.node.host, lambda n=n: read(protocol, counters, n)) for n in numbers
+        start_within(bench.node.host, lambda n=n: read(protocol, counters, n)) for n in numbers
     ]
     started, dials = time.monotonic(), TCP_DIALS if protocol is Protocol.TCP else DIALS
     try:
@@ -243,7 +243,7 @@ def crowd(number: int, turn: int) -> dict[ServicePortKey, ServiceState]:
 
 
 @pytest.mark.parametrize("story", STORIES, ids=lambda story: story.name)
-def test_connects_during_changes_get_a_current_backend(ground: Ground, story: Story):
+def test_connects_during_changes_get_a_current_backend(bench: Bench, story: Story):
     history, turns, sets = History(), itertools.count(), story.sets()
     known: dict[ServicePortKey, ServiceState] = {}
 
@@ -256,34 +256,34 @@ def test_connects_during_changes_get_a_current_backend(ground: Ground, story: St
         known.update(wanted)
 
         def write() -> None:
-            report = ground.plane.apply(DesiredState(dict(wanted)), touched if turn else None)
+            report = bench.plane.apply(DesiredState(dict(wanted)), touched if turn else None)
             assert not report.refused
 
         history.change(frozenset(backends), write)
-        ground.plane.tick(time.monotonic())
+        bench.plane.tick(time.monotonic())
 
     step()
-    before = ground.site.reasons()
-    sizes = {name: ground.site.pinned(name).max_entries for name in START}
-    dials = play(ground, history, story.protocol, step)
-    grown = {name for name in START if ground.site.pinned(name).max_entries > sizes[name]}
+    before = bench.site.reasons()
+    sizes = {name: bench.site.pinned(name).max_entries for name in START}
+    dials = play(bench, history, story.protocol, step)
+    grown = {name for name in START if bench.site.pinned(name).max_entries > sizes[name]}
     print(f"{len(dials)} connects, {len(history.sets)} changes, grown: {sorted(grown)}")
     assert history.wrong(dials) == []
     assert "backend_slots" in grown, "the maps grew"
     assert len({one.got for one in dials}) > 5, "many sets were used"
-    assert (ground.site.reasons() - before).total() >= len(dials), "these programs translated"
+    assert (bench.site.reasons() - before).total() >= len(dials), "these programs translated"
 
 
-def test_connects_after_a_change_get_only_the_new_set(ground: Ground):
+def test_connects_after_a_change_get_only_the_new_set(bench: Bench):
     """No connect after the change sees the old set."""
     story = STORIES[0]
     for backends in itertools.islice(story.sets(), 20):
         state = web(backends, story)
-        ground.plane.apply(desired(state), None)
-        assert set(picks(ground.node.host, f"{HOST}:{PORT}", 50)) <= set(backends)
+        bench.plane.apply(desired(state), None)
+        assert set(picks(bench.node.host, f"{HOST}:{PORT}", 50)) <= set(backends)
 
 
-def test_frontends_are_not_confused_while_all_are_overwritten(ground: Ground):
+def test_frontends_are_not_confused_while_all_are_overwritten(bench: Bench):
     """The kernel overwrites an element in two steps. A concurrent look-up may find neither the old
     nor the new element if others of the same bucket were written (lookup.h, service_at()), and the
     old element's memory is reused for the next key at once (read_service()). Every second frontend
@@ -294,7 +294,7 @@ def test_frontends_are_not_confused_while_all_are_overwritten(ground: Ground):
         service(f"o{i}", f"{host}:{PORT}", f"{LOCAL[1]}:1" if i % 2 else "", Protocol.UDP)
         for i, host in enumerate(hosts)
     ]
-    ground.plane.apply(desired(*several), None)
+    bench.plane.apply(desired(*several), None)
     counters = Counters()
 
     def connect_repeatedly() -> tuple[int, Counter[tuple[bool, str]]]:
@@ -310,10 +310,10 @@ def test_frontends_are_not_confused_while_all_are_overwritten(ground: Ground):
                 counters[1] += len(hosts)
         return counters[1], wrong
 
-    before = ground.site.reasons()
-    result = start_within(ground.node.host, connect_repeatedly)
+    before = bench.site.reasons()
+    result = start_within(bench.node.host, connect_repeatedly)
     try:
-        with ground.site.pinned("services") as services:
+        with bench.site.pinned("services") as services:
             pairs = dict(services.items())
             order = [pack_target(*at(f"{host}:{PORT}", Protocol.UDP)) for host in hosts]
             keys, values = b"".join(order), b"".join(pairs[key] for key in order)
@@ -328,7 +328,7 @@ def test_frontends_are_not_confused_while_all_are_overwritten(ground: Ground):
         dials, wrong = result()
     assert wrong == {}
     assert dials > DIALS
-    seen = ground.site.reasons() - before
+    seen = bench.site.reasons() - before
     assert seen == {Reason.TRANSLATED: dials // 2, Reason.NO_ENDPOINTS: dials // 2}
 
 
@@ -338,10 +338,10 @@ def test_frontends_are_not_confused_while_all_are_overwritten(ground: Ground):
 class Careless:
     """Writes the maps in no particular order, through its own descriptors."""
 
-    def __init__(self, ground: Ground) -> None:
-        self.services = ground.site.pinned("services")
-        self.slots = ground.site.pinned("backend_slots")
-        ids = {v[12:16]: k for k, v in ground.site.entries("backends").items()}
+    def __init__(self, bench: Bench) -> None:
+        self.services = bench.site.pinned("services")
+        self.slots = bench.site.pinned("backend_slots")
+        ids = {v[12:16]: k for k, v in bench.site.entries("backends").items()}
         self.ids = {address: ids[socket.inet_aton(address)] for address in LOCAL}
         ((self.key, value),) = self.services.items()
         self.value = list(ServiceValue.unpack(value))
@@ -369,17 +369,17 @@ class Careless:
 
 
 @pytest.mark.parametrize("way", ["in_place", "delete_and_write"])
-def test_careless_writer_is_noticed(ground: Ground, way: str):
+def test_careless_writer_is_noticed(bench: Bench, way: str):
     story = Story("careless", sizes=(1, 50))
-    ground.plane.apply(desired(web(list(LOCAL), story)), None)
-    writer, history, sets = Careless(ground), History(), story.sets()
+    bench.plane.apply(desired(web(list(LOCAL), story)), None)
+    writer, history, sets = Careless(bench), History(), story.sets()
 
     def step() -> None:
         backends = next(sets)
         history.change(frozenset(backends), lambda: getattr(writer, way)(backends))
 
     step()
-    dials = play(ground, history, story.protocol, step)
+    dials = play(bench, history, story.protocol, step)
     wrong = history.wrong(dials)
     print(f"{len(wrong)} of {len(dials)} connects, {len(history.sets)} changes")
     assert len(wrong) > 10

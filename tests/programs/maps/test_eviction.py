@@ -84,7 +84,7 @@ class Flows:
         self.talks: dict[int, Talk] = {}
 
     def start(self, room: int) -> None:
-        """Starts an agent with room for so many connections."""
+        """Starts an agent with room for this number of connections."""
         plane = self.plane = self.site.open(MapSizes(connections=room), packet_path=True)
         made = [
             service(f"{name}-{protocol.name}".lower(), f"LoadBalancer={vip}", POD, protocol,
@@ -182,7 +182,7 @@ class Flows:
         return self.site.reasons()[Reason.EVICTED] - self.before
 
     def age(self, port: int, nanoseconds: int) -> None:
-        """Makes this flow idle for so long; if negative, recently used."""
+        """Makes this flow idle for this time; if negative, recently used."""
         with self.site.pinned("flows") as flows:
             for key, raw in list(flows.items()):
                 if Target.unpack(FLOW.unpack(raw)[1]).port == port:
@@ -406,7 +406,7 @@ def test_flow_without_room_in_the_map_is_dropped(flows: Flows, before: str, room
 
 
 def test_queued_keys_of_deleted_flows_take_no_room(flows: Flows) -> None:
-    """The agent has deleted so many flows that their keys fill the queue."""
+    """The agent has deleted flows until their keys fill the queue."""
     for port in range(2000, 2000 + ROOM):
         flows.talk(port, LIVES)
     flows.delete_flows()
@@ -510,7 +510,7 @@ class Killed(Exception):
 def test_kill_during_migration_leaves_every_flow_in_the_queue(
     flows: Flows, monkeypatch: pytest.MonkeyPatch, steps: int
 ) -> None:
-    """After so many writes to the new maps. A flow that is not in the queue could never
+    """After `steps` writes to the new maps. A flow that is not in the queue could never
     be evicted.
     """
     ports = range(2000, 2008)
@@ -660,7 +660,7 @@ NOW = itertools.count(1e9, flow_gc.GC_INTERVAL_S)
 
 class Lost(NamedTuple):
     """Packets of a flow for which two CPUs chose differently, and whether the reply entries that do
-    not belong to the original entry are deleted after so many seconds.
+    not belong to the original entry are deleted after `seconds`.
     """
 
     name: str
@@ -710,7 +710,7 @@ def add_orphans(flows: Flows, port: int) -> dict[bytes, bytes]:
 
 
 def remove(held: Map, seconds: float) -> int:
-    """Removes orphans as if so many seconds had passed; returns how many."""
+    """Removes orphans as if `seconds` had passed; returns how many."""
     at = time.monotonic_ns() + int(seconds * 1e9)
     return sum(flow_gc.remove_orphans(held, *batch, at) for batch in list(held.batches()))
 

@@ -58,7 +58,7 @@ WEB, DNS, STICKY, EVIL = "10.96.0.1", "10.96.0.2", "10.96.0.3", "10.96.9.1"
 
 
 @dataclass
-class Ground:
+class Bench:
     """`victims` and `attacker` are clients, `one` and `two` are servers."""
 
     site: Site
@@ -92,7 +92,7 @@ class Ground:
 
 
 @pytest.fixture
-def ground(node: Node, artifact_cache: Path) -> Iterator[Ground]:
+def bench(node: Node, artifact_cache: Path) -> Iterator[Bench]:
     names = ("attacker", "one", "two", *(f"v{i}" for i in range(VICTIMS)))
     pods = {name: node.pod(name) for name in names}
     for name in ("one", "two"):
@@ -101,7 +101,7 @@ def ground(node: Node, artifact_cache: Path) -> Iterator[Ground]:
         site = make(cgroup=node.cgroup, node=node.netns)
         plane = site.open(MapSizes(affinity=AFFINITY, connections=4096))
         victims = [pods[f"v{i}"] for i in range(VICTIMS)]
-        yield Ground(site, plane, node, pods["attacker"], victims, pods["one"], pods["two"])
+        yield Bench(site, plane, node, pods["attacker"], victims, pods["one"], pods["two"])
 
 
 def open_files() -> None:
@@ -154,7 +154,7 @@ FILLS = [
 
 
 @contextlib.contextmanager
-def filled(ground: Ground, row: Fill) -> Iterator[None]:
+def filled(bench: Bench, row: Fill) -> Iterator[None]:
     """The map is filled within the context."""
     here, there = socket.socketpair()
 
@@ -166,7 +166,7 @@ def filled(ground: Ground, row: Fill) -> Iterator[None]:
             there.recv(1)
 
     with here, there:
-        done = start_within(ground.attacker, fill)
+        done = start_within(bench.attacker, fill)
         there.close()
         assert here.recv(1), "the map could not be filled"
         yield
@@ -181,35 +181,35 @@ def asked(place: Place, to: str, **how: Any) -> str:
 
 
 @pytest.mark.parametrize("row", FILLS, ids=lambda row: row.map)
-def test_other_pods_keep_their_entries(ground: Ground, row: Fill):
-    ground.serve(ground.one.ip)
+def test_other_pods_keep_their_entries(bench: Bench, row: Fill):
+    bench.serve(bench.one.ip)
     stuck = {}
-    for place in ground.victims:
+    for place in bench.victims:
         assert place.tcp(WEB, 80, keep="tcp")["name"] == "one"
         assert asked(place, DNS, keep="connected", connected=True) == "one"
         assert asked(place, DNS, keep="loose") == "one"
         stuck[place.name] = place.tcp(STICKY, 80)["name"]
-    with filled(ground, row):
-        for place in ground.victims:
+    with filled(bench, row):
+        for place in bench.victims:
             answer = place.ask("talk", keep="tcp")
             assert answer["name"] == "one"
             assert asked(place, DNS, keep="loose") == "one"
             assert {place.tcp(STICKY, 80)["name"] for _ in range(5)} == {stuck[place.name]}
-        ground.serve(ground.two.ip)
-        for place in ground.victims:
+        bench.serve(bench.two.ip)
+        for place in bench.victims:
             assert "error" in place.ask("talk", keep="connected"), "destroyed with its backend"
             assert asked(place, DNS, keep="loose") == "two"
             for keep in ("tcp", "connected", "loose"):
                 place.ask("drop", keep=keep)
 
 
-def test_pod_is_limited_to_its_share_of_affinity(ground: Ground):
-    ground.serve(ground.one.ip)
-    before = ground.site.reasons()
-    with filled(ground, FILLS[-1]):
+def test_pod_is_limited_to_its_share_of_affinity(bench: Bench):
+    bench.serve(bench.one.ip)
+    before = bench.site.reasons()
+    with filled(bench, FILLS[-1]):
         pass
-    assert len(ground.site.entries("affinity")) == SHARE
-    assert (ground.site.reasons() - before)[Reason.NOT_RECORDED] == STICKIES - SHARE
+    assert len(bench.site.entries("affinity")) == SHARE
+    assert (bench.site.reasons() - before)[Reason.NOT_RECORDED] == STICKIES - SHARE
 
 
 VIP = {4: "198.51.100.9:53", 6: "[2001:db8::1]:53"}

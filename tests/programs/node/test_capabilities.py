@@ -39,8 +39,8 @@ plane.close()
 
 
 def agent(site: Site, packet_path: bool, services: int) -> str:
-    """Runs an agent from open to close; prints how many objects were refused and
-    frontends written.
+    """Runs an agent from open to close; returns how many objects were refused and
+    how many frontends were written.
     """
     words = (site.pins, site.cgroup, site.cache, packet_path, services)
     done = subprocess.run(

@@ -283,7 +283,7 @@ def test_compiler_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 
 def test_compiling_unprivileged_is_an_error(tree: Tree):
-    "the weights are still 0: the device alone is no sign of a running kube-proxy"
+    """BCC creates the maps of what it compiles, which an unprivileged user may not."""
     os.chmod(tree.root, 0o755)
     drop = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
     said = tree.obtain(*drop, cache=Path("/nowhere"))

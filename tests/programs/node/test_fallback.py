@@ -36,7 +36,7 @@ VIP = "10.96.0.1"
 HAS_IPVS = not lacking("ipvs")
 
 
-class House:
+class Bench:
     """A node with a pod, an agent, and causes that keep the agent from using BPF."""
 
     def __init__(self, lab: Lab, folder: Path, compiled: Path) -> None:
@@ -107,14 +107,14 @@ class Cause:
 
     name: str
     reason: FallbackReason
-    wrapper: Callable[[House], tuple[str, ...]] = lambda _: ()
-    extra: Callable[[House], tuple[str, ...]] = lambda _: ()
-    around: Callable[[House], contextlib.AbstractContextManager[None]] = lambda _: (
+    wrapper: Callable[[Bench], tuple[str, ...]] = lambda _: ()
+    extra: Callable[[Bench], tuple[str, ...]] = lambda _: ()
+    around: Callable[[Bench], contextlib.AbstractContextManager[None]] = lambda _: (
         contextlib.nullcontext()
     )
 
 
-def deny(number: int, *commands: int) -> Callable[[House], tuple[str, ...]]:
+def deny(number: int, *commands: int) -> Callable[[Bench], tuple[str, ...]]:
     """A kernel without these commands of bpf(2); without `commands`, without bpf(2)."""
     numbers = ",".join(map(str, commands))
     return lambda _: (sys.executable, str(DENY), str(number), numbers, "--")
@@ -142,7 +142,7 @@ CAUSES = (
     Cause(
         "no libbpf",
         FallbackReason.NO_LIBRARY,
-        wrapper=lambda house: house.python("sitecustomize.py", NO_LIBBPF),
+        wrapper=lambda bench: bench.python("sitecustomize.py", NO_LIBBPF),
     ),
     Cause(
         "a kernel before 5.6", FallbackReason.OLD_KERNEL, wrapper=deny(errno.EINVAL, UPDATE_BATCH)
@@ -159,30 +159,30 @@ CAUSES = (
     Cause(
         "no BCC, and nothing compiled",
         FallbackReason.NO_COMPILER,
-        extra=House.nothing_compiled,
-        wrapper=lambda house: house.python("sitecustomize.py", NO_BCC),
+        extra=Bench.nothing_compiled,
+        wrapper=lambda bench: bench.python("sitecustomize.py", NO_BCC),
     ),
     Cause(
         "BCC fails",
         FallbackReason.COMPILE_FAILED,
-        extra=House.nothing_compiled,
-        wrapper=lambda house: house.python("bcc/__init__.py", BAD_BCC),
+        extra=Bench.nothing_compiled,
+        wrapper=lambda bench: bench.python("bcc/__init__.py", BAD_BCC),
     ),
-    Cause("the verifier refuses", FallbackReason.PROGRAM_REFUSED, extra=House.spoiled),
+    Cause("the verifier refuses", FallbackReason.PROGRAM_REFUSED, extra=Bench.spoiled),
     Cause(
         "exclusive program at a hook",
         FallbackReason.ATTACH_FAILED,
-        around=lambda house: house.exclusive_program("sendmsg6"),
+        around=lambda bench: bench.exclusive_program("sendmsg6"),
     ),
 )
 
 
 @pytest.fixture(scope="module")
-def house(tmp_path_factory: pytest.TempPathFactory, artifact_cache: Path) -> Iterator[House]:
+def bench(tmp_path_factory: pytest.TempPathFactory, artifact_cache: Path) -> Iterator[Bench]:
     for unit in UNITS:
         compile.find_or_compile(unit, artifact_cache)
     with Lab(1, "fb", apart=True) as lab:
-        made = House(lab, tmp_path_factory.mktemp("fallback"), artifact_cache)
+        made = Bench(lab, tmp_path_factory.mktemp("fallback"), artifact_cache)
         yield made
         made.outside.close()
 
@@ -192,37 +192,37 @@ def test_every_fallback_reason_has_a_cause():
 
 
 @pytest.mark.parametrize("cause", CAUSES, ids=lambda cause: cause.name)
-def test_agent_falls_back_to_ipvs_and_reports_the_reason(house: House, cause: Cause):
-    agent = house.agent
-    agent.wrapper, agent.mode = cause.wrapper(house), "ipvs"
-    with cause.around(house), running(agent, "--mode", "auto", *cause.extra(house)):
+def test_agent_falls_back_to_ipvs_and_reports_the_reason(bench: Bench, cause: Cause):
+    agent = bench.agent
+    agent.wrapper, agent.mode = cause.wrapper(bench), "ipvs"
+    with cause.around(bench), running(agent, "--mode", "auto", *cause.extra(bench)):
         if HAS_IPVS:
-            assert house.outside.tcp(VIP, 80)["name"] == "a"
-            assert agent.virtual_services() == {f"{VIP}:80/6": {f"{house.pod.ip}:8080": 1}}
+            assert bench.outside.tcp(VIP, 80)["name"] == "a"
+            assert agent.virtual_services() == {f"{VIP}:80/6": {f"{bench.pod.ip}:8080": 1}}
         choice = chosen(agent)
         assert (choice["asked"], choice["mode"]) == ("auto", "ipvs")
         assert (choice["reason"], bool(choice["why"])) == (str(cause.reason), True)
         (said,) = [line for line in agent.lines() if "BPF is unavailable on this node" in line]
         assert f"{cause.reason}: {choice['why']}" in said
-        info = until("/metrics has the mode", lambda: mode_info(house))
+        info = until("/metrics has the mode", lambda: mode_info(bench))
         labels = {"mode": "ipvs", "asked": "auto", "reason": str(cause.reason)}
         assert info.value(**labels) == 1
         until("nothing of BPF is pinned", lambda: not any(agent.pin_dir.glob("*")))
 
 
-def mode_info(house: House) -> prometheus.Family | None:
+def mode_info(bench: Bench) -> prometheus.Family | None:
     """kbpf_mode_info on /metrics; None before the agent has written its first status."""
-    scraped = get(house.home.netns, "127.0.0.1", 10249, "/metrics").body
+    scraped = get(bench.home.netns, "127.0.0.1", 10249, "/metrics").body
     return prometheus.parse(scraped.decode()).get("kbpf_mode_info")
 
 
-def test_next_start_tries_bpf_again(house: House):
+def test_next_start_tries_bpf_again(bench: Bench):
     """A fallback lasts until then."""
-    agent = house.agent
+    agent = bench.agent
     agent.wrapper, agent.mode = (), "bpf"
     with running(agent, "--mode", "auto"):
         assert chosen(agent) == {"asked": "auto", "mode": "bpf", "reason": "", "why": ""}
-        assert house.outside.tcp(VIP, 80)["name"] == "a"
+        assert bench.outside.tcp(VIP, 80)["name"] == "a"
 
 
 @contextlib.contextmanager

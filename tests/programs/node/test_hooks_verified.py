@@ -153,7 +153,7 @@ def test_removed_pins_end_the_agent(site: Site):
 
 
 def mount_bpffs_over(folder: Path) -> None:
-    """Mounts a bpffs mount_bpffs_over it, in the mount namespace of this process only."""
+    """Mounts a bpffs over it, in the mount namespace of this process only."""
     libc = ctypes.CDLL(None, use_errno=True)
     assert libc.mount(b"bpf", os.fsencode(folder), b"bpf", 0, b"mode=0700") == 0, ctypes.get_errno()
 

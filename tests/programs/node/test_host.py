@@ -29,7 +29,7 @@ CONFIG = Config(masquerade_ports=(61_000, 65_535))
 WIDE = (1024, 65535)
 
 
-class House:
+class Bench:
     """A network namespace and a pin folder, and an agent that maintains both."""
 
     def __init__(self, where: str, folder: Path) -> None:
@@ -64,11 +64,11 @@ class House:
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> Iterator[House]:
+def bench(tmp_path: Path) -> Iterator[Bench]:
     where = f"kbbe{os.getpid()}"
     command("ip", "netns", "add", where)
     try:
-        made = House(where, tmp_path)
+        made = Bench(where, tmp_path)
         made.run("sysctl", "-qw", "net.ipv4.ip_forward=1", "net.ipv6.conf.all.forwarding=1")
         yield made
     finally:
@@ -112,23 +112,23 @@ PORTS = [
 
 
 @pytest.mark.parametrize("row", PORTS, ids=lambda row: row.name)
-def test_masquerade_ports_are_reserved_and_released(house: House, row: Ports):
-    house.set(row.local, row.before)
-    house.poll()
-    assert house.reserved == row.during
-    house.poll(masquerade_bit=14)  # the next agent adopts it
-    house.poll()
-    assert house.reserved == row.during
-    gone = house.remove()
-    assert house.reserved == row.after
+def test_masquerade_ports_are_reserved_and_released(bench: Bench, row: Ports):
+    bench.set(row.local, row.before)
+    bench.poll()
+    assert bench.reserved == row.during
+    bench.poll(masquerade_bit=14)  # the next agent adopts it
+    bench.poll()
+    assert bench.reserved == row.during
+    gone = bench.remove()
+    assert bench.reserved == row.after
     assert bool(gone) == (row.during != row.before)
-    assert not (house.pins.root / host.NOTE_FOLDER).exists()
+    assert not (bench.pins.root / host.NOTE_FOLDER).exists()
 
 
-def test_sockets_get_no_reserved_port(house: House):
+def test_sockets_get_no_reserved_port(bench: Bench):
     """Of 64 ports that the kernel may choose from, 60 are reserved."""
-    house.set((61_000, 61_063), "")
-    house.poll(masquerade_ports=(61_004, 61_063))
+    bench.set((61_000, 61_063), "")
+    bench.poll(masquerade_ports=(61_004, 61_063))
     script = (
         "import socket\n"
         "made = [socket.create_server(('127.0.0.1', 0)) for _ in range(4)]\n"
@@ -136,99 +136,99 @@ def test_sockets_get_no_reserved_port(house: House):
         "try:\n socket.create_server(('127.0.0.1', 0))\n"
         "except OSError as e: print(e.errno)\n"
     )
-    said = house.run(sys.executable, "-c", script).split()
+    said = bench.run(sys.executable, "-c", script).split()
     assert said == ["61000", "61001", "61002", "61003", "98"]
 
 
-def test_reserved_ports_follow_changes_by_others(house: House, caplog: pytest.LogCaptureFixture):
-    house.set(USUAL, "")
-    house.poll()
-    assert house.reserved == ""
-    house.set(WIDE, "")
-    house.poll()
-    assert house.reserved == "61000-65535"
-    house.set(WIDE, "7,62000")  # as `sysctl --system` does: what it writes belongs to others
-    house.poll()
-    assert house.reserved == "7,61000-65535"
-    house.set(USUAL, "7,61000-65535")
-    house.poll()
-    assert house.reserved == "7,62000", "ours are outside the local range again"
+def test_reserved_ports_follow_changes_by_others(bench: Bench, caplog: pytest.LogCaptureFixture):
+    bench.set(USUAL, "")
+    bench.poll()
+    assert bench.reserved == ""
+    bench.set(WIDE, "")
+    bench.poll()
+    assert bench.reserved == "61000-65535"
+    bench.set(WIDE, "7,62000")  # as `sysctl --system` does: what it writes belongs to others
+    bench.poll()
+    assert bench.reserved == "7,61000-65535"
+    bench.set(USUAL, "7,61000-65535")
+    bench.poll()
+    assert bench.reserved == "7,62000", "ours are outside the local range again"
     assert sum("reserved" in line for line in log_messages(caplog)) == 2
 
 
-def test_ports_that_others_reserved_over_ours_stay(house: House):
-    house.set(WIDE, "")
-    house.poll()
-    house.set(WIDE, "1")
-    house.set(WIDE, "61000-65535")
-    house.pins.root.joinpath(host.NOTE_FOLDER, "61000-65535").rmdir()
-    house.poll()
-    house.remove()
-    assert house.reserved == "61000-65535"
+def test_ports_that_others_reserved_over_ours_stay(bench: Bench):
+    bench.set(WIDE, "")
+    bench.poll()
+    bench.set(WIDE, "1")
+    bench.set(WIDE, "61000-65535")
+    bench.pins.root.joinpath(host.NOTE_FOLDER, "61000-65535").rmdir()
+    bench.poll()
+    bench.remove()
+    assert bench.reserved == "61000-65535"
 
 
-def test_changed_masquerade_ports_replace_the_old_range(house: House):
-    house.set(WIDE, "8080")
-    house.poll()
-    house.poll(masquerade_ports=(50_000, 50_099))
-    assert house.reserved == "8080,50000-50099"
-    house.remove()
-    assert house.reserved == "8080"
+def test_changed_masquerade_ports_replace_the_old_range(bench: Bench):
+    bench.set(WIDE, "8080")
+    bench.poll()
+    bench.poll(masquerade_ports=(50_000, 50_099))
+    assert bench.reserved == "8080,50000-50099"
+    bench.remove()
+    assert bench.reserved == "8080"
 
 
 def test_sysctl_that_cannot_be_written_is_logged_once(
-    house: House, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
-    house.set(WIDE, "8080")
+    bench.set(WIDE, "8080")
 
     def refuse(name: str, value: str) -> None:
         raise KernelError(f"cannot set {name}", "", f"sysctl -w {name}={value}", 30)
 
     monkeypatch.setattr(sysctl, "write", refuse)
     for _ in range(3):
-        house.poll()
+        bench.poll()
     said = [line for line in log_messages(caplog) if "cannot set" in line]
     assert len(said) == 1
     assert "EROFS" in said[0]
     assert "net.ipv4.ip_local_reserved_ports=8080,61000-65535" in said[0]
     monkeypatch.undo()
-    assert house.remove() == (), "nothing was reserved by us"
-    assert house.reserved == "8080"
+    assert bench.remove() == (), "nothing was reserved by us"
+    assert bench.reserved == "8080"
 
 
-def test_read_only_proc_sys_error_names_the_sysctl(house: House):
+def test_read_only_proc_sys_error_names_the_sysctl(bench: Bench):
     script = (
         "from kbpf.kernel.system import sysctl\n"
         "try: sysctl.write(sysctl.RESERVED_PORTS, '1')\n"
         "except Exception as e: print(e)\n"
     )
     mounted = 'mount --bind /proc/sys /proc/sys; mount -o remount,ro,bind /proc/sys; exec "$@"'
-    said = house.run("unshare", "-m", "sh", "-c", mounted, "sh", sys.executable, "-c", script)
+    said = bench.run("unshare", "-m", "sh", "-c", mounted, "sh", sys.executable, "-c", script)
     assert said.startswith("cannot set net.ipv4.ip_local_reserved_ports")
     assert "EROFS" in said
     assert "sysctl -w net.ipv4.ip_local_reserved_ports=1" in said
 
 
-def test_disabled_ip_forward_is_logged_once(house: House, caplog: pytest.LogCaptureFixture):
-    house.run("sysctl", "-qw", "net.ipv4.ip_forward=0")
+def test_disabled_ip_forward_is_logged_once(bench: Bench, caplog: pytest.LogCaptureFixture):
+    bench.run("sysctl", "-qw", "net.ipv4.ip_forward=0")
     for _ in range(2):
-        house.poll()
+        bench.poll()
     assert [line for line in log_messages(caplog) if "forwards nothing" in line] == [
         "net.ipv4.ip_forward is 0, so this node forwards nothing to pods; set it to 1"
     ]
-    assert house.run("sysctl", "-n", "net.ipv4.ip_forward").strip() == "0", "the agent leaves it"
+    assert bench.run("sysctl", "-n", "net.ipv4.ip_forward").strip() == "0", "the agent leaves it"
 
 
 # ---- the rule ------------------------------------------------------------------------------------
 
 
-def chains(house: House) -> dict[str, forward_rules.BaseChain]:
-    return {chain.family: chain for chain in house.do(forward_rules.list_forward_chains)}
+def chains(bench: Bench) -> dict[str, forward_rules.BaseChain]:
+    return {chain.family: chain for chain in bench.do(forward_rules.list_forward_chains)}
 
 
-def close(house: House) -> None:
-    house.run("iptables-nft", "-P", "FORWARD", "DROP")
-    house.run("ip6tables-nft", "-P", "FORWARD", "DROP")
+def close(bench: Bench) -> None:
+    bench.run("iptables-nft", "-P", "FORWARD", "DROP")
+    bench.run("ip6tables-nft", "-P", "FORWARD", "DROP")
 
 
 OPEN = [
@@ -242,108 +242,108 @@ OPEN = [
 
 
 @pytest.mark.parametrize("ruleset", OPEN)
-def test_open_forward_chains_are_not_changed(house: House, ruleset: str):
-    house.run("nft", "-f", "-", stdin=ruleset)
-    before = house.do(forward_rules.read_generation)
-    house.poll()
-    assert house.do(forward_rules.read_generation) == before
+def test_open_forward_chains_are_not_changed(bench: Bench, ruleset: str):
+    bench.run("nft", "-f", "-", stdin=ruleset)
+    before = bench.do(forward_rules.read_generation)
+    bench.poll()
+    assert bench.do(forward_rules.read_generation) == before
 
 
-def test_poll_of_a_correct_rule_changes_nothing(house: House):
-    close(house)
-    house.poll()
-    before = house.do(forward_rules.read_generation)
-    house.poll()
-    house.poll(masquerade_bit=14)
-    assert house.do(forward_rules.read_generation) == before
-    assert all(chain.has_masquerade_rule(0x4000) for chain in chains(house).values())
-    assert house.run("iptables-nft", "-S", "FORWARD").splitlines()[1:] == [
+def test_poll_of_a_correct_rule_changes_nothing(bench: Bench):
+    close(bench)
+    bench.poll()
+    before = bench.do(forward_rules.read_generation)
+    bench.poll()
+    bench.poll(masquerade_bit=14)
+    assert bench.do(forward_rules.read_generation) == before
+    assert all(chain.has_masquerade_rule(0x4000) for chain in chains(bench).values())
+    assert bench.run("iptables-nft", "-S", "FORWARD").splitlines()[1:] == [
         '-A FORWARD -m mark --mark 0x4000/0x4000 -m comment --comment "kbpf: masqueraded, mark '
         '0x4000" -j ACCEPT'
     ]
 
 
-def test_poll_without_ruleset_changes_lists_no_chain(house: House, monkeypatch: pytest.MonkeyPatch):
-    close(house)
-    house.poll()
-    house.poll()
+def test_poll_without_ruleset_changes_lists_no_chain(bench: Bench, monkeypatch: pytest.MonkeyPatch):
+    close(bench)
+    bench.poll()
+    bench.poll()
     monkeypatch.setattr(
         forward_rules, "list_forward_chains", lambda: pytest.fail("asked for the rules")
     )
-    house.poll()
+    bench.poll()
 
 
-def test_changed_mark_replaces_the_old_rule(house: House):
-    close(house)
-    house.poll()
-    house.poll(masquerade_bit=31)
-    for chain in chains(house).values():
+def test_changed_mark_replaces_the_old_rule(bench: Bench):
+    close(bench)
+    bench.poll()
+    bench.poll(masquerade_bit=31)
+    for chain in chains(bench).values():
         assert [rule.comment for rule in chain.rules] == ["kbpf: masqueraded, mark 0x80000000"]
-    assert set(house.remove()) == {"rule in ip filter FORWARD", "rule in ip6 filter FORWARD"}
-    assert all(chain.rules == () for chain in chains(house).values())
+    assert set(bench.remove()) == {"rule in ip filter FORWARD", "rule in ip6 filter FORWARD"}
+    assert all(chain.rules == () for chain in chains(bench).values())
 
 
-def test_concurrently_changed_chain_is_an_error_and_the_next_poll_succeeds(house: House):
+def test_concurrently_changed_chain_is_an_error_and_the_next_poll_succeeds(bench: Bench):
     """The rule that ours was to be inserted before is removed between the listing and the
     change.
     """
-    house.run("iptables-nft", "-A", "FORWARD", "-j", "DROP")
-    chain = chains(house)["ip"]
-    house.run("iptables-nft", "-F", "FORWARD")
+    bench.run("iptables-nft", "-A", "FORWARD", "-j", "DROP")
+    chain = chains(bench)["ip"]
+    bench.run("iptables-nft", "-F", "FORWARD")
     with pytest.raises(KernelError) as caught:
-        house.do(lambda: forward_rules.accept_marked(chain, 0x4000))
+        bench.do(lambda: forward_rules.accept_marked(chain, 0x4000))
     assert caught.value.errno in host.TRANSIENT_ERRNOS
-    house.run("iptables-nft", "-A", "FORWARD", "-j", "DROP")
-    house.poll()
-    assert chains(house)["ip"].has_masquerade_rule(0x4000)
+    bench.run("iptables-nft", "-A", "FORWARD", "-j", "DROP")
+    bench.poll()
+    assert chains(bench)["ip"].has_masquerade_rule(0x4000)
 
 
-def test_failed_transaction_keeps_the_old_rule(house: House):
+def test_failed_transaction_keeps_the_old_rule(bench: Bench):
     """The old rule is deleted and the new one added in one transaction."""
-    close(house)
-    house.poll()
-    chain = chains(house)["ip"]
+    close(bench)
+    bench.poll()
+    chain = chains(bench)["ip"]
     wrong = replace(
         chain,
         rules=(*chain.rules, forward_rules.ChainRule(999, forward_rules.masquerade_comment(1))),
     )
     with pytest.raises(KernelError):
-        house.do(lambda: forward_rules.accept_marked(wrong, 2))
-    assert chains(house)["ip"] == chain
+        bench.do(lambda: forward_rules.accept_marked(wrong, 2))
+    assert chains(bench)["ip"] == chain
 
 
 def test_missing_python3_nftables_is_logged_once(
-    house: House, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
-    close(house)
+    close(bench)
     monkeypatch.setitem(sys.modules, "nftables", None)
     for _ in range(3):
-        house.poll()
+        bench.poll()
     assert len([line for line in log_messages(caplog) if "python3-nftables" in line]) == 1
     assert forward_rules.probe_nf_tables().works is None
-    assert house.remove() == ()
+    assert bench.remove() == ()
 
 
-def test_foreign_chain_that_drops_is_logged_once(house: House, caplog: pytest.LogCaptureFixture):
-    house.run("nft", "-f", "-", stdin=OPEN[1])
+def test_foreign_chain_that_drops_is_logged_once(bench: Bench, caplog: pytest.LogCaptureFixture):
+    bench.run("nft", "-f", "-", stdin=OPEN[1])
     for _ in range(2):
-        house.poll()
+        bench.poll()
     said = [line for line in log_messages(caplog) if "inet filter forward" in line]
     assert len(said) == 1
     assert "let packets with mark 0x4000 pass there" in said[0]
 
 
 def test_iptables_legacy_filter_table_is_logged_once(
-    house: House, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    bench: Bench, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     names = tmp_path / "names"
     names.write_text("nat\n")
     monkeypatch.setitem(forward_rules.LEGACY_TABLE_NAMES, "ip", names)
-    house.poll(masquerade_bit=14)
+    bench.poll(masquerade_bit=14)
     assert not [line for line in log_messages(caplog) if "legacy" in line]
     names.write_text("nat\nfilter\n")
-    house.poll(masquerade_bit=14)
-    house.poll()
+    bench.poll(masquerade_bit=14)
+    bench.poll()
     said = [line for line in log_messages(caplog) if "legacy" in line]
     assert len(said) == 1
     assert "0x4000" in said[0]

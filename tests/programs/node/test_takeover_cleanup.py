@@ -1,5 +1,5 @@
-"""Removing what a kube-proxy in mode ipvs left in a network namespace, and nothing of others; and
-the table `kbpf-handover`, which stays as long as connections that a kube-proxy translated.
+"""Removing what a kube-proxy in mode ipvs left in a network namespace, and nothing else; and the
+table `kbpf-handover`, which stays as long as connections that a kube-proxy translated.
 
 Its other modes are tested with a real kube-proxy: tests/lab/cluster/test_takeover_cleanup.py.
 """
@@ -45,7 +45,7 @@ from tests.support.lab.lab import run as command
 T = TypeVar("T")
 
 
-class House:
+class Bench:
     """A network namespace."""
 
     def __init__(self, where: str) -> None:
@@ -70,12 +70,12 @@ class House:
 
 
 @pytest.fixture
-def house() -> Iterator[House]:
+def bench() -> Iterator[Bench]:
     modules.load(("ip_vs",))
     where = f"kble{os.getpid()}"
     command("ip", "netns", "add", where)
     try:
-        yield House(where)
+        yield Bench(where)
     finally:
         command("ip", "netns", "del", where)
 
@@ -83,43 +83,43 @@ def house() -> Iterator[House]:
 OURS = {"KUBE_CLUSTER_IP": "hash:ip,port", "KUBE_NODE_PORT_TCP": "bitmap:port"}
 
 
-def test_ip_sets_and_device_are_removed_and_others_stay(house: House) -> None:
-    house.sets(mine="hash:ip", KUBE_MINE="hash:ip", **OURS)
+def test_ip_sets_and_device_are_removed_and_others_stay(bench: Bench) -> None:
+    bench.sets(mine="hash:ip", KUBE_MINE="hash:ip", **OURS)
     ip(
         "link add kube-ipvs0 type bridge",
         "addr add 10.96.0.1/32 dev kube-ipvs0",
         "link add mine type bridge",
-        netns=house.where,
+        netns=bench.where,
     )
-    assert house.do(lambda: list(takeover_cleanup.remove())) == ["device kube-ipvs0", "2 ip sets"]
-    assert house.do(ipset.list_names) == ("KUBE-MINE", "mine")
-    assert [row["ifname"] for row in json.loads(house.run("ip", "-j", "link"))] == ["lo", "mine"]
-    assert house.do(lambda: list(takeover_cleanup.remove())) == []
+    assert bench.do(lambda: list(takeover_cleanup.remove())) == ["device kube-ipvs0", "2 ip sets"]
+    assert bench.do(ipset.list_names) == ("KUBE-MINE", "mine")
+    assert [row["ifname"] for row in json.loads(bench.run("ip", "-j", "link"))] == ["lo", "mine"]
+    assert bench.do(lambda: list(takeover_cleanup.remove())) == []
 
 
-def test_ports_of_an_ip_set_are_listed(house: House) -> None:
-    house.sets(**OURS)
+def test_ports_of_an_ip_set_are_listed(bench: Bench) -> None:
+    bench.sets(**OURS)
 
     def fill() -> None:
         with IPSet() as face:
             for port in (30080, 32767):
                 face.add("KUBE-NODE-PORT-TCP", port, etype="port")
 
-    house.do(fill)
-    assert house.do(lambda: ipset.list_ports("KUBE-NODE-PORT-TCP")) == {30080, 32767}
-    assert house.do(lambda: ipset.list_ports("KUBE-CLUSTER-IP")) == frozenset()
-    assert house.do(lambda: ipset.list_ports("no such set")) == frozenset()
+    bench.do(fill)
+    assert bench.do(lambda: ipset.list_ports("KUBE-NODE-PORT-TCP")) == {30080, 32767}
+    assert bench.do(lambda: ipset.list_ports("KUBE-CLUSTER-IP")) == frozenset()
+    assert bench.do(lambda: ipset.list_ports("no such set")) == frozenset()
 
 
 @needs("ipvs")
-def test_virtual_services_of_kube_proxy_are_removed_and_others_stay(house: House) -> None:
-    house.sets(**OURS)
+def test_virtual_services_of_kube_proxy_are_removed_and_others_stay(bench: Bench) -> None:
+    bench.sets(**OURS)
     ip(
         "link set lo up",
         "addr add 198.18.0.1/32 dev lo",
         "link add kube-ipvs0 type dummy",
         "addr add 10.96.0.1/32 dev kube-ipvs0",
-        netns=house.where,
+        netns=bench.where,
     )
     theirs = [
         VirtualServiceKey(socket.IPPROTO_TCP, parse_addr("10.96.0.1"), 443),
@@ -147,21 +147,21 @@ def test_virtual_services_of_kube_proxy_are_removed_and_others_stay(house: House
         talk.close()
         return found
 
-    house.do(fill)
+    bench.do(fill)
     ip(
         "link add kbpf-ipvs0 type dummy",
         "addr add 10.96.0.1/32 dev kbpf-ipvs0",
-        netns=house.where,
+        netns=bench.where,
     )
-    house.do(lambda: list(takeover_cleanup._remove_ipvs("kbpf-ipvs0", ())))
-    assert house.do(left) == {*theirs, *others}, "the addresses are on kbpf's device by now"
-    ip("link add kube-ipvs0 type dummy", "addr add 10.96.0.1/32 dev kube-ipvs0", netns=house.where)
-    assert house.do(lambda: list(takeover_cleanup.remove())) == [
+    bench.do(lambda: list(takeover_cleanup._remove_ipvs("kbpf-ipvs0", ())))
+    assert bench.do(left) == {*theirs, *others}, "the addresses are on kbpf's device by now"
+    ip("link add kube-ipvs0 type dummy", "addr add 10.96.0.1/32 dev kube-ipvs0", netns=bench.where)
+    assert bench.do(lambda: list(takeover_cleanup.remove())) == [
         "2 virtual services of IPVS",
         "device kube-ipvs0",
         "2 ip sets",
     ]
-    assert house.do(left) == set(others)
+    assert bench.do(left) == set(others)
 
 
 # ---- established connections of IPVS -------------------------------------------------------------
@@ -194,7 +194,7 @@ class Talk:
         self.server.close()
 
 
-def served(house: House) -> dict[VirtualServiceKey, list[int]]:
+def served(bench: Bench) -> dict[VirtualServiceKey, list[int]]:
     """Virtual services, and the weights of their real servers."""
 
     def read() -> dict[VirtualServiceKey, list[int]]:
@@ -203,18 +203,18 @@ def served(house: House) -> dict[VirtualServiceKey, list[int]]:
                 s: [load.weight for load in face.list_servers(s)] for s, _ in face.list_services()
             }
 
-    return house.do(read)
+    return bench.do(read)
 
 
 @pytest.fixture
-def talk(house: House) -> Iterator[Talk]:
+def talk(bench: Bench) -> Iterator[Talk]:
     """A kube-proxy in mode ipvs with two virtual services; yields a connection to one of them."""
     ip(
         "link set lo up",
         "addr add 198.18.0.1/32 dev lo",
         "link add kube-ipvs0 type dummy",
         *(f"addr add {at}/32 dev kube-ipvs0" for at in ("10.96.0.1", "10.96.0.2")),
-        netns=house.where,
+        netns=bench.where,
     )
 
     def fill() -> None:
@@ -229,21 +229,21 @@ def talk(house: House) -> Iterator[Talk]:
         with closing(IpvsClient()) as face:
             face.apply(new)
 
-    house.do(fill)
-    made = house.do(Talk)
+    bench.do(fill)
+    made = bench.do(Talk)
     made.exchange()
     yield made
     made.close()
 
 
-def end_its_server(house: House) -> None:
+def end_its_server(bench: Bench) -> None:
     """Makes IPVS forget the connection, which it would otherwise remember for two minutes."""
 
     def drop() -> None:
         with closing(IpvsClient()) as face:
             face.apply([IpvsRequest(IpvsCommand.IPVS_CMD_DEL_DEST, BUSY, server=AT)])
 
-    house.do(drop)
+    bench.do(drop)
 
 
 def restore_weight() -> None:
@@ -252,97 +252,97 @@ def restore_weight() -> None:
         face.apply([IpvsRequest(IpvsCommand.IPVS_CMD_SET_DEST, BUSY, server=AT, weight=1)])
 
 
-def names(house: House) -> set[str]:
-    return {row["ifname"] for row in json.loads(house.run("ip", "-j", "link"))}
+def names(bench: Bench) -> set[str]:
+    return {row["ifname"] for row in json.loads(bench.run("ip", "-j", "link"))}
 
 
 @needs("ipvs")
-def test_virtual_service_with_a_connection_stays_with_weight_0(house: House, talk: Talk) -> None:
+def test_virtual_service_with_a_connection_stays_with_weight_0(bench: Bench, talk: Talk) -> None:
     """With weight 0, so it gets no new ones. It is removed with its last connection and
     its device.
     """
-    assert house.do(lambda: list(takeover_cleanup.remove())) == [
+    assert bench.do(lambda: list(takeover_cleanup.remove())) == [
         "1 virtual services of IPVS",
         "device kube-ipvs0",
     ]
-    assert served(house) == {BUSY: [0]}
-    assert names(house) == {"lo", "kbpf-handover"}
-    assert house.do(
+    assert served(bench) == {BUSY: [0]}
+    assert names(bench) == {"lo", "kbpf-handover"}
+    assert bench.do(
         lambda: conntrack_keepalive.list_kept_services(conntrack_keepalive.list_families())
     ) == (BUSY,)
-    assert house.do(takeover_cleanup.count_connections) == 1
+    assert bench.do(takeover_cleanup.count_connections) == 1
     talk.exchange()
-    assert house.do(conntrack_keepalive.remove_unneeded) == ()
-    assert house.do(lambda: list(takeover_cleanup.remove())) == []
+    assert bench.do(conntrack_keepalive.remove_unneeded) == ()
+    assert bench.do(lambda: list(takeover_cleanup.remove())) == []
     talk.exchange()
-    end_its_server(house)
-    assert house.do(conntrack_keepalive.remove_unneeded) == ("ip",)
-    assert served(house) == {}
-    assert names(house) == {"lo"}
+    end_its_server(bench)
+    assert bench.do(conntrack_keepalive.remove_unneeded) == ("ip",)
+    assert served(bench) == {}
+    assert names(bench) == {"lo"}
 
 
 @needs("ipvs")
-def test_returning_kube_proxy_keeps_its_virtual_services(house: House, talk: Talk) -> None:
-    house.do(lambda: list(takeover_cleanup.remove()))
-    ip("link add kube-ipvs0 type dummy", "addr add 10.96.0.1/32 dev kube-ipvs0", netns=house.where)
-    assert house.do(conntrack_keepalive.remove_unneeded) == (), (
+def test_returning_kube_proxy_keeps_its_virtual_services(bench: Bench, talk: Talk) -> None:
+    bench.do(lambda: list(takeover_cleanup.remove()))
+    ip("link add kube-ipvs0 type dummy", "addr add 10.96.0.1/32 dev kube-ipvs0", netns=bench.where)
+    assert bench.do(conntrack_keepalive.remove_unneeded) == (), (
         "the weights are still 0: the device alone is no sign of a running kube-proxy"
     )
-    assert served(house) == {BUSY: [0]}
-    assert house.do(
+    assert served(bench) == {BUSY: [0]}
+    assert bench.do(
         lambda: conntrack_keepalive.list_kept_services(conntrack_keepalive.list_families())
     ) == (BUSY,)
-    house.do(restore_weight)
-    assert house.do(conntrack_keepalive.remove_unneeded) == ("ip",)
-    assert list(served(house)) == [BUSY]
-    assert names(house) == {"lo", "kube-ipvs0"}
+    bench.do(restore_weight)
+    assert bench.do(conntrack_keepalive.remove_unneeded) == ("ip",)
+    assert list(served(bench)) == [BUSY]
+    assert names(bench) == {"lo", "kube-ipvs0"}
     talk.exchange()
 
 
 @needs("ipvs")
 def test_kbpf_cleanup_removes_virtual_services_with_connections(
-    house: House, talk: Talk, tmp_path: Path
+    bench: Bench, talk: Talk, tmp_path: Path
 ) -> None:
-    house.do(lambda: list(takeover_cleanup.remove()))
-    assert house.do(lambda: host.remove(Pins(tmp_path))) == (
+    bench.do(lambda: list(takeover_cleanup.remove()))
+    assert bench.do(lambda: host.remove(Pins(tmp_path))) == (
         f"table ip {conntrack_keepalive.TABLE}",
     )
-    assert served(house) == {}
-    assert names(house) == {"lo"}
+    assert served(bench) == {}
+    assert names(bench) == {"lo"}
 
 
 @needs("ipvs")
 def test_masqueraded_ipvs_connection_is_listed_as_the_backend_sees_it(
-    house: House, talk: Talk
+    bench: Bench, talk: Talk
 ) -> None:
     rules = (
         "add table ip theirs",
         "add chain ip theirs out { type nat hook postrouting priority 100 ; }",
         "add rule ip theirs out ip daddr 198.18.0.1 tcp dport 8080 snat to 127.0.0.9:1234",
     )
-    house.run("nft", "-f", "-", stdin="\n".join(rules))
-    house.do(lambda: sysctl.write("net.ipv4.vs.conntrack", "1"))
-    house.do(Talk).close()
+    bench.run("nft", "-f", "-", stdin="\n".join(rules))
+    bench.do(lambda: sysctl.write("net.ipv4.vs.conntrack", "1"))
+    bench.do(Talk).close()
     here = parse_addr("127.0.0.9")
-    assert house.do(conntrack.list_masqueraded) == [ConntrackFlow(6, here, 1234, *AT)]
+    assert bench.do(conntrack.list_masqueraded) == [ConntrackFlow(6, here, 1234, *AT)]
 
 
 # ---- the handover table --------------------------------------------------------------------------
 
 
-def translate_one(house: House, family: str) -> None:
+def translate_one(bench: Bench, family: str) -> None:
     """Makes a connection with DNAT; it has ended, but conntrack keeps it for two minutes."""
     host = {"ip": "127.0.0.1", "ip6": "::1"}[family]
-    house.run("ip", "link", "set", "lo", "up")
+    bench.run("ip", "link", "set", "lo", "up")
     to = f"[{host}]:82" if family == "ip6" else f"{host}:82"
     rules = (
         f"add table {family} theirs",
         f"add chain {family} theirs out {{ type nat hook output priority -100 ; }}",
         f"add rule {family} theirs out tcp dport 81 dnat to {to}",
     )
-    house.run("nft", "-f", "-", stdin="\n".join(rules))
+    bench.run("nft", "-f", "-", stdin="\n".join(rules))
 
-    house.do(lambda: dial(family))
+    bench.do(lambda: dial(family))
 
 
 def dial(family: str) -> None:
@@ -364,51 +364,51 @@ def forget_connections() -> None:
 
 @pytest.mark.parametrize("family", ["ip", "ip6"])
 def test_handover_table_stays_as_long_as_a_connection(
-    house: House, family: str, tmp_path: Path
+    bench: Bench, family: str, tmp_path: Path
 ) -> None:
     """The agent checks when it starts and then every HANDOVER_POLL_INTERVAL_S seconds."""
-    assert not house.do(lambda: conntrack.has_dnat_connections(family))
-    translate_one(house, family)
-    assert house.do(lambda: conntrack.has_dnat_connections(family))
+    assert not bench.do(lambda: conntrack.has_dnat_connections(family))
+    translate_one(bench, family)
+    assert bench.do(lambda: conntrack.has_dnat_connections(family))
     for _ in range(2):
-        house.do(lambda: forward_rules.run_transaction(*conntrack_keepalive.table_commands(family)))
-    assert house.do(conntrack_keepalive.list_families) == (family,)
+        bench.do(lambda: forward_rules.run_transaction(*conntrack_keepalive.table_commands(family)))
+    assert bench.do(conntrack_keepalive.list_families) == (family,)
     assert (
-        house.run("nft", "list", "table", family, conntrack_keepalive.TABLE).count("ct state") == 1
+        bench.run("nft", "list", "table", family, conntrack_keepalive.TABLE).count("ct state") == 1
     )
     agent = HostIntegration(Pins(tmp_path), Config())
-    house.do(lambda: agent.poll(0.0))
-    assert house.do(conntrack_keepalive.list_families) == (family,)
-    house.do(forget_connections)
-    house.do(lambda: agent.poll(HANDOVER_POLL_INTERVAL_S / 2))
-    assert house.do(conntrack_keepalive.list_families) == (family,)
-    house.do(lambda: agent.poll(HANDOVER_POLL_INTERVAL_S + 1))
-    assert house.do(conntrack_keepalive.list_families) == ()
-    assert f"table {family} theirs" in house.run("nft", "list", "tables")
+    bench.do(lambda: agent.poll(0.0))
+    assert bench.do(conntrack_keepalive.list_families) == (family,)
+    bench.do(forget_connections)
+    bench.do(lambda: agent.poll(HANDOVER_POLL_INTERVAL_S / 2))
+    assert bench.do(conntrack_keepalive.list_families) == (family,)
+    bench.do(lambda: agent.poll(HANDOVER_POLL_INTERVAL_S + 1))
+    assert bench.do(conntrack_keepalive.list_families) == ()
+    assert f"table {family} theirs" in bench.run("nft", "list", "tables")
 
 
-def test_masqueraded_connection_is_listed_as_the_backend_sees_it(house: House) -> None:
+def test_masqueraded_connection_is_listed_as_the_backend_sees_it(bench: Bench) -> None:
     """Both addresses are translated. A connection with DNAT or SNAT alone is not listed."""
-    translate_one(house, "ip")
-    assert house.do(conntrack.list_masqueraded) == []
+    translate_one(bench, "ip")
+    assert bench.do(conntrack.list_masqueraded) == []
     rules = (
         "add chain ip theirs in { type nat hook postrouting priority 100 ; }",
         "add rule ip theirs in tcp dport 82 snat to 127.0.0.9:1234",
     )
-    house.run("nft", "-f", "-", stdin="\n".join(rules))
-    house.do(forget_connections)
-    house.do(lambda: dial("ip"))
+    bench.run("nft", "-f", "-", stdin="\n".join(rules))
+    bench.do(forget_connections)
+    bench.do(lambda: dial("ip"))
     here, there = parse_addr("127.0.0.9"), parse_addr("127.0.0.1")
-    assert house.do(conntrack.list_masqueraded) == [ConntrackFlow(6, here, 1234, there, 82)]
+    assert bench.do(conntrack.list_masqueraded) == [ConntrackFlow(6, here, 1234, there, 82)]
 
 
-def test_kbpf_cleanup_removes_the_handover_table(house: House, tmp_path: Path) -> None:
-    translate_one(house, "ip")
-    house.do(lambda: forward_rules.run_transaction(*conntrack_keepalive.table_commands("ip")))
-    assert house.do(lambda: host.remove(Pins(tmp_path))) == (
+def test_kbpf_cleanup_removes_the_handover_table(bench: Bench, tmp_path: Path) -> None:
+    translate_one(bench, "ip")
+    bench.do(lambda: forward_rules.run_transaction(*conntrack_keepalive.table_commands("ip")))
+    assert bench.do(lambda: host.remove(Pins(tmp_path))) == (
         f"table ip {conntrack_keepalive.TABLE}",
     )
-    assert house.do(conntrack_keepalive.list_families) == ()
+    assert bench.do(conntrack_keepalive.list_families) == ()
 
 
 # ---- a closed FORWARD ----------------------------------------------------------------------------
@@ -435,9 +435,9 @@ PASSES = (
 CLOSED = {"a policy": ("DROP", ""), "a last rule": ("ACCEPT", REFUSES)}
 
 
-def forward(house: House, family: str) -> list[str]:
+def forward(bench: Bench, family: str) -> list[str]:
     """The rules in FORWARD, as iptables reads them."""
-    saved = house.run(f"{POLICY[family]}-nft-save", "-t", "filter")
+    saved = bench.run(f"{POLICY[family]}-nft-save", "-t", "filter")
     assert "KUBE-FORWARD" not in saved
     refused = f"{REFUSES} --reject-with icmp6?-port-unreachable"
     lines = (re.sub(refused, REFUSES, line) for line in saved.splitlines())
@@ -445,124 +445,124 @@ def forward(house: House, family: str) -> list[str]:
 
 
 @pytest.fixture(params=POLICY)
-def left(request: pytest.FixtureRequest, house: House) -> str:
+def left(request: pytest.FixtureRequest, bench: Bench) -> str:
     """A family with a translated connection, as a kube-proxy leaves it."""
-    translate_one(house, request.param)
+    translate_one(bench, request.param)
     return str(request.param)
 
 
-def stop_kube_proxy(house: House, family: str, how: str = "a policy") -> list[str]:
-    """Restores kube-proxy's FORWARD chain and cleans up after it; returns the rules of others."""
+def stop_kube_proxy(bench: Bench, family: str, how: str = "a policy") -> list[str]:
+    """Restores kube-proxy's FORWARD chain and cleans up after it; returns the foreign rules."""
     policy, last = CLOSED[how]
-    house.run(f"{POLICY[family]}-nft-restore", stdin=FORWARD % (policy, last))
-    house.do(lambda: list(takeover_cleanup.remove()))
+    bench.run(f"{POLICY[family]}-nft-restore", stdin=FORWARD % (policy, last))
+    bench.do(lambda: list(takeover_cleanup.remove()))
     return [THEIRS, *filter(None, [last])]
 
 
 @pytest.mark.parametrize("how", CLOSED)
 def test_established_connections_pass_a_closed_forward_until_they_end(
-    house: House, left: str, how: str
+    bench: Bench, left: str, how: str
 ) -> None:
     """One rule accepts it, before any rule that refuses all; iptables-nft-save can still
     list them.
     """
-    others = stop_kube_proxy(house, left, how)
-    house.do(lambda: list(takeover_cleanup.remove()))
-    assert forward(house, left) == [others[0], PASSES, *others[1:]]
-    house.do(forget_connections)
-    assert house.do(conntrack_keepalive.remove_unneeded) == (left,)
-    assert forward(house, left) == others
+    others = stop_kube_proxy(bench, left, how)
+    bench.do(lambda: list(takeover_cleanup.remove()))
+    assert forward(bench, left) == [others[0], PASSES, *others[1:]]
+    bench.do(forget_connections)
+    assert bench.do(conntrack_keepalive.remove_unneeded) == (left,)
+    assert forward(bench, left) == others
 
 
-def test_ipvs_connections_pass_a_closed_forward(house: House) -> None:
+def test_ipvs_connections_pass_a_closed_forward(bench: Bench) -> None:
     """conntrack records no DNAT for IPVS connections; the handover table exists all the same."""
-    house.run("iptables-nft-restore", stdin=FORWARD % ("DROP", ""))
-    house.do(lambda: forward_rules.run_transaction(*conntrack_keepalive.table_commands("ip")))
-    assert not house.do(lambda: conntrack.has_dnat_connections("ip"))
-    house.do(lambda: list(takeover_cleanup._remove_nft()))
-    assert forward(house, "ip") == [THEIRS, PASSES]
+    bench.run("iptables-nft-restore", stdin=FORWARD % ("DROP", ""))
+    bench.do(lambda: forward_rules.run_transaction(*conntrack_keepalive.table_commands("ip")))
+    assert not bench.do(lambda: conntrack.has_dnat_connections("ip"))
+    bench.do(lambda: list(takeover_cleanup._remove_nft()))
+    assert forward(bench, "ip") == [THEIRS, PASSES]
 
 
 def test_cleanup_reports_the_forward_rule(
-    house: House, left: str, capsys: pytest.CaptureFixture[str]
+    bench: Bench, left: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    house.run(f"{POLICY[left]}-nft-restore", stdin=FORWARD % ("DROP", ""))
-    house.do(lambda: list(cleanup.remove_kube_proxy(Config(), force=True)))
+    bench.run(f"{POLICY[left]}-nft-restore", stdin=FORWARD % ("DROP", ""))
+    bench.do(lambda: list(cleanup.remove_kube_proxy(Config(), force=True)))
     assert capsys.readouterr().err == (
         f"kbpf: table {left} kbpf-handover stays, and with it a rule in {left} filter FORWARD, for "
         "connections that kube-proxy translated; the agent removes it when they have ended\n"
     )
 
 
-def test_open_forward_gets_no_rule(house: House) -> None:
-    translate_one(house, "ip")
-    house.run("iptables-nft-restore", stdin=FORWARD % ("ACCEPT", ""))
-    house.do(lambda: list(takeover_cleanup.remove()))
-    assert house.do(conntrack_keepalive.list_families) == ("ip",)
-    assert forward(house, "ip") == [THEIRS]
+def test_open_forward_gets_no_rule(bench: Bench) -> None:
+    translate_one(bench, "ip")
+    bench.run("iptables-nft-restore", stdin=FORWARD % ("ACCEPT", ""))
+    bench.do(lambda: list(takeover_cleanup.remove()))
+    assert bench.do(conntrack_keepalive.list_families) == ("ip",)
+    assert forward(bench, "ip") == [THEIRS]
 
 
-def test_closed_forward_gets_no_rule_without_connections(house: House) -> None:
-    stop_kube_proxy(house, "ip")
-    assert forward(house, "ip") == [THEIRS]
+def test_closed_forward_gets_no_rule_without_connections(bench: Bench) -> None:
+    stop_kube_proxy(bench, "ip")
+    assert forward(bench, "ip") == [THEIRS]
 
 
-def test_kube_proxy_in_mode_nftables_gets_no_forward_rule(house: House) -> None:
-    """In mode nftables kube-proxy has a table of its own and overrules no other chain's policy."""
-    translate_one(house, "ip")
-    house.run("iptables-nft", "-P", "FORWARD", "DROP")
-    house.run("nft", "add", "table", "ip", "kube-proxy")
-    house.do(lambda: list(takeover_cleanup.remove()))
-    assert house.do(conntrack_keepalive.list_families) == ("ip",)
-    assert forward(house, "ip") == []
+def test_kube_proxy_in_mode_nftables_gets_no_forward_rule(bench: Bench) -> None:
+    """In mode nftables kube-proxy has its own table and overrules no other chain's policy."""
+    translate_one(bench, "ip")
+    bench.run("iptables-nft", "-P", "FORWARD", "DROP")
+    bench.run("nft", "add", "table", "ip", "kube-proxy")
+    bench.do(lambda: list(takeover_cleanup.remove()))
+    assert bench.do(conntrack_keepalive.list_families) == ("ip",)
+    assert forward(bench, "ip") == []
 
 
-def test_agent_restores_the_forward_rule(house: House, left: str, tmp_path: Path) -> None:
+def test_agent_restores_the_forward_rule(bench: Bench, left: str, tmp_path: Path) -> None:
     """The agent did not add the rule. It restores it next to its own rule, in either order."""
-    stop_kube_proxy(house, left)
+    stop_kube_proxy(bench, left)
     tool = f"{POLICY[left]}-nft"
     times = itertools.count(0.0, host.HOST_POLL_INTERVAL_S)
     agent = HostIntegration(Pins(tmp_path), Config())
 
     def poll_and_list() -> list[str]:
-        house.do(lambda: agent.poll(next(times)))
-        house.do(lambda: agent.poll(next(times)))
-        rules = forward(house, left)
+        bench.do(lambda: agent.poll(next(times)))
+        bench.do(lambda: agent.poll(next(times)))
+        rules = forward(bench, left)
         ours = [rule for rule in rules if "kbpf: masqueraded" in rule]
-        assert len(ours) == ("DROP" in house.run(tool, "-S", "FORWARD").splitlines()[0])
+        assert len(ours) == ("DROP" in bench.run(tool, "-S", "FORWARD").splitlines()[0])
         return [rule for rule in rules if rule not in ours]
 
     assert poll_and_list() == [THEIRS, PASSES]
-    house.run(tool, "-A", "FORWARD", "-p", "tcp", "--dport", "2", "-j", "DROP")
+    bench.run(tool, "-A", "FORWARD", "-p", "tcp", "--dport", "2", "-j", "DROP")
     other = THEIRS.replace("dport 1", "dport 2")
     assert poll_and_list() == [THEIRS, other, PASSES]
-    house.run(tool, "-F", "FORWARD")
+    bench.run(tool, "-F", "FORWARD")
     assert poll_and_list() == [PASSES]
-    before = house.do(forward_rules.read_generation)
+    before = bench.do(forward_rules.read_generation)
     assert poll_and_list() == [PASSES]
-    assert house.do(forward_rules.read_generation) == before
-    house.run(tool, "-P", "FORWARD", "ACCEPT")
+    assert bench.do(forward_rules.read_generation) == before
+    bench.run(tool, "-P", "FORWARD", "ACCEPT")
     assert poll_and_list() == []
-    house.run(tool, "-P", "FORWARD", "DROP")
+    bench.run(tool, "-P", "FORWARD", "DROP")
     assert poll_and_list() == [PASSES]
-    house.run("nft", "delete", "table", left, conntrack_keepalive.TABLE)
+    bench.run("nft", "delete", "table", left, conntrack_keepalive.TABLE)
     assert poll_and_list() == []
 
 
-def test_kbpf_cleanup_removes_the_forward_rule(house: House, left: str, tmp_path: Path) -> None:
-    others = stop_kube_proxy(house, left)
-    assert PASSES in forward(house, left)
-    assert house.do(lambda: host.remove(Pins(tmp_path))) == (
+def test_kbpf_cleanup_removes_the_forward_rule(bench: Bench, left: str, tmp_path: Path) -> None:
+    others = stop_kube_proxy(bench, left)
+    assert PASSES in forward(bench, left)
+    assert bench.do(lambda: host.remove(Pins(tmp_path))) == (
         f"table {left} {conntrack_keepalive.TABLE}",
     )
-    assert forward(house, left) == others
+    assert forward(bench, left) == others
 
 
 def test_two_processes_adding_the_rule_at_once_add_one(
-    house: House, left: str, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, left: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other one adds the rule between our listing of the chains and our transaction."""
-    house.run(f"{POLICY[left]}-nft-restore", stdin=FORWARD % ("DROP", ""))
+    bench.run(f"{POLICY[left]}-nft-restore", stdin=FORWARD % ("DROP", ""))
     real, once = forward_rules.list_forward_chains, iter([True])
 
     def look() -> tuple[forward_rules.BaseChain, ...]:
@@ -571,13 +571,13 @@ def test_two_processes_adding_the_rule_at_once_add_one(
             conntrack_keepalive.reconcile_forward_rules(seen)
         return seen
 
-    house.do(
+    bench.do(
         lambda: forward_rules.run_transaction(
             *conntrack_keepalive.table_commands(left, with_forward_rule=True)
         )
     )
-    chains = house.do(real)
+    chains = bench.do(real)
     monkeypatch.setattr(forward_rules, "list_forward_chains", look)
-    assert house.do(lambda: conntrack_keepalive.reconcile_forward_rules(chains)) == ()
+    assert bench.do(lambda: conntrack_keepalive.reconcile_forward_rules(chains)) == ()
     monkeypatch.undo()
-    assert house.run(f"{POLICY[left]}-nft-save").count(HANDOVER_COMMENT) == 1
+    assert bench.run(f"{POLICY[left]}-nft-save").count(HANDOVER_COMMENT) == 1

@@ -431,7 +431,7 @@ def test_failed_device_stops_no_other_and_is_retried(
 
 
 @both_ways
-def test_remove_leaves_only_attachments_of_others(
+def test_remove_leaves_only_foreign_attachments(
     node: Net, kit: dict[DeviceRole, Program], how: AttachMethod
 ):
     node.tc("qdisc", "add", "dev", "up0", "clsact")

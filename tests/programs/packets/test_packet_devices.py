@@ -1,4 +1,4 @@
-"""The data plane and its device thread: what waits for what when maps grow."""
+"""The data plane and its device thread: the order of their steps when maps grow."""
 
 import errno
 import os
@@ -259,7 +259,7 @@ def test_next_apply_loads_programs_that_failed_to_load(node: Node, monkeypatch: 
 
 
 def endpoints(count: int, network: int) -> str:
-    """So many endpoints that the maps of backends have to grow, while those of frontends do not."""
+    """Enough endpoints to make the maps of backends grow, but not those of frontends."""
     return " ".join(f"10.0.{network}.{number}:80" for number in range(1, count + 1))
 
 
@@ -373,7 +373,7 @@ def begun(node: Node) -> Node:
 
 
 def test_left_programs_serve_until_maps_grow(begun: Node, no_compiler: Callable[[], None]):
-    """The next agent has no programs of its own, and attaches them as soon as it has."""
+    """The next agent cannot compile programs at first, and attaches them as soon as it can."""
     node = begun
     old = node.attached()
     node.open()

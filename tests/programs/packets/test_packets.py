@@ -854,7 +854,7 @@ HOUR = 3600 * 10**9
 
 @both
 def test_only_the_first_fragment_is_refused(path: Path_, v: int) -> None:
-    """As a kernel does: later fragments have no header by which the client could match
+    """As a kernel does: later fragments lack the header that the client needs to match
     the error.
     """
     number = next(PORTS)
@@ -1429,12 +1429,14 @@ def no_flows(path: Path_) -> Iterator[None]:
 
 
 NEIGHBOURS = {4: [CLIENT[4]], 6: [f"2001:db8:9::{n:x}" for n in range(1, 100)]}
-"""Clients that share one share of the ports: IPv6 clients of one network."""
+"""Clients that have one common share of the ports: IPv6 clients of one network."""
 
 
 @both
 def test_client_is_limited_to_its_share_of_ports(path: Path_, v: int) -> None:
-    """All addresses of an IPv6 network share one. Another client still gets most of its own."""
+    """All addresses of an IPv6 network have one common share. Another client still gets most of
+    its share.
+    """
     low, high = 40_000, 41_023
     path.node(NodeFlag(0), low, high)
     mine = set(ports_of(CLIENT[v], low, high))
@@ -1845,7 +1847,7 @@ def ends(key: bytes) -> tuple[str, str]:
 
 
 def age(path: Path_, own: str, seconds: int) -> None:
-    """Makes this client's flow look idle for so many seconds."""
+    """Makes this client's flow look idle for `seconds`."""
     with path.site.pinned("flows") as flows:
         for key, raw in list(flows.items()):
             if owner(raw) == own:
@@ -2111,7 +2113,7 @@ def test_oversized_packet_of_a_redirected_flow_goes_up_the_stack(uplink: Path_, 
 
 
 def age_next_hops(path: Path_, own: str, seconds: float) -> None:
-    """Makes the cached next hops of this client's flow so many seconds old."""
+    """Sets the age of the cached next hops of this client's flow."""
     found = (time.monotonic_ns() - round(seconds * 10**9)) >> 20
     with path.site.pinned("flows") as flows:
         for key, raw in list(flows.items()):

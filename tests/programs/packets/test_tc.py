@@ -1,5 +1,5 @@
 """Programs on devices by both methods, TCX and clsact: which packets they see, how they share a
-hook with others, and what is left of them.
+hook with foreign programs, and what remains when they are detached.
 
 Hand-assembled programs count frames of an unused EtherType, each in its own element of a map, so a
 frame that no program saw is missing from the sum.
@@ -358,7 +358,7 @@ def test_unfinished_attachment_is_repeated(net: Net, programs: list[Program]):
     assert net.tcx(Direction.INGRESS) == [program_id(programs[0])]
 
 
-# ---- programs of others ------------------------------------------------------------------------
+# ---- foreign programs --------------------------------------------------------------------------
 
 
 @both_directions

@@ -40,7 +40,7 @@ HOUR = 3600
 
 
 @dataclass
-class Ground:
+class Bench:
     """A host and two pods as clients."""
 
     node: Node
@@ -60,7 +60,7 @@ class Ground:
         return [(k[:16], k[20], struct.unpack_from("=QI", v)[1]) for k, v in found.items()]
 
     def age(self, seconds: float) -> None:
-        """Makes all entries older by so many seconds."""
+        """Makes all entries `seconds` older."""
         with self.site.pinned("affinity") as found:
             for key, value in list(found.items()):
                 used, rest = struct.unpack_from("=Q", value)[0], value[8:]
@@ -75,17 +75,17 @@ class Ground:
 
 
 @pytest.fixture(scope="module")
-def whole(node: Node, artifact_cache: Path) -> Iterator[Ground]:
+def whole(node: Node, artifact_cache: Path) -> Iterator[Bench]:
     one, two = node.pod("one"), node.pod("two")
     for netns in (node.netns, one.netns, two.netns):
         make_local(netns)
     with sites(artifact_cache) as make:
         site = make(cgroup=node.cgroup, node=node.netns)
-        yield Ground(node, site, site.open(), node.host, one, two)
+        yield Bench(node, site, site.open(), node.host, one, two)
 
 
 @pytest.fixture
-def ground(whole: Ground) -> Ground:
+def bench(whole: Bench) -> Bench:
     whole.serve()
     whole.plane.flush()
     assert whole.site.entries("affinity") == {}, "affinity is deleted with its Service"
@@ -114,164 +114,164 @@ def bound(cells: int) -> float:
 
 
 @pytest.mark.parametrize(("size", "dials"), [(1, 50), (2, 2000), (3, 3000), (7, 7000), (50, 5000)])
-def test_new_connections_spread_evenly(ground: Ground, size: int, dials: int):
-    ground.serve(web(*range(size), timeout=0))
-    seen = Counter(picks(ground.one, WEB, dials))
+def test_new_connections_spread_evenly(bench: Bench, size: int, dials: int):
+    bench.serve(web(*range(size), timeout=0))
+    seen = Counter(picks(bench.one, WEB, dials))
     assert set(seen) == set(LOCAL[:size]), "all backends are used and no others"
     expected = dials / size
     assert sum((n - expected) ** 2 / expected for n in seen.values()) < bound(size), seen
 
 
-def test_new_ipv6_connections_spread(ground: Ground):
+def test_new_ipv6_connections_spread(bench: Bench):
     to = " ".join(f"[{one}]:1" for one in LOCAL6[:3])
-    ground.serve(service("web", WEB6, to, Protocol.UDP))
-    assert min(Counter(picks(ground.host, WEB6, 300)).values()) > 30
-    assert set(picks(ground.host, WEB6, 100)) == set(LOCAL6[:3])
+    bench.serve(service("web", WEB6, to, Protocol.UDP))
+    assert min(Counter(picks(bench.host, WEB6, 300)).values()) > 30
+    assert set(picks(bench.host, WEB6, 100)) == set(LOCAL6[:3])
 
 
-def test_every_frontend_reaches_every_backend(ground: Ground):
-    ground.serve(web(1, 2, 3, timeout=0))
-    for to in (WEB, NODE_PORT.format(node=ground.node.ip), EXTERNAL):
-        assert names(picks(ground.one, to, 100)) == {1, 2, 3}
+def test_every_frontend_reaches_every_backend(bench: Bench):
+    bench.serve(web(1, 2, 3, timeout=0))
+    for to in (WEB, NODE_PORT.format(node=bench.node.ip), EXTERNAL):
+        assert names(picks(bench.one, to, 100)) == {1, 2, 3}
 
 
 # ---- the same as last time ---------------------------------------------------------------------
 
 
-def test_client_keeps_its_backend(ground: Ground):
-    ground.serve(web(1, 2, 3))
-    before = ground.site.reasons()
-    assert len(set(picks(ground.one, WEB, 50))) == 1
-    assert ground.site.reasons() - before == {
+def test_client_keeps_its_backend(bench: Bench):
+    bench.serve(web(1, 2, 3))
+    before = bench.site.reasons()
+    assert len(set(picks(bench.one, WEB, 50))) == 1
+    assert bench.site.reasons() - before == {
         Reason.TRANSLATED: 1, Reason.TRANSLATED_BY_AFFINITY: 49,
     }  # fmt: skip
 
 
-def test_ipv6_and_v4_mapped_clients_keep_their_backend(ground: Ground):
+def test_ipv6_and_v4_mapped_clients_keep_their_backend(bench: Bench):
     to = " ".join(f"[{one}]:1" for one in LOCAL6[:9])
-    ground.serve(web(*range(9)), service("web", WEB6, to, Protocol.UDP, affinity_timeout=HOUR))
-    assert len(set(picks(ground.one, WEB6, 20))) == 1
-    four, mapped = picks(ground.one, WEB, 20), picks(ground.one, "[::ffff:10.96.0.1]:53", 20)
+    bench.serve(web(*range(9)), service("web", WEB6, to, Protocol.UDP, affinity_timeout=HOUR))
+    assert len(set(picks(bench.one, WEB6, 20))) == 1
+    four, mapped = picks(bench.one, WEB, 20), picks(bench.one, "[::ffff:10.96.0.1]:53", 20)
     assert {f"::ffff:{one}" for one in four} == set(mapped), "one client, one Service, one family"
     assert len(set(mapped)) == 1
 
 
-def test_each_client_has_its_own_affinity(ground: Ground):
+def test_each_client_has_its_own_affinity(bench: Bench):
     """Each pod is a client, and the host is one. The last backend of one does not affect
     another.
     """
-    ground.serve(web(1))
-    picks(ground.one, WEB)
-    ground.serve(web(2))
-    picks(ground.two, WEB)
-    ground.serve(web(3))
-    picks(ground.host, WEB)
-    ground.serve(web(*range(20)))
-    for place, backend in ((ground.one, 1), (ground.two, 2), (ground.host, 3)):
+    bench.serve(web(1))
+    picks(bench.one, WEB)
+    bench.serve(web(2))
+    picks(bench.two, WEB)
+    bench.serve(web(3))
+    picks(bench.host, WEB)
+    bench.serve(web(*range(20)))
+    for place, backend in ((bench.one, 1), (bench.two, 2), (bench.host, 3)):
         assert names(picks(place, WEB, 10)) == {backend}
-    entries = ground.entries()
+    entries = bench.entries()
     assert len({client for client, *_ in entries}) == len(entries) == 3
     assert {kind for _, kind, _ in entries} == {1}, "by network namespace"
 
 
-def test_frontends_of_a_service_share_affinity(ground: Ground):
-    ground.serve(web(1))
-    picks(ground.one, WEB)
-    ground.serve(web(*range(20)))
-    for to in (EXTERNAL, NODE_PORT.format(node=ground.node.ip), WEB):
-        assert names(picks(ground.one, to, 10)) == {1}
+def test_frontends_of_a_service_share_affinity(bench: Bench):
+    bench.serve(web(1))
+    picks(bench.one, WEB)
+    bench.serve(web(*range(20)))
+    for to in (EXTERNAL, NODE_PORT.format(node=bench.node.ip), WEB):
+        assert names(picks(bench.one, to, 10)) == {1}
 
 
-def test_services_do_not_share_affinity(ground: Ground):
+def test_services_do_not_share_affinity(bench: Bench):
     """Even if the backends are the same."""
-    ground.serve(web(1))
-    picks(ground.one, WEB)
+    bench.serve(web(1))
+    picks(bench.one, WEB)
     to = " ".join(f"{LOCAL[n]}:1" for n in range(20))
     other = service("other", "10.96.0.2:53", to, Protocol.UDP, affinity_timeout=HOUR)
-    ground.serve(web(*range(20)), other)
-    assert ground.count_reason(ground.one, "10.96.0.2:53") is Reason.TRANSLATED
-    assert ground.count_reason(ground.one) is Reason.TRANSLATED_BY_AFFINITY
+    bench.serve(web(*range(20)), other)
+    assert bench.count_reason(bench.one, "10.96.0.2:53") is Reason.TRANSLATED
+    assert bench.count_reason(bench.one) is Reason.TRANSLATED_BY_AFFINITY
 
 
-def test_affinity_ends_after_its_timeout(ground: Ground):
-    ground.serve(web(1, 2, 3, timeout=60))
-    picks(ground.one, WEB)
-    ground.age(40)
-    assert ground.count_reason(ground.one) is Reason.TRANSLATED_BY_AFFINITY
-    ground.age(40)
-    assert ground.count_reason(ground.one) is Reason.TRANSLATED_BY_AFFINITY, (
+def test_affinity_ends_after_its_timeout(bench: Bench):
+    bench.serve(web(1, 2, 3, timeout=60))
+    picks(bench.one, WEB)
+    bench.age(40)
+    assert bench.count_reason(bench.one) is Reason.TRANSLATED_BY_AFFINITY
+    bench.age(40)
+    assert bench.count_reason(bench.one) is Reason.TRANSLATED_BY_AFFINITY, (
         "the last connection renewed it"
     )
-    ground.age(60)
-    assert ground.count_reason(ground.one) is Reason.TRANSLATED
+    bench.age(60)
+    assert bench.count_reason(bench.one) is Reason.TRANSLATED
 
 
-def test_affinity_timeout_is_in_seconds(ground: Ground):
-    ground.serve(web(1, 2, 3, timeout=1))
+def test_affinity_timeout_is_in_seconds(bench: Bench):
+    bench.serve(web(1, 2, 3, timeout=1))
     until(
         "two connections within a second",
-        lambda: ground.count_reason(ground.one) is Reason.TRANSLATED_BY_AFFINITY,
+        lambda: bench.count_reason(bench.one) is Reason.TRANSLATED_BY_AFFINITY,
     )
-    ((used, _),) = (struct.unpack_from("=QI", v) for v in ground.site.entries("affinity").values())
+    ((used, _),) = (struct.unpack_from("=QI", v) for v in bench.site.entries("affinity").values())
     time.sleep(max(0.0, used / 1e9 + 1.01 - time.monotonic()))
-    assert ground.count_reason(ground.one) is Reason.TRANSLATED
+    assert bench.count_reason(bench.one) is Reason.TRANSLATED
 
 
-def test_changed_timeout_applies_at_once(ground: Ground):
-    ground.serve(web(1, 2, 3, timeout=HOUR))
-    picks(ground.one, WEB)
-    ground.age(60)
-    ground.serve(web(1, 2, 3, timeout=10))
-    assert ground.count_reason(ground.one) is Reason.TRANSLATED
+def test_changed_timeout_applies_at_once(bench: Bench):
+    bench.serve(web(1, 2, 3, timeout=HOUR))
+    picks(bench.one, WEB)
+    bench.age(60)
+    bench.serve(web(1, 2, 3, timeout=10))
+    assert bench.count_reason(bench.one) is Reason.TRANSLATED
 
 
-def test_client_moves_when_its_backend_leaves_the_set(ground: Ground):
-    ground.serve(web(1))
-    picks(ground.one, WEB)
-    ground.serve(web(1, 2, 3))
-    assert names(picks(ground.one, WEB, 10)) == {1}, "added backends do not matter"
-    ground.serve(web(2, 3, serving=f"{LOCAL[1]}:1 {LOCAL[2]}:1 {LOCAL[3]}:1"))
-    moved = names(picks(ground.one, WEB, 10))
+def test_client_moves_when_its_backend_leaves_the_set(bench: Bench):
+    bench.serve(web(1))
+    picks(bench.one, WEB)
+    bench.serve(web(1, 2, 3))
+    assert names(picks(bench.one, WEB, 10)) == {1}, "added backends do not matter"
+    bench.serve(web(2, 3, serving=f"{LOCAL[1]}:1 {LOCAL[2]}:1 {LOCAL[3]}:1"))
+    moved = names(picks(bench.one, WEB, 10))
     assert len(moved) == 1
     assert moved < {2, 3}, "though the first still serves, it is not in the list"
-    ground.serve(web(1, *moved))
-    assert names(picks(ground.one, WEB, 10)) == moved, "and it does not move back"
+    bench.serve(web(1, *moved))
+    assert names(picks(bench.one, WEB, 10)) == moved, "and it does not move back"
 
 
-def test_affinity_applies_within_the_set_in_use(ground: Ground):
+def test_affinity_applies_within_the_set_in_use(bench: Bench):
     """With internal Local the ClusterIP uses the local set, an ExternalIP the cluster set."""
     near = web(1, 2, 3, local=f"{LOCAL[3]}:1", internal_local=True)
-    ground.serve(web(1))
-    picks(ground.one, EXTERNAL)
-    ground.serve(near)
-    assert names(picks(ground.one, EXTERNAL, 5)) == {1}
-    assert names(picks(ground.one, WEB, 5)) == {3}
-    assert names(picks(ground.one, EXTERNAL, 5)) == {3}, "it is in the cluster set as well"
+    bench.serve(web(1))
+    picks(bench.one, EXTERNAL)
+    bench.serve(near)
+    assert names(picks(bench.one, EXTERNAL, 5)) == {1}
+    assert names(picks(bench.one, WEB, 5)) == {3}
+    assert names(picks(bench.one, EXTERNAL, 5)) == {3}, "it is in the cluster set as well"
 
 
-def test_affinity_switched_on_applies_to_existing_endpoints(ground: Ground):
-    ground.serve(web(1, 2, 3, timeout=0))
-    assert names(picks(ground.one, WEB, 100)) == {1, 2, 3}
-    ground.serve(web(1, 2, 3))
-    ground.plane.flush()
-    assert len(set(picks(ground.one, WEB, 50))) == 1
+def test_affinity_switched_on_applies_to_existing_endpoints(bench: Bench):
+    bench.serve(web(1, 2, 3, timeout=0))
+    assert names(picks(bench.one, WEB, 100)) == {1, 2, 3}
+    bench.serve(web(1, 2, 3))
+    bench.plane.flush()
+    assert len(set(picks(bench.one, WEB, 50))) == 1
 
 
-def test_affinity_switched_off_spreads_and_is_deleted(ground: Ground):
+def test_affinity_switched_off_spreads_and_is_deleted(bench: Bench):
     other = service("other", "10.96.0.2:53", f"{LOCAL[1]}:1", Protocol.UDP, affinity_timeout=HOUR)
-    ground.serve(web(1, 2, 3), other)
-    picks(ground.one, WEB, 3)
-    picks(ground.one, "10.96.0.2:53", 3)
-    assert len(ground.entries()) == 2
-    ground.serve(web(1, 2, 3, timeout=0), other)
-    assert names(picks(ground.one, WEB, 100)) == {1, 2, 3}
-    ground.plane.flush()
-    assert len(ground.entries()) == 1, "the other Service's stays"
-    assert len(ground.site.entries("set_members")) == 1
+    bench.serve(web(1, 2, 3), other)
+    picks(bench.one, WEB, 3)
+    picks(bench.one, "10.96.0.2:53", 3)
+    assert len(bench.entries()) == 2
+    bench.serve(web(1, 2, 3, timeout=0), other)
+    assert names(picks(bench.one, WEB, 100)) == {1, 2, 3}
+    bench.plane.flush()
+    assert len(bench.entries()) == 1, "the other Service's stays"
+    assert len(bench.site.entries("set_members")) == 1
 
 
-def test_datagrams_of_new_sockets_keep_the_backend(ground: Ground):
-    ground.serve(web(1, 2, 3))
+def test_datagrams_of_new_sockets_keep_the_backend(bench: Bench):
+    bench.serve(web(1, 2, 3))
 
     def send() -> Counter[int]:
         servers = {}
@@ -288,21 +288,21 @@ def test_datagrams_of_new_sockets_keep_the_backend(ground: Ground):
                 seen[servers[ready]] += 1
         return seen
 
-    seen = within(ground.one, send)
+    seen = within(bench.one, send)
     assert list(seen.values()) == [20]
-    assert names(picks(ground.one, WEB, 5)) == set(seen), "connected ones, too"
+    assert names(picks(bench.one, WEB, 5)) == set(seen), "connected ones, too"
 
 
-def test_affinity_holds_across_two_cpus(ground: Ground):
+def test_affinity_holds_across_two_cpus(bench: Bench):
     """One CPU may read a time that the other wrote and that is a moment later than its
     own `now`.
     """
-    ground.serve(service("web", WEB, " ".join(f"{a}:1" for a in LOCAL[:8]), Protocol.UDP,
+    bench.serve(service("web", WEB, " ".join(f"{a}:1" for a in LOCAL[:8]), Protocol.UDP,
                          affinity_timeout=HOUR))  # fmt: skip
     host, _, port = WEB.rpartition(":")
-    first = set(picks(ground.one, WEB, 1))
+    first = set(picks(bench.one, WEB, 1))
     waiting = [
-        start_within(ground.one, lambda: {pick(host, int(port)) for _ in range(60_000)}, cpu)
+        start_within(bench.one, lambda: {pick(host, int(port)) for _ in range(60_000)}, cpu)
         for cpu in range(2)
     ]
     assert [result() for result in waiting] == [first, first]

@@ -29,7 +29,7 @@ ALONE, ALONE6 = "198.51.100.1", "fd00:51::1"  # on a device of the node, with a 
 
 
 @dataclass
-class Ground:
+class Bench:
     """The node, its data plane and its clients."""
 
     node: Node
@@ -41,7 +41,7 @@ class Ground:
 
 
 @pytest.fixture(scope="module")
-def ground(node: Node, artifact_cache: Path) -> Iterator[Ground]:
+def bench(node: Node, artifact_cache: Path) -> Iterator[Bench]:
     pods = {name: node.pod(name) for name in ("pod", "one", "two")}
     ip(f"addr add {ALONE}/32 dev lo", f"addr add {ALONE6}/128 dev lo nodad", netns=node.netns)
     settled(node.netns, ALONE6)
@@ -54,7 +54,7 @@ def ground(node: Node, artifact_cache: Path) -> Iterator[Ground]:
         site = make(cgroup=node.cgroup, node=node.netns)
         plane = site.open()
         plane.apply(world(pods, node), None)
-        yield Ground(node, site, {**pods, "host": node.host, "outsider": outsider})
+        yield Bench(node, site, {**pods, "host": node.host, "outsider": outsider})
     outsider.close()
 
 
@@ -180,20 +180,20 @@ def is_loopback(host: str) -> bool:
 
 
 @pytest.mark.parametrize("row", [pytest.param(row, marks=marks(row), id=row.name) for row in DIALS])
-def test_dial(ground: Ground, row: Dial):
-    names = {name: place.ip for name, place in ground.places.items()}
-    names |= {f"{name}6": place.ip6 for name, place in ground.places.items()}
-    to = row.to.format(**names, node=ground.node.ip, node6=ground.node.ip6)
+def test_dial(bench: Bench, row: Dial):
+    names = {name: place.ip for name, place in bench.places.items()}
+    names |= {f"{name}6": place.ip6 for name, place in bench.places.items()}
+    to = row.to.format(**names, node=bench.node.ip, node6=bench.node.ip6)
     host, _, port = to.rpartition(":")
     host = host.strip("[]")
-    before = ground.site.reasons()
-    client = ground[row.client]
-    with ground.site.telling():
+    before = bench.site.reasons()
+    client = bench[row.client]
+    with bench.site.telling():
         if row.protocol == "tcp":
             answer = client.tcp(host, int(port))
         else:
             answer = client.udp(host, int(port), connected=True)
-    counted = ground.site.reasons() - before
+    counted = bench.site.reasons() - before
     del counted[Reason.REVERSED]  # getpeername() and recvfrom()
     if row.protocol == "udp":  # replies and packets of v4-mapped sockets pass hooks, too
         assert counted.pop(NONE, 0) >= (row.why is NONE)
@@ -210,18 +210,18 @@ def test_dial(ground: Ground, row: Dial):
     assert counted == ({row.why: 1} if row.protocol == "tcp" or row.why is not NONE else {})
 
 
-def test_socket_outside_the_cgroup_is_not_translated(ground: Ground):
+def test_socket_outside_the_cgroup_is_not_translated(bench: Bench):
     """The same network and address: inside the cgroup it is a Service, outside it is the host."""
-    before = ground.site.reasons()
-    assert ground["outsider"].tcp(ALONE, 7001)["error"] == REFUSED
-    assert ground["outsider"].tcp(ALONE, 7000)["name"] == "host-1"
-    assert ground.site.reasons() == before
-    assert ground["pod"].tcp(ALONE, 7001)["name"] == "one"
+    before = bench.site.reasons()
+    assert bench["outsider"].tcp(ALONE, 7001)["error"] == REFUSED
+    assert bench["outsider"].tcp(ALONE, 7000)["name"] == "host-1"
+    assert bench.site.reasons() == before
+    assert bench["pod"].tcp(ALONE, 7001)["name"] == "one"
 
 
 @needs("mptcp")
 @pytest.mark.parametrize("host", ["10.96.0.1", "fd00:96::1", "::ffff:10.96.0.1"])
-def test_mptcp_connects_as_tcp(ground: Ground, host: str):
+def test_mptcp_connects_as_tcp(bench: Bench, host: str):
     """getpeername() shows the backend: connect() is hooked at the subflow, a socket of the kernel
     with its own cookie, and nothing leads from one socket to the other.
     """
@@ -234,13 +234,13 @@ def test_mptcp_connects_as_tcp(ground: Ground, host: str):
             s.sendall(b"bye\n")
             return s.recv(4096), s.getpeername()[0]
 
-    answer, peer = within(ground["pod"], dial)
+    answer, peer = within(bench["pod"], dial)
     assert b'"one"' in answer
-    assert peer in (host, ground["one"].ip, ground["one"].ip6, f"::ffff:{ground['one'].ip}")
+    assert peer in (host, bench["one"].ip, bench["one"].ip6, f"::ffff:{bench['one'].ip}")
 
 
 @needs("set_retval")
-def test_socket_can_connect_after_a_refusal(ground: Ground):
+def test_socket_can_connect_after_a_refusal(bench: Bench):
     """A refused connect() leaves no state that hinders the next one."""
 
     def dial() -> tuple[int, bytes, str]:
@@ -251,27 +251,27 @@ def test_socket_can_connect_after_a_refusal(ground: Ground):
             s.sendall(b"bye\n")
             return first, s.recv(4096), s.getpeername()[0]
 
-    first, answer, peer = within(ground["pod"], dial)
+    first, answer, peer = within(bench["pod"], dial)
     assert first == errno.ECONNREFUSED
     assert b'"one"' in answer
     assert peer == "10.96.0.1"
 
 
 @needs("set_retval")
-def test_nonblocking_connect_is_refused_at_once(ground: Ground):
+def test_nonblocking_connect_is_refused_at_once(bench: Bench):
     def dial(host: str) -> int:
         with socket.socket() as s:
             s.setblocking(False)
             return s.connect_ex((host, 80))
 
-    assert within(ground["pod"], lambda: dial("10.96.0.2")) == errno.ECONNREFUSED
-    assert within(ground["pod"], lambda: dial("10.96.0.1")) == errno.EINPROGRESS
+    assert within(bench["pod"], lambda: dial("10.96.0.2")) == errno.ECONNREFUSED
+    assert within(bench["pod"], lambda: dial("10.96.0.1")) == errno.EINPROGRESS
 
 
 @contextlib.contextmanager
-def config_flag(ground: Ground, flag: ConfigFlag) -> Iterator[None]:
+def config_flag(bench: Bench, flag: ConfigFlag) -> Iterator[None]:
     """Sets this flag in the hooks' configuration, too."""
-    with ground.site.pinned("config") as config:
+    with bench.site.pinned("config") as config:
         before = config.lookup(bytes(4)) or b""
         netns, flags, share = CONFIG.unpack(before)
         config.update(bytes(4), CONFIG.pack(netns, flags | flag, share))
@@ -280,16 +280,16 @@ def config_flag(ground: Ground, flag: ConfigFlag) -> Iterator[None]:
 
 
 @pytest.fixture
-def coexisting(ground: Ground) -> Iterator[None]:
+def coexisting(bench: Bench) -> Iterator[None]:
     """Another data plane has connections on this node."""
-    with config_flag(ground, ConfigFlag.COEXISTING):
+    with config_flag(bench, ConfigFlag.COEXISTING):
         yield
 
 
 @pytest.fixture
-def packet_path_flag(ground: Ground) -> Iterator[None]:
+def packet_path_flag(bench: Bench) -> Iterator[None]:
     """A packet path exists, which refuses what the hooks let pass."""
-    with config_flag(ground, ConfigFlag.PACKET_PATH):
+    with config_flag(bench, ConfigFlag.PACKET_PATH):
         yield
 
 
@@ -312,44 +312,44 @@ PORT_OF_PING, PORT_OF_MUSL = 1025, 65535
 @pytest.mark.parametrize("host", ["10.96.0.1", "fd00:96::1", "::ffff:10.96.0.1"])
 @pytest.mark.parametrize("port", [PORT_OF_PING, PORT_OF_MUSL])
 def test_udp_connect_to_an_unknown_port_succeeds(
-    ground: Ground, packet_path_flag: None, host: str, port: int
+    bench: Bench, packet_path_flag: None, host: str, port: int
 ):
     """connect() sends nothing. A datagram or a TCP SYN is refused: by the packet path, or
     at once.
     """
-    pod, before = ground["pod"], ground.site.reasons()
+    pod, before = bench["pod"], bench.site.reasons()
     own = within(pod, lambda: own_address(host, port))
     assert own == (pod.ip6 if host.startswith("fd00") else pod.ip)
-    assert ground.site.reasons() - before == {Reason.LEFT_TO_PACKETS: 1}
+    assert bench.site.reasons() - before == {Reason.LEFT_TO_PACKETS: 1}
     assert pod.udp(host, port) == {"error": REFUSED, "at_once": True}
     assert pod.tcp(host, port)["at_once"] is True
-    assert (ground.site.reasons() - before)[Reason.UNKNOWN_PORT] == 2
+    assert (bench.site.reasons() - before)[Reason.UNKNOWN_PORT] == 2
 
 
 @needs("set_retval")
 def test_udp_connect_to_a_service_without_endpoints_is_refused(
-    ground: Ground, packet_path_flag: None
+    bench: Bench, packet_path_flag: None
 ):
     """A client that names the port of a Service will send to it, so it learns at once."""
-    before = ground.site.reasons()
-    assert within(ground["pod"], lambda: own_address("10.96.0.9", 53)) == REFUSED
-    assert ground.site.reasons() - before == {Reason.NO_ENDPOINTS: 1}
+    before = bench.site.reasons()
+    assert within(bench["pod"], lambda: own_address("10.96.0.9", 53)) == REFUSED
+    assert bench.site.reasons() - before == {Reason.NO_ENDPOINTS: 1}
 
 
 @pytest.mark.parametrize("host", ["10.96.0.1", "fd00:96::1"])
 @pytest.mark.parametrize("packets", [False, True], ids=["no packet path", "packet path"])
-def test_ping_socket_connects(ground: Ground, host: str, packets: bool):
+def test_ping_socket_connects(bench: Bench, host: str, packets: bool):
     """Ping sockets have no port, and what they send belongs to no Service. (Since Linux 6.1 their
     connect() has a hook.)
     """
-    pod, v6 = ground["pod"], ":" in host
+    pod, v6 = bench["pod"], ":" in host
     protocol = socket.IPPROTO_ICMPV6 if v6 else socket.IPPROTO_ICMP
 
     def ask() -> str:
         Path("/proc/sys/net/ipv4/ping_group_range").write_text("0 0")
         return own_address(host, 1, protocol)
 
-    with config_flag(ground, ConfigFlag.PACKET_PATH if packets else ConfigFlag(0)):
+    with config_flag(bench, ConfigFlag.PACKET_PATH if packets else ConfigFlag(0)):
         assert within(pod, ask) == (pod.ip6 if v6 else pod.ip)
 
 
@@ -372,11 +372,11 @@ PORTS = {
 
 @pytest.mark.parametrize("row", PORTS.values(), ids=PORTS)
 def test_pod_gets_a_spare_port_while_another_data_plane_coexists(
-    ground: Ground, coexisting: None, row: tuple[str, int, int, str, bool]
+    bench: Bench, coexisting: None, row: tuple[str, int, int, str, bool]
 ):
     """IPVS would take the replies for those of a connection that the pod made through IPVS."""
     who, family, kind, host, spare = row
-    to = (ground["one"].ip, 8080) if host == "{one}" else (host, 80)
+    to = (bench["one"].ip, 8080) if host == "{one}" else (host, 80)
 
     def dial(port: int = 0) -> tuple[bytes, int]:
         with socket.socket(family, kind) as s:
@@ -387,46 +387,46 @@ def test_pod_gets_a_spare_port_while_another_data_plane_coexists(
             s.sendall(b"bye\n")
             return s.recv(4096), s.getsockname()[1]
 
-    ports = [within(ground[who], dial)[1] for _ in range(3)]
+    ports = [within(bench[who], dial)[1] for _ in range(3)]
     assert [port in SPARE for port in ports] == [spare] * 3
     assert len(set(ports)) > 1
     own = next(OWN_PORTS)
-    answer, port = within(ground[who], lambda: dial(own))
+    answer, port = within(bench[who], lambda: dial(own))
     assert (b'"name"' in answer, port) == (True, own)
 
 
-def test_kernel_chooses_the_port_without_another_data_plane(ground: Ground):
+def test_kernel_chooses_the_port_without_another_data_plane(bench: Bench):
     def dial() -> int:
         with socket.create_connection(("10.96.0.1", 80), PATIENCE) as s:
             port: int = s.getsockname()[1]
             return port
 
-    assert within(ground["pod"], dial) not in SPARE
+    assert within(bench["pod"], dial) not in SPARE
 
 
-def test_closed_socket_is_deleted_from_sock_peers(ground: Ground):
+def test_closed_socket_is_deleted_from_sock_peers(bench: Bench):
     """The entry goes when the connection has ended on both sides, some time after close()."""
-    known = set(ground.site.entries("sock_peers"))
-    ground["pod"].tcp("10.96.0.1", 80, keep="kept")
-    (own,) = set(ground.site.entries("sock_peers")) - known
-    ground["pod"].ask("drop", keep="kept")
-    until("it is freed", lambda: own not in ground.site.entries("sock_peers"))
+    known = set(bench.site.entries("sock_peers"))
+    bench["pod"].tcp("10.96.0.1", 80, keep="kept")
+    (own,) = set(bench.site.entries("sock_peers")) - known
+    bench["pod"].ask("drop", keep="kept")
+    until("it is freed", lambda: own not in bench.site.entries("sock_peers"))
 
 
 @needs("netns_cookie")
-def test_localhost_node_ports_can_be_switched_off(ground: Ground):
-    assert ground["host"].tcp("127.0.0.1", 30080)["name"] == "one"
-    ground.site.open(localhost_node_ports=False)
+def test_localhost_node_ports_can_be_switched_off(bench: Bench):
+    assert bench["host"].tcp("127.0.0.1", 30080)["name"] == "one"
+    bench.site.open(localhost_node_ports=False)
     try:
-        assert ground["host"].tcp("127.0.0.1", 30080)["error"] == REFUSED
-        assert ground["host"].tcp("::1", 30080)["error"] == REFUSED
-        assert ground["host"].tcp(ground.node.ip, 30080)["name"] == "one"
+        assert bench["host"].tcp("127.0.0.1", 30080)["error"] == REFUSED
+        assert bench["host"].tcp("::1", 30080)["error"] == REFUSED
+        assert bench["host"].tcp(bench.node.ip, 30080)["name"] == "one"
     finally:
-        ground.site.open()
-    assert ground["host"].tcp("127.0.0.1", 30080)["name"] == "one"
+        bench.site.open()
+    assert bench["host"].tcp("127.0.0.1", 30080)["name"] == "one"
 
 
-def test_second_connection_to_a_backend_from_one_port_fails(ground: Ground):
+def test_second_connection_to_a_backend_from_one_port_fails(bench: Bench):
     """A limit listed in docs/limits.md: both sockets would have the same connection to
     the backend.
     """
@@ -441,4 +441,4 @@ def test_second_connection_to_a_backend_from_one_port_fails(ground: Ground):
                 codes.append(errno.errorcode[code] if code else "connected")
         return codes
 
-    assert within(ground["pod"], dial) == ["connected", "EADDRNOTAVAIL"]
+    assert within(bench["pod"], dial) == ["connected", "EADDRNOTAVAIL"]

@@ -44,7 +44,7 @@ WEB = "10.96.0.1:53"
 
 
 @pytest.fixture(scope="module")
-def ground(node: Node, artifact_cache: Path) -> Iterator[tuple[Node, BpfPlane]]:
+def bench(node: Node, artifact_cache: Path) -> Iterator[tuple[Node, BpfPlane]]:
     """A host where the LOCAL addresses can be reached."""
     make_local(node.netns)
     with sites(artifact_cache) as make:
@@ -60,9 +60,9 @@ def bound(cells: int) -> float:
 @pytest.mark.parametrize("algorithm", Algorithm)
 @pytest.mark.parametrize("weights", [(), (1, 2, 3), (1, 1, 8)])
 def test_sockets_spread_by_weight(
-    ground: tuple[Node, BpfPlane], algorithm: Algorithm, weights: tuple[int, ...]
+    bench: tuple[Node, BpfPlane], algorithm: Algorithm, weights: tuple[int, ...]
 ):
-    node, plane = ground
+    node, plane = bench
     to = " ".join(f"{one}:1" for one in LOCAL[:3])
     state = service("web", WEB, to, UDP, algorithm=algorithm, cluster_weights=weights)
     plane.apply(desired(state), None)
@@ -74,9 +74,9 @@ def test_sockets_spread_by_weight(
     assert sum((seen[one] - n) ** 2 / n for one, n in expected.items()) < bound(3), seen
 
 
-def test_backend_without_weight_gets_no_new_connections(ground: tuple[Node, BpfPlane]):
+def test_backend_without_weight_gets_no_new_connections(bench: tuple[Node, BpfPlane]):
     """Policy removes it from the set; existing connections keep it (see test_udp.py)."""
-    node, plane = ground
+    node, plane = bench
     state = service("web", WEB, f"{LOCAL[0]}:1", UDP, serving=f"{LOCAL[0]}:1 {LOCAL[1]}:1")
     plane.apply(desired(state), None)
     assert set(picks(node.host, WEB, 200)) == {LOCAL[0]}

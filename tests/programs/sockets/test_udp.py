@@ -31,7 +31,7 @@ WEB, WEB6, DNS = "10.96.0.1:53", "[fd00:96::1]:53", "10.96.0.2:53"
 
 
 @dataclass
-class Ground:
+class Bench:
     """A data plane with its pods: `pod` and `other` are clients; `one`, `two` and `three` serve."""
 
     node: Node
@@ -79,17 +79,17 @@ def flows_in(raw: bytes) -> int:
 
 
 @pytest.fixture(scope="module")
-def whole(node: Node, artifact_cache: Path) -> Iterator[Ground]:
+def whole(node: Node, artifact_cache: Path) -> Iterator[Bench]:
     pods = {name: node.pod(name) for name in ("pod", "other", "one", "two", "three")}
     for name in ("one", "two", "three"):
         pods[name].serve(8080, udp=(8080,))
     with sites(artifact_cache) as make:
         site = make(cgroup=node.cgroup, node=node.netns)
-        yield Ground(node, site, site.open(), {**pods, "host": node.host})
+        yield Bench(node, site, site.open(), {**pods, "host": node.host})
 
 
 @pytest.fixture
-def ground(whole: Ground) -> Iterator[Ground]:
+def bench(whole: Bench) -> Iterator[Bench]:
     """No Service at the start, and no entries of sockets at the end."""
     whole.serve()
     whole.plane.flush()
@@ -133,21 +133,21 @@ def marks(row: Send) -> tuple[pytest.MarkDecorator, ...]:
 
 @pytest.mark.parametrize("connected", [False, True], ids=["sendto", "connect"])
 @pytest.mark.parametrize("row", [pytest.param(row, marks=marks(row), id=row.name) for row in SENDS])
-def test_datagram_reaches_its_backend(ground: Ground, row: Send, connected: bool):
+def test_datagram_reaches_its_backend(bench: Bench, row: Send, connected: bool):
     """recvfrom() and getpeername() show the address that the client used; the backend sees the
     client.
     """
-    ground.serve(
-        ground.udp("10.96.0.1:53 NodePort=0.0.0.0:30053", "one"),
-        ground.udp("[fd00:96::1]:53", "two"),
-        ground.udp("10.96.0.3:53", ""),
-        ground.udp("[fd00:96::3]:53", ""),
-        ground.udp("10.96.0.4:53", "one", internal_local=True),
+    bench.serve(
+        bench.udp("10.96.0.1:53 NodePort=0.0.0.0:30053", "one"),
+        bench.udp("[fd00:96::1]:53", "two"),
+        bench.udp("10.96.0.3:53", ""),
+        bench.udp("[fd00:96::3]:53", ""),
+        bench.udp("10.96.0.4:53", "one", internal_local=True),
     )
-    to = row.to.format(node=ground.node.ip, three=ground["three"].ip)
+    to = row.to.format(node=bench.node.ip, three=bench["three"].ip)
     host, _, port = to.rpartition(":")
     host = host.strip("[]")
-    client = ground[row.client]
+    client = bench[row.client]
     answer = client.udp(host, int(port), connected=connected)
     if row.gets in errno.errorcode.values():
         assert answer == {"error": row.gets, "at_once": True}
@@ -160,20 +160,20 @@ def test_datagram_reaches_its_backend(ground: Ground, row: Send, connected: bool
         assert answer["client"] in (client.ip, client.ip6), "the backend sees the client itself"
 
 
-def test_one_socket_talks_to_several_services(ground: Ground):
-    ground.serve(ground.udp(WEB, "one"), ground.udp(DNS, "two"))
-    pod = ground["pod"]
-    for host, name in 3 * (("10.96.0.1", "one"), ("10.96.0.2", "two"), (ground["three"].ip, "")):
+def test_one_socket_talks_to_several_services(bench: Bench):
+    bench.serve(bench.udp(WEB, "one"), bench.udp(DNS, "two"))
+    pod = bench["pod"]
+    for host, name in 3 * (("10.96.0.1", "one"), ("10.96.0.2", "two"), (bench["three"].ip, "")):
         answer = pod.udp(host, 53 if name else 8080, keep="s")
         assert answer["name"] == (name or "three")
         assert answer["peer"][0] == host
-    assert ground.held() == {"udp_flows": 2}
+    assert bench.held() == {"udp_flows": 2}
     pod.ask("drop", keep="s")
 
 
-def test_replies_in_any_order_show_their_frontend(ground: Ground):
+def test_replies_in_any_order_show_their_frontend(bench: Bench):
     """Each reply shows the frontend that its request went to, not the one used last."""
-    ground.serve(ground.udp(WEB, "one"), ground.udp(DNS, "two"))
+    bench.serve(bench.udp(WEB, "one"), bench.udp(DNS, "two"))
 
     def ask() -> dict[str, str]:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
@@ -183,63 +183,63 @@ def test_replies_in_any_order_show_their_frontend(ground: Ground):
             answers = [s.recvfrom(4096) for _ in range(2)]
         return {sender[0]: data.decode().split('"')[3] for data, sender in answers}
 
-    assert within(ground["pod"], ask) == {"10.96.0.1": "one", "10.96.0.2": "two"}
+    assert within(bench["pod"], ask) == {"10.96.0.1": "one", "10.96.0.2": "two"}
 
 
-def test_reply_of_a_shared_backend_shows_the_last_used_frontend(ground: Ground):
-    ground.serve(ground.udp(WEB, "one"), ground.udp(DNS, "one"))
+def test_reply_of_a_shared_backend_shows_the_last_used_frontend(bench: Bench):
+    bench.serve(bench.udp(WEB, "one"), bench.udp(DNS, "one"))
     for host in ("10.96.0.1", "10.96.0.2", "10.96.0.1"):
-        assert ground["pod"].udp(host, 53, keep="s")["peer"][0] == host
-    ground["pod"].ask("drop", keep="s")
+        assert bench["pod"].udp(host, 53, keep="s")["peer"][0] == host
+    bench["pod"].ask("drop", keep="s")
 
 
-def test_flow_keeps_its_backend_while_it_serves(ground: Ground):
-    three = ground.udp(WEB, "one two three")
-    ground.serve(three)
-    pod = ground["pod"]
-    before = ground.site.reasons()
+def test_flow_keeps_its_backend_while_it_serves(bench: Bench):
+    three = bench.udp(WEB, "one two three")
+    bench.serve(three)
+    pod = bench["pod"]
+    before = bench.site.reasons()
     first = pod.udp("10.96.0.1", 53, keep="s")["name"]
     assert {pod.udp("10.96.0.1", 53, keep="s")["name"] for _ in range(30)} == {first}
-    counted = ground.site.reasons() - before
+    counted = bench.site.reasons() - before
     assert counted[Reason.TRANSLATED] == 1
     assert counted[Reason.TRANSLATED_BY_FLOW] == 30
     assert len(pod.many(60, "10.96.0.1", 53, protocol="udp")["names"]) == 3, "new sockets spread"
-    ground.serve(
-        ground.udp(WEB, " ".join({"one", "two", "three"} - {first}), serving="one two three")
+    bench.serve(
+        bench.udp(WEB, " ".join({"one", "two", "three"} - {first}), serving="one two three")
     )
-    ground.plane.flush()
+    bench.plane.flush()
     assert pod.udp("10.96.0.1", 53, keep="s")["name"] == first, "it left the set and still serves"
     assert first not in pod.many(30, "10.96.0.1", 53, protocol="udp")["names"]
     pod.ask("drop", keep="s")
 
 
 @pytest.mark.parametrize("answers", [False, True], ids=["request", "reply"])
-def test_value_of_another_frontend_ends_no_flow(ground: Ground, answers: bool):
+def test_value_of_another_frontend_ends_no_flow(bench: Bench, answers: bool):
     """The kernel may give the memory of an entry to another key while a program reads it."""
-    ground.serve(ground.udp(WEB, "one"), ground.udp(DNS, "two"))
+    bench.serve(bench.udp(WEB, "one"), bench.udp(DNS, "two"))
     web, dns = (pack_target(parse_addr(f"10.96.0.{i}"), 53, Protocol.UDP) for i in (1, 2))
-    with socket_of(ground["pod"]) as s, ground.site.pinned("services") as services:
+    with socket_of(bench["pod"]) as s, bench.site.pinned("services") as services:
         assert answer(s)[0] == "one"
         kept, other = services.lookup(web), services.lookup(dns)
         assert kept is not None
         assert other is not None
         services.update(web, other)
         try:
-            directly = [(ground["one"].ip, 8080)] if answers else []
+            directly = [(bench["one"].ip, 8080)] if answers else []
             assert answer(s, *directly) == ("one", ("10.96.0.1", 53))
         finally:
             services.update(web, kept)
 
 
-def test_idle_flow_chooses_a_new_backend(ground: Ground):
-    ground.serve(ground.udp(WEB, "one", serving="one two"))
-    pod = ground["pod"]
+def test_idle_flow_chooses_a_new_backend(bench: Bench):
+    bench.serve(bench.udp(WEB, "one", serving="one two"))
+    pod = bench["pod"]
     for by, next_ in ((0, "one"), (FLOW_IDLE_NS, "two")):
-        ground.serve(ground.udp(WEB, "one", serving="one two"))
+        bench.serve(bench.udp(WEB, "one", serving="one two"))
         with socket_of(pod) as s:
             assert answer(s)[0] == "one"
-            ground.serve(ground.udp(WEB, "two", serving="one two"))
-            age(ground, s, by)
+            bench.serve(bench.udp(WEB, "two", serving="one two"))
+            age(bench, s, by)
             assert answer(s)[0] == next_
 
 
@@ -257,9 +257,9 @@ def socket_of(place: Place, kind: int = socket.SOCK_DGRAM) -> socket.socket:
     return socket.socket(fileno=received)
 
 
-def age(ground: Ground, s: socket.socket, by: int) -> None:
-    """Makes this socket's first flow older by so many nanoseconds."""
-    with ground.site.pinned("udp_flows") as flows:
+def age(bench: Bench, s: socket.socket, by: int) -> None:
+    """Makes this socket's first flow `by` nanoseconds older."""
+    with bench.site.pinned("udp_flows") as flows:
         key = s.fileno().to_bytes(4, "little")
         value = flows.lookup(key)
         assert value is not None
@@ -288,36 +288,36 @@ def _receive(s: socket.socket) -> tuple[str, Any]:
 
 
 @pytest.mark.parametrize("asks", [True, False], ids=["requests", "replies"])
-def test_requests_and_replies_keep_a_flow_alive(ground: Ground, asks: bool):
+def test_requests_and_replies_keep_a_flow_alive(bench: Bench, asks: bool):
     """As with conntrack, replies keep the flow alive as well."""
-    one = (ground["one"].ip, 8080)
-    ground.serve(ground.udp(WEB, "one", serving="one two"))
-    with socket_of(ground["pod"]) as s:
+    one = (bench["one"].ip, 8080)
+    bench.serve(bench.udp(WEB, "one", serving="one two"))
+    with socket_of(bench["pod"]) as s:
         answer(s)
-        age(ground, s, FLOW_IDLE_NS - 30 * 10**9)
+        age(bench, s, FLOW_IDLE_NS - 30 * 10**9)
         assert answer(s, *([] if asks else [one]))[1] == ("10.96.0.1", 53)
-        age(ground, s, FLOW_IDLE_NS - 30 * 10**9)
-        ground.serve(ground.udp(WEB, "two", serving="one two"))
+        age(bench, s, FLOW_IDLE_NS - 30 * 10**9)
+        bench.serve(bench.udp(WEB, "two", serving="one two"))
         assert answer(s)[0] == "one"
 
 
-def test_socket_connected_elsewhere_leaves_the_service(ground: Ground):
-    ground.serve(ground.udp(WEB, "one"))
-    plain = (ground["two"].ip, 8080)
+def test_socket_connected_elsewhere_leaves_the_service(bench: Bench):
+    bench.serve(bench.udp(WEB, "one"))
+    plain = (bench["two"].ip, 8080)
 
     def dial() -> list[Any]:
         seen = []
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
             s.settimeout(PATIENCE)
-            for to in (("10.96.0.1", 53), plain, ("10.96.0.1", 53), (ground["one"].ip, 8080)):
+            for to in (("10.96.0.1", 53), plain, ("10.96.0.1", 53), (bench["one"].ip, 8080)):
                 s.connect(to)
                 s.send(b"hello\n")
                 data, sender = s.recvfrom(4096)
                 seen.append((data.decode().split('"')[3], s.getpeername(), sender))
         return seen
 
-    service_seen, one = ("10.96.0.1", 53), (ground["one"].ip, 8080)
-    assert within(ground["pod"], dial) == [
+    service_seen, one = ("10.96.0.1", 53), (bench["one"].ip, 8080)
+    assert within(bench["pod"], dial) == [
         ("one", service_seen, service_seen),
         ("two", plain, plain),
         ("one", service_seen, service_seen),
@@ -336,7 +336,7 @@ FAILURES = {
 
 @needs("set_retval")
 @pytest.mark.parametrize("failures", FAILURES.values(), ids=FAILURES)
-def test_failed_connect_keeps_the_peer(ground: Ground, failures: tuple[str, ...]):
+def test_failed_connect_keeps_the_peer(bench: Bench, failures: tuple[str, ...]):
     """The kernel keeps the association, so the socket still shows the Service and ends with its
     backend.
     """
@@ -344,73 +344,73 @@ def test_failed_connect_keeps_the_peer(ground: Ground, failures: tuple[str, ...]
         service("empty", "10.96.0.7:53", "", Protocol.UDP),
         service("unreachable", "10.96.0.8:53", f"{NOWHERE}:53", Protocol.UDP),
     )
-    ground.serve(ground.udp(WEB, "one"), *others)
-    with socket_of(ground["pod"]) as s:
+    bench.serve(bench.udp(WEB, "one"), *others)
+    with socket_of(bench["pod"]) as s:
         s.connect(("10.96.0.1", 53))
         assert answer(s)[0] == "one"
         for address in failures:
             assert s.connect_ex((address, 53))
         assert s.getpeername() == ("10.96.0.1", 53)
         assert talk(s) == answer(s) == ("one", ("10.96.0.1", 53))
-        ground.serve(ground.udp(WEB, "two"), *others)
+        bench.serve(bench.udp(WEB, "two"), *others)
         with pytest.raises(OSError, match="Destination address required"):
             s.send(b"hello\n")
 
 
 @pytest.mark.parametrize("address", ["{one}", "10.96.0.2"], ids=["its backend", "another Service"])
-def test_second_connect_shows_the_second_peer(ground: Ground, address: str):
+def test_second_connect_shows_the_second_peer(bench: Bench, address: str):
     """Both destinations have the same backend."""
-    ground.serve(ground.udp(WEB, "one"), ground.udp(DNS, "one"))
-    to = (address.format(one=ground["one"].ip), 8080 if address == "{one}" else 53)
-    with socket_of(ground["pod"]) as s:
+    bench.serve(bench.udp(WEB, "one"), bench.udp(DNS, "one"))
+    to = (address.format(one=bench["one"].ip), 8080 if address == "{one}" else 53)
+    with socket_of(bench["pod"]) as s:
         s.connect(("10.96.0.1", 53))
         s.connect(to)
         assert s.getpeername() == to
-        ground.serve(ground.udp(WEB, "two"), ground.udp(DNS, "one"))
+        bench.serve(bench.udp(WEB, "two"), bench.udp(DNS, "one"))
         assert talk(s) == ("one", to), (
             "it no longer belongs to the Service whose backend was deleted"
         )
 
 
 @pytest.mark.parametrize("kind", [socket.SOCK_DGRAM, socket.SOCK_STREAM], ids=["udp", "tcp"])
-def test_closed_connected_socket_is_freed(ground: Ground, kind: int):
+def test_closed_connected_socket_is_freed(bench: Bench, kind: int):
     protocol = Protocol.UDP if kind == socket.SOCK_DGRAM else Protocol.TCP
-    ground.serve(service("s", WEB, ground.to("one"), protocol))
+    bench.serve(service("s", WEB, bench.to("one"), protocol))
 
     def dial() -> dict[str, int]:
         with socket.socket(socket.AF_INET, kind) as s:
             s.connect(("10.96.0.1", 53))
-            return ground.held()
+            return bench.held()
 
-    assert within(ground["pod"], dial) == {"sock_peers": 1}
-    until("it is freed", lambda: ground.held() == {}, state=ground.held)
+    assert within(bench["pod"], dial) == {"sock_peers": 1}
+    until("it is freed", lambda: bench.held() == {}, state=bench.held)
 
 
 @pytest.mark.parametrize("cut", [False, True], ids=["", "after one was cut"])
 @pytest.mark.parametrize("count", [1, 2, 5, 31])
-def test_closed_socket_frees_all_its_flows(ground: Ground, count: int, cut: bool):
+def test_closed_socket_frees_all_its_flows(bench: Bench, count: int, cut: bool):
     """Each Service has its own backend, so that each flow has its own way back."""
-    pod, names = ground["pod"], ("one", "two", "three")
+    pod, names = bench["pod"], ("one", "two", "three")
     several = [
-        ground.udp(f"10.96.1.{i + 1}:53", names[i % 3]) if i < 3
-        else service(f"x{i}", f"10.96.1.{i + 1}:53", f"{ground['one'].ip}:{9000 + i}", Protocol.UDP)
+        bench.udp(f"10.96.1.{i + 1}:53", names[i % 3]) if i < 3
+        else service(f"x{i}", f"10.96.1.{i + 1}:53", f"{bench['one'].ip}:{9000 + i}", Protocol.UDP)
         for i in range(count)
     ]  # fmt: skip
-    ground.serve(*several)
+    bench.serve(*several)
 
     def send() -> tuple[dict[str, int], dict[str, int]]:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
             for i in range(count):
                 s.sendto(b"", (f"10.96.1.{i + 1}", 53))
-            before = ground.held()
+            before = bench.held()
             if cut:
                 middle = count // 2
-                ground.serve(*several[:middle], *several[middle + 1 :])
-            return before, ground.held()
+                bench.serve(*several[:middle], *several[middle + 1 :])
+            return before, bench.held()
 
     before, after = within(pod, send)
     assert before == after == {"udp_flows": min(count, FLOWS_PER_SOCKET)}
-    until("it is freed", lambda: ground.held() == {}, state=ground.held)
+    until("it is freed", lambda: bench.held() == {}, state=bench.held)
 
 
 # ---- the end of a backend ----------------------------------------------------------------------
@@ -420,7 +420,7 @@ class End(NamedTuple):
     """What happens after `one` served a Service."""
 
     name: str
-    then: Callable[[Ground], tuple[ServiceState, ...]]
+    then: Callable[[Bench], tuple[ServiceState, ...]]
     next: str  # the server that gets the next datagram of an unconnected socket
 
 
@@ -434,18 +434,16 @@ ENDS = [
 
 @pytest.mark.parametrize("client", ["pod", "host"])
 @pytest.mark.parametrize("row", ENDS, ids=lambda row: row.name)
-def test_connected_sockets_of_a_deleted_backend_are_destroyed(
-    ground: Ground, row: End, client: str
-):
+def test_connected_sockets_of_a_deleted_backend_are_destroyed(bench: Bench, row: End, client: str):
     """In every network namespace, idle ones included, but only those connected to this Service."""
-    ground.serve(ground.udp(WEB, "one"), ground.udp(DNS, "one"))
-    place = ground[client]
+    bench.serve(bench.udp(WEB, "one"), bench.udp(DNS, "one"))
+    place = bench[client]
     assert place.udp("10.96.0.1", 53, keep="via", connected=True)["name"] == "one"
     assert place.udp("10.96.0.2", 53, keep="other", connected=True)["name"] == "one"
-    assert place.udp(ground["one"].ip, 8080, keep="plain", connected=True)["name"] == "one"
-    ground.plane.take_udp_cuts()
-    ground.serve(*row.then(ground), ground.udp(DNS, "one"))
-    assert [look.flows for look in ground.plane.take_udp_cuts()] == [{4: 1}]
+    assert place.udp(bench["one"].ip, 8080, keep="plain", connected=True)["name"] == "one"
+    bench.plane.take_udp_cuts()
+    bench.serve(*row.then(bench), bench.udp(DNS, "one"))
+    assert [look.flows for look in bench.plane.take_udp_cuts()] == [{4: 1}]
     assert place.ask("talk", keep="via").get("error") in CUT
     assert place.ask("talk", keep="other").get("name") == "one", "another Service's socket lives"
     assert place.ask("talk", keep="plain").get("name") == "one", "it never used a Service"
@@ -454,17 +452,17 @@ def test_connected_sockets_of_a_deleted_backend_are_destroyed(
 
 
 @pytest.mark.parametrize("how", ["destroyed", "dissolved"])
-def test_formerly_connected_socket_chooses_a_new_backend(ground: Ground, how: str):
+def test_formerly_connected_socket_chooses_a_new_backend(bench: Bench, how: str):
     """The backend left and still serves another Service. (An IPv6 socket then receives only from
     its old peer: the kernel forgets that address for sending only.)
     """
-    ground.serve(ground.udp(WEB, "one"), ground.udp(DNS, "one"))
-    pod = ground["pod"]
+    bench.serve(bench.udp(WEB, "one"), bench.udp(DNS, "one"))
+    pod = bench["pod"]
     assert pod.udp("10.96.0.1", 53, keep="s", connected=True)["name"] == "one"
     if how == "dissolved":
         pod.ask("dissolve", keep="s")
         assert pod.udp("10.96.0.1", 53, keep="s")["name"] == "one", "as long as it serves"
-    ground.serve(ground.udp(WEB, "two"), ground.udp(DNS, "one"))
+    bench.serve(bench.udp(WEB, "two"), bench.udp(DNS, "one"))
     if how == "destroyed":
         assert pod.ask("hear", keep="s")["error"] in CUT
     answer = pod.udp("10.96.0.1", 53, keep="s")
@@ -472,35 +470,35 @@ def test_formerly_connected_socket_chooses_a_new_backend(ground: Ground, how: st
     pod.ask("drop", keep="s")
 
 
-def test_ipv6_and_mapped_connected_sockets_are_destroyed(ground: Ground):
-    ground.serve(ground.udp(WEB, "one"), ground.udp(WEB6, "one"))
-    pod = ground["pod"]
+def test_ipv6_and_mapped_connected_sockets_are_destroyed(bench: Bench):
+    bench.serve(bench.udp(WEB, "one"), bench.udp(WEB6, "one"))
+    pod = bench["pod"]
     assert pod.udp("fd00:96::1", 53, keep="v6", connected=True)["name"] == "one"
     assert pod.udp("::ffff:10.96.0.1", 53, keep="mapped", connected=True)["name"] == "one"
-    ground.plane.take_udp_cuts()
-    ground.serve(ground.udp(WEB, "two"), ground.udp(WEB6, "two"))
-    assert [look.flows for look in ground.plane.take_udp_cuts()] == [{4: 1, 6: 1}]
+    bench.plane.take_udp_cuts()
+    bench.serve(bench.udp(WEB, "two"), bench.udp(WEB6, "two"))
+    assert [look.flows for look in bench.plane.take_udp_cuts()] == [{4: 1, 6: 1}]
     for keep in ("v6", "mapped"):
         assert pod.ask("talk", keep=keep).get("error") in CUT, keep
         pod.ask("drop", keep=keep)
 
 
-def test_only_sockets_connected_to_the_deleted_backend_are_destroyed(ground: Ground):
+def test_only_sockets_connected_to_the_deleted_backend_are_destroyed(bench: Bench):
     """Old kernels give the same cookie to sockets of several network namespaces. Then an unrelated
     socket may have the cookie of one that is to be destroyed.
     """
-    ground.serve(ground.udp(WEB, "one two"))
-    with socket_of(ground["pod"]) as s:
+    bench.serve(bench.udp(WEB, "one two"))
+    with socket_of(bench["pod"]) as s:
         s.connect(("10.96.0.1", 53))
         name, _ = answer(s)
         (other,) = {"one", "two"} - {name}
-        with ground.site.pinned("sock_peers") as peers:
+        with bench.site.pinned("sock_peers") as peers:
             key = s.fileno().to_bytes(4, "little")
             value = peers.lookup(key)
             assert value is not None
-            address = V4_PREFIX + socket.inet_aton(ground[other].ip)
+            address = V4_PREFIX + socket.inet_aton(bench[other].ip)
             peers.update(key, value[:28] + address + value[44:])
-        ground.serve(ground.udp(WEB, name))
+        bench.serve(bench.udp(WEB, name))
         s.send(b"hello\n")
         assert s.recv(4096).decode().split('"')[3] == name
 
@@ -514,93 +512,93 @@ def test_only_sockets_connected_to_the_deleted_backend_are_destroyed(ground: Gro
         for row in ENDS
     ],
 )
-def test_unconnected_sockets_of_a_deleted_backend_choose_again(ground: Ground, row: End):
-    ground.serve(ground.udp(WEB, "one"))
-    pod = ground["pod"]
+def test_unconnected_sockets_of_a_deleted_backend_choose_again(bench: Bench, row: End):
+    bench.serve(bench.udp(WEB, "one"))
+    pod = bench["pod"]
     assert pod.udp("10.96.0.1", 53, keep="s")["name"] == "one"
-    ground.plane.take_udp_cuts()
-    ground.serve(*row.then(ground))
-    (look,) = ground.plane.take_udp_cuts()
+    bench.plane.take_udp_cuts()
+    bench.serve(*row.then(bench))
+    (look,) = bench.plane.take_udp_cuts()
     assert look.flows == {4: 1}
     assert 0 < look.seconds < PATIENCE
-    assert ground.plane.take_udp_cuts() == (), "each is returned once"
-    ground.plane.flush()
-    assert [look.flows for look in ground.plane.take_udp_cuts()] == [{4: 0}], (
+    assert bench.plane.take_udp_cuts() == (), "each is returned once"
+    bench.plane.flush()
+    assert [look.flows for look in bench.plane.take_udp_cuts()] == [{4: 0}], (
         "the second pass finds none"
     )
     if row.next:
         answer = pod.udp("10.96.0.1", 53, keep="s")
         assert (answer.get("name") or answer.get("error")) == row.next
-    ground.serve(ground.udp(WEB, "three"))
+    bench.serve(bench.udp(WEB, "three"))
     answer = pod.udp("10.96.0.1", 53, keep="s")
     assert (answer.get("name"), answer.get("peer")) == ("three", ["10.96.0.1", 53])
     pod.ask("drop", keep="s")
 
 
-def test_late_reply_of_a_deleted_backend_is_not_translated(ground: Ground):
+def test_late_reply_of_a_deleted_backend_is_not_translated(bench: Bench):
     """The backend no longer speaks for the Service."""
-    one = (ground["one"].ip, 8080)
-    ground.serve(ground.udp(WEB, "one"), ground.udp(DNS, "one"))
-    with socket_of(ground["pod"]) as s:
+    one = (bench["one"].ip, 8080)
+    bench.serve(bench.udp(WEB, "one"), bench.udp(DNS, "one"))
+    with socket_of(bench["pod"]) as s:
         service_seen = ("one", ("10.96.0.1", 53))
         assert [answer(s), answer(s, one)] == [service_seen, service_seen]
-        ground.serve(ground.udp(WEB, "two"), ground.udp(DNS, "one"))
+        bench.serve(bench.udp(WEB, "two"), bench.udp(DNS, "one"))
         assert answer(s, one) == ("one", one)
 
 
-def test_terminating_backend_keeps_its_clients(ground: Ground):
+def test_terminating_backend_keeps_its_clients(bench: Bench):
     """It left the sets and still serves; kube-proxy leaves such flows alone."""
-    ground.serve(ground.udp(WEB, "one"))
-    pod = ground["pod"]
+    bench.serve(bench.udp(WEB, "one"))
+    pod = bench["pod"]
     pod.udp("10.96.0.1", 53, keep="connected", connected=True)
     pod.udp("10.96.0.1", 53, keep="loose")
-    ground.serve(ground.udp(WEB, "two", serving="one two"))
-    ground.plane.flush()
+    bench.serve(bench.udp(WEB, "two", serving="one two"))
+    bench.plane.flush()
     assert pod.ask("talk", keep="connected")["name"] == "one"
     assert pod.udp("10.96.0.1", 53, keep="loose")["name"] == "one"
     assert pod.udp("10.96.0.1", 53)["name"] == "two"
-    ground.serve(ground.udp(WEB, "two"))
+    bench.serve(bench.udp(WEB, "two"))
     assert pod.ask("talk", keep="connected").get("error") in CUT
     assert pod.udp("10.96.0.1", 53, keep="loose")["name"] == "two"
     for keep in ("connected", "loose"):
         pod.ask("drop", keep=keep)
 
 
-def test_tcp_connection_outlives_its_service(ground: Ground):
-    ground.serve(service("web", "10.96.0.1:80", ground.to("one")))
-    ground["pod"].tcp("10.96.0.1", 80, keep="t")
-    ground.serve()
-    ground.plane.flush()
-    assert ground["pod"].ask("talk", keep="t")["name"] == "one"
-    ground["pod"].ask("drop", keep="t")
+def test_tcp_connection_outlives_its_service(bench: Bench):
+    bench.serve(service("web", "10.96.0.1:80", bench.to("one")))
+    bench["pod"].tcp("10.96.0.1", 80, keep="t")
+    bench.serve()
+    bench.plane.flush()
+    assert bench["pod"].ask("talk", keep="t")["name"] == "one"
+    bench["pod"].ask("drop", keep="t")
 
 
-def test_connect_during_a_flip_is_cut_with_the_old_set(ground: Ground):
+def test_connect_during_a_flip_is_cut_with_the_old_set(bench: Bench):
     """connect() read the frontend before the flip and finished after the first pass."""
-    ground.serve(ground.udp(WEB, "one"))
-    with ground.site.pinned("services") as services:
+    bench.serve(bench.udp(WEB, "one"))
+    with bench.site.pinned("services") as services:
         ((key, old),) = services.items()
-        ground.serve(ground.udp(WEB, "two"))
+        bench.serve(bench.udp(WEB, "two"))
         new = services.lookup(key)
         assert new not in (None, old)
         services.update(key, old)
-        assert ground["pod"].udp("10.96.0.1", 53, keep="s", connected=True)["name"] == "one"
+        assert bench["pod"].udp("10.96.0.1", 53, keep="s", connected=True)["name"] == "one"
         services.update(key, new or b"")
-    ground.plane.flush()
-    assert ground["pod"].ask("talk", keep="s").get("error") in CUT
-    ground["pod"].ask("drop", keep="s")
+    bench.plane.flush()
+    assert bench["pod"].ask("talk", keep="s").get("error") in CUT
+    bench["pod"].ask("drop", keep="s")
 
 
-def test_next_agent_cuts_sockets_of_backends_deleted_meanwhile(ground: Ground):
+def test_next_agent_cuts_sockets_of_backends_deleted_meanwhile(bench: Bench):
     """A backend was deleted while no agent ran."""
-    ground.serve(ground.udp(WEB, "one"), ground.udp(DNS, "one"))
-    pod = ground["pod"]
+    bench.serve(bench.udp(WEB, "one"), bench.udp(DNS, "one"))
+    pod = bench["pod"]
     pod.udp("10.96.0.1", 53, keep="gone", connected=True)
     pod.udp("10.96.0.2", 53, keep="stays", connected=True)
     pod.udp("10.96.0.1", 53, keep="loose")
-    again = ground.site.open()
+    again = bench.site.open()
     assert pod.ask("talk", keep="gone")["name"] == "one", "not synced yet, so nothing is destroyed"
-    state: DesiredState = desired(ground.udp(WEB, "two"), ground.udp(DNS, "one"))
+    state: DesiredState = desired(bench.udp(WEB, "two"), bench.udp(DNS, "one"))
     again.apply(state, None)
     assert pod.ask("talk", keep="gone").get("error") in CUT
     assert pod.ask("talk", keep="stays")["name"] == "one"
@@ -609,13 +607,13 @@ def test_next_agent_cuts_sockets_of_backends_deleted_meanwhile(ground: Ground):
         pod.ask("drop", keep=keep)
     again.apply(desired(), None)
     again.flush()
-    ground.plane.close()
-    ground.plane = ground.site.open()
+    bench.plane.close()
+    bench.plane = bench.site.open()
 
 
-def test_sendto_on_a_connected_socket_keeps_its_backend(ground: Ground):
+def test_sendto_on_a_connected_socket_keeps_its_backend(bench: Bench):
     """The kernel drops replies from every address but the backend that connect() chose."""
-    ground.serve(ground.udp(WEB, "one two three"))
+    bench.serve(bench.udp(WEB, "one two three"))
 
     def dial() -> int:
         answered = 0
@@ -627,7 +625,7 @@ def test_sendto_on_a_connected_socket_keeps_its_backend(ground: Ground):
                 answered += bool(s.recv(4096))
         return answered
 
-    assert within(ground["pod"], dial) == 40
+    assert within(bench["pod"], dial) == 40
 
 
 MOVES = [
@@ -640,22 +638,22 @@ MOVES = [
 @pytest.mark.parametrize("connected", [False, True], ids=["sendto", "connect"])
 @pytest.mark.parametrize(("name", "old", "new"), MOVES, ids=[m[0] for m in MOVES])
 def test_sockets_leave_a_frontend_that_moved(
-    ground: Ground, name: str, old: str, new: str, connected: bool
+    bench: Bench, name: str, old: str, new: str, connected: bool
 ):
     """Both Services and their backends stay; only the address has moved."""
-    pod = ground["pod"]
-    host = ground.node.ip if "NodePort" in old else "192.0.2.9"
+    pod = bench["pod"]
+    host = bench.node.ip if "NodePort" in old else "192.0.2.9"
     port = 30053 if "NodePort" in old else 53
     kind = "" if "NodePort" in old else "ExternalIP="
 
     def state(number: int, also: str) -> ServiceState:
         words = f"10.96.0.{number}:53 {kind}{also}" if also else f"10.96.0.{number}:53"
-        where = ground.to("one" if number == 1 else "two")
+        where = bench.to("one" if number == 1 else "two")
         return service(f"moves{number}", words, where, Protocol.UDP)
 
-    ground.serve(state(1, old), state(2, ""))
+    bench.serve(state(1, old), state(2, ""))
     assert pod.udp(host, port, keep="old", connected=connected)["name"] == "one"
-    ground.serve(state(1, "" if old == new else new), state(2, new if old == new else ""))
+    bench.serve(state(1, "" if old == new else new), state(2, new if old == new else ""))
     silent = {"timeout": 0.5} if old != new else {}
     again = pod.ask("talk", keep="old") if connected else pod.udp(host, port, keep="old", **silent)
     pod.ask("drop", keep="old")
