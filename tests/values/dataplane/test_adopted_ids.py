@@ -1,4 +1,4 @@
-"""Which id of a Service port is taken over that has two, as after an agent that was killed."""
+"""Which id is adopted if a Service port has two in the maps, as after an agent was killed."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -21,16 +21,17 @@ KEY = ServicePortKey("ns", "web", "http", Protocol.TCP, 4)
 
 
 class Held(dict[bytes, bytes]):
-    """Stands for a map."""
+    """A fake map."""
 
     def batches(self) -> Iterator[Any]:
-        """Nothing: sets are no matter here."""
+        """No entries: backend sets do not matter here."""
         return iter(())
 
 
 class Found(NamedTuple):
-    """Ids with the name, in the map's order, and those of them with a frontend; which one counts
-    as programmed (0: none), or as one without a frontend, and which names are to be removed.
+    """The ids with the Service port's name, in map order, and those of them that a frontend uses.
+    The id that is adopted as programmed (0: none), the one without a frontend that is kept for
+    reuse (0: none), and the ids whose names are to be removed.
     """
 
     named: tuple[int, ...]
@@ -57,7 +58,7 @@ def frontend(number: int) -> FrontendAddress:
 
 
 @pytest.mark.parametrize("row", FOUND, ids=str)
-def test_the_newest_id_that_serves_is_taken_over(row: Found) -> None:
+def test_the_newest_id_with_a_frontend_is_adopted(row: Found) -> None:
     maps = {name: Held() for name in (*adopt.MAPS_READ, "backend_slots")}
     for number in row.named:
         maps["service_names"][U32.pack(number)] = pack_service_name(KEY)

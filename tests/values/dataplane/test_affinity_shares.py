@@ -1,5 +1,5 @@
-"""Who has how many entries of the map `affinity`. Maps are dicts here; real ones, and programs that
-count: tests/programs/maps/test_isolation.py.
+"""Counting each client's entries of the map `affinity`. Maps are dicts here;
+tests/programs/maps/test_isolation.py has real maps and the programs that count.
 """
 
 import time
@@ -21,7 +21,7 @@ NETWORK = "2001:db8::"
 
 
 class FakeMap(dict[bytes, bytes]):
-    """As libbpf.Map, as far as it is asked; read `piece` entries at a time."""
+    """The methods of Map that are used here; it is read `piece` entries at a time."""
 
     piece = 100
 
@@ -48,13 +48,13 @@ SERVICES = range(1000)
 
 
 def counted(affinity: FakeMap, shares: FakeMap) -> AffinityShares:
-    """All Services have the same timeout."""
+    """AffinityShares on these maps; all Services have the same time-out."""
     maps: Any = {"affinity": affinity, "affinity_shares": shares}
     return AffinityShares(lambda: maps, lambda: dict.fromkeys(SERVICES, TIMEOUT))
 
 
 class Row(NamedTuple):
-    """Entries (client, cgroup), what was counted before and what is afterwards."""
+    """Entries (client, cgroup), and the counts before and after a recount."""
 
     name: str
     entries: tuple[tuple[str, int], ...]
@@ -63,12 +63,12 @@ class Row(NamedTuple):
 
 
 ROWS = [
-    Row("nothing", (), {}, {}),
-    Row("right", ((ONE, 0), (ONE, 0)), {ONE: 2}, {ONE: 2}),
-    Row("one has gone", ((ONE, 0),), {ONE: 2}, {ONE: 1}),
-    Row("all have gone", (), {ONE: 2, OTHER: 1}, {}),
-    Row("a network of IPv6", ((NEAR, 0), ("2001:db8::2", 0), (FAR, 0)), {NETWORK: 9}, {NETWORK: 2}),
-    Row("nobody's share", ((FAR, 0),), {}, {}),
+    Row("no entries, no counts", (), {}, {}),
+    Row("a correct count stays", ((ONE, 0), (ONE, 0)), {ONE: 2}, {ONE: 2}),
+    Row("one entry is gone", ((ONE, 0),), {ONE: 2}, {ONE: 1}),
+    Row("all entries are gone", (), {ONE: 2, OTHER: 1}, {}),
+    Row("an IPv6 network", ((NEAR, 0), ("2001:db8::2", 0), (FAR, 0)), {NETWORK: 9}, {NETWORK: 2}),
+    Row("entries without a count", ((FAR, 0),), {}, {}),
 ]
 
 
@@ -87,7 +87,7 @@ def test_shares_are_counted_again(row: Row, piece: int):
     assert shares == {bytes(parse_addr(at)): U32.pack(count) for at, count in row.after.items()}
 
 
-def test_what_programs_count_meanwhile_is_not_lost():
+def test_counts_made_during_a_recount_are_kept():
     affinity, shares = FakeMap(), FakeMap()
     affinity.piece = 1
     own = bytes(parse_addr(ONE))
@@ -101,7 +101,7 @@ def test_what_programs_count_meanwhile_is_not_lost():
     assert shares[own] == U32.pack(2 + 3)
 
 
-def test_sockets_are_counted_by_their_cgroup():
+def test_sockets_are_counted_by_cgroup():
     affinity, shares = FakeMap(), FakeMap()
     own = U32.pack(7) + bytes(8) + b"\xff" * 4
     for number in range(3):
@@ -113,7 +113,7 @@ def test_sockets_are_counted_by_their_cgroup():
 
 
 class Age(NamedTuple):
-    """An entry of a Service (1000: one that nobody knows), and whether it is still there."""
+    """An entry of a Service (1000: an unknown one), and whether it is kept."""
 
     name: str
     service: int
@@ -125,13 +125,13 @@ AGES = [
     Age("in use", 1, 0, True),
     Age("idle", 1, TIMEOUT - 5, True),
     Age("expired", 1, TIMEOUT + 1, False),
-    Age("the Service has gone", 1000, TIMEOUT + 1, True),
-    Age("that long ago", 1000, MAX_AFFINITY_TIMEOUT_S + 1, False),
+    Age("an unknown Service", 1000, TIMEOUT + 1, True),
+    Age("an unknown Service, older than any time-out", 1000, MAX_AFFINITY_TIMEOUT_S + 1, False),
 ]
 
 
 @pytest.mark.parametrize("row", AGES, ids=lambda row: row.name)
-def test_expired_entries_count_no_more(row: Age):
+def test_expired_entries_are_deleted_and_not_counted(row: Age):
     affinity, shares = FakeMap(), FakeMap()
     own = bytes(parse_addr(ONE))
     used = time.monotonic_ns() + 10**15 - int(row.seconds * 10**9)
@@ -146,7 +146,7 @@ def test_expired_entries_count_no_more(row: Age):
     assert (len(affinity), len(shares)) == ((1, 1) if row.stays else (0, 0))
 
 
-def test_one_that_is_used_again_meanwhile_stays():
+def test_an_entry_used_again_during_the_recount_stays():
     affinity, shares = FakeMap(), FakeMap()
     own, key = bytes(parse_addr(ONE)), AFFINITY_KEY.pack(bytes(parse_addr(ONE)), 1, 0)
     old, new = (AFFINITY.pack(time.monotonic_ns() - age * 10**9, 1, 0) for age in (TIMEOUT + 1, 0))
@@ -158,7 +158,7 @@ def test_one_that_is_used_again_meanwhile_stays():
 
 
 def test_a_full_map_is_counted_in_steps():
-    """Other work is done between two steps."""
+    """The agent can do other work between two steps."""
     affinity, shares = FakeMap(), FakeMap()
     count = affinity.piece = 4 * STEP_ENTRIES
     used = time.monotonic_ns()

@@ -1,4 +1,4 @@
-"""Artifacts: found by what they depend on, and never believed when they are damaged."""
+"""Artifacts: found by a key of all their inputs, and ignored if they are damaged."""
 
 import hashlib
 import os
@@ -39,10 +39,10 @@ def sources(tmp_path: Path) -> Path:
     return folder
 
 
-# ---- one text ----------------------------------------------------------------------------------
+# ---- the flattened source ----------------------------------------------------------------------
 
 
-def test_each_header_is_there_once_and_every_line_has_its_place(sources: Path):
+def test_each_header_is_included_once_with_line_directives(sources: Path):
     assert flatten.flatten("one", sources).splitlines() == [
         '#line 1 "kbpf/bpf/one.c"',
         '#line 1 "kbpf/bpf/a.h"',
@@ -57,7 +57,7 @@ def test_each_header_is_there_once_and_every_line_has_its_place(sources: Path):
     ]
 
 
-def test_a_header_that_is_missing_is_named(sources: Path):
+def test_a_missing_header_is_an_error_that_names_it(sources: Path):
     (sources / "b.h").unlink()
     with pytest.raises(CompileError, match=r"cannot read a BPF source \(.*b\.h\)") as error:
         flatten.flatten("one", sources)
@@ -76,7 +76,7 @@ def keyed(sources: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], str]:
     return lambda: artifact.source_key("one")
 
 
-def test_the_same_things_have_the_same_key(keyed: Callable[[], str], sources: Path):
+def test_an_unrelated_file_does_not_change_the_key(keyed: Callable[[], str], sources: Path):
     before = keyed()
     (sources / "two.c").write_text("another unit")
     assert keyed() == before
@@ -86,7 +86,7 @@ CHANGES: dict[str, Callable[[Path, pytest.MonkeyPatch], object]] = {
     "the unit": lambda folder, _: (folder / "one.c").write_text(C["one.c"] + "\n"),
     "a header of a header": lambda folder, _: (folder / "a.h").write_text("int aa;\n"),
     "a kernel header": lambda folder, _: (folder / "include/linux/types.h").write_text("\n"),
-    "one more kernel header": lambda folder, _: (folder / "include/linux/new.h").write_text(""),
+    "a new kernel header": lambda folder, _: (folder / "include/linux/new.h").write_text(""),
     "the flags": lambda _, patch: patch.setattr(artifact, "CFLAGS", ("-O3",)),
     "the format": lambda _, patch: patch.setattr(artifact, "FORMAT", 99),
     "the machine": lambda _, patch: patch.setattr(artifact.platform, "machine", lambda: "m68k"),
@@ -94,7 +94,7 @@ CHANGES: dict[str, Callable[[Path, pytest.MonkeyPatch], object]] = {
 
 
 @pytest.mark.parametrize("what", CHANGES)
-def test_another_key_for_another(
+def test_each_input_changes_the_key(
     keyed: Callable[[], str], sources: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ):
     before = keyed()
@@ -102,23 +102,23 @@ def test_another_key_for_another(
     assert keyed() != before
 
 
-def test_the_units_of_kbpf_have_keys_of_their_own():
+def test_the_units_of_kbpf_have_distinct_keys():
     assert len({artifact.source_key(unit) for unit in UNITS}) == len(UNITS)
 
 
 # ---- the file ----------------------------------------------------------------------------------
 
 
-def test_what_is_stored_is_found(tmp_path: Path):
+def test_a_stored_artifact_is_found(tmp_path: Path):
     path = artifact.store(made(), tmp_path / "deep" / "cache")
     assert artifact.read(path) == made()
     assert artifact.find("sock", path.parent, TOOLS) == made()
-    assert os.listdir(path.parent) == [path.name], "nothing else is left"
+    assert os.listdir(path.parent) == [path.name], "no temporary file is left"
     assert path.stat().st_mode & 0o777 == 0o644
 
 
-def test_it_is_replaced_at_once(tmp_path: Path):
-    """Who reads meanwhile has the old file or the new one."""
+def test_an_artifact_is_replaced_atomically(tmp_path: Path):
+    """A reader sees the old file or the new one."""
     path = artifact.store(made(), tmp_path)
     with path.open("rb") as reader:
         assert artifact.store(made(), tmp_path) == path
@@ -126,7 +126,7 @@ def test_it_is_replaced_at_once(tmp_path: Path):
         assert os.fstat(reader.fileno()).st_ino != path.stat().st_ino
 
 
-def test_another_compiler_is_another_file(tmp_path: Path):
+def test_artifacts_are_separate_for_each_compiler(tmp_path: Path):
     artifact.store(made(), tmp_path)
     assert artifact.find("sock", tmp_path, OTHER_TOOLS) is None
     artifact.store(made(tools=OTHER_TOOLS), tmp_path)
@@ -134,16 +134,16 @@ def test_another_compiler_is_another_file(tmp_path: Path):
     assert artifact.find("sock", tmp_path, TOOLS) == made()
 
 
-def test_without_a_compiler_any_that_fits_will_do(tmp_path: Path):
+def test_without_a_compiler_any_compilers_artifact_is_used(tmp_path: Path):
     assert artifact.find("sock", tmp_path, None) is None
     artifact.store(made(source="0123456789abcdef"), tmp_path)
-    assert artifact.find("sock", tmp_path, None) is None, "of other sources"
+    assert artifact.find("sock", tmp_path, None) is None, "it was made from other sources"
     artifact.store(made(tools=OTHER_TOOLS), tmp_path)
     assert artifact.find("sock", tmp_path, None) == made(tools=OTHER_TOOLS)
 
 
-def test_a_file_by_the_wrong_name_is_not_believed(tmp_path: Path):
-    """It says itself what it was made from."""
+def test_a_file_with_a_wrong_name_is_ignored(tmp_path: Path):
+    """The file itself records what it was made from."""
     stale = artifact.store(made(source="0123456789abcdef"), tmp_path)
     stale.rename(tmp_path / artifact.file_name("sock", artifact.source_key("sock"), TOOLS))
     assert artifact.find("sock", tmp_path, TOOLS) is None
@@ -159,7 +159,7 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     "a bit in the checksum": lambda raw: bytes([raw[0] ^ 1]) + raw[1:],
     "text": lambda _: b"<html>" * 100,
     "another format": lambda _: signed(msgspec.structs.replace(made(), format=99)),
-    "no artifact": lambda _: signed({"format": artifact.FORMAT}),
+    "not an artifact": lambda _: signed({"format": artifact.FORMAT}),
 }
 
 
@@ -169,7 +169,7 @@ def signed(thing: object) -> bytes:
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_file_is_as_good_as_none(
+def test_a_damaged_file_is_ignored_and_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
 ):
     path = artifact.store(made(), tmp_path)
@@ -207,7 +207,7 @@ UNKEPT = {
 
 
 @pytest.mark.parametrize("case", UNKEPT)
-def test_what_cannot_be_kept_is_told_once(
+def test_a_cache_that_cannot_be_written_is_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, case: str
 ):
     make, reason = UNKEPT[case]
@@ -225,15 +225,15 @@ def test_what_cannot_be_kept_is_told_once(
     ]
 
 
-def test_no_file_and_no_folder_are_no_error(tmp_path: Path):
+def test_a_missing_file_or_folder_is_not_an_error(tmp_path: Path):
     assert artifact.read(tmp_path / "none") is None
     assert artifact.read(tmp_path) is None
     assert artifact.find("sock", tmp_path / "none", TOOLS) is None
     assert artifact.find("sock", tmp_path / "none", None) is None
 
 
-def test_a_store_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Or a full disk would get fuller at every start."""
+def test_a_failed_store_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Otherwise each start would leave another file on a full disk."""
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -250,7 +250,7 @@ NOBODY = 65534
 
 
 class Planted(NamedTuple):
-    """How another user had a hand in the cache, and what the log says of it."""
+    """How another user tampers with the cache, and what is logged."""
 
     name: str
     spoil: Callable[[Path], object]
@@ -282,7 +282,7 @@ PLANTED = [
 
 
 @pytest.mark.parametrize("case", PLANTED, ids=lambda case: case.name)
-def test_what_another_user_can_have_written_is_not_read(
+def test_a_cache_writable_by_other_users_is_not_read(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, case: Planted
 ):
     path = artifact.store(made(), tmp_path / "cache")
@@ -298,8 +298,8 @@ def test_what_another_user_can_have_written_is_not_read(
 
 
 @pytest.mark.parametrize("case", PLANTED[:3], ids=lambda case: case.name)
-def test_nothing_is_stored_where_others_may_write(tmp_path: Path, case: Planted):
-    """A file that is written there can be exchanged for a link at any moment."""
+def test_nothing_is_stored_in_a_folder_writable_by_others(tmp_path: Path, case: Planted):
+    """Another user could replace a file there by a link at any moment."""
     path = artifact.store(made(), tmp_path / "cache")
     path.unlink()
     case.spoil(path)
@@ -309,7 +309,7 @@ def test_nothing_is_stored_where_others_may_write(tmp_path: Path, case: Planted)
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o002, 0o077, 0])
-def test_what_is_stored_can_be_read_again_with_any_umask(tmp_path: Path, umask: int):
+def test_a_stored_artifact_is_readable_with_any_umask(tmp_path: Path, umask: int):
     before = os.umask(umask)
     try:
         path = artifact.store(made(), tmp_path / "cache")

@@ -1,4 +1,4 @@
-"""Which devices carry programs: the node shapes that CNIs, clouds and operators make."""
+"""Which devices get programs, on nodes as CNIs, clouds and operators set them up."""
 
 from typing import NamedTuple
 
@@ -18,9 +18,9 @@ LOOPBACK, TUNNEL, INFINIBAND, CAN = 772, 768, 32, 280
 
 
 class Row(NamedTuple):
-    """One device: its name, its kind with ``/SUFFIX`` for what else is known, its master, its role.
-
-    ``/pod`` a peer in another namespace, ``/net`` an address in a subnet, ``/down``.
+    """A device: its name, its kind, its master and its role. The kind has suffixes: ``/pod`` for a
+    peer in another namespace, ``/net`` for an address in a subnet, ``/down`` for a device that is
+    down.
     """
 
     name: str
@@ -31,7 +31,7 @@ class Row(NamedTuple):
 
 
 def devices(rows: tuple[Row, ...]) -> tuple[Device, ...]:
-    """A listing that looks like that."""
+    """The device listing described by the rows."""
     index = {row.name: number for number, row in enumerate(rows, 1)}
     made = []
     for row in rows:
@@ -53,7 +53,7 @@ def devices(rows: tuple[Row, ...]) -> tuple[Device, ...]:
 
 
 class Shape(NamedTuple):
-    """A node, and what the operator says."""
+    """The devices of a node, and the operator's settings."""
 
     name: str
     rows: tuple[Row, ...]
@@ -296,16 +296,18 @@ NAMED = [
 
 
 @pytest.mark.parametrize(("patterns", "missing"), NAMED, ids=str)
-def test_what_names_no_device_is_known(patterns: tuple[str, ...], missing: tuple[str, ...]):
+def test_patterns_that_match_no_device_are_found(
+    patterns: tuple[str, ...], missing: tuple[str, ...]
+):
     listing = devices((LO, ETH0, Row("cali1", "veth/pod", POD)))
     assert find_unmatched(listing, patterns) == missing
 
 
-def test_a_port_whose_master_is_not_listed_is_a_port():
+def test_a_port_with_an_unlisted_master_is_skipped():
     assert assign_roles([Device(7, "eth0", master=9)]) == {7: SKIPPED}
 
 
-def test_every_choice_says_why():
+def test_every_role_has_a_reason():
     listing = devices((LO, ETH0, Row("br0", "bridge", HOST), Row("eth1", "", SKIPPED, "br0")))
     assert {d.name: decide_roles(listing)[d.ifindex].reason for d in listing} == {
         "lo": "loopback",

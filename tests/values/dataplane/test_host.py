@@ -1,4 +1,4 @@
-"""Where our rule belongs in a chain of others, and ports as the kernel writes them."""
+"""The position of our rule among foreign rules of a chain, and the kernel's notation of ports."""
 
 from typing import NamedTuple
 
@@ -27,7 +27,7 @@ TO_A_POD = {
 
 
 class Row(NamedTuple):
-    """A rule as libnftables lists it, and whether it refuses all."""
+    """A rule as libnftables lists it, and whether it refuses all packets."""
 
     name: str
     expressions: list[dict[str, object]]
@@ -43,25 +43,26 @@ EXPRESSIONS = [
     Row("reject with a reason", [{"reject": {"type": "icmp", "expr": "host-prohibited"}}], True),
     Row("reject to one pod", [TO_A_POD, COUNTER, REJECT], False),
     Row("drop to one pod", [TO_A_POD, {"drop": None}], False),
-    Row("what iptables matches by a module", [{"xt": {"type": "match", "name": "conntrack"}},
+    Row("a match by an iptables module", [{"xt": {"type": "match", "name": "conntrack"}},
                                               COUNTER, {"drop": None}], False),
     Row("accept", [COUNTER, {"accept": None}], False),
     Row("a jump", [COUNTER, {"jump": {"target": "cali-FORWARD"}}], False),
     Row("another target", [{"xt": {"type": "target", "name": "MARK"}}], False),
-    Row("a counter alone", [COUNTER], False),
+    Row("only a counter", [COUNTER], False),
     Row("nothing", [], False),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("row", EXPRESSIONS, ids=lambda row: row.name)
-def test_what_refuses_everything(row: Row):
+def test_which_rules_refuse_all_packets(row: Row):
     assert refuses_all(row.expressions) == row.refuses
 
 
 class Place(NamedTuple):
-    """A chain: "." some rule of others, "!" one that refuses all, "o" ours, "m" ours for another
-    mark, "h" ours for what a kube-proxy has begun. Whether it is closed, where ours belongs, and
-    whether it is so; and whether "h" is there, too.
+    """The rules of a chain: "." a foreign rule, "!" a foreign one that refuses all, "o" ours, "m"
+    ours with another mark, "h" ours for connections of a replaced kube-proxy. `drops`: the policy
+    is DROP. Expected: whether the chain is closed, the position where our rule belongs, whether it
+    is exactly there, and the same for "h".
     """
 
     rules: str
@@ -78,7 +79,7 @@ PLACES = [
     Place("o", True, True, 0, True),
     Place("...", True, True, 3, False),
     Place("...o", True, True, 3, True),
-    Place("o...", True, True, 3, False),  # somebody has written rules behind ours
+    Place("o...", True, True, 3, False),  # foreign rules were appended after ours
     Place("..o.", True, True, 3, False),
     Place("...m", True, True, 3, False),
     Place("...oo", True, True, 3, False),
@@ -99,7 +100,7 @@ PLACES = [
 
 
 @pytest.mark.parametrize("row", PLACES, ids=lambda row: f"{row.rules!r} drops={row.drops}")
-def test_the_place_of_our_rule(row: Place):
+def test_the_position_of_our_rule(row: Place):
     comments = {"o": masquerade_comment(MARK), "m": masquerade_comment(1), "h": HANDOVER_COMMENT}
     rules = tuple(ChainRule(i, comments.get(kind, "kbpf's friend"), kind == "!")
                   for i, kind in enumerate(row.rules))  # fmt: skip

@@ -1,4 +1,4 @@
-"""Ids: never twice, saved before use, and held as long as somebody holds them."""
+"""Ids: never given out twice, saved before use, and kept while they are referenced."""
 
 import pytest
 from hypothesis import given, settings
@@ -17,13 +17,13 @@ def backend(number: int, protocol: Protocol = Protocol.TCP) -> Backend:
     return Backend(parse_addr(f"10.0.0.{number}"), 80, protocol)
 
 
-def test_zero_is_no_id():
+def test_ids_start_at_one():
     ids = IdAllocator(NEW)
     assert (ids.allocate_service(), ids.allocate_backend(), ids.allocate_set()) == (1, 1, 1)
     assert (ids.allocate_service(), ids.allocate_backend(), ids.allocate_set()) == (2, 2, 2)
 
 
-def test_each_kind_counts_alone():
+def test_each_kind_of_id_has_its_own_counter():
     ids = IdAllocator(Meta(5, 6, 7))
     assert [
         ids.allocate_service(),
@@ -33,7 +33,7 @@ def test_each_kind_counts_alone():
     ] == [5, 6, 6, 7]
 
 
-def test_what_was_given_out_has_to_be_saved_first():
+def test_allocated_ids_have_to_be_saved():
     ids = IdAllocator(Meta(3, 3, 3))
     assert ids.unsaved_meta() is None
     ids.allocate_set()
@@ -45,13 +45,13 @@ def test_what_was_given_out_has_to_be_saved_first():
 
 
 def test_a_new_map_is_written_once():
-    """0 in the map means 1: an id that was never used is never 0."""
+    """0 in the map means 1: 0 is not an id."""
     assert IdAllocator(NEW).unsaved_meta() == Meta(1, 1, 1)
 
 
 @pytest.mark.parametrize("found", [0, 4, 9, 100])
 def test_ids_found_in_maps_are_not_given_out_again(found: int):
-    """Even when `meta` says less: it might have been lost, the entries are there."""
+    """Even if `meta` is lower: it may have been lost while the entries were not."""
     ids = IdAllocator(Meta(10, 10, 10))
     ids.skip_past(found, found, found)
     assert {ids.allocate_service(), ids.allocate_backend(), ids.allocate_set()} == {
@@ -59,18 +59,20 @@ def test_ids_found_in_maps_are_not_given_out_again(found: int):
     }
 
 
-def test_after_the_last_id_they_begin_again_without_those_that_are_held():
+def test_after_the_last_id_allocation_wraps_and_skips_held_ids():
     held = {(2, 1), (2, 2), (2, 4), (2, ID_LIMIT - 1)}
     ids = IdAllocator(Meta(1, 1, ID_LIMIT - 2), lambda which, number: (which, number) in held)
     assert [ids.allocate_set() for _ in range(4)] == [ID_LIMIT - 2, ID_LIMIT - 1, 3, 5], (
-        "the last was free then"
+        "ids that are held are skipped"
     )
     assert ids.unsaved_meta() == Meta(1, 1, 6)
-    assert (ids.allocate_service(), ids.allocate_backend()) == (1, 1), "each kind counts alone"
+    assert (ids.allocate_service(), ids.allocate_backend()) == (1, 1), (
+        "each kind has its own counter"
+    )
 
 
-def test_what_is_saved_is_always_believed():
-    """A restart at the very end finds no number that it takes for damage (adopt.next_ids)."""
+def test_saved_counters_are_always_in_the_accepted_range():
+    """At the last id, the saved counters stay in the range that adopt.next_ids accepts."""
     ids = IdAllocator(Meta(1, 1, ID_LIMIT - 1))
     ids.allocate_set()
     unsaved = ids.unsaved_meta()
@@ -78,7 +80,7 @@ def test_what_is_saved_is_always_believed():
     assert max(unsaved) < ID_LIMIT
 
 
-def test_a_restart_after_ids_have_begun_again_gives_out_none_that_is_held():
+def test_a_restart_after_a_wrap_gives_out_no_held_id():
     held = {1, 2, ID_LIMIT - 1}
     ids = IdAllocator(Meta(1, 1, 3), lambda _, number: number in held)
     ids.skip_past(0, 0, ID_LIMIT - 1)
@@ -89,15 +91,15 @@ def test_a_backend_keeps_its_id_while_it_is_held():
     table = BackendTable(IdAllocator(NEW))
     one, two, three = map(backend, (1, 2, 3))
     assert table.acquire((one, two)) == [(1, one), (2, two)]
-    assert table.acquire((two, three)) == [(3, three)], "only new ones are to be written"
+    assert table.acquire((two, three)) == [(3, three)], "only new backends are written"
     assert (table.id_of(two), len(table)) == (2, 3)
     assert table.release((one, two)) == [1]
     assert table.release((two, three)) == [2, 3]
     assert len(table) == 0
-    assert table.acquire((one,)) == [(4, one)], "and a new one when it comes again"
+    assert table.acquire((one,)) == [(4, one)], "a backend that returns gets a new id"
 
 
-def test_protocols_and_ports_are_different_backends():
+def test_backends_differ_by_protocol():
     table = BackendTable(IdAllocator(NEW))
     table.acquire((backend(1), backend(1, Protocol.UDP)))
     assert len(table) == 2
@@ -107,7 +109,7 @@ def test_adopted_backends_stay_until_swept():
     table = BackendTable(IdAllocator(NEW))
     for number in (1, 2):
         table.adopt(backend(number), 10 + number)
-    assert table.acquire((backend(1),)) == [], "it is in the map already"
+    assert table.acquire((backend(1),)) == [], "it is already in the map"
     assert table.count_unknown((backend(1), backend(2), backend(3))) == 1
     assert table.remove_unreferenced() == [12]
     assert table.remove_unreferenced() == []
@@ -116,8 +118,8 @@ def test_adopted_backends_stay_until_swept():
 
 @settings(max_examples=50)
 @given(st.lists(st.lists(st.integers(1, 6), unique=True, max_size=4), max_size=20), st.randoms())
-def test_held_backends_have_one_id_and_others_none(groups: list[list[int]], chance):
-    """Against a plain model: a list of holders."""
+def test_only_referenced_backends_have_an_id(groups: list[list[int]], chance):
+    """Compared with a simple model: a list of holders."""
     table, holders, known, seen = BackendTable(IdAllocator(NEW)), [], {}, set()
     for group in groups:
         if holders and chance.random() < 0.4:
@@ -127,7 +129,7 @@ def test_held_backends_have_one_id_and_others_none(groups: list[list[int]], chan
             assert released == [known.pop(n) for n in gone if n not in still]
         new = table.acquire(tuple(map(backend, group)))
         assert [one for _, one in new] == [backend(n) for n in group if n not in known]
-        assert not seen & {number for number, _ in new}, "never twice"
+        assert not seen & {number for number, _ in new}, "an id is given out once"
         seen |= {number for number, _ in new}
         known |= {n: table.id_of(backend(n)) for n in group}
         holders.append(group)

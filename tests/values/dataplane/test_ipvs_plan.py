@@ -1,5 +1,5 @@
-"""What a Service port needs of IPVS and nftables: each of kube-proxy's rules that IPVS can
-express, and what changes with a change.
+"""The IPVS and nftables state of a Service port, for each of kube-proxy's rules that IPVS can
+express, and the differences made by a change.
 """
 
 from collections.abc import Mapping
@@ -77,7 +77,7 @@ def sets(programmed: ServicePortPlan, *names: SetName) -> dict[str, set[str]]:
 
 
 def pools(programmed: ServicePortPlan) -> dict[str, str]:
-    """Virtual service → scheduler, persistence, servers."""
+    """Virtual service → its scheduler, persistence and servers, as text."""
     found = {}
     for virtual, pool in programmed.pools.items():
         at = format_endpoint(virtual.address, virtual.port)
@@ -87,13 +87,14 @@ def pools(programmed: ServicePortPlan) -> dict[str, str]:
     return found
 
 
-# ---- what a new connection gets ----------------------------------------------------------------
+# ---- the outcome of a new connection -----------------------------------------------------------
 
 
 class Answer(NamedTuple):
-    """A Service port, and for each of its frontends the servers of outsiders ("a b"), or refused
-    or dropped; `here`: whom the node and its pods get at external ones, "" for the same, by a mark
-    that leads nobody yet if there is one.
+    """A Service port, and the servers ("a b") that outside clients reach at its ClusterIP and at
+    its external frontends, or "refused" or "dropped". `here`: the servers that the node and its
+    pods reach at external frontends by a fwmark; "" if the same, and the fwmark's virtual service,
+    if there is one, has no servers.
     """
 
     name: str
@@ -107,19 +108,20 @@ AB, JUST_A = "10.0.0.1 10.0.0.2", "10.0.0.1"
 ANSWERS = [
     Answer("endpoints", {"to": BOTH}, AB, AB),
     Answer("no endpoint anywhere", {}, "refused", "refused"),
-    Answer("internal Local, some here", {"to": BOTH, "local": A, "internal_local": True},
+    Answer("internal Local, a local endpoint", {"to": BOTH, "local": A, "internal_local": True},
            JUST_A, AB),
-    Answer("internal Local, only elsewhere", {"to": BOTH, "internal_local": True}, "dropped", AB),
-    Answer("internal Local, none anywhere", {"internal_local": True}, "refused", "refused"),
-    Answer("external Local, some here", {"to": BOTH, "local": A, "external_local": True},
+    Answer("internal Local, remote endpoints only", {"to": BOTH, "internal_local": True},
+           "dropped", AB),
+    Answer("internal Local, no endpoint", {"internal_local": True}, "refused", "refused"),
+    Answer("external Local, a local endpoint", {"to": BOTH, "local": A, "external_local": True},
            AB, JUST_A, AB),
-    Answer("external Local, only elsewhere", {"to": BOTH, "external_local": True},
+    Answer("external Local, remote endpoints only", {"to": BOTH, "external_local": True},
            AB, "dropped", AB),
-    Answer("external Local, none anywhere", {"external_local": True}, "refused", "refused"),
-    Answer("both Local, some here",
+    Answer("external Local, no endpoint", {"external_local": True}, "refused", "refused"),
+    Answer("both Local, a local endpoint",
            {"to": BOTH, "local": A, "external_local": True, "internal_local": True},
            JUST_A, JUST_A, AB),
-    Answer("both Local, only elsewhere",
+    Answer("both Local, remote endpoints only",
            {"to": BOTH, "external_local": True, "internal_local": True}, "dropped", "dropped", AB),
 ]  # fmt: skip
 
@@ -130,7 +132,7 @@ def made(row: Answer, frontends: str = ALL) -> tuple[ServiceState, ServicePortPl
 
 
 def answer(programmed: ServicePortPlan, at: str) -> str:
-    """What an outsider's connection gets."""
+    """The servers that an outside client reaches, or "refused" or "dropped"."""
     found = sets(programmed, SetName.SERVED, SetName.REFUSED, SetName.DROPPED)
     (name,) = [name for name, ats in found.items() if at in ats]
     address, protocol, port = at.split()
@@ -141,7 +143,7 @@ def answer(programmed: ServicePortPlan, at: str) -> str:
 
 
 @pytest.mark.parametrize("row", ANSWERS, ids=lambda row: row.name)
-def test_who_gets_what(row: Answer):
+def test_the_outcome_of_a_new_connection(row: Answer):
     _, programmed = made(row)
     assert answer(programmed, "10.96.0.1 TCP 80") == row.cluster_ip
     externals = ("198.18.0.1 TCP 30080", "192.0.2.1 TCP 80", "192.0.2.2 TCP 80")
@@ -162,8 +164,8 @@ def test_a_cluster_ip_alone_has_no_short_circuit():
     assert not needs_fwmark(state)
 
 
-def test_a_short_circuit_that_is_not_wanted_any_more_leads_nobody():
-    """It goes on for its connections, with the endpoints that there are."""
+def test_a_short_circuit_no_longer_needed_gets_no_new_connections():
+    """It stays for its established connections, with the current endpoints."""
     before = plan_service_port(service("web", ALL, A, external_local=True), ground(), MARK)
     after = plan_service_port(service("web", ALL, BOTH), ground(), MARK)
     kinds = SetName.FWMARKS, SetName.OWN_FWMARKS
@@ -172,7 +174,7 @@ def test_a_short_circuit_that_is_not_wanted_any_more_leads_nobody():
     assert pools(after)[f"mark {MARK:#x}"] == f"rr,0 {A}*1 {B}*1"
 
 
-def test_node_ports_are_of_their_family():
+def test_node_ports_use_addresses_of_their_family():
     v6 = service("web", "[fd00:96::1]:80 NodePort=[::]:30080", "[fd00::9]:80")
     assert set(pools(plan_service_port(v6, ground()))) == {
         "[fd00:96::1]:80/TCP",
@@ -184,7 +186,7 @@ def test_node_ports_are_of_their_family():
     assert pools(plan_service_port(service("web", PORT, A), NodeContext())) == {}
 
 
-def test_the_dummy_device_has_all_but_the_nodes_own():
+def test_the_dummy_device_has_all_addresses_but_the_nodes():
     state = service("web", f"{ALL} ExternalIP={NODE_IP}:80", A)
     ips = sets(plan_service_port(state, ground()), SetName.VIRTUAL_IPS)["virtual_ips"]
     assert ips == {"10.96.0.1", "192.0.2.1", "192.0.2.2"}
@@ -202,22 +204,22 @@ class Ranges(NamedTuple):
 
 RANGES = [
     Ranges("one", "203.0.113.0/24", {"203.0.113.0/24"}),
-    Ranges("one in another", "10.0.0.0/8 10.1.0.0/16", {"10.0.0.0/8"}),
-    Ranges("the node in it: the address itself too", "198.18.0.0/24",
+    Ranges("one inside another", "10.0.0.0/8 10.1.0.0/16", {"10.0.0.0/8"}),
+    Ranges("with the node's address: the VIP is admitted too", "198.18.0.0/24",
            {"198.18.0.0/24", "192.0.2.1/32"}),
     Ranges("all", "0.0.0.0/0", {"0.0.0.0/0"}),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("row", RANGES, ids=lambda row: row.name)
-def test_source_ranges_are_of_load_balancers_alone(row: Ranges):
+def test_source_ranges_restrict_load_balancer_addresses_only(row: Ranges):
     programmed = plan_service_port(service("web", ALL, A, ranges=row.ranges), ground())
     found = sets(programmed, SetName.RESTRICTED, SetName.SOURCES)
     assert found["restricted"] == {"192.0.2.1 TCP 80"}
     assert found["sources"] == {f"{one} 192.0.2.1 TCP 80" for one in row.let_in}
 
 
-def test_node_ports_with_ranges_let_in_these_and_the_node():
+def test_node_ports_with_ranges_admit_these_and_the_node():
     state = service("web", ALL, A)
     guarded = replace(
         state,
@@ -240,7 +242,9 @@ def test_node_ports_with_ranges_let_in_these_and_the_node():
 
 
 class Masquerade(NamedTuple):
-    """`always` and `outside`: frontends that are masqueraded for all, and for who is no pod."""
+    """`always`: frontends that are masqueraded for all clients; `outside`: for clients that are not
+    pods.
+    """
 
     name: str
     state: dict[str, Any]
@@ -252,7 +256,7 @@ class Masquerade(NamedTuple):
 CLUSTER_IP = "10.96.0.1"
 EXTERNALS = "192.0.2.1 192.0.2.2 198.18.0.1"
 MASQUERADES = [
-    Masquerade("nobody is told from others", {}, {}, EXTERNALS),
+    Masquerade("pods are not recognised", {}, {}, EXTERNALS),
     Masquerade("pods of this node are known", {}, {"detects_local": True}, EXTERNALS, CLUSTER_IP),
     Masquerade("masqueradeAll", {}, {"masquerade_all": True}, f"{CLUSTER_IP} {EXTERNALS}"),
     Masquerade("masqueradeAll, pods known", {}, {"masquerade_all": True, "detects_local": True},
@@ -265,7 +269,7 @@ MASQUERADES = [
 
 
 @pytest.mark.parametrize("row", MASQUERADES, ids=lambda row: row.name)
-def test_who_is_masqueraded(row: Masquerade):
+def test_which_frontends_are_masqueraded(row: Masquerade):
     programmed = plan_service_port(service("web", ALL, BOTH, **row.state), ground(**row.ground))
     found = sets(programmed, SetName.MASQUERADED, SetName.MASQUERADED_OUTSIDE)
     names = {name: {at.split()[0] for at in ats} for name, ats in found.items()}
@@ -273,14 +277,16 @@ def test_who_is_masqueraded(row: Masquerade):
     assert names.get("masqueraded_outside", set()) == set(row.outside.split())
 
 
-def test_only_who_is_on_this_node_can_be_led_to_itself():
-    """One element for each address, whatever ports it serves: others do not dial from here."""
+def test_hairpin_elements_exist_for_local_backends_only():
+    """One element for each local address, whatever ports it serves: only local backends dial from
+    this node.
+    """
     state = service("web", ALL, BOTH, external_local=True, on_node=(parse_addr("10.0.0.2"),))
     found = sets(plan_service_port(state, ground(), MARK), SetName.HAIRPINS)["hairpin_ips"]
     assert found == {"10.0.0.2 10.0.0.2"}
 
 
-# ---- how they are spread -----------------------------------------------------------------------
+# ---- schedulers --------------------------------------------------------------------------------
 
 
 class Spread(NamedTuple):
@@ -303,7 +309,7 @@ SPREADS = [
 
 
 @pytest.mark.parametrize("row", SPREADS, ids=lambda row: row.name)
-def test_spread(row: Spread):
+def test_scheduler_and_weights(row: Spread):
     state = service("web", f"{CLUSTER} {VIP}", BOTH, external_local=True, **row.state)
     found = pools(plan_service_port(state, ground(scheduler=row.scheduler), MARK))
     weights = row.state.get("cluster_weights", (1, 1))
@@ -313,7 +319,7 @@ def test_spread(row: Spread):
 
 
 @pytest.mark.parametrize(("more", "by_port"), [({}, True), ({"affinity_timeout": 9}, False)])
-def test_the_port_is_hashed_unless_clients_are_to_stay(more: dict[str, Any], by_port: bool):
+def test_maglev_hashes_the_port_unless_there_is_affinity(more: dict[str, Any], by_port: bool):
     state = service("web", CLUSTER, BOTH, algorithm=Algorithm.MAGLEV, **more)
     (pool,) = plan_service_port(state, ground()).pools.values()
     assert pool.by_port == by_port
@@ -330,14 +336,14 @@ def plan(
 
 
 class Planner:
-    """A ledger whose NodePorts give way, as the plane has it."""
+    """Desired elements with NodePort conflicts resolved, as in the data plane."""
 
     def __init__(self) -> None:
         self.ledger, self.overlaps = DesiredElements(), NodePortConflicts()
         self.states: dict[ServicePortKey, ServiceState] = {}
 
     def change(self, states: Mapping[ServicePortKey, ServiceState | None]) -> Changes:
-        """These Service ports are so now; None: gone."""
+        """Changes Service ports to these states; None: deleted."""
         keys = set(states)
         for key, state in states.items():
             self.states.pop(key, None)
@@ -357,7 +363,7 @@ def names(elements: set[Element]) -> set[str]:
     return {name for name, _ in elements}
 
 
-def test_every_virtual_service_is_noted_first_and_forgotten_last():
+def test_ownership_of_virtual_services_is_added_first_and_removed_last():
     ledger, state = DesiredElements(), service("web", ALL, BOTH, external_local=True)
     steps = plan(ledger, state).steps()
     assert {owned_service(e) for e in steps.added_first} - {None} == set(ledger.pools)
@@ -375,9 +381,9 @@ def served(at: str) -> Element:
     return SetName.SERVED, (parse_addr(host), Protocol.TCP, int(port))
 
 
-def test_what_the_kernel_does_not_make_leads_nobody():
-    """A virtual service that it refuses is not known, nor is a connection let pass to it; it comes
-    with the next change of its Service port.
+def test_a_refused_virtual_service_is_not_served_and_tried_again():
+    """A virtual service that the kernel refuses is not recorded, and no connection is admitted to
+    it; it is tried again with the next change of its Service port.
     """
     ledger, state = DesiredElements(), service("web", ALL, BOTH, external_local=True, local=A)
     changes = plan(ledger, state)
@@ -387,7 +393,7 @@ def test_what_the_kernel_does_not_make_leads_nobody():
     owners = ledger.record_refusals({refused: None, short: None}, changes)
     assert owners == {refused: state.key, short: state.key}
     assert {refused, short}.isdisjoint(ledger.pools)
-    assert changes.old_elements == set(), "they have never been there"
+    assert changes.old_elements == set(), "they were never programmed"
     assert served("192.0.2.1:80") not in changes.new_elements | ledger.elements
     assert served("10.96.0.1:80") in changes.new_elements & ledger.elements
     assert names(changes.steps().added_late) == {"served"}
@@ -398,8 +404,8 @@ def test_what_the_kernel_does_not_make_leads_nobody():
     assert not again.changed_pools
 
 
-def test_what_the_kernel_lost_leads_nobody_any_more():
-    """It had served: its elements go with this change, but for those that came with it."""
+def test_a_lost_virtual_service_is_no_longer_served():
+    """A virtual service that served before: its elements are removed with this change."""
     ledger = DesiredElements()
     plan(ledger, service("web", f"{CLUSTER} {VIP}", A))
     changes = plan(ledger, service("web", f"{CLUSTER} {VIP}", BOTH))
@@ -410,7 +416,7 @@ def test_what_the_kernel_lost_leads_nobody_any_more():
     assert ledger.pools.keys() == {VirtualService(Protocol.TCP, parse_addr("192.0.2.1"), 80)}
 
 
-def test_what_the_kernel_holds_instead_is_what_is_known():
+def test_the_state_held_by_the_kernel_after_a_refusal_is_recorded():
     ledger, wanted = DesiredElements(), service("web", CLUSTER, BOTH)
     plan(ledger, service("web", CLUSTER, A))
     ((virtual, old),) = ledger.pools.items()
@@ -421,8 +427,8 @@ def test_what_the_kernel_holds_instead_is_what_is_known():
     assert plan(ledger, wanted).changed_pools[virtual][0] == old
 
 
-def test_what_was_let_in_already_is_shut_out_again_if_nothing_serves_there():
-    """As where a kube-proxy had the virtual service before."""
+def test_elements_admitted_early_are_removed_if_the_service_is_refused():
+    """As if the virtual service had been a kube-proxy's before."""
     ledger, state = DesiredElements(), service("web", CLUSTER, A)
     plan(ledger, state)
     (virtual,) = ledger.pools
@@ -434,8 +440,8 @@ def test_what_was_let_in_already_is_shut_out_again_if_nothing_serves_there():
 
 
 class Strays(NamedTuple):
-    """Addresses of the dummy device that are spoken of by an element of this set, and whether it
-    goes.
+    """An address of the dummy device, the elements that mention it, and whether it is removed as
+    unclaimed.
     """
 
     name: str
@@ -445,17 +451,17 @@ class Strays(NamedTuple):
 
 ADDRESS = parse_addr("10.96.0.9")
 STRAYS = [
-    Strays("nothing speaks of it", (), True),
-    Strays("it is an old virtual address, which goes by its element",
+    Strays("no element mentions it", (), True),
+    Strays("an old virtual address, removed with its element",
            ((SetName.VIRTUAL_IPS, (ADDRESS,)),), False),
-    Strays("only what serves there", ((SetName.SERVED, (ADDRESS, Protocol.TCP, 80)),), True),
-    Strays("only what is led to itself", ((SetName.HAIRPINS, (ADDRESS, ADDRESS)),), True),
+    Strays("only an element of `served`", ((SetName.SERVED, (ADDRESS, Protocol.TCP, 80)),), True),
+    Strays("only a hairpin element", ((SetName.HAIRPINS, (ADDRESS, ADDRESS)),), True),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("row", STRAYS, ids=lambda row: row.name)
 @pytest.mark.parametrize("sound", [True, False])
-def test_which_addresses_are_strays(row: Strays, sound: bool):
+def test_unclaimed_addresses_are_removed(row: Strays, sound: bool):
     ledger = DesiredElements()
     plan(ledger, service("web", CLUSTER, A))
     here = addresses(ledger) | {ADDRESS}
@@ -465,7 +471,7 @@ def test_which_addresses_are_strays(row: Strays, sound: bool):
     assert not changes.new_elements
 
 
-def test_a_mark_that_cannot_be_had_takes_nothing_else_along():
+def test_a_refused_fwmark_removes_only_its_elements():
     state = service("web", ALL, BOTH, external_local=True, local=A)
     whole = plan_service_port(state, ground(), MARK)
     virtual = fwmark_service(4, MARK)
@@ -477,14 +483,14 @@ def test_a_mark_that_cannot_be_had_takes_nothing_else_along():
     assert without_service(less, virtual) == less
 
 
-def test_a_note_reads_as_what_it_was_written_for():
+def test_ownership_elements_round_trip():
     for virtual in plan_service_port(
         service("web", ALL, BOTH, external_local=True), ground(), MARK
     ).pools:
         assert owned_service(ownership_element(virtual)) == virtual
 
 
-def test_who_loses_the_last_endpoint_is_refused_before_it_is_no_more_served():
+def test_losing_the_last_endpoint_refuses_before_it_stops_serving():
     ledger = DesiredElements()
     plan(ledger, service("web", CLUSTER, A))
     changes = plan(ledger, service("web", CLUSTER))
@@ -505,8 +511,8 @@ def test_overlapping_ranges_are_replaced_in_one_step():
 
 
 class Rooms(NamedTuple):
-    """An element that comes and one that goes; whether the old one has to go first, since there is
-    one place for both.
+    """A new element and an old one; whether the old one must be deleted first, because both have
+    the same key or overlap.
     """
 
     name: str
@@ -530,13 +536,13 @@ ROOMS = [
         (SetName.SOURCES, (NETS[1], ELEVEN, Protocol.TCP, 80)), False),
     Rooms("another network of pods", (SetName.LOCAL_NETWORKS, (NETS[0],)),
         (SetName.LOCAL_NETWORKS, (NETS[1],)), True),
-    Rooms("what has room beside it", (SetName.REFUSED, (TEN, Protocol.TCP, 80)),
+    Rooms("elements without a conflict", (SetName.REFUSED, (TEN, Protocol.TCP, 80)),
         (SetName.DROPPED, (TEN, Protocol.TCP, 80)), False),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("row", ROOMS, ids=lambda row: row.name)
-def test_what_goes_before_another_comes(row: Rooms):
+def test_conflicting_elements_are_deleted_first(row: Rooms):
     steps = Changes({row.new}, old_elements={row.old}, immediate={row.new}).steps()
     assert (steps.added_first, steps.added_late) == ({row.new}, set())
     assert (row.old in steps.removed_first, row.old in steps.removed_late) == (
@@ -545,12 +551,12 @@ def test_what_goes_before_another_comes(row: Rooms):
     )
 
 
-def test_the_virtual_service_of_a_mark_has_the_address_of_its_family():
+def test_a_fwmarks_virtual_service_has_its_familys_wildcard():
     assert fwmark_service(4, MARK) == VirtualService(Protocol.TCP, ANY4, 0, MARK)
     assert fwmark_service(6, MARK) == VirtualService(Protocol.TCP, ANY6, 0, MARK)
 
 
-def test_what_two_want_stays_until_both_are_gone():
+def test_shared_elements_stay_until_both_services_are_gone():
     ledger = DesiredElements()
     one = service("one", "10.96.0.1:80", A)
     two = service("two", "10.96.0.1:81", A)
@@ -561,7 +567,7 @@ def test_what_two_want_stays_until_both_are_gone():
     assert names(second.old_elements) >= {"virtual_ips", "hairpin_ips"}
 
 
-def test_a_frontend_that_moves_is_changed_not_made():
+def test_a_frontend_that_moves_changes_its_virtual_service():
     ledger = DesiredElements()
     old, new = service("old", CLUSTER, A), service("new", CLUSTER, B)
     plan(ledger, old)
@@ -571,7 +577,7 @@ def test_a_frontend_that_moves_is_changed_not_made():
 
 
 class Cut(NamedTuple):
-    """Backends before and after, and which of them is cut."""
+    """Backends before and after a change, and those whose UDP flows are cut."""
 
     name: str
     protocol: Protocol
@@ -583,27 +589,27 @@ class Cut(NamedTuple):
 
 CUTS = [
     Cut("UDP stops serving", UDP, BOTH, A, A, {"10.0.0.2"}),
-    Cut("UDP leaves the set, serves on", UDP, BOTH, A, BOTH, set()),
-    Cut("UDP, the last stops", UDP, A, "", "", {"10.0.0.1"}),
+    Cut("UDP leaves the set but still serves", UDP, BOTH, A, BOTH, set()),
+    Cut("UDP, the last backend stops", UDP, A, "", "", {"10.0.0.1"}),
     Cut("TCP stops serving", Protocol.TCP, BOTH, A, A, set()),
     Cut("SCTP stops serving", Protocol.SCTP, BOTH, A, A, set()),
 ]
 
 
 @pytest.mark.parametrize("row", CUTS, ids=lambda row: row.name)
-def test_what_is_cut(row: Cut):
+def test_which_backends_udp_flows_are_cut(row: Cut):
     ledger = DesiredElements()
     plan(ledger, service("dns", CLUSTER, row.before, row.protocol))
     changes = plan(ledger, service("dns", CLUSTER, row.after, row.protocol, serving=row.serving))
     assert {format_addr(end.address) for _, end in changes.udp_cuts} == row.cut
-    again = DesiredElements()  # after a restart, by what the kernel holds
+    again = DesiredElements()  # after a restart, with the state read from the kernel
     old = {virtual: had for virtual, (had, _) in changes.changed_pools.items()}
     plan(again, service("dns", CLUSTER, row.after, row.protocol, serving=row.serving))
     assert again.diff(again.elements, addresses(again), old, True).udp_cuts == changes.udp_cuts
 
 
 def addresses(ledger: DesiredElements) -> frozenset[Addr]:
-    """Those that the dummy device should have."""
+    """The addresses that the dummy device should have."""
     return frozenset(parts[0] for name, parts in ledger.elements if name is SetName.VIRTUAL_IPS)
 
 
@@ -623,9 +629,11 @@ STATES = [
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.lists(st.tuples(st.sampled_from(STATES), st.booleans()), max_size=3)))
-def test_the_way_there_does_not_matter(rounds: list[list[tuple[ServiceState, bool]]]):
-    """A model of the kernel that takes the steps ends with what the last states want; nothing is
-    removed that is not there, and nothing added twice that must not be.
+def test_the_final_state_does_not_depend_on_the_changes(
+    rounds: list[list[tuple[ServiceState, bool]]],
+):
+    """A model of the kernel that applies the steps ends with the state of the last change. Nothing
+    is removed that does not exist, and nothing is added twice that must not be.
     """
     planner, elements, held = Planner(), set[Element](), dict[VirtualService, Any]()
     ledger = planner.ledger
@@ -657,10 +665,10 @@ def test_the_way_there_does_not_matter(rounds: list[list[tuple[ServiceState, boo
     assert not ledger.diff(frozenset(elements), addresses(whole), held, True)
 
 
-@pytest.mark.parametrize("there", [True, False], ids=["there", "not there"])
-def test_what_serves_already_is_let_in_with_its_address(there: bool):
-    """A kube-proxy's virtual services, or ours after the table was flushed: from the moment that
-    their address is known as virtual, whatever is not let in is refused.
+@pytest.mark.parametrize("there", [True, False], ids=["exists", "missing"])
+def test_existing_virtual_services_are_admitted_with_their_address(there: bool):
+    """For a kube-proxy's virtual services, or ours after the table was flushed: as soon as an
+    address is in `virtual_ips`, connections that are not in `served` are refused.
     """
     ledger = DesiredElements()
     plan(ledger, service("web", CLUSTER, BOTH))
@@ -673,7 +681,7 @@ def test_what_serves_already_is_let_in_with_its_address(there: bool):
     )
 
 
-def test_unsound_takes_nothing_away():
+def test_a_non_authoritative_state_removes_no_services():
     ledger, known = DesiredElements(), DesiredElements()
     plan(known, service("web", CLUSTER, A), service("lost", "10.96.0.9:80", A))
     plan(ledger, service("web", CLUSTER, ""))
@@ -685,7 +693,7 @@ def test_unsound_takes_nothing_away():
     assert len(ledger.diff(*held, authoritative=True).old_pools) == 1
 
 
-# ---- NodePorts that meet exact frontends -------------------------------------------------------
+# ---- NodePorts in conflict with exact frontends ------------------------------------------------
 
 PORT_A = service("a", "10.96.0.1:80 NodePort=0.0.0.0:30080", A)
 EXACT = f"10.96.0.2:30080 ExternalIP={NODE_IP}:30080"
@@ -693,8 +701,8 @@ AT_NODE = f"{NODE_IP} TCP 30080"
 
 
 class Overlap(NamedTuple):
-    """What comes and goes, one after the other ("-name": gone); who answers at the node's address
-    and port in the end, and what a new connection gets there.
+    """Changes in order ("-name": deleted); the servers at the node's address and port in the end,
+    and the outcome of a new connection there.
     """
 
     name: str
@@ -705,20 +713,21 @@ class Overlap(NamedTuple):
 
 B_SERVES, B_EMPTY = service("b", EXACT, B), service("b", EXACT)
 OVERLAPS = [
-    Overlap("a NodePort alone", (PORT_A,), "10.0.0.1", "served"),
-    Overlap("the exact one wins", (PORT_A, B_SERVES), "10.0.0.2", "served"),
-    Overlap("whoever came first", (B_SERVES, PORT_A), "10.0.0.2", "served"),
-    Overlap("without endpoints, too, as in mode bpf", (PORT_A, B_EMPTY), "", "refused"),
-    Overlap("and it has them later", (PORT_A, B_EMPTY, B_SERVES), "10.0.0.2", "served"),
-    Overlap("it goes: the NodePort is back", (PORT_A, B_SERVES, "-b"), "10.0.0.1", "served"),
-    Overlap("the NodePort goes first", (PORT_A, B_SERVES, "-a"), "10.0.0.2", "served"),
-    Overlap("both go", (PORT_A, B_SERVES, "-a", "-b"), "", ""),
-    Overlap("both go, the other way", (PORT_A, B_SERVES, "-b", "-a"), "", ""),
-    Overlap("another address is no concern",
+    Overlap("only a NodePort", (PORT_A,), "10.0.0.1", "served"),
+    Overlap("the exact frontend wins", (PORT_A, B_SERVES), "10.0.0.2", "served"),
+    Overlap("the exact frontend wins, created first", (B_SERVES, PORT_A), "10.0.0.2", "served"),
+    Overlap("it wins without endpoints, as in mode bpf", (PORT_A, B_EMPTY), "", "refused"),
+    Overlap("it gets endpoints later", (PORT_A, B_EMPTY, B_SERVES), "10.0.0.2", "served"),
+    Overlap("deleted: the NodePort serves again", (PORT_A, B_SERVES, "-b"), "10.0.0.1", "served"),
+    Overlap("the NodePort is deleted", (PORT_A, B_SERVES, "-a"), "10.0.0.2", "served"),
+    Overlap("both are deleted", (PORT_A, B_SERVES, "-a", "-b"), "", ""),
+    Overlap("both are deleted, the exact one first", (PORT_A, B_SERVES, "-b", "-a"), "", ""),
+    Overlap("another address does not conflict",
             (PORT_A, service("b", "10.96.0.2:30080 ExternalIP=192.0.2.2:30080", B)),
             "10.0.0.1", "served"),
-    Overlap("nor another protocol", (PORT_A, service("b", EXACT, B, UDP)), "10.0.0.1", "served"),
-    Overlap("one Service that is both",
+    Overlap("another protocol does not conflict", (PORT_A, service("b", EXACT, B, UDP)),
+            "10.0.0.1", "served"),
+    Overlap("one Service with both",
             (service("a", f"10.96.0.1:80 NodePort=0.0.0.0:30080 LoadBalancer={NODE_IP}:30080", A,
                      ranges="10.0.0.0/8"),), "10.0.0.1", "served"),
 ]  # fmt: skip
@@ -751,8 +760,8 @@ def test_networks_of_the_node():
     assert NODE_KEY not in desired(*STATES).services
 
 
-def test_ends_sort_like_backends():
-    """What is read from the kernel compares equal with what was planned."""
+def test_real_servers_sort_like_backends():
+    """Real servers read from the kernel compare equal with planned ones."""
     (pool, *_) = plan_service_port(service("web", CLUSTER, "10.0.0.2:9 10.0.0.2:8 10.0.0.1:80"),
                          ground()).pools.values()  # fmt: skip
     assert list(pool.servers) == sorted(pool.servers)
@@ -768,14 +777,14 @@ def test_ends_sort_like_backends():
         ((40000, 50000), (1024, 39999)),
     ],
 )
-def test_masqueraded_ports_are_others_than_those_of_mode_bpf(
+def test_masqueraded_ports_differ_from_those_of_mode_bpf(
     taken: tuple[int, int], left: tuple[int, int]
 ):
     assert ruleset_options(Config(masquerade_ports=taken)).masquerade_ports == left
 
 
-def test_nothing_is_done_to_a_packet_before_all_matches_are_met():
-    """A rule that changes the mark and then does not match has changed it all the same."""
+def test_rules_match_before_they_change_a_packet():
+    """nftables evaluates a rule in order: a mark set before a failing match stays set."""
     made = [one["add"]["rule"]["expr"] for one in ruleset.create_table(ruleset.RulesetOptions())
             if "rule" in one.get("add", {})]  # fmt: skip
     assert len(made) > 50
@@ -784,8 +793,8 @@ def test_nothing_is_done_to_a_packet_before_all_matches_are_met():
         assert is_match == sorted(is_match, reverse=True), words
 
 
-def test_a_mark_that_means_something_else_by_now_is_not_taken_over():
-    """Somebody has given another --masquerade-bit."""
+def test_a_fwmark_with_the_masquerade_bit_is_not_adopted():
+    """--masquerade-bit was changed since."""
     state = service("web", PORT, BOTH, external_local=True)
     noted = [(SetName.FWMARKS, (ANY4, Protocol.TCP, 30080, MARK))]
     same, other = FwmarkAllocator(reserved_bits=1 << 1), FwmarkAllocator(reserved_bits=1 << 0)
@@ -796,8 +805,8 @@ def test_a_mark_that_means_something_else_by_now_is_not_taken_over():
 
 
 @pytest.mark.parametrize("bit", range(32))
-def test_marks_never_have_the_bit_of_masquerading(bit: int):
-    """Counted up in no time, whatever bit it is; each is another's."""
+def test_fwmarks_never_contain_the_masquerade_bit(bit: int):
+    """For every bit, and without iterating over excluded marks; each mark is used once."""
     marks = FwmarkAllocator(reserved_bits=1 << bit)
     states = [service(f"s{i}", ALL, BOTH, external_local=True) for i in range(5)]
     found = [marks.allocate(state) for state in states[:2]]

@@ -1,8 +1,8 @@
-"""Python and C mean the same bytes: sizes, offsets, and every number that has a name.
+"""The layouts of Python and C are equal: sizes, offsets, and all named numbers.
 
-The C's side comes from the compiler. BCC compiles a scratch program out of kbpf/bpf/types.h with a
-map for each struct, and gives those back as ctypes; numbers are compared by _Static_assert. It
-runs in a child process, which needs root.
+The C side comes from the compiler. BCC compiles a scratch program with kbpf/bpf/types.h and a map
+for each struct, and returns these as ctypes; numbers are compared by _Static_assert. It runs in a
+child process, which needs root.
 """
 
 import json
@@ -49,7 +49,9 @@ json.dump(found, sys.stdout)
 
 
 class Layout(NamedTuple):
-    """A struct of the C, how Python packs it, and the fields in order; "pad" is never packed."""
+    """A struct of the C code, Python's Struct for it, and its fields in order; "pad" is not
+    packed.
+    """
 
     c: str
     python: struct.Struct
@@ -104,7 +106,7 @@ DEFINED = {
     "IPPROTO_TCP": int(Protocol.TCP),
     "IPPROTO_UDP": int(Protocol.UDP),
 }
-"""Numbers that are no words of an enum."""
+"""Named numbers that are not in an enum."""
 
 NAMES: list[tuple[str, int]] = [
     *((f"SERVICE_{flag.name}", int(flag)) for flag in layout.ServiceFlag),
@@ -129,7 +131,7 @@ NAMES: list[tuple[str, int]] = [
 def python_offsets(packed: struct.Struct) -> list[tuple[int, int]]:
     """Offset and size of each value that the Struct packs; pad bytes have none."""
     text = packed.format
-    assert text[0] == "=", "no alignment of Python's own"
+    assert text[0] == "=", "native alignment must be off"
     found, offset = [], 0
     for count, code in re.findall(r"(\d*)([a-zA-Z])", text[1:]):
         number = int(count or 1)
@@ -143,7 +145,7 @@ def python_offsets(packed: struct.Struct) -> list[tuple[int, int]]:
 
 
 def compiled(folder: Path, more: str = "", types: str = TYPES) -> dict[str, dict[str, object]]:
-    """Sizes and fields of all structs; RuntimeError with the compiler's words."""
+    """Sizes and fields of all structs; RuntimeError with the compiler's output."""
     (folder / "types.h").write_text(types)
     tables = "".join(f'BPF_TABLE("hash", u32, struct {row.c}, t_{row.c}, 1);\n' for row in LAYOUTS)
     (folder / "scratch.c").write_text(f'#include "types.h"\n{tables}{more}')
@@ -165,7 +167,7 @@ def asserts(names: list[tuple[str, int]]) -> str:
 
 
 def differences(c: Mapping[str, dict[str, object]]) -> list[str]:
-    """Where the compiler's layouts and Python's are not the same."""
+    """The differences between the compiler's layouts and Python's."""
     found = []
     for row in LAYOUTS:
         size, fields = c[row.c]["size"], c[row.c]["fields"]
@@ -183,12 +185,12 @@ def differences(c: Mapping[str, dict[str, object]]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def structs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, object]]:
-    """Compiled together with every number that has a name."""
+    """The compiled structs; all named numbers are compiled with them."""
     return compiled(tmp_path_factory.mktemp("layout"), asserts(NAMES))
 
 
 def test_the_numbers_are_the_same(structs: dict[str, dict[str, object]]):
-    """They are static assertions of what `structs` compiled: it would have failed."""
+    """They are static assertions in the program of `structs`, which fails to compile otherwise."""
     assert structs
 
 
@@ -196,8 +198,8 @@ def test_the_layouts_are_the_same(structs: dict[str, dict[str, object]]):
     assert differences(structs) == []
 
 
-def test_python_calls_the_fields_what_the_c_calls_them():
-    """They are packed by their places: two of one size could change names unseen."""
+def test_python_fields_have_the_names_of_the_c_fields():
+    """Fields are packed by position, so two of the same size could be swapped unnoticed."""
     names = {row.c: tuple(row.fields.split()) for row in LAYOUTS}
     assert (*layout.ServiceValue._fields, "check") == names["service"]
     assert layout.Meta._fields == names["meta"]
@@ -221,14 +223,14 @@ def test_every_struct_and_every_number_was_compared():
 
 
 @pytest.mark.parametrize("wrong", ["CONFIG_SET_RETVAL", "NO_ENDPOINTS"])
-def test_a_wrong_number_would_be_noticed(tmp_path: Path, wrong: str):
+def test_a_wrong_number_is_detected(tmp_path: Path, wrong: str):
     names = [(name, value + (name == wrong)) for name, value in NAMES]
     with pytest.raises(RuntimeError, match=wrong):
         compiled(tmp_path, asserts(names))
 
 
-def test_a_wrong_layout_would_be_noticed(tmp_path: Path):
-    """Two fields of one size swapped, one made longer, one added."""
+def test_a_wrong_layout_is_detected(tmp_path: Path):
+    """Two fields of the same size swapped, one made longer, one added."""
     one, other = "\tu32 cluster_set;\n", "\tu32 cluster_size;\n"
     types = (
         TYPES.replace(one + other, other + one)
@@ -247,7 +249,7 @@ def test_a_wrong_layout_would_be_noticed(tmp_path: Path):
 
 
 def test_the_maps_are_made_as_the_programs_expect():
-    """Names, types and flags; the sizes are compared by the loader at every start."""
+    """Names, types and flags; the loader compares sizes at every start."""
     text = "".join(
         (SOURCES / name).read_text() for name in ("maps.h", "refuse.h", "track.h", "tc.c")
     )
@@ -260,24 +262,24 @@ def test_the_maps_are_made_as_the_programs_expect():
     found |= dict.fromkeys(storages, ("sk_storage", True))
     kinds = {1: "hash", 2: "array", 6: "percpu_array", 9: "lru_hash", 11: "lpm_trie",
              22: "queue", 24: "sk_storage"}  # fmt: skip
-    assert found.pop("tails") == ("prog", False), "made with the programs, not with the maps"
+    assert found.pop("tails") == ("prog", False), "created with the programs, not with the maps"
     ours = {spec.name: (kinds[spec.map_type], spec.flags == 1) for spec in layout.MAPS.values()}
     for name in ("service_names", "meta", "agent_status"):  # the programs never read them
         assert ours.pop(name)
     assert found == ours
 
 
-def test_the_socket_cookie_is_cut_where_the_c_mixes_it():
+def test_the_cookie_mask_matches_the_shift_in_c():
     text = (SOURCES / "sock.c").read_text()
     assert f"<< {udp.COOKIE_MASK.bit_length()}" in text
     assert udp.COOKIE_MASK.bit_count() == udp.COOKIE_MASK.bit_length()
 
 
-# ---- what Python makes of the bytes ------------------------------------------------------------
+# ---- packing and unpacking ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("text", ["10.96.0.1", "fd00::1", "0.0.0.0", "::"])
-def test_a_target_in_bytes(text: str):
+def test_a_target_packs_and_unpacks(text: str):
     at = layout.Target(parse_addr(text), 0x1F90, Protocol.TCP)
     raw = at.pack()
     family = socket.AF_INET6 if ":" in text else socket.AF_INET
@@ -291,7 +293,7 @@ def test_the_wildcards_of_both_families_differ():
     assert V4_PREFIX + bytes(4) == ANY4
 
 
-def test_a_service_in_bytes():
+def test_a_service_value_packs_and_unpacks():
     value = layout.ServiceValue(1, 2, 3, 4, 5, 6, 7, 8, 2**32 - 1)
     numbers = "".join(f"0{n}000000" for n in range(1, 9))
     raw = value.pack(layout.pack_target(ANY4, 80, 6))
@@ -307,28 +309,26 @@ def test_a_service_in_bytes():
         ServicePortKey("default", "web", "", Protocol.TCP, 6),
     ],
 )
-def test_names_come_back(key: ServicePortKey):
+def test_service_names_round_trip(key: ServicePortKey):
     raw = layout.pack_service_name(key)
     assert len(raw) == layout.SERVICE_NAME.size
     assert layout.unpack_service_name(raw) == key
 
 
-def test_each_kind_of_frontend_has_a_flag_of_its_own():
+def test_each_kind_of_frontend_has_a_distinct_flag():
     assert layout.KIND_FLAGS.keys() == set(FrontendKind)
     assert len(set(layout.KIND_FLAGS.values())) == len(FrontendKind)
 
 
-def test_the_largest_sizes_that_are_accepted_are_not_too_large_for_a_map():
+def test_the_largest_accepted_sizes_fit_a_map():
     most = MapSizes(*[parsers.MAX_ENTRIES] * 3, connections=parsers.MOST_CONNECTIONS)
     assert max(spec.max_entries(most) for spec in layout.MAPS.values()) <= parsers.MAX_ENTRIES
 
 
-def test_maps_start_no_bigger_than_they_may_get():
+def test_maps_start_no_larger_than_their_maximum():
     sizes = MapSizes(frontends=10, slots=20, backends=30, affinity=60)
     for spec in layout.MAPS.values():
-        some = (
-            spec.map_type != uapi.BPF_MAP_TYPE_SK_STORAGE
-        )  # of which there is one for each socket
+        some = spec.map_type != uapi.BPF_MAP_TYPE_SK_STORAGE  # one for each socket
         assert some <= spec.initial_entries(sizes) <= spec.max_entries(sizes)
         if spec.sized_by:
             assert spec.max_entries(sizes) == int(
@@ -346,7 +346,7 @@ def test_the_schema_hash_changes_with_any_layout(monkeypatch: pytest.MonkeyPatch
         seen.add(layout.schema_hash())
     assert len(seen) == 5
     monkeypatch.setitem(layout.MAPS, "services", replace(spec, entries=1))
-    assert layout.schema_hash() in seen, "how big a map is does not matter"
+    assert layout.schema_hash() in seen, "the number of entries does not matter"
     assert len(seen) == 5
 
 
@@ -359,14 +359,12 @@ def test_an_address_is_sixteen_bytes():
     [(spec, former) for spec in layout.MAPS.values() for former in spec.former_layouts],
     ids=lambda one: f"{one.name}" if isinstance(one, layout.MapSpec) else f"v{one.version}",
 )
-def test_a_value_of_a_former_layout_becomes_one_of_todays(
-    spec: layout.MapSpec, former: layout.FormerLayout
-):
+def test_values_of_former_layouts_are_converted(spec: layout.MapSpec, former: layout.FormerLayout):
     assert len(former.convert(bytes(former.value_size))) == spec.value_size
 
 
 def test_a_flow_of_version_1_keeps_its_fields():
-    """The struct as it was before it had room for sequence numbers."""
+    """Version 1 of the struct has no sequence numbers."""
     (former,) = layout.MAPS["flows"].former_layouts
     before = struct.Struct("=Q20s20s20s16s2s2sIIBBBBI48s")
     fields = [1, b"c" * 20, b"f" * 20, b"b" * 20, b"s" * 16, b"cp", b"sp", 2, 3, 4, 5, 6, 7, 8]
@@ -375,7 +373,7 @@ def test_a_flow_of_version_1_keeps_its_fields():
     assert list(converted) == [*fields, 0, b"w" * 48]
 
 
-def test_what_a_socket_holds_fits_the_kernels_allocations():
-    """A struct bpf_local_storage_elem has 72 bytes before the value; slabs are powers of two."""
+def test_socket_storage_values_fit_slab_sizes():
+    """struct bpf_local_storage_elem has 72 bytes before the value, and slab sizes are fixed."""
     assert layout.PEER.size + 72 <= 192
     assert layout.UDP_FLOWS.size + 72 == 512

@@ -1,4 +1,6 @@
-"""What the packet path's programs are told: of each device, of the node, and in which order."""
+"""What is written for the packet path's programs about each device and the node, and in what
+order.
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -44,7 +46,7 @@ NETWORKS = Config(detect_local_mode=LocalMode.CLUSTER_CIDR)
 
 
 class Row(NamedTuple):
-    """A device of that role, and what is said of it."""
+    """A device, its role, and its flags in the map."""
 
     name: str
     device: Device
@@ -54,26 +56,26 @@ class Row(NamedTuple):
 
 
 ROWS = [
-    Row("hardware is the way outside", ETH0, HOST, NOTHING),
-    Row("an overlay is the way outside", WG0, HOST, NOTHING),
+    Row("hardware is an uplink", ETH0, HOST, NOTHING),
+    Row("an overlay is an uplink", WG0, HOST, NOTHING),
     Row("a bridge of pods has no peer", CNI0, POD, LOCAL),
     Row("a veth into a pod", CALI1, POD, LOCAL | PEER),
     Row("a netkit into a pod", LXC1, POD, LOCAL | PEER),
     Row("a veth that is the node's uplink", UPLINK, HOST, NOTHING),
-    Row("a veth whose peer is here", PLUG, POD, LOCAL),
-    Row("by bridge: this one", CNI0, POD, LOCAL, BRIDGE),
-    Row("by bridge: also one with the way outside", CNI0, HOST, LOCAL, BRIDGE),
+    Row("a veth whose peer is on the node", PLUG, POD, LOCAL),
+    Row("by bridge: the bridge itself", CNI0, POD, LOCAL, BRIDGE),
+    Row("by bridge: also a bridge with an uplink", CNI0, HOST, LOCAL, BRIDGE),
     Row("by bridge: not a pod's own device", CALI1, POD, PEER, BRIDGE),
     Row("by bridge: not hardware", ETH0, HOST, NOTHING, BRIDGE),
-    Row("by prefix: this one", CALI1, POD, LOCAL | PEER, PREFIX),
-    Row("by prefix: whatever its role is", PLUG, HOST, LOCAL, PREFIX),
+    Row("by prefix: a device with the prefix", CALI1, POD, LOCAL | PEER, PREFIX),
+    Row("by prefix: in any role", PLUG, HOST, LOCAL, PREFIX),
     Row("by prefix: not a bridge of pods", CNI0, POD, NOTHING, PREFIX),
-    Row("by networks: while there are none, by device", CALI1, POD, LOCAL | PEER, NETWORKS),
+    Row("by networks: by device while none is known", CALI1, POD, LOCAL | PEER, NETWORKS),
 ]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_what_is_said_of_a_device(row: Row):
+def test_the_flags_of_a_device(row: Row):
     role, length, flags, mac, *_ = DEVICE.unpack(pack_device(row.device, row.role, row.config))
     assert (role, DeviceFlag(flags)) == (Told.HOST if row.role is HOST else Told.POD, row.flags)
     assert length == (0 if row.device is WG0 else 14)
@@ -81,7 +83,9 @@ def test_what_is_said_of_a_device(row: Row):
 
 
 class Source(NamedTuple):
-    """A device's addresses and the node's own, and what sources become on it."""
+    """A device's addresses, the node's preferred ones, and the masquerading source of each
+    family.
+    """
 
     name: str
     sources: str
@@ -90,17 +94,18 @@ class Source(NamedTuple):
 
 
 SOURCES = [
-    Source("none", "", "", ("::", "::")),
-    Source("none, though the node has some", "", "192.0.2.1 fd00::1", ("::", "::")),
+    Source("no addresses", "", "", ("::", "::")),
+    Source("no addresses on the device, some on the node", "", "192.0.2.1 fd00::1", ("::", "::")),
     Source("the kernel's first choice", "10.0.0.1 10.0.0.2 fd00::1", "", ("10.0.0.1", "fd00::1")),
-    Source("the node's own, if it is here", "10.0.0.1 10.0.0.2", "10.0.0.2", ("10.0.0.2", "::")),
-    Source("not the node's own elsewhere", "10.0.0.1 fd00::1", "10.9.9.9 fd00::1",
+    Source("a preferred address on the device", "10.0.0.1 10.0.0.2", "10.0.0.2",
+           ("10.0.0.2", "::")),
+    Source("a preferred address that is not on the device", "10.0.0.1 fd00::1", "10.9.9.9 fd00::1",
            ("10.0.0.1", "fd00::1")),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("row", SOURCES, ids=lambda row: row.name)
-def test_what_sources_become_on_a_device(row: Source):
+def test_the_masquerading_source_of_a_device(row: Source):
     def addrs(text: str) -> tuple[Addr, ...]:
         return tuple(parse_addr(word) for word in text.split())
 
@@ -110,7 +115,7 @@ def test_what_sources_become_on_a_device(row: Source):
 
 
 class Table:
-    """A map that writes down what happens to it, under its name."""
+    """A fake map that records its writes under its name."""
 
     def __init__(self, name: str, done: list[tuple[str, str]]) -> None:
         self.name, self.done = name, done
@@ -129,7 +134,7 @@ class Table:
 
 
 class Maps:
-    """The maps, and what the programs would read in them."""
+    """Fake maps, with properties for what the programs would read."""
 
     def __init__(self) -> None:
         self.done: list[tuple[str, str]] = []
@@ -149,19 +154,19 @@ class Maps:
 
     @property
     def cached(self) -> dict[int, int]:
-        """Whose place in `device_cache` is whose: ifindex by place."""
+        """The contents of `device_cache`: slot → ifindex."""
         entries = self.maps["device_cache"].entries
         numbers = {U32.unpack(k)[0]: CACHED_DEVICE.unpack(v)[0] for k, v in entries.items()}
         return {place: number for place, number in numbers.items() if number}
 
     def take(self) -> list[str]:
-        """What was done since the last time."""
+        """The writes since the last call."""
         done, self.done[:] = [what for what, _ in self.done], []
         return done
 
 
 def state(*networks: str, own: str = "") -> DesiredState:
-    """A desired state of which only the node's part counts."""
+    """A desired state with only the node's part."""
     return DesiredState(
         {},
         masquerade_addresses=tuple(map(parse_addr, own.split())),
@@ -174,7 +179,7 @@ def nets(*texts: str) -> set[Cidr]:
 
 
 class Flags(NamedTuple):
-    """Settings, the networks that are known, and the node's flags."""
+    """The settings, the known pod networks, and the node's flags."""
 
     name: str
     config: Config
@@ -205,18 +210,20 @@ def test_the_flags_of_the_node(row: Flags):
 
 YIELDS, FOLLOWS = NodeFlag.PASSIVE, NodeFlag.COEXISTING
 STANCES = {
-    "nobody else": (False, None, NodeFlag(0)),
-    "nobody else any more": (False, YIELDS, NodeFlag(0)),
-    "another one, nothing was told yet": (True, None, YIELDS),
-    "another one, an earlier agent yielded": (True, YIELDS, YIELDS),
-    "another one, an earlier agent led": (True, NodeFlag.DIRECT, FOLLOWS),
-    "another one, an earlier agent followed it": (True, FOLLOWS, FOLLOWS),
+    "no other data plane": (False, None, NodeFlag(0)),
+    "no other data plane any more": (False, YIELDS, NodeFlag(0)),
+    "another one, no flags yet": (True, None, YIELDS),
+    "another one, an earlier agent was passive": (True, YIELDS, YIELDS),
+    "another one, an earlier agent served": (True, NodeFlag.DIRECT, FOLLOWS),
+    "another one, an earlier agent coexisted": (True, FOLLOWS, FOLLOWS),
 }
-"""Another data plane on the node; what an earlier agent had told, None: nothing; what is told."""
+"""Whether another data plane is on the node, the flags of an earlier agent (None: none), and the
+flags that are written.
+"""
 
 
 @pytest.mark.parametrize("name", STANCES)
-def test_the_stance_towards_another_data_plane(name: str):
+def test_the_node_flags_for_another_data_plane(name: str):
     followed, before, wanted = STANCES[name]
     told = Maps()
     if before is not None:
@@ -229,11 +236,11 @@ def test_the_stance_towards_another_data_plane(name: str):
     assert told.node[2] == wanted
 
 
-def test_a_change_of_stance_changes_nothing_else():
+def test_a_mode_change_writes_only_the_node_flags():
     told = Maps()
     facts = NodeMap(Config(masquerade_all=True), told.maps, True)
     facts.set_mode(YIELDS)
-    assert told.take() == [], "there is nothing yet to be changed"
+    assert told.take() == [], "the node's entry does not exist yet"
     facts.write(state(own="192.0.2.1"))
     before = told.node
     assert before[2] == NodeFlag.MASQUERADE_ALL | YIELDS
@@ -245,24 +252,26 @@ def test_a_change_of_stance_changes_nothing_else():
     assert told.take() == []
 
 
-def test_there_is_no_moment_without_the_networks():
+def test_networks_are_never_missing_during_a_change():
     told = Maps()
     facts = NodeMap(NETWORKS, told.maps)
     facts.write(state("10.1.0.0/24"))
-    assert told.take() == ["put local_networks", "put node"], "the flag comes after its networks"
+    assert told.take() == ["put local_networks", "put node"], "networks are written before the flag"
     facts.write(state("10.2.0.0/24"))
-    assert told.take() == ["put local_networks", "drop local_networks"], "new before old"
+    assert told.take() == ["put local_networks", "drop local_networks"], (
+        "new networks are written before old ones are deleted"
+    )
     assert told.networks == nets("10.2.0.0/24")
     facts.write(state("10.2.0.0/24", "fd00::/64"))
     assert told.take() == ["put local_networks"]
     facts.write(state())
     drops = ["drop local_networks"] * 2
-    assert told.take() == ["put node", *drops], "the flag goes before its networks"
+    assert told.take() == ["put node", *drops], "the flag is removed before the networks"
     assert told.networks == set()
     assert told.node[2] == NodeFlag(0)
 
 
-def test_the_next_agent_goes_on_with_what_it_finds():
+def test_the_next_agent_removes_old_networks():
     told = Maps()
     NodeMap(NETWORKS, told.maps).write(state("10.1.0.0/24", "fd00::/64"))
     told.take()
@@ -271,7 +280,7 @@ def test_the_next_agent_goes_on_with_what_it_finds():
     assert told.networks == nets("10.1.0.0/24")
 
 
-def test_only_news_of_devices_is_written():
+def test_only_changed_devices_are_written():
     told = Maps()
     facts = DeviceMap(Config(), told.maps)
     choices = {2: RoleChoice(HOST, ""), 4: RoleChoice(SKIPPED, ""), 5: RoleChoice(POD, "")}
@@ -283,14 +292,14 @@ def test_only_news_of_devices_is_written():
     moved = Device(2, "eth0", mac=MAC[::-1])
     facts.write((moved, CNI0), choices)
     assert told.take() == [
-        *["put device_cache"] * 2,  # nothing is said there of what changes
+        *["put device_cache"] * 2,  # the slot is cleared during the change
         *("put devices", "drop devices"),
         *["put device_cache"] * 2,
     ]
     assert told.maps["devices"].entries == {U32.pack(2): pack_device(moved, HOST, Config())}
 
 
-def test_devices_of_an_earlier_agent_are_known():
+def test_devices_of_an_earlier_agent_are_adopted():
     told = Maps()
     choices = {2: RoleChoice(HOST, ""), 5: RoleChoice(POD, "")}
     DeviceMap(Config(), told.maps).write((ETH0, CALI1), choices)
@@ -301,7 +310,7 @@ def test_devices_of_an_earlier_agent_are_known():
 
 
 class Cached(NamedTuple):
-    """Devices by ifindex, and whom their places in the cache are left to."""
+    """Devices by ifindex, before and now, and the resulting cache: slot → ifindex."""
 
     name: str
     before: tuple[int, ...]
@@ -310,17 +319,19 @@ class Cached(NamedTuple):
 
 
 CACHED = [
-    Cached("each has its own", (), (2, 5, 1023), {2: 2, 5: 5, 1023: 1023}),
+    Cached("one slot for each", (), (2, 5, 1023), {2: 2, 5: 5, 1023: 1023}),
     Cached("high numbers", (), (1024, 70_001), {0: 1024, 70_001 % 1024: 70_001}),
-    Cached("of two the older one", (), (5, 1029, 2053), {5: 5}),
-    Cached("a new one moves nobody", (5,), (5, 1029), {5: 5}),
-    Cached("the older one goes", (5, 1029), (1029,), {5: 1029}),
-    Cached("all go", (5, 6), (), {}),
+    Cached("of several, the lowest ifindex", (), (5, 1029, 2053), {5: 5}),
+    Cached("a new device does not evict", (5,), (5, 1029), {5: 5}),
+    Cached("the first device is deleted", (5, 1029), (1029,), {5: 1029}),
+    Cached("all are deleted", (5, 6), (), {}),
 ]
 
 
-def test_who_is_at_a_place_of_the_cache_never_sees_half_a_device():
-    """A program that has found it reads on in it while it changes: role and header stay."""
+def test_a_device_cache_slot_is_changed_in_safe_steps():
+    """A program may still read a slot while it is changed, so the ifindex is cleared first, then
+    the value is written, then the new ifindex.
+    """
     told = Maps()
     facts, seen = DeviceMap(Config(), told.maps), []
     cache = told.maps["device_cache"]
@@ -337,17 +348,21 @@ def test_who_is_at_a_place_of_the_cache_never_sees_half_a_device():
         for number, value in (
             *((0, old), (2, old)),
             *((0, old), (0, new), (2, new)),
-            *((0, new),),  # and nothing else until the next time
+            *((0, new),),  # a slot for another device is free until the next write
             *((0, last), (1026, last)),
         )
     ]
 
 
 @pytest.mark.parametrize("row", CACHED, ids=lambda row: row.name)
-def test_the_cache_of_devices(row: Cached):
+def test_which_device_has_a_cache_slot(row: Cached):
     told = Maps()
     facts = DeviceMap(Config(), told.maps)
-    for numbers in (row.before, row.now, row.now):  # a place that another leaves waits
+    for numbers in (
+        row.before,
+        row.now,
+        row.now,
+    ):  # a slot that becomes free is used by the next write only
         there = [Device(number, f"eth{number}", mac=MAC) for number in numbers]
         facts.write(there, {number: RoleChoice(HOST, "") for number in numbers})
     assert told.cached == row.places

@@ -1,7 +1,7 @@
-"""Plans: what is written for a change, in values. No map is touched.
+"""Plans: what is written for a change, as values, without maps.
 
-A little model of the maps takes the writes in the order of plan.py, one by one, and after each
-every frontend must have a whole set, old or new.
+A model of the maps applies the writes in the order of plan.py, one by one; after each of them every
+frontend must have a complete backend set, old or new.
 """
 
 import itertools
@@ -43,7 +43,7 @@ A, B, C = "10.0.0.1:80", "10.0.0.2:80", "10.0.0.3:80"
 
 
 class Agent:
-    """What a plane keeps between two plans."""
+    """The state that a data plane keeps between two plans."""
 
     def __init__(self) -> None:
         self.ids = IdAllocator(Meta(1, 1, 1))
@@ -63,7 +63,7 @@ class Agent:
 
 
 def written(writes: Writes) -> dict[str, Any]:
-    """What is not empty, for people."""
+    """The non-empty parts of the writes in a readable form."""
     found = {
         "names": [key.name for _, key in writes.names],
         "backends": [str(one) for _, one in writes.backends],
@@ -80,7 +80,7 @@ def written(writes: Writes) -> dict[str, Any]:
 
 
 class Row(NamedTuple):
-    """A change of one Service port, and what it writes."""
+    """A change of one Service port, and its writes."""
 
     name: str
     old: ServiceState | None
@@ -112,29 +112,31 @@ ROWS = [
         {"backends": [C], "slots": [[1, 2, 3]], "flips": [AT], "retired": [2]}),
     Row("one endpoint less", web(), web(A), {"slots": [[1]], "flips": [AT], "retired": [2]}),
     Row("no endpoints left", web(), web(""), {"flips": [AT], "retired": [2]}),
-    Row("endpoints again", web(""), web(A), {"backends": [A], "slots": [[1]], "flips": [AT]}),
+    Row("the first endpoint", web(""), web(A), {"backends": [A], "slots": [[1]], "flips": [AT]}),
     Row("all frontends are flipped", web(frontends=f"{WEB} {NODE_PORT} {VIP}"),
         web(A, f"{WEB} {NODE_PORT} {VIP}"),
         {"slots": [[1]], "flips": [AT_NODE_PORT, AT, AT_VIP], "retired": [2]}),
-    Row("a frontend more: the sets stay", web(), web(frontends=f"{WEB} {VIP}"),
+    Row("another frontend: the sets stay", web(), web(frontends=f"{WEB} {VIP}"),
         {"flips": [AT_VIP]}),
     Row("a frontend less", web(frontends=f"{WEB} {VIP}"), web(), {"removed": [AT_VIP]}),
-    Row("only the policy", web(), web(external_local=True), {"flips": [AT]}),
-    Row("only the timeout", web(affinity_timeout=9), web(affinity_timeout=8), {"flips": [AT]}),
+    Row("only the policy changes", web(), web(external_local=True), {"flips": [AT]}),
+    Row("only the time-out changes", web(affinity_timeout=9), web(affinity_timeout=8),
+        {"flips": [AT]}),
     Row("affinity is switched on: a set with members", web(), web(affinity_timeout=9),
         {"slots": [[1, 2]], "members": [[1, 2]], "flips": [AT], "retired": [2]}),
     Row("affinity is switched off", web(affinity_timeout=9), web(),
         {"slots": [[1, 2]], "flips": [AT], "retired": [2]}),
-    Row("the local set alone changes", web(local=A), web(local=B),
+    Row("only the local set changes", web(local=A), web(local=B),
         {"slots": [[2]], "flips": [AT], "retired": [1]}),
-    Row("the local set goes", web(local=A), web(), {"flips": [AT], "retired": [1]}),
+    Row("the local set is removed", web(local=A), web(), {"flips": [AT], "retired": [1]}),
     Row("a restriction is a flip", web(frontends=VIP), web(frontends=VIP, restricted=True),
         {"flips": [AT_VIP]}),
-    Row("ranges: let in before the flip, shut out after it",
+    Row("source ranges: added before the flip, removed after it",
         web(frontends=VIP, ranges="10.1.0.0/16 10.2.0.0/16"),
         web(frontends=VIP, ranges="10.2.0.0/16 10.3.0.0/16"),
         {"let in": ["10.3.0.0"], "shut out": ["10.1.0.0"]}),
-    Row("no ranges any more", web(frontends=VIP, ranges="10.1.0.0/16"), web(frontends=VIP),
+    Row("the source ranges are removed",
+        web(frontends=VIP, ranges="10.1.0.0/16"), web(frontends=VIP),
         {"flips": [AT_VIP], "shut out": ["10.1.0.0"]}),
     Row("deleted with its ranges", web(frontends=VIP, ranges="10.1.0.0/16"), None,
         {"removed": [AT_VIP], "retired": [2], "shut out": ["10.1.0.0"]}),
@@ -143,12 +145,12 @@ ROWS = [
     Row("the same weights", web(cluster_weights=(1, 2)), web(cluster_weights=(1, 2)), {}),
     Row("other weights", web(cluster_weights=(1, 2)), web(cluster_weights=(3, 1)),
         {"slots": [[0, 0, 0, 1], [1, 2]], "flips": [AT], "retired": [2]}),
-    Row("no weights any more", web(cluster_weights=(1, 2)), web(),
+    Row("the weights are removed", web(cluster_weights=(1, 2)), web(),
         {"slots": [[1, 2]], "flips": [AT], "retired": [2]}),
-    Row("each set has its own", web(local=f"{A} {B}", local_weights=(2, 1)),
+    Row("each set has its own weights", web(local=f"{A} {B}", local_weights=(2, 1)),
         web(local=f"{A} {B}", local_weights=(2, 1), cluster_weights=(1, 3)),
         {"slots": [[0, 1, 1, 1], [1, 2]], "flips": [AT], "retired": [2]}),
-    Row("members are there once", None, web(cluster_weights=(1, 2), affinity_timeout=9),
+    Row("each member is written once", None, web(cluster_weights=(1, 2), affinity_timeout=9),
         {"names": ["web"], "backends": [A, B], "slots": [[0, 1, 1], [1, 2]],
          "members": [[1, 2]], "flips": [AT]}),
     Row("both sets have the same table", None,
@@ -162,17 +164,19 @@ ROWS = [
     Row("Maglev with one backend", None, web(A, algorithm=MAGLEV),
         {"names": ["web"], "backends": [A], "slots": [[1]], "flips": [AT]}),
     Row("Maglev without endpoints", web("", algorithm=MAGLEV), web("", algorithm=MAGLEV), {}),
-    Row("from random to Maglev with nobody in it is a flip", web(""), web("", algorithm=MAGLEV),
+    Row("from random to Maglev without endpoints: a flip", web(""), web("", algorithm=MAGLEV),
         {"flips": [AT]}),
     Row("deleted", web(local=A), None, {"removed": [AT], "retired": [2, 1]}),
     Row("TCP clients are never cut", web(), web(A), {"slots": [[1]], "flips": [AT],
                                                      "retired": [2]}),
-    Row("UDP clients of who left are cut", dns(), dns(A),
+    Row("UDP clients of a removed backend are cut", dns(), dns(A),
         {"slots": [[1]], "flips": ["10.96.0.1:80/UDP"], "retired": [2], "cut": [B]}),
-    Row("UDP clients of who still serves are not", dns(), dns(A, serving=f"{A} {B}"),
+    Row("UDP clients of a backend that still serves are not cut", dns(), dns(A, serving=f"{A} {B}"),
         {"slots": [[1]], "flips": ["10.96.0.1:80/UDP"], "retired": [2]}),
-    Row("who stops serving is cut", dns(A, serving=f"{A} {B}"), dns(A), {"cut": [B]}),
-    Row("who only serves has an id", dns(A), dns(A, serving=f"{A} {C}"), {"backends": [C]}),
+    Row("UDP clients of a backend that stops serving are cut",
+        dns(A, serving=f"{A} {B}"), dns(A), {"cut": [B]}),
+    Row("a backend that serves but is in no set has an id",
+        dns(A), dns(A, serving=f"{A} {C}"), {"backends": [C]}),
     Row("zero endpoints: all are cut", dns(), dns(""),
         {"flips": ["10.96.0.1:80/UDP"], "retired": [2], "cut": [A, B]}),
     Row("deleted: all are cut", dns(), None,
@@ -181,7 +185,7 @@ ROWS = [
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_what_is_written(row: Row):
+def test_the_writes_of_a_change(row: Row):
     agent = Agent()
     if row.old is not None:
         agent.plan(row.old)
@@ -195,7 +199,7 @@ def test_what_is_written(row: Row):
     assert found.retired.names == ([] if row.new else [1])
 
 
-def test_a_set_is_never_written_twice():
+def test_a_new_set_has_a_new_id():
     """A new set has a new id, also when the same endpoints come back."""
     agent, seen = Agent(), set()
     for to in (A, B, A, B, "", A):
@@ -205,7 +209,7 @@ def test_a_set_is_never_written_twice():
     assert len(seen) == 5
 
 
-def test_sets_with_and_without_members_are_told_apart():
+def test_sets_with_and_without_members_are_separate():
     agent = Agent()
     (plain,) = agent.plan(web(affinity_timeout=0)).slots
     ((affine, members),) = agent.plan(web(affinity_timeout=5)).members
@@ -225,12 +229,12 @@ def test_the_flags_of_each_frontend():
         AT_VIP: f"{shared}|RESTRICTED|LOAD_BALANCER",
         "192.0.2.2:80/TCP": f"{shared}|EXTERNAL_IP",
     }
-    assert len({v[0:1] + v[2:] for v in flips.values()}) == 1, "all else is the same"
+    assert len({v[0:1] + v[2:] for v in flips.values()}) == 1, "only the flags differ"
     assert policy_flags(web("")) == ServiceFlag(0)
 
 
 def test_a_frontend_that_moves_is_flipped_and_never_removed():
-    """Whichever of the two Services is planned first."""
+    """In whichever order the two Services are planned."""
     for giver, taker in (("a", "b"), ("b", "a")):
         agent = Agent()
         agent.plan(service(giver, f"{WEB} {VIP}", A))
@@ -257,7 +261,7 @@ def test_a_maglev_set_has_a_table():
     assert len(agent.plan(web(f"{A} {B} {C}", affinity_timeout=5)).slots[0][1]) == 3
 
 
-def test_ports_with_the_same_addresses_share_a_table_until_the_last_of_them_goes():
+def test_ports_with_the_same_addresses_share_a_table():
     agent = Agent()
     ports = [
         service(name, f"10.96.0.1:{port}", f"10.0.0.1:{port} 10.0.0.2:{port}", algorithm=MAGLEV)
@@ -277,7 +281,7 @@ def test_ports_with_the_same_addresses_share_a_table_until_the_last_of_them_goes
 
 
 class Need(NamedTuple):
-    """How many entries a change needs at most."""
+    """The maximum number of entries that a change needs."""
 
     name: str
     old: ServiceState | None
@@ -289,9 +293,9 @@ NEEDS = [
     Need("new", None, web(frontends=f"{WEB} {VIP}"), (2, 1, 0, 2, 0, 2)),
     Need("nothing changed", web(), web(), (0, 0, 0, 0, 0, 0)),
     Need("deleted", web(), None, (0, 0, 0, 0, 0, 0)),
-    Need("one more of three", web(), web(f"{A} {B} {C}"), (0, 0, 0, 3, 0, 1)),
-    Need("one less", web(), web(A), (0, 0, 0, 1, 0, 0)),
-    Need("a local set of its own", web(), web(local=C), (0, 0, 0, 1, 0, 1)),
+    Need("a third endpoint", web(), web(f"{A} {B} {C}"), (0, 0, 0, 3, 0, 1)),
+    Need("one endpoint less", web(), web(A), (0, 0, 0, 1, 0, 0)),
+    Need("a separate local set", web(), web(local=C), (0, 0, 0, 1, 0, 1)),
     Need("weights", web(), web(cluster_weights=(2, 3)), (0, 0, 0, 7, 0, 0)),
     Need(
         "the same weights",
@@ -305,9 +309,17 @@ NEEDS = [
     ),
     Need("affinity", web(), web(affinity_timeout=9), (0, 0, 0, 2, 2, 0)),
     Need("affinity of a second", web(), web(affinity_timeout=1), (0, 0, 0, 2, 2, 0)),
-    Need("who only serves", dns(A), dns(A, serving=f"{A} {B} {C}"), (0, 0, 0, 0, 0, 2)),
     Need(
-        "TCP holds nobody who only serves", web(A), web(A, serving=f"{A} {B}"), (0, 0, 0, 0, 0, 0)
+        "UDP: backends that serve but are in no set",
+        dns(A),
+        dns(A, serving=f"{A} {B} {C}"),
+        (0, 0, 0, 0, 0, 2),
+    ),
+    Need(
+        "TCP: backends that are in no set are not kept",
+        web(A),
+        web(A, serving=f"{A} {B}"),
+        (0, 0, 0, 0, 0, 0),
     ),
     Need("another frontend", web(), web(frontends=VIP), (1, 0, 0, 0, 0, 0)),
     Need(
@@ -317,7 +329,7 @@ NEEDS = [
         (0, 0, 2, 0, 0, 0),
     ),
     Need(
-        "one range more, one less",
+        "a range is replaced",
         web(frontends=VIP, ranges="10.0.0.0/8"),
         web(frontends=VIP, ranges="10.0.0.0/9"),
         (0, 0, 1, 0, 0, 0),
@@ -326,7 +338,7 @@ NEEDS = [
 
 
 @pytest.mark.parametrize("row", NEEDS, ids=lambda row: row.name)
-def test_the_room_that_a_change_takes(row: Need):
+def test_the_entries_that_a_change_needs(row: Need):
     agent = Agent()
     if row.old:
         agent.plan(row.old)
@@ -346,18 +358,20 @@ def test_the_room_that_a_change_takes(row: Need):
 
 LEAVING = [
     *((row.name, row.old, row.new) for row in NEEDS if row.old is not None),
-    ("all others", web(), web(C)),
-    ("one of two", web(), web(f"{A} {C}")),
-    ("affinity goes", web(affinity_timeout=9), web()),
-    ("all others, with affinity", web(affinity_timeout=1), web(C, affinity_timeout=1)),
+    ("all endpoints are replaced", web(), web(C)),
+    ("one of two endpoints is replaced", web(), web(f"{A} {C}")),
+    ("affinity is switched off", web(affinity_timeout=9), web()),
+    ("all endpoints are replaced, with affinity",
+        web(affinity_timeout=1), web(C, affinity_timeout=1)),
     ("deleted, with affinity, weights and a local set",
         web(local=A, affinity_timeout=1, cluster_weights=(2, 3)), None),
-    ("UDP: all others", dns(), dns(C)),
-    ("UDP: one of two", dns(), dns(f"{A} {C}")),
-    ("UDP: it serves still", dns(), dns(C, serving=f"{A} {C}")),
-    ("UDP: only who serves changes", dns(A, serving=f"{A} {B}"), dns(A, serving=f"{A} {C}")),
+    ("UDP: all endpoints are replaced", dns(), dns(C)),
+    ("UDP: one of two endpoints is replaced", dns(), dns(f"{A} {C}")),
+    ("UDP: the old endpoint still serves", dns(), dns(C, serving=f"{A} {C}")),
+    ("UDP: only the serving endpoints change",
+        dns(A, serving=f"{A} {B}"), dns(A, serving=f"{A} {C}")),
     ("UDP: deleted", dns(A, serving=f"{A} {B}"), None),
-    ("the local set becomes the other's", web(A, local=B), web(B, local=B)),
+    ("the cluster set becomes equal to the local set", web(A, local=B), web(B, local=B)),
     ("the same addresses, other ports: the table stays",
         web(cluster_weights=(1, 2)), web("10.0.0.1:81 10.0.0.2:81", cluster_weights=(1, 2))),
     ("other weights", web(cluster_weights=(1, 2)), web(cluster_weights=(3, 1))),
@@ -365,10 +379,10 @@ LEAVING = [
 
 
 @pytest.mark.parametrize(("name", "old", "new"), LEAVING, ids=[row[0] for row in LEAVING])
-def test_the_room_that_a_change_gives_back_is_told_before_and_while_it_waits(
+def test_the_entries_that_a_change_frees_are_known_in_advance(
     name: str, old: ServiceState, new: ServiceState | None
 ):
-    """As many entries as are deleted in the end: what is in use again is not counted."""
+    """The number of entries that are deleted in the end; entries in use again are not counted."""
     agent, maps = Agent(), Maps()
     list(maps.write(agent.plan(old)))
     before = count_leaving_entries((), agent.programmed[old.key], new, agent.table, agent.tables)
@@ -381,7 +395,7 @@ def test_the_room_that_a_change_gives_back_is_told_before_and_while_it_waits(
     assert before == waiting == gave
 
 
-def test_what_was_found_and_is_no_ones_leaves_too():
+def test_unclaimed_entries_count_as_leaving():
     agent = Agent()
     found = Retired(slot_keys=[b"a", b"b"], member_keys=[b"c"])
     assert count_leaving_entries([found], None, None, agent.table, agent.tables) == {
@@ -389,7 +403,7 @@ def test_what_was_found_and_is_no_ones_leaves_too():
     }  # fmt: skip
 
 
-def test_frontends_are_taken_off_alone_and_clients_of_udp_are_cut_with_them():
+def test_removed_frontends_cut_their_udp_clients():
     for protocol, cut in ((Protocol.TCP, []), (UDP, [VIP.partition("=")[2]])):
         agent = Agent()
         state = service("web", f"{WEB} {VIP}", A, protocol)
@@ -407,10 +421,10 @@ def test_frontends_are_taken_off_alone_and_clients_of_udp_are_cut_with_them():
 
 
 @pytest.mark.parametrize("remembered", [True, False])
-def test_a_set_that_was_found_is_taken_for_what_is_wanted_if_it_is_that(
+def test_an_adopted_set_with_the_wanted_contents_is_kept(
     monkeypatch: pytest.MonkeyPatch, remembered: bool
 ):
-    """Its table is found by its fingerprint, and shared from then on."""
+    """Its Maglev or weights table is recognised by its fingerprint, and shared from then on."""
     agent = Agent()
     state = web(cluster_weights=(1, 2))
     agent.plan(state)
@@ -430,20 +444,20 @@ def test_a_set_that_was_found_is_taken_for_what_is_wanted_if_it_is_that(
     assert written(agent.plan(state)) == {}
     other = replace(found, content=fingerprint([0, 1]))
     agent.programmed[state.key] = replace(old, cluster=other)
-    assert written(agent.plan(state))["slots"] == [[1, 2]], "it was spread in another way"
+    assert written(agent.plan(state))["slots"] == [[1, 2]], "the adopted table has other contents"
 
 
-def test_not_all_fingerprints_are_kept(monkeypatch: pytest.MonkeyPatch):
+def test_the_number_of_fingerprints_is_limited(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(plan, "MAX_FINGERPRINTS", 2)
     monkeypatch.setattr(plan, "_fingerprints", {})
     keys = [table_key(backends(one), web().cluster_spread) for one in (A, B, C)]
     for key, table in zip(keys, ([0], [1], [2]), strict=True):
         assert plan.remember_fingerprint(key, table) == fingerprint(table)
-    assert list(plan._fingerprints) == keys[1:], "the oldest goes"
+    assert list(plan._fingerprints) == keys[1:], "the oldest is dropped"
 
 
 class Calls:
-    """Tables that note what is asked of them, in order, and hold nothing."""
+    """Fake tables that record calls in order and store nothing."""
 
     def __init__(self) -> None:
         self.made: list[str] = []
@@ -460,9 +474,9 @@ class Calls:
             self.made.append(f"-{name}")
 
 
-def test_the_order_in_which_a_plan_is_carried_out():
-    """See plan.py and writing.py. A ClusterIP refuses its other ports only after the ports that it
-    has can be dialled, and is a stranger's only after they cannot.
+def test_the_order_of_the_writes_of_a_plan():
+    """The order of plan.py and commit.py. A ClusterIP starts to refuse unknown ports after its own
+    ports are served, and stops before they are removed.
     """
     agent, calls = Agent(), Calls()
     old = web(frontends=f"{WEB} {VIP}", ranges="10.1.0.0/16")
@@ -479,14 +493,14 @@ def test_the_order_in_which_a_plan_is_carried_out():
     ]  # fmt: skip
 
 
-def test_what_is_old_goes_in_the_order_in_which_it_became_so():
+def test_retired_sets_are_deleted_in_order_after_the_grace_period():
     agent, calls, cut = Agent(), Calls(), []
     queue = GraceQueue(calls, agent.table, agent.tables, cut.append)
     agent.plan(web(affinity_timeout=9))
     first, second = (agent.plan(web(to)).retired for to in (A, B))
     assert (queue.due, queue.pending) == (None, [])
     queue.add(4.0, Retired())
-    assert queue.due is None, "nothing is old"
+    assert queue.due is None, "nothing to delete"
     queue.add(5.0, first)
     queue.add(7.0, second)
     assert (queue.due, queue.pending) == (5.0 + GRACE_PERIOD_S, [first, second])
@@ -495,7 +509,7 @@ def test_what_is_old_goes_in_the_order_in_which_it_became_so():
     queue.delete_until(5.0)
     assert (cut, queue.due) == ([first], 7.0 + GRACE_PERIOD_S)
     queue.delete_until(7.0, 0.0)
-    assert cut == [first], "no time"
+    assert cut == [first], "the time budget is 0"
     queue.delete_until(7.0)
     assert (cut, queue.due) == ([first, second], None)
 
@@ -504,7 +518,7 @@ def test_what_is_old_goes_in_the_order_in_which_it_became_so():
 
 
 class Maps:
-    """The maps as dicts, written one entry at a time."""
+    """A model of the maps as dicts, written one entry at a time."""
 
     def __init__(self) -> None:
         self.backends: dict[int, Backend] = {}
@@ -513,13 +527,13 @@ class Maps:
         self.services: dict[FrontendAddress, ServiceValue] = {}
 
     def write(self, writes: Writes) -> Iterator[None]:
-        """The steps 2 to 4 of plan.py; yields after each entry."""
+        """Applies steps 2 to 4 of plan.py; yields after each entry."""
         for number, one in writes.backends:
             self.backends[number] = one
             yield
         for number, ids in writes.slots:
             for index, backend in enumerate(ids):
-                assert (number, index) not in self.slots, "never in place"
+                assert (number, index) not in self.slots, "a set is never changed in place"
                 self.slots[number, index] = backend
                 yield
         for number, ids in writes.members:
@@ -533,7 +547,7 @@ class Maps:
             yield
 
     def retire(self, agent: Agent, writes: Writes) -> Iterator[None]:
-        """Step 5."""
+        """Applies step 5 of plan.py."""
         for old in writes.retired.sets:
             for one in old.backends:
                 self.members.discard((old.id, agent.table.id_of(one)))
@@ -558,12 +572,12 @@ class Maps:
             yield
 
     def sizes(self) -> dict[str, int]:
-        """How many entries there are in those that sets are made of."""
+        """The number of entries of the maps that sets consist of."""
         held = {"backend_slots": self.slots, "set_members": self.members}
         return {name: len(one) for name, one in {**held, "backends": self.backends}.items()}
 
     def seen(self) -> Mapping[FrontendAddress, Any]:
-        """What a reader is led to by each frontend. KeyError if its set has a hole."""
+        """What a reader finds for each frontend. KeyError if its set is incomplete."""
         return {
             frontend: (
                 value.flags, value.affinity_timeout,
@@ -598,7 +612,7 @@ def wanted(states: Mapping[str, ServiceState]) -> dict[FrontendAddress, Any]:
 
 
 def weights(to: str, heavy: int) -> tuple[int, ...]:
-    """The first one's is `heavy`, the others' 1."""
+    """Weights: `heavy` for the first backend, 1 for the others."""
     count = len(to.split())
     return (heavy, *(1,) * (count - 1)) if count > 1 and heavy > 1 else ()
 
@@ -619,8 +633,10 @@ states = st.builds(
 
 @settings(max_examples=60)
 @given(st.lists(st.tuples(st.lists(states, max_size=3), st.booleans()), max_size=6))
-def test_at_every_point_every_frontend_has_a_whole_set(batches):
-    """Old or new, nothing between; retired at once or much later, it ends the same."""
+def test_after_every_write_every_frontend_has_a_complete_set(batches):
+    """The old set or the new one, nothing in between; retiring at once or late ends in equal
+    maps.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kbpf.policy.slots.MAGLEV_TABLE_SIZES", (7, 11))
         follow(batches)
@@ -651,8 +667,8 @@ def follow(batches: list[tuple[list[ServiceState], bool]]) -> None:
     assert (maps.slots, maps.members, maps.backends, len(agent.table)) == ({}, set(), {}, 0)
 
 
-def test_words_of_the_tests():
-    """service() says what it should."""
+def test_the_notation_of_service():
+    """The notation of service() is read as intended."""
     one = service("web", f"{WEB} {NODE_PORT}", f"{B} {A}", local=A)
     assert [str(f.at) for f in one.frontends] == [AT_NODE_PORT, AT]
     assert one.cluster == backends(f"{A} {B}")

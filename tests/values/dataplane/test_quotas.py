@@ -1,4 +1,4 @@
-"""What one namespace may take, and who comes first when room is short."""
+"""Quotas of namespaces, and the order in which Services are programmed when room is short."""
 
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ TABLE = 251
 
 
 def tenant(namespace: str, name: str, first: int = 1, count: int = 2, **more) -> ServiceState:
-    """A Service port with Maglev; `first` decides which endpoints it has."""
+    """A Service port with Maglev; `first` determines its endpoints' addresses."""
     to = " ".join(f"10.{first >> 8}.{first & 255}.{n}:80" for n in range(1, count + 1))
     made = service(name, "10.96.0.1:80", to, **{"algorithm": MAGLEV, **more})
     key = made.key._replace(namespace=namespace)
@@ -32,7 +32,7 @@ def tenant(namespace: str, name: str, first: int = 1, count: int = 2, **more) ->
 
 
 class Ports(NamedTuple):
-    """Service ports of one namespace, with room for two tables: which of them get none."""
+    """Service ports of one namespace with a quota of two tables, and those that get no table."""
 
     name: str
     states: tuple[ServiceState, ...]
@@ -41,21 +41,22 @@ class Ports(NamedTuple):
 
 LIMITED = [
     Ports("room for all", (tenant("a", "x", 1), tenant("a", "y", 2)), set()),
-    Ports("the last by name", tuple(tenant("a", name, at) for at, name in enumerate("xyz")), {"z"}),
-    Ports("the youngest",
+    Ports("the last by name gets none",
+          tuple(tenant("a", name, at) for at, name in enumerate("xyz")), {"z"}),
+    Ports("the youngest gets none",
           (tenant("a", "x", 1, created="2026-03-01T00:00:00Z"),
            tenant("a", "y", 2, created="2026-02-01T00:00:00Z"),
            tenant("a", "z", 3, created="2026-01-01T00:00:00Z")), {"x"}),
-    Ports("the largest, though it is the oldest",
+    Ports("the largest gets none, though it is the oldest",
           (tenant("a", "x", 1, 20, created="2026-01-01T00:00:00Z"),
            tenant("a", "y", 2, created="2026-02-01T00:00:00Z"),
            tenant("a", "z", 3, created="2026-03-01T00:00:00Z")), {"x"}),
-    Ports("one table for all that have the same addresses",
+    Ports("Service ports with the same addresses share a table",
           tuple(tenant("a", name, 1) for name in "uvwxyz"), set()),
-    Ports("other namespaces have their own",
+    Ports("each namespace has its own quota",
           tuple(tenant(namespace, f"{namespace}{at}", at)
                 for namespace in "ab" for at in (1, 2)), set()),
-    Ports("what needs no table does not count",
+    Ports("Service ports without a table do not count",
           (*(tenant("a", f"s{at}", at, algorithm=Algorithm.RANDOM) for at in range(9)),
            tenant("a", "x", 1)), set()),
 ]  # fmt: skip
@@ -69,7 +70,7 @@ def test_tables_of_a_namespace_are_limited(row: Ports):
     assert {key.name for key in states if limits.reason_for_even_spread(key)} == row.plain
     for key, state in states.items():
         effective = limits.effective_state(state)
-        assert effective.cluster == state.cluster, "it is served all the same"
+        assert effective.cluster == state.cluster, "it is served without a table"
         if key.name in row.plain:
             assert effective.algorithm is Algorithm.RANDOM
             assert "backends are chosen at random" in limits.reason_for_even_spread(key)
@@ -77,7 +78,7 @@ def test_tables_of_a_namespace_are_limited(row: Ports):
             assert effective is state
 
 
-def test_who_waited_gets_its_table_once_another_one_goes():
+def test_a_waiting_service_port_gets_a_freed_table():
     limits = TableLimits(2 * TABLE)
     states = {s.key: s for s in (tenant("a", name, at) for at, name in enumerate("xyz"))}
     limits.update(states, states)
@@ -89,7 +90,7 @@ def test_who_waited_gets_its_table_once_another_one_goes():
     assert limits.reason_for_even_spread(last)
 
 
-def test_too_many_backends_for_a_table_are_told():
+def test_too_many_backends_for_a_table_are_reported():
     limits = TableLimits()
     to = " ".join(f"10.0.{n >> 8}.{n & 255}:80" for n in range(2622))
     state = service("web", "10.96.0.1:80", to, algorithm=MAGLEV)
@@ -103,7 +104,7 @@ def test_too_many_backends_for_a_table_are_told():
     assert not limits.reason_for_even_spread(state.key)
 
 
-def test_nothing_is_kept_of_what_is_gone():
+def test_deleted_service_ports_leave_no_state():
     limits = TableLimits(TABLE)
     states = {s.key: s for s in (tenant("a", name, at) for at, name in enumerate("xyz"))}
     limits.update(states, states)
@@ -118,8 +119,8 @@ def key(namespace: str, name: str) -> ServicePortKey:
     return ServicePortKey(namespace, name, "", Protocol.TCP, 4)
 
 
-def test_what_is_programmed_first():
-    """Deletions, then system namespaces, then small before large, old before new, then names."""
+def test_the_order_in_which_service_ports_are_programmed():
+    """Deletions first, then system namespaces, then small before large, old before new, by name."""
     wanted = [
         (key("zz", "gone"), None),
         (key("default", "kubernetes"), tenant("default", "kubernetes", 1, 3)),
@@ -145,7 +146,7 @@ def test_what_is_programmed_first():
      ("kube-system/x", ("kube-system",), True), ("kube-system/x", ("dns",), False),
      ("dns/x", ("kube-system", "dns"), True)],
 )  # fmt: skip
-def test_which_services_are_the_clusters_own(name: str, namespaces: tuple[str, ...], system: bool):
+def test_which_services_are_system_services(name: str, namespaces: tuple[str, ...], system: bool):
     made = ServiceName(*name.split("/"))
     assert is_system_service(made, Config(system_namespaces=namespaces)) is system
 
@@ -169,12 +170,14 @@ def test_a_namespace_leaves_room_in_proportion_to_what_it_has():
     assert budgets.count_used("a", "backend_slots") == 3
     budgets.replace("a", programmed(3), None)
     assert budgets.__dict__ == NamespaceBudgets().__dict__
-    assert MAX_NAMESPACE_SLOTS < CONTESTED_FILL * 4_194_304, "tables alone do not fill a map"
+    assert MAX_NAMESPACE_SLOTS < CONTESTED_FILL * 4_194_304, (
+        "tables of one namespace do not fill a map"
+    )
 
 
 @pytest.mark.parametrize(("greedy", "each"), [(1, 76), (2, 42), (4, 22), (20, 5)])
-def test_however_many_take_all_that_they_get_others_find_room(greedy: int, each: int):
-    """And the fill up to which nobody is asked refuses nobody."""
+def test_greedy_namespaces_leave_room_for_others(greedy: int, each: int):
+    """Below the fill from which quotas apply, no namespace is refused."""
     budgets, limit = NamespaceBudgets(), 10_000
     names, used = [f"g{number}" for number in range(greedy)], 0
     held = dict.fromkeys(names, 0)

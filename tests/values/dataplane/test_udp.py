@@ -1,5 +1,5 @@
-"""How many flows of datagrams end with their backends. Maps are dicts here; real ones, and sockets:
-tests/programs/sockets/test_udp.py.
+"""UDP flows that end with their backends, and how they are counted. Maps are dicts here;
+tests/programs/sockets/test_udp.py has real maps and sockets.
 """
 
 from collections import Counter
@@ -32,8 +32,8 @@ ONE, TWO, SIX = (Backend(parse_addr(at), 53, UDP) for at in ("10.0.0.1", "10.0.0
 
 
 class FakeMap(dict[bytes, bytes]):
-    """As libbpf.Map, as far as it is asked. `moves`: an entry that begins anew before it is read
-    for the second time.
+    """The methods of Map that are used here. `moves`: new values of entries whose flow is replaced
+    before the entry is read a second time.
     """
 
     moves: dict[bytes, bytes]
@@ -68,7 +68,7 @@ class FakeMap(dict[bytes, bytes]):
 
 
 def sockets() -> dict[str, FakeMap]:
-    """No socket holds anything."""
+    """The maps of socket storage, empty."""
     return {name: FakeMap() for name in ("udp_flows", "sock_peers", "former_peers")}
 
 
@@ -79,7 +79,7 @@ def cuts_of(held: FakeMap) -> tuple[udp.UdpCutMap, AgentMaps]:
 
 
 def tracked(client: int, backend: Backend, part: FlowDirection, protocol: Protocol = UDP) -> bytes:
-    """An entry of `flows`: a client's connection to Service 1."""
+    """An entry of `flows`: one direction of a client's connection to Service 1."""
     own = pack_target(parse_addr("192.0.2.9"), client, protocol)
     front = pack_target(parse_addr("10.96.0.1"), 53, protocol)
     end = pack_target(backend.address, backend.port, protocol)
@@ -90,7 +90,7 @@ def tracked(client: int, backend: Backend, part: FlowDirection, protocol: Protoc
 
 
 def flow(*entries: tuple[int, Backend, Protocol]) -> FakeMap:
-    """Each has its question and its answer."""
+    """The map `flows` with both directions of each connection."""
     found = FakeMap()
     for client, backend, protocol in entries:
         for part in (FlowDirection.ORIGINAL, FlowDirection.REPLY):
@@ -100,7 +100,7 @@ def flow(*entries: tuple[int, Backend, Protocol]) -> FakeMap:
 
 
 class Row(NamedTuple):
-    """Flows of the packet path, which of them begin anew meanwhile, and what is counted."""
+    """Flows of the packet path, the clients whose flow is replaced meanwhile, and the counts."""
 
     name: str
     entries: tuple[tuple[int, Backend, Protocol], ...]
@@ -109,17 +109,18 @@ class Row(NamedTuple):
 
 
 ROWS = [
-    Row("nobody's", (), {}),
-    Row("to one that serves", ((1, TWO, UDP),), {}),
-    Row("a flow is one, though it has several entries", ((1, ONE, UDP), (2, TWO, UDP)), {4: 1}),
-    Row("each family's own", ((1, ONE, UDP), (2, ONE, UDP), (3, SIX, UDP)), {4: 2, 6: 1}),
-    Row("TCP goes on", ((1, ONE, TCP),), {}),
-    Row("one that has begun anew is another", ((1, ONE, UDP), (2, ONE, UDP)), {4: 1}, anew=(2,)),
+    Row("no flows", (), {}),
+    Row("to a serving backend", ((1, TWO, UDP),), {}),
+    Row("a flow counts once, though it has two entries", ((1, ONE, UDP), (2, TWO, UDP)), {4: 1}),
+    Row("families are counted separately",
+        ((1, ONE, UDP), (2, ONE, UDP), (3, SIX, UDP)), {4: 2, 6: 1}),
+    Row("TCP continues", ((1, ONE, TCP),), {}),
+    Row("a replaced flow is not ended", ((1, ONE, UDP), (2, ONE, UDP)), {4: 1}, anew=(2,)),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_flows_of_the_packet_path_that_end(row: Row):
+def test_flows_of_the_packet_path_end_with_their_backend(row: Row):
     flows = flow(*row.entries)
     flows.moves = {
         key: tracked(key[0], TWO, FlowDirection(key[1])) for key in flows if key[0] in row.anew
@@ -132,8 +133,8 @@ def test_flows_of_the_packet_path_that_end(row: Row):
     assert {key[0] for key in flows} == left
 
 
-def test_flows_of_unconnected_sockets_that_end():
-    """They are counted once, and forgotten by the programs: see sock.c, is_cut()."""
+def test_flows_of_unconnected_sockets_end_with_their_backend():
+    """They are counted once; the programs drop them (sock.c, is_cut())."""
     flows = FakeMap()
     for cookie, backends in enumerate(((ONE,), (ONE, TWO), (SIX,)), 1):
         front = pack_target(parse_addr("10.96.0.1"), 53, UDP)
@@ -152,7 +153,7 @@ def test_flows_of_unconnected_sockets_that_end():
 
 
 class Cut(NamedTuple):
-    """Backends that end at these seconds, and which of them the map has then, in this order."""
+    """Backends that stop at these seconds, and those in the map afterwards, in this order."""
 
     name: str
     ends: tuple[tuple[float, Backend], ...]
@@ -161,17 +162,17 @@ class Cut(NamedTuple):
 
 KEPT = udp.CUT_LIFETIME_NS / 1e9
 CUTS = [
-    Cut("one", ((1, ONE),), (ONE,)),
-    Cut("again", ((1, ONE), (2, TWO), (3, ONE)), (TWO, ONE)),
-    Cut("over when no flow is as old", ((1, ONE), (1 + KEPT, TWO)), (TWO,)),
-    Cut("until then it is kept", ((1, ONE), (KEPT, TWO)), (ONE, TWO)),
-    Cut("the oldest makes room", ((1, ONE), (2, TWO), (3, SIX)), (TWO, SIX)),
+    Cut("one backend", ((1, ONE),), (ONE,)),
+    Cut("a backend that stops again", ((1, ONE), (2, TWO), (3, ONE)), (TWO, ONE)),
+    Cut("removed when no flow can be as old", ((1, ONE), (1 + KEPT, TWO)), (TWO,)),
+    Cut("kept until then", ((1, ONE), (KEPT, TWO)), (ONE, TWO)),
+    Cut("the oldest is evicted", ((1, ONE), (2, TWO), (3, SIX)), (TWO, SIX)),
 ]
 
 
 @pytest.mark.parametrize("row", CUTS, ids=lambda row: row.name)
 @pytest.mark.parametrize("restarts", [False, True])
-def test_backends_that_ended_are_remembered(row: Cut, restarts: bool):
+def test_stopped_backends_are_kept_while_their_flows_may_exist(row: Cut, restarts: bool):
     held = FakeMap()
     cuts, tables = cuts_of(held)
     for second, backend in row.ends:
@@ -186,7 +187,7 @@ def test_backends_that_ended_are_remembered(row: Cut, restarts: bool):
     assert [key for key, _ in sorted(held.items(), key=lambda pair: U64.unpack(pair[1]))] == wanted
 
 
-def test_more_backends_that_end_at_once_than_there_is_room_for():
+def test_more_stopped_backends_than_the_map_holds():
     held = FakeMap()
     cuts, _ = cuts_of(held)
     cuts.add([(1, pack_target(b.address, b.port, UDP)) for b in (ONE, TWO, SIX)], 1)
@@ -195,10 +196,10 @@ def test_more_backends_that_end_at_once_than_there_is_room_for():
     assert len(held) == held.max_entries
 
 
-def test_a_full_table_is_walked_in_pieces_and_each_flow_ends_once(
+def test_a_full_table_is_processed_in_steps_and_each_flow_ends_once(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """What comes during a pass waits for the next one."""
+    """Backends that are added during a pass wait for the next pass."""
     monkeypatch.setattr(udp, "STEP_ENTRIES", 64)
     count, flows, read = 1024, FakeMap(), [0]
     for client in range(count):
@@ -227,8 +228,8 @@ def test_a_full_table_is_walked_in_pieces_and_each_flow_ends_once(
     assert [each.flows for each in passes.results] == [{4: count // 2}, {4: count // 2}]
 
 
-def test_a_socket_that_the_iterator_passes_over_once_is_ended(monkeypatch: pytest.MonkeyPatch):
-    """Another one was closed while the kernel's iterator was read."""
+def test_a_socket_skipped_once_by_the_iterator_is_ended(monkeypatch: pytest.MonkeyPatch):
+    """The kernel's iterator can skip a socket if another one is closed meanwhile."""
 
     class Churning(FakeMap):
         reads = 0

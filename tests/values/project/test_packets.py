@@ -270,7 +270,7 @@ def test_a_checksum_knows_where_a_routing_header_leads() -> None:
     "junk", [b"", b"\x45", SYN[:19], b"\x45" + bytes(19), SYN6[:39], b"\x75" + bytes(60)]
 )
 def test_what_is_no_packet_is_an_error(junk: bytes) -> None:
-    with pytest.raises(ValueError, match=r"are no IP packet|the IP header ends"):
+    with pytest.raises(ValueError, match=r"are not an IP packet|the IP header ends"):
         parse(junk, l2=False)
 
 
