@@ -1,10 +1,10 @@
 #!/bin/sh
-# Makes a guest a machine that the tests can run on, runs RESULTS/command, and leaves its exit code:
+# Prepares a guest for the tests, runs RESULTS/command, and writes its exit code to RESULTS/exit:
 # sh guest.sh RESULTS TREE
 set -eu
 results=$1 tree=$2
 
-# The shares that virtme-ng mounted without a cache are mounted anew with one.
+# Replace the shares that virtme-ng mounted without a cache by mounts with one.
 cd /
 grep ' 9p ' /proc/mounts | while read -r tag at rest; do
 	case $at in / | "$results") continue ;; esac

@@ -1,5 +1,5 @@
-/* Floods from forged addresses, honest datagrams from many clients, and servers that are not in the
- * way of either.
+/* Floods from forged addresses, honest datagrams from many clients, and servers that are fast
+ * enough for both.
  *
  *   flood send KIND DEVICE GATEWAY_MAC ADDRESS PORT RATE SECONDS FIRST_PORT PORTS SEED
  *   flood serve PORT SILENT_PORT     TCP and UDP echo on PORT, UDP that never answers; until killed
@@ -165,7 +165,7 @@ static int udp4(unsigned char *ip, uint32_t from, uint16_t port, int fragment)
 	return 36;
 }
 
-/* Port unreachable, about a segment from the Service to the client. */
+/* An ICMP port unreachable error about a segment from the Service to the client. */
 static int icmp4(unsigned char *ip, uint32_t from, uint32_t client, uint16_t port)
 {
 	static const unsigned char zero[4];
@@ -185,7 +185,7 @@ static int icmp4(unsigned char *ip, uint32_t from, uint32_t client, uint16_t por
 	return 68;
 }
 
-/* The second datagram of the client whose first one is STREAM old, or the first of a new one. */
+/* The second datagram of a client whose first one was sent STREAM ago, or a new client's first. */
 static int stream(unsigned char *ip, uint32_t from, uint16_t port)
 {
 	static struct {
@@ -246,7 +246,7 @@ static int next(unsigned char *ip, uint64_t number)
 	return tcp4(ip, from, port, chance(), 2, 0);
 }
 
-/* Datagrams from the Service among what has arrived. */
+/* Counts the received datagrams that come from the Service. */
 static long answers(int fd)
 {
 	unsigned char raw[128];
@@ -318,7 +318,7 @@ static int bound(int kind, uint16_t port)
 
 	setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &one, sizeof(one));
 	setsockopt(fd, SOL_SOCKET, SO_RCVBUFFORCE, &room, sizeof(room));
-	/* who sends to an address is answered from it */
+	/* replies come from the address that the client has sent to */
 	setsockopt(fd, IPPROTO_IPV6, IPV6_RECVPKTINFO, &one, sizeof(one));
 	if (fd < 0 || bind(fd, (struct sockaddr *)&at, sizeof(at)) ||
 	    (kind == SOCK_STREAM && listen(fd, 4096))) {
@@ -384,7 +384,7 @@ static void serve_tcp(int tcp)
 	}
 }
 
-/* In two processes: a flood of datagrams keeps one of them busy, and TCP is answered all the same. */
+/* UDP and TCP in separate processes, so that a flood of datagrams does not delay TCP. */
 static void serve(uint16_t port, uint16_t silent)
 {
 	int tcp = bound(SOCK_STREAM, port), udp = bound(SOCK_DGRAM, port);

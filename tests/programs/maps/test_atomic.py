@@ -60,7 +60,7 @@ START = {
 }
 
 
-class Dialled(NamedTuple):
+class Connect(NamedTuple):
     """One connect: start and end in ns, and the backend's address or an errno."""
 
     start: int
@@ -83,7 +83,7 @@ class History:
         write()
         self.ends.append(time.monotonic_ns())
 
-    def allowed(self, one: Dialled) -> frozenset[str]:
+    def allowed(self, one: Connect) -> frozenset[str]:
         """The backends of all sets that were in force at some moment of this connect."""
         last = bisect.bisect_right(self.starts, one.end)  # begun before the connect ended
         first = max(
@@ -91,7 +91,7 @@ class History:
         )  # not surely replaced before it
         return frozenset().union(*self.sets[first:last])
 
-    def wrong(self, dials: list[Dialled]) -> list[Dialled]:
+    def wrong(self, dials: list[Connect]) -> list[Connect]:
         """Connects that failed, or that reached a backend of no such set."""
         return [one for one in dials if one.got not in self.allowed(one)]
 
@@ -140,13 +140,13 @@ class Counters:
         struct.pack_into("=Q", self._memory, index * 8, number)
 
 
-def read(protocol: Protocol, counters: Counters, number: int) -> list[Dialled]:
+def read(protocol: Protocol, counters: Counters, number: int) -> list[Connect]:
     """Connects until counter 0 is set; keeps its number of connects in counter `number`."""
     dials = []
     while not counters[0]:
         start = time.monotonic_ns()
         got = pick_tcp() if protocol is Protocol.TCP else pick(HOST, PORT)
-        dials.append(Dialled(start, time.monotonic_ns(), got))
+        dials.append(Connect(start, time.monotonic_ns(), got))
         counters[number] = len(dials)
     return dials
 
@@ -170,7 +170,7 @@ def pick_tcp() -> str:
 
 def play(
     bench: Bench, history: History, protocol: Protocol, step: Callable[[], None]
-) -> list[Dialled]:
+) -> list[Connect]:
     """Repeats the step without a pause while readers connect; returns their connects."""
     counters, numbers = Counters(), range(1, READERS + 1)
     waiting = [
@@ -389,19 +389,19 @@ def test_check_allows_only_backends_in_force():
     """The check itself, on a made-up history."""
     a, b, c = (frozenset((name,)) for name in "abc")
     history = History([a, b, c], [0, 100, 200], [10, 110, 210])
-    for dialled, good in (
-        (Dialled(20, 30, "a"), True),
-        (Dialled(20, 30, "b"), False),
-        (Dialled(20, 99, "b"), False),
-        (Dialled(20, 100, "b"), True),
-        (Dialled(105, 106, "a"), True),
-        (Dialled(105, 106, "b"), True),
-        (Dialled(111, 112, "a"), False),
-        (Dialled(111, 112, "b"), True),
-        (Dialled(105, 205, "c"), True),
-        (Dialled(105, 205, "a"), True),
-        (Dialled(211, 300, "b"), False),
-        (Dialled(211, 300, "c"), True),
-        (Dialled(211, 300, "ECONNREFUSED"), False),
+    for connect, good in (
+        (Connect(20, 30, "a"), True),
+        (Connect(20, 30, "b"), False),
+        (Connect(20, 99, "b"), False),
+        (Connect(20, 100, "b"), True),
+        (Connect(105, 106, "a"), True),
+        (Connect(105, 106, "b"), True),
+        (Connect(111, 112, "a"), False),
+        (Connect(111, 112, "b"), True),
+        (Connect(105, 205, "c"), True),
+        (Connect(105, 205, "a"), True),
+        (Connect(211, 300, "b"), False),
+        (Connect(211, 300, "c"), True),
+        (Connect(211, 300, "ECONNREFUSED"), False),
     ):
-        assert (history.wrong([dialled]) == []) is good, dialled
+        assert (history.wrong([connect]) == []) is good, connect

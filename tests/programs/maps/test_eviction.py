@@ -253,12 +253,12 @@ OLDEST = {
 
 @pytest.mark.parametrize("kind", OLDEST)
 def test_oldest_flow_that_is_not_needed_is_evicted(flows: Flows, kind: str) -> None:
-    script, goes = OLDEST[kind]
+    script, makes_room = OLDEST[kind]
     for port, each in enumerate([script] + [LIVES] * (ROOM - 1), 2000):
         flows.talk(port, each)
     assert flows.ports() == flows.complete(range(2000, 2000 + ROOM)), "there is room for all"
     flows.talk(5000, LIVES)
-    assert flows.ports() == flows.complete([*range(2000 + goes, 2000 + ROOM), 5000])
+    assert flows.ports() == flows.complete([*range(2000 + makes_room, 2000 + ROOM), 5000])
     assert flows.evicted() == 0
 
 
@@ -275,7 +275,7 @@ FULL = {
 @pytest.mark.parametrize("kind", FULL)
 def test_new_flow_does_not_evict_established_ones(flows: Flows, kind: str) -> None:
     """Except that TCP and SCTP evict UDP streams, which are established more easily."""
-    script, word, goes = FULL[kind]
+    script, word, evicted = FULL[kind]
     for port in range(2000, 2000 + MOST):
         flows.talk(port, script)
     assert flows.ports() == flows.complete(range(2000, 2000 + MOST))
@@ -283,13 +283,13 @@ def test_new_flow_does_not_evict_established_ones(flows: Flows, kind: str) -> No
     packet = udp(*ends) if word == "?" else tcp(*ends, flags=word)
     full = flows.site.reasons()[Reason.TABLE_FULL]
     verdict = run(flows.programs["tc_ingress"], frame(packet)).retval
-    assert (verdict == TC_ACT_SHOT) == (not goes)
-    assert flows.site.reasons()[Reason.TABLE_FULL] - full == (not goes)
+    assert (verdict == TC_ACT_SHOT) == (not evicted)
+    assert flows.site.reasons()[Reason.TABLE_FULL] - full == (not evicted)
     there = flows.ports()
     assert len(there) == MOST
-    assert (5000 in there) == bool(goes)
+    assert (5000 in there) == bool(evicted)
     assert there == flows.complete(list(there)), "no flow lost an entry"
-    assert flows.evicted() == goes
+    assert flows.evicted() == evicted
 
 
 def test_expired_flow_makes_room(flows: Flows) -> None:
@@ -328,13 +328,13 @@ def test_closed_connections_always_make_room(flows: Flows) -> None:
 @pytest.mark.parametrize("kind", OLDEST)
 def test_evictable_flow_does_not_count_as_live(flows: Flows, kind: str) -> None:
     """On a node with many short connections most entries belong to closed ones."""
-    script, goes = OLDEST[kind]
+    script, evictable = OLDEST[kind]
     flows.talk(2000, script)
     counted = MapCollector(Pins(flows.site.pins), Config()).count(lambda: None)
-    assert counted.flow_count == FlowCount(live=not goes, capacity=ROOM)
+    assert counted.flow_count == FlowCount(live=not evictable, capacity=ROOM)
     with flows.site.pinned("flows") as held:
         filled = tracked_connections.measure_fill(held, time.monotonic())
-    assert (filled.entries, filled.needed) == (1, not goes)
+    assert (filled.entries, filled.needed) == (1, not evictable)
 
 
 def test_expired_flows_do_not_count_as_live(flows: Flows) -> None:
@@ -658,7 +658,7 @@ NOW = itertools.count(1e9, flow_gc.GC_INTERVAL_S)
 """Times of the agent's polls."""
 
 
-class Lost(NamedTuple):
+class Orphan(NamedTuple):
     """Packets of a flow for which two CPUs chose differently, and whether the reply entries that do
     not belong to the original entry are deleted after `seconds`.
     """
@@ -666,19 +666,19 @@ class Lost(NamedTuple):
     name: str
     script: str
     seconds: int
-    goes: bool
+    is_deleted: bool
 
 
-LOST = [
-    Lost("a request, recent", "?", 29, False),
-    Lost("a request", "?", 31, True),
-    Lost("a reply, recent", "? <!", 29, False),
-    Lost("a reply", "? <!", 31, True),
-    Lost("a stream, recent", "? <! 3s ?", 115, False),
-    Lost("a stream", "? <! 3s ?", 121, True),
-    Lost("a SYN", "S", 121, True),
-    Lost("TCP, recent", LIVES, 23 * 3600, False),
-    Lost("TCP", LIVES, 25 * 3600, True),
+ORPHANS = [
+    Orphan("a request, recent", "?", 29, False),
+    Orphan("a request", "?", 31, True),
+    Orphan("a reply, recent", "? <!", 29, False),
+    Orphan("a reply", "? <!", 31, True),
+    Orphan("a stream, recent", "? <! 3s ?", 115, False),
+    Orphan("a stream", "? <! 3s ?", 121, True),
+    Orphan("a SYN", "S", 121, True),
+    Orphan("TCP, recent", LIVES, 23 * 3600, False),
+    Orphan("TCP", LIVES, 25 * 3600, True),
 ]
 
 
@@ -715,8 +715,8 @@ def remove(held: Map, seconds: float) -> int:
     return sum(flow_gc.remove_orphans(held, *batch, at) for batch in list(held.batches()))
 
 
-@pytest.mark.parametrize("row", LOST, ids=lambda row: row.name)
-def test_orphaned_reply_entries_are_deleted_when_expired(flows: Flows, row: Lost) -> None:
+@pytest.mark.parametrize("row", ORPHANS, ids=lambda row: row.name)
+def test_orphaned_reply_entries_are_deleted_when_expired(flows: Flows, row: Orphan) -> None:
     """The flow's own reply entries stay although they are as old: a flow makes room with all its
     entries.
     """
@@ -726,8 +726,8 @@ def test_orphaned_reply_entries_are_deleted_when_expired(flows: Flows, row: Lost
     made = add_orphans(flows, 2000)
     assert len(made) == PARTS[flows.kind] - 1
     with flows.site.pinned("flows") as held:
-        assert remove(held, row.seconds) == (len(made) if row.goes else 0)
-    assert flows.site.entries("flows") == complete | ({} if row.goes else made)
+        assert remove(held, row.seconds) == (len(made) if row.is_deleted else 0)
+    assert flows.site.entries("flows") == complete | ({} if row.is_deleted else made)
 
 
 def test_reply_entries_without_original_entry_are_deleted(flows: Flows) -> None:

@@ -57,7 +57,7 @@ def place() -> Iterator[Place]:
     shutil.rmtree(root)
 
 
-class Wrong(NamedTuple):
+class Input(NamedTuple):
     """A command, its exit code, and the last line on stderr after `before`. `nobody`: run as that
     user.
     """
@@ -75,55 +75,55 @@ BPF = f"{RUN} --mode bpf"
 EXIST = "name an existing folder, or leave it out for the root cgroup"
 ROOT = "run as root"
 OTHER = "choose another folder with --pin-dir"
-WRONG = [
-    Wrong("a cgroup that is misspelt", f"{RUN} --cgroup {{cgroups}}/typo", 2,
+BAD_INPUTS = [
+    Input("a cgroup that is misspelt", f"{RUN} --cgroup {{cgroups}}/typo", 2,
           f"no such cgroup v2 folder: {{cgroups}}/typo (--cgroup); {EXIST}", USAGE),
-    Wrong("in mode bpf, too", f"{BPF} --cgroup /nowhere", 2,
+    Input("in mode bpf, too", f"{BPF} --cgroup /nowhere", 2,
           f"no such cgroup v2 folder: /nowhere (--cgroup); {EXIST}", USAGE),
-    Wrong("a file as cgroup", f"{RUN} --cgroup {{cgroups}}/cgroup.procs", 2,
+    Input("a file as cgroup", f"{RUN} --cgroup {{cgroups}}/cgroup.procs", 2,
           f"no such cgroup v2 folder: {{cgroups}}/cgroup.procs (--cgroup); {EXIST}", USAGE),
-    Wrong("a folder that is no cgroup", f"{RUN} --cgroup {{empty}}", 2,
+    Input("a folder that is no cgroup", f"{RUN} --cgroup {{empty}}", 2,
           "not a cgroup v2 folder: {empty} (--cgroup); name a folder of cgroup v2, or leave it out "
           "for the root cgroup", USAGE),
-    Wrong("pins over data", f"{BPF} --pin-dir {{data}}", 1, "will not mount a bpffs over a folder "
+    Input("pins over data", f"{BPF} --pin-dir {{data}}", 1, "will not mount a bpffs over a folder "
           f"with files: a, b ({{data}}); {OTHER}"),
-    Wrong("pins in a file", f"{BPF} --pin-dir {{file}}", 1,
+    Input("pins in a file", f"{BPF} --pin-dir {{file}}", 1,
           f"cannot create the mount point for a bpffs ({{file}}): EEXIST; {OTHER}"),
-    Wrong("pins in /proc", f"{BPF} --pin-dir /proc/no", 1,
+    Input("pins in /proc", f"{BPF} --pin-dir /proc/no", 1,
           f"cannot create the mount point for a bpffs (/proc/no): ENOENT; {OTHER}"),
-    Wrong("no folder of objects", "run --source /nowhere", 1,
+    Input("no folder of objects", "run --source /nowhere", 1,
           "no such folder of objects (/nowhere); give an existing folder with "
           "--source DIR"),
-    Wrong("neither a folder nor a server", "run --kubeconfig /nowhere", 1,
+    Input("neither a folder nor a server", "run --kubeconfig /nowhere", 1,
           "cannot read the kubeconfig: No such file or directory (/nowhere); give the "
           "kubeconfig's path"),
-    Wrong("cleanup of data", "cleanup --pin-dir {data}", 1,
+    Input("cleanup of data", "cleanup --pin-dir {data}", 1,
           "nothing was removed: the folder has entries that are not kbpf's (a, b) ({data})",
           "kbpf: "),
-    *(Wrong(f"{words}: a file", f"{words} --pin-dir {{file}}", 1, "not a folder ({file}); give the "
+    *(Input(f"{words}: a file", f"{words} --pin-dir {{file}}", 1, "not a folder ({file}); give the "
             "folder that `kbpf run` was given with --pin-dir", "kbpf: ")
       for words in ("inspect status", "inspect services", "cleanup", "check --attached")),
-    *(Wrong(f"nobody: run {words}", f"{RUN} --pin-dir {{closed}}/pins {words}", 1,
+    *(Input(f"nobody: run {words}", f"{RUN} --pin-dir {{closed}}/pins {words}", 1,
             f"cannot look {what} ({{closed}}/pins): EACCES; {ROOT}", AGENT, True)
       for words, what in (("", "at the folder for pins"), ("--mode bpf", "at the folder for pins"),
                           ("--mode ipvs", "into the folder of pins"))),
-    *(Wrong(f"nobody: {words} {where}", f"{words} --pin-dir {where}", 1,
+    *(Input(f"nobody: {words} {where}", f"{words} --pin-dir {where}", 1,
             f"cannot look into the folder of pins ({where}): EACCES; {ROOT}", "kbpf: ", True)
       for where in ("{closed}", "{closed}/pins")
       for words in ("inspect status", "inspect services", "inspect connections", "inspect maps",
                     "cleanup", "check --attached")),
-    *(Wrong(f"nobody: {words} with a cgroup of others", f"{words} --cgroup {{closed}}", 1,
+    *(Input(f"nobody: {words} with a cgroup of others", f"{words} --cgroup {{closed}}", 1,
             f"cannot look into the cgroup ({{closed}}): EACCES; {ROOT}", "kbpf: ", True)
       for words in (RUN, "check")),
-    Wrong("nobody: a configuration of others", "cleanup --config {closed}", 1, "cannot read the "
+    Input("nobody: a configuration of others", "cleanup --config {closed}", 1, "cannot read the "
           "configuration: Permission denied ({closed}); give --config FILE", "kbpf: ", True),
-    Wrong("nobody: demo", "demo --once", 1, "cannot create the network namespace (",
+    Input("nobody: demo", "demo --once", 1, "cannot create the network namespace (",
           "kbpf: ", True),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("row", WRONG, ids=lambda row: row.name)
-def test_error_is_one_line_and_nothing_changes(row: Wrong, place: Place) -> None:
+@pytest.mark.parametrize("row", BAD_INPUTS, ids=lambda row: row.name)
+def test_error_is_one_line_and_nothing_changes(row: Input, place: Place) -> None:
     before = place.shown()
     done = kbpf(*place.fill(row.command).split(), nobody=row.nobody)
     assert row.before in done.last()

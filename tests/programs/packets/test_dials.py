@@ -142,7 +142,7 @@ def bench(artifact_cache: Path) -> Iterator[Bench]:
         command("ip", "netns", "del", where)
 
 
-class Came(NamedTuple):
+class Outcome(NamedTuple):
     """The result for one packet: the verdict, the backend, and the source it leaves with."""
 
     verdict: Verdict
@@ -150,7 +150,7 @@ class Came(NamedTuple):
     seen_as: str = ""
 
 
-def dial(bench: Bench, row: Dial, hop: Hop) -> Came:
+def dial(bench: Bench, row: Dial, hop: Hop) -> Outcome:
     """Sends the first packet of a connection at this hop."""
     assert hop.source is not None
     own = format_endpoint(hop.source, next(PORTS))
@@ -159,20 +159,20 @@ def dial(bench: Bench, row: Dial, hop: Hop) -> Came:
     sent = build(own, front)
     retval, raw = bench.run("tc_ingress", sent)
     if retval == TC_ACT_SHOT:
-        return Came(Verdict.DROP)
+        return Outcome(Verdict.DROP)
     if retval == TC_ACT_REDIRECT:
         check_refusal(raw, own, front, row.protocol)
-        return Came(Verdict.REFUSE)
+        return Outcome(Verdict.REFUSE)
     assert retval == TC_ACT_UNSPEC
     got = parse(raw)
     if raw[14:] == sent:
-        return Came(Verdict.PASS)
+        return Outcome(Verdict.PASS)
     assert got.source == own
     assert checksums(got) == []
     _, raw = bench.run("tc_egress", raw[14:])
     left = parse(raw)
     assert (left.destination, checksums(left)) == (got.destination, [])
-    return Came(Verdict.TRANSLATE, got.destination, left.source.rpartition(":")[0].strip("[]"))
+    return Outcome(Verdict.TRANSLATE, got.destination, left.source.rpartition(":")[0].strip("[]"))
 
 
 def check_refusal(raw: bytes, own: str, front: str, protocol: str) -> None:
@@ -204,10 +204,10 @@ def test_first_packet_of_a_row(bench: Bench, table: Table, row: Dial) -> None:
     bench.serve(table, last.number)
     bench.set_device_of(last)
     # With 25 tries a backend, the probability that one is never chosen is 1 in 10^11.
-    came = {dial(bench, row, last) for _ in range(25 * len(names) if len(names) > 1 else 3)}
-    why = f"{came}\n{explain(table, row)}"
-    assert {one.verdict for one in came} == {verdict}, why
-    backends = {one: Backend(*split(one.to), target(row).protocol) for one in came if one.to}
+    outcomes = {dial(bench, row, last) for _ in range(25 * len(names) if len(names) > 1 else 3)}
+    why = f"{outcomes}\n{explain(table, row)}"
+    assert {one.verdict for one in outcomes} == {verdict}, why
+    backends = {one: Backend(*split(one.to), target(row).protocol) for one in outcomes if one.to}
     assert {named(each, names) for each in backends.values()} == names, why
     for one, backend in backends.items():
         if row.backend_sees and leaves(backend, last):

@@ -119,14 +119,14 @@ class Wire:
         """The verdict of one program."""
         return run(self._programs[program], frame(packet)).retval
 
-    def talk(self, v: int, which: int, port: int, said: str) -> None:
-        """Sends the packets of a connection to a VIP. `said`: segments in the notation of
+    def talk(self, v: int, which: int, port: int, script: str) -> None:
+        """Sends the packets of a connection to a VIP. `script`: segments in the notation of
         packets.Talk, separated by blanks, or ``?`` and ``!`` for datagrams; ``<`` marks those of
         the backend.
         """
         client, vip, pod = end(CLIENT[v], port), end(f"{VIP[v]}{which}", 80), end(POD[v], 8080)
         seen, talk = client, Talk()
-        for word in said.split():
+        for word in script.split():
             datagram = word.strip("<") in "?!"
             ends = (pod, seen) if "<" in word else (client, vip)
             packet = udp(*ends, b"x") if datagram else talk.segment(word, *ends)
@@ -258,63 +258,65 @@ def test_idle_timeouts_match_the_programs(tmp_path: Path) -> None:
 # ---- connections ---------------------------------------------------------------------------------
 
 
-class Said(NamedTuple):
+class Exchange(NamedTuple):
     """Packets of a connection; the state shown, and its idle timeout in seconds."""
 
     name: str
     which: int
-    said: str
+    script: str
     state: str
-    holds: int
+    timeout: int
 
     @property
     def protocol(self) -> str:
-        return "UDP" if "?" in self.said else "TCP"
+        return "UDP" if "?" in self.script else "TCP"
 
 
-SAID = [
-    Said("SYN", MASKED, "S", "new", 120),
-    Said("SYN-ACK", MASKED, "S <SA", "answered", 60),
-    Said("FIN of the client", MASKED, "S <SA A FA", "closing", 3600),
-    Said("FIN of the backend", MASKED, "S <SA A <FA", "closing", 3600),
-    Said("both FINs", MASKED, "S <SA A FA <FA", "closed", 120),
-    Said("RST", MASKED, "S <RA", "closed", 120),
-    Said("UDP request", MASKED, "?", "new", 30),
-    Said("UDP reply", MASKED, "? <!", "answered", 30),
-    Said("handshake", MASKED, "S <SA A", "unproven", 86_400),
-    Said("acknowledged data", MASKED, "S <SA A+ <A", "established", 86_400),
-    Said("Local: SYN", LOCAL, "S", "new", 120),
-    Said("Local: acknowledged data", LOCAL, "S <SA A+ <A", "established", 86_400),
-    Said("Local: UDP reply", LOCAL, "? <!", "answered", 30),
+EXCHANGES = [
+    Exchange("SYN", MASKED, "S", "new", 120),
+    Exchange("SYN-ACK", MASKED, "S <SA", "answered", 60),
+    Exchange("FIN of the client", MASKED, "S <SA A FA", "closing", 3600),
+    Exchange("FIN of the backend", MASKED, "S <SA A <FA", "closing", 3600),
+    Exchange("both FINs", MASKED, "S <SA A FA <FA", "closed", 120),
+    Exchange("RST", MASKED, "S <RA", "closed", 120),
+    Exchange("UDP request", MASKED, "?", "new", 30),
+    Exchange("UDP reply", MASKED, "? <!", "answered", 30),
+    Exchange("handshake", MASKED, "S <SA A", "unproven", 86_400),
+    Exchange("acknowledged data", MASKED, "S <SA A+ <A", "established", 86_400),
+    Exchange("Local: SYN", LOCAL, "S", "new", 120),
+    Exchange("Local: acknowledged data", LOCAL, "S <SA A+ <A", "established", 86_400),
+    Exchange("Local: UDP reply", LOCAL, "? <!", "answered", 30),
 ]
 
 
 @pytest.mark.parametrize("v", [4, 6], ids=["v4", "v6"])
-@pytest.mark.parametrize("said", SAID, ids=lambda said: said.name)
-def test_connection_is_shown_as_one_row(wire: Wire, show, said: Said, v: int) -> None:
-    wire.talk(v, said.which, 2000, said.said)
+@pytest.mark.parametrize("exchange", EXCHANGES, ids=lambda exchange: exchange.name)
+def test_connection_is_shown_as_one_row(wire: Wire, show, exchange: Exchange, v: int) -> None:
+    wire.talk(v, exchange.which, 2000, exchange.script)
     (row,) = show("connections")
     names = {MASKED: "masked", LOCAL: "local"}
-    assert row["service"] == f"default/{names[said.which]}-{said.protocol.lower()}{v}"
-    assert row["protocol"] == said.protocol
+    assert row["service"] == f"default/{names[exchange.which]}-{exchange.protocol.lower()}{v}"
+    assert row["protocol"] == exchange.protocol
     assert row["client"] == end(CLIENT[v], 2000)
-    assert row["frontend"] == end(f"{VIP[v]}{said.which}", 80)
+    assert row["frontend"] == end(f"{VIP[v]}{exchange.which}", 80)
     assert row["backend"] == end(POD[v], 8080)
-    assert row["masqueraded"] == (said.which == MASKED)
+    assert row["masqueraded"] == (exchange.which == MASKED)
     host, _, port = row["seen_as"].rpartition(":")
-    assert host.strip("[]") == (NODE[v] if said.which == MASKED else CLIENT[v])
-    assert LOW <= int(port) <= HIGH if said.which == MASKED else port == "2000"
-    assert row["state"] == said.state
-    assert 0 <= row["idle_seconds"] <= said.holds
-    assert row["idle_seconds"] + row["expires_seconds"] == pytest.approx(said.holds, abs=0.01)
+    assert host.strip("[]") == (NODE[v] if exchange.which == MASKED else CLIENT[v])
+    assert LOW <= int(port) <= HIGH if exchange.which == MASKED else port == "2000"
+    assert row["state"] == exchange.state
+    assert 0 <= row["idle_seconds"] <= exchange.timeout
+    assert row["idle_seconds"] + row["expires_seconds"] == pytest.approx(exchange.timeout, abs=0.01)
     assert (row["expired"], row["lost"], row["replaced"], row["device"]) == (False, [], False, "")
 
 
-@pytest.mark.parametrize("said", SAID, ids=lambda said: said.name)
-def test_closed_connection_is_not_counted_as_open(wire: Wire, call: Run, show, said: Said) -> None:
+@pytest.mark.parametrize("exchange", EXCHANGES, ids=lambda exchange: exchange.name)
+def test_closed_connection_is_not_counted_as_open(
+    wire: Wire, call: Run, show, exchange: Exchange
+) -> None:
     """In no view and in no metric, although its entries still exist."""
-    wire.talk(4, said.which, 2000, said.said)
-    is_open = int(said.state != "closed")
+    wire.talk(4, exchange.which, 2000, exchange.script)
+    is_open = int(exchange.state != "closed")
     (row,) = show("connections")
     name = row["service"]
     (detail,) = show("service", name)
@@ -477,36 +479,36 @@ def test_connection_is_as_recent_as_its_newest_entry(
     assert row["idle_seconds"] < 20 < row["expires_seconds"]
 
 
-class Asked(NamedTuple):
+class Query(NamedTuple):
     """Options, and the client ports of the connections that are shown."""
 
     options: tuple[str, ...]
     ports: set[int]
 
 
-ASKED = [
-    Asked((), {2000, 2001, 2002, 2003}),
-    Asked(("--service", "default/masked-tcp4"), {2000}),
-    Asked(("--service", "masked-udp4"), {2001}),
-    Asked(("--client", CLIENT[6]), {2002}),
-    Asked(("--client", "198.51.100.8"), set()),
-    Asked(("--backend", POD[4]), {2000, 2001, 2003}),
-    Asked(("--backend", "10.244.1.3"), set()),
-    Asked(("--state", "new"), {2001, 2003}),
-    Asked(("--state", "established"), {2000, 2002}),
-    Asked(("--state", "closed"), set()),
-    Asked(("--state", "new", "--service", "default/local-tcp4"), {2003}),
+QUERIES = [
+    Query((), {2000, 2001, 2002, 2003}),
+    Query(("--service", "default/masked-tcp4"), {2000}),
+    Query(("--service", "masked-udp4"), {2001}),
+    Query(("--client", CLIENT[6]), {2002}),
+    Query(("--client", "198.51.100.8"), set()),
+    Query(("--backend", POD[4]), {2000, 2001, 2003}),
+    Query(("--backend", "10.244.1.3"), set()),
+    Query(("--state", "new"), {2001, 2003}),
+    Query(("--state", "established"), {2000, 2002}),
+    Query(("--state", "closed"), set()),
+    Query(("--state", "new", "--service", "default/local-tcp4"), {2003}),
 ]
 
 
-@pytest.mark.parametrize("asked", ASKED, ids=lambda asked: " ".join(asked.options))
-def test_connections_are_filtered(wire: Wire, show, asked: Asked) -> None:
+@pytest.mark.parametrize("query", QUERIES, ids=lambda query: " ".join(query.options))
+def test_connections_are_filtered(wire: Wire, show, query: Query) -> None:
     wire.talk(4, MASKED, 2000, "S <SA A+ <A")
     wire.talk(4, MASKED, 2001, "?")
     wire.talk(6, LOCAL, 2002, "S <SA A+ <A")
     wire.talk(4, LOCAL, 2003, "S")
-    rows = show("connections", *asked.options)
-    assert {int(row["client"].rpartition(":")[2]) for row in rows} == asked.ports
+    rows = show("connections", *query.options)
+    assert {int(row["client"].rpartition(":")[2]) for row in rows} == query.ports
 
 
 def test_limit_shows_how_many_more_there_are(wire: Wire, call: Run) -> None:

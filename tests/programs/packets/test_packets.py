@@ -2038,7 +2038,7 @@ def hop_of(raw: bytes) -> dict[str, Any]:
     return dict(zip(HOP, NEXT_HOP.unpack(raw[-NEXT_HOP.size :]), strict=True))
 
 
-class Stays(NamedTuple):
+class NotRedirected(NamedTuple):
     """A packet that goes up the stack although others are redirected."""
 
     name: str
@@ -2049,20 +2049,20 @@ class Stays(NamedTuple):
     forwards: bool = True
 
 
-STAYS = [
-    Stays("Local policy", which=LOCAL),
-    Stays("a ClusterIP that is not masqueraded", which=IP),
-    Stays("from a pod", role=Role.POD),
-    Stays("TTL 1", ttl=1),
-    Stays("longer than the MTU", size=MTU),
-    Stays("a node that does not forward", forwards=False),
+NOT_REDIRECTED = [
+    NotRedirected("Local policy", which=LOCAL),
+    NotRedirected("a ClusterIP that is not masqueraded", which=IP),
+    NotRedirected("from a pod", role=Role.POD),
+    NotRedirected("TTL 1", ttl=1),
+    NotRedirected("longer than the MTU", size=MTU),
+    NotRedirected("a node that does not forward", forwards=False),
 ]
 
 
 @both
-@pytest.mark.parametrize("row", STAYS, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", NOT_REDIRECTED, ids=lambda row: row.name)
 def test_packet_that_the_stack_must_see_is_not_redirected(
-    uplink: Path_, v: int, row: Stays
+    uplink: Path_, v: int, row: NotRedirected
 ) -> None:
     uplink.set_loopback_role(row.role)
     own, front, back = client(v), vip(v, row.which), pod(v)

@@ -244,7 +244,7 @@ def connected_datagrams(host: str, number: int) -> None:
             assert s.recv(4096) == b"?"
 
 
-class Goes(NamedTuple):
+class Connection(NamedTuple):
     """A connection, and what must be added for which Service and backend: `one`, `none` or an
     address. Round trips are counted, but their length is not compared.
     """
@@ -258,8 +258,8 @@ class Goes(NamedTuple):
 
 
 REQUEST_AND_REPLY = {"bytes_in": len(REQUEST), "bytes_out": len(REPLY)}
-GOES = [
-    Goes(
+CONNECTIONS = [
+    Connection(
         "in good order",
         fair,
         "10.96.0.1:80",
@@ -267,7 +267,7 @@ GOES = [
         "one",
         ConnectionStats(begun=1, ended=1, rtts=1, **REQUEST_AND_REPLY),
     ),
-    Goes(
+    Connection(
         "in good order, IPv6",
         fair,
         "[fd00:96::1]:80",
@@ -275,7 +275,7 @@ GOES = [
         "one",
         ConnectionStats(begun=1, ended=1, rtts=1, **REQUEST_AND_REPLY),
     ),
-    Goes(
+    Connection(
         "in good order, v4-mapped",
         fair,
         "[::ffff:10.96.0.1]:80",
@@ -283,7 +283,7 @@ GOES = [
         "one",
         ConnectionStats(begun=1, ended=1, rtts=1, **REQUEST_AND_REPLY),
     ),
-    Goes(
+    Connection(
         "the backend closes first",
         listens,
         "10.96.0.3:80",
@@ -291,7 +291,7 @@ GOES = [
         "one",
         ConnectionStats(begun=1, ended=1, rtts=1, bytes_out=len(REPLY)),
     ),
-    Goes(
+    Connection(
         "both close at once",
         closes_at_once,
         "10.96.0.3:80",
@@ -299,7 +299,7 @@ GOES = [
         "one",
         ConnectionStats(begun=1, ended=1, rtts=1, bytes_out=len(REPLY)),
     ),
-    Goes(
+    Connection(
         "reset by the backend",
         reset,
         "10.96.0.2:80",
@@ -307,7 +307,7 @@ GOES = [
         "one",
         ConnectionStats(begun=1, ended=1, broken=1, rtts=1, bytes_in=len(REQUEST)),
     ),
-    Goes(
+    Connection(
         "refused by the backend",
         refused,
         "10.96.0.5:80",
@@ -315,7 +315,7 @@ GOES = [
         "one",
         ConnectionStats(begun=1, ended=1, unanswered=1),
     ),
-    Goes(
+    Connection(
         "the client does not wait",
         gives_up,
         "10.96.0.6:80",
@@ -323,12 +323,14 @@ GOES = [
         "192.0.2.99:80",
         ConnectionStats(begun=1, ended=1, unanswered=1),
     ),
-    Goes("no endpoints", refused, "10.96.0.7:80", "empty", "none", ConnectionStats(refused=1)),
-    Goes(
+    Connection(
+        "no endpoints", refused, "10.96.0.7:80", "empty", "none", ConnectionStats(refused=1)
+    ),
+    Connection(
         "only elsewhere", refused, "10.96.0.8:80", "elsewhere", "none", ConnectionStats(refused=1)
     ),
-    Goes("datagrams", datagrams, "10.96.0.4:53", "dns", "one", ConnectionStats(begun=1)),
-    Goes(
+    Connection("datagrams", datagrams, "10.96.0.4:53", "dns", "one", ConnectionStats(begun=1)),
+    Connection(
         "datagrams, connected",
         connected_datagrams,
         "10.96.0.4:53",
@@ -368,7 +370,7 @@ def added(before: dict, after: dict) -> dict[tuple[str, str], ConnectionStats]:
     return found
 
 
-def where(bench: Bench, row: Goes) -> str:
+def where(bench: Bench, row: Connection) -> str:
     if row.backend == "none":
         return "none"
     numbers = {"fair": FAIR, "fair6": FAIR, "rude": RUDE, "first": FIRST, "dns": UDP_PORT,
@@ -391,8 +393,8 @@ def wait_for(look: Callable[[], object], wanted: object) -> None:
     assert look() == wanted
 
 
-@pytest.mark.parametrize("row", GOES, ids=lambda row: row.name)
-def test_connection_adds_its_counts(served: Bench, row: Goes):
+@pytest.mark.parametrize("row", CONNECTIONS, ids=lambda row: row.name)
+def test_connection_adds_its_counts(served: Bench, row: Connection):
     site = served.site
     host, _, number = row.to.rpartition(":")
     before = read_counts(site)
@@ -407,7 +409,7 @@ def test_round_trip_time_is_measured(served: Bench):
     within(served.client, lambda: fair("10.96.0.1"))
 
     def long_enough() -> bool:
-        totals = read_counts(site)["fair", where(served, GOES[0])]
+        totals = read_counts(site)["fair", where(served, CONNECTIONS[0])]
         return bool(totals.rtts) and 0 < totals.rtt_us < totals.rtts * PATIENCE * 1e6
 
     until("a round trip has a length", long_enough)
@@ -450,7 +452,7 @@ def test_bytes_sent_after_close_are_counted(served: Bench):
             s.sendall(REQUEST)
 
     within(served.client, leaves)
-    key = "fair", where(served, GOES[0])
+    key = "fair", where(served, CONNECTIONS[0])
     wait_for(
         lambda: added(before, read_counts(site)).get(key, ConnectionStats()).bytes_in, len(REQUEST)
     )
@@ -475,8 +477,8 @@ def test_accounting_off_counts_and_keeps_nothing(bench: Bench):
 
 
 BEGINS = [
-    Goes("a connection", fair, "10.96.0.1:80", "fair", "one", ConnectionStats(begun=1)),
-    Goes(
+    Connection("a connection", fair, "10.96.0.1:80", "fair", "one", ConnectionStats(begun=1)),
+    Connection(
         "refused by the backend",
         refused,
         "10.96.0.5:80",
@@ -484,14 +486,16 @@ BEGINS = [
         "one",
         ConnectionStats(begun=1),
     ),
-    Goes("no endpoints", refused, "10.96.0.7:80", "empty", "none", ConnectionStats(refused=1)),
-    Goes("datagrams", datagrams, "10.96.0.4:53", "dns", "one", ConnectionStats(begun=1)),
+    Connection(
+        "no endpoints", refused, "10.96.0.7:80", "empty", "none", ConnectionStats(refused=1)
+    ),
+    Connection("datagrams", datagrams, "10.96.0.4:53", "dns", "one", ConnectionStats(begun=1)),
 ]
 
 
 @needs("set_retval")
 @pytest.mark.parametrize("row", BEGINS, ids=lambda row: row.name)
-def test_default_accounting_counts_begun_connections(bench: Bench, row: Goes):
+def test_default_accounting_counts_begun_connections(bench: Bench, row: Connection):
     start(bench, Config().accounting)
     assert "sock_ops" not in hooks_of(bench.site)
     host, _, number = row.to.rpartition(":")

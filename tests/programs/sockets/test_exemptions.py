@@ -51,7 +51,7 @@ def tree(site: Site) -> Iterator[Callable[[str], Path]]:
             remove_cgroup(folder)
 
 
-class Where(NamedTuple):
+class Cgroup(NamedTuple):
     """A cgroup, and the uid (ONE, TWO or STATIC) of the pod whose folder it is; "": of no pod."""
 
     path: str
@@ -60,20 +60,20 @@ class Where(NamedTuple):
 
 ONE_, TWO_ = ONE.replace("-", "_"), TWO.replace("-", "_")
 FOLDERS = [
-    Where(f"kubepods/pod{ONE}", ONE),
-    Where(f"kubepods/burstable/pod{TWO}", TWO),
-    Where(f"kubepods/besteffort/pod{STATIC}", STATIC),
-    Where(f"kubepods/pod{ONE}/pod{TWO}"),
-    Where(f"kubepods/pod{ONE}x"),
-    Where(f"kubepods/pod{ONE_}"),
-    Where(f"kubepods.slice/kubepods-pod{ONE_}.slice", ONE),
-    Where(f"kubepods.slice/kubepods-besteffort.slice/kubepods-besteffort-pod{TWO_}.slice", TWO),
-    Where(f"kubepods.slice/kubepods-pod{ONE}.slice"),
-    Where(f"kubepods.slice/kubepods-pod{TWO_}.scope"),
-    Where(f"docker.scope/kubelet.slice/kubelet-kubepods.slice/kubelet-kubepods-pod{TWO_}.slice",
-          TWO),
-    Where(f"system.slice/pod{ONE}"),
-    Where(f"system.slice/foo-pod{ONE_}.slice"),
+    Cgroup(f"kubepods/pod{ONE}", ONE),
+    Cgroup(f"kubepods/burstable/pod{TWO}", TWO),
+    Cgroup(f"kubepods/besteffort/pod{STATIC}", STATIC),
+    Cgroup(f"kubepods/pod{ONE}/pod{TWO}"),
+    Cgroup(f"kubepods/pod{ONE}x"),
+    Cgroup(f"kubepods/pod{ONE_}"),
+    Cgroup(f"kubepods.slice/kubepods-pod{ONE_}.slice", ONE),
+    Cgroup(f"kubepods.slice/kubepods-besteffort.slice/kubepods-besteffort-pod{TWO_}.slice", TWO),
+    Cgroup(f"kubepods.slice/kubepods-pod{ONE}.slice"),
+    Cgroup(f"kubepods.slice/kubepods-pod{TWO_}.scope"),
+    Cgroup(f"docker.scope/kubelet.slice/kubelet-kubepods.slice/kubelet-kubepods-pod{TWO_}.slice",
+           TWO),
+    Cgroup(f"system.slice/pod{ONE}"),
+    Cgroup(f"system.slice/foo-pod{ONE_}.slice"),
 ]  # fmt: skip
 
 
