@@ -1,7 +1,7 @@
-"""Child processes: nothing of the caller's working directory is executed, by root least of all.
+"""Child processes never execute anything from the caller's working directory.
 
 The attacker owns the working directory. It has a module for each name of the standard library that
-a child could import and a program for each that one could run; what is executed leaves a mark.
+a child could import, and a program for each that a child could run; each leaves a mark if executed.
 """
 
 import ast
@@ -19,7 +19,7 @@ from kbpf.kernel.system import children
 ROOT = Path(__file__).parents[3]
 NOBODY = 65534
 KBPF = ("-c", "import sys; sys.argv[0] = 'kbpf'; from kbpf.cli.app import main; main()")
-"""As the console script starts, but with the working directory's place taken by -P."""
+"""kbpf as started by the console script; -P keeps the working directory out of sys.path."""
 NOT_LOADED_YET = sorted(sys.stdlib_module_names - {"__main__", "__future__", "sys", "builtins"})
 KUBECONFIG = """\
 apiVersion: v1
@@ -36,7 +36,7 @@ users:
 
 
 class Trap(NamedTuple):
-    """A folder of the attacker's, and what was executed in it."""
+    """The attacker's folder, and the marks of what was executed in it."""
 
     folder: Path
     marks: Path
@@ -62,14 +62,14 @@ def trap(tmp_path: Path) -> Trap:
 
 
 def run(trap: Trap, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs our Python in the attacker's folder."""
+    """Runs our Python interpreter in the attacker's folder."""
     return subprocess.run(
         [sys.executable, *arguments], cwd=trap.folder, env={**os.environ, **environment},
         capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
 
 
-def test_the_trap_works(trap: Trap) -> None:
+def test_a_module_in_the_working_directory_leaves_a_mark(trap: Trap) -> None:
     done = run(trap, "-m", "smtplib")
     assert done.returncode == 66
     assert trap.sprung() != []
@@ -88,8 +88,8 @@ def test_compile(trap: Trap, tmp_path: Path, how: tuple[str, ...]):
 
 
 def test_credentials_of_a_plugin(trap: Trap, tmp_path: Path):
-    """The plugin that the kubeconfig names is run, by the library in a child; both come from where
-    root's Python and PATH say.
+    """The kubeconfig's plugin is run by the library in a child process. Library and plugin are
+    found by the absolute entries of Python's path and of PATH only.
     """
     (tmp_path / "kubeconfig").write_text(KUBECONFIG)
     code = (
@@ -115,7 +115,7 @@ def test_a_relative_kubeconfig_is_found_from_anywhere(trap: Trap):
 
 @pytest.mark.parametrize("path", ["", ".", "::", "bin"])
 def test_modprobe_and_iptables(trap: Trap, path: str):
-    """Found by PATH, which may have relative entries; whether the machine has them is not asked."""
+    """They are found by PATH, without its relative entries; the machine need not have them."""
     code = (
         "from kbpf.errors import KernelError\nfrom kbpf.kernel.netfilter import iptables_legacy\n"
         "from kbpf.kernel.system import modules\n"
@@ -128,8 +128,8 @@ def test_modprobe_and_iptables(trap: Trap, path: str):
     assert trap.sprung() == []
 
 
-def test_beginning_again(trap: Trap, tmp_path: Path):
-    """What a new configuration makes the agent do: the same arguments, the same directory."""
+def test_an_agent_that_executes_itself_keeps_its_arguments(trap: Trap, tmp_path: Path):
+    """After a configuration change the agent executes itself: same arguments, same directory."""
     script = tmp_path / "script.py"
     script.write_text(
         "import os, sys\nfrom kbpf.cli import run\n"
@@ -143,7 +143,7 @@ def test_beginning_again(trap: Trap, tmp_path: Path):
 
 
 class Clean(NamedTuple):
-    """A variable of the caller's and what becomes of it."""
+    """The caller's environment, and the value of a variable in the child's."""
 
     inherited: Mapping[str, str]
     name: str
@@ -166,7 +166,7 @@ CLEAN = [
 
 
 @pytest.mark.parametrize("row", CLEAN, ids=lambda row: f"{row.inherited}")
-def test_the_environment(row: Clean):
+def test_the_childs_environment_has_no_relative_paths(row: Clean):
     assert children.child_environment(row.inherited).get(row.name) == row.value
 
 
@@ -175,7 +175,7 @@ def test_an_installed_kbpf_needs_no_python_path(monkeypatch: pytest.MonkeyPatch)
     assert "PYTHONPATH" not in children.child_environment({})
 
 
-# ---- every child of ours -------------------------------------------------------------------------
+# ---- all child processes of kbpf -----------------------------------------------------------------
 
 STARTS = {"run", "Popen", "call", "check_call", "check_output"}
 FORBIDDEN = {"system", "popen", "spawnv", "spawnvp", "execvp", "execlp", "execvpe", "posix_spawnp"}
@@ -207,7 +207,7 @@ def problems(text: str) -> list[str]:
     return found
 
 
-def test_every_program_is_started_so():
+def test_every_program_is_started_by_children():
     texts = {path: path.read_text() for path in (ROOT / "kbpf").rglob("*.py")}
     seen = {str(path): problems(text) for path, text in texts.items() if path.stem != "children"}
     assert {path: found for path, found in seen.items() if found} == {}
@@ -219,5 +219,5 @@ def test_every_program_is_started_so():
     ["subprocess.run(['x'])", "subprocess.Popen(['x'], cwd='/tmp', env=children.environment())",
      "os.system('x')", "x = [sys.executable, \"-m\", 'kbpf']"],
 )  # fmt: skip
-def test_one_that_is_not_is_noticed(text: str):
+def test_another_way_to_start_a_program_is_detected(text: str):
     assert problems(text) != []

@@ -1,4 +1,4 @@
-"""What the kernel refuses becomes one line that says what, where and why."""
+"""An error of the kernel becomes one line that says what, where and why."""
 
 import errno
 import socket
@@ -29,7 +29,7 @@ def test_a_probe_without_a_socket_says_why(
     assert question() == probe.Probe(False, "ENOBUFS")  # type: ignore[operator]
 
 
-def test_the_cookie_is_unknown_only_where_the_kernel_has_none(
+def test_the_netns_cookie_is_unknown_only_without_kernel_support(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for code, outcome in ((errno.ENOPROTOOPT, None), (errno.EAGAIN, KernelError)):
@@ -41,7 +41,7 @@ def test_the_cookie_is_unknown_only_where_the_kernel_has_none(
                 netns.read_cookie()
 
 
-def test_an_unexpected_refusal_is_one_line(
+def test_an_unexpected_os_error_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(app, "_dispatch", lambda _: netns.list_namespaces() and refuse(28))

@@ -1,4 +1,6 @@
-"""What is said to IPVS, byte by byte, and as pyroute2 reads it; and what IPVS says."""
+"""Netlink messages of IPVS: encoded, compared byte by byte and with pyroute2's reading, and
+decoded.
+"""
 
 import socket
 from typing import Any, NamedTuple
@@ -27,7 +29,7 @@ WEB6 = VirtualServiceKey(6, parse_addr("fd00::1"), 80)
 
 
 def read_by_pyroute2(body: bytes) -> dict[str, Any]:
-    """Attributes by name, without prefixes; the command as "cmd"."""
+    """The attributes as pyroute2 reads them, by name without prefix, and the command as "cmd"."""
     size = (len(HEADER) + len(body)).to_bytes(4, "little")
     message = ipvsmsg(size + HEADER[4:] + body)
     message.decode()
@@ -79,7 +81,7 @@ ROWS = [
             "s.TIMEOUT": 10800,
             "s.NETMASK": "128.0.0.0",
         },
-    ),  # the prefix, a number of 32 bits
+    ),  # for IPv6, a 32-bit prefix length
     Row(
         "set, by a hash",
         IpvsRequest(
@@ -168,11 +170,11 @@ ROWS = [
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_what_is_said(row: Row):
+def test_requests_encode_as_pyroute2_reads_them(row: Row):
     assert read_by_pyroute2(ipvs.encode_request(row.change)) == row.said
 
 
-def test_bytes():
+def test_a_delete_request_byte_by_byte():
     told = ipvs.encode_request(IpvsRequest(IpvsCommand.IPVS_CMD_DEL_SERVICE, WEB)).hex(" ", 4)
     assert told == (
         "03010000 24000180 06000100 02000000 06000200 06000000 08000300 0a600001 06000400 00500000"
@@ -185,11 +187,11 @@ TIMES = [
     (ConnectionTimeouts(tcp=1), {"TCP": "01:00:00:00"}),
     (ConnectionTimeouts(udp=1), {"UDP": "01:00:00:00"}),
 ]  # fmt: skip
-"""pyroute2 shows their bytes."""
+"""Time-outs in the bytes that pyroute2 shows."""
 
 
 @pytest.mark.parametrize(("times", "said"), TIMES)
-def test_times_that_are_none_are_not_said(times: ConnectionTimeouts, said: dict[str, str]):
+def test_unset_timeouts_are_not_encoded(times: ConnectionTimeouts, said: dict[str, str]):
     body = ipvs.encode_timeouts(times)
     message = ipvsmsg((len(HEADER) + len(body)).to_bytes(4, "little") + HEADER[4:] + body)
     message.decode()
@@ -214,13 +216,17 @@ SERVICES = [
 
 
 @pytest.mark.parametrize(("service", "settings"), SERVICES, ids=str)
-def test_what_was_said_is_read_again(service: VirtualServiceKey, settings: VirtualServiceSettings):
+def test_encoded_services_decode_equal(
+    service: VirtualServiceKey, settings: VirtualServiceSettings
+):
     body = ipvs.encode_request(IpvsRequest(IpvsCommand.IPVS_CMD_NEW_SERVICE, service, settings))
     assert ipvs.decode_service(body) == (service, settings)
 
 
-def test_what_a_service_has_had_is_read():
-    """Numbers of 64 bits in an attribute of their own; those of 32 bits before it may be full."""
+def test_service_stats_use_the_64_bit_counters():
+    """The 64-bit counters are a separate attribute; the 32-bit ones before it may have
+    overflowed.
+    """
     said = ipvs.encode_request(
         IpvsRequest(IpvsCommand.IPVS_CMD_NEW_SERVICE, WEB, VirtualServiceSettings("rr"))
     )[4:]
@@ -238,8 +244,8 @@ def test_what_a_service_has_had_is_read():
 
 
 @pytest.mark.parametrize("address", ["10.0.0.1", "fd00::9"])
-def test_a_server_as_the_kernel_tells_it(address: str):
-    """Addresses have 16 bytes, whatever their family; counts of connections follow."""
+def test_a_real_server_of_the_kernel_is_decoded(address: str):
+    """Addresses have 16 bytes in both families; counts of connections follow."""
     addr = parse_addr(address)
     v4 = "." in address
     raw = addr[12:] + bytes(12) if v4 else bytes(addr)

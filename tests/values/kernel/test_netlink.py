@@ -1,4 +1,4 @@
-"""What goes wrong between a netlink socket and the kernel is a KernelError, whatever it is."""
+"""Every error of a netlink socket is a KernelError."""
 
 import errno
 import socket
@@ -16,7 +16,7 @@ WHAT = uapi.RTM_GETADDR, addresses.IFADDRMSG.pack(socket.AF_UNSPEC, 0, 0, 0, 0)
 
 
 class Broken:
-    """A socket that refuses to send or to receive."""
+    """A socket that fails to send or to receive."""
 
     def __init__(self, *, send: int = 0, receive: int = 0) -> None:
         self._send, self._receive = send, receive
@@ -55,7 +55,7 @@ def test_an_error_of_the_socket_is_a_kernel_error(verb: str, at: str):
     assert "rtnetlink" in str(raised.value)
 
 
-def test_a_dump_that_does_not_fit_is_asked_for_again_with_a_larger_buffer():
+def test_a_dump_that_does_not_fit_is_retried_with_a_larger_buffer():
     with Rtnetlink() as netlink:
         usual = netlink.socket.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
         known = netlink.dump(*WHAT)
@@ -65,7 +65,7 @@ def test_a_dump_that_does_not_fit_is_asked_for_again_with_a_larger_buffer():
         assert netlink.socket.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) >= usual
 
 
-def test_and_only_once(monkeypatch: pytest.MonkeyPatch):
+def test_a_dump_is_retried_only_once(monkeypatch: pytest.MonkeyPatch):
     netlink = Rtnetlink()
     netlink.close()
     opened: list[Broken] = []
@@ -85,7 +85,7 @@ def test_and_only_once(monkeypatch: pytest.MonkeyPatch):
     assert (raised.value.errno, len(opened)) == (errno.ENOBUFS, 1)
 
 
-def test_who_hears_of_changes_is_told_that_some_were_lost():
+def test_lost_notifications_are_an_error():
     netlink = Rtnetlink(groups=1)
     netlink.close()
     netlink.socket = Broken(receive=errno.ENOBUFS)
@@ -93,7 +93,7 @@ def test_who_hears_of_changes_is_told_that_some_were_lost():
         netlink.dump(*WHAT)
 
 
-def test_a_modprobe_that_does_not_end(monkeypatch: pytest.MonkeyPatch):
+def test_a_modprobe_that_hangs_is_an_error(monkeypatch: pytest.MonkeyPatch):
     def run(*_: object, **__: object) -> None:
         raise subprocess.TimeoutExpired("modprobe", 60)
 

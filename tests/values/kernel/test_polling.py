@@ -1,4 +1,4 @@
-"""Waiting with more than 1,100 open descriptors: select(2) takes none above 1023."""
+"""Waiting with more than 1,100 open descriptors: select(2) cannot handle one above 1023."""
 
 import os
 import resource
@@ -21,7 +21,7 @@ MANY = 1_150
 
 @pytest.fixture
 def many() -> Iterator[None]:
-    """The lowest free descriptor is above 1,100."""
+    """Opens descriptors until the lowest free one is above 1,100."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 65_536), hard))
     taken = [os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC) for _ in range(MANY)]
@@ -32,7 +32,7 @@ def many() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("many")
-def test_what_can_be_read_is_told():
+def test_readable_sockets_are_returned():
     one, two = socket.socketpair()
     with one, two:
         assert min(one.fileno(), two.fileno()) > 1_100
@@ -67,14 +67,14 @@ def test_addresses_are_watched(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.usefixtures("many")
-def test_check_dials():
+def test_udp_exchange_of_check_works():
     with socket.create_server(("127.0.0.1", 0)) as server:
         place = server.getsockname()
     assert dial.exchange_udp(place, [place]) == (place, place)
 
 
 @pytest.mark.usefixtures("many")
-def test_the_servers_answer():
+def test_the_http_server_answers():
     server = HttpServer()
     server.start()
     port = server.listen("127.0.0.1", 0, lambda _: HttpResponse(200, b"ok")).sock.getsockname()[1]
@@ -85,7 +85,7 @@ def test_the_servers_answer():
 
 
 def test_nothing_uses_select():
-    """In the agent: it fails only on nodes that are large enough."""
+    """In the agent it would fail only on large nodes."""
     from pathlib import Path
 
     import kbpf

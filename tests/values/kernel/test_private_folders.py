@@ -1,4 +1,4 @@
-"""Whose folders are trusted, and the lock of a folder. The attacker is uid 65534."""
+"""Which folders are trusted, and the lock of a folder. The attacker is uid 65534."""
 
 import os
 import re
@@ -30,7 +30,7 @@ def as_nobody(*command: str) -> list[str]:
 # ---- the lock ------------------------------------------------------------------------------------
 
 
-def test_only_one_has_the_lock_of_a_folder(tmp_path: Path) -> None:
+def test_a_second_lock_of_a_folder_is_an_error(tmp_path: Path) -> None:
     held = lock_folder(tmp_path, 0.0, "stop it first")
     with pytest.raises(KernelError) as error:
         lock_folder(tmp_path, 0.0, "stop it first")
@@ -40,7 +40,7 @@ def test_only_one_has_the_lock_of_a_folder(tmp_path: Path) -> None:
     os.close(lock_folder(tmp_path, 0.0, ""))
 
 
-def test_who_is_on_its_way_out_is_waited_for(tmp_path: Path) -> None:
+def test_the_lock_waits_for_an_agent_that_exits(tmp_path: Path) -> None:
     going = threading.Timer(0.2, os.close, (lock_folder(tmp_path, 0.0, ""),))
     going.start()
     os.close(lock_folder(tmp_path, 60.0, ""))
@@ -49,8 +49,8 @@ def test_who_is_on_its_way_out_is_waited_for(tmp_path: Path) -> None:
 
 @pytest.fixture
 def hold() -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Starts processes that hold a folder's lock as agents of earlier versions do: on the folder,
-    whatever its mode is.
+    """Starts processes that hold a lock on the folder itself, as agents of earlier versions do,
+    whatever the folder's mode is.
     """
     started = []
 
@@ -82,13 +82,13 @@ def test_an_agent_of_an_earlier_version_keeps_a_newer_one_out(tmp_path: Path, ho
         [sys.executable, "-c", HOLD.replace("LOCK_EX", "LOCK_EX | fcntl.LOCK_NB"), str(folder)],
         stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    assert "BlockingIOError" in older.communicate()[1], "and the newer one keeps it out"
+    assert "BlockingIOError" in older.communicate()[1], "the newer agent keeps the older one out"
     os.close(held)
 
 
 @pytest.fixture
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder that everybody can reach, as /sys/fs/bpf and /run are: root's, and sticky."""
+    """A folder that all users can access, like /sys/fs/bpf and /run: owned by root and sticky."""
     folder = Path(f"/tmp/kbpf-test-{os.getpid()}-{tmp_path_factory.getbasetemp().name}")
     folder.mkdir()
     folder.chmod(0o1777)
@@ -96,7 +96,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     subprocess.run(["rm", "-rf", str(folder)], check=True)
 
 
-def test_nobody_else_can_take_the_lock(shared: Path) -> None:
+def test_other_users_cannot_take_the_lock(shared: Path) -> None:
     os.close(lock_folder(make(shared / "pins", 0o755), 0.0, ""))
     assert stat.S_IMODE((shared / "pins").stat().st_mode) == 0o700
     done = subprocess.run(
@@ -106,8 +106,8 @@ def test_nobody_else_can_take_the_lock(shared: Path) -> None:
     assert "PermissionError" in done.stderr
 
 
-def test_who_took_it_while_that_was_possible_is_named(shared: Path, hold) -> None:
-    """Earlier versions left the folder open to all."""
+def test_another_users_process_that_holds_the_lock_is_named(shared: Path, hold) -> None:
+    """Earlier versions left the folder accessible to all users."""
     folder = make(shared / "pins", 0o755)
     attacker = hold(folder, *as_nobody())
     with pytest.raises(KernelError) as error:
@@ -118,11 +118,11 @@ def test_who_took_it_while_that_was_possible_is_named(shared: Path, hold) -> Non
     os.close(lock_folder(folder, 60.0, ""))
 
 
-# ---- who is trusted ------------------------------------------------------------------------------
+# ---- trust ---------------------------------------------------------------------------------------
 
 
 class Case(NamedTuple):
-    """What becomes of the folder `a/pins`, and the complaint; without one it is trusted."""
+    """How the folder `a/pins` is changed, and the complaint; without one it is trusted."""
 
     name: str
     spoil: Callable[[Path], None]
@@ -142,30 +142,30 @@ def replaced(folder: Path, by: Path) -> None:
 
 
 CASES = [
-    Case("as it should be", lambda pins: None),
+    Case("private", lambda pins: None),
     Case("0755, of an earlier version", lambda pins: pins.chmod(0o755)),
-    Case("below a folder for all, sticky", lambda pins: pins.parent.chmod(0o1777)),
-    Case("another's", lambda pins: os.chown(pins, NOBODY, NOBODY), "pins: uid 65534 owns it"),
+    Case("in a sticky folder that all may write to", lambda pins: pins.parent.chmod(0o1777)),
+    Case("another user's", lambda pins: os.chown(pins, NOBODY, NOBODY), "pins: uid 65534 owns it"),
     Case("the group may write", lambda pins: pins.chmod(0o770),
          "pins: others may write to it (mode 0770)"),
     Case("all may write", lambda pins: pins.chmod(0o777),
          "pins: others may write to it (mode 0777)"),
     Case("all may write, sticky", lambda pins: pins.chmod(0o1777),
          "pins: others may write to it (mode 1777)"),
-    Case("below another's", lambda pins: os.chown(pins.parent, NOBODY, NOBODY),
+    Case("in another user's folder", lambda pins: os.chown(pins.parent, NOBODY, NOBODY),
          "a: uid 65534 owns it"),
-    Case("below another's, sticky",
+    Case("in another user's sticky folder",
          lambda pins: (os.chown(pins.parent, NOBODY, NOBODY), pins.parent.chmod(0o1777)),
          "a: uid 65534 owns it"),
-    Case("below one for all, not sticky", lambda pins: pins.parent.chmod(0o777),
+    Case("in a folder that all may write to, not sticky", lambda pins: pins.parent.chmod(0o777),
          "a: others may write to it (mode 0777)"),
-    Case("root's symbolic link to another's",
+    Case("root's symbolic link to another user's folder",
          lambda pins: replaced(pins, make(pins.parent / "b", owner=NOBODY)),
          "b: uid 65534 owns it"),
-    Case("another's symbolic link to root's",
+    Case("another user's symbolic link to root's folder",
          lambda pins: (replaced(pins, make(pins.parent / "b")),
                        os.lchown(pins, NOBODY, NOBODY)), "pins: uid 65534 owns it"),
-    Case("root's symbolic link to root's",
+    Case("root's symbolic link to root's folder",
          lambda pins: replaced(pins, make(pins.parent / "b"))),
 ]  # fmt: skip
 
@@ -189,11 +189,11 @@ def test_a_folder(shared: Path, case: Case) -> None:
             f"cannot trust the folder: {reason} ({where}); "
             "remove it and start again, or choose another folder"
         )
-    assert pins.stat() == before, "nothing is changed"
+    assert pins.stat() == before, "the folder is not changed"
 
 
-def test_a_folder_of_our_own_needs_no_root(shared: Path) -> None:
-    """As whom we run is trusted, too."""
+def test_a_folder_of_the_current_user_is_trusted(shared: Path) -> None:
+    """The user that kbpf runs as is trusted, too."""
     make(shared / "pins", 0o700, NOBODY)
     child = os.fork()
     if child == 0:

@@ -1,4 +1,4 @@
-"""What a process needs of the kernel, and what it is told when that is missing."""
+"""The privileges that a process needs, and the errors if they are missing."""
 
 import errno
 import resource
@@ -21,7 +21,7 @@ LIMITS = [
 
 
 @pytest.mark.parametrize(("release", "limit", "expected"), LIMITS)
-def test_what_maps_may_take(
+def test_the_locked_memory_limit_of_maps(
     monkeypatch: pytest.MonkeyPatch, release: str, limit: int, expected: int | None
 ):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
@@ -37,7 +37,7 @@ def test_what_maps_may_take(
         (65536, errno.EACCES, True, "it needs root or CAP_BPF"),
     ],
 )
-def test_what_a_refusal_is_explained_by(
+def test_a_refusal_is_explained_by_its_cause(
     monkeypatch: pytest.MonkeyPatch, limit: int | None, code: int, privileged: bool, said: str
 ):
     monkeypatch.setattr(syscalls, "memlock_limit", lambda: limit)

@@ -1,4 +1,4 @@
-"""Which file a setting is read from and written to."""
+"""The file that a sysctl is read from and written to."""
 
 from pathlib import Path
 
@@ -8,8 +8,12 @@ from kbpf.kernel.system import sysctl
 
 ROWS = [
     ("on a node", (), "proc/net/ipv4/ip_forward"),
-    ("in a pod that was given the node's", ("net/ipv4/ip_forward",), "host/net/ipv4/ip_forward"),
-    ("in a pod, one that the node has not", ("net/ipv4/other",), "proc/net/ipv4/ip_forward"),
+    (
+        "in a pod with the node's folder mounted",
+        ("net/ipv4/ip_forward",),
+        "host/net/ipv4/ip_forward",
+    ),
+    ("in a pod, a sysctl that the node lacks", ("net/ipv4/other",), "proc/net/ipv4/ip_forward"),
 ]
 
 

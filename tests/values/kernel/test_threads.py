@@ -1,5 +1,5 @@
-"""Threads are supervised: what fails begins again, is logged and counted, and what is stuck or has
-failed for long is named.
+"""Supervised threads: failed work is logged, counted and restarted; threads that are stuck or keep
+failing are reported.
 """
 
 import threading
@@ -22,7 +22,7 @@ def state_of(name: str) -> ThreadState:
     return next(one for one in threads.list_threads() if one.name == name)
 
 
-def test_work_that_fails_begins_again(caplog: pytest.LogCaptureFixture):
+def test_failed_work_is_restarted_and_logged(caplog: pytest.LogCaptureFixture):
     tries, stop = [], threading.Event()
 
     def work() -> None:
@@ -53,7 +53,7 @@ def test_work_that_returns_is_done():
     )
 
 
-def test_what_goes_on_failing_is_named_and_forgiven(monkeypatch: pytest.MonkeyPatch):
+def test_work_that_keeps_failing_is_reported_until_it_recovers(monkeypatch: pytest.MonkeyPatch):
     now = [0.0]
     go_on, stop = threading.Event(), threading.Event()
 
@@ -66,17 +66,17 @@ def test_what_goes_on_failing_is_named_and_forgiven(monkeypatch: pytest.MonkeyPa
 
     thread = SupervisedThread("t-again", work, clock=lambda: now[0])
     thread.start()
-    until("it is named", lambda: "thread t-again" in " ".join(threads.list_problems()))
+    until("it is reported", lambda: "thread t-again" in " ".join(threads.list_problems()))
     assert state_of("t-again").problem == "it keeps failing: ValueError: on purpose"
     go_on.set()
     until("it works", lambda: thread.get_state().restarts and not stop.is_set() and go_on.is_set())
     now[0] += threads.FAILURE_RESET_S
-    until("it is forgotten", lambda: not thread.get_state().problem)
+    until("it is no longer reported", lambda: not thread.get_state().problem)
     stop.set()
     assert thread.stop(PATIENCE)
 
 
-def test_who_makes_no_progress_is_stuck():
+def test_a_thread_without_progress_is_reported():
     now, turns, stop = [0.0], threading.Semaphore(0), threading.Event()
 
     def work() -> None:
@@ -89,13 +89,13 @@ def test_who_makes_no_progress_is_stuck():
     now[0] = 31
     assert threads.list_problems() == ("thread t-stuck: no progress for 31 s",)
     turns.release()
-    until("it goes on", lambda: not threads.list_problems())
+    until("it makes progress", lambda: not threads.list_problems())
     stop.set()
     turns.release()
     assert thread.stop(PATIENCE)
 
 
-def test_no_thread_to_be_had_is_one_line(monkeypatch: pytest.MonkeyPatch):
+def test_a_thread_that_cannot_start_is_an_error(monkeypatch: pytest.MonkeyPatch):
     def refuse(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -105,5 +105,5 @@ def test_no_thread_to_be_had_is_one_line(monkeypatch: pytest.MonkeyPatch):
     assert not [one for one in threads.list_threads() if one.name == "t-none"]
 
 
-def test_a_thread_of_others_may_beat():
+def test_a_heartbeat_of_an_unsupervised_thread_is_ignored():
     threads.heartbeat()

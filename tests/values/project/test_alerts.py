@@ -1,8 +1,8 @@
-"""Each alert of manifests/monitoring/rules.yaml, tried by promtool: on a node that is well none
-fires; with what it is there for it does, and it alone, in the words of the row.
+"""Each alert of manifests/monitoring/rules.yaml, tested with promtool: on a healthy node none
+fires; on its condition exactly that one fires, with the summary of the row.
 
-The series are the page of metrics that an agent makes. A row says which of them change, ten minutes
-after the beginning; the others stay as they are.
+The series are those of the page that an agent makes. A row says which of them change ten minutes
+after the start; the others stay constant.
 """
 
 import subprocess
@@ -34,7 +34,7 @@ from tests.values.serve.test_metrics import page as page_of
 RULES = Path(__file__).parents[3] / "manifests" / "monitoring" / "rules.yaml"
 NODE = {"job": "kube-proxy", "instance": "node-1:10249"}
 BEGINS, ENDS = 10, 60
-"""Minutes: when what a row says begins, and when it is looked at for the last time."""
+"""Minutes: when the change of a row begins, and when it is evaluated for the last time."""
 
 WELL = msgspec.structs.replace(
     STATUS, problems=(), problem_count=0, refused=0, error="", without_endpoints=0,
@@ -48,7 +48,7 @@ PLANE = Counts(
     DataPlaneMetrics(
         tables=(
             TableUsage("services", 1000, 16_384, 262_144, 4096),
-            TableUsage("flows", 2640, 3000, None, 4096),  # of connections that are over
+            TableUsage("flows", 2640, 3000, None, 4096),  # closed connections
             TableUsage("affinity", 65_536, 65_536, None, 4096),
         ),
         reason_counts=(ReasonCount("no_route", "drop", 0), ReasonCount("evicted", "note", 0)),
@@ -65,7 +65,7 @@ PLANE = Counts(
 
 
 def programmed() -> KubeProxyMetrics:
-    """By an agent that has done something."""
+    """The metrics of an agent that has synced."""
     record = KubeProxyMetrics(lambda: 1000.0)
     record.record_sync(0.001, full=True)
     for _ in range(100):
@@ -75,15 +75,15 @@ def programmed() -> KubeProxyMetrics:
 
 
 def healthy(plane: Counts = PLANE, status: AgentStatus = WELL) -> dict[str, Family]:
-    """The page of an agent that is well."""
+    """The page of a healthy agent."""
     return page_of(plane=plane, proxy_metrics=programmed(), status=status)
 
 
 class Row(NamedTuple):
-    """`change`: series, by name and some labels, and how they go on, in the notation of promtool:
-    `a+bxn` begins at a and grows by b in each of n minutes. `fires`: the alert, and `says` its
-    summary, without the node's name; `labels`: those that it has beside the node's. `status`: the
-    agent's, from the beginning on.
+    """`change`: series, by name and some labels, and their values in promtool's notation: `a+bxn`
+    starts at a and grows by b in each of n minutes. `fires`: the alert; `says`: its summary without
+    the node's name; `labels`: its labels in addition to the node's. `status`: the agent's, from the
+    start.
     """
 
     name: str
@@ -100,13 +100,13 @@ def with_mode(asked: str, mode: str, reason: str = "") -> AgentStatus:
 
 
 GROWS = "0+60x60"
-"""One a second."""
+"""A counter that grows by one per second."""
 SERVICE = {"namespace": "a", "service": "web", "port": "http"}
 ROWS = [
-    Row("the agent is away", {"up": "0x60"}, "KbpfDown", "the agent does not answer"),
-    Row("changes wait", {"kbpf_healthy": "0x60"}, "KbpfNotProgramming",
+    Row("the agent does not answer", {"up": "0x60"}, "KbpfDown", "the agent does not answer"),
+    Row("changes are not programmed", {"kbpf_healthy": "0x60"}, "KbpfNotProgramming",
         "changes have not been programmed for more than a minute"),
-    Row("the kernel refuses", {"kbpf_sync_failing": "1x60"}, "KbpfKernelRefuses",
+    Row("the kernel rejects changes", {"kbpf_sync_failing": "1x60"}, "KbpfKernelRefuses",
         "the kernel rejects changes"),
     Row("nothing is programmed", {"kbpf_synced": "0x60"}, "KbpfNotSynced",
         "nothing has been programmed since the start"),
@@ -116,43 +116,43 @@ ROWS = [
         "the agent's thread devices is down", {"thread": "devices"}),
     Row("a limit is reached", {"kbpf_service_ports_refused": "3x60"}, "KbpfServicesRefused",
         "3 Service ports are not programmed"),
-    Row("no packet path",
+    Row("the packet path has failed",
         {'kbpf_packet_path{state="failed"}': "1x60", 'kbpf_packet_path{state="on"}': "0x60"},
         "KbpfPacketPathFailed", "traffic from outside the node is not load-balanced",
         {"state": "failed"}),
-    Row("it is switched off",
+    Row("the packet path is switched off",
         {'kbpf_packet_path{state="off"}': "1x60", 'kbpf_packet_path{state="on"}': "0x60"}),
-    Row("devices refuse", {"kbpf_packet_path_failed_devices": "2x60"}, "KbpfDevicesFailed",
-        "2 devices have no programs"),
+    Row("devices have no programs", {"kbpf_packet_path_failed_devices": "2x60"},
+        "KbpfDevicesFailed", "2 devices have no programs"),
     Row("a watch is broken", {'kbpf_source_watching{source="nodes"}': "0x60"}, "KbpfWatchBroken",
         "nodes cannot be watched", {"source": "nodes"}),
-    Row("auto has become ipvs", {}, "KbpfFellBackToIpvs", "mode auto uses IPVS: kernel",
+    Row("mode auto uses ipvs", {}, "KbpfFellBackToIpvs", "mode auto uses IPVS: kernel",
         {"reason": "kernel"}, with_mode("auto", "ipvs", "kernel")),
-    Row("auto is bpf", {}, status=with_mode("auto", "bpf")),
-    Row("another balancer", {"kbpf_foreign_programs": "2x60"}, "KbpfForeignPrograms",
+    Row("mode auto uses bpf", {}, status=with_mode("auto", "bpf")),
+    Row("another load balancer", {"kbpf_foreign_programs": "2x60"}, "KbpfForeignPrograms",
         "2 programs of another load balancer are attached"),
-    Row("problems", {"kbpf_problems": "2x60"}, "KbpfProblems",
+    Row("problems that last", {"kbpf_problems": "2x60"}, "KbpfProblems",
         "`kbpf inspect status` lists 2 problems"),
     Row("the configuration is refused", {"kbpf_config_last_reload_successful": "0x60"},
         "KbpfConfigurationRefused", "the configuration file is rejected"),
-    Row("a problem that is over soon", {"kbpf_problems": "2x20 0x40"}),
+    Row("problems that end soon", {"kbpf_problems": "2x20 0x40"}),
     Row("Pods may not be watched", {'kbpf_source_watching{source="pods"}': "0x60"}),
     Row("Services fill their map", {'kbpf_map_entries{map="services"}': "220000x60"},
         "KbpfMapNearlyFull", "the map services is 83.92% full", {"map": "services"}),
-    Row("Services fill the room that their map has now, and it grows",
+    Row("Services fill the current size of a map that can grow",
         {'kbpf_map_entries{map="services"}': "16384x60"}),
-    Row("connections that are over fill their map", {'kbpf_map_entries{map="flows"}': "3000x60"}),
-    Row("clients with affinity fill theirs", {'kbpf_map_entries{map="affinity"}': "65536x60"}),
-    Row("connections that live fill their room", {"kbpf_tracked_connections": "900x60"},
+    Row("closed connections fill their map", {'kbpf_map_entries{map="flows"}': "3000x60"}),
+    Row("clients with affinity fill their map", {'kbpf_map_entries{map="affinity"}': "65536x60"}),
+    Row("open connections near their limit", {"kbpf_tracked_connections": "900x60"},
         "KbpfConnectionsNearlyFull", "tracked connections are at 90% of their limit"),
-    Row("half of the room is in use", {"kbpf_tracked_connections": "500x60"}),
-    Row("connections that live make room",
+    Row("open connections at half of their limit", {"kbpf_tracked_connections": "500x60"}),
+    Row("open flows are evicted",
         {'kbpf_decisions_total{reason="evicted"}': GROWS}, "KbpfConnectionsForgotten",
         "1 UDP flows per second are evicted while in use",
         {"reason": "evicted", "verdict": "note"}),
     Row("packets are dropped", {'kbpf_decisions_total{reason="no_route"}': "0+120x60"},
         "KbpfDropsPackets", "2 packets per second are dropped: no_route", {"reason": "no_route"}),
-    Row("one is, now and then", {'kbpf_decisions_total{reason="no_route"}': "0+6x60"}),
+    Row("few packets are dropped", {'kbpf_decisions_total{reason="no_route"}': "0+6x60"}),
     Row("backends do not answer", {
         'kbpf_service_failures_total{service="web",reason="unanswered"}': GROWS,
         'kbpf_service_connections_total{service="web"}': "0+300x60",
@@ -161,10 +161,10 @@ ROWS = [
         'kbpf_service_failures_total{service="web",reason="unanswered"}': GROWS,
         'kbpf_service_connections_total{service="web"}': "0+1200x60",
     }),
-    Row("a health check's port is taken", {"kbpf_service_health_checks_failed": "1x60"},
+    Row("a health check's port is in use", {"kbpf_service_health_checks_failed": "1x60"},
         "KbpfHealthCheckPortTaken", "1 Services have no health check"),
-    Row("somebody else writes", {"kbpf_drift_entries_total": "5x60"}, "KbpfChangedByOthers",
-        "another program has changed what kbpf programmed"),
+    Row("another program changes entries", {"kbpf_drift_entries_total": "5x60"},
+        "KbpfChangedByOthers", "another program has changed what kbpf programmed"),
     Row("endpoints arrive late", {
         f'kubeproxy_network_programming_duration_seconds_bucket{{ip_family="IPv4",le="{le}"}}':
         "100+60x60" for le in (*(le for le in PROGRAMMING[:-1] if le >= 30), "+Inf")
@@ -173,7 +173,7 @@ ROWS = [
 
 
 def series(page: Mapping[str, Family], change: Mapping[str, str]) -> Iterator[dict[str, str]]:
-    """All of the page as promtool takes them: as they are, but for these."""
+    """All series of the page in promtool's notation, constant except for `change`."""
     left = dict(change)
     made = {"up": 1.0}
     for family in page.values():
@@ -190,7 +190,7 @@ def series(page: Mapping[str, Family], change: Mapping[str, str]) -> Iterator[di
         if found:
             values = f"{number(value)}x{BEGINS - 1} {left.pop(found[0])}"
         yield {"series": name + labels, "values": values}
-    assert not left, "the page has no such series"
+    assert not left, "series that are not on the page"
 
 
 def _matches(key: str, name: str, own: set[str]) -> bool:
@@ -199,7 +199,7 @@ def _matches(key: str, name: str, own: set[str]) -> bool:
 
 
 def number(value: float) -> str:
-    """As promtool reads it."""
+    """A number in promtool's notation."""
     return f"{value:.15g}"
 
 
@@ -210,7 +210,7 @@ def rule(name: str) -> dict[str, Any]:
 
 
 def expected(row: Row) -> dict[str, Any]:
-    """The alert of this row, as it is sent."""
+    """The row's alert with its labels and annotations."""
     made = rule(row.fires)
     says = f"{NODE['instance']}: {row.says}"
     return {
@@ -220,14 +220,14 @@ def expected(row: Row) -> dict[str, Any]:
 
 
 def firing(minute: int, *names: str) -> dict[str, Any]:
-    """That these alerts fire then, and no others."""
+    """promtool's test that exactly these alerts fire at this minute."""
     samples = [{"labels": f'{{alertname="{name}"}}', "value": 1} for name in names]
     expression = 'count by (alertname) (ALERTS{alertstate="firing"})'
     return {"expr": expression, "eval_time": f"{minute}m", "exp_samples": samples}
 
 
 def tried(folder: Path, test: Mapping[str, Any]) -> str:
-    """What promtool has against it; "" if nothing."""
+    """promtool's complaint about a test, "" if it passes."""
     written = {"rule_files": [str(RULES)], "evaluation_interval": "1m",
                "tests": [{"interval": "1m", **test}]}  # fmt: skip
     (folder / "test.yaml").write_text(yaml.safe_dump(written))
@@ -236,12 +236,12 @@ def tried(folder: Path, test: Mapping[str, Any]) -> str:
     return done.stdout + done.stderr if done.returncode else ""
 
 
-def test_promtool_takes_the_rules():
+def test_promtool_accepts_the_rules():
     subprocess.run([promtool(), "check", "rules", RULES], check=True)
 
 
 @pytest.mark.parametrize("row", [Row("well", {}), *ROWS], ids=lambda row: row.name)
-def test_what_fires(row: Row, tmp_path: Path):
+def test_exactly_the_expected_alert_fires(row: Row, tmp_path: Path):
     test: dict[str, Any] = {
         "input_series": list(series(healthy(status=row.status), row.change)),
         "promql_expr_test": [
@@ -256,8 +256,8 @@ def test_what_fires(row: Row, tmp_path: Path):
     assert tried(tmp_path, test) == ""
 
 
-def test_without_full_accounting_nothing_is_said_of_backends_that_do_not_answer():
-    """The alert has no series to go by: docs/observe.md says so."""
+def test_without_full_accounting_unanswered_connections_have_no_series():
+    """The alert then has no series (docs/observe.md)."""
     counted = msgspec.structs.replace(PLANE.traffic, counted_fields=CONNECTION_COUNTERS)
     page = healthy(PLANE._replace(traffic=counted))
     reasons = {dict(own)["reason"] for _, own in page["kbpf_service_failures_total"].samples}

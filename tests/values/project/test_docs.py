@@ -1,5 +1,5 @@
-"""README.md, CHANGELOG.md and docs/: what they name is there, and what they say to type is run by a
-test (tests/lab/cluster/test_docs.py runs what no other does).
+"""README.md, CHANGELOG.md and docs/: everything they name exists, and a test runs each command
+(tests/lab/cluster/test_docs.py runs those that no other test does).
 """
 
 import os
@@ -50,11 +50,11 @@ BLOCKS = {
     ("docs/migration.md", "overlays/side-by-side"): "tests/lab/cluster/test_side_by_side.py",
     ("docs/troubleshoot.md", ""): "tests/lab/cluster/test_docs.py",
 }
-"""Page and a part of the block → who runs it. "" is each block of the page."""
+"""(page, text of a block) → the test that runs the block; "" matches every block of the page."""
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_block_of_shell_has_somebody_who_runs_it(page: str):
+def test_every_shell_block_is_run_by_a_test(page: str):
     wanted = {marker for (on, marker) in BLOCKS if on == page}
     met = set()
     for block in docs.blocks(page):
@@ -75,16 +75,16 @@ case "$*" in
 *cleanup*) echo "$*" >>CALLS ;;
 esac
 """
-"""Of a cluster of two nodes."""
+"""A fake kubectl with two nodes; kbpf is not healthy on one of them."""
 TAKE_OVER = [(page, block) for page in PAGES[:-1] for block in docs.blocks(page)
              if "cleanup --kube-proxy" in block]  # fmt: skip
 
 
 @pytest.mark.parametrize(("page", "block"), TAKE_OVER, ids=[row[0] for row in TAKE_OVER])
-def test_a_node_where_kbpf_does_not_serve_keeps_kube_proxys_rules(
+def test_kube_proxys_rules_stay_on_a_node_where_kbpf_is_unhealthy(
     page: str, block: str, tmp_path: Path
 ):
-    """By an ordinary shell, which goes on after a command that fails; and it is told."""
+    """In an ordinary shell, which continues after a failed command; the failure is printed."""
     calls = tmp_path / "calls"
     kubectl = tmp_path / "kubectl"
     kubectl.write_text(KUBECTL.replace("CALLS", str(calls)))
@@ -106,12 +106,12 @@ case "$*" in
 *replace*) cat >replaced.yaml ;;
 esac
 """
-"""A cluster whose ConfigMap kube-proxy is map.yaml."""
+"""A fake kubectl whose ConfigMap kube-proxy is map.yaml."""
 BIT = docs.section("docs/migration.md", "## Back to kube-proxy")[0]
 
 
 def change_bit(folder: Path, config: str) -> "subprocess.CompletedProcess[str]":
-    """The block that gives kbpf another bit, by an ordinary shell, where this is config.conf."""
+    """Runs the block that changes kbpf's mark bit in an ordinary shell, with this config.conf."""
     kubectl = folder / "kubectl"
     kubectl.write_text(CONFIG_MAPS.replace("CALLS", "calls"))
     kubectl.chmod(0o755)
@@ -125,7 +125,7 @@ def change_bit(folder: Path, config: str) -> "subprocess.CompletedProcess[str]":
 
 
 def shipped() -> dict[str, str]:
-    """Every config.conf that manifests/ has, by the file that it is from."""
+    """Every config.conf in manifests/, by its file."""
     made = {}
     for path in sorted(MANIFESTS.rglob("*")):
         if path.name == "config.conf":
@@ -138,7 +138,7 @@ def shipped() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", [*shipped(), "kubeadm's own"])
-def test_the_way_back_changes_the_bit_in_each_config_of_ours(name: str, tmp_path: Path):
+def test_the_documented_block_changes_the_bit_in_each_config(name: str, tmp_path: Path):
     config = (shipped() | {"kubeadm's own": kubeadm.config("10.244.0.0/16")})[name]
     done = change_bit(tmp_path, config)
     assert done.returncode == 0, done.stderr
@@ -151,8 +151,8 @@ def test_the_way_back_changes_the_bit_in_each_config_of_ours(name: str, tmp_path
     assert "rollout restart" in (tmp_path / "calls").read_text()
 
 
-def test_the_way_back_says_so_where_there_is_no_bit_to_change(tmp_path: Path):
-    """And changes nothing."""
+def test_the_documented_block_fails_without_a_bit_to_change(tmp_path: Path):
+    """The block fails and changes nothing."""
     done = change_bit(tmp_path, "kind: KubeProxyConfiguration\n")
     assert done.returncode == 1
     assert "has no masqueradeBit" in done.stderr
@@ -160,19 +160,19 @@ def test_the_way_back_says_so_where_there_is_no_bit_to_change(tmp_path: Path):
     assert "rollout" not in (tmp_path / "calls").read_text()
 
 
-def test_both_pages_say_how_to_take_over():
+def test_both_pages_have_the_takeover_block():
     assert {page for page, _ in TAKE_OVER} == {"README.md", "docs/migration.md"}
 
 
 def anchors(text: str) -> set[str]:
-    """Of its headings, as GitHub makes them."""
+    """The anchors that GitHub makes for the headings."""
     plain = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
     heads = re.findall(r"^#+ (.*)$", plain, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", head.lower()).strip().replace(" ", "-") for head in heads}
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_links_lead_somewhere(page: str):
+def test_link_targets_exist(page: str):
     text = (ROOT / page).read_text()
     for link in re.findall(r"\]\(([^)\s]+)\)", text):
         if re.match(r"https?:", link):
@@ -194,7 +194,7 @@ FILE = re.compile(
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_files_that_are_named_are_there(page: str):
+def test_named_files_exist(page: str):
     for span in docs.spans(page):
         if not FILE.fullmatch(span):
             continue
@@ -204,14 +204,14 @@ def test_files_that_are_named_are_there(page: str):
 
 
 def options() -> set[str]:
-    """All that kbpf has: of `run`, by its table; of the other commands, by what they declare."""
+    """All options of kbpf: of `run` from its table, of other commands from their declarations."""
     declared = "".join(path.read_text() for path in (ROOT / "kbpf" / "cli").glob("*.py"))
     return {*flags.FLAGS_BY_NAME, *re.findall(r"--[a-z][a-z0-9-]+", declared)}
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_options_that_are_named_exist(page: str):
-    """`--max-...` and `--conntrack-*` are all that begin so."""
+def test_named_options_exist(page: str):
+    """`--max-...` and `--conntrack-*` stand for all options with that prefix."""
     known = options() | OTHERS.keys()
     for span in docs.spans(page):
         if span.startswith(("kbpf ", "--")):
@@ -219,8 +219,8 @@ def test_options_that_are_named_exist(page: str):
                 assert any(each == option or (more and each.startswith(option)) for each in known)
 
 
-def test_what_kernels_lack_is_said():
-    """docs/kernels.md has what tests/support/features.py has, as far as operators can see it."""
+def test_kernels_doc_lists_all_missing_features():
+    """docs/kernels.md lists the features of tests/support/features.py that operators can see."""
     text = (ROOT / "docs" / "kernels.md").read_text().replace("`", "")
     rows = {row.split("|")[1].strip(): row for row in text.splitlines() if row.startswith("|")}
     for feature in FEATURES.values():
@@ -232,12 +232,12 @@ def test_what_kernels_lack_is_said():
 
 
 def cells(row: str) -> list[str]:
-    """Of a row of a table."""
+    """The cells of a table's row."""
     return [cell.strip() for cell in row.strip("|").split("|")]
 
 
 class MapRow(NamedTuple):
-    """A row of the table of shared maps: who can fill these maps, and what then happens."""
+    """A row of the table of shared maps: which clients can fill the maps, and the consequences."""
 
     maps: tuple[str, ...]
     filled_by: str
@@ -245,7 +245,7 @@ class MapRow(NamedTuple):
 
 
 def map_rows() -> list[MapRow]:
-    """Without the row about memory, which names no map in its first column."""
+    """The rows of the table, without the one about memory, which names no map."""
     text = (ROOT / "docs" / "limits.md").read_text().partition("## Shared maps")[2]
     rows = [cells(row) for row in text.splitlines() if row.startswith("| `")]
     return [MapRow(tuple(re.findall(r"`(\w+)`", row[0])), *row[1:]) for row in rows if
@@ -260,14 +260,14 @@ def maps_in_c() -> set[str]:
     return {table or storage for table, storage in found}
 
 
-def test_each_map_has_one_row_that_says_who_can_fill_it():
+def test_each_map_has_one_row_about_its_limit():
     in_c = maps_in_c()
     assert len(in_c) > 30
     assert Counter(name for row in map_rows() for name in row.maps) == Counter(set(MAPS) | in_c)
 
 
 @pytest.mark.parametrize("row", map_rows(), ids=lambda row: row.maps[0])
-def test_what_happens_when_a_map_is_full_is_tested(row: MapRow):
+def test_each_map_that_clients_can_fill_names_a_test(row: MapRow):
     """Maps that no client can fill need no test."""
     texts = [path.read_text() for path in (ROOT / "tests").rglob("test_*.py")]
     tests = {name for text in texts for name in re.findall(r"^def (test_\w+)\(", text, re.M)}
@@ -280,8 +280,8 @@ def test_what_happens_when_a_map_is_full_is_tested(row: MapRow):
 
 
 class Figures(NamedTuple):
-    """How a row of README.md begins, what the heading has of the table in performance.md that it is
-    from, and how the rows there begin.
+    """The first words of a row of README.md, a text in the heading of its table in performance.md,
+    and the first words of the rows there.
     """
 
     row: str
@@ -297,13 +297,13 @@ FIGURES = [
 
 
 def tables(page: str) -> list[list[list[str]]]:
-    """All that have a heading, without the line below it."""
+    """All tables of a page as rows of cells, without the line below the heading."""
     found = re.findall(r"(?:^\|.*\n)+", (ROOT / page).read_text(), re.MULTILINE)
     return [[cells(row) for row in table.splitlines() if "---" not in row] for table in found]
 
 
 @pytest.mark.parametrize("figures", FIGURES, ids=lambda figures: figures.row)
-def test_readme_has_the_figures_that_were_measured(figures: Figures):
+def test_readme_has_the_measured_figures(figures: Figures):
     (readme,) = [row for table in tables("README.md") for row in table
                  if row[0].startswith(figures.row)]  # fmt: skip
     (table,) = [t for t in tables("docs/performance.md") if figures.table in " | ".join(t[0])]
@@ -317,7 +317,7 @@ def test_readme_has_the_figures_that_were_measured(figures: Figures):
     assert [cell.strip("*") for cell in readme[1:]] == wanted
 
 
-def test_readme_has_the_times_and_the_memory_that_were_measured():
+def test_readme_has_the_measured_times_and_memory():
     measured = {row[0]: row[1] for table in tables("docs/performance.md") for row in table}
     text = (ROOT / "README.md").read_text()
     p50, p99 = next(v for k, v in measured.items() if "map written" in k).split(" / ")

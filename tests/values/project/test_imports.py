@@ -1,7 +1,8 @@
-"""Imports point one way, each outside library has one home, and pure rooms stay pure.
+"""Import rules: packages import in one direction only, each external library is used in one place,
+and pure modules do no I/O.
 
-The rules are data here; `problems()` reads syntax trees, so an import inside a function or under
-TYPE_CHECKING counts like any other. The second half feeds it trees with mistakes.
+The rules are tables. `problems()` reads syntax trees, so an import inside a function or under
+TYPE_CHECKING counts too. The second half tests it with modules that break the rules.
 """
 
 import ast
@@ -15,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[3]
 
 ROOMS = [
-    ("__main__",),  # python -m kbpf: the command line by its other name
+    ("__main__",),  # python -m kbpf: the command line
     ("cli",),
     ("agent", "views", "demo"),
     ("checks",),
@@ -25,7 +26,7 @@ ROOMS = [
     ("model",),
     ("errors", "bounded_yaml"),
 ]
-"""Import only from further down; rooms in one row do not import each other."""
+"""A package may import only from rows below its own; packages of one row not from each other."""
 
 RANK = {room: rank for rank, row in enumerate(ROOMS) for room in row}
 
@@ -42,14 +43,18 @@ HOMES = {
     "yaml": ("bounded_yaml.py",),
     "msgspec": ("",),
 }
-"""Where an outside library may be imported: folders and files. Others have no home yet."""
+"""The folders and files in which an external library may be imported; other libraries are
+errors.
+"""
 
 PURE = frozenset(
     ("__future__", "abc", "array", "bisect", "collections", "copy", "dataclasses", "enum", "errno",
      "fractions", "functools", "hashlib", "heapq", "ipaddress", "itertools", "json", "math",
      "operator", "re", "string", "struct", "types", "typing", "zlib")
 )  # fmt: skip
-"""All of the standard library that a pure module may import: no I/O, clock, chance or logging."""
+"""The modules of the standard library that a pure module may import: no I/O, time, randomness or
+logging.
+"""
 
 IMPURE_CALLS = frozenset(("open", "print", "input", "breakpoint", "exec", "eval", "__import__"))
 ALLOWED = {
@@ -63,7 +68,7 @@ def is_pure(path: str) -> bool:
 
 
 class Import(NamedTuple):
-    """A dotted name that a module imports, and the line."""
+    """A dotted name that a module imports, and its line."""
 
     name: str
     line: int
@@ -84,7 +89,7 @@ def imports(path: str, tree: ast.AST) -> Iterator[Import]:
 
 
 def import_problem(path: str, name: str) -> str | None:
-    """What is wrong with this import in this module."""
+    """The problem with this import in this module, None if there is none."""
     top, _, below = name.partition(".")
     if top == "kbpf":
         return room_problem(path, below.partition(".")[0])
@@ -92,27 +97,27 @@ def import_problem(path: str, name: str) -> str | None:
     if standard and is_pure(path) and top not in PURE | ALLOWED.get(path, frozenset()):
         return f"{top} in a pure module"
     if top in HOMES:
-        at_home = path.startswith(HOMES[top])
-        return None if at_home else f"{top} lives in {', '.join(HOMES[top])}"
-    return None if standard else f"{top} has no home"
+        is_allowed = path.startswith(HOMES[top])
+        return None if is_allowed else f"{top} belongs to {', '.join(HOMES[top])}"
+    return None if standard else f"{top} has no assigned place"
 
 
 def room_problem(path: str, theirs: str) -> str | None:
-    """Rooms look one way. The package itself holds nothing but its version."""
+    """The problem with an import of another package; the root package has only __version__."""
     if not theirs or theirs == "__version__":
         return None
     ours = Path(path).parts[0].removesuffix(".py")
     if ours == theirs:
         return None
     if theirs not in RANK:
-        return f"kbpf.{theirs} is no room"
+        return f"kbpf.{theirs} is not in the table of packages"
     if ours not in RANK:
-        return f"{ours} is no room and imports {theirs}"
+        return f"{ours} is not in the table of packages and imports {theirs}"
     return None if RANK[ours] < RANK[theirs] else f"{ours} must not import {theirs}"
 
 
 def problems(modules: Mapping[str, str]) -> list[str]:
-    """What breaks a rule in {path below kbpf/: source text}."""
+    """All broken rules in {path below kbpf/: source text}."""
     found = []
     for path, text in modules.items():
         tree = ast.parse(text, path)
@@ -125,7 +130,7 @@ def problems(modules: Mapping[str, str]) -> list[str]:
 
 
 def call_problems(tree: ast.AST) -> Iterator[str]:
-    """Calls of builtins that reach outside."""
+    """Calls of builtins that do I/O."""
     for node in ast.walk(tree):
         match node:
             case ast.Call(func=ast.Name(id=name)) if name in IMPURE_CALLS:
@@ -139,7 +144,7 @@ def project() -> dict[str, str]:
     }
 
 
-def test_the_project_keeps_its_rules():
+def test_the_project_follows_the_import_rules():
     modules = project()
     assert {"policy/endpoints.py", "model/objects.py", "errors.py"} <= modules.keys()
     assert problems(modules) == []
@@ -153,7 +158,7 @@ def test_the_oracle_imports_nothing_of_kbpf():
 
 
 class Bad(NamedTuple):
-    """A module and the complaint about it."""
+    """A module that breaks a rule, and the problem."""
 
     path: str
     text: str
@@ -175,17 +180,18 @@ BAD = [
     Bad("views/x.py", "import kbpf.cli.app", "views must not import cli"),
     Bad("kernel/x.py", "def f():\n  import kbpf.policy.store", "kernel must not import policy"),
     Bad("kernel/x.py", "if TYPE_CHECKING:\n  import kbpf.source", "kernel must not import source"),
-    Bad("agent/x.py", "import kbpf.utils", "kbpf.utils is no room"),
-    Bad("helpers.py", "import kbpf.model", "helpers is no room and imports model"),
-    Bad("dataplane/bpf/plane.py", "import bcc", "bcc lives in dataplane/bpf/programs/compile.py"),
-    Bad("source/x.py", "import kubernetes", "kubernetes lives in source/api/credentials.py"),
-    Bad("agent/x.py", "def f():\n  import pyroute2.netns", "pyroute2 lives in kernel/"),
-    Bad("dataplane/bpf/x.py", "import ctypes", "ctypes lives in kernel/"),
-    Bad("dataplane/ipvs/ruleset.py", "import nftables", "nftables lives in kernel/"),
-    Bad("views/x.py", "from rich.table import Table", "rich lives in cli/"),
-    Bad("agent/x.py", "import typer", "typer lives in cli/"),
-    Bad("agent/x.py", "import prometheus_client", "prometheus_client lives in serve/"),
-    Bad("agent/x.py", "import requests", "requests has no home"),
+    Bad("agent/x.py", "import kbpf.utils", "kbpf.utils is not in the table of packages"),
+    Bad("helpers.py", "import kbpf.model", "helpers is not in the table of packages and imports model"),
+    Bad("dataplane/bpf/plane.py", "import bcc",
+        "bcc belongs to dataplane/bpf/programs/compile.py"),
+    Bad("source/x.py", "import kubernetes", "kubernetes belongs to source/api/credentials.py"),
+    Bad("agent/x.py", "def f():\n  import pyroute2.netns", "pyroute2 belongs to kernel/"),
+    Bad("dataplane/bpf/x.py", "import ctypes", "ctypes belongs to kernel/"),
+    Bad("dataplane/ipvs/ruleset.py", "import nftables", "nftables belongs to kernel/"),
+    Bad("views/x.py", "from rich.table import Table", "rich belongs to cli/"),
+    Bad("agent/x.py", "import typer", "typer belongs to cli/"),
+    Bad("agent/x.py", "import prometheus_client", "prometheus_client belongs to serve/"),
+    Bad("agent/x.py", "import requests", "requests has no assigned place"),
     Bad("policy/x.py", "import time", "time in a pure module"),
     Bad("policy/x.py", "from random import choice", "random in a pure module"),
     Bad("policy/x.py", "def f():\n  import os.path", "os in a pure module"),
@@ -200,7 +206,7 @@ BAD = [
 
 
 @pytest.mark.parametrize("bad", BAD, ids=lambda bad: f"{bad.path}: {bad.problem}")
-def test_a_bad_import_is_noticed(bad: Bad):
+def test_a_bad_import_is_reported(bad: Bad):
     found = problems({bad.path: "import dataclasses\n" + bad.text})
     assert len(found) == 1
     assert found[0].endswith(f": {bad.problem}")

@@ -1,4 +1,4 @@
-"""`make test-kernels` itself: no guest that hangs or dies passes for one whose tests did."""
+"""Tests of `make test-kernels`: a guest that hangs or dies never counts as passed."""
 
 import os
 import signal
@@ -30,7 +30,7 @@ EXIT = 'for word; do case $word in --rwdir=*) echo {code} > "${{word#*=}}/exit";
     ],
     ids=["passes", "fails", "cut short", "dies", "hangs", "silent"],
 )
-def test_how_a_boot_ends(
+def test_the_outcome_of_a_boot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, code: int | None, why: str
 ) -> None:
     _stand_in(tmp_path, monkeypatch, script)
@@ -46,12 +46,12 @@ def test_a_guest_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyP
     _stand_in(tmp_path, monkeypatch, f"{ALIVE}; sleep 60 & echo $! > {tmp_path}/pid; wait")
     machine.boot(Kernel("x", "x", Path("/x")), ["true"], tmp_path / "results", 1.0, kvm=False)
     state = Path("/proc", (tmp_path / "pid").read_text().strip(), "stat")
-    until("it has ended", lambda: not state.exists() or ") Z " in state.read_text())
+    until("the guest has ended", lambda: not state.exists() or ") Z " in state.read_text())
 
 
 @pytest.fixture
 def no_fetch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels are not fetched, nothing is compiled, there is no KVM and two processors."""
+    """Fetches no kernels and compiles nothing; pretends to have no KVM and two processors."""
     monkeypatch.setattr(kernels, "BUILD", tmp_path)
     monkeypatch.setattr(kernels, "prepare", lambda: None)
     monkeypatch.setattr(debian, "fetch", lambda name, _: Kernel(name, f"{name}-1", tmp_path))
@@ -67,7 +67,7 @@ def _stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> N
 
 
 @pytest.mark.usefixtures("no_fetch")
-def test_emulated_guests_run_beside_each_other(
+def test_emulated_guests_run_concurrently(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     both = f"while [ $(ls {tmp_path}/met-* | wc -l) -lt 2 ]; do sleep 0.1; done"
@@ -81,9 +81,7 @@ def test_emulated_guests_run_beside_each_other(
 
 
 @pytest.mark.usefixtures("no_fetch")
-def test_no_guest_outlives_who_waits_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_guest_outlives_the_runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _stand_in(tmp_path, monkeypatch, f"{ALIVE}; touch {tmp_path}/pid-$$; exec sleep 60")
 
     def stop() -> None:
@@ -100,7 +98,7 @@ def test_no_guest_outlives_who_waits_for_it(
         signal.signal(signal.SIGTERM, old)
     stopper.join()
     pids = [one.name.removeprefix("pid-") for one in tmp_path.glob("pid-*")]
-    assert len(pids) == 2, "the third was never begun"
+    assert len(pids) == 2, "the third guest was never started"
     assert not [pid for pid in pids if Path("/proc", pid).exists()]
 
 
@@ -134,7 +132,7 @@ ONE, THREE = (
     ],
     ids=lambda value: value.name if isinstance(value, Feature) else "",
 )
-def test_what_the_table_says(tmp_path: Path, feature: Feature, result: str, cell: str) -> None:
+def test_the_cell_of_a_feature(tmp_path: Path, feature: Feature, result: str, cell: str) -> None:
     (tmp_path / "junit.xml").write_text(JUNIT)
     cases = table.read(tmp_path / "junit.xml")
     (found,) = table.results("5.10", "5.10.0-1", [feature], cases)
@@ -142,15 +140,17 @@ def test_what_the_table_says(tmp_path: Path, feature: Feature, result: str, cell
     assert ("AssertionError" in table.failures([found])) is (feature is A)
 
 
-@pytest.mark.parametrize("text", [None, "", JUNIT[:-20]], ids=["none", "empty", "half"])
-def test_without_a_whole_report_every_feature_fails(tmp_path: Path, text: str | None) -> None:
+@pytest.mark.parametrize(
+    "text", [None, "", JUNIT[:-20]], ids=["no report", "empty report", "truncated report"]
+)
+def test_without_a_complete_report_every_feature_fails(tmp_path: Path, text: str | None) -> None:
     if text is not None:
         (tmp_path / "junit.xml").write_text(text)
     found = table.results("5.10", "5.10.0-1", [A, B], table.read(tmp_path / "junit.xml"))
     assert [one.result for one in found] == [FAILS, FAILS]
 
 
-def test_the_page_names_what_failed_and_what_is_lacking(tmp_path: Path) -> None:
+def test_the_page_names_failures_and_missing_features(tmp_path: Path) -> None:
     (tmp_path / "junit.xml").write_text(JUNIT)
     rows = table.results("5.10", "5.10.0-1", [A, B], table.read(tmp_path / "junit.xml"))
     assert table.page(rows, [A, B]).splitlines() == [
@@ -171,7 +171,7 @@ def test_the_page_names_what_failed_and_what_is_lacking(tmp_path: Path) -> None:
     ids=["the guest", "pytest"],
 )
 @pytest.mark.usefixtures("no_fetch")
-def test_what_is_known_of_a_guest_without_results_is_said_last(
+def test_a_guest_without_results_is_explained_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     code: int | None, why: str, said: str,
 ) -> None:  # fmt: skip
@@ -189,8 +189,8 @@ def test_what_is_known_of_a_guest_without_results_is_said_last(
     ]
 
 
-def test_what_check_must_say_follows_from_what_linux_brought() -> None:
-    """tests/support/features.py says it twice: by feature, and by Debian's kernels."""
+def test_expected_check_rows_follow_from_the_feature_table() -> None:
+    """tests/support/features.py has it twice: by feature, and by Debian's kernels."""
     assert BY_KERNEL.keys() == debian.SUITES.keys()
     for family, rows in BY_KERNEL.items():
         this = (99, 0) if family == "newest" else tuple(map(int, family.split(".")))

@@ -1,7 +1,7 @@
-"""What the DaemonSet of each overlay says, and that the chart makes the same objects.
+"""The DaemonSet of each overlay, and that the chart makes equal objects.
 
-The server's word on them is asked in tests/lab/cluster/test_manifests.py, what they do in
-tests/lab/cluster/test_daemonset.py.
+tests/lab/cluster/test_manifests.py applies them to an API server, test_daemonset.py there runs
+them.
 """
 
 import copy
@@ -51,46 +51,50 @@ def test_every_overlay_is_known():
 
 
 ROWS: list[tuple[str, Callable[[list[Object]], object], object]] = [
-    ("it tolerates everything", lambda o: pod(o)["tolerations"], [{"operator": "Exists"}]),
-    ("it is in the node's network", lambda o: pod(o)["hostNetwork"], True),
-    ("and sees no process of the node", lambda o: pod(o).get("hostPID", False), False),
-    ("its priority", lambda o: pod(o)["priorityClassName"], "system-node-critical"),
+    ("tolerates all taints", lambda o: pod(o)["tolerations"], [{"operator": "Exists"}]),
+    ("host network", lambda o: pod(o)["hostNetwork"], True),
+    ("own PID namespace", lambda o: pod(o).get("hostPID", False), False),
+    ("priority class", lambda o: pod(o)["priorityClassName"], "system-node-critical"),
     ("Linux only", lambda o: pod(o)["nodeSelector"]["kubernetes.io/os"], "linux"),
-    ("it rolls", lambda o: daemonset(o)["spec"]["updateStrategy"]["type"], "RollingUpdate"),
+    ("rolling update", lambda o: daemonset(o)["spec"]["updateStrategy"]["type"], "RollingUpdate"),
     ("not privileged", lambda o: container(o)["securityContext"]["privileged"], False),
     (
-        "no further privileges",
+        "no privilege escalation",
         lambda o: container(o)["securityContext"]["allowPrivilegeEscalation"],
         False,
     ),
     (
-        "a root that cannot be written",
+        "read-only root",
         lambda o: container(o)["securityContext"]["readOnlyRootFilesystem"],
         True,
     ),
     (
-        "its capabilities",
+        "capabilities",
         lambda o: container(o)["securityContext"]["capabilities"],
         {"drop": ["ALL"], "add": ["BPF", "NET_ADMIN", "PERFMON", "SYS_ADMIN", "SYS_RESOURCE"]},
     ),
     (
-        "its scratch space is bounded",
+        "bounded scratch space",
         lambda o: next(v["emptyDir"] for v in pod(o)["volumes"] if v["name"] == "tmp"),
         {"sizeLimit": "64Mi"},
     ),
     (
-        "what of the node it may write",
+        "writable mounts",
         lambda o: {m["mountPath"] for m in container(o)["volumeMounts"] if not m.get("readOnly")},
         {"/sys/fs/bpf", "/host/proc/sys/net", "/run/kbpf", "/var/cache/kbpf", "/tmp"},
     ),
-    ("it says that it has a token", lambda o: pod(o)["automountServiceAccountToken"], True),
-    ("Services set no variables of its", lambda o: pod(o)["enableServiceLinks"], False),
-    ("no limit that slows it down", lambda o: "cpu" in container(o)["resources"]["limits"], False),
+    (
+        "service account token is mounted explicitly",
+        lambda o: pod(o)["automountServiceAccountToken"],
+        True,
+    ),
+    ("no environment variables of Services", lambda o: pod(o)["enableServiceLinks"], False),
+    ("no CPU limit", lambda o: "cpu" in container(o)["resources"]["limits"], False),
 ]
 
 
 @pytest.mark.parametrize(("name", "look", "wanted"), ROWS, ids=[row[0] for row in ROWS])
-def test_what_the_pod_is(
+def test_the_spec_of_the_pod(
     overlay: tuple[str, list[Object]],
     name: str,
     look: Callable[[list[Object]], object],
@@ -114,7 +118,7 @@ COMPONENTS = {
         "appArmorProfile": {"type": "Localhost", "localhostProfile": "kbpf-no-sys-admin"},
     },
 }
-"""What each component changes of the container's securityContext; nothing else."""
+"""The changes of each component to the container's securityContext, the only ones it makes."""
 
 
 @pytest.mark.parametrize("component", COMPONENTS)
@@ -150,7 +154,7 @@ def test_a_component_changes_these_rights_only(
 
 
 def test_the_seccomp_profile():
-    """It denies what a container has no business with, whatever its capabilities are."""
+    """It denies calls that the agent never needs, whatever the container's capabilities are."""
     profile = json.loads((MANIFESTS / "security" / "kbpf.json").read_text())
     assert profile["defaultAction"] == "SCMP_ACT_ERRNO"
     free = {n for rule in profile["syscalls"] if "args" not in rule for n in rule["names"]}
@@ -170,9 +174,9 @@ def test_the_seccomp_profile():
 
 
 @pytest.mark.parametrize("without", ["", "sys_admin"])
-def test_the_apparmor_profile_is_one(without: str):
-    """As apparmor_parser of this machine reads it; nothing is loaded. It allows the capabilities
-    that the pod is granted.
+def test_the_apparmor_profile_is_valid_and_allows_the_capabilities(without: str):
+    """This machine's apparmor_parser accepts it (without loading it), and it allows the
+    capabilities that the pod is granted.
     """
     name = "kbpf-no-sys-admin" if without else "kbpf"
     profile = MANIFESTS / "security" / f"{name}.apparmor"
@@ -199,7 +203,7 @@ def test_the_apparmor_profiles_differ_in_sys_admin_only():
 
 
 def test_names_and_labels(overlay: tuple[str, list[Object]]):
-    """As kubeadm has them, or of its own: never a mixture."""
+    """All names are kubeadm's, or all are ours: never a mixture."""
     name, objects = overlay
     wanted = CALLED[name]
     found = daemonset(objects)
@@ -214,7 +218,7 @@ def test_names_and_labels(overlay: tuple[str, list[Object]]):
     assert config == wanted
     made = {(each["kind"], each["metadata"]["name"]) for each in objects}
     assert ("ServiceAccount", wanted) in made
-    assert (("ConfigMap", wanted) in made) == (name != "kubeadm"), "kubeadm's own stays"
+    assert (("ConfigMap", wanted) in made) == (name != "kubeadm"), "kubeadm's own ConfigMap stays"
     for each in objects:
         for subject in each.get("subjects", []):
             if subject["kind"] == "ServiceAccount":
@@ -234,26 +238,26 @@ IN_PLACE = [name for name in NAMES if CALLED[name] == KUBE_PROXY]
 
 
 @pytest.mark.parametrize("name", IN_PLACE)
-def test_a_trial_shares_no_object_with_what_may_follow_it(name: str, kubectl: Path):
-    """So neither overlay changes or deletes what is the other's, in a namespace or not."""
+def test_a_trial_shares_no_object_with_a_drop_in(name: str, kubectl: Path):
+    """So neither overlay changes or deletes objects of the other, namespaced or not."""
     trial, after = (by_name(kustomize(kubectl, OVERLAYS / each)) for each in ("side-by-side", name))
     assert trial.keys() & after.keys() == set()
 
 
-def test_overlays_in_one_place_say_the_same_of_what_both_have(kubectl: Path):
-    """One may be applied over the other."""
+def test_drop_in_overlays_agree_on_common_objects(kubectl: Path):
+    """One can be applied over the other."""
     one, other = (by_name(kustomize(kubectl, OVERLAYS / name)) for name in IN_PLACE)
     assert {key: one[key] for key in one.keys() & other.keys()} == one
 
 
-def test_what_pulls_the_image_does_and_may_do_nothing_else(kubectl: Path):
-    """The image is that of all others; nothing of the node, and nothing at the API server."""
+def test_the_prepull_daemonset_has_no_rights(kubectl: Path):
+    """It has the same image, but no access to the node or to the API server."""
     (found,) = objects = kustomize(kubectl, MANIFESTS / "prepull")
     base = kustomize(kubectl, MANIFESTS / "base")
     assert container(objects)["image"] == container(base)["image"]
     assert container(objects)["imagePullPolicy"] == container(base)["imagePullPolicy"]
     for key in ("nodeSelector", "tolerations"):
-        assert pod(objects)[key] == pod(base)[key], "every node that gets the agent"
+        assert pod(objects)[key] == pod(base)[key], "on every node that gets the agent"
     assert container(objects)["command"] == ["sleep", "infinity"]
     assert container(objects)["securityContext"] == {
         "runAsUser": 65534,
@@ -275,7 +279,7 @@ GIVEN = {
 }
 
 
-def test_what_the_charts_values_add(helm: Path, tmp_path: Path):
+def test_chart_values_are_added_to_the_pod(helm: Path, tmp_path: Path):
     values = tmp_path / "values.yaml"
     values.write_text(json.dumps(GIVEN))
     command = [str(helm), "template", "kbpf", str(MANIFESTS / "chart"), "-n", "kube-system"]
@@ -292,8 +296,8 @@ def test_what_the_charts_values_add(helm: Path, tmp_path: Path):
 
 
 def with_component(name: str, folder: Path) -> Path:
-    """A kustomization of an overlay with the component that watches Pods. Kustomize takes no
-    absolute paths and nothing outside of a root but by a relative one.
+    """A kustomization of an overlay with the component that watches Pods. Kustomize accepts
+    relative paths only.
     """
     made = {
         "resources": [os.path.relpath(OVERLAYS / name, folder)],
@@ -304,7 +308,7 @@ def with_component(name: str, folder: Path) -> Path:
 
 
 def rules(objects: list[Object]) -> list[Object]:
-    """What our ClusterRole grants."""
+    """The rules of our ClusterRole."""
     (found,) = (each for each in objects if each["kind"] == "ClusterRole")
     return list(found["rules"])
 
@@ -320,7 +324,7 @@ def test_pods_may_be_watched_with_the_component_only(name: str, kubectl: Path, t
     assert container(more)["env"] == [*container(plain)["env"], switch]
 
 
-def test_the_charts_value_is_the_component(helm: Path, tmp_path: Path):
+def test_the_charts_value_equals_the_component(helm: Path, tmp_path: Path):
     command = [str(helm), "template", "kbpf", str(MANIFESTS / "chart"), "-n", "kube-system"]
     objects = documents(
         call([*command, "--kube-version=1.37", "--set=socketLbLabel=true"], tmp_path)
@@ -331,14 +335,14 @@ def test_the_charts_value_is_the_component(helm: Path, tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_commands_in_the_pod_know_the_agents_file(name: str, kubectl: Path):
+def test_commands_in_the_pod_use_the_agents_file(name: str, kubectl: Path):
     found = container(kustomize(kubectl, OVERLAYS / name))
     (told,) = (row["value"] for row in found["env"] if row["name"] == "KBPF_CONFIG")
     assert f"--config={told}" in found["command"]
 
 
-def test_the_cleanups_pods_name_each_file_themselves(kubectl: Path):
-    """There may be none, and then the defaults count."""
+def test_the_cleanup_pods_do_not_set_kbpf_config(kubectl: Path):
+    """The file may not exist; then the defaults apply."""
     found = container(kustomize(kubectl, MANIFESTS / "cleanup"))
     assert "KBPF_CONFIG" not in {row["name"] for row in found["env"]}
 

@@ -1,7 +1,7 @@
-"""The dashboard and the alerts ask only for what an agent exports: every series, label and value.
+"""The dashboard and the alerts use only series, labels and values that an agent exports.
 
-`page` is the page of metrics of test_metrics.py, made by the code that an agent runs; the reasons
-and maps are those of the data plane.
+`page` is the metrics page of test_metrics.py, made by the agent's code, with the data plane's
+reasons and maps.
 """
 
 import json
@@ -25,7 +25,7 @@ from tests.values.serve.test_metrics import page as page_of_metrics
 FOLDER = Path(__file__).parents[3] / "manifests" / "monitoring"
 DOCS = Path(__file__).parents[3] / "docs" / "observe.md"
 ADDED = frozenset(("job", "instance", "le"))
-"""Labels that Prometheus adds, and that of buckets."""
+"""Labels added by Prometheus, and the label of buckets."""
 
 SELECTOR = re.compile(r"\b([a-z_:]+)\b(?:\{([^}]*)\})?")
 OURS = ("kbpf_", "kubeproxy_", "rest_client_", "process_", "up")
@@ -45,7 +45,7 @@ OF_FAILURES = {"reason": set(FAILURES)}
 
 
 class Query(NamedTuple):
-    """An expression, and where it stands."""
+    """An expression and its place."""
 
     where: str
     text: str
@@ -102,8 +102,8 @@ def test_every_series_is_exported(query: Query, page: dict[str, Family]):
 
 
 @pytest.mark.parametrize("query", list(queries()), ids=lambda query: query.where)
-def test_labels_that_are_kept_are_there(query: Query, page: dict[str, Family]):
-    """What `by (...)` keeps is a label of a series of the expression."""
+def test_labels_kept_by_aggregations_exist(query: Query, page: dict[str, Family]):
+    """Each label in `by (...)` is a label of a series of the expression."""
     names = [m[1] for m in SELECTOR.finditer(query.text) if m[1].startswith(OURS)]
     known = ADDED.union(*(f.label_names for n in names if (f := family_of(page, n))))
     for kept in re.findall(r"by \(([^)]*)\)", query.text):
@@ -127,7 +127,7 @@ def test_parentheses_are_closed():
             assert query.text.count(pair[0]) == query.text.count(pair[1]), query
 
 
-def test_every_alert_says_what_it_is_about_and_the_docs_what_to_do():
+def test_every_alert_has_a_summary_and_documentation():
     text = DOCS.read_text()
     names = [rule["alert"] for rule in rules()]
     assert len(names) == len(set(names)) > 8
@@ -145,7 +145,7 @@ def test_every_series_is_documented(page: dict[str, Family]):
 
 
 def needs(text: str, page: dict[str, Family]) -> set[str]:
-    """The settings without which an agent does not export all that this expression asks for."""
+    """The settings that an agent needs to export all series of this expression."""
     known = KNOWN_COUNTS[Config().accounting]
     counted = msgspec.structs.replace(COUNTS.traffic, counted_fields=known)
     exported = page_of_metrics(plane=COUNTS._replace(traffic=counted), proxy_metrics=busy())
@@ -160,7 +160,7 @@ def needs(text: str, page: dict[str, Family]) -> set[str]:
     return needed
 
 
-def test_what_is_empty_by_default_says_what_it_needs(page: dict[str, Family]):
+def test_panels_that_are_empty_by_default_name_their_setting(page: dict[str, Family]):
     said = {panel["title"]: needs(target["expr"], page)
             for panel in dashboard()["panels"] for target in panel.get("targets", ())}  # fmt: skip
     for panel in dashboard()["panels"]:
@@ -172,7 +172,7 @@ def test_what_is_empty_by_default_says_what_it_needs(page: dict[str, Family]):
     }  # fmt: skip
 
 
-def test_an_alert_that_is_silent_by_default_says_what_it_needs(page: dict[str, Family]):
+def test_alerts_that_are_silent_by_default_name_their_setting(page: dict[str, Family]):
     silent = {rule["alert"]: needed for rule in rules() if (needed := needs(rule["expr"], page))}
     assert silent == {"KbpfServiceFails": {"--accounting full"}}
     for alert, needed in silent.items():
@@ -180,8 +180,8 @@ def test_an_alert_that_is_silent_by_default_says_what_it_needs(page: dict[str, F
         assert all(word in row for word in needed), row
 
 
-def test_the_job_that_is_shipped_has_a_name_that_the_alerts_look_for():
-    """Where it asks: tests/lab/agent/test_observe.py."""
+def test_the_scrape_jobs_name_matches_the_alerts():
+    """tests/lab/agent/test_observe.py tests the targets of the job."""
     written = yaml.safe_load((FOLDER / "scrape.yaml").read_text())
     (job,) = written["scrape_configs"]
     (down,) = [rule for rule in rules() if rule["alert"] == "KbpfDown"]
@@ -192,7 +192,7 @@ def test_the_job_that_is_shipped_has_a_name_that_the_alerts_look_for():
     assert written["rule_files"] == ["rules.yaml"]
 
 
-def test_panels_do_not_lie_upon_each_other():
+def test_panels_do_not_overlap():
     taken: set[tuple[int, int]] = set()
     ids = [panel["id"] for panel in dashboard()["panels"]]
     assert len(ids) == len(set(ids))

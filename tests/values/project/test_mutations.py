@@ -1,5 +1,5 @@
-"""The mutants of `make mutants` are of this code: a row that is written for older code is an error
-here, not a mutant that nobody judges.
+"""The mutants of `make mutants` match the current code: a row for older code is an error here,
+instead of a mutant that is silently not tested.
 """
 
 import ast
@@ -15,7 +15,7 @@ from tests.mutations.python import mutants
 
 
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.mutant.name)
-def test_a_patch_is_of_this_code(patch: Patch):
+def test_a_patch_matches_the_current_code(patch: Patch):
     text = (PACKAGE / "bpf" / patch.mutant.file).read_text()
     assert text.count(patch.mutant.old) == 1
     assert patch.mutant.old != patch.mutant.new
@@ -23,7 +23,7 @@ def test_a_patch_is_of_this_code(patch: Patch):
     assert all((ROOT / test).is_file() for test in patch.tests)
 
 
-def test_patches_are_many_and_each_has_a_name():
+def test_patches_have_unique_names():
     assert len(PATCHES) >= 60
     assert max(Counter(patch.mutant.name for patch in PATCHES).values()) == 1
 
@@ -39,7 +39,7 @@ def test_a_group_has_files_and_tests(group: Group):
         ast.parse(mutant.applied((ROOT / mutant.file).read_text()))
 
 
-def test_equivalent_mutants_are_of_this_code():
+def test_equivalent_mutants_match_the_current_code():
     of = {name: mutants(name, (ROOT / name).read_text()) for name in {e.file for e in EQUIVALENT}}
     for row in EQUIVALENT:
         assert any(equivalent(mutant) == row for mutant in of[row.file]), row
@@ -47,7 +47,7 @@ def test_equivalent_mutants_are_of_this_code():
 
 
 class Row(NamedTuple):
-    """A text, and what becomes of its one place."""
+    """A source text with one place to mutate, and the mutated texts."""
 
     source: str
     mutated: list[str]
@@ -80,7 +80,7 @@ ROWS = [
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.source)
-def test_what_becomes_of_a_text(row: Row):
+def test_the_mutants_of_a_text(row: Row):
     found = mutants("f.py", row.source)
     assert sorted(mutant.new for mutant in found) == sorted(row.mutated)
     for mutant in found:

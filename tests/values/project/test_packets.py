@@ -1,5 +1,5 @@
-"""The builder and the parser of packets, against each other and against numbers from the RFCs.
-What the kernel says of them is in tests/lab/outside/test_wire.py.
+"""The builder and the parser of packets, compared with each other and with values from the RFCs.
+tests/lab/outside/test_wire.py compares them with the kernel.
 """
 
 import ast
@@ -44,14 +44,14 @@ FROM, TO, FROM6, TO6 = f"{A}:4000", f"{B}:80", f"[{A6}]:4000", f"[{B6}]:80"
 SYN, SYN6 = tcp(FROM, TO, flags="S", mss=1460), tcp(FROM6, TO6, flags="S", mss=1440)
 
 
-# ---- known numbers -----------------------------------------------------------------------------
+# ---- published values --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("data", "crc"),
     [
         (b"123456789", 0xE3069283),
-        (bytes(32), 0x8A9136AA),  # RFC 3720 appendix B.4, this one and the next three
+        (bytes(32), 0x8A9136AA),  # RFC 3720 appendix B.4, as the next three
         (b"\xff" * 32, 0x62A8AB43),
         (bytes(range(32)), 0x46DD794E),
         (bytes(reversed(range(32))), 0x113FDB5C),
@@ -67,21 +67,21 @@ def test_the_internet_checksum_is_as_published() -> None:
     assert internet_checksum(bytes.fromhex("0001f203f4f5f6f7")) == 0xDDF2 ^ 0xFFFF
 
 
-def test_a_packet_that_was_written_by_hand() -> None:
-    """A DNS answer's header as it stands in textbooks; the UDP checksum is left out."""
+def test_a_textbook_packet_is_built_identically() -> None:
+    """A well-known textbook example, a DNS reply's header, without a UDP checksum."""
     raw = udp("192.168.0.1:53", "192.168.0.199:4000", bytes(87), checksum="zero", df=True, ip_id=0)
     assert raw[:28].hex(" ", 2) == (
         "4500 0073 0000 4000 4011 b861 c0a8 0001 c0a8 00c7 0035 0fa0 005f 0000"
     )
 
 
-def test_the_crc_stands_in_the_packet_low_byte_first() -> None:
+def test_the_sctp_crc_is_stored_little_endian() -> None:
     raw = sctp(FROM, TO)
     crc = crc32c(raw[20:28] + bytes(4) + raw[32:])
     assert raw[28:32] == crc.to_bytes(4, "little")
 
 
-# ---- rows: what is built, what is read ---------------------------------------------------------
+# ---- rows: built packets and their parsed fields -----------------------------------------------
 
 ROWS: list[tuple[str, bytes, dict[str, Any]]] = [
     (
@@ -212,7 +212,7 @@ ROWS: list[tuple[str, bytes, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("raw", "want"), [row[1:] for row in ROWS], ids=[row[0] for row in ROWS])
-def test_what_is_built_is_read(raw: bytes, want: dict[str, Any]) -> None:
+def test_built_packets_are_parsed(raw: bytes, want: dict[str, Any]) -> None:
     found = parse(frame(raw))
     got = {}
     for path in want:
@@ -235,13 +235,13 @@ def test_every_error_quotes_the_packet(kind: str, by: str, packet: bytes) -> Non
     assert checksums(found) == []
 
 
-def test_a_frames_padding_is_not_the_packets() -> None:
+def test_frame_padding_is_the_trailer() -> None:
     found = parse(frame(SYN) + bytes(2))
     assert found.trailer == bytes(2)
     assert checksums(found) == []
 
 
-def test_an_arp_question_is_read() -> None:
+def test_an_arp_request_is_parsed() -> None:
     mac = "02:00:00:00:00:01"
     found = parse(frame(packets.arp(1, mac, A, "00:00:00:00:00:00", B), packets.BROADCAST, mac))
     assert (found.protocol, found.source, found.destination) == ("arp", A, B)
@@ -249,7 +249,7 @@ def test_an_arp_question_is_read() -> None:
     assert (found.arp.operation, found.arp.source_mac) == (1, mac)
 
 
-def test_a_neighbour_is_asked_for_at_its_multicast_address() -> None:
+def test_a_solicitation_goes_to_the_multicast_address() -> None:
     assert packets.solicited("2001:db8::12:3456") == ("ff02::1:ff12:3456", "33:33:ff:12:34:56")
     found = parse(packets.neighbour_solicitation("02:00:00:00:00:01", A6, B6), l2=False)
     assert (found.destination, checksums(found)) == ("ff02::1:ff00:1", [])
@@ -257,8 +257,8 @@ def test_a_neighbour_is_asked_for_at_its_multicast_address() -> None:
     assert found.ip.ttl == 255
 
 
-def test_a_checksum_knows_where_a_routing_header_leads() -> None:
-    """RFC 8200 section 8.1: the sum is that of the last stop, whoever is next."""
+def test_a_checksum_uses_the_routing_headers_last_stop() -> None:
+    """RFC 8200 section 8.1: the checksum uses the final destination, not the next stop."""
     for kind in (0, 2, 4):
         raw = udp(FROM6, TO6, b"abc", extensions=[routing("2001:db8::8", "2001:db8::9", kind=kind)])
         last = udp(FROM6, "[2001:db8::9]:80", b"abc")
@@ -269,12 +269,12 @@ def test_a_checksum_knows_where_a_routing_header_leads() -> None:
 @pytest.mark.parametrize(
     "junk", [b"", b"\x45", SYN[:19], b"\x45" + bytes(19), SYN6[:39], b"\x75" + bytes(60)]
 )
-def test_what_is_no_packet_is_an_error(junk: bytes) -> None:
+def test_bytes_that_are_not_a_packet_are_an_error(junk: bytes) -> None:
     with pytest.raises(ValueError, match=r"are not an IP packet|the IP header ends"):
         parse(junk, l2=False)
 
 
-# ---- rows: what is wrong -----------------------------------------------------------------------
+# ---- rows: errors ------------------------------------------------------------------------------
 
 INNER = udp(FROM, TO, b"abc", checksum="wrong", ip_checksum="wrong")
 INNER6 = tcp(FROM6, TO6, b"abc", checksum="wrong")
@@ -303,7 +303,7 @@ WRONG: list[tuple[bytes, list[str]]] = [
 
 
 @pytest.mark.parametrize(("raw", "wrong"), WRONG)
-def test_what_is_wrong_is_named(raw: bytes, wrong: list[str]) -> None:
+def test_wrong_headers_are_named(raw: bytes, wrong: list[str]) -> None:
     assert checksums(frame(raw)) == wrong
 
 
@@ -339,11 +339,11 @@ DIFFERENCES: list[tuple[bytes, bytes, str]] = [
 
 
 @pytest.mark.parametrize(("got", "want", "words"), DIFFERENCES)
-def test_a_difference_is_said_in_words(got: bytes, want: bytes, words: str) -> None:
+def test_differences_are_described(got: bytes, want: bytes, words: str) -> None:
     assert difference(got, want, l2=False) == words
 
 
-def test_a_packet_reads_like_a_sentence() -> None:
+def test_a_packet_prints_as_text() -> None:
     error = icmp_error("time exceeded", "203.0.113.9", tcp(FROM, TO, b"abc", flags="PA"))
     assert str(parse(error, l2=False)) == (
         "203.0.113.9 → 198.51.100.7 icmp type 11 code 0 0 bytes about "
@@ -360,7 +360,7 @@ def test_builder_and_parser_import_nothing_of_kbpf_or_of_each_other(name: str) -
     assert ours <= {f"tests.support.packets.{one}" for one in mine}
 
 
-# ---- whatever is built -------------------------------------------------------------------------
+# ---- properties of all built packets -----------------------------------------------------------
 
 ports = st.integers(0, 65535)
 bodies = st.binary(max_size=200)
@@ -417,7 +417,7 @@ built = st.one_of(
 
 
 @given(st.sampled_from([(ends4, headers4), (ends6, headers6)]), bodies, st.data())
-def test_every_number_comes_back(families: Any, body: bytes, data: st.DataObject) -> None:
+def test_all_built_fields_are_parsed(families: Any, body: bytes, data: st.DataObject) -> None:
     ends, ip = data.draw(families[0]), data.draw(families[1])
     for kind in ("tcp", "udp", "sctp"):
         found = parse(frame(_build(kind, ends, body, ip)))
@@ -436,13 +436,13 @@ def test_every_number_comes_back(families: Any, body: bytes, data: st.DataObject
 
 
 @given(built)
-def test_what_is_built_is_right(raw: bytes) -> None:
+def test_built_packets_have_correct_checksums(raw: bytes) -> None:
     assert checksums(raw, l2=False) == []
     assert difference(raw, bytes(raw), l2=False) == ""
 
 
 @given(built, st.data())
-def test_one_wrong_bit_in_a_segment_is_noticed(raw: bytes, data: st.DataObject) -> None:
+def test_a_flipped_bit_in_a_segment_is_detected(raw: bytes, data: st.DataObject) -> None:
     segment = parse(raw, l2=False).segment
     at = data.draw(st.integers((len(raw) - len(segment)) * 8, len(raw) * 8 - 1))
     bad = bytearray(raw)
@@ -454,7 +454,7 @@ def test_one_wrong_bit_in_a_segment_is_noticed(raw: bytes, data: st.DataObject) 
 
 
 @given(built, st.data())
-def test_no_other_bit_goes_unsaid(raw: bytes, data: st.DataObject) -> None:
+def test_a_flipped_bit_anywhere_is_a_difference(raw: bytes, data: st.DataObject) -> None:
     at = data.draw(st.integers(0, len(raw) * 8 - 1))
     bad = bytearray(raw)
     bad[at // 8] ^= 0x80 >> at % 8
@@ -466,9 +466,7 @@ def test_no_other_bit_goes_unsaid(raw: bytes, data: st.DataObject) -> None:
 
 
 @given(built, st.integers(160, 400), st.randoms(use_true_random=False))
-def test_fragments_fit_and_make_the_packet_again(
-    raw: bytes, mtu: int, order: random.Random
-) -> None:
+def test_fragments_fit_and_reassemble(raw: bytes, mtu: int, order: random.Random) -> None:
     pieces = fragments(raw, mtu)
     assert [len(piece) for piece in pieces if len(piece) > mtu] == []
     assert [wrong for piece in pieces for wrong in checksums(piece, l2=False)] == []
@@ -483,7 +481,7 @@ def test_fragments_fit_and_make_the_packet_again(
 
 
 @given(st.binary(max_size=120))
-def test_junk_is_read_or_refused(junk: bytes) -> None:
+def test_junk_is_parsed_or_refused(junk: bytes) -> None:
     for first in (b"", b"\x45", b"\x60", b"\x60\0\0\0\0\x40\0\x40"):
         try:
             found = parse(first + junk, l2=False)
@@ -493,8 +491,8 @@ def test_junk_is_read_or_refused(junk: bytes) -> None:
         str(found)
 
 
-def test_an_option_is_in_every_fragment_only_if_it_says_so() -> None:
-    """The high bit of its number: a router alert is copied, a timestamp is not."""
+def test_only_copied_options_are_in_every_fragment() -> None:
+    """The high bit of an option's type decides: a router alert is copied, a timestamp is not."""
     raw = udp(FROM, TO, bytes(200), options=b"\x94\x04\0\0" + b"\x44\x08\x05\0\0\0\0\0")
     first, *others = (parse(piece, l2=False).ip for piece in fragments(raw, 100))
     assert first is not None
@@ -502,18 +500,18 @@ def test_an_option_is_in_every_fragment_only_if_it_says_so() -> None:
     assert {one.options for one in others if one} == {b"\x94\x04\0\0"}
 
 
-def test_a_packet_that_must_not_be_cut_is_not() -> None:
+def test_a_packet_with_df_is_not_fragmented() -> None:
     with pytest.raises(AssertionError, match="DF"):
         fragments(udp(FROM, TO, bytes(200), df=True), 100)
 
 
-def test_a_fragment_of_a_fragment_keeps_its_place() -> None:
+def test_fragments_of_fragments_reassemble() -> None:
     raw = udp(FROM, TO, bytes(range(200)))
     pieces = [small for big in fragments(raw, 120) for small in fragments(big, 60)]
     assert reassembled(*pieces) == raw
 
 
-def test_a_cut_header_shows_its_ports() -> None:
+def test_a_truncated_header_has_its_ports() -> None:
     found = parse(icmp_error("port unreachable", B, SYN, quote=24), l2=False)
     assert found.embedded is not None
     assert found.embedded.transport == Cut(4000, 80, b"")
@@ -525,6 +523,6 @@ def test_only_errors_have_a_packet_inside() -> None:
     assert (found.embedded, found.payload) == (None, SYN)
 
 
-def test_an_extension_of_any_kind_may_be_asked_for() -> None:
+def test_any_ipv6_extension_header_can_be_built() -> None:
     raw = tcp(FROM6, TO6, extensions=[Extension(60, b"\0\x01\x04\0\0\0\0")])
     assert isinstance(parse(raw, l2=False).transport, Tcp)

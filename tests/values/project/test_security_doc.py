@@ -13,7 +13,7 @@ PROMISES = ("can and cannot do", "What each right is for", "What is not defended
 
 
 @pytest.mark.parametrize(("path", "name"), NAMED, ids=["::".join(row) for row in NAMED])
-def test_a_test_that_is_named_exists(path: str, name: str) -> None:
+def test_a_named_test_exists(path: str, name: str) -> None:
     tree = ast.parse((ROOT / path).read_text())
     found = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     assert name.startswith("test_")
@@ -30,6 +30,6 @@ def test_every_promise_names_a_test() -> None:
         assert [each for each in promises if "`tests/" not in each] == []
 
 
-def test_the_page_can_be_found() -> None:
+def test_the_page_is_linked() -> None:
     assert "(docs/security.md)" in (ROOT / "SECURITY.md").read_text()
     assert len(NAMED) > 30

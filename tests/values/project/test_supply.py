@@ -1,4 +1,4 @@
-"""What the image is made of: locked, hashed, and listed."""
+"""The image's components: locked, hashed, and listed."""
 
 import json
 import re
@@ -25,7 +25,7 @@ WANTED = {
 
 
 def locked(lock: str = "requirements.lock") -> dict[str, tuple[str, list[str]]]:
-    """Name → version and hashes."""
+    """Package name → its locked version and hashes."""
     text = (ROOT / lock).read_text()
     rows = re.findall(r"^([\w.-]+)==(\S+)((?: \\\n    --hash=\S+)+)$", text, re.M)
     assert len(rows) == text.count("==")
@@ -36,7 +36,7 @@ def locked(lock: str = "requirements.lock") -> dict[str, tuple[str, list[str]]]:
 
 @pytest.mark.parametrize("lock", WANTED)
 def test_everything_is_locked_with_hashes(lock: str) -> None:
-    """What pyproject.toml asks for is there, in a version that it allows; each line has a hash."""
+    """All requirements of pyproject.toml are locked in an allowed version; each line has a hash."""
     found = locked(lock)
     assert all(hashes for _, hashes in found.values())
     for text in [*WANTED[lock], "setuptools>=68"]:
@@ -44,17 +44,17 @@ def test_everything_is_locked_with_hashes(lock: str) -> None:
         assert wanted.specifier.contains(found[wanted.name.lower().replace("_", "-")][0]), text
 
 
-def test_what_is_built_for_a_machine_has_a_hash_for_each() -> None:
-    """amd64 and arm64, Python 3.11 and 3.13."""
+def test_platform_wheels_have_a_hash_for_each_platform() -> None:
+    """Wheels for amd64 and arm64, Python 3.11 and 3.13."""
     assert {len(locked()[name][1]) for name in ("msgspec", "pyyaml")} == {4}
 
 
-def test_tests_run_with_what_the_image_has() -> None:
+def test_tests_use_the_images_versions() -> None:
     own, dev = locked(), locked("requirements-dev.lock")
     assert {name: dev[name] for name in own} == own
 
 
-def test_make_venv_takes_what_is_locked() -> None:
+def test_make_venv_installs_locked_packages() -> None:
     installs = re.findall(r"pip install((?:\\\n|[^\n])*)", (ROOT / "Makefile").read_text())
     first, second, check = (re.sub(r"\\\n\s*", "", text) for text in installs)
     assert "--require-hashes --only-binary=:all: --no-deps" in check
@@ -63,7 +63,7 @@ def test_make_venv_takes_what_is_locked() -> None:
     assert "--no-deps --no-build-isolation -e ." in second, "kbpf itself"
 
 
-def test_the_image_takes_what_is_locked() -> None:
+def test_the_image_installs_locked_packages() -> None:
     installs = re.findall(r"pip install((?:[^&]|\\\n)*)", CONTAINERFILE)
     assert len(installs) == 2
     assert "--require-hashes --only-binary=:all: --no-deps" in installs[0]
@@ -80,7 +80,7 @@ BASES = [
 
 @pytest.mark.parametrize(("release", "base", "builds"), BASES)
 def test_a_release_names_its_base_by_digest(release: str, base: str, builds: bool) -> None:
-    """The image's own check, by a shell."""
+    """Runs the Containerfile's own check in a shell."""
     (script,) = re.findall(r"^RUN (case .*?esac)$", CONTAINERFILE, re.M | re.S)
     done = subprocess.run(
         ["sh", "-c", script.replace("\\\n", " ")], env={"RELEASE": release, "BASE": base},
@@ -91,7 +91,7 @@ def test_a_release_names_its_base_by_digest(release: str, base: str, builds: boo
 
 
 def test_the_list_of_components() -> None:
-    """Of this machine: it has Debian's packages and what pip has installed, once each."""
+    """Made for this machine: it has Debian's packages and pip's distributions, once each."""
     folders = [path for path in sys.path if path.endswith("site-packages")]
     done = subprocess.run(
         [str(ROOT / "tools" / "sbom"), *folders], capture_output=True, text=True, check=True
@@ -110,7 +110,7 @@ NAMES_THE_VERSION = {
     "manifests/chart/Chart.yaml": r"(?:appVersion|version): (\S+)",
     "vagrant/kubeadm/provision/node.sh": r"library/kbpf:(\S+)",
 }
-"""Files that cannot read kbpf.__version__, and where it stands in them."""
+"""Files that cannot use kbpf.__version__, and the pattern of the version in them."""
 
 
 @pytest.mark.parametrize("name", NAMES_THE_VERSION)

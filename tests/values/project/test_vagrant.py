@@ -1,8 +1,8 @@
-"""vagrant/ and the shell scripts of this project: they can be read by those who run them.
+"""vagrant/ and the project's shell scripts: Vagrant and the shells accept them.
 
-The machines themselves need boxes, which no test can fetch. What is not Vagrant's own runs below,
-and in each guest of `make test-kernels`, whose first command is provision/kernel.sh. What makes a
-kubeadm cluster runs in tests/lab/cluster/test_vagrant.py.
+The machines need boxes, which no test can download. The provisioning scripts run here, and in each
+guest of `make test-kernels`, whose first command is provision/kernel.sh. The scripts that make a
+kubeadm cluster run in tests/lab/cluster/test_vagrant.py.
 """
 
 import os
@@ -26,8 +26,8 @@ SCRIPTS = sorted([*(ROOT / name for name in OTHERS), *VAGRANT.rglob("*.sh")])
 
 
 @pytest.mark.parametrize("folder", PROFILES, ids=lambda folder: folder.name)
-def test_vagrant_takes_it(folder: Path, tmp_path: Path):
-    """With libvirt's settings too; those of VirtualBox need VirtualBox to be looked at."""
+def test_vagrant_accepts_the_vagrantfile(folder: Path, tmp_path: Path):
+    """With libvirt's settings too; those of VirtualBox can only be checked with VirtualBox."""
     environment = {
         "HOME": str(tmp_path),
         "VAGRANT_HOME": str(tmp_path / "vagrant"),
@@ -50,7 +50,7 @@ def test_vagrant_takes_it(folder: Path, tmp_path: Path):
 
 
 @pytest.mark.parametrize("folder", PROFILES, ids=lambda folder: folder.name)
-def test_what_it_provisions_with_is_there(folder: Path):
+def test_provisioning_scripts_exist(folder: Path):
     names = re.findall(r'path: "([^"]+)"', (folder / "Vagrantfile").read_text())
     assert names
     assert [name for name in names if not (folder / name).is_file()] == []
@@ -81,20 +81,20 @@ INSTALLS = {
                 "debian-archive-keyring ca-certificates", "apt-get install -y -qq linux-modules"],
     "dnf": ["dnf install -y -q debootstrap iproute", "dnf install -y -q kernel-modules-extra"],
 }  # fmt: skip
-"""A distribution's packager, and what it is asked for (how it begins)."""
+"""A distribution's package manager, and the first words of its calls."""
 
 
 @pytest.mark.parametrize("packager", INSTALLS)
 def test_a_machine_is_provisioned(packager: str, tmp_path: Path):
-    """machine.sh and suite.sh with all that they call: packages and a Debian are stand-ins, what
-    is done to this kernel, the root and its mounts are real. /var/lib is the test's own.
+    """machine.sh and suite.sh with everything they call. Package managers and debootstrap are
+    stand-ins; the changes to this kernel, the root and its mounts are real. /var/lib is separate.
     """
     provision_and_begin(packager, {name: shutil.which(name) for name in TOOLS}, tmp_path)
 
 
 def test_a_machine_of_busybox_is_provisioned(tmp_path: Path):
-    """The same in seconds where starting a program takes long, as in an emulated guest: busybox
-    has all of them, but for one, and is read from memory.
+    """The same with busybox, which has all tools but one: it takes seconds even where starting a
+    program is slow, as in an emulated guest, since busybox stays in memory.
     """
     busybox = str(shutil.copy("/bin/busybox", tmp_path))
     own = subprocess.run([busybox, "--list"], capture_output=True, text=True, check=True).stdout
@@ -104,7 +104,7 @@ def test_a_machine_of_busybox_is_provisioned(tmp_path: Path):
 
 
 def provision_and_begin(packager: str, programs: dict[str, str | None], tmp_path: Path) -> None:
-    """A new machine, then the suite in it; and a machine that is there already, and a part."""
+    """Provisions a new machine and runs the suite; then again on the same machine, with a part."""
     tree, tools, said = tmp_path / "tree", tmp_path / "tools", tmp_path / "tree" / "said"
     shutil.copytree(VAGRANT, tree / "vagrant")
     tools.mkdir()
@@ -146,8 +146,8 @@ def provision_and_begin(packager: str, programs: dict[str, str | None], tmp_path
 
 
 def test_a_command_enters_a_root(tmp_path: Path):
-    """A root of busybox alone, which is a mount: `ip -n` and unshare change how it propagates. All
-    mounts end with the command.
+    """The root has only busybox and is a mount point, since `ip -n` and unshare change its
+    propagation. All mounts are removed when the command ends.
     """
     root, tree = tmp_path / "root", tmp_path / "tree"
     (root / "bin").mkdir(parents=True)
