@@ -51,7 +51,7 @@ def web(faulty: Cluster) -> Iterator[Cluster]:
 
 
 def expect(cluster: Cluster, to: str, outcome: str, client: str = "a3") -> None:
-    check(cluster, Dial("now", client, to, outcome))
+    check(cluster, Dial("current state", client, to, outcome))
 
 
 def streams(request: Request) -> bool:
@@ -119,8 +119,8 @@ def test_an_outage_deletes_nothing_and_changes_arrive_after_it(
         web.agent.kill()
         web.start(web.agent, wait=False)
         if fault is FaultProxy.refuse:
-            until("the agent says so", lambda: is_unwell(web))
-        until("it has started", web.agent.own_status)
+            until("the agent reports the outage", lambda: is_unwell(web))
+        until("the agent has started", web.agent.own_status)
         load.goes_on()
         assert not web.agent.own_status()["synced"]
         assert web.served() == before, "nothing is deleted before the first list"
@@ -269,7 +269,7 @@ def test_a_stream_without_its_end_bookmark_deletes_nothing(web: Cluster) -> None
     web.proxy.forget()
     web.start(web.agent, wait=False)
     web.proxy.wait_for_watches(4)
-    until("it has started", web.agent.own_status)
+    until("the agent has started", web.agent.own_status)
     assert not web.agent.own_status()["synced"]
     assert web.served() == before
 

@@ -41,7 +41,7 @@ def web(faulty: Cluster) -> Iterator[Cluster]:
 
 
 def expect(cluster: Cluster, to: str, outcome: str) -> None:
-    check(cluster, Dial("now", "a3", to, outcome))
+    check(cluster, Dial("current state", "a3", to, outcome))
 
 
 def complaints(cluster: Cluster) -> list[str]:
@@ -111,7 +111,7 @@ def test_missing_permissions_are_one_line_each_and_granting_them_helps(web: Clus
         expect(web, f"{HOST}:80", "a2")
         # Kubernetes' own role does not include Pods; Services are served without them.
         until(
-            "nothing else is wrong",
+            "the only problem is about Pods",
             lambda: [s["name"] for s in web.agent.status()["sources"] if s["error"]] == ["pods"],
         )
         (line,) = [line for line in complaints(web) if "cannot list pods: 403" in line]
@@ -181,7 +181,7 @@ def one_line(cluster: Cluster, text: str) -> None:
     """The text is in the log once, and in the status."""
     assert len([line for line in complaints(cluster) if text in line]) == 1, complaints(cluster)
     until(
-        "it is in the status",
+        "the problem is in the status",
         lambda: any(text in problem for problem in cluster.agent.status()["problems"]),
     )
 
@@ -199,7 +199,7 @@ def test_a_malformed_service(web: Cluster, how: Callable[[Object], None], line: 
         web.proxy.heal()
         web.change(web.web(21, "a2", labels={"repaired": "yes"})[0])
         expect(web, "10.96.0.21:80", "a2")
-        until("nothing is wrong any more", lambda: not web.agent.status()["problems"])
+        until("no problem is reported", lambda: not web.agent.status()["problems"])
         spoil(web, "Service", "web-21", how)
         web.change(web.web(21, "a2", labels={"repaired": "no"})[0])
         expect(web, "10.96.0.21:80", "a2")
@@ -263,8 +263,10 @@ def test_an_object_without_a_name_deletes_nothing(web: Cluster) -> None:
         web.settle()
         expect(web, "10.96.0.23:80", "a2")
         expect(web, f"{HOST}:80", "a1")
-        until("pages are asked for", lambda: any("cannot read an object" in line
-                                                 for line in complaints(web)))  # fmt: skip
+        until(
+            "the unnamed object is logged",
+            lambda: any("cannot read an object" in line for line in complaints(web)),
+        )
         expect(web, f"{HOST}:80", "a1")
     assert all("not a Service" in line for line in complaints(web))
 
@@ -292,8 +294,8 @@ def test_services_beyond_a_full_map_are_reported(tmp_path: Path) -> None:
         for number in range(20, 26):
             node.write(service(number))
         node.agent.start(extra=("--max-frontends", "5"))  # one namespace may have four of them
-        full = [Dial("room", "a3", f"10.96.0.{number}:80", "a1") for number in range(20, 24)]
-        left = [Dial("none", "a3", f"10.96.0.{number}:80", UNSERVED) for number in (24, 25)]
+        full = [Dial("fits", "a3", f"10.96.0.{number}:80", "a1") for number in range(20, 24)]
+        left = [Dial("does not fit", "a3", f"10.96.0.{number}:80", UNSERVED) for number in (24, 25)]
         for row in (*full, *left):
             check(node, row)
         for number in (24, 25):
@@ -301,15 +303,15 @@ def test_services_beyond_a_full_map_are_reported(tmp_path: Path) -> None:
             assert len(said) == 1, said
             for part in ("ERROR", "services", "has room for 5", "--max-frontends"):
                 assert part in said[0]
-        until("it is in the status", lambda: len(node.agent.status()["problems"]) == 2)
+        until("the problem is in the status", lambda: len(node.agent.status()["problems"]) == 2)
         node.remove(service(20))
         until("another is served", lambda: "10.96.0.24:80/TCP" in node.served())
-        check(node, Dial("room now", "a3", "10.96.0.24:80", "a1"))
-        check(node, Dial("gone", "a3", "10.96.0.20:80", UNSERVED))
+        check(node, Dial("fits now", "a3", "10.96.0.24:80", "a1"))
+        check(node, Dial("deleted", "a3", "10.96.0.20:80", UNSERVED))
         until("the last one is still reported", lambda: len(node.agent.status()["problems"]) == 1)
         node.agent.stop()
         node.agent.start()
-        check(node, Dial("more room", "a3", "10.96.0.25:80", "a1"))
+        check(node, Dial("larger maps", "a3", "10.96.0.25:80", "a1"))
 
 
 def another(tmp_path: Path, file: str, old: str, new: str) -> Path:

@@ -248,11 +248,14 @@ def test_our_document_is_read_in_addition_to_kube_proxys(cluster: Kubeadm) -> No
     home = cluster.lab.nodes[0].netns
     with cluster.configured("", ours):
         cluster.says("--device later0 matches no device")
-        until("it is a problem", lambda: any("later0" in line for line in problems(cluster)))
+        until(
+            "the missing device is a problem",
+            lambda: any("later0" in line for line in problems(cluster)),
+        )
         ip("link add later0 type veth peer name later1", netns=home)
         try:
             cluster.says("--device later0 matches a device now")
-            until("it is no problem any more", lambda: not problems(cluster))
+            until("no problem is reported", lambda: not problems(cluster))
             told = [line for line in cluster.agent.lines() if "--device later0 matches no" in line]
             assert len(told) == 1
         finally:
@@ -325,8 +328,11 @@ def comes_again(cluster: Kubeadm, made: Object) -> None:
     made["spec"] = {"podCIDR": "10.244.9.0/24", "podCIDRs": ["10.244.9.0/24"]}
     before = set(cluster.agent.entries("local_networks"))
     cluster.kube.create(made)
-    until("other networks", lambda: set(cluster.agent.entries("local_networks")) - before)
-    until("only those", lambda: len(cluster.agent.entries("local_networks")) == 1)
+    until(
+        "the new networks are written",
+        lambda: set(cluster.agent.entries("local_networks")) - before,
+    )
+    until("the old network is deleted", lambda: len(cluster.agent.entries("local_networks")) == 1)
 
 
 def addresses(cluster: Kubeadm, *found: str) -> None:

@@ -57,8 +57,8 @@ def test_drain_ends_with_the_last_connection(field: Field) -> None:
     (said,) = remains.problems()
     assert "3 connections" in said  # the one made by a socket hook is not a flow
     for row in (
-        Dial("a port", "outside", at("NodePort", 81), REFUSED),
-        Dial("an address", "outside", at("VIP", 81), UNSERVED),
+        Dial("NodePort", "outside", at("NodePort", 81), REFUSED),
+        Dial("VIP", "outside", at("VIP", 81), UNSERVED),
         Dial(
             "a port that it had not", "outside", at("ClusterIP", 81).replace(":80", ":9"), UNSERVED
         ),
@@ -76,7 +76,7 @@ def test_drain_ends_with_the_last_connection(field: Field) -> None:
         later += PATIENCE
         return there(host, lambda: remains.drain(later)) is None
 
-    until("nothing is left", gone)
+    until("everything is removed", gone)
     remains.close()
     assert not field.agent.pin_dir.exists()
     for direction in ("ingress", "egress"):
@@ -149,7 +149,7 @@ def test_a_connection_of_another_data_plane_keeps_its_backend(field: Field, who:
     agent.stop()
     remains = remains_of(field)
     assert there(home.host, remains.claim)
-    until("nothing is left", lambda: there(home.host, lambda: remains.drain(1e9)) is None)
+    until("everything is removed", lambda: there(home.host, lambda: remains.drain(1e9)) is None)
     remains.close()
     nft = ("nsenter", f"--net=/run/netns/{home.netns}", "nft")
     table = "kube-proxy" if who == "kube-proxy" else "other"

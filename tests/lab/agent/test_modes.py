@@ -55,7 +55,7 @@ def serves(field: Field) -> None:
         Dial("NodePort, local", "outside", at("NodePort", 81), "a1", "tcp", own),
         Dial("NodePort, remote", "outside", at("NodePort", 82), "b1", "tcp", own),
         Dial("VIP, Local", "outside", at("VIP", 85), "a1", "tcp", "198.18.0.254"),
-        Dial("nobody", "outside", at("VIP", 84), REFUSED),
+        Dial("no endpoints", "outside", at("VIP", 84), REFUSED),
         Dial("a pod", "a3", at("ClusterIP", 82), "b1", "tcp", field["a3"].ip),
         Dial("UDP", "outside", at("NodePort", 93), "a1 b1", "udp", own),
     ):

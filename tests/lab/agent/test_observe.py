@@ -326,7 +326,7 @@ def test_a_node_with_the_autoscalers_taint_is_not_eligible(site: Site):
 
     for each in site.nodes:
         site.kube.patch("Node", each.name, {"spec": {"taints": [AUTOSCALER]}})
-    until("both say so", lambda: statuses() == [503, 503, 200, 200])
+    until("both healthz fail", lambda: statuses() == [503, 503, 200, 200])
     ours, theirs, *livez = answers()
     assert ours == theirs
     assert livez[0] == livez[1]
@@ -351,7 +351,7 @@ def test_a_node_that_is_being_deleted_is_not_eligible(site: Site):
     for each in site.nodes:
         site.kube.patch("Node", each.name, {"metadata": {"finalizers": ["x.io/wait"]}})
         site.kube.delete("Node", each.name)
-    until("both say so", lambda: statuses() == [503, 503])
+    until("both healthz fail", lambda: statuses() == [503, 503])
     for each in site.nodes:
         site.kube.patch("Node", each.name, {"metadata": {"finalizers": None}})
     until("kube-proxy has ended", lambda: not site.proxy.is_running)
@@ -601,7 +601,7 @@ def test_connections_are_counted_by_service(site: Site):
     ends = [endpoint(pod.ip, node=site.ours.name)]
     site.kube.create(endpoint_slice("counted", *ends, ports=[slice_port(8080, "http")]))
     outside = site.ours.lab.outside
-    until("it is served", lambda: "name" in dial(site, number))
+    until("the Service is served", lambda: "name" in dial(site, number))
     with contextlib.ExitStack() as stack:
         for _ in range(3):
             stack.enter_context(connect(outside, site.ours.ip, number, PATIENCE))
@@ -635,7 +635,7 @@ def test_connection_outcomes_are_counted_by_service(site: Site):
             endpoint_slice(name, endpoint(pod.ip, node=site.ours.name),
                            ports=[slice_port(target, "http")])
         )  # fmt: skip
-    until("it is served", lambda: "name" in pod.tcp(vip, 80))
+    until("the Service is served", lambda: "name" in pod.tcp(vip, 80))
     reasons = {"of": "closed", "reason": "unanswered"}
     until("refused connections are counted",
           lambda: pod.tcp("10.96.0.78", 80)["error"] == "ECONNREFUSED"
@@ -647,7 +647,7 @@ def test_connection_outcomes_are_counted_by_service(site: Site):
     ):
         until(name, lambda: counted(site, name) >= least)  # noqa: B023
     for way, least in (("in", len(b"bye\n")), ("out", len(b'{"name": "other"'))):
-        until(f"bytes {way}",
+        until(f"bytes {way} are counted",
               lambda: counted(site, "kbpf_service_bytes_total", direction=way) >= least)  # noqa: B023  # fmt: skip
     assert not counted(site, "kbpf_service_failures_total", reason="unanswered")
     clear(site.kube)

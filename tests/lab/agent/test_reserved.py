@@ -60,17 +60,17 @@ def test_a_claim_of_the_api_servers_address_is_refused_and_reported(cluster: Clu
 
     with cluster.given(*hijacker(cluster, host)):
         assert f"{host}:{number}/TCP" not in cluster.served()
-        until("there is a problem line", problems)
+        until("the refusal is a problem", problems)
         assert f"Service default/thief: {words}; see" in "\n".join(cluster.agent.lines())
 
         def told() -> list[Object]:
             found = cluster.kube.list("Event")["items"]
             return [each for each in found if each["reason"] == "AddressRefused"]
 
-        (event,) = until("there is an Event", told)
+        (event,) = until("the Event is stored", told)
         assert event["note"] == words
         assert event["regarding"]["name"] == "thief"
-    until("there is none", lambda: not problems())
+    until("no problem is reported", lambda: not problems())
 
 
 def test_an_address_of_another_node_is_refused(cluster: Cluster) -> None:
@@ -88,11 +88,11 @@ def test_an_address_of_another_node_is_refused(cluster: Cluster) -> None:
         assert at in cluster.served()
         cluster.kube.create(elsewhere)
         try:
-            until("there is a problem line", problems)
+            until("the refusal is a problem", problems)
             assert at not in cluster.served()
         finally:
             cluster.kube.delete("Node", "elsewhere")
-        until("there is none", lambda: not problems())
+        until("no problem is reported", lambda: not problems())
         assert at in cluster.served()
 
 

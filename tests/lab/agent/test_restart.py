@@ -45,7 +45,7 @@ def web(small: Cluster) -> Iterator[Cluster]:
 
 
 def expect(cluster: Cluster, to: str, outcome: str, client: str = "a3", how: str = "tcp") -> None:
-    check(cluster, Dial("now", client, to, outcome, how))
+    check(cluster, Dial("current state", client, to, outcome, how))
 
 
 def strays(agent: Agent) -> dict[str, list[object]]:
@@ -148,7 +148,7 @@ def test_changes_made_while_the_agent_is_down_are_applied(small: Cluster) -> Non
         assert client.ask("hear", keep="udp") == {"error": "ECONNABORTED"}
         client.ask("drop", keep="udp")
         small.delete(*comes)
-        until("nothing is left over", lambda: not strays(small.agent))
+        until("no unreferenced entry is left", lambda: not strays(small.agent))
 
 
 def test_a_kill_during_writes_fails_no_connection(small: Cluster) -> None:
@@ -168,7 +168,7 @@ def test_a_kill_during_writes_fails_no_connection(small: Cluster) -> None:
         small.agent.wait_synced()
         small.change(small.slice("web-40", "a2"))
         expect(small, "10.96.0.40:80", "a2")
-    until("nothing is left over", lambda: not strays(small.agent))
+    until("no unreferenced entry is left", lambda: not strays(small.agent))
 
 
 def test_an_upgrade_fails_no_connection(web: Cluster, tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_an_api_server_restart_fails_no_connection(web: Cluster) -> None:
         web.api.kill()
         load.goes_on()
         until(
-            "the agent notices",
+            "the agent reports the outage",
             lambda: all(source["error"] for source in web.agent.status()["sources"]),
         )
         web.api.restart()

@@ -59,14 +59,14 @@ def test_added_changed_and_removed_files_are_applied(node: FolderNode) -> None:
     check(node, Dial("no slice yet", "a3", "10.96.0.99:80", REFUSED))
     node.write([piece])
     node.settle()
-    check(node, Dial("a slice came", "a3", "10.96.0.99:80", "a1"))
+    check(node, Dial("a slice was added", "a3", "10.96.0.99:80", "a1"))
     node.write([web("10.96.0.98", "10.244.1.2")[0], web("", "10.244.1.3")[1]])
     node.settle()
     check(node, Dial("another address", "a3", "10.96.0.99:80", UNSERVED))
     check(node, Dial("another endpoint", "a3", "10.96.0.98:80", "a2"))
     node.remove([row])
     node.settle()
-    check(node, Dial("gone", "a3", "10.96.0.98:80", UNSERVED))
+    check(node, Dial("the Service was deleted", "a3", "10.96.0.98:80", UNSERVED))
 
 
 def web(cluster_ip: str, *addresses: str) -> list[Object]:
@@ -92,7 +92,7 @@ def web(cluster_ip: str, *addresses: str) -> list[Object]:
 
 BROKEN = (
     ("not YAML", "kind: Service\n  spec: {", ":2"),
-    ("a number where text must be", "apiVersion: v1\nkind: Service\nmetadata:\n  name: front\n"
+    ("text where a number must be", "apiVersion: v1\nkind: Service\nmetadata:\n  name: front\n"
      "  namespace: shop\nspec:\n  clusterIP: 10.96.0.20\n  ports:\n  - port: eighty\n", ":9"),
     ("not an IP address", "apiVersion: v1\nkind: Service\nmetadata:\n  name: front\n"
      "  namespace: shop\nspec:\n  clusterIP: 10.96.0.300\n  ports: [{port: 80}]\n", ":7"),
@@ -108,18 +108,18 @@ def test_a_broken_file_keeps_its_last_objects(
     good = path.read_text()
     path.write_text(text)
     node.settle()
-    check(node, Dial("as before", "a2", "10.96.0.20:80", "a1:8080 a3:8081"))
+    check(node, Dial("the last good state", "a2", "10.96.0.20:80", "a1:8080 a3:8081"))
     check(node, Dial("another file", "a3", "10.96.0.10:53", "a2:8081"))
     place = path.name + line
     until(
-        "it is reported",
+        "the problem is reported",
         lambda: [place in each for each in node.agent.status()["problems"]] == [True],
     )
     said = [each for each in node.agent.lines() if place in each]
     assert len(said) == 1, "once, not at every poll"
     path.write_text(good)
     node.settle()
-    until("nothing is wrong any more", lambda: not node.agent.status()["problems"])
+    until("no problem is reported", lambda: not node.agent.status()["problems"])
 
 
 def test_services_stay_while_the_folder_is_missing(node: FolderNode) -> None:
@@ -128,14 +128,14 @@ def test_services_stay_while_the_folder_is_missing(node: FolderNode) -> None:
     with under_load(node, "10.96.0.20", "a2") as load:
         node.folder.rename(away)
         until(
-            "the agent says so",
+            "the missing folder is reported",
             lambda: "cannot read the folder" in node.agent.status()["sources"][0]["error"],
         )
         load.goes_on()
         away.rename(node.folder)
         node.write(web("10.96.0.99", "10.244.1.2"))
         node.settle()
-        check(node, Dial("a change", "a3", "10.96.0.99:80", "a1"))
+        check(node, Dial("a change after the return", "a3", "10.96.0.99:80", "a1"))
 
 
 def test_a_restart_fails_no_connection(node: FolderNode) -> None:
@@ -144,4 +144,4 @@ def test_a_restart_fails_no_connection(node: FolderNode) -> None:
         node.write(web("10.96.0.99", "10.244.1.2"))
         load.goes_on()
         node.agent.start()
-        check(node, Dial("what came meanwhile", "a3", "10.96.0.99:80", "a1"))
+        check(node, Dial("added during the restart", "a3", "10.96.0.99:80", "a1"))

@@ -162,7 +162,7 @@ def sysctl():
 attempts = {
     "mount": call("mount", b"none", b"/tmp", b"tmpfs", 0, None),
     "execute what it has written": execute,
-    "write beside its folders": write("/dev/kbpf-try"),
+    "write outside its folders": write("/dev/kbpf-try"),
     "trace the agent": call("ptrace", 16, 1, None, None),
     "enter a pod's network namespace": enter,
     "write to /tmp": write("/tmp/kbpf-try"),
@@ -201,7 +201,7 @@ class Row(NamedTuple):
 ROWS = [
     Row("mount", "", "EACCES", "EACCES"),
     Row("execute what it has written", "", "EACCES", "EACCES"),
-    Row("write beside its folders", "", "EACCES", "EACCES"),
+    Row("write outside its folders", "", "EACCES", "EACCES"),
     Row("trace the agent", "", "EACCES", "EACCES"),
     Row("enter a pod's network namespace", "", "", "EPERM"),
     Row("write to /tmp", "", "", ""),
@@ -218,7 +218,7 @@ def test_the_profiles_deny_and_allow_exactly_these_actions(house: FolderPod, pro
     house.agent.use_cache(house.agent.folder / "cache")  # a guest cannot write to the shared cache
     house.launch(template(house, profile, "-c", "import time; time.sleep(3600)"))
     try:
-        until("it runs", lambda: house.agent.pid > 0)
+        until("the container runs", lambda: house.agent.pid > 0)
         done = house.agent.exec(PYTHON, "-c", TRY, house.client.netns)
         assert done.returncode == 0, done
         at = ["", *PROFILES].index(profile) + 1

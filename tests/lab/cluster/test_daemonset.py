@@ -101,7 +101,7 @@ def balanced(cluster: PodCluster, number: int, protocol: str) -> list[Object]:
 
 
 def expect(cluster: PodCluster, client: str, to: str, outcome: str = "a1 b1") -> None:
-    check(cluster, Dial("now", client, to, outcome))
+    check(cluster, Dial("current state", client, to, outcome))
 
 
 CLIENTS = ("a1", "a2", "host-1", "a-net", "b1", "b2", "host-2", "b-net")
@@ -122,7 +122,7 @@ def test_every_kind_of_address_is_served_to_nodes_and_pods(web: PodCluster, prot
             *((host, 80) for host in (VIP, f"[{VIP6}]")),
             *((host, 30000 + number) for host in (home.ip, f"[{home.ip6}]")),
         ):
-            check(web, Dial("at connect()", client, f"{host}:{port}", "a1 b1", protocol))
+            check(web, Dial("every kind of address", client, f"{host}:{port}", "a1 b1", protocol))
 
 
 @over_each_network
@@ -391,12 +391,12 @@ def test_without_rights_the_agent_is_alive_but_not_ready(pods: PodCluster) -> No
     until("the API server applies the deletion", lambda: not may_list(pods, "services"))
     assert agent.stop() == 0
     pods.kubelets.launch(agent)
-    until("it is refused", lambda: "403" in answered(agent, 10256, "/readyz")[1])
+    until("readyz reports 403", lambda: "403" in answered(agent, 10256, "/readyz")[1])
     code, said = answered(agent, 10256, "/readyz")
     assert (code, asked(agent, 10256, "/livez"), asked(agent, 10256, "/healthz")) == (503, 200, 200)
     assert re.match(r"kbpf is not ready: \w+ not listed yet", said), said
     pods.kubectl("apply", "-k", str(pods.overlay))
-    until("it serves", lambda: asked(agent, 10256, "/readyz") == 200)
+    until("the agent is ready", lambda: asked(agent, 10256, "/readyz") == 200)
 
 
 IN_THE_POD = [
@@ -418,7 +418,7 @@ def test_kbpf_commands_work_in_the_pod(pods: PodCluster, command: tuple[str, ...
         return done.returncode == 0
 
     try:
-        until("it ends with 0", well)
+        until("the command succeeds", well)
     except AssertionError as error:
         error.add_note("\n".join(said))
         raise
@@ -574,7 +574,7 @@ def test_capabilities_that_the_agent_needs(pods: PodCluster, row: Row) -> None:
         client.udp("10.96.0.21", 80, keep="udp", connected=True)
         pods.kube.replace(pods.web(21, "a2", "UDP")[1])
         if row.said:
-            until(f"it says {row.said}", lambda: row.said in agent.tail(30))
+            until(f"{row.said!r} is logged", lambda: row.said in agent.tail(30))
         else:
             pods.settle(agent)
             assert client.ask("hear", keep="udp") == {"error": "ECONNABORTED"}, agent.tail()

@@ -108,7 +108,7 @@ def test_readme_without_a_cluster(bench: Bench) -> None:
         until(
             "the agent is synced", lambda: (bench.agent.own_status() or {}).get("synced"), compiling
         )
-        until("it is well", lambda: bench.run("kbpf inspect status").returncode == 0)
+        until("the agent is healthy", lambda: bench.run("kbpf inspect status").returncode == 0)
         said = {}
         for look in looks:
             done = bench.run(look)
@@ -178,7 +178,9 @@ def well(cluster: PodCluster, command: str) -> None:
     """For commands that report the health: waits until all devices have their programs."""
     if "inspect status" in command or "--attached" in command:
         agent = cluster.pod_agents[0]
-        until("it is well", lambda: agent.exec("kbpf", "inspect", "status").returncode == 0)
+        until(
+            "the agent is healthy", lambda: agent.exec("kbpf", "inspect", "status").returncode == 0
+        )
 
 
 TYPED = [
@@ -194,7 +196,7 @@ def test_documented_diagnostic_commands_succeed(
 ) -> None:
     """troubleshoot.md, kernels.md: each command succeeds on a healthy node."""
     until(
-        "it is well",
+        "the agent is healthy",
         lambda: cluster.pod_agents[0].exec("kbpf", "inspect", "status").returncode == 0,
     )
     assert shell(command)

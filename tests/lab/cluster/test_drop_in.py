@@ -148,7 +148,7 @@ def all_well(cluster: KubeadmCluster) -> None:
     """Waits until both agents report health, as the page says to do before removing the rules."""
     status = ("kbpf", "inspect", "status")
     for agent in cluster.pod_agents[:2]:
-        until("it is well", lambda one=agent: one.exec(*status).returncode == 0)
+        until("the agent is healthy", lambda one=agent: one.exec(*status).returncode == 0)
 
 
 def replace_kube_proxy() -> list[str]:
@@ -274,7 +274,7 @@ def test_a_failed_rollout_is_reverted_by_the_documented_steps(
             does_not_roll_out(shell, use)
             assert (first.is_running, second.runs) == (image == NOT_READY, other)
             if first.is_running:
-                until("it serves", lambda: (first.status() or {}).get("synced"))
+                until("the agent is synced", lambda: (first.status() or {}).get("synced"))
                 use.keep()
             (undo,) = docs.section("docs/migration.md", "## If it does not serve")
             assert "registry.k8s.io/kube-proxy" in type_in(shell, use, undo)

@@ -145,7 +145,7 @@ def test_trial_and_drop_in_do_not_change_each_others_objects(
             until(f"{name} has its rights", lambda account=account: may_watch(admin, account))
         before = versions(admin, kubectl, second)
         admin("delete", "-k", str(OVERLAYS / first), "--wait=false")
-        until(f"{first} has none", lambda: not may_watch(admin, accounts[first]))
+        until(f"{first} has lost its rights", lambda: not may_watch(admin, accounts[first]))
         assert may_watch(admin, accounts[second])
         assert versions(admin, kubectl, second) == before
     finally:

@@ -69,23 +69,23 @@ def test_a_trial_serves_on_the_labelled_node(trial: Trial) -> None:
         trial.kubelets.sync()
         return [each.node.name for each in trial.pod_agents if each.is_running]
 
-    check(trial, Dial("a pod has no route to it", "a2", f"{HOST}:80", UNSERVED))
+    check(trial, Dial("a pod is not served yet", "a2", f"{HOST}:80", UNSERVED))
     trial.kubectl("apply", "-k", str(trial.overlay))
     assert running() == [], "no node has the label"
     with under_load(trial, HOST, "host-1"):
         trial.kubectl("label", "node", "node-1", "kbpf.io/node=true")
         assert running() == ["node-1"]
         trial.settle(agent)
-        check(trial, Dial("needs none by kbpf", "a2", f"{HOST}:80", "a1 b1"))
+        check(trial, Dial("a pod is served by kbpf", "a2", f"{HOST}:80", "a1 b1"))
         refuses(agent, "kube-proxy is running on this node (it answers on ")
-        until("the base's own rights are enough to say so", lambda: said_starting(trial))
+        until("the base's rights are enough for an Event", lambda: said_starting(trial))
         for port in (10256, 10356):  # kube-proxy's and ours
             until(f"{port} is healthy", lambda port=port: asked(agent, port, "/healthz") == 200)
         trial.kubectl("label", "node", "node-1", "kbpf.io/node-")
         assert running() == []
         trial.kubectl("delete", "-k", str(trial.overlay))
         agent.remove_pins()
-    check(trial, Dial("as before", "a2", f"{HOST}:80", UNSERVED))
+    check(trial, Dial("a pod is not served any more", "a2", f"{HOST}:80", UNSERVED))
     assert trial.beside.is_running, trial.beside.tail()
 
 

@@ -169,7 +169,10 @@ def test_new_flows_avoid_a_draining_backend(field: Field) -> None:
         )
         assert client.many(20, *to, protocol="udp", connected=True)["names"] == {"a1": 20}
         field.change(field.slice("web-76", "a1", POD_UDP))
-        until("it goes on elsewhere", lambda: client.ask("talk", keep="old").get("name") == "a1")
+        until(
+            "the old flow changes backend",
+            lambda: client.ask("talk", keep="old").get("name") == "a1",
+        )
         client.ask("drop", keep="old")
 
 

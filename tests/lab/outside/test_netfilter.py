@@ -211,9 +211,11 @@ def test_a_cni_rule_that_rejects_takes_precedence(
     host = (NODES6 if v6 else NODES4)[0]
     for kind, number in product(("NodePort", "VIP"), (11, 21)):
         protocol = "tcp" if number == 11 else "udp"
-        check(field, Dial("to the pod", "outside", at(kind, number, v6), REFUSED, protocol))
+        check(
+            field, Dial("to the rejected pod", "outside", at(kind, number, v6), REFUSED, protocol)
+        )
         to = at(kind, number + 4, v6)
-        check(field, Dial("to another", "outside", to, "a3", protocol, host))
+        check(field, Dial("to another pod", "outside", to, "a3", protocol, host))
 
 
 def test_our_rule_precedes_a_final_reject_in_an_open_chain(field: Field) -> None:
@@ -590,7 +592,7 @@ def test_late_packets_are_not_invalid(
             send(one)
         on_the_way = field.lab.nodes[0 if number != 12 else 1]
         until(
-            "the late packets have come",
+            "the late packets have arrived",
             lambda: seen(on_the_way) >= before[on_the_way.number] + len(sent),
         )
 
@@ -608,7 +610,7 @@ def test_an_invalid_packet_is_counted_by_the_rules(field: Field) -> None:
     ip(f"route add {field['a1'].ip}/32 via {node.ip}", netns=field.lab.outside)
     with Wire(field.lab.outside, field.lab.prefix, "198.18.0.200/24", gateways=(node.ip,)) as wire:
         wire.send(packets.tcp("198.18.0.200:4999", f"{field['a1'].ip}:8080", flags="SA", ack=1))
-        until("it is dropped", lambda: dropped(node) == 1)
+        until("the packet is dropped", lambda: dropped(node) == 1)
     ip(f"route del {field['a1'].ip}/32", netns=field.lab.outside)
 
 
@@ -653,7 +655,7 @@ def second(field: Field) -> Iterator[None]:
     )  # fmt: skip
     listed = command("ip", "-n", first.netns, "-o", "link", "show", "x1")
     key = struct.pack("=I", int(listed.partition(":")[0]))
-    until("the agent knows it", lambda: key in field.agent.entries("devices"))
+    until("the agent knows the device", lambda: key in field.agent.entries("devices"))
     yield
     ip("link del x1", netns=first.netns)
     ip(

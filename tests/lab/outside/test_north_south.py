@@ -404,7 +404,7 @@ def test_a_udp_flow_changes_backend_when_its_backend_stops(
             field.change(*(field.slice("web-52", who, POD_UDP, v6=six) for six in (False, True)))
             until(f"{who} answers", lambda who=who: flow(client).get("name") == who)
         field.change(*(field.slice("web-52", "", POD_UDP, v6=six) for six in (False, True)))
-        until("it is refused", lambda: flow(client) == {"error": REFUSED})
+        until("datagrams are refused", lambda: flow(client) == {"error": REFUSED})
         client.ask("drop", keep="flow")
 
 
@@ -424,7 +424,7 @@ def test_a_connection_outlives_its_endpoint(field: Field) -> None:
         for number in range(6):
             assert client.ask("talk", keep=f"c{number}").get("name") in ("a1", "b1")
             client.ask("drop", keep=f"c{number}")
-        check(field, Dial("new ones", "outside", at("NodePort", 53), "a2", "tcp", NODES4[0]))
+        check(field, Dial("new connections", "outside", at("NodePort", 53), "a2", "tcp", NODES4[0]))
 
 
 def test_a_device_added_later_is_served_and_forgotten_when_deleted(field: Field) -> None:
@@ -437,9 +437,9 @@ def test_a_device_added_later_is_served_and_forgotten_when_deleted(field: Field)
     until("the agent knows the device", lambda: key in field.agent.entries("devices"))
     until("the pod is served", lambda: "name" in client.tcp("10.96.0.13", 80, timeout=1.0))
     with field.given(*field.all_ways(54, "late")):
-        check(field, Dial("from it", "late!", at("ClusterIP", 13), "a1 b1", "tcp", pod.ip))
-        check(field, Dial("to it", "outside", at("VIP", 54), "late", "tcp", NODES4[0]))
-        check(field, Dial("to itself", "late!", at("VIP", 54), "late", "tcp", NODES4[0]))
+        check(field, Dial("from the new pod", "late!", at("ClusterIP", 13), "a1 b1", "tcp", pod.ip))
+        check(field, Dial("to the new pod", "outside", at("VIP", 54), "late", "tcp", NODES4[0]))
+        check(field, Dial("hairpin", "late!", at("VIP", 54), "late", "tcp", NODES4[0]))
     ip(f"link del p{len(home.pods)}", netns=home.netns)
     until("the agent has deleted the device", lambda: key not in field.agent.entries("devices"))
 
@@ -452,8 +452,8 @@ def unserved(field: Field) -> None:
 
 
 def served(field: Field) -> None:
-    check(field, Dial("a port", "outside", at("NodePort", 11), "a1", "tcp", NODES4[0]))
-    check(field, Dial("an address", "outside", at("VIP", 11), "a1", "tcp", NODES4[0]))
+    check(field, Dial("NodePort served", "outside", at("NodePort", 11), "a1", "tcp", NODES4[0]))
+    check(field, Dial("VIP served", "outside", at("VIP", 11), "a1", "tcp", NODES4[0]))
 
 
 def test_switching_the_packet_path_off_detaches_all_programs(field: Field) -> None:
@@ -462,7 +462,10 @@ def test_switching_the_packet_path_off_detaches_all_programs(field: Field) -> No
     field.agent.start(extra=("--packet-path", "false"))
     try:
         unserved(field)
-        check(field, Dial("sockets are", "a2", "10.96.0.11:80", "a1", "tcp", field["a2"].ip))
+        check(
+            field,
+            Dial("socket hooks still serve", "a2", "10.96.0.11:80", "a1", "tcp", field["a2"].ip),
+        )
     finally:
         field.agent.stop()
     field.agent.start()

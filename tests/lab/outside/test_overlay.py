@@ -276,7 +276,7 @@ def test_addresses_on_the_wire_of_a_remote_backend(
         Wire(net["b1"].netns, "eth0", tap=True) as backend,
         Wire(second.netns, "eth0", tap=True) as underlay,
     ):
-        check(net, Dial("over the network", "outside", to, "b1", protocol, own))
+        check(net, Dial("remote backend", "outside", to, "b1", protocol, own))
 
         def sees(tap: Wire, source: str, destination: str) -> Packet:
             found = tap.expect(
@@ -306,7 +306,7 @@ def test_a_local_backend_is_served_in_every_pod_network(
     net: PodNetwork, number: int, protocol: str, v6: bool
 ) -> None:
     own = address(net.lab.nodes[0].host, v6)
-    check(net, Dial("local", "outside", at("NodePort", number, v6), "a1", protocol, own))
+    check(net, Dial("local backend", "outside", at("NodePort", number, v6), "a1", protocol, own))
 
 
 @pytest.mark.parametrize("kind", ["ExternalIP", "VIP"])
@@ -329,7 +329,7 @@ def test_a_client_behind_a_device_without_link_header_is_served(
     with Wire(net.lab.nodes[0].netns, device, tap=True) as tap:
         assert tap.mac == ""
         sees = client if number == 67 else own
-        check(net, Dial("no header", "outside", to, who, protocol, sees))
+        check(net, Dial("no link header", "outside", to, who, protocol, sees))
         for said in ("destination", "source"):
             found = tap.expect(lambda p, said=said: getattr(p, said) == to)
             assert checksums(found, l2=False) == []
@@ -462,7 +462,9 @@ def test_a_large_datagram_gets_an_icmp_error_with_the_path_mtu(
             assert checksums(error) == []
             assert host_of(error.destination) == address(client, v6)
             assert (error.embedded.source, error.embedded.destination) == (ours, to)
-            until("it is learned", lambda fits=fits: learned(client, split(to)[0]) == fits)
+            until(
+                "the client learns the MTU", lambda fits=fits: learned(client, split(to)[0]) == fits
+            )
             s.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             size = fits
         s.send(bytes(size - headers))

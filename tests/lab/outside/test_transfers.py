@@ -157,7 +157,7 @@ def test_transfers_continue_while_the_agent_restarts(field: Field, restart: str)
         for name in STREAMS:
             got = client.ask("peek_stream", keep=name)["got"]
             until(
-                f"{name} goes on",
+                f"{name} continues",
                 lambda name=name, got=got: (
                     client.ask("peek_stream", keep=name)["got"] > got + (1 << 20)
                 ),

@@ -62,8 +62,8 @@ def rows(v6: bool) -> Iterator[Dial]:
 
         for kind in ("ClusterIP", "ExternalIP", "VIP"):
             yield row("a pod of this node", kind, 1, "a1")
-            yield row("one of another node", kind, 2, "b1")
-            yield row("both", kind, 3, "a1 b1")
+            yield row("a pod of another node", kind, 2, "b1")
+            yield row("pods of both nodes", kind, 3, "a1 b1")
             yield row("no endpoints", kind, 6, REFUSED)
         yield row("Local, no local endpoint: the node uses the short circuit", "VIP", 4, "b1")
         unknown = at("ClusterIP", base + 1, v6).removesuffix(":80") + ":81"
@@ -97,11 +97,11 @@ def test_packets_that_leave_by_no_device_are_not_served(field: Field, v6: bool) 
     """As in docs/limits.md: the node's own NodePort, and backends in the node's network."""
     for protocol, base in (("tcp", 10), ("udp", 30)):
         to = at("NodePort", base + 1, v6)
-        check(field, Dial("an own NodePort", "host-1", to, REFUSED, protocol))
+        check(field, Dial("the node's own NodePort", "host-1", to, REFUSED, protocol))
         for kind in ("ClusterIP", "VIP"):
             before = field.agent.reasons()[Reason.NO_ROUTE]
             to = at(kind, base + 7, v6)
-            check(field, Dial("an own port", "host-1", to, DROPPED, protocol))
+            check(field, Dial("a backend in the node's network", "host-1", to, DROPPED, protocol))
             assert field.agent.reasons()[Reason.NO_ROUTE] > before
 
 

@@ -127,7 +127,7 @@ def test_client_address_seen_through_a_cluster_ip(
     """A client that is not a pod is masqueraded to the node's address."""
     sees = own(pods[name], v6) if name in mode.pods else (NODES6 if v6 else NODES4)[0]
     for protocol, number in (("tcp", 11), ("udp", 21)):
-        check(pods, Dial(f"{name} asks", name, at("ClusterIP", number, v6), "a1", protocol, sees))
+        check(pods, Dial(f"from {name}", name, at("ClusterIP", number, v6), "a1", protocol, sees))
 
 
 @both_families

@@ -361,7 +361,7 @@ def test_a_pod_with_the_label_is_left_to_the_packet_path(
     restart(field, ON)
     check(field, place, PACKETS)
     field.change(pod_object(uid, label=None))
-    until("nobody is exempt", exempt(field))
+    until("nothing is exempt", exempt(field))
     check(field, place, HOOKED)
     field.delete(pod_object(uid))
     field.settle()
@@ -421,7 +421,7 @@ def test_a_pattern_exempts_cgroups_created_later(field: Field, kubelet: Kubelet)
     until("the second is exempt", exempt_paths(field, kubelet, here, later))
     check(field, second, PACKETS)
     restart(field, ON)
-    until("nobody is exempt", exempt(field))
+    until("nothing is exempt", exempt(field))
     check(field, first, HOOKED)
 
 
@@ -461,9 +461,9 @@ def test_pod_labels_from_an_api_server_exempt_pods_of_this_node(
     try:
         until("the pod of this node is exempt", exempt_at(agent, folders["here"]))
         cluster.kube.patch("Pod", "here", {"metadata": {"labels": {LABEL: None}}}, "default")
-        until("nobody is", exempt_at(agent))
+        until("nothing is exempt", exempt_at(agent))
         cluster.kube.patch("Pod", "here", {"metadata": {"labels": {LABEL: "off"}}}, "default")
-        until("it is again", exempt_at(agent, folders["here"]))
+        until("the pod is exempt again", exempt_at(agent, folders["here"]))
         agent.kill()
         cluster.start(agent)
         assert exempt_at(agent, folders["here"])()
@@ -473,7 +473,7 @@ def test_pod_labels_from_an_api_server_exempt_pods_of_this_node(
                 "DELETE", f"/api/v1/namespaces/default/pods/{name}?gracePeriodSeconds=0"
             )
             folder.rmdir()
-        until("nobody is when the Pod is gone", exempt_at(agent))
+        until("nothing is exempt after the deletion", exempt_at(agent))
         for folder in folders["here"].parents[:2]:
             folder.rmdir()
 

@@ -14,7 +14,7 @@ ABORTED = "ECONNABORTED"
 
 
 def expect(cluster: Cluster, to: str, outcome: str, client: str = "a3", how: str = "tcp") -> None:
-    check(cluster, Dial("now", client, to, outcome, how))
+    check(cluster, Dial("current state", client, to, outcome, how))
 
 
 def load_is_running(place: Place, connections: int) -> None:
@@ -282,13 +282,13 @@ def test_two_services_claim_one_external_ip(cluster: Cluster) -> None:
             line = "192.0.2.135:80/TCP is not served: it is taken by Service default/web-135"
             for agent in cluster.agents:
                 until(
-                    "it is reported",
+                    "the conflict is reported",
                     lambda agent=agent: any(line in each for each in agent.status()["problems"]),
                 )
             cluster.delete(one[0])
             cluster.settle()
             expect(cluster, "192.0.2.135:80", "b1")
-            until("nothing is wrong any more", lambda: not cluster.agent.status()["problems"])
+            until("no problem is reported", lambda: not cluster.agent.status()["problems"])
 
 
 def later(cluster: Cluster, stamp: str) -> bool:
