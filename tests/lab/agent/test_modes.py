@@ -123,7 +123,7 @@ def known(field: Field) -> str:
 
 
 @pytest.mark.parametrize("mode", ["ipvs", "bpf"])
-def test_another_mode(field: Field, mode: str) -> None:
+def test_switching_the_mode_fails_no_connection(field: Field, mode: str) -> None:
     """New connections work throughout, established ones continue, and nothing of the old mode
     stays.
     """

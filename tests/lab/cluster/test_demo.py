@@ -143,7 +143,7 @@ def test_the_next_demo_removes_the_traces_of_a_killed_one(live: subprocess.Popen
     assert traces(live.pid) == []
 
 
-def test_two_demos_run_side_by_side(live: subprocess.Popen[str], cache: Path):
+def test_two_demos_run_concurrently(live: subprocess.Popen[str], cache: Path):
     line_with(live.stdout, "three backends serve")
     child = demo("--once", "-o", "json", cache=cache)
     out, _ = child.communicate(timeout=START_SECONDS)

@@ -115,7 +115,7 @@ class InUse:
         self._kept = 0
 
 
-def test_there_and_back(
+def test_the_documented_steps_there_and_back_fail_no_connection(
     cluster: KubeadmCluster, kubectl: Path, kubeadm: Path, tmp_path: Path
 ) -> None:
     shell = Shell(cluster, tmp_path, kubectl, kubeadm)

@@ -48,7 +48,7 @@ REPLACES = (
 """Blocks that need kubeadm's kube-proxy to be installed before."""
 
 
-def test_every_block_has_its_row():
+def test_every_block_has_a_row():
     rows = [row[0] for block in OURS for row in ENDS_IN if row[0] in block]
     assert sorted(rows) == sorted(row[0] for row in ENDS_IN)
     assert len(rows) == len(OURS)

@@ -214,7 +214,9 @@ class World:
         pytest.param("ipvs", "ipvs", marks=needs("ipvs")),
     ],
 )
-def test_there_and_back(programs: None, kube_proxy: Path, mode: str, ours: str) -> None:
+def test_replacing_kube_proxy_and_back_fails_no_connection(
+    programs: None, kube_proxy: Path, mode: str, ours: str
+) -> None:
     """Starts on nodes whose conntrack has never been enabled. kube-proxy's rules enable it while
     kbpf's connections are established, so that conntrack sees them from the middle.
     """

@@ -274,8 +274,9 @@ def strict(field: Field, node: Node) -> None:
 
 
 def invalid(field: Field, node: Node) -> None:
-    """Drops packets that conntrack calls invalid, in every chain. The ICMP redirects that a node
-    sends when a packet leaves by the device it came in by are not dropped: they occur without us.
+    """Drops packets that conntrack calls invalid, in every chain. ICMPv6 redirects, which a node
+    sends when a packet leaves by the device it came in by, are not dropped: they occur without kbpf
+    too.
     """
     on(
         node,

@@ -173,7 +173,7 @@ def test_an_unreachable_host_is_an_error_that_shows_the_packet(lab: Lab, wire: W
     assert (error.embedded.source, error.embedded.flags) == (f"{CLIENT}:4005", "S")
 
 
-def test_silence_is_a_timeout(lab: Lab, wire: Wire) -> None:
+def test_an_unanswered_syn_is_a_timeout(lab: Lab, wire: Wire) -> None:
     ip("route add blackhole 192.0.2.67", netns=lab.netns)
     with pytest.raises(TimeoutError, match="is silent"):
         wire.dial_tcp(f"{CLIENT}:4006", "192.0.2.67:80", seconds=0.1)
@@ -280,9 +280,7 @@ def test_an_unused_address_is_an_error_that_names_it(wire: Wire) -> None:
 
 
 @PAIRS
-def test_an_unreachable_port_shows_the_packet_as_it_was(
-    wire: Wire, client: str, server: str
-) -> None:
+def test_a_port_unreachable_error_quotes_the_packet(wire: Wire, client: str, server: str) -> None:
     asked = udp(end(client, 4012), end(server, DISCARDED), b"abc", tos=0x10)
     wire.send(asked)
     error = wire.expect(lambda packet: packet.embedded is not None)

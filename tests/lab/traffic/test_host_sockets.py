@@ -76,14 +76,14 @@ def rows(v6: bool) -> Iterator[Dial]:
 
 @both_families
 @pytest.mark.parametrize("field", [OFF], indirect=True)
-def test_a_process_of_the_node(field: Field, v6: bool) -> None:
+def test_processes_of_the_node_are_served(field: Field, v6: bool) -> None:
     for row in rows(v6):
         check(field, row)
 
 
 @both_families
 @pytest.mark.parametrize("field", [OFF], indirect=True)
-def test_a_node_port_of_another_node(field: Field, v6: bool) -> None:
+def test_node_ports_of_another_node_pass_untranslated(field: Field, v6: bool) -> None:
     """node-1 does not translate it; for node-2 it comes from an outside client."""
     own = NODES6[1] if v6 else NODES4[1]
     for protocol, base in (("tcp", 10), ("udp", 30)):

@@ -50,7 +50,7 @@ def test_connections_never_fail_while_endpoints_come_and_go(cluster: Cluster) ->
         assert len(result["names"]) >= 2, "the load met several backends"
 
 
-def test_a_backend_that_left_gets_no_new_connections(cluster: Cluster) -> None:
+def test_a_removed_backend_gets_no_new_connections(cluster: Cluster) -> None:
     made = cluster.web(121, "a1 b1")
     with cluster.given(*made):
         expect(cluster, "10.96.0.121:80", "a1 b1")
@@ -87,7 +87,7 @@ def test_established_connections_outlive_their_service(cluster: Cluster) -> None
         client.ask("drop", keep="old")
 
 
-def test_a_slice_moves_an_endpoint_to_another_slice(cluster: Cluster) -> None:
+def test_an_endpoint_moves_to_another_slice(cluster: Cluster) -> None:
     """In either order: added to the new slice first, or removed from the old one first."""
     first, second = (cluster.slice("web-123", "a1", name=f"web-123-{n}") for n in "xy")
     with cluster.given(cluster.web(123, "")[0], first):
@@ -139,7 +139,7 @@ def test_an_address_moves_to_another_service(cluster: Cluster) -> None:
             expect(cluster, "10.96.0.127:80", "b1")
 
 
-def test_everything_about_the_ports_changes_in_one_update(cluster: Cluster) -> None:
+def test_all_port_fields_change_in_one_update(cluster: Cluster) -> None:
     """Number, protocol, name and target change; a port is removed, another added, one unchanged."""
     at = "10.96.0.128"
     before = (port(80, "web"), port(53, "dns"), port(9000, "old"), port(443, "same"))

@@ -42,7 +42,7 @@ def gate(number: int, v6: bool) -> str:
 
 
 class Routed:
-    """See the module."""
+    """Each pod has a veth pair and a route; the nodes' own network carries pod packets."""
 
     def node(self, number: int) -> Lines:
         """Commands for a node without pods."""
@@ -92,7 +92,7 @@ class Routed:
 
 
 class _OnBridge(Routed):
-    """The pods of a node are on its bridge."""
+    """Base of the networks with a node's pods on a bridge."""
 
     bridge = ""
     lengths = (24, 64)
@@ -132,7 +132,7 @@ class _OnBridge(Routed):
 
 
 class Vxlan(_OnBridge):
-    """See the module."""
+    """Pods on a bridge; pod networks of other nodes are routed to a VXLAN device."""
 
     bridge = "cni0"
 
@@ -161,7 +161,7 @@ class Vxlan(_OnBridge):
 
 
 class Bridged(_OnBridge):
-    """See the module."""
+    """All pods on one Ethernet: VXLAN joins the nodes' bridges."""
 
     bridge = "weave"
     lengths = (16, 48)

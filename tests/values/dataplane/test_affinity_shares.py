@@ -74,7 +74,7 @@ ROWS = [
 
 @pytest.mark.parametrize("piece", [1, 100])
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_shares_are_counted_again(row: Row, piece: int):
+def test_a_recount_corrects_the_counts(row: Row, piece: int):
     affinity, shares = FakeMap(), FakeMap()
     affinity.piece = piece
     for number, (client, cgroup) in enumerate(row.entries):
@@ -157,7 +157,7 @@ def test_an_entry_used_again_during_the_recount_stays():
     assert (len(affinity), len(shares)) == (1, 1)
 
 
-def test_a_full_map_is_counted_in_steps():
+def test_a_full_map_is_recounted_in_steps():
     """The agent can do other work between two steps."""
     affinity, shares = FakeMap(), FakeMap()
     count = affinity.piece = 4 * STEP_ENTRIES

@@ -63,7 +63,7 @@ def test_after_the_last_id_allocation_wraps_and_skips_held_ids():
     held = {(2, 1), (2, 2), (2, 4), (2, ID_LIMIT - 1)}
     ids = IdAllocator(Meta(1, 1, ID_LIMIT - 2), lambda which, number: (which, number) in held)
     assert [ids.allocate_set() for _ in range(4)] == [ID_LIMIT - 2, ID_LIMIT - 1, 3, 5], (
-        "ids that are held are skipped"
+        "held ids are skipped only after the wrap"
     )
     assert ids.unsaved_meta() == Meta(1, 1, 6)
     assert (ids.allocate_service(), ids.allocate_backend()) == (1, 1), (

@@ -750,7 +750,7 @@ def test_a_node_port_gives_way_to_an_exact_frontend(row: Overlap):
     assert answers == ({row.answer} if row.answer else set())
 
 
-def test_networks_of_the_node():
+def test_node_elements_are_networks_and_addresses():
     networks = (Cidr(parse_addr("10.1.0.0"), 112), Cidr(parse_addr("fd00::"), 64))
     programmed = plan_node(DesiredState({}, (), (), networks), ground())
     assert sets(programmed, *SetName) == {

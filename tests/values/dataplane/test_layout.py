@@ -189,12 +189,12 @@ def structs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, obj
     return compiled(tmp_path_factory.mktemp("layout"), asserts(NAMES))
 
 
-def test_the_numbers_are_the_same(structs: dict[str, dict[str, object]]):
+def test_numbers_of_python_and_c_are_equal(structs: dict[str, dict[str, object]]):
     """They are static assertions in the program of `structs`, which fails to compile otherwise."""
     assert structs
 
 
-def test_the_layouts_are_the_same(structs: dict[str, dict[str, object]]):
+def test_layouts_of_python_and_c_are_equal(structs: dict[str, dict[str, object]]):
     assert differences(structs) == []
 
 
@@ -206,7 +206,7 @@ def test_python_fields_have_the_names_of_the_c_fields():
     assert layout.Target._fields == names["target"]
 
 
-def test_every_struct_and_every_number_was_compared():
+def test_every_struct_and_enum_is_compared():
     defined = set(re.findall(r"^struct (\w+) \{", TYPES, re.M))
     assert defined - {"address"} == {row.c for row in LAYOUTS}
     enums = re.findall(r"^enum (\w+) \{(.*?)^\};", TYPES, re.M | re.S)
@@ -248,7 +248,7 @@ def test_a_wrong_layout_is_detected(tmp_path: Path):
     ]
 
 
-def test_the_maps_are_made_as_the_programs_expect():
+def test_map_types_and_flags_match_the_programs():
     """Names, types and flags; the loader compares sizes at every start."""
     text = "".join(
         (SOURCES / name).read_text() for name in ("maps.h", "refuse.h", "track.h", "tc.c")

@@ -246,7 +246,7 @@ def test_a_frontend_that_moves_is_flipped_and_never_removed():
         assert {str(one) for one in ended.removed} == {AT_VIP}
 
 
-def test_a_maglev_set_has_a_table():
+def test_a_maglev_set_is_written_with_a_table():
     agent = Agent()
     state = web(f"{A} {B} {C}", algorithm=MAGLEV, affinity_timeout=5)
     writes = agent.plan(state)

@@ -79,7 +79,9 @@ HOSTILE = {"PYTHONSTARTUP": "subprocess.py", "PATH": ":.:" + os.environ["PATH"]}
 
 
 @pytest.mark.parametrize("how", [("-P", *KBPF), ("-m", "kbpf")], ids=["script", "-m kbpf"])
-def test_compile(trap: Trap, tmp_path: Path, how: tuple[str, ...]):
+def test_compile_executes_nothing_of_the_working_directory(
+    trap: Trap, tmp_path: Path, how: tuple[str, ...]
+):
     cache = tmp_path / "cache"
     done = run(trap, *how, "compile", "--cache-dir", str(cache), **HOSTILE)
     assert trap.sprung() == []
@@ -87,7 +89,7 @@ def test_compile(trap: Trap, tmp_path: Path, how: tuple[str, ...]):
     assert {path.name.partition("-")[0] for path in cache.iterdir()} == {"sock", "tc"}
 
 
-def test_credentials_of_a_plugin(trap: Trap, tmp_path: Path):
+def test_credential_plugins_execute_nothing_of_the_working_directory(trap: Trap, tmp_path: Path):
     """The kubeconfig's plugin is run by the library in a child process. Library and plugin are
     found by the absolute entries of Python's path and of PATH only.
     """
@@ -114,7 +116,7 @@ def test_a_relative_kubeconfig_is_found_from_anywhere(trap: Trap):
 
 
 @pytest.mark.parametrize("path", ["", ".", "::", "bin"])
-def test_modprobe_and_iptables(trap: Trap, path: str):
+def test_modprobe_and_iptables_are_not_run_from_relative_paths(trap: Trap, path: str):
     """They are found by PATH, without its relative entries; the machine need not have them."""
     code = (
         "from kbpf.errors import KernelError\nfrom kbpf.kernel.netfilter import iptables_legacy\n"

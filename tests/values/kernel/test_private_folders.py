@@ -70,7 +70,7 @@ def hold() -> Iterator[Callable[..., subprocess.Popen[str]]]:
         process.communicate()
 
 
-def test_an_agent_of_an_earlier_version_keeps_a_newer_one_out(tmp_path: Path, hold) -> None:
+def test_the_lock_excludes_agents_of_other_versions(tmp_path: Path, hold) -> None:
     folder = tmp_path / "pins"
     folder.mkdir(mode=0o755)
     older = hold(folder)
@@ -171,7 +171,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_a_folder(shared: Path, case: Case) -> None:
+def test_which_folders_are_trusted(shared: Path, case: Case) -> None:
     pins = make(make(shared / "a") / "pins", 0o700)
     case.spoil(pins)
     if not case.complaint:

@@ -153,7 +153,7 @@ def test_a_component_changes_these_rights_only(
     assert by_name(documents(text)) == by_name(wanted)
 
 
-def test_the_seccomp_profile():
+def test_the_seccomp_profile_denies_unneeded_calls():
     """It denies calls that the agent never needs, whatever the container's capabilities are."""
     profile = json.loads((MANIFESTS / "security" / "kbpf.json").read_text())
     assert profile["defaultAction"] == "SCMP_ACT_ERRNO"

@@ -517,7 +517,7 @@ def test_a_truncated_header_has_its_ports() -> None:
     assert found.embedded.transport == Cut(4000, 80, b"")
 
 
-def test_only_errors_have_a_packet_inside() -> None:
+def test_only_icmp_errors_embed_a_packet() -> None:
     found = parse(icmp4(A, B, 8, embedded=SYN), l2=False)
     assert isinstance(found.transport, Icmp)
     assert (found.embedded, found.payload) == (None, SYN)

@@ -90,7 +90,7 @@ def test_a_release_names_its_base_by_digest(release: str, base: str, builds: boo
     assert ("by digest" in done.stderr) is not builds
 
 
-def test_the_list_of_components() -> None:
+def test_the_sbom_lists_all_components_once() -> None:
     """Made for this machine: it has Debian's packages and pip's distributions, once each."""
     folders = [path for path in sys.path if path.endswith("site-packages")]
     done = subprocess.run(

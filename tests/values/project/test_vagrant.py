@@ -57,7 +57,7 @@ def test_provisioning_scripts_exist(folder: Path):
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_shellcheck(script: Path):
+def test_shellcheck_accepts_the_script(script: Path):
     done = subprocess.run(["shellcheck", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
 
