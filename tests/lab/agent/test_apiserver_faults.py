@@ -103,8 +103,8 @@ def test_each_resource_is_requested_once_with_kube_proxys_selectors(web: Cluster
 def test_an_outage_deletes_nothing_and_changes_arrive_after_it(
     web: Cluster, fault: Callable[[FaultProxy], None]
 ) -> None:
-    """The agent is killed and started during the outage; changes made during it are
-    applied later.
+    """The agent is killed and started during the outage; changes made during it are applied
+    later.
     """
     proxy, gone = web.proxy, web.web(21, "a2")
     web.create(*gone)

@@ -16,8 +16,8 @@ SAID_OTHERWISE = {
     "detectLocalMode: ''": "ClusterCIDR",
     "iptables: {minSyncPeriod: 0s}": 1.0,
 }
-"""Settings that kube-proxy writes differently: values that we leave unset, and one
-other default.
+"""Settings that kube-proxy writes differently: values that we leave unset, and one other
+default.
 """
 
 REFUSED_LATER = {

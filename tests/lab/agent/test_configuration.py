@@ -106,8 +106,8 @@ class Kubeadm(Cluster):
         )
 
     def begun(self) -> float:
-        """When the agent that wrote the status started (a UNIX time); 0.0 while it is
-        not synced.
+        """When the agent that wrote the status started, in seconds of CLOCK_BOOTTIME; 0.0 while it
+        is not synced.
         """
         status = self.agent.status()
         return status["started"] if status is not None and status["synced"] else 0.0
@@ -379,8 +379,8 @@ def sysctl(cluster: Kubeadm, name: str) -> str:
 
 
 def test_an_agent_in_a_pod_finds_the_api_server_by_its_environment(cluster: Kubeadm) -> None:
-    """Without a kubeconfig: the ServiceAccount's files, and KUBERNETES_SERVICE_* with
-    the address.
+    """Without a kubeconfig: the ServiceAccount's files, and KUBERNETES_SERVICE_* with the
+    address.
     """
     cluster.agent.stop()
     place = "/var/run/secrets/kubernetes.io/serviceaccount"

@@ -45,8 +45,8 @@ def split(node: FolderNode, objects: Objects) -> None:
 
 
 def doubled(node: FolderNode, objects: Objects) -> None:
-    """Everything, nothing, everything again; and each object is in a second file, which
-    is ignored.
+    """Everything, nothing, everything again; and each object is in a second file, which is
+    ignored.
     """
     node.agent.start()
     node.write(objects)

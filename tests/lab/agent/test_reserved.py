@@ -24,7 +24,7 @@ from tests.support.cluster.kube_objects import (
 from tests.support.lab.lab import until
 
 INNOCENT = "198.51.100.9"
-"""An ExternalIP that is allowed; its backends are what the hijacked address leads to."""
+"""An ExternalIP that is allowed; the hijacked address gets the same backends."""
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,5 @@
-"""`kbpf demo` as its users start it: its output, its exit status, and that nothing is
-left behind.
+"""`kbpf demo` as its users start it: its output, its exit status, and that nothing is left
+behind.
 """
 
 import json

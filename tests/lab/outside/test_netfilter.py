@@ -399,8 +399,8 @@ RULES = {
 
 @pytest.fixture(params=RULES)
 def ruled(request: pytest.FixtureRequest, field: Field) -> Iterator[str]:
-    """Installs these rules on both nodes; checks afterwards that no packet was dropped
-    as invalid.
+    """Installs these rules on both nodes; checks afterwards that no packet was dropped as
+    invalid.
     """
     for node in field.lab.nodes:
         RULES[request.param](field, node)

@@ -140,8 +140,8 @@ MEGABYTES = 4 << 20
 
 @pytest.fixture(scope="module")
 def heavy(field: Field) -> Field:
-    """Services 41 (local), 42 (remote) and 43 (local, policy Local), with bulk()'s port
-    as target.
+    """Services 41 (local), 42 (remote) and 43 (local, policy Local), with bulk()'s port as
+    target.
     """
     for number, who in ((41, "a1"), (42, "b1"), (43, "a1")):
         more = {"external_policy": "Local"} if number == 43 else {}

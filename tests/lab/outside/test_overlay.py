@@ -76,8 +76,8 @@ class PodNetwork(Field):
                 self._devices_to_client()
 
     def _route(self, node: Node, other: Node, way4: str, way6: str) -> None:
-        """Routes to the other node's pods, and to the other node for replies of this
-        node's pods.
+        """Routes to the other node's pods, and to the other node for replies of this node's
+        pods.
         """
         n, m = node.number, other.number
         ip(
@@ -379,8 +379,8 @@ def pod_mtu(net: PodNetwork, name: str, mtu: int) -> Iterator[None]:
 
 @both_families
 def test_a_transfer_finds_the_path_mtu_both_ways(net: PodNetwork, v6: bool) -> None:
-    """Pods and clients start with an MTU of 1500. Each sender gets the ICMP error for
-    its packets.
+    """Pods and clients start with an MTU of 1500. Each sender gets the ICMP error for its
+    packets.
     """
     client, pod, own = net["outside"], net["b1"], source_of(net, v6)
     host, port = split(at("NodePort", 65, v6))

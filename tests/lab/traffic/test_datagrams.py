@@ -24,8 +24,8 @@ class Dns:
         self.cluster.change(*slices)
 
     def connect(self, client: str, host: str = HOST, port: int = 80) -> str:
-        """The backend that answers a new connected socket, which stays open under the
-        name `host`.
+        """The backend that answers a new connected socket, which stays open under the name
+        `host`.
         """
         place = self.cluster[client]
         return str(place.udp(host, port, keep=host, connected=True)["name"])

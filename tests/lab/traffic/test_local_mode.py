@@ -21,8 +21,8 @@ ODD = ("10.99.0.2", "fd00:99::2")
 
 
 class Mode(NamedTuple):
-    """The agent's arguments, and which clients count as pods, for ClusterIPs and the
-    short circuit.
+    """The agent's arguments, and which clients count as pods, for ClusterIPs and the short
+    circuit.
     """
 
     arguments: tuple[str, ...]

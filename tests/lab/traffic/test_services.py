@@ -23,8 +23,8 @@ def test_dial(cluster: Cluster, row: Dial) -> None:
 
 
 def test_connections_spread_evenly(cluster: Cluster) -> None:
-    """The choice is uniform: of 300 connections each of three backends gets 100, within
-    six sigma.
+    """The choice is uniform: of 300 connections each of three backends gets 100, within six
+    sigma.
     """
     assert all(50 < n < 150 for n in spread(cluster["b2"], "10.96.0.20", 80).values())
 

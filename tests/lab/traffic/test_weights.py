@@ -14,8 +14,8 @@ WHO = {"a1": "web-0", "a2": "web-1", "b1": "web-2"}
 
 
 def web(cluster: Cluster, **annotations: str) -> list[Object]:
-    """A Service with these annotations; its backends a1, a2, b1 are the Pods web-0,
-    web-1, web-2.
+    """A Service with these annotations; its backends a1, a2, b1 are the Pods web-0, web-1,
+    web-2.
     """
     said = {f"kbpf.io/{name}": text for name, text in annotations.items()}
     made = cluster.web(60, " ".join(WHO), annotations=said)

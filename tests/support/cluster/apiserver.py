@@ -336,8 +336,8 @@ class ApiServer:
 
 
 class _Child:
-    """A process that is killed when we end. Its log is NAME.log; the next one of that
-    name appends.
+    """A process that is killed when we end. Its log is NAME.log; the next one of that name
+    appends.
     """
 
     def __init__(self, name: str, command: Sequence[str], folder: Path) -> None:

@@ -51,8 +51,8 @@ class Places(Placed):
         self._marks = 0
 
     def settle_in(self, letter: str, home: Node, pods: int, *arguments: str) -> None:
-        """Creates a node's pods, which serve, and its agent with these arguments, not
-        yet started.
+        """Creates a node's pods, which serve, and its agent with these arguments, not yet
+        started.
         """
         _unroute(home.netns)
         for index in range(1, pods + 1):

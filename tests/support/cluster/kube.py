@@ -53,8 +53,8 @@ class KubeError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The address of an API server, the network namespace to dial it from, and the CA
-    to verify it.
+    """The address of an API server, the network namespace to dial it from, and the CA to verify
+    it.
     """
 
     host: str

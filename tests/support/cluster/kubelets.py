@@ -110,8 +110,8 @@ class Kubelets:
                 self._beside[name, owner_name] = self._start_beside(self._agents[name], owner)
 
     def _start_beside(self, agent: "PodAgent", owner: Object) -> _Beside:
-        """Starts an auxiliary pod, waits until it has done its work, and runs its
-        readiness probe.
+        """Starts an auxiliary pod, waits until it has done its work, and runs its readiness
+        probe.
         """
         template = owner["spec"]["template"]
         pod = self._create_pod(agent.node.name, owner["metadata"]["name"], template)
@@ -202,8 +202,8 @@ class Kubelets:
         self._kube.patch("Pod", name, {"status": status}, SPACE, "status")
 
     def _remove_pod(self, name: str) -> None:
-        """Deletes the Pod object, if it exists, as a kubelet does once the containers
-        have ended.
+        """Deletes the Pod object, if it exists, as a kubelet does once the containers have
+        ended.
         """
         if name:
             path = f"{path_of('Pod', SPACE, name)}?gracePeriodSeconds=0"

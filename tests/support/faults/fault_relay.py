@@ -92,8 +92,8 @@ class Stream:
         _shut(self.upstream, socket.SHUT_RDWR)
 
     def finish(self) -> bool:
-        """End the stream as cut() asked, in its own thread; returns whether the
-        connection stays.
+        """End the stream as cut() asked, in its own thread; returns whether the connection
+        stays.
         """
         match self.how:
             case Cut.END:

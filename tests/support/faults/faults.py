@@ -160,8 +160,8 @@ class FaultProxy(Script):
             stream.send(data)
 
     def expire_watches(self, resource: str | None = None) -> None:
-        """Send the ERROR event 410 and end the watches, as the server does for an
-        expired version.
+        """Send the ERROR event 410 and end the watches, as the server does for an expired
+        version.
         """
         status = Answer(410, "too old resource version: 1 (2)").status_object()
         self.send({"type": "ERROR", "object": status}, resource)

@@ -103,8 +103,8 @@ PAPER = Paper()
 
 
 class Table(NamedTuple):
-    """Objects and the rows about them. `packets`: whether the lab's nodes have the
-    packet path on.
+    """Objects and the rows about them. `packets`: whether the lab's nodes have the packet path
+    on.
     """
 
     name: str
@@ -129,8 +129,8 @@ class OnNode(NamedTuple):
 
 @functools.cache
 def programmed(table: Table, number: int) -> OnNode:
-    """The table's objects on this node, decoded and computed by the agent's own source
-    and policy.
+    """The table's objects on this node, decoded and computed by the agent's own source and
+    policy.
     """
     home = PAPER.homes[number]
     nodes = (node(n.name, n.ip, n.ip6, zone=f"zone-{n.number}") for n in PAPER.homes.values())
@@ -195,8 +195,8 @@ def target(row: Dial) -> FrontendAddress:
 
 
 def expected(row: Dial) -> tuple[Verdict, frozenset[str]]:
-    """The outcome of the row. A client that dials its own loopback is passed: only it
-    can answer.
+    """The outcome of the row. A client that dials its own loopback is passed: only it can
+    answer.
     """
     fails = {REFUSED: Verdict.REFUSE, DROPPED: Verdict.DROP, field.DROPPED: Verdict.DROP}
     own = bool(row.backend_sees) and ip_address(row.backend_sees).is_loopback

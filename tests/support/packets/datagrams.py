@@ -17,8 +17,8 @@ where a frame for another MAC would be PACKET_OTHERHOST.
 BROADCAST = "ff:ff:ff:ff:ff:ff"
 
 Sum = Literal["right", "wrong", "zero"] | int
-"""A checksum: correct, off by one bit, absent (allowed for UDP over IPv4), or exactly
-this number.
+"""A checksum: correct, off by one bit, absent (allowed for UDP over IPv4), or exactly this
+number.
 """
 
 

@@ -65,8 +65,8 @@ class Ip:
 
 @dataclass(frozen=True, slots=True)
 class Tcp:
-    """The TCP header. `options` are raw bytes; `reserved` are the four bits after the
-    data offset.
+    """The TCP header. `options` are raw bytes; `reserved` are the four bits after the data
+    offset.
     """
 
     source_port: int

@@ -29,7 +29,7 @@ FILES = ("etc/group", "etc/hosts", "etc/nsswitch.conf", "etc/passwd")
 STAND_IN = """#!/bin/sh
 echo "NAME $*" >>"$SAID"
 case "NAME $*" in
-"$FAIL"*) echo "NAME: it was told to fail" >&2; exit 9 ;;
+"$FAIL"*) echo "NAME: fails on request" >&2; exit 9 ;;
 esac
 """
 STAND_INS = {
@@ -57,7 +57,7 @@ esac
     "ctr": 'for archive; do :; done; test -e "$archive"\n',
     "kubectl": """\
 case "$*" in
-*"rollout status"*) exit 0 ;; # nobody rolls anything out here
+*"rollout status"*) exit 0 ;; # there is no controller here
 esac
 exec nsenter --net="$API_NET" -- "$BIN/kubectl" "$@"
 """,
@@ -83,7 +83,7 @@ init)
 \ttouch /etc/kubernetes/manifests/kube-apiserver.yaml
 \tcp "$ADMIN" /etc/kubernetes/admin.conf ;;
 esac
-if [ "$FAIL" = "after kubeadm $1" ]; then echo "kubeadm: it was told to fail" >&2; exit 9; fi
+if [ "$FAIL" = "after kubeadm $1" ]; then echo "kubeadm: fails on request" >&2; exit 9; fi
 """
 """Runs kubeadm with --dry-run, then creates the files of a real run that others look for."""
 QUIET = ("systemctl", "modprobe")
