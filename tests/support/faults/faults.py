@@ -122,7 +122,7 @@ class FaultProxy(Script):
             connection.abort()
 
     def hang(self) -> None:
-        """Accept connections but send nothing, on open connections either."""
+        """Accept connections but send nothing, not even on open connections."""
         self.flow.clear()
 
     def heal(self) -> None:
