@@ -88,7 +88,7 @@ def test_established_connections_outlive_their_service(cluster: Cluster) -> None
 
 
 def test_an_endpoint_moves_to_another_slice(cluster: Cluster) -> None:
-    """In either order: added to the new slice first, or removed from the old one first."""
+    """First by adding it to the new slice, then by creating the old one again."""
     first, second = (cluster.slice("web-123", "a1", name=f"web-123-{n}") for n in "xy")
     with cluster.given(cluster.web(123, "")[0], first):
         cluster.create(second)

@@ -131,7 +131,7 @@ def settled(netns: str | None, *addresses: str) -> None:
 
 
 def reachable(place: "Place", *addresses: str) -> None:
-    """Pings until replies arrive: carriers and neighbours need time to come up."""
+    """Dials a closed port until it is refused: carriers and neighbours need time to come up."""
     for address in addresses:
         until(
             f"{address} is reached from {place.name}",

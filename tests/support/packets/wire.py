@@ -166,7 +166,7 @@ class Wire:
             self.send_frame(frame, gso)
 
     def send_frame(self, frame: bytes, gso: int = 0) -> None:
-        """Sends a frame unchanged."""
+        """Sends a frame as it is, or as a GSO packet; see send()."""
         if gso:
             header, frame = self._left_to_others(frame, gso)
         else:
