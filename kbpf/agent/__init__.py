@@ -1,1 +1,1 @@
-"""The agent: one thread that takes events, asks the policy and drives the data plane."""
+"""The agent: one thread that reads events, applies the policy and writes to the data plane."""

@@ -155,9 +155,9 @@ class Agent:
         self._inbox.put(Wake("stop"))
 
     def on_api_connect(self, cookie: int, address: Addr, port: int) -> None:
-        """Called before a connection to an API server is opened, in any thread. Exempts the socket
-        with this cookie from everything but ClusterIPs, and reserves the address and port, so that
-        no Service can take them.
+        """Called before a connection to an API server is opened, in any thread. From now on only
+        ClusterIPs are translated for the socket with this cookie, and no Service can take the
+        address and port.
         """
         self._plane.claim_socket(cookie)
         with self._lock:
@@ -173,7 +173,8 @@ class Agent:
         afterwards.
         """
         try:
-            self._server.start()  # before open(): compiling takes a while, and kubelet asks
+            # Before open(): compiling takes a while, and kubelet probes the agent meanwhile.
+            self._server.start()
             self._plane.open()
             self._run()
         finally:
@@ -297,7 +298,7 @@ class Agent:
 
     @property
     def _busy(self) -> bool:
-        """Whether more is left to compute or to program than one step does."""
+        """Whether anything is left to compute or to program."""
         return bool(self._queue or self._computation or self._dirty_keys or self._deferred)
 
     def _reconcile(self) -> None:
@@ -335,6 +336,7 @@ class Agent:
         retry_due = (self._refused or self._apply_error) and time.monotonic() >= self._retry_due
         if self._dirty_keys is None or self._dirty_keys or retry_due or newly_authoritative:
             self._apply(self._dirty_keys)
+        # Large Services get every second round at least, however many small ones wait.
         self._skipped_large = computed_small and not self._skipped_large
         if not self._skipped_large and not self._apply_error:
             self._advance_large_service(COMPUTE_BUDGET_S)
@@ -469,6 +471,7 @@ class Agent:
             self._status_due = 0.0  # report recovery at once
         self._dirty_keys, self._apply_error, self._first_apply_done = set(), "", True
         self._deferred, self._deferred_due = bool(report.deferred), report.next_apply_at
+        # Fewer are refused than before, so there is room again: the others are retried at once.
         more_room = len(report.refused) < len(self._refused)
         self._retry_due = self._last_apply + (0.0 if more_room else RETRY_INTERVAL_S)
         self._record_latencies(report.deferred)
@@ -502,6 +505,7 @@ class Agent:
             ),
         ):
             new_lines = []
+            # The smaller set of keys: those with a line, old or new, or those examined.
             for key in sorted(
                 reported.union(lines) if len(keys) > len(lines) + len(reported) else keys
             ):

@@ -6,7 +6,7 @@ nothing else sets them. The rules are those of kube-proxy's conntrack/sysctls.go
 - Only values that differ are written, in kube-proxy's order. The number of entries is written even
   if it was higher before.
 - The hash table grows to a quarter of the number of entries and never shrinks. kube-proxy sets it
-  below /sys, which a pod cannot write; the sysctl sets the same number.
+  below /sys, which a pod cannot write; the sysctl for the same number is tried first.
 - Everything that cannot be written is logged in one line, with what to do. kube-proxy exits
   instead.
 - In a network namespace other than the initial one, where the file with the number of entries is

@@ -12,7 +12,9 @@ from kbpf.model.events import Event
 
 @dataclass(frozen=True, slots=True)
 class Wake:
-    """Wakes the agent's thread without an event: an address changed, a status is due, or stop()."""
+    """Wakes the agent's thread without an event. `reason`: "addresses" (those of the node changed),
+    "server" (a connection to another API server) or "stop".
+    """
 
     reason: str = ""
 

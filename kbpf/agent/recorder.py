@@ -1,7 +1,7 @@
-"""Collects what metrics and health checks need, incrementally: a change costs what it touches.
+"""Collects what metrics and health checks need. The cost depends only on what a change touches.
 
-Nothing is published before it is programmed: a load balancer sends traffic as soon as it hears of
-an endpoint.
+Nothing is published before it is programmed: a load balancer sends traffic as soon as a health
+check succeeds.
 """
 
 import time

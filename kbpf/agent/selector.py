@@ -163,9 +163,10 @@ class SelectedDataPlane:
             self._previous.pop().close()
 
     def _fall_back_to_ipvs(self, error: KbpfError) -> bool:
-        """Tries to replace BPF by IPVS; returns whether IPVS is now open. If not, the hint of
-        `error` says so, here and whenever the same error comes again; BPF's plane is then a new
-        one, not opened, and IPVS is not tried again.
+        """Tries to replace BPF by IPVS; returns whether IPVS is now open.
+        If IPVS fails too, its error is added to the hint of `error`, now and whenever the same
+        error occurs again. BPF's data plane is then a new one, not opened yet, and IPVS is not
+        tried again.
         """
         if self._requested_mode != "auto" or self._choice.mode != "bpf":
             return False
@@ -206,7 +207,7 @@ class SelectedDataPlane:
         except KernelError as error:
             already_tried = bool(self._failed_fallbacks)
             if self._has_applied or not self._fall_back_to_ipvs(error):
-                # _fall_back_to_ipvs() has closed BPF's data plane and made a new one
+                # The attempt that just failed has closed BPF's data plane and made a new one.
                 if self._failed_fallbacks and not already_tried:
                     self._open()
                 raise
@@ -290,7 +291,7 @@ class SelectedDataPlane:
 
 def select_data_plane(config: Config) -> SelectedDataPlane:
     """Returns the data plane for these settings, not opened. Modules are imported only when
-    needed: in mode ipvs, of BPF only what detects the remains of that mode.
+    needed: mode ipvs imports only those BPF modules that detect and drain remains of mode bpf.
     """
     return SelectedDataPlane(config.mode, _build_factories(config))
 

@@ -1,8 +1,8 @@
 """The order in which waiting Services are computed and programmed.
 
 Small and large Services wait in separate queues, so that a small one never waits for the rest of a
-large one. In each queue the cluster's own Services come first; the others become due some time
-after they were touched, and the later the larger they are.
+large one. In each queue the cluster's own Services come first. The others are ordered by the time
+when they were touched plus a time that grows with their size.
 """
 
 import heapq
@@ -11,15 +11,15 @@ from typing import Final
 from kbpf.model.objects import ServiceName
 
 SECONDS_PER_ENDPOINT: Final = 1e-4
-"""The delay before a Service is due, and the cooldown after it was computed, per endpoint of each
-of its ports. It is about ten times the cost of computing one, so no Service uses more than a tenth
-of the time."""
+"""Per endpoint of each port: added to the time when a Service was touched, to order the queue, and
+the length of the cooldown after it was computed. It is about ten times the cost of computing one,
+so no Service uses more than a tenth of the time."""
 
 LARGE_SERVICE_ENDPOINTS: Final = 1_000
 """From this many endpoints (summed over its ports) on, a Service is large: it has a cooldown."""
 
 MAX_COOLDOWN_S: Final = 5.0
-"""An endpoint that is gone must not be used for longer than this."""
+"""Limit for the cooldown, and so for how long a large Service may keep a removed endpoint."""
 
 
 class ServiceQueue:
@@ -50,11 +50,11 @@ class ServiceQueue:
             heapq.heappush(heap, (not system, now + size * SECONDS_PER_ENDPOINT, name))
 
     def pop_small(self) -> ServiceName | None:
-        """Removes and returns the small Service that is due next."""
+        """Removes and returns the small Service that comes first."""
         return self._pop(self._small)
 
     def pop_large(self, now: float) -> ServiceName | None:
-        """Removes and returns the large Service that is due next."""
+        """Removes and returns the large Service that comes first, without those that cool down."""
         while self._cooling_down and self._cooling_down[0][0] <= now:
             heapq.heappush(self._large, heapq.heappop(self._cooling_down)[1:])
         return self._pop(self._large)
@@ -67,7 +67,9 @@ class ServiceQueue:
         return name
 
     def mark_computed(self, name: ServiceName, size: int, now: float) -> None:
-        """Records that the Service is up to date. A large one now has to cool down."""
+        """Records that the Service is up to date. A large one now has to cool down. Not called for
+        the cluster's own Services.
+        """
         for expired in [key for key, until in self._cooldown_until.items() if until <= now]:
             del self._cooldown_until[expired]
         if size >= LARGE_SERVICE_ENDPOINTS:

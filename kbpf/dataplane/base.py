@@ -1,4 +1,4 @@
-"""The interface of a data plane. The agent and the tests use nothing else of it."""
+"""The interface of a data plane: all that the agent and the tests use of one."""
 
 from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass, field
@@ -21,8 +21,9 @@ class Report:
       ask, with the reason.
     - `examined`: the Service ports that may have entered or left `refused` or `degraded`;
       None: all of them.
-    - `deferred`: Services with ports that are programmed later, in slices, by calls of apply()
-      with no touched Service ports. `next_apply_at` is when to make that call (time.monotonic).
+    - `deferred`: Services with ports that are programmed later, a part at a time, by calls of
+      apply() without touched Service ports. `next_apply_at`: when to make the next such call
+      (time.monotonic).
 
     `refused` and `degraded` belong to the data plane, which updates them in its next apply().
     """

@@ -77,10 +77,10 @@ class Serving:
     """
 
     service_series: int = 1000
-    """How many Services at most have their own metric series."""
+    """Maximum number of Service ports with their own metric series."""
 
     backend_series: int = 0
-    """How many backends at most have their own metric series, one for each Service."""
+    """Maximum number of pairs of Service port and backend with their own metric series."""
 
 
 MAX_CONNTRACK_ENTRIES: Final = 1_048_576
@@ -214,7 +214,7 @@ class Config:
     """Whether Pods of an API server are watched for the label kbpf.io/socket-lb."""
 
     packet_path: bool = True
-    """Whether packets are balanced that come from other machines and from pods without hooks."""
+    """Whether packets from other machines, and from pods without hooks, are load-balanced."""
 
     devices: tuple[str, ...] = ()
     """Patterns for the devices of the packet path; empty: they are chosen by their kind."""
@@ -251,10 +251,10 @@ class Config:
     """The IPVS scheduler for Services without an algorithm or weights of their own."""
 
     ipvs_device: str = "kbpf-ipvs0"
-    """The dummy device that holds Service addresses in mode ipvs."""
+    """Mode ipvs: the dummy device that holds Service addresses."""
 
     nft_table: str = "kbpf"
-    """Name of the nftables table (family inet) in mode ipvs."""
+    """Mode ipvs: the name of the nftables table, of family inet."""
 
     state_dir: Path = Path("/run/kbpf")
     """State that cannot be stored on a bpffs."""
@@ -272,16 +272,16 @@ class Config:
     """The mode requested in kube-proxy's terms; "" if none was."""
 
     bind_address: Addr | None = None
-    """Replaces the first address of this family in the Node object. No socket is bound to it."""
+    """Used as an address of the node, before those in the Node object. No socket is bound to it."""
 
     min_sync_period: float = 0.0
-    """Seconds between two applies at least; 0: changes are applied at once."""
+    """Minimum number of seconds between two applies; 0: changes are applied at once."""
 
     config_sync_period: float = 900.0
     """Seconds between two full comparisons of the programmed state with the desired one."""
 
     source_empty_grace: float = 60.0
-    """Seconds for which the objects of a folder are kept after its last file was removed."""
+    """Seconds for which a folder's objects stay in force after its last file was removed."""
 
     allow_insecure_api: bool = False
     """Credentials may be sent over http:// or to a server whose certificate is not verified."""

@@ -32,7 +32,7 @@ class ServicePortKey(NamedTuple):
 
 
 class FrontendKind(StrEnum):
-    """Why kbpf serves an address."""
+    """Which field of a Service an address comes from."""
 
     CLUSTER_IP = "ClusterIP"
     NODE_PORT = "NodePort"

@@ -22,7 +22,7 @@ class TableUsage(NamedTuple):
 
 
 class ReasonCount(NamedTuple):
-    """How often a connection or packet was decided for this reason. `verdict`: what its sender
+    """How often this reason decided about a connection or packet. `verdict`: what its sender
     sees.
     """
 
@@ -61,13 +61,13 @@ class ConnectionStats(NamedTuple):
 CONNECTION_COUNTERS: Final = frozenset(("begun", "refused"))
 ALL_COUNTERS: Final = frozenset(ConnectionStats._fields)
 IPVS_COUNTERS: Final = frozenset(("begun", "bytes_in", "bytes_out"))
-"""Which fields of ConnectionStats are counted: by --accounting, and by IPVS."""
+"""The fields of ConnectionStats that are counted with `--accounting connections`, with
+`--accounting full`, and in mode ipvs.
+"""
 
 
 class BackendStats(NamedTuple):
-    """A Service port and one of its backends (``address:port``), the number of its open
-    connections and its counters.
-    """
+    """The open connections and the counters of one backend (``address:port``) of a Service port."""
 
     name: PortName
     backend: str
@@ -76,9 +76,8 @@ class BackendStats(NamedTuple):
 
 
 class FlowCount(NamedTuple):
-    """Connections of the packet path. `live`: those that would have to be evicted to make room;
-    half-open and closed ones do not count, because they expire by themselves. `capacity`: the
-    limit.
+    """Connections of the packet path. `live`: those that must not be evicted for a new one;
+    half-open and closed ones may be, and do not count. `capacity`: the limit.
     """
 
     live: int
@@ -95,11 +94,12 @@ class UdpCuts(NamedTuple):
 
 
 class DataPlaneMetrics(msgspec.Struct, frozen=True):
-    """What can be read immediately.
+    """The counters that are cheap to read.
 
-    `tables`: where programs write the entries, the number is that of the last connection count.
-    `hooks`: (name, attached) for each hook that is required. `foreign_programs`: programs of other
-    load balancers at these hooks and on devices; None if the data plane does not look for them.
+    `tables`: if BPF programs write the entries of a map, their number is as of the last
+    connection count. `hooks`: (name, attached) for each required hook. `foreign_programs`: number
+    of programs of other load balancers at these hooks and on devices; None if the data plane does
+    not look for them.
     """
 
     tables: tuple[TableUsage, ...] = ()
@@ -109,12 +109,12 @@ class DataPlaneMetrics(msgspec.Struct, frozen=True):
 
 
 class TrafficStats(msgspec.Struct, frozen=True):
-    """What takes long to count.
+    """The counters that are expensive to read.
 
     `connections`: the number of open connections of each Service port that has any, which may be
     tens of thousands; None if not counted. `totals`: counters of each Service port, if counted;
-    `counted_fields`: which of their fields. `backends`: the busiest ones, as many as configured.
-    `flow_count`: None without a packet path.
+    `counted_fields`: which fields of these are counted. `backends`: the busiest ones, as many as
+    configured. `flow_count`: None without a packet path.
     """
 
     connections: tuple[tuple[PortName, int], ...] | None = None

@@ -37,7 +37,7 @@ class ServiceName(NamedTuple):
 
 
 READ_AS_TEXT: Final = "it is read as"
-"""Part of a message about an address that is valid but written unusually."""
+"""Marks the message about an address that is valid but written unusually."""
 
 API_SERVER: Final = ServiceName("default", "kubernetes")
 

@@ -23,7 +23,7 @@ class SourceView(msgspec.Struct, frozen=True):
 
 
 class ThreadView(msgspec.Struct, frozen=True):
-    """A thread of the agent. `idle_seconds`: since it last made progress (some threads wait long).
+    """A thread of the agent. `idle_seconds`: since its last progress; some threads wait long.
     `restarts`: how often its work failed and was started again. `problem`: why it counts as down,
     or "".
     """
@@ -75,10 +75,10 @@ class AgentStatus(msgspec.Struct, frozen=True):
     """What the agent reports. Times are seconds of CLOCK_BOOTTIME, which all processes of the
     machine share.
 
-    `off`: a line for each optional feature that is switched off. `refused`: number of Service
-    ports that could not be programmed; `refused_namespaces`: the same by namespace,
-    `refused_system`: the Services of system namespaces among them. `config_error`: what is wrong
-    with the configuration file; None without a file.
+    `off`: a line for each optional feature that is switched off. `faults`: see DataPlane.faults().
+    `refused`: number of Service ports that could not be programmed; `refused_namespaces`: the same
+    by namespace; `refused_system`: the Services of system namespaces among them. `config_error`:
+    what is wrong with the configuration file, "" if nothing; None without a file.
     """
 
     version: str

@@ -2,8 +2,8 @@
 
 A ClusterIP is allocated by the API server and is never refused. Every user with the right to create
 Services can set ExternalIPs; LoadBalancer addresses are in the status, set only by controllers. So
-the rules for ExternalIPs are stricter, and `--external-ips` with networks lifts those rules that
-an operator may have a reason to lift (docs/operate.md, "Addresses that Services may take").
+the rules for ExternalIPs are stricter. `--external-ips` with networks lifts some of them
+(docs/operate.md, "Addresses that Services may take").
 Traffic to a refused address is not touched; the rest of the Service is served.
 
 Conflicts with another Service's NodePort are resolved by the claims in frontends.py, because they

@@ -103,9 +103,9 @@ def compute_service_states(
     """Yields a state for each port and each family with a cluster IP, with the frontends that it
     requests and may have.
 
-    If several ports have the same name and protocol, the last one is used. Ports times endpoints
-    or addresses is not limited by Kubernetes; once they exceed the largest maps, the remaining
-    ports get an empty state.
+    If several ports have the same name and protocol, the last one is used. Kubernetes limits
+    neither ports times endpoints nor ports times addresses: once a Service exceeds the largest
+    maps, its remaining ports get an empty state.
     """
     service = _apply_annotation_setting(service, config.service_annotations)
     ports = {(port.name, port.protocol): port for port in service.ports}.values()
@@ -113,7 +113,7 @@ def compute_service_states(
     for family in service_families(service):
         local_endpoints = local_endpoint_addresses(slices, node, family)
         endpoint_count = sum(len(slice_.endpoints) for slice_ in slices if slice_.family == family)
-        ranges: tuple[Cidr, ...] | None = None
+        ranges: tuple[Cidr, ...] | None = None  # computed once for all ports, and only if needed
         for port in ports:
             # Upper bounds, known before anything is computed: every endpoint, and ClusterIP,
             # NodePort and all external addresses.
@@ -157,7 +157,7 @@ def compute_service_states(
 
 @lru_cache(maxsize=4)
 def _service_limits(configured: MapSizes) -> MapSizes:
-    # The default sizes at least: with smaller maps the operator should see which map is full.
+    # Never below the default sizes: with smaller maps the operator should see which map is full.
     defaults = MapSizes()
     return MapSizes(
         frontends=max(defaults.frontends, configured.frontends),
@@ -395,6 +395,7 @@ class DesiredStateBuilder:
         """
         service, slices, node = store.service(name), store.slices(name), store.node
         self._index_external_ips(name, service)
+        # A dict as an ordered set: the keys are stored in the order of the ports.
         old_keys, new_keys = self._keys.get(name, ()), dict[ServicePortKey, None]()
         pending: dict[ServicePortKey, ServiceState] = {}
         cost, endpoints = 0, sum(len(slice_.endpoints) for slice_ in slices)
@@ -420,8 +421,8 @@ class DesiredStateBuilder:
     ) -> set[ServicePortKey]:
         """Stores these states (conflicts not yet resolved) and updates their claims."""
         affected: set[ServicePortKey] = set()
-        # All claims before any resolution: a port may take an address over from another one of the
-        # same step. `old` is unresolved, since the claims were made for what was requested.
+        # All claims are updated before any is resolved: a port may take an address over from
+        # another one of the same step. `old` is unresolved: claims are made for what is requested.
         for key, state in states.items():
             old = self._unresolved_state(key).frontends if key in self._services else ()
             affected |= self._claims.update(key, created, old, state.frontends)
@@ -432,14 +433,15 @@ class DesiredStateBuilder:
         affected: set[ServicePortKey] = set()
         for key in keys:
             affected |= self._claims.update(key, "", self._unresolved_state(key).frontends, ())
+        # Second, since other removed ports may be among `affected` until all claims are gone.
         for key in keys:
             del self._services[key]
             self._unresolved.pop(key, None)
         return {*keys, *self._resolve_again(affected - set(keys))}
 
     def _resolve_again(self, keys: Collection[ServicePortKey]) -> set[ServicePortKey]:
-        """Resolves ports that may have won or lost an address. Ports that are not computed yet
-        already have claims; they are skipped.
+        """Resolves ports that may have won or lost an address. Ports that have claims but are not
+        stored yet are skipped: _commit_states() resolves them itself.
         """
         computed = (key for key in keys if key in self._services)
         return {key for key in computed if self._resolve(key, self._unresolved_state(key))}
@@ -458,6 +460,9 @@ class DesiredStateBuilder:
         return self._unresolved.get(key) or self._services[key]
 
     def _resolve(self, key: ServicePortKey, state: ServiceState) -> bool:
+        """Stores the state without the frontends that it lost; returns whether that is a change.
+        If it lost any, the unresolved state is kept too: it may win them later.
+        """
         resolved = self._claims.resolve(state)
         if resolved is state:
             self._unresolved.pop(key, None)

@@ -108,9 +108,9 @@ def restricts_clients(ranges: Iterable[Cidr], family: int) -> bool:
 
 
 def source_ranges(service: Service, node: Node, family: int) -> tuple[Cidr, ...]:
-    """The clients that may connect to the restricted VIPs of this family: the Service's ranges,
-    and if one of them contains an address of the node, the VIPs themselves, because a packet from
-    the node to a VIP may have it as its source (iptables/proxier.go).
+    """The clients that may connect to the restricted VIPs of this family: the Service's ranges. If
+    one of these contains an address of the node, the VIPs are added, because a packet from the
+    node to a VIP may have the VIP as its source (iptables/proxier.go).
     """
     family_ranges = tuple(
         cidr for cidr in service.source_ranges if family_of(cidr.address) == family
@@ -155,8 +155,8 @@ def node_port_addresses(
 
     By default the Node's first address of each family; all local ones while no address of the Node
     is known. With networks configured, the local addresses in them; a family without networks uses
-    all of its local addresses. With `primary` and networks, both: the Node's address counts as a
-    network of its family, and if the Node has none, that family has none, as by default.
+    all of its local addresses. With networks and `primary`, the Node's first address of each
+    family, and the local addresses in the networks; a family without networks uses only the former.
     """
     first = {family_of(addr): addr for addr in reversed(node.addresses)}
     primary = {addr for addr in first.values() if not _is_loopback(addr)}

@@ -36,15 +36,15 @@ with more backends than fit are spread evenly at random, see fits_table().
 """
 
 MIN_SLOTS_PER_BACKEND: Final = 25
-"""Slots for each backend in a Maglev table at least, and four times as many with weights if the
-size allows. Shares differ by one slot, so by 4 % of a share at most, and by 1 % at the largest set
-of a size. When one of n backends is removed, 1 to 6 % of the other backends' flows move too
-(measured; 8 % at most).
+"""Minimum number of slots for each backend in a Maglev table; with weights four times as many, if
+the largest table allows. Shares differ by at most one slot: 4 % of a share, or 1 % of the average
+share with weights. When one of n backends is removed, 1 to 6 % of the other backends' flows move
+too (measured; 8 % at most).
 """
 
 MAX_EXACT_SLOTS: Final = 1024
-"""Weights that need more slots than this, and more than SCALED_SLOTS_PER_BACKEND for each backend,
-are rounded.
+"""Weights are rounded if they need more slots than this and more than SCALED_SLOTS_PER_BACKEND for
+each backend.
 """
 
 SCALED_SLOTS_PER_BACKEND: Final = 32

@@ -7,8 +7,8 @@ Rules:
 - Of other Nodes only the addresses matter, and of Pods only those on our node. Our Node stays in
   force when it is deleted, as in kube-proxy: a node that still serves needs its address and zone.
 - The API server's own Service keeps its last ready endpoints. A server that shuts down removes
-  itself from the list; with an empty list no client of this Service, perhaps including us, could
-  reach the next server to hear of it.
+  itself from the list. With an empty list, clients of this Service, perhaps including us, could
+  reach no server, and so would never learn of the next one.
 """
 
 from collections.abc import Collection, Iterable
@@ -63,7 +63,7 @@ class ObjectStore:
         self._other_nodes: dict[str, tuple[Addr, ...]] = {}
         self._node_addresses: dict[Addr, int] = {}  # address → number of other Nodes
         self._rejected: dict[ObjectKey, str] = {}
-        self._unusable_keys: set[ObjectKey] = set()  # the same without Pods
+        self._unusable_keys: set[ObjectKey] = set()  # the keys of _rejected, without Pods
         self._skipped: dict[ObjectKey, tuple[str, ...]] = {}
         self._synced: frozenset[Kind] = frozenset()
 
