@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: (GPL-2.0 OR BSD-2-Clause) */
-/* Counts connections by Service and backend, when they begin and when they end; packets in between
- * cost nothing.
+/* Counts connections by Service and backend when they begin. The socket hooks add what the kernel
+ * knows at the end of a TCP connection (sock.c); the packet path counts bytes as it forwards
+ * packets (account_flows.h).
  */
 #pragma once
 
@@ -9,8 +10,9 @@ static __always_inline bool is_accounting(u32 what)
 	return config_flags() & what;
 }
 
-/* Stands for all backends of a Service. The agent writes such an entry when a namespace exceeds its
- * share of `counts`; from then on no pair of that Service is added. */
+/* A backend id that stands for all backends of a Service. The agent writes such an entry when a
+ * namespace exceeds its share of `counts`. From then on, connections to backends without an entry
+ * of their own are counted there. */
 #define ALL_BACKENDS 0xfffffffe
 
 static __always_inline struct counts *counts_of(u32 service, u32 backend)
@@ -38,7 +40,8 @@ static __always_inline void add(u64 *sum, u64 more)
 	__sync_fetch_and_add(sum, more);
 }
 
-/* A connection or a datagram flow got a backend, or was refused one. */
+/* Counts a new connection or datagram flow: one that got a backend, or that was refused or
+ * dropped. */
 static __always_inline void account_begin(const struct choice *c, enum verdict v)
 {
 	struct counts *totals;

@@ -16,7 +16,8 @@ static __always_inline void account_flow(const struct flow *flow)
 	account_begin(&c, TRANSLATE);
 }
 
-/* Adds up to `counts` what this entry has not added yet. `reply`: the bytes are the backend's. */
+/* Adds the bytes that this entry has not reported yet to `counts`. `reply`: the bytes are the
+ * backend's. */
 static __always_inline void flush_bytes(struct flow *entry, u32 bytes, bool reply)
 {
 	struct counts *totals = counts_of(entry->service, entry->backend_id);
@@ -26,8 +27,8 @@ static __always_inline void flush_bytes(struct flow *entry, u32 bytes, bool repl
 		add(reply ? &totals->bytes_out : &totals->bytes_in, bytes);
 }
 
-/* A packet was forwarded. Two CPUs that handle packets of one flow at the same time may lose some
- * bytes. */
+/* Counts a forwarded packet. Two CPUs that handle packets of one flow at the same time may lose
+ * some bytes. */
 static __always_inline void account_bytes(struct flow *entry, u32 bytes, u32 flags, bool reply)
 {
 	bool tcp = entry->client.protocol == IPPROTO_TCP;
@@ -42,7 +43,7 @@ static __always_inline void account_bytes(struct flow *entry, u32 bytes, u32 fla
 		flush_bytes(entry, sum, reply);
 }
 
-/* The connection has ended. */
+/* Called when the connection has ended: no later packet may come to report these bytes. */
 static __always_inline void flush_rest(struct flow *entry)
 {
 	u32 rest = entry->out.uncounted;

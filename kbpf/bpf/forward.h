@@ -4,8 +4,8 @@
  * Packets for backends on other nodes carry this node's address as source. The stack would drop
  * them as martians, and a FORWARD policy would judge them. So they are routed here, with the
  * kernel's FIB, and handed to the next device with the neighbour's MAC address. Packets that cannot
- * be forwarded here (longer than the MTU, TTL expired, no route, a tunnel that the route sets up)
- * go up the stack, which knows how to answer.
+ * be forwarded here (longer than the MTU, TTL expired, no route, a route that encapsulates) go up
+ * the stack, which handles them or answers with the right ICMP error.
  *
  * The only other duty of forwarding is to decrement the TTL.
  */
@@ -17,7 +17,7 @@
 #define BPF_FIB_LKUP_RET_NO_NEIGH                                                                  \
 	7 /* there is a route, but the MAC address is unknown: the kernel resolves it */
 #define BPF_FIB_LKUP_RET_FRAG_NEEDED 8
-#define TCP_WORDS 12
+#define TCP_WORDS 12      /* offset of the header's length, in words (upper 4 bits) */
 #define FOUND_AT_SHIFT 20 /* unit of next_hop.found_at: about a millisecond */
 
 /* struct bpf_fib_lookup of linux/bpf.h, 64 bytes; later kernels name more fields of its unions. */
@@ -210,9 +210,9 @@ static __always_inline long drop_priority_tag(struct __sk_buff *skb)
 	return skb->vlan_present ? bpf_skb_vlan_pop(skb) : 0;
 }
 
-/* Sends the packet to the next device. Into a pod it goes without a queue, if possible; otherwise
- * the kernel writes the link-layer header. A packet that the kernel drops after this point counts
- * as a transmit error of the device. */
+/* Sends the packet to the next device. If the device is a pod's, it is handed to the pod directly,
+ * if possible; otherwise the kernel resolves the neighbour and writes the link-layer header. A
+ * packet that the kernel drops after this point counts as a transmit error of the device. */
 static __always_inline int redirect_packet(struct __sk_buff *skb, const struct device *from,
 					   const struct device *to, const struct fib_params *route)
 {

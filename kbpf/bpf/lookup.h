@@ -13,9 +13,10 @@
  *    v6.1, fba1a1c6c912: without waiting for readers). read_service() detects this by the check
  *    word, which covers key and value.
  *
- *  - The old set may be deleted while a reader is between `services` and the slots. That takes
- *    longer than the agent's grace period only on a machine in trouble. Ids are never reused, so
- *    the slot is missing rather than wrong, and choose() reads the service again.
+ *  - The old set may be deleted while a reader is between `services` and the slots. A reader needs
+ *    microseconds, so this takes a machine that stalls for longer than the agent's grace period.
+ *    Ids are never reused, so the slot is missing rather than wrong, and choose() reads the service
+ *    again.
  */
 #pragma once
 
@@ -155,9 +156,10 @@ static __always_inline bool is_agent_socket(u64 cookie)
 
 static __always_inline void count(u32 reason); /* each unit defines its own */
 
-/* The owner of an entry of `affinity`: an IPv4 address; an IPv6 /64 network, since one host may
- * have all of its addresses; or the cgroup of the socket's process, since a container can create
- * network namespaces (the affinity key of a socket), but not cgroups. */
+/* The client to which an entry of `affinity` is charged: an IPv4 address; an IPv6 /64 network,
+ * since one host may have all of its addresses; or, for a socket, the cgroup of its process. The
+ * affinity key of a socket is its network namespace, but a container can create namespaces at will;
+ * it cannot create cgroups. */
 static __always_inline struct address affinity_owner_of(const struct client *client, u32 cgroup)
 {
 	if (cgroup)
@@ -272,9 +274,10 @@ static __always_inline bool wants_local(const struct service *service, const str
 	return client->outside && (service->flags & SERVICE_EXTERNAL_LOCAL);
 }
 
-/* Whether loadBalancerSourceRanges admit this client; that needs its address. NodePorts use the
- * node's ranges, which all Services share and which are stored under service 0 (no Service has that
- * id); they do not apply to the node's own sockets. */
+/* Whether the source ranges admit this client. A socket's address is not known yet, so this is
+ * false for sockets, except for those of the node that dial a NodePort. A LoadBalancer VIP has the
+ * Service's loadBalancerSourceRanges. NodePorts have the node's ranges, which all Services share
+ * and which are stored under service 0 (no Service has that id). */
 static __always_inline bool source_allowed(const struct service *service,
 					   const struct client *client)
 {

@@ -23,8 +23,9 @@ BPF_F_TABLE("hash", u32, struct target, backends, 64, BPF_F_NO_PREALLOC);
 /* (set, backend id) -> 1. As backend_slots, but only for Services with affinity. */
 BPF_F_TABLE("hash", struct member, u32, set_members, 64, BPF_F_NO_PREALLOC);
 
-/* (client, service) -> backend id and time of last use. Written by the programs; the agent deletes
- * entries together with the Service. */
+/* (client, service) -> backend id and time of last use. Written by the programs. The agent deletes
+ * expired entries (affinity_shares.py), and those of Services that are removed or lose their
+ * affinity. Full: the oldest is evicted. */
 BPF_TABLE("lru_hash", struct affinity_key, struct affinity, affinity, 64);
 
 /* client -> number of its entries in `affinity`. A client is an IPv4 address, an IPv6 /64 network,
@@ -48,7 +49,8 @@ BPF_SK_STORAGE(former_peers, struct peer);
 BPF_SK_STORAGE(udp_flows, struct udp_flows);
 
 /* (service, backend) -> when the backend stopped serving (ns, CLOCK_MONOTONIC). A UDP flow that
- * chose it earlier chooses again. Written by the agent, which deletes it when no flow is older. */
+ * chose it earlier chooses again. Written by the agent, which deletes an entry when no flow can be
+ * older. */
 BPF_F_TABLE("hash", struct cut_key, u64, udp_cuts, 64, BPF_F_NO_PREALLOC);
 
 /* address -> 1: addresses of the node that serve NodePorts. Agent only. */
@@ -78,11 +80,12 @@ BPF_TABLE("array", u32, struct config, config, 1);
 /* reason -> how often it occurred, per CPU. Incremented by the programs. */
 BPF_TABLE("percpu_array", u32, u64, reasons, REASONS);
 
-/* (service, backend) -> totals of its connections. Written by the programs. The agent deletes an
- * entry some time after its backend is gone, and merges the entries of a Service if its namespace
- * exceeds its share (metrics.py). Full: new pairs are not counted. The values are shared by all
- * CPUs, since they change only when a connection begins or ends; per-CPU values on a node with 64
- * CPUs would take 64 times the memory, and 64 times the reads for each scrape. */
+/* (service, backend) -> totals of its connections. Written by the programs. Some time after a
+ * backend is removed, the agent moves its totals to one entry for all removed backends of the
+ * Service. It also merges the entries of a Service whose namespace exceeds its share (metrics.py).
+ * Full: new pairs are not counted. The values are shared by all CPUs, since they change only when a
+ * connection begins or ends; per-CPU values on a node with 64 CPUs would take 64 times the memory,
+ * and 64 times the reads for each scrape. */
 BPF_F_TABLE("hash", struct count_key, struct counts, counts, 64, BPF_F_NO_PREALLOC);
 
 /* 0 -> all zeros, the initial value of an entry of `counts`, which is too large for the stack. */

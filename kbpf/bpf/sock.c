@@ -7,7 +7,7 @@
  * and the backend serves; replies get the frontend's address back. getpeername() shows the
  * frontend.
  *
- * Only the hooks at the end of this file distinguish IPv4 and IPv6.
+ * Apart from is_connected_to(), only the hooks at the end of this file distinguish IPv4 and IPv6.
  */
 #include "types.h"
 #include "lib/compat.h"
@@ -95,7 +95,7 @@ static __always_inline struct peer *former_peer_of(struct bpf_sock *sk)
 	return may_have_former_peer(sk) ? former_peers.sk_storage_get(sk, NULL, 0) : NULL;
 }
 
-/* Whether the kernel sends to this address what the socket sends without an address. */
+/* Whether the kernel has connected the socket to this address. */
 static __always_inline bool is_connected_to(struct bpf_sock *sk, const struct target *to)
 {
 	struct address peer = v4_mapped(sk->dst_ip4);
@@ -133,8 +133,8 @@ static __always_inline void save_former_peer(struct bpf_sock *sk, const struct t
 		former_peers.sk_storage_delete(sk);
 }
 
-/* Stores the peer of a socket that connects. If it connects to an address that is not a frontend,
- * the old peer is deleted, or getpeername() would show it. */
+/* Stores the peer of a socket that connects. If the new address is not a frontend, deletes the old
+ * peer, or getpeername() would show it. */
 static __always_inline void record_peer(struct bpf_sock_addr *ctx, enum verdict v,
 					const struct target *to, const struct choice *c)
 {
@@ -216,8 +216,9 @@ static __always_inline enum verdict choose_for_socket(void *ctx, const struct ta
 	return v;
 }
 
-/* During a take-over the old data plane still tracks this pod's connections by port. Bind the
- * socket to a port outside that range, or the old data plane would claim its replies. */
+/* During a take-over the old data plane still tracks connections of this pod, from ports that the
+ * kernel assigned. Bind the socket to a port outside ip_local_port_range, or the old data plane
+ * could take its replies for those of another connection. */
 static __always_inline bool needs_reserved_port(void *ctx, enum verdict v)
 {
 	return v == TRANSLATE && (config_flags() & CONFIG_COEXISTING) &&
@@ -279,7 +280,8 @@ static __always_inline bool is_frontend_of(const struct target *frontend, u32 id
 }
 
 /* Whether the backend of this flow no longer serves it: the backend is gone, it has been removed
- * from this Service, or the frontend is gone. A cut in the same tick as the choice counts. */
+ * from this Service, or the frontend is gone. A cut with the same timestamp as the choice
+ * counts. */
 static __always_inline bool is_cut(const struct udp_flow *flow)
 {
 	struct cut_key key = {.service = flow->service, .backend = flow->backend};
@@ -333,8 +335,8 @@ static __always_inline u32 oldest_index(const struct udp_flows *flows)
 	return index;
 }
 
-/* The flow to this backend that sent last: a reply does not tell apart two frontends with the same
- * backend that one socket has sent to. */
+/* The index of the flow to this backend that sent last. If one socket has sent to two frontends
+ * with the same backend, a reply does not show which one it is from. */
 static __always_inline u32 index_by_backend(const struct udp_flows *flows,
 					    const struct target *backend)
 {
@@ -409,9 +411,9 @@ static __always_inline bool find_flow(struct bpf_sock *sk, const struct target *
 }
 
 /* A socket that is connected to this frontend and also names it in sendmsg() keeps the backend of
- * connect(), since the kernel would accept replies from no other address. If it is no longer
- * connected to it (the agent closes such sockets, or the application dissolved the association), it
- * chooses again. */
+ * connect(), since the kernel accepts replies from no other address. If it is no longer connected
+ * (the agent has destroyed it, or the application has dissolved the association), it chooses
+ * again. */
 static __always_inline bool find_peer(struct bpf_sock *sk, const struct target *to,
 				      struct choice *c)
 {
@@ -474,7 +476,7 @@ static __always_inline bool translate_recvmsg(struct bpf_sock_addr *ctx, struct 
 	if (!flow || is_cut(flow))
 		return reverse_peer(sk, from);
 	*from = flow->frontend;
-	/* A flow that has expired stays so: the agent deletes its entry in udp_cuts. */
+	/* Do not revive an expired flow: the agent may have deleted its entry in udp_cuts. */
 	if (elapsed(last_used(flow), now) <= FLOW_IDLE_NS)
 		flow->last_received = now;
 	count(REVERSED);
@@ -499,13 +501,15 @@ static __always_inline void request_end_callback(struct bpf_sock_ops *ctx)
 		peer->backend.pad = 1;
 }
 
-/* Whether the peer has acknowledged our FIN, or we its FIN; each counts as one byte. In FIN_WAIT2
- * the connection may end before the peer's FIN arrives; then the result is one byte too small. */
+/* Whether the peer had acknowledged our FIN when the connection ended in this state. The kernel
+ * counts a FIN as one byte. */
 static __always_inline bool fin_was_acked(u32 state)
 {
 	return state == BPF_TCP_FIN_WAIT2 || state == BPF_TCP_CLOSING || state == BPF_TCP_LAST_ACK;
 }
 
+/* The same for the peer's FIN. In FIN_WAIT2 the connection may end before the FIN arrives; then
+ * bytes_out is one byte too small. */
 static __always_inline bool fin_was_received(u32 state)
 {
 	return state == BPF_TCP_CLOSE_WAIT || fin_was_acked(state);
@@ -567,7 +571,7 @@ int sock_ops(struct bpf_sock_ops *ctx)
 	return 1;
 }
 
-/* ---- the hooks: the only code that distinguishes families --------------------------------- */
+/* ---- the hooks, one for each address family ----------------------------------------------- */
 
 /* MPTCP sockets use TCP frontends: that is what they are on the wire. */
 static __always_inline u8 protocol_of(u32 protocol)

@@ -30,7 +30,7 @@ static __always_inline u32 socket_cgroup(void)
 #define TC_ACT_UNSPEC (-1) /* pass, and let the next program on this device run */
 #define TC_ACT_SHOT 2
 #define REPLY_PORT_TRIES 8  /* tries to find a free port of client' */
-#define EVICT_CANDIDATES 16 /* of the oldest flows that each new one checks */
+#define EVICT_CANDIDATES 16 /* oldest flows that one run of tc_evict checks */
 #define EVICTION_TRIES 8    /* flows that are checked when the queue is full */
 #define FRESH_TRIES 8       /* of SNAT_TRIES, before ports in TIME_WAIT at a backend are used */
 #define SCAN_PORTS 640      /* ports that one run of tc_scan_ports checks */
@@ -41,10 +41,10 @@ static __always_inline u32 socket_cgroup(void)
 #define VLAN_VID_MASK 0x0fff
 #define PACKET_OTHERHOST 3
 
-#define FLOW_WRITTEN 0x6b627066 /* in cb[0]: the packet's flow has just been written */
+#define FLOW_WRITTEN 0x6b627066 /* in cb[0]: the packet's flow has been written or rechecked */
 #define FLOW_UPDATED                                                                               \
 	(FLOW_WRITTEN | FROM_ICMP_ERROR) /* the same, and the packet has updated its state */
-#define JUST_WRITTEN 0x200 /* not a TCP flag: the packet's flow has just been written */
+#define JUST_WRITTEN 0x200               /* not a TCP flag: FLOW_WRITTEN was in cb[0] */
 
 #define ADDRESS_NOT_CHOSEN __builtin_bswap32(1) /* ::1: a source is needed, but not known yet */
 
@@ -87,16 +87,15 @@ BPF_TABLE("prog", u32, u32, tails, TAILS);
  * the remaining fragments of its datagram pass untranslated. */
 BPF_TABLE("lru_hash", struct client_slot, struct first_fragment, fragments, 64);
 
-/* client slot -> the number that identifies a SYN: connections that another data plane got while
- * we were passive. Full: the oldest is evicted, and a retransmission of its SYN begins a flow of
- * ours. */
+/* client slot -> the number that identifies a SYN that another data plane got while we were
+ * passive. Full: the oldest is evicted, and a retransmission of its SYN begins a flow of ours. */
 BPF_TABLE("lru_hash", struct client_slot, u32, foreign_flows, 64);
 
-/* 0 -> until when no flow may begin (ns, CLOCK_MONOTONIC). Devices switch to other programs one
- * after the other. If those use other flow maps, a flow that began in between would be known on
- * only one of its two devices. A dropped SYN is retransmitted after a second. A point in time
- * expires even if the agent dies. All versions of kbpf share this map, so its layout must never
- * change. */
+/* 0 -> until when no flow may begin (ns, CLOCK_MONOTONIC). Devices switch to new programs one after
+ * the other. If the new programs use other flow maps, a flow that begins in between would be known
+ * on only one of its two devices. So the packets that would begin one are dropped; a SYN is
+ * retransmitted after a second. A point in time expires even if the agent dies. All versions of
+ * kbpf share this map, so its layout must never change. */
 BPF_TABLE("array", u32, u64, new_flows_paused_until, 1);
 
 /* 0 -> the flow that is being created, from the program that chooses its backend to the one that
@@ -135,8 +134,9 @@ static __always_inline int finish(int action, enum reason reason)
 	return action;
 }
 
-/* The end of a packet that was rewritten. The SCTP checksum takes thousands of instructions, which
- * are in a program of their own; a bpf_redirect*() before the tail call still takes effect. */
+/* Ends the handling of a rewritten packet with this action. If SCTP ports have changed, tc_sctp
+ * updates the checksum first, in a program of its own, since that takes thousands of instructions.
+ * A bpf_redirect*() before the tail call still takes effect. */
 static __always_inline int finish_rewrite(struct __sk_buff *skb, const struct packet *p,
 					  const struct tuple *new, int action, u32 l3)
 {
@@ -181,8 +181,8 @@ static __always_inline u32 hash_of_fragments(const struct packet *p)
 	return hash_end(hash, 24);
 }
 
-/* Later fragments have no ports: they get protocol and ports of the first one. False: not known.
- * Consecutive ids get slots of their own. */
+/* Stores protocol and ports of a first fragment, and gives them to later ones, which have none.
+ * False: the first fragment is not known. Datagrams with consecutive ids use different slots. */
 static __always_inline bool fragment_ports(struct packet *p, const struct device *in, u32 ifindex)
 {
 	u32 id = __builtin_bswap32(p->id); /* of IPv4: in the upper half */
@@ -236,8 +236,8 @@ static __always_inline bool is_live(const struct flow *entry, u64 now)
 	return entry && !expired(entry, now);
 }
 
-/* Whether all entries of a flow have expired. An entry that matches only packets of the idle side
- * ages while the other side still sends, as with UDP in one direction. */
+/* Whether all entries of a flow have expired. If only one side sends, as in one-way UDP, the entry
+ * that matches the other side's packets expires first. */
 static __always_inline bool is_over(const struct flow *flow, u64 now)
 {
 	struct flow_key key;
@@ -264,8 +264,8 @@ enum restart {
 
 /* Whether a packet of a known flow has to choose a backend again: a SYN after both sides have
  * closed, or UDP whose backend is gone. Any other SYN may be a retransmission (the reply was lost)
- * or forged. It goes to the backend of the connection, if there is one, and the backend decides.
- * UDP without a reply checks once a second. */
+ * or forged. It goes to the backend of the connection, if there is one, and the backend decides. A
+ * UDP flow without a reply is rechecked after a pause of a second. */
 static __always_inline enum restart check_restart(const struct flow *flow, u32 flags, u64 now)
 {
 	if (flags & (JUST_WRITTEN | FROM_ICMP_ERROR))
@@ -273,6 +273,7 @@ static __always_inline enum restart check_restart(const struct flow *flow, u32 f
 	if (flow->client.protocol == IPPROTO_UDP) {
 		if (!backend_exists(flow->backend_id))
 			return RESTART_YES;
+		/* true is RESTART_CHECK */
 		return flow->state == STATE_NEW && elapsed(flow->last_used, now) > SECOND;
 	}
 	if ((flags & (TCP_SYN | TCP_ACK)) != TCP_SYN)
@@ -320,7 +321,7 @@ static __always_inline void update_state(struct flow *flow, const struct packet 
 					&other->seen.tcp);
 	else if (before == STATE_NEW)
 		state = STATE_ANSWERED;
-	else /* unless only this copy was outdated */
+	else /* ANSWERED becomes ESTABLISHED, unless only this entry's copy was outdated */
 		state = flow->state == before ? STATE_ESTABLISHED : before;
 	original->state = state;
 	original->fins = fins;
@@ -339,8 +340,8 @@ static __always_inline bool may_change(const struct flow *flow, u32 flags, bool 
 }
 
 /* Updates the entry that matched a packet of a known flow. Each entry matches packets of one side
- * only, except that of client' and backend, which also matches the client's packets when they leave
- * (update_leaving()). */
+ * only. The exception is that of client' and backend: it also matches the client's packets when
+ * they leave the stack (update_leaving()). */
 static __always_inline void update_flow(struct flow *flow, const struct packet *p, u32 flags,
 					bool reply, u64 now)
 {
@@ -382,10 +383,10 @@ static __always_inline void delete_entry(struct flow_key *key, const struct flow
 }
 
 /* Makes this CPU the only one that decides about the entry at this key; NULL: another CPU does. A
- * free key belongs to the CPU that inserts its entry first. A key whose flow gives it up needs this
- * lock: two CPUs that see it could both take it, or one could delete what the other has just
- * written. There is no waiting: there are other ports to try, and the agent deletes entries that
- * are left over (flow_gc.py).
+ * free key belongs to the CPU that inserts its entry first. A key that is taken over from another
+ * flow needs this lock: otherwise two CPUs could both take it, or one could delete what the other
+ * has just written. This never waits: there are other ports to try, and the agent deletes entries
+ * that are left over (flow_gc.py).
  *
  * Linux before v5.12 has no atomic operation that returns a value (BPF_FETCH), so this adds first
  * and reads afterwards. If several CPUs add at once, each may read more than 1, and none gets the
@@ -459,9 +460,9 @@ static __always_inline void delete_flow(const struct flow *flow)
 	delete_entry(&key, flow);
 }
 
-/* Sets or clears the mark of masqueraded flows on a packet in the node's stack, in both directions:
- * rules that accept kube-proxy's mark under a FORWARD policy of DROP also accept ours. Other bits
- * of the mark belong to others. */
+/* Sets (`in`) or clears the mark of masqueraded flows on a packet in the node's stack, in both
+ * directions. By default it is kube-proxy's mark, so rules that accept that under a FORWARD policy
+ * of DROP accept our packets too. Other bits of the mark are left alone. */
 static __always_inline void mark_masqueraded(struct __sk_buff *skb, bool in)
 {
 	u32 zero = 0;
@@ -484,8 +485,8 @@ struct translation {
 	bool reply;       /* sent by the backend */
 };
 
-/* JUST_WRITTEN, once, if resume() sent the packet here; with FROM_ICMP_ERROR if tc_claim_late
- * did. */
+/* Returns JUST_WRITTEN, once, if a program that has written or rechecked the flow sent the packet
+ * back. Adds FROM_ICMP_ERROR if that was tc_claim_late: the packet has updated the flow before. */
 static __always_inline u32 take_resume_flags(struct __sk_buff *skb)
 {
 	u32 from = skb->cb[0];
@@ -528,7 +529,8 @@ static __always_inline bool translate_reply(const struct tuple *t, const struct 
 	return true;
 }
 
-/* Fills in `s`. False: no flow of ours, or nothing to do here. */
+/* Translates a packet at ingress, into `s`. False: it belongs to no flow of ours, or has to pass
+ * unchanged, or (s->restart) its flow has to be rechecked or begun again. */
 static __always_inline bool translate_in(struct tuple *t, const struct packet *p, u32 flags,
 					 struct translation *s)
 {
@@ -547,8 +549,8 @@ static __always_inline bool translate_in(struct tuple *t, const struct packet *p
 		if (!(flags & FROM_ICMP_ERROR) || is_over(flow, now))
 			return false;
 	}
-	/* With an expired entry, only ICMP errors of live flows continue, and packets of which
-	 * tc_recheck knows that their flow is live. */
+	/* The entry may still be expired here, if another one of the flow is not: for an ICMP
+	 * error, or a packet whose flow tc_recheck has found to be live. */
 	s->to_stack = *t;
 	s->masqueraded = has_snat(flow) && !(reply && expired(flow, now));
 	if (!reply) {
@@ -641,7 +643,7 @@ static __always_inline enum egress_result translate_out(struct tuple *t, const s
 /* ---- new flows ---------------------------------------------------------------------------- */
 
 /* Whether the backend has to see the node's address instead of the client's, as with kube-proxy. A
- * client that is its own backend would otherwise reply to itself, past us. */
+ * pod that reaches itself through a Service needs SNAT, or it would reply to itself directly. */
 static __always_inline bool masquerades(const struct choice *c, const struct node *n,
 					const struct device *device, const struct address *client)
 {
@@ -699,8 +701,8 @@ static __always_inline long claim_reply(struct flow *flow, const struct node *n,
 
 /* The ports of the node that a client may use for one backend: one of every SHARES consecutive
  * ports, selected by a hash of its address (IPv6: of its /64 network, since one host may have all
- * of its addresses). No client gets more than this share, and it overlaps with another client's by
- * about as large a share. */
+ * of its addresses). No client gets more than this share, and two clients have only about one in
+ * SHARES of its ports in common. */
 struct share {
 	u32 low;
 	u32 count; /* number of its ports */
@@ -733,12 +735,12 @@ static __always_inline u32 index_of_port(const struct share *s, __be16 port)
 /* The stages of the search for a port of the node (cb[0] of tc_claim_port), and which ports each
  * may take. */
 enum search {
-	SEARCH_RANDOM = 0, /* random ports: those of flows that have ended, at first not those in
-			      TIME_WAIT at the backend, then all and disposable ones */
-	SEARCH_SEQUENTIAL = 1, /* in sequence: the same, and handshakes older than a second */
-	SEARCH_SCANNED = 2,    /* the same, for a port that tc_scan_ports found */
-	SEARCH_LAST = 3, /* any handshake: during a flood it is most likely forged, and otherwise
-			    this one would certainly fail */
+	SEARCH_RANDOM = 0, /* random ports that are free, or whose flow has ended; after FRESH_TRIES
+			      also those in TIME_WAIT at the backend and of disposable flows */
+	SEARCH_SEQUENTIAL = 1, /* ports in sequence: also those of handshakes idle for a second */
+	SEARCH_SCANNED = 2,    /* the same, from a port that tc_scan_ports found */
+	SEARCH_LAST = 3, /* also those of any handshake: during a flood it is most likely forged,
+			    and without its port the new connection would certainly fail */
 };
 
 /* Whether a flow gives up its port to another, judged by one of its entries. Established flows
@@ -769,9 +771,10 @@ static __always_inline bool flow_frees_port(const struct flow *reply_entry, u64 
 	return !original || entry_frees_port(original, now, search, fresh);
 }
 
-/* Claims a port of the node for this flow, among those that its client may use. The range is not
- * used by the node's own sockets. The client's own port is tried first, if it is in the share.
- * False: the search continues from flow->snat_port. */
+/* Claims a port of the node for this flow, among those that its client may use; the node's own
+ * sockets do not use this range. SEARCH_RANDOM tries flow->snat_port (the client's own port) first,
+ * if it is in the share; the others begin there. False: none was found, and the search may continue
+ * from flow->snat_port. */
 static __always_inline bool claim_node_port(struct flow *flow, const struct node *n, u32 search)
 {
 	struct share s = share_of(flow, n);
@@ -897,8 +900,9 @@ static __always_inline bool enqueue(struct flow_key *key, const struct node *n, 
 	return evict_one(key->first.protocol == IPPROTO_UDP, now) && !flow_queue.push(key, 0);
 }
 
-/* Deletes an older flow of the same client and frontend, or finds a place in the queue. Any result
- * other than NEW_FLOW: the new flow cannot begin. NOT_RECORDED: a live flow has this key for its
+/* Makes room for the original entry at `key`: takes the place in the queue of an older flow of the
+ * same client and frontend, whose reply entries it deletes, or finds a new place. Any result other
+ * than NEW_FLOW: the new flow cannot begin. NOT_RECORDED: a live flow has this key for its
  * replies. */
 static __always_inline enum reason claim_original(struct flow_key *key, const struct flow *old,
 						  const struct flow *flow, const struct node *n)
@@ -1050,8 +1054,8 @@ int tc_route(struct __sk_buff *skb)
 	return finish(TC_ACT_SHOT, NOT_RECORDED);
 }
 
-/* Whether an entry is missing that matches the replies of this flow, or its packets in the stack:
- * another flow has taken it, or another CPU deleted it just after it had expired. */
+/* Whether this flow has lost an entry that its replies or its packets in the stack need: another
+ * flow has taken it, or another CPU deleted it just after it had expired. */
 static __always_inline bool lacks_entry(const struct flow *flow)
 {
 	struct flow_key key;
@@ -1067,8 +1071,8 @@ static __always_inline bool lacks_entry(const struct flow *flow)
 	return !entry_of(flow, &key);
 }
 
-/* Rechecks a packet of a known flow for tc_ingress and tc_host: whether the flow has expired, or
- * has to begin again because its backend or the entry of its replies is gone. */
+/* Decides about a packet of a known flow, for tc_ingress and tc_host: whether the flow is live, or
+ * has expired, or has to begin again because its backend or its reply entry is gone. */
 int tc_recheck(struct __sk_buff *skb)
 {
 	u32 ifindex = skb->ifindex, begin_tail = skb->cb[0];
@@ -1383,8 +1387,8 @@ static __always_inline int abort_flow(const struct flow *flow, enum reason reaso
 	struct flow_key key = reply_key(flow);
 
 	delete_replies(flow);
-	if (flow->path != PATH_DIRECT_SNAT &&
-	    write_port_to_reply(flow)) /* it has no SNAT port yet */
+	/* The reply entry has no SNAT port yet, so delete_replies() did not recognize it. */
+	if (flow->path != PATH_DIRECT_SNAT && write_port_to_reply(flow))
 		flows.delete(&key);
 	return finish(TC_ACT_SHOT, reason);
 }
@@ -1397,8 +1401,9 @@ static __always_inline enum reason no_port_reason(const struct flow *flow)
 	return flows.lookup(&key) ? NO_SNAT_PORT : NOT_RECORDED;
 }
 
-/* Writes the entry of a new flow for replies to the node. Its port is searched for (cb[0]) at
- * random, in sequence, and by tc_scan_ports among all that its client may use. */
+/* Writes the entry of a new flow for replies to the node. cb[0] (enum search) says how to search
+ * for its port: at random, then in sequence, then with tc_scan_ports among all that the client may
+ * use. */
 int tc_claim_port(struct __sk_buff *skb)
 {
 	u32 zero = 0, search = skb->cb[0];
@@ -1656,8 +1661,8 @@ int tc_host(struct __sk_buff *skb)
 	return finish_rewrite(skb, &p, &out, redirect_packet(skb, device, to, &route), ETH_HLEN);
 }
 
-/* Sends the refusal back by the device that the packet came from; to the node's own sockets,
- * inwards. */
+/* Refuses a packet: sends the refusal back by the device that the packet came from, or, for the
+ * node's own sockets, delivers it at ingress of the device that they send by. */
 int tc_refuse(struct __sk_buff *skb)
 {
 	u32 ifindex = skb->ifindex, reason = skb->cb[0];
@@ -1692,7 +1697,8 @@ static __always_inline int deliver_to_host(struct __sk_buff *skb, const struct d
 	return finish(bpf_redirect(ifindex, BPF_F_INGRESS), REDIRECTED);
 }
 
-/* Has the entry written that a packet needs in the stack; then the packet is handled again. */
+/* Tail-calls tc_claim_late, which writes the entry that a packet needs in the stack and then
+ * handles the packet again. */
 static __always_inline int claim_late(struct __sk_buff *skb, const struct flow *flow,
 				      u32 resume_tail)
 {
@@ -1737,8 +1743,8 @@ static __always_inline bool is_for_others(struct __sk_buff *skb)
 	       skb->pkt_type == PACKET_OTHERHOST;
 }
 
-/* The common start of both directions. False: the packet is not handled here, or, if it is an ICMP
- * error, tc_icmp_in or tc_icmp_out is missing. */
+/* The common start of both directions: parses the packet, and tail-calls the program `icmp` for an
+ * ICMP error. False: the packet passes. */
 static __always_inline bool parse_for(struct __sk_buff *skb, const struct device *device,
 				      struct packet *p, u32 icmp)
 {
@@ -1757,7 +1763,8 @@ static __always_inline bool parse_for(struct __sk_buff *skb, const struct device
 	}
 	if (!p->tuple.to.protocol && p->fragment != LATER)
 		return false;
-	/* At egress too, the slots belong to the sender, known by the device it came in by. */
+	/* At egress, too, the owner of the slots is the sender: use the device that the packet
+	 * arrived on. */
 	if (icmp == TAIL_ICMP_OUT && p->fragment != WHOLE) {
 		ifindex = skb->ingress_ifindex;
 		in = device_at(ifindex);
@@ -1800,8 +1807,8 @@ int tc_ingress(struct __sk_buff *skb)
 	return TC_ACT_UNSPEC;
 }
 
-/* Whether a packet of the node's own is for a Service. NodePorts are addresses of the node, so
- * packets to them leave by no device. */
+/* Whether a packet that the node's own socket sends is for a Service. NodePorts need no check: they
+ * are on addresses of the node, and packets to these leave by no device. */
 static __always_inline bool dials_service(struct __sk_buff *skb, struct packet *p)
 {
 	struct service *service;
@@ -1815,8 +1822,9 @@ static __always_inline bool dials_service(struct __sk_buff *skb, struct packet *
 	return cluster_ips.lookup(&p->tuple.to.address);
 }
 
-/* Whether the agent begins a connection that no Service applies to (is_agent_socket()), from a port
- * that another socket of the node has used through a Service. */
+/* Whether this packet begins a connection of the agent to which no Service applies
+ * (is_agent_socket()). It may match a flow of another socket of the node that has used the same
+ * port through a Service. */
 static __always_inline bool is_agent_bypass(struct __sk_buff *skb, struct packet *p)
 {
 	struct service *service;
@@ -1850,7 +1858,7 @@ int tc_egress(struct __sk_buff *skb)
 	if (skb->ingress_ifindex || device->role != ROLE_HOST)
 		return TC_ACT_UNSPEC;
 	if (result == EGRESS_HOST_FLOW && is_agent_bypass(skb, &p)) {
-		tails.call(skb, TAIL_DELETE_FLOW); /* nor do later packets belong to that flow */
+		tails.call(skb, TAIL_DELETE_FLOW); /* its later packets must not match that flow */
 		return TC_ACT_UNSPEC;
 	}
 	if (result == EGRESS_HOST_FLOW ||

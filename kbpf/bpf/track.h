@@ -26,10 +26,11 @@
  * none. Lookups are most of what a packet costs here, because each reads two cold cache lines.
  *
  * The first of these keys is also in a queue, in the order in which the flows began. When the queue
- * is full, a new flow replaces the oldest flow that is not needed: one that has ended, or has had
- * no reply since. A flood of connections that are never completed evicts only such connections. An
- * LRU map would not need the queue, but it costs more than the rest of the work for a new
- * connection, evicts the entries of a flow one by one, and evicts idle connections during a flood.
+ * is full, a new flow replaces the oldest flow that is not needed: one that has ended, or that the
+ * backend has not confirmed. A flood of connections that are never completed evicts only such
+ * connections. An LRU map would not need the queue, but it costs more than the rest of the work for
+ * a new connection, evicts the entries of a flow one by one, and evicts idle connections during a
+ * flood.
  */
 #pragma once
 
@@ -39,12 +40,12 @@
 #define SHARED_PORTS 1024 /* a smaller range is not divided */
 
 #define UNPROVEN_SECONDS                                                                           \
-	5 /* an idle flow that the backend has not confirmed keeps a wanted port this long */
-#define CLOSING_SECONDS 10          /* the same if one side has closed */
+	5 /* idle flows that the backend has not confirmed can be replaced after this time */
+#define CLOSING_SECONDS 10          /* the same for flows that one side has closed */
 #define STREAM_SECONDS 2            /* UDP in use for longer than this, with replies, is a stream */
 #define SEQUENCE_DISTANCE (4 << 20) /* bytes that may be in flight */
 #define RESET_DISTANCE                                                                             \
-	(32 << 10) /* the same for the number that an attacker has to guess for a reset */
+	(32 << 10) /* a tighter bound for the ACK of a reset or handshake, against guessing */
 
 BPF_TABLE("hash", struct flow_key, struct flow, flows, 64);
 BPF_QUEUE(flow_queue, struct flow_key, 64);
@@ -112,7 +113,8 @@ static __always_inline struct flow *flow_between(const struct tuple *t)
 	return flows.lookup(&key);
 }
 
-/* How a packet relates to the flow that was found for it: the original direction, as it arrives. */
+/* Whether the packet is in the original direction, before translation. This function and the next
+ * two tell how a packet relates to the flow that was found for it. */
 static __always_inline bool is_original(const struct tuple *t, const struct flow *flow)
 {
 	return same_target(&t->from, &flow->client) && same_target(&t->to, &flow->frontend);
@@ -204,8 +206,8 @@ static __always_inline bool is_plausible(const struct tcp_numbers *peer,
 
 /* Whether the receiver would accept this reset: it has exactly the sequence number that the
  * receiver expects (RFC 5961, as in nf_conntrack). A side that gave up with data in flight has a
- * higher one. Then its ACK has to match as well, or, for the backend only, the number has to follow
- * its own last segment: the client's may be forged. */
+ * higher one. Then its ACK has to match as well. From the backend it is enough if the number
+ * follows the backend's last segment; the client's last segment may have been forged. */
 static __always_inline bool is_reset(const struct tcp_numbers *own, const struct tcp_numbers *peer,
 				     const struct packet *p, u32 flags, bool reply)
 {

@@ -27,9 +27,9 @@ struct target {
 enum service_flags {
 	SERVICE_INTERNAL_LOCAL = 1 << 0, /* internalTrafficPolicy: Local */
 	SERVICE_EXTERNAL_LOCAL = 1 << 1, /* externalTrafficPolicy: Local */
-	SERVICE_ANY_ENDPOINTS = 1 << 2,  /* somewhere: an empty local set drops */
+	SERVICE_ANY_ENDPOINTS = 1 << 2,  /* other nodes have some: an empty local set drops */
 	SERVICE_RESTRICTED = 1 << 3,     /* source ranges apply */
-	SERVICE_MAGLEV = 1 << 4,         /* packets choose by hash, the same on every node */
+	SERVICE_MAGLEV = 1 << 4,         /* packets choose by hash, so all nodes agree */
 	/* the kind of frontend; exactly one is set */
 	SERVICE_CLUSTER_IP = 1 << 8,
 	SERVICE_NODE_PORT = 1 << 9,
@@ -95,7 +95,7 @@ struct affinity_key {
 struct affinity {
 	u64 last_used; /* ns, CLOCK_MONOTONIC */
 	u32 backend;
-	u32 cgroup; /* low half of the socket's cgroup id; 0: made by a packet */
+	u32 cgroup; /* low half of the cgroup id of the client's process; 0: written for a packet */
 };
 
 /* sock_peers: the peer that a connected socket sees (frontend), and its real peer (backend). */
@@ -150,11 +150,11 @@ enum config_flags {
 	CONFIG_LOCALHOST_NODE_PORTS = 1 << 1,  /* NodePorts answer on loopback, for the host only */
 	CONFIG_HOST_ONLY = 1 << 2,             /* sockets of pods are left to the packet path */
 	CONFIG_EXEMPTIONS = 1 << 3,            /* exempt_cgroups has entries */
-	CONFIG_SOCKET_LB_OFF = 1 << 4,         /* no hook is attached; only shown to people */
+	CONFIG_SOCKET_LB_OFF = 1 << 4,         /* no hook is attached; for `kbpf inspect` only */
 	CONFIG_COEXISTING = 1 << 5,            /* as NODE_COEXISTING */
 	CONFIG_ACCOUNTING = 1 << 6,            /* new connections are counted by backend */
 	CONFIG_COUNT_CONNECTION_ENDS = 1 << 7, /* and how they end */
-	CONFIG_PACKET_PATH = 1 << 8, /* the packet path is on, and refuses what has to be refused */
+	CONFIG_PACKET_PATH = 1 << 8, /* the packet path serves, and refuses what hooks let pass */
 };
 
 struct config {
@@ -199,7 +199,7 @@ enum tcp_state {
 enum fins {
 	FIN_CLIENT = 1 << 0,
 	FIN_BACKEND = 1 << 1,
-	FIN_BACKEND_FIRST = 1 << 2, /* the backend keeps the port in TIME_WAIT */
+	FIN_BACKEND_FIRST = 1 << 2, /* so it keeps the ports in TIME_WAIT */
 	FIN_COUNTED = 1 << 3,       /* its end is in `counts` already; more resets may follow */
 };
 
@@ -217,8 +217,8 @@ enum flow_direction {
 	DIRECTION_SNAT_REPLY = 2,
 };
 
-/* The last next hop of a flow that bypasses the stack. A FIB lookup for each packet would cost more
- * than all other work. */
+/* The cached next hop of a flow that bypasses the stack. A FIB lookup for each packet would cost
+ * more than all other work. */
 struct next_hop {
 	u32 found_at;           /* CLOCK_MONOTONIC, in units of 2^20 ns */
 	u32 check;              /* over all other fields except `uncounted`: lib/check.h */
@@ -239,8 +239,9 @@ struct tcp_numbers {
 	u32 ack;  /* the sequence number that it expects from the other side */
 };
 
-/* flows: a tracked connection. All entries of a flow hold the same values (track.h), except for
- * `direction`, `seen` and `out`. */
+/* flows: a tracked connection. All entries of a flow (track.h) hold the same values, except for
+ * `last_used`, `direction`, `seen` and `out`. `state` and `fins` of the original entry count; those
+ * of the others are copies, which may lag. */
 struct flow {
 	u64 last_used; /* ns, CLOCK_MONOTONIC */
 	struct target client;
@@ -296,7 +297,7 @@ struct cached_device {
 enum node_flags {
 	NODE_MASQUERADE_ALL = 1 << 0,
 	NODE_DETECTS_LOCAL = 1 << 1,  /* clients other than pods get SNAT for ClusterIPs */
-	NODE_LOCAL_NETWORKS = 1 << 2, /* local_networks decides which those are */
+	NODE_LOCAL_NETWORKS = 1 << 2, /* local_networks decides which clients are pods */
 	NODE_DIRECT = 1 << 3,         /* packets to pods bypass the stack */
 	NODE_PASSIVE = 1 << 4,        /* another data plane serves: new flows are left to it */
 	NODE_COEXISTING = 1 << 5, /* another data plane has served, and its flows are still alive */
@@ -331,12 +332,13 @@ struct refusal_limit {
 
 #define PORT_SLOTS 1024
 
-/* port_slots: one slot for all flow keys whose ports have the same XOR, modulo PORT_SLOTS. */
+/* port_slots: `lockers` is indexed by the XOR of the two ports of a flow key, `last_exhausted` by a
+ * hash of the backend, both modulo PORT_SLOTS. */
 struct port_slot {
 	u32 lockers; /* CPUs that want the lock of this slot */
 	u32 pad;
 	u64 last_exhausted; /* ns, CLOCK_MONOTONIC: the last search for a port of the node that
-			       found none, for a backend of this slot */
+			       found none, for a backend with this index: last_exhausted_of() */
 };
 
 /* One element of a map that clients fill. Every client has a fixed number of them, so it can only
@@ -376,13 +378,13 @@ enum reason {
 	NO_LOCAL_ENDPOINTS = 6, /* policy Local, and no endpoint on this node: dropped */
 	NEEDS_SOURCE = 7,       /* the Service has source ranges: left to the packet path */
 	SET_VANISHED = 8,       /* no consistent read after all tries: refused */
-	NOT_RECORDED = 9,       /* translated, but the peer could not be stored */
+	NOT_RECORDED = 9,       /* state not stored: sockets are served, packets dropped */
 	NO_SNAT_PORT = 10,      /* no free port of the node for SNAT: dropped */
 	NOT_REWRITTEN = 11,     /* the packet could not be rewritten: dropped */
 	NOT_ALLOWED = 12,       /* not in the Service's source ranges: dropped */
 	UNKNOWN_PORT = 13,      /* a ClusterIP without this port: refused */
 	NEW_FLOW = 14,          /* a packet started a flow, which is tracked now */
-	EVICTED = 15,           /* an active UDP stream was evicted for a new connection */
+	EVICTED = 15,           /* a flow in use, normally UDP, was evicted for a new one */
 	NO_ROUTE = 16,          /* no route from a socket of this node to the backend: dropped */
 	LEFT_TO_PACKETS = 17,   /* the socket hooks do not serve this socket */
 	PAUSED = 18,       /* programs are switching to new maps: dropped, the client will retry */
@@ -404,7 +406,7 @@ struct count_key {
  * back. */
 struct counts {
 	u64 begun;
-	u64 refused;    /* refused or dropped by us: no backend was available */
+	u64 refused;    /* refused or dropped: no backend, or not in the source ranges */
 	u64 unanswered; /* TCP: ended before the backend accepted it */
 	u64 broken;     /* TCP: ended by a reset or a timeout */
 	u64 ended;      /* TCP: all that have ended, including the two above */

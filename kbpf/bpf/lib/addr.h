@@ -1,6 +1,5 @@
 /* SPDX-License-Identifier: (GPL-2.0 OR BSD-2-Clause) */
-/* Addresses: IPv4 as v4-mapped IPv6, so that code that includes this file does not distinguish
- * families.
+/* Addresses: IPv4 as v4-mapped IPv6, so that most code does not distinguish families.
  */
 #pragma once
 

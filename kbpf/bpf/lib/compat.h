@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: (GPL-2.0 OR BSD-2-Clause) */
 /* Kernel helpers that BCC's built-in linux/bpf.h lacks, called by number, under their kernel names
- * without `bpf_`. The loader replaces calls to a helper that the kernel lacks with `r0 = 0`; a flag
- * in the map `config` says so.
+ * without `bpf_`. If the kernel lacks an optional one (hooks.py), the loader replaces calls to it
+ * with `r0 = 0`. The programs have to cope with the 0; for set_retval() they check
+ * CONFIG_SET_RETVAL.
  */
 #pragma once
 

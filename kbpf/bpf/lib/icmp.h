@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: (GPL-2.0 OR BSD-2-Clause) */
-/* ICMP errors about translated packets: each side has to see the packet that it sent itself.
+/* ICMP errors about translated packets: the quote has to show each side the packet that it sent
+ * itself.
  *
  * An error travels in the opposite direction of the packet that it quotes (the inner packet). So
  * the inner tuple, reversed, is a packet that travels like the error, and is translated here like

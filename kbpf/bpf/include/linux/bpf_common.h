@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: (GPL-2.0 OR BSD-2-Clause) */
-/* The instruction classes that BCC's built-in linux/bpf.h takes for granted. */
+/* The opcode fields (class, size, mode and source) that BCC's built-in linux/bpf.h expects. */
 #pragma once
 #define BPF_LD 0x00
 #define BPF_LDX 0x01
