@@ -160,7 +160,7 @@ def _kube_proxy_test(device: str, is_running: bool) -> Callable[[VirtualServiceK
 
     def is_kube_proxy_service(service: VirtualServiceKey) -> bool:
         if service.fwmark or service.address in kube_proxy_addresses:
-            return not service.fwmark
+            return not service.fwmark  # kube-proxy has no virtual services by fwmark
         port = service.protocol, service.port
         return service.address not in own_addresses and (is_running or port in ports)
 

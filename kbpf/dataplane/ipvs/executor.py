@@ -317,8 +317,8 @@ class KernelState:
     def _replace_missing_schedulers(
         self, failures: Mapping[VirtualService, Sequence[tuple[ipvs.IpvsRequest, int]]]
     ) -> dict[VirtualService, list[ipvs.IpvsRequest]]:
-        """The requests that failed for a scheduler not yet known to be missing, with the
-        replacement.
+        """The requests that failed because of a scheduler that was not known to be missing, each
+        with its replacement.
         """
         # ENOENT is the kernel's error for an unknown scheduler; it does not say what is missing.
         missing = {

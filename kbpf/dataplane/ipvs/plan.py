@@ -92,12 +92,12 @@ class SetName(StrEnum):
     REFUSED = "refused"  # no endpoints on any node
     DROPPED = "dropped"  # policy Local, and endpoints on other nodes only
     MASQUERADED = "masqueraded"  # for all clients
-    MASQUERADED_OUTSIDE = "masqueraded_outside"  # for clients that are no pods of this node
+    MASQUERADED_OUTSIDE = "masqueraded_outside"  # for clients that are not pods of this node
     HAIRPINS = "hairpin_ips"  # a client on this node may be its own backend
     RESTRICTED = "restricted"  # source ranges apply
     SOURCES = "sources"
     SHORT_CIRCUITS = "short_circuits"
-    # By frontend; a NodePort counts once, with the ANY address. No rule uses it: the next agent
+    # By frontend; a NodePort is one element, with the ANY address. No rule uses it: the next agent
     # reads it to keep the fwmarks.
     FWMARKS = "marks"
     LOCAL_NETWORKS = "local_networks"  # of the pods of this node

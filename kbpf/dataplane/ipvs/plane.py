@@ -1,9 +1,9 @@
 """The IPVS data plane: adopts, plans, executes, drains.
 
-All state is in the kernel: the sets OWN and OWN_MARKS of the nftables table name every virtual
+All state is in the kernel: the sets OWN and OWN_FWMARKS of the nftables table name every virtual
 service of ours, from before it is created until after it is deleted. So the next agent finds
-everything, however this one ends, and never touches virtual services of other programs. MARKS maps
-each short circuit to its fwmark.
+everything, however this one ends, and never touches virtual services of other programs. The map
+FWMARKS has the fwmark of each short circuit.
 """
 
 import contextlib

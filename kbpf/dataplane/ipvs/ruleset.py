@@ -256,7 +256,8 @@ def _postrouting_rules(options: RulesetOptions) -> Iterator[tuple[Json, ...]]:
                     _set_mark({"^": [META_MARK, options.masquerade_mark]}),
                     masquerade,
                 )
-                # A client that is its own backend: it would reply to itself, past IPVS.
+                # The client is its own backend: without masquerading it would reply to itself
+                # directly, and IPVS would never see the reply.
                 yield is_protocol, is_hairpin, is_ipvs, masquerade
         # The node connects to an address of its dummy device from that same address, to which a
         # backend elsewhere cannot reply.

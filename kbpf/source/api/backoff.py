@@ -43,7 +43,8 @@ class Backoff:
         jitter = 0.5 + self.rng() / 2
         delay = min(self.maximum, self.initial * 2.0 ** min(self.tries, MAX_EXPONENT)) * jitter
         self.tries += 1
-        # Retry-After is a minimum: 1 to 1.5 times of it, so that clients do not return together.
+        # Retry-After is a minimum: we wait 1 to 1.5 times as long, so that clients do not return
+        # together.
         return max(0.0 if is_immediate else delay, retry_after * (0.5 + jitter))
 
 

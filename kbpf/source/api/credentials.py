@@ -1,8 +1,8 @@
 """One API server and the credentials for it. The only module that uses the `kubernetes` library.
 
 - Plain credentials (token, token file, client certificate, basic, the service account of a pod)
-  are read here. A token file is read for every request; there are few, one per watch every 5 to 10
-  minutes.
+  are read here. A token file is read for every request, of which there are few: one per watch every
+  5 to 10 minutes.
 - Exec plugins and auth providers run the library in a child process: importing it costs 30 MB. The
   result is kept until it expires or the API server responds 401. After a failure, or a second 401
   in a row, all watches wait together before it runs again (PluginCredentials).

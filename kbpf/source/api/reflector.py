@@ -72,7 +72,8 @@ LINE_TIMEOUT: Final = 30.0
 SLOW_LIST_AFTER: Final = 30.0
 RELIST_INTERVAL: Final = 3600.0
 OUTAGE_FAILURES: Final = 2
-"""A restart of the server makes this many consecutive attempts fail; a closed connection is one."""
+"""A restart of the server makes at least this many consecutive attempts fail; a connection that the
+server closed makes one fail."""
 MAX_SHORT_WATCHES: Final = 4
 """After this many consecutive watches that end at once without an error (endless 410, for
 example), that counts as a failure."""
@@ -464,7 +465,7 @@ class Reflector:
         if event is not None:
             self._emit(event)
 
-    # --- asking, and how it went ---
+    # --- requests and their outcome ---
 
     def _request(self, verb: str, query: str, silence_timeout: float = 0.0) -> Response:
         """Sends a GET; returns the response if its status is 200, else raises."""

@@ -10,8 +10,9 @@ It uses http.client and ssl (6 MB) instead of urllib3 and the Kubernetes client 
   MAX_HEADERS_BYTES and HEADERS_TIMEOUT (including all 1xx responses before them), and a body that
   is read whole has separate limits. Only the body of a watch has none; reflector.py limits its
   lines.
-- Responses may be gzip, as lists and streamed lists are. They are decompressed READ_SIZE bytes at
-  a time, and all limits apply to the decompressed data: a page, a line, an object.
+- Responses may be compressed with gzip, as API servers do with lists. They are decompressed
+  READ_SIZE bytes at a time, and all limits apply to the decompressed data: a page, a line, an
+  object.
 - close() aborts what another thread is doing with the connection, permanently. It shuts the socket
   down through a duplicate of its descriptor, so no TLS object is used by two threads. Only name
   resolution cannot be interrupted.

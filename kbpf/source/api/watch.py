@@ -2,9 +2,10 @@
 values.
 
 - A line is decoded once its newline has arrived; a truncated line never is.
-- `resource_version` is where the watch can be resumed. It advances with each object (even a
-  malformed one, or that one would come again forever) and each bookmark. In a streaming list
-  (`initial`) it stays "" until the end mark, because listed objects come in no particular order.
+- `resource_version` is where the watch can be resumed. It advances with each bookmark and each
+  object, even a malformed one: otherwise every new watch would begin with that object. In a
+  streaming list (`initial`) it stays "" until the end mark, because listed objects come in no
+  particular order.
 - A version lower than the previous one yields a VersionRewind: an API server's versions only grow.
 - No input raises. A line that is not an event yields a MalformedLine, and the stream continues.
 """

@@ -26,7 +26,7 @@ _SYNTAX_HINT: Final = (
 
 
 class WeightRule(NamedTuple):
-    """One part of kbpf.io/weights. `kind` is a field of Weights."""
+    """One part of kbpf.io/weights. `kind` is a field of Weights, or "others" for `*`."""
 
     kind: str
     name: Addr | str
@@ -85,7 +85,7 @@ def _parse_rule(text: str) -> WeightRule | None:
 
 
 def _parse_target(name: str) -> tuple[str, Addr | str] | None:
-    """Returns what a rule applies to: the field of Weights, and the name in it."""
+    """Returns what a rule applies to: its kind, and the name."""
     if name == "*":
         return "others", ""
     kind, _, value = name.partition(":")

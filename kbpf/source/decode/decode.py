@@ -157,7 +157,7 @@ def decode_service(obj: wire.Service) -> Service | None:
         internal_local=is_local_policy(spec.internal_traffic_policy, "spec.internalTrafficPolicy"),
         affinity_timeout=_affinity_timeout(spec),
         health_check_node_port=health_check_port
-        and check_port(health_check_port, "spec.healthCheckNodePort"),
+        and check_port(health_check_port, "spec.healthCheckNodePort"),  # 0: none
         creation_timestamp=obj.metadata.creation_timestamp or "",
         algorithm=parse_algorithm(annotations.algorithm, skipped),
         weights=None
@@ -250,6 +250,8 @@ def _decode(
     try:
         obj = decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        # If its metadata can be read, the error belongs to this object, whose last valid version
+        # stays in force; otherwise nothing is known about it.
         try:
             meta = decode_meta(data).metadata
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as meta_error:
@@ -291,6 +293,7 @@ def _cluster_ips(spec: wire.ServiceSpec, skipped: list[str]) -> tuple[Addr, ...]
     kube-proxy skips the Service.
     """
     texts = spec.cluster_ips or ((spec.cluster_ip,) if spec.cluster_ip else ())
+    # "None": headless; "": not allocated yet (IsServiceIPSet() in Kubernetes).
     if "None" in texts or spec.cluster_ip == "None" or texts == ("",):
         return ()
     path = "spec.clusterIPs[{}]" if spec.cluster_ips else "spec.clusterIP"
@@ -340,6 +343,7 @@ def _lb_vips(status: wire.ServiceStatus | None, skipped: list[str]) -> tuple[Add
     entries = (
         (f"status.loadBalancer.ingress[{i}].ip", entry.ip)
         for i, entry in enumerate(ingress)
+        # With ipMode Proxy, connections have to go through the load balancer itself (KEP-1860).
         if entry.ip and entry.ip_mode in (None, "VIP")
     )
     return _usable_addresses(entries, skipped)
@@ -412,7 +416,7 @@ def _endpoints(
             reason = problem or f"not IPv{family}"
             _add_skipped(skipped, f"endpoints[{i}].addresses: {text} is {reason}")
             continue
-        if ".0" in text or text[0] == "0":
+        if ".0" in text or text[0] == "0":  # a cheap test first, see above
             problem = leading_zeros_problem(text, address)
             if problem:
                 _add_skipped(skipped, f"endpoints[{i}].addresses: {problem}")

@@ -1,8 +1,8 @@
 """Services, EndpointSlices, Nodes and Pods as in JSON, with only the fields that kbpf uses.
 
 Whatever may be null or missing is optional here and gets its default in decode.py. msgspec skips
-fields that are not listed without building them. Only this module uses Kubernetes' spelling of
-names.
+fields that are not listed without building them. `gc=False`: objects that cannot form cycles need
+not be tracked by the garbage collector. Only this module uses Kubernetes' spelling of names.
 """
 
 import threading
@@ -310,11 +310,14 @@ class ListPage(msgspec.Struct, frozen=True, gc=False, rename=json_name):
     items: list[msgspec.Raw] | None = None
 
 
+# How many items the page may still have; by thread, since several watches list at the same time.
 _item_budget = threading.local()
 
 
 class CountedItem(msgspec.Struct, frozen=True, gc=False):
-    """An item of a list, counted and discarded. Raises ValueError if a page has too many."""
+    """An item of a list, counted and discarded. Raises ValueError if a page has too many, which
+    msgspec reports as ValidationError.
+    """
 
     def __post_init__(self) -> None:
         _item_budget.remaining -= 1
@@ -329,9 +332,9 @@ class CountedPage(msgspec.Struct, frozen=True, gc=False):
 
 
 def check_items(body: bytes | bytearray) -> None:
-    """Raises ValidationError if the page has too many items, or one that is not an object. A Raw
-    takes forty times the three bytes of the smallest item, so items are counted before they are
-    created.
+    """Raises ValidationError if the page has too many items, or one that is not an object. Items
+    are counted before they are decoded: the smallest one, `{}` and a comma, is three bytes, and its
+    Raw takes forty times as much memory.
     """
     _item_budget.remaining = MAX_PAGE_ITEMS
     _COUNTING_DECODER.decode(body)
