@@ -55,7 +55,7 @@ FEATURES = (
     Feature(
         "provisioning",
         _of(
-            "tests/values/project/test_vagrant.py",
+            "tests/host/test_vagrant.py",
             "a_machine_is_provisioned",
             "a_machine_of_busybox_is_provisioned",
             "a_command_enters_a_root",
@@ -92,7 +92,7 @@ QUICK = (
                          "check_rows_report_exactly_the_lacking_features",
                          "check_finds_this_kernel_usable",
                          "check_reports_whether_mode_ipvs_is_usable")),
-    Feature("provisioning", _of("tests/values/project/test_vagrant.py",
+    Feature("provisioning", _of("tests/host/test_vagrant.py",
                                 "a_machine_of_busybox_is_provisioned")),
     Feature("tcp", _of("tests/programs/sockets/test_connect.py", "dial")),
     Feature("udp", _of("tests/programs/sockets/test_udp.py",

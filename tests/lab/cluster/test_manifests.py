@@ -17,11 +17,11 @@ from kbpf.source.api.credentials import Cluster
 from kbpf.source.api.kubeconfig import find_access
 from kbpf.source.api.reflector import Reflector
 from kbpf.source.api.resource import SERVICES, SLICES, own_node_resource
+from tests.host.test_manifests import VALUES, with_component
 from tests.support.cluster.apiserver import ApiServer
 from tests.support.cluster.kubeadm import Kubeadm
 from tests.support.cluster.kubectl import MANIFESTS, OVERLAYS, Kubectl, call, documents, kustomize
 from tests.support.lab.lab import until
-from tests.values.project.test_manifests import VALUES, with_component
 
 VAGRANT = Path(__file__).parents[3] / "vagrant"
 NAMES = sorted(path.name for path in OVERLAYS.iterdir())

@@ -31,7 +31,7 @@ from tests.values.serve.test_metrics import (
 )
 from tests.values.serve.test_metrics import page as page_of
 
-RULES = Path(__file__).parents[3] / "manifests" / "monitoring" / "rules.yaml"
+RULES = Path(__file__).parents[2] / "manifests" / "monitoring" / "rules.yaml"
 NODE = {"job": "kube-proxy", "instance": "node-1:10249"}
 BEGINS, ENDS = 10, 60
 """Minutes: when the change of a row begins, and when it is evaluated for the last time."""

@@ -16,7 +16,7 @@ import pytest
 
 from kbpf.kernel.system import children
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 NOBODY = 65534
 KBPF = ("-c", "import sys; sys.argv[0] = 'kbpf'; from kbpf.cli.app import main; main()")
 """kbpf as started by the console script; -P keeps the working directory out of sys.path."""

@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.lab.lab import PATIENCE
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 VAGRANT = ROOT / "vagrant"
 PROFILES = {
     VAGRANT: {"debian11", "debian12", "debian13", "debian-testing", "ubuntu2404", "fedora"},
