@@ -1,1 +1,1 @@
-"""What others read from the agent: health, metrics, events. Handed values only."""
+"""What the agent publishes: health checks, metrics and Kubernetes Events."""

@@ -9,8 +9,8 @@ The rules and bodies are kube-proxy's (1.37, healthcheck/proxy_health.go, servic
   should be restarted. /healthz fails if the agent is not healthy or the node is not eligible:
   being deleted, or marked for deletion by the cluster autoscaler.
 - /readyz exists only in kbpf. It succeeds once everything has been programmed, while the agent
-  keeps up and every Service of the system namespaces has room in the maps. Its text begins with
-  `kbpf`, which is how kbpf distinguishes its own agents from a kube-proxy.
+  keeps up, the data plane reports no fault and every Service of the system namespaces is
+  programmed. Its text begins with `kbpf`, by which kbpf distinguishes its agents from a kube-proxy.
 - A Service's health check succeeds if this node has ready endpoints for it and the agent is
   healthy.
 """

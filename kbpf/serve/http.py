@@ -1,7 +1,7 @@
 """A small HTTP server for health checks and metrics: one thread, any number of ports.
 
 Load balancers, kubelet and Prometheus send short requests, and so can anything else that reaches
-the port. No client can therefore do harm to any connection but its own:
+the port. Therefore no client can harm any connection but its own:
 
 - The thread never waits for a client. The head of a request is limited to MAX_HEAD_BYTES and
   HEAD_TIMEOUT_S, sending a response to SEND_TIMEOUT_S, and an idle connection is closed after
@@ -304,8 +304,8 @@ class HttpServer:
             connection = _Connection(sock, listener, self._clock())
             self._connections[connection] = None
             self._selector.register(sock, selectors.EVENT_READ, connection)
-            # Most requests have arrived by now, and an answered connection cannot be evicted
-            # unanswered.
+            # Most requests have arrived by now. One that is answered at once cannot lose its
+            # connection to a newer one before.
             self._run_step(connection, self._receive)
 
     def _free_descriptors(self, listener: HttpListener) -> None:
@@ -336,7 +336,7 @@ class HttpServer:
             self._disconnect(connection)
             return
         if not connection.buffer and not connection.body_remaining:
-            # from the first byte of a request, not from each
+            # Set by the first byte of a request only: later bytes must not prolong it.
             connection.deadline = self._clock() + HEAD_TIMEOUT_S
         self._mark_recent(connection)
         connection.buffer += data
@@ -441,7 +441,7 @@ class HttpServer:
         self._connections[connection] = None
 
     def _disconnect(self, connection: _Connection) -> None:
-        if self._connections.pop(connection, 0) is None:
+        if self._connections.pop(connection, 0) is None:  # the values are None; 0: already closed
             with contextlib.suppress(KeyError, ValueError):
                 self._selector.unregister(connection.sock)
             connection.sock.close()

@@ -1,1 +1,1 @@
-"""Everything that knows kube-proxy: detecting it, draining it and removing what it left behind."""
+"""Take-over from kube-proxy: detecting it, draining it and removing what it left behind."""

@@ -33,12 +33,13 @@ class KubeProxyDrain:
         self._live_connections = 0
 
     def claim(self) -> bool:
-        """kube-proxy's rules matter only if attaching a program to a device can lose packets, which
-        a TCX link cannot; conntrack keeps their ports apart from ours.
+        """Whether to wait for a kube-proxy's connections: for those of its IPVS always; for those
+        of its rules only if programs are not attached by TCX links, since attaching by other means
+        may lose packets. (Their source ports need no care: conntrack keeps them apart from ours.)
         """
         if not self._packet_path:
             return False
-        with contextlib.suppress(KernelError):  # unreadable state is not waited for
+        with contextlib.suppress(KernelError):  # we do not wait for state that cannot be read
             return _has_ipvs_state() or (tc.probe_tcx().works is not True and cleanup.has_rules())
         return False
 

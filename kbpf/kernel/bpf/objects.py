@@ -298,7 +298,7 @@ class Map(syscalls.Fd):
 
 @lru_cache(maxsize=1)
 def count_possible_cpus() -> int:
-    """How many values a per-CPU map has for each key."""
+    """How many values a per-CPU map has for each key, including those of CPUs that are offline."""
     return syscalls.check(syscalls.lib().libbpf_num_possible_cpus(), "cannot count the CPUs")
 
 

@@ -131,8 +131,8 @@ class IpvsServiceFlag(IntFlag):
 
 
 class VirtualServiceKey(NamedTuple):
-    """The key of a virtual service: address and port, or a packet mark. With a mark, the address
-    tells only the family, and protocol and port are ignored.
+    """The key of a virtual service: address and port, or a fwmark. With a fwmark the address says
+    only which family it is, and protocol and port are ignored.
     """
 
     protocol: int

@@ -31,12 +31,12 @@ from kbpf.kernel.system import threads
 from kbpf.kernel.system.polling import wait_readable
 
 MAX_DUMP_TRIES: Final = 5
-"""An interrupted dump (NLM_F_DUMP_INTR) is retried this many times; after that we use what we
-have, because the monitor of changes reports the change anyway.
+"""An interrupted dump (NLM_F_DUMP_INTR) is tried this many times; then we use the last one, because
+the monitor of changes reports the change anyway.
 """
 
 MAX_DATAGRAMS: Final = 1024
-"""Datagrams received at a time, so that a storm of notifications does not delay acting on them."""
+"""Datagrams received at a time, so that many notifications do not delay the reaction to them."""
 
 LARGE_RCVBUF: Final = 4 << 20
 """Receive buffer in bytes for replies that do not fit into the default (net.core.rmem_default)."""

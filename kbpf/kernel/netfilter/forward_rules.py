@@ -206,7 +206,7 @@ def read_generation() -> int:
             "cannot read the generation of nf_tables", "netlink", HINT, error.errno or 0
         ) from error
     _, type_, *_ = _NLMSGHDR.unpack_from(reply)
-    if type_ != _NEW_GENERATION:
+    if type_ != _NEW_GENERATION:  # an NLMSG_ERROR, which begins with a negative errno
         (code,) = struct.unpack_from("=i", reply, _NLMSGHDR.size)
         raise KernelError("cannot read the generation of nf_tables", "netlink", HINT, -code)
     attrs = reply[_NLMSGHDR.size + len(body) :]
@@ -214,7 +214,7 @@ def read_generation() -> int:
         length, type_ = struct.unpack_from("=HH", attrs)
         if type_ == NFTA_GEN_ID:
             return int.from_bytes(attrs[4:8], "big")
-        attrs = attrs[max(4, length + 3 & ~3) :]
+        attrs = attrs[max(4, length + 3 & ~3) :]  # padded to 4 bytes; a length of 0 must not loop
     return 0
 
 
@@ -299,6 +299,7 @@ def _is_neutral(expression: Json) -> bool:
 
 
 def _refuses(expression: Json) -> bool:
+    # iptables' REJECT is an xtables target; its DROP and nft's own verdicts are native.
     target = expression.get("xt", {})
     rejects = (target.get("type"), target.get("name")) == ("target", "REJECT")
     return rejects or bool(expression.keys() & {"drop", "reject"})
@@ -330,7 +331,7 @@ def accept_marked(chain: BaseChain, mark: int) -> None:
             {"accept": None},
         ],
     }
-    # "insert" with a handle puts the rule before that one, "add" without one puts it last.
+    # "insert" with a handle puts the rule before that rule; "add" without a handle puts it last.
     if chain.next_handle is not None:
         command = {"insert": {"rule": {**rule, "handle": chain.next_handle}}}
     else:
@@ -385,7 +386,7 @@ def run_transaction(*commands: Json, hint: str = HINT, dry_run: bool = False) ->
         raise KernelError(
             f"libnftables cannot be loaded: {error}", "", "install python3-nftables"
         ) from error
-    library.set_handle_output(True)
+    library.set_handle_output(True)  # rules are deleted by their handles
     library.set_dry_run(dry_run)
     code, reply, error_text = library.json_cmd({"nftables": list(commands)})
     if code:

@@ -1,4 +1,4 @@
-"""Queries about nf_tables tables that do not read their contents.
+"""Queries about tables of nf_tables that do not read the contents of sets.
 
 libnftables reads every element of every set before it answers even `list tables`, which takes
 seconds on a node with 10,000 Services. Here the kernel is asked for one object and answers in less
@@ -40,8 +40,8 @@ _NFGENMSG: Final = struct.Struct("=BBH")
 
 
 class TableSummary(NamedTuple):
-    """A table without its contents. Handles are never reused. `use_count`: chains, sets and maps.
-    `rules`: the handles of its rules.
+    """A table without the contents of its sets. Handles are never reused. `use_count`: number of
+    chains, sets and maps. `rules`: the handles of its rules.
     """
 
     handle: int

@@ -161,6 +161,7 @@ def _selects_node_ports(expression: Json) -> bool | None:
     operand: Json = match.get("left") or match.get("key") or {}
     if operand.get("payload", {}).get("field") not in PORT_FIELDS:
         return None
+    # With another operator, or in a verdict map, NodePorts may be among the ports.
     is_literal = "right" in match and match.get("op", "==") in ("==", "in")
     return _contains_node_port(match["right"]) if is_literal else True
 
@@ -233,6 +234,7 @@ def _parse_saved_rules(lines: Iterable[str]) -> dict[str, list[EarlyRule]]:
 
 
 def _parse_saved_rule(args: list[str]) -> EarlyRule:
+    # Each argument with its neighbours: before it may be a "!", after it is its value.
     options = list(zip(["", *args], args, [*args[1:], ""], strict=False))
     port_matches = [
         before == "!" or _has_node_port(value)  # "not port 22" includes NodePorts
