@@ -1,1 +1,1 @@
-"""The command line: nouns show, verbs change."""
+"""The command line: one module for each command, and what they share."""

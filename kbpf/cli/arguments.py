@@ -67,8 +67,8 @@ class RunOptions:
     def load(self, data: bytes | None = None) -> LoadedConfig:
         """Loads the settings; `data` is the text of the file, if there is one.
 
-        Raises ConfigError, also if they name things that this machine does not have. The latter are
-        not checked if the settings are only written to a file.
+        Raises ConfigError, also if they name something that this machine does not have; that is not
+        checked if the settings are only written to a file.
         """
         settings = load.load(self.explicit_flags, self.environ, data, str(self.file))
         return settings if self.write_to is not None else preflight.check_settings(settings)
@@ -120,7 +120,7 @@ _OPTIONAL_VALUE: Final[dict[str, Any]] = {"metavar": "true|false", "nargs": "?",
 
 
 def parse_options(arguments: Sequence[str], environ: Mapping[str, str]) -> RunOptions:
-    """Parses the command line. SystemExit(2) with a message for wrong usage, SystemExit(0) after
+    """Parses the command line. Raises SystemExit: 2, after a message, for wrong usage; 0 after
     --help and --version.
     """
     arg_parser = build_parser()
@@ -151,7 +151,7 @@ def _with_hyphens(argument: str) -> str:
 
 
 def load_settings(options: RunOptions, data: bytes | None) -> LoadedConfig:
-    """Loads the settings. SystemExit(2), after one line on stderr for each error."""
+    """Loads the settings. Raises SystemExit(2), after one line on stderr for each error."""
     try:
         return options.load(data)
     except ConfigErrors as error:
@@ -165,7 +165,9 @@ def load_settings(options: RunOptions, data: bytes | None) -> LoadedConfig:
 
 
 def _read_file(options: RunOptions) -> bytes | None:
-    """Reads the configuration file, if one is given. SystemExit(1) with a line if that fails."""
+    """Reads the configuration file, if one is given. Raises SystemExit(1), after a line on stderr,
+    if that fails.
+    """
     try:
         return load.read_file(options.file) if options.file is not None else None
     except ConfigError as error:

@@ -48,8 +48,8 @@ class CheckVerdict(msgspec.Struct, frozen=True):
 def compute_verdict(
     check_rows: Sequence[CheckRow], proof: Sequence[CheckRow] | None = None
 ) -> CheckVerdict:
-    """Computes the verdict. "unknown" counts as missing for mode bpf, but not for mode ipvs, whose
-    kernel modules may be loaded although that cannot be found out from here.
+    """Computes the verdict. "unknown" counts as missing for mode bpf, but not for mode ipvs: its
+    kernel modules may be available even if that cannot be tested from here.
     """
     missing = tuple(row.name for row in check_rows if row.needed and row.result != "yes")
     attached = None if proof is None else all(row.result == "yes" for row in proof)

@@ -119,9 +119,9 @@ def cleanup(
 
 
 def _require_names(context: typer.Context, file: Path | None, option_names: set[str]) -> None:
-    """ConfigError if the file may have a value for one of these options that cannot be read, and no
-    flag or variable gives it: cleanup would then remove nothing under the right name and report
-    success. Other errors in the file are warnings.
+    """Raises ConfigError if the file may set one of these options to a value that cannot be read,
+    and no flag or variable overrides it: cleanup would then look under the wrong name, remove
+    nothing and report success. Other errors in the file are warnings.
     """
     names = context.meta[NAMES_KEY]
     if names is None:
@@ -136,8 +136,8 @@ def _require_names(context: typer.Context, file: Path | None, option_names: set[
 def remove_kube_proxy(config: Config, force: bool = False) -> Iterator[RemovedItem]:
     """Removes what a kube-proxy left, except what kbpf has taken over.
 
-    KernelError, unless `force`, if a kube-proxy runs or this cannot be found out: it would not
-    notice that its rules are gone, and its Services would stop working.
+    Raises KernelError, unless `force`, if a kube-proxy runs or this cannot be determined: it may
+    not notice that its rules are gone, and Services would stop working.
     """
     from kbpf.dataplane.ipvs import cleanup as ipvs_cleanup
     from kbpf.kernel.netfilter import forward_rules
@@ -168,7 +168,7 @@ def remove_kube_proxy(config: Config, force: bool = False) -> Iterator[RemovedIt
 
 def remove_frontends(pin_dir: Path, force: bool = False) -> Iterator[RemovedItem]:
     """Removes the frontends, so that new connections pass untranslated and established ones
-    continue. KernelError if an agent runs, unless `force`, because it would restore them.
+    continue. Raises KernelError if an agent runs, unless `force`, because it would restore them.
     """
     from kbpf.dataplane.bpf.maps.pinning import Pins
     from kbpf.dataplane.bpf.packet_path import snat_ports
@@ -183,8 +183,8 @@ def remove_frontends(pin_dir: Path, force: bool = False) -> Iterator[RemovedItem
 
 def remove_pins(pin_dir: Path, force: bool = False) -> Iterator[RemovedItem]:
     """Removes attachments, programs and maps, and the bpffs if kbpf mounted it for them.
-    ConfigError if the folder contains anything else. KernelError if an agent uses it, unless
-    `force`.
+    Raises ConfigError if the folder contains anything else, and KernelError if an agent uses it,
+    unless `force`.
     """
     from kbpf.dataplane.bpf import host
     from kbpf.dataplane.bpf.maps import pinning
@@ -209,7 +209,7 @@ def remove_pins(pin_dir: Path, force: bool = False) -> Iterator[RemovedItem]:
             pinning.remove(Pins(pin_dir))
         except OSError as error:
             # If the folder is a bpffs mount, the kernel's debug files and the mount point itself
-            # cannot be removed. That is no error.
+            # cannot be removed, which is not an error.
             if not pin_dir.is_mount() or not BPFFS_FILES.issuperset(_file_names(pin_dir)):
                 raise KernelError(
                     "cannot remove all pins", str(pin_dir), "run as root", error.errno or 0
@@ -230,7 +230,7 @@ def remove_pins(pin_dir: Path, force: bool = False) -> Iterator[RemovedItem]:
 
 
 def require_no_ipvs_agent(config: Config) -> None:
-    """KernelError if an agent in mode ipvs runs: it would restore whatever is removed."""
+    """Raises KernelError if an agent in mode ipvs runs: it would restore whatever is removed."""
     folder = config.state_dir / config.ipvs_device
     if folder.is_dir():
         os.close(_lock(folder))
@@ -252,8 +252,8 @@ def _lock(folder: Path) -> int:
 
 
 def remove_ipvs(config: Config) -> Iterator[RemovedItem]:
-    """Removes what mode ipvs keeps, if its state folder exists, or without that its nftables table
-    or device. KernelError if an agent uses it.
+    """Removes what mode ipvs keeps, if its state folder, device or nftables table exists. Raises
+    KernelError if an agent uses it.
     """
     from kbpf.dataplane.ipvs import cleanup as ipvs_cleanup
     from kbpf.kernel.net import dummy
@@ -277,8 +277,8 @@ def remove_ipvs(config: Config) -> Iterator[RemovedItem]:
 
 @contextlib.contextmanager
 def _exclusive(pins: "Pins", force: bool) -> Iterator[None]:
-    """Holds the agent's lock inside the block. If an agent has it: KernelError, or with `force` a
-    warning.
+    """Holds the agent's lock inside the block. If an agent has it, raises KernelError, or with
+    `force` prints a warning.
     """
     from kbpf.dataplane.bpf.maps import pinning
 
@@ -309,7 +309,9 @@ def _pin_kind(path: Path) -> str:
 
 
 def _list_pins(pin_dir: Path) -> list[Path] | None:
-    """The entries of the folder; None if it does not exist. ConfigError if one is not ours."""
+    """The entries of the folder; None if it does not exist. Raises ConfigError if one is not
+    ours.
+    """
     from kbpf.dataplane.bpf.maps import pinning
     from kbpf.kernel.system import mounts
 

@@ -35,8 +35,8 @@ COLUMNS: Final = (
 
 
 def ensure_compiled(unit: str, cache: Path, force: bool) -> CompiledUnit:
-    """Compiles a unit, unless the cache has its artifact and `force` is false. CompileError if the
-    artifact cannot be stored.
+    """Compiles a unit, unless the cache has its artifact and `force` is false. Raises CompileError
+    if the artifact cannot be stored.
     """
     from kbpf.dataplane.bpf.programs import artifact, compile
 

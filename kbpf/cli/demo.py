@@ -185,7 +185,7 @@ def _draw(scene: "DemoScene") -> None:
 
 
 def render_picture(picture: "Picture") -> "Iterator[Table | Text]":
-    """The picture as renderables of rich."""
+    """Yields the picture as objects that rich can draw."""
     from rich.table import Table
     from rich.text import Text
 

@@ -54,7 +54,9 @@ def set_up_logging(config: Config) -> None:
 
 
 def connect(config: Config, on_request: "AskedApi") -> "Cluster | None":
-    """Opens access to the API server; None if the objects come from a folder (--source)."""
+    """Finds the API server and its credentials; None if the objects come from a folder (--source).
+    Opens no connection.
+    """
     if config.source is not None:
         return None
     from kbpf.source.api.credentials import Cluster

@@ -1,4 +1,4 @@
-"""Remarks about the settings that are no errors, one line each."""
+"""Remarks about the settings that are not errors, one line each."""
 
 from typing import NamedTuple
 

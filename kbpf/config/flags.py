@@ -272,10 +272,10 @@ FLAGS: Final = (
          "the agent is unhealthy if a change has waited for twice this time (default 30s)",
          ("--iptables-sync-period", "--ipvs-sync-period")),
     Flag("--metrics-services", "serving.service_series", parsers.count, "NUMBER", SERVING,
-         "maximum number of Services with their own series: those with the most connections "
+         "maximum number of Service ports with their own series: those with the most connections "
          "(default 1000)"),
     Flag("--metrics-backends", "serving.backend_series", parsers.count, "NUMBER", SERVING,
-         "maximum number of backends with their own series, for each Service that they serve: "
+         "maximum number of backends with their own series, counted once per Service port: "
          "those with the most connections (default 0)"),
     Flag("--accounting", "accounting", parsers.accounting, "off|connections|full", SERVING,
          "what is counted per Service and backend: new connections, or also their failures, "

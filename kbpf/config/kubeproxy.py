@@ -403,12 +403,12 @@ UNUSED_FIELDS: Final[tuple[tuple[str, IsFieldSet, str], ...]] = (
     (
         "clientConnection.qps",
         lambda c: c.client_connection.qps not in (0, 5),
-        "kbpf has four watches, which need no rate limit",
+        "kbpf sends few requests, which need no rate limit",
     ),
     (
         "clientConnection.burst",
         lambda c: c.client_connection.burst not in (0, 10),
-        "kbpf has four watches, which need no rate limit",
+        "kbpf sends few requests, which need no rate limit",
     ),
     (
         "logging.flushFrequency",

@@ -22,8 +22,8 @@ def check_settings(loaded: LoadedConfig) -> LoadedConfig:
 
 
 def _errors(loaded: LoadedConfig) -> Iterator[ConfigError]:
-    """A misspelt cgroup would otherwise look like a missing feature: mode auto would choose IPVS,
-    and the agent would wait forever.
+    """A misspelt cgroup would otherwise look like a missing feature of the kernel, and mode auto
+    would fall back to IPVS.
     """
     cgroup = loaded.config.cgroup
     if cgroup is not None and loaded.config.mode != "ipvs":
