@@ -39,6 +39,7 @@ def rows(cgroup: Path | None, pin_dir: Path, cache: Path) -> Iterator[CheckRow]:
     yield _check_capabilities()
     library = _check_libbpf()
     yield library
+    # Without libbpf no call of bpf(2) can be tried; its row then says all there is to say.
     if library.result == "yes":
         yield make_row("bpf(2)", probe.probe_map(uapi.BPF_MAP_TYPE_ARRAY), ROOT_HINT)
     yield _check_bpffs(pin_dir)
@@ -100,6 +101,7 @@ def _check_compiler(cache: Path) -> Iterator[CheckRow]:
     except CompileError as error:
         yield make_row("BPF sources", Probe(False, str(error)), "reinstall kbpf")
         return
+    # `toolchain` is the text of BCC's version.py and the names of its libraries.
     version = re.search(r"__version__ = '([^']+)'", toolchain or "")
     llvm = sorted(set(re.findall(r"libLLVM-(\d+)", toolchain or "")))
     advice = f"install python3-bpfcc, or put artifacts into {cache} with `kbpf compile`"
@@ -142,6 +144,7 @@ def _check_hooks() -> Iterator[CheckRow]:
         probe_result = probe.probe_program(hook.prog_type, hook.attach_type)
         advice = f"since Linux {hook.since_kernel}; used for {hook.purpose}"
         yield make_row(f"hook {hook.name}", probe_result, advice, hook.required, hook.purpose)
+    # Not probe_helper(), which overwrites r1: the argument is the context, which r1 holds at first.
     cookie = probe.probe_program(
         BPF_PROG_TYPE_CGROUP_SOCK_ADDR,
         BPF_CGROUP_INET4_CONNECT,

@@ -210,9 +210,9 @@ def _dial_row(
 def _dial(
     frontend: FrontendAddress, backends: tuple[Backend, ...]
 ) -> tuple[SocketAddress, SocketAddress]:
+    """Runs in the sandbox: adds the backends' addresses and dials the Service."""
     from kbpf.kernel.net.links import Links
 
-    # Runs in the sandbox.
     prefix = 32 if family_of(frontend.address) == 4 else 128
     with Links() as links:
         links.set_up("lo")

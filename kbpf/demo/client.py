@@ -2,8 +2,8 @@
 
 The client knows only the Service's address. Its network namespace has a route to the backends and
 none to the Service. Each request is a new TCP connection; after every tenth it also sends a
-datagram. It first waits until the Service answers. REQUESTS 0 means without end, RATE 0 as fast as
-possible, otherwise requests a second. It prints reports (report.py), one a line.
+datagram. It first waits until the Service answers. REQUESTS: how many, 0 for no end. RATE: requests
+a second, 0 for as fast as possible. It prints reports (report.py), one a line.
 """
 
 import errno
@@ -35,8 +35,8 @@ def request_tcp(address: ServiceAddress) -> str:
 
 
 def request_udp(address: ServiceAddress) -> str:
-    """Sends one datagram from a new socket. Returns the backend's name. OSError if the answer does
-    not come from the Service's address.
+    """Sends one datagram from a new socket. Returns the backend's name. Raises OSError if the
+    answer does not come from the Service's address.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as client:
         client.settimeout(REQUEST_TIMEOUT_S)

@@ -2,7 +2,7 @@
 `python -m kbpf.demo.enter PARENT NETNS CGROUP COMMAND...`
 
 `ip netns exec` would remount /sys and so hide the bpffs from the agent. The command is killed when
-the process PARENT ends, so a demo that is killed leaves no processes behind.
+the process PARENT ends, so that a demo that is killed leaves no processes behind.
 """
 
 import os

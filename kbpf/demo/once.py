@@ -118,7 +118,7 @@ class ReportReader:
         self._queue.put(None)
 
     def next(self, seconds: float) -> ClientReport:
-        """The next report. DemoError if the agent or the client exits, or on timeout."""
+        """The next report. Raises DemoError if the agent or the client exits, or on timeout."""
         deadline = time.monotonic() + seconds
         while True:
             self._scene.check_agent()

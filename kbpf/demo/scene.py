@@ -1,6 +1,6 @@
 """The demo's environment: a node, backends and a client, each in its own network namespace, and the
 real agent on the node. All names contain the id of this process. Everything is removed when the
-block ends; a demo removes what an earlier one left that was killed.
+block ends. A demo that was killed leaves everything behind, and the next one removes it.
 
     kbpf-demo-PID-node      the bridge, and `kbpf run`
     kbpf-demo-PID-b1 ...    backends, 10.244.0.11 ...
@@ -199,7 +199,7 @@ class DemoScene:
         return child.stdout
 
     def check_agent(self) -> None:
-        """DemoError if the agent has exited."""
+        """Raises DemoError if the agent has exited."""
         code = self._agent.poll()
         if code is not None:
             raise DemoError(
@@ -217,8 +217,8 @@ class DemoScene:
 
 
 def sweep(parent: Path) -> None:
-    """Removes what demos left whose process no longer exists: they were killed, or the machine was
-    rebooted.
+    """Removes what earlier demos left behind, if their process no longer exists: they were killed,
+    or the machine was rebooted.
     """
     for path in _orphaned(parent):
         cgroups.remove(path)

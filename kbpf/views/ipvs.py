@@ -46,7 +46,7 @@ def read_status(folder: Path) -> AgentStatus | None:
 
 def read(folder: Path) -> Snapshot:
     """Reads the state of the agent with this state folder, in the caller's network namespace.
-    NotFoundError if the folder has no status.
+    Raises NotFoundError if the folder has no status.
     """
     agent_status = read_status(folder)
     if agent_status is None:
@@ -195,7 +195,7 @@ def build_rows(
     ipvs_connections: Iterable[IpvsConnection],
     query: ConnectionQuery = ALL_CONNECTIONS,
 ) -> tuple[ConnectionRow, ...]:
-    """The rows that match the query. NotFoundError if its Service is not programmed."""
+    """The rows that match the query. Raises NotFoundError if its Service is not programmed."""
     allowed_ids = service_ids(snapshot, query.service) if query.service else None
     selected = []
     for connection in ipvs_connections:

@@ -39,14 +39,16 @@ def is_ipvs(locations: Locations) -> bool:
 
 
 def read(locations: Locations, parts: Part) -> Snapshot:
-    """Reads what is programmed, in either mode. NotFoundError if no agent has run on this node."""
+    """Reads what is programmed, in either mode. Raises NotFoundError if no agent has run on this
+    node.
+    """
     if is_ipvs(locations):
         return ipvs.read(locations.state_dir)
     return snapshot.read(locations.pin_dir, parts)
 
 
 def read_pins(locations: Locations, parts: Part) -> Snapshot:
-    """Reads what exists in mode bpf only. NotFoundError if the node is in mode ipvs."""
+    """Reads what exists in mode bpf only. Raises NotFoundError if the node is in mode ipvs."""
     if is_ipvs(locations):
         raise NotFoundError(
             "the agent of this node is in mode ipvs, which does not have this",

@@ -20,8 +20,8 @@ from kbpf.views.services import FrontendRow, ServiceRow, build_rows
 NEEDS: Final = SERVICES | Part.TRAFFIC
 
 TCP_ONLY: Final = frozenset(("unanswered", "broken", "retransmits", "rtts"))
-"""Fields of ConnectionStats that exist for TCP only: other protocols do not signal how a connection
-ended."""
+"""Fields of ConnectionStats that exist for TCP only: for other protocols the kernel reports neither
+how a connection ended nor its round-trip time."""
 
 __all__ = ["NEEDS", "ServiceDetail", "build_details"]
 
@@ -88,7 +88,7 @@ class ServiceDetail(msgspec.Struct, frozen=True):
 
 def build_details(snapshot: Snapshot, name: str, namespace: str = "") -> tuple[ServiceDetail, ...]:
     """All ports of the Services with this name (``name`` or ``namespace/name``), in all namespaces
-    unless one is given. The NotFoundError suggests similar names.
+    unless one is given. Raises NotFoundError, which suggests similar names, if there is none.
     """
     if "/" in name:
         namespace, _, name = name.partition("/")

@@ -100,7 +100,9 @@ class ConnectionSelection(NamedTuple):
 
 
 def select(snapshot: Snapshot, query: ConnectionQuery = ConnectionQuery()) -> ConnectionSelection:
-    """Selects and sorts matching connections. NotFoundError if the Service is not programmed."""
+    """Selects and sorts matching connections. Raises NotFoundError if the Service is not
+    programmed.
+    """
     tests = tuple(_filters(snapshot, query))
     now = int(snapshot.monotonic * NS_PER_SECOND)
     selected, expired_count = [], 0
@@ -136,7 +138,9 @@ def _filters(
 
 
 def service_ids(snapshot: Snapshot, service: str) -> frozenset[int]:
-    """The ids of the ports of a Service (NAME or NAMESPACE/NAME). NotFoundError if it has none."""
+    """The ids of the ports of a Service (NAME or NAMESPACE/NAME). Raises NotFoundError if it has
+    none.
+    """
     namespace, _, name = service.rpartition("/")
 
     def matches(key: ServicePortKey) -> bool:

@@ -53,7 +53,9 @@ class HostDevices:
 
 
 def read_host_devices(snapshot: Snapshot) -> HostDevices:
-    """Reads the devices of this network namespace. NotFoundError if the agent's is another one."""
+    """Reads the devices of this network namespace. Raises NotFoundError if the agent's is another
+    one.
+    """
     netns_cookie = netns.read_cookie()
     if snapshot.host_netns and netns_cookie is not None and netns_cookie != snapshot.host_netns:
         raise NotFoundError(
