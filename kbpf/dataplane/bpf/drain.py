@@ -74,14 +74,14 @@ class PreviousBpfPlane:
     def _stop_new_connections(self) -> None:
         self._make_passive()
         pinning.delete_frontends(self._pins)
-        # A UDP flow whose backend is missing chooses another data plane's.
+        # A UDP flow whose backend is missing is left to the other data plane.
         with self._open_map("backends") as backends:
             if backends is not None and (keys := b"".join(key for key, _ in backends.items())):
                 backends.delete_batch(keys)
 
     def _make_passive(self) -> None:
-        """Sets the programs passive, so that they do not take over again before a returning mode
-        bpf has everything in place.
+        """Makes the programs passive. If mode bpf returns before the drain has ended, they accept
+        new connections only once everything is in place.
         """
         with self._open_map("node") as node_map:
             node = node_map.lookup(bytes(U32.size)) if node_map is not None else None
@@ -92,7 +92,7 @@ class PreviousBpfPlane:
 
     def _count_open_connections(self) -> int:
         """Counts the open connections of the packet path and deletes ended flows, since their
-        clients may reuse the ports. Sockets connected by a hook talk to their backends without us.
+        clients may reuse the ports. Sockets connected by a hook need no program any more.
         """
         now = time.monotonic_ns()
         with self._open_map("flows") as flows:

@@ -129,8 +129,8 @@ class Exemptions:
     """Keeps the map `exempt_cgroups` up to date.
 
     Patterns match below `root`; pods are searched below `hooked_cgroup`. `on_emptiness_change` is
-    called when the first cgroup becomes exempt, and when none is any more. Entries of an earlier
-    agent are kept until the exempt pods are known.
+    called when the first cgroup becomes exempt, and when the last one no longer is. Entries of an
+    earlier agent are kept until the exempt pods are known.
     """
 
     def __init__(

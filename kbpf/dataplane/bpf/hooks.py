@@ -29,7 +29,7 @@ class Hook:
     """A program: name, unit (file), types as in linux/bpf.h, and the kernel version that added
     them.
 
-    `required`: without this hook no Service works for any socket, so the data plane cannot start.
+    `required`: without this hook some sockets cannot use Services, so the agent does not start.
     `only_counts`: the hook translates nothing and is attached only with --accounting full.
     """
 
@@ -44,7 +44,7 @@ class Hook:
 
 
 HOOKS: Final = (
-    # Reply hooks first: a hook works as soon as it is attached.
+    # In the order of attaching: each works at once, and replies must be translated before requests.
     Hook(
         "recvmsg4",
         "sock",
@@ -88,7 +88,7 @@ HOOKS: Final = (
         BPF_CGROUP_SOCK_OPS,
         "5.7",
         False,
-        "what TCP connections come to",
+        "counting the ends of TCP connections",
         only_counts=True,
     ),
     Hook(

@@ -1,11 +1,11 @@
 """Settings of the node that the packet path needs and that other programs change too.
 
-A closed FORWARD chain has to let masqueraded packets pass, and no socket of the node may take the
-ports used for masquerading. Rules that keep the last connections of a kube-proxy alive are removed
-when these have ended.
+A FORWARD chain with policy DROP has to accept masqueraded packets, and the kernel must not assign
+the ports used for masquerading to sockets of the node. Rules that keep the last connections of a
+kube-proxy alive are removed when these have ended.
 
-All of it is checked every few seconds; a check costs one message if no rule has changed. A failure
-is logged once, with advice, and stops nothing.
+All of it is checked every few seconds; a check costs one netlink message if no rule has changed. A
+failure is logged once, with advice, and stops nothing.
 """
 
 import contextlib
@@ -35,16 +35,16 @@ holds no files.
 """
 HOST_POLL_INTERVAL_S: Final = 2.0
 PORT_RESERVATION_POLLS: Final = 3
-"""How often the ports of conntrack's masqueraded connections are read: before and after our
-programs are attached everywhere.
+"""Number of polls after the start that also reserve the ports of conntrack's masqueraded
+connections, since some of these begin before our programs are attached everywhere.
 """
 HANDOVER_POLL_INTERVAL_S: Final = 30.0
 """Interval between two checks for the last connection of a kube-proxy, in seconds."""
 TRANSIENT_ERRNOS: Final = frozenset(
     (errno.ENOENT, errno.ERESTART, *forward_rules.UNSUPPORTED_ERRNOS)
 )
-"""The ruleset changed during the check, which is repeated later; or nf_tables is missing, and there
-is nothing to do.
+"""Errors that are not logged: the ruleset changed during the check, which is repeated later, or
+nf_tables is missing, and there is nothing to do.
 """
 FORWARDING_SYSCTLS: Final = ("net.ipv4.ip_forward", "net.ipv6.conf.all.forwarding")
 
@@ -118,7 +118,8 @@ class HostIntegration:
             if error.errno not in TRANSIENT_ERRNOS:
                 raise
         else:
-            self._generation = generation  # from before our own changes, so these are checked too
+            # read before our own changes, so the next poll checks these too
+            self._generation = generation
 
     def _ensure_rule(self, chain: forward_rules.BaseChain) -> None:
         if line := forward_rules.reconcile_masquerade_rule(chain, self._mark):

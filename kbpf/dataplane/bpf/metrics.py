@@ -81,7 +81,7 @@ SOCKET_STORAGE_MAPS: Final = ("sock_peers", "udp_flows")
 """State of connected and unconnected sockets. The kernel needs BTF to show it."""
 
 COUNTED_MAPS: Final = ("flows", *SOCKET_STORAGE_MAPS, "affinity")
-"""Maps written by the programs whose entries are counted; others are as full as one of these."""
+"""Maps written by the programs whose entries count() counts, in addition to those of `counts`."""
 
 SWEEP_INTERVAL_S: Final = 300.0
 """Interval at which the traffic of removed backends is moved to REMOVED_BACKENDS."""
@@ -89,7 +89,9 @@ SWEEP_INTERVAL_S: Final = 300.0
 NO_BACKEND: Final = 0
 REMOVED_BACKENDS: Final = 0xFFFF_FFFF
 ALL_BACKENDS: Final = 0xFFFF_FFFE
-"""Of a Service port whose namespace exceeds its share of `counts`: see account.h."""
+"""Backend ids of these entries of `counts`: connections that got no backend; all removed backends;
+and all backends of a Service port whose namespace exceeds its share (account.h).
+"""
 BULK_READ_THRESHOLD: Final = 256
 """From this number on, names are read all at once."""
 
@@ -116,7 +118,8 @@ class MapCollector:
         self._index_by_id: dict[int, int] = {}  # the same by id; ids are never reused
         self._entries: Mapping[str, int] = {}
         self._sweep_due = clock() + SWEEP_INTERVAL_S
-        # The first sweep gives Service ports their own entries again.
+        # Without ALL_BACKENDS: the first sweep also removes the merged entries of an earlier agent,
+        # so that backends are counted one by one again.
         self._kept_backends = {
             NO_BACKEND,
             REMOVED_BACKENDS,
@@ -225,7 +228,7 @@ class MapCollector:
 
     def _sweep(self, counted_services: Container[int]) -> None:
         """Moves the traffic of removed backends, and deletes that of removed Services. What a
-        program adds between the two steps is lost: the bytes of a connection's last second.
+        program adds to an entry between its reading and its deletion is lost.
         """
         try:
             with (

@@ -66,8 +66,8 @@ NODE_PORTS_ID: Final = 0
 """The id in `source_ranges` of the ranges that may connect to NodePorts. No Service has it."""
 
 SLICE_BUDGET_S: Final = 0.0015
-"""Length of one slice of deferred work, in seconds. One slice builds tables and programs large
-Service ports; another deletes old sets and UDP flows.
+"""Length of one slice of deferred work, in seconds. In apply() that is building tables and
+programming large Service ports, in tick() deleting old sets and UDP flows.
 """
 
 LARGE_ENTRIES: Final = 256
@@ -173,7 +173,7 @@ class BpfPlane:
         self._agent_maps.fill["cluster_ips"] = len(self._cluster_ips.written_values)
         self._adopt_ports(adopted)
         self._udp_cuts = udp.UdpCutMap(self._agent_maps)
-        # Entries that an earlier agent was about to retire are found again as unclaimed.
+        # What an earlier agent was about to retire needs no queue: adopt.py finds it as unclaimed.
         self._udp_passes = udp.UdpPasses(self._agent_maps.maps)
         self._builder = TableBuilder(self._agent_maps, self._ids, self._shared_tables)
         self._deferred_queue, self._deferred_due = DeferredQueue(), 0.0
@@ -391,9 +391,9 @@ class BpfPlane:
     def _remove_lost_frontends(
         self, key: ServicePortKey, new: ServiceState | None, apply_plan: ApplyPlan
     ) -> None:
-        """Removes the frontends that a Service port has lost, though the rest of its change is
-        deferred: another Service port may have them now, and would lose them to the deferred
-        change.
+        """Removes the frontends that a Service port has lost, even if the rest of its change is
+        deferred. Another Service port may have them now, and the deferred change would take them
+        away from it.
         """
         old = apply_plan.programmed.get(key, self._programmed.get(key))
         if old is None:
@@ -455,8 +455,8 @@ class BpfPlane:
         )
 
     def _make_room(self, added: Mapping[str, int], at_once: bool) -> None:
-        """Makes the maps larger that would overflow with `added` entries: at once if the entries do
-        not fit or no other change is waiting, otherwise in the background.
+        """Grows the maps that `added` entries would overfill: in the background if the entries
+        still fit and not `at_once`, otherwise before it returns.
         """
         services_id = self._agent_maps.maps["services"].id
         if self._growth.is_busy and not self._agent_maps.fits(added):
@@ -514,8 +514,8 @@ class BpfPlane:
 
     def _cut_udp(self, retired: Retired, is_repeat: bool = True) -> None:
         """Deletes UDP flows of lost backends and frontends. `is_repeat`: the second pass, after the
-        grace period, for a connect() that was in flight during the first. Flows of connected
-        sockets need no second pass: their timestamp shows that they are older than the cut.
+        grace period, for a connect() that was in flight during the first. Flows of unconnected
+        sockets need none: their timestamp shows that they are older than the cut.
         """
         if not (retired.lost_backends or retired.lost_frontends):
             return
@@ -600,7 +600,7 @@ class BpfPlane:
                 lambda seconds: self._affinity_shares.advance(now, seconds),
             )
         )
-        # Each call starts with another task, so that no task starves the others of the budget.
+        # Each call starts with another task, so that no task uses up the whole budget every time.
         self._ticks += 1
         tasks.rotate(self._ticks)
         remaining, deadline = SLICE_BUDGET_S, time.perf_counter() + SLICE_BUDGET_S

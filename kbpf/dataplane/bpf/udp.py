@@ -45,8 +45,8 @@ STEP_ENTRIES: Final = 2_048
 """Entries examined in one step: about two milliseconds."""
 
 SOCKET_WALKS: Final = 2
-"""How often the sockets are read. The kernel's iterator resumes by counting entries, so it skips
-one entry for each socket that is closed meanwhile.
+"""How many times the sockets are read. The kernel's iterator resumes by counting entries, so it
+skips one entry for each socket that is closed meanwhile.
 """
 
 
@@ -62,8 +62,8 @@ IsGone = Callable[[int, bytes, bytes], bool]
 
 
 class UdpCutMap:
-    """The map `udp_cuts`: which backend stopped serving a Service, and when. Entries expire when no
-    flow can be as old. A full map evicts the oldest.
+    """The map `udp_cuts`: which backend stopped serving a Service, and when. Entries are deleted
+    when no flow can be as old, and the oldest ones when the map is full.
     """
 
     def __init__(self, agent_maps: AgentMaps) -> None:
@@ -147,8 +147,8 @@ def find_stale_flows(maps: dict[str, Map], is_gone: IsGone) -> set[tuple[int, by
 
 
 def _destroy_stale_sockets(maps: Iterable[Map], is_gone: IsGone) -> CutSteps:
-    """Destroys connected sockets. A client that keeps using such a socket is no longer connected,
-    and the next sendto() chooses again.
+    """Destroys connected sockets whose choice is stale. Such a socket is no longer connected, so
+    the client's next connect() or sendto() chooses again.
     """
     targets_by_socket: defaultdict[int, list[Target]] = defaultdict(list)
     walks = (peers.items() for peers in maps for _ in range(SOCKET_WALKS))
@@ -180,8 +180,8 @@ def _target_family(raw: bytes) -> int:
 def _delete_packet_flows(flows: Map, is_gone: IsGone) -> CutSteps:
     """Deletes all entries of stale flows of the packet path; the next datagram chooses again. The
     original-direction entries go last, since without them the others would never be evicted. A flow
-    that has started again since it was read is kept. No packet waits for this: the programs also
-    check a backend by its id (check_restart() in tc.c).
+    that has started again since it was read is kept. A datagram that comes earlier chooses again,
+    too, if its backend has no id any more (check_restart() in tc.c).
     """
     cut_counts: Counter[int] = Counter()
     originals: list[tuple[bytes, bytes]] = []

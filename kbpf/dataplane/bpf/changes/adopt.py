@@ -221,8 +221,8 @@ class _SetAssembler:
     ids_by_backend: Mapping[Backend, int]
 
     def assemble(self, set_id: int, size: int, table: int = 0) -> ProgrammedSet:
-        """Assembles a set. Returns EMPTY unless all its slots point to backends and its table uses
-        exactly these slots. A set with the second id of a backend is not adopted but written again.
+        """Assembles a set. Unless all its slots point to different backends by their first ids, and
+        its table uses exactly these slots, returns EMPTY: the agent then writes a new set.
         """
         ids = self._read_slots(set_id)
         if not set_id or not ids or len(set(ids)) != len(ids):

@@ -36,8 +36,8 @@ def write(
     nodes: AddressChange,
     cluster_ips: AddressChange,
 ) -> None:
-    """Writes everything up to the flip, the flip itself, and the removals. A ClusterIP refuses
-    unknown ports only after its own ports are written.
+    """Writes everything up to the flip, the flip itself, and the removals. A ClusterIP in
+    `cluster_ips` refuses all ports without a frontend, so it is written after its frontends.
     """
     put, delete = agent_maps.put, agent_maps.delete
     save_ids(agent_maps, ids)

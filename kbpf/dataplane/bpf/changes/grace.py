@@ -21,7 +21,7 @@ SHORT_GRACE_PERIOD_S: Final = 0.1
 
 class GraceQueue:
     """A queue of retired entries in the order of their flips (time.monotonic). `cut_udp` is called
-    after each deletion.
+    when all entries of a flip are deleted.
     """
 
     def __init__(
@@ -58,8 +58,8 @@ class GraceQueue:
         return self._queue[0][0] + GRACE_PERIOD_S if self._queue else None
 
     def delete_until(self, flipped: float, seconds: float = float("inf")) -> None:
-        """Deletes what was flipped until `flipped`, for this many seconds but at least one
-        piece.
+        """Deletes what was retired by flips up to `flipped`, for this many seconds, but at least
+        one piece. Does nothing if `seconds` is 0 or less.
         """
         deadline = time.perf_counter() + seconds
         while seconds > 0 and (

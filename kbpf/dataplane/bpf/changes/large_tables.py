@@ -16,7 +16,7 @@ from kbpf.model.objects import Algorithm
 from kbpf.policy.slots import compute_maglev_table_in_steps, compute_slots, count_slots
 
 BATCH_SLOTS: Final = 1_024
-"""Slots written in one piece, about one millisecond. Smaller tables are built in place."""
+"""Slots written in one piece: about one millisecond. The planner builds smaller tables itself."""
 
 
 class TableBuilder:
@@ -61,7 +61,9 @@ class TableBuilder:
             self._steps = None
 
     def release(self) -> list[bytes]:
-        """Abandons the tables. Returns the keys of slots that are not in use."""
+        """Drops all references, and abandons an unfinished table. Returns the keys of slots that no
+        set uses.
+        """
         released = [table_id for table_id in self._built if self._shared_tables.release(table_id)]
         unfinished = {table_id for table_id, _ in self._written_slots} - set(self._built)
         keys = [

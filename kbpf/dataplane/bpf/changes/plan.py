@@ -104,7 +104,7 @@ def _table_content(backends: BackendSet, spread: Spread) -> bytes:
 
 
 class ProgrammedPort(msgspec.Struct, frozen=True):
-    """The kernel state of one Service port."""
+    """The kernel state of one Service port. `serving`: backends that UDP flows may stay with."""
 
     id: int
     flags: ServiceFlag
@@ -133,9 +133,9 @@ class ProgrammedPort(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class Retired:
-    """What is deleted after the grace period. UDP is then cut a second time, since a connect() may
-    have been in flight during the first. `lost_backends`: backends that no longer serve a service
-    id; `lost_frontends`: frontends that no longer belong to it.
+    """What is deleted after the grace period. Stale UDP flows are then cut a second time, for a
+    connect() that was in flight during the first. `lost_backends`: backends that no longer serve a
+    service id; `lost_frontends`: frontends that no longer belong to it.
     """
 
     sets: list[ProgrammedSet] = field(default_factory=list)
@@ -144,7 +144,8 @@ class Retired:
     lost_backends: set[tuple[int, Backend]] = field(default_factory=set)
     lost_frontends: set[tuple[int, FrontendAddress]] = field(default_factory=set)
     forget_affinity: set[int] = field(default_factory=set)
-    slot_keys: list[bytes] = field(default_factory=list)  # of sets that were adopted, not planned
+    # keys of slots that belong to no programmed set, one or more back to back
+    slot_keys: list[bytes] = field(default_factory=list)
     member_keys: list[bytes] = field(default_factory=list)
     backend_ids: list[int] = field(default_factory=list)
 
@@ -254,7 +255,7 @@ class Planner:
         if old.matches(backends, spread, has_affinity):
             if old.spread is not None:
                 return old
-            # Adopted with equal slots: now it is known what they were computed from.
+            # Adopted, and its slots are equal: they were computed from this spread.
             if old.table:
                 self._shared_tables.identify(old.table, table_key(backends, spread))
             return msgspec.structs.replace(old, spread=spread)

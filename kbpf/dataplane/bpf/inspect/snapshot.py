@@ -149,12 +149,12 @@ class DeviceEntry:
 class Snapshot:
     """The parts that were requested; the others have their defaults.
 
-    - `began`, `monotonic`: when reading began and ended (CLOCK_MONOTONIC, seconds).
+    - `began`, `monotonic`: when reading began and when it ended (CLOCK_MONOTONIC, seconds).
     - `boottime`: when reading ended (CLOCK_BOOTTIME, seconds).
     - `names`: service id → Service port.
     - `sets`: set id → {index: backend id}; `backends`: backend id → address.
-    - `node_ports`: the families in which NodePorts answer on an address of this node; None if that
-      was not read.
+    - `node_ports`: the families in which NodePorts answer on some address of this node; None if
+      that was not read.
     - `host_netns`: the cookie of the node's own network namespace.
     - `socket_lb`: which sockets the hooks serve, except those in `exempt_cgroups` cgroups.
     - `agent_alive`: whether a process with the agent's pid exists.

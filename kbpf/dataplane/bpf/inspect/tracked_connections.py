@@ -1,9 +1,9 @@
 """Reads the packet path's tracked connections from the map `flows` (bpf/track.h).
 
-A connection has two or three entries with the keys (client, frontend), (client', backend) and, with
-SNAT, (snat, backend). Each holds a whole `struct flow`. The addresses and ports in it (`IDENTITY`)
-are the same in all entries of a connection. There may be a hundred thousand connections, so they
-stay bytes until they are shown.
+A connection has two or three entries: one with the key (client, frontend), and one or both of
+(client', backend) and, with SNAT, (snat, backend). Each holds a whole `struct flow`. The addresses
+and ports in it (`IDENTITY`) are the same in all entries of a connection. There may be a hundred
+thousand connections, so they stay bytes until they are shown.
 """
 
 from functools import lru_cache
@@ -85,8 +85,8 @@ class TrackedConnection(msgspec.Struct, gc=False):
 
 
 class Fill(NamedTuple):
-    """How full `flows` is, in connections: all, those that are open, those of these that must not
-    be evicted (is_needed() in tc.c), and the limit.
+    """How full `flows` is, in connections: all (`entries`), the open ones, those of the open ones
+    that must not be evicted (is_needed() in tc.c), and the limit (`room`).
     """
 
     entries: int

@@ -4,8 +4,9 @@ A map of which the agent is the only writer grows by copy and switch: during the
 goes to both maps (growth.py), so the copy is complete. The programs are loaded over the larger map
 and switch hook by hook; until then both maps have the same contents. `services` is copied together
 with the maps that its values point to: a program that cannot switch keeps a complete old state.
-Maps written by programs have a fixed size, since a full one only evicts its oldest entry;
-migrate.py handles a change of their size.
+Maps written by programs have the configured size from the start, since being full is normal for
+them (layout.SELF_EVICTING_MAPS) or only costs metrics (`counts`). migrate.py handles a change of
+their size.
 """
 
 import logging
@@ -37,7 +38,7 @@ MAX_FILL: Final = 0.8
 
 
 class AgentMaps:
-    """All maps of one agent. `fill` counts the entries of those that grow."""
+    """All maps of one agent. `fill`: the number of entries of those that the agent writes."""
 
     def __init__(self, pins: Pins, sizes: MapSizes, packet_path: bool = False) -> None:
         self._pins = pins
@@ -137,9 +138,8 @@ class AgentMaps:
         return MAPS[name].max_entries(self._sizes)
 
     def compute_new_sizes(self, added: Mapping[str, int]) -> dict[str, int]:
-        """Maps that `added` entries would overfill, and the sizes they need. If one of the maps
-        read during a flip has to grow, all of these are included, so that they are switched
-        together.
+        """Maps that `added` entries would overfill, and the sizes they need. If one of FLIPPED_MAPS
+        has to grow, all of them are included, so that programs switch to all of them together.
         """
         new_sizes = {
             name: new_sizes
@@ -155,8 +155,8 @@ class AgentMaps:
         } | new_sizes
 
     def _size_for(self, name: str, entries: int) -> int:
-        """The size that a map needs for this many entries: its own, doubled until it is filled to
-        at most MAX_FILL. The limit is higher while old and new sets coexist.
+        """The size that a map needs for this many entries: its current size, doubled until the
+        entries fill at most MAX_FILL of it. The limit is higher while old and new sets coexist.
         """
         size, max_entries = self.maps[name].max_entries, self.max_entries(name)
         if entries > max_entries:

@@ -56,7 +56,7 @@ class IdAllocator:
         return 1
 
     def skip_past(self, service: int, backend: int, set_id: int) -> None:
-        """Never allocates these or lower ids, which adopted maps hold."""
+        """Continues above these ids, since adopted maps hold them or lower ones."""
         for kind, id_ in enumerate((service, backend, set_id)):
             if id_ >= self._next[kind]:
                 self._next[kind] = self._successor(kind, id_)
@@ -72,14 +72,14 @@ class IdAllocator:
 
 
 class RefCount(msgspec.Struct, gc=False):
-    """The id of a backend or table, and how many sets (or lists of serving backends) hold it."""
+    """The id of a backend or table, and how many sets or lists of serving backends refer to it."""
 
     id: int
     refs: int
 
 
 class BackendTable:
-    """The backends that have an id, with their reference counts from the desired state."""
+    """The backends that have an id, with reference counts."""
 
     def __init__(self, ids: IdAllocator) -> None:
         self._ids = ids

@@ -61,7 +61,7 @@ class DeviceFlag(IntFlag):
 
 
 class Role(IntEnum):
-    """enum role: where the packets of a device come from."""
+    """enum role: what a device connects to."""
 
     HOST = 1
     POD = 2
@@ -273,14 +273,18 @@ PORT_SLOTS: Final = 1024
 CLIENT_SLOT: Final = Struct("=16sI")
 FRAGMENTS_PER_CLIENT: Final = 128
 FOREIGN_FLOWS_PER_CLIENT: Final = 2048
-"""The maximum number of the map's entries for one client; see struct client_slot."""
+"""The maximum numbers of entries of one client in `fragments` and `foreign_flows`; see struct
+client_slot.
+"""
 FRAGMENT: Final = Struct("=II4sI")
 PORT_PAIR: Final = Struct("=2s2s")
 CONFIG: Final = Struct("=QII")
 META: Final = Struct("=III4x")
 COUNTS: Final = Struct("=10Q")
 FLOW_HEADROOM: Final = 1.125
-"""`flows` has room for this many times the configured connections: see enqueue() in tc.c."""
+"""`flows` and `flow_queue` have room for this many times the configured connections: see enqueue()
+in tc.c.
+"""
 AGENT_SOCKETS: Final = 256
 """The number of the agent's newest connections to the API server in `agent_sockets`."""
 UNUSED_MAP_ENTRIES: Final = 64
@@ -340,7 +344,7 @@ def unpack_service_name(raw: bytes) -> ServicePortKey:
 
 
 def _decode_text(raw: bytes) -> str:
-    """Invalid UTF-8 in a map must not raise, so it is replaced."""
+    """Decodes a padded text. Invalid UTF-8 in a map must not raise, so it is replaced."""
     return raw.rstrip(b"\0").decode(errors="replace")
 
 

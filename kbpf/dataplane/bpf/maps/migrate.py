@@ -2,9 +2,10 @@
 programs keep writing.
 
 Each map is copied, then the programs switch to the copy device by device and hook by hook, then
-what they wrote to the old map meanwhile is copied too. A connection of the packet path is seen on
-two devices, and would break if one used the old map and the other the new one. So no connection may
-begin while the devices switch (pause_new_flows()); existing ones are in both maps by then.
+what they wrote to the old map meanwhile is copied too. The packets of a flow pass two devices. A
+flow that began while one of them uses the old map and the other the new one would be in only one of
+the maps, and break. So no flow may begin while the devices switch (pause_new_flows()); existing
+ones are in both maps by then.
 """
 
 import errno
@@ -87,8 +88,8 @@ class MapMigration:
         self._copied_at: dict[str, int] = {}  # by map name, in ns (CLOCK_MONOTONIC)
 
     def start(self, former: Iterable[ReplacedMap], queue_is_new: bool) -> None:
-        """Copies the maps that another version laid out differently. `queue_is_new`: the flow queue
-        is empty. An earlier agent may have been interrupted here, so newer entries are kept.
+        """Copies the `former` maps. `queue_is_new`: the flow queue is empty. An earlier agent may
+        have been interrupted here, so entries of the current maps that are newer are kept.
         """
         self._replaced += former
         now = _program_clock_ns()
@@ -117,8 +118,8 @@ class MapMigration:
         return sum(map(flow_queue.push, queue_order(self._maps["flows"].items())))
 
     def _write_flow_count(self, flows: int) -> None:
-        """Writes the flow count. Once programs have served, it must not be 0: the programs would
-        not look up flows that began meanwhile.
+        """Writes the flow count. Once programs have tracked a flow, it must not become 0, or they
+        would not look up flows that began since.
         """
         flow_count = self._maps["flow_count"]
         if flows or flow_count.lookup(ZERO) != bytes(U64.size):

@@ -2,14 +2,15 @@
 
     PIN/maps-SCHEMA/NAME       maps of one layout (layout.schema_hash)
     PIN/layout-SCHEMA/NAME-N   the version of each of these maps
-    PIN/programs-KEY/HOOK      programs of one artifact
-    PIN/links/HOOK             attachments
-    PIN/devices/...            attachments to devices other than links (packet_path/attach.py)
+    PIN/programs-KEY/NAME      programs of one artifact
+    PIN/links/HOOK             links of the socket hooks
+    PIN/devices/...            attachments to devices (packet_path/attach.py)
     PIN/beside                 whether settings of the node were changed (host.py)
 
-Everything is built in a folder whose name begins with `new-` and published by one rename, so a
-folder with one of the names above is complete. Programs that devices still run when newer ones take
-their name are kept in `old-programs-KEY-N`. Programs are handled in programs/loader.py.
+Maps, programs and links are built under a name that begins with `new-` and published by one rename.
+So under the names above they are complete, unless an agent was killed while it removed a folder.
+Programs that devices still run when newer ones take their name are kept in `old-programs-KEY-N`.
+Programs are handled in programs/loader.py.
 """
 
 import contextlib
@@ -37,7 +38,7 @@ log = logging.getLogger("kbpf.dataplane")
 SERVICES_TARGETS: Final = frozenset(("backend_slots", "backends", "set_members"))
 """The maps that values of `services` point to: a value is valid for these maps only."""
 FLIPPED_MAPS: Final = SERVICES_TARGETS | {"services"}
-"""The maps that a program has to read to see a flip."""
+"""The maps that hold the new state after a flip. A program must read all of them, or none."""
 
 
 NEW_PREFIX: Final = "new-"
@@ -129,9 +130,9 @@ def build_folder(final: Path) -> Iterator[Path]:
 
 @dataclass(frozen=True, slots=True)
 class OpenedMaps:
-    """All maps. `adopted`: whether an earlier agent made them. `new_maps`: names of the empty ones.
-    `former_maps`: maps to copy from, i.e. those that another version laid out differently, and
-    unpinned ones that programs still write.
+    """All maps. `adopted`: whether an earlier agent of this layout made them. `new_maps`: names of
+    the empty ones. `former_maps`: maps to copy from, i.e. those that another version laid out
+    differently, and unpinned ones that programs still write.
     """
 
     maps: Mapping[str, Map]
@@ -250,8 +251,8 @@ def _map_ids_read_by_all(pins: Pins) -> set[int]:
 def map_ids_read_by_attached(pins: Pins) -> Iterator[set[int]]:
     """For each program attached by a pinned link: the ids of the maps that it reads.
 
-    Programs are found by their pins, since the kernel opens programs by id only with CAP_SYS_ADMIN,
-    and every attached program should be pinned. The id is the fallback.
+    Programs are found by their pins, and by id only if there is no pin, since the kernel opens
+    programs by id only with CAP_SYS_ADMIN.
     """
     map_ids_by_program = _map_ids_by_program(pins)
     for pin in sorted(pins.links.iterdir()) if pins.links.is_dir() else ():
@@ -378,8 +379,8 @@ def remove(pins: Pins) -> int:
 
 def delete_frontends(pins: Pins) -> int:
     """Deletes all frontends, so that no new connection is translated; returns their number.
-    Established connections continue. ClusterIPs go first: a port of a ClusterIP without a Service
-    is refused.
+    Established connections continue. `cluster_ips` is emptied first, since ports without a frontend
+    are refused on the addresses in it.
     """
     counts = dict.fromkeys(("cluster_ips", "services"), 0)
     for folder in sorted(pins.root.glob("maps-*")):

@@ -7,10 +7,10 @@ A pass has four stages. Each goes through all devices:
     host     attach to host devices without programs
     remove   detach from devices that are no longer chosen
 
-So quick and urgent work does not wait for slow work. Pod devices come before host devices, because
-a connection from outside enters by a host device and is masqueraded at egress of its pod's device.
-If the pod device got its programs later, the pod would first see the client's address and then the
-node's, and the connection would break.
+In this order, urgent and quick work does not wait for slow work. Pod devices come before host
+devices, because a connection from outside enters by a host device and is masqueraded at egress of
+its pod's device. If the pod device got its programs later, the pod would first see the client's
+address and then the node's, and the connection would break.
 """
 
 import logging

@@ -1,9 +1,9 @@
 """Loads the packet programs in a thread, while the socket hooks already serve.
 
-The verifier takes most of a second for them, and compiling several more. At a first start no
-program of an earlier agent depends on them, so the main thread attaches the socket hooks first. The
-loader thread uses the maps' descriptors only to load programs; it writes no map and attaches
-nothing. The main thread takes its result and publishes it.
+Verifying them takes most of a second, and compiling them takes several. At a first start there are
+no packet programs of an earlier agent to replace, so the main thread attaches the socket hooks
+first. The loader thread uses the maps' descriptors only to load programs: it writes to none of
+these maps, and attaches nothing. The main thread takes its result and publishes it.
 """
 
 from collections.abc import Callable

@@ -12,8 +12,8 @@ to this one and waits only where the order matters. When maps grow, new programs
    first time get the new ones, too.
 3. publish() returns when all are swapped; only then does the main thread write to the maps. A
    device that refuses the new program does not block it for ever: publish() then raises
-   OutdatedDevicesError, though the programs have been handed over. The old program on that device
-   keeps the old `services` and all that it points to (maps/agent_maps.py), and is swapped as soon
+   OutdatedDevicesError, and the programs stay handed over. The old program on that device keeps
+   reading the old `services` and all that it points to (maps/agent_maps.py), and is swapped as soon
    as possible.
 4. The pins of the old programs keep their tail calls alive. They are removed after a pass without
    failures, so a device with an old program keeps all parts of it.
@@ -49,7 +49,7 @@ PUBLISH_STALL_TIMEOUT_S: Final = 10.0
 """If no progress is made for this long, publish() stops waiting."""
 
 THREAD_STALL_TIMEOUT_S: Final = 120.0
-"""Without progress for this long the thread counts as stuck. Each device counts as progress."""
+"""The thread counts as stuck after this time without progress. Each device is progress."""
 
 
 class ProgramGeneration(Protocol):
@@ -104,7 +104,7 @@ class DeviceReconciler:
         self._status = DeviceReconcilerStatus()
         self._stopping = False
         self._thread: threads.SupervisedThread | None = None
-        # Written by the device thread only, under the lock: what it attaches in this pass.
+        # What the thread attaches in this pass. Written only by the thread, under the lock.
         self._current: ProgramGeneration | None = None
         self._wake_fd = -1  # an eventfd that interrupts the wait for notifications
 

@@ -6,8 +6,8 @@ original-direction entry written last determines the flow, which orphans the rep
 other choice. Flows are evicted by their original-direction entries (evict_one() in tc.c), so
 orphans would stay for ever.
 
-A new flow may reuse an entry while it is examined. So an entry is looked up and deleted in one
-step, and put back if it is not the one that was read.
+A new flow may overwrite an entry after it was read. So an entry is looked up and deleted in one
+system call, and put back if it is not the one that was read.
 """
 
 import logging

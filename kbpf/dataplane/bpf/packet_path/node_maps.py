@@ -69,10 +69,10 @@ class WritableMap(Protocol):
 
 
 class NodeMap:
-    """The maps `node` (the node's SNAT addresses and settings) and `local_networks` (of its pods).
+    """The maps `node` (SNAT addresses and settings) and `local_networks` (networks of local pods).
 
-    `mode`: NodeFlag.PASSIVE or COEXISTING while another data plane has connections on this node,
-    otherwise neither. `coexisting`: whether it has some now.
+    `coexisting`: whether another data plane has connections on this node. `mode` is
+    NodeFlag.PASSIVE or COEXISTING as long as it has, then NO_COEXISTENCE.
     """
 
     def __init__(
@@ -193,10 +193,10 @@ class DeviceMap:
 
         The kernel replaces an element of a hash, but overwrites an element of an array in place,
         while programs may be reading it. So an element of `device_cache` has ifindex 0, which no
-        program matches, while its other fields change; programs then use `devices`. Its fields
-        always describe a device, for a program that matched just before. If the element changes to
-        another device, the new one is written only by the next call, when no such program can be
-        running any more.
+        program matches, while its other fields change; programs then use `devices`. A program may
+        have matched the element just before, so these fields are never cleared. If the element is
+        to hold another device, that one is written only by the next call, when no such program can
+        be running any more.
         """
         entries = {
             U32.pack(device.ifindex): pack_device(

@@ -50,7 +50,7 @@ PASSIVE_PERIOD_S: Final = 4.0
 """If another data plane serves, our programs stay passive for this long after they are attached
 everywhere. Attaching loses packets (with clsact the kernel drops egress packets meanwhile), so a
 SYN may be retransmitted after one second and again after two more (RFC 6298). If the other data
-plane saw the first SYN before our programs were attached, its retransmissions have to follow it.
+plane saw the first SYN before our programs were attached, it has to get the retransmissions too.
 """
 ACTIVATE_POLL_INTERVAL_S: Final = 0.5
 """Interval between two checks whether the programs are attached everywhere."""
