@@ -169,7 +169,7 @@ class Agent:
     def run(self) -> None:
         """Opens the data plane, starts the sources and serves until stop().
 
-        Raises whatever open() or a source's start() raises. The data plane stays in force
+        Raises whatever open() or a source's start() raises. What is programmed continues to serve
         afterwards.
         """
         try:

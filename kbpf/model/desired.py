@@ -106,8 +106,9 @@ class ServiceState(msgspec.Struct, frozen=True):
     other address are cut. `any_endpoints` decides between refuse and drop when a set is empty.
     `on_node` are the addresses of all endpoints on this node. `source_ranges` are the clients, of
     this family, that may connect to restricted frontends; `node_port_ranges` the same for a
-    restricted NodePort. `lost` are frontends that another Service claimed first, and that Service.
-    `refused` are frontends that no Service may have, with the reason (policy/admission.py).
+    restricted NodePort. `lost` are frontends that another Service has won, and that Service
+    (policy/frontends.py). `refused` are frontends that this Service may not have, with the reason
+    (policy/admission.py).
     `created` is the Service's creationTimestamp, "" if unknown.
     """
 

@@ -89,8 +89,8 @@ class ObjectStore:
         return not self._unusable_keys
 
     def problems_of(self, key: ObjectKey) -> tuple[str, ...]:
-        """Returns a line for each part of this object that was ignored: all of its latest version,
-        or parts of it.
+        """Returns a line for each problem of this object: its latest version was rejected, or a
+        part of it was ignored.
         """
         error = self._rejected.get(key)
         return (*(() if error is None else (error,)), *self._skipped.get(key, ()))

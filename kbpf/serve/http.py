@@ -8,9 +8,9 @@ the port. Therefore no client can harm any connection but its own:
   KEEPALIVE_TIMEOUT_S.
 - At most MAX_CONNECTIONS are open. A new one replaces the one that has been inactive for the
   longest time. An honest client is answered within a millisecond, so it is never that one.
-- Slow readers can keep at most MAX_LARGE_RESPONSES different large responses in memory, and
-  MAX_OLDER_RESPONSE_BYTES of them; readers of the oldest are disconnected. The kernel buffers
-  SOCKET_BUFFER_BYTES in each direction of a connection.
+- At most MAX_LARGE_RESPONSES different large responses are kept in memory for slow readers, and
+  besides the newest one at most MAX_OLDER_RESPONSE_BYTES; beyond that, readers of the oldest are
+  disconnected. The kernel buffers SOCKET_BUFFER_BYTES in each direction of a connection.
 - An exception closes only the connection that caused it. At most one is logged per second.
 - Methods and bodies are ignored; only the path matters, as in kube-proxy's handlers. A short body
   is skipped, a long one closes the connection.

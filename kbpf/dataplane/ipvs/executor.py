@@ -449,7 +449,7 @@ def _open_ipvs() -> IpvsClient:
     try:
         return IpvsClient()
     except KernelError as error:
-        # The kernel autoloads IPVS schedulers, but not ip_vs itself.
+        # Older kernels load IPVS schedulers on demand, but not ip_vs itself.
         if error.errno != errno.ENOENT or not modules.load(("ip_vs",)):
             raise
     return IpvsClient()
