@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: (GPL-2.0 OR BSD-2-Clause) */
-/* The packet path: translates Service addresses in packets from outside the node, and from pods
- * whose sockets the hooks do not see.
+/* The packet path: translates Service addresses in packets from outside the node, and from sockets
+ * of the node and its pods that the socket hooks do not serve.
  *
- * `tc_ingress` and `tc_egress` run on every device; track.h says what each of them changes. Rare or
- * long work is done by separate programs, reached by tail calls: new flows, ICMP errors, refusals.
- * README.md shows the path of a packet through them.
+ * `tc_ingress` and `tc_egress` run on every host and pod device (device_roles.py); track.h says
+ * what each of them changes. Rare or long work is done by separate programs, reached by tail calls:
+ * new flows, ICMP errors, refusals. README.md shows the path of a packet through them.
  */
 #include "types.h"
 #include "lib/compat.h"
@@ -282,8 +282,9 @@ static __always_inline enum restart check_restart(const struct flow *flow, u32 f
 }
 
 /* The twin entry, which matches the other side's packets: for a packet of the backend the client's
- * own entry, for a packet of the client the one that matches replies. If another program leaves the
- * source of a masqueraded flow untranslated, the backend replies to client'. */
+ * own entry, for a packet of the client the one that matches replies. If the packets of a
+ * masqueraded flow leave without SNAT, because another program lets them out, the backend replies
+ * to client', and that entry is the twin. */
 static __always_inline struct flow *twin_of(const struct flow *flow, bool reply)
 {
 	struct flow *other;
@@ -814,16 +815,18 @@ static __always_inline bool claim_node_port(struct flow *flow, const struct node
 	return written;
 }
 
-/* Whether this flow may still be in use, although it is among the oldest. */
+/* Whether this flow may still be in use, although it is among the oldest: it is established, or was
+ * closing or unproven a few seconds ago. */
 static __always_inline bool is_needed(const struct flow *flow, u64 now)
 {
 	return !is_half_open(flow) && flow->state != STATE_CLOSED && !is_disposable(flow, now) &&
 	       !is_over(flow, now);
 }
 
-/* Checks the oldest flows: evicts one that is not needed, and puts the others at the end of the
- * queue. A reused entry keeps its old place in the queue, so a handshake may be among the oldest.
- * Evict it only if nothing else can go; its key stays counted until it comes up again. */
+/* Checks the oldest flows until one is not needed, evicts that one, and puts the others at the end
+ * of the queue. A reused entry keeps its old place in the queue, so a handshake (`young`) may be
+ * among the oldest: evict it only if nothing else can go. Its key is at the end of the queue by
+ * then, and so stays counted until it is popped again, without a flow. */
 static __always_inline void evict_over_limit(u64 *total, u64 now)
 {
 	struct flow *flow = NULL, *young = NULL;
@@ -842,7 +845,7 @@ static __always_inline void evict_over_limit(u64 *total, u64 now)
 			young = flow;
 		else if (!is_needed(flow, now))
 			break;
-		if (flow_queue.push(&oldest, 0)) {
+		if (flow_queue.push(&oldest, 0)) { /* another CPU has filled the queue */
 			count(EVICTED);
 			break;
 		}
@@ -856,8 +859,8 @@ static __always_inline void evict_over_limit(u64 *total, u64 now)
 		delete_flow(flow);
 }
 
-/* Evicts one of the oldest flows. Flows that are needed keep their place, except UDP streams, which
- * make room for other protocols. False: none of those checked can go. */
+/* Evicts one of the oldest flows. Flows that are needed move to the end of the queue, except UDP
+ * streams, which are evicted for other protocols. False: none of those checked can go. */
 static __always_inline bool evict_one(bool for_udp, u64 now)
 {
 	for (int i = 0; i < EVICTION_TRIES; i++) {

@@ -8,29 +8,43 @@
  * Replies take the same way back. The destination changes at ingress, before the stack routes the
  * packet; the source changes at egress, after the stack and netfilter have seen it. So the stack
  * never sees a packet from outside with the node's own source address (a martian), and nftables
- * policies see client and pod. client' is the client's address. Its port differs from the client's
- * only if another flow of this client to the same backend already uses that port. A flow that
- * bypasses the stack (forward.h) changes both at ingress.
+ * policies see client and pod. A flow that bypasses the stack (forward.h) changes both at ingress.
  *
- * A flow has up to three entries in one map, each with a whole `struct flow`:
+ * client' is the client as the backend and the stack see it before SNAT: the client's address, and
+ * the client's port, unless another flow of this client to the same backend already uses that port.
  *
- *   client, frontend      original packets, as they arrive
- *   client', backend      original packets as they leave, and replies
- *   snat, backend         replies to the node, if the source is translated
+ * A flow has two or three entries in one map, each with a whole `struct flow`:
  *
- * With SNAT, the second entry is only for packets in the stack. A flow that bypasses the stack gets
- * it with the first packet that cannot (tc_claim_late). If all packets take the stack, this entry
- * updates its own state: it sees each packet after one of the other entries has.
+ *   original      client, frontend      original packets, as they arrive
+ *   reply         client', backend      original packets as they leave, and replies
+ *   SNAT reply    snat, backend         replies to the node
+ *
+ * The path (enum flow_path) and SNAT decide which of them exist:
+ *
+ *   PATH_STACK                original, reply
+ *   PATH_STACK with SNAT      original, reply, SNAT reply
+ *   PATH_DIRECT               original, reply
+ *   PATH_DIRECT_SNAT          original, SNAT reply
+ *   PATH_DIRECT with SNAT     original, reply, SNAT reply
+ *
+ * With SNAT, the reply entry is only for packets in the stack. So a flow that bypasses the stack
+ * begins without it (PATH_DIRECT_SNAT). For its first packet that has to take the stack,
+ * tc_claim_late adds the entry, and the flow becomes PATH_DIRECT. If all packets of a flow with
+ * SNAT take the stack, they update another entry as they arrive, and this one as they leave.
  *
  * A key does not depend on the direction of the packet: one lookup finds its flow, or that it has
  * none. Lookups are most of what a packet costs here, because each reads two cold cache lines.
  *
- * The first of these keys is also in a queue, in the order in which the flows began. When the queue
- * is full, a new flow replaces the oldest flow that is not needed: one that has ended, or that the
- * backend has not confirmed. A flood of connections that are never completed evicts only such
- * connections. An LRU map would not need the queue, but it costs more than the rest of the work for
- * a new connection, evicts the entries of a flow one by one, and evicts idle connections during a
- * flood.
+ * The key of the original entry is also in a queue, which is the flow's place in the table. Flows
+ * are queued in the order in which they began; a map migration queues them by their last use. Above
+ * the operator's limit, each new flow checks the oldest ones (evict_over_limit() in tc.c). Those
+ * that are needed move to the end of the queue. Up to two that are not are evicted: they have
+ * ended, or the backend has not confirmed them (is_needed()). The queue has an eighth more room
+ * than the limit. If it is full nevertheless, and none of the oldest flows can be evicted, the new
+ * flow is dropped. So a flood of connections that are never completed evicts only such connections.
+ *
+ * An LRU map would not need the queue, but it costs more than the rest of the work for a new
+ * connection, evicts the entries of a flow one by one, and evicts idle connections during a flood.
  */
 #pragma once
 
@@ -47,9 +61,21 @@
 #define RESET_DISTANCE                                                                             \
 	(32 << 10) /* a tighter bound for the ACK of a reset or handshake, against guessing */
 
+/* both ends -> an entry of a flow. The programs write and delete entries. The agent deletes UDP
+ * flows whose backend has stopped serving (udp.py), orphaned reply entries (flow_gc.py) and, while
+ * another data plane replaces this one, ended flows (drain.py); and it adds entries for ports that
+ * conntrack uses (snat_ports.py). There is room for three entries of each key in the queue. Full
+ * nevertheless: the new flow does not begin, and its packet is dropped. */
 BPF_TABLE("hash", struct flow_key, struct flow, flows, 64);
+
+/* The keys of the original entries, the oldest first. The programs push and pop; the agent pushes
+ * keys of entries that it adds or migrates. The key of a deleted flow stays until it is popped.
+ * Full: enqueue() in tc.c evicts a flow, or drops the new one. */
 BPF_QUEUE(flow_queue, struct flow_key, 64);
-BPF_TABLE("array", u32, u64, flow_count, 1); /* 0 -> number of keys in the queue */
+
+/* 0 -> number of keys in the queue; see also tracks_flows(). Counted by the programs, and set by
+ * the agent when it fills a new map. */
+BPF_TABLE("array", u32, u64, flow_count, 1);
 
 static __always_inline bool has_snat(const struct flow *flow)
 {
@@ -64,8 +90,8 @@ static __always_inline struct tuple reversed(const struct tuple *t)
 	return r;
 }
 
-/* A total order of targets: by the last word of the address, then by port, then by the other
- * words. */
+/* A total order of targets: by the last word of the address (which differs in most cases), then by
+ * port, then by the other words. */
 static __always_inline bool precedes(const struct target *a, const struct target *b)
 {
 	if (a->address.word[3] != b->address.word[3])
@@ -177,9 +203,9 @@ static __always_inline bool is_half_open(const struct flow *flow)
 	return flow->state == STATE_NEW || flow->state == STATE_ANSWERED;
 }
 
-/* Whether another flow may take the place or the port of this one when they are scarce: it has been
- * idle for some seconds, and nothing proves that both ends still have the connection. Established
- * flows never qualify. */
+/* Whether another flow may take this one's place in the queue, or its port of the node, when they
+ * are scarce: it has been idle for some seconds, and nothing proves that both ends still have the
+ * connection. Established flows never qualify. */
 static __always_inline bool is_disposable(const struct flow *flow, u64 now)
 {
 	u64 quiet = elapsed(flow->last_used, now);

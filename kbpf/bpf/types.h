@@ -203,11 +203,13 @@ enum fins {
 	FIN_COUNTED = 1 << 3,       /* its end is in `counts` already; more resets may follow */
 };
 
-/* How the packets of a flow leave this node; decided by its first packet. */
+/* How the packets of a flow leave this node; decided by its first packet. track.h lists the entries
+ * that exist for each. */
 enum flow_path {
 	PATH_STACK = 0,       /* through the stack, which routes them; SNAT happens at egress */
-	PATH_DIRECT = 1,      /* redirected from ingress to the next device */
-	PATH_DIRECT_SNAT = 2, /* the same, with SNAT; no packet has needed the stack so far */
+	PATH_DIRECT = 1,      /* redirected to the next device; no SNAT, or a former
+				 PATH_DIRECT_SNAT that has a reply entry since tc_claim_late */
+	PATH_DIRECT_SNAT = 2, /* redirected, with SNAT; no packet has needed the stack so far */
 };
 
 /* Which entry of a flow this is (track.h). */
@@ -388,7 +390,7 @@ enum reason {
 	NO_ROUTE = 16,          /* no route from a socket of this node to the backend: dropped */
 	LEFT_TO_PACKETS = 17,   /* the socket hooks do not serve this socket */
 	PAUSED = 18,       /* programs are switching to new maps: dropped, the client will retry */
-	TABLE_FULL = 19,   /* every tracked connection is needed: the new one is dropped */
+	TABLE_FULL = 19,   /* no flow that was checked could be evicted: the new one is dropped */
 	RATE_LIMITED = 20, /* too many refusals: dropped without a reply */
 	REDIRECTED = 21,   /* sent to another device, past the stack */
 	REASONS = 22,
