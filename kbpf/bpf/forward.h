@@ -144,6 +144,7 @@ static __always_inline u32 next_hop_check(const struct fib_params *route, u32 fo
 	return check_add(check, route->length | route->vlan[0] << 16 | (u32)route->family << 24);
 }
 
+/* Copies all fields except `uncounted`, which belongs to the entry. */
 static __always_inline void copy_next_hop(struct next_hop *out, const struct next_hop *from)
 {
 	u32 uncounted = out->uncounted;

@@ -83,7 +83,7 @@ enum fragment {
 	LATER = 2, /* has no ports: they are those of the first fragment */
 };
 
-/* The ends of a packet. `from.protocol` and `to.protocol` are always the same. */
+/* Source and destination of a packet. `from.protocol` and `to.protocol` are always the same. */
 struct tuple {
 	struct target from;
 	struct target to;

@@ -130,7 +130,7 @@ class Attachments:
 
     def _can_postpone_packet_path(self) -> bool:
         """Whether the packet path may be loaded later: no program of an earlier agent serves, and
-        the hooks exempt no socket.
+        the hooks serve all sockets until then (exemptions wait for the packet path).
         """
         return (
             self._sockets_first
@@ -254,8 +254,8 @@ class Attachments:
         self._load_due = not loaded.keys() >= set(current)
 
     def reads_stale_maps(self, services_id: int) -> bool:
-        """Whether attached programs read the `services` with this id but not the current other
-        maps. See Programs.reads_stale_maps().
+        """Whether attached programs read the `services` with this id together with replaced maps.
+        See Programs.reads_stale_maps().
         """
         return any(
             programs.reads_stale_maps(services_id, self._agent_maps.maps)
@@ -367,7 +367,7 @@ class Attachments:
         if self._exemptions_pending:
             self._update_exemptions()
         if first_apply_done and self._sockets is not None:
-            # the agent calls tick() at least at its heartbeat
+            # needs no due time: the agent's heartbeat calls tick() often enough
             self._verify_hooks(self._sockets, now)
         due.append(self.exemptions.tick(now) if first_apply_done else None)
         return min((due_time for due_time in due if due_time is not None), default=None)

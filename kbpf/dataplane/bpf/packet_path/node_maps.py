@@ -156,8 +156,8 @@ def initial_mode(node: bytes) -> NodeFlag:
 
 
 def compute_node_flags(config: Config, has_networks: bool) -> NodeFlag:
-    """The settings that the programs read with each packet. `has_networks`: whether networks of
-    pods are known. Without any, detectLocalMode by network detects no local traffic.
+    """The settings in struct node. `has_networks`: whether networks of pods are known. Without any,
+    detectLocalMode by network detects no local traffic.
     """
     by_name = config.detect_local_mode in (
         LocalMode.BRIDGE_INTERFACE,

@@ -84,7 +84,7 @@ def find_all(folder: Path, cgroup: Path | None) -> tuple[ForeignProgram, ...]:
 
 
 def _describe(program: int, hook: str, device: str = "") -> ForeignProgram | None:
-    """None if the program was unloaded meanwhile."""
+    """None if the program cannot be opened: it was unloaded, or we lack CAP_SYS_ADMIN."""
     try:
         with objects.open_program_by_id(program) as handle:
             return ForeignProgram(program, handle.read_info().name, hook, device)

@@ -70,7 +70,8 @@ class HookConfig:
         if self._config.packet_path:
             flags |= ConfigFlag.PACKET_PATH
         if not packet_path_serves:
-            # Flags may be cleared, but not set. Hooks that were off left pods alone as well.
+            # Flags may be cleared, but not set. If the hooks were off, the sockets of pods were
+            # exempt before, too, so HOST_ONLY may be set.
             if ConfigFlag.SOCKET_LB_OFF in previous:
                 previous |= ConfigFlag.HOST_ONLY
             flags &= previous

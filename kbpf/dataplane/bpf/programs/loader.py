@@ -221,8 +221,9 @@ class Programs:
         )
 
     def reads_stale_maps(self, services_id: int, maps: Mapping[str, Map]) -> bool:
-        """Whether an attached program reads the `services` map with this id, but other maps not in
-        `maps`. It would look up values of `services` in maps that we do not write any more.
+        """Whether an attached program reads the `services` map with this id, and also maps that are
+        not in `maps`. After the next flip, a value in `services` would refer to sets and backends
+        that these old maps do not contain.
         """
         current = {map_.id for map_ in maps.values()}
         return any(

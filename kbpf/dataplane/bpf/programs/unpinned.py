@@ -34,8 +34,8 @@ _MAP_NAMES: Final = frozenset(name[:MAX_NAME_LENGTH] for name in (*MAPS, TAIL_CA
 
 
 def refuse_unpinned(pins: Pins, operator_path: Path, cgroup: Path) -> None:
-    """Raises KernelError if there are such programs. `operator_path`: the pin folder as the
-    operator named it.
+    """Raises KernelError if programs of kbpf are still attached without a pin after DETACH_WAIT_S.
+    `operator_path`: the pin folder as the operator named it.
     """
     deadline = time.monotonic() + DETACH_WAIT_S
     while places := tuple(_find_unpinned(pins, cgroup)):
