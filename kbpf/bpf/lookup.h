@@ -3,20 +3,23 @@
  *
  * The agent never changes a set in place: it writes a new set under a new id, and then replaces the
  * one value in `services`. A reader therefore sees either the old set or the new one, as a whole.
- * Three races remain, and are handled here:
+ * Three races remain:
  *
  *  - A lookup during an update may miss the key: the kernel inserts the new element at the head of
  *    the list and then removes the old one, and a reader in between may see neither (observed on
- *    6.18: four in a million connects under constant change). service_at() looks twice.
+ *    6.18: four in a million connects under constant change). service_at() looks twice. If both
+ *    lookups miss, the address counts as one that no Service has: UNKNOWN_PORT at a ClusterIP.
  *
  *  - A hash element may be reused for another key as soon as it is deleted or replaced (Linux
  *    v6.1, fba1a1c6c912: without waiting for readers). read_service() detects this by the check
- *    word, which covers key and value.
+ *    word, which covers key and value. Only `services` has one, since its values are replaced while
+ *    they are in use. Elements of `backend_slots` and `backends` are deleted after the grace
+ *    period, and only that protects their readers.
  *
  *  - The old set may be deleted while a reader is between `services` and the slots. A reader needs
  *    microseconds, so this takes a machine that stalls for longer than the agent's grace period.
- *    Ids are never reused, so the slot is missing rather than wrong, and choose() reads the service
- *    again.
+ *    An id is reused only after 2^31 others (ids.py), so the slot is missing rather than wrong, and
+ *    choose() reads the service again.
  */
 #pragma once
 
@@ -156,10 +159,10 @@ static __always_inline bool is_agent_socket(u64 cookie)
 
 static __always_inline void count(u32 reason); /* each unit defines its own */
 
-/* The client to which an entry of `affinity` is charged: an IPv4 address; an IPv6 /64 network,
- * since one host may have all of its addresses; or, for a socket, the cgroup of its process. The
- * affinity key of a socket is its network namespace, but a container can create namespaces at will;
- * it cannot create cgroups. */
+/* Which owner's share an entry of `affinity` counts against: an IPv4 address; an IPv6 /64 network,
+ * since one host may have all of its addresses; or, for a socket, the cgroup of the current
+ * process. The affinity key of a socket is its network namespace, but a container can create
+ * namespaces at will; it cannot create cgroups. */
 static __always_inline struct address affinity_owner_of(const struct client *client, u32 cgroup)
 {
 	if (cgroup)
@@ -167,9 +170,9 @@ static __always_inline struct address affinity_owner_of(const struct client *cli
 	return network_of(&client->key.client);
 }
 
-/* Whether the client may have one more entry of `affinity`. Above its share it gets a random
- * backend each time, and no other client's entry is evicted for it. CPUs that check at the same
- * time may each admit one entry too many. */
+/* Whether the client's owner may have one more entry of `affinity`. Above its share it gets a
+ * random backend each time, and no other owner's entry is evicted for it. CPUs that check at the
+ * same time may each admit one entry too many. */
 static __always_inline bool take_share(const struct client *client, u32 cgroup)
 {
 	struct address owner = affinity_owner_of(client, cgroup);
@@ -292,7 +295,8 @@ static __always_inline bool source_allowed(const struct service *service,
 	return source_ranges.lookup(&key) != NULL;
 }
 
-/* One try to choose a backend for a connection to `to`. SET_VANISHED: try again. */
+/* One try to choose a backend for a connection to `to`. SET_VANISHED: try again. It does not clear
+ * `out`: if the Service is deleted between two tries, its id and flags stay in `out`. */
 static __always_inline enum verdict choose_once(const struct target *to,
 						const struct client *client, struct choice *out)
 {
@@ -310,7 +314,7 @@ static __always_inline enum verdict choose_once(const struct target *to,
 		return is_cluster_ip ? REFUSE : PASS;
 	}
 	if (result != STEADY) {
-		out->reason = SET_VANISHED;
+		out->reason = SET_VANISHED; /* choose() reads again, as for a set that is gone */
 		return REFUSE;
 	}
 	out->service = service.id;

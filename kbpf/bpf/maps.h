@@ -16,27 +16,29 @@ BPF_F_TABLE("hash", struct target, struct service, services, 64, BPF_F_NO_PREALL
  * period. */
 BPF_F_TABLE("hash", struct slot, u32, backend_slots, 64, BPF_F_NO_PREALLOC);
 
-/* backend id -> address and port. The agent writes it, and deletes it when no set contains the
- * backend. */
+/* backend id -> address and port. The agent writes it, and deletes it after the grace period, when
+ * neither a set nor the list of serving backends of a UDP Service contains the backend. */
 BPF_F_TABLE("hash", u32, struct target, backends, 64, BPF_F_NO_PREALLOC);
 
 /* (set, backend id) -> 1. As backend_slots, but only for Services with affinity. */
 BPF_F_TABLE("hash", struct member, u32, set_members, 64, BPF_F_NO_PREALLOC);
 
-/* (client, service) -> backend id and time of last use. Written by the programs. The agent deletes
- * expired entries (affinity_shares.py), and those of Services that are removed or lose their
- * affinity. Full: the oldest is evicted. */
+/* (client, service) -> backend id and time of last use. The client is an address, or for a socket
+ * its network namespace. Written by the programs. The agent deletes expired entries
+ * (affinity_shares.py), and those of Services that are removed or lose their affinity. Full: the
+ * oldest is evicted. */
 BPF_TABLE("lru_hash", struct affinity_key, struct affinity, affinity, 64);
 
-/* client -> number of its entries in `affinity`. A client is an IPv4 address, an IPv6 /64 network,
- * or a cgroup (affinity_owner_of()). The programs increment it; the agent recounts the entries
- * (affinity_shares.py). Full: the oldest is evicted, and that client counts from 1 again until the
+/* owner -> number of its entries in `affinity`. An owner is an IPv4 address, an IPv6 /64 network or
+ * a cgroup (affinity_owner_of()). The programs increment it; the agent recounts the entries
+ * (affinity_shares.py). Full: the oldest is evicted, and that owner counts from 1 again until the
  * next recount. */
 BPF_TABLE("lru_hash", struct address, u32, affinity_shares, 64);
 
 /* socket -> its peer, in socket-local storage: freed with the socket, and other sockets cannot
- * evict it. Written by connect(). If memory (or the socket's optmem limit) runs out, getpeername()
- * shows the backend, and a UDP socket is not closed together with its backend. */
+ * evict it. Written by connect(); sock_ops marks it if it counts the end of the connection. If
+ * memory (or the socket's optmem limit) runs out, getpeername() shows the backend, and a UDP socket
+ * is not closed together with its backend. */
 BPF_SK_STORAGE(sock_peers, struct peer);
 
 /* connected UDP socket that connects again -> its previous peer, also in socket-local storage. The
@@ -49,8 +51,9 @@ BPF_SK_STORAGE(former_peers, struct peer);
 BPF_SK_STORAGE(udp_flows, struct udp_flows);
 
 /* (service, backend) -> when the backend stopped serving (ns, CLOCK_MONOTONIC). A UDP flow that
- * chose it earlier chooses again. Written by the agent, which deletes an entry when no flow can be
- * older. */
+ * chose it earlier chooses again. Written by the agent. Each time it writes cuts, it deletes those
+ * that are so old that no flow can be older (CUT_LIFETIME_NS in udp.py). Full: it deletes the
+ * oldest. */
 BPF_F_TABLE("hash", struct cut_key, u64, udp_cuts, 64, BPF_F_NO_PREALLOC);
 
 /* address -> 1: addresses of the node that serve NodePorts. Agent only. */

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: (GPL-2.0 OR BSD-2-Clause) */
-/* The socket hooks: nine cgroup programs that translate Service addresses for the sockets of the
- * node and its pods.
+/* The socket hooks: eight cgroup programs that translate Service addresses for the sockets of the
+ * node and its pods. A ninth, sock_ops(), is attached only with --accounting full.
  *
  * connect() to a frontend is directed to a backend once; no packet is rewritten afterwards.
  * Unconnected UDP is directed for each datagram, to the same backend as long as the flow is in use
@@ -14,6 +14,8 @@
 #include "lib/addr.h"
 #include "maps.h"
 
+/* The low half of the cgroup id of the current process, which may have got the socket from another
+ * one. */
 static __always_inline u32 socket_cgroup(void)
 {
 	return (u32)get_current_cgroup_id();
@@ -61,7 +63,8 @@ static __always_inline void count(u32 reason)
 
 /* Whether the hook makes the system call fail. Without bpf_set_retval() (before v5.18) the error
  * would be EPERM, which no client of a Service expects. Then the address stays as dialled, and the
- * packet path replies. */
+ * packet path replies. A connect() that fails here leaves the socket's old peer as it was
+ * (record_peer()); one that continues replaces it. */
 static __always_inline bool ends_syscall(enum verdict v)
 {
 	return (v == REFUSE || v == DROP) && (config_flags() & CONFIG_SET_RETVAL);
@@ -84,7 +87,8 @@ static __always_inline struct peer *peer_of(struct bpf_sock *sk)
 	return sk ? sock_peers.sk_storage_get(sk, NULL, 0) : NULL;
 }
 
-/* Only UDP sockets can call connect() while connected, so other sockets skip the lookup. */
+/* Only UDP sockets can call connect() while connected, so other sockets skip the lookup at
+ * connect(). At getpeername(), an established TCP socket without a matching peer looks as well. */
 static __always_inline bool may_have_former_peer(struct bpf_sock *sk)
 {
 	return sk && sk->state == BPF_TCP_ESTABLISHED;
@@ -95,7 +99,7 @@ static __always_inline struct peer *former_peer_of(struct bpf_sock *sk)
 	return may_have_former_peer(sk) ? former_peers.sk_storage_get(sk, NULL, 0) : NULL;
 }
 
-/* Whether the kernel has connected the socket to this address. */
+/* Whether the kernel's peer of this socket is `to`. */
 static __always_inline bool is_connected_to(struct bpf_sock *sk, const struct target *to)
 {
 	struct address peer = v4_mapped(sk->dst_ip4);
@@ -182,7 +186,8 @@ static __always_inline bool is_exempt(void)
 	return false;
 }
 
-/* Whether the packet path serves this socket; its packets keep the Service's address. */
+/* Whether the hooks leave this socket alone. Its packets keep the Service's address, and the packet
+ * path serves them. Also true if there is no packet path: then nothing serves them. */
 static __always_inline bool is_left_to_packet_path(u64 netns)
 {
 	u32 flags = config_flags();
@@ -498,7 +503,7 @@ static __always_inline void request_end_callback(struct bpf_sock_ops *ctx)
 		return;
 	if (!bpf_sock_ops_cb_flags_set(ctx,
 				       ctx->bpf_sock_ops_cb_flags | BPF_SOCK_OPS_STATE_CB_FLAG))
-		peer->backend.pad = 1;
+		peer->backend.pad = 1; /* a flag, see struct peer */
 }
 
 /* Whether the peer had acknowledged our FIN when the connection ended in this state. The kernel

@@ -4,7 +4,8 @@
  * This file defines the layouts; dataplane/bpf/maps/layout.py packs the same bytes, and a test
  * compares the two. Addresses are 16 bytes in network byte order, with IPv4 as ::ffff:a.b.c.d.
  * __be16 and __be32 are in network byte order; u16, u32 and u64 are in host byte order. Every
- * padding byte is a named field and is 0, because map keys are compared byte by byte.
+ * padding byte is a named field and is 0, because map keys are compared byte by byte (for the one
+ * exception, which is in no key, see struct peer).
  */
 #pragma once
 
@@ -21,7 +22,7 @@ struct target {
 	struct address address;
 	__be16 port;
 	u8 protocol;
-	u8 pad;
+	u8 pad; /* 0, except in the backend of a struct peer */
 };
 
 enum service_flags {
@@ -95,14 +96,16 @@ struct affinity_key {
 struct affinity {
 	u64 last_used; /* ns, CLOCK_MONOTONIC */
 	u32 backend;
-	u32 cgroup; /* low half of the cgroup id of the client's process; 0: written for a packet */
+	u32 cgroup; /* low half of the cgroup id of the process that called connect() or sendmsg();
+		       0: written for a packet */
 };
 
 /* sock_peers: the peer that a connected socket sees (frontend), and its real peer (backend). */
 struct peer {
 	u64 socket; /* its cookie; the agent finds it with sock_diag */
 	struct target frontend;
-	struct target backend; /* its `pad` is 1 if the end of the connection will be counted */
+	struct target backend; /* its `pad` is a flag of sock_ops(): 1 if the end of this
+				  connection will be counted */
 	u32 service;
 	u32 backend_id;
 };
@@ -160,7 +163,7 @@ enum config_flags {
 struct config {
 	u64 host_netns; /* cookie of the node's own network namespace */
 	u32 flags;
-	u32 affinity_share; /* entries of `affinity` that one client may have; 0: no limit */
+	u32 affinity_share; /* entries of `affinity` that one owner may have; 0: no limit */
 };
 
 /* meta: the next free ids, kept across restarts so that no id is used twice. */
@@ -363,7 +366,7 @@ struct first_fragment {
 
 /* What a program decided. */
 enum verdict {
-	PASS = 0,      /* not a Service: leave it alone */
+	PASS = 0,      /* leave it alone: no Service, or left to the packet path */
 	TRANSLATE = 1, /* to a backend, or back to the frontend */
 	REFUSE = 2,    /* the client sees "connection refused" */
 	DROP = 3,      /* the client sees a timeout */
@@ -375,7 +378,7 @@ enum reason {
 	TRANSLATED = 1,
 	TRANSLATED_BY_AFFINITY = 2,
 	TRANSLATED_BY_FLOW = 3,
-	REVERSED = 4,
+	REVERSED = 4,           /* a reply or getpeername() gets the frontend's address */
 	NO_ENDPOINTS = 5,       /* no endpoint in the cluster: refused */
 	NO_LOCAL_ENDPOINTS = 6, /* policy Local, and no endpoint on this node: dropped */
 	NEEDS_SOURCE = 7,       /* the Service has source ranges: left to the packet path */
@@ -388,7 +391,7 @@ enum reason {
 	NEW_FLOW = 14,          /* a packet started a flow, which is tracked now */
 	EVICTED = 15,           /* a flow in use, normally UDP, was evicted for a new one */
 	NO_ROUTE = 16,          /* no route from a socket of this node to the backend: dropped */
-	LEFT_TO_PACKETS = 17,   /* the socket hooks do not serve this socket */
+	LEFT_TO_PACKETS = 17,   /* the hooks do not serve this socket, or is_udp_probe() */
 	PAUSED = 18,       /* programs are switching to new maps: dropped, the client will retry */
 	TABLE_FULL = 19,   /* no flow that was checked could be evicted: the new one is dropped */
 	RATE_LIMITED = 20, /* too many refusals: dropped without a reply */
