@@ -35,7 +35,7 @@ DRAIN_POLL_INTERVAL_S: Final = 5.0
 
 
 class PreviousBpfPlane:
-    """base.PreviousDataPlane of the agent with this pin folder."""
+    """The data plane that an earlier agent has left in this pin folder (base.PreviousDataPlane)."""
 
     name = "mode bpf"
 

@@ -32,7 +32,7 @@ NEW_POD_POLL_INTERVAL_S: Final = 0.2
 PATTERN_POLL_INTERVAL_S: Final = 1.0
 """The same for new cgroups that match a pattern."""
 MISSING_POD_POLL_INTERVAL_S: Final = 2.0
-"""The same for pods not found within NEW_POD_WINDOW_S: they wait for an image, or have ended."""
+"""The same for pods not found within NEW_POD_WINDOW_S: they have not started yet, or have ended."""
 VERIFY_INTERVAL_S: Final = 10.0
 """Interval between two checks that the known folders are still the same."""
 NEW_POD_WINDOW_S: Final = 60.0

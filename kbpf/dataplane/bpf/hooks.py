@@ -192,4 +192,4 @@ OPTIONAL_HELPERS: Final = {
 kernel lacks one, the loader replaces the calls by r0 = 0.
 """
 OPTIONAL_PACKET_HELPERS: Final = (BPF_FUNC_ktime_get_coarse_ns,)
-"""The same for the packet path. bpf_ktime_get_coarse_ns (5.11) is only faster."""
+"""The same for the packet path, which then uses bpf_ktime_get_ns (lib/compat.h). Added in 5.11."""

@@ -208,7 +208,7 @@ class MapCollector:
     def _with_addresses(
         self, busiest: Iterable[tuple[ConnectionStats, IdPair]], open_counts: Mapping[IdPair, int]
     ) -> tuple[BackendStats, ...]:
-        """Stats of those pairs whose Service and backend still exist."""
+        """Stats by address, of those pairs whose Service and backend still exist."""
         pairs: dict[tuple[PortName, str], BackendStats] = {}
         try:
             with pinning.open_map(self._pins.maps / "backends", MAPS["backends"]) as backends:

@@ -37,10 +37,10 @@ DESCRIPTIONS: Final = {
     Reason.PAUSED: "dropped while the programs switched to other maps; clients retransmit, nothing "
     "to do",
     Reason.TABLE_FULL: "dropped: all tracked connections are in use; raise --max-connections",
-    Reason.RATE_LIMITED: "dropped without a reply: refusals are limited as the kernel's own "
-    "(net.ipv4.icmp_msgs_per_sec, icmp_ratelimit)",
-    Reason.LEFT_TO_PACKETS: "sockets not translated: --socket-lb, exempt, or no Service has "
-    "the port",
+    Reason.RATE_LIMITED: "dropped without a reply: refusals have the limits of the kernel's own "
+    "ICMP errors (net.ipv4.icmp_msgs_per_sec, icmp_ratelimit)",
+    Reason.LEFT_TO_PACKETS: "sockets left to the packet path: by --socket-lb, exempt, or UDP to "
+    "a ClusterIP's unknown port",
 }
 
 

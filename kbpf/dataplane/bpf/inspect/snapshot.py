@@ -156,7 +156,8 @@ class Snapshot:
     - `node_ports`: the families in which NodePorts answer on some address of this node; None if
       that was not read.
     - `host_netns`: the cookie of the node's own network namespace.
-    - `socket_lb`: which sockets the hooks serve, except those in `exempt_cgroups` cgroups.
+    - `socket_lb`: which sockets the hooks serve; `exempt_cgroups`: the number of cgroups whose
+      sockets they do not.
     - `agent_alive`: whether a process with the agent's pid exists.
     - `packet_programs`: whether programs of the packet path are pinned.
     - `connections`: by IDENTITY (tracked_connections.py); `fill`: their number and limit.

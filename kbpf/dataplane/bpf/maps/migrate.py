@@ -38,7 +38,7 @@ TIMESTAMPED_MAPS: Final = frozenset(("flows", "affinity"))
 """Maps whose values begin with the time of their last use (ns, 8 bytes, host order)."""
 
 CLOCK_TICK_NS: Final = 20_000_000
-"""The programs' clock lags by at most one kernel tick."""
+"""The programs' coarse clock lags by at most one kernel tick, which is 10 ms or less."""
 
 MAX_PAUSE_S: Final = 4.0
 """The maximum pause, even if this process dies: a SYN is retransmitted after one second, and again
@@ -216,8 +216,8 @@ def _program_clock_ns() -> int:
 
 @contextmanager
 def pause_new_flows(pause_map: Map) -> Iterator[None]:
-    """Lets no flow begin meanwhile; existing flows continue. `pause_map` is shared by all
-    versions.
+    """Lets no new flow begin during the block; existing flows continue. `pause_map` is the map
+    `new_flows_paused_until`, which the programs of all versions read.
     """
     until = time.monotonic_ns() + int(MAX_PAUSE_S * 1e9)
     pause_map.update(ZERO, U64.pack(until))

@@ -294,8 +294,8 @@ class _SyncPass:
         return self._ids[program.fd]
 
     def _sync_device(self, device: Device, direction: Direction) -> None:
-        """Leaves only the right program there, or none, attached by the current method. (A kernel
-        upgrade may change the method from clsact to TCX.)
+        """Attaches the program that belongs there, or none, and detaches all others of ours. It has
+        to be attached by the current method, which a kernel upgrade may change from clsact to TCX.
         """
         role = self._choices[device.ifindex].role
         program = None if role is DeviceRole.SKIPPED else self._pick(device, role, direction)
