@@ -383,9 +383,9 @@ def status(
     state_dir: StateDir = DEFAULT.state_dir,
     ipvs_device: IpvsDevice = DEFAULT.ipvs_device,
 ) -> None:
-    """Show the status of the agent. Exits with 0 if it runs, has synced, all hooks are attached,
-    all Service ports are programmed and the packet path, if it is on, is on all its devices;
-    otherwise with 1.
+    """Show the status of the agent. Exits with 0 if it runs, has synced, reports no error, all
+    hooks are attached, all Service ports are programmed and the packet path, if it is on, is on all
+    its devices; otherwise with 1.
     """
     from kbpf.cli import pages
     from kbpf.views import node

@@ -134,7 +134,7 @@ def _packet_path_facts(view: PacketView) -> Iterator[tuple[str, str]]:
     yield "entries", f"{view.entries}, including closed and expired connections"
     forgotten_note = f"; {view.forgotten} no longer have an entry" if view.forgotten else ""
     yield "created", f"{view.created} since the counters started{forgotten_note}"
-    evicted = "UDP streams in use, for new connections"
+    evicted = "connections in use, normally UDP, for new ones"
     yield "evicted", f"{view.evicted} {evicted}" if view.evicted else "0"
 
 

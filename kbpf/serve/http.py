@@ -304,8 +304,8 @@ class HttpServer:
             connection = _Connection(sock, listener, self._clock())
             self._connections[connection] = None
             self._selector.register(sock, selectors.EVENT_READ, connection)
-            # Most requests have arrived by now. One that is answered at once cannot lose its
-            # connection to a newer one before.
+            # Most requests have arrived by now. Answered at once, a client cannot lose its
+            # connection to a newer one while it waits.
             self._run_step(connection, self._receive)
 
     def _free_descriptors(self, listener: HttpListener) -> None:
