@@ -375,9 +375,9 @@ enum verdict {
 /* Why it decided so; index into the map `reasons`. */
 enum reason {
 	NOT_A_SERVICE = 0,
-	TRANSLATED = 1,
+	TRANSLATED = 1, /* this and the next two: only at sockets, packets count NEW_FLOW */
 	TRANSLATED_BY_AFFINITY = 2,
-	TRANSLATED_BY_FLOW = 3,
+	TRANSLATED_BY_FLOW = 3, /* UDP: the socket keeps the backend of its flow or connect() */
 	REVERSED = 4,           /* a reply or getpeername() gets the frontend's address */
 	NO_ENDPOINTS = 5,       /* no endpoint in the cluster: refused */
 	NO_LOCAL_ENDPOINTS = 6, /* policy Local, and no endpoint on this node: dropped */

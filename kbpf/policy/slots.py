@@ -25,14 +25,15 @@ from kbpf.model.desired import EVEN_SPREAD, Backend, Spread
 from kbpf.model.objects import Algorithm
 
 MAGLEV_TABLE_SIZES: Final = (251, 1021, 4093, 16381, 65521)
-"""Sizes of Maglev tables: for up to 10, 40, 163, 655 and 2620 backends. Tables of different sizes
+"""Sizes of Maglev tables: for up to 10, 40, 163, 655 and 2621 backends. Tables of different sizes
 have nothing in common: when a set outgrows its size, all but 1/n of the flows get another backend.
 So there are only a few sizes.
 """
 
 MAX_TABLE_SLOTS: Final = 65_536
-"""The largest table. It takes a tenth of a second to compute and 4 MB of kernel memory. Services
-with more backends than fit are spread evenly at random, see fits_table().
+"""The limit for every algorithm; the largest Maglev table has 65,521 slots, since its size is a
+prime. Such a table takes a tenth of a second to compute and 4 MB of kernel memory. Services with
+more backends than fit are spread evenly at random, see fits_table().
 """
 
 MIN_SLOTS_PER_BACKEND: Final = 25
@@ -54,8 +55,9 @@ PROBES_PER_STEP: Final = 1_024
 
 
 def fits_table(backends: int, spread: Spread) -> bool:
-    """Whether the largest table has MIN_SLOTS_PER_BACKEND for each backend. If not, neither Maglev
-    nor weights are possible.
+    """Whether MAX_TABLE_SLOTS has MIN_SLOTS_PER_BACKEND for each backend. If not (more than 2621),
+    neither Maglev nor weights are possible. One limit serves both: in the largest Maglev table four
+    of 2621 backends have one slot less.
     """
     return spread == EVEN_SPREAD or MIN_SLOTS_PER_BACKEND * backends <= MAX_TABLE_SLOTS
 

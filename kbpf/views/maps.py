@@ -44,7 +44,7 @@ PURPOSE: Final = {
     "local_networks": "packet path: networks of clients that count as pods of this node",
     "source_ranges": "Service and client networks that may use its LoadBalancer VIPs or NodePorts",
     "flows": "packet path: both ends of a packet → its translation; full: see flow_queue",
-    "flow_queue": "packet path: connections, oldest first; full: an expendable one is evicted",
+    "flow_queue": "packet path: connections, oldest first; full: evicts one, or drops the new one",
     "flow_count": "packet path: number of connections in flow_queue",
     "fragments": "packet path: ports of fragmented datagrams, for their later fragments",
     "port_slots": "packet path: locks for choosing SNAT ports, and the last search without result",

@@ -27,7 +27,7 @@ class PacketView(msgspec.Struct, frozen=True):
 
     `created`: connections since the counters started. `forgotten` of them no longer have an entry:
     it was evicted, or replaced by a new connection from the same client port; None if unknown.
-    `evicted`: UDP streams in use that were evicted for new connections.
+    `evicted`: connections in use, normally UDP streams, that were evicted for new ones.
     """
 
     state: str

@@ -9,10 +9,10 @@ from kbpf.dataplane.bpf.maps.layout import Reason
 
 DESCRIPTIONS: Final = {
     Reason.NOT_A_SERVICE: "not translated: no Service has this address",
-    Reason.TRANSLATED: "sent to a backend",
-    Reason.TRANSLATED_BY_AFFINITY: "sent to the client's last backend (session affinity)",
+    Reason.TRANSLATED: "sockets sent to a backend",
+    Reason.TRANSLATED_BY_AFFINITY: "sockets sent to the client's last backend (session affinity)",
     Reason.TRANSLATED_BY_FLOW: "datagrams sent to the backend of their flow",
-    Reason.REVERSED: "replies translated back to the Service's address",
+    Reason.REVERSED: "replies, and getpeername() calls, that got the Service's address back",
     Reason.NO_ENDPOINTS: "refused: the Service has no endpoints; check its selector and whether "
     "its Pods are ready",
     Reason.NO_LOCAL_ENDPOINTS: "dropped: policy Local, and no endpoint on this node; use policy "
@@ -31,12 +31,12 @@ DESCRIPTIONS: Final = {
     "the client uses",
     Reason.NEW_FLOW: "connections that a packet started, and that are tracked now",
     Reason.REDIRECTED: "packets redirected to another device, past the stack",
-    Reason.EVICTED: "active UDP streams that were evicted for new connections",
+    Reason.EVICTED: "connections in use, normally UDP, that were evicted for new ones",
     Reason.NO_ROUTE: "dropped: a socket of this node has no route to the backend; check the routes "
     "to pods (ip route get)",
     Reason.PAUSED: "dropped while the programs switched to other maps; clients retransmit, nothing "
     "to do",
-    Reason.TABLE_FULL: "dropped: all tracked connections are in use; raise --max-connections",
+    Reason.TABLE_FULL: "dropped: the table is full of connections in use; raise --max-connections",
     Reason.RATE_LIMITED: "dropped without a reply: refusals have the limits of the kernel's own "
     "ICMP errors (net.ipv4.icmp_msgs_per_sec, icmp_ratelimit)",
     Reason.LEFT_TO_PACKETS: "sockets left to the packet path: by --socket-lb, exempt, or UDP to "

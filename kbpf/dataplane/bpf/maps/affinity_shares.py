@@ -17,7 +17,7 @@ from kbpf.kernel.bpf.objects import Map
 from kbpf.model.address import V4_PREFIX
 
 RECOUNT_INTERVAL_S: Final = 10.0
-"""Interval at which the next part of the map (libbpf.BATCH entries) is read, in seconds."""
+"""Interval at which the next part of the map (BATCH_SIZE entries) is read, in seconds."""
 
 STEP_ENTRIES: Final = 512
 """Entries processed in one step: about half a millisecond."""

@@ -573,7 +573,9 @@ SELF_EVICTING_MAPS: Final = {
     "flows",
     *(n for n, s in MAPS.items() if s.map_type == uapi.BPF_MAP_TYPE_LRU_HASH),
 }
-"""Maps that evict entries when they are full, so that being full is normal."""
+"""Maps that keep entries until their room is needed, so that being full is normal: LRU maps, where
+the kernel evicts, and `flows`, a plain hash where the programs evict (evict_over_limit() in tc.c).
+"""
 
 
 def schema_hash() -> str:

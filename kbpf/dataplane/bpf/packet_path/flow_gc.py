@@ -1,10 +1,11 @@
 """Garbage-collects orphaned reply entries of the map `flows`: entries whose original-direction
 entry no longer points at them.
 
-Two CPUs that start the same UDP flow at once may choose different backends or SNAT ports. The
-original-direction entry written last determines the flow, which orphans the reply entries of the
-other choice. Flows are evicted by their original-direction entries (evict_one() in tc.c), so
-orphans would stay for ever.
+Two CPUs that start the same flow at once (for two datagrams, or a SYN and its retransmission) may
+choose different backends or SNAT ports. The original-direction entry written last determines the
+flow, which orphans the reply entries of the other choice. A program that deletes a flow leaves an
+orphan if another CPU holds the lock of its SNAT reply entry (delete_replies() in tc.c). Flows are
+evicted by their original-direction entries (evict_one() in tc.c), so orphans would stay for ever.
 
 A new flow may overwrite an entry after it was read. So an entry is looked up and deleted in one
 system call, and put back if it is not the one that was read.
@@ -30,7 +31,7 @@ from kbpf.kernel.bpf.objects import Map
 log = logging.getLogger("kbpf.dataplane")
 
 GC_INTERVAL_S: Final = 10.0
-"""Interval at which the next part of the map (libbpf.BATCH entries) is read, in seconds. This takes
+"""Interval at which the next part of the map (BATCH_SIZE entries) is read, in seconds. This takes
 some milliseconds of the writing thread.
 """
 
