@@ -844,7 +844,7 @@ def running(tmp_path) -> Iterator[Callable[[], Run]]:
     run.folder.stop()
     until(
         "no thread is left",
-        lambda: not any(t.name.startswith("kbpf-") for t in threading.enumerate()),
+        lambda: not any(t.name == "folder" for t in threading.enumerate()),
     )
 
 

@@ -167,6 +167,9 @@ class Run:
         return [self.asked(n) for n in range(len(self.server.requests))]
 
 
+WATCH_THREADS = {"services", "endpointslices", "nodes", "pods"}
+
+
 @pytest.fixture
 def start() -> Iterator[Callable[..., Run]]:
     """start(step, ...) runs a reflector against that script and returns its Run.
@@ -189,7 +192,7 @@ def start() -> Iterator[Callable[..., Run]]:
         end()
     until(
         "no thread is left",
-        lambda: not any(t.name.startswith("kbpf-") for t in threading.enumerate()),
+        lambda: not any(t.name in WATCH_THREADS for t in threading.enumerate()),
     )
 
 
@@ -783,6 +786,28 @@ def test_relist_finds_and_counts_missed_changes(start, caplog, name, lines, said
     assert run.reflector.status().drift == drift
     assert ("objects changed without an event" in caplog.text) == bool(drift)
     assert run.waits == []
+
+
+@pytest.mark.parametrize(("random", "due"), [(0.0, 2_700.0), (0.5, 3_600.0), (1.0, 4_500.0)])
+def test_relists_are_spread_over_45_to_75_minutes(start, random, due):
+    """Nodes that started together would otherwise list together."""
+
+    def soon_due(exchange: Exchange) -> None:
+        exchange.watch(added("a", 5), bookmark(10, end=True))
+        run.until(lambda: "synced" in run.said)
+        run.now += due - 1
+        exchange.line(bookmark(20))
+        exchange.hang()
+
+    def due_now(exchange: Exchange) -> None:
+        run.now += 1
+        exchange.watch(bookmark(21))
+        exchange.hang()
+
+    run = start(soon_due, due_now, LISTED_A, hold=True, rng=lambda: random)
+    run.reflector.start()
+    run.until(lambda: run.said.count("synced") == 2)
+    assert run.all_asked == ["stream", "watch 20", "stream"]
 
 
 # --- responses without an end ---
