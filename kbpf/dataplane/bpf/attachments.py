@@ -15,7 +15,7 @@ from kbpf.dataplane.bpf.exemptions import Exemptions
 from kbpf.dataplane.bpf.host import HostIntegration
 from kbpf.dataplane.bpf.maps import migrate, pinning
 from kbpf.dataplane.bpf.maps.agent_maps import AgentMaps
-from kbpf.dataplane.bpf.maps.layout import MAPS
+from kbpf.dataplane.bpf.maps.layout import MAPS, ConfigFlag
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.dataplane.bpf.packet_path import packet_path
 from kbpf.dataplane.bpf.packet_path.background_load import LOAD_POLL_INTERVAL_S, PacketPathLoader
@@ -429,16 +429,16 @@ class Attachments:
 
     def _update_exemptions(self) -> None:
         """Updates the exemption flags, or detaches the hooks if they are off. Either takes effect
-        only once the packet path serves.
+        only once the packet path serves, unless it is disabled.
         """
         assert self.settings is not None
-        packet_path_serves = self._packet_path_serves()
-        self._exemptions_pending = not packet_path_serves
-        if packet_path_serves and self._sockets is None:
+        may_exempt = self._may_exempt()
+        self._exemptions_pending = not may_exempt
+        if may_exempt and self._sockets is None:
             pinning.detach_sockets(self._pins)
-        self.settings.set_exemptions(not self.exemptions.is_empty, packet_path_serves)
+        self.settings.set_exemptions(not self.exemptions.is_empty, may_exempt)
 
-    def _packet_path_serves(self) -> bool:
+    def _may_exempt(self) -> bool:
         """Whether the packet path serves on all devices that accept it, or is disabled."""
         if self._packet_path is None:
             return not self._config.packet_path
@@ -482,10 +482,22 @@ class Attachments:
     def problems(self, now: float) -> tuple[str, ...]:
         lines = self.exemptions.problems(now)
         if self._packet_path is None and not self._postponed and not self.exemptions.is_empty:
-            lines = (*lines, "exempt cgroups are not served: the packet path is off")
+            lines = (*lines, self._describe_exemptions())
         unmatched = self._packet_path.unmatched if self._packet_path is not None else ()
         lines = (*lines, *self._report_foreign())
         return (*lines, *(f"--device {pattern} matches no device" for pattern in unmatched))
+
+    def _describe_exemptions(self) -> str:
+        """What exempt cgroups get without a packet path."""
+        assert self.settings is not None
+        if not self._problem:
+            return "exempt cgroups are not served: the packet path is off"
+        if ConfigFlag.EXEMPTIONS in self.settings.flags:  # kept from an earlier agent
+            return (
+                "exempt cgroups are served only by packet programs of an earlier agent, if any are "
+                "attached: the packet path is not loaded"
+            )
+        return "cgroups are not exempt yet: the packet path, which would serve them, is not loaded"
 
     # ---- closing ---------------------------------------------------------------------------
 

@@ -71,7 +71,9 @@ programming large Service ports, in tick() deleting old sets and UDP flows.
 """
 
 LARGE_ENTRIES: Final = 256
-"""A Service port with at least this many entries may be deferred."""
+"""A Service port with at least this many map entries (quotas.estimate_entries()) is large, and may
+be deferred. agent/work_queue.py, too, calls Services large, but counts endpoints.
+"""
 
 MAX_RETRIED: Final = 16
 """Refused Service ports that are retried in one call. Those that fail again move to the end."""
@@ -176,6 +178,7 @@ class BpfPlane:
         # What an earlier agent was about to retire needs no queue: adopt.py finds it as unclaimed.
         self._udp_passes = udp.UdpPasses(self._agent_maps.maps)
         self._builder = TableBuilder(self._agent_maps, self._ids, self._shared_tables)
+        # large Service ports that a later apply() programs (not what tick() calls deferred work)
         self._deferred_queue, self._deferred_due = DeferredQueue(), 0.0
         self._ticks = 0  # calls of tick()
         self._grace_queue = GraceQueue(
@@ -513,9 +516,11 @@ class BpfPlane:
         self._agent_maps.put("frontend_ports", entries, new=0)
 
     def _cut_udp(self, retired: Retired, is_repeat: bool = True) -> None:
-        """Deletes UDP flows of lost backends and frontends. `is_repeat`: the second pass, after the
-        grace period, for a connect() that was in flight during the first. Flows of unconnected
-        sockets need none: their timestamp shows that they are older than the cut.
+        """Cuts UDP clients off lost backends and frontends: writes `udp_cuts`, deletes flows of the
+        packet path and destroys connected sockets (udp.py). `is_repeat`: the second pass, after the
+        grace period, for a connect() or packet that was in flight during the first. Flows of
+        unconnected sockets need none: programs see that they are older than the entry of
+        `udp_cuts`.
         """
         if not (retired.lost_backends or retired.lost_frontends):
             return

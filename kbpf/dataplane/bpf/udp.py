@@ -58,6 +58,7 @@ def unpack_backend(raw: bytes) -> Backend:
 
 IsGone = Callable[[int, bytes, bytes], bool]
 """(service id, frontend, backend), the latter two as struct target: whether that choice is stale.
+For example, (7, 10.96.0.10:53, 10.1.2.3:53) if Service 7 has lost this backend or this frontend.
 """
 
 
@@ -154,6 +155,7 @@ def _destroy_stale_sockets(maps: Iterable[Map], is_gone: IsGone) -> CutSteps:
     walks = (peers.items() for peers in maps for _ in range(SOCKET_WALKS))
     for number, (_, raw) in enumerate(chain.from_iterable(walks), 1):
         socket, frontend, backend, service, _ = PEER.unpack(raw)
+        # byte 18 of a struct target is its protocol
         if backend[18:19] == _UDP_BYTE and is_gone(service, frontend, backend):
             target = Target.unpack(backend)
             if target not in targets_by_socket[socket & COOKIE_MASK]:
@@ -258,7 +260,9 @@ def _pack_targets(
 def gone_if_in(
     backends: Collection[tuple[int, Backend]], frontends: Collection[tuple[int, FrontendAddress]]
 ) -> IsGone:
-    """IsGone for these backends and frontends, each with its service id."""
+    """IsGone for these backends and frontends, each with its service id: a choice is stale if its
+    backend or its frontend is one of them.
+    """
     packed_backends, packed_frontends = _pack_targets(backends, frontends)
 
     def is_gone(service: int, frontend: bytes, backend: bytes) -> bool:
@@ -274,7 +278,9 @@ def gone_if_in(
 def gone_unless_in(
     backends: Collection[tuple[int, Backend]], frontends: Collection[tuple[int, FrontendAddress]]
 ) -> IsGone:
-    """IsGone for everything except these."""
+    """IsGone for everything except these. A choice is live only if its backend and its frontend are
+    both listed under its service id. After a restart, this finds what changed while no agent ran.
+    """
     packed_backends, packed_frontends = _pack_targets(backends, frontends)
 
     def is_gone(service: int, frontend: bytes, backend: bytes) -> bool:

@@ -313,6 +313,8 @@ def _adopt_service_port(
             frontends.append(frontend)
         else:
             adopted.unclaimed_frontends.add(address)
+    # `serving` stays (): no map holds it. The first authoritative apply() finds stale UDP flows
+    # without it (BpfPlane._retire_unclaimed()).
     return ProgrammedPort(
         programmed.id,
         programmed.flags,

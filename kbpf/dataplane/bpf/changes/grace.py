@@ -1,4 +1,4 @@
-"""Deletes old sets and their entries when no reader can use them any more."""
+"""Deletes old sets and their entries after a grace period, much longer than a reader needs."""
 
 import time
 from collections import deque
@@ -16,7 +16,7 @@ lookup.h says what happens to one that was delayed for longer.
 """
 
 SHORT_GRACE_PERIOD_S: Final = 0.1
-"""The same when there is no room for new sets."""
+"""The same when a map is three quarters full: apply() then deletes sets itself (capacity.py)."""
 
 
 class GraceQueue:

@@ -1,13 +1,18 @@
 """Plans the writes from the programmed to the desired state, in an order that is safe for readers.
 
-The order, and why:
- 1. `meta`, so that no id is ever allocated twice, whatever happens next;
- 2. source ranges, names, backends, then slots and members of *new* sets: no program reads them yet;
- 3. frontends: the flip. It replaces one value, so a reader sees the complete old or new set. The
-    bit of a port in `frontend_ports` is set before its first frontend, and cleared after its last
-    one;
- 4. removed frontends and source ranges;
- 5. after a grace period: old slots and members, then backends that no set holds.
+The order, and why (BpfPlane._apply() and commit.py execute it):
+ 1. the packet path's maps of the node (Attachments.write_node());
+ 2. bits of new ports in `frontend_ports`: without its bit, no frontend of a port is found;
+ 3. `meta`, so that no id is allocated twice, whatever happens next;
+ 4. source ranges, names, backends, then slots and members of *new* sets: no program reads them yet.
+    Large tables are written by earlier calls (large_tables.py), each after `meta`;
+ 5. new node addresses, then frontends: the flip. It replaces one value, so a reader sees the
+    complete old or new set. New ClusterIPs follow, since they refuse all ports without a frontend;
+ 6. removed frontends, ClusterIPs, source ranges and node addresses, then bits of ports that no
+    frontend has any more;
+ 7. `udp_cuts`, then the first pass over UDP sockets and flows (udp.py);
+ 8. after a grace period: old slots and members, then backends that neither a set nor a list of
+    serving backends holds, then names and affinity; at last the second UDP pass.
 
 A crash between any two steps leaves every frontend with a complete set, old or new.
 """
@@ -104,7 +109,9 @@ def _table_content(backends: BackendSet, spread: Spread) -> bytes:
 
 
 class ProgrammedPort(msgspec.Struct, frozen=True):
-    """The kernel state of one Service port. `serving`: backends that UDP flows may stay with."""
+    """The kernel state of one Service port. `serving`: backends that UDP flows may stay with; ()
+    for other protocols, and after adoption, since no map holds it.
+    """
 
     id: int
     flags: ServiceFlag
@@ -170,7 +177,10 @@ class Writes:
 
 
 class Planner:
-    """Collects the writes of one apply(). Has no side effects except the allocation of ids."""
+    """Collects the writes of one apply(), and changes no map. But it allocates ids, adds references
+    to backends and tables, and removes used ids from `known_ids`; if apply() fails, all of these
+    are read from the maps again.
+    """
 
     def __init__(
         self,

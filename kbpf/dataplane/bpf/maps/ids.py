@@ -1,6 +1,6 @@
-"""Allocates ids that are not reused, and counts the users of backends and tables.
+"""Allocates ids that are not reused soon, and counts the users of backends and tables.
 
-An id outlives its object in sockets, flows and affinity entries; if it were reused soon, these
+An id outlives its object in sockets, flows and affinity entries; if it were reused, these
 would refer to another object. So ids count up, and the next ones are saved in the map `meta` before
 an id is used. After 2^31 ids (250 days at 100 per second) they start at 1 again, skipping those
 that a map still holds.

@@ -12,13 +12,15 @@ from kbpf.kernel.bpf.uapi import (
 from kbpf.kernel.system import netns
 from kbpf.model.config import Accounting, Config, SocketLb
 
-EXEMPTION_FLAGS: Final = (
+FLAGS_KEPT_UNTIL_SERVING: Final = (
     ConfigFlag.HOST_ONLY | ConfigFlag.EXEMPTIONS | ConfigFlag.SOCKET_LB_OFF | ConfigFlag.PACKET_PATH
 )
-"""The flags that a restart keeps until the packet path serves."""
+"""The flags that leave sockets to the packet path, or say that it serves. A restart keeps those of
+the earlier agent until our packet path serves.
+"""
 
 MIN_AFFINITY_SHARERS: Final = 8
-"""One client may use this fraction (1/n) of the map `affinity` (lookup.h, take_share())."""
+"""One owner may use this fraction (1/n) of the map `affinity` (lookup.h, take_share())."""
 
 
 class HookConfig:
@@ -42,7 +44,7 @@ class HookConfig:
             ConfigFlag.COUNT_CONNECTION_ENDS: config.accounting is Accounting.FULL,
         }
         enabled_flags = sum(flag for flag, enabled in settings.items() if enabled)
-        self._write(ConfigFlag(previous) & EXEMPTION_FLAGS | ConfigFlag(enabled_flags))
+        self._write(ConfigFlag(previous) & FLAGS_KEPT_UNTIL_SERVING | ConfigFlag(enabled_flags))
 
     def _write(self, flags: ConfigFlag) -> None:
         self._map.update(ZERO, CONFIG.pack(self._host_netns, flags, self._affinity_share))
@@ -57,10 +59,10 @@ class HookConfig:
         """Clears the flag once the other data plane has no connections left."""
         self.set_flags(self.flags & ~ConfigFlag.COEXISTING)
 
-    def set_exemptions(self, has_exemptions: bool, packet_path_serves: bool) -> None:
-        """Updates the exemption flags. A new exemption takes effect only once the packet path
-        serves the exempted sockets; a removed one takes effect at once. `has_exemptions`: whether
-        any cgroup is exempt.
+    def set_exemptions(self, has_exemptions: bool, may_exempt: bool) -> None:
+        """Updates the flags that decide which sockets are left to the packet path. A removed
+        exemption takes effect at once, a new one only if `may_exempt`: the packet path serves, or
+        is disabled. `has_exemptions`: whether any cgroup is exempt.
         """
         mode, previous = self._config.socket_lb, self.flags
         flags = ConfigFlag.EXEMPTIONS if has_exemptions else ConfigFlag(0)
@@ -69,10 +71,10 @@ class HookConfig:
             flags |= ConfigFlag.SOCKET_LB_OFF if is_off else ConfigFlag.HOST_ONLY
         if self._config.packet_path:
             flags |= ConfigFlag.PACKET_PATH
-        if not packet_path_serves:
+        if not may_exempt:
             # Flags may be cleared, but not set. If the hooks were off, the sockets of pods were
             # exempt before, too, so HOST_ONLY may be set.
             if ConfigFlag.SOCKET_LB_OFF in previous:
                 previous |= ConfigFlag.HOST_ONLY
             flags &= previous
-        self.set_flags(self.flags & ~EXEMPTION_FLAGS | flags)
+        self.set_flags(self.flags & ~FLAGS_KEPT_UNTIL_SERVING | flags)
