@@ -3,7 +3,8 @@
 Events update the object store, the policy computes the desired state of the Service ports that the
 events touched, and the data plane programs it. Nothing is written before every source has synced,
 so that nothing is deleted merely because its object has not been read yet. If the kernel refuses a
-write, the state programmed before stays in use and the same keys are retried.
+write, what is programmed continues to serve, perhaps with a part of the change. After a second the
+data plane reads the kernel's state again and writes what differs.
 """
 
 import logging
@@ -122,7 +123,8 @@ class Agent:
         self._uncomputed_arrivals: dict[ServiceName, list[float]] = {}  # of events not computed yet
         # of events computed but not programmed yet
         self._unprogrammed_arrivals: dict[ServiceName, list[float]] = {}
-        self._deferred = False  # whether the data plane has work left for large Service ports
+        # whether the data plane has large Service ports left to program (Report.deferred)
+        self._deferred = False
         self._deferred_due = 0.0  # when that work is due
         self._skipped_large = False  # whether the last round left large Services out
         self._dirty_keys: set[ServicePortKey] | None = set()
@@ -548,8 +550,9 @@ class Agent:
         return max(0.0, min(due) - now)
 
     def _tick_plane(self, now: float) -> float | None:
-        """Runs what the data plane has deferred; returns when to call again. A failure is reported
-        but does not cause another apply: Services are served.
+        """Runs the data plane's work behind changes, such as deleting old sets (not
+        Report.deferred); returns when to call again. A failure is reported but does not cause
+        another apply: Services are served.
         """
         try:
             due = self._plane.tick(now)

@@ -11,9 +11,10 @@ from typing import Final
 from kbpf.model.objects import ServiceName
 
 SECONDS_PER_ENDPOINT: Final = 1e-4
-"""Per endpoint of each port: added to the time when a Service was touched, to order the queue, and
-the length of the cooldown after it was computed. It is about ten times the cost of computing one,
-so no Service uses more than a tenth of the time."""
+"""Per endpoint of each port: added to the time when a Service was touched, which only orders the
+queue (no small Service waits for that time to come); and the length of a large one's cooldown after
+it was computed. It is about ten times the cost of computing one, so no Service uses more than a
+tenth of the time."""
 
 LARGE_SERVICE_ENDPOINTS: Final = 1_000
 """From this many endpoints (summed over its ports) on, a Service is large: it has a cooldown."""

@@ -20,8 +20,9 @@ class AffinityRow(msgspec.Struct, frozen=True):
     client's network namespace ("host" for the node's own).
 
     `expires_seconds` is negative once the entry has expired (`expired`). The next connection then
-    chooses a backend again; the entry itself stays until the map evicts it. `expires_seconds` is
-    None if the Service no longer exists.
+    chooses a backend again. The entry itself stays until then, or until the agent deletes it
+    (affinity_shares.py) or the map evicts it. `expires_seconds` is None if the Service no longer
+    exists.
     """
 
     client: str

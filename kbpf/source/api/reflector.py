@@ -11,8 +11,9 @@
   if nothing of the kind has happened since it started; a restart is cheap then). A peer that is
   gone is detected by TCP within 30 s, see transport.py.
 - Everything that is read is limited: a response header and a page (transport.py), a list by
-  STREAM_LIST_TIMEOUT (pages: PAGED_LIST_TIMEOUT), a line by LINE_TIMEOUT, a watch by what was
-  requested. A list that takes longer than SLOW_LIST_AFTER is a line in `problems` until it ends.
+  STREAM_LIST_TIMEOUT (pages: PAGED_LIST_TIMEOUT), a line of a watch by LINE_TIMEOUT (in a list
+  that is a stream only by the time for the list), a watch by what was requested. A list that takes
+  longer than SLOW_LIST_AFTER is a line in `problems` until it ends.
 - The server's version only grows. A lower one (a restored etcd, another server behind the address)
   causes one warning and a new list. It is checked in every bookmark and event, and before a watch
   resumes after an outage: a server that has lost changes may not send anything.

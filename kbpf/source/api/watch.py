@@ -21,7 +21,8 @@ from kbpf.source.decode import decode, wire
 from kbpf.source.decode.fields import format_json_error
 
 MAX_LINE_BYTES: Final = 8 << 20
-"""The maximum length of a line; see decode.MAX_OBJECT_BYTES."""
+"""The maximum length of a line; see decode.MAX_OBJECT_BYTES. Checked after each chunk without a
+newline, so a line may be longer by one chunk (transport.READ_SIZE)."""
 
 
 class ObjectChanged(msgspec.Struct, frozen=True):

@@ -65,6 +65,7 @@ MAX_OBJECT_BYTES: Final = 6 << 20
 """Bytes of one object's JSON. etcd accepts 1.5 MiB of protobuf, which is three times as much
 JSON."""
 LARGE_OBJECT_BYTES: Final = 256 << 10
+"""An object is large if its JSON has more bytes than this."""
 _LARGE_OBJECT_LOCK: Final = threading.Lock()
 """Only one large object is decoded at a time: as structs it takes up to thirty times its size."""
 MAX_ADDRESSES: Final = 1_024
