@@ -284,9 +284,9 @@ static __always_inline bool is_frontend_of(const struct target *frontend, u32 id
 	return result == UNSTEADY || (result == STEADY && steady.id == id);
 }
 
-/* Whether the backend of this flow no longer serves it: the backend is gone, it has been removed
- * from this Service, or the frontend is gone. A cut with the same timestamp as the choice
- * counts. */
+/* Whether the backend of this flow no longer serves it: the backend is gone, it has stopped serving
+ * this Service, or the Service no longer has the frontend. A cut with the same timestamp as the
+ * choice counts. */
 static __always_inline bool is_cut(const struct udp_flow *flow)
 {
 	struct cut_key key = {.service = flow->service, .backend = flow->backend};

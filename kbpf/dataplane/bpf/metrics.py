@@ -115,7 +115,7 @@ class MapCollector:
         self._pins, self._config, self._clock = pins, config, clock
         self._ports: list[PortName] = []
         self._index_by_name: dict[PortName, int] = {}  # index into `_ports`
-        self._index_by_id: dict[int, int] = {}  # the same by id; ids are never reused
+        self._index_by_id: dict[int, int] = {}  # the same by id; ids are not reused soon
         self._entries: Mapping[str, int] = {}
         self._sweep_due = clock() + SWEEP_INTERVAL_S
         # Without ALL_BACKENDS: the first sweep also removes the merged entries of an earlier agent,

@@ -1,7 +1,7 @@
 """Cuts off UDP clients from backends that have stopped serving.
 
 TCP connections are left alone, as with kube-proxy. UDP has no end of connection: a connected socket
-would send to the dead address for ever. Such sockets are destroyed (SOCK_DESTROY of sock_diag) in
+would send to such a backend for ever. Such sockets are destroyed (SOCK_DESTROY of sock_diag) in
 every network namespace. Flows of unconnected sockets are ended by the programs, which find in
 `udp_cuts` that the chosen backend no longer serves, and choose again. Only sockets in `sock_peers`
 or `former_peers` are destroyed, never those that connected to a backend directly.
