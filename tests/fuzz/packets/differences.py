@@ -2,7 +2,7 @@
 
 Outcomes are equal if both nodes or neither have the connection, if both or neither need it, and if
 they keep it for the same time. Any other difference needs a row: the states of both, and a
-condition on the script. docs/datapath.md has the reason under the row's name. Whatever the rows
+condition on the script. docs/design/datapath.md has the reason under the row's name. Whatever the rows
 allow, broken_promise() says what must never happen, and kbpf's state must always be the one that
 the document gives for the script (reference.py).
 """
@@ -69,7 +69,7 @@ def strange(reading: Reading) -> bool:
 
 
 class Row(NamedTuple):
-    """An intended difference: `name` is the line of docs/datapath.md that has the reason."""
+    """An intended difference: `name` is the line of docs/design/datapath.md that has the reason."""
 
     name: str
     protocol: str

@@ -17,7 +17,7 @@ from tests.fuzz.packets.node import VARIANTS
 from tests.fuzz.packets.reference import read
 from tests.fuzz.packets.twins import LONGEST_PHASE, NOTHING, Outcome, Played, Stalled, Twins
 
-DATAPATH = Path(__file__).parents[3] / "docs" / "datapath.md"
+DATAPATH = Path(__file__).parents[3] / "docs" / "design" / "datapath.md"
 
 SCRIPTS = [
     # script, kbpf's state, whether it is needed, Linux's state

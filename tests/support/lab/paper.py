@@ -235,7 +235,7 @@ def answer(table: Table, row: Dial) -> Answer:
 
 
 def decide(state: DesiredState, to: FrontendAddress, hop: Hop) -> Answer:
-    """What a data plane with this state must do (docs/datapath.md)."""
+    """What a data plane with this state must do (docs/design/datapath.md)."""
     match = _find(state, to, hop)
     if match is None:
         if to.address in _cluster_ips(state):

@@ -1,4 +1,4 @@
-"""The node ports that a masqueraded client may get, after the description in docs/datapath.md.
+"""The node ports that a masqueraded client may get, after the description in docs/design/datapath.md.
 
 Imports nothing of kbpf.
 """

@@ -7,7 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
-PAGES = ("README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
+PAGES = (
+    "README.md",
+    *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")),
+)
 _BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 _SPAN = re.compile(r"(?<!`)`([^`]+)`(?!`)")
 

@@ -31,5 +31,5 @@ def test_every_promise_names_a_test() -> None:
 
 
 def test_the_page_is_linked() -> None:
-    assert "(docs/security.md)" in (ROOT / "SECURITY.md").read_text()
+    assert "(../docs/security.md)" in (ROOT / ".github/SECURITY.md").read_text()
     assert len(NAMED) > 30
