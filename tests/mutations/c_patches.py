@@ -259,7 +259,8 @@ PATCHES: Final = (
          "if (false)"),
         ("needed flows are evicted", "else if (!is_needed(flow, now))", "else"),
         ("needed flows lose their place in the queue",
-         "if (flow_queue.push(&oldest, 0)) { /* another CPU has filled the queue */\n\t\t\tcount(EVICTED);\n\t\t\tbreak;\n\t\t}",
+         "if (flow_queue.push(&oldest, 0)) { /* another CPU has filled the queue */\n"
+         "\t\t\tcount(EVICTED);\n\t\t\tbreak;\n\t\t}",
          ""),
         ("keys of deleted flows stay counted",
          "__sync_fetch_and_add(total, -1);\n\t\t\treturn; /* it is gone already */",
