@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # kbpf. `make demo` and `make test` do everything on a fresh Debian 12 or 13, as root.
 #
 # Python is Debian's own, whatever else is on the PATH: bcc is Debian's python3-bpfcc.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m benchmarks [NAME ...]`: runs these benchmarks, or all, and prints their results as one
 JSON object by name.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The cost of `--accounting` for a short TCP connection.
 
 Three identical nodes, one for each setting. Client and backend are pods of the same node, both in

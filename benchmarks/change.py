@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The latency from an event's arrival at the agent to the written map, with 10,000 Services of 10
 endpoints.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A process of a node connects to a ClusterIP: kbpf's socket hooks compared with a real kube-proxy
 and with the pod's own address, which is the upper limit. The set-up is that of nodeport.py.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Short TCP connections through a ClusterIP compared with direct ones, with 1 and 10,000 Services.
 
 Client and backend are pods of one node. Each round measures:

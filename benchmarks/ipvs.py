@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The cost of mode ipvs with 10,000 Services of 10 endpoints, without that of IPVS itself.
 
 The data plane is the real one, in a network namespace; its requests to IPVS go to a fake

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A client outside connects through a NodePort: kbpf compared with a real kube-proxy and with plain
 routing, which is the upper limit.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The cost of a packet in the packet path's programs, in nanoseconds, by BPF_PROG_TEST_RUN.
 
 A row is one path through the programs, including tail calls; a column is a protocol and family.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory and CPU time of the DaemonSet's container. Its requests and limits come from here.
 
 Memory is what the cgroup counts, which includes BPF maps and the compiler. Sizes as in scale.py.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Start time and memory, with a real API server on the same machine.
 
 Sizes: 1 Service of 1 endpoint, 100 of 1, 1,000 of 10, 10,000 of 10. The compile cache is warm. The

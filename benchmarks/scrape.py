@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The cost of a scrape of /metrics, with 10,000 Services of 10 endpoints.
 
 Measures the CPU time of the thread that answers the scrape, and the share of a CPU that the agent's

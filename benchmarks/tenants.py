@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """200 tenants, some of them hostile: how much the hostile ones slow down the others, and memory.
 
 A hostile tenant's Service flips the readiness of one endpoint every 0.2 s. The other tenants change

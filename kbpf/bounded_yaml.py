@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parses YAML written by users: the dialect of Kubernetes, with limits checked before anything is
 built.
 

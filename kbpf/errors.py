@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The exceptions of kbpf, for errors that an operator can act on.
 
   KbpfError                     what happened (where); what to do

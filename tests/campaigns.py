@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Long randomised runs that find what the test suite's bounded runs do not: `make campaigns`.
 
     python -m tests.campaigns                         # all of them

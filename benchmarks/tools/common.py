@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shared by the benchmarks: interleaved runs, medians, ratios and JSON output."""
 
 import json

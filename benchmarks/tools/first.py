@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`first.py HOST PORT` dials until a server accepts, then prints the time (CLOCK_BOOTTIME, in s).
 
 It prints "begun" before the first attempt. An attempt may take 20 ms, which is the resolution of

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* A TCP load generator and its server, as cheap as possible, so that the network path dominates.
  *
  *   load serve ADDRESS PORT [WORKERS]           serves until killed

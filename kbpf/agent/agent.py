@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The agent's event loop: the only code that writes to the data plane.
 
 Events update the object store, the policy computes the desired state of the Service ports that the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sets the kernel's conntrack limits and timeouts as kube-proxy does at its start.
 
 kbpf itself does not need them, but CNIs and the node's own connections do, and without kube-proxy

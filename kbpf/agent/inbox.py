@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The queue through which all other threads pass events to the agent's thread.
 
 It is a SimpleQueue because put() may be called from a signal handler. Items that have arrived are

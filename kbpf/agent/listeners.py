@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ports on which the node's own processes listen; Services cannot take them at the node's
 addresses.
 """

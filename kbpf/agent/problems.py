@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The agent's problem lines, by subject.
 
 Tenants control how many there are, so nothing here walks all of them: the cost of a change depends

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Collects what metrics and health checks need. The cost depends only on what a change touches.
 
 Nothing is published before it is programmed: a load balancer sends traffic as soon as a health

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reports frontends that Services request but do not get: in the log, the status and Events.
 Frontends that a Service gets at one of the node's own addresses are logged, too.
 """

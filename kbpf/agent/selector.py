@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Selects the data plane and manages the switch from one to the other.
 
 With `--mode bpf` or `--mode ipvs` the agent uses that data plane or exits with what is missing.

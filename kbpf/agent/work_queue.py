@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The order in which waiting Services are computed and programmed.
 
 Small and large Services wait in separate queues, so that a small one never waits for the rest of a

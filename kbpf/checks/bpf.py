@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks what mode bpf needs of the kernel and the node, by trying each feature; each row says
 what to do.
 

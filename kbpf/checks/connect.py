@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`kbpf check --attached`: proves with real connections that the attached hooks work.
 
 A child process in the hooked cgroup enters a new network namespace. There it adds the addresses of

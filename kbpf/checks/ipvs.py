@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks what mode ipvs needs of the kernel and the node; each row says what to do.
 
 Nothing on the node is changed. A module that modprobe does not find is tested by using it in a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks what the packet path needs: TC features of the kernel, and settings of the node that
 decide whether packets get through. Settings are only read; features are tried without side
 effects.

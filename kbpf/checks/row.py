@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A row of `kbpf check`: the result of one probe of the kernel or the node."""
 
 import msgspec

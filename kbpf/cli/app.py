@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The entry point: runs a command and turns its errors into exit codes.
 
 Exit codes: 0 success; 1 failure, with one line on stderr; 2 wrong usage; 130 interrupted; 141

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`kbpf run`: parses the command line and loads the configuration, without typer.
 
 The agent runs for months, and typer and rich would stay in its memory all the time. So argparse

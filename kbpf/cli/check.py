@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`kbpf check`: whether this machine can run kbpf, and with --attached whether the hooks work."""
 
 from typing import Annotated

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The verdict of `kbpf check`, computed from its rows, and how both are shown."""
 
 from collections.abc import Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`kbpf cleanup`: removes everything that kbpf keeps on this node. Services stop working."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`kbpf compile`: compiles the BPF programs ahead of time."""
 
 from pathlib import Path

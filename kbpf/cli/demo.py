@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`kbpf demo`: runs the agent, backends and a client on this machine, without a cluster."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`kbpf inspect ...`: shows pinned maps, or IPVS. The agent need not run."""
 
 import sys

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Options that several commands share.
 
 Defaults and environment variables are those of `kbpf run`, and --config reads the file that `run`

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The pages of `kbpf inspect` that are more than one table: service, status, nat and sources."""
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Renders rows as a table, JSON or YAML, with the same data in each format.
 
 Output is never coloured or truncated, so it can be piped. JSON and YAML do not go through rich,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`kbpf run`: builds the agent from its parts and runs it."""
 
 import gc

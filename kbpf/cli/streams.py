@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The standard streams. One that is closed, full, or cannot encode a character leads to one clear
 line, never to a traceback. A reader that has gone ends the command by SIGPIPE.
 """

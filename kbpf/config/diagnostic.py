@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Remarks about the settings that are not errors, one line each."""
 
 from typing import NamedTuple

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Splits a configuration file into its documents and decodes them into structs.
 
 - Values are read as kube-proxy reads them (bounded_yaml.py): ``hostnameOverride: 7`` is an error,

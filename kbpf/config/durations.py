@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Durations in Go's notation: ``30s``, ``1h0m0s``, ``250ms``."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The flags of `kbpf run`, one row each; load.py builds a Config from them.
 
 A flag overrides its environment variable (`--pin-dir`: KBPF_PIN_DIR), which overrides the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """kbpf's own document in the configuration file, KbpfConfiguration. It has the settings that
 kube-proxy's document lacks. Each field corresponds to one flag and has the same parser and errors.
 """

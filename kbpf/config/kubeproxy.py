@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """kube-proxy's configuration: KubeProxyConfiguration v1alpha1, as kubeadm writes it.
 
 The structs mirror the file; a zero value (or null) means kube-proxy's default. `read_settings()`

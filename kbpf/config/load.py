@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Builds the Config from flags, environment variables and the configuration file, with
 diagnostics.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads from the agent's configuration file only the places where the agent keeps its state.
 
 Other commands inspect or remove that state, also when the agent could not start with this file. So

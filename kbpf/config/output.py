@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes text to a path that the operator gave: a file, a symbolic link, a pipe, a terminal or a
 device.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parsers from text to a value, which raise a ConfigError that names the origin of the text.
 
 Flags, environment variables and both documents of a configuration file use the same parsers, so

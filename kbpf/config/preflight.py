@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks what the settings refer to on this machine before anything is created in the kernel."""
 
 from collections.abc import Iterator

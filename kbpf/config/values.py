@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Settings on their way to a Config: the value of each field and its origin."""
 
 from collections.abc import Callable

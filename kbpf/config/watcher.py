@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Watches the configuration file while the agent runs.
 
 - The contents matter, however they change: a ConfigMap mount swaps a symbolic link, editors

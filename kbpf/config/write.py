@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes a Config as a configuration file in which every setting is explicit."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The interface of a data plane: all that the agent and the tests use of one."""
 
 from collections.abc import Collection, Mapping, Set

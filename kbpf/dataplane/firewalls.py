@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Warnings about firewall rules of other programs that may drop packets of Services. kbpf does not
 change these rules.
 """

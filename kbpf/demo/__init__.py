@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """`kbpf demo`: network namespaces, backends and a client on this machine, without a cluster."""

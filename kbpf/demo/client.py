@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The client of the demo: `python -m kbpf.demo.client ADDRESS TCP-PORT UDP-PORT REQUESTS RATE`.
 
 The client knows only the Service's address. Its network namespace has a route to the backends and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a command in a network namespace and a cgroup:
 `python -m kbpf.demo.enter PARENT NETNS CGROUP COMMAND...`
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`kbpf demo`: a client sends requests while the backends change. This module yields pictures as
 values; cli/demo.py draws them.
 """

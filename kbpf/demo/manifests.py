@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The demo's Kubernetes objects, as a folder of YAML would have them. No I/O."""
 
 from collections.abc import Iterable

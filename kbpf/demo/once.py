@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`kbpf demo --once`: sends a few hundred requests to a Service with three backends, and counts the
 answers of each.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The reports of the demo's client: answers by backend, and failures by error."""
 
 from collections import Counter

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The demo's environment: a node, backends and a client, each in its own network namespace, and the
 real agent on the node. All names contain the id of this process. Everything is removed when the
 block ends. A demo that was killed leaves everything behind, and the next one removes it.

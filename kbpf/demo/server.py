@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A backend of the demo: `python -m kbpf.demo.server NAME TCP-PORT UDP-PORT`.
 
 Answers every HTTP request and every datagram with its name. Prints `ready` when it listens. Imports

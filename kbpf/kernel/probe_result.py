@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The result of a probe: whether this kernel supports something."""
 
 from dataclasses import dataclass

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Addresses as the data plane holds them: 16 bytes in network order, IPv4 as ``::ffff:a.b.c.d``.
 
 One type for both families means one code path from the watch to the BPF maps. Text is parsed where

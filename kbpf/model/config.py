@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The agent's settings, after configuration file, flags and environment were read and checked."""
 
 from dataclasses import dataclass, field

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the kernel should do, as values: the pure result of policy, shared by all data planes."""
 
 from collections.abc import Mapping

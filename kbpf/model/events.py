@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Events of a source: the same four types from an API server and from a folder of YAML."""
 
 from enum import StrEnum

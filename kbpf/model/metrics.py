@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a data plane measures, read at one moment; the exported metrics are computed from it."""
 
 from collections.abc import Callable, Mapping

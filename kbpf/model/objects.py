@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kubernetes objects as we use them: validated, and reduced to the fields that decide something.
 
 Only `source/decode/decode.py` creates them, besides tests. It interns strings that repeat by the

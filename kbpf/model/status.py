@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The agent's status: one frozen value, shown by `kbpf inspect status`.
 
 It is stored as JSON in the map `agent_status`, so it can be read with nothing but the pin folder,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Addresses that a Service may not use as ExternalIP or LoadBalancer address (CVE-2020-8554).
 
 A ClusterIP is allocated by the API server and is never refused. Every user with the right to create

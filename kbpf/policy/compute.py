@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Computes what the kernel should do: a pure function of Services, slices, Node and config.
 
 compute_desired_state() computes it from all objects at once. DesiredStateBuilder updates it for

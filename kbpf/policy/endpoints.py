@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decides which endpoints serve a Service port on this node, and explains why.
 
 Rules (kube-proxy's endpointslicecache.go, and CategorizeEndpoints in topology.go):

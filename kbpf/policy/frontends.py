@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The addresses that clients connect to: frontends of Services, NodePort addresses of this node,
 and which Service port wins an address that several claim.
 

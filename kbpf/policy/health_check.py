@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Computes the health check of a Service: how many endpoints it has on this node.
 
 kube-proxy's rules (service_health.go, and LocalReadyEndpoints in endpointschangetracker.go): only

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Computes the slots of a backend set: the list of backends that every algorithm indexes into.
 
 A backend's share of the connections is its share of the slots, so a uniformly random slot is a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stores the current objects: events go in, the names of changed Services come out.
 
 Rules:

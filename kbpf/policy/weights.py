@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Applies weights: how much of a Service's connections each backend of a set gets.
 
 Rules:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Collects expensive metrics in the background, so that a scrape never waits for them.
 
 The thread `counting` walks the connections, formats the result and stores the lines; a scrape only

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sends Kubernetes Events: few, and without ever delaying the caller.
 
 As kube-proxy does (events.k8s.io/v1, client-go's recorder): an Event about the Node is created in

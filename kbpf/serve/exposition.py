@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Formats metrics in the Prometheus text format, version 0.0.4.
 
 prometheus_client is not used because its registry holds an object for every series and formats the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decides whether the agent keeps up and whether the node should get traffic: /healthz, /livez,
 /readyz and the health checks of Services.
 

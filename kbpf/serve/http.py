@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A small HTTP server for health checks and metrics: one thread, any number of ports.
 
 Load balancers, kubelet and Prometheus send short requests, and so can anything else that reaches

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Formats kbpf's own metrics, those of the agent and of its data plane; they complement
 kube-proxy's.
 

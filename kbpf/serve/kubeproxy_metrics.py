@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """kube-proxy's metrics, with its names and buckets, so that existing dashboards keep working.
 
 Only the metrics that do not depend on a proxy mode (kube-proxy 1.37, metrics/metrics.go) and those

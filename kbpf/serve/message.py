@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parses HTTP/1 requests and formats responses. No I/O.
 
 h11 is not used. It is more careful than a health check needs (27 us for the head of a kubelet

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The agent's HTTP endpoints: which ports are open, what answers on each, and what happens if an
 address is in use.
 

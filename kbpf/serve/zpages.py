@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """/statusz and /flagz, as kube-proxy 1.37 serves them (k8s.io/apiserver/pkg/server/statusz, flagz).
 
 Without an Accept header the response is plain text. With

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The interface of every source of objects: the API server and the folder of YAML.
 
 A source emits only Upsert, Delete, Rejected and Synced. It never emits Delete because it failed to

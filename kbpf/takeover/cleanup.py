@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Removes what a stopped kube-proxy leaves on a node.
 
 kube-proxy does not remove its rules when it stops, in any mode. This module removes them and

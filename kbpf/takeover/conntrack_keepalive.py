@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Keeps translated connections alive when the rules that translated them are removed.
 
 The kernel decides on the translation once, at the first packet of a connection, and keeps it in

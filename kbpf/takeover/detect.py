@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Detects a kube-proxy that runs in this network namespace.
 
 It looks for processes named kube-proxy and queries kube-proxy's default ports. Neither is enough

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Take-over from a kube-proxy found when an agent in mode bpf starts.
 
 Its process may have exited and left its rules in place, or may still be running. This module

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Session affinity: each client's backend, how old the entry is, and when it expires."""
 
 from typing import Final

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The backends in the maps, and the Services that use each of them."""
 
 from typing import Final

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The columns of a table: title, cell text, and whether only `-o wide` shows it.
 
 A view is a row type and its columns. `cli/render.py` turns both into a table, JSON or YAML, so all

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an agent in mode ipvs has programmed, as a Snapshot, from which all views are built.
 
 Virtual services and real servers are read from the kernel. The kernel cannot store Service names,

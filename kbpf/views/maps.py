@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The maps: entries, capacity, memory and purpose of each."""
 
 from typing import Final

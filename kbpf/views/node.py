@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The data plane of this node, in whichever mode.
 
 While one mode replaces the other, both may have left state behind. The one whose agent wrote its

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The socket hooks: the program, link and cgroup of each, and whether they are pinned."""
 
 from typing import Final

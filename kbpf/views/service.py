@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One Service in detail: its frontends, backend sets, and the share and traffic of each backend."""
 
 import difflib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Services in the maps: one row per Service port and IP family."""
 
 from collections.abc import Iterable, Mapping, Sequence

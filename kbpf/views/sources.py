@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Client addresses: loadBalancerSourceRanges, and which clients count as pods of this node."""
 
 from collections.abc import Iterable

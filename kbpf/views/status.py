@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The status of a node: what the agent reported last, and what the kernel holds without it."""
 
 from typing import Final

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The campaigns of this folder, for `python -m tests.campaigns`.
 
 Each takes a seed and a limit of minutes; None: its full volume.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """System calls fail: strace injects one errno at the Nth system call of each thread of the agent.
 
 The agent ends up serving everything, or ends with one line that says why. In both cases the Service

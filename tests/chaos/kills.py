@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The agent is killed, stopped and starved of memory under 1,000 changes a second.
 
 A Service that does not change must be served throughout. Within `CAUGHT_UP` seconds after the last

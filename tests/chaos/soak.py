@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hours of churn: resident memory, descriptors and map entries must end where they began."""
 
 import itertools

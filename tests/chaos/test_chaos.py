@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The bounded parts of the campaigns in this folder, which `make campaigns` runs in full."""
 
 import random

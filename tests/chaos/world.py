@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The node of the campaigns: an agent that reads a folder, and Services whose state is known.
 
 `stays` is a Service that never changes: connections to it must always succeed, whatever happens to

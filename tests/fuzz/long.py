@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The campaigns of this folder, which tests/campaigns.py runs."""
 
 import itertools

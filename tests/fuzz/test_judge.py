@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """kbpf's policy compared with kube-proxy's own functions: all small worlds, then random ones.
 
 See worlds.py for what a world is.

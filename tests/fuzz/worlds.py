@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Services and EndpointSlices that the API server accepts, as JSON: all small ones, and random
 ones.
 """

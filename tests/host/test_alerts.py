@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each alert of manifests/monitoring/rules.yaml, tested with promtool: on a healthy node none
 fires; on its condition exactly that one fires, with the summary of the row.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Artifacts: found by a key of all their inputs, and ignored if they are damaged."""
 
 import hashlib

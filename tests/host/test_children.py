@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Child processes never execute anything from the caller's working directory.
 
 The attacker owns the working directory. It has a module for each name of the standard library that

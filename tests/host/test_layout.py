@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The layouts of Python and C are equal: sizes, offsets, and all named numbers.
 
 The C side comes from the compiler. BCC compiles a scratch program with kbpf/bpf/types.h and a map

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The DaemonSet of each overlay, and that the chart makes equal objects.
 
 tests/lab/cluster/test_manifests.py applies them to an API server, test_daemonset.py there runs

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`--write-config-to` with each kind of target: only a regular file is ever replaced."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which folders are trusted, and the lock of a folder. The attacker is uid 65534."""
 
 import os

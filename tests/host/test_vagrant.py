@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vagrant/ and the project's shell scripts: Vagrant and the shells accept them.
 
 The machines need boxes, which no test can download. The provisioning scripts run here, and in each

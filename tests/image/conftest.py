@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Building the image for arm64 in an emulator takes half an hour: `make test-image arm64=1`."""
 
 import os

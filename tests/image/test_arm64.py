@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The image for arm64 on a machine of another architecture: built as it is, and run in an emulator
 as far as possible. The emulator has no bpf(2), so nothing is compiled or loaded here.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The image: built from the Containerfile as README.md and docs/install.md describe, started as the
 DaemonSet starts it, and its size.
 """

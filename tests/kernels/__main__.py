@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m tests.kernels [KERNEL...]`: a part of the suite in Debian's kernels.
 
 Compiles the programs on this machine, boots each kernel over the working tree (machine.py), runs

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Debian's kernels, fetched with apt and unpacked into a cache; nothing is installed.
 
 Each family comes from one suite, with a private apt configuration that leaves the machine's lists

@@ -1,4 +1,5 @@
 #!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
 # Prepares a guest for the tests, runs RESULTS/command, and writes its exit code to RESULTS/exit:
 # sh guest.sh RESULTS TREE
 set -eu

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Boots a kernel on this machine's own files, and runs one command inside.
 
 virtme-ng shares the whole file system with the guest over 9p, read-only or with temporary overlays,

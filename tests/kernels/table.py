@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernel x feature x result: the outcome of a pytest run in a guest for each feature.
 
 A feature is one or more test files, or tests in them (FILE::NAME); its result is read from pytest's

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One cluster shared by all tests that restore its state."""
 
 from collections.abc import Iterator

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`make mutants`: mutants that the tests do not notice.
 
     python -m tests.mutations                                  # 25 of each group of Python, 20 of C

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mutants of the C code: one changed place each, and the tests that have to notice it.
 
 The mutant replaces the file in a copy of the tree, where it is compiled before the tests run.

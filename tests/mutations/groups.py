@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which Python is mutated, which tests judge it, and how many of a hundred mutants they must
 notice; and mutants that no test can notice.
 """

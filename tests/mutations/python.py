@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mutants of Python sources: one place in a file's syntax tree changed, the text around it kept.
 
 Comparisons get another operator, `and` becomes `or`, `not` is dropped, numbers are incremented,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fixtures of the data plane tests: a node, whose pods are clients and backends."""
 
 from collections.abc import Iterator

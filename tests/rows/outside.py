@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which backends answer clients outside the cluster, and pods whose sockets are not hooked.
 
 The nodes, the pods and the client are those of tests/support/lab/field.py, with the packet path on.

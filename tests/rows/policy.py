@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which endpoints serve which client: conditions, traffic policies, hints, every kind of address.
 
 The rows follow kube-proxy's own test tables (destinations, choice of endpoints). node-1 has the

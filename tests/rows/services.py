@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which backends answer at ClusterIPs, for every kind of client.
 
 The nodes and their pods are those of tests/support/cluster/cluster.py.

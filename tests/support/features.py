@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The table of features that some kernels lack: the only reason for which a test may be skipped.
 
 A test that needs a feature which not every kernel has is marked: `@needs("tcx")`. It is skipped on

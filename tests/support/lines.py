@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measures the cost of Python code by counting executed lines instead of timing."""
 
 import sys

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A naive model of what kube-proxy does with Services, to compare the policy with.
 
 It shares no code with kbpf and imports nothing of it: it reads the attributes of the objects that

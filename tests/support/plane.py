@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """pytest plugin: a separate BPF data plane for a test, and short notations for its desired state.
 
 A `Site` is what one agent works on: a cgroup and a pin folder, both removed afterwards. `open()` is

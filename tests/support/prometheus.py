@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A strict parser of the Prometheus text format, independent of kbpf: what Prometheus would refuse
 is an error here.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scenarios: folders of objects below tests/scenarios, and the state to be programmed for node-1.
 
     NAME/*.yaml      the objects, as `kbpf run --source` reads them

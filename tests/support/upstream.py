@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compares kbpf's policy with kube-proxy's own functions: go/apiserver/judge, a process that
 answers one JSON line with another.
 

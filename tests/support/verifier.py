@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The verifier's statistics for our programs, loaded as the agent loads them.
 
 The verifier gives up on a program after processing LIMIT instructions, counting each path. The

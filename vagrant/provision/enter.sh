@@ -1,4 +1,5 @@
 #!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
 # enter.sh ROOT TREE COMMAND... runs a command in a chroot, with the machine's kernel and this tree.
 #
 # The mounts are made in a new mount namespace, so they disappear with the command.

@@ -1,4 +1,5 @@
 #!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
 # Prepares the running kernel for the tests: modules, bpffs, loopback. Used by the Vagrant machines and by
 # the guests of `make test-kernels`.
 set -eu

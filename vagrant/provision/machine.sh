@@ -1,4 +1,5 @@
 #!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
 # machine.sh [TREE] prepares a machine of any distribution for the test suite.
 set -eu
 tree=${1:-/kbpf}

@@ -1,4 +1,5 @@
 #!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
 # root.sh ROOT [MIRROR] creates a Debian 12 chroot with the packages that `make` needs first.
 set -eu
 root=$1 mirror=${2:-http://deb.debian.org/debian}

@@ -1,4 +1,5 @@
 #!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
 # suite.sh [PYTEST ARGUMENTS...] runs the test suite, or a part of it, on this machine's kernel.
 #
 # KBPF_TREE is the path of the tree. `make test-kernels` is not run: it would nest virtual machines.

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """The BPF data plane: compile, load, plan, write."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attaches the socket hooks and the packet path, and keeps them attached.
 
 plane.py first fills the maps, then publish() makes all programs read them, then catch_up() releases

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Drains the BPF data plane of an earlier agent, after another data plane has taken over.
 
 First all frontends are deleted from its maps: its programs then let new connections pass. They

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Exempts sockets from the hooks: finds the cgroups of exempt pods and patterns, and writes their
 ids to the map `exempt_cgroups`.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Grows maps in the background, while they are read and written. No change waits for it.
 
 1. A thread creates the larger maps and loads the programs over them. This takes some tenths of a

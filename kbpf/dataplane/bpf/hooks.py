@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The hooks: which program is attached where. A new hook is one row here and one function in C."""
 
 import errno

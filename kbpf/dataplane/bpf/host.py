@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Settings of the node that the packet path needs and that other programs change too.
 
 A FORWARD chain with policy DROP has to accept masqueraded packets, and the kernel must not assign

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads metrics from the maps.
 
 Any thread may call: the pinned maps are opened for each call, so nothing is shared with the writer,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The BPF data plane: adopts the maps of an earlier agent, plans changes, writes and flips them,
 and retires what no program reads any more.
 

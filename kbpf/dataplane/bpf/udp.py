@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cuts off UDP clients from backends that have stopped serving.
 
 TCP connections are left alone, as with kube-proxy. UDP has no end of connection: a connected socket

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The state of mode ipvs on a node: names, ownership and removal."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The desired state of all Service ports together, and its difference from the kernel's.
 
 Changes defines the order of the steps; executor.py executes them.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Drains the state that an agent of mode ipvs left, once another data plane serves.
 
 New connections no longer reach IPVS; established ones continue. A virtual address and all its

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads and changes the kernel state of the IPVS data plane.
 
 Virtual services and real servers are in IPVS, addresses on the dummy device, everything else in the

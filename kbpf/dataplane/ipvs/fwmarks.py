@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Allocates fwmarks to the short circuits of Service ports."""
 
 from collections import Counter

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Settings that have no effect in mode ipvs."""
 
 from operator import attrgetter

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Metrics from IPVS: connections begun and bytes, by Service port.
 
 The kernel counts from the creation of a virtual service, so the counters survive a restart of the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds NodePorts that conflict with an exact frontend, for example with an ExternalIP that is an
 address of the node.
 

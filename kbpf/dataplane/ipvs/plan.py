@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Translates Service ports into IPVS virtual services and elements of nftables sets.
 
 IPVS has one list of real servers per virtual service, for all clients. nftables does everything

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The IPVS data plane: adopts, plans, executes, drains.
 
 All state is in the kernel: the sets OWN and OWN_FWMARKS of the nftables table name every virtual

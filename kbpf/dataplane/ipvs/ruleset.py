@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The nftables table of the IPVS data plane, as libnftables JSON (libnftables-json(5)).
 
 Chains are written when the table is opened; a change of a Service changes elements of sets only.

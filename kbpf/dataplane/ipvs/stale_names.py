@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """State under former names: an agent that is started with another --ipvs-device or --nft-table
 finds what its predecessor left under the old names.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The files in the agent's state folder that `kbpf inspect` reads: the agent's status, and the
 Service ports that it has programmed (without endpoints, which are read from the kernel).
 

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """bpf(2), BPF objects, TC attachment and feature probes."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Maps, programs and links, through the calls of syscalls.py.
 
 Each object owns its descriptor; close() or a `with` block closes it.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Probes for features of the running kernel: each is tried, none is derived from the version.
 
 Each function returns a Probe: yes, no or unknown, with the errno or reason.

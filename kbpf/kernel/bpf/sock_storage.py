@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """BPF_MAP_TYPE_SK_STORAGE: values stored with sockets and freed with them.
 
 Programs look a value up by its socket. To read all values, the kernel has an iterator (Linux v5.9,

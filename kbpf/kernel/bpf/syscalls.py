@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """bpf(2) through libbpf1 and ctypes: the library, its structs, error handling and descriptors.
 
 Only libbpf's low-level wrappers of single bpf(2) commands are used: no ELF, no skeletons. Each

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attaches programs to the ingress and egress of devices, together with programs of other tools.
 
 There are two methods. A *TCX link* (Linux v6.6) is kept by a pin, runs after the programs that are

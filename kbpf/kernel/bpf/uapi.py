@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Numbers of linux/bpf.h and of cls_bpf, under the names that they have there."""
 
 from typing import Final

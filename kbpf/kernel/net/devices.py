@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Devices in this network namespace: listing them, and following their changes."""
 
 import socket

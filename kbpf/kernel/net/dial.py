@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Real connections to an address that is translated, observed from both ends.
 
 Meant for an empty network namespace (sandbox.py): each possible backend address is added to

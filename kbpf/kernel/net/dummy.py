@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A dummy device that holds addresses: packets to them are delivered to this node.
 
 The node does not use them for anything else: IPv4 addresses have scope host and IPv6 addresses are

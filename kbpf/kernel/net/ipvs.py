@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """IPVS: virtual services and their real servers in the calling thread's network namespace.
 
 Messages are encoded here rather than by pyroute2, whose encoder takes a millisecond for each (a

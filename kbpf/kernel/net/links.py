@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Creates named network namespaces, and devices, addresses and routes in the calling thread's
 namespace. Wraps pyroute2 and its errors.
 

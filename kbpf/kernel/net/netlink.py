@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Netlink sockets: requests, dumps and notifications.
 
 Written by hand, because importing pyroute2 would cost the agent 19 MB. Messages about devices,

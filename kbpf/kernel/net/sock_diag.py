@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds and destroys UDP sockets through sock_diag, in the calling thread's network namespace.
 
 pyroute2 ignores the errors of SOCK_DESTROY, so the messages are encoded here.

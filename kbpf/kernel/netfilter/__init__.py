@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """nf_tables, iptables, ipset and conntrack."""

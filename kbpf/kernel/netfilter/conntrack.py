@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernel's connection tracking table: finding translated connections, and adding entries that
 reserve their ports.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rules that kbpf adds to tables of other programs, so that masqueraded packets pass FORWARD.
 
 iptables-nft and many CNIs have `table ip filter` and `table ip6 filter` with a base chain at the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ipset: deletes sets by name, and lists the ports in a set.
 
 All functions act on the network namespace of the calling thread.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """iptables-legacy: the tables from before nf_tables, which only its own programs can change.
 
 All functions act on the network namespace of the calling process.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Named counters of netfilter (nfnetlink_acct), used by iptables rules.
 
 Acts on the network namespace of the calling thread.

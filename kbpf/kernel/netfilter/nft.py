@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Queries about tables of nf_tables that do not read the contents of sets.
 
 libnftables reads every element of every set before it answers even `list tables`, which takes

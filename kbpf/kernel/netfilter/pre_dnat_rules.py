@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds rules that refuse packets before DNAT. Hosts protect NodePorts and VIPs with them, but the
 packet path translates packets before they apply.
 

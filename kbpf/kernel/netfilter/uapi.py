@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Numbers of netfilter's netlink interfaces, under the names that they have in its headers.
 
 Each block names the header in include/uapi/linux of the kernel's source.

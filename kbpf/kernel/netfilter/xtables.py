@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adds a rule in iptables' own encoding that accepts established connections.
 
 iptables can show its chains in nf_tables only if it understands every rule in them. A single `ct

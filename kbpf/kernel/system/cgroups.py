@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Creates, enters and removes cgroup v2 folders."""
 
 import contextlib

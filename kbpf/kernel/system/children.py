@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How child processes are started, so that nothing in the caller's working directory is executed.
 
 `python -m` puts the working directory first in sys.path, and an empty entry in PYTHONPATH or PATH

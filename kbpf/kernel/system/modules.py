@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernel modules: loading them and checking that they exist."""
 
 import errno

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds bpffs and cgroup v2 mounts, and mounts a bpffs where none is mounted."""
 
 import ctypes

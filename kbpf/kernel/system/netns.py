@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Network namespaces: listing them, and running code inside one.
 
 setns(2) changes only the calling thread, and a thread that cannot return must not continue. So

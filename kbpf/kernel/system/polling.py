@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Waits for descriptors with poll(2). select(2) does not accept descriptors above 1023, and a node
 with a few hundred health checks has more.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Folders that no other user may change, and the lock that makes one agent their only writer.
 
 A trusted user is root or the user that we run as. The lock is flock(2) on the folder itself, not

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs code in a new network namespace and optionally in another cgroup: in a child process,
 because only whole processes move between cgroups.
 """

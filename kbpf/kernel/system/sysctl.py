@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sysctls of the calling thread's network namespace, and the format of port lists in them.
 
 In a container /proc/sys is read-only. Our pod mounts the node's /proc/sys/net a second time, at

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Supervised threads of the agent, and the table of all of them.
 
 If the work of a thread raises, this is logged with a traceback and the work starts again after an

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long to wait before the next attempt, and when to log a failure. Pure rules: no source can
 become a tight loop, and an outage neither floods the log nor is missing from its last hour.
 

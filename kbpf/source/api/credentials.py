@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One API server and the credentials for it. The only module that uses the `kubernetes` library.
 
 - Plain credentials (token, token file, client certificate, basic, the service account of a pod)

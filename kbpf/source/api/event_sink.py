@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Posts the agent's Events to the API server."""
 
 from kbpf.source.api.credentials import Cluster

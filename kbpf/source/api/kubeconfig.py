@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds the API server and the credentials: in a kubeconfig, in a pod's files, or from --master.
 
 The `kubernetes` library is not used because importing it costs 30 MB permanently (measured; the

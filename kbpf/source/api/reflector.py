@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lists and watches one kind of object of the API server and emits events, until stopped.
 
 - Bookmarks, 410, truncated lines, expired tokens, half-open connections and outages are normal. No

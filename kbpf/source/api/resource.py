@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests to an API server: paths, queries, and explanations of error responses."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One HTTP/1.1 connection to an API server, with its timeouts and limits.
 
 It uses http.client and ssl (6 MB) instead of urllib3 and the Kubernetes client (30 MB).

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The objects that were emitted, in which state: the basis for the difference to a new list.
 
 Only keys and states are stored; the objects belong to the receiver of the events. A state is the

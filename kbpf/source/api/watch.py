@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parses the bytes of one WATCH into messages. No socket and no clock, so it is tested with
 values.
 

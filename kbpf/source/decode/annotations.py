@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """kbpf's annotations of a Service, which control how connections are spread.
 
     kbpf.io/algorithm: maglev

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decodes wire objects into model objects: the fields that kube-proxy reads, validated, with
 defaults.
 

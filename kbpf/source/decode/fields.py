@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of single fields. Each raises ObjectError with the path of the field in the object:
 ``spec.ports[0].port: 70000 is not a port``.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds fields that Kubernetes does not know: typos in a folder's YAML, which would otherwise
 silently become the default.
 

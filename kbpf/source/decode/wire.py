@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Services, EndpointSlices, Nodes and Pods as in JSON, with only the fields that kbpf uses.
 
 Whatever may be null or missing is optional here and gets its default in decode.py. msgspec skips

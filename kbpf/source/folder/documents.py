@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parses a YAML or JSON file into the objects in it, each with its place.
 
 - Values are read as an API server reads them (bounded_yaml.py): ``port: "80"`` is an error, a date

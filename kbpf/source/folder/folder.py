@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A folder of Kubernetes YAML as the source, for a machine without a cluster, a demo, an edge
 node.
 

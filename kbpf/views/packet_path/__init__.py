@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Views of the packet path: availability, connections, SNAT, devices."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether the packet path is on, and if not, why."""
 
 from typing import Final

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The connections that the packet path tracks. Each has two or three entries in `flows`, and one
 row here.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Network devices: the role of each in the packet path, the reason for it, and its programs."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SNAT: the translated sources of connections, and how many ports of the node they use."""
 
 from collections.abc import Iterable, Iterator

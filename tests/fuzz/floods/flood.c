@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Floods from forged addresses, honest datagrams from many clients, and servers that are fast
  * enough for both.
  *

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Floods against established connections and honest clients.
 
 A node as in node.py, but clients and pods are real: namespaces with sockets at the other ends of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A real kube-proxy and its API server in a network namespace, with the Services of floods.py."""
 
 import contextlib

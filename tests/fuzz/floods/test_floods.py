@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The bounded part of the campaign `floods`; floods.py describes what is flooded."""
 
 from collections.abc import Iterator

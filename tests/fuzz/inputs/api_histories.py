@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Histories of a real kube-apiserver and etcd with faults, and what must be known at their end.
 
 As histories.py without its model: objects are written to a real server, and real Reflectors read

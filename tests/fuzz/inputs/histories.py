@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random histories of an API server with faults, and what must be known at their end.
 
 A history is a simulation in one thread that only its seed decides: a model of an API server

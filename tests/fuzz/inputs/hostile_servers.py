@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A table of API servers that misbehave in ways that no real one should.
 
 Each serves four watches in a separate process (reflector_child.py). The memory of that process must

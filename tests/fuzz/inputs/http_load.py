@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """10,000 connections that misbehave, and slow readers of a page of 12 MB, against the server in a
 separate process. Honest probes must take less than 50 ms, and its memory may grow by 20 MB at most.
 Time in which the probe or the server waited for a CPU is not counted.

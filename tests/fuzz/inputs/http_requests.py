@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests from a grammar that often breaks the rules, to the health and metrics server.
 
 The server's event loop must never meet a fault; what h11 reads as a request must be the same

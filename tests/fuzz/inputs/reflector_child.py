@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Four watches of one API server in a separate process, whose memory can be measured:
 
     python -m tests.fuzz.inputs.reflector_child URL

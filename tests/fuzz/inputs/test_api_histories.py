@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The bounded part of the campaign `api-histories`."""
 
 from tests.fuzz.inputs.api_histories import histories

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A short, fixed run of the campaign `histories`; its rules are in
 tests/fuzz/inputs/histories.py.
 """

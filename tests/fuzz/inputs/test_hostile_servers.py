@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A short run of the campaign `servers`; its rules are in tests/fuzz/inputs/hostile_servers.py."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Short runs of the campaigns `http-requests` and `http-load` (see tests/campaigns.py)."""
 
 import pytest

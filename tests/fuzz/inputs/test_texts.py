@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A short, fixed run of the campaign `texts`; its rules are in tests/fuzz/inputs/texts.py."""
 
 import logging

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random objects and bytes for the parsers of manifests, configuration, kubeconfig files and pages.
 
 Whatever the input is, the only exceptions are KbpfErrors, time is bounded, a bad file of a folder

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random sequences on both nodes, and a short script for each unintended difference."""
 
 import random

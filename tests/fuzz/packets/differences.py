@@ -1,10 +1,11 @@
+# SPDX-License-Identifier: Apache-2.0
 """Intended differences between kbpf's state of a connection and nf_conntrack's: rows with reasons.
 
 Outcomes are equal if both nodes or neither have the connection, if both or neither need it, and if
 they keep it for the same time. Any other difference needs a row: the states of both, and a
-condition on the script. docs/design/datapath.md has the reason under the row's name. Whatever the rows
-allow, broken_promise() says what must never happen, and kbpf's state must always be the one that
-the document gives for the script (reference.py).
+condition on the script. docs/design/datapath.md has the reason under the row's name. Whatever the
+rows allow, broken_promise() says what must never happen, and kbpf's state must always be the one
+that the document gives for the script (reference.py).
 """
 
 import re

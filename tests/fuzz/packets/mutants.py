@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Builds of the packet path without one rule, to prove that the comparison with nf_conntrack works:
 the sequences of the suite must detect each of them.
 

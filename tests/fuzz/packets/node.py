@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A node to test packet programs on: a network namespace with three devices, all veths whose other
 ends are in a namespace that has no other use.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random packets through every packet program by BPF_PROG_TEST_RUN, and invariants that must hold.
 
 - A program returns "next", "drop" or "redirect", and nothing else.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random packets for the packet path's programs, including some that no stack would send.
 
 `Packets` makes them from a seed. A packet that a program rewrote is given back to it (`learn`), so

@@ -1,4 +1,5 @@
-"""The state that docs/design/datapath.md gives for a sequence of packets, computed without kbpf or Linux.
+# SPDX-License-Identifier: Apache-2.0
+"""The state that docs/design/datapath.md gives for a sequence of packets, without kbpf or Linux.
 
 This is the chapter "Connection states" as a program: which resets and FINs count, what proves a
 connection, and when UDP is a stream. differences.py compares kbpf with it state by state, and its

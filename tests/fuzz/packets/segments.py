@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Packet sequences of one connection: scripts, the packets they stand for, and random scripts.
 
     S <SA A A+100 <A+100 R~far . A!sum

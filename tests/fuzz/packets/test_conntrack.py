@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """States of connections compared with nf_conntrack's: known sequences, and the bounded part of the
 campaign `conntrack`. segments.py explains scripts, differences.py the rows.
 """

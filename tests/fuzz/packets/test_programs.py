@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The bounded part of the campaign `packets`; program_runs.py lists the invariants."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two nodes with the same Services: kbpf's programs translate on one, nf_conntrack on the other.
 
 Packets are sent and received by packet sockets at the other ends of the nodes' devices, so no TCP

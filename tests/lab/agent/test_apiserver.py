@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests of the test support: the API server and the fault proxy behave as other tests rely on."""
 
 import contextlib

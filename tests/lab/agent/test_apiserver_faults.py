@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The API server fails in every common way: Services stay served, and changes arrive.
 
 Each test injects a fault into the agent's connections, changes an object meanwhile, and waits until

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bad input gives one line that says what, where and what to do; everything else stays served."""
 
 import contextlib

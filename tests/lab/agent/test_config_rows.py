@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rows of tests/values/config/test_config_file.py, given to the real kube-proxy: how it reads
 each file, and which it refuses. It only writes its settings and exits (--write-config-to).
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`kbpf run --config` in place of kube-proxy: kubeadm's files unchanged, on a node of a cluster
 with a real API server. How the agent authenticates, how it follows changes of its file and of its
 Node, and what it sets on the node.

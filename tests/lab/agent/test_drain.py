@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The drain of a stopped agent of mode bpf: new connections are not translated, established ones
 continue, and with the last of them everything is removed. What serves next is tested in
 test_modes.py.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels on which maps count against RLIMIT_MEMLOCK (before Linux 5.11): the DaemonSet grants
 enough for all of kbpf, and the error says what to grant when there is less.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Switching a serving node from one mode to the other and back: the agent is restarted."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The agent's health checks, metrics and Events compared with those of a real kube-proxy.
 
 node-1 runs kbpf, node-2 runs kube-proxy, with the same objects. Both get the same requests and must

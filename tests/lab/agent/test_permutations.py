@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The same objects lead to the same maps, in whatever order they arrive; no objects to
 empty maps.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A Service that claims the address of a real API server is refused. If it is programmed anyway,
 the agent still reaches the API server, even through hooks that were pinned before it started.
 """

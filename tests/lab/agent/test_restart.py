@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The agent is stopped, killed, restarted or upgraded without disturbing traffic."""
 
 import itertools

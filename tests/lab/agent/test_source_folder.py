@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`kbpf run --source DIR`: a folder of YAML in place of an API server, tried with real sockets."""
 
 from collections.abc import Iterator

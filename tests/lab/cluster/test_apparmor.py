@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The shipped AppArmor profiles, enforced: runc runs the DaemonSet's container under each of them.
 It can do all that it has to, and what the profiles deny is denied.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What operators do with kube-proxy on a kubeadm cluster, with real objects on a real API server:
 the DaemonSet is installed, restarted, deleted and recreated, pods are deleted, a node joins.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`kbpf demo` as its users start it: its output, its exit status, and that nothing is left
 behind.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs the commands of the documents verbatim, except those that other tests run
 (tests/values/project/test_docs.py lists them): README.md, configuration.md, kernels.md and
 troubleshoot.md, and the inline commands of all pages.

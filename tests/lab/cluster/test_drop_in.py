@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """README.md, "Replace kube-proxy", and docs/migration.md, verbatim and in both directions, on a
 cluster in use: kubeadm's own objects and a real kube-proxy on each node are replaced by kbpf, and
 kbpf by kubeadm's again.

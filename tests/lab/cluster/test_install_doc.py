@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs every command of docs/install.md verbatim against a real API server.
 
 Without a kubelet, the result to check is the DaemonSet that each block leaves. tests/image builds

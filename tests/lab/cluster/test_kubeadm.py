@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A real kubeadm: its kube-proxy's objects compared with ours, replaced by ours, and restored."""
 
 import re

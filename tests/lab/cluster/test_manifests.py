@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """manifests/ with a real API server: it accepts every object, grants the account the listed rights
 and no others, and applying an overlay turns kubeadm's kube-proxy into kbpf.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The overlay side-by-side: kbpf next to a real kube-proxy on chosen nodes. It reaches the API
 server by the Service `kubernetes`, which kube-proxy serves. Also docs/migration.md, "From the trial
 to the drop-in".

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A real kube-proxy, in each mode, is replaced by kbpf and returns, on nodes in use: the steps of
 docs/migration.md. Mode ipvs of either needs a kernel with IPVS (tests/kernels).
 

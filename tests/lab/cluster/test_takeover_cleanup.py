@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`kbpf cleanup --kube-proxy` after a real kube-proxy, in each of its modes: foreign rules stay
 exactly as they were.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """docs/troubleshoot.md: each symptom is produced on purpose, and the commands that the page names
 show its cause.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vagrant/kubeadm/provision, the scripts that make a cluster of three machines, run on a fake
 machine (tests/support/runtime/provision.py) with the Vagrantfile's arguments. The real kubeadm and
 kubectl check what the scripts write.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Many connections and datagrams through NodePorts while backends come and go; and what happens
 when the ports for masqueraded connections, or the flow maps, are exhausted.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The packet path attached as filters on clsact, as on kernels without TCX: the core flows."""
 
 from collections.abc import Iterator

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which packets bypass the node's netfilter, for each `--forwarding`.
 
 On node-1 every netfilter hook counts packets, a table in which the agent keeps no rule drops all

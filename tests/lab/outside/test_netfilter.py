@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The packet path together with foreign rules: a FORWARD policy of DROP, strict rp_filter, the
 rules of CNIs and kube-proxy, and rules that drop what conntrack calls invalid.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The packet path with real sockets: clients outside the cluster, and pods without socket hooks.
 
 Nodes, pods and the client are those of tests/support/lab/field.py; the rows are those of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pod networks between the nodes: routed, VXLAN, devices without a link header; and their MTUs.
 
     routed    the underlay's device carries the pods' packets, as in every other lab

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Long transfers through a NodePort: every byte must be correct, with every mixture of offloads and
 while the agent restarts.
 

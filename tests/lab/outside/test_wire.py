@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The hand-made peer, the packet builder and the parser tested against the kernel: it accepts what
 the builder builds, and the parser reads what it sends.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ClientIP affinity of socket clients: each pod is a client, the host with its host-network pods is
 one.
 

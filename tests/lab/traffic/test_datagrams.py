@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """UDP sockets whose backend stops serving. UDP has no FIN: the agent has to abort the sockets."""
 
 from collections.abc import Iterator

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sockets of the node that the socket hooks do not translate: TC egress of the uplink serves them.
 
 With `--socket-lb off` these are all sockets; with `on` those that dial a VIP with source ranges.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`--detect-local-mode`: which clients count as pods, for masquerading and for the short circuit.
 
 One node with a pod behind a veth pair (a2), one behind the bridge `cni0` (bridged), and one whose

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which endpoints serve which client, tried with real sockets: the rows of tests/rows/policy.py."""
 
 from collections.abc import Iterator

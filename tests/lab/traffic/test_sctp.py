@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Real SCTP associations through the packet path: outside and from a pod, to local and remote pods.
 
 Each socket is bound to one address. SCTP sends all addresses of a socket to its peer (multi-homing)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What answers at a Service's addresses, tried with real sockets: the rows of
 tests/rows/services.py.
 """

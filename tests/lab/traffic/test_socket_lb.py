@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which sockets are translated at connect(), and which are left to the packet path.
 
 One node with the packet path on, with a folder as its source. Each test dials from a place and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a change of a Service does to new connections, established ones and datagrams."""
 
 import itertools

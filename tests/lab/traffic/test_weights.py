@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """kbpf.io annotations of a Service, from a real API server to the slots of its backend sets."""
 
 from collections import Counter

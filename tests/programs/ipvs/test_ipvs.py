@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The IPVS data plane on a kernel with IPVS: a node of the lab with the plane and two pods that
 serve; connections come from the node, its pods and outside.
 """

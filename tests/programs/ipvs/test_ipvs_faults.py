@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The IPVS data plane under failures: requests that the kernel refuses, state that others destroy,
 and agents that are killed between any two calls. IPVS is a fake
 (tests/support/faults/fake_ipvs.py); nftables, netlink and addresses are real.

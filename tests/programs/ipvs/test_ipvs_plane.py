@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The IPVS data plane on any kernel with nf_tables: its table, addresses and state file are real,
 IPVS is a fake (tests/support/faults/fake_ipvs.py). Packets through virtual services are tested on
 kernels that have IPVS: test_ipvs.py.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The table of the IPVS data plane on any kernel with nf_tables: packets from the node itself and
 from a neighbour show what it refuses, drops, passes and masquerades. IPVS is not used: the
 virtual addresses are on the loopback device, where a listener accepts what passes.

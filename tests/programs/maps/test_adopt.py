@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every way leads to the same result: at once, step by step, reversed, repeated, restarted, killed.
 
 Results are compared by site.dump(): what the pinned maps lead to, without ids, read without the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An update is atomic: a connect() during it gets a backend of the set before or of the set after.
 
 Processes connect as fast as they can while endpoints are changed as fast as they can be written.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A first start serves sockets before the packet programs are loaded, and loads these
 soon after.
 """

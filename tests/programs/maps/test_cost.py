@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A change takes the same writes and system calls with ten Services as with 2,000."""
 
 from collections import Counter

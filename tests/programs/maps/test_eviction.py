@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which flows make room when the table is full, and which stay."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Maps grow while they are used. What finds no room is refused, reported and retried."""
 
 import errno

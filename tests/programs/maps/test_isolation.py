@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One pod or client fills a map that it shares with others: the others keep their entries.
 
 A row names a map and how it is filled: by one pod's sockets, or by packets of one client. Ten

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What one round of the agent does is bounded, whatever the size of the object that changed; and
 the change of another tenant is in force at the end of the round it arrived in.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Another version of kbpf, with another layout of one map, takes over from the one before."""
 
 from dataclasses import replace

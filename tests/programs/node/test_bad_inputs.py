@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mistakes of an operator that only show on a machine: the error line and the exit code of each.
 tests/values/config/test_bad_inputs.py has the settings that need no machine.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An agent without CAP_SYS_ADMIN starts, restarts and grows its maps. The kernel opens programs and
 maps by id only with that capability, so nothing may depend on ids there.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compiling happens in a child process, without kernel headers, once; errors name file and line.
 
 Tests that change sources run a separate Python on a copy of the tree, so their artifacts never mix

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`--mode auto` where BPF is unavailable: the agent serves by IPVS and reports why. Each cause is
 real: the kernel, the machine or its operator. Kernels without IPVS get a fake of it that serves
 nothing; there only the agent's choice is tested.

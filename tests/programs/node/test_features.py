@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tests' table of kernel features is right, and `kbpf check` agrees with it."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Programs of other load balancers at our hooks are reported while they are attached; ours never
 are.
 

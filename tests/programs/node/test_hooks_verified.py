@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hooks that were detached come back by themselves. Pins hidden by a mount are reported and never
 lead to a second set of programs.
 

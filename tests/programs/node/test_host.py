@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Settings of the node that the agent maintains: local ports that sockets must not use, and one
 rule in a FORWARD chain. Each test has its own network namespace.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Links.add_address() returns once packets to the address arrive, even while the kernel is busy."""
 
 import contextlib

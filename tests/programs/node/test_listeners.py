@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Listening sockets of this network namespace, read through sock_diag."""
 
 import socket

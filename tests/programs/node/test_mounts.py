@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finding the bpffs and the cgroup v2 hierarchy, and mounting a bpffs where none is mounted."""
 
 import os

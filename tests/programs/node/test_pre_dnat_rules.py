@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Firewall rules that kbpf warns of: rules that refuse NodePorts and VIPs before kube-proxy's DNAT,
 which our traffic does not pass. Real rulesets of nft and iptables-nft, in a network namespace.
 """

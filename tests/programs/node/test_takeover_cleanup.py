@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Removing what a kube-proxy in mode ipvs left in a network namespace, and nothing else; and the
 table `kbpf-handover`, which stays as long as connections that a kube-proxy translated.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernel's verifier accepts every program of both units with half of its budget to spare.
 
 `make test-kernels` runs this in old and new kernels. Each kernel prunes states by its own rules, so

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """inspect, check and cleanup of a real data plane: maps that BpfPlane wrote, hooks that it attached
 and sockets that connected. All through the command line, in this process.
 """

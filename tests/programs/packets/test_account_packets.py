@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Statistics of tracked flows by Service and backend, from single packets, to the byte.
 
 A row is the packets of a connection in order, each run through both programs as on its way, and

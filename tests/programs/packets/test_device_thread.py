@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The device thread: in which order and how soon devices get programs, and what waits for it."""
 
 import os

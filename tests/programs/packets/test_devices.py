@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Listing and watching real devices, and attaching programs to the chosen ones."""
 
 import json

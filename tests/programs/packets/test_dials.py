@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The lab's rows as single packets: the same objects, programmed on a real plane, and the first
 packet of each connection, from a pod's device or from outside.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """--nodeport-source-ranges: clients that may use NodePorts, by packets from outside and
 by sockets.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The data plane and its device thread: the order of their steps when maps grow."""
 
 import errno

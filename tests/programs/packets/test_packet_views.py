@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`kbpf inspect` of the packet path: connections that real packets began in the real programs,
 shown by the command line in this process; and constants that Python repeats from the C code.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The packet path's programs on single packets, byte by byte.
 
 VIPs of every relevant kind of Service. Packets arrive on loopback, which the maps describe as an

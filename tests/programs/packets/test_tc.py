@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Programs on devices by both methods, TCX and clsact: which packets they see, how they share a
 hook with foreign programs, and what remains when they are detached.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """BPF_PROG_TEST_RUN: what goes into a program, what comes out, and what the kernel does with it.
 
 The programs are a few hand-written instructions, so these tests do not depend on kbpf's programs.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Connection statistics by Service and backend, of real connections through the socket hooks.
 
 One node with a client and two backends. A row names the Service and how the connection goes, and

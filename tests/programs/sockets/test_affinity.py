@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which backend a connection gets: a random one, evenly, or with affinity the client's last one.
 
 The backends are addresses on each namespace's own loopback (see support/plane.py, pick()).

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The agent's own connections are translated at ClusterIPs only, not at other Service addresses."""
 
 import errno

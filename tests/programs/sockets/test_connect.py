@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """connect(): what a socket of the node or of a pod gets.
 
 One node with pods, real connections. A row names the client, the destination, the server that must

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which cgroups are found for pods and for patterns, and which of them are in the map."""
 
 import time

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`frontend_ports`: a destination whose port no Service uses is passed after one look-up, and a
 Service is found as long as it has a frontend.
 

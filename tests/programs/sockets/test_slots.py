@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights and Maglev in the programs: which backend a connection gets, and that all nodes agree.
 
 Sockets choose a slot at random, so their shares are counted. Packets of a Maglev Service choose by

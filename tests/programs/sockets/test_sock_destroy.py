@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Why destroying UDP sockets of pods takes CAP_SYS_ADMIN, for setns(2): the alternative of Linux
 6.5 and later does not reach them.
 

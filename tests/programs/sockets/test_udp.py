@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """UDP: datagrams of unconnected and connected sockets, and the end of the state that they hold.
 
 Real sockets of pods behind the hooks. Every backend replies with its name, so a test sees which

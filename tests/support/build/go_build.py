@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Builds the real programs that the tests run against from their Go modules, and caches them.
 
 kube-apiserver and etcd (and kube-proxy, kubeadm, kubectl, helm and etcd's tools, if a test needs

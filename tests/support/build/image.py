@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Builds the container image from the Containerfile with buildah, on a base image made here.
 
 No registry is used: mmdebstrap makes an equivalent of debian:bookworm-slim from Debian's packages.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """promtool, which tests the alerts and the scrape job: Debian's, unpacked into the cache.
 
 It is one file of 46 MB in the package `prometheus` (19 MB to download), and needs no other file of

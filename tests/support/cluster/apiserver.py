@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A real kube-apiserver with its etcd for one test run: started in seconds, removed afterwards.
 
 There is no kubelet and no controller: a test does their work (it writes the EndpointSlices, the

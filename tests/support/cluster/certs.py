@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A certificate authority of the tests: API server and fault proxy get their certificates here.
 
 Certificates are made with the openssl command (Debian's openssl). They are real, because a test

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A lab with a real API server outside of it and an agent on each node.
 
 The test replaces all controllers: it writes Services, EndpointSlices and Nodes. `settle()` is the

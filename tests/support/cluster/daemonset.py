@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A lab whose agents are the pods of a real DaemonSet, without a kubelet.
 
 kubelets.py has a fake of the kubelets and of the DaemonSet controller; it runs each container with

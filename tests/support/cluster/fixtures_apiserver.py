@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """pytest plugin: the fixture `apiserver`, one real API server for the whole run, and the programs
 `kubectl`, `kubeadm`, `previous_kubeadm`, `helm` and `kube_proxy`.
 

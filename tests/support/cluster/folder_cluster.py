@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The lab's cluster without an API server: objects are files that the agents watch.
 
 For kernels under emulation, where an API server takes minutes. For a test that only writes objects

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A small client of the Kubernetes API for tests.
 
 It uses http.client and plain dicts, nothing of kbpf and no Kubernetes library, so that kbpf reads

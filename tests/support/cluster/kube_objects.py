@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Builders of Services, EndpointSlices and Nodes as plain dicts, the equivalent of YAML.
 
 Only given fields are set, so that an object shows what its test is about; the server's defaults

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A real kube-proxy on a node of the lab, in any of its modes, next to kbpf or instead of it.
 
 Built from its Go module (`go_build`). It runs in the node's network namespace, so its rules and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A real kubeadm and its add-on kube-proxy, the files that it writes into the ConfigMap kube-proxy
 (1.37), and a fake of a ConfigMap's mount.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """kubectl with a test's API server, as an operator runs it, and this project's manifests."""
 
 import json

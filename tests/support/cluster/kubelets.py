@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A fake of the kubelets of a lab's nodes and of the DaemonSet controller.
 
 It reads DaemonSets, ConfigMaps, ServiceAccounts and Nodes from the API server, decides where pods

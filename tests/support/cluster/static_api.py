@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A minimal API server for kube-proxy, with objects that never change.
 
 For kernels under emulation, where a real API server takes most of the time. kube-proxy is real (and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python deny.py ERRNO COMMANDS -- WORDS...`: executes WORDS under a seccomp filter with which
 bpf(2) fails with ERRNO, as on a kernel that is older or built without it. COMMANDS: numbers of enum
 bpf_cmd, separated by commas; "" for all.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A fake of the kernel's IPVS, for kernels without it: it keeps virtual services and their real
 servers in memory, returns the kernel's errors (EEXIST, ESRCH, ENOENT), and forwards no packets.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One client's connection through the fault proxy, and the watches that run over it.
 
 Each connection has a thread. It reads a request, asks the owner for its faults, and forwards it

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The faults of coming requests, and a record of past ones."""
 
 import threading

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The fault proxy's HTTP: reads and classifies requests, writes responses, splits chunked bodies.
 
 Written by hand instead of with http.server, because faults need control of every byte: a chunk

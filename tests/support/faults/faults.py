@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A proxy in front of the real API server that injects the faults of real clusters.
 
 It terminates TLS with a certificate of the server's own CA, so that a client only needs another URL

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An HTTP/1.1 server that follows a test's script: responses, closes, resets, silence.
 
 Each request gets the next step of the script, in its connection's thread. After the last step a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One connection as a row: the client, what it dials, the backends that must answer, and the client
 address that a backend sees.
 

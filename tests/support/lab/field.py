@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Nodes with one folder of objects, with the packet path on, and a client outside the cluster.
 
 Two nodes by default. "outside" is a separate machine on the nodes' network. It routes external IPs

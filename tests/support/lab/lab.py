@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A small cluster on one machine: nodes, pods and an outside machine, each a network namespace.
 
     fabric   one bridge that all nodes are on (198.18.0.0/24, fd00:198:18::/64)

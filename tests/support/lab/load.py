@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A load of new connections during a change; none of them may fail."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The lab's tests in mode ipvs: what is configured differently, and which tests are skipped.
 
 With KBPF_TEST_MODE=ipvs the lab's agents run in that mode (lab.MODE); the rows and tests of the lab

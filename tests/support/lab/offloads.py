@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Device offloads: checksums, segmentation (TSO, GSO), and aggregation (GRO). A veth pair forwards
 unfinished checksums and GSO packets as they are, unless an offload is switched off at either end.
 """

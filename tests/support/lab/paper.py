@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The lab without namespaces: its places as addresses, the state that their nodes' agents would
 program, and a model of which backend answers a dial.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Builders of Services and of EndpointSlices whose endpoints are places of the lab.
 
 `Placed` needs no cluster. In the lab places are namespaces (cluster.py), in tests without a lab

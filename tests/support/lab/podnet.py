@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The lab's pod networks, in the shapes that CNIs use: commands for `ip` and `bridge`, which lab.py
 runs, and the addresses that a node has towards pods.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A process in one place of the lab that serves and dials on command.
 
 Commands are JSON lines on stdin, answers JSON lines on stdout, one at a time. It imports nothing of

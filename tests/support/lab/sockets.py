@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sockets in a network namespace, for servers and clients of the tests.
 
 A socket stays in the namespace that it was created in, so only its creation has to happen there: in

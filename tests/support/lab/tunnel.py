@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A link without link headers: two tun devices and a thread that copies packets between them, like
 a VPN in user space.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The lower layers of packets.py: addresses, checksums, IP with its options and extension headers,
 fragments, Ethernet.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds errors in a packet, describes how two packets differ, and reassembles fragments.
 
     assert checksums(packet) == []         # else ["tcp", "icmp embedded ip", ...]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """32-bit MurmurHash3, from its description: the hash by which packets choose a Maglev slot.
 
 Imports nothing of kbpf.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Builds packets byte by byte: those that a test sends, and those that it expects.
 
     tcp("198.51.100.7:4000", "192.0.2.1:80", flags="S", mss=1460)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parses a packet into a value. judge.py finds errors in it.
 
     packet = parse(raw)                    # a frame; parse(raw, l2=False): it begins with IP

@@ -1,4 +1,5 @@
-"""The node ports that a masqueraded client may get, after the description in docs/design/datapath.md.
+# SPDX-License-Identifier: Apache-2.0
+"""The node ports that a masqueraded client may get, as docs/design/datapath.md describes them.
 
 Imports nothing of kbpf.
 """

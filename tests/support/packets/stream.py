@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A minimal TCP client over a Wire, without the kernel's stack."""
 
 import time

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a program once on one packet with BPF_PROG_TEST_RUN, without a device or traffic.
 
 For programs with an skb context: TC (SCHED_CLS) and cgroup skb. The skb that the kernel makes of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A peer that does not use the kernel's stack: it sends hand-made frames from a device and parses
 the frames that arrive.
 

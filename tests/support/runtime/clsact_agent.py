@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m tests.support.runtime.clsact_agent run ...`: kbpf that behaves as on a kernel without
 TCX (before 6.6), where its programs are filters on clsact.
 """

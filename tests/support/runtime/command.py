@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs `kbpf` as a separate process, as a shell does, and fails if it prints a traceback."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Extracts the shell blocks and commands of this project's documents."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs programs of another architecture on this machine: qemu's user emulation, registered with
 binfmt_misc while it is needed.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The DaemonSet's container on a node whose source is a folder: an API server would take minutes in
 an emulated guest.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`kbpf` for kernels without IPVS: a fake replaces the IPVS data plane, programs nothing, and
 writes the same status. Used by tests of which data plane the agent selects, and why.
 """

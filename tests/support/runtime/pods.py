@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a Pod's container with runc: makes the OCI configuration that a kubelet and containerd would
 make of the Pod's spec, as far as DaemonSets of this project need it.
 

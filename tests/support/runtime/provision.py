@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A fake machine for vagrant/kubeadm/provision: this machine's files and kernel in a mount and a
 network namespace, with separate /etc, /root, /home, /run and /var/lib, which persist from one
 script to the next. Nothing of this machine is written to.

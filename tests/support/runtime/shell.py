@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs commands of a document as an operator would: in a clone, with kubectl and kubeadm.
 
 kubeadm runs on the first node, the control plane. There is no kubelet, so runc executes `kubectl

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m tests.support.runtime.small_maps_agent run ...`: kbpf whose maps start with 128
 entries, so that a few hundred Services make them grow.
 """

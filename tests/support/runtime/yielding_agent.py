@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`kbpf` whose packet path stays passive while its state folder contains a file HOLD. With a file
 CLSACT there it behaves as on a kernel without TCX.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The agent's event loop with a data plane that records its calls and a clock set by the test."""
 
 import contextlib

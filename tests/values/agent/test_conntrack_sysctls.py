@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The sysctls of the kernel's conntrack: their values, and what happens if one cannot be set."""
 
 import logging

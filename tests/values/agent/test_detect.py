@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Detection of a running kube-proxy from processes and from responses at its ports.
 
 Real kube-proxies are detected in tests/lab/cluster/test_takeover_cleanup.py, test_side_by_side.py

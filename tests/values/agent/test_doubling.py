@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The cost of one object grows no faster than its size.
 
 Each size that an object controls is doubled, and the executed lines of Python are counted, each

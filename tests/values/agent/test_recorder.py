@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Recorder's metrics: each changes when it has become true in the kernel, not before."""
 
 import time

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Selection of the data plane: the flag --mode, the reasons for a fallback to IPVS, and the drain
 of a previous data plane. The planes are fakes that fail as a row says.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recognition of kube-proxy's chains, ipsets and virtual services, and the commands that remove
 them.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The parts of the command line that need no kernel: flags, output formats, exit codes, imports."""
 
 import json

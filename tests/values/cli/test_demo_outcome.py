@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How the demo evaluates the results of its client."""
 
 from typing import NamedTuple

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The log formats: every record is one line, no matter what it contains."""
 
 import json

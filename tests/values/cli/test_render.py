@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Untrusted text in tables, pages, JSON and YAML: no byte of it controls the terminal."""
 
 import json

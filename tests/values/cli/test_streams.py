@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Standard streams of a command that are closed, full, or cannot encode the output."""
 
 from typing import NamedTuple

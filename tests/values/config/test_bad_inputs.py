@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An operator's mistakes in the settings: the lines on stderr and the exit code.
 
 tests/programs/node/test_bad_inputs.py has the rows that need a machine (folders, cgroups, devices),

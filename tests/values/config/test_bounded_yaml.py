@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """YAML of users: all three readers give a scalar the same meaning, and refuse input that would
 exhaust a parser's memory, time or stack, with a one-line error and within seconds.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The configuration file: kube-proxy's document, kbpf's own, precedence, diagnostics, and writing.
 
 The rules are those of kube-proxy 1.37 (pkg/proxy/apis/config, cmd/kube-proxy/app/options.go).

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ConfigWatcher, polled by the tests themselves; nothing here waits."""
 
 import os

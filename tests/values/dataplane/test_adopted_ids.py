@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which id is adopted if a Service port has two in the maps, as after an agent was killed."""
 
 from collections.abc import Iterator

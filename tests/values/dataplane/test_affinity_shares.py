@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Counting each client's entries of the map `affinity`. Maps are dicts here;
 tests/programs/maps/test_isolation.py has real maps and the programs that count.
 """

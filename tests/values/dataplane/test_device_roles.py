@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which devices get programs, on nodes as CNIs, clouds and operators set them up."""
 
 from typing import NamedTuple

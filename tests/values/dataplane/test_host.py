@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The position of our rule among foreign rules of a chain, and the kernel's notation of ports."""
 
 from typing import NamedTuple

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ids: never given out twice, saved before use, and kept while they are referenced."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The IPVS and nftables state of a Service port, for each of kube-proxy's rules that IPVS can
 express, and the differences made by a change.
 """

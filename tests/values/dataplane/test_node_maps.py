@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is written for the packet path's programs about each device and the node, and in what
 order.
 """

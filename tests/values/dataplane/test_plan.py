@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans: what is written for a change, as values, without maps.
 
 A model of the maps applies the writes in the order of plan.py, one by one; after each of them every

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Quotas of namespaces, and the order in which Services are programmed when room is short."""
 
 from typing import NamedTuple

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """UDP flows that end with their backends, and how they are counted. Maps are dicts here;
 tests/programs/sockets/test_udp.py has real maps and sockets.
 """

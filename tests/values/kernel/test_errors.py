@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An error of the kernel becomes one line that says what, where and why."""
 
 import errno

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Netlink messages of IPVS: encoded, compared byte by byte and with pyroute2's reading, and
 decoded.
 """

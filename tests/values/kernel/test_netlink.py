@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every error of a netlink socket is a KernelError."""
 
 import errno

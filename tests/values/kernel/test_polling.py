@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Waiting with more than 1,100 open descriptors: select(2) cannot handle one above 1023."""
 
 import os

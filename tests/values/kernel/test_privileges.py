@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The privileges that a process needs, and the errors if they are missing."""
 
 import errno

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """On which kernels one TC program can interrupt another on the same CPU."""
 
 from typing import NamedTuple

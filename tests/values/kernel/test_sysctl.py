@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The file that a sysctl is read from and written to."""
 
 from pathlib import Path

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Supervised threads: failed work is logged, counted and restarted; threads that are stuck or keep
 failing are reported.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reserved addresses: which of them a Service may use.
 
 The tables cross the kind of address, the kind of frontend (ExternalIP, LoadBalancer, ClusterIP) and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The desired state: the outcome of each dial, which keys an event changes, and that any order and
 batching of events ends in the same state.
 """

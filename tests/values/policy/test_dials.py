@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The lab's rows, answered from the desired state of the same objects: no kernel, no cluster.
 
 tests/programs/packets/test_dials.py sends them as packets; the lab's files dial them.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which endpoints serve: one row per rule of kube-proxy (topology.go), then random input compared
 with the naive model.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What clients dial: a Service's addresses, the node's NodePort addresses, and which of two
 Services gets an address that both claim.
 """

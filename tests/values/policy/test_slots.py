@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The slots of a backend set: shares by weight, and the properties of a Maglev table."""
 
 import subprocess

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the ObjectStore keeps of the events, and which Services they touch."""
 
 from typing import NamedTuple

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights: the annotation, which endpoints a rule applies to, and the weights of a set."""
 
 import itertools

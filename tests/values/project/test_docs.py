@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """README.md, CHANGELOG.md and docs/: everything they name exists, and a test runs each command
 (tests/lab/cluster/test_docs.py runs those that no other test does).
 """

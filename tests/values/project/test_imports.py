@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Import rules: packages import in one direction only, each external library is used in one place,
 and pure modules do no I/O.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests of `make test-kernels`: a guest that hangs or dies never counts as passed."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The dashboard and the alerts use only series, labels and values that an agent exports.
 
 `page` is the metrics page of test_metrics.py, made by the agent's code, with the data plane's

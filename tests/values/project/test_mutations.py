@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The mutants of `make mutants` match the current code: a row for older code is an error here,
 instead of a mutant that is silently not tested.
 """

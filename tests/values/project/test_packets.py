@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The builder and the parser of packets, compared with each other and with values from the RFCs.
 tests/lab/outside/test_wire.py compares them with the kernel.
 """

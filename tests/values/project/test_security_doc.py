@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """docs/security.md: each promise names a test, and each test that it names exists."""
 
 import ast

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The image's components: locked, hashed, and listed."""
 
 import json
@@ -6,6 +7,7 @@ import subprocess
 import sys
 import tomllib
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 from pip._vendor.packaging.requirements import Requirement
@@ -116,3 +118,32 @@ NAMES_THE_VERSION = {
 @pytest.mark.parametrize("name", NAMES_THE_VERSION)
 def test_files_name_the_version_of_the_package(name: str) -> None:
     assert set(re.findall(NAMES_THE_VERSION[name], (ROOT / name).read_text())) == {__version__}
+
+
+SOURCES = ("kbpf", "tests", "benchmarks", "tools", "vagrant", ".ci")
+ABOVE_THE_FOLDERS = ("Makefile", "Containerfile")
+CODE = {".py", ".c", ".h", ".go", ".sh"}
+
+
+def source_files() -> list[Path]:
+    """All files of code that are not empty; a program without a suffix begins with #!."""
+    below = [path for folder in SOURCES for path in sorted((ROOT / folder).rglob("*"))]
+    return [
+        path
+        for path in (*below, *(ROOT / name for name in ABOVE_THE_FOLDERS))
+        if path.is_file()
+        and "__pycache__" not in path.parts
+        and path.stat().st_size
+        and (
+            path.suffix in CODE
+            or path.name in ABOVE_THE_FOLDERS
+            or (not path.suffix and path.read_bytes()[:2] == b"#!")
+        )
+    ]
+
+
+def test_every_source_file_names_its_licence() -> None:
+    files = source_files()
+    assert len(files) > 500
+    line = re.compile(r"SPDX-License-Identifier: (Apache-2\.0|.*GPL-2\.0.*)")
+    assert [path for path in files if not line.search(path.read_text()[:300])] == []

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """BackgroundCollector: when it collects, what a scrape returns, and which errors it survives."""
 
 import logging

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kubernetes Events: what is sent, when it is retried, and that emit() never blocks."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The HTTP server: its responses, and that misbehaving clients cannot block others.
 
 The sockets are real, on loopback. Misbehaving clients stay connected while an honest one sends its

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """/metrics: kube-proxy's series exactly as in kube-proxy, and kbpf's own, read with an independent
 parser.
 """

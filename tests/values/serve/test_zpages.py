@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """/statusz and /flagz. The rows were recorded from the handlers of Kubernetes 1.37.1
 (k8s.io/apiserver/pkg/server/statusz and flagz, run with httptest). tests/lab/agent/test_observe.py
 compares the pages with a real kube-proxy.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An operator's mistakes in a folder of objects: the lines of the agent's log and of its status.
 
 Another Service in the folder must stay served in every row.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Responses with `Content-Encoding: gzip`: the same results and limits as plain ones."""
 
 import gzip

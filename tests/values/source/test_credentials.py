@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kubeconfigs, credentials and TLS: what is read, what is sent to the server, and the errors."""
 
 import base64

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How each field is decoded, as kube-proxy does (serviceport.go, endpointslicecache.go), and what
 an invalid one leads to.
 """

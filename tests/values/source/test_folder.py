@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A folder of YAML: what is read from it and which events a change makes. A bad file keeps its
 previous objects and does not affect other files.
 """

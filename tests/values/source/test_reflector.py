@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LIST and WATCH against a scripted server: the reflector's events, requests and waits, mostly
 after errors of the server.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decoding the bytes of a watch: chunking, bookmarks, errors and malformed lines."""
 
 import itertools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`kbpf inspect` in mode ipvs: the views of mode bpf, built from constructed values."""
 
 from pathlib import Path

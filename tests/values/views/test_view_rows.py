@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Views built from constructed snapshots, for states that a kernel cannot be made to show."""
 
 from pathlib import Path

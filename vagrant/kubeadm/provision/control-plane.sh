@@ -1,4 +1,5 @@
 #!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
 # control-plane.sh ADDRESS TOKEN sets up the control plane, with kbpf instead of kube-proxy.
 #
 # It can be repeated, also after a failure: an incomplete `kubeadm init` is reset first. KBPF_TREE is the

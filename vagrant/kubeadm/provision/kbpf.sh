@@ -1,4 +1,5 @@
 #!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
 # kbpf.sh API-SERVER POD-NETWORK [TREE] installs kbpf instead of kube-proxy, as docs/install.md describes.
 #
 # KUBECTL: the kubectl command with its arguments.

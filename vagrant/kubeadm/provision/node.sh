@@ -1,4 +1,5 @@
 #!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
 # node.sh VERSION prepares a machine for kubeadm, with kbpf's image in containerd.
 #
 # It can be repeated: Kubernetes stays as it is, the image is built again. KBPF_TREE is the path of the

@@ -1,4 +1,5 @@
 #!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
 # worker.sh ADDRESS CONTROL-PLANE TOKEN joins a worker to the cluster.
 #
 # It waits for the control plane, which libvirt sets up at the same time. It can be repeated, also after a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads what an earlier agent left in the maps, as values to plan from.
 
 Only consistent entries are trusted: a set only if all its slots point to backends, a frontend only

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks whether the changes of one apply() fit into the maps."""
 
 import time

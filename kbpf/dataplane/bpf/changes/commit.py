@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Executes the writes of a plan in the order given in plan.py."""
 
 from array import array

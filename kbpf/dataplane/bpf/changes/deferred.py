@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Defers large Service ports until small ones are programmed, then programs them in slices."""
 
 import heapq

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Deletes old sets and their entries after a grace period, much longer than a reader needs."""
 
 import time

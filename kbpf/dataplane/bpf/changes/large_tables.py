@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Computes and writes large tables one piece at a time, before a Service port is flipped to them.
 No program reads them until then, and other Service ports are programmed meanwhile.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans the writes from the programmed to the desired state, in an order that is safe for readers.
 
 The order, and why (BpfPlane._apply() and commit.py execute it):

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Limits each namespace's share of the maps, and orders Service ports when room is short.
 
 A tenant decides how many ports, endpoints and annotations its Services have, and every node pays

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Values shared by frontends, each stored in a map while at least one frontend has it: ClusterIPs
 in `cluster_ips`, ports in `frontend_ports`.
 """

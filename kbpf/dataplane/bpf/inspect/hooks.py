@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads from the pinned links and programs which program is attached to each socket hook."""
 
 import errno

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Descriptions of the reasons that the programs count, for `kbpf inspect status`.
 
 Each says what happened and why; those of refusals and drops also say what to do.

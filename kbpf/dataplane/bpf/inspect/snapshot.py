@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads the pins of an agent once, into a frozen snapshot from which all views are built.
 
 Only pinned maps, links and programs are read, so this works while the agent is down. Reading goes

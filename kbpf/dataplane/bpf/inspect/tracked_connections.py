@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads the packet path's tracked connections from the map `flows` (bpf/track.h).
 
 A connection has two or three entries: one with the key (client, frontend), and one or both of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Counts each client's entries in the map `affinity`.
 
 The programs count entries up and add no entry for a client that has used its share (lookup.h,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes to the maps of one agent, keeps their fill levels, and resizes them.
 
 A map of which the agent is the only writer grows by copy and switch: during the copy every write

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The map `agent_sockets`: the agent's own connections to the API server, by socket cookie."""
 
 import logging

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The entries of the packet path's map `flows`, as bytes (bpf/track.h).
 
 Each entry of a flow contains a complete struct flow. The original-direction entry (client and

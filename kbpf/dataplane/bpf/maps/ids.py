@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Allocates ids that are not reused soon, and counts the users of backends and tables.
 
 An id outlives its object in sockets, flows and affinity entries; if it were reused, these

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The binary layout of map keys and values. kbpf/bpf/types.h is authoritative.
 
 A test compiles types.h and compares sizes, offsets and enums with this module. Numbers are in host

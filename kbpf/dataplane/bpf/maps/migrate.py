@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Moves the contents of maps that programs write to maps of another size or layout, while the
 programs keep writing.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Creates, adopts, replaces and removes the pins of the BPF data plane and its maps.
 
     PIN/maps-SCHEMA/NAME       maps of one layout (layout.schema_hash)

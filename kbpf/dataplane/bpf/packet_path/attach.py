@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attaches the packet programs to the chosen devices, and detaches them from all others.
 
 A pass has four stages. Each goes through all devices:

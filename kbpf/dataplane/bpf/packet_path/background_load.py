@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loads the packet programs in a thread, while the socket hooks already serve.
 
 Verifying them takes most of a second, and compiling them takes several. At a first start there are

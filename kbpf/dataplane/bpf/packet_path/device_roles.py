@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decides which devices get the packet programs: pure functions from a device listing to roles.
 
 Traffic from outside, and replies of backends on other nodes, arrive on a **host** device: an uplink

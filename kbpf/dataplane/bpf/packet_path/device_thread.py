@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The device thread: keeps the attachments in line with the node's devices.
 
 It receives rtnetlink notifications and acts within milliseconds. Every 30 s it reads everything

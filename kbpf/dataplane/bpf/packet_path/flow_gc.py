@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Garbage-collects orphaned reply entries of the map `flows`: entries whose original-direction
 entry no longer points at them.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes the maps that describe the node and its devices to the packet programs: `node`,
 `local_networks`, `devices` and `device_cache`.
 

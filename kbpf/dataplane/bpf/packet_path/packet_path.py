@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The packet path: the programs of the unit `tc` on the devices of the node.
 
 It is independent of the socket hooks: if the kernel refuses these programs, Services still work for

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Keeps conntrack and our programs from using the same SNAT port for the same backend.
 
 Towards a backend, an address and port of the node represent one client. conntrack allocates ports

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stores compiled programs in files: bytecode, and where it references each map.
 
 The agent never imports BCC; it gets artifacts from here. The file name contains a hash of

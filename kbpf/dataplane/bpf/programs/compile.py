@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compiles a unit with BCC in a child process (`python -m kbpf.dataplane.bpf.programs.compile UNIT
 FILE`), which alone imports bcc.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Joins a unit and its headers into one text, since BCC rewrites map accesses only in the main
 file.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds programs of other load balancers (Cilium, Calico in eBPF mode) at our hooks. Both decide
 about the same connections, and the first one to see a connection wins.
 

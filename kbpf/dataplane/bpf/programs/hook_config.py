@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The map `config`: settings and exemption flags for the socket hooks."""
 
 from collections.abc import Collection

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loads the programs of an artifact over a set of maps, or adopts pinned ones, and attaches them in
 place of older ones.
 

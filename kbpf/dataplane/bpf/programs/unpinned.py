@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds programs of kbpf that are attached but not pinned in our pin folder.
 
 If another file system is mounted over the bpffs, or the agent is given another --pin-dir, the pins

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The judge of kbpf's policy: kube-proxy's own functions, of the version that go.mod pins.
 //
 // Reads one question a line, writes one answer a line, both in JSON. A question is a node, the
