@@ -295,7 +295,8 @@ def gone_unless_in(
 
 class UdpPasses:
     """Cuts stale UDP in passes over the maps, one step at a time, so that the writing thread never
-    walks over all flows at once. What is added during a pass waits for the next one.
+    walks over all flows at once. What is added during a pass waits for the next one. A pass that
+    fails with a KernelError starts again in the next call of advance().
     """
 
     def __init__(self, maps: dict[str, Map]) -> None:
@@ -304,6 +305,12 @@ class UdpPasses:
         self._frontends: set[tuple[int, FrontendAddress]] = set()
         self._count_flows = False
         self._steps: CutSteps | None = None
+        # what the current pass cuts, as add() takes it
+        self._current: tuple[set[tuple[int, Backend]], set[tuple[int, FrontendAddress]], bool] = (
+            set(),
+            set(),
+            False,
+        )
         self._families: set[int] = set()
         self._seconds = 0.0
         self.results: list[UdpCuts] = []
@@ -327,7 +334,9 @@ class UdpPasses:
         self._count_flows |= count_flows
 
     def advance(self, seconds: float) -> None:
-        """Works for this many seconds; the last step may take longer."""
+        """Works for this many seconds; the last step may take longer. Raises KernelError if a map
+        cannot be read or written.
+        """
         start = now = time.perf_counter()
         while self.is_busy and now - start < seconds:
             result = self._step()
@@ -346,9 +355,15 @@ class UdpPasses:
             self._families |= {family_of(address.address) for _, address in self._frontends}
             is_gone = gone_if_in(self._backends, self._frontends)
             self._steps = cut_stepwise(self._maps, is_gone, self._count_flows)
+            self._current = self._backends, self._frontends, self._count_flows
             self._backends, self._frontends, self._count_flows = set(), set(), False
         try:
             next(self._steps)
         except StopIteration as stop:
             return cast("Counter[int]", stop.value)
+        except KernelError:
+            # A generator that has raised is finished, and the pass is not.
+            self._steps = None
+            self.add(*self._current)
+            raise
         return None

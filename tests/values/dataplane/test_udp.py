@@ -3,6 +3,7 @@
 tests/programs/sockets/test_udp.py has real maps and sockets.
 """
 
+import errno
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,6 +24,7 @@ from kbpf.dataplane.bpf.maps.layout import (
     pack_target,
 )
 from kbpf.dataplane.bpf.maps.pinning import Pins
+from kbpf.errors import KernelError
 from kbpf.model.address import parse_addr
 from kbpf.model.config import MapSizes
 from kbpf.model.desired import Backend
@@ -227,6 +229,27 @@ def test_a_full_table_is_processed_in_steps_and_each_flow_ends_once(
             passes.add({(1, TWO)}, set(), count_flows=False)
     assert maps["flows"] == {}
     assert [each.flows for each in passes.results] == [{4: count // 2}, {4: count // 2}]
+
+
+@pytest.mark.parametrize("method", ["items", "lookup", "delete"])
+def test_a_pass_that_failed_starts_again(monkeypatch: pytest.MonkeyPatch, method: str):
+    flows = flow((1, ONE, UDP), (2, TWO, UDP))
+    passes = udp.UdpPasses(cast("Any", {**sockets(), "flows": flows}))
+    passes.add({(1, ONE)}, set(), count_flows=True)
+
+    def fail(*_: Any) -> Any:
+        raise KernelError("cannot read", "map flows", errno=errno.ENOMEM)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(flows, method, fail)
+        with pytest.raises(KernelError):
+            passes.advance(float("inf"))
+    assert passes.is_busy
+    for _ in range(10):  # at least one step each
+        passes.advance(1e-9)
+    assert not passes.is_busy
+    assert {key[0] for key in flows} == {2}
+    assert [each.flows for each in passes.results] == [{4: 1}]
 
 
 def test_a_socket_skipped_once_by_the_iterator_is_ended(monkeypatch: pytest.MonkeyPatch):
