@@ -337,7 +337,9 @@ class Agent:
         self._resync()
         newly_authoritative = not self._fully_synced and self._is_authoritative()
         retry_due = (self._refused or self._apply_error) and time.monotonic() >= self._retry_due
-        if self._dirty_keys is None or self._dirty_keys or retry_due or newly_authoritative:
+        dirty = self._dirty_keys is None or bool(self._dirty_keys)
+        # After a failure the data plane reads all maps again, so changes wait for the retry.
+        if retry_due or (not self._apply_error and (dirty or newly_authoritative)):
             self._apply(self._dirty_keys)
         # Large Services get every second round at least, however many small ones wait.
         self._skipped_large = computed_small and not self._skipped_large
@@ -544,8 +546,8 @@ class Agent:
                 due.append(now)
             if self._deferred:
                 due.append(self._deferred_due)
-        if self._first_apply_done and (queue_due := self._queue.next_due(now)) is not None:
-            due.append(queue_due)
+            if (queue_due := self._queue.next_due(now)) is not None:
+                due.append(queue_due)
         if self._apply_error or self._refused:
             due.append(self._retry_due)
         return max(0.0, min(due) - now)

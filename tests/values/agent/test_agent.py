@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from kbpf.agent import agent as module
-from kbpf.agent.agent import Agent
+from kbpf.agent.agent import RETRY_INTERVAL_S, Agent
 from kbpf.agent.inbox import Wake
 from kbpf.agent.work_queue import LARGE_SERVICE_ENDPOINTS
 from kbpf.dataplane.base import Report
@@ -321,6 +321,31 @@ def test_failed_apply_is_counted(clock: Clock, monkeypatch: pytest.MonkeyPatch):
     agent.step([])
     assert failures() == 2
     assert plane.applied[1:] == [{"a"}]
+
+
+@pytest.mark.parametrize("waiting", ["nothing", "large Service", "deferred work", "new event"])
+def test_failed_apply_is_retried_once_per_interval(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, waiting: str
+):
+    agent, plane = begun(0.0)
+    attempts: list[float] = []
+
+    def refuse(*_: object) -> Report:
+        attempts.append(clock.now)
+        raise KernelError("no")
+
+    monkeypatch.setattr(plane, "apply", refuse)
+    if waiting == "deferred work":
+        monkeypatch.setattr(plane, "tick", lambda now: now)
+    agent.step([service("a"), *(large("b") if waiting == "large Service" else ())])
+    for _ in range(4):
+        agent.step([service("c")] if waiting == "new event" else [])
+        if waiting != "deferred work":
+            assert agent._seconds_until_due() > 0
+    assert attempts == [100.0]
+    clock.now += RETRY_INTERVAL_S
+    agent.step([])
+    assert attempts == [100.0, 100.0 + RETRY_INTERVAL_S]
 
 
 def test_refused_change_becomes_unhealthy_although_others_arrive(
