@@ -384,6 +384,7 @@ static __always_inline void create_flow(struct bpf_sock_addr *ctx, const struct 
 	if (!flow)
 		return;
 	flow->frontend.protocol = 0;
+	asm volatile("" ::: "memory"); /* the compiler would write the times first */
 	flow->chosen_at = now;
 	flow->last_sent = now;
 	flow->last_received = 0;
@@ -392,6 +393,7 @@ static __always_inline void create_flow(struct bpf_sock_addr *ctx, const struct 
 	flow->backend_id = c->backend_id;
 	flow->frontend.address = to->address;
 	flow->frontend.port = to->port;
+	asm volatile("" ::: "memory");
 	flow->frontend.protocol = to->protocol;
 }
 

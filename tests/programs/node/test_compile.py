@@ -7,6 +7,7 @@ with those of other tests.
 
 import os
 import shutil
+import struct
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -290,3 +291,25 @@ def test_compiling_unprivileged_is_an_error(tree: Tree):
     said = tree.obtain(*drop, cache=Path("/nowhere"))
     assert said.startswith("CompileError: BCC is not allowed to create BPF maps: ")
     assert said.endswith("(unit sock); run as root or with CAP_BPF")
+
+
+STORE_BYTE, STORE_LONG = 0x73, 0x7B
+TIMES, FREE_MARK = (0, 8, 16), 42  # offsets in struct udp_flow: the times; frontend.protocol
+
+
+@pytest.mark.parametrize("program", ["sendmsg4", "sendmsg6"])
+def test_flow_is_marked_free_before_it_is_written(artifact_cache: Path, program: str) -> None:
+    """The compiler keeps the order of create_flow(): other threads use the socket meanwhile."""
+    made, _ = compile.find_or_compile("sock", artifact_cache)
+    (insns,) = (code.insns for code in made.programs if code.name == program)
+    stores = [
+        (opcode, registers & 15, offset)
+        for opcode, registers, offset, _ in struct.iter_unpack("=BBhi", insns)
+        if opcode in (STORE_BYTE, STORE_LONG)
+    ]
+    ((_, flow, mark),) = {store for store in stores if store[0] == STORE_BYTE and
+                          stores.count(store) == 2}  # fmt: skip
+    times = {(STORE_LONG, flow, mark - FREE_MARK + offset) for offset in TIMES}
+    first = stores.index((STORE_BYTE, flow, mark))
+    last = stores.index((STORE_BYTE, flow, mark), first + 1)
+    assert times <= set(stores[first:last])
