@@ -5,9 +5,10 @@ A model of the maps applies the writes in the order of plan.py, one by one; afte
 frontend must have a complete backend set, old or new.
 """
 
+import errno
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 from hypothesis import given, settings
@@ -30,7 +31,14 @@ from kbpf.dataplane.bpf.changes.plan import (
     table_key,
 )
 from kbpf.dataplane.bpf.maps.ids import BackendTable, IdAllocator, SharedTables
-from kbpf.dataplane.bpf.maps.layout import KIND_FLAGS, Meta, ServiceFlag, ServiceValue
+from kbpf.dataplane.bpf.maps.layout import (
+    AFFINITY_KEY,
+    KIND_FLAGS,
+    Meta,
+    ServiceFlag,
+    ServiceValue,
+)
+from kbpf.errors import KernelError
 from kbpf.model.address import format_addr
 from kbpf.model.desired import Backend, FrontendAddress, ServicePortKey, ServiceState
 from kbpf.model.objects import Algorithm, Protocol
@@ -513,6 +521,58 @@ def test_retired_sets_are_deleted_in_order_after_the_grace_period():
     assert cut == [first], "the time budget is 0"
     queue.delete_until(7.0)
     assert (cut, queue.due) == ([first, second], None)
+
+
+class FailingMaps(Calls):
+    """Fake tables. If `failing`, each deletion and each walk over `affinity` fails the first time.
+    `deleted`: the names and keys of deletions that did not fail.
+    """
+
+    def __init__(self, failing: bool) -> None:
+        super().__init__()
+        self.failing = failing
+        self.deleted: list[tuple[str, bytes]] = []
+        self.failed: set[tuple[str, bytes]] = set()
+        self.maps["affinity"] = cast("Any", self)
+
+    def delete(self, name: str, keys: Iterable[bytes]) -> None:
+        if joined := b"".join(keys):
+            self.fail_once(name, joined)
+            self.deleted.append((name, joined))
+
+    def items(self) -> Iterator[tuple[bytes, bytes]]:
+        self.fail_once("walk", b"")
+        yield AFFINITY_KEY.pack(bytes(16), 1, 0), b""
+
+    def fail_once(self, *what: Any) -> None:
+        if self.failing and what not in self.failed:
+            self.failed.add(what)
+            raise KernelError("cannot delete", what[0], errno=errno.ENOMEM)
+
+
+def test_a_deletion_that_failed_is_repeated_and_the_rest_follows():
+    """Nothing is left out, nothing is released twice, and stale UDP is cut at the end."""
+    results = []
+    for failing in (False, True):
+        agent, maps, cut = Agent(), FailingMaps(failing), list[Retired]()
+        queue = GraceQueue(maps, agent.table, agent.tables, cut.append)
+        agent.plan(web(affinity_timeout=9))
+        retired = agent.plan(web(C)).retired
+        queue.add(5.0, retired)
+        failures = 0
+        while queue.due is not None:
+            assert failures < 10
+            try:
+                queue.delete_until(5.0)
+            except KernelError:
+                failures += 1
+                assert cut == []
+        assert cut == [retired]
+        results.append((maps.deleted, failures))
+    (expected, none), (deleted, failures) = results
+    assert deleted == expected
+    assert {name for name, _ in deleted} == {"backend_slots", "set_members", "backends", "affinity"}
+    assert (none, failures) == (0, 5), "one for each map, and one for the walk"
 
 
 # ---- the order ---------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 """Executes the writes of a plan in the order given in plan.py."""
 
 from array import array
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Final
 
@@ -19,6 +19,7 @@ from kbpf.dataplane.bpf.maps.layout import (
     pack_source_range,
     pack_target,
 )
+from kbpf.errors import KernelError
 from kbpf.model.address import Addr
 from kbpf.model.desired import Backend, FrontendAddress
 
@@ -28,6 +29,8 @@ BATCH_ENTRIES: Final = 1_024
 """Entries deleted in one batch: about one millisecond."""
 AddressChange = tuple[Collection[Addr], Collection[Addr]]
 """Added and removed addresses."""
+DeletionSteps = Iterator[KernelError | None]
+"""Work in steps. A step that yields an error has failed; the next one tries it again."""
 
 
 def write(
@@ -77,7 +80,7 @@ def delete_retired(
     backend_table: BackendTable,
     shared_tables: SharedTables,
     retired: Retired,
-) -> Iterator[None]:
+) -> DeletionSteps:
     """Deletes retired entries after their grace period, BATCH_ENTRIES at a time."""
     lists = (*(old_set.backends for old_set in retired.sets), *retired.released_backends)
     # Backends are released after the members, whose keys contain the ids of the backends.
@@ -91,23 +94,41 @@ def delete_retired(
     yield from _delete(agent_maps, "backends", _pack_ids(released_ids, retired.backend_ids))
     yield from _delete(agent_maps, "service_names", _pack_ids((), retired.names))
     if retired.forget_affinity:
-        yield from _delete_affinity(agent_maps, retired.forget_affinity)
+        yield from _retry(lambda: _delete_affinity(agent_maps, retired.forget_affinity))
 
 
 def _delete(
     agent_maps: AgentMaps, name: str, batches: Iterable[tuple[int, Iterable[bytes]]]
-) -> Iterator[None]:
-    """Deletes keys that come in batches, each with its cost in entries."""
+) -> DeletionSteps:
+    """Deletes keys that come in batches, each with its cost in entries. Reading `batches` releases
+    ids, so keys that could not be deleted are kept for the next step.
+    """
     keys: list[bytes] = []
     cost = 0
+
+    def delete_keys() -> Iterable[None]:
+        agent_maps.delete(name, keys)
+        return ()
+
     for batch_cost, batch in batches:
         keys += batch
         cost += batch_cost
         if cost >= BATCH_ENTRIES:
-            agent_maps.delete(name, keys)
-            yield
+            yield from _retry(delete_keys)
+            yield None
             keys, cost = [], 0
-    agent_maps.delete(name, keys)
+    yield from _retry(delete_keys)
+
+
+def _retry(begin: Callable[[], Iterable[None]]) -> DeletionSteps:
+    """Runs the steps of `begin()`, and begins again after a KernelError, which it yields."""
+    while True:
+        try:
+            yield from begin()
+        except KernelError as error:
+            yield error
+        else:
+            return
 
 
 def _slot_keys(

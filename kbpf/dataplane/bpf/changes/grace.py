@@ -3,13 +3,14 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Final
 
 from kbpf.dataplane.bpf.changes import commit
 from kbpf.dataplane.bpf.changes.plan import Retired
 from kbpf.dataplane.bpf.maps.agent_maps import AgentMaps
 from kbpf.dataplane.bpf.maps.ids import BackendTable, SharedTables
+from kbpf.errors import KernelError
 
 GRACE_PERIOD_S: Final = 1.0
 """Time between the flip and the deletion of the old set, in seconds. A reader needs microseconds;
@@ -39,7 +40,7 @@ class GraceQueue:
             cut_udp,
         )
         self._queue: deque[tuple[float, Retired]] = deque()
-        self._steps: Iterator[None] | None = None  # of the deletion in progress
+        self._steps: commit.DeletionSteps | None = None  # of the deletion in progress
 
     def add(self, flipped: float, retired: Retired) -> None:
         """Queues retired entries, if any."""
@@ -60,7 +61,8 @@ class GraceQueue:
 
     def delete_until(self, flipped: float, seconds: float = float("inf")) -> None:
         """Deletes what was retired by flips up to `flipped`, for this many seconds, but at least
-        one piece. Does nothing if `seconds` is 0 or less.
+        one piece. Does nothing if `seconds` is 0 or less. After a KernelError the next call
+        continues with the piece that failed.
         """
         deadline = time.perf_counter() + seconds
         while seconds > 0 and (
@@ -68,12 +70,15 @@ class GraceQueue:
         ):
             if self._steps is None:
                 self._steps = self._retire(self._queue.popleft()[1])
-            if next(self._steps, self) is self:
+            result = next(self._steps, self)
+            if result is self:
                 self._steps = None
+            elif isinstance(result, KernelError):
+                raise result
             if time.perf_counter() >= deadline:
                 return
 
-    def _retire(self, retired: Retired) -> Iterator[None]:
+    def _retire(self, retired: Retired) -> commit.DeletionSteps:
         yield from commit.delete_retired(
             self._agent_maps, self._backend_table, self._shared_tables, retired
         )
