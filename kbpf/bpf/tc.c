@@ -905,7 +905,7 @@ static __always_inline bool enqueue(struct flow_key *key, const struct node *n, 
 
 /* Makes room for the original entry at `key`: takes the place in the queue of an older flow of the
  * same client and frontend, whose reply entries it deletes, or finds a new place. Any result other
- * than NEW_FLOW: the new flow cannot begin. NOT_RECORDED: a live flow has this key for its
+ * than NEW_FLOW: the new flow cannot begin. NOT_TRACKED: a live flow has this key for its
  * replies. */
 static __always_inline enum reason claim_original(struct flow_key *key, const struct flow *old,
 						  const struct flow *flow, const struct node *n)
@@ -916,7 +916,7 @@ static __always_inline enum reason claim_original(struct flow_key *key, const st
 	}
 	if (old) {
 		if (!is_over(old, flow->last_used) && old->state != STATE_CLOSED)
-			return NOT_RECORDED;
+			return NOT_TRACKED;
 		flows.delete(key);
 	}
 	return enqueue(key, n, flow->last_used) ? NEW_FLOW : TABLE_FULL;
@@ -1006,7 +1006,7 @@ static __always_inline struct flow *clear_scratch(void)
 static __always_inline int continue_in(struct __sk_buff *skb, u32 tail)
 {
 	tails.call(skb, tail);
-	return finish(TC_ACT_SHOT, NOT_RECORDED);
+	return finish(TC_ACT_SHOT, NOT_TRACKED);
 }
 
 /* Whether this is a known address of the node: one that serves NodePorts, or one for SNAT. */
@@ -1028,7 +1028,7 @@ int tc_route(struct __sk_buff *skb)
 	struct address own;
 
 	if (!device || !n || !flow || !parse(skb, device->l2, &p))
-		return finish(TC_ACT_SHOT, NOT_RECORDED);
+		return finish(TC_ACT_SHOT, NOT_TRACKED);
 	source = flow->client;
 	backend = flow->backend;
 	if (has_snat(flow))
@@ -1054,7 +1054,7 @@ int tc_route(struct __sk_buff *skb)
 			cache_next_hop(&flow->out, &route, flow->last_used);
 	}
 	tails.call(skb, TAIL_ENQUEUE);
-	return finish(TC_ACT_SHOT, NOT_RECORDED);
+	return finish(TC_ACT_SHOT, NOT_TRACKED);
 }
 
 /* Whether this flow has lost an entry that its replies or its packets in the stack need: another
@@ -1099,7 +1099,7 @@ int tc_recheck(struct __sk_buff *skb)
 	} else {
 		return TC_ACT_UNSPEC;
 	}
-	return finish(TC_ACT_SHOT, NOT_RECORDED);
+	return finish(TC_ACT_SHOT, NOT_TRACKED);
 }
 
 /* The client reused its port but the Service is gone: delete the flow, or later packets would still
@@ -1154,7 +1154,7 @@ int tc_coexist(struct __sk_buff *skb)
 		return TC_ACT_UNSPEC;
 	skb->cb[0] = begin | BEGIN_NOT_FOREIGN;
 	tails.call(skb, TAIL_CHOOSE);
-	return finish(TC_ACT_SHOT, NOT_RECORDED);
+	return finish(TC_ACT_SHOT, NOT_TRACKED);
 }
 
 /* Chooses a backend for a packet from outside the node, or from a pod. */
@@ -1232,7 +1232,7 @@ static __always_inline int claim_entries(struct __sk_buff *skb, const struct flo
 {
 	skb->cb[0] = 0;
 	tails.call(skb, flow->path == PATH_DIRECT_SNAT ? TAIL_CLAIM_PORT : TAIL_CLAIM_REPLY);
-	return finish(TC_ACT_SHOT, NOT_RECORDED);
+	return finish(TC_ACT_SHOT, NOT_TRACKED);
 }
 
 /* Whether a client that reuses its port got the same backend again. */
@@ -1301,7 +1301,7 @@ int tc_enqueue(struct __sk_buff *skb)
 	struct flow *old;
 
 	if (!flow || !n || !total)
-		return finish(TC_ACT_SHOT, NOT_RECORDED);
+		return finish(TC_ACT_SHOT, NOT_TRACKED);
 	key = original_key(flow);
 	old = flows.lookup(&key);
 	if (old && revive(old, flow, n))
@@ -1324,7 +1324,7 @@ int tc_evict(struct __sk_buff *skb)
 	u64 *total = flow_count.lookup(&zero);
 
 	if (!flow || !n || !total)
-		return finish(TC_ACT_SHOT, NOT_RECORDED);
+		return finish(TC_ACT_SHOT, NOT_TRACKED);
 	evict_over_limit(total, flow->last_used);
 	if (--skb->cb[0] && *total > n->connections)
 		tails.call(skb, TAIL_EVICT);
@@ -1339,7 +1339,7 @@ static __always_inline int publish(struct __sk_buff *skb, struct flow *flow)
 	flow->direction = DIRECTION_ORIGINAL;
 	if (flows.update(&key, flow)) {
 		delete_replies(flow);
-		return finish(TC_ACT_SHOT, NOT_RECORDED);
+		return finish(TC_ACT_SHOT, NOT_TRACKED);
 	}
 	return resume(skb, flow);
 }
@@ -1354,17 +1354,17 @@ int tc_claim_reply(struct __sk_buff *skb)
 	long error;
 
 	if (!n || !scratch)
-		return finish(TC_ACT_SHOT, NOT_RECORDED);
+		return finish(TC_ACT_SHOT, NOT_TRACKED);
 	flow = *scratch;
 	flow.direction = DIRECTION_REPLY;
 	flow.out.ifindex = 0; /* the cached next hop is that of the client's packets */
 	error = claim_reply(&flow, n, flow.last_used);
 	if (error)
-		return finish(TC_ACT_SHOT, error == -EEXIST ? NO_SNAT_PORT : NOT_RECORDED);
+		return finish(TC_ACT_SHOT, error == -EEXIST ? NO_SNAT_PORT : NOT_TRACKED);
 	if (has_snat(&flow)) {
 		scratch->client_port = flow.client_port;
 		tails.call(skb, TAIL_CLAIM_PORT);
-		return finish(TC_ACT_SHOT, NOT_RECORDED);
+		return finish(TC_ACT_SHOT, NOT_TRACKED);
 	}
 	flow.out.ifindex = scratch->out.ifindex;
 	return publish(skb, &flow);
@@ -1401,7 +1401,7 @@ static __always_inline enum reason no_port_reason(const struct flow *flow)
 {
 	struct flow_key key = snat_reply_key(flow);
 
-	return flows.lookup(&key) ? NO_SNAT_PORT : NOT_RECORDED;
+	return flows.lookup(&key) ? NO_SNAT_PORT : NOT_TRACKED;
 }
 
 /* Writes the entry of a new flow for replies to the node. cb[0] (enum search) says how to search
@@ -1414,7 +1414,7 @@ int tc_claim_port(struct __sk_buff *skb)
 	struct flow *scratch = flow_scratch.lookup(&zero), flow;
 
 	if (!n || !scratch)
-		return finish(TC_ACT_SHOT, NOT_RECORDED);
+		return finish(TC_ACT_SHOT, NOT_TRACKED);
 	flow = *scratch;
 	flow.direction = DIRECTION_SNAT_REPLY;
 	flow.out.ifindex = 0;
@@ -1431,7 +1431,7 @@ int tc_claim_port(struct __sk_buff *skb)
 		return abort_flow(&flow, NO_SNAT_PORT);
 	}
 	if (flow.path != PATH_DIRECT_SNAT && !write_port_to_reply(&flow))
-		return abort_flow(&flow, NOT_RECORDED);
+		return abort_flow(&flow, NOT_TRACKED);
 	flow.out.ifindex = scratch->out.ifindex;
 	return publish(skb, &flow);
 }
@@ -1556,10 +1556,10 @@ int tc_scan_ports(struct __sk_buff *skb)
 	int i;
 
 	if (!n || !scratch)
-		return finish(TC_ACT_SHOT, NOT_RECORDED);
+		return finish(TC_ACT_SHOT, NOT_TRACKED);
 	last_exhausted = last_exhausted_of(&scratch->backend);
 	if (!last_exhausted)
-		return finish(TC_ACT_SHOT, NOT_RECORDED);
+		return finish(TC_ACT_SHOT, NOT_TRACKED);
 	s = share_of(scratch, n);
 	if (skb->cb[0] == SEARCH_SEQUENTIAL) /* the first run */
 		left = elapsed(*last_exhausted, scratch->last_used) < SCAN_PAUSE
@@ -1598,7 +1598,7 @@ int tc_claim_late(struct __sk_buff *skb)
 	long error;
 
 	if (!n || !scratch)
-		return finish(TC_ACT_SHOT, NOT_RECORDED);
+		return finish(TC_ACT_SHOT, NOT_TRACKED);
 	skb->cb[0] = FLOW_UPDATED;
 	flow = *scratch;
 	flow.direction = DIRECTION_REPLY;
@@ -1608,7 +1608,7 @@ int tc_claim_late(struct __sk_buff *skb)
 		flow.seen.started = 0; /* these are the numbers of another entry */
 	error = claim_reply(&flow, n, now_ns());
 	if (error)
-		return finish(TC_ACT_SHOT, error == -EEXIST ? NO_SNAT_PORT : NOT_RECORDED);
+		return finish(TC_ACT_SHOT, error == -EEXIST ? NO_SNAT_PORT : NOT_TRACKED);
 	key = original_key(&flow);
 	entry = entry_of(scratch, &key);
 	if (!entry) { /* another CPU was first, with another port of client' */

@@ -383,7 +383,7 @@ enum reason {
 	NO_LOCAL_ENDPOINTS = 6, /* policy Local, and no endpoint on this node: dropped */
 	NEEDS_SOURCE = 7,       /* the Service has source ranges: left to the packet path */
 	SET_VANISHED = 8,       /* no consistent read after all tries: refused */
-	NOT_RECORDED = 9,       /* state not stored: sockets are served, packets dropped */
+	NOT_RECORDED = 9,       /* state not stored, but served */
 	NO_SNAT_PORT = 10,      /* no free port of the node for SNAT: dropped */
 	NOT_REWRITTEN = 11,     /* the packet could not be rewritten: dropped */
 	NOT_ALLOWED = 12,       /* not in the Service's source ranges: dropped */
@@ -396,7 +396,8 @@ enum reason {
 	TABLE_FULL = 19,   /* no flow that was checked could be evicted: the new one is dropped */
 	RATE_LIMITED = 20, /* too many refusals: dropped without a reply */
 	REDIRECTED = 21,   /* sent to another device, past the stack */
-	REASONS = 22,
+	NOT_TRACKED = 22,  /* the state of a connection could not be stored: dropped */
+	REASONS = 23,
 };
 
 /* ---- accounting (account.h) ---- */

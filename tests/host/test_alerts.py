@@ -52,7 +52,11 @@ PLANE = Counts(
             TableUsage("flows", 2640, 3000, None, 4096),  # closed connections
             TableUsage("affinity", 65_536, 65_536, None, 4096),
         ),
-        reason_counts=(ReasonCount("no_route", "drop", 0), ReasonCount("evicted", "note", 0)),
+        reason_counts=(
+            ReasonCount("no_route", "drop", 0),
+            ReasonCount("not_tracked", "drop", 0),
+            ReasonCount("evicted", "note", 0),
+        ),
         hooks=(("connect4", True), ("connect6", True)),
         foreign_programs=0,
     ),
@@ -153,6 +157,9 @@ ROWS = [
         {"reason": "evicted", "verdict": "note"}),
     Row("packets are dropped", {'kbpf_decisions_total{reason="no_route"}': "0+120x60"},
         "KbpfDropsPackets", "2 packets per second are dropped: no_route", {"reason": "no_route"}),
+    Row("connections cannot be tracked", {'kbpf_decisions_total{reason="not_tracked"}': "0+120x60"},
+        "KbpfDropsPackets", "2 packets per second are dropped: not_tracked",
+        {"reason": "not_tracked"}),
     Row("few packets are dropped", {'kbpf_decisions_total{reason="no_route"}': "0+6x60"}),
     Row("backends do not answer", {
         'kbpf_service_failures_total{service="web",reason="unanswered"}': GROWS,

@@ -22,6 +22,7 @@ import pytest
 from kbpf.config import parsers
 from kbpf.dataplane.bpf import udp
 from kbpf.dataplane.bpf.maps import layout
+from kbpf.dataplane.bpf.metrics import VERDICT_BY_REASON
 from kbpf.dataplane.bpf.programs.flatten import SOURCES, flatten
 from kbpf.kernel.bpf import uapi
 from kbpf.model.address import ANY4, ANY6, V4_PREFIX, Addr, parse_addr
@@ -378,3 +379,14 @@ def test_socket_storage_values_fit_slab_sizes():
     """struct bpf_local_storage_elem has 72 bytes before the value, and slab sizes are fixed."""
     assert layout.PEER.size + 72 <= 192
     assert layout.UDP_FLOWS.size + 72 == 512
+
+
+def test_reasons_of_dropped_packets_are_counted_as_drops():
+    """`reason` stands for the results of other functions, which are not looked at."""
+    dropped: set[str] = set()
+    for name in ("tc.c", "forward.h", "refuse.h", "track.h"):
+        for reason in re.findall(r"finish\(TC_ACT_SHOT,([^;]*)\);", (SOURCES / name).read_text()):
+            dropped |= set(re.findall(r"\b[A-Z][A-Z_]+\b", reason)) - {"EEXIST"}
+    assert len(dropped) > 4
+    verdicts = {reason: VERDICT_BY_REASON.get(layout.Reason[reason]) for reason in dropped}
+    assert verdicts == dict.fromkeys(dropped, "drop")

@@ -71,6 +71,7 @@ VERDICT_BY_REASON: Final = {
     Reason.PAUSED: "drop",
     Reason.TABLE_FULL: "drop",
     Reason.RATE_LIMITED: "drop",
+    Reason.NOT_TRACKED: "drop",
     Reason.NEW_FLOW: "note",
     Reason.EVICTED: "note",
     Reason.REDIRECTED: "note",

@@ -401,7 +401,7 @@ def test_flow_without_room_in_the_map_is_dropped(flows: Flows, before: str, room
     syn = tcp(client(2000), VIPS[flows.kind], flags="S")
     counted = flows.site.reasons()
     assert run(flows.programs["tc_ingress"], frame(syn)).retval == TC_ACT_SHOT
-    assert flows.site.reasons() - counted == {Reason.NOT_RECORDED: 1}
+    assert flows.site.reasons() - counted == {Reason.NOT_TRACKED: 1}
     left = [raw for raw in flows.site.entries("flows").values() if raw != bytes(other)]
     assert [raw for raw in left if not is_original(raw)] == []
 

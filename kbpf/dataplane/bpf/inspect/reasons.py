@@ -21,8 +21,10 @@ DESCRIPTIONS: Final = {
     Reason.NEEDS_SOURCE: "sockets not translated: source ranges need the packet path",
     Reason.SET_VANISHED: "refused: the backends changed too often during the lookup; the client "
     "has to try again",
-    Reason.NOT_RECORDED: "the state of a connection could not be stored: a packet is dropped and "
-    "retransmitted, a socket's connection continues",
+    Reason.NOT_RECORDED: "served, but not stored: a socket's peer or flow, or a client's session "
+    "affinity, for which its memory or its share of the map is used up",
+    Reason.NOT_TRACKED: "dropped: the state of a connection could not be stored; clients "
+    "retransmit; if it grows and the map flows is full, raise --max-connections",
     Reason.NO_SNAT_PORT: "dropped: no free port of the node for SNAT; widen --masquerade-ports",
     Reason.NOT_REWRITTEN: "dropped: the packet could not be rewritten; report it with the output "
     "of `kbpf check`",

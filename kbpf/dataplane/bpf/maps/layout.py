@@ -179,6 +179,7 @@ class Reason(IntEnum):
     TABLE_FULL = 19
     RATE_LIMITED = 20
     REDIRECTED = 21
+    NOT_TRACKED = 22
 
 
 class RefusalLimit(IntEnum):
@@ -564,7 +565,7 @@ MAPS: Final = {
             "counts",
         ),
         MapSpec("zero_counts", uapi.BPF_MAP_TYPE_ARRAY, 4, COUNTS.size, 1),
-        MapSpec("reasons", uapi.BPF_MAP_TYPE_PERCPU_ARRAY, 4, 8, len(Reason), version=9),
+        MapSpec("reasons", uapi.BPF_MAP_TYPE_PERCPU_ARRAY, 4, 8, len(Reason), version=10),
         MapSpec("meta", uapi.BPF_MAP_TYPE_ARRAY, 4, META.size, 1),
         MapSpec("agent_status", uapi.BPF_MAP_TYPE_ARRAY, 4, STATUS_SIZE, 1),
     )
