@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from itertools import islice
 from typing import Final, TypeVar
 
@@ -54,7 +54,13 @@ from kbpf.errors import CapacityError, PinsRemovedError
 from kbpf.kernel.system import mounts
 from kbpf.model.address import Addr
 from kbpf.model.config import Config, is_system_service
-from kbpf.model.desired import DesiredState, ServicePortKey, ServiceState
+from kbpf.model.desired import (
+    Backend,
+    DesiredState,
+    FrontendAddress,
+    ServicePortKey,
+    ServiceState,
+)
 from kbpf.model.metrics import DataPlaneMetrics, Pause, TrafficStats, UdpCuts
 from kbpf.model.objects import Cidr, Protocol
 from kbpf.model.status import ModeChoice, PacketStatus
@@ -113,6 +119,7 @@ class BpfPlane:
         self._unclaimed: adopt.Adopted | None = None
         self._hidden_reason = ""  # why the pin folder's path does not lead to our pins
         self._invalidated = False  # whether the maps may differ from what is remembered here
+        self._former_udp = Retired()  # see _remember_udp()
         self._collector = MapCollector(self._pins, config)
         self._affinity_shares = AffinityShares(
             lambda: self._agent_maps.maps,
@@ -147,6 +154,7 @@ class BpfPlane:
             adopted = self._agent_maps.open()
             self._agent_sockets.open(self._agent_maps.maps["agent_sockets"])
             self._attachments.load(cgroup)
+            self._udp_passes = udp.UdpPasses(self._agent_maps.maps)
             self._adopt()
         log.info("opened pin_dir=%s cgroup=%s adopted=%s", self._config.pin_dir, cgroup, adopted)
 
@@ -176,12 +184,11 @@ class BpfPlane:
         self._agent_maps.fill["cluster_ips"] = len(self._cluster_ips.written_values)
         self._adopt_ports(adopted)
         self._udp_cuts = udp.UdpCutMap(self._agent_maps)
-        # What an earlier agent was about to retire needs no queue: adopt.py finds it as unclaimed.
-        self._udp_passes = udp.UdpPasses(self._agent_maps.maps)
         self._builder = TableBuilder(self._agent_maps, self._ids, self._shared_tables)
         # large Service ports that a later apply() programs (not what tick() calls deferred work)
         self._deferred_queue, self._deferred_due = DeferredQueue(), 0.0
         self._ticks = 0  # calls of tick()
+        # What was about to be retired needs no queue: adopt.py finds it as unclaimed.
         self._grace_queue = GraceQueue(
             self._agent_maps, self._backend_table, self._shared_tables, self._cut_udp
         )
@@ -219,14 +226,16 @@ class BpfPlane:
         After a KernelError the maps may hold a part of the change. Every frontend still has a
         complete set (see changes/plan.py), and the next call first reads the maps again.
         """
+        changed = frozenset(touched or ())
         if self._invalidated:
+            self._remember_udp()
             self._adopt()
             touched = None
         self._invalidated = True  # stays set if _apply() raises
         if authoritative and self._unclaimed is not None:
             touched = None
         with self._pins.with_operator_path():
-            report = self._apply(desired, touched, authoritative)
+            report = self._apply(desired, touched, changed, authoritative)
         self._invalidated = False
         return report
 
@@ -237,13 +246,21 @@ class BpfPlane:
         self._agent_maps.take_counts()  # writes until now do not belong to the next report
 
     def _apply(
-        self, desired: DesiredState, touched: Collection[ServicePortKey] | None, authoritative: bool
+        self,
+        desired: DesiredState,
+        touched: Collection[ServicePortKey] | None,
+        changed: Set[ServicePortKey],
+        authoritative: bool,
     ) -> Report:
-        keys = set(desired.services) if touched is None else set(touched)
+        """`changed`: Service ports that are known to have changed. If all are compared (`touched`
+        is None), it contains those that were removed.
+        """
+        keys = {*desired.services, *changed} if touched is None else set(touched)
         # If the first apply() is not authoritative, adopted ports that are not desired stay.
         if touched is None and (authoritative or self._adopted is None):
             keys |= self._programmed.keys()
         changes, writes = self._plan(desired, keys, may_defer=touched is not None)
+        self._plan_former_cuts(changes, writes.retired, authoritative)
         if self._adopted is not None:
             ranges = dict.fromkeys(self._config.node_port_source_ranges)
             writes.new_ranges += [(NODE_PORTS_ID, cidr) for cidr in ranges]
@@ -278,6 +295,7 @@ class BpfPlane:
             )
             self._retire_unclaimed(unclaimed, writes.retired)
         self._grace_queue.add(self._clock(), writes.retired)
+        self._former_udp = Retired()
         self._attachments.exemptions.set_pods(
             desired.exempt_pods, desired.exempt_pods_known, self._clock()
         )
@@ -538,6 +556,51 @@ class BpfPlane:
         )
         self._udp_passes.advance(SLICE_BUDGET_S)
 
+    def _remember_udp(self) -> None:
+        """Remembers which UDP flows may exist, before the maps are read again. They do not contain
+        `serving`, so the next plan would not find the backends that have stopped serving since the
+        last successful apply(). Cuts that were not finished are remembered as well.
+        """
+        backends, frontends = _udp_targets(self._programmed.values())
+        self._former_udp.lost_backends |= backends
+        self._former_udp.lost_frontends |= frontends
+        for retired in self._grace_queue.uncut:
+            self._former_udp.lost_backends |= retired.lost_backends
+            self._former_udp.lost_frontends |= retired.lost_frontends
+
+    def _plan_former_cuts(
+        self,
+        changes: Mapping[ServicePortKey, ProgrammedPort | None],
+        retired: Retired,
+        authoritative: bool,
+    ) -> None:
+        """Adds to `retired` what was remembered and is not served any more. An authoritative call
+        needs none of this, since it cuts whatever is not served (_retire_unclaimed()). The cuts of
+        this call are remembered until it has succeeded.
+        """
+        former = self._former_udp
+        if not authoritative and (former.lost_backends or former.lost_frontends):
+            ports = {**self._programmed, **changes}
+            backends, frontends = _udp_targets(port for port in ports.values() if port)
+            # Of ports that stay as adopted it is not known which backends serve.
+            unplanned_ids = {
+                port.id
+                for key, port in ports.items()
+                if port and (key not in changes or key in self._refused)
+            }
+            retired.lost_backends |= {
+                (service_id, backend)
+                for service_id, backend in former.lost_backends - backends
+                if service_id not in unplanned_ids
+            }
+            retired.lost_frontends |= {
+                (service_id, frontend)
+                for service_id, frontend in former.lost_frontends - frontends
+                if service_id not in unplanned_ids
+            }
+        former.lost_backends |= retired.lost_backends
+        former.lost_frontends |= retired.lost_frontends
+
     def _cut_udp_now(self, is_gone: udp.IsGone) -> None:
         start = time.perf_counter()
         cut_counts = udp.cut(self._agent_maps.maps, is_gone)
@@ -570,19 +633,7 @@ class BpfPlane:
             self._backend_table.remove_unreferenced() + unclaimed.unclaimed_backends
         )
         self._agent_maps.delete("services", unclaimed.corrupt_frontends)
-        programmed_ports = self._programmed.values()
-        live_backends = {
-            (programmed.id, backend)
-            for programmed in programmed_ports
-            for backend in programmed.serving
-        }
-        live_frontends = {
-            (programmed.id, frontend.at)
-            for programmed in programmed_ports
-            for frontend in programmed.frontends
-            if frontend.at.protocol == Protocol.UDP
-        }
-        is_gone = udp.gone_unless_in(live_backends, live_frontends)
+        is_gone = udp.gone_unless_in(*_udp_targets(self._programmed.values()))
         self._udp_cuts.add(
             udp.find_stale_flows(self._agent_maps.maps, is_gone), time.monotonic_ns()
         )
@@ -725,6 +776,22 @@ class BpfPlane:
         self.close()
         self._attachments.remove_packet_path()
         pinning.remove(self._pins)
+
+
+def _udp_targets(
+    ports: Iterable[ProgrammedPort],
+) -> tuple[set[tuple[int, Backend]], set[tuple[int, FrontendAddress]]]:
+    """The backends that serve UDP, and the UDP frontends, each with its service id."""
+    backends: set[tuple[int, Backend]] = set()
+    frontends: set[tuple[int, FrontendAddress]] = set()
+    for port in ports:
+        backends.update((port.id, backend) for backend in port.serving)
+        frontends.update(
+            (port.id, frontend.at)
+            for frontend in port.frontends
+            if frontend.at.protocol == Protocol.UDP
+        )
+    return backends, frontends
 
 
 def _is_large(state: ServiceState | None) -> bool:

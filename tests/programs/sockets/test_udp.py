@@ -16,8 +16,12 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from kbpf.dataplane.bpf import udp
+from kbpf.dataplane.bpf.changes import commit
+from kbpf.dataplane.bpf.changes.grace import GraceQueue
 from kbpf.dataplane.bpf.maps.layout import FLOWS_PER_SOCKET, UDP_FLOW, Reason, pack_target
 from kbpf.dataplane.bpf.plane import BpfPlane
+from kbpf.errors import KernelError
 from kbpf.model.address import V4_PREFIX, parse_addr
 from kbpf.model.desired import DesiredState, ServiceState
 from kbpf.model.objects import Protocol
@@ -574,7 +578,14 @@ def test_tcp_connection_outlives_its_service(bench: Bench):
     bench["pod"].ask("drop", keep="t")
 
 
-def test_connect_during_a_flip_is_cut_with_the_old_set(bench: Bench):
+def raise_error(*_: Any) -> None:
+    raise KernelError("cannot write", "map", errno=errno.ENOMEM)
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["", "an apply fails meanwhile"])
+def test_connect_during_a_flip_is_cut_with_the_old_set(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, fails: bool
+):
     """connect() read the frontend before the flip and finished after the first pass."""
     bench.serve(bench.udp(WEB, "one"))
     with bench.site.pinned("services") as services:
@@ -585,9 +596,17 @@ def test_connect_during_a_flip_is_cut_with_the_old_set(bench: Bench):
         services.update(key, old)
         assert bench["pod"].udp("10.96.0.1", 53, keep="s", connected=True)["name"] == "one"
         services.update(key, new or b"")
+    if fails:
+        state = desired(bench.udp(WEB, "two"), bench.udp(DNS, "one"))
+        with monkeypatch.context() as patch:
+            patch.setattr(commit, "write", raise_error)
+            with pytest.raises(KernelError):
+                bench.plane.apply(state, state.services.keys())
+        bench.plane.apply(state, state.services.keys(), authoritative=False)
     bench.plane.flush()
-    assert bench["pod"].ask("talk", keep="s").get("error") in CUT
+    reply = bench["pod"].ask("talk", keep="s")
     bench["pod"].ask("drop", keep="s")
+    assert reply.get("error") in CUT
 
 
 def test_next_agent_cuts_sockets_of_backends_deleted_meanwhile(bench: Bench):
@@ -610,6 +629,47 @@ def test_next_agent_cuts_sockets_of_backends_deleted_meanwhile(bench: Bench):
     again.flush()
     bench.plane.close()
     bench.plane = bench.site.open()
+
+
+FAILURES = [
+    (BpfPlane, "_grow_for"),  # before the flip
+    (commit, "write"),  # after it
+    (BpfPlane, "_cut_udp"),
+    (udp.UdpPasses, "advance"),
+    (GraceQueue, "add"),  # after the first cut
+]
+
+
+@pytest.mark.parametrize("removed", [False, True], ids=["backend", "Service"])
+@pytest.mark.parametrize(("where", "name"), FAILURES, ids=[name for _, name in FAILURES])
+def test_sockets_are_cut_after_a_failed_apply(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, where: Any, name: str, removed: bool
+):
+    """The next apply() cuts them, even if some object cannot be read."""
+    dns, web = bench.udp(DNS, "one"), bench.udp(WEB, "two")
+    bench.serve(bench.udp(WEB, "one"), dns)
+    pod = bench["pod"]
+    pod.udp("10.96.0.1", 53, keep="gone", connected=True)
+    pod.udp("10.96.0.2", 53, keep="stays", connected=True)
+    state = desired(dns) if removed else desired(web, dns)
+    real = getattr(where, name)
+
+    def fail(*arguments: Any, **more: Any) -> None:
+        if name in ("write", "_grow_for"):
+            real(*arguments, **more)
+        raise_error()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(where, name, fail)
+        with pytest.raises(KernelError):
+            bench.plane.apply(state, {web.key})
+    bench.plane.apply(state, {web.key}, authoritative=False)
+    bench.plane.flush()
+    replies = [pod.ask("talk", keep=keep) for keep in ("gone", "stays")]
+    for keep in ("gone", "stays"):
+        pod.ask("drop", keep=keep)
+    assert replies[0].get("error") in CUT
+    assert replies[1]["name"] == "one"
 
 
 def test_sendto_on_a_connected_socket_keeps_its_backend(bench: Bench):

@@ -41,6 +41,7 @@ class GraceQueue:
         )
         self._queue: deque[tuple[float, Retired]] = deque()
         self._steps: commit.DeletionSteps | None = None  # of the deletion in progress
+        self._deleting: Retired | None = None  # what these steps delete
 
     def add(self, flipped: float, retired: Retired) -> None:
         """Queues retired entries, if any."""
@@ -51,6 +52,11 @@ class GraceQueue:
     def pending(self) -> list[Retired]:
         """Retired entries that have not been deleted."""
         return [retired for _, retired in self._queue]
+
+    @property
+    def uncut(self) -> list[Retired]:
+        """Retired entries for which `cut_udp` has not been called."""
+        return self.pending if self._deleting is None else [self._deleting, *self.pending]
 
     @property
     def due(self) -> float | None:
@@ -69,10 +75,11 @@ class GraceQueue:
             self._steps is not None or (self._queue and self._queue[0][0] <= flipped)
         ):
             if self._steps is None:
-                self._steps = self._retire(self._queue.popleft()[1])
+                _, self._deleting = self._queue.popleft()
+                self._steps = self._retire(self._deleting)
             result = next(self._steps, self)
             if result is self:
-                self._steps = None
+                self._steps = self._deleting = None
             elif isinstance(result, KernelError):
                 raise result
             if time.perf_counter() >= deadline:
