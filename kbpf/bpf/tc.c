@@ -876,12 +876,14 @@ static __always_inline bool evict_one(bool for_udp, u64 now)
 			delete_flow(flow);
 			return true;
 		}
-		if (!for_udp && flow->client.protocol == IPPROTO_UDP) {
+		/* push() fails if another CPU has filled the queue. Without its key this flow
+		 * would stay in the map for ever. */
+		if ((!for_udp && flow->client.protocol == IPPROTO_UDP) ||
+		    flow_queue.push(&oldest, 0)) {
 			count(EVICTED);
 			delete_flow(flow);
 			return true;
 		}
-		flow_queue.push(&oldest, 0);
 	}
 	return false;
 }

@@ -5,6 +5,7 @@ import contextlib
 import ctypes
 import itertools
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -291,6 +292,29 @@ def test_new_flow_does_not_evict_established_ones(flows: Flows, kind: str) -> No
     assert (5000 in there) == bool(evicted)
     assert there == flows.complete(list(there)), "no flow lost an entry"
     assert flows.evicted() == evicted
+
+
+REPEATS = 100_000
+
+
+def test_no_flow_loses_its_place_when_two_cpus_look_for_room(flows: Flows) -> None:
+    """While one CPU checks an oldest flow, which is not in the queue then, another may fill the
+    queue. The flow is evicted then: without a key in the queue it would stay in the map for ever.
+    """
+    for port in range(2000, 2000 + MOST):
+        flows.talk(port, LIVES)
+    before = {key for key, raw in flows.site.entries("flows").items() if is_original(raw)}
+
+    def flood(host: int) -> None:
+        syn = frame(tcp(f"198.51.100.{host}:5000", VIPS[flows.kind], flags="S"))
+        run(flows.programs["tc_ingress"], syn, repeat=REPEATS)
+
+    threads = [threading.Thread(target=flood, args=(host,)) for host in (8, 9)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert before & flows.site.entries("flows").keys() <= set(flows.drain())
 
 
 def test_expired_flow_makes_room(flows: Flows) -> None:
