@@ -718,6 +718,7 @@ def test_after_an_outage_a_rewind_is_detected_before_the_watch_resumes(start, ca
     assert [run.server.requests[n].query.get("limit") for n in range(5)] == [
         None, None, "1", "1", None
     ]  # fmt: skip
+    assert run.asked(4) == "stream"
     assert caplog.text.count(WENT_BACK) == 1
 
 
