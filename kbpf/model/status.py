@@ -46,12 +46,12 @@ class DeviceFailure(msgspec.Struct, frozen=True):
 class PacketStatus(msgspec.Struct, frozen=True):
     """The packet path, as the agent sees it.
 
-    `wanted`: it is switched on. `problem`: why it does not work nevertheless, or "". `devices` and
+    `enabled`: it is switched on. `problem`: why it does not work nevertheless, or "". `devices` and
     `excluded`: the operator's device patterns. `failed`: the first of the `failed_count` devices
     to which it could not be attached.
     """
 
-    wanted: bool
+    enabled: bool
     problem: str = ""
     devices: tuple[str, ...] = ()
     excluded: tuple[str, ...] = ()

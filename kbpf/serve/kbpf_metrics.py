@@ -120,7 +120,7 @@ def _format_threads(status: AgentStatus) -> Iterator[str]:
 def _format_packet_path(packets: PacketStatus | None) -> Iterator[str]:
     if packets is None:
         return
-    state = "off" if not packets.wanted else "failed" if packets.problem else "on"
+    state = "off" if not packets.enabled else "failed" if packets.problem else "on"
     yield from _gauge(
         "packet_path", "1 for the current state of the packet path",
         [(format_labels(state=name), name == state) for name in ("on", "off", "failed")],

@@ -470,7 +470,7 @@ class Attachments:
         )
         failed = status.failed
         return PacketStatus(
-            wanted=self._config.packet_path,
+            enabled=self._config.packet_path,
             problem=self._problem or status.problem,
             devices=self._config.devices,
             excluded=self._config.excluded_devices,

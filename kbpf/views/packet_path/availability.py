@@ -77,11 +77,11 @@ def packet_path_state(snapshot: Snapshot) -> tuple[str, str]:
     Pinned programs keep serving after the agent has exited, so they decide if there is no status.
     """
     packet_status = snapshot.status.packets if snapshot.status else None
-    if packet_status is not None and packet_status.wanted and packet_status.problem:
+    if packet_status is not None and packet_status.enabled and packet_status.problem:
         return "failed", packet_status.problem
     if (
         packet_status is not None
-        and not packet_status.wanted
+        and not packet_status.enabled
         and snapshot.status
         and not snapshot.packet_programs
     ):

@@ -754,7 +754,7 @@ def test_compile_error_is_shown_in_the_status(
     agent = Agent(Config(pin_dir=site.pins, packet_path=True), plane_without_programs, lambda _: ())
     said = agent.status().packets
     assert said is not None
-    assert (said.wanted, said.devices, said.excluded) == (True, ("up*",), ("wg0",))
+    assert (said.enabled, said.devices, said.excluded) == (True, ("up*",), ("wg0",))
     assert "no such header (tc.c); install it" in said.problem
     plane_without_programs.write_status(encode(agent_status(packets=said)))
     assert app.call(["inspect", "status", "--pin-dir", str(site.pins)]) == 1
@@ -765,7 +765,7 @@ def test_failed_devices_are_in_the_status(wire: Wire, monkeypatch: pytest.Monkey
     failed = {f"d{i:02}": f"why {i}" for i in range(MAX_FAILED_DEVICES + 5)}
     monkeypatch.setattr(DeviceReconciler, "status", lambda _: DeviceReconcilerStatus(failed=failed))
     said = wire.plane.packet_status()
-    assert (said.wanted, said.problem, said.failed_count) == (True, "", MAX_FAILED_DEVICES + 5)
+    assert (said.enabled, said.problem, said.failed_count) == (True, "", MAX_FAILED_DEVICES + 5)
     assert said.failed[0] == DeviceFailure("d00", "why 0")
     assert len(said.failed) == MAX_FAILED_DEVICES
 
