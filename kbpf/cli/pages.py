@@ -96,7 +96,7 @@ def _agent_facts(view: StatusView) -> Iterator[tuple[str, str]]:
     yield "agent", _format_running(view)
     if view.version:
         yield "node", view.node
-        requested = f", requested: {view.mode_asked}" if view.mode_asked else ""
+        requested = f", requested: {view.mode_requested}" if view.mode_requested else ""
         yield "mode", f"{view.mode}{requested} (kbpf {view.version})"
         if view.mode_reason:
             yield "not bpf", f"{view.mode_reason}: {view.mode_why}"

@@ -60,13 +60,13 @@ class PacketStatus(msgspec.Struct, frozen=True):
 
 
 class ModeChoice(msgspec.Struct, frozen=True):
-    """The selected data plane. `asked` is the value of --mode, `mode` is "bpf" or "ipvs".
+    """The selected data plane. `requested` is the value of --mode, `mode` is "bpf" or "ipvs".
 
     If `auto` could not use BPF, `reason` is a short reason from a fixed list (agent/selector.py)
     and `why` has the details; otherwise both are "".
     """
 
-    asked: str
+    requested: str
     mode: str
     reason: str = ""
     why: str = ""

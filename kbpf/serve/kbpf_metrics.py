@@ -40,7 +40,7 @@ def format_agent(status: AgentStatus, config: Config) -> Iterator[str]:
     yield from _gauge("build_info", "The version, as a label", _info_sample(version=status.version))
     yield from _gauge(
         "mode_info", "The active data plane, the requested mode and the main settings",
-        _info_sample(mode=status.mode, asked=config.mode,
+        _info_sample(mode=status.mode, requested=config.mode,
              reason=status.choice.reason if status.choice else "", forwarding=config.forwarding,
              socket_lb=str(config.socket_lb), algorithm=str(config.algorithm)),
     )  # fmt: skip

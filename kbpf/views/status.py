@@ -44,7 +44,7 @@ class StatusView(msgspec.Struct, frozen=True):
     version: str
     node: str
     mode: str
-    mode_asked: str
+    mode_requested: str
     mode_reason: str
     mode_why: str
     pid: int
@@ -103,7 +103,7 @@ def build_view(snapshot: Snapshot) -> StatusView:
         version=agent_status.version if agent_status else "",
         node=agent_status.node if agent_status else "",
         mode=agent_status.mode if agent_status else "",
-        mode_asked=choice.asked if choice else "",
+        mode_requested=choice.requested if choice else "",
         mode_reason=choice.reason if choice else "",
         mode_why=choice.why if choice else "",
         pid=agent_status.pid if agent_status else 0,

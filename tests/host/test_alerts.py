@@ -99,8 +99,8 @@ class Row(NamedTuple):
     status: AgentStatus = WELL
 
 
-def with_mode(asked: str, mode: str, reason: str = "") -> AgentStatus:
-    choice = ModeChoice(asked, mode, reason, reason)
+def with_mode(requested: str, mode: str, reason: str = "") -> AgentStatus:
+    choice = ModeChoice(requested, mode, reason, reason)
     return msgspec.structs.replace(WELL, mode=mode, choice=choice)
 
 

@@ -149,7 +149,7 @@ def test_switching_the_mode_fails_no_connection(field: Field, mode: str) -> None
     serves(field)
     status = field.agent.status()
     assert status is not None
-    assert status["choice"] == {"asked": mode if mode == "ipvs" else "auto", "mode": mode,
+    assert status["choice"] == {"requested": mode if mode == "ipvs" else "auto", "mode": mode,
                                 "reason": "", "why": ""}  # fmt: skip
     kept.end()
     until("nothing is left of the other mode", lambda: left(field.agent) == [], SLOWLY)

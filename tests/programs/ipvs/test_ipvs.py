@@ -991,7 +991,7 @@ def test_agent_in_mode_ipvs_serves_restarts_and_is_cleaned_up(applied: Bench, tm
     try:
         until("a serves again", lambda: names(NODE, 30080) == {"a"})
         status = json.loads(run(*kbpf, "inspect", "status", "-o", "json", *where))
-        assert (status["ok"], status["mode"], status["mode_asked"]) == (True, "ipvs", "ipvs")
+        assert (status["ok"], status["mode"], status["mode_requested"]) == (True, "ipvs", "ipvs")
     finally:
         second.terminate()
         assert second.wait(60) == 0

@@ -123,7 +123,7 @@ class Value(NamedTuple):
 
 VALUES = [
     Value("kbpf_build_info", {"version": "9.9"}, 1),
-    Value("kbpf_mode_info", {"mode": "bpf", "asked": "auto", "socket_lb": "on"}, 1),
+    Value("kbpf_mode_info", {"mode": "bpf", "requested": "auto", "socket_lb": "on"}, 1),
     Value("kbpf_synced", {}, 1),
     Value("kbpf_services", {}, 7),
     Value("kbpf_service_ports", {}, 9),
@@ -524,7 +524,7 @@ def test_reason_for_ipvs_is_a_label_and_one_event():
     assert said.wait(30)
     desk.set_status(replace_status(mode="ipvs", choice=choice))
     found = parse(desk.format_metrics().decode())
-    labels = {"mode": "ipvs", "asked": "auto", "reason": "no cgroup v2"}
+    labels = {"mode": "ipvs", "requested": "auto", "reason": "no cgroup v2"}
     assert found["kbpf_mode_info"].value(**labels) == 1
     desk.stop()
     assert [(one["type"], one["reason"]) for one in made] == [

@@ -254,7 +254,7 @@ def test_agent_of_mode_ipvs_is_found_by_its_status_file(tmp_path: Path):
 
 def test_status_has_the_mode_and_its_reason():
     view = status.build_view(Snapshot(HERE, boottime=5001.0, status=AGENT_STATUS, agent_alive=True))
-    assert (view.ok, view.mode, view.mode_asked, view.mode_reason) == (
+    assert (view.ok, view.mode, view.mode_requested, view.mode_reason) == (
         True, "ipvs", "auto", "no cgroup v2")  # fmt: skip
     page = pages.format_status(view)
     assert "ipvs, requested: auto" in page
