@@ -200,7 +200,9 @@ def remove_pins(pin_dir: Path, force: bool = False) -> Iterator[RemovedItem]:
         return
     with _exclusive(Pins(pin_dir), force):
         links = sorted((pin_dir / "links").iterdir()) if (pin_dir / "links").is_dir() else []
-        folders = [path for path in entries if path.name not in ("links", "devices", "beside")]
+        folders = [
+            path for path in entries if path.name not in ("links", "devices", pinning.HOST_FOLDER)
+        ]
         # These read the pins, so the pins are removed last.
         snat_ports.withdraw_our_ports(Pins(pin_dir))
         on_node = host.remove(Pins(pin_dir))

@@ -139,7 +139,7 @@ def _remove_nft() -> Iterator[str]:
         if family in touched and conntrack.has_dnat_connections(family)
     ]
     # In the same transaction as the removal: conntrack's hooks must not be unregistered in between.
-    handover_commands = [
+    keepalive_commands = [
         command
         for family in translated_families
         for command in conntrack_keepalive.table_commands(family)
@@ -149,7 +149,7 @@ def _remove_nft() -> Iterator[str]:
         & {chain.family for chain in kube_proxy_chains if chain.accepts_forwarded}
     )
     forward_rules.run_transaction(
-        *handover_commands, *commands, hint="does another chain jump to a KUBE-* chain?"
+        *keepalive_commands, *commands, hint="does another chain jump to a KUBE-* chain?"
     )
     for family, table in sorted(used_tables):
         location = (family, table)

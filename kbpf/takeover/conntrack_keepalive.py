@@ -37,8 +37,8 @@ from kbpf.kernel.netfilter import conntrack, forward_rules, ipset, nft, xtables
 from kbpf.model.address import Addr, family_of, format_addr, parse_addr
 from kbpf.model.objects import Protocol
 
-TABLE: Final = "kbpf-handover"
-DEVICE: Final = "kbpf-handover"
+TABLE: Final = "kbpf-keepalive"
+DEVICE: Final = "kbpf-keepalive"
 VIRTUAL_SERVICE_SET: Final = "virtual"
 FORWARD_SET: Final = "forward"
 """A set without elements, used as a flag: closed FORWARD chains need our rule."""
@@ -162,7 +162,7 @@ def reconcile_forward_rules(chains: Iterable[forward_rules.BaseChain]) -> tuple[
 def chains_with_rule(families: Collection[str]) -> tuple[forward_rules.BaseChain, ...]:
     """The FORWARD chains of these families that have the rule."""
     chains = forward_rules.list_forward_chains()
-    return tuple(chain for chain in chains if chain.family in families and chain.handover_rules)
+    return tuple(chain for chain in chains if chain.family in families and chain.keepalive_rules)
 
 
 def _needs_rule(chain: forward_rules.BaseChain) -> bool:
@@ -170,17 +170,17 @@ def _needs_rule(chain: forward_rules.BaseChain) -> bool:
 
 
 def _is_wrong(chain: forward_rules.BaseChain) -> bool:
-    return not chain.has_handover_rule if _needs_rule(chain) else bool(chain.handover_rules)
+    return not chain.has_keepalive_rule if _needs_rule(chain) else bool(chain.keepalive_rules)
 
 
 def _repair(chain: forward_rules.BaseChain, generation: int) -> str:
     if not _needs_rule(chain):
-        forward_rules.run_transaction(*forward_rules.delete_commands(chain, chain.handover_rules))
+        forward_rules.run_transaction(*forward_rules.delete_commands(chain, chain.keepalive_rules))
         return f"removed the rule for kube-proxy's connections from {chain}"
     chain_key = chain.family, chain.table, chain.name
-    old_handles = [rule.handle for rule in chain.handover_rules]
+    old_handles = [rule.handle for rule in chain.keepalive_rules]
     xtables.accept_established(
-        chain_key, forward_rules.HANDOVER_COMMENT, chain.next_handle, old_handles, generation
+        chain_key, forward_rules.KEEPALIVE_COMMENT, chain.next_handle, old_handles, generation
     )
     return f"added a rule to {chain}: accept kube-proxy's established connections"
 
@@ -191,7 +191,7 @@ def _rule_deletions(families: Collection[str]) -> list[forward_rules.Json]:
     return [
         command
         for chain in chains_with_rule(families)
-        for command in forward_rules.delete_commands(chain, chain.handover_rules)
+        for command in forward_rules.delete_commands(chain, chain.keepalive_rules)
     ]
 
 

@@ -18,7 +18,7 @@ from typing import Final
 
 from kbpf.dataplane import firewalls
 from kbpf.dataplane.bpf.maps.flow_entries import enable_flow_lookup
-from kbpf.dataplane.bpf.maps.pinning import Pins
+from kbpf.dataplane.bpf.maps.pinning import HOST_FOLDER, Pins
 from kbpf.dataplane.bpf.packet_path import snat_ports
 from kbpf.errors import KbpfError, KernelError
 from kbpf.kernel.bpf.objects import Map
@@ -29,17 +29,12 @@ from kbpf.takeover import conntrack_keepalive
 
 log = logging.getLogger("kbpf.dataplane")
 
-NOTE_FOLDER: Final = "beside"
-"""A subfolder of the pin folder that records that the node's settings may have been changed. It
-holds an empty folder for each range of ports that we have reserved (``61000-65535``), since a bpffs
-holds no files.
-"""
 HOST_POLL_INTERVAL_S: Final = 2.0
 PORT_RESERVATION_POLLS: Final = 3
 """Number of polls after the start that also reserve the ports of conntrack's masqueraded
 connections, since some of these begin before our programs are attached everywhere.
 """
-HANDOVER_POLL_INTERVAL_S: Final = 30.0
+KEEPALIVE_POLL_INTERVAL_S: Final = 30.0
 """Interval between two checks for the last connection of a kube-proxy, in seconds."""
 TRANSIENT_ERRNOS: Final = frozenset(
     (errno.ENOENT, errno.ERESTART, *forward_rules.UNSUPPORTED_ERRNOS)
@@ -60,7 +55,7 @@ class HostIntegration:
         self._mark = 1 << config.masquerade_bit
         self._generation = -1
         self._due = float("-inf")
-        self._handover_due = float("-inf")
+        self._keepalive_due = float("-inf")
         self._polls = 0
         self._masquerade_ports = config.masquerade_ports
         self._logged_lines: set[str] = set()
@@ -82,7 +77,7 @@ class HostIntegration:
         with self._warning_on_error():
             self._ensure_rules()
         with self._warning_on_error():
-            self._end_handover(now)
+            self._end_keepalive(now)
 
     def _reserve_conntrack_ports(self) -> None:
         """Reserves the ports of clients that kube-proxy has masqueraded."""
@@ -97,11 +92,11 @@ class HostIntegration:
                     enable_flow_lookup(flow_count)
                 log.info("ports in use by conntrack are reserved for it count=%d", count)
 
-    def _end_handover(self, now: float) -> None:
+    def _end_keepalive(self, now: float) -> None:
         # without nf_tables there are no rules to remove
-        if self._generation < 0 or now < self._handover_due:
+        if self._generation < 0 or now < self._keepalive_due:
             return
-        self._handover_due = now + HANDOVER_POLL_INTERVAL_S
+        self._keepalive_due = now + KEEPALIVE_POLL_INTERVAL_S
         for family in conntrack_keepalive.remove_unneeded():
             log.info("the last connection of kube-proxy has ended family=%s", family)
 
@@ -150,7 +145,7 @@ class HostIntegration:
 
 
 class PortReservation:
-    """The reserved ports of the node, and a record of which of them are ours (NOTE_FOLDER). Ports
+    """The reserved ports of the node, and a record of which of them are ours (HOST_FOLDER). Ports
     that were reserved before stay reserved when ours are released.
     """
 
@@ -160,7 +155,7 @@ class PortReservation:
 
     @property
     def _folder(self) -> Path:
-        return self._pins.root / NOTE_FOLDER
+        return self._pins.root / HOST_FOLDER
 
     def mark(self) -> None:
         """Records in the pin folder that settings of the node may have been changed."""
@@ -225,7 +220,7 @@ class PortReservation:
 
 def may_need_cleanup(pins: Pins) -> bool:
     """Whether an agent with this pin folder may have changed settings of the node."""
-    return (pins.root / NOTE_FOLDER).is_dir()
+    return (pins.root / HOST_FOLDER).is_dir()
 
 
 def remove(pins: Pins, rules: bool = True) -> tuple[str, ...]:
@@ -248,5 +243,5 @@ def remove(pins: Pins, rules: bool = True) -> tuple[str, ...]:
     if PortReservation(pins).release():
         removed.append(f"ports in {sysctl.RESERVED_PORTS}")
     with contextlib.suppress(OSError):
-        (pins.root / NOTE_FOLDER).rmdir()
+        (pins.root / HOST_FOLDER).rmdir()
     return tuple(removed)

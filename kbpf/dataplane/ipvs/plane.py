@@ -74,7 +74,7 @@ FORWARDING_SYSCTLS: Final = ("net.ipv4.ip_forward", "net.ipv6.conf.all.forwardin
 NO_IPV6_WARNING: Final = "IPv6 is disabled on this node: IPv6 Services are not served"
 DRAIN_POLL_INTERVAL_S: Final = 2.0
 """Interval between two checks of drained real servers and of the table, in seconds."""
-HANDOVER_POLL_INTERVAL_S: Final = 30.0
+KEEPALIVE_POLL_INTERVAL_S: Final = 30.0
 """Interval between two checks for the last connection of a kube-proxy, in seconds."""
 
 
@@ -104,7 +104,7 @@ class IpvsPlane:
         self._context: NodeContext | None = None
         self._fwmarks = FwmarkAllocator(reserved_bits=self._options.masquerade_mark)
         self._poll_due = 0.0
-        self._handover_due = 0.0
+        self._keepalive_due = 0.0
         # The generation of nf_tables, and the number of our transactions up to it.
         self._ruleset_version = (-1, 0)
         self._node_port_conflicts = NodePortConflicts()
@@ -417,8 +417,8 @@ class IpvsPlane:
                 self._check_ruleset()
             if self._stale_names is not None and self._fully_synced and self._in_sync:
                 self._stale_names.remove_unneeded(self._elements.pools)
-        if now >= self._handover_due:
-            self._handover_due = now + HANDOVER_POLL_INTERVAL_S
+        if now >= self._keepalive_due:
+            self._keepalive_due = now + KEEPALIVE_POLL_INTERVAL_S
             for family in conntrack_keepalive.remove_unneeded():
                 log.info("the last connection of kube-proxy has ended family=%s", family)
         return self._poll_due

@@ -38,7 +38,7 @@ from kbpf.kernel.probe_result import Probe
 
 MASQUERADE_COMMENT: Final = "kbpf: masqueraded"
 """Prefix of the comment of our rule for masqueraded packets; the mark follows."""
-HANDOVER_COMMENT: Final = "kbpf-handover: connections of kube-proxy"
+KEEPALIVE_COMMENT: Final = "kbpf-keepalive: connections of kube-proxy"
 """The comment of our rule for connections of a removed kube-proxy."""
 FILTER_TABLES: Final = (("ip", "filter"), ("ip6", "filter"))
 LEGACY_TABLE_NAMES: Final = {
@@ -71,14 +71,14 @@ class ChainRule:
         return self.comment.startswith(MASQUERADE_COMMENT)
 
     @property
-    def is_handover(self) -> bool:
+    def is_keepalive(self) -> bool:
         """Whether it is our rule for connections of a removed kube-proxy."""
-        return self.comment == HANDOVER_COMMENT
+        return self.comment == KEEPALIVE_COMMENT
 
     @property
     def is_foreign(self) -> bool:
         """Whether it is not ours."""
-        return not (self.is_masquerade or self.is_handover)
+        return not (self.is_masquerade or self.is_keepalive)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +106,9 @@ class BaseChain:
         return tuple(rule for rule in self.rules if rule.is_masquerade)
 
     @property
-    def handover_rules(self) -> tuple[ChainRule, ...]:
+    def keepalive_rules(self) -> tuple[ChainRule, ...]:
         """Our rules for connections of a removed kube-proxy."""
-        return tuple(rule for rule in self.rules if rule.is_handover)
+        return tuple(rule for rule in self.rules if rule.is_keepalive)
 
     @property
     def insert_position(self) -> int:
@@ -134,11 +134,11 @@ class BaseChain:
         ].comment == masquerade_comment(mark)
 
     @property
-    def has_handover_rule(self) -> bool:
+    def has_keepalive_rule(self) -> bool:
         """Whether there is exactly one rule for connections of a removed kube-proxy, at the right
         position.
         """
-        return self._is_in_place(self.handover_rules)
+        return self._is_in_place(self.keepalive_rules)
 
     def _is_in_place(self, rules: Sequence[ChainRule]) -> bool:
         """Whether this is one rule with `insert_position` foreign rules before it."""

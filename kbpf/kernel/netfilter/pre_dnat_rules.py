@@ -20,7 +20,7 @@ from kbpf.kernel.netfilter.forward_rules import Json
 
 NF_IP_PRI_NAT_DST: Final = -100
 NODE_PORTS: Final = range(30_000, 32_768)
-SERVICE_PROXY_TABLES: Final = frozenset(("kube-proxy", "kbpf", "kbpf-handover"))
+SERVICE_PROXY_TABLES: Final = frozenset(("kube-proxy", "kbpf", "kbpf-keepalive"))
 """Tables of Service proxies: their own rules are not a firewall of the host."""
 CALICO_CHAIN_PREFIXES: Final = ("cali-fh-", "mangle-cali-fh-")
 """Calico's chains for one host endpoint; in mangle they are preDNAT policies."""

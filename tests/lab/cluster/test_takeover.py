@@ -275,7 +275,7 @@ def kbpf_comes(world: World, mode: str, load: Load) -> None:
     assert "kube-proxy" not in rules
     assert set(re.findall(r"KUBE-[A-Z-]+", rules)) <= {"KUBE-FIREWALL"}
     kept = 0 if world.mode == "ipvs" else len(world.agents)  # theirs stay in IPVS' table
-    assert rules.count("table ip kbpf-handover") == kept
+    assert rules.count("table ip kbpf-keepalive") == kept
     assert "kube-ipvs0" not in world.everywhere("ip", "link")
     if mode == "ipvs":
         assert world.everywhere("ipset", "list", "-name") == ""
@@ -290,8 +290,8 @@ def nothing_stays(world: World) -> None:
         until(
             "IPVS has nothing", lambda: not any(map(Agent.virtual_services, world.agents)), SLOWLY
         )
-        until("the table has gone", lambda: "kbpf-handover" not in world.rules(), SLOWLY)
-        assert "kbpf-handover" not in world.everywhere("ip", "link")
+        until("the table has gone", lambda: "kbpf-keepalive" not in world.rules(), SLOWLY)
+        assert "kbpf-keepalive" not in world.everywhere("ip", "link")
     with world.load():
         world.hold()
     world.all_talk()
@@ -335,7 +335,7 @@ def test_a_closed_forward_chain_cuts_no_connection(
         world.let_go()
         netns.run_in(Path("/run/netns") / home.netns, forget_connections)
         until("the rule has gone", lambda: not established(home), SLOWLY)
-        assert "kbpf-handover" not in command(*inside(home.netns, None, "nft", "list", "tables"))
+        assert "kbpf-keepalive" not in command(*inside(home.netns, None, "nft", "list", "tables"))
         world.hold()
         world.all_talk()
 

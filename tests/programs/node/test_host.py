@@ -16,6 +16,7 @@ import pytest
 
 from kbpf.dataplane.bpf import host
 from kbpf.dataplane.bpf.host import HOST_POLL_INTERVAL_S, HostIntegration
+from kbpf.dataplane.bpf.maps import pinning
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.errors import KernelError
 from kbpf.kernel.netfilter import forward_rules
@@ -123,7 +124,7 @@ def test_masquerade_ports_are_reserved_and_released(bench: Bench, row: Ports):
     gone = bench.remove()
     assert bench.reserved == row.after
     assert bool(gone) == (row.during != row.before)
-    assert not (bench.pins.root / host.NOTE_FOLDER).exists()
+    assert not (bench.pins.root / pinning.HOST_FOLDER).exists()
 
 
 def test_sockets_get_no_reserved_port(bench: Bench):
@@ -162,7 +163,7 @@ def test_ports_that_others_reserved_over_ours_stay(bench: Bench):
     bench.poll()
     bench.set(WIDE, "1")
     bench.set(WIDE, "61000-65535")
-    bench.pins.root.joinpath(host.NOTE_FOLDER, "61000-65535").rmdir()
+    bench.pins.root.joinpath(pinning.HOST_FOLDER, "61000-65535").rmdir()
     bench.poll()
     bench.remove()
     assert bench.reserved == "61000-65535"

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Removing what a kube-proxy in mode ipvs left in a network namespace, and nothing else; and the
-table `kbpf-handover`, which stays as long as connections that a kube-proxy translated.
+table `kbpf-keepalive`, which stays as long as connections that a kube-proxy translated.
 
 Its other modes are tested with a real kube-proxy: tests/lab/cluster/test_takeover_cleanup.py.
 """
@@ -20,7 +20,7 @@ from pyroute2 import IPSet
 
 from kbpf.cli import cleanup
 from kbpf.dataplane.bpf import host
-from kbpf.dataplane.bpf.host import HANDOVER_POLL_INTERVAL_S, HostIntegration
+from kbpf.dataplane.bpf.host import KEEPALIVE_POLL_INTERVAL_S, HostIntegration
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.kernel.net import ipvs
 from kbpf.kernel.net.ipvs import (
@@ -33,7 +33,7 @@ from kbpf.kernel.net.ipvs import (
 from kbpf.kernel.net.netlink import Netlink
 from kbpf.kernel.netfilter import conntrack, forward_rules, ipset
 from kbpf.kernel.netfilter.conntrack import ConntrackFlow
-from kbpf.kernel.netfilter.forward_rules import HANDOVER_COMMENT
+from kbpf.kernel.netfilter.forward_rules import KEEPALIVE_COMMENT
 from kbpf.kernel.system import modules, netns, sysctl
 from kbpf.model.address import parse_addr
 from kbpf.model.config import Config
@@ -267,7 +267,7 @@ def test_virtual_service_with_a_connection_stays_with_weight_0(bench: Bench, tal
         "device kube-ipvs0",
     ]
     assert served(bench) == {BUSY: [0]}
-    assert names(bench) == {"lo", "kbpf-handover"}
+    assert names(bench) == {"lo", "kbpf-keepalive"}
     assert bench.do(
         lambda: conntrack_keepalive.list_kept_services(conntrack_keepalive.list_families())
     ) == (BUSY,)
@@ -328,7 +328,7 @@ def test_masqueraded_ipvs_connection_is_listed_as_the_backend_sees_it(
     assert bench.do(conntrack.list_masqueraded) == [ConntrackFlow(6, here, 1234, *AT)]
 
 
-# ---- the handover table --------------------------------------------------------------------------
+# ---- the keepalive table -------------------------------------------------------------------------
 
 
 def translate_one(bench: Bench, family: str) -> None:
@@ -364,10 +364,10 @@ def forget_connections() -> None:
 
 
 @pytest.mark.parametrize("family", ["ip", "ip6"])
-def test_handover_table_stays_as_long_as_a_connection(
+def test_keepalive_table_stays_as_long_as_a_connection(
     bench: Bench, family: str, tmp_path: Path
 ) -> None:
-    """The agent checks when it starts and then every HANDOVER_POLL_INTERVAL_S seconds."""
+    """The agent checks when it starts and then every KEEPALIVE_POLL_INTERVAL_S seconds."""
     assert not bench.do(lambda: conntrack.has_dnat_connections(family))
     translate_one(bench, family)
     assert bench.do(lambda: conntrack.has_dnat_connections(family))
@@ -381,9 +381,9 @@ def test_handover_table_stays_as_long_as_a_connection(
     bench.do(lambda: agent.poll(0.0))
     assert bench.do(conntrack_keepalive.list_families) == (family,)
     bench.do(forget_connections)
-    bench.do(lambda: agent.poll(HANDOVER_POLL_INTERVAL_S / 2))
+    bench.do(lambda: agent.poll(KEEPALIVE_POLL_INTERVAL_S / 2))
     assert bench.do(conntrack_keepalive.list_families) == (family,)
-    bench.do(lambda: agent.poll(HANDOVER_POLL_INTERVAL_S + 1))
+    bench.do(lambda: agent.poll(KEEPALIVE_POLL_INTERVAL_S + 1))
     assert bench.do(conntrack_keepalive.list_families) == ()
     assert f"table {family} theirs" in bench.run("nft", "list", "tables")
 
@@ -403,7 +403,7 @@ def test_masqueraded_connection_is_listed_as_the_backend_sees_it(bench: Bench) -
     assert bench.do(conntrack.list_masqueraded) == [ConntrackFlow(6, here, 1234, there, 82)]
 
 
-def test_kbpf_cleanup_removes_the_handover_table(bench: Bench, tmp_path: Path) -> None:
+def test_kbpf_cleanup_removes_the_keepalive_table(bench: Bench, tmp_path: Path) -> None:
     translate_one(bench, "ip")
     bench.do(lambda: forward_rules.run_transaction(*conntrack_keepalive.table_commands("ip")))
     assert bench.do(lambda: host.remove(Pins(tmp_path))) == (
@@ -430,7 +430,7 @@ COMMIT
 REFUSES, THEIRS = "-A FORWARD -j REJECT", "-A FORWARD -p tcp -m tcp --dport 1 -j DROP"
 PASSES = (
     "-A FORWARD -m conntrack --ctstate RELATED,ESTABLISHED "
-    f'-m comment --comment "{HANDOVER_COMMENT}" '
+    f'-m comment --comment "{KEEPALIVE_COMMENT}" '
     "-j ACCEPT"
 )
 CLOSED = {"a policy": ("DROP", ""), "a last rule": ("ACCEPT", REFUSES)}
@@ -476,7 +476,7 @@ def test_established_connections_pass_a_closed_forward_until_they_end(
 
 
 def test_ipvs_connections_pass_a_closed_forward(bench: Bench) -> None:
-    """conntrack records no DNAT for IPVS connections; the handover table exists all the same."""
+    """conntrack records no DNAT for IPVS connections; the keepalive table exists all the same."""
     bench.run("iptables-nft-restore", stdin=FORWARD % ("DROP", ""))
     bench.do(lambda: forward_rules.run_transaction(*conntrack_keepalive.table_commands("ip")))
     assert not bench.do(lambda: conntrack.has_dnat_connections("ip"))
@@ -490,8 +490,8 @@ def test_cleanup_reports_the_forward_rule(
     bench.run(f"{POLICY[left]}-nft-restore", stdin=FORWARD % ("DROP", ""))
     bench.do(lambda: list(cleanup.remove_kube_proxy(Config(), force=True)))
     assert capsys.readouterr().err == (
-        f"kbpf: table {left} kbpf-handover stays, and with it a rule in {left} filter FORWARD, for "
-        "connections that kube-proxy translated; the agent removes it when they have ended\n"
+        f"kbpf: table {left} kbpf-keepalive stays, and with it a rule in {left} filter FORWARD, "
+        "for connections that kube-proxy translated; the agent removes it when they have ended\n"
     )
 
 
@@ -581,4 +581,4 @@ def test_two_processes_adding_the_rule_at_once_add_one(
     monkeypatch.setattr(forward_rules, "list_forward_chains", look)
     assert bench.do(lambda: conntrack_keepalive.reconcile_forward_rules(chains)) == ()
     monkeypatch.undo()
-    assert bench.run(f"{POLICY[left]}-nft-save").count(HANDOVER_COMMENT) == 1
+    assert bench.run(f"{POLICY[left]}-nft-save").count(KEEPALIVE_COMMENT) == 1

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import pytest
 
 from kbpf.kernel.netfilter.forward_rules import (
-    HANDOVER_COMMENT,
+    KEEPALIVE_COMMENT,
     BaseChain,
     ChainRule,
     masquerade_comment,
@@ -102,7 +102,7 @@ PLACES = [
 
 @pytest.mark.parametrize("row", PLACES, ids=lambda row: f"{row.rules!r} drops={row.drops}")
 def test_the_position_of_our_rule(row: Place):
-    comments = {"o": masquerade_comment(MARK), "m": masquerade_comment(1), "h": HANDOVER_COMMENT}
+    comments = {"o": masquerade_comment(MARK), "m": masquerade_comment(1), "h": KEEPALIVE_COMMENT}
     rules = tuple(ChainRule(i, comments.get(kind, "kbpf's friend"), kind == "!")
                   for i, kind in enumerate(row.rules))  # fmt: skip
     chain = BaseChain("ip", "filter", "FORWARD", row.drops, rules)
@@ -110,10 +110,10 @@ def test_the_position_of_our_rule(row: Place):
         chain.is_closed,
         chain.insert_position,
         chain.has_masquerade_rule(MARK),
-        chain.has_handover_rule,
+        chain.has_keepalive_rule,
     )
     assert found == (row.closed, row.place, row.holds, row.hands_over)
-    for kinds, ours in (("om", chain.masquerade_rules), ("h", chain.handover_rules)):
+    for kinds, ours in (("om", chain.masquerade_rules), ("h", chain.keepalive_rules)):
         assert [r.handle for r in ours] == [i for i, k in enumerate(row.rules) if k in kinds]
 
 

@@ -6,7 +6,7 @@
     PIN/programs-KEY/NAME      programs of one artifact
     PIN/links/HOOK             links of the socket hooks
     PIN/devices/...            attachments to devices (packet_path/attach.py)
-    PIN/beside                 whether settings of the node were changed (host.py)
+    PIN/host                   whether settings of the node were changed (host.py)
 
 Maps, programs and links are built under a name that begins with `new-` and published by one rename.
 So under the names above they are complete, unless an agent was killed while it removed a folder.
@@ -42,13 +42,18 @@ FLIPPED_MAPS: Final = SERVICES_TARGETS | {"services"}
 """The maps that hold the new state after a flip. A program must read all of them, or none."""
 
 
+HOST_FOLDER: Final = "host"
+"""A subfolder that records that the node's settings may have been changed (host.py). It holds an
+empty folder for each range of ports that we have reserved (``61000-65535``), since a bpffs holds no
+files.
+"""
 NEW_PREFIX: Final = "new-"
 OLD_PREFIX: Final = "old-"
 NEW_MAP_PREFIX: Final = f"{NEW_PREFIX}map-"
 NEW_LINK_PREFIX: Final = f"{NEW_PREFIX}link-"
 
 _PIN_NAMES: Final = re.compile(
-    rf"links|devices|beside|({NEW_PREFIX}|{OLD_PREFIX})?(maps|layout|programs)-.+|({NEW_MAP_PREFIX}|{NEW_LINK_PREFIX}).+"
+    rf"links|devices|{HOST_FOLDER}|({NEW_PREFIX}|{OLD_PREFIX})?(maps|layout|programs)-.+|({NEW_MAP_PREFIX}|{NEW_LINK_PREFIX}).+"
 )
 
 
