@@ -29,7 +29,7 @@ ENDED = re.compile(r"^(?:\S+ ERROR kbpf |kbpf: )")
 
 LIBNFTABLES = re.compile(r"^mnl\.c:\d+: Unable to initialize Netlink socket: ")
 """The message with which libnftables ends the process (exit status 3) if its own socket() fails,
-and not the one that netfilter.transaction() opened just before.
+and not the one that forward_rules.run_transaction() opened just before.
 """
 
 

@@ -270,7 +270,8 @@ def kbpf_comes(world: World, mode: str, load: Load) -> None:
     load.goes_on()
     for was, now in zip(before, world.led(), strict=True):
         assert now > was
-    assert all("kube-proxy" in said for said in world.cleanup("--kube-proxy"))
+    for output in world.cleanup("--kube-proxy"):
+        assert re.search(r"^kube-proxy ", output, re.MULTILINE), output
     rules = world.rules()
     assert "kube-proxy" not in rules
     assert set(re.findall(r"KUBE-[A-Z-]+", rules)) <= {"KUBE-FIREWALL"}

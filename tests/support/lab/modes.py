@@ -39,7 +39,6 @@ CANNOT: dict[str, str] = {
     r"test_policy.*host to ::1": LOOPBACK,
     r"test_policy.*to 127\.0\.0\.1\]": LOOPBACK,
     r"test_policy.*UDP, host, 127\.0\.0\.1": LOOPBACK,
-    r"test_policy.*short circuit.*127": LOOPBACK,
     r"test_policy.*no local endpoint: 127\.0\.0\.1": LOOPBACK,
     r"test_policy.*source ranges: left alone": LEFT_ALONE,
     r"test_policy.*external IP, another port": OTHER_PORTS,

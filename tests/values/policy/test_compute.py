@@ -402,7 +402,7 @@ class CountingStore(ObjectStore):
 
     asked = 0
 
-    def names(self):
+    def service_names(self):
         raise AssertionError("an update must cost what was touched")
 
     def service(self, name: ServiceName) -> Service | None:

@@ -201,7 +201,8 @@ def test_named_files_exist(page: str):
             continue
         where = [ROOT] if "/" in span else [ROOT / "tests" / "lab", ROOT / "tests" / "programs"]
         names = re.sub(r"\{[^}]*\}", "*", span)
-        assert any(list(folder.rglob(names)) for folder in where), span
+        pattern = names if "/" in span else f"**/{names}"
+        assert any(list(folder.glob(pattern)) for folder in where), span
 
 
 def options() -> set[str]:
