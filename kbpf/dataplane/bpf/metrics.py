@@ -57,6 +57,10 @@ from kbpf.model.metrics import (
 from kbpf.model.objects import Protocol, ServiceName
 
 VERDICT_BY_REASON: Final = {
+    Reason.TRANSLATED: "translate",
+    Reason.TRANSLATED_BY_AFFINITY: "translate",
+    Reason.TRANSLATED_BY_FLOW: "translate",
+    Reason.REVERSED: "translate",
     Reason.NOT_A_SERVICE: "pass",
     Reason.NEEDS_SOURCE: "pass",
     Reason.LEFT_TO_PACKETS: "pass",
@@ -77,7 +81,7 @@ VERDICT_BY_REASON: Final = {
     Reason.REDIRECTED: "note",
     Reason.NOT_RECORDED: "note",
 }
-"""Reasons not listed here mean "translate". A "note" is counted in addition to a verdict."""
+"""What each reason means. A "note" is counted in addition to a verdict."""
 
 SOCKET_STORAGE_MAPS: Final = ("sock_peers", "udp_flows")
 """State of connected and unconnected sockets. The kernel needs BTF to show it."""
@@ -490,4 +494,4 @@ def _add_totals(a: ConnectionStats, b: ConnectionStats) -> ConnectionStats:
 def _read_decision(map_: Map, reason: Reason) -> ReasonCount:
     raw = map_.lookup(U32.pack(reason)) or b""  # one u64 for each possible CPU
     count = sum(memoryview(raw).cast("Q"))
-    return ReasonCount(reason.name.lower(), VERDICT_BY_REASON.get(reason, "translate"), count)
+    return ReasonCount(reason.name.lower(), VERDICT_BY_REASON[reason], count)

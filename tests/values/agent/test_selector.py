@@ -3,9 +3,11 @@
 of a previous data plane. The planes are fakes that fail as a row says.
 """
 
+import ast
 import dataclasses
 import logging
 from collections.abc import Collection, Sequence
+from inspect import getsource
 from itertools import product
 from typing import NamedTuple
 
@@ -18,6 +20,7 @@ from kbpf.agent.selector import (
     SelectedDataPlane,
     fallback_reason,
 )
+from kbpf.checks import bpf as checks
 from kbpf.checks.row import CheckRow
 from kbpf.dataplane.base import Report
 from kbpf.errors import (
@@ -107,6 +110,20 @@ def test_fallback_reason(why: Failure):
 def test_every_reason_has_a_row():
     assert {why.reason for why in FAILURES} == {*FallbackReason, None}
     assert set(REASON_BY_CHECK.values()) <= set(FallbackReason)
+
+
+def test_reasons_are_keyed_by_names_of_checks():
+    """A renamed check would get the default reason. The names are read from the source, since the
+    checks need root.
+    """
+    calls = [node for node in ast.walk(ast.parse(getsource(checks))) if isinstance(node, ast.Call)]
+    names = {
+        call.args[0].value
+        for call in calls
+        if isinstance(call.func, ast.Name) and call.func.id == "make_row"
+        if isinstance(call.args[0], ast.Constant)
+    }
+    assert REASON_BY_CHECK.keys() <= names
 
 
 # ---- planes --------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ OURS = ("kbpf_", "kubeproxy_", "rest_client_", "process_", "up")
 MATCHER = re.compile(r'([a-z_]+)(=~|!=|!~|=)"([^"]*)"')
 KNOWN_VALUES = {
     "reason": {reason.name.lower() for reason in Reason},
-    "verdict": {"translate", *VERDICT_BY_REASON.values()},
+    "verdict": set(VERDICT_BY_REASON.values()),
     "state": {"on", "off", "failed"},
     "source": {"services", "endpointslices", "nodes", "pods"},
     "quantile": {"0.5", "0.99"},

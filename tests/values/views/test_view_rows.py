@@ -30,6 +30,7 @@ from kbpf.dataplane.bpf.inspect.tracked_connections import (
 from kbpf.dataplane.bpf.maps.flow_entries import IDENTITY
 from kbpf.dataplane.bpf.maps.layout import (
     FLOW,
+    MAPS,
     ClientKind,
     DeviceFlag,
     FlowPath,
@@ -339,6 +340,10 @@ def test_map_alarm_is_at_80_percent(
     (row,) = maps.build_rows(snapshot(maps=(MapFacts(name, kind, entries, 100, None),)))
     assert (row.fill_percent, row.alarm) == (fill, alarm)
     assert ("!" in next(c.text(row) for c in maps.COLUMNS if c.title == "FILL")) == alarm
+
+
+def test_every_map_has_a_purpose():
+    assert maps.PURPOSE.keys() == MAPS.keys()
 
 
 def test_sources_and_threads_are_not_shown_as_running_while_the_agent_is_down():

@@ -565,7 +565,8 @@ MAPS: Final = {
             "counts",
         ),
         MapSpec("zero_counts", uapi.BPF_MAP_TYPE_ARRAY, 4, COUNTS.size, 1),
-        MapSpec("reasons", uapi.BPF_MAP_TYPE_PERCPU_ARRAY, 4, 8, len(Reason), version=10),
+        # Reasons are only appended, so their number is the version.
+        MapSpec("reasons", uapi.BPF_MAP_TYPE_PERCPU_ARRAY, 4, 8, len(Reason), version=len(Reason)),
         MapSpec("meta", uapi.BPF_MAP_TYPE_ARRAY, 4, META.size, 1),
         MapSpec("agent_status", uapi.BPF_MAP_TYPE_ARRAY, 4, STATUS_SIZE, 1),
     )
