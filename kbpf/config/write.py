@@ -2,13 +2,15 @@
 """Writes a Config as a configuration file in which every setting is explicit."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final
 
-from kbpf.config import durations, kbpf_configuration, output
+from kbpf.config import durations, kbpf_configuration, output, parsers
 from kbpf.config.documents import API_VERSIONS, KBPF, KUBE_PROXY
 from kbpf.config.flags import FLAGS_BY_NAME
+from kbpf.config.parsers import Parser
 from kbpf.errors import ConfigError
 from kbpf.model.address import V4_PREFIX, format_addr
 from kbpf.model.config import Config, LocalMode
@@ -113,29 +115,37 @@ def kube_proxy_fields(config: Config) -> dict[str, Any]:
 def kbpf_fields(config: Config) -> Mapping[str, Any]:
     """The fields of KbpfConfiguration that have a value."""
     fields: dict[str, Any] = {}
-    for path, flag in kbpf_configuration.FLAG_BY_PATH.items():
-        value: Any = config
-        for name in FLAGS_BY_NAME[flag].field.split("."):
-            value = getattr(value, name)
-        plain = _to_plain(value, path)
+    for path, name in kbpf_configuration.FLAG_BY_PATH.items():
+        flag = FLAGS_BY_NAME[name]
+        plain = _to_plain(attrgetter(flag.field)(config), flag.parse)
         if plain not in (None, "", []):
             *parents, leaf = path.split(".")
             section = fields
-            for name in parents:
-                section = section.setdefault(name, {})
+            for parent in parents:
+                section = section.setdefault(parent, {})
             section[leaf] = plain
     return fields
 
 
-def _to_plain(value: Any, path: str) -> Any:
-    if path == "packetPath.masqueradePorts":
-        return f"{value[0]}-{value[1]}"
-    if path == "sourceEmptyGrace":
-        return durations.format_duration(value)
-    if path == "externalIPs":
-        return value if isinstance(value, str) else ",".join(map(_format_cidr, value)) or "off"
-    if path == "nodePortSourceRanges":
-        return [_format_cidr(cidr) for cidr in value]
+def _format_external_ips(value: str | tuple[Cidr, ...]) -> str:
+    return value if isinstance(value, str) else ",".join(map(_format_cidr, value)) or "off"
+
+
+_FORMATTERS: Final[Mapping[Parser, Callable[[Any], Any]]] = {
+    parsers.seconds: durations.format_duration,
+    parsers.whole_seconds: durations.format_duration,
+    parsers.period: durations.format_duration,
+    parsers.doubled_period: lambda seconds: durations.format_duration(seconds / 2),
+    parsers.ports: lambda ports: f"{ports[0]}-{ports[1]}",
+    parsers.networks: lambda networks: [_format_cidr(cidr) for cidr in networks],
+    parsers.external_ips: _format_external_ips,
+}
+"""Parser → its inverse, for values that cannot be written as they are."""
+
+
+def _to_plain(value: Any, parse: Parser) -> Any:
+    if parse in _FORMATTERS:
+        return _FORMATTERS[parse](value)
     if isinstance(value, tuple):
         return list(value)
     return value if value is None or isinstance(value, bool | int) else str(value)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
-from kbpf.config import documents, durations, flags, kbpf_configuration, load, write
+from kbpf.config import documents, durations, flags, kbpf_configuration, load, parsers, write
 from kbpf.config.kubeproxy import UNUSED_FIELDS, KubeProxyConfiguration
 from kbpf.config.load import LoadedConfig
 from kbpf.errors import ConfigError, ConfigErrors
@@ -789,6 +789,67 @@ def test_written_configuration_is_read_as_the_same(config: Config):
     mode = config.detect_local_mode or LocalMode.CLUSTER_CIDR
     assert made.config == load.replace(config, detect_local_mode=mode)
     assert "unknown field" not in told(made)
+
+
+SAMPLES: dict[Any, tuple[str, ...]] = {
+    parsers.boolean: ("true", "false"),
+    parsers.seconds: ("0s", "90s", "1.5s", "1h0m1s"),
+    parsers.whole_seconds: ("0s", "90s", "25h"),
+    parsers.period: ("90s", "0.25s"),
+    parsers.doubled_period: ("90s", "0.5s"),
+    parsers.count: ("0", "7"),
+    parsers.entries: ("6000",),
+    parsers.connections: ("6000",),
+    parsers.oom_score: ("-5",),
+    parsers.bit: ("3",),
+    parsers.ports: ("5-6",),
+    parsers.networks: ("10.0.0.0/8,fd00::/48",),
+    parsers.external_ips: ("all", "off", "10.0.0.0/8,fd00::/48"),
+    parsers.node_ports: ("primary", "primary,10.0.0.0/8", "all"),
+    parsers.bind_address: ("192.0.2.1", "fd00::1"),
+    parsers.healthz: ("[::1]:7",),
+    parsers.metrics: ("127.0.0.1:7,192.0.2.1:7",),
+    parsers.names: ("a,b*",),
+    parsers.cgroups: ("a/b,c*",),
+    parsers.path: ("/a/b",),
+    parsers.absolute_path: ("/a/b",),
+    parsers.text: ("https://192.0.2.1:6443",),
+    parsers.node_name: ("n-1",),
+    parsers.device: ("cni0",),
+    parsers.table: ("t_1",),
+    parsers.watch_nodes: ("auto", "own", "all"),
+    parsers.mode: ("auto", "bpf", "ipvs"),
+    parsers.proxy_mode: ("iptables", "nftables", "ipvs"),
+    parsers.scheduler: ("wlc",),
+    parsers.forwarding: ("stack", "direct"),
+    parsers.log_level: ("debug",),
+    parsers.log_format: ("text", "json"),
+    parsers.verbosity: ("2", "4"),
+    parsers.algorithm: tuple(Algorithm),
+    parsers.service_annotations: tuple(ServiceAnnotations),
+    parsers.accounting: tuple(Accounting),
+    parsers.socket_lb: tuple(SocketLb),
+    parsers.local_mode: ("ClusterCIDR", "NodeCIDR"),
+    parsers.external_ips_gate: ("AllowServiceExternalIPs=false",),
+}
+"""Parser → texts that flags with it accept. A flag of a new type needs a line here."""
+
+GIVEN_WITH = {
+    "--pod-bridge-interface": {"--detect-local-mode": "BridgeInterface"},
+    "--pod-interface-name-prefix": {"--detect-local-mode": "InterfaceNamePrefix"},
+    "--min-sync-period": {"--sync-period": "2h"},
+}
+"""Flag → other flags without which it is refused, or has no effect."""
+
+GIVEN = [(flag.name, text) for flag in flags.FLAGS if flag.field for text in SAMPLES[flag.parse]]
+
+
+@pytest.mark.parametrize(("flag", "text"), GIVEN, ids=map("=".join, GIVEN))
+def test_every_flag_is_written_and_read_again(flag: str, text: str):
+    config = load.load_config({flag: text, **GIVEN_WITH.get(flag, {})}, {})
+    made = loaded(write.format_documents(config))
+    mode = config.detect_local_mode or LocalMode.CLUSTER_CIDR
+    assert made.config == load.replace(config, detect_local_mode=mode)
 
 
 def test_configuration_is_written_atomically(tmp_path: Path):
