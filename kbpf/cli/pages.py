@@ -99,7 +99,7 @@ def _agent_facts(view: StatusView) -> Iterator[tuple[str, str]]:
         requested = f", requested: {view.mode_requested}" if view.mode_requested else ""
         yield "mode", f"{view.mode}{requested} (kbpf {view.version})"
         if view.mode_reason:
-            yield "not bpf", f"{view.mode_reason}: {view.mode_why}"
+            yield "not bpf", f"{view.mode_reason}: {view.mode_detail}"
         yield (
             "synced",
             "yes"

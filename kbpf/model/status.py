@@ -40,7 +40,7 @@ class DeviceFailure(msgspec.Struct, frozen=True):
     """A device to which the packet path could not be attached, and why."""
 
     device: str
-    why: str
+    detail: str
 
 
 class PacketStatus(msgspec.Struct, frozen=True):
@@ -63,13 +63,13 @@ class ModeChoice(msgspec.Struct, frozen=True):
     """The selected data plane. `requested` is the value of --mode, `mode` is "bpf" or "ipvs".
 
     If `auto` could not use BPF, `reason` is a short reason from a fixed list (agent/selector.py)
-    and `why` has the details; otherwise both are "".
+    and `detail` is the full explanation; otherwise both are "".
     """
 
     requested: str
     mode: str
     reason: str = ""
-    why: str = ""
+    detail: str = ""
 
 
 class AgentStatus(msgspec.Struct, frozen=True):

@@ -137,7 +137,7 @@ class AgentServer:
     def _set_choice(self, choice: ModeChoice) -> None:
         self._mode = choice.mode
         if choice.reason and choice != self._choice:
-            note = f"mode {choice.mode}, BPF is unavailable: {choice.reason}: {choice.why}"
+            note = f"mode {choice.mode}, BPF is unavailable: {choice.reason}: {choice.detail}"
             self.events.emit(self._node_reference, "BpfUnavailable", EVENT_ACTION, note)
         self._choice = choice
 

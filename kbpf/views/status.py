@@ -32,9 +32,9 @@ class StatusView(msgspec.Struct, frozen=True):
     is attached to all its devices.
 
     `running_seconds` is the time since the agent's start, `silent_seconds` since its last status.
-    Both are None if there is no status. `mode_reason` and `mode_why`: why --mode auto could not use
-    BPF, or "". `counters` are sums over all CPUs, by reason. Mode ipvs has no hooks, no counters
-    and no packet path (`packets` is None).
+    Both are None if there is no status. `mode_reason` and `mode_detail`: why --mode auto could not
+    use BPF, or "". `counters` are sums over all CPUs, by reason. Mode ipvs has no hooks, no
+    counters and no packet path (`packets` is None).
     """
 
     ok: bool
@@ -46,7 +46,7 @@ class StatusView(msgspec.Struct, frozen=True):
     mode: str
     mode_requested: str
     mode_reason: str
-    mode_why: str
+    mode_detail: str
     pid: int
     running_seconds: float | None
     silent_seconds: float | None
@@ -105,7 +105,7 @@ def build_view(snapshot: Snapshot) -> StatusView:
         mode=agent_status.mode if agent_status else "",
         mode_requested=choice.requested if choice else "",
         mode_reason=choice.reason if choice else "",
-        mode_why=choice.why if choice else "",
+        mode_detail=choice.detail if choice else "",
         pid=agent_status.pid if agent_status else 0,
         running_seconds=round(snapshot.boottime - agent_status.started, 1)
         if agent_status

@@ -104,5 +104,5 @@ FLAG_NAMES: Final = {DeviceFlag.LOCAL: "pods", DeviceFlag.PEER: "peer"}
 
 FAILURE_COLUMNS: Final = (
     Column("DEVICE-NOT-ATTACHED", lambda f: f.device),
-    Column("REASON", lambda f: f.why),
+    Column("REASON", lambda f: f.detail),
 )

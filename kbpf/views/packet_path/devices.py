@@ -81,7 +81,9 @@ def build_rows(snapshot: Snapshot, host_devices: HostDevices) -> tuple[DeviceRow
         packet_status.excluded if packet_status else (),
     )
     failures = (
-        {failure.device: failure.why for failure in packet_status.failed} if packet_status else {}
+        {failure.device: failure.detail for failure in packet_status.failed}
+        if packet_status
+        else {}
     )
     return tuple(
         _build_row(

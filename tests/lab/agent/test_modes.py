@@ -150,7 +150,7 @@ def test_switching_the_mode_fails_no_connection(field: Field, mode: str) -> None
     status = field.agent.status()
     assert status is not None
     assert status["choice"] == {"requested": mode if mode == "ipvs" else "auto", "mode": mode,
-                                "reason": "", "why": ""}  # fmt: skip
+                                "reason": "", "detail": ""}  # fmt: skip
     kept.end()
     until("nothing is left of the other mode", lambda: left(field.agent) == [], SLOWLY)
     serves(field)

@@ -202,9 +202,9 @@ def test_agent_falls_back_to_ipvs_and_reports_the_reason(bench: Bench, cause: Ca
             assert agent.virtual_services() == {f"{VIP}:80/6": {f"{bench.pod.ip}:8080": 1}}
         choice = chosen(agent)
         assert (choice["requested"], choice["mode"]) == ("auto", "ipvs")
-        assert (choice["reason"], bool(choice["why"])) == (str(cause.reason), True)
+        assert (choice["reason"], bool(choice["detail"])) == (str(cause.reason), True)
         (said,) = [line for line in agent.lines() if "BPF is unavailable on this node" in line]
-        assert f"{cause.reason}: {choice['why']}" in said
+        assert f"{cause.reason}: {choice['detail']}" in said
         info = until("/metrics has the mode", lambda: mode_info(bench))
         labels = {"mode": "ipvs", "requested": "auto", "reason": str(cause.reason)}
         assert info.value(**labels) == 1
@@ -222,7 +222,7 @@ def test_next_start_tries_bpf_again(bench: Bench):
     agent = bench.agent
     agent.wrapper, agent.mode = (), "bpf"
     with running(agent, "--mode", "auto"):
-        assert chosen(agent) == {"requested": "auto", "mode": "bpf", "reason": "", "why": ""}
+        assert chosen(agent) == {"requested": "auto", "mode": "bpf", "reason": "", "detail": ""}
         assert bench.outside.tcp(VIP, 80)["name"] == "a"
 
 

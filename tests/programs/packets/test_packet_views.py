@@ -712,7 +712,7 @@ def test_status_shows_the_packet_path(wire: Wire, call: Run) -> None:
 
 BAD = {
     "a problem": {"problem": "the kernel refuses the program"},
-    "a device": {"failed": [{"device": "up0", "why": "no clsact"}], "failed_count": 3},
+    "a device": {"failed": [{"device": "up0", "detail": "no clsact"}], "failed_count": 3},
 }
 
 
