@@ -4,7 +4,7 @@
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import pytest
 
@@ -17,8 +17,9 @@ from kbpf.dataplane.bpf.maps.layout import ConfigFlag, Reason
 from kbpf.dataplane.bpf.packet_path.device_thread import DeviceReconcilerStatus
 from kbpf.dataplane.bpf.packet_path.packet_path import PacketPath
 from kbpf.dataplane.bpf.plane import BpfPlane
+from kbpf.dataplane.bpf.programs import compile
 from kbpf.dataplane.bpf.programs.loader import missing_helpers
-from kbpf.errors import KernelError
+from kbpf.errors import CompileError, KernelError
 from kbpf.kernel.bpf.uapi import (
     BPF_FUNC_get_current_cgroup_id,
 )
@@ -302,6 +303,59 @@ def test_exemption_without_the_packet_path_is_reported(
     plane = site.open(socket_lb_exempt=(f"{below}/mesh",))
     plane.apply(WORLD, None)
     assert any("the packet path is off" in line for line in plane.problems())
+
+
+@pytest.mark.parametrize("exempt_before", [False, True])
+def test_exemption_with_a_packet_path_that_fails_to_load_is_reported(
+    served: tuple[Site, Place],
+    tree: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    exempt_before: bool,
+) -> None:
+    """Sockets are exempt only if packet programs may serve them: those of an earlier agent."""
+    site, _ = served
+    exempt = (f"{site.cgroup.relative_to(cgroup2())}/mesh",)
+    tree("mesh")
+    own = f"{site.name}h"
+    run("ip", "netns", "add", own)
+
+    def start() -> BpfPlane:
+        plane = site.open(packet_path=True, socket_lb_exempt=exempt)
+        plane.apply(WORLD, None)
+        return plane
+
+    def refuse(unit: str, cache: Path) -> Any:
+        if unit == "tc":
+            raise CompileError("no such header", "tc.c", "install it")
+        return obtain(unit, cache)
+
+    obtain = compile.find_or_compile
+    try:
+        if exempt_before:
+            earlier = netns.run_in(Path("/run/netns") / own, start)
+
+            def flag_is_set() -> bool:
+                earlier.tick(time.monotonic())
+                return ConfigFlag.EXEMPTIONS in ConfigFlag(site.entries("config")[bytes(4)][8])
+
+            until("the packet path serves exempt sockets", flag_is_set)
+            site.close_planes()
+        monkeypatch.setattr(compile, "find_or_compile", refuse)
+        plane = netns.run_in(Path("/run/netns") / own, start)
+
+        def reported() -> list[str]:
+            plane.tick(time.monotonic())
+            return [line for line in plane.problems() if "exempt" in line]
+
+        until("the exemption is reported", reported)
+        (line,) = reported()
+        assert line.startswith(
+            "exempt cgroups are served only by packet programs of an earlier agent"
+            if exempt_before
+            else "cgroups are not exempt yet"
+        )
+    finally:
+        run("ip", "netns", "del", own)
 
 
 def test_exemption_outlasts_a_restart_until_the_first_apply(
