@@ -639,7 +639,7 @@ class Agent:
                 )
                 for thread in threads.list_threads()
             ),
-            off=self._disabled_features(),
+            disabled_features=self._disabled_features(),
             config_error=self.config_error() if self.config_error is not None else None,
         )
 

@@ -116,8 +116,8 @@ def _agent_facts(view: StatusView) -> Iterator[tuple[str, str]]:
         exempt = f", except {view.exempt_cgroups} exempt cgroups" if view.exempt_cgroups else ""
         yield "socket-lb", f"{view.socket_lb}{exempt}"
     yield "pins" if view.packets is not None else "state", view.pin_dir
-    if view.off:
-        yield "off", "; ".join(view.off)
+    if view.disabled_features:
+        yield "disabled", "; ".join(view.disabled_features)
     if view.error:
         yield "error", view.error
     if view.problem_count:

@@ -76,10 +76,11 @@ class AgentStatus(msgspec.Struct, frozen=True):
     """What the agent reports. Times are seconds of CLOCK_BOOTTIME, which all processes of the
     machine share.
 
-    `off`: a line for each optional feature that is switched off. `faults`: see DataPlane.faults().
-    `refused`: number of Service ports that could not be programmed; `refused_namespaces`: the same
-    by namespace; `refused_system`: the Services of system namespaces among them. `config_error`:
-    what is wrong with the configuration file, "" if nothing; None without a file.
+    `disabled_features`: a line for each optional feature that is switched off. `faults`: see
+    DataPlane.faults(). `refused`: number of Service ports that could not be programmed;
+    `refused_namespaces`: the same by namespace; `refused_system`: the Services of system namespaces
+    among them. `config_error`: what is wrong with the configuration file, "" if nothing; None
+    without a file.
     """
 
     version: str
@@ -104,7 +105,7 @@ class AgentStatus(msgspec.Struct, frozen=True):
     without_endpoints: int = 0
     choice: ModeChoice | None = None
     threads: tuple[ThreadView, ...] = ()
-    off: tuple[str, ...] = ()
+    disabled_features: tuple[str, ...] = ()
     faults: tuple[str, ...] = ()
     refused_namespaces: dict[str, int] = {}
     refused_system: tuple[str, ...] = ()

@@ -67,7 +67,7 @@ class StatusView(msgspec.Struct, frozen=True):
     exempt_cgroups: int
     problem_count: int
     problems: tuple[str, ...]
-    off: tuple[str, ...]
+    disabled_features: tuple[str, ...]
     counters: dict[str, int]
     packets: PacketView | None
 
@@ -132,7 +132,7 @@ def build_view(snapshot: Snapshot) -> StatusView:
         exempt_cgroups=snapshot.exempt_cgroups,
         problem_count=agent_status.problem_count if agent_status else 0,
         problems=agent_status.problems if agent_status else (),
-        off=agent_status.off if agent_status else (),
+        disabled_features=agent_status.disabled_features if agent_status else (),
         counters={reason.name.lower(): snapshot.reasons.get(reason, 0) for reason in Reason}
         if packet_path is not None
         else {},

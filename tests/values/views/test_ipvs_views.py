@@ -263,6 +263,14 @@ def test_status_has_the_mode_and_its_reason():
         assert word not in page, page
 
 
+def test_status_lists_disabled_features():
+    agent_status = replace(AGENT_STATUS, disabled_features=("Pods are not watched",))
+    view = status.build_view(Snapshot(HERE, boottime=5001.0, status=agent_status, agent_alive=True))
+    assert view.disabled_features == ("Pods are not watched",)
+    (line,) = [line for line in pages.format_status(view).splitlines() if "not watched" in line]
+    assert line.split(maxsplit=1) == ["disabled", "Pods are not watched"]
+
+
 def test_status_of_mode_bpf_has_no_reason():
     said = replace(AGENT_STATUS, mode="bpf", choice=ModeChoice("auto", "bpf"))
     page = pages.format_status(status.build_view(Snapshot(HERE, boottime=5001.0, status=said)))
