@@ -100,9 +100,10 @@ def bench() -> Iterator[Bench]:
 def test_readme_without_a_cluster(bench: Bench) -> None:
     """README.md: run a node with a folder of objects, inspect it, and clean up."""
     before, after = docs.section("README.md", "## Without a cluster")
-    check, run = docs.commands(before)
+    path, make_folder, check, run = docs.commands(before)
     *looks, cleanup = docs.commands(after)
-    assert bench.run(check).returncode == 0
+    assert bench.run(make_folder).returncode == 0
+    assert bench.run(f"{path}\n{check}").returncode == 0
     agent = bench.start(run.partition("#")[0])
     try:
         compiling = 2 * PATIENCE  # the default cache folder is empty
