@@ -59,10 +59,10 @@ lint: venv ## style and types
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror $(C_FILES)
 
-format: venv ## rewrite everything in the house's format
-	$(BIN)/ruff format .
-	$(BIN)/ruff check --fix .
-	$(BIN)/clang-format -i $(C_FILES)
+format: $(CHECK_STAMP) ## rewrite everything in the house's format; needs no root
+	$(CHECK)/bin/ruff format .
+	$(CHECK)/bin/ruff check --fix .
+	$(CHECK)/bin/clang-format -i $(C_FILES)
 
 test: venv lint ## everything, against a real API server and real sockets, and in two other kernels
 	@tools/packages tests image $(if $(PYTEST),,kernels)
@@ -94,4 +94,4 @@ mutants: venv ## what the tests do not notice; only="policy c" seed=7 count=100 
 		$(if $(count),--count $(count))
 
 clean: ## what was built here
-	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) $(CHECK) build .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
