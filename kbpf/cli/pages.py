@@ -131,7 +131,7 @@ def _packet_path_facts(view: PacketView) -> Iterator[tuple[str, str]]:
     failed_note = f", NOT on {view.failed_count}" if view.failed_count else ""
     yield "devices", f"{view.host_devices} host, {view.pod_devices} pod{failed_note}"
     alarm = " ! raise --max-connections" if view.alarm else ""
-    yield "connections", f"{view.connections} of at most {view.room}{alarm}"
+    yield "connections", f"{view.connections} of at most {view.max_connections}{alarm}"
     yield "entries", f"{view.entries}, including closed and expired connections"
     forgotten_note = f"; {view.forgotten} no longer have an entry" if view.forgotten else ""
     yield "created", f"{view.created} since the counters started{forgotten_note}"

@@ -65,7 +65,7 @@ PURPOSE: Final = {
 
 
 class MapRow(msgspec.Struct, frozen=True):
-    """A map. `room` is its max_entries.
+    """A map, and how full it is.
 
     `entries` is None if the number of used entries is unknown (the entries of arrays and queues
     exist from the start), and `fill_percent` is None if it would be meaningless. `bytes` is None if
@@ -79,7 +79,7 @@ class MapRow(msgspec.Struct, frozen=True):
     name: str
     type: str
     entries: int | None
-    room: int
+    max_entries: int
     fill_percent: float | None
     alarm: bool
     bytes: int | None
@@ -93,13 +93,13 @@ def build_rows(snapshot: Snapshot) -> tuple[MapRow, ...]:
 
 def _build_row(facts: MapFacts) -> MapRow:
     fill = None
-    if facts.kind in COUNTABLE_TYPES and facts.entries is not None and facts.room:
-        fill = round(100 * facts.entries / facts.room, 1)
+    if facts.kind in COUNTABLE_TYPES and facts.entries is not None and facts.max_entries:
+        fill = round(100 * facts.entries / facts.max_entries, 1)
     return MapRow(
         name=facts.name,
         type=TYPE_NAMES.get(facts.kind, str(facts.kind)),
         entries=facts.entries,
-        room=facts.room,
+        max_entries=facts.max_entries,
         fill_percent=fill,
         alarm=fill is not None and fill >= ALARM_PERCENT and facts.name != "flows",
         bytes=facts.bytes,
@@ -117,7 +117,7 @@ COLUMNS: Final = (
     Column("NAME", lambda m: m.name),
     Column("TYPE", lambda m: m.type),
     Column("ENTRIES", lambda m: format_number(m.entries), right=True),
-    Column("MAX-ENTRIES", lambda m: format_number(m.room), right=True),
+    Column("MAX-ENTRIES", lambda m: format_number(m.max_entries), right=True),
     Column("FILL", _format_fill, right=True),
     Column("BYTES", lambda m: format_size(m.bytes), right=True),
     Column("PURPOSE", lambda m: m.purpose),

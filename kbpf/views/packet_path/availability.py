@@ -21,10 +21,10 @@ class PacketView(msgspec.Struct, frozen=True):
 
     `state`: ``on``; ``off``; or ``failed``: it should be on but does not work. `why` explains the
     other two. `connections`: open ones. `entries`: including closed and expired ones, which stay
-    until their space is needed. `room`: the value of --max-connections.
+    until their space is needed. `max_connections`: the value of --max-connections.
 
-    `alarm`: 80 % of `room` are connections that are not evicted for new ones (unlike half-open and
-    closed ones). At the limit new connections are dropped.
+    `alarm`: 80 % of `max_connections` are connections that are not evicted for new ones (unlike
+    half-open and closed ones). At the limit new connections are dropped.
 
     `created`: connections since the counters started. `forgotten` of them no longer have an entry:
     it was evicted, or replaced by a new connection from the same client port; None if unknown.
@@ -39,7 +39,7 @@ class PacketView(msgspec.Struct, frozen=True):
     failed_count: int
     connections: int
     entries: int
-    room: int
+    max_connections: int
     alarm: bool
     created: int
     forgotten: int | None
@@ -62,8 +62,10 @@ def build_view(snapshot: Snapshot) -> PacketView:
         failed_count=packet_status.failed_count if packet_status else 0,
         connections=fill.open if fill else 0,
         entries=entries,
-        room=fill.room if fill else 0,
-        alarm=fill is not None and state == "on" and fill.needed >= ALARM_SHARE * fill.room,
+        max_connections=fill.max_connections if fill else 0,
+        alarm=fill is not None
+        and state == "on"
+        and fill.needed >= ALARM_SHARE * fill.max_connections,
         created=created,
         # If created < entries, the counters are younger than the map: they were reset.
         forgotten=created - entries if created >= entries else None,

@@ -700,7 +700,7 @@ def test_status_shows_the_packet_path(wire: Wire, call: Run) -> None:
     seen = json.loads(out)["packets"]
     assert code == 0
     assert (seen["state"], seen["why"], seen["failed"]) == ("on", "", [])
-    assert (seen["connections"], seen["entries"], seen["room"]) == (2, 2, 4096)
+    assert (seen["connections"], seen["entries"], seen["max_connections"]) == (2, 2, 4096)
     assert (seen["host_devices"], seen["pod_devices"], seen["alarm"]) == (2, 1, False)
     code, out, _ = call("status")
     assert code == 0

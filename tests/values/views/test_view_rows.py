@@ -338,7 +338,7 @@ def test_map_alarm_is_at_80_percent(
     name: str, kind: int, entries: int | None, fill: float | None, alarm: bool
 ):
     (row,) = maps.build_rows(snapshot(maps=(MapFacts(name, kind, entries, 100, None),)))
-    assert (row.fill_percent, row.alarm) == (fill, alarm)
+    assert (row.max_entries, row.fill_percent, row.alarm) == (100, fill, alarm)
     assert ("!" in next(c.text(row) for c in maps.COLUMNS if c.title == "FILL")) == alarm
 
 

@@ -108,14 +108,13 @@ class MapFacts:
 
     - `kind`: BPF_MAP_TYPE_*.
     - `entries`: used entries; None if they cannot be counted.
-    - `room`: max_entries.
     - `bytes`: memory that the kernel charges for it; None if unknown.
     """
 
     name: str
     kind: int
     entries: int | None
-    room: int
+    max_entries: int
     bytes: int | None
 
 

@@ -87,13 +87,13 @@ class TrackedConnection(msgspec.Struct, gc=False):
 
 class Fill(NamedTuple):
     """How full `flows` is, in connections: all (`entries`), the open ones, those of the open ones
-    that must not be evicted (is_needed() in tc.c), and the limit (`room`).
+    that must not be evicted (is_needed() in tc.c), and the limit (`max_connections`).
     """
 
     entries: int
     open: int
     needed: int
-    room: int
+    max_connections: int
 
 
 def read(map_: Map) -> dict[bytes, TrackedConnection]:
