@@ -125,7 +125,7 @@ def _agent_facts(view: StatusView) -> Iterator[tuple[str, str]]:
 
 
 def _packet_path_facts(view: PacketView) -> Iterator[tuple[str, str]]:
-    yield "state", f"{view.state}: {view.why}" if view.why else view.state
+    yield "state", f"{view.state}: {view.reason}" if view.reason else view.state
     if view.state == "off":
         return
     failed_note = f", NOT on {view.failed_count}" if view.failed_count else ""

@@ -19,9 +19,9 @@ SWITCHED_OFF: Final = "switched off by --packet-path false"
 class PacketView(msgspec.Struct, frozen=True):
     """The packet path of one node.
 
-    `state`: ``on``; ``off``; or ``failed``: it should be on but does not work. `why` explains the
-    other two. `connections`: open ones. `entries`: including closed and expired ones, which stay
-    until their space is needed. `max_connections`: the value of --max-connections.
+    `state`: ``on``; ``off``; or ``failed``: it should be on but does not work. `reason` explains
+    the other two. `connections`: open ones. `entries`: including closed and expired ones, which
+    stay until their space is needed. `max_connections`: the value of --max-connections.
 
     `alarm`: 80 % of `max_connections` are connections that are not evicted for new ones (unlike
     half-open and closed ones). At the limit new connections are dropped.
@@ -32,7 +32,7 @@ class PacketView(msgspec.Struct, frozen=True):
     """
 
     state: str
-    why: str
+    reason: str
     host_devices: int
     pod_devices: int
     failed: tuple[DeviceFailure, ...]
@@ -55,7 +55,7 @@ def build_view(snapshot: Snapshot) -> PacketView:
     created = snapshot.reasons.get(Reason.NEW_FLOW, 0)
     return PacketView(
         state=state,
-        why=reason,
+        reason=reason,
         host_devices=sum(device.role == Role.HOST for device in devices),
         pod_devices=sum(device.role == Role.POD for device in devices),
         failed=packet_status.failed if packet_status else (),

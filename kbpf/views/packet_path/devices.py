@@ -25,20 +25,20 @@ NEEDS: Final = Part.STATUS | Part.PACKETS
 class DeviceRow(msgspec.Struct, frozen=True):
     """A device of this network namespace.
 
-    `role`: ``host`` (leads to other machines), ``pod`` or ``skipped``; `why` is the reason.
+    `role`: ``host`` (leads to other machines), ``pod`` or ``skipped``, and `reason` why.
     `flags`: ``pods`` (its packets come from pods of this node), ``peer`` (bpf_redirect_peer()
-    reaches the pod through it). `header`: length of its link-layer header in bytes, None if the map
-    `devices` does not have it. `ingress` and `egress`: the program and how it is attached, "" if
-    there is none. `problem`: how the programs differ from what the role needs, or "".
+    reaches the pod through it). `l2_header`: length of its link-layer header in bytes, None if the
+    map `devices` does not have it. `ingress` and `egress`: the program and how it is attached, ""
+    if there is none. `problem`: how the programs differ from what the role needs, or "".
     """
 
     device: str
     ifindex: int
     kind: str
     role: str
-    why: str
+    reason: str
     flags: tuple[str, ...]
-    header: int | None
+    l2_header: int | None
     ingress: str
     egress: str
     problem: str
@@ -104,9 +104,9 @@ def _build_row(
         ifindex=device.ifindex,
         kind=device.kind or ("loopback" if device.loopback else "hardware"),
         role=str(choice.role),
-        why=choice.reason,
+        reason=choice.reason,
         flags=tuple(name for flag, name in FLAG_NAMES.items() if flag in flags),
-        header=entry.header if entry else None,
+        l2_header=entry.header if entry else None,
         ingress=programs[Direction.INGRESS],
         egress=programs[Direction.EGRESS],
         problem=failure
@@ -136,9 +136,9 @@ COLUMNS: Final = (
     Column("INGRESS", lambda d: d.ingress or "-"),
     Column("EGRESS", lambda d: d.egress or "-"),
     Column("FLAGS", lambda d: ",".join(d.flags) or "-"),
-    Column("L2-HEADER", lambda d: format_number(d.header), right=True),
+    Column("L2-HEADER", lambda d: format_number(d.l2_header), right=True),
     Column("IFINDEX", lambda d: format_number(d.ifindex), wide=True, right=True),
     Column("KIND", lambda d: d.kind, wide=True),
-    Column("REASON", lambda d: d.why),
+    Column("REASON", lambda d: d.reason),
     Column("PROBLEM", lambda d: d.problem or "-"),
 )

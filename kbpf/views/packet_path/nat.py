@@ -38,7 +38,7 @@ class UsageRow(msgspec.Struct, frozen=True):
 
     backend: str
     protocol: str
-    node: str
+    node_address: str
     used: int
     closed: int
     ports: int
@@ -127,7 +127,9 @@ def _build_usage(connections: Iterable[TrackedConnection], ports: int) -> tuple[
                 bool(ports) and count / ports >= ALARM_PERCENT / 100,
             )
         )
-    return tuple(sorted(rows, key=lambda row: (-row.used, row.backend, row.protocol, row.node)))
+    return tuple(
+        sorted(rows, key=lambda row: (-row.used, row.backend, row.protocol, row.node_address))
+    )
 
 
 def build_rows(snapshot: Snapshot, connections: Iterable[TrackedConnection]) -> Iterator[SourceRow]:
@@ -152,7 +154,7 @@ def build_rows(snapshot: Snapshot, connections: Iterable[TrackedConnection]) -> 
 USAGE_COLUMNS: Final = (
     Column("BACKEND", lambda r: r.backend),
     Column("PROTOCOL", lambda r: r.protocol),
-    Column("NODE-ADDRESS", lambda r: r.node),
+    Column("NODE-ADDRESS", lambda r: r.node_address),
     Column("USED", lambda r: format_number(r.used), right=True),
     Column("CLOSED", lambda r: format_number(r.closed), right=True),
     Column("PORTS", lambda r: format_number(r.ports), right=True),

@@ -553,7 +553,10 @@ def test_nat_shows_sources_and_port_usage(wire: Wire, show, call: Run) -> None:
     seen = show("nat")
     assert (seen["first_port"], seen["last_port"], seen["ports"]) == (LOW, HIGH, HIGH - LOW + 1)
     assert seen["addresses"] == [NODE[4], NODE[6]]
-    used = [(u["backend"], u["protocol"], u["node"], u["used"], u["closed"]) for u in seen["usage"]]
+    used = [
+        (u["backend"], u["protocol"], u["node_address"], u["used"], u["closed"])
+        for u in seen["usage"]
+    ]
     assert used == [
         (f"{POD[4]}:8080", "TCP", NODE[4], 4, 1),
         (f"{POD[4]}:8080", "UDP", NODE[4], 1, 0),
@@ -640,7 +643,7 @@ def test_affinity_shows_client_addresses(wire: Wire, show, call: Run) -> None:
 
 def test_devices_show_role_and_programs(wire: Wire, show, call: Run) -> None:
     rows = {row["device"]: row for row in show("devices")}
-    parts = {name: (row["role"], row["why"]) for name, row in rows.items()}
+    parts = {name: (row["role"], row["reason"]) for name, row in rows.items()}
     assert parts["lo"] == ("skipped", "loopback")
     assert parts["port0"] == ("skipped", "port of cni0")
     assert parts["cni0"] == ("pod", "bridge of pods, ports: 1")
@@ -648,11 +651,11 @@ def test_devices_show_role_and_programs(wire: Wire, show, call: Run) -> None:
     for name in ("cni0", "out0"):
         assert rows[name]["ingress"].startswith("tc_ingress (")
         assert rows[name]["egress"].startswith("tc_egress (")
-        assert rows[name]["header"] == 14
+        assert rows[name]["l2_header"] == 14
         assert rows[name]["problem"] == ""
     assert rows["cni0"]["flags"] == ["pods"]
     assert rows["out0"]["flags"] == []
-    assert (rows["port0"]["ingress"], rows["port0"]["header"]) == ("", None)
+    assert (rows["port0"]["ingress"], rows["port0"]["l2_header"]) == ("", None)
     assert "bridge of pods" in call("devices")[1]
 
 
@@ -699,7 +702,7 @@ def test_status_shows_the_packet_path(wire: Wire, call: Run) -> None:
     code, out, _ = call("status", "-o", "json")
     seen = json.loads(out)["packets"]
     assert code == 0
-    assert (seen["state"], seen["why"], seen["failed"]) == ("on", "", [])
+    assert (seen["state"], seen["reason"], seen["failed"]) == ("on", "", [])
     assert (seen["connections"], seen["entries"], seen["max_connections"]) == (2, 2, 4096)
     assert (seen["host_devices"], seen["pod_devices"], seen["alarm"]) == (2, 1, False)
     code, out, _ = call("status")

@@ -604,8 +604,8 @@ def test_packet_path_state(path: PathRow):
     )
     seen = availability.build_view(held)
     assert seen.state == path.state
-    assert path.why in seen.why
-    assert bool(seen.why) == (path.state != "on") == bool(availability.unavailable_notice(held))
+    assert path.why in seen.reason
+    assert bool(seen.reason) == (path.state != "on") == bool(availability.unavailable_notice(held))
     assert status.build_view(held).ok == (path.state != "failed")
 
 
@@ -660,15 +660,15 @@ def test_device_row(played: DeviceRow):
     )
     (row,) = devices.build_rows(held, devices.HostDevices((played.device,), played.on, {7: "tc_x"}))
     role, ingress, problem = played.row
-    assert (row.role, row.ingress, row.flags, row.header) == (role, ingress, ("peer",), 14)
+    assert (row.role, row.ingress, row.flags, row.l2_header) == (role, ingress, ("peer",), 14)
     assert problem in row.problem
     assert bool(row.problem) == bool(problem)
-    assert row.why
+    assert row.reason
 
 
 def test_device_without_programs_is_no_problem_if_the_packet_path_is_off():
     (row,) = devices.build_rows(snapshot(), devices.HostDevices((UPLINK,), (), {}))
-    assert (row.role, row.problem, row.header) == ("host", "", None)
+    assert (row.role, row.problem, row.l2_header) == ("host", "", None)
 
 
 @pytest.mark.parametrize(
