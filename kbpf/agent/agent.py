@@ -139,6 +139,7 @@ class Agent:
         self._refused: set[ServicePortKey] = set()
         self._degraded: set[ServicePortKey] = set()  # served without their annotations
         self._apply_error = ""  # of the last apply
+        self._status_error = ""  # of the last write of the status
         self._tick_error = ""  # of the last tick of the data plane
         self._local_networks_missing = False
         self._plane_ready = False  # whether the data plane has completed the first apply
@@ -699,8 +700,11 @@ class Agent:
         except PinsRemovedError:
             raise
         except KbpfError as error:
-            log.warning("cannot write the status: %s", error)
+            if str(error) != self._status_error:
+                log.warning("cannot write the status: %s", error)
+            self._status_error = str(error)
         # last, so that a client that sees /readyz succeed can read everything else
+            self._status_error = ""
         self._server.set_status(status)
 
 

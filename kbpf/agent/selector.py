@@ -42,7 +42,7 @@ class FallbackReason(StrEnum):
     NO_LIBRARY = "libbpf missing"
     NO_BPF = "no bpf(2)"
     NO_PRIVILEGES = "no privileges"
-    OLD_KERNEL = "kernel below the tier"
+    NO_FEATURE = "kernel feature missing"
     NO_CGROUP = "no cgroup v2"
     NO_COMPILER = "BCC missing"
     COMPILE_FAILED = "compile failure"
@@ -60,7 +60,7 @@ REASON_BY_CHECK: Final = {
     "BPF sources": FallbackReason.COMPILE_FAILED,
     "cgroup v2": FallbackReason.NO_CGROUP,
 }
-"""The reason for a failed row of `kbpf check`; any other needed row means OLD_KERNEL."""
+"""The reason for a failed row of `kbpf check`; any other needed row means NO_FEATURE."""
 REASON_BY_ERROR: Final[Sequence[tuple[type[KbpfError], FallbackReason]]] = (
     (CompileError, FallbackReason.COMPILE_FAILED),
     (ProgramLoadError, FallbackReason.PROGRAM_REFUSED),
@@ -78,7 +78,7 @@ def fallback_reason(error: KbpfError, rows: Sequence[CheckRow]) -> FallbackReaso
         return None
     for row in rows:
         if row.needed and row.result != "yes":
-            return REASON_BY_CHECK.get(row.name, FallbackReason.OLD_KERNEL)
+            return REASON_BY_CHECK.get(row.name, FallbackReason.NO_FEATURE)
     return next(
         (reason for error_type, reason in REASON_BY_ERROR if isinstance(error, error_type)), None
     )

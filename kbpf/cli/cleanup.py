@@ -87,7 +87,7 @@ def cleanup(
     """
     if sum((kube_proxy, keep_connections, cache)) > 1:
         raise ConfigError(
-            "--kube-proxy, --keep-connections and --cache do different things", "",
+            "--kube-proxy, --keep-connections and --cache cannot be combined", "",
             "run `kbpf cleanup` once for each",
         )  # fmt: skip
     config = Config(
@@ -328,7 +328,7 @@ def _list_pins(pin_dir: Path) -> list[Path] | None:
         ) from None
     except OSError as error:
         raise KernelError(
-            "cannot look into the folder of pins", str(pin_dir), "run as root", error.errno or 0
+            "cannot read the pin folder", str(pin_dir), "run as root", error.errno or 0
         ) from error
     if mounts.is_own_bpffs(pin_dir):  # in any other bpffs these files are not ours to remove
         entries = [path for path in entries if path.name not in BPFFS_FILES]

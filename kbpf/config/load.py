@@ -239,7 +239,8 @@ def _find_contradictions(config: Config, values: ConfigValues) -> Iterator[Confi
             "longer than --sync-period, "
             f"{durations.format_duration(config.serving.late_seconds / 2)}",
             origin_of("min_sync_period"),
-            "otherwise changes waiting for their turn would make the agent unhealthy",
+            "choose a value up to --sync-period: otherwise waiting changes would make the agent "
+            "unhealthy",
         )
     yield from _find_port_conflicts(config, origin_of)
     for mode, name in REQUIRED_FLAGS.items():

@@ -289,7 +289,7 @@ def _format_outcomes(
              [row.totals.retransmits for row in tcp]),
             ("round_trip_seconds", "Sum of round-trip times to the backend, one per connection",
              [row.totals.rtt_us / 1e6 for row in tcp]),
-            ("round_trips", "Ended connections included in that sum",
+            ("round_trips", "Ended TCP connections whose round-trip time was measured",
              [row.totals.rtts for row in tcp]),
         ):  # fmt: skip
             samples = zip((f"{{{row.labels}}}" for row in tcp), values, strict=True)

@@ -352,7 +352,7 @@ class AgentServer:
             try:
                 lines += kbpf_metrics.format_data_plane(self._plane.read_metrics())
             except KbpfError as error:
-                log.warning("/metrics has no data plane metrics, which cannot be read: %s", error)
+                log.warning("cannot read the data plane's metrics; /metrics omits them: %s", error)
         lines += kbpf_metrics.format_process()
         lines += exposition.format_metric(
             "kbpf_scrape_seconds", "gauge", "Time that it took to format this page",

@@ -149,7 +149,9 @@ def _remove_nft() -> Iterator[str]:
         & {chain.family for chain in kube_proxy_chains if chain.accepts_forwarded}
     )
     forward_rules.run_transaction(
-        *keepalive_commands, *commands, hint="does another chain jump to a KUBE-* chain?"
+        *keepalive_commands,
+        *commands,
+        hint="remove the rule that jumps to a KUBE-* chain",
     )
     for family, table in sorted(used_tables):
         location = (family, table)

@@ -53,7 +53,7 @@ class PreviousBpfPlane:
                 return False
         except PermissionError as error:
             raise KernelError(
-                "cannot look into the folder of pins", str(self._pins.root), "run as root",
+                "cannot read the pin folder", str(self._pins.root), "run as root",
                 error.errno or 0,
             ) from error  # fmt: skip
         self._lock = pinning.lock_pins(self._pins)

@@ -254,7 +254,12 @@ class Exemptions:
                 log.error("cannot update the exempt cgroups, retrying: %s", error)
             self._problem = f"some cgroups are not exempt yet: {error}"
         if new or removed:
-            log.info("exempt cgroups=%d new=%d gone=%d", len(self._written), len(new), len(removed))
+            log.info(
+                "exempt cgroups updated total=%d added=%d removed=%d",
+                len(self._written),
+                len(new),
+                len(removed),
+            )
         if self.is_empty != was_empty:
             self._on_emptiness_change()
 

@@ -90,7 +90,7 @@ class HostIntegration:
             if count:
                 with Map.open(maps / "flow_count") as flow_count:
                     enable_flow_lookup(flow_count)
-                log.info("ports in use by conntrack are reserved for it count=%d", count)
+                log.info("reserved SNAT ports that conntrack uses count=%d", count)
 
     def _end_keepalive(self, now: float) -> None:
         # without nf_tables there are no rules to remove

@@ -156,7 +156,12 @@ class BpfPlane:
             self._attachments.load(cgroup)
             self._udp_passes = udp.UdpPasses(self._agent_maps.maps)
             self._adopt()
-        log.info("opened pin_dir=%s cgroup=%s adopted=%s", self._config.pin_dir, cgroup, adopted)
+        log.info(
+            "data plane opened mode=bpf pin_dir=%s cgroup=%s adopted=%s",
+            self._config.pin_dir,
+            cgroup,
+            adopted,
+        )
 
     def _adopt(self) -> None:
         maps = self._agent_maps.maps
@@ -618,11 +623,14 @@ class BpfPlane:
         hooks_changed = self._attachments.publish()
         self._attachments.remove_unused_packet_path()
         self._attachments.catch_up()
-        log.info("attached hooks_changed=%d", hooks_changed)
+        log.info("socket hooks attached changed=%d", hooks_changed)
         if authoritative:
             self._retire_unclaimed(adopted, retired)
             return
-        log.warning("entries of an earlier agent are kept: not all objects could be read")
+        log.warning(
+            "entries of an earlier agent are kept: not all objects could be read; see the lines "
+            "about objects above; the entries are removed once all can be read"
+        )
         self._unclaimed = adopted
 
     def _retire_unclaimed(self, unclaimed: adopt.Adopted, retired: Retired) -> None:

@@ -132,10 +132,10 @@ def cut_stepwise(maps: dict[str, Map], is_gone: IsGone, count_flows: bool = True
             (maps["sock_peers"], maps["former_peers"]), is_gone
         )
     except KernelError as error:
-        log.warning("cannot destroy UDP sockets of removed backends: %s", error)
+        log.warning("cannot destroy UDP sockets whose backend no longer serves: %s", error)
         return cut_counts
     if sockets:
-        log.info("udp sockets destroyed=%d", sockets.total())
+        log.info("destroyed UDP sockets whose backend no longer serves count=%d", sockets.total())
     return cut_counts + sockets
 
 

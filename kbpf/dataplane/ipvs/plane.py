@@ -147,7 +147,11 @@ class IpvsPlane:
         self._set_sysctls()
         self._set_timeouts()
         self._reset()
-        log.info("opened device=%s table=%s", self._config.ipvs_device, self._options.table)
+        log.info(
+            "data plane opened mode=ipvs device=%s table=%s",
+            self._config.ipvs_device,
+            self._options.table,
+        )
         if names := ignored_settings.list_ignored(self._config):
             log.info("settings without effect in mode ipvs: %s (docs/ipvs.md)", ", ".join(names))
         with contextlib.suppress(KernelError):  # the first tick() retries

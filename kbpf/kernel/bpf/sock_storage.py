@@ -73,7 +73,7 @@ def _read_chunk(iterator_fd: int) -> bytes:
         except OSError as error:  # EAGAIN: it stopped after a million sockets; read again
             if error.errno != errno.EAGAIN:
                 raise KernelError(
-                    "cannot read what sockets hold", "iterator", "", error.errno or 0
+                    "cannot read socket storage", "iterator", "", error.errno or 0
                 ) from error
 
 

@@ -308,4 +308,4 @@ def _raise_for_error(message: Message, name: str) -> None:
     hint = parse_string(attrs.get(NLMSGERR_ATTR_MSG, b"")) or (
         "it needs CAP_NET_ADMIN" if code == errno.EPERM else ""
     )
-    raise KernelError(f"{name} refuses", hint=hint, errno=code)
+    raise KernelError(f"the kernel refused the {name} request", hint=hint, errno=code)

@@ -395,6 +395,9 @@ def run_transaction(*commands: Json, hint: str = HINT, dry_run: bool = False) ->
         first = lines[0].removeprefix("internal:0:0-0: Error: ") if lines else "no reason given"
         is_missing = "No such file" in str(error_text)  # libnftables returns no errno
         raise KernelError(
-            f"nf_tables refuses: {first}", "", hint, errno.ENOENT if is_missing else 0
+            f"nftables refused the transaction: {first}",
+            "",
+            hint,
+            errno.ENOENT if is_missing else 0,
         )
     return list(reply["nftables"]) if reply else []

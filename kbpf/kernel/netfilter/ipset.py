@@ -63,7 +63,7 @@ def destroy(names: Iterable[str]) -> tuple[str, ...]:
     one.
     """
     destroyed = []
-    with Netlink(NETLINK_NETFILTER, "ip sets") as netlink:
+    with Netlink(NETLINK_NETFILTER, "ipset") as netlink:
         for name in names:
             body = (
                 _NFGENMSG
@@ -75,7 +75,10 @@ def destroy(names: Iterable[str]) -> tuple[str, ...]:
             except KernelError as error:
                 if error.errno not in _ABSENT_ERRNOS:
                     raise KernelError(
-                        "cannot remove the ip set", name, "does a rule still use it?", error.errno
+                        "cannot remove the ip set",
+                        name,
+                        "remove the rule that uses it",
+                        error.errno,
                     ) from error
                 continue
             destroyed.append(name)
@@ -83,7 +86,7 @@ def destroy(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def _list_sets(name_attr: bytes) -> list[dict[int, bytes]]:
-    with Netlink(NETLINK_NETFILTER, "ip sets") as netlink:
+    with Netlink(NETLINK_NETFILTER, "ipset") as netlink:
         try:
             messages = netlink.dump(_LIST, _NFGENMSG + _PROTOCOL_ATTR + name_attr)
         except KernelError as error:

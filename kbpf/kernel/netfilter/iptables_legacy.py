@@ -47,7 +47,9 @@ def _run(*command: str, stdin: str = "") -> str:
     except OSError as error:
         raise KernelError(f"{what}: {error}", command[0], HINT, error.errno or 0) from error
     except subprocess.TimeoutExpired as error:
-        raise KernelError(f"{what} to answer in time", command[0], "try again") from error
+        raise KernelError(
+            f"{command[0]} did not finish in {_TIMEOUT_S:.0f} s", " ".join(command), "try again"
+        ) from error
     if result.returncode:
         raise KernelError(f"{what}: {result.stderr.strip()}", " ".join(command), "run as root")
     return result.stdout

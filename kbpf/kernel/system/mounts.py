@@ -97,7 +97,7 @@ def is_cgroup2(path: Path) -> bool:
         return (path / "cgroup.controllers").exists()
     except PermissionError as error:
         raise KernelError(
-            "cannot look into the cgroup", str(path), "run as root", error.errno or 0
+            "cannot read the cgroup", str(path), "run as root", error.errno or 0
         ) from error
 
 
@@ -121,7 +121,7 @@ def file_system_magic(path: Path) -> int:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.statfs(os.fsencode(path), buffer):
         code = ctypes.get_errno()
-        raise KernelError("cannot look at the file system", str(path), errno=code)
+        raise KernelError("cannot read the file system's type", str(path), errno=code)
     # struct statfs begins with f_type, a long; 32-bit constants are sign-extended in it.
     return int.from_bytes(buffer.raw[:8], "little") & 0xFFFFFFFF
 
@@ -168,7 +168,7 @@ def ensure_bpffs(pin_dir: Path) -> None:
             ancestor = ancestor.parent
     except PermissionError as error:
         raise KernelError(
-            "cannot look at the folder for pins", str(ancestor), "run as root", error.errno or 0
+            "cannot read the pin folder", str(ancestor), "run as root", error.errno or 0
         ) from error
     if not is_bpffs(ancestor):
         mount_point = BPF_FS if pin_dir.is_relative_to(BPF_FS) else pin_dir
@@ -183,7 +183,7 @@ def ensure_bpffs(pin_dir: Path) -> None:
         pin_dir.mkdir(PRIVATE_MODE, parents=True, exist_ok=True)
     except OSError as error:
         raise KernelError(
-            "cannot create the folder for pins",
+            "cannot create the pin folder",
             str(pin_dir),
             PIN_DIR_HINT,
             errno=error.errno or 0,

@@ -56,5 +56,5 @@ def set_oom_score_adj(value: int) -> None:
     except OSError as error:
         raise KernelError(
             f"cannot set oom_score_adj to {value}", str(path),
-            "going below what it was needs CAP_SYS_RESOURCE", error.errno or 0,
+            "a value below the current one needs CAP_SYS_RESOURCE", error.errno or 0,
         ) from error  # fmt: skip

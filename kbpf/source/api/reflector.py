@@ -283,7 +283,7 @@ class Reflector:
             except ObjectError as error:
                 self._known_versions.mark_unreadable()
                 log.warning(
-                    "cannot read an object name=%s error=%r", self._resource.name, error.what
+                    "cannot read an object watch=%s error=%r", self._resource.name, error.what
                 )
         return page.metadata
 
@@ -451,7 +451,7 @@ class Reflector:
             case MalformedLine():
                 # It may have been an event; a list is needed to know.
                 log.warning(
-                    "cannot read a line of the watch name=%s error=%r",
+                    "cannot read an event watch=%s error=%r",
                     self._resource.name,
                     message.error,
                 )

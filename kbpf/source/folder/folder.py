@@ -283,11 +283,13 @@ class FolderSource:
     def _update_problems(self, problems: list[str]) -> None:
         for line in problems:
             if line not in self._status.problems:
-                log.warning("source problem name=%s error=%r", self._status.name, line)
+                log.warning("problem in the folder of objects error=%r", line)
         for name, file in self._files.items():
             for kind in set(file.contents.ignored_kinds) - self._logged_kinds:
                 self._logged_kinds.add(kind)
-                log.info("kind ignored kind=%s file=%s", kind, name)
+                log.info(
+                    "ignored objects of a kind that kbpf does not use kind=%s file=%s", kind, name
+                )
         # The agent logs what is wrong with an object; here it is only listed.
         rejected = [f"{key}: {error}" for key, error in self._rejected.items()]
         self._status = replace(

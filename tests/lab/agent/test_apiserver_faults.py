@@ -177,7 +177,7 @@ def test_an_unreadable_watch_line_causes_a_new_list(web: Cluster) -> None:
         web.proxy.send(b"<html>bad gateway</html>\n", "endpointslices")
         web.change(web.slice(NAME, "a2"))
         expect(web, f"{HOST}:80", "a2")
-    assert any("cannot read a line of the watch" in line for line in web.agent.lines())
+    assert any("cannot read an event watch=" in line for line in web.agent.lines())
 
 
 def test_without_streaming_lists_pages_are_read(web: Cluster) -> None:

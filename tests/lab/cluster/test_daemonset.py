@@ -193,7 +193,7 @@ def adopted(agents: list[PodAgent]) -> None:
     for agent in agents:
         said = "\n".join(agent.lines())
         assert "adopted=True" in said, said
-        assert "hooks_changed=0" in said, "no hook is attached again"
+        assert "hooks attached changed=0" in said, "no hook is attached again"
 
 
 @over_each_network

@@ -373,7 +373,7 @@ def test_no_connection_fails_when_the_agent_restarts(
 def test_a_restart_attaches_no_hook_again(field: Field) -> None:
     assert field.agent.stop() == 0
     field.agent.start()
-    assert "hooks_changed=0" in "\n".join(field.agent.lines())
+    assert "hooks attached changed=0" in "\n".join(field.agent.lines())
 
 
 def test_no_connection_fails_while_endpoints_change(field: Field) -> None:

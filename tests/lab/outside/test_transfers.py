@@ -134,12 +134,12 @@ def test_large_packets_are_not_segmented(field: Field, backend: str, v6: bool) -
 STREAMS = {f"{name} {v6}": at("NodePort", BACKENDS[name][0], v6)
            for name in BACKENDS for v6 in (False, True)}  # fmt: skip
 RESTARTS: dict[str, tuple[Callable[[Agent], int | None], tuple[str, ...], str]] = {
-    "SIGTERM": (Agent.stop, (), "hooks_changed=0"),
-    "SIGKILL": (Agent.kill, (), "hooks_changed=0"),
+    "SIGTERM": (Agent.stop, (), "hooks attached changed=0"),
+    "SIGKILL": (Agent.kill, (), "hooks attached changed=0"),
     "SIGTERM, then larger maps of connections": (
-        Agent.stop, ("--max-connections", "200000"), "hooks_changed="),
+        Agent.stop, ("--max-connections", "200000"), "hooks attached changed="),
     "SIGKILL, then smaller maps of connections": (
-        Agent.kill, ("--max-connections", "1000"), "hooks_changed="),
+        Agent.kill, ("--max-connections", "1000"), "hooks attached changed="),
 }  # fmt: skip
 
 

@@ -105,16 +105,15 @@ BAD_INPUTS = [
             "folder that `kbpf run` was given with --pin-dir", "kbpf: ")
       for words in ("inspect status", "inspect services", "cleanup", "check --attached")),
     *(Input(f"nobody: run {words}", f"{RUN} --pin-dir {{closed}}/pins {words}", 1,
-            f"cannot look {what} ({{closed}}/pins): EACCES; {ROOT}", AGENT, True)
-      for words, what in (("", "at the folder for pins"), ("--mode bpf", "at the folder for pins"),
-                          ("--mode ipvs", "into the folder of pins"))),
+            f"cannot read the pin folder ({{closed}}/pins): EACCES; {ROOT}", AGENT, True)
+      for words in ("", "--mode bpf", "--mode ipvs")),
     *(Input(f"nobody: {words} {where}", f"{words} --pin-dir {where}", 1,
-            f"cannot look into the folder of pins ({where}): EACCES; {ROOT}", "kbpf: ", True)
+            f"cannot read the pin folder ({where}): EACCES; {ROOT}", "kbpf: ", True)
       for where in ("{closed}", "{closed}/pins")
       for words in ("inspect status", "inspect services", "inspect connections", "inspect maps",
                     "cleanup", "check --attached")),
     *(Input(f"nobody: {words} with a cgroup of others", f"{words} --cgroup {{closed}}", 1,
-            f"cannot look into the cgroup ({{closed}}): EACCES; {ROOT}", "kbpf: ", True)
+            f"cannot read the cgroup ({{closed}}): EACCES; {ROOT}", "kbpf: ", True)
       for words in (RUN, "check")),
     Input("nobody: a configuration of others", "cleanup --config {closed}", 1, "cannot read the "
           "configuration: Permission denied ({closed}); give --config FILE", "kbpf: ", True),
@@ -144,7 +143,7 @@ def test_pin_folder_in_a_read_only_bpffs_is_an_error(place: Place) -> None:
         ["unshare", "-m", "sh", "-ec", READ_ONLY, str(place.root / "empty"), sys.executable, "-m",
          "kbpf", *words], capture_output=True, text=True, check=False,
     )  # fmt: skip
-    line = f"cannot create the folder for pins ({{empty}}/pins): EROFS; {OTHER}"
+    line = f"cannot create the pin folder ({{empty}}/pins): EROFS; {OTHER}"
     assert done.stderr.splitlines()[-1].partition(AGENT)[2] == place.fill(line)
     assert done.returncode == 1
 

@@ -146,10 +146,10 @@ CAUSES = (
         wrapper=lambda bench: bench.python("sitecustomize.py", NO_LIBBPF),
     ),
     Cause(
-        "a kernel before 5.6", FallbackReason.OLD_KERNEL, wrapper=deny(errno.EINVAL, UPDATE_BATCH)
+        "a kernel before 5.6", FallbackReason.NO_FEATURE, wrapper=deny(errno.EINVAL, UPDATE_BATCH)
     ),
     Cause(
-        "a kernel before 5.7", FallbackReason.OLD_KERNEL, wrapper=deny(errno.EINVAL, LINK_CREATE)
+        "a kernel before 5.7", FallbackReason.NO_FEATURE, wrapper=deny(errno.EINVAL, LINK_CREATE)
     ),
     Cause(
         "no cgroup v2",

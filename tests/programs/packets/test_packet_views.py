@@ -777,13 +777,13 @@ def test_device_problem_is_cleared_after_the_next_sync(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: Any) -> Any:
-        raise KernelError("rtnetlink refuses", "up0")
+        raise KernelError("the kernel refused the rtnetlink request", "up0")
 
     with monkeypatch.context() as patch:
         patch.setattr(DeviceAttachments, "sync", refuse)
         plane = site.open(packet_path=True, devices=("nothing",), excluded_devices=("*",))
         plane.apply(world(), None)
-        assert plane.packet_status().problem == "rtnetlink refuses (up0)"
+        assert plane.packet_status().problem == "the kernel refused the rtnetlink request (up0)"
     until("devices are synced again", lambda: plane.packet_status().problem == "")
 
 

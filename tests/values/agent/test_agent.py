@@ -420,6 +420,23 @@ def test_removed_pins_end_the_agent(
     assert ("cannot write the status" in caplog.text) is not row.ends
 
 
+def test_an_error_of_the_status_is_logged_once_until_it_changes(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+):
+    agent, plane = begun(0.0)
+    for error in ("no memory", "no memory", "no space", "", "no space"):
+        plane.write_status = lambda _, error=error: _raise_unless_empty(error)
+        clock.now += 10.0
+        agent.step([])
+    lines = [line for line in caplog.messages if line.startswith("cannot write the status")]
+    assert lines == [f"cannot write the status: no {what}" for what in ("memory", "space", "space")]
+
+
+def _raise_unless_empty(error: str) -> None:
+    if error:
+        raise KernelError(error)
+
+
 def test_problems_of_the_node_are_listed(
     clock: Clock, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):

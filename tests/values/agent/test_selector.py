@@ -83,10 +83,10 @@ FAILURES = [
     Failure("attach failure", AttachError("connect4"), GOOD, FallbackReason.ATTACH_FAILED),
     *(
         Failure(
-            f"kernel below the tier: {name}",
+            f"kernel feature missing: {name}",
             ProgramLoadError(name),
             [*GOOD, check(name)],
-            FallbackReason.OLD_KERNEL,
+            FallbackReason.NO_FEATURE,
         )
         for name in ("hook connect4", "batch operations", "cgroup links", "LRU hash maps")
     ),

@@ -81,7 +81,7 @@ class Mistake(NamedTuple):
     served: tuple[str, ...] = ()
 
 
-SOURCE = "source problem name=folder error={!r}"
+SOURCE = "problem in the folder of objects error={!r}"
 LEFT_OUT = "left out: {}"
 ODD = "unusual: {}"
 REFUSED = "Service bad/x: {}; " + DOCS_HINT
@@ -254,7 +254,9 @@ def test_unused_kind_is_logged_and_is_no_problem(
     tmp_path: Path, told: Callable[[], list[str]]
 ) -> None:
     node = Node(tmp_path, "kind: Deployment\nmetadata: {name: x}\n")
-    assert told() == ["kind ignored kind=Deployment file=zz.yaml"]
+    assert told() == [
+        "ignored objects of a kind that kbpf does not use kind=Deployment file=zz.yaml"
+    ]
     assert node.agent.status().problems == ()
 
 

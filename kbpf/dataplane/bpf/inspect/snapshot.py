@@ -273,7 +273,7 @@ def find_pins(pin_dir: Path) -> Pins:
         ) from None
     except OSError as error:
         raise KernelError(
-            "cannot look into the folder of pins", str(pin_dir), "run as root", error.errno or 0
+            "cannot read the pin folder", str(pin_dir), "run as root", error.errno or 0
         ) from error
     if pins.maps.name in names:
         return pins

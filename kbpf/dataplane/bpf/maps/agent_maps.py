@@ -202,7 +202,7 @@ class AgentMaps:
             old, self.maps[name] = self.maps[name], new
             pinning.replace_pin(self._pins, new, name)
             old.close()
-            log.info("map resized map=%s entries=%d", name, new.max_entries)
+            log.info("map grown map=%s max_entries=%d", name, new.max_entries)
 
     def _resize(self, name: str, entries: int) -> None:
         """Gives a map written by programs its configured size, which may be smaller. Programs still
@@ -213,7 +213,7 @@ class AgentMaps:
         self.migration.copy(name, old, new)
         self._unpinned.add(name)
         self.maps[name] = new
-        log.info("map resized map=%s entries=%d", name, entries)
+        log.info("map resized to its configured size map=%s max_entries=%d", name, entries)
 
     def pin(self, packet_path_only: bool) -> None:
         """Pins the resized maps: those that only the packet path uses, or the others. To be called

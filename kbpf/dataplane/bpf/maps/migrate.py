@@ -148,7 +148,11 @@ class MapMigration:
             copied = self._copy_changes(replaced)
             self._copied_at[replaced.name] = now
             if copied:
-                log.info("map caught up map=%s entries=%d", replaced.name, copied)
+                log.info(
+                    "copied entries written during the resize map=%s count=%d",
+                    replaced.name,
+                    copied,
+                )
         self._close_maps(replaced for replaced in self._replaced if replaced.name not in still_read)
 
     def close(self) -> None:

@@ -150,10 +150,14 @@ class DeviceAttachments:
         if not sync_pass.failed:
             self._attachments = sync_pass.attachments
         for name in sorted(sync_pass.failed.keys() - self._report.failed.keys()):
-            log.warning("device=%s %s", name, sync_pass.failed[name])
+            log.warning(
+                "cannot update the packet programs device=%s error=%r",
+                name,
+                sync_pass.failed[name],
+            )
         if sync_pass.counts:
             log.info(
-                "devices %s",
+                "packet programs changed on devices %s",
                 " ".join(f"{action}={count}" for action, count in sorted(sync_pass.counts.items())),
             )
         self._report = DeviceReport(

@@ -51,7 +51,7 @@ class FlowGarbageCollector:
         self._due = now + GC_INTERVAL_S
         keys, values, self._cursor = flows.lookup_batch(self._cursor)
         if removed := remove_orphans(flows, keys, values, time.monotonic_ns()):
-            log.info("removed orphaned reply entries entries=%d", removed)
+            log.info("removed orphaned reply entries count=%d", removed)
 
 
 def remove_orphans(flows: Map, keys: bytes, values: bytes, now: int) -> int:
