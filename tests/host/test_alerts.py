@@ -152,7 +152,7 @@ ROWS = [
         "KbpfConnectionsNearlyFull", "tracked connections are at 90% of their limit"),
     Row("open connections at half of their limit", {"kbpf_tracked_connections": "500x60"}),
     Row("open flows are evicted",
-        {'kbpf_decisions_total{reason="evicted"}': GROWS}, "KbpfConnectionsForgotten",
+        {'kbpf_decisions_total{reason="evicted"}': GROWS}, "KbpfConnectionsEvicted",
         "1 UDP flows per second are evicted while in use",
         {"reason": "evicted", "verdict": "note"}),
     Row("packets are dropped", {'kbpf_decisions_total{reason="no_route"}': "0+120x60"},
