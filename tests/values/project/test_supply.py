@@ -120,9 +120,9 @@ def test_files_name_the_version_of_the_package(name: str) -> None:
     assert set(re.findall(NAMES_THE_VERSION[name], (ROOT / name).read_text())) == {__version__}
 
 
-SOURCES = ("kbpf", "tests", "benchmarks", "tools", "vagrant", ".ci")
-ABOVE_THE_FOLDERS = ("Makefile", "Containerfile")
-CODE = {".py", ".c", ".h", ".go", ".sh"}
+SOURCES = ("kbpf", "tests", "benchmarks", "manifests", "tools", "vagrant", ".ci")
+ABOVE_THE_FOLDERS = ("Makefile", "Containerfile", "pyproject.toml", ".pre-commit-config.yaml")
+CODE = {".py", ".c", ".h", ".go", ".sh", ".yaml", ".apparmor"}
 
 
 def source_files() -> list[Path]:
