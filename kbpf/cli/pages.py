@@ -133,8 +133,8 @@ def _packet_path_facts(view: PacketView) -> Iterator[tuple[str, str]]:
     alarm = " ! raise --max-connections" if view.alarm else ""
     yield "connections", f"{view.connections} of at most {view.max_connections}{alarm}"
     yield "entries", f"{view.entries}, including closed and expired connections"
-    forgotten_note = f"; {view.forgotten} no longer have an entry" if view.forgotten else ""
-    yield "created", f"{view.created} since the counters started{forgotten_note}"
+    lost_note = f"; {view.entries_lost} no longer have an entry" if view.entries_lost else ""
+    yield "created", f"{view.created} since the counters started{lost_note}"
     evicted = "connections in use, normally UDP, for new ones"
     yield "evicted", f"{view.evicted} {evicted}" if view.evicted else "0"
 

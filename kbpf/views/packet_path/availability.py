@@ -26,8 +26,9 @@ class PacketView(msgspec.Struct, frozen=True):
     `alarm`: 80 % of `max_connections` are connections that are not evicted for new ones (unlike
     half-open and closed ones). At the limit new connections are dropped.
 
-    `created`: connections since the counters started. `forgotten` of them no longer have an entry:
-    it was evicted, or replaced by a new connection from the same client port; None if unknown.
+    `created`: connections since the counters started. `entries_lost`: how many of them no longer
+    have an entry, because it was evicted, or replaced by a new connection from the same client
+    port; None if unknown.
     `evicted`: connections in use, normally UDP streams, that were evicted for new ones.
     """
 
@@ -42,7 +43,7 @@ class PacketView(msgspec.Struct, frozen=True):
     max_connections: int
     alarm: bool
     created: int
-    forgotten: int | None
+    entries_lost: int | None
     evicted: int
 
 
@@ -68,7 +69,7 @@ def build_view(snapshot: Snapshot) -> PacketView:
         and fill.needed >= ALARM_SHARE * fill.max_connections,
         created=created,
         # If created < entries, the counters are younger than the map: they were reset.
-        forgotten=created - entries if created >= entries else None,
+        entries_lost=created - entries if created >= entries else None,
         evicted=snapshot.reasons.get(Reason.EVICTED, 0),
     )
 

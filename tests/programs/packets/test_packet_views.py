@@ -787,7 +787,7 @@ def test_device_problem_is_cleared_after_the_next_sync(
     until("devices are synced again", lambda: plane.packet_status().problem == "")
 
 
-def test_status_counts_created_and_forgotten_connections(wire: Wire, show, call: Run) -> None:
+def test_status_counts_created_connections_and_lost_entries(wire: Wire, show, call: Run) -> None:
     before = json.loads(call("status", "-o", "json")[1])["packets"]
     wire.talk(4, MASKED, 2000, "S <SA A+ <A")
     wire.talk(4, MASKED, 2001, "?")
@@ -800,7 +800,7 @@ def test_status_counts_created_and_forgotten_connections(wire: Wire, show, call:
     after = json.loads(call("status", "-o", "json")[1])["packets"]
     assert after["created"] - before["created"] == 2
     assert after["evicted"] == before["evicted"]
-    assert after["forgotten"] == after["created"] - 1
+    assert after["entries_lost"] == after["created"] - 1
     out = call("status")[1]
     assert f"{after['created']} since the counters started" in out
     assert "connections that a packet started" in out

@@ -672,7 +672,7 @@ def test_device_without_programs_is_no_problem_if_the_packet_path_is_off():
 
 
 @pytest.mark.parametrize(
-    ("created", "fill", "forgotten", "alarm"),
+    ("created", "fill", "lost", "alarm"),
     [
         (10, Fill(10, 10, 10, 100), 0, False),
         (250, Fill(100, 100, 79, 100), 150, False),  # full, but 21 flows may be evicted
@@ -680,12 +680,10 @@ def test_device_without_programs_is_no_problem_if_the_packet_path_is_off():
         (5, Fill(10, 10, 10, 100), None, False),  # the counters are younger than the flows
     ],
 )
-def test_forgotten_connections_and_alarm(
-    created: int, fill: Fill, forgotten: int | None, alarm: bool
-):
+def test_lost_entries_and_alarm(created: int, fill: Fill, lost: int | None, alarm: bool):
     held = snapshot(fill=fill, reasons={Reason.NEW_FLOW: created}, packet_programs=True)
     seen = availability.build_view(held)
-    assert (seen.forgotten, seen.alarm, seen.connections) == (forgotten, alarm, fill.open)
+    assert (seen.entries_lost, seen.alarm, seen.connections) == (lost, alarm, fill.open)
 
 
 def test_every_reason_has_a_distinct_description():
