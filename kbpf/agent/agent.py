@@ -697,6 +697,7 @@ class Agent:
         status = self.status()
         try:
             self._plane.write_status(encode(status))
+            self._status_error = ""
         except PinsRemovedError:
             raise
         except KbpfError as error:
@@ -704,7 +705,6 @@ class Agent:
                 log.warning("cannot write the status: %s", error)
             self._status_error = str(error)
         # last, so that a client that sees /readyz succeed can read everything else
-            self._status_error = ""
         self._server.set_status(status)
 
 
