@@ -50,5 +50,5 @@ static __always_inline void account_begin(const struct choice *c, enum verdict v
 		return;
 	totals = counts_of(c->service, v == TRANSLATE ? c->backend_id : 0);
 	if (totals)
-		add(v == TRANSLATE ? &totals->begun : &totals->refused, 1);
+		add(v == TRANSLATE ? &totals->opened : &totals->refused, 1);
 }

@@ -411,7 +411,7 @@ struct count_key {
 /* Totals of connections; every field only grows. `in` is from the client to the backend, `out`
  * back. */
 struct counts {
-	u64 begun;
+	u64 opened;
 	u64 refused;    /* refused or dropped: no backend, or not in the source ranges */
 	u64 unanswered; /* TCP: ended before the backend accepted it */
 	u64 broken;     /* TCP: ended by a reset or a timeout */

@@ -39,7 +39,7 @@ PortName = tuple[str, str, str, str]
 class ConnectionStats(NamedTuple):
     """Counters since counting began.
 
-    `begun`: connections and datagram flows. `bytes_in` is from clients, `bytes_out` to them; for
+    `opened`: connections and datagram flows. `bytes_in` is from clients, `bytes_out` to them; for
     TCP sockets both are known when the connection ends. `refused`: no backend was available.
     `unanswered`: the backend never accepted the connection. `broken`: ended by a reset or timeout.
     `ended`: all that ended, including those two. `retransmits`: segments that the client's side
@@ -47,7 +47,7 @@ class ConnectionStats(NamedTuple):
     connections.
     """
 
-    begun: int = 0
+    opened: int = 0
     refused: int = 0
     unanswered: int = 0
     broken: int = 0
@@ -59,9 +59,9 @@ class ConnectionStats(NamedTuple):
     rtts: int = 0
 
 
-CONNECTION_COUNTERS: Final = frozenset(("begun", "refused"))
+CONNECTION_COUNTERS: Final = frozenset(("opened", "refused"))
 ALL_COUNTERS: Final = frozenset(ConnectionStats._fields)
-IPVS_COUNTERS: Final = frozenset(("begun", "bytes_in", "bytes_out"))
+IPVS_COUNTERS: Final = frozenset(("opened", "bytes_in", "bytes_out"))
 """The fields of ConnectionStats that are counted with `--accounting connections`, with
 `--accounting full`, and in mode ipvs.
 """

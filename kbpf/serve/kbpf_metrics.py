@@ -176,7 +176,7 @@ def format_traffic(stats: TrafficStats, max_series: int) -> Iterator[str]:
         names = nlargest(
             max_series,
             names,
-            lambda key: (totals.get(key, zero).begun + open_counts.get(key, 0), key),
+            lambda key: (totals.get(key, zero).opened + open_counts.get(key, 0), key),
         )
     label_sets = {name: _port_labels(*name) for name in names}
     if stats.connections is not None:
@@ -255,10 +255,10 @@ def _format_outcomes(
     known only for TCP.
     """
     tcp = [row for row in rows if row.protocol == "TCP"]
-    if "begun" in known_fields:
+    if "opened" in known_fields:
         yield from _counter(
             f"{prefix}_connections_total", f"Connections opened to {subject}",
-            [(f"{{{row.labels}}}", row.totals.begun) for row in rows],
+            [(f"{{{row.labels}}}", row.totals.opened) for row in rows],
         )  # fmt: skip
     reasons = [
         failure

@@ -63,7 +63,7 @@ class TrafficRow(msgspec.Struct, frozen=True):
     id: int
     backend: str
     open: int
-    begun: int | None
+    opened: int | None
     refused: int | None
     unanswered: int | None
     broken: int | None
@@ -156,7 +156,7 @@ def _traffic_row(row: ServiceRow, backend: int, snapshot: Snapshot) -> TrafficRo
         id=backend,
         backend=backend_text,
         open=snapshot.open.get((row.id, backend), 0),
-        begun=count("begun"),
+        opened=count("opened"),
         refused=count("refused"),
         unanswered=count("unanswered"),
         broken=count("broken"),
@@ -223,7 +223,7 @@ BACKEND_COLUMNS: Final = (
 )
 
 TRAFFIC_COUNTERS: Final = {
-    "begun": Column("BEGUN", lambda t: format_number(t.begun), right=True),
+    "opened": Column("OPENED", lambda t: format_number(t.opened), right=True),
     "refused": Column("REFUSED", lambda t: format_number(t.refused), right=True),
     "unanswered": Column("UNANSWERED", lambda t: format_number(t.unanswered), right=True),
     "broken": Column("BROKEN", lambda t: format_number(t.broken), right=True),

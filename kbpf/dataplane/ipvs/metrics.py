@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics from IPVS: connections begun and bytes, by Service port.
+"""Metrics from IPVS: connections opened and bytes, by Service port.
 
 The kernel counts from the creation of a virtual service, so the counters survive a restart of the
 agent. Any thread may call: each call opens a netlink socket, in the network namespace of the
@@ -38,7 +38,7 @@ def count_traffic(plans: Mapping[ServicePortKey, ServicePortPlan], pause: Pause)
         if name is not None and stats.connections:
             before = totals.get(name, ConnectionStats())
             totals[name] = before._replace(
-                begun=before.begun + stats.connections,
+                opened=before.opened + stats.connections,
                 bytes_in=before.bytes_in + stats.bytes_in,
                 bytes_out=before.bytes_out + stats.bytes_out,
             )

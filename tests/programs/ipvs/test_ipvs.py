@@ -287,7 +287,7 @@ def test_connections_and_bytes_are_counted_by_service(applied: Bench):
     def is_counted() -> bool:  # the kernel sums up its per-CPU counters every 2 s
         after = had()
         return (
-            after.begun >= before.begun + 3
+            after.opened >= before.opened + 3
             and after.bytes_in > before.bytes_in
             and after.bytes_out > before.bytes_out
         )

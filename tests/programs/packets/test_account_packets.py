@@ -86,22 +86,24 @@ class Story(NamedTuple):
 
 OPEN = "S <SA A "
 STORIES = [
-    Story("in order", OPEN + "A+100 <A+1000 FA <FA A", ConnectionStats(begun=1, ended=1), (1, 0)),
+    Story("in order", OPEN + "A+100 <A+1000 FA <FA A", ConnectionStats(opened=1, ended=1), (1, 0)),
     Story(
         "in order, the backend closes first",
         OPEN + "A+7 <FA+900 FA <A",
-        ConnectionStats(begun=1, ended=1),
+        ConnectionStats(opened=1, ended=1),
         (0, 1),
     ),
-    Story("refused by the backend", "S <RA", ConnectionStats(begun=1, ended=1, unanswered=1)),
+    Story("refused by the backend", "S <RA", ConnectionStats(opened=1, ended=1, unanswered=1)),
     Story(
-        "reset by the backend", OPEN + "A+100 <A+50 <R", ConnectionStats(begun=1, ended=1, broken=1)
+        "reset by the backend",
+        OPEN + "A+100 <A+50 <R",
+        ConnectionStats(opened=1, ended=1, broken=1),
     ),
     Story(
-        "reset by the client", OPEN + "A+100 <A+50 R", ConnectionStats(begun=1, ended=1, broken=1)
+        "reset by the client", OPEN + "A+100 <A+50 R", ConnectionStats(opened=1, ended=1, broken=1)
     ),
-    Story("still open", OPEN + "A+100 <A+50", ConnectionStats(begun=1), (3, 2)),
-    Story("repeated SYN", "S S <SA A FA <FA A", ConnectionStats(begun=1, ended=1), (1, 0)),
+    Story("still open", OPEN + "A+100 <A+50", ConnectionStats(opened=1), (3, 2)),
+    Story("repeated SYN", "S S <SA A FA <FA A", ConnectionStats(opened=1, ended=1), (1, 0)),
 ]
 
 
@@ -156,7 +158,7 @@ def test_bytes_of_datagrams_are_counted(path: Path_, v: int) -> None:
         _, inside = path.run("tc_ingress", question)
         path.run("tc_egress", inside)
     added = minus(read_counts(path, v, LOCAL, "udp")[True], before[True])
-    assert added.begun == 1
+    assert added.opened == 1
     assert 4 << 10 <= added.bytes_in <= size
 
 
@@ -171,8 +173,8 @@ def test_connection_without_backend_counts_as_refused(path: Path_, v: int, which
 
 
 @both
-def test_default_accounting_counts_begun_connections(path: Path_, v: int) -> None:
+def test_default_accounting_counts_opened_connections(path: Path_, v: int) -> None:
     set_flags(path, ConfigFlag(0))
     before = read_counts(path, v, CLUSTER)
     play(path, v, CLUSTER, OPEN + "A+100 <A+1000 FA <FA A")
-    assert minus(read_counts(path, v, CLUSTER)[True], before[True]) == ConnectionStats(begun=1)
+    assert minus(read_counts(path, v, CLUSTER)[True], before[True]) == ConnectionStats(opened=1)

@@ -266,7 +266,7 @@ CONNECTIONS = [
         "10.96.0.1:80",
         "fair",
         "one",
-        ConnectionStats(begun=1, ended=1, rtts=1, **REQUEST_AND_REPLY),
+        ConnectionStats(opened=1, ended=1, rtts=1, **REQUEST_AND_REPLY),
     ),
     Connection(
         "in good order, IPv6",
@@ -274,7 +274,7 @@ CONNECTIONS = [
         "[fd00:96::1]:80",
         "fair6",
         "one",
-        ConnectionStats(begun=1, ended=1, rtts=1, **REQUEST_AND_REPLY),
+        ConnectionStats(opened=1, ended=1, rtts=1, **REQUEST_AND_REPLY),
     ),
     Connection(
         "in good order, v4-mapped",
@@ -282,7 +282,7 @@ CONNECTIONS = [
         "[::ffff:10.96.0.1]:80",
         "fair",
         "one",
-        ConnectionStats(begun=1, ended=1, rtts=1, **REQUEST_AND_REPLY),
+        ConnectionStats(opened=1, ended=1, rtts=1, **REQUEST_AND_REPLY),
     ),
     Connection(
         "the backend closes first",
@@ -290,7 +290,7 @@ CONNECTIONS = [
         "10.96.0.3:80",
         "first",
         "one",
-        ConnectionStats(begun=1, ended=1, rtts=1, bytes_out=len(REPLY)),
+        ConnectionStats(opened=1, ended=1, rtts=1, bytes_out=len(REPLY)),
     ),
     Connection(
         "both close at once",
@@ -298,7 +298,7 @@ CONNECTIONS = [
         "10.96.0.3:80",
         "first",
         "one",
-        ConnectionStats(begun=1, ended=1, rtts=1, bytes_out=len(REPLY)),
+        ConnectionStats(opened=1, ended=1, rtts=1, bytes_out=len(REPLY)),
     ),
     Connection(
         "reset by the backend",
@@ -306,7 +306,7 @@ CONNECTIONS = [
         "10.96.0.2:80",
         "rude",
         "one",
-        ConnectionStats(begun=1, ended=1, broken=1, rtts=1, bytes_in=len(REQUEST)),
+        ConnectionStats(opened=1, ended=1, broken=1, rtts=1, bytes_in=len(REQUEST)),
     ),
     Connection(
         "refused by the backend",
@@ -314,7 +314,7 @@ CONNECTIONS = [
         "10.96.0.5:80",
         "refusing",
         "one",
-        ConnectionStats(begun=1, ended=1, unanswered=1),
+        ConnectionStats(opened=1, ended=1, unanswered=1),
     ),
     Connection(
         "the client does not wait",
@@ -322,7 +322,7 @@ CONNECTIONS = [
         "10.96.0.6:80",
         "silent",
         "192.0.2.99:80",
-        ConnectionStats(begun=1, ended=1, unanswered=1),
+        ConnectionStats(opened=1, ended=1, unanswered=1),
     ),
     Connection(
         "no endpoints", refused, "10.96.0.7:80", "empty", "none", ConnectionStats(refused=1)
@@ -330,14 +330,14 @@ CONNECTIONS = [
     Connection(
         "only elsewhere", refused, "10.96.0.8:80", "elsewhere", "none", ConnectionStats(refused=1)
     ),
-    Connection("datagrams", datagrams, "10.96.0.4:53", "dns", "one", ConnectionStats(begun=1)),
+    Connection("datagrams", datagrams, "10.96.0.4:53", "dns", "one", ConnectionStats(opened=1)),
     Connection(
         "datagrams, connected",
         connected_datagrams,
         "10.96.0.4:53",
         "dns",
         "one",
-        ConnectionStats(begun=1),
+        ConnectionStats(opened=1),
     ),
 ]
 
@@ -430,8 +430,8 @@ def test_inspect_shows_counts_by_backend(served: Bench):
     wait_for(shown, {backend: 0})
     (detail,) = view.build_details(snapshot.read(site.pins, view.NEEDS), "names")
     (row,) = detail.traffic
-    assert row.begun == row.round_trips > 0
-    assert row.bytes_in == row.begun * len(b"hello\n")
+    assert row.opened == row.round_trips > 0
+    assert row.bytes_in == row.opened * len(b"hello\n")
 
 
 def test_connection_to_a_plain_address_adds_nothing(served: Bench):
@@ -478,25 +478,25 @@ def test_accounting_off_counts_and_keeps_nothing(bench: Bench):
 
 
 BEGINS = [
-    Connection("a connection", fair, "10.96.0.1:80", "fair", "one", ConnectionStats(begun=1)),
+    Connection("a connection", fair, "10.96.0.1:80", "fair", "one", ConnectionStats(opened=1)),
     Connection(
         "refused by the backend",
         refused,
         "10.96.0.5:80",
         "refusing",
         "one",
-        ConnectionStats(begun=1),
+        ConnectionStats(opened=1),
     ),
     Connection(
         "no endpoints", refused, "10.96.0.7:80", "empty", "none", ConnectionStats(refused=1)
     ),
-    Connection("datagrams", datagrams, "10.96.0.4:53", "dns", "one", ConnectionStats(begun=1)),
+    Connection("datagrams", datagrams, "10.96.0.4:53", "dns", "one", ConnectionStats(opened=1)),
 ]
 
 
 @needs("set_retval")
 @pytest.mark.parametrize("row", BEGINS, ids=lambda row: row.name)
-def test_default_accounting_counts_begun_connections(bench: Bench, row: Connection):
+def test_default_accounting_counts_opened_connections(bench: Bench, row: Connection):
     start(bench, Config().accounting)
     assert "sock_ops" not in hooks_of(bench.site)
     host, _, number = row.to.rpartition(":")
@@ -577,16 +577,16 @@ def test_totals_sum_all_backends_and_list_the_busiest(site: Site):
     site.open().apply(desired(WEB), None)
     services, backends = ids(site)
     web = services["web"]
-    put_stats(site, web, backends["8081"], ConnectionStats(begun=5, bytes_in=10, rtts=1))
-    put_stats(site, web, backends["8082"], ConnectionStats(begun=7, broken=2))
+    put_stats(site, web, backends["8081"], ConnectionStats(opened=5, bytes_in=10, rtts=1))
+    put_stats(site, web, backends["8082"], ConnectionStats(opened=7, broken=2))
     put_stats(site, web, NO_BACKEND, ConnectionStats(refused=3))
-    put_stats(site, web, REMOVED_BACKENDS, ConnectionStats(begun=100))
+    put_stats(site, web, REMOVED_BACKENDS, ConnectionStats(opened=100))
     with site.pinned("sock_peers") as peers, socket.socket() as own:
         key = own.fileno().to_bytes(4, "little")
         peers.update(key, PEER.pack(1, b"", b"", web, backends["8082"]))
         found = make_collector(site, backend_series=1).count(lambda: None)
     assert dict(found.totals) == {
-        name_of("web"): ConnectionStats(begun=112, refused=3, broken=2, bytes_in=10, rtts=1)
+        name_of("web"): ConnectionStats(opened=112, refused=3, broken=2, bytes_in=10, rtts=1)
     }
     assert dict(found.connections or ()) == {name_of("web"): 1}
     (busiest,) = found.backends
@@ -595,7 +595,7 @@ def test_totals_sum_all_backends_and_list_the_busiest(site: Site):
         "127.0.1.2:8082",
         1,
     )
-    assert busiest.stats == ConnectionStats(begun=7, broken=2)
+    assert busiest.stats == ConnectionStats(opened=7, broken=2)
     assert not make_collector(site).count(lambda: None).backends
 
 
@@ -606,14 +606,14 @@ def test_counts_of_a_deleted_backend_stay_with_its_service(site: Site):
     plane.apply(desired(WEB, other), None)
     services, backends = ids(site)
     for number in ("8081", "8082"):
-        put_stats(site, services["web"], backends[number], ConnectionStats(begun=1, bytes_out=10))
+        put_stats(site, services["web"], backends[number], ConnectionStats(opened=1, bytes_out=10))
     put_stats(site, services["web"], NO_BACKEND, ConnectionStats(refused=3))
-    put_stats(site, services["other"], backends["8083"], ConnectionStats(begun=1))
+    put_stats(site, services["other"], backends["8083"], ConnectionStats(opened=1))
     plane.apply(desired(service("web", "10.96.0.1:80", "127.0.1.1:8081")), None)
     plane.flush()
     now = [0.0]
     reader = make_collector(site, lambda: now[0])
-    wanted = {name_of("web"): ConnectionStats(begun=2, refused=3, bytes_out=20)}
+    wanted = {name_of("web"): ConnectionStats(opened=2, refused=3, bytes_out=20)}
     assert dict(reader.count(lambda: None).totals) == wanted
     assert len(site.entries("counts")) == 4, "counters are merged at intervals only"
     now[0] = SWEEP_INTERVAL_S
@@ -621,8 +621,8 @@ def test_counts_of_a_deleted_backend_stay_with_its_service(site: Site):
         assert dict(reader.count(lambda: None).totals) == wanted
         now[0] += SWEEP_INTERVAL_S
     # a connection that ended late
-    put_stats(site, services["web"], backends["8082"], ConnectionStats(begun=4))
-    wanted = {name_of("web"): ConnectionStats(begun=6, refused=3, bytes_out=20)}
+    put_stats(site, services["web"], backends["8082"], ConnectionStats(opened=4))
+    wanted = {name_of("web"): ConnectionStats(opened=6, refused=3, bytes_out=20)}
     for _ in range(2):
         assert dict(reader.count(lambda: None).totals) == wanted
         now[0] += SWEEP_INTERVAL_S
@@ -635,7 +635,7 @@ def test_counts_of_a_service_added_during_a_count_are_kept(site: Site):
     """Its name did not exist yet when names were read, but the Service is not a deleted one."""
     site.open().apply(desired(WEB), None)
     services, backends = ids(site)
-    put_stats(site, services["web"], backends["8081"], ConnectionStats(begun=1))
+    put_stats(site, services["web"], backends["8081"], ConnectionStats(opened=1))
     now, calls = [0.0], [0]
     reader = make_collector(site, lambda: now[0])
     new = services["web"] + 1
@@ -643,7 +643,7 @@ def test_counts_of_a_service_added_during_a_count_are_kept(site: Site):
     def pause() -> None:
         calls[0] += 1
         if calls[0] == last:
-            put_stats(site, new, backends["8081"], ConnectionStats(begun=1))
+            put_stats(site, new, backends["8081"], ConnectionStats(opened=1))
 
     last = 0
     reader.count(pause)
@@ -656,11 +656,11 @@ def test_counts_of_a_service_added_during_a_count_are_kept(site: Site):
 def test_totals_outlive_the_agent(site: Site):
     site.open().apply(desired(WEB), None)
     services, backends = ids(site)
-    put_stats(site, services["web"], backends["8081"], ConnectionStats(begun=5))
+    put_stats(site, services["web"], backends["8081"], ConnectionStats(opened=5))
     plane = site.open()
     plane.apply(desired(WEB), None)
     assert dict(plane.count_traffic(lambda: None).totals) == {
-        name_of("web"): ConnectionStats(begun=5)
+        name_of("web"): ConnectionStats(opened=5)
     }
 
 
@@ -686,22 +686,22 @@ def test_namespace_that_fills_the_map_is_summed_up(bench: Bench):
     with site.pinned("counts") as counts:
         for key in site.entries("counts"):
             counts.delete(key)
-    put_stats(site, names["dns"], 2_000_000, ConnectionStats(begun=7))
+    put_stats(site, names["dns"], 2_000_000, ConnectionStats(opened=7))
     for number in range(1, limit):
-        put_stats(site, names["fair"], 1_000_000 + number, ConnectionStats(begun=1))
+        put_stats(site, names["fair"], 1_000_000 + number, ConnectionStats(opened=1))
     within(bench.client, lambda: reset("10.96.0.2"))
     assert len(site.entries("counts")) == limit, "new pairs are not counted"
     config = Config(sizes=sizes, system_namespaces=())
     MapCollector(Pins(site.pins), config, lambda: 0.0).count(lambda: None)
     wanted = {("fair", "all"): limit - 1, ("dns", "?"): 7}
-    assert {key: total.begun for key, total in read_counts(site).items()} == wanted
+    assert {key: total.opened for key, total in read_counts(site).items()} == wanted
     within(bench.client, lambda: fair("10.96.0.1"))
     within(bench.client, lambda: reset("10.96.0.2"))
-    found = {key: total.begun for key, total in read_counts(site).items() if key[0] != "rude"}
+    found = {key: total.opened for key, total in read_counts(site).items() if key[0] != "rude"}
     assert found == wanted | {("fair", "all"): limit}
-    assert [total.begun for key, total in read_counts(site).items() if key[0] == "rude"] == [1]
+    assert [total.opened for key, total in read_counts(site).items() if key[0] == "rude"] == [1]
     totals = dict(MapCollector(Pins(site.pins), config, lambda: 0.0).count(lambda: None).totals)
-    assert totals[name_of("fair")].begun == limit
+    assert totals[name_of("fair")].opened == limit
     with site.pinned("counts") as counts:
         for key in site.entries("counts"):
             counts.delete(key)

@@ -66,7 +66,7 @@ MEASURES = DataPlaneMetrics(
 )
 WEB = ("a", "web", "http", "TCP")
 HAD = ConnectionStats(
-    begun=7, refused=1, unanswered=2, broken=3, ended=6, bytes_in=700, bytes_out=7000,
+    opened=7, refused=1, unanswered=2, broken=3, ended=6, bytes_in=700, bytes_out=7000,
     retransmits=4, rtt_us=1_500, rtts=3,
 )  # fmt: skip
 TRAFFIC = TrafficStats(
@@ -75,7 +75,7 @@ TRAFFIC = TrafficStats(
         (("a", "dns", "", "UDP"), 9),
         (("b", "web", 'od"d\\\n', "TCP"), 1),
     ),
-    totals=((WEB, HAD), (("a", "dns", "", "UDP"), ConnectionStats(begun=20))),
+    totals=((WEB, HAD), (("a", "dns", "", "UDP"), ConnectionStats(opened=20))),
     counted_fields=ALL_COUNTERS,
     backends=(BackendStats(WEB, "10.244.1.2:8080", 4, HAD),),
     flow_count=FlowCount(3, 32),

@@ -169,7 +169,7 @@ def test_traffic_rows_of_a_service():
     backends last.
     """
     good = ConnectionStats(
-        begun=40, ended=39, bytes_in=2048, bytes_out=5 << 20, rtt_us=60_000, rtts=30
+        opened=40, ended=39, bytes_in=2048, bytes_out=5 << 20, rtt_us=60_000, rtts=30
     )
     held = snapshot(
         frontends={at("10.96.0.1"): value(1), at("10.96.0.2"): value(2)},
@@ -177,11 +177,11 @@ def test_traffic_rows_of_a_service():
         sets={1: {0: 5}},
         backends={5: backend(1), 6: backend(2)},
         totals={
-            (1, REMOVED_BACKENDS): ConnectionStats(begun=7),
+            (1, REMOVED_BACKENDS): ConnectionStats(opened=7),
             (1, 5): good,
             (2, 6): good,
             (1, 0): ConnectionStats(refused=3),
-            (1, 9): ConnectionStats(begun=2, unanswered=1, broken=1, retransmits=4),
+            (1, 9): ConnectionStats(opened=2, unanswered=1, broken=1, retransmits=4),
         },
         open={(1, 5): 1, (2, 6): 8, (1, 6): 2},
         counted=ALL_COUNTERS,
@@ -216,7 +216,7 @@ ACCOUNTING_ROWS = [
     AccountingRow("connections only", TCP, CONNECTION_COUNTERS, ("4", "1", *6 * "-"),
                   "UNANSWERED, BROKEN, IN, OUT, RETRANSMITS, ROUND-TRIP"),
     AccountingRow("no counters", TCP, frozenset(), tuple(8 * "-"),
-                  "BEGUN, REFUSED, UNANSWERED, BROKEN, IN, OUT, RETRANSMITS, ROUND-TRIP"),
+                  "OPENED, REFUSED, UNANSWERED, BROKEN, IN, OUT, RETRANSMITS, ROUND-TRIP"),
 ]  # fmt: skip
 
 
@@ -227,7 +227,7 @@ def test_uncounted_values_are_null_not_zero(row: AccountingRow):
         frontends={at("10.96.0.1", protocol=row.protocol): value(1)},
         names={1: key("web", protocol=row.protocol)},
         backends={5: backend(1)},
-        totals={(1, 5): ConnectionStats(begun=4, refused=1, bytes_in=9, rtt_us=2000, rtts=1)},
+        totals={(1, 5): ConnectionStats(opened=4, refused=1, bytes_in=9, rtt_us=2000, rtts=1)},
         open={(1, 5): 3},
         counted=row.counted,
     )
@@ -238,7 +238,7 @@ def test_uncounted_values_are_null_not_zero(row: AccountingRow):
     plain = msgspec.to_builtins(shown)
     assert plain["open"] == 3
     nulls = {name for name, number in plain.items() if number is None}
-    assert ("begun" in nulls) == (row.cells[0] == "-")
+    assert ("opened" in nulls) == (row.cells[0] == "-")
     assert ("broken" in nulls) == ("round_trips" in nulls) == (row.cells[3] == "-")
     line = f"    not counted: {row.line}; --accounting full"
     assert (line in pages.format_service([detail]).split("\n")) == bool(row.line)
