@@ -176,19 +176,19 @@ static __always_inline struct address affinity_owner_of(const struct client *cli
 static __always_inline bool take_share(const struct client *client, u32 cgroup)
 {
 	struct address owner = affinity_owner_of(client, cgroup);
-	u32 *held = affinity_shares.lookup(&owner);
+	u32 *share = affinity_shares.lookup(&owner);
 	u32 zero = 0, one = 1;
 	struct config *c = config.lookup(&zero);
 
-	if (!held) {
+	if (!share) {
 		affinity_shares.update(&owner, &one);
 		return true;
 	}
-	if (c && c->affinity_share && *held >= c->affinity_share) {
+	if (c && c->affinity_share && *share >= c->affinity_share) {
 		count(NOT_RECORDED);
 		return false;
 	}
-	__sync_fetch_and_add(held, 1);
+	__sync_fetch_and_add(share, 1);
 	return true;
 }
 
@@ -248,21 +248,21 @@ static __always_inline u32 pick_backend(const struct service *service,
 {
 	struct affinity_key key = client->key;
 	struct affinity last = {.cgroup = socket_cgroup()};
-	struct affinity *held;
+	struct affinity *stored;
 
 	*reason = TRANSLATED;
 	if (!service->affinity_timeout)
 		return backend_at(set, choose_slot(service, set->size, client));
 	key.service = service->id;
 	last.last_used = bpf_ktime_get_ns();
-	held = affinity.lookup(&key);
-	last.backend = find_affinity(held, set->id, service->affinity_timeout * 1000000000ULL,
+	stored = affinity.lookup(&key);
+	last.backend = find_affinity(stored, set->id, service->affinity_timeout * 1000000000ULL,
 				     last.last_used);
 	if (last.backend)
 		*reason = TRANSLATED_BY_AFFINITY;
 	else
 		last.backend = backend_at(set, choose_slot(service, set->size, client));
-	if (last.backend && (held || take_share(client, last.cgroup)))
+	if (last.backend && (stored || take_share(client, last.cgroup)))
 		affinity.update(&key, &last);
 	return last.backend;
 }

@@ -30,8 +30,7 @@ from kbpf.serve.server import AgentServer
 from kbpf.source.base import Source
 
 if TYPE_CHECKING:
-    from kbpf.source.api.credentials import Cluster
-    from kbpf.source.api.credentials import RequestHandler as AskedApi
+    from kbpf.source.api.credentials import Cluster, RequestHandler
 
 log = logging.getLogger("kbpf")
 
@@ -54,7 +53,7 @@ def set_up_logging(config: Config) -> None:
     root.propagate = False
 
 
-def connect(config: Config, on_request: "AskedApi") -> "Cluster | None":
+def connect(config: Config, on_request: "RequestHandler") -> "Cluster | None":
     """Finds the API server and its credentials; None if the objects come from a folder (--source).
     Opens no connection.
     """

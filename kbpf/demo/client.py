@@ -114,7 +114,7 @@ def run_client(address: str, tcp_port: int, udp_port: int, requests: int, rate: 
             time.sleep(max(0.0, start + number / rate - now))
             if now - start - number / rate > 1.0:
                 start = now - number / rate  # it was delayed: continue at `rate`, not faster
-    print_report(ClientReport(tcp.pop(), udp.pop(), time.monotonic() - last_report, done=True))
+    print_report(ClientReport(tcp.pop(), udp.pop(), time.monotonic() - last_report, is_last=True))
 
 
 if __name__ == "__main__":

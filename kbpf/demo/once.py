@@ -143,6 +143,6 @@ def run_once(scene: DemoScene, requests: int) -> Outcome:
     scene.set_endpoints(pods)
     reader = ReportReader(scene.start_client(requests, 0), scene)
     total = reader.next(START_TIMEOUT_S)
-    while not total.done:
+    while not total.is_last:
         total += reader.next(SILENCE_TIMEOUT_S)
     return evaluate(total, requests, pods)

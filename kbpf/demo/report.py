@@ -38,20 +38,20 @@ class RequestCounts(msgspec.Struct, frozen=True):
 class ClientReport(msgspec.Struct, frozen=True):
     """One line of the client: its requests since the previous line, and the seconds in between.
 
-    The first line has no requests; it means that the Service answers. The last one has `done`.
+    The first line has no requests; it means that the Service answers. The last one has `is_last`.
     """
 
     tcp: RequestCounts = RequestCounts()
     udp: RequestCounts = RequestCounts()
     seconds: float = 0.0
-    done: bool = False
+    is_last: bool = False
 
     def __add__(self, other: "ClientReport") -> "ClientReport":
         return ClientReport(
             self.tcp + other.tcp,
             self.udp + other.udp,
             self.seconds + other.seconds,
-            self.done or other.done,
+            self.is_last or other.is_last,
         )
 
 

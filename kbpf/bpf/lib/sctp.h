@@ -38,10 +38,10 @@ static __always_inline u32 crc_multiply(u32 a, u32 b)
 	return product;
 }
 
-/* Multiplies by a power of x if the lowest bit of `wanted` is set. */
-static __always_inline u32 crc_advance(u32 crc, u32 wanted, u32 power)
+/* Multiplies by a power of x if the lowest bit of `bits` is set. */
+static __always_inline u32 crc_advance(u32 crc, u32 bits, u32 power)
 {
-	return crc ^ lowest_bit(wanted) * (crc ^ crc_multiply(power, crc));
+	return crc ^ lowest_bit(bits) * (crc ^ crc_multiply(power, crc));
 }
 
 /* The change of the checksum if the first four of `length` bytes change by `change` (XOR). The

@@ -61,6 +61,7 @@ from kbpf.model.status import AgentStatus, decode
 
 ZERO: Final = U32.pack(0)
 NO_FLAGS: Final = NodeFlag(0)
+# An array has all its entries from the start, so their number says nothing.
 COUNTABLE_TYPES: Final = (
     uapi.BPF_MAP_TYPE_HASH,
     uapi.BPF_MAP_TYPE_LRU_HASH,
@@ -243,6 +244,7 @@ def read(pin_dir: Path, parts: Part) -> Snapshot:
             values["fill"] = tracked_connections.measure_fill(maps["flows"], time.monotonic())
         if Part.PACKETS in parts:
             values |= _read_packet_path(maps)
+            # Published folders only: one that is still being filled is named `new-programs-...`.
             values["packet_programs"] = any(pins.root.glob("programs-tc-*"))
         if Part.RANGES in parts:
             values["ranges"] = tuple(
@@ -252,6 +254,8 @@ def read(pin_dir: Path, parts: Part) -> Snapshot:
             values |= _read_traffic(maps)
     if Part.HOOKS in parts:
         values["hooks"] = tuple(hooks.read(pins))
+    # After reading, so that no time in a map is later than these, and no age is negative. The
+    # maps have CLOCK_MONOTONIC, the agent's status has CLOCK_BOOTTIME.
     return Snapshot(pin_dir, time.monotonic(), time.clock_gettime(time.CLOCK_BOOTTIME), **values)
 
 
@@ -277,6 +281,7 @@ def find_pins(pin_dir: Path) -> Pins:
         ) from error
     if pins.maps.name in names:
         return pins
+    # A folder of maps is named after its layout: another version may have another one.
     if any(name.startswith("maps-") for name in names):
         hint = "use the kbpf that runs as the agent, or restart the agent with this one"
         raise NotFoundError("another version of kbpf has pinned its maps", str(pin_dir), hint)
@@ -309,9 +314,11 @@ def _valid_entries(maps: Mapping[str, Map], name: str) -> Iterator[tuple[bytes, 
 
 
 def _read_services(maps: Mapping[str, Map]) -> dict[str, Any]:
+    # Frontends, then slots, then backends: see the module on this order.
     frontends = {
         address_of(key): ServiceValue.unpack(raw) for key, raw in _valid_entries(maps, "services")
     }
+    # Sets and tables share one map and one range of ids.
     sets: dict[int, dict[int, int]] = {}
     for key, raw in maps["backend_slots"].items():
         set_id, index = U32_PAIR.unpack(key)
@@ -354,6 +361,7 @@ def _read_packet_path(maps: Mapping[str, Map]) -> dict[str, Any]:
     own4, own6, flags, first_port, last_port, *_ = NODE.unpack(raw)
     return {
         "node": NodeEntry(
+            # zeros: the node has no address of this family
             tuple(Addr(address) for address in (own4, own6) if any(address)),
             NodeFlag(flags),
             first_port,
@@ -368,18 +376,20 @@ def _read_packet_path(maps: Mapping[str, Map]) -> dict[str, Any]:
 
 
 def _read_traffic(maps: Mapping[str, Map]) -> dict[str, Any]:
-    census, totals = ConnectionCount(), dict[IdPair, ConnectionStats]()
+    connection_count, totals = ConnectionCount(), dict[IdPair, ConnectionStats]()
     for name in COUNTED_MAPS:
+        # Only a kernel with BTF can list socket storage. Without it, these connections are left
+        # out, and the others are shown.
         with (
             contextlib.suppress(KernelError)
             if name in SOCKET_STORAGE_MAPS
             else contextlib.nullcontext()
         ):
-            for _ in census.add(maps[name], True):
+            for _ in connection_count.add(maps[name], True):
                 pass
     for _ in read_totals(maps["counts"], totals):
         pass
-    return {"open": census.pairs, "totals": totals, "counted": _read_counted(maps)}
+    return {"open": connection_count.pairs, "totals": totals, "counted": _read_counted(maps)}
 
 
 def _read_counted(maps: Mapping[str, Map]) -> frozenset[str]:
@@ -408,6 +418,7 @@ def _read_socket_lb(maps: Mapping[str, Map]) -> dict[str, Any]:
 def _read_affinity(map_: Map) -> Iterator[AffinityEntry]:
     for key, raw in map_.items():
         client, service, kind = AFFINITY_KEY.unpack(key)
+        # `last_used` is in ns here.
         last_used, backend, _ = AFFINITY.unpack(raw)
         yield AffinityEntry(Addr(client), ClientKind(kind), service, backend, last_used / 1e9)
 
@@ -416,6 +427,7 @@ def _read_map_facts(name: str, map_: Map) -> MapFacts:
     entries: int | None = None
     if map_.type in COUNTABLE_TYPES:
         entries = sum(1 for _ in map_.items())
+    # Listing it needs BTF; without BTF the number is unknown.
     elif map_.type == uapi.BPF_MAP_TYPE_SK_STORAGE:
         with contextlib.suppress(KernelError):
             entries = sum(1 for _ in map_.items())

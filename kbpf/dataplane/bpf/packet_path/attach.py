@@ -52,12 +52,12 @@ class Stage(IntEnum):
     POD = 1
     HOST = 2
     REMOVE = 3
-    DONE = 4
+    COMPLETE = 4
 
 
 ShouldContinue = Callable[[Stage, Collection[str]], bool]
-"""Called before each device of a stage, and at the end with DONE; False ends the pass. The second
-argument names the devices whose swap failed: they still run older programs."""
+"""Called before each device of a stage, and at the end with COMPLETE; False ends the pass. The
+second argument names the devices whose swap failed: they still run older programs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +260,7 @@ class _SyncPass:
                     self.failed[device.name] = str(error)
                     if stage is Stage.SWAP and self._runs_old_program(device):
                         self.not_swapped.add(device.name)
-        return should_continue(Stage.DONE, self.not_swapped)
+        return should_continue(Stage.COMPLETE, self.not_swapped)
 
     def _has_work_in(self, device: Device, stage: Stage) -> bool:
         """Whether this stage concerns this device."""
