@@ -291,6 +291,7 @@ class Agent:
 
     def _record_arrivals(self, events: Iterable[Event], touched: ChangeSet) -> None:
         """Records when the changes to be programmed arrived, for event_to_map."""
+        # What was listed at the start did not just change, and would distort the figures.
         if not self._first_apply_done:
             return
         for event in events:
@@ -312,6 +313,7 @@ class Agent:
             self._listeners.ports,
         )
         if not self._first_apply_done:
+            # At once: the first apply removes what an earlier agent left, so it needs everything.
             touched, self._pending = self._pending, ChangeSet()
             self._policy_inputs = self._api_servers, self._listeners.ports
             self._mark_changed(
@@ -332,6 +334,7 @@ class Agent:
                 system = is_system_service(name, self._config)
                 self._queue.add(name, self._store.estimate_cost(name), system, now)
             self._warn_about_missing_data()
+            # What belongs to the node does not wait for the Services in the queue.
             if self._builder.node_state != node and self._dirty_keys is not None:
                 self._apply(self._dirty_keys)
         computed_small = self._compute_small_services(COMPUTE_BUDGET_S)
@@ -451,6 +454,7 @@ class Agent:
     def _apply(self, keys: set[ServicePortKey] | None) -> None:
         start = time.perf_counter()
         try:
+            # Read once: the threads of the sources may change it during apply().
             authoritative = self._is_authoritative()
             report = self._plane.apply(self._builder.state, keys, authoritative)
             seconds = time.perf_counter() - start
@@ -538,6 +542,7 @@ class Agent:
         """Returns the seconds until the next task is due."""
         now = time.monotonic()
         due = [self._status_due]
+        # This also does the work that is due: only then is it known when the next piece is.
         if self._first_apply_done and (tick_due := self._tick_plane(now)) is not None:
             due.append(tick_due)
         if self._pending and self._first_apply_done:

@@ -74,8 +74,10 @@ def fallback_reason(error: KbpfError, rows: Sequence[CheckRow]) -> FallbackReaso
     """Returns why BPF is unavailable, from this error and the rows of `kbpf check`; None if BPF is
     available and the error has another cause.
     """
+    # Another process removed the pins of a working BPF data plane: a restart repairs that.
     if isinstance(error, PinsRemovedError):
         return None
+    # First: a failed check names the cause, an error often only a symptom.
     for row in rows:
         if row.needed and row.result != "yes":
             return REASON_BY_CHECK.get(row.name, FallbackReason.NO_FEATURE)
@@ -139,6 +141,7 @@ class SelectedDataPlane:
         except KbpfError:
             self._release_previous()
             raise
+        # Before open(), which decides from this whether the programs begin passive.
         self._plane.set_coexisting(bool(self._previous))
         try:
             self._plane.open()
@@ -177,6 +180,7 @@ class SelectedDataPlane:
         reason = fallback_reason(error, self._factories.check_rows())
         if reason is None:
             return False
+        # Releases the lock of the pins: mode ipvs claims what BPF has left there.
         self._plane.close()
         self._release_previous()
         before = self._choice
@@ -212,6 +216,7 @@ class SelectedDataPlane:
                 if self._failed_fallbacks and not already_tried:
                     self._open()
                 raise
+            # None: the new data plane has programmed nothing yet.
             report = self._plane.apply(desired, None, authoritative)
         self._has_applied = True
         self._fully_applied = self._fully_applied or authoritative
@@ -246,6 +251,7 @@ class SelectedDataPlane:
                 due_times.append(next_due)
                 continue
             log.info("%s is drained and removed", previous.name)
+            # Only from here on can an agent of that mode start again: this releases its lock.
             previous.close()
             self._previous.remove(previous)
             if not self._previous:
@@ -265,6 +271,7 @@ class SelectedDataPlane:
     def problems(self) -> tuple[str, ...]:
         lines = self._plane.problems()
         if self._fully_applied:
+            # Before that it is meant to serve, so its connections are no problem.
             lines = (*lines, *(line for previous in self._previous for line in previous.problems()))
         return (*lines, self._drain_error) if self._drain_error else lines
 

@@ -125,6 +125,7 @@ def compute_service_states(
                 continue
             selection = select_endpoints(slices, port, service, node, family)
             admitted, refused = _admit(service, port, family, context)
+            # Before _restrict_node_port(): NodePorts have the node's ranges, not the Service's.
             is_restricted = any(frontend.restricted for frontend in admitted)
             node_port_ranges = (
                 _restricting_ranges(context.node_port_ranges, family) if port.node_port else ()
@@ -186,6 +187,7 @@ def _admit(
     reason.
     """
     requested = compute_frontends(service, port, family)
+    # The API server allocates ClusterIPs and NodePorts; only other addresses can be refused.
     if not service.external_ips and not service.lb_vips:
         return requested, ()
     reasons = [
@@ -264,6 +266,7 @@ def compute_desired_state(
         for state in compute_service_states(service, service_slices, node, config, context):
             claims.update(state.key, service.creation_timestamp, (), state.frontends)
             states.append(state)
+    # After the loop: any later Service may win an address of an earlier one.
     return DesiredState(
         services={state.key: claims.resolve(state) for state in states},
         node_addresses=node_ports,
@@ -370,6 +373,7 @@ class DesiredStateBuilder:
         )
         names: Set[ServiceName] = touched.services
         if touched.all_services:
+            # `_keys` has those that were removed from the store.
             names = {*store.service_names(), *self._keys}
         elif reserved_addresses != self._context.reserved:
             names = names | self._external_ips.keys()  # no other Services depend on them
@@ -453,6 +457,7 @@ class DesiredStateBuilder:
             if not self._services_by_external_ip[address]:
                 del self._services_by_external_ip[address]
         if service is not None and (service.external_ips or service.lb_vips):
+            # Stored even if it is empty: begin_update() needs the name.
             self._external_ips[name] = tuple(dict.fromkeys(service.external_ips))
             for address in self._external_ips[name]:
                 self._services_by_external_ip[address].add(name)
@@ -465,6 +470,7 @@ class DesiredStateBuilder:
         If it lost any, the unresolved state is kept too: it may win them later.
         """
         resolved = self._claims.resolve(state)
+        # The same object, so nothing was lost.
         if resolved is state:
             self._unresolved.pop(key, None)
         else:

@@ -115,9 +115,11 @@ class EndpointSelection(msgspec.Struct, frozen=True):
         explanations: list[EndpointExplanation] = []
         family_slices = [slice_ for slice_ in self.slices if slice_.family == self.family]
         for slice_ in sorted(family_slices, key=lambda slice_: slice_.name):
+            # 0: endpoints of a slice without this port get a line, too.
             for number in _port_numbers(slice_, self.port, self.family) or (0,):
                 for endpoint in slice_.endpoints:
                     backend = Backend(endpoint.address, number, self.port.protocol)
+                    # `is`: copies in other slices may be equal
                     is_effective = effective.get(backend) is endpoint
                     membership = (
                         is_effective and backend in cluster,
@@ -192,8 +194,11 @@ def select_endpoints(
     `cluster` is empty if no traffic can use it: internal policy Local and not reachable from
     outside. `local` is empty unless a policy that applies is Local.
     """
+    # UsesLocalEndpoints() and UsesClusterEndpoints() in serviceport.go. Even if the external
+    # policy is Local, clients on this node may use all endpoints (short circuit).
     uses_local = service.internal_local or is_external_local(service, port, family)
     uses_cluster = not service.internal_local or externally_reachable(service, port, family)
+    # The common case, and fast: nothing has to be classified.
     if not uses_local and service.weights is None:
         backends = _backends_if_all_ready(slices, port, family)
         if backends is not None:
@@ -216,7 +221,9 @@ def select_endpoints(
         local_endpoints = [
             (backend, endpoint) for backend, endpoint in endpoints if _is_local(endpoint, node.name)
         ]
+        # Hints do not narrow the local set (CategorizeEndpoints()).
         local = _usable_backends(local_endpoints, TopologyMode.NONE, node)
+    # hasAnyEndpoints in CategorizeEndpoints()
     any_endpoints = any(endpoint.ready or _is_draining(endpoint) for _, endpoint in endpoints)
     selection = EndpointSelection(
         cluster, local, serving, any_endpoints, mode, slices, port, node, family, uses_cluster
@@ -356,6 +363,8 @@ def _topology_mode(ready: Sequence[Endpoint], node: Node) -> TopologyMode:
     """The topology mode that the hints of the ready endpoints allow (topology.go)."""
     if not ready:
         return TopologyMode.NONE
+    # topologyModeFromHints() in topology.go. any(): a level with no endpoint for this node would
+    # leave the cluster set empty.
     # all(): one endpoint without a hint disables the level.
     nodes = [endpoint.node_hints or () for endpoint in ready]
     if node.name and all(nodes) and any(node.name in hints for hints in nodes):
@@ -377,6 +386,7 @@ def _usable_backends(
         for backend, endpoint in endpoints
         if endpoint.ready and _is_hinted(endpoint, mode, node)
     ]
+    # The fallback ignores hints, as in CategorizeEndpoints().
     return tuple(ready or [backend for backend, endpoint in endpoints if _is_draining(endpoint)])
 
 

@@ -207,8 +207,10 @@ class HttpServer:
     def _run_once(self) -> None:
         for key, _ in self._selector.select(self._next_timeout()):
             match key.data:
+                # An earlier event of this round may have closed it.
                 case _Connection() as connection if connection in self._connections:
                     self._run_step(connection, self._advance)
+                # Readable while one of its listening sockets is: accept without waiting.
                 case selectors.EpollSelector():
                     self._accept_due = float("-inf")
                 case None:
@@ -383,6 +385,7 @@ class HttpServer:
             ]
         connection.send_start = self._clock()
         connection.deadline = connection.send_start + SEND_TIMEOUT_S
+        # Most responses fit into the socket's buffer. What does not is sent when it is writable.
         self._selector.modify(connection.sock, selectors.EVENT_WRITE, connection)
         if response.length >= LARGE_RESPONSE_BYTES:
             connection.response = response
@@ -402,6 +405,8 @@ class HttpServer:
                 connection,
             ]  # ordered by the latest request for each response
         while len(readers_by_response) > 1:
+            # The newest response is kept, however large. Parts of it that older ones share are not
+            # counted.
             *older, newest = [
                 connections[0].response for connections in readers_by_response.values()
             ]
@@ -460,6 +465,7 @@ def bind(host: str, port: int, one_family: bool = False) -> socket.socket:
     v6 = dual_stack or ":" in host
     sock = socket.socket(socket.AF_INET6 if v6 else socket.AF_INET, socket.SOCK_STREAM)
     try:
+        # A new agent can bind while connections of the previous one are in TIME_WAIT.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):  # accepted sockets inherit them
             sock.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER_BYTES)

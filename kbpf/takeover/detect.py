@@ -26,6 +26,7 @@ KUBE_PROXY_PORTS: Final = (10249, 10256)
 KUBE_PROXY_MODES: Final = frozenset((b"iptables", b"ipvs", b"nftables", b"userspace"))
 PROBE_TIMEOUT_S: Final = 5.0
 TCP_LISTEN: Final = "0A"
+# Where a listener on a wildcard address is queried. `::` usually accepts IPv4 as well.
 LOOPBACK: Final = {"0.0.0.0": ("127.0.0.1",), "::": ("127.0.0.1", "::1")}
 
 
@@ -93,11 +94,13 @@ def detect() -> Detection:
 
 
 def _kube_proxy_pids() -> tuple[int, ...]:
+    # thread-self: threads of one process may be in different network namespaces.
     own_netns = os.readlink("/proc/thread-self/ns/net")
     pids = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
             name_matches = (path / "comm").read_text().strip() == "kube-proxy"
+            # One in another namespace, such as the node of a kind cluster, serves another node.
             if name_matches and os.readlink(path / "ns/net") == own_netns:
                 pids.append(int(path.name))
         except OSError:
@@ -166,10 +169,12 @@ def _recognize_healthz(_: int, body: bytes) -> Responder | None:
         document = json.loads(body)
     except ValueError:
         return None
+    # Both fields are in every reply of kube-proxy's pkg/proxy/healthcheck.
     is_kube_proxy = isinstance(document, dict) and {"lastUpdated", "currentTime"} <= document.keys()
     return Responder.KUBE_PROXY if is_kube_proxy else None
 
 
+# /readyz first, since kbpf answers the other two as well.
 PROBES: Final = (
     ("/readyz", _recognize_kbpf),
     ("/proxyMode", _recognize_proxy_mode),

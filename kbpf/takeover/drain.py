@@ -51,6 +51,7 @@ class KubeProxyDrain:
         if now < self._due:
             return self._due
         self._due = now + IPVS_POLL_INTERVAL_S
+        # The table that keeps connections, and its rule in FORWARD, are in nf_tables.
         if forward_rules.probe_nf_tables().works:
             conntrack_keepalive.remove_unneeded()
         self._live_connections = cleanup.count_connections(self._own_device)

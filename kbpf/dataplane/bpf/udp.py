@@ -80,6 +80,7 @@ class UdpCutMap:
         keys = dict.fromkeys(
             CUT_KEY.pack(service, backend) for service, backend in stopped_backends
         )
+        # More than the map holds would only evict each other.
         times = dict.fromkeys(list(keys)[:max_entries], now)
         # pop() and |= below move a repeated cut to the end
         replaced = sum(self._times.pop(key, None) is not None for key in times)
@@ -92,6 +93,7 @@ class UdpCutMap:
         """Deletes expired cuts, and the oldest ones beyond `max_cuts`."""
         excess = len(self._times) - max_cuts
         expired: list[bytes] = []
+        # `_times` is sorted by time, so the loop ends at the first cut that is kept.
         for key, cut_at in self._times.items():
             if now - cut_at < CUT_LIFETIME_NS and len(expired) >= excess:
                 break
@@ -120,9 +122,12 @@ def cut_stepwise(maps: dict[str, Map], is_gone: IsGone, count_flows: bool = True
     by family. `count_flows`: also count flows of unconnected sockets. A step examines STEP_ENTRIES
     entries.
     """
+    # An error here is raised, and the pass repeated. Those below are only logged: a kernel without
+    # BTF cannot list the maps of sockets, and would fail each time.
     cut_counts = yield from _delete_packet_flows(maps["flows"], is_gone)
     try:
         if count_flows:
+            # Only counted: the programs end these flows, by `udp_cuts`.
             for number, (_, backend) in enumerate(_iter_stale_flows(maps["udp_flows"], is_gone), 1):
                 cut_counts[_target_family(backend)] += 1
                 if number % STEP_ENTRIES == 0:
@@ -159,10 +164,12 @@ def _destroy_stale_sockets(maps: Iterable[Map], is_gone: IsGone) -> CutSteps:
         # byte 18 of a struct target is its protocol
         if backend[18:19] == _UDP_BYTE and is_gone(service, frontend, backend):
             target = Target.unpack(backend)
+            # Both walks find it, and it may be in both maps.
             if target not in targets_by_socket[socket & COOKIE_MASK]:
                 targets_by_socket[socket & COOKIE_MASK].append(target)
         if number % STEP_ENTRIES == 0:
             yield
+    # Only after the walks, which would skip an entry for each destroyed socket.
     return _destroy_sockets(targets_by_socket) if targets_by_socket else Counter()
 
 
@@ -189,6 +196,7 @@ def _delete_packet_flows(flows: Map, is_gone: IsGone) -> CutSteps:
     cut_counts: Counter[int] = Counter()
     originals: list[tuple[bytes, bytes]] = []
     for number, (key, raw) in enumerate(flows.items(), 1):
+        # the protocol of the first struct target in a struct flow_key
         if key[18:19] == _UDP_BYTE:
             _, _, frontend, backend, _, _, _, service, *_ = FLOW.unpack(raw)
             if is_gone(service, frontend, backend):
@@ -223,6 +231,8 @@ def _destroy_sockets(targets_by_socket: Mapping[int, Collection[Target]]) -> Cou
     """
 
     def should_destroy(destroyed: sock_diag.DiagSocket) -> bool:
+        # Before Linux v5.10, sockets of different namespaces may have the same cookie. So these are
+        # the backends of all of them, and the socket's own peer has to be one.
         backends = targets_by_socket.get(destroyed.cookie & COOKIE_MASK, ())
         return any(
             backend.address == destroyed.address and backend.port == destroyed.port
@@ -230,6 +240,7 @@ def _destroy_sockets(targets_by_socket: Mapping[int, Collection[Target]]) -> Cou
         )
 
     cut_counts: Counter[int] = Counter()
+    # sock_diag sees only the sockets of the calling thread's namespace.
     for path in netns.list_namespaces():
         try:
             destroyed = netns.run_in(path, lambda: sock_diag.destroy_connected_udp(should_destroy))
@@ -270,6 +281,7 @@ def gone_if_in(
         return (
             (service, backend) in packed_backends
             or (service, frontend) in packed_frontends
+            # The client used an address of a node; a NodePort is programmed under the wildcard.
             or (service, node_port_target(frontend)) in packed_frontends
         )
 
@@ -356,6 +368,7 @@ class UdpPasses:
             is_gone = gone_if_in(self._backends, self._frontends)
             self._steps = cut_stepwise(self._maps, is_gone, self._count_flows)
             self._current = self._backends, self._frontends, self._count_flows
+            # What is added during this pass waits for the next one.
             self._backends, self._frontends, self._count_flows = set(), set(), False
         try:
             next(self._steps)

@@ -65,6 +65,8 @@ class Changes:
             element for element in self.new_elements - self.immediate if element[0] in LATE_SETS
         }
         added_first = self.new_elements - added_late
+        # Old elements that conflict with new ones go in the same transaction, without a gap between
+        # them. All others are deleted late.
         replaced_keys = {_exclusive_key(element) for element in added_first} - {None}
         removed_first = {
             element for element in self.old_elements if _exclusive_key(element) in replaced_keys
@@ -96,8 +98,10 @@ def _exclusive_key(element: Element) -> tuple[SetName, tuple[ElementField, ...]]
     """
     name, parts = element
     if name in MAP_SETS:
+        # without the fwmark, which is the value
         return name, parts[:-1]
     if name is SetName.SOURCES:
+        # without the network: all intervals of one frontend
         return name, parts[1:]
     return (name, ()) if name is SetName.LOCAL_NETWORKS else None
 
@@ -149,6 +153,7 @@ class DesiredElements:
                 self.plans[key] = new
         self._pools |= new_pools
         self._owners |= {virtual: key for key, new in after.items() for virtual in new.pools}
+        # A virtual service that moved between these Service ports is in both.
         for virtual in old_pools.keys() - new_pools.keys():
             del self._pools[virtual]
             del self._owners[virtual]
@@ -241,6 +246,8 @@ class DesiredElements:
         if name in (SetName.LOCAL_NETWORKS, SetName.NODE_IPS):
             return True
         frontend_key = parts[1:] if name is SetName.SOURCES else parts[:3]
+        # For a desired frontend all elements are known. Another one may belong to an object that
+        # could not be read.
         return (SetName.OWN, frontend_key) in self._elements
 
     def _add_references(self, elements: Iterable[Element], delta: int, changes: Changes) -> None:

@@ -190,6 +190,7 @@ def plan_service_port(
         return EMPTY_PLAN
     pools: dict[VirtualService, ServerPool] = {}
     elements: set[Element] = set()
+    # Without Cluster endpoints, these connections are treated like those from outside.
     has_short_circuit = fwmark and needs_fwmark(state) and state.cluster
     for frontend in state.frontends:
         is_cluster_ip = frontend.kind is FrontendKind.CLUSTER_IP
@@ -197,6 +198,7 @@ def plan_service_port(
         pool = _server_pool(state, local, context.scheduler)
         for address in _frontend_addresses(frontend, state.key.family, context, exact_frontends):
             frontend_key = (address, frontend.at.protocol, frontend.at.port)
+            # IPVS sees only packets to addresses of this node, so the dummy device has this one.
             if frontend.kind is not FrontendKind.NODE_PORT and address not in context.own_addresses:
                 elements.add((SetName.VIRTUAL_IPS, (address,)))
             pools[VirtualService(frontend.at.protocol, address, frontend.at.port)] = pool
@@ -259,10 +261,12 @@ def _policy_elements(
 ) -> Iterable[Element]:
     """The elements for masquerading and source ranges."""
     if frontend.kind is FrontendKind.CLUSTER_IP:
+        # As in kube-proxy's iptables/proxier.go: if neither applies, no ClusterIP is masqueraded.
         if context.masquerade_all:
             yield SetName.MASQUERADED, frontend_key
         elif context.detects_local:
             yield SetName.MASQUERADED_OUTSIDE, frontend_key
+    # Policy Local preserves the client's address.
     elif not state.external_local:
         yield SetName.MASQUERADED, frontend_key
     if frontend.restricted:
@@ -300,6 +304,7 @@ def _allowed_sources(
 def _remove_nested(networks: Iterable[Cidr]) -> list[Cidr]:
     """Removes networks that lie in another one: an interval set refuses overlaps."""
     outermost: list[Cidr] = []
+    # Shorter prefixes first: only these can contain others.
     for network in sorted(set(networks), key=lambda cidr: cidr.bits):
         if not any(outer.contains(network.address) for outer in outermost):
             outermost.append(network)
@@ -361,6 +366,7 @@ def _server_pool(state: ServiceState, local: bool, default_scheduler: str) -> Se
         for backend, weight in zip(backends, weights, strict=True)
     )
     scheduler = _choose_scheduler(spread, default_scheduler)
+    # With affinity, all connections of a client have to get the same server.
     by_port = scheduler in ("mh", "sh") and not state.affinity_timeout
     return ServerPool(scheduler, state.affinity_timeout, by_port, servers)
 

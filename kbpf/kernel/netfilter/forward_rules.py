@@ -41,6 +41,7 @@ MASQUERADE_COMMENT: Final = "kbpf: masqueraded"
 KEEPALIVE_COMMENT: Final = "kbpf-keepalive: connections of kube-proxy"
 """The comment of our rule for connections of a removed kube-proxy."""
 FILTER_TABLES: Final = (("ip", "filter"), ("ip6", "filter"))
+# Tables of iptables-legacy only: those of iptables-nft are tables of nf_tables.
 LEGACY_TABLE_NAMES: Final = {
     "ip": Path("/proc/thread-self/net/ip_tables_names"),
     "ip6": Path("/proc/thread-self/net/ip6_tables_names"),
@@ -193,6 +194,7 @@ def read_generation() -> int:
 
     Raises KernelError if the kernel has no nf_tables, or without permission.
     """
+    # struct nfgenmsg: family, version, res_id
     body = struct.pack("=BBH", socket.AF_UNSPEC, 0, 0)
     request = (
         _NLMSGHDR.pack(_NLMSGHDR.size + len(body), _GET_GENERATION, NLM_F_REQUEST, 1, 0) + body
@@ -213,6 +215,7 @@ def read_generation() -> int:
     attrs = reply[_NLMSGHDR.size + len(body) :]
     while len(attrs) >= 4:
         length, type_ = struct.unpack_from("=HH", attrs)
+        # Headers are in host byte order, values of nf_tables in network byte order.
         if type_ == NFTA_GEN_ID:
             return int.from_bytes(attrs[4:8], "big")
         attrs = attrs[max(4, length + 3 & ~3) :]  # padded to 4 bytes; a length of 0 must not loop
@@ -322,6 +325,7 @@ def accept_marked(chain: BaseChain, mark: int) -> None:
         "comment": masquerade_comment(mark),
         "expr": [
             {
+                # only our bit: others may have set other bits of the mark
                 "match": {
                     "op": "==",
                     "left": {"&": [{"meta": {"key": "mark"}}, mark]},

@@ -241,8 +241,10 @@ class Reflector:
         if narrow is None:
             return
         try:
+            # One object is listed, so `remaining` is the number of all others.
             is_narrowed = (self._fetch_newest(self._full_resource).remaining or 0) >= PAGE_SIZE
         except HttpStatusError as error:
+            # Listing all may be forbidden where the narrower selection is permitted.
             if error.status != 403:
                 raise
             is_narrowed = True
@@ -332,6 +334,7 @@ class Reflector:
         # At random, so that nodes that started together do not list together.
         self._relist_due = self._clock() + self._relist_interval * (0.75 + self._rng() / 2)
         self._listing_since = None
+        # After all objects of the list: the agent programs nothing before.
         self._emit(Synced(self._resource.kind))
         if not self._status.synced:
             log.info(
@@ -382,6 +385,7 @@ class Reflector:
         self._process_stream(response, WatchStream(self._resource.kind, self._version))
 
     def _watch_timeout(self) -> int:
+        # At random between one and two times the minimum, as in client-go's reflector.go.
         return int(MIN_WATCH_TIMEOUT * (1 + self._rng()))
 
     def _process_stream(self, response: Response, stream: WatchStream) -> None:
@@ -401,6 +405,8 @@ class Reflector:
             for message in stream.feed(data):
                 last_line = now
                 self._handle_message(message, stream)
+            # In a streaming list, `_version` stays empty until the end mark, since a watch cannot
+            # resume from a part of a list.
             if not is_listing or self._version:
                 self._version = self._last_version = stream.resource_version
                 self._check_watch(now, start, last_line, line_start)
@@ -424,6 +430,7 @@ class Reflector:
         if now >= self._relist_due:
             self._begin_relist()
             raise _WatchEnded
+        # longer than any timeout that was requested, see _watch_timeout()
         if now - start > 2 * MIN_WATCH_TIMEOUT + LINE_TIMEOUT:
             raise _WatchEnded  # the server should have ended it
 

@@ -131,11 +131,13 @@ def convert_object(kind: Kind, value: object) -> DecodedObject:
 def decode_service(obj: wire.Service) -> Service | None:
     """Returns what kube-proxy uses of a Service; None if it skips it. Raises ObjectError."""
     spec, labels = obj.spec or wire.ServiceSpec(), obj.metadata.labels
+    # kube-proxy's informers exclude these by a label selector (server.go).
     if labels and (labels.headless is not None or labels.proxy_name is not None):
         return None
     kind = check_one_of(spec.type or "ClusterIP", _SERVICE_TYPES, "spec.type")
     skipped: list[str] = []
     cluster_ips = _cluster_ips(spec, skipped)
+    # ShouldSkipService() in kube-proxy.
     if kind == "ExternalName" or not cluster_ips:
         return None
     entries = [(f"spec.externalIPs[{i}]", ip) for i, ip in enumerate(spec.external_ips or ())]
@@ -143,6 +145,7 @@ def decode_service(obj: wire.Service) -> Service | None:
     external_local = is_local_policy(spec.external_traffic_policy, "spec.externalTrafficPolicy")
     # As ExternallyAccessible() in Kubernetes: the policy of other Services has no meaning.
     external_local = external_local and (has_node_ports or bool(entries))
+    # NeedsHealthCheck() in Kubernetes.
     has_health_check = kind == "LoadBalancer" and external_local
     annotations = obj.metadata.annotations or wire.Annotations()
     health_check_port = (spec.health_check_node_port or 0) if has_health_check else 0
@@ -202,6 +205,7 @@ def decode_node(obj: wire.Node) -> Node:
     entries = list(enumerate((obj.status and obj.status.addresses) or ()))
     addresses = [
         parse_or_skip(parse_addr, entry.address, f"status.addresses[{i}]", skipped)
+        # InternalIPs first, as in GetNodeHostIPs() of Kubernetes
         for kind in ("InternalIP", "ExternalIP")
         for i, entry in entries
         if entry.type == kind
@@ -219,6 +223,7 @@ def decode_node(obj: wire.Node) -> Node:
         zone=intern((labels and labels.zone) or ""),
         pod_cidrs=tuple(cidr for cidr in cidrs if cidr is not None),
         skipped=tuple(skipped),
+        # kube-proxy's health check fails on such a node (KEP-3836): load balancers drain it.
         being_deleted=bool(obj.metadata.deletion_timestamp)
         or any(taint.key == TO_BE_DELETED_TAINT for taint in spec.taints or ()),
     )
@@ -424,6 +429,7 @@ def _endpoints(
                 _add_skipped(skipped, f"endpoints[{i}].addresses: {problem}")
         if endpoint.addresses and len(endpoint.addresses) > 1:
             _note_malformed_extras(endpoint.addresses, f"endpoints[{i}].addresses", skipped)
+        # As in endpointslicecache.go: a missing condition counts as true, `terminating` as false.
         is_ready = serving = True
         terminating = False
         if (conditions := endpoint.conditions) is not None:
@@ -433,6 +439,7 @@ def _endpoints(
         zones = nodes = None
         if (hints := endpoint.hints) is not None:
             zones, nodes = _hint_names(hints.for_zones), _hint_names(hints.for_nodes)
+        # One string for all endpoints on a node or in a zone.
         node_name, zone = intern(endpoint.node_name or ""), intern(endpoint.zone or "")
         result.append(
             Endpoint(address, is_ready, serving, terminating, node_name, zone, zones, nodes)
@@ -460,6 +467,7 @@ def _add_skipped(skipped: list[str], line: str) -> None:
 def _pod_name(ref: wire.TargetRef) -> str:
     """Returns the name of a Pod; "" for another kind, or a name that no Pod can have."""
     name = ref.name if ref.kind == "Pod" else None
+    # pack_names() separates them by line breaks.
     return name if name and "\n" not in name else ""
 
 

@@ -63,8 +63,10 @@ class ProgrammedSet(msgspec.Struct, frozen=True):
         """Whether this set can stay as it is for these inputs."""
         if self.backends != backends:
             return False
+        # EMPTY, which has no slots that the spread or affinity could change.
         if not backends:
             return True
+        # Adopted: no map holds the spread, so what was computed from it is compared.
         if self.spread is None:
             return self.in_set_members == in_set_members and self.content == _table_content(
                 backends, spread
@@ -98,6 +100,7 @@ _fingerprints: dict[TableKey, bytes] = {}
 def remember_fingerprint(key: TableKey, table: Sequence[int]) -> bytes:
     """Keeps the fingerprint of a table, and returns it."""
     while len(_fingerprints) >= MAX_FINGERPRINTS:
+        # the oldest one; it is computed again if it is needed
         del _fingerprints[next(iter(_fingerprints))]
     return _fingerprints.setdefault(key, fingerprint(table))
 
@@ -106,6 +109,7 @@ def _table_content(backends: BackendSet, spread: Spread) -> bytes:
     if not needs_table(backends, spread):
         return b""
     key = table_key(backends, spread)
+    # Expensive, but only adopted sets get here.
     return _fingerprints.get(key) or remember_fingerprint(key, compute_slots(backends, spread))
 
 
@@ -208,6 +212,7 @@ class Planner:
                 self._remove(old)
             return None
         programmed = self._build(key, old, new)
+        # At first all old frontends. The loop takes out those that stay, and what remains is lost.
         remaining = {f.at: old.service_value(f) for f in old.frontends} if old else {}
         for frontend in programmed.frontends:
             value, current = programmed.service_value(frontend), remaining.pop(frontend.at, None)
@@ -236,6 +241,7 @@ class Planner:
         """The writes. A frontend that moved to another Service is flipped, not removed."""
         moved_frontends = self.writes.removed & self.writes.flips.keys()
         self.writes.removed -= moved_frontends
+        # Their entries exist, with the value of the other Service, and are overwritten.
         self.writes.new_frontends -= len(moved_frontends)
         return self.writes
 
@@ -252,6 +258,7 @@ class Planner:
         local = self._plan_set(old_local, new.local, new.local_spread, has_affinity)
         serving = new.serving if key.protocol == Protocol.UDP else ()
         self._plan_serving(service_id, old.serving if old else (), serving)
+        # Otherwise the entries would apply again if affinity is enabled before they expire.
         if old and old.affinity_timeout and not has_affinity:
             self.writes.retired.forget_affinity.add(service_id)
         self._plan_ranges(service_id, old.source_ranges if old else (), new.source_ranges)
@@ -272,9 +279,12 @@ class Planner:
             return msgspec.structs.replace(old, spread=spread)
         new = EMPTY
         if backends:
+            # The old set releases its references only after the grace period: a backend that is in
+            # both sets keeps its id.
             self.writes.backends += self._backend_table.acquire(backends)
             ids = [self._backend_table.id_of(backend) for backend in backends]
             table, size = self._plan_table(backends, spread)
+            # A new id, never new slots under the old one: a program must see one set or the other.
             new = ProgrammedSet(
                 self._ids.allocate_set(),
                 backends,
@@ -285,6 +295,7 @@ class Planner:
             )
             self.writes.slots.append((new.id, ids))
             if has_affinity:
+                # only for affinity: whether the backend of last time is still in the set
                 self.writes.members.append((new.id, ids))
         self._retire_set(old)
         return new
@@ -295,6 +306,8 @@ class Planner:
             return 0, 0
         table_id, is_new = self._shared_tables.acquire(table_key(backends, spread))
         if is_new:
+            # Large tables are usually written by now (large_tables.py), but not when all Service
+            # ports are compared in one call.
             table = array("I", compute_slots(backends, spread))
             remember_fingerprint(table_key(backends, spread), table)
             self.writes.slots.append((table_id, table))
@@ -384,6 +397,7 @@ def count_new_entries(
     needed_backends = set(serving if not old or old.serving != serving else ())
     for old_set, backends, spread in _pair_sets(old, new):
         if not old_set.matches(backends, spread, has_affinity):
+            # A changed set is written in full: the old one stays for its grace period.
             new_slots += len(backends)
             if needs_table(backends, spread) and not shared_tables.find(
                 table_key(backends, spread)
@@ -443,11 +457,13 @@ def count_leaving_entries(
             reused_backends.update(serving)
     elif old is not None:
         sets += [old.cluster, old.local, ProgrammedSet(0, old.serving)]
+    # A shared table goes only if all sets that use it do, and no new set reuses it.
     leaving_tables = {set_.table: set_.size for set_ in sets if set_.table}
     unused_tables = (
         shared_tables.select_only_in(set_.table for set_ in sets if set_.table) - reused_tables
     )
     leaving_slots += sum(leaving_tables[table_id] for table_id in unused_tables)
+    # Besides its table, if any, a set has one slot for each backend.
     leaving_slots += sum(len(set_.backends) for set_ in sets if set_.id)
     members += sum(len(set_.backends) for set_ in sets if set_.id and set_.in_set_members)
     return {

@@ -124,6 +124,7 @@ def lock_pins(pins: Pins, timeout_s: float = LOCK_TIMEOUT_S) -> int:
 def build_folder(final: Path) -> Iterator[Path]:
     """A temporary folder, which is renamed to `final`, or removed on failure."""
     temporary = final.parent / f"{NEW_PREFIX}{final.name}"
+    # left by an agent that was killed
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(mode=0o700)
     try:
@@ -149,6 +150,7 @@ class OpenedMaps:
 
 def open_maps(pins: Pins, sizes: MapSizes, packet_path: bool = False) -> OpenedMaps:
     """Opens the pinned maps, and creates missing ones."""
+    # Published by one rename, so it has all maps (for the exception, see the module).
     adopted = pins.maps.is_dir()
     new_maps = frozenset[str]() if adopted else _make_maps(pins, sizes, packet_path)
     maps = {name: open_map(pins.maps / name, spec) for name, spec in MAPS.items()}
@@ -193,6 +195,7 @@ def _make_maps(pins: Pins, sizes: MapSizes, packet_path: bool) -> frozenset[str]
                 spec, spec.initial_entries(sizes, packet_path)
             ) as new_map:
                 new_map.pin(folder / name)
+        # Before the rename that ends this block: published maps always have a complete layout.
         pins.layout(pins.maps).mkdir(exist_ok=True)
         for spec in MAPS.values():
             (pins.layout(pins.maps) / f"{spec.name}-{spec.version}").mkdir(exist_ok=True)
@@ -292,6 +295,7 @@ def map_ids_read_by(folder: Path) -> set[int]:
                 map_ids |= set(program.read_info().map_ids)
     if (folder / TAIL_CALL_MAP).exists():
         with Map.open(folder / TAIL_CALL_MAP) as tail_calls:
+            # private to these programs, and replaced together with them
             map_ids.discard(tail_calls.id)
     return map_ids
 
@@ -317,6 +321,7 @@ def make_map(spec: MapSpec, entries: int) -> Map:
     try:
         return Map.create(map_type, spec.name, spec.key_size, spec.value_size, entries, flags)
     except KernelError as error:
+        # Which of these it is depends on the type of the map and on the kernel.
         if spec.sized_by and error.errno in (errno.E2BIG, errno.EINVAL, errno.ENOMEM):
             error.hint = f"lower --max-{spec.sized_by}"
         raise
@@ -346,8 +351,10 @@ def remove_old_maps(pins: Pins) -> None:
 def replace_pin(pins: Pins, map_: Map, name: str) -> None:
     """Replaces the pin of this name by a map."""
     temporary = pins.root / f"{NEW_MAP_PREFIX}{name}"
+    # left by an agent that was killed
     temporary.unlink(missing_ok=True)
     map_.pin(temporary)
+    # Atomic: there is a map under this name at any time.
     temporary.rename(pins.maps / name)
 
 
@@ -355,6 +362,7 @@ def detach_link(pin: Path) -> None:
     """Detaches a pinned link at once, and removes the pin. Removing the pin alone would detach it a
     few milliseconds later.
     """
+    # After an error the link is detached a little later, by the removal of its pin.
     with contextlib.suppress(KernelError), Link.open(pin) as link:
         link.detach()
     pin.unlink()
@@ -389,6 +397,7 @@ def delete_frontends(pins: Pins) -> int:
     are refused on the addresses in it.
     """
     counts = dict.fromkeys(("cluster_ips", "services"), 0)
+    # Those of other versions as well: their programs may still be attached.
     for folder in sorted(pins.root.glob("maps-*")):
         for name in counts:
             if (folder / name).exists():

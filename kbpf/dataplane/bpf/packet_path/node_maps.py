@@ -132,6 +132,7 @@ def write_refusal_limits(limits: WritableMap) -> None:
     its own ICMP errors in this network namespace. RSTs have a bucket of the same size.
     """
     rate, burst = (_read_setting(*name_and_default) for name_and_default in ICMP_RATE_SYSCTLS)
+    # Last spent at 0, which is when the node booted: the bucket is full.
     bucket = REFUSAL_LIMIT.pack(0, NS_PER_SECOND // max(rate, 1), burst if rate else 0)
     for limit in (RefusalLimit.ICMP, RefusalLimit.RESET):
         limits.update(U32.pack(limit), bucket)
@@ -181,6 +182,7 @@ class DeviceMap:
     def __init__(self, config: Config, maps: Mapping[str, WritableMap]) -> None:
         self._config = config
         self._devices = maps["devices"]
+        # Entries of an earlier agent: the first write() corrects or deletes them.
         self._written = dict(self._devices.items())
         self._cache = maps["device_cache"]
         self._written_cache = {U32.unpack(key)[0]: value for key, value in self._cache.items()}
@@ -213,6 +215,7 @@ class DeviceMap:
         for index, owner in owners.items():
             if owner and self._written_cache[index] != cached.get(index):
                 self._write_cached(index, _without_owner(self._written_cache[index]))
+        # Programs that do not find their device in the cache use this map meanwhile.
         for key, value in changed.items():
             self._devices.update(key, value)
         for key in self._written.keys() - entries.keys():
@@ -224,6 +227,7 @@ class DeviceMap:
                 0,
                 _owner(value),
             ):
+                # The fields first; then the ifindex, which makes them valid.
                 self._write_cached(index, _without_owner(value))
                 self._write_cached(index, value)
 
@@ -247,6 +251,7 @@ def compute_cached_devices(entries: Mapping[bytes, bytes]) -> dict[int, bytes]:
     displaces no device.
     """
     by_age = sorted((U32.unpack(key)[0], value) for key, value in entries.items())
+    # A dict keeps the last value of a key: with reversed(), that of the oldest device.
     return {
         index % CACHED_DEVICES: CACHED_DEVICE.pack(index, value)
         for index, value in reversed(by_age)
@@ -265,6 +270,7 @@ def pack_device(
         flags |= DeviceFlag.LOCAL
     if has_peer_in_pod(device, role):
         flags |= DeviceFlag.PEER
+    # reversed(): the first address of each family wins, and a preferred one replaces it.
     by_family = {family_of(address): address for address in reversed(device.sources)}
     by_family |= {
         family_of(source): source for source in reversed(preferred) if source in device.sources

@@ -96,6 +96,7 @@ def relocate(
         offset = reference.insn * 8
         insns[offset + 1] = (insns[offset + 1] & 0x0F) | BPF_PSEUDO_MAP_FD << 4
         insns[offset + 4 : offset + 8] = maps[reference.map].fd.to_bytes(4, "little")
+    # A call and its replacement are one instruction each, so all jump offsets stay valid.
     missing_calls = [probe.encode_call(number) for number in sorted(missing)]
     for offset in range(0, len(insns) if missing_calls else 0, 8):
         if insns[offset : offset + 8] in missing_calls:
@@ -159,6 +160,7 @@ class Programs:
                 program = self._load_program(name, {**maps, **loaded.private_maps})
                 if program is not None:
                     loaded.programs[name] = program
+                # Verification takes a while; without this the thread could count as stuck.
                 threads.heartbeat()
         except BaseException:
             loaded.close()
@@ -246,8 +248,11 @@ class Programs:
         """Pins the programs and attaches each in place of the one that its hook ran before, which
         is atomic for each hook. Returns how many attachments changed.
         """
+        # Pinned before attached: a running program has a pin even if the agent is killed meanwhile.
+        # Without CAP_SYS_ADMIN, a program can only be opened by its pin.
         folder, new_folder = self._pins.programs(self.key), self._pin()
         changed = self._attach_all()
+        # rename() cannot replace a folder that is not empty. No hook runs its programs any more.
         shutil.rmtree(folder, ignore_errors=True)
         new_folder.rename(folder)
         for old_folder in self._pins.other_folders(f"programs-{self._artifact.unit}", folder):
@@ -295,6 +300,7 @@ class SocketPrograms(Programs):
         changed = 0
         cgroup = open_cgroup(self._cgroup)
         try:
+            # A cgroup's id is the inode number of its folder.
             cgroup_id = os.fstat(cgroup).st_ino
             for hook in HOOKS:
                 program = self._loaded.get(hook.name)
@@ -330,6 +336,7 @@ class SocketPrograms(Programs):
         try:
             cgroup_id = self._cgroup.stat().st_ino
         except OSError:
+            # matches no cgroup
             cgroup_id = -1
         hook_names = [hook.name for hook in HOOKS if self._attach_counting or not hook.only_counts]
         return {
