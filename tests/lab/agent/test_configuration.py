@@ -170,6 +170,7 @@ def becomes(cluster: Kubeadm, what: str, address: str, answers: bool) -> None:
 def test_kubeadms_files_are_read_unchanged(cluster: Kubeadm) -> None:
     """The ServiceAccount's token and role are enough; the Node may be created later."""
     said = "\n".join(cluster.agent.lines())
+    assert "ignored, as kube-proxy does" not in said
     assert "is ignored" not in said
     assert "unknown field" not in said
     assert "nodePortAddresses is unset" in said

@@ -222,7 +222,7 @@ def _program_clock_ns() -> int:
 @contextmanager
 def pause_new_flows(pause_map: Map) -> Iterator[None]:
     """Lets no new flow begin during the block; existing flows continue. `pause_map` is the map
-    `new_flows_paused_until`, which the programs of all versions read.
+    `new_flows_paused_until`, which programs of every version since it has this name read.
     """
     until = time.monotonic_ns() + int(MAX_PAUSE_S * 1e9)
     pause_map.update(ZERO, U64.pack(until))
