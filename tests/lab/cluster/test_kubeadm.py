@@ -23,8 +23,11 @@ OURS = {("ClusterRole", "kbpf"), ("ClusterRoleBinding", "kbpf")}
 """Rights that kubeadm's role for kube-proxy lacks: Pods (docs/operate.md)."""
 
 
-UPGRADES = sorted(set(re.findall(r"kubeadm upgrade (\w+).* --skip-phases=(\S+?)[`\n]",
-                                 (docs.ROOT / "docs" / "install.md").read_text())))  # fmt: skip
+UPGRADES = sorted(
+    match.groups()
+    for span in docs.spans("docs/install.md")
+    if (match := re.fullmatch(r"kubeadm upgrade (\w+).* --skip-phases=(\S+)", span))
+)
 
 
 def test_kubeadm_upgrade_has_the_skipped_phases(kubeadm: Path) -> None:
