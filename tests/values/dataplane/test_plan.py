@@ -34,6 +34,7 @@ from kbpf.dataplane.bpf.maps.ids import BackendTable, IdAllocator, SharedTables
 from kbpf.dataplane.bpf.maps.layout import (
     AFFINITY_KEY,
     KIND_FLAGS,
+    U32_PAIR,
     Meta,
     ServiceFlag,
     ServiceValue,
@@ -406,9 +407,10 @@ def test_the_entries_that_a_change_frees_are_known_in_advance(
 
 def test_unclaimed_entries_count_as_leaving():
     agent = Agent()
-    found = Retired(slot_keys=[b"a", b"b"], member_keys=[b"c"])
+    one_key, three_keys = bytes(U32_PAIR.size), bytes(3 * U32_PAIR.size)
+    found = Retired(slot_keys=[one_key, three_keys], member_keys=[one_key])
     assert count_leaving_entries([found], None, None, agent.table, agent.tables) == {
-        "backend_slots": 2, "set_members": 1, "backends": 0,
+        "backend_slots": 4, "set_members": 1, "backends": 0,
     }  # fmt: skip
 
 

@@ -27,7 +27,7 @@ from typing import Final
 import msgspec
 
 from kbpf.dataplane.bpf.maps.ids import BackendTable, IdAllocator, SharedTables, TableKey
-from kbpf.dataplane.bpf.maps.layout import KIND_FLAGS, ServiceFlag, ServiceValue
+from kbpf.dataplane.bpf.maps.layout import KIND_FLAGS, U32_PAIR, ServiceFlag, ServiceValue
 from kbpf.model.desired import (
     EVEN_SPREAD,
     Backend,
@@ -439,7 +439,7 @@ def count_leaving_entries(
     reused_backends: set[Backend] = set()
     reused_tables: set[int] = set()
     for retired in pending:
-        leaving_slots += len(retired.slot_keys)
+        leaving_slots += sum(map(len, retired.slot_keys)) // U32_PAIR.size
         members += len(retired.member_keys)
         sets += [*(set_ for set_ in retired.sets)]
         # id 0: these lists hold references to backends, but have no slots
