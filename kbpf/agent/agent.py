@@ -322,7 +322,8 @@ class Agent:
                 )
             )
             self._warn_about_missing_data()
-            self._apply(None)
+            if not self._apply_error or time.monotonic() >= self._retry_due:
+                self._apply(None)
             return
         if outdated and self._seconds_until_apply() <= 0:
             touched, self._pending = self._pending, ChangeSet()

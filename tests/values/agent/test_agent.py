@@ -348,6 +348,28 @@ def test_failed_apply_is_retried_once_per_interval(
     assert attempts == [100.0, 100.0 + RETRY_INTERVAL_S]
 
 
+def test_failed_first_apply_is_retried_once_per_interval(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+):
+    plane = RecordingPlane()
+    agent = Agent(Config("me"), plane, lambda _: ())
+    attempts: list[float] = []
+
+    def refuse(*_: object) -> Report:
+        attempts.append(clock.now)
+        raise KernelError("no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(plane, "apply", refuse)
+        agent.step([Upsert(ObjectKey(Kind.NODE, "", "me"), Node("me")), *map(Synced, Kind)])
+        for name in "abc":
+            agent.step([service(name)])
+        assert attempts == [100.0]
+    clock.now += RETRY_INTERVAL_S
+    agent.step([])
+    assert plane.applied == [None]
+
+
 def test_refused_change_becomes_unhealthy_although_others_arrive(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ):
