@@ -421,6 +421,21 @@ def test_every_endpoint_has_a_reason(row: ReasonRow):
     assert (lines[0].slice_name, lines[0].port) == ("web-1", 8080)
 
 
+@pytest.mark.parametrize(
+    ("conditions", "text"),
+    [
+        ({"serving": False}, "not ready, not serving"),
+        ({"serving": True}, "not ready, serving"),
+        ({"serving": False, "terminating": True}, "not ready, not serving, terminating"),
+    ],
+)
+def test_the_reason_of_an_endpoint_that_is_not_ready_has_its_conditions(
+    conditions: dict[str, bool], text: str
+):
+    line, _ = ask(CLUSTER, end(1, ready=False, **conditions), end(2)).explain()
+    assert line.text == text
+
+
 def test_an_endpoint_in_a_slice_without_the_port_has_a_reason():
     (line,) = select_endpoints((piece(end(1), ports=()),), PORT, CLUSTER, ME, 4).explain()
     assert (line.reason, line.port, line.cluster) == (EndpointReason.NO_PORT, 0, False)

@@ -82,6 +82,12 @@ def test_many_distinct_weights_have_a_bounded_table():
     assert found[0] == 1, "nobody with a weight goes without"
 
 
+def test_slots_left_by_rounding_go_to_the_largest_remainder():
+    """341.1, 341.45 and 341.45 of 1,024: 1,023 are whole, and equal remainders go in order."""
+    found = Counter(compute_slots(many(3), weighted(997, 998, 998)))
+    assert found == {0: 341, 1: 342, 2: 341}
+
+
 WEIGHTS = st.lists(st.integers(1, 1000), min_size=1, max_size=60).map(tuple)
 
 
@@ -129,6 +135,11 @@ def test_maglev_table_does_not_depend_on_the_hash_seed():
 )  # fmt: skip
 def test_the_size_follows_the_number_of_backends(count, size):
     assert maglev_table_size(count) == size
+
+
+@pytest.mark.parametrize(("count", "size"), [(2, 251), (3, 1021), (10, 1021), (11, 4093)])
+def test_weighted_backends_have_a_table_for_four_times_as_many(count, size):
+    assert maglev_table_size(count, weighted=True) == size
 
 
 def test_a_table_does_not_depend_on_ports():
