@@ -12,6 +12,7 @@ import logging
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
+from functools import partial
 from itertools import chain
 from typing import Final, cast
 
@@ -316,13 +317,8 @@ class UdpPasses:
         self._backends: set[tuple[int, Backend]] = set()
         self._frontends: set[tuple[int, FrontendAddress]] = set()
         self._count_flows = False
+        self._begin_pass: Callable[[], CutSteps] | None = None  # begins the current pass
         self._steps: CutSteps | None = None
-        # what the current pass cuts, as add() takes it
-        self._current: tuple[set[tuple[int, Backend]], set[tuple[int, FrontendAddress]], bool] = (
-            set(),
-            set(),
-            False,
-        )
         self._families: set[int] = set()
         self._seconds = 0.0
         self.results: list[UdpCuts] = []
@@ -366,8 +362,8 @@ class UdpPasses:
             self._families = {family_of(backend.address) for _, backend in self._backends}
             self._families |= {family_of(address.address) for _, address in self._frontends}
             is_gone = gone_if_in(self._backends, self._frontends)
-            self._steps = cut_stepwise(self._maps, is_gone, self._count_flows)
-            self._current = self._backends, self._frontends, self._count_flows
+            self._begin_pass = partial(cut_stepwise, self._maps, is_gone, self._count_flows)
+            self._steps = self._begin_pass()
             # What is added during this pass waits for the next one.
             self._backends, self._frontends, self._count_flows = set(), set(), False
         try:
@@ -376,7 +372,7 @@ class UdpPasses:
             return cast("Counter[int]", stop.value)
         except KernelError:
             # A generator that has raised is finished, and the pass is not.
-            self._steps = None
-            self.add(*self._current)
+            assert self._begin_pass is not None
+            self._steps = self._begin_pass()
             raise
         return None
