@@ -322,8 +322,7 @@ class Agent:
                 )
             )
             self._warn_about_missing_data()
-            if not self._apply_error or time.monotonic() >= self._retry_due:
-                self._apply(None)
+            self._apply(None)
             return
         if outdated and self._seconds_until_apply() <= 0:
             touched, self._pending = self._pending, ChangeSet()
@@ -342,9 +341,7 @@ class Agent:
         self._resync()
         newly_authoritative = not self._fully_synced and self._is_authoritative()
         retry_due = (self._refused or self._apply_error) and time.monotonic() >= self._retry_due
-        dirty = self._dirty_keys is None or bool(self._dirty_keys)
-        # After a failure the data plane reads all maps again, so changes wait for the retry.
-        if retry_due or (not self._apply_error and (dirty or newly_authoritative)):
+        if self._dirty_keys is None or self._dirty_keys or retry_due or newly_authoritative:
             self._apply(self._dirty_keys)
         # Large Services get every second round at least, however many small ones wait.
         self._skipped_large = computed_small and not self._skipped_large
@@ -453,6 +450,9 @@ class Agent:
         self._local_networks_missing = networks_missing
 
     def _apply(self, keys: set[ServicePortKey] | None) -> None:
+        # After a failure the data plane reads all maps again, so changes wait for the retry.
+        if self._apply_error and time.monotonic() < self._retry_due:
+            return
         start = time.perf_counter()
         try:
             # Read once: the threads of the sources may change it during apply().
