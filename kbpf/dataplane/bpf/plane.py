@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import islice
 from typing import Final, TypeVar
 
@@ -231,16 +231,15 @@ class BpfPlane:
         After a KernelError the maps may hold a part of the change. Every frontend still has a
         complete set (see changes/plan.py), and the next call first reads the maps again.
         """
-        changed = frozenset(touched or ())
+        compare_all = (
+            touched is None or self._invalidated or (authoritative and self._unclaimed is not None)
+        )
         if self._invalidated:
             self._remember_udp()
             self._adopt()
-            touched = None
         self._invalidated = True  # stays set if _apply() raises
-        if authoritative and self._unclaimed is not None:
-            touched = None
         with self._pins.with_operator_path():
-            report = self._apply(desired, touched, changed, authoritative)
+            report = self._apply(desired, set(touched or ()), compare_all, authoritative)
         self._invalidated = False
         return report
 
@@ -253,18 +252,19 @@ class BpfPlane:
     def _apply(
         self,
         desired: DesiredState,
-        touched: Collection[ServicePortKey] | None,
-        changed: Set[ServicePortKey],
+        keys: set[ServicePortKey],
+        compare_all: bool,
         authoritative: bool,
     ) -> Report:
-        """`changed`: Service ports that are known to have changed. If all are compared (`touched`
-        is None), it contains those that were removed.
+        """`keys`: Service ports that are known to have changed or been removed. With `compare_all`
+        all others are compared as well.
         """
-        keys = {*desired.services, *changed} if touched is None else set(touched)
-        # If the first apply() is not authoritative, adopted ports that are not desired stay.
-        if touched is None and (authoritative or self._adopted is None):
-            keys |= self._programmed.keys()
-        changes, writes = self._plan(desired, keys, may_defer=touched is not None)
+        if compare_all:
+            keys |= desired.services.keys()
+            # If the first apply() is not authoritative, adopted ports that are not desired stay.
+            if authoritative or self._adopted is None:
+                keys |= self._programmed.keys()
+        changes, writes = self._plan(desired, keys, may_defer=not compare_all)
         self._plan_former_cuts(changes, writes.retired, authoritative)
         if self._adopted is not None:
             ranges = dict.fromkeys(self._config.node_port_source_ranges)
@@ -278,7 +278,7 @@ class BpfPlane:
         ports = self._compute_changed(self._frontend_ports, changes, authoritative)
         self._attachments.write_node(desired)
         new_addresses = len(set(desired.node_addresses) - self._node_addresses)
-        self._grow_for(writes, new_addresses, len(cluster_ips[0]), at_once=touched is None)
+        self._grow_for(writes, new_addresses, len(cluster_ips[0]), at_once=compare_all)
         self._write(writes, set(desired.node_addresses), cluster_ips, ports)
         for key, programmed_port in changes.items():
             if programmed_port is None:
@@ -305,7 +305,7 @@ class BpfPlane:
             desired.exempt_pods, desired.exempt_pods_known, self._clock()
         )
         write_counts, calls = self._agent_maps.take_counts()
-        examined = None if touched is None else frozenset(changes.keys() | keys)
+        examined = None if compare_all else frozenset(changes.keys() | keys)
         return Report(
             write_counts,
             calls,
