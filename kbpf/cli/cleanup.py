@@ -319,17 +319,9 @@ def _list_pins(pin_dir: Path) -> list[Path] | None:
     from kbpf.kernel.system import mounts
 
     try:
-        entries = sorted(pin_dir.iterdir())
+        entries = pinning.list_pin_folder(pin_dir)
     except FileNotFoundError:
         return None
-    except NotADirectoryError:
-        raise ConfigError(
-            "not a folder", str(pin_dir), "give the folder that `kbpf run` was given with --pin-dir"
-        ) from None
-    except OSError as error:
-        raise KernelError(
-            "cannot read the pin folder", str(pin_dir), "run as root", error.errno or 0
-        ) from error
     if mounts.is_own_bpffs(pin_dir):  # in any other bpffs these files are not ours to remove
         entries = [path for path in entries if path.name not in BPFFS_FILES]
     foreign = [path.name for path in entries if not pinning.is_pin_name(path.name)]
@@ -338,7 +330,7 @@ def _list_pins(pin_dir: Path) -> list[Path] | None:
         raise ConfigError(
             f"nothing was removed: {reason if foreign else 'the folder is in no bpffs'}",
             str(pin_dir),
-            "give the folder that `kbpf run` was given with --pin-dir",
+            pinning.SAME_PIN_DIR_HINT,
         )
     return entries
 

@@ -49,7 +49,7 @@ from kbpf.dataplane.bpf.metrics import (
     read_totals,
 )
 from kbpf.dataplane.bpf.udp import unpack_backend
-from kbpf.errors import ConfigError, KernelError, NotFoundError
+from kbpf.errors import KernelError, NotFoundError
 from kbpf.kernel.bpf import uapi
 from kbpf.kernel.bpf.objects import Map
 from kbpf.model.address import Addr, family_of
@@ -266,19 +266,11 @@ def find_pins(pin_dir: Path) -> Pins:
     pins = Pins(pin_dir)
     hint = "is `kbpf run` running on this node, and with this --pin-dir?"
     try:
-        names = sorted(p.name for p in pin_dir.iterdir())
+        names = [path.name for path in pinning.list_pin_folder(pin_dir)]
     except FileNotFoundError:
         raise NotFoundError(
             "nothing is pinned: there is no such folder", str(pin_dir), hint
         ) from None
-    except NotADirectoryError:
-        raise ConfigError(
-            "not a folder", str(pin_dir), "give the folder that `kbpf run` was given with --pin-dir"
-        ) from None
-    except OSError as error:
-        raise KernelError(
-            "cannot read the pin folder", str(pin_dir), "run as root", error.errno or 0
-        ) from error
     if pins.maps.name in names:
         return pins
     # A folder of maps is named after its layout: another version may have another one.

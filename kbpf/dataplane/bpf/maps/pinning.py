@@ -28,7 +28,7 @@ from kbpf.dataplane.bpf.hooks import TAIL_CALL_MAP
 from kbpf.dataplane.bpf.maps import layout
 from kbpf.dataplane.bpf.maps.layout import MAPS, MapSpec
 from kbpf.dataplane.bpf.maps.migrate import ReplacedMap
-from kbpf.errors import KernelError
+from kbpf.errors import ConfigError, KernelError
 from kbpf.kernel.bpf import objects
 from kbpf.kernel.bpf.objects import Link, Map, Program
 from kbpf.kernel.system.private_folders import LOCK_TIMEOUT_S, lock_folder
@@ -47,6 +47,7 @@ HOST_FOLDER: Final = "host"
 empty folder for each range of ports that we have reserved (``61000-65535``), since a bpffs holds no
 files.
 """
+SAME_PIN_DIR_HINT: Final = "give the folder that `kbpf run` was given with --pin-dir"
 NEW_PREFIX: Final = "new-"
 OLD_PREFIX: Final = "old-"
 NEW_MAP_PREFIX: Final = f"{NEW_PREFIX}map-"
@@ -112,6 +113,22 @@ class Pins:
         names = tuple(f"{prefix}{kind}-" for prefix in ("", NEW_PREFIX, OLD_PREFIX))
         folders = [folder for folder in self.root.iterdir() if folder.name.startswith(names)]
         return sorted(folder for folder in folders if folder != keep)
+
+
+def list_pin_folder(pin_dir: Path) -> list[Path]:
+    """The entries of the pin folder that the operator named, sorted. Raises FileNotFoundError if it
+    does not exist, ConfigError if it is not a folder, and KernelError if it cannot be read.
+    """
+    try:
+        return sorted(pin_dir.iterdir())
+    except FileNotFoundError:
+        raise
+    except NotADirectoryError:
+        raise ConfigError("not a folder", str(pin_dir), SAME_PIN_DIR_HINT) from None
+    except OSError as error:
+        raise KernelError(
+            "cannot read the pin folder", str(pin_dir), "run as root", error.errno or 0
+        ) from error
 
 
 def lock_pins(pins: Pins, timeout_s: float = LOCK_TIMEOUT_S) -> int:
