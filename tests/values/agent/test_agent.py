@@ -38,11 +38,12 @@ from kbpf.serve.message import HttpRequest
 from kbpf.serve.server import AgentServer
 from kbpf.source.base import SourceStatus
 from kbpf.source.decode.fields import leading_zeros_problem
+from tests.support.faults.fake_plane import FakePlane
 from tests.support.lab.lab import until
 from tests.support.prometheus import parse
 
 
-class RecordingPlane:
+class RecordingPlane(FakePlane):
     """A data plane that records which Services each apply() touched (None: all)."""
 
     name = "counting"
@@ -73,14 +74,6 @@ class RecordingPlane:
         if self.error:
             raise KernelError(self.error)
         return None
-
-    def __getattr__(self, name: str):
-        return {
-            "is_ready": lambda: True,
-            "problems": tuple,
-            "take_udp_cuts": tuple,
-            "faults": tuple,
-        }.get(name, lambda *_: None)
 
 
 class FakeSource:

@@ -22,6 +22,7 @@ from kbpf.model.config import Config
 from kbpf.model.desired import DesiredState, FrontendAddress, ServicePortKey
 from kbpf.model.objects import Protocol
 from kbpf.source.folder.folder import FolderSource
+from tests.support.faults.fake_plane import FakePlane
 
 FINE = """\
 apiVersion: v1
@@ -43,7 +44,7 @@ OWN = "192.0.2.10"
 SSH = FrontendAddress(ANY4, 22, Protocol.TCP)
 
 
-class Plane:
+class Plane(FakePlane):
     """A data plane that accepts every state and records the frontends of the last one."""
 
     name = "bpf"
@@ -57,14 +58,6 @@ class Plane:
             for key, service in state.services.items() for frontend in service.frontends
         )  # fmt: skip
         return Report({}, 0, {}, {})
-
-    def __getattr__(self, name: str):
-        return {
-            "is_ready": lambda: True,
-            "problems": tuple,
-            "take_udp_cuts": tuple,
-            "faults": tuple,
-        }.get(name, lambda *_: None)
 
 
 class Mistake(NamedTuple):
