@@ -10,9 +10,9 @@ static __always_inline bool is_accounting(u32 what)
 	return config_flags() & what;
 }
 
-/* A backend id that stands for all backends of a Service. The agent writes such an entry when a
- * namespace exceeds its share of `counts`. From then on, connections to backends without an entry
- * of their own are counted there. */
+/* A backend id that means all backends of a Service. The agent writes such an entry when a
+ * namespace exceeds its share of `counts`. From then on, connections to backends that have no entry
+ * are counted there. */
 #define ALL_BACKENDS 0xfffffffe
 
 static __always_inline struct counts *counts_of(u32 service, u32 backend)

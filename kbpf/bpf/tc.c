@@ -135,7 +135,7 @@ static __always_inline int finish(int action, enum reason reason)
 }
 
 /* Ends the handling of a rewritten packet with this action. If SCTP ports have changed, tc_sctp
- * updates the checksum first, in a program of its own, since that takes thousands of instructions.
+ * updates the checksum first, in a separate program, since that takes thousands of instructions.
  * A bpf_redirect*() before the tail call still takes effect. */
 static __always_inline int finish_rewrite(struct __sk_buff *skb, const struct packet *p,
 					  const struct tuple *new, int action, u32 l3)

@@ -391,7 +391,7 @@ def test_the_map_of_reasons_is_replaced_when_a_reason_is_added():
 
 
 def test_reasons_of_dropped_packets_are_counted_as_drops():
-    """`reason` stands for the results of other functions, which are not looked at."""
+    """Only reasons that are written as constants; the variable `reason` is not followed."""
     dropped: set[str] = set()
     for name in ("tc.c", "forward.h", "refuse.h", "track.h"):
         for reason in re.findall(r"finish\(TC_ACT_SHOT,([^;]*)\);", (SOURCES / name).read_text()):

@@ -158,7 +158,7 @@ def test_a_connection_of_another_data_plane_keeps_its_backend(field: Field, who:
     row = Dial("new", "outside", at("NodePort", 81), "a1", "tcp", NODES4[0])
     agent.state_dir.mkdir(exist_ok=True)
     if who == "mode ipvs":
-        (agent.state_dir / "kbpf-ipvs0").mkdir()  # by which mode ipvs is detected
+        (agent.state_dir / "kbpf-ipvs0").mkdir()  # this folder is how mode ipvs is detected
     else:
         (agent.state_dir / CLSACT).touch()
     (agent.state_dir / HOLD).touch()

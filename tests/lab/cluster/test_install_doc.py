@@ -28,9 +28,9 @@ ELSEWHERE = {
     "kubeadm upgrade": "tests/lab/cluster/test_kubeadm.py",
     "rollout status ds kube-proxy": "tests/lab/cluster/test_drop_in.py",
 }
-"""Text by which a block is recognised → the tests that run it."""
+"""Text that identifies a block → the tests that run it."""
 ENDS_IN = [
-    # text by which a block is recognised, and the DaemonSet that exists afterwards
+    # text that identifies a block, and the DaemonSet that exists afterwards
     ("newName", ""),
     ("kubectl apply -k manifests/overlays/kubeadm\n", "kube-proxy"),
     ("kubectl apply -k manifests/overlays/kubeadm-new", "kube-proxy"),

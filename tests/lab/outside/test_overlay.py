@@ -46,7 +46,7 @@ WAYS = {
     "routed": "eth0", "answers": "vx0", "vxlan": "vx0", "gpe": "gpe0", "tun": "tun0",
     "routers": "r0",
 }  # fmt: skip
-"""The device by which the other node's pods are reached."""
+"""The device that leads to the other node's pods."""
 CLIENT_BY = {"gpe": ("198.51.100.7", "fd00:198:51::7"), "tun": ("198.51.100.8", "fd00:198:51::8")}
 
 

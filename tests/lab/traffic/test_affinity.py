@@ -92,7 +92,7 @@ def test_affinity_is_kept_per_client_node(cluster: Cluster, sticky: Sticky) -> N
     assert answers(cluster, "host-2", sticky.host) == {"b1"}
 
 
-def test_a_new_client_does_not_change_the_affinity_of_others(
+def test_a_new_client_does_not_change_the_affinity_of_another(
     cluster: Cluster, sticky: Sticky
 ) -> None:
     sticky.backends("a1 a2 b1")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""32-bit MurmurHash3, from its description: the hash by which packets choose a Maglev slot.
+"""32-bit MurmurHash3, from its description: the hash that selects the Maglev slot of a packet.
 
 Imports nothing of kbpf.
 """

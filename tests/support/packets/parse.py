@@ -140,7 +140,7 @@ class Cut:
 @dataclass(frozen=True, slots=True)
 class Packet:
     """One packet. `payload` are the bytes after all known headers, `trailer` the bytes after the
-    packet in its frame, `missing` the number of bytes by which it is shorter than its header says.
+    packet in its frame, `missing` how many bytes shorter it is than its header says.
     """
 
     raw: bytes = field(repr=False, compare=False)
