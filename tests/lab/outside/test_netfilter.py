@@ -19,6 +19,7 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
+from pyroute2.netlink.nfnetlink.nfctsocket import NFCTSocket
 
 from tests.support.cluster.cluster import Object
 from tests.support.cluster.kube_objects import slice_port
@@ -71,6 +72,11 @@ def on(node: Node, *words: str, stdin: str | None = None) -> str:
     return command(*inside(node.netns, None, *words), stdin=stdin)
 
 
+def _flush_conntrack() -> None:
+    with NFCTSocket() as conntrack:
+        conntrack.flush()
+
+
 def tables(node: Node, tool: str, *lines: str) -> None:
     """Runs iptables commands, each line without the tool's name."""
     for line in lines:
@@ -99,10 +105,13 @@ def guarded(node: Node) -> None:
 
 @pytest.fixture(autouse=True)
 def _clean(field: Field) -> Iterator[None]:
-    """Removes all rules that a test has added."""
+    """Removes all rules that a test has added, and the connections that they have judged: conntrack
+    decides about NAT once for each connection, and a client may reuse its port.
+    """
     yield
     for node in field.lab.nodes:
         on(node, "nft", "flush", "ruleset")
+        there(node, _flush_conntrack)
         for name, value in (("all", 0), ("eth0", 0)):
             on(node, "sysctl", "-qw", f"net.ipv4.conf.{name}.rp_filter={value}")
     for agent in field.agents:
