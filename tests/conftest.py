@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, settings
 
 pytest_plugins = [
     "tests.support.features",
+    "tests.support.golden",
     "tests.support.lab.modes",
     "tests.support.cluster.fixtures_apiserver",
 ]
