@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Sequence
 from enum import StrEnum
 from typing import Final, NamedTuple
 
-from kbpf.checks.row import CheckRow
+from kbpf.checks.row import Check, CheckRow
 from kbpf.dataplane.base import DataPlane, PreviousDataPlane, Report
 from kbpf.errors import (
     AttachError,
@@ -51,14 +51,14 @@ class FallbackReason(StrEnum):
 
 
 REASON_BY_CHECK: Final = {
-    "privileges": FallbackReason.NO_PRIVILEGES,
-    "libbpf1": FallbackReason.NO_LIBRARY,
-    "bpf(2)": FallbackReason.NO_BPF,
-    "bpffs": FallbackReason.NO_BPF,
-    "BCC": FallbackReason.NO_COMPILER,
-    "LLVM": FallbackReason.NO_COMPILER,
-    "BPF sources": FallbackReason.COMPILE_FAILED,
-    "cgroup v2": FallbackReason.NO_CGROUP,
+    Check.PRIVILEGES: FallbackReason.NO_PRIVILEGES,
+    Check.LIBBPF: FallbackReason.NO_LIBRARY,
+    Check.BPF_SYSCALL: FallbackReason.NO_BPF,
+    Check.BPFFS: FallbackReason.NO_BPF,
+    Check.BCC: FallbackReason.NO_COMPILER,
+    Check.LLVM: FallbackReason.NO_COMPILER,
+    Check.SOURCES: FallbackReason.COMPILE_FAILED,
+    Check.CGROUP: FallbackReason.NO_CGROUP,
 }
 """The reason for a failed row of `kbpf check`; any other needed row means NO_FEATURE."""
 REASON_BY_ERROR: Final[Sequence[tuple[type[KbpfError], FallbackReason]]] = (
@@ -80,7 +80,7 @@ def fallback_reason(error: KbpfError, rows: Sequence[CheckRow]) -> FallbackReaso
     # First: a failed check names the cause, an error often only a symptom.
     for row in rows:
         if row.needed and row.result != "yes":
-            return REASON_BY_CHECK.get(row.name, FallbackReason.NO_FEATURE)
+            return REASON_BY_CHECK.get(row.check, FallbackReason.NO_FEATURE)
     return next(
         (reason for error_type, reason in REASON_BY_ERROR if isinstance(error, error_type)), None
     )

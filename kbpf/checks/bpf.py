@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from kbpf.checks.row import CheckRow, make_row
+from kbpf.checks.row import Check, CheckRow, make_row
 from kbpf.dataplane.bpf.hooks import (
     HOOKS,
     OPTIONAL_HELPERS,
@@ -42,7 +42,7 @@ def rows(cgroup: Path | None, pin_dir: Path, cache: Path) -> Iterator[CheckRow]:
     yield library
     # Without libbpf no call of bpf(2) can be tried; its row then says all there is to say.
     if library.result == "yes":
-        yield make_row("bpf(2)", probe.probe_map(uapi.BPF_MAP_TYPE_ARRAY), ROOT_HINT)
+        yield make_row(Check.BPF_SYSCALL, probe.probe_map(uapi.BPF_MAP_TYPE_ARRAY), ROOT_HINT)
     yield _check_bpffs(pin_dir)
     yield from _check_compiler(cache)
     if library.result == "yes":
@@ -50,25 +50,25 @@ def rows(cgroup: Path | None, pin_dir: Path, cache: Path) -> Iterator[CheckRow]:
         yield from _check_hooks()
     yield from _check_cgroup(cgroup, library.result == "yes")
     yield make_row(
-        "SO_NETNS_COOKIE", probe.probe_netns_cookie(),
+        Check.NETNS_COOKIE, probe.probe_netns_cookie(),
         "since Linux 5.14; without it NodePorts do not answer on the host's loopback",
         needed=False,
     )  # fmt: skip
     yield make_row(
-        "SOCK_DESTROY for UDP", probe.probe_sock_destroy(),
+        Check.UDP_DESTROY, probe.probe_sock_destroy(),
         "the kernel needs CONFIG_INET_UDP_DIAG and CONFIG_INET_DIAG_DESTROY; without it UDP "
         "clients stay with a removed backend until they connect again",
         needed=False,
     )  # fmt: skip
     yield make_row(
-        "softirq lock", probe.probe_softirq_lock(), probe.NO_SOFTIRQ_LOCK_HINT, needed=False
+        Check.SOFTIRQ_LOCK, probe.probe_softirq_lock(), probe.NO_SOFTIRQ_LOCK_HINT, needed=False
     )
 
 
 def _check_capabilities() -> CheckRow:
     missing = probe.missing_capabilities()
     probe_result = Probe(not missing, f"missing {', '.join(missing)}" if missing else "")
-    return make_row("privileges", probe_result, ROOT_HINT)
+    return make_row(Check.PRIVILEGES, probe_result, ROOT_HINT)
 
 
 def _check_libbpf() -> CheckRow:
@@ -76,7 +76,7 @@ def _check_libbpf() -> CheckRow:
         probe_result, detail = Probe(True), syscalls.version()
     except KernelError as error:
         probe_result, detail = Probe(False, str(error)), ""
-    return make_row("libbpf1", probe_result, "install libbpf1", detail=detail)
+    return make_row(Check.LIBBPF, probe_result, "install libbpf1", detail=detail)
 
 
 def _check_bpffs(pin_dir: Path) -> CheckRow:
@@ -86,12 +86,14 @@ def _check_bpffs(pin_dir: Path) -> CheckRow:
             ancestor = ancestor.parent
         mounted = mounts.is_bpffs(ancestor)
     except OSError as error:
-        return make_row("bpffs", Probe(None, f"{ancestor}: {error.strerror}"), ROOT_HINT)
+        return make_row(Check.BPFFS, Probe(None, f"{ancestor}: {error.strerror}"), ROOT_HINT)
     if mounted:
-        return make_row("bpffs", Probe(True), "", detail=f"{pin_dir} is on a bpffs")
+        return make_row(Check.BPFFS, Probe(True), "", detail=f"{pin_dir} is on a bpffs")
     supported = "bpf" in Path("/proc/filesystems").read_text().split()
     detail = "not mounted; the agent mounts it" if supported else "the kernel does not support it"
-    return make_row("bpffs", Probe(supported), "the kernel needs CONFIG_BPF_SYSCALL", detail=detail)
+    return make_row(
+        Check.BPFFS, Probe(supported), "the kernel needs CONFIG_BPF_SYSCALL", detail=detail
+    )
 
 
 def _check_compiler(cache: Path) -> Iterator[CheckRow]:
@@ -100,7 +102,7 @@ def _check_compiler(cache: Path) -> Iterator[CheckRow]:
     try:
         compiled = all(artifact.find(unit, cache, toolchain) is not None for unit in UNITS)
     except CompileError as error:
-        yield make_row("BPF sources", Probe(False, str(error)), "reinstall kbpf")
+        yield make_row(Check.SOURCES, Probe(False, str(error)), "reinstall kbpf")
         return
     # `toolchain` is the text of BCC's version.py and the names of its libraries.
     version = re.search(r"__version__ = '([^']+)'", toolchain or "")
@@ -108,58 +110,61 @@ def _check_compiler(cache: Path) -> Iterator[CheckRow]:
     advice = f"install python3-bpfcc, or put artifacts into {cache} with `kbpf compile`"
     missing = Probe(False, "not installed")
     yield make_row(
-        "BCC", Probe(True) if toolchain else missing, advice, needed=not compiled,
+        Check.BCC, Probe(True) if toolchain else missing, advice, needed=not compiled,
         detail=version[1] if version else "",
     )  # fmt: skip
     yield make_row(
-        "LLVM",
+        Check.LLVM,
         Probe(True) if llvm else missing,
         advice,
         needed=not compiled,
         detail=", ".join(llvm),
     )
     yield make_row(
-        "compiled programs", Probe(compiled), "`kbpf compile` makes the first start faster",
+        Check.ARTIFACTS, Probe(compiled), "`kbpf compile` makes the first start faster",
         needed=not toolchain, detail=f"in {cache}" if compiled else f"not in {cache}",
     )  # fmt: skip
 
 
 def _check_maps() -> Iterator[CheckRow]:
     no_prealloc = probe.probe_map(uapi.BPF_MAP_TYPE_HASH, uapi.BPF_F_NO_PREALLOC)
-    yield make_row("hash maps without preallocation", no_prealloc, "use Linux 5.7 or newer")
+    yield make_row(Check.NO_PREALLOC, no_prealloc, "use Linux 5.7 or newer")
     yield make_row(
-        "LRU hash maps", probe.probe_map(uapi.BPF_MAP_TYPE_LRU_HASH), "use Linux 5.7 or newer"
+        Check.LRU_HASH, probe.probe_map(uapi.BPF_MAP_TYPE_LRU_HASH), "use Linux 5.7 or newer"
     )
-    yield make_row("socket storage", probe.probe_sk_storage(), "use Linux 5.10 or newer")
+    yield make_row(Check.SOCKET_STORAGE, probe.probe_sk_storage(), "use Linux 5.10 or newer")
     yield make_row(
-        "reading socket storage", probe.probe_sk_storage(iterate=True),
+        Check.SOCKET_STORAGE_LIST, probe.probe_sk_storage(iterate=True),
         "the kernel needs CONFIG_DEBUG_INFO_BTF; without it connected UDP sockets are not closed "
         "when their backend is removed, and connections of sockets are not listed",
         needed=False,
     )  # fmt: skip
-    yield make_row("batch operations", probe.probe_map_batch(), "since Linux 5.6: use 5.7 or newer")
+    yield make_row(Check.BATCH, probe.probe_map_batch(), "since Linux 5.6: use 5.7 or newer")
 
 
 def _check_hooks() -> Iterator[CheckRow]:
     for hook in HOOKS:
         probe_result = probe.probe_program(hook.prog_type, hook.attach_type)
         advice = f"since Linux {hook.since_kernel}; used for {hook.purpose}"
-        yield make_row(f"hook {hook.name}", probe_result, advice, hook.required, hook.purpose)
+        yield make_row(
+            Check.HOOK, probe_result, advice, hook.required, hook.purpose, subject=hook.name
+        )
     # Not probe_helper(), which overwrites r1: the argument is the context, which r1 holds at first.
     cookie = probe.probe_program(
         BPF_PROG_TYPE_CGROUP_SOCK_ADDR,
         BPF_CGROUP_INET4_CONNECT,
         probe.encode_call(BPF_FUNC_get_netns_cookie),
     )
-    yield make_row("bpf_get_netns_cookie", cookie, "since Linux 5.7")
+    yield make_row(Check.HELPER, cookie, "since Linux 5.7", subject="bpf_get_netns_cookie")
     yield make_row(
-        "bpf_set_retval",
+        Check.HELPER,
         probe.probe_helper(
             BPF_PROG_TYPE_CGROUP_SOCK_ADDR, BPF_CGROUP_INET4_CONNECT, BPF_FUNC_set_retval, -111
         ),
         "since Linux 5.18; without it clients of a Service without endpoints are not refused "
         "at once",
         needed=False,
+        subject="bpf_set_retval",
     )
     for helper in (BPF_FUNC_get_current_cgroup_id, BPF_FUNC_get_current_ancestor_cgroup_id):
         name, since, argument = OPTIONAL_HELPERS[helper]
@@ -167,19 +172,19 @@ def _check_hooks() -> Iterator[CheckRow]:
         probe_result = probe.probe_helper(
             BPF_PROG_TYPE_CGROUP_SOCK_ADDR, BPF_CGROUP_INET4_CONNECT, helper, argument
         )
-        yield make_row(name, probe_result, advice, needed=False)
+        yield make_row(Check.HELPER, probe_result, advice, needed=False, subject=name)
 
 
 def _check_cgroup(cgroup: Path | None, can_load: bool) -> Iterator[CheckRow]:
     try:
         root = cgroup or mounts.find_cgroup_root()
     except KernelError as error:
-        yield make_row("cgroup v2", Probe(False, error.what), error.hint)
+        yield make_row(Check.CGROUP, Probe(False, error.what), error.hint)
         return
     probe_result = Probe(True) if mounts.is_cgroup2(root) else Probe(False, f"{root} is not on one")
-    yield make_row("cgroup v2", probe_result, "set --cgroup to a folder on it", detail=str(root))
+    yield make_row(Check.CGROUP, probe_result, "set --cgroup to a folder on it", detail=str(root))
     if probe_result.works and can_load:
         attached = probe.probe_cgroup_link(
             root, BPF_PROG_TYPE_CGROUP_SOCK_ADDR, BPF_CGROUP_INET4_CONNECT
         )
-        yield make_row("cgroup links", attached, "since Linux 5.7")
+        yield make_row(Check.CGROUP_LINK, attached, "since Linux 5.7")

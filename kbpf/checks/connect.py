@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from kbpf.checks.row import CheckRow
+from kbpf.checks.row import Check, CheckRow
 from kbpf.dataplane.bpf.inspect.snapshot import Part, Snapshot
 from kbpf.dataplane.bpf.maps.layout import ServiceFlag, ServiceValue
 from kbpf.dataplane.bpf.programs import foreign
@@ -80,7 +80,7 @@ def check_attached(snapshot: Snapshot) -> Iterator[CheckRow]:
         return
     missing = [f.hook.name for f in snapshot.hooks if f.hook.required and not f.attached]
     yield CheckRow(
-        "attached", "no" if missing else "yes", True, ", ".join(missing) or "all needed hooks",
+        Check.ATTACHED, "no" if missing else "yes", True, ", ".join(missing) or "all needed hooks",
         "start the agent: `kbpf run`" if missing else "",
     )  # fmt: skip
     if missing:
@@ -101,29 +101,28 @@ def check_attached(snapshot: Snapshot) -> Iterator[CheckRow]:
         f.hook.name.startswith("getpeername") and f.attached for f in snapshot.hooks
     )
     for frontend, backends in dial_targets:
-        name = f"dial {frontend}"
         try:
             destination, peer_name = _run_in_cgroup(
                 partial(_dial, frontend, backends), connect.cgroup
             )
         except KernelError as error:
             hint = "see `kbpf inspect service` and the agent's log"
-            yield CheckRow(name, "no", True, str(error), hint)
+            yield CheckRow(Check.DIAL, "no", True, str(error), hint, subject=str(frontend))
             continue
-        yield _dial_row(name, frontend, destination, peer_name, has_peer_name_hooks)
+        yield _dial_row(Check.DIAL, frontend, destination, peer_name, has_peer_name_hooks)
 
 
 def foreign_rows(snapshot: Snapshot) -> Iterator[CheckRow]:
     """Yields a row for each program of another load balancer at the same hooks."""
     cgroup = next((f.cgroup for f in snapshot.hooks if f.attached), None)
     for line in foreign.format_lines(foreign.find_all(snapshot.pin_dir, cgroup)):
-        yield CheckRow("alone at its hooks", "no", False, line, "see docs/troubleshoot.md")
+        yield CheckRow(Check.FOREIGN_PROGRAMS, "no", False, line, "see docs/troubleshoot.md")
 
 
 def _not_attached_row(snapshot: Snapshot) -> CheckRow:
     remaining = [f.hook.name for f in snapshot.hooks if f.attached]
     return CheckRow(
-        "attached",
+        Check.ATTACHED,
         "no" if remaining else "yes",
         True,
         f"still attached: {', '.join(remaining)}"
@@ -143,30 +142,29 @@ def _host_only_rows(
     for frontend, backends in dial_targets:
         kind = socket.SOCK_STREAM if frontend.protocol is Protocol.TCP else socket.SOCK_DGRAM
         service_address = (format_addr(frontend.address), frontend.port)
-        name = f"dial {frontend} from the host"
+        check, subject = Check.DIAL_FROM_HOST, str(frontend)
         try:
             destination, peer_name = _run_in_cgroup(
                 partial(dial.connect_without_packets, service_address, kind), cgroup, isolated=False
             )
         except KernelError as error:
-            yield CheckRow(name, "no", True, str(error), "see the agent's log")
+            yield CheckRow(check, "no", True, str(error), "see the agent's log", subject=subject)
             continue
         if destination not in {(format_addr(b.address), b.port) for b in backends}:
             detail = f"arrived at {destination[0]} port {destination[1]}, which is not a backend"
-            yield CheckRow(name, "no", True, detail, "see the agent's log")
+            yield CheckRow(check, "no", True, detail, "see the agent's log", subject=subject)
             continue
-        yield _dial_row(name, frontend, destination, peer_name, has_peer_name_hooks=True)
+        yield _dial_row(check, frontend, destination, peer_name, has_peer_name_hooks=True)
     for frontend, backends in dial_targets[:1]:
-        name = f"leave {frontend} from a pod"
+        check, subject = Check.NO_DIAL_FROM_POD, str(frontend)
         try:
             destination, _ = _run_in_cgroup(partial(_dial, frontend, backends), cgroup)
         except KernelError:
-            yield CheckRow(
-                name, "yes", True, "not translated at connect(); left to the packet path", ""
-            )
+            detail = "not translated at connect(); left to the packet path"
+            yield CheckRow(check, "yes", True, detail, "", subject=subject)
             continue
         detail = f"arrived at {destination[0]} port {destination[1]}"
-        yield CheckRow(name, "no", True, detail, "see the agent's log")
+        yield CheckRow(check, "no", True, detail, "see the agent's log", subject=subject)
 
 
 def _run_in_cgroup(
@@ -190,11 +188,11 @@ def _run_in_cgroup(
 
 
 def _unknown_row(reason: str, advice: str) -> CheckRow:
-    return CheckRow("dial", "unknown", True, reason, advice)
+    return CheckRow(Check.DIAL_ANY, "unknown", True, reason, advice)
 
 
 def _dial_row(
-    name: str,
+    check: Check,
     frontend: FrontendAddress,
     destination: SocketAddress,
     peer_name: SocketAddress,
@@ -204,8 +202,8 @@ def _dial_row(
     detail = f"arrived at {destination[0]} port {destination[1]}"
     if peer_name != service_address and (has_peer_name_hooks or frontend.protocol is Protocol.UDP):
         detail += f", but getpeername() shows {peer_name[0]} port {peer_name[1]}"
-        return CheckRow(name, "no", True, detail, "see the agent's log")
-    return CheckRow(name, "yes", True, detail, "")
+        return CheckRow(check, "no", True, detail, "see the agent's log", subject=str(frontend))
+    return CheckRow(check, "yes", True, detail, "", subject=str(frontend))
 
 
 def _dial(

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from kbpf.checks.row import CheckRow, make_row
+from kbpf.checks.row import Check, CheckRow, make_row
 from kbpf.dataplane.ipvs import ruleset
 from kbpf.errors import KernelError
 from kbpf.kernel.bpf import probe
@@ -44,55 +44,53 @@ def rows() -> Iterator[CheckRow]:
     """Yields all rows, in the order in which the agent would meet what they check."""
     is_missing = "CAP_NET_ADMIN" in probe.missing_capabilities()
     yield _required_row(
-        "CAP_NET_ADMIN", Probe(not is_missing, "missing" if is_missing else ""), "run as root"
+        Check.NET_ADMIN, Probe(not is_missing, "missing" if is_missing else ""), "run as root"
     )
     ipvs_probe, advice = _probe_ipvs()
-    yield _required_row("IPVS", ipvs_probe, advice)
+    yield _required_row(Check.IPVS, ipvs_probe, advice)
     yield _required_row(
-        "IPVS with conntrack", _probe_conntrack(),
+        Check.IPVS_CONNTRACK, _probe_conntrack(),
         "the kernel needs CONFIG_IP_VS_NFCT; without it sources cannot be masqueraded",
     )  # fmt: skip
     probe_scheduler = partial(_probe_scheduler, is_loaded=ipvs_probe.works is True)
     yield _required_row(
-        "IPVS scheduler rr", probe_scheduler("rr"), "the kernel needs CONFIG_IP_VS_RR"
+        Check.IPVS_SCHEDULER, probe_scheduler("rr"), "the kernel needs CONFIG_IP_VS_RR", "rr"
     )
     for name, consequence in OPTIONAL_SCHEDULERS.items():
         yield make_row(
-            f"IPVS scheduler {name}", probe_scheduler(name),
+            Check.IPVS_SCHEDULER, probe_scheduler(name),
             f"the kernel needs CONFIG_IP_VS_{name.upper()}; {consequence}", needed=False,
+            subject=name,
         )  # fmt: skip
     yield _required_row(
-        "dummy devices", _probe_module("dummy", _try_device), "the kernel needs CONFIG_DUMMY"
+        Check.DUMMY, _probe_module("dummy", _try_device), "the kernel needs CONFIG_DUMMY"
     )
     nft_probe = forward_rules.probe_nf_tables()
     yield _required_row(
-        "nf_tables", Probe(nft_probe.works is True, nft_probe.reason),
+        Check.NF_TABLES, Probe(nft_probe.works is True, nft_probe.reason),
         "install python3-nftables; the kernel needs CONFIG_NF_TABLES",
     )  # fmt: skip
     if nft_probe.works:
         yield _required_row(
-            "nftables rules",
+            Check.NFT_RULES,
             _probe_rules(),
             "mode ipvs needs sets, reject and masquerade of nf_tables",
         )
         yield make_row(
-            "INPUT", _probe_input(),
+            Check.INPUT_CHAINS, _probe_input(),
             "accept packets to Service addresses and NodePorts: IPVS takes them from INPUT",
             needed=False,
         )  # fmt: skip
     yield make_row(
-        "bridged replies", _probe_bridge_netfilter(),
+        Check.BRIDGE_NETFILTER, _probe_bridge_netfilter(),
         "modprobe br_netfilter and set net.bridge.bridge-nf-call-iptables to 1, or pods behind one "
         "bridge cannot reach each other through Services", needed=False,
     )  # fmt: skip
 
 
-def _required_row(name: str, result: Probe, advice: str) -> CheckRow:
+def _required_row(check: Check, result: Probe, advice: str, subject: str = "") -> CheckRow:
     """A row without which mode ipvs does not work."""
-    base_row = make_row(name, result, advice, needed=False)
-    return CheckRow(
-        base_row.name, base_row.result, False, base_row.detail, base_row.advice, ipvs=True
-    )
+    return make_row(check, result, advice, needed=False, ipvs=True, subject=subject)
 
 
 def _probe_ipvs() -> tuple[Probe, str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from kbpf.checks.bpf import ROOT_HINT
-from kbpf.checks.row import CheckRow, make_row
+from kbpf.checks.row import Check, CheckRow, make_row
 from kbpf.dataplane import firewalls
 from kbpf.dataplane.bpf.inspect import snapshot
 from kbpf.dataplane.bpf.maps.layout import NODE, U32, NodeFlag
@@ -61,40 +61,35 @@ def _kernel_rows() -> Iterator[CheckRow]:
         syscalls.version()
     except KernelError:
         return  # bpf.rows() reports it, and without libbpf nothing can be tried
-    yield _packet_row(
-        "TC programs",
-        probe.probe_program(BPF_PROG_TYPE_SCHED_CLS, 0),
-        "the kernel needs CONFIG_NET_CLS_BPF",
-        "programs at ingress and egress of devices",
-    )
+    yield make_row(
+        Check.TC_PROGRAMS, probe.probe_program(BPF_PROG_TYPE_SCHED_CLS, 0),
+        "the kernel needs CONFIG_NET_CLS_BPF", needed=False, packets=True,
+        detail="programs at ingress and egress of devices",
+    )  # fmt: skip
     yield from _attach_rows()
-    yield _packet_row(
-        "bpf_redirect_neigh",
+    yield make_row(
+        Check.HELPER,
         probe.probe_helper(BPF_PROG_TYPE_SCHED_CLS, 0, BPF_FUNC_redirect_neigh, 1, 0, 0, 0),
         "since Linux 5.10; needed to forward packets to backends on other nodes",
-        "redirects to the next hop; the kernel resolves the neighbour",
-    )
+        needed=False, packets=True, subject="bpf_redirect_neigh",
+        detail="redirects to the next hop; the kernel resolves the neighbour",
+    )  # fmt: skip
     yield make_row(
-        "bpf_redirect_peer",
+        Check.HELPER,
         probe.probe_helper(BPF_PROG_TYPE_SCHED_CLS, 0, BPF_FUNC_redirect_peer, 1, 0),
         "since Linux 5.10; without it packets reach pods only through the host's stack",
         needed=False,
         detail="with --forwarding direct, redirects into a pod without the host's stack",
+        subject="bpf_redirect_peer",
     )
     yield make_row(
-        "bpf_ktime_get_coarse_ns",
+        Check.HELPER,
         probe.probe_helper(BPF_PROG_TYPE_SCHED_CLS, 0, BPF_FUNC_ktime_get_coarse_ns),
         "since Linux 5.11; without it each packet reads the hardware clock",
         needed=False,
         detail="the time of the last tick, without reading the hardware clock",
+        subject="bpf_ktime_get_coarse_ns",
     )
-
-
-def _packet_row(name: str, outcome: Probe, advice: str, detail: str) -> CheckRow:
-    """A row for something that the packet path cannot work without."""
-    result = {True: "yes", False: "no", None: "unknown"}[outcome.works]
-    shown_advice = advice if outcome.works is False else ""
-    return CheckRow(name, result, False, outcome.reason or detail, shown_advice, packets=True)
 
 
 def _attach_rows() -> Iterator[CheckRow]:
@@ -104,7 +99,7 @@ def _attach_rows() -> Iterator[CheckRow]:
     links = tc.probe_tcx()
     if links.works:
         yield make_row(
-            "TCX",
+            Check.TCX,
             links,
             "",
             needed=False,
@@ -116,7 +111,7 @@ def _attach_rows() -> Iterator[CheckRow]:
         "since Linux 6.6; before that, the kernel needs CONFIG_NET_SCH_INGRESS and "
         "CONFIG_NET_CLS_BPF, and deleting a device's clsact qdisc detaches kbpf from it"
     )
-    yield make_row("TCX", Probe(links.works, fallback), advice, needed=False)
+    yield make_row(Check.TCX, Probe(links.works, fallback), advice, needed=False)
 
 
 def _sctp_row(proc: Path) -> CheckRow:
@@ -126,11 +121,11 @@ def _sctp_row(proc: Path) -> CheckRow:
             line.startswith("SCTP") for line in _read_text(proc / "net/protocols").splitlines()
         )
     except OSError as error:
-        return make_row("SCTP sockets", _unknown_probe(error), "", needed=False)
+        return make_row(Check.SCTP, _unknown_probe(error), "", needed=False)
     detail = "clients and servers on this node may use SCTP"
     if not is_loaded:
         detail = "the module is not loaded; SCTP between other hosts is balanced nevertheless"
-    return make_row("SCTP sockets", Probe(is_loaded, detail), "", needed=False)
+    return make_row(Check.SCTP, Probe(is_loaded, detail), "", needed=False)
 
 
 # ---- settings of the node ------------------------------------------------------------------------
@@ -166,12 +161,12 @@ def _forwarding_mode_row(flags: NodeFlag) -> CheckRow:
             "direct: packets to pods of this node bypass the host's iptables and nftables, "
             "conntrack, and network policies built on them"
         )
-    return make_row("--forwarding", Probe(True), "", needed=False, detail=detail)
+    return make_row(Check.FORWARDING_MODE, Probe(True), "", needed=False, detail=detail)
 
 
 def _early_rules_row() -> CheckRow:
     """Whether the host protects NodePorts with rules that the packet path bypasses."""
-    name = "rules before DNAT"
+    check = Check.PRE_DNAT_RULES
     nft_probe = forward_rules.probe_nf_tables()
     legacy = pre_dnat_rules.find_legacy_chains()
     chains, unreadable = (
@@ -191,67 +186,69 @@ def _early_rules_row() -> CheckRow:
             f"{firewalls.ALTERNATIVE_HINT}"
         )
         return CheckRow(
-            name, "unknown", False, "; ".join(unreadable), advice if legacy.unreadable else ""
+            check, "unknown", False, "; ".join(unreadable), advice if legacy.unreadable else ""
         )
     if not chains:
         return make_row(
-            name, Probe(True), "", needed=False, detail="none protects NodePorts or VIPs"
+            check, Probe(True), "", needed=False, detail="none protects NodePorts or VIPs"
         )
     detail = f"bypassed by the packet path, so they protect no NodePort or VIP: {', '.join(chains)}"
-    return CheckRow(name, "no", False, detail, firewalls.ALTERNATIVE_HINT)
+    return CheckRow(check, "no", False, detail, firewalls.ALTERNATIVE_HINT)
 
 
 def _forward_chains_row(mark: int) -> CheckRow:
     """Whether masqueraded packets pass the node's FORWARD chains, see
     kernel/netfilter/forward_rules.py.
     """
-    name = "FORWARD"
+    check = Check.FORWARD_CHAINS
     accept_advice = f"accept packets with mark {mark:#x} there"
     nft_probe = forward_rules.probe_nf_tables()
     if not nft_probe.works:
         # A kernel without nf_tables has no such chains; a missing library only hides them.
         advice = f"install python3-nftables; or, if FORWARD drops or rejects, {accept_advice}"
         library_missing = "python3" in nft_probe.reason
-        return CheckRow(name, "unknown", False, nft_probe.reason, advice if library_missing else "")
+        return CheckRow(
+            check, "unknown", False, nft_probe.reason, advice if library_missing else ""
+        )
     try:
         closed = [str(chain) for chain in forward_rules.list_forward_chains() if chain.is_closed]
         foreign = [*forward_rules.list_other_drop_chains(), *forward_rules.list_legacy_families()]
     except KernelError as error:
-        return CheckRow(name, "unknown", False, str(error), error.hint)
+        return CheckRow(check, "unknown", False, str(error), error.hint)
     if foreign:
         locations = ", ".join(
             source if " " in source else f"{source} filter (iptables-legacy)" for source in foreign
         )
         detail = f"the agent does not read {locations}, which may drop masqueraded packets"
-        return CheckRow(name, "no", False, detail, accept_advice)
+        return CheckRow(check, "no", False, detail, accept_advice)
     detail = "no chain drops by default"
     if closed:
         detail = (
             f"drops by default: {', '.join(closed)}; the agent keeps a rule there for masqueraded "
             "packets"
         )
-    return make_row(name, Probe(True), "", needed=False, detail=detail)
+    return make_row(check, Probe(True), "", needed=False, detail=detail)
 
 
 def _ports_row(ports: PortRange, proc: Path) -> CheckRow:
-    name = "masquerade ports"
+    check = Check.SNAT_PORTS
     try:
         low, high = map(int, _read_text(proc / "sys/net/ipv4/ip_local_port_range").split())
         reserved = _read_text(proc / "sys/net/ipv4/ip_local_reserved_ports")
     except OSError as error:
-        return make_row(name, _unknown_probe(error), "", needed=False)
+        return make_row(check, _unknown_probe(error), "", needed=False)
     first, last = max(ports[0], low), min(ports[1], high)
     text = f"{ports[0]} to {ports[1]}"
     if first > last:
         return make_row(
-            name, Probe(True), "", needed=False,
+            check, Probe(True), "", needed=False,
             detail=f"{text}: sockets of this node use {low} to {high}",
         )  # fmt: skip
     if set(range(first, last + 1)) <= sysctl.parse_ports(reserved):
         detail = f"{text}: reserved, so that no socket gets one automatically"
-        return make_row(name, Probe(True), "", needed=False, detail=detail)
+        return make_row(check, Probe(True), "", needed=False, detail=detail)
     return make_row(
-        name, Probe(False, f"{text}: sockets of this node may use {first} to {last} too; a "
+        check, Probe(False, f"{text}: sockets of this node may use {first} to {last} too; a "
                     "connection and a masqueraded one on the same port break each other"),
         f"the agent adds {ports[0]}-{ports[1]} to net.ipv4.ip_local_reserved_ports; where it must "
         "not, do it yourself, or keep net.ipv4.ip_local_port_range below",
@@ -268,32 +265,35 @@ def _forwarding_rows(proc: Path) -> Iterator[CheckRow]:
                 outcome = Probe(None, f"this kernel has no {name}")
             else:
                 outcome = _unknown_probe(error)
-            yield make_row(f"{name} forwarding", outcome, "", needed=False)
+            yield make_row(Check.IP_FORWARDING, outcome, "", needed=False, subject=name)
             continue
         setting = f"net.{key.replace('/', '.')}"
         if enabled:
             detail = "packets are forwarded to pods and to other nodes"
-            yield make_row(f"{name} forwarding", Probe(True), "", needed=False, detail=detail)
+            yield make_row(
+                Check.IP_FORWARDING, Probe(True), "", needed=False, detail=detail, subject=name
+            )
         else:
             yield make_row(
-                f"{name} forwarding",
+                Check.IP_FORWARDING,
                 Probe(False, f"{setting} = 0: the stack does not forward packets"),
                 f"sysctl -w {setting}=1, permanently in /etc/sysctl.d; most network plugins set it",
                 needed=False,
+                subject=name,
             )
 
 
 def _rp_filter_row(proc: Path) -> CheckRow:
-    name = "rp_filter"
+    check = Check.RP_FILTER
     try:
         strict = tuple(_strict_devices(proc))
     except (OSError, KernelError) as error:
-        return make_row(name, Probe(None, str(error)), ROOT_HINT, needed=False)
+        return make_row(check, Probe(None, str(error)), ROOT_HINT, needed=False)
     if not strict:
         detail = "not strict (1) on any device to other machines"
-        return make_row(name, Probe(True), "", needed=False, detail=detail)
+        return make_row(check, Probe(True), "", needed=False, detail=detail)
     return make_row(
-        name, Probe(True), "", needed=False,
+        check, Probe(True), "", needed=False,
         detail=f"strict (1) on {', '.join(strict)}: a packet is dropped unless it arrives on the "
         "device that routes to its source; harmless unless routes are asymmetric, then set it to 2",
     )  # fmt: skip
@@ -323,7 +323,7 @@ def _conntrack_row(proc: Path) -> CheckRow:
     detail = "not needed: the packet path tracks connections itself"
     if is_loaded:
         detail += "; other programs use it here, and see client and backend"
-    return make_row("without conntrack", Probe(True), "", needed=False, detail=detail)
+    return make_row(Check.CONNTRACK, Probe(True), "", needed=False, detail=detail)
 
 
 def _read_text(path: Path) -> str:

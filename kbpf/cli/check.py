@@ -1,12 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """`kbpf check`: whether this machine can run kbpf, and with --attached whether the hooks work."""
 
-from typing import Annotated
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
 from kbpf.cli import render
 from kbpf.cli.options import DEFAULT, CacheDir, CGroup, ConfigFile, Output, OutputOption, PinDir
+from kbpf.views.columns import Column
+
+if TYPE_CHECKING:
+    from kbpf.checks.row import CheckRow
+    from kbpf.checks.verdict import CheckVerdict
 
 
 def check(
@@ -25,7 +31,7 @@ def check(
     from kbpf.checks import bpf as bpf_checks
     from kbpf.checks import ipvs as ipvs_checks
     from kbpf.checks import packet_path
-    from kbpf.cli import check_rows
+    from kbpf.checks.verdict import compute_verdict, to_document
 
     rows = (
         *bpf_checks.rows(cgroup, pin_dir, cache_dir),
@@ -40,9 +46,52 @@ def check(
         node_snapshot = snapshot.read(pin_dir, attached_checks.NEEDS)
         proof = tuple(attached_checks.check_attached(node_snapshot))
         rows = (*rows, *attached_checks.foreign_rows(node_snapshot))
-    verdict = check_rows.compute_verdict(rows, proof)
+    verdict = compute_verdict(rows, proof)
     if output in (Output.JSON, Output.YAML):
-        print(render.format_document(verdict, output))
+        print(render.format_document(to_document(verdict), output))
     else:
-        print(check_rows.format_page(verdict))
+        print(format_page(verdict))
     raise typer.Exit(0 if verdict.usable and verdict.attached is not False else 1)
+
+
+def _format_needed(row: "CheckRow") -> str:
+    if row.needed:
+        return "yes"
+    if row.ipvs:
+        return "for ipvs"
+    return "for packet path" if row.packets else "no"
+
+
+COLUMNS: Final = (
+    Column("CHECK", lambda r: r.name),
+    Column("RESULT", lambda r: r.result),
+    Column("NEEDED", _format_needed),
+    Column("DETAIL", lambda r: r.detail),
+)
+
+
+def format_page(verdict: "CheckVerdict") -> str:
+    """The rows, advice about missing ones, and the verdict."""
+    parts = [render.format_table(verdict.rows, COLUMNS)]
+    advice = [f"{row.name}: {row.advice}" for row in verdict.rows if row.advice]
+    if advice:
+        parts.append("what to do\n" + render.indent("\n".join(advice)))
+    result = _describe_mode("bpf", verdict.missing)
+    if not verdict.missing:
+        not_usable = f"cannot be used: {', '.join(verdict.packets_missing)}"
+        result += f"\nthe packet path {'can be used' if verdict.packet_path else not_usable}"
+    if any(row.ipvs for row in verdict.rows):
+        result += "\n" + _describe_mode("ipvs", verdict.ipvs_missing)
+        unknown = [row.name for row in verdict.rows if row.ipvs and row.result == "unknown"]
+        if unknown and not verdict.ipvs_missing:
+            result += f", unless this is missing (not known): {', '.join(unknown)}"
+    if verdict.attached is not None:
+        result += "\nthe hooks " + ("work" if verdict.attached else "are not proven to work")
+    parts.append(result)
+    return "\n\n".join(parts)
+
+
+def _describe_mode(name: str, missing: Sequence[str]) -> str:
+    if missing:
+        return f"mode {name} cannot be used: {', '.join(missing)}"
+    return f"mode {name} can be used on this machine"

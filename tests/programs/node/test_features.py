@@ -12,17 +12,17 @@ import pytest
 from kbpf.checks import bpf as bpf_checks
 from kbpf.checks import ipvs as ipvs_checks
 from kbpf.checks import packet_path
-from kbpf.checks.row import CheckRow
-from kbpf.cli import check_rows
+from kbpf.checks.row import Check, CheckRow
+from kbpf.checks.verdict import compute_verdict
 from tests.support.features import BY_KERNEL, DEBIAN, FEATURES, family, lacking
 
 SETTINGS = frozenset(
-    ("masquerade ports", "IPv4 forwarding", "IPv6 forwarding", "--forwarding", "FORWARD",
-     "rules before DNAT", "rp_filter", "without conntrack")
+    (Check.SNAT_PORTS, Check.IP_FORWARDING, Check.FORWARDING_MODE, Check.FORWARD_CHAINS,
+     Check.PRE_DNAT_RULES, Check.RP_FILTER, Check.CONNTRACK)
 )  # fmt: skip
-"""Rows about the node, not about its kernel."""
-INSTALLED = frozenset(("BCC", "LLVM", "compiled programs"))
-"""Rows about what is installed."""
+"""Checks of the node, not of its kernel."""
+INSTALLED = frozenset((Check.BCC, Check.LLVM, Check.ARTIFACTS))
+"""Checks of what is installed."""
 
 
 @pytest.mark.parametrize("name", FEATURES)
@@ -38,13 +38,13 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> tuple[CheckRow, ...]:
 
 
 def test_check_rows_report_exactly_the_lacking_features(rows: tuple[CheckRow, ...]) -> None:
-    about_kernel = [row for row in rows if row.name not in SETTINGS | INSTALLED]
+    about_kernel = [row for row in rows if row.check not in SETTINGS | INSTALLED]
     assert {row.name for row in about_kernel if row.result == "unknown"} == set()
     lacks = {feature.check for name, feature in FEATURES.items() if lacking(name)} - {""}
     assert {row.name for row in about_kernel if row.result == "no"} == lacks
 
 
-def test_check_command_reports_exactly_the_lacking_features() -> None:
+def test_check_command_reports_exactly_the_lacking_features(rows: tuple[CheckRow, ...]) -> None:
     """In Debian's kernels exactly the rows of BY_KERNEL say "no"."""
     for name in ("sctp", "ipvs"):
         FEATURES[name].tried()
@@ -54,7 +54,8 @@ def test_check_command_reports_exactly_the_lacking_features() -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     said = json.loads(done.stdout)
-    others = SETTINGS | INSTALLED | {row.name for row in ipvs_checks.rows()}
+    others = {row.name for row in rows if row.check in SETTINGS | INSTALLED}
+    others |= {row.name for row in ipvs_checks.rows()}
     lacks = {row["name"] for row in said["rows"] if row["result"] == "no"} - others
     if DEBIAN in os.environ:
         assert lacks == BY_KERNEL[family()]
@@ -66,23 +67,25 @@ def test_check_command_reports_exactly_the_lacking_features() -> None:
 
 
 def test_check_finds_this_kernel_usable(rows: tuple[CheckRow, ...]) -> None:
-    made = check_rows.compute_verdict(rows)
+    made = compute_verdict(rows)
     assert (made.usable, made.missing) == (True, ())
 
 
 def test_check_reports_whether_mode_ipvs_is_usable() -> None:
     """The check does not load IPVS on every kernel, so the test of the feature loads it first."""
     rows = tuple(ipvs_checks.rows())
-    made = check_rows.compute_verdict([CheckRow("BPF", "no", True, "", ""), *rows])
+    made = compute_verdict([CheckRow(Check.BPF_SYSCALL, "no", True, "", ""), *rows])
     lacks = bool(lacking("ipvs"))
     assert made.mode == ("none" if lacks else "ipvs")
     assert made.usable is not lacks
     assert ("IPVS" in made.ipvs_missing) is lacks
-    assert {row.result for row in rows if row.name in ("nf_tables", "nftables rules")} == {"yes"}
+    assert {row.result for row in rows if row.check in (Check.NF_TABLES, Check.NFT_RULES)} == {
+        "yes"
+    }
     assert [row.name for row in rows if row.result == "no" and not row.advice] == []
 
 
 def test_lacking_features_have_advice(rows: tuple[CheckRow, ...]) -> None:
-    silent = SETTINGS | INSTALLED | {"SCTP sockets"}
-    lacks = [row for row in rows if row.result == "no" and row.name not in silent]
+    silent = SETTINGS | INSTALLED | {Check.SCTP}
+    lacks = [row for row in rows if row.result == "no" and row.check not in silent]
     assert [row.name for row in lacks if "Linux" not in row.advice] == []

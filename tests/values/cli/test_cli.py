@@ -16,9 +16,9 @@ import yaml
 from kbpf import __version__
 from kbpf.checks import bpf as bpf_checks
 from kbpf.checks import packet_path
-from kbpf.checks.row import CheckRow
-from kbpf.cli import app, arguments, check_rows, cleanup, inspect, render
-from kbpf.cli.check_rows import compute_verdict
+from kbpf.checks.row import Check, CheckRow
+from kbpf.checks.verdict import compute_verdict, to_document
+from kbpf.cli import app, arguments, check, cleanup, inspect, render
 from kbpf.cli.options import Output
 from kbpf.cli.render import watch
 from kbpf.config import flags, load, locations
@@ -843,7 +843,7 @@ def test_watch_prints_the_page_until_interrupted(
 
 
 def check_row(result: str, needed: bool = True) -> CheckRow:
-    return CheckRow("x", result, needed, "", "")
+    return CheckRow(Check.BPFFS, result, needed, "", "")
 
 
 class VerdictRow(NamedTuple):
@@ -995,12 +995,12 @@ def test_check_row_forward(forward: Chains, monkeypatch: pytest.MonkeyPatch):
 def test_missing_packet_path_does_not_make_kbpf_unusable(
     result: str, needed: bool, usable: bool, packet_path: bool
 ):
-    rows = [CheckRow("x", "yes", True, "", ""), CheckRow("y", result, needed, "", "", True)]
+    rows = [check_row("yes"), CheckRow(Check.HOOK, result, needed, "", "", True, subject="y")]
     made = compute_verdict(rows)
     assert (made.usable, made.packet_path) == (usable, packet_path)
-    page = check_rows.format_page(made)
+    page = check.format_page(made)
     assert ("the packet path can be used" in page) == packet_path
-    assert ("the packet path cannot be used: y" in page) == (usable and not packet_path)
+    assert ("the packet path cannot be used: hook y" in page) == (usable and not packet_path)
 
 
 VERDICTS = [
@@ -1014,9 +1014,9 @@ VERDICTS = [
 ]
 
 
-IPVS = CheckRow("IPVS", "yes", False, "", "", ipvs=True)
-NO_IPVS = CheckRow("IPVS", "no", False, "", "", ipvs=True)
-UNSURE = CheckRow("dummy devices", "unknown", False, "", "", ipvs=True)
+IPVS = CheckRow(Check.IPVS, "yes", False, "", "", ipvs=True)
+NO_IPVS = CheckRow(Check.IPVS, "no", False, "", "", ipvs=True)
+UNSURE = CheckRow(Check.DUMMY, "unknown", False, "", "", ipvs=True)
 
 
 @pytest.mark.parametrize(
@@ -1038,7 +1038,7 @@ def test_check_verdict_on_the_modes(rows: list[CheckRow], mode: str, says: str):
     """`mode` is what `--mode auto` would choose."""
     made = compute_verdict(rows)
     assert (made.mode, made.usable) == (mode, mode != "none")
-    assert says in check_rows.format_page(made)
+    assert says in check.format_page(made)
 
 
 @pytest.mark.parametrize("means", VERDICTS)
@@ -1046,3 +1046,12 @@ def test_check_verdict(means: VerdictRow):
     made = compute_verdict(means.rows, means.proof)
     assert (made.usable, made.attached) == (means.usable, means.attached)
     assert made.mode == ("bpf" if means.usable else "none")
+
+
+def test_check_document_has_names_instead_of_ids():
+    row = CheckRow(Check.HOOK, "no", True, "why", "what to do", subject="connect4")
+    (shown,) = to_document(compute_verdict([row]))["rows"]
+    assert list(shown.items()) == [
+        ("name", "hook connect4"), ("result", "no"), ("needed", True), ("detail", "why"),
+        ("advice", "what to do"), ("packets", False), ("ipvs", False),
+    ]  # fmt: skip

@@ -1,30 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The verdict of `kbpf check`, computed from its rows, and how both are shown."""
+"""The verdict of `kbpf check`: what follows from its rows."""
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Any
 
 import msgspec
 
 from kbpf.checks.row import CheckRow
-from kbpf.cli import render
-from kbpf.views.columns import Column
-
-
-def _format_needed(row: CheckRow) -> str:
-    if row.needed:
-        return "yes"
-    if row.ipvs:
-        return "for ipvs"
-    return "for packet path" if row.packets else "no"
-
-
-COLUMNS: Final = (
-    Column("CHECK", lambda r: r.name),
-    Column("RESULT", lambda r: r.result),
-    Column("NEEDED", _format_needed),
-    Column("DETAIL", lambda r: r.detail),
-)
 
 
 class CheckVerdict(msgspec.Struct, frozen=True):
@@ -71,28 +53,11 @@ def compute_verdict(
     )
 
 
-def format_page(verdict: CheckVerdict) -> str:
-    """The rows, advice about missing ones, and the verdict."""
-    parts = [render.format_table(verdict.rows, COLUMNS)]
-    advice = [f"{row.name}: {row.advice}" for row in verdict.rows if row.advice]
-    if advice:
-        parts.append("what to do\n" + render.indent("\n".join(advice)))
-    result = _describe_mode("bpf", verdict.missing)
-    if not verdict.missing:
-        not_usable = f"cannot be used: {', '.join(verdict.packets_missing)}"
-        result += f"\nthe packet path {'can be used' if verdict.packet_path else not_usable}"
-    if any(row.ipvs for row in verdict.rows):
-        result += "\n" + _describe_mode("ipvs", verdict.ipvs_missing)
-        unknown = [row.name for row in verdict.rows if row.ipvs and row.result == "unknown"]
-        if unknown and not verdict.ipvs_missing:
-            result += f", unless this is missing (not known): {', '.join(unknown)}"
-    if verdict.attached is not None:
-        result += "\nthe hooks " + ("work" if verdict.attached else "are not proven to work")
-    parts.append(result)
-    return "\n\n".join(parts)
-
-
-def _describe_mode(name: str, missing: Sequence[str]) -> str:
-    if missing:
-        return f"mode {name} cannot be used: {', '.join(missing)}"
-    return f"mode {name} can be used on this machine"
+def to_document(verdict: CheckVerdict) -> dict[str, Any]:
+    """The verdict as JSON and YAML show it, with the names of the checks."""
+    rows = []
+    for row in verdict.rows:
+        fields = msgspec.to_builtins(row)
+        del fields["check"], fields["subject"]
+        rows.append({"name": row.name, **fields})
+    return {**msgspec.to_builtins(verdict), "rows": rows}
