@@ -2,7 +2,7 @@
 """`kbpf run`: parses the command line and loads the configuration, without typer.
 
 The agent runs for months, and typer and rich would stay in its memory all the time. So argparse
-parses this one command, from the table of flags in config/flags.py.
+parses this one command, from the table in config/settings.py.
 """
 
 import argparse
@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from kbpf import __version__
-from kbpf.config import flags, load, preflight
+from kbpf.config import load, preflight
 from kbpf.config.load import LoadedConfig
+from kbpf.config.settings import SETTINGS, SETTINGS_BY_FLAG
 from kbpf.errors import ConfigError, ConfigErrors, escape_unprintable
 from kbpf.model.config import Config
 
@@ -46,10 +47,10 @@ class RunOptions:
     @property
     def log_format(self) -> str:
         """The format from the command line or the environment; the file may set another one."""
-        flag = flags.FLAGS_BY_NAME["--log-format"]
+        setting = SETTINGS_BY_FLAG["--log-format"]
         return (
-            self.explicit_flags.get(flag.name)
-            or self.environ.get(flag.environment_variable)
+            self.explicit_flags.get(setting.name)
+            or self.environ.get(setting.environment_variable)
             or "text"
         )
 
@@ -57,12 +58,12 @@ class RunOptions:
     def flags(self) -> dict[str, str]:
         """The flags that are set, on the command line or by a variable."""
         texts = {"--config": str(self.file)} if self.file is not None else {}
-        for flag in flags.FLAGS:
-            text = self.explicit_flags.get(flag.name) or (
-                flag.field and self.environ.get(flag.environment_variable)
+        for setting in SETTINGS:
+            text = self.explicit_flags.get(setting.name) or (
+                setting.field and self.environ.get(setting.environment_variable)
             )
-            if text or flag.name in self.explicit_flags:
-                texts[flag.name] = text or ""
+            if text or setting.name in self.explicit_flags:
+                texts[setting.name] = text or ""
         return texts
 
     def load(self, data: bytes | None = None) -> LoadedConfig:
@@ -76,7 +77,7 @@ class RunOptions:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Builds the parser from the flags in config/flags.py, grouped by heading."""
+    """Builds the parser from the rows of config/settings.py, grouped by heading."""
     parser = argparse.ArgumentParser(
         "kbpf run", "kbpf run [--config FILE] [flag ...]", SUMMARY, EPILOG,
         allow_abbrev=False, add_help=False,
@@ -98,14 +99,17 @@ def build_parser() -> argparse.ArgumentParser:
         "--cleanup", **_OPTIONAL_VALUE, help="kube-proxy's flag; use the command kbpf cleanup"
     )  # fmt: skip
     groups: dict[str, argparse._ArgumentGroup] = {}
-    for flag in flags.FLAGS:
-        if flag.group not in groups:
-            groups[flag.group] = parser.add_argument_group(flag.group)
-        groups[flag.group].add_argument(
-            flag.name, *flag.aliases, dest=flag.name, help=flag.help,
-            **(_OPTIONAL_VALUE if flag.is_boolean else {"metavar": flag.metavar}),
-            action="append" if flag.is_repeatable else "store",
-        )  # fmt: skip
+    for setting in SETTINGS:
+        if setting.group not in groups:
+            groups[setting.group] = parser.add_argument_group(setting.group)
+        groups[setting.group].add_argument(
+            setting.name,
+            *setting.aliases,
+            dest=setting.name,
+            help=setting.help,
+            **(_OPTIONAL_VALUE if setting.is_boolean else {"metavar": setting.kind.metavar}),
+            action="append" if setting.kind.repeatable else "store",
+        )
     help_group = parser.add_argument_group("Help")
     help_group.add_argument("-h", "--help", action="help", help="show this help and exit")
     help_group.add_argument(
@@ -129,9 +133,9 @@ def parse_options(arguments: Sequence[str], environ: Mapping[str, str]) -> RunOp
     if values["cleanup"] == "true":
         arg_parser.error("--cleanup is not a flag of kbpf run; use the command kbpf cleanup")
     explicit_flags = {
-        flag.name: ",".join(text) if flag.is_repeatable else text
-        for flag in flags.FLAGS
-        if (text := values[flag.name]) is not None
+        setting.name: ",".join(text) if setting.kind.repeatable else text
+        for setting in SETTINGS
+        if (text := values[setting.name]) is not None
     }
     file = values["config"] or environ.get(load.CONFIG_FILE_VARIABLE)
     return RunOptions(

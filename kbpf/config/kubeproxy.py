@@ -10,14 +10,15 @@ kube-proxy reads it in that mode; "" means iptables.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import msgspec
 
-from kbpf.config import durations, parsers
+from kbpf.config import durations, kinds, parsers
 from kbpf.config.diagnostic import Diagnostic
 from kbpf.config.documents import KUBE_PROXY
+from kbpf.config.settings import SETTINGS, UNUSED_SETTINGS, UnusedSetting
 from kbpf.config.values import ConfigValues
 from kbpf.errors import ConfigError
 from kbpf.model.address import family_of
@@ -27,7 +28,6 @@ PROXY_MODES: Final = ("iptables", "nftables", "ipvs")
 DEFAULT_SYNC_PERIOD: Final = 30.0
 DEFAULT_MASQUERADE_BIT: Final = 14
 LOOPBACK4, LOOPBACK6 = (parsers.cidr(text, "") for text in parsers.LOOPBACK)
-USED_FEATURE_GATES: Final = frozenset((parsers.EXTERNAL_IPS_GATE, parsers.LOCALHOST_GATE))
 
 
 def json_name(name: str) -> str:
@@ -145,49 +145,69 @@ class KubeProxyConfiguration(msgspec.Struct, frozen=True, rename=json_name):
     udp_idle_timeout: str = msgspec.field(default="", name="udpIdleTimeout")
 
 
+DEFAULTS: Final = msgspec.to_builtins(KubeProxyConfiguration())
+
 # ---- settings ------------------------------------------------------------------------------------
+
+DEPENDENT_FIELDS: Final = (
+    "clusterCIDR",
+    "configSyncPeriod",
+    "detectLocal",
+    "featureGates",
+    "healthzBindAddress",
+    "iptables.",
+    "ipvs.",
+    "metricsBindAddress",
+    "mode",
+    "nftables.",
+    "nodePortAddresses",
+)
+"""Fields, or their prefixes, with rules of their own, below. All others mean what the row in
+settings.py says."""
 
 
 def read_settings(document: KubeProxyConfiguration) -> ConfigValues:
     """Returns the fields of Config that the document decides: all of kube-proxy's, set or not."""
     values = ConfigValues(f"{KUBE_PROXY}.")
-    _read_identity(document, values)
+    _read_independent_fields(document, values)
+    if document.client_connection.burst < 0:
+        values.add_error(
+            "clientConnection.burst", f"less than 0: {document.client_connection.burst}"
+        )
+    period = _parse_period(values, "configSyncPeriod", document.config_sync_period, parsers.period)
+    if period:
+        values.set("config_sync_period", "configSyncPeriod", period)
     _read_servers(document, values)
     _read_mode(document, values)
     _read_node_ports(document, values)
     if not document.feature_gates.get(parsers.EXTERNAL_IPS_GATE, True):
         values.set("external_ips", f"featureGates.{parsers.EXTERNAL_IPS_GATE}", ())
     _read_detect_local(document, values)
-    _read_conntrack(document.conntrack, values)
     return values
 
 
-def _read_identity(document: KubeProxyConfiguration, values: ConfigValues) -> None:
-    if document.hostname_override:
-        values.parse("node_name", "hostnameOverride", document.hostname_override, parsers.node_name)
-    if document.client_connection.kubeconfig:
-        path = "clientConnection.kubeconfig"
-        values.parse("kubeconfig", path, document.client_connection.kubeconfig, parsers.path)
-    if document.client_connection.burst < 0:
-        values.add_error(
-            "clientConnection.burst", f"less than 0: {document.client_connection.burst}"
-        )
-    if document.oom_score_adj is not None:
-        values.parse("oom_score_adj", "oomScoreAdj", str(document.oom_score_adj), parsers.oom_score)
-    if document.logging.format:
-        values.parse("log_format", "logging.format", document.logging.format, parsers.log_format)
-    values.parse(
-        "log_level", "logging.verbosity", str(document.logging.verbosity), parsers.verbosity
-    )
-    period = _parse_period(values, "configSyncPeriod", document.config_sync_period, parsers.period)
-    if period:
-        values.set("config_sync_period", "configSyncPeriod", period)
+def _read_independent_fields(document: KubeProxyConfiguration, values: ConfigValues) -> None:
+    for setting in SETTINGS:
+        for path in setting.kube_proxy.split():
+            value = _set_value(document, path)
+            if value is None or path.startswith(DEPENDENT_FIELDS):
+                continue
+            if setting.kind is kinds.COUNT and value < 0:
+                values.add_error(path, f"less than 0: {value}")
+            else:
+                text = str(value).lower() if isinstance(value, bool) else str(value)
+                values.parse(setting.field, path, text, setting.parse)
+
+
+def _set_value(document: KubeProxyConfiguration, path: str) -> Any:
+    """Returns the value of a field; None if it is unset or the zero value."""
+    value, default = msgspec.to_builtins(document), DEFAULTS
+    for name in path.split("."):
+        value, default = value[name], default[name]
+    return None if value == default else value
 
 
 def _read_servers(document: KubeProxyConfiguration, values: ConfigValues) -> None:
-    values.set("serving.hard_fail", "bindAddressHardFail", document.bind_address_hard_fail)
-    if document.bind_address:
-        values.parse("bind_address", "bindAddress", document.bind_address, parsers.bind_address)
     any_host, loopback = (
         ("[::]", "[::1]") if ":" in document.bind_address else ("0.0.0.0", "127.0.0.1")
     )
@@ -259,7 +279,7 @@ def _read_masquerade(document: KubeProxyConfiguration, values: ConfigValues) -> 
 def _read_ipvs(section: KubeProxyIPVSConfiguration, values: ConfigValues) -> None:
     """Reads what kube-proxy checks in this mode only."""
     if section.scheduler:
-        values.parse("ipvs_scheduler", "ipvs.scheduler", section.scheduler, parsers.scheduler)
+        values.parse("ipvs_scheduler", "ipvs.scheduler", section.scheduler, kinds.SCHEDULER.parse)
     for i, text in enumerate(section.exclude_cidrs):
         values.try_parse(f"ipvs.excludeCIDRs[{i}]", text, parsers.cidr)
 
@@ -344,26 +364,6 @@ def _read_detect_local(document: KubeProxyConfiguration, values: ConfigValues) -
         values.parse("cluster_cidrs", "clusterCIDR", document.cluster_cidr, parsers.cluster_cidrs)
 
 
-def _read_conntrack(section: KubeProxyConntrackConfiguration, values: ConfigValues) -> None:
-    for field, name, count in (
-        ("max_per_core", "maxPerCore", section.max_per_core),
-        ("least", "min", section.min),
-    ):
-        if count is not None and count < 0:
-            values.add_error(f"conntrack.{name}", f"less than 0: {count}")
-        elif count is not None:
-            values.set(f"conntrack.{field}", f"conntrack.{name}", count)
-    values.set("conntrack.tcp_be_liberal", "conntrack.tcpBeLiberal", section.tcp_be_liberal)
-    for field, name, duration in (
-        ("tcp_established", "tcpEstablishedTimeout", section.tcp_established_timeout),
-        ("tcp_close_wait", "tcpCloseWaitTimeout", section.tcp_close_wait_timeout),
-        ("udp", "udpTimeout", section.udp_timeout or None),
-        ("udp_stream", "udpStreamTimeout", section.udp_stream_timeout or None),
-    ):
-        if duration is not None:
-            values.parse(f"conntrack.{field}", f"conntrack.{name}", duration, parsers.whole_seconds)
-
-
 def _parse_period(values: ConfigValues, path: str, text: str, parser: parsers.Parser) -> float:
     """Returns a period in seconds; 0.0 if unset or zero, which mean the default."""
 
@@ -376,78 +376,39 @@ def _parse_period(values: ConfigValues, path: str, text: str, parser: parsers.Pa
 
 # ---- fields that are accepted but not used -------------------------------------------------------
 
-PROTOBUF_CONTENT_TYPE: Final = "application/vnd.kubernetes.protobuf"
-"""kube-proxy's default."""
-DEFAULT_FLUSH_FREQUENCIES: Final = (0, "", "0s", "5s", 5_000_000_000)
-"""kube-proxy's default, in all forms in which it may be written."""
 
-IsFieldSet = Callable[[KubeProxyConfiguration], object]
-UNUSED_FIELDS: Final[tuple[tuple[str, IsFieldSet, str], ...]] = (
-    (
-        "featureGates",
-        lambda c: c.feature_gates.keys() - USED_FEATURE_GATES,
-        f"kbpf uses {' and '.join(sorted(USED_FEATURE_GATES))} and no other feature gate of "
-        "Kubernetes",
-    ),
-    (
-        "clientConnection.acceptContentTypes",
-        lambda c: c.client_connection.accept_content_types,
-        "kbpf requests JSON",
-    ),
-    (
-        "clientConnection.contentType",
-        lambda c: (
-            c.client_connection.content_type not in ("", PROTOBUF_CONTENT_TYPE, "application/json")
-        ),
-        "kbpf requests JSON",
-    ),
-    (
-        "clientConnection.qps",
-        lambda c: c.client_connection.qps not in (0, 5),
-        "kbpf sends few requests, which need no rate limit",
-    ),
-    (
-        "clientConnection.burst",
-        lambda c: c.client_connection.burst not in (0, 10),
-        "kbpf sends few requests, which need no rate limit",
-    ),
-    (
-        "logging.flushFrequency",
-        lambda c: c.logging.flush_frequency not in DEFAULT_FLUSH_FREQUENCIES,
-        "each line is written immediately",
-    ),
-    ("logging.vmodule", lambda c: c.logging.vmodule, "kbpf logs by level, not by file"),
-    ("logging.options", lambda c: _has_log_options(c.logging.options), "all lines go to stderr"),
-    (
-        "showHiddenMetricsForVersion",
-        lambda c: c.show_hidden_metrics_for_version,
-        "no metric is hidden",
-    ),
-    ("enableProfiling", lambda c: c.enable_profiling, "kbpf has no /debug/pprof"),
-    (
-        "iptables.snatNodeInternalIP",
-        lambda c: c.iptables.snat_node_internal_ip,
-        "clients get an address of the outgoing device, which may differ from the node's "
-        "InternalIP that policies may expect",
-    ),
-    (
-        "ipvs.excludeCIDRs",
-        lambda c: c.ipvs.exclude_cidrs,
-        "kbpf never changes IPVS services that it has not created",
-    ),
-    (
-        "winkernel",
-        lambda c: c.winkernel != KubeProxyWinkernelConfiguration(),
-        "kbpf runs on Linux only",
-    ),
-    ("windowsRunAsService", lambda c: c.windows_run_as_service, "kbpf runs on Linux only"),
-    ("portRange", lambda c: c.port_range, "kube-proxy does not use it either"),
-    ("udpIdleTimeout", lambda c: _is_time(c.udp_idle_timeout), "kube-proxy does not use it either"),
-)
-"""(path, whether it is set, why it has no effect)."""
+def _is_time(text: str) -> bool:
+    try:
+        return bool(text) and durations.parse(text, "") != 0
+    except ConfigError:
+        return False
+
+
+def _has_log_options(options: dict[str, Any]) -> bool:
+    """Whether logging.options sets anything: kubeadm writes empty options."""
+    formats = [value for value in options.values() if isinstance(value, dict)]
+    return any(
+        v not in (None, False, "", "0", 0)
+        for format_options in formats
+        for v in format_options.values()
+    )
+
+
+IS_SET: Final[Mapping[str, Callable[[Any], object]]] = {
+    "featureGates": lambda gates: gates.keys() - parsers.USED_GATES,
+    "logging.options": _has_log_options,
+    "udpIdleTimeout": _is_time,
+}
+"""Path of an unused field → whether it is set, if that is not obvious."""
 WARNED_FIELDS: Final = frozenset(("iptables.snatNodeInternalIP",))
-"""Fields among these that get a warning: backends may see another address than the operator
-expects."""
+"""Unused fields that get a warning: backends may see another address than the operator expects."""
+
+
+def _is_set(unused: UnusedSetting, document: KubeProxyConfiguration) -> bool:
+    value = _set_value(document, unused.path)
+    if value is None or value in unused.defaults:
+        return False
+    return unused.path not in IS_SET or bool(IS_SET[unused.path](value))
 
 
 def _default_mode_matters(document: KubeProxyConfiguration) -> bool:
@@ -464,10 +425,10 @@ def find_diagnostics(document: KubeProxyConfiguration) -> Iterator[Diagnostic]:
     """Yields a line for each field that is accepted but not used, and for what kube-proxy warns
     about.
     """
-    for path, is_set, why in UNUSED_FIELDS:
-        if is_set(document):
-            text = f"{KUBE_PROXY}.{path} is accepted but not used: {why}"
-            yield Diagnostic(text, is_warning=path in WARNED_FIELDS)
+    for unused in UNUSED_SETTINGS:
+        if unused.path and _is_set(unused, document):
+            text = f"{KUBE_PROXY}.{unused.path} is accepted but not used: {unused.why}"
+            yield Diagnostic(text, is_warning=unused.path in WARNED_FIELDS)
     if _default_mode_matters(document):
         yield Diagnostic(
             f"{KUBE_PROXY}.mode is unset: kbpf reads it as iptables, kube-proxy from 1.40 on as "
@@ -522,20 +483,3 @@ def find_diagnostics(document: KubeProxyConfiguration) -> Iterator[Diagnostic]:
             f"{KUBE_PROXY}.clusterCIDR is empty: no ClusterIP is masqueraded, and pods of this "
             "node are recognized by their devices"
         )
-
-
-def _is_time(text: str) -> bool:
-    try:
-        return bool(text) and durations.parse(text, "") != 0
-    except ConfigError:
-        return False
-
-
-def _has_log_options(options: dict[str, Any]) -> bool:
-    """Whether logging.options sets anything: kubeadm writes empty options."""
-    formats = [value for value in options.values() if isinstance(value, dict)]
-    return any(
-        v not in (None, False, "", "0", 0)
-        for format_options in formats
-        for v in format_options.values()
-    )

@@ -21,12 +21,12 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any, Final
 
-from kbpf.config import documents, durations, kbpf_configuration, kubeproxy, parsers
+from kbpf.config import documents, durations, kbpf_configuration, kinds, kubeproxy, parsers
 from kbpf.config.diagnostic import Diagnostic
 from kbpf.config.documents import KBPF, KUBE_PROXY, ConfigDocuments, Diagnostics
-from kbpf.config.flags import FLAGS, FLAGS_BY_NAME, KUBE_PROXY_FLAGS
 from kbpf.config.kbpf_configuration import KbpfConfiguration
 from kbpf.config.kubeproxy import KubeProxyConfiguration
+from kbpf.config.settings import SETTINGS, SETTINGS_BY_FLAG, ignored_in_ipvs
 from kbpf.config.values import ConfigValues
 from kbpf.errors import ConfigError, ConfigErrors
 from kbpf.model.address import family_of
@@ -127,20 +127,21 @@ def _read_flags(
     values = ConfigValues()
     ignored: list[str] = []
     notes += _find_unknown_variables(environ)
-    for flag in FLAGS:
-        if flag_values.get(flag.name) or (flag.name in flag_values and flag.accepts_empty):
-            origin, text = flag.name, flag_values[flag.name]
-        elif flag.field and environ.get(flag.environment_variable):
-            origin, text = flag.environment_variable, environ[flag.environment_variable]
+    for setting in SETTINGS:
+        flag, variable = setting.name, setting.environment_variable
+        if flag_values.get(flag) or (flag in flag_values and setting.kind.accepts_empty):
+            origin, text = flag, flag_values[flag]
+        elif setting.field and environ.get(variable):
+            origin, text = variable, environ[variable]
         else:
             continue
-        if has_kube_proxy_document and flag.name in KUBE_PROXY_FLAGS:
+        if has_kube_proxy_document and setting.is_ignored_with_kube_proxy_document:
             ignored.append(origin)
-        elif not flag.field:
-            notes.append(Diagnostic(f"{origin} is accepted but not used: {flag.help}"))
+        elif not setting.field:
+            notes.append(Diagnostic(f"{origin} is accepted but not used: {setting.help}"))
         else:
-            values.parse(flag.field, origin, text, flag.parse)
-            if flag.parse is parsers.external_ips_gate:
+            values.parse(setting.field, origin, text, setting.parse)
+            if setting.kind is kinds.EXTERNAL_IPS_GATE:
                 notes += _find_unused_gates(origin, text)
     if ignored:
         notes.append(
@@ -162,9 +163,8 @@ TEST_VARIABLE_PREFIXES: Final = ("KBPF_TEST_", "KBPF_BENCH_")
 
 
 def _find_unknown_variables(environ: Mapping[str, str]) -> Iterator[Diagnostic]:
-    variables = {flag.environment_variable: flag.name for flag in FLAGS if flag.field} | {
-        CONFIG_FILE_VARIABLE: "--config"
-    }
+    variables = {setting.environment_variable for setting in SETTINGS if setting.field}
+    variables.add(CONFIG_FILE_VARIABLE)
     for name in sorted(environ):
         if (
             not name.startswith("KBPF_")
@@ -208,7 +208,7 @@ def _build_config(values: ConfigValues) -> Config:
             result = replace(result, node_port_addresses=networks, primary_node_ports=with_primary)
     if result.cluster_cidrs and not result.detect_local_mode:
         result = replace(result, detect_local_mode=LocalMode.CLUSTER_CIDR)
-    return result
+    return replace(result, ignored_in_ipvs=ignored_in_ipvs(result))
 
 
 REQUIRED_FLAGS: Final = {
@@ -244,7 +244,7 @@ def _find_contradictions(config: Config, values: ConfigValues) -> Iterator[Confi
         )
     yield from _find_port_conflicts(config, origin_of)
     for mode, name in REQUIRED_FLAGS.items():
-        if config.detect_local_mode is mode and not getattr(config, FLAGS_BY_NAME[name].field):
+        if config.detect_local_mode is mode and not getattr(config, SETTINGS_BY_FLAG[name].field):
             yield ConfigError(f"{mode} needs a name", origin_of("detect_local_mode"), f"add {name}")
     if config.socket_lb is not SocketLb.ON and not config.packet_path:
         yield ConfigError(
@@ -342,5 +342,5 @@ def _find_warnings(config: Config, values: ConfigValues) -> Iterator[Diagnostic]
 
 def _origin_lookup(values: ConfigValues) -> Callable[[str], str]:
     """Returns a function from a field to where it was set, or to the flag that would set it."""
-    names = {flag.field: flag.name for flag in FLAGS}
+    names = {setting.field: setting.name for setting in SETTINGS}
     return lambda field: values.origins.get(field) or names[field]

@@ -12,8 +12,7 @@ from typing import Any, Final
 
 from kbpf.config import documents, kbpf_configuration, kubeproxy
 from kbpf.config.documents import KBPF, KUBE_PROXY, Diagnostics
-from kbpf.config.flags import FLAGS_BY_NAME
-from kbpf.config.kbpf_configuration import FLAG_BY_PATH, KbpfConfiguration
+from kbpf.config.kbpf_configuration import KBPF_SETTINGS, KbpfConfiguration
 from kbpf.config.kubeproxy import KubeProxyConfiguration
 from kbpf.config.load import read_file
 from kbpf.errors import ConfigError
@@ -28,7 +27,7 @@ LOCATION_PATHS: Final = (
 )
 """Paths in KbpfConfiguration; they are not set anywhere else."""
 FIELD_BY_PATH: Final[Mapping[str, str]] = {
-    path: FLAGS_BY_NAME[FLAG_BY_PATH[path]].field for path in LOCATION_PATHS
+    path: KBPF_SETTINGS[path].field for path in LOCATION_PATHS
 }
 
 

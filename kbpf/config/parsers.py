@@ -13,9 +13,18 @@ from typing import Any, Final
 
 from kbpf.config import durations
 from kbpf.errors import ConfigError, ObjectError
-from kbpf.model.address import ANY4, ANY6, Addr, family_of, format_endpoint, parse_addr
-from kbpf.model.config import Accounting, LocalMode, ServiceAnnotations, SocketLb
-from kbpf.model.objects import Algorithm, Cidr
+from kbpf.model.address import (
+    ANY4,
+    ANY6,
+    V4_PREFIX,
+    Addr,
+    family_of,
+    format_addr,
+    format_endpoint,
+    parse_addr,
+)
+from kbpf.model.config import LocalMode
+from kbpf.model.objects import Cidr
 
 Parser = Callable[[str, str], Any]
 """(text, origin) → value. Raises ConfigError."""
@@ -65,31 +74,10 @@ def boolean(text: str, where: str) -> bool:
     return choice(("true", "false"), spellings.get(lowered, lowered), where) == "true"
 
 
-def algorithm(text: str, where: str) -> Algorithm:
-    return Algorithm(choice(tuple(Algorithm), text, where))
-
-
-def socket_lb(text: str, where: str) -> SocketLb:
-    return SocketLb(choice(tuple(SocketLb), text, where))
-
-
-def service_annotations(text: str, where: str) -> ServiceAnnotations:
-    return ServiceAnnotations(choice(tuple(ServiceAnnotations), text, where))
-
-
-def accounting(text: str, where: str) -> Accounting:
-    return Accounting(choice(tuple(Accounting), text, where))
-
-
-mode: Final = partial(choice, ("auto", "bpf", "ipvs"))
-proxy_mode: Final = partial(choice, ("", "iptables", "nftables", "ipvs"))
 IPVS_SCHEDULERS: Final = (
-    "rr", "wrr", "lc", "wlc", "lblc", "lblcr", "sh", "mh", "dh", "sed", "nq", "fo"
-)  # fmt: skip
-scheduler: Final = partial(choice, IPVS_SCHEDULERS)
-forwarding: Final = partial(choice, ("stack", "direct"))
-log_level: Final = partial(choice, ("debug", "info", "warning", "error"))
-log_format: Final = partial(choice, ("text", "json"))
+    *("rr", "wrr", "lc", "wlc", "lblc", "lblcr"),
+    *("sh", "mh", "dh", "sed", "nq", "fo"),
+)
 
 
 def verbosity(text: str, where: str) -> str:
@@ -198,6 +186,11 @@ def cidr(text: str, where: str) -> Cidr:
     return Cidr(parse_addr(str(network.network_address)), network.prefixlen)
 
 
+def format_cidr(cidr: Cidr) -> str:
+    is_ipv4 = cidr.address.startswith(V4_PREFIX) and cidr.bits >= 96
+    return f"{format_addr(cidr.address)}/{cidr.bits - 96 if is_ipv4 else cidr.bits}"
+
+
 def networks(text: str, where: str) -> tuple[Cidr, ...]:
     """Networks; an empty text is an empty list, as in kube-proxy."""
     return _parse_cidrs([item.strip() for item in text.split(",") if item.strip()], where)
@@ -240,6 +233,7 @@ EXTERNAL_IPS_GATE: Final = "AllowServiceExternalIPs"
 LOCALHOST_GATE: Final = "KubeProxyNFTablesLocalhostNodePorts"
 """A feature gate of kube-proxy since 1.37. true: NodePorts answer on loopback in mode nftables, if
 nodePortAddresses has a loopback network."""
+USED_GATES: Final = frozenset((EXTERNAL_IPS_GATE, LOCALHOST_GATE))
 
 
 def feature_gate_values(text: str, where: str) -> dict[str, bool]:

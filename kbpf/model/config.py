@@ -296,6 +296,9 @@ class Config:
 
     log_level: str = "info"
 
+    ignored_in_ipvs: tuple[str, ...] = field(default=(), compare=False)
+    """The flags of settings that are not the default and have no effect in mode ipvs."""
+
 
 def is_system_service(service: ServiceName, config: Config) -> bool:
     """Whether the cluster depends on this Service, so that it is programmed before others."""

@@ -19,7 +19,7 @@ from typing import Final
 
 from kbpf.dataplane import firewalls
 from kbpf.dataplane.base import Report
-from kbpf.dataplane.ipvs import cleanup, ignored_settings, metrics
+from kbpf.dataplane.ipvs import cleanup, metrics
 from kbpf.dataplane.ipvs.diff import Changes, DesiredElements
 from kbpf.dataplane.ipvs.executor import KernelState
 from kbpf.dataplane.ipvs.fwmarks import FwmarkAllocator
@@ -152,7 +152,7 @@ class IpvsPlane:
             self._config.ipvs_device,
             self._options.table,
         )
-        if names := ignored_settings.list_ignored(self._config):
+        if names := self._config.ignored_in_ipvs:
             log.info("settings without effect in mode ipvs: %s (docs/ipvs.md)", ", ".join(names))
         with contextlib.suppress(KernelError):  # the first tick() retries
             self._check_firewalls(forward_rules.list_chains())

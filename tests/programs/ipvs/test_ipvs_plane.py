@@ -23,9 +23,8 @@ from kbpf.agent.agent import Agent
 from kbpf.checks import ipvs
 from kbpf.checks.row import CheckRow
 from kbpf.cli import app, cleanup
-from kbpf.config.flags import FLAGS, FLAGS_BY_NAME
 from kbpf.dataplane.ipvs import cleanup as ipvs_cleanup
-from kbpf.dataplane.ipvs import ignored_settings, ruleset
+from kbpf.dataplane.ipvs import ruleset
 from kbpf.dataplane.ipvs.drain import PreviousIpvsPlane
 from kbpf.dataplane.ipvs.plan import Element, SetName
 from kbpf.errors import KernelError
@@ -41,7 +40,7 @@ from kbpf.kernel.netfilter import forward_rules
 from kbpf.kernel.probe_result import Probe
 from kbpf.kernel.system import modules, sandbox, sysctl
 from kbpf.model.address import parse_addr
-from kbpf.model.config import Accounting, IpvsTimeoutSettings, MapSizes, Serving, SocketLb
+from kbpf.model.config import IpvsTimeoutSettings
 from kbpf.model.desired import ServiceState
 from kbpf.model.objects import Protocol
 from kbpf.takeover import conntrack_keepalive, detect
@@ -602,34 +601,16 @@ def test_iptables_legacy_filter_table_is_reported(
     assert "if its INPUT drops" in inputs
 
 
-IDLE: list[tuple[dict[str, Any], str]] = [
-    ({}, ""),
-    ({"socket_lb": SocketLb.OFF}, "--socket-lb"),
-    ({"forwarding": "direct", "accounting": Accounting.FULL}, "--forwarding, --accounting"),
-    ({"sizes": MapSizes(frontends=1000, counts=1)}, "--max-frontends, --max-counts"),
-    ({"serving": Serving(backend_series=5)}, "--metrics-backends"),
-    ({"packet_path": False, "devices": ("eth0",)}, "--packet-path, --device"),
-    ({"masquerade_all": True, "ipvs_scheduler": "lc", "strict_arp": True}, ""),
-]
-
-
-@pytest.mark.parametrize(("given", "names"), IDLE, ids=[row[1] or str(row[0]) for row in IDLE])
+@pytest.mark.parametrize("flags", [(), ("--forwarding", "--accounting")])
 def test_ignored_settings_are_logged_once(
-    fake_node: Node, caplog: pytest.LogCaptureFixture, given: dict[str, Any], names: str
+    fake_node: Node, caplog: pytest.LogCaptureFixture, flags: tuple[str, ...]
 ):
     caplog.set_level("INFO")
-    fake_node.start(replace(fake_node.config, **given))
+    fake_node.start(replace(fake_node.config, ignored_in_ipvs=flags))
     fake_node.apply(WEB)
     fake_node.tick()
-    line = f"settings without effect in mode ipvs: {names} (docs/ipvs.md)"
-    assert [one for one in caplog.messages if "without effect" in one] == ([line] if names else [])
-
-
-def test_ignored_settings_have_the_names_of_their_flags():
-    for field, name in ignored_settings.IGNORED_SETTINGS.items():
-        assert FLAGS_BY_NAME[name].field == field
-    sizes = {flag.name for flag in FLAGS if flag.field.startswith("sizes.")}
-    assert sizes <= set(ignored_settings.IGNORED_SETTINGS.values())
+    line = f"settings without effect in mode ipvs: {', '.join(flags)} (docs/ipvs.md)"
+    assert [one for one in caplog.messages if "without effect" in one] == ([line] if flags else [])
 
 
 # ---- kbpf check ----------------------------------------------------------------------------------

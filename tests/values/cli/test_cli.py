@@ -21,7 +21,8 @@ from kbpf.checks.verdict import compute_verdict, to_document
 from kbpf.cli import app, arguments, check, cleanup, inspect, render
 from kbpf.cli.options import Output
 from kbpf.cli.render import watch
-from kbpf.config import flags, load, locations
+from kbpf.config import load, locations
+from kbpf.config.settings import SETTINGS
 from kbpf.dataplane.bpf.maps.layout import NodeFlag
 from kbpf.errors import ConfigError, NotFoundError
 from kbpf.kernel.net.devices import Device
@@ -230,14 +231,14 @@ def test_invalid_flag_or_variable_is_named_in_the_error(wrong: Wrong):
 
 def test_every_flag_is_in_the_help_of_run():
     text = arguments.build_parser().format_help()
-    for flag in flags.FLAGS:
+    for flag in SETTINGS:
         assert flag.name in text
     assert "KBPF_PIN_DIR" in text
 
 
 def test_every_flag_names_a_field_of_the_config():
     known = set(Config.__slots__) | {"node_ports"}
-    for flag in flags.FLAGS:
+    for flag in SETTINGS:
         head, _, tail = (flag.field or "mode").partition(".")  # no field: unused, kube-proxy's
         assert tail in getattr(Config(), head).__slots__ if tail else head in known
 
@@ -357,7 +358,7 @@ def test_diagnostics_of_a_file_have_the_log_format(
     assert unknown in told[1]
     assert {level for level, _ in told[0]} == {"warning", "info"}
     assert [level for level, _ in told[1]] == ["error", "error", "warning"]
-    for place, message in zip(("oomScoreAdj", "bindAddress"), told[1], strict=False):
+    for place, message in zip(("bindAddress", "oomScoreAdj"), told[1], strict=False):
         assert f"(KubeProxyConfiguration.{place})" in message[1]
 
 

@@ -146,8 +146,8 @@ SETTINGS = [
           "127.0.0.2:1", 0),
     proxy("addresses and numbers", "clusterCIDR: 10.0.0.0/99\nbindAddress: eth0\n"
           "oomScoreAdj: -5000\niptables: {masqueradeBit: 32}", 2,
-          "not a number from -1000 to 1000: '-5000' (.oomScoreAdj)",
           "not an IP address: 'eth0' (.bindAddress)",
+          "not a number from -1000 to 1000: '-5000' (.oomScoreAdj)",
           "not a bit of the mark: '32' (.iptables.masqueradeBit); give a number, 0 to 31",
           "not a network: '10.0.0.0/99' (.clusterCIDR); write it as 192.0.2.0/24 or 2001:db8::/32",
           "warning: line 5: clusterCIDR occurs twice; the last one is used"),

@@ -13,9 +13,12 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
-from kbpf.config import documents, durations, flags, kbpf_configuration, load, parsers, write
-from kbpf.config.kubeproxy import UNUSED_FIELDS, KubeProxyConfiguration
+from kbpf.config import documents, durations, kinds, load, write
+from kbpf.config.kbpf_configuration import KBPF_SETTINGS, KbpfConfiguration
+from kbpf.config.kinds import Kind
+from kbpf.config.kubeproxy import KubeProxyConfiguration
 from kbpf.config.load import LoadedConfig
+from kbpf.config.settings import SETTINGS, SETTINGS_BY_FLAG, UNUSED_SETTINGS
 from kbpf.errors import ConfigError, ConfigErrors
 from kbpf.model.address import parse_addr
 from kbpf.model.config import (
@@ -379,7 +382,8 @@ def test_snat_node_internal_ip_is_a_warning():
 
 
 def test_every_unused_field_has_a_row():
-    assert {path for path, _, _ in UNUSED_FIELDS} == {path for _, path in NOT_USED}
+    paths = {unused.path for unused in UNUSED_SETTINGS if unused.path}
+    assert paths == {path for _, path in NOT_USED}
 
 
 DIAGNOSTICS = [
@@ -525,12 +529,9 @@ def test_field_of_kbpfs_document(row: FieldRow):
 
 def test_every_field_of_kbpfs_document_has_a_row():
     said = {path for row in OURS[:-1] for path in _paths(row.text)}
-    assert said == set(kbpf_configuration.FLAG_BY_PATH)
-    leaves = [
-        path.partition(".")[2]
-        for path in documents.leaf_paths(kbpf_configuration.KbpfConfiguration, "K")
-    ]
-    assert leaves == list(kbpf_configuration.FLAG_BY_PATH)
+    assert said == set(KBPF_SETTINGS)
+    leaves = [path.partition(".")[2] for path in documents.leaf_paths(KbpfConfiguration, "K")]
+    assert leaves == list(KBPF_SETTINGS)
 
 
 def _paths(text: str) -> list[str]:
@@ -559,7 +560,7 @@ OURS_WRONG = [
            f"({O}socketLb); is socketLB meant?", f"({O}pinDir)")),
     Wrong("source: /a\nmaster: https://b", (f"({O}source)",)),
     Wrong("mode: x\nlogLevel: z\nmapSizes: {affinity: -1}",
-          (f"({O}mode)", f"({O}mapSizes.affinity)", f"({O}logLevel)")),
+          (f"({O}mode)", f"({O}logLevel)", f"({O}mapSizes.affinity)")),
 ]  # fmt: skip
 
 
@@ -755,6 +756,28 @@ def test_reasonable_settings_have_no_diagnostic(given: dict[str, str]):
     assert load.load(given, {}).notes == ()
 
 
+IGNORED_IN_IPVS: list[tuple[dict[str, str], str]] = [
+    ({}, ""),
+    ({"socket_lb": "off"}, "--socket-lb"),
+    ({"forwarding": "direct", "accounting": "full"}, "--forwarding --accounting"),
+    ({"max_frontends": "1000", "max_counts": "1"}, "--max-frontends --max-counts"),
+    ({"metrics_backends": "5"}, "--metrics-backends"),
+    ({"packet_path": "false", "device": "eth0"}, "--packet-path --device"),
+    ({"masquerade_all": "true", "ipvs_scheduler": "lc", "ipvs_strict_arp": "true"}, ""),
+]
+
+
+@pytest.mark.parametrize(("given", "names"), IGNORED_IN_IPVS, ids=str)
+def test_settings_without_effect_in_mode_ipvs(given: dict[str, str], names: str):
+    assert ours(**given).config.ignored_in_ipvs == tuple(names.split())
+
+
+def test_all_map_sizes_have_no_effect_in_mode_ipvs():
+    sizes = [setting for setting in SETTINGS if setting.field.startswith("sizes.")]
+    assert len(sizes) == len(MapSizes.__slots__)
+    assert {setting.only for setting in sizes} == {"bpf"}
+
+
 # ---- writing -------------------------------------------------------------------------------------
 
 WRITTEN = [
@@ -791,48 +814,51 @@ def test_written_configuration_is_read_as_the_same(config: Config):
     assert "unknown field" not in told(made)
 
 
-SAMPLES: dict[Any, tuple[str, ...]] = {
-    parsers.boolean: ("true", "false"),
-    parsers.seconds: ("0s", "90s", "1.5s", "1h0m1s"),
-    parsers.whole_seconds: ("0s", "90s", "25h"),
-    parsers.period: ("90s", "0.25s"),
-    parsers.doubled_period: ("90s", "0.5s"),
-    parsers.count: ("0", "7"),
-    parsers.entries: ("6000",),
-    parsers.connections: ("6000",),
-    parsers.oom_score: ("-5",),
-    parsers.bit: ("3",),
-    parsers.ports: ("5-6",),
-    parsers.networks: ("10.0.0.0/8,fd00::/48",),
-    parsers.external_ips: ("all", "off", "10.0.0.0/8,fd00::/48"),
-    parsers.node_ports: ("primary", "primary,10.0.0.0/8", "all"),
-    parsers.bind_address: ("192.0.2.1", "fd00::1"),
-    parsers.healthz: ("[::1]:7",),
-    parsers.metrics: ("127.0.0.1:7,192.0.2.1:7",),
-    parsers.names: ("a,b*",),
-    parsers.cgroups: ("a/b,c*",),
-    parsers.path: ("/a/b",),
-    parsers.absolute_path: ("/a/b",),
-    parsers.text: ("https://192.0.2.1:6443",),
-    parsers.node_name: ("n-1",),
-    parsers.device: ("cni0",),
-    parsers.table: ("t_1",),
-    parsers.watch_nodes: ("auto", "own", "all"),
-    parsers.mode: ("auto", "bpf", "ipvs"),
-    parsers.proxy_mode: ("iptables", "nftables", "ipvs"),
-    parsers.scheduler: ("wlc",),
-    parsers.forwarding: ("stack", "direct"),
-    parsers.log_level: ("debug",),
-    parsers.log_format: ("text", "json"),
-    parsers.verbosity: ("2", "4"),
-    parsers.algorithm: tuple(Algorithm),
-    parsers.service_annotations: tuple(ServiceAnnotations),
-    parsers.accounting: tuple(Accounting),
-    parsers.socket_lb: tuple(SocketLb),
-    parsers.local_mode: ("ClusterCIDR", "NodeCIDR"),
-    parsers.external_ips_gate: ("AllowServiceExternalIPs=false",),
+SAMPLES: dict[Kind, tuple[str, ...]] = {
+    kinds.BOOLEAN: ("true", "false"),
+    kinds.SECONDS: ("0s", "90s", "1.5s", "1h0m1s"),
+    kinds.WHOLE_SECONDS: ("0s", "90s", "25h"),
+    kinds.PERIOD: ("90s", "0.25s"),
+    kinds.DOUBLED_PERIOD: ("90s", "0.5s"),
+    kinds.COUNT: ("0", "7"),
+    kinds.ENTRIES: ("6000",),
+    kinds.CONNECTIONS: ("6000",),
+    kinds.OOM_SCORE: ("-5",),
+    kinds.BIT: ("3",),
+    kinds.PORTS: ("5-6",),
+    kinds.NETWORKS: ("10.0.0.0/8,fd00::/48",),
+    kinds.CLUSTER_CIDRS: ("10.0.0.0/8,fd00::/48",),
+    kinds.EXTERNAL_IPS: ("all", "off", "10.0.0.0/8,fd00::/48"),
+    kinds.NODE_PORTS: ("primary", "primary,10.0.0.0/8", "all"),
+    kinds.BIND_ADDRESS: ("192.0.2.1", "fd00::1"),
+    kinds.HEALTHZ: ("[::1]:7",),
+    kinds.METRICS: ("127.0.0.1:7,192.0.2.1:7",),
+    kinds.NAMES: ("a,b*",),
+    kinds.CGROUPS: ("a/b,c*",),
+    kinds.FILE: ("/a/b",),
+    kinds.DIR: ("/a/b",),
+    kinds.ABSOLUTE_DIR: ("/a/b",),
+    kinds.URL: ("https://192.0.2.1:6443",),
+    kinds.NODE_NAME: ("n-1",),
+    kinds.DEVICE: ("cni0",),
+    kinds.DEVICE_PREFIX: ("cni0",),
+    kinds.TABLE: ("t_1",),
+    kinds.WATCH_NODES: ("auto", "own", "all"),
+    kinds.MODE: ("auto", "bpf", "ipvs"),
+    kinds.PROXY_MODE: ("iptables", "nftables", "ipvs"),
+    kinds.SCHEDULER: ("wlc",),
+    kinds.FORWARDING: ("stack", "direct"),
+    kinds.LOG_LEVEL: ("debug",),
+    kinds.LOG_FORMAT: ("text", "json"),
+    kinds.VERBOSITY: ("2", "4"),
+    kinds.ALGORITHM: tuple(Algorithm),
+    kinds.SERVICE_ANNOTATIONS: tuple(ServiceAnnotations),
+    kinds.ACCOUNTING: tuple(Accounting),
+    kinds.SOCKET_LB: tuple(SocketLb),
+    kinds.LOCAL_MODE: ("ClusterCIDR", "NodeCIDR"),
+    kinds.EXTERNAL_IPS_GATE: ("AllowServiceExternalIPs=false",),
 }
-"""Parser → texts that flags with it accept. A flag of a new type needs a line here."""
+"""Kind → texts that flags of this kind accept. A new kind needs a line here."""
 
 GIVEN_WITH = {
     "--pod-bridge-interface": {"--detect-local-mode": "BridgeInterface"},
@@ -841,7 +867,7 @@ GIVEN_WITH = {
 }
 """Flag → other flags without which it is refused, or has no effect."""
 
-GIVEN = [(flag.name, text) for flag in flags.FLAGS if flag.field for text in SAMPLES[flag.parse]]
+GIVEN = [(row.name, text) for row in SETTINGS if row.field for text in SAMPLES[row.kind]]
 
 
 @pytest.mark.parametrize(("flag", "text"), GIVEN, ids=map("=".join, GIVEN))
@@ -925,35 +951,44 @@ def test_page_has_every_field_of_kube_proxys_document():
 
 def test_page_has_every_field_of_kbpfs_document_with_its_flag():
     rows = table("KbpfConfiguration")
-    assert list(rows) == list(kbpf_configuration.FLAG_BY_PATH)
-    assert {path: cells[0].strip("`") for path, cells in rows.items()} == dict(
-        kbpf_configuration.FLAG_BY_PATH
-    )
+    assert list(rows) == list(KBPF_SETTINGS)
+    for path, cells in rows.items():
+        assert cells[0].strip("`") == KBPF_SETTINGS[path].name
 
 
 def test_page_has_every_flag_with_its_field():
     rows = table("Flags")
-    assert list(rows) == [flag.name for flag in flags.FLAGS]
-    ours, theirs = (
-        set(kbpf_configuration.FLAG_BY_PATH.values()),
-        set(table("KubeProxyConfiguration")),
-    )
-    for flag in flags.FLAGS:
-        field = rows[flag.name][0].strip("`")
-        if flag.name in ours:
-            assert (
-                kbpf_configuration.FLAG_BY_PATH[field.removeprefix("KbpfConfiguration.")]
-                == flag.name
-            )
-        elif flag.field:
-            assert field in theirs
+    assert list(rows) == [setting.name for setting in SETTINGS]
+    for setting in SETTINGS:
+        field = rows[setting.name][0].strip("`")
+        if setting.kbpf:
+            assert field == f"KbpfConfiguration.{setting.kbpf}"
+        elif setting.kube_proxy:
+            assert field in setting.kube_proxy.split()
+
+
+def test_every_path_of_a_setting_is_a_field_of_kube_proxys_document():
+    paths = {path for setting in SETTINGS for path in setting.kube_proxy.split()}
+    assert paths <= set(table("KubeProxyConfiguration"))
 
 
 def test_page_has_the_aliases_of_flags_and_which_are_ignored():
     for name, (_, others, ignored) in table("Flags").items():
-        flag = flags.FLAGS_BY_NAME[name]
-        assert tuple(re.findall("`(.*?)`", others)) == flag.aliases, name
-        assert (ignored == "yes") is (name in flags.KUBE_PROXY_FLAGS), name
+        setting = SETTINGS_BY_FLAG[name]
+        assert tuple(re.findall("`(.*?)`", others)) == setting.aliases, name
+        assert (ignored == "yes") is setting.is_ignored_with_kube_proxy_document, name
+
+
+def test_default_in_the_help_is_the_actual_one():
+    shown = {
+        setting: match[1]
+        for setting in SETTINGS
+        if (match := re.search(r"\(default ([^:,)]+)[:,)]", setting.help))
+        and setting.field != "node_ports"  # depends on --proxy-mode
+    }
+    assert len(shown) == 51
+    for setting, text in shown.items():
+        assert setting.parse(text, "") == field(Config(), setting.field), setting.name
 
 
 def test_defaults_on_the_page_are_the_actual_ones():

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pytest
 import yaml
 
-from kbpf.config import flags
+from kbpf.config.settings import SETTINGS_BY_FLAG
 from kbpf.dataplane.bpf.maps.layout import MAPS
 from tests.support.cluster import kubeadm
 from tests.support.cluster.kubectl import MANIFESTS
@@ -208,7 +208,7 @@ def test_named_files_exist(page: str):
 def options() -> set[str]:
     """All options of kbpf: of `run` from its table, of other commands from their declarations."""
     declared = "".join(path.read_text() for path in (ROOT / "kbpf" / "cli").glob("*.py"))
-    return {*flags.FLAGS_BY_NAME, *re.findall(r"--[a-z][a-z0-9-]+", declared)}
+    return {*SETTINGS_BY_FLAG, *re.findall(r"--[a-z][a-z0-9-]+", declared)}
 
 
 @pytest.mark.parametrize("page", PAGES)
