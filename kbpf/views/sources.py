@@ -7,9 +7,10 @@ from typing import Final
 import msgspec
 
 from kbpf.dataplane.bpf.inspect.snapshot import Part, Snapshot
-from kbpf.dataplane.bpf.maps.layout import DeviceFlag, NodeFlag, Reason, ServiceFlag
+from kbpf.dataplane.bpf.maps.layout import DeviceFlag, NodeFlag, ServiceFlag
 from kbpf.model.address import family_of, format_addr
 from kbpf.model.objects import Cidr
+from kbpf.model.reasons import Reason
 from kbpf.views.backends import format_service
 from kbpf.views.columns import Column
 

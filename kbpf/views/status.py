@@ -5,9 +5,8 @@ from typing import Final
 
 import msgspec
 
-from kbpf.dataplane.bpf.inspect.reasons import describe
 from kbpf.dataplane.bpf.inspect.snapshot import Part, Snapshot
-from kbpf.dataplane.bpf.maps.layout import Reason
+from kbpf.model.reasons import Reason
 from kbpf.model.status import SourceView, ThreadView
 from kbpf.views.columns import Column, format_bool, format_duration, format_number
 from kbpf.views.packet_path import availability
@@ -171,5 +170,5 @@ THREAD_COLUMNS: Final = (
 COUNTER_COLUMNS: Final = (
     Column("REASON", lambda c: c[0]),
     Column("COUNT", lambda c: format_number(c[1]), right=True),
-    Column("MEANING", lambda c: describe(Reason[c[0].upper()])),
+    Column("MEANING", lambda c: Reason[c[0].upper()].words),
 )

@@ -32,7 +32,6 @@ from kbpf.dataplane.bpf.maps.layout import (
     UDP_FLOW,
     UDP_FLOWS,
     FlowDirection,
-    Reason,
     Target,
 )
 from kbpf.dataplane.bpf.maps.pinning import Pins
@@ -55,33 +54,7 @@ from kbpf.model.metrics import (
     TrafficStats,
 )
 from kbpf.model.objects import Protocol, ServiceName
-
-VERDICT_BY_REASON: Final = {
-    Reason.TRANSLATED: "translate",
-    Reason.TRANSLATED_BY_AFFINITY: "translate",
-    Reason.TRANSLATED_BY_FLOW: "translate",
-    Reason.REVERSED: "translate",
-    Reason.NOT_A_SERVICE: "pass",
-    Reason.NEEDS_SOURCE: "pass",
-    Reason.LEFT_TO_PACKETS: "pass",
-    Reason.NO_ENDPOINTS: "refuse",
-    Reason.SET_VANISHED: "refuse",
-    Reason.UNKNOWN_PORT: "refuse",
-    Reason.NO_LOCAL_ENDPOINTS: "drop",
-    Reason.NO_SNAT_PORT: "drop",
-    Reason.NOT_REWRITTEN: "drop",
-    Reason.NOT_ALLOWED: "drop",
-    Reason.NO_ROUTE: "drop",
-    Reason.PAUSED: "drop",
-    Reason.TABLE_FULL: "drop",
-    Reason.RATE_LIMITED: "drop",
-    Reason.NOT_TRACKED: "drop",
-    Reason.NEW_FLOW: "note",
-    Reason.EVICTED: "note",
-    Reason.REDIRECTED: "note",
-    Reason.NOT_RECORDED: "note",
-}
-"""What each reason means. A "note" is counted in addition to a verdict."""
+from kbpf.model.reasons import Reason
 
 SOCKET_STORAGE_MAPS: Final = ("sock_peers", "udp_flows")
 """State of connected and unconnected sockets. The kernel needs BTF to show it."""
@@ -494,4 +467,4 @@ def _add_totals(a: ConnectionStats, b: ConnectionStats) -> ConnectionStats:
 def _read_decision(map_: Map, reason: Reason) -> ReasonCount:
     raw = map_.lookup(U32.pack(reason)) or b""  # one u64 for each possible CPU
     count = sum(memoryview(raw).cast("Q"))
-    return ReasonCount(reason.name.lower(), VERDICT_BY_REASON[reason], count)
+    return ReasonCount(reason.name.lower(), reason.verdict, count)

@@ -6,7 +6,8 @@ from typing import Final
 import msgspec
 
 from kbpf.dataplane.bpf.inspect.snapshot import Part, Snapshot
-from kbpf.dataplane.bpf.maps.layout import DeviceFlag, Reason, Role
+from kbpf.dataplane.bpf.maps.layout import DeviceFlag, Role
+from kbpf.model.reasons import Reason
 from kbpf.model.status import DeviceFailure
 from kbpf.views.columns import Column
 

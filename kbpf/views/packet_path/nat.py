@@ -17,8 +17,9 @@ from kbpf.dataplane.bpf.inspect.tracked_connections import (
 )
 from kbpf.dataplane.bpf.maps import flow_entries
 from kbpf.dataplane.bpf.maps.flow_entries import NS_PER_SECOND
-from kbpf.dataplane.bpf.maps.layout import FLOW, Reason, TcpState
+from kbpf.dataplane.bpf.maps.layout import FLOW, TcpState
 from kbpf.model.address import format_addr
+from kbpf.model.reasons import Reason
 from kbpf.views.backends import format_service
 from kbpf.views.columns import Column, format_duration, format_number
 from kbpf.views.packet_path.connections import protocol_name, state_name

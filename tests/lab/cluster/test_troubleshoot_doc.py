@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from kbpf.dataplane.bpf.inspect.reasons import DESCRIPTIONS
+from kbpf.model.reasons import Reason
 from tests.support.lab.dial import DROPPED as AT_ONCE
 from tests.support.lab.dial import REFUSED, Dial
 from tests.support.lab.dial import check as check_at_once
@@ -81,7 +81,7 @@ def inspect(agent: Agent, command: str) -> "subprocess.CompletedProcess[str]":
 
 def counted(agent: Agent, words: str) -> int:
     """The counter that `kbpf inspect status` shows with this description."""
-    (reason,) = (reason for reason, said in DESCRIPTIONS.items() if said == words)
+    (reason,) = (reason for reason in Reason if reason.words == words)
     counters = json.loads(inspect(agent, "status -o json").stdout)["counters"]
     return int(counters[reason.name.lower()])
 

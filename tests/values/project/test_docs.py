@@ -15,6 +15,7 @@ import yaml
 
 from kbpf.config.settings import SETTINGS_BY_FLAG
 from kbpf.dataplane.bpf.maps.layout import MAPS
+from kbpf.model.reasons import Reason, Verdict
 from tests.support.cluster import kubeadm
 from tests.support.cluster.kubectl import MANIFESTS
 from tests.support.features import FEATURES
@@ -276,6 +277,22 @@ def test_each_map_that_clients_can_fill_names_a_test(row: MapRow):
     named = re.findall(r"`(test_\w+)`", row.then)
     assert [name for name in named if name not in tests] == []
     assert named or row.filled_by.startswith("no client")
+
+
+def test_the_table_of_verdicts_has_all_reasons():
+    """A note is described below the table, or next to the verdict that it accompanies."""
+    section = (ROOT / "docs/design/datapath.md").read_text().partition("\n## Verdicts\n")[2]
+    section = section.partition("\n## ")[0]
+    rows = [cells(line) for line in section.splitlines() if line.startswith("| ")][1:]
+    verdicts = {
+        name: re.split(r"\W", verdict)[0]
+        for verdict, _, counted_as in rows for name in re.findall(r"`([A-Z_]+)`", counted_as)
+    }  # fmt: skip
+    notes = {reason.name for reason in Reason if reason.verdict is Verdict.NOTE}
+    assert {name: verdict for name, verdict in verdicts.items() if name not in notes} == {
+        reason.name: reason.verdict for reason in Reason if reason.name not in notes
+    }
+    assert notes <= set(re.findall(r"`([A-Z_]+)`", section))
 
 
 # ---- figures -------------------------------------------------------------------------------------

@@ -15,9 +15,10 @@ import msgspec
 import pytest
 import yaml
 
-from kbpf.dataplane.bpf.maps.layout import MAPS, Reason
-from kbpf.dataplane.bpf.metrics import KNOWN_COUNTS, VERDICT_BY_REASON
+from kbpf.dataplane.bpf.maps.layout import MAPS
+from kbpf.dataplane.bpf.metrics import KNOWN_COUNTS
 from kbpf.model.config import Config
+from kbpf.model.reasons import Reason, Verdict
 from kbpf.serve.kbpf_metrics import FAILURES
 from tests.support.prometheus import Family
 from tests.values.serve.test_metrics import COUNTS, busy
@@ -33,7 +34,7 @@ OURS = ("kbpf_", "kubeproxy_", "rest_client_", "process_", "up")
 MATCHER = re.compile(r'([a-z_]+)(=~|!=|!~|=)"([^"]*)"')
 KNOWN_VALUES = {
     "reason": {reason.name.lower() for reason in Reason},
-    "verdict": set(VERDICT_BY_REASON.values()),
+    "verdict": set(Verdict),
     "state": {"on", "off", "failed"},
     "source": {"services", "endpointslices", "nodes", "pods"},
     "quantile": {"0.5", "0.99"},

@@ -33,7 +33,6 @@ from kbpf.dataplane.bpf.maps.layout import (
     ConfigFlag,
     DeviceFlag,
     NodeFlag,
-    Reason,
     Role,
     ServiceValue,
     unpack_network,
@@ -57,6 +56,7 @@ from kbpf.model.config import SocketLb
 from kbpf.model.desired import Backend, FrontendAddress, ServicePortKey
 from kbpf.model.metrics import ALL_COUNTERS, CONNECTION_COUNTERS, ConnectionStats
 from kbpf.model.objects import Cidr
+from kbpf.model.reasons import Reason
 from kbpf.model.status import AgentStatus, decode
 
 ZERO: Final = U32.pack(0)

@@ -19,6 +19,7 @@ from kbpf.model.address import Addr
 from kbpf.model.config import MapSizes
 from kbpf.model.desired import FrontendKind, ServicePortKey
 from kbpf.model.objects import Cidr, Protocol
+from kbpf.model.reasons import Reason
 
 
 class ServiceFlag(IntFlag):
@@ -152,34 +153,6 @@ class ClientKind(IntEnum):
 
     ADDRESS = 0
     NETNS = 1
-
-
-class Reason(IntEnum):
-    """enum reason: why a program decided as it did; index into the map `reasons`."""
-
-    NOT_A_SERVICE = 0
-    TRANSLATED = 1
-    TRANSLATED_BY_AFFINITY = 2
-    TRANSLATED_BY_FLOW = 3
-    REVERSED = 4
-    NO_ENDPOINTS = 5
-    NO_LOCAL_ENDPOINTS = 6
-    NEEDS_SOURCE = 7
-    SET_VANISHED = 8
-    NOT_RECORDED = 9
-    NO_SNAT_PORT = 10
-    NOT_REWRITTEN = 11
-    NOT_ALLOWED = 12
-    UNKNOWN_PORT = 13
-    NEW_FLOW = 14
-    EVICTED = 15
-    NO_ROUTE = 16
-    LEFT_TO_PACKETS = 17
-    PAUSED = 18
-    TABLE_FULL = 19
-    RATE_LIMITED = 20
-    REDIRECTED = 21
-    NOT_TRACKED = 22
 
 
 class RefusalLimit(IntEnum):

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The reasons that the BPF programs count: number, name, verdict, and words for operators.
+
+`enum reason` in bpf/types.h has the same numbers, which a test compares. They index the map
+`reasons`. Reasons are only appended: version N of that map has the first N of them.
+"""
+
+from enum import IntEnum, StrEnum
+
+
+class Verdict(StrEnum):
+    """What the sender sees. A note is counted in addition to a verdict."""
+
+    TRANSLATE = "translate"
+    PASS = "pass"
+    REFUSE = "refuse"
+    DROP = "drop"
+    NOTE = "note"
+
+
+class Reason(IntEnum):
+    """Why a program decided as it did. The words say what happened and why; those of refusals and
+    drops also say what to do.
+    """
+
+    verdict: Verdict
+    words: str
+
+    def __new__(cls, number: int, verdict: Verdict, words: str) -> "Reason":
+        """Each reason has all three: there is no default."""
+        reason = int.__new__(cls, number)
+        reason._value_ = number
+        reason.verdict, reason.words = verdict, words
+        return reason
+
+    # fmt: off
+    NOT_A_SERVICE = 0, Verdict.PASS, "not translated: no Service has this address"
+    TRANSLATED = 1, Verdict.TRANSLATE, "sockets sent to a backend"
+    TRANSLATED_BY_AFFINITY = (2, Verdict.TRANSLATE,
+        "sockets sent to the client's last backend (session affinity)")
+    TRANSLATED_BY_FLOW = 3, Verdict.TRANSLATE, "datagrams sent to the backend of their flow"
+    REVERSED = (4, Verdict.TRANSLATE,
+        "replies, and getpeername() calls, that got the Service's address back")
+    NO_ENDPOINTS = (5, Verdict.REFUSE,
+        "refused: the Service has no endpoints; check its selector and whether its Pods are "
+        "ready")
+    NO_LOCAL_ENDPOINTS = (6, Verdict.DROP,
+        "dropped: policy Local, and no endpoint on this node; use policy Cluster, or a node "
+        "that has one")
+    NEEDS_SOURCE = 7, Verdict.PASS, "sockets not translated: source ranges need the packet path"
+    SET_VANISHED = (8, Verdict.REFUSE,
+        "refused: the backends changed too often during the lookup; the client has to try "
+        "again")
+    NOT_RECORDED = (9, Verdict.NOTE,
+        "served, but not stored: a socket's peer or flow, or a client's session affinity, for "
+        "which its memory or its share of the map is used up")
+    NO_SNAT_PORT = (10, Verdict.DROP,
+        "dropped: no free port of the node for SNAT; widen --masquerade-ports")
+    NOT_REWRITTEN = (11, Verdict.DROP,
+        "dropped: the packet could not be rewritten; report it with the output of `kbpf "
+        "check`")
+    NOT_ALLOWED = (12, Verdict.DROP,
+        "dropped: the client is not in the Service's source ranges; add it to them if it "
+        "should be served")
+    UNKNOWN_PORT = (13, Verdict.REFUSE,
+        "refused: a ClusterIP, but no Service has this port; check the port that the client "
+        "uses")
+    NEW_FLOW = 14, Verdict.NOTE, "connections that a packet started, and that are tracked now"
+    EVICTED = 15, Verdict.NOTE, "connections in use, normally UDP, that were evicted for new ones"
+    NO_ROUTE = (16, Verdict.DROP,
+        "dropped: a socket of this node has no route to the backend; check the routes to pods "
+        "(ip route get)")
+    LEFT_TO_PACKETS = (17, Verdict.PASS,
+        "sockets left to the packet path: by --socket-lb, exempt, or UDP to a ClusterIP's "
+        "unknown port")
+    PAUSED = (18, Verdict.DROP,
+        "dropped while the programs switched to other maps; clients retransmit, nothing to do")
+    TABLE_FULL = (19, Verdict.DROP,
+        "dropped: the table is full of connections in use; raise --max-connections")
+    RATE_LIMITED = (20, Verdict.DROP,
+        "dropped without a reply: refusals have the limits of the kernel's own ICMP errors "
+        "(net.ipv4.icmp_msgs_per_sec, icmp_ratelimit)")
+    REDIRECTED = 21, Verdict.NOTE, "packets redirected to another device, past the stack"
+    NOT_TRACKED = (22, Verdict.DROP,
+        "dropped: the state of a connection could not be stored; clients retransmit; if it "
+        "grows and the map flows is full, raise --max-connections")
+    # fmt: on
