@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of tests/values/config/test_config_file.py, given to the real kube-proxy: how it reads
-each file, and which it refuses. It only writes its settings and exits (--write-config-to).
+"""The rows of tests/values/config/test_kube_proxy_file.py, given to the real kube-proxy: how it
+reads each file, and which it refuses. It only writes its settings and exits (--write-config-to).
 """
 
 import subprocess
@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from kbpf.config import load
-from tests.values.config.test_config_file import PROXY, SAYS, WRONG, field
+from tests.values.config.documents import PROXY, field
+from tests.values.config.test_kube_proxy_file import SAYS, WRONG
 
 SAID_OTHERWISE = {
     "mode: ''": "iptables",

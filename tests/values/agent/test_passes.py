@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The agent's passes over the Services, with a data plane that records its calls and a clock set by
+the test.
+"""
+
+import pytest
+
+from kbpf.agent import agent as module
+from kbpf.agent.agent import RETRY_INTERVAL_S, Agent
+from kbpf.agent.inbox import Wake
+from kbpf.agent.work_queue import LARGE_SERVICE_ENDPOINTS
+from kbpf.dataplane.base import Report
+from kbpf.errors import KernelError
+from kbpf.model.address import parse_addr
+from kbpf.model.config import Config, Serving
+from kbpf.model.events import Delete, Kind, ObjectKey, Rejected, Synced, Upsert
+from kbpf.model.objects import Endpoint, EndpointSlice, Node, Protocol, SlicePort
+from kbpf.serve.health import HealthTracker
+from kbpf.serve.server import AgentServer
+from kbpf.source.base import SourceStatus
+from tests.support.prometheus import parse
+from tests.values.agent.recording import Clock, RecordingPlane, begun, service
+
+
+class FakeSource:
+    """A source that is authoritative or not, as `sound` says."""
+
+    sound = True
+
+    def status(self) -> SourceStatus:
+        return SourceStatus("folder", tuple(Kind), authoritative=self.sound)
+
+
+def large(name: str) -> list[Upsert]:
+    """A Service with enough endpoints to be computed in steps."""
+    ends = tuple(
+        Endpoint(parse_addr(f"10.1.{n >> 8}.{n & 255}"), True, True, False)
+        for n in range(LARGE_SERVICE_ENDPOINTS)
+    )
+    ports = (SlicePort("", Protocol.TCP, 80),)
+    made = EndpointSlice("ns", name, name, 4, ends, ports)
+    return [service(name), Upsert(ObjectKey(Kind.SLICE, "ns", name), made)]
+
+
+@pytest.mark.parametrize(("mode", "told"), [("bpf", 1), ("ipvs", 0)])
+def test_netfilter_bypass_is_logged_in_mode_bpf_only(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, mode: str, told: int
+):
+    plane = RecordingPlane()
+    plane.name = mode
+    caplog.set_level("INFO")
+    Agent(Config("me", forwarding="direct"), plane, lambda _: ())._log_netfilter_bypass()
+    assert sum("forwarding=direct" in line for line in caplog.messages) == told
+
+
+def test_without_min_sync_period_changes_are_programmed_at_once(clock: Clock):
+    agent, plane = begun(0.0)
+    for name in "abc":
+        agent.step([service(name)])
+    assert plane.applied[1:] == [{"a"}, {"b"}, {"c"}]
+
+
+def test_changes_within_min_sync_period_are_programmed_together_after_it(clock: Clock):
+    agent, plane = begun(5.0)
+    for name in "abc":
+        clock.now += 1.0
+        agent.step([service(name)])
+    assert plane.applied[1:] == []
+    clock.now += 1.9
+    agent.step([])
+    assert plane.applied[1:] == []
+    clock.now += 0.2
+    agent.step([])
+    assert plane.applied[1:] == [{"a", "b", "c"}]
+    clock.now += 5.0
+    agent.step([service("d")])
+    assert plane.applied[2:] == [{"d"}], "after the pause a change is programmed at once"
+
+
+def test_wait_is_at_most_the_rest_of_min_sync_period(clock: Clock):
+    agent, _ = begun(0.4)
+    agent.step([service("a")])
+    assert agent._seconds_until_due() == pytest.approx(0.4)
+    clock.now += 0.3
+    assert agent._seconds_until_due() == pytest.approx(0.1)
+
+
+def test_missing_node_is_logged_once(clock: Clock, caplog: pytest.LogCaptureFixture):
+    agent = Agent(Config("me"), RecordingPlane(), lambda _: ())
+    agent.step([Synced(kind) for kind in Kind])
+    agent.step([service("a")])
+    agent.step([])
+    assert ["there is no Node me yet" in line for line in caplog.messages] == [True]
+
+
+def test_events_and_writes_are_logged_at_debug(clock: Clock, caplog: pytest.LogCaptureFixture):
+    caplog.set_level("INFO", "kbpf.agent")
+    agent, plane = begun(0.0)
+    assert caplog.messages == []
+    caplog.set_level("DEBUG", "kbpf.agent")
+    plane.writes = {"services": 2, "backends": 1}
+    agent.step([service("a"), Delete(ObjectKey(Kind.SLICE, "ns", "b")), Synced(Kind.NODE)])
+    assert caplog.messages == [
+        "event upsert Service ns/a", "event delete EndpointSlice ns/b", "event synced Node",
+        "programmed service_ports=1 entries=3 ms=0.0",
+    ]  # fmt: skip
+
+
+def test_sweep_compares_everything_every_15_minutes(clock: Clock, caplog: pytest.LogCaptureFixture):
+    agent, plane = begun(0.0)
+    clock.now += 899.0
+    agent.step([service("a")])
+    assert (plane.doubts, plane.applied[1:]) == (0, [{"a"}])
+    clock.now += 2.0
+    agent.step([])
+    agent.step([])
+    assert (plane.doubts, plane.applied[2:]) == (1, [None])
+    assert caplog.records == []
+    clock.now += 901.0
+    plane.writes = {"services": 2, "backends": 0}
+    agent.step([])
+    assert plane.doubts == 2
+    (record,) = caplog.records
+    assert record.getMessage().endswith("repaired: services=2")
+    plane.writes = {}
+    clock.now += 901.0
+    agent.step([service("b")])
+    assert plane.applied[4:] == [{"b"}], "news goes first"
+    agent.step([])
+    assert (plane.doubts, plane.applied[5:]) == (3, [None])
+    assert len(caplog.records) == 1
+
+
+def test_new_local_address_leads_to_a_full_apply(clock: Clock, monkeypatch: pytest.MonkeyPatch):
+    """Even an address without NodePorts, such as a VIP that moves to this node."""
+    agent, plane = begun(0.0)
+    vip = (parse_addr("192.0.2.1"),)
+    for found in (vip, vip, ()):
+        monkeypatch.setattr(module.addresses, "local_addresses", lambda *_, f=found: f)
+        agent.step([Wake("addresses")])
+    agent.step([service("a")])
+    assert plane.applied[1:] == [None, None, {"a"}]
+
+
+def test_failed_deferred_work_is_logged_once_and_stays_in_the_status(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+):
+    agent, plane = begun(0.0)
+    for tick, error in (("no", "no"), ("no", "no"), ("", "")):
+        plane.error = tick
+        assert agent._seconds_until_due() <= 1.0
+        assert agent.status().error == error
+        clock.now += 1.0
+    assert caplog.messages == ["deferred work failed; retrying: no"]
+
+
+def test_failed_deferred_work_does_not_prevent_serving(clock: Clock):
+    """For example, a FORWARD chain that cannot be changed."""
+    plane = RecordingPlane()
+    plane.error = "no"
+    agent = Agent(Config("me", min_sync_period=0.0), plane, lambda _: ())
+    node = Upsert(ObjectKey(Kind.NODE, "", "me"), Node("me"))
+    agent.step([node, *(Synced(kind) for kind in Kind)])
+    agent.step([service("a")])
+    assert plane.applied == [None, {"a"}]
+    agent._seconds_until_due()
+    status = agent.status()
+    assert (status.synced, status.error) == (True, "no")
+
+
+def test_no_sweep_while_an_object_is_rejected(clock: Clock):
+    agent, plane = begun(0.0)
+    clock.now += 901.0
+    agent.step([Rejected(ObjectKey(Kind.SERVICE, "ns", "a"), "bad")])
+    assert plane.doubts == 0
+    agent.step([service("a")])
+    agent.step([])
+    assert plane.doubts == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "sound"),
+    [(Kind.SERVICE, False), (Kind.SLICE, False), (Kind.NODE, False), (Kind.POD, True)],
+)
+def test_apply_is_not_authoritative_while_an_object_is_rejected(
+    clock: Clock, kind: Kind, sound: bool
+):
+    """The unreadable object may be what a frontend or backend depends on. Pods never are."""
+    plane = RecordingPlane()
+    agent = Agent(Config("me", min_sync_period=0.0), plane, lambda _: ())
+    key = ObjectKey(kind, "" if kind is Kind.NODE else "ns", "me")
+    agent.step([Rejected(key, "bad"), *(Synced(kind) for kind in Kind)])
+    agent.step([])
+    assert plane.sound == [sound]
+    agent.step([Delete(key)])
+    assert plane.sound[-1] is True, "the first apply that knows of everything"
+
+
+def test_apply_is_not_authoritative_while_a_source_is_not(clock: Clock):
+    """For example, an unreadable file of a folder: its objects are unknown."""
+    plane, source = RecordingPlane(), FakeSource()
+    agent = Agent(Config("me", min_sync_period=0.0), plane, lambda _: (source,))
+    source.sound = False
+    agent.step([Synced(kind) for kind in Kind])
+    assert plane.sound == [False]
+    source.sound = True
+    agent.step([service("a")])
+    assert plane.sound == [False, True]
+
+
+def test_failed_apply_is_counted(clock: Clock, monkeypatch: pytest.MonkeyPatch):
+    agent, plane = begun(0.0)
+
+    def failures() -> float:
+        return parse(agent._server.format_metrics().decode())["kbpf_sync_failures_total"].value()
+
+    def refuse(*_: object) -> Report:
+        raise KernelError("no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(plane, "apply", refuse)
+        agent.step([service("a")])
+        assert failures() == 1
+        clock.now += 2.0
+        agent.step([])
+        assert failures() == 2
+    clock.now += 2.0
+    agent.step([])
+    assert failures() == 2
+    assert plane.applied[1:] == [{"a"}]
+
+
+@pytest.mark.parametrize("waiting", ["nothing", "large Service", "deferred work", "new event"])
+def test_failed_apply_is_retried_once_per_interval(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, waiting: str
+):
+    agent, plane = begun(0.0)
+    attempts: list[float] = []
+
+    def refuse(*_: object) -> Report:
+        attempts.append(clock.now)
+        raise KernelError("no")
+
+    monkeypatch.setattr(plane, "apply", refuse)
+    if waiting == "deferred work":
+        monkeypatch.setattr(plane, "tick", lambda now: now)
+    agent.step([service("a"), *(large("b") if waiting == "large Service" else ())])
+    for _ in range(4):
+        agent.step([service("c")] if waiting == "new event" else [])
+        if waiting != "deferred work":
+            assert agent._seconds_until_due() > 0
+    assert attempts == [100.0]
+    clock.now += RETRY_INTERVAL_S
+    agent.step([])
+    assert attempts == [100.0, 100.0 + RETRY_INTERVAL_S]
+
+
+def test_failed_first_apply_is_retried_once_per_interval(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+):
+    plane = RecordingPlane()
+    agent = Agent(Config("me"), plane, lambda _: ())
+    attempts: list[float] = []
+
+    def refuse(*_: object) -> Report:
+        attempts.append(clock.now)
+        raise KernelError("no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(plane, "apply", refuse)
+        agent.step([Upsert(ObjectKey(Kind.NODE, "", "me"), Node("me")), *map(Synced, Kind)])
+        for name in "abc":
+            agent.step([service(name)])
+        assert attempts == [100.0]
+    clock.now += RETRY_INTERVAL_S
+    agent.step([])
+    assert plane.applied == [None]
+
+
+def test_refused_change_becomes_unhealthy_although_others_arrive(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+):
+    """Neither small changes nor a large Service, which waits longer, make it healthy again."""
+    desk = AgentServer(Config("me", serving=Serving(healthz="", metrics="")))
+    desk.health = HealthTracker(60.0, clock.time)
+    plane = RecordingPlane()
+    agent = Agent(Config("me", min_sync_period=0.0), plane, lambda _: (), desk)
+
+    def come(*items: Upsert | Synced) -> bool:
+        for item in items:
+            agent._enqueue(item)
+        desk.health.record_dequeued()
+        agent.step(agent._inbox.get_batch(0.0))
+        return desk.health.verdict().healthy
+
+    def refuse(*_: object) -> Report:
+        raise KernelError("no")
+
+    assert come(service("a"), *(Synced(kind) for kind in Kind))
+    with monkeypatch.context() as patch:
+        patch.setattr(plane, "apply", refuse)
+        assert come(service("b"))
+        clock.now += 40.0
+        assert come(service("c"), *large("d"))
+        clock.now += 19.0
+        assert come()
+        clock.now += 1.0
+        assert not come()
+        assert not come(service("e"))
+    clock.now += 2.0
+    come()
+    clock.now += 2.0
+    assert come()

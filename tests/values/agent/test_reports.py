@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the agent reports: its status, log lines, events and metrics."""
+
+import contextlib
+import errno
+import json
+from typing import Any, NamedTuple
+
+import pytest
+from msgspec.structs import replace
+
+from kbpf.agent.agent import Agent
+from kbpf.dataplane.base import Report
+from kbpf.errors import KernelError, PinsRemovedError
+from kbpf.model.address import parse_addr
+from kbpf.model.config import Config, Serving
+from kbpf.model.desired import ServicePortKey
+from kbpf.model.events import Kind, ObjectKey, Rejected, Synced, Upsert
+from kbpf.model.metrics import UdpCuts
+from kbpf.model.objects import Cidr, Node, Protocol
+from kbpf.model.status import MAX_PROBLEMS
+from kbpf.serve.kubeproxy_metrics import KubeProxyMetrics
+from kbpf.serve.message import HttpRequest
+from kbpf.serve.server import AgentServer
+from kbpf.source.decode.fields import leading_zeros_problem
+from tests.support.lab.lab import until
+from tests.support.prometheus import parse
+from tests.values.agent.recording import Clock, RecordingPlane, begun, service
+
+
+class StatusError(NamedTuple):
+    """An error of write_status(), and whether it ends the agent."""
+
+    name: str
+    error: KernelError
+    ends: bool
+
+
+STATUS_ERRORS = [
+    StatusError(
+        "the kernel has no memory for it", KernelError("cannot write", errno=errno.ENOMEM), False
+    ),
+    StatusError(
+        "the pins were removed: no other process can find this agent's maps",
+        PinsRemovedError("removed"),
+        True,
+    ),
+]
+
+
+@pytest.mark.parametrize("row", STATUS_ERRORS, ids=lambda row: row.name)
+def test_removed_pins_end_the_agent(
+    clock: Clock, caplog: pytest.LogCaptureFixture, row: StatusError
+):
+    agent, plane = begun(0.0)
+
+    def write_status(_: bytes) -> None:
+        raise row.error
+
+    plane.write_status = write_status
+    clock.now += 10.0
+    with pytest.raises(PinsRemovedError) if row.ends else contextlib.nullcontext():
+        agent.step([])
+    assert ("cannot write the status" in caplog.text) is not row.ends
+
+
+def test_an_error_of_the_status_is_logged_once_until_it_changes(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+):
+    agent, plane = begun(0.0)
+    for error in ("no memory", "no memory", "no space", "", "no space"):
+        plane.write_status = lambda _, error=error: _raise_unless_empty(error)
+        clock.now += 10.0
+        agent.step([])
+    lines = [line for line in caplog.messages if line.startswith("cannot write the status")]
+    assert lines == [f"cannot write the status: no {what}" for what in ("memory", "space", "space")]
+
+
+def _raise_unless_empty(error: str) -> None:
+    if error:
+        raise KernelError(error)
+
+
+def test_problems_of_the_node_are_listed(
+    clock: Clock, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    """Each problem is listed while it exists. Unserved NodePorts are logged too, once each time."""
+    networks = (Cidr(parse_addr("198.51.100.0"), 96 + 24),)
+    config = Config("me", node_port_addresses=networks)
+    desk = AgentServer(config)
+    unheard, wrong = ["cannot listen on 0.0.0.0:1: no"], ["not YAML"]
+    monkeypatch.setattr(desk, "problems", lambda: tuple(unheard))
+    agent = Agent(config, RecordingPlane(), lambda _: (), desk)
+    agent.config_error = lambda: wrong[0]
+
+    def told(address: str) -> tuple[str, ...]:
+        agent._node_addresses = (parse_addr(address),)
+        agent._write_status()
+        return agent.status().problems
+
+    refused = "the configuration file was rejected, and the next start would fail: not YAML"
+    nowhere = (
+        "IPv4 NodePorts are not served: this node has no address in the networks of "
+        "nodePortAddresses (--nodeport-addresses)"
+    )
+    for _ in range(2):
+        assert told("192.0.2.1") == (nowhere, unheard[0], refused)
+        assert told("192.0.2.2") == (nowhere, unheard[0], refused)
+        assert told("198.51.100.1") == (unheard[0], refused)
+    assert caplog.messages.count(nowhere) == 2
+    unheard.clear()
+    wrong[0] = ""
+    assert told("198.51.100.1") == ()
+
+
+def test_first_apply_does_not_wait_for_min_sync_period(clock: Clock):
+    clock.now = 0.5  # the monotonic clock of a machine that has just booted
+    begun(3600.0)
+
+
+def test_health_server_starts_before_the_data_plane_is_opened(monkeypatch: pytest.MonkeyPatch):
+    """The first start on a node compiles for seconds; a liveness probe must not kill the agent."""
+    order: list[str] = []
+
+    class FailingPlane(RecordingPlane):
+        def open(self) -> None:
+            order.append("open")
+            raise KernelError("not today", "here")
+
+    desk = AgentServer(Config(serving=Serving(healthz="", metrics="")))
+    monkeypatch.setattr(desk, "start", lambda: order.append("answers"))
+    monkeypatch.setattr(desk, "stop", lambda: order.append("ends"))
+    with pytest.raises(KernelError):
+        Agent(Config("me"), FailingPlane(), lambda _: (), desk).run()
+    assert order == ["answers", "open", "ends"]
+
+
+def test_log_lines_about_unserved_services_are_limited(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+):
+    """For rejected objects as well as for Services over a limit."""
+    agent, plane = begun(0.0)
+    names = [f"s{number:03}" for number in range(MAX_PROBLEMS + 7)]
+    agent.step([Rejected(ObjectKey(Kind.SERVICE, "ns", name), "bad") for name in names])
+    key = ServicePortKey("ns", "x", "", Protocol.TCP, 4)
+    plane.refused = {key._replace(name=name): "no room" for name in names}
+    agent.step([service("a")])
+    for what in ("left out", "not programmed"):
+        lines = [line for line in caplog.messages if line.startswith(f"{what}: ")]
+        assert len(lines) == MAX_PROBLEMS + 1
+        assert names[0] in lines[0]
+        assert "and 7 more" in lines[-1]
+    agent.step([service("b")])
+    assert sum(line.startswith("not programmed") for line in caplog.messages) == MAX_PROBLEMS + 1
+
+
+def test_unusual_value_that_is_used_is_logged_as_unusual(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+):
+    agent, _ = begun(0.0)
+    zeros = leading_zeros_problem("10.96.0.01", parse_addr("10.96.0.1"))
+    made = service("a")
+    spoilt = ("weights: bad", zeros)
+    agent.step([Upsert(made.key, replace(made.object, skipped=spoilt))])
+    assert caplog.messages == [
+        "left out: Service ns/a: weights: bad", f"unusual: Service ns/a: {zeros}",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("namespace", "status", "system"), [("kube-system", 503, True), ("tenant", 200, False)]
+)
+def test_service_that_is_not_programmed_is_reported_everywhere(
+    clock: Clock, namespace: str, status: int, system: bool
+):
+    """In a problem line, /readyz, the metric by namespace and Events, until it is programmed."""
+    posted: list[dict[str, Any]] = []
+
+    def post(_: str, body: bytes) -> int:
+        posted.append(json.loads(body))
+        return 201
+
+    desk = AgentServer(Config("me", serving=Serving(healthz="", metrics="")), post_event=post)
+    plane = RecordingPlane()
+    agent = Agent(Config("me", min_sync_period=0.0), plane, lambda _: (), desk)
+    agent.step([Upsert(ObjectKey(Kind.NODE, "", "me"), Node("me")), *(Synced(k) for k in Kind)])
+    key = ServicePortKey(namespace, "dns", "", Protocol.TCP, 4)
+    other = key._replace(name="web")
+    plane.refused, plane.plain = {key: "no room"}, {other: "spread evenly"}
+    agent.step([service("a")])
+    agent._write_status()
+    assert agent.status().refused_system == ((f"{namespace}/dns",) if system else ())
+    assert {f"{key}: no room", f"{other}: spread evenly"} <= set(agent.status().problems)
+    answer = desk._handle_healthz(HttpRequest("GET", "/readyz", ""))
+    assert answer.status == status
+    assert (f"{namespace}/dns" in answer.body.decode()) is system
+    refused = parse(desk.format_metrics().decode())["kbpf_namespace_service_ports_refused"]
+    assert (len(refused.samples), refused.value(namespace=namespace)) == (1, 1)
+    until("both Events are sent", lambda: len(posted) == 2)
+    desk.events.stop()
+    assert {(e["reason"], e["regarding"]["name"], e["regarding"]["namespace"]) for e in posted} == {
+        ("NotProgrammed", "dns", namespace), ("AnnotationsNotApplied", "web", namespace),
+    }  # fmt: skip
+    plane.refused, plane.plain = {}, {}
+    agent.step([service("b")])
+    agent._write_status()
+    assert agent.status().problems == ()
+    assert desk._handle_healthz(HttpRequest("GET", "/readyz", "")).status == 200
+
+
+def test_queued_timestamp_is_settled_in_both_families_after_a_pass(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+):
+    """Also with a Service of one family, an event without a change, and a data plane that fails."""
+    desk = AgentServer(
+        Config("me", serving=Serving(healthz="", metrics="")),
+        proxy_metrics=KubeProxyMetrics(clock.time),
+    )
+    plane = RecordingPlane()
+    agent = Agent(Config("me"), plane, lambda _: (), desk)
+
+    def come(*items: Upsert | Synced) -> None:
+        for item in items:
+            clock.now += 1.0
+            agent._enqueue(item)
+        clock.now += 1.0
+        agent.step(agent._inbox.get_batch(0.0))
+
+    def behind() -> list[float]:
+        found = parse(desk.format_metrics().decode())
+        prefix = "kubeproxy_sync_proxy_rules_last"
+        asked = found[f"{prefix}_queued_timestamp_seconds"]
+        done = found[f"{prefix}_timestamp_seconds"]
+        return [asked.value(ip_family=f) - done.value(ip_family=f) for f in ("IPv4", "IPv6")]
+
+    come(service("a"), *(Synced(kind) for kind in Kind))
+    assert max(behind()) <= 0
+    for _ in range(2):
+        clock.now += 600.0
+        come(service("b"))
+        assert max(behind()) <= 0, "one of IPv4, and the same again"
+
+    def refuse(*_: object) -> Report:
+        raise KernelError("no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(plane, "apply", refuse)
+        clock.now += 600.0
+        come(service("c"))
+        assert min(behind()) > 600
+    clock.now += 60.0
+    agent.step([])
+    assert max(behind()) <= 0
+
+
+def test_ended_udp_flows_are_counted_once(clock: Clock, monkeypatch: pytest.MonkeyPatch):
+    """UDP flows ended by the step's own pass or by a tick since the previous step."""
+    desk = AgentServer(Config("me", serving=Serving(healthz="", metrics="")))
+    plane = RecordingPlane()
+    agent = Agent(Config("me"), plane, lambda _: (), desk)
+    ended = [(UdpCuts(0.5, {4: 3}), UdpCuts(0.25, {4: 1, 6: 2})), ()]
+    monkeypatch.setattr(plane, "take_udp_cuts", lambda: ended.pop(0), raising=False)
+    agent.step([])
+    agent.step([])
+    found = parse(desk.format_metrics().decode())
+    total = found["kubeproxy_conntrack_reconciler_deleted_entries_total"]
+    assert [total.value(ip_family=f) for f in ("IPv4", "IPv6")] == [4, 2]

@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows and verdicts of `kbpf check`."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from kbpf.checks import packet_path
+from kbpf.checks.row import Check, CheckRow
+from kbpf.checks.verdict import compute_verdict, to_document
+from kbpf.cli import check
+from kbpf.dataplane.bpf.maps.layout import NodeFlag
+from kbpf.kernel.net.devices import Device
+from kbpf.kernel.netfilter.forward_rules import BaseChain
+from kbpf.kernel.probe_result import Probe
+
+# ---- check -------------------------------------------------------------------------------------
+
+
+def check_row(result: str, needed: bool = True) -> CheckRow:
+    return CheckRow(Check.BPFFS, result, needed, "", "")
+
+
+class VerdictRow(NamedTuple):
+    """Rows of `kbpf check` and of `--attached` (`proof`), and the resulting verdict."""
+
+    rows: list[CheckRow]
+    proof: list[CheckRow] | None
+    usable: bool
+    attached: bool | None
+
+
+class Node(NamedTuple):
+    """Files below /proc, and the expected row of `kbpf check`.
+
+    `row` is its name; `detail` and `advice` are words of its other columns.
+    """
+
+    name: str
+    files: dict[str, str]
+    row: str
+    result: str
+    detail: str
+    advice: str = ""
+
+
+RANGE, RESERVED = "sys/net/ipv4/ip_local_port_range", "sys/net/ipv4/ip_local_reserved_ports"
+V4, V6 = "sys/net/ipv4/ip_forward", "sys/net/ipv6/conf/all/forwarding"
+CONF = "sys/net/ipv4/conf"
+PORTS = "masquerade ports"
+NODES = [
+    Node("disjoint ranges",
+         {RANGE: "32768\t60999\n", RESERVED: "\n"}, PORTS, "yes", "61000 to 65535"),
+    Node("ranges that overlap in one port", {RANGE: "32768\t61000\n", RESERVED: "\n"}, PORTS, "no",
+         "may use 61000 to 61000 too", "ip_local_reserved_ports"),
+    Node("ranges that overlap completely",
+         {RANGE: "1024 65535", RESERVED: ""}, PORTS, "no", "61000 to 65535", "61000-65535"),
+    Node("reserved", {RANGE: "1024 65535", RESERVED: "8080,61000-65535\n"}, PORTS, "yes",
+         "reserved"),
+    Node("reserved in pieces", {RANGE: "1024 65535", RESERVED: "62000-65535,60000-61999"}, PORTS,
+         "yes", "reserved"),
+    Node("reserved except one port",
+         {RANGE: "1024 65535", RESERVED: "61000-62000,62002-65535"}, PORTS,
+         "no", "too", "61000-65535"),
+    Node("reserved where the ranges overlap",
+         {RANGE: "1024 61001", RESERVED: "61000,61001"}, PORTS, "yes", ""),
+    Node("reserved where the ranges overlap, at the end",
+         {RANGE: "62000 65535", RESERVED: "62000-65535"}, PORTS,
+         "yes", "reserved"),
+    Node("not readable", {}, PORTS, "unknown", "ip_local_port_range"),
+    Node("enabled", {V4: "1\n"}, "IPv4 forwarding", "yes", ""),
+    Node("disabled", {V4: "0\n"}, "IPv4 forwarding", "no", "ip_forward = 0",
+         "sysctl -w net.ipv4.ip_forward=1"),
+    Node("enabled", {V6: "2"}, "IPv6 forwarding", "yes", ""),
+    Node("disabled", {V6: "0"}, "IPv6 forwarding", "no", "",
+         "sysctl -w net.ipv6.conf.all.forwarding=1"),
+    Node("no IPv6", {}, "IPv6 forwarding", "unknown", "no IPv6"),
+    Node("loose", {f"{CONF}/all/rp_filter": "0", f"{CONF}/eth0/rp_filter": "2"}, "rp_filter",
+         "yes", "not strict"),
+    Node("strict", {f"{CONF}/all/rp_filter": "0", f"{CONF}/eth0/rp_filter": "1"}, "rp_filter",
+         "yes", "strict (1) on eth0: "),
+    Node("strict by conf/all", {f"{CONF}/all/rp_filter": "1", f"{CONF}/eth0/rp_filter": "0"},
+         "rp_filter", "yes", "strict (1) on eth0: "),
+    Node("the maximum of both is used",
+         {f"{CONF}/all/rp_filter": "2", f"{CONF}/eth0/rp_filter": "1"},
+         "rp_filter", "yes", "not strict"),
+    Node("a vanished device", {f"{CONF}/all/rp_filter": "1"}, "rp_filter", "yes", "not strict"),
+    Node("SCTP", {"net/protocols": "protocol size\nSCTPv6 1\nTCP 2\n"}, "SCTP sockets", "yes", ""),
+    Node("no SCTP", {"net/protocols": "protocol size\nTCP 2\n"}, "SCTP sockets", "no",
+         "not loaded"),
+    Node("conntrack", {"sys/net/netfilter/nf_conntrack_max": "1"}, "without conntrack", "yes",
+         "other programs use it"),
+    Node("no conntrack", {}, "without conntrack", "yes", "not needed"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("node", NODES, ids=lambda node: f"{node.row}: {node.name}")
+def test_check_row_of_a_node(node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    devices = (Device(1, "lo", loopback=True), Device(2, "eth0"), Device(3, "c0", "bridge"))
+    monkeypatch.setattr(packet_path, "list_devices", lambda: devices)
+    told = packet_path.PacketSettings(NodeFlag(0), 61_000, 65_535, 1 << 14)
+    monkeypatch.setattr(packet_path, "read_settings", lambda _: told)
+    for name, text in node.files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (row,) = [
+        r for r in packet_path.check_packet_path(Path("/nowhere"), tmp_path) if r.name == node.row
+    ]
+    assert row.result == node.result
+    assert node.detail in row.detail
+    assert node.advice in row.advice
+    assert bool(row.advice) == bool(node.advice)
+    assert not row.needed
+
+
+class Chains(NamedTuple):
+    """The chains in nf_tables and iptables, and the expected row FORWARD.
+
+    `row` is its result, words of its detail and of its advice. `others` are chains of other tables
+    that drop, `legacy` the families with rules of iptables-legacy.
+    """
+
+    name: str
+    row: tuple[str, str, str]
+    available: Probe = Probe(True)
+    chains: tuple[BaseChain, ...] = ()
+    others: tuple[str, ...] = ()
+    legacy: tuple[str, ...] = ()
+
+
+OPEN, SHUT = BaseChain("ip", "filter", "FORWARD", False), BaseChain("ip", "filter", "FORWARD", True)
+FORWARDS = [
+    Chains("no chain", ("yes", "no chain drops", "")),
+    Chains("policy accept", ("yes", "no chain drops", ""), chains=(OPEN,)),
+    Chains("policy drop", ("yes", "drops by default: ip filter FORWARD", ""), chains=(SHUT,)),
+    Chains("another table that drops", ("no", "not read inet fw forward,", "with mark 0x4000"),
+           others=("inet fw forward",)),
+    Chains("iptables-legacy", ("no", "ip6 filter (iptables-legacy)", "with mark 0x4000"),
+           chains=(SHUT,), legacy=("ip6",)),
+    Chains("no library", ("unknown", "python3", "install python3-nftables"),
+           Probe(None, "python3-nftables is missing")),
+    Chains("no nf_tables", ("unknown", "no nf_tables", ""), Probe(None, "has no nf_tables")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("forward", FORWARDS, ids=lambda forward: forward.name)
+def test_check_row_forward(forward: Chains, monkeypatch: pytest.MonkeyPatch):
+    netfilter = packet_path.forward_rules
+    monkeypatch.setattr(netfilter, "probe_nf_tables", lambda: forward.available)
+    monkeypatch.setattr(netfilter, "list_forward_chains", lambda: forward.chains)
+    monkeypatch.setattr(netfilter, "list_other_drop_chains", lambda: forward.others)
+    monkeypatch.setattr(netfilter, "list_legacy_families", lambda: forward.legacy)
+    (row,) = [r for r in packet_path.check_packet_path(Path("/nowhere")) if r.name == "FORWARD"]
+    result, detail, advice = forward.row
+    assert row.result == result
+    assert detail in row.detail
+    assert advice in row.advice
+    assert bool(row.advice) == bool(advice)
+
+
+@pytest.mark.parametrize(
+    ("result", "needed", "usable", "packet_path"),
+    [
+        ("yes", False, True, True),
+        ("no", False, True, False),
+        ("unknown", False, True, False),
+        ("no", True, False, False),
+    ],
+)
+def test_missing_packet_path_does_not_make_kbpf_unusable(
+    result: str, needed: bool, usable: bool, packet_path: bool
+):
+    rows = [check_row("yes"), CheckRow(Check.HOOK, result, needed, "", "", True, subject="y")]
+    made = compute_verdict(rows)
+    assert (made.usable, made.packet_path) == (usable, packet_path)
+    page = check.format_page(made)
+    assert ("the packet path can be used" in page) == packet_path
+    assert ("the packet path cannot be used: hook y" in page) == (usable and not packet_path)
+
+
+VERDICTS = [
+    VerdictRow([check_row("yes")], None, True, None),
+    VerdictRow([check_row("no")], None, False, None),
+    VerdictRow([check_row("unknown")], None, False, None),
+    VerdictRow([check_row("yes"), check_row("no", needed=False)], None, True, None),
+    VerdictRow([check_row("yes")], [check_row("yes")], True, True),
+    VerdictRow([check_row("yes")], [check_row("yes"), check_row("no")], True, False),
+    VerdictRow([check_row("yes")], [check_row("unknown")], True, False),
+]
+
+
+IPVS = CheckRow(Check.IPVS, "yes", False, "", "", ipvs=True)
+NO_IPVS = CheckRow(Check.IPVS, "no", False, "", "", ipvs=True)
+UNSURE = CheckRow(Check.DUMMY, "unknown", False, "", "", ipvs=True)
+
+
+@pytest.mark.parametrize(
+    ("rows", "mode", "says"),
+    [
+        ([check_row("yes"), IPVS], "bpf", "mode ipvs can be used"),
+        ([check_row("yes"), NO_IPVS], "bpf", "mode ipvs cannot be used: IPVS"),
+        ([check_row("no"), IPVS], "ipvs", "mode bpf cannot be used"),
+        ([check_row("no"), NO_IPVS], "none", "mode ipvs cannot be used: IPVS"),
+        ([check_row("no"), NO_IPVS, UNSURE], "none", "mode ipvs cannot be used: IPVS"),
+        (
+            [check_row("no"), IPVS, UNSURE],
+            "ipvs",
+            "this machine, unless this is missing (not known): dummy devices",
+        ),
+    ],
+)
+def test_check_verdict_on_the_modes(rows: list[CheckRow], mode: str, says: str):
+    """`mode` is what `--mode auto` would choose."""
+    made = compute_verdict(rows)
+    assert (made.mode, made.usable) == (mode, mode != "none")
+    assert says in check.format_page(made)
+
+
+@pytest.mark.parametrize("means", VERDICTS)
+def test_check_verdict(means: VerdictRow):
+    made = compute_verdict(means.rows, means.proof)
+    assert (made.usable, made.attached) == (means.usable, means.attached)
+    assert made.mode == ("bpf" if means.usable else "none")
+
+
+def test_check_document_has_names_instead_of_ids():
+    row = CheckRow(Check.HOOK, "no", True, "why", "what to do", subject="connect4")
+    (shown,) = to_document(compute_verdict([row]))["rows"]
+    assert list(shown.items()) == [
+        ("name", "hook connect4"), ("result", "no"), ("needed", True), ("detail", "why"),
+        ("advice", "what to do"), ("packets", False), ("ipvs", False),
+    ]  # fmt: skip

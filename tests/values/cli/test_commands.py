@@ -1,0 +1,373 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exit codes, the locations that commands read from a file, and imports: what needs no kernel."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from kbpf import __version__
+from kbpf.checks import bpf as bpf_checks
+from kbpf.cli import app, cleanup
+from kbpf.config import locations
+from kbpf.errors import ConfigError, NotFoundError
+from kbpf.model.config import Config
+from kbpf.views import node
+
+# ---- exit codes --------------------------------------------------------------------------------
+
+
+class ExitRow(NamedTuple):
+    """Arguments, the exit code, and words on stdout and stderr."""
+
+    arguments: tuple[str, ...]
+    code: int
+    out: str
+    err: str
+
+
+EXIT_ROWS = [
+    ExitRow(("--help",), 0, "inspect", ""),
+    ExitRow(("--version",), 0, __version__, ""),
+    ExitRow(("run", "--help"), 0, "--nodeport-addresses", ""),
+    ExitRow(("inspect", "--help"), 0, "affinity", ""),
+    ExitRow(("demo", "--help"), 0, "--once", ""),
+    ExitRow(("nonsense",), 2, "", "nonsense"),
+    ExitRow(("inspect", "nonsense"), 2, "", "nonsense"),
+    ExitRow(("inspect", "services", "-o", "xml"), 2, "", "xml"),
+    ExitRow(("inspect", "services", "--watch", "-o", "json"), 2, "", "--watch"),
+    ExitRow(("inspect", "service"), 2, "", "NAME"),
+    ExitRow(("inspect", "service", "shop/web", "-n", "edge"), 2, "",
+            "Invalid value for --namespace: "
+            "edge contradicts the namespace of shop/web"),
+    ExitRow(("inspect", "service", "shop/web", "-n", "shop", "--pin-dir", "/nowhere"), 1, "",
+            "/nowhere"),
+    ExitRow(("inspect", "connections", "--help"), 0, "socket hooks", ""),
+    *(ExitRow(("inspect", view, "--pin-dir", "/nowhere"), 1, "", "/nowhere")
+      for view in ("connections", "nat", "sources", "devices", "affinity")),
+    ExitRow(("run", "--mode", "iptables"), 2, "", "iptables"),
+    ExitRow(("run", "--nonsense"), 2, "", "--nonsense"),
+    ExitRow(("run", "extra"), 2, "", "extra"),
+    ExitRow(("demo", "-o", "json"), 2, "", "--once"),
+    ExitRow(("demo", "--once", "--requests", "0"), 2, "", "--requests"),
+    ExitRow(("run", "--source", "/nowhere", "--pin-dir", "/proc/no"), 1, "", "kbpf no such "
+            "folder of objects (/nowhere)"),
+    ExitRow(("run", "--source", "/etc/hostname", "--pin-dir", "/proc/no"), 1, "", "--source DIR"),
+    ExitRow(("run", "--config", "/nowhere"), 1, "", "cannot read the configuration"),
+    ExitRow(("run", "--mode", "x", "--pin-dir", "y"), 2, "", "(--pin-dir)"),
+    ExitRow(("run", "--masquerade-all", "--v=4", "-v", "2", "--proxy-mode", "x"), 2, "",
+            "(--proxy-mode)"),
+    ExitRow(("run", "--masquerade-all=maybe"), 2, "", "maybe"),
+    ExitRow(("run", "--version"), 0, __version__, ""),
+    ExitRow(("run", "--cleanup"), 2, "", "kbpf cleanup"),
+    ExitRow(("inspect", "services", "--pin-dir", "/nowhere"), 1, "", "/nowhere"),
+    ExitRow(("inspect", "status", "--pin-dir", "/nowhere"), 1, "", "kbpf run"),
+    ExitRow(("check", "--attached", "--pin-dir", "/nowhere"), 1, "", "/nowhere"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("ends", EXIT_ROWS, ids=lambda ends: " ".join(ends.arguments))
+def test_exit_code_and_output(ends: ExitRow, capsys: pytest.CaptureFixture[str]):
+    assert app.call(ends.arguments) == ends.code
+    out, err = capsys.readouterr()
+    assert ends.out in out
+    assert ends.err in err
+    assert bool(err) == (ends.code != 0)
+
+
+def test_no_command_prints_the_help_and_returns_2(
+    capsys: pytest.CaptureFixture[str],
+):
+    assert app.call([]) == 2
+    assert "compile" in "".join(capsys.readouterr())
+
+
+def raises(error: BaseException) -> Any:
+    def command(*_: object) -> int:
+        raise error
+
+    return command
+
+
+def test_error_of_kbpf_is_one_line_and_exit_code_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(app, "_dispatch", raises(NotFoundError("no cow", "on\nice", "look")))
+    assert app.call([]) == 1
+    assert capsys.readouterr().err == "kbpf: no cow (on ice); look\n"
+
+
+def test_interrupt_is_exit_code_130(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(app, "_dispatch", raises(KeyboardInterrupt()))
+    assert app.call([]) == 130
+
+
+def test_closed_pipe_ends_by_sigpipe_without_output():
+    command = [sys.executable, "-m", "kbpf", "run", "--help"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+        child.stdout.close()
+        assert child.stderr.read() == b""
+        child.wait()
+    assert child.returncode == -signal.SIGPIPE
+
+
+FILE = """\
+apiVersion: kbpf.io/v1alpha1
+kind: KbpfConfiguration
+pinDir: /sys/fs/bpf/file
+ipvs: {device: file0, nftTable: file, stateDir: /run/file}
+"""
+CLEANUP_ROWS = [
+    ("the file's locations", (), {}, ("/sys/fs/bpf/file", "file0", "file", "/run/file")),
+    ("a flag beats the file", ("--pin-dir", "/sys/fs/bpf/flag", "--nft-table", "flag"), {},
+     ("/sys/fs/bpf/flag", "file0", "flag", "/run/file")),
+    ("a variable beats the file", (), {"KBPF_IPVS_DEVICE": "var0"},
+     ("/sys/fs/bpf/file", "var0", "file", "/run/file")),
+    ("a flag with the default value beats the file", ("--state-dir", "/run/kbpf"), {},
+     ("/sys/fs/bpf/file", "file0", "file", "/run/kbpf")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "environ", "wanted"), CLEANUP_ROWS, ids=[row[0] for row in CLEANUP_ROWS]
+)
+def test_cleanup_uses_the_locations_of_the_file(
+    name: str, given: tuple[str, ...], environ: dict[str, str], wanted: tuple[str, ...],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+):  # fmt: skip
+    for variable, text in environ.items():
+        monkeypatch.setenv(variable, text)
+    code, looked = cleaned(monkeypatch, tmp_path, FILE, *given)
+    assert (code, looked) == (0, wanted)
+
+
+def cleaned(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, *given: str
+) -> tuple[int, tuple[str, ...]]:
+    """Runs `kbpf cleanup` with this file; returns its exit code and the locations it cleans."""
+    looked: list[object] = []
+    monkeypatch.setattr(cleanup, "remove_pins", lambda pins, _: looked.append(pins) or ())
+
+    def remove_ipvs(config: Config) -> tuple[()]:
+        looked.extend((config.ipvs_device, config.nft_table, config.state_dir))
+        return ()
+
+    monkeypatch.setattr(cleanup, "remove_ipvs", remove_ipvs)
+    (tmp_path / "config.conf").write_text(text)
+    code = app.call(["cleanup", "--config", str(tmp_path / "config.conf"), *given])
+    return code, tuple(map(str, looked))
+
+
+PROXYS = "apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\n"
+LOCATIONS = ("/sys/fs/bpf/file", "file0", "file", "/run/file")
+ALL = ("pin_dir", "cgroup", "cache_dir", "ipvs_device", "nft_table", "state_dir")
+
+
+class Mistake(NamedTuple):
+    """A file, words of its error, and the locations that cannot be read because of it."""
+
+    name: str
+    text: str
+    told: str
+    names: tuple[str, ...] = ()
+
+
+MISTAKES = [
+    Mistake("no mistake", FILE, ""),
+    Mistake("a value of kube-proxy's document", f"{FILE}---\n{PROXYS}mode: best\n", "'best'"),
+    Mistake("a value in each document", f"{FILE}algorithm: x\n---\n{PROXYS}oomScoreAdj: a\n",
+            "KubeProxyConfiguration.oomScoreAdj"),
+    Mistake("a value of kbpf's document",
+            f"{FILE}algorithm: best\n", "KbpfConfiguration.algorithm"),
+    Mistake("an unknown field of kbpf's document",
+            f"{FILE}colour: red\n", "KbpfConfiguration.colour"),
+    Mistake("the version of kube-proxy's document",
+            f"{FILE}---\n{PROXYS.replace('v1alpha1', 'v9')}", "/v9"),
+    Mistake("kube-proxy's document twice", f"{FILE}---\n{PROXYS}---\n{PROXYS}", "occurs twice"),
+    Mistake("contradicting values", f"{FILE}socketLB: {{mode: off}}\n"
+            "packetPath: {enabled: false}\n", ""),
+    Mistake("a location's value", f"{FILE}pinDir: not/absolute\n", "not/absolute", ("pin_dir",)),
+    Mistake("a location's type", f"{FILE}cgroup: 5\n", "got an integer", ("cgroup",)),
+    Mistake("a location's spelling",
+            FILE.replace("pinDir", "pinDirs"), "is pinDir meant", ("pin_dir",)),
+    Mistake("a location twice, one of them misspelt", f"{FILE}pinDirs: /x\n", "is pinDir meant"),
+    Mistake("the spelling of the section ipvs", FILE.replace("ipvs", "ipv"), "is ipvs meant",
+            ("ipvs_device", "nft_table", "state_dir")),
+    Mistake("the spelling of a location in the section ipvs",
+            FILE.replace("nftTable", "nftTables"), "is nftTable meant",
+            ("nft_table",)),
+    Mistake("the type of the section ipvs",
+            FILE.replace("ipvs: {", "ipvs: [5] #"), "expected an object",
+            ("ipvs_device", "nft_table", "state_dir")),
+    Mistake("the version of kbpf's document",
+            f"{FILE.replace('v1alpha1', 'v9')}---\n{PROXYS}", "/v9", ALL),
+    Mistake("kbpf's document twice", f"{FILE}---\n{FILE}", "occurs twice", ALL),
+    Mistake("a document of another kind", f"{FILE}---\nkind: Pod\n", "'Pod'"),
+    Mistake("an unknown kind in place of kbpf's document",
+            FILE.replace("KbpfC", "C"), "'Configuration'", ALL),
+    Mistake("YAML", f"{FILE}---\na: b: c\n", "not YAML", ALL),
+    Mistake("an empty file", "", "the file is empty", ALL),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", MISTAKES, ids=lambda row: row.name)
+def test_locations_are_read_despite_other_mistakes(row: Mistake):
+    found = locations.parse_locations(row.text.encode(), "FILE")
+    assert row.told in "; ".join(map(str, found.errors))
+    assert bool(found.errors) == bool(row.told)
+    assert found.unreadable.keys() == set(row.names)
+    if set(row.names) != set(ALL):
+        said = dict(
+            zip(("pin_dir", "ipvs_device", "nft_table", "state_dir"), LOCATIONS, strict=True)
+        )
+        assert {name: str(value) for name, value in found.values.items()} == {
+            name: value for name, value in said.items() if name not in row.names
+        }
+
+
+@pytest.mark.parametrize("row", MISTAKES, ids=lambda row: row.name)
+def test_cleanup_needs_only_the_locations(
+    row: Mistake,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    code, looked = cleaned(monkeypatch, tmp_path, row.text)
+    err = capsys.readouterr().err
+    assert row.told in err
+    assert err.count("\n") == bool(row.told)
+    needed = {"pin_dir", "ipvs_device", "nft_table", "state_dir"} & {*row.names}
+    assert (code, looked) == ((1, ()) if needed else (0, LOCATIONS))
+
+
+def test_cleanup_does_not_need_a_location_of_the_file_that_is_set_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    text = f"{FILE}pinDir: not/absolute\n"
+    assert cleaned(monkeypatch, tmp_path, text, "--pin-dir=/a") == (0, ("/a", *LOCATIONS[1:]))
+    monkeypatch.setenv("KBPF_PIN_DIR", "/b")
+    assert cleaned(monkeypatch, tmp_path, text) == (0, ("/b", *LOCATIONS[1:]))
+
+
+INSPECT_ROWS = [
+    (("inspect", "services"), "/sys/fs/bpf/file", "/run/file/file0"),
+    (("inspect", "status"), "/sys/fs/bpf/file", "/run/file/file0"),
+    (("inspect", "maps"), "/sys/fs/bpf/file", "/run/file/file0"),
+    (("inspect", "connections", "--state-dir", "/flag"), "/sys/fs/bpf/file", "/flag/file0"),
+    (("inspect", "nat", "--pin-dir", "/flag"), "/flag", "/run/file/file0"),
+    (("inspect", "devices", "--ipvs-device=kbpf-ipvs0"), "/sys/fs/bpf/file",
+     "/run/file/kbpf-ipvs0"),
+]  # fmt: skip
+
+
+def looked_for(monkeypatch: pytest.MonkeyPatch, *command: str) -> tuple[str, str]:
+    """The pin directory and the state directory of mode ipvs that `kbpf inspect` reads."""
+    looked: list[node.Locations] = []
+
+    def look(where: node.Locations, *_: object) -> None:
+        looked.append(where)
+        raise ConfigError("seen")
+
+    for name in ("read", "read_pins", "find_connections"):
+        monkeypatch.setattr(node, name, look)
+    assert app.call(command) == 1
+    return str(looked[0].pin_dir), str(looked[0].state_dir)
+
+
+@pytest.mark.parametrize("by_variable", [True, False])
+@pytest.mark.parametrize(("command", "pins", "ipvs"), INSPECT_ROWS, ids=str)
+def test_inspect_uses_the_locations_of_the_file_unless_overridden(
+    command: tuple[str, ...], pins: str, ipvs: str, by_variable: bool,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+):  # fmt: skip
+    file = tmp_path / "config.conf"
+    file.write_text(FILE)
+    given = () if by_variable else ("--config", str(file))
+    if by_variable:
+        monkeypatch.setenv("KBPF_CONFIG", str(file))
+    assert looked_for(monkeypatch, *command, *given) == (pins, ipvs)
+    assert capsys.readouterr().err == "kbpf: seen\n"
+    monkeypatch.setenv("KBPF_PIN_DIR", "/variable")
+    flagged = pins if pins == "/flag" else "/variable"
+    assert looked_for(monkeypatch, *command, *given)[0] == flagged
+
+
+BAD_FILES = [
+    (f"{FILE}algorithm: best\n", "algorithm", "/sys/fs/bpf/file", "/run/file/file0"),
+    (f"{FILE}pinDir: no/where\n", "no/where", "/sys/fs/bpf/kbpf", "/run/file/file0"),
+    ("a: b: c", "not YAML", "/sys/fs/bpf/kbpf", "/run/kbpf/kbpf-ipvs0"),
+    (None, "cannot read", "/sys/fs/bpf/kbpf", "/run/kbpf/kbpf-ipvs0"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "told", "pins", "ipvs"), BAD_FILES, ids=[row[1] for row in BAD_FILES]
+)
+def test_inspect_warns_of_a_bad_file_and_continues(
+    text: str | None, told: str, pins: str, ipvs: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+):  # fmt: skip
+    file = tmp_path / "config.conf"
+    if text is not None:
+        file.write_text(text)
+    monkeypatch.setenv("KBPF_CONFIG", str(file))
+    assert looked_for(monkeypatch, "inspect", "status") == (pins, ipvs)
+    warning, seen = capsys.readouterr().err.splitlines()
+    assert told in warning
+    assert str(file) in warning
+    assert seen.endswith("seen")
+
+
+def test_check_uses_the_locations_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    looked: list[tuple[object, ...]] = []
+
+    def look(*where: object) -> None:
+        looked.append(where)
+        raise ConfigError("seen")
+
+    monkeypatch.setattr(bpf_checks, "rows", look)
+    file = tmp_path / "config.conf"
+    file.write_text(f"{FILE}cgroup: /cg\ncacheDir: /cache\n")
+    monkeypatch.setenv("KBPF_CONFIG", str(file))
+    assert app.call(["check"]) == 1
+    assert app.call(["check", "--cgroup", "/flag"]) == 1
+    pins = Path("/sys/fs/bpf/file")
+    assert looked == [(Path(cgroup), pins, Path("/cache")) for cgroup in ("/cg", "/flag")]
+
+
+# ---- imports -----------------------------------------------------------------------------------
+
+HEAVY = ("bcc", "pyroute2", "kubernetes", "rich")
+
+
+def imported(*argv: str) -> set[str]:
+    """The top-level modules that are imported after a command."""
+    script = (
+        "import sys, contextlib, io, json\n"
+        "from kbpf.cli import app\n"
+        "out, err = io.StringIO(), io.StringIO()\n"
+        "with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):\n"
+        "    app.call(sys.argv[1:])\n"
+        "print(json.dumps(sorted({name.partition('.')[0] for name in sys.modules})))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, *argv], capture_output=True, text=True, check=True
+    )
+    return set(json.loads(done.stdout))
+
+
+def test_agent_does_not_import_the_command_line():
+    # The agent exits because the source is missing, after it has imported all modules.
+    found = imported("run", "--source", "/nowhere", "--pin-dir", "/proc/nowhere")
+    assert "msgspec" in found
+    assert not found & {"typer", "pydantic", *HEAVY}
+
+
+def test_inspect_services_imports_no_heavy_module():
+    found = imported("inspect", "services", "-o", "json", "--pin-dir", "/nowhere")
+    assert "typer" in found
+    assert not found & set(HEAVY)

@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The configuration file that is written, durations, and docs/configuration.md."""
+
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from kbpf.config import documents, durations, kinds, load, write
+from kbpf.config.kbpf_configuration import KBPF_SETTINGS
+from kbpf.config.kinds import Kind
+from kbpf.config.kubeproxy import KubeProxyConfiguration
+from kbpf.config.settings import SETTINGS, SETTINGS_BY_FLAG
+from kbpf.errors import ConfigError
+from kbpf.model.address import parse_addr
+from kbpf.model.config import (
+    Accounting,
+    Config,
+    Conntrack,
+    LocalMode,
+    MapSizes,
+    ServiceAnnotations,
+    Serving,
+    SocketLb,
+)
+from kbpf.model.objects import Algorithm
+from tests.values.config.documents import OWN, cidr, complaints, field, loaded, told
+
+ROOT = Path(__file__).parents[3]
+
+
+# ---- writing -------------------------------------------------------------------------------------
+
+WRITTEN = [
+    Config(),
+    Config(node_name="n1", kubeconfig=Path("/k"), proxy_mode="iptables",
+           all_node_port_addresses=True, min_sync_period=2.5, config_sync_period=61.0,
+           oom_score_adj=5,
+           conntrack=Conntrack(0, 7, 60, 0, True, 30, 5400),
+           serving=Serving("[::]:1", "127.0.0.1:2,192.0.2.1:3", True, 90.0, 5)),
+    Config(proxy_mode="nftables", masquerade_bit=3, masquerade_all=True, localhost_node_ports=False,
+           bind_address=parse_addr("fd00::1"), log_format="json", log_level="debug",
+           detect_local_mode=LocalMode.CLUSTER_CIDR,
+           cluster_cidrs=(cidr("10.0.0.0", 104), cidr("fd00::", 48))),
+    Config(proxy_mode="ipvs", mode="ipvs", ipvs_scheduler="wrr", strict_arp=True, ipvs_device="i0",
+           source_empty_grace=5.0, allow_insecure_api=True,
+           nft_table="t", state_dir=Path("/s"), log_level="error", algorithm=Algorithm.MAGLEV,
+           service_annotations=ServiceAnnotations.ALGORITHM, system_namespaces=("a", "b"),
+           detect_local_mode=LocalMode.BRIDGE_INTERFACE, pod_bridge_interface="cni0"),
+    Config(node_port_addresses=(cidr("10.0.0.0", 104),), primary_node_ports=True,
+           localhost_node_ports=False),
+    Config(node_port_addresses=(cidr("10.0.0.0", 104), cidr("fd00::", 8)), source=Path("/o"),
+           pin_dir=Path("/p"), cgroup=Path("/c"), cache_dir=Path("/d"), socket_lb=SocketLb.OFF,
+           socket_lb_exempt=("a*", "b"), devices=("e*",), excluded_devices=("f",),
+           masquerade_ports=(5, 6), forwarding="direct", master="",
+           sizes=MapSizes(1, 2, 3, 6000, 7)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("config", WRITTEN, ids=range(len(WRITTEN)))
+def test_written_configuration_is_read_as_the_same(config: Config):
+    made = loaded(write.format_documents(config))
+    mode = config.detect_local_mode or LocalMode.CLUSTER_CIDR
+    assert made.config == load.replace(config, detect_local_mode=mode)
+    assert "unknown field" not in told(made)
+
+
+SAMPLES: dict[Kind, tuple[str, ...]] = {
+    kinds.BOOLEAN: ("true", "false"),
+    kinds.SECONDS: ("0s", "90s", "1.5s", "1h0m1s"),
+    kinds.WHOLE_SECONDS: ("0s", "90s", "25h"),
+    kinds.PERIOD: ("90s", "0.25s"),
+    kinds.DOUBLED_PERIOD: ("90s", "0.5s"),
+    kinds.COUNT: ("0", "7"),
+    kinds.ENTRIES: ("6000",),
+    kinds.CONNECTIONS: ("6000",),
+    kinds.OOM_SCORE: ("-5",),
+    kinds.BIT: ("3",),
+    kinds.PORTS: ("5-6",),
+    kinds.NETWORKS: ("10.0.0.0/8,fd00::/48",),
+    kinds.CLUSTER_CIDRS: ("10.0.0.0/8,fd00::/48",),
+    kinds.EXTERNAL_IPS: ("all", "off", "10.0.0.0/8,fd00::/48"),
+    kinds.NODE_PORTS: ("primary", "primary,10.0.0.0/8", "all"),
+    kinds.BIND_ADDRESS: ("192.0.2.1", "fd00::1"),
+    kinds.HEALTHZ: ("[::1]:7",),
+    kinds.METRICS: ("127.0.0.1:7,192.0.2.1:7",),
+    kinds.NAMES: ("a,b*",),
+    kinds.CGROUPS: ("a/b,c*",),
+    kinds.FILE: ("/a/b",),
+    kinds.DIR: ("/a/b",),
+    kinds.ABSOLUTE_DIR: ("/a/b",),
+    kinds.URL: ("https://192.0.2.1:6443",),
+    kinds.NODE_NAME: ("n-1",),
+    kinds.DEVICE: ("cni0",),
+    kinds.DEVICE_PREFIX: ("cni0",),
+    kinds.TABLE: ("t_1",),
+    kinds.WATCH_NODES: ("auto", "own", "all"),
+    kinds.MODE: ("auto", "bpf", "ipvs"),
+    kinds.PROXY_MODE: ("iptables", "nftables", "ipvs"),
+    kinds.SCHEDULER: ("wlc",),
+    kinds.FORWARDING: ("stack", "direct"),
+    kinds.LOG_LEVEL: ("debug",),
+    kinds.LOG_FORMAT: ("text", "json"),
+    kinds.VERBOSITY: ("2", "4"),
+    kinds.ALGORITHM: tuple(Algorithm),
+    kinds.SERVICE_ANNOTATIONS: tuple(ServiceAnnotations),
+    kinds.ACCOUNTING: tuple(Accounting),
+    kinds.SOCKET_LB: tuple(SocketLb),
+    kinds.LOCAL_MODE: ("ClusterCIDR", "NodeCIDR"),
+    kinds.EXTERNAL_IPS_GATE: ("AllowServiceExternalIPs=false",),
+}
+"""Kind → texts that flags of this kind accept. A new kind needs a line here."""
+
+
+GIVEN_WITH = {
+    "--pod-bridge-interface": {"--detect-local-mode": "BridgeInterface"},
+    "--pod-interface-name-prefix": {"--detect-local-mode": "InterfaceNamePrefix"},
+    "--min-sync-period": {"--sync-period": "2h"},
+}
+"""Flag → other flags without which it is refused, or has no effect."""
+
+
+GIVEN = [(row.name, text) for row in SETTINGS if row.field for text in SAMPLES[row.kind]]
+
+
+@pytest.mark.parametrize(("flag", "text"), GIVEN, ids=map("=".join, GIVEN))
+def test_every_flag_is_written_and_read_again(flag: str, text: str):
+    config = load.load_config({flag: text, **GIVEN_WITH.get(flag, {})}, {})
+    made = loaded(write.format_documents(config))
+    mode = config.detect_local_mode or LocalMode.CLUSTER_CIDR
+    assert made.config == load.replace(config, detect_local_mode=mode)
+
+
+def test_configuration_is_written_atomically(tmp_path: Path):
+    target = tmp_path / "config.yaml"
+    write.write(Config(), target)
+    assert loaded(target.read_text()).config.pin_dir == Config().pin_dir
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+    with pytest.raises(ConfigError, match="cannot write the configuration"):
+        write.write(Config(), tmp_path / "no" / "config.yaml")
+
+
+# ---- durations -----------------------------------------------------------------------------------
+
+TIMES = [
+    ("0", 0.0, "0s"), ("0s", 0.0, "0s"), ("1s", 1.0, "1s"), ("1h0m0s", 3600.0, "1h0m0s"),
+    ("90s", 90.0, "1m30s"), ("1.5s", 1.5, "1.5s"), ("250ms", 0.25, "0.25s"), ("24h", 86400.0,
+    "24h0m0s"), ("-1s", -1.0, None), ("+2m", 120.0, "2m0s"), ("1h1ms", 3600.001, "1h0m0.001s"),
+    (".5s", 0.5, "0.5s"), ("5us", 5e-6, None), ("5µs", 5e-6, None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "seconds", "again"), TIMES, ids=[row[0] for row in TIMES])
+def test_durations_are_parsed_as_in_go(text: str, seconds: float, again: str | None):
+    assert durations.parse(text, "") == pytest.approx(seconds)
+    if again is not None:
+        assert durations.format_duration(seconds) == again
+
+
+@pytest.mark.parametrize(
+    "text", ["", "5", "s", "1d", "1 s", "1s x", "--1s", "1h-1m", ".", "2562048h", "9" * 30 + "s"]
+)
+def test_durations_that_go_refuses_are_errors(text: str):
+    with pytest.raises(ConfigError, match=r"not a time.*\(here\)"):
+        durations.parse(text, "here")
+
+
+def test_duration_of_a_million_digits_is_refused_at_once():
+    began = time.process_time()
+    with pytest.raises(ConfigError) as caught:
+        durations.parse("9" * 1_000_000, "here")
+    assert time.process_time() - began < 1
+    assert len(str(caught.value)) < 200
+
+
+# ---- docs/configuration.md -----------------------------------------------------------------------
+
+
+def table(heading: str) -> dict[str, list[str]]:
+    """The table below this heading: its first column without backquotes → the other columns."""
+    text = (ROOT / "docs/configuration.md").read_text()
+    section = re.search(rf"^## {heading}\n(.*?)(?=^## |\Z)", text, re.S | re.M)
+    assert section is not None
+    rows = [line.strip("|").split("|") for line in section[1].splitlines() if line.startswith("|")]
+    return {row[0].strip().strip("`"): [cell.strip() for cell in row[1:]] for row in rows[2:]}
+
+
+def test_example_of_the_page_loads_and_its_error_is_the_actual_one():
+    page = (ROOT / "docs/configuration.md").read_text()
+    example = re.search(r"```yaml\n(.*?)```", page, re.S)
+    assert example is not None
+    made = loaded(example[1])
+    assert made.notes == ()
+    assert made.config.devices == ("eth0",)
+    assert made.config.sizes.connections == 262_144
+    (line,) = complaints(OWN + "packetPath: {masqueradePorts: 9-8}")
+    assert f"kbpf run: {line}" in page.replace("\n", " ")
+
+
+def test_page_has_every_field_of_kube_proxys_document():
+    leaves = [path.partition(".")[2] for path in documents.leaf_paths(KubeProxyConfiguration, "K")]
+    assert list(table("KubeProxyConfiguration")) == leaves
+
+
+def test_page_has_every_field_of_kbpfs_document_with_its_flag():
+    rows = table("KbpfConfiguration")
+    assert list(rows) == list(KBPF_SETTINGS)
+    for path, cells in rows.items():
+        assert cells[0].strip("`") == KBPF_SETTINGS[path].name
+
+
+def test_page_has_every_flag_with_its_field():
+    rows = table("Flags")
+    assert list(rows) == [setting.name for setting in SETTINGS]
+    for setting in SETTINGS:
+        field = rows[setting.name][0].strip("`")
+        if setting.kbpf:
+            assert field == f"KbpfConfiguration.{setting.kbpf}"
+        elif setting.kube_proxy:
+            assert field in setting.kube_proxy.split()
+
+
+def test_every_path_of_a_setting_is_a_field_of_kube_proxys_document():
+    paths = {path for setting in SETTINGS for path in setting.kube_proxy.split()}
+    assert paths <= set(table("KubeProxyConfiguration"))
+
+
+def test_page_has_the_aliases_of_flags_and_which_are_ignored():
+    for name, (_, others, ignored) in table("Flags").items():
+        setting = SETTINGS_BY_FLAG[name]
+        assert tuple(re.findall("`(.*?)`", others)) == setting.aliases, name
+        assert (ignored == "yes") is setting.is_ignored_with_kube_proxy_document, name
+
+
+def test_default_in_the_help_is_the_actual_one():
+    shown = {
+        setting: match[1]
+        for setting in SETTINGS
+        if (match := re.search(r"\(default ([^:,)]+)[:,)]", setting.help))
+        and setting.field != "node_ports"  # depends on --proxy-mode
+    }
+    assert len(shown) == 51
+    for setting, text in shown.items():
+        assert setting.parse(text, "") == field(Config(), setting.field), setting.name
+
+
+def test_defaults_on_the_page_are_the_actual_ones():
+    made = write.kbpf_fields(Config())
+    for path, (_, default, _) in table("KbpfConfiguration").items():
+        head, _, tail = path.partition(".")
+        value = made.get(head, {}).get(tail, "") if tail else made.get(head, "")
+        text = str(value).lower() if isinstance(value, bool) else str(value)
+        assert default.strip("`") == text, path

@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How EndpointSlices are decoded, as kube-proxy does."""
+
+from typing import Any
+
+import pytest
+
+from kbpf.model.address import format_addr
+from kbpf.model.events import Kind, ObjectKey
+from kbpf.model.objects import Endpoint, EndpointSlice, SlicePort
+from kbpf.source.decode import decode
+from tests.values.source.decode.objects import HEADLESS, OF_SERVICE, SCTP, TCP, UDP, a, read
+
+TRIGGER = "endpoints.kubernetes.io/last-change-trigger-time"
+
+
+def an_slice(labels: dict[str, str] | None = None, **fields: Any) -> decode.DecodedObject:
+    meta = {"name": "web-x", "namespace": "ns", "labels": {OF_SERVICE: "web"} | (labels or {})}
+    return read(Kind.SLICE, {"metadata": meta, "addressType": "IPv4"} | fields)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "endpoint"),
+    [
+        ("no conditions: ready and serving", {}, {}),
+        ("conditions null", {"conditions": None}, {}),
+        ("all unset: ready and serving", {"conditions": {}}, {}),
+        ("ready null is true", {"conditions": {"ready": None}}, {}),
+        (
+            "serving unset is true, as in kube-proxy",
+            {"conditions": {"ready": False}},
+            {"ready": False},
+        ),
+        (
+            "serving while terminating",
+            {"conditions": {"ready": False, "serving": True, "terminating": True}},
+            {"ready": False, "terminating": True},
+        ),
+        (
+            "not serving though ready",
+            {"conditions": {"ready": True, "serving": False}},
+            {"serving": False},
+        ),
+        ("node and zone", {"nodeName": "n1", "zone": "z1"}, {"node": "n1", "zone": "z1"}),
+        ("node and zone null", {"nodeName": None, "zone": None}, {}),
+        (
+            "hints for zones",
+            {"hints": {"forZones": [{"name": "z1"}, {"name": "z2"}]}},
+            {"zone_hints": ("z1", "z2")},
+        ),
+        ("hints for nodes", {"hints": {"forNodes": [{"name": "n1"}]}}, {"node_hints": ("n1",)}),
+        ("hints null", {"hints": None}, {}),
+        ("empty hints mean none", {"hints": {"forZones": [], "forNodes": None}}, {}),
+        ("only the first address is used", {"addresses": ["10.1.0.1", "10.1.0.2"]}, {}),
+    ],
+)
+def test_endpoint(name, given, endpoint):
+    item = an_slice(endpoints=[{"addresses": ["10.1.0.1"]} | given])
+    assert isinstance(item.object, EndpointSlice), name
+    assert item.object.endpoints == (Endpoint(a("10.1.0.1"), **endpoint),)
+    assert item.object.skipped == ()
+
+
+@pytest.mark.parametrize(
+    ("family", "addresses", "why"),
+    [
+        (4, ["10.1.0.300"], "'10.1.0.300' is not an IP address"),
+        (4, ["pod.example"], "'pod.example' is not an IP address"),
+        (4, ["9" * 5000 + ".0.0.1"], f"'{'9' * 64}' is not an IP address"),
+        (4, [], "no address"),
+        (4, None, "no address"),
+        (4, ["fd00::1"], "fd00::1 is not IPv4"),
+        (6, ["10.1.0.1"], "10.1.0.1 is not IPv6"),
+        (6, ["::ffff:10.1.0.1"], "::ffff:10.1.0.1 is not IPv6"),
+        (4, ["0.0.0.0"], "0.0.0.0 is the unspecified address"),
+        (6, ["::"], ":: is the unspecified address"),
+        (4, ["127.0.0.1"], "127.0.0.1 is a loopback address"),
+        (6, ["::1"], "::1 is a loopback address"),
+        (4, ["169.254.169.254"], "169.254.169.254 is a link-local address"),
+        (6, ["fe80::1"], "fe80::1 is a link-local address"),
+        (6, ["febf::1"], "febf::1 is a link-local address"),
+        (4, ["224.0.0.1"], "224.0.0.1 is not a unicast address"),
+        (4, ["239.1.1.1"], "239.1.1.1 is not a unicast address"),
+        (4, ["255.255.255.255"], "255.255.255.255 is not a unicast address"),
+        (6, ["ff02::1"], "ff02::1 is not a unicast address"),
+    ],
+    ids=lambda it: str(it)[:30],
+)
+def test_bad_endpoint_is_left_out_with_a_reason(family, addresses, why):
+    good = ["10.1.0.1", "10.1.0.2"] if family == 4 else ["fd00::1", "fd00::2"]
+    item = an_slice(
+        addressType=f"IPv{family}",
+        endpoints=[{"addresses": [good[0]]}, {"addresses": addresses}, {"addresses": [good[1]]}],
+    )
+    assert isinstance(item.object, EndpointSlice)
+    assert [end.address for end in item.object.endpoints] == [a(text) for text in good]
+    (line,) = item.object.skipped
+    assert line.startswith("endpoints[1].addresses: ")
+    assert why in line
+
+
+@pytest.mark.parametrize(("bad", "lines"), [(99, 99), (100, 100), (101, 101), (103, 101)])
+def test_at_most_100_bad_endpoints_have_a_line(bad: int, lines: int):
+    item = an_slice(endpoints=[{"addresses": ["nonsense"]}] * bad)
+    assert isinstance(item.object, EndpointSlice)
+    assert len(item.object.skipped) == lines
+    named = [line for line in item.object.skipped if "further ones are left out" not in line]
+    assert len(named) == min(bad, 100)
+
+
+@pytest.mark.parametrize(
+    "address", ["10.0.0.0", "100.64.0.1", "169.253.0.1", "223.255.255.255", "240.0.0.1"]
+)
+def test_unusual_unicast_addresses_are_endpoints(address):
+    item = an_slice(endpoints=[{"addresses": [address]}])
+    assert isinstance(item.object, EndpointSlice)
+    assert item.object.skipped == ()
+
+
+@pytest.mark.parametrize("address", ["::2", "1::", "fec0::1", "fbff::1", "64:ff9b::a00:1"])
+def test_unusual_v6_unicast_addresses_are_endpoints(address):
+    item = an_slice(addressType="IPv6", endpoints=[{"addresses": [address]}])
+    assert isinstance(item.object, EndpointSlice)
+    assert item.object.skipped == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "ports", "expected", "skipped"),
+    [
+        ("null", None, (), ()),
+        ("TCP by default", [{"name": "a", "port": 1}], (SlicePort("a", TCP, 1),), ()),
+        ('"" is a name', [{"name": "", "port": 1}], (SlicePort("", TCP, 1),), ()),
+        ("a port without a name is ignored", [{"port": 1}, {"name": None, "port": 1}], (), ()),
+        ("a port without a number is ignored", [{"name": "a"}, {"name": "b", "port": 0}], (), ()),
+        (
+            "UDP and SCTP",
+            [{"name": "", "port": 1, "protocol": p} for p in ("UDP", "SCTP")],
+            (SlicePort("", UDP, 1), SlicePort("", SCTP, 1)),
+            (),
+        ),
+        (
+            "an unknown protocol is left out",
+            [{"name": "a", "port": 1, "protocol": "ICMP"}, {"name": "b", "port": 2}],
+            (SlicePort("b", TCP, 2),),
+            ("ports[0].protocol: 'ICMP' is not TCP, UDP or SCTP",),
+        ),
+        (
+            "a name that is not a DNS label is left out",
+            [{"name": "Http", "port": 1}, {"name": "b", "port": 2}],
+            (SlicePort("b", TCP, 2),),
+            ("ports[0].name: 'Http' is not a DNS label",),
+        ),
+        (
+            "a port number out of range is left out",
+            [{"name": "a", "port": 65536}],
+            (),
+            ("ports[0].port: 65536 is not a port",),
+        ),
+    ],
+)
+def test_slice_ports(name, ports, expected, skipped):
+    item = an_slice(ports=ports)
+    assert isinstance(item.object, EndpointSlice), name
+    assert item.object.ports == expected
+    assert tuple(line.partition(" (")[0] for line in item.object.skipped) == skipped
+
+
+def test_a_slice_names_its_service_and_family():
+    item = an_slice(addressType="IPv6", endpoints=None)
+    assert item.object == EndpointSlice("ns", "web-x", "web", 6, (), ())
+
+
+@pytest.mark.parametrize(
+    ("name", "labels", "fields"),
+    [
+        ("no Service", {OF_SERVICE: ""}, {}),
+        ("labelled headless", {HEADLESS: ""}, {}),
+        ("names instead of addresses", {}, {"addressType": "FQDN"}),
+    ],
+)
+def test_slice_that_kube_proxy_skips_is_ignored(name, labels, fields):
+    item = an_slice(labels, **fields)
+    assert (item.object, item.error) == (None, ""), name
+
+
+def test_slice_without_labels_is_ignored():
+    item = read(Kind.SLICE, {"metadata": {"name": "x"}, "addressType": "IPv4"})
+    assert (item.object, item.error) == (None, "")
+
+
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [
+        ({"addressType": "IPv5"}, "addressType: 'IPv5' is not one of IPv4, IPv6, FQDN"),
+        ({"addressType": None}, "addressType: '' is not one of IPv4, IPv6, FQDN"),
+        (
+            {"ports": [{"name": "a", "port": "80"}]},
+            "ports[0].port: expected an integer, got a string",
+        ),
+        (
+            {"endpoints": [{"addresses": [1]}]},
+            "endpoints[0].addresses[0]: expected a string, got an integer",
+        ),
+        ({"endpoints": {}}, "endpoints: expected a list, got an object"),
+    ],
+    ids=lambda it: str(it)[:50],
+)
+def test_a_malformed_slice_is_one_error_that_names_the_field(fields, error):
+    item = an_slice(**fields)
+    assert (item.object, item.error) == (None, error)
+    assert item.key == ObjectKey(Kind.SLICE, "ns", "web-x")
+
+
+@pytest.mark.parametrize(
+    ("annotations", "triggered"),
+    [
+        (None, ""),
+        ({"a": "b"}, ""),
+        ({TRIGGER: "2026-11-21T22:31:37Z"}, "2026-11-21T22:31:37Z"),
+    ],
+)
+def test_trigger_time_of_a_slice(annotations, triggered):
+    meta = {"name": "a", "namespace": "ns", "labels": {OF_SERVICE: "web"}}
+    body = {"metadata": meta | {"annotations": annotations}, "addressType": "IPv4"}
+    item = read(Kind.SLICE, body)
+    assert item.trigger_time == triggered
+    assert item.object == read(Kind.SLICE, {"metadata": meta, "addressType": "IPv4"}).object
+
+
+def test_repeated_strings_are_interned():
+    ends = [
+        {"addresses": [f"10.1.0.{i}"], "nodeName": "node-a", "zone": "zone-a",
+         "hints": {"forZones": [{"name": "zone-a"}]}} for i in (1, 2)
+    ]  # fmt: skip
+    one, two = (an_slice(endpoints=ends, ports=[{"name": "http", "port": 80}]).object for _ in "12")
+    assert isinstance(one, EndpointSlice)
+    assert isinstance(two, EndpointSlice)
+    assert one.namespace is two.namespace
+    assert one.ports[0].name is two.ports[0].name
+    first, second = one.endpoints[0], two.endpoints[1]
+    assert first.node is second.node
+    assert first.zone is second.zone
+    assert first.zone_hints is second.zone_hints
+
+
+ODD_ADDRESSES = [
+    ({"clusterIP": "010.096.1.1"},
+     "spec.clusterIP: '010.096.1.1' has leading zeros; it is read as 10.96.1.1"),
+    ({"externalIPs": ["192.0.2.01"]},
+     "spec.externalIPs[0]: '192.0.2.01' has leading zeros; it is read as 192.0.2.1"),
+    ({"clusterIP": "10.0.0.100"}, ""),
+    ({"clusterIP": "0fd0::10"}, ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("spec", "line"), ODD_ADDRESSES)
+def test_leading_zeros_are_reported(spec, line):
+    item = decode.convert_object(
+        Kind.SERVICE,
+        {"metadata": {"name": "x", "namespace": "n"},
+         "spec": {"clusterIP": "10.96.0.1", "ports": [{"port": 80}]} | spec},
+    )  # fmt: skip
+    assert item.object.skipped == ((line,) if line else ())
+
+
+ODD_ENDPOINTS = [
+    (["10.1.0.1"], ()),
+    (["10.1.0.01"], ("endpoints[0].addresses: '10.1.0.01' has leading zeros; it is read as "
+                     "10.1.0.1",)),
+    (["10.1.0.1", "10.1.0.2"], ()),
+    (["10.1.0.1", "nonsense"], ("endpoints[0].addresses[1]: 'nonsense' is not an IP address",)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("addresses", "lines"), ODD_ENDPOINTS)
+def test_odd_endpoint_addresses_are_reported_and_the_first_is_used(addresses, lines):
+    item = decode.convert_object(
+        Kind.SLICE,
+        {"metadata": {"name": "x-1", "namespace": "n",
+                      "labels": {"kubernetes.io/service-name": "x"}},
+         "addressType": "IPv4", "endpoints": [{"addresses": addresses}],
+         "ports": [{"name": "", "port": 80}]},
+    )  # fmt: skip
+    assert [format_addr(end.address) for end in item.object.endpoints] == ["10.1.0.1"]
+    assert item.object.skipped == lines

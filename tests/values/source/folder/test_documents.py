@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is read from a file of YAML, and the age of Services in a folder."""
+
+import json
+import os
+from typing import NamedTuple
+
+import pytest
+
+from kbpf.errors import ObjectError
+from kbpf.model.address import parse_addr
+from kbpf.model.config import Config
+from kbpf.model.events import Delete, Kind, ObjectKey, Upsert
+from kbpf.model.objects import EndpointSlice, Node, Protocol, Service, SlicePort
+from kbpf.policy.compute import compute_desired_state
+from kbpf.source.folder.documents import parse_documents
+from tests.values.source.folder.folder import BOTH, NODE, WEB, Run, service
+
+# --- reading a file ---
+
+
+def test_file_of_two_documents_has_two_objects_with_defaults():
+    service, one = (found.item.object for found in parse_documents("a.yaml", BOTH.encode()).objects)
+    assert isinstance(service, Service)
+    assert (service.namespace, service.type) == ("default", "ClusterIP")
+    assert service.creation_timestamp == "2024-01-01T00:00:00Z"
+    assert isinstance(one, EndpointSlice)
+    assert one.namespace == "default"
+    assert one.ports == (SlicePort("", Protocol.TCP, 8080),)
+    assert [end.address for end in one.endpoints] == [parse_addr("10.1.0.1")]
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "text"),
+    [
+        ("YAML", "a.yaml", WEB),
+        ("YAML between document markers", "a.yaml", f"---\n{WEB}---\n"),
+        ("JSON", "a.json", service("web")),
+        ("JSON in YAML", "a.yml", service("web")),
+        ("a List", "a.yaml", "kind: List\napiVersion: v1\nitems:\n- " + service("web")),
+        ("a typed list, as the API returns it", "a.json", json.dumps({"kind": "ServiceList",
+         "items": [{k: v for k, v in json.loads(service("web")).items() if k != "kind"}]})),
+        ("another namespace", "a.json", service("web", namespace="default")),
+    ],
+)  # fmt: skip
+def test_service_is_read_from(name, file, text):
+    (found,) = parse_documents(file, text.encode()).objects
+    assert found.item.key == ObjectKey(Kind.SERVICE, "default", "web"), name
+    assert isinstance(found.item.object, Service)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("2001:10:1:2:3:4:5:6", "2001:10:1:2:3:4:5:6"),  # YAML 1.1: a number of base 60
+        ("fd00::10", "fd00::10"),
+        ("fd00:10:96::1", "fd00:10:96::1"),
+        ("10.96.0.1", "10.96.0.1"),
+    ],
+)
+def test_addresses_need_no_quotes(text, value):
+    text = WEB.replace("clusterIP: 10.96.0.1", f"clusterIP: {text}")
+    (found,) = parse_documents("a.yaml", text.encode()).objects
+    assert found.item.error == ""
+    assert isinstance(found.item.object, Service)
+    assert found.item.object.cluster_ips == (parse_addr(value),)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "error"),
+    [
+        (
+            "port: 80",
+            'port: "80"',
+            "spec.ports[0].port: expected an integer, got a string (a.yaml:10)",
+        ),
+        ("port: 80", "port: 70000", "spec.ports[0].port: 70000 is not a port (a.yaml:10)"),
+        (
+            "port: 80",
+            "port: 80.5",
+            "spec.ports[0].port: expected an integer, got a fraction (a.yaml:10)",
+        ),
+        (
+            "name: http",
+            "name: 80",
+            "spec.ports[0].name: expected a string, got an integer (a.yaml:9)",
+        ),
+        (
+            "name: http",
+            "name: no",
+            "spec.ports[0].name: expected a string, got a boolean (a.yaml:9)",
+        ),
+        ("10.96.0.1", "10.96.0", "spec.clusterIP: '10.96.0' is not an IP address (a.yaml:7)"),
+    ],
+)
+def test_bad_field_is_an_error_with_its_line(old, new, error):
+    (found,) = parse_documents("a.yaml", WEB.replace(old, new).encode()).objects
+    assert found.item.error == error
+    assert found.item.key == ObjectKey(Kind.SERVICE, "default", "web")
+
+
+def test_line_numbers_in_later_documents_lists_and_json():
+    bad = service("b", 0)
+    (_, second) = parse_documents("a.yaml", f"{WEB}---\n{bad}\n".encode()).objects
+    assert second.item.error == "spec.ports[0].port: 0 is not a port (a.yaml:12)"
+    text = f'{{"kind": "List", "items": [\n{service("a")},\n{bad}\n]}}'
+    (_, second) = parse_documents("a.json", text.encode()).objects
+    assert second.item.error == "items[1].spec.ports[0].port: 0 is not a port (a.json:3)"
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("- a\n- b\n", "kind: missing (a.yaml:1)"),
+        ("just words\n", "kind: missing (a.yaml:1)"),
+        ("metadata: {name: x}\n", "kind: missing (a.yaml:1)"),
+        ("kind: Service\nmetadata: {}\n", "not a Service: metadata.name: missing (a.yaml:1)"),
+        ("kind: Service\n", "not a Service: object missing required field metadata (a.yaml:1)"),
+        ("kind: Servcie\n", "kind: Servcie is not supported; is Service meant? (a.yaml:1)"),
+        ("\nkind: service\n", "kind: service is not supported; is Service meant? (a.yaml:2)"),
+        (
+            "kind: EndpointSlices\n",
+            "kind: EndpointSlices is not supported; is EndpointSlice meant? (a.yaml:1)",
+        ),
+        (
+            "kind: Endpoints\napiVersion: v1\n",
+            "kind: Endpoints is not supported; write an EndpointSlice (discovery.k8s.io/v1) "
+            "(a.yaml:1)",
+        ),
+        (
+            "kind: ConfigMap\ndata:\n  a: 1\n  a: 2\n",
+            "a occurs twice; the last one is used (a.yaml:4)",
+        ),
+        (
+            "kind: EndpointSlice\napiVersion: discovery.k8s.io/v1beta1\n",
+            "apiVersion: 'discovery.k8s.io/v1beta1' is not supported; write discovery.k8s.io/v1"
+            " (a.yaml:2)",
+        ),
+    ],
+)
+def test_invalid_document_is_a_problem_and_the_others_are_read(text, error):
+    contents = parse_documents("a.yaml", f"{text}---\n{WEB}".encode())
+    assert contents.problems == (error,)
+    assert len(contents.objects) == 1
+
+
+UNUSED_KINDS = ("Deployment", "ServiceCIDR", "ServiceAccount", "ServiceMonitor", "PodGroup", "Role",
+               "NodePool", "ConfigMap", "Ingress")  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", UNUSED_KINDS)
+def test_unused_kind_is_ignored_without_a_problem(kind):
+    contents = parse_documents("a.yaml", f"kind: {kind}\nmetadata: {{name: x}}\n".encode())
+    assert (contents.ignored_kinds, contents.problems) == ((kind,), ())
+
+
+MISTAKES = [
+    ("  name: web\n", "  name: old\n  name: web\n", "name occurs twice; the last one is used"
+     " (a.yaml:5)"),
+    ("spec:\n", "spec:\n  clusterIP: 10.96.0.9\n",
+     "clusterIP occurs twice; the last one is used (a.yaml:8)"),
+    ("  name: web\n", "  name: web\n  annotations: {kbpf.io/wieghts: '*=2'}\n",
+     "Service default/web: metadata.annotations[kbpf.io/wieghts] is not an annotation of kbpf"
+     " (a.yaml:5); is kbpf.io/weights meant?"),
+    ("  name: web\n", "  name: web\n  annotations: {kbpf.io/color: red, mine/x: y}\n",
+     "Service default/web: metadata.annotations[kbpf.io/color] is not an annotation of kbpf"
+     " (a.yaml:5); it is ignored"),
+    ("  name: web\n", "  name: web\n  annotations: {kbpf.io/weights: '*=2'}\n", ""),
+    ("  - name: http\n", "  - &port {name: http}\n  - <<: *port\n", ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("old", "new", "problem"), MISTAKES)
+def test_duplicate_key_or_unknown_annotation_is_a_problem_and_the_service_is_read(
+    old, new, problem
+):
+    contents = parse_documents("a.yaml", WEB.replace(old, new, 1).encode())
+    (found,) = contents.objects
+    assert found.item.key == ObjectKey(Kind.SERVICE, "default", "web")
+    assert [line for line in contents.problems if line] == ([problem] if problem else [])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "line"),
+    [
+        ("a.yaml", "kind: Service\nspec: [\n", 3),
+        ("a.yaml", "a: b\n\tc: d\n", 2),
+        ("a.yaml", "a: \x00", 1),
+        ("a.yaml", "a: &x [*y]\n", 1),
+        ("a.yaml", "a: !!int x\n", 1),
+        ("a.json", '{\n"kind": \n}', 3),
+        ("a.json", "[" * 100_000, 1),
+    ],
+)
+def test_unparsable_text_is_one_error_with_its_line(name, text, line):
+    with pytest.raises(ObjectError) as caught:
+        parse_documents(name, text.encode())
+    assert f"({name}:{line})" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_invalid_utf8_is_an_error():
+    with pytest.raises(ObjectError, match="not YAML"):
+        parse_documents("a.yaml", b"a: \xff\xfe")
+
+
+@pytest.mark.parametrize("name", ["a.yaml", "a.json"])
+@pytest.mark.parametrize("text", ["", "\n", "  \n\n"])
+def test_empty_file_has_no_objects(name, text):
+    assert parse_documents(name, text.encode()).objects == ()
+
+
+def test_other_kinds_are_ignored_by_name():
+    text = f"kind: Deployment\n---\n{WEB}---\nkind: ConfigMap\n---\nkind: Deployment\n"
+    contents = parse_documents("a.yaml", text.encode())
+    assert contents.ignored_kinds == ("Deployment", "ConfigMap")
+    assert (len(contents.objects), contents.problems) == (1, ())
+
+
+# --- missing objects ---
+
+
+@pytest.mark.parametrize(
+    ("files", "named"),
+    [(("n1",), False), ((), False), (("n2", "n3"), True), (("n1", "n2"), False)],
+)
+def test_missing_own_node_is_a_problem_if_other_nodes_exist(
+    run: Run, files: tuple[str, ...], named: bool
+):
+    for name in files:
+        run.write(f"{name}.yaml", NODE.replace("n1", name))
+    run.look()
+    line = (
+        "no file has a Node n1 (--hostname-override), only n2, n3: no endpoint counts as "
+        "local, and this node has no zone"
+    )
+    assert run.problems == ((line,) if named else ())
+
+
+# --- the age of a Service ---
+
+
+class Conflict(NamedTuple):
+    """Two Services that claim one address: the files' mtimes and texts, and the winner's name."""
+
+    story: str
+    files: dict[str, int]
+    texts: dict[str, str]
+    wins: str
+
+
+DATED = "2024-01-01T00:00:00Z"
+CONFLICTS = [
+    Conflict("the older file", {"a": 200, "z": 100}, {"a": service("a"), "z": service("z")}, "z"),
+    Conflict("one ns older", {"a": 101, "z": 100}, {"a": service("a"), "z": service("z")}, "z"),
+    Conflict("equally old: by name", {"a": 1, "z": 1}, {"a": service("a"), "z": service("z")}, "a"),
+    Conflict("creationTimestamp takes precedence", {"a": 100, "z": 200 * 10**18},
+             {"a": service("a", creationTimestamp="2025-01-01T00:00:00Z"),
+              "z": service("z", creationTimestamp=DATED)}, "z"),
+    Conflict("creationTimestamp and mtime", {"a": 100, "z": 200},
+             {"a": service("a"), "z": service("z", creationTimestamp=DATED)}, "a"),
+]  # fmt: skip
+
+
+def winner(run: Run) -> str:
+    """The name of the Service that has 10.96.0.9 after the events so far."""
+    services = {e.key: e.object for e in run.all if isinstance(e, Upsert)}
+    for event in run.all:
+        if isinstance(event, Delete):
+            services.pop(event.key, None)
+    listed = [one for one in services.values() if isinstance(one, Service)]
+    state = compute_desired_state(listed, (), Node("n1"), (), Config())
+    (name,) = {key.name for key, found in state.services.items() if found.frontends}
+    losers = {key.name: found.lost for key, found in state.services.items() if found.lost}
+    assert all(str(by) == f"default/{name}" for lost in losers.values() for _, by in lost)
+    assert len(losers) == len(listed) - 1
+    return name
+
+
+@pytest.mark.parametrize("row", CONFLICTS, ids=lambda row: row.story)
+def test_the_older_of_two_services_keeps_an_address(run: Run, row: Conflict):
+    for name, text in row.texts.items():
+        run.write(f"{name}.json", text)
+        os.utime(run.path / f"{name}.json", ns=(0, row.files[name]))
+    run.look()
+    assert winner(run) == row.wins
+
+
+def test_rewritten_file_keeps_the_age_of_its_service(run: Run):
+    run.write("z.json", service("z"))
+    os.utime(run.path / "z.json", ns=(0, 100))
+    run.look()
+    run.write("a.json", service("a"))
+    os.utime(run.path / "a.json", ns=(0, 200))
+    assert run.settle() == ["+a"]
+    assert winner(run) == "z"
+    run.write("z.json", service("z", port=80) + "\n")
+    os.utime(run.path / "z.json", ns=(0, 300))
+    assert run.settle() == [], "it is as old as it was"
+    assert winner(run) == "z"
+    (run.path / "z.json").rename(run.path / "b.json")
+    run.settle()
+    assert winner(run) == "z"
+    (run.path / "b.json").unlink()
+    assert run.settle() == ["-z"]
+    assert winner(run) == "a"
+    run.write("z.json", service("z"))
+    os.utime(run.path / "z.json", ns=(0, 400))
+    run.settle()
+    assert winner(run) == "a", "it has come anew"

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which events the changes of a folder make."""
+
+import logging
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from kbpf.model.events import Rejected
+from kbpf.source.base import SourceState
+from tests.values.source.folder.folder import BOTH, NODE, SLICE, SYNCED, WEB, service
+
+# --- events of the folder ---
+
+
+def test_all_files_are_read_at_the_first_poll(run):
+    run.write("b.yaml", NODE)
+    run.write("a.yml", WEB)
+    run.write("c.json", service("api"))
+    run.write("notes.txt", "not for us")
+    run.write(".hidden.yaml", "{")
+    run.write("a.yaml~", "{")
+    (run.path / "folder.yaml").mkdir()
+    assert run.look() == ["+web", "+n1", "+api", *SYNCED]
+    status = run.folder.status()
+    assert (status.state, status.synced, status.last_contact) == (SourceState.WATCHING, True, 7.0)
+    assert (status.error, status.problems) == ("", ())
+    assert run.look() == []
+
+
+def test_an_empty_folder_is_synced(run):
+    assert run.look() == SYNCED
+
+
+def test_only_our_own_node_is_an_event(run):
+    run.write("n.yaml", f"{NODE}---\n{NODE.replace('n1', 'n2')}")
+    assert run.look() == ["+n1", *SYNCED]
+
+
+def test_objects_outside_the_api_selectors_are_ignored(run):
+    other = service("other").replace('"name"', '"labels": {"%s": "x"}, "name"')
+    run.write("a.yaml", other % "service.kubernetes.io/service-proxy-name")
+    run.write("b.yaml", other % "service.kubernetes.io/headless")
+    run.write("c.yaml", WEB.replace("10.96.0.1", "None"))
+    run.write("d.yaml", WEB.replace("  clusterIP: 10.96.0.1\n", ""))
+    run.write("e.yaml", SLICE.replace("IPv4", "FQDN"))
+    assert run.look() == SYNCED
+
+
+def test_change_is_read_once_the_file_is_unchanged_for_two_polls(run):
+    run.write("a.yaml", BOTH)
+    run.look()
+    run.write("a.yaml", BOTH.replace("8080", "8081"))
+    assert run.look() == []
+    assert run.look() == ["+web-1"]
+    assert run.look() == []
+
+
+def test_file_being_written_is_not_read(run):
+    run.write("a.yaml", WEB)
+    run.look()
+    for size in range(10, len(BOTH), 60):
+        run.write("a.yaml", BOTH[:size])
+        assert run.look() == []
+    run.write("a.yaml", BOTH)
+    assert run.settle() == ["+web-1"]
+
+
+def test_file_that_changes_during_a_read_is_ignored_until_stable(run, monkeypatch):
+    run.write("a.yaml", BOTH)
+    run.look()
+    real, writers = open, [lambda: run.write("a.yaml", WEB)]
+
+    def opened(path: Path, mode: str) -> object:
+        if writers:
+            writers.pop()()
+        return real(path, mode)
+
+    os.utime(run.path / "a.yaml")
+    run.look()
+    monkeypatch.setattr("kbpf.source.folder.folder.open", opened, raising=False)
+    assert run.look() == []
+    run.write("a.yaml", BOTH)
+    assert run.settle() == []
+
+
+def test_file_missing_for_one_poll_keeps_its_objects(run):
+    run.write("a.yaml", WEB)
+    run.look()
+    (run.path / "a.yaml").rename(run.path / "a.yaml~")
+    assert run.look() == []
+    (run.path / "a.yaml~").rename(run.path / "a.yaml")
+    assert run.settle() == []
+
+
+def test_new_file_and_removed_file(run):
+    run.write("a.yaml", WEB)
+    run.look()
+    run.write("b.yaml", SLICE)
+    assert run.settle() == ["+web-1"]
+    (run.path / "a.yaml").unlink()
+    assert run.settle() == ["-web"]
+
+
+class UnknownField(NamedTuple):
+    """A replacement in BOTH, and the one problem line it makes ("": none)."""
+
+    name: str
+    old: str
+    new: str
+    line: str
+
+
+WEB_SAYS = "Service default/web: "
+UNKNOWN_FIELDS = [
+    UnknownField("a misspelt field", "  clusterIP:", "  internalTraficPolicy: Local\n  clusterIP:",
+                 WEB_SAYS + "spec.internalTraficPolicy is not a field of a Service (a.yaml:7); "
+                 "is internalTrafficPolicy meant?"),
+    UnknownField("wrong case", "  clusterIP:", "  clusterIp: 10.96.0.1\n  clusterIP:",
+         WEB_SAYS + "spec.clusterIp is not a field of a Service (a.yaml:7); is clusterIP meant?"),
+    UnknownField("unlike any field", "    port: 80", "    port: 80\n    cow: {a: 1}",
+         WEB_SAYS + "spec.ports[0].cow is not a field of a Service (a.yaml:11); it is ignored"),
+    UnknownField("a top-level field", "addressType:", "adressType: IPv4\naddressType:",
+         "EndpointSlice default/web-1: adressType is not a field of an EndpointSlice (a.yaml:17); "
+         "is addressType meant?"),
+    UnknownField("an endpoint's condition",
+                 "[10.1.0.1]", "[10.1.0.1]\n  conditions: {raedy: false}",
+                 "EndpointSlice default/web-1: endpoints[0].conditions.raedy is not a field of an "
+                 "EndpointSlice (a.yaml:20); is ready meant?"),
+    UnknownField("a hint", "[10.1.0.1]", "[10.1.0.1]\n  hints: {forZone: [{name: a}]}",
+                 "EndpointSlice default/web-1: endpoints[0].hints.forZone is not a field of an "
+                 "EndpointSlice (a.yaml:20); is forZones meant?"),
+    UnknownField("a selector has any key",
+                 "  clusterIP:", "  selector: {any: thing}\n  clusterIP:", ""),
+    UnknownField("metadata is not checked", "metadata:\n  name: web\n",
+                 "metadata:\n  lables: {}\n  name: web\n", ""),
+    UnknownField("known fields that are not read",
+                 "  clusterIP:", "  trafficDistribution: PreferSameZone\n"
+                 "  sessionAffinityConfig: {clientIP: {timeoutSeconds: 9}}\n  clusterIP:", ""),
+    UnknownField("a name with a line feed", "  clusterIP:", '  "a\\nb": 1\n  clusterIP:',
+                 WEB_SAYS + r"spec.a\nb is not a field of a Service (a.yaml:1); it is ignored"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("slip", UNKNOWN_FIELDS, ids=lambda slip: slip.name)
+def test_unknown_field_is_one_problem_and_its_object_is_served(run, caplog, slip: UnknownField):
+    run.write("a.yaml", BOTH.replace(slip.old, slip.new, 1))
+    assert run.look() == ["+web", "+web-1", *SYNCED]
+    assert run.problems == ((slip.line,) if slip.line else ())
+    run.write("b.yaml", NODE)
+    run.settle()
+    warned = [r for r in caplog.records if r.levelno == logging.WARNING]
+    assert len(warned) == len(run.problems), "once"
+
+
+def test_unknown_field_of_a_rejected_list_item_is_named(run):
+    bad = service("b", 0).replace('"spec"', '"sepc": 1, "spec"')
+    run.write("a.json", f'{{"kind": "List", "items": [\n{bad}\n]}}')
+    assert run.look() == ["!b", *SYNCED]
+    assert run.problems == (
+        "Service default/b: items[0].sepc is not a field of a Service (a.json:2); is spec meant?",
+        "Service default/b: items[0].spec.ports[0].port: 0 is not a port (a.json:2)",
+    )
+
+
+def test_invalid_name_is_rejected_in_one_line(run):
+    run.write("a.json", service("we\nb"))
+    run.look()
+    assert isinstance(run.events[0], Rejected)
+    (line,) = run.problems
+    assert line.startswith(r"Service default/we\nb: metadata.name: 'we\nb' is not a DNS label (")
+    assert line.endswith(" (a.json:1)")
+    assert "\n" not in line
+
+
+def test_object_removed_from_a_file_is_deleted(run):
+    run.write("a.yaml", BOTH)
+    run.look()
+    run.write("a.yaml", SLICE)
+    assert run.settle() == ["-web"]
+
+
+def test_object_moved_to_another_file_is_not_deleted(run):
+    run.write("a.yaml", BOTH)
+    run.look()
+    run.write("a.yaml", WEB)
+    run.write("z.yaml", SLICE)
+    assert run.settle() == []
+
+
+def test_file_replaced_by_rename_is_read(run):
+    run.write("a.yaml", WEB)
+    run.look()
+    run.write("new", WEB.replace("port: 80", "port: 81"))
+    os.replace(run.path / "new", run.path / "a.yaml")
+    assert run.settle() == ["+web"]
+
+
+def test_changed_symbolic_link_is_followed(run):
+    for name, port in (("one", 80), ("two", 81)):
+        (run.path / name).mkdir()
+        run.write(f"{name}/a.yaml", WEB.replace("port: 80", f"port: {port}"))
+    (run.path / "..data").symlink_to("one")
+    (run.path / "a.yaml").symlink_to("..data/a.yaml")  # as the kubelet mounts a ConfigMap
+    assert run.look() == ["+web", *SYNCED]
+    (run.path / "new").symlink_to("two")
+    os.replace(run.path / "new", run.path / "..data")
+    assert run.settle() == ["+web"]
+
+
+def test_touched_file_makes_no_event(run):
+    run.write("a.yaml", WEB)
+    run.look()
+    os.utime(run.path / "a.yaml")
+    assert run.settle() == []

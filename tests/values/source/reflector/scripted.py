@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A reflector against a scripted server: responses, and the reflector under test."""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from kbpf.model.events import Delete, Event, Rejected, Synced, Upsert
+from kbpf.source.api.credentials import Cluster
+from kbpf.source.api.kubeconfig import Access
+from kbpf.source.api.reflector import Reflector
+from kbpf.source.api.resource import SERVICES, Resource
+from kbpf.source.base import SourceState
+from tests.support.faults.scripted import Exchange, ScriptedServer, Step
+
+END = {"k8s.io/initial-events-end": "true"}
+
+
+# --- responses of the server ---
+
+
+def service(name: str, version: int, **spec: Any) -> dict[str, Any]:
+    spec = {"clusterIP": "10.96.0.1", "ports": [{"port": 80}]} | spec
+    return {
+        "metadata": {"name": name, "namespace": "ns", "resourceVersion": str(version)},
+        "spec": spec,
+    }
+
+
+def added(name: str, version: int, **spec: Any) -> dict[str, Any]:
+    return {"type": "ADDED", "object": service(name, version, **spec)}
+
+
+def deleted(name: str, version: int) -> dict[str, Any]:
+    return {"type": "DELETED", "object": service(name, version)}
+
+
+def bookmark(version: int, end: bool = False) -> dict[str, Any]:
+    meta = {"resourceVersion": str(version), "annotations": END if end else None}
+    return {"type": "BOOKMARK", "object": {"kind": "Service", "metadata": meta}}
+
+
+def error(code: int) -> dict[str, Any]:
+    return {"type": "ERROR", "object": {"kind": "Status", "code": code, "message": f"is {code}"}}
+
+
+def streamed(*lines: Any, then: Callable[[Exchange], None] = Exchange.hang) -> Step:
+    """A watch that sends these lines and then ends, hangs or breaks."""
+
+    def step(exchange: Exchange) -> None:
+        exchange.watch(*lines)
+        then(exchange)
+
+    return step
+
+
+def listed(*objects: dict[str, Any], version: int = 100, token: str = "") -> Step:
+    meta = {"resourceVersion": str(version), "continue": token}
+    return lambda exchange: exchange.answer(200, {"metadata": meta, "items": list(objects)})
+
+
+def status(code: int, message: str = "", **headers: str) -> Step:
+    body = {"kind": "Status", "message": message, "code": code}
+    return lambda exchange: exchange.answer(code, body, **headers)
+
+
+LISTED_A = streamed(added("a", 5), bookmark(10, end=True))
+"""A streaming list of one Service, `a`, then silence."""
+
+
+def listed_a(*lines: Any, then: Callable[[Exchange], None] = Exchange.end) -> Step:
+    return streamed(added("a", 5), bookmark(10, end=True), *lines, then=then)
+
+
+# --- the reflector under test ---
+
+
+class Run:
+    """A reflector in its thread, its events, and its waits (recorded, not waited)."""
+
+    def __init__(self, server: ScriptedServer, resource: Resource = SERVICES, **options: Any):
+        self.server = server
+        self.events: list[Event] = []
+        self.waits: list[float] = []
+        self.now = 1000.0
+        options = {"clock": lambda: self.now, "rng": lambda: 1.0, "wait": self._wait} | options
+        cluster = Cluster(Access(server.url, "the test"))
+        self.reflector = Reflector(cluster, resource, self.put, **options)
+
+    def put(self, event: Event) -> None:
+        self.events.append(event)
+
+    def _wait(self, stop: threading.Event, seconds: float) -> None:
+        self.waits.append(round(seconds, 3))
+        stop.wait(0.001)
+
+    def until(self, condition: Callable[[], object], seconds: float = 60.0) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, f"not within {seconds:.0f} s:\n{self}"
+            time.sleep(0.002)
+
+    def __str__(self) -> str:
+        """Events, requests, waits and state, for the message of a failed test."""
+        status = self.reflector.status()
+        return "\n".join(
+            (
+                f"  events: {' '.join(self.said)}",
+                f"  asked:  {', '.join(self.all_asked)}",
+                f"  waits:  {self.waits}",
+                f"  state:  {status.state}, version {status.resource_version!r}, {status.error!r}",
+            )
+        )
+
+    def until_watching(self, requests: int) -> None:
+        self.server.wait(requests)
+        self.until(lambda: self.state is SourceState.WATCHING)
+
+    @property
+    def state(self) -> SourceState:
+        return self.reflector.status().state
+
+    @property
+    def said(self) -> list[str]:
+        """The events in short: +a, -a, !a (rejected), synced."""
+        marks = {Upsert: "+", Delete: "-", Rejected: "!"}
+        return [
+            "synced" if isinstance(e, Synced) else marks[type(e)] + e.key.name for e in self.events
+        ]
+
+    def asked(self, n: int) -> str:
+        """The n-th request in short: stream, page, page after TOKEN, watch VERSION."""
+        query = self.server.requests[n].query
+        if "sendInitialEvents" in query:
+            return "stream"
+        if "watch" in query:
+            return f"watch {query['resourceVersion']}"
+        return f"page after {query['continue']}" if "continue" in query else "page"
+
+    @property
+    def all_asked(self) -> list[str]:
+        return [self.asked(n) for n in range(len(self.server.requests))]
+
+
+WATCH_THREADS = {"services", "endpointslices", "nodes", "pods"}
+
+
+PAGES = status(422, "sendInitialEvents: Forbidden")
+"""A server without streaming lists."""
+
+
+LOGIN = b"\xef\xbb\xbf\n<!DOCTYPE html>\n<html>\n<title>Sign in</title>\n</html>\n"

@@ -1,0 +1,335 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the reflector lists: streaming lists, pages, and all Nodes or only our own."""
+
+import logging
+from typing import Any, NamedTuple
+
+import pytest
+
+from kbpf.model.events import Kind, Upsert
+from kbpf.model.objects import Service
+from kbpf.source.api.resource import (
+    PAGE_SIZE,
+    SLICES,
+    exempt_pod_resource,
+    node_resource,
+    own_node_resource,
+)
+from kbpf.source.base import SourceState
+from tests.support.faults.scripted import Exchange, Step
+from tests.values.source.reflector.scripted import (
+    LISTED_A,
+    LOGIN,
+    PAGES,
+    added,
+    bookmark,
+    deleted,
+    error,
+    listed,
+    listed_a,
+    service,
+    status,
+    streamed,
+)
+
+HEADLESS = "service.kubernetes.io/headless"
+
+
+def counted(more: int, version: int = 90) -> Step:
+    """A first page whose `remainingItemCount` is `more`."""
+    meta = {"resourceVersion": str(version), "continue": "x", "remainingItemCount": more}
+    return lambda exchange: exchange.answer(200, {"metadata": meta, "items": []})
+
+
+# --- listing ---
+
+
+def test_streaming_list_uses_the_selectors_of_kube_proxy(start):
+    run = start(LISTED_A)
+    run.until_watching(1)
+    (request,) = run.server.requests
+    assert request.path == "/api/v1/services"
+    seconds = request.query.pop("timeoutSeconds")
+    assert 300 <= int(seconds) <= 600
+    assert request.query == {
+        "watch": "1",
+        "sendInitialEvents": "true",
+        "resourceVersionMatch": "NotOlderThan",
+        "allowWatchBookmarks": "true",
+        "labelSelector": f"!service.kubernetes.io/service-proxy-name,!{HEADLESS}",
+        "fieldSelector": "spec.clusterIP!=None",
+    }
+
+
+@pytest.mark.parametrize(
+    ("resource", "path", "selector"),
+    [
+        (SLICES, "/apis/discovery.k8s.io/v1/endpointslices", {"labelSelector": f"!{HEADLESS}"}),
+        (own_node_resource("n1"), "/api/v1/nodes", {"fieldSelector": "metadata.name=n1"}),
+        (
+            exempt_pod_resource("n1"),
+            "/api/v1/pods",
+            {"labelSelector": "kbpf.io/socket-lb=off", "fieldSelector": "spec.nodeName=n1"},
+        ),
+    ],
+    ids=("slices", "our node", "exempt pods of our node"),
+)
+def test_selectors_of_slices_our_node_and_exempt_pods(start, resource, path, selector):
+    run = start(PAGES, listed(), resource=resource)
+    run.server.wait(3)
+    for request in run.server.requests:
+        assert request.path == path
+        chosen = {n: v for n, v in request.query.items() if n.endswith("Selector")}
+        assert chosen == selector
+
+
+def test_streaming_list_then_synced_then_watch(start):
+    run = start(streamed(added("a", 5), bookmark(10, end=True), added("b", 11), deleted("a", 12)))
+    run.until(lambda: len(run.events) == 4)
+    assert run.said == ["+a", "synced", "+b", "-a"]
+    first = run.events[0]
+    assert isinstance(first, Upsert)
+    assert isinstance(first.object, Service)
+    assert first.received_at == 1000.0
+    status = run.reflector.status()
+    assert (status.kinds, status.synced, status.error) == ((Kind.SERVICE,), True, "")
+    assert (status.state, status.failures) == (SourceState.WATCHING, 0)
+    assert (status.resource_version, status.last_contact) == ("12", 1000.0)
+
+
+@pytest.mark.parametrize("code", [400, 422])
+def test_server_without_streaming_lists_is_listed_by_pages(start, code):
+    run = start(
+        status(code, "sendInitialEvents: Forbidden"),
+        listed(service("a", 5), token="t1"),
+        listed(service("b", 6), token="t2"),
+        listed(service("c", 7), version=100),
+    )
+    run.until_watching(5)
+    assert run.all_asked == ["stream", "page", "page after t1", "page after t2", "watch 100"]
+    assert run.server.requests[1].query["limit"] == "500"
+    assert run.said == ["+a", "+b", "+c", "synced"]
+    assert run.waits == []
+
+
+def test_refused_streaming_list_is_not_requested_again(start):
+    run = start(PAGES, listed(), streamed(error(410), then=Exchange.end), listed())
+    run.server.wait(5)
+    assert run.all_asked == ["stream", "page", "watch 100", "page", "watch 100"]
+
+
+def test_unsupported_field_selector_is_replaced_by_local_filtering(start):
+    none = service("headless", 6, clusterIP="None")
+    run = start(
+        status(400, 'field selector "spec.clusterIP!=None": field label not supported: spec.c'),
+        streamed(added("a", 5), {"type": "ADDED", "object": none}, bookmark(10, end=True)),
+    )
+    run.until(lambda: "synced" in run.said)
+    assert run.said == ["+a", "synced"]
+    assert "fieldSelector" not in run.server.requests[1].query
+    assert run.all_asked == ["stream", "stream"]
+
+
+@pytest.mark.parametrize("then", [Exchange.end, Exchange.cut, Exchange.reset])
+def test_broken_streaming_list_is_not_synced_and_pages_follow(start, then):
+    run = start(streamed(added("a", 5), added("b", 6), then=then), listed(service("a", 5)))
+    run.until_watching(3)
+    assert run.all_asked == ["stream", "page", "watch 100"]
+    assert [mark for mark in run.said if mark == "synced"] == ["synced"]
+    assert run.said[-2:] == ["-b", "synced"]
+    assert run.waits == [0.2]
+
+
+def test_streaming_list_without_end_bookmark_times_out(start):
+    def step(exchange: Exchange) -> None:
+        exchange.watch(added("a", 5))
+        run.until(lambda: run.said == ["+a"])
+        run.now += 121
+        exchange.line(bookmark(7))
+        exchange.hang()
+
+    run = start(step, listed(service("a", 5)), hold=True)
+    run.reflector.start()
+    run.until_watching(3)
+    assert run.all_asked == ["stream", "page", "watch 100"]
+
+
+def test_new_list_makes_events_only_for_differences(start):
+    run = start(
+        streamed(added("a", 1), added("b", 2), added("c", 3), bookmark(9, end=True), error(410)),
+        streamed(added("a", 1), added("c", 8), added("d", 9), bookmark(10, end=True)),
+    )
+    run.until(lambda: run.said.count("synced") == 2)
+    assert run.said == ["+a", "+b", "+c", "synced", "+c", "+d", "-b", "synced"]
+
+
+def test_object_deleted_during_a_streaming_list_stays_deleted(start):
+    run = start(
+        streamed(added("a", 1), added("b", 2), deleted("a", 3), bookmark(4, end=True), error(410)),
+        streamed(added("b", 2), bookmark(10, end=True)),
+    )
+    run.until(lambda: run.said.count("synced") == 2)
+    assert run.said == ["+a", "+b", "-a", "synced", "synced"]
+
+
+def test_list_with_a_failed_page_deletes_nothing(start):
+    run = start(
+        PAGES,
+        listed(service("a", 1), service("b", 2)),
+        streamed(error(410), then=Exchange.end),
+        listed(service("b", 2), token="t"),
+        status(500),
+        listed(service("b", 2), service("c", 3), token="t"),
+        listed(version=200),
+    )
+    run.until_watching(8)
+    assert run.said == ["+a", "+b", "synced", "+c", "-a", "synced"]
+    assert run.all_asked[3:] == ["page", "page after t", "page", "page after t", "watch 200"]
+
+
+def test_list_with_an_unreadable_object_deletes_nothing(start):
+    nameless = {"metadata": {}, "spec": {}}
+    run = start(
+        PAGES,
+        listed(service("a", 1)),
+        streamed(error(410), then=Exchange.end),
+        listed(service("b", 2), nameless),
+    )
+    run.until_watching(5)
+    assert run.said == ["+a", "synced", "+b", "synced"]
+
+
+def test_streaming_list_with_a_malformed_line_is_followed_by_pages(start):
+    """Without the list by pages, objects deleted meanwhile would stay until the next relist."""
+    run = start(
+        listed_a(error(410)),
+        streamed(b"rubbish\n", added("b", 6), bookmark(20, end=True)),
+        listed(service("b", 6)),
+    )
+    run.until(lambda: run.said.count("synced") == 2)
+    assert run.said == ["+a", "synced", "+b", "-a", "synced"]
+    assert run.all_asked[:3] == ["stream", "stream", "page"]
+
+
+class NotAList(NamedTuple):
+    """The body of a 200 response that is not a list, and the words of the error in either mode."""
+
+    name: str
+    body: bytes
+    pages: str
+    stream: str
+
+
+HTML = "the response is an HTML page"
+NOT_LISTS = [
+    NotAList("HTML", b"<html>", HTML, HTML),
+    NotAList("a login page", LOGIN, HTML, HTML),
+    NotAList("null", b"null\n", "the response is not a list: expected an object",
+             "a line is not an event: expected an object"),
+    NotAList("a list", b"[]\n", "the response is not a list: expected an object",
+             "a line is not an event: expected an object"),
+    NotAList("empty", b"", "the response is not a list: invalid JSON: ", "the stream ended "
+                                                                       "before the list did"),
+    NotAList("broken", b'{"items": [}\n', "the response is not a list: invalid JSON: JSON is "
+                                        "malformed",
+           "a line is not an event: invalid JSON: JSON is malformed"),
+    NotAList("truncated", b'{"items": ', "the response is not a list: invalid JSON: ",
+             "invalid JSON: the stream ended inside a line"),
+    NotAList("plain text", b"welcome\n", "the response is not a list: invalid JSON: ",
+             "a line is not an event: invalid JSON: "),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("how", ["pages", "stream"])
+@pytest.mark.parametrize("row", NOT_LISTS, ids=lambda row: row.name)
+def test_response_that_is_not_a_list_is_an_error_that_describes_it(
+    start, caplog, row: NotAList, how: str
+):
+    caplog.set_level(logging.WARNING, "kbpf.source")
+    steps = (PAGES,) if how == "pages" else ()
+    run = start(*steps, lambda exchange: exchange.answer(200, row.body), listed(service("a", 1)))
+    run.until_watching(len(steps) + 3)
+    assert run.said == ["+a", "synced"]
+    (line,) = [r.getMessage() for r in caplog.records if "watch failed" in r.getMessage()]
+    wanted = row.pages if how == "pages" else row.stream
+    assert f"cannot list services: {wanted}" in line
+    assert ("does a proxy or login page answer instead of it?" in line) == (wanted == HTML)
+
+
+def test_items_null_is_an_empty_list(start):
+    body = {"metadata": {"resourceVersion": "9"}, "items": None}
+    run = start(PAGES, lambda exchange: exchange.answer(200, body))
+    run.until_watching(3)
+    assert run.said == ["synced"]
+    assert run.asked(2) == "watch 9"
+
+
+def test_page_that_continues_with_itself_is_an_error_with_backoff(start):
+    run = start(PAGES, *[listed(service("a", 1), token="t")] * 8)
+    run.until(lambda: len(run.waits) >= 3)
+    assert "synced" not in run.said
+    assert "same page" in run.reflector.status().error
+
+
+# --- watching all Nodes or only our own ---
+
+
+class NodeCount(NamedTuple):
+    """The response to the count of Nodes, and the field selector of the watch that follows."""
+
+    what: str
+    first: Step
+    selector: str
+
+
+OWN = "metadata.name=n1"
+NODES = [
+    NodeCount("one Node", counted(0), ""),
+    NodeCount("a full page", counted(PAGE_SIZE - 1), ""),
+    NodeCount("more than a page", counted(PAGE_SIZE), OWN),
+    NodeCount("a server without remainingItemCount", listed(version=90), ""),
+    NodeCount("listing is forbidden", status(403, "nodes is forbidden"), OWN),
+]
+
+
+@pytest.mark.parametrize("row", NODES, ids=lambda row: row.what)
+def test_all_nodes_are_watched_up_to_one_page(start, row: NodeCount):
+    run = start(row.first, streamed(bookmark(100, end=True)), resource=node_resource("n1", "auto"))
+    run.until_watching(2)
+    first, stream = run.server.requests
+    assert first.query == {"limit": "1"}
+    assert "sendInitialEvents" in stream.query
+    assert stream.query.get("fieldSelector", "") == row.selector
+    assert run.said == ["synced"]
+
+
+@pytest.mark.parametrize(("setting", "selector"), [("all", ""), ("own", OWN)])
+def test_explicit_watch_nodes_setting_needs_no_count(start, setting: str, selector: str):
+    run = start(streamed(bookmark(100, end=True)), resource=node_resource("n1", setting))
+    run.until_watching(1)
+    (stream,) = run.server.requests
+    assert stream.query.get("fieldSelector", "") == selector
+
+
+def test_cluster_that_outgrows_a_page_is_watched_by_own_node_only(start):
+    """Nodes are counted before each list. Those no longer watched are deleted, which does not count
+    as drift.
+    """
+
+    def node(name: str) -> dict[str, Any]:
+        meta = {"name": name, "uid": f"uid-{name}", "resourceVersion": "5"}
+        return {"kind": "Node", "apiVersion": "v1", "metadata": meta}
+
+    event = {"type": "ADDED", "object": node("n1")}
+    run = start(
+        counted(1),
+        streamed(event, {"type": "ADDED", "object": node("n2")}, bookmark(10, end=True),
+                 then=lambda exchange: exchange.end()),
+        status(410),
+        counted(PAGE_SIZE),
+        streamed(event, bookmark(20, end=True)),
+        resource=node_resource("n1", "auto"),
+    )  # fmt: skip
+    run.until_watching(5)
+    assert run.said == ["+n1", "+n2", "synced", "-n2", "synced"]
+    assert run.reflector.status().drift == 0

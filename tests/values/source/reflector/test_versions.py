@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Servers whose version goes back, e.g. after a restore of etcd, and the hourly relist."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kbpf.source.api.credentials import Cluster
+from kbpf.source.api.kubeconfig import Access
+from kbpf.source.api.versions import is_rewind
+from tests.support.faults.scripted import Exchange
+from tests.values.source.reflector.scripted import (
+    LISTED_A,
+    Run,
+    added,
+    bookmark,
+    deleted,
+    error,
+    listed,
+    listed_a,
+    status,
+    streamed,
+)
+
+# --- a server whose version goes back, e.g. after a restore of etcd ---
+
+
+def as_of(name: str, version: int, uid: str, **spec: Any) -> dict[str, Any]:
+    """A watch event with a Service that has a uid."""
+    line = added(name, version, **spec)
+    line["object"]["metadata"]["uid"] = uid
+    return line
+
+
+WENT_BACK = "the API server's version went back from"
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after"),
+    [
+        ("other content", as_of("a", 5, "u1"), as_of("a", 5, "u1", clusterIP="10.96.0.2")),
+        ("another uid", as_of("a", 5, "u1"), as_of("a", 5, "u2")),
+    ],
+)
+def test_equal_versions_with_different_content_or_uid_are_a_change(start, name, before, after):
+    run = start(
+        streamed(before, bookmark(10, end=True), error(410)),
+        streamed(after, bookmark(11, end=True)),
+    )
+    run.until(lambda: run.said.count("synced") == 2)
+    assert run.said == ["+a", "synced", "+a", "synced"], name
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [("a bookmark", bookmark(7)), ("an event", added("b", 7)), ("a deletion", deleted("a", 7))],
+)
+def test_version_that_goes_back_is_one_warning_and_a_new_list(start, caplog, name, line):
+    run = start(
+        listed_a(line, then=Exchange.hang),
+        streamed(added("a", 3, clusterIP="10.96.0.2"), bookmark(8, end=True), bookmark(9)),
+    )
+    run.until(lambda: run.said.count("synced") == 2)
+    run.until(lambda: run.reflector.status().resource_version == "9")
+    assert run.all_asked == ["stream", "stream"], name
+    assert [mark for mark in run.said[2:] if mark not in ("+b", "-b", "-a")] == ["+a", "synced"]
+    assert caplog.text.count(WENT_BACK) == 1
+    assert run.waits == []
+    assert run.reflector.status().error == ""
+
+
+def test_rewind_is_reported_from_the_last_received_version(start, caplog):
+    """Even if both versions arrive in one chunk."""
+    both = b"".join(json.dumps(bookmark(version)).encode() + b"\n" for version in (20, 7))
+    run = start(listed_a(both, then=Exchange.hang), streamed(added("a", 5), bookmark(15, end=True)))
+    run.until(lambda: run.said.count("synced") == 2)
+    assert f"{WENT_BACK} '20' to '7'" in caplog.text
+
+
+def test_objects_unknown_to_a_restored_server_are_deleted(start, caplog):
+    run = start(
+        listed_a(added("new", 12), error(410)),
+        streamed(added("a", 5), bookmark(8, end=True)),
+    )
+    run.until(lambda: run.said.count("synced") == 2)
+    assert run.said == ["+a", "synced", "+new", "-new", "synced"]
+    assert caplog.text.count(WENT_BACK) == 1
+    assert f"{WENT_BACK} '12' to '8' (first seen by watch services)" in caplog.text
+
+
+def test_after_an_outage_a_rewind_is_detected_before_the_watch_resumes(start, caplog):
+    """A restored server may stay silent on a watch from a version it has not reached yet."""
+    run = start(
+        listed_a(added("new", 12), then=Exchange.cut),
+        *[status(503)] * 2,
+        listed(version=11),
+        streamed(added("a", 5), bookmark(11, end=True)),
+    )
+    run.until(lambda: run.said.count("synced") == 2)
+    assert run.said == ["+a", "synced", "+new", "-new", "synced"]
+    assert [run.server.requests[n].query.get("limit") for n in range(5)] == [
+        None, None, "1", "1", None
+    ]  # fmt: skip
+    assert run.asked(4) == "stream"
+    assert caplog.text.count(WENT_BACK) == 1
+
+
+def test_after_an_outage_without_a_rewind_the_watch_resumes_without_a_list(start, caplog):
+    run = start(
+        listed_a(then=Exchange.cut), *[status(503)] * 2, listed(version=30), streamed(bookmark(31))
+    )
+    run.until(lambda: run.reflector.status().resource_version == "31")
+    assert run.asked(4) == "watch 10"
+    assert WENT_BACK not in caplog.text
+
+
+def test_rewind_seen_by_four_watches_is_one_warning(caplog):
+    cluster = Cluster(Access("http://x", "the test"))
+    for name in ("services", "endpointslices", "nodes", "pods"):
+        cluster.report_rewind(name, "100", "7")
+    assert caplog.text.count(WENT_BACK) == 1
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "back"),
+    [("10", "9", True), ("10", "10", False), ("9", "10", False), ("", "5", False),
+     ("10", "", False), ("10", "x", False), ("x", "1", False), ("9" * 30, "1", False)],
+)  # fmt: skip
+def test_versions_are_compared_as_numbers(before, now, back):
+    assert is_rewind(before, now) == back
+
+
+# --- the hourly relist ---
+
+
+def relisted(start: Callable[..., Run], *lines: Any) -> Run:
+    """A Run that lists `a` and `b` (versions 5 and 6, list version 10), then `lines` an hour later.
+
+    A bookmark with version 20 comes before the second list.
+    """
+
+    def later(exchange: Exchange) -> None:
+        exchange.watch(added("a", 5), added("b", 6), bookmark(10, end=True))
+        run.until(lambda: "synced" in run.said)
+        run.now += 4501.0
+        exchange.line(bookmark(20))
+        exchange.hang()
+
+    run = start(later, streamed(*lines), hold=True)
+    run.reflector.start()
+    run.until(lambda: run.said.count("synced") == 2)
+    assert run.all_asked == ["stream", "stream"]
+    return run
+
+
+DRIFT = [
+    ("no change", [added("a", 5), added("b", 6)], [], 0),
+    ("a change after the watch's version", [added("a", 5), added("b", 25)], ["+b"], 0),
+    ("a new object after it", [added("a", 5), added("b", 6), added("c", 25)], ["+c"], 0),
+    ("a missed change", [added("a", 5), added("b", 15)], ["+b"], 1),
+    ("a missed new object", [added("a", 5), added("b", 6), added("c", 15)], ["+c"], 1),
+    ("a missed deletion", [added("a", 5)], ["-b"], 1),
+    ("other content", [added("a", 5), added("b", 6, clusterIP="10.9.9.9")], ["+b"], 1),
+]
+
+
+@pytest.mark.parametrize(("name", "lines", "said", "drift"), DRIFT, ids=[row[0] for row in DRIFT])
+def test_relist_finds_and_counts_missed_changes(start, caplog, name, lines, said, drift):
+    run = relisted(start, *lines, bookmark(30, end=True))
+    assert run.said[3:-1] == said
+    assert run.reflector.status().drift == drift
+    assert ("objects changed without an event" in caplog.text) == bool(drift)
+    assert run.waits == []
+
+
+@pytest.mark.parametrize(("random", "due"), [(0.0, 2_700.0), (0.5, 3_600.0), (1.0, 4_500.0)])
+def test_relists_are_spread_over_45_to_75_minutes(start, random, due):
+    """Nodes that started together would otherwise list together."""
+
+    def soon_due(exchange: Exchange) -> None:
+        exchange.watch(added("a", 5), bookmark(10, end=True))
+        run.until(lambda: "synced" in run.said)
+        run.now += due - 1
+        exchange.line(bookmark(20))
+        exchange.hang()
+
+    def due_now(exchange: Exchange) -> None:
+        run.now += 1
+        exchange.watch(bookmark(21))
+        exchange.hang()
+
+    run = start(soon_due, due_now, LISTED_A, hold=True, rng=lambda: random)
+    run.reflector.start()
+    run.until(lambda: run.said.count("synced") == 2)
+    assert run.all_asked == ["stream", "watch 20", "stream"]

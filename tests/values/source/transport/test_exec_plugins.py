@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exec plugins, run by the kubernetes library in a child process."""
+
+import calendar
+import json
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kbpf.errors import ConfigError, SourceError
+from kbpf.source.api import credentials as cluster_module
+from kbpf.source.api.credentials import Cluster, PluginCredentials
+from kbpf.source.api.kubeconfig import find_access
+from kbpf.source.api.reflector import Reflector
+from kbpf.source.api.resource import SERVICES
+from kbpf.source.api.transport import ApiConnection
+from tests.support.faults.scripted import ScriptedServer
+from tests.support.lab.lab import PATIENCE, until
+from tests.values.source.transport.kubeconfigs import headers, ok, unauthorized, write
+
+# --- exec plugins, run by the kubernetes library in a child process ---
+
+
+def exec_user(tmp_path: Path, script: str) -> dict[str, Any]:
+    plugin = tmp_path / "plugin"
+    plugin.write_text(f"#!/bin/sh\n{script}\n")
+    plugin.chmod(0o755)
+    command = {"apiVersion": "client.authentication.k8s.io/v1", "command": str(plugin)}
+    return {"exec": command | {"interactiveMode": "Never"}}
+
+
+def credential(**fields: str) -> str:
+    body = {"apiVersion": "client.authentication.k8s.io/v1", "kind": "ExecCredential"}
+    return json.dumps(body | {"status": fields})
+
+
+def test_exec_plugin_runs_once_and_again_after_401(tmp_path):
+    count = tmp_path / "count"
+    script = f"echo x >> {count}; n=$(wc -l < {count}); sed s/N/$n/ {tmp_path}/answer"
+    (tmp_path / "answer").write_text(credential(token="tokN"))
+    user = exec_user(tmp_path, script)
+    with ScriptedServer(ok, unauthorized, ok) as server:
+        path = write(tmp_path / "kc", {"server": server.url}, user)
+        access = find_access(path, allow_insecure=True)
+        connection = ApiConnection(Cluster(access))
+        for _ in range(3):
+            connection.request("/x").read()
+        connection.drop()
+        assert headers(server) == ["Bearer tok1", "Bearer tok1", "Bearer tok2"]
+
+
+def test_exec_plugin_runs_again_before_its_token_expires(tmp_path, monkeypatch):
+    expires = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + 900))
+    answer = credential(token="t", expirationTimestamp=expires)
+    count = tmp_path / "count"
+    user = exec_user(tmp_path, f"echo x >> {count}; echo '{answer}'")
+    cluster = Cluster(find_access(write(tmp_path / "kc", {}, user)))
+    login = cluster.get_credentials()
+    assert login.authorization == "Bearer t"
+    assert login.expires_at == calendar.timegm(time.strptime(expires, "%Y-%m-%dT%H:%M:%SZ"))
+    assert cluster.get_credentials() is login
+    later = login.expires_at - 50
+    monkeypatch.setattr(cluster_module.time, "time", lambda: later)
+    assert cluster.get_credentials() is not login
+    assert count.read_text() == "x\nx\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "script", "error"),
+    [
+        ("fails", "echo no ticket >&2; exit 3", "no ticket"),
+        ("prints nothing", "true", "failed to decode"),
+        ("does not exist", "", r"\[Errno 2\] No such file or directory"),
+    ],
+)
+def test_failed_exec_plugin_is_an_error_with_its_reason(tmp_path, name, script, error):
+    access = find_access(write(tmp_path / "kc", {}, exec_user(tmp_path, script)))
+    if not script:
+        (tmp_path / "plugin").unlink()
+    with pytest.raises(SourceError, match=f"no credentials: (?!ERROR).*{error}") as caught:
+        Cluster(access).get_credentials()
+    assert str(tmp_path / "kc") in str(caught.value), name
+    assert "\n" not in str(caught.value)
+
+
+def test_failed_exec_plugin_is_run_again_with_backoff(tmp_path):
+    """Four watches request credentials every 0.2 s for a minute.
+
+    The plugin runs at 0, 1, 3, 7, 15 and 31 s only.
+    """
+    count = tmp_path / "count"
+    user = exec_user(tmp_path, f"echo x >> {count}; echo no ticket >&2; exit 3")
+    path = write(tmp_path / "kc", {}, user)
+    clock = [100.0]
+    plugin = PluginCredentials(lambda: clock[0], lambda: 1.0)
+    for _ in range(300):
+        for _ in range(4):
+            with pytest.raises(SourceError, match=r"no credentials: .*no ticket"):
+                plugin.get(path, lambda: False)
+        clock[0] += 0.2
+    assert count.read_text() == "x\n" * 6
+
+
+def test_exec_plugin_waits_if_its_new_credentials_are_rejected_too(tmp_path):
+    count = tmp_path / "count"
+    user = exec_user(tmp_path, f"echo x >> {count}; echo '{credential(token='t')}'")
+    path = write(tmp_path / "kc", {}, user)
+    clock = [100.0]
+    plugin = PluginCredentials(lambda: clock[0], lambda: 1.0)
+    first = plugin.get(path, lambda: False)
+    plugin.reject(first)
+    second = plugin.get(path, lambda: False)
+    plugin.reject(first)  # by a late watch: these credentials have been replaced already
+    assert plugin.get(path, lambda: False) is second
+    plugin.reject(second)
+    with pytest.raises(SourceError, match="the API server rejected the last ones"):
+        plugin.get(path, lambda: False)
+    clock[0] += 2.1
+    third = plugin.get(path, lambda: False)
+    clock[0] += 3600.0
+    plugin.reject(third)
+    plugin.get(path, lambda: False)
+    assert count.read_text() == "x\n" * 4
+
+
+@pytest.mark.parametrize(
+    "user",
+    [
+        {"token": "t"},
+        {"tokenFile": "token"},
+        {"username": "a", "password": "b"},
+        {"exec": {"x": 1}},
+    ],
+    ids=("token", "token file", "password", "plugin"),
+)
+def test_credentials_are_not_sent_over_http(tmp_path, user):
+    path = write(tmp_path / "kc", {"server": "http://10.0.0.1:8080"}, user)
+    with pytest.raises(ConfigError, match=r"unencrypted .*--allow-insecure-api"):
+        find_access(path)
+    with pytest.raises(ConfigError, match="unencrypted"):
+        find_access(write(tmp_path / "tls", {}, user), "http://10.0.0.1:8080")
+    assert find_access(path, allow_insecure=True).server == "http://10.0.0.1:8080"
+
+
+def test_http_without_credentials_is_allowed(tmp_path):
+    path = write(tmp_path / "kc", {"server": "http://10.0.0.1:8080"}, {})
+    assert find_access(path).server == "http://10.0.0.1:8080"
+
+
+@pytest.mark.parametrize(
+    ("cluster", "allowed", "told"),
+    [
+        ({}, False, False),
+        ({"insecure-skip-tls-verify": True}, False, True),
+        ({"insecure-skip-tls-verify": True}, True, False),
+    ],
+)
+def test_unverified_server_is_a_problem_unless_allowed(tmp_path, cluster, allowed, told):
+    access = find_access(write(tmp_path / "kc", cluster, {"token": "t"}))
+    made = Cluster(access, allow_insecure=allowed)
+    assert any("is not verified" in line for line in made.problems) == told
+    reflector = Reflector(made, SERVICES, lambda event: None)
+    assert reflector.status().problems == made.problems
+
+
+def has_ended(pid: int) -> bool:
+    """Whether the process does not exist, or is a zombie that its new parent has not reaped."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def test_hanging_exec_plugin_is_killed_when_the_connection_closes(tmp_path):
+    started = tmp_path / "started"
+    user = exec_user(tmp_path, f"echo $$ > {started}; exec sleep 600")
+    connection = ApiConnection(Cluster(find_access(write(tmp_path / "kc", {}, user))))
+    errors: list[SourceError] = []
+
+    def ask() -> None:
+        try:
+            connection.request("/x")
+        except SourceError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    until("the plugin has started", lambda: started.exists() and started.read_text().strip())
+    connection.close()
+    thread.join(PATIENCE)
+    assert "stopped" in str(errors[0])
+    until("the plugin has ended too", lambda: has_ended(int(started.read_text())))
+
+
+def test_kubernetes_library_is_not_imported_by_the_agent():
+    code = (
+        "import sys, kbpf.source.api.reflector, kbpf.source.folder.folder\n"
+        "assert not {'kubernetes', 'urllib3', 'asyncio', 'subprocess'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

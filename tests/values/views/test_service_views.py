@@ -1,0 +1,379 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Views of Services, affinity, maps and programs, and the targets of `check --attached`, built from
+constructed snapshots: states that a kernel cannot be made to show.
+"""
+
+from typing import NamedTuple
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from kbpf.checks.connect import MAX_BACKENDS, select_targets
+from kbpf.cli import pages
+from kbpf.dataplane.bpf.hooks import HOOKS
+from kbpf.dataplane.bpf.inspect.hooks import HookFacts
+from kbpf.dataplane.bpf.inspect.snapshot import AffinityEntry, MapFacts
+from kbpf.dataplane.bpf.maps.layout import MAPS, ClientKind, ServiceFlag, ServiceValue
+from kbpf.dataplane.bpf.metrics import REMOVED_BACKENDS
+from kbpf.errors import NotFoundError
+from kbpf.kernel.bpf import uapi
+from kbpf.kernel.bpf.objects import LinkInfo
+from kbpf.model.address import Addr, parse_addr
+from kbpf.model.desired import Backend, FrontendAddress
+from kbpf.model.metrics import ALL_COUNTERS, CONNECTION_COUNTERS, ConnectionStats
+from kbpf.model.objects import Cidr, Protocol
+from kbpf.model.status import SourceView, ThreadView
+from kbpf.views import affinity, maps, programs, service, services, sources, status
+from tests.values.views.snapshots import AGENT, ATTACHED, TCP, UDP, key, snapshot
+
+CLUSTER_IP = int(ServiceFlag.CLUSTER_IP)
+
+
+def at(address: str, port: int = 80, protocol: Protocol = TCP) -> FrontendAddress:
+    return FrontendAddress(parse_addr(address), port, protocol)
+
+
+def backend(index: int, protocol: Protocol = TCP) -> Backend:
+    return Backend(parse_addr(f"10.244.0.{index}"), 8080, protocol)
+
+
+def value(
+    service_id: int, size: int = 1, flags: int = CLUSTER_IP, timeout: int = 0
+) -> ServiceValue:
+    return ServiceValue(service_id, flags, timeout, service_id if size else 0, size, 0, 0)
+
+
+# ---- services ----------------------------------------------------------------------------------
+
+
+def test_frontend_without_a_name_is_shown_last():
+    found = services.build_rows(
+        snapshot(frontends={at("10.96.0.9"): value(9), at("10.96.0.1"): value(1)},
+                 names={1: key("web")})
+    )  # fmt: skip
+    assert [(row.name, row.id) for row in found] == [("web", 1), ("", 9)]
+
+
+@pytest.mark.parametrize(
+    ("address", "families", "nowhere"),
+    [
+        ("0.0.0.0", {4, 6}, False),
+        ("0.0.0.0", {6}, True),
+        ("::", {4}, True),
+        ("::", {6}, False),
+        ("0.0.0.0", None, False),
+        ("10.96.0.1", set(), False),
+    ],
+)
+def test_node_port_without_an_address_of_its_family_is_not_served(
+    address: str, families: set[int] | None, nowhere: bool
+):
+    is_cluster_ip = address == "10.96.0.1"
+    flags = CLUSTER_IP if is_cluster_ip else int(ServiceFlag.NODE_PORT)
+    held = snapshot(
+        frontends={at(address, 30080): value(1, flags=flags)}, names={1: key("web")},
+        node_ports=None if families is None else frozenset(families),
+    )  # fmt: skip
+    (row,) = services.build_rows(held)
+    (frontend,) = row.frontends
+    assert frontend.nowhere is nowhere
+    texts = [column.text(row) for column in services.COLUMNS]
+    assert any("not served" in text for text in texts) is nowhere
+    notes = [column.text(frontend) for column in service.FRONTEND_COLUMNS]
+    assert any("not served" in text for text in notes) is nowhere
+
+
+def test_name_without_a_frontend_is_shown():
+    (row,) = services.build_rows(snapshot(names={1: key("web")}))
+    assert (row.name, row.frontends, row.backends_cluster) == ("web", (), 0)
+
+
+def test_slot_without_a_backend_is_counted_as_missing():
+    one = snapshot(
+        frontends={at("10.96.0.1"): value(1, size=3)},
+        names={1: key("web")},
+        sets={1: {0: 5, 1: 6}},
+        backends={5: backend(1)},
+    )
+    (detail,) = service.build_details(one, "web")
+    assert [(p.id, p.address) for p in detail.cluster[0].backends] == [
+        (5, "10.244.0.1"), (6, ""), (0, ""),
+    ]  # fmt: skip
+    assert detail.cluster[0].missing == 2
+
+
+def test_backend_in_several_slots_is_one_row_with_its_share():
+    """A weighted or Maglev set has more slots than backends."""
+    held = snapshot(
+        frontends={at("10.96.0.1"): value(1, size=4, flags=CLUSTER_IP | int(ServiceFlag.MAGLEV))},
+        names={1: key("web")},
+        sets={1: {0: 6, 1: 5, 2: 6, 3: 6}},
+        backends={5: backend(1), 6: backend(2)},
+    )
+    (detail,) = service.build_details(held, "web")
+    (one,) = detail.cluster
+    assert (one.size, one.missing) == (4, 0)
+    assert [(b.id, b.index, b.slots, b.share) for b in one.backends] == [
+        (6, 0, 3, 0.75), (5, 1, 1, 0.25),
+    ]  # fmt: skip
+    assert (detail.service.algorithm, detail.service.backends_cluster) == ("maglev", 2)
+    assert [[c.text(b) for c in service.BACKEND_COLUMNS] for b in one.backends] == [
+        ["6", "10.244.0.2:8080", "3", "75.0%"], ["5", "10.244.0.1:8080", "1", "25.0%"],
+    ]  # fmt: skip
+    assert "cluster set 1: 2 backends in 4 slots" in pages.format_service([detail])
+    assert "algorithm         maglev" in pages.format_service([detail])
+
+
+def test_traffic_rows_of_a_service():
+    """Only traffic of this Service. Connections without a backend come first, those to removed
+    backends last.
+    """
+    good = ConnectionStats(
+        opened=40, ended=39, bytes_in=2048, bytes_out=5 << 20, rtt_us=60_000, rtts=30
+    )
+    held = snapshot(
+        frontends={at("10.96.0.1"): value(1), at("10.96.0.2"): value(2)},
+        names={1: key("web"), 2: key("other")},
+        sets={1: {0: 5}},
+        backends={5: backend(1), 6: backend(2)},
+        totals={
+            (1, REMOVED_BACKENDS): ConnectionStats(opened=7),
+            (1, 5): good,
+            (2, 6): good,
+            (1, 0): ConnectionStats(refused=3),
+            (1, 9): ConnectionStats(opened=2, unanswered=1, broken=1, retransmits=4),
+        },
+        open={(1, 5): 1, (2, 6): 8, (1, 6): 2},
+        counted=ALL_COUNTERS,
+    )
+    (detail,) = service.build_details(held, "web")
+    assert [[c.text(t) for c in service.TRAFFIC_COLUMNS] for t in detail.traffic] == [
+        ["none", "0", "0", "3", "0", "0", "0B", "0B", "0", "-"],
+        ["10.244.0.1:8080", "1", "40", "0", "0", "0", "2.0KiB", "5.0MiB", "0", "2ms"],
+        ["10.244.0.2:8080", "2", "0", "0", "0", "0", "0B", "0B", "0", "-"],
+        ["id 9, gone", "0", "2", "0", "1", "1", "0B", "0B", "4", "-"],
+        ["gone", "0", "7", "0", "0", "0", "0B", "0B", "0", "-"],
+    ]
+    assert "connections since counting began" in pages.format_service([detail])
+    (without,) = service.build_details(snapshot(names={1: key("web")}), "web")
+    assert "since counting began" not in pages.format_service([without])
+
+
+class AccountingRow(NamedTuple):
+    """A protocol and the counters enabled by --accounting: the cells after OPEN, the line below."""
+
+    story: str
+    protocol: Protocol
+    counted: frozenset[str]
+    cells: tuple[str, ...]
+    line: str
+
+
+ACCOUNTING_ROWS = [
+    AccountingRow("all of TCP",
+                  TCP, ALL_COUNTERS, ("4", "1", "0", "0", "9B", "0B", "0", "2ms"), ""),
+    AccountingRow("all of UDP", UDP, ALL_COUNTERS, ("4", "1", "-", "-", "9B", "0B", "-", "-"), ""),
+    AccountingRow("connections only", TCP, CONNECTION_COUNTERS, ("4", "1", *6 * "-"),
+                  "UNANSWERED, BROKEN, IN, OUT, RETRANSMITS, ROUND-TRIP"),
+    AccountingRow("no counters", TCP, frozenset(), tuple(8 * "-"),
+                  "OPENED, REFUSED, UNANSWERED, BROKEN, IN, OUT, RETRANSMITS, ROUND-TRIP"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", ACCOUNTING_ROWS, ids=lambda row: row.story)
+def test_uncounted_values_are_null_not_zero(row: AccountingRow):
+    """Even if the map holds numbers from an earlier --accounting."""
+    held = snapshot(
+        frontends={at("10.96.0.1", protocol=row.protocol): value(1)},
+        names={1: key("web", protocol=row.protocol)},
+        backends={5: backend(1)},
+        totals={(1, 5): ConnectionStats(opened=4, refused=1, bytes_in=9, rtt_us=2000, rtts=1)},
+        open={(1, 5): 3},
+        counted=row.counted,
+    )
+    (detail,) = service.build_details(held, "web")
+    (shown,) = detail.traffic
+    cells = [c.text(shown) for c in service.TRAFFIC_COLUMNS]
+    assert cells == ["10.244.0.1:8080", "3", *row.cells]
+    plain = msgspec.to_builtins(shown)
+    assert plain["open"] == 3
+    nulls = {name for name, number in plain.items() if number is None}
+    assert ("opened" in nulls) == (row.cells[0] == "-")
+    assert ("broken" in nulls) == ("round_trips" in nulls) == (row.cells[3] == "-")
+    line = f"    not counted: {row.line}; --accounting full"
+    assert (line in pages.format_service([detail]).split("\n")) == bool(row.line)
+    assert ("not counted" in pages.format_service([detail])) == bool(row.line)
+
+
+NAMES = {1: key("web"), 2: key("web", "shop"), 3: key("dns", "kube-system")}
+
+
+class NameQuery(NamedTuple):
+    """A name and namespace, and the Services that are shown, or words of the error's hint."""
+
+    name: str
+    namespace: str
+    found: tuple[str, ...]
+    hint: str = ""
+
+
+NAME_QUERIES = [
+    NameQuery("web", "", ("default/web", "shop/web")),
+    NameQuery("web", "shop", ("shop/web",)),
+    NameQuery("shop/web", "", ("shop/web",)),
+    NameQuery("dns", "default", (), "kube-system/dns"),
+    NameQuery("wbe", "", (), "default/web or shop/web"),
+    NameQuery("zzzzzz", "", (), "kbpf inspect services"),
+]
+
+
+@pytest.mark.parametrize("asked", NAME_QUERIES)
+def test_service_is_found_by_name_and_namespace(asked: NameQuery):
+    held = snapshot(names=NAMES)
+    if asked.found:
+        shown = service.build_details(held, asked.name, asked.namespace)
+        assert tuple(d.service.full_name for d in shown) == asked.found
+    else:
+        with pytest.raises(NotFoundError) as caught:
+            service.build_details(held, asked.name, asked.namespace)
+        assert asked.hint in caught.value.hint
+
+
+# ---- affinity ----------------------------------------------------------------------------------
+
+
+def netns(cookie: int) -> Addr:
+    return Addr(cookie.to_bytes(8, "little") + bytes(8))
+
+
+class AffinityRow(NamedTuple):
+    """An affinity entry, and its row: (client, kind, expires_seconds, expired)."""
+
+    entry: AffinityEntry
+    row: tuple[str, str, float | None, bool]
+
+
+HOST = 17
+NETNS, ADDRESS = int(ClientKind.NETNS), int(ClientKind.ADDRESS)
+AFFINITY_ROWS = [
+    AffinityRow(AffinityEntry(netns(HOST), NETNS, 1, 5, 990.0), ("host", "netns", 20.0, False)),
+    AffinityRow(AffinityEntry(netns(18), NETNS, 1, 5, 990.0), ("18", "netns", 20.0, False)),
+    AffinityRow(AffinityEntry(parse_addr("192.0.2.7"), ADDRESS, 1, 5, 990.0),
+                ("192.0.2.7", "address", 20.0, False)),
+    AffinityRow(AffinityEntry(netns(18), NETNS, 1, 5, 900.0), ("18", "netns", -70.0, True)),
+    AffinityRow(AffinityEntry(netns(18), NETNS, 2, 5, 990.0), ("18", "netns", None, True)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kept", AFFINITY_ROWS)
+def test_affinity_rows(kept: AffinityRow):
+    held = snapshot(
+        frontends={at("10.96.0.1"): value(1, timeout=30)},
+        names={1: key("web")},
+        backends={5: backend(1)},
+        host_netns=HOST,
+        affinity=(kept.entry,),
+    )
+    (row,) = affinity.build_rows(held)
+    assert (row.client, row.kind, row.expires_seconds, row.expired) == kept.row
+    assert row.backend == "10.244.0.1:8080"
+
+
+# ---- maps, programs ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "entries", "fill", "alarm"),
+    [
+        ("services", uapi.BPF_MAP_TYPE_HASH, 79, 79.0, False),
+        ("services", uapi.BPF_MAP_TYPE_HASH, 80, 80.0, True),
+        ("affinity", uapi.BPF_MAP_TYPE_LRU_HASH, 100, 100.0, True),
+        ("source_ranges", uapi.BPF_MAP_TYPE_LPM_TRIE, 80, 80.0, True),
+        ("node", uapi.BPF_MAP_TYPE_ARRAY, None, None, False),
+        ("flow_queue", uapi.BPF_MAP_TYPE_QUEUE, None, None, False),
+        ("flows", uapi.BPF_MAP_TYPE_HASH, 100, 100.0, False),
+    ],
+)
+def test_map_alarm_is_at_80_percent(
+    name: str, kind: int, entries: int | None, fill: float | None, alarm: bool
+):
+    (row,) = maps.build_rows(snapshot(maps=(MapFacts(name, kind, entries, 100, None),)))
+    assert (row.max_entries, row.fill_percent, row.alarm) == (100, fill, alarm)
+    assert ("!" in next(c.text(row) for c in maps.COLUMNS if c.title == "FILL")) == alarm
+
+
+def test_every_map_has_a_purpose():
+    assert maps.PURPOSE.keys() == MAPS.keys()
+
+
+def test_sources_and_threads_are_not_shown_as_running_while_the_agent_is_down():
+    watches = (SourceView("services", "watching", True, "7", ""),)
+    agent = replace(AGENT, sources=watches, threads=(ThreadView("http", True, 0.1),))
+    up, down = ["watching", "yes", "running"], ["was watching", "-", "ended"]
+    for alive, wanted in ((True, up), (False, down)):
+        seen = status.build_view(snapshot(status=agent, agent_alive=alive, hooks=ATTACHED))
+        source, thread = seen.sources[0], seen.threads[0]
+        cells = [column.text(source) for column in status.SOURCE_COLUMNS[1:3]]
+        assert [*cells, status.THREAD_COLUMNS[1].text(thread)] == wanted
+
+
+def test_hooks_are_missing_detached_or_attached():
+    gone, here = LinkInfo(1, 10, 0, 10), LinkInfo(2, 11, 77, 11)
+    facts = (HookFacts(HOOKS[0]), HookFacts(HOOKS[1], gone), HookFacts(HOOKS[2], here))
+    found = programs.build_rows(snapshot(hooks=facts))
+    assert [row.state for row in found] == ["missing", "detached", "attached"]
+
+
+def test_inconsistent_source_ranges_are_shown():
+    restricted = int(ServiceFlag.LOAD_BALANCER | ServiceFlag.RESTRICTED)
+    held = snapshot(
+        frontends={at("192.0.2.1"): value(1, flags=restricted), at("10.96.0.1"): value(1)},
+        names={1: key("web")},
+        ranges=((2, Cidr(parse_addr("0.0.0.0"), 96)),),
+    )
+    assert [(r.service, r.ranges, r.addresses) for r in sources.build_view(held).services] == [
+        ("default/web:http", (), ("192.0.2.1:80/TCP",)),
+        ("id 2, not named", ("0.0.0.0/0",), ()),
+    ]
+
+
+# ---- targets of check --attached ---------------------------------------------------------------
+
+
+def many(count: int) -> dict[int, int]:
+    return {i: i + 1 for i in range(count)}
+
+
+def dialled(**frontends: ServiceValue) -> list[str]:
+    held = snapshot(
+        frontends={at(f"10.96.0.{name[1:]}"): one for name, one in frontends.items()},
+        sets={i: many(i) for i in range(1, 10)} | {100: many(MAX_BACKENDS + 1)},
+        backends={i: backend(i) for i in range(1, MAX_BACKENDS + 2)},
+    )
+    return [str(at) for at, _ in select_targets(held)]
+
+
+def test_smallest_set_is_dialled():
+    assert dialled(_1=value(3), _2=value(2), _3=value(4)) == ["10.96.0.2:80/TCP"]
+
+
+def test_service_with_affinity_is_dialled_only_if_there_is_no_other():
+    assert dialled(_1=value(1, timeout=5), _2=value(4)) == ["10.96.0.2:80/TCP"]
+    assert dialled(_1=value(1, timeout=5)) == ["10.96.0.1:80/TCP"]
+
+
+@pytest.mark.parametrize(
+    "never",
+    [
+        value(1, size=0),
+        value(100),
+        value(1, flags=int(ServiceFlag.NODE_PORT)),
+        value(1, flags=int(ServiceFlag.LOAD_BALANCER | ServiceFlag.RESTRICTED)),
+        value(1, flags=int(ServiceFlag.CLUSTER_IP | ServiceFlag.INTERNAL_LOCAL)),
+        value(11),  # its set does not exist
+    ],
+    ids=["no backends", "too many", "NodePort", "restricted", "no local backend", "set is gone"],
+)
+def test_never_dialled(never: ServiceValue):
+    assert dialled(_1=never) == []

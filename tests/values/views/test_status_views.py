@@ -1,0 +1,382 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Status, connections and devices, built from constructed snapshots: states that a kernel cannot be
+made to show.
+"""
+
+from typing import Any, NamedTuple
+
+import pytest
+from msgspec.structs import replace
+
+from kbpf.dataplane.bpf.hooks import HOOKS
+from kbpf.dataplane.bpf.inspect.hooks import HookFacts
+from kbpf.dataplane.bpf.inspect.snapshot import DeviceEntry, NodeEntry, Snapshot
+from kbpf.dataplane.bpf.inspect.tracked_connections import (
+    ORIGINAL,
+    REPLY,
+    SNAT_REPLY,
+    Fill,
+    TrackedConnection,
+)
+from kbpf.dataplane.bpf.maps.flow_entries import IDENTITY
+from kbpf.dataplane.bpf.maps.layout import (
+    FLOW,
+    DeviceFlag,
+    FlowPath,
+    NodeFlag,
+    Reason,
+    Role,
+    TcpState,
+    pack_target,
+)
+from kbpf.kernel.bpf.tc import Attachment, AttachMethod, Direction
+from kbpf.kernel.net.devices import Device
+from kbpf.model.address import parse_addr
+from kbpf.model.objects import Cidr, Protocol
+from kbpf.model.status import AgentStatus, DeviceFailure, PacketStatus
+from kbpf.views import programs, sources, status
+from kbpf.views.packet_path import availability, connections, devices, nat
+from tests.values.views.snapshots import AGENT, ATTACHED, TCP, UDP, key, snapshot
+
+
+class StatusRow(NamedTuple):
+    """The agent's status, process and hooks, and the view's (ok, running)."""
+
+    name: str
+    agent: AgentStatus | None
+    alive: bool
+    hooks: tuple[HookFacts, ...]
+    says: tuple[bool, bool]
+
+
+STATUS_ROWS = [
+    StatusRow("healthy", AGENT, True, ATTACHED, (True, True)),
+    StatusRow("its process does not exist", AGENT, False, ATTACHED, (False, False)),
+    StatusRow("silent for 10 s", replace(AGENT, heartbeat=4990.0), True, ATTACHED, (False, False)),
+    StatusRow("silent for 9 s", replace(AGENT, heartbeat=4991.0), True, ATTACHED, (True, True)),
+    StatusRow("not synced yet", replace(AGENT, synced=False), True, ATTACHED, (False, True)),
+    StatusRow("a hook is missing",
+              AGENT, True, (HookFacts(HOOKS[0]), *ATTACHED[1:]), (False, True)),
+    StatusRow("a Service port is refused",
+              replace(AGENT, refused=1), True, ATTACHED, (False, True)),
+    StatusRow("a change was not written",
+              replace(AGENT, error="no"), True, ATTACHED, (False, True)),
+    StatusRow("problems are not refusals", replace(AGENT, problem_count=3), True, ATTACHED,
+              (True, True)),
+    StatusRow("no agent has ever run", None, False, ATTACHED, (False, False)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("doing", STATUS_ROWS, ids=lambda doing: doing.name)
+def test_status_ok_and_running(doing: StatusRow):
+    held = snapshot(status=doing.agent, agent_alive=doing.alive, hooks=doing.hooks)
+    seen = status.build_view(held)
+    assert (seen.ok, seen.running) == doing.says
+    assert set(seen.counters) == {reason.name.lower() for reason in Reason}
+    assert seen.hooks_attached + len(seen.hooks_missing) == seen.hooks == len(HOOKS)
+
+
+def test_missing_counting_hook_is_ok():
+    """As on a kernel without that hook, or with `--accounting off`."""
+    without = tuple(HookFacts(f.hook) if f.hook.only_counts else f for f in ATTACHED)
+    seen = status.build_view(snapshot(status=AGENT, agent_alive=True, hooks=without))
+    assert seen.ok
+    assert (seen.hooks_attached, seen.hooks, seen.hooks_missing) == (
+        len(HOOKS) - 1, len(HOOKS) - 1, ())  # fmt: skip
+    off = [row for row in programs.build_rows(snapshot(hooks=without)) if row.state == "off"]
+    assert [row.hook for row in off] == ["sock_ops"]
+
+
+# ---- the packet path ---------------------------------------------------------------------------
+
+NOW = 1000.0
+NANO = 1_000_000_000
+
+
+def target(text: str, protocol: int = TCP) -> bytes:
+    host, _, port = text.rpartition(":")
+    return pack_target(parse_addr(host), int(port), protocol)
+
+
+def track(
+    client: str = "198.51.100.7:2000",
+    to: str = "10.244.0.1:8080",
+    snat: str = "",
+    idle: float = 10.0,
+    state: int = TcpState.ESTABLISHED,
+    left: float = 50.0,
+    parts: int = 0,
+    protocol: int = TCP,
+    way: int = FlowPath.STACK,
+    device: int = 0,
+    port: int = 0,
+) -> TrackedConnection:
+    """A connection to Service 1, `idle` seconds ago, with `left` seconds to live."""
+    host, _, snat_port = (snat or "[::]:0").rpartition(":")
+    address, number = target(client)[:16], target(client)[16:18]
+    raw = FLOW.pack(
+        int((NOW - idle) * NANO), address + number + bytes([protocol, 0]), target("192.0.2.1:80"),
+        target(to, protocol), parse_addr(host.strip("[]")), int(snat_port).to_bytes(2, "big"),
+        port.to_bytes(2, "big") if port else number, 1, 5, state, 0, way, 0, device, 0, bytes(48),
+    )  # fmt: skip
+    whole = ORIGINAL | REPLY | (SNAT_REPLY if snat else 0)
+    return TrackedConnection(raw, int((NOW + left) * NANO), parts or whole)
+
+
+def tracking(*found: TrackedConnection, **more: Any) -> Snapshot:
+    held = {one.raw[IDENTITY]: one for one in found}
+    return snapshot(connections=held, names={1: key("web")}, began=NOW - 1, **more)
+
+
+class ConnectionRow(NamedTuple):
+    """An entry, and some fields of its row."""
+
+    name: str
+    entry: TrackedConnection
+    fields: dict[str, Any]
+
+
+SNATTED = "198.18.0.1:61000"
+CONNECTION_ROWS = [
+    ConnectionRow("all entries exist", track(), {"lost": (), "seen_as": "198.51.100.7:2000"}),
+    ConnectionRow("masqueraded", track(snat=SNATTED), {"seen_as": SNATTED, "masqueraded": True}),
+    ConnectionRow("the original entry is lost", track(parts=REPLY), {"lost": ("flow",)}),
+    ConnectionRow("the reply entry is lost", track(parts=ORIGINAL), {"lost": ("reply",)}),
+    ConnectionRow(
+        "the SNAT entry is lost", track(snat=SNATTED, parts=ORIGINAL | REPLY), {"lost": ("source",)}
+    ),
+    ConnectionRow(
+        "all but the SNAT entry are lost",
+        track(snat=SNATTED, parts=SNAT_REPLY),
+        {"lost": ("flow", "reply")},
+    ),
+    ConnectionRow(
+        "direct SNAT has no reply entry",
+        track(snat=SNATTED, way=FlowPath.DIRECT_SNAT, parts=ORIGINAL | SNAT_REPLY),
+        {"lost": ()},
+    ),
+    ConnectionRow(
+        "direct SNAT, the SNAT entry is lost",
+        track(snat=SNATTED, way=FlowPath.DIRECT_SNAT, parts=ORIGINAL),
+        {"lost": ("source",)},
+    ),
+    ConnectionRow(
+        "direct SNAT, the original entry is lost",
+        track(snat=SNATTED, way=FlowPath.DIRECT_SNAT, parts=SNAT_REPLY),
+        {"lost": ("flow",)},
+    ),
+    ConnectionRow(
+        "a new connection may not have its other entry yet",
+        track(parts=REPLY, idle=0.5),
+        {"lost": ()},
+    ),
+    ConnectionRow(
+        "another source port at the backend", track(port=7), {"seen_as": "198.51.100.7:7"}
+    ),
+    ConnectionRow("just before it expires", track(left=0.001), {"expired": False}),
+    ConnectionRow("just after it expired", track(left=-0.001), {"expired": True}),
+    ConnectionRow("from device to device", track(way=FlowPath.DIRECT), {"path": "direct"}),
+    ConnectionRow("an unknown path, from another version", track(way=9), {"path": "9"}),
+    ConnectionRow("an unknown state, from another version", track(state=9), {"state": "9"}),
+    ConnectionRow("from the node, through loopback", track(device=1), {"device": "lo"}),
+    ConnectionRow(
+        "from the node, through a device that is gone",
+        track(device=1 << 30),
+        {"device": "#1073741824"},
+    ),
+    ConnectionRow("SCTP", track(protocol=Protocol.SCTP), {"protocol": "SCTP"}),
+    ConnectionRow("a last use in the future", track(idle=-5), {"idle_seconds": 0.0}),
+]
+
+
+@pytest.mark.parametrize("shown", CONNECTION_ROWS, ids=lambda shown: shown.name)
+def test_connection_row(shown: ConnectionRow):
+    held = tracking(shown.entry)
+    found = connections.select(held, connections.ConnectionQuery(expired=True)).connections
+    (row,) = connections.build_rows(held, found)
+    assert {name: getattr(row, name) for name in shown.fields} == shown.fields
+    assert row.service == "default/web:http"
+    for column in connections.COLUMNS:
+        assert isinstance(column.text(row), str)
+
+
+def test_connections_are_sorted_by_service_then_client():
+    clients = ["10.0.0.2:9", "10.0.0.10:1", "9.255.255.255:5", "10.0.0.2:1000"]
+    held = tracking(*map(track, clients))
+    rows = connections.build_rows(held, connections.select(held).connections)
+    assert [r.client for r in rows] == [
+        "9.255.255.255:5", "10.0.0.2:9", "10.0.0.2:1000", "10.0.0.10:1",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("used", "alarm"), [(79, False), (80, True), (100, True)])
+def test_snat_port_alarm_is_at_80_percent(used: int, alarm: bool):
+    entries = [track(f"10.0.0.1:{i}", snat=f"198.18.0.1:{61_000 + i}") for i in range(used)]
+    held = tracking(
+        *entries, track("10.0.0.2:1"), track("10.0.0.3:1", snat="198.18.0.1:5", left=-1),
+        node=NodeEntry((parse_addr("198.18.0.1"),), NodeFlag(0), 61_000, 61_099),
+    )  # fmt: skip
+    found = nat.select_translated(held)
+    (row,) = nat.build_view(held, found).usage
+    assert (row.used, row.ports, row.percent, row.alarm) == (used, 100, float(used), alarm)
+    assert len(list(nat.build_rows(held, found))) == used
+
+
+def test_snat_port_usage_is_per_backend_and_protocol_most_used_first():
+    held = tracking(
+        track("10.0.0.1:1", "10.244.0.9:80", "198.18.0.1:1"),
+        track("10.0.0.1:2", "10.244.0.1:80", "198.18.0.1:1"),
+        track("10.0.0.1:3", "10.244.0.1:80", "198.18.0.1:2", state=TcpState.CLOSED),
+        track("10.0.0.1:4", "10.244.0.1:80", "198.18.0.1:1", protocol=UDP),
+    )
+    found = nat.build_view(held, nat.select_translated(held))
+    assert [(u.backend, u.protocol, u.used, u.closed, u.alarm) for u in found.usage] == [
+        ("10.244.0.1:80", "TCP", 2, 1, False),
+        ("10.244.0.1:80", "UDP", 1, 0, False),
+        ("10.244.0.9:80", "TCP", 1, 0, False),
+    ]
+
+
+class PathRow(NamedTuple):
+    """The agent's PacketStatus, whether programs are pinned, and the view's state and reason."""
+
+    name: str
+    said: PacketStatus | None
+    pinned: bool
+    state: str
+    why: str = ""
+
+
+PATHS = [
+    PathRow("attached", PacketStatus(True), True, "on"),
+    PathRow("disabled", PacketStatus(False), False, "off", "--packet-path false"),
+    PathRow("failed to load", PacketStatus(True, "no clsact"), False, "failed", "no clsact"),
+    PathRow("failed to attach", PacketStatus(True, "no clsact"), True, "failed", "no clsact"),
+    PathRow("not attached yet", PacketStatus(True), False, "off", "not attached yet"),
+    PathRow("no status, but programs", None, True, "on"),
+    PathRow("no status and no programs", None, False, "off", "no packet programs"),
+    PathRow(
+        "disabled, but programs are pinned until the next start", PacketStatus(False), True, "on"
+    ),
+]
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.name)
+def test_packet_path_state(path: PathRow):
+    said = replace(AGENT, packets=path.said)
+    held = snapshot(
+        status=said,
+        agent_alive=True,
+        hooks=ATTACHED,
+        packet_programs=path.pinned,
+        fill=Fill(1, 1, 1, 9),
+    )
+    seen = availability.build_view(held)
+    assert seen.state == path.state
+    assert path.why in seen.reason
+    assert bool(seen.reason) == (path.state != "on") == bool(availability.unavailable_notice(held))
+    assert status.build_view(held).ok == (path.state != "failed")
+
+
+def test_failed_device_makes_the_status_not_ok():
+    failed = PacketStatus(True, failed=(DeviceFailure("up0", "no"),), failed_count=1)
+    held = snapshot(
+        status=replace(AGENT, packets=failed), agent_alive=True, hooks=ATTACHED,
+        packet_programs=True,
+    )  # fmt: skip
+    assert not status.build_view(held).ok
+
+
+IN, OUT = (Attachment(2, direction, AttachMethod.TCX, 7) for direction in Direction)
+UPLINK, POD = Device(2, "eth0"), Device(2, "cali0", "veth", peer_netns=1)
+EXCLUDED = PacketStatus(True, excluded=("eth*",))
+
+
+class DeviceRow(NamedTuple):
+    """A device, its attached programs, the agent's PacketStatus, and the expected row.
+
+    The row is (role, ingress program, words of the problem).
+    """
+
+    name: str
+    device: Device
+    on: tuple[Attachment, ...]
+    said: PacketStatus
+    row: tuple[str, str, str]
+
+
+DEVICE_ROWS = [
+    DeviceRow("an uplink", UPLINK, (IN, OUT), PacketStatus(True), ("host", "tc_x (tcx)", "")),
+    DeviceRow("a pod's veth", POD, (IN, OUT), PacketStatus(True), ("pod", "tc_x (tcx)", "")),
+    DeviceRow("no program at ingress", UPLINK, (OUT,), PacketStatus(True), ("host", "", "missing")),
+    DeviceRow("no programs", UPLINK, (), PacketStatus(True), ("host", "", "missing")),
+    DeviceRow("excluded", UPLINK, (), EXCLUDED, ("skipped", "", "")),
+    DeviceRow("excluded, but with a program", UPLINK, (IN,), EXCLUDED,
+              ("skipped", "tc_x (tcx)", "should have no program")),
+    DeviceRow("not in the list of devices", UPLINK, (), PacketStatus(True, devices=("up*",)),
+              ("skipped", "", "")),
+    DeviceRow("failed to attach", UPLINK, (),
+              PacketStatus(True, failed=(DeviceFailure("eth0", "no clsact"),), failed_count=1),
+              ("host", "", "no clsact")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("played", DEVICE_ROWS, ids=lambda played: played.name)
+def test_device_row(played: DeviceRow):
+    told = DeviceEntry(Role.HOST, 14, DeviceFlag.PEER, bytes(6))
+    held = snapshot(
+        status=replace(AGENT, packets=played.said), packet_programs=True, devices={2: told}
+    )
+    (row,) = devices.build_rows(held, devices.HostDevices((played.device,), played.on, {7: "tc_x"}))
+    role, ingress, problem = played.row
+    assert (row.role, row.ingress, row.flags, row.l2_header) == (role, ingress, ("peer",), 14)
+    assert problem in row.problem
+    assert bool(row.problem) == bool(problem)
+    assert row.reason
+
+
+def test_device_without_programs_is_no_problem_if_the_packet_path_is_off():
+    (row,) = devices.build_rows(snapshot(), devices.HostDevices((UPLINK,), (), {}))
+    assert (row.role, row.problem, row.l2_header) == ("host", "", None)
+
+
+@pytest.mark.parametrize(
+    ("created", "fill", "lost", "alarm"),
+    [
+        (10, Fill(10, 10, 10, 100), 0, False),
+        (250, Fill(100, 100, 79, 100), 150, False),  # full, but 21 flows may be evicted
+        (250, Fill(100, 90, 80, 100), 150, True),
+        (5, Fill(10, 10, 10, 100), None, False),  # the counters are younger than the flows
+    ],
+)
+def test_lost_entries_and_alarm(created: int, fill: Fill, lost: int | None, alarm: bool):
+    held = snapshot(fill=fill, reasons={Reason.NEW_FLOW: created}, packet_programs=True)
+    seen = availability.build_view(held)
+    assert (seen.entries_lost, seen.alarm, seen.connections) == (lost, alarm, fill.open)
+
+
+def test_every_reason_has_a_distinct_description():
+    assert len({reason.words for reason in Reason} - {""}) == len(Reason)
+
+
+PODS = [
+    (NodeFlag(0), ""),
+    (NodeFlag.LOCAL_NETWORKS, ""),
+    (NodeFlag.DETECTS_LOCAL, "devices"),
+    (NodeFlag.DETECTS_LOCAL | NodeFlag.LOCAL_NETWORKS, "networks"),
+]
+
+
+@pytest.mark.parametrize(("flags", "pods"), PODS)
+def test_detection_of_local_pods(flags: NodeFlag, pods: str):
+    held = snapshot(
+        node=NodeEntry(flags=flags),
+        local_networks=(Cidr(parse_addr("10.244.0.0"), 112), Cidr(parse_addr("fd00::"), 64)),
+        devices={
+            2: DeviceEntry(Role.POD, 14, DeviceFlag.LOCAL | DeviceFlag.PEER, bytes(6)),
+            3: DeviceEntry(Role.HOST, 14, DeviceFlag(0), bytes(6)),
+        },
+    )
+    seen = sources.build_view(held)
+    assert (seen.pods, seen.local_devices) == (pods, 1)
+    assert seen.local_networks == ("10.244.0.0/16", "fd00::/64")
