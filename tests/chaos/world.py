@@ -20,8 +20,8 @@ from tests.support.cluster.kube_objects import (
     service,
     slice_port,
 )
+from tests.support.cluster.scenario import FolderNode, put
 from tests.support.lab.lab import Lab, until
-from tests.support.scenario import FolderNode, put
 
 STAYS = "10.96.0.20"
 BATCH = 150

@@ -23,7 +23,7 @@ from tests.fuzz.packets.mutants import MUTANTS, found
 from tests.fuzz.packets.twins import Twins
 from tests.fuzz.worlds import HINTS, POLICIES, World, questions, three_endpoints, two_endpoints
 from tests.fuzz.worlds import compare as compare_policy
-from tests.support.upstream import JUDGES, Judge
+from tests.support.cluster.upstream import JUDGES, Judge
 
 FLOOD_SECONDS: Final = 60.0
 FLOOD_RATES: Final = (10_000, 0)

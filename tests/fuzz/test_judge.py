@@ -23,7 +23,7 @@ from tests.fuzz.worlds import (
     three_endpoints,
     two_endpoints,
 )
-from tests.support.upstream import JUDGES, Judge
+from tests.support.cluster.upstream import JUDGES, Judge
 
 EXAMPLES = 2_000
 """Each example has up to 20 worlds; the campaign `policy` compares a million worlds."""

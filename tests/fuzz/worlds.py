@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
 
-from tests.support.upstream import Json, Judge, Question, differences
+from tests.support.cluster.upstream import Json, Judge, Question, differences
 
 BATCH = 1_000
 WORLDS = 20

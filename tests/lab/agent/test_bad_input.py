@@ -14,10 +14,10 @@ import kbpf
 from kbpf.cli import app
 from tests.support.cluster.cluster import Cluster
 from tests.support.cluster.kube import Object
+from tests.support.cluster.scenario import FolderNode
 from tests.support.faults.fault_wire import Request
 from tests.support.lab.dial import UNSERVED, Dial, check
 from tests.support.lab.lab import Lab, until
-from tests.support.scenario import FolderNode
 
 HOST, NAME = "10.96.0.20", "web-20"
 

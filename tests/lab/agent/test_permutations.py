@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import scenario
+from tests.support.cluster import scenario
 from tests.support.cluster.cluster import Cluster
 from tests.support.cluster.kube import Object
+from tests.support.cluster.scenario import FolderNode
 from tests.support.lab.lab import Lab
-from tests.support.scenario import FolderNode
 
 Objects = list[Object]
 Way = Callable[[FolderNode, Objects], None]

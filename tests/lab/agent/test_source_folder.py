@@ -5,11 +5,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support import scenario
+from tests.support.cluster import scenario
+from tests.support.cluster.scenario import FolderNode, Object
 from tests.support.lab.dial import REFUSED, UNSERVED, Dial, check
 from tests.support.lab.lab import Lab, until
 from tests.support.lab.load import under_load
-from tests.support.scenario import FolderNode, Object
 
 OWN, OWN6 = "198.18.0.1", "[fd00:198:18::1]"
 

@@ -18,11 +18,11 @@ import yaml
 from tests.support.cluster.daemonset import ROOT, PodAgent
 from tests.support.cluster.kube import Object
 from tests.support.cluster.kube_objects import endpoint, endpoint_slice, port, service, slice_port
+from tests.support.cluster.scenario import put
 from tests.support.features import needs
 from tests.support.lab.lab import Lab, Place, until
 from tests.support.runtime.folder_pod import FolderPod
 from tests.support.runtime.pods import Image
-from tests.support.scenario import put
 
 pytestmark = needs("apparmor")
 

@@ -31,12 +31,12 @@ from tests.support.cluster.kube_objects import (
     slice_port,
 )
 from tests.support.cluster.kube_proxy import MODES, KubeProxy
+from tests.support.cluster.scenario import file_of, put
 from tests.support.cluster.static_api import StaticApi
 from tests.support.features import needs
 from tests.support.lab.lab import PATIENCE, Agent, Lab, Node, Place, inside, until
 from tests.support.lab.lab import run as command
 from tests.support.lab.load import Load
-from tests.support.scenario import file_of, put
 
 NODE_PORT, VIP = 30080, "10.96.0.80"
 CLUSTER = "10.244.0.0/16,fd00:10:244::/32"

@@ -16,8 +16,8 @@ from kbpf.dataplane.bpf.plane import LARGE_ENTRIES, BpfPlane
 from kbpf.kernel.bpf import syscalls
 from kbpf.model.desired import DesiredState, ServicePortKey, ServiceState
 from kbpf.model.objects import Protocol
-from tests.support.lines import lines_run
 from tests.support.plane import Site, desired, service, sites
+from tests.support.runtime.lines import lines_run
 
 FEW, MANY = 10, 2_000
 A, B, C = (f"10.244.0.{i}:80" for i in (1, 2, 3))

@@ -28,8 +28,8 @@ from kbpf.model.objects import (
     ServicePort,
     SlicePort,
 )
-from tests.support.lines import lines_run
 from tests.support.plane import Site
+from tests.support.runtime.lines import lines_run
 
 TCP = Protocol.TCP
 MOST_ROUNDS = 3_000

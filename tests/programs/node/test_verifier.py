@@ -12,7 +12,7 @@ import pytest
 
 from kbpf.dataplane.bpf.hooks import UNITS, program_names
 from kbpf.dataplane.bpf.programs import compile
-from tests.support.verifier import LIMIT, Verified, fall_back, verify
+from tests.support.packets.verifier import LIMIT, Verified, fall_back, verify
 
 ROOM = LIMIT // 2
 """Instructions kept free, because a later kernel may walk through many more."""

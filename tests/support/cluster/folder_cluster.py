@@ -15,9 +15,9 @@ import yaml
 from tests.support.cluster.cluster import Cluster
 from tests.support.cluster.kube import KubeError, Object
 from tests.support.cluster.kube_objects import node
+from tests.support.cluster.scenario import file_of, put
 from tests.support.lab.lab import Lab
 from tests.support.lab.modes import ARGUMENTS
-from tests.support.scenario import file_of, put
 
 
 class FolderKube:

@@ -17,11 +17,11 @@ import yaml
 from kbpf.kernel.system import netns
 from tests.support.cluster.cluster import UNROUTED, Cluster, Object
 from tests.support.cluster.kube_objects import node
+from tests.support.cluster.scenario import file_of, put
 from tests.support.lab.dial import REFUSED, UNSERVED, Dial, explain
 from tests.support.lab.lab import Agent, Lab, Node, Place, ip
 from tests.support.lab.modes import PACKETS
 from tests.support.lab.podnet import gate
-from tests.support.scenario import file_of, put
 
 DROPPED = "timeout"
 OUT4, OUT6 = "198.18.0.254", "fd00:198:18::fe"

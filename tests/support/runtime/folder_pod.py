@@ -15,8 +15,8 @@ from tests.support.cluster.kube_objects import (
     service,
     slice_port,
 )
+from tests.support.cluster.scenario import file_of, put
 from tests.support.lab.lab import Lab, Node
-from tests.support.scenario import file_of, put
 
 
 class FolderPod:

@@ -34,7 +34,7 @@ from kbpf.model.objects import (
 from kbpf.policy.compute import DesiredStateBuilder
 from kbpf.policy.store import ObjectStore
 from kbpf.source.decode.annotations import parse_weights
-from tests.support.lines import lines_run
+from tests.support.runtime.lines import lines_run
 
 SIZES = (256, 512, 1024)
 SLOPE = 1.1

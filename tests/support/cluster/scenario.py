@@ -18,7 +18,7 @@ from tests.support import plane
 from tests.support.cluster import cluster
 from tests.support.lab.lab import Agent, Lab, until
 
-HERE = Path(__file__).parents[1] / "scenarios"
+HERE = Path(__file__).parents[2] / "scenarios"
 WRITTEN = ("services", "service_names", "backend_slots", "set_members", "backends")
 """The maps that are empty if there are no Services."""
 
