@@ -66,9 +66,7 @@ format: $(CHECK_STAMP) ## rewrite everything in the house's format; needs no roo
 
 test: venv lint ## everything, against a real API server and real sockets, and in two other kernels
 	@tools/packages tests image $(if $(PYTEST),,kernels)
-	$(BIN)/python -m tests.support.build.go_build etcd etcdctl etcdutl kube-apiserver \
-		kube-proxy kubeadm kubeadm-1.36 kubectl helm judge judge-1.36
-	@$(BIN)/python -m tests.support.build.promtool >/dev/null
+	$(BIN)/python -m tests.support.build $(if $(PYTEST),--programs)
 	$(BIN)/python -m pytest $(PYTEST)
 	$(if $(PYTEST),,$(BIN)/python -m tests.kernels --quick)
 

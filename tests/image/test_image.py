@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.build.image import MIRROR, SUITE, Built, image
+from tests.support.build.image import MIRROR, SUITE, TARGETS, Built, image
 from tests.support.cluster.daemonset import PodAgent, PodCluster
 from tests.support.cluster.kubectl import call
 from tests.support.lab.dial import Dial, check
@@ -55,7 +55,7 @@ class ImageCluster(PodCluster):
 pytestmark = pytest.mark.timeout(1200)  # the first build takes some minutes
 
 
-@pytest.fixture(scope="module", params=["kbpf", "slim"])
+@pytest.fixture(scope="module", params=TARGETS)
 def built(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[str, Built]]:

@@ -20,12 +20,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
-from kbpf.dataplane.bpf.hooks import UNITS
-from kbpf.dataplane.bpf.programs import compile
 from tests.kernels import debian, machine, table
 from tests.kernels.table import Feature
+from tests.support.build import artifacts
 from tests.support.features import DEBIAN
-from tests.support.plane import ARTIFACTS
 
 BUILD = machine.ROOT / "build" / "kernels"
 
@@ -109,7 +107,6 @@ QUICK = (
                         "udp_client_moves_at_once", "restart_changes_nothing")),
 )  # fmt: skip
 """Some tests of some features: two minutes for each kernel in an emulator."""
-QUICK_KERNELS = ("5.10", "newest")
 PYTEST = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider")
 
 
@@ -125,7 +122,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="what `make test` runs")
     given = parser.parse_args()
     if given.quick:
-        return report(QUICK_KERNELS, QUICK, min(given.minutes, QUICK_MINUTES), given.refresh)
+        return report(debian.QUICK, QUICK, min(given.minutes, QUICK_MINUTES), given.refresh)
     if unknown := set(given.kernels) - debian.SUITES.keys():
         parser.error(f"no such kernel: {', '.join(sorted(unknown))}")
     if unknown := set(given.only) - {f.name for f in FEATURES}:
@@ -142,7 +139,7 @@ def report(
     """
     # Otherwise guests would outlive this process.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    prepare()
+    prepare(features)
     kernels = [debian.fetch(family, refresh) for family in families]
     kvm = machine.kvm_boots(kernels[-1], BUILD / "kvm")
     say(f"kvm: {'yes' if kvm else 'no, the emulator'}")
@@ -170,16 +167,16 @@ def report(
     return int(any(row.result == table.FAILS for row in rows))
 
 
-def prepare() -> None:
+def prepare(features: Sequence[Feature]) -> None:
     """Compiles the programs and Python's bytecode, because both take long in an emulator."""
     BUILD.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(BUILD / "artifacts", ignore_errors=True)
-    for unit in UNITS:
-        compile.find_or_compile(unit, BUILD / "artifacts")
+    artifacts.copy_to(BUILD / "artifacts")
     environment = {**os.environ, **pycache()}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    tests = {test for feature in features for test in feature.tests}
     subprocess.run(
-        [*PYTEST, "-qq", "--collect-only", "tests"],
+        [*PYTEST, "-qq", "--collect-only", *tests],
         env=environment, cwd=machine.ROOT, stdout=subprocess.DEVNULL, check=True,
     )  # fmt: skip
 
@@ -216,7 +213,7 @@ def _pytest(mode: str, features: Sequence[Feature]) -> str:
     variables = {
         **pycache(),
         DEBIAN: "1",
-        ARTIFACTS: str(BUILD / "artifacts"),
+        artifacts.ARTIFACTS: str(BUILD / "artifacts"),
         "KBPF_TEST_MODE": mode,
         "PYTHONDONTWRITEBYTECODE": "1",
         # Otherwise pytest reads every installed package's metadata, for minutes over 9p.

@@ -22,6 +22,8 @@ MIRROR = "http://deb.debian.org/debian"
 KEYRING = "/usr/share/keyrings/debian-archive-keyring.gpg"
 SUITES = {"5.10": "bullseye", "6.1": "bookworm", "6.12": "trixie", "newest": "sid"}
 METAPACKAGE = "linux-image-amd64"
+QUICK = ("5.10", "newest")
+"""Kernels that `make test` boots."""
 PARTS = re.compile(r"linux-(?:image|binary|modules)-[0-9]\S*-amd64")
 """Packages that contain a kernel: one up to 6.12, three since 7.x."""
 APT_SECONDS = 600

@@ -27,7 +27,7 @@ from typing import Final, NamedTuple
 from tests.mutations import c_patches
 from tests.mutations.groups import GROUPS, ROOT, Group
 from tests.mutations.python import PythonMutant
-from tests.support.plane import ARTIFACTS
+from tests.support.build.artifacts import ARTIFACTS
 
 PROCESSES: Final = 2
 SAMPLE: Final = {"c": 20}

@@ -41,6 +41,7 @@ from kbpf.model.desired import (
 )
 from kbpf.model.objects import Protocol
 from kbpf.source.decode.fields import parse_cidr
+from tests.support.build import artifacts
 from tests.support.lab.lab import Place, cgroup2, ip, remove_cgroup, settled
 
 BPFFS = Path("/sys/fs/bpf")
@@ -53,10 +54,6 @@ SIZES = MapSizes(connections=4096, affinity=4096)
 """LRU maps are preallocated: the default sizes cost a tenth of a second and 40 MB each time."""
 OURS = ("default",)
 """The tests' default of system_namespaces: these may use a whole map, and tests' maps are small."""
-ARTIFACTS = "KBPF_TEST_ARTIFACTS"
-"""The environment variable names a folder of artifacts made by `kbpf compile` elsewhere, since BCC
-takes forty seconds under emulation.
-"""
 _numbers = itertools.count(1)
 T = TypeVar("T")
 
@@ -423,10 +420,9 @@ def _u32(raw: bytes, offset: int = 0) -> int:
 
 @pytest.fixture(scope="session")
 def artifact_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The artifact cache of this run; seeded from $KBPF_TEST_ARTIFACTS if that is set."""
+    """The artifact cache of this run, with the programs compiled."""
     cache = tmp_path_factory.mktemp("artifacts")
-    if given := os.environ.get(ARTIFACTS):
-        shutil.copytree(given, cache, dirs_exist_ok=True)
+    artifacts.copy_to(cache)
     return cache
 
 

@@ -35,6 +35,7 @@ DEBSTRAP = (
     '--customize-hook=chroot "$1" apt-get purge -qq -y usrmerge ^perl-modules ^libperl',
 )  # fmt: skip
 SUITE = "bookworm"
+TARGETS = ("kbpf", "slim")
 PYTHON = "python"
 """The stage that both targets copy from."""
 BUNDLE = Path("/etc/ssl/certs/ca-certificates.crt")

@@ -30,6 +30,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from tests.support.build import artifacts
 from tests.support.lab import podnet
 
 if TYPE_CHECKING:
@@ -413,8 +414,7 @@ class Agent:
         self.state_dir = node.lab.folder / f"state-{node.name}"
         self.mode = MODE
         self.log = node.lab.folder / f"{node.name}.log"
-        given = os.environ.get("KBPF_TEST_ARTIFACTS")  # compiled elsewhere: see plane.py
-        self._cache = cache or Path(given or Path(tempfile.gettempdir()) / "kbpf-test-cache")
+        self._cache = cache or artifacts.compiled()
         self._arguments = arguments
         self._process: subprocess.Popen[bytes] | None = None
         self._started = 0.0

@@ -54,7 +54,7 @@ def test_a_guest_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def no_fetch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fetches no kernels and compiles nothing; pretends to have no KVM and two processors."""
     monkeypatch.setattr(kernels, "BUILD", tmp_path)
-    monkeypatch.setattr(kernels, "prepare", lambda: None)
+    monkeypatch.setattr(kernels, "prepare", lambda features: None)
     monkeypatch.setattr(debian, "fetch", lambda name, _: Kernel(name, f"{name}-1", tmp_path))
     monkeypatch.setattr(machine, "kvm_boots", lambda *_: False)
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
