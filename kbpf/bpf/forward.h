@@ -49,9 +49,9 @@ static __always_inline long fib_lookup(void *ctx, struct fib_params *route)
 }
 
 /* Linux v5.10: b4ab31414970, ba452c9e996d. */
-static __always_inline long redirect_neigh(u32 ifindex, struct redir_neigh *hop)
+static __always_inline long redirect_neigh(u32 ifindex, struct redir_neigh *neighbour)
 {
-	return ((long (*)(u32, void *, int, u64))152)(ifindex, hop, sizeof(*hop), 0);
+	return ((long (*)(u32, void *, int, u64))152)(ifindex, neighbour, sizeof(*neighbour), 0);
 }
 
 /* Linux v5.10: 9aa1206e8f48. */
@@ -75,48 +75,58 @@ static __always_inline u16 wire_length(struct __sk_buff *skb, const struct packe
 	return headers + (words >> 4) * 4 + skb->gso_size;
 }
 
+/* Asks the FIB for the next hop of a packet of this length. Returns BPF_FIB_LKUP_RET_*. */
 static __always_inline long query_fib(struct __sk_buff *skb, const struct packet *p,
 				      const struct target *from, const struct target *to,
-				      struct fib_params *route, u16 length)
+				      struct next_hop *hop, u16 length)
 {
-	__builtin_memset(route, 0, sizeof(*route));
-	route->protocol = p->protocol;
-	route->source_port = from->port;
-	route->destination_port = to->port;
-	route->length = length;
-	route->ifindex = skb->ifindex;
+	struct fib_params route = {
+		.protocol = p->protocol,
+		.source_port = from->port,
+		.destination_port = to->port,
+		.length = length,
+		.ifindex = skb->ifindex,
+	};
+	long result;
+
 	if (p->v6) {
-		route->family = AF_INET6;
-		route->source = from->address;
-		route->destination = to->address;
+		route.family = AF_INET6;
+		route.source = from->address;
+		route.destination = to->address;
 	} else {
-		route->family = AF_INET;
-		route->tos = p->tos;
-		route->source.word[0] = from->address.word[3];
-		route->destination.word[0] = to->address.word[3];
+		route.family = AF_INET;
+		route.tos = p->tos;
+		route.source.word[0] = from->address.word[3];
+		route.destination.word[0] = to->address.word[3];
 	}
-	return fib_lookup(skb, route);
+	result = fib_lookup(skb, &route);
+	hop->address = route.destination;
+	hop->ifindex = route.ifindex;
+	__builtin_memcpy(hop->own_mac, route.own_mac, 6);
+	__builtin_memcpy(hop->next_mac, route.next_mac, 6);
+	hop->family = route.family;
+	return result;
 }
 
 /* Looks up the next hop for a packet from `from` to `to`. Returns the egress device, or NULL: then
- * the packet has to take the stack. `route->vlan[0]` is 1 if the MAC addresses are known.
- * `any_packet`: looks up the route of the whole flow, even if this packet is too long or its TTL
- * has expired; `route->length` is 0 then if this packet does not fit. */
+ * the packet has to take the stack. `any_packet`: looks up the next hop of the whole flow, even if
+ * this packet is too long or its TTL has expired; `hop->max_length` is 0 then if this packet does
+ * not fit. */
 static __always_inline struct device *find_next_hop(struct __sk_buff *skb, const struct packet *p,
 						    const struct target *from,
-						    const struct target *to,
-						    struct fib_params *route, bool any_packet)
+						    const struct target *to, struct next_hop *hop,
+						    bool any_packet)
 {
 	u16 length = wire_length(skb, p);
 	long result;
 
 	if (!any_packet && p->ttl <= 1)
 		return NULL;
-	result = query_fib(skb, p, from, to, route, length);
+	result = query_fib(skb, p, from, to, hop, length);
 	if (any_packet &&
 	    result == BPF_FIB_LKUP_RET_FRAG_NEEDED) { /* the result does not contain the device */
 		length = 0;
-		result = query_fib(skb, p, from, to, route, 1);
+		result = query_fib(skb, p, from, to, hop, 1);
 		if (result ==
 		    BPF_FIB_LKUP_RET_FRAG_NEEDED) /* before v5.12 the kernel checks the packet's own
 						     length; there is a route */
@@ -124,81 +134,67 @@ static __always_inline struct device *find_next_hop(struct __sk_buff *skb, const
 	}
 	if (result != BPF_FIB_LKUP_RET_SUCCESS && result != BPF_FIB_LKUP_RET_NO_NEIGH)
 		return NULL;
-	route->vlan[0] = result == BPF_FIB_LKUP_RET_SUCCESS;
-	route->length = length; /* the kernel has overwritten it with the MTU */
-	return device_at(route->ifindex);
+	hop->resolved = result == BPF_FIB_LKUP_RET_SUCCESS;
+	hop->max_length = length;
+	return device_at(hop->ifindex);
 }
 
-/* The check word of a cached next hop. `found_at`: when it was looked up, in units of
- * FOUND_AT_SHIFT. */
-static __always_inline u32 next_hop_check(const struct fib_params *route, u32 found_at)
+/* The check word of a cached next hop. */
+static __always_inline u32 check_of_next_hop(const struct next_hop *hop)
 {
-	u32 macs[3], check = check_address(found_at, &route->destination);
+	u32 macs[3], check = check_address(hop->found_at, &hop->address);
 
-	__builtin_memcpy(macs, route->own_mac, 6);
-	__builtin_memcpy((u8 *)macs + 6, route->next_mac, 6);
-	check = check_add(check, route->ifindex);
+	__builtin_memcpy(macs, hop->own_mac, 6);
+	__builtin_memcpy((u8 *)macs + 6, hop->next_mac, 6);
+	check = check_add(check, hop->ifindex);
 	check = check_add(check, macs[0]);
 	check = check_add(check, macs[1]);
 	check = check_add(check, macs[2]);
-	return check_add(check, route->length | route->vlan[0] << 16 | (u32)route->family << 24);
+	return check_add(check, hop->max_length | hop->resolved << 16 | (u32)hop->family << 24);
 }
 
 /* Copies all fields except `uncounted`, which belongs to the entry. */
-static __always_inline void copy_next_hop(struct next_hop *out, const struct next_hop *from)
+static __always_inline void copy_next_hop(struct next_hop *to, const struct next_hop *from)
 {
-	u32 uncounted = out->uncounted;
+	u32 uncounted = to->uncounted;
 
-	*out = *from;
-	out->uncounted = uncounted;
+	*to = *from;
+	to->uncounted = uncounted;
 }
 
-static __always_inline void cache_next_hop(struct next_hop *out, const struct fib_params *route,
-					   u64 now)
+/* Whether this copy of a cached next hop can be used. False: there is none, another CPU was
+ * replacing it, or it is older than a second. A changed route or a deleted pod is therefore noticed
+ * within a second. */
+static __always_inline bool is_current(const struct next_hop *hop, u64 now)
 {
-	out->found_at = now >> FOUND_AT_SHIFT;
-	out->address = route->destination;
-	out->ifindex = route->ifindex;
-	__builtin_memcpy(out->own_mac, route->own_mac, 6);
-	__builtin_memcpy(out->next_mac, route->next_mac, 6);
-	out->max_length = route->length;
-	out->resolved = route->vlan[0];
-	out->family = route->family;
-	out->check = next_hop_check(route, out->found_at);
+	s32 age = (u32)(now >> FOUND_AT_SHIFT) - hop->found_at;
+
+	return hop->ifindex && check_of_next_hop(hop) == hop->check &&
+	       age < (s32)(SECOND >> FOUND_AT_SHIFT);
 }
 
-/* Reads the cached next hop. False: there is none, another CPU is replacing it, or it is older than
- * a second. A changed route or a deleted pod is therefore noticed within a second. */
-static __always_inline bool read_cached_next_hop(const struct next_hop *out,
-						 struct fib_params *route, u64 now)
+/* Completes a next hop that was just looked up, so that it can be cached. */
+static __always_inline void stamp_next_hop(struct next_hop *hop, u64 now)
 {
-	u32 found_at = out->found_at, check = out->check;
-
-	route->family = out->family;
-	route->length = out->max_length;
-	route->ifindex = out->ifindex;
-	route->destination = out->address;
-	route->vlan[0] = out->resolved;
-	__builtin_memcpy(route->own_mac, out->own_mac, 6);
-	__builtin_memcpy(route->next_mac, out->next_mac, 6);
-	return route->ifindex && next_hop_check(route, found_at) == check &&
-	       (s32)((u32)(now >> FOUND_AT_SHIFT) - found_at) < (s32)(SECOND >> FOUND_AT_SHIFT);
+	hop->found_at = now >> FOUND_AT_SHIFT;
+	hop->check = check_of_next_hop(hop);
 }
 
 /* The next hop of a packet of this flow, from the cache if possible; see find_next_hop(). */
-static __always_inline struct device *next_hop_of_flow(struct __sk_buff *skb,
-						       const struct packet *p,
-						       const struct tuple *t, struct next_hop *out,
-						       struct fib_params *route, u64 now)
+static __always_inline struct device *
+next_hop_of_flow(struct __sk_buff *skb, const struct packet *p, const struct tuple *t,
+		 struct next_hop *cached, struct next_hop *hop, u64 now)
 {
 	struct device *to;
 
-	if (read_cached_next_hop(out, route, now) && wire_length(skb, p) <= route->length)
-		return p->ttl > 1 ? device_at(route->ifindex) : NULL;
-	to = find_next_hop(skb, p, &t->from, &t->to, route, false);
+	*hop = *cached;
+	if (is_current(hop, now) && wire_length(skb, p) <= hop->max_length)
+		return p->ttl > 1 ? device_at(hop->ifindex) : NULL;
+	to = find_next_hop(skb, p, &t->from, &t->to, hop, false);
 	if (!to)
 		return NULL;
-	cache_next_hop(out, route, now);
+	stamp_next_hop(hop, now);
+	copy_next_hop(cached, hop);
 	return to;
 }
 
@@ -215,28 +211,27 @@ static __always_inline long drop_priority_tag(struct __sk_buff *skb)
  * if possible; otherwise the kernel resolves the neighbour and writes the link-layer header. A
  * packet that the kernel drops after this point counts as a transmit error of the device. */
 static __always_inline int redirect_packet(struct __sk_buff *skb, const struct device *from,
-					   const struct device *to, const struct fib_params *route)
+					   const struct device *to, const struct next_hop *hop)
 {
-	struct redir_neigh hop = {.family = route->family};
+	struct redir_neigh neighbour = {.family = hop->family, .address = hop->address};
 
 	if (drop_priority_tag(skb))
 		return finish(TC_ACT_SHOT, NOT_REWRITTEN);
 	/* bpf_redirect_peer() skips the qdisc and the neighbour code, so the MAC addresses have to
 	 * be known, and it works at ingress only. */
-	if ((to->flags & DEVICE_PEER) && to->role == ROLE_POD && route->vlan[0] &&
+	if ((to->flags & DEVICE_PEER) && to->role == ROLE_POD && hop->resolved &&
 	    from->l2 == ETH_HLEN && to->l2 == ETH_HLEN && skb->ingress_ifindex) {
 		u8 link[12];
 
-		__builtin_memcpy(link, route->next_mac, 6);
-		__builtin_memcpy(link + 6, route->own_mac, 6);
+		__builtin_memcpy(link, hop->next_mac, 6);
+		__builtin_memcpy(link + 6, hop->own_mac, 6);
 		if (bpf_skb_store_bytes(skb, 0, link, sizeof(link), 0))
 			return finish(TC_ACT_SHOT, NOT_REWRITTEN);
-		return finish(redirect_peer(route->ifindex), REDIRECTED);
+		return finish(redirect_peer(hop->ifindex), REDIRECTED);
 	}
 	/* The kernel drops packets without a link-layer header here (tun, WireGuard), so add room
 	 * for one. */
 	if (!from->l2 && bpf_skb_change_head(skb, ETH_HLEN, 0))
 		return finish(TC_ACT_SHOT, NOT_REWRITTEN);
-	hop.address = route->destination;
-	return finish(redirect_neigh(route->ifindex, &hop), REDIRECTED);
+	return finish(redirect_neigh(hop->ifindex, &neighbour), REDIRECTED);
 }

@@ -18,6 +18,7 @@ static __always_inline u32 socket_cgroup(void)
 
 #include "lookup.h"
 #include "lib/packet.h"
+#include "scratch.h"
 #include "account.h"
 #include "account_flows.h"
 #include "lib/hash.h"
@@ -41,10 +42,7 @@ static __always_inline u32 socket_cgroup(void)
 #define VLAN_VID_MASK 0x0fff
 #define PACKET_OTHERHOST 3
 
-#define FLOW_WRITTEN 0x6b627066 /* in cb[0]: the packet's flow has been written or rechecked */
-#define FLOW_UPDATED                                                                               \
-	(FLOW_WRITTEN | FROM_ICMP_ERROR) /* the same, and the packet has updated its state */
-#define JUST_WRITTEN 0x200               /* not a TCP flag: FLOW_WRITTEN was in cb[0] */
+#define JUST_WRITTEN 0x200 /* not a TCP flag: the flow has just been written or rechecked */
 
 #define ADDRESS_NOT_CHOSEN __builtin_bswap32(1) /* ::1: a source is needed, but not known yet */
 
@@ -57,23 +55,15 @@ enum tail {
 	TAIL_HOST_CHOOSE = 5,
 	TAIL_INGRESS = 6,
 	TAIL_ROUTE = 7,
-	TAIL_CLAIM_REPLY = 8,
+	TAIL_CLAIM = 8,
 	TAIL_SCTP = 9,
 	TAIL_ENQUEUE = 10,
 	TAIL_EVICT = 11,
 	TAIL_DELETE_FLOW = 12,
 	TAIL_COEXIST = 13,
-	TAIL_CLAIM_LATE = 14,
-	TAIL_CLAIM_PORT = 15,
-	TAIL_RECHECK = 16,
-	TAIL_SCAN_PORTS = 17,
-	TAILS = 18,
-};
-
-/* Of a packet that begins a flow, in cb[0]. */
-enum begin_flags {
-	BEGIN_RESTART = 1 << 0,     /* it replaces a flow of ours that has ended */
-	BEGIN_NOT_FOREIGN = 1 << 1, /* another data plane did not see it first */
+	TAIL_RECHECK = 14,
+	TAIL_SCAN_PORTS = 15,
+	TAILS = 16,
 };
 
 BPF_F_TABLE("hash", u32, struct device, devices, 64, BPF_F_NO_PREALLOC);
@@ -97,12 +87,6 @@ BPF_TABLE("lru_hash", struct client_slot, u32, foreign_flows, 64);
  * retransmitted after a second. A point in time expires even if the agent dies. All versions of
  * kbpf share this map, so its layout must never change. */
 BPF_TABLE("array", u32, u64, new_flows_paused_until, 1);
-
-/* 0 -> the flow that is being created, from the program that chooses its backend to the one that
- * writes its entries. There is one at a time on each CPU: TC runs with bottom halves disabled, so
- * no other packet is handled there meanwhile. PREEMPT_RT has a lock for that; since 6.18 only with
- * CONFIG_PREEMPT_RT_NEEDS_BH_LOCK, which `kbpf check` and the agent look for. */
-BPF_TABLE("percpu_array", u32, struct flow, flow_scratch, 1);
 
 /* What the agent knows about a device. Each packet needs up to two devices, and an array lookup
  * takes a tenth of the time of a hash lookup. The agent sets `ifindex` to 0 while it changes an
@@ -134,21 +118,27 @@ static __always_inline int finish(int action, enum reason reason)
 	return action;
 }
 
+/* Continues in another program. Returns only if that is missing, or if the packet has made as many
+ * tail calls as the kernel allows. */
+static __always_inline int go(struct __sk_buff *skb, u32 tail)
+{
+	tails.call(skb, tail);
+	return finish(TC_ACT_SHOT, NOT_TRACKED);
+}
+
 /* Ends the handling of a rewritten packet with this action. If SCTP ports have changed, tc_sctp
  * updates the checksum first, in a separate program, since that takes thousands of instructions.
  * A bpf_redirect*() before the tail call still takes effect. */
-static __always_inline int finish_rewrite(struct __sk_buff *skb, const struct packet *p,
+static __always_inline int finish_rewrite(struct __sk_buff *skb, struct scratch *s,
 					  const struct tuple *new, int action, u32 l3)
 {
-	u32 change = sctp_change(p, new);
-
-	if (!change)
+	s->change = sctp_change(&s->packet, new);
+	if (!s->change)
 		return action;
-	skb->cb[0] = change;
-	skb->cb[1] = action;
-	skb->cb[2] = l3;
-	tails.call(skb, TAIL_SCTP);
-	return finish(TC_ACT_SHOT, NOT_REWRITTEN);
+	s->action = action;
+	s->packet.l4 += l3 - s->packet.l3;
+	s->packet.l3 = l3;
+	return go(skb, TAIL_SCTP);
 }
 
 /* The client whose slots a packet may fill. `in`: the device it arrived on, or NULL for the node's
@@ -486,16 +476,23 @@ struct translation {
 	bool reply;       /* sent by the backend */
 };
 
-/* Returns JUST_WRITTEN, once, if a program that has written or rechecked the flow sent the packet
- * back. Adds FROM_ICMP_ERROR if that was tc_claim_late: the packet has updated the flow before. */
-static __always_inline u32 take_resume_flags(struct __sk_buff *skb)
+/* Returns to the program for known flows. `flags`: FROM_ICMP_ERROR if the packet has updated its
+ * flow already. */
+static __always_inline int resume(struct __sk_buff *skb, struct scratch *s, u32 tail, u32 flags)
 {
-	u32 from = skb->cb[0];
+	s->resumed = JUST_WRITTEN | flags;
+	tails.call(skb, tail);
+	s->resumed = 0;
+	return finish(TC_ACT_SHOT, NOT_REWRITTEN);
+}
 
-	if ((from & ~FROM_ICMP_ERROR) != FLOW_WRITTEN)
-		return 0;
-	skb->cb[0] = 0;
-	return JUST_WRITTEN | (from & FROM_ICMP_ERROR);
+/* The flags that resume() has set; 0 if the packet comes from a device. */
+static __always_inline u32 take_resumed(struct scratch *s)
+{
+	u32 flags = s->resumed;
+
+	s->resumed = 0;
+	return flags;
 }
 
 /* Translates a packet of the client. */
@@ -733,14 +730,15 @@ static __always_inline u32 index_of_port(const struct share *s, __be16 port)
 	return (u32)(__builtin_bswap16(port) - s->low) / s->step;
 }
 
-/* The stages of the search for a port of the node (cb[0] of tc_claim_port), and which ports each
+/* The stages of the search for a port of the node (tc_claim), and which ports each
  * may take. */
 enum search {
-	SEARCH_RANDOM = 0, /* random ports that are free, or whose flow has ended; after FRESH_TRIES
+	SEARCH_NONE = 0,   /* it has not begun */
+	SEARCH_RANDOM = 1, /* random ports that are free, or whose flow has ended; after FRESH_TRIES
 			      also those in TIME_WAIT at the backend and of disposable flows */
-	SEARCH_SEQUENTIAL = 1, /* ports in sequence: also those of handshakes idle for a second */
-	SEARCH_SCANNED = 2,    /* the same, from a port that tc_scan_ports found */
-	SEARCH_LAST = 3, /* also those of any handshake: during a flood it is most likely forged,
+	SEARCH_SEQUENTIAL = 2, /* ports in sequence: also those of handshakes idle for a second */
+	SEARCH_SCANNED = 3,    /* the same, from a port that tc_scan_ports found */
+	SEARCH_LAST = 4, /* also those of any handshake: during a flood it is most likely forged,
 			    and without its port the new connection would certainly fail */
 };
 
@@ -753,7 +751,7 @@ static __always_inline bool entry_frees_port(const struct flow *entry, u64 now, 
 		return true;
 	if (entry->state == STATE_CLOSED)
 		return !fresh || !(entry->fins & FIN_BACKEND_FIRST);
-	if (search && is_half_open(entry) &&
+	if (search > SEARCH_RANDOM && is_half_open(entry) &&
 	    (search == SEARCH_LAST || elapsed(entry->last_used, now) > SECOND))
 		return true;
 	return !fresh && is_disposable(entry, now);
@@ -786,7 +784,7 @@ static __always_inline bool claim_node_port(struct flow *flow, const struct node
 	u32 index = index_of_port(&s, flow->snat_port);
 	bool written;
 
-	if (!search && (index >= s.count || port_at(&s, index) != flow->snat_port))
+	if (search == SEARCH_RANDOM && (index >= s.count || port_at(&s, index) != flow->snat_port))
 		index = bpf_get_prandom_u32() % s.count;
 	for (int i = 0; i < SNAT_TRIES; i++) {
 		flow->snat_port = port_at(&s, index);
@@ -796,13 +794,13 @@ static __always_inline bool claim_node_port(struct flow *flow, const struct node
 		slot = try_lock_key(&key);
 		if (slot) {
 			other = flows.lookup(&key);
-			if (!other ||
-			    flow_frees_port(other, now, search, !search && i < FRESH_TRIES))
+			if (!other || flow_frees_port(other, now, search,
+						      search == SEARCH_RANDOM && i < FRESH_TRIES))
 				break;
 			unlock_key(slot);
 			slot = NULL;
 		}
-		index = (search ? index + 1 : bpf_get_prandom_u32()) % s.count;
+		index = (search == SEARCH_RANDOM ? bpf_get_prandom_u32() : index + 1) % s.count;
 	}
 	if (!slot) {
 		flow->snat_port = port_at(&s, index);
@@ -930,10 +928,12 @@ static __always_inline bool starts_flow(const struct packet *p)
 }
 
 /* Starts a new flow for a packet, or lets tc_recheck decide whether its known flow has expired. */
-static __always_inline void start_flow(struct __sk_buff *skb, u8 restart, u32 tail)
+static __always_inline int start_flow(struct __sk_buff *skb, struct scratch *s, u8 restart,
+				      u32 tail)
 {
-	skb->cb[0] = restart == RESTART_CHECK ? tail : restart == RESTART_YES ? BEGIN_RESTART : 0;
-	tails.call(skb, restart == RESTART_CHECK ? TAIL_RECHECK : tail);
+	s->begin = restart ? BEGIN_RESTART : 0;
+	s->resume_tail = tail;
+	return restart == RESTART_CHECK ? go(skb, TAIL_RECHECK) : go(skb, tail);
 }
 
 static __always_inline bool is_paused(u64 now)
@@ -944,12 +944,13 @@ static __always_inline bool is_paused(u64 now)
 	return until && *until > now;
 }
 
-/* Chooses a backend, and describes the new flow in `flow`. False: there is no flow, and `action`
- * says what to do with the packet. */
-static __always_inline bool describe_flow(struct __sk_buff *skb, struct packet *p,
-					  struct client *client, struct choice *c,
-					  struct flow *flow, int *action)
+/* Chooses a backend, and describes the new flow in the scratch buffer. False: there is no flow, and
+ * `action` says what to do with the packet. */
+static __always_inline bool describe_flow(struct __sk_buff *skb, struct scratch *s,
+					  struct client *client, struct choice *c, int *action)
 {
+	struct packet *p = &s->packet;
+	struct flow *flow = &s->flow;
 	enum verdict v;
 
 	client->by_packet = true;
@@ -959,13 +960,15 @@ static __always_inline bool describe_flow(struct __sk_buff *skb, struct packet *
 	if (v != TRANSLATE)
 		account_begin(c, v);
 	if (v == REFUSE) {
-		skb->cb[0] = c->reason;
-		tails.call(skb, TAIL_REFUSE);
+		s->reason = c->reason;
+		*action = go(skb, TAIL_REFUSE);
+		return false;
 	}
 	if (v != TRANSLATE) {
 		*action = finish(v == PASS ? TC_ACT_UNSPEC : TC_ACT_SHOT, c->reason);
 		return false;
 	}
+	__builtin_memset(flow, 0, sizeof(*flow));
 	flow->last_used = now_ns();
 	if (is_paused(flow->last_used)) {
 		*action = finish(TC_ACT_SHOT, PAUSED);
@@ -979,6 +982,7 @@ static __always_inline bool describe_flow(struct __sk_buff *skb, struct packet *
 		flow->seen.started = flow->last_used;
 	flow->service = c->service;
 	flow->backend_id = c->backend_id;
+	__builtin_memset(&s->hop, 0, sizeof(s->hop));
 	return true;
 }
 
@@ -989,26 +993,6 @@ static __always_inline bool bypasses_stack(const struct node *n, const struct de
 {
 	return (n->flags & NODE_DIRECT) ||
 	       (masquerade && from->role == ROLE_HOST && to->role == ROLE_HOST);
-}
-
-/* The scratch buffer for a new flow, cleared: a struct flow does not fit on the stack together with
- * the rest, and other programs continue with it. */
-static __always_inline struct flow *clear_scratch(void)
-{
-	u32 zero = 0;
-	struct flow *flow = flow_scratch.lookup(&zero);
-
-	if (flow)
-		__builtin_memset(flow, 0, sizeof(*flow));
-	return flow;
-}
-
-/* Continues in another program with the flow in `flow_scratch`: one program would be too long.
- * Returns only if that program is missing. */
-static __always_inline int continue_in(struct __sk_buff *skb, u32 tail)
-{
-	tails.call(skb, tail);
-	return finish(TC_ACT_SHOT, NOT_TRACKED);
 }
 
 /* Whether this is a known address of the node: one that serves NodePorts, or one for SNAT. */
@@ -1023,19 +1007,19 @@ int tc_route(struct __sk_buff *skb)
 	u32 zero = 0, ifindex = skb->ifindex;
 	struct device *device = device_at(ifindex), *to;
 	struct node *n = node.lookup(&zero);
-	struct flow *flow = flow_scratch.lookup(&zero);
+	struct scratch *s = get_scratch();
 	struct target source, backend;
-	struct packet p = {};
-	struct fib_params route;
 	struct address own;
+	struct flow *flow;
 
-	if (!device || !n || !flow || !parse(skb, device->l2, &p))
+	if (!device || !n || !s)
 		return finish(TC_ACT_SHOT, NOT_TRACKED);
+	flow = &s->flow;
 	source = flow->client;
 	backend = flow->backend;
 	if (has_snat(flow))
 		source.address = flow->snat;
-	to = find_next_hop(skb, &p, &source, &backend, &route, true);
+	to = find_next_hop(skb, &s->packet, &source, &backend, &s->hop, true);
 	/* The backend is the node itself: no device would translate the source of what it receives,
 	 * nor of what it sends. */
 	if (!to && !same_address(&flow->client.address, &flow->backend.address) &&
@@ -1043,20 +1027,20 @@ int tc_route(struct __sk_buff *skb)
 		__builtin_memset(&flow->snat, 0, sizeof(flow->snat));
 	/* A bridge forwards replies between its own pods past us, unless they are addressed to the
 	 * node. */
-	if (to && !has_snat(flow) && route.ifindex == ifindex && to->role == ROLE_POD)
-		flow->snat = p.v6 ? n->snat6 : n->snat4;
+	if (to && !has_snat(flow) && s->hop.ifindex == ifindex && to->role == ROLE_POD)
+		flow->snat = s->packet.v6 ? n->snat6 : n->snat4;
 	if (to && has_snat(flow)) {
-		own = p.v6 ? to->snat6 : to->snat4;
+		own = s->packet.v6 ? to->snat6 : to->snat4;
 		if (!is_any(&own))
 			flow->snat = own;
 	}
-	if (to && bypasses_stack(n, device, to, has_snat(flow))) {
+	if (to && bypasses_stack(n, device, to, has_snat(flow)))
 		flow->path = has_snat(flow) ? PATH_DIRECT_SNAT : PATH_DIRECT;
-		if (route.length)
-			cache_next_hop(&flow->out, &route, flow->last_used);
-	}
-	tails.call(skb, TAIL_ENQUEUE);
-	return finish(TC_ACT_SHOT, NOT_TRACKED);
+	if (flow->path != PATH_STACK && s->hop.max_length)
+		stamp_next_hop(&s->hop, flow->last_used);
+	else
+		s->hop.ifindex = 0; /* nothing to cache */
+	return go(skb, TAIL_ENQUEUE);
 }
 
 /* Whether this flow has lost an entry that its replies or its packets in the stack need: another
@@ -1080,43 +1064,36 @@ static __always_inline bool lacks_entry(const struct flow *flow)
  * has expired, or has to begin again because its backend or its reply entry is gone. */
 int tc_recheck(struct __sk_buff *skb)
 {
-	u32 ifindex = skb->ifindex, begin_tail = skb->cb[0];
-	struct device *device = device_at(ifindex);
-	bool came_in = begin_tail == TAIL_CHOOSE;
-	struct packet p = {};
+	struct scratch *s = get_scratch();
+	struct packet *p;
 	struct flow *flow;
+	bool came_in;
 
-	if (!device || !parse(skb, device->l2, &p) ||
-	    !fragment_ports(&p, came_in ? device : NULL, came_in ? ifindex : 0))
+	if (!s)
 		return TC_ACT_UNSPEC;
-	flow = flow_between(&p.tuple);
+	p = &s->packet;
+	came_in = s->resume_tail == TAIL_CHOOSE;
+	flow = flow_between(&p->tuple);
 	if (flow && !is_over(flow, now_ns()) &&
-	    (!starts_flow(&p) || !is_original(&p.tuple, flow) ||
-	     (backend_exists(flow->backend_id) && !lacks_entry(flow)))) {
-		skb->cb[0] = FLOW_WRITTEN;
-		tails.call(skb, came_in ? TAIL_INGRESS : TAIL_HOST);
-	} else if (starts_flow(&p)) {
-		skb->cb[0] = BEGIN_RESTART;
-		tails.call(skb, begin_tail);
-	} else {
-		return TC_ACT_UNSPEC;
-	}
-	return finish(TC_ACT_SHOT, NOT_TRACKED);
+	    (!starts_flow(p) || !is_original(&p->tuple, flow) ||
+	     (backend_exists(flow->backend_id) && !lacks_entry(flow))))
+		return came_in ? resume(skb, s, TAIL_INGRESS, 0) : resume(skb, s, TAIL_HOST, 0);
+	if (starts_flow(p))
+		return came_in ? go(skb, TAIL_CHOOSE) : go(skb, TAIL_HOST_CHOOSE);
+	return TC_ACT_UNSPEC;
 }
 
 /* The client reused its port but the Service is gone: delete the flow, or later packets would still
  * reach the old backend. */
 int tc_delete_flow(struct __sk_buff *skb)
 {
-	u32 ifindex = skb->ifindex;
-	struct device *device = device_at(ifindex);
-	struct packet p = {};
+	struct scratch *s = get_scratch();
 	struct flow *old;
 
-	if (!device || !parse(skb, device->l2, &p))
+	if (!s)
 		return TC_ACT_UNSPEC;
-	old = flow_between(&p.tuple);
-	if (old && old->direction == DIRECTION_ORIGINAL && is_original(&p.tuple, old))
+	old = flow_between(&s->packet.tuple);
+	if (old && old->direction == DIRECTION_ORIGINAL && is_original(&s->packet.tuple, old))
 		delete_flow(old);
 	return TC_ACT_UNSPEC;
 }
@@ -1127,22 +1104,24 @@ int tc_delete_flow(struct __sk_buff *skb)
  * its tag. */
 int tc_coexist(struct __sk_buff *skb)
 {
-	u32 zero = 0, ifindex = skb->ifindex, number = 0, *stored, begin = skb->cb[0];
+	u32 zero = 0, ifindex = skb->ifindex, number = 0, *stored;
 	struct device *device = device_at(ifindex);
 	struct node *n = node.lookup(&zero);
-	struct packet p = {};
+	struct scratch *s = get_scratch();
 	struct client client = {};
 	struct client_slot slot;
+	struct packet *p;
 	bool foreign;
 
-	if (!device || !n || !parse(skb, device->l2, &p))
+	if (!device || !n || !s)
 		return TC_ACT_UNSPEC;
+	p = &s->packet;
 	foreign = n->flags & NODE_PASSIVE;
-	if (p.protocol != IPPROTO_UDP) {
-		bpf_skb_load_bytes(skb, p.l4 + (p.protocol == IPPROTO_SCTP ? SCTP_HEADER + 4 : 4),
+	if (p->protocol != IPPROTO_UDP) {
+		bpf_skb_load_bytes(skb, p->l4 + (p->protocol == IPPROTO_SCTP ? SCTP_HEADER + 4 : 4),
 				   &number, sizeof(number));
-		set_hashes(&client, &p.tuple);
-		slot.owner = owner_of_packet(device, ifindex, &p.tuple.from.address);
+		set_hashes(&client, &p->tuple);
+		slot.owner = owner_of_packet(device, ifindex, &p->tuple.from.address);
 		slot.number = client.flow_hash % FOREIGN_FLOWS_PER_CLIENT;
 		stored = foreign_flows.lookup(&slot);
 		if (foreign)
@@ -1150,13 +1129,10 @@ int tc_coexist(struct __sk_buff *skb)
 		else
 			foreign = stored && *stored == number;
 	}
-	if (foreign && (begin & BEGIN_RESTART))
-		tails.call(skb, TAIL_DELETE_FLOW);
 	if (foreign)
-		return TC_ACT_UNSPEC;
-	skb->cb[0] = begin | BEGIN_NOT_FOREIGN;
-	tails.call(skb, TAIL_CHOOSE);
-	return finish(TC_ACT_SHOT, NOT_TRACKED);
+		return s->begin & BEGIN_RESTART ? go(skb, TAIL_DELETE_FLOW) : TC_ACT_UNSPEC;
+	s->begin |= BEGIN_NOT_FOREIGN;
+	return go(skb, TAIL_CHOOSE);
 }
 
 /* Chooses a backend for a packet from outside the node, or from a pod. */
@@ -1165,36 +1141,35 @@ int tc_choose(struct __sk_buff *skb)
 	u32 zero = 0, ifindex = skb->ifindex;
 	struct device *device = device_at(ifindex);
 	struct node *n = node.lookup(&zero);
+	struct scratch *s = get_scratch();
 	struct client client = {};
-	struct packet p = {};
 	struct choice c = {};
-	struct flow *flow = clear_scratch();
+	struct flow *flow;
 	int action;
-	u32 begin;
 
-	if (!device || !n || !flow || !parse(skb, device->l2, &p))
+	if (!device || !n || !s)
 		return TC_ACT_UNSPEC;
-	if (is_martian(&p.tuple.from.address) || is_nodes_own(&p.tuple.from.address, n))
+	if (is_martian(&s->packet.tuple.from.address) ||
+	    is_nodes_own(&s->packet.tuple.from.address, n))
 		return TC_ACT_UNSPEC; /* the stack drops it */
-	begin = skb->cb[0];
-	if ((n->flags & (NODE_PASSIVE | NODE_COEXISTING)) && !(begin & BEGIN_NOT_FOREIGN))
-		tails.call(skb, TAIL_COEXIST);
+	if ((n->flags & (NODE_PASSIVE | NODE_COEXISTING)) && !(s->begin & BEGIN_NOT_FOREIGN))
+		return go(skb, TAIL_COEXIST);
 	client.outside = !(device->flags & DEVICE_LOCAL);
-	if (!describe_flow(skb, &p, &client, &c, flow, &action)) {
-		if ((begin & BEGIN_RESTART) && action == TC_ACT_UNSPEC)
-			tails.call(skb, TAIL_DELETE_FLOW);
+	if (!describe_flow(skb, s, &client, &c, &action)) {
+		if ((s->begin & BEGIN_RESTART) && action == TC_ACT_UNSPEC)
+			return go(skb, TAIL_DELETE_FLOW);
 		return action;
 	}
+	flow = &s->flow;
 	if (masquerades(&c, n, device, &flow->client.address)) {
-		flow->snat = p.v6 ? n->snat6 : n->snat4;
+		flow->snat = s->packet.v6 ? n->snat6 : n->snat4;
 		if (is_any(&flow->snat)) /* the device may have one */
 			flow->snat.word[3] = ADDRESS_NOT_CHOSEN;
 	}
-	return continue_in(
-		skb, has_snat(flow) || (n->flags & NODE_DIRECT) ||
-				     (device->role == ROLE_POD && !(device->flags & DEVICE_PEER))
-			     ? TAIL_ROUTE
-			     : TAIL_ENQUEUE);
+	if (has_snat(flow) || (n->flags & NODE_DIRECT) ||
+	    (device->role == ROLE_POD && !(device->flags & DEVICE_PEER)))
+		return go(skb, TAIL_ROUTE);
+	return go(skb, TAIL_ENQUEUE);
 }
 
 /* The same for a packet of this node, sent by a socket that the hooks left alone. It leaves by the
@@ -1202,39 +1177,26 @@ int tc_choose(struct __sk_buff *skb)
  * they are expected. It needs no SNAT, since it has the node's address. */
 int tc_host_choose(struct __sk_buff *skb)
 {
-	u32 ifindex = skb->ifindex;
-	struct device *device = device_at(ifindex);
+	struct scratch *s = get_scratch();
 	struct client client = {};
-	struct packet p = {};
 	struct choice c = {};
-	struct flow *flow = clear_scratch();
 	int action;
 
-	if (!device || !flow || !parse(skb, device->l2, &p))
+	if (!s)
 		return TC_ACT_UNSPEC;
-	if (!describe_flow(skb, &p, &client, &c, flow, &action))
+	if (!describe_flow(skb, s, &client, &c, &action))
 		return action;
-	flow->path = PATH_DIRECT;
-	flow->host_device = ifindex;
-	return continue_in(skb, TAIL_ENQUEUE);
+	s->flow.path = PATH_DIRECT;
+	s->flow.host_device = skb->ifindex;
+	return go(skb, TAIL_ENQUEUE);
 }
 
-/* The flow exists now: returns to the program for known flows. */
-static __always_inline int resume(struct __sk_buff *skb, const struct flow *flow)
+/* The flow exists now: counts it, and returns to the program for known flows. */
+static __always_inline int resume_new(struct __sk_buff *skb, struct scratch *s)
 {
 	count(NEW_FLOW);
-	account_flow(flow);
-	skb->cb[0] = FLOW_WRITTEN;
-	tails.call(skb, flow->host_device ? TAIL_HOST : TAIL_INGRESS);
-	return finish(TC_ACT_SHOT, NOT_REWRITTEN);
-}
-
-/* Continues with the program that writes the entries of a new flow. */
-static __always_inline int claim_entries(struct __sk_buff *skb, const struct flow *flow)
-{
-	skb->cb[0] = 0;
-	tails.call(skb, flow->path == PATH_DIRECT_SNAT ? TAIL_CLAIM_PORT : TAIL_CLAIM_REPLY);
-	return finish(TC_ACT_SHOT, NOT_TRACKED);
+	account_flow(&s->flow);
+	return s->flow.host_device ? resume(skb, s, TAIL_HOST, 0) : resume(skb, s, TAIL_INGRESS, 0);
 }
 
 /* Whether a client that reuses its port got the same backend again. */
@@ -1259,7 +1221,8 @@ static __always_inline void restart_entry(struct flow *old, const struct flow *f
 /* A connection like one that both sides have closed: its entries are reused, so the backend sees
  * the same ports as without a proxy. Not if the backend closed first, and so keeps the ports in
  * TIME_WAIT: many clients may share one address, each with its own timestamps. */
-static __always_inline bool revive(struct flow *old, const struct flow *flow, const struct node *n)
+static __always_inline bool revive(struct flow *old, const struct flow *flow,
+				   const struct next_hop *hop, const struct node *n)
 {
 	struct flow *reply_entry = NULL, *snat_reply_entry = NULL;
 	u16 port = __builtin_bswap16(old->snat_port);
@@ -1286,7 +1249,7 @@ static __always_inline bool revive(struct flow *old, const struct flow *flow, co
 	}
 	if (reply_entry)
 		restart_entry(reply_entry, flow);
-	copy_next_hop(&old->out, &flow->out);
+	copy_next_hop(&old->out, hop);
 	restart_entry(old, flow);
 	return true;
 }
@@ -1295,81 +1258,40 @@ static __always_inline bool revive(struct flow *old, const struct flow *flow, co
 int tc_enqueue(struct __sk_buff *skb)
 {
 	u32 zero = 0;
-	struct flow *flow = flow_scratch.lookup(&zero);
+	struct scratch *s = get_scratch();
 	struct node *n = node.lookup(&zero);
 	u64 *total = flow_count.lookup(&zero);
 	enum reason reason;
 	struct flow_key key;
 	struct flow *old;
 
-	if (!flow || !n || !total)
+	if (!s || !n || !total)
 		return finish(TC_ACT_SHOT, NOT_TRACKED);
-	key = original_key(flow);
+	key = original_key(&s->flow);
 	old = flows.lookup(&key);
-	if (old && revive(old, flow, n))
-		return resume(skb, flow);
-	reason = claim_original(&key, old, flow, n);
+	if (old && revive(old, &s->flow, &s->hop, n))
+		return resume_new(skb, s);
+	reason = claim_original(&key, old, &s->flow, n);
 	if (reason != NEW_FLOW)
 		return finish(TC_ACT_SHOT, reason);
-	skb->cb[0] = 2; /* tc_evict may run this many times */
-	if (*total > n->connections)
-		tails.call(skb, TAIL_EVICT);
-	return claim_entries(skb, flow);
+	s->search = SEARCH_NONE;
+	s->late = false;
+	s->runs = 2; /* tc_evict may run this many times */
+	return *total > n->connections ? go(skb, TAIL_EVICT) : go(skb, TAIL_CLAIM);
 }
 
 /* Makes room: evicts up to two flows for each new one above the operator's limit. */
 int tc_evict(struct __sk_buff *skb)
 {
 	u32 zero = 0;
-	struct flow *flow = flow_scratch.lookup(&zero);
+	struct scratch *s = get_scratch();
 	struct node *n = node.lookup(&zero);
 	u64 *total = flow_count.lookup(&zero);
 
-	if (!flow || !n || !total)
+	if (!s || !n || !total)
 		return finish(TC_ACT_SHOT, NOT_TRACKED);
-	evict_over_limit(total, flow->last_used);
-	if (--skb->cb[0] && *total > n->connections)
-		tails.call(skb, TAIL_EVICT);
-	return claim_entries(skb, flow);
-}
-
-/* Writes the original entry, the last one of a flow. */
-static __always_inline int publish(struct __sk_buff *skb, struct flow *flow)
-{
-	struct flow_key key = original_key(flow);
-
-	flow->direction = DIRECTION_ORIGINAL;
-	if (flows.update(&key, flow)) {
-		delete_replies(flow);
-		return finish(TC_ACT_SHOT, NOT_TRACKED);
-	}
-	return resume(skb, flow);
-}
-
-/* Writes the entry of a new flow for its packets in the stack and its replies. The port of client'
- * is claimed before that of snat, whose entry contains it. */
-int tc_claim_reply(struct __sk_buff *skb)
-{
-	u32 zero = 0;
-	struct node *n = node.lookup(&zero);
-	struct flow *scratch = flow_scratch.lookup(&zero), flow;
-	long error;
-
-	if (!n || !scratch)
-		return finish(TC_ACT_SHOT, NOT_TRACKED);
-	flow = *scratch;
-	flow.direction = DIRECTION_REPLY;
-	flow.out.ifindex = 0; /* the cached next hop is that of the client's packets */
-	error = claim_reply(&flow, n, flow.last_used);
-	if (error)
-		return finish(TC_ACT_SHOT, error == -EEXIST ? NO_SNAT_PORT : NOT_TRACKED);
-	if (has_snat(&flow)) {
-		scratch->client_port = flow.client_port;
-		tails.call(skb, TAIL_CLAIM_PORT);
-		return finish(TC_ACT_SHOT, NOT_TRACKED);
-	}
-	flow.out.ifindex = scratch->out.ifindex;
-	return publish(skb, &flow);
+	evict_over_limit(total, s->flow.last_used);
+	return --s->runs && *total > n->connections ? go(skb, TAIL_EVICT) : go(skb, TAIL_CLAIM);
 }
 
 /* Writes the SNAT port into the entry of client' in place: no packet uses that before the original
@@ -1386,13 +1308,13 @@ static __always_inline bool write_port_to_reply(const struct flow *flow)
 	return true;
 }
 
-/* Deletes the entries of a new flow that got no port of the node, or could not keep it. */
+/* Deletes the entries of a new flow that could not be completed. */
 static __always_inline int abort_flow(const struct flow *flow, enum reason reason)
 {
 	struct flow_key key = reply_key(flow);
 
 	delete_replies(flow);
-	/* The reply entry has no SNAT port yet, so delete_replies() did not recognize it. */
+	/* A reply entry without an SNAT port yet is not recognized by delete_replies(). */
 	if (flow->path != PATH_DIRECT_SNAT && write_port_to_reply(flow))
 		flows.delete(&key);
 	return finish(TC_ACT_SHOT, reason);
@@ -1406,36 +1328,111 @@ static __always_inline enum reason no_port_reason(const struct flow *flow)
 	return flows.lookup(&key) ? NO_SNAT_PORT : NOT_TRACKED;
 }
 
-/* Writes the entry of a new flow for replies to the node. cb[0] (enum search) says how to search
- * for its port: at random, then in sequence, then with tc_scan_ports among all that the client may
- * use. */
-int tc_claim_port(struct __sk_buff *skb)
+/* Claims a port of the node for a new flow, and writes the entry for replies to it: a random port,
+ * then one in sequence, then one that tc_scan_ports has found among all that the client may use.
+ * Any result other than NEW_FLOW: it has none. */
+static __always_inline enum reason claim_port(struct __sk_buff *skb, struct scratch *s,
+					      const struct node *n)
 {
-	u32 zero = 0, search = skb->cb[0];
-	struct node *n = node.lookup(&zero);
-	struct flow *scratch = flow_scratch.lookup(&zero), flow;
+	struct flow *flow = &s->flow;
 
-	if (!n || !scratch)
-		return finish(TC_ACT_SHOT, NOT_TRACKED);
-	flow = *scratch;
-	flow.direction = DIRECTION_SNAT_REPLY;
-	flow.out.ifindex = 0;
-	if (!search)
-		flow.snat_port = flow.client_port;
-	if (is_loopback(&flow.snat)) /* still ADDRESS_NOT_CHOSEN */
-		return abort_flow(&flow, NO_SNAT_PORT);
-	if (!claim_node_port(&flow, n, search)) {
-		if (search == SEARCH_LAST)
-			return abort_flow(&flow, no_port_reason(&flow));
-		scratch->snat_port = flow.snat_port;
-		skb->cb[0] = search == SEARCH_RANDOM ? SEARCH_SEQUENTIAL : search;
-		tails.call(skb, search == SEARCH_RANDOM ? TAIL_CLAIM_PORT : TAIL_SCAN_PORTS);
-		return abort_flow(&flow, NO_SNAT_PORT);
+	flow->direction = DIRECTION_SNAT_REPLY;
+	if (is_loopback(&flow->snat)) /* still ADDRESS_NOT_CHOSEN */
+		return NO_SNAT_PORT;
+	if (claim_node_port(flow, n, s->search))
+		return flow->path == PATH_DIRECT_SNAT || write_port_to_reply(flow) ? NEW_FLOW
+										   : NOT_TRACKED;
+	if (s->search == SEARCH_LAST)
+		return no_port_reason(flow);
+	if (s->search == SEARCH_RANDOM) {
+		s->search = SEARCH_SEQUENTIAL;
+		tails.call(skb, TAIL_CLAIM);
+	} else {
+		tails.call(skb, TAIL_SCAN_PORTS);
 	}
-	if (flow.path != PATH_DIRECT_SNAT && !write_port_to_reply(&flow))
-		return abort_flow(&flow, NOT_TRACKED);
-	flow.out.ifindex = scratch->out.ifindex;
-	return publish(skb, &flow);
+	return NO_SNAT_PORT;
+}
+
+/* Writes the original entry, the last one of a flow. */
+static __always_inline enum reason publish(struct scratch *s)
+{
+	struct flow_key key = original_key(&s->flow);
+
+	s->flow.direction = DIRECTION_ORIGINAL;
+	copy_next_hop(&s->flow.out, &s->hop);
+	return flows.update(&key, &s->flow) ? NOT_TRACKED : NEW_FLOW;
+}
+
+/* A flow that has bypassed the stack has a reply entry now: its other entries name the port of
+ * client'. `former`: the port that they have. */
+static __always_inline void leave_direct_path(struct flow *flow, __be16 former)
+{
+	struct flow_key key = original_key(flow);
+	__be16 port = flow->client_port;
+	struct flow *entry;
+
+	flow->client_port = former;
+	entry = entry_of(flow, &key);
+	if (!entry) { /* another CPU was first, with another port of client' */
+		flow->client_port = port;
+		key = reply_key(flow);
+		delete_entry(&key, flow);
+		return;
+	}
+	entry->client_port = port;
+	entry->path = PATH_DIRECT;
+	key = snat_reply_key(flow);
+	entry = entry_of(flow, &key);
+	if (entry) {
+		entry->client_port = port;
+		entry->path = PATH_DIRECT;
+	}
+}
+
+/* A packet that waited for the reply entry continues. */
+static __always_inline int resume_late(struct __sk_buff *skb, struct scratch *s, __be16 former)
+{
+	leave_direct_path(&s->flow, former);
+	if (s->resume_tail == TAIL_ICMP_IN)
+		return go(skb, TAIL_ICMP_IN);
+	return resume(skb, s, TAIL_INGRESS, FROM_ICMP_ERROR);
+}
+
+/* Writes the entries of a new flow: that for its packets in the stack and its replies, that for
+ * replies to the node, and the original one. The port of client' is claimed before that of the
+ * node, whose entry contains it. A search for a port of the node continues here (`search`).
+ *
+ * `late`: writes the first of these for a known flow that has bypassed the stack, of which a packet
+ * has to take the stack; then that packet continues. */
+int tc_claim(struct __sk_buff *skb)
+{
+	u32 zero = 0;
+	struct node *n = node.lookup(&zero);
+	struct scratch *s = get_scratch();
+	enum reason reason = NEW_FLOW;
+	__be16 former;
+	long error = 0;
+
+	if (!n || !s)
+		return finish(TC_ACT_SHOT, NOT_TRACKED);
+	if (s->search == SEARCH_NONE) {
+		former = s->flow.client_port;
+		s->flow.direction = DIRECTION_REPLY;
+		if (s->flow.path != PATH_DIRECT_SNAT)
+			error = claim_reply(&s->flow, n, now_ns());
+		if (error)
+			return finish(TC_ACT_SHOT, error == -EEXIST ? NO_SNAT_PORT : NOT_TRACKED);
+		if (s->late)
+			return resume_late(skb, s, former);
+		s->search = SEARCH_RANDOM;
+		if (has_snat(&s->flow))
+			s->flow.snat_port = s->flow.client_port;
+	}
+	if (has_snat(&s->flow))
+		reason = claim_port(skb, s, n);
+	if (reason == NEW_FLOW)
+		reason = publish(s);
+	return reason == NEW_FLOW ? resume_new(skb, s) : abort_flow(&s->flow, reason);
 }
 
 /* When the last search for a port for this backend failed. */
@@ -1446,14 +1443,6 @@ static __always_inline u64 *last_exhausted_of(const struct target *backend)
 	struct port_slot *slot = port_slots.lookup(&index);
 
 	return slot ? &slot->last_exhausted : NULL;
-}
-
-/* Continues the search for a port, from the one in `flow_scratch`. */
-static __always_inline int continue_search(struct __sk_buff *skb, enum search search, u32 tail)
-{
-	skb->cb[0] = search;
-	tails.call(skb, tail);
-	return finish(TC_ACT_SHOT, NO_SNAT_PORT);
 }
 
 /* Seconds without a packet after which entry_frees_port() returns true in SEARCH_SCANNED, one byte
@@ -1482,29 +1471,26 @@ static __always_inline u32 mask_of(u32 bit)
 	return 0U - (bit & 1);
 }
 
-/* Values that are written to the context and read back are unknown to the verifier: see
- * merge_verifier_states(). */
-static __always_inline void begin_scan(struct __sk_buff *skb, struct scan *scan,
-				       const struct flow *flow)
+/* The masks are written to a map and read back, so that the verifier does not know them. */
+static __always_inline void begin_scan(struct scratch *s, struct scan *scan)
 {
 	struct flow sample = {.state = STATE_ESTABLISHED};
 
-	scan->node = flow->client;
-	scan->node.address = flow->snat;
-	scan->backend = flow->backend;
-	skb->cb[2] = precedes(&scan->node, &scan->backend);
+	scan->node = s->flow.client;
+	scan->node.address = s->flow.snat;
+	scan->backend = s->flow.backend;
+	s->masks[0] = precedes(&scan->node, &scan->backend);
 	scan->node.port = scan->backend.port;
-	skb->cb[3] = precedes(&scan->node, &scan->backend);
-	sample.client.protocol = flow->client.protocol;
-	skb->cb[4] = timeout_of(&sample) / SECOND;
+	s->masks[1] = precedes(&scan->node, &scan->backend);
+	s->masks[2] = scan->node.address.word[3] == scan->backend.address.word[3];
+	sample.client.protocol = s->flow.client.protocol;
+	s->masks[3] = timeout_of(&sample) / SECOND;
 	asm volatile("" ::: "memory");
-	scan->first = mask_of(skb->cb[2]);
-	scan->first_same = mask_of(skb->cb[3]);
-	scan->established = skb->cb[4] * SECOND;
-	skb->cb[2] = scan->node.address.word[3] == scan->backend.address.word[3];
-	asm volatile("" ::: "memory");
-	scan->by_port = mask_of(skb->cb[2]);
-	scan->now = flow->last_used + CLOCK_SKEW; /* so that a flow that has just closed counts */
+	scan->first = mask_of(s->masks[0]);
+	scan->first_same = mask_of(s->masks[1]);
+	scan->by_port = mask_of(s->masks[2]);
+	scan->established = s->masks[3] * SECOND;
+	scan->now = s->flow.last_used + CLOCK_SKEW; /* so that a flow that has just closed counts */
 }
 
 /* `one` if the mask is all ones, `other` if it is 0. */
@@ -1544,145 +1530,109 @@ static __always_inline bool may_be_free(const struct flow *entry, const struct s
 }
 
 /* Scans the next SCAN_PORTS of the ports that the client may use, for one that is free or whose
- * flow gives it up, and runs again until all were scanned (cb[1]: runs left, at most MAX_SCANS). If
- * all ports are in use, this takes half a millisecond; then there is no scan for this backend for
- * SCAN_PAUSE. */
+ * flow gives it up, and runs again until all were scanned, at most MAX_SCANS times. If all ports
+ * are in use, this takes half a millisecond; then there is no scan for this backend for SCAN_PAUSE.
+ */
 int tc_scan_ports(struct __sk_buff *skb)
 {
-	u32 zero = 0, index, left = skb->cb[1];
-	struct flow *scratch = flow_scratch.lookup(&zero), *entry = NULL;
+	u32 zero = 0, index, left;
+	struct scratch *s = get_scratch();
 	struct node *n = node.lookup(&zero);
+	struct flow *entry = NULL;
 	struct scan scan;
-	struct share s;
+	struct share share;
 	u64 *last_exhausted;
 	int i;
 
-	if (!n || !scratch)
+	if (!n || !s)
 		return finish(TC_ACT_SHOT, NOT_TRACKED);
-	last_exhausted = last_exhausted_of(&scratch->backend);
+	last_exhausted = last_exhausted_of(&s->flow.backend);
 	if (!last_exhausted)
 		return finish(TC_ACT_SHOT, NOT_TRACKED);
-	s = share_of(scratch, n);
-	if (skb->cb[0] == SEARCH_SEQUENTIAL) /* the first run */
-		left = elapsed(*last_exhausted, scratch->last_used) < SCAN_PAUSE
+	share = share_of(&s->flow, n);
+	left = s->runs;
+	if (s->search == SEARCH_SEQUENTIAL) /* the first run */
+		left = elapsed(*last_exhausted, s->flow.last_used) < SCAN_PAUSE
 			       ? 0
-			       : (s.count + SCAN_PORTS - 1) / SCAN_PORTS;
+			       : (share.count + SCAN_PORTS - 1) / SCAN_PORTS;
 	if (left > MAX_SCANS)
 		left = MAX_SCANS;
+	s->search = left ? SEARCH_SCANNED : SEARCH_LAST;
 	if (!left)
-		return continue_search(skb, SEARCH_LAST, TAIL_CLAIM_PORT);
-	index = index_of_port(&s, scratch->snat_port);
-	begin_scan(skb, &scan, scratch);
+		return go(skb, TAIL_CLAIM);
+	s->runs = left - 1;
+	index = index_of_port(&share, s->flow.snat_port);
+	begin_scan(s, &scan);
 	for (i = 0; i < SCAN_PORTS; i++) {
-		entry = entry_at(&scan, port_at(&s, index));
+		entry = entry_at(&scan, port_at(&share, index));
 		if (!entry || may_be_free(entry, &scan))
 			break;
-		index = (index + 1) % s.count;
+		index = (index + 1) % share.count;
 	}
-	scratch->snat_port = port_at(&s, index);
-	skb->cb[1] = left - 1;
+	s->flow.snat_port = port_at(&share, index);
 	if (i < SCAN_PORTS)
-		return continue_search(skb, SEARCH_SCANNED, TAIL_CLAIM_PORT);
-	if (left == 1) /* all ports were scanned, and none is free */
-		*last_exhausted = scratch->last_used;
-	return continue_search(skb, SEARCH_SCANNED, TAIL_SCAN_PORTS);
-}
-
-/* A packet of a flow that bypasses the stack has to take the stack: it is too long for its next
- * hop, or an ICMP error. Writes the entry that such packets need when they leave, and returns to
- * the program that handles the packet. */
-int tc_claim_late(struct __sk_buff *skb)
-{
-	u32 zero = 0, resume_tail = skb->cb[0];
-	struct node *n = node.lookup(&zero);
-	struct flow *scratch = flow_scratch.lookup(&zero), *entry, flow;
-	struct flow_key key;
-	long error;
-
-	if (!n || !scratch)
-		return finish(TC_ACT_SHOT, NOT_TRACKED);
-	skb->cb[0] = FLOW_UPDATED;
-	flow = *scratch;
-	flow.direction = DIRECTION_REPLY;
-	flow.path = PATH_DIRECT;
-	flow.out.ifindex = 0;
-	if (flow.client.protocol == IPPROTO_TCP)
-		flow.seen.started = 0; /* these are the numbers of another entry */
-	error = claim_reply(&flow, n, now_ns());
-	if (error)
-		return finish(TC_ACT_SHOT, error == -EEXIST ? NO_SNAT_PORT : NOT_TRACKED);
-	key = original_key(&flow);
-	entry = entry_of(scratch, &key);
-	if (!entry) { /* another CPU was first, with another port of client' */
-		key = reply_key(&flow);
-		delete_entry(&key, &flow);
-		tails.call(skb, resume_tail);
-		return finish(TC_ACT_SHOT, NOT_REWRITTEN);
-	}
-	entry->client_port = flow.client_port;
-	entry->path = PATH_DIRECT;
-	key = snat_reply_key(&flow);
-	entry = entry_of(scratch, &key);
-	if (entry) {
-		entry->client_port = flow.client_port;
-		entry->path = PATH_DIRECT;
-	}
-	tails.call(skb, resume_tail);
-	return finish(TC_ACT_SHOT, NOT_REWRITTEN);
+		return go(skb, TAIL_CLAIM);
+	if (!s->runs) /* all ports were scanned, and none is free */
+		*last_exhausted = s->flow.last_used;
+	return go(skb, TAIL_SCAN_PORTS);
 }
 
 /* Handles packets of known flows of this node's own sockets. */
 int tc_host(struct __sk_buff *skb)
 {
-	u32 ifindex = skb->ifindex;
-	struct device *device = device_at(ifindex), *to;
-	struct packet p = {};
-	struct fib_params route;
-	struct tuple out;
-	struct flow *flow;
-	u64 now = now_ns();
+	struct device *device = device_at(skb->ifindex), *to;
+	struct scratch *s = get_scratch();
 	u8 restart = RESTART_YES;
+	u64 now = now_ns();
+	struct packet *p;
+	struct flow *flow;
+	struct tuple out;
+	u32 flags;
 
-	if (!device || !parse(skb, device->l2, &p) || !fragment_ports(&p, NULL, 0))
+	if (!device || !s)
 		return TC_ACT_UNSPEC;
-	flow = flow_between(&p.tuple);
-	if (flow && flow->host_device && is_original(&p.tuple, flow) && !is_over(flow, now))
-		restart = check_restart(flow, p.tcp_flags | take_resume_flags(skb), now);
-	if (restart) {
-		if (starts_flow(&p))
-			start_flow(skb, restart, TAIL_HOST_CHOOSE);
-		return TC_ACT_UNSPEC;
-	}
-	update_flow(flow, &p, p.tcp_flags, false, now);
-	account_bytes(flow, skb->len - p.l3, p.tcp_flags, false);
+	p = &s->packet;
+	flags = p->tcp_flags | take_resumed(s);
+	flow = flow_between(&p->tuple);
+	if (flow && flow->host_device && is_original(&p->tuple, flow) && !is_over(flow, now))
+		restart = check_restart(flow, flags, now);
+	if (restart)
+		return starts_flow(p) ? start_flow(skb, s, restart, TAIL_HOST_CHOOSE)
+				      : TC_ACT_UNSPEC;
+	update_flow(flow, p, p->tcp_flags, false, now);
+	account_bytes(flow, skb->len - p->l3, p->tcp_flags, false);
 	out.from = flow->client;
 	out.from.port = flow->client_port;
 	out.to = flow->backend;
-	to = next_hop_of_flow(skb, &p, &out, &flow->out, &route, now);
+	to = next_hop_of_flow(skb, p, &out, &flow->out, &s->hop, now);
 	if (!to)
 		return finish(TC_ACT_SHOT, NO_ROUTE);
-	if (rewrite(skb, &p, &out, p.ttl))
+	if (rewrite(skb, p, &out, p->ttl))
 		return finish(TC_ACT_SHOT, NOT_REWRITTEN);
-	return finish_rewrite(skb, &p, &out, redirect_packet(skb, device, to, &route), ETH_HLEN);
+	return finish_rewrite(skb, s, &out, redirect_packet(skb, device, to, &s->hop), ETH_HLEN);
 }
 
 /* Refuses a packet: sends the refusal back by the device that the packet came from, or, for the
  * node's own sockets, delivers it at ingress of the device that they send by. */
 int tc_refuse(struct __sk_buff *skb)
 {
-	u32 ifindex = skb->ifindex, reason = skb->cb[0];
+	u32 ifindex = skb->ifindex;
 	struct device *device = device_at(ifindex);
-	struct packet p = {};
+	struct scratch *s = get_scratch();
+	struct packet *p;
 
-	if (!device || !parse(skb, device->l2, &p) || !can_refuse(skb, &p))
-		return finish(TC_ACT_SHOT, reason);
-	if (!may_refuse(&p, now_ns()))
+	if (!device || !s)
+		return finish(TC_ACT_SHOT, NOT_REWRITTEN);
+	p = &s->packet;
+	if (!can_refuse(skb, p))
+		return finish(TC_ACT_SHOT, s->reason);
+	if (!may_refuse(p, now_ns()))
 		return finish(TC_ACT_SHOT, RATE_LIMITED);
 	if (drop_priority_tag(skb) ||
-	    (p.protocol == IPPROTO_TCP ? refuse_tcp(skb, &p) : refuse_with_icmp(skb, &p)) ||
+	    (p->protocol == IPPROTO_TCP ? refuse_tcp(skb, p) : refuse_with_icmp(skb, p)) ||
 	    swap_link(skb, device->l2))
 		return finish(TC_ACT_SHOT, NOT_REWRITTEN);
-	return finish(bpf_redirect(ifindex, skb->ingress_ifindex ? 0 : BPF_F_INGRESS), reason);
+	return finish(bpf_redirect(ifindex, skb->ingress_ifindex ? 0 : BPF_F_INGRESS), s->reason);
 }
 
 /* ---- every packet ------------------------------------------------------------------------- */
@@ -1702,42 +1652,47 @@ static __always_inline int deliver_to_host(struct __sk_buff *skb, const struct d
 	return finish(bpf_redirect(ifindex, BPF_F_INGRESS), REDIRECTED);
 }
 
-/* Tail-calls tc_claim_late, which writes the entry that a packet needs in the stack and then
+/* Writes the entry that a packet of a flow that bypasses the stack needs in the stack, and then
  * handles the packet again. */
-static __always_inline int claim_late(struct __sk_buff *skb, const struct flow *flow,
-				      u32 resume_tail)
+static __always_inline int claim_late(struct __sk_buff *skb, struct scratch *s,
+				      const struct flow *flow, u32 resume_tail)
 {
-	u32 zero = 0;
-
-	skb->cb[0] = resume_tail;
-	flow_scratch.update(&zero, (struct flow *)flow);
-	return continue_in(skb, TAIL_CLAIM_LATE);
+	s->flow = *flow;
+	s->flow.path = PATH_DIRECT;
+	s->flow.out.ifindex = 0; /* it is the next hop of another entry */
+	if (s->flow.client.protocol == IPPROTO_TCP)
+		s->flow.seen.started = 0; /* so are these numbers */
+	s->resume_tail = resume_tail;
+	s->search = SEARCH_NONE;
+	s->late = true;
+	return go(skb, TAIL_CLAIM);
 }
 
-static __always_inline int forward_known(struct __sk_buff *skb, struct packet *p,
-					 const struct device *device, struct translation *s)
+static __always_inline int forward_known(struct __sk_buff *skb, struct scratch *s,
+					 const struct device *device, struct translation *result)
 {
-	struct tuple *new = &s->to_stack;
+	struct tuple *new = &result->to_stack;
+	struct packet *p = &s->packet;
 	struct device *to = NULL;
-	struct fib_params route;
 	int action = TC_ACT_UNSPEC;
 
-	if (s->path != PATH_STACK && !s->host_device)
-		to = next_hop_of_flow(skb, p, &s->to_device, &s->flow->out, &route, s->now);
-	if (!to && s->path == PATH_DIRECT_SNAT)
-		return claim_late(skb, s->flow, TAIL_INGRESS);
+	if (result->path != PATH_STACK && !result->host_device)
+		to = next_hop_of_flow(skb, p, &result->to_device, &result->flow->out, &s->hop,
+				      result->now);
+	if (!to && result->path == PATH_DIRECT_SNAT)
+		return claim_late(skb, s, result->flow, TAIL_INGRESS);
 	if (to)
-		new = &s->to_device;
-	account_bytes(s->flow, skb->len - p->l3, p->tcp_flags, s->reply);
+		new = &result->to_device;
+	account_bytes(result->flow, skb->len - p->l3, p->tcp_flags, result->reply);
 	if (rewrite(skb, p, new, to ? p->ttl - 1 : p->ttl)) /* forwarding's only other duty */
 		return finish(TC_ACT_SHOT, NOT_REWRITTEN);
 	if (to)
-		action = redirect_packet(skb, device, to, &route);
-	else if (s->host_device)
-		action = deliver_to_host(skb, device, s->host_device);
-	else if (s->masqueraded)
+		action = redirect_packet(skb, device, to, &s->hop);
+	else if (result->host_device)
+		action = deliver_to_host(skb, device, result->host_device);
+	else if (result->masqueraded)
 		mark_masqueraded(skb, true);
-	return finish_rewrite(skb, p, new, action, to ? ETH_HLEN : device->l2);
+	return finish_rewrite(skb, s, new, action, to ? ETH_HLEN : device->l2);
 }
 
 /* VLAN frames are seen again on the VLAN's own device; the stack drops frames for other machines,
@@ -1748,33 +1703,32 @@ static __always_inline bool is_for_others(struct __sk_buff *skb)
 	       skb->pkt_type == PACKET_OTHERHOST;
 }
 
-/* The common start of both directions: parses the packet, and tail-calls the program `icmp` for an
- * ICMP error. False: the packet passes. */
-static __always_inline bool parse_for(struct __sk_buff *skb, const struct device *device,
-				      struct packet *p, u32 icmp)
+/* Whether this is one of most packets, on nodes that track no flows. */
+static __always_inline bool passes_unseen(struct __sk_buff *skb, const struct device *device)
 {
-	const struct device *in = device;
+	return !tracks_flows() && is_midstream_v4(skb, device->l2);
+}
+
+/* Parses a packet into the scratch buffer. False: it passes. `in`: at ingress. */
+static __always_inline bool parse_for(struct __sk_buff *skb, const struct device *device,
+				      struct packet *p, bool in)
+{
+	const struct device *sender = device;
 	u32 ifindex = skb->ifindex;
 
-	if (!device || is_for_others(skb))
+	if (is_for_others(skb) || !parse(skb, device->l2, p))
 		return false;
-	if (!tracks_flows() && is_midstream_v4(skb, device->l2))
-		return false; /* most packets, on nodes that track no flows */
-	if (!parse(skb, device->l2, p))
-		return false;
-	if (is_icmp_error(p)) {
-		tails.call(skb, icmp);
-		return false;
-	}
+	if (is_icmp_error(p))
+		return true;
 	if (!p->tuple.to.protocol && p->fragment != LATER)
 		return false;
 	/* At egress, too, the owner of the slots is the sender: use the device that the packet
 	 * arrived on. */
-	if (icmp == TAIL_ICMP_OUT && p->fragment != WHOLE) {
+	if (!in && p->fragment != WHOLE) {
 		ifindex = skb->ingress_ifindex;
-		in = device_at(ifindex);
+		sender = device_at(ifindex);
 	}
-	return fragment_ports(p, in, ifindex);
+	return fragment_ports(p, sender, ifindex);
 }
 
 /* Whether a packet without a flow goes to tc_choose. While coexisting with another data plane, all
@@ -1793,21 +1747,31 @@ static __always_inline bool may_begin(const struct target *to)
 
 int tc_ingress(struct __sk_buff *skb)
 {
-	u32 ifindex = skb->ifindex;
-	struct device *device = device_at(ifindex);
-	struct packet p = {};
-	struct translation s = {};
+	struct device *device = device_at(skb->ifindex);
+	struct translation result = {};
+	struct scratch *s;
+	struct packet *p;
+	u32 flags;
 
-	if (!parse_for(skb, device, &p, TAIL_ICMP_IN))
+	if (!device || passes_unseen(skb, device))
 		return TC_ACT_UNSPEC;
-	if (translate_in(&p.tuple, &p, p.tcp_flags | take_resume_flags(skb), &s))
-		return forward_known(skb, &p, device, &s);
-	if (s.masqueraded)
+	s = get_scratch();
+	if (!s)
+		return TC_ACT_UNSPEC;
+	p = &s->packet;
+	flags = take_resumed(s);
+	if (!flags && !parse_for(skb, device, p, true))
+		return TC_ACT_UNSPEC;
+	if (is_icmp_error(p))
+		return go(skb, TAIL_ICMP_IN);
+	if (translate_in(&p->tuple, p, p->tcp_flags | flags, &result))
+		return forward_known(skb, s, device, &result);
+	if (result.masqueraded)
 		mark_masqueraded(skb, true);
-	if (s.restart == RESTART_CHECK ||
-	    (starts_flow(&p) && (s.restart || may_begin(&p.tuple.to))))
-		start_flow(skb, s.restart, TAIL_CHOOSE);
-	else if (starts_flow(&p))
+	if (result.restart == RESTART_CHECK ||
+	    (starts_flow(p) && (result.restart || may_begin(&p->tuple.to))))
+		return start_flow(skb, s, result.restart, TAIL_CHOOSE);
+	if (starts_flow(p))
 		count(NOT_A_SERVICE);
 	return TC_ACT_UNSPEC;
 }
@@ -1843,44 +1807,47 @@ static __always_inline bool is_agent_bypass(struct __sk_buff *skb, struct packet
 
 int tc_egress(struct __sk_buff *skb)
 {
-	u32 ifindex = skb->ifindex;
-	struct device *device = device_at(ifindex);
-	struct packet p = {};
+	struct device *device = device_at(skb->ifindex);
 	bool masqueraded = false;
 	enum egress_result result;
+	struct scratch *s;
+	struct packet *p;
 	struct tuple to;
 
-	if (!parse_for(skb, device, &p, TAIL_ICMP_OUT))
+	if (!device || passes_unseen(skb, device))
 		return TC_ACT_UNSPEC;
-	result = translate_out(&p.tuple, &p, p.tcp_flags, skb->len - p.l3, &to, &masqueraded);
-	if (result == EGRESS_REWRITE && rewrite(skb, &p, &to, p.ttl))
+	s = get_scratch();
+	if (!s || !parse_for(skb, device, &s->packet, false))
+		return TC_ACT_UNSPEC;
+	p = &s->packet;
+	if (is_icmp_error(p))
+		return go(skb, TAIL_ICMP_OUT);
+	result = translate_out(&p->tuple, p, p->tcp_flags, skb->len - p->l3, &to, &masqueraded);
+	if (result == EGRESS_REWRITE && rewrite(skb, p, &to, p->ttl))
 		return finish(TC_ACT_SHOT, NOT_REWRITTEN);
 	if (masqueraded)
 		mark_masqueraded(skb, false);
 	if (result == EGRESS_REWRITE)
-		return finish_rewrite(skb, &p, &to, TC_ACT_UNSPEC, device->l2);
+		return finish_rewrite(skb, s, &to, TC_ACT_UNSPEC, device->l2);
 	/* What follows is for packets of the node's own sockets, which arrived on no device. */
 	if (skb->ingress_ifindex || device->role != ROLE_HOST)
 		return TC_ACT_UNSPEC;
-	if (result == EGRESS_HOST_FLOW && is_agent_bypass(skb, &p)) {
-		tails.call(skb, TAIL_DELETE_FLOW); /* its later packets must not match that flow */
-		return TC_ACT_UNSPEC;
-	}
+	if (result == EGRESS_HOST_FLOW && is_agent_bypass(skb, p))
+		return go(skb, TAIL_DELETE_FLOW); /* its later packets must not match that flow */
 	if (result == EGRESS_HOST_FLOW ||
-	    (result == EGRESS_UNKNOWN && starts_flow(&p) && dials_service(skb, &p)))
-		tails.call(skb, TAIL_HOST);
+	    (result == EGRESS_UNKNOWN && starts_flow(p) && dials_service(skb, p)))
+		return go(skb, TAIL_HOST);
 	return TC_ACT_UNSPEC;
 }
 
 /* Updates the SCTP checksum, after a change of ports. */
 int tc_sctp(struct __sk_buff *skb)
 {
-	u32 change = skb->cb[0], action = skb->cb[1], l3 = skb->cb[2];
-	struct packet p = {};
+	struct scratch *s = get_scratch();
 
-	if (!parse(skb, l3, &p) || change_sctp_check(skb, &p, change))
+	if (!s || change_sctp_check(skb, &s->packet, s->change))
 		return finish(TC_ACT_SHOT, NOT_REWRITTEN);
-	return action;
+	return s->action;
 }
 
 /* ---- ICMP errors -------------------------------------------------------------------------- */
@@ -1889,35 +1856,37 @@ int tc_sctp(struct __sk_buff *skb)
  * flow are translated too; a router's own address stays. */
 static __always_inline int translate_error(struct __sk_buff *skb, bool in)
 {
-	u32 ifindex = skb->ifindex;
-	struct device *device = device_at(ifindex);
-	struct packet p = {}, inner = {};
 	struct tuple tuple, translated, outer;
-	struct translation s = {};
+	struct translation result = {};
+	struct scratch *s = get_scratch();
+	struct packet *p, *inner;
 	bool stored;
 
-	if (!device || !parse(skb, device->l2, &p) || !parse_inner(skb, &p, &inner) ||
-	    !inner.tuple.to.protocol)
+	if (!s)
 		return TC_ACT_UNSPEC;
-	tuple = reversed(&inner.tuple);
-	stored = in ? translate_in(&tuple, &inner, FROM_ICMP_ERROR, &s)
-		    : translate_out(&tuple, &inner, FROM_ICMP_ERROR, 0, &translated,
-				    &s.masqueraded) == EGRESS_REWRITE;
-	if (s.masqueraded)
+	p = &s->packet;
+	inner = &s->inner;
+	if (!parse_inner(skb, p, inner) || !inner->tuple.to.protocol)
+		return TC_ACT_UNSPEC;
+	tuple = reversed(&inner->tuple);
+	stored = in ? translate_in(&tuple, inner, FROM_ICMP_ERROR, &result)
+		    : translate_out(&tuple, inner, FROM_ICMP_ERROR, 0, &translated,
+				    &result.masqueraded) == EGRESS_REWRITE;
+	if (result.masqueraded)
 		mark_masqueraded(skb, in);
 	if (!stored)
 		return TC_ACT_UNSPEC;
-	if (in && s.path == PATH_DIRECT_SNAT)
-		return claim_late(skb, s.flow, TAIL_ICMP_IN);
+	if (in && result.path == PATH_DIRECT_SNAT)
+		return claim_late(skb, s, result.flow, TAIL_ICMP_IN);
 	if (in)
-		translated = s.to_stack;
-	outer = p.tuple;
+		translated = result.to_stack;
+	outer = p->tuple;
 	if (same_address(&outer.from.address, &tuple.from.address))
 		outer.from.address = translated.from.address;
 	if (same_address(&outer.to.address, &tuple.to.address))
 		outer.to.address = translated.to.address;
 	translated = reversed(&translated);
-	if (rewrite_inner(skb, &p, &inner, &translated) || rewrite(skb, &p, &outer, p.ttl))
+	if (rewrite_inner(skb, p, inner, &translated) || rewrite(skb, p, &outer, p->ttl))
 		return finish(TC_ACT_SHOT, NOT_REWRITTEN);
 	return TC_ACT_UNSPEC;
 }

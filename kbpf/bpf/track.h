@@ -29,7 +29,7 @@
  *
  * With SNAT, the reply entry is only for packets in the stack. So a flow that bypasses the stack
  * begins without it (PATH_DIRECT_SNAT). For its first packet that has to take the stack,
- * tc_claim_late adds the entry, and the flow becomes PATH_DIRECT. If all packets of a flow with
+ * tc_claim adds the entry, and the flow becomes PATH_DIRECT. If all packets of a flow with
  * SNAT take the stack, they update another entry as they arrive, and this one as they leave.
  *
  * A key does not depend on the direction of the packet: one lookup finds its flow, or that it has

@@ -211,7 +211,7 @@ enum fins {
 enum flow_path {
 	PATH_STACK = 0,       /* through the stack, which routes them; SNAT happens at egress */
 	PATH_DIRECT = 1,      /* redirected to the next device; no SNAT, or a former
-				 PATH_DIRECT_SNAT that has a reply entry since tc_claim_late */
+				 PATH_DIRECT_SNAT that has a reply entry since then (tc_claim) */
 	PATH_DIRECT_SNAT = 2, /* redirected, with SNAT; no packet has needed the stack so far */
 };
 

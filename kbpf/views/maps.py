@@ -55,7 +55,7 @@ PURPOSE: Final = {
     "foreign_flows": "packet path: connections that another data plane serves",
     "devices": "packet path: ifindex → role (host or pod), link header and addresses",
     "device_cache": "packet path: ifindex modulo the size → an entry of devices",
-    "flow_scratch": "packet path: the connection that is being created, on each CPU",
+    "flow_scratch": "packet path: the packet that each CPU handles, and its new connection",
     "node": "packet path: the node's addresses and ports for SNAT",
     "config": "settings that the programs read",
     "reasons": "counters of the programs' decisions, by reason",

@@ -251,9 +251,7 @@ def test_a_wrong_layout_is_detected(tmp_path: Path):
 
 def test_map_types_and_flags_match_the_programs():
     """Names, types and flags; the loader compares sizes at every start."""
-    text = "".join(
-        (SOURCES / name).read_text() for name in ("maps.h", "refuse.h", "track.h", "tc.c")
-    )
+    text = flatten("tc")
     found = {}
     for arguments in re.findall(r"^BPF_(?:F_)?TABLE\(([^;]*?)\);", text, re.M | re.S):
         kind, _, _, name, _, *flags = (part.strip().strip('"') for part in arguments.split(","))
@@ -388,9 +386,8 @@ def test_the_map_of_reasons_is_replaced_when_a_reason_is_added():
 def test_reasons_of_dropped_packets_are_counted_as_drops():
     """Only reasons that are written as constants; the variable `reason` is not followed."""
     dropped: set[str] = set()
-    for name in ("tc.c", "forward.h", "refuse.h", "track.h"):
-        for reason in re.findall(r"finish\(TC_ACT_SHOT,([^;]*)\);", (SOURCES / name).read_text()):
-            dropped |= set(re.findall(r"\b[A-Z][A-Z_]+\b", reason)) - {"EEXIST"}
+    for reason in re.findall(r"finish\(TC_ACT_SHOT,([^;]*)\);", flatten("tc")):
+        dropped |= set(re.findall(r"\b[A-Z][A-Z_]+\b", reason)) - {"EEXIST"}
     assert len(dropped) > 4
     verdicts = {reason: layout.Reason[reason].verdict for reason in dropped}
     assert verdicts == dict.fromkeys(dropped, "drop")

@@ -36,6 +36,7 @@ static __always_inline bool is_icmp_error(const struct packet *p)
 static __always_inline bool parse_inner(struct __sk_buff *skb, const struct packet *p,
 					struct packet *inner)
 {
+	__builtin_memset(inner, 0, sizeof(*inner));
 	inner->l3 = p->l4 + ICMP_HEADER_LENGTH;
 	if (p->v6)
 		return parse_v6(skb, inner);

@@ -98,10 +98,12 @@ struct packet {
 	u8 protocol; /* also set for protocols without ports */
 	u8 fragment;
 	u8 tcp_flags;
-	u8 icmp_type;  /* of ICMP and ICMPv6 */
-	u8 ttl;        /* or hop limit */
-	u8 tos;        /* of IPv4 */
+	u8 icmp_type; /* of ICMP and ICMPv6 */
+	u8 ttl;       /* or hop limit */
+	u8 tos;       /* of IPv4 */
+	u8 pad;
 	__sum16 check; /* of IPv4's header */
+	u16 pad2;
 	struct tcp_numbers tcp;
 };
 
@@ -272,45 +274,13 @@ static __always_inline bool parse_v6(struct __sk_buff *skb, struct packet *p)
 	return parse_ports(skb, p, __builtin_bswap16(ip.payload) + sizeof(ip) - (p->l4 - p->l3));
 }
 
-/* The verifier would continue once for each path that leads here (versions, protocols, fragments
- * and extension headers multiply). Values that are written to the context and read back are unknown
- * to it, so all these paths become one state. */
-static __always_inline void merge_verifier_states(struct __sk_buff *skb, struct packet *p)
-{
-	u32 facts;
-
-	skb->cb[1] = p->l4;
-	skb->cb[2] = p->protocol | p->fragment << 8 | p->v6 << 16 | p->tuple.to.protocol << 24;
-	skb->cb[3] = p->tcp_flags | p->icmp_type << 8 | p->tos << 16 | p->ttl << 24;
-	skb->cb[4] = p->tuple.from.port | (u32)p->tuple.to.port << 16;
-	asm volatile("" ::: "memory");
-	p->l4 = skb->cb[1];
-	facts = skb->cb[2];
-	p->protocol = facts;
-	p->fragment = facts >> 8;
-	p->v6 = facts >> 16;
-	p->tuple.from.protocol = p->tuple.to.protocol = facts >> 24;
-	facts = skb->cb[3];
-	p->tcp_flags = facts;
-	p->icmp_type = facts >> 8;
-	p->tos = facts >> 16;
-	p->ttl = facts >> 24;
-	facts = skb->cb[4];
-	p->tuple.from.port = facts;
-	p->tuple.to.port = facts >> 16;
-}
-
-/* Parses the packet into `p`. False: it is not IP, or truncated; such packets pass. `l2`: length of
- * the link-layer header, 0 on devices without one. */
+/* Parses the packet into `p`, which is in the scratch buffer (scratch.h). False: it is not IP, or
+ * truncated; such packets pass. `l2`: length of the link-layer header, 0 on devices without one. */
 static __always_inline bool parse(struct __sk_buff *skb, u32 l2, struct packet *p)
 {
+	__builtin_memset(p, 0, sizeof(*p));
 	p->l3 = l2;
-	if (skb->protocol == __builtin_bswap16(ETH_P_IP)) {
-		if (!parse_v4(skb, p))
-			return false;
-	} else if (skb->protocol != __builtin_bswap16(ETH_P_IPV6) || !parse_v6(skb, p)) {
-		return false;
-	}
-	merge_verifier_states(skb, p);
-	return true;
+	if (skb->protocol == __builtin_bswap16(ETH_P_IP))
+		return parse_v4(skb, p);
+	return skb->protocol == __builtin_bswap16(ETH_P_IPV6) && parse_v6(skb, p);
 }

@@ -152,18 +152,16 @@ PACKET_PROGRAMS: Final = (
     PacketProgram("tc_host", tail=4),
     PacketProgram("tc_host_choose", tail=5),
     PacketProgram("tc_route", tail=7),
-    PacketProgram("tc_claim_reply", tail=8),
+    PacketProgram("tc_claim", tail=8),
     PacketProgram("tc_enqueue", tail=10),
     PacketProgram("tc_evict", tail=11),
     PacketProgram("tc_delete_flow", tail=12),
     PacketProgram("tc_coexist", tail=13),
-    PacketProgram("tc_claim_late", tail=14),
-    PacketProgram("tc_claim_port", tail=15),
-    PacketProgram("tc_recheck", tail=16),
-    PacketProgram("tc_scan_ports", tail=17),
+    PacketProgram("tc_recheck", tail=14),
+    PacketProgram("tc_scan_ports", tail=15),
     PacketProgram("tc_sctp", tail=9),
 )
-TAIL_CALL_SLOTS: Final = 18
+TAIL_CALL_SLOTS: Final = 16
 TAIL_CALL_MAP: Final = "tails"
 
 UNITS: Final = ("sock", "tc")

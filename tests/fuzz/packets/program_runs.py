@@ -144,19 +144,17 @@ class ProgramRuns:
         self._packets.learn(done.packet_out[14:])
 
     def _from_the_middle(self, name: str) -> None:
-        """`cb` and `flow_scratch` hold data of another packet, so only the verdict is checked."""
+        """`flow_scratch` holds data of another packet, so only the verdict is checked."""
         rng = self._rng
         ifindex, own_mac = rng.choice(self._places)
-        odd = [rng.choice((0, 1, 2, rng.getrandbits(32))) for _ in range(5)]
-        cb = (odd[0], rng.choice(list(VERDICTS)), *odd[2:])  # [1]: the verdict that tc_sctp returns
-        context = SkbContext(ifindex=ifindex, cb=cb)
+        context = SkbContext(ifindex=ifindex)
         sent = framed(self._packets.next(), own_mac)
         try:
             done = run(self._programs[name], sent, context=context.pack())
         except KernelError:
             self.tally.refused += 1
             return
-        assert done.retval in VERDICTS, f"{name}: verdict {done.retval} for {sent.hex()}, {cb}"
+        assert done.retval in VERDICTS, f"{name}: verdict {done.retval} for {sent.hex()}"
         self.tally.verdicts[VERDICTS[done.retval]] += 1
 
     # ---- the maps ------------------------------------------------------------------------------

@@ -214,7 +214,7 @@ from dataclasses import replace as _replace
 
 _grown = FormerLayout(MAPS["flows"].version, FLOW.size, lambda value: value + bytes(8))
 MAPS["flows"] = _replace(MAPS["flows"], value_size=FLOW.size + 8, former_layouts=(_grown,))
-MAPS["flow_scratch"] = _replace(MAPS["flow_scratch"], value_size=FLOW.size + 8)
+MAPS["flow_scratch"] = _replace(MAPS["flow_scratch"], value_size=SCRATCH_SIZE + 8)
 FLOW = Struct(FLOW.format + "8x")
 for _name in set(MAPS) - {"flows", "flow_scratch", "new_flows_paused_until"}:
     MAPS[_name] = _replace(MAPS[_name], version=99)

@@ -235,6 +235,8 @@ SOURCE_KEY: Final = Struct("=II16s")
 FLOW_KEY: Final = Struct("=20s20s")
 NETWORK_KEY: Final = Struct("=I16s")
 FLOW: Final = Struct("=Q20s20s20s16s2s2sIIBBBBIQ48s")
+SCRATCH_SIZE: Final = 408
+"""struct scratch (bpf/scratch.h), which no other side reads."""
 NEXT_HOP: Final = Struct("=II16sI6s6sHBBI")
 DEVICE: Final = Struct("=III6s2x16s16s")
 CACHED_DEVICE: Final = Struct("=I52s")
@@ -498,7 +500,7 @@ MAPS: Final = {
         MapSpec("new_flows_paused_until", uapi.BPF_MAP_TYPE_ARRAY, 4, U64.size, 1),
         MapSpec("devices", uapi.BPF_MAP_TYPE_HASH, 4, DEVICE.size, 4096, uapi.BPF_F_NO_PREALLOC),
         MapSpec("device_cache", uapi.BPF_MAP_TYPE_ARRAY, 4, CACHED_DEVICE.size, CACHED_DEVICES),
-        MapSpec("flow_scratch", uapi.BPF_MAP_TYPE_PERCPU_ARRAY, 4, FLOW.size, 1),
+        MapSpec("flow_scratch", uapi.BPF_MAP_TYPE_PERCPU_ARRAY, 4, SCRATCH_SIZE, 1),
         MapSpec("node", uapi.BPF_MAP_TYPE_ARRAY, 4, NODE.size, 1),
         MapSpec(
             "local_networks",

@@ -1,0 +1,54 @@
+/* SPDX-License-Identifier: (GPL-2.0 OR BSD-2-Clause) */
+/* What the programs of the packet path hand to each other by tail calls, and what does not fit on
+ * their stack.
+ *
+ * There is one packet at a time on each CPU: TC runs with bottom halves disabled, so no other
+ * packet is handled there until this one's last program has returned; bpf_redirect*() takes effect
+ * after that. PREEMPT_RT has a lock for that; since 6.18 only with CONFIG_PREEMPT_RT_NEEDS_BH_LOCK,
+ * which `kbpf check` and the agent look for.
+ *
+ * The content is that of this CPU's last packet. tc_ingress and tc_egress parse into `packet`
+ * before they call any other program, and each other field is written by a program of the same
+ * packet before another reads it. `resumed` is the exception: tc_ingress reads it first, to know
+ * whether it was tail-called. It is set only together with that tail call, and is 0 at all other
+ * times.
+ *
+ * The verifier knows nothing about values that are read from a map. So the paths through parse(),
+ * which versions, protocols, fragments and extension headers multiply, become one state.
+ */
+#pragma once
+
+#include "types.h"
+#include "lib/packet.h"
+
+enum begin_flags {
+	BEGIN_RESTART = 1 << 0,     /* it replaces a flow of ours that has ended */
+	BEGIN_NOT_FOREIGN = 1 << 1, /* another data plane did not see it first */
+};
+
+struct scratch {
+	struct packet packet; /* as it arrived; tc_sctp needs the offsets as it leaves */
+	struct packet inner;  /* the packet that an ICMP error quotes */
+	struct flow flow;     /* the flow that is being created */
+	struct next_hop hop;  /* of this packet */
+	u32 resumed;     /* JUST_WRITTEN, FROM_ICMP_ERROR: a program has sent the packet back */
+	u32 begin;       /* enum begin_flags, of a packet that begins a flow */
+	u32 resume_tail; /* tc_recheck and tc_claim: the program to continue with */
+	u32 runs;        /* tc_evict and tc_scan_ports: how many are left */
+	u32 search;      /* tc_claim: enum search */
+	u32 late;        /* tc_claim: for a known flow */
+	u32 reason;      /* tc_refuse: why */
+	u32 change;      /* tc_sctp: XOR of old and new ports */
+	u32 action;      /* tc_sctp: to be returned */
+	u32 masks[4];    /* tc_scan_ports: hidden from the verifier */
+};
+
+/* 0 -> see above. */
+BPF_TABLE("percpu_array", u32, struct scratch, flow_scratch, 1);
+
+static __always_inline struct scratch *get_scratch(void)
+{
+	u32 zero = 0;
+
+	return flow_scratch.lookup(&zero);
+}
