@@ -11,7 +11,9 @@ runc exactly as the spec says (pods.py). Differences from a real node:
 - of the probes only readiness is used; tests use the others themselves.
 """
 
+import compileall
 import contextlib
+import http.client
 import json
 import re
 import shutil
@@ -32,7 +34,8 @@ from tests.support.cluster.kube import Object
 from tests.support.cluster.kube_objects import node
 from tests.support.cluster.kubectl import Kubectl, copy_of_manifests
 from tests.support.cluster.kubelets import SPACE, Kubelets, digest
-from tests.support.lab.lab import PATIENCE, Agent, Node, cgroup2, inside, until
+from tests.support.lab.lab import PATIENCE, Agent, Node, cgroup2, until
+from tests.support.lab.web import get
 from tests.support.plane import BPFFS
 from tests.support.runtime.pods import Container, Host, Image, oci_config, this_machine
 
@@ -131,6 +134,7 @@ class PodAgent(Agent):
         (container,) = spec["containers"]
         image = kube_proxy_image(rootfs) if is_kube_proxy(container) else self.image(rootfs)
         if (other := self.versions.get(container["image"])) is not None:
+            compileall.compile_dir(other, quiet=1)  # else each process in the pod does
             image = replace(image, instead={ROOT / "kbpf": other})
         config = oci_config(spec, image, host)
         return Container(config, folder, name, self.node.cgroup / "host", log)
@@ -286,15 +290,6 @@ def kube_proxy_image(rootfs: Path) -> Image:
     return replace(made, shown=shown, instead=program)
 
 
-ASK = """
-import http.client, sys
-connection = http.client.HTTPConnection(sys.argv[1], int(sys.argv[2]), timeout=60)
-connection.request("GET", sys.argv[3])
-response = connection.getresponse()
-print(response.status, response.read().decode())
-"""
-
-
 def asked(agent: PodAgent, port: int, path: str) -> int:
     """The status that a probe of the pod gets; 0 if nothing answers."""
     return answered(agent, port, path)[0]
@@ -302,11 +297,11 @@ def asked(agent: PodAgent, port: int, path: str) -> int:
 
 def answered(agent: PodAgent, port: int, path: str) -> tuple[int, str]:
     """Status and body that a probe gets at the node's address, where a kubelet probes."""
-    words = ("/usr/bin/python3", "-S", "-c", ASK, agent.node.ip, str(port), path)
-    command = inside(agent.node.netns, None, *words)
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    code, _, body = done.stdout.partition(" ")
-    return int(code or 0), body.strip()
+    try:
+        answer = get(agent.node.netns, agent.node.ip, port, path)
+    except (OSError, http.client.HTTPException):
+        return 0, ""
+    return answer.status, answer.body.decode().strip()
 
 
 class PodCluster(Cluster):

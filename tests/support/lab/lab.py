@@ -103,18 +103,20 @@ def until(
     state: Callable[[], object] | None = None,
 ) -> Any:
     """Polls `check` and returns its first true result. Raises AssertionError after the deadline,
-    with what was waited for and the result of `state`.
+    with what was waited for and the result of `state`. A check that starts processes takes at most
+    a third of a processor from what it waits for.
     """
     deadline = time.monotonic() + seconds
     while True:
-        late = time.monotonic() > deadline
+        began = time.monotonic()
+        late = began > deadline
         answer = check()
         if answer:
             return answer
         if late:
             instead = f"; instead: {state()}" if state else ""
             raise AssertionError(f"not within {seconds} s: {what}{instead}")
-        time.sleep(0.02)
+        time.sleep(max(0.02, 2 * (time.monotonic() - began)))
 
 
 def settled(netns: str | None, *addresses: str) -> None:
