@@ -67,8 +67,7 @@ format: $(CHECK_STAMP) ## rewrite everything in the house's format; needs no roo
 test: venv lint ## everything, against a real API server and real sockets, and in two other kernels
 	@tools/packages tests image $(if $(PYTEST),,kernels)
 	$(BIN)/python -m tests.support.build $(if $(PYTEST),--programs)
-	$(BIN)/python -m pytest $(PYTEST)
-	$(if $(PYTEST),,$(BIN)/python -m tests.kernels --quick)
+	$(BIN)/python -m tests $(PYTEST)
 
 test-kernels: venv ## a part of it inside of Debian's kernels; kernels="5.10 6.1" only="loading"
 	@tools/packages tests kernels

@@ -4,6 +4,7 @@
 import logging
 import os
 from collections.abc import Generator, Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -32,6 +33,18 @@ def _log() -> Iterator[None]:
     before = log.handlers[:], log.level, log.propagate
     yield
     log.handlers[:], log.level, log.propagate = before
+
+
+LONGEST_FIRST = ("lab", "image", "chaos", "fuzz", "programs", "host", "values")
+"""The folders' order if several processes share the files: the shortest files are last."""
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Orders the files for pytest-xdist."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = len(Path(__file__).parent.parts)
+        items.sort(key=lambda item: LONGEST_FIRST.index(item.path.parts[folder]))
 
 
 LOG_LINES = 20

@@ -83,7 +83,7 @@ FEATURES = (
     *(_of_lab(path, "ipvs") for path in LAB),
 )
 MODES = ("bpf", "ipvs")
-MINUTES, QUICK_MINUTES = 240, 15
+MINUTES, QUICK_MINUTES = 240, 30
 QUICK = (
     FEATURES[0],
     Feature("check", _of("tests/programs/node/test_features.py",
