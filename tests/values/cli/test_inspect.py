@@ -1,0 +1,394 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kbpf inspect` as text, on fakes of the pinned maps, the kernel's devices and IPVS: the files of
+tests/golden/inspect.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Self
+
+import pytest
+import yaml
+from msgspec.structs import replace
+
+from kbpf.cli import app
+from kbpf.dataplane.bpf import metrics
+from kbpf.dataplane.bpf.hooks import HOOKS
+from kbpf.dataplane.bpf.inspect import snapshot
+from kbpf.dataplane.bpf.inspect.hooks import HookFacts
+from kbpf.dataplane.bpf.maps import flow_entries, layout
+from kbpf.dataplane.bpf.maps.layout import (
+    MAPS,
+    U32,
+    U32_PAIR,
+    ClientKind,
+    ConfigFlag,
+    DeviceFlag,
+    FlowDirection,
+    FlowPath,
+    NodeFlag,
+    Role,
+    ServiceFlag,
+    ServiceValue,
+    TcpState,
+    pack_target,
+)
+from kbpf.dataplane.bpf.maps.pinning import Pins
+from kbpf.dataplane.ipvs import statefile
+from kbpf.dataplane.ipvs.plan import VirtualService
+from kbpf.dataplane.ipvs.statefile import StateFile
+from kbpf.kernel.bpf.objects import LinkInfo, ProgramInfo
+from kbpf.kernel.bpf.tc import Attachment, AttachMethod, Direction
+from kbpf.kernel.net.devices import Device
+from kbpf.kernel.net.ipvs import IpvsConnection, RealServerKey, RealServerStatus
+from kbpf.model.address import parse_addr
+from kbpf.model.desired import ServicePortKey
+from kbpf.model.metrics import ConnectionStats
+from kbpf.model.objects import Cidr, Protocol
+from kbpf.model.reasons import Reason
+from kbpf.model.status import (
+    AgentStatus,
+    DeviceFailure,
+    ModeChoice,
+    PacketStatus,
+    SourceView,
+    ThreadView,
+    encode,
+)
+from kbpf.views import ipvs
+from kbpf.views.packet_path import devices
+from tests.support.golden import Golden
+from tests.support.plane import service
+
+TCP, UDP = Protocol.TCP, Protocol.UDP
+NOW, BOOT, NS = 100_000.0, 200_000.0, 1_000_000_000
+HOST_NETNS = 4026531840
+
+Entries = Mapping[bytes, bytes]
+
+
+class FakeMap:
+    """A fake of a pinned map."""
+
+    def __init__(self, name: str, entries: Entries) -> None:
+        spec = MAPS[name]
+        self.name, self.type, self.value_size = name, spec.map_type, spec.value_size
+        self.max_entries, self._entries = max(spec.entries, 100), dict(entries)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def read_memory(self) -> int:
+        return 4096 * (1 + len(self._entries))
+
+    def lookup(self, key: bytes) -> bytes | None:
+        return self._entries.get(key)
+
+    def items(self) -> Iterator[tuple[bytes, bytes]]:
+        return iter(self._entries.items())
+
+    def batches(self) -> Iterator[tuple[bytes, bytes]]:
+        yield b"".join(self._entries), b"".join(self._entries.values())
+
+
+def target(text: str, protocol: int = TCP) -> bytes:
+    host, _, port = text.rpartition(":")
+    return pack_target(parse_addr(host.strip("[]")), int(port), protocol)
+
+
+def frontends(*rows: tuple[str, ServiceValue, int]) -> Entries:
+    return {key: value.pack(key) for to, value, protocol in rows if (key := target(to, protocol))}
+
+
+def names(*keys: ServicePortKey | None) -> Entries:
+    return {U32.pack(i): layout.pack_service_name(key) for i, key in enumerate(keys, 1) if key}
+
+
+def slots(**by_set: list[int]) -> Entries:
+    return {
+        U32_PAIR.pack(int(name[1:]), index): U32.pack(value)
+        for name, values in by_set.items()
+        for index, value in enumerate(values)
+    }
+
+
+def flow(
+    client: str, frontend: str, backend: str, snat: str = "", *, state: int = TcpState.ESTABLISHED,
+    idle: float = 10.0, protocol: int = TCP, directions: str = "ors", service: int = 1,
+    path: int = FlowPath.STACK, device: int = 0,
+) -> Entries:  # fmt: skip
+    """The entries of a connection: original, reply, and SNAT reply if there is SNAT."""
+    ends = [target(text, protocol) for text in (client, frontend, backend, snat or client)]
+    snat_target = ends[3] if snat else bytes(20)
+
+    def entry(direction: int) -> bytes:
+        return layout.FLOW.pack(
+            int((NOW - idle) * NS), *ends[:3], snat_target[:16], snat_target[16:18],
+            ends[0][16:18], service, 5, state, 0, path, direction, 0, device, bytes(48),
+        )  # fmt: skip
+
+    keys = {
+        "o": (FlowDirection.ORIGINAL, ends[0], ends[1]),
+        "r": (FlowDirection.REPLY, ends[0], ends[2]),
+        **({"s": (FlowDirection.SNAT_REPLY, ends[3], ends[2])} if snat else {}),
+    }
+    return {
+        flow_entries.flow_key(one, other): entry(direction)
+        for letter, (direction, one, other) in keys.items()
+        if letter in directions
+    }
+
+
+def affinity(client: bytes, kind: int, service: int, backend: int, age: float) -> Entries:
+    key = layout.AFFINITY_KEY.pack(client, service, kind)
+    return {key: layout.AFFINITY.pack(int((NOW - age) * NS), backend, 0)}
+
+
+def device(role: int, flags: int) -> bytes:
+    return layout.DEVICE.pack(role, 14, flags, bytes(6), bytes(16), bytes(16))
+
+
+CLUSTER, NODE_PORT = ServiceFlag.CLUSTER_IP, ServiceFlag.NODE_PORT
+VIP = ServiceFlag.LOAD_BALANCER | ServiceFlag.RESTRICTED
+LOCAL = ServiceFlag.EXTERNAL_LOCAL | ServiceFlag.MAGLEV
+STATUS = AgentStatus(
+    version="9.9", pid=42, mode="bpf", node="node-1", started=BOOT - 3700, heartbeat=BOOT - 1,
+    synced=True, services=3, service_ports=4, applied=5, last_apply_ms=1.5,
+    event_to_map_p50_ms=2.0, event_to_map_p99_ms=3.0, refused=1, problem_count=3,
+    problems=("Service a/b: no good", "another"), disabled_features=("Pods are not watched",),
+    sources=(SourceView("services", "watching", True, "7", ""),
+             SourceView("pods", "failed", False, "", "forbidden")),
+    threads=(ThreadView("http", True, 0.1), ThreadView("devices", False, 90.0, 2, "stuck")),
+    packets=PacketStatus(True, excluded=("ex*",), failed=(DeviceFailure("up1", "no clsact"),),
+                         failed_count=2),
+    choice=ModeChoice("auto", "bpf"),
+)  # fmt: skip
+
+CONTENTS: dict[str, Entries] = {
+    "services": frontends(
+        ("10.96.0.1:80", ServiceValue(1, CLUSTER, 0, 1, 3, 0, 0), TCP),
+        ("0.0.0.0:30080", ServiceValue(1, NODE_PORT, 0, 1, 3, 0, 0), TCP),
+        ("192.0.2.9:80", ServiceValue(1, ServiceFlag.EXTERNAL_IP, 0, 1, 3, 0, 0), TCP),
+        ("10.96.0.2:443", ServiceValue(2, CLUSTER | LOCAL, 600, 2, 3, 3, 1, 9), TCP),
+        ("192.0.2.5:443", ServiceValue(2, VIP | LOCAL, 600, 2, 3, 3, 1, 9), TCP),
+        ("[fd00:96::1]:53", ServiceValue(3, CLUSTER, 0, 4, 2, 0, 0), UDP),
+        ("[::]:30053", ServiceValue(3, NODE_PORT, 0, 5, 1, 0, 0), UDP),
+        ("10.96.0.9:80", ServiceValue(8, 0, 0, 0, 0, 0, 0), TCP),
+    ),
+    "service_names": names(
+        ServicePortKey("default", "web", "http", TCP, 4),
+        ServicePortKey("default", "local", "", TCP, 4),
+        ServicePortKey("kube-system", "dns", "dns", UDP, 6),
+        ServicePortKey("default", "idle", "http", TCP, 4),
+    ),
+    "backend_slots": slots(s1=[5, 6, 5], s2=[5, 6], s9=[1, 0, 1], s3=[6], s4=[7, 99], s5=[7]),
+    "backends": {
+        U32.pack(5): target("10.244.0.5:8080"),
+        U32.pack(6): target("10.244.0.6:8080"),
+        U32.pack(7): target("[fd00:10::7]:53", UDP),
+        U32.pack(8): target("10.244.0.8:8080"),
+    },
+    "node_addresses": {parse_addr("198.18.0.1"): bytes(4)},
+    "affinity": {
+        **affinity(parse_addr("198.51.100.7"), ClientKind.ADDRESS, 2, 5, 60.0),
+        **affinity(HOST_NETNS.to_bytes(8, "little") + bytes(8), ClientKind.NETNS, 2, 6, 700.0),
+        **affinity((99).to_bytes(8, "little") + bytes(8), ClientKind.NETNS, 7, 77, 5.0),
+    },
+    "source_ranges": {
+        layout.pack_source_range(2, Cidr(parse_addr("203.0.113.0"), 120)): bytes(4),
+        layout.pack_source_range(2, Cidr(parse_addr("198.51.100.0"), 120)): bytes(4),
+        layout.pack_source_range(7, Cidr(parse_addr("2001:db8::"), 32)): bytes(4),
+    },
+    "flows": {
+        **flow("198.51.100.7:2000", "192.0.2.9:80", "10.244.0.5:8080", "198.18.0.1:61000"),
+        **flow("198.51.100.8:2001", "192.0.2.9:80", "10.244.0.6:8080", directions="o",
+               path=FlowPath.DIRECT, state=TcpState.CLOSED, idle=20),
+        **flow("198.18.0.1:2002", "192.0.2.5:443", "10.244.0.6:8080", service=2, device=1,
+               state=TcpState.NEW),
+        **flow("[2001:db8::7]:5", "[fd00:96::1]:53", "[fd00:10::7]:53", "[fd00:198::1]:5", idle=25,
+               protocol=UDP, service=3, state=TcpState.ANSWERED),
+        **flow("198.51.100.9:9", "192.0.2.9:80", "10.244.0.5:8080", "198.18.0.1:61001",
+               idle=100_000),
+        **flow("198.51.100.7:2000", "192.0.2.9:80", "10.244.0.6:8080", "198.18.0.1:61002",
+               directions="s", idle=200),
+    },
+    "devices": {
+        U32.pack(2): device(Role.HOST, 0),
+        U32.pack(3): device(Role.POD, DeviceFlag.LOCAL | DeviceFlag.PEER),
+    },
+    "node": {
+        bytes(4): layout.NODE.pack(
+            parse_addr("198.18.0.1"), bytes(16),
+            NodeFlag.DETECTS_LOCAL | NodeFlag.LOCAL_NETWORKS, 61_000, 61_003, 1 << 14, 0,
+        )
+    },
+    "local_networks": {layout.pack_network(Cidr(parse_addr("10.244.0.0"), 112)): bytes(4)},
+    "exempt_cgroups": {bytes(8): bytes(4)},
+    "config": {bytes(4): layout.CONFIG.pack(HOST_NETNS, ConfigFlag.ACCOUNTING, 0)},
+    "counts": {
+        U32_PAIR.pack(1, 5): layout.COUNTS.pack(*ConnectionStats(opened=40, refused=1)),
+        U32_PAIR.pack(1, 0): layout.COUNTS.pack(*ConnectionStats(refused=3)),
+        U32_PAIR.pack(1, 0xFFFF_FFFF): layout.COUNTS.pack(*ConnectionStats(opened=7)),
+        U32_PAIR.pack(1, 98): layout.COUNTS.pack(*ConnectionStats(opened=2)),
+        U32_PAIR.pack(3, 7): layout.COUNTS.pack(*ConnectionStats(opened=9)),
+    },
+    "reasons": {U32.pack(reason): (2 * reason).to_bytes(8, "little") * 2 for reason in Reason},
+    "agent_status": {bytes(4): encode(STATUS)},
+}  # fmt: skip
+
+FACTS = [
+    HookFacts(hook, LinkInfo(10 + i, 20 + i, 0 if i == 2 else 77, hook.attach_type),
+              ProgramInfo(20 + i, hook.name, "cafe", 100 + i, ()) if i != 1 else None, i != 3,
+              Path("/sys/fs/cgroup") if i != 4 else None)
+    if i not in (5, len(HOOKS) - 1) else HookFacts(hook)
+    for i, hook in enumerate(HOOKS)
+]  # fmt: skip
+DEVICES = devices.HostDevices(
+    (Device(1, "lo", loopback=True), Device(2, "eth0"), Device(3, "cali0", "veth", peer_netns=1),
+     Device(4, "ex0"), Device(5, "up1")),
+    tuple(Attachment(i, direction, AttachMethod.TCX, 7 + (direction is Direction.EGRESS))
+          for i in (2, 3) for direction in Direction)[:3],
+    {7: "tc_ingress"},
+)  # fmt: skip
+A, B = "10.244.1.2:8080", "10.244.1.3:8080"
+
+
+def real_servers(**weights: int) -> list[RealServerStatus]:
+    addresses = {"a": A, "b": B}
+    return [
+        RealServerStatus(RealServerKey(parse_addr(host), int(port)), weight, 0, 0)
+        for name, weight in weights.items()
+        for host, _, port in (addresses[name].rpartition(":"),)
+    ]
+
+
+SERVERS = {
+    VirtualService(TCP, parse_addr("10.96.0.1"), 80): real_servers(a=3, b=1),
+    VirtualService(TCP, parse_addr("198.18.0.1"), 30080): real_servers(a=3, b=1),
+    VirtualService(TCP, parse_addr("192.0.2.5"), 443): real_servers(b=1),
+}
+STATES = (
+    service("web", "10.96.0.1:80 NodePort=0.0.0.0:30080", f"{A} {B}"),
+    service("local", "10.96.0.2:443 LoadBalancer=192.0.2.5:443", f"{A} {B}", local=B,
+            external_local=True, restricted=True, affinity_timeout=60),
+)  # fmt: skip
+IPVS_CONNECTIONS = tuple(
+    IpvsConnection(TCP, (parse_addr("198.51.100.7"), port), (parse_addr(to), to_port),
+                   RealServerKey(parse_addr("10.244.1.2"), 8080), state, left)
+    for port, to, to_port, state, left in (
+        (1, "10.96.0.1", 80, "ESTABLISHED", 899), (2, "198.18.0.1", 30080, "SYN_RECV", 59),
+        (3, "203.0.113.1", 80, "TIME_WAIT", 3))
+)  # fmt: skip
+
+
+@pytest.fixture
+def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A node with an agent of mode bpf, in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    pins = Pins(Path("pins"))
+    pins.maps.mkdir(parents=True)
+    (pins.root / "programs-tc-x").mkdir()
+    for name in MAPS:
+        (pins.maps / name).touch()
+    monkeypatch.setattr(
+        snapshot.pinning,
+        "open_map",
+        lambda path, spec: FakeMap(spec.name, CONTENTS.get(spec.name, {})),
+    )
+    clock = SimpleNamespace(
+        monotonic=lambda: NOW, monotonic_ns=lambda: int(NOW * NS), clock_gettime=lambda _: BOOT,
+        CLOCK_BOOTTIME=0,
+    )  # fmt: skip
+    for module in (snapshot, ipvs, metrics):
+        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(snapshot.hooks, "read", lambda _: FACTS)
+    for module in (snapshot, ipvs):
+        monkeypatch.setattr(module, "is_alive", lambda _: True)
+    monkeypatch.setattr(devices, "read_host_devices", lambda _: DEVICES)
+    monkeypatch.setattr(ipvs, "_read_servers", lambda: SERVERS)
+    monkeypatch.setattr(ipvs, "list_connections", lambda: IPVS_CONNECTIONS)
+    return tmp_path
+
+
+@pytest.fixture
+def ipvs_node(node: Path) -> Path:
+    """The same node after a change to mode ipvs."""
+    folder = node / "state" / "kbpf-ipvs0"
+    folder.mkdir(parents=True)
+    file = StateFile(folder)
+    for state in STATES:
+        file.set_service(state.key, state)
+    file.write(b"")
+    choice = ModeChoice("auto", "ipvs", "no cgroup v2", "no cgroup v2 hierarchy is mounted")
+    status = replace(STATUS, mode="ipvs", choice=choice, packets=None, refused=0)
+    (folder / statefile.STATUS_FILE).write_bytes(encode(status))
+    return node
+
+
+def transcript(capsys: pytest.CaptureFixture[str], *commands: str) -> str:
+    """What a shell would show of these commands; of JSON each row in one line."""
+    pages = []
+    for command in commands:
+        code, out, err = run(capsys, command)
+        if command.endswith("json") and not code:
+            value = json.loads(out)
+            assert out == json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+            yaml_code, yaml_out, yaml_err = run(capsys, f"{command[:-4]}yaml")
+            assert (yaml_code, yaml.safe_load(yaml_out), yaml_err) == (code, value, err)
+            rows = value if isinstance(value, list) else [{k: v} for k, v in value.items()]
+            out = "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
+        end = f"exit code {code}\n" if code else ""
+        pages.append(f"$ kbpf inspect {command}\n{out}{err}{end}")
+    return "\n".join(pages)
+
+
+def run(capsys: pytest.CaptureFixture[str], command: str) -> tuple[int, str, str]:
+    line = ["inspect", *command.split(), "--pin-dir", "pins", "--state-dir", "state"]
+    return app.call(line), *capsys.readouterr()
+
+
+def commands(view: str, *more: str) -> tuple[str, ...]:
+    return (view, f"{view} -o wide", f"{view} -o json", *more)
+
+
+VIEWS = {
+    "services": commands("services", "services -n kube-system", "services -n none"),
+    "service": commands("service local", "service web", "service dns -n kube-system",
+                        "service wbe", "service kube-system/dns -n default"),
+    "backends": commands("backends"),
+    "affinity": commands("affinity"),
+    "connections": commands("connections", "connections --expired --limit 2",
+                            "connections --service web --state closed",
+                            "connections --client 198.18.0.1", "connections --backend fd00:10::7",
+                            "connections --service no"),
+    "nat": commands("nat", "nat --limit 1"),
+    "sources": commands("sources"),
+    "devices": commands("devices"),
+    "maps": commands("maps"),
+    "programs": commands("programs"),
+    "status": commands("status"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_view(view: str, node: Path, golden: Golden, capsys: pytest.CaptureFixture[str]):
+    golden(f"inspect/{view}.txt", transcript(capsys, *VIEWS[view]))
+
+
+IPVS_COMMANDS = (
+    *commands("services"), *commands("service web", "service local"), *commands("backends"),
+    *commands("connections", "connections --service web --limit 1", "connections --state closed"),
+    *commands("status"), "maps",
+)  # fmt: skip
+
+
+def test_view_of_mode_ipvs(ipvs_node: Path, golden: Golden, capsys: pytest.CaptureFixture[str]):
+    golden("inspect/ipvs.txt", transcript(capsys, *IPVS_COMMANDS))
