@@ -23,15 +23,14 @@ from pathlib import Path
 from typing import Final
 
 from kbpf.checks.row import Check, CheckRow
-from kbpf.dataplane.bpf.inspect.snapshot import Part, Snapshot
-from kbpf.dataplane.bpf.maps.layout import ServiceFlag, ServiceValue
 from kbpf.dataplane.bpf.programs import foreign
 from kbpf.errors import KernelError
 from kbpf.kernel.net import dial
 from kbpf.kernel.system import cgroups, netns, sandbox
 from kbpf.model.address import family_of, format_addr
 from kbpf.model.config import SocketLb
-from kbpf.model.desired import Backend, FrontendAddress
+from kbpf.model.desired import Backend, FrontendAddress, FrontendKind
+from kbpf.model.inspection import FrontendEntry, Inspection, Part, ServicePort
 from kbpf.model.objects import Protocol
 
 NEEDS: Final = Part.SERVICES | Part.HOOKS
@@ -42,68 +41,67 @@ SocketAddress = tuple[str, int]
 DialTarget = tuple[FrontendAddress, tuple[Backend, ...]]
 
 
-def select_targets(snapshot: Snapshot) -> tuple[DialTarget, ...]:
+def select_targets(inspection: Inspection) -> tuple[DialTarget, ...]:
     """Returns what to dial for each family and protocol: the ClusterIP with the fewest backends,
     without session affinity where possible.
     """
     best: dict[tuple[int, Protocol], tuple[tuple[bool, int, FrontendAddress], DialTarget]] = {}
-    for frontend, value in snapshot.frontends.items():
-        backends = _cluster_ip_backends(value, snapshot)
-        if (
-            frontend.protocol not in (Protocol.TCP, Protocol.UDP)
-            or not 0 < len(backends) <= MAX_BACKENDS
-        ):
-            continue
-        rank = (value.affinity_timeout > 0, len(backends), frontend)
-        key = (family_of(frontend.address), frontend.protocol)
-        if key not in best or rank < best[key][0]:
-            best[key] = (rank, (frontend, backends))
+    for port in inspection.services:
+        for frontend in port.frontends:
+            at, backends = frontend.at, _cluster_ip_backends(port, frontend)
+            if (
+                at.protocol not in (Protocol.TCP, Protocol.UDP)
+                or not 0 < len(backends) <= MAX_BACKENDS
+            ):
+                continue
+            rank = (port.affinity_timeout > 0, len(backends), at)
+            key = (family_of(at.address), at.protocol)
+            if key not in best or rank < best[key][0]:
+                best[key] = (rank, (at, backends))
     return tuple(target for _, (_, target) in sorted(best.items()))
 
 
-def _cluster_ip_backends(value: ServiceValue, snapshot: Snapshot) -> tuple[Backend, ...]:
-    flags = ServiceFlag(value.flags)
-    if ServiceFlag.CLUSTER_IP not in flags or ServiceFlag.RESTRICTED in flags:
+def _cluster_ip_backends(port: ServicePort, frontend: FrontendEntry) -> tuple[Backend, ...]:
+    if frontend.kind is not FrontendKind.CLUSTER_IP or frontend.restricted:
         return ()
-    local = ServiceFlag.INTERNAL_LOCAL in flags
-    slots = snapshot.sets.get(value.local_set if local else value.cluster_set, {})
-    # Each id once: a backend has several slots if it has a weight, or with Maglev.
-    backend_ids = sorted(set(slots.values()))
-    backends = tuple(snapshot.backends[b] for b in backend_ids if b in snapshot.backends)
-    return backends if len(backends) == len(backend_ids) else ()
+    slots = (frontend.local if port.internal_local else frontend.cluster).slots
+    # Each once: a backend has several slots if it has a weight, or with Maglev.
+    entries = sorted(set(slots.values()), key=lambda entry: entry.id or 0)
+    backends = tuple(entry.backend for entry in entries if entry.backend is not None)
+    return backends if len(backends) == len(entries) else ()
 
 
-def check_attached(snapshot: Snapshot) -> Iterator[CheckRow]:
+def check_attached(inspection: Inspection) -> Iterator[CheckRow]:
     """Yields rows: whether the hooks are attached, and whether each target can be dialled."""
-    if snapshot.socket_lb is SocketLb.OFF:
-        yield _not_attached_row(snapshot)
+    if inspection.socket_lb is SocketLb.OFF:
+        yield _not_attached_row(inspection)
         return
-    missing = [f.hook.name for f in snapshot.hooks if f.hook.required and not f.attached]
+    missing = [f.name for f in inspection.hooks if f.required and not f.attached]
     yield CheckRow(
         Check.ATTACHED, "no" if missing else "yes", True, ", ".join(missing) or "all needed hooks",
         "start the agent: `kbpf run`" if missing else "",
     )  # fmt: skip
     if missing:
         return
-    connect = next(f for f in snapshot.hooks if f.attached)
-    if connect.cgroup is None:
+    connect = next(f for f in inspection.hooks if f.attached)
+    if not connect.cgroup:
         yield _unknown_row("the hooked cgroup is not visible here", "run it on the host")
         return
-    dial_targets = select_targets(snapshot)
+    dial_targets = select_targets(inspection)
     if not dial_targets:
         yield _unknown_row(
             "no ClusterIP with backends is programmed", "create a Service and try again"
         )
-    if snapshot.socket_lb is SocketLb.HOST_NAMESPACE_ONLY:
-        yield from _host_only_rows(dial_targets, snapshot.host_netns, connect.cgroup)
+    if inspection.socket_lb is SocketLb.HOST_NAMESPACE_ONLY:
+        yield from _host_only_rows(dial_targets, inspection.host_netns, Path(connect.cgroup))
         return
     has_peer_name_hooks = any(
-        f.hook.name.startswith("getpeername") and f.attached for f in snapshot.hooks
+        f.name.startswith("getpeername") and f.attached for f in inspection.hooks
     )
     for frontend, backends in dial_targets:
         try:
             destination, peer_name = _run_in_cgroup(
-                partial(_dial, frontend, backends), connect.cgroup
+                partial(_dial, frontend, backends), Path(connect.cgroup)
             )
         except KernelError as error:
             hint = "see `kbpf inspect service` and the agent's log"
@@ -112,15 +110,15 @@ def check_attached(snapshot: Snapshot) -> Iterator[CheckRow]:
         yield _dial_row(Check.DIAL, frontend, destination, peer_name, has_peer_name_hooks)
 
 
-def foreign_rows(snapshot: Snapshot) -> Iterator[CheckRow]:
+def foreign_rows(inspection: Inspection) -> Iterator[CheckRow]:
     """Yields a row for each program of another load balancer at the same hooks."""
-    cgroup = next((f.cgroup for f in snapshot.hooks if f.attached), None)
-    for line in foreign.format_lines(foreign.find_all(snapshot.pin_dir, cgroup)):
+    cgroup = next((Path(f.cgroup) for f in inspection.hooks if f.attached and f.cgroup), None)
+    for line in foreign.format_lines(foreign.find_all(Path(inspection.location), cgroup)):
         yield CheckRow(Check.FOREIGN_PROGRAMS, "no", False, line, "see docs/troubleshoot.md")
 
 
-def _not_attached_row(snapshot: Snapshot) -> CheckRow:
-    remaining = [f.hook.name for f in snapshot.hooks if f.attached]
+def _not_attached_row(inspection: Inspection) -> CheckRow:
+    remaining = [f.name for f in inspection.hooks if f.attached]
     return CheckRow(
         Check.ATTACHED,
         "no" if remaining else "yes",

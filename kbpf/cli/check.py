@@ -9,6 +9,7 @@ import typer
 from kbpf.cli import render
 from kbpf.cli.options import DEFAULT, CacheDir, CGroup, ConfigFile, Output, OutputOption, PinDir
 from kbpf.views.columns import Column
+from kbpf.views.text import format_table, indent
 
 if TYPE_CHECKING:
     from kbpf.checks.row import CheckRow
@@ -72,10 +73,10 @@ COLUMNS: Final = (
 
 def format_page(verdict: "CheckVerdict") -> str:
     """The rows, advice about missing ones, and the verdict."""
-    parts = [render.format_table(verdict.rows, COLUMNS)]
+    parts = [format_table(verdict.rows, COLUMNS)]
     advice = [f"{row.name}: {row.advice}" for row in verdict.rows if row.advice]
     if advice:
-        parts.append("what to do\n" + render.indent("\n".join(advice)))
+        parts.append("what to do\n" + indent("\n".join(advice)))
     result = _describe_mode("bpf", verdict.missing)
     if not verdict.missing:
         not_usable = f"cannot be used: {', '.join(verdict.packets_missing)}"

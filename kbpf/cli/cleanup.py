@@ -49,28 +49,32 @@ class RemovedItem(msgspec.Struct, frozen=True):
 COLUMNS: Final = (Column("REMOVED", lambda r: r.kind), Column("PATH", lambda r: r.path))
 
 
+Cache = Annotated[
+    bool, typer.Option("--cache", help="Also remove the compiled programs in --cache-dir.")
+]
+Force = Annotated[
+    bool, typer.Option("--force", help="Even while the agent runs, unless it is in mode ipvs.")
+]
+KubeProxy = Annotated[
+    bool,
+    typer.Option(
+        "--kube-proxy", help="Remove what a stopped kube-proxy left, instead of kbpf's state."
+    ),
+]
+KeepConnections = Annotated[
+    bool,
+    typer.Option(
+        "--keep-connections", help="Only stop serving new connections; established ones continue."
+    ),
+]
+
+
 def cleanup(
     context: typer.Context,
-    cache: Annotated[
-        bool, typer.Option("--cache", help="Also remove the compiled programs in --cache-dir.")
-    ] = False,
-    force: Annotated[
-        bool,
-        typer.Option("--force", help="Even while the agent runs, unless it is in mode ipvs."),
-    ] = False,
-    kube_proxy: Annotated[
-        bool,
-        typer.Option(
-            "--kube-proxy", help="Remove what a stopped kube-proxy left, instead of kbpf's state."
-        ),
-    ] = False,
-    keep_connections: Annotated[
-        bool,
-        typer.Option(
-            "--keep-connections",
-            help="Only stop serving new connections; established ones continue.",
-        ),
-    ] = False,
+    cache: Cache = False,
+    force: Force = False,
+    kube_proxy: KubeProxy = False,
+    keep_connections: KeepConnections = False,
     file: ConfigNames = None,
     output: OutputOption = Output.TABLE,
     pin_dir: PinDir = DEFAULT.pin_dir,
@@ -94,25 +98,21 @@ def cleanup(
         pin_dir=pin_dir, cache_dir=cache_dir, ipvs_device=ipvs_device, nft_table=nft_table,
         state_dir=state_dir,
     )  # fmt: skip
+    location = f"in {pin_dir}"
     if kube_proxy:
-        option_names = {"ipvs_device", "nft_table"}
-    elif keep_connections:
-        option_names = {"pin_dir"}
-    else:
-        option_names = {"pin_dir", "ipvs_device", "nft_table", "state_dir"}
-    _require_names(context, file, option_names | ({"cache_dir"} if cache else set()))
-    location = f"in {pin_dir}" + (f" and {cache_dir}" if cache else "")
-    if kube_proxy:
+        _require_names(context, file, {"ipvs_device", "nft_table"})
         items, location = [*remove_kube_proxy(config, force)], "of kube-proxy"
     elif keep_connections:
+        _require_names(context, file, {"pin_dir"})
         items = [*remove_frontends(pin_dir, force)]
     else:
+        names = {"pin_dir", "ipvs_device", "nft_table", "state_dir"}
+        _require_names(context, file, names | ({"cache_dir"} if cache else set()))
         require_no_ipvs_agent(config)
-        items = [
-            *remove_pins(pin_dir, force),
-            *remove_ipvs(config),
-            *(remove_artifacts(cache_dir) if cache else ()),
-        ]
+        items = [*remove_pins(pin_dir, force), *remove_ipvs(config)]
+        if cache:
+            items += remove_artifacts(cache_dir)
+            location += f" and {cache_dir}"
     if output in (Output.JSON, Output.YAML) or items:
         print(render.format_rows(items, COLUMNS, output))
     else:
@@ -342,10 +342,11 @@ def _file_names(folder: Path) -> set[str]:
 def _warn_about_agent(pin_dir: Path) -> None:
     from kbpf.dataplane.bpf.inspect import snapshot
     from kbpf.errors import KbpfError
-    from kbpf.views import status
+    from kbpf.model.inspection import Part
 
     try:
-        pid_text = f" (pid {status.build_view(snapshot.read(pin_dir, status.NEEDS)).pid})"
+        status = snapshot.read(pin_dir, Part.STATUS).status
+        pid_text = f" (pid {status.pid if status else 0})"
     except KbpfError:
         pid_text = ""  # an incomplete pin folder must not keep --force from removing it
     print(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Renders rows as a table, JSON or YAML, with the same data in each format.
+"""Renders rows and pages as a table, JSON or YAML, with the same data in each format.
 
 Output is never coloured or truncated, so it can be piped. JSON and YAML do not go through rich,
 which would wrap lines. Unprintable characters are escaped in the way of each format, because names
@@ -18,29 +18,13 @@ import msgspec
 from kbpf.cli.options import Output
 from kbpf.errors import escape_unprintable
 from kbpf.views.columns import Column
+from kbpf.views.page import Page
+from kbpf.views.text import GAP, format_table
 
-GAP = "   "
 SEPARATOR = "\0"
 """Separates the packed cells of a row. escape_unprintable() removes it from texts."""
 CHUNK_ROWS = 512
 """Number of rows that are formatted and measured at a time."""
-
-
-def format_table(rows: Iterable[Any], columns: Sequence[Column], wide: bool = False) -> str:
-    """A line of titles, then one line per row. A column is as wide as its longest cell."""
-    visible = [c for c in columns if wide or not c.wide]
-    lines = [
-        [c.title for c in visible],
-        *([escape_unprintable(c.text(row)) for c in visible] for row in rows),
-    ]
-    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
-    return "\n".join(
-        GAP.join(
-            cell.rjust(width) if column.right else cell.ljust(width)
-            for cell, width, column in zip(line, widths, visible, strict=True)
-        ).rstrip()
-        for line in lines
-    )
 
 
 def format_document(value: Any, output: Output) -> str:
@@ -146,18 +130,18 @@ def _stream_yaml(values: Iterable[Any], header: Any) -> Iterator[str]:
         yield "[]\n" if header is None else "rows: []\n"
 
 
-def indent(text: str, prefix: str = "  ") -> str:
-    """Prefixes every line, and escapes unprintable characters."""
-    return "\n".join(prefix + escape_unprintable(line) for line in text.split("\n"))
-
-
-def format_facts(pairs: Iterable[tuple[str, str]]) -> str:
-    """Lines of `name   value`, with the values aligned."""
-    pair_list = list(pairs)
-    width = max(len(name) for name, _ in pair_list)
-    return "\n".join(
-        f"{name.ljust(width)}{GAP}{escape_unprintable(value)}".rstrip() for name, value in pair_list
-    )
+def render_page(page: Page, output: Output) -> Iterator[str]:
+    """Yields pieces of text to write one after the other."""
+    is_document = output in (Output.JSON, Output.YAML)
+    if page.text is not None and not is_document:
+        yield page.text(output is Output.WIDE) + ("\n\n" if page.columns else "\n")
+    if not page.columns:
+        if is_document:
+            yield format_document(page.summary, output) + "\n"
+    elif isinstance(page.rows, Sequence):
+        yield format_rows(page.rows, page.columns, output) + "\n"
+    else:
+        yield from stream_rows(page.rows, page.columns, output, page.summary)
 
 
 WATCH_SECONDS: Final = 2.0

@@ -1,2 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows that `kbpf inspect` shows, as values. Nothing here prints or changes anything."""
+"""The pages of `kbpf inspect`: rows, columns and text, from the values of model/inspection.py.
+Nothing here prints or changes anything.
+"""

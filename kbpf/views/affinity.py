@@ -5,11 +5,10 @@ from typing import Final
 
 import msgspec
 
-from kbpf.dataplane.bpf.inspect.snapshot import AffinityEntry, Part, Snapshot
-from kbpf.dataplane.bpf.maps.layout import ClientKind
 from kbpf.model.address import format_addr
-from kbpf.views.backends import format_service
+from kbpf.model.inspection import AffinityEntry, Inspection, Part
 from kbpf.views.columns import Column, format_duration
+from kbpf.views.page import Page, list_page
 
 NEEDS: Final = Part.SERVICES | Part.AFFINITY
 
@@ -35,37 +34,29 @@ class AffinityRow(msgspec.Struct, frozen=True):
     expired: bool
 
 
-def build_rows(snapshot: Snapshot) -> tuple[AffinityRow, ...]:
+def build_rows(inspection: Inspection) -> tuple[AffinityRow, ...]:
     """All affinity entries, sorted by Service, then by client."""
-    timeouts = {value.id: value.affinity_timeout for value in snapshot.frontends.values()}
-    affinity_rows = [
-        _build_row(entry, timeouts.get(entry.service), snapshot) for entry in snapshot.affinity
-    ]
+    affinity_rows = [_build_row(entry, inspection) for entry in inspection.affinity]
     return tuple(sorted(affinity_rows, key=lambda r: (r.service, r.kind, r.client)))
 
 
-def _build_row(entry: AffinityEntry, timeout: int | None, snapshot: Snapshot) -> AffinityRow:
-    age = max(0.0, snapshot.monotonic - entry.last_used)
-    remaining = None if timeout is None else timeout - age
-    backend = snapshot.backends.get(entry.backend)
-    kind, client = _client(entry, snapshot)
+def _build_row(entry: AffinityEntry, inspection: Inspection) -> AffinityRow:
+    age = max(0.0, inspection.monotonic - entry.last_used)
+    remaining = entry.service.affinity_timeout - age if entry.service.frontends else None
+    if entry.client is not None:
+        kind, client = "address", format_addr(entry.client)
+    else:
+        is_host = entry.netns == inspection.host_netns
+        kind, client = "netns", "host" if is_host else str(entry.netns)
     return AffinityRow(
         client=client,
         kind=kind,
-        service=format_service(snapshot.names.get(entry.service), entry.service),
-        backend=str(backend) if backend else f"id {entry.backend}, gone",
+        service=entry.service.text,
+        backend=str(entry.backend.backend or f"id {entry.backend.id}, gone"),
         age_seconds=round(age, 3),
         expires_seconds=None if remaining is None else round(remaining, 3),
         expired=remaining is None or remaining < 0,
     )
-
-
-def _client(entry: AffinityEntry, snapshot: Snapshot) -> tuple[str, str]:
-    if entry.kind == ClientKind.ADDRESS:
-        return "address", format_addr(entry.client)
-    if entry.cookie == snapshot.host_netns:
-        return "netns", "host"
-    return "netns", str(entry.cookie)
 
 
 def _expires(row: AffinityRow) -> str:
@@ -81,3 +72,7 @@ COLUMNS: Final = (
     Column("AGE", lambda r: format_duration(r.age_seconds), right=True),
     Column("EXPIRES-IN", _expires, right=True),
 )
+
+
+def build_page(inspection: Inspection) -> Page:
+    return list_page(build_rows(inspection), COLUMNS)

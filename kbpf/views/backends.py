@@ -5,10 +5,10 @@ from typing import Final
 
 import msgspec
 
-from kbpf.dataplane.bpf.inspect.snapshot import Part, Snapshot
 from kbpf.model.address import format_addr
-from kbpf.model.desired import ServicePortKey
+from kbpf.model.inspection import BackendEntry, Inspection, Part
 from kbpf.views.columns import Column, format_host_port, format_number
+from kbpf.views.page import Page, list_page
 
 NEEDS: Final = Part.SERVICES
 
@@ -16,11 +16,11 @@ NEEDS: Final = Part.SERVICES
 class BackendRow(msgspec.Struct, frozen=True):
     """A backend. `services` are the Service ports that have it in a backend set.
 
-    `services` is empty if no set contains the backend any more: it is kept for established flows
-    (UDP that it still serves), or is about to be deleted.
+    `id` is None in mode ipvs. `services` is empty if no set contains the backend any more: it is
+    kept for established flows (UDP that it still serves), or is about to be deleted.
     """
 
-    id: int
+    id: int | None
     address: str
     port: int
     protocol: str
@@ -32,31 +32,27 @@ class BackendRow(msgspec.Struct, frozen=True):
         return format_host_port(self.address, self.port)
 
 
-def format_service(key: ServicePortKey | None, service_id: int) -> str:
-    """``namespace/name:port``, or the bare id if `service_names` has no name for it."""
-    if key is None:
-        return f"id {service_id}, not named"
-    return f"{key.service}:{key.port}" if key.port else str(key.service)
-
-
-def build_rows(snapshot: Snapshot) -> tuple[BackendRow, ...]:
+def build_rows(inspection: Inspection) -> tuple[BackendRow, ...]:
     """All backends, sorted by address, port, protocol and id."""
-    users: dict[int, set[str]] = {}
-    for value in snapshot.frontends.values():
-        name = format_service(snapshot.names.get(value.id), value.id)
-        for set_id in (value.cluster_set, value.local_set):
-            for backend_id in snapshot.sets.get(set_id, {}).values():
-                users.setdefault(backend_id, set()).add(name)
-    ordered = sorted((backend, backend_id) for backend_id, backend in snapshot.backends.items())
+    users: dict[BackendEntry, set[str]] = {}
+    for port in inspection.services:
+        for backend_set in {s for f in port.frontends for s in (f.cluster, f.local)}:
+            for entry in backend_set.slots.values():
+                users.setdefault(entry, set()).add(port.text)
+    ordered = sorted(
+        (entry.backend, entry.id or 0, entry)
+        for entry in inspection.backends
+        if entry.backend is not None
+    )
     return tuple(
         BackendRow(
-            backend_id,
+            entry.id,
             format_addr(backend.address),
             backend.port,
             backend.protocol.name,
-            tuple(sorted(users.get(backend_id, ()))),
+            tuple(sorted(users.get(entry, ()))),
         )
-        for backend, backend_id in ordered
+        for backend, _, entry in ordered
     )
 
 
@@ -66,3 +62,7 @@ COLUMNS: Final = (
     Column("PROTOCOL", lambda b: b.protocol),
     Column("SERVICES", lambda b: ", ".join(b.services) or "-"),
 )
+
+
+def build_page(inspection: Inspection) -> Page:
+    return list_page(build_rows(inspection), COLUMNS)

@@ -5,10 +5,10 @@ from typing import Final
 
 import msgspec
 
-from kbpf.dataplane.bpf.inspect.hooks import HookFacts
-from kbpf.dataplane.bpf.inspect.snapshot import Part, Snapshot
 from kbpf.model.config import SocketLb
+from kbpf.model.inspection import HookEntry, Inspection, Part
 from kbpf.views.columns import Column, format_bool, format_number
+from kbpf.views.page import Page
 
 NEEDS: Final = Part.HOOKS
 
@@ -37,32 +37,31 @@ class ProgramRow(msgspec.Struct, frozen=True):
     pinned: bool
 
 
-def build_rows(snapshot: Snapshot) -> tuple[ProgramRow, ...]:
+def build_rows(inspection: Inspection) -> tuple[ProgramRow, ...]:
     """One row per hook, including missing ones."""
-    return tuple(_build_row(facts, snapshot.socket_lb) for facts in snapshot.hooks)
+    return tuple(_build_row(hook, inspection.socket_lb) for hook in inspection.hooks)
 
 
-def hook_state(facts: HookFacts, mode: SocketLb) -> str:
+def hook_state(hook: HookEntry, mode: SocketLb) -> str:
     """One of the states of ProgramRow."""
-    if facts.link is None:
-        return "off" if mode is SocketLb.OFF or facts.hook.only_counts else "missing"
-    return "attached" if facts.attached else "detached"
+    if hook.link is None:
+        return "off" if mode is SocketLb.OFF or hook.only_counts else "missing"
+    return "attached" if hook.attached else "detached"
 
 
-def _build_row(facts: HookFacts, mode: SocketLb) -> ProgramRow:
-    link, program = facts.link, facts.program
+def _build_row(hook: HookEntry, mode: SocketLb) -> ProgramRow:
     return ProgramRow(
-        hook=facts.hook.name,
-        serves=facts.hook.purpose,
-        required=facts.hook.required,
-        state=hook_state(facts, mode),
-        program=link.program_id if link else None,
-        tag=program.tag if program else "",
-        instructions=program.insns if program else None,
-        link=link.id if link else None,
-        cgroup=str(facts.cgroup) if facts.cgroup else "",
-        cgroup_id=link.cgroup_id if link else None,
-        pinned=facts.program_pinned,
+        hook=hook.name,
+        serves=hook.purpose,
+        required=hook.required,
+        state=hook_state(hook, mode),
+        program=hook.program,
+        tag=hook.tag,
+        instructions=hook.instructions,
+        link=hook.link,
+        cgroup=hook.cgroup,
+        cgroup_id=hook.cgroup_id,
+        pinned=hook.pinned,
     )
 
 
@@ -83,3 +82,7 @@ COLUMNS: Final = (
     Column("CGROUP", _format_cgroup),
     Column("SERVES", lambda p: p.serves, wide=True),
 )
+
+
+def build_page(inspection: Inspection) -> Page:
+    return Page(build_rows(inspection), COLUMNS)

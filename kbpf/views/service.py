@@ -3,26 +3,36 @@
 
 import difflib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 import msgspec
 
-from kbpf.dataplane.bpf.inspect.snapshot import Part, Snapshot
-from kbpf.dataplane.bpf.metrics import ALL_BACKENDS, NO_BACKEND, REMOVED_BACKENDS
 from kbpf.errors import NotFoundError
 from kbpf.model.address import format_addr
-from kbpf.model.metrics import ConnectionStats
+from kbpf.model.inspection import (
+    BackendEntry,
+    BackendSet,
+    BackendTraffic,
+    Inspection,
+    Part,
+    ServicePort,
+)
 from kbpf.views.columns import Column, format_host_port, format_number
 from kbpf.views.columns import format_size as size_text
+from kbpf.views.page import Page
 from kbpf.views.services import NEEDS as SERVICES
-from kbpf.views.services import FrontendRow, ServiceRow, build_rows
+from kbpf.views.services import FrontendRow, ServiceRow, build_row, row_key
+from kbpf.views.text import format_facts, format_table, indent
 
 NEEDS: Final = SERVICES | Part.TRAFFIC
 
 TCP_ONLY: Final = frozenset(("unanswered", "broken", "retransmits", "rtts"))
 """Fields of ConnectionStats that exist for TCP only: for other protocols the kernel reports neither
 how a connection ended nor its round-trip time."""
+
+NO_BACKEND: Final = BackendEntry(0, None)
+"""A slot that should exist and does not."""
 
 __all__ = ["NEEDS", "ServiceDetail", "build_details"]
 
@@ -33,7 +43,7 @@ class SetMemberRow(msgspec.Struct, frozen=True):
     """
 
     index: int
-    id: int
+    id: int | None
     address: str
     port: int
     slots: int
@@ -41,9 +51,11 @@ class SetMemberRow(msgspec.Struct, frozen=True):
 
 
 class SetRow(msgspec.Struct, frozen=True):
-    """A backend set. `size`: number of slots. `missing`: slots without an existing backend."""
+    """A backend set. `size`: number of slots. `missing`: slots without an existing backend. Neither
+    it nor its backends have an id in mode ipvs.
+    """
 
-    id: int
+    id: int | None
     size: int
     missing: int
     backends: tuple[SetMemberRow, ...]
@@ -87,33 +99,31 @@ class ServiceDetail(msgspec.Struct, frozen=True):
     not_counted: tuple[str, ...] = ()
 
 
-def build_details(snapshot: Snapshot, name: str, namespace: str = "") -> tuple[ServiceDetail, ...]:
+def build_details(
+    inspection: Inspection, name: str, namespace: str = ""
+) -> tuple[ServiceDetail, ...]:
     """All ports of the Services with this name (``name`` or ``namespace/name``), in all namespaces
     unless one is given. Raises NotFoundError, which suggests similar names, if there is none.
     """
     if "/" in name:
         namespace, _, name = name.partition("/")
-    all_rows = build_rows(snapshot)
-    matching = [r for r in all_rows if r.name == name and namespace in ("", r.namespace)]
-    if not matching:
+    details = [
+        _build_detail(port, inspection)
+        for port in inspection.services
+        if port.key is not None and port.key.name == name and namespace in ("", port.key.namespace)
+    ]
+    if not details:
         full_name = f"{namespace}/{name}" if namespace else name
-        raise NotFoundError(
-            f"no Service {full_name} is programmed", str(snapshot.pin_dir), _suggest(name, all_rows)
-        )
-    pair_ids = snapshot.totals.keys() | snapshot.open.keys()
-    return tuple(
-        _build_detail(
-            row, snapshot, [backend for service, backend in pair_ids if service == row.id]
-        )
-        for row in matching
-    )
+        hint = _suggest(name, inspection.services)
+        raise NotFoundError(f"no Service {full_name} is programmed", inspection.location, hint)
+    return tuple(sorted(details, key=lambda detail: row_key(detail.service)))
 
 
-def _suggest(name: str, all_rows: Iterable[ServiceRow]) -> str:
+def _suggest(name: str, ports: Iterable[ServicePort]) -> str:
     by_name: dict[str, set[str]] = {}
-    for row in all_rows:
-        if row.name:
-            by_name.setdefault(row.name, set()).add(row.full_name)
+    for port in ports:
+        if port.key is not None:
+            by_name.setdefault(port.key.name, set()).add(str(port.key.service))
     close_names = difflib.get_close_matches(name, by_name, n=3, cutoff=0.5)
     close_names += sorted(
         candidate for candidate in by_name if name in candidate and candidate not in close_names
@@ -126,36 +136,29 @@ def _suggest(name: str, all_rows: Iterable[ServiceRow]) -> str:
     return "`kbpf inspect services` lists all" if by_name else "no Service is programmed at all"
 
 
-def _build_detail(row: ServiceRow, snapshot: Snapshot, backend_ids: Iterable[int]) -> ServiceDetail:
-    """`backend_ids`: the backends that the Service port has, or had, connections to."""
-    cluster = {f.cluster_set: f.cluster_size for f in row.frontends if f.cluster_set}
-    local = {f.local_set: f.local_size for f in row.frontends if f.local_set}
+def _build_detail(port: ServicePort, inspection: Inspection) -> ServiceDetail:
+    row = build_row(port, inspection)
     return ServiceDetail(
         row,
-        tuple(_set_rows(cluster, snapshot)),
-        tuple(_set_rows(local, snapshot)),
-        tuple(_traffic_row(row, backend, snapshot) for backend in sorted(backend_ids)),
-        tuple(name for name in TRAFFIC_COUNTERS if name not in snapshot.counted),
+        tuple(_set_rows(frontend.cluster for frontend in port.frontends)),
+        tuple(_set_rows(frontend.local for frontend in port.frontends)),
+        tuple(_traffic_row(row, traffic, inspection.counted) for traffic in port.traffic),
+        tuple(name for name in TRAFFIC_COUNTERS if name not in inspection.counted),
     )
 
 
-def _traffic_row(row: ServiceRow, backend: int, snapshot: Snapshot) -> TrafficRow:
-    totals = snapshot.totals.get((row.id, backend), ConnectionStats())
-    counted = snapshot.counted - (frozenset() if row.protocol == "TCP" else TCP_ONLY)
-    backend_value = snapshot.backends.get(backend)
-    if backend_value is not None:
-        backend_text = format_host_port(format_addr(backend_value.address), backend_value.port)
-    else:
-        special = {NO_BACKEND: "none", REMOVED_BACKENDS: "gone", ALL_BACKENDS: "all"}
-        backend_text = special.get(backend, f"id {backend}, gone")
+def _traffic_row(row: ServiceRow, traffic: BackendTraffic, counted: frozenset[str]) -> TrafficRow:
+    totals = traffic.totals
+    if row.protocol != "TCP":
+        counted -= TCP_ONLY
 
     def count(name: str) -> int | None:
         return getattr(totals, name) if name in counted else None
 
     return TrafficRow(
-        id=backend,
-        backend=backend_text,
-        open=snapshot.open.get((row.id, backend), 0),
+        id=traffic.id,
+        backend=str(traffic.backend or traffic.scope or f"id {traffic.id}, gone"),
+        open=traffic.open,
         opened=count("opened"),
         refused=count("refused"),
         unanswered=count("unanswered"),
@@ -168,31 +171,31 @@ def _traffic_row(row: ServiceRow, backend: int, snapshot: Snapshot) -> TrafficRo
     )
 
 
-def _set_rows(sizes: Mapping[int, int], snapshot: Snapshot) -> Iterator[SetRow]:
-    for set_id, size in sorted(sizes.items()):
-        slots = snapshot.sets.get(set_id, {})
-        first_slots: dict[int, int] = {}
-        counts: Counter[int] = Counter()
-        for index in range(size):
-            backend_id = slots.get(index, 0)
-            counts[backend_id] += 1
-            first_slots.setdefault(backend_id, index)
+def _set_rows(sets: Iterable[BackendSet]) -> Iterator[SetRow]:
+    """The different sets, without the empty one."""
+    for backend_set in sorted(dict.fromkeys(sets), key=lambda s: s.id or 0):
+        if not backend_set.size:
+            continue
+        first_slots: dict[BackendEntry, int] = {}
+        counts: Counter[BackendEntry] = Counter()
+        for index in range(backend_set.size):
+            entry = backend_set.slots.get(index, NO_BACKEND)
+            counts[entry] += 1
+            first_slots.setdefault(entry, index)
         rows = tuple(
-            _member_row(index, backend_id, counts[backend_id], size, snapshot)
-            for backend_id, index in first_slots.items()
+            _member_row(index, entry, counts[entry], backend_set.size)
+            for entry, index in first_slots.items()
         )
-        yield SetRow(set_id, size, sum(row.slots for row in rows if not row.address), rows)
+        missing = sum(row.slots for row in rows if not row.address)
+        yield SetRow(backend_set.id, backend_set.size, missing, rows)
 
 
-def _member_row(
-    index: int, backend_id: int, slots: int, size: int, snapshot: Snapshot
-) -> SetMemberRow:
+def _member_row(index: int, entry: BackendEntry, slots: int, size: int) -> SetMemberRow:
     share = round(slots / size, 4)
-    backend = snapshot.backends.get(backend_id)
-    if backend is None:
-        return SetMemberRow(index, backend_id, "", 0, slots, share)
-    address = format_addr(backend.address)
-    return SetMemberRow(index, backend_id, address, backend.port, slots, share)
+    if entry.backend is None:
+        return SetMemberRow(index, entry.id, "", 0, slots, share)
+    address = format_addr(entry.backend.address)
+    return SetMemberRow(index, entry.id, address, entry.backend.port, slots, share)
 
 
 def _frontend_notes(row: FrontendRow) -> Iterator[str]:
@@ -243,3 +246,55 @@ TRAFFIC_COLUMNS: Final = (
 
 def _format_milliseconds(time: float | None) -> str:
     return "-" if time is None else f"{time:.3g}ms"
+
+
+# ---- the page ------------------------------------------------------------------------------------
+
+
+def build_page(inspection: Inspection, name: str, namespace: str) -> Page:
+    details = build_details(inspection, name, namespace)
+    return Page(text=lambda wide: format_page(details), summary=details)
+
+
+def format_page(details: Iterable[ServiceDetail]) -> str:
+    """Each Service port: policies, frontends, backend sets with their members, traffic."""
+    return "\n\n".join("\n".join(_service_lines(detail)) for detail in details)
+
+
+def _service_lines(detail: ServiceDetail) -> Iterator[str]:
+    row = detail.service
+    port = f", port {row.port}" if row.port else ""
+    yield f"{row.full_name}{port}, {row.protocol}, IPv{row.family}"
+    affinity = f"ClientIP, {row.affinity_seconds} s" if row.affinity_seconds else "none"
+    yield indent(
+        format_facts(
+            (
+                *([("service id", str(row.id))] if row.id is not None else []),
+                ("internal policy", row.internal_policy),
+                ("external policy", row.external_policy),
+                ("algorithm", row.algorithm),
+                ("affinity", affinity),
+            )
+        )
+    )
+    yield indent(format_table(row.frontends, FRONTEND_COLUMNS))
+    yield from _set_lines("cluster", detail.cluster)
+    if row.backends_local is not None:
+        yield from _set_lines("local", detail.local)
+    if detail.traffic:
+        yield "  connections since counting began"
+        yield indent(format_table(detail.traffic, TRAFFIC_COLUMNS), "    ")
+        if detail.not_counted:
+            titles = ", ".join(TRAFFIC_COUNTERS[name].title for name in detail.not_counted)
+            yield f"    not counted: {titles}; --accounting full"
+
+
+def _set_lines(name: str, sets: Sequence[SetRow]) -> Iterator[str]:
+    if not sets:
+        yield f"  {name} set: empty"
+    for set_row in sets:
+        missing = f", {set_row.missing} MISSING" if set_row.missing else ""
+        slots = f" in {set_row.size} slots" if set_row.size > len(set_row.backends) else ""
+        set_id = "" if set_row.id is None else f" {set_row.id}"
+        yield f"  {name} set{set_id}: {len(set_row.backends)} backends{slots}{missing}"
+        yield indent(format_table(set_row.backends, BACKEND_COLUMNS), "    ")

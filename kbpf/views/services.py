@@ -1,18 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Services in the maps: one row per Service port and IP family."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from typing import Final
 
 import msgspec
 
-from kbpf.dataplane.bpf.changes.adopt import frontend_of
-from kbpf.dataplane.bpf.inspect.snapshot import Part, Snapshot
-from kbpf.dataplane.bpf.maps.layout import ServiceFlag, ServiceValue
 from kbpf.model.address import ANY4, ANY6, family_of, format_addr
-from kbpf.model.desired import FrontendAddress
-from kbpf.model.objects import Algorithm
+from kbpf.model.inspection import BackendSet, FrontendEntry, Inspection, Part, ServicePort
 from kbpf.views.columns import Column, format_host_port, format_number
+from kbpf.views.page import Page, list_page
 
 NEEDS: Final = Part.SERVICES
 POLICY_NAMES: Final = {False: "Cluster", True: "Local"}
@@ -23,7 +20,8 @@ class FrontendRow(msgspec.Struct, frozen=True):
     ``unknown``; the address of a NodePort is the family's wildcard.
 
     `restricted`: source ranges apply, so the socket hooks leave it alone. `nowhere`: a NodePort
-    that no address of this node serves. `cluster_set` and `local_set` are ids; 0: an empty set.
+    that no address of this node serves. `cluster_set` and `local_set` are ids; 0: an empty set,
+    None: a set of mode ipvs.
     """
 
     address: str
@@ -32,9 +30,9 @@ class FrontendRow(msgspec.Struct, frozen=True):
     kind: str
     restricted: bool
     nowhere: bool
-    cluster_set: int
+    cluster_set: int | None
     cluster_size: int
-    local_set: int
+    local_set: int | None
     local_size: int
 
     @property
@@ -50,6 +48,7 @@ class ServiceRow(msgspec.Struct, frozen=True):
 
     `backends_local` is None if neither traffic policy is Local. `affinity_seconds` is 0 without
     session affinity. `name` is "" if `service_names` has no entry for the id; `family` is then 0.
+    `id` is None in mode ipvs.
     """
 
     namespace: str
@@ -57,7 +56,7 @@ class ServiceRow(msgspec.Struct, frozen=True):
     port: str
     protocol: str
     family: int
-    id: int
+    id: int | None
     frontends: tuple[FrontendRow, ...]
     internal_policy: str
     external_policy: str
@@ -72,89 +71,66 @@ class ServiceRow(msgspec.Struct, frozen=True):
         return f"{self.namespace}/{self.name}"
 
 
-EntriesByService = Mapping[int, list[tuple[FrontendAddress, ServiceValue]]]
-
-
-def build_rows(snapshot: Snapshot) -> tuple[ServiceRow, ...]:
+def build_rows(inspection: Inspection) -> tuple[ServiceRow, ...]:
     """All Service ports, sorted by name; those without a name come last."""
-    entries = _by_service(snapshot)
-    service_rows = [
-        _build_row(service_id, snapshot, entries.get(service_id, []))
-        for service_id in snapshot.names.keys() | entries.keys()
-    ]
-    return tuple(
-        sorted(
-            service_rows,
-            key=lambda r: (not r.name, r.namespace, r.name, r.port, r.protocol, r.family),
-        )
-    )
+    return tuple(sorted((build_row(p, inspection) for p in inspection.services), key=row_key))
 
 
-def _by_service(snapshot: Snapshot) -> EntriesByService:
-    entries: dict[int, list[tuple[FrontendAddress, ServiceValue]]] = {}
-    for address, value in snapshot.frontends.items():
-        entries.setdefault(value.id, []).append((address, value))
-    return entries
+def row_key(row: ServiceRow) -> tuple[bool, str, str, str, str, int]:
+    return not row.name, row.namespace, row.name, row.port, row.protocol, row.family
 
 
-def _build_row(
-    service_id: int, snapshot: Snapshot, entries: Sequence[tuple[FrontendAddress, ServiceValue]]
-) -> ServiceRow:
-    key, sets = snapshot.names.get(service_id), snapshot.sets
+def build_row(port: ServicePort, inspection: Inspection) -> ServiceRow:
+    """The row of one Service port."""
+    key = port.key
     frontends = tuple(
-        sorted((_build_frontend(*entry, snapshot.node_ports) for entry in entries), key=_sort_key)
+        sorted((_build_frontend(f, inspection.node_ports) for f in port.frontends), key=_sort_key)
     )
-    values = [value for _, value in entries]
-    flags = ServiceFlag(values[0].flags if values else 0)
-    wants_local = bool(flags & (ServiceFlag.INTERNAL_LOCAL | ServiceFlag.EXTERNAL_LOCAL))
     return ServiceRow(
         namespace=key.namespace if key else "",
         name=key.name if key else "",
         port=key.port if key else "",
         protocol=key.protocol.name if key else (frontends[0].protocol if frontends else ""),
         family=key.family if key else 0,
-        id=service_id,
+        id=port.id,
         frontends=frontends,
-        internal_policy=POLICY_NAMES[ServiceFlag.INTERNAL_LOCAL in flags],
-        external_policy=POLICY_NAMES[ServiceFlag.EXTERNAL_LOCAL in flags],
-        algorithm=str(Algorithm.MAGLEV if ServiceFlag.MAGLEV in flags else Algorithm.RANDOM),
-        affinity_seconds=max((v.affinity_timeout for v in values), default=0),
-        backends_cluster=_largest_set_size({(v.cluster_set, v.cluster_size) for v in values}, sets),
-        backends_local=_largest_set_size({(v.local_set, v.local_size) for v in values}, sets)
-        if wants_local
+        internal_policy=POLICY_NAMES[port.internal_local],
+        external_policy=POLICY_NAMES[port.external_local],
+        algorithm=str(port.algorithm),
+        affinity_seconds=port.affinity_timeout,
+        backends_cluster=_largest_set_size({f.cluster for f in port.frontends}),
+        backends_local=_largest_set_size({f.local for f in port.frontends})
+        if port.internal_local or port.external_local
         else None,
     )
 
 
-def _largest_set_size(
-    id_sizes: Iterable[tuple[int, int]], sets: Mapping[int, Mapping[int, int]]
-) -> int:
-    """The number of backends in the largest of these sets, given as (id, slots). A backend may have
-    several slots and counts once; a missing slot counts as a backend.
+def _largest_set_size(sets: Iterable[BackendSet]) -> int:
+    """The number of backends in the largest of these sets. A backend may have several slots and
+    counts once; a missing slot counts as a backend.
     """
-    slots = ((sets.get(set_id, {}), size) for set_id, size in id_sizes)
-    return max((len(set(s.values())) + max(0, size - len(s)) for s, size in slots), default=0)
+    return max(
+        (len(set(s.slots.values())) + max(0, s.size - len(s.slots)) for s in sets), default=0
+    )
 
 
-def _build_frontend(
-    address: FrontendAddress, value: ServiceValue, node_ports: frozenset[int] | None
-) -> FrontendRow:
-    frontend = frontend_of(address, value)
+def _build_frontend(frontend: FrontendEntry, node_ports: frozenset[int] | None) -> FrontendRow:
+    at = frontend.at
     wildcard = {ANY4: "0.0.0.0", ANY6: "::"}
-    kind = str(frontend.kind) if frontend else "unknown"
+    kind = str(frontend.kind) if frontend.kind else "unknown"
     return FrontendRow(
-        address=wildcard.get(address.address) or format_addr(address.address),
-        port=address.port,
-        protocol=address.protocol.name,
+        address=wildcard.get(at.address) or format_addr(at.address),
+        port=at.port,
+        protocol=at.protocol.name,
         kind=kind,
-        restricted=bool(frontend and frontend.restricted),
+        restricted=frontend.restricted and frontend.kind is not None,
         nowhere=kind == "NodePort"
         and node_ports is not None
-        and family_of(address.address) not in node_ports,
-        cluster_set=value.cluster_set,
-        cluster_size=value.cluster_size,
-        local_set=value.local_set,
-        local_size=value.local_size,
+        and family_of(at.address) not in node_ports,
+        cluster_set=frontend.cluster.id,
+        cluster_size=frontend.cluster.size,
+        local_set=frontend.local.id,
+        local_size=frontend.local.size,
     )
 
 
@@ -191,7 +167,7 @@ def _format_policy(row: ServiceRow) -> str:
 
 
 def _format_set_ids(row: ServiceRow, field: str) -> str:
-    ids = sorted({getattr(f, field) for f in row.frontends} - {0})
+    ids = sorted({id_ for f in row.frontends if (id_ := getattr(f, field))})
     return ",".join(map(str, ids)) or "-"
 
 
@@ -210,3 +186,8 @@ COLUMNS: Final = (
     Column("CLUSTER-SET", lambda r: _format_set_ids(r, "cluster_set"), wide=True, right=True),
     Column("LOCAL-SET", lambda r: _format_set_ids(r, "local_set"), wide=True, right=True),
 )
+
+
+def build_page(inspection: Inspection, namespace: str) -> Page:
+    rows = [row for row in build_rows(inspection) if namespace in ("", row.namespace)]
+    return list_page(rows, COLUMNS, namespace)

@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Client addresses: loadBalancerSourceRanges, and which clients count as pods of this node."""
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from typing import Final
 
 import msgspec
 
-from kbpf.dataplane.bpf.inspect.snapshot import Part, Snapshot
-from kbpf.dataplane.bpf.maps.layout import DeviceFlag, NodeFlag, ServiceFlag
 from kbpf.model.address import family_of, format_addr
+from kbpf.model.inspection import Inspection, Part
 from kbpf.model.objects import Cidr
 from kbpf.model.reasons import Reason
-from kbpf.views.backends import format_service
 from kbpf.views.columns import Column
+from kbpf.views.packet_path.availability import unavailable_notice
+from kbpf.views.page import Page
+from kbpf.views.text import format_facts, format_table
 
 NEEDS: Final = Part.SERVICES | Part.RANGES | Part.PACKETS | Part.STATUS
 
@@ -54,45 +55,28 @@ def format_cidr(cidr: Cidr) -> str:
     return f"{format_addr(cidr.address)}/{bits}"
 
 
-def build_view(snapshot: Snapshot) -> SourcesView:
+def build_view(inspection: Inspection) -> SourcesView:
     """The whole page, with the Service ports sorted by name."""
-    node = snapshot.node
     return SourcesView(
-        not_allowed=snapshot.reasons.get(Reason.NOT_ALLOWED, 0),
-        left_alone=snapshot.reasons.get(Reason.NEEDS_SOURCE, 0),
-        services=tuple(_build_rows(snapshot)),
-        pods=_pod_detection(node.flags),
-        local_networks=tuple(format_cidr(entry) for entry in snapshot.local_networks),
-        local_devices=sum(DeviceFlag.LOCAL in entry.flags for entry in snapshot.devices.values()),
+        not_allowed=inspection.reasons.get(Reason.NOT_ALLOWED, 0),
+        left_alone=inspection.reasons.get(Reason.NEEDS_SOURCE, 0),
+        services=tuple(sorted(_build_rows(inspection), key=lambda row: (row.service, row.family))),
+        pods=inspection.node.pods,
+        local_networks=tuple(map(format_cidr, inspection.local_networks)),
+        local_devices=sum(device.pods for device in inspection.devices.values()),
     )
 
 
-def _pod_detection(flags: NodeFlag) -> str:
-    if NodeFlag.DETECTS_LOCAL not in flags:
-        return ""
-    return "networks" if NodeFlag.LOCAL_NETWORKS in flags else "devices"
-
-
-def _build_rows(snapshot: Snapshot) -> Iterable[SourcesRow]:
-    ranges: dict[int, list[str]] = {}
-    for service_id, cidr in snapshot.ranges:
-        ranges.setdefault(service_id, []).append(format_cidr(cidr))
-    vips: dict[int, list[str]] = {}
-    for address, value in sorted(snapshot.frontends.items()):
-        if value.flags & ServiceFlag.RESTRICTED:
-            vips.setdefault(value.id, []).append(str(address))
-    source_rows = []
-    for service_id in ranges.keys() | vips.keys():
-        key = snapshot.names.get(service_id)
-        source_rows.append(
-            SourcesRow(
-                format_service(key, service_id),
-                key.family if key else 0,
-                tuple(ranges.get(service_id, ())),
-                tuple(vips.get(service_id, ())),
+def _build_rows(inspection: Inspection) -> Iterator[SourcesRow]:
+    for port in inspection.services:
+        vips = sorted(frontend.at for frontend in port.frontends if frontend.restricted)
+        if vips or port.source_ranges:
+            yield SourcesRow(
+                port.text,
+                port.key.family if port.key else 0,
+                tuple(map(format_cidr, port.source_ranges)),
+                tuple(map(str, vips)),
             )
-        )
-    return sorted(source_rows, key=lambda row: (row.service, row.family))
 
 
 COLUMNS: Final = (
@@ -101,3 +85,36 @@ COLUMNS: Final = (
     Column("ALLOWED", lambda r: ", ".join(r.ranges) or "none"),
     Column("FAMILY", lambda r: f"IPv{r.family}" if r.family else "-", wide=True),
 )
+
+
+# ---- the page ------------------------------------------------------------------------------------
+
+
+def build_page(inspection: Inspection) -> Page:
+    view = build_view(inspection)
+    return Page(
+        text=lambda wide: format_page(view, wide),
+        summary=view,
+        notes=(unavailable_notice(inspection),),
+    )
+
+
+def format_page(view: SourcesView, wide: bool = False) -> str:
+    """The allowed client networks of Services, and which clients count as pods of this node."""
+    facts_text = format_facts(
+        (
+            ("dropped", f"{view.not_allowed} packets from clients outside the source ranges"),
+            ("local sockets", f"{view.left_alone} connections left to the packet path"),
+            ("local pods", _format_pods(view)),
+        )
+    )
+    return f"{facts_text}\n\n{format_table(view.services, COLUMNS, wide)}"
+
+
+def _format_pods(view: SourcesView) -> str:
+    devices = f"clients behind {view.local_devices} devices"
+    if not view.pods:
+        return f"{devices}; ClusterIPs do not masquerade other clients"
+    if view.pods == "networks":
+        return ", ".join(view.local_networks) or "no networks"
+    return devices

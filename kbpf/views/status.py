@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The status of a node: what the agent reported last, and what the kernel holds without it."""
 
+from collections.abc import Iterator
 from typing import Final
 
 import msgspec
 
-from kbpf.dataplane.bpf.inspect.snapshot import Part, Snapshot
+from kbpf.model.inspection import Inspection, Part
 from kbpf.model.reasons import Reason
-from kbpf.model.status import SourceView, ThreadView
+from kbpf.model.status import AgentStatus, ModeChoice, SourceView, ThreadView
 from kbpf.views.columns import Column, format_bool, format_duration, format_number
 from kbpf.views.packet_path import availability
 from kbpf.views.packet_path.availability import PacketView
+from kbpf.views.page import Page
 from kbpf.views.programs import hook_state
+from kbpf.views.text import format_facts, format_table, indent
 
 NEEDS: Final = Part.STATUS | Part.HOOKS | availability.NEEDS
 
@@ -71,71 +74,61 @@ class StatusView(msgspec.Struct, frozen=True):
     packets: PacketView | None
 
 
-def build_view(snapshot: Snapshot) -> StatusView:
+NO_STATUS: Final = AgentStatus(
+    version="", pid=0, mode="", node="", started=0.0, heartbeat=0.0, synced=False, services=0,
+    service_ports=0, applied=0, last_apply_ms=0.0, event_to_map_p50_ms=0.0, event_to_map_p99_ms=0.0,
+    sources=(), problems=(), problem_count=0,
+)  # fmt: skip
+
+
+def build_view(inspection: Inspection) -> StatusView:
     """The whole page. If the agent is down, `running` is false and the rest is its last status."""
-    agent_status = snapshot.status
-    silence = snapshot.boottime - agent_status.heartbeat if agent_status else None
-    running = silence is not None and silence < HEARTBEAT_TIMEOUT_S and snapshot.agent_alive
-    states = {f.hook.name: hook_state(f, snapshot.socket_lb) for f in snapshot.hooks}
-    missing = tuple(name for name, value in states.items() if value not in ("attached", "off"))
-    choice = agent_status.choice if agent_status else None
-    packet_path = (
-        None if choice is not None and choice.mode == "ipvs" else availability.build_view(snapshot)
-    )
-    packet_path_ok = packet_path is None or (
-        packet_path.state != "failed" and not packet_path.failed_count
-    )
+    has_status, status = inspection.status is not None, inspection.status or NO_STATUS
+    silence = inspection.boottime - status.heartbeat
+    running = has_status and silence < HEARTBEAT_TIMEOUT_S and inspection.agent_alive
+    choice = status.choice or ModeChoice("", "")
+    states = {hook.name: hook_state(hook, inspection.socket_lb) for hook in inspection.hooks}
+    missing = tuple(name for name, state in states.items() if state not in ("attached", "off"))
+    packets = None if choice.mode == "ipvs" else availability.build_view(inspection)
     return StatusView(
-        ok=bool(
-            running
-            and agent_status
-            and agent_status.synced
-            and not missing
-            and not agent_status.refused
-            and not agent_status.error
-            and not agent_status.faults
-            and packet_path_ok
-        ),
+        ok=running
+        and status.synced
+        and not (missing or status.refused or status.error or status.faults)
+        and (packets is None or (packets.state != "failed" and not packets.failed_count)),
         running=running,
-        synced=bool(agent_status and agent_status.synced),
-        pin_dir=str(snapshot.pin_dir),
-        version=agent_status.version if agent_status else "",
-        node=agent_status.node if agent_status else "",
-        mode=agent_status.mode if agent_status else "",
-        mode_requested=choice.requested if choice else "",
-        mode_reason=choice.reason if choice else "",
-        mode_detail=choice.detail if choice else "",
-        pid=agent_status.pid if agent_status else 0,
-        running_seconds=round(snapshot.boottime - agent_status.started, 1)
-        if agent_status
-        else None,
-        silent_seconds=round(silence, 1) if silence is not None else None,
-        services=agent_status.services if agent_status else 0,
-        service_ports=agent_status.service_ports if agent_status else 0,
-        refused=agent_status.refused if agent_status else 0,
-        applied=agent_status.applied if agent_status else 0,
-        last_apply_ms=agent_status.last_apply_ms if agent_status else 0.0,
-        event_to_map_p50_ms=agent_status.event_to_map_p50_ms if agent_status else 0.0,
-        event_to_map_p99_ms=agent_status.event_to_map_p99_ms if agent_status else 0.0,
-        error=agent_status.error if agent_status else "",
-        sources=tuple(
-            _source(source, running) for source in (agent_status.sources if agent_status else ())
-        ),
-        threads=tuple(
-            _thread(thread, running) for thread in (agent_status.threads if agent_status else ())
-        ),
-        hooks_attached=sum(value == "attached" for value in states.values()),
-        hooks=sum(not (f.hook.only_counts and f.link is None) for f in snapshot.hooks),
+        synced=status.synced,
+        pin_dir=inspection.location,
+        version=status.version,
+        node=status.node,
+        mode=status.mode,
+        mode_requested=choice.requested,
+        mode_reason=choice.reason,
+        mode_detail=choice.detail,
+        pid=status.pid,
+        running_seconds=round(inspection.boottime - status.started, 1) if has_status else None,
+        silent_seconds=round(silence, 1) if has_status else None,
+        services=status.services,
+        service_ports=status.service_ports,
+        refused=status.refused,
+        applied=status.applied,
+        last_apply_ms=status.last_apply_ms,
+        event_to_map_p50_ms=status.event_to_map_p50_ms,
+        event_to_map_p99_ms=status.event_to_map_p99_ms,
+        error=status.error,
+        sources=tuple(_source(source, running) for source in status.sources),
+        threads=tuple(_thread(thread, running) for thread in status.threads),
+        hooks_attached=sum(state == "attached" for state in states.values()),
+        hooks=sum(not (hook.only_counts and hook.link is None) for hook in inspection.hooks),
         hooks_missing=missing,
-        socket_lb=str(snapshot.socket_lb),
-        exempt_cgroups=snapshot.exempt_cgroups,
-        problem_count=agent_status.problem_count if agent_status else 0,
-        problems=agent_status.problems if agent_status else (),
-        disabled_features=agent_status.disabled_features if agent_status else (),
-        counters={reason.name.lower(): snapshot.reasons.get(reason, 0) for reason in Reason}
-        if packet_path is not None
+        socket_lb=str(inspection.socket_lb),
+        exempt_cgroups=inspection.exempt_cgroups,
+        problem_count=status.problem_count,
+        problems=status.problems,
+        disabled_features=status.disabled_features,
+        counters={reason.name.lower(): inspection.reasons.get(reason, 0) for reason in Reason}
+        if packets is not None
         else {},
-        packets=packet_path,
+        packets=packets,
     )
 
 
@@ -172,3 +165,73 @@ COUNTER_COLUMNS: Final = (
     Column("COUNT", lambda c: format_number(c[1]), right=True),
     Column("MEANING", lambda c: Reason[c[0].upper()].words),
 )
+
+
+# ---- the page ------------------------------------------------------------------------------------
+
+
+def build_page(inspection: Inspection) -> Page:
+    view = build_view(inspection)
+    return Page(text=lambda wide: format_page(view), summary=view, ok=view.ok)
+
+
+def format_page(view: StatusView) -> str:
+    """The agent, its watches and threads, problems, the packet path, and the programs' counters."""
+    parts = [format_facts(_agent_facts(view))]
+    if view.sources:
+        parts.append(format_table(view.sources, SOURCE_COLUMNS))
+    if view.threads:
+        parts.append(format_table(view.threads, THREAD_COLUMNS))
+    if view.problems:
+        more = view.problem_count - len(view.problems)
+        lines = [*view.problems, *([f"and {more} more"] if more > 0 else [])]
+        parts.append("problems\n" + indent("\n".join(lines)))
+    if view.packets is not None:
+        parts += availability.format_parts(view.packets)
+        parts.append(format_table(view.counters.items(), COUNTER_COLUMNS))
+    return "\n\n".join(parts)
+
+
+def _agent_facts(view: StatusView) -> Iterator[tuple[str, str]]:
+    yield "agent", _format_running(view)
+    if view.version:
+        yield "node", view.node
+        requested = f", requested: {view.mode_requested}" if view.mode_requested else ""
+        yield "mode", f"{view.mode}{requested} (kbpf {view.version})"
+        if view.mode_reason:
+            yield "not bpf", f"{view.mode_reason}: {view.mode_detail}"
+        yield (
+            "synced",
+            "yes"
+            if view.synced
+            else "no: a source has not delivered a complete list, or a device has no programs yet",
+        )
+        refused = f"; {view.refused} of them NOT PROGRAMMED" if view.refused else ""
+        yield "services", f"{view.services} ({view.service_ports} Service ports{refused})"
+        yield "applied", f"{view.applied} passes, the last one took {view.last_apply_ms:g} ms"
+        yield "event to map", _format_latency(view)
+    if view.packets is not None:
+        missing = f"; missing: {', '.join(view.hooks_missing)}" if view.hooks_missing else ""
+        yield "hooks", f"{view.hooks_attached} of {view.hooks} attached{missing}"
+        exempt = f", except {view.exempt_cgroups} exempt cgroups" if view.exempt_cgroups else ""
+        yield "socket-lb", f"{view.socket_lb}{exempt}"
+    yield "pins" if view.packets is not None else "state", view.pin_dir
+    if view.disabled_features:
+        yield "disabled", "; ".join(view.disabled_features)
+    if view.error:
+        yield "error", view.error
+    if view.problem_count:
+        yield "problems", str(view.problem_count)
+
+
+def _format_latency(view: StatusView) -> str:
+    median, p99 = view.event_to_map_p50_ms, view.event_to_map_p99_ms
+    return f"median {median:g} ms, 99th percentile {p99:g} ms" if p99 else "none yet"
+
+
+def _format_running(view: StatusView) -> str:
+    if view.running_seconds is None or view.silent_seconds is None:
+        return "no status here that this version can read"
+    if view.running:
+        return f"running for {format_duration(view.running_seconds)} (pid {view.pid})"
+    return f"down: last status {format_duration(view.silent_seconds)} ago (pid {view.pid})"

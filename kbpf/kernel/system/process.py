@@ -58,3 +58,13 @@ def set_oom_score_adj(value: int) -> None:
             f"cannot set oom_score_adj to {value}", str(path),
             "a value below the current one needs CAP_SYS_RESOURCE", error.errno or 0,
         ) from error  # fmt: skip
+
+
+def is_alive(pid: int) -> bool:
+    """Whether this process runs. A zombie does not."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    # the command, in parentheses, may itself contain spaces and parentheses: proc(5)
+    return stat.rpartition(")")[2].split()[0] not in ("Z", "X")

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether the packet path is on, and if not, why."""
 
+from collections.abc import Iterator
 from typing import Final
 
 import msgspec
 
-from kbpf.dataplane.bpf.inspect.snapshot import Part, Snapshot
-from kbpf.dataplane.bpf.maps.layout import DeviceFlag, Role
+from kbpf.model.inspection import Inspection, Part
 from kbpf.model.reasons import Reason
 from kbpf.model.status import DeviceFailure
 from kbpf.views.columns import Column
+from kbpf.views.text import format_facts, format_table, indent
 
 NEEDS: Final = Part.STATUS | Part.PACKETS | Part.FILL
 
@@ -48,18 +49,18 @@ class PacketView(msgspec.Struct, frozen=True):
     evicted: int
 
 
-def build_view(snapshot: Snapshot) -> PacketView:
+def build_view(inspection: Inspection) -> PacketView:
     """Summarises the packet path. Needs all parts of NEEDS."""
-    state, reason = packet_path_state(snapshot)
-    packet_status = snapshot.status.packets if snapshot.status else None
-    fill, devices = snapshot.fill, snapshot.devices.values()
+    state, reason = packet_path_state(inspection)
+    packet_status = inspection.status.packets if inspection.status else None
+    fill, devices = inspection.fill, inspection.devices.values()
     entries = fill.entries if fill else 0
-    created = snapshot.reasons.get(Reason.NEW_FLOW, 0)
+    created = inspection.reasons.get(Reason.NEW_FLOW, 0)
     return PacketView(
         state=state,
         reason=reason,
-        host_devices=sum(device.role == Role.HOST for device in devices),
-        pod_devices=sum(device.role == Role.POD for device in devices),
+        host_devices=sum(device.role == "host" for device in devices),
+        pod_devices=sum(device.role == "pod" for device in devices),
         failed=packet_status.failed if packet_status else (),
         failed_count=packet_status.failed_count if packet_status else 0,
         connections=fill.open if fill else 0,
@@ -71,26 +72,26 @@ def build_view(snapshot: Snapshot) -> PacketView:
         created=created,
         # If created < entries, the counters are younger than the map: they were reset.
         entries_lost=created - entries if created >= entries else None,
-        evicted=snapshot.reasons.get(Reason.EVICTED, 0),
+        evicted=inspection.reasons.get(Reason.EVICTED, 0),
     )
 
 
-def packet_path_state(snapshot: Snapshot) -> tuple[str, str]:
+def packet_path_state(inspection: Inspection) -> tuple[str, str]:
     """``on``, ``off`` or ``failed``, and why it is not on. Needs Part.STATUS and Part.PACKETS.
 
     Pinned programs keep serving after the agent has exited, so they decide if there is no status.
     """
-    packet_status = snapshot.status.packets if snapshot.status else None
+    packet_status = inspection.status.packets if inspection.status else None
     if packet_status is not None and packet_status.enabled and packet_status.problem:
         return "failed", packet_status.problem
     if (
         packet_status is not None
         and not packet_status.enabled
-        and snapshot.status
-        and not snapshot.packet_programs
+        and inspection.status
+        and not inspection.packet_programs
     ):
         return "off", SWITCHED_OFF
-    if not snapshot.packet_programs:
+    if not inspection.packet_programs:
         return (
             "off",
             "no packet programs are pinned" if packet_status is None else "not attached yet",
@@ -98,15 +99,39 @@ def packet_path_state(snapshot: Snapshot) -> tuple[str, str]:
     return "on", ""
 
 
-def unavailable_notice(snapshot: Snapshot) -> str:
-    """One line that explains why a view is empty; "" if the packet path is on."""
-    state, reason = packet_path_state(snapshot)
+def unavailable_notice(inspection: Inspection) -> str:
+    """One line that explains why a view is empty; "" if the packet path is on, and in mode ipvs."""
+    if inspection.mode == "ipvs":
+        return ""
+    state, reason = packet_path_state(inspection)
     return "" if state == "on" else f"the packet path is {state}: {reason}"
 
-
-FLAG_NAMES: Final = {DeviceFlag.LOCAL: "pods", DeviceFlag.PEER: "peer"}
 
 FAILURE_COLUMNS: Final = (
     Column("DEVICE-NOT-ATTACHED", lambda f: f.device),
     Column("REASON", lambda f: f.detail),
 )
+
+
+def format_parts(view: PacketView) -> Iterator[str]:
+    yield "packet path\n" + indent(format_facts(_packet_path_facts(view)))
+    if view.failed:
+        more = view.failed_count - len(view.failed)
+        yield format_table(view.failed, FAILURE_COLUMNS) + (
+            f"\nand {more} more devices" if more > 0 else ""
+        )
+
+
+def _packet_path_facts(view: PacketView) -> Iterator[tuple[str, str]]:
+    yield "state", f"{view.state}: {view.reason}" if view.reason else view.state
+    if view.state == "off":
+        return
+    failed_note = f", NOT on {view.failed_count}" if view.failed_count else ""
+    yield "devices", f"{view.host_devices} host, {view.pod_devices} pod{failed_note}"
+    alarm = " ! raise --max-connections" if view.alarm else ""
+    yield "connections", f"{view.connections} of at most {view.max_connections}{alarm}"
+    yield "entries", f"{view.entries}, including closed and expired connections"
+    lost_note = f"; {view.entries_lost} no longer have an entry" if view.entries_lost else ""
+    yield "created", f"{view.created} since the counters started{lost_note}"
+    evicted = "connections in use, normally UDP, for new ones"
+    yield "evicted", f"{view.evicted} {evicted}" if view.evicted else "0"

@@ -1,25 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Network devices: the role of each in the packet path, the reason for it, and its programs."""
 
-import contextlib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Final
 
 import msgspec
 
-from kbpf.dataplane.bpf.inspect.snapshot import Part, Snapshot
-from kbpf.dataplane.bpf.maps.layout import DeviceFlag
-from kbpf.dataplane.bpf.packet_path.device_roles import DeviceRole, RoleChoice, decide_roles
-from kbpf.errors import KernelError, NotFoundError
-from kbpf.kernel.bpf import objects
-from kbpf.kernel.bpf.tc import Attachment, Direction, TcAttacher
-from kbpf.kernel.net.devices import Device, list_devices
-from kbpf.kernel.system import netns
+from kbpf.model.inspection import HostDevice, Inspection, Part
 from kbpf.views.columns import Column, format_number
-from kbpf.views.packet_path.availability import FLAG_NAMES
+from kbpf.views.packet_path.availability import unavailable_notice
+from kbpf.views.page import Page
 
-NEEDS: Final = Part.STATUS | Part.PACKETS
+NEEDS: Final = Part.STATUS | Part.PACKETS | Part.DEVICES
 
 
 class DeviceRow(msgspec.Struct, frozen=True):
@@ -44,90 +35,39 @@ class DeviceRow(msgspec.Struct, frozen=True):
     problem: str
 
 
-@dataclass(frozen=True, slots=True)
-class HostDevices:
-    """The devices in the kernel, our programs on them, and the names of these programs by id."""
-
-    devices: tuple[Device, ...]
-    attachments: tuple[Attachment, ...]
-    program_names: Mapping[int, str]
-
-
-def read_host_devices(snapshot: Snapshot) -> HostDevices:
-    """Reads the devices of this network namespace. Raises NotFoundError if the agent's is another
-    one.
-    """
-    netns_cookie = netns.read_cookie()
-    if snapshot.host_netns and netns_cookie is not None and netns_cookie != snapshot.host_netns:
-        raise NotFoundError(
-            "the agent's devices are in another network namespace", str(snapshot.pin_dir),
-            "run this there: nsenter --net=/proc/PID/ns/net kbpf inspect devices",
-        )  # fmt: skip
-    with TcAttacher(snapshot.pin_dir / "devices") as tc:
-        attachments = tc.list_all()
-    program_names = {}
-    for program_id in {attachment.program_id for attachment in attachments}:
-        with contextlib.suppress(KernelError), objects.open_program_by_id(program_id) as program:
-            program_names[program_id] = program.read_info().name
-    return HostDevices(list_devices(), attachments, program_names)
-
-
-def build_rows(snapshot: Snapshot, host_devices: HostDevices) -> tuple[DeviceRow, ...]:
+def build_rows(inspection: Inspection) -> tuple[DeviceRow, ...]:
     """One row per device, sorted by ifindex."""
-    packet_status = snapshot.status.packets if snapshot.status else None
-    choices = decide_roles(
-        host_devices.devices,
-        packet_status.devices if packet_status else (),
-        packet_status.excluded if packet_status else (),
-    )
-    failures = (
-        {failure.device: failure.detail for failure in packet_status.failed}
-        if packet_status
-        else {}
-    )
+    packet_status = inspection.status.packets if inspection.status else None
+    failed = packet_status.failed if packet_status else ()
+    failures = {failure.device: failure.detail for failure in failed}
     return tuple(
-        _build_row(
-            device, choices[device.ifindex], snapshot, host_devices, failures.get(device.name, "")
-        )
-        for device in host_devices.devices
+        _build_row(device, inspection, failures.get(device.name, ""))
+        for device in inspection.host_devices
     )
 
 
-def _build_row(
-    device: Device, choice: RoleChoice, snapshot: Snapshot, host_devices: HostDevices, failure: str
-) -> DeviceRow:
-    entry = snapshot.devices.get(device.ifindex)
-    flags = entry.flags if entry else DeviceFlag(0)
-    programs = {d: _format_programs(host_devices, device.ifindex, d) for d in Direction}
+def _build_row(device: HostDevice, inspection: Inspection, failure: str) -> DeviceRow:
+    entry = inspection.devices.get(device.ifindex)
+    flags = (("pods", entry.pods), ("peer", entry.peer)) if entry else ()
     return DeviceRow(
         device=device.name,
         ifindex=device.ifindex,
-        kind=device.kind or ("loopback" if device.loopback else "hardware"),
-        role=str(choice.role),
-        reason=choice.reason,
-        flags=tuple(name for flag, name in FLAG_NAMES.items() if flag in flags),
+        kind=device.kind,
+        role=device.role,
+        reason=device.reason,
+        flags=tuple(name for name, is_set in flags if is_set),
         l2_header=entry.header if entry else None,
-        ingress=programs[Direction.INGRESS],
-        egress=programs[Direction.EGRESS],
-        problem=failure
-        or (_problem(choice, programs.values()) if snapshot.packet_programs else ""),
+        ingress=device.ingress,
+        egress=device.egress,
+        problem=failure or (_problem(device) if inspection.packet_programs else ""),
     )
 
 
-def _problem(choice: RoleChoice, programs: Iterable[str]) -> str:
-    if choice.role is DeviceRole.SKIPPED:
+def _problem(device: HostDevice) -> str:
+    programs = (device.ingress, device.egress)
+    if device.role == "skipped":
         return "a skipped device should have no program" if any(programs) else ""
     return "" if all(programs) else "a program is missing"
-
-
-def _format_programs(host_devices: HostDevices, ifindex: int, direction: Direction) -> str:
-    matching = [
-        a for a in host_devices.attachments if (a.ifindex, a.direction) == (ifindex, direction)
-    ]
-    return ", ".join(
-        f"{host_devices.program_names.get(a.program_id, a.program_id)} ({a.method})"
-        for a in matching
-    )
 
 
 COLUMNS: Final = (
@@ -142,3 +82,7 @@ COLUMNS: Final = (
     Column("REASON", lambda d: d.reason),
     Column("PROBLEM", lambda d: d.problem or "-"),
 )
+
+
+def build_page(inspection: Inspection) -> Page:
+    return Page(build_rows(inspection), COLUMNS, notes=(unavailable_notice(inspection),))

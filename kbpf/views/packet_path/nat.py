@@ -1,28 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """SNAT: the translated sources of connections, and how many ports of the node they use."""
 
-from collections.abc import Iterable, Iterator
-from functools import cache
+from collections.abc import Iterable
 from typing import Final
 
 import msgspec
 
-from kbpf.dataplane.bpf.inspect import tracked_connections
-from kbpf.dataplane.bpf.inspect.snapshot import Part, Snapshot
-from kbpf.dataplane.bpf.inspect.tracked_connections import (
-    SNAT_REPLY,
-    TrackedConnection,
-    format_target,
-    format_target_cached,
-)
-from kbpf.dataplane.bpf.maps import flow_entries
-from kbpf.dataplane.bpf.maps.flow_entries import NS_PER_SECOND
-from kbpf.dataplane.bpf.maps.layout import FLOW, TcpState
 from kbpf.model.address import format_addr
+from kbpf.model.inspection import Inspection, Part, SnatUsage
 from kbpf.model.reasons import Reason
-from kbpf.views.backends import format_service
 from kbpf.views.columns import Column, format_duration, format_number
-from kbpf.views.packet_path.connections import protocol_name, state_name
+from kbpf.views.packet_path.availability import unavailable_notice
+from kbpf.views.page import Page, format_more
+from kbpf.views.text import format_facts, format_table
 
 NEEDS: Final = Part.NAMES | Part.CONNECTIONS | Part.PACKETS | Part.STATUS
 
@@ -47,18 +37,6 @@ class UsageRow(msgspec.Struct, frozen=True):
     alarm: bool
 
 
-class SourceRow(msgspec.Struct, frozen=True, gc=False):
-    """One translated source: the backend sees `source` (``address:port``) instead of `client`."""
-
-    source: str
-    backend: str
-    protocol: str
-    client: str
-    service: str
-    state: str
-    idle_seconds: float
-
-
 class NatView(msgspec.Struct, frozen=True):
     """The summary, without the single sources. `addresses` and `first_port` to `last_port` are
     the node's, for SNAT. `failures`: packets that were dropped because no port was free.
@@ -72,84 +50,25 @@ class NatView(msgspec.Struct, frozen=True):
     usage: tuple[UsageRow, ...]
 
 
-def select_translated(snapshot: Snapshot) -> tuple[TrackedConnection, ...]:
-    """The unexpired connections with SNAT, sorted by backend, then by translated source."""
-    now = int(snapshot.monotonic * NS_PER_SECOND)
-    connections = [
-        connection
-        for connection in snapshot.connections.values()
-        if connection.directions & SNAT_REPLY and connection.expires_at >= now
-    ]  # fmt: skip
-    return tuple(
-        sorted(
-            connections,
-            key=lambda connection: (
-                connection.backend,
-                connection.raw[flow_entries.SNAT],
-                connection.raw[flow_entries.SNAT_PORT],
-                connection.key,
-            ),
-        )
-    )
-
-
-def build_view(snapshot: Snapshot, connections: Iterable[TrackedConnection]) -> NatView:
-    """Summarises the port usage of these connections."""
-    node = snapshot.node
+def build_view(inspection: Inspection, usage: Iterable[SnatUsage]) -> NatView:
+    """Summarises the port usage."""
+    node = inspection.node
+    rows = [_usage_row(entry, node.ports) for entry in usage]
+    rows.sort(key=lambda row: (-row.used, row.backend, row.protocol, row.node_address))
     return NatView(
         addresses=tuple(format_addr(address) for address in node.addresses),
         first_port=node.first_port,
         last_port=node.last_port,
         ports=node.ports,
-        failures=snapshot.reasons.get(Reason.NO_SNAT_PORT, 0),
-        usage=_build_usage(connections, node.ports),
+        failures=inspection.reasons.get(Reason.NO_SNAT_PORT, 0),
+        usage=tuple(rows),
     )
 
 
-def _build_usage(connections: Iterable[TrackedConnection], ports: int) -> tuple[UsageRow, ...]:
-    """Port usage by backend and node address, the most used first."""
-    usage: dict[tuple[bytes, bytes], list[int]] = {}
-    for connection in connections:
-        counts = usage.setdefault((connection.backend, connection.snat), [0, 0])
-        counts[0] += 1
-        counts[1] += connection.state == TcpState.CLOSED
-    rows = []
-    for (backend, snat), (count, closed) in usage.items():
-        percent = round(100 * count / ports, 1) if ports else 0.0
-        rows.append(
-            UsageRow(
-                format_target_cached(backend),
-                protocol_name(backend[18]),
-                format_addr(snat),
-                count,
-                closed,
-                ports,
-                percent,
-                bool(ports) and count / ports >= ALARM_PERCENT / 100,
-            )
-        )
-    return tuple(
-        sorted(rows, key=lambda row: (-row.used, row.backend, row.protocol, row.node_address))
-    )
-
-
-def build_rows(snapshot: Snapshot, connections: Iterable[TrackedConnection]) -> Iterator[SourceRow]:
-    """Yields rows one at a time, because there may be a hundred thousand."""
-    service_name = cache(lambda i: format_service(snapshot.names.get(i), i))
-    now = int(snapshot.monotonic * NS_PER_SECOND)
-    for connection in connections:
-        last_used, client, _, backend, snat, port, _, service, _, state, *_ = FLOW.unpack(
-            connection.raw
-        )
-        yield SourceRow(
-            source=format_target(snat + port),
-            backend=format_target_cached(backend),
-            protocol=protocol_name(client[18]),
-            client=format_target(client),
-            service=service_name(service),
-            state=state_name(state),
-            idle_seconds=max(0, now - last_used) // tracked_connections.NS_PER_MS / 1000,
-        )
+def _usage_row(usage: SnatUsage, ports: int) -> UsageRow:
+    percent = round(100 * usage.used / ports, 1) if ports else 0.0
+    alarm = bool(ports) and usage.used / ports >= ALARM_PERCENT / 100
+    return UsageRow(*usage, ports, percent, alarm)
 
 
 USAGE_COLUMNS: Final = (
@@ -171,3 +90,32 @@ COLUMNS: Final = (
     Column("STATE", lambda r: r.state),
     Column("IDLE", lambda r: format_duration(r.idle_seconds), right=True),
 )
+
+
+# ---- the page ------------------------------------------------------------------------------------
+
+
+def build_page(inspection: Inspection, limit: int) -> Page:
+    translated = inspection.translated
+    assert translated is not None
+    view = build_view(inspection, translated.usage())
+    return Page(
+        translated.sources(limit),
+        COLUMNS,
+        text=lambda wide: format_page(view),
+        summary=view,
+        notes=(unavailable_notice(inspection), format_more(len(translated), limit, "sources")),
+    )
+
+
+def format_page(view: NatView) -> str:
+    """The node's addresses and ports for SNAT, and how many ports are in use for each backend."""
+    ports = f"{view.first_port} to {view.last_port} ({view.ports})" if view.ports else "none"
+    facts_text = format_facts(
+        (
+            ("node addresses", ", ".join(view.addresses) or "none"),
+            ("ports", ports),
+            ("no free port", f"{view.failures} packets dropped"),
+        )
+    )
+    return f"{facts_text}\n\n{format_table(view.usage, USAGE_COLUMNS)}"

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
-from kbpf.dataplane.bpf.inspect.tracked_connections import format_target
+from kbpf.dataplane.bpf.inspect.connections import format_target
 from kbpf.dataplane.bpf.maps.flow_entries import CLIENT, FRONTEND
 from kbpf.dataplane.bpf.maps.layout import Reason
 from tests.support.lab.dial import Dial

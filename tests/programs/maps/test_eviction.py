@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 
-from kbpf.dataplane.bpf.inspect import tracked_connections
+from kbpf.dataplane.bpf.inspect import connections as tracked_connections
 from kbpf.dataplane.bpf.maps import flow_entries as fields
 from kbpf.dataplane.bpf.maps import pinning
 from kbpf.dataplane.bpf.maps.flow_entries import flow_key, is_original

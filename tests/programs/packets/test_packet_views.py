@@ -673,9 +673,7 @@ def test_devices_show_clsact_without_tcx(
 
         def rows() -> dict[str, Any]:
             held = snapshot.read(site.pins, devices.NEEDS)
-            return {
-                row.device: row for row in devices.build_rows(held, devices.read_host_devices(held))
-            }
+            return {row.device: row for row in devices.build_rows(held)}
 
         out0 = netns.run_in(where, rows)["out0"]
         assert (out0.ingress, out0.egress) == ("tc_ingress (clsact)", "tc_egress (clsact)")
@@ -860,7 +858,7 @@ def test_status_is_ok_with_the_packet_path_switched_off(
     assert "state   off: switched off" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("view", ["connections", "nat", "sources", "devices", "status"])
+@pytest.mark.parametrize("view", ["connections", "nat", "maps", "status"])
 def test_missing_map_is_named(site: Site, capsys: pytest.CaptureFixture[str], view: str) -> None:
     site.open().apply(world(), None)
     (site.maps / "flows").unlink()
@@ -869,6 +867,13 @@ def test_missing_map_is_named(site: Site, capsys: pytest.CaptureFixture[str], vi
     assert out == ""
     assert "the map flows is missing" in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("view", ["services", "backends", "affinity", "sources", "devices"])
+def test_missing_map_that_is_not_shown_is_no_error(site: Site, view: str) -> None:
+    site.open().apply(world(), None)
+    (site.maps / "flows").unlink()
+    assert app.call(["inspect", view, "--pin-dir", str(site.pins)]) == 0
 
 
 # ---- the default maximum -------------------------------------------------------------------------

@@ -22,7 +22,7 @@ import pytest
 
 from kbpf.dataplane.bpf import host
 from kbpf.dataplane.bpf.hooks import PACKET_PROGRAMS
-from kbpf.dataplane.bpf.inspect import tracked_connections
+from kbpf.dataplane.bpf.inspect import connections as tracked_connections
 from kbpf.dataplane.bpf.maps.flow_entries import DIRECTION, STATE, flow_key, is_port_reservation
 from kbpf.dataplane.bpf.maps.layout import (
     CACHED_DEVICE,

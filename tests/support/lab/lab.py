@@ -574,23 +574,25 @@ class Agent:
 
     def behind(self) -> dict[str, dict[str, Any]]:
         """Mode ipvs: frontend → its Service and backends, in the form of cluster.served()."""
+        from kbpf.dataplane.ipvs import inspect as ipvs
         from kbpf.kernel.system import netns
-        from kbpf.views import ipvs
+        from kbpf.model.inspection import BackendSet
 
         folder = self.state_dir / "kbpf-ipvs0"
         held = netns.run_in(Path("/run/netns") / self.node.netns, lambda: ipvs.read(folder))
 
-        def members(set_id: int) -> list[str]:
-            ids = sorted(set(held.sets.get(set_id, {}).values()))
-            return sorted(f"{held.backends[i]}/{held.backends[i].protocol.name}" for i in ids)
+        def members(backend_set: BackendSet) -> list[str]:
+            found = {entry.backend for entry in backend_set.slots.values()}
+            return sorted(f"{one}/{one.protocol.name}" for one in found if one is not None)
 
         return {
-            str(at): {
-                "service": str(held.names[value.id].service),
-                "cluster": members(value.cluster_set),
-                "local": members(value.local_set),
+            str(frontend.at): {
+                "service": str(port.key.service if port.key else ""),
+                "cluster": members(frontend.cluster),
+                "local": members(frontend.local),
             }
-            for at, value in held.frontends.items()
+            for port in held.services
+            for frontend in port.frontends
         }
 
     def dump(self) -> dict[str, dict[str, str]]:

@@ -14,9 +14,9 @@ from kbpf import __version__
 from kbpf.checks import bpf as bpf_checks
 from kbpf.cli import app, cleanup
 from kbpf.config import locations
+from kbpf.dataplane import inspect as dataplane
 from kbpf.errors import ConfigError, NotFoundError
 from kbpf.model.config import Config
-from kbpf.views import node
 
 # ---- exit codes --------------------------------------------------------------------------------
 
@@ -266,14 +266,13 @@ INSPECT_ROWS = [
 
 def looked_for(monkeypatch: pytest.MonkeyPatch, *command: str) -> tuple[str, str]:
     """The pin directory and the state directory of mode ipvs that `kbpf inspect` reads."""
-    looked: list[node.Locations] = []
+    looked: list[dataplane.Locations] = []
 
-    def look(where: node.Locations, *_: object) -> None:
+    def look(where: dataplane.Locations, *_: object) -> None:
         looked.append(where)
         raise ConfigError("seen")
 
-    for name in ("read", "read_pins", "find_connections"):
-        monkeypatch.setattr(node, name, look)
+    monkeypatch.setattr(dataplane, "read", look)
     assert app.call(command) == 1
     return str(looked[0].pin_dir), str(looked[0].state_dir)
 

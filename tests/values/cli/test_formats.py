@@ -10,9 +10,10 @@ import yaml
 from kbpf.cli import inspect, render
 from kbpf.cli.options import Output
 from kbpf.cli.render import watch
+from kbpf.dataplane.bpf.maps.layout import TcpState
+from kbpf.model.inspection import CONNECTION_STATES
 from kbpf.views.columns import Column, format_duration
 from kbpf.views.columns import format_size as bytes_text
-from kbpf.views.packet_path import connections
 
 # ---- formats -----------------------------------------------------------------------------------
 
@@ -87,7 +88,11 @@ def test_rows_streamed_below_a_value_are_one_document(output: Output, count: int
 
 
 def test_states_to_filter_by_are_those_shown():
-    assert tuple(inspect.ConnectionState) == connections.STATES
+    assert (
+        tuple(inspect.ConnectionState)
+        == CONNECTION_STATES
+        == tuple(state.name.lower() for state in TcpState)
+    )
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,11 @@
 tests/golden/inspect.
 """
 
+import dataclasses
 import json
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Self
+from typing import Any
 
 import pytest
 import yaml
@@ -17,7 +17,6 @@ from kbpf.cli import app
 from kbpf.dataplane.bpf import metrics
 from kbpf.dataplane.bpf.hooks import HOOKS
 from kbpf.dataplane.bpf.inspect import snapshot
-from kbpf.dataplane.bpf.inspect.hooks import HookFacts
 from kbpf.dataplane.bpf.maps import flow_entries, layout
 from kbpf.dataplane.bpf.maps.layout import (
     MAPS,
@@ -33,18 +32,16 @@ from kbpf.dataplane.bpf.maps.layout import (
     ServiceFlag,
     ServiceValue,
     TcpState,
-    pack_target,
 )
 from kbpf.dataplane.bpf.maps.pinning import Pins
+from kbpf.dataplane.ipvs import inspect as ipvs
 from kbpf.dataplane.ipvs import statefile
 from kbpf.dataplane.ipvs.plan import VirtualService
 from kbpf.dataplane.ipvs.statefile import StateFile
-from kbpf.kernel.bpf.objects import LinkInfo, ProgramInfo
-from kbpf.kernel.bpf.tc import Attachment, AttachMethod, Direction
-from kbpf.kernel.net.devices import Device
 from kbpf.kernel.net.ipvs import IpvsConnection, RealServerKey, RealServerStatus
 from kbpf.model.address import parse_addr
 from kbpf.model.desired import ServicePortKey
+from kbpf.model.inspection import HookEntry, HostDevice
 from kbpf.model.metrics import ConnectionStats
 from kbpf.model.objects import Cidr, Protocol
 from kbpf.model.reasons import Reason
@@ -57,8 +54,7 @@ from kbpf.model.status import (
     ThreadView,
     encode,
 )
-from kbpf.views import ipvs
-from kbpf.views.packet_path import devices
+from tests.support.faults.fake_maps import Entries, FakeMap, names, slots, target
 from tests.support.golden import Golden
 from tests.support.plane import service
 
@@ -66,58 +62,9 @@ TCP, UDP = Protocol.TCP, Protocol.UDP
 NOW, BOOT, NS = 100_000.0, 200_000.0, 1_000_000_000
 HOST_NETNS = 4026531840
 
-Entries = Mapping[bytes, bytes]
-
-
-class FakeMap:
-    """A fake of a pinned map."""
-
-    def __init__(self, name: str, entries: Entries) -> None:
-        spec = MAPS[name]
-        self.name, self.type, self.value_size = name, spec.map_type, spec.value_size
-        self.max_entries, self._entries = max(spec.entries, 100), dict(entries)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-    def read_memory(self) -> int:
-        return 4096 * (1 + len(self._entries))
-
-    def lookup(self, key: bytes) -> bytes | None:
-        return self._entries.get(key)
-
-    def items(self) -> Iterator[tuple[bytes, bytes]]:
-        return iter(self._entries.items())
-
-    def batches(self) -> Iterator[tuple[bytes, bytes]]:
-        yield b"".join(self._entries), b"".join(self._entries.values())
-
-
-def target(text: str, protocol: int = TCP) -> bytes:
-    host, _, port = text.rpartition(":")
-    return pack_target(parse_addr(host.strip("[]")), int(port), protocol)
-
 
 def frontends(*rows: tuple[str, ServiceValue, int]) -> Entries:
     return {key: value.pack(key) for to, value, protocol in rows if (key := target(to, protocol))}
-
-
-def names(*keys: ServicePortKey | None) -> Entries:
-    return {U32.pack(i): layout.pack_service_name(key) for i, key in enumerate(keys, 1) if key}
-
-
-def slots(**by_set: list[int]) -> Entries:
-    return {
-        U32_PAIR.pack(int(name[1:]), index): U32.pack(value)
-        for name, values in by_set.items()
-        for index, value in enumerate(values)
-    }
 
 
 def flow(
@@ -183,13 +130,13 @@ CONTENTS: dict[str, Entries] = {
         ("[::]:30053", ServiceValue(3, NODE_PORT, 0, 5, 1, 0, 0), UDP),
         ("10.96.0.9:80", ServiceValue(8, 0, 0, 0, 0, 0, 0), TCP),
     ),
-    "service_names": names(
-        ServicePortKey("default", "web", "http", TCP, 4),
-        ServicePortKey("default", "local", "", TCP, 4),
-        ServicePortKey("kube-system", "dns", "dns", UDP, 6),
-        ServicePortKey("default", "idle", "http", TCP, 4),
-    ),
-    "backend_slots": slots(s1=[5, 6, 5], s2=[5, 6], s9=[1, 0, 1], s3=[6], s4=[7, 99], s5=[7]),
+    "service_names": names({
+        1: ServicePortKey("default", "web", "http", TCP, 4),
+        2: ServicePortKey("default", "local", "", TCP, 4),
+        3: ServicePortKey("kube-system", "dns", "dns", UDP, 6),
+        4: ServicePortKey("default", "idle", "http", TCP, 4),
+    }),
+    "backend_slots": slots({1: [5, 6, 5], 2: [5, 6], 9: [1, 0, 1], 3: [6], 4: [7, 99], 5: [7]}),
     "backends": {
         U32.pack(5): target("10.244.0.5:8080"),
         U32.pack(6): target("10.244.0.6:8080"),
@@ -244,20 +191,27 @@ CONTENTS: dict[str, Entries] = {
     "agent_status": {bytes(4): encode(STATUS)},
 }  # fmt: skip
 
-FACTS = [
-    HookFacts(hook, LinkInfo(10 + i, 20 + i, 0 if i == 2 else 77, hook.attach_type),
-              ProgramInfo(20 + i, hook.name, "cafe", 100 + i, ()) if i != 1 else None, i != 3,
-              Path("/sys/fs/cgroup") if i != 4 else None)
-    if i not in (5, len(HOOKS) - 1) else HookFacts(hook)
-    for i, hook in enumerate(HOOKS)
-]  # fmt: skip
-DEVICES = devices.HostDevices(
-    (Device(1, "lo", loopback=True), Device(2, "eth0"), Device(3, "cali0", "veth", peer_netns=1),
-     Device(4, "ex0"), Device(5, "up1")),
-    tuple(Attachment(i, direction, AttachMethod.TCX, 7 + (direction is Direction.EGRESS))
-          for i in (2, 3) for direction in Direction)[:3],
-    {7: "tc_ingress"},
-)  # fmt: skip
+
+def hook(i: int) -> HookEntry:
+    entry = HookEntry(*(getattr(HOOKS[i], name) for name in
+                        ("name", "purpose", "required", "only_counts")))  # fmt: skip
+    if i in (5, len(HOOKS) - 1):
+        return entry
+    return dataclasses.replace(
+        entry, link=10 + i, program=20 + i, tag="" if i == 1 else "cafe",
+        instructions=None if i == 1 else 100 + i, pinned=i != 3, cgroup_id=0 if i == 2 else 77,
+        cgroup="" if i == 4 else "/sys/fs/cgroup",
+    )  # fmt: skip
+
+
+FACTS = [hook(i) for i in range(len(HOOKS))]
+DEVICES = (
+    HostDevice("lo", 1, "loopback", "skipped", "loopback", "", ""),
+    HostDevice("eth0", 2, "hardware", "host", "hardware", "tc_ingress (tcx)", "8 (tcx)"),
+    HostDevice("cali0", 3, "veth", "pod", "veth into another namespace", "tc_ingress (tcx)", ""),
+    HostDevice("ex0", 4, "hardware", "skipped", "excluded by the operator", "", ""),
+    HostDevice("up1", 5, "hardware", "host", "hardware", "", ""),
+)
 A, B = "10.244.1.2:8080", "10.244.1.3:8080"
 
 
@@ -312,7 +266,7 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(snapshot.hooks, "read", lambda _: FACTS)
     for module in (snapshot, ipvs):
         monkeypatch.setattr(module, "is_alive", lambda _: True)
-    monkeypatch.setattr(devices, "read_host_devices", lambda _: DEVICES)
+    monkeypatch.setattr(snapshot.devices, "read", lambda *_: DEVICES)
     monkeypatch.setattr(ipvs, "_read_servers", lambda: SERVERS)
     monkeypatch.setattr(ipvs, "list_connections", lambda: IPVS_CONNECTIONS)
     return tmp_path
@@ -392,3 +346,34 @@ IPVS_COMMANDS = (
 
 def test_view_of_mode_ipvs(ipvs_node: Path, golden: Golden, capsys: pytest.CaptureFixture[str]):
     golden("inspect/ipvs.txt", transcript(capsys, *IPVS_COMMANDS))
+
+
+OPENED = {
+    "services": {"services", "service_names", "backend_slots", "backends", "node_addresses",
+                 "config"},
+    "affinity": {"services", "service_names", "backend_slots", "backends", "node_addresses",
+                 "config", "affinity"},
+    "connections": {"flows", "service_names", "config", "node", "devices", "local_networks",
+                    "agent_status", "reasons"},
+    "devices": {"config", "node", "devices", "local_networks", "agent_status", "reasons"},
+    "maps": set(MAPS),
+    "programs": {"config", "exempt_cgroups"},
+    "status": {"config", "exempt_cgroups", "agent_status", "reasons", "flows", "node", "devices",
+               "local_networks"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("view", OPENED)
+def test_only_maps_that_are_shown_are_opened(
+    view: str, node: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    opened: list[str] = []
+    open_map = snapshot.pinning.open_map
+
+    def count(path: Path, spec: layout.MapSpec) -> Any:
+        opened.append(spec.name)
+        return open_map(path, spec)
+
+    monkeypatch.setattr(snapshot.pinning, "open_map", count)
+    run(capsys, view)
+    assert sorted(opened) == sorted(OPENED[view])

@@ -10,6 +10,7 @@ import yaml
 from kbpf.cli import render
 from kbpf.cli.options import Output
 from kbpf.errors import KbpfError, KernelError, escape_unprintable
+from kbpf.views import text as text_tables
 from kbpf.views.columns import Column
 
 HOSTILE = "a\x1b[2J\x9b1m\x00\x7f\r\n\u202eb\u2066\u200f\u2028c"
@@ -38,9 +39,9 @@ def test_printable_text_is_unchanged(text: str) -> None:
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("a table", render.format_table([Row(HOSTILE)], COLUMNS)),
+        ("a table", text_tables.format_table([Row(HOSTILE)], COLUMNS)),
         ("a stream of rows", "".join(render.stream_rows([Row(HOSTILE)], COLUMNS, Output.TABLE))),
-        ("facts", render.format_facts([("error", HOSTILE)])),
+        ("facts", text_tables.format_facts([("error", HOSTILE)])),
         ("an error", str(KbpfError("said " + HOSTILE.replace("\r\n", ""), "x", "y"))),
         ("a kernel's error", str(KernelError("said \x1b]0;x\x07", "x", errno=1))),
     ],

@@ -1,30 +1,72 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Constructed snapshots."""
+"""Constructed inspections: read from fakes of the maps, or given as values."""
 
-from pathlib import Path
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kbpf.dataplane.bpf.hooks import HOOKS
-from kbpf.dataplane.bpf.inspect.hooks import HookFacts
-from kbpf.dataplane.bpf.inspect.snapshot import Snapshot
-from kbpf.kernel.bpf.objects import LinkInfo
-from kbpf.model.desired import ServicePortKey
-from kbpf.model.objects import Protocol
+from kbpf.dataplane.bpf.inspect import services
+from kbpf.dataplane.bpf.maps import layout
+from kbpf.dataplane.bpf.maps.layout import MAPS, U32, U32_PAIR, ServiceValue
+from kbpf.model.desired import Backend, FrontendAddress, ServicePortKey
+from kbpf.model.inspection import HookEntry, Inspection, Part
+from kbpf.model.metrics import ConnectionStats
+from kbpf.model.objects import Cidr, Protocol
 from kbpf.model.status import AgentStatus
+from tests.support.faults.fake_maps import Entries, FakeMap, slots
+from tests.support.faults.fake_maps import names as pack_names
 
-PINS = Path("/pins")
 TCP, UDP = Protocol.TCP, Protocol.UDP
+IdPair = tuple[int, int]
 
 
 def key(name: str, namespace: str = "default", protocol: Protocol = TCP) -> ServicePortKey:
     return ServicePortKey(namespace, name, "http", protocol, 4)
 
 
-def snapshot(**parts: Any) -> Snapshot:
-    return Snapshot(PINS, **{"monotonic": 1000.0, "boottime": 5000.0, **parts})
+def snapshot(
+    *,
+    frontends: Mapping[FrontendAddress, ServiceValue] = {},
+    names: Mapping[int, ServicePortKey] = {},
+    sets: Mapping[int, Mapping[int, int]] = {},
+    backends: Mapping[int, Backend] = {},
+    totals: Mapping[IdPair, ConnectionStats] = {},
+    open: Mapping[IdPair, int] = {},
+    affinity: Entries | None = None,
+    ranges: Iterable[tuple[int, Cidr]] = (),
+    **more: Any,
+) -> Inspection:
+    """The first parameters are contents of maps, by id; the others are fields of Inspection."""
+
+    def pack(at: Any) -> bytes:
+        return layout.pack_target(at.address, at.port, at.protocol)
+
+    peers = [pair for pair, count in open.items() for _ in range(count)]
+    contents: dict[str, Entries] = {
+        "services": {pack(at): value.pack(pack(at)) for at, value in frontends.items()},
+        "service_names": pack_names(names),
+        "backend_slots": slots(sets),
+        "backends": {U32.pack(i): pack(backend) for i, backend in backends.items()},
+        "counts": {U32_PAIR.pack(*ids): layout.COUNTS.pack(*row) for ids, row in totals.items()},
+        "sock_peers": {
+            U32.pack(i): layout.PEER.pack(0, bytes(20), bytes(20), *ids)
+            for i, ids in enumerate(peers)
+        },
+        "affinity": affinity or {},
+        "source_ranges": {layout.pack_source_range(*row): bytes(4) for row in ranges},
+    }
+    maps: Any = {name: FakeMap(name, contents.get(name, {})) for name in MAPS}
+    parts = Part.SERVICES | Part.RANGES | Part.TRAFFIC | Part.AFFINITY
+    values = services.read(maps, parts) | {"node_ports": None, "monotonic": 1000.0,
+                                           "boottime": 5000.0}  # fmt: skip
+    return Inspection("/pins", **(values | more))
 
 
 # ---- status ------------------------------------------------------------------------------------
 
 AGENT = AgentStatus("1", 42, "bpf", "n", 4000.0, 4999.0, True, 3, 4, 7, 1.5, 2.5, 9.5, (), (), 0)
-ATTACHED = tuple(HookFacts(hook, LinkInfo(1, 2, 3, hook.attach_type)) for hook in HOOKS)
+MISSING = tuple(HookEntry(h.name, h.purpose, h.required, h.only_counts) for h in HOOKS)
+ATTACHED = tuple(
+    HookEntry(h.name, h.purpose, h.required, h.only_counts, link=1, program=2, cgroup_id=3)
+    for h in HOOKS
+)

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from kbpf.cli import pages
-from kbpf.dataplane.bpf.inspect.snapshot import Snapshot
+from kbpf.dataplane import inspect as dataplane
+from kbpf.dataplane.inspect import Locations
+from kbpf.dataplane.ipvs import inspect as ipvs
 from kbpf.dataplane.ipvs import statefile
 from kbpf.dataplane.ipvs.plan import VirtualService, fwmark_service
 from kbpf.dataplane.ipvs.statefile import StateFile
@@ -15,11 +16,10 @@ from kbpf.errors import NotFoundError
 from kbpf.kernel.net.ipvs import IpvsConnection, RealServerKey, RealServerStatus, parse_connections
 from kbpf.model.address import parse_addr
 from kbpf.model.desired import FrontendAddress, ServiceState
+from kbpf.model.inspection import Connection, ConnectionQuery, Inspection
 from kbpf.model.objects import Algorithm, Protocol
 from kbpf.model.status import AgentStatus, ModeChoice, encode
-from kbpf.views import backends, ipvs, node, service, services, status
-from kbpf.views.node import Locations
-from kbpf.views.packet_path.connections import ConnectionQuery
+from kbpf.views import backends, service, services, status
 from tests.support.plane import service as state
 
 HERE = Path("/state")
@@ -66,11 +66,11 @@ HELD: ipvs.ServersByService = {
 
 
 @pytest.fixture
-def held() -> Snapshot:
-    return ipvs.build_snapshot(HERE, STATES, HELD)
+def held() -> Inspection:
+    return ipvs.build_inspection(HERE, STATES, HELD)
 
 
-def test_services_view(held: Snapshot):
+def test_services_view(held: Inspection):
     found = {
         row.name: (
             [f"{f.text} {f.kind}" for f in row.frontends],
@@ -100,15 +100,15 @@ def test_node_port_next_to_an_exact_frontend_at_the_node_address(tmp_path: Path,
     """
     states = (*STATES, state("far", f"10.96.0.5:{port} ExternalIP={NODE}:{port}", C))
     other = {virtual("198.18.0.9:30080"): loads(f"{A}*3 {B}")} if port == 30080 else {}
-    found = ipvs.build_snapshot(
+    found = ipvs.build_inspection(
         tmp_path, states, HELD | {virtual(f"{NODE}:{port}"): loads(C)} | other
     )
     at = FrontendAddress(parse_addr("0.0.0.0"), 30080, TCP)
-    slots = found.sets[found.frontends[at].cluster_set].values()
-    assert [str(found.backends[one]) for one in slots] == [A, A, A, B]
+    (frontend,) = [f for port in found.services for f in port.frontends if f.at == at]
+    assert [str(entry.backend) for entry in frontend.cluster.slots.values()] == [A, A, A, B]
 
 
-def test_service_view(held: Snapshot):
+def test_service_view(held: Inspection):
     (found,) = service.build_details(held, "default/web")
     (one,) = found.cluster
     assert [(f"{b.address}:{b.port}", b.slots, b.share) for b in one.backends] == [
@@ -119,7 +119,7 @@ def test_service_view(held: Snapshot):
         service.build_details(held, "default/other")
 
 
-def test_backends_view(held: Snapshot):
+def test_backends_view(held: Inspection):
     assert [(row.text, row.protocol, row.services) for row in backends.build_rows(held)] == [
         (A, "TCP", ("default/local", "default/web")),
         (A, "UDP", ("default/sticky",)),
@@ -129,7 +129,7 @@ def test_backends_view(held: Snapshot):
 
 
 def test_backends_missing_in_the_kernel_are_not_shown():
-    (row,) = services.build_rows(ipvs.build_snapshot(HERE, STATES[:1], {}))
+    (row,) = services.build_rows(ipvs.build_inspection(HERE, STATES[:1], {}))
     assert (row.name, row.backends_cluster) == ("web", 0)
 
 
@@ -161,10 +161,18 @@ def test_connections_of_the_kernel_are_parsed():
     ) == FOUND  # fmt: skip
 
 
-def test_connections_view(held: Snapshot):
+def find(
+    held: Inspection, monkeypatch: pytest.MonkeyPatch, query: ConnectionQuery
+) -> list[Connection]:
+    monkeypatch.setattr(ipvs, "list_connections", lambda: FOUND)
+    assert held.connections is not None
+    return list(held.connections.find(query).rows)
+
+
+def test_connections_view(held: Inspection, monkeypatch: pytest.MonkeyPatch):
     found = [
         (row.service, row.protocol, row.client, row.frontend, row.backend, row.state)
-        for row in ipvs.build_rows(held, FOUND)
+        for row in find(held, monkeypatch, ConnectionQuery())
     ]
     assert found == [
         ("-", "TCP", "198.18.0.254:40003", "203.0.113.1:80", "10.0.0.1:80", "new"),
@@ -186,14 +194,18 @@ def test_connections_view(held: Snapshot):
         (ConnectionQuery(service="web", state="closed"), set()),
     ],
 )
-def test_connections_are_filtered(held: Snapshot, wanted: ConnectionQuery, ports: set[int]):
-    found = ipvs.build_rows(held, FOUND, wanted)
+def test_connections_are_filtered(
+    held: Inspection, monkeypatch: pytest.MonkeyPatch, wanted: ConnectionQuery, ports: set[int]
+):
+    found = find(held, monkeypatch, wanted)
     assert {int(row.client.rpartition(":")[2]) for row in found} == ports
 
 
-def test_connections_of_an_unknown_service_are_an_error(held: Snapshot):
+def test_connections_of_an_unknown_service_are_an_error(
+    held: Inspection, monkeypatch: pytest.MonkeyPatch
+):
     with pytest.raises(NotFoundError):
-        ipvs.build_rows(held, FOUND, ConnectionQuery(service="other"))
+        find(held, monkeypatch, ConnectionQuery(service="other"))
 
 
 # ---- state files of the agent --------------------------------------------------------------------
@@ -233,7 +245,7 @@ def test_unchanged_state_file_is_not_written_again(tmp_path: Path):
 def test_missing_state_directory_is_an_error():
     with pytest.raises(NotFoundError, match="no agent in mode ipvs"):
         ipvs.read(HERE)
-    assert not node.is_ipvs(Locations(Path("/pins"), HERE))
+    assert not dataplane.is_ipvs(Locations(Path("/pins"), HERE))
 
 
 AGENT_STATUS = AgentStatus(
@@ -247,16 +259,18 @@ AGENT_STATUS = AgentStatus(
 def test_agent_of_mode_ipvs_is_found_by_its_status_file(tmp_path: Path):
     (tmp_path / statefile.STATUS_FILE).write_bytes(encode(AGENT_STATUS))
     where = Locations(tmp_path / "no-pins", tmp_path)
-    assert node.is_ipvs(where)
+    assert dataplane.is_ipvs(where)
     with pytest.raises(NotFoundError, match="is in mode ipvs"):
-        node.read_pins(where, status.NEEDS)
+        dataplane.read(where, status.NEEDS, bpf_only=True)
 
 
 def test_status_has_the_mode_and_its_reason():
-    view = status.build_view(Snapshot(HERE, boottime=5001.0, status=AGENT_STATUS, agent_alive=True))
+    view = status.build_view(
+        Inspection("/state", boottime=5001.0, status=AGENT_STATUS, agent_alive=True)
+    )
     assert (view.ok, view.mode, view.mode_requested, view.mode_reason) == (
         True, "ipvs", "auto", "no cgroup v2")  # fmt: skip
-    page = pages.format_status(view)
+    page = status.format_page(view)
     assert "ipvs, requested: auto" in page
     assert "no cgroup v2: no cgroup v2 hierarchy is mounted" in page
     for word in ("hooks", "packet path", "socket-lb", "REASON"):
@@ -265,15 +279,17 @@ def test_status_has_the_mode_and_its_reason():
 
 def test_status_lists_disabled_features():
     agent_status = replace(AGENT_STATUS, disabled_features=("Pods are not watched",))
-    view = status.build_view(Snapshot(HERE, boottime=5001.0, status=agent_status, agent_alive=True))
+    view = status.build_view(
+        Inspection("/state", boottime=5001.0, status=agent_status, agent_alive=True)
+    )
     assert view.disabled_features == ("Pods are not watched",)
-    (line,) = [line for line in pages.format_status(view).splitlines() if "not watched" in line]
+    (line,) = [line for line in status.format_page(view).splitlines() if "not watched" in line]
     assert line.split(maxsplit=1) == ["disabled", "Pods are not watched"]
 
 
 def test_status_of_mode_bpf_has_no_reason():
     said = replace(AGENT_STATUS, mode="bpf", choice=ModeChoice("auto", "bpf"))
-    page = pages.format_status(status.build_view(Snapshot(HERE, boottime=5001.0, status=said)))
+    page = status.format_page(status.build_view(Inspection("/state", boottime=5001.0, status=said)))
     assert "bpf, requested: auto" in page
     assert "not bpf" not in page
     assert "packet path" in page

@@ -3,6 +3,7 @@
 constructed snapshots: states that a kernel cannot be made to show.
 """
 
+import dataclasses
 from typing import NamedTuple
 
 import msgspec
@@ -10,22 +11,25 @@ import pytest
 from msgspec.structs import replace
 
 from kbpf.checks.connect import MAX_BACKENDS, select_targets
-from kbpf.cli import pages
-from kbpf.dataplane.bpf.hooks import HOOKS
-from kbpf.dataplane.bpf.inspect.hooks import HookFacts
-from kbpf.dataplane.bpf.inspect.snapshot import AffinityEntry, MapFacts
-from kbpf.dataplane.bpf.maps.layout import MAPS, ClientKind, ServiceFlag, ServiceValue
+from kbpf.dataplane.bpf.inspect.snapshot import read_map
+from kbpf.dataplane.bpf.maps.layout import (
+    AFFINITY,
+    AFFINITY_KEY,
+    MAPS,
+    ClientKind,
+    ServiceFlag,
+    ServiceValue,
+)
 from kbpf.dataplane.bpf.metrics import REMOVED_BACKENDS
 from kbpf.errors import NotFoundError
-from kbpf.kernel.bpf import uapi
-from kbpf.kernel.bpf.objects import LinkInfo
 from kbpf.model.address import Addr, parse_addr
 from kbpf.model.desired import Backend, FrontendAddress
 from kbpf.model.metrics import ALL_COUNTERS, CONNECTION_COUNTERS, ConnectionStats
 from kbpf.model.objects import Cidr, Protocol
 from kbpf.model.status import SourceView, ThreadView
 from kbpf.views import affinity, maps, programs, service, services, sources, status
-from tests.values.views.snapshots import AGENT, ATTACHED, TCP, UDP, key, snapshot
+from tests.support.faults.fake_maps import Entries, FakeMap
+from tests.values.views.snapshots import AGENT, ATTACHED, MISSING, TCP, UDP, key, snapshot
 
 CLUSTER_IP = int(ServiceFlag.CLUSTER_IP)
 
@@ -121,8 +125,8 @@ def test_backend_in_several_slots_is_one_row_with_its_share():
     assert [[c.text(b) for c in service.BACKEND_COLUMNS] for b in one.backends] == [
         ["6", "10.244.0.2:8080", "3", "75.0%"], ["5", "10.244.0.1:8080", "1", "25.0%"],
     ]  # fmt: skip
-    assert "cluster set 1: 2 backends in 4 slots" in pages.format_service([detail])
-    assert "algorithm         maglev" in pages.format_service([detail])
+    assert "cluster set 1: 2 backends in 4 slots" in service.format_page([detail])
+    assert "algorithm         maglev" in service.format_page([detail])
 
 
 def test_traffic_rows_of_a_service():
@@ -155,9 +159,9 @@ def test_traffic_rows_of_a_service():
         ["id 9, gone", "0", "2", "0", "1", "1", "0B", "0B", "4", "-"],
         ["gone", "0", "7", "0", "0", "0", "0B", "0B", "0", "-"],
     ]
-    assert "connections since counting began" in pages.format_service([detail])
+    assert "connections since counting began" in service.format_page([detail])
     (without,) = service.build_details(snapshot(names={1: key("web")}), "web")
-    assert "since counting began" not in pages.format_service([without])
+    assert "since counting began" not in service.format_page([without])
 
 
 class AccountingRow(NamedTuple):
@@ -202,8 +206,8 @@ def test_uncounted_values_are_null_not_zero(row: AccountingRow):
     assert ("opened" in nulls) == (row.cells[0] == "-")
     assert ("broken" in nulls) == ("round_trips" in nulls) == (row.cells[3] == "-")
     line = f"    not counted: {row.line}; --accounting full"
-    assert (line in pages.format_service([detail]).split("\n")) == bool(row.line)
-    assert ("not counted" in pages.format_service([detail])) == bool(row.line)
+    assert (line in service.format_page([detail]).split("\n")) == bool(row.line)
+    assert ("not counted" in service.format_page([detail])) == bool(row.line)
 
 
 NAMES = {1: key("web"), 2: key("web", "shop"), 3: key("dns", "kube-system")}
@@ -247,22 +251,27 @@ def netns(cookie: int) -> Addr:
     return Addr(cookie.to_bytes(8, "little") + bytes(8))
 
 
+def entry(client: Addr, kind: int, service: int, backend: int, last_used: float) -> Entries:
+    key = AFFINITY_KEY.pack(client, service, kind)
+    return {key: AFFINITY.pack(int(last_used * 1e9), backend, 0)}
+
+
 class AffinityRow(NamedTuple):
     """An affinity entry, and its row: (client, kind, expires_seconds, expired)."""
 
-    entry: AffinityEntry
+    entry: Entries
     row: tuple[str, str, float | None, bool]
 
 
 HOST = 17
 NETNS, ADDRESS = int(ClientKind.NETNS), int(ClientKind.ADDRESS)
 AFFINITY_ROWS = [
-    AffinityRow(AffinityEntry(netns(HOST), NETNS, 1, 5, 990.0), ("host", "netns", 20.0, False)),
-    AffinityRow(AffinityEntry(netns(18), NETNS, 1, 5, 990.0), ("18", "netns", 20.0, False)),
-    AffinityRow(AffinityEntry(parse_addr("192.0.2.7"), ADDRESS, 1, 5, 990.0),
+    AffinityRow(entry(netns(HOST), NETNS, 1, 5, 990.0), ("host", "netns", 20.0, False)),
+    AffinityRow(entry(netns(18), NETNS, 1, 5, 990.0), ("18", "netns", 20.0, False)),
+    AffinityRow(entry(parse_addr("192.0.2.7"), ADDRESS, 1, 5, 990.0),
                 ("192.0.2.7", "address", 20.0, False)),
-    AffinityRow(AffinityEntry(netns(18), NETNS, 1, 5, 900.0), ("18", "netns", -70.0, True)),
-    AffinityRow(AffinityEntry(netns(18), NETNS, 2, 5, 990.0), ("18", "netns", None, True)),
+    AffinityRow(entry(netns(18), NETNS, 1, 5, 900.0), ("18", "netns", -70.0, True)),
+    AffinityRow(entry(netns(18), NETNS, 2, 5, 990.0), ("18", "netns", None, True)),
 ]  # fmt: skip
 
 
@@ -273,7 +282,7 @@ def test_affinity_rows(kept: AffinityRow):
         names={1: key("web")},
         backends={5: backend(1)},
         host_netns=HOST,
-        affinity=(kept.entry,),
+        affinity=kept.entry,
     )
     (row,) = affinity.build_rows(held)
     assert (row.client, row.kind, row.expires_seconds, row.expired) == kept.row
@@ -284,27 +293,29 @@ def test_affinity_rows(kept: AffinityRow):
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "entries", "fill", "alarm"),
+    ("name", "entries", "fill", "alarm"),
     [
-        ("services", uapi.BPF_MAP_TYPE_HASH, 79, 79.0, False),
-        ("services", uapi.BPF_MAP_TYPE_HASH, 80, 80.0, True),
-        ("affinity", uapi.BPF_MAP_TYPE_LRU_HASH, 100, 100.0, True),
-        ("source_ranges", uapi.BPF_MAP_TYPE_LPM_TRIE, 80, 80.0, True),
-        ("node", uapi.BPF_MAP_TYPE_ARRAY, None, None, False),
-        ("flow_queue", uapi.BPF_MAP_TYPE_QUEUE, None, None, False),
-        ("flows", uapi.BPF_MAP_TYPE_HASH, 100, 100.0, False),
+        ("services", 79, 79.0, False),
+        ("services", 80, 80.0, True),
+        ("affinity", 100, 100.0, True),
+        ("source_ranges", 80, 80.0, True),
+        ("node", None, None, False),
+        ("flow_queue", None, None, False),
+        ("flows", 100, 100.0, False),
     ],
 )
 def test_map_alarm_is_at_80_percent(
-    name: str, kind: int, entries: int | None, fill: float | None, alarm: bool
+    name: str, entries: int | None, fill: float | None, alarm: bool
 ):
-    (row,) = maps.build_rows(snapshot(maps=(MapFacts(name, kind, entries, 100, None),)))
-    assert (row.max_entries, row.fill_percent, row.alarm) == (100, fill, alarm)
+    contents = {bytes([i]): b"" for i in range(100 if entries is None else entries)}
+    (row,) = maps.build_rows(snapshot(maps=(read_map(name, FakeMap(name, contents, 100)),)))
+    assert (row.entries, row.max_entries, row.fill_percent, row.alarm) == (
+        entries, 100, fill, alarm)  # fmt: skip
     assert ("!" in next(c.text(row) for c in maps.COLUMNS if c.title == "FILL")) == alarm
 
 
 def test_every_map_has_a_purpose():
-    assert maps.PURPOSE.keys() == MAPS.keys()
+    assert len({spec.purpose for spec in MAPS.values()} - {""}) == len(MAPS)
 
 
 def test_sources_and_threads_are_not_shown_as_running_while_the_agent_is_down():
@@ -319,8 +330,8 @@ def test_sources_and_threads_are_not_shown_as_running_while_the_agent_is_down():
 
 
 def test_hooks_are_missing_detached_or_attached():
-    gone, here = LinkInfo(1, 10, 0, 10), LinkInfo(2, 11, 77, 11)
-    facts = (HookFacts(HOOKS[0]), HookFacts(HOOKS[1], gone), HookFacts(HOOKS[2], here))
+    detached = dataclasses.replace(ATTACHED[1], cgroup_id=0)
+    facts = (MISSING[0], detached, ATTACHED[2])
     found = programs.build_rows(snapshot(hooks=facts))
     assert [row.state for row in found] == ["missing", "detached", "attached"]
 

@@ -9,34 +9,46 @@ import pytest
 from msgspec.structs import replace
 
 from kbpf.dataplane.bpf.hooks import HOOKS
-from kbpf.dataplane.bpf.inspect.hooks import HookFacts
-from kbpf.dataplane.bpf.inspect.snapshot import DeviceEntry, NodeEntry, Snapshot
-from kbpf.dataplane.bpf.inspect.tracked_connections import (
+from kbpf.dataplane.bpf.inspect.connections import (
     ORIGINAL,
     REPLY,
     SNAT_REPLY,
-    Fill,
+    FlowTable,
     TrackedConnection,
 )
+from kbpf.dataplane.bpf.inspect.devices import NO_PATTERNS, build
+from kbpf.dataplane.bpf.inspect.snapshot import read_packet_path
 from kbpf.dataplane.bpf.maps.flow_entries import IDENTITY
 from kbpf.dataplane.bpf.maps.layout import (
+    DEVICE,
     FLOW,
+    NODE,
+    U32,
     DeviceFlag,
     FlowPath,
     NodeFlag,
-    Reason,
     Role,
     TcpState,
-    pack_target,
+    pack_network,
 )
 from kbpf.kernel.bpf.tc import Attachment, AttachMethod, Direction
 from kbpf.kernel.net.devices import Device
 from kbpf.model.address import parse_addr
+from kbpf.model.inspection import (
+    ConnectionQuery,
+    DeviceEntry,
+    Fill,
+    HookEntry,
+    NodeEntry,
+    ServicePort,
+)
 from kbpf.model.objects import Cidr, Protocol
+from kbpf.model.reasons import Reason
 from kbpf.model.status import AgentStatus, DeviceFailure, PacketStatus
 from kbpf.views import programs, sources, status
 from kbpf.views.packet_path import availability, connections, devices, nat
-from tests.values.views.snapshots import AGENT, ATTACHED, TCP, UDP, key, snapshot
+from tests.support.faults.fake_maps import FakeMap, target
+from tests.values.views.snapshots import AGENT, ATTACHED, MISSING, TCP, UDP, key, snapshot
 
 
 class StatusRow(NamedTuple):
@@ -45,7 +57,7 @@ class StatusRow(NamedTuple):
     name: str
     agent: AgentStatus | None
     alive: bool
-    hooks: tuple[HookFacts, ...]
+    hooks: tuple[HookEntry, ...]
     says: tuple[bool, bool]
 
 
@@ -56,7 +68,7 @@ STATUS_ROWS = [
     StatusRow("silent for 9 s", replace(AGENT, heartbeat=4991.0), True, ATTACHED, (True, True)),
     StatusRow("not synced yet", replace(AGENT, synced=False), True, ATTACHED, (False, True)),
     StatusRow("a hook is missing",
-              AGENT, True, (HookFacts(HOOKS[0]), *ATTACHED[1:]), (False, True)),
+              AGENT, True, (MISSING[0], *ATTACHED[1:]), (False, True)),
     StatusRow("a Service port is refused",
               replace(AGENT, refused=1), True, ATTACHED, (False, True)),
     StatusRow("a change was not written",
@@ -78,7 +90,9 @@ def test_status_ok_and_running(doing: StatusRow):
 
 def test_missing_counting_hook_is_ok():
     """As on a kernel without that hook, or with `--accounting off`."""
-    without = tuple(HookFacts(f.hook) if f.hook.only_counts else f for f in ATTACHED)
+    without = tuple(
+        gone if gone.only_counts else hook for gone, hook in zip(MISSING, ATTACHED, strict=True)
+    )
     seen = status.build_view(snapshot(status=AGENT, agent_alive=True, hooks=without))
     assert seen.ok
     assert (seen.hooks_attached, seen.hooks, seen.hooks_missing) == (
@@ -91,11 +105,6 @@ def test_missing_counting_hook_is_ok():
 
 NOW = 1000.0
 NANO = 1_000_000_000
-
-
-def target(text: str, protocol: int = TCP) -> bytes:
-    host, _, port = text.rpartition(":")
-    return pack_target(parse_addr(host), int(port), protocol)
 
 
 def track(
@@ -123,9 +132,11 @@ def track(
     return TrackedConnection(raw, int((NOW + left) * NANO), parts or whole)
 
 
-def tracking(*found: TrackedConnection, **more: Any) -> Snapshot:
+def tracking(*found: TrackedConnection) -> FlowTable:
     held = {one.raw[IDENTITY]: one for one in found}
-    return snapshot(connections=held, names={1: key("web")}, began=NOW - 1, **more)
+    table = FlowTable(held, {1: ServicePort(1, key("web"))}, "/pins", NOW - 1)
+    table.now = NOW
+    return table
 
 
 class ConnectionRow(NamedTuple):
@@ -191,9 +202,7 @@ CONNECTION_ROWS = [
 
 @pytest.mark.parametrize("shown", CONNECTION_ROWS, ids=lambda shown: shown.name)
 def test_connection_row(shown: ConnectionRow):
-    held = tracking(shown.entry)
-    found = connections.select(held, connections.ConnectionQuery(expired=True)).connections
-    (row,) = connections.build_rows(held, found)
+    (row,) = tracking(shown.entry).find(ConnectionQuery(expired=True)).rows
     assert {name: getattr(row, name) for name in shown.fields} == shown.fields
     assert row.service == "default/web:http"
     for column in connections.COLUMNS:
@@ -202,8 +211,7 @@ def test_connection_row(shown: ConnectionRow):
 
 def test_connections_are_sorted_by_service_then_client():
     clients = ["10.0.0.2:9", "10.0.0.10:1", "9.255.255.255:5", "10.0.0.2:1000"]
-    held = tracking(*map(track, clients))
-    rows = connections.build_rows(held, connections.select(held).connections)
+    rows = tracking(*map(track, clients)).find(ConnectionQuery()).rows
     assert [r.client for r in rows] == [
         "9.255.255.255:5", "10.0.0.2:9", "10.0.0.2:1000", "10.0.0.10:1",
     ]  # fmt: skip
@@ -213,13 +221,12 @@ def test_connections_are_sorted_by_service_then_client():
 def test_snat_port_alarm_is_at_80_percent(used: int, alarm: bool):
     entries = [track(f"10.0.0.1:{i}", snat=f"198.18.0.1:{61_000 + i}") for i in range(used)]
     held = tracking(
-        *entries, track("10.0.0.2:1"), track("10.0.0.3:1", snat="198.18.0.1:5", left=-1),
-        node=NodeEntry((parse_addr("198.18.0.1"),), NodeFlag(0), 61_000, 61_099),
-    )  # fmt: skip
-    found = nat.select_translated(held)
-    (row,) = nat.build_view(held, found).usage
+        *entries, track("10.0.0.2:1"), track("10.0.0.3:1", snat="198.18.0.1:5", left=-1)
+    )
+    node = NodeEntry((parse_addr("198.18.0.1"),), 61_000, 61_099)
+    (row,) = nat.build_view(snapshot(node=node), held.usage()).usage
     assert (row.used, row.ports, row.percent, row.alarm) == (used, 100, float(used), alarm)
-    assert len(list(nat.build_rows(held, found))) == used
+    assert len(held) == len(list(held.sources())) == used
 
 
 def test_snat_port_usage_is_per_backend_and_protocol_most_used_first():
@@ -229,7 +236,7 @@ def test_snat_port_usage_is_per_backend_and_protocol_most_used_first():
         track("10.0.0.1:3", "10.244.0.1:80", "198.18.0.1:2", state=TcpState.CLOSED),
         track("10.0.0.1:4", "10.244.0.1:80", "198.18.0.1:1", protocol=UDP),
     )
-    found = nat.build_view(held, nat.select_translated(held))
+    found = nat.build_view(snapshot(), held.usage())
     assert [(u.backend, u.protocol, u.used, u.closed, u.alarm) for u in found.usage] == [
         ("10.244.0.1:80", "TCP", 2, 1, False),
         ("10.244.0.1:80", "UDP", 1, 0, False),
@@ -323,11 +330,13 @@ DEVICE_ROWS = [
 
 @pytest.mark.parametrize("played", DEVICE_ROWS, ids=lambda played: played.name)
 def test_device_row(played: DeviceRow):
-    told = DeviceEntry(Role.HOST, 14, DeviceFlag.PEER, bytes(6))
     held = snapshot(
-        status=replace(AGENT, packets=played.said), packet_programs=True, devices={2: told}
+        status=replace(AGENT, packets=played.said),
+        packet_programs=True,
+        devices={2: DeviceEntry("host", 14, pods=False, peer=True)},
+        host_devices=build((played.device,), played.on, {7: "tc_x"}, played.said),
     )
-    (row,) = devices.build_rows(held, devices.HostDevices((played.device,), played.on, {7: "tc_x"}))
+    (row,) = devices.build_rows(held)
     role, ingress, problem = played.row
     assert (row.role, row.ingress, row.flags, row.l2_header) == (role, ingress, ("peer",), 14)
     assert problem in row.problem
@@ -336,7 +345,7 @@ def test_device_row(played: DeviceRow):
 
 
 def test_device_without_programs_is_no_problem_if_the_packet_path_is_off():
-    (row,) = devices.build_rows(snapshot(), devices.HostDevices((UPLINK,), (), {}))
+    (row,) = devices.build_rows(snapshot(host_devices=build((UPLINK,), (), {}, NO_PATTERNS)))
     assert (row.role, row.problem, row.l2_header) == ("host", "", None)
 
 
@@ -369,14 +378,17 @@ PODS = [
 
 @pytest.mark.parametrize(("flags", "pods"), PODS)
 def test_detection_of_local_pods(flags: NodeFlag, pods: str):
-    held = snapshot(
-        node=NodeEntry(flags=flags),
-        local_networks=(Cidr(parse_addr("10.244.0.0"), 112), Cidr(parse_addr("fd00::"), 64)),
-        devices={
-            2: DeviceEntry(Role.POD, 14, DeviceFlag.LOCAL | DeviceFlag.PEER, bytes(6)),
-            3: DeviceEntry(Role.HOST, 14, DeviceFlag(0), bytes(6)),
+    networks = (Cidr(parse_addr("10.244.0.0"), 112), Cidr(parse_addr("fd00::"), 64))
+    local = DeviceFlag.LOCAL | DeviceFlag.PEER
+    contents = {
+        "node": {bytes(4): NODE.pack(bytes(16), bytes(16), flags, 0, 0, 0, 0)},
+        "devices": {
+            U32.pack(i): DEVICE.pack(role, 14, device_flags, bytes(6), bytes(16), bytes(16))
+            for i, role, device_flags in ((2, Role.POD, local), (3, Role.HOST, 0))
         },
-    )
-    seen = sources.build_view(held)
+        "local_networks": {pack_network(network): bytes(4) for network in networks},
+    }
+    maps: Any = {name: FakeMap(name, entries) for name, entries in contents.items()}
+    seen = sources.build_view(snapshot(**read_packet_path(maps)))
     assert (seen.pods, seen.local_devices) == (pods, 1)
     assert seen.local_networks == ("10.244.0.0/16", "fd00::/64")

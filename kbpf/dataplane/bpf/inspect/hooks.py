@@ -3,58 +3,42 @@
 
 import errno
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
-from kbpf.dataplane.bpf.hooks import HOOKS, Hook
+from kbpf.dataplane.bpf.hooks import HOOKS
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.errors import KernelError
 from kbpf.kernel.bpf import objects
-from kbpf.kernel.bpf.objects import Link, LinkInfo, Program, ProgramInfo
+from kbpf.kernel.bpf.objects import Link, Program, ProgramInfo
 from kbpf.kernel.system import mounts
+from kbpf.model.inspection import HookEntry
 
 
-@dataclass(frozen=True, slots=True)
-class HookFacts:
-    """The attachment of one hook.
-
-    - `link`: None if no link is pinned. Its `cgroup_id` is 0 if the cgroup was deleted.
-    - `program`: None if there is no link, or the program was unloaded.
-    - `cgroup`: the path of the cgroup; None if it is not visible in this mount namespace.
-    """
-
-    hook: Hook
-    link: LinkInfo | None = None
-    program: ProgramInfo | None = None
-    program_pinned: bool = False
-    cgroup: Path | None = None
-
-    @property
-    def attached(self) -> bool:
-        """Whether the hook runs for sockets."""
-        return self.link is not None and self.link.cgroup_id != 0
-
-
-def read(pins: Pins) -> Iterator[HookFacts]:
+def read(pins: Pins) -> Iterator[HookEntry]:
     """All hooks in the order of hooks.py, including those without a link."""
     pinned_programs = _pinned_programs(pins)
-    cgroup_paths: dict[int, Path | None] = {}
+    cgroup_paths: dict[int, Path | None] = {0: None}
     for hook in HOOKS:
+        entry = HookEntry(hook.name, hook.purpose, hook.required, hook.only_counts)
         pin = pins.links / hook.name
         if not pin.exists():
-            yield HookFacts(hook)
+            yield entry
             continue
         with Link.open(pin) as link:
             info = link.read_info()
-        if info.cgroup_id and info.cgroup_id not in cgroup_paths:
+        if info.cgroup_id not in cgroup_paths:
             cgroup_paths[info.cgroup_id] = mounts.find_cgroup_by_id(info.cgroup_id)
-        pinned_program = pinned_programs.get(info.program_id)
-        yield HookFacts(
-            hook,
-            info,
-            pinned_program or _program(info.program_id),
-            pinned_program is not None,
-            cgroup_paths.get(info.cgroup_id),
+        program = pinned_programs.get(info.program_id) or _read_program(info.program_id)
+        yield replace(
+            entry,
+            link=info.id,
+            program=info.program_id,
+            tag=program.tag if program else "",
+            instructions=program.insns if program else None,
+            pinned=info.program_id in pinned_programs,
+            cgroup_id=info.cgroup_id,
+            cgroup=str(cgroup_paths[info.cgroup_id] or ""),
         )
 
 
@@ -68,7 +52,7 @@ def _pinned_programs(pins: Pins) -> dict[int, ProgramInfo]:
     return programs
 
 
-def _program(program_id: int) -> ProgramInfo | None:
+def _read_program(program_id: int) -> ProgramInfo | None:
     try:
         with objects.open_program_by_id(program_id) as program:
             return program.read_info()

@@ -340,6 +340,7 @@ class FormerLayout:
 class MapSpec:
     """A map as it is created in the kernel.
 
+    - `purpose`: for `kbpf inspect maps`.
     - `entries`: the initial size.
     - `sized_by`: the field of MapSizes that limits the size; "" if the size is fixed to `entries`.
     - `grows`: the agent is its only writer, so it can be copied into a larger map.
@@ -351,6 +352,7 @@ class MapSpec:
     """
 
     name: str
+    purpose: str
     map_type: int
     key_size: int
     value_size: int
@@ -390,10 +392,11 @@ class MapSpec:
 
 
 def _growing_hash(
-    name: str, key_size: int, value_size: int, entries: int, sized_by: str
+    name: str, purpose: str, key_size: int, value_size: int, entries: int, sized_by: str
 ) -> MapSpec:
     return MapSpec(
         name,
+        purpose,
         uapi.BPF_MAP_TYPE_HASH,
         key_size,
         value_size,
@@ -404,148 +407,116 @@ def _growing_hash(
     )
 
 
-def _lru_hash(
-    name: str, key_size: int, value_size: int, sized_by: str, version: int = 1
-) -> MapSpec:
-    return MapSpec(
-        name, uapi.BPF_MAP_TYPE_LRU_HASH, key_size, value_size, 0, 0, sized_by, version=version
-    )
+def _lru_hash(name: str, purpose: str, key_size: int, value_size: int, sized_by: str) -> MapSpec:
+    return MapSpec(name, purpose, uapi.BPF_MAP_TYPE_LRU_HASH, key_size, value_size, 0, 0, sized_by)
 
 
-def _socket_storage(name: str, value_size: int) -> MapSpec:
+def _socket_storage(name: str, purpose: str, value_size: int) -> MapSpec:
     """Socket storage: one value per socket, whose key is the socket's descriptor."""
-    return MapSpec(name, uapi.BPF_MAP_TYPE_SK_STORAGE, 4, value_size, 0, uapi.BPF_F_NO_PREALLOC)
+    return MapSpec(
+        name, purpose, uapi.BPF_MAP_TYPE_SK_STORAGE, 4, value_size, 0, uapi.BPF_F_NO_PREALLOC
+    )
 
 
 MAPS: Final = {
     spec.name: spec
     for spec in (
-        _growing_hash("services", TARGET.size, SERVICE.size, 16_384, "frontends"),
-        _growing_hash("service_names", U32.size, SERVICE_NAME.size, 16_384, "frontends"),
-        _growing_hash("backend_slots", U32_PAIR.size, U32.size, 65_536, "slots"),
-        _growing_hash("backends", U32.size, TARGET.size, 65_536, "backends"),
-        _growing_hash("set_members", U32_PAIR.size, U32.size, 16_384, "slots"),
-        _lru_hash("affinity", AFFINITY_KEY.size, AFFINITY.size, "affinity"),
-        _lru_hash("affinity_shares", 16, U32.size, "affinity"),
-        _socket_storage("sock_peers", PEER.size),
-        _socket_storage("former_peers", PEER.size),
-        _socket_storage("udp_flows", UDP_FLOWS.size),
-        MapSpec(
-            "udp_cuts",
-            uapi.BPF_MAP_TYPE_HASH,
-            CUT_KEY.size,
-            U64.size,
-            65_536,
-            uapi.BPF_F_NO_PREALLOC,
-        ),
-        MapSpec(
-            "source_ranges",
-            uapi.BPF_MAP_TYPE_LPM_TRIE,
-            SOURCE_KEY.size,
-            4,
-            65_536,
-            uapi.BPF_F_NO_PREALLOC,
-        ),
-        MapSpec(
-            "flows",
-            uapi.BPF_MAP_TYPE_HASH,
-            FLOW_KEY.size,
-            FLOW.size,
-            0,
-            0,
-            sized_by="connections",
-            packet_path_only=True,
-            entries_per_object=3 * FLOW_HEADROOM,
-            former_layouts=(FormerLayout(1, 152, lambda raw: raw[:104] + bytes(8) + raw[104:]),),
-        ),
-        MapSpec(
-            "flow_queue",
-            uapi.BPF_MAP_TYPE_QUEUE,
-            0,
-            FLOW_KEY.size,
-            0,
-            sized_by="connections",
-            packet_path_only=True,
-            entries_per_object=FLOW_HEADROOM,
-        ),
-        MapSpec("flow_count", uapi.BPF_MAP_TYPE_ARRAY, 4, U64.size, 1),
-        MapSpec("port_slots", uapi.BPF_MAP_TYPE_ARRAY, 4, PORT_SLOT.size, PORT_SLOTS),
-        MapSpec(
-            "fragments",
-            uapi.BPF_MAP_TYPE_LRU_HASH,
-            CLIENT_SLOT.size,
-            FRAGMENT.size,
-            8192,
-            packet_path_only=True,
-        ),
-        MapSpec(
-            "refusal_limits", uapi.BPF_MAP_TYPE_ARRAY, 4, REFUSAL_LIMIT.size, len(RefusalLimit)
-        ),
-        MapSpec(
-            "refused_peers",
-            uapi.BPF_MAP_TYPE_LRU_HASH,
-            16,
-            U64.size,
-            4096,
-            packet_path_only=True,
-        ),
-        MapSpec(
-            "foreign_flows",
-            uapi.BPF_MAP_TYPE_LRU_HASH,
-            CLIENT_SLOT.size,
-            U32.size,
-            16_384,
-            packet_path_only=True,
-        ),
-        MapSpec("new_flows_paused_until", uapi.BPF_MAP_TYPE_ARRAY, 4, U64.size, 1),
-        MapSpec("devices", uapi.BPF_MAP_TYPE_HASH, 4, DEVICE.size, 4096, uapi.BPF_F_NO_PREALLOC),
-        MapSpec("device_cache", uapi.BPF_MAP_TYPE_ARRAY, 4, CACHED_DEVICE.size, CACHED_DEVICES),
-        MapSpec("flow_scratch", uapi.BPF_MAP_TYPE_PERCPU_ARRAY, 4, SCRATCH_SIZE, 1),
-        MapSpec("node", uapi.BPF_MAP_TYPE_ARRAY, 4, NODE.size, 1),
-        MapSpec(
-            "local_networks",
-            uapi.BPF_MAP_TYPE_LPM_TRIE,
-            NETWORK_KEY.size,
-            4,
-            64,
-            uapi.BPF_F_NO_PREALLOC,
-        ),
-        _growing_hash("node_addresses", 16, 4, 4096, "frontends"),
-        _growing_hash("cluster_ips", 16, 4, 16_384, "frontends"),
-        MapSpec("frontend_ports", uapi.BPF_MAP_TYPE_ARRAY, 4, U64.size, FRONTEND_PORT_WORDS),
-        MapSpec(
-            "exempt_cgroups",
-            uapi.BPF_MAP_TYPE_HASH,
-            U64.size,
-            4,
-            4096,
-            uapi.BPF_F_NO_PREALLOC,
-        ),
-        MapSpec(
-            "agent_sockets",
-            uapi.BPF_MAP_TYPE_HASH,
-            U64.size,
-            4,
-            AGENT_SOCKETS,
-            uapi.BPF_F_NO_PREALLOC,
-        ),
-        MapSpec("config", uapi.BPF_MAP_TYPE_ARRAY, 4, CONFIG.size, 1),
-        MapSpec(
-            "counts",
-            uapi.BPF_MAP_TYPE_HASH,
-            U32_PAIR.size,
-            COUNTS.size,
-            0,
-            uapi.BPF_F_NO_PREALLOC,
-            "counts",
-        ),
-        MapSpec("zero_counts", uapi.BPF_MAP_TYPE_ARRAY, 4, COUNTS.size, 1),
+        _growing_hash("services", "frontend → Service port and its backend sets",
+            TARGET.size, SERVICE.size, 16_384, "frontends"),
+        _growing_hash("service_names",
+            "Service port id → name; for display only, no program reads it",
+            U32.size, SERVICE_NAME.size, 16_384, "frontends"),
+        _growing_hash("backend_slots", "slot of a backend set → backend id",
+            U32_PAIR.size, U32.size, 65_536, "slots"),
+        _growing_hash("backends", "backend id → address and port",
+            U32.size, TARGET.size, 65_536, "backends"),
+        _growing_hash("set_members", "members of a backend set, for Services with session affinity",
+            U32_PAIR.size, U32.size, 16_384, "slots"),
+        _lru_hash("affinity", "client and Service → backend; full: the oldest entry is evicted",
+            AFFINITY_KEY.size, AFFINITY.size, "affinity"),
+        _lru_hash("affinity_shares", "client → number of its entries in affinity, which is limited",
+            16, U32.size, "affinity"),
+        _socket_storage("sock_peers",
+            "connected socket → frontend and backend; stored with the socket",
+            PEER.size),
+        _socket_storage("former_peers",
+            "UDP socket that connects again → its previous peer, in case that fails",
+            PEER.size),
+        _socket_storage("udp_flows",
+            "unconnected UDP socket → frontends and backends; stored with the socket",
+            UDP_FLOWS.size),
+        MapSpec("udp_cuts", "Service and UDP backend → when the backend stopped serving",
+            uapi.BPF_MAP_TYPE_HASH, CUT_KEY.size, U64.size, 65_536, uapi.BPF_F_NO_PREALLOC),
+        MapSpec("source_ranges",
+            "Service and client networks that may use its LoadBalancer VIPs or NodePorts",
+            uapi.BPF_MAP_TYPE_LPM_TRIE, SOURCE_KEY.size, 4, 65_536, uapi.BPF_F_NO_PREALLOC),
+        MapSpec("flows",
+            "packet path: both ends of a packet → its translation; full: see flow_queue",
+            uapi.BPF_MAP_TYPE_HASH, FLOW_KEY.size, FLOW.size, 0, 0, sized_by="connections",
+            packet_path_only=True, entries_per_object=3 * FLOW_HEADROOM,
+            former_layouts=(FormerLayout(1, 152, lambda raw: raw[:104] + bytes(8) + raw[104:]),)),
+        MapSpec("flow_queue",
+            "packet path: connections, oldest first; full: evicts one, or drops the new one",
+            uapi.BPF_MAP_TYPE_QUEUE, 0, FLOW_KEY.size, 0, sized_by="connections",
+            packet_path_only=True, entries_per_object=FLOW_HEADROOM),
+        MapSpec("flow_count", "packet path: number of connections in flow_queue",
+            uapi.BPF_MAP_TYPE_ARRAY, 4, U64.size, 1),
+        MapSpec("port_slots",
+            "packet path: locks for choosing SNAT ports, and the last search without result",
+            uapi.BPF_MAP_TYPE_ARRAY, 4, PORT_SLOT.size, PORT_SLOTS),
+        MapSpec("fragments",
+            "packet path: ports of fragmented datagrams, for their later fragments",
+            uapi.BPF_MAP_TYPE_LRU_HASH, CLIENT_SLOT.size, FRAGMENT.size, 8192,
+            packet_path_only=True),
+        MapSpec("refusal_limits", "packet path: rate limits of ICMP errors and RSTs",
+            uapi.BPF_MAP_TYPE_ARRAY, 4, REFUSAL_LIMIT.size, len(RefusalLimit)),
+        MapSpec("refused_peers", "packet path: address → its rate limit of ICMP errors",
+            uapi.BPF_MAP_TYPE_LRU_HASH, 16, U64.size, 4096, packet_path_only=True),
+        MapSpec("foreign_flows", "packet path: connections that another data plane serves",
+            uapi.BPF_MAP_TYPE_LRU_HASH, CLIENT_SLOT.size, U32.size, 16_384, packet_path_only=True),
+        MapSpec("new_flows_paused_until",
+            "packet path: when new flows may begin again after a change of maps",
+            uapi.BPF_MAP_TYPE_ARRAY, 4, U64.size, 1),
+        MapSpec("devices", "packet path: ifindex → role (host or pod), link header and addresses",
+            uapi.BPF_MAP_TYPE_HASH, 4, DEVICE.size, 4096, uapi.BPF_F_NO_PREALLOC),
+        MapSpec("device_cache", "packet path: ifindex modulo the size → an entry of devices",
+            uapi.BPF_MAP_TYPE_ARRAY, 4, CACHED_DEVICE.size, CACHED_DEVICES),
+        MapSpec("flow_scratch",
+            "packet path: the packet that each CPU handles, and its new connection",
+            uapi.BPF_MAP_TYPE_PERCPU_ARRAY, 4, SCRATCH_SIZE, 1),
+        MapSpec("node", "packet path: the node's addresses and ports for SNAT",
+            uapi.BPF_MAP_TYPE_ARRAY, 4, NODE.size, 1),
+        MapSpec("local_networks",
+            "packet path: networks of clients that count as pods of this node",
+            uapi.BPF_MAP_TYPE_LPM_TRIE, NETWORK_KEY.size, 4, 64, uapi.BPF_F_NO_PREALLOC),
+        _growing_hash("node_addresses", "addresses of this node that serve NodePorts",
+            16, 4, 4096, "frontends"),
+        _growing_hash("cluster_ips", "ClusterIPs, where a port that no Service defines is refused",
+            16, 4, 16_384, "frontends"),
+        MapSpec("frontend_ports",
+            "ports of all frontends: everything else passes after one look-up",
+            uapi.BPF_MAP_TYPE_ARRAY, 4, U64.size, FRONTEND_PORT_WORDS),
+        MapSpec("exempt_cgroups", "cgroups whose processes the socket hooks leave alone",
+            uapi.BPF_MAP_TYPE_HASH, U64.size, 4, 4096, uapi.BPF_F_NO_PREALLOC),
+        MapSpec("agent_sockets",
+            "the agent's connections to the API server: only ClusterIPs are translated",
+            uapi.BPF_MAP_TYPE_HASH, U64.size, 4, AGENT_SOCKETS, uapi.BPF_F_NO_PREALLOC),
+        MapSpec("config", "settings that the programs read",
+            uapi.BPF_MAP_TYPE_ARRAY, 4, CONFIG.size, 1),
+        MapSpec("counts", "Service and backend → totals of their connections",
+            uapi.BPF_MAP_TYPE_HASH, U32_PAIR.size, COUNTS.size, 0, uapi.BPF_F_NO_PREALLOC,
+            "counts"),
+        MapSpec("zero_counts", "initial value of an entry of counts",
+            uapi.BPF_MAP_TYPE_ARRAY, 4, COUNTS.size, 1),
         # Reasons are only appended, so their number is the version.
-        MapSpec("reasons", uapi.BPF_MAP_TYPE_PERCPU_ARRAY, 4, 8, len(Reason), version=len(Reason)),
-        MapSpec("meta", uapi.BPF_MAP_TYPE_ARRAY, 4, META.size, 1),
-        MapSpec("agent_status", uapi.BPF_MAP_TYPE_ARRAY, 4, STATUS_SIZE, 1),
+        MapSpec("reasons", "counters of the programs' decisions, by reason",
+            uapi.BPF_MAP_TYPE_PERCPU_ARRAY, 4, 8, len(Reason), version=len(Reason)),
+        MapSpec("meta", "the next free ids",
+            uapi.BPF_MAP_TYPE_ARRAY, 4, META.size, 1),
+        MapSpec("agent_status", "the agent's status and heartbeat",
+            uapi.BPF_MAP_TYPE_ARRAY, 4, STATUS_SIZE, 1),
     )
-}
+}  # fmt: skip
 
 SELF_EVICTING_MAPS: Final = {
     "flows",

@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads the Service ports from the maps: names, frontends, backend sets, source ranges, affinity
+and traffic.
+"""
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+from kbpf.dataplane.bpf.changes.adopt import address_of, frontend_of, is_valid_entry
+from kbpf.dataplane.bpf.maps.layout import (
+    AFFINITY,
+    AFFINITY_KEY,
+    CONFIG,
+    U32,
+    U32_PAIR,
+    ClientKind,
+    ConfigFlag,
+    ServiceFlag,
+    ServiceValue,
+    unpack_service_name,
+    unpack_source_range,
+)
+from kbpf.dataplane.bpf.metrics import (
+    ALL_BACKENDS,
+    COUNTED_MAPS,
+    NO_BACKEND,
+    REMOVED_BACKENDS,
+    SOCKET_STORAGE_MAPS,
+    ConnectionCount,
+    IdPair,
+    read_totals,
+)
+from kbpf.dataplane.bpf.udp import unpack_backend
+from kbpf.errors import KernelError
+from kbpf.kernel.bpf.objects import Map
+from kbpf.model.address import Addr, family_of
+from kbpf.model.desired import FrontendAddress
+from kbpf.model.inspection import (
+    AffinityEntry,
+    BackendEntry,
+    BackendSet,
+    BackendTraffic,
+    FrontendEntry,
+    Part,
+    ServicePort,
+)
+from kbpf.model.metrics import ConnectionStats
+from kbpf.model.objects import Algorithm, Cidr
+
+NAME_MAPS: Final = ("service_names", "config")
+SERVICE_MAPS: Final = (*NAME_MAPS, "services", "backend_slots", "backends", "node_addresses")
+TRAFFIC_MAPS: Final = (*COUNTED_MAPS, "counts")
+SCOPES: Final = {NO_BACKEND: "none", REMOVED_BACKENDS: "gone", ALL_BACKENDS: "all"}
+LOCAL_POLICIES: Final = ServiceFlag.INTERNAL_LOCAL | ServiceFlag.EXTERNAL_LOCAL
+
+Maps = Mapping[str, Map]
+
+
+class Backends(dict[int, BackendEntry]):
+    """The backends by id; one without a backend for any other id."""
+
+    def __missing__(self, backend_id: int) -> BackendEntry:
+        self[backend_id] = BackendEntry(backend_id, None)
+        return self[backend_id]
+
+
+class Slots(Mapping[int, BackendEntry]):
+    """The slots of a set. If it has a table, each of the table's slots holds an index into the set.
+    Nothing is copied, since many sets may share one large table.
+    """
+
+    def __init__(
+        self, ids: Mapping[int, int], table: Mapping[int, int] | None, backends: Backends
+    ) -> None:
+        self._ids, self._table, self._backends = ids, table, backends
+
+    def __getitem__(self, index: int) -> BackendEntry:
+        return self._backends[self._ids[index if self._table is None else self._table[index]]]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._ids if self._table is None else self._table)
+
+    def __len__(self) -> int:
+        return len(self._ids if self._table is None else self._table)
+
+
+class _Sets:
+    """The backend sets by id. `ids`: set or table id → {index: backend id or index into the set};
+    both share one map and one range of ids.
+    """
+
+    def __init__(self, ids: Mapping[int, Mapping[int, int]], backends: Backends) -> None:
+        self._ids, self._backends = ids, backends
+        self._sets: dict[tuple[int, int, int], BackendSet] = {}
+
+    def get(self, set_id: int, size: int, table: int) -> BackendSet:
+        key = (set_id, size, table)
+        if key not in self._sets:
+            table_ids = self._ids.get(table, {}) if table else None
+            slots = Slots(self._ids.get(set_id, {}), table_ids, self._backends)
+            self._sets[key] = BackendSet(set_id, size, slots)
+        return self._sets[key]
+
+
+def read(maps: Maps, parts: Part) -> dict[str, Any]:
+    """The Service ports and what belongs to them, as fields of Inspection."""
+    if "service_names" not in maps:
+        return {}
+    frontends: dict[int, list[tuple[FrontendAddress, ServiceValue]]] = {}
+    ids: dict[int, dict[int, int]] = {}
+    backends, node_ports = Backends(), None
+    if "services" in maps:
+        # Frontends, then slots, then backends: see snapshot.py on this order.
+        for key, raw in _valid_entries(maps, "services"):
+            value = ServiceValue.unpack(raw)
+            frontends.setdefault(value.id, []).append((address_of(key), value))
+        for key, raw in maps["backend_slots"].items():
+            set_id, index = U32_PAIR.unpack(key)
+            ids.setdefault(set_id, {})[index] = _u32(raw)
+        for key, raw in _valid_entries(maps, "backends"):
+            backends[_u32(key)] = BackendEntry(_u32(key), unpack_backend(raw))
+        node_ports = _read_node_port_families(maps)
+    existing_backends = tuple(backends.values())
+    ranges = _read_ranges(maps) if Part.RANGES in parts else {}
+    traffic = _read_traffic(maps, backends) if Part.TRAFFIC in parts else {}
+    names = {
+        _u32(key): unpack_service_name(raw) for key, raw in _valid_entries(maps, "service_names")
+    }
+    sets = _Sets(ids, backends)
+    ports = {
+        port_id: _build_port(
+            ServicePort(
+                port_id,
+                names.get(port_id),
+                source_ranges=tuple(ranges.get(port_id, ())),
+                traffic=tuple(traffic.get(port_id, ())),
+            ),
+            frontends.get(port_id, ()),
+            sets,
+        )
+        for port_id in names.keys() | frontends.keys() | ranges.keys()
+    }
+    affinity = _read_affinity(maps["affinity"], ports, backends) if Part.AFFINITY in parts else ()
+    return {
+        "services": tuple(ports.values()),
+        "backends": existing_backends,
+        "node_ports": node_ports,
+        "affinity": tuple(affinity),
+    }
+
+
+def _build_port(
+    port: ServicePort, entries: Iterable[tuple[FrontendAddress, ServiceValue]], sets: _Sets
+) -> ServicePort:
+    """Adds the frontends to a port."""
+    values = [value for _, value in entries]
+    if not values:
+        return port
+    flags = ServiceFlag(values[0].flags)
+    return replace(
+        port,
+        frontends=tuple(_build_frontend(at, value, sets) for at, value in entries),
+        internal_local=ServiceFlag.INTERNAL_LOCAL in flags,
+        external_local=ServiceFlag.EXTERNAL_LOCAL in flags,
+        algorithm=Algorithm.MAGLEV if ServiceFlag.MAGLEV in flags else Algorithm.RANDOM,
+        affinity_timeout=max(value.affinity_timeout for value in values),
+    )
+
+
+def _build_frontend(at: FrontendAddress, value: ServiceValue, sets: _Sets) -> FrontendEntry:
+    frontend = frontend_of(at, value)
+    return FrontendEntry(
+        at,
+        frontend.kind if frontend else None,
+        bool(value.flags & ServiceFlag.RESTRICTED),
+        sets.get(value.cluster_set, value.cluster_size, value.cluster_table),
+        sets.get(value.local_set, value.local_size, value.local_table),
+    )
+
+
+def _u32(raw: bytes) -> int:
+    return int.from_bytes(raw, "little")
+
+
+def _valid_entries(maps: Maps, name: str) -> Iterator[tuple[bytes, bytes]]:
+    """Entries that are not corrupt. The agent reports and removes corrupt ones when it starts."""
+    return ((key, raw) for key, raw in maps[name].items() if is_valid_entry(name, key, raw))
+
+
+def _read_node_port_families(maps: Maps) -> frozenset[int]:
+    """The families in which NodePorts answer: both if they answer on loopback."""
+    _, flags, *_ = CONFIG.unpack(maps["config"].lookup(U32.pack(0)) or bytes(CONFIG.size))
+    if ConfigFlag.LOCALHOST_NODE_PORTS in ConfigFlag(flags):
+        return frozenset((4, 6))
+    return frozenset(family_of(Addr(key)) for key, _ in maps["node_addresses"].items())
+
+
+def _read_ranges(maps: Maps) -> Mapping[int, list[Cidr]]:
+    ranges: dict[int, list[Cidr]] = {}
+    for port_id, cidr in sorted(unpack_source_range(k) for k, _ in maps["source_ranges"].items()):
+        ranges.setdefault(port_id, []).append(cidr)
+    return ranges
+
+
+def _read_traffic(maps: Maps, backends: Backends) -> Mapping[int, list[BackendTraffic]]:
+    """Traffic by Service port, sorted by backend id."""
+    connection_count, totals = ConnectionCount(), dict[IdPair, ConnectionStats]()
+    for name in COUNTED_MAPS:
+        # Only a kernel with BTF can list socket storage. Without it, these connections are left
+        # out, and the others are shown.
+        with (
+            contextlib.suppress(KernelError)
+            if name in SOCKET_STORAGE_MAPS
+            else contextlib.nullcontext()
+        ):
+            for _ in connection_count.add(maps[name], True):
+                pass
+    for _ in read_totals(maps["counts"], totals):
+        pass
+    open_counts, traffic = connection_count.pairs, dict[int, list[BackendTraffic]]()
+    for port_id, backend_id in sorted(totals.keys() | open_counts.keys()):
+        pair = (port_id, backend_id)
+        traffic.setdefault(port_id, []).append(
+            BackendTraffic(
+                backend_id,
+                backends[backend_id].backend,
+                SCOPES.get(backend_id, ""),
+                open_counts[pair],
+                totals.get(pair, ConnectionStats()),
+            )
+        )
+    return traffic
+
+
+def _read_affinity(
+    map_: Map, ports: Mapping[int, ServicePort], backends: Backends
+) -> Iterator[AffinityEntry]:
+    for key, raw in map_.items():
+        client, port_id, kind = AFFINITY_KEY.unpack(key)
+        last_used_ns, backend_id, _ = AFFINITY.unpack(raw)
+        has_address = kind == ClientKind.ADDRESS
+        yield AffinityEntry(
+            Addr(client) if has_address else None,
+            # word[0] and word[1] of the key, in the byte order of the kernel (little-endian)
+            0 if has_address else int.from_bytes(client[:8], "little"),
+            ports.get(port_id) or ServicePort(port_id, None),
+            backends[backend_id],
+            last_used_ns / 1e9,
+        )

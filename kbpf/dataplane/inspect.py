@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads the data plane of this node, in whichever mode, into the values of model/inspection.py.
+
+While one mode replaces the other, both may have left state behind. The one whose agent wrote its
+status last is shown.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from kbpf.dataplane.bpf.inspect import snapshot
+from kbpf.dataplane.ipvs import inspect as ipvs
+from kbpf.errors import KbpfError, NotFoundError
+from kbpf.model.inspection import Inspection, Part
+
+
+@dataclass(frozen=True, slots=True)
+class Locations:
+    """The agent's folders: `pin_dir` in mode bpf, `state_dir` in mode ipvs."""
+
+    pin_dir: Path
+    state_dir: Path
+
+
+def is_ipvs(locations: Locations) -> bool:
+    """Whether the agent that wrote its status last is in mode ipvs."""
+    ipvs_status = ipvs.read_status(locations.state_dir)
+    if ipvs_status is None:
+        return False
+    try:
+        bpf_status = snapshot.read(locations.pin_dir, Part.STATUS).status
+    except KbpfError:  # nothing is pinned, or another version pinned it
+        return True
+    return bpf_status is None or ipvs_status.heartbeat >= bpf_status.heartbeat
+
+
+def read(locations: Locations, parts: Part, bpf_only: bool = False) -> Inspection:
+    """Reads what is programmed. Raises NotFoundError if no agent has run on this node, or if
+    `bpf_only` and the node is in mode ipvs.
+    """
+    if not is_ipvs(locations):
+        return snapshot.read(locations.pin_dir, parts)
+    if bpf_only:
+        raise NotFoundError(
+            "the agent of this node is in mode ipvs, which does not have this",
+            str(locations.state_dir), "use `kbpf inspect services`, `connections` or `status`",
+        )  # fmt: skip
+    return ipvs.read(locations.state_dir)

@@ -1,0 +1,414 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a data plane shows of itself: the values that the views of `kbpf inspect` are built from.
+
+Both data planes fill them (dataplane/bpf/inspect, dataplane/ipvs/inspect.py), from the kernel and
+from what the agent has stored, so they exist while the agent is down. Ids are those of the BPF
+maps; IPVS has none.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import Flag, auto
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from kbpf.errors import NotFoundError
+from kbpf.model.address import Addr
+from kbpf.model.config import SocketLb
+from kbpf.model.desired import Backend, FrontendAddress, FrontendKind, ServicePortKey
+from kbpf.model.metrics import ConnectionStats
+from kbpf.model.objects import Algorithm, Cidr
+from kbpf.model.reasons import Reason
+from kbpf.model.status import AgentStatus
+
+
+class Part(Flag):
+    """Which parts to read. Each view names its own, since walking large maps is expensive."""
+
+    SERVICES = auto()
+    AFFINITY = auto()
+    MAPS = auto()
+    HOOKS = auto()
+    STATUS = auto()
+    NAMES = auto()
+    CONNECTIONS = auto()
+    FILL = auto()
+    PACKETS = auto()
+    DEVICES = auto()
+    RANGES = auto()
+    TRAFFIC = auto()
+
+
+# ---- Services ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BackendEntry:
+    """A backend; one object for each. `backend` is None if something has its id, but it does not
+    exist.
+    """
+
+    id: int | None
+    backend: Backend | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BackendSet:
+    """A backend set with `size` slots. A slot that should exist may be missing in `slots`."""
+
+    id: int | None
+    size: int
+    slots: Mapping[int, BackendEntry]
+
+
+EMPTY_SET = BackendSet(0, 0, {})
+
+
+@dataclass(frozen=True, slots=True)
+class FrontendEntry:
+    """A frontend. `kind` is None if its entry is inconsistent. In IPVS it has one set, that of the
+    policy that applies to it; the other one is empty.
+    """
+
+    at: FrontendAddress
+    kind: FrontendKind | None
+    restricted: bool
+    cluster: BackendSet
+    local: BackendSet
+
+
+@dataclass(frozen=True, slots=True)
+class BackendTraffic:
+    """Connections of a Service port to one backend: `open` ones, and totals. If they are not of one
+    backend, `scope` is ``none`` (they got no backend), ``gone`` (all removed ones) or ``all``.
+    """
+
+    id: int
+    backend: Backend | None
+    scope: str
+    open: int
+    totals: ConnectionStats
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ServicePort:
+    """A Service port in one IP family. `key` is None if its id has no name. It has no `frontends`
+    if they were not read, or are gone.
+    """
+
+    id: int | None
+    key: ServicePortKey | None
+    frontends: tuple[FrontendEntry, ...] = ()
+    internal_local: bool = False
+    external_local: bool = False
+    algorithm: Algorithm = Algorithm.RANDOM
+    affinity_timeout: int = 0
+    source_ranges: tuple[Cidr, ...] = ()
+    traffic: tuple[BackendTraffic, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """``namespace/name:port``, or the bare id without a name."""
+        if self.key is None:
+            return f"id {self.id}, not named"
+        return f"{self.key.service}:{self.key.port}" if self.key.port else str(self.key.service)
+
+
+@dataclass(frozen=True, slots=True)
+class AffinityEntry:
+    """A client's affinity. The client has an address, or else it is a process in the network
+    namespace with this cookie. `last_used` is in seconds of CLOCK_MONOTONIC.
+    """
+
+    client: Addr | None
+    netns: int
+    service: ServicePort
+    backend: BackendEntry
+    last_used: float
+
+
+# ---- connections ---------------------------------------------------------------------------------
+
+
+class Connection(msgspec.Struct, frozen=True, gc=False):
+    """One connection. Addresses are ``address:port``.
+
+    `seen_as`: the source that the backend sees: the node's (`masqueraded`) or the client's. The
+    client's port may be changed if two connections would look the same to the backend.
+
+    `state`, one of CONNECTION_STATES: new (no reply yet), answered (the backend replied with a
+    SYN-ACK, an INIT-ACK or a datagram), unproven (TCP: the client completed the handshake, the
+    backend has not confirmed it), established, closing (FIN from one side), closed (FINs from both,
+    or RST).
+
+    `expires_seconds` is negative once the connection has expired (`expired`): its packets are no
+    longer translated, and its entries stay until their space is needed. `lost`: entries that are
+    missing because other connections use their keys: ``flow``, ``reply`` or ``source``.
+    `replaced`: these are the remaining entries of a connection whose client began a new one from
+    the same port.
+
+    `path`: ``stack``: through the node's network stack; ``direct``: from device to device;
+    ``ipvs``: by IPVS, which knows neither the idle time (`idle_seconds` is None) nor the source
+    that the backend sees (`seen_as` is ""). `device`: the client is this node itself and sends
+    through that device; otherwise "".
+    """
+
+    service: str
+    protocol: str
+    client: str
+    frontend: str
+    backend: str
+    seen_as: str
+    masqueraded: bool
+    state: str
+    idle_seconds: float | None
+    expires_seconds: float
+    expired: bool
+    lost: tuple[str, ...]
+    replaced: bool
+    path: str
+    device: str
+
+
+CONNECTION_STATES = ("new", "established", "closing", "closed", "answered", "unproven")
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionQuery:
+    """The connections to show, by Service (NAME or NAMESPACE/NAME), client address, backend address
+    and state. None and "" match all. `expired`: include expired ones.
+    """
+
+    service: str = ""
+    client: Addr | None = None
+    backend: Addr | None = None
+    state: str = ""
+    expired: bool = False
+
+
+class ConnectionPage(NamedTuple):
+    """The first rows of `total` matching connections, sorted by Service, then by client.
+    `expired_count`: how many expired ones were left out.
+    """
+
+    rows: Iterable[Connection]
+    total: int
+    expired_count: int
+
+
+class Connections(Protocol):
+    """The connections that a data plane tracks. There may be a hundred thousand, so they become
+    values only when they are shown.
+    """
+
+    def find(self, query: ConnectionQuery, limit: int = 0) -> ConnectionPage:
+        """At most `limit` of those that match; 0: all. Raises NotFoundError if the Service of the
+        query is not programmed.
+        """
+
+
+class TranslatedSource(msgspec.Struct, frozen=True, gc=False):
+    """One translated source: the backend sees `source` (``address:port``) instead of `client`."""
+
+    source: str
+    backend: str
+    protocol: str
+    client: str
+    service: str
+    state: str
+    idle_seconds: float
+
+
+class SnatUsage(NamedTuple):
+    """The `used` ports of one node address towards one backend and protocol. Connections to
+    different backends may use the same port. `closed` of them belong to closed connections and are
+    reused if no other is free.
+    """
+
+    backend: str
+    protocol: str
+    node_address: str
+    used: int
+    closed: int
+
+
+class TranslatedConnections(Protocol):
+    """The unexpired connections with SNAT."""
+
+    def __len__(self) -> int: ...
+
+    def sources(self, limit: int = 0) -> Iterable[TranslatedSource]:
+        """At most `limit` of them, 0: all; sorted by backend, then by translated source."""
+
+    def usage(self) -> Iterable[SnatUsage]:
+        """The ports in use, by backend, protocol and node address."""
+
+
+class Fill(NamedTuple):
+    """How full the table of connections is: all (`entries`), the open ones, those of the open ones
+    that must not be evicted, and the limit (`max_connections`).
+    """
+
+    entries: int
+    open: int
+    needed: int
+    max_connections: int
+
+
+# ---- the kernel ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class MapEntry:
+    """A map as seen by the kernel.
+
+    - `entries`: used entries; None if they cannot be counted. `has_fill`: their share of
+      `max_entries` says how full the map is.
+    - `bytes`: memory that the kernel charges for it; None if unknown.
+    """
+
+    name: str
+    type: str
+    entries: int | None
+    max_entries: int
+    has_fill: bool
+    bytes: int | None
+    purpose: str
+
+
+@dataclass(frozen=True, slots=True)
+class HookEntry:
+    """A socket hook and what is attached there.
+
+    - `link`: None if no link is pinned. `cgroup_id` is 0 if its cgroup was deleted.
+    - `program`: the link's; `tag` and `instructions` are "" and None if it was unloaded.
+    - `cgroup`: the path of the cgroup; "" if it is not visible in this mount namespace.
+    """
+
+    name: str
+    purpose: str
+    required: bool
+    only_counts: bool
+    link: int | None = None
+    program: int | None = None
+    tag: str = ""
+    instructions: int | None = None
+    pinned: bool = False
+    cgroup_id: int | None = None
+    cgroup: str = ""
+
+    @property
+    def attached(self) -> bool:
+        """Whether the hook runs for sockets."""
+        return bool(self.cgroup_id)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeEntry:
+    """The node's addresses for SNAT and the range of ports for it, both included; `last_port` is 0
+    if there is none. `pods`: how clients are recognized as pods of this node: by ``devices``, by
+    ``networks``, or "".
+    """
+
+    addresses: tuple[Addr, ...] = ()
+    first_port: int = 0
+    last_port: int = 0
+    pods: str = ""
+
+    @property
+    def ports(self) -> int:
+        """The number of ports for SNAT."""
+        return self.last_port - self.first_port + 1 if self.last_port else 0
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceEntry:
+    """A device that the packet path knows. `role` is ``host`` or ``pod``, `header` the length of
+    its link-layer header. `pods`: its packets come from pods of this node. `peer`:
+    bpf_redirect_peer() reaches the pod through it.
+    """
+
+    role: str
+    header: int
+    pods: bool
+    peer: bool
+
+
+@dataclass(frozen=True, slots=True)
+class HostDevice:
+    """A device of this network namespace. `role`: ``host``, ``pod`` or ``skipped``, and `reason`
+    why. `ingress` and `egress`: our programs and how they are attached, "" if there are none.
+    """
+
+    name: str
+    ifindex: int
+    kind: str
+    role: str
+    reason: str
+    ingress: str
+    egress: str
+
+
+# ---- all of it -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """The parts that were requested; the others have their defaults.
+
+    - `location`: where it was read: the pin folder, or in mode ipvs the state folder.
+    - `monotonic`, `boottime`: when reading ended (CLOCK_MONOTONIC, CLOCK_BOOTTIME, seconds).
+    - `node_ports`: the families in which NodePorts answer on some address of this node; None if
+      that was not read.
+    - `host_netns`: the cookie of the node's own network namespace.
+    - `socket_lb`: which sockets the hooks serve; `exempt_cgroups`: the number of cgroups whose
+      sockets they do not.
+    - `agent_alive`: whether a process with the agent's pid exists.
+    - `packet_programs`: whether programs of the packet path are pinned.
+    - `devices`: by ifindex.
+    - `counted`: the fields of ConnectionStats that are counted as configured.
+    """
+
+    location: str
+    mode: str = "bpf"
+    monotonic: float = 0.0
+    boottime: float = 0.0
+    services: tuple[ServicePort, ...] = ()
+    backends: tuple[BackendEntry, ...] = ()
+    node_ports: frozenset[int] | None = None
+    host_netns: int = 0
+    affinity: tuple[AffinityEntry, ...] = ()
+    maps: tuple[MapEntry, ...] = ()
+    hooks: tuple[HookEntry, ...] = ()
+    socket_lb: SocketLb = SocketLb.ON
+    exempt_cgroups: int = 0
+    reasons: Mapping[Reason, int] = field(default_factory=dict)
+    status: AgentStatus | None = None
+    agent_alive: bool = False
+    packet_programs: bool = False
+    connections: Connections | None = None
+    translated: TranslatedConnections | None = None
+    fill: Fill | None = None
+    node: NodeEntry = NodeEntry()
+    devices: Mapping[int, DeviceEntry] = field(default_factory=dict)
+    host_devices: tuple[HostDevice, ...] = ()
+    local_networks: tuple[Cidr, ...] = ()
+    counted: frozenset[str] = frozenset()
+
+
+def find_ports(
+    ports: Iterable[ServicePort], service: str, location: str
+) -> tuple[ServicePort, ...]:
+    """The ports of a Service (NAME or NAMESPACE/NAME). Raises NotFoundError if it has none."""
+    namespace, _, name = service.rpartition("/")
+    found = tuple(
+        port
+        for port in ports
+        if port.key is not None and port.key.name == name and namespace in ("", port.key.namespace)
+    )
+    if not found:
+        raise NotFoundError(
+            f"no Service {service} is programmed", location, "`kbpf inspect services` lists all"
+        )
+    return found

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a view shows, before it has a format."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kbpf.views.columns import Column
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """Rows with columns, a text, or both.
+
+    - `text`: formats the text for `-o wide` (True) or `-o table`; it is above the rows.
+    - `summary`: what JSON and YAML show instead of the text. With rows, these are its last field.
+    - `notes`: lines for stderr, so that they do not get into a pipe; "" is none.
+    - `empty`: the note if there is nothing to list; "" if there is.
+    - `ok`: false if the command has to fail.
+    """
+
+    rows: Iterable[Any] = ()
+    columns: Sequence[Column] = ()
+    text: Callable[[bool], str] | None = None
+    summary: Any = None
+    notes: tuple[str, ...] = ()
+    empty: str = ""
+    ok: bool = True
+
+
+def list_page(rows: Sequence[Any], columns: Sequence[Column], namespace: str = "") -> Page:
+    """A list, with the note that kubectl prints if it is empty."""
+    return Page(rows, columns, empty="" if rows else format_no_resources(namespace))
+
+
+def format_no_resources(namespace: str = "") -> str:
+    """What kubectl prints for an empty list."""
+    return f"No resources found in {namespace} namespace." if namespace else "No resources found."
+
+
+def format_more(count: int, limit: int, noun: str) -> str:
+    """How many rows `--limit` has left out; "" if none."""
+    return f"and {count - limit} more {noun}" if 0 < limit < count else ""
