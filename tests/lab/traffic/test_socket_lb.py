@@ -57,6 +57,12 @@ def restart(field: Field, mode: str, *more: str) -> None:
     )
 
 
+def run_hooked(field: Field) -> None:
+    """Restarts the agent with the hooks on, unless it runs with them and no other setting."""
+    if not field.agent.is_running or field.agent.extra not in ((), ("--socket-lb", ON)):
+        restart(field, ON)
+
+
 def dial(place: Place, protocol: str, to: str, **more: Any) -> dict[str, Any]:
     host, port = split(to)
     if protocol == "tcp":
@@ -150,7 +156,7 @@ def check_kept(field: Field, kept: Kept) -> None:
 def test_switching_between_all_modes_on_a_live_node(
     field: Field, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    restart(field, ON)
+    run_hooked(field)
     before, pod, host = ON, field["a2"], field["host-1"]
     for mode in TURNS:
         kept = keep(field, f"{before} to {mode}")
@@ -207,7 +213,7 @@ def test_translated_sockets_stay_translated_in_host_only_mode(
     """In hostNamespaceOnly, getpeername() and recvmsg() of sockets opened before in a pod still
     show the Service, and an unconnected socket keeps its backend.
     """
-    restart(field, ON)
+    run_hooked(field)
     assert dial(field["a2"], protocol, to, keep="old")["name"] == "a1"
     restart(field, HOST_ONLY)
     try:
@@ -228,7 +234,7 @@ def test_hooks_stay_attached_if_the_packet_path_is_unavailable(
     field: Field, tmp_path: Path
 ) -> None:
     """An agent started with `off` but without a packet path exits; sockets are served as before."""
-    restart(field, ON)
+    run_hooked(field)
     field.agent.stop()
     agent = field.agent
     agent.start(wait=False, extra=("--socket-lb", OFF, "--packet-path", "false"))
@@ -244,7 +250,7 @@ def test_a_port_reused_after_a_flow_can_dial_the_backend_directly(field: Field) 
     """The flow of a closed connection must not translate the replies of another connection from the
     same port: a pod may have been exempt before and not be any more.
     """
-    restart(field, ON)
+    run_hooked(field)
     backend = (field["a1"].ip, 8080)
 
     def talk(to: tuple[str, int], port: int) -> int:
@@ -348,7 +354,7 @@ FOLDERS = {
 def test_a_pod_with_the_label_is_left_to_the_packet_path(
     field: Field, kubelet: Kubelet, driver: str, first: str
 ) -> None:
-    restart(field, ON)
+    run_hooked(field)
     uid = str(uuid.uuid4())
     folder = FOLDERS[driver].format(uid=uid, uid_=uid.replace("-", "_"))
     place = kubelet.run(folder) if first == "cgroup" else None
@@ -380,7 +386,7 @@ def test_a_pod_with_the_label_is_left_to_the_packet_path(
 def test_pods_without_a_valid_exemption_are_hooked(
     field: Field, kubelet: Kubelet, name: str, change: Callable[[dict[str, Any]], None]
 ) -> None:
-    restart(field, ON)
+    run_hooked(field)
     uid = str(uuid.uuid4())
     place = kubelet.run(f"kubepods/pod{uid}")
     pod = pod_object(uid)
@@ -394,7 +400,7 @@ def test_pods_without_a_valid_exemption_are_hooked(
 
 
 def test_a_pod_with_a_recreated_cgroup_is_exempt_again(field: Field, kubelet: Kubelet) -> None:
-    restart(field, ON)
+    run_hooked(field)
     uid = str(uuid.uuid4())
     folder = kubelet.root / f"kubepods/pod{uid}"
     place = kubelet.run(f"kubepods/pod{uid}")

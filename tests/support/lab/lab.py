@@ -427,6 +427,8 @@ class Agent:
         """The module to run: kbpf or a variant (tests/support/runtime/clsact_agent.py)."""
         self.wrapper: tuple[str, ...] = ()
         """A command in front of the agent's that executes it."""
+        self.extra: tuple[str, ...] = ()
+        """The additional arguments of the process started last."""
         node.agent = self
 
     @property
@@ -450,6 +452,7 @@ class Agent:
             *("--state-dir", str(self.state_dir)),
             *("--cache-dir", str(self._cache), *self._arguments, *extra),
         )
+        self.extra = extra
         self.begin()
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
