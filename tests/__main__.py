@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m tests`: what `make test` runs once everything is built: all tests in two processes,
-and beside them the quick tests in other kernels.
+"""`python -m tests`: what `make test` runs once everything is built: all tests in three
+processes, and beside them the quick tests in other kernels.
 
 The guests' output is printed at the end. Arguments are passed to pytest; with any, only pytest
 runs, in one process. Exits with 1 if anything failed.
@@ -12,8 +12,10 @@ import sys
 import tempfile
 
 PYTEST = (sys.executable, "-m", "pytest")
-TWO_PROCESSES = ("-q", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
-"""A file's tests share fixtures, so they run in one process. conftest.py has the order of files."""
+IN_PARALLEL = ("-q", "-n", "3", "--dist", "loadfile", "--no-loadscope-reorder")
+"""Tests wait for a third of their time, so three processes keep two processors busy. A file's tests
+share fixtures, so they run in one process. conftest.py has the order of files.
+"""
 KERNELS = (sys.executable, "-m", "tests.kernels", "--quick")
 
 
@@ -27,7 +29,7 @@ def main() -> int:
         subprocess.Popen(KERNELS, stdout=output, stderr=subprocess.STDOUT) as guests,
     ):
         try:
-            code = subprocess.call([*PYTEST, *TWO_PROCESSES])
+            code = subprocess.call([*PYTEST, *IN_PARALLEL])
             print("waiting for the other kernels", flush=True)
             guests_code = guests.wait()
         finally:
