@@ -5,6 +5,8 @@
  */
 #pragma once
 
+#include "lookup.h"
+
 static __always_inline bool is_accounting(u32 what)
 {
 	return config_flags() & what;

@@ -23,6 +23,9 @@
  */
 #pragma once
 
+#include "types.h"
+#include "maps.h"
+#include "lib/addr.h"
 #include "lib/check.h"
 
 #define TRIES 3
@@ -157,7 +160,9 @@ static __always_inline bool is_agent_socket(u64 cookie)
 	return agent_sockets.lookup(&cookie) != NULL;
 }
 
-static __always_inline void count(u32 reason); /* each unit defines its own */
+/* Each unit defines its own. socket_cgroup(): see struct affinity. */
+static __always_inline void count(u32 reason);
+static __always_inline u32 socket_cgroup(void);
 
 /* Which owner's share an entry of `affinity` counts against: an IPv4 address; an IPv6 /64 network,
  * since one host may have all of its addresses; or, for a socket, the cgroup of the current

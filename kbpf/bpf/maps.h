@@ -1,12 +1,14 @@
 /* SPDX-License-Identifier: (GPL-2.0 OR BSD-2-Clause) */
 /* The maps that both units or only the socket hooks use; those of the packet path alone are in
- * track.h, refuse.h and tc.c. For each map: key -> value, which side (agent or programs) writes it
+ * tc/. For each map: key -> value, which side (agent or programs) writes it
  * and which deletes entries, and what happens when it is full.
  *
  * The sizes here only satisfy the compiler; the loader sets the real ones (layout.py). Plain hashes
  * are not preallocated, so unused capacity costs only its buckets.
  */
 #pragma once
+
+#include "types.h"
 
 /* frontend -> service. Written and deleted by the agent. Full: the agent makes a larger map, or
  * reports the Service. */

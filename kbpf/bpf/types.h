@@ -188,7 +188,7 @@ struct flow_key {
 	struct target second;
 };
 
-/* Connection states of all protocols; track.h says which packet leads to which state. */
+/* Connection states of all protocols; flow.h says which packet leads to which state. */
 enum tcp_state {
 	STATE_NEW = 0,         /* the client has sent, the backend has not answered */
 	STATE_ESTABLISHED = 1, /* confirmed by the backend; UDP: a stream in both directions */
@@ -206,7 +206,7 @@ enum fins {
 	FIN_COUNTED = 1 << 3,       /* its end is in `counts` already; more resets may follow */
 };
 
-/* How the packets of a flow leave this node; decided by its first packet. track.h lists the entries
+/* How the packets of a flow leave this node; decided by its first packet. flow.h lists the entries
  * that exist for each. */
 enum flow_path {
 	PATH_STACK = 0,       /* through the stack, which routes them; SNAT happens at egress */
@@ -215,7 +215,7 @@ enum flow_path {
 	PATH_DIRECT_SNAT = 2, /* redirected, with SNAT; no packet has needed the stack so far */
 };
 
-/* Which entry of a flow this is (track.h). */
+/* Which entry of a flow this is (flow.h). */
 enum flow_direction {
 	DIRECTION_ORIGINAL = 0,
 	DIRECTION_REPLY = 1,
@@ -244,7 +244,7 @@ struct tcp_numbers {
 	u32 ack;  /* the sequence number that it expects from the other side */
 };
 
-/* flows: a tracked connection. All entries of a flow (track.h) hold the same values, except for
+/* flows: a tracked connection. All entries of a flow (flow.h) hold the same values, except for
  * `last_used`, `direction`, `seen` and `out`. `state` and `fins` of the original entry count; those
  * of the others are copies, which may lag. */
 struct flow {
@@ -254,7 +254,7 @@ struct flow {
 	struct target backend;
 	struct address snat; /* all 0: no SNAT */
 	__be16 snat_port;
-	__be16 client_port; /* port of client' (track.h) */
+	__be16 client_port; /* port of client' (flow.h) */
 	u32 service;
 	u32 backend_id;
 	u8 state;        /* enum tcp_state */
@@ -349,7 +349,7 @@ struct port_slot {
 /* One element of a map that clients fill. Every client has a fixed number of them, so it can only
  * overwrite its own. */
 struct client_slot {
-	struct address owner; /* tc.c, owner_of_packet() */
+	struct address owner; /* owner_of_packet() */
 	u32 number;
 };
 

@@ -3,6 +3,8 @@
  */
 #pragma once
 
+#include "types.h"
+
 #define V4_MAPPED_WORD __builtin_bswap32(0x0000ffff) /* little endian; see below */
 
 /* Big-endian BPF would need a different constant: refuse to compile. */

@@ -7,6 +7,8 @@
  */
 #pragma once
 
+#include "types.h"
+
 #define CHECK_FACTOR 0x9e3779b1 /* odd, so that a change of one word always changes the result */
 
 static __always_inline u32 check_add(u32 check, u32 word)

@@ -5,6 +5,9 @@
  */
 #pragma once
 
+#include "lookup.h"
+#include "lib/packet.h"
+
 #define HASH_SEED 0x6b627066
 
 static __always_inline u32 hash_word(u32 hash, u32 word)

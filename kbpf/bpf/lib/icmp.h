@@ -11,6 +11,9 @@
  */
 #pragma once
 
+#include "lib/packet.h"
+#include "lib/rewrite.h"
+
 #define ICMP_DEST_UNREACH 3 /* code 4: fragmentation needed */
 #define ICMP_TIME_EXCEEDED 11
 #define ICMP_PARAMETERPROB 12

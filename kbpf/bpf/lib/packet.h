@@ -7,6 +7,9 @@
  */
 #pragma once
 
+#include "types.h"
+#include "lib/addr.h"
+
 #define ETH_P_IP 0x0800
 #define ETH_P_IPV6 0x86dd
 #define ETH_HLEN 14

@@ -2,6 +2,9 @@
 /* Writes new addresses and ports into a packet, and updates every checksum that covers them. */
 #pragma once
 
+#include "lib/addr.h"
+#include "lib/packet.h"
+
 #define IP4_TTL 8
 #define IP4_CHECK 10
 #define IP4_SOURCE 12

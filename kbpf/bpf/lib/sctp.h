@@ -10,6 +10,8 @@
  */
 #pragma once
 
+#include "lib/packet.h"
+
 #define SCTP_CHECK 8
 #define CRC32C_POLYNOMIAL 0x82f63b78
 

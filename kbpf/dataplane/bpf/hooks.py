@@ -134,7 +134,7 @@ HOOKS: Final = (
 @dataclass(frozen=True, slots=True)
 class PacketProgram:
     """A program of the unit `tc`. `direction`: "ingress" or "egress", or "" if it is only reached
-    by a tail call. `tail`: its index in the tail call map (enum tail in tc.c), or -1.
+    by a tail call. `tail`: its index in the tail call map (enum tail in bpf/tc/tails.h), or -1.
     """
 
     name: str

@@ -192,7 +192,7 @@ def _delete_packet_flows(flows: Map, is_gone: IsGone) -> CutSteps:
     """Deletes all entries of stale flows of the packet path; the next datagram chooses again. The
     original-direction entries go last, since without them the others would never be evicted. A flow
     that has started again since it was read is kept. A datagram that comes earlier chooses again,
-    too, if its backend has no id any more (check_restart() in tc.c).
+    too, if its backend has no id any more (check_restart() in known.h).
     """
     cut_counts: Counter[int] = Counter()
     originals: list[tuple[bytes, bytes]] = []

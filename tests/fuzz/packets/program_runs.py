@@ -48,7 +48,7 @@ from tests.support.packets.test_run import (
 
 VERDICTS: Final = {TC_ACT_UNSPEC: "next", TC_ACT_SHOT: "drop", TC_ACT_REDIRECT: "redirect"}
 ENTRIES: Final = 3
-"""Entries of one connection, at most (track.h)."""
+"""Entries of one connection, at most (flow.h)."""
 CONNECTIONS: Final = 512
 """So few that flows have to be evicted."""
 PORTS: Final = (2000, 9000)

@@ -3,7 +3,7 @@
 
 This is the chapter "Connection states" as a program: which resets and FINs count, what proves a
 connection, and when UDP is a stream. differences.py compares kbpf with it state by state, and its
-rows take their conditions from it. It is written from the document, not from track.h.
+rows take their conditions from it. It is written from the document, not from flow.h.
 """
 
 from dataclasses import dataclass, field

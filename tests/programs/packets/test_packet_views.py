@@ -209,13 +209,7 @@ def show(call: Run) -> Callable[..., Any]:
 # ---- timeouts in the C code ----------------------------------------------------------------------
 
 TRACK = """
-#include "types.h"
-#include "lib/compat.h"
-#include "lib/addr.h"
-#include "maps.h"
-#include "lookup.h"
-#include "lib/packet.h"
-#include "track.h"
+#include "tc/flow.h"
 int probe(struct __sk_buff *skb)
 {
 	struct flow flow = {.state = skb->mark & 0xff};

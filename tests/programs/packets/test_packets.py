@@ -2026,7 +2026,7 @@ def test_torn_next_hop_is_not_used(uplink: Path_, v: int, name: str, value: obje
 
 
 def check_of(hop: dict[str, Any]) -> int:
-    """As check_of_next_hop() in forward.h computes it."""
+    """As check_of_next_hop() in hop.h computes it."""
     check = hop["found"]
     raw = hop["next"] + U32.pack(hop["ifindex"]) + hop["own_mac"] + hop["next_mac"]
     flags = hop["length"] | hop["resolved"] << 16 | hop["family"] << 24

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The entries of the packet path's map `flows`, as bytes (bpf/track.h).
+"""The entries of the packet path's map `flows`, as bytes (bpf/flow.h).
 
 Each entry of a flow contains a complete struct flow. The original-direction entry (client and
 frontend) is the one whose key is in the flow queue; without it the others are orphans.
@@ -39,7 +39,7 @@ DISPOSABLE_AFTER_NS: Final = {
     TcpState.UNPROVEN: 5 * NS_PER_SECOND,
     TcpState.CLOSING: 10 * NS_PER_SECOND,
 }
-"""State → idle time in ns after which a flow may be evicted: is_disposable() in track.h."""
+"""State → idle time in ns after which a flow may be evicted: is_disposable() in flow.h."""
 
 FlowEntry = tuple[bytes, bytes]
 
@@ -71,7 +71,7 @@ def enable_flow_lookup(flow_count: CounterMap) -> None:
 
 
 def flow_key(source: bytes, destination: bytes) -> bytes:
-    """The key of a flow, with its two ends in the order of flow_key_of() in track.h: by the last
+    """The key of a flow, with its two ends in the order of flow_key_of() in flow.h: by the last
     word of the address, then the port, then the other words, each as a little-endian number.
     """
 
@@ -107,8 +107,8 @@ def expires_at(raw: bytes) -> int:
 
 
 def is_needed(state: int, last_sent: int, now: int) -> bool:
-    """Whether an unexpired flow must not be evicted: is_needed() in tc.c. `last_sent`: the client's
-    last packet; both times in ns (CLOCK_MONOTONIC).
+    """Whether an unexpired flow must not be evicted: is_needed() in evict.h. `last_sent`: the
+    client's last packet; both times in ns (CLOCK_MONOTONIC).
     """
     if state in DISPOSABLE_AFTER_NS:
         return now - last_sent <= DISPOSABLE_AFTER_NS[TcpState(state)]

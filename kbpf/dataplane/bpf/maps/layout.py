@@ -88,7 +88,7 @@ TCP_IDLE_TIMEOUT_S: Final = {
     TcpState.ANSWERED: 60,
     TcpState.UNPROVEN: 24 * 3600,
 }
-"""Idle timeout of a tracked TCP connection, in seconds: timeout_of() in track.h."""
+"""Idle timeout of a tracked TCP connection, in seconds: timeout_of() in flow.h."""
 
 UNESTABLISHED_IDLE_TIMEOUT_S: Final = 30
 """The same for other protocols until the connection is established."""
@@ -260,7 +260,7 @@ META: Final = Struct("=III4x")
 COUNTS: Final = Struct("=10Q")
 FLOW_HEADROOM: Final = 1.125
 """`flows` and `flow_queue` have room for this many times the configured connections: see enqueue()
-in tc.c.
+in evict.h.
 """
 AGENT_SOCKETS: Final = 256
 """The number of the agent's newest connections to the API server in `agent_sockets`."""
@@ -523,7 +523,8 @@ SELF_EVICTING_MAPS: Final = {
     *(n for n, s in MAPS.items() if s.map_type == uapi.BPF_MAP_TYPE_LRU_HASH),
 }
 """Maps that keep entries until their room is needed, so that being full is normal: LRU maps, where
-the kernel evicts, and `flows`, a plain hash where the programs evict (evict_over_limit() in tc.c).
+the kernel evicts, and `flows`, a plain hash where the programs evict (evict_over_limit() in
+evict.h).
 """
 
 

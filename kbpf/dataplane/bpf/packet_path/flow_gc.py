@@ -5,8 +5,9 @@ entry no longer points at them.
 Two CPUs that start the same flow at once (for two datagrams, or a SYN and its retransmission) may
 choose different backends or SNAT ports. The original-direction entry written last determines the
 flow, which orphans the reply entries of the other choice. A program that deletes a flow leaves an
-orphan if another CPU holds the lock of its SNAT reply entry (delete_replies() in tc.c). Flows are
-evicted by their original-direction entries (evict_one() in tc.c), so orphans would stay for ever.
+orphan if another CPU holds the lock of its SNAT reply entry (delete_replies() in known.h). Flows
+are evicted by their original-direction entries (evict_one() in evict.h), so orphans would stay for
+ever.
 
 A new flow may overwrite an entry after it was read. So an entry is looked up and deleted in one
 system call, and put back if it is not the one that was read.

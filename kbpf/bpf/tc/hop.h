@@ -11,7 +11,13 @@
  */
 #pragma once
 
+#include "types.h"
 #include "lib/check.h"
+#include "lib/compat.h"
+#include "lib/packet.h"
+#include "tc/devices.h"
+#include "tc/flow.h"
+#include "tc/tails.h"
 
 #define BPF_FIB_LKUP_RET_SUCCESS 0
 #define BPF_FIB_LKUP_RET_NO_NEIGH                                                                  \
@@ -198,8 +204,6 @@ next_hop_of_flow(struct __sk_buff *skb, const struct packet *p, const struct tup
 	return to;
 }
 
-static __always_inline int finish(int action, enum reason reason); /* in tc.c */
-
 /* Removes a priority tag (802.1Q with VLAN 0), which applies to this link only; bpf_redirect*()
  * would send it on through the next device. Returns a value other than 0 on failure. */
 static __always_inline long drop_priority_tag(struct __sk_buff *skb)
@@ -234,4 +238,19 @@ static __always_inline int redirect_packet(struct __sk_buff *skb, const struct d
 	if (!from->l2 && bpf_skb_change_head(skb, ETH_HLEN, 0))
 		return finish(TC_ACT_SHOT, NOT_REWRITTEN);
 	return finish(redirect_neigh(hop->ifindex, &neighbour), REDIRECTED);
+}
+
+/* A reply to this node's own socket: delivers it on the device that the request left by. */
+static __always_inline int deliver_to_host(struct __sk_buff *skb, const struct device *from,
+					   u32 ifindex)
+{
+	struct device *to = device_at(ifindex);
+
+	/* It is on that device already, or that device has another link-layer header. */
+	if (ifindex == skb->ifindex || !to || to->l2 != from->l2)
+		return TC_ACT_UNSPEC;
+	if (drop_priority_tag(skb) ||
+	    (to->l2 && bpf_skb_store_bytes(skb, 0, to->mac, sizeof(to->mac), 0)))
+		return finish(TC_ACT_SHOT, NOT_REWRITTEN);
+	return finish(bpf_redirect(ifindex, BPF_F_INGRESS), REDIRECTED);
 }

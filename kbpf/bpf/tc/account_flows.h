@@ -5,6 +5,9 @@
  */
 #pragma once
 
+#include "account.h"
+#include "lib/packet.h"
+
 #define FLUSH_BYTES (256 << 10) /* a sum of this size is added to `counts` */
 #define FLUSH_DATAGRAM_BYTES                                                                       \
 	(4 << 10) /* the same for UDP and SCTP: nothing signals their end, so the rest is lost */

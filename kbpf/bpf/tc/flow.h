@@ -8,7 +8,7 @@
  * Replies take the same way back. The destination changes at ingress, before the stack routes the
  * packet; the source changes at egress, after the stack and netfilter have seen it. So the stack
  * never sees a packet from outside with the node's own source address (a martian), and nftables
- * policies see client and pod. A flow that bypasses the stack (forward.h) changes both at ingress.
+ * policies see client and pod. A flow that bypasses the stack (hop.h) changes both at ingress.
  *
  * client' is the client as the backend and the stack see it before SNAT: the client's address, and
  * the client's port, unless another flow of this client to the same backend already uses that port.
@@ -37,7 +37,7 @@
  *
  * The key of the original entry is also in a queue, which is the flow's place in the table. Flows
  * are queued in the order in which they began; a map migration queues them by their last use. Above
- * the operator's limit, each new flow checks the oldest ones (evict_over_limit() in tc.c). Those
+ * the operator's limit, each new flow checks the oldest ones (evict_over_limit() in evict.h). Those
  * that are needed move to the end of the queue. Up to two that are not are evicted: they have
  * ended, or the backend has not confirmed them (is_needed()). The queue has an eighth more room
  * than the limit. If it is full nevertheless, and none of the oldest flows can be evicted, the new
@@ -47,6 +47,10 @@
  * connection, evicts the entries of a flow one by one, and evicts idle connections during a flood.
  */
 #pragma once
+
+#include "types.h"
+#include "lib/addr.h"
+#include "lib/packet.h"
 
 #define SECOND 1000000000ULL
 #define SNAT_TRIES 14 /* random ports of the node that are tried, then as many in sequence */
@@ -70,7 +74,7 @@ BPF_TABLE("hash", struct flow_key, struct flow, flows, 64);
 
 /* The keys of the original entries, the oldest first. The programs push and pop; the agent pushes
  * keys of entries that it adds or migrates. The key of a deleted flow stays until it is popped.
- * Full: enqueue() in tc.c evicts a flow, or drops the new one. */
+ * Full: enqueue() in evict.h evicts a flow, or drops the new one. */
 BPF_QUEUE(flow_queue, struct flow_key, 64);
 
 /* 0 -> number of keys in the queue; see also tracks_flows(). Counted by the programs, and set by
@@ -341,4 +345,9 @@ static __always_inline struct flow_key snat_reply_key(const struct flow *flow)
 	source.address = flow->snat;
 	source.port = flow->snat_port;
 	return flow_key_of(&source, &flow->backend);
+}
+
+static __always_inline bool starts_flow(const struct packet *p)
+{
+	return p->protocol == IPPROTO_UDP || (p->tcp_flags & (TCP_SYN | TCP_ACK)) == TCP_SYN;
 }

@@ -13,6 +13,17 @@
  */
 #pragma once
 
+#include "types.h"
+#include "lib/compat.h"
+#include "lib/icmp.h"
+#include "lib/packet.h"
+#include "lib/rewrite.h"
+#include "lib/sctp.h"
+#include "tc/devices.h"
+#include "tc/hop.h"
+#include "tc/scratch.h"
+#include "tc/tails.h"
+
 /* Index: enum refusal_bucket. Written by the agent when it starts. */
 BPF_TABLE("array", u32, struct refusal_limit, refusal_limits, REFUSAL_LIMITS);
 
@@ -258,4 +269,27 @@ static __always_inline bool may_refuse(const struct packet *p, u64 now)
 			return false;
 	}
 	return !all || !all->interval || take_token(&all->spent, all, now);
+}
+
+/* Refuses a packet: sends the refusal back by the device that the packet came from, or, for the
+ * node's own sockets, delivers it at ingress of the device that they send by. */
+int tc_refuse(struct __sk_buff *skb)
+{
+	u32 ifindex = skb->ifindex;
+	struct device *device = device_at(ifindex);
+	struct scratch *s = get_scratch();
+	struct packet *p;
+
+	if (!device || !s)
+		return finish(TC_ACT_SHOT, NOT_REWRITTEN);
+	p = &s->packet;
+	if (!can_refuse(skb, p))
+		return finish(TC_ACT_SHOT, s->reason);
+	if (!may_refuse(p, now_ns()))
+		return finish(TC_ACT_SHOT, RATE_LIMITED);
+	if (drop_priority_tag(skb) ||
+	    (p->protocol == IPPROTO_TCP ? refuse_tcp(skb, p) : refuse_with_icmp(skb, p)) ||
+	    swap_link(skb, device->l2))
+		return finish(TC_ACT_SHOT, NOT_REWRITTEN);
+	return finish(bpf_redirect(ifindex, skb->ingress_ifindex ? 0 : BPF_F_INGRESS), s->reason);
 }

@@ -26,6 +26,18 @@ enum begin_flags {
 	BEGIN_NOT_FOREIGN = 1 << 1, /* another data plane did not see it first */
 };
 
+/* The stages of the search for a port of the node (tc_claim), and which ports each
+ * may take. */
+enum search {
+	SEARCH_NONE = 0,   /* it has not begun */
+	SEARCH_RANDOM = 1, /* random ports that are free, or whose flow has ended; after FRESH_TRIES
+			      also those in TIME_WAIT at the backend and of disposable flows */
+	SEARCH_SEQUENTIAL = 2, /* ports in sequence: also those of handshakes idle for a second */
+	SEARCH_SCANNED = 3,    /* the same, from a port that tc_scan_ports found */
+	SEARCH_LAST = 4, /* also those of any handshake: during a flood it is most likely forged,
+			    and without its port the new connection would certainly fail */
+};
+
 struct scratch {
 	struct packet packet; /* as it arrived; tc_sctp needs the offsets as it leaves */
 	struct packet inner;  /* the packet that an ICMP error quotes */

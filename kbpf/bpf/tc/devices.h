@@ -1,0 +1,42 @@
+/* SPDX-License-Identifier: (GPL-2.0 OR BSD-2-Clause) */
+/* What the packet path knows about the node and its devices (node_maps.py). */
+#pragma once
+
+#include "types.h"
+#include "maps.h"
+#include "lib/addr.h"
+
+BPF_F_TABLE("hash", u32, struct device, devices, 64, BPF_F_NO_PREALLOC);
+BPF_TABLE("array", u32, struct cached_device, device_cache, CACHED_DEVICES);
+BPF_TABLE("array", u32, struct node, node, 1);
+
+/* What the agent knows about a device. Each packet needs up to two devices, and an array lookup
+ * takes a tenth of the time of a hash lookup. The agent sets `ifindex` to 0 while it changes an
+ * element in place (node_maps.py); the hash map then has the device. */
+static __always_inline struct device *device_at(u32 ifindex)
+{
+	u32 index = ifindex % CACHED_DEVICES;
+	struct cached_device *cached = device_cache.lookup(&index);
+
+	if (cached && cached->ifindex == ifindex)
+		return &cached->device;
+	return devices.lookup(&ifindex);
+}
+
+/* Whether this is a known address of the node: one that serves NodePorts, or one for SNAT. */
+static __always_inline bool is_nodes_own(struct address *a, const struct node *n)
+{
+	return node_addresses.lookup(a) || same_address(a, &n->snat4) || same_address(a, &n->snat6);
+}
+
+/* Sets (`in`) or clears the mark of masqueraded flows on a packet in the node's stack, in both
+ * directions. By default it is kube-proxy's mark, so rules that accept that under a FORWARD policy
+ * of DROP accept our packets too. Other bits of the mark are left alone. */
+static __always_inline void mark_masqueraded(struct __sk_buff *skb, bool in)
+{
+	u32 zero = 0;
+	struct node *n = node.lookup(&zero);
+
+	if (n)
+		skb->mark = in ? skb->mark | n->mark : skb->mark & ~n->mark;
+}

@@ -1,0 +1,98 @@
+/* SPDX-License-Identifier: (GPL-2.0 OR BSD-2-Clause) */
+/* Packets of this node's own sockets that the socket hooks leave alone, at egress. */
+#pragma once
+
+#include "lookup.h"
+#include "lib/packet.h"
+#include "lib/rewrite.h"
+#include "tc/account_flows.h"
+#include "tc/begin.h"
+#include "tc/devices.h"
+#include "tc/hop.h"
+#include "tc/known.h"
+#include "tc/scratch.h"
+#include "tc/sctp.h"
+#include "tc/tails.h"
+
+/* Whether a packet that the node's own socket sends is for a Service. NodePorts need no check: they
+ * are on addresses of the node, and packets to these leave by no device. */
+static __always_inline bool dials_service(struct __sk_buff *skb, struct packet *p)
+{
+	struct service *service;
+
+	if (!may_be_service(&p->tuple.to))
+		return false;
+	service = service_at(&p->tuple.to);
+	if (service)
+		return (service->flags & SERVICE_CLUSTER_IP) ||
+		       !is_agent_socket(bpf_get_socket_cookie(skb));
+	return cluster_ips.lookup(&p->tuple.to.address);
+}
+
+/* Whether this packet begins a connection of the agent to which no Service applies
+ * (is_agent_socket()). It may match a flow of another socket of the node that has used the same
+ * port through a Service. */
+static __always_inline bool is_agent_bypass(struct __sk_buff *skb, struct packet *p)
+{
+	struct service *service;
+
+	if (p->protocol != IPPROTO_TCP || !starts_flow(p) ||
+	    !is_agent_socket(bpf_get_socket_cookie(skb)))
+		return false;
+	service = service_at(&p->tuple.to);
+	return !service || !(service->flags & SERVICE_CLUSTER_IP);
+}
+
+/* The same for a packet of this node, sent by a socket that the hooks left alone. It leaves by the
+ * device towards the backend; replies are delivered on the device that the socket sends by, where
+ * they are expected. It needs no SNAT, since it has the node's address. */
+int tc_host_choose(struct __sk_buff *skb)
+{
+	struct scratch *s = get_scratch();
+	struct client client = {};
+	struct choice c = {};
+	int action;
+
+	if (!s)
+		return TC_ACT_UNSPEC;
+	if (!describe_flow(skb, s, &client, &c, &action))
+		return action;
+	s->flow.path = PATH_DIRECT;
+	s->flow.host_device = skb->ifindex;
+	return go(skb, TAIL_ENQUEUE);
+}
+
+/* Handles packets of known flows of this node's own sockets. */
+int tc_host(struct __sk_buff *skb)
+{
+	struct device *device = device_at(skb->ifindex), *to;
+	struct scratch *s = get_scratch();
+	u8 restart = RESTART_YES;
+	u64 now = now_ns();
+	struct packet *p;
+	struct flow *flow;
+	struct tuple out;
+	u32 flags;
+
+	if (!device || !s)
+		return TC_ACT_UNSPEC;
+	p = &s->packet;
+	flags = p->tcp_flags | take_resumed(s);
+	flow = flow_between(&p->tuple);
+	if (flow && flow->host_device && is_original(&p->tuple, flow) && !is_over(flow, now))
+		restart = check_restart(flow, flags, now);
+	if (restart)
+		return starts_flow(p) ? start_flow(skb, s, restart, TAIL_HOST_CHOOSE)
+				      : TC_ACT_UNSPEC;
+	update_flow(flow, p, p->tcp_flags, false, now);
+	account_bytes(flow, skb->len - p->l3, p->tcp_flags, false);
+	out.from = flow->client;
+	out.from.port = flow->client_port;
+	out.to = flow->backend;
+	to = next_hop_of_flow(skb, p, &out, &flow->out, &s->hop, now);
+	if (!to)
+		return finish(TC_ACT_SHOT, NO_ROUTE);
+	if (rewrite(skb, p, &out, p->ttl))
+		return finish(TC_ACT_SHOT, NOT_REWRITTEN);
+	return finish_rewrite(skb, s, &out, redirect_packet(skb, device, to, &s->hop), ETH_HLEN);
+}

@@ -1,0 +1,497 @@
+/* SPDX-License-Identifier: (GPL-2.0 OR BSD-2-Clause) */
+/* Packets of known flows: updates the state of their flow, and translates them. flow.h says what
+ * each packet changes, and when. Also deletes flows.
+ */
+#pragma once
+
+#include "types.h"
+#include "maps.h"
+#include "lib/packet.h"
+#include "lib/rewrite.h"
+#include "tc/account_flows.h"
+#include "tc/devices.h"
+#include "tc/flow.h"
+#include "tc/hop.h"
+#include "tc/scratch.h"
+#include "tc/sctp.h"
+#include "tc/tails.h"
+
+#define JUST_WRITTEN 0x200 /* not a TCP flag: the flow has just been written or rechecked */
+
+BPF_TABLE("array", u32, struct port_slot, port_slots, PORT_SLOTS);
+
+static __always_inline bool backend_exists(u32 id)
+{
+	return backends.lookup(&id) != NULL;
+}
+
+static __always_inline bool same_flow(const struct flow *a, const struct flow *b)
+{
+	return same_target(&a->frontend, &b->frontend) && same_target(&a->client, &b->client) &&
+	       same_target(&a->backend, &b->backend) && a->client_port == b->client_port &&
+	       a->snat_port == b->snat_port;
+}
+
+/* The entry at this key, if it still belongs to this flow. */
+static __always_inline struct flow *entry_of(const struct flow *flow, struct flow_key *key)
+{
+	struct flow *entry = flows.lookup(key);
+
+	return entry && same_flow(entry, flow) ? entry : NULL;
+}
+
+static __always_inline bool is_live(const struct flow *entry, u64 now)
+{
+	return entry && !expired(entry, now);
+}
+
+/* Whether all entries of a flow have expired. If only one side sends, as in one-way UDP, the entry
+ * that matches the other side's packets expires first. */
+static __always_inline bool is_over(const struct flow *flow, u64 now)
+{
+	struct flow_key key;
+
+	if (!expired(flow, now))
+		return false;
+	key = reply_key(flow);
+	if (is_live(entry_of(flow, &key), now))
+		return false;
+	if (has_snat(flow)) {
+		key = snat_reply_key(flow);
+		if (is_live(entry_of(flow, &key), now))
+			return false;
+	}
+	key = original_key(flow);
+	return !is_live(entry_of(flow, &key), now);
+}
+
+enum restart {
+	RESTART_NO = 0,
+	RESTART_CHECK = 1, /* tc_recheck decides */
+	RESTART_YES = 2,
+};
+
+/* Whether a packet of a known flow has to choose a backend again: a SYN after both sides have
+ * closed, or UDP whose backend is gone. Any other SYN may be a retransmission (the reply was lost)
+ * or forged. It goes to the backend of the connection, if there is one, and the backend decides. A
+ * UDP flow without a reply is rechecked after a pause of a second. */
+static __always_inline enum restart check_restart(const struct flow *flow, u32 flags, u64 now)
+{
+	if (flags & (JUST_WRITTEN | FROM_ICMP_ERROR))
+		return RESTART_NO;
+	if (flow->client.protocol == IPPROTO_UDP) {
+		if (!backend_exists(flow->backend_id))
+			return RESTART_YES;
+		/* true is RESTART_CHECK */
+		return flow->state == STATE_NEW && elapsed(flow->last_used, now) > SECOND;
+	}
+	if ((flags & (TCP_SYN | TCP_ACK)) != TCP_SYN)
+		return RESTART_NO;
+	return both_closed(flow) ? RESTART_YES : RESTART_CHECK;
+}
+
+/* The twin entry, which matches the other side's packets: for a packet of the backend the client's
+ * own entry, for a packet of the client the one that matches replies. If the packets of a
+ * masqueraded flow leave without SNAT, because another program lets them out, the backend replies
+ * to client', and that entry is the twin. */
+static __always_inline struct flow *twin_of(const struct flow *flow, bool reply)
+{
+	struct flow *other;
+	struct flow_key key;
+
+	if (reply)
+		key = original_key(flow);
+	else if (has_snat(flow))
+		key = snat_reply_key(flow);
+	else
+		key = reply_key(flow);
+	other = entry_of(flow, &key);
+	/* seen.started are the same bytes as seen.tcp: 0 if this entry has matched no segment. */
+	if (reply || !has_snat(flow) || flow->path == PATH_DIRECT_SNAT ||
+	    flow->state == STATE_NEW || !other || other->seen.started)
+		return other;
+	key = reply_key(flow);
+	return entry_of(flow, &key);
+}
+
+/* The client's own entry holds the state of the flow; the backend's holds a copy. */
+static __always_inline void update_state(struct flow *flow, const struct packet *p, u32 flags,
+					 bool reply)
+{
+	struct flow *other = twin_of(flow, reply), *original = reply ? other : flow;
+	u8 before, state, fins;
+
+	if (!other)
+		return;
+	/* Not locked: another CPU may update the same entries, see has_unmerged_fins(). */
+	before = original->state;
+	fins = original->fins;
+	if (flow->client.protocol == IPPROTO_TCP)
+		state = tcp_state_after(before, &fins, p, flags, reply, &flow->seen.tcp,
+					&other->seen.tcp);
+	else if (before == STATE_NEW)
+		state = STATE_ANSWERED;
+	else /* ANSWERED becomes ESTABLISHED, unless only this entry's copy was outdated */
+		state = flow->state == before ? STATE_ESTABLISHED : before;
+	original->state = state;
+	original->fins = fins;
+	if (state != before)
+		account_state(original, before, both_closed(original));
+	flow->state = other->state = state;
+	flow->fins = other->fins = original->fins;
+	if (state == STATE_CLOSED && state != before)
+		flush_rest(other);
+}
+
+static __always_inline bool may_change(const struct flow *flow, u32 flags, bool reply, u64 now)
+{
+	return flow->client.protocol == IPPROTO_TCP ? may_change_tcp(flow, flags, reply)
+						    : may_change_other(flow, flags, reply, now);
+}
+
+/* Updates the entry that matched a packet of a known flow. Each entry matches packets of one side
+ * only. The exception is that of client' and backend: it also matches the client's packets when
+ * they leave the stack (update_leaving()). */
+static __always_inline void update_flow(struct flow *flow, const struct packet *p, u32 flags,
+					bool reply, u64 now)
+{
+	if (flags & FROM_ICMP_ERROR)
+		return;
+	flow->last_used = now;
+	if (may_change(flow, flags, reply, now))
+		update_state(flow, p, flags, reply);
+	if (flow->client.protocol == IPPROTO_TCP && (flags & (TCP_SYN | TCP_ACK)) &&
+	    !(flags & TCP_RST))
+		flow->seen.tcp = p->tcp;
+}
+
+/* Updates the entry of client' and backend for a packet of the client that leaves the stack. The
+ * state was updated when the packet arrived, but with SNAT this copy was not. */
+static __always_inline void update_leaving(struct flow *flow, u32 flags, u64 now)
+{
+	struct flow *original;
+	struct flow_key key;
+
+	if (flags & FROM_ICMP_ERROR)
+		return;
+	flow->last_used = now;
+	if (!has_snat(flow) || !may_change(flow, flags, false, now))
+		return;
+	key = original_key(flow);
+	original = entry_of(flow, &key);
+	if (!original)
+		return;
+	flow->state = original->state;
+	flow->fins = original->fins;
+}
+
+/* Deletes an entry if it still belongs to this flow. */
+static __always_inline void delete_entry(struct flow_key *key, const struct flow *flow)
+{
+	if (entry_of(flow, key))
+		flows.delete(key);
+}
+
+/* Makes this CPU the only one that decides about the entry at this key; NULL: another CPU does. A
+ * free key belongs to the CPU that inserts its entry first. A key that is taken over from another
+ * flow needs this lock: otherwise two CPUs could both take it, or one could delete what the other
+ * has just written. This never waits: there are other ports to try, and the agent deletes entries
+ * that are left over (flow_gc.py).
+ *
+ * Linux before v5.12 has no atomic operation that returns a value (BPF_FETCH), so this adds first
+ * and reads afterwards. If several CPUs add at once, each may read more than 1, and none gets the
+ * lock; two never do. */
+static __always_inline struct port_slot *try_lock_key(const struct flow_key *key)
+{
+	u32 index = (key->first.port ^ key->second.port) % PORT_SLOTS;
+	struct port_slot *slot = port_slots.lookup(&index);
+
+	if (!slot)
+		return NULL;
+	__sync_fetch_and_add(&slot->lockers, 1);
+	if (*(volatile u32 *)&slot->lockers == 1)
+		return slot;
+	__sync_fetch_and_add(&slot->lockers, -1);
+	return NULL;
+}
+
+static __always_inline void unlock_key(struct port_slot *slot)
+{
+	__sync_fetch_and_add(&slot->lockers, -1);
+}
+
+/* Deletes the entries that match the replies of a flow. */
+static __always_inline void delete_replies(const struct flow *flow)
+{
+	struct port_slot *slot;
+	struct flow_key key;
+
+	if (has_snat(flow)) {
+		key = snat_reply_key(flow);
+		slot = try_lock_key(&key);
+		if (slot) {
+			delete_entry(&key, flow);
+			unlock_key(slot);
+		}
+	}
+	if (flow->path == PATH_DIRECT_SNAT)
+		return;
+	key = reply_key(flow);
+	delete_entry(&key, flow);
+}
+
+/* Deletes the entries of a flow except this one, which is still read: a deleted element may be
+ * reused for another flow at once. */
+static __always_inline void delete_other_entries(const struct flow *flow)
+{
+	struct flow_key key;
+
+	if (flow->direction != DIRECTION_SNAT_REPLY && has_snat(flow)) {
+		key = snat_reply_key(flow);
+		delete_entry(&key, flow);
+	}
+	if (flow->direction != DIRECTION_REPLY && flow->path != PATH_DIRECT_SNAT) {
+		key = reply_key(flow);
+		delete_entry(&key, flow);
+	}
+	if (flow->direction != DIRECTION_ORIGINAL) {
+		key = original_key(flow);
+		delete_entry(&key, flow);
+	}
+}
+
+/* Deletes a flow, given its original entry. That entry is deleted last, since it leads to the
+ * others. */
+static __always_inline void delete_flow(const struct flow *flow)
+{
+	struct flow_key key = original_key(flow);
+
+	delete_replies(flow);
+	delete_entry(&key, flow);
+}
+
+/* Returns to the program for known flows. `flags`: FROM_ICMP_ERROR if the packet has updated its
+ * flow already. */
+static __always_inline int resume(struct __sk_buff *skb, struct scratch *s, u32 tail, u32 flags)
+{
+	s->resumed = JUST_WRITTEN | flags;
+	tails.call(skb, tail);
+	s->resumed = 0;
+	return finish(TC_ACT_SHOT, NOT_REWRITTEN);
+}
+
+/* The flags that resume() has set; 0 if the packet comes from a device. */
+static __always_inline u32 take_resumed(struct scratch *s)
+{
+	u32 flags = s->resumed;
+
+	s->resumed = 0;
+	return flags;
+}
+
+/* The flow exists now: counts it, and returns to the program for known flows. */
+static __always_inline int resume_new(struct __sk_buff *skb, struct scratch *s)
+{
+	count(NEW_FLOW);
+	account_flow(&s->flow);
+	return s->flow.host_device ? resume(skb, s, TAIL_HOST, 0) : resume(skb, s, TAIL_INGRESS, 0);
+}
+
+/* What to do with a packet of a known flow at ingress. */
+struct translation {
+	struct tuple to_stack;  /* if it takes the stack */
+	struct tuple to_device; /* if it is redirected to the next device */
+	struct flow *flow;      /* the entry that matched */
+	u64 now;
+	u32 host_device;  /* not 0: for this node, as if it arrived on this device */
+	u8 path;          /* enum flow_path */
+	bool masqueraded; /* to be marked in the stack, even if nothing else changes */
+	u8 restart;       /* enum restart: the flow may be over */
+	bool reply;       /* sent by the backend */
+};
+
+/* Translates a packet of the client. */
+static __always_inline void translate_original(const struct flow *flow, struct translation *s)
+{
+	s->to_stack.to = flow->backend;
+	s->to_stack.from.port = flow->client_port;
+	s->to_device = s->to_stack;
+	if (has_snat(flow)) {
+		s->to_device.from.address = flow->snat;
+		s->to_device.from.port = flow->snat_port;
+	}
+}
+
+/* Translates a packet of the backend. False: it is for the client already, and changes at
+ * egress. */
+static __always_inline bool translate_reply(const struct tuple *t, const struct flow *flow,
+					    struct translation *s)
+{
+	if (has_snat(flow) && same_address(&t->to.address, &flow->snat) &&
+	    t->to.port == flow->snat_port) {
+		s->to_stack.to = flow->client;
+		s->to_stack.to.port = flow->client_port;
+	} else if (flow->path == PATH_STACK && !flow->host_device) {
+		return false;
+	}
+	s->to_device.from = flow->frontend;
+	s->to_device.to = flow->client;
+	if (flow->host_device)
+		s->to_stack = s->to_device;
+	s->host_device = flow->host_device;
+	return true;
+}
+
+/* Translates a packet at ingress, into `s`. False: it belongs to no flow of ours, or has to pass
+ * unchanged, or (s->restart) its flow has to be rechecked or begun again. */
+static __always_inline bool translate_in(struct tuple *t, const struct packet *p, u32 flags,
+					 struct translation *s)
+{
+	struct flow *flow = flow_between(t);
+	u64 now = now_ns();
+	bool reply;
+
+	if (!flow)
+		return false;
+	reply = !is_original(t, flow);
+	if (reply && !is_reply(t, flow))
+		return false;
+	if (expired(flow, now) && !(flags & JUST_WRITTEN)) {
+		if (!(flags & FROM_ICMP_ERROR))
+			s->restart = RESTART_CHECK;
+		if (!(flags & FROM_ICMP_ERROR) || is_over(flow, now))
+			return false;
+	}
+	/* The entry may still be expired here, if another one of the flow is not: for an ICMP
+	 * error, or a packet whose flow tc_recheck has found to be live. */
+	s->to_stack = *t;
+	s->masqueraded = has_snat(flow) && !(reply && expired(flow, now));
+	if (!reply) {
+		s->restart = check_restart(flow, flags, now);
+		if (s->restart) {
+			s->masqueraded = false;
+			return false;
+		}
+		translate_original(flow, s);
+	} else if (!translate_reply(t, flow, s)) {
+		return false;
+	}
+	s->path = flow->path;
+	s->flow = flow;
+	s->now = now;
+	s->reply = reply;
+	update_flow(flow, p, flags, reply, now);
+	return true;
+}
+
+/* Whether this SYN begins a connection that is not part of the flow: the client connects to the
+ * backend directly, from a port that it used through a Service before. A SYN to the Service goes to
+ * the connection's backend (check_restart()), and the client's own entry remembers its numbers. */
+static __always_inline bool is_direct_connection(const struct flow *flow, const struct packet *p,
+						 u32 flags)
+{
+	struct flow_key key;
+	struct flow *original;
+
+	if (flow->client.protocol != IPPROTO_TCP || (flags & (TCP_SYN | TCP_ACK)) != TCP_SYN)
+		return false;
+	key = original_key(flow);
+	original = entry_of(flow, &key);
+	return !original || (is_ending(original) && (original->seen.tcp.next != p->tcp.next ||
+						     original->seen.tcp.ack != p->tcp.ack));
+}
+
+enum egress_result {
+	EGRESS_UNKNOWN = 0,   /* no flow of ours */
+	EGRESS_UNCHANGED = 1, /* of a flow of ours, but already correct */
+	EGRESS_REWRITE = 2,
+	EGRESS_HOST_FLOW = 3, /* sent by this node, and it has a flow */
+};
+
+/* Translates a packet at egress, into `new`. */
+static __always_inline enum egress_result translate_out(struct tuple *t, const struct packet *p,
+							u32 flags, u32 bytes, struct tuple *new,
+							bool *masqueraded)
+{
+	struct flow *flow = flow_between(t);
+	u64 now = now_ns();
+	bool reply;
+
+	*new = *t;
+	if (!flow)
+		return EGRESS_UNKNOWN;
+	reply = is_reply(t, flow) && same_address(&t->to.address, &flow->client.address);
+	if (!reply && !is_translated_original(t, flow))
+		return flow->host_device && is_original(t, flow) ? EGRESS_HOST_FLOW
+								 : EGRESS_UNKNOWN;
+	if (is_over(flow, now))
+		return EGRESS_UNKNOWN;
+	if (!reply && is_direct_connection(flow, p, flags)) {
+		struct flow_key key = flow_key_of(&t->from, &t->to);
+
+		flows.delete(&key);
+		return EGRESS_UNKNOWN;
+	}
+	if (reply) {
+		*masqueraded = has_snat(flow);
+		update_flow(flow, p, flags, true, now);
+		if (bytes && !has_snat(flow) &&
+		    flow->path == PATH_STACK) /* not counted at ingress */
+			account_bytes(flow, bytes, flags, true);
+		new->from = flow->frontend;
+		new->to.port = flow->client.port;
+		return EGRESS_REWRITE;
+	}
+	if (!same_address(&t->from.address, &flow->client.address))
+		return EGRESS_UNCHANGED; /* redirected: it has the node's address */
+	update_leaving(flow, flags, now);
+	if (!has_snat(flow))
+		return EGRESS_UNCHANGED;
+	*masqueraded = true;
+	new->from.address = flow->snat;
+	new->from.port = flow->snat_port;
+	return EGRESS_REWRITE;
+}
+
+/* Writes the entry that a packet of a flow that bypasses the stack needs in the stack, and then
+ * handles the packet again. */
+static __always_inline int claim_late(struct __sk_buff *skb, struct scratch *s,
+				      const struct flow *flow, u32 resume_tail)
+{
+	s->flow = *flow;
+	s->flow.path = PATH_DIRECT;
+	s->flow.out.ifindex = 0; /* it is the next hop of another entry */
+	if (s->flow.client.protocol == IPPROTO_TCP)
+		s->flow.seen.started = 0; /* so are these numbers */
+	s->resume_tail = resume_tail;
+	s->search = SEARCH_NONE;
+	s->late = true;
+	return go(skb, TAIL_CLAIM);
+}
+
+static __always_inline int forward_known(struct __sk_buff *skb, struct scratch *s,
+					 const struct device *device, struct translation *result)
+{
+	struct tuple *new = &result->to_stack;
+	struct packet *p = &s->packet;
+	struct device *to = NULL;
+	int action = TC_ACT_UNSPEC;
+
+	if (result->path != PATH_STACK && !result->host_device)
+		to = next_hop_of_flow(skb, p, &result->to_device, &result->flow->out, &s->hop,
+				      result->now);
+	if (!to && result->path == PATH_DIRECT_SNAT)
+		return claim_late(skb, s, result->flow, TAIL_INGRESS);
+	if (to)
+		new = &result->to_device;
+	account_bytes(result->flow, skb->len - p->l3, p->tcp_flags, result->reply);
+	if (rewrite(skb, p, new, to ? p->ttl - 1 : p->ttl)) /* forwarding's only other duty */
+		return finish(TC_ACT_SHOT, NOT_REWRITTEN);
+	if (to)
+		action = redirect_packet(skb, device, to, &s->hop);
+	else if (result->host_device)
+		action = deliver_to_host(skb, device, result->host_device);
+	else if (result->masqueraded)
+		mark_masqueraded(skb, true);
+	return finish_rewrite(skb, s, new, action, to ? ETH_HLEN : device->l2);
+}

@@ -1,0 +1,444 @@
+/* SPDX-License-Identifier: (GPL-2.0 OR BSD-2-Clause) */
+/* Claims the ports of a new flow, and writes its entries. */
+#pragma once
+
+#include "types.h"
+#include "lib/compat.h"
+#include "lib/hash.h"
+#include "tc/flow.h"
+#include "tc/known.h"
+#include "tc/scratch.h"
+#include "tc/tails.h"
+
+#define REPLY_PORT_TRIES 8 /* tries to find a free port of client' */
+#define FRESH_TRIES 8      /* of SNAT_TRIES, before ports in TIME_WAIT at a backend are used */
+#define SCAN_PORTS 640     /* ports that one run of tc_scan_ports checks */
+#define MAX_SCANS 18       /* such runs: the kernel limits a packet to 33 tail calls */
+#define CLOCK_SKEW (SECOND / 50) /* the coarse clocks of two CPUs may differ this much */
+#define SCAN_PAUSE (SECOND / 10) /* no such scan for a backend right after one has failed */
+
+/* Inserts the entry that matches replies to client'. Returns 0, or the error of the last try:
+ * -EEXIST if all ports that were tried belong to other flows. If another flow of this client to the
+ * same backend (through another frontend) has the key, client' gets another port. While coexisting
+ * with another data plane the port always changes: its conntrack may hold the client's own port and
+ * would translate the replies. The kernel refuses a write (-EBUSY, Linux 5.11 and later) if this
+ * CPU was interrupted during another one to the same group of buckets; the next port is most likely
+ * in another group. */
+static __always_inline long claim_reply(struct flow *flow, const struct node *n, u64 now)
+{
+	u32 size = n->port_high - n->port_low + 1;
+	long error = -EEXIST;
+
+	for (int i = 0; i < REPLY_PORT_TRIES; i++) {
+		struct port_slot *slot;
+		struct flow *other;
+		struct flow_key key;
+
+		if (i || (n->flags & NODE_COEXISTING))
+			flow->client_port =
+				__builtin_bswap16(n->port_low + bpf_get_prandom_u32() % size);
+		key = reply_key(flow);
+		error = flows.insert(&key, flow);
+		if (!error)
+			return 0;
+		slot = try_lock_key(&key);
+		if (!slot)
+			continue;
+		other = flows.lookup(&key);
+		if (!other || is_over(other, now) || other->state == STATE_CLOSED ||
+		    (same_target(&other->frontend, &flow->frontend) &&
+		     same_target(&other->client, &flow->client)))
+			error = flows.update(&key, flow);
+		unlock_key(slot);
+		if (!error)
+			return 0;
+	}
+	return error;
+}
+
+/* The ports of the node that a client may use for one backend: one of every SHARES consecutive
+ * ports, selected by a hash of its address (IPv6: of its /64 network, since one host may have all
+ * of its addresses). No client gets more than this share, and two clients have only about one in
+ * SHARES of its ports in common. */
+struct share {
+	u32 low;
+	u32 count; /* number of its ports */
+	u32 step;  /* a power of two */
+	u32 client;
+};
+
+static __always_inline struct share share_of(const struct flow *flow, const struct node *n)
+{
+	const struct address *a = &flow->client.address;
+	u32 size = n->port_high - n->port_low + 1, step = size < SHARED_PORTS ? 1 : SHARES;
+	struct share s = {.low = n->port_low, .count = size / step, .step = step};
+
+	s.client = hash_word(hash_word(HASH_SEED, a->word[0]), is_v4(a) ? a->word[3] : a->word[1]);
+	return s;
+}
+
+static __always_inline __be16 port_at(const struct share *s, u32 index)
+{
+	u32 chosen = hash_end(hash_word(s->client, index), 3 * sizeof(index)) & (s->step - 1);
+
+	return __builtin_bswap16(s->low + index * s->step + chosen);
+}
+
+static __always_inline u32 index_of_port(const struct share *s, __be16 port)
+{
+	return (u32)(__builtin_bswap16(port) - s->low) / s->step;
+}
+
+/* Whether a flow gives up its port to another, judged by one of its entries. Established flows
+ * never do. */
+static __always_inline bool entry_frees_port(const struct flow *entry, u64 now, u32 search,
+					     bool fresh)
+{
+	if (expired(entry, now))
+		return true;
+	if (entry->state == STATE_CLOSED)
+		return !fresh || !(entry->fins & FIN_BACKEND_FIRST);
+	if (search > SEARCH_RANDOM && is_half_open(entry) &&
+	    (search == SEARCH_LAST || elapsed(entry->last_used, now) > SECOND))
+		return true;
+	return !fresh && is_disposable(entry, now);
+}
+
+/* The same for the whole flow: its client may have sent after its backend. */
+static __always_inline bool flow_frees_port(const struct flow *reply_entry, u64 now, u32 search,
+					    bool fresh)
+{
+	struct flow_key key = original_key(reply_entry);
+	struct flow *original;
+
+	if (!entry_frees_port(reply_entry, now, search, fresh))
+		return false;
+	original = entry_of(reply_entry, &key);
+	return !original || entry_frees_port(original, now, search, fresh);
+}
+
+/* Claims a port of the node for this flow, among those that its client may use; the node's own
+ * sockets do not use this range. SEARCH_RANDOM tries flow->snat_port (the client's own port) first,
+ * if it is in the share; the others begin there. False: none was found, and the search may continue
+ * from flow->snat_port. */
+static __always_inline bool claim_node_port(struct flow *flow, const struct node *n, u32 search)
+{
+	struct share s = share_of(flow, n);
+	struct port_slot *slot = NULL;
+	struct flow *other = NULL;
+	u64 now = flow->last_used;
+	struct flow_key key;
+	u32 index = index_of_port(&s, flow->snat_port);
+	bool written;
+
+	if (search == SEARCH_RANDOM && (index >= s.count || port_at(&s, index) != flow->snat_port))
+		index = bpf_get_prandom_u32() % s.count;
+	for (int i = 0; i < SNAT_TRIES; i++) {
+		flow->snat_port = port_at(&s, index);
+		key = snat_reply_key(flow);
+		if (!flows.insert(&key, flow))
+			return true;
+		slot = try_lock_key(&key);
+		if (slot) {
+			other = flows.lookup(&key);
+			if (!other || flow_frees_port(other, now, search,
+						      search == SEARCH_RANDOM && i < FRESH_TRIES))
+				break;
+			unlock_key(slot);
+			slot = NULL;
+		}
+		index = (search == SEARCH_RANDOM ? bpf_get_prandom_u32() : index + 1) % s.count;
+	}
+	if (!slot) {
+		flow->snat_port = port_at(&s, index);
+		return false;
+	}
+	if (other) /* the rest of the flow that loses its port */
+		delete_other_entries(other);
+	written = !flows.update(&key, flow);
+	unlock_key(slot);
+	return written;
+}
+
+/* Writes the SNAT port into the entry of client' in place: no packet uses that before the original
+ * entry exists. False: the entry belongs to another flow by now. */
+static __always_inline bool write_port_to_reply(const struct flow *flow)
+{
+	struct flow_key key = reply_key(flow);
+	struct flow *reply_entry = flows.lookup(&key);
+
+	if (!reply_entry || !same_target(&reply_entry->client, &flow->client) ||
+	    !same_target(&reply_entry->frontend, &flow->frontend))
+		return false;
+	reply_entry->snat_port = flow->snat_port;
+	return true;
+}
+
+/* Deletes the entries of a new flow that could not be completed. */
+static __always_inline int abort_flow(const struct flow *flow, enum reason reason)
+{
+	struct flow_key key = reply_key(flow);
+
+	delete_replies(flow);
+	/* A reply entry without an SNAT port yet is not recognized by delete_replies(). */
+	if (flow->path != PATH_DIRECT_SNAT && write_port_to_reply(flow))
+		flows.delete(&key);
+	return finish(TC_ACT_SHOT, reason);
+}
+
+/* Why the last port of a search failed: another flow has it, or the map took no entry. */
+static __always_inline enum reason no_port_reason(const struct flow *flow)
+{
+	struct flow_key key = snat_reply_key(flow);
+
+	return flows.lookup(&key) ? NO_SNAT_PORT : NOT_TRACKED;
+}
+
+/* Claims a port of the node for a new flow, and writes the entry for replies to it: a random port,
+ * then one in sequence, then one that tc_scan_ports has found among all that the client may use.
+ * Any result other than NEW_FLOW: it has none. */
+static __always_inline enum reason claim_port(struct __sk_buff *skb, struct scratch *s,
+					      const struct node *n)
+{
+	struct flow *flow = &s->flow;
+
+	flow->direction = DIRECTION_SNAT_REPLY;
+	if (is_loopback(&flow->snat)) /* still ADDRESS_NOT_CHOSEN */
+		return NO_SNAT_PORT;
+	if (claim_node_port(flow, n, s->search))
+		return flow->path == PATH_DIRECT_SNAT || write_port_to_reply(flow) ? NEW_FLOW
+										   : NOT_TRACKED;
+	if (s->search == SEARCH_LAST)
+		return no_port_reason(flow);
+	if (s->search == SEARCH_RANDOM) {
+		s->search = SEARCH_SEQUENTIAL;
+		tails.call(skb, TAIL_CLAIM);
+	} else {
+		tails.call(skb, TAIL_SCAN_PORTS);
+	}
+	return NO_SNAT_PORT;
+}
+
+/* Writes the original entry, the last one of a flow. */
+static __always_inline enum reason publish(struct scratch *s)
+{
+	struct flow_key key = original_key(&s->flow);
+
+	s->flow.direction = DIRECTION_ORIGINAL;
+	copy_next_hop(&s->flow.out, &s->hop);
+	return flows.update(&key, &s->flow) ? NOT_TRACKED : NEW_FLOW;
+}
+
+/* A flow that has bypassed the stack has a reply entry now: its other entries name the port of
+ * client'. `former`: the port that they have. */
+static __always_inline void leave_direct_path(struct flow *flow, __be16 former)
+{
+	struct flow_key key = original_key(flow);
+	__be16 port = flow->client_port;
+	struct flow *entry;
+
+	flow->client_port = former;
+	entry = entry_of(flow, &key);
+	if (!entry) { /* another CPU was first, with another port of client' */
+		flow->client_port = port;
+		key = reply_key(flow);
+		delete_entry(&key, flow);
+		return;
+	}
+	entry->client_port = port;
+	entry->path = PATH_DIRECT;
+	key = snat_reply_key(flow);
+	entry = entry_of(flow, &key);
+	if (entry) {
+		entry->client_port = port;
+		entry->path = PATH_DIRECT;
+	}
+}
+
+/* A packet that waited for the reply entry continues. */
+static __always_inline int resume_late(struct __sk_buff *skb, struct scratch *s, __be16 former)
+{
+	leave_direct_path(&s->flow, former);
+	if (s->resume_tail == TAIL_ICMP_IN)
+		return go(skb, TAIL_ICMP_IN);
+	return resume(skb, s, TAIL_INGRESS, FROM_ICMP_ERROR);
+}
+
+/* Writes the entries of a new flow: that for its packets in the stack and its replies, that for
+ * replies to the node, and the original one. The port of client' is claimed before that of the
+ * node, whose entry contains it. A search for a port of the node continues here (`search`).
+ *
+ * `late`: writes the first of these for a known flow that has bypassed the stack, of which a packet
+ * has to take the stack; then that packet continues. */
+int tc_claim(struct __sk_buff *skb)
+{
+	u32 zero = 0;
+	struct node *n = node.lookup(&zero);
+	struct scratch *s = get_scratch();
+	enum reason reason = NEW_FLOW;
+	__be16 former;
+	long error = 0;
+
+	if (!n || !s)
+		return finish(TC_ACT_SHOT, NOT_TRACKED);
+	if (s->search == SEARCH_NONE) {
+		former = s->flow.client_port;
+		s->flow.direction = DIRECTION_REPLY;
+		if (s->flow.path != PATH_DIRECT_SNAT)
+			error = claim_reply(&s->flow, n, now_ns());
+		if (error)
+			return finish(TC_ACT_SHOT, error == -EEXIST ? NO_SNAT_PORT : NOT_TRACKED);
+		if (s->late)
+			return resume_late(skb, s, former);
+		s->search = SEARCH_RANDOM;
+		if (has_snat(&s->flow))
+			s->flow.snat_port = s->flow.client_port;
+	}
+	if (has_snat(&s->flow))
+		reason = claim_port(skb, s, n);
+	if (reason == NEW_FLOW)
+		reason = publish(s);
+	return reason == NEW_FLOW ? resume_new(skb, s) : abort_flow(&s->flow, reason);
+}
+
+/* When the last search for a port for this backend failed. */
+static __always_inline u64 *last_exhausted_of(const struct target *backend)
+{
+	u32 index = (backend->address.word[3] ^ backend->address.word[3] >> 16 ^ backend->port) %
+		    PORT_SLOTS;
+	struct port_slot *slot = port_slots.lookup(&index);
+
+	return slot ? &slot->last_exhausted : NULL;
+}
+
+/* Seconds without a packet after which entry_frees_port() returns true in SEARCH_SCANNED, one byte
+ * for each state. A table instead of branches: the verifier explores both sides of each, and there
+ * are SCAN_PORTS times as many. */
+#define FREE_AFTER_SECONDS                                                                         \
+	(1ULL << 8 * STATE_NEW | (u64)CLOSING_SECONDS << 8 * STATE_CLOSING |                       \
+	 0ULL << 8 * STATE_CLOSED | 1ULL << 8 * STATE_ANSWERED |                                   \
+	 (u64)UNPROVEN_SECONDS << 8 * STATE_UNPROVEN)
+
+/* What is the same for all ports of a scan. Masks are 0 or all ones, to avoid branches, which the
+ * verifier would explore one by one. */
+struct scan {
+	struct target node;
+	struct target backend;
+	u32 first;       /* the node is the first end of the key */
+	u32 first_same;  /* the same if both ports are equal */
+	u32 by_port;     /* ports decide which end is first, before the other words */
+	u64 established; /* idle timeout of an established flow, in ns */
+	u64 now;
+};
+
+/* All ones if the lowest bit is set, otherwise 0. */
+static __always_inline u32 mask_of(u32 bit)
+{
+	return 0U - (bit & 1);
+}
+
+/* The masks are written to a map and read back, so that the verifier does not know them. */
+static __always_inline void begin_scan(struct scratch *s, struct scan *scan)
+{
+	struct flow sample = {.state = STATE_ESTABLISHED};
+
+	scan->node = s->flow.client;
+	scan->node.address = s->flow.snat;
+	scan->backend = s->flow.backend;
+	s->masks[0] = precedes(&scan->node, &scan->backend);
+	scan->node.port = scan->backend.port;
+	s->masks[1] = precedes(&scan->node, &scan->backend);
+	s->masks[2] = scan->node.address.word[3] == scan->backend.address.word[3];
+	sample.client.protocol = s->flow.client.protocol;
+	s->masks[3] = timeout_of(&sample) / SECOND;
+	asm volatile("" ::: "memory");
+	scan->first = mask_of(s->masks[0]);
+	scan->first_same = mask_of(s->masks[1]);
+	scan->by_port = mask_of(s->masks[2]);
+	scan->established = s->masks[3] * SECOND;
+	scan->now = s->flow.last_used + CLOCK_SKEW; /* so that a flow that has just closed counts */
+}
+
+/* `one` if the mask is all ones, `other` if it is 0. */
+static __always_inline u32 pick(u32 mask, u32 one, u32 other)
+{
+	return other ^ ((one ^ other) & mask);
+}
+
+/* The entry at this port. Orders the key like flow_key_of(), without branches. Both ports have 16
+ * bits, so bit 31 of their difference is its sign; and x - 1 has bit 31 only if x is 0. */
+static __always_inline struct flow *entry_at(const struct scan *scan, __be16 port)
+{
+	u32 to = scan->backend.port, less = mask_of(((u32)port - to) >> 31);
+	u32 same = mask_of((((u32)port ^ to) - 1) >> 31), first;
+	const u32 *node = (const u32 *)&scan->node.address, *backend = scan->backend.address.word;
+	struct flow_key key = {.first = scan->backend, .second = scan->backend};
+
+	first = pick(scan->by_port, pick(same, scan->first_same, less), scan->first);
+	for (int i = 0; i < 4; i++) {
+		key.first.address.word[i] = pick(first, node[i], backend[i]);
+		key.second.address.word[i] = pick(first, backend[i], node[i]);
+	}
+	key.first.port = pick(first, port, to);
+	key.second.port = pick(first, to, port);
+	return flows.lookup(&key);
+}
+
+static __always_inline bool may_be_free(const struct flow *entry, const struct scan *scan)
+{
+	/* & 7 keeps the shift below 64 bits, whatever the byte is */
+	u64 after = (FREE_AFTER_SECONDS >> (entry->state & 7) * 8 & 0xff) * SECOND;
+	u64 lives = (u32)(entry->state ^ STATE_ESTABLISHED) -
+		    1ULL; /* all ones if established, otherwise small */
+
+	after |= scan->established & 0 - (lives >> 63);
+	return entry->last_used + after <= scan->now;
+}
+
+/* Scans the next SCAN_PORTS of the ports that the client may use, for one that is free or whose
+ * flow gives it up, and runs again until all were scanned, at most MAX_SCANS times. If all ports
+ * are in use, this takes half a millisecond; then there is no scan for this backend for SCAN_PAUSE.
+ */
+int tc_scan_ports(struct __sk_buff *skb)
+{
+	u32 zero = 0, index, left;
+	struct scratch *s = get_scratch();
+	struct node *n = node.lookup(&zero);
+	struct flow *entry = NULL;
+	struct scan scan;
+	struct share share;
+	u64 *last_exhausted;
+	int i;
+
+	if (!n || !s)
+		return finish(TC_ACT_SHOT, NOT_TRACKED);
+	last_exhausted = last_exhausted_of(&s->flow.backend);
+	if (!last_exhausted)
+		return finish(TC_ACT_SHOT, NOT_TRACKED);
+	share = share_of(&s->flow, n);
+	left = s->runs;
+	if (s->search == SEARCH_SEQUENTIAL) /* the first run */
+		left = elapsed(*last_exhausted, s->flow.last_used) < SCAN_PAUSE
+			       ? 0
+			       : (share.count + SCAN_PORTS - 1) / SCAN_PORTS;
+	if (left > MAX_SCANS)
+		left = MAX_SCANS;
+	s->search = left ? SEARCH_SCANNED : SEARCH_LAST;
+	if (!left)
+		return go(skb, TAIL_CLAIM);
+	s->runs = left - 1;
+	index = index_of_port(&share, s->flow.snat_port);
+	begin_scan(s, &scan);
+	for (i = 0; i < SCAN_PORTS; i++) {
+		entry = entry_at(&scan, port_at(&share, index));
+		if (!entry || may_be_free(entry, &scan))
+			break;
+		index = (index + 1) % share.count;
+	}
+	s->flow.snat_port = port_at(&share, index);
+	if (i < SCAN_PORTS)
+		return go(skb, TAIL_CLAIM);
+	if (!s->runs) /* all ports were scanned, and none is free */
+		*last_exhausted = s->flow.last_used;
+	return go(skb, TAIL_SCAN_PORTS);
+}

@@ -1,0 +1,113 @@
+/* SPDX-License-Identifier: (GPL-2.0 OR BSD-2-Clause) */
+/* What the programs do with a packet first: they parse it, and find the ports of fragments. */
+#pragma once
+
+#include "types.h"
+#include "lib/hash.h"
+#include "lib/icmp.h"
+#include "lib/packet.h"
+#include "tc/devices.h"
+#include "tc/flow.h"
+
+#define VLAN_VID_MASK 0x0fff
+#define PACKET_OTHERHOST 3
+
+/* client slot -> the ports of a datagram, for its later fragments. Full: the oldest is evicted, and
+ * the remaining fragments of its datagram pass untranslated. */
+BPF_TABLE("lru_hash", struct client_slot, struct first_fragment, fragments, 64);
+
+/* The client whose slots a packet may fill. `in`: the device it arrived on, or NULL for the node's
+ * own packets. A pod with its own device: that device, whatever source address the pod uses. Other
+ * pods: the address, since the pods of a node may share one network. Other machines: the IPv4
+ * address or the IPv6 /64 network. */
+static __always_inline struct address owner_of_packet(const struct device *in, u32 ifindex,
+						      const struct address *from)
+{
+	if (in && (in->flags & DEVICE_PEER))
+		return (struct address){.word = {ifindex, 0, 0, ~0U}};
+	if (in && in->role == ROLE_POD)
+		return *from;
+	return network_of(from);
+}
+
+/* Hashes what distinguishes datagrams with the same id: the addresses, and the protocol in IPv4. In
+ * IPv6 the protocol may follow destination options, which only the first fragment has (RFC 8200,
+ * 4.5). hash_word() makes the order of the words count. */
+static __always_inline u32 hash_of_fragments(const struct packet *p)
+{
+	const struct address *from = &p->tuple.from.address, *to = &p->tuple.to.address;
+	u32 hash = HASH_SEED ^ (p->v6 ? IPPROTO_FRAGMENT : p->protocol);
+
+	hash = hash_word(hash, from->word[2]);
+	hash = hash_word(hash, from->word[3]);
+	hash = hash_word(hash, to->word[0] ^ to->word[1]);
+	hash = hash_word(hash, to->word[2]);
+	hash = hash_word(hash, to->word[3]);
+	return hash_end(hash, 24);
+}
+
+/* Stores protocol and ports of a first fragment, and gives them to later ones, which have none.
+ * False: the first fragment is not known. Datagrams with consecutive ids use different slots. */
+static __always_inline bool fragment_ports(struct packet *p, const struct device *in, u32 ifindex)
+{
+	u32 id = __builtin_bswap32(p->id); /* of IPv4: in the upper half */
+	struct first_fragment fragment = {.id = p->id}, *stored;
+	struct client_slot slot;
+
+	if (p->fragment == WHOLE)
+		return true;
+	fragment.hash = hash_of_fragments(p);
+	slot.owner = owner_of_packet(in, ifindex, &p->tuple.from.address);
+	slot.number = (id + (id >> 16) + fragment.hash) % FRAGMENTS_PER_CLIENT;
+	if (p->fragment == FIRST) {
+		fragment.ports.source = p->tuple.from.port;
+		fragment.ports.destination = p->tuple.to.port;
+		fragment.protocol = p->protocol;
+		fragments.update(&slot, &fragment);
+		return true;
+	}
+	stored = fragments.lookup(&slot);
+	if (!stored || stored->id != fragment.id || stored->hash != fragment.hash)
+		return false;
+	p->protocol = stored->protocol;
+	p->tuple.from.protocol = p->tuple.to.protocol = p->protocol;
+	p->tuple.from.port = stored->ports.source;
+	p->tuple.to.port = stored->ports.destination;
+	return true;
+}
+
+/* VLAN frames are seen again on the VLAN's own device; the stack drops frames for other machines,
+ * which a promiscuous device receives. */
+static __always_inline bool is_for_others(struct __sk_buff *skb)
+{
+	return (skb->vlan_present && (skb->vlan_tci & VLAN_VID_MASK)) ||
+	       skb->pkt_type == PACKET_OTHERHOST;
+}
+
+/* Whether this is one of most packets, on nodes that track no flows. */
+static __always_inline bool passes_unseen(struct __sk_buff *skb, const struct device *device)
+{
+	return !tracks_flows() && is_midstream_v4(skb, device->l2);
+}
+
+/* Parses a packet into the scratch buffer. False: it passes. `in`: at ingress. */
+static __always_inline bool parse_for(struct __sk_buff *skb, const struct device *device,
+				      struct packet *p, bool in)
+{
+	const struct device *sender = device;
+	u32 ifindex = skb->ifindex;
+
+	if (is_for_others(skb) || !parse(skb, device->l2, p))
+		return false;
+	if (is_icmp_error(p))
+		return true;
+	if (!p->tuple.to.protocol && p->fragment != LATER)
+		return false;
+	/* At egress, too, the owner of the slots is the sender: use the device that the packet
+	 * arrived on. */
+	if (!in && p->fragment != WHOLE) {
+		ifindex = skb->ingress_ifindex;
+		sender = device_at(ifindex);
+	}
+	return fragment_ports(p, sender, ifindex);
+}
