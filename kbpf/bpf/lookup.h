@@ -27,6 +27,7 @@
 #include "maps.h"
 #include "lib/addr.h"
 #include "lib/check.h"
+#include "lib/hash.h"
 
 #define TRIES 3
 
@@ -34,10 +35,9 @@
 struct client {
 	struct affinity_key key; /* for affinity; `service` is filled in later */
 	u64 netns;               /* cookie; 0 for packets */
-	bool outside;    /* neither this node nor one of its pods: the external policy applies */
-	bool by_packet;  /* seen by packet: the key is its address, and both hashes are set */
-	u32 client_hash; /* of the client's address */
-	u32 flow_hash;   /* of client, frontend, ports and protocol */
+	bool outside; /* neither this node nor one of its pods: the external policy applies */
+	const u32
+		*tuple; /* of its packet (struct tuple), whose sender is the key; NULL: a socket */
 };
 
 struct choice {
@@ -216,8 +216,10 @@ static __always_inline u32 find_affinity(const struct affinity *last, u32 set, u
 static __always_inline u32 choose_slot(const struct service *service, u32 size,
 				       const struct client *client)
 {
-	if (client->by_packet && (service->flags & SERVICE_MAGLEV))
-		return (service->affinity_timeout ? client->client_hash : client->flow_hash) % size;
+	if (client->tuple && (service->flags & SERVICE_MAGLEV))
+		return hash_of_words(client->tuple,
+				     service->affinity_timeout ? CLIENT_WORDS : TUPLE_WORDS) %
+		       size;
 	return ((u64)bpf_get_prandom_u32() * size) >> 32;
 }
 
@@ -292,7 +294,7 @@ static __always_inline bool source_allowed(const struct service *service,
 	struct source_key key = {.bits = 32 + 128, .service = service->id};
 	bool node_port = service->flags & SERVICE_NODE_PORT;
 
-	if (!client->by_packet)
+	if (!client->tuple)
 		return node_port && is_host(client->netns);
 	if (node_port)
 		key.service = 0;
@@ -325,8 +327,8 @@ static __always_inline enum verdict choose_once(const struct target *to,
 	out->service = service.id;
 	out->flags = service.flags;
 	if ((service.flags & SERVICE_RESTRICTED) && !source_allowed(&service, client)) {
-		out->reason = client->by_packet ? NOT_ALLOWED : NEEDS_SOURCE;
-		return client->by_packet ? DROP : PASS;
+		out->reason = client->tuple ? NOT_ALLOWED : NEEDS_SOURCE;
+		return client->tuple ? DROP : PASS;
 	}
 	local = wants_local(&service, client);
 	set.id = local ? service.local_set : service.cluster_set;

@@ -5,10 +5,11 @@
  */
 #pragma once
 
-#include "lookup.h"
-#include "lib/packet.h"
+#include "types.h"
 
 #define HASH_SEED 0x6b627066
+#define CLIENT_WORDS 4
+#define TUPLE_WORDS 10
 
 static __always_inline u32 hash_word(u32 hash, u32 word)
 {
@@ -38,12 +39,8 @@ static __always_inline u32 hash_words(u32 hash, const u32 *words, int from, int 
 	return hash;
 }
 
-/* Sets the hashes of the client that sent this packet. */
-static __always_inline void set_hashes(struct client *client, struct tuple *t)
+/* The hash of the first words of a packet's struct tuple: of the client's address, or of all. */
+static __always_inline u32 hash_of_words(const u32 *tuple, int words)
 {
-	const u32 *words = (const u32 *)t;
-	u32 hash = hash_words(HASH_SEED, words, 0, 4);
-
-	client->client_hash = hash_end(hash, 16);
-	client->flow_hash = hash_end(hash_words(hash, words, 4, sizeof(*t) / 4), sizeof(*t));
+	return hash_end(hash_words(HASH_SEED, tuple, 0, words), words * 4);
 }

@@ -89,9 +89,8 @@ static __always_inline bool describe_flow(struct __sk_buff *skb, struct scratch 
 	struct flow *flow = &s->flow;
 	enum verdict v;
 
-	client->by_packet = true;
+	client->tuple = (const u32 *)&p->tuple;
 	client->key.client = p->tuple.from.address;
-	set_hashes(client, &p->tuple);
 	v = choose(&p->tuple.to, client, c);
 	if (v != TRANSLATE)
 		account_begin(c, v);
@@ -238,7 +237,6 @@ int tc_coexist(struct __sk_buff *skb)
 	struct device *device = device_at(ifindex);
 	struct node *n = node.lookup(&zero);
 	struct scratch *s = get_scratch();
-	struct client client = {};
 	struct client_slot slot;
 	struct packet *p;
 	bool foreign;
@@ -250,9 +248,9 @@ int tc_coexist(struct __sk_buff *skb)
 	if (p->protocol != IPPROTO_UDP) {
 		bpf_skb_load_bytes(skb, p->l4 + (p->protocol == IPPROTO_SCTP ? SCTP_HEADER + 4 : 4),
 				   &number, sizeof(number));
-		set_hashes(&client, &p->tuple);
 		slot.owner = owner_of_packet(device, ifindex, &p->tuple.from.address);
-		slot.number = client.flow_hash % FOREIGN_FLOWS_PER_CLIENT;
+		slot.number = hash_of_words((const u32 *)&p->tuple, TUPLE_WORDS) %
+			      FOREIGN_FLOWS_PER_CLIENT;
 		stored = foreign_flows.lookup(&slot);
 		if (foreign)
 			foreign_flows.update(&slot, &number);
