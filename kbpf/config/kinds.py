@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from kbpf.config import parsers
 from kbpf.config.durations import format_duration
-from kbpf.config.parsers import Parser, format_cidr
+from kbpf.config.parsers import Parser
 from kbpf.model.address import format_addr
 from kbpf.model.config import Accounting, LocalMode, ServiceAnnotations, SocketLb
 from kbpf.model.objects import Algorithm
@@ -62,7 +62,7 @@ def _write_external_ips(value: Any) -> str:
 
 
 def _join_cidrs(cidrs: Any) -> str:
-    return ",".join(map(format_cidr, cidrs))
+    return ",".join(map(str, cidrs))
 
 
 TEXT: Final = Kind(parsers.text, "VALUE")
@@ -91,9 +91,7 @@ DEVICE: Final = Kind(parsers.device, "NAME")
 DEVICE_PREFIX: Final = Kind(parsers.device, "PREFIX")
 TABLE: Final = Kind(parsers.table, "NAME")
 
-NETWORKS: Final = Kind(
-    parsers.networks, "CIDRS", LIST, lambda cidrs: [format_cidr(cidr) for cidr in cidrs]
-)
+NETWORKS: Final = Kind(parsers.networks, "CIDRS", LIST, lambda cidrs: [str(cidr) for cidr in cidrs])
 CLUSTER_CIDRS: Final = Kind(parsers.networks, "CIDRS", write=_join_cidrs)
 NODE_PORTS: Final = Kind(parsers.node_ports, "CIDRS", repeatable=True)
 EXTERNAL_IPS: Final = Kind(parsers.external_ips, "all|off|CIDRS", ON_OFF, _write_external_ips)

@@ -5,7 +5,6 @@ Flags, environment variables and both documents of a configuration file use the 
 that a setting has one rule everywhere.
 """
 
-import ipaddress
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,10 +15,8 @@ from kbpf.errors import ConfigError, ObjectError
 from kbpf.model.address import (
     ANY4,
     ANY6,
-    V4_PREFIX,
     Addr,
     family_of,
-    format_addr,
     format_endpoint,
     parse_addr,
 )
@@ -173,22 +170,11 @@ def doubled_period(text: str, where: str) -> float:
 
 def cidr(text: str, where: str) -> Cidr:
     """A network. Host bits need not be zero."""
-    address, _, length = text.partition("/")
-    hint = "write it as 192.0.2.0/24 or 2001:db8::/32"
     try:
-        parsed = parse_addr(address)
+        return Cidr.parse(text)
     except ObjectError as error:
+        hint = "write it as 192.0.2.0/24 or 2001:db8::/32"
         raise ConfigError(f"not a network: {text!r}", where, hint) from error
-    shift, max_length = (0, 128) if ":" in address else (96, 32)
-    if not (length.isascii() and length.isdigit() and int(length) <= max_length):
-        raise ConfigError(f"not a network: {text!r}", where, hint)
-    network = ipaddress.IPv6Network((parsed, shift + int(length)), strict=False)
-    return Cidr(parse_addr(str(network.network_address)), network.prefixlen)
-
-
-def format_cidr(cidr: Cidr) -> str:
-    is_ipv4 = cidr.address.startswith(V4_PREFIX) and cidr.bits >= 96
-    return f"{format_addr(cidr.address)}/{cidr.bits - 96 if is_ipv4 else cidr.bits}"
 
 
 def networks(text: str, where: str) -> tuple[Cidr, ...]:

@@ -9,7 +9,6 @@ from typing import Any, Final
 from kbpf.config import kinds, output
 from kbpf.config.documents import API_VERSIONS, KBPF, KUBE_PROXY
 from kbpf.config.kbpf_configuration import KBPF_SETTINGS
-from kbpf.config.parsers import format_cidr
 from kbpf.config.settings import SETTINGS, Setting
 from kbpf.errors import ConfigError
 from kbpf.model.config import Config
@@ -101,5 +100,5 @@ def _sorted(fields: Fields) -> Fields:
 def _node_ports(config: Config) -> list[str]:
     if config.all_node_port_addresses:
         return list(ALL_NETWORKS) if config.proxy_mode == "nftables" else []
-    networks = [format_cidr(cidr) for cidr in config.node_port_addresses]
+    networks = [str(cidr) for cidr in config.node_port_addresses]
     return ["primary", *networks] if config.primary_node_ports or not networks else networks

@@ -11,7 +11,8 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from kbpf.model.address import Addr, family_of
+from kbpf.errors import ObjectError
+from kbpf.model.address import Addr, family_of, format_addr, parse_addr
 
 
 class Protocol(IntEnum):
@@ -48,6 +49,24 @@ class Cidr(NamedTuple):
 
     address: Addr
     bits: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Cidr":
+        """Parses a network such as ``10.0.0.0/8`` or ``fd00::/64``; host bits are cleared. Raises
+        ObjectError.
+        """
+        head, _, tail = text.partition("/")
+        width = 128 if ":" in head else 32
+        is_number = tail.isascii() and tail.isdigit() and len(tail) < 20
+        host_bits = width - int(tail) if is_number else -1
+        if not 0 <= host_bits <= width:
+            raise ObjectError(f"{text!r} is not a network in CIDR form")
+        number = int.from_bytes(parse_addr(head)) >> host_bits << host_bits
+        return cls(Addr(number.to_bytes(16)), 128 - host_bits)
+
+    def __str__(self) -> str:
+        bits = self.bits - 96 if family_of(self.address) == 4 and self.bits >= 96 else self.bits
+        return f"{format_addr(self.address)}/{bits}"
 
     def contains(self, addr: Addr) -> bool:
         """Whether the address is in this network. Networks never match the other family."""

@@ -6,9 +6,7 @@ from typing import Final
 
 import msgspec
 
-from kbpf.model.address import family_of, format_addr
 from kbpf.model.inspection import Inspection, Part
-from kbpf.model.objects import Cidr
 from kbpf.model.reasons import Reason
 from kbpf.views.columns import Column
 from kbpf.views.packet_path.availability import unavailable_notice
@@ -49,12 +47,6 @@ class SourcesView(msgspec.Struct, frozen=True):
     local_devices: int
 
 
-def format_cidr(cidr: Cidr) -> str:
-    """``192.0.2.0/24`` or ``2001:db8::/32``."""
-    bits = cidr.bits - 96 if family_of(cidr.address) == 4 and cidr.bits >= 96 else cidr.bits
-    return f"{format_addr(cidr.address)}/{bits}"
-
-
 def build_view(inspection: Inspection) -> SourcesView:
     """The whole page, with the Service ports sorted by name."""
     return SourcesView(
@@ -62,7 +54,7 @@ def build_view(inspection: Inspection) -> SourcesView:
         left_alone=inspection.reasons.get(Reason.NEEDS_SOURCE, 0),
         services=tuple(sorted(_build_rows(inspection), key=lambda row: (row.service, row.family))),
         pods=inspection.node.pods,
-        local_networks=tuple(map(format_cidr, inspection.local_networks)),
+        local_networks=tuple(map(str, inspection.local_networks)),
         local_devices=sum(device.pods for device in inspection.devices.values()),
     )
 
@@ -74,7 +66,7 @@ def _build_rows(inspection: Inspection) -> Iterator[SourcesRow]:
             yield SourcesRow(
                 port.text,
                 port.key.family if port.key else 0,
-                tuple(map(format_cidr, port.source_ranges)),
+                tuple(map(str, port.source_ranges)),
                 tuple(map(str, vips)),
             )
 

@@ -143,19 +143,11 @@ def _special_address_problem_v6(address: bytes) -> str:
 
 
 def parse_cidr(text: str, path: str) -> Cidr:
-    """Parses a network such as ``10.0.0.0/8`` or ``fd00::/64``; host bits are cleared."""
-    head, _, tail = text.partition("/")
     try:
-        bits = int(tail) if tail.isascii() and tail.isdigit() else -1
-        address = parse_addr(head)
-    except (ObjectError, ValueError):
-        bits = -1
-    width = 128 if ":" in head else 32
-    if not 0 <= bits <= width:
-        raise ObjectError(with_path(path, f"{text!r} is not a network in CIDR form"))
-    prefix_bits = 128 - width + bits
-    number = int.from_bytes(address) >> (128 - prefix_bits) << (128 - prefix_bits)
-    return Cidr(Addr(number.to_bytes(16)), prefix_bits)
+        return Cidr.parse(text)
+    except ObjectError as error:
+        problem = f"{text!r} is not a network in CIDR form"
+        raise ObjectError(with_path(path, problem)) from error
 
 
 def check_port(number: int | None, path: str) -> int:

@@ -6,7 +6,7 @@ import pytest
 from kbpf.cli import app
 from tests.support.golden import Golden
 
-COMMANDS = ["", "cleanup", "inspect", "inspect services", "inspect connections"]
+COMMANDS = ["", "run", "cleanup", "inspect", "inspect services", "inspect connections"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
