@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds the API server and the credentials: in a kubeconfig, in a pod's files, or from --master.
 
-The `kubernetes` library is not used because importing it costs 30 MB permanently (measured; the
-whole agent should stay below 60). This reader supports what a node's kubeconfig contains: server,
-CA, client certificate, token, token file, basic. Exec plugins and auth providers need the library:
-then `Access.plugin` is set, and credentials.py runs it in a short-lived child process.
+The `kubernetes` library would lose properties that this reader has (docs/decisions.md, "Agent").
+Exec plugins and auth providers need it: then `Access.plugin` is set, and credentials.py runs the
+library in a short-lived child process.
 """
 
 import base64
