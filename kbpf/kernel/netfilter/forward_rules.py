@@ -23,15 +23,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from kbpf.errors import KernelError
-from kbpf.kernel.net.netlink import Netlink
+from kbpf.kernel.net.netlink import Netlink, parse_attributes
 from kbpf.kernel.net.uapi import (
     NETLINK_NETFILTER,
-    NLM_F_REQUEST,
 )
 from kbpf.kernel.netfilter.uapi import (
     NFNL_SUBSYS_NFTABLES,
     NFT_MSG_GETGEN,
-    NFT_MSG_NEWGEN,
     NFTA_GEN_ID,
 )
 from kbpf.kernel.probe_result import Probe
@@ -50,9 +48,7 @@ UNSUPPORTED_ERRNOS: Final = frozenset((errno.EINVAL, errno.EOPNOTSUPP, errno.EPR
 """How a kernel without nf_tables replies."""
 HINT: Final = "run as root, or accept packets with the mark in FORWARD by other means"
 
-_NLMSGHDR: Final = struct.Struct("=IHHII")
 _GET_GENERATION: Final = NFNL_SUBSYS_NFTABLES << 8 | NFT_MSG_GETGEN
-_NEW_GENERATION: Final = NFNL_SUBSYS_NFTABLES << 8 | NFT_MSG_NEWGEN
 _TIMEOUT_S: Final = 2.0
 
 Json = dict[str, Any]
@@ -196,30 +192,15 @@ def read_generation() -> int:
     """
     # struct nfgenmsg: family, version, res_id
     body = struct.pack("=BBH", socket.AF_UNSPEC, 0, 0)
-    request = (
-        _NLMSGHDR.pack(_NLMSGHDR.size + len(body), _GET_GENERATION, NLM_F_REQUEST, 1, 0) + body
-    )
     try:
-        with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, NETLINK_NETFILTER) as netlink:
-            netlink.settimeout(_TIMEOUT_S)
-            netlink.send(request)
-            reply = netlink.recv(1 << 12)
-    except OSError as error:
-        raise KernelError(
-            "cannot read the generation of nf_tables", "netlink", HINT, error.errno or 0
-        ) from error
-    _, type_, *_ = _NLMSGHDR.unpack_from(reply)
-    if type_ != _NEW_GENERATION:  # an NLMSG_ERROR, which begins with a negative errno
-        (code,) = struct.unpack_from("=i", reply, _NLMSGHDR.size)
-        raise KernelError("cannot read the generation of nf_tables", "netlink", HINT, -code)
-    attrs = reply[_NLMSGHDR.size + len(body) :]
-    while len(attrs) >= 4:
-        length, type_ = struct.unpack_from("=HH", attrs)
-        # Headers are in host byte order, values of nf_tables in network byte order.
-        if type_ == NFTA_GEN_ID:
-            return int.from_bytes(attrs[4:8], "big")
-        attrs = attrs[max(4, length + 3 & ~3) :]  # padded to 4 bytes; a length of 0 must not loop
-    return 0
+        with Netlink(NETLINK_NETFILTER, "nf_tables") as netlink:
+            netlink.socket.settimeout(_TIMEOUT_S)
+            (reply,) = netlink.request(_GET_GENERATION, body)
+    except KernelError as error:
+        problem = "cannot read the generation of nf_tables"
+        raise KernelError(problem, "netlink", HINT, error.errno) from error
+    # Headers are in host byte order, values of nf_tables in network byte order.
+    return int.from_bytes(parse_attributes(reply.body[len(body) :])[NFTA_GEN_ID], "big")
 
 
 def list_chains() -> list[Json]:
