@@ -112,8 +112,8 @@ class EventRecorder:
         self._stop = threading.Event()
         self._thread: threads.SupervisedThread | None = None
         self._last_error = ""
-        self.sent = 0
-        self.dropped = 0
+        self.sent = 0  # written by the thread only
+        self.dropped = 0  # guarded by _lock
 
     def emit(
         self, regarding: EventObject, reason: str, action: str, note: str = "", warning: bool = True
@@ -136,6 +136,10 @@ class EventRecorder:
                 KubeEvent(regarding, warning, reason, action, note, time.time_ns())
             )
         except queue.Full:
+            self._count_dropped()
+
+    def _count_dropped(self) -> None:
+        with self._lock:
             self.dropped += 1
 
     def _is_repeated(self, regarding: EventObject, reason: str) -> bool:
@@ -194,7 +198,7 @@ class EventRecorder:
             if self._try_post(path, body):
                 return
             self._stop.wait(self._retry_interval)
-        self.dropped += 1
+        self._count_dropped()
 
     def _try_post(self, path: str, body: bytes) -> bool:
         """Returns whether the Event is finished with: sent, or not worth a retry."""
@@ -205,14 +209,14 @@ class EventRecorder:
             return False  # the watches report it
         except Exception:
             log.exception("cannot send an Event")
-            self.dropped += 1
+            self._count_dropped()
             return True
         if status == 429 or status >= 500:
             return False
         if status < 300 or status == 409:  # 409: it was created, but the response was lost
             self.sent += 1
             return True
-        self.dropped += 1
+        self._count_dropped()
         message = f"the API server returned {status} for an Event"
         if message != self._last_error:
             log.warning("%s; grant create on events.events.k8s.io", message)
