@@ -15,6 +15,7 @@ nothing else sets them. The rules are those of kube-proxy's conntrack/sysctls.go
 - On a node without nf_conntrack there is nothing to set; the agent polls for the module.
 """
 
+import errno
 import logging
 import os
 import stat
@@ -105,9 +106,9 @@ class ConntrackSysctls:
                 if sysctl.read(name) != str(value):
                     sysctl.write(name, str(value))
                     log.info("set %s=%d", name, value)
-            except KernelError as error:
+            except (KernelError, OSError) as error:
                 failures.append(f"{name}={value}")
-                reasons.append(error.errno_name)
+                reasons.append(errno.errorcode.get(error.errno or 0, ""))
                 continue
             if name == NF_CONNTRACK_MAX and (reason := _grow_buckets(value // ENTRIES_PER_BUCKET)):
                 failures.append(f"{NF_CONNTRACK_BUCKETS}={value // ENTRIES_PER_BUCKET}")

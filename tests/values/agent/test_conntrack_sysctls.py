@@ -2,6 +2,7 @@
 """The sysctls of the kernel's conntrack: their values, and what happens if one cannot be set."""
 
 import logging
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -162,6 +163,25 @@ def test_failed_sysctls_are_one_warning_with_all_values(
     assert "net.netfilter.nf_conntrack_max=131072" in line
     assert "net.netfilter.nf_conntrack_tcp_timeout_close_wait=3600" in line
     assert "EROFS" in line
+
+
+def test_module_removed_while_the_sysctls_are_set_is_the_same_warning(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    machine.load()
+    read = sysctl.read
+
+    def read_and_remove(name: str) -> str:
+        value = read(name)
+        shutil.rmtree(machine.sysctls)
+        return value
+
+    monkeypatch.setattr(sysctl, "read", read_and_remove)
+    ConntrackSysctls(Conntrack()).apply(1.0)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "net.netfilter.nf_conntrack_max=131072" in record.getMessage()
+    assert "(ENOENT)" in record.getMessage()
 
 
 def test_read_only_nf_conntrack_max_in_a_network_namespace_is_left_alone(
