@@ -477,7 +477,7 @@ class Agent:
             "programmed service_ports=%s entries=%d ms=%.1f",
             "all" if keys is None else len(keys), sum(report.writes.values()), self._last_apply_ms,
         )  # fmt: skip
-        self._recorder.record_apply(keys, seconds)
+        self._recorder.record_apply(keys, seconds, any(report.writes.values()))
         if not self._first_apply_done or self._apply_error:
             self._status_due = 0.0  # report recovery at once
         self._dirty_keys, self._apply_error, self._first_apply_done = set(), "", True

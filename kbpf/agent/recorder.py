@@ -78,11 +78,17 @@ class Recorder:
             for policy, members in self._without_local.items():
                 _set_membership(members, key, state is not None and _lacks_local(state, policy))
 
-    def record_apply(self, keys: Collection[ServicePortKey] | None, seconds: float) -> None:
-        """Records a write to the data plane; `keys` None: everything was compared."""
+    def record_apply(
+        self, keys: Collection[ServicePortKey] | None, seconds: float, wrote: bool
+    ) -> None:
+        """Records an apply() of these Service ports; `keys` None: everything was compared. Without
+        keys it was a sync only if it `wrote` something (deferred work, both families): a retry of
+        refused Service ports, once a second, is none.
+        """
         metrics = self._server.proxy_metrics
-        families = {key.family for key in keys} if keys else {4, 6}
-        metrics.record_sync(seconds, keys is None, families)
+        if keys is None or keys or wrote:
+            families = {key.family for key in keys} if keys else {4, 6}
+            metrics.record_sync(seconds, keys is None, families)
         for family, trigger_time in self._triggers:
             metrics.record_programming(family, trigger_time)
         self._triggers.clear()

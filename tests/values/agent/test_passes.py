@@ -13,6 +13,7 @@ from kbpf.dataplane.base import Report
 from kbpf.errors import KernelError
 from kbpf.model.address import parse_addr
 from kbpf.model.config import Config, Serving
+from kbpf.model.desired import ServicePortKey
 from kbpf.model.events import Delete, Kind, ObjectKey, Rejected, Synced, Upsert
 from kbpf.model.objects import Endpoint, EndpointSlice, Node, Protocol, SlicePort
 from kbpf.serve.health import HealthTracker
@@ -228,6 +229,25 @@ def test_failed_apply_is_counted(clock: Clock, monkeypatch: pytest.MonkeyPatch):
     agent.step([])
     assert failures() == 2
     assert plane.applied[1:] == [{"a"}]
+
+
+def test_retry_that_programs_nothing_is_no_sync(clock: Clock):
+    agent, plane = begun(0.0)
+
+    def partial_syncs() -> float:
+        name = "kubeproxy_sync_partial_proxy_rules_duration_seconds"
+        samples = parse(agent._server.format_metrics().decode())[name].samples
+        return samples[f"{name}_count", frozenset({("ip_family", "IPv4")})]
+
+    plane.refused = {ServicePortKey("ns", "a", "", Protocol.TCP, 4): "full"}
+    agent.step([service("a")])
+    assert partial_syncs() == 1
+    for writes, count in (({}, 1), ({"services": 0}, 1), ({"services": 2}, 2), ({}, 2)):
+        plane.writes = writes
+        clock.now += RETRY_INTERVAL_S
+        agent.step([])
+        assert plane.applied[-1] == set()
+        assert partial_syncs() == count
 
 
 @pytest.mark.parametrize("waiting", ["nothing", "large Service", "deferred work", "new event"])

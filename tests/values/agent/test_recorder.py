@@ -65,7 +65,7 @@ class Rig:
 
     def end(self, changed=frozenset()) -> None:
         if changed:
-            self.tally.record_apply(changed, 0.5)
+            self.tally.record_apply(changed, 0.5, wrote=True)
         self.tally.record_settled(self.world, self.desired.state)
 
     def page(self) -> dict[str, Family]:
