@@ -125,7 +125,7 @@ def test_dropped_is_counted_under_the_lock(monkeypatch: pytest.MonkeyPatch):
 
     recorder = LockCheckingRecorder(post, "n1")
     recorder.emit(NODE, "Refused", "A")
-    until("the first Event is being sent", lambda: recorder._queue.empty())
+    until("the first Event is being sent", recorder._queue.empty)
     recorder.emit(NODE, "Crash", "A")
     recorder.emit(NODE, "QueueFull", "A")
     assert recorder.dropped == 1
