@@ -7,7 +7,7 @@ apply, decides, and the checks of `kbpf check` give the reason. The decision hol
 restarts.
 
 What an agent of the other mode has left in the kernel serves until the first complete apply of
-this one; then it is drained (base.PreviousDataPlane). An agent of the other mode cannot start
+this one; then it is drained (PreviousDataPlane). An agent of the other mode cannot start
 meanwhile.
 """
 
@@ -17,7 +17,7 @@ from enum import StrEnum
 from typing import Final, NamedTuple
 
 from kbpf.checks.row import Check, CheckRow
-from kbpf.dataplane.base import DataPlane, PreviousDataPlane, Report
+from kbpf.dataplane.base import DataPlane, Report
 from kbpf.errors import (
     AttachError,
     CompileError,
@@ -30,6 +30,7 @@ from kbpf.model.config import Config
 from kbpf.model.desired import DesiredState, ServicePortKey
 from kbpf.model.metrics import DataPlaneMetrics, Pause, TrafficStats, UdpCuts
 from kbpf.model.status import ModeChoice, PacketStatus
+from kbpf.takeover.previous import PreviousDataPlane
 
 log = logging.getLogger("kbpf.agent")
 

@@ -50,7 +50,7 @@ class DataPlane(Protocol):
 
     def set_coexisting(self, coexisting: bool) -> None:
         """Sets whether connections of another data plane still exist on this node
-        (PreviousDataPlane). Called before open(), and again when it changes. is_ready() says when
+        (takeover.previous). Called before open(), and again when it changes. is_ready() says when
         this data plane may take its place.
         """
 
@@ -123,29 +123,3 @@ class DataPlane(Protocol):
 
     def remove(self) -> None:
         """Removes everything of kbpf from the kernel."""
-
-
-class PreviousDataPlane(Protocol):
-    """State that an agent of another mode (`name`) left on this node and that still serves.
-
-    Called by one thread.
-    """
-
-    name: str
-
-    def claim(self) -> bool:
-        """Whether such state exists. If so, no agent of that mode can start until close(). Raises
-        KernelError while one runs.
-        """
-
-    def drain(self, now: float) -> float | None:
-        """Stops new connections and removes what no live connection needs any more; established
-        connections continue where the kernel allows it. Returns when to call next
-        (time.monotonic), or None when nothing is left.
-        """
-
-    def problems(self) -> tuple[str, ...]:
-        """One line for each kind of connection that still uses it."""
-
-    def close(self) -> None:
-        """Releases the lock. The state itself stays."""

@@ -9,7 +9,6 @@ connections, we never allocate a source port that one of them uses.
 """
 
 import contextlib
-from typing import Final
 
 from kbpf.errors import KernelError
 from kbpf.kernel.bpf import tc
@@ -17,21 +16,19 @@ from kbpf.kernel.net import dummy
 from kbpf.kernel.netfilter import forward_rules
 from kbpf.model.config import Config
 from kbpf.takeover import cleanup, conntrack_keepalive
-
-IPVS_POLL_INTERVAL_S: Final = 2.0
-"""How often IPVS connections are counted."""
+from kbpf.takeover.previous import PreviousDataPlane
 
 
-class KubeProxyDrain:
-    """The base.PreviousDataPlane of a kube-proxy, in any of its modes."""
+class KubeProxyDrain(PreviousDataPlane):
+    """A kube-proxy, in any of its modes. It has no lock, and nothing of it is removed."""
 
     name = "kube-proxy"
+    connections = "connections still use kube-proxy's IPVS"
 
     def __init__(self, config: Config) -> None:
+        super().__init__()
         self._packet_path = config.packet_path
         self._own_device = config.ipvs_device
-        self._due: float | None = None
-        self._live_connections = 0
 
     def claim(self) -> bool:
         """Whether to wait for a kube-proxy's connections: for those of its IPVS always; for those
@@ -44,28 +41,14 @@ class KubeProxyDrain:
             return _has_ipvs_state() or (tc.probe_tcx().works is not True and cleanup.has_rules())
         return False
 
-    def drain(self, now: float) -> float | None:
-        # Not at the first call: packets may still be on their way to kube-proxy's rules.
-        if self._due is None:
-            self._due = now + IPVS_POLL_INTERVAL_S
-        if now < self._due:
-            return self._due
-        self._due = now + IPVS_POLL_INTERVAL_S
+    def _remove_idle(self) -> int:
         # The table that keeps connections, and its rule in FORWARD, are in nf_tables.
         if forward_rules.probe_nf_tables().works:
             conntrack_keepalive.remove_unneeded()
-        self._live_connections = cleanup.count_connections(self._own_device)
-        return self._due if self._live_connections else None
+        return cleanup.count_connections(self._own_device)
 
-    def problems(self) -> tuple[str, ...]:
-        return (
-            (f"{self._live_connections} connections still use kube-proxy's IPVS",)
-            if self._live_connections
-            else ()
-        )
-
-    def close(self) -> None:
-        """Nothing to release: this class holds no lock."""
+    def _remove(self) -> None:
+        pass
 
 
 def _has_ipvs_state() -> bool:

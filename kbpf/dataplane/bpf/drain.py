@@ -6,11 +6,9 @@ continue to translate packets of established TCP and SCTP connections, so they s
 the last of these has ended. Then everything is removed at once.
 """
 
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Final
 
 from kbpf.dataplane.bpf import host
 from kbpf.dataplane.bpf.maps import pinning
@@ -30,22 +28,19 @@ from kbpf.kernel.bpf.objects import Map
 from kbpf.kernel.system import mounts
 from kbpf.model.config import Config
 from kbpf.model.objects import Protocol
-
-DRAIN_POLL_INTERVAL_S: Final = 5.0
-"""Interval between two counts of the connections, in seconds."""
+from kbpf.takeover.previous import PreviousDataPlane
 
 
-class PreviousBpfPlane:
-    """The data plane that an earlier agent has left in this pin folder (base.PreviousDataPlane)."""
+class PreviousBpfPlane(PreviousDataPlane):
+    """The data plane that an earlier agent has left in this pin folder."""
 
     name = "mode bpf"
+    connections = "connections of mode bpf still use its packet path"
+    poll_interval = 5.0
 
     def __init__(self, config: Config) -> None:
+        super().__init__()
         self._pins = Pins(config.pin_dir)
-        self._lock = -1
-        self._due = 0.0
-        self._is_active = True  # whether it may still accept new connections
-        self._open_connections = 0
 
     def claim(self) -> bool:
         try:
@@ -59,26 +54,14 @@ class PreviousBpfPlane:
         self._lock = pinning.lock_pins(self._pins)
         return True
 
-    def drain(self, now: float) -> float | None:
-        if self._is_active:
-            self._stop_new_connections()
-            self._is_active = False
-        if now < self._due:
-            return self._due
-        self._due = now + DRAIN_POLL_INTERVAL_S
-        self._open_connections = self._count_open_connections()
-        if self._open_connections:
-            return self._due
-        self._remove()
-        return None
-
-    def _stop_new_connections(self) -> None:
+    def _stop_new_connections(self, now: float) -> float:
         self._make_passive()
         pinning.delete_frontends(self._pins)
         # A UDP flow whose backend is missing is left to the other data plane.
         with self._open_map("backends") as backends:
             if backends is not None and (keys := b"".join(key for key, _ in backends.items())):
                 backends.delete_batch(keys)
+        return now
 
     def _make_passive(self) -> None:
         """Makes the programs passive. If mode bpf returns before the drain has ended, they accept
@@ -91,7 +74,7 @@ class PreviousBpfPlane:
                 flags = (NodeFlag(flags) | NodeFlag.PASSIVE) & ~NodeFlag.COEXISTING
                 node_map.update(bytes(U32.size), NODE.pack(own4, own6, flags, *rest))
 
-    def _count_open_connections(self) -> int:
+    def _remove_idle(self) -> int:
         """Counts the open connections of the packet path and deletes ended flows, since their
         clients may reuse the ports. Sockets connected by a hook need no program any more.
         """
@@ -131,16 +114,6 @@ class PreviousBpfPlane:
                 ) from error
         if mounts.is_own_bpffs(self._pins.root):
             mounts.unmount(self._pins.root)
-
-    def problems(self) -> tuple[str, ...]:
-        if not self._open_connections:
-            return ()
-        return (f"{self._open_connections} connections of mode bpf still use its packet path",)
-
-    def close(self) -> None:
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
 
 
 def _is_open(flow: bytes, now: int) -> bool:

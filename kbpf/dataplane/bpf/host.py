@@ -20,6 +20,7 @@ from kbpf.dataplane import firewalls
 from kbpf.dataplane.bpf.maps.flow_entries import enable_flow_lookup
 from kbpf.dataplane.bpf.maps.pinning import HOST_FOLDER, Pins
 from kbpf.dataplane.bpf.packet_path import snat_ports
+from kbpf.dataplane.host import KeepalivePoll, forwarding_warnings, reconcile_forward_rules
 from kbpf.errors import KbpfError, KernelError
 from kbpf.kernel.bpf.objects import Map
 from kbpf.kernel.netfilter import forward_rules
@@ -34,15 +35,12 @@ PORT_RESERVATION_POLLS: Final = 3
 """Number of polls after the start that also reserve the ports of conntrack's masqueraded
 connections, since some of these begin before our programs are attached everywhere.
 """
-KEEPALIVE_POLL_INTERVAL_S: Final = 30.0
-"""Interval between two checks for the last connection of a kube-proxy, in seconds."""
 TRANSIENT_ERRNOS: Final = frozenset(
     (errno.ENOENT, errno.ERESTART, *forward_rules.UNSUPPORTED_ERRNOS)
 )
 """Errors that are not logged: the ruleset changed during the check, which is repeated later, or
 nf_tables is missing, and there is nothing to do.
 """
-FORWARDING_SYSCTLS: Final = ("net.ipv4.ip_forward", "net.ipv6.conf.all.forwarding")
 
 
 class HostIntegration:
@@ -55,7 +53,7 @@ class HostIntegration:
         self._mark = 1 << config.masquerade_bit
         self._generation = -1
         self._due = float("-inf")
-        self._keepalive_due = float("-inf")
+        self._keepalive = KeepalivePoll()
         self._polls = 0
         self._masquerade_ports = config.masquerade_ports
         self._logged_lines: set[str] = set()
@@ -77,7 +75,9 @@ class HostIntegration:
         with self._warning_on_error():
             self._ensure_rules()
         with self._warning_on_error():
-            self._end_keepalive(now)
+            # without nf_tables there are no rules to remove
+            if self._generation >= 0:
+                self._keepalive.poll(now)
 
     def _reserve_conntrack_ports(self) -> None:
         """Reserves the ports of clients that kube-proxy has masqueraded."""
@@ -92,24 +92,12 @@ class HostIntegration:
                     enable_flow_lookup(flow_count)
                 log.info("reserved SNAT ports that conntrack uses count=%d", count)
 
-    def _end_keepalive(self, now: float) -> None:
-        # without nf_tables there are no rules to remove
-        if self._generation < 0 or now < self._keepalive_due:
-            return
-        self._keepalive_due = now + KEEPALIVE_POLL_INTERVAL_S
-        for family in conntrack_keepalive.remove_unneeded():
-            log.info("the last connection of kube-proxy has ended family=%s", family)
-
     def _ensure_rules(self) -> None:
         try:
             generation = forward_rules.read_generation()
             if generation == self._generation:
                 return
-            chains = forward_rules.list_forward_chains()
-            for chain in chains:
-                self._ensure_rule(chain)
-            for line in conntrack_keepalive.reconcile_forward_rules(chains):
-                log.info("%s", line)
+            reconcile_forward_rules(self._mark)
         except KernelError as error:
             if error.errno not in TRANSIENT_ERRNOS:
                 raise
@@ -117,18 +105,12 @@ class HostIntegration:
             # read before our own changes, so the next poll checks these too
             self._generation = generation
 
-    def _ensure_rule(self, chain: forward_rules.BaseChain) -> None:
-        if line := forward_rules.reconcile_masquerade_rule(chain, self._mark):
-            log.info("%s chain=%r mark=%#x", line, str(chain), self._mark)
-
     def _warn_about_host(self) -> None:
-        for name in FORWARDING_SYSCTLS:
-            with contextlib.suppress(KernelError):
-                if sysctl.read(name) == "0":
-                    self._warn_once(
-                        f"{name} is 0, so this node forwards nothing to pods; set it to 1"
-                    )
-        for line in (*firewalls.forward_warnings(self._mark), *firewalls.early_drop_warnings()):
+        for line in (
+            *forwarding_warnings(),
+            *firewalls.forward_warnings(self._mark),
+            *firewalls.early_drop_warnings(),
+        ):
             self._warn_once(line)
 
     @contextlib.contextmanager

@@ -8,9 +8,7 @@ the last of them.
 
 import contextlib
 import errno
-import os
 from collections.abc import Container, Iterable
-from typing import Final
 
 from kbpf.dataplane.ipvs import cleanup, ruleset
 from kbpf.dataplane.ipvs.plan import Element, SetName, VirtualService, owned_service
@@ -19,23 +17,20 @@ from kbpf.kernel.net.ipvs import IpvsClient, IpvsCommand, VirtualServiceKey
 from kbpf.kernel.netfilter import forward_rules
 from kbpf.model.address import Addr
 from kbpf.model.config import Config
-
-DRAIN_POLL_INTERVAL_S: Final = 2.0
-"""Interval between two counts of the IPVS connections, in seconds."""
+from kbpf.takeover.previous import PreviousDataPlane
 
 
-class PreviousIpvsPlane:
-    """The base.PreviousDataPlane of the agent with this device, table and state folder."""
+class PreviousIpvsPlane(PreviousDataPlane):
+    """What an agent with this device, table and state folder left."""
 
     name = "mode ipvs"
+    connections = "connections still use mode ipvs"
 
     def __init__(self, config: Config) -> None:
+        super().__init__()
         self._config = config
         self._folder = config.state_dir / config.ipvs_device
         self._options = cleanup.ruleset_options(config)
-        self._lock = -1
-        self._next_poll: float | None = None
-        self._open_connections = 0
 
     def claim(self) -> bool:
         if not cleanup.has_state(self._config):
@@ -43,24 +38,18 @@ class PreviousIpvsPlane:
         self._lock = cleanup.lock_state_folder(self._folder)
         return True
 
-    def drain(self, now: float) -> float | None:
-        # Not at the first call: packets may still be on their way to IPVS.
-        is_waiting = self._next_poll is None or now < self._next_poll
-        if self._next_poll is None or not is_waiting:
-            self._next_poll = now + DRAIN_POLL_INTERVAL_S
-        if is_waiting:
-            return self._next_poll
+    def _remove_idle(self) -> int:
         elements = cleanup.read_elements(self._options.table) or frozenset()
         owned = [virtual for element in elements if (virtual := owned_service(element)) is not None]
-        if owned:
-            with contextlib.closing(IpvsClient()) as client:
-                self._open_connections = self._remove_idle(client, owned, elements)
-        if owned and self._open_connections:
-            return self._next_poll
-        cleanup.remove(self._config, with_forward_rules=False)
-        return None
+        if not owned:
+            return 0
+        with contextlib.closing(IpvsClient()) as client:
+            return self._remove_idle_services(client, owned, elements)
 
-    def _remove_idle(
+    def _remove(self) -> None:
+        cleanup.remove(self._config, with_forward_rules=False)
+
+    def _remove_idle_services(
         self, client: IpvsClient, owned: Iterable[VirtualService], elements: frozenset[Element]
     ) -> int:
         """Removes the virtual addresses that have no connections. Returns the number of
@@ -91,18 +80,6 @@ class PreviousIpvsPlane:
     def _delete_addresses(self, addresses: Iterable[Addr]) -> None:
         with contextlib.suppress(OSError):  # the device was removed
             dummy.delete_addresses(dummy.get_ifindex(self._config.ipvs_device), addresses)
-
-    def problems(self) -> tuple[str, ...]:
-        return (
-            (f"{self._open_connections} connections still use mode ipvs",)
-            if self._open_connections
-            else ()
-        )
-
-    def close(self) -> None:
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
 
 
 def _is_at_address(element: Element, addresses: Container[object]) -> bool:

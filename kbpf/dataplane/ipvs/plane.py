@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import astuple
 from typing import Final
 
-from kbpf.dataplane import firewalls
+from kbpf.dataplane import firewalls, host
 from kbpf.dataplane.base import Report
 from kbpf.dataplane.ipvs import cleanup, metrics
 from kbpf.dataplane.ipvs.diff import Changes, DesiredElements
@@ -56,7 +56,6 @@ from kbpf.model.desired import (
 )
 from kbpf.model.metrics import DataPlaneMetrics, Pause, TrafficStats, UdpCuts
 from kbpf.model.status import ModeChoice, PacketStatus
-from kbpf.takeover import conntrack_keepalive
 
 log = logging.getLogger("kbpf.dataplane")
 
@@ -70,12 +69,9 @@ STRICT_ARP_SYSCTLS: Final = {
     "net.ipv4.conf.all.arp_ignore": "1",
     "net.ipv4.conf.all.arp_announce": "2",
 }
-FORWARDING_SYSCTLS: Final = ("net.ipv4.ip_forward", "net.ipv6.conf.all.forwarding")
 NO_IPV6_WARNING: Final = "IPv6 is disabled on this node: IPv6 Services are not served"
 DRAIN_POLL_INTERVAL_S: Final = 2.0
 """Interval between two checks of drained real servers and of the table, in seconds."""
-KEEPALIVE_POLL_INTERVAL_S: Final = 30.0
-"""Interval between two checks for the last connection of a kube-proxy, in seconds."""
 
 
 class IpvsPlane:
@@ -104,7 +100,7 @@ class IpvsPlane:
         self._context: NodeContext | None = None
         self._fwmarks = FwmarkAllocator(reserved_bits=self._options.masquerade_mark)
         self._poll_due = 0.0
-        self._keepalive_due = 0.0
+        self._keepalive = host.KeepalivePoll()
         # The generation of nf_tables, and the number of our transactions up to it.
         self._ruleset_version = (-1, 0)
         self._node_port_conflicts = NodePortConflicts()
@@ -173,12 +169,8 @@ class IpvsPlane:
                     sysctl.write(name, value)
             except KernelError as error:
                 self._warn_once(str(error))
-        for name in FORWARDING_SYSCTLS:
-            with contextlib.suppress(KernelError):
-                if sysctl.read(name) == "0":
-                    self._warn_once(
-                        f"{name} is 0, so this node forwards nothing to pods; set it to 1"
-                    )
+        for line in host.forwarding_warnings():
+            self._warn_once(line)
 
     def _set_timeouts(self) -> None:
         try:
@@ -421,10 +413,7 @@ class IpvsPlane:
                 self._check_ruleset()
             if self._stale_names is not None and self._fully_synced and self._in_sync:
                 self._stale_names.remove_unneeded(self._elements.pools)
-        if now >= self._keepalive_due:
-            self._keepalive_due = now + KEEPALIVE_POLL_INTERVAL_S
-            for family in conntrack_keepalive.remove_unneeded():
-                log.info("the last connection of kube-proxy has ended family=%s", family)
+        self._keepalive.poll(now)
         return self._poll_due
 
     def _check_ruleset(self) -> None:
@@ -440,21 +429,11 @@ class IpvsPlane:
             if has_foreign_changes:
                 listing = forward_rules.list_chains()
                 self._check_firewalls(listing)
-                self._reconcile_forward(listing)
+                host.reconcile_forward_rules(self._options.masquerade_mark, listing)
         finally:
             if self._has_applied:
                 self._repair(has_foreign_changes)
         self._ruleset_version = version
-
-    def _reconcile_forward(self, listing: Iterable[forward_rules.Json]) -> None:
-        chains = forward_rules.list_forward_chains(listing)
-        for chain in chains:
-            if action := forward_rules.reconcile_masquerade_rule(
-                chain, self._options.masquerade_mark
-            ):
-                log.info("%s chain=%r mark=%#x", action, str(chain), self._options.masquerade_mark)
-        for action in conntrack_keepalive.reconcile_forward_rules(chains):
-            log.info("%s", action)
 
     def _repair(self, has_foreign_changes: bool) -> None:
         """Repairs what other programs have destroyed, and completes an earlier repair that failed.

@@ -20,8 +20,9 @@ from pyroute2 import IPSet
 
 from kbpf.cli import cleanup
 from kbpf.dataplane.bpf import host
-from kbpf.dataplane.bpf.host import KEEPALIVE_POLL_INTERVAL_S, HostIntegration
+from kbpf.dataplane.bpf.host import HostIntegration
 from kbpf.dataplane.bpf.maps.pinning import Pins
+from kbpf.dataplane.host import KEEPALIVE_POLL_INTERVAL_S
 from kbpf.kernel.net import ipvs
 from kbpf.kernel.net.ipvs import (
     IpvsClient,

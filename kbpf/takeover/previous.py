@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""State of another data plane that was found on this node and still serves: how it is drained."""
+
+import os
+from abc import ABC, abstractmethod
+from typing import ClassVar, Final
+
+DRAIN_POLL_INTERVAL_S: Final = 2.0
+
+
+class PreviousDataPlane(ABC):
+    """State that an agent of another mode, or a kube-proxy, left on this node. Called by one
+    thread.
+    """
+
+    name: ClassVar[str]
+    connections: ClassVar[str]
+    """What the open connections are, after their number."""
+    poll_interval: ClassVar[float] = DRAIN_POLL_INTERVAL_S
+    """Interval between two counts of the connections, in seconds."""
+
+    def __init__(self) -> None:
+        self._lock = -1
+        self._due: float | None = None
+        self._open_connections = 0
+
+    @abstractmethod
+    def claim(self) -> bool:
+        """Whether such state exists. If so, no agent of that mode can start until close(). Raises
+        KernelError while one runs.
+        """
+
+    def drain(self, now: float) -> float | None:
+        """Stops new connections and removes what no live connection needs any more; established
+        connections continue where the kernel allows it. Returns when to call next
+        (time.monotonic), or None when nothing is left.
+        """
+        if self._due is None:
+            self._due = self._stop_new_connections(now)
+        if now < self._due:
+            return self._due
+        self._due = now + self.poll_interval
+        self._open_connections = self._remove_idle()
+        if self._open_connections:
+            return self._due
+        self._remove()
+        return None
+
+    def _stop_new_connections(self, now: float) -> float:
+        """Returns when to count the connections first. Not at once if there is nothing to stop:
+        packets may still be on their way to the other data plane.
+        """
+        return now + self.poll_interval
+
+    @abstractmethod
+    def _remove_idle(self) -> int:
+        """Removes what no connection uses; returns the number of open connections."""
+
+    @abstractmethod
+    def _remove(self) -> None:
+        """Removes the rest, after the last connection."""
+
+    def problems(self) -> tuple[str, ...]:
+        """A line if connections still use it."""
+        return (f"{self._open_connections} {self.connections}",) if self._open_connections else ()
+
+    def close(self) -> None:
+        """Releases the lock. The state itself stays."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
