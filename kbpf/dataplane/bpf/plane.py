@@ -285,6 +285,7 @@ class BpfPlane:
                 self._programmed.pop(key, None)
             else:
                 self._programmed[key] = programmed_port
+        self._spare_serving(changes.values())
         if self._adopted is not None:
             self._finish_first_apply(writes.retired, authoritative)
         elif self._unclaimed is not None and authoritative:
@@ -533,6 +534,19 @@ class BpfPlane:
         self._cluster_ips.record_written(*cluster_ips)
         self._node_addresses = addresses
         self._cut_udp(writes.retired, is_repeat=False)
+
+    def _spare_serving(self, ports: Iterable[ProgrammedPort | None]) -> None:
+        """What serves again within the grace period is not cut a second time: by now it may have
+        new clients.
+        """
+        uncut = self._grace_queue.uncut
+        if not uncut and not self._udp_passes.is_busy:
+            return
+        backends, frontends = _udp_targets(port for port in ports if port is not None)
+        for retired in uncut:
+            retired.lost_backends -= backends
+            retired.lost_frontends -= frontends
+        self._udp_passes.spare(backends, frontends)
 
     def _write_ports(self, new: Collection[int] = (), removed: Collection[int] = ()) -> None:
         self._frontend_ports.record_written(set(new), set(removed))

@@ -276,8 +276,10 @@ def gone_if_in(
     """IsGone for these backends and frontends, each with its service id: a choice is stale if its
     backend or its frontend is one of them.
     """
-    packed_backends, packed_frontends = _pack_targets(backends, frontends)
+    return _gone_if_packed(*_pack_targets(backends, frontends))
 
+
+def _gone_if_packed(packed_backends: PackedTargets, packed_frontends: PackedTargets) -> IsGone:
     def is_gone(service: int, frontend: bytes, backend: bytes) -> bool:
         return (
             (service, backend) in packed_backends
@@ -317,6 +319,7 @@ class UdpPasses:
         self._backends: set[tuple[int, Backend]] = set()
         self._frontends: set[tuple[int, FrontendAddress]] = set()
         self._count_flows = False
+        self._packed_targets: tuple[PackedTargets, PackedTargets] = set(), set()
         self._begin_pass: Callable[[], CutSteps] | None = None  # begins the current pass
         self._steps: CutSteps | None = None
         self._families: set[int] = set()
@@ -341,6 +344,19 @@ class UdpPasses:
         self._frontends |= set(frontends)
         self._count_flows |= count_flows
 
+    def spare(
+        self,
+        backends: Collection[tuple[int, Backend]],
+        frontends: Collection[tuple[int, FrontendAddress]],
+    ) -> None:
+        """Cuts no more clients off these, because they serve again."""
+        self._backends.difference_update(backends)
+        self._frontends.difference_update(frontends)
+        for current, spared in zip(
+            self._packed_targets, _pack_targets(backends, frontends), strict=True
+        ):
+            current.difference_update(spared)
+
     def advance(self, seconds: float) -> None:
         """Works for this many seconds; the last step may take longer. Raises KernelError if a map
         cannot be read or written.
@@ -361,7 +377,8 @@ class UdpPasses:
         if self._steps is None:
             self._families = {family_of(backend.address) for _, backend in self._backends}
             self._families |= {family_of(address.address) for _, address in self._frontends}
-            is_gone = gone_if_in(self._backends, self._frontends)
+            self._packed_targets = _pack_targets(self._backends, self._frontends)
+            is_gone = _gone_if_packed(*self._packed_targets)
             self._begin_pass = partial(cut_stepwise, self._maps, is_gone, self._count_flows)
             self._steps = self._begin_pass()
             # What is added during this pass waits for the next one.

@@ -488,6 +488,17 @@ def test_ipv6_and_mapped_connected_sockets_are_destroyed(bench: Bench):
         pod.ask("drop", keep=keep)
 
 
+def test_backend_that_serves_again_within_the_grace_period_keeps_its_new_sockets(bench: Bench):
+    bench.serve(bench.udp(WEB, "one"))
+    bench.serve(bench.udp(WEB, "two"))
+    bench.serve(bench.udp(WEB, "one"))
+    pod = bench["pod"]
+    assert pod.udp("10.96.0.1", 53, keep="s", connected=True)["name"] == "one"
+    bench.plane.flush()
+    assert pod.ask("talk", keep="s").get("name") == "one"
+    pod.ask("drop", keep="s")
+
+
 def test_only_sockets_connected_to_the_deleted_backend_are_destroyed(bench: Bench):
     """Old kernels give the same cookie to sockets of several network namespaces. Then an unrelated
     socket may have the cookie of one that is to be destroyed.
