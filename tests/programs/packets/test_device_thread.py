@@ -286,7 +286,8 @@ def test_device_moved_to_another_namespace_loses_our_programs(node: Site, first:
         ]
 
     until("none of our programs runs on it", lambda: there() == [])
-    assert not (node.net.folder / "devices" / f"{index}-ingress").exists()
+    pin = node.net.folder / "devices" / f"{index}-ingress"
+    until("its pin is deleted", lambda: not pin.exists())
 
 
 def test_lost_attachment_comes_back_at_the_next_resync(
