@@ -43,8 +43,7 @@ class Part(Flag):
 # ---- Services ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class BackendEntry:
+class BackendEntry(msgspec.Struct, frozen=True, eq=False):
     """A backend; one object for each. `backend` is None if something has its id, but it does not
     exist.
     """
@@ -53,8 +52,7 @@ class BackendEntry:
     backend: Backend | None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class BackendSet:
+class BackendSet(msgspec.Struct, frozen=True, eq=False):
     """A backend set with `size` slots. A slot that should exist may be missing in `slots`."""
 
     id: int | None
@@ -65,8 +63,7 @@ class BackendSet:
 EMPTY_SET = BackendSet(0, 0, {})
 
 
-@dataclass(frozen=True, slots=True)
-class FrontendEntry:
+class FrontendEntry(msgspec.Struct, frozen=True):
     """A frontend. `kind` is None if its entry is inconsistent. In IPVS it has one set, that of the
     policy that applies to it; the other one is empty.
     """
@@ -78,8 +75,7 @@ class FrontendEntry:
     local: BackendSet
 
 
-@dataclass(frozen=True, slots=True)
-class BackendTraffic:
+class BackendTraffic(msgspec.Struct, frozen=True):
     """Connections of a Service port to one backend: `open` ones, and totals. If they are not of one
     backend, `scope` is ``none`` (they got no backend), ``gone`` (all removed ones) or ``all``.
     """
@@ -91,8 +87,7 @@ class BackendTraffic:
     totals: ConnectionStats
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ServicePort:
+class ServicePort(msgspec.Struct, frozen=True, eq=False):
     """A Service port in one IP family. `key` is None if its id has no name. It has no `frontends`
     if they were not read, or are gone.
     """

@@ -5,7 +5,6 @@ and traffic.
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any, Final
 
 from kbpf.dataplane.bpf.changes.adopt import address_of, frontend_of, is_valid_entry
@@ -53,7 +52,6 @@ NAME_MAPS: Final = ("service_names", "config")
 SERVICE_MAPS: Final = (*NAME_MAPS, "services", "backend_slots", "backends", "node_addresses")
 TRAFFIC_MAPS: Final = (*COUNTED_MAPS, "counts")
 SCOPES: Final = {NO_BACKEND: "none", REMOVED_BACKENDS: "gone", ALL_BACKENDS: "all"}
-LOCAL_POLICIES: Final = ServiceFlag.INTERNAL_LOCAL | ServiceFlag.EXTERNAL_LOCAL
 
 Maps = Mapping[str, Map]
 
@@ -131,14 +129,12 @@ def read(maps: Maps, parts: Part) -> dict[str, Any]:
     sets = _Sets(ids, backends)
     ports = {
         port_id: _build_port(
-            ServicePort(
-                port_id,
-                names.get(port_id),
-                source_ranges=tuple(ranges.get(port_id, ())),
-                traffic=tuple(traffic.get(port_id, ())),
-            ),
             frontends.get(port_id, ()),
             sets,
+            id=port_id,
+            key=names.get(port_id),
+            source_ranges=tuple(ranges.get(port_id, ())),
+            traffic=tuple(traffic.get(port_id, ())),
         )
         for port_id in names.keys() | frontends.keys() | ranges.keys()
     }
@@ -152,20 +148,17 @@ def read(maps: Maps, parts: Part) -> dict[str, Any]:
 
 
 def _build_port(
-    port: ServicePort, entries: Iterable[tuple[FrontendAddress, ServiceValue]], sets: _Sets
+    entries: Iterable[tuple[FrontendAddress, ServiceValue]], sets: _Sets, **fields: Any
 ) -> ServicePort:
-    """Adds the frontends to a port."""
     values = [value for _, value in entries]
-    if not values:
-        return port
-    flags = ServiceFlag(values[0].flags)
-    return replace(
-        port,
+    flags = ServiceFlag(values[0].flags if values else 0)
+    return ServicePort(
+        **fields,
         frontends=tuple(_build_frontend(at, value, sets) for at, value in entries),
         internal_local=ServiceFlag.INTERNAL_LOCAL in flags,
         external_local=ServiceFlag.EXTERNAL_LOCAL in flags,
         algorithm=Algorithm.MAGLEV if ServiceFlag.MAGLEV in flags else Algorithm.RANDOM,
-        affinity_timeout=max(value.affinity_timeout for value in values),
+        affinity_timeout=max((value.affinity_timeout for value in values), default=0),
     )
 
 
