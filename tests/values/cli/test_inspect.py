@@ -309,26 +309,26 @@ def run(capsys: pytest.CaptureFixture[str], command: str) -> tuple[int, str, str
     return app.call(line), *capsys.readouterr()
 
 
-def commands(view: str, *more: str) -> tuple[str, ...]:
-    return (view, f"{view} -o wide", f"{view} -o json", *more)
+def commands(view: str, *more: str, wide: bool = True) -> tuple[str, ...]:
+    return (view, *([f"{view} -o wide"] if wide else []), f"{view} -o json", *more)
 
 
 VIEWS = {
     "services": commands("services", "services -n kube-system", "services -n none"),
     "service": commands("service local", "service web", "service dns -n kube-system",
                         "service wbe", "service kube-system/dns -n default"),
-    "backends": commands("backends"),
-    "affinity": commands("affinity"),
+    "backends": commands("backends", wide=False),
+    "affinity": commands("affinity", wide=False),
     "connections": commands("connections", "connections --expired --limit 2",
                             "connections --service web --state closed",
                             "connections --client 198.18.0.1", "connections --backend fd00:10::7",
                             "connections --service no"),
-    "nat": commands("nat", "nat --limit 1"),
+    "nat": commands("nat", "nat --limit 1", wide=False),
     "sources": commands("sources"),
     "devices": commands("devices"),
-    "maps": commands("maps"),
-    "programs": commands("programs"),
-    "status": commands("status"),
+    "maps": commands("maps", wide=False),
+    "programs": commands("programs", wide=False),
+    "status": commands("status", wide=False),
 }  # fmt: skip
 
 
@@ -338,9 +338,10 @@ def test_view(view: str, node: Path, golden: Golden, capsys: pytest.CaptureFixtu
 
 
 IPVS_COMMANDS = (
-    *commands("services"), *commands("service web", "service local"), *commands("backends"),
+    *commands("services"), *commands("service web", "service local", wide=False),
+    *commands("backends", wide=False),
     *commands("connections", "connections --service web --limit 1", "connections --state closed"),
-    *commands("status"), "maps",
+    *commands("status", wide=False), "maps",
 )  # fmt: skip
 
 

@@ -264,29 +264,6 @@ def test_agent_of_mode_ipvs_is_found_by_its_status_file(tmp_path: Path):
         dataplane.read(where, status.NEEDS, bpf_only=True)
 
 
-def test_status_has_the_mode_and_its_reason():
-    view = status.build_view(
-        Inspection("/state", boottime=5001.0, status=AGENT_STATUS, agent_alive=True)
-    )
-    assert (view.ok, view.mode, view.mode_requested, view.mode_reason) == (
-        True, "ipvs", "auto", "no cgroup v2")  # fmt: skip
-    page = status.format_page(view)
-    assert "ipvs, requested: auto" in page
-    assert "no cgroup v2: no cgroup v2 hierarchy is mounted" in page
-    for word in ("hooks", "packet path", "socket-lb", "REASON"):
-        assert word not in page, page
-
-
-def test_status_lists_disabled_features():
-    agent_status = replace(AGENT_STATUS, disabled_features=("Pods are not watched",))
-    view = status.build_view(
-        Inspection("/state", boottime=5001.0, status=agent_status, agent_alive=True)
-    )
-    assert view.disabled_features == ("Pods are not watched",)
-    (line,) = [line for line in status.format_page(view).splitlines() if "not watched" in line]
-    assert line.split(maxsplit=1) == ["disabled", "Pods are not watched"]
-
-
 def test_status_of_mode_bpf_has_no_reason():
     said = replace(AGENT_STATUS, mode="bpf", choice=ModeChoice("auto", "bpf"))
     page = status.format_page(status.build_view(Inspection("/state", boottime=5001.0, status=said)))
