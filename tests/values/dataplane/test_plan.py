@@ -19,6 +19,7 @@ from kbpf.dataplane.bpf.changes import plan
 from kbpf.dataplane.bpf.changes.commit import write
 from kbpf.dataplane.bpf.changes.grace import GRACE_PERIOD_S, GraceQueue
 from kbpf.dataplane.bpf.changes.plan import (
+    EMPTY,
     Planner,
     ProgrammedPort,
     ProgrammedSet,
@@ -207,6 +208,17 @@ def test_the_writes_of_a_change(row: Row):
         and not (row.new and row.new.affinity_timeout)
     }  # fmt: skip
     assert found.retired.names == ([] if row.new else [1])
+
+
+@pytest.mark.parametrize("has_affinity", [False, True])
+@pytest.mark.parametrize("weights", [(), (1, 2)], ids=["even", "weighted"])
+def test_a_set_without_backends_matches_any_spread_and_affinity(
+    weights: tuple[int, ...], has_affinity: bool
+):
+    """It has neither slots nor members that these could change."""
+    spread = web(cluster_weights=weights).cluster_spread
+    assert EMPTY.matches((), spread, has_affinity)
+    assert not EMPTY.matches(backends(A), spread, has_affinity)
 
 
 def test_a_new_set_has_a_new_id():
