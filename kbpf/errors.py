@@ -25,7 +25,7 @@ says whose fault it is. `str()` is always one line:
 import contextlib
 import errno as errno_names
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 
@@ -43,6 +43,15 @@ _TYPE_NAMES = {
     "str": "a string", "int": "an integer", "float": "a fraction", "bool": "true or false",
     "array": "a list", "object": "an object", "null": "null",
 }  # fmt: skip
+
+
+def closest_name(name: str, known: Iterable[str], similarity: float = 0.75) -> str:
+    """Returns the known name that was probably meant, ignoring case; "" if none is similar."""
+    from difflib import get_close_matches
+
+    by_lower_name = {candidate.lower(): candidate for candidate in known}
+    matches = get_close_matches(name.lower(), by_lower_name, 1, similarity)
+    return by_lower_name[matches[0]] if matches else ""
 
 
 def describe_decode_error(message: str) -> str:

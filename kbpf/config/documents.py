@@ -12,13 +12,12 @@
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import Any, Final, TypeVar, get_args, get_origin
 
 import msgspec
 
 from kbpf.config.diagnostic import Diagnostic
-from kbpf.errors import ConfigError, describe_decode_error
+from kbpf.errors import ConfigError, closest_name, describe_decode_error
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -187,9 +186,8 @@ def _time_hint(value: object) -> str:
 def _report_unknown_field(
     where: str, name: str, fields: Mapping[str, object], diagnostics: Diagnostics, strict: bool
 ) -> None:
-    by_lower_name = {field.lower(): field for field in fields}
-    matches = get_close_matches(name.lower(), by_lower_name, 1, 0.75)
-    hint = f"is {by_lower_name[matches[0]]} meant?" if matches else ""
+    known_name = closest_name(name, fields)
+    hint = f"is {known_name} meant?" if known_name else ""
     if strict:
         diagnostics.errors.append(ConfigError("unknown field", where, hint or "leave it out"))
         return

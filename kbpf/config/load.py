@@ -13,7 +13,6 @@ Precedence:
 """
 
 import contextlib
-import difflib
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -28,7 +27,7 @@ from kbpf.config.kbpf_configuration import KbpfConfiguration
 from kbpf.config.kubeproxy import KubeProxyConfiguration
 from kbpf.config.settings import SETTINGS, SETTINGS_BY_FLAG, ignored_in_ipvs
 from kbpf.config.values import ConfigValues
-from kbpf.errors import ConfigError, ConfigErrors
+from kbpf.errors import ConfigError, ConfigErrors, closest_name
 from kbpf.model.address import family_of
 from kbpf.model.config import (
     MAX_CONNTRACK_ENTRIES,
@@ -173,8 +172,8 @@ def _find_unknown_variables(environ: Mapping[str, str]) -> Iterator[Diagnostic]:
         ):
             continue
         if not SERVICE_LINK_PATTERN.fullmatch(name):
-            matches = difflib.get_close_matches(name, variables, 1, 0.75)
-            hint = f"is {matches[0]} meant?" if matches else "it is ignored"
+            known_name = closest_name(name, sorted(variables))
+            hint = f"is {known_name} meant?" if known_name else "it is ignored"
             yield Diagnostic(f"{name} is an unknown variable; {hint}", is_warning=True)
 
 

@@ -10,7 +10,6 @@
 """
 
 import logging
-import os
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -20,15 +19,15 @@ from typing import Final
 from kbpf.config.load import LoadedConfig, read_file
 from kbpf.errors import ConfigError, ConfigErrors
 from kbpf.kernel.system import threads
+from kbpf.kernel.system.file_stamp import read_stamp
 
 log = logging.getLogger("kbpf.config")
 
 POLL_INTERVAL: Final = 0.5
 STUCK_TIMEOUT: Final = 60.0
 """Without a poll for this long the thread counts as stuck: the file system hangs."""
-
-ConfigFileStamp = tuple[int, ...]
-"""Changes whenever the file changes; () while the file is missing."""
+NEVER: Final = object()
+"""In place of a stamp: there was no poll yet. None: the file was missing."""
 
 
 class ConfigWatcher:
@@ -45,8 +44,8 @@ class ConfigWatcher:
     ) -> None:
         self._path, self._data, self._parse, self._on_change = path, data, parse, on_change
         self._config = parse(data).config
-        self._evaluated_stamp: ConfigFileStamp | None = None  # of the text that was evaluated last
-        self._last_stamp: ConfigFileStamp | None = None  # of the last poll
+        self._evaluated_stamp: object = NEVER  # of the text that was evaluated last
+        self._last_stamp: object = NEVER  # of the last poll
         self._error = ""  # of the file as it is now
         self._parse_error = ""  # of the text that was evaluated last
         self.is_done = False
@@ -72,7 +71,7 @@ class ConfigWatcher:
 
     def poll(self) -> None:
         """Polls the file once."""
-        stamp = _make_stamp(self._path)
+        stamp = read_stamp(self._path)
         before, self._last_stamp = self._last_stamp, stamp
         if stamp == self._evaluated_stamp or stamp != before:
             return
@@ -104,11 +103,3 @@ class ConfigWatcher:
         log.info("configuration changed, restarting with it path=%s", self._path)
         self.is_done = True
         self._on_change()
-
-
-def _make_stamp(path: Path) -> ConfigFileStamp:
-    try:
-        status = os.stat(path)
-    except OSError:
-        return ()
-    return (status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino, status.st_dev)

@@ -111,10 +111,6 @@ EQUIVALENT: Final[tuple[Equivalent, ...]] = (
         "they are computed more often, and used only where `is_restricted`",
     ),
     Equivalent(
-        "kbpf/config/load.py", "matches = difflib.get_close_matches(name, variables, 1, 0.75)",
-        "1", "2", "only the first is used",
-    ),
-    Equivalent(
         "kbpf/config/parsers.py",
         'return "all" if "all" in keywords else (*keywords[:1], *cidrs)',
         "1", "2", "it contains `primary` once, or nothing",

@@ -29,6 +29,7 @@ from typing import Final, NamedTuple
 
 from kbpf.errors import ConfigError, SourceError
 from kbpf.kernel.system import children
+from kbpf.kernel.system.file_stamp import read_stamp
 from kbpf.model.address import Addr
 from kbpf.source.api.backoff import Backoff, OutageLog
 from kbpf.source.api.kubeconfig import Access
@@ -147,7 +148,7 @@ class Cluster:
             return None
         stamp = (
             credentials.cert,
-            *map(_file_stamp, (access.ca_file, access.cert_file, access.key_file)),
+            *map(read_stamp, (access.ca_file, access.cert_file, access.key_file)),
         )
         with self._lock:
             if self._tls is None or stamp != self._tls_stamp:
@@ -292,14 +293,6 @@ def _bearer_header(token: str, where: str) -> str:
     if not token or not token.isascii() or not token.isprintable():
         raise SourceError("the token is empty or contains invalid characters", where)
     return f"Bearer {token}"
-
-
-def _file_stamp(path: str) -> object:
-    try:
-        status = os.stat(path) if path else None
-    except OSError:
-        return None
-    return status and (status.st_mtime_ns, status.st_size, status.st_ino)
 
 
 def _make_tls_context(access: Access, credentials: Credentials) -> ssl.SSLContext:

@@ -7,10 +7,10 @@ kbpf does not read. metadata and status are not checked.
 """
 
 from collections.abc import Iterator, Mapping
-from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
+from kbpf.errors import closest_name
 from kbpf.model.events import Kind
 from kbpf.source.decode.annotations import ALGORITHM_ANNOTATION, WEIGHTS_ANNOTATION
 
@@ -77,8 +77,8 @@ def find_unknown_annotations(value: object) -> Iterator[UnknownField]:
     annotations = meta.get("annotations") if isinstance(meta, dict) else None
     for name in annotations if isinstance(annotations, dict) else ():
         if str(name).startswith(ANNOTATION_PREFIX) and name not in KNOWN_ANNOTATIONS:
-            matches = get_close_matches(str(name).lower(), KNOWN_ANNOTATIONS, 1, 0.85)
-            yield UnknownField(f"metadata.annotations[{name}]", next(iter(matches), ""))
+            known_name = closest_name(str(name), KNOWN_ANNOTATIONS, 0.85)
+            yield UnknownField(f"metadata.annotations[{name}]", known_name)
 
 
 def _find_unknown(value: object, shape: FieldShape, path: str) -> Iterator[UnknownField]:
@@ -89,12 +89,6 @@ def _find_unknown(value: object, shape: FieldShape, path: str) -> Iterator[Unkno
         for name, child in value.items():
             field_path = f"{path}.{name}" if path else str(name)
             if name not in shape:
-                yield UnknownField(field_path, _suggest_field(str(name), shape))
+                yield UnknownField(field_path, closest_name(str(name), shape))
             elif shape[name] is not None:
                 yield from _find_unknown(child, shape[name], field_path)
-
-
-def _suggest_field(name: str, shape: FieldShape) -> str:
-    """Returns the most similar known name, ignoring case: ``clusterIp`` → ``clusterIP``."""
-    names = {field.lower(): field for field in shape}
-    return next((names[field] for field in get_close_matches(name.lower(), names, 1, 0.75)), "")

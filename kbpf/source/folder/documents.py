@@ -13,7 +13,6 @@
 
 import re
 from collections.abc import Iterator
-from difflib import get_close_matches
 from itertools import chain, islice
 from typing import Any, Final, NamedTuple
 
@@ -21,7 +20,7 @@ import msgspec
 
 from kbpf import bounded_yaml
 from kbpf.bounded_yaml import MANIFESTS
-from kbpf.errors import ObjectError
+from kbpf.errors import ObjectError, closest_name
 from kbpf.model.events import Kind
 from kbpf.source.decode import decode
 from kbpf.source.decode.fields import escape_name, format_decode_error
@@ -123,9 +122,8 @@ def _suggest_kind(kind: str, value: object) -> str:
     version = value.get("apiVersion") if isinstance(value, dict) else None
     if kind == "Endpoints" and version in (None, "v1"):
         return "write an EndpointSlice (discovery.k8s.io/v1)"
-    kinds = {known_kind.lower(): known_kind for known_kind in API_VERSIONS}
-    matches = get_close_matches(kind.lower(), kinds, 1, MIN_SIMILARITY)
-    return f"is {kinds[matches[0]]} meant?" if matches else ""
+    known_kind = closest_name(kind, API_VERSIONS, MIN_SIMILARITY)
+    return f"is {known_kind} meant?" if known_kind else ""
 
 
 def _decode_item(kind: str, value: dict[str, Any], path: str) -> decode.DecodedObject:

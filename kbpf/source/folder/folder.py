@@ -23,13 +23,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 import msgspec
 
 from kbpf.bounded_yaml import MANIFESTS
 from kbpf.errors import ConfigError, ObjectError, SourceError
 from kbpf.kernel.system import threads
+from kbpf.kernel.system.file_stamp import FileStamp
 from kbpf.model.events import Delete, Kind, ObjectKey, Rejected, Synced, Upsert
 from kbpf.model.objects import Service
 from kbpf.source.base import EventHandler, SourceState, SourceStatus
@@ -49,20 +50,11 @@ MAX_NODES_SHOWN: Final = 3
 SUFFIXES: Final = (".yaml", ".yml", ".json")
 
 
-class FileStamp(NamedTuple):
-    """Changes whenever the file changes."""
-
-    mtime_ns: int
-    ctime_ns: int
-    size: int
-    inode: int
-
-
 NO_CONTENTS: Final = FileContents()
 EMPTY_FOLDER_PROBLEM: Final = (
     "the folder has become empty; its objects stay in force for now (--source-empty-grace)"
 )
-UNREAD_STAMP: Final = FileStamp(0, 0, 0, 0)
+UNREAD_STAMP: Final = FileStamp()
 """Matches no file, so that the file is read again at every poll."""
 
 
@@ -181,7 +173,7 @@ class FolderSource:
         try:
             with open(self._path / name, "rb") as file:
                 data = file.read(MANIFESTS.size + 1)
-                if _make_stamp(os.fstat(file.fileno())) != stamp:
+                if FileStamp.of(os.fstat(file.fileno())) != stamp:
                     return  # it is still being written
             self._files[name] = _ParsedFile(
                 stamp, self._with_creation_times(parse_documents(name, data), stamp)
@@ -335,8 +327,4 @@ def _scan_folder(path: Path) -> Iterator[tuple[str, FileStamp]]:
                 except OSError:
                     continue  # a dangling link, or deleted in the meantime
                 if entry.is_file():
-                    yield entry.name, _make_stamp(status)
-
-
-def _make_stamp(status: os.stat_result) -> FileStamp:
-    return FileStamp(status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino)
+                    yield entry.name, FileStamp.of(status)
