@@ -258,7 +258,7 @@ def test_page_may_take_longer_than_the_silence_timeout(start):
         exchange.closing(1.2)
         exchange.sock.sendall(body)
 
-    run = start(PAGES, slow, silence_timeout=0.1)
+    run = start(PAGES, slow, silence_timeout=0.5)
     run.until(lambda: "synced" in run.said)
     assert run.all_asked[:2] == ["stream", "page"]
     assert run.waits == []
