@@ -77,12 +77,20 @@ class Timed(Agent):
         self.put[event.received_at] = time.clock_gettime(self.clock)
         self._enqueue(event)
 
-    def _record_latencies(self, deferred: Set[ServiceName]) -> None:
-        done, used = time.monotonic(), time.thread_time()
-        for name in self._unprogrammed_arrivals.keys() - deferred:
-            self.seen[name] += [(done - at, used - self.put.pop(at, used))
-                                for at in self._unprogrammed_arrivals[name]]  # fmt: skip
-        super()._record_latencies(deferred)
+    def measure(self) -> None:
+        """Begins to record."""
+        self.seen, self.put = defaultdict(list), {}
+        computer = self.reconciler.computer
+        record_programmed = computer.record_programmed
+
+        def record(deferred: Set[ServiceName]) -> None:
+            done, used = time.monotonic(), time.thread_time()
+            for name in computer._unprogrammed_arrivals.keys() - deferred:
+                self.seen[name] += [(done - at, used - self.put.pop(at, used))
+                                    for at in computer._unprogrammed_arrivals[name]]  # fmt: skip
+            record_programmed(deferred)
+
+        computer.record_programmed = record  # type: ignore[method-assign]
 
 
 def address(number: int, net: int) -> Addr:
@@ -196,7 +204,7 @@ def begun(case: Hostile) -> Iterator[Timed]:
 def _begun(site: Site, case: Hostile) -> Iterator[Timed]:
     plane = site.plane(system_namespaces=("kube-system",))
     agent = Timed(Config("me", packet_path=False, pin_dir=site.pins), plane, lambda _: ())
-    agent.seen, agent.put = defaultdict(list), {}
+    agent.measure()
     items: list[Item] = [Upsert(ObjectKey(Kind.NODE, "", "me"), Node("me"))]
     for tenant in range(TENANTS):
         if tenant >= case.namespaces:
@@ -213,7 +221,7 @@ def _begun(site: Site, case: Hostile) -> Iterator[Timed]:
     thread = threading.Thread(target=agent.run)
     thread.start()
     agent.clock = time.pthread_getcpuclockid(thread.ident or 0)
-    while not agent._first_apply_done:
+    while not agent.reconciler.state.has_applied:
         time.sleep(0.01)
     yield agent
     say(f"backend_slots: {plane.fill()['backend_slots']}")

@@ -195,3 +195,17 @@ def describe_unexpected_error(error: OSError) -> str:
     name = errno_names.errorcode.get(error.errno or 0, "")
     file = f" {error.filename!r}" if error.filename is not None else ""
     return _one_line(f"unexpected error: {what}{file}{f': {name}' if name else ''} ({location})")
+
+
+class LastError:
+    """The text of the last error of something that is repeated, "" after a success. It is logged
+    only when it changes.
+    """
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def replace(self, error: Exception | None) -> bool:
+        """Returns whether this is an error with another text than before. None: a success."""
+        before, self.text = self.text, "" if error is None else str(error)
+        return self.text not in ("", before)

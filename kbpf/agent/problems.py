@@ -5,8 +5,13 @@ Tenants control how many there are, so nothing here walks all of them: the cost 
 only on the lines of its subject.
 """
 
+import logging
 from collections.abc import Hashable, Sequence
 from itertools import chain, islice
+
+from kbpf.model.status import MAX_PROBLEMS
+
+log = logging.getLogger("kbpf.agent")
 
 
 class Problems:
@@ -35,3 +40,12 @@ class Problems:
     def first(self, limit: int) -> list[str]:
         """Returns at most `limit` lines, the oldest first."""
         return list(islice(chain.from_iterable(self._lines.values()), limit))
+
+
+def log_lines(level: int, title: str, lines: Sequence[str]) -> None:
+    """Logs a line for each, but at most MAX_PROBLEMS: all Services may hit a limit together."""
+    for line in lines[:MAX_PROBLEMS]:
+        log.log(level, "%s: %s", title, line)
+    if len(lines) > MAX_PROBLEMS:
+        more = len(lines) - MAX_PROBLEMS
+        log.log(level, "%s: and %d more; see `kbpf inspect status` for their number", title, more)

@@ -25,7 +25,9 @@ POLICIES: Final = ("internal", "external")
 
 
 class Recorder:
-    """Used by the agent's thread only."""
+    """Observes the way of each change through the agent: received, taken, computed, applied and
+    settled. Used by the agent's thread only, except for received().
+    """
 
     def __init__(self, config: Config, server: AgentServer) -> None:
         self._config, self._server = config, server
@@ -43,8 +45,19 @@ class Recorder:
         """Number of Service ports that refuse connections because they have no endpoints."""
         return len(self._empty_ports)
 
-    def record_events(self, events: Iterable[Event], touched: ChangeSet) -> None:
-        """Records incoming events and the Services that they touched."""
+    def received(self, event: Event) -> None:
+        """Records an event that a source puts into the inbox. Any thread may call."""
+        if isinstance(event, Upsert | Delete):
+            self._server.health.record_queued()
+            if event.key.kind in (Kind.SERVICE, Kind.SLICE):
+                self._server.proxy_metrics.record_queued()
+
+    def taking(self) -> None:
+        """Records that the inbox is about to be read."""
+        self._server.health.record_dequeued()
+
+    def taken(self, events: Iterable[Event], touched: ChangeSet) -> None:
+        """Records the events that were read and the Services that they touched."""
         services = slices = 0
         for event in events:
             if not isinstance(event, Upsert | Delete):
@@ -70,7 +83,7 @@ class Recorder:
         if trigger_time > self._start_time and len(self._triggers) < MAX_TRIGGERS:
             self._triggers.append((event.object.family, trigger_time))
 
-    def record_changes(self, keys: Iterable[ServicePortKey], desired: DesiredState) -> None:
+    def computed(self, keys: Iterable[ServicePortKey], desired: DesiredState) -> None:
         """Records Service ports whose desired state has changed."""
         for key in keys:
             state = desired.services.get(key)
@@ -78,9 +91,7 @@ class Recorder:
             for policy, members in self._without_local.items():
                 _set_membership(members, key, state is not None and _lacks_local(state, policy))
 
-    def record_apply(
-        self, keys: Collection[ServicePortKey] | None, seconds: float, wrote: bool
-    ) -> None:
+    def applied(self, keys: Collection[ServicePortKey] | None, seconds: float, wrote: bool) -> None:
         """Records an apply() of these Service ports; `keys` None: everything was compared. Without
         keys it was a sync only if it `wrote` something (deferred work, both families): a retry of
         refused Service ports, once a second, is none.
@@ -98,7 +109,21 @@ class Recorder:
                 metrics.set_no_local_endpoints(policy, family, count)
         self._applied_since_settled = True
 
-    def record_settled(self, store: ObjectStore, desired: DesiredState) -> None:
+    def failed(self) -> None:
+        """Records an apply() that failed."""
+        self._server.proxy_metrics.record_failure()
+
+    def compared(self, repaired: int) -> None:
+        """Records a comparison of the programmed with the desired state, and how many entries it
+        repaired.
+        """
+        self._server.proxy_metrics.record_comparison(repaired)
+
+    def waiting(self, since: float) -> None:
+        """Records since when the oldest change has waited (time.monotonic)."""
+        self._server.health.set_oldest(since)
+
+    def settled(self, store: ObjectStore, desired: DesiredState) -> None:
         """Records that all events are settled: programmed, or without effect."""
         applied, self._applied_since_settled = self._applied_since_settled, False
         self._server.health.record_settled(applied)

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reports frontends that Services request but do not get: in the log, the status and Events.
-Frontends that a Service gets at one of the node's own addresses are logged, too.
+"""Reports frontends that Services request but do not get, and Service ports that the data plane
+cannot program as requested: in the log, the status and Events. Frontends that a Service gets at one
+of the node's own addresses are logged, too.
 """
 
 import logging
 from collections.abc import Collection, Iterator, Mapping
+from itertools import islice
 
-from kbpf.agent.problems import Problems
+from kbpf.agent.problems import Problems, log_lines
+from kbpf.dataplane.base import Report
 from kbpf.model.desired import FrontendKind, ServicePortKey, ServiceState
 from kbpf.model.objects import ServiceName
 from kbpf.model.status import MAX_PROBLEMS
@@ -74,6 +77,56 @@ class RefusalReporter:
                 len(new_lines) - MAX_PROBLEMS,
                 DOCS_HINT,
             )
+
+
+class LimitReporter:
+    """Service ports that are not programmed (`refused`), or served without what their annotations
+    ask for (`degraded`). Used by the agent's thread only.
+    """
+
+    def __init__(self, events: EventRecorder, problems: Problems) -> None:
+        self._events, self._problems = events, problems
+        self.refused: set[ServicePortKey] = set()
+        self.degraded: set[ServicePortKey] = set()
+
+    def report(self, report: Report) -> None:
+        """Reports what an apply() could not do: a log line, a problem line and an Event."""
+        keys = report.examined
+        if keys is None:
+            keys = {*self.refused, *self.degraded, *report.refused, *report.degraded}
+        new_lines = self._replace("not programmed", report.refused, self.refused, keys)
+        self._announce(logging.ERROR, "not programmed", "NotProgrammed", new_lines)
+        new_lines = self._replace("annotations", report.degraded, self.degraded, keys)
+        self._announce(logging.WARNING, "annotations", "AnnotationsNotApplied", new_lines)
+
+    def _replace(
+        self,
+        title: str,
+        lines: Mapping[ServicePortKey, str],
+        reported: set[ServicePortKey],
+        examined: Collection[ServicePortKey],
+    ) -> dict[ServicePortKey, str]:
+        """Updates the problem lines; returns those of Service ports that had none."""
+        new_lines = {}
+        # The smaller set of keys: those with a line, old or new, or those examined.
+        keys = reported.union(lines) if len(examined) > len(lines) + len(reported) else examined
+        for key in sorted(keys):
+            line = lines.get(key)
+            self._problems.replace((title, key), () if line is None else (f"{key}: {line}",))
+            if line is None:
+                reported.discard(key)
+            elif key not in reported:
+                new_lines[key] = f"{key}: {line}"
+                reported.add(key)
+        return new_lines
+
+    def _announce(
+        self, level: int, title: str, reason: str, lines: Mapping[ServicePortKey, str]
+    ) -> None:
+        log_lines(level, title, list(lines.values()))
+        for key, line in islice(lines.items(), MAX_PROBLEMS):
+            regarding = EventObject("Service", key.name, key.namespace)
+            self._events.emit(regarding, reason, "Program", line)
 
 
 def _describe_node_addresses(state: ServiceState, reserved: ReservedAddresses) -> Iterator[str]:

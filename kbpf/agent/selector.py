@@ -23,6 +23,7 @@ from kbpf.errors import (
     CompileError,
     KbpfError,
     KernelError,
+    LastError,
     PinsRemovedError,
     ProgramLoadError,
 )
@@ -113,7 +114,7 @@ class SelectedDataPlane:
         self._previous: list[PreviousDataPlane] = []
         self._has_applied = False  # whether any apply has succeeded
         self._fully_applied = False  # whether an authoritative apply has succeeded
-        self._drain_error = ""
+        self._drain_error = LastError()
         # error of BPF → its hint, with the error of IPVS added
         self._failed_fallbacks: dict[str, str] = {}
 
@@ -243,10 +244,9 @@ class SelectedDataPlane:
             try:
                 next_due = previous.drain(now)
             except KbpfError as error:
-                if str(error) != self._drain_error:
+                if self._drain_error.replace(error):
                     log.warning("cannot remove what %s left; retrying: %s",
                                 previous.name, error)  # fmt: skip
-                self._drain_error = str(error)
                 return now + DRAIN_RETRY_INTERVAL_S
             if next_due is not None:
                 due_times.append(next_due)
@@ -257,7 +257,7 @@ class SelectedDataPlane:
             self._previous.remove(previous)
             if not self._previous:
                 self._plane.set_coexisting(False)
-        self._drain_error = ""
+        self._drain_error.replace(None)
         return min(due_times, default=None)
 
     def take_udp_cuts(self) -> tuple[UdpCuts, ...]:
@@ -274,7 +274,7 @@ class SelectedDataPlane:
         if self._fully_applied:
             # Before that it is meant to serve, so its connections are no problem.
             lines = (*lines, *(line for previous in self._previous for line in previous.problems()))
-        return (*lines, self._drain_error) if self._drain_error else lines
+        return (*lines, self._drain_error.text) if self._drain_error.text else lines
 
     def faults(self) -> tuple[str, ...]:
         return self._plane.faults()

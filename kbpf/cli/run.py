@@ -173,7 +173,7 @@ def _run_agent(
     if options.file is not None and data is not None:
         watcher = ConfigWatcher(options.file, data, options.load, agent.stop)
         watcher.start(stop_requested)
-        agent.config_error = watcher.error
+        agent.reporter.config_error = watcher.error
     agent.run()
     if watcher is not None and watcher.is_done and not stop_requested.is_set():
         restart_process()

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from kbpf.errors import KbpfError
+from kbpf.errors import KbpfError, LastError
 from kbpf.kernel.system import threads
 from kbpf.model.metrics import Pause, TrafficStats
 
@@ -47,7 +47,7 @@ class BackgroundCollector:
         self._lines = b""
         self._wake, self._stop = threading.Event(), threading.Event()
         self._last_scrape = float("-inf")
-        self._last_error = ""
+        self._error = LastError()
         self._thread: threads.SupervisedThread | None = None
 
     def start(self) -> None:
@@ -73,12 +73,11 @@ class BackgroundCollector:
         try:
             traffic = self._count_traffic(pause)
         except KbpfError as error:
-            if str(error) != self._last_error:
+            if self._error.replace(error):
                 log.warning("cannot count connections; retrying: %s", error)
-            self._last_error = str(error)
             self._lines = b""
             return
-        self._last_error = ""
+        self._error.replace(None)
         pause()
         self._lines = "".join(f"{line}\n" for line in self._format_traffic(traffic)).encode()
 

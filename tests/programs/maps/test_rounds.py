@@ -123,7 +123,7 @@ class Rounds:
     def busy(self, old: bool = True) -> Iterator[None]:
         """Repeats until everything is programmed and, with `old`, old sets are deleted."""
         for _ in range(MOST_ROUNDS):
-            if not self.agent._busy and not (old and self.plane._grace_queue.due):
+            if not self.agent.reconciler.is_busy and not (old and self.plane._grace_queue.due):
                 return
             yield
         raise AssertionError("it never ends")
@@ -134,11 +134,11 @@ def shortest_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     """A slice ends after one piece of work. Old sets are deleted at once; Services have no
     cooldown.
     """
-    monkeypatch.setattr("kbpf.agent.agent.COMPUTE_BUDGET_S", 0.0)
+    monkeypatch.setattr("kbpf.agent.reconciler.COMPUTE_BUDGET_S", 0.0)
     monkeypatch.setattr("kbpf.dataplane.bpf.plane.SLICE_BUDGET_S", 1e-9)
     monkeypatch.setattr("kbpf.dataplane.bpf.plane.GRACE_PERIOD_S", 0.0)
     monkeypatch.setattr("kbpf.agent.work_queue.MAX_COOLDOWN_S", 0.0)
-    monkeypatch.setattr("kbpf.agent.agent.Agent._write_status", lambda _: None)
+    monkeypatch.setattr("kbpf.agent.reporter.Reporter.write_status", lambda _: None)
 
 
 @pytest.mark.parametrize("name", CASES)

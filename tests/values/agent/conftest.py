@@ -3,12 +3,13 @@
 
 import pytest
 
-from kbpf.agent import agent as module
+from kbpf.agent import agent, applier, computer, reconciler, reporter
 from tests.values.agent.recording import Clock
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(module, "time", made)
+    for module in (agent, applier, computer, reconciler, reporter):
+        monkeypatch.setattr(module, "time", made)
     return made

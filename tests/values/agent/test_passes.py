@@ -6,7 +6,8 @@ the test.
 import pytest
 
 from kbpf.agent import agent as module
-from kbpf.agent.agent import RETRY_INTERVAL_S, Agent
+from kbpf.agent.agent import Agent
+from kbpf.agent.applier import RETRY_INTERVAL_S
 from kbpf.agent.inbox import Wake
 from kbpf.agent.work_queue import LARGE_SERVICE_ENDPOINTS
 from kbpf.dataplane.base import Report

@@ -56,17 +56,17 @@ class Rig:
 
     def hear(self, *events: Event, programmed: bool = True) -> None:
         touched = self.world.apply(events)
-        self.tally.record_events(events, touched)
+        self.tally.taken(events, touched)
         own = (parse_addr("192.0.2.1"),)
         changed = self.desired.update(self.world, touched, own, self.config)
-        self.tally.record_changes(changed, self.desired.state)
+        self.tally.computed(changed, self.desired.state)
         if programmed:
             self.end(changed)
 
     def end(self, changed=frozenset()) -> None:
         if changed:
-            self.tally.record_apply(changed, 0.5, wrote=True)
-        self.tally.record_settled(self.world, self.desired.state)
+            self.tally.applied(changed, 0.5, wrote=True)
+        self.tally.settled(self.world, self.desired.state)
 
     def page(self) -> dict[str, Family]:
         return parse(self.desk.format_metrics().decode())

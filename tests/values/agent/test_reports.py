@@ -91,11 +91,11 @@ def test_problems_of_the_node_are_listed(
     unheard, wrong = ["cannot listen on 0.0.0.0:1: no"], ["not YAML"]
     monkeypatch.setattr(desk, "problems", lambda: tuple(unheard))
     agent = Agent(config, RecordingPlane(), lambda _: (), desk)
-    agent.config_error = lambda: wrong[0]
+    agent.reporter.config_error = lambda: wrong[0]
 
     def told(address: str) -> tuple[str, ...]:
-        agent._node_addresses = (parse_addr(address),)
-        agent._write_status()
+        agent.reconciler.node_addresses = (parse_addr(address),)
+        agent.reporter.write_status()
         return agent.status().problems
 
     refused = "the configuration file was rejected, and the next start would fail: not YAML"
@@ -188,7 +188,7 @@ def test_service_that_is_not_programmed_is_reported_everywhere(
     other = key._replace(name="web")
     plane.refused, plane.plain = {key: "no room"}, {other: "spread evenly"}
     agent.step([service("a")])
-    agent._write_status()
+    agent.reporter.write_status()
     assert agent.status().refused_system == ((f"{namespace}/dns",) if system else ())
     assert {f"{key}: no room", f"{other}: spread evenly"} <= set(agent.status().problems)
     answer = desk._handle_healthz(HttpRequest("GET", "/readyz", ""))
@@ -203,7 +203,7 @@ def test_service_that_is_not_programmed_is_reported_everywhere(
     }  # fmt: skip
     plane.refused, plane.plain = {}, {}
     agent.step([service("b")])
-    agent._write_status()
+    agent.reporter.write_status()
     assert agent.status().problems == ()
     assert desk._handle_healthz(HttpRequest("GET", "/readyz", "")).status == 200
 

@@ -214,8 +214,8 @@ class Node:
         self.plane = Plane()
         config = Config("op-node", source=folder)
         self.agent = Agent(config, self.plane, lambda put: [FolderSource(folder, put, "op-node")])
-        self.agent._listeners = Listeners(lambda: frozenset({SSH}))
-        self.agent._node_addresses = (parse_addr(OWN),)
+        self.agent.reconciler.listeners = Listeners(lambda: frozenset({SSH}))
+        self.agent.reconciler.node_addresses = (parse_addr(OWN),)
         for _ in range(2):
             self.agent._sources[0].poll()
             self.agent.step(self.agent._inbox.get_batch(0.0))

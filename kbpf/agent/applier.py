@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs the desired state through the data plane, and decides when to retry.
+
+If the kernel refuses a write, what is programmed continues to serve, perhaps with a part of the
+change. After a second the data plane reads the kernel's state again and writes what differs.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from kbpf.agent.recorder import Recorder
+from kbpf.agent.refusals import LimitReporter
+from kbpf.agent.states import TRANSITIONS, Outcome, State
+from kbpf.dataplane.base import DataPlane, Report
+from kbpf.errors import KbpfError, LastError
+from kbpf.model.config import Config
+from kbpf.model.desired import DesiredState, ServicePortKey
+
+log = logging.getLogger("kbpf.agent")
+
+RETRY_INTERVAL_S: Final = 1.0
+
+
+class Applier:
+    """Used by the agent's thread only."""
+
+    def __init__(
+        self,
+        config: Config,
+        plane: DataPlane,
+        is_authoritative: Callable[[], bool],
+        recorder: Recorder,
+        limits: LimitReporter,
+    ) -> None:
+        self._config, self._plane, self._recorder, self._limits = config, plane, recorder, limits
+        self.is_authoritative = is_authoritative
+        self.state = State.WAITING
+        self.error = LastError()
+        self.count = 0
+        self.last_ms = 0.0
+        self.is_deferred = False
+        """Whether the data plane has large Service ports left to program (Report.deferred)."""
+        self.deferred_due = 0.0
+        self.retry_due = 0.0
+        self._last = float("-inf")  # time.monotonic(), like the others
+        self._resync_due = 0.0  # not before the first apply
+        self._last_writes: Mapping[str, int] = {}  # entries written by the last apply, by map
+
+    def advance(self, outcome: Outcome) -> None:
+        self.state = TRANSITIONS[self.state][outcome]
+
+    def seconds_until_due(self) -> float:
+        """Returns the seconds until --min-sync-period allows the next apply."""
+        return self._last + self._config.min_sync_period - time.monotonic()
+
+    @property
+    def needs_retry(self) -> bool:
+        """Whether something is retried without a change: a failed apply, or refused ports."""
+        return self.state.is_retrying or bool(self._limits.refused)
+
+    def apply(self, desired: DesiredState, keys: set[ServicePortKey] | None) -> Report | None:
+        """Programs these Service ports; None: all. Returns None if that failed, or if it has to
+        wait: after a failure the data plane reads all maps again, so changes wait for the retry.
+        """
+        if self.state.is_retrying and time.monotonic() < self.retry_due:
+            return None
+        start = time.perf_counter()
+        try:
+            # Read once: the threads of the sources may change it during apply().
+            authoritative = self.is_authoritative()
+            report = self._plane.apply(desired, keys, authoritative)
+        except KbpfError as error:
+            if self.error.replace(error):
+                log.error("cannot write to the data plane; retrying: %s", error)
+            self.advance(Outcome.FAILED)
+            self.retry_due = time.monotonic() + RETRY_INTERVAL_S
+            self._recorder.failed()
+            return None
+        seconds = time.perf_counter() - start
+        self.error.replace(None)
+        self.advance(Outcome.APPLIED if authoritative else Outcome.APPLIED_PARTLY)
+        self._record(report, keys, seconds)
+        return report
+
+    def _record(self, report: Report, keys: set[ServicePortKey] | None, seconds: float) -> None:
+        self._last = time.monotonic()
+        if keys is None:
+            self._resync_due = self._last + self._config.config_sync_period
+        self._last_writes = report.writes
+        self.last_ms = seconds * 1000
+        self.count += 1
+        written = sum(report.writes.values())
+        log.debug(
+            "programmed service_ports=%s entries=%d ms=%.1f",
+            "all" if keys is None else len(keys), written, self.last_ms,
+        )  # fmt: skip
+        self._recorder.applied(keys, seconds, bool(written))
+        self.is_deferred, self.deferred_due = bool(report.deferred), report.next_apply_at
+        # Fewer are refused than before, so there is room again: the others are retried at once.
+        more_room = len(report.refused) < len(self._limits.refused)
+        self.retry_due = self._last + (0.0 if more_room else RETRY_INTERVAL_S)
+        self._limits.report(report)
+
+    @property
+    def resync_due(self) -> bool:
+        """Whether `config_sync_period` has passed since everything was compared, and all objects
+        could be read.
+        """
+        is_due = time.monotonic() >= self._resync_due
+        return is_due and not self.state.is_retrying and self.is_authoritative()
+
+    def record_resync(self) -> None:
+        """Reports what the last apply() repaired."""
+        repaired = {name: n for name, n in sorted(self._last_writes.items()) if n}
+        self._recorder.compared(sum(repaired.values()))
+        if repaired:
+            counts = " ".join(f"{name}={n}" for name, n in repaired.items())
+            log.warning("another process had changed the programmed state; repaired: %s", counts)

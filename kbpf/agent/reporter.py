@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reports the agent's state: its status, and the problems of the objects that it has read."""
+
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from kbpf import __version__
+from kbpf.agent.problems import Problems, log_lines
+from kbpf.agent.reconciler import Reconciler
+from kbpf.agent.recorder import Recorder
+from kbpf.agent.refusals import LimitReporter
+from kbpf.dataplane.base import DataPlane
+from kbpf.errors import KbpfError, LastError, PinsRemovedError, escape_unprintable
+from kbpf.kernel.system import threads
+from kbpf.model.config import Config, is_system_service
+from kbpf.model.events import Event, Synced
+from kbpf.model.objects import READ_AS_TEXT
+from kbpf.model.status import (
+    MAX_NAMESPACES,
+    MAX_PROBLEMS,
+    AgentStatus,
+    SourceView,
+    ThreadView,
+    encode,
+)
+from kbpf.policy.frontends import node_port_problem
+from kbpf.serve.server import AgentServer
+from kbpf.source.base import Source, SourceStatus
+
+log = logging.getLogger("kbpf.agent")
+
+
+class Reporter:
+    """Used by the agent's thread only."""
+
+    def __init__(
+        self,
+        config: Config,
+        plane: DataPlane,
+        server: AgentServer,
+        sources: Sequence[Source],
+        reconciler: Reconciler,
+        recorder: Recorder,
+        limits: LimitReporter,
+        problems: Problems,
+    ) -> None:
+        self.config_error: Callable[[], str] | None = None
+        """Returns what is wrong with the configuration file, "" if nothing; None if there is no
+        file."""
+        self._config, self._plane, self._server, self._sources = config, plane, server, sources
+        self._reconciler, self._recorder = reconciler, recorder
+        self._limits, self._problems = limits, problems
+        self.is_plane_ready = False
+        """Whether the data plane has completed the first apply."""
+        self.tick_error = LastError()
+        self._status_error = LastError()
+        self._node_port_problem = ""
+        self._start_time = time.clock_gettime(time.CLOCK_BOOTTIME)
+
+    def write_status(self) -> None:
+        self._check_node_ports()
+        status = self.status()
+        try:
+            self._plane.write_status(encode(status))
+            self._status_error.replace(None)
+        except PinsRemovedError:
+            raise
+        except KbpfError as error:
+            if self._status_error.replace(error):
+                log.warning("cannot write the status: %s", error)
+        # last, so that a client that sees /readyz succeed can read everything else
+        self._server.set_status(status)
+
+    def _check_node_ports(self) -> None:
+        """Warns when this node stops answering on NodePorts."""
+        before = self._node_port_problem
+        self._node_port_problem = node_port_problem(self._reconciler.node_addresses, self._config)
+        if self._node_port_problem and self._node_port_problem != before:
+            log.warning("%s", self._node_port_problem)
+
+    def status(self) -> AgentStatus:
+        problems, problem_count = self._list_problems()
+        reconciler, now = self._reconciler, time.monotonic()
+        computer, applier = reconciler.computer, reconciler.applier
+        return AgentStatus(
+            version=__version__,
+            pid=os.getpid(),
+            mode=self._plane.name,
+            node=self._config.node_name,
+            started=self._start_time,
+            heartbeat=time.clock_gettime(time.CLOCK_BOOTTIME),
+            synced=reconciler.state.has_applied and self.is_plane_ready,
+            services=len(reconciler.store.service_names()),
+            service_ports=len(computer.builder.state.services),
+            applied=applier.count,
+            last_apply_ms=round(applier.last_ms, 3),
+            event_to_map_p50_ms=computer.latency(0.5),
+            event_to_map_p99_ms=computer.latency(0.99),
+            sources=tuple(_source_view(source.status(), now) for source in self._sources),
+            problems=tuple(problems[:MAX_PROBLEMS]),
+            problem_count=problem_count,
+            refused=len(self._limits.refused),
+            refused_namespaces=self._refused_namespaces(),
+            refused_system=self._refused_system(),
+            error=applier.error.text or self.tick_error.text,
+            packets=self._plane.packet_status(),
+            without_endpoints=self._recorder.without_endpoints,
+            choice=self._plane.mode_choice(),
+            faults=self._plane.faults(),
+            threads=tuple(
+                ThreadView(
+                    thread.name,
+                    thread.alive,
+                    round(thread.idle, 1),
+                    thread.restarts,
+                    thread.problem,
+                )
+                for thread in threads.list_threads()
+            ),
+            disabled_features=self._disabled_features(),
+            config_error=self.config_error() if self.config_error is not None else None,
+        )
+
+    def _list_problems(self) -> tuple[list[str], int]:
+        """The first problem lines, sorted, and the total number of them."""
+        general_lines = [line for source in self._sources for line in source.status().problems]
+        general_lines += [*self._plane.problems(), *threads.list_problems(), *self._own_problems()]
+        lines = [*general_lines[:MAX_PROBLEMS], *self._problems.first(MAX_PROBLEMS)]
+        total = len(self._problems) + len(general_lines)
+        return sorted(set(map(escape_unprintable, lines))), total
+
+    def _own_problems(self) -> Iterator[str]:
+        yield from self._server.problems()
+        if self._node_port_problem:
+            yield self._node_port_problem
+        if self.config_error is not None and (error := self.config_error()):
+            yield f"the configuration file was rejected, and the next start would fail: {error}"
+
+    def _disabled_features(self) -> tuple[str, ...]:
+        if self._config.source is not None or self._config.socket_lb_label:
+            return ()
+        return ("Pods are not watched: their label kbpf.io/socket-lb is ignored",)
+
+    def _refused_namespaces(self) -> dict[str, int]:
+        """The number of Service ports that could not be programmed, for the namespaces with the
+        most.
+        """
+        counts = Counter(key.namespace for key in self._limits.refused)
+        return dict(counts.most_common(MAX_NAMESPACES))
+
+    def _refused_system(self) -> tuple[str, ...]:
+        names = {key.service for key in self._limits.refused}
+        system_names = sorted(str(name) for name in names if is_system_service(name, self._config))
+        return tuple(system_names[:MAX_PROBLEMS])
+
+    def report_objects(self, events: Iterable[Event]) -> None:
+        """Logs a warning for each object or endpoint that is newly left out, or that other
+        programs would read differently.
+        """
+        new_lines: list[str] = []
+        for key in {event.key for event in events if not isinstance(event, Synced)}:
+            lines = [f"{key}: {line}" for line in self._reconciler.store.problems_of(key)]
+            new_lines += self._problems.replace(key, lines)
+        left_out = sorted(line for line in new_lines if READ_AS_TEXT not in line)
+        unusual = sorted(line for line in new_lines if READ_AS_TEXT in line)
+        log_lines(logging.WARNING, "left out", left_out)
+        log_lines(logging.WARNING, "unusual", unusual)
+
+
+def _source_view(status: SourceStatus, now: float) -> SourceView:
+    return SourceView(
+        status.name,
+        str(status.state),
+        status.synced,
+        status.resource_version,
+        status.error,
+        status.failures,
+        round(now - status.last_contact, 1) if status.last_contact else 0.0,
+        status.drift,
+    )

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of the agent's states."""
+
+import pytest
+
+from kbpf.agent.states import TRANSITIONS, Outcome, State
+
+AFTER_AN_APPLY = {Outcome.APPLIED, Outcome.APPLIED_PARTLY, Outcome.FAILED}
+STEPS = [
+    pytest.param(state, outcome, after, id=f"{state.name} {outcome.name}")
+    for state, row in TRANSITIONS.items()
+    for outcome, after in row.items()
+]
+
+
+@pytest.mark.parametrize("state", State, ids=lambda state: state.name)
+def test_only_listing_leads_out_of_waiting_and_only_an_apply_out_of_the_others(state: State):
+    expected = {Outcome.LISTED} if state is State.WAITING else AFTER_AN_APPLY
+    assert TRANSITIONS[state].keys() == expected
+
+
+def test_every_state_can_be_reached():
+    reached = {State.WAITING}
+    for _ in State:
+        reached |= {after for state in reached for after in TRANSITIONS[state].values()}
+    assert reached == set(State)
+
+
+@pytest.mark.parametrize(("state", "outcome", "after"), STEPS)
+def test_properties_agree_with_the_table(state: State, outcome: Outcome, after: State):
+    succeeded = outcome in (Outcome.APPLIED, Outcome.APPLIED_PARTLY)
+    assert after.is_retrying is (outcome is Outcome.FAILED)
+    assert after.has_applied is (state.has_applied or succeeded)
+    assert after.is_complete is (state.is_complete or outcome is Outcome.APPLIED)
