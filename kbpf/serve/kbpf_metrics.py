@@ -170,7 +170,7 @@ def format_data_plane(measures: DataPlaneMetrics) -> Iterator[str]:
 def format_traffic(stats: TrafficStats, max_series: int) -> Iterator[str]:
     """Yields the connections and their outcomes for the `max_series` busiest Service ports."""
     open_counts, totals = dict(stats.connections or ()), dict(stats.totals)
-    names = list(open_counts.keys() | totals.keys())
+    names = list({**open_counts, **totals})
     if len(names) > max_series:
         zero = ConnectionStats()
         names = nlargest(
