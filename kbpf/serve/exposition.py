@@ -3,12 +3,15 @@
 
 prometheus_client is not used because its registry holds an object for every series and formats the
 labels again on every scrape. With 10,000 Services that alone costs more than a scrape may cost
-(figures: docs/observe.md). Here labels are formatted once, and a page is a join of lines.
+(figures: docs/observe.md). Here a metric is one entry of a table, with a function that reads its
+value, and a page is a join of lines.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Generic, NamedTuple, TypeVar
 
+T = TypeVar("T")
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -27,18 +30,6 @@ def format_number(value: float) -> str:
     if value in (float("inf"), float("-inf")):
         return "+Inf" if value > 0 else "-Inf"
     return str(int(value)) if value == int(value) and abs(value) < 1e15 else repr(float(value))
-
-
-def format_metric(
-    name: str, kind: str, text: str, samples: Iterable[tuple[str, float]]
-) -> Iterator[str]:
-    """Yields the lines of a counter or gauge. Each sample is (labels from format_labels(),
-    value).
-    """
-    yield f"# HELP {name} {text}"
-    yield f"# TYPE {name} {kind}"
-    for label_set, value in samples:
-        yield f"{name}{label_set} {format_number(value)}"
 
 
 class Histogram:
@@ -68,11 +59,41 @@ class Histogram:
         yield f"{name}_count{label_set} {total}"
 
 
-def format_histograms(
-    name: str, text: str, series: Iterable[tuple[str, Histogram]]
-) -> Iterator[str]:
-    """Yields the lines of a histogram. Each item is (labels from format_labels(), Histogram)."""
-    yield f"# HELP {name} {text}"
-    yield f"# TYPE {name} histogram"
-    for label_set, histogram in series:
-        yield from histogram.format_samples(name, label_set)
+Value = float | Histogram
+LabelValues = tuple[str, ...]
+Series = tuple[LabelValues | str, Value]
+"""The values of the labels, or the labels as formatted by format_labels()."""
+
+
+class Metric(NamedTuple, Generic[T]):
+    """One entry of a table of metrics. `read` returns its value, or its series; None: it is left
+    out. `labels` are their names.
+    """
+
+    name: str
+    kind: str
+    help: str
+    read: Callable[[T], Value | Iterable[Series] | None]
+    labels: tuple[str, ...] = ()
+
+
+def format_metrics(metrics: Iterable[Metric[T]], source: T) -> Iterator[str]:
+    """Yields the lines of these metrics, which are read from `source`."""
+    for metric in metrics:
+        result = metric.read(source)
+        if result is None:
+            continue
+        name = metric.name
+        yield f"# HELP {name} {metric.help}"
+        yield f"# TYPE {name} {metric.kind}"
+        series = [("", result)] if isinstance(result, float | int | Histogram) else result
+        for values, value in series:
+            labels = (
+                values
+                if isinstance(values, str)
+                else format_labels(**dict(zip(metric.labels, values, strict=True)))
+            )
+            if isinstance(value, Histogram):
+                yield from value.format_samples(name, labels)
+            else:
+                yield f"{name}{labels} {format_number(value)}"

@@ -2,26 +2,28 @@
 """Formats kbpf's own metrics, those of the agent and of its data plane; they complement
 kube-proxy's.
 
-Pure except for `format_process()`: values in, lines out. The names begin with kbpf_;
-docs/observe.md lists them all and explains how to use them. A Service has series only while it has
-connections, and at most `max_series` Service ports have them: a cluster has thousands of Services,
-and every node would export them all.
+Each metric is an entry of a table: its name, type, HELP, where its value comes from, and its
+labels. The names begin with kbpf_; docs/observe.md lists them all and explains how to use them. A
+Service has series only while it has connections, and at most `max_series` Service ports have them:
+a cluster has thousands of Services, and every node would export them all.
 """
 
 import os
 import resource
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from heapq import nlargest
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 from kbpf.model.config import Config
-from kbpf.model.metrics import BackendStats, ConnectionStats, DataPlaneMetrics, TrafficStats
-from kbpf.model.status import AgentStatus, PacketStatus
-from kbpf.serve.exposition import format_labels, format_metric
+from kbpf.model.metrics import ConnectionStats, DataPlaneMetrics, TrafficStats
+from kbpf.model.status import AgentStatus, SourceView
+from kbpf.serve.exposition import Metric, Series, Value, format_labels, format_metrics
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,210 +38,195 @@ class ServerCounts:
     checks_failed: int = 0
 
 
-def format_agent(status: AgentStatus, config: Config) -> Iterator[str]:
-    yield from _gauge("build_info", "The version, as a label", _info_sample(version=status.version))
-    yield from _gauge(
-        "mode_info", "The active data plane, the requested mode and the main settings",
-        _info_sample(mode=status.mode, requested=config.mode,
-             reason=status.choice.reason if status.choice else "", forwarding=config.forwarding,
-             socket_lb=str(config.socket_lb), algorithm=str(config.algorithm)),
-    )  # fmt: skip
-    for name, text, value in (
-        ("synced", "1 after everything has been programmed once", status.synced),
-        ("services", "Services in the store", status.services),
-        ("service_ports", "Desired Service ports, counted per address family",
-         status.service_ports),
-        ("service_ports_refused", "Service ports that could not be programmed", status.refused),
-        ("service_ports_without_endpoints", "Service ports that refuse connections: no endpoints",
-         status.without_endpoints),
-        ("problems", "Lines that `kbpf inspect status` lists as problems", status.problem_count),
-        ("sync_failing", "1 while writes to the data plane fail", bool(status.error)),
-        ("last_sync_seconds", "Duration of the last pass", status.last_apply_ms / 1000),
-    ):  # fmt: skip
-        yield from _gauge(name, text, [("", value)])
-    if status.config_error is not None:
-        yield from _gauge(
-            "config_last_reload_successful",
-            "0 while the agent runs with older settings because the --config file was rejected",
-            [("", not status.config_error)],
-        )
-    yield from _gauge(
-        "namespace_service_ports_refused",
-        "Service ports that could not be programmed, for the namespaces with the most of them",
-        [
-            (format_labels(namespace=name), n)
-            for name, n in sorted(status.refused_namespaces.items())
-        ],
-    )
-    yield from _counter("syncs_total", "Passes written to the data plane", [("", status.applied)])
-    yield from _gauge(
-        "event_to_map_seconds", "From an event's arrival until it is programmed, of the last 4096",
-        [(format_labels(quantile="0.5"), status.event_to_map_p50_ms / 1000),
-         (format_labels(quantile="0.99"), status.event_to_map_p99_ms / 1000)],
-    )  # fmt: skip
-    yield from _format_sources(status)
-    yield from _format_threads(status)
-    yield from _format_packet_path(status.packets)
+class AgentValues(NamedTuple):
+    """What the metrics of the agent are read from."""
+
+    status: AgentStatus
+    config: Config
 
 
-def _format_sources(status: AgentStatus) -> Iterator[str]:
-    labelled = [(format_labels(source=source.name), source) for source in status.sources]
-    for name, text, values in (
-        ("synced", "1 after the first complete list", [s.synced for _, s in labelled]),
-        (
-            "watching",
-            "1 while the watch is established",
-            [s.state == "watching" for _, s in labelled],
-        ),
-        ("failures", "Consecutive failed attempts", [s.failures for _, s in labelled]),
-        (
-            "silent_seconds",
-            "Time since the source last received data",
-            [s.silent_seconds for _, s in labelled],
-        ),
-    ):
-        samples = zip((label_set for label_set, _ in labelled), map(float, values), strict=True)
-        yield from _gauge(f"source_{name}", text, list(samples))
-    yield from _counter(
-        "source_drift_total", "Objects found changed by a new list without an event for it",
-        [(label_set, source.drift) for label_set, source in labelled],
-    )  # fmt: skip
+class ServerValues(NamedTuple):
+    """What the metrics of the HTTP server are read from."""
+
+    counts: ServerCounts
+    healthy: bool
+    eligible: bool
 
 
-def _format_threads(status: AgentStatus) -> Iterator[str]:
-    yield from _gauge(
-        "thread_up", "0 while a thread of the agent is down, stuck, or fails repeatedly",
-        [(format_labels(thread=thread.name), not thread.problem) for thread in status.threads],
-    )  # fmt: skip
-    yield from _counter(
-        "thread_restarts_total", "Times that a thread failed and was restarted",
-        [(format_labels(thread=thread.name), thread.restarts) for thread in status.threads],
-    )  # fmt: skip
+def _gauge(
+    name: str, text: str, read: Callable[[T], Value | Iterable[Series] | None], *labels: str
+) -> Metric[T]:
+    return Metric(f"kbpf_{name}", "gauge", text, read, labels)
 
 
-def _format_packet_path(packets: PacketStatus | None) -> Iterator[str]:
+def _counter(
+    name: str, text: str, read: Callable[[T], Value | Iterable[Series] | None], *labels: str
+) -> Metric[T]:
+    return Metric(f"kbpf_{name}_total", "counter", text, read, labels)
+
+
+def _mode_info(values: AgentValues) -> list[Series]:
+    status, config = values
+    reason = status.choice.reason if status.choice else ""
+    labels = (status.mode, config.mode, reason, config.forwarding,
+              str(config.socket_lb), str(config.algorithm))  # fmt: skip
+    return [(labels, 1)]
+
+
+def _by_source(read: Callable[[SourceView], float]) -> Callable[[AgentValues], list[Series]]:
+    return lambda values: [((source.name,), read(source)) for source in values.status.sources]
+
+
+def _packet_path_states(values: AgentValues) -> list[Series] | None:
+    packets = values.status.packets
     if packets is None:
-        return
+        return None
     state = "off" if not packets.enabled else "failed" if packets.problem else "on"
-    yield from _gauge(
-        "packet_path", "1 for the current state of the packet path",
-        [(format_labels(state=name), name == state) for name in ("on", "off", "failed")],
-    )  # fmt: skip
-    yield from _gauge(
-        "packet_path_failed_devices", "Devices to which the packet path could not be attached",
-        [("", packets.failed_count)],
-    )  # fmt: skip
+    return [((name,), name == state) for name in ("on", "off", "failed")]
 
 
-def format_data_plane(measures: DataPlaneMetrics) -> Iterator[str]:
-    """Yields the metrics that the data plane can read without walking its connections."""
-    tables = [(format_labels(map=table.name), table) for table in measures.tables]
-    yield from _gauge(
-        "map_entries", "Entries in a map",
-        [(label_set, table.entries) for label_set, table in tables if table.entries is not None],
-    )  # fmt: skip
-    yield from _gauge(
-        "map_max_entries", "Current capacity of a map; maps written by the agent grow",
-        [(label_set, table.capacity) for label_set, table in tables],
-    )  # fmt: skip
-    yield from _gauge(
-        "map_limit_entries",
-        "Maximum capacity of a map (--max-...); only of maps that do not evict entries",
-        [(label_set, table.limit) for label_set, table in tables if table.limit is not None],
-    )  # fmt: skip
-    yield from _gauge(
-        "map_bytes", "Kernel memory used by a map",
-        [(label_set, table.bytes) for label_set, table in tables if table.bytes is not None],
-    )  # fmt: skip
-    yield from _gauge(
-        "hooks_attached", "1 if the socket hook is attached; one series for each requested hook",
-        [(format_labels(hook=name), attached) for name, attached in measures.hooks],
-    )  # fmt: skip
-    if measures.foreign_programs is not None:
-        yield from _gauge(
-            "foreign_programs", "Programs of other load balancers on the same hooks and devices",
-            [("", measures.foreign_programs)],
-        )  # fmt: skip
-    yield from _counter(
-        "decisions_total", "Decisions on connections, datagrams and packets, by verdict and reason",
-        [(format_labels(reason=decision.reason, verdict=decision.verdict), decision.total)
-         for decision in measures.reason_counts],
-    )  # fmt: skip
+AGENT_METRICS: Final[Sequence[Metric[AgentValues]]] = (
+    _gauge("build_info", "The version, as a label", lambda a: [((a.status.version,), 1)],
+           "version"),
+    _gauge("mode_info", "The active data plane, the requested mode and the main settings",
+           _mode_info, "mode", "requested", "reason", "forwarding", "socket_lb", "algorithm"),
+    _gauge("synced", "1 after everything has been programmed once", lambda a: a.status.synced),
+    _gauge("services", "Services in the store", lambda a: a.status.services),
+    _gauge("service_ports", "Desired Service ports, counted per address family",
+           lambda a: a.status.service_ports),
+    _gauge("service_ports_refused", "Service ports that could not be programmed",
+           lambda a: a.status.refused),
+    _gauge("service_ports_without_endpoints",
+           "Service ports that refuse connections: no endpoints",
+           lambda a: a.status.without_endpoints),
+    _gauge("problems", "Lines that `kbpf inspect status` lists as problems",
+           lambda a: a.status.problem_count),
+    _gauge("sync_failing", "1 while writes to the data plane fail", lambda a: bool(a.status.error)),
+    _gauge("last_sync_seconds", "Duration of the last pass",
+           lambda a: a.status.last_apply_ms / 1000),
+    _gauge("config_last_reload_successful",
+           "0 while the agent runs with older settings because the --config file was rejected",
+           lambda a: None if a.status.config_error is None else not a.status.config_error),
+    _gauge("namespace_service_ports_refused",
+           "Service ports that could not be programmed, for the namespaces with the most of them",
+           lambda a: [((name,), n) for name, n in sorted(a.status.refused_namespaces.items())],
+           "namespace"),
+    _counter("syncs", "Passes written to the data plane", lambda a: a.status.applied),
+    _gauge("event_to_map_seconds",
+           "From an event's arrival until it is programmed, of the last 4096",
+           lambda a: [(("0.5",), a.status.event_to_map_p50_ms / 1000),
+                      (("0.99",), a.status.event_to_map_p99_ms / 1000)], "quantile"),
+    _gauge("source_synced", "1 after the first complete list",
+           _by_source(lambda source: source.synced), "source"),
+    _gauge("source_watching", "1 while the watch is established",
+           _by_source(lambda source: source.state == "watching"), "source"),
+    _gauge("source_failures", "Consecutive failed attempts",
+           _by_source(lambda source: source.failures), "source"),
+    _gauge("source_silent_seconds", "Time since the source last received data",
+           _by_source(lambda source: source.silent_seconds), "source"),
+    _counter("source_drift", "Objects found changed by a new list without an event for it",
+             _by_source(lambda source: source.drift), "source"),
+    _gauge("thread_up", "0 while a thread of the agent is down, stuck, or fails repeatedly",
+           lambda a: [((thread.name,), not thread.problem) for thread in a.status.threads],
+           "thread"),
+    _counter("thread_restarts", "Times that a thread failed and was restarted",
+             lambda a: [((thread.name,), thread.restarts) for thread in a.status.threads],
+             "thread"),
+    _gauge("packet_path", "1 for the current state of the packet path", _packet_path_states,
+           "state"),
+    _gauge("packet_path_failed_devices",
+           "Devices to which the packet path could not be attached",
+           lambda a: a.status.packets.failed_count if a.status.packets is not None else None),
+)  # fmt: skip
+SERVER_METRICS: Final[Sequence[Metric[ServerValues]]] = (
+    _gauge("healthy", "1 unless a change has waited too long to be programmed",
+           lambda s: s.healthy),
+    _gauge("node_eligible", "0 while the node is about to be removed", lambda s: s.eligible),
+    _counter("events", "Kubernetes Events, sent or dropped",
+             lambda s: [(("sent",), s.counts.events_sent),
+                        (("dropped",), s.counts.events_dropped)], "outcome"),
+    _gauge("service_health_checks", "Services with a healthCheckNodePort",
+           lambda s: s.counts.checks),
+    _gauge("service_health_checks_failed", "Health checks whose port could not be opened",
+           lambda s: s.counts.checks_failed),
+)  # fmt: skip
+DATA_PLANE_METRICS: Final[Sequence[Metric[DataPlaneMetrics]]] = (
+    _gauge("map_entries", "Entries in a map",
+           lambda p: [((t.name,), t.entries) for t in p.tables if t.entries is not None], "map"),
+    _gauge("map_max_entries", "Current capacity of a map; maps written by the agent grow",
+           lambda p: [((t.name,), t.capacity) for t in p.tables], "map"),
+    _gauge("map_limit_entries",
+           "Maximum capacity of a map (--max-...); only of maps that do not evict entries",
+           lambda p: [((t.name,), t.limit) for t in p.tables if t.limit is not None], "map"),
+    _gauge("map_bytes", "Kernel memory used by a map",
+           lambda p: [((t.name,), t.bytes) for t in p.tables if t.bytes is not None], "map"),
+    _gauge("hooks_attached", "1 if the socket hook is attached; one series for each requested hook",
+           lambda p: [((name,), attached) for name, attached in p.hooks], "hook"),
+    _gauge("foreign_programs", "Programs of other load balancers on the same hooks and devices",
+           lambda p: p.foreign_programs),
+    _counter("decisions", "Decisions on connections, datagrams and packets, by verdict and reason",
+             lambda p: [((d.reason, d.verdict), d.total) for d in p.reason_counts],
+             "reason", "verdict"),
+)  # fmt: skip
 
 
-def format_traffic(stats: TrafficStats, max_series: int) -> Iterator[str]:
-    """Yields the connections and their outcomes for the `max_series` busiest Service ports."""
-    open_counts, totals = dict(stats.connections or ()), dict(stats.totals)
-    names = list({**open_counts, **totals})
-    if len(names) > max_series:
-        zero = ConnectionStats()
-        names = nlargest(
-            max_series,
-            names,
-            lambda key: (totals.get(key, zero).opened + open_counts.get(key, 0), key),
-        )
-    label_sets = {name: _port_labels(*name) for name in names}
-    if stats.connections is not None:
-        yield from _gauge(
-            "service_connections",
-            "Open connections of a Service port",
-            [
-                (f"{{{label_sets[name]}}}", open_counts[name])
-                for name in names
-                if name in open_counts
-            ],
-        )
-        yield from _gauge(
-            "connections", "Open connections of all Services", [("", sum(open_counts.values()))]
-        )
-    if stats.flow_count is not None:
-        yield from _gauge(
-            "tracked_connections",
-            "Packet path connections that cannot be evicted",
-            [("", stats.flow_count.live)],
-        )
-        yield from _gauge(
-            "tracked_connections_limit", "Limit of tracked connections (--max-connections)",
-            [("", stats.flow_count.capacity)],
-        )  # fmt: skip
-    yield from _gauge(
-        "service_series_left_out", "Service ports with connections whose series are omitted",
-        [("", len(open_counts.keys() | totals.keys()) - len(names))],
-    )  # fmt: skip
-    rows = [_Series(label_sets[name], name[3], totals[name]) for name in names if name in totals]
-    yield from _format_outcomes("service", "a Service port", rows, stats.counted_fields)
-    if stats.backends:
-        yield from _format_backends(stats.backends, stats.counted_fields)
-
-
-def _format_backends(
-    pairs: tuple[BackendStats, ...], known_fields: Collection[str]
-) -> Iterator[str]:
-    rows = [
-        _Series(
-            f"{_port_labels(*pair.name)},{format_labels(backend=pair.backend)[1:-1]}",
-            pair.name[3],
-            pair.stats,
-        )
-        for pair in pairs
-    ]
-    yield from _gauge(
-        "backend_connections",
-        "Open connections of a backend",
-        [
-            (f"{{{row.labels}}}", pair.open_connections)
-            for row, pair in zip(rows, pairs, strict=True)
-        ],
-    )
-    yield from _format_outcomes("backend", "a backend", rows, known_fields)
-
-
-class _Series(NamedTuple):
-    """The labels of a series, without braces, and its counts."""
+class _Row(NamedTuple):
+    """The labels of a series, without braces, its open connections and its counts. None: it has
+    none.
+    """
 
     labels: str
     protocol: str
-    totals: ConnectionStats
+    open: int | None
+    stats: ConnectionStats | None
+
+
+class _Traffic(NamedTuple):
+    """What the metrics of traffic are read from: the rows with a series, and the counted fields."""
+
+    stats: TrafficStats
+    rows: Sequence[_Row]
+    left_out: int = 0
+
+    def open_connections(self) -> list[Series]:
+        return [(f"{{{row.labels}}}", row.open) for row in self.rows if row.open is not None]
+
+    def counts(
+        self, field: str, read: Callable[[ConnectionStats], float], only_tcp: bool = False
+    ) -> list[Series] | None:
+        """One series a row; None if `field` is not counted. How a connection ends is known only for
+        TCP.
+        """
+        if field not in self.stats.counted_fields:
+            return None
+        return [
+            (f"{{{row.labels}}}", read(row.stats))
+            for row in self.rows
+            if row.stats is not None and not (only_tcp and row.protocol != "TCP")
+        ]
+
+    def failures(self, prefix: str) -> list[Series] | None:
+        reasons = [
+            reason
+            for reason, prefixes in FAILURES.items()
+            if reason in self.stats.counted_fields and prefix in prefixes
+        ]
+        return [
+            (f'{{{row.labels},reason="{reason}"}}', getattr(row.stats, reason))
+            for reason in reasons
+            for row in self.rows
+            if row.stats is not None and (reason == "refused" or row.protocol == "TCP")
+        ] if reasons else None  # fmt: skip
+
+    def bytes(self) -> list[Series] | None:
+        if "bytes_in" not in self.stats.counted_fields:
+            return None
+        return [
+            (f'{{{row.labels},direction="{direction}"}}', count)
+            for row in self.rows
+            if row.stats is not None
+            for direction, count in (("in", row.stats.bytes_in), ("out", row.stats.bytes_out))
+        ]
 
 
 FAILURES: Final = {
@@ -248,52 +235,80 @@ FAILURES: Final = {
 """Fields of ConnectionStats that count failures, and the kinds of series that have them."""
 
 
-def _format_outcomes(
-    prefix: str, subject: str, rows: list[_Series], known_fields: Collection[str]
-) -> Iterator[str]:
-    """Yields what connections came to, for the fields that are counted. How a connection ends is
-    known only for TCP.
-    """
-    tcp = [row for row in rows if row.protocol == "TCP"]
-    if "opened" in known_fields:
-        yield from _counter(
-            f"{prefix}_connections_total", f"Connections opened to {subject}",
-            [(f"{{{row.labels}}}", row.totals.opened) for row in rows],
-        )  # fmt: skip
-    reasons = [
-        failure
-        for failure, prefixes in FAILURES.items()
-        if failure in known_fields and prefix in prefixes
+def _outcome_metrics(prefix: str, subject: str) -> tuple[Metric[_Traffic], ...]:
+    """What connections came to."""
+    return (
+        _counter(f"{prefix}_connections", f"Connections opened to {subject}",
+                 lambda t: t.counts("opened", lambda stats: stats.opened)),
+        _counter(f"{prefix}_failures", f"Failed connections to {subject}, by reason",
+                 lambda t: t.failures(prefix)),
+        _counter(f"{prefix}_bytes", "Bytes from clients (in) and to them (out)",
+                 lambda t: t.bytes()),
+        _counter(f"{prefix}_retransmits", "TCP segments that clients on this node retransmitted",
+                 lambda t: t.counts("rtts", lambda stats: stats.retransmits, only_tcp=True)),
+        _counter(f"{prefix}_round_trip_seconds",
+                 "Sum of round-trip times to the backend, one per connection",
+                 lambda t: t.counts("rtts", lambda stats: stats.rtt_us / 1e6, only_tcp=True)),
+        _counter(f"{prefix}_round_trips",
+                 "Ended TCP connections whose round-trip time was measured",
+                 lambda t: t.counts("rtts", lambda stats: stats.rtts, only_tcp=True)),
+    )  # fmt: skip
+
+
+def _if_counted(
+    read: Callable[[_Traffic], Value | Iterable[Series]],
+) -> Callable[[_Traffic], Value | Iterable[Series] | None]:
+    return lambda traffic: None if traffic.stats.connections is None else read(traffic)
+
+
+SERVICE_METRICS: Final[Sequence[Metric[_Traffic]]] = (
+    _gauge("service_connections", "Open connections of a Service port",
+           _if_counted(lambda t: t.open_connections())),
+    _gauge("connections", "Open connections of all Services",
+           _if_counted(lambda t: sum(count for _, count in t.stats.connections or ()))),
+    _gauge("tracked_connections", "Packet path connections that cannot be evicted",
+           lambda t: None if t.stats.flow_count is None else t.stats.flow_count.live),
+    _gauge("tracked_connections_limit", "Limit of tracked connections (--max-connections)",
+           lambda t: None if t.stats.flow_count is None else t.stats.flow_count.capacity),
+    _gauge("service_series_left_out", "Service ports with connections whose series are omitted",
+           lambda t: t.left_out),
+    *_outcome_metrics("service", "a Service port"),
+)  # fmt: skip
+BACKEND_METRICS: Final[Sequence[Metric[_Traffic]]] = (
+    _gauge("backend_connections", "Open connections of a backend",
+           lambda t: t.open_connections()),
+    *_outcome_metrics("backend", "a backend"),
+)  # fmt: skip
+
+
+def format_traffic(stats: TrafficStats, max_series: int) -> Iterator[str]:
+    """Yields the connections and their outcomes for the `max_series` busiest Service ports."""
+    open_counts, totals = dict(stats.connections or ()), dict(stats.totals)
+    all_names = list({**open_counts, **totals})
+    names = all_names
+    if len(names) > max_series:
+        zero = ConnectionStats()
+        names = nlargest(
+            max_series,
+            names,
+            lambda key: (totals.get(key, zero).opened + open_counts.get(key, 0), key),
+        )
+    rows = [
+        _Row(_port_labels(*name), name[3], open_counts.get(name), totals.get(name))
+        for name in names
     ]
-    if reasons:
-        yield from _counter(
-            f"{prefix}_failures_total", f"Failed connections to {subject}, by reason",
-            [
-                (f'{{{row.labels},reason="{reason}"}}', getattr(row.totals, reason))
-                for reason in reasons
-                for row in (rows if reason == "refused" else tcp)
-            ],
-        )  # fmt: skip
-    if "bytes_in" in known_fields:
-        yield from _counter(
-            f"{prefix}_bytes_total", "Bytes from clients (in) and to them (out)",
-            [
-                (f'{{{row.labels},direction="{direction}"}}', count)
-                for row in rows
-                for direction, count in (("in", row.totals.bytes_in), ("out", row.totals.bytes_out))
-            ],
-        )  # fmt: skip
-    if "rtts" in known_fields:
-        for name, text, values in (
-            ("retransmits", "TCP segments that clients on this node retransmitted",
-             [row.totals.retransmits for row in tcp]),
-            ("round_trip_seconds", "Sum of round-trip times to the backend, one per connection",
-             [row.totals.rtt_us / 1e6 for row in tcp]),
-            ("round_trips", "Ended TCP connections whose round-trip time was measured",
-             [row.totals.rtts for row in tcp]),
-        ):  # fmt: skip
-            samples = zip((f"{{{row.labels}}}" for row in tcp), values, strict=True)
-            yield from _counter(f"{prefix}_{name}_total", text, list(samples))
+    yield from format_metrics(SERVICE_METRICS, _Traffic(stats, rows, len(all_names) - len(names)))
+    if stats.backends:
+        rows = [
+            _Row(
+                f"{_port_labels(*backend.name)},{format_labels(backend=backend.backend)[1:-1]}",
+                backend.name[3],
+                backend.open_connections,
+                backend.stats,
+            )
+            for backend in stats.backends
+        ]
+        yield from format_metrics(BACKEND_METRICS, _Traffic(stats, rows))
 
 
 def _port_labels(namespace: str, service: str, port: str, protocol: str) -> str:
@@ -301,44 +316,47 @@ def _port_labels(namespace: str, service: str, port: str, protocol: str) -> str:
     return format_labels(namespace=namespace, service=service, port=port, protocol=protocol)[1:-1]
 
 
-def format_server(counts: ServerCounts, healthy: bool, eligible: bool) -> Iterator[str]:
-    yield from _gauge(
-        "healthy", "1 unless a change has waited too long to be programmed", [("", healthy)]
-    )
-    yield from _gauge("node_eligible", "0 while the node is about to be removed", [("", eligible)])
-    yield from _counter(
-        "events_total", "Kubernetes Events, sent or dropped",
-        [(format_labels(outcome="sent"), counts.events_sent),
-         (format_labels(outcome="dropped"), counts.events_dropped)],
-    )  # fmt: skip
-    yield from _gauge(
-        "service_health_checks", "Services with a healthCheckNodePort", [("", counts.checks)]
-    )
-    yield from _gauge(
-        "service_health_checks_failed", "Health checks whose port could not be opened",
-        [("", counts.checks_failed)],
-    )  # fmt: skip
+class ProcessValues(NamedTuple):
+    """What the metrics of the process are read from; sizes are in bytes."""
+
+    cpu_seconds: float
+    max_fds: int
+    open_fds: int
+    resident: int
+    start_time: float
+    virtual: int
 
 
-def format_process() -> Iterator[str]:
-    """Yields the metrics of the process, under the names that Prometheus client libraries use."""
+PROCESS_METRICS: Final[Sequence[Metric[ProcessValues]]] = (
+    Metric("process_cpu_seconds_total", "counter",
+           "Total user and system CPU time spent in seconds.", lambda p: p.cpu_seconds),
+    Metric("process_max_fds", "gauge", "Maximum number of open file descriptors.",
+           lambda p: p.max_fds),
+    Metric("process_open_fds", "gauge", "Number of open file descriptors.", lambda p: p.open_fds),
+    Metric("process_resident_memory_bytes", "gauge", "Resident memory size in bytes.",
+           lambda p: p.resident),
+    Metric("process_start_time_seconds", "gauge",
+           "Start time of the process since unix epoch in seconds.", lambda p: p.start_time),
+    Metric("process_virtual_memory_bytes", "gauge", "Virtual memory size in bytes.",
+           lambda p: p.virtual),
+)  # fmt: skip
+"""Under the names that Prometheus client libraries use."""
+SCRAPE_METRICS: Final[Sequence[Metric[float]]] = (
+    _gauge("scrape_seconds", "Time that it took to format this page", lambda seconds: seconds),
+)
+
+
+def read_process() -> ProcessValues:
     pages = [int(field) for field in Path("/proc/self/statm").read_text().split()[:2]]
     usage = resource.getrusage(resource.RUSAGE_SELF)
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    for name, kind, text, value in (
-        ("cpu_seconds_total", "counter", "Total user and system CPU time spent in seconds.",
-         usage.ru_utime + usage.ru_stime),
-        ("max_fds", "gauge", "Maximum number of open file descriptors.", soft),
-        ("open_fds", "gauge", "Number of open file descriptors.",
-         len(os.listdir("/proc/self/fd"))),
-        ("resident_memory_bytes", "gauge", "Resident memory size in bytes.",
-         pages[1] * resource.getpagesize()),
-        ("start_time_seconds", "gauge",
-         "Start time of the process since unix epoch in seconds.", process_start_time()),
-        ("virtual_memory_bytes", "gauge", "Virtual memory size in bytes.",
-         pages[0] * resource.getpagesize()),
-    ):  # fmt: skip
-        yield from format_metric(f"process_{name}", kind, text, [("", value)])
+    return ProcessValues(
+        cpu_seconds=usage.ru_utime + usage.ru_stime,
+        max_fds=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        open_fds=len(os.listdir("/proc/self/fd")),
+        resident=pages[1] * resource.getpagesize(),
+        start_time=process_start_time(),
+        virtual=pages[0] * resource.getpagesize(),
+    )
 
 
 @cache
@@ -347,15 +365,3 @@ def process_start_time() -> float:
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start_after_boot = int(fields[19]) / os.sysconf("SC_CLK_TCK")
     return round(time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + start_after_boot, 2)
-
-
-def _info_sample(**values: str) -> list[tuple[str, float]]:
-    return [(format_labels(**values), 1)]
-
-
-def _gauge(name: str, text: str, samples: list[tuple[str, float]]) -> Iterator[str]:
-    return format_metric(f"kbpf_{name}", "gauge", text, samples)
-
-
-def _counter(name: str, text: str, samples: list[tuple[str, float]]) -> Iterator[str]:
-    return format_metric(f"kbpf_{name}", "counter", text, samples)

@@ -10,11 +10,11 @@ under one lock.
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
-from typing import Final
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Final, TypeVar
 
 from kbpf.model.metrics import UdpCuts
-from kbpf.serve.exposition import Histogram, format_histograms, format_labels, format_metric
+from kbpf.serve.exposition import Histogram, Metric, format_metrics
 
 FAMILIES: Final = {4: "IPv4", 6: "IPv6"}
 BOTH_FAMILIES: Final = tuple(FAMILIES)
@@ -154,133 +154,83 @@ class KubeProxyMetrics:
                     self._request_latency[key] = Histogram(REQUEST_BUCKETS)
                 self._request_latency[key].observe(seconds)
 
-    # ---- reading ---------------------------------------------------------------------------
-
     def format_lines(self) -> list[str]:
         """Formats all of it for /metrics."""
         with self._lock:
-            return [
-                *self._format_sync(),
-                *self._format_conntrack(),
-                *self._format_probes(),
-                *self._format_api_requests(),
-                *self._format_kbpf(),
-            ]
+            return list(format_metrics(METRICS, self))
 
-    def _format_sync(self) -> Iterator[str]:
-        prefix = "kubeproxy_sync_proxy_rules"
-        for name, text, histograms_by_family in (
-            ("kubeproxy_sync_proxy_rules", "SyncProxyRules latency in seconds", self._sync),
-            ("kubeproxy_sync_full_proxy_rules",
-             "SyncProxyRules latency in seconds for full resyncs", self._full),
-            ("kubeproxy_sync_partial_proxy_rules",
-             "SyncProxyRules latency in seconds for partial resyncs", self._partial),
-        ):  # fmt: skip
-            yield from format_histograms(
-                f"{name}_duration_seconds",
-                f"[ALPHA] {text}",
-                (
-                    (format_labels(ip_family=FAMILIES[f]), h)
-                    for f, h in histograms_by_family.items()
-                ),
-            )
-        yield from format_histograms(
-            "kubeproxy_network_programming_duration_seconds",
-            "[ALPHA] In Cluster Network Programming Latency in seconds",
-            ((format_labels(ip_family=FAMILIES[f]), h) for f, h in self._programming.items()),
-        )
-        for name, text, times in (
-            (
-                "last_timestamp",
-                "The last time proxy rules were successfully synced",
-                self._last_synced,
-            ),
-            ("last_queued_timestamp", "The last time a sync of proxy rules was queued",
-             self._last_queued),
-        ):  # fmt: skip
-            yield from format_metric(
-                f"{prefix}_{name}_seconds",
-                "gauge",
-                f"[ALPHA] {text}",
-                (
-                    (format_labels(ip_family=FAMILIES[f]), timestamp)
-                    for f, timestamp in times.items()
-                    if timestamp
-                ),
-            )
-        for kind in ("endpoint", "service"):
-            kind_title = kind.capitalize()
-            yield from format_metric(
-                f"{prefix}_{kind}_changes_pending",
-                "gauge",
-                f"[ALPHA] Pending proxy rules {kind_title} changes",
-                [("", self._pending_changes[kind])],
-            )
-            yield from format_metric(
-                f"{prefix}_{kind}_changes_total", "counter",
-                f"[ALPHA] Cumulative proxy rules {kind_title} changes", [("", self._changes[kind])],
-            )  # fmt: skip
-        yield from format_metric(
-            f"{prefix}_no_local_endpoints_total", "gauge",
-            "[ALPHA] Number of services with a Local traffic policy and no endpoints",
-            ((format_labels(ip_family=FAMILIES[f], traffic_policy=policy), count)
-             for (policy, f), count in self._no_local.items()),
-        )  # fmt: skip
 
-    def _format_conntrack(self) -> Iterator[str]:
-        prefix = "kubeproxy_conntrack_reconciler"
-        yield from format_histograms(
-            f"{prefix}_sync_duration_seconds",
-            "[ALPHA] ReconcileConntrackFlowsLatency latency in seconds",
-            ((format_labels(ip_family=FAMILIES[f]), h) for f, h in self._conntrack_sync.items()),
-        )
-        yield from format_metric(
-            f"{prefix}_deleted_entries_total",
-            "counter",
-            "[ALPHA] Cumulative conntrack flows deleted by conntrack reconciler",
-            (
-                (format_labels(ip_family=FAMILIES[f]), count)
-                for f, count in self._deleted_flows.items()
-            ),
-        )
+D = TypeVar("D", float, Histogram)
 
-    def _format_probes(self) -> Iterator[str]:
-        for path, codes in self._probe_counts.items():
-            yield from format_metric(
-                f"kubeproxy_proxy_{path}_total", "counter",
-                f"[ALPHA] Cumulative proxy {path} HTTP status",
-                ((format_labels(code=code), count) for code, count in sorted(codes.items())),
-            )  # fmt: skip
 
-    def _format_api_requests(self) -> Iterator[str]:
-        yield from format_metric(
-            "rest_client_requests_total", "counter",
-            "[ALPHA] Number of HTTP requests, partitioned by status code, method, and host.",
-            ((format_labels(code=code, host=host, method=method), count)
-             for (code, host, method), count in sorted(self._requests.items())),
-        )  # fmt: skip
-        yield from format_histograms(
-            "rest_client_request_duration_seconds",
-            "[ALPHA] Request latency in seconds. Broken down by verb, and host.",
-            (
-                (format_labels(host=host, verb=verb), h)
-                for (host, verb), h in sorted(self._request_latency.items())
-            ),
-        )
+def _by_family(values: Mapping[int, D]) -> Iterator[tuple[tuple[str], D]]:
+    return (((FAMILIES[ip_family],), value) for ip_family, value in values.items())
 
-    def _format_kbpf(self) -> Iterator[str]:
-        yield from format_metric(
-            "kbpf_sync_failures_total", "counter",
-            "Passes that failed; the state programmed before stays in use",
-            [("", self._failures)],
-        )  # fmt: skip
-        yield from format_metric(
-            "kbpf_comparisons_total", "counter",
-            "Comparisons of the programmed with the desired state",
-            [("", self._comparisons)],
-        )  # fmt: skip
-        yield from format_metric(
-            "kbpf_drift_entries_total", "counter",
-            "Entries changed by other processes that a comparison found and repaired",
-            [("", self._drift)],
-        )  # fmt: skip
+
+def _known(times: Mapping[int, float]) -> Iterator[tuple[tuple[str], float]]:
+    return _by_family({ip_family: timestamp for ip_family, timestamp in times.items() if timestamp})
+
+
+SYNC: Final = "kubeproxy_sync_proxy_rules"
+FAMILY: Final = ("ip_family",)
+
+# The private attributes are those of KubeProxyMetrics, of which this table is a part.
+METRICS: Final[Sequence[Metric[KubeProxyMetrics]]] = (
+    Metric(f"{SYNC}_duration_seconds", "histogram", "[ALPHA] SyncProxyRules latency in seconds",
+           lambda m: _by_family(m._sync), FAMILY),
+    Metric("kubeproxy_sync_full_proxy_rules_duration_seconds", "histogram",
+           "[ALPHA] SyncProxyRules latency in seconds for full resyncs",
+           lambda m: _by_family(m._full), FAMILY),
+    Metric("kubeproxy_sync_partial_proxy_rules_duration_seconds", "histogram",
+           "[ALPHA] SyncProxyRules latency in seconds for partial resyncs",
+           lambda m: _by_family(m._partial), FAMILY),
+    Metric("kubeproxy_network_programming_duration_seconds", "histogram",
+           "[ALPHA] In Cluster Network Programming Latency in seconds",
+           lambda m: _by_family(m._programming), FAMILY),
+    Metric(f"{SYNC}_last_timestamp_seconds", "gauge",
+           "[ALPHA] The last time proxy rules were successfully synced",
+           lambda m: _known(m._last_synced), FAMILY),
+    Metric(f"{SYNC}_last_queued_timestamp_seconds", "gauge",
+           "[ALPHA] The last time a sync of proxy rules was queued",
+           lambda m: _known(m._last_queued), FAMILY),
+    Metric(f"{SYNC}_endpoint_changes_pending", "gauge",
+           "[ALPHA] Pending proxy rules Endpoint changes",
+           lambda m: m._pending_changes["endpoint"]),
+    Metric(f"{SYNC}_endpoint_changes_total", "counter",
+           "[ALPHA] Cumulative proxy rules Endpoint changes", lambda m: m._changes["endpoint"]),
+    Metric(f"{SYNC}_service_changes_pending", "gauge",
+           "[ALPHA] Pending proxy rules Service changes", lambda m: m._pending_changes["service"]),
+    Metric(f"{SYNC}_service_changes_total", "counter",
+           "[ALPHA] Cumulative proxy rules Service changes", lambda m: m._changes["service"]),
+    Metric(f"{SYNC}_no_local_endpoints_total", "gauge",
+           "[ALPHA] Number of services with a Local traffic policy and no endpoints",
+           lambda m: (((FAMILIES[f], policy), n) for (policy, f), n in m._no_local.items()),
+           ("ip_family", "traffic_policy")),
+    Metric("kubeproxy_conntrack_reconciler_sync_duration_seconds", "histogram",
+           "[ALPHA] ReconcileConntrackFlowsLatency latency in seconds",
+           lambda m: _by_family(m._conntrack_sync), FAMILY),
+    Metric("kubeproxy_conntrack_reconciler_deleted_entries_total", "counter",
+           "[ALPHA] Cumulative conntrack flows deleted by conntrack reconciler",
+           lambda m: _by_family(m._deleted_flows), FAMILY),
+    Metric("kubeproxy_proxy_healthz_total", "counter",
+           "[ALPHA] Cumulative proxy healthz HTTP status",
+           lambda m: (((code,), n) for code, n in sorted(m._probe_counts["healthz"].items())),
+           ("code",)),
+    Metric("kubeproxy_proxy_livez_total", "counter", "[ALPHA] Cumulative proxy livez HTTP status",
+           lambda m: (((code,), n) for code, n in sorted(m._probe_counts["livez"].items())),
+           ("code",)),
+    Metric("rest_client_requests_total", "counter",
+           "[ALPHA] Number of HTTP requests, partitioned by status code, method, and host.",
+           lambda m: sorted(m._requests.items()), ("code", "host", "method")),
+    Metric("rest_client_request_duration_seconds", "histogram",
+           "[ALPHA] Request latency in seconds. Broken down by verb, and host.",
+           lambda m: ((key, m._request_latency[key]) for key in sorted(m._request_latency)),
+           ("host", "verb")),
+    Metric("kbpf_sync_failures_total", "counter",
+           "Passes that failed; the state programmed before stays in use", lambda m: m._failures),
+    Metric("kbpf_comparisons_total", "counter",
+           "Comparisons of the programmed with the desired state", lambda m: m._comparisons),
+    Metric("kbpf_drift_entries_total", "counter",
+           "Entries changed by other processes that a comparison found and repaired",
+           lambda m: m._drift),
+)  # fmt: skip

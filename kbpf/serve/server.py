@@ -27,6 +27,7 @@ from kbpf.policy.health_check import HealthCheck
 from kbpf.serve import exposition, health, kbpf_metrics, zpages
 from kbpf.serve.collector import BackgroundCollector
 from kbpf.serve.events import EventObject, EventRecorder, Post
+from kbpf.serve.exposition import format_metrics
 from kbpf.serve.health import HealthTracker
 from kbpf.serve.http import NOT_FOUND, WILDCARDS, Handler, HttpListener, HttpServer
 from kbpf.serve.kubeproxy_metrics import KubeProxyMetrics
@@ -340,24 +341,24 @@ class AgentServer:
         start = time.perf_counter()
         lines = self.proxy_metrics.format_lines()
         if self._status is not None:
-            lines += kbpf_metrics.format_agent(self._status, self._config)
+            agent = kbpf_metrics.AgentValues(self._status, self._config)
+            lines += format_metrics(kbpf_metrics.AGENT_METRICS, agent)
         failed_count = sum(bool(listener.error) for listener in self._check_listeners.values())
         server_counts = kbpf_metrics.ServerCounts(
             self.events.sent, self.events.dropped, len(self._check_listeners), failed_count
         )
-        lines += kbpf_metrics.format_server(
+        values = kbpf_metrics.ServerValues(
             server_counts, self.health.verdict().healthy, self._eligible
         )
+        lines += format_metrics(kbpf_metrics.SERVER_METRICS, values)
         if self._plane is not None:
             try:
-                lines += kbpf_metrics.format_data_plane(self._plane.read_metrics())
+                measures = self._plane.read_metrics()
+                lines += format_metrics(kbpf_metrics.DATA_PLANE_METRICS, measures)
             except KbpfError as error:
                 log.warning("cannot read the data plane's metrics; /metrics omits them: %s", error)
-        lines += kbpf_metrics.format_process()
-        lines += exposition.format_metric(
-            "kbpf_scrape_seconds", "gauge", "Time that it took to format this page",
-            [("", time.perf_counter() - start)],
-        )  # fmt: skip
+        lines += format_metrics(kbpf_metrics.PROCESS_METRICS, kbpf_metrics.read_process())
+        lines += format_metrics(kbpf_metrics.SCRAPE_METRICS, time.perf_counter() - start)
         return "\n".join(lines).encode() + b"\n"
 
 
