@@ -74,6 +74,24 @@ def refuse_foreign_table(table: str) -> None:
         )  # fmt: skip
 
 
+def refuse_other_names(config: Config) -> None:
+    """Raises KernelError if an agent with another --ipvs-device or --nft-table left state here. Its
+    rules would keep refusing, dropping and marking connections as they were last written.
+    """
+    devices = [name for name in dummy.list_ours() if name != config.ipvs_device]
+    tables = [
+        name for name in nft.list_tables("inet") if name != config.nft_table and has_table(name)
+    ]
+    if devices or tables:
+        options = [f"--ipvs-device {name}" for name in devices]
+        options += [f"--nft-table {name}" for name in tables]
+        raise KernelError(
+            "an agent of mode ipvs with other names left state here", ", ".join(devices + tables),
+            f"run `kbpf cleanup {' '.join(options)}` first, or give this agent the same names",
+            errno.EEXIST,
+        )  # fmt: skip
+
+
 def has_state(config: Config) -> bool:
     """Whether an agent with these settings left state here. The folder alone does not decide: it
     may have been in a container, while table and device belong to the node.

@@ -102,13 +102,11 @@ class KernelState:
         """Closes the socket; the kernel state stays."""
         self._client.close()
 
-    def read_node_addresses(self, excluded_devices: Iterable[str]) -> frozenset[Addr]:
-        """The node's own addresses: those on any device except ours, `excluded_devices` and
-        kube-proxy's. What kube-proxy has on its device belongs to Services.
+    def read_node_addresses(self) -> frozenset[Addr]:
+        """The node's own addresses: those on any device except ours and kube-proxy's. What
+        kube-proxy has on its device belongs to Services.
         """
-        _, addresses = dummy.list_addresses(
-            self._ifindex, *conntrack_keepalive.SERVICE_DEVICES, *excluded_devices
-        )
+        _, addresses = dummy.list_addresses(self._ifindex, *conntrack_keepalive.SERVICE_DEVICES)
         return addresses
 
     def address_families(self) -> frozenset[int]:

@@ -3,7 +3,6 @@
 
 from collections import Counter
 from collections.abc import Iterable
-from itertools import chain
 from typing import Final
 
 from kbpf.dataplane.ipvs.plan import (
@@ -36,18 +35,16 @@ class FwmarkAllocator:
         self._adopted: dict[tuple[ElementField, ...], int] = {}
         self._last_fwmark = FIRST_FWMARK
 
-    def adopt(self, *tables: Iterable[Element]) -> None:
-        """Adopts the fwmarks in the sets of these tables, so that they keep their meaning. If the
-        tables disagree the first one counts.
-        """
+    def adopt(self, elements: Iterable[Element]) -> None:
+        """Adopts the fwmarks in these sets, so that they keep their meaning."""
         self._adopted.clear()
-        for name, parts in chain.from_iterable(tables):
+        for name, parts in elements:
             fwmark = parts[-1]
             if name in (SetName.FWMARKS, SetName.OWN_FWMARKS) and isinstance(fwmark, int):
                 self._last_fwmark = max(self._last_fwmark, fwmark)
                 is_free = fwmark not in self._used and not fwmark & self._reserved_bits
                 if name is SetName.FWMARKS and is_free:
-                    self._adopted.setdefault(parts[:-1], fwmark)
+                    self._adopted[parts[:-1]] = fwmark
 
     def allocate(self, state: ServiceState) -> int:
         """Returns the fwmark of a Service port's short circuit; 0 if it has none.

@@ -39,7 +39,6 @@ from kbpf.dataplane.ipvs.plan import (
     plan_service_port,
     without_service,
 )
-from kbpf.dataplane.ipvs.stale_names import StaleNames
 from kbpf.dataplane.ipvs.statefile import StateFile
 from kbpf.errors import KernelError
 from kbpf.kernel.net.ipvs import ConnectionTimeouts
@@ -87,7 +86,6 @@ class IpvsPlane:
         self._options = cleanup.ruleset_options(config)
         self._state_dir = config.state_dir / config.ipvs_device
         self._lock = -1
-        self._stale_names: StaleNames | None = None
         self._warnings: dict[str, None] = {}
         self._reset()
 
@@ -133,7 +131,7 @@ class IpvsPlane:
         is_new = not self._state_dir.exists()
         self._lock = cleanup.lock_state_folder(self._state_dir)
         try:
-            self._stale_names = StaleNames(self._config)
+            cleanup.refuse_other_names(self._config)
             self._kernel = KernelState(self._config.ipvs_device, self._options, self._warn_once)
         except KernelError:
             if is_new:  # an empty folder would look like the state of an earlier agent
@@ -154,10 +152,6 @@ class IpvsPlane:
             self._check_firewalls(forward_rules.list_chains())
 
     def _release(self) -> None:
-        """Releases the locks on our names."""
-        if self._stale_names is not None:
-            self._stale_names.close()
-            self._stale_names = None
         os.close(self._lock)
         self._lock = -1
 
@@ -297,11 +291,8 @@ class IpvsPlane:
         """
         old_context = self._context
         if old_context is None or must_read or self._has_new_addresses(desired, keys, old_context):
-            stale_devices = self._stale_names.stale_devices if self._stale_names is not None else ()
-            node_addresses, families = (
-                self._kernel.read_node_addresses(stale_devices),
-                self._kernel.address_families(),
-            )
+            node_addresses = self._kernel.read_node_addresses()
+            families = self._kernel.address_families()
         else:
             node_addresses, families = old_context.own_addresses, old_context.families
         if self._refused_addresses:
@@ -378,13 +369,9 @@ class IpvsPlane:
                     yield virtual, server
 
     def _read_elements(self) -> frozenset[Element]:
-        """Reads the sets and adopts the fwmarks in them. Those of a table under a former name
-        keep their meaning as well: its rules mark packets until the table is removed.
-        """
+        """Reads the sets and adopts the fwmarks in them."""
         elements = self._kernel.read_elements()
-        self._fwmarks.adopt(
-            elements, *(self._stale_names.read_elements() if self._stale_names is not None else ())
-        )
+        self._fwmarks.adopt(elements)
         return elements
 
     def _diff(self, elements: frozenset[Element]) -> Changes:
@@ -411,8 +398,6 @@ class IpvsPlane:
                 self._kernel.remove_drained()
             finally:
                 self._check_ruleset()
-            if self._stale_names is not None and self._fully_synced and self._in_sync:
-                self._stale_names.remove_unneeded(self._elements.pools)
         self._keepalive.poll(now)
         return self._poll_due
 

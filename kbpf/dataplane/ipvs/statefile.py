@@ -17,9 +17,8 @@ from kbpf.model.desired import ServicePortKey, ServiceState
 
 STATUS_FILE: Final = "status"
 SERVICES_FILE: Final = "services"
-NAMES_FILE: Final = "names"
 FILES: Final = tuple(
-    f"{name}{end}" for name in (STATUS_FILE, SERVICES_FILE, NAMES_FILE) for end in ("", ".new")
+    f"{name}{end}" for name in (STATUS_FILE, SERVICES_FILE) for end in ("", ".new")
 )
 
 

@@ -4,7 +4,6 @@ IPVS is a fake (tests/support/faults/fake_ipvs.py). Packets through virtual serv
 kernels that have IPVS: test_ipvs.py.
 """
 
-import fcntl
 import os
 import re
 import shutil
@@ -12,7 +11,7 @@ import socket
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from errno import ENOENT, EPERM, EROFS
+from errno import ENOENT, EROFS
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,7 +73,7 @@ def test_addresses_on_kube_proxys_device_are_not_the_nodes(fake_node: Node):
     )
     only_own = fake_node.do(lambda: addresses.local_addresses(KUBE))
     assert only_own == (parse_addr("198.18.0.1"),)
-    held = fake_node.do(lambda: fake_node.plane._kernel.read_node_addresses(()))
+    held = fake_node.do(fake_node.plane._kernel.read_node_addresses)
     assert held == set(map(parse_addr, ("198.18.0.1", "127.0.0.1", "::1")))
 
 
@@ -901,44 +900,61 @@ def test_state_folder_of_another_user_is_refused(fake_node: Node):
 
 OTHER_DEVICE, OTHER_TABLE = "kbpf-test1", "other"
 RENAMED = {
-    "the table": {"nft_table": OTHER_TABLE},
-    "the device": {"ipvs_device": OTHER_DEVICE},
-    "both": {"nft_table": OTHER_TABLE, "ipvs_device": OTHER_DEVICE},
-}
-GONE = service("gone", "10.96.0.7:80", "10.244.1.7:80")
+    "the table": ({"nft_table": OTHER_TABLE}, "", "--nft-table kbpf"),
+    "the device": ({"ipvs_device": OTHER_DEVICE}, "", f"--ipvs-device {DEVICE}"),
+    "both": (
+        {"nft_table": OTHER_TABLE, "ipvs_device": OTHER_DEVICE}, "",
+        f"--ipvs-device {DEVICE} --nft-table kbpf",
+    ),
+    "both, and the old table is gone": (
+        {"nft_table": OTHER_TABLE, "ipvs_device": OTHER_DEVICE}, "nft delete table inet kbpf",
+        f"--ipvs-device {DEVICE}",
+    ),
+}  # fmt: skip
 
 
 def folders(node: Node) -> set[str]:
     return {path.name for path in node.folder.iterdir()}
 
 
-@pytest.mark.parametrize("names", RENAMED.values(), ids=RENAMED)
-def test_state_under_old_names_is_removed_once_the_new_serves(
-    fake_node: Node, names: dict[str, str]
+@pytest.mark.parametrize("folder_is_lost", [False, True], ids=["", "without its state folder"])
+@pytest.mark.parametrize(("names", "before", "options"), RENAMED.values(), ids=RENAMED)
+def test_agent_with_other_names_refuses_to_start(
+    fake_node: Node, names: dict[str, str], before: str, options: str, folder_is_lost: bool
 ):
-    """Not before: not at a start that knows only half of the Services. What is still desired is
-    never removed.
+    """Two tables would both decide about new connections. Nothing changes until `kbpf cleanup` with
+    the options that the error names; a table and a device of another program are no reason.
     """
-    node = fake_node
-    node.run("ip", "addr", "add", "198.18.0.1/32", "dev", "lo")
+    node, old = fake_node, fake_node.config
+    node.run("nft", "add table inet theirs { set served4 { type ipv4_addr; }; }")
+    node.run("ip", "link", "add", "theirs", "type", "bridge")
     node.start()
-    node.apply(WEB, GONE)
-    before = (node.links(), node.tables(), folders(node))
-    node.start(replace(node.config, **names))
-    node.ipvs.refuse = lambda change: EPERM if change.service == tcp(VIP, 80) else 0
-    device, table = node.config.ipvs_device, f"inet {node.config.nft_table}"
-    node.apply(WEB, sound=False)
-    node.tick()
-    both = (node.links(), node.tables(), folders(node))
-    for old, new, mine in zip(before, both, ({device}, {table}, {device}), strict=True):
-        assert new == old | mine
-    assert node.addresses(device) >= {VIP}
     node.apply(WEB)
-    node.tick()
-    assert (node.links(), node.tables(), folders(node)) == ({device}, {table}, {device})
-    assert node.addresses(device) == {VIP}
+    if before:
+        node.run(*before.split())
+    if folder_is_lost:
+        node.plane.close()
+        shutil.rmtree(node.folder)
+
+    def node_state() -> tuple[Any, ...]:
+        return node.links(), node.tables(), node.addresses(), node.ipvs.shown()
+
+    serving = node_state()
+    for _ in range(2):
+        with pytest.raises(KernelError, match=f"other names.*`kbpf cleanup {options}`"):
+            node.start(replace(old, **names))
+        assert node_state() == serving
+    node.config = replace(old, **{"ipvs_device": old.ipvs_device if "device" in options
+                                  else OTHER_DEVICE})  # fmt: skip
+    if "table" not in options:
+        node.config = replace(node.config, nft_table=names.get("nft_table", old.nft_table))
+    assert run_cleanup(node)
+    node.start(replace(old, **names))
+    node.apply(WEB)
+    device, table = node.config.ipvs_device, f"inet {node.config.nft_table}"
+    assert (node.links(), node.tables()) == ({device, "theirs"}, {table, "inet theirs"})
+    assert (node.addresses(device), folders(node)) == ({VIP}, {device})
     assert node.ipvs.shown() == {f"{VIP}:80/6": {"10.244.1.2:80": 1}}
-    assert node.do(lambda: dial(VIP, 80)) == "answered"
 
 
 def test_addresses_of_a_former_device_are_not_the_nodes(fake_node: Node):
@@ -952,73 +968,6 @@ def test_addresses_of_a_former_device_are_not_the_nodes(fake_node: Node):
     for device in (DEVICE, OTHER_DEVICE):
         agent = Agent(replace(node.config, ipvs_device=device), node.plane, lambda _: ())
         assert node.do(agent._read_node_addresses) == (parse_addr("fd00:99::1"),)
-
-
-@pytest.mark.parametrize("names", RENAMED.values(), ids=RENAMED)
-def test_marks_are_kept_under_new_names(fake_node: Node, names: dict[str, str]):
-    """Packets with marks of the former table reach the same Service as before, and no other, also
-    while not all Services are known. Connections through a mark continue.
-    """
-    node = fake_node
-    node.start()
-    x, y, z = (
-        service(name, f"10.96.0.{i}:80 NodePort=0.0.0.0:3008{i}", f"10.244.1.{i}:80", **LOCAL)
-        for i, name in enumerate("xyz")
-    )
-    node.apply(y, z, nodes=NODE)
-    of_y, of_z = marks(node, 30081), marks(node, 30082)
-    before = {one: held for one, held in node.ipvs.held.items() if one.fwmark}
-    node.start(replace(node.config, **names))
-    for sound, states in ((False, (x, z)), (False, (x, y, z)), (True, (x, y, z))):
-        node.plane.invalidate()
-        node.apply(*states, nodes=NODE, sound=sound)
-        assert marks(node, 30082) == of_z
-        assert not marks(node, 30080) & (of_y | of_z)
-        assert before.items() <= node.ipvs.held.items()
-    node.tick()
-    assert marks(node, 30081) == of_y
-    assert before.items() <= node.ipvs.held.items()
-    assert len(node.tables()) == 1
-
-
-def test_names_of_several_restarts_are_cleaned_up(fake_node: Node):
-    node = fake_node
-    node.start()
-    node.apply(WEB)
-    for names in RENAMED.values():
-        node.start(replace(node.config, **names))
-        node.apply(WEB, sound=False)
-    assert len(node.tables()) == 2
-    node.start(replace(node.config, nft_table="last"))
-    node.apply(WEB)
-    node.tick()
-    assert (node.links(), node.tables()) == ({OTHER_DEVICE}, {"inet last"})
-
-
-@pytest.mark.parametrize("case", ["another agent runs", "another network", "no names"])
-def test_state_that_is_not_ours_under_former_names_is_left_alone(fake_node: Node, case: str):
-    node = fake_node
-    node.start()
-    node.apply(GONE)
-    file = node.folder / DEVICE / "names"
-    fd = -1
-    if case == "another network":
-        file.write_text(file.read_text().replace('"network":', '"network":1'))
-    elif case == "no names":
-        file.unlink()
-    node.start(replace(node.config, nft_table=OTHER_TABLE, ipvs_device=OTHER_DEVICE))
-    if case == "another agent runs":
-        node.plane.close()
-        fd = os.open(node.folder / DEVICE, os.O_RDONLY)
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        node.start()
-    node.apply(WEB)
-    node.tick()
-    assert node.links() == {DEVICE, OTHER_DEVICE}
-    assert node.tables() == {"inet kbpf", f"inet {OTHER_TABLE}"}
-    assert tcp("10.96.0.7", 80) in node.ipvs.held
-    if fd >= 0:
-        os.close(fd)
 
 
 # ---- UDP flows of deleted backends ---------------------------------------------------------------
