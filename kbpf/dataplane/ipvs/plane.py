@@ -168,7 +168,9 @@ class IpvsPlane:
 
     def _set_timeouts(self) -> None:
         try:
-            self._kernel.set_timeouts(ConnectionTimeouts(*astuple(self._config.ipvs_times)))
+            self._kernel.services.set_timeouts(
+                ConnectionTimeouts(*astuple(self._config.ipvs_times))
+            )
         except KernelError as error:
             self._warn_once(f"cannot set the IPVS timeouts: {error}")
 
@@ -274,13 +276,17 @@ class IpvsPlane:
         """Executes the changes; returns the number of writes by kind. A refused change does not
         stop the others.
         """
-        before = self._kernel.ipvs_changes
+        services = self._kernel.services
+        before = services.change_count
         refusals = self._kernel.apply_additions(changes)
         self._refused_addresses |= refusals.addresses
         for virtual, key in self._elements.record_refusals(refusals.actual_pools, changes).items():
             self._refused[key] = refusals.virtuals[virtual]
         self._kernel.apply_removals(changes)
-        counts = {"nft": sum(map(len, changes.steps())), "ipvs": self._kernel.ipvs_changes - before}
+        counts = {
+            "nft": sum(map(len, changes.steps())),
+            "ipvs": self._kernel.services.change_count - before,
+        }
         return Counter({name: n for name, n in counts.items() if n})
 
     def _read_context(
@@ -365,7 +371,9 @@ class IpvsPlane:
         """Draining real servers of UDP services that have stopped serving."""
         for plan in after.values():
             for virtual in plan.pools if plan.serving is not None else ():
-                for server in self._kernel.draining_servers(virtual) - (plan.serving or set()):
+                for server in self._kernel.services.draining_servers(virtual) - (
+                    plan.serving or set()
+                ):
                     yield virtual, server
 
     def _read_elements(self) -> frozenset[Element]:
@@ -379,7 +387,7 @@ class IpvsPlane:
         state.
         """
         kernel, desired = self._kernel, self._elements
-        pools = kernel.read_pools(elements, desired.pools)
+        pools = kernel.services.read_pools(elements, desired.pools)
         unclaimed = elements - desired.elements if not self._fully_synced else ()
         self._unclaimed_services = frozenset(
             virtual for element in unclaimed if (virtual := owned_service(element)) is not None
@@ -395,7 +403,7 @@ class IpvsPlane:
         if now >= self._poll_due:
             self._poll_due = now + DRAIN_POLL_INTERVAL_S
             try:
-                self._kernel.remove_drained()
+                self._kernel.services.remove_drained()
             finally:
                 self._check_ruleset()
         self._keepalive.poll(now)
@@ -427,7 +435,7 @@ class IpvsPlane:
         """
         is_table_intact = not has_foreign_changes or self._kernel.is_table_intact()
         has_device = self._kernel.has_device()
-        has_services = self._kernel.check_service(next(iter(self._elements.pools), None))
+        has_services = self._kernel.services.check_service(next(iter(self._elements.pools), None))
         if not is_table_intact:
             log.warning("the nftables table was changed and is created again table=%s",
                         self._options.table)  # fmt: skip
@@ -453,7 +461,7 @@ class IpvsPlane:
                 fwmark_service(key.family, fwmark),
                 self._elements.plans.get(key, EMPTY_PLAN),
             )
-            if virtual in plan.pools and self._kernel.is_idle(virtual):
+            if virtual in plan.pools and self._kernel.services.is_idle(virtual):
                 after[key] = without_service(plan, virtual)
         if after:
             self._in_sync = False
@@ -463,7 +471,7 @@ class IpvsPlane:
             self._in_sync = True
 
     def take_udp_cuts(self) -> tuple[UdpCuts, ...]:
-        return self._kernel.take_udp_cuts()
+        return self._kernel.services.take_udp_cuts()
 
     def is_ready(self) -> bool:
         """Always true: nothing continues in the background after apply()."""

@@ -23,6 +23,7 @@ from kbpf.dataplane.base import Report
 from kbpf.dataplane.ipvs import cleanup
 from kbpf.dataplane.ipvs.executor import KernelState
 from kbpf.dataplane.ipvs.plane import IpvsPlane
+from kbpf.dataplane.ipvs.virtual_services import VirtualServices
 from kbpf.kernel.net import dummy
 from kbpf.kernel.net.ipvs import (
     ConnectionTimeouts,
@@ -608,7 +609,7 @@ def test_flushed_virtual_services_are_restored(applied: Bench):
             )
 
     def serves() -> bool:
-        return bench.plane._kernel.check_service(next(iter(bench.plane._elements.pools)))
+        return bench.plane._kernel.services.check_service(next(iter(bench.plane._elements.pools)))
 
     assert bench.do(serves)
     bench.do(flush)
@@ -789,7 +790,7 @@ def killed(monkeypatch: pytest.MonkeyPatch, steps: int) -> Iterator[list[int]]:
         return until_then
 
     with monkeypatch.context() as patch:
-        for where, name in ((KernelState, "_run_nft"), (KernelState, "_apply_requests"),
+        for where, name in ((KernelState, "_run_nft"), (VirtualServices, "_apply_requests"),
                             (dummy, "add_addresses"), (dummy, "delete_addresses")):  # fmt: skip
             patch.setattr(where, name, mortal(getattr(where, name)))
         with contextlib.suppress(Killed):

@@ -16,6 +16,7 @@ import pytest
 from kbpf.dataplane.ipvs import cleanup, ruleset
 from kbpf.dataplane.ipvs.executor import KernelState
 from kbpf.dataplane.ipvs.plan import SetName
+from kbpf.dataplane.ipvs.virtual_services import VirtualServices
 from kbpf.errors import KernelError
 from kbpf.kernel.net import dummy
 from kbpf.kernel.net.ipvs import IpvsCommand, IpvsRequest
@@ -404,10 +405,11 @@ class FaultClock:
             "read_node_addresses",
             "address_families",
             "read_addresses",
-            "read_pools",
         ):
             if error is not None:
                 patch.setattr(KernelState, name, self.counted(getattr(KernelState, name)))
+        if error is not None:
+            patch.setattr(VirtualServices, "read_pools", self.counted(VirtualServices.read_pools))
 
     def counted(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*words: Any) -> Any:
@@ -553,7 +555,7 @@ def test_apply_after_a_failed_apply_is_complete(
         for i, (old, new) in enumerate(pairwise(states), 1):
             changed = {*old} ^ {*new}
             node.apply(*new, nodes=OWN, touched=[one.key for one in changed])
-            node.do(node.plane._kernel.remove_drained)
+            node.do(node.plane._kernel.services.remove_drained)
             assert node.do(partial(held, node)) == goals[i], f"failed at call {failures}, then {i}"
         failures += 1
     assert failures > 2
@@ -582,7 +584,7 @@ def failed(node: Node, clock: FaultClock, way: Change, after: int, ticks: bool) 
     if ticks:
         node.plane.tick(FOREVER)
     node.plane.apply(wanted, touched, sound)
-    node.plane._kernel.remove_drained()
+    node.plane._kernel.services.remove_drained()
     return held(node)
 
 
