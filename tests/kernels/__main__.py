@@ -68,7 +68,12 @@ FEATURES = (
     Feature("packets", ("tests/programs/packets/test_packets.py",)),
     Feature("lab", ("tests/lab/outside/test_clsact.py",)),
     Feature(
-        "ipvs", ("tests/programs/ipvs/test_ipvs.py", "tests/programs/node/test_takeover_cleanup.py")
+        "ipvs",
+        (
+            "tests/programs/ipvs/test_ipvs.py",
+            "tests/programs/conformance",
+            "tests/programs/node/test_takeover_cleanup.py",
+        ),
     ),
     Feature("fallback", ("tests/programs/node/test_fallback.py",)),
     Feature("modes", ("tests/lab/agent/test_modes.py",)),

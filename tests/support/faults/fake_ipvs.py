@@ -6,6 +6,7 @@ The rest of the data plane is real: nftables, addresses, the state folder. On ke
 devices a bridge replaces them, which can have addresses too.
 """
 
+import contextlib
 import errno
 import json
 import os
@@ -153,13 +154,14 @@ class FakeIpvs:
 
 
 class Node:
-    """A network namespace with the fake and a data plane."""
+    """A network namespace with a data plane, on the fake if there is a `patch` to install it."""
 
-    def __init__(self, where: str, folder: Path, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, where: str, folder: Path, patch: pytest.MonkeyPatch | None) -> None:
         self.where, self.folder = where, folder
         self.ipvs = FakeIpvs()
-        self.ipvs.install(patch)
-        patch.setattr(dummy, "KIND", "bridge")
+        if patch is not None:
+            self.ipvs.install(patch)
+            patch.setattr(dummy, "KIND", "bridge")
         self.config = Config(ipvs_device=DEVICE, state_dir=folder)
         self.plane = IpvsPlane(self.config)
         self.now = 0.0
@@ -217,10 +219,23 @@ class Node:
 @pytest.fixture
 def fake_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
     """A node whose plane is not opened yet."""
+    with _node(tmp_path, monkeypatch) as node:
+        yield node
+
+
+@pytest.fixture
+def real_node(tmp_path: Path) -> Iterator[Node]:
+    """The same on the kernel's own IPVS."""
+    with _node(tmp_path, None) as node:
+        yield node
+
+
+@contextlib.contextmanager
+def _node(tmp_path: Path, patch: pytest.MonkeyPatch | None) -> Iterator[Node]:
     where = f"kbif{os.getpid()}"
     run("ip", "netns", "add", where)
     run("ip", "-n", where, "link", "set", "lo", "up")
-    node = Node(where, tmp_path / "state", monkeypatch)
+    node = Node(where, tmp_path / "state", patch)
     try:
         yield node
     finally:
