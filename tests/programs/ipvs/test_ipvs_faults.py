@@ -196,6 +196,16 @@ def test_refused_service_can_be_deleted(fake_node: Node):
     assert elements(node, *SetName) == elements(fresh(node, OTHER), *SetName)
 
 
+def test_recreated_service_does_not_remember_drained_servers(fake_node: Node):
+    """Its real server was draining when the Service was deleted, and is added again later."""
+    node = fake_node
+    node.start()
+    both, only_b = (service("web", "10.96.0.1:80", to) for to in (f"{A} {B}", B))
+    for states in ([both], [only_b], [], [only_b], [both]):
+        assert refused(node, *states) == {}
+    assert node.ipvs.shown() == {"10.96.0.1:80/6": {A: 1, B: 1}}
+
+
 def test_missing_scheduler_is_replaced_at_once(fake_node: Node):
     node = fake_node
     node.start()
