@@ -61,11 +61,9 @@ FEATURES = (
         ),
     ),
     Feature("tcp", ("tests/programs/sockets/test_connect.py",)),
-    Feature("udp", ("tests/programs/sockets/test_udp.py",)),
-    Feature(
-        "attaching", ("tests/programs/packets/test_tc.py", "tests/programs/packets/test_devices.py")
-    ),
-    Feature("packets", ("tests/programs/packets/test_packets.py",)),
+    Feature("udp", ("tests/programs/sockets/udp",)),
+    Feature("attaching", ("tests/programs/packets/tc", "tests/programs/packets/test_devices.py")),
+    Feature("packets", ("tests/programs/packets/path",)),
     Feature("lab", ("tests/lab/outside/test_clsact.py",)),
     Feature(
         "ipvs",
@@ -99,10 +97,10 @@ QUICK = (
     Feature("provisioning", _of("tests/host/test_vagrant.py",
                                 "a_machine_of_busybox_is_provisioned")),
     Feature("tcp", _of("tests/programs/sockets/test_connect.py", "dial")),
-    Feature("udp", _of("tests/programs/sockets/test_udp.py",
+    Feature("udp", _of("tests/programs/sockets/udp/test_deleted_backend.py",
                        "connected_sockets_of_a_deleted_backend_are_destroyed")),
     Feature("attaching", (
-        *_of("tests/programs/packets/test_tc.py",
+        *_of("tests/programs/packets/tc/test_attach.py",
              "program_sees_each_packet_of_its_direction_once"),
         *_of("tests/programs/packets/test_devices.py", "chosen_devices_get_their_programs_once",
              "monitor_reports_each_change"),

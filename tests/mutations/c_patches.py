@@ -10,28 +10,27 @@ from typing import Final, NamedTuple
 from kbpf.dataplane.bpf.hooks import UNITS
 from kbpf.dataplane.bpf.programs import compile, flatten
 from tests.fuzz.packets.mutants import Mutant
+from tests.mutations.groups import paths_of
 
 GOAL: Final = 80
 """How many of a hundred must be noticed."""
 
 
 def _programs(names: str) -> tuple[str, ...]:
-    return tuple(f"tests/programs/{name}.py" for name in names.replace("/", "/test_").split())
+    return paths_of("programs", names)
 
 
 CHOICE: Final = _programs(
     "sockets/connect sockets/affinity maps/isolation packets/dials sockets/slots maps/atomic"
-    " packets/packets"
+    " packets/path/"
 )
 SOCKETS: Final = _programs(
-    "sockets/connect sockets/udp packets/dials sockets/account sockets/exemptions"
+    "sockets/connect sockets/udp/ packets/dials sockets/account sockets/exemptions"
     " sockets/agent_sockets"
 )
-PACKETS: Final = _programs(
-    "packets/packets packets/packet_devices packets/account_packets packets/packet_views"
-)
-FLOWS: Final = _programs("packets/packets packets/packet_views maps/eviction")
-ROOM: Final = _programs("maps/eviction packets/packets")
+PACKETS: Final = _programs("packets/path/ packets/packet_devices packets/views/")
+FLOWS: Final = _programs("packets/path/ packets/views/ maps/flows/")
+ROOM: Final = _programs("maps/flows/ packets/path/")
 
 
 class Patch(NamedTuple):

@@ -11,13 +11,18 @@ from tests.mutations.python import PythonMutant, mutants
 ROOT: Final = Path(__file__).parents[2]
 
 
-def _values(names: str) -> tuple[str, ...]:
-    """Files of tests/values without `test_`, and folders, which end in a slash."""
+def paths_of(suite: str, names: str) -> tuple[str, ...]:
+    """Files of a suite without `test_`, and folders, which end in a slash."""
     return tuple(
-        f"tests/values/{name}" if name.endswith("/")
-        else f"tests/values/{name.replace('/', '/test_')}.py"
+        f"tests/{suite}/{name}"
+        if name.endswith("/")
+        else f"tests/{suite}/{name.replace('/', '/test_')}.py"
         for name in names.split()
-    )  # fmt: skip
+    )
+
+
+def _values(names: str) -> tuple[str, ...]:
+    return paths_of("values", names)
 
 
 class Group(NamedTuple):

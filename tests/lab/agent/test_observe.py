@@ -9,19 +9,35 @@ and buckets.
 import contextlib
 import json
 import re
-import resource
-import subprocess
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 import yaml
 
-from tests.support.build.promtool import promtool
+from tests.lab.agent.observe import (
+    CHECK,
+    HEALTH,
+    METRICS,
+    RECONCILER,
+    Site,
+    agree,
+    check,
+    clear,
+    counted,
+    dial,
+    few_files,
+    has_synced,
+    looked,
+    plain,
+    said_of,
+    targets,
+    until_metrics,
+)
 from tests.support.cluster.apiserver import ApiServer
-from tests.support.cluster.kube import Kube, Object
+from tests.support.cluster.kube import Object
 from tests.support.cluster.kube_objects import (
     endpoint,
     endpoint_slice,
@@ -33,33 +49,13 @@ from tests.support.cluster.kube_objects import (
 from tests.support.cluster.kube_proxy import KubeProxy
 from tests.support.lab.lab import PATIENCE, Agent, Lab, Node, until
 from tests.support.lab.sockets import bound, connect
-from tests.support.lab.web import Got, get
-from tests.support.prometheus import Family, parse
+from tests.support.lab.web import get
+from tests.support.prometheus import parse
 from tests.support.runtime import docs
 from tests.values.serve.test_zpages import WISHES, Wish
 
-HEALTH, METRICS, CHECK = 10256, 10249, 31_999
 TRIGGER = "endpoints.kubernetes.io/last-change-trigger-time"
 AUTOSCALER = {"key": "ToBeDeletedByClusterAutoscaler", "effect": "NoSchedule"}
-
-
-class Site:
-    """Two nodes with the same objects, one of kbpf and one of kube-proxy."""
-
-    def __init__(self, lab: Lab, kube: Kube, agent: Agent, proxy: KubeProxy) -> None:
-        self.kube, self.agent, self.proxy = kube, agent, proxy
-        self.ours, self.theirs = lab.nodes
-
-    @property
-    def nodes(self) -> tuple[Node, Node]:
-        return self.ours, self.theirs
-
-    def metrics(self, which: Node | None = None) -> dict[str, Family]:
-        """A node's /metrics. Our page is cached for up to a second: poll until it is as
-        expected.
-        """
-        found = get((which or self.ours).netns, "127.0.0.1", METRICS, "/metrics")
-        return parse(found.body.decode())
 
 
 @pytest.fixture(scope="module")
@@ -83,24 +79,6 @@ def site(programs: None, kube_proxy: Path) -> Iterator[Site]:
         yield made
 
 
-@contextlib.contextmanager
-def few_files() -> Iterator[None]:
-    """Processes started now have a soft limit of 1024 open files, which they may raise."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-def has_synced(site: Site) -> bool:
-    assert site.proxy.is_running, site.proxy.tail()
-    with contextlib.suppress(OSError):
-        return b'"status"' in get(site.theirs.netns, "127.0.0.1", HEALTH, "/livez").body
-    return False
-
-
 @pytest.fixture
 def web(site: Site) -> Iterator[str]:
     """A Service with a health check and an endpoint on each node."""
@@ -118,16 +96,6 @@ def web(site: Site) -> Iterator[str]:
     clear(site.kube)
 
 
-def clear(kube: Kube) -> None:
-    """Removes all Services and slices except the API server's."""
-    for kind in ("Service", "EndpointSlice"):
-        for obj in kube.list(kind)["items"]:
-            meta = obj["metadata"]
-            owner = meta.get("labels", {}).get("kubernetes.io/service-name", meta["name"])
-            if owner != "kubernetes":
-                kube.delete(kind, meta["name"], meta["namespace"])
-
-
 # ---- equal answers -----------------------------------------------------------------------------
 
 ASKED = [
@@ -142,12 +110,6 @@ ASKED = [
     (METRICS, "/livez", "GET"),
     (METRICS, "/", "GET"),
 ]
-
-
-def plain(got: Got) -> tuple[int, dict[str, str], str]:
-    """Status, headers and body, without times."""
-    headers = {k: v for k, v in got.headers.items() if k not in ("Date", "Content-Length")}
-    return got.status, headers, re.sub(r'"\d{4}-[^"]*Z"', '"TIME"', got.body.decode())
 
 
 @pytest.mark.parametrize("number", [HEALTH, METRICS])
@@ -214,27 +176,6 @@ def test_statusz_and_flagz_equal_those_of_kube_proxy(site: Site, path: str, wish
         assert set(others["paths"]) < set(mine["paths"])
     else:
         assert mine["flags"]["kubeconfig"] == others["flags"]["kubeconfig"]
-
-
-# ---- health checks of Services -----------------------------------------------------------------
-
-
-def check(site: Site, which: Node, v6: bool = False) -> tuple[int, dict[str, str], str] | None:
-    host = which.ip6 if v6 else which.ip
-    with contextlib.suppress(OSError):
-        return plain(get(which.netns, host, CHECK, "/any/path?x"))
-    return None
-
-
-def agree(site: Site, status: int, weight: int, v6: bool = False) -> None:
-    """Waits until both answer this status and weight, with equal bodies."""
-
-    def said() -> bool:
-        both = [check(site, each, v6) for each in site.nodes]
-        head = both[0] and (both[0][0], both[0][1]["X-Load-Balancing-Endpoint-Weight"])
-        return both[0] == both[1] and head == (status, str(weight))
-
-    until(f"both answer {status} with weight {weight}", said)
 
 
 def test_service_health_checks_equal_those_of_kube_proxy(site: Site, web: str):
@@ -304,14 +245,6 @@ def test_a_health_check_port_in_use_is_reported_and_retried(site: Site):
     clear(site.kube)
 
 
-def until_metrics(site: Site, name: str, value: float, **labels: str) -> dict[str, Family]:
-    def page() -> dict[str, Family] | None:
-        found = site.metrics()
-        return found if found[name].value(**labels) == value else None
-
-    return until(f"{name} {labels} is {value}", page)
-
-
 # ---- the node ----------------------------------------------------------------------------------
 
 
@@ -362,15 +295,6 @@ def test_a_node_that_is_being_deleted_is_not_eligible(site: Site):
     until("both are healthy with the new Nodes", lambda: statuses() == [200, 200])
 
 
-# ---- events ------------------------------------------------------------------------------------
-
-
-def said_of(site: Site, kind: str, name: str) -> list[Object]:
-    """The Events about an object."""
-    found = site.kube.list("Event")["items"]
-    return [e for e in found if (e["regarding"]["kind"], e["regarding"]["name"]) == (kind, name)]
-
-
 def test_both_send_an_event_at_start(site: Site):
     events = [said_of(site, "Node", each.name)[0] for each in site.nodes]
 
@@ -391,10 +315,6 @@ def test_both_send_an_event_at_start(site: Site):
 
 OF_A_MODE = re.compile(r"kubeproxy_(iptables_|sync_proxy_rules_(ip|nf)tables_).*")
 """Series of kube-proxy that belong to iptables or nftables."""
-RECONCILER = {
-    f"kubeproxy_conntrack_reconciler_{name}" for name in ("sync_duration_seconds",
-                                                          "deleted_entries_total")
-}  # fmt: skip
 
 
 def test_all_mode_independent_series_of_kube_proxy_exist(site: Site, web: str):
@@ -442,15 +362,6 @@ def test_all_mode_independent_series_of_kube_proxy_exist(site: Site, web: str):
         assert (ours[each].kind, ours[each].help) == (theirs[each].kind, theirs[each].help)
         assert ours[each].label_names == theirs[each].label_names, each
         assert ours[each].bounds == theirs[each].bounds, each
-
-
-def looked(site: Site, which: Node) -> float:
-    """How often a node has looked for IPv4 flows of removed backends."""
-    (name,) = (each for each in RECONCILER if each.endswith("_seconds"))
-    found = site.metrics(which).get(name)
-    if found is None:
-        return 0
-    return found.samples.get((f"{name}_count", frozenset({("ip_family", "IPv4")})), 0)
 
 
 def test_changes_and_syncs_are_counted(site: Site, web: str):
@@ -521,23 +432,6 @@ def test_prometheus_reaches_the_metrics_with_the_documented_settings(site: Site,
         agent.close()
         site.proxy.start()
         until("kube-proxy has synced", lambda: has_synced(site), 120)
-
-
-def targets(job: dict, nodes: Iterable[Node], folder: Path) -> list[dict[str, str]]:
-    """The targets that the job's relabelling makes of these nodes. Debian's promtool lacks
-    Kubernetes discovery, so a static configuration has what that would find: kubelet's address and
-    the node's name.
-    """
-    (sd,) = job.pop("kubernetes_sd_configs")
-    assert sd == {"role": "node"}
-    job["static_configs"] = [
-        {"targets": [f"{each.ip}:10250"], "labels": {"instance": each.name}} for each in nodes
-    ]
-    path = folder / "scrape.yaml"
-    path.write_text(yaml.safe_dump({"scrape_configs": [job]}))
-    command = [promtool(), "check", "service-discovery", path, job["job_name"]]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return [one["labels"] for one in json.loads(done.stdout)]
 
 
 # ---- addresses in use --------------------------------------------------------------------------
@@ -652,21 +546,6 @@ def test_connection_outcomes_are_counted_by_service(site: Site):
               lambda: counted(site, "kbpf_service_bytes_total", direction=way) >= least)  # noqa: B023  # fmt: skip
     assert not counted(site, "kbpf_service_failures_total", reason="unanswered")
     clear(site.kube)
-
-
-def counted(site: Site, name: str, of: str = "counted", **labels: str) -> float:
-    """The value of a Service's series; 0 if it does not exist."""
-    found = site.metrics().get(name)
-    wanted = {*labels.items(), ("service", of)}
-    return sum(v for (_, own), v in found.samples.items() if own >= wanted) if found else 0
-
-
-def dial(site: Site, number: int) -> dict:
-    """Makes a connection from outside; returns the answer, {} if there is none."""
-    with contextlib.suppress(OSError), connect(site.ours.lab.outside, site.ours.ip, number, 1) as s:
-        s.sendall(b"x\n")
-        return {"name": s.recv(100)}
-    return {}
 
 
 def test_at_info_log_lines_do_not_grow_with_objects(site: Site):

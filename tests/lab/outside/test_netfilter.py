@@ -19,17 +19,30 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from pyroute2.netlink.nfnetlink.nfctsocket import NFCTSocket
 
-from tests.support.cluster.cluster import Object
+from tests.lab.outside.netfilter import (
+    OURS,
+    POLICY,
+    RULES,
+    dropped,
+    flush_conntrack,
+    guarded,
+    invalid,
+    masqueraded,
+    objects,
+    on,
+    ours,
+    plain,
+    refused_by_policy,
+    strict,
+    tables,
+)
 from tests.support.cluster.kube_objects import slice_port
 from tests.support.lab.dial import REFUSED, Dial
 from tests.support.lab.field import (
     DROPPED,
     NODES4,
     NODES6,
-    OUT4,
-    OUT6,
     Field,
     at,
     both_families,
@@ -42,22 +55,6 @@ from tests.support.lab.lab import run as command
 from tests.support.packets import packets
 from tests.support.packets.wire import Wire
 
-POLICY = ("iptables", "ip6tables")
-OURS = "kbpf: masqueraded, mark 0x4000"
-
-
-def objects(field: Field) -> list[Object]:
-    """A local backend (11), remote (12), local with policy Local (14), another local pod (15); UDP
-    at number + 10.
-    """
-    every, made = field.all_ways, []
-    for base, protocol in ((10, "TCP"), (20, "UDP")):
-        made += every(base + 1, "a1", protocol)
-        made += every(base + 2, "b1", protocol)
-        made += every(base + 4, "a1 b1", protocol, external_policy="Local")
-        made += every(base + 5, "a3", protocol)
-    return made
-
 
 @pytest.fixture(scope="module")
 def field() -> Iterator[Field]:
@@ -65,42 +62,6 @@ def field() -> Iterator[Field]:
         made.create(*objects(made))
         made.settle()
         yield made
-
-
-def on(node: Node, *words: str, stdin: str | None = None) -> str:
-    """The output of a command on a node."""
-    return command(*inside(node.netns, None, *words), stdin=stdin)
-
-
-def _flush_conntrack() -> None:
-    with NFCTSocket() as conntrack:
-        conntrack.flush()
-
-
-def tables(node: Node, tool: str, *lines: str) -> None:
-    """Runs iptables commands, each line without the tool's name."""
-    for line in lines:
-        on(node, f"{tool}-nft", "-w", *re.findall(r'[^\s"]+|"[^"]*"', line))
-
-
-def forward(node: Node, tool: str) -> list[str]:
-    """The rules in FORWARD, as `iptables -S` prints them."""
-    listed = on(node, f"{tool}-nft", "-S", "FORWARD").splitlines()
-    return [line for line in listed if line.startswith("-A")]
-
-
-def ours(node: Node, tool: str) -> list[int]:
-    """The positions of our rules in FORWARD."""
-    return [i for i, rule in enumerate(forward(node, tool)) if OURS in rule]
-
-
-def guarded(node: Node) -> None:
-    """Waits until our rule is in both tables once, after all other rules."""
-    for tool in POLICY:
-        until(
-            f"our rule is the last one of {tool}",
-            lambda tool=tool: ours(node, tool) == [len(forward(node, tool)) - 1],
-        )
 
 
 @pytest.fixture(autouse=True)
@@ -111,45 +72,12 @@ def _clean(field: Field) -> Iterator[None]:
     yield
     for node in field.lab.nodes:
         on(node, "nft", "flush", "ruleset")
-        there(node, _flush_conntrack)
+        there(node, flush_conntrack)
         for name, value in (("all", 0), ("eth0", 0)):
             on(node, "sysctl", "-qw", f"net.ipv4.conf.{name}.rp_filter={value}")
     for agent in field.agents:
         if not agent.is_running:
             agent.start()
-
-
-# ---- rows ----------------------------------------------------------------------------------------
-
-
-def masqueraded(v6: bool) -> Iterator[Dial]:
-    """Every path on which the backend sees node-1."""
-    own, say = (NODES6 if v6 else NODES4)[0], "v6" if v6 else "v4"
-    for protocol, base in (("tcp", 10), ("udp", 20)):
-        for kind in ("NodePort", "ExternalIP", "VIP"):
-            for number, who in ((1, "a1"), (2, "b1")):
-                to = at(kind, base + number, v6)
-                yield Dial(f"{say} {kind} to {who}", "outside", to, who, protocol, own)
-        to = at("ClusterIP", base + 1, v6)
-        yield Dial(f"{say} a pod to itself", "a1!", to, "a1", protocol, own)
-
-
-def plain(v6: bool) -> Iterator[Dial]:
-    """Every path on which the backend sees the client."""
-    say, client = ("v6", OUT6) if v6 else ("v4", OUT4)
-    pod = "fd00:10:244:1::3" if v6 else "10.244.1.3"
-    for protocol, base in (("tcp", 10), ("udp", 20)):
-        to = at("NodePort", base + 4, v6)
-        yield Dial(f"{say} policy Local", "outside", to, "a1", protocol, client)
-        for number, who in ((1, "a1"), (2, "b1")):
-            to = at("ClusterIP", base + number, v6)
-            yield Dial(f"{say} unhooked pod to {who}", "a2!", to, who, protocol, pod)
-
-
-def refused_by_policy(v6: bool) -> Iterator[Dial]:
-    """Packets that are not masqueraded are dropped: only a rule of the CNI may accept them."""
-    for row in plain(v6):
-        yield Dial(row.name, row.client, row.to, DROPPED, row.protocol)
 
 
 # ---- FORWARD with the policy DROP ----------------------------------------------------------------
@@ -275,138 +203,6 @@ def test_without_the_packet_path_there_is_no_rule(field: Field, closed: Node) ->
         field.agent.stop()
 
 
-# ---- rules of CNIs and of kube-proxy -------------------------------------------------------------
-
-
-def strict(field: Field, node: Node) -> None:
-    """rp_filter=1: a device accepts only packets whose replies would leave by it."""
-    on(node, "sh", "-c", "for f in /proc/sys/net/ipv4/conf/*/rp_filter; do echo 1 > $f; done")
-
-
-def invalid(field: Field, node: Node) -> None:
-    """Drops packets that conntrack calls invalid, in every chain. ICMPv6 redirects, which a node
-    sends when a packet leaves by the device it came in by, are not dropped: they occur without kbpf
-    too.
-    """
-    on(
-        node,
-        "nft",
-        "-f",
-        "-",
-        stdin="""
-        table inet strict {
-            chain judge {
-                icmpv6 type nd-redirect return
-                ct state invalid counter drop comment "invalid"
-            }
-            chain forward { type filter hook forward priority -10; counter; jump judge; }
-            chain input { type filter hook input priority -10; jump judge; }
-            chain output { type filter hook output priority -10; jump judge; }
-        }""",
-    )
-
-
-def masquerade(field: Field, node: Node) -> None:
-    """As the bridge plugin's ipMasq: pods are masqueraded, even to other nodes' pods."""
-    invalid(field, node)
-    on(
-        node,
-        "nft",
-        "-f",
-        "-",
-        stdin=f"""
-        table inet cni {{ chain postrouting {{ type nat hook postrouting priority srcnat;
-            ip saddr 10.244.{node.number}.0/24 oifname != "p*" counter masquerade
-            ip6 saddr fd00:10:244:{node.number}::/64 oifname != "p*" counter masquerade
-        }}; }}""",
-    )
-
-
-def flannel(field: Field, node: Node) -> None:
-    """FLANNEL-POSTRTG, FLANNEL-FWD, and Docker's FORWARD policy of DROP."""
-    invalid(field, node)
-    for tool, cluster, own, multicast in (
-        ("iptables", "10.244.0.0/16", f"10.244.{node.number}.0/24", "224.0.0.0/4"),
-        ("ip6tables", "fd00:10:244::/48", f"fd00:10:244:{node.number}::/64", "ff00::/8"),
-    ):
-        out = "MASQUERADE --random-fully"
-        tables(
-            node, tool, "-t nat -N FLANNEL-POSTRTG",
-            "-t nat -A FLANNEL-POSTRTG -m mark --mark 0x4000/0x4000 -j RETURN",
-            f"-t nat -A FLANNEL-POSTRTG -s {own} -d {cluster} -j RETURN",
-            f"-t nat -A FLANNEL-POSTRTG -s {cluster} -d {own} -j RETURN",
-            f"-t nat -A FLANNEL-POSTRTG ! -s {cluster} -d {own} -j RETURN",
-            f"-t nat -A FLANNEL-POSTRTG -s {cluster} ! -d {multicast} -j {out}",
-            f"-t nat -A FLANNEL-POSTRTG ! -s {cluster} -d {cluster} -j {out}",
-            "-t nat -A POSTROUTING -j FLANNEL-POSTRTG",
-            "-N FLANNEL-FWD", f"-A FLANNEL-FWD -s {cluster} -j ACCEPT",
-            f"-A FLANNEL-FWD -d {cluster} -j ACCEPT", "-A FORWARD -j FLANNEL-FWD",
-            "-P FORWARD DROP",
-        )  # fmt: skip
-
-
-def calico(field: Field, node: Node) -> None:
-    """Workload chains that drop what no policy allows and what conntrack does not know, a reverse
-    path filter in raw, and outgoing NAT. Each pod's policy admits the client, the nodes and the
-    pods by their addresses before masquerading.
-    """
-    strict(field, node)
-    invalid(field, node)
-    for tool, pool, friends in (
-        ("iptables", "10.244.0.0/16", ("198.18.0.0/24", "10.244.0.0/16")),
-        ("ip6tables", "fd00:10:244::/48", ("fd00:198:18::/64", "fd00:10:244::/48")),
-    ):
-        known = "-m conntrack --ctstate"
-        tables(
-            node, tool,
-            "-t raw -N cali-PREROUTING", "-t raw -I PREROUTING -j cali-PREROUTING",
-            "-t raw -A cali-PREROUTING -j MARK --set-xmark 0x0/0xf0000",
-            "-t raw -A cali-PREROUTING -i p+ -j MARK --set-xmark 0x40000/0x40000",
-            "-t raw -A cali-PREROUTING -m mark --mark 0x40000/0x40000 "
-            "-m rpfilter --validmark --invert -j DROP",
-            "-N cali-tw", f"-A cali-tw {known} RELATED,ESTABLISHED -j ACCEPT",
-            f"-A cali-tw {known} INVALID -j DROP",
-            *(f"-A cali-tw -s {net} -j MARK --set-xmark 0x10000/0x10000" for net in friends),
-            "-A cali-tw -m mark --mark 0x10000/0x10000 -j RETURN", "-A cali-tw -j DROP",
-            "-N cali-FORWARD", "-I FORWARD -j cali-FORWARD",
-            "-A cali-FORWARD -j MARK --set-xmark 0x0/0xe0000",
-            "-A cali-FORWARD -o p+ -j cali-tw",
-            f"-A cali-FORWARD -i p+ {known} INVALID -j DROP",
-            "-A cali-FORWARD -m mark --mark 0x10000/0x10000 -j ACCEPT",
-            f"-A cali-FORWARD -i p+ {known} RELATED,ESTABLISHED -j ACCEPT",
-            "-A cali-FORWARD -i p+ -j ACCEPT",
-            "-t nat -N cali-POSTROUTING", "-t nat -I POSTROUTING -j cali-POSTROUTING",
-            f"-t nat -A cali-POSTROUTING -s {pool} ! -d {pool} -j MASQUERADE --random-fully",
-            "-P FORWARD DROP",
-        )  # fmt: skip
-
-
-def kube_proxy(field: Field, node: Node) -> None:
-    """Rules left by its iptables mode: POSTROUTING masquerades marked packets a second time."""
-    invalid(field, node)
-    for tool in POLICY:
-        tables(
-            node, tool, "-N KUBE-FORWARD", "-I FORWARD -j KUBE-FORWARD",
-            "-A KUBE-FORWARD -m conntrack --ctstate INVALID -j DROP",
-            "-A KUBE-FORWARD -m mark --mark 0x4000/0x4000 -j ACCEPT",
-            "-A KUBE-FORWARD -m conntrack --ctstate RELATED,ESTABLISHED -j ACCEPT",
-            "-t nat -N KUBE-POSTROUTING", "-t nat -I POSTROUTING -j KUBE-POSTROUTING",
-            "-t nat -A KUBE-POSTROUTING -m mark ! --mark 0x4000/0x4000 -j RETURN",
-            "-t nat -A KUBE-POSTROUTING -j MARK --xor-mark 0x4000",
-            "-t nat -A KUBE-POSTROUTING -j MASQUERADE --random-fully",
-        )  # fmt: skip
-
-
-RULES = {
-    "strict rp_filter": strict,
-    "no invalid ones": invalid,
-    "a CNI's masquerade": masquerade,
-    "flannel": flannel,
-    "Calico": calico,
-    "kube-proxy's leftovers": kube_proxy,
-}
-
-
 @pytest.fixture(params=RULES)
 def ruled(request: pytest.FixtureRequest, field: Field) -> Iterator[str]:
     """Installs these rules on both nodes; checks afterwards that no packet was dropped as
@@ -420,12 +216,6 @@ def ruled(request: pytest.FixtureRequest, field: Field) -> Iterator[str]:
     yield request.param
     for node in field.lab.nodes:
         assert dropped(node) == 0, on(node, "nft", "list", "ruleset")
-
-
-def dropped(node: Node) -> int:
-    """How many packets were dropped as invalid."""
-    listed = on(node, "nft", "list", "ruleset")
-    return sum(map(int, re.findall(r'invalid counter packets (\d+).*"invalid"', listed)))
 
 
 @both_families

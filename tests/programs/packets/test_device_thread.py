@@ -19,7 +19,7 @@ from kbpf.kernel.bpf import objects
 from kbpf.kernel.bpf.objects import Program
 from kbpf.kernel.bpf.tc import ATTACH_TYPE, Attachment, AttachMethod, Direction, TcAttacher
 from kbpf.kernel.system import netns
-from tests.programs.packets.test_tc import Net, idle, insn, program_id
+from tests.programs.packets.tc.net import Net, idle, insn, program_id
 from tests.support.lab.lab import PATIENCE, ip, until
 
 PODS = ("cali0", "cali1", "cali2")

@@ -25,7 +25,7 @@ from kbpf.kernel.net.devices import (
 )
 from kbpf.kernel.system import netns
 from kbpf.model.address import format_addr
-from tests.programs.packets.test_tc import Net, both_ways, idle, insn, program_id
+from tests.programs.packets.tc.net import Net, both_ways, idle, insn, program_id
 from tests.support.features import lacking, needs
 from tests.support.lab.lab import PATIENCE, ip, run, until
 

@@ -16,7 +16,7 @@ from kbpf.model.address import parse_addr
 from kbpf.model.desired import DesiredState, FrontendKind, ServiceState
 from kbpf.model.objects import Protocol
 from kbpf.source.decode.fields import parse_cidr
-from tests.programs.packets.test_packets import TC_ACT_SHOT, Path_
+from tests.programs.packets.path.single_packets import TC_ACT_SHOT, Path_
 from tests.support.lab.lab import Place, ip, run
 from tests.support.packets.packets import tcp, udp
 from tests.support.packets.test_run import Program

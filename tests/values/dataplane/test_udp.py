@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """UDP flows that end with their backends, and how they are counted. Maps are dicts here;
-tests/programs/sockets/test_udp.py has real maps and sockets.
+tests/programs/sockets/udp has real maps and sockets.
 """
 
 import errno

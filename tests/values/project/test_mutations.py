@@ -21,7 +21,7 @@ def test_a_patch_matches_the_current_code(patch: Patch):
     assert text.count(patch.mutant.old) == 1
     assert patch.mutant.old != patch.mutant.new
     assert patch.units
-    assert all((ROOT / test).is_file() for test in patch.tests)
+    assert all((ROOT / test).exists() for test in patch.tests)
 
 
 def test_patches_have_unique_names():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures of these tests."""
+"""Fixtures of the folder of objects."""
 
 import pytest
 

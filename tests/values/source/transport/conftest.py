@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures of these tests."""
+"""Fixtures of requests: certificates, servers and connections."""
 
 from collections.abc import Iterator
 from typing import Any

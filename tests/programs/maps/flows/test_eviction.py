@@ -1,231 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which flows make room when the table is full, and which stay."""
+"""Which flows make room when the table is full, which stay, and orphaned reply entries."""
 
 import contextlib
-import ctypes
 import itertools
-import os
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
 import pytest
 
 from kbpf.dataplane.bpf.inspect import connections as tracked_connections
 from kbpf.dataplane.bpf.maps import flow_entries as fields
-from kbpf.dataplane.bpf.maps import pinning
 from kbpf.dataplane.bpf.maps.flow_entries import flow_key, is_original
-from kbpf.dataplane.bpf.maps.layout import (
-    DEVICE,
-    FLOW,
-    MAPS,
-    U32,
-    U64,
-    DeviceFlag,
-    FlowDirection,
-    FormerLayout,
-    Reason,
-    Role,
-    Target,
-    TcpState,
-    pack_target,
-)
-from kbpf.dataplane.bpf.maps.migrate import MapMigration
+from kbpf.dataplane.bpf.maps.layout import FLOW, MAPS, FlowDirection, Reason, Target, pack_target
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.dataplane.bpf.metrics import MapCollector
 from kbpf.dataplane.bpf.packet_path import flow_gc
-from kbpf.dataplane.bpf.packet_path.packet_path import PacketPath
-from kbpf.dataplane.bpf.plane import BpfPlane
-from kbpf.dataplane.bpf.programs.loader import SocketPrograms
 from kbpf.errors import KernelError
 from kbpf.kernel.bpf import objects, syscalls, uapi
-from kbpf.kernel.bpf.objects import Map, Program
+from kbpf.kernel.bpf.objects import Map
 from kbpf.kernel.system import netns
 from kbpf.model.address import parse_addr
-from kbpf.model.config import Config, MapSizes
+from kbpf.model.config import Config
 from kbpf.model.metrics import FlowCount
-from kbpf.model.objects import Protocol
-from tests.support.lab.lab import ip
-from tests.support.lab.lab import run as command
-from tests.support.packets.packets import Talk, frame, tcp, udp
-from tests.support.packets.parse import parse
-from tests.support.packets.shares import has_port
+from tests.programs.maps.flows.table import LIVES, MINUTE, PARTS, ROOM, VIPS, Flows, client
+from tests.support.packets.packets import frame, tcp, udp
 from tests.support.packets.test_run import TC_ACT_SHOT, run
-from tests.support.plane import Site, desired, service, sites
 
-ROOM = 32
 MOST = 36
 """With the reserve of an eighth for connections that are needed."""
-NODE, POD = "198.18.0.1", "10.244.1.2:8080"
-VIPS = {"kept": "192.0.2.1:80", "translated": "192.0.2.2:80"}
-"""One VIP keeps the client's address, the other one translates it; so a flow has 2 or 3 entries."""
-PARTS = {"kept": 2, "translated": 3}
-MINUTE = 60 * 10**9
+
 HOUR = 60 * MINUTE
 
-
-def client(port: int) -> str:
-    """A client with this port, which a masqueraded flow keeps. With another host the flow might get
-    any port, perhaps that of an ended flow, which would be deleted for it.
-    """
-    hosts = (f"198.51.100.{number}" for number in range(7, 250))
-    kept = (host for host in hosts if has_port(host, port, *Config().masquerade_ports))
-    return f"{next(kept)}:{port}"
-
-
-class Flows:
-    """The programs with small maps, and the flows that they track."""
-
-    def __init__(self, site: Site) -> None:
-        self.site, self.kind, self.before = site, "", 0
-        self.programs: dict[str, Program] = {}
-        self.talks: dict[int, Talk] = {}
-
-    def start(self, room: int) -> None:
-        """Starts an agent with room for this number of connections."""
-        plane = self.plane = self.site.open(MapSizes(connections=room), packet_path=True)
-        made = [
-            service(f"{name}-{protocol.name}".lower(), f"LoadBalancer={vip}", POD, protocol,
-                    local=POD, external_local=name == "kept")
-            for name, vip in VIPS.items()
-            for protocol in (Protocol.TCP, Protocol.UDP)
-        ]  # fmt: skip
-        state = msgspec.structs.replace(desired(*made), masquerade_addresses=(parse_addr(NODE),))
-        netns.run_in(Path("/run/netns") / str(self.site.node), lambda: plane.apply(state, None))
-        self.open_programs()
-
-    def open_programs(self) -> None:
-        """Opens the programs that are pinned now; loopback becomes an uplink."""
-        with self.site.pinned("devices") as devices:
-            value = DEVICE.pack(Role.HOST, 14, DeviceFlag(0), bytes(6), bytes(16), bytes(16))
-            devices.update(U32.pack(1), value)
-        self.close()
-        folder = next(self.site.pins.glob("programs-tc-*"))
-        self.programs = {n: Program.open(folder / n) for n in ("tc_ingress", "tc_egress")}
-
-    def close(self) -> None:
-        """Closes the programs."""
-        for program in self.programs.values():
-            program.close()
-
-    def delete_flows(self) -> None:
-        """Deletes all flows; the queue still has their keys."""
-        with self.site.pinned("flows") as flows:
-            flows.delete_batch(b"".join(key for key, _ in flows.items()))
-
-    def drain(self) -> list[bytes]:
-        """Empties the queue; returns its keys, oldest first."""
-        found = []
-        with self.site.pinned("flow_queue") as order:
-            taken = ctypes.create_string_buffer(order.value_size)
-            while syscalls.lib().bpf_map_lookup_and_delete_elem(order.fd, None, taken) == 0:
-                found.append(taken.raw)
-        return found
-
-    def empty(self) -> None:
-        """Restores the initial state: no flows, an empty queue, a count of 0."""
-        self.delete_flows()
-        self.drain()
-        with self.site.pinned("flow_count") as tracked:
-            tracked.update(U32.pack(0), U64.pack(0))
-
-    def talk(self, port: int, script: str) -> None:
-        """Sends packets of the client's flow with this port. "?" and "<!" are datagrams, "<" marks
-        packets of the backend, other words are TCP segments as in packets.Talk, and "3s" lets three
-        seconds pass.
-        """
-        own, vip = client(port), VIPS[self.kind]
-        seen = own
-        for word in script.split():
-            if word.endswith("s"):
-                self.age(port, int(word[:-1]) * 10**9)
-                continue
-            back = word.startswith("<")
-            ends = (POD, seen) if back else (own, vip)
-            if word in ("?", "<!"):
-                packet = udp(*ends)
-            else:
-                packet = self.talks.setdefault(port, Talk()).segment(word, *ends)
-            done = run(self.programs["tc_ingress"], frame(packet))
-            assert done.retval != TC_ACT_SHOT, (port, word)
-            done = run(self.programs["tc_egress"], done.packet_out)
-            if not back:
-                seen = parse(done.packet_out[14:], l2=False).source
-
-    def ports(self) -> dict[int, int]:
-        """Client ports that have a flow, and how many entries each has. Every flow must have its
-        original entry.
-        """
-        found: dict[int, int] = {}
-        questions = set()
-        for raw in self.site.entries("flows").values():
-            port = Target.unpack(FLOW.unpack(raw)[1]).port
-            found[port] = found.get(port, 0) + 1
-            if is_original(raw):
-                questions.add(port)
-        assert questions == found.keys()
-        return found
-
-    def complete(self, ports: Iterator[int] | range | list[int]) -> dict[int, int]:
-        """What ports() returns for complete flows of these ports."""
-        return dict.fromkeys(ports, PARTS[self.kind])
-
-    def tracked(self) -> int:
-        """The number of connections that the programs have counted."""
-        (told,) = U64.unpack(self.site.entries("flow_count")[U32.pack(0)])
-        return int(told)
-
-    def evicted(self) -> int:
-        """Live connections that were evicted in this test."""
-        return self.site.reasons()[Reason.EVICTED] - self.before
-
-    def age(self, port: int, nanoseconds: int) -> None:
-        """Makes this flow idle for this time; if negative, recently used."""
-        with self.site.pinned("flows") as flows:
-            for key, raw in list(flows.items()):
-                if Target.unpack(FLOW.unpack(raw)[1]).port == port:
-                    aged = bytearray(raw)
-                    udp_ = raw[fields.PROTOCOL] == Protocol.UDP
-                    for at in (slice(8), fields.BEGAN_AT) if udp_ else (slice(8),):
-                        then = int.from_bytes(raw[at], "little") - nanoseconds
-                        aged[at] = max(0, then).to_bytes(8, "little")
-                    flows.update(key, bytes(aged))
-
-
-@pytest.fixture(scope="module")
-def site(artifact_cache: Path) -> Iterator[Site]:
-    where = f"kbpo{os.getpid()}"
-    command("ip", "netns", "add", where)
-    try:
-        ip("link set lo up", netns=where)
-        with sites(artifact_cache) as make:
-            yield make(node=where)
-    finally:
-        command("ip", "netns", "del", where)
-
-
-@pytest.fixture(scope="module")
-def started(site: Site) -> Iterator[Flows]:
-    made = Flows(site)
-    made.start(ROOM)
-    yield made
-    made.close()
-
-
-@pytest.fixture(params=PARTS)
-def flows(started: Flows, request: pytest.FixtureRequest) -> Iterator[Flows]:
-    started.kind = request.param
-    started.empty()
-    started.before = started.site.reasons()[Reason.EVICTED]
-    with started.site.telling():
-        yield started
-
-
-LIVES = "S <SA A+ <A"
 OLDEST = {
     "half open": ("S", True),
     "SYN-ACK without further segments": ("S <SA", True),
@@ -465,215 +272,6 @@ def test_changed_size_keeps_the_newest_flows_in_order(flows: Flows, room: int) -
     assert ports[-4] not in there or room > ROOM
     assert 6000 in there
     flows.start(ROOM)
-
-
-# ---- upgrades, and the moment of the change ------------------------------------------------------
-
-MARKED = 4711
-
-
-def marked(raw: bytes) -> bytes:
-    """What an upgrade makes of a value; recognisable."""
-    return raw[: fields.SERVICE.start] + U32.pack(MARKED) + raw[fields.SERVICE.stop :]
-
-
-def another_layout(monkeypatch: pytest.MonkeyPatch, *former: FormerLayout) -> None:
-    """From now on the code has another layout of `flows`."""
-    monkeypatch.setitem(MAPS, "flows", replace(MAPS["flows"], version=99, former_layouts=former))
-
-
-@pytest.mark.parametrize("knows", [True, False], ids=["known", "unknown"])
-def test_flows_of_a_former_layout_are_converted(
-    flows: Flows, monkeypatch: pytest.MonkeyPatch, knows: bool
-) -> None:
-    """Each is converted and keeps its place in the queue: the longest idle one is evicted first."""
-    ports = range(2000, 2000 + ROOM)
-    for port in ports:
-        flows.talk(port, LIVES)
-    flows.talk(ports[7], "R")
-    flows.talk(ports[3], "R")
-    for number, port in enumerate(ports):
-        flows.age(port, (ROOM - number) * MINUTE // 6)
-    another_layout(monkeypatch, *([FormerLayout(1, FLOW.size, marked)] if knows else []))
-    flows.start(ROOM)
-    assert flows.ports() == (flows.complete(ports) if knows else {})
-    assert {raw[fields.SERVICE] for raw in flows.site.entries("flows").values()} <= {
-        U32.pack(MARKED)
-    }
-    assert flows.tracked() == (ROOM if knows else 1), "0 would mean that there is no flow to evict"
-    if knows:
-        for port in (5000, 5001, 5002):
-            flows.talk(port, LIVES)
-        assert ports[3] not in flows.ports()
-        assert ports[7] not in flows.ports()
-        assert flows.ports().keys() >= {*ports[8:], 5000, 5001, 5002}
-    monkeypatch.undo()
-    flows.start(ROOM)
-
-
-def test_unfinished_upgrade_is_repeated(flows: Flows, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The new maps existed, and the agent ended before any program used them."""
-    flows.talk(2000, LIVES)
-    another_layout(monkeypatch, FormerLayout(1, FLOW.size, marked))
-    flows.site.open(MapSizes(connections=ROOM), packet_path=True).close()
-    flows.talk(2001, LIVES)
-    flows.talk(2000, "FA <FA A")
-    flows.start(ROOM)
-    assert flows.ports() == flows.complete([2000, 2001])
-    states = {Target.unpack(FLOW.unpack(raw)[1]).port: raw[fields.STATE]
-              for raw in flows.site.entries("flows").values() if is_original(raw)}  # fmt: skip
-    assert states == {2000: TcpState.CLOSED, 2001: TcpState.ESTABLISHED}
-    monkeypatch.undo()
-    flows.start(ROOM)
-
-
-class Killed(Exception):
-    """Raised where the agent is killed."""
-
-
-@pytest.mark.parametrize("steps", [0, 1, 2, 3, 7, 8, 9, 20])
-def test_kill_during_migration_leaves_every_flow_in_the_queue(
-    flows: Flows, monkeypatch: pytest.MonkeyPatch, steps: int
-) -> None:
-    """After `steps` writes to the new maps. A flow that is not in the queue could never
-    be evicted.
-    """
-    ports = range(2000, 2008)
-    for port in ports:
-        flows.talk(port, LIVES)
-    for number, port in enumerate(ports):
-        flows.age(port, number * MINUTE // 6)
-    another_layout(monkeypatch, FormerLayout(1, FLOW.size, marked))
-    left = itertools.count(-steps)
-
-    def killing(real: Callable[..., Any], name: str) -> Callable[..., Any]:
-        def step(into: Map, *arguments: Any) -> Any:
-            if into.name == name and next(left) >= 0:
-                raise Killed
-            return real(into, *arguments)
-
-        return step
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Map, "push", killing(Map.push, "flow_queue"))
-        patch.setattr(Map, "update", killing(Map.update, "flows"))
-        with pytest.raises(Killed):
-            flows.site.open(MapSizes(connections=ROOM), packet_path=True)
-    flows.start(ROOM)
-    assert flows.ports() == flows.complete(ports)
-    held = flows.site.entries("flows")
-    places = [Target.unpack(held[key][fields.CLIENT]).port for key in flows.drain()]
-    assert list(dict.fromkeys(places)) == sorted(ports, reverse=True), "the longest idle one first"
-    assert len(places) <= len(ports) + 1
-    monkeypatch.undo()
-    flows.start(ROOM)
-
-
-class End(NamedTuple):
-    """Where an agent is killed while its maps change their size: before this method, called with
-    this last argument if one is given. `new`: the devices have the new programs by then.
-    """
-
-    owner: Any
-    method: str
-    last: str = ""
-    new: bool = False
-
-
-ENDS = {
-    "before the apply": End(BpfPlane, "apply"),
-    "before any map is pinned": End(pinning, "replace_pin", "flows"),
-    "before the queue is pinned": End(pinning, "replace_pin", "flow_queue"),
-    "before the packet programs are published": End(PacketPath, "publish"),
-    "before the hooks change over": End(SocketPrograms, "publish", new=True),
-    "before it has caught up": End(MapMigration, "catch_up", new=True),
-}
-
-
-@pytest.mark.parametrize("then", [2 * ROOM, ROOM], ids=["the new size", "the old size"])
-@pytest.mark.parametrize("where", ENDS)
-def test_kill_during_resize_loses_no_flow(
-    flows: Flows, monkeypatch: pytest.MonkeyPatch, where: str, then: int
-) -> None:
-    """Flows from before the kill, and later ones of the programs attached then; all are in the
-    queue.
-    """
-    end = ENDS[where]
-    real = getattr(end.owner, end.method)
-
-    def killing(*arguments: Any) -> Any:
-        if not end.last or arguments[-1] == end.last:
-            raise Killed
-        return real(*arguments)
-
-    flows.talk(2000, LIVES)
-    with monkeypatch.context() as patch:
-        patch.setattr(end.owner, end.method, killing)
-        with pytest.raises(Killed):
-            flows.start(2 * ROOM)
-    flows.site.close_planes()
-    if end.new:
-        flows.open_programs()
-    flows.talk(3000, LIVES)
-    flows.talk(2000, "FA <FA A")
-    flows.start(then)
-    assert flows.ports() == flows.complete([2000, 3000])
-    states = {Target.unpack(FLOW.unpack(raw)[1]).port: raw[fields.STATE]
-              for raw in flows.site.entries("flows").values() if is_original(raw)}  # fmt: skip
-    assert states == {2000: TcpState.CLOSED, 3000: TcpState.ESTABLISHED}
-    with flows.site.pinned("flows") as held:
-        assert held.max_entries == int(then * MAPS["flows"].entries_per_object)
-        known = dict(held.items())
-    places = [known[key] for key in flows.drain() if key in known]
-    assert {Target.unpack(raw[fields.CLIENT]).port for raw in places} == {2000, 3000}
-    flows.start(ROOM)
-
-
-def test_flows_begun_before_the_change_over_are_migrated(
-    flows: Flows, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """New flows are paused from then on, because one of its two devices would not know them."""
-    publish, elsewhere = PacketPath.publish, PacketPath.uses_other_flows
-    seen: list[tuple[dict[int, int], bool]] = []
-
-    def late(packets: PacketPath, held: Map) -> bool:
-        flows.talk(3000, LIVES)  # through the old programs
-        return elsewhere(packets, held)
-
-    def looking(packets: PacketPath) -> int:
-        if seen:  # the devices have changed over
-            return publish(packets)
-        syn = frame(tcp(client(3001), VIPS[flows.kind], flags="S"))
-        dropped = run(flows.programs["tc_ingress"], syn).retval == TC_ACT_SHOT
-        flows.talk(3000, "A <A")
-        seen.append((flows.ports(), dropped))
-        return publish(packets)
-
-    monkeypatch.setattr(PacketPath, "uses_other_flows", late)
-    monkeypatch.setattr(PacketPath, "publish", looking)
-    flows.talk(2000, LIVES)
-    before = flows.site.reasons()[Reason.PAUSED]
-    flows.start(2 * ROOM)
-    assert seen == [(flows.complete([2000, 3000]), True)]
-    assert flows.site.reasons()[Reason.PAUSED] == before + 1
-    monkeypatch.undo()
-    flows.talk(3001, LIVES)
-    assert flows.ports() == flows.complete([2000, 3000, 3001])
-    flows.start(ROOM)
-
-
-@pytest.mark.parametrize(("seconds", "begins"), [(3600, False), (-1, True)])
-def test_pause_of_new_flows_ends_by_itself(flows: Flows, seconds: int, begins: bool) -> None:
-    flows.talk(2000, LIVES)
-    with flows.site.pinned("new_flows_paused_until") as paused:
-        paused.update(U32.pack(0), U64.pack(time.monotonic_ns() + seconds * 10**9))
-        try:
-            syn = frame(tcp(client(2001), VIPS[flows.kind], flags="S"))
-            assert (run(flows.programs["tc_ingress"], syn).retval != TC_ACT_SHOT) == begins
-            flows.talk(2000, "A <A FA <FA A")
-        finally:
-            paused.update(U32.pack(0), bytes(8))
-    assert flows.ports().keys() == {2000, 2001} if begins else {2000}
 
 
 # ---- orphaned reply entries ----------------------------------------------------------------------

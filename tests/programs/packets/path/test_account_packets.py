@@ -20,23 +20,19 @@ from kbpf.dataplane.bpf.maps.layout import (
 )
 from kbpf.dataplane.bpf.metrics import NO_BACKEND
 from kbpf.model.metrics import ConnectionStats
-from tests.programs.packets.test_packets import (
+from tests.programs.packets.path.single_packets import (
     CLUSTER,
     LOCAL,
     NONE,
     RESTRICTED,
     Path_,
-    _outside,
     both,
     client,
-    path,
     pod,
     vip,
 )
 from tests.support.packets.packets import Talk, tcp, udp
 from tests.support.packets.parse import parse
-
-__all__ = ["_outside", "path"]
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fixtures of a small table of flows."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kbpf.dataplane.bpf.maps.layout import Reason
+from tests.programs.maps.flows.table import PARTS, ROOM, Flows
+from tests.support.lab.lab import ip
+from tests.support.lab.lab import run as command
+from tests.support.plane import Site, sites
+
+
+@pytest.fixture(scope="module")
+def site(artifact_cache: Path) -> Iterator[Site]:
+    where = f"kbpo{os.getpid()}"
+    command("ip", "netns", "add", where)
+    try:
+        ip("link set lo up", netns=where)
+        with sites(artifact_cache) as make:
+            yield make(node=where)
+    finally:
+        command("ip", "netns", "del", where)
+
+
+@pytest.fixture(scope="module")
+def started(site: Site) -> Iterator[Flows]:
+    made = Flows(site)
+    made.start(ROOM)
+    yield made
+    made.close()
+
+
+@pytest.fixture(params=PARTS)
+def flows(started: Flows, request: pytest.FixtureRequest) -> Iterator[Flows]:
+    started.kind = request.param
+    started.empty()
+    started.before = started.site.reasons()[Reason.EVICTED]
+    with started.site.telling():
+        yield started

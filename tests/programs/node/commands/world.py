@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Maps that BpfPlane wrote, hooks that it attached and sockets that connected, for commands that
+run in this process.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+from kbpf.dataplane.bpf.hooks import HOOKS as ALL_HOOKS
+from kbpf.model.objects import Protocol
+from kbpf.model.status import AgentStatus, SourceView
+from tests.support.plane import desired, service
+
+UDP = Protocol.UDP
+HOOK_NAMES = [hook.name for hook in ALL_HOOKS]
+
+
+def boottime() -> float:
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def agent_status(**more: Any) -> AgentStatus:
+    """The status that a healthy agent with this process' id writes, with the fields
+    `more` changed.
+    """
+    said: dict[str, Any] = {
+        "version": "9.9", "pid": os.getpid(), "mode": "bpf", "node": "n1",
+        "started": boottime() - 60, "heartbeat": boottime(), "synced": True, "services": 3,
+        "service_ports": 4, "applied": 5, "last_apply_ms": 1.5, "event_to_map_p50_ms": 2.0,
+        "event_to_map_p99_ms": 3.0, "sources": (SourceView("Service", "watching", True, "7", ""),),
+        "problems": ("Service a/b: no good",), "problem_count": 1,
+    }  # fmt: skip
+    return AgentStatus(**{**said, **more})
+
+
+WORLD = desired(
+    service("web", "10.96.0.1:80 NodePort=0.0.0.0:30080 ExternalIP=192.0.2.1:80",
+            "10.244.0.1:8080 10.244.0.2:8080 10.244.0.3:8080"),
+    service("dns", "10.96.0.1:53", "10.244.0.1:5353 10.244.0.2:5353", UDP),
+    service("web6", "[fd00:96::1]:80", "[fd00:10::1]:8080"),
+    service("kept", "10.96.0.2:80", "127.0.0.1:1", affinity_timeout=600),
+    service("near", "10.96.0.3:80", "10.244.0.1:8080 10.244.0.9:8080", local="10.244.0.1:8080",
+            internal_local=True),
+    service("empty", "10.96.0.4:80"),
+    service("guarded", "10.96.0.5:80 LoadBalancer=192.0.2.5:80", "10.244.0.1:8080",
+            restricted=True),
+    nodes="192.0.2.100",
+)  # fmt: skip
+
+
+Run = Callable[..., tuple[int, str, str]]

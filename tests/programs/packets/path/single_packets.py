@@ -1,0 +1,321 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The packet path's programs on single packets, byte by byte.
+
+VIPs of every relevant kind of Service. Packets arrive on loopback, which the maps describe as an
+uplink or as a pod's device. Each step of a flow is compared with the packet that a builder makes;
+its checksums are verified by a parser that shares no code with the builder.
+"""
+
+import itertools
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from kbpf.dataplane.bpf.maps.layout import (
+    CACHED_DEVICE,
+    CACHED_DEVICES,
+    DEVICE,
+    FLOW,
+    FLOW_KEY,
+    U32,
+    DeviceFlag,
+    NodeFlag,
+    Role,
+    Target,
+    TcpState,
+)
+from kbpf.kernel.bpf.objects import Program
+from kbpf.kernel.system import netns
+from kbpf.model.address import format_addr, parse_addr
+from kbpf.model.objects import Protocol
+from tests.support.features import lacking
+from tests.support.packets.datagrams import MAC_B
+from tests.support.packets.judge import checksums, difference
+from tests.support.packets.packets import Talk, frame, tcp, udp
+from tests.support.packets.parse import parse
+from tests.support.packets.test_run import TC_ACT_SHOT, TC_ACT_UNSPEC, SkbContext, run
+from tests.support.plane import Site, service
+
+CLIENT = {4: "198.51.100.7", 6: "2001:db8:9::7"}
+NODE = {4: "198.18.0.1", 6: "fd00:198:18::1"}
+ROUTER = {4: "203.0.113.9", 6: "2001:db8:8::9"}
+POD = {4: "10.244.1.2", 6: "fd00:10:244:1::2"}
+NEAR = {4: "10.244.7.7", 6: "fd00:10:244:7::7"}
+"""A client in a local network."""
+NET = {4: "192.0.2.", 6: "2001:db8::"}
+CLUSTER, LOCAL, NONE, RESTRICTED, SAME, MASKED, IP, OWN, OTHER_OWN, REMOTE = range(1, 11)
+"""The last part of a VIP: policy Cluster, Local, no endpoints, no client allowed; port 80 → 80 with
+policy Local and Cluster; a ClusterIP; backends that are the node itself, at its masquerade address
+and at OTHER; policy Local without an endpoint on this node."""
+OTHER = {4: "198.18.0.8", 6: "fd00:198:18::8"}
+"""A second address of the node."""
+PORTS = itertools.count(2000)
+"""Client ports; each flow gets a new one."""
+QUOTED = {f"{icmp} embedded {what}" for icmp in ("icmp", "icmp6") for what in ("tcp", "udp")}
+"""Checksums that are not rewritten: as a rule most of the quoted packet they cover is missing."""
+LOW, HIGH = 61_000, 65_535
+"""SNAT ports. A masqueraded flow gets any of them and keeps it during the tests that follow."""
+SPARE_PORTS = itertools.count(50_000)
+"""Node ports outside of LOW to HIGH, so no other test's flow has them."""
+
+
+T = TypeVar("T")
+
+
+both = pytest.mark.parametrize("v", [4, 6], ids=["v4", "v6"])
+
+
+def end(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def client(v: int, port: int = 0) -> str:
+    return end(CLIENT[v], port or next(PORTS))
+
+
+def vip(v: int, which: int) -> str:
+    return end(f"{NET[v]}{which}", 80)
+
+
+def pod(v: int, port: int = 8080) -> str:
+    return end(POD[v], port)
+
+
+class Path_:
+    """The programs and their maps."""
+
+    def __init__(self, site: Site, programs: dict[str, Program], where: str) -> None:
+        self.site = site
+        self.programs = programs
+        self.where = where
+        self.folder = next(site.pins.glob("programs-tc-*"))
+        self.out, self.out_mac = 0, ""
+
+    def inside(self, action: Callable[[], T]) -> T:
+        """Runs it in the node's network namespace."""
+        return netns.run_in(Path("/run/netns") / self.where, action)
+
+    def forward(self, on: bool) -> None:
+        """Whether the node forwards packets (net.ipv4.ip_forward and its IPv6 twin)."""
+        for family in ("ipv4", "ipv6"):
+            path = Path(f"/proc/sys/net/{family}/conf/all/forwarding")
+            self.inside(lambda: path.write_text(f"{on:d}"))  # noqa: B023
+
+    def set_device(
+        self, ifindex: int, role: Role, flags: DeviceFlag, own: tuple[str, str] | None = None
+    ) -> None:
+        """Writes a device's entry. `own`: its IPv4 and IPv6 addresses."""
+        four, six = (parse_addr(one) for one in own) if own else (bytes(16), bytes(16))
+        value = DEVICE.pack(role, 14, flags, bytes(6), four, six)
+        with self.site.pinned("devices") as devices:
+            devices.update(U32.pack(ifindex), value)
+        self.cache(ifindex, CACHED_DEVICE.pack(ifindex, value))
+
+    def cache(self, ifindex: int, value: bytes) -> None:
+        """Writes the slot of the device cache that this device maps to."""
+        with self.site.pinned("device_cache") as cache:
+            cache.update(U32.pack(ifindex % CACHED_DEVICES), value)
+
+    def delete_flows(self) -> None:
+        """Deletes the flows of earlier tests."""
+        with self.site.pinned("flows") as entries:
+            for key, _ in list(entries.items()):
+                entries.delete(key)
+
+    def set_loopback_role(self, role: Role, flags: DeviceFlag | None = None) -> None:
+        """Makes loopback a device of this role."""
+        if flags is None:
+            flags = DeviceFlag.LOCAL if role is Role.POD else DeviceFlag(0)
+        self.set_device(1, role, flags)
+
+    def node(self, flags: NodeFlag, low: int = LOW, high: int = HIGH) -> None:
+        """Writes the node's flags and its range of SNAT ports."""
+        with self.site.pinned("node") as node:
+            value = bytearray(node.lookup(U32.pack(0)) or b"")
+            value[32:40] = struct.pack("=IHH", flags, low, high)
+            node.update(U32.pack(0), bytes(value))
+
+    def run(
+        self, name: str, packet: bytes, complete: bool = False, context: SkbContext | None = None
+    ) -> tuple[int, bytes]:
+        """The verdict, and the packet without its link header. `complete`: as CHECKSUM_COMPLETE,
+        where the kernel can run programs so.
+        """
+        complete = complete and not lacking("checksum_complete")
+        program, given = self.programs[name], context.pack() if context else None
+        to = self.out_mac if context and context.ifindex == self.out != 0 else MAC_B
+        sent = frame(packet, to=to)
+        done = self.inside(lambda: run(program, sent, context=given, checksum_complete=complete))
+        return done.retval, done.packet_out[14:]
+
+    def go(self, name: str, packet: bytes, want: bytes) -> bytes:
+        """Runs the program and expects the packet to pass as `want`, with CHECKSUM_COMPLETE as
+        well.
+        """
+        retval, got = self.run(name, packet, complete=True)
+        assert retval == TC_ACT_UNSPEC
+        assert difference(got, want, l2=False) == ""
+        assert [one for one in checksums(got, l2=False) if one not in QUOTED] == []
+        return got
+
+
+def services() -> Iterator[object]:
+    protocols = (Protocol.TCP, Protocol.UDP, Protocol.SCTP)
+    for v, protocol in itertools.product((4, 6), protocols):
+
+        def one(which: int, to: str, kind: str = "LoadBalancer", **more: object) -> object:
+            at = f"{kind}={vip(v, which)}" if kind else vip(v, which)  # noqa: B023
+            name = f"s{which}-{protocol.name.lower()}"  # noqa: B023
+            return service(name, at, to, protocol, **more)  # noqa: B023
+
+        yield one(CLUSTER, pod(v))
+        yield one(LOCAL, pod(v), local=pod(v), external_local=True)
+        yield one(NONE, "")
+        yield one(RESTRICTED, pod(v), restricted=True)
+        yield one(MASKED, pod(v, 80))
+        yield one(SAME, pod(v, 80), local=pod(v, 80), external_local=True)
+        yield one(IP, pod(v), "")
+        yield one(OWN, end(NODE[v], 8080))
+        yield one(OTHER_OWN, end(OTHER[v], 8080))
+        yield one(REMOTE, pod(v), external_local=True)
+
+
+# ---- request and reply ---------------------------------------------------------------------------
+
+KINDS = {
+    "tcp": lambda a, b, **ip: tcp(a, b, b"data", flags="S", mss=1460, **ip),
+    "tcp, odd length": lambda a, b, **ip: tcp(a, b, b"odd", flags="S", **ip),
+    "udp": lambda a, b, **ip: udp(a, b, b"question", **ip),
+    "udp, nothing in it": udp,
+}
+BACK = {
+    "tcp": lambda a, b, **ip: tcp(a, b, flags="SA", ack=1001, mss=1460, **ip),
+    "udp": lambda a, b, **ip: udp(a, b, b"the answer", **ip),
+}
+
+
+def masked(path: Path_, packet: bytes, build: object, to: str, v: int, **ip_: object) -> str:
+    """Runs egress for a packet that gets a source of the node; checks the result and returns it."""
+    _, got = path.run("tc_egress", packet)
+    source = parse(got, l2=False).source
+    host, _, port = source.rpartition(":")
+    assert host.strip("[]") == NODE[v]
+    assert LOW <= int(port) <= HIGH
+    path.go("tc_egress", packet, build(source, to, **ip_))
+    return source
+
+
+def _id(v: int, number: int) -> dict[str, int]:
+    """IPv4 has the identification in every packet, IPv6 in fragments only."""
+    return {"ip_id": number} if v == 4 else {}
+
+
+SENT = {
+    "tcp": lambda a, b, **more: tcp(a, b, bytes(1000), flags="A", **more),
+    "udp": lambda a, b, **more: udp(a, b, bytes(1000), **more),
+}
+
+
+def established(path: Path_, v: int, kind: str, which: int = CLUSTER) -> tuple[str, str]:
+    """A flow with packets in both directions: the client, and the source that the backend sees."""
+    own = client(v)
+    verdict, inside = path.run("tc_ingress", KINDS[kind](own, vip(v, which)))
+    assert verdict != TC_ACT_SHOT
+    _, out = path.run("tc_egress", inside)
+    source = parse(out, l2=False).source
+    _, inside = path.run("tc_ingress", BACK[kind](pod(v), source))
+    path.run("tc_egress", inside)
+    if kind == "tcp":
+        TALKS[own] = Talk(1000, 1000).answered()  # as KINDS and BACK have them
+        for word in ("A+", "<A"):
+            segment(path, v, own, word, source, which)
+        assert states(path, own) == {TcpState.ESTABLISHED}
+    return own, source
+
+
+def delete_entry(path: Path_, own: str, these: tuple[str, str]) -> None:
+    """Deletes the entry of this client's flow between these ends."""
+    with path.site.pinned("flows") as flows:
+        gone = [key for key, raw in flows.items()
+                if owner(raw) == own and set(ends(key)) == set(these)]  # fmt: skip
+        assert [flows.delete(key) for key in gone] == [True]
+
+
+TALKS: dict[str, Talk] = {}
+"""By client."""
+
+
+def segment(
+    path: Path_, v: int, own: str, word: str, source: str = "", which: int = CLUSTER
+) -> str:
+    """Sends one segment of the client, or of the backend to `source`; returns its translated
+    source.
+    """
+    back = word.startswith("<")
+    ends = (pod(v), source) if back else (own, vip(v, which))
+    packet = TALKS.setdefault(own, Talk()).segment(word, *ends)
+    verdict, inside = path.run("tc_ingress", packet)
+    assert verdict != TC_ACT_SHOT
+    _, out = path.run("tc_egress", inside)
+    found = parse(out, l2=False)
+    assert found.destination == (own if back else pod(v))
+    return found.source
+
+
+def send_segments(
+    path: Path_, v: int, script: str, own: str = "", source: str = "", which: int = CLUSTER
+) -> tuple[str, str]:
+    """Sends these segments of one connection; returns the client and the source the
+    backend sees.
+    """
+    own = own or client(v)
+    for word in script.split():
+        seen = segment(path, v, own, word, source, which)
+        source = source or seen
+    return own, source
+
+
+CLOSES = {
+    "both close, the client first": ("FA", "<FA", "A"),
+    "both close, the backend first": ("<FA", "FA", "<A"),
+    "the client resets": ("R",),
+    "the backend resets": ("<RA",),
+}
+
+
+def owner(raw: bytes) -> str:
+    """The client of an entry's flow."""
+    found = Target.unpack(FLOW.unpack(raw)[1])
+    return end(format_addr(found.address), found.port)
+
+
+def ends(key: bytes) -> tuple[str, str]:
+    """Both addresses and ports of an entry's key."""
+    one, other = (Target.unpack(half) for half in FLOW_KEY.unpack(key))
+    return end(format_addr(one.address), one.port), end(format_addr(other.address), other.port)
+
+
+def age(path: Path_, own: str, seconds: int) -> None:
+    """Makes this client's flow look idle for `seconds`."""
+    with path.site.pinned("flows") as flows:
+        for key, raw in list(flows.items()):
+            if owner(raw) == own:
+                (used,) = struct.unpack_from("=Q", raw)
+                flows.update(key, struct.pack("=Q", used - seconds * 10**9) + raw[8:])
+
+
+def entries_of(path: Path_, own: str) -> list[bytes]:
+    """The entries of this client's flow."""
+    return [raw for raw in path.site.entries("flows").values() if owner(raw) == own]
+
+
+def states(path: Path_, own: str) -> set[int]:
+    """The states in the entries of this client's flow."""
+    return {FLOW.unpack(raw)[9] for raw in entries_of(path, own)}
+
+
+def port_of(text: str) -> int:
+    return int(text.rpartition(":")[2])

@@ -1,0 +1,419 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Request and reply, masquerade and its marks, and next to another data plane; and the sizes of the
+programs.
+"""
+
+import contextlib
+import struct
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from kbpf.dataplane.bpf.hooks import PACKET_PROGRAMS
+from kbpf.dataplane.bpf.maps.flow_entries import DIRECTION
+from kbpf.dataplane.bpf.maps.layout import FLOW, U32, DeviceFlag, FlowDirection, NodeFlag, Role
+from kbpf.dataplane.bpf.programs import compile
+from kbpf.kernel.bpf.objects import Program
+from kbpf.model.address import parse_addr
+from tests.programs.packets.path.single_packets import (
+    BACK,
+    CLIENT,
+    CLUSTER,
+    HIGH,
+    IP,
+    KINDS,
+    LOCAL,
+    LOW,
+    NEAR,
+    NODE,
+    OTHER,
+    OTHER_OWN,
+    OWN,
+    PORTS,
+    ROUTER,
+    SENT,
+    SPARE_PORTS,
+    Path_,
+    both,
+    client,
+    end,
+    entries_of,
+    masked,
+    pod,
+    segment,
+    vip,
+)
+from tests.support.features import needs
+from tests.support.packets import packets
+from tests.support.packets.judge import checksums, difference
+from tests.support.packets.packets import frame, icmp_error, sctp, tcp, udp
+from tests.support.packets.parse import parse
+from tests.support.packets.test_run import TC_ACT_UNSPEC, SkbContext, run
+
+# ---- next to another data plane --------------------------------------------------------------
+
+BEGINS = {
+    "tcp": lambda a, b, number: tcp(a, b, flags="S", seq=number),
+    "sctp": lambda a, b, number: sctp(a, b, init(number)),
+}
+
+
+def init(tag: int) -> bytes:
+    return packets.chunk(1, struct.pack("!IIHHI", tag, 65536, 10, 10, 1))
+
+
+@both
+@pytest.mark.parametrize("kind", BEGINS)
+def test_connection_begun_under_another_data_plane_stays_its_own(
+    path: Path_, v: int, kind: str
+) -> None:
+    own, front, build = client(v), vip(v, LOCAL), BEGINS[kind]
+    path.node(NodeFlag.PASSIVE)
+    first = build(own, front, 7)
+    path.go("tc_ingress", first, first)
+    path.node(NodeFlag.COEXISTING)
+    path.go("tc_ingress", first, first)
+    assert translated(path, build(own, front, 8)), "a new connection from the same port"
+    assert translated(path, build(client(v), front, 7)), "another client"
+    path.node(NodeFlag(0))
+    own = client(v)
+    path.go("tc_ingress", build(own, front, 9), build(own, pod(v), 9))
+
+
+def translated(path: Path_, packet: bytes) -> bool:
+    _, got = path.run("tc_ingress", packet)
+    return got[:1] == packet[:1] and got != packet
+
+
+@both
+def test_datagrams_pass_only_while_passive(path: Path_, v: int) -> None:
+    own, front = client(v), vip(v, LOCAL)
+    question = udp(own, front, b"?")
+    path.node(NodeFlag.PASSIVE)
+    path.go("tc_ingress", question, question)
+    path.node(NodeFlag.COEXISTING)
+    assert translated(path, question)
+
+
+@both
+def test_existing_flow_is_translated_while_passive(path: Path_, v: int) -> None:
+    """A new connection from the same port is the other data plane's."""
+    own, front, back = client(v), vip(v, LOCAL), pod(v)
+    for word in ("S", "<SA"):
+        segment(path, v, own, word, own, LOCAL)
+    path.node(NodeFlag.PASSIVE)
+    path.go("tc_ingress", tcp(own, front, b"data"), tcp(own, back, b"data"))
+    for word in ("A", "FA", "<FA"):
+        segment(path, v, own, word, own, LOCAL)
+    for packet in (tcp(own, front, flags="S", seq=9), tcp(own, front, b"data", seq=10)):
+        path.go("tc_ingress", packet, packet)
+
+
+@both
+def test_client_gets_an_snat_port_while_coexisting(path: Path_, v: int) -> None:
+    own, front, back = client(v), vip(v, LOCAL), pod(v)
+    path.node(NodeFlag.COEXISTING)
+    _, got = path.run("tc_ingress", tcp(own, front, flags="S"))
+    source = parse(got, l2=False).source
+    host, _, port = source.rpartition(":")
+    assert (host.strip("[]"), LOW <= int(port) <= HIGH) == (CLIENT[v], True)
+    path.go("tc_ingress", tcp(own, front, b"data"), tcp(source, back, b"data"))
+    path.go("tc_egress", tcp(back, source, b"data"), tcp(front, own, b"data"))
+
+
+@both
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("more", [{}, {"options": b"\x94\x04\0\0"}, {"ttl": 3, "tos": 7}],
+                         ids=["", "options", "ttl"])  # fmt: skip
+def test_cluster_policy_request_and_reply(
+    path: Path_, v: int, kind: str, more: dict[str, object]
+) -> None:
+    if v == 6:
+        more = {"extensions": [packets.destination()]} if "options" in more else more
+    build, answer = KINDS[kind], BACK[kind[:3]]
+    own, front, back = client(v), vip(v, CLUSTER), pod(v)
+    inside = path.go("tc_ingress", build(own, front, **more), build(own, back, **more))
+    source = masked(path, inside, build, back, v, **more)
+    inside = path.go("tc_ingress", answer(back, source, **more), answer(back, own, **more))
+    path.go("tc_egress", inside, answer(front, own, **more))
+
+
+@both
+@pytest.mark.parametrize("kind", KINDS)
+def test_local_policy_request_and_reply(path: Path_, v: int, kind: str) -> None:
+    build, answer = KINDS[kind], BACK[kind[:3]]
+    own, front, back = client(v), vip(v, LOCAL), pod(v)
+    inside = path.go("tc_ingress", build(own, front), build(own, back))
+    path.go("tc_egress", inside, build(own, back))
+    inside = path.go("tc_ingress", answer(back, own), answer(back, own))
+    path.go("tc_egress", inside, answer(front, own))
+
+
+@both
+def test_client_port_is_kept_if_free_else_replaced(path: Path_, v: int) -> None:
+    free, last = next(SPARE_PORTS), next(SPARE_PORTS)
+    path.node(NodeFlag(0), free, last)
+    for own, port in ((CLIENT[v], free), (ROUTER[v], last)):
+        _, inside = path.run("tc_ingress", udp(end(own, free), vip(v, CLUSTER), b"?"))
+        _, out = path.run("tc_egress", inside)
+        assert parse(out, l2=False).source == end(NODE[v], port), own
+
+
+@both
+@pytest.mark.parametrize("own", [40_000, 40_199], ids=["first port", "last port"])
+def test_client_port_at_the_ends_of_the_range_is_kept(path: Path_, v: int, own: int) -> None:
+    path.node(NodeFlag(0), 40_000, 40_199)
+    _, inside = path.run("tc_ingress", udp(end(CLIENT[v], own), vip(v, CLUSTER), b"?"))
+    _, out = path.run("tc_egress", inside)
+    assert parse(out, l2=False).source == end(NODE[v], own)
+
+
+@both
+def test_two_frontends_of_one_backend_from_one_client_port(path: Path_, v: int) -> None:
+    """The second flow gets another client port, so that the backend can tell them apart."""
+    own, back = client(v), pod(v)
+    first = path.go("tc_ingress", udp(own, vip(v, CLUSTER), b"?"), udp(own, back, b"?"))
+    _, second = path.run("tc_ingress", udp(own, vip(v, LOCAL), b"?"))
+    taken = parse(second, l2=False)
+    assert taken.destination == back
+    assert taken.source not in (own, "")
+    path.go("tc_egress", udp(back, taken.source, b"!"), udp(vip(v, LOCAL), own, b"!"))
+    path.go("tc_egress", udp(back, own, b"!"), udp(vip(v, CLUSTER), own, b"!"))
+    assert checksums(first, l2=False) == checksums(second, l2=False) == []
+
+
+@both
+@pytest.mark.parametrize("kind", BACK)
+def test_two_frontends_of_one_backend_with_masquerade(path: Path_, v: int, kind: str) -> None:
+    own, back = client(v), pod(v)
+    path.run("tc_ingress", KINDS[kind](own, vip(v, LOCAL)))
+    _, inside = path.run("tc_ingress", KINDS[kind](own, vip(v, CLUSTER)))
+    moved = parse(inside, l2=False).source
+    assert moved != own
+    source = masked(path, inside, KINDS[kind], back, v)
+    inside = path.go("tc_ingress", BACK[kind](back, source), BACK[kind](back, moved))
+    path.go("tc_egress", inside, BACK[kind](vip(v, CLUSTER), own))
+
+
+def test_udp_without_checksum_stays_without(path: Path_) -> None:
+    own = client(4)
+    sent = udp(own, vip(4, CLUSTER), b"?", checksum="zero")
+    inside = path.go("tc_ingress", sent, udp(own, pod(4), b"?", checksum="zero"))
+    masked(path, inside, lambda a, b: udp(a, b, b"?", checksum="zero"), pod(4), 4)
+
+
+@both
+def test_zero_udp_checksum_is_written_as_ones(path: Path_, v: int) -> None:
+    """0 means "no checksum", and IPv6 would drop the packet (RFC 768, RFC 8200)."""
+    own, front = client(v), vip(v, LOCAL)
+    payloads = (struct.pack("!H", n) for n in range(1 << 16))
+    is_ones = lambda raw: parse(raw, l2=False).transport.checksum == 0xFFFF  # noqa: E731
+    payload = next(one for one in payloads if is_ones(udp(own, pod(v), one)))
+    path.go("tc_ingress", udp(own, front, payload), udp(own, pod(v), payload))
+
+
+def test_ipv6_udp_without_checksum_stays_without(path: Path_) -> None:
+    own = client(6)
+    sent = udp(own, vip(6, LOCAL), b"?", checksum="zero")
+    _, got = path.run("tc_ingress", sent, complete=True)
+    assert difference(got, udp(own, pod(6), b"?", checksum="zero"), l2=False) == ""
+
+
+MARTIANS = {
+    4: ("127.0.0.1", "0.0.0.0", "224.0.0.1", "255.255.255.255"),
+    6: ("::1", "::", "ff02::1"),
+}
+
+
+@both
+def test_martian_sources_pass_untouched_to_the_stack(path: Path_, v: int) -> None:
+    """Redirected past the stack, their replies would reach a socket of this node."""
+    for bad in (*MARTIANS[v], NODE[v]):
+        packet = udp(end(bad, next(PORTS)), vip(v, CLUSTER), b"?")
+        assert path.run("tc_ingress", packet) == (TC_ACT_UNSPEC, packet), bad
+
+
+def test_v4_mapped_addresses_on_the_wire_are_not_ipv4(path: Path_) -> None:
+    own = client(4)
+    host, port = own.split(":")
+    packet = tcp(end(f"::ffff:{host}", int(port)), end("::ffff:192.0.2.1", 80), flags="S")
+    assert path.run("tc_ingress", packet) == (TC_ACT_UNSPEC, packet)
+    assert entries_of(path, own) == []
+
+
+@both
+def test_frames_for_another_mac_address_pass_untouched(path: Path_, v: int) -> None:
+    """A device in promiscuous mode receives them, too."""
+    packet = udp(client(v), vip(v, CLUSTER), b"?")
+    done = run(path.programs["tc_ingress"], frame(packet, to="02:00:00:00:00:77"))
+    assert (done.retval, done.packet_out[14:]) == (TC_ACT_UNSPEC, packet)
+
+
+class Masquerade(NamedTuple):
+    """Whether the backend sees an address of the node, as with kube-proxy."""
+
+    name: str
+    role: Role
+    which: int
+    is_masked: bool
+    flags: NodeFlag = NodeFlag(0)
+    client: str = ""  # "itself": the backend; "near": in a local network
+    local: DeviceFlag | None = None
+
+
+DETECTS, BY_NETWORK = NodeFlag.DETECTS_LOCAL, NodeFlag.DETECTS_LOCAL | NodeFlag.LOCAL_NETWORKS
+NO_FLAG = DeviceFlag(0)
+MASQUERADES = [
+    Masquerade("ClusterIP, from a pod", Role.POD, IP, False),
+    Masquerade("ClusterIP, from outside", Role.HOST, IP, False),
+    Masquerade("ClusterIP, masqueradeAll", Role.POD, IP, True, NodeFlag.MASQUERADE_ALL),
+    Masquerade("ClusterIP, outside, local detection", Role.HOST, IP, True, DETECTS),
+    Masquerade("ClusterIP, a pod, local detection", Role.POD, IP, False, DETECTS),
+    Masquerade("ClusterIP, a pod device of another name", Role.POD, IP, True, DETECTS, "", NO_FLAG),
+    Masquerade("ClusterIP, outside, in a local network", Role.HOST, IP, False, BY_NETWORK, "near"),
+    Masquerade("ClusterIP, a pod, in no local network", Role.POD, IP, True, BY_NETWORK),
+    Masquerade("ClusterIP, hairpin", Role.POD, IP, True, client="itself"),
+    Masquerade("Cluster policy, from outside", Role.HOST, CLUSTER, True),
+    Masquerade("Cluster policy, from a pod", Role.POD, CLUSTER, True),
+    Masquerade("Local policy, from outside", Role.HOST, LOCAL, False),
+    Masquerade("Local policy, from a pod", Role.POD, LOCAL, False),
+    Masquerade("Local policy, masqueradeAll", Role.HOST, LOCAL, False, NodeFlag.MASQUERADE_ALL),
+    Masquerade("Local policy, hairpin", Role.POD, LOCAL, True, client="itself"),
+]
+
+
+@both
+@pytest.mark.parametrize("row", MASQUERADES, ids=lambda row: row.name)
+def test_client_is_masqueraded_as_with_kube_proxy(path: Path_, v: int, row: Masquerade) -> None:
+    path.set_loopback_role(row.role, row.local)
+    path.node(row.flags)
+    own = {"itself": pod(v, next(PORTS)), "near": end(NEAR[v], next(PORTS))}.get(row.client)
+    own, back, front = own or client(v), pod(v), vip(v, row.which)
+    inside = path.go("tc_ingress", udp(own, front, b"?"), udp(own, back, b"?"))
+    source = own
+    if row.is_masked:
+        source = masked(path, inside, lambda a, b: udp(a, b, b"?"), back, v)
+    else:
+        path.go("tc_egress", inside, inside)
+    inside = path.go("tc_ingress", udp(back, source, b"!"), udp(back, own, b"!"))
+    path.go("tc_egress", inside, udp(front, own, b"!"))
+
+
+# ---- marks ---------------------------------------------------------------------------------------
+
+OTHERS = 0x1001_8001
+"""Bits of the mark that belong to other agents."""
+MARK = 1 << 14
+
+
+def marked(path: Path_, name: str, packet: bytes, mark: int) -> tuple[bytes, int]:
+    """The packet and its mark after the program."""
+    context = SkbContext(mark=mark, ifindex=1).pack()
+    done = run(path.programs[name], frame(packet), context=context)
+    assert done.retval == TC_ACT_UNSPEC
+    return done.packet_out[14:], done.context.mark
+
+
+@both
+@pytest.mark.parametrize("which", [OWN, OTHER_OWN], ids=["masquerade address", "NodePort address"])
+def test_backend_at_a_node_address_sees_the_client(path: Path_, v: int, which: int) -> None:
+    """Its packets leave by no device that would translate the source, so an entry and a node port
+    for it would only be in the way.
+    """
+    own, front = client(v), vip(v, which)
+    back = end((NODE if which == OWN else OTHER)[v], 8080)
+    with path.site.pinned("node_addresses") as addresses:
+        addresses.update(parse_addr(OTHER[v]), U32.pack(1))
+        try:
+            path.go("tc_ingress", udp(own, front), udp(own, back))
+        finally:
+            addresses.delete(parse_addr(OTHER[v]))
+    assert {raw[DIRECTION] for raw in entries_of(path, own)} == {
+        FlowDirection.ORIGINAL,
+        FlowDirection.REPLY,
+    }
+    path.go("tc_egress", udp(back, own), udp(front, own))
+
+
+@both
+@pytest.mark.parametrize("kind", BACK)
+@pytest.mark.parametrize("remote", [False, True], ids=["local", "remote"])
+@pytest.mark.parametrize("which", [CLUSTER, LOCAL], ids=["Cluster", "Local"])
+def test_masqueraded_packets_are_marked_in_the_stack_both_ways(
+    path: Path_, v: int, kind: str, remote: bool, which: int
+) -> None:
+    """The first packet, a later one, their replies and an error about each are marked; the mark is
+    removed at egress. A local backend replies to the client, a remote one to the node.
+    """
+    build, own, back, front = KINDS[kind], client(v), pod(v), vip(v, which)
+    want = OTHERS | (MARK if which == CLUSTER else 0)
+    source = own
+
+    def through(packet: bytes) -> bytes:
+        inside, mark = marked(path, "tc_ingress", packet, OTHERS)
+        assert mark == want
+        out, mark = marked(path, "tc_egress", inside, mark)
+        assert mark == OTHERS
+        return out
+
+    for packet in (build(own, front), SENT[kind](own, front)):
+        out = through(packet)
+        source = parse(out, l2=False).source
+    assert (source != own) == (which == CLUSTER)
+    told = icmp_error("time exceeded", ROUTER[v], out)
+    seen = source if remote else own
+    assert parse(through(BACK[kind](back, seen)), l2=False).source == front
+    about = told if remote else icmp_error("time exceeded", ROUTER[v], SENT[kind](own, back))
+    assert parse(through(about), l2=False).destination == CLIENT[v]
+
+
+@both
+def test_packets_without_masquerade_are_not_marked(path: Path_, v: int) -> None:
+    path.set_loopback_role(Role.POD)
+    _, mark = marked(path, "tc_ingress", udp(client(v), vip(v, IP)), OTHERS)
+    assert mark == OTHERS, "a pod that connects to another one by ClusterIP"
+    _, mark = marked(path, "tc_ingress", udp(client(v), end(ROUTER[v], 53)), OTHERS)
+    assert mark == OTHERS, "no Service"
+    _, mark = marked(path, "tc_egress", udp(client(v), end(ROUTER[v], 53)), OTHERS | MARK)
+    assert mark == OTHERS | MARK, "a packet that another agent marked"
+
+
+@both
+def test_packets_of_an_expired_flow_are_not_marked(path: Path_, v: int) -> None:
+    """A pod that later sends from its server port is no longer part of the flow."""
+    own, back = client(v), pod(v)
+    through, _ = marked(path, "tc_ingress", udp(own, vip(v, CLUSTER)), 0)
+    assert parse(through, l2=False).destination == back
+    assert marked(path, "tc_ingress", udp(back, own), 0)[1] == MARK
+    with path.site.pinned("flows") as flows:
+        for key, raw in list(flows.items()):
+            aged = FLOW.unpack(raw)
+            flows.update(key, FLOW.pack(0, *aged[1:]))
+    assert marked(path, "tc_ingress", udp(back, own), 0)[1] == 0
+
+
+# ---- sizes of the programs -----------------------------------------------------------------------
+
+INSTRUCTIONS, WALKED = 5000, 250_000
+"""Limits for the length of a program, and for the instructions that the verifier walks through.
+Linux allows 1,000,000 since 5.2; other kernels' verifiers walk through more, and other compilers
+produce longer programs.
+"""
+
+
+def test_programs_are_within_the_length_limit(artifact_cache: Path) -> None:
+    artifact, _ = compile.find_or_compile("tc", artifact_cache)
+    found = {code.name: len(code.insns) // 8 for code in artifact.programs}
+    assert found.keys() == {program.name for program in PACKET_PROGRAMS}
+    assert {name: n for name, n in found.items() if n > INSTRUCTIONS} == {}
+
+
+@needs("verified_insns")
+def test_programs_are_within_the_verifier_limit(path: Path_) -> None:
+    walked = {}
+    for one in PACKET_PROGRAMS:
+        with contextlib.closing(Program.open(path.folder / one.name)) as program:
+            facts = Path(f"/proc/self/fdinfo/{program.fd}").read_text()
+            walked[one.name] = int(facts.partition("verified_insns:")[2].split()[0])
+    assert {name: n for name, n in walked.items() if n > WALKED} == {}

@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The search for an SNAT port, and its reuse."""
+
+import contextlib
+import itertools
+import os
+import struct
+import time
+from collections.abc import Iterable, Iterator
+
+import pytest
+
+from kbpf.dataplane.bpf.maps.flow_entries import DIRECTION, STATE, flow_key
+from kbpf.dataplane.bpf.maps.layout import (
+    FLOW,
+    PORT_SLOT,
+    FinFlag,
+    FlowDirection,
+    NodeFlag,
+    Reason,
+    TcpState,
+    pack_target,
+)
+from kbpf.model.address import parse_addr
+from kbpf.model.config import Config
+from tests.programs.packets.path.single_packets import (
+    CLIENT,
+    CLOSES,
+    CLUSTER,
+    LOCAL,
+    NODE,
+    POD,
+    PORTS,
+    ROUTER,
+    SPARE_PORTS,
+    Path_,
+    _id,
+    age,
+    both,
+    client,
+    delete_entry,
+    end,
+    entries_of,
+    established,
+    owner,
+    pod,
+    port_of,
+    segment,
+    send_segments,
+    states,
+    vip,
+)
+from tests.support.packets.packets import fragments, tcp, udp
+from tests.support.packets.parse import parse
+from tests.support.packets.shares import ports_of
+from tests.support.packets.test_run import TC_ACT_SHOT
+
+# ---- ports of the node ---------------------------------------------------------------------------
+
+
+def fill_ports(path: Path_, v: int, ports: Iterable[int], **fields: object) -> None:
+    """Adds established connections to the pod that hold these node ports."""
+    now = time.monotonic_ns()
+    backend, node = (pack_target(parse_addr(host), port, 6)
+                     for host, port in ((POD[v], 8080), (NODE[v], 0)))  # fmt: skip
+    other = pack_target(parse_addr(ROUTER[v]), 9, 6)
+    with path.site.pinned("flows") as flows:
+        for port in ports:
+            number = port.to_bytes(2, "big")
+            value = FLOW.pack(
+                fields.get("used", now), other, backend, backend, node[:16], number, number, 0, 0,
+                fields.get("state", TcpState.ESTABLISHED), 0, 0, 2, 0, 0, bytes(48),
+            )  # fmt: skip
+            flows.update(flow_key(backend, node[:16] + number + node[18:]), value)
+
+
+def new_flow_port(path: Path_, v: int, own: str) -> int:
+    """The node port that a SYN of this client gets; 0: none."""
+    verdict, inside = path.run("tc_ingress", tcp(own, vip(v, CLUSTER), flags="S"))
+    if verdict == TC_ACT_SHOT:
+        return 0
+    return port_of(parse(path.run("tc_egress", inside)[1], l2=False).source)
+
+
+def established_port(path: Path_, v: int, host: str) -> int:
+    """The same for a connection that keeps its port."""
+    port = new_flow_port(path, v, end(host, next(PORTS)))
+    fill_ports(path, v, [port])
+    return port
+
+
+@contextlib.contextmanager
+def no_flows(path: Path_) -> Iterator[None]:
+    """Deletes all flows before and after."""
+    path.delete_flows()
+    try:
+        yield
+    finally:
+        path.delete_flows()
+        with path.site.pinned("port_slots") as slots:
+            for key, _ in list(slots.items()):
+                slots.update(key, bytes(PORT_SLOT.size))
+
+
+NEIGHBOURS = {4: [CLIENT[4]], 6: [f"2001:db8:9::{n:x}" for n in range(1, 100)]}
+"""Clients that have one common share of the ports: IPv6 clients of one network."""
+
+
+@both
+def test_client_is_limited_to_its_share_of_ports(path: Path_, v: int) -> None:
+    """All addresses of an IPv6 network have one common share. Another client still gets most of
+    its share.
+    """
+    low, high = 40_000, 41_023
+    path.node(NodeFlag(0), low, high)
+    mine = set(ports_of(CLIENT[v], low, high))
+    assert len(mine) == 256
+    with no_flows(path):
+        hosts = itertools.cycle(NEIGHBOURS[v])
+        given = {established_port(path, v, next(hosts)) for _ in range(256)}
+        assert given == mine, "the whole share"
+        before = path.site.reasons()[Reason.NO_SNAT_PORT]
+        assert {new_flow_port(path, v, end(next(hosts), next(PORTS))) for _ in range(9)} == {0}
+        assert path.site.reasons()[Reason.NO_SNAT_PORT] == before + 9
+        others = set(ports_of(ROUTER[v], low, high))
+        assert 140 < len(others - mine) < 240, "about three quarters are no one else's"
+        given = {established_port(path, v, ROUTER[v]) for _ in range(128)}
+        assert len(given) == 128
+        assert given <= others - mine
+
+
+REUSABLE = {
+    "free": None,
+    "closed": {"state": TcpState.CLOSED},
+    "a handshake of two seconds": {"state": TcpState.ANSWERED, "age": 2},
+    "unproven": {"state": TcpState.UNPROVEN, "age": 6},
+    "half closed and idle": {"state": TcpState.CLOSING, "age": 11},
+}
+
+
+@both
+def test_port_search_ends_in_the_largest_range(path: Path_, v: int) -> None:
+    """The kernel ends a chain of tail calls at 33; the search must end before."""
+    low, high = 1024, 65_535
+    path.node(NodeFlag(0), low, high)
+    with no_flows(path):
+        fill_ports(path, v, ports_of(CLIENT[v], low, high), state=TcpState.ANSWERED,
+                   used=time.monotonic_ns() + 60 * 10**9)  # fmt: skip
+        before = path.site.reasons()[Reason.NO_SNAT_PORT]
+        assert new_flow_port(path, v, client(v)) != 0
+        assert path.site.reasons()[Reason.NO_SNAT_PORT] == before
+
+
+@both
+def test_last_free_or_reusable_port_is_found(path: Path_, v: int) -> None:
+    """Any of a client's 7,244 ports is found, and so are ports that connections give up."""
+    low, high = Config().masquerade_ports
+    path.node(NodeFlag(0), low, high)
+    mine = ports_of(CLIENT[v], low, high)
+    assert len(mine) == 7244
+    with no_flows(path):
+        fill_ports(path, v, mine)
+        for number, (kind, fields) in enumerate(REUSABLE.items()):
+            port = mine[number * 1400]
+            if fields is None:
+                delete_entry(path, end(ROUTER[v], 9), (end(NODE[v], port), pod(v)))
+            else:
+                used = time.monotonic_ns() - int(fields.get("age", 0)) * 10**9
+                fill_ports(path, v, [port], **{"used": max(used, 0), **fields})
+            assert new_flow_port(path, v, client(v)) == port, kind
+            fill_ports(path, v, [port])
+        for fields in ({"state": TcpState.UNPROVEN}, {"state": TcpState.CLOSING}):
+            later = time.monotonic_ns() + 60 * 10**9  # stays young, however long this takes
+            fill_ports(path, v, [mine[99]], used=later, **fields)
+            assert new_flow_port(path, v, client(v)) == 0, "too young to be given up"
+        delete_entry(path, end(ROUTER[v], 9), (end(NODE[v], mine[3000]), pod(v)))
+        found = [new_flow_port(path, v, client(v)) for _ in range(3)]
+        with path.site.pinned("port_slots") as slots:
+            (key,) = [key for key, raw in slots.items() if PORT_SLOT.unpack(raw)[1]]
+            slots.update(key, bytes(PORT_SLOT.size))
+        if not any(found):  # a search without success is not repeated for 0.1 s
+            assert new_flow_port(path, v, client(v)) == mine[3000]
+
+
+@both
+def test_first_fragments_alone_hold_no_port(path: Path_, v: int) -> None:
+    """The kernel would wait for the other fragments before it stored anything. They get no reply,
+    so any other client gets their port, however many come and however long they are.
+    """
+    only_port = next(SPARE_PORTS)
+    path.node(NodeFlag(0), only_port, only_port)
+    own = client(v)
+    for _ in range(3):
+        number = next(PORTS)
+        whole = udp(own, vip(v, CLUSTER), os.urandom(2000), **_id(v, number))
+        first = fragments(whole, 1280, id=number)[0]
+        path.run("tc_egress", path.run("tc_ingress", first)[1])
+        age(path, own, 3)
+    assert states(path, own) == {TcpState.NEW}
+    other = client(v)
+    path.run("tc_ingress", udp(other, vip(v, CLUSTER), b"?"))
+    assert entries_of(path, own) == []
+    assert len(entries_of(path, other)) == 3
+
+
+@both
+def test_port_slot_held_by_another_cpu_is_left_alone(path: Path_, v: int) -> None:
+    only_port = next(SPARE_PORTS)
+    path.node(NodeFlag(0), only_port, only_port)
+    own, source = established(path, v, "tcp")
+    close(path, v, own, source)
+    with path.site.pinned("port_slots") as slots:
+        for holders, given in ((1, 0), (0, only_port)):
+            for key, _ in list(slots.items()):
+                slots.update(key, PORT_SLOT.pack(holders, 0))
+            assert new_flow_port(path, v, client(v)) == given
+        assert {PORT_SLOT.unpack(raw)[0] for _, raw in slots.items()} == {0}, "no CPU holds one"
+
+
+@both
+def test_recently_active_client_keeps_its_port(path: Path_, v: int) -> None:
+    """The entry for its replies may show an older time."""
+    only_port = next(SPARE_PORTS)
+    path.node(NodeFlag(0), only_port, only_port)
+    own, _ = send_segments(path, v, "S <SA A")
+    age(path, own, -60)
+    with path.site.pinned("flows") as flows:
+        for key, raw in list(flows.items()):
+            if owner(raw) == own and raw[DIRECTION] == FlowDirection.SNAT_REPLY:
+                old = struct.pack("=Q", time.monotonic_ns() - 3 * 10**9)
+                flows.update(key, old + raw[8:STATE] + bytes([TcpState.NEW]) + raw[STATE + 1 :])
+    assert new_flow_port(path, v, client(v)) == 0
+    assert len(entries_of(path, own)) == 3
+
+
+LIVES = {"nothing": ("A",), "one side closes": ("A", "FA")}
+
+
+@both
+@pytest.mark.parametrize("way", [*LIVES, *CLOSES])
+def test_port_of_an_ended_connection_is_reused(path: Path_, v: int, way: str) -> None:
+    """The range has one port. That of an ended connection is reused, and before other ports are
+    tried unless the backend closed first: then it still has the port in TIME_WAIT.
+    """
+    only_port = next(SPARE_PORTS)
+    path.node(NodeFlag(0), only_port, only_port)
+    own, source = established(path, v, "tcp")
+    assert source == end(NODE[v], only_port)
+    send_segments(path, v, " ".join({**LIVES, **CLOSES}[way]), own, source)
+    first = {FinFlag(FLOW.unpack(raw)[10]) & FinFlag.BACKEND_FIRST for raw in entries_of(path, own)}
+    before, other = path.site.reasons()[Reason.NO_SNAT_PORT], client(v)
+    retval, _ = path.run("tc_ingress", tcp(other, vip(v, CLUSTER), flags="S"))
+    assert (retval == TC_ACT_SHOT) == (way not in CLOSES)
+    assert path.site.reasons()[Reason.NO_SNAT_PORT] - before == (way not in CLOSES)
+    assert first == {FinFlag.BACKEND_FIRST if "backend first" in way else FinFlag(0)}
+    left = set() if way in CLOSES else {own}
+    assert {owner(raw) for raw in entries_of(path, own)} == left, "all old entries are deleted"
+
+
+@both
+@pytest.mark.parametrize("which", [CLUSTER, LOCAL], ids=["Cluster", "Local"])
+def test_same_client_and_backend_reuse_their_entries(path: Path_, v: int, which: int) -> None:
+    """From the same port, after both have closed: the backend sees the same ports as before, as it
+    would without a load balancer. The entries are reused and count as a new flow.
+    """
+    own, source = established(path, v, "tcp", which)
+    close(path, v, own, source, which)
+    before, there = path.site.reasons()[Reason.NEW_FLOW], len(entries_of(path, own))
+    assert open_again(path, v, own, which) == source
+    assert path.site.reasons()[Reason.NEW_FLOW] == before + 1
+    assert states(path, own) == {TcpState.NEW}
+    assert len(entries_of(path, own)) == there
+    assert {FLOW.unpack(raw)[10] for raw in entries_of(path, own)} == {0}, "no side has closed"
+
+
+@both
+def test_port_outside_a_changed_range_is_not_reused(path: Path_, v: int) -> None:
+    """After a change of the range, sockets of the node may use ports of the old one."""
+    only_port, other = next(SPARE_PORTS), next(SPARE_PORTS)
+    path.node(NodeFlag(0), only_port, only_port)
+    own, source = established(path, v, "tcp")
+    close(path, v, own, source)
+    path.node(NodeFlag(0), other, other)
+    assert open_again(path, v, own) == end(NODE[v], other)
+    assert len(entries_of(path, own)) == 3, "all old entries are deleted"
+
+
+def close(path: Path_, v: int, own: str, source: str, which: int = CLUSTER) -> None:
+    """Both sides close, the client first."""
+    for word in ("FA", "<FA"):
+        segment(path, v, own, word, source, which)
+    assert states(path, own) == {TcpState.CLOSED}
+
+
+def open_again(path: Path_, v: int, own: str, which: int = CLUSTER) -> str:
+    """The source that the backend sees in this client's SYN."""
+    _, inside = path.run("tc_ingress", tcp(own, vip(v, which), flags="S"))
+    _, out = path.run("tc_egress", inside)
+    assert parse(out, l2=False).destination == pod(v)
+    return parse(out, l2=False).source

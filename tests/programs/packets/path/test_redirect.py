@@ -1,0 +1,559 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packets that are redirected past the stack, the node's sockets, and ports of conntrack."""
+
+import os
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+
+from kbpf.dataplane.bpf import host
+from kbpf.dataplane.bpf.inspect import connections as tracked_connections
+from kbpf.dataplane.bpf.maps.flow_entries import is_port_reservation
+from kbpf.dataplane.bpf.maps.layout import (
+    CACHED_DEVICE,
+    NEXT_HOP,
+    U32,
+    DeviceFlag,
+    NodeFlag,
+    Reason,
+    Role,
+)
+from kbpf.dataplane.bpf.maps.pinning import Pins
+from kbpf.dataplane.bpf.packet_path import snat_ports
+from kbpf.kernel.netfilter import conntrack
+from kbpf.kernel.netfilter.conntrack import ConntrackFlow
+from kbpf.model.address import parse_addr
+from kbpf.model.config import Config
+from kbpf.model.objects import Protocol
+from kbpf.source.api.transport import SO_COOKIE
+from tests.programs.packets.path.single_packets import (
+    BACK,
+    CLIENT,
+    CLUSTER,
+    HIGH,
+    IP,
+    KINDS,
+    LOCAL,
+    LOW,
+    NODE,
+    NONE,
+    POD,
+    PORTS,
+    QUOTED,
+    ROUTER,
+    SENT,
+    SPARE_PORTS,
+    Path_,
+    both,
+    client,
+    end,
+    entries_of,
+    established,
+    masked,
+    owner,
+    pod,
+    port_of,
+    send_segments,
+    vip,
+)
+from tests.support.features import needs
+from tests.support.lab.lab import ip
+from tests.support.lab.lab import run as command
+from tests.support.packets.judge import checksums, difference
+from tests.support.packets.packets import frame, icmp_error, sctp, tcp, udp
+from tests.support.packets.parse import parse
+from tests.support.packets.test_run import TC_ACT_REDIRECT, TC_ACT_SHOT, TC_ACT_UNSPEC, SkbContext
+
+# ---- redirected past the stack -------------------------------------------------------------------
+
+GATE = {4: "198.18.0.2", 6: "fd00:198:18::2"}
+MTU = 1400
+
+
+@pytest.fixture(scope="module")
+def uplink(path: Path_) -> Iterator[Path_]:
+    """Adds a device with addresses of the node and the default routes."""
+    ip(
+        "link add out address 02:00:00:00:00:01 type veth peer name gate",
+        f"link set out mtu {MTU} up",
+        "link set gate up",
+        netns=path.where,
+    )
+    for v, bits in ((4, 24), (6, 64)):
+        there = f"neigh add {GATE[v]} lladdr 02:00:00:00:00:02 dev out nud permanent"
+        address = f"addr add {NODE[v]}/{bits} dev out" + (" nodad" if v == 6 else "")
+        ip(address, there, f"route add default via {GATE[v]} dev out", netns=path.where)
+    path.forward(True)
+    index = path.inside(lambda: socket.if_nametoindex("out"))
+    path.set_device(index, Role.HOST, DeviceFlag(0))
+    path.out, path.out_mac = index, "02:00:00:00:00:01"
+    yield path
+    path.forward(False)
+    with path.site.pinned("devices") as devices:
+        devices.delete(U32.pack(index))
+    path.cache(index, bytes(CACHED_DEVICE.size))
+    ip("link del out", netns=path.where)
+
+
+def expect_redirect(path: Path_, packet: bytes, want: bytes, name: str = "tc_ingress") -> None:
+    """Expects the packet to be redirected to another device as `want`."""
+    redirected = path.site.reasons()[Reason.REDIRECTED]
+    retval, got = path.run(name, packet, complete=True)
+    assert retval == TC_ACT_REDIRECT
+    assert path.site.reasons()[Reason.REDIRECTED] == redirected + 1
+    assert difference(got, want, l2=False) == ""
+    assert [one for one in checksums(got, l2=False) if one not in QUOTED] == []
+
+
+def expect_snat_redirect(
+    path: Path_, packet: bytes, build: object, to: str, v: int, **ip_: object
+) -> str:
+    """masked() for a redirected packet, in one step."""
+    _, got = path.run("tc_ingress", packet)
+    source = parse(got, l2=False).source
+    host, _, port = source.rpartition(":")
+    assert host.strip("[]") == NODE[v]
+    assert LOW <= int(port) <= HIGH
+    expect_redirect(path, packet, build(source, to, **ip_))
+    return source
+
+
+@both
+@pytest.mark.parametrize("kind", [*KINDS, "sctp"])
+def test_packet_to_another_node_is_redirected(uplink: Path_, v: int, kind: str) -> None:
+    build = {**KINDS, "sctp": sctp}[kind]
+    answer = {**BACK, "sctp": sctp}[kind[:3] if kind != "sctp" else kind]
+    own, front, back = client(v), vip(v, CLUSTER), pod(v)
+    source = expect_snat_redirect(
+        uplink, build(own, front, ttl=9, tos=4), build, back, v, ttl=8, tos=4
+    )
+    expect_redirect(uplink, answer(back, source, ttl=9), answer(front, own, ttl=8))
+    # What we redirected must not start a new flow when it leaves by the device.
+    sent = build(source, back)
+    assert uplink.run("tc_egress", sent) == (TC_ACT_UNSPEC, sent)
+    came = answer(front, own)
+    assert uplink.run("tc_egress", came) == (TC_ACT_UNSPEC, came)
+
+
+VLAN_VALID = 1 << 4
+"""From struct tpacket_auxdata: the frame came with a VLAN tag, which the kernel removed."""
+
+
+@pytest.fixture
+def tagged(uplink: Path_) -> Iterator[Path_]:
+    """Adds a device that receives tagged frames, with tc_ingress attached."""
+    ip(
+        "link add in address 02:00:00:00:00:05 type veth peer name switch",
+        "link set in up",
+        "link set switch up",
+        netns=uplink.where,
+    )
+    index = uplink.inside(lambda: socket.if_nametoindex("in"))
+    inside = ("nsenter", f"--net=/run/netns/{uplink.where}")  # `ip netns exec` hides the pins
+    pin = str(uplink.folder / "tc_ingress")
+    command(*inside, "tc", "qdisc", "add", "dev", "in", "clsact")
+    command(*inside, *["tc", "filter", "add", "dev", "in", "ingress", "bpf", "da", "pinned"], pin)
+    uplink.set_device(index, Role.HOST, DeviceFlag(0))
+    yield uplink
+    with uplink.site.pinned("devices") as devices:
+        devices.delete(U32.pack(index))
+    uplink.cache(index, bytes(CACHED_DEVICE.size))
+    ip("link del in", netns=uplink.where)
+
+
+def raw_socket(device: str) -> socket.socket:
+    made = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))
+    made.bind((device, 0))
+    made.setsockopt(263, 8, 1)  # SOL_PACKET, PACKET_AUXDATA
+    made.settimeout(10)
+    return made
+
+
+@both
+def test_priority_tag_is_not_forwarded(tagged: Path_, v: int) -> None:
+    """802.1Q with VLAN 0, as some switches and clouds send it."""
+    own, back = client(v), pod(v)
+    data = os.urandom(32)
+    sent = frame(udp(own, vip(v, CLUSTER), data), to="02:00:00:00:00:05")
+    sent = sent[:12] + struct.pack("!HH", 0x8100, 5 << 13) + sent[12:]
+    switch, gate = (tagged.inside(lambda: raw_socket(name)) for name in ("switch", "gate"))  # noqa: B023
+    with switch, gate:
+        switch.send(sent)
+        while True:
+            got, control, _, _ = gate.recvmsg(2048, 256)
+            if data in got:
+                break
+    assert parse(got[14:], l2=False).destination == back
+    ((_, _, told),) = control
+    assert not struct.unpack_from("=I", told)[0] & VLAN_VALID
+
+
+TORN = {
+    "another device": ("ifindex", 30_000),
+    "another gateway": ("next", bytes(12) + b"\xcb\0\x71\x09"),
+    "another MAC address": ("next_mac", b"\2\0\0\0\0\x77"),
+    "a larger MTU": ("length", 9_000),
+}
+"""Fields of a next hop that a program may read half-written, while another CPU replaces it."""
+HOP = ("found", "check", "next", "ifindex", "own_mac", "next_mac", "length", "resolved", "family",
+       "unsaid")  # fmt: skip
+
+
+@both
+@pytest.mark.parametrize(("name", "value"), TORN.values(), ids=TORN)
+def test_torn_next_hop_is_not_used(uplink: Path_, v: int, name: str, value: object) -> None:
+    """The program asks the kernel again and stores the answer."""
+    own, front = client(v), vip(v, CLUSTER)
+    uplink.run("tc_ingress", udp(own, front))
+    with uplink.site.pinned("flows") as flows:
+        key, raw = next(
+            (key, raw)
+            for key, raw in flows.items()
+            if owner(raw) == own and hop_of(raw)["ifindex"] == uplink.out
+        )
+        torn = {**hop_of(raw), name: value}
+        flows.update(key, raw[: -NEXT_HOP.size] + NEXT_HOP.pack(*torn.values()))
+    assert uplink.run("tc_ingress", udp(own, front))[0] == TC_ACT_REDIRECT
+    after = hop_of(uplink.site.entries("flows")[key])
+    assert after[name] == hop_of(raw)[name] != value
+
+
+def check_of(hop: dict[str, Any]) -> int:
+    """As check_of_next_hop() in hop.h computes it."""
+    check = hop["found"]
+    raw = hop["next"] + U32.pack(hop["ifindex"]) + hop["own_mac"] + hop["next_mac"]
+    flags = hop["length"] | hop["resolved"] << 16 | hop["family"] << 24
+    for word in (*struct.unpack("=8I", raw), flags):
+        check = (check + word) * 0x9E3779B1 & 0xFFFFFFFF
+    return check
+
+
+def hop_of(raw: bytes) -> dict[str, Any]:
+    return dict(zip(HOP, NEXT_HOP.unpack(raw[-NEXT_HOP.size :]), strict=True))
+
+
+class NotRedirected(NamedTuple):
+    """A packet that goes up the stack although others are redirected."""
+
+    name: str
+    which: int = CLUSTER
+    role: Role = Role.HOST
+    ttl: int = 64
+    size: int = 10
+    forwards: bool = True
+
+
+NOT_REDIRECTED = [
+    NotRedirected("Local policy", which=LOCAL),
+    NotRedirected("a ClusterIP that is not masqueraded", which=IP),
+    NotRedirected("from a pod", role=Role.POD),
+    NotRedirected("TTL 1", ttl=1),
+    NotRedirected("longer than the MTU", size=MTU),
+    NotRedirected("a node that does not forward", forwards=False),
+]
+
+
+@both
+@pytest.mark.parametrize("row", NOT_REDIRECTED, ids=lambda row: row.name)
+def test_packet_that_the_stack_must_see_is_not_redirected(
+    uplink: Path_, v: int, row: NotRedirected
+) -> None:
+    uplink.set_loopback_role(row.role)
+    own, front, back = client(v), vip(v, row.which), pod(v)
+    data = os.urandom(row.size)
+    uplink.forward(row.forwards)
+    try:
+        uplink.go("tc_ingress", udp(own, front, data, ttl=row.ttl),
+                   udp(own, back, data, ttl=row.ttl))  # fmt: skip
+    finally:
+        uplink.forward(True)
+
+
+@both
+def test_packet_of_exactly_the_mtu_is_redirected(uplink: Path_, v: int) -> None:
+    data = os.urandom(MTU - (28 if v == 4 else 48))
+    expect_snat_redirect(uplink, udp(client(v), vip(v, CLUSTER), data),
+                 lambda a, b: udp(a, b, data, ttl=63), pod(v), v)  # fmt: skip
+
+
+@both
+def test_snat_source_is_an_address_of_the_outgoing_device(uplink: Path_, v: int) -> None:
+    """As with MASQUERADE. With an overlay, replies then come back through the overlay."""
+    overlay = {4: "10.244.9.0", 6: "fd00:10:244:9::"}
+    uplink.set_device(uplink.out, Role.HOST, DeviceFlag(0), (overlay[4], overlay[6]))
+    own, front, back = client(v), vip(v, CLUSTER), pod(v)
+    try:
+        _, got = uplink.run("tc_ingress", udp(own, front, b"?"))
+        source = parse(got, l2=False).source
+        expect_redirect(uplink, udp(own, front, b"?"), udp(source, back, b"?", ttl=63))
+        expect_redirect(uplink, udp(back, source, b"!"), udp(front, own, b"!", ttl=63))
+    finally:
+        uplink.set_device(uplink.out, Role.HOST, DeviceFlag(0))
+    assert source.rpartition(":")[0].strip("[]") == overlay[v]
+
+
+@both
+def test_oversized_packet_of_a_redirected_flow_goes_up_the_stack(uplink: Path_, v: int) -> None:
+    """A packet longer than the MTU goes up the stack, which informs the sender; others do not."""
+    own, front, back = client(v), vip(v, CLUSTER), pod(v)
+    source = expect_snat_redirect(uplink, udp(own, front, b"?"),
+                          lambda a, b: udp(a, b, b"?", ttl=63), back, v)  # fmt: skip
+    data = os.urandom(MTU)
+    inside = uplink.go("tc_ingress", udp(own, front, data), udp(own, back, data))
+    uplink.go("tc_egress", inside, udp(source, back, data))
+    inside = uplink.go("tc_ingress", udp(back, source, data), udp(back, own, data))
+    uplink.go("tc_egress", inside, udp(front, own, data))
+    expect_redirect(uplink, udp(own, front, b"?"), udp(source, back, b"?", ttl=63))
+
+
+def age_next_hops(path: Path_, own: str, seconds: float) -> None:
+    """Sets the age of the cached next hops of this client's flow."""
+    found = (time.monotonic_ns() - round(seconds * 10**9)) >> 20
+    with path.site.pinned("flows") as flows:
+        for key, raw in list(flows.items()):
+            if owner(raw) == own:
+                hop = {**hop_of(raw), "found": found}
+                hop["check"] = check_of(hop)
+                flows.update(key, raw[: -NEXT_HOP.size] + NEXT_HOP.pack(*hop.values()))
+
+
+CLOCK_GRANULARITY_S = 0.011
+"""The programs' clock is that of the last tick (10 ms at 100 Hz), in units of 2^20 ns."""
+
+
+@both
+@pytest.mark.parametrize(
+    ("found", "still"),
+    [(-60, True), (1 + CLOCK_GRANULARITY_S, False)],
+    ids=["now", "a second ago"],
+)
+def test_next_hop_is_cached_for_a_second(uplink: Path_, v: int, found: float, still: bool) -> None:
+    """Not every packet asks the kernel's tables; a change takes effect within a second."""
+    own, front, back = client(v), vip(v, CLUSTER), pod(v)
+    source = expect_snat_redirect(uplink, udp(own, front, b"?"),
+                          lambda a, b: udp(a, b, b"?", ttl=63), back, v)  # fmt: skip
+    age_next_hops(uplink, own, found)
+    uplink.forward(False)
+    try:
+        if still:
+            expect_redirect(uplink, udp(own, front, b"?"), udp(source, back, b"?", ttl=63))
+        else:
+            uplink.go("tc_ingress", udp(own, front, b"?"), udp(own, back, b"?"))
+    finally:
+        uplink.forward(True)
+
+
+@both
+@pytest.mark.parametrize("first", [{"ttl": 1}, {"size": MTU}], ids=["ttl", "size"])
+def test_later_packets_are_redirected_if_the_first_could_not_be(
+    uplink: Path_, v: int, first: dict[str, int]
+) -> None:
+    own, front, back = client(v), vip(v, CLUSTER), pod(v)
+    data, ttl = os.urandom(first.get("size", 1)), first.get("ttl", 64)
+    inside = uplink.go("tc_ingress", udp(own, front, data, ttl=ttl), udp(own, back, data, ttl=ttl))
+    source = masked(uplink, inside, lambda a, b: udp(a, b, data, ttl=ttl), back, v)
+    expect_redirect(uplink, udp(own, front, b"?"), udp(source, back, b"?", ttl=63))
+
+
+@both
+@pytest.mark.parametrize("role", Role)
+def test_mode_direct_redirects_packets_of_all_clients(uplink: Path_, v: int, role: Role) -> None:
+    uplink.node(NodeFlag.DIRECT)
+    uplink.set_loopback_role(role)
+    own, front, back = client(v), vip(v, LOCAL), pod(v)
+    expect_redirect(uplink, udp(own, front, b"?"), udp(own, back, b"?", ttl=63))
+    expect_redirect(uplink, udp(back, own, b"!"), udp(front, own, b"!", ttl=63))
+    expect_redirect(uplink, udp(own, front, b"??"), udp(own, back, b"??", ttl=63))
+
+
+@both
+def test_icmp_error_about_a_redirected_packet(uplink: Path_, v: int) -> None:
+    """From a router behind the node: the client gets an error about the packet that it sent."""
+    own, front, back = client(v), vip(v, CLUSTER), pod(v)
+    source = expect_snat_redirect(uplink, udp(own, front, b"?"),
+                          lambda a, b: udp(a, b, b"?", ttl=63), back, v)  # fmt: skip
+    error = icmp_error("too big", ROUTER[v], udp(source, back, b"?"), mtu=1300)
+    inside = uplink.run("tc_ingress", error)[1]
+    assert parse(inside, l2=False).destination == CLIENT[v]
+    _, out = uplink.run("tc_egress", inside)
+    told = parse(out, l2=False)
+    assert str(told.embedded) == str(parse(udp(own, front, b"?"), l2=False))
+    assert [one for one in checksums(out, l2=False) if one not in QUOTED] == []
+
+
+# ---- sockets of the node -------------------------------------------------------------------------
+
+
+@both
+@pytest.mark.parametrize("kind", [*KINDS, "sctp"])
+@pytest.mark.parametrize("which", [CLUSTER, LOCAL, IP], ids=["Cluster", "Local", "ClusterIP"])
+def test_socket_of_the_node_is_translated_at_egress(
+    uplink: Path_, v: int, kind: str, which: int
+) -> None:
+    """A packet that the hooks left alone is translated at egress; the reply goes to the socket."""
+    build = {**KINDS, "sctp": sctp}[kind]
+    answer = {**BACK, "sctp": sctp}[kind[:3] if kind != "sctp" else kind]
+    own, front, back = end(NODE[v], next(PORTS)), vip(v, which), pod(v)
+    for _ in range(2):
+        expect_redirect(uplink, build(own, front), build(own, back), "tc_egress")
+    sent = build(own, back)
+    assert uplink.run("tc_egress", sent) == (TC_ACT_UNSPEC, sent), "on the other device"
+    uplink.go("tc_ingress", answer(back, own), answer(front, own))
+
+
+@both
+def test_reply_to_a_node_socket_is_redirected_to_its_device(uplink: Path_, v: int) -> None:
+    """The request left by loopback, so the reply must arrive there: rp_filter."""
+    own, front, back = end(NODE[v], next(PORTS)), vip(v, CLUSTER), pod(v)
+    expect_redirect(uplink, udp(own, front, b"?"), udp(own, back, b"?"), "tc_egress")
+    answer, before = udp(back, own, b"!"), uplink.site.reasons()[Reason.REDIRECTED]
+    retval, got = uplink.run("tc_ingress", answer, context=SkbContext(ifindex=uplink.out))
+    assert retval == TC_ACT_REDIRECT
+    assert uplink.site.reasons()[Reason.REDIRECTED] == before + 1
+    assert difference(got, udp(front, own, b"!"), l2=False) == ""
+
+
+@both
+def test_socket_of_the_node_is_refused_at_egress(uplink: Path_, v: int) -> None:
+    own, front = end(NODE[v], next(PORTS)), vip(v, NONE)
+    retval, got = uplink.run("tc_egress", tcp(own, front, flags="S", seq=7))
+    assert retval == TC_ACT_REDIRECT
+    assert parse(got, l2=False).source == front
+    assert "R" in parse(got, l2=False).flags
+
+
+def syn_destination(path: Path_, v: int, to: str, port: int, is_agents: bool) -> str:
+    """The destination of a node socket's SYN on the wire; the agent's programs are on the
+    device.
+    """
+    family = socket.AF_INET if v == 4 else socket.AF_INET6
+    host, number = to.rsplit(":", 1)
+    wire = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))
+    with wire, socket.socket(family) as sock, path.site.pinned("agent_sockets") as agents:
+        wire.bind(("gate", 0))
+        wire.settimeout(10)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((NODE[v], port))
+        sock.setblocking(False)
+        cookie = sock.getsockopt(socket.SOL_SOCKET, SO_COOKIE, 8)
+        if is_agents:
+            agents.update(cookie, U32.pack(1))
+        sock.connect_ex((host.strip("[]"), int(number)))
+        try:
+            while True:
+                seen = parse(wire.recv(2000))
+                if seen.source == end(NODE[v], port):
+                    return str(seen.destination)
+        finally:
+            agents.delete(cookie)
+
+
+@both
+@pytest.mark.parametrize(
+    ("which", "led"), [(IP, True), (CLUSTER, False)], ids=["ClusterIP", "LoadBalancer"]
+)
+def test_agent_socket_does_not_match_a_flow_of_another_socket(
+    uplink: Path_, v: int, which: int, led: bool
+) -> None:
+    """A process of the node used the port through a Service that has the API server's address; then
+    the agent's socket has the port. The agent's sockets are translated at ClusterIPs only.
+    """
+    own, front = next(PORTS), vip(v, which)
+
+    def all_of_it() -> None:
+        assert syn_destination(uplink, v, front, own, is_agents=False) == pod(v)
+        want = pod(v) if led else front
+        assert syn_destination(uplink, v, front, own, is_agents=True) == want
+
+    uplink.inside(all_of_it)
+    left = entries_of(uplink, end(NODE[v], own))
+    assert bool(left) == led, "later packets do not match that flow, either"
+
+
+@both
+@needs("came_in_by")
+def test_forwarded_packet_is_not_translated_at_egress(uplink: Path_, v: int) -> None:
+    """It came in by another device and was handled there."""
+    packet = udp(client(v), vip(v, CLUSTER), b"?")
+    context = SkbContext(ingress_ifindex=uplink.out)
+    assert uplink.run("tc_egress", packet, context=context) == (TC_ACT_UNSPEC, packet)
+
+
+# ---- SNAT ports of conntrack ---------------------------------------------------------------------
+
+
+@both
+@pytest.mark.parametrize("kind", BACK)
+def test_port_used_by_conntrack_is_not_given(
+    path: Path_, v: int, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A connection that a kube-proxy masquerades: we translate nothing of it, and its port is
+    taken.
+    """
+    only_port = next(SPARE_PORTS)
+    path.node(NodeFlag(0), only_port, only_port)
+    node, back = end(NODE[v], only_port), pod(v)
+    protocol = {"tcp": Protocol.TCP, "udp": Protocol.UDP}[kind]
+    theirs = ConntrackFlow(protocol, parse_addr(NODE[v]), only_port, parse_addr(POD[v]), 8080)
+    other = theirs._replace(source_port=only_port + 1)
+    monkeypatch.setattr(conntrack, "list_masqueraded", lambda: [theirs, other])
+    with path.site.pinned("flows") as flows, path.site.pinned("flow_queue") as order:
+        assert snat_ports.reserve_conntrack_ports(flows, order, (only_port, only_port)) == 1
+        assert snat_ports.reserve_conntrack_ports(flows, order, (only_port, only_port)) == 0
+    before = path.site.reasons()[Reason.NO_SNAT_PORT]
+    assert path.run("tc_ingress", KINDS[kind](client(v), vip(v, CLUSTER)))[0] == TC_ACT_SHOT
+    assert path.site.reasons()[Reason.NO_SNAT_PORT] == before + 1
+    for packet in (SENT[kind](node, back), BACK[kind](back, node), SENT[kind](back, node)):
+        name = "tc_egress" if parse(packet, l2=False).source == node else "tc_ingress"
+        assert path.run(name, packet) == (TC_ACT_UNSPEC, packet), name
+    kept = [raw for raw in path.site.entries("flows").values() if is_port_reservation(raw)]
+    assert [owner(raw) for raw in kept if owner(raw) == node] == [node]
+    with path.site.pinned("flows") as flows:
+        shown = tracked_connections.read(flows).values()
+    assert node not in {owner(one.raw) for one in shown}
+
+
+def test_starting_agent_reserves_conntracks_ports(
+    path: Path_, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also ports that were given while its programs were being attached; later ones are
+    not read.
+    """
+    ports = [next(SPARE_PORTS) for _ in range(host.PORT_RESERVATION_POLLS + 1)]
+    backend = parse_addr(POD[4])
+    given = [ConntrackFlow(Protocol.TCP, parse_addr(NODE[4]), one, backend, 8080) for one in ports]
+    agent = host.HostIntegration(Pins(path.site.pins), Config(masquerade_ports=(50_000, 60_000)))
+    for number in range(len(given)):
+        told = given[: number + 1]
+        monkeypatch.setattr(conntrack, "list_masqueraded", lambda told=told: told)
+        path.inside(lambda: agent.poll(number * host.HOST_POLL_INTERVAL_S))  # noqa: B023
+    held = {owner(raw) for raw in path.site.entries("flows").values() if is_port_reservation(raw)}
+    assert [end(NODE[4], one) in held for one in ports] == [True] * host.PORT_RESERVATION_POLLS + [
+        False
+    ]
+
+
+@both
+def test_masqueraded_flows_are_published_to_conntrack(path: Path_, v: int) -> None:
+    """Each masqueraded flow once, with the source the backend sees; no ended and no local flows."""
+    path.delete_flows()
+    own, source = established(path, v, "tcp")
+    ended, gone = established(path, v, "tcp")
+    send_segments(path, v, "FA <FA", ended, gone)
+    established(path, v, "udp", LOCAL)
+    with path.site.pinned("flows") as flows:
+        path.inside(lambda: snat_ports.publish_our_ports(flows))
+        told = list(snat_ports.masqueraded_connections(raw for _, raw in flows.items()))
+        ours = ConntrackFlow(6, parse_addr(NODE[v]), port_of(source), parse_addr(POD[v]), 8080)
+        assert told.count(ours) == 1
+        assert path.inside(lambda: conntrack.reserve([ours], 60)) == 0, "it exists already"
+        over = ours._replace(source_port=port_of(gone))
+        assert path.inside(lambda: conntrack.release([over])) == 0, "it never existed"
+        assert path.inside(lambda: conntrack.release([ours])) == 1
+        snat_ports.delete_ended(flows)
+    assert entries_of(path, ended) == []
+    assert len(entries_of(path, own)) == 2, "none for packets in the stack, where none come"

@@ -1,0 +1,303 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packets that are refused or dropped, and the limits of refusals."""
+
+import os
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kbpf.dataplane.bpf.maps.layout import MAPS, REFUSAL_LIMIT, U32, U64, Reason, RefusalLimit
+from kbpf.dataplane.bpf.packet_path.node_maps import write_refusal_limits
+from kbpf.kernel.system import netns, sysctl
+from kbpf.model.address import parse_addr
+from tests.programs.packets.path.single_packets import (
+    CLIENT,
+    CLUSTER,
+    IP,
+    NET,
+    NONE,
+    PORTS,
+    RESTRICTED,
+    Path_,
+    _id,
+    both,
+    client,
+    end,
+    vip,
+)
+from tests.support.lab.lab import run as command
+from tests.support.packets import packets
+from tests.support.packets.datagrams import MAC_A, MAC_B
+from tests.support.packets.judge import checksums, difference
+from tests.support.packets.packets import fragments, frame, sctp, tcp, udp
+from tests.support.packets.parse import parse
+from tests.support.packets.test_run import TC_ACT_REDIRECT, TC_ACT_SHOT, TC_ACT_UNSPEC, run
+
+# ---- refusals ------------------------------------------------------------------------------------
+
+
+@both
+@pytest.mark.parametrize("more", [{}, {"options": b"\x94\x04\0\0"}], ids=["", "options"])
+@pytest.mark.parametrize("data", [b"", b"fast open"], ids=["", "data"])
+def test_syn_is_refused_with_a_reset(
+    path: Path_, v: int, more: dict[str, object], data: bytes
+) -> None:
+    more = more if v == 4 else {}
+    own, front = client(v), vip(v, NONE)
+    syn = tcp(own, front, data, flags="S", seq=0xFFFFFFF0, mss=1460, ttl=2, **more)
+    done = run(path.programs["tc_ingress"], frame(syn))
+    assert done.retval == TC_ACT_REDIRECT
+    want = tcp(front, own, data, flags="RA", seq=0, ack=(0xFFFFFFF1 + len(data)) & 0xFFFFFFFF,
+               mss=1460, **more)  # fmt: skip
+    assert difference(done.packet_out, frame(want, to=MAC_A, source=MAC_B)) == ""
+
+
+LONG = {
+    "": {4: {}, 6: {}},
+    "options": {
+        4: {"options": b"\x94\x04\0\0"},
+        6: {"extensions": [packets.hop_by_hop(), packets.destination()]},
+    },
+    "all options": {
+        4: {"options": bytes([1]) * 40},
+        6: {"extensions": [packets.destination()] * 4},
+    },
+}
+
+
+@both
+@pytest.mark.parametrize("build", [udp, sctp])
+@pytest.mark.parametrize("size", [0, 1, 1000])
+@pytest.mark.parametrize("long", LONG)
+def test_datagram_is_refused_with_an_icmp_error(
+    path: Path_, v: int, build: object, size: int, long: str
+) -> None:
+    own, front = client(v), vip(v, NONE)
+    data = bytes(size) if build is udp else packets.SCTP_INIT + bytes(size)
+    sent = build(own, front, data, **LONG[long][v])
+    done = run(path.programs["tc_ingress"], frame(sent))
+    assert done.retval == TC_ACT_REDIRECT
+    found = parse(done.packet_out)
+    assert checksums(found) == []
+    host = front.rpartition(":")[0].strip("[]")
+    assert (found.source, found.destination) == (host, CLIENT[v])
+    assert found.ethernet is not None
+    assert (found.ethernet.destination, found.ethernet.source) == (MAC_A, MAC_B)
+    kind = found.transport
+    assert (kind.type, kind.code) == ((3, 3) if v == 4 else (1, 4))  # type: ignore[union-attr]
+    about = found.embedded
+    assert about is not None
+    assert sent.startswith(about.packet)
+    assert (about.source, about.destination) == (own, front)
+    headers = len(sent) - len(build(own, front, data)) + (20 if v == 4 else 40)
+    carries = 8 if build is udp else 12 + 8  # up to an INIT's tag, without which Linux ignores
+    assert len(about.packet) - headers == carries  # an error about SCTP (RFC 9260, section 10)
+
+
+HOUR = 3600 * 10**9
+
+
+@both
+def test_only_the_first_fragment_is_refused(path: Path_, v: int) -> None:
+    """As a kernel does: later fragments lack the header that the client needs to match
+    the error.
+    """
+    number = next(PORTS)
+    front = end(f"{NET[v]}{IP}", 81)  # a port of no Service
+    whole = udp(client(v), front, os.urandom(3000), **_id(v, number))
+    first, *later = fragments(whole, 1280, id=number)
+    assert path.run("tc_ingress", first)[0] == TC_ACT_REDIRECT
+    assert [path.run("tc_ingress", one)[0] for one in later] == [TC_ACT_SHOT] * 2
+
+
+class Refusals:
+    """Token buckets that do not refill during a test, unless the test says so."""
+
+    def __init__(self, path: Path_) -> None:
+        self.path = path
+
+    def set(self, which: RefusalLimit, burst: int, interval: int = HOUR, spent: int = 0) -> None:
+        """`spent`: in how many nanoseconds the bucket is full; if negative, since when it
+        is full.
+        """
+        then = max(0, time.monotonic_ns() + spent) if spent else 0
+        with self.path.site.pinned("refusal_limits") as limits:
+            limits.update(U32.pack(which), REFUSAL_LIMIT.pack(then, interval, burst))
+
+    def answers(self, v: int, kind: str, hosts: Iterable[str]) -> int:
+        """How many of these clients' packets are answered; the others must be counted as
+        dropped.
+        """
+        packets = [BUILD[kind](end(host, next(PORTS)), vip(v, NONE)) for host in hosts]
+        before = self.path.site.reasons()
+        verdicts = [self.path.run("tc_ingress", packet)[0] for packet in packets]
+        counted = self.path.site.reasons() - before
+        answered = verdicts.count(TC_ACT_REDIRECT)
+        assert verdicts.count(TC_ACT_SHOT) == len(packets) - answered
+        assert counted[Reason.RATE_LIMITED] == len(packets) - answered
+        assert counted[Reason.NO_ENDPOINTS] == answered
+        return answered
+
+
+BUILD = {
+    "udp": lambda a, b: udp(a, b, b"?"),
+    "sctp": lambda a, b: sctp(a, b, packets.SCTP_INIT),
+    "tcp": lambda a, b: tcp(a, b, flags="S"),
+}
+EACH = {4: RefusalLimit.PEER4, 6: RefusalLimit.PEER6}
+BUCKET = {"udp": RefusalLimit.ICMP, "sctp": RefusalLimit.ICMP, "tcp": RefusalLimit.RESET}
+
+
+@pytest.fixture
+def refusals(path: Path_) -> Iterator[Refusals]:
+    with path.site.pinned("refusal_limits") as limits:
+        before = dict(limits.items())
+        yield Refusals(path)
+        for key, value in before.items():
+            limits.update(key, value)
+
+
+@both
+@pytest.mark.parametrize("kind", BUILD)
+def test_refusals_stop_when_the_bucket_is_empty(refusals: Refusals, v: int, kind: str) -> None:
+    """They resume as the bucket refills, up to its burst. The other bucket is independent."""
+    other = {"tcp": "udp"}.get(kind, "tcp")
+    refusals.set(BUCKET[kind], 50)
+    refusals.set(BUCKET[other], 50)
+    assert refusals.answers(v, kind, [CLIENT[v]] * 200) == 50
+    assert refusals.answers(v, other, [CLIENT[v]] * 10) == 10
+    refusals.set(BUCKET[kind], 50, spent=47 * HOUR - HOUR // 2)
+    assert refusals.answers(v, kind, [CLIENT[v]] * 10) == 3, "three tokens have come back"
+    refusals.set(BUCKET[kind], 50, spent=-(10**9))
+    assert refusals.answers(v, kind, [CLIENT[v]] * 60) == 50, "never more than the burst"
+
+
+@both
+def test_bucket_refills_over_time(refusals: Refusals, v: int) -> None:
+    """Beyond the burst, only as many packets are answered as tokens came back meanwhile."""
+    interval = 10**9 // 20
+    refusals.set(RefusalLimit.ICMP, 5, interval)
+    start = time.monotonic_ns()
+    answered = refusals.answers(v, "udp", [CLIENT[v]] * 200)
+    passed = time.monotonic_ns() - start
+    assert 5 <= answered <= 5 + passed // interval + 1
+
+
+@both
+@pytest.mark.parametrize("kind", ["udp", "sctp"])
+def test_each_client_has_its_own_limit_of_icmp_errors(
+    refusals: Refusals, v: int, kind: str
+) -> None:
+    refusals.set(EACH[v], 6)
+    refusals.set(RefusalLimit.ICMP, 50)
+    hosts = [f"{CLIENT[v][:-1]}{100 + n + (50 if kind == 'udp' else 0)}" for n in range(2)]
+    assert refusals.answers(v, kind, [hosts[0]] * 200) == 6
+    assert refusals.answers(v, kind, [hosts[1]] * 20) == 6
+    with refusals.path.site.pinned("refused_peers") as peers:
+        peers.update(parse_addr(hosts[0]), U64.pack(time.monotonic_ns() + 4 * HOUR - HOUR // 2))
+    assert refusals.answers(v, kind, [hosts[0]] * 20) == 2
+    assert refusals.answers(v, "tcp", [hosts[1]] * 20) == 20, "resets have no such limit"
+
+
+@both
+def test_evicted_client_is_limited_by_the_nodes_bucket(refusals: Refusals, v: int) -> None:
+    """A client whose entry was evicted may get six errors again, within the node's limit."""
+    refusals.set(EACH[v], 6)
+    refusals.set(RefusalLimit.ICMP, 8)
+    host = f"{CLIENT[v][:-1]}{190 + v}"
+    assert refusals.answers(v, "udp", [host] * 20) == 6
+    spent = U64.pack(time.monotonic_ns() + 6 * HOUR)
+    with refusals.path.site.pinned("refused_peers") as peers:
+        for number in range(4 * MAPS["refused_peers"].entries):
+            peers.update(number.to_bytes(16, "little"), spent)
+        peers.delete(parse_addr(host))  # as if the kernel had evicted it as the oldest
+    assert refusals.answers(v, "udp", [host] * 20) == 2
+
+
+SETTINGS = {
+    "the kernel's defaults": ({}, (10**6, 50), (10**6, 50), (10**9, 6), (10**8, 6)),
+    "other limits": (
+        {"net.ipv4.icmp_ratelimit": "500", "net.ipv6.icmp.ratelimit": "40"},
+        (10**6, 50), (10**6, 50), (500 * 10**6, 6), (40 * 10**6, 6),
+    ),
+    "no limits": (
+        {"net.ipv4.icmp_ratelimit": "0", "net.ipv6.icmp.ratelimit": "0"},
+        (10**6, 50), (10**6, 50), (0, 6), (0, 6),
+    ),
+}  # fmt: skip
+"""The kernel's settings, then (interval in ns, burst) of ICMP errors, RSTs, each IPv4,
+IPv6 peer.
+"""
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_refusal_limits_are_the_kernels_settings(name: str) -> None:
+    settings, *wanted = SETTINGS[name]
+    told: dict[bytes, bytes] = {}
+
+    class Limits:
+        def update(self, key: bytes, value: bytes) -> None:
+            told[key] = value
+
+        def delete(self, _: bytes) -> bool:
+            return False
+
+        def items(self) -> Iterable[tuple[bytes, bytes]]:
+            return told.items()
+
+    where = f"kbpl{os.getpid()}"
+    command("ip", "netns", "add", where)
+    try:
+        at = Path("/run/netns") / where
+        defaults = {"net.ipv4.icmp_msgs_per_sec": "1000", "net.ipv4.icmp_msgs_burst": "50"}
+        for key, value in {**defaults, **settings}.items():
+            netns.run_in(at, lambda: sysctl.write(key, value))  # noqa: B023
+        if not settings:
+            ip6 = "net.ipv6.icmp.ratelimit"
+            netns.run_in(at, lambda: sysctl.write(ip6, "100"))
+        netns.run_in(at, lambda: write_refusal_limits(Limits()))
+    finally:
+        command("ip", "netns", "del", where)
+    found = [REFUSAL_LIMIT.unpack(told[U32.pack(which)])[1:] for which in RefusalLimit]
+    assert found == wanted
+
+
+@both
+@pytest.mark.parametrize("why", [Reason.NO_ENDPOINTS, Reason.UNKNOWN_PORT], ids=lambda r: r.name)
+def test_sctp_without_checksum_is_dropped_not_refused(path: Path_, v: int, why: Reason) -> None:
+    """The device would fill in a CRC in the quoted packet, too, and break the error's own
+    checksum.
+    """
+    before = path.site.reasons()
+    front = vip(v, NONE) if why is Reason.NO_ENDPOINTS else end(f"{NET[v]}{IP}", 81)
+    assert path.run("tc_ingress", sctp(client(v), front, checksum="zero"))[0] == TC_ACT_SHOT
+    assert path.site.reasons() - before == {why: 1}
+
+
+@both
+@pytest.mark.parametrize("build", [lambda a, b: tcp(a, b, flags="S"), udp, sctp],
+                         ids=["tcp", "udp", "sctp"])  # fmt: skip
+def test_unknown_port_of_a_cluster_ip_is_refused(path: Path_, v: int, build: object) -> None:
+    """Refused at a ClusterIP. Addresses of other kinds may have other ports, so there it passes."""
+    before = path.site.reasons()
+    own = client(v)
+    retval, got = path.run("tc_ingress", build(own, end(f"{NET[v]}{IP}", 81)))
+    assert retval == TC_ACT_REDIRECT
+    found = parse(got, l2=False)
+    about = found.embedded or parse(build(own, end(f"{NET[v]}{IP}", 81)), l2=False)
+    assert (about.source, about.destination) == (own, end(f"{NET[v]}{IP}", 81))
+    assert found.protocol in ("tcp", "icmp", "icmp6")
+    counted = path.site.reasons() - before
+    assert (counted[Reason.UNKNOWN_PORT], counted[Reason.NO_ENDPOINTS]) == (1, 0)
+    other = build(own, end(f"{NET[v]}{CLUSTER}", 81))
+    assert path.run("tc_ingress", other) == (TC_ACT_UNSPEC, other)
+
+
+@both
+@pytest.mark.parametrize("build", [lambda a, b: tcp(a, b, flags="S"), udp], ids=["tcp", "udp"])
+def test_client_outside_source_ranges_is_dropped(path: Path_, v: int, build: object) -> None:
+    before = path.site.reasons()[Reason.NOT_ALLOWED]
+    assert path.run("tc_ingress", build(client(v), vip(v, RESTRICTED)))[0] == TC_ACT_SHOT
+    assert path.site.reasons()[Reason.NOT_ALLOWED] == before + 1

@@ -1,0 +1,439 @@
+# SPDX-License-Identifier: Apache-2.0
+"""States of connections, by TCP's flags and ends, SCTP's and UDP's."""
+
+import pytest
+
+from kbpf.dataplane.bpf.maps.flow_entries import STATE
+from kbpf.dataplane.bpf.maps.layout import (
+    FLOW,
+    FinFlag,
+    NodeFlag,
+    Reason,
+    Role,
+    TcpState,
+    pack_target,
+)
+from kbpf.model.address import parse_addr
+from tests.programs.packets.path.single_packets import (
+    CLIENT,
+    CLOSES,
+    CLUSTER,
+    KINDS,
+    LOCAL,
+    NET,
+    NODE,
+    REMOTE,
+    ROUTER,
+    SPARE_PORTS,
+    TALKS,
+    Path_,
+    age,
+    both,
+    client,
+    delete_entry,
+    end,
+    ends,
+    entries_of,
+    established,
+    masked,
+    owner,
+    pod,
+    segment,
+    send_segments,
+    states,
+    vip,
+)
+from tests.support.packets import packets
+from tests.support.packets.packets import Talk, icmp_error, sctp, tcp, udp
+from tests.support.packets.parse import parse
+from tests.support.packets.test_run import TC_ACT_SHOT, TC_ACT_UNSPEC
+
+# ---- TCP's states --------------------------------------------------------------------------------
+
+
+HANDSHAKE = "S <SA A"
+LIVE = f"{HANDSHAKE} A+ <A"
+ALIVE = {
+    "the SYN-ACK was lost": "S <SA S",
+    "forged SYN": f"{LIVE} S!",
+    "forged FIN and SYN": f"{LIVE} FA! S!",
+    "the client has closed, and its port is used again": f"{LIVE} FA S",
+    "the backend has closed, and the client's port is used again": f"{LIVE} <FA S S",
+    "forged RST and SYN": f"{LIVE} R! S!",
+    "forged RST of the backend": f"{LIVE} <R!",
+    "RST out of window": f"{LIVE} R",
+}
+
+
+@both
+@pytest.mark.parametrize("story", ALIVE)
+def test_connection_that_may_be_alive_keeps_its_entries(path: Path_, v: int, story: str) -> None:
+    """Only the two ends know whether a SYN or a RST is genuine; until they react, nothing
+    changes.
+    """
+    before = path.site.reasons()[Reason.NEW_FLOW]
+    own, source = send_segments(path, v, ALIVE[story])
+    assert source.startswith(end(NODE[v], 0)[:-1])
+    for word in ("S", "A+") if "used again" in story else ("A+",):
+        assert segment(path, v, own, word) == source, word
+    segment(path, v, own, "<A", source)
+    assert path.site.reasons()[Reason.NEW_FLOW] == before + 1
+    assert states(path, own) <= {TcpState.ESTABLISHED, TcpState.CLOSING}
+
+
+PROVEN, UNPROVEN = TcpState.ESTABLISHED, TcpState.UNPROVEN
+STATES = {
+    "S": TcpState.NEW,
+    "S <A": TcpState.NEW,  # the backend has an older connection and sends a challenge ACK
+    "S <SA": TcpState.ANSWERED,
+    "S <RA": TcpState.CLOSED,
+    "S <SA R": TcpState.CLOSED,
+    # The client alone proves nothing, whether its segments are forged, damaged or genuine.
+    "S <SA A! A+! FA! R!": TcpState.ANSWERED,
+    "S <SA A!~": TcpState.ANSWERED,
+    "S <SA A": UNPROVEN,
+    "S <SA A~": UNPROVEN,
+    "S <SA A A+ A+": UNPROVEN,
+    # A backend that answered a SYN repeats its SYN-ACK or an ACK, whatever it receives.
+    "S <SA S! <A": TcpState.ANSWERED,
+    "S <SA A! <A <SA <A": TcpState.ANSWERED,
+    "S <SA A <A <SA A <A": UNPROVEN,
+    # Proof: the backend sends data, or acknowledges some.
+    "S <SA A <A+": PROVEN,
+    "S <SA A+ <A": PROVEN,
+    "S <SA A+~ <A": UNPROVEN,
+    # FIN and RST count if their sequence numbers are plausible.
+    **{f"{LIVE} {forged}": PROVEN for forged in (
+        "FA!", "<FA!", "R!", "<R!", "RA!", "<RA!", "S!", "SA!", "<SA!", "FA!~", "R!~", "A!", "A+!",
+        "A+! R!", "R! <R! FA! <FA!",
+    )},
+    f"{LIVE} FA": TcpState.CLOSING,
+    f"{LIVE} <FA": TcpState.CLOSING,
+    f"{LIVE} FA <A <A+": TcpState.CLOSING,
+    f"{LIVE} FA S! <A": TcpState.CLOSING,
+    f"{LIVE} FA <FA": TcpState.CLOSED,
+    f"{LIVE} FA <FA R! <R! A": TcpState.CLOSED,
+    f"{LIVE} R": TcpState.CLOSED,
+    f"{LIVE} <R": TcpState.CLOSED,
+    f"{LIVE} <RA": TcpState.CLOSED,
+    f"{LIVE} A+ RA": TcpState.CLOSED,  # data was still unacknowledged
+    f"{HANDSHAKE} FA <FA": TcpState.CLOSED,
+    # The client uses the port again; we do not know whether its old connection is gone.
+    f"{LIVE} R S": TcpState.NEW,
+}  # fmt: skip
+"""Segments of a connection → the state of all its entries."""
+
+
+@both
+@pytest.mark.parametrize("which", [CLUSTER, LOCAL], ids=["Cluster", "Local"])
+@pytest.mark.parametrize("script", STATES)
+def test_tcp_state_after_segments(path: Path_, v: int, which: int, script: str) -> None:
+    own, _ = send_segments(path, v, script, which=which)
+    assert states(path, own) == {STATES[script]}
+
+
+@both
+def test_syn_after_both_fins_begins_a_new_flow(path: Path_, v: int) -> None:
+    """The client uses its port again. Late packets of the old connection do not end the new one."""
+    own, source = established(path, v, "tcp")
+    send_segments(path, v, "FA <FA", own, source)
+    before = path.site.reasons()[Reason.NEW_FLOW]
+    again = segment(path, v, own, "S")
+    assert path.site.reasons()[Reason.NEW_FLOW] == before + 1, "a new backend is chosen"
+    assert segment(path, v, own, "S") == again, "the SYN is repeated"
+    assert path.site.reasons()[Reason.NEW_FLOW] == before + 1
+    send_segments(path, v, "<SA A+ <A", own, again)
+    if again != source:
+        path.run("tc_ingress", tcp(pod(v), source, flags="RA"))
+    question = {own, vip(v, CLUSTER)}
+    entries = path.site.entries("flows").items()
+    (raw,) = [raw for key, raw in entries if set(ends(key)) == question]
+    assert FLOW.unpack(raw)[9] == TcpState.ESTABLISHED
+
+
+@both
+@pytest.mark.parametrize("closed", [True, False])
+def test_closed_flow_of_a_deleted_service_is_forgotten(path: Path_, v: int, closed: bool) -> None:
+    """The node itself now answers at the address, and the client uses the same port."""
+    own, source = established(path, v, "tcp")
+    if closed:
+        send_segments(path, v, "FA <FA", own, source)
+    key = pack_target(parse_addr(f"{NET[v]}{CLUSTER}"), 80, 6)
+    with path.site.pinned("services") as frontends:
+        value = frontends.lookup(key)
+        assert value is not None
+        frontends.delete(key)
+        try:
+            for flags in ("S", "A"):
+                packet = tcp(own, vip(v, CLUSTER), flags=flags)
+                assert (path.run("tc_ingress", packet)[1] == packet) == closed, flags
+        finally:
+            frontends.update(key, value)
+    assert (entries_of(path, own) == []) == closed
+
+
+@both
+@pytest.mark.parametrize(
+    ("script", "gives"), [("S", True), ("S <SA", True), ("S <SA A", False), ("S <SA A <A", False)]
+)
+def test_handshake_gives_up_its_port_when_none_is_free(
+    path: Path_, v: int, script: str, gives: bool
+) -> None:
+    """The range has one port, as if a flood had taken all others. A handshake gives its port to a
+    new client; one that has acknowledged the backend's number keeps it for 5 s.
+    """
+    only_port = next(SPARE_PORTS)
+    path.node(NodeFlag(0), only_port, only_port)
+    own, _ = send_segments(path, v, script)
+    age(path, own, -60)  # so that it stays young, however long this test takes
+    syn = tcp(client(v), vip(v, CLUSTER), flags="S")
+    assert path.run("tc_ingress", syn)[0] == (TC_ACT_UNSPEC if gives else TC_ACT_SHOT)
+    assert (entries_of(path, own) == []) == gives
+    age(path, own, 66)
+    assert path.run("tc_ingress", syn)[0] == TC_ACT_UNSPEC, "after 5 s any client gets it"
+
+
+LOST = {
+    "replies to the node": lambda path, v, own, source: (source, pod(v)),
+    "packets in the stack": lambda path, v, own, source: (own, pod(v)),
+}
+"""Which entry of a masqueraded flow is missing."""
+
+
+@both
+@pytest.mark.parametrize("missing", LOST)
+@pytest.mark.parametrize("script", ["S", "S <SA", f"{LIVE} R", f"{LIVE} FA"])
+def test_syn_of_a_flow_with_a_missing_entry_begins_again(
+    path: Path_, v: int, script: str, missing: str
+) -> None:
+    """Whatever deleted an entry (another CPU, an agent), the client must not wait for ever."""
+    own, source = send_segments(path, v, script)
+    delete_entry(path, own, LOST[missing](path, v, own, source))
+    before = path.site.reasons()[Reason.NEW_FLOW]
+    TALKS.pop(own)
+    own, source = send_segments(path, v, LIVE, own)
+    assert source.startswith(end(NODE[v], 0)[:-1])
+    assert path.site.reasons()[Reason.NEW_FLOW] == before + 1
+    assert states(path, own) == {TcpState.ESTABLISHED}
+
+
+@both
+@pytest.mark.parametrize("missing", LOST)
+@pytest.mark.parametrize(("seconds", "again"), [(-60, False), (2, True)])
+def test_datagram_of_a_flow_with_a_missing_entry_begins_again(
+    path: Path_, v: int, seconds: int, again: bool, missing: str
+) -> None:
+    """Not every datagram checks for them, because some clients send forever without a reply."""
+    own = client(v)
+    question = udp(own, vip(v, CLUSTER), b"?")
+    source = masked(path, path.run("tc_ingress", question)[1],
+                    lambda a, b: udp(a, b, b"?"), pod(v), v)  # fmt: skip
+    delete_entry(path, own, LOST[missing](path, v, own, source))
+    age(path, own, seconds)
+    before = path.site.reasons()[Reason.NEW_FLOW]
+    _, inside = path.run("tc_ingress", question)
+    assert parse(inside, l2=False).destination == pod(v)
+    assert path.site.reasons()[Reason.NEW_FLOW] == before + again
+
+
+@both
+@pytest.mark.parametrize("kind", ["tcp", "udp"])
+def test_policy_local_drops_only_clients_from_outside(path: Path_, v: int, kind: str) -> None:
+    """No endpoint is on this node: outside clients get no reply, pods of this node are served."""
+    build, front = KINDS[kind], vip(v, REMOTE)
+    verdict, _ = path.run("tc_ingress", build(client(v), front))
+    assert verdict == TC_ACT_SHOT
+    path.set_loopback_role(Role.POD)
+    own = client(v)
+    path.go("tc_ingress", build(own, front), build(own, pod(v)))
+
+
+@both
+@pytest.mark.parametrize("lives", [True, False])
+def test_datagram_of_a_deleted_backend_begins_a_new_flow(path: Path_, v: int, lives: bool) -> None:
+    """A client may send forever from one port, while another pod may have the address by now."""
+    own, front, back = client(v), vip(v, LOCAL), pod(v)
+    question = udp(own, front, b"?")
+    path.go("tc_ingress", question, udp(own, back, b"?"))
+    path.go("tc_egress", udp(back, own, b"!"), udp(front, own, b"!"))
+    (backend,) = backends_of(path, own)
+    with path.site.pinned("flows") as flows:
+        for key, raw in list(flows.items()):
+            if owner(raw) == own and not lives:
+                had = FLOW.unpack(raw)
+                flows.update(key, FLOW.pack(*had[:8], 0xFFFF_FFFF, *had[9:]))
+    before = path.site.reasons()[Reason.NEW_FLOW]
+    path.go("tc_ingress", question, udp(own, back, b"?"))
+    assert path.site.reasons()[Reason.NEW_FLOW] == before + (not lives)
+    assert backends_of(path, own) == {backend}
+
+
+@both
+def test_replies_seen_at_egress_only_end_the_flow(path: Path_, v: int) -> None:
+    """Another program left the source of the client's packets as it was, so the backend's packets
+    go to the client and are seen at egress only.
+    """
+    own, talk = client(v), Talk()
+    for word in f"{LIVE} FA <FA A".split():
+        back = word.startswith("<")
+        packet = talk.segment(word, *((pod(v), own) if back else (own, vip(v, CLUSTER))))
+        path.run("tc_egress" if back else "tc_ingress", packet)
+    question = {own, vip(v, CLUSTER)}
+    found = {raw[STATE] for key, raw in path.site.entries("flows").items()
+             if set(ends(key)) == question}  # fmt: skip
+    assert found == {TcpState.CLOSED}
+
+
+@both
+def test_sctp_association_is_established_by_cookie_ack(path: Path_, v: int) -> None:
+    own = client(v)
+    for kind, want in ((2, TcpState.ANSWERED), (6, TcpState.ANSWERED), (11, PROVEN)):
+        path.run("tc_ingress", sctp(own, vip(v, LOCAL)))
+        path.run("tc_egress", sctp(pod(v), own, packets.chunk(kind), tag=5))
+        assert states(path, own) == {want}, kind
+
+
+@both
+def test_sctp_association_outlives_its_backend(path: Path_, v: int) -> None:
+    """As a TCP connection does. Only an INIT begins one."""
+    own = client(v)
+    data = sctp(own, vip(v, CLUSTER), b"\0" * 8)
+    assert path.run("tc_ingress", data) == (TC_ACT_UNSPEC, data)
+    path.run("tc_ingress", sctp(own, vip(v, CLUSTER)))
+    with path.site.pinned("backends") as backends:
+        kept = list(backends.items())
+        try:
+            for key, _ in kept:
+                backends.delete(key)
+            _, got = path.run("tc_ingress", data)
+            assert parse(got, l2=False).destination == pod(v)
+        finally:
+            for key, value in kept:
+                backends.update(key, value)
+
+
+@both
+def test_fin_after_a_reset_closes_the_flow(path: Path_, v: int) -> None:
+    own, source = established(path, v, "tcp")
+    send_segments(path, v, "R <FA", own, source)
+    assert states(path, own) == {TcpState.CLOSED}
+
+
+@both
+def test_icmp_error_does_not_count_as_an_answer(path: Path_, v: int) -> None:
+    """A router that cannot deliver the SYN sent the error; the backend has not answered."""
+    own = client(v)
+    _, inside = path.run("tc_ingress", tcp(own, vip(v, CLUSTER), flags="S"))
+    _, sent = path.run("tc_egress", inside)
+    _, got = path.run("tc_ingress", icmp_error("host unreachable", ROUTER[v], sent))
+    assert parse(got, l2=False).destination == CLIENT[v], "it goes to the client"
+    assert states(path, own) == {TcpState.NEW}
+
+
+@both
+@pytest.mark.parametrize("way", CLOSES)
+def test_end_of_a_connection_closes_all_its_entries(path: Path_, v: int, way: str) -> None:
+    """Otherwise its SNAT port would be held for an hour, or for a day."""
+    own, source = send_segments(path, v, LIVE)
+    assert states(path, own) == {TcpState.ESTABLISHED}
+    send_segments(path, v, " ".join(CLOSES[way]), own, source)
+    assert states(path, own) == {TcpState.CLOSED}
+
+
+@both
+@pytest.mark.parametrize("last", ["FA", "<FA"], ids=["client", "backend"])
+def test_first_fin_marks_all_entries_as_closing(path: Path_, v: int, last: str) -> None:
+    own, _ = send_segments(path, v, f"S <SA {last}")
+    assert states(path, own) == {TcpState.CLOSING}
+
+
+@both
+@pytest.mark.parametrize("last", ["client", "backend"])
+def test_simultaneous_fins_close_the_flow(path: Path_, v: int, last: str) -> None:
+    """Two CPUs each saw one FIN; the next ACK of either side closes the entries."""
+    own, source = established(path, v, "tcp")
+    with path.site.pinned("flows") as flows:
+        for key, raw in list(flows.items()):
+            if raw in entries_of(path, own):
+                ends = bytes((TcpState.CLOSING, FinFlag.CLIENT | FinFlag.BACKEND))
+                flows.update(key, raw[:STATE] + ends + raw[STATE + 2 :])
+    segment(path, v, own, "<A" if last == "backend" else "A", source)
+    assert states(path, own) == {TcpState.CLOSED}
+
+
+@both
+def test_connection_with_policy_local_is_closed(path: Path_, v: int) -> None:
+    """It has no SNAT port, and its packets pass egress unchanged."""
+    own = client(v)
+    for word in f"{LIVE} <FA FA".split():
+        segment(path, v, own, word, own, LOCAL)
+    assert states(path, own) == {TcpState.CLOSED}
+
+
+QUIET = {
+    "question": lambda v, found: vip(v, CLUSTER) in found,
+    "answer": lambda v, found: any(one.startswith(end(NODE[v], 0)[:-1]) for one in found),
+}
+
+
+@both
+@pytest.mark.parametrize("quiet", QUIET)
+def test_flow_lives_while_either_side_sends(path: Path_, v: int, quiet: str) -> None:
+    """Datagrams in one direction for a long time do not refresh the entry of the other
+    direction.
+    """
+    own = client(v)
+    source = masked(path, path.run("tc_ingress", udp(own, vip(v, CLUSTER), b"?"))[1],
+                    lambda a, b: udp(a, b, b"?"), pod(v), v)  # fmt: skip
+    with path.site.pinned("flows") as found:
+        for key, raw in list(found.items()):
+            if owner(raw) == own and QUIET[quiet](v, ends(key)):
+                found.update(key, bytes(8) + raw[8:])
+    inside = path.go("tc_ingress", udp(pod(v), source, b"!"), udp(pod(v), own, b"!"))
+    path.go("tc_egress", inside, udp(vip(v, CLUSTER), own, b"!"))
+    _, inside = path.run("tc_ingress", udp(own, vip(v, CLUSTER), b"?"))
+    assert parse(path.run("tc_egress", inside)[1], l2=False).source == source, "the same flow"
+
+
+@both
+def test_replies_to_the_node_keep_a_flow_alive(path: Path_, v: int) -> None:
+    """With redirected packets they are all that is seen of a backend that keeps sending."""
+    own = client(v)
+    source = masked(path, path.run("tc_ingress", udp(own, vip(v, CLUSTER), b"?"))[1],
+                    lambda a, b: udp(a, b, b"?"), pod(v), v)  # fmt: skip
+    with path.site.pinned("flows") as found:
+        for key, raw in list(found.items()):
+            if owner(raw) == own and source not in ends(key):
+                found.update(key, bytes(8) + raw[8:])
+    before = path.site.reasons()[Reason.NEW_FLOW]
+    path.run("tc_ingress", udp(own, vip(v, CLUSTER), b"?"))
+    assert path.site.reasons()[Reason.NEW_FLOW] == before
+
+
+@both
+def test_repeated_syn_ack_does_not_end_the_flow(path: Path_, v: int) -> None:
+    """The backend had not yet received the client's ACK and FIN."""
+    own, source = established(path, v, "tcp")
+    segment(path, v, own, "FA")
+    for word in ("<SA", "<A"):
+        assert segment(path, v, own, word, source) == vip(v, CLUSTER), word
+    assert states(path, own) == {TcpState.CLOSING}
+    assert len(entries_of(path, own)) == 3
+
+
+@both
+def test_packet_of_an_expired_flow_passes_untouched(path: Path_, v: int) -> None:
+    own = client(v)
+    source = masked(path, path.run("tc_ingress", udp(own, vip(v, CLUSTER), b"?"))[1],
+                    lambda a, b: udp(a, b, b"?"), pod(v), v)  # fmt: skip
+    with path.site.pinned("flows") as found:
+        for key, raw in list(found.items()):
+            if owner(raw) == own:
+                found.update(key, bytes(8) + raw[8:])
+    answer = udp(pod(v), source, b"!")
+    assert path.run("tc_ingress", answer) == (TC_ACT_UNSPEC, answer)
+
+
+def backends_of(path: Path_, own: str) -> set[int]:
+    """The backends' ids in the entries of this client's flow."""
+    return {FLOW.unpack(raw)[8] for raw in entries_of(path, own)}

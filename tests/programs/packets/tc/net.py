@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs on devices by both methods, TCX and clsact.
+
+Hand-assembled programs count frames of an unused EtherType, each in its own element of a map, so a
+frame that no program saw is missing from the sum.
+"""
+
+import itertools
+import shutil
+import socket
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from kbpf.kernel.bpf import objects
+from kbpf.kernel.bpf.objects import Map, Program
+from kbpf.kernel.bpf.tc import (
+    ATTACH_TYPE,
+    Attachment,
+    AttachMethod,
+    Direction,
+    FilterIdentity,
+    TcAttacher,
+)
+from kbpf.kernel.bpf.uapi import BPF_PROG_TYPE_SCHED_CLS
+from kbpf.kernel.system import netns
+from tests.support.features import lacking, needs
+from tests.support.lab.lab import ip, run
+
+T = TypeVar("T")
+
+
+ETHERTYPE = 0x88B5  # for local experiments: no other frame on the veth pair has it
+
+NEXT = -1  # TC_ACT_UNSPEC and TCX_NEXT: continue with the next program
+_numbers = itertools.count(1)
+
+both_ways = pytest.mark.parametrize(
+    "how", [pytest.param(AttachMethod.TCX, marks=needs("tcx")), AttachMethod.CLSACT]
+)
+both_directions = pytest.mark.parametrize("direction", list(Direction))
+
+
+def insn(code: int, regs: int = 0, off: int = 0, imm: int = 0) -> bytes:
+    """One instruction; `regs`: source in the high half, destination in the low one."""
+    return struct.pack("=BBhi", code, regs, off, imm)
+
+
+LEAVE = insn(0xB7, 0, 0, NEXT) + insn(0x95)
+
+
+def idle(name: str = "idle") -> Program:
+    """A program that lets everything pass."""
+    return Program.load(name, BPF_PROG_TYPE_SCHED_CLS, 0, LEAVE)
+
+
+def counting(seen: Map, place: int) -> Program:
+    """A program that counts our frames in this element of an array."""
+    count = (
+        insn(0x62, 0x0A, -4, place)  # *(u32 *)(r10 - 4) = place
+        + insn(0xBF, 0xA2)  # r2 = r10
+        + insn(0x07, 0x02, 0, -4)  # r2 -= 4
+        + insn(0x18, 0x11, 0, seen.fd)  # r1 = map
+        + insn(0)
+        + insn(0x85, 0, 0, 1)  # r0 = lookup
+        + insn(0x15, 0x00, 2, 0)  # if r0 == 0 leave
+        + insn(0xB7, 0x01, 0, 1)  # r1 = 1
+        + insn(0xDB, 0x10)  # lock *(u64 *)r0 += r1
+    )
+    wanted = socket.htons(ETHERTYPE)
+    check = insn(0x61, 0x12, 16) + insn(0x55, 0x02, len(count) // 8, wanted)  # skb->protocol
+    return Program.load(f"count{place}", BPF_PROG_TYPE_SCHED_CLS, 0, check + count + LEAVE)
+
+
+@dataclass
+class Net:
+    """A network namespace with a veth pair, `here` and `far`, and a folder for pins."""
+
+    name: str
+    folder: Path = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.folder = Path("/sys/fs/bpf") / self.name
+        self.folder.mkdir()
+        ip(f"netns add {self.name}")
+        self.ip("link add here type veth peer name far", "link set here up", "link set far up")
+
+    def ip(self, *lines: str) -> None:
+        """Runs iproute2 commands in the namespace."""
+        ip(*lines, netns=self.name)
+
+    def tc(self, *words: str) -> str:
+        """Runs one tc command in the namespace, as another agent would."""
+        return run("nsenter", f"--net=/run/netns/{self.name}", "tc", *words)  # -n hides the pins
+
+    def inside(self, action: Callable[[], T]) -> T:
+        """Runs `action` in the namespace."""
+        return netns.run_in(Path("/run/netns") / self.name, action)
+
+    def index(self, device: str) -> int:
+        """The index of a device."""
+        return self.inside(lambda: socket.if_nametoindex(device))
+
+    def ours(
+        self,
+        how: AttachMethod | None,
+        action: Callable[[TcAttacher], T],
+        mark: FilterIdentity | None = None,
+    ) -> T:
+        """Runs `action` with a new TcAttacher in the namespace, as a start of the agent does."""
+
+        def work() -> T:
+            with TcAttacher(self.folder, how, mark or FilterIdentity()) as tc:
+                return action(tc)
+
+        return self.inside(work)
+
+    def attach(
+        self,
+        how: AttachMethod,
+        program: Program,
+        to: Direction = Direction.INGRESS,
+        device: str = "here",
+    ) -> Attachment | None:
+        """Attaches with a new TcAttacher."""
+        return self.ours(how, lambda tc: tc.attach(self.index(device), to, program))
+
+    def attached(self, device: str = "here") -> tuple[Attachment, ...]:
+        """What a new TcAttacher reads back."""
+        return self.ours(None, lambda tc: tc.list_attached(self.index(device)))
+
+    def detach_all(self) -> None:
+        """Detaches all of our programs."""
+        self.ours(None, lambda tc: [tc.detach(one) for one in tc.list_all()])
+
+    def qdiscs(self, device: str = "here") -> str:
+        """The qdisc in clsact's place, as tc shows it."""
+        return " ".join(
+            line.split()[1]
+            for line in self.tc("qdisc", "show", "dev", device).splitlines()
+            if "ffff:fff1" in line
+        )
+
+    def filters(self, direction: Direction, device: str = "here") -> list[str]:
+        """Names of the clsact filters in the order in which they run, as tc shows them."""
+        lines = self.tc("filter", "show", "dev", device, direction).splitlines()
+        return [line.split(" handle ")[1].split()[1] for line in lines if "direct-action" in line]
+
+    def tcx(self, direction: Direction, device: str = "here") -> list[int]:
+        """Ids of the TCX programs in the order in which they run; empty if the kernel has
+        no TCX.
+        """
+        if lacking("tcx"):
+            return []
+        index = self.index(device)
+        return list(self.inside(lambda: objects.list_attached(index, ATTACH_TYPE[direction])))
+
+    def wire(self, direction: Direction) -> socket.socket:
+        """A packet socket on the device from which frames pass `here` in this direction."""
+        device = "far" if direction is Direction.INGRESS else "here"
+
+        def work() -> socket.socket:
+            made = socket.socket(socket.AF_PACKET, socket.SOCK_RAW)
+            made.bind((device, ETHERTYPE))
+            return made
+
+        return self.inside(work)
+
+    def close(self) -> None:
+        """Deletes the pins and the namespace."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        ip(f"netns del {self.name}")
+
+
+def program_id(program: Program) -> int:
+    return program.read_info().id

@@ -1,0 +1,316 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which packets programs on devices see, by both methods, TCX and clsact; what is read back, and
+what remains when they are detached or their device is deleted.
+"""
+
+import os
+import struct
+import threading
+from pathlib import Path
+
+import pytest
+
+from kbpf.errors import KernelError
+from kbpf.kernel.bpf import objects
+from kbpf.kernel.bpf.objects import Link, Map, Program
+from kbpf.kernel.bpf.tc import Attachment, AttachMethod, Direction, TcAttacher, probe_tcx
+from kbpf.kernel.system import netns
+from tests.programs.packets.tc.net import (
+    ETHERTYPE,
+    Net,
+    both_directions,
+    both_ways,
+    counting,
+    insn,
+    program_id,
+)
+from tests.support.features import needs
+from tests.support.lab.lab import ip, until
+
+FRAME = bytes(6) + bytes(6) + ETHERTYPE.to_bytes(2, "big") + bytes(50)
+
+
+def counts(seen: Map) -> list[int]:
+    """The count of each program."""
+    return [int.from_bytes(seen.lookup(struct.pack("=I", i)) or b"", "little") for i in range(4)]
+
+
+# ---- seeing packets ----------------------------------------------------------------------------
+
+
+@both_ways
+@both_directions
+def test_program_sees_each_packet_of_its_direction_once(
+    net: Net, seen: Map, programs: list[Program], how: AttachMethod, direction: Direction
+):
+    made = net.attach(how, programs[0], direction)
+    assert made == Attachment(net.index("here"), direction, how, program_id(programs[0]))
+    for way in Direction:
+        with net.wire(way) as wire:
+            for _ in range(100 if way is direction else 7):
+                wire.send(FRAME)
+    until("100 frames are counted", lambda: counts(seen) == [100, 0, 0, 0])
+
+
+@both_ways
+@both_directions
+def test_no_packet_is_lost_while_programs_are_swapped(
+    net: Net, seen: Map, programs: list[Program], how: AttachMethod, direction: Direction
+):
+    net.attach(how, programs[0], direction)
+    index, done, sent = net.index("here"), threading.Event(), [0]
+    failures: list[str] = []
+
+    def send() -> None:
+        with net.wire(direction) as wire:
+            while not done.is_set():
+                for _ in range(50):  # far less than a CPU's backlog holds
+                    wire.send(FRAME)
+                sent[0] += 50
+                try:
+                    until("they are counted", lambda: sum(counts(seen)) >= sent[0])
+                except AssertionError as error:
+                    failures.append(str(error))
+                    return
+
+    def swap(tc: TcAttacher) -> int:
+        swaps = 0
+        while swaps < 2_000 or sent[0] < 50_000:
+            swaps += 1
+            tc.attach(index, direction, programs[swaps % 2])
+            if failures:
+                break
+        return swaps
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    try:
+        swaps = net.ours(how, swap)
+    finally:
+        done.set()
+        sender.join()
+    assert not failures, f"{counts(seen)} of {sent[0]} frames"
+    assert swaps >= 2_000
+    assert sum(counts(seen)) == sent[0]
+    assert min(counts(seen)[:2]) > 0
+
+
+# ---- reading back ------------------------------------------------------------------------------
+
+
+@both_ways
+def test_attachments_of_an_earlier_agent_are_read_and_replaced(
+    net: Net, programs: list[Program], how: AttachMethod
+):
+    for direction in Direction:
+        net.attach(how, programs[0], direction)
+    index, old, new = net.index("here"), program_id(programs[0]), program_id(programs[1])
+    assert net.attached() == tuple(Attachment(index, d, how, old) for d in Direction)
+    assert net.attached("far") == ()
+    net.attach(how, programs[1], Direction.EGRESS)
+    assert {one.direction: one.program_id for one in net.attached()} == {
+        Direction.INGRESS: old,
+        Direction.EGRESS: new,
+    }
+    everything = net.ours(None, TcAttacher.list_all)
+    assert sorted(everything, key=str) == sorted(net.attached(), key=str)
+
+
+@both_ways
+def test_programs_outlive_the_process_that_attached_them(net: Net, seen: Map, how: AttachMethod):
+    with counting(seen, 0) as program:
+        net.attach(how, program)
+    with net.wire(Direction.INGRESS) as wire:
+        wire.send(FRAME)
+    until("the frame is counted", lambda: counts(seen)[0] == 1)
+
+
+@needs("tcx")
+def test_pin_under_another_devices_name_is_ignored(net: Net, programs: list[Program]):
+    here, far = net.index("here"), net.index("far")
+    net.attach(AttachMethod.TCX, programs[0])
+    (net.folder / f"{here}-ingress").rename(net.folder / f"{far}-ingress")
+    assert net.attached("far") == net.attached("here") == ()
+
+
+@needs("tcx")
+def test_attaching_again_keeps_the_link(net: Net, programs: list[Program]):
+    def links() -> list[int]:
+        with Link.open(net.folder / f"{net.index('here')}-ingress") as link:
+            return [link.read_info().id]
+
+    net.attach(AttachMethod.TCX, programs[0])
+    before = links()
+    net.attach(AttachMethod.TCX, programs[0])
+    net.attach(AttachMethod.TCX, programs[1])
+    assert links() == before
+    assert net.tcx(Direction.INGRESS) == [program_id(programs[1])]
+
+
+@both_ways
+def test_detach_leaves_nothing(net: Net, seen: Map, programs: list[Program], how: AttachMethod):
+    for direction in Direction:
+        net.attach(how, programs[0], direction)
+    net.detach_all()
+    net.detach_all()
+    assert net.attached() == ()
+    assert net.qdiscs() == ""
+    assert list(net.folder.iterdir()) == []
+    with net.wire(Direction.INGRESS) as wire:
+        wire.send(FRAME)
+    net.attach(how, programs[1])
+    with net.wire(Direction.INGRESS) as wire:
+        wire.send(FRAME)
+    until("the frame is counted", lambda: counts(seen) == [0, 1, 0, 0])
+
+
+@needs("tcx")
+def test_unfinished_attachment_is_repeated(net: Net, programs: list[Program]):
+    index = net.index("here")
+    with net.inside(lambda: Link.attach(programs[0], index, 46)) as link:
+        link.pin(net.folder / f"new-{index}-ingress")
+    net.attach(AttachMethod.TCX, programs[0])
+    assert [path.name for path in net.folder.iterdir()] == [f"{index}-ingress"]
+    assert net.tcx(Direction.INGRESS) == [program_id(programs[0])]
+
+
+# ---- devices that are deleted ------------------------------------------------------------------
+
+
+@both_ways
+def test_missing_device_is_no_error(net: Net, programs: list[Program], how: AttachMethod):
+    gone = 4711
+    assert net.ours(how, lambda tc: tc.attach(gone, Direction.INGRESS, programs[0])) is None
+    assert net.ours(how, lambda tc: tc.list_attached(gone)) == ()
+    net.ours(how, lambda tc: tc.detach(Attachment(gone, Direction.INGRESS, how, 1)))
+
+
+@both_ways
+def test_deleted_device_leaves_no_pins(net: Net, programs: list[Program], how: AttachMethod):
+    for direction in Direction:
+        net.attach(how, programs[0], direction)
+    kept = len(list(net.folder.iterdir()))
+    index = net.index("here")
+    net.ip("link del here")
+    assert net.ours(None, TcAttacher.list_all) == ()
+    assert net.ours(None, lambda tc: tc.list_attached(index)) == ()
+    assert net.ours(None, TcAttacher.sweep) == kept > 0
+    assert list(net.folder.iterdir()) == []
+
+
+@both_ways
+def test_device_deleted_between_two_attaches_is_no_error(
+    net: Net, programs: list[Program], how: AttachMethod
+):
+    index = net.index("here")
+
+    def work(tc: TcAttacher) -> Attachment | None:
+        tc.attach(index, Direction.INGRESS, programs[0])
+        net.ip("link del here")
+        return tc.attach(index, Direction.INGRESS, programs[1])
+
+    assert net.ours(how, work) is None
+
+
+@needs("tcx")
+def test_device_deleted_before_the_replacement_is_no_error(
+    net: Net, programs: list[Program], monkeypatch: pytest.MonkeyPatch
+):
+    def goes(*_: object) -> bool:
+        net.ip("link del here")
+        return True
+
+    index = net.index("here")
+    net.attach(AttachMethod.TCX, programs[0])
+    monkeypatch.setattr("kbpf.kernel.bpf.tc._is_running", goes)
+    assert (
+        net.ours(AttachMethod.TCX, lambda tc: tc.attach(index, Direction.INGRESS, programs[1]))
+        is None
+    )
+
+
+@both_ways
+def test_new_device_with_the_same_index_has_no_attachments(
+    net: Net, programs: list[Program], how: AttachMethod
+):
+    net.ip("link add again index 77 type veth peer name other")
+    net.attach(how, programs[0], device="again")
+    net.ip("link del again", "link add again index 77 type veth peer name other")
+    assert net.attached("again") == ()
+    net.attach(how, programs[1], device="again")
+    assert [one.program_id for one in net.attached("again")] == [program_id(programs[1])]
+
+
+@needs("tcx")
+def test_device_moved_to_another_namespace_is_detached(net: Net, programs: list[Program]):
+    net.attach(AttachMethod.TCX, programs[0])
+    index, elsewhere = net.index("here"), f"{net.name}b"
+    ip(f"netns add {elsewhere}")
+    try:
+        net.ip(f"link set here netns {elsewhere}")
+
+        def there() -> tuple[int, ...]:
+            return netns.run_in(
+                Path("/run/netns") / elsewhere, lambda: objects.list_attached(index, 46)
+            )
+
+        assert there() == (program_id(programs[0]),)
+        assert net.ours(None, TcAttacher.list_all) == ()
+        assert net.ours(None, TcAttacher.sweep) == 1
+        assert there() == ()
+    finally:
+        ip(f"netns del {elsewhere}")
+
+
+# ---- results of the kernel ---------------------------------------------------------------------
+
+
+def test_probe_agrees_with_a_real_link(net: Net, programs: list[Program]):
+    index = net.index("here")
+    try:
+        net.inside(lambda: Link.attach(programs[0], index, 46)).close()
+        works = True
+    except KernelError:
+        works = False
+    assert probe_tcx().works is works
+    assert net.ours(None, lambda tc: tc.method) is (
+        AttachMethod.TCX if works else AttachMethod.CLSACT
+    )
+
+
+def test_probe_without_privileges_is_unknown():
+    child = os.fork()
+    if child == 0:
+        os.setuid(65534)
+        probe_tcx.cache_clear()
+        os._exit(0 if probe_tcx().works is None else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+@needs("tcx")
+def test_program_already_attached_by_another_link_is_an_error(net: Net, programs: list[Program]):
+    index = net.index("here")
+    with (
+        net.inside(lambda: Link.attach(programs[0], index, 46)),
+        pytest.raises(KernelError, match=r"EEXIST; this program is attached by a link"),
+    ):
+        net.attach(AttachMethod.TCX, programs[0])
+    assert list(net.folder.iterdir()) == []
+
+
+@both_ways
+def test_refused_program_error_names_the_device(net: Net, how: AttachMethod):
+    with (
+        Program.load("wrong", 8, 0, insn(0xB7, 0, 0, 1) + insn(0x95)) as wrong,  # CGROUP_SKB
+        pytest.raises(KernelError, match=rf"cannot attach the program \(ingress of here, {how}\)"),
+    ):
+        net.attach(how, wrong)
+    assert net.qdiscs() == ""
+    assert list(net.folder.iterdir()) == []
+
+
+def test_shared_block_error_has_the_kernels_message(net: Net, programs: list[Program]):
+    net.tc("qdisc", "add", "dev", "here", "ingress_block", "7", "clsact")
+    with pytest.raises(KernelError, match="block is shared"):
+        net.attach(AttachMethod.CLSACT, programs[0])
+    assert net.qdiscs() == "clsact"

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kbpf inspect` of the packet path, shown by the command line in this process."""
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from kbpf.dataplane.bpf.plane import BpfPlane
+from kbpf.kernel.bpf.objects import Map, Program
+from kbpf.model.address import parse_addr
+from kbpf.model.desired import DesiredState
+from kbpf.model.objects import Protocol
+from tests.support.packets.packets import Talk, frame, udp
+from tests.support.packets.parse import parse
+from tests.support.packets.test_run import run
+from tests.support.plane import Site, desired, service
+
+UDP = Protocol.UDP
+NODE = {4: "198.18.0.1", 6: "fd00:198:18::1"}
+CLIENT = {4: "198.51.100.7", 6: "2001:db8:9::7"}
+POD = {4: "10.244.1.2", 6: "fd00:10:244:1::2"}
+VIP = {4: "192.0.2.", 6: "2001:db8::"}
+MASKED, LOCAL, ALSO, GUARDED, NONE_ALLOWED, KEPT, SCTP = 1, 2, 3, 4, 5, 6, 7
+LOW, HIGH = 61_000, 61_999
+
+
+def end(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def world(backend: int = 8080) -> DesiredState:
+    """One Service of each relevant kind, in both families, TCP and UDP."""
+    made = []
+    for v in (4, 6):
+        for protocol in (Protocol.TCP, Protocol.UDP):
+            pod, suffix = end(POD[v], backend), protocol.name.lower() + str(v)
+
+            def one(which: int, name: str, to: str = pod, **more: Any) -> Any:
+                vip = f"LoadBalancer={end(f'{VIP[v]}{which}', 80)}"  # noqa: B023
+                return service(f"{name}-{suffix}", vip, to, protocol, **more)  # noqa: B023
+
+            made += [
+                one(MASKED, "masked"),
+                one(LOCAL, "local", local=pod, external_local=True),
+                one(ALSO, "also", local=pod, external_local=True),
+                one(GUARDED, "guarded", ranges="198.51.100.0/24" if v == 4 else "2001:db8:9::/48"),
+                one(NONE_ALLOWED, "nobody", restricted=True),
+                one(KEPT, "kept", affinity_timeout=600),
+            ]
+    vip, pod = f"LoadBalancer={end(f'{VIP[4]}{SCTP}', 80)}", end(POD[4], 80)
+    made.append(service("sctp", vip, pod, Protocol.SCTP))
+    state = desired(*made)
+    addresses = tuple(parse_addr(NODE[v]) for v in (4, 6))
+    return msgspec.structs.replace(state, masquerade_addresses=addresses)
+
+
+class Wire:
+    """The programs of one node, whose loopback is described as an uplink, and packets
+    through them.
+    """
+
+    def __init__(self, site: Site, plane: BpfPlane, programs: dict[str, Program]) -> None:
+        self.site = site
+        self.plane = plane
+        self._programs = programs
+
+    def pass_(self, packet: bytes) -> bytes:
+        """Runs ingress and egress; returns the packet as it leaves."""
+        for name in ("tc_ingress", "tc_egress"):
+            packet = run(self._programs[name], frame(packet)).packet_out[14:]
+        return packet
+
+    def verdict(self, packet: bytes, program: str = "tc_ingress") -> int:
+        """The verdict of one program."""
+        return run(self._programs[program], frame(packet)).retval
+
+    def talk(self, v: int, which: int, port: int, script: str) -> None:
+        """Sends the packets of a connection to a VIP. `script`: segments in the notation of
+        packets.Talk, separated by blanks, or ``?`` and ``!`` for datagrams; ``<`` marks those of
+        the backend.
+        """
+        client, vip, pod = end(CLIENT[v], port), end(f"{VIP[v]}{which}", 80), end(POD[v], 8080)
+        seen, talk = client, Talk()
+        for word in script.split():
+            datagram = word.strip("<") in "?!"
+            ends = (pod, seen) if "<" in word else (client, vip)
+            packet = udp(*ends, b"x") if datagram else talk.segment(word, *ends)
+            out = parse(self.pass_(packet), l2=False)
+            if "<" in word:
+                assert (out.source, out.destination) == (vip, client)
+            else:
+                assert out.destination == pod
+                seen = out.source
+
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+def key_between(found: Map, one: str, other: str, port: int = 0) -> bytes:
+    """The key of the only entry with these two addresses and, if given, this port."""
+    both = {bytes(parse_addr(one)), bytes(parse_addr(other))}
+    keys = [key for key, _ in found.items() if {key[:16], key[20:36]} == both]
+    ports = port.to_bytes(2, "big")
+    (key,) = [key for key in keys if not port or ports in (key[16:18], key[36:38])]
+    return key
+
+
+def age(wire: Wire, seconds: float) -> None:
+    """Makes all flows idle for `seconds`, at most since the clock began."""
+    with wire.site.pinned("flows") as found:
+        for key, raw in list(found.items()):
+            last = max(0, int.from_bytes(raw[:8], "little") - int(seconds * 1e9))
+            found.update(key, last.to_bytes(8, "little") + raw[8:])

@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Servers and clients of the connections that are counted: what they send, and how they end."""
+
+import contextlib
+import selectors
+import socket
+import struct
+import subprocess
+from collections.abc import Callable
+from typing import NamedTuple
+
+from kbpf.dataplane.bpf.plane import BpfPlane
+from kbpf.model.config import Accounting
+from kbpf.model.metrics import ConnectionStats
+from kbpf.model.objects import Protocol
+from tests.support.lab.lab import PATIENCE, Place, until
+from tests.support.plane import Site, desired, service
+
+FAIR, RUDE, FIRST, UDP_PORT, NOBODY, QUIT = 9000, 9001, 9002, 9003, 9009, 9010
+REQUEST, REPLY = b"q" * 1_234, b"a" * 56_789
+UDP = Protocol.UDP
+TCP_CLOSING = 11
+
+
+class Bench(NamedTuple):
+    """The data plane, a client and two backends."""
+
+    site: Site
+    client: Place
+    one: Place
+    two: Place
+
+
+def serve() -> None:
+    """One server of each kind, until a client connects to QUIT."""
+    listeners = {}
+    for number in (FAIR, RUDE, FIRST, QUIT):
+        listener = socket.socket(socket.AF_INET6)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("::", number))
+        listener.listen(64)
+        listeners[number] = listener
+    datagrams = socket.socket(socket.AF_INET6, socket.SOCK_DGRAM)
+    datagrams.bind(("::", UDP_PORT))
+    ready = selectors.DefaultSelector()
+    for number, sock in (*listeners.items(), (UDP_PORT, datagrams)):
+        ready.register(sock, selectors.EVENT_READ, number)
+    while True:
+        for key, _ in ready.select():
+            if key.data == UDP_PORT:
+                data, client = datagrams.recvfrom(4096)
+                datagrams.sendto(data, client)
+                continue
+            connection, _ = listeners[key.data].accept()
+            if key.data == QUIT:
+                return
+            with connection, contextlib.suppress(OSError):
+                talk(connection, key.data)
+
+
+def talk(connection: socket.socket, number: int) -> None:
+    """Behaves as the server of this port."""
+    if number == FIRST:
+        connection.sendall(REPLY)
+        return
+    heard = b""
+    while len(heard) < len(REQUEST):
+        heard += connection.recv(65536)
+    if number == RUDE:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("=ii", 1, 0))
+        return
+    connection.sendall(REPLY)
+    while connection.recv(65536):
+        pass
+
+
+def quit_servers() -> bool:
+    with socket.socket() as s:
+        return s.connect_ex(("127.0.0.1", QUIT)) == 0
+
+
+def world(bench: Bench):
+    one, one6 = bench.one.ip, bench.one.ip6
+    return desired(
+        service("fair", "10.96.0.1:80", f"{one}:{FAIR}"),
+        service("fair6", "[fd00:96::1]:80", f"[{one6}]:{FAIR}"),
+        service("rude", "10.96.0.2:80", f"{one}:{RUDE}"),
+        service("first", "10.96.0.3:80", f"{one}:{FIRST}"),
+        service("dns", "10.96.0.4:53", f"{one}:{UDP_PORT}", UDP),
+        service("refusing", "10.96.0.5:80", f"{one}:{NOBODY}"),
+        service("silent", "10.96.0.6:80", "192.0.2.99:80"),
+        service("empty", "10.96.0.7:80"),
+        service("names", "10.96.0.9:80", f"{bench.two.ip}:8080"),
+        service("elsewhere", "10.96.0.8:80", f"{one}:{FAIR}", internal_local=True),
+    )
+
+
+def start(bench: Bench, accounting: Accounting = Accounting.FULL, **more: object) -> BpfPlane:
+    plane = bench.site.open(accounting=accounting, **more)
+    plane.apply(world(bench), None)
+    return plane
+
+
+# ---- how a client may behave: each runs in the client's namespace ------------------------------
+
+
+def fair(host: str, number: int = 80) -> None:
+    """Sends a request, closes its direction first, and reads the reply to the end."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as s:
+        s.settimeout(PATIENCE)
+        s.connect((host, number))
+        s.sendall(REQUEST)
+        s.shutdown(socket.SHUT_WR)
+        while s.recv(65536):
+            pass
+
+
+def reset(host: str, number: int = 80) -> None:
+    """Sends a request and is reset by the server."""
+    with socket.socket() as s:
+        s.settimeout(PATIENCE)
+        s.connect((host, number))
+        s.sendall(REQUEST)
+        with contextlib.suppress(ConnectionResetError):
+            assert not s.recv(1)
+
+
+def listens(host: str, number: int = 80) -> None:
+    """Sends nothing, reads to the end, and closes after the backend."""
+    with socket.socket() as s:
+        s.settimeout(PATIENCE)
+        s.connect((host, number))
+        while s.recv(65536):
+            pass
+
+
+LOSES_FINS = """
+table inet fins {
+    chain out { type filter hook output priority 0; tcp dport 9000-9010 tcp flags & fin != 0 drop; }
+    chain in { type filter hook input priority 0; tcp sport 9000-9010 tcp flags & fin != 0 drop; }
+}"""
+
+
+def closes_at_once(host: str, number: int = 80) -> None:
+    """Both sides close before either has seen the other's FIN: all FINs are dropped at first; then
+    the backend's arrives (state CLOSING) and is acknowledged before the client's has arrived.
+    """
+
+    def nft(text: str) -> None:
+        subprocess.run(("nft", "-f", "-"), input=text, text=True, check=True)
+
+    nft(LOSES_FINS)
+    try:
+        with socket.socket() as s:
+            s.settimeout(PATIENCE)
+            s.connect((host, number))
+            s.shutdown(socket.SHUT_WR)
+            nft("delete chain inet fins in")
+            while s.recv(65536):
+                pass
+            until("state CLOSING", lambda: state_of(s) == TCP_CLOSING)
+    finally:
+        nft("delete table inet fins")
+
+
+def state_of(s: socket.socket) -> int:
+    """The TCP state: the first byte of struct tcp_info."""
+    return s.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
+
+
+def refused(host: str, number: int = 80) -> None:
+    """connect() fails, for whatever reason."""
+    with socket.socket() as s:
+        s.settimeout(PATIENCE)
+        assert s.connect_ex((host, number))
+
+
+def gives_up(host: str, number: int = 80) -> None:
+    """Closes without waiting for the handshake."""
+    with socket.socket() as s:
+        s.setblocking(False)
+        assert s.connect_ex((host, number))
+
+
+def datagrams(host: str, number: int) -> None:
+    """Two datagrams of one flow."""
+    with socket.socket(type=socket.SOCK_DGRAM) as s:
+        s.settimeout(PATIENCE)
+        for _ in range(2):
+            s.sendto(b"?", (host, number))
+            assert s.recv(4096) == b"?"
+
+
+def connected_datagrams(host: str, number: int) -> None:
+    """Two datagrams of a connected socket."""
+    with socket.socket(type=socket.SOCK_DGRAM) as s:
+        s.settimeout(PATIENCE)
+        s.connect((host, number))
+        for _ in range(2):
+            s.send(b"?")
+            assert s.recv(4096) == b"?"
+
+
+class Connection(NamedTuple):
+    """A connection, and what must be added for which Service and backend: `one`, `none` or an
+    address. Round trips are counted, but their length is not compared.
+    """
+
+    name: str
+    does: Callable[[str, int], None]
+    to: str
+    service: str
+    backend: str
+    adds: ConnectionStats
+
+
+REQUEST_AND_REPLY = {"bytes_in": len(REQUEST), "bytes_out": len(REPLY)}
+CONNECTIONS = [
+    Connection(
+        "in good order",
+        fair,
+        "10.96.0.1:80",
+        "fair",
+        "one",
+        ConnectionStats(opened=1, ended=1, rtts=1, **REQUEST_AND_REPLY),
+    ),
+    Connection(
+        "in good order, IPv6",
+        fair,
+        "[fd00:96::1]:80",
+        "fair6",
+        "one",
+        ConnectionStats(opened=1, ended=1, rtts=1, **REQUEST_AND_REPLY),
+    ),
+    Connection(
+        "in good order, v4-mapped",
+        fair,
+        "[::ffff:10.96.0.1]:80",
+        "fair",
+        "one",
+        ConnectionStats(opened=1, ended=1, rtts=1, **REQUEST_AND_REPLY),
+    ),
+    Connection(
+        "the backend closes first",
+        listens,
+        "10.96.0.3:80",
+        "first",
+        "one",
+        ConnectionStats(opened=1, ended=1, rtts=1, bytes_out=len(REPLY)),
+    ),
+    Connection(
+        "both close at once",
+        closes_at_once,
+        "10.96.0.3:80",
+        "first",
+        "one",
+        ConnectionStats(opened=1, ended=1, rtts=1, bytes_out=len(REPLY)),
+    ),
+    Connection(
+        "reset by the backend",
+        reset,
+        "10.96.0.2:80",
+        "rude",
+        "one",
+        ConnectionStats(opened=1, ended=1, broken=1, rtts=1, bytes_in=len(REQUEST)),
+    ),
+    Connection(
+        "refused by the backend",
+        refused,
+        "10.96.0.5:80",
+        "refusing",
+        "one",
+        ConnectionStats(opened=1, ended=1, unanswered=1),
+    ),
+    Connection(
+        "the client does not wait",
+        gives_up,
+        "10.96.0.6:80",
+        "silent",
+        "192.0.2.99:80",
+        ConnectionStats(opened=1, ended=1, unanswered=1),
+    ),
+    Connection(
+        "no endpoints", refused, "10.96.0.7:80", "empty", "none", ConnectionStats(refused=1)
+    ),
+    Connection(
+        "only elsewhere", refused, "10.96.0.8:80", "elsewhere", "none", ConnectionStats(refused=1)
+    ),
+    Connection("datagrams", datagrams, "10.96.0.4:53", "dns", "one", ConnectionStats(opened=1)),
+    Connection(
+        "datagrams, connected",
+        connected_datagrams,
+        "10.96.0.4:53",
+        "dns",
+        "one",
+        ConnectionStats(opened=1),
+    ),
+]

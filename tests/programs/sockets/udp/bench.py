@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""UDP through the hooks, by real sockets of pods. Every backend replies with its name, so a test
+sees which backend got a datagram and which sender the client was shown.
+"""
+
+import socket
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from kbpf.dataplane.bpf.maps.layout import UDP_FLOW
+from kbpf.dataplane.bpf.plane import BpfPlane
+from kbpf.model.desired import ServiceState
+from kbpf.model.objects import Protocol
+from tests.support.lab.lab import PATIENCE, Node, Place, until
+from tests.support.plane import Site, desired, service, within
+
+WEB, WEB6, DNS = "10.96.0.1:53", "[fd00:96::1]:53", "10.96.0.2:53"
+
+
+@dataclass
+class Bench:
+    """A data plane with its pods: `pod` and `other` are clients; `one`, `two` and `three` serve."""
+
+    node: Node
+    site: Site
+    plane: BpfPlane
+    places: dict[str, Place]
+
+    def __getitem__(self, name: str) -> Place:
+        return self.places[name]
+
+    def to(self, names: str, family: int = 4) -> str:
+        """Endpoints of these pods."""
+        places = [self.places[name] for name in names.split()]
+        return " ".join(f"[{p.ip6}]:8080" if family == 6 else f"{p.ip}:8080" for p in places)
+
+    def udp(self, frontends: str, to: str, **more: Any) -> ServiceState:
+        """A UDP Service in front of these pods."""
+        family = 6 if "[" in frontends else 4
+        for part in ("local", "serving"):
+            if part in more:
+                more[part] = self.to(more[part], family)
+        return service(f"s{frontends}", frontends, self.to(to, family), Protocol.UDP, **more)
+
+    def serve(self, *services: ServiceState) -> None:
+        """Programs exactly these; nothing is retired yet."""
+        self.plane.apply(desired(*services, nodes=f"{self.node.ip} {self.node.ip6}"), None)
+        until("the sockets of deleted backends are destroyed", self._is_done, state=self.held)
+
+    def _is_done(self) -> bool:
+        """Sockets are destroyed in slices, and a busy machine needs more than one."""
+        now = time.monotonic()
+        due = self.plane.tick(now)
+        return due is None or due > now
+
+    def held(self) -> dict[str, int]:
+        """How many sockets have a peer, and how many flows all sockets have."""
+        flows = sum(map(flows_in, self.site.entries("udp_flows").values()))
+        found = {"sock_peers": len(self.site.entries("sock_peers")), "udp_flows": flows}
+        return {name: count for name, count in found.items() if count}
+
+
+def flows_in(raw: bytes) -> int:
+    """How many entries of a struct udp_flows are used."""
+    return sum(bool(frontend[18]) for _, _, _, frontend, *_ in UDP_FLOW.iter_unpack(raw[8:]))
+
+
+def socket_of(place: Place, kind: int = socket.SOCK_DGRAM) -> socket.socket:
+    """A socket that a process of that place created, for this process to use."""
+    here, there = socket.socketpair()
+
+    def make() -> None:
+        with socket.socket(socket.AF_INET, kind) as made:
+            socket.send_fds(there, [b"-"], [made.fileno()])
+
+    with here, there:
+        within(place, make)
+        _, (received, *_), _, _ = socket.recv_fds(here, 1, 1)
+    return socket.socket(fileno=received)
+
+
+def answer(s: socket.socket, to: tuple[str, int] = ("10.96.0.1", 53)) -> tuple[str, Any]:
+    """Sends a datagram there from an unconnected socket; returns the replying server and its
+    address.
+    """
+    s.sendto(b"hello\n", to)
+    return _receive(s)
+
+
+def talk(s: socket.socket) -> tuple[str, Any]:
+    """Sends a datagram from a connected socket; returns the replying server and its address."""
+    s.send(b"hello\n")
+    return _receive(s)
+
+
+def _receive(s: socket.socket) -> tuple[str, Any]:
+    s.settimeout(PATIENCE)
+    data, sender = s.recvfrom(4096)
+    return data.decode().split('"')[3], sender

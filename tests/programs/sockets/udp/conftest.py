@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fixtures of UDP: a node whose pods are clients and backends."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.programs.sockets.udp.bench import Bench
+from tests.support.lab.lab import Node, until
+from tests.support.plane import sites
+
+
+@pytest.fixture(scope="module")
+def whole(node: Node, artifact_cache: Path) -> Iterator[Bench]:
+    pods = {name: node.pod(name) for name in ("pod", "other", "one", "two", "three")}
+    for name in ("one", "two", "three"):
+        pods[name].serve(8080, udp=(8080,))
+    with sites(artifact_cache) as make:
+        site = make(cgroup=node.cgroup, node=node.netns)
+        yield Bench(node, site, site.open(), {**pods, "host": node.host})
+
+
+@pytest.fixture
+def bench(whole: Bench) -> Iterator[Bench]:
+    """No Service at the start, and no entries of sockets at the end."""
+    whole.serve()
+    whole.plane.flush()
+    assert whole.held() == {}
+    yield whole
+    until("all entries of sockets are deleted", lambda: whole.held() == {}, state=whole.held)

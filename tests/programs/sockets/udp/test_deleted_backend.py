@@ -1,0 +1,350 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The end of a backend, and of the state that UDP sockets hold."""
+
+import errno
+import socket
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+
+from kbpf.dataplane.bpf import udp
+from kbpf.dataplane.bpf.changes import commit
+from kbpf.dataplane.bpf.changes.grace import GraceQueue
+from kbpf.dataplane.bpf.plane import BpfPlane
+from kbpf.errors import KernelError
+from kbpf.model.address import V4_PREFIX
+from kbpf.model.desired import DesiredState, ServiceState
+from kbpf.model.objects import Protocol
+from tests.programs.sockets.udp.bench import (
+    DNS,
+    WEB,
+    WEB6,
+    Bench,
+    answer,
+    socket_of,
+)
+from tests.support.features import needs
+from tests.support.lab.lab import PATIENCE
+from tests.support.plane import desired, service, within
+
+CUT = ("ECONNABORTED", "EDESTADDRREQ")  # errno of a destroyed socket, depending on the call
+
+
+# ---- the end of a backend ----------------------------------------------------------------------
+
+
+class End(NamedTuple):
+    """What happens after `one` served a Service."""
+
+    name: str
+    then: Callable[[Bench], tuple[ServiceState, ...]]
+    next: str  # the server that gets the next datagram of an unconnected socket
+
+
+ENDS = [
+    End("another backend", lambda g: (g.udp(WEB, "two"),), "two"),
+    End("zero endpoints", lambda g: (g.udp(WEB, ""),), "ECONNREFUSED"),
+    End("only an unready endpoint", lambda g: (g.udp(WEB, "", serving=""),), "ECONNREFUSED"),
+    End("the Service is deleted", lambda _: (), ""),
+]
+
+
+@pytest.mark.parametrize("client", ["pod", "host"])
+@pytest.mark.parametrize("row", ENDS, ids=lambda row: row.name)
+def test_connected_sockets_of_a_deleted_backend_are_destroyed(bench: Bench, row: End, client: str):
+    """In every network namespace, idle ones included, but only those connected to this Service."""
+    bench.serve(bench.udp(WEB, "one"), bench.udp(DNS, "one"))
+    place = bench[client]
+    assert place.udp("10.96.0.1", 53, keep="via", connected=True)["name"] == "one"
+    assert place.udp("10.96.0.2", 53, keep="other", connected=True)["name"] == "one"
+    assert place.udp(bench["one"].ip, 8080, keep="plain", connected=True)["name"] == "one"
+    bench.plane.take_udp_cuts()
+    bench.serve(*row.then(bench), bench.udp(DNS, "one"))
+    assert [look.flows for look in bench.plane.take_udp_cuts()] == [{4: 1}]
+    assert place.ask("talk", keep="via").get("error") in CUT
+    assert place.ask("talk", keep="other").get("name") == "one", "another Service's socket lives"
+    assert place.ask("talk", keep="plain").get("name") == "one", "it never used a Service"
+    for keep in ("via", "other", "plain"):
+        place.ask("drop", keep=keep)
+
+
+@pytest.mark.parametrize("how", ["destroyed", "dissolved"])
+def test_formerly_connected_socket_chooses_a_new_backend(bench: Bench, how: str):
+    """The backend left and still serves another Service. (An IPv6 socket then receives only from
+    its old peer: the kernel forgets that address for sending only.)
+    """
+    bench.serve(bench.udp(WEB, "one"), bench.udp(DNS, "one"))
+    pod = bench["pod"]
+    assert pod.udp("10.96.0.1", 53, keep="s", connected=True)["name"] == "one"
+    if how == "dissolved":
+        pod.ask("dissolve", keep="s")
+        assert pod.udp("10.96.0.1", 53, keep="s")["name"] == "one", "as long as it serves"
+    bench.serve(bench.udp(WEB, "two"), bench.udp(DNS, "one"))
+    if how == "destroyed":
+        assert pod.ask("hear", keep="s")["error"] in CUT
+    answer = pod.udp("10.96.0.1", 53, keep="s")
+    assert (answer.get("name"), answer.get("peer")) == ("two", ["10.96.0.1", 53])
+    pod.ask("drop", keep="s")
+
+
+def test_ipv6_and_mapped_connected_sockets_are_destroyed(bench: Bench):
+    bench.serve(bench.udp(WEB, "one"), bench.udp(WEB6, "one"))
+    pod = bench["pod"]
+    assert pod.udp("fd00:96::1", 53, keep="v6", connected=True)["name"] == "one"
+    assert pod.udp("::ffff:10.96.0.1", 53, keep="mapped", connected=True)["name"] == "one"
+    bench.plane.take_udp_cuts()
+    bench.serve(bench.udp(WEB, "two"), bench.udp(WEB6, "two"))
+    assert [look.flows for look in bench.plane.take_udp_cuts()] == [{4: 1, 6: 1}]
+    for keep in ("v6", "mapped"):
+        assert pod.ask("talk", keep=keep).get("error") in CUT, keep
+        pod.ask("drop", keep=keep)
+
+
+def test_backend_that_serves_again_within_the_grace_period_keeps_its_new_sockets(bench: Bench):
+    bench.serve(bench.udp(WEB, "one"))
+    bench.serve(bench.udp(WEB, "two"))
+    bench.serve(bench.udp(WEB, "one"))
+    pod = bench["pod"]
+    assert pod.udp("10.96.0.1", 53, keep="s", connected=True)["name"] == "one"
+    bench.plane.flush()
+    assert pod.ask("talk", keep="s").get("name") == "one"
+    pod.ask("drop", keep="s")
+
+
+def test_only_sockets_connected_to_the_deleted_backend_are_destroyed(bench: Bench):
+    """Old kernels give the same cookie to sockets of several network namespaces. Then an unrelated
+    socket may have the cookie of one that is to be destroyed.
+    """
+    bench.serve(bench.udp(WEB, "one two"))
+    with socket_of(bench["pod"]) as s:
+        s.connect(("10.96.0.1", 53))
+        name, _ = answer(s)
+        (other,) = {"one", "two"} - {name}
+        with bench.site.pinned("sock_peers") as peers:
+            key = s.fileno().to_bytes(4, "little")
+            value = peers.lookup(key)
+            assert value is not None
+            address = V4_PREFIX + socket.inet_aton(bench[other].ip)
+            peers.update(key, value[:28] + address + value[44:])
+        bench.serve(bench.udp(WEB, name))
+        s.send(b"hello\n")
+        assert s.recv(4096).decode().split('"')[3] == name
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(
+            row, marks=needs("set_retval") if row.next == "ECONNREFUSED" else (), id=row.name
+        )
+        for row in ENDS
+    ],
+)
+def test_unconnected_sockets_of_a_deleted_backend_choose_again(bench: Bench, row: End):
+    bench.serve(bench.udp(WEB, "one"))
+    pod = bench["pod"]
+    assert pod.udp("10.96.0.1", 53, keep="s")["name"] == "one"
+    bench.plane.take_udp_cuts()
+    bench.serve(*row.then(bench))
+    (look,) = bench.plane.take_udp_cuts()
+    assert look.flows == {4: 1}
+    assert 0 < look.seconds < PATIENCE
+    assert bench.plane.take_udp_cuts() == (), "each is returned once"
+    bench.plane.flush()
+    assert [look.flows for look in bench.plane.take_udp_cuts()] == [{4: 0}], (
+        "the second pass finds none"
+    )
+    if row.next:
+        answer = pod.udp("10.96.0.1", 53, keep="s")
+        assert (answer.get("name") or answer.get("error")) == row.next
+    bench.serve(bench.udp(WEB, "three"))
+    answer = pod.udp("10.96.0.1", 53, keep="s")
+    assert (answer.get("name"), answer.get("peer")) == ("three", ["10.96.0.1", 53])
+    pod.ask("drop", keep="s")
+
+
+def test_late_reply_of_a_deleted_backend_is_not_translated(bench: Bench):
+    """The backend no longer speaks for the Service."""
+    one = (bench["one"].ip, 8080)
+    bench.serve(bench.udp(WEB, "one"), bench.udp(DNS, "one"))
+    with socket_of(bench["pod"]) as s:
+        service_seen = ("one", ("10.96.0.1", 53))
+        assert [answer(s), answer(s, one)] == [service_seen, service_seen]
+        bench.serve(bench.udp(WEB, "two"), bench.udp(DNS, "one"))
+        assert answer(s, one) == ("one", one)
+
+
+def test_terminating_backend_keeps_its_clients(bench: Bench):
+    """It left the sets and still serves; kube-proxy leaves such flows alone."""
+    bench.serve(bench.udp(WEB, "one"))
+    pod = bench["pod"]
+    pod.udp("10.96.0.1", 53, keep="connected", connected=True)
+    pod.udp("10.96.0.1", 53, keep="loose")
+    bench.serve(bench.udp(WEB, "two", serving="one two"))
+    bench.plane.flush()
+    assert pod.ask("talk", keep="connected")["name"] == "one"
+    assert pod.udp("10.96.0.1", 53, keep="loose")["name"] == "one"
+    assert pod.udp("10.96.0.1", 53)["name"] == "two"
+    bench.serve(bench.udp(WEB, "two"))
+    assert pod.ask("talk", keep="connected").get("error") in CUT
+    assert pod.udp("10.96.0.1", 53, keep="loose")["name"] == "two"
+    for keep in ("connected", "loose"):
+        pod.ask("drop", keep=keep)
+
+
+def test_tcp_connection_outlives_its_service(bench: Bench):
+    bench.serve(service("web", "10.96.0.1:80", bench.to("one")))
+    bench["pod"].tcp("10.96.0.1", 80, keep="t")
+    bench.serve()
+    bench.plane.flush()
+    assert bench["pod"].ask("talk", keep="t")["name"] == "one"
+    bench["pod"].ask("drop", keep="t")
+
+
+def raise_error(*_: Any) -> None:
+    raise KernelError("cannot write", "map", errno=errno.ENOMEM)
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["", "an apply fails meanwhile"])
+def test_connect_during_a_flip_is_cut_with_the_old_set(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, fails: bool
+):
+    """connect() read the frontend before the flip and finished after the first pass."""
+    bench.serve(bench.udp(WEB, "one"))
+    with bench.site.pinned("services") as services:
+        ((key, old),) = services.items()
+        bench.serve(bench.udp(WEB, "two"))
+        new = services.lookup(key)
+        assert new not in (None, old)
+        services.update(key, old)
+        assert bench["pod"].udp("10.96.0.1", 53, keep="s", connected=True)["name"] == "one"
+        services.update(key, new or b"")
+    if fails:
+        state = desired(bench.udp(WEB, "two"), bench.udp(DNS, "one"))
+        with monkeypatch.context() as patch:
+            patch.setattr(commit, "write", raise_error)
+            with pytest.raises(KernelError):
+                bench.plane.apply(state, state.services.keys())
+        bench.plane.apply(state, state.services.keys(), authoritative=False)
+    bench.plane.flush()
+    reply = bench["pod"].ask("talk", keep="s")
+    bench["pod"].ask("drop", keep="s")
+    assert reply.get("error") in CUT
+
+
+def test_next_agent_cuts_sockets_of_backends_deleted_meanwhile(bench: Bench):
+    """A backend was deleted while no agent ran."""
+    bench.serve(bench.udp(WEB, "one"), bench.udp(DNS, "one"))
+    pod = bench["pod"]
+    pod.udp("10.96.0.1", 53, keep="gone", connected=True)
+    pod.udp("10.96.0.2", 53, keep="stays", connected=True)
+    pod.udp("10.96.0.1", 53, keep="loose")
+    again = bench.site.open()
+    assert pod.ask("talk", keep="gone")["name"] == "one", "not synced yet, so nothing is destroyed"
+    state: DesiredState = desired(bench.udp(WEB, "two"), bench.udp(DNS, "one"))
+    again.apply(state, None)
+    assert pod.ask("talk", keep="gone").get("error") in CUT
+    assert pod.ask("talk", keep="stays")["name"] == "one"
+    assert pod.udp("10.96.0.1", 53, keep="loose")["name"] == "two"
+    for keep in ("gone", "stays", "loose"):
+        pod.ask("drop", keep=keep)
+    again.apply(desired(), None)
+    again.flush()
+    bench.plane.close()
+    bench.plane = bench.site.open()
+
+
+FAILURES = [
+    (BpfPlane, "_grow_for"),  # before the flip
+    (commit, "write"),  # after it
+    (BpfPlane, "_cut_udp"),
+    (udp.UdpPasses, "advance"),
+    (GraceQueue, "add"),  # after the first cut
+]
+
+
+@pytest.mark.parametrize("removed", [False, True], ids=["backend", "Service"])
+@pytest.mark.parametrize(("where", "name"), FAILURES, ids=[name for _, name in FAILURES])
+def test_sockets_are_cut_after_a_failed_apply(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, where: Any, name: str, removed: bool
+):
+    """The next apply() cuts them, even if some object cannot be read."""
+    dns, web = bench.udp(DNS, "one"), bench.udp(WEB, "two")
+    bench.serve(bench.udp(WEB, "one"), dns)
+    pod = bench["pod"]
+    pod.udp("10.96.0.1", 53, keep="gone", connected=True)
+    pod.udp("10.96.0.2", 53, keep="stays", connected=True)
+    state = desired(dns) if removed else desired(web, dns)
+    real = getattr(where, name)
+
+    def fail(*arguments: Any, **more: Any) -> None:
+        if name in ("write", "_grow_for"):
+            real(*arguments, **more)
+        raise_error()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(where, name, fail)
+        with pytest.raises(KernelError):
+            bench.plane.apply(state, {web.key})
+    bench.plane.apply(state, {web.key}, authoritative=False)
+    bench.plane.flush()
+    replies = [pod.ask("talk", keep=keep) for keep in ("gone", "stays")]
+    for keep in ("gone", "stays"):
+        pod.ask("drop", keep=keep)
+    assert replies[0].get("error") in CUT
+    assert replies[1]["name"] == "one"
+
+
+def test_sendto_on_a_connected_socket_keeps_its_backend(bench: Bench):
+    """The kernel drops replies from every address but the backend that connect() chose."""
+    bench.serve(bench.udp(WEB, "one two three"))
+
+    def dial() -> int:
+        answered = 0
+        for _ in range(40):
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+                s.settimeout(PATIENCE)
+                s.connect(("10.96.0.1", 53))
+                s.sendto(b"hello\n", ("10.96.0.1", 53))
+                answered += bool(s.recv(4096))
+        return answered
+
+    assert within(bench["pod"], dial) == 40
+
+
+MOVES = [
+    ("the address goes to another Service", "192.0.2.9:53", "192.0.2.9:53"),
+    ("the port changes", "192.0.2.9:53", "192.0.2.9:54"),
+    ("the NodePort goes to another Service", "NodePort=0.0.0.0:30053", "NodePort=0.0.0.0:30053"),
+]
+
+
+@pytest.mark.parametrize("connected", [False, True], ids=["sendto", "connect"])
+@pytest.mark.parametrize(("name", "old", "new"), MOVES, ids=[m[0] for m in MOVES])
+def test_sockets_leave_a_frontend_that_moved(
+    bench: Bench, name: str, old: str, new: str, connected: bool
+):
+    """Both Services and their backends stay; only the address has moved."""
+    pod = bench["pod"]
+    host = bench.node.ip if "NodePort" in old else "192.0.2.9"
+    port = 30053 if "NodePort" in old else 53
+    kind = "" if "NodePort" in old else "ExternalIP="
+
+    def state(number: int, also: str) -> ServiceState:
+        words = f"10.96.0.{number}:53 {kind}{also}" if also else f"10.96.0.{number}:53"
+        where = bench.to("one" if number == 1 else "two")
+        return service(f"moves{number}", words, where, Protocol.UDP)
+
+    bench.serve(state(1, old), state(2, ""))
+    assert pod.udp(host, port, keep="old", connected=connected)["name"] == "one"
+    bench.serve(state(1, "" if old == new else new), state(2, new if old == new else ""))
+    silent = {"timeout": 0.5} if old != new else {}
+    again = pod.ask("talk", keep="old") if connected else pod.udp(host, port, keep="old", **silent)
+    pod.ask("drop", keep="old")
+    if connected:
+        assert again["error"] in CUT
+    elif old == new:
+        assert again["name"] == "two"
+    else:
+        assert again.get("name") is None, "no Service has this frontend any more"
