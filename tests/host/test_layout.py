@@ -217,9 +217,11 @@ def test_every_struct_and_enum_is_compared():
         "reason",
     ]  # fmt: skip
     words = {
-        word for name, body in enums if name != "verdict"
+        word
+        for name, body in enums
+        if name != "verdict"
         for word in re.findall(r"^\t([A-Z0-9_]+) =", body, re.M)
-    }  # fmt: skip
+    }
     assert words == {name for name, _ in NAMES if name.isupper() and name not in DEFINED}
 
 
@@ -237,7 +239,7 @@ def test_a_wrong_layout_is_detected(tmp_path: Path):
         TYPES.replace(one + other, other + one)
         .replace("struct cut_key {\n", "struct cut_key {\n\tu32 more;\n")
         .replace("\tu32 next_set;\n\tu32 pad;", "\tu64 next_set;")
-    )  # fmt: skip
+    )
     assert differences(compiled(tmp_path, types=types)) == [
         "service.cluster_set: [16, 4], Python packs (12, 4)",
         "service.cluster_size: [12, 4], Python packs (16, 4)",

@@ -130,11 +130,13 @@ def test_a_component_changes_these_rights_only(
     folder = Path(os.path.relpath(MANIFESTS, tmp_path))
     made = tmp_path / "kustomization.yaml"
     made.write_text(
-        json.dumps({
-            "resources": [str(folder / "overlays" / name)],
-            "components": [str(folder / "components" / component)],
-        })
-    )  # fmt: skip
+        json.dumps(
+            {
+                "resources": [str(folder / "overlays" / name)],
+                "components": [str(folder / "components" / component)],
+            }
+        )
+    )
     changed = kustomize(kubectl, tmp_path)
     wanted = copy.deepcopy(objects)
     container(wanted)["securityContext"] |= COMPONENTS[component]

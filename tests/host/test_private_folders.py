@@ -81,8 +81,9 @@ def test_the_lock_excludes_agents_of_other_versions(tmp_path: Path, hold) -> Non
     held = lock_folder(folder, 60.0, "")
     older = subprocess.Popen(
         [sys.executable, "-c", HOLD.replace("LOCK_EX", "LOCK_EX | fcntl.LOCK_NB"), str(folder)],
-        stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     assert "BlockingIOError" in older.communicate()[1], "the newer agent keeps the older one out"
     os.close(held)
 

@@ -46,8 +46,9 @@ def rows() -> Iterator[Dial]:
         client = OUT6 if v6 else OUT4
         say = f"{protocol} {'v6' if v6 else 'v4'}"
 
-        def row(what: str, kind: str, number: int, outcome: str, sees: str = "", **more: Any
-                ) -> Dial:  # fmt: skip
+        def row(
+            what: str, kind: str, number: int, outcome: str, sees: str = "", **more: Any
+        ) -> Dial:
             to = at(kind, base + number, v6, **more)  # noqa: B023
             return Dial(f"{say} {kind}: {what}", "outside", to, outcome, protocol, sees)  # noqa: B023
 
@@ -58,8 +59,9 @@ def rows() -> Iterator[Dial]:
             yield row("no endpoints", kind, 6, REFUSED)
             yield row("a backend in the node's network", kind, 7, "a-net", client)
             yield row("a backend in the other node's network", kind, 8, "b-net", own)
-        yield row("at the other node", "NodePort", 1, "a1", (NODES6 if v6 else NODES4)[1],
-                  node_number=2)  # fmt: skip
+        yield row(
+            "at the other node", "NodePort", 1, "a1", (NODES6 if v6 else NODES4)[1], node_number=2
+        )
         yield row("Local, at the other node", "NodePort", 4, "b1", client, node_number=2)
         for kind in ("NodePort", "VIP"):
             yield row("Local, no local endpoint", kind, 5, DROPPED)
@@ -125,8 +127,9 @@ def unhooked() -> Iterator[Dial]:
             yield Dial(f"{say} {kind}", "a2!", to, "a1 b1", protocol, sees)
             to = at(kind, base + 1, v6)
             yield Dial(f"{say} {kind} hairpin", "a1!", to, "a1", protocol, own)
-            yield Dial(f"{say} {kind} no endpoints", "a2!", at(kind, base + 6, v6), REFUSED,
-                       protocol)  # fmt: skip
+            yield Dial(
+                f"{say} {kind} no endpoints", "a2!", at(kind, base + 6, v6), REFUSED, protocol
+            )
         to = at("NodePort", base + 5, v6)
         yield Dial(f"{say} Local, no local endpoint: short circuit", "a2!", to, "b1", protocol, pod)
         to = at("NodePort", base + 1, v6, 2)

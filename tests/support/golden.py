@@ -32,9 +32,11 @@ def golden(request: pytest.FixtureRequest) -> Golden:
             path.write_text(text)
         assert path.is_file(), f"{path} does not exist: pytest --update-golden writes it"
         diff = difflib.unified_diff(
-            path.read_text().splitlines(keepends=True), text.splitlines(keepends=True),
-            f"tests/golden/{name}", "this test",
-        )  # fmt: skip
+            path.read_text().splitlines(keepends=True),
+            text.splitlines(keepends=True),
+            f"tests/golden/{name}",
+            "this test",
+        )
         assert path.read_text() == text, "".join(diff)
 
     return compare

@@ -41,9 +41,10 @@ def objects() -> Iterator[Object]:
     yield front
     yield service("dns", udp(53, target=BACK_PORT, node_port=NODE_PORT), type="NodePort")
     ports = [
-        slice_port(BACK_PORT, "tcp"), slice_port(BACK_PORT, "udp", "UDP"),
+        slice_port(BACK_PORT, "tcp"),
+        slice_port(BACK_PORT, "udp", "UDP"),
         slice_port(8081, "silent", "UDP"),
-    ]  # fmt: skip
+    ]
     for family in (4, 6):
         pod = endpoint(POD["b0"][family], node=NODE_NAME)
         yield endpoint_slice("front", pod, ports=ports, family=f"IPv{family}")

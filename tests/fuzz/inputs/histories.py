@@ -96,9 +96,11 @@ class Model:
             return {"metadata": meta, "spec": {"clusterIP": address, "ports": [{"port": 80}]}}
         meta["labels"] = {"kubernetes.io/service-name": name}
         return {
-            "metadata": meta, "addressType": "IPv4", "ports": [{"name": "", "port": host}],
+            "metadata": meta,
+            "addressType": "IPv4",
+            "ports": [{"name": "", "port": host}],
             "endpoints": [{"addresses": [f"10.1.0.{host}"]}],
-        }  # fmt: skip
+        }
 
     def _restore(self) -> None:
         self.revision, self.objects = self.backup[0], dict(self.backup[1])

@@ -229,9 +229,11 @@ def run(seed: int, count: int, deadline: float = float("inf")) -> dict[str, floa
         worst = max(worst, probe(port))
         assert not server.faults
     return {
-        "requests": sent, "probe_ms": round(worst * 1000, 2),
-        "probe_before_ms": round(worst_before * 1000, 2), "memory_mb": round(memory / 1e6, 2),
-    }  # fmt: skip
+        "requests": sent,
+        "probe_ms": round(worst * 1000, 2),
+        "probe_before_ms": round(worst_before * 1000, 2),
+        "memory_mb": round(memory / 1e6, 2),
+    }
 
 
 def requests(seed: int, minutes: float | None) -> None:

@@ -64,7 +64,7 @@ ports: [{name: http, port: 8080}, {name: dns, port: 5353, protocol: UDP}]
     "status: {addresses: [{type: InternalIP, address: 192.0.2.7}]}}\n",
     "{kind: Pod, metadata: {name: p, uid: abc, labels: {kbpf.io/socket-lb: off}}, "
     "spec: {nodeName: n}}\n",
-)  # fmt: skip
+)
 CONFIGURATION: Final = """\
 apiVersion: kubeproxy.config.k8s.io/v1alpha1
 kind: KubeProxyConfiguration

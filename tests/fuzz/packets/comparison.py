@@ -97,10 +97,11 @@ def _shrink(twins: Twins, finding: Finding) -> Finding:
             return finding
         wrong, _ = compare(twins, tries)
         same = [
-            each for each in wrong
+            each
+            for each in wrong
             if (each.wrong, each.kbpf.state, each.linux.state)
             == (finding.wrong, finding.kbpf.state, finding.linux.state)
-        ]  # fmt: skip
+        ]
         if not same:
             return finding
         finding = min(same, key=lambda each: len(each.sequence.script))

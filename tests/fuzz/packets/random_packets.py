@@ -156,8 +156,9 @@ class Packets:
     def _header(self, v6: bool) -> dict[str, object]:
         rng = self._rng
         more: dict[str, object] = {
-            "ttl": rng.choice((64, 64, 64, 63, 255, 2, 1, 0)), "tos": rng.choice((0, 0, 0x10, 3)),
-        }  # fmt: skip
+            "ttl": rng.choice((64, 64, 64, 63, 255, 2, 1, 0)),
+            "tos": rng.choice((0, 0, 0x10, 3)),
+        }
         if rng.random() < 0.1:
             if v6:
                 made = (hop_by_hop(), destination(), routing("2001:db8::5", left=0))

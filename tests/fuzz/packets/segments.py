@@ -148,9 +148,10 @@ class Speaker:
         if token.where == "tag":
             tag ^= 0x5555
         return {
-            "chunks": CHUNKS[token.kind](own.isn), "tag": tag,
+            "chunks": CHUNKS[token.kind](own.isn),
+            "tag": tag,
             **self._ip(token),
-        }  # fmt: skip
+        }
 
 
 def _init(kind: int) -> Callable[[int], bytes]:

@@ -114,9 +114,9 @@ def said_of(site: Site, kind: str, name: str) -> list[Object]:
 
 
 RECONCILER = {
-    f"kubeproxy_conntrack_reconciler_{name}" for name in ("sync_duration_seconds",
-                                                          "deleted_entries_total")
-}  # fmt: skip
+    f"kubeproxy_conntrack_reconciler_{name}"
+    for name in ("sync_duration_seconds", "deleted_entries_total")
+}
 
 
 def looked(site: Site, which: Node) -> float:

@@ -134,8 +134,10 @@ def test_an_api_server_leads_to_the_same_maps(cluster: Cluster) -> None:
     objects = [obj for obj in scenario.documents("shop") if obj["kind"] != "Node"]
     for obj in objects:
         obj["metadata"]["namespace"] = "default"
-    want = [line.replace(" shop/", " default/").replace(" kube-system/", " default/")
-            for line in scenario.expected("shop")]  # fmt: skip
+    want = [
+        line.replace(" shop/", " default/").replace(" kube-system/", " default/")
+        for line in scenario.expected("shop")
+    ]
     before = set(scenario.lines(cluster.agent))
     for order in (objects, objects[::-1]):
         with cluster.given(*order):

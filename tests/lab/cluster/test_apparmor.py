@@ -124,8 +124,10 @@ def test_the_agent_works_under_each_profile_without_denials(house: FolderPod, pr
         assert agent.stop() == 0
         said = agent.try_out(
             template(house, profile, "-m", "kbpf", "cleanup")["spec"],
-            {"config": house.objects}, None, {},
-        )  # fmt: skip
+            {"config": house.objects},
+            None,
+            {},
+        )
         assert said
         assert not agent.pin_dir.exists()
         assert denied(before)[0] == []

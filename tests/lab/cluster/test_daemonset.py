@@ -147,10 +147,11 @@ def expect_masqueraded(
     """Checks that both backends answer and see the node's address."""
     v6, network = ":" in host, web.lab.network
     wanted = {
-        name: network.masquerades_as(node, v6) if web.home[name] is node
+        name: network.masquerades_as(node, v6)
+        if web.home[name] is node
         else network.seen_elsewhere(node, v6)
         for name in ("a1", "b1")
-    }  # fmt: skip
+    }
     first = web[client].many(1, host, port, protocol=protocol)
     assert not first["errors"], (
         client,
@@ -561,7 +562,7 @@ def test_capabilities_that_the_agent_needs(pods: PodCluster, row: Row) -> None:
     changes = [
         {"op": "replace", "path": f"{path}/capabilities/add", "value": row.granted.split()},
         {"op": "replace", "path": f"{path}/seccompProfile", "value": row.seccomp},
-    ]  # fmt: skip
+    ]
     pods.kubectl(*SPACE, "patch", "ds", "kube-proxy", "--type=json", "-p", json.dumps(changes))
     dns, client = pods.web(21, "a1", "UDP"), pods["a3"]
     pods.create(*dns)

@@ -218,16 +218,17 @@ NOT_HERE = {
     "kbpf inspect": "a group: its commands are here",
 }  # fmt: skip
 KUBECTL = [each for each in SAID if re.match(r"kubectl .", each)]
-KBPF = [each for each in SAID
-        if re.match(r"kbpf (?!run)", each) and ":" not in each]  # fmt: skip
+KBPF = [each for each in SAID if re.match(r"kbpf (?!run)", each) and ":" not in each]
 
 
 @pytest.mark.parametrize("command", [each for each in [*KUBECTL, *KBPF] if each not in NOT_HERE])
 def test_inline_commands_succeed(shell: Shell, cluster: PodCluster, command: str) -> None:
     """Inline commands of all pages, with placeholders replaced; kbpf's own run in the pod."""
     for before, after in {
-        "NAME": "kubernetes", "IMAGE": "kbpf:0.1.0", "build/artifacts": "/tmp/artifacts"
-    }.items():  # fmt: skip
+        "NAME": "kubernetes",
+        "IMAGE": "kbpf:0.1.0",
+        "build/artifacts": "/tmp/artifacts",
+    }.items():
         command = re.sub(rf"\b{before}\b", after, command)
     if command.startswith("kbpf"):
         command = f"kubectl -n kube-system exec ds/kube-proxy -- {command}"

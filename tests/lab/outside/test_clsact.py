@@ -39,8 +39,9 @@ def rows() -> Iterator[Dial]:
             to = at("NodePort", base + number, v6)
             yield Dial(f"{say} NodePort {who} as {sees}", "outside", to, who, protocol, sees)
         pod = "fd00:10:244:1::3" if v6 else "10.244.1.3"
-        yield Dial(f"{say} a pod without hooks", "a2!", at("ClusterIP", base + 2, v6), "b1",
-                   protocol, pod)  # fmt: skip
+        yield Dial(
+            f"{say} a pod without hooks", "a2!", at("ClusterIP", base + 2, v6), "b1", protocol, pod
+        )
         yield Dial(f"{say} hairpin", "a1!", at("VIP", base + 1, v6), "a1", protocol, own)
 
 

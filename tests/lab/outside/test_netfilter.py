@@ -177,8 +177,9 @@ def test_foreign_rules_are_left_unchanged(field: Field, closed: Node) -> None:
     field.agent.stop()
     guarded(closed)  # it stays, like all state of a stopped agent
     clean = (sys.executable, "-m", "kbpf", "cleanup", "--pin-dir", str(field.agent.pin_dir))
-    done = subprocess.run(inside(closed.netns, None, *clean), capture_output=True, text=True,
-                          check=False)  # fmt: skip
+    done = subprocess.run(
+        inside(closed.netns, None, *clean), capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert "rule in ip filter FORWARD" in done.stdout
     assert "rule in ip6 filter FORWARD" in done.stdout
@@ -450,19 +451,22 @@ def second(field: Field) -> Iterator[None]:
            f"addr add fd00:198:19::{number}/64 dev x{number} nodad", netns=node.netns)  # fmt: skip
     ip(
         *("route add 198.18.0.1/32 via 198.19.0.1", "route replace 10.244.1.0/24 via 198.19.0.1"),
-        *("route add fd00:198:18::1/128 via fd00:198:19::1",
-          "route replace fd00:10:244:1::/64 via fd00:198:19::1"),
+        *(
+            "route add fd00:198:18::1/128 via fd00:198:19::1",
+            "route replace fd00:10:244:1::/64 via fd00:198:19::1",
+        ),
         netns=other.netns,
-    )  # fmt: skip
+    )
     listed = command("ip", "-n", first.netns, "-o", "link", "show", "x1")
     key = struct.pack("=I", int(listed.partition(":")[0]))
     until("the agent knows the device", lambda: key in field.agent.entries("devices"))
     yield
     ip("link del x1", netns=first.netns)
     ip(
-        "route add 10.244.1.0/24 via 198.18.0.1", "route add fd00:10:244:1::/64 via fd00:198:18::1",
+        "route add 10.244.1.0/24 via 198.18.0.1",
+        "route add fd00:10:244:1::/64 via fd00:198:18::1",
         netns=other.netns,
-    )  # fmt: skip
+    )
 
 
 def remote(v6: bool) -> Iterator[Dial]:

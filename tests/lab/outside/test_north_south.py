@@ -477,8 +477,9 @@ def test_cleanup_detaches_all_programs(field: Field) -> None:
     served(field)
     field.agent.stop()
     clean = (sys.executable, "-m", "kbpf", "cleanup", "--pin-dir", str(field.agent.pin_dir))
-    done = subprocess.run(inside(field.agent.node.netns, None, *clean), capture_output=True,
-                          text=True, check=False)  # fmt: skip
+    done = subprocess.run(
+        inside(field.agent.node.netns, None, *clean), capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     unserved(field)
     assert not field.agent.pin_dir.exists()

@@ -316,8 +316,9 @@ def test_a_local_backend_is_served_in_every_pod_network(
     ("number", "protocol", "who"),
     [(61, "tcp", "b1"), (62, "udp", "b1"), (63, "tcp", "a1"), (64, "udp", "a1"), (67, "tcp", "a1")],
 )
-@pytest.mark.parametrize("net", [(how, "routed") for how in FORWARDINGS], indirect=True,
-                         ids="-".join)  # fmt: skip
+@pytest.mark.parametrize(
+    "net", [(how, "routed") for how in FORWARDINGS], indirect=True, ids="-".join
+)
 def test_a_client_behind_a_device_without_link_header_is_served(
     net: PodNetwork, number: int, protocol: str, who: str, kind: str, v6: bool
 ) -> None:

@@ -145,7 +145,9 @@ def test_a_vip_with_source_ranges_is_served_by_the_packet_path(field: Field, v6:
         lets_in = who in LETS_IN[number]
         outcome = "a1 b1" if lets_in else DROPPED
         before = field.agent.reasons()
-        check(field, Dial(f"{who}, {number}", who, at("VIP", base + number, v6), outcome, protocol,
-                          own))  # fmt: skip
+        check(
+            field,
+            Dial(f"{who}, {number}", who, at("VIP", base + number, v6), outcome, protocol, own),
+        )
         news = field.agent.reasons() - before
         assert news[Reason.NEW_FLOW if lets_in else Reason.NOT_ALLOWED] > 0

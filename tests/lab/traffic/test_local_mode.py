@@ -39,9 +39,7 @@ MODES = {
         frozenset(("a2!", "bridged")),
         CABLES,
     ),
-    "NodeCIDR": Mode(
-        ("--detect-local-mode", "NodeCIDR"), frozenset(("a2!", "bridged")), CABLES
-    ),
+    "NodeCIDR": Mode(("--detect-local-mode", "NodeCIDR"), frozenset(("a2!", "bridged")), CABLES),
     "BridgeInterface": Mode(
         ("--detect-local-mode", "BridgeInterface", "--pod-bridge-interface", "cni0"),
         frozenset(("bridged",)),
@@ -52,7 +50,7 @@ MODES = {
         frozenset(("a2!",)),
         frozenset(("a2!",)),
     ),
-}  # fmt: skip
+}
 """Without a mode no client of a ClusterIP is masqueraded."""
 
 
@@ -65,10 +63,12 @@ class Pods(Field):
     def prepare(self) -> None:
         home = self.lab.nodes[0]
         ip(
-            "link add cni0 type bridge", "link set cni0 up",
-            "addr add 10.244.1.129/25 dev cni0", "addr add fd00:10:244:1::81/121 dev cni0 nodad",
+            "link add cni0 type bridge",
+            "link set cni0 up",
+            "addr add 10.244.1.129/25 dev cni0",
+            "addr add fd00:10:244:1::81/121 dev cni0 nodad",
             netns=home.netns,
-        )  # fmt: skip
+        )
         settled(home.netns, "fd00:10:244:1::81")
         self.bridged = self._pod("bridged", "v0", BRIDGED, (25, 121))
         ip("link set v0 master cni0", netns=home.netns)

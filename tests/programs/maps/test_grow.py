@@ -52,8 +52,10 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def many(count: int, to: str = "10.0.0.1:80", **more) -> list[ServiceState]:
-    return [service(f"s{i:04}", f"10.96.{i // 250}.{i % 250 + 1}:53", to, UDP, **more)
-            for i in range(count)]  # fmt: skip
+    return [
+        service(f"s{i:04}", f"10.96.{i // 250}.{i % 250 + 1}:53", to, UDP, **more)
+        for i in range(count)
+    ]
 
 
 def sizes_of(site: Site) -> dict[str, int]:

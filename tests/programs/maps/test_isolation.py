@@ -73,8 +73,10 @@ class Bench:
     def serve(self, dns: str) -> None:
         """Programs all Services. `dns`: the address of that Service's backend."""
         both = f"{self.one.ip}:8080 {self.two.ip}:8080"
-        more = [service(f"evil{i}", f"10.96.9.{i + 1}:53", both, Protocol.UDP)
-                for i in range(FLOWS_PER_SOCKET)]  # fmt: skip
+        more = [
+            service(f"evil{i}", f"10.96.9.{i + 1}:53", both, Protocol.UDP)
+            for i in range(FLOWS_PER_SOCKET)
+        ]
         services: list[ServiceState] = [
             service("web", f"{WEB}:80", f"{self.one.ip}:8080"),
             service("dns", f"{DNS}:53", f"{dns}:8080", Protocol.UDP),
@@ -149,9 +151,7 @@ def sticky_address(number: int) -> str:
     return f"10.98.{number // 250}.{number % 250 + 1}"
 
 
-FILLS = [
-    Fill("sock_peers", connected), Fill("udp_flows", unconnected), Fill("affinity", sticky)
-]  # fmt: skip
+FILLS = [Fill("sock_peers", connected), Fill("udp_flows", unconnected), Fill("affinity", sticky)]
 
 
 @contextlib.contextmanager
@@ -397,8 +397,10 @@ def test_foreign_flows_of_one_client_evict_no_others(ingress: Ingress, row: Floo
     it, whatever other clients sent meanwhile.
     """
     ours = Role.POD if row.victim.startswith("[fd") else Role.HOST
-    syns = [tcp(f"{row.victim.format(n)}:4000", VIP[row.v], flags="S", seq=n)
-            for n in range(1, VICTIMS + 1)]  # fmt: skip
+    syns = [
+        tcp(f"{row.victim.format(n)}:4000", VIP[row.v], flags="S", seq=n)
+        for n in range(1, VICTIMS + 1)
+    ]
     ingress.node_flags(NodeFlag.PASSIVE)
     ingress.set_device(ours, DeviceFlag(0))
     assert ingress.run(syns) == syns
@@ -410,6 +412,8 @@ def test_foreign_flows_of_one_client_evict_no_others(ingress: Ingress, row: Floo
     ingress.set_device(ours, DeviceFlag(0))
     ingress.node_flags(NodeFlag.COEXISTING)
     assert ingress.run(syns) == syns, "not translated: no flow of ours began"
-    again = [tcp(f"{row.victim.format(n)}:4001", VIP[row.v], flags="S", seq=n)
-             for n in range(1, VICTIMS + 1)]  # fmt: skip
+    again = [
+        tcp(f"{row.victim.format(n)}:4001", VIP[row.v], flags="S", seq=n)
+        for n in range(1, VICTIMS + 1)
+    ]
     assert not set(ingress.run(again)) & set(again), "a new connection is ours"

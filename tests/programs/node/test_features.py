@@ -50,8 +50,10 @@ def test_check_command_reports_exactly_the_lacking_features(rows: tuple[CheckRow
         FEATURES[name].tried()
     done = subprocess.run(
         [sys.executable, "-m", "kbpf", "check", "-o", "json"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     said = json.loads(done.stdout)
     others = {row.name for row in rows if row.check in SETTINGS | INSTALLED}

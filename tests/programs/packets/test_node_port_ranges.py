@@ -88,9 +88,10 @@ def test_socket_of_the_node_is_always_allowed(artifact_cache: Path) -> None:
         with sites(artifact_cache) as make:
             site = make(node=name)
             state = restricted(
-                service("web", "10.96.0.1:80 NodePort=0.0.0.0:30080", f"{LOCAL[0]}:80",
-                        Protocol.UDP)
-            )  # fmt: skip
+                service(
+                    "web", "10.96.0.1:80 NodePort=0.0.0.0:30080", f"{LOCAL[0]}:80", Protocol.UDP
+                )
+            )
             plane = site.open(node_port_source_ranges=RANGES)
             netns.run_in(
                 Path("/run/netns") / name,

@@ -76,10 +76,13 @@ def served(bench: Bench) -> Bench:
 
 def read_counts(site: Site) -> dict[tuple[str, str], ConnectionStats]:
     """The counters by Service name and backend."""
-    names = {U32.unpack(k)[0]: unpack_service_name(raw).name for k, raw in
-             site.entries("service_names").items()}  # fmt: skip
-    addresses = {U32.unpack(k)[0]: Target.unpack(raw) for k, raw in
-                 site.entries("backends").items()}  # fmt: skip
+    names = {
+        U32.unpack(k)[0]: unpack_service_name(raw).name
+        for k, raw in site.entries("service_names").items()
+    }
+    addresses = {
+        U32.unpack(k)[0]: Target.unpack(raw) for k, raw in site.entries("backends").items()
+    }
     found = {}
     for key, raw in site.entries("counts").items():
         service_id, backend = U32_PAIR.unpack(key)
@@ -292,10 +295,14 @@ def put_stats(site: Site, service_id: int, backend: int, total: ConnectionStats)
 
 def ids(site: Site) -> tuple[dict[str, int], dict[str, int]]:
     """Ids of Services by name, and of backends by port."""
-    names = {unpack_service_name(raw).name: U32.unpack(k)[0] for k, raw in
-             site.entries("service_names").items()}  # fmt: skip
-    return names, {f"{Target.unpack(raw).port}": U32.unpack(k)[0] for k, raw in
-                   site.entries("backends").items()}  # fmt: skip
+    names = {
+        unpack_service_name(raw).name: U32.unpack(k)[0]
+        for k, raw in site.entries("service_names").items()
+    }
+    return names, {
+        f"{Target.unpack(raw).port}": U32.unpack(k)[0]
+        for k, raw in site.entries("backends").items()
+    }
 
 
 WEB = service("web", "10.96.0.1:80", "127.0.1.1:8081 127.0.1.2:8082")
@@ -359,8 +366,10 @@ def test_counts_of_a_deleted_backend_stay_with_its_service(site: Site):
         assert dict(reader.count(lambda: None).totals) == wanted
         now[0] += SWEEP_INTERVAL_S
     assert {U32_PAIR.unpack(key) for key in site.entries("counts")} == {
-        (services["web"], backends["8081"]), (services["web"], NO_BACKEND),
-        (services["web"], REMOVED_BACKENDS)}  # fmt: skip
+        (services["web"], backends["8081"]),
+        (services["web"], NO_BACKEND),
+        (services["web"], REMOVED_BACKENDS),
+    }
 
 
 def test_counts_of_a_service_added_during_a_count_are_kept(site: Site):

@@ -144,8 +144,9 @@ def test_client_keeps_its_backend(bench: Bench):
     before = bench.site.reasons()
     assert len(set(picks(bench.one, WEB, 50))) == 1
     assert bench.site.reasons() - before == {
-        Reason.TRANSLATED: 1, Reason.TRANSLATED_BY_AFFINITY: 49,
-    }  # fmt: skip
+        Reason.TRANSLATED: 1,
+        Reason.TRANSLATED_BY_AFFINITY: 49,
+    }
 
 
 def test_ipv6_and_v4_mapped_clients_keep_their_backend(bench: Bench):

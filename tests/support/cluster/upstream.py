@@ -214,10 +214,11 @@ def _differences(
     again = question._replace(
         services=[one for one in question.services if one["metadata"]["name"] in names],
         slices=[
-            one for one in question.slices
+            one
+            for one in question.slices
             if one["metadata"]["labels"]["kubernetes.io/service-name"] in names
         ],
-    )  # fmt: skip
+    )
     possible = judge.ask(again, tries)
     lines = []
     for family, key in sorted(suspects):

@@ -298,8 +298,10 @@ class Container:
         with log.open("ab") as out:
             self.process = subprocess.Popen(
                 [*DIE_WITH_US, *inside(None, cgroup, *command)],
-                stdin=subprocess.DEVNULL, stdout=out, stderr=out,
-            )  # fmt: skip
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+            )
 
     @property
     def code(self) -> int | None:

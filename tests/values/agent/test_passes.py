@@ -103,9 +103,11 @@ def test_events_and_writes_are_logged_at_debug(clock: Clock, caplog: pytest.LogC
     plane.writes = {"services": 2, "backends": 1}
     agent.step([service("a"), Delete(ObjectKey(Kind.SLICE, "ns", "b")), Synced(Kind.NODE)])
     assert caplog.messages == [
-        "event upsert Service ns/a", "event delete EndpointSlice ns/b", "event synced Node",
+        "event upsert Service ns/a",
+        "event delete EndpointSlice ns/b",
+        "event synced Node",
         "programmed service_ports=1 entries=3 ms=0.0",
-    ]  # fmt: skip
+    ]
 
 
 def test_sweep_compares_everything_every_15_minutes(clock: Clock, caplog: pytest.LogCaptureFixture):

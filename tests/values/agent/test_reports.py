@@ -163,8 +163,9 @@ def test_unusual_value_that_is_used_is_logged_as_unusual(
     spoilt = ("weights: bad", zeros)
     agent.step([Upsert(made.key, replace(made.object, skipped=spoilt))])
     assert caplog.messages == [
-        "left out: Service ns/a: weights: bad", f"unusual: Service ns/a: {zeros}",
-    ]  # fmt: skip
+        "left out: Service ns/a: weights: bad",
+        f"unusual: Service ns/a: {zeros}",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -199,8 +200,9 @@ def test_service_that_is_not_programmed_is_reported_everywhere(
     until("both Events are sent", lambda: len(posted) == 2)
     desk.events.stop()
     assert {(e["reason"], e["regarding"]["name"], e["regarding"]["namespace"]) for e in posted} == {
-        ("NotProgrammed", "dns", namespace), ("AnnotationsNotApplied", "web", namespace),
-    }  # fmt: skip
+        ("NotProgrammed", "dns", namespace),
+        ("AnnotationsNotApplied", "web", namespace),
+    }
     plane.refused, plane.plain = {}, {}
     agent.step([service("b")])
     agent.reporter.write_status()

@@ -123,7 +123,7 @@ KINDS = [
     Row("link-local, IPv6", "fe80::7", 80, LINK, LINK, LINK),
     Row("metadata, IPv6", "fd00:ec2::254", 80, LINK, LINK, LINK),
     Row("metadata of Alibaba", "100.100.100.200", 80, LINK, LINK, LINK),
-]  # fmt: skip
+]
 SETTINGS = ("all", "off", "listed", "another listed")
 
 

@@ -155,9 +155,11 @@ def test_one_state_per_port_and_family():
     dual = replace(WEB, cluster_ips=addrs("10.96.0.1", "fd00::1"), ports=ports)
     states = tuple(compute_service_states(dual, [piece(READY_HERE)], ME))
     assert [str(state.key) for state in states] == [
-        "ns/web:http TCP IPv4", "ns/web:dns UDP IPv4",
-        "ns/web:http TCP IPv6", "ns/web:dns UDP IPv6",
-    ]  # fmt: skip
+        "ns/web:http TCP IPv4",
+        "ns/web:dns UDP IPv4",
+        "ns/web:http TCP IPv6",
+        "ns/web:dns UDP IPv6",
+    ]
     assert [len(state.cluster) for state in states] == [1, 0, 0, 0]
 
 

@@ -198,9 +198,10 @@ NODE_ROWS = [
 def test_the_addresses_of_node_ports(row: NodeRow):
     networks = [text for text in row.networks if text != "primary"]
     config = Config(
-        node_port_addresses=cidrs(*networks), all_node_port_addresses=row.everything,
+        node_port_addresses=cidrs(*networks),
+        all_node_port_addresses=row.everything,
         primary_node_ports="primary" in row.networks,
-    )  # fmt: skip
+    )
     found = node_port_addresses(Node("me", addrs(*row.node)), addrs(*row.local), config)
     assert found == tuple(sorted(addrs(*row.expected)))
 

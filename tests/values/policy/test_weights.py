@@ -331,16 +331,19 @@ def test_weights_equal_those_of_the_naive_model_in_any_order_of_slices(pieces, w
     several = [ask(weights, *order) for order in itertools.permutations(made)]
     for found in several:
         assert (found.cluster, found.cluster_weights) == (
-            several[0].cluster, several[0].cluster_weights,
-        )  # fmt: skip
+            several[0].cluster,
+            several[0].cluster_weights,
+        )
     plain = ask(None, *made)
     possible = {
         at: {
             oracle.weight(weights, oracle.text(e.address), pod, e.node, e.zone)
-            for ends in pieces for e, pod in ends if (e.address, e.ready) == at
+            for ends in pieces
+            for e, pod in ends
+            if (e.address, e.ready) == at
         }
         for at in {(b.address, True) for b in plain.cluster}
-    }  # fmt: skip
+    }
     if any(len(each) > 1 for each in possible.values()):
         return  # entries of one address with different weights: the rows above cover these
     exact = {at[0]: each.pop() for at, each in possible.items()}

@@ -286,8 +286,9 @@ def test_the_table_of_verdicts_has_all_reasons():
     rows = [cells(line) for line in section.splitlines() if line.startswith("| ")][1:]
     verdicts = {
         name: re.split(r"\W", verdict)[0]
-        for verdict, _, counted_as in rows for name in re.findall(r"`([A-Z_]+)`", counted_as)
-    }  # fmt: skip
+        for verdict, _, counted_as in rows
+        for name in re.findall(r"`([A-Z_]+)`", counted_as)
+    }
     notes = {reason.name for reason in Reason if reason.verdict is Verdict.NOTE}
     assert {name: verdict for name, verdict in verdicts.items() if name not in notes} == {
         reason.name: reason.verdict for reason in Reason if reason.name not in notes
@@ -323,11 +324,14 @@ def tables(page: str) -> list[list[list[str]]]:
 
 @pytest.mark.parametrize("figures", FIGURES, ids=lambda figures: figures.row)
 def test_readme_has_the_measured_figures(figures: Figures):
-    (readme,) = [row for table in tables("README.md") for row in table
-                 if row[0].startswith(figures.row)]  # fmt: skip
+    (readme,) = [
+        row for table in tables("README.md") for row in table if row[0].startswith(figures.row)
+    ]
     (table,) = [t for t in tables("docs/performance.md") if figures.table in " | ".join(t[0])]
-    columns = [next(at for at, name in enumerate(table[0]) if name.startswith(word))
-               for word in ("iptables", "kube-proxy nftables", "kbpf")]  # fmt: skip
+    columns = [
+        next(at for at, name in enumerate(table[0]) if name.startswith(word))
+        for word in ("iptables", "kube-proxy nftables", "kbpf")
+    ]
     rows = {row[0]: row for row in table if row[1].startswith(figures.measured)}
     wanted = [
         ", ".join(rows[where][at].split(" / ")[0] for where in ("local", "remote"))
@@ -341,6 +345,8 @@ def test_readme_has_the_measured_times_and_memory():
     text = (ROOT / "README.md").read_text()
     p50, p99 = next(v for k, v in measured.items() if "map written" in k).split(" / ")
     assert f"after {p50} ms in the agent; 99 % after {p99}" in text
-    start, memory = (next(v for k, v in measured.items() if k.startswith(word)).split(" / ")[-1]
-                     for word in ("process start", "resident memory"))  # fmt: skip
+    start, memory = (
+        next(v for k, v in measured.items() if k.startswith(word)).split(" / ")[-1]
+        for word in ("process start", "resident memory")
+    )
     assert f"in force after {start}; {memory}" in text

@@ -463,8 +463,9 @@ def test_listen_address_in_use_is_an_event_and_a_problem(
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        serving = Serving(**{"healthz": "", "metrics": "", which: f"127.0.0.1:{port}"},
-                          hard_fail=hard)  # fmt: skip
+        serving = Serving(
+            **{"healthz": "", "metrics": "", which: f"127.0.0.1:{port}"}, hard_fail=hard
+        )
         desk = AgentServer(Config(serving=serving, node_name="n1"), post_event=post)
         try:
             if hard:

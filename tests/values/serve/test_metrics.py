@@ -528,7 +528,9 @@ def test_reason_for_ipvs_is_a_label_and_one_event():
     assert found["kbpf_mode_info"].value(**labels) == 1
     desk.stop()
     assert [(one["type"], one["reason"]) for one in made] == [
-        ("Warning", "BpfUnavailable"), ("Normal", "Starting")]  # fmt: skip
+        ("Warning", "BpfUnavailable"),
+        ("Normal", "Starting"),
+    ]
     assert "no cgroup v2 hierarchy is mounted" in str(made[0]["note"])
 
 

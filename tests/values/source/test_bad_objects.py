@@ -55,8 +55,9 @@ class Plane(FakePlane):
     ) -> Report:
         self.served = frozenset(
             f"{key.namespace}/{key.name} {frontend.at}"
-            for key, service in state.services.items() for frontend in service.frontends
-        )  # fmt: skip
+            for key, service in state.services.items()
+            for frontend in service.frontends
+        )
         return Report({}, 0, {}, {})
 
 

@@ -239,8 +239,9 @@ def established(path: Path_, v: int, kind: str, which: int = CLUSTER) -> tuple[s
 def delete_entry(path: Path_, own: str, these: tuple[str, str]) -> None:
     """Deletes the entry of this client's flow between these ends."""
     with path.site.pinned("flows") as flows:
-        gone = [key for key, raw in flows.items()
-                if owner(raw) == own and set(ends(key)) == set(these)]  # fmt: skip
+        gone = [
+            key for key, raw in flows.items() if owner(raw) == own and set(ends(key)) == set(these)
+        ]
         assert [flows.delete(key) for key in gone] == [True]
 
 

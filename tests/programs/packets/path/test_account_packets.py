@@ -55,8 +55,10 @@ def read_counts(
     path: Path_, v: int, which: int, protocol: str = "tcp"
 ) -> dict[bool, ConnectionStats]:
     """The counters of a Service port in one family, by whether the connection got a backend."""
-    names = {U32.unpack(k)[0]: unpack_service_name(raw) for k, raw in
-             path.site.entries("service_names").items()}  # fmt: skip
+    names = {
+        U32.unpack(k)[0]: unpack_service_name(raw)
+        for k, raw in path.site.entries("service_names").items()
+    }
     found = {True: ConnectionStats(), False: ConnectionStats()}
     for key, raw in path.site.entries("counts").items():
         service, backend = U32_PAIR.unpack(key)

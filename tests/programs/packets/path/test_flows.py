@@ -124,8 +124,9 @@ def test_client_gets_an_snat_port_while_coexisting(path: Path_, v: int) -> None:
 
 @both
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("more", [{}, {"options": b"\x94\x04\0\0"}, {"ttl": 3, "tos": 7}],
-                         ids=["", "options", "ttl"])  # fmt: skip
+@pytest.mark.parametrize(
+    "more", [{}, {"options": b"\x94\x04\0\0"}, {"ttl": 3, "tos": 7}], ids=["", "options", "ttl"]
+)
 def test_cluster_policy_request_and_reply(
     path: Path_, v: int, kind: str, more: dict[str, object]
 ) -> None:

@@ -61,8 +61,9 @@ from tests.support.packets.test_run import TC_ACT_SHOT
 def fill_ports(path: Path_, v: int, ports: Iterable[int], **fields: object) -> None:
     """Adds established connections to the pod that hold these node ports."""
     now = time.monotonic_ns()
-    backend, node = (pack_target(parse_addr(host), port, 6)
-                     for host, port in ((POD[v], 8080), (NODE[v], 0)))  # fmt: skip
+    backend, node = (
+        pack_target(parse_addr(host), port, 6) for host, port in ((POD[v], 8080), (NODE[v], 0))
+    )
     other = pack_target(parse_addr(ROUTER[v]), 9, 6)
     with path.site.pinned("flows") as flows:
         for port in ports:

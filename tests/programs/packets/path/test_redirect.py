@@ -267,8 +267,9 @@ def test_packet_that_the_stack_must_see_is_not_redirected(
     data = os.urandom(row.size)
     uplink.forward(row.forwards)
     try:
-        uplink.go("tc_ingress", udp(own, front, data, ttl=row.ttl),
-                   udp(own, back, data, ttl=row.ttl))  # fmt: skip
+        uplink.go(
+            "tc_ingress", udp(own, front, data, ttl=row.ttl), udp(own, back, data, ttl=row.ttl)
+        )
     finally:
         uplink.forward(True)
 
@@ -300,8 +301,9 @@ def test_snat_source_is_an_address_of_the_outgoing_device(uplink: Path_, v: int)
 def test_oversized_packet_of_a_redirected_flow_goes_up_the_stack(uplink: Path_, v: int) -> None:
     """A packet longer than the MTU goes up the stack, which informs the sender; others do not."""
     own, front, back = client(v), vip(v, CLUSTER), pod(v)
-    source = expect_snat_redirect(uplink, udp(own, front, b"?"),
-                          lambda a, b: udp(a, b, b"?", ttl=63), back, v)  # fmt: skip
+    source = expect_snat_redirect(
+        uplink, udp(own, front, b"?"), lambda a, b: udp(a, b, b"?", ttl=63), back, v
+    )
     data = os.urandom(MTU)
     inside = uplink.go("tc_ingress", udp(own, front, data), udp(own, back, data))
     uplink.go("tc_egress", inside, udp(source, back, data))
@@ -334,8 +336,9 @@ CLOCK_GRANULARITY_S = 0.011
 def test_next_hop_is_cached_for_a_second(uplink: Path_, v: int, found: float, still: bool) -> None:
     """Not every packet asks the kernel's tables; a change takes effect within a second."""
     own, front, back = client(v), vip(v, CLUSTER), pod(v)
-    source = expect_snat_redirect(uplink, udp(own, front, b"?"),
-                          lambda a, b: udp(a, b, b"?", ttl=63), back, v)  # fmt: skip
+    source = expect_snat_redirect(
+        uplink, udp(own, front, b"?"), lambda a, b: udp(a, b, b"?", ttl=63), back, v
+    )
     age_next_hops(uplink, own, found)
     uplink.forward(False)
     try:
@@ -374,8 +377,9 @@ def test_mode_direct_redirects_packets_of_all_clients(uplink: Path_, v: int, rol
 def test_icmp_error_about_a_redirected_packet(uplink: Path_, v: int) -> None:
     """From a router behind the node: the client gets an error about the packet that it sent."""
     own, front, back = client(v), vip(v, CLUSTER), pod(v)
-    source = expect_snat_redirect(uplink, udp(own, front, b"?"),
-                          lambda a, b: udp(a, b, b"?", ttl=63), back, v)  # fmt: skip
+    source = expect_snat_redirect(
+        uplink, udp(own, front, b"?"), lambda a, b: udp(a, b, b"?", ttl=63), back, v
+    )
     error = icmp_error("too big", ROUTER[v], udp(source, back, b"?"), mtu=1300)
     inside = uplink.run("tc_ingress", error)[1]
     assert parse(inside, l2=False).destination == CLIENT[v]

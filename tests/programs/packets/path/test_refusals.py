@@ -277,8 +277,9 @@ def test_sctp_without_checksum_is_dropped_not_refused(path: Path_, v: int, why: 
 
 
 @both
-@pytest.mark.parametrize("build", [lambda a, b: tcp(a, b, flags="S"), udp, sctp],
-                         ids=["tcp", "udp", "sctp"])  # fmt: skip
+@pytest.mark.parametrize(
+    "build", [lambda a, b: tcp(a, b, flags="S"), udp, sctp], ids=["tcp", "udp", "sctp"]
+)
 def test_unknown_port_of_a_cluster_ip_is_refused(path: Path_, v: int, build: object) -> None:
     """Refused at a ClusterIP. Addresses of other kinds may have other ports, so there it passes."""
     before = path.site.reasons()

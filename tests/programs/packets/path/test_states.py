@@ -226,8 +226,9 @@ def test_datagram_of_a_flow_with_a_missing_entry_begins_again(
     """Not every datagram checks for them, because some clients send forever without a reply."""
     own = client(v)
     question = udp(own, vip(v, CLUSTER), b"?")
-    source = masked(path, path.run("tc_ingress", question)[1],
-                    lambda a, b: udp(a, b, b"?"), pod(v), v)  # fmt: skip
+    source = masked(
+        path, path.run("tc_ingress", question)[1], lambda a, b: udp(a, b, b"?"), pod(v), v
+    )
     delete_entry(path, own, LOST[missing](path, v, own, source))
     age(path, own, seconds)
     before = path.site.reasons()[Reason.NEW_FLOW]
@@ -279,8 +280,9 @@ def test_replies_seen_at_egress_only_end_the_flow(path: Path_, v: int) -> None:
         packet = talk.segment(word, *((pod(v), own) if back else (own, vip(v, CLUSTER))))
         path.run("tc_egress" if back else "tc_ingress", packet)
     question = {own, vip(v, CLUSTER)}
-    found = {raw[STATE] for key, raw in path.site.entries("flows").items()
-             if set(ends(key)) == question}  # fmt: skip
+    found = {
+        raw[STATE] for key, raw in path.site.entries("flows").items() if set(ends(key)) == question
+    }
     assert found == {TcpState.CLOSED}
 
 

@@ -235,8 +235,9 @@ def test_sctp_association_is_shown(wire: Wire, show) -> None:
     (row,) = show("connections")
     assert (row["protocol"], row["service"]) == ("SCTP", "default/sctp")
     assert (row["state"], row["idle_seconds"] + row["expires_seconds"]) == (
-        "new", pytest.approx(30, abs=0.01),
-    )  # fmt: skip
+        "new",
+        pytest.approx(30, abs=0.01),
+    )
 
 
 LOST = [

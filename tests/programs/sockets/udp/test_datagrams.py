@@ -286,10 +286,11 @@ def test_closed_socket_frees_all_its_flows(bench: Bench, count: int, cut: bool):
     """Each Service has its own backend, so that each flow has its own way back."""
     pod, names = bench["pod"], ("one", "two", "three")
     several = [
-        bench.udp(f"10.96.1.{i + 1}:53", names[i % 3]) if i < 3
+        bench.udp(f"10.96.1.{i + 1}:53", names[i % 3])
+        if i < 3
         else service(f"x{i}", f"10.96.1.{i + 1}:53", f"{bench['one'].ip}:{9000 + i}", Protocol.UDP)
         for i in range(count)
-    ]  # fmt: skip
+    ]
     bench.serve(*several)
 
     def send() -> tuple[dict[str, int], dict[str, int]]:

@@ -90,7 +90,7 @@ PODS = [
     PodRow("a uid that is a path", {"labels": OFF, "uid": "../.."}, {}, "metadata.uid: '../..'"),
     PodRow("a uid that is a pattern", {"labels": OFF, "uid": "*"}, {}, "metadata.uid: '*'"),
     PodRow("a uid of a wrong type", {"labels": OFF, "uid": 5}, {}, "metadata.uid"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("row", PODS, ids=lambda row: row.name)

@@ -257,9 +257,11 @@ ODD_ADDRESSES = [
 def test_leading_zeros_are_reported(spec, line):
     item = decode.convert_object(
         Kind.SERVICE,
-        {"metadata": {"name": "x", "namespace": "n"},
-         "spec": {"clusterIP": "10.96.0.1", "ports": [{"port": 80}]} | spec},
-    )  # fmt: skip
+        {
+            "metadata": {"name": "x", "namespace": "n"},
+            "spec": {"clusterIP": "10.96.0.1", "ports": [{"port": 80}]} | spec,
+        },
+    )
     assert item.object.skipped == ((line,) if line else ())
 
 

@@ -116,8 +116,9 @@ def test_vanished_folder_keeps_all_objects(tmp_path, caplog):
     status = run.folder.status()
     assert (status.state, status.error, status.failures) == (SourceState.WATCHING, "", 0)
     assert [r.getMessage().split(" error")[0] for r in caplog.records[1:]] == [
-        "cannot read the folder", f"folder can be read again path={run.path} failures=2",
-    ]  # fmt: skip
+        "cannot read the folder",
+        f"folder can be read again path={run.path} failures=2",
+    ]
 
 
 def test_unreadable_file_keeps_its_objects(run, monkeypatch):
