@@ -87,7 +87,7 @@ def ranges() -> Iterator[Dial]:
             own,
         )
         yield Dial(f"{say} source ranges do not restrict external IPs", out,
-                   at("ExternalIP", 33, v6), "a1 b1", "tcp", own)  # fmt: skip
+                   at("ExternalIP", 33, v6), "a1 b1", "tcp", own)
         yield Dial(
             f"{say} source ranges, a pod, not admitted", "a2!", at("VIP", 33, v6), DROPPED, "tcp"
         )

@@ -117,7 +117,7 @@ CONDITIONS = (
     Dial("internal Local applies to the ClusterIP", "a3", "10.96.0.52:80", "a1"),
     Dial("internal Local does not apply to the NodePort", "a3", f"{OWN}:30052", "a1 b1"),
     Dial("internal Local, no local endpoint: not for the NodePort", "host-1", f"{OWN}:30053", "b1"),
-)  # fmt: skip
+)
 
 HINTS = (
     Dial("hinted for zone-1", "a3", "10.96.0.60:80", "a1 a2"),
@@ -162,7 +162,7 @@ NODE_PORTS = (
     Dial("external Local, no local endpoint: the short circuit, pod", "a3", f"{OWN}:30073", "b1"),
     Dial("external Local, no local endpoint: 127.0.0.1", "host-1", "127.0.0.1:30073", "b1"),
     Dial("external Local does not apply to the ClusterIP", "a3", "10.96.0.73:80", "b1"),
-)  # fmt: skip
+)
 
 EXTERNAL = (
     Dial("external IP, pod", "a3", "192.0.2.74:80", "a1 b1"),
@@ -190,6 +190,6 @@ EXTERNAL = (
          "192.0.2.82:80", "b1"),
     Dial("LB VIP, Local, all terminate: a remote serving one", "a3", "192.0.2.83:80",
          "b1"),
-)  # fmt: skip
+)
 
 ROWS = (*CONDITIONS, *HINTS, *NODE_PORTS, *EXTERNAL)

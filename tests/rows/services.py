@@ -109,4 +109,4 @@ ROWS = (
     Dial("each port to its own target, the other", "a3", "10.96.0.31:443", "a1:8081"),
     Dial("label service-proxy-name: not served", "a3", "10.96.0.33:80", UNSERVED),
     Dial("label headless: not served", "a3", "10.96.0.34:80", UNSERVED),
-)  # fmt: skip
+)

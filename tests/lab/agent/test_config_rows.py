@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of tests/values/config/test_kube_proxy_file.py, given to the real kube-proxy: how it
+"""The rows of tests/values/config/rows_kube_proxy_file.py, given to the real kube-proxy: how it
 reads each file, and which it refuses. It only writes its settings and exits (--write-config-to).
 """
 
@@ -11,7 +11,7 @@ import pytest
 
 from kbpf.config import load
 from tests.values.config.documents import PROXY, field
-from tests.values.config.test_kube_proxy_file import SAYS, WRONG
+from tests.values.config.rows_kube_proxy_file import SAYS, WRONG
 
 SAID_OTHERWISE = {
     "mode: ''": "iptables",

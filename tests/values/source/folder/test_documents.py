@@ -3,7 +3,6 @@
 
 import json
 import os
-from typing import NamedTuple
 
 import pytest
 
@@ -15,8 +14,7 @@ from kbpf.model.objects import EndpointSlice, Node, Protocol, Service, SlicePort
 from kbpf.policy.compute import compute_desired_state
 from kbpf.source.folder.documents import parse_documents
 from tests.values.source.folder.folder import BOTH, NODE, WEB, Run, service
-
-# --- reading a file ---
+from tests.values.source.folder.rows_documents import CONFLICTS, MISTAKES, UNUSED_KINDS, Conflict
 
 
 def test_file_of_two_documents_has_two_objects_with_defaults():
@@ -144,30 +142,10 @@ def test_invalid_document_is_a_problem_and_the_others_are_read(text, error):
     assert len(contents.objects) == 1
 
 
-UNUSED_KINDS = ("Deployment", "ServiceCIDR", "ServiceAccount", "ServiceMonitor", "PodGroup", "Role",
-               "NodePool", "ConfigMap", "Ingress")  # fmt: skip
-
-
 @pytest.mark.parametrize("kind", UNUSED_KINDS)
 def test_unused_kind_is_ignored_without_a_problem(kind):
     contents = parse_documents("a.yaml", f"kind: {kind}\nmetadata: {{name: x}}\n".encode())
     assert (contents.ignored_kinds, contents.problems) == ((kind,), ())
-
-
-MISTAKES = [
-    ("  name: web\n", "  name: old\n  name: web\n", "name occurs twice; the last one is used"
-     " (a.yaml:5)"),
-    ("spec:\n", "spec:\n  clusterIP: 10.96.0.9\n",
-     "clusterIP occurs twice; the last one is used (a.yaml:8)"),
-    ("  name: web\n", "  name: web\n  annotations: {kbpf.io/wieghts: '*=2'}\n",
-     "Service default/web: metadata.annotations[kbpf.io/wieghts] is not an annotation of kbpf"
-     " (a.yaml:5); is kbpf.io/weights meant?"),
-    ("  name: web\n", "  name: web\n  annotations: {kbpf.io/color: red, mine/x: y}\n",
-     "Service default/web: metadata.annotations[kbpf.io/color] is not an annotation of kbpf"
-     " (a.yaml:5); it is ignored"),
-    ("  name: web\n", "  name: web\n  annotations: {kbpf.io/weights: '*=2'}\n", ""),
-    ("  - name: http\n", "  - &port {name: http}\n  - <<: *port\n", ""),
-]  # fmt: skip
 
 
 @pytest.mark.parametrize(("old", "new", "problem"), MISTAKES)
@@ -235,31 +213,6 @@ def test_missing_own_node_is_a_problem_if_other_nodes_exist(
         "local, and this node has no zone"
     )
     assert run.problems == ((line,) if named else ())
-
-
-# --- the age of a Service ---
-
-
-class Conflict(NamedTuple):
-    """Two Services that claim one address: the files' mtimes and texts, and the winner's name."""
-
-    story: str
-    files: dict[str, int]
-    texts: dict[str, str]
-    wins: str
-
-
-DATED = "2024-01-01T00:00:00Z"
-CONFLICTS = [
-    Conflict("the older file", {"a": 200, "z": 100}, {"a": service("a"), "z": service("z")}, "z"),
-    Conflict("one ns older", {"a": 101, "z": 100}, {"a": service("a"), "z": service("z")}, "z"),
-    Conflict("equally old: by name", {"a": 1, "z": 1}, {"a": service("a"), "z": service("z")}, "a"),
-    Conflict("creationTimestamp takes precedence", {"a": 100, "z": 200 * 10**18},
-             {"a": service("a", creationTimestamp="2025-01-01T00:00:00Z"),
-              "z": service("z", creationTimestamp=DATED)}, "z"),
-    Conflict("creationTimestamp and mtime", {"a": 100, "z": 200},
-             {"a": service("a"), "z": service("z", creationTimestamp=DATED)}, "a"),
-]  # fmt: skip
 
 
 def winner(run: Run) -> str:
