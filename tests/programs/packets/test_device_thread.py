@@ -387,7 +387,12 @@ def test_publish_without_progress_times_out(
 # ---- close() -----------------------------------------------------------------------------------
 
 
+def device_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "devices"}
+
+
 def test_close_finishes_the_current_device_and_detaches_nothing(node: Site, first: Generation):
+    before = device_threads()  # data planes of other files may serve until the session ends
     node.gate = Gate("cali1")
     node.publish(first)
     assert node.gate.reached.wait(PATIENCE)
@@ -395,10 +400,11 @@ def test_close_finishes_the_current_device_and_detaches_nothing(node: Site, firs
     thread = begin(lambda: (node.reconciler.close(), ended.set()))
     assert not ended.wait(0.3)
     assert not first.closed
+    assert len(device_threads() - before) == 1
     node.gate.open.set()
     thread.join(PATIENCE)
     assert first.closed
-    assert not any(t.name == "devices" for t in threading.enumerate())
+    assert device_threads() == before
     assert 0 < len(node.runs()) < len(ALL), "no other device was begun"
     before = node.runs()
     node.reconciler.close()
