@@ -217,8 +217,8 @@ static __always_inline u32 choose_slot(const struct service *service, u32 size,
 				       const struct client *client)
 {
 	if (client->tuple && (service->flags & SERVICE_MAGLEV))
-		return hash_of_words(client->tuple,
-				     service->affinity_timeout ? CLIENT_WORDS : TUPLE_WORDS) %
+		return hash_words(client->tuple,
+				  service->affinity_timeout ? CLIENT_WORDS : TUPLE_WORDS) %
 		       size;
 	return ((u64)bpf_get_prandom_u32() * size) >> 32;
 }

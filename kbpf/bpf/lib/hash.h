@@ -5,8 +5,6 @@
  */
 #pragma once
 
-#include "types.h"
-
 #define HASH_SEED 0x6b627066
 #define CLIENT_WORDS 4
 #define TUPLE_WORDS 10
@@ -28,19 +26,17 @@ static __always_inline u32 hash_end(u32 hash, u32 bytes)
 	return hash ^ hash >> 16;
 }
 
-/* A loop, because unrolled code would need too much stack. It contains nothing else: otherwise the
+/* The hash of the first words of a packet's struct tuple: CLIENT_WORDS or TUPLE_WORDS.
+ *
+ * A loop, because unrolled code would need too much stack. It contains nothing else: otherwise the
  * compiler may let the body fall through to the loop's head, which Linux 5.10 and 6.1 reject (a
  * "back-edge" that is not a jump). */
-static __always_inline u32 hash_words(u32 hash, const u32 *words, int from, int to)
+static __always_inline u32 hash_words(const u32 *words, int count)
 {
-#pragma clang loop unroll(disable)
-	for (int i = from; i < to; i++)
-		hash = hash_word(hash, words[i]);
-	return hash;
-}
+	u32 hash = HASH_SEED;
 
-/* The hash of the first words of a packet's struct tuple: of the client's address, or of all. */
-static __always_inline u32 hash_of_words(const u32 *tuple, int words)
-{
-	return hash_end(hash_words(HASH_SEED, tuple, 0, words), words * 4);
+#pragma clang loop unroll(disable)
+	for (int i = 0; i < count; i++)
+		hash = hash_word(hash, words[i]);
+	return hash_end(hash, count * 4);
 }

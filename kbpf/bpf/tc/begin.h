@@ -249,8 +249,8 @@ int tc_coexist(struct __sk_buff *skb)
 		bpf_skb_load_bytes(skb, p->l4 + (p->protocol == IPPROTO_SCTP ? SCTP_HEADER + 4 : 4),
 				   &number, sizeof(number));
 		slot.owner = owner_of_packet(device, ifindex, &p->tuple.from.address);
-		slot.number = hash_of_words((const u32 *)&p->tuple, TUPLE_WORDS) %
-			      FOREIGN_FLOWS_PER_CLIENT;
+		slot.number =
+			hash_words((const u32 *)&p->tuple, TUPLE_WORDS) % FOREIGN_FLOWS_PER_CLIENT;
 		stored = foreign_flows.lookup(&slot);
 		if (foreign)
 			foreign_flows.update(&slot, &number);
