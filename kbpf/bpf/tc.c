@@ -29,7 +29,6 @@
  */
 #include "types.h"
 #include "lookup.h"
-#include "lib/icmp.h"
 #include "lib/packet.h"
 #include "lib/rewrite.h"
 #include "tc/begin.h"
@@ -67,7 +66,7 @@ int tc_ingress(struct __sk_buff *skb)
 	flags = take_resumed(s);
 	if (!flags && !parse_for(skb, device, p, true))
 		return TC_ACT_UNSPEC;
-	if (is_icmp_error(p))
+	if (!p->tuple.from.protocol) /* an ICMP error: parse_for() */
 		return go(skb, TAIL_ICMP_IN);
 	if (translate_in(&p->tuple, p, p->tcp_flags | flags, &result))
 		return forward_known(skb, s, device, &result);
@@ -96,7 +95,7 @@ int tc_egress(struct __sk_buff *skb)
 	if (!s || !parse_for(skb, device, &s->packet, false))
 		return TC_ACT_UNSPEC;
 	p = &s->packet;
-	if (is_icmp_error(p))
+	if (!p->tuple.from.protocol) /* an ICMP error: parse_for() */
 		return go(skb, TAIL_ICMP_OUT);
 	result = translate_out(&p->tuple, p, p->tcp_flags, skb->len - p->l3, &to, &masqueraded);
 	if (result == EGRESS_REWRITE && rewrite(skb, p, &to, p->ttl))

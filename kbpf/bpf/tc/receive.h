@@ -90,7 +90,8 @@ static __always_inline bool passes_unseen(struct __sk_buff *skb, const struct de
 	return !tracks_flows() && is_midstream_v4(skb, device->l2);
 }
 
-/* Parses a packet into the scratch buffer. False: it passes. `in`: at ingress. */
+/* Parses a packet into the scratch buffer. False: it passes. `in`: at ingress. Of packets without
+ * ports (the protocol in their tuple is 0), it returns true only for ICMP errors. */
 static __always_inline bool parse_for(struct __sk_buff *skb, const struct device *device,
 				      struct packet *p, bool in)
 {
