@@ -57,14 +57,14 @@ int tc_ingress(struct __sk_buff *skb)
 	struct packet *p;
 	u32 flags;
 
-	if (!device || passes_unseen(skb, device))
+	if (device && passes_unseen(skb, device))
 		return TC_ACT_UNSPEC;
 	s = get_scratch();
 	if (!s)
 		return TC_ACT_UNSPEC;
 	p = &s->packet;
-	flags = take_resumed(s);
-	if (!flags && !parse_for(skb, device, p, true))
+	flags = take_resumed(s); /* even if the device is gone: it is not for the next packet */
+	if (!device || (!flags && !parse_for(skb, device, p, true)))
 		return TC_ACT_UNSPEC;
 	if (!p->tuple.from.protocol) /* an ICMP error: parse_for() */
 		return go(skb, TAIL_ICMP_IN);

@@ -74,10 +74,12 @@ int tc_host(struct __sk_buff *skb)
 	struct tuple out;
 	u32 flags;
 
-	if (!device || !s)
+	if (!s)
 		return TC_ACT_UNSPEC;
 	p = &s->packet;
-	flags = p->tcp_flags | take_resumed(s);
+	flags = p->tcp_flags | take_resumed(s); /* as in tc_ingress */
+	if (!device)
+		return TC_ACT_UNSPEC;
 	flow = flow_between(&p->tuple);
 	if (flow && flow->host_device && is_original(&p->tuple, flow) && !is_over(flow, now))
 		restart = check_restart(flow, flags, now);

@@ -4,6 +4,7 @@ programs.
 """
 
 import contextlib
+import os
 import struct
 from pathlib import Path
 from typing import NamedTuple
@@ -12,7 +13,17 @@ import pytest
 
 from kbpf.dataplane.bpf.hooks import PACKET_PROGRAMS
 from kbpf.dataplane.bpf.maps.flow_entries import DIRECTION
-from kbpf.dataplane.bpf.maps.layout import FLOW, U32, DeviceFlag, FlowDirection, NodeFlag, Role
+from kbpf.dataplane.bpf.maps.layout import (
+    CACHED_DEVICE,
+    FLOW,
+    NEXT_HOP,
+    SCRATCH_SIZE,
+    U32,
+    DeviceFlag,
+    FlowDirection,
+    NodeFlag,
+    Role,
+)
 from kbpf.dataplane.bpf.programs import compile
 from kbpf.kernel.bpf.objects import Program
 from kbpf.model.address import parse_addr
@@ -249,6 +260,34 @@ def test_frames_for_another_mac_address_pass_untouched(path: Path_, v: int) -> N
     packet = udp(client(v), vip(v, CLUSTER), b"?")
     done = run(path.programs["tc_ingress"], frame(packet, to="02:00:00:00:00:77"))
     assert (done.retval, done.packet_out[14:]) == (TC_ACT_UNSPEC, packet)
+
+
+RESUMED = 2 * 72 + FLOW.size + NEXT_HOP.size
+"""Offset of `resumed` in a struct scratch, behind two packets, a flow and a next hop."""
+JUST_WRITTEN = 0x200
+
+
+def test_packet_whose_device_is_deleted_meanwhile_leaves_nothing_to_the_next_one(
+    path: Path_,
+) -> None:
+    """It has been sent back to tc_ingress, which does not parse such packets again."""
+    packet, key = tcp(client(4), vip(4, LOCAL), flags="S"), U32.pack(0)
+    usual = os.sched_getaffinity(0)
+    with path.site.pinned("flow_scratch") as scratch, path.site.pinned("devices") as devices:
+        value = bytearray(len(scratch.lookup(key) or b""))
+        for start in range(0, len(value), SCRATCH_SIZE):
+            U32.pack_into(value, start + RESUMED, JUST_WRITTEN)
+        try:
+            os.sched_setaffinity(0, {min(usual)})
+            scratch.update(key, bytes(value))
+            devices.delete(U32.pack(1))
+            path.cache(1, bytes(CACHED_DEVICE.size))
+            assert path.run("tc_ingress", packet) == (TC_ACT_UNSPEC, packet)
+            path.set_loopback_role(Role.HOST)
+            assert translated(path, packet)
+        finally:
+            os.sched_setaffinity(0, usual)
+            scratch.update(key, bytes(len(value)))
 
 
 class Masquerade(NamedTuple):
