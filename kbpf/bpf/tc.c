@@ -3,8 +3,8 @@
  * of the node and its pods that the socket hooks do not serve.
  *
  * tc_ingress and tc_egress run on every host and pod device (device_roles.py); flow.h says what
- * each of them changes. Rare or long work is done by programs of their own, reached by tail calls
- * (go() in tails.h). What one hands to the next is in the scratch buffer.
+ * each of them changes. Rare or long work is done by separate programs, which are reached by
+ * tail calls (go() in tails.h). What one hands to the next is in the scratch buffer.
  *
  *  tc_ingress ─ parse ─ find flow ─┬─ known ─ update ─ rewrite ─► stack, next device, pod
  *      ▲                           ├─ ICMP error ─► tc_icmp_in (finds the flow of the inner packet)

@@ -43,9 +43,9 @@ static __always_inline bool is_agent_bypass(struct __sk_buff *skb, struct packet
 	return !service || !(service->flags & SERVICE_CLUSTER_IP);
 }
 
-/* The same for a packet of this node, sent by a socket that the hooks left alone. It leaves by the
- * device towards the backend; replies are delivered on the device that the socket sends by, where
- * they are expected. It needs no SNAT, since it has the node's address. */
+/* Chooses a backend for a packet of this node, sent by a socket that the hooks left alone. It
+ * leaves by the device towards the backend; replies are delivered on the device that the socket
+ * sends by, where they are expected. It needs no SNAT, since it has the node's address. */
 int tc_host_choose(struct __sk_buff *skb)
 {
 	struct scratch *s = get_scratch();

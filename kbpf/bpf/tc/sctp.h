@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: (GPL-2.0 OR BSD-2-Clause) */
-/* Updates the checksum of SCTP packets, in a program of its own. */
+/* How the handling of a rewritten packet ends: for SCTP, tc_sctp updates the checksum. */
 #pragma once
 
 #include "lib/sctp.h"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The entries of the packet path's map `flows`, as bytes (bpf/flow.h).
+"""The entries of the packet path's map `flows`, as bytes (bpf/tc/flow.h).
 
 Each entry of a flow contains a complete struct flow. The original-direction entry (client and
 frontend) is the one whose key is in the flow queue; without it the others are orphans.

@@ -236,7 +236,7 @@ FLOW_KEY: Final = Struct("=20s20s")
 NETWORK_KEY: Final = Struct("=I16s")
 FLOW: Final = Struct("=Q20s20s20s16s2s2sIIBBBBIQ48s")
 SCRATCH_SIZE: Final = 408
-"""struct scratch (bpf/scratch.h), which no other side reads."""
+"""struct scratch (bpf/tc/scratch.h), which no other side reads."""
 NEXT_HOP: Final = Struct("=II16sI6s6sHBBI")
 DEVICE: Final = Struct("=III6s2x16s16s")
 CACHED_DEVICE: Final = Struct("=I52s")
