@@ -285,7 +285,9 @@ class BpfPlane:
                 self._programmed.pop(key, None)
             else:
                 self._programmed[key] = programmed_port
+        # Before the cut, which continues pending passes: it may have new clients already.
         self._spare_serving(changes.values())
+        self._cut_udp(writes.retired, is_repeat=False)
         if self._adopted is not None:
             self._finish_first_apply(writes.retired, authoritative)
         elif self._unclaimed is not None and authoritative:
@@ -533,7 +535,6 @@ class BpfPlane:
         self._write_ports(removed=ports[1])
         self._cluster_ips.record_written(*cluster_ips)
         self._node_addresses = addresses
-        self._cut_udp(writes.retired, is_repeat=False)
 
     def _spare_serving(self, ports: Iterable[ProgrammedPort | None]) -> None:
         """What serves again within the grace period is not cut a second time: by now it may have

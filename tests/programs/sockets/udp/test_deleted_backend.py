@@ -112,6 +112,30 @@ def test_backend_that_serves_again_within_the_grace_period_keeps_its_new_sockets
     pod.ask("drop", keep="s")
 
 
+def test_backend_that_serves_again_keeps_its_new_sockets_during_a_pass(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+):
+    """The pass that cuts clients off it takes longer than the change after which it serves again.
+    A client connects as soon as that is written.
+    """
+    pod, write = bench["pod"], commit.write
+
+    def connect_after(*arguments: Any) -> None:
+        write(*arguments)
+        assert pod.udp("10.96.0.1", 53, keep="s", connected=True)["name"] == "one"
+
+    bench.serve(bench.udp(WEB, "one"))
+    with monkeypatch.context() as patch:
+        patch.setattr(udp.UdpPasses, "advance", lambda *_: None)
+        bench.plane.apply(desired(bench.udp(WEB, "two")), None)
+    with monkeypatch.context() as patch:
+        patch.setattr(commit, "write", connect_after)
+        bench.plane.apply(desired(bench.udp(WEB, "one")), None)
+    bench.plane.flush()
+    assert pod.ask("talk", keep="s").get("name") == "one"
+    pod.ask("drop", keep="s")
+
+
 def test_only_sockets_connected_to_the_deleted_backend_are_destroyed(bench: Bench):
     """Old kernels give the same cookie to sockets of several network namespaces. Then an unrelated
     socket may have the cookie of one that is to be destroyed.
