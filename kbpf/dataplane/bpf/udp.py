@@ -12,6 +12,7 @@ import logging
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Final, cast
@@ -270,25 +271,39 @@ def _pack_targets(
     return packed_backends, {(service, pack_target(*address)) for service, address in frontends}
 
 
+@dataclass(frozen=True, slots=True)
+class GoneTargets:
+    """IsGone for backends and frontends that have stopped serving; see gone_if_in()."""
+
+    packed_backends: PackedTargets
+    packed_frontends: PackedTargets
+
+    def __call__(self, service: int, frontend: bytes, backend: bytes) -> bool:
+        return (
+            (service, backend) in self.packed_backends
+            or (service, frontend) in self.packed_frontends
+            # The client used an address of a node; a NodePort is programmed under the wildcard.
+            or (service, node_port_target(frontend)) in self.packed_frontends
+        )
+
+    def remove(
+        self,
+        backends: Collection[tuple[int, Backend]],
+        frontends: Collection[tuple[int, FrontendAddress]],
+    ) -> None:
+        """Removes what serves again, each with its service id."""
+        packed_backends, packed_frontends = _pack_targets(backends, frontends)
+        self.packed_backends.difference_update(packed_backends)
+        self.packed_frontends.difference_update(packed_frontends)
+
+
 def gone_if_in(
     backends: Collection[tuple[int, Backend]], frontends: Collection[tuple[int, FrontendAddress]]
-) -> IsGone:
+) -> GoneTargets:
     """IsGone for these backends and frontends, each with its service id: a choice is stale if its
     backend or its frontend is one of them.
     """
-    return _gone_if_packed(*_pack_targets(backends, frontends))
-
-
-def _gone_if_packed(packed_backends: PackedTargets, packed_frontends: PackedTargets) -> IsGone:
-    def is_gone(service: int, frontend: bytes, backend: bytes) -> bool:
-        return (
-            (service, backend) in packed_backends
-            or (service, frontend) in packed_frontends
-            # The client used an address of a node; a NodePort is programmed under the wildcard.
-            or (service, node_port_target(frontend)) in packed_frontends
-        )
-
-    return is_gone
+    return GoneTargets(*_pack_targets(backends, frontends))
 
 
 def gone_unless_in(
@@ -319,7 +334,7 @@ class UdpPasses:
         self._backends: set[tuple[int, Backend]] = set()
         self._frontends: set[tuple[int, FrontendAddress]] = set()
         self._count_flows = False
-        self._packed_targets: tuple[PackedTargets, PackedTargets] = set(), set()
+        self._gone_targets: GoneTargets | None = None  # what the current pass cuts
         self._begin_pass: Callable[[], CutSteps] | None = None  # begins the current pass
         self._steps: CutSteps | None = None
         self._families: set[int] = set()
@@ -349,13 +364,13 @@ class UdpPasses:
         backends: Collection[tuple[int, Backend]],
         frontends: Collection[tuple[int, FrontendAddress]],
     ) -> None:
-        """Cuts no more clients off these, because they serve again."""
+        """Removes these from the current pass and from what waits for the next one, because they
+        serve again.
+        """
         self._backends.difference_update(backends)
         self._frontends.difference_update(frontends)
-        for current, spared in zip(
-            self._packed_targets, _pack_targets(backends, frontends), strict=True
-        ):
-            current.difference_update(spared)
+        if self._gone_targets is not None:
+            self._gone_targets.remove(backends, frontends)
 
     def advance(self, seconds: float) -> None:
         """Works for this many seconds; the last step may take longer. Raises KernelError if a map
@@ -377,9 +392,10 @@ class UdpPasses:
         if self._steps is None:
             self._families = {family_of(backend.address) for _, backend in self._backends}
             self._families |= {family_of(address.address) for _, address in self._frontends}
-            self._packed_targets = _pack_targets(self._backends, self._frontends)
-            is_gone = _gone_if_packed(*self._packed_targets)
-            self._begin_pass = partial(cut_stepwise, self._maps, is_gone, self._count_flows)
+            self._gone_targets = gone_if_in(self._backends, self._frontends)
+            self._begin_pass = partial(
+                cut_stepwise, self._maps, self._gone_targets, self._count_flows
+            )
             self._steps = self._begin_pass()
             # What is added during this pass waits for the next one.
             self._backends, self._frontends, self._count_flows = set(), set(), False
