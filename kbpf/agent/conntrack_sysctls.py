@@ -15,10 +15,8 @@ nothing else sets them. The rules are those of kube-proxy's conntrack/sysctls.go
 - On a node without nf_conntrack there is nothing to set; the agent polls for the module.
 """
 
-import errno
 import logging
 import os
-import stat
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -92,10 +90,7 @@ class ConntrackSysctls:
         reasons: list[str] = []
         for name, value in self._settings:
             try:
-                if (
-                    name == NF_CONNTRACK_MAX
-                    and not sysctl.path_of(name).stat().st_mode & stat.S_IWUSR
-                ):
+                if name == NF_CONNTRACK_MAX and not sysctl.is_writable(name):
                     # The file is read-only outside the initial network namespace.
                     log.info(
                         "cannot set %s=%d in this network namespace; set it on the host",
@@ -106,9 +101,9 @@ class ConntrackSysctls:
                 if sysctl.read(name) != str(value):
                     sysctl.write(name, str(value))
                     log.info("set %s=%d", name, value)
-            except (KernelError, OSError) as error:
+            except KernelError as error:
                 failures.append(f"{name}={value}")
-                reasons.append(errno.errorcode.get(error.errno or 0, ""))
+                reasons.append(error.errno_name)
                 continue
             if name == NF_CONNTRACK_MAX and (reason := _grow_buckets(value // ENTRIES_PER_BUCKET)):
                 failures.append(f"{NF_CONNTRACK_BUCKETS}={value // ENTRIES_PER_BUCKET}")

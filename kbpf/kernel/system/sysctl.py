@@ -6,11 +6,12 @@ HOST_ROOT. At both places the kernel shows the settings of the reader's own netw
 """
 
 import errno
+import stat
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
-from kbpf.errors import KernelError
+from kbpf.errors import KernelError, kernel_errors
 
 ROOT: Final = Path("/proc/sys")
 HOST_ROOT: Final = Path("/host/proc/sys")
@@ -39,6 +40,14 @@ def read(name: str) -> str:
         raise KernelError(
             f"cannot read the setting {name}", str(ROOT), "mount /proc", error.errno or 0
         ) from error
+
+
+def is_writable(name: str) -> bool:
+    """Whether the mode of a setting's file allows its owner to write; it does not where the kernel
+    makes the file read-only in this network namespace.
+    """
+    with kernel_errors(f"cannot read the mode of the setting {name}", str(ROOT)):
+        return bool(path_of(name).stat().st_mode & stat.S_IWUSR)
 
 
 def write(name: str, value: str) -> None:
