@@ -22,7 +22,6 @@ from kbpf.agent.reconciler import Reconciler
 from kbpf.agent.recorder import Recorder
 from kbpf.agent.refusals import LimitReporter, RefusalReporter
 from kbpf.agent.reporter import Reporter
-from kbpf.agent.states import State
 from kbpf.dataplane.base import DataPlane
 from kbpf.errors import KbpfError
 from kbpf.kernel.net import addresses, dummy
@@ -174,10 +173,7 @@ class Agent:
         reconciler.report_settled()
         self.reporter.report_objects(events)
         state = reconciler.state
-        if (before.is_retrying or not before.has_applied) and state in (
-            State.PARTIAL,
-            State.SERVING,
-        ):
+        if state.last_apply_succeeded and not before.last_apply_succeeded:
             self._status_due = 0.0  # the first apply, or recovery
         if state.has_applied and not self.reporter.is_plane_ready and self._plane.is_ready():
             self.reporter.is_plane_ready, self._status_due = True, 0.0

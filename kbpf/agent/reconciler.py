@@ -210,7 +210,7 @@ class Reconciler:
         applier = self.applier
         if self.state.has_applied and self._pending:
             yield now + max(0.0, applier.seconds_until_due())
-        if self.state.has_applied and not self.state.is_retrying:
+        if self.state.last_apply_succeeded:
             if self._dirty:
                 yield now
             if applier.is_deferred:

@@ -35,6 +35,11 @@ class State(Enum):
         """Whether the last apply failed."""
         return self in (State.FIRST_RETRY, State.PARTIAL_RETRY, State.SERVING_RETRY)
 
+    @property
+    def last_apply_succeeded(self) -> bool:
+        """Whether there was an apply, and the last one succeeded."""
+        return self in (State.PARTIAL, State.SERVING)
+
 
 class Outcome(Enum):
     """What leads from one state to the next: the lists are there, or an apply has ended."""

@@ -30,5 +30,6 @@ def test_every_state_can_be_reached():
 def test_properties_agree_with_the_table(state: State, outcome: Outcome, after: State):
     succeeded = outcome in (Outcome.APPLIED, Outcome.APPLIED_PARTLY)
     assert after.is_retrying is (outcome is Outcome.FAILED)
+    assert after.last_apply_succeeded is succeeded
     assert after.has_applied is (state.has_applied or succeeded)
     assert after.is_complete is (state.is_complete or outcome is Outcome.APPLIED)
