@@ -127,11 +127,13 @@ class ServiceComputer:
                 now - arrival_time for arrival_time in self._unprogrammed_arrivals.pop(name)
             )
 
-    def latency(self, quantile: float) -> float:
+    def latencies(self, *quantiles: float) -> list[float]:
         """From an event's arrival until it is programmed, in milliseconds; 0.0 before the first
         event.
         """
-        ordered = sorted(self._latencies)
-        if not ordered:
-            return 0.0
-        return round(ordered[min(len(ordered) - 1, int(len(ordered) * quantile))] * 1000, 3)
+        ordered = sorted(self._latencies) or [0.0]
+        last = len(ordered) - 1
+        return [
+            round(ordered[min(last, int(len(ordered) * quantile))] * 1000, 3)
+            for quantile in quantiles
+        ]

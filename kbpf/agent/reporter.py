@@ -85,6 +85,7 @@ class Reporter:
         problems, problem_count = self._list_problems()
         reconciler, now = self._reconciler, time.monotonic()
         computer, applier = reconciler.computer, reconciler.applier
+        p50_ms, p99_ms = computer.latencies(0.5, 0.99)
         return AgentStatus(
             version=__version__,
             pid=os.getpid(),
@@ -97,8 +98,8 @@ class Reporter:
             service_ports=len(computer.builder.state.services),
             applied=applier.count,
             last_apply_ms=round(applier.last_ms, 3),
-            event_to_map_p50_ms=computer.latency(0.5),
-            event_to_map_p99_ms=computer.latency(0.99),
+            event_to_map_p50_ms=p50_ms,
+            event_to_map_p99_ms=p99_ms,
             sources=tuple(_source_view(source.status(), now) for source in self._sources),
             problems=tuple(problems[:MAX_PROBLEMS]),
             problem_count=problem_count,
