@@ -7,7 +7,7 @@ change. After a second the data plane reads the kernel's state again and writes 
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Final
 
 from kbpf.agent.recorder import Recorder
@@ -46,7 +46,6 @@ class Applier:
         self.retry_due = 0.0
         self._last = float("-inf")  # time.monotonic(), like the others
         self._resync_due = 0.0  # not before the first apply
-        self._last_writes: Mapping[str, int] = {}  # entries written by the last apply, by map
 
     def advance(self, outcome: Outcome) -> None:
         self.state = TRANSITIONS[self.state][outcome]
@@ -88,7 +87,6 @@ class Applier:
         self._last = time.monotonic()
         if keys is None:
             self._resync_due = self._last + self._config.config_sync_period
-        self._last_writes = report.writes
         self.last_ms = seconds * 1000
         self.count += 1
         written = sum(report.writes.values())
@@ -110,11 +108,3 @@ class Applier:
         """
         is_due = time.monotonic() >= self._resync_due
         return is_due and not self.state.is_retrying and self.is_authoritative()
-
-    def record_resync(self) -> None:
-        """Reports what the last apply() repaired."""
-        repaired = {name: n for name, n in sorted(self._last_writes.items()) if n}
-        self._recorder.compared(sum(repaired.values()))
-        if repaired:
-            counts = " ".join(f"{name}={n}" for name, n in repaired.items())
-            log.warning("another process had changed the programmed state; repaired: %s", counts)

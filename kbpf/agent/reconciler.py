@@ -18,7 +18,7 @@ from kbpf.agent.listeners import Listeners
 from kbpf.agent.recorder import Recorder
 from kbpf.agent.refusals import LimitReporter, RefusalReporter
 from kbpf.agent.states import Outcome, State
-from kbpf.dataplane.base import DataPlane
+from kbpf.dataplane.base import DataPlane, Report
 from kbpf.model.address import Addr
 from kbpf.model.config import Config, LocalMode
 from kbpf.model.desired import FrontendAddress, ServicePortKey
@@ -175,22 +175,27 @@ class Reconciler:
         self._refusals.report_changes(keys, builder.state.services, builder.reserved)
 
     def _resync(self) -> None:
-        """Compares everything programmed with the desired state."""
+        """Compares everything programmed with the desired state; reports what was repaired."""
         self._plane.invalidate()
-        if self._apply(None):
-            self.applier.record_resync()
+        report = self._apply(None)
+        if report is None:
+            return
+        repaired = {name: n for name, n in sorted(report.writes.items()) if n}
+        self._recorder.compared(sum(repaired.values()))
+        if repaired:
+            counts = " ".join(f"{name}={n}" for name, n in repaired.items())
+            log.warning("another process had changed the programmed state; repaired: %s", counts)
 
     def _apply_dirty(self) -> None:
         self._apply(None if self._dirty.all else self._dirty.keys)
 
-    def _apply(self, keys: set[ServicePortKey] | None) -> bool:
-        """Returns whether it succeeded."""
+    def _apply(self, keys: set[ServicePortKey] | None) -> Report | None:
+        """See Applier.apply()."""
         report = self.applier.apply(self.computer.builder.state, keys)
-        if report is None:
-            return False
-        self._dirty = DirtyKeys()
-        self.computer.record_programmed(report.deferred)
-        return True
+        if report is not None:
+            self._dirty = DirtyKeys()
+            self.computer.record_programmed(report.deferred)
+        return report
 
     def _is_authoritative(self) -> bool:
         """Whether all objects could be read. Pods do not count: Services do not depend on them."""
