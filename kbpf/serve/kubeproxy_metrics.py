@@ -171,6 +171,10 @@ def _known(times: Mapping[int, float]) -> Iterator[tuple[tuple[str], float]]:
     return _by_family({ip_family: timestamp for ip_family, timestamp in times.items() if timestamp})
 
 
+def _by_code(counts: Mapping[str, int]) -> Iterator[tuple[tuple[str], int]]:
+    return (((code,), count) for code, count in sorted(counts.items()))
+
+
 SYNC: Final = "kubeproxy_sync_proxy_rules"
 FAMILY: Final = ("ip_family",)
 
@@ -214,11 +218,9 @@ METRICS: Final[Sequence[Metric[KubeProxyMetrics]]] = (
            lambda m: _by_family(m._deleted_flows), FAMILY),
     Metric("kubeproxy_proxy_healthz_total", "counter",
            "[ALPHA] Cumulative proxy healthz HTTP status",
-           lambda m: (((code,), n) for code, n in sorted(m._probe_counts["healthz"].items())),
-           ("code",)),
+           lambda m: _by_code(m._probe_counts["healthz"]), ("code",)),
     Metric("kubeproxy_proxy_livez_total", "counter", "[ALPHA] Cumulative proxy livez HTTP status",
-           lambda m: (((code,), n) for code, n in sorted(m._probe_counts["livez"].items())),
-           ("code",)),
+           lambda m: _by_code(m._probe_counts["livez"]), ("code",)),
     Metric("rest_client_requests_total", "counter",
            "[ALPHA] Number of HTTP requests, partitioned by status code, method, and host.",
            lambda m: sorted(m._requests.items()), ("code", "host", "method")),
