@@ -12,7 +12,6 @@ import os
 import resource
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
 from heapq import nlargest
 from pathlib import Path
@@ -26,18 +25,6 @@ from kbpf.serve.exposition import Metric, Series, Value, format_labels, format_m
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class ServerCounts:
-    """Counters of the HTTP server and the Event sender: Events sent and dropped, health check
-    ports requested and failed.
-    """
-
-    events_sent: int = 0
-    events_dropped: int = 0
-    checks: int = 0
-    checks_failed: int = 0
-
-
 class AgentValues(NamedTuple):
     """What the metrics of the agent are read from."""
 
@@ -46,11 +33,16 @@ class AgentValues(NamedTuple):
 
 
 class ServerValues(NamedTuple):
-    """What the metrics of the HTTP server are read from."""
+    """What the metrics of the HTTP server and the Event sender are read from. `checks`: health
+    checks of Services.
+    """
 
-    counts: ServerCounts
     healthy: bool
     eligible: bool
+    events_sent: int
+    events_dropped: int
+    checks: int
+    checks_failed: int
 
 
 def _gauge(
@@ -143,12 +135,11 @@ SERVER_METRICS: Final[Sequence[Metric[ServerValues]]] = (
            lambda s: s.healthy),
     _gauge("node_eligible", "0 while the node is about to be removed", lambda s: s.eligible),
     _counter("events", "Kubernetes Events, sent or dropped",
-             lambda s: [(("sent",), s.counts.events_sent),
-                        (("dropped",), s.counts.events_dropped)], "outcome"),
-    _gauge("service_health_checks", "Services with a healthCheckNodePort",
-           lambda s: s.counts.checks),
+             lambda s: [(("sent",), s.events_sent), (("dropped",), s.events_dropped)],
+             "outcome"),
+    _gauge("service_health_checks", "Services with a healthCheckNodePort", lambda s: s.checks),
     _gauge("service_health_checks_failed", "Health checks whose port could not be opened",
-           lambda s: s.counts.checks_failed),
+           lambda s: s.checks_failed),
 )  # fmt: skip
 DATA_PLANE_METRICS: Final[Sequence[Metric[DataPlaneMetrics]]] = (
     _gauge("map_entries", "Entries in a map",

@@ -343,12 +343,13 @@ class AgentServer:
         if self._status is not None:
             agent = kbpf_metrics.AgentValues(self._status, self._config)
             lines += format_metrics(kbpf_metrics.AGENT_METRICS, agent)
-        failed_count = sum(bool(listener.error) for listener in self._check_listeners.values())
-        server_counts = kbpf_metrics.ServerCounts(
-            self.events.sent, self.events.dropped, len(self._check_listeners), failed_count
-        )
         values = kbpf_metrics.ServerValues(
-            server_counts, self.health.verdict().healthy, self._eligible
+            healthy=self.health.verdict().healthy,
+            eligible=self._eligible,
+            events_sent=self.events.sent,
+            events_dropped=self.events.dropped,
+            checks=len(self._check_listeners),
+            checks_failed=sum(bool(listener.error) for listener in self._check_listeners.values()),
         )
         lines += format_metrics(kbpf_metrics.SERVER_METRICS, values)
         if self._plane is not None:
