@@ -63,17 +63,17 @@ Value = float | Histogram
 LabelValues = tuple[str, ...]
 Series = tuple[LabelValues | str, Value]
 """The values of the labels, or the labels as formatted by format_labels()."""
+Reader = Callable[[T], Value | Iterable[Series] | None]
+"""Returns the value of a metric, or its series; None: the metric is left out."""
 
 
 class Metric(NamedTuple, Generic[T]):
-    """One entry of a table of metrics. `read` returns its value, or its series; None: it is left
-    out. `labels` are their names.
-    """
+    """One entry of a table of metrics. `labels` are the names of its labels."""
 
     name: str
     kind: str
     help: str
-    read: Callable[[T], Value | Iterable[Series] | None]
+    read: Reader[T]
     labels: tuple[str, ...] = ()
 
 

@@ -11,7 +11,7 @@ a cluster has thousands of Services, and every node would export them all.
 import os
 import resource
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from heapq import nlargest
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Final, NamedTuple, TypeVar
 from kbpf.model.config import Config
 from kbpf.model.metrics import ConnectionStats, DataPlaneMetrics, TrafficStats
 from kbpf.model.status import AgentStatus, SourceView
-from kbpf.serve.exposition import Metric, Series, Value, format_labels, format_metrics
+from kbpf.serve.exposition import Metric, Reader, Series, format_labels, format_metrics
 
 T = TypeVar("T")
 
@@ -45,15 +45,11 @@ class ServerValues(NamedTuple):
     checks_failed: int
 
 
-def _gauge(
-    name: str, text: str, read: Callable[[T], Value | Iterable[Series] | None], *labels: str
-) -> Metric[T]:
+def _gauge(name: str, text: str, read: Reader[T], *labels: str) -> Metric[T]:
     return Metric(f"kbpf_{name}", "gauge", text, read, labels)
 
 
-def _counter(
-    name: str, text: str, read: Callable[[T], Value | Iterable[Series] | None], *labels: str
-) -> Metric[T]:
+def _counter(name: str, text: str, read: Reader[T], *labels: str) -> Metric[T]:
     return Metric(f"kbpf_{name}_total", "counter", text, read, labels)
 
 
@@ -65,7 +61,7 @@ def _mode_info(values: AgentValues) -> list[Series]:
     return [(labels, 1)]
 
 
-def _by_source(read: Callable[[SourceView], float]) -> Callable[[AgentValues], list[Series]]:
+def _by_source(read: Callable[[SourceView], float]) -> Reader[AgentValues]:
     return lambda values: [((source.name,), read(source)) for source in values.status.sources]
 
 
@@ -246,9 +242,7 @@ def _outcome_metrics(prefix: str, subject: str) -> tuple[Metric[_Traffic], ...]:
     )  # fmt: skip
 
 
-def _if_counted(
-    read: Callable[[_Traffic], Value | Iterable[Series]],
-) -> Callable[[_Traffic], Value | Iterable[Series] | None]:
+def _if_counted(read: Reader[_Traffic]) -> Reader[_Traffic]:
     return lambda traffic: None if traffic.stats.connections is None else read(traffic)
 
 
