@@ -296,7 +296,7 @@ def test_unrelated_error_does_not_fall_back(verb: str):
 
 
 def test_later_error_does_not_fall_back():
-    house = Harness("auto", [check("cgroup links")])
+    house = Harness("auto", [check(Check.CGROUP_LINK)])
     house.start()
     house.bpf.fails["change"] = [AttachError("connect4")]
     with pytest.raises(AttachError):
