@@ -198,14 +198,14 @@ def describe_unexpected_error(error: OSError) -> str:
 
 
 class LastError:
-    """The text of the last error of something that is repeated, "" after a success. It is logged
+    """The text of the last error of something that is repeated, "" after a success. It is reported
     only when it changes.
     """
 
     def __init__(self) -> None:
         self.text = ""
 
-    def replace(self, error: Exception | None) -> bool:
-        """Returns whether this is an error with another text than before. None: a success."""
+    def replace(self, error: Exception | str | None) -> bool:
+        """Returns whether this is an error with another text than before. None or "": a success."""
         before, self.text = self.text, "" if error is None else str(error)
         return self.text not in ("", before)

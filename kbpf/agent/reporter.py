@@ -57,7 +57,7 @@ class Reporter:
         """Whether the data plane has completed the first apply."""
         self.tick_error = LastError()
         self._status_error = LastError()
-        self._node_port_problem = ""
+        self._node_port_problem = LastError()
         self._start_time = time.clock_gettime(time.CLOCK_BOOTTIME)
 
     def write_status(self) -> None:
@@ -76,10 +76,9 @@ class Reporter:
 
     def _check_node_ports(self) -> None:
         """Warns when this node stops answering on NodePorts."""
-        before = self._node_port_problem
-        self._node_port_problem = node_port_problem(self._reconciler.node_addresses, self._config)
-        if self._node_port_problem and self._node_port_problem != before:
-            log.warning("%s", self._node_port_problem)
+        problem = node_port_problem(self._reconciler.node_addresses, self._config)
+        if self._node_port_problem.replace(problem):
+            log.warning("%s", problem)
 
     def status(self) -> AgentStatus:
         problems, problem_count = self._list_problems()
@@ -135,8 +134,8 @@ class Reporter:
 
     def _own_problems(self) -> Iterator[str]:
         yield from self._server.problems()
-        if self._node_port_problem:
-            yield self._node_port_problem
+        if self._node_port_problem.text:
+            yield self._node_port_problem.text
         if self.config_error is not None and (error := self.config_error()):
             yield f"the configuration file was rejected, and the next start would fail: {error}"
 

@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Final, Protocol
 
 from kbpf import __version__
-from kbpf.errors import ConfigError, KbpfError
+from kbpf.errors import ConfigError, KbpfError, LastError
 from kbpf.kernel.system import threads
 from kbpf.model.address import Addr, format_addr
 from kbpf.model.config import Config
@@ -97,7 +97,7 @@ class AgentServer:
         self._eligible = True
         self._status: AgentStatus | None = None
         self._choice: ModeChoice | None = None
-        self._config_error = ""
+        self._config_error = LastError()
         self._listen_errors: dict[str, str] = {}
         self._check_listeners: dict[ServiceName, _CheckListener] = {}
         self._metrics_cache: tuple[float, HttpResponse | None] = (0.0, None)
@@ -151,10 +151,9 @@ class AgentServer:
         self._status = status
         if status.choice is not None:
             self._set_choice(status.choice)
-        if status.config_error and status.config_error != self._config_error:
+        if self._config_error.replace(status.config_error):
             note = f"the configuration file was rejected: {status.config_error}"
             self.events.emit(self._node_reference, "ConfigurationRefused", EVENT_ACTION, note)
-        self._config_error = status.config_error or ""
 
     def problems(self) -> tuple[str, ...]:
         """The addresses that cannot be bound, a line each. Thread-safe."""
