@@ -36,9 +36,10 @@ def build_rows(inspection: Inspection) -> tuple[BackendRow, ...]:
     """All backends, sorted by address, port, protocol and id."""
     users: dict[BackendEntry, set[str]] = {}
     for port in inspection.services:
+        name = port.text
         for backend_set in {s for f in port.frontends for s in (f.cluster, f.local)}:
             for entry in backend_set.slots.values():
-                users.setdefault(entry, set()).add(port.text)
+                users.setdefault(entry, set()).add(name)
     ordered = sorted(
         (entry.backend, entry.id or 0, entry)
         for entry in inspection.backends

@@ -64,24 +64,22 @@ class Backends(dict[int, BackendEntry]):
         return self[backend_id]
 
 
-class Slots(Mapping[int, BackendEntry]):
-    """The slots of a set. If it has a table, each of the table's slots holds an index into the set.
+class TableSlots(Mapping[int, BackendEntry]):
+    """The slots of a set that has a table: each slot of the table holds an index into the set.
     Nothing is copied, since many sets may share one large table.
     """
 
-    def __init__(
-        self, ids: Mapping[int, int], table: Mapping[int, int] | None, backends: Backends
-    ) -> None:
-        self._ids, self._table, self._backends = ids, table, backends
+    def __init__(self, table: Mapping[int, int], members: Mapping[int, BackendEntry]) -> None:
+        self._table, self._members = table, members
 
     def __getitem__(self, index: int) -> BackendEntry:
-        return self._backends[self._ids[index if self._table is None else self._table[index]]]
+        return self._members[self._table[index]]
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._ids if self._table is None else self._table)
+        return iter(self._table)
 
     def __len__(self) -> int:
-        return len(self._ids if self._table is None else self._table)
+        return len(self._table)
 
 
 class _Sets:
@@ -96,8 +94,8 @@ class _Sets:
     def get(self, set_id: int, size: int, table: int) -> BackendSet:
         key = (set_id, size, table)
         if key not in self._sets:
-            table_ids = self._ids.get(table, {}) if table else None
-            slots = Slots(self._ids.get(set_id, {}), table_ids, self._backends)
+            members = {index: self._backends[i] for index, i in self._ids.get(set_id, {}).items()}
+            slots = TableSlots(self._ids.get(table, {}), members) if table else members
             self._sets[key] = BackendSet(set_id, size, slots)
         return self._sets[key]
 
@@ -118,7 +116,8 @@ def read(maps: Maps, parts: Part) -> dict[str, Any]:
             set_id, index = U32_PAIR.unpack(key)
             ids.setdefault(set_id, {})[index] = _u32(raw)
         for key, raw in _valid_entries(maps, "backends"):
-            backends[_u32(key)] = BackendEntry(_u32(key), unpack_backend(raw))
+            backend_id = _u32(key)
+            backends[backend_id] = BackendEntry(backend_id, unpack_backend(raw))
         node_ports = _read_node_port_families(maps)
     existing_backends = tuple(backends.values())
     ranges = _read_ranges(maps) if Part.RANGES in parts else {}
