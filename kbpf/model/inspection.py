@@ -43,7 +43,7 @@ class Part(Flag):
 # ---- Services ------------------------------------------------------------------------------------
 
 
-class BackendEntry(msgspec.Struct, frozen=True, eq=False):
+class BackendEntry(msgspec.Struct, frozen=True, eq=False, gc=False):
     """A backend; one object for each. `backend` is None if something has its id, but it does not
     exist.
     """
@@ -52,7 +52,7 @@ class BackendEntry(msgspec.Struct, frozen=True, eq=False):
     backend: Backend | None
 
 
-class BackendSet(msgspec.Struct, frozen=True, eq=False):
+class BackendSet(msgspec.Struct, frozen=True, eq=False, gc=False):
     """A backend set with `size` slots. A slot that should exist may be missing in `slots`."""
 
     id: int | None
@@ -63,7 +63,7 @@ class BackendSet(msgspec.Struct, frozen=True, eq=False):
 EMPTY_SET = BackendSet(0, 0, {})
 
 
-class FrontendEntry(msgspec.Struct, frozen=True):
+class FrontendEntry(msgspec.Struct, frozen=True, gc=False):
     """A frontend. `kind` is None if its entry is inconsistent. In IPVS it has one set, that of the
     policy that applies to it; the other one is empty.
     """
@@ -75,7 +75,7 @@ class FrontendEntry(msgspec.Struct, frozen=True):
     local: BackendSet
 
 
-class BackendTraffic(msgspec.Struct, frozen=True):
+class BackendTraffic(msgspec.Struct, frozen=True, gc=False):
     """Connections of a Service port to one backend: `open` ones, and totals. If they are not of one
     backend, `scope` is ``none`` (they got no backend), ``gone`` (all removed ones) or ``all``.
     """
@@ -87,7 +87,7 @@ class BackendTraffic(msgspec.Struct, frozen=True):
     totals: ConnectionStats
 
 
-class ServicePort(msgspec.Struct, frozen=True, eq=False):
+class ServicePort(msgspec.Struct, frozen=True, eq=False, gc=False):
     """A Service port in one IP family. `key` is None if its id has no name. It has no `frontends`
     if they were not read, or are gone.
     """
