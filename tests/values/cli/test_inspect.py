@@ -378,3 +378,19 @@ def test_only_maps_that_are_shown_are_opened(
     monkeypatch.setattr(snapshot.pinning, "open_map", count)
     run(capsys, view)
     assert sorted(opened) == sorted(OPENED[view])
+
+
+def test_each_map_is_listed_once_to_count_its_entries(
+    node: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    listed: list[str] = []
+    items = FakeMap.items
+
+    def count(map_: FakeMap) -> Any:
+        listed.append(map_.name)
+        return items(map_)
+
+    monkeypatch.setattr(FakeMap, "items", count)
+    run(capsys, "maps")
+    assert "services" in listed
+    assert len(listed) == len(set(listed))

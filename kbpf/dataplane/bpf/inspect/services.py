@@ -48,6 +48,11 @@ from kbpf.model.inspection import (
 from kbpf.model.metrics import ConnectionStats
 from kbpf.model.objects import Algorithm, Cidr
 
+FRONTEND_PARTS: Final = Part.SERVICES | Part.AFFINITY | Part.TRAFFIC
+NAME_PARTS: Final = FRONTEND_PARTS | Part.NAMES | Part.RANGES | Part.CONNECTIONS
+"""The parts that need Service ports with their frontends, and those that need at least names. With
+Part.MAPS alone all maps are open, but no entry is decoded.
+"""
 NAME_MAPS: Final = ("service_names", "config")
 SERVICE_MAPS: Final = (*NAME_MAPS, "services", "backend_slots", "backends", "node_addresses")
 TRAFFIC_MAPS: Final = (*COUNTED_MAPS, "counts")
@@ -102,12 +107,12 @@ class _Sets:
 
 def read(maps: Maps, parts: Part) -> dict[str, Any]:
     """The Service ports and what belongs to them, as fields of Inspection."""
-    if "service_names" not in maps:
+    if not parts & NAME_PARTS:
         return {}
     frontends: dict[int, list[tuple[FrontendAddress, ServiceValue]]] = {}
     ids: dict[int, dict[int, int]] = {}
     backends, node_ports = Backends(), None
-    if "services" in maps:
+    if parts & FRONTEND_PARTS:
         # Frontends, then slots, then backends: see snapshot.py on this order.
         for key, raw in _valid_entries(maps, "services"):
             value = ServiceValue.unpack(raw)
