@@ -57,8 +57,7 @@ def snapshot(
     }
     maps: Any = {name: FakeMap(name, contents.get(name, {})) for name in MAPS}
     parts = Part.SERVICES | Part.RANGES | Part.TRAFFIC | Part.AFFINITY
-    values = services.read(maps, parts) | {"node_ports": None, "monotonic": 1000.0,
-                                           "boottime": 5000.0}  # fmt: skip
+    values = services.read(maps, parts) | {"monotonic": 1000.0, "boottime": 5000.0}
     return Inspection("/pins", **(values | more))
 
 

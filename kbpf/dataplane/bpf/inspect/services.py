@@ -11,11 +11,8 @@ from kbpf.dataplane.bpf.changes.adopt import address_of, frontend_of, is_valid_e
 from kbpf.dataplane.bpf.maps.layout import (
     AFFINITY,
     AFFINITY_KEY,
-    CONFIG,
-    U32,
     U32_PAIR,
     ClientKind,
-    ConfigFlag,
     ServiceFlag,
     ServiceValue,
     unpack_service_name,
@@ -34,7 +31,7 @@ from kbpf.dataplane.bpf.metrics import (
 from kbpf.dataplane.bpf.udp import unpack_backend
 from kbpf.errors import KernelError
 from kbpf.kernel.bpf.objects import Map
-from kbpf.model.address import Addr, family_of
+from kbpf.model.address import Addr
 from kbpf.model.desired import FrontendAddress
 from kbpf.model.inspection import (
     AffinityEntry,
@@ -111,7 +108,7 @@ def read(maps: Maps, parts: Part) -> dict[str, Any]:
         return {}
     frontends: dict[int, list[tuple[FrontendAddress, ServiceValue]]] = {}
     ids: dict[int, dict[int, int]] = {}
-    backends, node_ports = Backends(), None
+    backends = Backends()
     if parts & FRONTEND_PARTS:
         # Frontends, then slots, then backends: see snapshot.py on this order.
         for key, raw in _valid_entries(maps, "services"):
@@ -123,7 +120,6 @@ def read(maps: Maps, parts: Part) -> dict[str, Any]:
         for key, raw in _valid_entries(maps, "backends"):
             backend_id = _u32(key)
             backends[backend_id] = BackendEntry(backend_id, unpack_backend(raw))
-        node_ports = _read_node_port_families(maps)
     existing_backends = tuple(backends.values())
     ranges = _read_ranges(maps) if Part.RANGES in parts else {}
     traffic = _read_traffic(maps, backends) if Part.TRAFFIC in parts else {}
@@ -146,7 +142,6 @@ def read(maps: Maps, parts: Part) -> dict[str, Any]:
     return {
         "services": tuple(ports.values()),
         "backends": existing_backends,
-        "node_ports": node_ports,
         "affinity": tuple(affinity),
     }
 
@@ -184,14 +179,6 @@ def _u32(raw: bytes) -> int:
 def _valid_entries(maps: Maps, name: str) -> Iterator[tuple[bytes, bytes]]:
     """Entries that are not corrupt. The agent reports and removes corrupt ones when it starts."""
     return ((key, raw) for key, raw in maps[name].items() if is_valid_entry(name, key, raw))
-
-
-def _read_node_port_families(maps: Maps) -> frozenset[int]:
-    """The families in which NodePorts answer: both if they answer on loopback."""
-    _, flags, *_ = CONFIG.unpack(maps["config"].lookup(U32.pack(0)) or bytes(CONFIG.size))
-    if ConfigFlag.LOCALHOST_NODE_PORTS in ConfigFlag(flags):
-        return frozenset((4, 6))
-    return frozenset(family_of(Addr(key)) for key, _ in maps["node_addresses"].items())
 
 
 def _read_ranges(maps: Maps) -> Mapping[int, list[Cidr]]:

@@ -34,7 +34,7 @@ from kbpf.errors import KernelError, NotFoundError
 from kbpf.kernel.bpf import uapi
 from kbpf.kernel.bpf.objects import Map
 from kbpf.kernel.system.process import is_alive
-from kbpf.model.address import Addr
+from kbpf.model.address import Addr, family_of
 from kbpf.model.config import SocketLb
 from kbpf.model.inspection import DeviceEntry, Inspection, MapEntry, NodeEntry, Part
 from kbpf.model.metrics import ALL_COUNTERS, CONNECTION_COUNTERS
@@ -84,8 +84,6 @@ def read(pin_dir: Path, parts: Part) -> Inspection:
         values = services.read(maps, parts)
         if Part.MAPS in parts:
             values["maps"] = tuple(read_map(name, map_) for name, map_ in maps.items())
-        if Part.HOOKS in parts:
-            values |= _read_socket_lb(maps)
         if Part.STATUS in parts:
             values |= _read_status(maps)
         if Part.FILL in parts:
@@ -95,7 +93,7 @@ def read(pin_dir: Path, parts: Part) -> Inspection:
             # Published folders only: one that is still being filled is named `new-programs-...`.
             values["packet_programs"] = any(pins.root.glob("programs-tc-*"))
         if "config" in maps:
-            values |= {"host_netns": read_config(maps)[0], "counted": _read_counted(maps)}
+            values |= _read_config(maps, parts)
         flows = None
         if Part.CONNECTIONS in parts:
             ports = {port.id: port for port in values["services"]}
@@ -163,28 +161,37 @@ def open_maps(pins: Pins, parts: Part) -> Iterator[dict[str, Map]]:
         yield maps
 
 
-def read_config(maps: Mapping[str, Map]) -> tuple[int, ConfigFlag]:
-    """The cookie of the node's network namespace and the flags in the map `config`."""
-    cookie, flags, _ = CONFIG.unpack(maps["config"].lookup(ZERO) or bytes(CONFIG.size))
-    return cookie, ConfigFlag(flags)
+def _read_config(maps: Mapping[str, Map], parts: Part) -> dict[str, Any]:
+    """The map `config`, and what it says about other maps, as fields of Inspection."""
+    cookie, raw_flags, _ = CONFIG.unpack(maps["config"].lookup(ZERO) or bytes(CONFIG.size))
+    flags = ConfigFlag(raw_flags)
+    values = {"host_netns": cookie, "counted": _counted_fields(flags)}
+    if Part.HOOKS in parts:
+        values["socket_lb"] = _socket_lb(flags)
+        values["exempt_cgroups"] = sum(1 for _ in maps["exempt_cgroups"].items())
+    if parts & services.FRONTEND_PARTS:
+        values["node_ports"] = _read_node_port_families(maps["node_addresses"], flags)
+    return values
 
 
-def _read_counted(maps: Mapping[str, Map]) -> frozenset[str]:
+def _counted_fields(flags: ConfigFlag) -> frozenset[str]:
     """The fields of ConnectionStats that the programs count as they are configured now."""
-    _, flags = read_config(maps)
     if ConfigFlag.COUNT_CONNECTION_ENDS in flags:
         return ALL_COUNTERS
     return CONNECTION_COUNTERS if ConfigFlag.ACCOUNTING in flags else frozenset()
 
 
-def _read_socket_lb(maps: Mapping[str, Map]) -> dict[str, Any]:
-    _, flags = read_config(maps)
-    mode = SocketLb.ON
+def _socket_lb(flags: ConfigFlag) -> SocketLb:
     if ConfigFlag.SOCKET_LB_OFF in flags:
-        mode = SocketLb.OFF
-    elif ConfigFlag.HOST_ONLY in flags:
-        mode = SocketLb.HOST_NAMESPACE_ONLY
-    return {"socket_lb": mode, "exempt_cgroups": sum(1 for _ in maps["exempt_cgroups"].items())}
+        return SocketLb.OFF
+    return SocketLb.HOST_NAMESPACE_ONLY if ConfigFlag.HOST_ONLY in flags else SocketLb.ON
+
+
+def _read_node_port_families(node_addresses: Map, flags: ConfigFlag) -> frozenset[int]:
+    """The families in which NodePorts answer: both if they answer on loopback."""
+    if ConfigFlag.LOCALHOST_NODE_PORTS in flags:
+        return frozenset((4, 6))
+    return frozenset(family_of(Addr(key)) for key, _ in node_addresses.items())
 
 
 def _read_status(maps: Mapping[str, Map]) -> dict[str, Any]:
