@@ -134,9 +134,7 @@ def track(
 
 def tracking(*found: TrackedConnection) -> FlowTable:
     held = {one.raw[IDENTITY]: one for one in found}
-    table = FlowTable(held, {1: ServicePort(1, key("web"))}, "/pins", NOW - 1)
-    table.now = NOW
-    return table
+    return FlowTable(held, {1: ServicePort(1, key("web"))}, "/pins", NOW - 1, NOW)
 
 
 class ConnectionRow(NamedTuple):

@@ -184,15 +184,11 @@ class FlowTable:
         ports: Mapping[int | None, ServicePort],
         location: str,
         began: float,
+        now: float,
     ) -> None:
-        self._connections = connections
-        self._ports, self._location, self._began_ns = ports, location, int(began * NS_PER_SECOND)
+        self._connections, self._ports, self._location = connections, ports, location
+        self._began_ns, self._now_ns = int(began * NS_PER_SECOND), int(now * NS_PER_SECOND)
         self._service_text = cache(self._format_service)
-        self.now = began
-
-    @property
-    def _now_ns(self) -> int:
-        return int(self.now * NS_PER_SECOND)
 
     def _format_service(self, service_id: int) -> str:
         return (self._ports.get(service_id) or ServicePort(service_id, None)).text

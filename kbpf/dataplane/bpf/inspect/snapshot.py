@@ -94,10 +94,7 @@ def read(pin_dir: Path, parts: Part) -> Inspection:
             values["packet_programs"] = any(pins.root.glob("programs-tc-*"))
         if "config" in maps:
             values |= _read_config(maps, parts)
-        flows = None
-        if Part.CONNECTIONS in parts:
-            ports = {port.id: port for port in values["services"]}
-            flows = FlowTable(tracked.read(maps["flows"]), ports, str(pin_dir), began)
+        connections = tracked.read(maps["flows"]) if Part.CONNECTIONS in parts else None
     if Part.HOOKS in parts:
         values["hooks"] = tuple(hooks.read(pins))
     if Part.DEVICES in parts:
@@ -107,8 +104,10 @@ def read(pin_dir: Path, parts: Part) -> Inspection:
     # After reading, so that no time in a map is later than these, and no age is negative. The
     # maps have CLOCK_MONOTONIC, the agent's status has CLOCK_BOOTTIME.
     now = time.monotonic()
-    if flows is not None:
-        flows.now = now
+    flows = None
+    if connections is not None:
+        ports = {port.id: port for port in values["services"]}
+        flows = FlowTable(connections, ports, str(pin_dir), began, now)
     return Inspection(
         str(pin_dir),
         monotonic=now,
