@@ -20,7 +20,7 @@ from kbpf.model.desired import Backend, FrontendAddress, FrontendKind, ServicePo
 from kbpf.model.metrics import ConnectionStats
 from kbpf.model.objects import Algorithm, Cidr
 from kbpf.model.reasons import Reason
-from kbpf.model.status import AgentStatus
+from kbpf.model.status import AgentStatus, PacketStatus
 
 
 class Part(Flag):
@@ -390,6 +390,11 @@ class Inspection:
     host_devices: tuple[HostDevice, ...] = ()
     local_networks: tuple[Cidr, ...] = ()
     counted: frozenset[str] = frozenset()
+
+    @property
+    def packet_status(self) -> PacketStatus | None:
+        """What the agent reported last of the packet path."""
+        return self.status.packets if self.status is not None else None
 
 
 def find_ports(

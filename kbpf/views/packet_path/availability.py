@@ -52,7 +52,7 @@ class PacketView(msgspec.Struct, frozen=True):
 def build_view(inspection: Inspection) -> PacketView:
     """Summarises the packet path. Needs all parts of NEEDS."""
     state, reason = packet_path_state(inspection)
-    packet_status = inspection.status.packets if inspection.status else None
+    packet_status = inspection.packet_status
     fill, devices = inspection.fill, inspection.devices.values()
     entries = fill.entries if fill else 0
     created = inspection.reasons.get(Reason.NEW_FLOW, 0)
@@ -81,22 +81,14 @@ def packet_path_state(inspection: Inspection) -> tuple[str, str]:
 
     Pinned programs keep serving after the agent has exited, so they decide if there is no status.
     """
-    packet_status = inspection.status.packets if inspection.status else None
+    packet_status = inspection.packet_status
     if packet_status is not None and packet_status.enabled and packet_status.problem:
         return "failed", packet_status.problem
-    if (
-        packet_status is not None
-        and not packet_status.enabled
-        and inspection.status
-        and not inspection.packet_programs
-    ):
-        return "off", SWITCHED_OFF
-    if not inspection.packet_programs:
-        return (
-            "off",
-            "no packet programs are pinned" if packet_status is None else "not attached yet",
-        )
-    return "on", ""
+    if inspection.packet_programs:
+        return "on", ""
+    if packet_status is None:
+        return "off", "no packet programs are pinned"
+    return "off", "not attached yet" if packet_status.enabled else SWITCHED_OFF
 
 
 def unavailable_notice(inspection: Inspection) -> str:

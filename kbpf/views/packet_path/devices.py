@@ -37,8 +37,7 @@ class DeviceRow(msgspec.Struct, frozen=True):
 
 def build_rows(inspection: Inspection) -> tuple[DeviceRow, ...]:
     """One row per device, sorted by ifindex."""
-    packet_status = inspection.status.packets if inspection.status else None
-    failed = packet_status.failed if packet_status else ()
+    failed = inspection.packet_status.failed if inspection.packet_status else ()
     failures = {failure.device: failure.detail for failure in failed}
     return tuple(
         _build_row(device, inspection, failures.get(device.name, ""))
