@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Final
 
 from kbpf.dataplane.ipvs import ruleset, statefile
-from kbpf.dataplane.ipvs.plan import Element, SetName, VirtualService, owned_service
+from kbpf.dataplane.ipvs.plan import Element, SetName, owned_service
 from kbpf.errors import KernelError
 from kbpf.kernel.net import dummy, ipvs
 from kbpf.kernel.net.ipvs import IpvsClient, IpvsCommand, VirtualServiceKey
 from kbpf.kernel.netfilter import forward_rules, nft
 from kbpf.kernel.system.private_folders import LOCK_TIMEOUT_S, PRIVATE_MODE, lock_folder
 from kbpf.model.config import Config, LocalMode
-from kbpf.model.objects import Protocol
 from kbpf.takeover import conntrack_keepalive
 
 ROOT_HINT: Final = "run as root"
@@ -122,16 +121,6 @@ def read_owned_services(table: str) -> set[VirtualServiceKey] | None:
         for element in owned_elements
         if (virtual := owned_service(element)) is not None
     }
-
-
-def virtual_service_of(service: VirtualServiceKey) -> VirtualService | None:
-    """Converts the kernel's key; None for protocols that Services do not have."""
-    try:
-        return VirtualService(
-            Protocol(service.protocol), service.address, service.port, service.fwmark
-        )
-    except ValueError:
-        return None
 
 
 def delete_services(services: Collection[VirtualServiceKey]) -> None:

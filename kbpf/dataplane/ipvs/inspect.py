@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from kbpf.dataplane.ipvs import statefile
-from kbpf.dataplane.ipvs.plan import VirtualService
+from kbpf.dataplane.ipvs.plan import VirtualService, virtual_service_of
 from kbpf.errors import NotFoundError
 from kbpf.kernel.net.ipvs import IpvsClient, IpvsConnection, RealServerStatus, list_connections
 from kbpf.kernel.system.process import is_alive
@@ -63,11 +63,9 @@ def read(folder: Path) -> Inspection:
 def _read_servers() -> ServersByService:
     with contextlib.closing(IpvsClient()) as client:
         return {
-            VirtualService(
-                Protocol(service.protocol), service.address, service.port, service.fwmark
-            ): client.list_servers(service)
+            virtual: client.list_servers(service)
             for service, _ in client.list_services()
-            if service.protocol in Protocol.__members__.values()
+            if (virtual := virtual_service_of(*service)) is not None
         }
 
 

@@ -311,6 +311,16 @@ def _remove_nested(networks: Iterable[Cidr]) -> list[Cidr]:
     return outermost
 
 
+def virtual_service_of(
+    protocol: int, address: Addr, port: int, fwmark: int
+) -> VirtualService | None:
+    """A virtual service in the kernel; None for protocols that Services do not have."""
+    try:
+        return VirtualService(Protocol(protocol), address, port, fwmark)
+    except ValueError:
+        return None
+
+
 def fwmark_service(family: int, fwmark: int) -> VirtualService:
     """The virtual service of a fwmark."""
     return VirtualService(Protocol.TCP, ANY4 if family == 4 else ANY6, 0, fwmark)

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
-from kbpf.dataplane.ipvs.cleanup import virtual_service_of
 from kbpf.dataplane.ipvs.diff import Changes
 from kbpf.dataplane.ipvs.plan import (
     Element,
@@ -19,6 +18,7 @@ from kbpf.dataplane.ipvs.plan import (
     ServerPool,
     VirtualService,
     ownership_element,
+    virtual_service_of,
 )
 from kbpf.errors import KernelError
 from kbpf.kernel.net import ipvs
@@ -144,7 +144,7 @@ class VirtualServices:
         self._draining.clear()
         pools: dict[VirtualService, ServerPool] = {}
         for service, settings in self._client.list_services():
-            virtual = virtual_service_of(service)
+            virtual = virtual_service_of(*service)
             if virtual is not None and (ownership_element(virtual) in elements or virtual in owned):
                 pools[virtual] = self._read_pool(virtual, service, settings)
         return pools
