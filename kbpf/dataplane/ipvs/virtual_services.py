@@ -209,11 +209,8 @@ class VirtualServices:
         """The number of flows, by family, that the kernel will drop with these real servers (at the
         next packet of each flow).
         """
-        servers: dict[VirtualService, set[RealServer]] = {}
-        for virtual, server in cuts:
-            servers.setdefault(virtual, set()).add(server)
         flows_by_family: dict[int, int] = {}
-        for virtual, cut_servers in servers.items():
+        for virtual, cut_servers in _by_service(cuts).items():
             statuses = self._client.list_servers(VirtualServiceKey(*virtual))
             flows = sum(
                 status.active_conns + status.inactive_conns
@@ -253,9 +250,7 @@ class VirtualServices:
         self, changes: Changes
     ) -> Iterator[tuple[VirtualService, list[ipvs.IpvsRequest]]]:
         """Requests by virtual service."""
-        cuts: dict[VirtualService, set[RealServer]] = {}
-        for virtual, server in changes.udp_cuts:
-            cuts.setdefault(virtual, set()).add(server)
+        cuts = _by_service(changes.udp_cuts)
         for virtual, pool in changes.new_pools.items():
             requests = [self._service_request(IpvsCommand.IPVS_CMD_NEW_SERVICE, virtual, pool)]
             requests += [
@@ -317,7 +312,16 @@ class VirtualServices:
                     servers.discard(server)
             if not servers:
                 del self._draining[virtual]
-        self._client.apply(requests, (errno.ENOENT, errno.ESRCH))
+        self._client.apply(requests, ALREADY_ABSENT_ERRNOS[IpvsCommand.IPVS_CMD_DEL_DEST])
+
+
+def _by_service(
+    servers: Iterable[tuple[VirtualService, RealServer]],
+) -> dict[VirtualService, set[RealServer]]:
+    by_service: dict[VirtualService, set[RealServer]] = {}
+    for virtual, server in servers:
+        by_service.setdefault(virtual, set()).add(server)
+    return by_service
 
 
 def _open_ipvs() -> IpvsClient:
