@@ -5,7 +5,6 @@ Service ports that it has programmed (without endpoints, which are read from the
 Each file is written under another name and renamed, so readers always see a complete one.
 """
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
@@ -80,7 +79,7 @@ def read_services(folder: Path) -> tuple[ServiceState, ...]:
         return ()
 
 
-def remove_files(folder: Path, files: Iterable[str] = FILES) -> None:
-    """Deletes these files; missing ones are ignored."""
-    for name in files:
+def remove_files(folder: Path) -> None:
+    """Deletes the files; missing ones are ignored."""
+    for name in FILES:
         (folder / name).unlink(missing_ok=True)
