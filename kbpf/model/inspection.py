@@ -109,6 +109,13 @@ class ServicePort(msgspec.Struct, frozen=True, eq=False, gc=False):
             return f"id {self.id}, not named"
         return f"{self.key.service}:{self.key.port}" if self.key.port else str(self.key.service)
 
+    def belongs_to(self, name: str, namespace: str) -> bool:
+        """Whether it is a port of the Service with this name, in this namespace or, if that is "",
+        in any.
+        """
+        key = self.key
+        return key is not None and key.name == name and namespace in ("", key.namespace)
+
 
 @dataclass(frozen=True, slots=True)
 class AffinityEntry:
@@ -402,11 +409,7 @@ def find_ports(
 ) -> tuple[ServicePort, ...]:
     """The ports of a Service (NAME or NAMESPACE/NAME). Raises NotFoundError if it has none."""
     namespace, _, name = service.rpartition("/")
-    found = tuple(
-        port
-        for port in ports
-        if port.key is not None and port.key.name == name and namespace in ("", port.key.namespace)
-    )
+    found = tuple(port for port in ports if port.belongs_to(name, namespace))
     if not found:
         raise NotFoundError(
             f"no Service {service} is programmed", location, "`kbpf inspect services` lists all"

@@ -110,7 +110,7 @@ def build_details(
     details = [
         _build_detail(port, inspection)
         for port in inspection.services
-        if port.key is not None and port.key.name == name and namespace in ("", port.key.namespace)
+        if port.belongs_to(name, namespace)
     ]
     if not details:
         full_name = f"{namespace}/{name}" if namespace else name
