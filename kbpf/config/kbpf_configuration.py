@@ -10,7 +10,6 @@ from typing import Any, Final
 import msgspec
 
 from kbpf.config.documents import KBPF
-from kbpf.config.kinds import ON_OFF
 from kbpf.config.settings import SETTINGS
 from kbpf.config.values import ConfigValues
 
@@ -42,22 +41,7 @@ def read_settings(document: msgspec.Struct) -> ConfigValues:
     """Returns the fields of Config that the document sets. Empty values count as unset."""
     values = ConfigValues(f"{KBPF}.")
     for path, setting in KBPF_SETTINGS.items():
-        text = _flag_text(attrgetter(path)(document), setting.kind.json_type)
+        text = setting.kind.flag_text(attrgetter(path)(document))
         if text:
             values.parse(setting.field, path, text, setting.parse)
     return values
-
-
-def _flag_text(value: Any, json_type: Any) -> str:
-    """Returns the value as it would be written for the flag."""
-    match value:
-        case None:
-            return ""
-        case bool() if json_type == ON_OFF:
-            return "on" if value else "off"
-        case bool():
-            return str(value).lower()
-        case tuple():
-            return ",".join(value)
-        case _:
-            return str(value)

@@ -33,6 +33,20 @@ class Kind:
     repeatable: bool = False
     accepts_empty: bool = False
 
+    def flag_text(self, value: Any) -> str:
+        """Returns a value of a document as it would be written for the flag; "" for null."""
+        match value:
+            case None:
+                return ""
+            case bool() if self.json_type == ON_OFF:
+                return "on" if value else "off"
+            case bool():
+                return str(value).lower()
+            case tuple():
+                return ",".join(value)
+            case _:
+                return str(value)
+
 
 def _integer(parse: Parser) -> Kind:
     return Kind(parse, "NUMBER", int, int)

@@ -195,8 +195,7 @@ def _read_independent_fields(document: KubeProxyConfiguration, values: ConfigVal
             if setting.kind is kinds.COUNT and value < 0:
                 values.add_error(path, f"less than 0: {value}")
             else:
-                text = str(value).lower() if isinstance(value, bool) else str(value)
-                values.parse(setting.field, path, text, setting.parse)
+                values.parse(setting.field, path, setting.kind.flag_text(value), setting.parse)
 
 
 def _set_value(document: KubeProxyConfiguration, path: str) -> Any:
