@@ -187,9 +187,10 @@ def read_settings(document: KubeProxyConfiguration) -> ConfigValues:
 
 
 def _read_independent_fields(document: KubeProxyConfiguration, values: ConfigValues) -> None:
+    fields = msgspec.to_builtins(document)
     for setting in SETTINGS:
         for path in setting.kube_proxy.split():
-            value = _set_value(document, path)
+            value = _set_value(fields, path)
             if value is None or path.startswith(DEPENDENT_FIELDS):
                 continue
             if setting.kind is kinds.COUNT and value < 0:
@@ -198,9 +199,9 @@ def _read_independent_fields(document: KubeProxyConfiguration, values: ConfigVal
                 values.parse(setting.field, path, setting.kind.flag_text(value), setting.parse)
 
 
-def _set_value(document: KubeProxyConfiguration, path: str) -> Any:
-    """Returns the value of a field; None if it is unset or the zero value."""
-    value, default = msgspec.to_builtins(document), DEFAULTS
+def _set_value(fields: Mapping[str, Any], path: str) -> Any:
+    """Returns the value of a field of the document; None if it is unset or the zero value."""
+    value, default = fields, DEFAULTS
     for name in path.split("."):
         value, default = value[name], default[name]
     return None if value == default else value
@@ -403,8 +404,8 @@ WARNED_FIELDS: Final = frozenset(("iptables.snatNodeInternalIP",))
 """Unused fields that get a warning: backends may see another address than the operator expects."""
 
 
-def _is_set(unused: UnusedSetting, document: KubeProxyConfiguration) -> bool:
-    value = _set_value(document, unused.path)
+def _is_set(unused: UnusedSetting, fields: Mapping[str, Any]) -> bool:
+    value = _set_value(fields, unused.path)
     if value is None or value in unused.defaults:
         return False
     return unused.path not in IS_SET or bool(IS_SET[unused.path](value))
@@ -424,8 +425,9 @@ def find_diagnostics(document: KubeProxyConfiguration) -> Iterator[Diagnostic]:
     """Yields a line for each field that is accepted but not used, and for what kube-proxy warns
     about.
     """
+    fields = msgspec.to_builtins(document)
     for unused in UNUSED_SETTINGS:
-        if unused.path and _is_set(unused, document):
+        if unused.path and _is_set(unused, fields):
             text = f"{KUBE_PROXY}.{unused.path} is accepted but not used: {unused.why}"
             yield Diagnostic(text, is_warning=unused.path in WARNED_FIELDS)
     if _default_mode_matters(document):
