@@ -19,15 +19,13 @@ from typing import Final
 from kbpf.config.load import LoadedConfig, read_file
 from kbpf.errors import ConfigError, ConfigErrors
 from kbpf.kernel.system import threads
-from kbpf.kernel.system.file_stamp import read_stamp
+from kbpf.kernel.system.file_stamp import UNREAD_STAMP, FileStamp, read_stamp
 
 log = logging.getLogger("kbpf.config")
 
 POLL_INTERVAL: Final = 0.5
 STUCK_TIMEOUT: Final = 60.0
 """Without a poll for this long the thread counts as stuck: the file system hangs."""
-NEVER: Final = object()
-"""In place of a stamp: there was no poll yet. None: the file was missing."""
 
 
 class ConfigWatcher:
@@ -44,8 +42,9 @@ class ConfigWatcher:
     ) -> None:
         self._path, self._data, self._parse, self._on_change = path, data, parse, on_change
         self._config = parse(data).config
-        self._evaluated_stamp: object = NEVER  # of the text that was evaluated last
-        self._last_stamp: object = NEVER  # of the last poll
+        # of the text that was evaluated last, and of the last poll; None: the file was missing
+        self._evaluated_stamp: FileStamp | None = UNREAD_STAMP
+        self._last_stamp: FileStamp | None = UNREAD_STAMP
         self._error = ""  # of the file as it is now
         self._parse_error = ""  # of the text that was evaluated last
         self.is_done = False

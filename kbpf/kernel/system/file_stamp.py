@@ -3,7 +3,7 @@
 
 import os
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Final, NamedTuple, Self
 
 
 class FileStamp(NamedTuple):
@@ -20,6 +20,10 @@ class FileStamp(NamedTuple):
         return cls(
             status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino, status.st_dev
         )
+
+
+UNREAD_STAMP: Final = FileStamp()
+"""Differs from the stamp of every file, so that the file is read at the next poll."""
 
 
 def read_stamp(path: str | Path) -> FileStamp | None:

@@ -30,7 +30,7 @@ import msgspec
 from kbpf.bounded_yaml import MANIFESTS
 from kbpf.errors import ConfigError, ObjectError, SourceError
 from kbpf.kernel.system import threads
-from kbpf.kernel.system.file_stamp import FileStamp
+from kbpf.kernel.system.file_stamp import UNREAD_STAMP, FileStamp
 from kbpf.model.events import Delete, Kind, ObjectKey, Rejected, Synced, Upsert
 from kbpf.model.objects import Service
 from kbpf.source.base import EventHandler, SourceState, SourceStatus
@@ -54,8 +54,6 @@ NO_CONTENTS: Final = FileContents()
 EMPTY_FOLDER_PROBLEM: Final = (
     "the folder has become empty; its objects stay in force for now (--source-empty-grace)"
 )
-UNREAD_STAMP: Final = FileStamp()
-"""Matches no file, so that the file is read again at every poll."""
 
 
 @dataclass(frozen=True, slots=True)
