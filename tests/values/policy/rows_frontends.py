@@ -3,13 +3,9 @@
 
 from typing import NamedTuple
 
-from kbpf.model.address import Addr, parse_addr
 from kbpf.model.desired import Frontend
 from kbpf.model.objects import Protocol, Service, ServicePort
-
-
-def addrs(*texts: str) -> tuple[Addr, ...]:
-    return tuple(map(parse_addr, texts))
+from tests.values.policy.services import NEW, OLD, addrs
 
 
 def said(found: tuple[Frontend, ...]) -> list[str]:
@@ -180,7 +176,6 @@ def service(name: str, created: str = "", namespace: str = "ns", **said) -> Serv
     return Service(namespace, name, "LoadBalancer", own, ports, creation_timestamp=created, **said)
 
 
-OLD, NEW = "2024-01-01T00:00:00Z", "2025-01-01T00:00:00Z"
 IP = {"cluster_ips": addrs("9.9.9.9")}
 VIP, EXTERNAL = {"lb_vips": addrs("9.9.9.9")}, {"external_ips": addrs("9.9.9.9")}
 NODE_PORT = {"ports": (ServicePort("http", Protocol.TCP, 80, 30080),)}

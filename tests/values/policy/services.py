@@ -2,6 +2,7 @@
 """Services, slices and nodes to compute with."""
 
 from kbpf.model.address import Addr, parse_addr
+from kbpf.model.desired import Backend
 from kbpf.model.events import Delete, Kind, ObjectKey, Upsert
 from kbpf.model.objects import (
     Cidr,
@@ -12,6 +13,7 @@ from kbpf.model.objects import (
     Protocol,
     Service,
     SlicePort,
+    pack_names,
 )
 
 
@@ -26,24 +28,47 @@ HTTP = (SlicePort("http", Protocol.TCP, 8080),)
 RANGE = (Cidr(parse_addr("192.0.2.0"), 120),)
 
 
-def up(said: Service | EndpointSlice | Node | Pod) -> Upsert:
+def key(said: Service | EndpointSlice | Node | Pod) -> ObjectKey:
     match said:
-        case Node():
-            return Upsert(ObjectKey(Kind.NODE, "", said.name), said)
         case Service():
-            return Upsert(ObjectKey(Kind.SERVICE, said.namespace, said.name), said)
+            return ObjectKey(Kind.SERVICE, said.namespace, said.name)
         case EndpointSlice():
-            return Upsert(ObjectKey(Kind.SLICE, said.namespace, said.name), said)
+            return ObjectKey(Kind.SLICE, said.namespace, said.name)
+        case Node():
+            return ObjectKey(Kind.NODE, "", said.name)
         case Pod():
-            return Upsert(ObjectKey(Kind.POD, said.namespace, said.name), said)
+            return ObjectKey(Kind.POD, said.namespace, said.name)
+
+
+def up(said: Service | EndpointSlice | Node | Pod) -> Upsert:
+    return Upsert(key(said), said)
 
 
 def gone(said: Service | EndpointSlice | Node | Pod) -> Delete:
-    return Delete(up(said).key)
+    return Delete(key(said))
 
 
 def end(number: int, **said) -> Endpoint:
+    """The endpoint 10.1.0.NUMBER, ready by default."""
     return Endpoint(parse_addr(f"10.1.0.{number}"), **said)
+
+
+def piece(
+    *ends: Endpoint,
+    service: str = "web",
+    name: str = "",
+    family: int = 4,
+    ports: tuple[SlicePort, ...] = HTTP,
+    pods: tuple[str, ...] = (),
+) -> EndpointSlice:
+    """A slice of a Service; its name is SERVICE-1 by default."""
+    return EndpointSlice(
+        "ns", name or f"{service}-1", service, family, ends, ports, packed_pods=pack_names(pods)
+    )
+
+
+def numbers(backends: tuple[Backend, ...]) -> tuple[int, ...]:
+    return tuple(backend.address[-1] for backend in backends)
 
 
 OLD, NEW = "2024-01-01T00:00:00Z", "2025-01-01T00:00:00Z"

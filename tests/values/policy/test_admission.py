@@ -7,7 +7,6 @@ refused. A change of the reserved addresses must recompute exactly the Services 
 """
 
 import json
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import pytest
@@ -19,10 +18,10 @@ from kbpf.agent.listeners import LISTENER_POLL_INTERVAL_S, RELEASE_GRACE_S, List
 from kbpf.agent.problems import Problems
 from kbpf.agent.refusals import DOCS_HINT, RefusalReporter
 from kbpf.config import load
-from kbpf.model.address import ANY4, ANY6, Addr, parse_addr
+from kbpf.model.address import ANY4, ANY6, parse_addr
 from kbpf.model.config import Config
 from kbpf.model.desired import DesiredState, FrontendAddress, FrontendKind
-from kbpf.model.events import Delete, Kind, ObjectKey, Synced, Upsert
+from kbpf.model.events import Kind, Synced
 from kbpf.model.objects import (
     Endpoint,
     EndpointSlice,
@@ -39,11 +38,7 @@ from kbpf.policy.compute import DesiredStateBuilder, compute_desired_state
 from kbpf.policy.store import ObjectStore
 from kbpf.serve.events import EventRecorder
 from kbpf.source.decode.fields import parse_cidr
-
-
-def addrs(*texts: str) -> tuple[Addr, ...]:
-    return tuple(map(parse_addr, texts))
-
+from tests.values.policy.services import addrs, gone, up
 
 TCP = Protocol.TCP
 NODE = Node("me", addrs("192.0.2.10", "2001:db8::10"), pod_cidrs=(parse_cidr("10.244.0.0/24", ""),))
@@ -215,14 +210,6 @@ def test_api_server_port_of_another_protocol_is_not_reserved() -> None:
 # ---- over time -----------------------------------------------------------------------------------
 
 
-def events(objects: Iterable[Service | EndpointSlice | Node]) -> list[Upsert]:
-    kinds = {Service: Kind.SERVICE, EndpointSlice: Kind.SLICE, Node: Kind.NODE}
-    return [
-        Upsert(ObjectKey(kinds[type(one)], getattr(one, "namespace", ""), one.name), one)
-        for one in objects
-    ]
-
-
 STEPS = ("shop", "kubernetes", "web", "vip", "pods", "api", "node", "servers", "listening")
 
 
@@ -246,18 +233,17 @@ def test_incremental_updates_equal_a_full_computation(steps: list[str], address:
         DesiredStateBuilder(),
         {"servers": False, "listening": False},
     )
-    world.apply([*events([NODE]), *(Synced(kind) for kind in Kind)])
+    world.apply([up(NODE), *(Synced(kind) for kind in Kind)])
     config = load.load_config({"--external-ips": "all"}, {})
     for step in steps:
         touched = world.apply([])
         if step in told:
             told[step] = not told[step]
         elif step in there:
-            (said,) = events([there.pop(step)])
-            touched = world.apply([Delete(said.key)])
+            touched = world.apply([gone(there.pop(step))])
         else:
             there[step] = objects[step]
-            touched = world.apply(events([objects[step]]))
+            touched = world.apply([up(objects[step])])
         more = (
             SERVERS if told["servers"] else (),
             LISTENING if told["listening"] else frozenset(),

@@ -25,7 +25,7 @@ from kbpf.model.objects import (
 )
 from kbpf.policy.compute import DesiredStateBuilder, compute_desired_state, compute_service_states
 from kbpf.policy.store import ObjectStore
-from tests.values.policy.services import HTTP, LOCAL, NEW, OLD, RANGE, addrs, end, gone, up
+from tests.values.policy.services import LOCAL, NEW, OLD, RANGE, addrs, end, gone, piece, up
 
 ME = Node("me", addrs("10.0.0.1"), "a")
 
@@ -41,10 +41,6 @@ WEB = Service(
 INTERNAL = replace(WEB, internal_local=True)
 EXTERNAL = replace(WEB, external_local=True)
 PLAIN = Service("ns", "plain", "ClusterIP", addrs("10.96.0.9"), (replace(PORT, node_port=0),))
-
-
-def piece(*ends: Endpoint, service: str = "web") -> EndpointSlice:
-    return EndpointSlice("ns", f"{service}-1", service, 4, ends, HTTP)
 
 
 READY_HERE, READY_THERE = end(1, node="me"), end(2, node="you")

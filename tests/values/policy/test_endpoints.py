@@ -30,11 +30,11 @@ from kbpf.policy.endpoints import (
     select_endpoints,
 )
 from tests.support import oracle
+from tests.values.policy.services import HTTP, end, numbers, piece
 
 ME = Node("me", zone="a")
 PORT = ServicePort("http", Protocol.TCP, 80)
 OPEN = ServicePort("http", Protocol.TCP, 80, node_port=30080)
-HTTP = (SlicePort("http", Protocol.TCP, 8080),)
 
 CLUSTER = Service("ns", "web", "ClusterIP", (parse_addr("10.96.0.1"),), (PORT,))
 INTERNAL_LOCAL = Service(
@@ -43,11 +43,6 @@ INTERNAL_LOCAL = Service(
 EXTERNAL_LOCAL = Service(
     "ns", "web", "NodePort", (parse_addr("10.96.0.1"),), (OPEN,), external_local=True
 )
-
-
-def end(number: int, **said) -> Endpoint:
-    """The endpoint 10.1.0.NUMBER, ready by default."""
-    return Endpoint(parse_addr(f"10.1.0.{number}"), **said)
 
 
 def here(number: int, **said) -> Endpoint:
@@ -60,14 +55,6 @@ def draining(number: int, **said) -> Endpoint:
 
 def down(number: int, **said) -> Endpoint:
     return end(number, ready=False, serving=False, **said)
-
-
-def piece(*ends: Endpoint, ports=HTTP, name="web-1", family=4) -> EndpointSlice:
-    return EndpointSlice("ns", name, "web", family, ends, ports)
-
-
-def numbers(backends: tuple[Backend, ...]) -> tuple[int, ...]:
-    return tuple(backend.address[-1] for backend in backends)
 
 
 def ask(service: Service, *ends: Endpoint, node: Node = ME) -> EndpointSelection:

@@ -29,10 +29,8 @@ from tests.values.policy.rows_frontends import (
     BOTH,
     CONFLICTS,
     MASQUERADE_ROWS,
-    NEW,
     NO_CONFLICTS,
     NODE_ROWS,
-    OLD,
     ROWS,
     VIP,
     Conflict,
@@ -40,10 +38,10 @@ from tests.values.policy.rows_frontends import (
     NoConflict,
     NodeRow,
     Row,
-    addrs,
     said,
     service,
 )
+from tests.values.policy.services import NEW, OLD, addrs
 
 
 def cidrs(*texts: str) -> tuple[Cidr, ...]:

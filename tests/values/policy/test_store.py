@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from kbpf.model.address import Addr, parse_addr
-from kbpf.model.events import Delete, Event, Kind, ObjectKey, Rejected, Synced, Upsert
+from kbpf.model.events import Event, Kind, ObjectKey, Rejected, Synced, Upsert
 from kbpf.model.objects import (
     Cidr,
     Endpoint,
@@ -21,6 +21,7 @@ from kbpf.model.objects import (
     SlicePort,
 )
 from kbpf.policy.store import ChangeSet, ObjectStore
+from tests.values.policy.services import gone, key, up
 
 WEB = Service(
     "ns", "web", "ClusterIP", (parse_addr("10.96.0.1"),), (ServicePort("", Protocol.TCP, 80),)
@@ -34,26 +35,6 @@ POD = Pod("ns", "p1", "1234", "me")
 ME = Node("me", (parse_addr("10.0.0.1"),), "a")
 NAME = ServiceName("ns", "web")
 OTHER = ServiceName("ns", "other")
-
-
-def key(said: Service | EndpointSlice | Node | Pod) -> ObjectKey:
-    match said:
-        case Service():
-            return ObjectKey(Kind.SERVICE, said.namespace, said.name)
-        case EndpointSlice():
-            return ObjectKey(Kind.SLICE, said.namespace, said.name)
-        case Node():
-            return ObjectKey(Kind.NODE, "", said.name)
-        case Pod():
-            return ObjectKey(Kind.POD, said.namespace, said.name)
-
-
-def up(said: Service | EndpointSlice | Node | Pod) -> Upsert:
-    return Upsert(key(said), said)
-
-
-def gone(said: Service | EndpointSlice | Node | Pod) -> Delete:
-    return Delete(key(said))
 
 
 class Row(NamedTuple):

@@ -19,7 +19,6 @@ from kbpf.model.objects import (
     Protocol,
     Service,
     ServicePort,
-    SlicePort,
     Weights,
     pack_names,
     unpack_names,
@@ -27,6 +26,7 @@ from kbpf.model.objects import (
 from kbpf.policy.endpoints import EndpointReason, EndpointSelection, select_endpoints
 from kbpf.source.decode import decode
 from tests.support import oracle
+from tests.values.policy.services import end, numbers, piece
 
 # ---- the annotations ---------------------------------------------------------------------------
 
@@ -184,15 +184,6 @@ PORT = ServicePort("http", Protocol.TCP, 80)
 ME = Node("me", zone="a")
 
 
-def end(number: int, **more: Any) -> Endpoint:
-    return Endpoint(parse_addr(f"10.1.0.{number}"), **more)
-
-
-def piece(*ends: Endpoint, pods: tuple[str, ...] = (), name: str = "s1") -> EndpointSlice:
-    ports = (SlicePort("http", Protocol.TCP, 8080),)
-    return EndpointSlice("ns", name, "web", 4, ends, ports, packed_pods=pack_names(pods))
-
-
 def ask(weights: Weights | None, *pieces: EndpointSlice, **service: Any) -> EndpointSelection:
     web = Service(
         "ns", "web", "ClusterIP", (parse_addr("10.96.0.1"),), (PORT,), weights=weights, **service
@@ -246,10 +237,6 @@ THREE = piece(
     end(1, node="me", zone="a"), end(2, node="you", zone="a"), end(3, node="you", zone="b"),
     pods=("web-1", "web-2", "web-3"),
 )  # fmt: skip
-
-
-def numbers(backends: Any) -> tuple[int, ...]:
-    return tuple(backend.address[-1] for backend in backends)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
