@@ -4,37 +4,18 @@ does. A library that passes where it failed makes a test fail here; then kubecon
 for that (docs/decisions.md, "A kubeconfig is read by our own code").
 """
 
-import base64
 import os
 import stat
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 from kubernetes.client import Configuration
 from kubernetes.config import kube_config
 from kubernetes.config.kube_config import KubeConfigLoader, KubeConfigMerger
 
 from kbpf.errors import ConfigError
 from kbpf.source.api.kubeconfig import find_access
-
-URL = "https://192.0.2.1:6443"
-
-
-def write(path: Path, user: dict[str, Any], cluster: dict[str, Any]) -> Path:
-    context = {"cluster": "c", "user": "u"}
-    path.write_text(
-        yaml.safe_dump(
-            {
-                "current-context": "here",
-                "contexts": [{"name": "here", "context": context}],
-                "clusters": [{"name": "c", "cluster": cluster}],
-                "users": [{"name": "u", "user": user}],
-            }
-        )
-    )
-    return path
+from tests.values.source.transport.kubeconfigs import URL, b64, exec_user, write
 
 
 def load(path: Path) -> Configuration:
@@ -47,7 +28,7 @@ def load(path: Path) -> Configuration:
 
 def test_library_reads_a_token_file_once_with_its_newline(tmp_path: Path):
     (tmp_path / "token").write_text("one\n")
-    path = write(tmp_path / "kc", {"tokenFile": "token"}, {"server": URL})
+    path = write(tmp_path / "kc", user={"tokenFile": "token"})
     config = load(path)
     (tmp_path / "token").write_text("two\n")
     assert config.get_api_key_with_prefix("BearerToken") == "Bearer one\n"
@@ -97,9 +78,8 @@ def test_library_fails_without_a_reason_on_a_wrong_type(tmp_path: Path):
 
 def test_library_writes_a_private_key_to_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(kube_config.tempfile, "tempdir", str(tmp_path))
-    data = {"client-certificate-data": b"C", "client-key-data": b"K"}
-    user = {name: base64.b64encode(value).decode() for name, value in data.items()}
-    path = write(tmp_path / "kc", user, {"server": URL})
+    user = {"client-certificate-data": b64("C"), "client-key-data": b64("K")}
+    path = write(tmp_path / "kc", user=user)
     before = {*os.listdir(tmp_path)}
     assert find_access(path).key_data == b"K"
     assert {*os.listdir(tmp_path)} == before, "kbpf keeps it in memory"
@@ -124,12 +104,8 @@ def test_library_expands_aliases_without_a_limit(tmp_path: Path):
 
 def test_library_runs_the_plugin_while_it_reads(tmp_path: Path):
     """A plugin that hangs would delay the start, and one that fails would end it."""
-    plugin, ran = tmp_path / "plugin", tmp_path / "ran"
-    plugin.write_text(f"#!/bin/sh\ntouch {ran}\nexit 1\n")
-    plugin.chmod(0o755)
-    command = {"apiVersion": "client.authentication.k8s.io/v1", "command": str(plugin)}
-    user = {"exec": command | {"interactiveMode": "Never"}}
-    path = write(tmp_path / "kc", user, {"server": URL})
+    ran = tmp_path / "ran"
+    path = write(tmp_path / "kc", user=exec_user(tmp_path, f"touch {ran}\nexit 1"))
     assert find_access(path).plugin == path
     assert not ran.exists()
     load(path)

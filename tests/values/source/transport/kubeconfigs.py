@@ -28,6 +28,15 @@ def write(path: Path, cluster: dict[str, Any] | None = None, user: dict[str, Any
     return path
 
 
+def exec_user(tmp_path: Path, script: str) -> dict[str, Any]:
+    """The user of a kubeconfig whose exec plugin, `tmp_path`/plugin, is this shell script."""
+    plugin = tmp_path / "plugin"
+    plugin.write_text(f"#!/bin/sh\n{script}\n")
+    plugin.chmod(0o755)
+    command = {"apiVersion": "client.authentication.k8s.io/v1", "command": str(plugin)}
+    return {"exec": command | {"interactiveMode": "Never"}}
+
+
 def b64(text: str) -> str:
     return base64.b64encode(text.encode()).decode()
 

@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,17 +20,9 @@ from kbpf.source.api.resource import SERVICES
 from kbpf.source.api.transport import ApiConnection
 from tests.support.faults.scripted import ScriptedServer
 from tests.support.lab.lab import PATIENCE, until
-from tests.values.source.transport.kubeconfigs import headers, ok, unauthorized, write
+from tests.values.source.transport.kubeconfigs import exec_user, headers, ok, unauthorized, write
 
 # --- exec plugins, run by the kubernetes library in a child process ---
-
-
-def exec_user(tmp_path: Path, script: str) -> dict[str, Any]:
-    plugin = tmp_path / "plugin"
-    plugin.write_text(f"#!/bin/sh\n{script}\n")
-    plugin.chmod(0o755)
-    command = {"apiVersion": "client.authentication.k8s.io/v1", "command": str(plugin)}
-    return {"exec": command | {"interactiveMode": "Never"}}
 
 
 def credential(**fields: str) -> str:
