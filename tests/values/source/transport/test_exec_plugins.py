@@ -7,11 +7,11 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
 from kbpf.errors import ConfigError, SourceError
+from kbpf.kernel.system.process import is_alive
 from kbpf.source.api import credentials as cluster_module
 from kbpf.source.api.credentials import Cluster, PluginCredentials
 from kbpf.source.api.kubeconfig import find_access
@@ -159,14 +159,6 @@ def test_unverified_server_is_a_problem_unless_allowed(tmp_path, cluster, allowe
     assert reflector.status().problems == made.problems
 
 
-def has_ended(pid: int) -> bool:
-    """Whether the process does not exist, or is a zombie that its new parent has not reaped."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-
-
 def test_hanging_exec_plugin_is_killed_when_the_connection_closes(tmp_path):
     started = tmp_path / "started"
     user = exec_user(tmp_path, f"echo $$ > {started}; exec sleep 600")
@@ -185,7 +177,7 @@ def test_hanging_exec_plugin_is_killed_when_the_connection_closes(tmp_path):
     connection.close()
     thread.join(PATIENCE)
     assert "stopped" in str(errors[0])
-    until("the plugin has ended too", lambda: has_ended(int(started.read_text())))
+    until("the plugin has ended too", lambda: not is_alive(int(started.read_text())))
 
 
 def test_kubernetes_library_is_not_imported_by_the_agent():
