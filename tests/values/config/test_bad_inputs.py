@@ -11,9 +11,8 @@ from typing import NamedTuple
 import pytest
 
 from kbpf.cli import app
+from tests.values.config.documents import OWN, PROXY
 
-PROXY = "apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\n"
-OWN = "apiVersion: kbpf.io/v1alpha1\nkind: KbpfConfiguration\n"
 QUIET = "nodePortAddresses: [primary]\nclusterCIDR: 10.244.0.0/16\n"
 """Without these fields, two lines of information are printed for any kube-proxy document."""
 
