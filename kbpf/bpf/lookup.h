@@ -56,9 +56,9 @@ enum read_result {
 
 static __always_inline struct service *service_at(struct target *key)
 {
-	struct service *result = services.lookup(key);
+	struct service *result = find_frontend(key);
 
-	return result ? result : services.lookup(key);
+	return result ? result : find_frontend(key);
 }
 
 /* Copies the service of a frontend to `out`. */
@@ -94,7 +94,7 @@ static __always_inline bool serves_node_ports(struct address *a, u64 netns)
 {
 	if (is_loopback(a) || is_any(a))
 		return (config_flags() & CONFIG_LOCALHOST_NODE_PORTS) && is_host(netns);
-	return node_addresses.lookup(a) != NULL;
+	return find_node_address(a) != NULL;
 }
 
 /* The wildcard under which a NodePort of this address family is stored. */
@@ -125,8 +125,7 @@ static __always_inline bool is_frontend_port(__be16 port)
  * ClusterIP, which refuses all other ports. */
 static __always_inline bool may_be_service(const struct target *to)
 {
-	return is_frontend_port(to->port) ||
-	       cluster_ips.lookup((struct address *)&to->address) != NULL;
+	return is_frontend_port(to->port) || find_cluster_ip(&to->address) != NULL;
 }
 
 /* Reads the service that `to` belongs to: the exact frontend, otherwise a NodePort on one of the
@@ -206,7 +205,7 @@ static __always_inline u32 find_affinity(const struct affinity *last, u32 set, u
 	if (!last || elapsed(last->last_used, now) > timeout)
 		return 0;
 	member.backend = last->backend;
-	return set_members.lookup(&member) ? member.backend : 0;
+	return find_member(&member) ? member.backend : 0;
 }
 
 /* The slot for a client without affinity. A random slot is right for every set, since weights are
@@ -238,13 +237,13 @@ static __always_inline u32 backend_at(const struct backend_set *set, u32 index)
 
 	slot.index = index;
 	if (set->table) {
-		result = backend_slots.lookup(&slot);
+		result = find_slot(&slot);
 		if (!result)
 			return 0;
 		slot.index = *result;
 	}
 	slot.set = set->id;
-	result = backend_slots.lookup(&slot);
+	result = find_slot(&slot);
 	return result ? *result : 0;
 }
 
@@ -315,7 +314,7 @@ static __always_inline enum verdict choose_once(const struct target *to,
 
 	result = find_service(to, client->netns, &service);
 	if (result == MISSING) {
-		bool is_cluster_ip = cluster_ips.lookup((struct address *)&to->address) != NULL;
+		bool is_cluster_ip = find_cluster_ip(&to->address) != NULL;
 
 		out->reason = is_cluster_ip ? UNKNOWN_PORT : NOT_A_SERVICE;
 		return is_cluster_ip ? REFUSE : PASS;
@@ -341,7 +340,7 @@ static __always_inline enum verdict choose_once(const struct target *to,
 		return elsewhere ? DROP : REFUSE;
 	}
 	out->backend_id = pick_backend(&service, &set, client, &out->reason);
-	backend = backends.lookup(&out->backend_id);
+	backend = find_backend(&out->backend_id);
 	if (!out->backend_id || !backend) {
 		out->reason = SET_VANISHED;
 		return REFUSE;

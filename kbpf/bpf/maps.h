@@ -5,25 +5,67 @@
  *
  * The sizes here only satisfy the compiler; the loader sets the real ones (layout.py). Plain hashes
  * are not preallocated, so unused capacity costs only its buckets.
+ *
+ * A map that the agent may have to enlarge is found through an array of one map, NAME_outer. The
+ * agent fills a larger inner map and replaces the element: programs see the old map or the new one,
+ * and both are complete. That costs one lookup in an array, which the kernel inlines.
  */
 #pragma once
 
 #include "types.h"
 
+/* The value of this key in an inner map. The element of its array is never missing. */
+static __always_inline void *lookup_inner(void *inner, const void *key)
+{
+	return inner ? bpf_map_lookup_elem(inner, (void *)key) : NULL;
+}
+
 /* frontend -> service. Written and deleted by the agent. Full: the agent makes a larger map, or
  * reports the Service. */
 BPF_F_TABLE("hash", struct target, struct service, services, 64, BPF_F_NO_PREALLOC);
+BPF_ARRAY_OF_MAPS(services_outer, "services", 1);
+
+static __always_inline struct service *find_frontend(const struct target *key)
+{
+	u32 zero = 0;
+
+	return lookup_inner(services_outer.lookup((int *)&zero), key);
+}
 
 /* (set, index) -> backend id. The agent writes new sets, and deletes old ones after the grace
  * period. */
 BPF_F_TABLE("hash", struct slot, u32, backend_slots, 64, BPF_F_NO_PREALLOC);
+BPF_ARRAY_OF_MAPS(backend_slots_outer, "backend_slots", 1);
+
+static __always_inline u32 *find_slot(const struct slot *key)
+{
+	u32 zero = 0;
+
+	return lookup_inner(backend_slots_outer.lookup((int *)&zero), key);
+}
 
 /* backend id -> address and port. The agent writes it, and deletes it after the grace period, when
  * neither a set nor the list of serving backends of a UDP Service contains the backend. */
 BPF_F_TABLE("hash", u32, struct target, backends, 64, BPF_F_NO_PREALLOC);
+BPF_ARRAY_OF_MAPS(backends_outer, "backends", 1);
+
+static __always_inline struct target *find_backend(const u32 *key)
+{
+	u32 zero = 0;
+
+	return lookup_inner(backends_outer.lookup((int *)&zero), key);
+}
 
 /* (set, backend id) -> 1. As backend_slots, but only for Services with affinity. */
 BPF_F_TABLE("hash", struct member, u32, set_members, 64, BPF_F_NO_PREALLOC);
+BPF_ARRAY_OF_MAPS(set_members_outer, "set_members", 1);
+
+static __always_inline u32 *find_member(const struct member *key)
+{
+	u32 zero = 0;
+
+	return lookup_inner(set_members_outer.lookup((int *)&zero), key);
+}
 
 /* (client, service) -> backend id and time of last use. The client is an address, or for a socket
  * its network namespace. Written by the programs. The agent deletes expired entries
@@ -60,9 +102,25 @@ BPF_F_TABLE("hash", struct cut_key, u64, udp_cuts, 64, BPF_F_NO_PREALLOC);
 
 /* address -> 1: addresses of the node that serve NodePorts. Agent only. */
 BPF_F_TABLE("hash", struct address, u32, node_addresses, 64, BPF_F_NO_PREALLOC);
+BPF_ARRAY_OF_MAPS(node_addresses_outer, "node_addresses", 1);
+
+static __always_inline u32 *find_node_address(const struct address *key)
+{
+	u32 zero = 0;
+
+	return lookup_inner(node_addresses_outer.lookup((int *)&zero), key);
+}
 
 /* address -> 1: ClusterIPs. A port that no Service defines is refused there. Agent only. */
 BPF_F_TABLE("hash", struct address, u32, cluster_ips, 64, BPF_F_NO_PREALLOC);
+BPF_ARRAY_OF_MAPS(cluster_ips_outer, "cluster_ips", 1);
+
+static __always_inline u32 *find_cluster_ip(const struct address *key)
+{
+	u32 zero = 0;
+
+	return lookup_inner(cluster_ips_outer.lookup((int *)&zero), key);
+}
 
 /* port / 64 -> one bit for each port that any frontend has, whatever its address and protocol.
  * Agent only: it sets the bit before it writes the first frontend of a port, and clears it after it

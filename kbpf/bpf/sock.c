@@ -293,7 +293,7 @@ static __always_inline bool is_cut(const struct udp_flow *flow)
 	u32 id = flow->backend_id;
 	u64 *when;
 
-	if (!backends.lookup(&id) || !is_frontend_of(&flow->frontend, flow->service))
+	if (!find_backend(&id) || !is_frontend_of(&flow->frontend, flow->service))
 		return true;
 	when = udp_cuts.lookup(&key);
 	return when && flow->chosen_at <= *when;
@@ -433,7 +433,7 @@ static __always_inline bool find_peer(struct bpf_sock *sk, const struct target *
 	c->backend = peer->backend;
 	c->backend_id = peer->backend_id;
 	c->service = peer->service;
-	return backends.lookup(&c->backend_id) != NULL;
+	return find_backend(&c->backend_id) != NULL;
 }
 
 /* sendmsg() with an address, on a UDP socket: replaces `to` by the backend. A flow in use keeps its

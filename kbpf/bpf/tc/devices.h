@@ -26,7 +26,7 @@ static __always_inline struct device *device_at(u32 ifindex)
 /* Whether this is a known address of the node: one that serves NodePorts, or one for SNAT. */
 static __always_inline bool is_nodes_own(struct address *a, const struct node *n)
 {
-	return node_addresses.lookup(a) || same_address(a, &n->snat4) || same_address(a, &n->snat6);
+	return find_node_address(a) || same_address(a, &n->snat4) || same_address(a, &n->snat6);
 }
 
 /* Sets (`in`) or clears the mark of masqueraded flows on a packet in the node's stack, in both

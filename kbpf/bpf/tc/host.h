@@ -26,7 +26,7 @@ static __always_inline bool dials_service(struct __sk_buff *skb, struct packet *
 	if (service)
 		return (service->flags & SERVICE_CLUSTER_IP) ||
 		       !is_agent_socket(bpf_get_socket_cookie(skb));
-	return cluster_ips.lookup(&p->tuple.to.address);
+	return find_cluster_ip(&p->tuple.to.address);
 }
 
 /* Whether this packet begins a connection of the agent to which no Service applies

@@ -22,7 +22,7 @@ BPF_TABLE("array", u32, struct port_slot, port_slots, PORT_SLOTS);
 
 static __always_inline bool backend_exists(u32 id)
 {
-	return backends.lookup(&id) != NULL;
+	return find_backend(&id) != NULL;
 }
 
 static __always_inline bool same_flow(const struct flow *a, const struct flow *b)

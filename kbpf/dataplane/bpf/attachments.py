@@ -27,14 +27,12 @@ from kbpf.dataplane.bpf.programs import compile, foreign
 from kbpf.dataplane.bpf.programs.foreign import ForeignProgram
 from kbpf.dataplane.bpf.programs.hook_config import HookConfig
 from kbpf.dataplane.bpf.programs.loader import (
-    LoadedPrograms,
     Programs,
     SocketPrograms,
     missing_helpers,
 )
 from kbpf.errors import KbpfError, KernelError, OutdatedDevicesError
 from kbpf.kernel.bpf import probe
-from kbpf.kernel.bpf.objects import Map
 from kbpf.kernel.system import mounts, netns
 from kbpf.model.config import Accounting, Config, SocketLb
 from kbpf.model.desired import DesiredState
@@ -80,9 +78,8 @@ class Attachments:
         self._foreign_at_sockets: tuple[ForeignProgram, ...] = ()
         self._logged_foreign: tuple[str, ...] = ()
         self.compiled = False
-        self._load_due = False  # whether publish() has to load the programs first
         self.publish_due = False
-        """Whether publish() has to be called, since maps were replaced."""
+        """Whether publish() has to be called: the packet path was loaded in the background."""
 
     def set_coexisting(self, coexisting: bool) -> None:
         self._coexisting = coexisting
@@ -224,55 +221,12 @@ class Attachments:
         if self._packet_path is not None:
             self._packet_path.write_node(desired)
 
-    def prepare(self, maps: Mapping[str, Map]) -> Mapping[Programs, LoadedPrograms]:
-        """Loads all programs over these maps, for switch(). Any thread may call."""
-        loaded: dict[Programs, LoadedPrograms] = {}
-        try:
-            for programs in self._all_programs():
-                loaded[programs] = programs.prepare(maps)
-        except BaseException:
-            pinning.close_all(loaded.values())
-            raise
-        return loaded
-
-    def invalidate_programs(self) -> None:
-        """Called before maps are replaced: publish() is due, and loads the programs unless switch()
-        brings them. A load in the background is started again over the new maps.
-        """
-        if self._loader is not None:
-            self._loader.close()
-            self._loader = None
-        self._load_due = self.publish_due = True
-
-    def switch(self, loaded: Mapping[Programs, LoadedPrograms]) -> None:
-        """Uses these programs from now on; publish() attaches them."""
-        current = self._all_programs()
-        for programs, programs_loaded in loaded.items():
-            if programs in current:
-                programs.use(programs_loaded)
-            else:
-                programs_loaded.close()
-        self._load_due = not loaded.keys() >= set(current)
-
-    def reads_stale_maps(self, services_id: int) -> bool:
-        """Whether attached programs read the `services` with this id together with replaced maps.
-        See Programs.reads_stale_maps().
-        """
-        return any(
-            programs.reads_stale_maps(services_id, self._agent_maps.maps)
-            for programs in self._all_programs()
-        )
-
     def publish(self) -> int:
         """Attaches all programs. Returns the number of hook attachments that changed. If a device
         refuses the new programs, it keeps its old ones with their maps, and the sockets are served
         all the same.
         """
         changed = 0
-        if self._load_due:
-            for programs in self._all_programs():
-                programs.load(self._agent_maps.maps)
-            self._load_due = False
         if self._packet_path is not None:
             try:
                 self._switch_packet_path(self._packet_path)

@@ -114,7 +114,7 @@ class BpfPlane:
         self._adopted: adopt.Adopted | None = None  # until the first apply() has ended
         self._lock = -1
         self._attachments = Attachments(config, self._pins, self._agent_maps, sockets_first)
-        self._growth = MapGrowth(self._agent_maps, self._attachments)
+        self._growth = MapGrowth(self._agent_maps)
         # kept since the first apply() was not authoritative
         self._unclaimed: adopt.Adopted | None = None
         self._hidden_reason = ""  # why the pin folder's path does not lead to our pins
@@ -488,7 +488,6 @@ class BpfPlane:
         """Grows the maps that `added` entries would overfill: in the background if the entries
         still fit and not `at_once`, otherwise before it returns.
         """
-        services_id = self._agent_maps.maps["services"].id
         if self._growth.is_busy and not self._agent_maps.fits(added):
             self._growth.finish()
         if new_sizes := self._agent_maps.compute_new_sizes(added):
@@ -496,13 +495,6 @@ class BpfPlane:
                 self._growth.finish(new_sizes)
             else:
                 self._growth.begin(new_sizes, time.monotonic())
-        is_first_apply = self._adopted is not None
-        if (
-            self._attachments.reads_stale_maps(services_id)
-            if is_first_apply
-            else self._attachments.publish_due
-        ):
-            self._attachments.publish()
 
     def _waits_for_room(self, apply_plan: ApplyPlan) -> bool:
         """Whether the planned change has to wait for maps to grow. CapacityError if they cannot

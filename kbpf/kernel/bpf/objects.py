@@ -63,11 +63,14 @@ class Map(syscalls.Fd):
         value_size: int,
         max_entries: int,
         flags: int = 0,
+        inner: "Map | None" = None,
     ) -> Self:
         """Creates a map. The name is truncated to 15 characters. `max_entries` is ignored for
-        socket storage.
+        socket storage. `inner`: a map of the type and sizes that a map of maps holds.
         """
         opts = syscalls.MapCreateOpts(sz=ctypes.sizeof(syscalls.MapCreateOpts), map_flags=flags)
+        if inner is not None:
+            opts.inner_map_fd = inner.fd
         if map_type == BPF_MAP_TYPE_SK_STORAGE:
             max_entries = 0
             btf_ids = sock_storage.load_value_btf(value_size)

@@ -710,7 +710,7 @@ def live(site: Site) -> dict[str, dict[str, Any]]:
             Link.open(pin) as link,
             objects.open_program_by_id(link.read_info().program_id) as program,
         ):
-            ids = program.read_info().map_ids
+            ids = tuple(map(inner_of, program.read_info().map_ids))
         for number in ids:
             if number not in seen:
                 seen[number] = read_map(number)
@@ -719,6 +719,15 @@ def live(site: Site) -> dict[str, dict[str, Any]]:
             programs[key] = served(dict(seen[n] for n in key))
         found[pin.name] = programs[key]
     return found
+
+
+def inner_of(number: int) -> int:
+    """The id of the map that the array of maps with this id holds; other ids are returned."""
+    with objects.open_map_by_id(number) as opened:
+        if opened.type != uapi.BPF_MAP_TYPE_ARRAY_OF_MAPS:
+            return number
+        ((_, raw),) = opened.items()
+        return layout.U32.unpack(raw)[0]
 
 
 def read_map(number: int) -> tuple[str, dict[bytes, bytes]]:

@@ -12,9 +12,9 @@ import pytest
 
 from kbpf.dataplane.base import Report
 from kbpf.dataplane.bpf import growth
-from kbpf.dataplane.bpf.attachments import Attachments
 from kbpf.dataplane.bpf.maps import layout, pinning
 from kbpf.dataplane.bpf.maps.migrate import MapMigration
+from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.dataplane.bpf.plane import LARGE_ENTRIES, BpfPlane
 from kbpf.dataplane.bpf.programs.loader import SocketPrograms
 from kbpf.errors import KernelError
@@ -67,7 +67,7 @@ def sizes_of(site: Site) -> dict[str, int]:
 
 
 def read_by_programs(site: Site) -> set[int]:
-    """Ids of the maps that attached programs use."""
+    """Ids of the maps that attached programs use, also through arrays of maps."""
     found: set[int] = set()
     for pin in (site.pins / "links").iterdir():
         with (
@@ -75,6 +75,20 @@ def read_by_programs(site: Site) -> set[int]:
             objects.open_program_by_id(link.read_info().program_id) as program,
         ):
             found |= set(program.read_info().map_ids)
+    for name in layout.OUTER_MAPS:
+        with Map.open(Pins(site.pins).maps / name) as outer:
+            if outer.id in found:
+                found |= {layout.U32.unpack(inner)[0] for _, inner in outer.items()}
+    return found
+
+
+def attached_programs(site: Site) -> dict[str, tuple[int, int]]:
+    """Each link's id and the id of its program."""
+    found = {}
+    for pin in (site.pins / "links").iterdir():
+        with Link.open(pin) as link:
+            info = link.read_info()
+            found[pin.name] = info.id, info.program_id
     return found
 
 
@@ -88,7 +102,7 @@ def test_grown_maps_keep_all_entries(site: Site):
     plane.flush()
     assert sizes_of(site) == START
     before = site.dump()["frontends"]
-    links = {p.name: Link.open(p).read_info().id for p in (site.pins / "links").iterdir()}
+    programs = attached_programs(site)
     plane.apply(desired(*many(100, affinity_timeout=9)), None)
     plane.flush()
     after = site.dump()
@@ -103,7 +117,7 @@ def test_grown_maps_keep_all_entries(site: Site):
         site.pinned("service_names").id
     }
     assert ids <= read_by_programs(site), "the programs read the larger maps"
-    assert {p.name: Link.open(p).read_info().id for p in (site.pins / "links").iterdir()} == links
+    assert attached_programs(site) == programs, "no program was loaded again"
 
 
 @pytest.mark.usefixtures("small")
@@ -241,7 +255,7 @@ def test_small_services_beyond_the_old_size_do_not_wait(
     assert len(site.dump()["frontends"]) == 40
 
 
-@pytest.mark.parametrize("what", ["make_map", "prepare"])
+@pytest.mark.parametrize("what", ["make_map", "_pin_temporarily", "_set_inner"])
 def test_failed_growth_refuses_only_what_does_not_fit(
     site: Site, monkeypatch: pytest.MonkeyPatch, small: None, what: str
 ):
@@ -250,9 +264,8 @@ def test_failed_growth_refuses_only_what_does_not_fit(
 
     monkeypatch.setattr(growth, "RETRY_DELAY_S", 0.0)
     at = Growing(site, monkeypatch)
-    owner = {"make_map": pinning, "prepare": Attachments}[what]
     with monkeypatch.context() as patch:
-        patch.setattr(owner, what, refuse)
+        patch.setattr(pinning, what, refuse)
         at.begin()
         at.until("it is refused", lambda: at.plane.apply(at.state, ()).refused)
         changed = (service("s0000", "10.96.0.1:53", "10.0.0.9:80", UDP), *at.small[1:])

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from kbpf.dataplane.bpf.hooks import TAIL_CALL_MAP, TAIL_CALL_SLOTS, program_type
 from kbpf.dataplane.bpf.maps import pinning
-from kbpf.dataplane.bpf.maps.layout import MAPS
+from kbpf.dataplane.bpf.maps.layout import ALL_MAPS
 from kbpf.dataplane.bpf.programs import loader
 from kbpf.dataplane.bpf.programs.artifact import Artifact
 from kbpf.kernel.bpf import objects, syscalls, uapi
@@ -47,7 +47,10 @@ def verify(artifact: Artifact) -> Iterator[Verified]:
     packets = artifact.unit == "tc"
     lacks = loader.missing_packet_helpers() if packets else loader.missing_helpers()
     with ExitStack() as own:
-        maps = {name: own.enter_context(pinning.make_map(spec, 64)) for name, spec in MAPS.items()}
+        maps: dict[str, Map] = {}
+        for name, spec in ALL_MAPS.items():
+            new_map = pinning.make_map(spec, 1 if spec.inner else 64, maps.get(spec.inner))
+            maps[name] = own.enter_context(new_map)
         tails = Map.create(uapi.BPF_MAP_TYPE_PROG_ARRAY, TAIL_CALL_MAP, 4, 4, TAIL_CALL_SLOTS)
         maps[TAIL_CALL_MAP] = own.enter_context(tails)
         for code in artifact.programs:

@@ -2,9 +2,9 @@
 """Writes to the maps of one agent, keeps their fill levels, and resizes them.
 
 A map of which the agent is the only writer grows by copy and switch: during the copy every write
-goes to both maps (growth.py), so the copy is complete. The programs are loaded over the larger map
-and switch hook by hook; until then both maps have the same contents. `services` is copied together
-with the maps that its values point to: a program that cannot switch keeps a complete old state.
+goes to both maps, so the copy is complete. One write then makes all programs read the larger map
+(layout.OUTER_MAPS). Both have the same contents at that moment, so the order among maps that refer
+to each other does not matter, nor does a reader that still has the old map.
 Maps written by programs have the configured size from the start, since being full is normal for
 them (layout.SELF_EVICTING_MAPS) or only costs metrics (`counts`). migrate.py handles a change of
 their size.
@@ -51,7 +51,7 @@ class AgentMaps:
         self.calls = 0
         self.migration = MapMigration(self.maps)
         self._unpinned: set[str] = set()  # resized maps that programs do not use yet
-        self._copies: Mapping[str, Map] = {}  # larger maps by name; every write goes to them too
+        self._copies: dict[str, Map] = {}  # larger maps by name; every write goes to them too
 
     def open(self) -> bool:
         """Opens the pinned maps or creates new ones. Returns whether they were adopted."""
@@ -139,21 +139,14 @@ class AgentMaps:
         return MAPS[name].max_entries(self._sizes)
 
     def compute_new_sizes(self, added: Mapping[str, int]) -> dict[str, int]:
-        """Maps that `added` entries would overfill, and the sizes they need. If one of FLIPPED_MAPS
-        has to grow, all of them are included, so that programs switch to all of them together.
-        """
-        new_sizes = {
-            name: new_sizes
+        """Maps that `added` entries would overfill, and the sizes they need."""
+        return {
+            name: new_size
             for name, count in added.items()
             if count
-            and (new_sizes := self._size_for(name, self.fill[name] + count))
+            and (new_size := self._size_for(name, self.fill[name] + count))
             > self.maps[name].max_entries
         }
-        if pinning.FLIPPED_MAPS.isdisjoint(new_sizes):
-            return new_sizes
-        return {
-            name: self.maps[name].max_entries for name in sorted(pinning.FLIPPED_MAPS)
-        } | new_sizes
 
     def _size_for(self, name: str, entries: int) -> int:
         """The size that a map needs for this many entries: its current size, doubled until the
@@ -173,36 +166,40 @@ class AgentMaps:
             for name, count in added.items()
         )
 
-    def copy(self, larger: Mapping[str, Map], at_once: int) -> Generator[None]:
-        """Copies all entries into larger maps, `at_once` at a time. Meanwhile every write goes to
-        both maps, so copied entries stay current. The same thread writes and copies, so no write
-        comes between reading a batch and writing it.
+    def grow(self, sizes: Mapping[str, int], at_once: int) -> Generator[None]:
+        """Replaces maps by larger ones of these sizes, in steps that copy `at_once` entries.
+        Meanwhile every write goes to both maps, so copied entries stay current. The same thread
+        writes and copies, so no write comes between reading a batch and writing it. Readers see
+        nothing before the last step, so an earlier end costs memory only.
         """
-        self._copies = larger
-        for name, target in larger.items():
-            cursor: bytes | None = None
-            while True:
-                keys, values, cursor = self.maps[name].lookup_batch(cursor, at_once)
-                if keys:
-                    target.update_batch(keys, values)
+        try:
+            for name, entries in sizes.items():
+                self._copies[name] = pinning.make_map(MAPS[name], entries)
                 yield
-                if cursor is None:
-                    break
+            for name in sizes:
+                yield from self._copy(name, at_once)
+            for name in sizes:
+                self._switch(name)
+        finally:
+            pinning.close_all(self._copies.values())
+            self._copies = {}
 
-    def stop_copying(self) -> None:
-        """Abandons a copy(): from now on writes go to the current maps only."""
-        self._copies = {}
+    def _copy(self, name: str, at_once: int) -> Generator[None]:
+        cursor: bytes | None = None
+        while True:
+            keys, values, cursor = self.maps[name].lookup_batch(cursor, at_once)
+            if keys:
+                self._copies[name].update_batch(keys, values)
+            yield
+            if cursor is None:
+                return
 
-    def switch(self, larger: Mapping[str, Map]) -> None:
-        """Replaces maps, and their pins, by complete larger ones. Programs still read the old
-        ones.
-        """
-        self._copies = {}
-        for name, new in larger.items():
-            old, self.maps[name] = self.maps[name], new
-            pinning.replace_pin(self._pins, new, name)
-            old.close()
-            log.info("map grown map=%s max_entries=%d", name, new.max_entries)
+    def _switch(self, name: str) -> None:
+        old, new = self.maps[name], self._copies[name]
+        pinning.replace_inner(self._pins, name, old, new, self.maps.get(f"{name}_outer"))
+        self.maps[name] = self._copies.pop(name)
+        old.close()
+        log.info("map grown map=%s max_entries=%d", name, new.max_entries)
 
     def _resize(self, name: str, entries: int) -> None:
         """Gives a map written by programs its configured size, which may be smaller. Programs still

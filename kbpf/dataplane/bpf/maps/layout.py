@@ -7,6 +7,7 @@ byte order except ports, which are in network order as the socket hooks provide 
 
 import hashlib
 from array import array
+from collections import ChainMap
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum, IntFlag
@@ -349,6 +350,7 @@ class MapSpec:
     - `version`: to be raised when the meaning of the map changes but its sizes do not.
     - `former_layouts`: layouts of earlier versions. For a map written by programs, an upgrade from
       a layout that is not listed loses its contents (for `flows`: connections).
+    - `inner`: the name of the map that this array of one map holds.
     """
 
     name: str
@@ -364,6 +366,7 @@ class MapSpec:
     packet_path_only: bool = False
     entries_per_object: float = 1
     former_layouts: tuple[FormerLayout, ...] = ()
+    inner: str = ""
 
     @property
     def identity(self) -> tuple[str, int, int, int, int]:
@@ -518,6 +521,18 @@ MAPS: Final = {
     )
 }  # fmt: skip
 
+OUTER_MAPS: Final = {
+    f"{inner}_outer": MapSpec(
+        f"{inner}_outer", f"holds {inner}", uapi.BPF_MAP_TYPE_ARRAY_OF_MAPS, 4, 4, 1, inner=inner
+    )
+    for inner in (
+        "services", "backend_slots", "backends", "set_members", "node_addresses", "cluster_ips"
+    )
+}  # fmt: skip
+"""Arrays of one map, through which programs find the maps that grow: see bpf/maps.h."""
+
+ALL_MAPS: Final = ChainMap(OUTER_MAPS, MAPS)  # in this order: those of MAPS come first
+
 SELF_EVICTING_MAPS: Final = {
     "flows",
     *(n for n, s in MAPS.items() if s.map_type == uapi.BPF_MAP_TYPE_LRU_HASH),
@@ -530,5 +545,5 @@ evict.h).
 
 def schema_hash() -> str:
     """A short hash of the layout of all maps. Pins with another hash are not adopted."""
-    text = repr(sorted(spec.identity for spec in MAPS.values()))
+    text = repr(sorted(spec.identity for spec in ALL_MAPS.values()))
     return hashlib.sha256(text.encode()).hexdigest()[:12]

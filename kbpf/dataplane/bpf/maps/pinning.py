@@ -19,14 +19,14 @@ import errno
 import logging
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
 
 from kbpf.dataplane.bpf.hooks import TAIL_CALL_MAP
 from kbpf.dataplane.bpf.maps import layout
-from kbpf.dataplane.bpf.maps.layout import MAPS, MapSpec
+from kbpf.dataplane.bpf.maps.layout import ALL_MAPS, MAPS, OUTER_MAPS, U32, MapSpec
 from kbpf.dataplane.bpf.maps.migrate import ReplacedMap
 from kbpf.errors import ConfigError, KernelError
 from kbpf.kernel.bpf import objects
@@ -38,9 +38,6 @@ log = logging.getLogger("kbpf.dataplane")
 
 SERVICES_TARGETS: Final = frozenset(("backend_slots", "backends", "set_members"))
 """The maps that values of `services` point to: a value is valid for these maps only."""
-FLIPPED_MAPS: Final = SERVICES_TARGETS | {"services"}
-"""The maps that hold the new state after a flip. A program must read all of them, or none."""
-
 
 HOST_FOLDER: Final = "host"
 """A subfolder that records that the node's settings may have been changed (host.py). It holds an
@@ -48,6 +45,7 @@ empty folder for each range of ports that we have reserved (``61000-65535``), si
 files.
 """
 SAME_PIN_DIR_HINT: Final = "give the folder that `kbpf run` was given with --pin-dir"
+ZERO: Final = U32.pack(0)
 NEW_PREFIX: Final = "new-"
 OLD_PREFIX: Final = "old-"
 NEW_MAP_PREFIX: Final = f"{NEW_PREFIX}map-"
@@ -170,7 +168,9 @@ def open_maps(pins: Pins, sizes: MapSizes, packet_path: bool = False) -> OpenedM
     # Published by one rename, so it has all maps (for the exception, see the module).
     adopted = pins.maps.is_dir()
     new_maps = frozenset[str]() if adopted else _make_maps(pins, sizes, packet_path)
-    maps = {name: open_map(pins.maps / name, spec) for name, spec in MAPS.items()}
+    maps = {name: open_map(pins.maps / name, spec) for name, spec in ALL_MAPS.items()}
+    for name, spec in OUTER_MAPS.items():
+        _set_inner(maps[name], maps[spec.inner])
     return OpenedMaps(
         maps, adopted, new_maps, (*_find_former_layouts(pins), *_find_unpinned_maps(pins, maps))
     )
@@ -198,25 +198,42 @@ def _make_maps(pins: Pins, sizes: MapSizes, packet_path: bool) -> frozenset[str]
     """
     old = pins.other_folders("maps", pins.maps)
     reused = {
-        name: map_ for name, spec in MAPS.items() if (map_ := _find_reusable_map(pins, old, spec))
+        name: map_
+        for name, spec in ALL_MAPS.items()
+        if (map_ := _find_reusable_map(pins, old, spec))
     }
-    # `services` is only valid together with the maps that its values point to: old programs would
-    # look up the slots of a flipped frontend in the old `backend_slots`, where they do not exist.
-    if "services" in reused and not reused.keys() >= SERVICES_TARGETS:
-        reused.pop("services").close()
-    if "flows" not in reused and "flow_queue" in reused:  # it holds keys of the old `flows`
-        reused.pop("flow_queue").close()
-    with build_folder(pins.maps) as folder:
-        for name, spec in MAPS.items():
-            with reused.get(name) or make_map(
-                spec, spec.initial_entries(sizes, packet_path)
-            ) as new_map:
-                new_map.pin(folder / name)
+    for name in _find_unusable(reused.keys()):
+        reused.pop(name).close()
+    with build_folder(pins.maps) as folder, contextlib.ExitStack() as stack:
+        maps: dict[str, Map] = {}
+        for name, spec in ALL_MAPS.items():
+            maps[name] = stack.enter_context(
+                reused.get(name)
+                or make_map(spec, spec.initial_entries(sizes, packet_path), maps.get(spec.inner))
+            )
+            maps[name].pin(folder / name)
         # Before the rename that ends this block: published maps always have a complete layout.
         pins.layout(pins.maps).mkdir(exist_ok=True)
-        for spec in MAPS.values():
+        for spec in ALL_MAPS.values():
             (pins.layout(pins.maps) / f"{spec.name}-{spec.version}").mkdir(exist_ok=True)
     return frozenset(MAPS.keys() - reused.keys())
+
+
+def _find_unusable(found: Collection[str]) -> set[str]:
+    """Those of these maps of another version that are useless without another map."""
+    unusable = set()
+    # Old programs find a map that grows only through the same array.
+    pairs = {spec.inner: {spec.inner, name} for name, spec in OUTER_MAPS.items()}
+    for pair in pairs.values():
+        if not pair <= set(found):
+            unusable |= pair & set(found)
+    # `services` is only valid together with the maps that its values point to: old programs would
+    # look up the slots of a flipped frontend in the old `backend_slots`, where they do not exist.
+    if SERVICES_TARGETS - (set(found) - unusable):
+        unusable |= pairs["services"] & set(found)
+    if "flows" not in found:  # the queue holds its keys
+        unusable |= {"flow_queue"} & set(found)
+    return unusable
 
 
 def _find_reusable_map(pins: Pins, folders: Iterable[Path], spec: MapSpec) -> Map | None:
@@ -333,10 +350,12 @@ def _open_version(
     return None
 
 
-def make_map(spec: MapSpec, entries: int) -> Map:
+def make_map(spec: MapSpec, entries: int, inner: Map | None = None) -> Map:
     map_type, flags = spec.map_type, spec.flags
     try:
-        return Map.create(map_type, spec.name, spec.key_size, spec.value_size, entries, flags)
+        return Map.create(
+            map_type, spec.name, spec.key_size, spec.value_size, entries, flags, inner
+        )
     except KernelError as error:
         # Which of these it is depends on the type of the map and on the kernel.
         if spec.sized_by and error.errno in (errno.E2BIG, errno.EINVAL, errno.ENOMEM):
@@ -367,12 +386,51 @@ def remove_old_maps(pins: Pins) -> None:
 
 def replace_pin(pins: Pins, map_: Map, name: str) -> None:
     """Replaces the pin of this name by a map."""
+    _pin_over(pins, map_, pins.maps / name)
+
+
+def _pin_over(pins: Pins, map_: Map, pin: Path) -> None:
+    # Atomic: there is a map under this name at any time.
+    _pin_temporarily(pins, map_, pin.name).rename(pin)
+
+
+def _pin_temporarily(pins: Pins, map_: Map, name: str) -> Path:
     temporary = pins.root / f"{NEW_MAP_PREFIX}{name}"
     # left by an agent that was killed
     temporary.unlink(missing_ok=True)
     map_.pin(temporary)
-    # Atomic: there is a map under this name at any time.
+    return temporary
+
+
+def replace_inner(pins: Pins, name: str, old: Map, new: Map, outer: Map | None) -> None:
+    """Replaces a map by one with the same contents, for programs and in all folders that pin it.
+    An error leaves the old one in use. `outer`: None if no program reads the map.
+    """
+    for folder in pins.other_folders("maps", pins.maps):  # another version shares it
+        if not folder.name.startswith(NEW_PREFIX) and (folder / name).exists():
+            with Map.open(folder / name) as pinned:
+                is_shared = pinned.id == old.id
+            if is_shared:
+                _pin_over(pins, new, folder / name)
+    temporary = _pin_temporarily(pins, new, name)
+    try:
+        if outer is not None:
+            _set_inner(outer, new)
+    except KernelError:
+        temporary.unlink()
+        raise
+    # If the agent is killed here, the next one continues with the old map: nothing has been
+    # written to either since, so programs see no difference.
     temporary.rename(pins.maps / name)
+
+
+def _set_inner(outer: Map, inner: Map) -> None:
+    """Makes programs read this inner map. The call returns when no program reads the previous one
+    any more (the kernel waits for a grace period of RCU), so that one may be closed. Before Linux
+    v6.8 (876673364161) it would otherwise be freed under its readers.
+    """
+    if outer.lookup(ZERO) != U32.pack(inner.id):
+        outer.update(ZERO, U32.pack(inner.fd))
 
 
 def detach_link(pin: Path) -> None:
@@ -419,5 +477,9 @@ def delete_frontends(pins: Pins) -> int:
         for name in counts:
             if (folder / name).exists():
                 with Map.open(folder / name) as map_:
+                    if (outer := folder / f"{name}_outer").exists():
+                        # they differ if the agent was killed while the map grew
+                        with Map.open(outer) as outer_map:
+                            _set_inner(outer_map, map_)
                     counts[name] += sum(map_.delete(key) for key, _ in list(map_.items()))
     return counts["services"]

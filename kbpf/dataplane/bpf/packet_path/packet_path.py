@@ -19,9 +19,9 @@ from typing import Final
 from kbpf.dataplane.bpf.hooks import PACKET_PROGRAMS, TAIL_CALL_MAP, TAIL_CALL_SLOTS
 from kbpf.dataplane.bpf.maps.layout import U32, NodeFlag
 from kbpf.dataplane.bpf.maps.pinning import (
-    FLIPPED_MAPS,
     NEW_PREFIX,
     OLD_PREFIX,
+    SERVICES_TARGETS,
     Pins,
     close_all,
     map_ids_read_by,
@@ -264,7 +264,7 @@ def reads_current_maps(pins: Pins, maps: Mapping[str, Map]) -> bool:
     """Whether the pinned packet programs of an earlier agent read all of the maps that a flip
     changes, and so see changes of Services.
     """
-    needed = {maps[name].id for name in FLIPPED_MAPS}
+    needed = {maps[f"{name}_outer"].id for name in ("services", *SERVICES_TARGETS)}
     return all(needed <= map_ids_read_by(folder) for folder in _program_folders(pins))
 
 

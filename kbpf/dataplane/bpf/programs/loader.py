@@ -10,7 +10,7 @@ are filled; an error before that changes nothing.
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -24,14 +24,13 @@ from kbpf.dataplane.bpf.hooks import (
     program_names,
     program_type,
 )
-from kbpf.dataplane.bpf.maps.layout import MAPS
+from kbpf.dataplane.bpf.maps.layout import ALL_MAPS
 from kbpf.dataplane.bpf.maps.pinning import (
     NEW_LINK_PREFIX,
     NEW_PREFIX,
     Pins,
     close_all,
     detach_link,
-    map_ids_read_by_attached,
 )
 from kbpf.dataplane.bpf.programs.artifact import Artifact, Bytecode
 from kbpf.dataplane.bpf.programs.foreign import ForeignProgram, find_at_sockets
@@ -56,7 +55,7 @@ def check_artifact(artifact: Artifact) -> None:
     for shape in artifact.maps:
         if shape.name == TAIL_CALL_MAP:
             continue
-        spec = MAPS.get(shape.name)
+        spec = ALL_MAPS.get(shape.name)
         if spec is None or (spec.key_size, spec.value_size) != (shape.key_size, shape.value_size):
             raise KernelError(
                 f"the compiled programs and this agent disagree on the map {shape.name}",
@@ -223,22 +222,6 @@ class Programs:
             )
         )
 
-    def reads_stale_maps(self, services_id: int, maps: Mapping[str, Map]) -> bool:
-        """Whether an attached program reads the `services` map with this id, and also maps that are
-        not in `maps`. After the next flip, a value in `services` would refer to sets and backends
-        that these old maps do not contain.
-        """
-        current = {map_.id for map_ in maps.values()}
-        return any(
-            services_id in map_ids and not map_ids <= current for map_ids in self._read_map_ids()
-        )
-
-    def _read_map_ids(self) -> Iterator[set[int]]:
-        """For each attached program, or set of them: the ids of the maps that it reads, without
-        private maps.
-        """
-        raise NotImplementedError
-
     @property
     def map_names(self) -> frozenset[str]:
         """The names of the maps that these programs read."""
@@ -359,9 +342,6 @@ class SocketPrograms(Programs):
     def reattach(self) -> int:
         """Attaches missing programs; returns how many attachments changed."""
         return self._attach_all()
-
-    def _read_map_ids(self) -> Iterator[set[int]]:
-        yield from map_ids_read_by_attached(self._pins)
 
     def _detach(self, hook: Hook) -> bool:
         """Detaches the program of an earlier agent, if there is one: its maps may not be written

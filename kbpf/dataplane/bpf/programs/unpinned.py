@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from kbpf.dataplane.bpf.hooks import HOOKS, TAIL_CALL_MAP
-from kbpf.dataplane.bpf.maps.layout import MAPS
+from kbpf.dataplane.bpf.maps.layout import ALL_MAPS
 from kbpf.dataplane.bpf.maps.pinning import NEW_LINK_PREFIX, Pins
 from kbpf.errors import KernelError
 from kbpf.kernel.bpf import objects, tc
@@ -31,7 +31,7 @@ MAX_NAMED: Final = 4
 MAX_NAME_LENGTH: Final = 15
 """The kernel truncates longer names of maps and programs (BPF_OBJ_NAME_LEN)."""
 
-_MAP_NAMES: Final = frozenset(name[:MAX_NAME_LENGTH] for name in (*MAPS, TAIL_CALL_MAP))
+_MAP_NAMES: Final = frozenset(name[:MAX_NAME_LENGTH] for name in (*ALL_MAPS, TAIL_CALL_MAP))
 
 
 def refuse_unpinned(pins: Pins, operator_path: Path, cgroup: Path) -> None:
