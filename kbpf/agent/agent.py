@@ -89,7 +89,7 @@ class Agent:
         ClusterIPs are translated for the socket with this cookie, and no Service can take the
         address and port.
         """
-        self._plane.claim_socket(cookie)
+        self._plane.shared.claim_socket(cookie)
         with self._lock:
             api_servers = self.reconciler.api_servers
             if (address, port) in api_servers:
@@ -130,9 +130,10 @@ class Agent:
             address_watcher.start()
             for source in self._sources:
                 source.start()
-            self._log_netfilter_bypass()
-            log.info("started node=%s mode=%s", self._config.node_name, self._plane.name)
-            self._server.report_started(__version__, self._plane.mode_choice())
+            choice = self._plane.status().choice
+            self._log_netfilter_bypass(choice.mode)
+            log.info("started node=%s mode=%s", self._config.node_name, choice.mode)
+            self._server.report_started(__version__, choice)
             self._run_event_loop()
         finally:
             self._stop.set()
@@ -142,8 +143,8 @@ class Agent:
             self._plane.close()
         log.info("stopped; the data plane continues to serve what is programmed")
 
-    def _log_netfilter_bypass(self) -> None:
-        if self._plane.name == "ipvs":
+    def _log_netfilter_bypass(self, mode: str) -> None:
+        if mode == "ipvs":
             return  # which has no packet path
         if self._config.packet_path and self._config.forwarding == "direct":
             log.info(
@@ -168,14 +169,12 @@ class Agent:
         if any(isinstance(item, Wake) and item.reason == "addresses" for item in items):
             reconciler.set_node_addresses(self._read_node_addresses())
         reconciler.reconcile()
-        for cut in self._plane.take_udp_cuts():
-            self._server.proxy_metrics.record_udp_cut(cut)
         reconciler.report_settled()
         self.reporter.report_objects(events)
         state = reconciler.state
         if state.last_apply_succeeded and not before.last_apply_succeeded:
             self._status_due = 0.0  # the first apply, or recovery
-        if state.has_applied and not self.reporter.is_plane_ready and self._plane.is_ready():
+        if state.has_applied and not self.reporter.is_plane_ready and self._plane.status().ready:
             self.reporter.is_plane_ready, self._status_due = True, 0.0
         self._report_if_due(bool(items))
 
@@ -221,12 +220,14 @@ class Agent:
         another apply: Services are served.
         """
         try:
-            due = self._plane.tick(now)
+            due, udp_cuts = self._plane.tick(now)
         except KbpfError as error:
             if self.reporter.tick_error.replace(error):
                 log.error("deferred work failed; retrying: %s", error)
                 self._status_due = now
             return now + RETRY_INTERVAL_S
+        for cut in udp_cuts:
+            self._server.proxy_metrics.record_udp_cut(cut)
         self.reporter.tick_error.replace(None)
         return due
 

@@ -81,14 +81,15 @@ class Reporter:
             log.warning("%s", problem)
 
     def status(self) -> AgentStatus:
-        problems, problem_count = self._list_problems()
+        plane = self._plane.status()
+        problems, problem_count = self._list_problems(plane.problems)
         reconciler, now = self._reconciler, time.monotonic()
         computer, applier = reconciler.computer, reconciler.applier
         p50_ms, p99_ms = computer.latencies(0.5, 0.99)
         return AgentStatus(
             version=__version__,
             pid=os.getpid(),
-            mode=self._plane.name,
+            mode=plane.choice.mode,
             node=self._config.node_name,
             started=self._start_time,
             heartbeat=time.clock_gettime(time.CLOCK_BOOTTIME),
@@ -106,10 +107,10 @@ class Reporter:
             refused_namespaces=self._refused_namespaces(),
             refused_system=self._refused_system(),
             error=applier.error.text or self.tick_error.text,
-            packets=self._plane.packet_status(),
+            packets=plane.packets,
             without_endpoints=self._recorder.without_endpoints,
-            choice=self._plane.mode_choice(),
-            faults=self._plane.faults(),
+            choice=plane.choice,
+            faults=plane.faults,
             threads=tuple(
                 ThreadView(
                     thread.name,
@@ -124,10 +125,10 @@ class Reporter:
             config_error=self.config_error() if self.config_error is not None else None,
         )
 
-    def _list_problems(self) -> tuple[list[str], int]:
+    def _list_problems(self, plane_problems: Iterable[str]) -> tuple[list[str], int]:
         """The first problem lines, sorted, and the total number of them."""
         general_lines = [line for source in self._sources for line in source.status().problems]
-        general_lines += [*self._plane.problems(), *threads.list_problems(), *self._own_problems()]
+        general_lines += [*plane_problems, *threads.list_problems(), *self._own_problems()]
         lines = [*general_lines[:MAX_PROBLEMS], *self._problems.first(MAX_PROBLEMS)]
         total = len(self._problems) + len(general_lines)
         return sorted(set(map(escape_unprintable, lines))), total

@@ -7,35 +7,32 @@ apply, decides, and the checks of `kbpf check` give the reason. The decision hol
 restarts.
 
 What an agent of the other mode has left in the kernel serves until the first complete apply of
-this one; then it is drained (PreviousDataPlane). An agent of the other mode cannot start
+this one; then it is drained (takeover.previous). An agent of the other mode cannot start
 meanwhile.
 """
 
 import logging
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from enum import StrEnum
 from typing import Final, NamedTuple
 
 from kbpf.checks.row import Check, CheckRow
-from kbpf.dataplane.base import DataPlane, Report
+from kbpf.dataplane.base import DataPlane, PlaneStatus, Report, SharedAccess, TickResult
 from kbpf.errors import (
     AttachError,
     CompileError,
     KbpfError,
     KernelError,
-    LastError,
     PinsRemovedError,
     ProgramLoadError,
 )
 from kbpf.model.config import Config
 from kbpf.model.desired import DesiredState, ServicePortKey
-from kbpf.model.metrics import DataPlaneMetrics, Pause, TrafficStats, UdpCuts
-from kbpf.model.status import ModeChoice, PacketStatus
-from kbpf.takeover.previous import PreviousDataPlane
+from kbpf.model.status import ModeChoice
+from kbpf.takeover.previous import PreviousDataPlane, Takeover
 
 log = logging.getLogger("kbpf.agent")
-
-DRAIN_RETRY_INTERVAL_S: Final = 5.0
 
 
 class FallbackReason(StrEnum):
@@ -103,33 +100,22 @@ class Factories(NamedTuple):
 
 class SelectedDataPlane:
     """The data plane chosen by `--mode`, itself a DataPlane (see base), which also drains what the
-    other mode left. Not thread-safe.
+    other mode left. `choice`: the active mode, and why it was chosen; any thread may read it.
     """
 
     def __init__(self, requested_mode: str, factories: Factories) -> None:
-        self._requested_mode = requested_mode
         self._factories = factories
-        self._choice = ModeChoice(requested_mode, "ipvs" if requested_mode == "ipvs" else "bpf")
+        self.choice = ModeChoice(requested_mode, "ipvs" if requested_mode == "ipvs" else "bpf")
         self._plane = factories.ipvs() if requested_mode == "ipvs" else factories.bpf()
-        self._previous: list[PreviousDataPlane] = []
+        self._takeover = Takeover()
         self._has_applied = False  # whether any apply has succeeded
         self._fully_applied = False  # whether an authoritative apply has succeeded
-        self._drain_error = LastError()
         # error of BPF → its hint, with the error of IPVS added
         self._failed_fallbacks: dict[str, str] = {}
 
-    @property
-    def name(self) -> str:
-        """The name of the active mode."""
-        return self._plane.name
-
-    def mode_choice(self) -> ModeChoice:
-        """The active mode, and why it was chosen."""
-        return self._choice
-
-    def open(self) -> None:
-        """See base.DataPlane. In mode auto, falls back to IPVS if BPF cannot be opened. If neither
-        can, raises the error of BPF.
+    def open(self, coexisting: bool = False) -> None:
+        """In mode auto, falls back to IPVS if BPF cannot be opened. If neither can, raises the
+        error of BPF. `coexisting` is ignored: there is no third mode.
         """
         try:
             self._open()
@@ -138,35 +124,18 @@ class SelectedDataPlane:
                 raise
 
     def _open(self) -> None:
-        try:
-            self._claim_previous()
-        except KbpfError:
-            self._release_previous()
-            raise
-        # Before open(), which decides from this whether the programs begin passive.
-        self._plane.set_coexisting(bool(self._previous))
-        try:
-            self._plane.open()
-        except KbpfError:
-            self._release_previous()
-            raise
-
-    def _claim_previous(self) -> None:
-        factories, mode = self._factories, self._choice.mode
-        for factory in (
+        factories = self._factories
+        self._takeover.claim(
             (factories.previous_ipvs, factories.previous_kube_proxy)
-            if mode == "bpf"
-            else (factories.previous_bpf,)
-        ):
-            previous = factory()
-            if previous.claim():
-                log.info("mode=%s takes over from %s, which serves until this mode does",
-                         mode, previous.name)  # fmt: skip
-                self._previous.append(previous)
-
-    def _release_previous(self) -> None:
-        while self._previous:
-            self._previous.pop().close()
+            if self.choice.mode == "bpf"
+            else (factories.previous_bpf,),
+            self.choice.mode,
+        )
+        try:
+            self._plane.open(coexisting=not self._takeover.is_complete)
+        except KbpfError:
+            self._takeover.release()
+            raise
 
     def _fall_back_to_ipvs(self, error: KbpfError) -> bool:
         """Tries to replace BPF by IPVS; returns whether IPVS is now open.
@@ -174,7 +143,8 @@ class SelectedDataPlane:
         error occurs again. BPF's data plane is then a new one, not opened yet, and IPVS is not
         tried again.
         """
-        if self._requested_mode != "auto" or self._choice.mode != "bpf":
+        before = self.choice
+        if before.requested != "auto" or before.mode != "bpf":
             return False
         if self._failed_fallbacks:
             error.hint = self._failed_fallbacks.get(str(error), error.hint)
@@ -184,23 +154,19 @@ class SelectedDataPlane:
             return False
         # Releases the lock of the pins: mode ipvs claims what BPF has left there.
         self._plane.close()
-        self._release_previous()
-        before = self._choice
+        self._takeover.release()
         self._plane = self._factories.ipvs()
-        self._choice = ModeChoice(self._requested_mode, "ipvs", str(reason), str(error))
+        self.choice = ModeChoice("auto", "ipvs", str(reason), str(error))
         try:
             self._open()
         except KbpfError as ipvs_error:
             message, note = str(error), f"mode ipvs is not possible either: {ipvs_error}"
             error.hint = f"{error.hint}; {note}" if error.hint else note
             self._failed_fallbacks[message] = error.hint
-            self._plane, self._choice = self._factories.bpf(), before
+            self._plane, self.choice = self._factories.bpf(), before
             return False
         log.warning("mode=ipvs: BPF is unavailable on this node: %s: %s", reason, error)
         return True
-
-    def set_coexisting(self, coexisting: bool) -> None:
-        """See base.DataPlane. Ignored: there is no third mode."""
 
     def apply(
         self,
@@ -208,7 +174,7 @@ class SelectedDataPlane:
         touched: Collection[ServicePortKey] | None,
         authoritative: bool = True,
     ) -> Report:
-        """See base.DataPlane. In mode auto, falls back to IPVS if BPF fails at the first apply."""
+        """In mode auto, falls back to IPVS if BPF fails at the first apply."""
         try:
             report = self._plane.apply(desired, touched, authoritative)
         except KernelError as error:
@@ -227,75 +193,32 @@ class SelectedDataPlane:
     def invalidate(self) -> None:
         self._plane.invalidate()
 
-    def claim_socket(self, cookie: int) -> None:
-        self._plane.claim_socket(cookie)
+    def tick(self, now: float, coexisting: bool = False) -> TickResult:
+        """Drains the other mode as soon as this one is ready."""
+        takeover, drain_due = self._takeover, None
+        if self._fully_applied and not takeover.is_complete and self._plane.status().ready:
+            drain_due = takeover.drain(now)
+        result = self._plane.tick(now, coexisting=not takeover.is_complete)
+        due_times = [time for time in (result.due, drain_due) if time is not None]
+        return result._replace(due=min(due_times, default=None))
 
-    def tick(self, now: float) -> float | None:
-        """See base.DataPlane. Drains the other mode as soon as this one is ready."""
-        due = self._plane.tick(now)
-        drain_due = (
-            self._drain_previous(now) if self._fully_applied and self._plane.is_ready() else None
-        )
-        return min((time for time in (due, drain_due) if time is not None), default=None)
+    def status(self) -> PlaneStatus:
+        status = self._plane.status()
+        # Before that the other mode is meant to serve, so its connections are no problem.
+        drain_problems = self._takeover.problems() if self._fully_applied else ()
+        return replace(status, choice=self.choice, problems=(*status.problems, *drain_problems))
 
-    def _drain_previous(self, now: float) -> float | None:
-        due_times = []
-        for previous in tuple(self._previous):
-            try:
-                next_due = previous.drain(now)
-            except KbpfError as error:
-                if self._drain_error.replace(error):
-                    log.warning("cannot remove what %s left; retrying: %s",
-                                previous.name, error)  # fmt: skip
-                return now + DRAIN_RETRY_INTERVAL_S
-            if next_due is not None:
-                due_times.append(next_due)
-                continue
-            log.info("%s is drained and removed", previous.name)
-            # Only from here on can an agent of that mode start again: this releases its lock.
-            previous.close()
-            self._previous.remove(previous)
-            if not self._previous:
-                self._plane.set_coexisting(False)
-        self._drain_error.replace(None)
-        return min(due_times, default=None)
-
-    def take_udp_cuts(self) -> tuple[UdpCuts, ...]:
-        return self._plane.take_udp_cuts()
-
-    def is_ready(self) -> bool:
-        return self._plane.is_ready()
-
-    def packet_status(self) -> PacketStatus | None:
-        return self._plane.packet_status()
-
-    def problems(self) -> tuple[str, ...]:
-        lines = self._plane.problems()
-        if self._fully_applied:
-            # Before that it is meant to serve, so its connections are no problem.
-            lines = (*lines, *(line for previous in self._previous for line in previous.problems()))
-        return (*lines, self._drain_error.text) if self._drain_error.text else lines
-
-    def faults(self) -> tuple[str, ...]:
-        return self._plane.faults()
-
-    def read_metrics(self) -> DataPlaneMetrics:
-        return self._plane.read_metrics()
-
-    def count_traffic(self, pause: Pause) -> TrafficStats:
-        return self._plane.count_traffic(pause)
+    @property
+    def shared(self) -> SharedAccess:
+        return self._plane.shared
 
     def write_status(self, text: bytes) -> None:
         self._plane.write_status(text)
 
     def close(self) -> None:
-        """See base.DataPlane. What the other mode left stays; the next agent takes it over."""
-        self._release_previous()
+        """What the other mode left stays; the next agent takes it over."""
+        self._takeover.release()
         self._plane.close()
-
-    def remove(self) -> None:
-        self._release_previous()
-        self._plane.remove()
 
 
 def select_data_plane(config: Config) -> SelectedDataPlane:

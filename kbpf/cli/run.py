@@ -150,8 +150,8 @@ def _run_agent(
     warnings = {note.event: note.text for note in loaded.notes if note.event}
     server = AgentServer(
         config,
-        plane.name,
-        plane,
+        plane.choice.mode,
+        lambda: plane.shared,
         _event_poster(cluster),
         configz_document,
         proxy_metrics,

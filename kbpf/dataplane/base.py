@@ -3,7 +3,7 @@
 
 from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kbpf.model.desired import DesiredState, ServicePortKey
 from kbpf.model.metrics import DataPlaneMetrics, Pause, TrafficStats, UdpCuts
@@ -38,24 +38,67 @@ class Report:
     next_apply_at: float = 0.0
 
 
-class DataPlane(Protocol):
-    """Programs a desired state into the kernel, in O(change). Called by one thread."""
+@dataclass(frozen=True, slots=True)
+class PlaneStatus:
+    """The state of a data plane.
 
-    @property
-    def name(self) -> str:
-        """The mode: "bpf" or "ipvs"."""
+    - `choice`: which data plane this is, and why.
+    - `ready`: it serves all new connections. Work that the first apply() started may continue in
+      the background until then.
+    - `problems`: one line for each problem that is not a refused Service port.
+    - `faults`: one line for each reason why not everything is served, or why the next agent would
+      not find this state. Shown by /readyz.
+    - `packets`: the state of the packet path; None if this data plane has none.
+    """
 
-    def mode_choice(self) -> ModeChoice:
-        """Which mode this is, and why."""
+    choice: ModeChoice
+    ready: bool = True
+    problems: tuple[str, ...] = ()
+    faults: tuple[str, ...] = ()
+    packets: PacketStatus | None = None
 
-    def set_coexisting(self, coexisting: bool) -> None:
-        """Sets whether connections of another data plane still exist on this node
-        (takeover.previous). Called before open(), and again when it changes. is_ready() says when
-        this data plane may take its place.
+
+class TickResult(NamedTuple):
+    """When to call tick() next (time.monotonic; None: only after another apply()), and the passes
+    that deleted UDP flows of removed backends, since the last tick().
+    """
+
+    due: float | None = None
+    udp_cuts: tuple[UdpCuts, ...] = ()
+
+
+class SharedAccess:
+    """The part of a data plane that other threads use, also while its own thread writes. These
+    methods count nothing and do nothing.
+    """
+
+    def read_metrics(self) -> DataPlaneMetrics:
+        """The kernel's counters that are cheap to read. Any thread may call, one at a time."""
+        return DataPlaneMetrics()
+
+    def count_traffic(self, pause: Pause) -> TrafficStats:
+        """The counters that are expensive to read. Any thread may call, one at a time, also during
+        read_metrics(). `pause` is called between pieces of the work.
+        """
+        return TrafficStats()
+
+    def claim_socket(self, cookie: int) -> None:
+        """Registers a socket (by its SO_COOKIE) that the agent is about to connect to the API
+        server: of all Service addresses, only ClusterIPs are translated for it. Any thread may
+        call, several at a time; never fails.
         """
 
-    def open(self) -> None:
-        """Does everything that can fail at start, and adopts the state of an earlier agent."""
+
+class DataPlane(Protocol):
+    """Programs a desired state into the kernel, in O(change). Called by one thread, except for
+    what `shared` has.
+    """
+
+    def open(self, coexisting: bool = False) -> None:
+        """Does everything that can fail at start, and adopts the state of an earlier agent.
+        `coexisting`: connections of another data plane still exist on this node
+        (takeover.previous), which this one may replace once it is ready.
+        """
 
     def apply(
         self,
@@ -75,51 +118,20 @@ class DataPlane(Protocol):
         next apply() reads it back and writes the difference.
         """
 
-    def claim_socket(self, cookie: int) -> None:
-        """Registers a socket (by its SO_COOKIE) that the agent is about to connect to the API
-        server: of all Service addresses, only ClusterIPs are translated for it. Any thread may
-        call; never fails.
+    def tick(self, now: float, coexisting: bool = False) -> TickResult:
+        """Does the deferred work that is due at `now` (time.monotonic). `coexisting`: as for
+        open(); never True again once it was False.
         """
 
-    def tick(self, now: float) -> float | None:
-        """Does the deferred work that is due at `now`; returns when to call next
-        (time.monotonic).
-        """
+    def status(self) -> PlaneStatus:
+        """The state after the last call. Call after open()."""
 
-    def take_udp_cuts(self) -> tuple[UdpCuts, ...]:
-        """The passes that deleted UDP flows of removed backends, since the last call."""
-
-    def is_ready(self) -> bool:
-        """Whether this data plane serves all new connections. Work that the first apply() started
-        may continue in the background until then.
-        """
-
-    def packet_status(self) -> PacketStatus | None:
-        """The state of the packet path; None if this data plane has none."""
-
-    def problems(self) -> tuple[str, ...]:
-        """One line for each problem that is not a refused Service port."""
-
-    def faults(self) -> tuple[str, ...]:
-        """One line for each reason why not everything is served, or why the next agent would not
-        find this state. Shown by /readyz.
-        """
-
-    def read_metrics(self) -> DataPlaneMetrics:
-        """The kernel's counters that are cheap to read. Any thread may call, one at a time, also
-        while another thread writes.
-        """
-
-    def count_traffic(self, pause: Pause) -> TrafficStats:
-        """The counters that are expensive to read. Same threading rules as read_metrics(), and may
-        run concurrently with it. `pause` is called between pieces of the work.
-        """
+    @property
+    def shared(self) -> SharedAccess:
+        """What other threads may use. Get it again for each use: a mode may be replaced."""
 
     def write_status(self, text: bytes) -> None:
         """Stores the agent's status where `kbpf inspect status` reads it."""
 
     def close(self) -> None:
         """Releases all descriptors. What is programmed stays in the kernel and keeps serving."""
-
-    def remove(self) -> None:
-        """Removes everything of kbpf from the kernel."""

@@ -43,8 +43,8 @@ EVENT_FLUSH_TIMEOUT_S: Final = 3.0
 EVENT_ACTION: Final = "StartKubeProxy"
 
 
-class MetricsProvider(Protocol):
-    """The part of dataplane.base.DataPlane that /metrics needs."""
+class MetricsReader(Protocol):
+    """The part of dataplane.base.SharedAccess that /metrics needs."""
 
     def read_metrics(self) -> DataPlaneMetrics:
         """Reads the metrics that need no walk over the connections."""
@@ -75,18 +75,21 @@ class AgentServer:
         self,
         config: Config,
         mode: str = "",
-        plane: MetricsProvider | None = None,
+        find_reader: Callable[[], MetricsReader] | None = None,
         post_event: Post | None = None,
         configz: bytes = b"{}",
         proxy_metrics: KubeProxyMetrics | None = None,
         flags: Mapping[str, str] = MappingProxyType({}),
         warnings: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        self._config, self._mode, self._plane, self._configz = config, mode, plane, configz
+        self._config, self._mode, self._configz = config, mode, configz
+        self._find_reader = find_reader
         self._serving, self._flags, self._warnings = config.serving, flags, warnings
         self._collector = (
-            BackgroundCollector(plane.count_traffic, self._format_traffic)
-            if plane is not None
+            BackgroundCollector(
+                lambda pause: find_reader().count_traffic(pause), self._format_traffic
+            )
+            if find_reader is not None
             else None
         )
         self.proxy_metrics = proxy_metrics or KubeProxyMetrics()
@@ -351,9 +354,9 @@ class AgentServer:
             checks_failed=sum(bool(listener.error) for listener in self._check_listeners.values()),
         )
         lines += format_metrics(kbpf_metrics.SERVER_METRICS, values)
-        if self._plane is not None:
+        if self._find_reader is not None:
             try:
-                measures = self._plane.read_metrics()
+                measures = self._find_reader().read_metrics()
                 lines += format_metrics(kbpf_metrics.DATA_PLANE_METRICS, measures)
             except KbpfError as error:
                 log.warning("cannot read the data plane's metrics; /metrics omits them: %s", error)

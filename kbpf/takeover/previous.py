@@ -1,11 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """State of another data plane that was found on this node and still serves: how it is drained."""
 
+import logging
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
 from typing import ClassVar, Final
 
+from kbpf.errors import KbpfError, LastError
+
+log = logging.getLogger("kbpf.agent")
+
 DRAIN_POLL_INTERVAL_S: Final = 2.0
+DRAIN_RETRY_INTERVAL_S: Final = 5.0
 
 
 class PreviousDataPlane(ABC):
@@ -69,3 +76,64 @@ class PreviousDataPlane(ABC):
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
+
+
+class Takeover:
+    """Drains all that still serves on this node besides the data plane of this agent. Called by
+    one thread.
+    """
+
+    def __init__(self) -> None:
+        self._previous: list[PreviousDataPlane] = []
+        self._error = LastError()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing is left to drain."""
+        return not self._previous
+
+    def claim(self, factories: Iterable[Callable[[], PreviousDataPlane]], mode: str) -> None:
+        """Claims what exists, for an agent of this mode; all of it, or nothing and raises."""
+        try:
+            for factory in factories:
+                previous = factory()
+                if previous.claim():
+                    log.info("mode=%s takes over from %s, which serves until this mode does",
+                             mode, previous.name)  # fmt: skip
+                    self._previous.append(previous)
+        except KbpfError:
+            self.release()
+            raise
+
+    def release(self) -> None:
+        """Releases all locks. What is left stays, and the next agent takes it over."""
+        while self._previous:
+            self._previous.pop().close()
+
+    def drain(self, now: float) -> float | None:
+        """Drains all of it; returns when to call next (time.monotonic). Errors are logged, and
+        retried.
+        """
+        due_times = []
+        for previous in tuple(self._previous):
+            try:
+                next_due = previous.drain(now)
+            except KbpfError as error:
+                if self._error.replace(error):
+                    log.warning("cannot remove what %s left; retrying: %s",
+                                previous.name, error)  # fmt: skip
+                return now + DRAIN_RETRY_INTERVAL_S
+            if next_due is not None:
+                due_times.append(next_due)
+                continue
+            log.info("%s is drained and removed", previous.name)
+            # Only from here on can an agent of that mode start again: this releases its lock.
+            previous.close()
+            self._previous.remove(previous)
+        self._error.replace(None)
+        return min(due_times, default=None)
+
+    def problems(self) -> tuple[str, ...]:
+        """A line for each data plane that still has connections, and the error of the drain."""
+        lines = tuple(line for previous in self._previous for line in previous.problems())
+        return (*lines, *filter(None, [self._error.text]))

@@ -81,14 +81,15 @@ class Attachments:
         self.publish_due = False
         """Whether publish() has to be called: the packet path was loaded in the background."""
 
-    def set_coexisting(self, coexisting: bool) -> None:
-        self._coexisting = coexisting
-        if coexisting:
+    def end_coexistence(self) -> None:
+        """No connections of another data plane are left. Does nothing if there were none."""
+        if not self._coexisting:
             return
         if self._packet_path is not None:
             self._packet_path.end_coexistence()
         if self.settings is not None:
             self.settings.end_coexistence()
+        self._coexisting = False
 
     # ---- opening ---------------------------------------------------------------------------
 
@@ -111,10 +112,11 @@ class Attachments:
         count_connection_ends = self._config.accounting is Accounting.FULL
         self._sockets = SocketPrograms(self._pins, artifact, cgroup, missing, count_connection_ends)
 
-    def load(self, cgroup: Path) -> None:
-        """Loads all programs over the open maps, without attaching them. Raises CompileError or
-        KernelError.
+    def load(self, cgroup: Path, coexisting: bool) -> None:
+        """Loads all programs over the open maps, without attaching them. `coexisting`: see
+        base.DataPlane.open(). Raises CompileError or KernelError.
         """
+        self._coexisting = coexisting
         maps = self._agent_maps.maps
         self.settings = HookConfig(
             self._config, maps["config"], missing_helpers(), self._coexisting

@@ -15,9 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import islice
 from typing import Final, TypeVar
 
-import msgspec
-
-from kbpf.dataplane.base import Report
+from kbpf.dataplane.base import PlaneStatus, Report, TickResult
 from kbpf.dataplane.bpf import udp
 from kbpf.dataplane.bpf.attachments import Attachments
 from kbpf.dataplane.bpf.changes import adopt, commit
@@ -50,6 +48,7 @@ from kbpf.dataplane.bpf.maps.layout import MAPS, U32, U32_PAIR
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.dataplane.bpf.metrics import MapCollector
 from kbpf.dataplane.bpf.programs import unpinned
+from kbpf.dataplane.bpf.shared import BpfAccess
 from kbpf.errors import CapacityError, PinsRemovedError
 from kbpf.kernel.system import mounts
 from kbpf.model.address import Addr
@@ -61,9 +60,9 @@ from kbpf.model.desired import (
     ServicePortKey,
     ServiceState,
 )
-from kbpf.model.metrics import DataPlaneMetrics, Pause, TrafficStats, UdpCuts
+from kbpf.model.metrics import UdpCuts
 from kbpf.model.objects import Cidr, Protocol
-from kbpf.model.status import ModeChoice, PacketStatus
+from kbpf.model.status import ModeChoice
 
 log = logging.getLogger("kbpf.dataplane")
 
@@ -88,8 +87,6 @@ MAX_RETRIED: Final = 16
 
 class BpfPlane:
     """DataPlane on BPF socket hooks and TC programs. See base.DataPlane for the methods."""
-
-    name = "bpf"
 
     def __init__(
         self,
@@ -120,7 +117,6 @@ class BpfPlane:
         self._hidden_reason = ""  # why the pin folder's path does not lead to our pins
         self._invalidated = False  # whether the maps may differ from what is remembered here
         self._former_udp = Retired()  # see _remember_udp()
-        self._collector = MapCollector(self._pins, config)
         self._affinity_shares = AffinityShares(
             lambda: self._agent_maps.maps,
             lambda: {
@@ -128,17 +124,13 @@ class BpfPlane:
                 for programmed in self._programmed.values()
             },
         )
-        self._agent_sockets = AgentSockets()
-
-    def mode_choice(self) -> ModeChoice:
-        return ModeChoice(self.name, self.name)
-
-    def set_coexisting(self, coexisting: bool) -> None:
-        self._attachments.set_coexisting(coexisting)
+        self.shared = BpfAccess(
+            MapCollector(self._pins, config), self._agent_maps, self._attachments, AgentSockets()
+        )
 
     # ---- opening ---------------------------------------------------------------------------
 
-    def open(self) -> None:
+    def open(self, coexisting: bool = False) -> None:
         """Compiles or loads the artifact, opens or creates the maps, loads the programs, adopts.
 
         Raises CompileError or KernelError. In that case the programs of an earlier agent stay
@@ -152,8 +144,8 @@ class BpfPlane:
             unpinned.refuse_unpinned(self._pins, self._config.pin_dir, cgroup)
             self._attachments.compile(cgroup)
             adopted = self._agent_maps.open()
-            self._agent_sockets.open(self._agent_maps.maps["agent_sockets"])
-            self._attachments.load(cgroup)
+            self.shared.sockets.open(self._agent_maps.maps["agent_sockets"])
+            self._attachments.load(cgroup, coexisting)
             self._udp_passes = udp.UdpPasses(self._agent_maps.maps)
             self._adopt()
         log.info(
@@ -655,15 +647,14 @@ class BpfPlane:
         del self._agent_maps.writes["udp_cuts"]  # counted as UDP cuts, not as writes of a change
         self._cut_udp_now(is_gone)
 
-    def claim_socket(self, cookie: int) -> None:
-        self._agent_sockets.claim(cookie)
-
     # ---- deferred work ---------------------------------------------------------------------
 
-    def tick(self, now: float) -> float | None:
+    def tick(self, now: float, coexisting: bool = False) -> TickResult:
         """Deletes old sets after their grace period, advances the growth of maps, and maintains the
         attachments.
         """
+        if not coexisting:
+            self._attachments.end_coexistence()
         tasks: deque[Callable[[float], None]] = deque(
             (
                 lambda seconds: self._grace_queue.delete_until(now - GRACE_PERIOD_S, seconds),
@@ -685,7 +676,10 @@ class BpfPlane:
             now if self._udp_passes.is_busy or self._affinity_shares.is_busy else None,
             self._growth.due(now),
         )
-        return min((task for task in due if task is not None), default=None)
+        udp_cuts, self._udp_passes.results = tuple(self._udp_passes.results), []
+        return TickResult(
+            min((due_time for due_time in due if due_time is not None), default=None), udp_cuts
+        )
 
     def _continue_growth(self, seconds: float) -> None:
         """Copies entries into larger maps and switches to them as soon as they are complete. Also
@@ -697,10 +691,6 @@ class BpfPlane:
             if self._attachments.publish_due and self._adopted is None:
                 self._attachments.publish()
 
-    def take_udp_cuts(self) -> tuple[UdpCuts, ...]:
-        cuts, self._udp_passes.results = tuple(self._udp_passes.results), []
-        return cuts
-
     def flush(self) -> None:
         """Retires everything now, without a grace period. For tests."""
         self._grace_queue.delete_until(float("inf"))
@@ -708,35 +698,22 @@ class BpfPlane:
 
     # ---- the rest --------------------------------------------------------------------------
 
-    def read_metrics(self) -> DataPlaneMetrics:
-        measures = self._collector.read(dict(self._agent_maps.fill))
-        return msgspec.structs.replace(
-            measures,
-            hooks=tuple(self._attachments.hook_states().items()),
-            foreign_programs=len(self._attachments.foreign_programs()),
-        )
-
-    def count_traffic(self, pause: Pause) -> TrafficStats:
-        return self._collector.count(pause)
-
     def write_status(self, text: bytes) -> None:
         """Stores the agent's status in a map, for `kbpf inspect status`."""
         self._check_pins()
         status = self._agent_maps.maps["agent_status"]
         status.update(ZERO, text[: status.value_size].ljust(status.value_size, b"\0"))
 
-    def is_ready(self) -> bool:
-        return self._attachments.ready()
-
-    def packet_status(self) -> PacketStatus:
-        return self._attachments.packet_status()
-
-    def problems(self) -> tuple[str, ...]:
-        return (*self.faults(), *self._attachments.problems(self._clock()))
-
-    def faults(self) -> tuple[str, ...]:
-        hidden_reasons = (self._hidden_reason,) if self._hidden_reason else ()
-        return (*hidden_reasons, *self._attachments.faults())
+    def status(self) -> PlaneStatus:
+        attachments = self._attachments
+        faults = (*filter(None, [self._hidden_reason]), *attachments.faults())
+        return PlaneStatus(
+            ModeChoice("bpf", "bpf"),
+            attachments.ready(),
+            (*faults, *attachments.problems(self._clock())),
+            faults,
+            attachments.packet_status(),
+        )
 
     def _check_pins(self) -> None:
         """Checks that the pin folder is still ours. If another process removed the pins, our writes
@@ -779,7 +756,7 @@ class BpfPlane:
         """
         self._growth.close()
         self._attachments.close()
-        self._agent_sockets.close()
+        self.shared.sockets.close()
         self._agent_maps.close()
         if self._lock >= 0:
             self._pins.use_path()

@@ -7,13 +7,26 @@ thread.
 """
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
+from kbpf.dataplane.base import SharedAccess
 from kbpf.dataplane.ipvs.plan import NODE_KEY, ServicePortPlan, VirtualService
 from kbpf.kernel.net.ipvs import IpvsClient
 from kbpf.model.desired import ServicePortKey
 from kbpf.model.metrics import IPVS_COUNTERS, ConnectionStats, Pause, PortName, TrafficStats
 from kbpf.model.objects import Protocol
+
+
+class IpvsAccess(SharedAccess):
+    """`read_plans` may be called by any thread. There is nothing to do for the agent's sockets:
+    IPVS cannot distinguish them (docs/limits.md).
+    """
+
+    def __init__(self, read_plans: Callable[[], Mapping[ServicePortKey, ServicePortPlan]]) -> None:
+        self._read_plans = read_plans
+
+    def count_traffic(self, pause: Pause) -> TrafficStats:
+        return count_traffic(self._read_plans(), pause)
 
 
 def count_traffic(plans: Mapping[ServicePortKey, ServicePortPlan], pause: Pause) -> TrafficStats:

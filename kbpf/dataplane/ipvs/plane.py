@@ -18,11 +18,12 @@ from dataclasses import astuple
 from typing import Final
 
 from kbpf.dataplane import firewalls, host
-from kbpf.dataplane.base import Report
-from kbpf.dataplane.ipvs import cleanup, metrics
+from kbpf.dataplane.base import PlaneStatus, Report, TickResult
+from kbpf.dataplane.ipvs import cleanup
 from kbpf.dataplane.ipvs.diff import Changes, DesiredElements
 from kbpf.dataplane.ipvs.executor import KernelState
 from kbpf.dataplane.ipvs.fwmarks import FwmarkAllocator
+from kbpf.dataplane.ipvs.metrics import IpvsAccess
 from kbpf.dataplane.ipvs.nodeport_conflicts import NodePortConflicts
 from kbpf.dataplane.ipvs.plan import (
     EMPTY_PLAN,
@@ -53,8 +54,7 @@ from kbpf.model.desired import (
     ServicePortKey,
     ServiceState,
 )
-from kbpf.model.metrics import DataPlaneMetrics, Pause, TrafficStats, UdpCuts
-from kbpf.model.status import ModeChoice, PacketStatus
+from kbpf.model.status import ModeChoice
 
 log = logging.getLogger("kbpf.dataplane")
 
@@ -78,8 +78,6 @@ class IpvsPlane:
     what is particular to IPVS.
     """
 
-    name = "ipvs"
-
     def __init__(self, config: Config, clock: Callable[[], float] = time.monotonic) -> None:
         self._config = config
         self._clock = clock
@@ -87,10 +85,9 @@ class IpvsPlane:
         self._state_dir = config.state_dir / config.ipvs_device
         self._lock = -1
         self._warnings: dict[str, None] = {}
+        # A copy, since another thread counts than the one that calls apply().
+        self.shared = IpvsAccess(lambda: dict(self._elements.plans))
         self._reset()
-
-    def mode_choice(self) -> ModeChoice:
-        return ModeChoice(self.name, self.name)
 
     def _reset(self) -> None:
         self._elements = DesiredElements()
@@ -117,16 +114,12 @@ class IpvsPlane:
         self._unclaimed_services: frozenset[VirtualService] = frozenset()
         self._has_applied = False  # whether apply() has succeeded once
 
-    def set_coexisting(self, coexisting: bool) -> None:
-        """Nothing to do: the BPF programs of the previous agent see packets first, and recognize
-        their own connections.
-        """
-
     # ---- opening ---------------------------------------------------------------------------
 
-    def open(self) -> None:
+    def open(self, coexisting: bool = False) -> None:
         """Creates the table and the device, or adopts existing ones. Raises KernelError with what
-        is missing.
+        is missing. `coexisting` changes nothing: the BPF programs of the previous agent see packets
+        first, and recognize their own connections.
         """
         is_new = not self._state_dir.exists()
         self._lock = cleanup.lock_state_folder(self._state_dir)
@@ -239,9 +232,6 @@ class IpvsPlane:
         self._unfinished = set()
         self._in_sync = self._has_applied = True
         return Report(dict(writes), sum(writes.values()), dict(self._refused))
-
-    def claim_socket(self, cookie: int) -> None:
-        """Nothing to do: IPVS cannot distinguish sockets (docs/limits.md)."""
 
     def invalidate(self) -> None:
         self._in_sync = False
@@ -396,7 +386,7 @@ class IpvsPlane:
 
     # ---- deferred work ---------------------------------------------------------------------
 
-    def tick(self, now: float) -> float | None:
+    def tick(self, now: float, coexisting: bool = False) -> TickResult:
         """Removes drained real servers that have no connections left, and repairs what other
         programs have destroyed.
         """
@@ -407,7 +397,7 @@ class IpvsPlane:
             finally:
                 self._check_ruleset()
         self._keepalive.poll(now)
-        return self._poll_due
+        return TickResult(self._poll_due, self._kernel.services.take_udp_cuts())
 
     def _check_ruleset(self) -> None:
         """Checks whether another program has flushed the ruleset or closed FORWARD. If nothing has
@@ -470,35 +460,18 @@ class IpvsPlane:
             self._execute(self._elements.update(after))
             self._in_sync = True
 
-    def take_udp_cuts(self) -> tuple[UdpCuts, ...]:
-        return self._kernel.services.take_udp_cuts()
-
-    def is_ready(self) -> bool:
-        """Always true: nothing continues in the background after apply()."""
-        return True
-
-    def packet_status(self) -> PacketStatus | None:
-        return None  # the packet path is BPF's
-
-    def problems(self) -> tuple[str, ...]:
-        """Includes the warnings that are logged only once."""
-        lines = [
+    def status(self) -> PlaneStatus:
+        """Includes the warnings that are logged only once. Every fault is an error of apply(), and
+        nothing continues in the background after it.
+        """
+        problems = [
             *self._warnings,
             *self._firewall_warnings,
             *(f"{key}: {reason}" for key, reason in self._refused.items()),
         ]
-        return (*lines, NO_IPV6_WARNING) if self._unsupported_family else tuple(lines)
-
-    def faults(self) -> tuple[str, ...]:
-        """Always empty: in this data plane every fault is an error of apply()."""
-        return ()
-
-    def read_metrics(self) -> DataPlaneMetrics:
-        return DataPlaneMetrics()
-
-    def count_traffic(self, pause: Pause) -> TrafficStats:
-        # A copy, since this runs in another thread than apply().
-        return metrics.count_traffic(dict(self._elements.plans), pause)
+        if self._unsupported_family:
+            problems.append(NO_IPV6_WARNING)
+        return PlaneStatus(ModeChoice("ipvs", "ipvs"), problems=tuple(problems))
 
     def write_status(self, text: bytes) -> None:
         """Writes the status and the programmed Service ports to the state folder."""

@@ -276,7 +276,7 @@ def test_connections_and_bytes_are_counted_by_service(applied: Bench):
     """By Service port, whichever frontend was used, for metrics."""
 
     def had() -> ConnectionStats:
-        found = applied.do(lambda: applied.plane.count_traffic(lambda: None))
+        found = applied.do(lambda: applied.plane.shared.count_traffic(lambda: None))
         assert found.connections is None
         return dict(found.totals).get(("default", "web", "", "TCP"), ConnectionStats())
 
@@ -317,7 +317,7 @@ def test_every_scheduler_works(applied: Bench):
         bench.apply(service("one", f"{VIP4}:72", a_and_b(bench, 8080)))
         assert bench.do(_schedulers) == {name}
         assert bench.outside.tcp(VIP4, 72).get("name") in ("a", "b"), name
-        assert bench.plane.problems() == ()
+        assert bench.plane.status().problems == ()
     bench.start()
 
 

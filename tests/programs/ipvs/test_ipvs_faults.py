@@ -72,7 +72,7 @@ def test_refused_address_does_not_stop_other_services(fake_node: Node):
         "10.96.0.1:80/6", "10.96.0.2:80/6", "[fd00:96::1]:80/6",
     }  # fmt: skip
     assert "ff0e::1" not in elements(node, SetName.VIRTUAL_IPS)
-    assert "default/bad TCP IPv6" in "".join(node.plane.problems())
+    assert "default/bad TCP IPv6" in "".join(node.plane.status().problems)
     assert refused(node, WEB, OTHER, touched=[bad.key]) == {}
     assert node.addresses() == {"10.96.0.1", "10.96.0.2"}
 
@@ -128,12 +128,14 @@ def test_node_with_ipv6_disabled_serves_ipv4(fake_node: Node):
     node.run("sysctl", "-q", "-w", "net.ipv6.conf.all.disable_ipv6=1")
     assert refused(node, WEB, v6) == {}
     assert (node.addresses(), set(node.ipvs.shown())) == ({"10.96.0.1"}, {"10.96.0.1:80/6"})
-    assert "IPv6 is disabled" in "".join(node.plane.problems())
+    assert "IPv6 is disabled" in "".join(node.plane.status().problems)
     node.run("sysctl", "-q", "-w", "net.ipv6.conf.all.disable_ipv6=0")
     assert refused(node, WEB, v6) == {}
     assert node.addresses() == {"10.96.0.1", "fd00:96::1"}
     assert set(node.ipvs.shown()) == {"10.96.0.1:80/6", "[fd00:96::1]:80/6"}
-    assert node.plane.problems() == tuple(x for x in node.plane.problems() if "IPv6 is" not in x)
+    assert node.plane.status().problems == tuple(
+        x for x in node.plane.status().problems if "IPv6 is" not in x
+    )
 
 
 class Refusal(NamedTuple):
@@ -237,12 +239,12 @@ def test_missing_schedulers_fall_back_to_simpler_ones(
     assert refused(node, WEB) == {}
     assert refused(node, WEB, OTHER, touched=[OTHER.key]) == {}
     assert {settings.scheduler for settings, _ in node.ipvs.held.values()} == {gets}
-    said = [line for line in node.plane.problems() if "scheduler" in line]
+    said = [line for line in node.plane.status().problems if "scheduler" in line]
     assert len(said) == len(lacks)
     assert gets in said[-1]
     node.plane.invalidate()
     assert node.apply(WEB, OTHER).writes == {}, "nothing has changed"
-    assert [line for line in node.plane.problems() if "scheduler" in line] == said
+    assert [line for line in node.plane.status().problems if "scheduler" in line] == said
 
 
 def test_kernel_without_any_scheduler_refuses_all_services(fake_node: Node):

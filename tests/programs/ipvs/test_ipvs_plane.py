@@ -518,7 +518,7 @@ def test_sysctls_are_set_where_they_differ(
     fake_node.start(replace(fake_node.config, strict_arp=strict))
     assert there | written == there | wanted
     assert "net.ipv4.vs.conntrack" not in written
-    assert fake_node.plane.problems() == ()
+    assert fake_node.plane.status().problems == ()
 
 
 def test_read_only_sysctls_are_reported_once_and_do_not_stop_serving(
@@ -533,7 +533,7 @@ def test_read_only_sysctls_are_reported_once_and_do_not_stop_serving(
     monkeypatch.setattr(sysctl, "write", write)
     fake_node.start()
     fake_node.apply(WEB)
-    said = fake_node.plane.problems()
+    said = fake_node.plane.status().problems
     assert sum("net.ipv4.vs." in line for line in said) == len(VS)
     assert len(said) == len(set(said))
     assert VIP in fake_node.addresses()
@@ -569,11 +569,11 @@ def test_closed_firewall_chains_are_reported_when_they_change(
         node.run("nft", "add table inet somebody; delete table inet somebody")
         node.tick()
     assert beginnings(logged(), lines)
-    assert beginnings(firewall_lines(node.plane.problems()), lines)
+    assert beginnings(firewall_lines(node.plane.status().problems), lines)
     name = table.split("{", maxsplit=1)[0].strip()
     node.run("nft", "delete", *name.split())
     node.tick()
-    assert firewall_lines(node.plane.problems()) == []
+    assert firewall_lines(node.plane.status().problems) == []
     node.run("nft", table)
     node.tick()
     assert beginnings(logged(), lines * 2)
@@ -595,7 +595,7 @@ def test_iptables_legacy_filter_table_is_reported(
     (tmp_path / "names").write_text("filter\n")
     monkeypatch.setitem(forward_rules.LEGACY_TABLE_NAMES, "ip", tmp_path / "names")
     fake_node.start()
-    forward, inputs = firewall_lines(fake_node.plane.problems())
+    forward, inputs = firewall_lines(fake_node.plane.status().problems)
     assert "for ip, which is not looked at; if its FORWARD drops" in forward
     assert "if its INPUT drops" in inputs
 
@@ -983,7 +983,7 @@ def test_ended_udp_flows_are_counted_and_tcp_flows_are_kept(fake_node: Node):
             service("dns6", f"[{VIP6}]:53", to6, Protocol.UDP),
             service("web", f"{VIP}:80", to),
         )
-        return [look.flows for look in node.plane.take_udp_cuts()]
+        return [look.flows for look in node.tick().udp_cuts]
 
     one, two, three = "10.244.1.2:53", "10.244.1.3:53", "[fd00:244::2]:53"
     assert apply(f"{one} {two}", three) == []
@@ -998,7 +998,7 @@ def test_ended_udp_flows_are_counted_and_tcp_flows_are_kept(fake_node: Node):
     assert apply(two, three) == [{4: 5}], "it has stopped serving"
     assert apply(two, three) == []
     assert apply("", "") == [{4: 9, 6: 2}]
-    assert node.plane.take_udp_cuts() == ()
+    assert node.tick().udp_cuts == ()
 
 
 def udp(address: str, port: int) -> VirtualServiceKey:

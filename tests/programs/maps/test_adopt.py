@@ -297,12 +297,12 @@ def test_old_sets_wait_out_the_grace_period(site: Site):
     before = {name: site.entries(name) for name in ("backend_slots", "set_members", "backends")}
     plane.apply(new, None)
     now[0] += 0.5
-    assert plane.tick(now[0]) == pytest.approx(1001.0), "the next tick is due then"
+    assert plane.tick(now[0]).due == pytest.approx(1001.0), "the next tick is due then"
     for name, entries in before.items():
         assert entries.items() <= site.entries(name).items(), name
-    assert plane.tick(1000.99) is not None
+    assert plane.tick(1000.99).due is not None
     assert site.dump()["strays"] != {}
-    until("nothing is left to do", lambda: plane.tick(1001.01) is None)
+    until("nothing is left to do", lambda: plane.tick(1001.01).due is None)
     assert site.dump()["strays"] == {}
     for name, entries in before.items():
         assert not entries.items() & site.entries(name).items(), name

@@ -64,7 +64,7 @@ class Start:
 
     def ready(self) -> bool:
         self.tick()
-        return self.plane.is_ready()
+        return self.plane.status().ready
 
     def hooks(self) -> set[str]:
         links = self.site.pins / "links"
@@ -135,7 +135,7 @@ def test_sockets_are_served_before_packet_programs_are_loaded(start: Start):
     until("the packet path is ready", start.ready)
     assert start.attached().keys() == {"here", "far"}
     assert start.uses_pinned_maps()
-    assert start.plane.packet_status().problem == ""
+    assert start.plane.status().packets.problem == ""
 
 
 def test_packet_programs_read_maps_that_grew_meanwhile(start: Start):
@@ -153,13 +153,13 @@ def test_failed_load_of_the_packet_path_is_reported_and_retried(start: Start):
     start.resume.set()
     start.apply(*many(3))
     until("the error is reported", start.ready)
-    assert "refused by hand" in start.plane.packet_status().problem
+    assert "refused by hand" in start.plane.status().packets.problem
     assert start.hooks() == HOOKS
     start.error = None
     start.do(start.plane.invalidate)
     start.apply(*many(3))
     until("the packet path is ready", start.ready)
-    assert start.plane.packet_status().problem == ""
+    assert start.plane.status().packets.problem == ""
     assert start.attached().keys() == {"here", "far"}
 
 
@@ -176,7 +176,7 @@ def test_compile_error_of_the_packet_path_is_reported(
     monkeypatch.setattr(compile, "find_or_compile", refuse)
     start.apply(*many(3))
     until("the error is reported", start.ready)
-    assert "no such header" in start.plane.packet_status().problem
+    assert "no such header" in start.plane.status().packets.problem
 
 
 def test_agent_closed_during_the_load_leaves_the_hooks(start: Start):

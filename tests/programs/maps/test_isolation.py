@@ -90,7 +90,7 @@ class Bench:
 
     def _is_done(self) -> bool:
         now = time.monotonic()
-        due = self.plane.tick(now)
+        due = self.plane.tick(now).due
         return due is None or due > now
 
 

@@ -77,7 +77,7 @@ def theirs(cgroup: Path, hook: str, name: str) -> Iterator[int]:
 
 
 def reported(plane: BpfPlane) -> list[str]:
-    return [line for line in plane.problems() if "another load balancer" in line]
+    return [line for line in plane.status().problems if "another load balancer" in line]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.hook} {row.name}")
@@ -88,11 +88,11 @@ def test_foreign_program_at_a_socket_hook_is_reported(
     plane.apply(WEB, None)
     plane.tick(0.0)
     assert reported(plane) == [], "our own programs are not reported"
-    assert plane.read_metrics().foreign_programs == 0
+    assert plane.shared.read_metrics().foreign_programs == 0
     with theirs(site.cgroup, row.hook, row.name) as program:
         plane.tick(attachments.HOOK_VERIFY_INTERVAL_S)
         lines = reported(plane)
-        assert plane.read_metrics().foreign_programs == len(lines) == row.named
+        assert plane.shared.read_metrics().foreign_programs == len(lines) == row.named
         name = row.name[:15] or "without a name"
         if row.named:
             assert f"{name} (id {program}) at {row.hook}; " in lines[0]
@@ -127,7 +127,7 @@ def test_own_programs_are_never_reported(site: Site, story: Callable[[Site], Non
     plane.apply(WEB, None)
     plane.tick(0.0)
     assert reported(plane) == []
-    assert set(dict(plane.read_metrics().hooks)) == set(HOOKS)
+    assert set(dict(plane.shared.read_metrics().hooks)) == set(HOOKS)
 
 
 def tcx(ifindex: int, program: Program) -> contextlib.AbstractContextManager[object]:
@@ -174,7 +174,7 @@ def test_foreign_load_balancer_on_our_device_is_reported(
                 until("it is reported", lambda: reported(plane))
                 words = f"{name[:15]} (id {program.read_info().id}) at ingress of up0"
                 assert words in reported(plane)[0]
-                assert plane.read_metrics().foreign_programs == 1
+                assert plane.shared.read_metrics().foreign_programs == 1
                 assert shown == reported(plane)
             else:
                 assert shown == reported(plane) == []

@@ -76,7 +76,7 @@ def test_lost_hooks_are_attached_again(
     plane = site.open()
     plane.apply(WEB, None)
     plane.tick(0.0)
-    assert dict(plane.read_metrics().hooks) == dict.fromkeys(HOOKS, True)
+    assert dict(plane.shared.read_metrics().hooks) == dict.fromkeys(HOOKS, True)
     before = programs(site.cgroup)
     harm(site)
     plane.tick(attachments.HOOK_VERIFY_INTERVAL_S - 1)
@@ -84,8 +84,8 @@ def test_lost_hooks_are_attached_again(
     plane.tick(attachments.HOOK_VERIFY_INTERVAL_S)
     assert "hooks were missing and are attached again" in caplog.text
     assert "connect4" in caplog.text
-    assert dict(plane.read_metrics().hooks) == dict.fromkeys(HOOKS, True)
-    assert plane.faults() == ()
+    assert dict(plane.shared.read_metrics().hooks) == dict.fromkeys(HOOKS, True)
+    assert plane.status().faults == ()
     assert set(before) <= set(programs(site.cgroup)), "the same program, in the cgroup of this name"
 
 
@@ -96,15 +96,15 @@ def test_hook_that_cannot_be_attached_is_reported(site: Site, caplog: pytest.Log
     remove_cgroup(site.cgroup)
     for second in range(3):
         plane.tick(attachments.HOOK_VERIFY_INTERVAL_S + second * attachments.HOOK_RETRY_INTERVAL_S)
-    assert not any(dict(plane.read_metrics().hooks).values())
-    (fault,) = plane.faults()
+    assert not any(dict(plane.shared.read_metrics().hooks).values())
+    (fault,) = plane.status().faults
     assert fault.startswith("hooks not attached: ")
     assert "cannot open the cgroup" in fault
-    assert fault in plane.problems()
+    assert fault in plane.status().problems
     assert caplog.text.count("hooks are not attached, retrying") == 1
     site.cgroup.mkdir()
     plane.tick(attachments.HOOK_VERIFY_INTERVAL_S + 10)
-    assert plane.faults() == ()
+    assert plane.status().faults == ()
     assert len(programs(site.cgroup)) == 1
 
 
@@ -193,11 +193,11 @@ def test_mount_over_the_pins_is_reported_and_changes_nothing(site: Site):
         plane.apply(WEB, None)
         plane.tick(0.0)
         plane.write_status(b"{}")
-        assert plane.faults() == ()
+        assert plane.status().faults == ()
         before = programs(site.cgroup)
         mount_bpffs_over(site.pins.parent)
         plane.write_status(b"{}")
-        (fault,) = plane.faults()
+        (fault,) = plane.status().faults
         assert "is hidden by a mount on top of it" in fault, fault
         plane.tick(1000.0)
         assert programs(site.cgroup) == before
@@ -217,7 +217,7 @@ def test_mount_over_the_pins_is_reported_and_changes_nothing(site: Site):
         assert len(programs(site.cgroup)) == 1
         assert ctypes.CDLL(None).umount2(os.fsencode(site.pins.parent), 2) == 0  # MNT_DETACH
         plane.write_status(b"{}")
-        assert plane.faults() == ()
+        assert plane.status().faults == ()
         plane.close()
         third = site.open()
         third.apply(many, None)
@@ -245,7 +245,7 @@ def test_mount_over_the_pins_attaches_nothing_twice_to_devices(site: Site):
         device_thread.RESYNC_INTERVAL_S = 0.1
         plane = site.open(packet_path=True, devices=("up0",))
         plane.apply(WEB, None)
-        until("it is attached", lambda: plane.packet_status() and tcx_programs() == [1, 1])
+        until("it is attached", lambda: plane.status().packets and tcx_programs() == [1, 1])
         until("all devices were processed", plane.is_ready)
         mount_bpffs_over(site.pins.parent)
         turns = []
@@ -253,7 +253,7 @@ def test_mount_over_the_pins_attaches_nothing_twice_to_devices(site: Site):
         attach.DeviceAttachments.sync = lambda *given: turns.append(1) or sync(*given)  # type: ignore
         until("all devices were synced twice", lambda: len(turns) > 2)
         assert tcx_programs() == [1, 1]
-        assert not plane.packet_status().failed
+        assert not plane.status().packets.failed
         site.pins.mkdir(parents=True)
         places = tuple(unpinned._find_unpinned(Pins(site.pins), site.cgroup))
         assert {"ingress of up0", "egress of up0"} <= set(places), places

@@ -84,7 +84,7 @@ class Node:
 
     def failed(self) -> list[str]:
         """The devices that the status reports as failed."""
-        return [one.device for one in self.plane.packet_status().failed]
+        return [one.device for one in self.plane.status().packets.failed]
 
     def old_programs(self) -> list[str]:
         """Folders of older programs that are still pinned."""
@@ -166,11 +166,11 @@ def test_writer_continues_while_a_device_is_slow(node: Node):
     node.slow = "here"
     node.apply(*many(3, "10.0.0.1:80"))
     assert node.reached.wait(PATIENCE)
-    assert not node.plane.is_ready()
+    assert not node.plane.status().ready
     node.apply(*many(3, "10.0.0.2:80"))
     shown = node.site.dump()["frontends"]
     assert {str(each["cluster"]) for each in shown.values()} == {"['10.0.0.2:80/TCP']"}
-    assert not node.plane.is_ready()
+    assert not node.plane.status().ready
     node.resume.set()
     ready(node)
     assert node.attached().keys() == {"here", "far"}
@@ -383,12 +383,12 @@ def test_left_programs_serve_until_maps_grow(begun: Node, no_compiler: Callable[
     assert node.uses_pinned_maps()
     node.apply(*many(3, endpoints(50, 1)))
     assert node.attached() == {}
-    assert node.plane.packet_status().problem
+    assert node.plane.status().packets.problem
     no_compiler()
     node.plane.invalidate()
     node.apply(*many(3, endpoints(50, 1)))
     ready(node)
-    assert node.plane.packet_status().problem == ""
+    assert node.plane.status().packets.problem == ""
     assert node.attached().keys() == {"here", "far"}
     assert node.uses_pinned_maps()
 

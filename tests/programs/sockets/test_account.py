@@ -400,7 +400,7 @@ def test_totals_outlive_the_agent(site: Site):
     put_stats(site, services["web"], backends["8081"], ConnectionStats(opened=5))
     plane = site.open()
     plane.apply(desired(WEB), None)
-    assert dict(plane.count_traffic(lambda: None).totals) == {
+    assert dict(plane.shared.count_traffic(lambda: None).totals) == {
         name_of("web"): ConnectionStats(opened=5)
     }
 

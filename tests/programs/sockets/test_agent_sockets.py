@@ -87,7 +87,7 @@ def test_pinned_hooks_exempt_sockets_of_a_restarted_agent(site: Site, client: Pl
 def test_oldest_claims_and_claims_of_an_earlier_agent_are_deleted(site: Site) -> None:
     plane = site.open()
     for cookie in range(1, AGENT_SOCKETS + 11):
-        plane.claim_socket(cookie)
+        plane.shared.claim_socket(cookie)
     left = {int.from_bytes(key, sys.byteorder) for key in site.entries("agent_sockets")}
     assert left == set(range(11, AGENT_SOCKETS + 11))
     site.open()
@@ -95,4 +95,4 @@ def test_oldest_claims_and_claims_of_an_earlier_agent_are_deleted(site: Site) ->
 
 
 def test_claim_before_open_does_nothing(site: Site) -> None:
-    site.plane().claim_socket(1)
+    site.plane().shared.claim_socket(1)

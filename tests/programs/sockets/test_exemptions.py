@@ -302,7 +302,7 @@ def test_exemption_without_the_packet_path_is_reported(
     tree("mesh")
     plane = site.open(socket_lb_exempt=(f"{below}/mesh",))
     plane.apply(WORLD, None)
-    assert any("the packet path is off" in line for line in plane.problems())
+    assert any("the packet path is off" in line for line in plane.status().problems)
 
 
 @pytest.mark.parametrize("exempt_before", [False, True])
@@ -345,7 +345,7 @@ def test_exemption_with_a_packet_path_that_fails_to_load_is_reported(
 
         def reported() -> list[str]:
             plane.tick(time.monotonic())
-            return [line for line in plane.problems() if "exempt" in line]
+            return [line for line in plane.status().problems if "exempt" in line]
 
         until("the exemption is reported", reported)
         (line,) = reported()

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from kbpf.dataplane.base import Report
+from kbpf.dataplane.base import Report, TickResult
 from kbpf.dataplane.ipvs.plane import IpvsPlane
 from kbpf.kernel.net import dummy
 from kbpf.kernel.net.ipvs import (
@@ -190,10 +190,10 @@ class Node:
         wanted: DesiredState = desired(*services, nodes=nodes)
         return self.do(lambda: self.plane.apply(wanted, touched, sound))
 
-    def tick(self) -> None:
+    def tick(self) -> TickResult:
         """Runs everything that is due in the next 100 s."""
         self.now += 100.0
-        self.do(lambda: self.plane.tick(self.now))
+        return self.do(lambda: self.plane.tick(self.now))
 
     def addresses(self, device: str = DEVICE) -> set[str]:
         """The addresses of a device; empty if it does not exist."""

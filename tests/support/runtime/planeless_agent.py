@@ -6,18 +6,18 @@ writes the same status. Used by tests of which data plane the agent selects, and
 from collections.abc import Collection
 
 from kbpf.cli.app import main
-from kbpf.dataplane.base import Report
+from kbpf.dataplane.base import Report, SharedAccess, TickResult
 from kbpf.dataplane.ipvs import plane
 from kbpf.model.desired import DesiredState, ServicePortKey
-from kbpf.model.metrics import Pause, TrafficStats, UdpCuts
 
 
 class FakePlane(plane.IpvsPlane):
     """An IPVS data plane that programs nothing."""
 
-    def open(self) -> None:
+    def open(self, coexisting: bool = False) -> None:
         self._state_dir.mkdir(parents=True, exist_ok=True)
         self._reset()
+        self.shared = SharedAccess()  # type: ignore[assignment]
 
     def apply(
         self,
@@ -27,14 +27,8 @@ class FakePlane(plane.IpvsPlane):
     ) -> Report:
         return Report()
 
-    def tick(self, now: float) -> float | None:
-        return None
-
-    def take_udp_cuts(self) -> tuple[UdpCuts, ...]:
-        return ()
-
-    def count_traffic(self, pause: Pause) -> TrafficStats:
-        return TrafficStats()
+    def tick(self, now: float, coexisting: bool = False) -> TickResult:
+        return TickResult()
 
     def close(self) -> None:
         """Does nothing."""

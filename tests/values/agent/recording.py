@@ -4,7 +4,7 @@
 from collections.abc import Collection
 
 from kbpf.agent.agent import Agent
-from kbpf.dataplane.base import Report
+from kbpf.dataplane.base import Report, TickResult
 from kbpf.errors import KernelError
 from kbpf.model.address import parse_addr
 from kbpf.model.config import Config
@@ -41,10 +41,10 @@ class RecordingPlane(FakePlane):
     def invalidate(self) -> None:
         self.doubts += 1
 
-    def tick(self, _: float) -> float | None:
+    def tick(self, _: float) -> TickResult:
         if self.error:
             raise KernelError(self.error)
-        return None
+        return TickResult()
 
 
 class Clock:

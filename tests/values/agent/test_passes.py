@@ -48,10 +48,9 @@ def large(name: str) -> list[Upsert]:
 def test_netfilter_bypass_is_logged_in_mode_bpf_only(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, mode: str, told: int
 ):
-    plane = RecordingPlane()
-    plane.name = mode
     caplog.set_level("INFO")
-    Agent(Config("me", forwarding="direct"), plane, lambda _: ())._log_netfilter_bypass()
+    agent = Agent(Config("me", forwarding="direct"), RecordingPlane(), lambda _: ())
+    agent._log_netfilter_bypass(mode)
     assert sum("forwarding=direct" in line for line in caplog.messages) == told
 
 

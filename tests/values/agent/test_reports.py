@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from kbpf.agent.agent import Agent
-from kbpf.dataplane.base import Report
+from kbpf.dataplane.base import Report, TickResult
 from kbpf.errors import KernelError, PinsRemovedError
 from kbpf.model.address import parse_addr
 from kbpf.model.config import Config, Serving
@@ -256,14 +256,12 @@ def test_queued_timestamp_is_settled_in_both_families_after_a_pass(
 
 
 def test_ended_udp_flows_are_counted_once(clock: Clock, monkeypatch: pytest.MonkeyPatch):
-    """UDP flows ended by the step's own pass or by a tick since the previous step."""
-    desk = AgentServer(Config("me", serving=Serving(healthz="", metrics="")))
-    plane = RecordingPlane()
-    agent = Agent(Config("me"), plane, lambda _: (), desk)
+    """UDP flows ended by a tick, or by an apply() before it."""
+    agent, plane = begun(0.0)
     ended = [(UdpCuts(0.5, {4: 3}), UdpCuts(0.25, {4: 1, 6: 2})), ()]
-    monkeypatch.setattr(plane, "take_udp_cuts", lambda: ended.pop(0), raising=False)
-    agent.step([])
-    agent.step([])
-    found = parse(desk.format_metrics().decode())
+    monkeypatch.setattr(plane, "tick", lambda _: TickResult(None, ended.pop(0)))
+    agent._seconds_until_due()
+    agent._seconds_until_due()
+    found = parse(agent._server.format_metrics().decode())
     total = found["kubeproxy_conntrack_reconciler_deleted_entries_total"]
     assert [total.value(ip_family=f) for f in ("IPv4", "IPv6")] == [4, 2]

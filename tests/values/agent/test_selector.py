@@ -19,7 +19,7 @@ from kbpf.agent.selector import (
     fallback_reason,
 )
 from kbpf.checks.row import Check, CheckRow
-from kbpf.dataplane.base import Report
+from kbpf.dataplane.base import PlaneStatus, Report, TickResult
 from kbpf.errors import (
     AttachError,
     CompileError,
@@ -29,8 +29,7 @@ from kbpf.errors import (
     ProgramLoadError,
 )
 from kbpf.model.desired import DesiredState, ServicePortKey
-from kbpf.model.metrics import DataPlaneMetrics, Pause, TrafficStats, UdpCuts
-from kbpf.model.status import ModeChoice, PacketStatus
+from kbpf.model.status import ModeChoice
 
 NOTHING = DesiredState({})
 
@@ -136,15 +135,13 @@ class Fake:
         if self.fails.get(verb):
             raise self.fails[verb].pop(0)
 
-    def mode_choice(self) -> ModeChoice:
-        return ModeChoice("", self.name)
-
-    def set_coexisting(self, coexisting: bool) -> None:
+    def _coexist(self, coexisting: bool) -> None:
         if coexisting != self.follows:
             self._do("follows" if coexisting else "is alone")
         self.follows = coexisting
 
-    def open(self) -> None:
+    def open(self, coexisting: bool = False) -> None:
+        self._coexist(coexisting)
         self._do("open")
 
     def apply(
@@ -159,38 +156,22 @@ class Fake:
     def invalidate(self) -> None:
         self._do("doubt")
 
-    def tick(self, now: float) -> float | None:
-        return None
+    def tick(self, now: float, coexisting: bool = False) -> TickResult:
+        self._coexist(coexisting)
+        return TickResult()
 
-    def take_udp_cuts(self) -> tuple[UdpCuts, ...]:
-        return ()
+    def status(self) -> PlaneStatus:
+        return PlaneStatus(ModeChoice("", self.name), ready=self.ready_result)
 
-    def is_ready(self) -> bool:
-        return self.ready_result
-
-    def packet_status(self) -> PacketStatus | None:
-        return None
-
-    def problems(self) -> tuple[str, ...]:
-        return ()
-
-    def faults(self) -> tuple[str, ...]:
-        return ()
-
-    def read_metrics(self) -> DataPlaneMetrics:
-        return DataPlaneMetrics()
-
-    def count_traffic(self, pause: Pause) -> TrafficStats:
-        return TrafficStats()
+    @property
+    def shared(self) -> str:  # type: ignore[override]
+        return self.name
 
     def write_status(self, text: bytes) -> None:
         self._do("status")
 
     def close(self) -> None:
         self._do("close")
-
-    def remove(self) -> None:
-        self._do("remove")
 
 
 class FakePrevious(Fake):
@@ -241,8 +222,8 @@ def test_requested_mode_is_used(asked: str, mode: str):
     house = Harness(asked)
     house.start()
     assert house.does == [f"{mode} open", f"{mode} apply"]
-    assert house.chosen.mode_choice() == ModeChoice(asked, mode)
-    assert house.chosen.name == mode
+    assert house.chosen.status().choice == ModeChoice(asked, mode)
+    assert house.chosen.choice.mode == house.chosen.shared == mode
 
 
 REFUSALS = [why for why in FAILURES if why.reason is not None]
@@ -263,8 +244,10 @@ def test_mode_auto_falls_back_to_ipvs(why: Failure, verb: str, caplog: pytest.Lo
     with caplog.at_level(logging.INFO):
         house.start()
     assert house.does[-3:] == ["bpf close", "ipvs open", "ipvs apply"]
-    assert house.chosen.mode_choice() == ModeChoice("auto", "ipvs", str(why.reason), str(why.error))
-    assert house.chosen.name == "ipvs"
+    assert house.chosen.status().choice == ModeChoice(
+        "auto", "ipvs", str(why.reason), str(why.error)
+    )
+    assert house.chosen.choice.mode == house.chosen.shared == "ipvs"
     said = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
     assert len(said) == 1
     assert str(why.reason) in said[0]
@@ -301,7 +284,7 @@ def test_later_error_does_not_fall_back():
     house.bpf.fails["change"] = [AttachError("connect4")]
     with pytest.raises(AttachError):
         house.chosen.apply(NOTHING, set())
-    assert house.chosen.name == "bpf"
+    assert house.chosen.choice.mode == "bpf"
 
 
 def test_if_both_modes_fail_the_error_is_that_of_bpf_with_that_of_ipvs():
@@ -312,7 +295,7 @@ def test_if_both_modes_fail_the_error_is_that_of_bpf_with_that_of_ipvs():
         house.chosen.open()
     assert raised.value is error
     assert str(error) == "no link (cgroup); look; mode ipvs is not possible either: no IPVS"
-    assert house.chosen.mode_choice() == ModeChoice("auto", "bpf")
+    assert house.chosen.status().choice == ModeChoice("auto", "bpf")
 
 
 def test_ipvs_is_tried_once_if_the_first_apply_fails_then_bpf_is_retried():
@@ -331,7 +314,7 @@ def test_ipvs_is_tried_once_if_the_first_apply_fails_then_bpf_is_retried():
     assert house.does.count("bpf open") == 2
     assert house.does.count("ipvs open") == 1
     assert house.does[-1].startswith("bpf apply")
-    assert house.chosen.mode_choice() == ModeChoice("auto", "bpf")
+    assert house.chosen.status().choice == ModeChoice("auto", "bpf")
 
 
 # ---- previous data planes ------------------------------------------------------------------------
@@ -345,16 +328,16 @@ def test_previous_data_plane_is_drained_after_the_new_one_serves(mode: str):
     house = Harness(mode, there=OTHER[mode])
     house.chosen.open()
     assert house.does == [f"{old} take", f"{mode} follows", f"{mode} open"]
-    assert house.chosen.tick(0.0) is None
+    assert house.chosen.tick(0.0).due is None
     house.chosen.apply(NOTHING, None)
-    assert house.chosen.tick(5.0) == 12.0
-    assert house.chosen.problems() == ("some go on",)
-    assert house.chosen.tick(12.0) is None
+    assert house.chosen.tick(5.0).due == 12.0
+    assert house.chosen.status().problems == ("some go on",)
+    assert house.chosen.tick(12.0).due is None
     house.chosen.tick(20.0)
     assert house.does[3:] == [
         f"{mode} apply", f"{old} retire", f"{old} retire", f"{old} close", f"{mode} is alone",
     ]  # fmt: skip
-    assert house.chosen.problems() == ()
+    assert house.chosen.status().problems == ()
 
 
 def test_bpf_coexists_with_a_kube_proxy_until_it_is_drained():
@@ -363,9 +346,9 @@ def test_bpf_coexists_with_a_kube_proxy_until_it_is_drained():
     house.chosen.open()
     assert house.does == [f"{old} take", "bpf follows", "bpf open"]
     house.chosen.apply(NOTHING, None)
-    assert house.chosen.tick(5.0) == 12.0
-    assert house.chosen.problems() == ("some go on",)
-    assert house.chosen.tick(12.0) is None
+    assert house.chosen.tick(5.0).due == 12.0
+    assert house.chosen.status().problems == ("some go on",)
+    assert house.chosen.tick(12.0).due is None
     assert house.does[3:] == ["bpf apply", f"{old} retire", f"{old} retire", f"{old} close",
                               "bpf is alone"]  # fmt: skip
 
@@ -374,11 +357,11 @@ def test_bpf_coexists_until_both_previous_data_planes_are_drained():
     house = Harness("bpf", there="ipvs kube-proxy")
     house.rest["kube-proxy"].looks = 3
     house.start()
-    assert house.chosen.problems() == ("some go on", "some go on")
+    assert house.chosen.status().problems == ("some go on", "some go on")
     house.chosen.tick(7.0)
     assert house.does[-2:] == ["old ipvs close", "old kube-proxy retire"]
-    assert house.chosen.problems() == ("some go on",)
-    assert house.chosen.tick(14.0) is None
+    assert house.chosen.status().problems == ("some go on",)
+    assert house.chosen.tick(14.0).due is None
     assert house.does[-2:] == ["old kube-proxy close", "bpf is alone"]
 
 
@@ -421,9 +404,9 @@ def test_failed_drain_is_a_problem_and_retried():
     house = Harness("ipvs", there="bpf")
     house.rest["bpf"].fails["retire"] = [KernelError("busy")]
     house.start()
-    assert house.chosen.problems() == ("some go on", "busy")
-    assert house.chosen.tick(0.0) == 7.0
-    assert house.chosen.problems() == ("some go on",)
+    assert house.chosen.status().problems == ("some go on", "busy")
+    assert house.chosen.tick(0.0).due == 7.0
+    assert house.chosen.status().problems == ("some go on",)
 
 
 def test_nothing_is_opened_while_an_agent_of_the_other_mode_runs():

@@ -107,7 +107,7 @@ def page(
     status: AgentStatus = STATUS,
     **given: object,
 ) -> dict[str, Family]:
-    desk = AgentServer(Config(serving=serving), "bpf", plane, **given)  # type: ignore[arg-type]
+    desk = AgentServer(Config(serving=serving), "bpf", lambda: plane, **given)  # type: ignore[arg-type]
     desk.set_status(status)
     desk.collect()
     return parse(desk.format_metrics().decode())
@@ -449,7 +449,7 @@ def test_page_without_status_and_with_failing_data_plane():
         def count_traffic(self, pause: Pause) -> TrafficStats:
             raise KernelError("no maps")
 
-    desk = AgentServer(Config(), "bpf", FailingPlane())
+    desk = AgentServer(Config(), "bpf", FailingPlane)
     desk.collect()
     found = parse(desk.format_metrics().decode())
     assert "kubeproxy_sync_proxy_rules_duration_seconds" in found

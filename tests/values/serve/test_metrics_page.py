@@ -92,7 +92,7 @@ def page(
     status: AgentStatus | None, plane: Counts | None, metrics: KubeProxyMetrics | None = None
 ) -> str:
     """The page, without the series of kube-proxy if there are no `metrics` of these."""
-    server = AgentServer(Config(), "bpf", plane, proxy_metrics=metrics)
+    server = AgentServer(Config(), "bpf", plane and (lambda: plane), proxy_metrics=metrics)
     if status is not None:
         server.set_status(status)
     server.collect()

@@ -231,8 +231,8 @@ BAD = {
 
 @pytest.mark.parametrize("bad", BAD)
 def test_failed_packet_path_exits_with_1_and_the_reason(wire: Wire, call: Run, bad: str):
-    healthy = msgspec.to_builtins(wire.plane.packet_status())
-    said = msgspec.convert({**healthy, **BAD[bad]}, type(wire.plane.packet_status()))
+    healthy = msgspec.to_builtins(wire.plane.status().packets)
+    said = msgspec.convert({**healthy, **BAD[bad]}, type(wire.plane.status().packets))
     wire.plane.write_status(encode(agent_status(packets=said)))
     code, out, _ = call("status")
     assert code == 1
@@ -277,7 +277,7 @@ def test_compile_error_is_shown_in_the_status(
 def test_failed_devices_are_in_the_status(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
     failed = {f"d{i:02}": f"why {i}" for i in range(MAX_FAILED_DEVICES + 5)}
     monkeypatch.setattr(DeviceReconciler, "status", lambda _: DeviceReconcilerStatus(failed=failed))
-    said = wire.plane.packet_status()
+    said = wire.plane.status().packets
     assert (said.enabled, said.problem, said.failed_count) == (True, "", MAX_FAILED_DEVICES + 5)
     assert said.failed[0] == DeviceFailure("d00", "why 0")
     assert len(said.failed) == MAX_FAILED_DEVICES
@@ -293,8 +293,8 @@ def test_device_problem_is_cleared_after_the_next_sync(
         patch.setattr(DeviceAttachments, "sync", refuse)
         plane = site.open(packet_path=True, devices=("nothing",), excluded_devices=("*",))
         plane.apply(world(), None)
-        assert plane.packet_status().problem == "the kernel refused the rtnetlink request (up0)"
-    until("devices are synced again", lambda: plane.packet_status().problem == "")
+        assert plane.status().packets.problem == "the kernel refused the rtnetlink request (up0)"
+    until("devices are synced again", lambda: plane.status().packets.problem == "")
 
 
 def test_status_counts_created_connections_and_lost_entries(wire: Wire, show, call: Run) -> None:
@@ -351,7 +351,7 @@ def test_views_report_that_the_packet_path_is_off(
     plane = site.open()
     plane.apply(world(), None)
     if has_status:
-        plane.write_status(encode(agent_status(packets=plane.packet_status())))
+        plane.write_status(encode(agent_status(packets=plane.status().packets)))
     code = app.call(["inspect", view, "--pin-dir", str(site.pins)])
     out, err = capsys.readouterr()
     assert code == 0
@@ -365,7 +365,7 @@ def test_status_is_ok_with_the_packet_path_switched_off(
 ) -> None:
     plane = site.open()
     plane.apply(world(), None)
-    plane.write_status(encode(agent_status(packets=plane.packet_status())))
+    plane.write_status(encode(agent_status(packets=plane.status().packets)))
     assert app.call(["inspect", "status", "--pin-dir", str(site.pins)]) == 0
     assert "state   off: switched off" in capsys.readouterr().out
 

@@ -5,12 +5,13 @@ sees which backend got a datagram and which sender the client was shown.
 
 import socket
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kbpf.dataplane.bpf.maps.layout import UDP_FLOW
 from kbpf.dataplane.bpf.plane import BpfPlane
 from kbpf.model.desired import ServiceState
+from kbpf.model.metrics import UdpCuts
 from kbpf.model.objects import Protocol
 from tests.support.lab.lab import PATIENCE, Node, Place, until
 from tests.support.plane import Site, desired, service, within
@@ -26,6 +27,7 @@ class Bench:
     site: Site
     plane: BpfPlane
     places: dict[str, Place]
+    udp_cuts: list[UdpCuts] = field(default_factory=list)
 
     def __getitem__(self, name: str) -> Place:
         return self.places[name]
@@ -46,13 +48,21 @@ class Bench:
     def serve(self, *services: ServiceState) -> None:
         """Programs exactly these; nothing is retired yet."""
         self.plane.apply(desired(*services, nodes=f"{self.node.ip} {self.node.ip6}"), None)
-        until("the sockets of deleted backends are destroyed", self._is_done, state=self.held)
+        until("the sockets of deleted backends are destroyed", self.tick, state=self.held)
 
-    def _is_done(self) -> bool:
-        """Sockets are destroyed in slices, and a busy machine needs more than one."""
+    def tick(self) -> bool:
+        """Whether nothing more is due now. Sockets are destroyed in slices, and a busy machine
+        needs more than one.
+        """
         now = time.monotonic()
-        due = self.plane.tick(now)
+        due, udp_cuts = self.plane.tick(now)
+        self.udp_cuts += udp_cuts
         return due is None or due > now
+
+    def take_udp_cuts(self) -> list[UdpCuts]:
+        """Those of all calls of tick() since the last call."""
+        cuts, self.udp_cuts = self.udp_cuts, []
+        return cuts
 
     def held(self) -> dict[str, int]:
         """How many sockets have a peer, and how many flows all sockets have."""

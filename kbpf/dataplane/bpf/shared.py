@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What other threads use of the BPF data plane."""
+
+from dataclasses import dataclass
+
+import msgspec
+
+from kbpf.dataplane.base import SharedAccess
+from kbpf.dataplane.bpf.attachments import Attachments
+from kbpf.dataplane.bpf.maps.agent_maps import AgentMaps
+from kbpf.dataplane.bpf.maps.agent_sockets import AgentSockets
+from kbpf.dataplane.bpf.metrics import MapCollector
+from kbpf.model.metrics import DataPlaneMetrics, Pause, TrafficStats
+
+
+@dataclass(frozen=True, slots=True)
+class BpfAccess(SharedAccess):
+    collector: MapCollector
+    agent_maps: AgentMaps
+    attachments: Attachments
+    sockets: AgentSockets
+
+    def read_metrics(self) -> DataPlaneMetrics:
+        return msgspec.structs.replace(
+            self.collector.read(dict(self.agent_maps.fill)),
+            hooks=tuple(self.attachments.hook_states().items()),
+            foreign_programs=len(self.attachments.foreign_programs()),
+        )
+
+    def count_traffic(self, pause: Pause) -> TrafficStats:
+        return self.collector.count(pause)
+
+    def claim_socket(self, cookie: int) -> None:
+        self.sockets.claim(cookie)
