@@ -155,7 +155,6 @@ class Agent:
     def _run_event_loop(self) -> None:
         wait = 0.0
         while not self._stop.is_set():
-            self._recorder.taking()
             self._conntrack_sysctls.apply(time.monotonic())
             self.step(self._inbox.get_batch(wait))
             wait = self._seconds_until_due()

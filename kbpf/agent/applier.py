@@ -59,9 +59,12 @@ class Applier:
         """Whether something is retried without a change: a failed apply, or refused ports."""
         return self.state.is_retrying or bool(self._limits.refused)
 
-    def apply(self, desired: DesiredState, keys: set[ServicePortKey] | None) -> Report | None:
+    def apply(
+        self, desired: DesiredState, keys: set[ServicePortKey] | None, is_resync: bool
+    ) -> Report | None:
         """Programs these Service ports; None: all. Returns None if that failed, or if it has to
         wait: after a failure the data plane reads all maps again, so changes wait for the retry.
+        `is_resync`: everything was programmed, so what is written now repairs it.
         """
         if self.state.is_retrying and time.monotonic() < self.retry_due:
             return None
@@ -75,15 +78,17 @@ class Applier:
                 log.error("cannot write to the data plane; retrying: %s", error)
             self.advance(Outcome.FAILED)
             self.retry_due = time.monotonic() + RETRY_INTERVAL_S
-            self._recorder.failed()
+            self._recorder.applied(keys, 0.0, None)
             return None
         seconds = time.perf_counter() - start
         self.error.replace(None)
         self.advance(Outcome.APPLIED if authoritative else Outcome.APPLIED_PARTLY)
-        self._record(report, keys, seconds)
+        self._record(report, keys, seconds, is_resync)
         return report
 
-    def _record(self, report: Report, keys: set[ServicePortKey] | None, seconds: float) -> None:
+    def _record(
+        self, report: Report, keys: set[ServicePortKey] | None, seconds: float, is_resync: bool
+    ) -> None:
         self._last = time.monotonic()
         if keys is None:
             self._resync_due = self._last + self._config.config_sync_period
@@ -94,7 +99,10 @@ class Applier:
             "programmed service_ports=%s entries=%d ms=%.1f",
             "all" if keys is None else len(keys), written, self.last_ms,
         )  # fmt: skip
-        self._recorder.applied(keys, seconds, bool(written))
+        self._recorder.applied(keys, seconds, written, is_resync)
+        if is_resync and written:
+            counts = " ".join(f"{name}={n}" for name, n in sorted(report.writes.items()) if n)
+            log.warning("another process had changed the programmed state; repaired: %s", counts)
         self.is_deferred, self.deferred_due = bool(report.deferred), report.next_apply_at
         # Fewer are refused than before, so there is room again: the others are retried at once.
         more_room = len(report.refused) < len(self._limits.refused)

@@ -18,7 +18,7 @@ from kbpf.agent.listeners import Listeners
 from kbpf.agent.recorder import Recorder
 from kbpf.agent.refusals import LimitReporter, RefusalReporter
 from kbpf.agent.states import Outcome, State
-from kbpf.dataplane.base import DataPlane, Report
+from kbpf.dataplane.base import DataPlane
 from kbpf.model.address import Addr
 from kbpf.model.config import Config, LocalMode
 from kbpf.model.desired import FrontendAddress, ServicePortKey
@@ -175,27 +175,18 @@ class Reconciler:
         self._refusals.report_changes(keys, builder.state.services, builder.reserved)
 
     def _resync(self) -> None:
-        """Compares everything programmed with the desired state; reports what was repaired."""
+        """Compares everything programmed with the desired state."""
         self._plane.invalidate()
-        report = self._apply(None)
-        if report is None:
-            return
-        repaired = {name: n for name, n in sorted(report.writes.items()) if n}
-        self._recorder.compared(sum(repaired.values()))
-        if repaired:
-            counts = " ".join(f"{name}={n}" for name, n in repaired.items())
-            log.warning("another process had changed the programmed state; repaired: %s", counts)
+        self._apply(None, is_resync=True)
 
     def _apply_dirty(self) -> None:
         self._apply(None if self._dirty.all else self._dirty.keys)
 
-    def _apply(self, keys: set[ServicePortKey] | None) -> Report | None:
-        """See Applier.apply()."""
-        report = self.applier.apply(self.computer.builder.state, keys)
+    def _apply(self, keys: set[ServicePortKey] | None, is_resync: bool = False) -> None:
+        report = self.applier.apply(self.computer.builder.state, keys, is_resync)
         if report is not None:
             self._dirty = DirtyKeys()
             self.computer.record_programmed(report.deferred)
-        return report
 
     def _is_authoritative(self) -> bool:
         """Whether all objects could be read. Pods do not count: Services do not depend on them."""
@@ -203,12 +194,10 @@ class Reconciler:
 
     def report_settled(self) -> None:
         """Reports that everything is programmed, or how long the oldest change has waited."""
-        if self.state.is_retrying:
-            return
-        if not self._pending and not self.is_busy:
-            self._recorder.settled(self.store, self.computer.builder.state)
-        elif (oldest_since := self.computer.oldest_since) is not None:
-            self._recorder.waiting(oldest_since)
+        computer, is_retrying = self.computer, self.state.is_retrying
+        all_settled = not (is_retrying or self._pending or self.is_busy)
+        waiting_since = None if is_retrying else computer.oldest_since
+        self._recorder.settled(self.store, computer.builder.state, all_settled, waiting_since)
 
     def due_times(self, now: float) -> Iterator[float]:
         """When the next rounds are due (time.monotonic)."""

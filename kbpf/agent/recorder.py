@@ -26,7 +26,8 @@ POLICIES: Final = ("internal", "external")
 
 class Recorder:
     """Observes the way of each change through the agent: received, taken, computed, applied and
-    settled. Used by the agent's thread only, except for received().
+    settled. Used by the agent's thread only, except for received(). Each round of the agent calls
+    taken() first and settled() last.
     """
 
     def __init__(self, config: Config, server: AgentServer) -> None:
@@ -51,10 +52,6 @@ class Recorder:
             self._server.health.record_queued()
             if event.key.kind in (Kind.SERVICE, Kind.SLICE):
                 self._server.proxy_metrics.record_queued()
-
-    def taking(self) -> None:
-        """Records that the inbox is about to be read."""
-        self._server.health.record_dequeued()
 
     def taken(self, events: Iterable[Event], touched: ChangeSet) -> None:
         """Records the events that were read and the Services that they touched."""
@@ -91,13 +88,25 @@ class Recorder:
             for policy, members in self._without_local.items():
                 _set_membership(members, key, state is not None and _lacks_local(state, policy))
 
-    def applied(self, keys: Collection[ServicePortKey] | None, seconds: float, wrote: bool) -> None:
-        """Records an apply() of these Service ports; `keys` None: everything was compared. Without
-        keys it was a sync only if it `wrote` something (deferred work, both families): a retry of
-        refused Service ports, once a second, is none.
+    def applied(
+        self,
+        keys: Collection[ServicePortKey] | None,
+        seconds: float,
+        written: int | None,
+        is_resync: bool = False,
+    ) -> None:
+        """Records an apply() of these Service ports; `keys` None: everything was compared.
+        `written`: number of entries; None: it failed. Without keys it was a sync only if it wrote
+        something (deferred work, both families): a retry of refused Service ports, once a second,
+        is none. With `is_resync` what was written repairs what another process had changed.
         """
         metrics = self._server.proxy_metrics
-        if keys is None or keys or wrote:
+        if written is None:
+            metrics.record_failure()
+            return
+        if is_resync:
+            metrics.record_comparison(written)
+        if keys is None or keys or written:
             families = {key.family for key in keys} if keys else {4, 6}
             metrics.record_sync(seconds, keys is None, families)
         for family, trigger_time in self._triggers:
@@ -109,27 +118,27 @@ class Recorder:
                 metrics.set_no_local_endpoints(policy, family, count)
         self._applied_since_settled = True
 
-    def failed(self) -> None:
-        """Records an apply() that failed."""
-        self._server.proxy_metrics.record_failure()
-
-    def compared(self, repaired: int) -> None:
-        """Records a comparison of the programmed with the desired state, and how many entries it
-        repaired.
+    def settled(
+        self,
+        store: ObjectStore,
+        desired: DesiredState,
+        all_settled: bool = True,
+        waiting_since: float | None = None,
+    ) -> None:
+        """Records whether all events that were taken are settled: programmed, or without effect.
+        If not, `waiting_since` is since when the oldest change has waited (time.monotonic), if
+        that is known.
         """
-        self._server.proxy_metrics.record_comparison(repaired)
-
-    def waiting(self, since: float) -> None:
-        """Records since when the oldest change has waited (time.monotonic)."""
-        self._server.health.set_oldest(since)
-
-    def settled(self, store: ObjectStore, desired: DesiredState) -> None:
-        """Records that all events are settled: programmed, or without effect."""
-        applied, self._applied_since_settled = self._applied_since_settled, False
-        self._server.health.record_settled(applied)
-        self._server.proxy_metrics.record_settled()
-        self._server.set_node_leaving(store.node.being_deleted)
-        self._update_health_checks(store, desired)
+        health = self._server.health
+        if all_settled:
+            applied, self._applied_since_settled = self._applied_since_settled, False
+            health.record_settled(applied)
+            self._server.proxy_metrics.record_settled()
+            self._server.set_node_leaving(store.node.being_deleted)
+            self._update_health_checks(store, desired)
+        elif waiting_since is not None:
+            health.set_oldest(waiting_since)
+        health.record_dequeued()  # the next round begins
 
     def _update_health_checks(self, store: ObjectStore, desired: DesiredState) -> None:
         touched, self._touched = self._touched, ChangeSet()

@@ -77,7 +77,7 @@ class HealthTracker:
                 )
 
     def record_dequeued(self) -> None:
-        """Records that the queue is being emptied. Call it before reading the queue, so that an
+        """Records that the queue will be emptied. Call it before reading the queue, so that an
         event that arrives in between is not settled with the earlier ones.
         """
         with self._lock:

@@ -311,7 +311,6 @@ def test_refused_change_becomes_unhealthy_although_others_arrive(
     def come(*items: Upsert | Synced) -> bool:
         for item in items:
             agent._enqueue(item)
-        desk.health.record_dequeued()
         agent.step(agent._inbox.get_batch(0.0))
         return desk.health.verdict().healthy
 

@@ -65,7 +65,7 @@ class Rig:
 
     def end(self, changed=frozenset()) -> None:
         if changed:
-            self.tally.applied(changed, 0.5, wrote=True)
+            self.tally.applied(changed, 0.5, written=1)
         self.tally.settled(self.world, self.desired.state)
 
     def page(self) -> dict[str, Family]:
