@@ -12,7 +12,7 @@ meanwhile.
 """
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from typing import Final, NamedTuple
@@ -86,16 +86,13 @@ def fallback_reason(error: KbpfError, rows: Sequence[CheckRow]) -> FallbackReaso
 
 
 class Factories(NamedTuple):
-    """Constructors of the data planes, of what another mode or a kube-proxy left in the kernel
-    (`previous_...`), and of the rows of `kbpf check` for BPF.
+    """Constructors, by mode, of the data planes and of what others may have left in the kernel for
+    this mode to take over; and of the rows of `kbpf check` for BPF.
     """
 
-    bpf: Callable[[], DataPlane]
-    ipvs: Callable[[], DataPlane]
-    previous_bpf: Callable[[], PreviousDataPlane]
-    previous_ipvs: Callable[[], PreviousDataPlane]
+    planes: Mapping[str, Callable[[], DataPlane]]
+    previous: Mapping[str, Sequence[Callable[[], PreviousDataPlane]]]
     check_rows: Callable[[], Sequence[CheckRow]]
-    previous_kube_proxy: Callable[[], PreviousDataPlane]
 
 
 class SelectedDataPlane:
@@ -106,7 +103,7 @@ class SelectedDataPlane:
     def __init__(self, requested_mode: str, factories: Factories) -> None:
         self._factories = factories
         self.choice = ModeChoice(requested_mode, "ipvs" if requested_mode == "ipvs" else "bpf")
-        self._plane = factories.ipvs() if requested_mode == "ipvs" else factories.bpf()
+        self._plane = factories.planes[self.choice.mode]()
         self._takeover = Takeover()
         self._has_applied = False  # whether any apply has succeeded
         self._fully_applied = False  # whether an authoritative apply has succeeded
@@ -124,13 +121,8 @@ class SelectedDataPlane:
                 raise
 
     def _open(self) -> None:
-        factories = self._factories
-        self._takeover.claim(
-            (factories.previous_ipvs, factories.previous_kube_proxy)
-            if self.choice.mode == "bpf"
-            else (factories.previous_bpf,),
-            self.choice.mode,
-        )
+        mode = self.choice.mode
+        self._takeover.claim(self._factories.previous[mode], mode)
         try:
             self._plane.open(coexisting=not self._takeover.is_complete)
         except KbpfError:
@@ -155,7 +147,7 @@ class SelectedDataPlane:
         # Releases the lock of the pins: mode ipvs claims what BPF has left there.
         self._plane.close()
         self._takeover.release()
-        self._plane = self._factories.ipvs()
+        self._plane = self._factories.planes["ipvs"]()
         self.choice = ModeChoice("auto", "ipvs", str(reason), str(error))
         try:
             self._open()
@@ -163,7 +155,7 @@ class SelectedDataPlane:
             message, note = str(error), f"mode ipvs is not possible either: {ipvs_error}"
             error.hint = f"{error.hint}; {note}" if error.hint else note
             self._failed_fallbacks[message] = error.hint
-            self._plane, self.choice = self._factories.bpf(), before
+            self._plane, self.choice = self._factories.planes["bpf"](), before
             return False
         log.warning("mode=ipvs: BPF is unavailable on this node: %s: %s", reason, error)
         return True
@@ -259,4 +251,8 @@ def _build_factories(config: Config) -> Factories:
 
         return KubeProxyDrain(config)
 
-    return Factories(bpf, ipvs, previous_bpf, previous_ipvs, check_rows, previous_kube_proxy)
+    return Factories(
+        {"bpf": bpf, "ipvs": ipvs},
+        {"bpf": (previous_ipvs, previous_kube_proxy), "ipvs": (previous_bpf,)},
+        check_rows,
+    )

@@ -23,7 +23,10 @@ from typing import Any, TypeVar
 
 import pytest
 
+from kbpf.dataplane.bpf.maps import pinning
 from kbpf.dataplane.bpf.maps.layout import Reason, ServiceFlag, schema_hash
+from kbpf.dataplane.bpf.maps.pinning import Pins
+from kbpf.dataplane.bpf.packet_path import packet_path
 from kbpf.dataplane.bpf.plane import BpfPlane
 from kbpf.kernel.bpf.objects import Map
 from kbpf.kernel.system import netns
@@ -184,6 +187,12 @@ class Site:
         """Ends the agent's planes as if it were killed."""
         for plane in self._planes:
             plane.close()
+
+    def remove(self) -> None:
+        """Ends the agent's planes, and removes what they left, as `kbpf cleanup` does."""
+        self.close_planes()
+        packet_path.remove_programs(Pins(self.pins))
+        pinning.remove(Pins(self.pins))
 
     def place(self, name: str, netns: str | None = None) -> Place:
         """A client in a cgroup below the hooks."""

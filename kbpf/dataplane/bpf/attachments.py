@@ -281,14 +281,11 @@ class Attachments:
             packet_path.publish()
 
     def remove_unused_packet_path(self) -> None:
-        """Detaches the packet programs of an earlier agent if the packet path is disabled."""
-        if self._packet_path is None and not self._problem and not self._postponed:
-            self.remove_packet_path()
-
-    def remove_packet_path(self) -> None:
-        """Detaches the packet programs and removes the host integration. The hooks disappear with
-        their pins.
+        """Detaches the packet programs of an earlier agent, and removes its host integration, if
+        the packet path is disabled.
         """
+        if self._packet_path is not None or self._problem or self._postponed:
+            return
         packet_path.remove_programs(self._pins)
         if host.may_need_cleanup(self._pins):
             host.remove(self._pins)

@@ -763,12 +763,6 @@ class BpfPlane:
             os.close(self._lock)
             self._lock = -1
 
-    def remove(self) -> None:
-        """Detaches the programs and removes everything below the pin folder."""
-        self.close()
-        self._attachments.remove_packet_path()
-        pinning.remove(self._pins)
-
 
 def _udp_targets(
     ports: Iterable[ProgrammedPort],

@@ -482,10 +482,6 @@ class IpvsPlane:
             self._kernel.close()
             self._release()
 
-    def remove(self) -> None:
-        self.close()
-        cleanup.remove(self._config)
-
 
 def _frontends_of(desired: DesiredState, keys: Iterable[ServicePortKey]) -> Iterator[Frontend]:
     """The frontends of these Service ports; those that are not desired are skipped."""

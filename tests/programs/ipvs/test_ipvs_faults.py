@@ -473,7 +473,8 @@ def test_next_agent_repairs_a_kill_between_any_two_calls(
 
 def state_of_first_agent(node: Node, states: list[ServiceState]) -> Any:
     """The kernel's state after a first agent has programmed these."""
-    node.plane.remove()
+    node.plane.close()
+    cleanup.remove(node.config)
     node.plane.open()
     node.plane.apply(desired(*states, nodes=OWN), None)
     return held(node)

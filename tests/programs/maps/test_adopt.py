@@ -143,7 +143,7 @@ def dumps(artifact_cache: Path) -> dict[str, dict[str, Any]]:
             plane.apply(state, None)
             plane.flush()
             found[name] = site.dump()
-            plane.remove()
+            site.remove()
     return found
 
 
@@ -473,7 +473,7 @@ def test_first_start_attaches_only_after_filling_the_maps(site: Site):
 def test_remove_leaves_nothing(site: Site):
     plane = site.open()
     plane.apply(OLD, None)
-    plane.remove()
+    site.remove()
     assert not site.pins.exists()
     fd = os.open(site.cgroup, os.O_RDONLY)
     types = [hook.attach_type for hook in hooks.HOOKS]

@@ -207,7 +207,6 @@ def test_packet_path_is_loaded_first_if_hooks_cannot_serve(start: Start, setting
     start.open(**settings)
     assert start.loads == 1
     start.error = KernelError("refused by hand")
-    start.site.close_planes()
-    start.plane.remove()
+    start.site.remove()
     with pytest.raises(KernelError, match="refused by hand"):
         start.open(**settings)

@@ -205,11 +205,15 @@ class Harness:
         }
         for name, rest in self.rest.items():
             rest.there = name in there.split()
-        self.chosen = SelectedDataPlane(
-            asked,
-            Factories(lambda: self.bpf, lambda: self.ipvs, lambda: self.rest["bpf"],
-                lambda: self.rest["ipvs"], lambda: rows, lambda: self.rest["kube-proxy"]),
-        )  # fmt: skip
+        factories = Factories(
+            {"bpf": lambda: self.bpf, "ipvs": lambda: self.ipvs},
+            {
+                "bpf": (lambda: self.rest["ipvs"], lambda: self.rest["kube-proxy"]),
+                "ipvs": (lambda: self.rest["bpf"],),
+            },
+            lambda: rows,
+        )
+        self.chosen = SelectedDataPlane(asked, factories)
 
     def start(self, sound: bool = True) -> None:
         self.chosen.open()
