@@ -24,7 +24,13 @@ from kbpf.dataplane.bpf.changes.commit import ZERO, pack_endpoint
 from kbpf.dataplane.bpf.changes.deferred import ApplyPlan, DeferredQueue
 from kbpf.dataplane.bpf.changes.grace import GRACE_PERIOD_S, SHORT_GRACE_PERIOD_S, GraceQueue
 from kbpf.dataplane.bpf.changes.large_tables import TableBuilder
-from kbpf.dataplane.bpf.changes.plan import Planner, ProgrammedPort, Retired, Writes
+from kbpf.dataplane.bpf.changes.plan import (
+    Planner,
+    ProgrammedPort,
+    Retired,
+    Writes,
+    compute_change,
+)
 from kbpf.dataplane.bpf.changes.quotas import (
     NamespaceBudgets,
     TableLimits,
@@ -390,10 +396,11 @@ class BpfPlane:
         self._refused.pop(key, None)
         self._refused_system.pop(key, None)
         old = apply_plan.programmed.get(key, self._programmed.get(key))
+        change = compute_change(key, old, new)
         try:
             deletable_before = self._clock() - SHORT_GRACE_PERIOD_S
             apply_plan.capacity.reserve(
-                key, old, new, apply_plan.planner, self._is_system(key), deletable_before
+                change, apply_plan.planner, self._is_system(key), deletable_before
             )
             if deadline is not None and self._waits_for_room(apply_plan):
                 self._deferred_due = time.monotonic() + GROWTH_POLL_INTERVAL_S
@@ -406,7 +413,7 @@ class BpfPlane:
             return True
         if deadline is not None and new is not None and self._waits_for_table(new, deadline):
             return False
-        apply_plan.programmed[key] = apply_plan.planner.plan_port(key, old, new)
+        apply_plan.programmed[key] = apply_plan.planner.add(change)
         self._budgets.replace(key.namespace, old, apply_plan.programmed[key])
         return True
 

@@ -13,7 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from kbpf.agent.problems import Problems
-from kbpf.dataplane.bpf.changes.plan import Planner
+from kbpf.dataplane.bpf.changes.plan import Planner, compute_change
 from kbpf.dataplane.bpf.changes.quotas import TableLimits
 from kbpf.dataplane.bpf.maps.ids import BackendTable, IdAllocator, SharedTables
 from kbpf.dataplane.bpf.maps.layout import Meta
@@ -117,11 +117,11 @@ def program(objects: Callable[[int], Objects], size: int) -> None:
     limits.update(states, keys)
     planner = Planner(ids, BackendTable(ids), shared_tables=SharedTables(ids))
     programmed = {
-        key: planner.plan_port(key, None, limits.effective_state(states[key]))
+        key: planner.add(compute_change(key, None, limits.effective_state(states[key])))
         for key in sorted(keys)
     }
     for key in keys:
-        planner.plan_port(key, programmed[key], None)
+        planner.add(compute_change(key, programmed[key], None))
 
 
 def slope(cost: Callable[[int], int]) -> float:

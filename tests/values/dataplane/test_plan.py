@@ -25,8 +25,8 @@ from kbpf.dataplane.bpf.changes.plan import (
     ProgrammedSet,
     Retired,
     Writes,
+    compute_change,
     count_leaving_entries,
-    count_new_entries,
     fingerprint,
     policy_flags,
     table_key,
@@ -67,7 +67,7 @@ class Agent:
         changes: dict[ServicePortKey, ServiceState | None] = {s.key: s for s in states}
         changes |= dict.fromkeys(gone)
         for key, state in sorted(changes.items()):
-            after = planner.plan_port(key, self.programmed.pop(key, None), state)
+            after = planner.add(compute_change(key, self.programmed.pop(key, None), state))
             if after is not None:
                 self.programmed[key] = after
         return planner.finish_writes()
@@ -365,7 +365,8 @@ def test_the_entries_that_a_change_needs(row: Need):
     if row.old:
         agent.plan(row.old)
     old = agent.programmed.get((row.old or row.new).key)
-    takes = count_new_entries(old, row.new, agent.table, agent.tables)
+    change = compute_change((row.old or row.new).key, old, row.new)
+    takes = change.count_new_entries(agent.table, agent.tables)
     names = (
         "services", "service_names", "source_ranges", "backend_slots", "set_members", "backends",
     )  # fmt: skip
@@ -407,10 +408,11 @@ def test_the_entries_that_a_change_frees_are_known_in_advance(
     """The number of entries that are deleted in the end; entries in use again are not counted."""
     agent, maps = Agent(), Maps()
     list(maps.write(agent.plan(old)))
-    before = count_leaving_entries((), agent.programmed[old.key], new, agent.table, agent.tables)
+    change = compute_change(old.key, agent.programmed[old.key], new)
+    before = change.count_leaving_entries(agent.table, agent.tables)
     writes = agent.plan(new) if new else agent.plan(gone=(old.key,))
     list(maps.write(writes))
-    waiting = count_leaving_entries([writes.retired], None, None, agent.table, agent.tables)
+    waiting = count_leaving_entries([writes.retired], agent.table, agent.tables)
     full = maps.sizes()
     list(maps.retire(agent, writes))
     gave = {name: size - maps.sizes()[name] for name, size in full.items()}
@@ -421,7 +423,7 @@ def test_unclaimed_entries_count_as_leaving():
     agent = Agent()
     one_key, three_keys = bytes(U32_PAIR.size), bytes(3 * U32_PAIR.size)
     found = Retired(slot_keys=[one_key, three_keys], member_keys=[one_key])
-    assert count_leaving_entries([found], None, None, agent.table, agent.tables) == {
+    assert count_leaving_entries([found], agent.table, agent.tables) == {
         "backend_slots": 4, "set_members": 1, "backends": 0,
     }  # fmt: skip
 

@@ -3,23 +3,21 @@
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Final
 
 from kbpf.dataplane.bpf.changes.grace import GraceQueue
 from kbpf.dataplane.bpf.changes.plan import (
     Planner,
-    ProgrammedPort,
-    Retired,
+    PortChange,
     count_leaving_entries,
-    count_new_entries,
 )
 from kbpf.dataplane.bpf.changes.quotas import CONTESTED_FILL, NamespaceBudgets
 from kbpf.dataplane.bpf.maps.agent_maps import OVERLAP_FACTOR, AgentMaps
 from kbpf.dataplane.bpf.maps.ids import BackendTable, SharedTables
 from kbpf.dataplane.bpf.maps.layout import MAPS
 from kbpf.errors import CapacityError
-from kbpf.model.desired import ServicePortKey, ServiceState
+from kbpf.model.desired import ServicePortKey
 
 EARLY_DELETE_BUDGET_S: Final = 0.005
 """How long one apply() may delete old sets ahead of time when room is short."""
@@ -53,9 +51,7 @@ class CapacityAccount:
 
     def reserve(
         self,
-        key: ServicePortKey,
-        old: ProgrammedPort | None,
-        new: ServiceState | None,
+        change: PortChange,
         planner: Planner,
         is_system: bool,
         deletable_before: float,
@@ -63,20 +59,22 @@ class CapacityAccount:
         """Reserves room for this change; raises CapacityError if there is not enough. What was
         retired before `deletable_before` may be deleted at once.
         """
-        needed = count_new_entries(old, new, self._backend_table, self._shared_tables)
+        needed = change.count_new_entries(self._backend_table, self._shared_tables)
         if self._is_contested(needed):
             start = time.perf_counter()
             self._grace_queue.delete_until(deletable_before, self._budget_s)
             self._budget_s -= time.perf_counter() - start
             # Ids may have been retired.
-            needed = count_new_entries(old, new, self._backend_table, self._shared_tables)
+            needed = change.count_new_entries(self._backend_table, self._shared_tables)
             if self._leaving_entries is None:
                 pending = [*self._grace_queue.pending, planner.writes.retired]
-                self._leaving_entries = self._count_leaving(pending)
-            self._check(key, needed, self._count_own_leaving(old, new), is_system)
+                self._leaving_entries = Counter(
+                    count_leaving_entries(pending, self._backend_table, self._shared_tables)
+                )
+            self._check(change.key, needed, self._count_leaving(change), is_system)
         self._reserved.update(needed)
         if self._leaving_entries is not None:
-            self._leaving_entries.update(self._count_own_leaving(old, new))
+            self._leaving_entries.update(self._count_leaving(change))
 
     def _is_contested(self, needed: Mapping[str, int]) -> bool:
         fill, limit = self._agent_maps.fill, self._agent_maps.max_entries
@@ -85,17 +83,8 @@ class CapacityAccount:
             for name, count in needed.items()
         )
 
-    def _count_leaving(self, pending: Iterable[Retired]) -> Counter[str]:
-        return Counter(
-            count_leaving_entries(pending, None, None, self._backend_table, self._shared_tables)
-        )
-
-    def _count_own_leaving(
-        self, old: ProgrammedPort | None, new: ServiceState | None
-    ) -> Counter[str]:
-        return Counter(
-            count_leaving_entries((), old, new, self._backend_table, self._shared_tables)
-        )
+    def _count_leaving(self, change: PortChange) -> Counter[str]:
+        return Counter(change.count_leaving_entries(self._backend_table, self._shared_tables))
 
     def _check(
         self,

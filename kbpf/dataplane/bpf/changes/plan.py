@@ -19,10 +19,10 @@ A crash between any two steps leaves every frontend with a complete set, old or 
 """
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -181,6 +181,103 @@ class Writes:
     retired: Retired = field(default_factory=Retired)
 
 
+class SetChange(NamedTuple):
+    """A set as programmed, and what is desired. `stays`: whether the programmed set can stay."""
+
+    old: ProgrammedSet
+    backends: BackendSet
+    spread: Spread
+    in_set_members: bool
+    stays: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PortChange:
+    """The change of one Service port. `sets`: cluster and local. `serving`: see ProgrammedPort. It
+    stays valid while other changes are written, but its cost does not: it depends on the backends
+    and tables that exist.
+    """
+
+    key: ServicePortKey
+    old: ProgrammedPort | None
+    new: ServiceState | None
+    sets: tuple[SetChange, SetChange]
+    serving: BackendSet
+
+    def count_new_entries(
+        self, backend_table: BackendTable, shared_tables: SharedTables
+    ) -> dict[str, int]:
+        """The maximum number of new entries, by map, before anything is retired."""
+        old, new = self.old, self.new
+        if new is None:
+            return {}
+        old_addresses = {frontend.at for frontend in old.frontends} if old else set()
+        new_slots, members = 0, 0
+        needed_backends = set(self.serving if not old or old.serving != self.serving else ())
+        for _, backends, spread, in_set_members, stays in self.sets:
+            if not stays:
+                # A changed set is written in full: the old one stays for its grace period.
+                new_slots += len(backends)
+                if needs_table(backends, spread) and not shared_tables.find(
+                    table_key(backends, spread)
+                ):
+                    new_slots += count_slots(len(backends), spread)
+                members += len(backends) if in_set_members else 0
+                needed_backends.update(backends)
+        return {
+            "services": sum(frontend.at not in old_addresses for frontend in new.frontends),
+            "service_names": 0 if old else 1,
+            "source_ranges": len(set(new.source_ranges) - set(old.source_ranges if old else ())),
+            "backend_slots": new_slots,
+            "set_members": members,
+            "backends": backend_table.count_unknown(needed_backends),
+        }
+
+    def count_leaving_entries(
+        self, backend_table: BackendTable, shared_tables: SharedTables
+    ) -> dict[str, int]:
+        """The number of entries that this change retires, by map. Backends and tables that it
+        reuses are not counted.
+        """
+        retired = Retired()
+        reused_backends: set[Backend] = set()
+        reused_tables: set[int] = set()
+        for old_set, backends, spread, _, stays in self.sets:
+            if not stays:
+                retired.sets.append(old_set)
+                reused_backends.update(backends)
+                if needs_table(backends, spread):
+                    reused_tables.add(shared_tables.find(table_key(backends, spread)))
+        if self.old and self.old.serving != self.serving:
+            retired.released_backends.append(self.old.serving)
+            reused_backends.update(self.serving)
+        return count_leaving_entries(
+            [retired], backend_table, shared_tables, reused_backends, reused_tables
+        )
+
+
+def compute_change(
+    key: ServicePortKey, old: ProgrammedPort | None, new: ServiceState | None
+) -> PortChange:
+    """The change of a Service port from old to new; None if it is not programmed or not desired."""
+    old_cluster, old_local = (old.cluster, old.local) if old else (EMPTY, EMPTY)
+    has_affinity = new is not None and new.affinity_timeout > 0
+
+    def compare(old_set: ProgrammedSet, backends: BackendSet, spread: Spread) -> SetChange:
+        stays = old_set.matches(backends, spread, has_affinity)
+        return SetChange(old_set, backends, spread, has_affinity, stays)
+
+    if new is None:
+        sets = compare(old_cluster, (), EVEN_SPREAD), compare(old_local, (), EVEN_SPREAD)
+    else:
+        sets = (
+            compare(old_cluster, new.cluster, new.cluster_spread),
+            compare(old_local, new.local, new.local_spread),
+        )
+    serving = new.serving if new is not None and key.protocol == Protocol.UDP else ()
+    return PortChange(key, old, new, sets, serving)
+
+
 class Planner:
     """Collects the writes of one apply(), and changes no map. But it allocates ids, adds references
     to backends and tables, and removes used ids from `known_ids`; if apply() fails, all of these
@@ -203,26 +300,46 @@ class Planner:
         self._known_ids = {} if known_ids is None else known_ids
         self.writes = Writes()
 
-    def plan_port(
-        self, key: ServicePortKey, old: ProgrammedPort | None, new: ServiceState | None
-    ) -> ProgrammedPort | None:
-        """Plans one Service port from old to new. Returns what will be programmed."""
-        if new is None:
-            if old is not None:
-                self._remove(old)
+    def add(self, change: PortChange) -> ProgrammedPort | None:
+        """Adds the writes of this change. Returns what will be programmed."""
+        old, new = change.old, change.new
+        if old is None and new is None:
             return None
-        programmed = self._build(key, old, new)
+        service_id = old.id if old else self._known_ids.pop(change.key, 0)
+        if not service_id:
+            service_id = self._ids.allocate_service()
+            self.writes.names.append((service_id, change.key))
+        cluster, local = map(self._plan_set, change.sets)
+        self._plan_serving(service_id, old.serving if old else (), change.serving)
+        # Otherwise the entries would apply again if affinity is enabled before they expire.
+        if old and old.affinity_timeout and not (new and new.affinity_timeout):
+            self.writes.retired.forget_affinity.add(service_id)
+        self._plan_ranges(
+            service_id, old.source_ranges if old else (), new.source_ranges if new else ()
+        )
+        if new is None:
+            self._plan_frontends(old, None)
+            self.writes.retired.names.append(service_id)
+            return None
+        programmed = ProgrammedPort(
+            service_id, policy_flags(new), new.affinity_timeout, new.frontends, cluster, local,
+            change.serving, new.source_ranges,
+        )  # fmt: skip
+        self._plan_frontends(old, programmed)
+        return programmed
+
+    def _plan_frontends(self, old: ProgrammedPort | None, new: ProgrammedPort | None) -> None:
         # At first all old frontends. The loop takes out those that stay, and what remains is lost.
         remaining = {f.at: old.service_value(f) for f in old.frontends} if old else {}
-        for frontend in programmed.frontends:
-            value, current = programmed.service_value(frontend), remaining.pop(frontend.at, None)
+        for frontend in new.frontends if new else ():
+            assert new is not None
+            value, current = new.service_value(frontend), remaining.pop(frontend.at, None)
             if current != value:
                 self.writes.flips[frontend.at] = value
             if current is None:
                 self.writes.new_frontends += 1
         if old is not None:
             self._remove_frontends(old, remaining)
-        return programmed
 
     def remove_lost_frontends(
         self, old: ProgrammedPort, new: ServiceState | None
@@ -245,32 +362,9 @@ class Planner:
         self.writes.new_frontends -= len(moved_frontends)
         return self.writes
 
-    def _build(
-        self, key: ServicePortKey, old: ProgrammedPort | None, new: ServiceState
-    ) -> ProgrammedPort:
-        service_id = old.id if old else self._known_ids.pop(key, 0)
-        if not service_id:
-            service_id = self._ids.allocate_service()
-            self.writes.names.append((service_id, key))
-        has_affinity = new.affinity_timeout > 0
-        old_cluster, old_local = (old.cluster, old.local) if old else (EMPTY, EMPTY)
-        cluster = self._plan_set(old_cluster, new.cluster, new.cluster_spread, has_affinity)
-        local = self._plan_set(old_local, new.local, new.local_spread, has_affinity)
-        serving = new.serving if key.protocol == Protocol.UDP else ()
-        self._plan_serving(service_id, old.serving if old else (), serving)
-        # Otherwise the entries would apply again if affinity is enabled before they expire.
-        if old and old.affinity_timeout and not has_affinity:
-            self.writes.retired.forget_affinity.add(service_id)
-        self._plan_ranges(service_id, old.source_ranges if old else (), new.source_ranges)
-        return ProgrammedPort(
-            service_id, policy_flags(new), new.affinity_timeout, new.frontends, cluster, local,
-            serving, new.source_ranges,
-        )  # fmt: skip
-
-    def _plan_set(
-        self, old: ProgrammedSet, backends: BackendSet, spread: Spread, has_affinity: bool
-    ) -> ProgrammedSet:
-        if old.matches(backends, spread, has_affinity):
+    def _plan_set(self, change: SetChange) -> ProgrammedSet:
+        old, backends, spread, in_set_members, stays = change
+        if stays:
             if old.spread is not None:
                 return old
             # Adopted, and its slots are equal: they were computed from this spread.
@@ -288,16 +382,17 @@ class Planner:
             new = ProgrammedSet(
                 self._ids.allocate_set(),
                 backends,
-                has_affinity,
+                in_set_members,
                 size or len(ids),
                 spread,
                 table=table,
             )
             self.writes.slots.append((new.id, ids))
-            if has_affinity:
+            if in_set_members:
                 # only for affinity: whether the backend of last time is still in the set
                 self.writes.members.append((new.id, ids))
-        self._retire_set(old)
+        if old.id:
+            self.writes.retired.sets.append(old)
         return new
 
     def _plan_table(self, backends: BackendSet, spread: Spread) -> tuple[int, int]:
@@ -341,20 +436,6 @@ class Planner:
         self.writes.new_ranges += [(service_id, cidr) for cidr in sorted(set(new) - set(old))]
         self.writes.old_ranges += [(service_id, cidr) for cidr in sorted(set(old) - set(new))]
 
-    def _retire_set(self, old: ProgrammedSet) -> None:
-        if old.id:
-            self.writes.retired.sets.append(old)
-
-    def _remove(self, old: ProgrammedPort) -> None:
-        self._remove_frontends(old, [frontend.at for frontend in old.frontends])
-        self._retire_set(old.cluster)
-        self._retire_set(old.local)
-        self._plan_serving(old.id, old.serving, ())
-        self._plan_ranges(old.id, old.source_ranges, ())
-        self.writes.retired.names.append(old.id)
-        if old.affinity_timeout:
-            self.writes.retired.forget_affinity.add(old.id)
-
 
 _INTERNAL_LOCAL, _EXTERNAL_LOCAL, _ANY_ENDPOINTS, _MAGLEV = map(
     int,
@@ -381,82 +462,24 @@ def policy_flags(state: ServiceState) -> ServiceFlag:
     return ServiceFlag(flags)
 
 
-def count_new_entries(
-    old: ProgrammedPort | None,
-    new: ServiceState | None,
-    backend_table: BackendTable,
-    shared_tables: SharedTables,
-) -> dict[str, int]:
-    """The maximum number of new entries of a change, by map, before anything is retired."""
-    if new is None:
-        return {}
-    old_addresses = {frontend.at for frontend in old.frontends} if old else set()
-    has_affinity = new.affinity_timeout > 0
-    serving = new.serving if new.key.protocol == Protocol.UDP else ()
-    new_slots, members = 0, 0
-    needed_backends = set(serving if not old or old.serving != serving else ())
-    for old_set, backends, spread in _pair_sets(old, new):
-        if not old_set.matches(backends, spread, has_affinity):
-            # A changed set is written in full: the old one stays for its grace period.
-            new_slots += len(backends)
-            if needs_table(backends, spread) and not shared_tables.find(
-                table_key(backends, spread)
-            ):
-                new_slots += count_slots(len(backends), spread)
-            members += len(backends)
-            needed_backends.update(backends)
-    return {
-        "services": sum(frontend.at not in old_addresses for frontend in new.frontends),
-        "service_names": 0 if old else 1,
-        "source_ranges": len(set(new.source_ranges) - set(old.source_ranges if old else ())),
-        "backend_slots": new_slots,
-        "set_members": members if has_affinity else 0,
-        "backends": backend_table.count_unknown(needed_backends),
-    }
-
-
-def _pair_sets(
-    old: ProgrammedPort | None, new: ServiceState
-) -> Iterable[tuple[ProgrammedSet, BackendSet, Spread]]:
-    """Both sets: as programmed, and as desired."""
-    old_cluster, old_local = (old.cluster, old.local) if old else (EMPTY, EMPTY)
-    yield old_cluster, new.cluster, new.cluster_spread
-    yield old_local, new.local, new.local_spread
-
-
 def count_leaving_entries(
     pending: Iterable[Retired],
-    old: ProgrammedPort | None,
-    new: ServiceState | None,
     backend_table: BackendTable,
     shared_tables: SharedTables,
+    reused_backends: Container[Backend] = (),
+    reused_tables: Set[int] = frozenset(),
 ) -> dict[str, int]:
-    """The number of entries that will be deleted, by map: those in their grace period, and those
-    that this change retires. Backends and tables that it reuses are not counted.
+    """The number of entries that will be deleted with `pending`, by map. Backends and tables that a
+    change reuses are not counted.
     """
     leaving_slots = members = 0
-    sets = []
-    reused_backends: set[Backend] = set()
-    reused_tables: set[int] = set()
+    sets: list[ProgrammedSet] = []
     for retired in pending:
         leaving_slots += sum(map(len, retired.slot_keys)) // U32_PAIR.size
         members += len(retired.member_keys)
-        sets += [*(set_ for set_ in retired.sets)]
+        sets += retired.sets
         # id 0: these lists hold references to backends, but have no slots
         sets += [ProgrammedSet(0, backends) for backends in retired.released_backends]
-    if old is not None and new is not None:
-        for old_set, new_backends, spread in _pair_sets(old, new):
-            if not old_set.matches(new_backends, spread, new.affinity_timeout > 0):
-                sets.append(old_set)
-                reused_backends.update(new_backends)
-                if needs_table(new_backends, spread):
-                    reused_tables.add(shared_tables.find(table_key(new_backends, spread)))
-        serving = new.serving if new.key.protocol == Protocol.UDP else ()
-        if old.serving != serving:
-            sets.append(ProgrammedSet(0, old.serving))
-            reused_backends.update(serving)
-    elif old is not None:
-        sets += [old.cluster, old.local, ProgrammedSet(0, old.serving)]
     # A shared table goes only if all sets that use it do, and no new set reuses it.
     leaving_tables = {set_.table: set_.size for set_ in sets if set_.table}
     unused_tables = (
