@@ -239,7 +239,7 @@ class Attachments:
         self._agent_maps.pin(packet_path_only=False)
         if self._sockets is not None:
             changed += self._sockets.publish()
-        else:  # BpfPlane._check_pins() treats a missing folder as removed pins
+        else:  # PinWatch.check() treats a missing folder as removed pins
             self._pins.links.mkdir(mode=0o700, exist_ok=True)
         self._update_exemptions()
         if self._postponed and self._loader is None:

@@ -11,11 +11,12 @@ from typing import Any, Self
 import pytest
 
 from kbpf.dataplane.base import Report
-from kbpf.dataplane.bpf import growth
+from kbpf.dataplane.bpf.changes import growth
+from kbpf.dataplane.bpf.changes.apply_planner import LARGE_ENTRIES
 from kbpf.dataplane.bpf.maps import layout, pinning
 from kbpf.dataplane.bpf.maps.migrate import MapMigration
 from kbpf.dataplane.bpf.maps.pinning import Pins
-from kbpf.dataplane.bpf.plane import LARGE_ENTRIES, BpfPlane
+from kbpf.dataplane.bpf.plane import BpfPlane
 from kbpf.dataplane.bpf.programs.loader import SocketPrograms
 from kbpf.errors import KernelError
 from kbpf.kernel.bpf import objects

@@ -117,13 +117,15 @@ class Rounds:
         self.agent._seconds_until_due()
 
     def backends(self, name: str) -> int:
-        programmed = self.plane._programmed[ServicePortKey("ns", name, "p0", TCP, 4)]
+        programmed = self.plane._state.programmed[ServicePortKey("ns", name, "p0", TCP, 4)]
         return len(programmed.cluster.backends)
 
     def busy(self, old: bool = True) -> Iterator[None]:
         """Repeats until everything is programmed and, with `old`, old sets are deleted."""
         for _ in range(MOST_ROUNDS):
-            if not self.agent.reconciler.is_busy and not (old and self.plane._grace_queue.due):
+            if not self.agent.reconciler.is_busy and not (
+                old and self.plane._state.grace_queue.due
+            ):
                 return
             yield
         raise AssertionError("it never ends")

@@ -315,7 +315,7 @@ def _adopt_service_port(
         else:
             adopted.unclaimed_frontends.add(address)
     # `serving` stays (): no map holds it. The first authoritative apply() finds stale UDP flows
-    # without it (BpfPlane._retire_unclaimed()).
+    # without it (UdpCutter.cut_unserved()).
     return ProgrammedPort(
         programmed.id,
         programmed.flags,

@@ -1,24 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Defers large Service ports until small ones are programmed, then programs them in slices."""
+"""Large Service ports that wait until small ones are programmed."""
 
 import heapq
 from collections import Counter
 from collections.abc import KeysView
-from typing import NamedTuple
 
-from kbpf.dataplane.bpf.changes.capacity import CapacityAccount
-from kbpf.dataplane.bpf.changes.plan import Planner, ProgrammedPort
 from kbpf.dataplane.bpf.changes.quotas import Priority
 from kbpf.model.desired import ServicePortKey
 from kbpf.model.objects import ServiceName
-
-
-class ApplyPlan(NamedTuple):
-    """The plan of one apply(), and the Service ports as they will be programmed."""
-
-    planner: Planner
-    capacity: CapacityAccount
-    programmed: dict[ServicePortKey, ProgrammedPort | None]
 
 
 class DeferredQueue:

@@ -3,6 +3,7 @@
 No program reads them until then, and other Service ports are programmed meanwhile.
 """
 
+import time
 from array import array
 from collections.abc import Generator
 from typing import Final
@@ -32,7 +33,7 @@ class TableBuilder:
         self._written_slots: list[tuple[int, int]] = []
         self._built: list[int] = []
 
-    def find_missing(self, state: ServiceState) -> tuple[BackendSet, Spread] | None:
+    def _find_missing(self, state: ServiceState) -> tuple[BackendSet, Spread] | None:
         """A set of this Service port that needs a large table which is not built yet."""
         for backends, spread in (
             (state.cluster, state.cluster_spread),
@@ -46,18 +47,22 @@ class TableBuilder:
                 return backends, spread
         return None
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether a table is being built."""
-        return self._steps is not None
+    def is_incomplete(self, state: ServiceState, deadline: float) -> bool:
+        """Builds the tables that this Service port needs, at least one piece, until `deadline`
+        (time.perf_counter). Returns whether a table is still incomplete.
+        """
+        while (missing_table := self._find_missing(state)) is not None:
+            self._step(*missing_table)
+            if time.perf_counter() >= deadline:
+                return self._find_missing(state) is not None
+        return False
 
-    def begin(self, backends: BackendSet, spread: Spread) -> None:
-        """Starts a table. The previous one must be complete."""
-        self._steps = self._build(table_key(backends, spread), backends, spread)
-
-    def step(self) -> None:
-        """Builds one piece of the table: computes a part of it, or writes BATCH_SLOTS slots."""
-        assert self._steps is not None
+    def _step(self, backends: BackendSet, spread: Spread) -> None:
+        """Builds one piece of the current table, or begins this one: computes a part of it, or
+        writes BATCH_SLOTS slots.
+        """
+        if self._steps is None:
+            self._steps = self._build(table_key(backends, spread), backends, spread)
         if next(self._steps, self) is self:
             self._steps = None
 

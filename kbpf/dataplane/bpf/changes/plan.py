@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans the writes from the programmed to the desired state, in an order that is safe for readers.
 
-The order, and why (BpfPlane._apply() and commit.py execute it):
+The order, and why (BpfPlane._apply(), MapState.write() and commit.py execute it):
  1. the packet path's maps of the node (Attachments.write_node());
  2. bits of new ports in `frontend_ports`: without its bit, no frontend of a port is found;
  3. `meta`, so that no id is allocated twice, whatever happens next;
@@ -179,6 +179,16 @@ class Writes:
     new_ranges: list[tuple[int, Cidr]] = field(default_factory=list)
     old_ranges: list[tuple[int, Cidr]] = field(default_factory=list)
     retired: Retired = field(default_factory=Retired)
+
+    def count_entries(self) -> dict[str, int]:
+        """The number of new entries in maps that grow."""
+        return {
+            "services": self.new_frontends,
+            "service_names": len(self.names),
+            "backend_slots": sum(len(ids) for _, ids in self.slots),
+            "set_members": sum(len(ids) for _, ids in self.members),
+            "backends": len(self.backends),
+        }
 
 
 class SetChange(NamedTuple):

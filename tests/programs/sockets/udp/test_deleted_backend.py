@@ -11,7 +11,8 @@ import pytest
 from kbpf.dataplane.bpf import udp
 from kbpf.dataplane.bpf.changes import commit
 from kbpf.dataplane.bpf.changes.grace import GraceQueue
-from kbpf.dataplane.bpf.plane import BpfPlane
+from kbpf.dataplane.bpf.changes.growth import MapGrowth
+from kbpf.dataplane.bpf.udp_cutter import UdpCutter
 from kbpf.errors import KernelError
 from kbpf.model.address import V4_PREFIX
 from kbpf.model.desired import DesiredState, ServiceState
@@ -279,9 +280,9 @@ def test_next_agent_cuts_sockets_of_backends_deleted_meanwhile(bench: Bench):
 
 
 FAILURES = [
-    (BpfPlane, "_grow_for"),  # before the flip
+    (MapGrowth, "make_room"),  # before the flip
     (commit, "write"),  # after it
-    (BpfPlane, "_cut_udp"),
+    (UdpCutter, "cut"),
     (udp.UdpPasses, "advance"),
     (GraceQueue, "add"),  # after the first cut
 ]
@@ -302,7 +303,7 @@ def test_sockets_are_cut_after_a_failed_apply(
     real = getattr(where, name)
 
     def fail(*arguments: Any, **more: Any) -> None:
-        if name in ("write", "_grow_for"):
+        if name in ("write", "make_room"):
             real(*arguments, **more)
         raise_error()
 

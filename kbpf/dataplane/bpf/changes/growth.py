@@ -10,7 +10,8 @@ from collections.abc import Generator, Mapping
 from typing import Final
 
 from kbpf.dataplane.bpf.maps.agent_maps import AgentMaps
-from kbpf.errors import KbpfError
+from kbpf.dataplane.bpf.maps.layout import MAPS
+from kbpf.errors import CapacityError, KbpfError
 
 log = logging.getLogger("kbpf.dataplane")
 
@@ -50,6 +51,31 @@ class MapGrowth:
     def _start(self, sizes: Mapping[str, int]) -> None:
         self._names = ", ".join(sorted(sizes))
         self._steps = self._agent_maps.grow(sizes, COPY_BATCH_ENTRIES)
+
+    def make_room(self, added: Mapping[str, int], at_once: bool) -> None:
+        """Grows the maps that `added` entries would overfill: in the background if the entries
+        still fit and not `at_once`, otherwise before it returns.
+        """
+        if self.is_busy and not self._agent_maps.fits(added):
+            self.finish()
+        if new_sizes := self._agent_maps.compute_new_sizes(added):
+            if at_once or not self._agent_maps.fits(added):
+                self.finish(new_sizes)
+            else:
+                self.begin(new_sizes, time.monotonic())
+
+    def must_wait(self, reserved: Mapping[str, int]) -> bool:
+        """Whether the reserved entries have to wait for maps to grow. CapacityError if they cannot
+        grow.
+        """
+        added = {name: count for name, count in reserved.items() if MAPS[name].grows}
+        if new_sizes := self._agent_maps.compute_new_sizes(added):
+            self.begin(new_sizes, time.monotonic())
+        if self._agent_maps.fits(added):
+            return False
+        if self.error:
+            raise CapacityError(f"maps cannot grow, retrying: {self.error}")
+        return True
 
     def due(self, now: float) -> float | None:
         """When to call advance() (time.monotonic); None if no map is growing."""

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the agent has programmed: adopted from the maps, then updated with each change, so that the
+cost of a change depends on the change and not on the size of the cluster.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Final, NamedTuple, TypeVar
+
+from kbpf.dataplane.bpf.changes import adopt, commit
+from kbpf.dataplane.bpf.changes.commit import AddressChange, pack_endpoint
+from kbpf.dataplane.bpf.changes.grace import GraceQueue
+from kbpf.dataplane.bpf.changes.large_tables import TableBuilder
+from kbpf.dataplane.bpf.changes.plan import ProgrammedPort, Retired, Writes
+from kbpf.dataplane.bpf.changes.quotas import NamespaceBudgets
+from kbpf.dataplane.bpf.changes.shared_values import (
+    SharedValues,
+    cluster_ips_of,
+    pack_ports,
+    ports_of,
+    unpack_ports,
+)
+from kbpf.dataplane.bpf.maps.agent_maps import AgentMaps
+from kbpf.dataplane.bpf.maps.ids import BackendTable, IdAllocator, SharedTables
+from kbpf.dataplane.bpf.maps.layout import U32, U32_PAIR
+from kbpf.model.address import Addr
+from kbpf.model.desired import ServicePortKey
+from kbpf.model.objects import Cidr
+
+T = TypeVar("T")
+Changes = Mapping[ServicePortKey, ProgrammedPort | None]
+"""Service ports as they will be programmed; None if they are removed."""
+
+NODE_PORTS_ID: Final = 0
+"""The id in `source_ranges` of the ranges that may connect to NodePorts. No Service has it."""
+
+
+class SharedChange(NamedTuple):
+    """The values that an apply() adds and removes in maps that Service ports share."""
+
+    nodes: AddressChange
+    cluster_ips: tuple[set[Addr], set[Addr]]
+    ports: tuple[set[int], set[int]]
+
+    def count_entries(self) -> dict[str, int]:
+        """The number of new entries in maps that grow."""
+        return {"node_addresses": len(self.nodes[0]), "cluster_ips": len(self.cluster_ips[0])}
+
+
+class MapState:
+    """The state of the agent's maps. `is_first_apply`: no apply() has written since they were
+    adopted. `unclaimed`: what was adopted, until an authoritative apply() retires the part of it
+    that no Service port has claimed.
+    """
+
+    def __init__(self, agent_maps: AgentMaps, cut_udp: Callable[[Retired], None]) -> None:
+        """Adopts the maps. `cut_udp`: see GraceQueue."""
+        maps = agent_maps.maps
+        self._agent_maps = agent_maps
+        self.ids = IdAllocator(adopt.read_next_ids(maps["meta"]), self._is_id_used)
+        self.backend_table = BackendTable(self.ids)
+        self.shared_tables, self.budgets = SharedTables(self.ids), NamespaceBudgets()
+        adopted = adopt.read_maps(maps)
+        self.ids.skip_past(adopted.highest_service, adopted.highest_backend, adopted.highest_set)
+        for backend, backend_id in adopted.backends.items():
+            self.backend_table.adopt(backend, backend_id)
+        for key, programmed in adopted.programmed.items():
+            for set_ in (programmed.cluster, programmed.local):
+                self.backend_table.acquire(set_.backends)
+                if set_.table:
+                    self.shared_tables.adopt(set_.table)
+            self.budgets.replace(key.namespace, None, programmed)
+        self.programmed = adopted.programmed
+        agent_maps.fill = Counter(adopted.fill)
+        self._node_addresses = {Addr(key) for key, _ in maps["node_addresses"].items()}
+        agent_maps.fill["node_addresses"] = len(self._node_addresses)
+        adopted_cluster_ips = (Addr(key) for key, _ in maps["cluster_ips"].items())
+        self._cluster_ips = SharedValues(
+            cluster_ips_of, adopted.programmed.values(), adopted_cluster_ips
+        )
+        agent_maps.fill["cluster_ips"] = len(self._cluster_ips.written_values)
+        self._adopt_ports(adopted)
+        self.builder = TableBuilder(agent_maps, self.ids, self.shared_tables)
+        # What was about to be retired needs no queue: adopt.py finds it as unclaimed.
+        self.grace_queue = GraceQueue(agent_maps, self.backend_table, self.shared_tables, cut_udp)
+        self.unclaimed: adopt.Adopted | None = adopted
+        self.is_first_apply = True
+
+    def _adopt_ports(self, adopted: adopt.Adopted) -> None:
+        """Sets the bits of all ports found in `services`. An agent of an earlier version kept no
+        such bits, and programs attached from now on find a frontend only if the bit of its port is
+        set.
+        """
+        written = set(unpack_ports(self._agent_maps.maps["frontend_ports"].items()))
+        used = {address.port for address in adopted.unclaimed_frontends}
+        used |= {
+            port for programmed in adopted.programmed.values() for port in ports_of(programmed)
+        }
+        self._frontend_ports = SharedValues(ports_of, adopted.programmed.values(), written)
+        self._write_ports(new=used - written)
+
+    def _is_id_used(self, kind: int, id_: int) -> bool:
+        """Whether a map holds this id. Implements ids.IsIdUsed."""
+        name = ("service_names", "backends", "backend_slots")[kind]
+        key = U32_PAIR.pack(id_, 0) if name == "backend_slots" else U32.pack(id_)
+        return self._agent_maps.maps[name].lookup(key) is not None
+
+    @property
+    def unused_names(self) -> dict[ServicePortKey, int] | None:
+        """Ids of Service ports that the first apply() may use again."""
+        return self.unclaimed.unused_names if self.unclaimed and self.is_first_apply else None
+
+    def claim(self, writes: Writes, node_port_ranges: Iterable[Cidr], authoritative: bool) -> None:
+        """Completes the writes of the first apply() with what it takes over or removes."""
+        assert self.unclaimed is not None
+        frontends = self.unclaimed.unclaimed_frontends
+        ranges = set(self.unclaimed.unclaimed_ranges)
+        desired_ranges = dict.fromkeys(
+            [*writes.new_ranges, *((NODE_PORTS_ID, cidr) for cidr in node_port_ranges)]
+        )
+        writes.new_ranges = [range_ for range_ in desired_ranges if range_ not in ranges]
+        writes.old_ranges += sorted(ranges - desired_ranges.keys())
+        if authoritative:
+            writes.removed |= frontends - writes.flips.keys()
+        # these are overwritten, and `fill` counts them already
+        writes.new_frontends -= len(frontends & writes.flips.keys())
+
+    def compute_shared(
+        self, changes: Changes, node_addresses: set[Addr], authoritative: bool
+    ) -> SharedChange:
+        """Changes of the maps of shared values, when the Service ports change like this."""
+        return SharedChange(
+            (node_addresses - self._node_addresses, self._node_addresses - node_addresses),
+            self._compute_changed(self._cluster_ips, changes, authoritative),
+            self._compute_changed(self._frontend_ports, changes, authoritative),
+        )
+
+    def _compute_changed(
+        self, values: SharedValues[T], changes: Changes, authoritative: bool
+    ) -> tuple[set[T], set[T]]:
+        new, removed = values.update(
+            (self.programmed[key] for key in changes if key in self.programmed),
+            (programmed for programmed in changes.values() if programmed is not None),
+            compare_all=self.unclaimed is not None,
+        )
+        return new, removed if authoritative else set()
+
+    def write(self, writes: Writes, shared: SharedChange) -> None:
+        """Programs look up a frontend only if its port is in `frontend_ports`, so the ports in it
+        must be a superset of those in `services` at any time.
+        """
+        self._write_ports(new=shared.ports[0])
+        commit.write(self._agent_maps, self.ids, writes, shared.nodes, shared.cluster_ips)
+        self._write_ports(removed=shared.ports[1])
+        self._cluster_ips.record_written(*shared.cluster_ips)
+        self._node_addresses |= set(shared.nodes[0])
+        self._node_addresses -= set(shared.nodes[1])
+
+    def _write_ports(self, new: Collection[int] = (), removed: Collection[int] = ()) -> None:
+        self._frontend_ports.record_written(set(new), set(removed))
+        entries = pack_ports(self._frontend_ports.written_values, (*new, *removed))
+        self._agent_maps.put("frontend_ports", entries, new=0)
+
+    def record(self, changes: Changes) -> None:
+        """Records that these Service ports were written."""
+        for key, port in changes.items():
+            if port is None:
+                self.programmed.pop(key, None)
+            else:
+                self.programmed[key] = port
+
+    def retire_unclaimed(self, retired: Retired, delete_frontends: bool) -> None:
+        """Retires what no Service port has claimed, and deletes corrupt frontends.
+        `delete_frontends`: unclaimed frontends as well, which claim() has not removed.
+        """
+        unclaimed, self.unclaimed = self.unclaimed, None
+        assert unclaimed is not None
+        if delete_frontends:
+            # They may be ours by now.
+            ours = {f.at for programmed in self.programmed.values() for f in programmed.frontends}
+            self._agent_maps.delete(
+                "services", map(pack_endpoint, unclaimed.unclaimed_frontends - ours)
+            )
+        retired.names += sorted({*unclaimed.unclaimed_names, *unclaimed.unused_names.values()})
+        retired.slot_keys += unclaimed.unclaimed_slots
+        retired.member_keys += unclaimed.unclaimed_members
+        retired.backend_ids += (
+            self.backend_table.remove_unreferenced() + unclaimed.unclaimed_backends
+        )
+        self._agent_maps.delete("services", unclaimed.corrupt_frontends)
