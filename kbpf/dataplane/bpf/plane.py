@@ -136,7 +136,7 @@ class BpfPlane:
 
     def invalidate(self) -> None:
         """Also tries again to load a packet path that could not be loaded."""
-        self._attachments.retry_packet_path()
+        self._attachments.packets.retry()
         self._invalidated = True
         self._agent_maps.take_counts()  # writes until now do not belong to the next report
 
@@ -163,7 +163,7 @@ class BpfPlane:
         if state.is_first_apply:
             state.claim(writes, self._config.node_port_source_ranges, authoritative)
         shared = state.compute_shared(changes, set(desired.node_addresses), authoritative)
-        self._attachments.write_node(desired)
+        self._attachments.packets.write_node(desired)
         self._growth.make_room({**writes.count_entries(), **shared.count_entries()}, compare_all)
         state.write(writes, shared)
         state.record(changes)
@@ -196,7 +196,7 @@ class BpfPlane:
         if is_first:
             hooks_changed = self._attachments.publish()
             self._attachments.remove_unused_packet_path()
-            self._attachments.catch_up()
+            self._attachments.packets.catch_up()
             log.info("socket hooks attached changed=%d", hooks_changed)
         if authoritative and state.unclaimed is not None:
             state.retire_unclaimed(retired, delete_frontends=not is_first)
@@ -246,9 +246,9 @@ class BpfPlane:
         switches to a packet path that was loaded in the background.
         """
         with self._pins.with_operator_path():
-            self._attachments.use_loaded_packet_path()
+            self._attachments.packets.use_loaded()
             self._growth.advance(seconds)
-            if self._attachments.publish_due and not self._state.is_first_apply:
+            if self._attachments.packets.publish_due and not self._state.is_first_apply:
                 self._attachments.publish()
 
     def flush(self) -> None:
@@ -266,13 +266,13 @@ class BpfPlane:
 
     def status(self) -> PlaneStatus:
         attachments = self._attachments
-        faults = (*filter(None, [self._pin_watch.hidden_reason]), *attachments.faults())
+        faults = (*filter(None, [self._pin_watch.hidden_reason]), *attachments.hooks.faults())
         return PlaneStatus(
             ModeChoice("bpf", "bpf"),
-            attachments.ready(),
+            attachments.packets.ready(),
             (*faults, *attachments.problems(self._clock())),
             faults,
-            attachments.packet_status(),
+            attachments.packets.status(),
         )
 
     def fill(self) -> dict[str, tuple[int, int]]:

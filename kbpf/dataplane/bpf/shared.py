@@ -23,7 +23,7 @@ class BpfAccess(SharedAccess):
     def read_metrics(self) -> DataPlaneMetrics:
         return msgspec.structs.replace(
             self.collector.read(dict(self.agent_maps.fill)),
-            hooks=tuple(self.attachments.hook_states().items()),
+            hooks=tuple(self.attachments.hooks.states.items()),
             foreign_programs=len(self.attachments.foreign_programs()),
         )
 

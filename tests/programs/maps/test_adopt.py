@@ -348,7 +348,7 @@ def test_restart_without_changes_writes_nothing(site: Site, which: str):
     assert attached.keys() == HOOKS
     for _ in range(2):
         plane = site.open()
-        assert plane._attachments.compiled is False
+        assert plane._attachments.hooks.compiled is False
         assert site.dump() == before
         report = plane.apply(state, None)
         assert dict(report.writes) == {}

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import pytest
 
 from kbpf.checks import connect as attached_checks
-from kbpf.dataplane.bpf import attachments
+from kbpf.dataplane.bpf import socket_hooks
 from kbpf.dataplane.bpf.hooks import HOOKS as HOOK_TABLE
 from kbpf.dataplane.bpf.inspect import snapshot
 from kbpf.dataplane.bpf.packet_path import device_thread
@@ -90,7 +90,7 @@ def test_foreign_program_at_a_socket_hook_is_reported(
     assert reported(plane) == [], "our own programs are not reported"
     assert plane.shared.read_metrics().foreign_programs == 0
     with theirs(site.cgroup, row.hook, row.name) as program:
-        plane.tick(attachments.HOOK_VERIFY_INTERVAL_S)
+        plane.tick(socket_hooks.HOOK_VERIFY_INTERVAL_S)
         lines = reported(plane)
         assert plane.shared.read_metrics().foreign_programs == len(lines) == row.named
         name = row.name[:15] or "without a name"
@@ -98,9 +98,9 @@ def test_foreign_program_at_a_socket_hook_is_reported(
             assert f"{name} (id {program}) at {row.hook}; " in lines[0]
         rows = list(attached_checks.foreign_rows(snapshot.read(site.pins, attached_checks.NEEDS)))
         assert [one.detail for one in rows] == lines
-        plane.tick(2 * attachments.HOOK_VERIFY_INTERVAL_S)
+        plane.tick(2 * socket_hooks.HOOK_VERIFY_INTERVAL_S)
         assert reported(plane) == lines
-    plane.tick(3 * attachments.HOOK_VERIFY_INTERVAL_S)
+    plane.tick(3 * socket_hooks.HOOK_VERIFY_INTERVAL_S)
     assert reported(plane) == []
     assert caplog.text.count("another load balancer") == row.named, "it is logged once"
 

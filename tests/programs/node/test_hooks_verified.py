@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from kbpf.dataplane.bpf import attachments
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.dataplane.bpf.packet_path import attach, device_thread
 from kbpf.dataplane.bpf.programs import unpinned
+from kbpf.dataplane.bpf.socket_hooks import HOOK_RETRY_INTERVAL_S, HOOK_VERIFY_INTERVAL_S
 from kbpf.errors import KernelError, PinsRemovedError
 from kbpf.kernel.bpf import objects
 from kbpf.kernel.bpf.objects import Link
@@ -79,9 +79,9 @@ def test_lost_hooks_are_attached_again(
     assert dict(plane.shared.read_metrics().hooks) == dict.fromkeys(HOOKS, True)
     before = programs(site.cgroup)
     harm(site)
-    plane.tick(attachments.HOOK_VERIFY_INTERVAL_S - 1)
+    plane.tick(HOOK_VERIFY_INTERVAL_S - 1)
     assert "attached again" not in caplog.text, "hooks are verified at intervals"
-    plane.tick(attachments.HOOK_VERIFY_INTERVAL_S)
+    plane.tick(HOOK_VERIFY_INTERVAL_S)
     assert "hooks were missing and are attached again" in caplog.text
     assert "connect4" in caplog.text
     assert dict(plane.shared.read_metrics().hooks) == dict.fromkeys(HOOKS, True)
@@ -95,7 +95,7 @@ def test_hook_that_cannot_be_attached_is_reported(site: Site, caplog: pytest.Log
     plane.tick(0.0)
     remove_cgroup(site.cgroup)
     for second in range(3):
-        plane.tick(attachments.HOOK_VERIFY_INTERVAL_S + second * attachments.HOOK_RETRY_INTERVAL_S)
+        plane.tick(HOOK_VERIFY_INTERVAL_S + second * HOOK_RETRY_INTERVAL_S)
     assert not any(dict(plane.shared.read_metrics().hooks).values())
     (fault,) = plane.status().faults
     assert fault.startswith("hooks not attached: ")
@@ -103,7 +103,7 @@ def test_hook_that_cannot_be_attached_is_reported(site: Site, caplog: pytest.Log
     assert fault in plane.status().problems
     assert caplog.text.count("hooks are not attached, retrying") == 1
     site.cgroup.mkdir()
-    plane.tick(attachments.HOOK_VERIFY_INTERVAL_S + 10)
+    plane.tick(HOOK_VERIFY_INTERVAL_S + 10)
     assert plane.status().faults == ()
     assert len(programs(site.cgroup)) == 1
 

@@ -2,7 +2,7 @@
 """Plans the writes from the programmed to the desired state, in an order that is safe for readers.
 
 The order, and why (BpfPlane._apply(), MapState.write() and commit.py execute it):
- 1. the packet path's maps of the node (Attachments.write_node());
+ 1. the packet path's maps of the node (PacketPathLifecycle.write_node());
  2. bits of new ports in `frontend_ports`: without its bit, no frontend of a port is found;
  3. `meta`, so that no id is allocated twice, whatever happens next;
  4. source ranges, names, backends, then slots and members of *new* sets: no program reads them yet.
