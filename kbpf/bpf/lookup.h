@@ -7,8 +7,9 @@
  *
  *  - A lookup during an update may miss the key: the kernel inserts the new element at the head of
  *    the list and then removes the old one, and a reader in between may see neither (observed on
- *    6.18: four in a million connects under constant change). service_at() looks twice. If both
- *    lookups miss, the address counts as one that no Service has: UNKNOWN_PORT at a ClusterIP.
+ *    6.18: four in a million connects under constant change). service_at() looks twice, and
+ *    choose() tries again before it refuses a port of a ClusterIP: six lookups in a row would have
+ *    to miss. Any other address passes after two, since that is what most sockets dial.
  *
  *  - A hash element may be reused for another key as soon as it is deleted or replaced (Linux
  *    v6.1, fba1a1c6c912: without waiting for readers). read_service() detects this by the check
@@ -301,8 +302,7 @@ static __always_inline bool source_allowed(const struct service *service,
 	return source_ranges.lookup(&key) != NULL;
 }
 
-/* One try to choose a backend for a connection to `to`. SET_VANISHED: try again. It does not clear
- * `out`: if the Service is deleted between two tries, its id and flags stay in `out`. */
+/* One try to choose a backend for a connection to `to`; see may_be_outdated(). */
 static __always_inline enum verdict choose_once(const struct target *to,
 						const struct client *client, struct choice *out)
 {
@@ -320,7 +320,7 @@ static __always_inline enum verdict choose_once(const struct target *to,
 		return is_cluster_ip ? REFUSE : PASS;
 	}
 	if (result != STEADY) {
-		out->reason = SET_VANISHED; /* choose() reads again, as for a set that is gone */
+		out->reason = UNSTEADY_READ;
 		return REFUSE;
 	}
 	out->service = service.id;
@@ -349,6 +349,12 @@ static __always_inline enum verdict choose_once(const struct target *to,
 	return TRANSLATE;
 }
 
+/* Whether a try may have failed only because the agent was writing, so that another may succeed. */
+static __always_inline bool may_be_outdated(enum reason reason)
+{
+	return reason == SET_VANISHED || reason == UNSTEADY_READ || reason == UNKNOWN_PORT;
+}
+
 static __always_inline enum verdict choose(const struct target *to, const struct client *client,
 					   struct choice *out)
 {
@@ -356,8 +362,9 @@ static __always_inline enum verdict choose(const struct target *to, const struct
 
 #pragma unroll
 	for (int i = 0; i < TRIES; i++) {
+		__builtin_memset(out, 0, sizeof(*out)); /* of the try before */
 		v = choose_once(to, client, out);
-		if (out->reason != SET_VANISHED)
+		if (!may_be_outdated(out->reason))
 			return v;
 	}
 	return v;

@@ -382,7 +382,7 @@ enum reason {
 	NO_ENDPOINTS = 5,       /* no endpoint in the cluster: refused */
 	NO_LOCAL_ENDPOINTS = 6, /* policy Local, and no endpoint on this node: dropped */
 	NEEDS_SOURCE = 7,       /* the Service has source ranges: left to the packet path */
-	SET_VANISHED = 8,       /* no consistent read after all tries: refused */
+	SET_VANISHED = 8,       /* the backend set was gone in all tries: refused */
 	NOT_RECORDED = 9,       /* state not stored, but served */
 	NO_SNAT_PORT = 10,      /* no free port of the node for SNAT: dropped */
 	NOT_REWRITTEN = 11,     /* the packet could not be rewritten: dropped */
@@ -392,12 +392,13 @@ enum reason {
 	EVICTED = 15,           /* a flow in use, normally UDP, was evicted for a new one */
 	NO_ROUTE = 16,          /* no route from a socket of this node to the backend: dropped */
 	LEFT_TO_PACKETS = 17,   /* the hooks do not serve this socket, or is_udp_probe() */
-	PAUSED = 18,       /* programs are switching to new maps: dropped, the client will retry */
-	TABLE_FULL = 19,   /* no flow that was checked could be evicted: the new one is dropped */
-	RATE_LIMITED = 20, /* too many refusals: dropped without a reply */
-	REDIRECTED = 21,   /* sent to another device, past the stack */
-	NOT_TRACKED = 22,  /* the state of a connection could not be stored: dropped */
-	REASONS = 23,
+	PAUSED = 18,        /* programs are switching to new maps: dropped, the client will retry */
+	TABLE_FULL = 19,    /* no flow that was checked could be evicted: the new one is dropped */
+	RATE_LIMITED = 20,  /* too many refusals: dropped without a reply */
+	REDIRECTED = 21,    /* sent to another device, past the stack */
+	NOT_TRACKED = 22,   /* the state of a connection could not be stored: dropped */
+	UNSTEADY_READ = 23, /* the service was being replaced in all tries: refused */
+	REASONS = 24,
 };
 
 /* ---- accounting (account.h) ---- */

@@ -84,4 +84,6 @@ class Reason(IntEnum):
     NOT_TRACKED = (22, Verdict.DROP,
         "dropped: the state of a connection could not be stored; clients retransmit; if it "
         "grows and the map flows is full, raise --max-connections")
+    UNSTEADY_READ = (23, Verdict.REFUSE,
+        "refused: the Service was being written during each lookup; the client has to try again")
     # fmt: on

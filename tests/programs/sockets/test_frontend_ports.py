@@ -138,7 +138,8 @@ def test_value_of_another_key_is_not_used(site: Site, client: Place):
         (first, _), (_, other) = sorted(services.items())
         services.update(first, other)
     assert picks(client, f"{FIRST}:53") == [REFUSED]
-    assert site.reasons()[Reason.SET_VANISHED]
+    assert site.reasons()[Reason.UNSTEADY_READ]
+    assert not site.reasons()[Reason.SET_VANISHED]
     plane.invalidate()
     plane.apply(state(ONE | TWO), None)
     assert picks(client, f"{FIRST}:53") == [BACKEND]
