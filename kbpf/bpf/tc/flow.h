@@ -66,10 +66,10 @@
 	(32 << 10) /* a tighter bound for the ACK of a reset or handshake, against guessing */
 
 /* both ends -> an entry of a flow. The programs write and delete entries. The agent deletes UDP
- * flows whose backend has stopped serving (udp.py), orphaned reply entries (flow_gc.py) and, while
- * another data plane replaces this one, ended flows (drain.py); and it adds entries for ports that
- * conntrack uses (snat_ports.py). There is room for three entries of each key in the queue. Full
- * nevertheless: the new flow does not begin, and its packet is dropped. */
+ * flows whose backend has stopped serving (udp.py), orphans and flows that are long over
+ * (flow_gc.py) and, while another data plane replaces this one, ended flows (drain.py); and it adds
+ * entries for ports that conntrack uses (snat_ports.py). There is room for three entries of each
+ * key in the queue. Full nevertheless: the new flow does not begin, and its packet is dropped. */
 BPF_TABLE("hash", struct flow_key, struct flow, flows, 64);
 
 /* The keys of the original entries, the oldest first. The programs push and pop; the agent pushes

@@ -13,6 +13,7 @@ from kbpf.dataplane.bpf.maps.layout import FLOW, U64, FlowDirection, TcpState, i
 
 # Byte offsets in struct flow (bpf/types.h; Struct FLOW in layout.py).
 CLIENT: Final = slice(8, 28)
+CLIENT_ADDRESS: Final = slice(8, 24)
 PROTOCOL: Final = 26
 FRONTEND: Final = slice(28, 48)
 BACKEND: Final = slice(48, 68)

@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Garbage-collects orphaned reply entries of the map `flows`: entries whose original-direction
-entry no longer points at them.
+"""Garbage-collects entries of the map `flows` that no program would delete.
 
-Two CPUs that start the same flow at once (for two datagrams, or a SYN and its retransmission) may
-choose different backends or SNAT ports. The original-direction entry written last determines the
-flow, which orphans the reply entries of the other choice. A program that deletes a flow leaves an
-orphan if another CPU holds the lock of its SNAT reply entry (delete_replies() in known.h). Flows
-are evicted by their original-direction entries (evict_one() in evict.h), so orphans would stay for
-ever.
+Orphans are reply entries whose original-direction entry no longer points at them. Two CPUs that
+start the same flow at once (for two datagrams, or a SYN and its retransmission) may choose
+different backends or SNAT ports. The original-direction entry written last determines the flow,
+which orphans the reply entries of the other choice. A program that deletes a flow leaves an orphan
+if another CPU holds the lock of its SNAT reply entry (delete_replies() in known.h). Flows are
+evicted by their original-direction entries (evict_one() in evict.h), so orphans would stay for
+ever. Nothing uses an orphan that has been idle for a while, even if its state is established.
+
+Original-direction entries normally stay until their key is popped from the queue. But a key may be
+popped before its entry is written, by another CPU that makes room at that moment. So entries of
+flows that have expired long ago are deleted, and their reply entries are orphans then.
 
 A new flow may overwrite an entry after it was read. So an entry is looked up and deleted in one
 system call, and put back if it is not the one that was read.
@@ -19,12 +23,21 @@ from collections.abc import Iterator
 from typing import Final
 
 from kbpf.dataplane.bpf.maps.flow_entries import (
+    BACKEND,
     CLIENT,
+    CLIENT_ADDRESS,
+    CLIENT_PORT,
     FRONTEND,
     IDENTITY,
     IDLE_TIMEOUT_NS,
+    NS_PER_SECOND,
+    PROTOCOL,
+    SNAT,
+    SNAT_PORT,
     FlowEntry,
+    expires_at,
     flow_key,
+    is_original,
     unpack_columns,
 )
 from kbpf.dataplane.bpf.maps.layout import FlowDirection
@@ -35,6 +48,15 @@ log = logging.getLogger("kbpf.dataplane")
 GC_INTERVAL_S: Final = 10.0
 """Interval at which the next part of the map (BATCH_SIZE entries) is read, in seconds. This takes
 some milliseconds of the writing thread.
+"""
+
+ORPHAN_NS: Final = 120 * NS_PER_SECOND
+"""The idle time after which an orphan is deleted, if its own timeout is not shorter. While it
+exists, its port of the node is in use.
+"""
+EXPIRED_FLOW_NS: Final = 2 * 3600 * NS_PER_SECOND
+"""The time after which the original-direction entry of an expired flow is deleted. Normally its
+place in the queue is reused, with the entry.
 """
 
 
@@ -51,32 +73,52 @@ class FlowGarbageCollector:
             return
         self._due = now + GC_INTERVAL_S
         keys, values, self._cursor = flows.lookup_batch(self._cursor)
-        if removed := remove_orphans(flows, keys, values, time.monotonic_ns()):
-            log.info("removed orphaned reply entries count=%d", removed)
+        if removed := remove_unused(flows, keys, values, time.monotonic_ns()):
+            log.info("removed unused entries of connections count=%d", removed)
 
 
-def remove_orphans(flows: Map, keys: bytes, values: bytes, now: int) -> int:
-    """Deletes expired reply entries without an original-direction entry from these entries (back to
+def remove_unused(flows: Map, keys: bytes, values: bytes, now: int) -> int:
+    """Deletes orphans, and originals of flows that are long over, from these entries (back to
     back); returns their number. `now`: ns, CLOCK_MONOTONIC.
     """
     return sum(
-        not _has_original(flows, raw) and _remove_if_unchanged(flows, key, raw)
-        for key, raw in _expired_replies(flows, keys, values, now)
+        not (_is_in_use(flows, raw, now) if is_original(raw) else _has_original(flows, raw))
+        and _remove_if_unchanged(flows, key, raw)
+        for key, raw in _idle_entries(flows, keys, values, now)
     )
 
 
-def _expired_replies(flows: Map, keys: bytes, values: bytes, now: int) -> Iterator[FlowEntry]:
-    """Expired reply entries. Usually another entry of the flow was used more recently."""
+def _idle_entries(flows: Map, keys: bytes, values: bytes, now: int) -> Iterator[FlowEntry]:
+    """Entries that have been idle for so long. Usually another entry of the flow was used more
+    recently.
+    """
     key_size, value_size = flows.key_size, flows.value_size
     for index, (_, _, last_use, protocol, state, direction) in enumerate(unpack_columns(values)):
-        if (
-            direction != FlowDirection.ORIGINAL
-            and last_use + IDLE_TIMEOUT_NS[protocol, state] < now
-        ):
+        timeout = IDLE_TIMEOUT_NS[protocol, state]
+        if direction == FlowDirection.ORIGINAL:
+            timeout += EXPIRED_FLOW_NS
+        elif timeout > ORPHAN_NS:
+            timeout = ORPHAN_NS
+        if last_use + timeout < now:
             yield (
                 keys[index * key_size : (index + 1) * key_size],
                 values[index * value_size : (index + 1) * value_size],
             )
+
+
+def _is_in_use(flows: Map, original: bytes, now: int) -> bool:
+    """Whether a reply entry of this flow was used more recently than its idle original."""
+    protocol = original[PROTOCOL : CLIENT.stop]
+    for address, port in ((CLIENT_ADDRESS, CLIENT_PORT), (SNAT, SNAT_PORT)):
+        source = original[address] + original[port] + protocol
+        reply = flows.lookup(flow_key(source, original[BACKEND]))
+        if (
+            reply is not None
+            and reply[IDENTITY] == original[IDENTITY]
+            and expires_at(reply) + EXPIRED_FLOW_NS >= now
+        ):
+            return True
+    return False
 
 
 def _has_original(flows: Map, raw: bytes) -> bool:
