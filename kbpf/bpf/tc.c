@@ -53,13 +53,10 @@ int tc_ingress(struct __sk_buff *skb)
 {
 	struct device *device = device_at(skb->ifindex);
 	struct translation result = {};
-	struct scratch *s;
+	struct scratch *s = get_scratch();
 	struct packet *p;
 	u32 flags;
 
-	if (device && passes_unseen(skb, device))
-		return TC_ACT_UNSPEC;
-	s = get_scratch();
 	if (!s)
 		return TC_ACT_UNSPEC;
 	p = &s->packet;
@@ -89,7 +86,7 @@ int tc_egress(struct __sk_buff *skb)
 	struct packet *p;
 	struct tuple to;
 
-	if (!device || passes_unseen(skb, device))
+	if (!device)
 		return TC_ACT_UNSPEC;
 	s = get_scratch();
 	if (!s || !parse_for(skb, device, &s->packet, false))

@@ -335,6 +335,16 @@ struct refusal_limit {
 	u64 burst;    /* refusals that may be sent at once */
 };
 
+#define FLOW_MARK_BITS 12
+#define FLOW_MARKS (1 << FLOW_MARK_BITS)
+
+/* The marks of `flow_marks` that count. Both are 0 in a new map, so that all ends count as marked:
+ * then `flows` may hold entries whose writer knew no marks. */
+struct flow_generations {
+	u64 current; /* of new marks */
+	u64 oldest;  /* of marks that still count */
+};
+
 #define PORT_SLOTS 1024
 
 /* port_slots: `lockers` is indexed by the XOR of the two ports of a flow key, `last_exhausted` by a

@@ -270,6 +270,18 @@ PATCHES: Final = (
          "outer.from.address = translated.from.address;", ";"),
     ),
     *_rows(
+        "tc/flow.h", FLOWS,
+        ("frontends are not marked", "*frontend = generations->current;", ";"),
+        ("backends are not marked", "*backend = generations->current;", ";"),
+        ("the destination's mark is not tested",
+         "(*from >= generations->oldest || *to >= generations->oldest)",
+         "*from >= generations->oldest"),
+        ("the source's mark is not tested",
+         "(*from >= generations->oldest || *to >= generations->oldest)",
+         "*to >= generations->oldest"),
+        ("marks of earlier generations count", ">= generations->oldest || *to", "|| *to"),
+    ),
+    *_rows(
         "tc/evict.h", ROOM,
         ("recent handshakes are evicted",
          "if (is_half_open(flow) && elapsed(flow->last_used, now) < SECOND)",
@@ -289,7 +301,7 @@ PATCHES: Final = (
          "if (!is_over(old, flow->last_used) && old->state != STATE_CLOSED)",
          "if (false)"),
         ("no flow is evicted",
-         "return *total > n->connections ? go(skb, TAIL_EVICT) : go(skb, TAIL_CLAIM);\n}\n\n"
+         "return is_over_limit(total, n) ? go(skb, TAIL_EVICT) : go(skb, TAIL_CLAIM);\n}\n\n"
          "/* Makes",
          "return go(skb, TAIL_CLAIM);\n}\n\n/* Makes"),
     ),
@@ -342,7 +354,7 @@ PATCHES: Final = (
     *_rows(
         "lib/packet.h", PACKETS,
         ("options are the payload",
-         "p->l4 = p->l3 + (ip->version_length & 0x0f) * 4;",
+         "p->l4 = p->l3 + (ip.version_length & 0x0f) * 4;",
          "p->l4 = p->l3 + 20;"),
         ("extension headers are read too long",
          "p->l4 += (extension.words + 1) * 8;",

@@ -92,6 +92,13 @@ struct tuple {
 	struct target to;
 };
 
+/* Sets port and protocol. A target is compared and copied in words, and the CPU delays a load that
+ * spans several stores. */
+static __always_inline void set_port(struct target *t, __be16 port, u8 protocol)
+{
+	*(u32 *)&t->port = port | (u32)protocol << 16;
+}
+
 struct packet {
 	struct tuple tuple;
 	u32 l3; /* offset of the IP header */
@@ -165,14 +172,14 @@ static __always_inline bool parse_ports(struct __sk_buff *skb, struct packet *p,
 		return !bpf_skb_load_bytes(skb, p->l4, &p->icmp_type, 1);
 	if (p->protocol != IPPROTO_TCP && p->protocol != IPPROTO_UDP && p->protocol != IPPROTO_SCTP)
 		return true;
-	p->tuple.from.protocol = p->protocol;
-	p->tuple.to.protocol = p->protocol;
+	set_port(&p->tuple.from, 0, p->protocol);
+	set_port(&p->tuple.to, 0, p->protocol);
 	if (p->fragment == LATER)
 		return true;
 	if (bpf_skb_load_bytes(skb, p->l4, &ports, sizeof(ports)))
 		return false;
-	p->tuple.from.port = ports.source;
-	p->tuple.to.port = ports.destination;
+	set_port(&p->tuple.from, ports.source, p->protocol);
+	set_port(&p->tuple.to, ports.destination, p->protocol);
 	if (p->protocol == IPPROTO_SCTP) { /* its first chunk is mapped to TCP flags */
 		u8 chunk = 0;
 
@@ -187,54 +194,67 @@ static __always_inline bool parse_ports(struct __sk_buff *skb, struct packet *p,
 	return true;
 }
 
+/* Whether this is like most packets: TCP over IPv4, without options, not a fragment. Then its
+ * headers are in `start`, read with one call. */
+static __always_inline bool is_plain_tcp(struct __sk_buff *skb, u32 l3, struct ip4_tcp *start)
+{
+	return skb->protocol == __builtin_bswap16(ETH_P_IP) &&
+	       !bpf_skb_load_bytes(skb, l3, start, sizeof(*start)) &&
+	       start->ip.version_length == 0x45 && start->ip.protocol == IPPROTO_TCP &&
+	       !(start->ip.fragment & __builtin_bswap16(IP_OFFSET | IP_MF));
+}
+
+static __always_inline struct tuple tuple_of_plain(const struct ip4_tcp *start)
+{
+	struct tuple t;
+
+	t.from.address = v4_mapped(start->ip.source);
+	t.to.address = v4_mapped(start->ip.destination);
+	set_port(&t.from, start->ports.source, IPPROTO_TCP);
+	set_port(&t.to, start->ports.destination, IPPROTO_TCP);
+	return t;
+}
+
+/* Does what parse() does for such a packet. */
+static __always_inline void set_plain(struct packet *p, u32 l3, const struct ip4_tcp *start,
+				      const struct tuple *tuple)
+{
+	__builtin_memset(p, 0, sizeof(*p));
+	p->tuple = *tuple;
+	p->l3 = l3;
+	p->l4 = l3 + sizeof(start->ip);
+	p->protocol = IPPROTO_TCP;
+	p->tcp_flags = start->flags;
+	p->ttl = start->ip.ttl;
+	p->tos = start->ip.tos;
+	p->check = start->ip.check;
+	p->tcp = numbers_of(start->sequence, start->acknowledgement, start->length, start->flags,
+			    __builtin_bswap16(start->ip.total) - sizeof(start->ip));
+}
+
 static __always_inline bool parse_v4(struct __sk_buff *skb, struct packet *p)
 {
-	struct ip4_tcp start;
-	const struct ip4_header *ip = &start.ip;
-	bool all = !bpf_skb_load_bytes(skb, p->l3, &start, sizeof(start));
+	struct ip4_header ip;
 	u16 fragment;
 
-	if (!all && bpf_skb_load_bytes(skb, p->l3, &start.ip, sizeof(start.ip)))
+	if (bpf_skb_load_bytes(skb, p->l3, &ip, sizeof(ip)))
 		return false;
-	p->tuple.from.address = v4_mapped(ip->source);
-	p->tuple.to.address = v4_mapped(ip->destination);
-	p->protocol = ip->protocol;
-	p->ttl = ip->ttl;
-	p->tos = ip->tos;
-	p->check = ip->check;
-	if ((ip->version_length & 0x0f) < 5)
+	p->tuple.from.address = v4_mapped(ip.source);
+	p->tuple.to.address = v4_mapped(ip.destination);
+	p->protocol = ip.protocol;
+	p->ttl = ip.ttl;
+	p->tos = ip.tos;
+	p->check = ip.check;
+	if ((ip.version_length & 0x0f) < 5)
 		return false;
-	p->l4 = p->l3 + (ip->version_length & 0x0f) * 4;
-	fragment = __builtin_bswap16(ip->fragment);
+	p->l4 = p->l3 + (ip.version_length & 0x0f) * 4;
+	fragment = __builtin_bswap16(ip.fragment);
 	if (fragment & IP_OFFSET)
 		p->fragment = LATER;
 	else if (fragment & IP_MF)
 		p->fragment = FIRST;
-	p->id = ip->id;
-	if (all && ip->version_length == 0x45 && p->protocol == IPPROTO_TCP &&
-	    p->fragment == WHOLE) {
-		p->tuple.from.protocol = IPPROTO_TCP;
-		p->tuple.to.protocol = IPPROTO_TCP;
-		p->tuple.from.port = start.ports.source;
-		p->tuple.to.port = start.ports.destination;
-		p->tcp_flags = start.flags;
-		p->tcp = numbers_of(start.sequence, start.acknowledgement, start.length,
-				    start.flags, __builtin_bswap16(ip->total) - sizeof(*ip));
-		return true;
-	}
-	return parse_ports(skb, p, __builtin_bswap16(ip->total) - (p->l4 - p->l3));
-}
-
-/* Whether this is a TCP segment over IPv4 that does not begin a connection. Also false if that
- * would take more parsing. */
-static __always_inline bool is_midstream_v4(struct __sk_buff *skb, u32 l2)
-{
-	struct ip4_tcp start;
-
-	return skb->protocol == __builtin_bswap16(ETH_P_IP) &&
-	       !bpf_skb_load_bytes(skb, l2, &start, sizeof(start)) &&
-	       start.ip.version_length == 0x45 && start.ip.protocol == IPPROTO_TCP &&
-	       !(start.ip.fragment & __builtin_bswap16(IP_OFFSET)) && !(start.flags & TCP_SYN);
+	p->id = ip.id;
+	return parse_ports(skb, p, __builtin_bswap16(ip.total) - (p->l4 - p->l3));
 }
 
 static __always_inline bool parse_v6(struct __sk_buff *skb, struct packet *p)

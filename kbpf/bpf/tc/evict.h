@@ -120,6 +120,13 @@ static __always_inline enum reason claim_original(struct flow_key *key, const st
 	return enqueue(key, n, flow->last_used) ? NEW_FLOW : TABLE_FULL;
 }
 
+/* Whether more flows are queued than the operator's limit. Programs of an earlier agent may pop
+ * keys from another queue after the agent has counted this one, so the count may be negative. */
+static __always_inline bool is_over_limit(const u64 *total, const struct node *n)
+{
+	return (s64)*total > (s64)n->connections;
+}
+
 /* Whether a client that reuses its port got the same backend again. */
 static __always_inline bool is_same_connection(const struct flow *old, const struct flow *flow)
 {
@@ -198,7 +205,7 @@ int tc_enqueue(struct __sk_buff *skb)
 	s->search = SEARCH_NONE;
 	s->late = false;
 	s->runs = 2; /* tc_evict may run this many times */
-	return *total > n->connections ? go(skb, TAIL_EVICT) : go(skb, TAIL_CLAIM);
+	return is_over_limit(total, n) ? go(skb, TAIL_EVICT) : go(skb, TAIL_CLAIM);
 }
 
 /* Makes room: evicts up to two flows for each new one above the operator's limit. */
@@ -212,5 +219,5 @@ int tc_evict(struct __sk_buff *skb)
 	if (!s || !n || !total)
 		return finish(TC_ACT_SHOT, NOT_TRACKED);
 	evict_over_limit(total, s->flow.last_used);
-	return --s->runs && *total > n->connections ? go(skb, TAIL_EVICT) : go(skb, TAIL_CLAIM);
+	return --s->runs && is_over_limit(total, n) ? go(skb, TAIL_EVICT) : go(skb, TAIL_CLAIM);
 }

@@ -77,9 +77,25 @@ BPF_TABLE("hash", struct flow_key, struct flow, flows, 64);
  * Full: enqueue() in evict.h evicts a flow, or drops the new one. */
 BPF_QUEUE(flow_queue, struct flow_key, 64);
 
-/* 0 -> number of keys in the queue; see also tracks_flows(). Counted by the programs, and set by
- * the agent when it fills a new map. */
+/* 0 -> number of keys in the queue. Counted by the programs, and set by the agent when it fills a
+ * new map. */
 BPF_TABLE("array", u32, u64, flow_count, 1);
+
+/* A filter in front of `flows`: hash of an end -> the generation of its mark (struct
+ * flow_generations). Most packets between pods are of no flow, and these array lookups, which the
+ * kernel inlines, replace the hash lookup that would show it.
+ *
+ * Each entry has the frontend or the backend as one end of its key, and that end is marked. A
+ * packet matches an entry only if it has the same two ends, so testing both of them finds the mark,
+ * whatever the direction; likewise for replies to the node and for packets that ICMP errors quote.
+ * The clients' ends are not marked, so no client can fill the filter.
+ *
+ * A mark too many costs a lookup, and a missing one breaks a flow. So the programs only set marks,
+ * before they write an entry (mark_ends()), and never clear them: the evicted, replaced or deleted
+ * entries of two flows cannot be counted wrong, nor can a crash in between. Marks of ends that no
+ * entry has are aged by the agent (flow_marks.py). */
+BPF_TABLE("array", u32, u64, flow_marks, FLOW_MARKS);
+BPF_TABLE("array", u32, struct flow_generations, flow_generations, 1);
 
 static __always_inline bool has_snat(const struct flow *flow)
 {
@@ -123,21 +139,48 @@ static __always_inline struct flow_key flow_key_of(const struct target *a, const
 	return e;
 }
 
-/* Whether any flow was ever tracked here. On many nodes there is none, and no packet pays for a
- * lookup. */
-static __always_inline bool tracks_flows(void)
+static __always_inline u64 *mark_of(const struct target *end)
 {
-	u32 zero = 0;
-	u64 *total = flow_count.lookup(&zero);
+	const u32 *word = end->address.word;
+	u32 sum = (word[0] ^ word[1] ^ word[2] ^ word[3] ^ end->port) * 0x9e3779b1;
+	u32 index = sum >> (32 - FLOW_MARK_BITS);
 
-	return total && *total;
+	return flow_marks.lookup(&index);
+}
+
+/* Marks the ends of a flow; to be called before its first entry is written. Most flows find them
+ * marked, and write nothing. A CPU that has read `current` just before it changed may replace a
+ * later mark by its own. The agent allows for that: it marks all entries again after a pause. */
+static __always_inline void mark_ends(const struct flow *flow)
+{
+	u64 *frontend = mark_of(&flow->frontend), *backend = mark_of(&flow->backend);
+	u32 zero = 0;
+	struct flow_generations *generations = flow_generations.lookup(&zero);
+
+	if (!generations || !frontend || !backend)
+		return;
+	if (*frontend < generations->current)
+		*frontend = generations->current;
+	if (*backend < generations->current)
+		*backend = generations->current;
+}
+
+/* Whether a packet may belong to a flow: if not, neither of its ends has a mark. */
+static __always_inline bool may_have_flow(const struct tuple *t)
+{
+	u64 *from = mark_of(&t->from), *to = mark_of(&t->to);
+	u32 zero = 0;
+	struct flow_generations *generations = flow_generations.lookup(&zero);
+
+	return generations && from && to &&
+	       (*from >= generations->oldest || *to >= generations->oldest);
 }
 
 static __always_inline struct flow *flow_between(const struct tuple *t)
 {
 	struct flow_key key;
 
-	if (!tracks_flows())
+	if (!may_have_flow(t))
 		return NULL;
 	key = flow_key_of(&t->from, &t->to);
 	return flows.lookup(&key);

@@ -70,9 +70,8 @@ static __always_inline bool fragment_ports(struct packet *p, const struct device
 	if (!stored || stored->id != fragment.id || stored->hash != fragment.hash)
 		return false;
 	p->protocol = stored->protocol;
-	p->tuple.from.protocol = p->tuple.to.protocol = p->protocol;
-	p->tuple.from.port = stored->ports.source;
-	p->tuple.to.port = stored->ports.destination;
+	set_port(&p->tuple.from, stored->ports.source, p->protocol);
+	set_port(&p->tuple.to, stored->ports.destination, p->protocol);
 	return true;
 }
 
@@ -84,12 +83,6 @@ static __always_inline bool is_for_others(struct __sk_buff *skb)
 	       skb->pkt_type == PACKET_OTHERHOST;
 }
 
-/* Whether this is one of most packets, on nodes that track no flows. */
-static __always_inline bool passes_unseen(struct __sk_buff *skb, const struct device *device)
-{
-	return !tracks_flows() && is_midstream_v4(skb, device->l2);
-}
-
 /* Parses a packet into the scratch buffer. False: it passes. `in`: at ingress. Of packets without
  * ports (the protocol in their tuple is 0), it returns true only for ICMP errors. */
 static __always_inline bool parse_for(struct __sk_buff *skb, const struct device *device,
@@ -97,8 +90,19 @@ static __always_inline bool parse_for(struct __sk_buff *skb, const struct device
 {
 	const struct device *sender = device;
 	u32 ifindex = skb->ifindex;
+	struct ip4_tcp plain;
 
-	if (is_for_others(skb) || !parse(skb, device->l2, p))
+	if (is_for_others(skb))
+		return false;
+	if (is_plain_tcp(skb, device->l2, &plain)) {
+		struct tuple tuple = tuple_of_plain(&plain);
+
+		if (!(plain.flags & TCP_SYN) && !may_have_flow(&tuple))
+			return false;
+		set_plain(p, device->l2, &plain, &tuple);
+		return true;
+	}
+	if (!parse(skb, device->l2, p))
 		return false;
 	if (is_icmp_error(p))
 		return true;

@@ -126,7 +126,7 @@ class Attachments:
         due = [self.packets.loader_due(now)]
         if self.packets.current is not None and first_apply_done:
             self._host.poll(now)
-            self._flow_gc.collect(self._agent_maps.maps["flows"], now)
+            self._flow_gc.collect(self._agent_maps.maps, now, self.packets.is_switched)
             due.append(self.packets.current.activate(now))
             due.append(self.packets.finish_switch(now))
         if self._exemptions_pending:

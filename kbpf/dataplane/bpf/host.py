@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Final
 
 from kbpf.dataplane import firewalls
-from kbpf.dataplane.bpf.maps.flow_entries import enable_flow_lookup
 from kbpf.dataplane.bpf.maps.pinning import HOST_FOLDER, Pins
 from kbpf.dataplane.bpf.packet_path import snat_ports
 from kbpf.dataplane.host import KeepalivePoll, forwarding_warnings, reconcile_forward_rules
@@ -81,15 +80,15 @@ class HostIntegration:
 
     def _reserve_conntrack_ports(self) -> None:
         """Reserves the ports of clients that kube-proxy has masqueraded."""
-        maps = self._pins.maps
-        if (maps / "flow_queue").exists():
-            with Map.open(maps / "flows") as flows, Map.open(maps / "flow_queue") as flow_queue:
-                count = snat_ports.reserve_conntrack_ports(
-                    flows, flow_queue, self._masquerade_ports
-                )
+        folder = self._pins.maps
+        if (folder / "flow_queue").exists():
+            with contextlib.ExitStack() as stack:
+                maps = {
+                    name: stack.enter_context(Map.open(folder / name))
+                    for name in snat_ports.RESERVATION_MAPS
+                }
+                count = snat_ports.reserve_conntrack_ports(maps, self._masquerade_ports)
             if count:
-                with Map.open(maps / "flow_count") as flow_count:
-                    enable_flow_lookup(flow_count)
                 log.info("reserved SNAT ports that conntrack uses count=%d", count)
 
     def _ensure_rules(self) -> None:

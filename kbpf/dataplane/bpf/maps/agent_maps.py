@@ -15,8 +15,7 @@ from collections import Counter
 from collections.abc import Generator, Iterable, Mapping
 from typing import Final
 
-from kbpf.dataplane.bpf.maps import pinning
-from kbpf.dataplane.bpf.maps.flow_entries import enable_flow_lookup
+from kbpf.dataplane.bpf.maps import flow_marks, pinning
 from kbpf.dataplane.bpf.maps.layout import MAPS
 from kbpf.dataplane.bpf.maps.migrate import MapMigration
 from kbpf.dataplane.bpf.maps.pinning import Pins
@@ -59,6 +58,8 @@ class AgentMaps:
         self._unpinned = set()
         self.maps = dict(opened_maps.maps)
         self.migration = MapMigration(self.maps)
+        if "flows" in opened_maps.new_maps:
+            flow_marks.enable(self.maps)
         self.migration.start(
             opened_maps.former_maps, queue_is_new="flow_queue" in opened_maps.new_maps
         )
@@ -76,8 +77,6 @@ class AgentMaps:
         for name, size in sizes.items():
             if name in resized_maps:
                 self._resize(name, size)
-        if next(iter(self.maps["flows"].items()), None):
-            enable_flow_lookup(self.maps["flow_count"])
         return opened_maps.adopted
 
     def close(self) -> None:

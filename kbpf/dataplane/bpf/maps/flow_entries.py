@@ -7,9 +7,9 @@ frontend) is the one whose key is in the flow queue; without it the others are o
 
 from collections.abc import Iterable, Iterator
 from struct import Struct
-from typing import Final, Protocol
+from typing import Final
 
-from kbpf.dataplane.bpf.maps.layout import FLOW, U64, FlowDirection, TcpState, idle_timeout_s
+from kbpf.dataplane.bpf.maps.layout import FLOW, FlowDirection, TcpState, idle_timeout_s
 
 # Byte offsets in struct flow (bpf/types.h; Struct FLOW in layout.py).
 CLIENT: Final = slice(8, 28)
@@ -53,22 +53,6 @@ class _IdleTimeouts(dict[tuple[int, int], int]):
 
 IDLE_TIMEOUT_NS: Final = _IdleTimeouts()
 """(protocol, state) → idle timeout of an entry, in ns."""
-
-
-class CounterMap(Protocol):
-    """The methods of the flow count map that are used here."""
-
-    def lookup(self, key: bytes) -> bytes | None:
-        """Reads a value."""
-
-    def update(self, key: bytes, value: bytes) -> None:
-        """Writes a value."""
-
-
-def enable_flow_lookup(flow_count: CounterMap) -> None:
-    """Makes the programs look up flows: they do not if the flow count is 0."""
-    if flow_count.lookup(bytes(4)) == bytes(8):
-        flow_count.update(bytes(4), U64.pack(1))
 
 
 def flow_key(source: bytes, destination: bytes) -> bytes:

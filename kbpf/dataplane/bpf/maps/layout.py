@@ -246,6 +246,8 @@ FRONTEND_PORT_WORDS: Final = 1024
 CACHED_DEVICES: Final = 1024
 NODE: Final = Struct("=16s16sIHHII")
 REFUSAL_LIMIT: Final = Struct("=QQQ")
+FLOW_GENERATIONS: Final = Struct("=QQ")
+FLOW_MARKS: Final = 4096
 PORT_SLOT: Final = Struct("=I4xQ")
 PORT_SLOTS: Final = 1024
 CLIENT_SLOT: Final = Struct("=16sI")
@@ -464,6 +466,11 @@ MAPS: Final = {
             packet_path_only=True, entries_per_object=FLOW_HEADROOM),
         MapSpec("flow_count", "packet path: number of connections in flow_queue",
             uapi.BPF_MAP_TYPE_ARRAY, 4, U64.size, 1),
+        MapSpec("flow_marks",
+            "packet path: hash of a frontend or backend → whether a connection may have it",
+            uapi.BPF_MAP_TYPE_ARRAY, 4, U64.size, FLOW_MARKS),
+        MapSpec("flow_generations", "packet path: which marks of flow_marks still count",
+            uapi.BPF_MAP_TYPE_ARRAY, 4, FLOW_GENERATIONS.size, 1),
         MapSpec("port_slots",
             "packet path: locks for choosing SNAT ports, and the last search without result",
             uapi.BPF_MAP_TYPE_ARRAY, 4, PORT_SLOT.size, PORT_SLOTS),

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
+from kbpf.dataplane.bpf.maps import flow_marks
 from kbpf.dataplane.bpf.maps.flow_entries import (
     CLIENT,
     ENDPOINTS,
@@ -119,12 +120,7 @@ class MapMigration:
         return sum(map(flow_queue.push, queue_order(self._maps["flows"].items())))
 
     def _write_flow_count(self, flows: int) -> None:
-        """Writes the flow count. Once programs have tracked a flow, it must not become 0, or they
-        would not look up flows that began since.
-        """
-        flow_count = self._maps["flow_count"]
-        if flows or flow_count.lookup(ZERO) != bytes(U64.size):
-            flow_count.update(ZERO, U64.pack(max(flows, 1)))
+        self._maps["flow_count"].update(ZERO, U64.pack(flows))
 
     def copy_new_flows(self) -> None:
         """Copies connections that began since the last copy. To be called before any program has
@@ -170,7 +166,9 @@ class MapMigration:
         new, copied = self._maps[replaced.name], 0
         changes: Entries = self._read_changes(replaced)
         if replaced.name == "flows":
-            changes = self._enqueue_flows(list(changes))
+            changes = list(changes)
+            flow_marks.mark_ends(self._maps, (raw for _, raw in changes))
+            changes = self._enqueue_flows(changes)
         for key, value in changes:
             try:
                 new.update(key, value)

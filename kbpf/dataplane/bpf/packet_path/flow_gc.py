@@ -19,9 +19,10 @@ system call, and put back if it is not the one that was read.
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Final
 
+from kbpf.dataplane.bpf.maps import flow_marks
 from kbpf.dataplane.bpf.maps.flow_entries import (
     BACKEND,
     CLIENT,
@@ -61,20 +62,43 @@ place in the queue is reused, with the entry.
 
 
 class FlowGarbageCollector:
-    """Walks through the map in an endless loop, one part at a time."""
+    """Walks through the map in an endless loop, one part at a time. After each pass, marks of ends
+    without entries no longer count (flow_marks.py).
+    """
 
     def __init__(self) -> None:
         self._due = 0.0
         self._cursor: bytes | None = None
+        self._flows: Map | None = None
+        self._marks_all = False  # whether this pass marks the ends of all entries
 
-    def collect(self, flows: Map, now: float) -> None:
-        """Examines the next part, if it is due at `now` (time.monotonic)."""
+    def collect(self, maps: Mapping[str, Map], now: float, only_writers: bool) -> None:
+        """Examines the next part, if it is due at `now` (time.monotonic). `only_writers`: no
+        program of an earlier agent is attached, so that these are the only maps with flows, and all
+        their writers mark the ends.
+        """
         if now < self._due:
             return
         self._due = now + GC_INTERVAL_S
+        flows = maps["flows"]
+        if flows is not self._flows:
+            self._flows, self._cursor, self._marks_all = flows, None, False
+        # False if this part fails: then its ends may lack marks.
+        marks_all, self._marks_all = self._marks_all and only_writers, False
         keys, values, self._cursor = flows.lookup_batch(self._cursor)
         if removed := remove_unused(flows, keys, values, time.monotonic_ns()):
             log.info("removed unused entries of connections count=%d", removed)
+        if marks_all:
+            size = flows.value_size
+            starts = range(0, len(values), size)
+            flow_marks.mark_ends(maps, (values[start : start + size] for start in starts))
+        if self._cursor is None:
+            if marks_all:
+                flow_marks.expire_marks(maps)
+            if only_writers:  # the next pass begins GC_INTERVAL_S later, which is the pause
+                flow_marks.begin_generation(maps)
+            marks_all = only_writers
+        self._marks_all = marks_all
 
 
 def remove_unused(flows: Map, keys: bytes, values: bytes, now: int) -> int:

@@ -204,6 +204,11 @@ class PacketPathLifecycle:
         if not self._switching:
             pinning.remove_old_maps(self._pins)
 
+    @property
+    def is_switched(self) -> bool:
+        """Whether all devices run the current programs, which use the current maps."""
+        return self.current is not None and self.current.is_rolled_out and not self._switching
+
     def loader_due(self, now: float) -> float | None:
         """When to call use_loaded(); None if nothing is being loaded."""
         return now + LOAD_POLL_INTERVAL_S if self._loader is not None else None

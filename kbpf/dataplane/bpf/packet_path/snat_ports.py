@@ -16,10 +16,10 @@ like an established connection.
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
-from kbpf.dataplane.bpf.maps import pinning
+from kbpf.dataplane.bpf.maps import flow_marks, pinning
 from kbpf.dataplane.bpf.maps.flow_entries import flow_key
 from kbpf.dataplane.bpf.maps.layout import FLOW, FlowDirection, FlowPath, Target, TcpState
 from kbpf.dataplane.bpf.maps.pinning import Pins
@@ -32,6 +32,8 @@ from kbpf.model.address import Addr
 CONNTRACK_ENTRY_TIMEOUT_S: Final = 24 * 3600
 """The timeout of an idle established TCP connection, both of kube-proxy and of our programs."""
 _NO_ADDRESS: Final = bytes(16)
+RESERVATION_MAPS: Final = ("flows", "flow_queue", "flow_marks", "flow_generations")
+"""The maps that reserve_conntrack_ports() reads and writes."""
 
 
 def reservation_entry(connection: ConntrackFlow, now: int) -> tuple[bytes, bytes]:
@@ -50,7 +52,7 @@ def reservation_entry(connection: ConntrackFlow, now: int) -> tuple[bytes, bytes
     return flow_key(backend, node.pack()), value
 
 
-def reserve_conntrack_ports(flows: Map, flow_queue: Map, ports: tuple[int, int]) -> int:
+def reserve_conntrack_ports(maps: Mapping[str, Map], ports: tuple[int, int]) -> int:
     """Reserves the ports that conntrack has allocated for masqueraded clients, so that our programs
     do not use them. `ports`: only those in this range (both ends included), which is that of our
     programs. Returns how many are new. Raises KernelError if conntrack cannot be read.
@@ -62,18 +64,19 @@ def reserve_conntrack_ports(flows: Map, flow_queue: Map, ports: tuple[int, int])
         for connection in conntrack.list_masqueraded()
         if low <= connection.source_port <= high
     )
-    return sum(_add_reservation(flows, flow_queue, key, value) for key, value in entries)
+    return sum(_add_reservation(maps, key, value) for key, value in entries)
 
 
-def _add_reservation(flows: Map, flow_queue: Map, key: bytes, value: bytes) -> bool:
+def _add_reservation(maps: Mapping[str, Map], key: bytes, value: bytes) -> bool:
     """Adds an entry to `flows` and its key to the queue. An entry that is not in the queue would
     never be evicted, so it is removed again if the queue is full.
     """
-    if not flows.add(key, value):
+    flow_marks.mark_ends(maps, [value])
+    if not maps["flows"].add(key, value):
         return False
-    if flow_queue.push(key):
+    if maps["flow_queue"].push(key):
         return True
-    flows.delete(key)
+    maps["flows"].delete(key)
     return False
 
 

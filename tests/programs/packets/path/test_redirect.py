@@ -6,6 +6,7 @@ import socket
 import struct
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import pytest
@@ -505,9 +506,13 @@ def test_port_used_by_conntrack_is_not_given(
     theirs = ConntrackFlow(protocol, parse_addr(NODE[v]), only_port, parse_addr(POD[v]), 8080)
     other = theirs._replace(source_port=only_port + 1)
     monkeypatch.setattr(conntrack, "list_masqueraded", lambda: [theirs, other])
-    with path.site.pinned("flows") as flows, path.site.pinned("flow_queue") as order:
-        assert snat_ports.reserve_conntrack_ports(flows, order, (only_port, only_port)) == 1
-        assert snat_ports.reserve_conntrack_ports(flows, order, (only_port, only_port)) == 0
+    with ExitStack() as stack:
+        maps = {
+            name: stack.enter_context(path.site.pinned(name))
+            for name in snat_ports.RESERVATION_MAPS
+        }
+        assert snat_ports.reserve_conntrack_ports(maps, (only_port, only_port)) == 1
+        assert snat_ports.reserve_conntrack_ports(maps, (only_port, only_port)) == 0
     before = path.site.reasons()[Reason.NO_SNAT_PORT]
     assert path.run("tc_ingress", KINDS[kind](client(v), vip(v, CLUSTER)))[0] == TC_ACT_SHOT
     assert path.site.reasons()[Reason.NO_SNAT_PORT] == before + 1
