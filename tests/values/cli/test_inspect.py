@@ -36,9 +36,7 @@ from kbpf.dataplane.bpf.maps.layout import (
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.dataplane.ipvs import inspect as ipvs
 from kbpf.dataplane.ipvs import statefile
-from kbpf.dataplane.ipvs.plan import VirtualService
 from kbpf.dataplane.ipvs.statefile import StateFile
-from kbpf.kernel.net.ipvs import IpvsConnection, RealServerKey, RealServerStatus
 from kbpf.model.address import parse_addr
 from kbpf.model.desired import ServicePortKey
 from kbpf.model.inspection import HookEntry, HostDevice
@@ -56,7 +54,7 @@ from kbpf.model.status import (
 )
 from tests.support.faults.fake_maps import Entries, FakeMap, names, slots, target
 from tests.support.golden import Golden
-from tests.support.plane import service
+from tests.values.views.ipvs_node import CONNECTIONS, HELD, STATES
 
 TCP, UDP = Protocol.TCP, Protocol.UDP
 NOW, BOOT, NS = 100_000.0, 200_000.0, 1_000_000_000
@@ -147,6 +145,7 @@ CONTENTS: dict[str, Entries] = {
     "affinity": {
         **affinity(parse_addr("198.51.100.7"), ClientKind.ADDRESS, 2, 5, 60.0),
         **affinity(HOST_NETNS.to_bytes(8, "little") + bytes(8), ClientKind.NETNS, 2, 6, 700.0),
+        **affinity((18).to_bytes(8, "little") + bytes(8), ClientKind.NETNS, 2, 6, 10.0),
         **affinity((99).to_bytes(8, "little") + bytes(8), ClientKind.NETNS, 7, 77, 5.0),
     },
     "source_ranges": {
@@ -179,12 +178,15 @@ CONTENTS: dict[str, Entries] = {
     },
     "local_networks": {layout.pack_network(Cidr(parse_addr("10.244.0.0"), 112)): bytes(4)},
     "exempt_cgroups": {bytes(8): bytes(4)},
-    "config": {bytes(4): layout.CONFIG.pack(HOST_NETNS, ConfigFlag.ACCOUNTING, 0)},
+    "config": {bytes(4): layout.CONFIG.pack(HOST_NETNS, ConfigFlag.COUNT_CONNECTION_ENDS, 0)},
     "counts": {
-        U32_PAIR.pack(1, 5): layout.COUNTS.pack(*ConnectionStats(opened=40, refused=1)),
+        U32_PAIR.pack(1, 5): layout.COUNTS.pack(
+            *ConnectionStats(opened=40, refused=1, ended=39, bytes_in=2048, bytes_out=5 << 20,
+                             rtt_us=60_000, rtts=30)),
         U32_PAIR.pack(1, 0): layout.COUNTS.pack(*ConnectionStats(refused=3)),
         U32_PAIR.pack(1, 0xFFFF_FFFF): layout.COUNTS.pack(*ConnectionStats(opened=7)),
-        U32_PAIR.pack(1, 98): layout.COUNTS.pack(*ConnectionStats(opened=2)),
+        U32_PAIR.pack(1, 98): layout.COUNTS.pack(
+            *ConnectionStats(opened=2, unanswered=1, broken=1, retransmits=4)),
         U32_PAIR.pack(3, 7): layout.COUNTS.pack(*ConnectionStats(opened=9)),
     },
     "reasons": {U32.pack(reason): (2 * reason).to_bytes(8, "little") * 2 for reason in Reason},
@@ -212,35 +214,6 @@ DEVICES = (
     HostDevice("ex0", 4, "hardware", "skipped", "excluded by the operator", "", ""),
     HostDevice("up1", 5, "hardware", "host", "hardware", "", ""),
 )
-A, B = "10.244.1.2:8080", "10.244.1.3:8080"
-
-
-def real_servers(**weights: int) -> list[RealServerStatus]:
-    addresses = {"a": A, "b": B}
-    return [
-        RealServerStatus(RealServerKey(parse_addr(host), int(port)), weight, 0, 0)
-        for name, weight in weights.items()
-        for host, _, port in (addresses[name].rpartition(":"),)
-    ]
-
-
-SERVERS = {
-    VirtualService(TCP, parse_addr("10.96.0.1"), 80): real_servers(a=3, b=1),
-    VirtualService(TCP, parse_addr("198.18.0.1"), 30080): real_servers(a=3, b=1),
-    VirtualService(TCP, parse_addr("192.0.2.5"), 443): real_servers(b=1),
-}
-STATES = (
-    service("web", "10.96.0.1:80 NodePort=0.0.0.0:30080", f"{A} {B}"),
-    service("local", "10.96.0.2:443 LoadBalancer=192.0.2.5:443", f"{A} {B}", local=B,
-            external_local=True, restricted=True, affinity_timeout=60),
-)  # fmt: skip
-IPVS_CONNECTIONS = tuple(
-    IpvsConnection(TCP, (parse_addr("198.51.100.7"), port), (parse_addr(to), to_port),
-                   RealServerKey(parse_addr("10.244.1.2"), 8080), state, left)
-    for port, to, to_port, state, left in (
-        (1, "10.96.0.1", 80, "ESTABLISHED", 899), (2, "198.18.0.1", 30080, "SYN_RECV", 59),
-        (3, "203.0.113.1", 80, "TIME_WAIT", 3))
-)  # fmt: skip
 
 
 @pytest.fixture
@@ -267,8 +240,8 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for module in (snapshot, ipvs):
         monkeypatch.setattr(module, "is_alive", lambda _: True)
     monkeypatch.setattr(snapshot.devices, "read", lambda *_: DEVICES)
-    monkeypatch.setattr(ipvs, "_read_servers", lambda: SERVERS)
-    monkeypatch.setattr(ipvs, "list_connections", lambda: IPVS_CONNECTIONS)
+    monkeypatch.setattr(ipvs, "_read_servers", lambda: HELD)
+    monkeypatch.setattr(ipvs, "list_connections", lambda: CONNECTIONS)
     return tmp_path
 
 
@@ -290,17 +263,19 @@ def ipvs_node(node: Path) -> Path:
 def transcript(capsys: pytest.CaptureFixture[str], *commands: str) -> str:
     """What a shell would show of these commands; of JSON each row in one line."""
     pages = []
-    for command in commands:
+    for line in commands:
+        command, _, word = line.partition(" | grep ")
         code, out, err = run(capsys, command)
-        if command.endswith("json") and not code:
+        if command.endswith("json"):
             value = json.loads(out)
             assert out == json.dumps(value, indent=2, ensure_ascii=False) + "\n"
             yaml_code, yaml_out, yaml_err = run(capsys, f"{command[:-4]}yaml")
             assert (yaml_code, yaml.safe_load(yaml_out), yaml_err) == (code, value, err)
             rows = value if isinstance(value, list) else [{k: v} for k, v in value.items()]
-            out = "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
+            texts = [json.dumps(row, ensure_ascii=False) for row in rows]
+            out = "".join(f"{text}\n" for text in texts if word in text)
         end = f"exit code {code}\n" if code else ""
-        pages.append(f"$ kbpf inspect {command}\n{out}{err}{end}")
+        pages.append(f"$ kbpf inspect {line}\n{out}{err}{end}")
     return "\n".join(pages)
 
 
@@ -315,8 +290,9 @@ def commands(view: str, *more: str, wide: bool = True) -> tuple[str, ...]:
 
 VIEWS = {
     "services": commands("services", "services -n kube-system", "services -n none"),
-    "service": commands("service local", "service web", "service dns -n kube-system",
-                        "service wbe", "service kube-system/dns -n default"),
+    "service": ("service local -o wide", "service local -o json", "service web",
+                "service dns -n kube-system", "service wbe",
+                "service kube-system/dns -n default"),
     "backends": commands("backends", wide=False),
     "affinity": commands("affinity", wide=False),
     "connections": commands("connections", "connections --expired --limit 2",
@@ -326,7 +302,7 @@ VIEWS = {
     "nat": commands("nat", "nat --limit 1", wide=False),
     "sources": commands("sources"),
     "devices": commands("devices"),
-    "maps": commands("maps", wide=False),
+    "maps": ("maps", "maps -o json | grep queue"),
     "programs": commands("programs", wide=False),
     "status": commands("status", wide=False),
 }  # fmt: skip
@@ -338,9 +314,10 @@ def test_view(view: str, node: Path, golden: Golden, capsys: pytest.CaptureFixtu
 
 
 IPVS_COMMANDS = (
-    *commands("services"), *commands("service web", "service local", wide=False),
+    "services -o wide", "services -o json",
+    *commands("service web", "service local", wide=False),
     *commands("backends", wide=False),
-    *commands("connections", "connections --service web --limit 1", "connections --state closed"),
+    "connections -o wide", "connections -o json", "connections --client 198.18.0.254 --limit 1",
     *commands("status", wide=False), "maps",
 )  # fmt: skip
 

@@ -3,7 +3,6 @@
 constructed snapshots: states that a kernel cannot be made to show.
 """
 
-import dataclasses
 from typing import NamedTuple
 
 import msgspec
@@ -13,23 +12,19 @@ from msgspec.structs import replace
 from kbpf.checks.connect import MAX_BACKENDS, select_targets
 from kbpf.dataplane.bpf.inspect.snapshot import read_map
 from kbpf.dataplane.bpf.maps.layout import (
-    AFFINITY,
-    AFFINITY_KEY,
     MAPS,
-    ClientKind,
     ServiceFlag,
     ServiceValue,
 )
-from kbpf.dataplane.bpf.metrics import REMOVED_BACKENDS
 from kbpf.errors import NotFoundError
-from kbpf.model.address import Addr, parse_addr
+from kbpf.model.address import parse_addr
 from kbpf.model.desired import Backend, FrontendAddress
 from kbpf.model.metrics import ALL_COUNTERS, CONNECTION_COUNTERS, ConnectionStats
 from kbpf.model.objects import Cidr, Protocol
 from kbpf.model.status import SourceView, ThreadView
-from kbpf.views import affinity, maps, programs, service, services, sources, status
-from tests.support.faults.fake_maps import Entries, FakeMap
-from tests.values.views.snapshots import AGENT, ATTACHED, MISSING, TCP, UDP, key, snapshot
+from kbpf.views import maps, service, services, sources, status
+from tests.support.faults.fake_maps import FakeMap
+from tests.values.views.snapshots import AGENT, ATTACHED, TCP, UDP, key, snapshot
 
 CLUSTER_IP = int(ServiceFlag.CLUSTER_IP)
 
@@ -49,14 +44,6 @@ def value(
 
 
 # ---- services ----------------------------------------------------------------------------------
-
-
-def test_frontend_without_a_name_is_shown_last():
-    found = services.build_rows(
-        snapshot(frontends={at("10.96.0.9"): value(9), at("10.96.0.1"): value(1)},
-                 names={1: key("web")})
-    )  # fmt: skip
-    assert [(row.name, row.id) for row in found] == [("web", 1), ("", 9)]
 
 
 @pytest.mark.parametrize(
@@ -88,11 +75,6 @@ def test_node_port_without_an_address_of_its_family_is_not_served(
     assert any("not served" in text for text in notes) is nowhere
 
 
-def test_name_without_a_frontend_is_shown():
-    (row,) = services.build_rows(snapshot(names={1: key("web")}))
-    assert (row.name, row.frontends, row.backends_cluster) == ("web", (), 0)
-
-
 def test_slot_without_a_backend_is_counted_as_missing():
     one = snapshot(
         frontends={at("10.96.0.1"): value(1, size=3)},
@@ -105,63 +87,6 @@ def test_slot_without_a_backend_is_counted_as_missing():
         (5, "10.244.0.1"), (6, ""), (0, ""),
     ]  # fmt: skip
     assert detail.cluster[0].missing == 2
-
-
-def test_backend_in_several_slots_is_one_row_with_its_share():
-    """A weighted or Maglev set has more slots than backends."""
-    held = snapshot(
-        frontends={at("10.96.0.1"): value(1, size=4, flags=CLUSTER_IP | int(ServiceFlag.MAGLEV))},
-        names={1: key("web")},
-        sets={1: {0: 6, 1: 5, 2: 6, 3: 6}},
-        backends={5: backend(1), 6: backend(2)},
-    )
-    (detail,) = service.build_details(held, "web")
-    (one,) = detail.cluster
-    assert (one.size, one.missing) == (4, 0)
-    assert [(b.id, b.index, b.slots, b.share) for b in one.backends] == [
-        (6, 0, 3, 0.75), (5, 1, 1, 0.25),
-    ]  # fmt: skip
-    assert (detail.service.algorithm, detail.service.backends_cluster) == ("maglev", 2)
-    assert [[c.text(b) for c in service.BACKEND_COLUMNS] for b in one.backends] == [
-        ["6", "10.244.0.2:8080", "3", "75.0%"], ["5", "10.244.0.1:8080", "1", "25.0%"],
-    ]  # fmt: skip
-    assert "cluster set 1: 2 backends in 4 slots" in service.format_page([detail])
-    assert "algorithm         maglev" in service.format_page([detail])
-
-
-def test_traffic_rows_of_a_service():
-    """Only traffic of this Service. Connections without a backend come first, those to removed
-    backends last.
-    """
-    good = ConnectionStats(
-        opened=40, ended=39, bytes_in=2048, bytes_out=5 << 20, rtt_us=60_000, rtts=30
-    )
-    held = snapshot(
-        frontends={at("10.96.0.1"): value(1), at("10.96.0.2"): value(2)},
-        names={1: key("web"), 2: key("other")},
-        sets={1: {0: 5}},
-        backends={5: backend(1), 6: backend(2)},
-        totals={
-            (1, REMOVED_BACKENDS): ConnectionStats(opened=7),
-            (1, 5): good,
-            (2, 6): good,
-            (1, 0): ConnectionStats(refused=3),
-            (1, 9): ConnectionStats(opened=2, unanswered=1, broken=1, retransmits=4),
-        },
-        open={(1, 5): 1, (2, 6): 8, (1, 6): 2},
-        counted=ALL_COUNTERS,
-    )
-    (detail,) = service.build_details(held, "web")
-    assert [[c.text(t) for c in service.TRAFFIC_COLUMNS] for t in detail.traffic] == [
-        ["none", "0", "0", "3", "0", "0", "0B", "0B", "0", "-"],
-        ["10.244.0.1:8080", "1", "40", "0", "0", "0", "2.0KiB", "5.0MiB", "0", "2ms"],
-        ["10.244.0.2:8080", "2", "0", "0", "0", "0", "0B", "0B", "0", "-"],
-        ["id 9, gone", "0", "2", "0", "1", "1", "0B", "0B", "4", "-"],
-        ["gone", "0", "7", "0", "0", "0", "0B", "0B", "0", "-"],
-    ]
-    assert "connections since counting began" in service.format_page([detail])
-    (without,) = service.build_details(snapshot(names={1: key("web")}), "web")
-    assert "since counting began" not in service.format_page([without])
 
 
 class AccountingRow(NamedTuple):
@@ -244,51 +169,6 @@ def test_service_is_found_by_name_and_namespace(asked: NameQuery):
         assert asked.hint in caught.value.hint
 
 
-# ---- affinity ----------------------------------------------------------------------------------
-
-
-def netns(cookie: int) -> Addr:
-    return Addr(cookie.to_bytes(8, "little") + bytes(8))
-
-
-def entry(client: Addr, kind: int, service: int, backend: int, last_used: float) -> Entries:
-    key = AFFINITY_KEY.pack(client, service, kind)
-    return {key: AFFINITY.pack(int(last_used * 1e9), backend, 0)}
-
-
-class AffinityRow(NamedTuple):
-    """An affinity entry, and its row: (client, kind, expires_seconds, expired)."""
-
-    entry: Entries
-    row: tuple[str, str, float | None, bool]
-
-
-HOST = 17
-NETNS, ADDRESS = int(ClientKind.NETNS), int(ClientKind.ADDRESS)
-AFFINITY_ROWS = [
-    AffinityRow(entry(netns(HOST), NETNS, 1, 5, 990.0), ("host", "netns", 20.0, False)),
-    AffinityRow(entry(netns(18), NETNS, 1, 5, 990.0), ("18", "netns", 20.0, False)),
-    AffinityRow(entry(parse_addr("192.0.2.7"), ADDRESS, 1, 5, 990.0),
-                ("192.0.2.7", "address", 20.0, False)),
-    AffinityRow(entry(netns(18), NETNS, 1, 5, 900.0), ("18", "netns", -70.0, True)),
-    AffinityRow(entry(netns(18), NETNS, 2, 5, 990.0), ("18", "netns", None, True)),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("kept", AFFINITY_ROWS)
-def test_affinity_rows(kept: AffinityRow):
-    held = snapshot(
-        frontends={at("10.96.0.1"): value(1, timeout=30)},
-        names={1: key("web")},
-        backends={5: backend(1)},
-        host_netns=HOST,
-        affinity=kept.entry,
-    )
-    (row,) = affinity.build_rows(held)
-    assert (row.client, row.kind, row.expires_seconds, row.expired) == kept.row
-    assert row.backend == "10.244.0.1:8080"
-
-
 # ---- maps, programs ----------------------------------------------------------------------------
 
 
@@ -327,13 +207,6 @@ def test_sources_and_threads_are_not_shown_as_running_while_the_agent_is_down():
         source, thread = seen.sources[0], seen.threads[0]
         cells = [column.text(source) for column in status.SOURCE_COLUMNS[1:3]]
         assert [*cells, status.THREAD_COLUMNS[1].text(thread)] == wanted
-
-
-def test_hooks_are_missing_detached_or_attached():
-    detached = dataclasses.replace(ATTACHED[1], cgroup_id=0)
-    facts = (MISSING[0], detached, ATTACHED[2])
-    found = programs.build_rows(snapshot(hooks=facts))
-    assert [row.state for row in found] == ["missing", "detached", "attached"]
 
 
 def test_inconsistent_source_ranges_are_shown():

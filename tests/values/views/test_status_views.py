@@ -108,18 +108,10 @@ NANO = 1_000_000_000
 
 
 def track(
-    client: str = "198.51.100.7:2000",
-    to: str = "10.244.0.1:8080",
-    snat: str = "",
-    idle: float = 10.0,
-    state: int = TcpState.ESTABLISHED,
-    left: float = 50.0,
-    parts: int = 0,
-    protocol: int = TCP,
-    way: int = FlowPath.STACK,
-    device: int = 0,
-    port: int = 0,
-) -> TrackedConnection:
+    client: str = "198.51.100.7:2000", to: str = "10.244.0.1:8080", snat: str = "",
+    idle: float = 10.0, state: int = TcpState.ESTABLISHED, left: float = 50.0, parts: int = 0,
+    protocol: int = TCP, way: int = FlowPath.STACK, device: int = 0, port: int = 0,
+) -> TrackedConnection:  # fmt: skip
     """A connection to Service 1, `idle` seconds ago, with `left` seconds to live."""
     host, _, snat_port = (snat or "[::]:0").rpartition(":")
     address, number = target(client)[:16], target(client)[16:18]
@@ -151,51 +143,34 @@ CONNECTION_ROWS = [
     ConnectionRow("masqueraded", track(snat=SNATTED), {"seen_as": SNATTED, "masqueraded": True}),
     ConnectionRow("the original entry is lost", track(parts=REPLY), {"lost": ("flow",)}),
     ConnectionRow("the reply entry is lost", track(parts=ORIGINAL), {"lost": ("reply",)}),
-    ConnectionRow(
-        "the SNAT entry is lost", track(snat=SNATTED, parts=ORIGINAL | REPLY), {"lost": ("source",)}
-    ),
-    ConnectionRow(
-        "all but the SNAT entry are lost",
-        track(snat=SNATTED, parts=SNAT_REPLY),
-        {"lost": ("flow", "reply")},
-    ),
-    ConnectionRow(
-        "direct SNAT has no reply entry",
-        track(snat=SNATTED, way=FlowPath.DIRECT_SNAT, parts=ORIGINAL | SNAT_REPLY),
-        {"lost": ()},
-    ),
-    ConnectionRow(
-        "direct SNAT, the SNAT entry is lost",
-        track(snat=SNATTED, way=FlowPath.DIRECT_SNAT, parts=ORIGINAL),
-        {"lost": ("source",)},
-    ),
-    ConnectionRow(
-        "direct SNAT, the original entry is lost",
-        track(snat=SNATTED, way=FlowPath.DIRECT_SNAT, parts=SNAT_REPLY),
-        {"lost": ("flow",)},
-    ),
-    ConnectionRow(
-        "a new connection may not have its other entry yet",
-        track(parts=REPLY, idle=0.5),
-        {"lost": ()},
-    ),
-    ConnectionRow(
-        "another source port at the backend", track(port=7), {"seen_as": "198.51.100.7:7"}
-    ),
+    ConnectionRow("the SNAT entry is lost", track(snat=SNATTED, parts=ORIGINAL | REPLY),
+                  {"lost": ("source",)}),
+    ConnectionRow("all but the SNAT entry are lost", track(snat=SNATTED, parts=SNAT_REPLY),
+                  {"lost": ("flow", "reply")}),
+    ConnectionRow("direct SNAT has no reply entry",
+                  track(snat=SNATTED, way=FlowPath.DIRECT_SNAT, parts=ORIGINAL | SNAT_REPLY),
+                  {"lost": ()}),
+    ConnectionRow("direct SNAT, the SNAT entry is lost",
+                  track(snat=SNATTED, way=FlowPath.DIRECT_SNAT, parts=ORIGINAL),
+                  {"lost": ("source",)}),
+    ConnectionRow("direct SNAT, the original entry is lost",
+                  track(snat=SNATTED, way=FlowPath.DIRECT_SNAT, parts=SNAT_REPLY),
+                  {"lost": ("flow",)}),
+    ConnectionRow("a new connection may not have its other entry yet",
+                  track(parts=REPLY, idle=0.5), {"lost": ()}),
+    ConnectionRow("another source port at the backend", track(port=7),
+                  {"seen_as": "198.51.100.7:7"}),
     ConnectionRow("just before it expires", track(left=0.001), {"expired": False}),
     ConnectionRow("just after it expired", track(left=-0.001), {"expired": True}),
     ConnectionRow("from device to device", track(way=FlowPath.DIRECT), {"path": "direct"}),
     ConnectionRow("an unknown path, from another version", track(way=9), {"path": "9"}),
     ConnectionRow("an unknown state, from another version", track(state=9), {"state": "9"}),
     ConnectionRow("from the node, through loopback", track(device=1), {"device": "lo"}),
-    ConnectionRow(
-        "from the node, through a device that is gone",
-        track(device=1 << 30),
-        {"device": "#1073741824"},
-    ),
+    ConnectionRow("from the node, through a device that is gone", track(device=1 << 30),
+                  {"device": "#1073741824"}),
     ConnectionRow("SCTP", track(protocol=Protocol.SCTP), {"protocol": "SCTP"}),
     ConnectionRow("a last use in the future", track(idle=-5), {"idle_seconds": 0.0}),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("shown", CONNECTION_ROWS, ids=lambda shown: shown.name)
