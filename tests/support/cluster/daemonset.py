@@ -40,10 +40,7 @@ from tests.support.plane import BPFFS
 from tests.support.runtime.pods import Container, Host, Image, oci_config, this_machine
 
 ROOT = Path(__file__).parents[3]
-CONTROL_PLANE = {
-    "key": "node-role.kubernetes.io/control-plane",
-    "effect": "NoSchedule",
-}
+CONTROL_PLANE = {"key": "node-role.kubernetes.io/control-plane", "effect": "NoSchedule"}
 LINUX = {"kubernetes.io/os": "linux"}
 
 

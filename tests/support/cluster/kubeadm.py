@@ -193,10 +193,7 @@ def _cluster(endpoint: str, pods: str, proxy: Object | None) -> list[Object]:
         },
     ]
     if proxy is not None:
-        kind = {
-            "apiVersion": "kubeproxy.config.k8s.io/v1alpha1",
-            "kind": "KubeProxyConfiguration",
-        }
+        kind = {"apiVersion": "kubeproxy.config.k8s.io/v1alpha1", "kind": "KubeProxyConfiguration"}
         made.append(kind | proxy)
     return made
 

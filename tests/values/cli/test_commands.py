@@ -79,9 +79,7 @@ def test_exit_code_and_output(ends: ExitRow, capsys: pytest.CaptureFixture[str])
     assert bool(err) == (ends.code != 0)
 
 
-def test_no_command_prints_the_help_and_returns_2(
-    capsys: pytest.CaptureFixture[str],
-):
+def test_no_command_prints_the_help_and_returns_2(capsys: pytest.CaptureFixture[str]):
     assert app.call([]) == 2
     assert "compile" in "".join(capsys.readouterr())
 

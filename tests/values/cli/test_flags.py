@@ -343,8 +343,6 @@ def test_diagnostics_of_a_file_have_the_log_format(
         assert f"(KubeProxyConfiguration.{place})" in message[1]
 
 
-def test_error_about_an_unreadable_file_has_the_log_format(
-    capsys: pytest.CaptureFixture[str],
-):
+def test_error_about_an_unreadable_file_has_the_log_format(capsys: pytest.CaptureFixture[str]):
     assert app.call(["run", "--config", "/nowhere", "--log-format=json"]) == 1
     assert "/nowhere" in json.loads(capsys.readouterr().err)["message"]

@@ -116,10 +116,7 @@ def test_unbounded_yaml_is_refused_with_a_one_line_error(
     ],
 )
 def test_too_long_file_is_refused(
-    read: Callable[[str, Path], object],
-    limits: Limits,
-    error: type[KbpfError],
-    tmp_path: Path,
+    read: Callable[[str, Path], object], limits: Limits, error: type[KbpfError], tmp_path: Path
 ) -> None:
     with pytest.raises(error, match=r"limit|larger than"):
         read("# " + "x" * limits.size, tmp_path)

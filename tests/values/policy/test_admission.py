@@ -244,10 +244,7 @@ def test_incremental_updates_equal_a_full_computation(steps: list[str], address:
         else:
             there[step] = objects[step]
             touched = world.apply([up(objects[step])])
-        more = (
-            SERVERS if told["servers"] else (),
-            LISTENING if told["listening"] else frozenset(),
-        )
+        more = (SERVERS if told["servers"] else (), LISTENING if told["listening"] else frozenset())
         if world.slices(ServiceName("default", "kubernetes")) and step == "api":
             there["api"] = API_SLICE  # the API server's own Service keeps its last endpoints
         desired.update(world, touched, LOCAL, config, *more)

@@ -11,11 +11,7 @@ from msgspec.structs import replace
 
 from kbpf.checks.connect import MAX_BACKENDS, select_targets
 from kbpf.dataplane.bpf.inspect.snapshot import read_map
-from kbpf.dataplane.bpf.maps.layout import (
-    MAPS,
-    ServiceFlag,
-    ServiceValue,
-)
+from kbpf.dataplane.bpf.maps.layout import MAPS, ServiceFlag, ServiceValue
 from kbpf.errors import NotFoundError
 from kbpf.model.address import parse_addr
 from kbpf.model.desired import Backend, FrontendAddress

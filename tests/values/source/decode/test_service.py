@@ -47,12 +47,7 @@ SERVICE_FIELDS = [
         "cluster_ips",
         (a("10.96.0.1"),),
     ),
-    Field(
-        "a port is TCP and has no name by default",
-        {},
-        "ports",
-        (ServicePort("", TCP, 80),),
-    ),
+    Field("a port is TCP and has no name by default", {}, "ports", (ServicePort("", TCP, 80),)),
     Field(
         "one number with two protocols is two ports",
         {
@@ -118,20 +113,12 @@ SERVICE_FIELDS = [
             ]
         },
         "source_ranges",
-        (
-            cidr("0.0.0.0", 96),
-            cidr("10.0.0.0", 104),
-            cidr("10.0.0.1", 128),
-            cidr("fd00::", 64),
-        ),
+        (cidr("0.0.0.0", 96), cidr("10.0.0.0", 104), cidr("10.0.0.1", 128), cidr("fd00::", 64)),
     ),
     Field("no policies mean Cluster: external", LB, "external_local", False),
     Field("no policies mean Cluster: internal", LB, "internal_local", False),
     Field(
-        "internalTrafficPolicy Local",
-        {"internalTrafficPolicy": "Local"},
-        "internal_local",
-        True,
+        "internalTrafficPolicy Local", {"internalTrafficPolicy": "Local"}, "internal_local", True
     ),
     Field("external Local is used with type LoadBalancer", LB | LOCAL, "external_local", True),
     Field(
@@ -358,10 +345,7 @@ BAD_SERVICES = [
         {"internalTrafficPolicy": "Node"},
         "spec.internalTrafficPolicy: 'Node' is not one of Cluster, Local",
     ),
-    (
-        {"sessionAffinity": "Cookie"},
-        "spec.sessionAffinity: 'Cookie' is not one of None, ClientIP",
-    ),
+    ({"sessionAffinity": "Cookie"}, "spec.sessionAffinity: 'Cookie' is not one of None, ClientIP"),
     (
         {
             "sessionAffinity": "ClientIP",

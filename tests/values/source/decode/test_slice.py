@@ -213,11 +213,7 @@ def test_a_malformed_slice_is_one_error_that_names_the_field(fields, error):
 
 @pytest.mark.parametrize(
     ("annotations", "triggered"),
-    [
-        (None, ""),
-        ({"a": "b"}, ""),
-        ({TRIGGER: "2026-11-21T22:31:37Z"}, "2026-11-21T22:31:37Z"),
-    ],
+    [(None, ""), ({"a": "b"}, ""), ({TRIGGER: "2026-11-21T22:31:37Z"}, "2026-11-21T22:31:37Z")],
 )
 def test_trigger_time_of_a_slice(annotations, triggered):
     meta = {"name": "a", "namespace": "ns", "labels": {OF_SERVICE: "web"}}

@@ -254,10 +254,7 @@ def running(tmp_path) -> Iterator[Callable[[], Run]]:
 
     yield start
     run.folder.stop()
-    until(
-        "no thread is left",
-        lambda: not any(t.name == "folder" for t in threading.enumerate()),
-    )
+    until("no thread is left", lambda: not any(t.name == "folder" for t in threading.enumerate()))
 
 
 def test_thread_reads_a_change_within_half_a_second_and_stops(running, tmp_path):

@@ -199,8 +199,7 @@ def test_other_kinds_are_ignored_by_name():
 
 
 @pytest.mark.parametrize(
-    ("files", "named"),
-    [(("n1",), False), ((), False), (("n2", "n3"), True), (("n1", "n2"), False)],
+    ("files", "named"), [(("n1",), False), ((), False), (("n2", "n3"), True), (("n1", "n2"), False)]
 )
 def test_missing_own_node_is_a_problem_if_other_nodes_exist(
     run: Run, files: tuple[str, ...], named: bool

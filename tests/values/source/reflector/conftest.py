@@ -33,6 +33,5 @@ def start() -> Iterator[Callable[..., Run]]:
     for end in reversed(ends):
         end()
     until(
-        "no thread is left",
-        lambda: not any(t.name in WATCH_THREADS for t in threading.enumerate()),
+        "no thread is left", lambda: not any(t.name in WATCH_THREADS for t in threading.enumerate())
     )

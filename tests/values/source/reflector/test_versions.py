@@ -81,8 +81,7 @@ def test_rewind_is_reported_from_the_last_received_version(start, caplog):
 
 def test_objects_unknown_to_a_restored_server_are_deleted(start, caplog):
     run = start(
-        listed_a(added("new", 12), error(410)),
-        streamed(added("a", 5), bookmark(8, end=True)),
+        listed_a(added("new", 12), error(410)), streamed(added("a", 5), bookmark(8, end=True))
     )
     run.until(lambda: run.said.count("synced") == 2)
     assert run.said == ["+a", "synced", "+new", "-new", "synced"]

@@ -42,11 +42,7 @@ def server_tls(authority) -> ssl.SSLContext:
 
 @pytest.mark.parametrize(
     ("fields", "header"),
-    [
-        ({}, None),
-        ({"token": "abc"}, "Bearer abc"),
-        ({"basic": b64("a:b")}, f"Basic {b64('a:b')}"),
-    ],
+    [({}, None), ({"token": "abc"}, "Bearer abc"), ({"basic": b64("a:b")}, f"Basic {b64('a:b')}")],
 )
 def test_credentials_are_sent(connect, fields, header):
     with ScriptedServer(ok) as server:
