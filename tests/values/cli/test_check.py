@@ -203,13 +203,10 @@ UNSURE = CheckRow(Check.DUMMY, "unknown", False, "", "", ipvs=True)
         ([check_row("no"), IPVS], "ipvs", "mode bpf cannot be used"),
         ([check_row("no"), NO_IPVS], "none", "mode ipvs cannot be used: IPVS"),
         ([check_row("no"), NO_IPVS, UNSURE], "none", "mode ipvs cannot be used: IPVS"),
-        (
-            [check_row("no"), IPVS, UNSURE],
-            "ipvs",
-            "this machine, unless this is missing (not known): dummy devices",
-        ),
+        ([check_row("no"), IPVS, UNSURE], "ipvs",
+            "this machine, unless this is missing (not known): dummy devices"),
     ],
-)
+)  # fmt: skip
 def test_check_verdict_on_the_modes(rows: list[CheckRow], mode: str, says: str):
     """`mode` is what `--mode auto` would choose."""
     made = compute_verdict(rows)

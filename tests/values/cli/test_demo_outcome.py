@@ -26,41 +26,20 @@ class ResultRow(NamedTuple):
 
 RESULTS = [
     ResultRow("all answered", RequestCounts(ALL), RequestCounts({"backend-1": 30}), ""),
-    ResultRow(
-        "one refused",
-        RequestCounts({**ALL, "backend-1": 99}, {"ECONNREFUSED": 1}),
-        RequestCounts(),
-        "1 of 300 requests by TCP failed: 1 x ECONNREFUSED",
-    ),
-    ResultRow(
-        "nothing works", RequestCounts({}, {"ENETUNREACH": 300}), RequestCounts(), "300 of 300"
-    ),
-    ResultRow(
-        "a datagram is lost",
-        RequestCounts(ALL),
-        RequestCounts({}, {"timeout": 1}),
-        "by UDP failed: 1 x timeout",
-    ),
-    ResultRow(
-        "a backend is left out",
-        RequestCounts({"backend-1": 200, "backend-2": 100}),
-        RequestCounts(),
-        "backend-3 was not reached",
-    ),
-    ResultRow(
-        "an unknown backend answers",
-        RequestCounts({**ALL, "backend-1": 99, "backend-9": 1}),
-        RequestCounts(),
-        "backend-9 answered",
-    ),
-    ResultRow(
-        "requests are missing",
-        RequestCounts({**ALL, "backend-1": 1}),
-        RequestCounts(),
-        "201 of 300",
-    ),
+    ResultRow("one refused", RequestCounts({**ALL, "backend-1": 99}, {"ECONNREFUSED": 1}),
+        RequestCounts(), "1 of 300 requests by TCP failed: 1 x ECONNREFUSED"),
+    ResultRow("nothing works", RequestCounts({}, {"ENETUNREACH": 300}), RequestCounts(),
+        "300 of 300"),
+    ResultRow("a datagram is lost", RequestCounts(ALL), RequestCounts({}, {"timeout": 1}),
+        "by UDP failed: 1 x timeout"),
+    ResultRow("a backend is left out", RequestCounts({"backend-1": 200, "backend-2": 100}),
+        RequestCounts(), "backend-3 was not reached"),
+    ResultRow("an unknown backend answers", RequestCounts({**ALL, "backend-1": 99, "backend-9": 1}),
+        RequestCounts(), "backend-9 answered"),
+    ResultRow("requests are missing", RequestCounts({**ALL, "backend-1": 1}), RequestCounts(),
+        "201 of 300"),
     ResultRow("nothing was sent", RequestCounts(), RequestCounts(), "0 of 300"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("seen", RESULTS, ids=lambda seen: seen.name)

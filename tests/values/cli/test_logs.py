@@ -29,14 +29,11 @@ ROWS = [
     Row('said "%s" of \\ and %s', ("ä", "\u2028"), 'said "ä" of \\ and \\u2028'),
     Row("bytes %r", (b"\xff\n",), r"bytes b'\xff\n'"),
     Row("half a pair %s", ("\ud800",), r"half a pair \ud800"),
-    Row(
-        "kind=%s",
-        ("Foo\n2026-11-22T05:34:13Z ERROR kbpf.agent FORGED",),
-        r"kind=Foo\n2026-11-22T05:34:13Z ERROR kbpf.agent FORGED",
-    ),
+    Row("kind=%s", ("Foo\n2026-11-22T05:34:13Z ERROR kbpf.agent FORGED",),
+        r"kind=Foo\n2026-11-22T05:34:13Z ERROR kbpf.agent FORGED"),
     Row("to a terminal %s", ("\x1b[2J\x9b1m\x7f\r",), r"to a terminal \x1b[2J\x9b1m\x7f\r"),
     Row("from right to left %s", ("\u202eabc\u2066",), r"from right to left \u202eabc\u2066"),
-]
+]  # fmt: skip
 
 
 def record(row: Row, is_fault: bool = False) -> logging.LogRecord:

@@ -40,26 +40,19 @@ OURS = [
     FieldRow("serviceAnnotations: off", "service_annotations", ServiceAnnotations.OFF),
     FieldRow("systemNamespaces: [kube-system, dns]", "system_namespaces", ("kube-system", "dns")),
     FieldRow("localhostNodePorts: false", "localhost_node_ports", False),
-    FieldRow(
-        "nodePortSourceRanges: [192.0.2.0/24, '2001:db8::/64']",
-        "node_port_source_ranges",
-        (Cidr(parse_addr("192.0.2.0"), 120), Cidr(parse_addr("2001:db8::"), 64)),
-    ),
+    FieldRow("nodePortSourceRanges: [192.0.2.0/24, '2001:db8::/64']", "node_port_source_ranges",
+        (Cidr(parse_addr("192.0.2.0"), 120), Cidr(parse_addr("2001:db8::"), 64))),
     FieldRow("externalIPs: all", "external_ips", "all"),
     FieldRow("externalIPs: off", "external_ips", ()),
     FieldRow("externalIPs: 'off'", "external_ips", ()),
-    FieldRow(
-        "externalIPs: '192.0.2.0/24,2001:db8::/64'",
-        "external_ips",
-        (Cidr(parse_addr("192.0.2.0"), 120), Cidr(parse_addr("2001:db8::"), 64)),
-    ),
+    FieldRow("externalIPs: '192.0.2.0/24,2001:db8::/64'", "external_ips",
+        (Cidr(parse_addr("192.0.2.0"), 120), Cidr(parse_addr("2001:db8::"), 64))),
     FieldRow("watchNodes: all", "watch_nodes", "all"),
     FieldRow("socketLB: {mode: hostNamespaceOnly}", "socket_lb", SocketLb.HOST_NAMESPACE_ONLY),
     FieldRow("socketLB: {mode: off}", "socket_lb", SocketLb.OFF),
     FieldRow("socketLB: {mode: 'on'}", "socket_lb", SocketLb.ON),
-    FieldRow(
-        "socketLB: {exempt: [system.slice/a*, b]}", "socket_lb_exempt", ("system.slice/a*", "b")
-    ),
+    FieldRow("socketLB: {exempt: [system.slice/a*, b]}", "socket_lb_exempt",
+        ("system.slice/a*", "b")),
     FieldRow("socketLB: {label: true}", "socket_lb_label", True),
     FieldRow("packetPath: {enabled: false}", "packet_path", False),
     FieldRow("packetPath: {devices: [eth0, bond*]}", "devices", ("eth0", "bond*")),
@@ -81,7 +74,7 @@ OURS = [
     FieldRow("metrics: {accounting: off}", "accounting", Accounting.OFF),
     FieldRow("logLevel: warning", "log_level", "warning"),
     FieldRow("mode: ''\ncgroup: null\npacketPath: {devices: []}", "mode", "auto"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("row", OURS, ids=lambda row: row.text)

@@ -204,16 +204,12 @@ def test_unset_timeouts_are_not_encoded(times: ConnectionTimeouts, said: dict[st
 SERVICES = [
     (WEB, VirtualServiceSettings("rr")),
     (WEB6, VirtualServiceSettings("wrr", 10800)),
-    (
-        VirtualServiceKey(132, parse_addr("10.96.0.1"), 80),
-        VirtualServiceSettings("mh", 0, IpvsServiceFlag.IP_VS_SVC_F_SCHED_SH_FALLBACK),
-    ),
-    (
-        VirtualServiceKey(6, ANY4, 0, 0xFFFF0001),
-        VirtualServiceSettings("sh", 0, IpvsServiceFlag.IP_VS_SVC_F_SCHED_SH_PORT),
-    ),
+    (VirtualServiceKey(132, parse_addr("10.96.0.1"), 80),
+        VirtualServiceSettings("mh", 0, IpvsServiceFlag.IP_VS_SVC_F_SCHED_SH_FALLBACK)),
+    (VirtualServiceKey(6, ANY4, 0, 0xFFFF0001),
+        VirtualServiceSettings("sh", 0, IpvsServiceFlag.IP_VS_SVC_F_SCHED_SH_PORT)),
     (VirtualServiceKey(6, ANY6, 0, 1), VirtualServiceSettings("rr")),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("service", "settings"), SERVICES, ids=str)

@@ -22,20 +22,12 @@ class Row(NamedTuple):
 ROWS = [
     Row("not PREEMPT_RT", False, None, True),
     Row("PREEMPT_RT before 6.18", True, "CONFIG_PREEMPT_RT=y\n", True),
-    Row(
-        "PREEMPT_RT since 6.18, with the lock",
-        True,
-        f"CONFIG_PREEMPT_RT=y\n{probe.BH_LOCK_CONFIG}=y\n",
-        True,
-    ),
-    Row(
-        "PREEMPT_RT since 6.18, without the lock",
-        True,
-        f"CONFIG_PREEMPT_RT=y\n# {probe.BH_LOCK_CONFIG} is not set\n",
-        False,
-    ),
+    Row("PREEMPT_RT since 6.18, with the lock", True,
+        f"CONFIG_PREEMPT_RT=y\n{probe.BH_LOCK_CONFIG}=y\n", True),
+    Row("PREEMPT_RT since 6.18, without the lock", True,
+        f"CONFIG_PREEMPT_RT=y\n# {probe.BH_LOCK_CONFIG} is not set\n", False),
     Row("PREEMPT_RT, configuration unreadable", True, None, None),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)

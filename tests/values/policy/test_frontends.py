@@ -111,37 +111,18 @@ class LocalRow(NamedTuple):
 
 LOCAL_ROWS = [
     LocalRow("no mode", (), LocalMode.NONE, (), ("10.1.0.0/24",)),
-    LocalRow(
-        "the cluster's network",
-        ("10.0.0.0/8",),
-        LocalMode.CLUSTER_CIDR,
-        ("10.0.0.0/8",),
-        ("10.1.0.0/24",),
-    ),
-    LocalRow(
-        "the first of each family counts",
-        ("10.0.0.0/8", "fd00::/48"),
-        LocalMode.CLUSTER_CIDR,
-        ("10.0.0.0/8", "172.16.0.0/12", "fd00::/48", "fd01::/48"),
-    ),
+    LocalRow("the cluster's network", ("10.0.0.0/8",), LocalMode.CLUSTER_CIDR, ("10.0.0.0/8",),
+        ("10.1.0.0/24",)),
+    LocalRow("the first of each family counts", ("10.0.0.0/8", "fd00::/48"), LocalMode.CLUSTER_CIDR,
+        ("10.0.0.0/8", "172.16.0.0/12", "fd00::/48", "fd01::/48")),
     LocalRow("no network of the cluster", (), LocalMode.CLUSTER_CIDR, (), ("10.1.0.0/24",)),
-    LocalRow(
-        "the Node's networks",
-        ("10.1.0.0/24", "fd00:1::/64"),
-        LocalMode.NODE_CIDR,
-        ("10.0.0.0/8",),
-        ("fd00:1::/64", "10.1.0.0/24", "10.2.0.0/24"),
-    ),
+    LocalRow("the Node's networks", ("10.1.0.0/24", "fd00:1::/64"), LocalMode.NODE_CIDR,
+        ("10.0.0.0/8",), ("fd00:1::/64", "10.1.0.0/24", "10.2.0.0/24")),
     LocalRow("the Node has none yet", (), LocalMode.NODE_CIDR, ("10.0.0.0/8",)),
     LocalRow("by the bridge", (), LocalMode.BRIDGE_INTERFACE, ("10.0.0.0/8",), ("10.1.0.0/24",)),
-    LocalRow(
-        "by the device's name",
-        (),
-        LocalMode.INTERFACE_NAME_PREFIX,
-        ("10.0.0.0/8",),
-        ("10.1.0.0/24",),
-    ),
-]
+    LocalRow("by the device's name", (), LocalMode.INTERFACE_NAME_PREFIX, ("10.0.0.0/8",),
+        ("10.1.0.0/24",)),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("row", LOCAL_ROWS, ids=lambda row: row.name)

@@ -39,13 +39,9 @@ SILENT = [
     ("a missing user means anonymous", "users: [{name: u", "users: [{name: v", "no user 'u'"),
     ("a missing server is no error", f"server: {URL}", "x: y", "not the URL"),
     ("impersonation is ignored", "user: {}", "user: {as: someone}", "sets as, which is not"),
-    (
-        "data that is not base64 is used",
-        f"server: {URL}",
-        f"server: {URL}, certificate-authority-data: '%'",
-        "is not base64",
-    ),
-]
+    ("data that is not base64 is used", f"server: {URL}",
+        f"server: {URL}, certificate-authority-data: '%'", "is not base64"),
+]  # fmt: skip
 TEXT = f"""current-context: here
 contexts: [{{name: here, context: {{cluster: c, user: u}}}}]
 clusters: [{{name: c, cluster: {{server: {URL}}}}}]

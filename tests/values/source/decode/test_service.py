@@ -23,6 +23,11 @@ def service(
     return read(Kind.SERVICE, {"metadata": meta, "spec": spec, "status": status})
 
 
+def client_ip(seconds: int) -> dict[str, Any]:
+    config = {"clientIP": {"timeoutSeconds": seconds}}
+    return {"sessionAffinity": "ClientIP", "sessionAffinityConfig": config}
+
+
 class Field(NamedTuple):
     name: str
     given: dict[str, Any]
@@ -35,18 +40,10 @@ LB = {"type": "LoadBalancer"}
 SERVICE_FIELDS = [
     Field("a Service without type is a ClusterIP", {}, "type", "ClusterIP"),
     Field("clusterIP alone is used (before 1.20)", {}, "cluster_ips", (a("10.96.0.1"),)),
-    Field(
-        "clusterIPs give one address per family, in order",
-        {"clusterIPs": ["fd00::1", "10.96.0.1"]},
-        "cluster_ips",
-        (a("fd00::1"), a("10.96.0.1")),
-    ),
-    Field(
-        "leading zeros are decimal, as Kubernetes reads them",
-        {"clusterIP": "010.096.0.01"},
-        "cluster_ips",
-        (a("10.96.0.1"),),
-    ),
+    Field("clusterIPs give one address per family, in order",
+        {"clusterIPs": ["fd00::1", "10.96.0.1"]}, "cluster_ips", (a("fd00::1"), a("10.96.0.1"))),
+    Field("leading zeros are decimal, as Kubernetes reads them", {"clusterIP": "010.096.0.01"},
+        "cluster_ips", (a("10.96.0.1"),)),
     Field("a port is TCP and has no name by default", {}, "ports", (ServicePort("", TCP, 80),)),
     Field(
         "one number with two protocols is two ports",
@@ -64,140 +61,52 @@ SERVICE_FIELDS = [
             ServicePort("sig", SCTP, 53),
         ),
     ),
-    Field(
-        "a nodePort is used with type NodePort",
-        {"type": "NodePort", "ports": [{"port": 80, "nodePort": 30080}]},
-        "ports",
-        (ServicePort("", TCP, 80, 30080),),
-    ),
-    Field(
-        "a nodePort is used with type LoadBalancer",
-        {**LB, "ports": [{"port": 80, "nodePort": 30080}]},
-        "ports",
-        (ServicePort("", TCP, 80, 30080),),
-    ),
-    Field(
-        "a nodePort is ignored with type ClusterIP",
-        {"ports": [{"port": 80, "nodePort": 30080}]},
-        "ports",
-        (ServicePort("", TCP, 80),),
-    ),
-    Field(
-        "nodePort 0 means none",
-        {"type": "NodePort", "ports": [{"port": 80, "nodePort": 0}]},
-        "ports",
-        (ServicePort("", TCP, 80),),
-    ),
+    Field("a nodePort is used with type NodePort",
+        {"type": "NodePort", "ports": [{"port": 80, "nodePort": 30080}]}, "ports",
+        (ServicePort("", TCP, 80, 30080),)),
+    Field("a nodePort is used with type LoadBalancer",
+        {**LB, "ports": [{"port": 80, "nodePort": 30080}]}, "ports",
+        (ServicePort("", TCP, 80, 30080),)),
+    Field("a nodePort is ignored with type ClusterIP", {"ports": [{"port": 80, "nodePort": 30080}]},
+        "ports", (ServicePort("", TCP, 80),)),
+    Field("nodePort 0 means none", {"type": "NodePort", "ports": [{"port": 80, "nodePort": 0}]},
+        "ports", (ServicePort("", TCP, 80),)),
     Field("ports: null means none", {"ports": None}, "ports", ()),
-    Field(
-        "targetPort may be a name and is not read",
-        {"ports": [{"port": 80, "targetPort": "http"}]},
-        "ports",
-        (ServicePort("", TCP, 80),),
-    ),
-    Field(
-        "external IPs of both families are kept",
-        {"externalIPs": ["198.51.100.1", "2001:db8::1"]},
-        "external_ips",
-        (a("198.51.100.1"), a("2001:db8::1")),
-    ),
-    Field(
-        "a source range is trimmed and loses its host bits; each once, in order",
-        {
-            "loadBalancerSourceRanges": [
-                " 10.1.2.3/8 ",
-                "fd00::1/64",
-                "10.0.0.1/32",
-                "0.0.0.0/0",
-                "10.0.0.0/8",
-            ]
-        },
-        "source_ranges",
-        (cidr("0.0.0.0", 96), cidr("10.0.0.0", 104), cidr("10.0.0.1", 128), cidr("fd00::", 64)),
-    ),
+    Field("targetPort may be a name and is not read",
+        {"ports": [{"port": 80, "targetPort": "http"}]}, "ports", (ServicePort("", TCP, 80),)),
+    Field("external IPs of both families are kept",
+        {"externalIPs": ["198.51.100.1", "2001:db8::1"]}, "external_ips",
+        (a("198.51.100.1"), a("2001:db8::1"))),
+    Field("a source range is trimmed and loses its host bits; each once, in order",
+        {"loadBalancerSourceRanges": [" 10.1.2.3/8 ", "fd00::1/64", "10.0.0.1/32", "0.0.0.0/0",
+        "10.0.0.0/8"]}, "source_ranges",
+        (cidr("0.0.0.0", 96), cidr("10.0.0.0", 104), cidr("10.0.0.1", 128), cidr("fd00::", 64))),
     Field("no policies mean Cluster: external", LB, "external_local", False),
     Field("no policies mean Cluster: internal", LB, "internal_local", False),
-    Field(
-        "internalTrafficPolicy Local", {"internalTrafficPolicy": "Local"}, "internal_local", True
-    ),
+    Field("internalTrafficPolicy Local", {"internalTrafficPolicy": "Local"}, "internal_local",
+        True),
     Field("external Local is used with type LoadBalancer", LB | LOCAL, "external_local", True),
-    Field(
-        "external Local is used with type NodePort",
-        {"type": "NodePort"} | LOCAL,
-        "external_local",
-        True,
-    ),
-    Field(
-        "external Local is ignored for a ClusterIP without external addresses",
-        LOCAL,
-        "external_local",
-        False,
-    ),
-    Field(
-        "external Local is used for a ClusterIP with external IPs",
-        LOCAL | {"externalIPs": ["198.51.100.1"]},
-        "external_local",
-        True,
-    ),
+    Field("external Local is used with type NodePort", {"type": "NodePort"} | LOCAL,
+        "external_local", True),
+    Field("external Local is ignored for a ClusterIP without external addresses", LOCAL,
+        "external_local", False),
+    Field("external Local is used for a ClusterIP with external IPs",
+        LOCAL | {"externalIPs": ["198.51.100.1"]}, "external_local", True),
     Field("no affinity: 0 seconds", {}, "affinity_timeout", 0),
-    Field(
-        "the affinity timeout is three hours by default",
-        {"sessionAffinity": "ClientIP"},
-        "affinity_timeout",
-        10800,
-    ),
-    Field(
-        "an affinity timeout of 20 seconds",
-        {
-            "sessionAffinity": "ClientIP",
-            "sessionAffinityConfig": {"clientIP": {"timeoutSeconds": 20}},
-        },
-        "affinity_timeout",
-        20,
-    ),
-    Field(
-        "the longest affinity timeout is a day",
-        {
-            "sessionAffinity": "ClientIP",
-            "sessionAffinityConfig": {"clientIP": {"timeoutSeconds": 86400}},
-        },
-        "affinity_timeout",
-        86400,
-    ),
-    Field(
-        "the shortest affinity timeout is a second",
-        {
-            "sessionAffinity": "ClientIP",
-            "sessionAffinityConfig": {"clientIP": {"timeoutSeconds": 1}},
-        },
-        "affinity_timeout",
-        1,
-    ),
-    Field(
-        "a timeout without affinity is ignored",
-        {"sessionAffinityConfig": {"clientIP": {"timeoutSeconds": 20}}},
-        "affinity_timeout",
-        0,
-    ),
-    Field(
-        "healthCheckNodePort is used with LoadBalancer and Local",
-        LB | LOCAL,
-        "health_check_node_port",
-        30999,
-    ),
-    Field(
-        "healthCheckNodePort is ignored with Cluster",
-        LB | LOCAL | {"externalTrafficPolicy": "Cluster"},
-        "health_check_node_port",
-        0,
-    ),
-    Field(
-        "healthCheckNodePort is ignored with NodePort",
-        {"type": "NodePort"} | LOCAL,
-        "health_check_node_port",
-        0,
-    ),
-]
+    Field("the affinity timeout is three hours by default", {"sessionAffinity": "ClientIP"},
+        "affinity_timeout", 10800),
+    Field("an affinity timeout of 20 seconds", client_ip(20), "affinity_timeout", 20),
+    Field("the longest affinity timeout is a day", client_ip(86400), "affinity_timeout", 86400),
+    Field("the shortest affinity timeout is a second", client_ip(1), "affinity_timeout", 1),
+    Field("a timeout without affinity is ignored",
+        {"sessionAffinityConfig": {"clientIP": {"timeoutSeconds": 20}}}, "affinity_timeout", 0),
+    Field("healthCheckNodePort is used with LoadBalancer and Local", LB | LOCAL,
+        "health_check_node_port", 30999),
+    Field("healthCheckNodePort is ignored with Cluster",
+        LB | LOCAL | {"externalTrafficPolicy": "Cluster"}, "health_check_node_port", 0),
+    Field("healthCheckNodePort is ignored with NodePort", {"type": "NodePort"} | LOCAL,
+        "health_check_node_port", 0),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("row", SERVICE_FIELDS, ids=lambda row: row.name)
@@ -311,60 +220,34 @@ BAD_SERVICES = [
     ({"ports": [PORT, {"name": "x", "port": 0}]}, "spec.ports[1].port: 0 is not a port"),
     ({"ports": [{"name": "x"}]}, "spec.ports[0].port: missing"),
     ({"ports": [{"port": "80"}]}, "spec.ports[0].port: expected an integer, got a string"),
-    (
-        {"ports": [{"port": 80, "protocol": "tcp"}]},
-        "spec.ports[0].protocol: 'tcp' is not one of TCP, UDP, SCTP",
-    ),
-    (
-        {"type": "NodePort", "ports": [{"port": 80, "nodePort": 99999}]},
-        "spec.ports[0].nodePort: 99999 is not a port",
-    ),
+    ({"ports": [{"port": 80, "protocol": "tcp"}]},
+        "spec.ports[0].protocol: 'tcp' is not one of TCP, UDP, SCTP"),
+    ({"type": "NodePort", "ports": [{"port": 80, "nodePort": 99999}]},
+        "spec.ports[0].nodePort: 99999 is not a port"),
     ({"ports": [PORT, {"port": 81}]}, "spec.ports[1].name: '' is used twice"),
     ({"ports": [PORT, {"name": "b", "port": 80}]}, "spec.ports[1].port: 80/TCP is used twice"),
     ({"clusterIP": "10.96.0.300"}, "spec.clusterIP: '10.96.0.300' is not an IP address"),
     ({"clusterIP": "0.0.0.0"}, "spec.clusterIP: 0.0.0.0 is the unspecified address"),
-    (
-        {"clusterIPs": ["10.96.0.1", "10.96.0.2"]},
-        "spec.clusterIPs: more than one address of a family",
-    ),
+    ({"clusterIPs": ["10.96.0.1", "10.96.0.2"]},
+        "spec.clusterIPs: more than one address of a family"),
     ({"externalIPs": ["x"]}, "spec.externalIPs[0]: 'x' is not an IP address"),
     ({"externalIPs": ["9" * 5000 + ".1.1.1"]}, "is not an IP address"),
-    (
-        {"loadBalancerSourceRanges": ["10.0.0.0/8", "10.0.0.0/33"]},
-        "spec.loadBalancerSourceRanges[1]: '10.0.0.0/33' is not a network in CIDR form",
-    ),
-    (
-        {"loadBalancerSourceRanges": ["10.0.0.0"]},
-        "spec.loadBalancerSourceRanges[0]: '10.0.0.0' is not a network in CIDR form",
-    ),
-    (
-        {"externalTrafficPolicy": "local"},
-        "spec.externalTrafficPolicy: 'local' is not one of Cluster, Local",
-    ),
-    (
-        {"internalTrafficPolicy": "Node"},
-        "spec.internalTrafficPolicy: 'Node' is not one of Cluster, Local",
-    ),
+    ({"loadBalancerSourceRanges": ["10.0.0.0/8", "10.0.0.0/33"]},
+        "spec.loadBalancerSourceRanges[1]: '10.0.0.0/33' is not a network in CIDR form"),
+    ({"loadBalancerSourceRanges": ["10.0.0.0"]},
+        "spec.loadBalancerSourceRanges[0]: '10.0.0.0' is not a network in CIDR form"),
+    ({"externalTrafficPolicy": "local"},
+        "spec.externalTrafficPolicy: 'local' is not one of Cluster, Local"),
+    ({"internalTrafficPolicy": "Node"},
+        "spec.internalTrafficPolicy: 'Node' is not one of Cluster, Local"),
     ({"sessionAffinity": "Cookie"}, "spec.sessionAffinity: 'Cookie' is not one of None, ClientIP"),
-    (
-        {
-            "sessionAffinity": "ClientIP",
-            "sessionAffinityConfig": {"clientIP": {"timeoutSeconds": 0}},
-        },
-        "spec.sessionAffinityConfig.clientIP.timeoutSeconds: 0 is not between 1 and 86400",
-    ),
-    (
-        {
-            "sessionAffinity": "ClientIP",
-            "sessionAffinityConfig": {"clientIP": {"timeoutSeconds": 86401}},
-        },
-        "spec.sessionAffinityConfig.clientIP.timeoutSeconds: 86401 is not between 1 and 86400",
-    ),
-    (
-        {"type": "Loadbalancer"},
-        "spec.type: 'Loadbalancer' is not one of ClusterIP, NodePort, LoadBalancer, ExternalName",
-    ),
-]
+    (client_ip(0),
+        "spec.sessionAffinityConfig.clientIP.timeoutSeconds: 0 is not between 1 and 86400"),
+    (client_ip(86401),
+        "spec.sessionAffinityConfig.clientIP.timeoutSeconds: 86401 is not between 1 and 86400"),
+    ({"type": "Loadbalancer"},
+        "spec.type: 'Loadbalancer' is not one of ClusterIP, NodePort, LoadBalancer, ExternalName"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("spec", "error"), BAD_SERVICES, ids=lambda it: str(it)[:60])

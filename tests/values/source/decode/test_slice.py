@@ -26,34 +26,23 @@ def an_slice(labels: dict[str, str] | None = None, **fields: Any) -> decode.Deco
         ("conditions null", {"conditions": None}, {}),
         ("all unset: ready and serving", {"conditions": {}}, {}),
         ("ready null is true", {"conditions": {"ready": None}}, {}),
-        (
-            "serving unset is true, as in kube-proxy",
-            {"conditions": {"ready": False}},
-            {"ready": False},
-        ),
-        (
-            "serving while terminating",
+        ("serving unset is true, as in kube-proxy", {"conditions": {"ready": False}},
+            {"ready": False}),
+        ("serving while terminating",
             {"conditions": {"ready": False, "serving": True, "terminating": True}},
-            {"ready": False, "terminating": True},
-        ),
-        (
-            "not serving though ready",
-            {"conditions": {"ready": True, "serving": False}},
-            {"serving": False},
-        ),
+            {"ready": False, "terminating": True}),
+        ("not serving though ready", {"conditions": {"ready": True, "serving": False}},
+            {"serving": False}),
         ("node and zone", {"nodeName": "n1", "zone": "z1"}, {"node": "n1", "zone": "z1"}),
         ("node and zone null", {"nodeName": None, "zone": None}, {}),
-        (
-            "hints for zones",
-            {"hints": {"forZones": [{"name": "z1"}, {"name": "z2"}]}},
-            {"zone_hints": ("z1", "z2")},
-        ),
+        ("hints for zones", {"hints": {"forZones": [{"name": "z1"}, {"name": "z2"}]}},
+            {"zone_hints": ("z1", "z2")}),
         ("hints for nodes", {"hints": {"forNodes": [{"name": "n1"}]}}, {"node_hints": ("n1",)}),
         ("hints null", {"hints": None}, {}),
         ("empty hints mean none", {"hints": {"forZones": [], "forNodes": None}}, {}),
         ("only the first address is used", {"addresses": ["10.1.0.1", "10.1.0.2"]}, {}),
     ],
-)
+)  # fmt: skip
 def test_endpoint(name, given, endpoint):
     item = an_slice(endpoints=[{"addresses": ["10.1.0.1"]} | given])
     assert isinstance(item.object, EndpointSlice), name
@@ -132,32 +121,18 @@ def test_unusual_v6_unicast_addresses_are_endpoints(address):
         ('"" is a name', [{"name": "", "port": 1}], (SlicePort("", TCP, 1),), ()),
         ("a port without a name is ignored", [{"port": 1}, {"name": None, "port": 1}], (), ()),
         ("a port without a number is ignored", [{"name": "a"}, {"name": "b", "port": 0}], (), ()),
-        (
-            "UDP and SCTP",
-            [{"name": "", "port": 1, "protocol": p} for p in ("UDP", "SCTP")],
-            (SlicePort("", UDP, 1), SlicePort("", SCTP, 1)),
-            (),
-        ),
-        (
-            "an unknown protocol is left out",
+        ("UDP and SCTP", [{"name": "", "port": 1, "protocol": p} for p in ("UDP", "SCTP")],
+            (SlicePort("", UDP, 1), SlicePort("", SCTP, 1)), ()),
+        ("an unknown protocol is left out",
             [{"name": "a", "port": 1, "protocol": "ICMP"}, {"name": "b", "port": 2}],
-            (SlicePort("b", TCP, 2),),
-            ("ports[0].protocol: 'ICMP' is not TCP, UDP or SCTP",),
-        ),
-        (
-            "a name that is not a DNS label is left out",
-            [{"name": "Http", "port": 1}, {"name": "b", "port": 2}],
-            (SlicePort("b", TCP, 2),),
-            ("ports[0].name: 'Http' is not a DNS label",),
-        ),
-        (
-            "a port number out of range is left out",
-            [{"name": "a", "port": 65536}],
-            (),
-            ("ports[0].port: 65536 is not a port",),
-        ),
+            (SlicePort("b", TCP, 2),), ("ports[0].protocol: 'ICMP' is not TCP, UDP or SCTP",)),
+        ("a name that is not a DNS label is left out",
+            [{"name": "Http", "port": 1}, {"name": "b", "port": 2}], (SlicePort("b", TCP, 2),),
+            ("ports[0].name: 'Http' is not a DNS label",)),
+        ("a port number out of range is left out", [{"name": "a", "port": 65536}], (),
+            ("ports[0].port: 65536 is not a port",)),
     ],
-)
+)  # fmt: skip
 def test_slice_ports(name, ports, expected, skipped):
     item = an_slice(ports=ports)
     assert isinstance(item.object, EndpointSlice), name

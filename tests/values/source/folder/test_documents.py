@@ -67,30 +67,18 @@ def test_addresses_need_no_quotes(text, value):
 @pytest.mark.parametrize(
     ("old", "new", "error"),
     [
-        (
-            "port: 80",
-            'port: "80"',
-            "spec.ports[0].port: expected an integer, got a string (a.yaml:10)",
-        ),
+        ("port: 80", 'port: "80"',
+            "spec.ports[0].port: expected an integer, got a string (a.yaml:10)"),
         ("port: 80", "port: 70000", "spec.ports[0].port: 70000 is not a port (a.yaml:10)"),
-        (
-            "port: 80",
-            "port: 80.5",
-            "spec.ports[0].port: expected an integer, got a fraction (a.yaml:10)",
-        ),
-        (
-            "name: http",
-            "name: 80",
-            "spec.ports[0].name: expected a string, got an integer (a.yaml:9)",
-        ),
-        (
-            "name: http",
-            "name: no",
-            "spec.ports[0].name: expected a string, got a boolean (a.yaml:9)",
-        ),
+        ("port: 80", "port: 80.5",
+            "spec.ports[0].port: expected an integer, got a fraction (a.yaml:10)"),
+        ("name: http", "name: 80",
+            "spec.ports[0].name: expected a string, got an integer (a.yaml:9)"),
+        ("name: http", "name: no",
+            "spec.ports[0].name: expected a string, got a boolean (a.yaml:9)"),
         ("10.96.0.1", "10.96.0", "spec.clusterIP: '10.96.0' is not an IP address (a.yaml:7)"),
     ],
-)
+)  # fmt: skip
 def test_bad_field_is_an_error_with_its_line(old, new, error):
     (found,) = parse_documents("a.yaml", WEB.replace(old, new).encode()).objects
     assert found.item.error == error
@@ -116,26 +104,22 @@ def test_line_numbers_in_later_documents_lists_and_json():
         ("kind: Service\n", "not a Service: object missing required field metadata (a.yaml:1)"),
         ("kind: Servcie\n", "kind: Servcie is not supported; is Service meant? (a.yaml:1)"),
         ("\nkind: service\n", "kind: service is not supported; is Service meant? (a.yaml:2)"),
-        (
-            "kind: EndpointSlices\n",
-            "kind: EndpointSlices is not supported; is EndpointSlice meant? (a.yaml:1)",
-        ),
+        ("kind: EndpointSlices\n",
+            "kind: EndpointSlices is not supported; is EndpointSlice meant? (a.yaml:1)"),
         (
             "kind: Endpoints\napiVersion: v1\n",
             "kind: Endpoints is not supported; write an EndpointSlice (discovery.k8s.io/v1) "
             "(a.yaml:1)",
         ),
-        (
-            "kind: ConfigMap\ndata:\n  a: 1\n  a: 2\n",
-            "a occurs twice; the last one is used (a.yaml:4)",
-        ),
+        ("kind: ConfigMap\ndata:\n  a: 1\n  a: 2\n",
+            "a occurs twice; the last one is used (a.yaml:4)"),
         (
             "kind: EndpointSlice\napiVersion: discovery.k8s.io/v1beta1\n",
             "apiVersion: 'discovery.k8s.io/v1beta1' is not supported; write discovery.k8s.io/v1"
             " (a.yaml:2)",
         ),
     ],
-)
+)  # fmt: skip
 def test_invalid_document_is_a_problem_and_the_others_are_read(text, error):
     contents = parse_documents("a.yaml", f"{text}---\n{WEB}".encode())
     assert contents.problems == (error,)
