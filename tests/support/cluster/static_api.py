@@ -6,17 +6,12 @@ requests JSON, `--kube-api-content-type`); lists, watches and Events are as its 
 expects. Plain HTTP, in a network namespace.
 """
 
-import json
-import socket
-import threading
 from collections.abc import Iterable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, Self
-from urllib.parse import parse_qs, urlsplit
 
-from kbpf.kernel.system import netns
 from tests.support.cluster.kube import Object
+from tests.support.faults.scripted import Exchange, ScriptedServer
+from tests.support.lab import sockets
 
 LISTS = {
     "/api/v1/services": ("v1", "Service"),
@@ -34,110 +29,63 @@ current-context: it
 """
 
 
-class StaticApi:
-    """A server of these objects at an address in a network namespace; a context manager."""
+JSON = {"Content_Type": "application/json"}
+
+
+class StaticApi(ScriptedServer):
+    """A server of these objects at an address in a network namespace."""
 
     def __init__(self, objects: Iterable[Object], address: str, where: str) -> None:
-        self.objects = tuple(objects)
-        held = netns.run_in(Path("/run/netns") / where, lambda: _listen(address))
-        self.url = f"http://{address}:{held.getsockname()[1]}"
-        self._server = ThreadingHTTPServer(held.getsockname(), _Handler, bind_and_activate=False)
-        self._server.socket.close()
-        self._server.socket = held
-        self._server.daemon_threads = True
-        self._server.ended = threading.Event()  # type: ignore[attr-defined]
-        self._server.objects = self.objects  # type: ignore[attr-defined]
-        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._server.ended.set()  # type: ignore[attr-defined]
-        self._server.shutdown()
-        self._server.server_close()
+        self._objects = [
+            {**obj, "metadata": {"uid": meta["name"], **meta, "resourceVersion": VERSION}}
+            for obj in objects
+            for meta in (obj["metadata"],)
+        ]
+        listener = sockets.bound(where, address, 0)
+        listener.listen()
+        super().__init__(then=self._answer, listener=listener)
 
     def kubeconfig(self, path: Path) -> Path:
         """Writes a kubeconfig for this server."""
         path.write_text(KUBECONFIG.format(url=self.url))
         return path
 
-
-def _listen(address: str) -> socket.socket:
-    held = socket.socket()
-    held.bind((address, 0))
-    held.listen()
-    return held
-
-
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, *_: Any) -> None:
-        """Logs nothing."""
-
-    def do_GET(self) -> None:
-        asked = urlsplit(self.path)
-        words = {key: values[0] for key, values in parse_qs(asked.query).items()}
-        if (kind := LISTS.get(asked.path)) is not None:
-            found = self._matching(kind[1], words.get("fieldSelector", ""))
-            if "watch" in words:
-                self._watch(kind, found, words)
+    def _answer(self, exchange: Exchange) -> None:
+        request = exchange.request
+        folder, _, name = request.path.rpartition("/")
+        if request.method != "GET":  # an Event
+            exchange.answer(201, request.body, **JSON)
+        elif (kind := LISTS.get(request.path)) is not None:
+            field, _, name = request.query.get("fieldSelector", "").partition("metadata.name=")
+            objects = self._find(kind[1], "" if field else name)
+            if "watch" in request.query:
+                _watch(exchange, kind, objects)
             else:
                 meta = {"resourceVersion": VERSION}
-                made = {"kind": f"{kind[1]}List", "apiVersion": kind[0], "metadata": meta}
-                self._say(200, {**made, "items": found})
-            return
-        folder, _, name = asked.path.rpartition("/")
-        if folder in LISTS:
-            found = self._matching(LISTS[folder][1], f"metadata.name={name}")
-            if found:
-                self._say(200, found[0])
-                return
-        self._say(404, {"kind": "Status", "apiVersion": "v1", "code": 404, "reason": "NotFound"})
+                whole = {"kind": f"{kind[1]}List", "apiVersion": kind[0], "metadata": meta}
+                exchange.answer(200, {**whole, "items": objects}, **JSON)
+        elif folder in LISTS and (objects := self._find(LISTS[folder][1], name)):
+            exchange.answer(200, objects[0], **JSON)
+        else:
+            status = {"kind": "Status", "apiVersion": "v1", "code": 404, "reason": "NotFound"}
+            exchange.answer(404, status, **JSON)
 
-    def do_POST(self) -> None:
-        """Accepts an Event and returns it."""
-        self._say(201, json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+    def _find(self, kind: str, name: str) -> list[Object]:
+        """The objects of a kind, or the one of this name."""
+        return [
+            obj for obj in self._objects
+            if obj["kind"] == kind and name in ("", obj["metadata"]["name"])
+        ]  # fmt: skip
 
-    do_PATCH = do_POST
 
-    def _matching(self, kind: str, selector: str) -> list[Object]:
-        """The objects of a kind; the only selector that is applied is metadata.name."""
-        there = [one for one in self.server.objects if one["kind"] == kind]  # type: ignore[attr-defined]
-        field, _, name = selector.partition("metadata.name=")
-        found = [one for one in there if not name or field or one["metadata"]["name"] == name]
-        for one in found:
-            one["metadata"]["resourceVersion"] = VERSION
-            one["metadata"].setdefault("uid", one["metadata"]["name"])
-        return found
-
-    def _watch(self, kind: tuple[str, str], found: list[Object], words: dict[str, str]) -> None:
-        """A watch without changes, until this server ends. A streaming list gets all
-        objects first.
-        """
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Transfer-Encoding", "chunked")
-        self.end_headers()
-        if words.get("sendInitialEvents") == "true":
-            for one in found:
-                self._event("ADDED", one)
-            notes = {"k8s.io/initial-events-end": "true"}
-            meta = {"resourceVersion": VERSION, "annotations": notes}
-            self._event("BOOKMARK", {"kind": kind[1], "apiVersion": kind[0], "metadata": meta})
-        self.server.ended.wait()  # type: ignore[attr-defined]
-
-    def _event(self, what: str, obj: Object) -> None:
-        line = json.dumps({"type": what, "object": obj}).encode() + b"\n"
-        self.wfile.write(f"{len(line):x}\r\n".encode() + line + b"\r\n")
-        self.wfile.flush()
-
-    def _say(self, code: int, body: Object) -> None:
-        raw = json.dumps(body).encode()
-        self.send_response(code)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(raw)))
-        self.end_headers()
-        self.wfile.write(raw)
+def _watch(exchange: Exchange, kind: tuple[str, str], objects: list[Object]) -> None:
+    """A watch without changes, until this server ends. A streaming list gets all objects first."""
+    exchange.head(200, Transfer_Encoding="chunked", **JSON)
+    if exchange.request.query.get("sendInitialEvents") == "true":
+        for obj in objects:
+            exchange.line({"type": "ADDED", "object": obj})
+        notes = {"k8s.io/initial-events-end": "true"}
+        meta = {"resourceVersion": VERSION, "annotations": notes}
+        bookmark = {"kind": kind[1], "apiVersion": kind[0], "metadata": meta}
+        exchange.line({"type": "BOOKMARK", "object": bookmark})
+    exchange.hang()

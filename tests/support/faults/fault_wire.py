@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fault proxy's HTTP: reads and classifies requests, writes responses, splits chunked bodies.
+"""HTTP of the fault proxy and the scripted server: reads and classifies requests, writes responses,
+splits chunked bodies.
 
 Written by hand instead of with http.server, because faults need control of every byte: a chunk
 without its end, a line cut in the middle, a stream that breaks where a real one would end.
@@ -102,6 +103,8 @@ def read_request(file: IO[bytes]) -> Incoming | None:
     line = file.readline(65536)
     if not line.strip():
         return None
+    if b" HTTP/1." not in line:
+        raise ValueError("not HTTP/1.1")
     method, target, _ = line.decode("latin-1").split()
     headers = {k.lower(): v for k, v in http.client.parse_headers(file).items()}
     if "transfer-encoding" in headers:

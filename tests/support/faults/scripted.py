@@ -2,19 +2,22 @@
 """An HTTP/1.1 server that follows a test's script: responses, closes, resets, silence.
 
 Each request gets the next step of the script, in its connection's thread. After the last step a
-request gets the headers of a watch and then silence. It imports nothing of kbpf.
+request gets the headers of a watch and then silence, or `then`. It imports nothing of kbpf.
 """
 
 import contextlib
+import http.client
 import json
 import socket
 import ssl
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Self
 from urllib.parse import parse_qs, urlsplit
+
+from tests.support.faults import fault_wire as wire
 
 
 class Request(NamedTuple):
@@ -22,9 +25,11 @@ class Request(NamedTuple):
     certificate, `port` is the client's port.
     """
 
+    method: str
     path: str
     query: dict[str, str]
-    headers: dict[str, str]
+    headers: Mapping[str, str]
+    body: bytes
     peer: str
     port: int
 
@@ -78,7 +83,7 @@ class Exchange:
 
     def hang(self) -> None:
         """Send nothing more until the test ends."""
-        self._closing.wait(300)
+        self._closing.wait()
         self.open = False
 
 
@@ -89,8 +94,7 @@ def _head(status: int, headers: dict[str, str]) -> bytes:
 
 
 def _chunk(line: Any) -> bytes:
-    data = line if isinstance(line, bytes) else json.dumps(line).encode() + b"\n"
-    return f"{len(data):x}\r\n".encode() + data + b"\r\n"
+    return wire.chunk(line if isinstance(line, bytes) else json.dumps(line).encode() + b"\n")
 
 
 Step = Callable[[Exchange], None]
@@ -105,17 +109,21 @@ def quiet(exchange: Exchange) -> None:
 class ScriptedServer:
     """The server, a context manager. `script` may be changed while it runs."""
 
-    def __init__(self, *script: Step, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self, *script: Step, tls: ssl.SSLContext | None = None, then: Step = quiet,
+        listener: socket.socket | None = None,
+    ) -> None:  # fmt: skip
         self.script = list(script)
+        self._then = then
         self.requests: list[Request] = []
         self.times: list[float] = []
         self.faults: list[BaseException] = []
         self._tls = tls
         self._closing = threading.Event()
         self._lock = threading.Lock()
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        scheme = "https" if tls else "http"
-        self.url = f"{scheme}://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._listener = listener or socket.create_server(("127.0.0.1", 0))
+        host, port = self._listener.getsockname()
+        self.url = f"{'https' if tls else 'http'}://{host}:{port}"
 
     def __enter__(self) -> Self:
         threading.Thread(target=self._accept, daemon=True).start()
@@ -158,7 +166,7 @@ class ScriptedServer:
                     with self._lock:
                         self.requests.append(request)
                         self.times.append(time.monotonic())
-                        step = self.script.pop(0) if self.script else quiet
+                        step = self.script.pop(0) if self.script else self._then
                     exchange = Exchange(sock, request, self._closing)
                     step(exchange)
                     if not exchange.open:
@@ -170,13 +178,12 @@ class ScriptedServer:
 
 
 def _read(file: Any, peer: str, port: int) -> Request | None:
-    line = file.readline().decode("latin-1")
-    if " HTTP/" not in line:
-        return None  # closed, or not HTTP
-    target = urlsplit(line.split(" ")[1])
-    headers = {}
-    while (row := file.readline().decode().strip()) != "":
-        name, _, value = row.partition(":")
-        headers[name.lower()] = value.strip()
+    try:
+        incoming = wire.read_request(file)
+    except (ValueError, http.client.HTTPException):
+        return None
+    if incoming is None:
+        return None
+    target = urlsplit(incoming.target)
     query = {name: values[-1] for name, values in parse_qs(target.query).items()}
-    return Request(target.path, query, headers, peer, port)
+    return Request(incoming.method, target.path, query, incoming.headers, incoming.body, peer, port)
