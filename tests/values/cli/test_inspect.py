@@ -145,7 +145,7 @@ CONTENTS: dict[str, Entries] = {
     "affinity": {
         **affinity(parse_addr("198.51.100.7"), ClientKind.ADDRESS, 2, 5, 60.0),
         **affinity(HOST_NETNS.to_bytes(8, "little") + bytes(8), ClientKind.NETNS, 2, 6, 700.0),
-        **affinity((18).to_bytes(8, "little") + bytes(8), ClientKind.NETNS, 2, 6, 10.0),
+        **affinity((18).to_bytes(8, "little") + bytes(8), ClientKind.NETNS, 2, 6, 599.0),
         **affinity((99).to_bytes(8, "little") + bytes(8), ClientKind.NETNS, 7, 77, 5.0),
     },
     "source_ranges": {
