@@ -24,7 +24,7 @@ def test_end_of_coexistence_is_repeated_until_it_is_written(tmp_path: Path):
     attachments.settings = SimpleNamespace(end_coexistence=end_coexistence)  # type: ignore
     attachments.end_coexistence()
     assert len(writes) == 2, "there was none"
-    attachments._coexisting = True  # as load() does
+    attachments.packets.coexisting = True  # as load() does
     with pytest.raises(KernelError):
         attachments.end_coexistence()
     for _ in range(2):
