@@ -370,9 +370,8 @@ def again(packet: Packet) -> bytes:
         case Udp():
             return udp(packet.source, packet.destination, packet.payload, **common)
         case Icmp() as message:
-            build = packets.icmp6 if header.version == 6 else packets.icmp4
             inner = packet.embedded.packet if packet.embedded else packet.payload
-            return build(
+            return packets.icmp(
                 packet.source,
                 packet.destination,
                 message.type,

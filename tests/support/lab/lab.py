@@ -18,23 +18,19 @@ import contextlib
 import json
 import os
 import shutil
-import struct
 import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from tests.support.build import artifacts
 from tests.support.lab import podnet
-
-if TYPE_CHECKING:
-    from kbpf.dataplane.bpf.maps.layout import Reason
+from tests.support.lab.agent_state import AgentState
 
 PATIENCE = 240.0 if os.environ.get("KBPF_TEST_DEBIAN_KERNEL") else 60.0
 """Seconds to wait for things that usually take moments. A long deadline costs nothing on success,
@@ -407,14 +403,13 @@ MODE = os.environ.get("KBPF_TEST_MODE", "bpf")
 """Which data plane the lab's agents have: "bpf" or "ipvs". tests.kernels runs files with both."""
 
 
-class Agent:
+class Agent(AgentState):
     """`kbpf run` on one node."""
 
     def __init__(self, node: Node, *arguments: str, cache: Path | None = None) -> None:
+        state_dir = node.lab.folder / f"state-{node.name}"
+        super().__init__(node.netns, Path("/sys/fs/bpf") / node.netns, state_dir, MODE)
         self.node = node
-        self.pin_dir = Path("/sys/fs/bpf") / node.netns
-        self.state_dir = node.lab.folder / f"state-{node.name}"
-        self.mode = MODE
         self.log = node.lab.folder / f"{node.name}.log"
         self._cache = cache or artifacts.compiled()
         self._arguments = arguments
@@ -504,111 +499,6 @@ class Agent:
     def tail(self, lines: int = 15) -> str:
         """The end of its log."""
         return "\n".join(self.lines()[-lines:])
-
-    def status(self) -> dict[str, Any] | None:
-        """The agent's status from its pinned map, or in mode ipvs from its state folder."""
-        if self.mode == "ipvs":
-            with contextlib.suppress(OSError):
-                said: dict[str, Any] = json.loads(
-                    (self.state_dir / "kbpf-ipvs0" / "status").read_bytes()
-                )
-                return said
-            return None
-        from kbpf.dataplane.bpf.maps.layout import schema_hash
-        from kbpf.errors import KbpfError
-        from kbpf.kernel.bpf.objects import Map
-
-        path = self.pin_dir / f"maps-{schema_hash()}" / "agent_status"
-        try:
-            with Map.open(path) as found:
-                raw = (found.lookup(bytes(4)) or b"").rstrip(b"\0")
-        except KbpfError:
-            return None
-        return json.loads(raw) if raw else None
-
-    def entries(self, name: str) -> dict[bytes, bytes]:
-        """The raw entries of one of its maps."""
-        from kbpf.dataplane.bpf.maps.layout import schema_hash
-        from kbpf.kernel.bpf.objects import Map
-
-        with Map.open(self.pin_dir / f"maps-{schema_hash()}" / name) as found:
-            return dict(found.items())
-
-    def reasons(self) -> "Counter[Reason]":
-        """How often its programs have counted each reason, over all CPUs."""
-        from kbpf.dataplane.bpf.maps.layout import Reason, schema_hash
-        from kbpf.kernel.bpf.objects import Map
-
-        counts: Counter[Reason] = Counter()
-        with Map.open(self.pin_dir / f"maps-{schema_hash()}" / "reasons") as found:
-            for reason in Reason:
-                raw = found.lookup(struct.pack("=I", reason)) or b""
-                counts[reason] = sum(struct.unpack(f"={len(raw) // 8}Q", raw))
-        return counts
-
-    def elements(self) -> dict[str, list[tuple[Any, ...]]]:
-        """The elements of mode ipvs' nftables table, by set."""
-        from kbpf.dataplane.ipvs import ruleset
-        from kbpf.kernel.netfilter import forward_rules
-        from kbpf.kernel.system import netns
-
-        found: dict[str, list[tuple[Any, ...]]] = {}
-        asked = ruleset.list_table(ruleset.RulesetOptions())
-        place = Path("/run/netns") / self.node.netns
-        for name, parts in ruleset.parse_elements(
-            netns.run_in(place, lambda: forward_rules.run_transaction(asked))
-        ):
-            found.setdefault(name, []).append(parts)
-        return found
-
-    def virtual_services(self) -> dict[str, dict[str, int]]:
-        """The kernel's virtual services: ``10.96.0.1:80/6`` → real server → weight."""
-        from kbpf.kernel.net.ipvs import IpvsClient
-        from kbpf.kernel.system import netns
-
-        def read() -> dict[str, dict[str, int]]:
-            with contextlib.closing(IpvsClient()) as face:
-                return {
-                    str(s): {str(load.server): load.weight for load in face.list_servers(s)}
-                    for s, _ in face.list_services()
-                }
-
-        return netns.run_in(Path("/run/netns") / self.node.netns, read)
-
-    def behind(self) -> dict[str, dict[str, Any]]:
-        """Mode ipvs: frontend → its Service and backends, in the form of cluster.served()."""
-        from kbpf.dataplane.ipvs import inspect as ipvs
-        from kbpf.kernel.system import netns
-        from kbpf.model.inspection import BackendSet
-
-        folder = self.state_dir / "kbpf-ipvs0"
-        held = netns.run_in(Path("/run/netns") / self.node.netns, lambda: ipvs.read(folder))
-
-        def members(backend_set: BackendSet) -> list[str]:
-            found = {entry.backend for entry in backend_set.slots.values()}
-            return sorted(f"{one}/{one.protocol.name}" for one in found if one is not None)
-
-        return {
-            str(frontend.at): {
-                "service": str(port.key.service if port.key else ""),
-                "cluster": members(frontend.cluster),
-                "local": members(frontend.local),
-            }
-            for port in held.services
-            for frontend in port.frontends
-        }
-
-    def dump(self) -> dict[str, dict[str, str]]:
-        """All entries of the agent's maps, as hex."""
-        from kbpf.dataplane.bpf.maps.layout import schema_hash
-        from kbpf.kernel.bpf.objects import Map
-
-        found = {}
-        for path in sorted((self.pin_dir / f"maps-{schema_hash()}").iterdir()):
-            with Map.open(path) as opened:
-                if opened.type not in (2, 6):
-                    found[path.name] = {k.hex(): v.hex() for k, v in opened.items()}
-        return found
 
     def stop(self) -> int:
         """Sends SIGTERM, as kubelet does; the exit code."""

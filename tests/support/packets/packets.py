@@ -16,7 +16,7 @@ import struct
 from ipaddress import ip_address
 from typing import Unpack
 
-from tests.support.packets.datagrams import (
+from tests.support.packets.datagrams import (  # noqa: F401  for importers of this module, too
     BROADCAST,
     DESTINATION,
     FRAGMENT,
@@ -47,50 +47,6 @@ from tests.support.packets.datagrams import (
     stored,
     summed,
 )
-
-__all__ = [
-    "BROADCAST",
-    "DESTINATION",
-    "ERRORS",
-    "FRAGMENT",
-    "HOP_BY_HOP",
-    "ICMP",
-    "ICMP6",
-    "MAC_A",
-    "MAC_B",
-    "ROUTING",
-    "SCTP",
-    "SCTP_INIT",
-    "TCP",
-    "UDP",
-    "Extension",
-    "Ip",
-    "Sum",
-    "Talk",
-    "address",
-    "arp",
-    "chunk",
-    "crc32c",
-    "datagram",
-    "destination",
-    "echo",
-    "fragment_header",
-    "fragments",
-    "frame",
-    "hop_by_hop",
-    "icmp4",
-    "icmp6",
-    "icmp_error",
-    "internet_checksum",
-    "mac",
-    "neighbour_advertisement",
-    "neighbour_solicitation",
-    "routing",
-    "sctp",
-    "solicited",
-    "tcp",
-    "udp",
-]
 
 # ---- transports --------------------------------------------------------------------------------
 
@@ -191,7 +147,7 @@ def sctp(
     return datagram(host, to_host, SCTP, head + struct.pack("<I", crc) + chunks, **ip)
 
 
-def icmp4(
+def icmp(
     source: str,
     to: str,
     type: int,
@@ -202,32 +158,16 @@ def icmp4(
     checksum: Sum = "right",
     **ip: Unpack[Ip],
 ) -> bytes:
-    """An ICMP message. `rest`: the four bytes after the checksum. `embedded`: the bytes that
-    follow.
+    """An ICMP message of the addresses' family. `rest`: the four bytes after the checksum.
+    `embedded`: the bytes that follow. Only ICMPv6 has a pseudo header in its checksum.
     """
     last = rest if isinstance(rest, bytes) else struct.pack("!I", rest)
     message = struct.pack("!BBH", type, code, 0) + last + embedded
-    right = internet_checksum(message)
-    message = message[:2] + struct.pack("!H", stored(right, checksum)) + message[4:]
-    return datagram(source, to, ICMP, message, **ip)
-
-
-def icmp6(
-    source: str,
-    to: str,
-    type: int,
-    code: int = 0,
-    rest: int | bytes = 0,
-    embedded: bytes = b"",
-    *,
-    checksum: Sum = "right",
-    **ip: Unpack[Ip],
-) -> bytes:
-    """Like icmp4() for ICMPv6, whose checksum covers a pseudo header."""
-    last = rest if isinstance(rest, bytes) else struct.pack("!I", rest)
-    message = struct.pack("!BBH", type, code, 0) + last + embedded
-    body = summed(ICMP6, source, to, message, 2, checksum, ip)
-    return datagram(source, to, ICMP6, body, **ip)
+    if ":" in source:
+        body = summed(ICMP6, source, to, message, 2, checksum, ip)
+        return datagram(source, to, ICMP6, body, **ip)
+    right = stored(internet_checksum(message), checksum)
+    return datagram(source, to, ICMP, message[:2] + struct.pack("!H", right) + message[4:], **ip)
 
 
 def echo(
@@ -241,9 +181,8 @@ def echo(
     **ip: Unpack[Ip],
 ) -> bytes:
     """An echo request, or a reply to one."""
-    if ":" in source:
-        return icmp6(source, to, 129 if reply else 128, 0, id << 16 | seq, payload, **ip)
-    return icmp4(source, to, 0 if reply else 8, 0, id << 16 | seq, payload, **ip)
+    request, answer = (128, 129) if ":" in source else (8, 0)
+    return icmp(source, to, answer if reply else request, 0, id << 16 | seq, payload, **ip)
 
 
 ERRORS = {
@@ -277,9 +216,7 @@ def icmp_error(
     to = str(ip_address(packet[8:24] if v6 else packet[12:16]))
     kinds = ERRORS[kind][v6]
     most = (1280 - 48 if v6 else 576 - 28) if quote is None else quote
-    if v6:
-        return icmp6(by, to, *kinds, mtu or pointer, packet[:most], **ip)
-    return icmp4(by, to, *kinds, mtu or pointer << 24, packet[:most], **ip)
+    return icmp(by, to, *kinds, mtu or pointer << (0 if v6 else 24), packet[:most], **ip)
 
 
 # ---- neighbours --------------------------------------------------------------------------------
@@ -300,10 +237,10 @@ def solicited(target: str) -> tuple[str, str]:
 def neighbour_solicitation(source_mac: str, source: str, target: str) -> bytes:
     """A solicitation for `target`, to its solicited-node multicast address."""
     body = address(target) + b"\x01\x01" + mac(source_mac)
-    return icmp6(source, solicited(target)[0], 135, embedded=body, ttl=255)
+    return icmp(source, solicited(target)[0], 135, embedded=body, ttl=255)
 
 
 def neighbour_advertisement(target_mac: str, target: str, to: str) -> bytes:
     """The advertisement of `target`, with the solicited and override flags."""
     body = address(target) + b"\x02\x01" + mac(target_mac)
-    return icmp6(target, to, 136, 0, 0x60000000, body, ttl=255)
+    return icmp(target, to, 136, 0, 0x60000000, body, ttl=255)

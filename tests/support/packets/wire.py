@@ -26,16 +26,15 @@ import select
 import socket
 import struct
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from ipaddress import ip_address, ip_interface
 from pathlib import Path
 from typing import Self
 
 from kbpf.kernel.system import netns
 from tests.support.packets import packets
+from tests.support.packets.neighbours import Neighbours
 from tests.support.packets.parse import Icmp, Packet, parse
 from tests.support.packets.stream import Stream
 
@@ -55,7 +54,6 @@ _GSO = {(4, 6): 1, (6, 6): 4, (4, 17): 5, (6, 17): 5}
 _SUM_AT = {6: 16, 17: 6}
 _NOISE = frozenset((130, 131, 132, 133, 134, 135, 136, 137, 143))
 """ICMPv6 types of multicast listener discovery and neighbour discovery."""
-_ASK_AGAIN = 0.2
 _PATIENCE = 30.0
 _STATISTICS = 6
 """PACKET_STATISTICS: packets received for the socket, and dropped, since the last call."""
@@ -83,6 +81,22 @@ def finished(frame: bytes, start: int, offset: int) -> bytes:
     return frame[:at] + struct.pack("!H", done) + frame[at + 2 :]
 
 
+def offloaded(packet: Packet, gso: int) -> tuple[bytes, bytes]:
+    """The virtio_net_hdr of a GSO packet, and its frame with only the pseudo header summed."""
+    ip, frame = packet.ip, packet.raw
+    assert ip is not None
+    sum_at = _SUM_AT.get(ip.protocol)
+    assert sum_at is not None, "only TCP and UDP have GSO"
+    start = len(frame) - len(packet.segment)
+    addresses = packets.address(ip.source) + packets.address(ip.destination)
+    pseudo = addresses + struct.pack("!II", len(packet.segment), ip.protocol)
+    partial = packets.internet_checksum(pseudo) ^ 0xFFFF
+    at, headers = start + sum_at, len(frame) - len(packet.payload)
+    kind = _GSO[ip.version, ip.protocol]
+    header = _VIRTIO.pack(_NEEDS_CSUM, kind, headers, gso, start, sum_at)
+    return header, frame[:at] + struct.pack("!H", partial) + frame[at + 2 :]
+
+
 class Wire:
     """A peer on one device; see the module docstring."""
 
@@ -98,14 +112,11 @@ class Wire:
         self.device = device
         self.mac = ""
         """The device's MAC once it is open; "" if its link has none."""
-        self._interfaces = [ip_interface(one) for one in addresses]
-        self._own = {str(one.ip) for one in self._interfaces}
-        self._gateways = {ip_address(one).version: one for one in gateways}
+        self._neighbours = Neighbours(device, addresses, gateways, self.send_frame)
         self._tap = tap
         self._stack = contextlib.ExitStack()
         self._changed = threading.Condition()
         self._heard: deque[Packet] = deque()
-        self._neighbours: dict[str, str] = {}
         self._broken: list[str] = []
         self._come = self._read_so_far = 0
         """Packets that the kernel has queued for the socket, and that the thread has processed."""
@@ -115,13 +126,13 @@ class Wire:
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
             if self.netns is None:
-                self._socket = self._opened()
+                self._socket = self._open()
             else:
-                self._socket = netns.run_in(Path("/run/netns") / self.netns, self._opened)
+                self._socket = netns.run_in(Path("/run/netns") / self.netns, self._open)
             stack.callback(self._socket.close)
             _, _, _, kind, mac = self._socket.getsockname()
             self._l2 = kind in _WITH_ETHERNET
-            self.mac = mac.hex(":") if self._l2 else ""
+            self.mac = self._neighbours.mac = mac.hex(":") if self._l2 else ""
             reading, writing = os.pipe()
             stack.callback(os.close, reading)
             self._thread = threading.Thread(
@@ -136,21 +147,21 @@ class Wire:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def _opened(self) -> socket.socket:
-        made = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
+    def _open(self) -> socket.socket:
+        opened = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
         try:
-            made.setsockopt(_SOL_PACKET, _VNET_HDR, 1)
-            made.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, 64 << 20)
+            opened.setsockopt(_SOL_PACKET, _VNET_HDR, 1)
+            opened.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, 64 << 20)
             if not self._tap:
-                made.setsockopt(_SOL_PACKET, _IGNORE_OUTGOING, 1)
-            made.bind((self.device, _ETH_P_ALL))
+                opened.setsockopt(_SOL_PACKET, _IGNORE_OUTGOING, 1)
+            opened.bind((self.device, _ETH_P_ALL))
             index = socket.if_nametoindex(self.device)
             member = struct.pack("=iHH8x", index, _PROMISC if self._tap else _ALLMULTI, 0)
-            made.setsockopt(_SOL_PACKET, _ADD_MEMBERSHIP, member)
+            opened.setsockopt(_SOL_PACKET, _ADD_MEMBERSHIP, member)
         except BaseException:
-            made.close()
+            opened.close()
             raise
-        return made
+        return opened
 
     # ---- sending -------------------------------------------------------------------------------
 
@@ -161,7 +172,7 @@ class Wire:
         """
         for packet in sent:
             if self._l2:
-                frame = packets.frame(packet, to or self._next_hop(packet), self.mac)
+                frame = packets.frame(packet, to or self._neighbours.next_hop(packet), self.mac)
             else:
                 frame = packet
             self.send_frame(frame, gso)
@@ -169,7 +180,7 @@ class Wire:
     def send_frame(self, frame: bytes, gso: int = 0) -> None:
         """Sends a frame as it is, or as a GSO packet; see send()."""
         if gso:
-            header, frame = self._left_to_others(frame, gso)
+            header, frame = offloaded(parse(frame, self._l2), gso)
         else:
             header = bytes(_VIRTIO.size)
         if self._l2:
@@ -178,64 +189,9 @@ class Wire:
             kind = _ETH_P_IPV6 if frame[0] >> 4 == 6 else _ETH_P_IP
         self._socket.sendto(header + frame, (self.device, kind))
 
-    def _left_to_others(self, frame: bytes, gso: int) -> tuple[bytes, bytes]:
-        """The virtio_net_hdr of a GSO packet, and the frame with only the pseudo header summed."""
-        found = parse(frame, self._l2)
-        ip, size = found.ip, len(frame)
-        assert ip is not None
-        protocol = ip.protocol
-        assert protocol in _SUM_AT, "only TCP and UDP have GSO"
-        start = size - len(found.segment)
-        at = start + _SUM_AT[protocol]
-        ends = packets.address(ip.source) + packets.address(ip.destination)
-        pseudo = ends + struct.pack("!II", len(found.segment), protocol)
-        partial = packets.internet_checksum(pseudo) ^ 0xFFFF
-        frame = frame[:at] + struct.pack("!H", partial) + frame[at + 2 :]
-        header = _VIRTIO.pack(
-            _NEEDS_CSUM,
-            _GSO[ip.version, protocol],
-            size - len(found.payload),
-            gso,
-            start,
-            _SUM_AT[protocol],
-        )
-        return header, frame
-
-    def _next_hop(self, packet: bytes) -> str:
-        version = packet[0] >> 4
-        source, to = (packet[8:24], packet[24:40]) if version == 6 else (packet[12:16], packet[16:])
-        target = ip_address(to[: len(source)])
-        if target.is_multicast and version == 4:
-            return (b"\1\0\x5e" + bytes([target.packed[1] & 0x7F]) + target.packed[2:]).hex(":")
-        if target.is_multicast:
-            return "33:33:" + target.packed[-4:].hex(":")
-        near = any(target in one.network for one in self._interfaces)
-        hop = str(target) if near else self._gateways.get(version)
-        if hop is None:
-            raise AssertionError(f"no route to {target}: not on-link, and no gateway")
-        own = [str(one.ip) for one in self._interfaces if one.version == version]
-        asking = str(ip_address(source))
-        return self.neighbour(hop, asking if asking in own or not own else own[0])
-
     def neighbour(self, address: str, asking: str, seconds: float = _PATIENCE) -> str:
         """Resolves the MAC of an address on this link; `asking` is our address that asks."""
-        deadline = time.monotonic() + seconds
-        with self._changed:
-            while address not in self._neighbours:
-                if time.monotonic() > deadline:
-                    raise AssertionError(f"{address} is not on the link of {self.device}")
-                self._ask_for(address, asking)
-                self._changed.wait_for(lambda: address in self._neighbours, _ASK_AGAIN)
-            return self._neighbours[address]
-
-    def _ask_for(self, address: str, asking: str) -> None:
-        if ":" in address:
-            asked = packets.neighbour_solicitation(self.mac, asking, address)
-            frame = packets.frame(asked, packets.solicited(address)[1], self.mac)
-        else:
-            asked = packets.arp(1, self.mac, asking, "00:00:00:00:00:00", address)
-            frame = packets.frame(asked, packets.BROADCAST, self.mac)
-        self.send_frame(frame)
+        return self._neighbours.resolve(address, asking, seconds)
 
     # ---- receiving -----------------------------------------------------------------------------
 
@@ -270,7 +226,8 @@ class Wire:
             frame = finished(frame, start, offset)
         packet = replace(parse(frame, self._l2), gso=gso)
         if packet.arp or self._is_noise(packet):
-            self._answer(packet)
+            if not self._tap:
+                self._neighbours.receive(packet)
         elif packet.ip:
             with self._changed:
                 self._heard.append(packet)
@@ -280,29 +237,6 @@ class Wire:
     def _is_noise(packet: Packet) -> bool:
         is_icmp = isinstance(packet.transport, Icmp) and packet.protocol == "icmp6"
         return is_icmp and packet.transport.type in _NOISE
-
-    def _answer(self, packet: Packet) -> None:
-        """Learns neighbours' MACs, and answers requests for our addresses."""
-        if self._tap or packet.ethernet is None:
-            return
-        if arp := packet.arp:
-            self._learn(arp.source, arp.source_mac)
-            if arp.operation == 1 and arp.destination in self._own:
-                answer = packets.arp(2, self.mac, arp.destination, arp.source_mac, arp.source)
-                self.send_frame(packets.frame(answer, arp.source_mac, self.mac))
-        elif isinstance(packet.transport, Icmp) and packet.transport.type in (135, 136):
-            target = str(ip_address(packet.payload[:16]))
-            if packet.transport.type == 136:
-                self._learn(target, packet.ethernet.source)
-            elif target in self._own and packet.ip and packet.ip.source != "::":
-                self._learn(packet.ip.source, packet.ethernet.source)
-                answer = packets.neighbour_advertisement(self.mac, target, packet.ip.source)
-                self.send_frame(packets.frame(answer, packet.ethernet.source, self.mac))
-
-    def _learn(self, address: str, mac: str) -> None:
-        with self._changed:
-            self._neighbours[address] = mac
-            self._changed.notify_all()
 
     def _catch_up(self) -> None:
         """Waits, with the lock held, until the thread has read all packets that have arrived so
@@ -333,29 +267,29 @@ class Wire:
         packets stay.
         """
         with self._changed:
-            found = self._changed.wait_for(lambda: self._first(predicate), seconds)
-            self._heard = deque(p for p in self._heard if p is not found)
-            return found
+            packet = self._changed.wait_for(lambda: self._first(predicate), seconds)
+            self._heard = deque(p for p in self._heard if p is not packet)
+            return packet
 
     def expect(self, predicate: Predicate = any_packet, seconds: float = _PATIENCE) -> Packet:
         """Like soon(), but raises AssertionError with all other packets if none arrives."""
-        found = self.soon(predicate, seconds)
-        assert found is not None, f"not within {seconds} s; {self.told()}"
-        return found
+        packet = self.soon(predicate, seconds)
+        assert packet is not None, f"not within {seconds} s; {self.told()}"
+        return packet
 
     def none(self, seconds: float, predicate: Predicate = any_packet) -> None:
         """Checks that no matching packet has arrived, and that none arrives in this time."""
         with self._changed:
             self._catch_up()
-            found = self._changed.wait_for(lambda: self._first(predicate), seconds)
-            assert found is None, f"{found} arrived; {self.told()}"
+            packet = self._changed.wait_for(lambda: self._first(predicate), seconds)
+            assert packet is None, f"{packet} arrived; {self.told()}"
 
     def _first(self, predicate: Predicate) -> Packet | None:
         return next((p for p in self._heard if predicate(p)), None)
 
     def told(self) -> str:
         """The packets that have arrived, for the message of a failed test."""
-        lines = [str(packet) for packet in self._heard] + [f"broken: {b}" for b in self._broken]
+        lines = [str(heard) for heard in self._heard] + [f"broken: {b}" for b in self._broken]
         return f"{self.device} heard " + ("; ".join(lines) or "nothing")
 
     # ---- exchanges -----------------------------------------------------------------------------

@@ -28,8 +28,7 @@ from tests.support.packets.packets import (
     fragments,
     frame,
     hop_by_hop,
-    icmp4,
-    icmp6,
+    icmp,
     icmp_error,
     internet_checksum,
     routing,
@@ -225,8 +224,8 @@ WRONG: list[tuple[bytes, list[str]]] = [
     (udp(FROM6, TO6, b"abc", checksum="zero"), ["udp"]),
     (sctp(FROM, TO, checksum="wrong"), ["sctp"]),
     (sctp(FROM6, TO6, checksum="zero"), ["sctp"]),
-    (icmp4(A, B, 8, checksum="wrong"), ["icmp"]),
-    (icmp6(A6, B6, 128, checksum="wrong"), ["icmp6"]),
+    (icmp(A, B, 8, checksum="wrong"), ["icmp"]),
+    (icmp(A6, B6, 128, checksum="wrong"), ["icmp6"]),
     (icmp_error("port unreachable", B, INNER), ["icmp embedded ip", "icmp embedded udp"]),
     (icmp_error("port unreachable", B, INNER, quote=28), ["icmp embedded ip"]),
     (icmp_error("port unreachable", B6, INNER6), ["icmp6 embedded tcp"]),
@@ -445,7 +444,7 @@ def test_a_truncated_header_has_its_ports() -> None:
 
 
 def test_only_icmp_errors_embed_a_packet() -> None:
-    found = parse(icmp4(A, B, 8, embedded=SYN), l2=False)
+    found = parse(icmp(A, B, 8, embedded=SYN), l2=False)
     assert isinstance(found.transport, Icmp)
     assert (found.embedded, found.payload) == (None, SYN)
 
