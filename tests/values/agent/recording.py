@@ -11,7 +11,9 @@ from kbpf.model.config import Config
 from kbpf.model.desired import DesiredState, ServicePortKey
 from kbpf.model.events import Kind, ObjectKey, Synced, Upsert
 from kbpf.model.objects import Node, Protocol, Service, ServicePort
+from kbpf.serve.server import AgentServer
 from tests.support.faults.fake_plane import FakePlane
+from tests.support.prometheus import Family, parse
 
 
 class RecordingPlane(FakePlane):
@@ -27,6 +29,8 @@ class RecordingPlane(FakePlane):
         self.refused: dict[ServicePortKey, str] = {}
         self.plain: dict[ServicePortKey, str] = {}
         self.error = ""
+        self.apply_error = ""
+        self.failed_applies = 0
 
     def apply(
         self,
@@ -34,6 +38,9 @@ class RecordingPlane(FakePlane):
         touched: Collection[ServicePortKey] | None,
         authoritative: bool = True,
     ) -> Report:
+        if self.apply_error:
+            self.failed_applies += 1
+            raise KernelError(self.apply_error)
         self.applied.append(None if touched is None else {key.name for key in touched})
         self.sound.append(authoritative)
         return Report(self.writes, 0, self.refused, self.plain)
@@ -59,14 +66,23 @@ class Clock:
 
 def service(name: str) -> Upsert:
     ports = (ServicePort("", Protocol.TCP, 80),)
-    made = Service("ns", name, "ClusterIP", (parse_addr(f"10.96.0.{ord(name)}"),), ports)
-    return Upsert(ObjectKey(Kind.SERVICE, "ns", name), made)
+    address = parse_addr(f"10.96.0.{ord(name)}")
+    return Upsert(
+        ObjectKey(Kind.SERVICE, "ns", name), Service("ns", name, "ClusterIP", (address,), ports)
+    )
 
 
-def begun(period: float) -> tuple[Agent, RecordingPlane]:
+SYNCED = [Synced(kind) for kind in Kind]
+NODE = Upsert(ObjectKey(Kind.NODE, "", "me"), Node("me"))
+
+
+def begun(period: float, server: AgentServer | None = None) -> tuple[Agent, RecordingPlane]:
     plane = RecordingPlane()
-    agent = Agent(Config("me", min_sync_period=period), plane, lambda _: ())
-    node = Upsert(ObjectKey(Kind.NODE, "", "me"), Node("me"))
-    agent.step([node, *(Synced(kind) for kind in Kind)])
+    agent = Agent(Config("me", min_sync_period=period), plane, lambda _: (), server)
+    agent.step([NODE, *SYNCED])
     assert plane.applied == [None]
     return agent, plane
+
+
+def metrics(agent: Agent) -> dict[str, Family]:
+    return parse(agent._server.format_metrics().decode())

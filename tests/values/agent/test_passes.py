@@ -10,18 +10,23 @@ from kbpf.agent.agent import Agent
 from kbpf.agent.applier import RETRY_INTERVAL_S
 from kbpf.agent.inbox import Wake
 from kbpf.agent.work_queue import LARGE_SERVICE_ENDPOINTS
-from kbpf.dataplane.base import Report
-from kbpf.errors import KernelError
 from kbpf.model.address import parse_addr
 from kbpf.model.config import Config, Serving
 from kbpf.model.desired import ServicePortKey
 from kbpf.model.events import Delete, Kind, ObjectKey, Rejected, Synced, Upsert
-from kbpf.model.objects import Endpoint, EndpointSlice, Node, Protocol, SlicePort
+from kbpf.model.objects import Endpoint, EndpointSlice, Protocol, SlicePort
 from kbpf.serve.health import HealthTracker
 from kbpf.serve.server import AgentServer
 from kbpf.source.base import SourceStatus
-from tests.support.prometheus import parse
-from tests.values.agent.recording import Clock, RecordingPlane, begun, service
+from tests.values.agent.recording import (
+    NODE,
+    SYNCED,
+    Clock,
+    RecordingPlane,
+    begun,
+    metrics,
+    service,
+)
 
 
 class FakeSource:
@@ -39,19 +44,18 @@ def large(name: str) -> list[Upsert]:
         Endpoint(parse_addr(f"10.1.{n >> 8}.{n & 255}"), True, True, False)
         for n in range(LARGE_SERVICE_ENDPOINTS)
     )
-    ports = (SlicePort("", Protocol.TCP, 80),)
-    made = EndpointSlice("ns", name, name, 4, ends, ports)
-    return [service(name), Upsert(ObjectKey(Kind.SLICE, "ns", name), made)]
+    slice_ = EndpointSlice("ns", name, name, 4, ends, (SlicePort("", Protocol.TCP, 80),))
+    return [service(name), Upsert(ObjectKey(Kind.SLICE, "ns", name), slice_)]
 
 
-@pytest.mark.parametrize(("mode", "told"), [("bpf", 1), ("ipvs", 0)])
+@pytest.mark.parametrize(("mode", "count"), [("bpf", 1), ("ipvs", 0)])
 def test_netfilter_bypass_is_logged_in_mode_bpf_only(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, mode: str, told: int
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, mode: str, count: int
 ):
     caplog.set_level("INFO")
     agent = Agent(Config("me", forwarding="direct"), RecordingPlane(), lambda _: ())
     agent._log_netfilter_bypass(mode)
-    assert sum("forwarding=direct" in line for line in caplog.messages) == told
+    assert sum("forwarding=direct" in line for line in caplog.messages) == count
 
 
 def test_without_min_sync_period_changes_are_programmed_at_once(clock: Clock):
@@ -88,7 +92,7 @@ def test_wait_is_at_most_the_rest_of_min_sync_period(clock: Clock):
 
 def test_missing_node_is_logged_once(clock: Clock, caplog: pytest.LogCaptureFixture):
     agent = Agent(Config("me"), RecordingPlane(), lambda _: ())
-    agent.step([Synced(kind) for kind in Kind])
+    agent.step(SYNCED)
     agent.step([service("a")])
     agent.step([])
     assert ["there is no Node me yet" in line for line in caplog.messages] == [True]
@@ -162,8 +166,7 @@ def test_failed_deferred_work_does_not_prevent_serving(clock: Clock):
     plane = RecordingPlane()
     plane.error = "no"
     agent = Agent(Config("me", min_sync_period=0.0), plane, lambda _: ())
-    node = Upsert(ObjectKey(Kind.NODE, "", "me"), Node("me"))
-    agent.step([node, *(Synced(kind) for kind in Kind)])
+    agent.step([NODE, *SYNCED])
     agent.step([service("a")])
     assert plane.applied == [None, {"a"}]
     agent._seconds_until_due()
@@ -192,7 +195,7 @@ def test_apply_is_not_authoritative_while_an_object_is_rejected(
     plane = RecordingPlane()
     agent = Agent(Config("me", min_sync_period=0.0), plane, lambda _: ())
     key = ObjectKey(kind, "" if kind is Kind.NODE else "ns", "me")
-    agent.step([Rejected(key, "bad"), *(Synced(kind) for kind in Kind)])
+    agent.step([Rejected(key, "bad"), *SYNCED])
     agent.step([])
     assert plane.sound == [sound]
     agent.step([Delete(key)])
@@ -204,29 +207,26 @@ def test_apply_is_not_authoritative_while_a_source_is_not(clock: Clock):
     plane, source = RecordingPlane(), FakeSource()
     agent = Agent(Config("me", min_sync_period=0.0), plane, lambda _: (source,))
     source.sound = False
-    agent.step([Synced(kind) for kind in Kind])
+    agent.step(SYNCED)
     assert plane.sound == [False]
     source.sound = True
     agent.step([service("a")])
     assert plane.sound == [False, True]
 
 
-def test_failed_apply_is_counted(clock: Clock, monkeypatch: pytest.MonkeyPatch):
+def test_failed_apply_is_counted(clock: Clock):
     agent, plane = begun(0.0)
 
     def failures() -> float:
-        return parse(agent._server.format_metrics().decode())["kbpf_sync_failures_total"].value()
+        return metrics(agent)["kbpf_sync_failures_total"].value()
 
-    def refuse(*_: object) -> Report:
-        raise KernelError("no")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(plane, "apply", refuse)
-        agent.step([service("a")])
-        assert failures() == 1
-        clock.now += 2.0
-        agent.step([])
-        assert failures() == 2
+    plane.apply_error = "no"
+    agent.step([service("a")])
+    assert failures() == 1
+    clock.now += 2.0
+    agent.step([])
+    assert failures() == 2
+    plane.apply_error = ""
     clock.now += 2.0
     agent.step([])
     assert failures() == 2
@@ -238,7 +238,7 @@ def test_retry_that_programs_nothing_is_no_sync(clock: Clock):
 
     def partial_syncs() -> float:
         name = "kubeproxy_sync_partial_proxy_rules_duration_seconds"
-        samples = parse(agent._server.format_metrics().decode())[name].samples
+        samples = metrics(agent)[name].samples
         return samples[f"{name}_count", frozenset({("ip_family", "IPv4")})]
 
     plane.refused = {ServicePortKey("ns", "a", "", Protocol.TCP, 4): "full"}
@@ -257,13 +257,7 @@ def test_failed_apply_is_retried_once_per_interval(
     clock: Clock, monkeypatch: pytest.MonkeyPatch, waiting: str
 ):
     agent, plane = begun(0.0)
-    attempts: list[float] = []
-
-    def refuse(*_: object) -> Report:
-        attempts.append(clock.now)
-        raise KernelError("no")
-
-    monkeypatch.setattr(plane, "apply", refuse)
+    plane.apply_error = "no"
     if waiting == "deferred work":
         monkeypatch.setattr(plane, "tick", lambda now: now)
     agent.step([service("a"), *(large("b") if waiting == "large Service" else ())])
@@ -271,37 +265,27 @@ def test_failed_apply_is_retried_once_per_interval(
         agent.step([service("c")] if waiting == "new event" else [])
         if waiting != "deferred work":
             assert agent._seconds_until_due() > 0
-    assert attempts == [100.0]
+    assert plane.failed_applies == 1
     clock.now += RETRY_INTERVAL_S
     agent.step([])
-    assert attempts == [100.0, 100.0 + RETRY_INTERVAL_S]
+    assert plane.failed_applies == 2
 
 
-def test_failed_first_apply_is_retried_once_per_interval(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch
-):
+def test_failed_first_apply_is_retried_once_per_interval(clock: Clock):
     plane = RecordingPlane()
     agent = Agent(Config("me"), plane, lambda _: ())
-    attempts: list[float] = []
-
-    def refuse(*_: object) -> Report:
-        attempts.append(clock.now)
-        raise KernelError("no")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(plane, "apply", refuse)
-        agent.step([Upsert(ObjectKey(Kind.NODE, "", "me"), Node("me")), *map(Synced, Kind)])
-        for name in "abc":
-            agent.step([service(name)])
-        assert attempts == [100.0]
+    plane.apply_error = "no"
+    agent.step([NODE, *SYNCED])
+    for name in "abc":
+        agent.step([service(name)])
+    assert plane.failed_applies == 1
+    plane.apply_error = ""
     clock.now += RETRY_INTERVAL_S
     agent.step([])
     assert plane.applied == [None]
 
 
-def test_refused_change_becomes_unhealthy_although_others_arrive(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch
-):
+def test_refused_change_becomes_unhealthy_although_others_arrive(clock: Clock):
     """Neither small changes nor a large Service, which waits longer, make it healthy again."""
     desk = AgentServer(Config("me", serving=Serving(healthz="", metrics="")))
     desk.health = HealthTracker(60.0, clock.time)
@@ -314,20 +298,17 @@ def test_refused_change_becomes_unhealthy_although_others_arrive(
         agent.step(agent._inbox.get_batch(0.0))
         return desk.health.verdict().healthy
 
-    def refuse(*_: object) -> Report:
-        raise KernelError("no")
-
-    assert come(service("a"), *(Synced(kind) for kind in Kind))
-    with monkeypatch.context() as patch:
-        patch.setattr(plane, "apply", refuse)
-        assert come(service("b"))
-        clock.now += 40.0
-        assert come(service("c"), *large("d"))
-        clock.now += 19.0
-        assert come()
-        clock.now += 1.0
-        assert not come()
-        assert not come(service("e"))
+    assert come(service("a"), *SYNCED)
+    plane.apply_error = "no"
+    assert come(service("b"))
+    clock.now += 40.0
+    assert come(service("c"), *large("d"))
+    clock.now += 19.0
+    assert come()
+    clock.now += 1.0
+    assert not come()
+    assert not come(service("e"))
+    plane.apply_error = ""
     clock.now += 2.0
     come()
     clock.now += 2.0

@@ -10,22 +10,21 @@ import pytest
 from msgspec.structs import replace
 
 from kbpf.agent.agent import Agent
-from kbpf.dataplane.base import Report, TickResult
+from kbpf.dataplane.base import TickResult
 from kbpf.errors import KernelError, PinsRemovedError
 from kbpf.model.address import parse_addr
 from kbpf.model.config import Config, Serving
 from kbpf.model.desired import ServicePortKey
 from kbpf.model.events import Kind, ObjectKey, Rejected, Synced, Upsert
 from kbpf.model.metrics import UdpCuts
-from kbpf.model.objects import Cidr, Node, Protocol
+from kbpf.model.objects import Cidr, Protocol
 from kbpf.model.status import MAX_PROBLEMS
 from kbpf.serve.kubeproxy_metrics import KubeProxyMetrics
 from kbpf.serve.message import HttpRequest
 from kbpf.serve.server import AgentServer
 from kbpf.source.decode.fields import leading_zeros_problem
 from tests.support.lab.lab import until
-from tests.support.prometheus import parse
-from tests.values.agent.recording import Clock, RecordingPlane, begun, service
+from tests.values.agent.recording import SYNCED, Clock, RecordingPlane, begun, metrics, service
 
 
 class StatusError(NamedTuple):
@@ -159,9 +158,9 @@ def test_unusual_value_that_is_used_is_logged_as_unusual(
 ):
     agent, _ = begun(0.0)
     zeros = leading_zeros_problem("10.96.0.01", parse_addr("10.96.0.1"))
-    made = service("a")
-    spoilt = ("weights: bad", zeros)
-    agent.step([Upsert(made.key, replace(made.object, skipped=spoilt))])
+    event = service("a")
+    problems = ("weights: bad", zeros)
+    agent.step([Upsert(event.key, replace(event.object, skipped=problems))])
     assert caplog.messages == [
         "left out: Service ns/a: weights: bad",
         f"unusual: Service ns/a: {zeros}",
@@ -182,9 +181,7 @@ def test_service_that_is_not_programmed_is_reported_everywhere(
         return 201
 
     desk = AgentServer(Config("me", serving=Serving(healthz="", metrics="")), post_event=post)
-    plane = RecordingPlane()
-    agent = Agent(Config("me", min_sync_period=0.0), plane, lambda _: (), desk)
-    agent.step([Upsert(ObjectKey(Kind.NODE, "", "me"), Node("me")), *(Synced(k) for k in Kind)])
+    agent, plane = begun(0.0, desk)
     key = ServicePortKey(namespace, "dns", "", Protocol.TCP, 4)
     other = key._replace(name="web")
     plane.refused, plane.plain = {key: "no room"}, {other: "spread evenly"}
@@ -195,7 +192,7 @@ def test_service_that_is_not_programmed_is_reported_everywhere(
     answer = desk._handle_healthz(HttpRequest("GET", "/readyz", ""))
     assert answer.status == status
     assert (f"{namespace}/dns" in answer.body.decode()) is system
-    refused = parse(desk.format_metrics().decode())["kbpf_namespace_service_ports_refused"]
+    refused = metrics(agent)["kbpf_namespace_service_ports_refused"]
     assert (len(refused.samples), refused.value(namespace=namespace)) == (1, 1)
     until("both Events are sent", lambda: len(posted) == 2)
     desk.events.stop()
@@ -210,9 +207,7 @@ def test_service_that_is_not_programmed_is_reported_everywhere(
     assert desk._handle_healthz(HttpRequest("GET", "/readyz", "")).status == 200
 
 
-def test_queued_timestamp_is_settled_in_both_families_after_a_pass(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch
-):
+def test_queued_timestamp_is_settled_in_both_families_after_a_pass(clock: Clock):
     """Also with a Service of one family, an event without a change, and a data plane that fails."""
     desk = AgentServer(
         Config("me", serving=Serving(healthz="", metrics="")),
@@ -229,27 +224,23 @@ def test_queued_timestamp_is_settled_in_both_families_after_a_pass(
         agent.step(agent._inbox.get_batch(0.0))
 
     def behind() -> list[float]:
-        found = parse(desk.format_metrics().decode())
         prefix = "kubeproxy_sync_proxy_rules_last"
-        asked = found[f"{prefix}_queued_timestamp_seconds"]
-        done = found[f"{prefix}_timestamp_seconds"]
+        asked = metrics(agent)[f"{prefix}_queued_timestamp_seconds"]
+        done = metrics(agent)[f"{prefix}_timestamp_seconds"]
         return [asked.value(ip_family=f) - done.value(ip_family=f) for f in ("IPv4", "IPv6")]
 
-    come(service("a"), *(Synced(kind) for kind in Kind))
+    come(service("a"), *SYNCED)
     assert max(behind()) <= 0
     for _ in range(2):
         clock.now += 600.0
         come(service("b"))
         assert max(behind()) <= 0, "one of IPv4, and the same again"
 
-    def refuse(*_: object) -> Report:
-        raise KernelError("no")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(plane, "apply", refuse)
-        clock.now += 600.0
-        come(service("c"))
-        assert min(behind()) > 600
+    plane.apply_error = "no"
+    clock.now += 600.0
+    come(service("c"))
+    assert min(behind()) > 600
+    plane.apply_error = ""
     clock.now += 60.0
     agent.step([])
     assert max(behind()) <= 0
@@ -262,6 +253,5 @@ def test_ended_udp_flows_are_counted_once(clock: Clock, monkeypatch: pytest.Monk
     monkeypatch.setattr(plane, "tick", lambda _: TickResult(None, ended.pop(0)))
     agent._seconds_until_due()
     agent._seconds_until_due()
-    found = parse(agent._server.format_metrics().decode())
-    total = found["kubeproxy_conntrack_reconciler_deleted_entries_total"]
+    total = metrics(agent)["kubeproxy_conntrack_reconciler_deleted_entries_total"]
     assert [total.value(ip_family=f) for f in ("IPv4", "IPv6")] == [4, 2]
