@@ -45,6 +45,7 @@ from kbpf.model.desired import (
 from kbpf.model.objects import Protocol
 from kbpf.source.decode.fields import parse_cidr
 from tests.support.build import artifacts
+from tests.support.lab.agent_state import read_reasons
 from tests.support.lab.lab import Place, cgroup2, ip, remove_cgroup, settled
 
 BPFFS = Path("/sys/fs/bpf")
@@ -97,22 +98,20 @@ def service(
     By default the serving backends are those of the sets, and they are on this node. Clients in
     `ranges` may dial the LoadBalancer addresses.
     """
-    made = []
+    limited = restricted or bool(ranges)
+    frontend_values = []
     for word in frontends.split():
         kind, _, where = word.rpartition("=")
-        made.append(
-            Frontend(
-                at(where, protocol),
-                FrontendKind(kind or "ClusterIP"),
-                (restricted or bool(ranges)) and kind == "LoadBalancer",
-            )
+        is_limited = limited and kind == "LoadBalancer"
+        frontend_values.append(
+            Frontend(at(where, protocol), FrontendKind(kind or "ClusterIP"), is_limited)
         )
     cluster, here = backends(to, protocol), backends(local, protocol)
     still = tuple(sorted({*cluster, *here})) if serving is None else backends(serving, protocol)
-    family = family_of(made[0].at.address) if made else 4
+    family = family_of(frontend_values[0].at.address) if frontend_values else 4
     return ServiceState(
         key=ServicePortKey("default", name, "", protocol, family),
-        frontends=tuple(sorted(made, key=lambda f: f.at)),
+        frontends=tuple(sorted(frontend_values, key=lambda f: f.at)),
         cluster=cluster,
         local=here,
         serving=still,
@@ -153,7 +152,6 @@ class Site:
 
     @property
     def maps(self) -> Path:
-        """The folder of pinned maps."""
         return self.pins / f"maps-{schema_hash()}"
 
     def plane(
@@ -201,24 +199,15 @@ class Site:
         return made
 
     def pinned(self, name: str) -> Map:
-        """Opens a pinned map by its path."""
         return Map.open(self.maps / name)
 
     def entries(self, name: str) -> dict[bytes, bytes]:
-        """The raw entries of a pinned map."""
         with self.pinned(name) as found:
             return dict(found.items())
 
     def reasons(self) -> Counter[Reason]:
         """How often the programs have counted each reason, over all CPUs."""
-        counts: Counter[Reason] = Counter()
-        with self.pinned("reasons") as found:
-            for reason in Reason:
-                raw = found.lookup(int(reason).to_bytes(4, "little")) or b""
-                counts[reason] = sum(
-                    int.from_bytes(raw[i : i + 8], "little") for i in range(0, len(raw), 8)
-                )
-        return counts
+        return read_reasons(self.maps / "reasons")
 
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:
@@ -232,7 +221,6 @@ class Site:
         return dump(self.entries)
 
     def close(self) -> None:
-        """Removes everything."""
         for place in self._places:
             place.close()
         self.close_planes()

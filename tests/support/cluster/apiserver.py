@@ -37,6 +37,7 @@ from tests.support.lab.lab import PATIENCE
 
 START_SECONDS = PATIENCE  # a start takes 3 to 5 seconds, far longer on a busy machine of two cores
 STOP_SECONDS = 20.0
+ETCD, SERVER = "etcd", "kube-apiserver"
 ETCD_DATA = "etcd-data"
 SNAPSHOT = "etcd-snapshot"
 MEMBER = (
@@ -98,8 +99,7 @@ class ApiServer:
         self._folder: Path | None = None
         self._authority: Authority | None = None
         self._held: socket.socket | None = None
-        self._etcd: _Child | None = None
-        self._server: _Child | None = None
+        self._children: dict[str, _Child] = {}
 
     def __enter__(self) -> Self:
         self.start()
@@ -135,7 +135,7 @@ class ApiServer:
     @property
     def pids(self) -> tuple[int, ...]:
         """The process ids of etcd and kube-apiserver, as far as they run."""
-        return tuple(child.pid for child in (self._etcd, self._server) if child is not None)
+        return tuple(child.pid for child in self._children.values())
 
     def url_at(self, address: str) -> str:
         """Return the URL for one of the certificate's addresses."""
@@ -149,28 +149,15 @@ class ApiServer:
             self._prepare()
             self._start_etcd()
             self._start_server()
-            self._grant_pods()
+            with self.kube() as kube:
+                grant_pods(kube)
         except BaseException:
             self.stop()
             raise
 
-    def _grant_pods(self) -> None:
-        """Grant the user kbpf the rights on Pods that kube-proxy's role lacks."""
-        with self.kube() as kube:
-            for kind, more in PODS.items():
-                body = {"metadata": {"name": "kbpf-pods"}, **more}
-                status, answer = kube.request(
-                    "POST", f"{RBAC}/{kind}", json.dumps(body).encode(), JSON
-                )
-                if status != 201:
-                    raise ServerDied(f"{kind}: {status} {answer[:300]!r}")
-
     def stop(self) -> None:
         """Kill both, free the port and remove the folder; idempotent."""
-        for child in (self._server, self._etcd):
-            if child is not None:
-                child.end(signal.SIGKILL)
-        self._server = self._etcd = None
+        self._end(signal.SIGKILL, SERVER, ETCD)
         if self._held is not None:
             self._held.close()
             self._held = None
@@ -184,16 +171,17 @@ class ApiServer:
 
         etcd keeps running; restart() starts the server again.
         """
-        if self._server is not None:
-            self._server.end(signal.SIGKILL)
-            self._server = None
+        self._end(signal.SIGKILL, SERVER)
 
     def restart(self) -> None:
         """Stop the API server gracefully (if it runs) and start it with the same data and port."""
-        if self._server is not None:
-            self._server.end(signal.SIGTERM)
-            self._server = None
+        self._end(signal.SIGTERM, SERVER)
         self._start_server()
+
+    def _end(self, how: signal.Signals, *names: str) -> None:
+        for name in names:
+            if child := self._children.pop(name, None):
+                child.end(how)
 
     def back_up(self) -> None:
         """Save etcd's data for restore(), as an administrator does with `etcdctl snapshot`."""
@@ -206,25 +194,18 @@ class ApiServer:
         snapshot restore`: later writes are lost, and the revision goes back to that of the
         snapshot.
         """
-        self._stop_both()
+        self._end(signal.SIGTERM, SERVER, ETCD)
+        (self.folder / "client:1").unlink(missing_ok=True)
         shutil.rmtree(self.folder / ETCD_DATA)
         self._run("etcdutl", "snapshot", "restore", SNAPSHOT, *MEMBER)
         self._start_etcd()
         self._start_server()
 
     def _run(self, name: str, *arguments: str) -> None:
-        """Run one of etcd's tools."""
         command = [str(go_build.build(name)), *arguments]
         done = subprocess.run(command, cwd=self.folder, capture_output=True, text=True, check=False)
         if done.returncode:
             raise ServerDied(f"{' '.join(command)}: {done.stderr.strip()}")
-
-    def _stop_both(self) -> None:
-        for child in (self._server, self._etcd):
-            if child is not None:
-                child.end(signal.SIGTERM)
-        self._server = self._etcd = None
-        (self.folder / "client:1").unlink(missing_ok=True)
 
     def kube(self, user: str = "admin") -> Kube:
         """Return a client; the caller closes it."""
@@ -278,8 +259,8 @@ class ApiServer:
         tokens.write_text("\n".join(rows) + "\n")
 
     def _start_etcd(self) -> None:
-        self._etcd = self._child(
-            "etcd",
+        etcd = self._child(
+            ETCD,
             *MEMBER,
             # Unix sockets in the working folder: etcd requires HOST:PORT and uses it as a file
             # name.
@@ -291,15 +272,15 @@ class ApiServer:
         )
         deadline = time.monotonic() + START_SECONDS
         while not (self.folder / "client:1").is_socket():
-            self._etcd.check(deadline, "it has not made its socket")
+            etcd.check(deadline, "it has not made its socket")
             time.sleep(0.01)
 
     def _start_server(self) -> None:
-        self._server = self._child("kube-apiserver", *self._flags())
+        server = self._child(SERVER, *self._flags())
         deadline = time.monotonic() + START_SECONDS
         with self.kube() as kube:
             while (why := kube.not_ready()) is not None:
-                self._server.check(deadline, why)
+                server.check(deadline, why)
                 time.sleep(0.05)
 
     def _flags(self) -> tuple[str, ...]:
@@ -333,7 +314,18 @@ class ApiServer:
 
     def _child(self, name: str, *flags: str) -> "_Child":
         inside = ["nsenter", f"--net=/run/netns/{self.netns}", "--"] if self.netns else []
-        return _Child(name, [*inside, str(go_build.build(name)), *flags], self.folder)
+        command = [*inside, str(go_build.build(name)), *flags]
+        self._children[name] = _Child(name, command, self.folder)
+        return self._children[name]
+
+
+def grant_pods(kube: Kube) -> None:
+    """Grant the user kbpf the rights on Pods that kube-proxy's role lacks."""
+    for kind, more in PODS.items():
+        body = json.dumps({"metadata": {"name": "kbpf-pods"}, **more}).encode()
+        status, answer = kube.request("POST", f"{RBAC}/{kind}", body, JSON)
+        if status != 201:
+            raise ServerDied(f"{kind}: {status} {answer[:300]!r}")
 
 
 class _Child:

@@ -7,7 +7,7 @@ a fixture of BUILDS, directly or indirectly: a test's time limit should not have
 A failed build fails these tests.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -58,34 +58,23 @@ def programs(request: pytest.FixtureRequest) -> None:
     _built(request, "programs")
 
 
-@pytest.fixture(scope="session")
-def kubectl(request: pytest.FixtureRequest) -> Path:
-    """The program, also used as kustomize (`kubectl kustomize`)."""
-    return _built(request, "kubectl")[0]
+def _program_fixture(name: str) -> Callable[[pytest.FixtureRequest], Path]:
+    @pytest.fixture(scope="session", name=name)
+    def program(request: pytest.FixtureRequest) -> Path:
+        return _built(request, name)[0]
+
+    return program
 
 
-@pytest.fixture(scope="session")
-def kube_proxy(request: pytest.FixtureRequest) -> Path:
-    """The program that kbpf replaces."""
-    return _built(request, "kube_proxy")[0]
-
-
-@pytest.fixture(scope="session")
-def kubeadm(request: pytest.FixtureRequest) -> Path:
-    """The program that creates the objects which kbpf replaces."""
-    return _built(request, "kubeadm")[0]
-
-
-@pytest.fixture(scope="session")
-def previous_kubeadm(request: pytest.FixtureRequest) -> Path:
-    """kubeadm of the previous minor version."""
-    return _built(request, "previous_kubeadm")[0]
-
-
-@pytest.fixture(scope="session")
-def helm(request: pytest.FixtureRequest) -> Path:
-    """The program helm."""
-    return _built(request, "helm")[0]
+kubectl = _program_fixture("kubectl")
+"""The program, also used as kustomize (`kubectl kustomize`)."""
+kube_proxy = _program_fixture("kube_proxy")
+"""The program that kbpf replaces."""
+kubeadm = _program_fixture("kubeadm")
+"""The program that creates the objects which kbpf replaces."""
+previous_kubeadm = _program_fixture("previous_kubeadm")
+"""kubeadm of the previous minor version."""
+helm = _program_fixture("helm")
 
 
 @pytest.fixture(scope="session")
@@ -97,6 +86,5 @@ def apiserver(programs: None) -> Iterator[ApiServer]:
 
 @pytest.fixture
 def faults(apiserver: ApiServer) -> Iterator[FaultProxy]:
-    """A fault proxy for this test in front of `apiserver`."""
     with FaultProxy(apiserver) as proxy:
         yield proxy

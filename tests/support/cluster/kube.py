@@ -10,7 +10,6 @@ import http.client
 import json
 import select
 import ssl
-import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -138,7 +137,6 @@ class Kube:
         self._send("DELETE", path_of(kind, namespace, name))
 
     def get(self, kind: str, name: str, namespace: str = "default") -> Object:
-        """GET one object."""
         return self._send("GET", path_of(kind, namespace, name))
 
     def token(self, account: str, namespace: str) -> str:
@@ -200,14 +198,6 @@ class Kube:
                 if (space, owner) != ("default", "kubernetes"):
                     rows.append((kind, meta["name"], space))
         self._spread(lambda kube, row: kube.delete(*row), rows, 4)
-
-    def wait_until_ready(self, seconds: float = 20.0) -> None:
-        """Wait until the server is ready and can allocate addresses for a Service."""
-        deadline = time.monotonic() + seconds
-        while (why := self.not_ready()) is not None:
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"API server not ready after {seconds} s: {why}")
-            time.sleep(0.05)
 
     def not_ready(self) -> str | None:
         """Return why the server can't be used yet, or None.

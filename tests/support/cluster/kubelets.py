@@ -37,8 +37,6 @@ class _Beside:
 
 
 class Kubelets:
-    """The kubelets of the nodes of `agents`."""
-
     def __init__(self, kube: Kube, ca: Path, agents: Sequence["PodAgent"]) -> None:
         self._kube = kube
         self._ca = ca
@@ -63,7 +61,7 @@ class Kubelets:
         nodes = {each["metadata"]["name"]: each for each in self._kube.list("Node")["items"]}
         sets = self._kube.list("DaemonSet", SPACE)["items"]
         for each in sets:
-            self._keep_revision(each)
+            record_revision(self._kube, each)
         is_stopped = False
         for name in self._agents:
             wanted = [
@@ -156,7 +154,6 @@ class Kubelets:
         return {self._pods[name]: agent.runc_exec for name, agent in running.items()}
 
     def close(self) -> None:
-        """Ends the auxiliary pods."""
         for each in self._beside.values():
             each.container.close()
 
@@ -234,33 +231,6 @@ class Kubelets:
         name = owner["metadata"]["name"]
         self._kube.patch("DaemonSet", name, {"status": status}, SPACE, "status")
 
-    def _keep_revision(self, owner: Object) -> None:
-        """Records the DaemonSet's current template as the newest ControllerRevision."""
-        meta = owner["metadata"]
-        data = {"spec": {"template": {**owner["spec"]["template"], "$patch": "replace"}}}
-        kept = [
-            each
-            for each in self._kube.list("ControllerRevision", SPACE)["items"]
-            if each["metadata"]["ownerReferences"][0]["uid"] == meta["uid"]
-        ]
-        newest = max(kept, key=lambda each: int(each["revision"]), default=None)
-        if newest is not None and newest["data"] == data:
-            return
-        for each in kept:
-            if each["data"] == data:  # used before: like a controller, give it a new number
-                self._kube.delete("ControllerRevision", each["metadata"]["name"], SPACE)
-        number = 1 if newest is None else newest["revision"] + 1
-        reference = {"apiVersion": "apps/v1", "kind": "DaemonSet", "name": meta["name"],
-                     "uid": meta["uid"], "controller": True}  # fmt: skip
-        made = {
-            "name": f"{meta['name']}-{meta['uid'][:8]}-{number}",
-            "namespace": SPACE,
-            "labels": owner["spec"]["template"]["metadata"]["labels"],
-            "ownerReferences": [reference],
-        }
-        self._kube.create({"apiVersion": "apps/v1", "kind": "ControllerRevision", "metadata": made,
-                           "data": data, "revision": number})  # fmt: skip
-
     # ---- volumes ---------------------------------------------------------------------------
 
     def _needs(self, agent: "PodAgent", spec: Object) -> tuple[dict[str, Path], Path | None]:
@@ -295,6 +265,34 @@ class Kubelets:
         return folder
 
 
+def record_revision(kube: Kube, owner: Object) -> None:
+    """Records the DaemonSet's current template as the newest ControllerRevision."""
+    meta = owner["metadata"]
+    data = {"spec": {"template": {**owner["spec"]["template"], "$patch": "replace"}}}
+    revisions = [
+        each
+        for each in kube.list("ControllerRevision", SPACE)["items"]
+        if each["metadata"]["ownerReferences"][0]["uid"] == meta["uid"]
+    ]
+    newest = max(revisions, key=lambda each: int(each["revision"]), default=None)
+    if newest is not None and newest["data"] == data:
+        return
+    for each in revisions:
+        if each["data"] == data:  # used before: like a controller, give it a new number
+            kube.delete("ControllerRevision", each["metadata"]["name"], SPACE)
+    number = 1 if newest is None else newest["revision"] + 1
+    reference = {"apiVersion": "apps/v1", "kind": "DaemonSet", "name": meta["name"],
+                 "uid": meta["uid"], "controller": True}  # fmt: skip
+    metadata = {
+        "name": f"{meta['name']}-{meta['uid'][:8]}-{number}",
+        "namespace": SPACE,
+        "labels": owner["spec"]["template"]["metadata"]["labels"],
+        "ownerReferences": [reference],
+    }
+    kube.create({"apiVersion": "apps/v1", "kind": "ControllerRevision", "metadata": metadata,
+                 "data": data, "revision": number})  # fmt: skip
+
+
 def is_beside(owner: Object) -> bool:
     """Whether this is the DaemonSet of manifests/cleanup or manifests/prepull."""
     (container,) = owner["spec"]["template"]["spec"]["containers"]
@@ -303,7 +301,6 @@ def is_beside(owner: Object) -> bool:
 
 
 def image_of(owner: Object) -> str:
-    """The image of a DaemonSet's pods."""
     (container,) = owner["spec"]["template"]["spec"]["containers"]
     return str(container["image"])
 

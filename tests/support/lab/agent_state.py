@@ -22,6 +22,16 @@ from kbpf.model.inspection import BackendSet
 T = TypeVar("T")
 
 
+def read_reasons(path: Path) -> Counter[Reason]:
+    """The counts of the pinned map `reasons`, over all CPUs."""
+    counts: Counter[Reason] = Counter()
+    with Map.open(path) as reasons:
+        for reason in Reason:
+            raw = reasons.lookup(struct.pack("=I", reason)) or b""
+            counts[reason] = sum(struct.unpack(f"={len(raw) // 8}Q", raw))
+    return counts
+
+
 class AgentState:
     """What an agent of this network namespace, pin folder and state folder has stored."""
 
@@ -49,18 +59,12 @@ class AgentState:
         return json.loads(raw) if raw else None
 
     def entries(self, name: str) -> dict[bytes, bytes]:
-        """The raw entries of one of its maps."""
         with Map.open(self._map_path(name)) as opened:
             return dict(opened.items())
 
     def reasons(self) -> Counter[Reason]:
         """How often its programs have counted each reason, over all CPUs."""
-        counts: Counter[Reason] = Counter()
-        with Map.open(self._map_path("reasons")) as reasons:
-            for reason in Reason:
-                raw = reasons.lookup(struct.pack("=I", reason)) or b""
-                counts[reason] = sum(struct.unpack(f"={len(raw) // 8}Q", raw))
-        return counts
+        return read_reasons(self._map_path("reasons"))
 
     def elements(self) -> dict[str, list[tuple[Any, ...]]]:
         """The elements of mode ipvs' nftables table, by set."""

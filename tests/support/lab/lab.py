@@ -42,7 +42,6 @@ DIE_WITH_US = ("setpriv", "--pdeathsig", "KILL", "--")
 
 
 def cgroup2() -> Path:
-    """The root of the cgroup v2 hierarchy."""
     for line in Path("/proc/self/mounts").read_text().splitlines():
         _, path, kind, *_ = line.split()
         if kind == "cgroup2":
@@ -164,7 +163,6 @@ class Place:
         return json.loads(line)
 
     def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
-        """Sends one command to the prober and returns its answer."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
         self._process.stdin.flush()
@@ -190,7 +188,6 @@ class Place:
         return self.ask("many", count=count, host=host, port=port, **_with_family(host, options))
 
     def close(self) -> None:
-        """Ends the prober and removes its cgroup."""
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
@@ -221,8 +218,6 @@ def remove_cgroup(path: Path) -> None:
 
 @dataclass
 class Node:
-    """One node of the lab."""
-
     lab: "Lab"
     number: int
     cgroup: Path
@@ -238,7 +233,6 @@ class Node:
 
     @property
     def netns(self) -> str:
-        """The network namespace of this node."""
         return f"{self.lab.prefix}n{self.number}"
 
     @property
@@ -267,14 +261,12 @@ class Node:
         return place
 
     def host_network_pod(self, name: str) -> Place:
-        """A host-network pod."""
         place = Place(name, self.netns, self.cgroup / f"hostpod{len(self.places)}")
         place.ip, place.ip6 = self.ip, self.ip6
         self.places.append(place)
         return place
 
     def close(self) -> None:
-        """Ends everything that runs on the node."""
         if self.agent is not None:
             self.agent.close()
         for place in (*self.pods, *self.places, self.host):
@@ -428,13 +420,11 @@ class Agent(AgentState):
 
     @property
     def pid(self) -> int:
-        """The process id of the running agent."""
         assert self._process is not None
         return self._process.pid
 
     @property
     def is_running(self) -> bool:
-        """Whether its process has not ended."""
         return self._process is not None and self._process.poll() is None
 
     def start(self, wait: bool = True, extra: tuple[str, ...] = ()) -> "Agent":
@@ -497,7 +487,6 @@ class Agent(AgentState):
             return log.read().decode(errors="replace").splitlines()
 
     def tail(self, lines: int = 15) -> str:
-        """The end of its log."""
         return "\n".join(self.lines()[-lines:])
 
     def stop(self) -> int:
@@ -507,13 +496,11 @@ class Agent(AgentState):
         return self._process.wait(PATIENCE)
 
     def kill(self) -> None:
-        """Sends SIGKILL."""
         assert self._process is not None
         self._process.kill()
         self._process.wait()
 
     def close(self) -> None:
-        """Ends the agent and removes its pins."""
         if self.is_running:
             self.kill()
         self.remove_pins()

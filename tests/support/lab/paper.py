@@ -147,8 +147,6 @@ def programmed(table: Table, number: int) -> OnNode:
 
 
 class Verdict(StrEnum):
-    """The verdict on a dial."""
-
     TRANSLATE = "translate"
     REFUSE = "refuse"
     DROP = "drop"
@@ -190,7 +188,6 @@ def named(backend: Backend, expected: frozenset[str]) -> str:
 
 
 def target(row: Dial) -> FrontendAddress:
-    """The frontend address that the row dials."""
     protocol = row.protocol.removesuffix("-connected").upper()
     return FrontendAddress(*split(row.to), Protocol[protocol])
 
@@ -226,7 +223,6 @@ def hops(row: Dial, sockets: bool, packets: bool) -> list[Hop]:
 
 
 def answer(table: Table, row: Dial) -> Answer:
-    """The verdict on the row by the programmed state."""
     found = Answer(Verdict.PASS, "no program decides it")
     for hop in hops(row, sockets=True, packets=table.packets):
         found = decide(programmed(table, hop.number).state, target(row), hop)

@@ -31,15 +31,11 @@ CONDITIONS: dict[str, dict[str, Any]] = {
 
 
 class Addressed(Protocol):
-    """A place with addresses."""
-
     ip: str
     ip6: str
 
 
 class Numbered(Protocol):
-    """A node."""
-
     number: int
 
     @property

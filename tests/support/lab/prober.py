@@ -394,7 +394,6 @@ class Client:
     def start_load(
         self, host, port, family="4", timeout=PATIENCE, pause=0.0, threads=1, protocol="tcp"
     ):
-        """Starts to dial repeatedly in the background."""
         one = self.tcp if protocol == "tcp" else self.udp
         self.load = Load(one, threads, pause, (host, port, family, timeout))
         return {}

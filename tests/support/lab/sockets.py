@@ -74,7 +74,6 @@ def bound(netns: str | None, host: str, port: int) -> socket.socket:
 
 
 def family_of(host: str) -> socket.AddressFamily:
-    """Return the address family of a literal address."""
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
