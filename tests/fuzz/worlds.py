@@ -18,8 +18,6 @@ which takes time whatever its size."""
 
 
 class World(NamedTuple):
-    """A Service and its slices, as JSON."""
-
     service: Json
     slices: Sequence[Json]
 
@@ -197,7 +195,6 @@ NODE, ZONE = st.sampled_from(["me", ""]), st.sampled_from(["a", ""])
 
 
 def any_service(draw: st.DrawFn, name: str) -> Json:
-    """A random Service that the API server accepts."""
     kind = draw(TYPE)
     ports = []
     for port_name in draw(PORT_NAMES):

@@ -80,7 +80,6 @@ def programmed() -> KubeProxyMetrics:
 
 
 def healthy(plane: Counts = PLANE, status: AgentStatus = WELL) -> dict[str, Family]:
-    """The page of a healthy agent."""
     return page_of(plane=plane, proxy_metrics=programmed(), status=status)
 
 
@@ -218,7 +217,6 @@ def rule(name: str) -> dict[str, Any]:
 
 
 def expected(row: Row) -> dict[str, Any]:
-    """The row's alert with its labels and annotations."""
     made = rule(row.fires)
     says = f"{NODE['instance']}: {row.says}"
     return {

@@ -218,7 +218,6 @@ def without(name: str) -> pytest.MarkDecorator:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Registers the marks."""
     config.addinivalue_line("markers", "needs(feature, ...): of tests/support/features.py")
     config.addinivalue_line("markers", "without(feature): for kernels that lack it")
 

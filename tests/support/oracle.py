@@ -86,7 +86,6 @@ def _ends(slices: Any, port: Any, fam: int, node: Any) -> dict[Place, dict[str, 
 
 
 def choice(slices: Any, port: Any, service: Any, node: Any, fam: int) -> Choice:
-    """The backend sets of one Service port in one family."""
     ends = _ends(slices, port, fam, node)
     ready = {at for at, e in ends.items() if e["ready"]}
     draining = {at for at, e in ends.items() if e["serving"] and e["terminating"]}
@@ -155,7 +154,6 @@ def asked_for(service: Any, port: Any, fam: int) -> dict[tuple[str, int, int], t
 
 
 def node_port_addresses(node: Any, local_addresses: Any, config: Any) -> set[str]:
-    """The addresses on which NodePorts answer."""
     local = {ipaddress.ip_address(text(a)) for a in local_addresses}
     networks = [network(c) for c in config.node_port_addresses]
     if not config.all_node_port_addresses and not networks and node.addresses:

@@ -33,7 +33,6 @@ class Family(NamedTuple):
 
     @property
     def label_names(self) -> frozenset[str]:
-        """The names of all labels."""
         return frozenset(name for _, labels in self.samples for name, _ in labels)
 
     @property

@@ -92,8 +92,6 @@ STREAMS: Final = "udp stream"
 
 @dataclass
 class Figures:
-    """The results of one flood."""
-
     way: str
     kind: str
     rate: int
@@ -181,13 +179,11 @@ class Clients:
         return lost
 
     def close(self) -> None:
-        """Closes all sockets."""
         for each in self.kept:
             each.close()
         self.kept.clear()
 
     def begin(self) -> None:
-        """Starts making new connections."""
         self._over.clear()
         self.tried.clear()
         self.served.clear()
@@ -199,7 +195,6 @@ class Clients:
             thread.start()
 
     def end(self) -> None:
-        """Stops making new connections."""
         self._over.set()
         for thread in self._threads:
             thread.join()
@@ -317,7 +312,6 @@ class Arena:
     # ---- floods --------------------------------------------------------------------------------
 
     def forget(self) -> None:
-        """Deletes all tracked connections."""
         if self.kbpf is not None:
             self.kbpf.forget()
         else:
@@ -336,7 +330,6 @@ class Arena:
         return int(sent), int(back), float(took)
 
     def flood(self, name: str, rate: int, seconds: float) -> Figures:
-        """Runs one flood from beginning to end."""
         self.forget()
         kind, to, port = KINDS[name]
         figures = Figures(self.way, name, rate)

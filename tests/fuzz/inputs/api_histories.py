@@ -96,7 +96,6 @@ class Observer:
                     self.wrong.append(f"{event.key} was reported as deleted, but was not")
 
     def snapshot(self) -> dict[ObjectKey, Any]:
-        """The objects that are known."""
         with self._lock:
             return dict(self.known)
 

@@ -141,7 +141,6 @@ class Server:
         self.requests = 0
 
     def request(self, path: str, **_: object) -> Answer:
-        """Answers a GET."""
         self.requests += 1
         assert self.requests < 5000, "the history does not end"
         self._step(3)

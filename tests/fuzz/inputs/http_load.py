@@ -113,7 +113,6 @@ def mute(sock: socket.socket, _: bytes) -> None:
 
 
 def slow(sock: socket.socket, _: bytes) -> None:
-    """Sends the beginning of a request."""
     sock.send(b"GET / HTTP/1.1\r\nHo")
 
 

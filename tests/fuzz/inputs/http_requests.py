@@ -58,7 +58,6 @@ def field(chance: random.Random, end: bytes) -> bytes:
 
 
 def request(seed: int, number: int) -> bytes:
-    """The bytes of the request with this number."""
     chance = random.Random(seed << 32 | number)
     if chance.random() < 0.02:
         return chance.randbytes(chance.randrange(1, 400))
@@ -162,7 +161,6 @@ def _differ(ours: RequestHead, theirs: h11.Request) -> str:
 
 @contextlib.contextmanager
 def serving(handler: Callable[[HttpRequest], HttpResponse]) -> Iterator[tuple[HttpServer, int]]:
-    """A running server, and its port."""
     server = HttpServer()
     server.start()
     try:
@@ -237,7 +235,6 @@ def run(seed: int, count: int, deadline: float = float("inf")) -> dict[str, floa
 
 
 def requests(seed: int, minutes: float | None) -> None:
-    """The campaign `http-requests`."""
     deadline = float("inf") if minutes is None else time.monotonic() + minutes * 60
     found = run(seed, REQUESTS, deadline)
     print(" ".join(f"{name}={value}" for name, value in found.items()), flush=True)

@@ -69,8 +69,6 @@ def end(host: str, port: int) -> str:
 
 
 def mac_of(where: str, device: str) -> str:
-    """The MAC address of a device in that namespace."""
-
     def read() -> str:
         with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0) as probe:
             probe.bind((device, 0))

@@ -64,8 +64,6 @@ HEADERS: Final = "headers"
 
 @dataclass
 class Tally:
-    """Counts of the runs."""
-
     verdicts: Counter[str] = field(default_factory=Counter)
     rewritten: int = 0
     refused: int = 0
@@ -93,7 +91,6 @@ class ProgramRuns:
         self.tally = Tally()
 
     def close(self) -> None:
-        """Closes the programs."""
         for program in self._programs.values():
             program.close()
 
@@ -198,7 +195,6 @@ def framed(packet: bytes, to: str) -> bytes:
 
 @contextlib.contextmanager
 def runs(cache: Path, rng: random.Random, name: str) -> Iterator[ProgramRuns]:
-    """Runs on their own node."""
     wire = f"{name}w"
     sizes = MapSizes(connections=CONNECTIONS, affinity=1024)
     with namespaces(name, wire):

@@ -46,8 +46,6 @@ def is_a_services(packet: bytes) -> bool:
 
 
 class Packets:
-    """An endless supply of random packets."""
-
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
         self._made: deque[bytes] = deque(maxlen=REMEMBERED)

@@ -127,7 +127,6 @@ class Reading:
             self.state = "ESTABLISHED"
 
     def udp(self, back: bool, now: float) -> None:
-        """Processes the next datagram."""
         if self.state == "none":
             if not back:
                 self.state, self.began = "NEW", now

@@ -45,8 +45,6 @@ _PLACES: Final = {"near": NEAR, "far": FAR, "old": OLD}
 
 
 class Token(NamedTuple):
-    """One packet of a script."""
-
     back: bool
     kind: str
     size: int
@@ -56,7 +54,6 @@ class Token(NamedTuple):
 
 
 def parse_token(text: str) -> Token:
-    """Parses a token that is not a pause."""
     match = _TOKEN.fullmatch(text)
     if match is None:
         raise ValueError(f"not a packet: {text!r}")

@@ -247,7 +247,6 @@ class Twins:
     # ---- outcomes ------------------------------------------------------------------------------
 
     def forget(self) -> None:
-        """Deletes all connections on both nodes."""
         self.node.forget()
         inside_of(self.linux.name, flush_conntrack)
         self.kbpf.seen_as.clear()
@@ -292,7 +291,6 @@ def set_timeouts() -> None:
 
 
 def _say(side: _Side, speaker: Speaker, each: Played, token: str) -> None:
-    """Sends one packet of a sequence."""
     family, back = each.family, BACKEND[each.variant]
     if token.startswith("<"):
         known = side.seen_as.get((PROTOCOLS[each.protocol], family, speaker.tag))

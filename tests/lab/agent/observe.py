@@ -108,7 +108,6 @@ def until_metrics(site: Site, name: str, value: float, **labels: str) -> dict[st
 
 
 def said_of(site: Site, kind: str, name: str) -> list[Object]:
-    """The Events about an object."""
     found = site.kube.list("Event")["items"]
     return [e for e in found if (e["regarding"]["kind"], e["regarding"]["name"]) == (kind, name)]
 

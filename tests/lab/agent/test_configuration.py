@@ -100,7 +100,6 @@ class Kubeadm(Cluster):
         return yaml.safe_dump(said | (yaml.safe_load(more) or {}))
 
     def put(self, config: str) -> None:
-        """Changes the ConfigMap."""
         self.mount.put(
             config_conf=config,
             kubeconfig_conf=kubeadm.kubeconfig(self.api.url, self.account.folder),

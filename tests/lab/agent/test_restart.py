@@ -24,7 +24,6 @@ ENDS = [Agent.stop, Agent.kill]
 
 @pytest.fixture(scope="module")
 def small(programs: None) -> Iterator[Cluster]:
-    """One node."""
     with Cluster(1, "r") as made:
         yield made
 

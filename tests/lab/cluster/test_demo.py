@@ -38,7 +38,6 @@ def traces(pid: int) -> list[str]:
 
 
 def demo(*arguments: str, cache: Path) -> subprocess.Popen[str]:
-    """Starts a demo."""
     return subprocess.Popen(
         [sys.executable, "-m", "kbpf", "demo", "--cache-dir", str(cache), *arguments],
         stdout=subprocess.PIPE,
@@ -67,7 +66,6 @@ def live(cache: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def line_with(stream: IO[str], word: str) -> str:
-    """The next line that contains this word."""
     for line in stream:
         if word in line:
             return line

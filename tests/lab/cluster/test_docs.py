@@ -67,14 +67,12 @@ class Bench:
         return command
 
     def run(self, command: str) -> subprocess.CompletedProcess[str]:
-        """Runs a command as typed on the node."""
         return subprocess.run(
             self._inside(command), env=self.environment, cwd=docs.ROOT, text=True,
             capture_output=True, check=False, timeout=2 * PATIENCE,
         )  # fmt: skip
 
     def start(self, command: str) -> "subprocess.Popen[bytes]":
-        """Starts a command that runs until it is ended."""
         self.agent.begin()
         with self.agent.log.open("ab") as log:
             return subprocess.Popen(

@@ -53,7 +53,6 @@ class KubeadmCluster(PodCluster):
         self.kubelets.sync()
 
     def rules(self) -> str:
-        """The nftables rulesets of the nodes that have joined."""
         return "".join(
             run(*inside(node.netns, None, "nft", "list", "ruleset")) for node in self.lab.nodes[:2]
         )
@@ -109,7 +108,6 @@ class InUse:
                 assert "name" in answer, (client.name, number, answer)
 
     def let_go(self) -> None:
-        """Closes the kept connections."""
         for client in self._clients:
             for number in range(1, self._kept + 1):
                 client.ask("drop", keep=f"kept {number}")

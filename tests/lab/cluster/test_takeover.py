@@ -153,7 +153,6 @@ class World:
         return [self.kbpf(home, "cleanup", *options) for home in self.homes]
 
     def rules(self) -> str:
-        """The nftables rulesets of all nodes."""
         return self.everywhere("nft", "list", "ruleset")
 
     def everywhere(self, *words: str) -> str:
@@ -200,7 +199,6 @@ class World:
             assert "error" not in answer, (place.name, keep, answer)
 
     def let_go(self) -> None:
-        """Closes all held connections."""
         for place, keep in self.held:
             place.ask("drop", keep=keep)
         self.held = []

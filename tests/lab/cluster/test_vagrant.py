@@ -55,7 +55,6 @@ def make(
     apiserver: ApiServer,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Make:
-    """A machine with this address."""
     access = apiserver.kubeconfig(tmp_path_factory.mktemp("admin") / "admin", "admin")
 
     def made(address: str) -> Machine:

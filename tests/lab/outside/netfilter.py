@@ -30,7 +30,6 @@ def objects(field: Field) -> list[Object]:
 
 
 def on(node: Node, *words: str, stdin: str | None = None) -> str:
-    """The output of a command on a node."""
     return command(*inside(node.netns, None, *words), stdin=stdin)
 
 

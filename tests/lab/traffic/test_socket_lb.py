@@ -44,7 +44,6 @@ def field() -> Iterator[Field]:
 
 
 def restart(field: Field, mode: str, *more: str) -> None:
-    """Restarts the agent in this mode."""
     field.agent.stop()
     field.agent.start(extra=("--socket-lb", mode, *more))
     flag = {ON: NONE, HOST_ONLY: ConfigFlag.HOST_ONLY, OFF: ConfigFlag.SOCKET_LB_OFF}[mode]
@@ -289,7 +288,6 @@ class Kubelet:
         return made
 
     def end(self, place: Place) -> None:
-        """Ends the pod and removes its cgroups."""
         place.close()
         assert place.cgroup is not None
         for folder in place.cgroup.parents:

@@ -111,7 +111,6 @@ class _Buildah:
             yield
 
     def run(self, *arguments: str) -> str:
-        """Runs buildah; its output."""
         store = ("--root", str(self._folder / "store"), "--runroot", str(self._folder / "run"))
         return _run("buildah", *store, *arguments)
 

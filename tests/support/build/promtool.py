@@ -53,7 +53,6 @@ def _fetch(folder: Path) -> None:
 
 
 def _run(*command: str, folder: Path) -> None:
-    """Runs a command, with its output on stderr."""
     subprocess.run(command, cwd=folder, stdout=2, check=True, timeout=FETCH_SECONDS)
 
 

@@ -70,7 +70,6 @@ class Places(Placed):
         self.agents.append(self.agent_on(home, *arguments))
 
     def agent_on(self, home: Node, *arguments: str) -> Agent:
-        """The agent of a node."""
         return Agent(home, *arguments)
 
     def settle(self, *agents: Agent, seconds: float = PATIENCE) -> None:

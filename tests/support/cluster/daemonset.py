@@ -137,7 +137,6 @@ class PodAgent(Agent):
         return Container(config, folder, name, self.node.cgroup / "host", log)
 
     def image(self, rootfs: Path) -> Image:
-        """The image of the container."""
         made = this_machine(rootfs, ROOT, Path(sys.prefix))
         scripts = sysconfig.get_path("scripts")
         return Image(
@@ -239,7 +238,6 @@ class PodAgent(Agent):
         return 0 if self._is_kube_proxy else code
 
     def kill(self) -> None:
-        """Sends SIGKILL."""
         self._end("KILL")
 
     def _end(self, signal: str) -> int:
@@ -312,7 +310,6 @@ class PodCluster(Cluster):
         self.pod_agents: list[PodAgent] = []
 
     def agent_on(self, home: Node, *arguments: str) -> Agent:
-        """The agent in a pod of the DaemonSet."""
         assert not arguments, "the pod's spec has all arguments"
         self.pod_agents.append(PodAgent(home))
         return self.pod_agents[-1]

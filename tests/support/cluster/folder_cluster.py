@@ -84,8 +84,6 @@ def _merge(into: dict[str, Any], change: dict[str, Any]) -> None:
 
 
 class FolderCluster(Cluster):
-    """The cluster with its objects in a folder."""
-
     def __enter__(self) -> Self:
         nodes, name, pods, *_ = self._shape
         with self._stack:

@@ -169,7 +169,6 @@ def node(
 
 
 def namespace(name: str) -> Object:
-    """Return a Namespace."""
     return {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}}
 
 

@@ -90,11 +90,9 @@ class KubeProxy:
 
     @property
     def is_running(self) -> bool:
-        """Whether its process has not ended."""
         return self._process is not None and self._process.poll() is None
 
     def tail(self, lines: int = 25) -> str:
-        """The end of its log."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
 

@@ -43,7 +43,6 @@ def documents(*names: str) -> list[Object]:
 
 
 def expected(*names: str) -> list[str]:
-    """The expected lines for these scenarios together."""
     lines = {line for name in names for line in (HERE / name / "expected").read_text().splitlines()}
     return sorted(lines)
 
@@ -99,7 +98,6 @@ class FolderNode(cluster.Places):
             put(self.folder, file_of(obj), yaml.safe_dump(obj))
 
     def remove(self, objects: Iterable[Object]) -> None:
-        """Deletes the objects' files."""
         for obj in objects:
             (self.folder / file_of(obj)).unlink()
 

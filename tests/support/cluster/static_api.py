@@ -46,7 +46,6 @@ class StaticApi(ScriptedServer):
         super().__init__(then=self._answer, listener=listener)
 
     def kubeconfig(self, path: Path) -> Path:
-        """Writes a kubeconfig for this server."""
         path.write_text(KUBECONFIG.format(url=self.url))
         return path
 

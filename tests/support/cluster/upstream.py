@@ -82,7 +82,6 @@ class Judge:
         return answer
 
     def close(self) -> None:
-        """Ends the process."""
         self._process.communicate()
 
 

@@ -15,8 +15,6 @@ Entries = Mapping[bytes, bytes]
 
 
 class FakeMap:
-    """A fake of a pinned map."""
-
     def __init__(self, name: str, entries: Entries, max_entries: int = 0) -> None:
         spec = MAPS[name]
         self.name, self.type, self.value_size = name, spec.map_type, spec.value_size

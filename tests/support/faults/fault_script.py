@@ -70,7 +70,6 @@ class Script:
         verb: str | None = None,
         resource: str | None = None,
     ) -> None:
-        """Delay the next requests before they are forwarded."""
         self._add(_Rule(_choice(verb, resource), times, Decision(delay=seconds)))
 
     def requests(self, verb: str | None = None, resource: str | None = None) -> tuple[Request, ...]:
@@ -79,11 +78,9 @@ class Script:
             return tuple(filter(_choice(verb, resource), self._requests))
 
     def count(self, verb: str | None = None, resource: str | None = None) -> int:
-        """Return the number of requests so far."""
         return len(self.requests(verb, resource))
 
     def forget(self) -> None:
-        """Clear the list of requests."""
         with self._changed:
             self._requests.clear()
 
@@ -100,7 +97,6 @@ class Script:
         return self.requests(verb, resource)
 
     def decide(self, request: Request) -> Decision:
-        """Record a request and return its faults."""
         delay = 0.0
         hold: tuple[threading.Event, ...] = ()
         with self._changed:

@@ -88,7 +88,6 @@ class Answer:
         }
 
     def response(self) -> bytes:
-        """Return it as a whole HTTP response."""
         headers = {"Content-Type": "application/json"}
         if self.retry_after is not None:
             headers["Retry-After"] = str(self.retry_after)
@@ -134,7 +133,6 @@ def named(incoming: Incoming) -> Request:
 
 
 def response(status: int, headers: Mapping[str, str], body: bytes) -> bytes:
-    """Return a whole HTTP response."""
     return head(status, {**headers, "Content-Length": str(len(body))}) + body
 
 

@@ -89,7 +89,6 @@ class FaultProxy(Script):
         self._listen()
 
     def stop(self) -> None:
-        """Close everything and free the port."""
         self.refuse()
         self.flow.set()
         try:
@@ -187,7 +186,6 @@ class FaultProxy(Script):
             return self._accepted
 
     def watches(self, resource: str | None = None) -> int:
-        """Return the number of running watches."""
         return len(self._running(resource))
 
     def wait_for_watches(

@@ -68,7 +68,6 @@ class Exchange:
         self.sock.sendall(b"0\r\n\r\n")
 
     def cut(self) -> None:
-        """Close the connection at once."""
         self.open = False
         self.sock.close()
 

@@ -92,7 +92,6 @@ def crc32c(data: bytes) -> int:
 
 
 def stored(right: int, wanted: Sum) -> int:
-    """The checksum to write into the packet."""
     match wanted:
         case "right":
             return right
@@ -127,7 +126,6 @@ def frame(packet: bytes, to: str = MAC_B, source: str = MAC_A) -> bytes:
 
 
 def datagram(source: str, to: str, protocol: int, body: bytes, **ip: Unpack[Ip]) -> bytes:
-    """An IP packet of any protocol with this body."""
     if ":" in source:
         return _ipv6(source, to, protocol, body, ip)
     options = ip.get("options", b"")

@@ -115,7 +115,6 @@ class Talk:
 def udp(
     source: str, to: str, payload: bytes = b"", *, checksum: Sum = "right", **ip: Unpack[Ip]
 ) -> bytes:
-    """A UDP datagram."""
     (host, port), (to_host, to_port) = split(source), split(to)
     header = struct.pack("!HHHH", port, to_port, 8 + len(payload), 0)
     body = summed(UDP, host, to_host, header + payload, 6, checksum, ip)
@@ -180,7 +179,6 @@ def echo(
     reply: bool = False,
     **ip: Unpack[Ip],
 ) -> bytes:
-    """An echo request, or a reply to one."""
     request, answer = (128, 129) if ":" in source else (8, 0)
     return icmp(source, to, answer if reply else request, 0, id << 16 | seq, payload, **ip)
 
@@ -235,12 +233,10 @@ def solicited(target: str) -> tuple[str, str]:
 
 
 def neighbour_solicitation(source_mac: str, source: str, target: str) -> bytes:
-    """A solicitation for `target`, to its solicited-node multicast address."""
     body = address(target) + b"\x01\x01" + mac(source_mac)
     return icmp(source, solicited(target)[0], 135, embedded=body, ttl=255)
 
 
 def neighbour_advertisement(target_mac: str, target: str, to: str) -> bytes:
-    """The advertisement of `target`, with the solicited and override flags."""
     body = address(target) + b"\x02\x01" + mac(target_mac)
     return icmp(target, to, 136, 0, 0x60000000, body, ttl=255)

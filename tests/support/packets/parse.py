@@ -20,8 +20,6 @@ _FLAGS = "FSRPAUEC"
 
 @dataclass(frozen=True, slots=True)
 class Ethernet:
-    """The Ethernet header."""
-
     destination: str
     source: str
     ethertype: int
@@ -94,8 +92,6 @@ class Tcp:
 
 @dataclass(frozen=True, slots=True)
 class Udp:
-    """The UDP header."""
-
     source_port: int
     destination_port: int
     length: int
@@ -178,7 +174,6 @@ class Packet:
 
     @property
     def destination(self) -> str:
-        """Like `source`."""
         return self._end("destination")
 
     def _end(self, which: str) -> str:

@@ -121,7 +121,6 @@ class Stream:
         self.wire.send(segment)
 
     def _next(self, refused: type[OSError] = ConnectionResetError) -> Packet:
-        """The next segment of this connection."""
         found = self.wire.soon(self._is_ours, self.seconds)
         if found is None:
             raise TimeoutError(f"{self.to} is silent; {self.wire.told()}")

@@ -60,7 +60,6 @@ _STATISTICS = 6
 
 
 def any_packet(_: Packet) -> bool:
-    """Matches every packet."""
     return True
 
 

@@ -13,8 +13,6 @@ EMPTY: Mapping[str, str] = {}
 
 
 class Done(NamedTuple):
-    """The exit status and output of a process."""
-
     code: int
     out: str
     err: str

@@ -245,8 +245,6 @@ def test_node_name_is_the_hostname_unless_set(monkeypatch: pytest.MonkeyPatch):
 
 
 class CommandLine(NamedTuple):
-    """A command line and the flags parsed from it."""
-
     line: str
     given: dict[str, str]
 

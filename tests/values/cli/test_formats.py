@@ -51,8 +51,6 @@ def test_json_and_yaml_have_the_same_content_in_the_same_order():
 
 
 class Thing(msgspec.Struct):
-    """A row."""
-
     name: str
     count: int
     parts: tuple[str, ...] = ("x", "y")

@@ -18,8 +18,6 @@ SAFE = r"a\x1b[2J\x9b1m\x00\x7f\r\n\u202eb\u2066\u200f\u2028c"
 
 
 class Row(NamedTuple):
-    """A row with one column."""
-
     name: str
 
 

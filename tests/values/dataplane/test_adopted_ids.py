@@ -22,8 +22,6 @@ KEY = ServicePortKey("ns", "web", "http", Protocol.TCP, 4)
 
 
 class Held(dict[bytes, bytes]):
-    """A fake map."""
-
     def batches(self) -> Iterator[Any]:
         """No entries: backend sets do not matter here."""
         return iter(())

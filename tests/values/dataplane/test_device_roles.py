@@ -32,7 +32,6 @@ class Row(NamedTuple):
 
 
 def devices(rows: tuple[Row, ...]) -> tuple[Device, ...]:
-    """The device listing described by the rows."""
     index = {row.name: number for number, row in enumerate(rows, 1)}
     made = []
     for row in rows:

@@ -235,7 +235,6 @@ def test_kernels_doc_lists_all_missing_features():
 
 
 def cells(row: str) -> list[str]:
-    """The cells of a table's row."""
     return [cell.strip() for cell in row.strip("|").split("|")]
 
 
@@ -256,7 +255,6 @@ def map_rows() -> list[MapRow]:
 
 
 def maps_in_c() -> set[str]:
-    """The maps that the programs declare."""
     table = r"^BPF_(?:F_)?TABLE\((?:[^,;]+,){3} (\w+)|^BPF_SK_STORAGE\((\w+)"
     sources = [path.read_text() for path in (ROOT / "kbpf" / "bpf").rglob("*.[ch]")]
     found = [match for text in sources for match in re.findall(table, text, re.MULTILINE)]

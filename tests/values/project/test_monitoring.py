@@ -47,8 +47,6 @@ OF_FAILURES = {"reason": set(FAILURES)}
 
 
 class Query(NamedTuple):
-    """An expression and its place."""
-
     where: str
     text: str
 

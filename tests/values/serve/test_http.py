@@ -36,8 +36,6 @@ def answer(request: HttpRequest) -> HttpResponse:
 
 
 class Site(NamedTuple):
-    """A server and the port it listens on."""
-
     server: HttpServer
     port: int
 
@@ -185,12 +183,10 @@ def test_request_may_arrive_byte_by_byte(site: Site):
 
 
 def sends_nothing(site: Site) -> socket.socket:
-    """Connects and sends nothing."""
     return site.connect()
 
 
 def sends_half(site: Site) -> socket.socket:
-    """Sends half of a request."""
     sock = site.connect()
     sock.sendall(b"GET / HTTP/1.1\r\nHo")
     return sock
