@@ -17,18 +17,20 @@ import socket
 import time
 import traceback
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 
 from kbpf.dataplane.bpf.maps import pinning
-from kbpf.dataplane.bpf.maps.layout import Reason, ServiceFlag, schema_hash
+from kbpf.dataplane.bpf.maps.layout import U32, Reason, ServiceFlag, schema_hash
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.dataplane.bpf.packet_path import packet_path
 from kbpf.dataplane.bpf.plane import BpfPlane
-from kbpf.kernel.bpf.objects import Map
+from kbpf.kernel.bpf import objects
+from kbpf.kernel.bpf.objects import Link, Map
+from kbpf.kernel.bpf.uapi import BPF_MAP_TYPE_ARRAY_OF_MAPS
 from kbpf.kernel.system import netns
 from kbpf.model.address import Addr, family_of, format_addr, format_endpoint, parse_addr
 from kbpf.model.config import Config, MapSizes
@@ -205,6 +207,22 @@ class Site:
         with self.pinned(name) as found:
             return dict(found.items())
 
+    def hook_programs(self) -> dict[str, int]:
+        """Hook → id of the attached program."""
+        ids = {}
+        for pin in sorted((self.pins / "links").iterdir()):
+            with Link.open(pin) as link:
+                ids[pin.name] = link.read_info().program_id
+        return ids
+
+    def use_pinned_maps(self, program_ids: Iterable[int]) -> bool:
+        """Whether these programs read the maps that are pinned now, and no others."""
+        pinned_ids = set()
+        for path in (*self.maps.iterdir(), *self.pins.glob("programs-tc-*/tails")):
+            with Map.open(path) as map_:
+                pinned_ids.add(map_.id)
+        return all(map_ids_read_by(number) <= pinned_ids for number in program_ids)
+
     def reasons(self) -> Counter[Reason]:
         """How often the programs have counted each reason, over all CPUs."""
         return read_reasons(self.maps / "reasons")
@@ -231,6 +249,17 @@ class Site:
             shutil.rmtree(self.pins)
         if self._own_cgroup and self.cgroup.exists():
             remove_cgroup(self.cgroup)
+
+
+def map_ids_read_by(program_id: int) -> set[int]:
+    """The ids of the maps that a program reads. For an array of maps: that of the map in it."""
+    ids = set()
+    with objects.open_program_by_id(program_id) as program:
+        for map_id in program.read_info().map_ids:
+            with objects.open_map_by_id(map_id) as map_:
+                is_outer = map_.type == BPF_MAP_TYPE_ARRAY_OF_MAPS
+                ids |= {U32.unpack(raw)[0] for _, raw in map_.items()} if is_outer else {map_id}
+    return ids
 
 
 def within(place: Place, action: Callable[[], T], pin_cpu: int | None = None) -> T:

@@ -22,8 +22,7 @@ import pytest
 from kbpf.cli import app
 from kbpf.dataplane.base import Report
 from kbpf.dataplane.bpf import hooks
-from kbpf.dataplane.bpf import plane as plane_module
-from kbpf.dataplane.bpf.maps import layout
+from kbpf.dataplane.bpf.maps import layout, pinning
 from kbpf.dataplane.bpf.plane import BpfPlane
 from kbpf.dataplane.bpf.programs import artifact, compile
 from kbpf.errors import KernelError
@@ -34,7 +33,7 @@ from kbpf.model.desired import DesiredState
 from kbpf.model.objects import Algorithm, Protocol
 from tests.support import plane as plane_support
 from tests.support.lab.lab import until
-from tests.support.plane import HOOKS, Site, desired, dump, service, sites
+from tests.support.plane import HOOKS, Site, desired, dump, map_ids_read_by, service, sites
 
 UDP = Protocol.UDP
 MAGLEV = Algorithm.MAGLEV
@@ -493,13 +492,13 @@ def test_two_agents_with_their_own_pins_do_not_interfere(artifact_cache: Path):
         first.apply(EMPTY, None)
         first.flush()
         assert contents(one) == {}
-        first.remove()
+        one.remove()
         assert (two.dump(), links(two)) == (before, attached)
         assert dict(two.open().apply(NEW, None).writes) == {}
 
 
 def test_second_agent_on_the_same_pins_is_refused(site: Site, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(plane_module.pinning.lock_pins, "__defaults__", (0.0,))
+    monkeypatch.setattr(pinning.lock_pins, "__defaults__", (0.0,))
     site.open().apply(OLD, None)
     with pytest.raises(KernelError, match="another agent is at work here") as error:
         site.plane().open()
@@ -701,33 +700,20 @@ def killed_at(number: int, work: Callable[[], None]) -> bool:
 
 def live(site: Site) -> dict[str, dict[str, Any]]:
     """Hook → the frontends that its attached program serves, from the maps that it uses."""
-    links = site.pins / "links"
     seen: dict[int, tuple[str, dict[bytes, bytes]]] = {}  # maps, by id
     programs: dict[tuple[int, ...], dict[str, Any]] = {}  # frontends, by the maps used
     found = {}
-    for pin in links.iterdir() if links.exists() else ():
-        with (
-            Link.open(pin) as link,
-            objects.open_program_by_id(link.read_info().program_id) as program,
-        ):
-            ids = tuple(map(inner_of, program.read_info().map_ids))
+    attached = site.hook_programs() if (site.pins / "links").exists() else {}
+    for hook, program_id in attached.items():
+        ids = sorted(map_ids_read_by(program_id))
         for number in ids:
             if number not in seen:
                 seen[number] = read_map(number)
         key = tuple(n for n in ids if layout.MAPS[seen[n][0]].grows)
         if key not in programs:
             programs[key] = served(dict(seen[n] for n in key))
-        found[pin.name] = programs[key]
+        found[hook] = programs[key]
     return found
-
-
-def inner_of(number: int) -> int:
-    """The id of the map that the array of maps with this id holds; other ids are returned."""
-    with objects.open_map_by_id(number) as opened:
-        if opened.type != uapi.BPF_MAP_TYPE_ARRAY_OF_MAPS:
-            return number
-        ((_, raw),) = opened.items()
-        return layout.U32.unpack(raw)[0]
 
 
 def read_map(number: int) -> tuple[str, dict[bytes, bytes]]:

@@ -21,7 +21,6 @@ from kbpf.dataplane.bpf.plane import BpfPlane
 from kbpf.dataplane.bpf.programs import compile
 from kbpf.dataplane.bpf.programs.loader import LoadedPrograms
 from kbpf.errors import CompileError, KernelError
-from kbpf.kernel.bpf import objects
 from kbpf.kernel.bpf.objects import Map
 from kbpf.kernel.bpf.tc import TcAttacher
 from kbpf.kernel.system import netns
@@ -84,16 +83,7 @@ class Start:
 
     def uses_pinned_maps(self) -> bool:
         """Whether all attached programs read the maps that are pinned now."""
-        (folder,) = self.site.pins.glob("programs-tc-*")
-        now = set()
-        for path in (*self.site.maps.iterdir(), folder / "tails"):
-            with Map.open(path) as held:
-                now.add(held.id)
-        reads = set()
-        for number in set().union(*self.attached().values()):
-            with objects.open_program_by_id(number) as program:
-                reads |= set(program.read_info().map_ids)
-        return reads <= now
+        return self.site.use_pinned_maps(set().union(*self.attached().values()))
 
 
 @pytest.fixture

@@ -15,12 +15,11 @@ from kbpf.dataplane.bpf.changes import growth
 from kbpf.dataplane.bpf.changes.apply_planner import LARGE_ENTRIES
 from kbpf.dataplane.bpf.maps import layout, pinning
 from kbpf.dataplane.bpf.maps.migrate import MapMigration
-from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.dataplane.bpf.plane import BpfPlane
 from kbpf.dataplane.bpf.programs.loader import SocketPrograms
 from kbpf.errors import KernelError
 from kbpf.kernel.bpf import objects
-from kbpf.kernel.bpf.objects import Link, Map
+from kbpf.kernel.bpf.objects import Map
 from kbpf.model.desired import ServicePortKey, ServiceState
 from kbpf.model.objects import Protocol
 from tests.support.lab.lab import Node, Place, until
@@ -30,6 +29,7 @@ from tests.support.plane import (
     Site,
     desired,
     make_local,
+    map_ids_read_by,
     picks,
     service,
     sites,
@@ -69,28 +69,15 @@ def sizes_of(site: Site) -> dict[str, int]:
 
 def read_by_programs(site: Site) -> set[int]:
     """Ids of the maps that attached programs use, also through arrays of maps."""
-    found: set[int] = set()
-    for pin in (site.pins / "links").iterdir():
-        with (
-            Link.open(pin) as link,
-            objects.open_program_by_id(link.read_info().program_id) as program,
-        ):
-            found |= set(program.read_info().map_ids)
-    for name in layout.OUTER_MAPS:
-        with Map.open(Pins(site.pins).maps / name) as outer:
-            if outer.id in found:
-                found |= {layout.U32.unpack(inner)[0] for _, inner in outer.items()}
-    return found
+    return set().union(*map(map_ids_read_by, site.hook_programs().values()))
 
 
-def attached_programs(site: Site) -> dict[str, tuple[int, int]]:
-    """Each link's id and the id of its program."""
-    found = {}
-    for pin in (site.pins / "links").iterdir():
-        with Link.open(pin) as link:
-            info = link.read_info()
-            found[pin.name] = info.id, info.program_id
-    return found
+def is_freed(map_id: int) -> bool:
+    try:
+        objects.open_map_by_id(map_id).close()
+    except KernelError as error:
+        return error.errno == errno.ENOENT
+    return False
 
 
 # ---- growing -----------------------------------------------------------------------------------
@@ -103,7 +90,8 @@ def test_grown_maps_keep_all_entries(site: Site):
     plane.flush()
     assert sizes_of(site) == START
     before = site.dump()["frontends"]
-    programs = attached_programs(site)
+    programs = site.hook_programs()
+    old_ids = read_by_programs(site)
     plane.apply(desired(*many(100, affinity_timeout=9)), None)
     plane.flush()
     after = site.dump()
@@ -118,7 +106,10 @@ def test_grown_maps_keep_all_entries(site: Site):
         site.pinned("service_names").id
     }
     assert ids <= read_by_programs(site), "the programs read the larger maps"
-    assert attached_programs(site) == programs, "no program was loaded again"
+    assert site.hook_programs() == programs, "no program was loaded again"
+    unread = old_ids - read_by_programs(site)
+    assert len(unread) == 3
+    until("the smaller maps are freed", lambda: all(map(is_freed, unread)))
 
 
 @pytest.mark.usefixtures("small")
@@ -283,6 +274,44 @@ def test_failed_growth_refuses_only_what_does_not_fit(
         return "big" in served(site)
 
     at.until("it is served once there is memory", is_served)
+
+
+@pytest.mark.parametrize("fails", ["the map", "its larger copy"])
+def test_failed_write_while_maps_grow_fails_the_growth(
+    site: Site, monkeypatch: pytest.MonkeyPatch, small: None, fails: str
+):
+    """Part of the batch was written, so the map and its copy differ. The change fails only if the
+    map itself could not be written.
+    """
+    monkeypatch.setattr(growth, "RETRY_DELAY_S", 0.0)
+    at = Growing(site, monkeypatch).begin()
+    agent_maps, update_batch = at.plane._agent_maps, Map.update_batch
+    at.until("both maps are being copied", lambda: len(agent_maps._copies) == 2)
+    maps = agent_maps._copies if fails == "its larger copy" else agent_maps.maps
+    target = maps["backend_slots"]
+
+    def refuse(held: Map, keys: bytes, values: bytes) -> int:
+        if held is not target:
+            return update_batch(held, keys, values)
+        update_batch(held, keys[: len(keys) // 2], values[: len(values) // 2])
+        raise KernelError("cannot write", "backend_slots", errno=errno.ENOMEM)
+
+    changed = [service(f"t{i}", f"10.98.0.{i}:53", "10.0.0.1:80", UDP) for i in (1, 2)]
+    with monkeypatch.context() as patch:
+        patch.setattr(Map, "update_batch", refuse)
+        if fails == "the map":
+            with pytest.raises(KernelError, match="cannot write"):
+                at.change(*at.small[2:], *changed, at.big)
+        else:
+            assert at.change(*at.small[2:], *changed, at.big).refused == {}
+    at.until(
+        "the large one is served", lambda: at.plane.apply(at.state, ()) and "big" in served(site)
+    )
+    at.plane.flush()
+    shown = site.dump()
+    assert served(site) == sorted(key.name for key in at.state.services)
+    assert shown["strays"] == {}
+    assert shown["frontends"]["10.98.0.2:53/UDP"]["cluster"] == ["10.0.0.1:80/UDP"]
 
 
 def test_limit_below_the_initial_size_is_kept(site: Site):

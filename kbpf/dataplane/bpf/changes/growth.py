@@ -57,7 +57,7 @@ class MapGrowth:
         still fit and not `at_once`, otherwise before it returns.
         """
         if self.is_busy and not self._agent_maps.fits(added):
-            self.finish()
+            self.advance(float("inf"))  # if it fails, it is repeated below
         if new_sizes := self._agent_maps.compute_new_sizes(added):
             if at_once or not self._agent_maps.fits(added):
                 self.finish(new_sizes)

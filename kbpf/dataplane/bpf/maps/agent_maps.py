@@ -12,13 +12,14 @@ their size.
 
 import logging
 from collections import Counter
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Final
 
 from kbpf.dataplane.bpf.maps import flow_marks, pinning
 from kbpf.dataplane.bpf.maps.layout import MAPS
 from kbpf.dataplane.bpf.maps.migrate import MapMigration
 from kbpf.dataplane.bpf.maps.pinning import Pins
+from kbpf.errors import KernelError
 from kbpf.kernel.bpf.objects import Map
 from kbpf.model.config import MapSizes
 
@@ -51,6 +52,7 @@ class AgentMaps:
         self.migration = MapMigration(self.maps)
         self._unpinned: set[str] = set()  # resized maps that programs do not use yet
         self._copies: dict[str, Map] = {}  # larger maps by name; every write goes to them too
+        self._copy_error: KernelError | None = None  # since when copies may differ from their maps
 
     def open(self) -> bool:
         """Opens the pinned maps or creates new ones. Returns whether they were adopted."""
@@ -104,28 +106,39 @@ class AgentMaps:
 
     def _put(self, name: str, keys: bytes, values: bytes) -> int:
         """Writes entries (back to back); returns their number."""
-        map_ = self.maps[name]
-        count = len(keys) // map_.key_size
+        count = len(keys) // self.maps[name].key_size
         if count == 1:
-            map_.update(keys, values)
-            self.calls += 1
+            self._write(name, lambda map_: map_.update(keys, values))
         elif count:
-            self.calls += map_.update_batch(keys, values)
+            self._write(name, lambda map_: map_.update_batch(keys, values))
         if count:
             self.writes[name] += count
-            if name in self._copies:
-                self._copies[name].update_batch(keys, values)
         return count
 
     def delete(self, name: str, keys: Iterable[bytes]) -> None:
         joined = b"".join(keys)
         if joined:
             count = len(joined) // self.maps[name].key_size
-            self.calls += self.maps[name].delete_batch(joined)
-            if name in self._copies:
-                self._copies[name].delete_batch(joined)
+            self._write(name, lambda map_: map_.delete_batch(joined))
             self.writes[name] += count
             self.fill[name] -= count
+
+    def _write(self, name: str, write: Callable[[Map], int | None]) -> None:
+        """Writes to a map, and to its copy while it grows. `write` returns its number of system
+        calls, None for one. If either write fails they may differ, so the growth fails; the change
+        fails only if the map itself was not written.
+        """
+        try:
+            calls = write(self.maps[name])
+        except KernelError as error:
+            self._copy_error = error
+            raise
+        if name in self._copies:
+            try:
+                write(self._copies[name])
+            except KernelError as error:
+                self._copy_error = error
+        self.calls += 1 if calls is None else calls
 
     def take_counts(self) -> tuple[dict[str, int], int]:
         """The number of writes by map and of system calls since the last call."""
@@ -171,17 +184,24 @@ class AgentMaps:
         writes and copies, so no write comes between reading a batch and writing it. Readers see
         nothing before the last step, so an earlier end costs memory only.
         """
+        self._copy_error = None
         try:
-            for name, entries in sizes.items():
-                self._copies[name] = pinning.make_map(MAPS[name], entries)
+            for _ in self._fill_copies(sizes, at_once):
                 yield
-            for name in sizes:
-                yield from self._copy(name, at_once)
+                if self._copy_error is not None:
+                    raise self._copy_error
             for name in sizes:
                 self._switch(name)
         finally:
             pinning.close_all(self._copies.values())
             self._copies = {}
+
+    def _fill_copies(self, sizes: Mapping[str, int], at_once: int) -> Generator[None]:
+        for name, entries in sizes.items():
+            self._copies[name] = pinning.make_map(MAPS[name], entries)
+            yield
+        for name in sizes:
+            yield from self._copy(name, at_once)
 
     def _copy(self, name: str, at_once: int) -> Generator[None]:
         cursor: bytes | None = None

@@ -406,22 +406,26 @@ def replace_inner(pins: Pins, name: str, old: Map, new: Map, outer: Map | None) 
     """Replaces a map by one with the same contents, for programs and in all folders that pin it.
     An error leaves the old one in use. `outer`: None if no program reads the map.
     """
-    for folder in pins.other_folders("maps", pins.maps):  # another version shares it
+    pins_of_old = [pins.maps / name]
+    for folder in pins.other_folders("maps", pins.maps):  # another version may share it
         if not folder.name.startswith(NEW_PREFIX) and (folder / name).exists():
             with Map.open(folder / name) as pinned:
-                is_shared = pinned.id == old.id
-            if is_shared:
-                _pin_over(pins, new, folder / name)
-    temporary = _pin_temporarily(pins, new, name)
+                if pinned.id == old.id:
+                    pins_of_old.append(folder / name)
+    temporary_pins: list[Path] = []
     try:
+        for number in range(len(pins_of_old)):
+            temporary_pins.append(_pin_temporarily(pins, new, f"{name}-{number}"))
         if outer is not None:
             _set_inner(outer, new)
     except KernelError:
-        temporary.unlink()
+        for temporary in temporary_pins:
+            temporary.unlink()
         raise
-    # If the agent is killed here, the next one continues with the old map: nothing has been
-    # written to either since, so programs see no difference.
-    temporary.rename(pins.maps / name)
+    # If the agent is killed here, the next one puts the map that it finds pinned into the array:
+    # nothing has been written to either since, so programs see no difference.
+    for temporary, pin in zip(temporary_pins, pins_of_old, strict=True):
+        temporary.rename(pin)
 
 
 def _set_inner(outer: Map, inner: Map) -> None:
