@@ -10,7 +10,7 @@ from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.dataplane.bpf.programs import compile
 from kbpf.dataplane.bpf.programs.foreign import ForeignProgram
 from kbpf.dataplane.bpf.programs.loader import SocketPrograms
-from kbpf.errors import KernelError
+from kbpf.errors import KernelError, LastError
 from kbpf.kernel.bpf.objects import Map
 from kbpf.kernel.system import netns
 from kbpf.model.config import Accounting, Config, SocketLb
@@ -36,7 +36,7 @@ class SocketHooks:
         self.compiled = False
         self.states: Mapping[str, bool] = {}
         self.foreign: tuple[ForeignProgram, ...] = ()
-        self._error = ""
+        self._error = LastError()
         self._verify_due = 0.0
 
     def compile(self, cgroup: Path, missing: frozenset[int]) -> None:
@@ -83,19 +83,18 @@ class SocketHooks:
                 sockets.reattach()
                 self.states = sockets.hook_states()
                 log.warning("hooks were missing and are attached again hooks=%s", ",".join(missing))
-            self._error = ""
+            self._error.replace(None)
         except KernelError as error:
-            if str(error) != self._error:
+            if self._error.replace(error):
                 log.error("hooks are not attached, retrying hooks=%s: %s", ",".join(missing), error)
-            self._error = str(error)
         self.foreign = sockets.find_foreign()
-        all_attached = all(self.states.values()) and not self._error
+        all_attached = all(self.states.values()) and not self._error.text
         self._verify_due = now + (HOOK_VERIFY_INTERVAL_S if all_attached else HOOK_RETRY_INTERVAL_S)
 
     def faults(self) -> tuple[str, ...]:
         """Why not all hooks are attached."""
         missing = [name for name, is_running in self.states.items() if not is_running]
         if not missing:
-            return (self._error,) if self._error else ()
-        reason = f": {self._error}" if self._error else ""
+            return (self._error.text,) if self._error.text else ()
+        reason = f": {self._error.text}" if self._error.text else ""
         return (f"hooks not attached: {', '.join(missing)}{reason}",)

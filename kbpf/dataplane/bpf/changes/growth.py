@@ -11,7 +11,7 @@ from typing import Final
 
 from kbpf.dataplane.bpf.maps.agent_maps import AgentMaps
 from kbpf.dataplane.bpf.maps.layout import MAPS
-from kbpf.errors import CapacityError, KbpfError
+from kbpf.errors import CapacityError, KbpfError, LastError
 
 log = logging.getLogger("kbpf.dataplane")
 
@@ -33,8 +33,7 @@ class MapGrowth:
         self._names = ""
         self._steps: Generator[None] | None = None
         self._retry_due = 0.0
-        self.error = ""
-        """Why the last attempt failed; "" if it succeeded."""
+        self._error = LastError()  # of the last attempt
 
     @property
     def is_busy(self) -> bool:
@@ -73,8 +72,8 @@ class MapGrowth:
             self.begin(new_sizes, time.monotonic())
         if self._agent_maps.fits(added):
             return False
-        if self.error:
-            raise CapacityError(f"maps cannot grow, retrying: {self.error}")
+        if self._error.text:
+            raise CapacityError(f"maps cannot grow, retrying: {self._error.text}")
         return True
 
     def due(self, now: float) -> float | None:
@@ -82,7 +81,7 @@ class MapGrowth:
         return now if self.is_busy else None
 
     def advance(self, seconds: float) -> None:
-        """Works for this many seconds. An error is stored in `error`."""
+        """Works for this many seconds. An error is logged, and reported by must_wait()."""
         if seconds <= 0:
             return
         end = time.perf_counter() + seconds
@@ -116,11 +115,11 @@ class MapGrowth:
             if next(self._steps, self) is not self:
                 return True
         except KbpfError as error:
-            if str(error) != self.error:
+            if self._error.replace(error):
                 log.error("maps cannot grow, retrying maps=%s: %s", self._names, error)
-            self.error = str(error)
             self._retry_due = time.monotonic() + RETRY_DELAY_S
             self._steps = None
             raise
-        self._steps, self.error = None, ""
+        self._steps = None
+        self._error.replace(None)
         return False
