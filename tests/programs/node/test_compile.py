@@ -107,7 +107,7 @@ def test_artifact_has_every_program_and_matches_the_map_layouts(built: tuple[Art
     assert [one.name for one in made.programs] == [h.name for h in HOOKS if h.unit == "sock"]
     assert made.maps
     for shape in made.maps:
-        spec = layout.MAPS[shape.name]
+        spec = layout.ALL_MAPS[shape.name]
         assert (shape.key_size, shape.value_size) == (spec.key_size, spec.value_size)
 
 
@@ -120,7 +120,11 @@ def test_bytecode_refers_to_maps_by_name(built: tuple[Artifact, Path]):
             if program.insns[i * 8] == 0x18 and program.insns[i * 8 + 1] >> 4 in (1, 2)
         }  # fmt: skip
         assert loads == {reference.insn for reference in program.references}
-        assert {reference.map for reference in program.references} <= layout.MAPS.keys()
+        names = {reference.map for reference in program.references}
+        assert names <= layout.ALL_MAPS.keys()
+        assert not names & {name for name, spec in layout.MAPS.items() if spec.grows}, (
+            "maps that grow are found through their arrays only"
+        )
         for i in loads:
             assert program.insns[i * 8 + 4 : i * 8 + 8] == bytes(4)
 

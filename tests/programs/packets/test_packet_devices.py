@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The data plane and its device thread: the order of their steps when maps grow."""
+"""The data plane and its device thread: the order of their steps when programs are replaced."""
 
 import errno
 import os
@@ -25,7 +25,7 @@ from kbpf.dataplane.bpf.plane import BpfPlane
 from kbpf.dataplane.bpf.programs import compile
 from kbpf.errors import CompileError, KernelError
 from kbpf.kernel.bpf import objects
-from kbpf.kernel.bpf.objects import Link, Map, Program
+from kbpf.kernel.bpf.objects import Map, Program
 from kbpf.kernel.bpf.tc import Attachment, Direction, TcAttacher
 from kbpf.kernel.system import netns
 from kbpf.model.address import parse_addr
@@ -36,7 +36,7 @@ from kbpf.model.objects import Node as KubeNode
 from kbpf.model.objects import Protocol
 from kbpf.source.decode.fields import parse_cidr
 from tests.support.lab.lab import PATIENCE, ip, until
-from tests.support.plane import SIZES, Site, desired, service, sites
+from tests.support.plane import SIZES, Site, desired, map_ids_read_by, service, sites
 
 START = {"services": 8, "service_names": 8, "backend_slots": 16, "backends": 8, "set_members": 8}
 
@@ -99,9 +99,9 @@ class Node:
             if folder.name.startswith("new-") or not (folder / "tc_choose").exists():
                 continue
             with Program.open(folder / "tc_choose") as program:
-                ids = program.read_info().map_ids
+                program_id = program.read_info().id
             maps = {}
-            for number in ids:
+            for number in map_ids_read_by(program_id):
                 with objects.open_map_by_id(number) as held:
                     if held.short_name in START:
                         maps[held.short_name] = dict(held.items())
@@ -115,16 +115,7 @@ class Node:
 
     def uses_pinned_maps(self) -> bool:
         """Whether all attached programs read the maps that are pinned now."""
-        (folder,) = self.site.pins.glob("programs-tc-*")
-        now = set()
-        for path in (*self.site.maps.iterdir(), folder / "tails"):
-            with Map.open(path) as opened:
-                now.add(opened.id)
-        reads = set()
-        for number in set().union(*self.attached().values()):
-            with objects.open_program_by_id(number) as program:
-                reads |= set(program.read_info().map_ids)
-        return reads <= now
+        return self.site.use_pinned_maps(set().union(*self.attached().values()))
 
 
 @pytest.fixture
@@ -159,7 +150,7 @@ def node(artifact_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node
 
 
 def ready(node: Node) -> None:
-    until("all devices were processed", node.plane.is_ready)
+    until("all devices were processed", lambda: node.plane.status().ready)
 
 
 def test_writer_continues_while_a_device_is_slow(node: Node):
@@ -176,18 +167,62 @@ def test_writer_continues_while_a_device_is_slow(node: Node):
     assert node.attached().keys() == {"here", "far"}
 
 
-def test_grown_maps_are_written_once_all_devices_read_them(node: Node):
+def endpoints(count: int, network: int) -> str:
+    """Enough endpoints to make the maps of backends grow, but not those of frontends."""
+    return " ".join(f"10.0.{network}.{number}:80" for number in range(1, count + 1))
+
+
+def test_growth_involves_no_device(node: Node, monkeypatch: pytest.MonkeyPatch):
+    """Maps grow although one device would wait, another refuses and no program can be loaded."""
     node.apply(*many(3, "10.0.0.1:80"))
     ready(node)
-    before = node.site.dump()["frontends"]
     old = node.attached()
+    node.slow, node.broken = "here", "far"
+
+    def refuse(name: str, *arguments: object) -> Program:
+        raise KernelError("no room", name, errno=errno.ENOMEM)
+
+    monkeypatch.setattr(Program, "load", refuse)
+    for services in (many(100, "10.0.0.2:80"), *(many(3, endpoints(30 * n, n)) for n in (2, 3, 4))):
+        node.apply(*services)
+        assert len(node.site.dump()["frontends"]) == len(services)
+        assert node.incomplete_frontends() == []
+        assert node.uses_pinned_maps()
+    assert not node.reached.is_set()
+    assert (node.attached(), node.failed(), node.old_programs()) == (old, [], [])
+
+
+# ---- new programs over other maps -------------------------------------------------------------
+
+SWAPS = ["another layout", "another size", "another layout of the Services"]
+
+
+def restart(node: Node, monkeypatch: pytest.MonkeyPatch, swap: str, version: int = 99) -> None:
+    """The next agent has to load other programs than those that are attached."""
+    name = {"another layout": "reasons", "another layout of the Services": "services"}.get(swap)
+    if name:
+        changed = replace(layout.MAPS[name], version=version)
+        monkeypatch.setitem(layout.MAPS, name, changed)
+    size = 8192 if swap == "another size" else SIZES.connections
+    node.site.close_planes()
+    node.plane = node.site.open(replace(SIZES, connections=size), packet_path=True)
+
+
+@pytest.mark.parametrize("swap", SWAPS)
+def test_start_waits_for_a_device_that_is_slow_to_take_new_programs(
+    node: Node, monkeypatch: pytest.MonkeyPatch, swap: str
+):
+    node.apply(*many(3, "10.0.0.1:80"))
+    ready(node)
+    old = node.attached()
+    restart(node, monkeypatch, swap)
     node.slow = "here"
     thread = node.begin(*many(100, "10.0.0.2:80"))
     assert node.reached.wait(PATIENCE)
     thread.join(0.5)
     assert thread.is_alive()
     assert node.attached()["here"] == old["here"]
-    assert node.site.dump()["frontends"] == before, "old programs would not find the new sets"
+    assert node.incomplete_frontends() == []
     assert len(node.old_programs()) == 1, "its tail calls live as long as their pin"
     node.resume.set()
     thread.join(PATIENCE)
@@ -198,117 +233,35 @@ def test_grown_maps_are_written_once_all_devices_read_them(node: Node):
     until("unused programs are removed", lambda: not node.old_programs())
 
 
-def test_device_that_refuses_new_programs_keeps_the_old_ones(node: Node):
+@pytest.mark.parametrize("swap", SWAPS)
+@pytest.mark.parametrize("killed", [False, True], ids=["", "killed meanwhile"])
+def test_device_that_refuses_new_programs_keeps_the_old_ones(
+    node: Node, monkeypatch: pytest.MonkeyPatch, swap: str, killed: bool
+):
+    """With complete maps, while sockets are served and maps grow; the next agent resumes."""
     node.apply(*many(3, "10.0.0.1:80"))
     ready(node)
     old = node.attached()
+    restart(node, monkeypatch, swap)
     node.broken = "here"
-    node.apply(*many(100, "10.0.0.2:80"))
+    node.apply(*many(3, "10.0.0.2:80"))
     assert node.attached()["here"] == old["here"]
-    assert node.attached()["far"] != old["far"]
+    assert node.attached()["far"].isdisjoint(old["far"])
     until("it is reported", lambda: node.failed() == ["here"])
-    assert len(node.old_programs()) == 1
+    node.apply(*many(100, "10.0.0.2:80"))
+    for number in (2, 3):
+        node.apply(*many(3, endpoints(30 * number, number)))
+        assert len(node.old_programs()) == 1
+        assert node.incomplete_frontends() == []
+        assert node.site.use_pinned_maps(node.site.hook_programs().values())
+    if killed:
+        restart(node, monkeypatch, swap)
+        node.apply(*many(3, endpoints(60, 4)))
+        assert node.attached()["here"] == old["here"]
     node.broken = ""
     until("it is repaired", lambda: node.uses_pinned_maps() and node.failed() == [])
     until("unused programs are removed", lambda: not node.old_programs())
-
-
-def test_agent_killed_during_the_swap_resumes_it_at_start(node: Node):
-    """The maps have grown and new programs are pinned, but one device still has the old ones."""
-    node.apply(*many(3, "10.0.0.1:80"))
-    ready(node)
-    old = node.attached()
-    node.broken = "here"
-    node.apply(*many(100, "10.0.0.1:80"))
-    node.site.close_planes()
-    node.broken = ""
-    assert node.attached()["here"] == old["here"]
-    node.open()
-    node.slow = "here"
-    before = node.site.dump()["frontends"]
-    thread = node.begin(*many(100, "10.0.0.2:80"))
-    assert node.reached.wait(PATIENCE)
-    thread.join(0.3)
-    assert thread.is_alive()
-    assert node.site.dump()["frontends"] == before
-    node.resume.set()
-    thread.join(PATIENCE)
-    assert node.uses_pinned_maps()
-    until("unused programs are removed", lambda: not node.old_programs())
-
-
-def test_next_apply_loads_programs_that_failed_to_load(node: Node, monkeypatch: pytest.MonkeyPatch):
-    """Attached programs continue to run meanwhile, at the sockets too."""
-    node.apply(*many(3, "10.0.0.1:80"))
-    ready(node)
-    links = len(list((node.site.pins / "links").iterdir()))
-    load = Program.load
-
-    def refuse(name: str, *arguments: object) -> Program:
-        raise KernelError("no room", name, errno=errno.ENOMEM)
-
-    monkeypatch.setattr(Program, "load", refuse)
-    for _ in range(2):
-        with pytest.raises(KernelError, match="no room"):
-            node.apply(*many(100, "10.0.0.2:80"))
-        assert len(list((node.site.pins / "links").iterdir())) == links
-        assert node.attached().keys() == {"here", "far"}
-    monkeypatch.setattr(Program, "load", load)
-    node.apply(*many(100, "10.0.0.2:80"))
-    assert len(list((node.site.pins / "links").iterdir())) == links
-    assert node.uses_pinned_maps()
-
-
-def endpoints(count: int, network: int) -> str:
-    """Enough endpoints to make the maps of backends grow, but not those of frontends."""
-    return " ".join(f"10.0.{network}.{number}:80" for number in range(1, count + 1))
-
-
-def test_no_frontend_flips_to_sets_that_attached_programs_lack(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-):
-    """The packet programs cannot be loaded with the larger maps, however often it is tried."""
-    node.apply(*many(3, "10.0.0.1:80"))
-    ready(node)
-    old = node.attached()
-    load = Program.load
-
-    def refuse(name: str, *arguments: object) -> Program:
-        if name.startswith("tc_"):
-            raise KernelError("no room", name, errno=errno.ENOMEM)
-        return load(name, *arguments)
-
-    monkeypatch.setattr(Program, "load", refuse)
-    for _ in range(3):
-        with pytest.raises(KernelError, match="no room"):
-            node.apply(*many(3, endpoints(50, 1)))
-        assert node.attached() == old
-        assert node.incomplete_frontends() == []
-    monkeypatch.setattr(Program, "load", load)
-    node.apply(*many(3, endpoints(50, 1)))
-    assert node.uses_pinned_maps()
-    until("unused programs are removed", lambda: not node.old_programs())
     assert node.incomplete_frontends() == []
-
-
-def test_device_that_always_refuses_keeps_complete_maps(node: Node):
-    """Meanwhile the sockets are served."""
-    node.apply(*many(3, "10.0.0.1:80"))
-    ready(node)
-    node.broken = "here"
-    for number in (2, 3, 4):
-        node.apply(*many(3, endpoints(30 * number, number)))
-        node.plane.flush()
-        assert len(node.old_programs()) >= 1
-        assert node.incomplete_frontends() == []
-    with (
-        Link.open(node.site.pins / "links" / "connect4") as link,
-        objects.open_program_by_id(link.read_info().program_id) as program,
-        node.site.pinned("services") as services,
-    ):
-        assert services.id in program.read_info().map_ids
-    node.broken = ""
-    until("it is repaired", lambda: node.uses_pinned_maps() and not node.old_programs())
 
 
 @pytest.mark.parametrize("when", ["listed", "opened"])
@@ -340,10 +293,12 @@ def test_older_programs_removed_while_being_read_are_ignored(
             shutil.rmtree(old)
         return real(path)
 
+    restart(node, monkeypatch, "another size")
     monkeypatch.setattr(PacketPath, "uses_other_flows", leave)
     monkeypatch.setattr(where, name, open_late)
     node.apply(*many(100, "10.0.0.2:80"))
     assert not left_folder
+    assert not old.exists()
     assert node.uses_pinned_maps()
 
 
@@ -373,7 +328,7 @@ def begun(node: Node) -> Node:
     return node
 
 
-def test_left_programs_serve_until_maps_grow(begun: Node, no_compiler: Callable[[], None]):
+def test_left_programs_serve_although_maps_grow(begun: Node, no_compiler: Callable[[], None]):
     """The next agent cannot compile programs at first, and attaches them as soon as it can."""
     node = begun
     old = node.attached()
@@ -382,7 +337,9 @@ def test_left_programs_serve_until_maps_grow(begun: Node, no_compiler: Callable[
     assert node.attached() == old
     assert node.uses_pinned_maps()
     node.apply(*many(3, endpoints(50, 1)))
-    assert node.attached() == {}
+    assert node.attached() == old
+    assert node.uses_pinned_maps()
+    assert node.incomplete_frontends() == []
     assert node.plane.status().packets.problem
     no_compiler()
     node.plane.invalidate()
@@ -411,12 +368,7 @@ def test_programs_with_another_map_layout_are_detached_after_apply(
         monkeypatch.setattr(TcAttacher, "detach", refuse)
     node.apply(*many(3, "10.0.0.2:80"))
     assert node.attached() == ({} if works else old)
-    with (
-        Link.open(node.site.pins / "links" / "connect4") as link,
-        objects.open_program_by_id(link.read_info().program_id) as program,
-        node.site.pinned("services") as services,
-    ):
-        assert services.id in program.read_info().map_ids
+    assert node.site.use_pinned_maps(node.site.hook_programs().values())
 
 
 def test_flows_of_left_programs_move_to_new_maps(begun: Node, no_compiler: Callable[[], None]):

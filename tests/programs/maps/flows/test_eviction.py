@@ -345,7 +345,7 @@ def test_orphaned_reply_entries_are_deleted_when_expired(flows: Flows, row: Orph
     entries.
     """
     flows.talk(2000, row.script)
-    flows.talk(2001, "?")
+    flows.talk(2001, row.script)
     complete = flows.site.entries("flows")
     made = add_orphans(flows, 2000)
     assert len(made) == PARTS[flows.kind] - 1
