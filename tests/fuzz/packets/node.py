@@ -147,7 +147,7 @@ class KbpfNode:
             state, masquerade_addresses=tuple(parse_addr(text) for text in ROUTED_BY.values())
         )
         inside_of(str(self.site.node), lambda: plane.apply(state, None))
-        until("the programs are attached", plane.is_ready)
+        until("the programs are attached", lambda: plane.status().ready)
 
     def drain(self) -> list[bytes]:
         """Empties the queue; returns its keys, oldest first."""

@@ -161,7 +161,7 @@ def test_foreign_load_balancer_on_our_device_is_reported(
         device_thread.RESYNC_INTERVAL_S = 0.1
         plane = site.open(packet_path=True, devices=("up0",))
         plane.apply(WEB, None)
-        until("all devices were processed", plane.is_ready)
+        until("all devices were processed", lambda: plane.status().ready)
         assert reported(plane) == []
         number = socket.if_nametoindex("up0")
         with (

@@ -246,7 +246,7 @@ def test_mount_over_the_pins_attaches_nothing_twice_to_devices(site: Site):
         plane = site.open(packet_path=True, devices=("up0",))
         plane.apply(WEB, None)
         until("it is attached", lambda: plane.status().packets and tcx_programs() == [1, 1])
-        until("all devices were processed", plane.is_ready)
+        until("all devices were processed", lambda: plane.status().ready)
         mount_bpffs_over(site.pins.parent)
         turns = []
         sync = attach.DeviceAttachments.sync
