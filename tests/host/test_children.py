@@ -9,7 +9,7 @@ import ast
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -145,32 +145,26 @@ def test_an_agent_that_executes_itself_keeps_its_arguments(trap: Trap, tmp_path:
     assert done.stdout == "['--config', 'relative.yaml', 'again'] True\n", done.stderr
 
 
-class Clean(NamedTuple):
-    """The caller's environment, and the value of a variable in the child's."""
-
-    inherited: Mapping[str, str]
-    name: str
-    value: str | None
-
-
 OTHERS = str(children.PACKAGE_ROOT)
 CLEAN = [
-    Clean({"PATH": "/usr/bin:/bin"}, "PATH", "/usr/bin:/bin"),
-    Clean({"PATH": ":/usr/bin:.:bin:../x:/bin:"}, "PATH", "/usr/bin:/bin"),
-    Clean({"PATH": "."}, "PATH", os.defpath),
-    Clean({}, "PATH", None),
-    Clean({"PYTHONPATH": f"{OTHERS}:.::x:/srv/lib"}, "PYTHONPATH", f"{OTHERS}:/srv/lib"),
-    Clean({"PYTHONPATH": "."}, "PYTHONPATH", OTHERS),
-    Clean({"PYTHONSTARTUP": "x"}, "PYTHONSTARTUP", None),
-    Clean({"PYTHONHOME": "x"}, "PYTHONHOME", None),
-    Clean({"PYTHONINSPECT": "1"}, "PYTHONINSPECT", None),
-    Clean({"HOME": "/root", "AWS_PROFILE": "x"}, "AWS_PROFILE", "x"),
+    ({"PATH": "/usr/bin:/bin"}, "PATH", "/usr/bin:/bin"),
+    ({"PATH": ":/usr/bin:.:bin:../x:/bin:"}, "PATH", "/usr/bin:/bin"),
+    ({"PATH": "."}, "PATH", os.defpath),
+    ({}, "PATH", None),
+    ({"PYTHONPATH": f"{OTHERS}:.::x:/srv/lib"}, "PYTHONPATH", f"{OTHERS}:/srv/lib"),
+    ({"PYTHONPATH": "."}, "PYTHONPATH", OTHERS),
+    ({"PYTHONSTARTUP": "x"}, "PYTHONSTARTUP", None),
+    ({"PYTHONHOME": "x"}, "PYTHONHOME", None),
+    ({"PYTHONINSPECT": "1"}, "PYTHONINSPECT", None),
+    ({"HOME": "/root", "AWS_PROFILE": "x"}, "AWS_PROFILE", "x"),
 ]
+"""The caller's environment, and the value of a variable in the child's."""
 
 
-@pytest.mark.parametrize("row", CLEAN, ids=lambda row: f"{row.inherited}")
-def test_the_childs_environment_has_no_relative_paths(row: Clean):
-    assert children.child_environment(row.inherited).get(row.name) == row.value
+@pytest.mark.parametrize("row", CLEAN, ids=lambda row: f"{row[0]}")
+def test_the_childs_environment_has_no_relative_paths(row: tuple):
+    inherited, name, value = row
+    assert children.child_environment(inherited).get(name) == value
 
 
 def test_an_installed_kbpf_needs_no_python_path(monkeypatch: pytest.MonkeyPatch):

@@ -147,29 +147,22 @@ def test_mounted_file_is_written_in_place(tmp_path: Path) -> None:
     assert (tmp_path / "target").read_text() == OLD
 
 
-class PermissionRow(NamedTuple):
-    """The modes of a folder and of a file in it, and whether an unprivileged user may write it."""
-
-    name: str
-    folder: int
-    file: int
-    written: bool
-
-
-PERMISSIONS = [
-    PermissionRow("a read-only file in a writable folder", 0o777, 0o444, False),
-    PermissionRow("a writable file in a read-only folder", 0o755, 0o666, True),
-    PermissionRow("a read-only file in a read-only folder", 0o755, 0o644, False),
-]
+PERMISSIONS = {
+    "a read-only file in a writable folder": (0o777, 0o444, False),
+    "a writable file in a read-only folder": (0o755, 0o666, True),
+    "a read-only file in a read-only folder": (0o755, 0o644, False),
+}
+"""The modes of a folder and of a file in it, and whether an unprivileged user may write it."""
 
 
-@pytest.mark.parametrize("case", PERMISSIONS, ids=lambda case: case.name)
-def test_permissions_are_respected(case: PermissionRow) -> None:
+@pytest.mark.parametrize("name", PERMISSIONS)
+def test_permissions_are_respected(name: str) -> None:
+    folder_mode, file_mode, written = PERMISSIONS[name]
     folder = Path(f"/tmp/kbpf-test-output-{os.getpid()}")
     folder.mkdir()
     try:
-        target = file(folder / "target", case.file)
-        folder.chmod(case.folder)
+        target = file(folder / "target", file_mode)
+        folder.chmod(folder_mode)
         child = os.fork()
         if child == 0:
             os.setresgid(NOBODY, NOBODY, NOBODY)
@@ -180,7 +173,7 @@ def test_permissions_are_respected(case: PermissionRow) -> None:
             except PermissionError:
                 os._exit(13)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        assert (code, target.read_text()) == ((0, NEW) if case.written else (13, OLD))
+        assert (code, target.read_text()) == ((0, NEW) if written else (13, OLD))
         assert os.listdir(folder) == ["target"]
     finally:
         subprocess.run(["rm", "-r", str(folder)], check=True)

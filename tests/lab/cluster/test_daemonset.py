@@ -14,7 +14,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import pytest
 
@@ -524,59 +524,51 @@ OURS = {"type": "Localhost", "localhostProfile": "kbpf.json"}
 DEFAULT, NONE = {"type": "RuntimeDefault"}, {"type": "Unconfined"}
 
 
-class Row(NamedTuple):
-    """The container's capabilities and the outcome. `seccomp`: the profile; some versions of the
-    runtime's default allow bpf(2) with SYS_ADMIN only. `starts`: whether the agent starts. `said`:
-    the error in its log, "" for none.
-    """
-
-    name: str
-    granted: str
-    seccomp: Object
-    starts: bool
-    said: str
-
-
-ROWS = [
-    Row("as in manifests/", "BPF NET_ADMIN PERFMON SYS_ADMIN SYS_RESOURCE", DEFAULT, True, ""),
-    Row("with our profile", "BPF NET_ADMIN PERFMON SYS_ADMIN SYS_RESOURCE", OURS, True, ""),
-    Row("without NET_ADMIN", "BPF PERFMON SYS_ADMIN", DEFAULT, True,
+ROWS = {
+    "as in manifests/": ("BPF NET_ADMIN PERFMON SYS_ADMIN SYS_RESOURCE", DEFAULT, True, ""),
+    "with our profile": ("BPF NET_ADMIN PERFMON SYS_ADMIN SYS_RESOURCE", OURS, True, ""),
+    "without NET_ADMIN": ("BPF PERFMON SYS_ADMIN", DEFAULT, True,
         "cannot destroy a UDP socket (sock_diag): EPERM"),
-    Row("without SYS_ADMIN", "BPF NET_ADMIN PERFMON", OURS, True,
+    "without SYS_ADMIN": ("BPF NET_ADMIN PERFMON", OURS, True,
         "cannot enter the network namespace"),
-    Row("without SYS_ADMIN and BPF", "NET_ADMIN PERFMON", NONE, False, "cannot create the map"),
-    Row("without SYS_ADMIN and PERFMON", "NET_ADMIN BPF", NONE, False,
+    "without SYS_ADMIN and BPF": ("NET_ADMIN PERFMON", NONE, False, "cannot create the map"),
+    "without SYS_ADMIN and PERFMON": ("NET_ADMIN BPF", NONE, False,
         "the kernel refuses the program"),
-]  # fmt: skip
+}  # fmt: skip
+"""The container's capabilities and the outcome. `seccomp`: the profile; some versions of the
+runtime's default allow bpf(2) with SYS_ADMIN only. `starts`: whether the agent starts. `said`: the
+error in its log, "" for none.
+"""
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_capabilities_that_the_agent_needs(pods: PodCluster, row: Row) -> None:
+@pytest.mark.parametrize("name", ROWS)
+def test_capabilities_that_the_agent_needs(pods: PodCluster, name: str) -> None:
     """Without pins of an earlier agent. A pod's UDP socket is aborted when its backend is removed,
     or the log says why not.
     """
+    granted, seccomp, starts, said = ROWS[name]
     agent = pods.pod_agents[0]
     assert agent.stop() == 0
     agent.remove_pins()
     path = "/spec/template/spec/containers/0/securityContext"
     changes = [
-        {"op": "replace", "path": f"{path}/capabilities/add", "value": row.granted.split()},
-        {"op": "replace", "path": f"{path}/seccompProfile", "value": row.seccomp},
+        {"op": "replace", "path": f"{path}/capabilities/add", "value": granted.split()},
+        {"op": "replace", "path": f"{path}/seccompProfile", "value": seccomp},
     ]
     pods.kubectl(*SPACE, "patch", "ds", "kube-proxy", "--type=json", "-p", json.dumps(changes))
     dns, client = pods.web(21, "a1", "UDP"), pods["a3"]
     pods.create(*dns)
     try:
         pods.kubelets.launch(agent)
-        if not row.starts:
+        if not starts:
             assert agent.wait_ended() == 1
-            assert row.said in agent.tail()
+            assert said in agent.tail()
             return
         agent.wait_synced()
         client.udp("10.96.0.21", 80, keep="udp", connected=True)
         pods.kube.replace(pods.web(21, "a2", "UDP")[1])
-        if row.said:
-            until(f"{row.said!r} is logged", lambda: row.said in agent.tail(30))
+        if said:
+            until(f"{said!r} is logged", lambda: said in agent.tail(30))
         else:
             pods.settle(agent)
             assert client.ask("hear", keep="udp") == {"error": "ECONNABORTED"}, agent.tail()

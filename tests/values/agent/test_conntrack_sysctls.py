@@ -5,7 +5,6 @@ import logging
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
@@ -19,40 +18,33 @@ from kbpf.model.config import Conntrack
 NONE = Conntrack(0, 0, 0, 0, False, 0, 0)
 
 
-class Row(NamedTuple):
-    """Settings, the number of CPUs, and the expected sysctls in order.
-
-    The names are without their prefix `net.netfilter.nf_conntrack_`.
-    """
-
-    name: str
-    config: Conntrack
-    cpus: int
-    expected: tuple[tuple[str, int], ...]
-
-
 TIMES = (("tcp_timeout_established", 86_400), ("tcp_timeout_close_wait", 3_600))
-ROWS = [
-    Row("kube-proxy's defaults on a small machine", Conntrack(), 2, (("max", 131_072), *TIMES)),
-    Row("16 CPUs", Conntrack(), 16, (("max", 524_288), *TIMES)),
-    Row("64 CPUs: over the limit", Conntrack(), 64, (("max", 1_048_576), *TIMES)),
-    Row("32 CPUs: at the limit", Conntrack(), 32, (("max", 1_048_576), *TIMES)),
-    Row("the minimum may exceed the limit", Conntrack(least=2_000_000), 2,
+ROWS = {
+    "kube-proxy's defaults on a small machine": (Conntrack(), 2, (("max", 131_072), *TIMES)),
+    "16 CPUs": (Conntrack(), 16, (("max", 524_288), *TIMES)),
+    "64 CPUs: over the limit": (Conntrack(), 64, (("max", 1_048_576), *TIMES)),
+    "32 CPUs: at the limit": (Conntrack(), 32, (("max", 1_048_576), *TIMES)),
+    "the minimum may exceed the limit": (Conntrack(least=2_000_000), 2,
         (("max", 2_000_000), *TIMES)),
-    Row("0 entries per CPU: the number is left alone despite the minimum",
-        Conntrack(max_per_core=0), 16, TIMES),
-    Row("no minimum", Conntrack(max_per_core=10, least=0), 3, (("max", 30), *TIMES)),
-    Row("nothing", NONE, 8, ()),
-    Row("all", Conntrack(1, 1, 2, 3, True, 4, 5), 1,
+    "0 entries per CPU: the number is left alone despite the minimum": (Conntrack(max_per_core=0),
+        16, TIMES),
+    "no minimum": (Conntrack(max_per_core=10, least=0), 3, (("max", 30), *TIMES)),
+    "nothing": (NONE, 8, ()),
+    "all": (Conntrack(1, 1, 2, 3, True, 4, 5), 1,
         (("max", 1), ("tcp_timeout_established", 2), ("tcp_timeout_close_wait", 3),
          ("tcp_be_liberal", 1), ("udp_timeout", 4), ("udp_timeout_stream", 5))),
-]  # fmt: skip
+}  # fmt: skip
+"""Settings, the number of CPUs, and the expected sysctls in order.
+
+The names are without their prefix `net.netfilter.nf_conntrack_`.
+"""
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_settings_for_a_machine(row: Row):
-    assert compute_settings(row.config, row.cpus) == tuple(
-        (f"net.netfilter.nf_conntrack_{name}", value) for name, value in row.expected
+@pytest.mark.parametrize("case", ROWS)
+def test_settings_for_a_machine(case: str):
+    config, cpus, expected = ROWS[case]
+    assert compute_settings(config, cpus) == tuple(
+        (f"net.netfilter.nf_conntrack_{name}", value) for name, value in expected
     )
 
 

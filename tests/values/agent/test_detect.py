@@ -5,8 +5,6 @@ Real kube-proxies are detected in tests/lab/cluster/test_takeover_cleanup.py, te
 and test_drop_in.py.
 """
 
-from typing import NamedTuple
-
 import pytest
 
 from kbpf.takeover.detect import (
@@ -24,51 +22,42 @@ THERE, HERE, OTHER = Responder.KUBE_PROXY, Responder.KBPF, Responder.UNKNOWN
 RUNS, UNKNOWN = "kube-proxy is running on this node", "cannot tell from here"
 
 
-class Row(NamedTuple):
-    """A Detection, and words of the error that prevents the removal ("": removal is allowed).
-
-    The fields of Detection are pids, whether all of the node's processes are visible, and the
-    responder at each address.
-    """
-
-    name: str
-    sight: Detection
-    why: str
-
-
-ROWS = [
-    Row("on the node: no kube-proxy", Detection((), True, {}), ""),
-    Row(
-        "on the node: a kube-proxy",
+ROWS = {
+    "on the node: no kube-proxy": (Detection((), True, {}), ""),
+    "on the node: a kube-proxy": (
         Detection((7,), True, {HEALTH: THERE, METRICS: THERE}),
         f"{RUNS} (pid 7)",
     ),
-    Row("on the node: a kube-proxy with other ports", Detection((7,), True, {}), f"{RUNS} (pid 7)"),
-    Row("inside k3s", Detection((), True, {METRICS: THERE}), f"{RUNS} (it answers on {METRICS})"),
-    Row("on the node: kbpf", Detection((), True, {HEALTH: HERE, METRICS: HERE}), ""),
-    Row("on the node: another program at its port", Detection((), True, {HEALTH: OTHER}), ""),
-    Row(
-        "in the pod: a kube-proxy",
+    "on the node: a kube-proxy with other ports": (Detection((7,), True, {}), f"{RUNS} (pid 7)"),
+    "inside k3s": (Detection((), True, {METRICS: THERE}), f"{RUNS} (it answers on {METRICS})"),
+    "on the node: kbpf": (Detection((), True, {HEALTH: HERE, METRICS: HERE}), ""),
+    "on the node: another program at its port": (Detection((), True, {HEALTH: OTHER}), ""),
+    "in the pod: a kube-proxy": (
         Detection((), False, {HEALTH: THERE, METRICS: THERE}),
         f"{RUNS} (it answers on {HEALTH})",
     ),
-    Row("in the pod: kbpf in its place", Detection((), False, {HEALTH: HERE, METRICS: HERE}), ""),
-    Row("in the pod: kbpf, without metrics", Detection((), False, {HEALTH: HERE}), ""),
-    Row(
-        "in the pod: a kube-proxy, and kbpf at one of its ports",
+    "in the pod: kbpf in its place": (Detection((), False, {HEALTH: HERE, METRICS: HERE}), ""),
+    "in the pod: kbpf, without metrics": (Detection((), False, {HEALTH: HERE}), ""),
+    "in the pod: a kube-proxy, and kbpf at one of its ports": (
         Detection((), False, {HEALTH: HERE, METRICS: THERE}),
         f"{RUNS} (it answers on {METRICS})",
     ),
-    Row("in the pod: no response", Detection((), False, {}), UNKNOWN),
-    Row("in the pod: another program responds", Detection((), False, {HEALTH: OTHER}), UNKNOWN),
-]
+    "in the pod: no response": (Detection((), False, {}), UNKNOWN),
+    "in the pod: another program responds": (Detection((), False, {HEALTH: OTHER}), UNKNOWN),
+}
+"""A Detection, and words of the error that prevents the removal ("": removal is allowed).
+
+The fields of Detection are pids, whether all of the node's processes are visible, and the
+responder at each address.
+"""
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_removal_is_refused_while_a_kube_proxy_may_run(row: Row) -> None:
-    error = removal_error(row.sight)
-    assert (error is not None) == bool(row.why)
-    assert row.why in str(error)
+@pytest.mark.parametrize("name", ROWS)
+def test_removal_is_refused_while_a_kube_proxy_may_run(name: str) -> None:
+    sight, why = ROWS[name]
+    error = removal_error(sight)
+    assert (error is not None) == bool(why)
+    assert why in str(error)
 
 
 NOT_FOUND = (404, b"404 page not found\n")

@@ -4,7 +4,7 @@
 import contextlib
 import errno
 import json
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -26,41 +26,29 @@ from kbpf.source.decode.fields import leading_zeros_problem
 from tests.support.lab.lab import until
 from tests.values.agent.recording import SYNCED, Clock, RecordingPlane, begun, metrics, service
 
-
-class StatusError(NamedTuple):
-    """An error of write_status(), and whether it ends the agent."""
-
-    name: str
-    error: KernelError
-    ends: bool
-
-
-STATUS_ERRORS = [
-    StatusError(
-        "the kernel has no memory for it", KernelError("cannot write", errno=errno.ENOMEM), False
-    ),
-    StatusError(
-        "the pins were removed: no other process can find this agent's maps",
+STATUS_ERRORS = {
+    "the kernel has no memory for it": (KernelError("cannot write", errno=errno.ENOMEM), False),
+    "the pins were removed: no other process can find this agent's maps": (
         PinsRemovedError("removed"),
         True,
     ),
-]
+}
+"""An error of write_status(), and whether it ends the agent."""
 
 
-@pytest.mark.parametrize("row", STATUS_ERRORS, ids=lambda row: row.name)
-def test_removed_pins_end_the_agent(
-    clock: Clock, caplog: pytest.LogCaptureFixture, row: StatusError
-):
+@pytest.mark.parametrize("name", STATUS_ERRORS)
+def test_removed_pins_end_the_agent(clock: Clock, caplog: pytest.LogCaptureFixture, name: str):
+    error, ends = STATUS_ERRORS[name]
     agent, plane = begun(0.0)
 
     def write_status(_: bytes) -> None:
-        raise row.error
+        raise error
 
     plane.write_status = write_status
     clock.now += 10.0
-    with pytest.raises(PinsRemovedError) if row.ends else contextlib.nullcontext():
+    with pytest.raises(PinsRemovedError) if ends else contextlib.nullcontext():
         agent.step([])
-    assert ("cannot write the status" in caplog.text) is not row.ends
+    assert ("cannot write the status" in caplog.text) is not ends
 
 
 def test_an_error_of_the_status_is_logged_once_until_it_changes(

@@ -22,15 +22,6 @@ def check_row(result: str, needed: bool = True) -> CheckRow:
     return CheckRow(Check.BPFFS, result, needed, "", "")
 
 
-class VerdictRow(NamedTuple):
-    """Rows of `kbpf check` and of `--attached` (`proof`), and the resulting verdict."""
-
-    rows: list[CheckRow]
-    proof: list[CheckRow] | None
-    usable: bool
-    attached: bool | None
-
-
 class Node(NamedTuple):
     """Files below /proc, and the expected row of `kbpf check`.
 
@@ -180,14 +171,15 @@ def test_missing_packet_path_does_not_make_kbpf_unusable(
 
 
 VERDICTS = [
-    VerdictRow([check_row("yes")], None, True, None),
-    VerdictRow([check_row("no")], None, False, None),
-    VerdictRow([check_row("unknown")], None, False, None),
-    VerdictRow([check_row("yes"), check_row("no", needed=False)], None, True, None),
-    VerdictRow([check_row("yes")], [check_row("yes")], True, True),
-    VerdictRow([check_row("yes")], [check_row("yes"), check_row("no")], True, False),
-    VerdictRow([check_row("yes")], [check_row("unknown")], True, False),
+    ([check_row("yes")], None, True, None),
+    ([check_row("no")], None, False, None),
+    ([check_row("unknown")], None, False, None),
+    ([check_row("yes"), check_row("no", needed=False)], None, True, None),
+    ([check_row("yes")], [check_row("yes")], True, True),
+    ([check_row("yes")], [check_row("yes"), check_row("no")], True, False),
+    ([check_row("yes")], [check_row("unknown")], True, False),
 ]
+"""Rows of `kbpf check` and of `--attached` (`proof`), and the resulting verdict."""
 
 
 IPVS = CheckRow(Check.IPVS, "yes", False, "", "", ipvs=True)
@@ -214,11 +206,12 @@ def test_check_verdict_on_the_modes(rows: list[CheckRow], mode: str, says: str):
     assert says in check.format_page(made)
 
 
-@pytest.mark.parametrize("means", VERDICTS)
-def test_check_verdict(means: VerdictRow):
-    made = compute_verdict(means.rows, means.proof)
-    assert (made.usable, made.attached) == (means.usable, means.attached)
-    assert made.mode == ("bpf" if means.usable else "none")
+@pytest.mark.parametrize("row", VERDICTS)
+def test_check_verdict(row: tuple):
+    rows, proof, usable, attached = row
+    made = compute_verdict(rows, proof)
+    assert (made.usable, made.attached) == (usable, attached)
+    assert made.mode == ("bpf" if usable else "none")
 
 
 def test_check_document_has_names_instead_of_ids():

@@ -21,62 +21,55 @@ from kbpf.model.config import Config
 # ---- exit codes --------------------------------------------------------------------------------
 
 
-class ExitRow(NamedTuple):
-    """Arguments, the exit code, and words on stdout and stderr."""
-
-    arguments: tuple[str, ...]
-    code: int
-    out: str
-    err: str
-
-
 EXIT_ROWS = [
-    ExitRow(("--help",), 0, "inspect", ""),
-    ExitRow(("--version",), 0, __version__, ""),
-    ExitRow(("run", "--help"), 0, "--nodeport-addresses", ""),
-    ExitRow(("inspect", "--help"), 0, "affinity", ""),
-    ExitRow(("demo", "--help"), 0, "--once", ""),
-    ExitRow(("nonsense",), 2, "", "nonsense"),
-    ExitRow(("inspect", "nonsense"), 2, "", "nonsense"),
-    ExitRow(("inspect", "services", "-o", "xml"), 2, "", "xml"),
-    ExitRow(("inspect", "services", "--watch", "-o", "json"), 2, "", "--watch"),
-    ExitRow(("inspect", "service"), 2, "", "NAME"),
-    ExitRow(("inspect", "service", "shop/web", "-n", "edge"), 2, "",
+    (("--help",), 0, "inspect", ""),
+    (("--version",), 0, __version__, ""),
+    (("run", "--help"), 0, "--nodeport-addresses", ""),
+    (("inspect", "--help"), 0, "affinity", ""),
+    (("demo", "--help"), 0, "--once", ""),
+    (("nonsense",), 2, "", "nonsense"),
+    (("inspect", "nonsense"), 2, "", "nonsense"),
+    (("inspect", "services", "-o", "xml"), 2, "", "xml"),
+    (("inspect", "services", "--watch", "-o", "json"), 2, "", "--watch"),
+    (("inspect", "service"), 2, "", "NAME"),
+    (("inspect", "service", "shop/web", "-n", "edge"), 2, "",
             "Invalid value for --namespace: "
             "edge contradicts the namespace of shop/web"),
-    ExitRow(("inspect", "service", "shop/web", "-n", "shop", "--pin-dir", "/nowhere"), 1, "",
+    (("inspect", "service", "shop/web", "-n", "shop", "--pin-dir", "/nowhere"), 1, "",
             "/nowhere"),
-    ExitRow(("inspect", "connections", "--help"), 0, "socket hooks", ""),
-    *(ExitRow(("inspect", view, "--pin-dir", "/nowhere"), 1, "", "/nowhere")
+    (("inspect", "connections", "--help"), 0, "socket hooks", ""),
+    *((("inspect", view, "--pin-dir", "/nowhere"), 1, "", "/nowhere")
       for view in ("connections", "nat", "sources", "devices", "affinity")),
-    ExitRow(("run", "--mode", "iptables"), 2, "", "iptables"),
-    ExitRow(("run", "--nonsense"), 2, "", "--nonsense"),
-    ExitRow(("run", "extra"), 2, "", "extra"),
-    ExitRow(("demo", "-o", "json"), 2, "", "--once"),
-    ExitRow(("demo", "--once", "--requests", "0"), 2, "", "--requests"),
-    ExitRow(("run", "--source", "/nowhere", "--pin-dir", "/proc/no"), 1, "", "kbpf no such "
+    (("run", "--mode", "iptables"), 2, "", "iptables"),
+    (("run", "--nonsense"), 2, "", "--nonsense"),
+    (("run", "extra"), 2, "", "extra"),
+    (("demo", "-o", "json"), 2, "", "--once"),
+    (("demo", "--once", "--requests", "0"), 2, "", "--requests"),
+    (("run", "--source", "/nowhere", "--pin-dir", "/proc/no"), 1, "", "kbpf no such "
             "folder of objects (/nowhere)"),
-    ExitRow(("run", "--source", "/etc/hostname", "--pin-dir", "/proc/no"), 1, "", "--source DIR"),
-    ExitRow(("run", "--config", "/nowhere"), 1, "", "cannot read the configuration"),
-    ExitRow(("run", "--mode", "x", "--pin-dir", "y"), 2, "", "(--pin-dir)"),
-    ExitRow(("run", "--masquerade-all", "--v=4", "-v", "2", "--proxy-mode", "x"), 2, "",
+    (("run", "--source", "/etc/hostname", "--pin-dir", "/proc/no"), 1, "", "--source DIR"),
+    (("run", "--config", "/nowhere"), 1, "", "cannot read the configuration"),
+    (("run", "--mode", "x", "--pin-dir", "y"), 2, "", "(--pin-dir)"),
+    (("run", "--masquerade-all", "--v=4", "-v", "2", "--proxy-mode", "x"), 2, "",
             "(--proxy-mode)"),
-    ExitRow(("run", "--masquerade-all=maybe"), 2, "", "maybe"),
-    ExitRow(("run", "--version"), 0, __version__, ""),
-    ExitRow(("run", "--cleanup"), 2, "", "kbpf cleanup"),
-    ExitRow(("inspect", "services", "--pin-dir", "/nowhere"), 1, "", "/nowhere"),
-    ExitRow(("inspect", "status", "--pin-dir", "/nowhere"), 1, "", "kbpf run"),
-    ExitRow(("check", "--attached", "--pin-dir", "/nowhere"), 1, "", "/nowhere"),
+    (("run", "--masquerade-all=maybe"), 2, "", "maybe"),
+    (("run", "--version"), 0, __version__, ""),
+    (("run", "--cleanup"), 2, "", "kbpf cleanup"),
+    (("inspect", "services", "--pin-dir", "/nowhere"), 1, "", "/nowhere"),
+    (("inspect", "status", "--pin-dir", "/nowhere"), 1, "", "kbpf run"),
+    (("check", "--attached", "--pin-dir", "/nowhere"), 1, "", "/nowhere"),
 ]  # fmt: skip
+"""Arguments, the exit code, and words on stdout and stderr."""
 
 
-@pytest.mark.parametrize("ends", EXIT_ROWS, ids=lambda ends: " ".join(ends.arguments))
-def test_exit_code_and_output(ends: ExitRow, capsys: pytest.CaptureFixture[str]):
-    assert app.call(ends.arguments) == ends.code
+@pytest.mark.parametrize("row", EXIT_ROWS, ids=lambda row: " ".join(row[0]))
+def test_exit_code_and_output(row: tuple, capsys: pytest.CaptureFixture[str]):
+    arguments, code, stdout, stderr = row
+    assert app.call(arguments) == code
     out, err = capsys.readouterr()
-    assert ends.out in out
-    assert ends.err in err
-    assert bool(err) == (ends.code != 0)
+    assert stdout in out
+    assert stderr in err
+    assert bool(err) == (code != 0)
 
 
 def test_no_command_prints_the_help_and_returns_2(capsys: pytest.CaptureFixture[str]):

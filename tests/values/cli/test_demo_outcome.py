@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the demo evaluates the results of its client."""
 
-from typing import NamedTuple
-
 import pytest
 
 from kbpf.demo.client import RequestCounter
@@ -15,40 +13,31 @@ PODS = [BackendPod(1), BackendPod(2), BackendPod(3)]
 ALL = {"backend-1": 100, "backend-2": 90, "backend-3": 110}
 
 
-class ResultRow(NamedTuple):
-    """The client's results for 300 requests, and words of the expected problem ("": none)."""
-
-    name: str
-    tcp: RequestCounts
-    udp: RequestCounts
-    problem: str
-
-
-RESULTS = [
-    ResultRow("all answered", RequestCounts(ALL), RequestCounts({"backend-1": 30}), ""),
-    ResultRow("one refused", RequestCounts({**ALL, "backend-1": 99}, {"ECONNREFUSED": 1}),
-        RequestCounts(), "1 of 300 requests by TCP failed: 1 x ECONNREFUSED"),
-    ResultRow("nothing works", RequestCounts({}, {"ENETUNREACH": 300}), RequestCounts(),
-        "300 of 300"),
-    ResultRow("a datagram is lost", RequestCounts(ALL), RequestCounts({}, {"timeout": 1}),
+RESULTS = {
+    "all answered": (RequestCounts(ALL), RequestCounts({"backend-1": 30}), ""),
+    "one refused": (RequestCounts({**ALL, "backend-1": 99}, {"ECONNREFUSED": 1}), RequestCounts(),
+        "1 of 300 requests by TCP failed: 1 x ECONNREFUSED"),
+    "nothing works": (RequestCounts({}, {"ENETUNREACH": 300}), RequestCounts(), "300 of 300"),
+    "a datagram is lost": (RequestCounts(ALL), RequestCounts({}, {"timeout": 1}),
         "by UDP failed: 1 x timeout"),
-    ResultRow("a backend is left out", RequestCounts({"backend-1": 200, "backend-2": 100}),
-        RequestCounts(), "backend-3 was not reached"),
-    ResultRow("an unknown backend answers", RequestCounts({**ALL, "backend-1": 99, "backend-9": 1}),
+    "a backend is left out": (RequestCounts({"backend-1": 200, "backend-2": 100}), RequestCounts(),
+        "backend-3 was not reached"),
+    "an unknown backend answers": (RequestCounts({**ALL, "backend-1": 99, "backend-9": 1}),
         RequestCounts(), "backend-9 answered"),
-    ResultRow("requests are missing", RequestCounts({**ALL, "backend-1": 1}), RequestCounts(),
-        "201 of 300"),
-    ResultRow("nothing was sent", RequestCounts(), RequestCounts(), "0 of 300"),
-]  # fmt: skip
+    "requests are missing": (RequestCounts({**ALL, "backend-1": 1}), RequestCounts(), "201 of 300"),
+    "nothing was sent": (RequestCounts(), RequestCounts(), "0 of 300"),
+}  # fmt: skip
+"""The client's results for 300 requests, and words of the expected problem ("": none)."""
 
 
-@pytest.mark.parametrize("seen", RESULTS, ids=lambda seen: seen.name)
-def test_wrong_result_is_a_failure_with_a_problem(seen: ResultRow):
-    outcome = evaluate(ClientReport(seen.tcp, seen.udp, 0.5, True), 300, PODS)
-    assert outcome.succeeded == (not seen.problem)
-    assert seen.problem in " ".join(outcome.problems)
-    assert outcome.requests == seen.tcp.requests
-    assert outcome.failed == seen.tcp.failures
+@pytest.mark.parametrize("name", RESULTS)
+def test_wrong_result_is_a_failure_with_a_problem(name: str):
+    tcp, udp, problem = RESULTS[name]
+    outcome = evaluate(ClientReport(tcp, udp, 0.5, True), 300, PODS)
+    assert outcome.succeeded == (not problem)
+    assert problem in " ".join(outcome.problems)
+    assert outcome.requests == tcp.requests
+    assert outcome.failed == tcp.failures
     assert {"backend-1", "backend-2", "backend-3"} <= outcome.backends.keys()
 
 

@@ -4,7 +4,6 @@
 import json
 import re
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import pytest
 import yaml
@@ -25,188 +24,161 @@ def cidr(address: str, bits: int) -> Cidr:
 # ---- flags -------------------------------------------------------------------------------------
 
 
-class FlagRow(NamedTuple):
-    """Flags and variables, and the resulting field of Config, its `sizes` or its `serving`."""
-
-    name: str
-    given: dict[str, str]
-    environ: dict[str, str]
-    field: str
-    value: Any
-
-
-FLAG_ROWS = [
-    FlagRow("nothing: the defaults", {}, {}, "pin_dir", Config().pin_dir),
-    FlagRow("a path", {"--pin-dir": "/run/x"}, {}, "pin_dir", Path("/run/x")),
-    FlagRow("a variable", {}, {"KBPF_PIN_DIR": "/run/y"}, "pin_dir", Path("/run/y")),
-    FlagRow("a flag beats its variable", {"--pin-dir": "/run/x"}, {"KBPF_PIN_DIR": "/run/y"},
-            "pin_dir", Path("/run/x")),
-    FlagRow("an empty variable is ignored", {}, {"KBPF_PIN_DIR": ""}, "pin_dir", Config().pin_dir),
-    FlagRow("a node's name", {"--hostname-override": "n1"}, {}, "node_name", "n1"),
-    FlagRow("a folder as source", {"--source": "objects"}, {}, "source", Path("objects")),
-    FlagRow("a mode", {"--mode": "bpf"}, {}, "mode", "bpf"),
-    FlagRow("a log level by variable", {}, {"KBPF_LOG_LEVEL": "debug"}, "log_level", "debug"),
-    FlagRow("a log format", {"--log-format": "json"}, {}, "log_format", "json"),
-    FlagRow("Maglev by default for all Services", {"--algorithm": "maglev"}, {},
-            "algorithm", Algorithm.MAGLEV),
-    FlagRow("Maglev by variable", {}, {"KBPF_ALGORITHM": "maglev"},
-            "algorithm", Algorithm.MAGLEV),
-    FlagRow("no NodePorts on loopback", {"--localhost-nodeports": "False"}, {},
-            "localhost_node_ports", False),
-    FlagRow("Go's short form of true", {"--masquerade-all": "T"}, {}, "masquerade_all", True),
-    FlagRow("Go's short form of false",
-            {"--localhost-nodeports": "0"}, {}, "localhost_node_ports", False),
-    FlagRow("NodePorts on primary addresses", {"--nodeport-addresses": "primary"}, {},
-            "node_port_addresses", ()),
-    FlagRow("NodePorts on all addresses", {"--nodeport-addresses": "all"}, {},
-            "all_node_port_addresses", True),
-    FlagRow("NodePorts in networks of both families",
-            {"--nodeport-addresses": "192.0.2.0/24, fd00::/64"}, {}, "node_port_addresses",
-            (cidr("192.0.2.0", 120), cidr("fd00::", 64))),
-    FlagRow("NodePorts on primary addresses and in a network",
-            {"--nodeport-addresses": "192.0.2.0/24,primary"}, {}, "primary_node_ports", True),
-    FlagRow("NodePorts on loopback alone", {"--nodeport-addresses": "localhost"}, {},
-            "node_port_addresses", (cidr("127.0.0.0", 104), cidr("::1", 128))),
-    FlagRow("all takes precedence over the rest", {"--nodeport-addresses": "primary,all"}, {},
-            "all_node_port_addresses", True),
-    FlagRow("host bits are ignored", {"--nodeport-addresses": "192.0.2.77/24"}, {},
-            "node_port_addresses", (cidr("192.0.2.0", 120),)),
-    FlagRow("all of IPv4 is not all of IPv6", {"--nodeport-addresses": "0.0.0.0/0"}, {},
-            "node_port_addresses", (cidr("0.0.0.0", 96),)),
-    FlagRow("all sockets", {}, {}, "socket_lb", SocketLb.ON),
-    FlagRow("no sockets", {"--socket-lb": "off", "--packet-path": "true"}, {}, "socket_lb",
-            SocketLb.OFF),
-    FlagRow("sockets of the host's network namespace",
-            {"--packet-path": "true"}, {"KBPF_SOCKET_LB": "hostNamespaceOnly"},
-            "socket_lb", SocketLb.HOST_NAMESPACE_ONLY),
-    FlagRow("exempt cgroups", {"--socket-lb-exempt": "/system.slice/istio*/, a/b"}, {},
-            "socket_lb_exempt", ("system.slice/istio*", "a/b")),
-    FlagRow("a size", {"--max-backends": "5000"}, {}, "backends", 5000),
-    FlagRow("a size by variable", {}, {"KBPF_MAX_AFFINITY": "7"}, "affinity", 7),
-    FlagRow("forwarding through the stack by default", {}, {}, "forwarding", "stack"),
-    FlagRow("direct forwarding", {"--forwarding": "direct"}, {}, "forwarding", "direct"),
-    FlagRow("no detection of local pods by default", {}, {}, "detect_local_mode", LocalMode.NONE),
-    FlagRow("kubeadm's empty values", {"--detect-local-mode": "", "--cluster-cidr": ""}, {},
-            "detect_local_mode", LocalMode.NONE),
-    FlagRow("a network without a mode", {"--cluster-cidr": "10.244.0.0/16"}, {},
-            "detect_local_mode", LocalMode.CLUSTER_CIDR),
-    FlagRow("networks of both families", {"--cluster-cidr": "10.244.0.0/16, fd00:10::/56"}, {},
-            "cluster_cidrs", (cidr("10.244.0.0", 112), cidr("fd00:10::", 56))),
-    FlagRow("a network does not override another mode",
-            {"--detect-local-mode": "NodeCIDR", "--cluster-cidr": "10.244.0.0/16"}, {},
-            "detect_local_mode", LocalMode.NODE_CIDR),
-    FlagRow("mode ClusterCIDR without a network", {"--detect-local-mode": "ClusterCIDR"}, {},
-            "detect_local_mode", LocalMode.CLUSTER_CIDR),
-    FlagRow("a bridge of pods",
-            {"--detect-local-mode": "BridgeInterface", "--pod-bridge-interface": "cni0"}, {},
-            "pod_bridge_interface", "cni0"),
-    FlagRow("a prefix of pods' devices",
-            {"--detect-local-mode": "InterfaceNamePrefix", "--pod-interface-name-prefix": "cali"},
-            {}, "pod_interface_name_prefix", "cali"),
-    FlagRow("ports for masqueraded clients", {"--masquerade-ports": "50000-50099"}, {},
-            "masquerade_ports", (50_000, 50_099)),
-    FlagRow("one port", {"--masquerade-ports": "65535-65535"}, {}, "masquerade_ports",
-            (65_535, 65_535)),
-    FlagRow("kube-proxy's mark by default", {}, {}, "masquerade_bit", 14),
-    FlagRow("another bit of the mark", {"--masquerade-bit": "31"}, {}, "masquerade_bit", 31),
-    FlagRow("kube-proxy's health port by default", {}, {}, "healthz", "0.0.0.0:10256"),
-    FlagRow("a health address", {"--healthz-bind-address": "192.0.2.1:8"}, {}, "healthz",
-            "192.0.2.1:8"),
-    FlagRow("a health address without a port", {"--healthz-bind-address": "::"}, {}, "healthz",
-            "[::]:10256"),
-    FlagRow("an empty kubeconfig is ignored", {"--kubeconfig": ""}, {}, "kubeconfig", None),
-    FlagRow("an empty bind address is ignored", {"--bind-address": ""}, {}, "bind_address", None),
-    FlagRow("an empty list of networks is the default", {"--nodeport-addresses": ""}, {},
-            "node_port_addresses", ()),
-    FlagRow("an empty scheduler is the default",
-            {"--ipvs-scheduler": ""}, {}, "ipvs_scheduler", "rr"),
-    FlagRow("no health server", {"--healthz-bind-address": ""}, {}, "healthz", ""),
-    FlagRow("two metrics addresses", {"--metrics-bind-address": "[2001:db8::1]:9, 127.0.0.2"}, {},
-            "metrics", "[2001:db8::1]:9,127.0.0.2:10249"),
-    FlagRow("a bracketed address without a port",
-            {"--metrics-bind-address": "[::1]"}, {}, "metrics",
-            "[::1]:10249"),
-    FlagRow("failure to listen is fatal",
-            {"--bind-address-hard-fail": "true"}, {}, "hard_fail", True),
-    FlagRow("no series of Services", {"--metrics-services": "0"}, {}, "service_series", 0),
-    FlagRow("other sizes are unchanged",
-            {"--max-backends": "5000"}, {}, "slots", Config().sizes.slots),
-]  # fmt: skip
+FLAG_ROWS = {
+    "nothing: the defaults": ({}, {}, "pin_dir", Config().pin_dir),
+    "a path": ({"--pin-dir": "/run/x"}, {}, "pin_dir", Path("/run/x")),
+    "a variable": ({}, {"KBPF_PIN_DIR": "/run/y"}, "pin_dir", Path("/run/y")),
+    "a flag beats its variable": ({"--pin-dir": "/run/x"}, {"KBPF_PIN_DIR": "/run/y"}, "pin_dir",
+        Path("/run/x")),
+    "an empty variable is ignored": ({}, {"KBPF_PIN_DIR": ""}, "pin_dir", Config().pin_dir),
+    "a node's name": ({"--hostname-override": "n1"}, {}, "node_name", "n1"),
+    "a folder as source": ({"--source": "objects"}, {}, "source", Path("objects")),
+    "a mode": ({"--mode": "bpf"}, {}, "mode", "bpf"),
+    "a log level by variable": ({}, {"KBPF_LOG_LEVEL": "debug"}, "log_level", "debug"),
+    "a log format": ({"--log-format": "json"}, {}, "log_format", "json"),
+    "Maglev by default for all Services": ({"--algorithm": "maglev"}, {}, "algorithm",
+        Algorithm.MAGLEV),
+    "Maglev by variable": ({}, {"KBPF_ALGORITHM": "maglev"}, "algorithm", Algorithm.MAGLEV),
+    "no NodePorts on loopback": ({"--localhost-nodeports": "False"}, {}, "localhost_node_ports",
+        False),
+    "Go's short form of true": ({"--masquerade-all": "T"}, {}, "masquerade_all", True),
+    "Go's short form of false": ({"--localhost-nodeports": "0"}, {}, "localhost_node_ports", False),
+    "NodePorts on primary addresses": ({"--nodeport-addresses": "primary"}, {},
+        "node_port_addresses", ()),
+    "NodePorts on all addresses": ({"--nodeport-addresses": "all"}, {}, "all_node_port_addresses",
+        True),
+    "NodePorts in networks of both families": ({"--nodeport-addresses": "192.0.2.0/24, fd00::/64"},
+        {}, "node_port_addresses", (cidr("192.0.2.0", 120), cidr("fd00::", 64))),
+    "NodePorts on primary addresses and in a network": (
+        {"--nodeport-addresses": "192.0.2.0/24,primary"}, {}, "primary_node_ports", True),
+    "NodePorts on loopback alone": ({"--nodeport-addresses": "localhost"}, {},
+        "node_port_addresses", (cidr("127.0.0.0", 104), cidr("::1", 128))),
+    "all takes precedence over the rest": ({"--nodeport-addresses": "primary,all"}, {},
+        "all_node_port_addresses", True),
+    "host bits are ignored": ({"--nodeport-addresses": "192.0.2.77/24"}, {}, "node_port_addresses",
+        (cidr("192.0.2.0", 120),)),
+    "all of IPv4 is not all of IPv6": ({"--nodeport-addresses": "0.0.0.0/0"}, {},
+        "node_port_addresses", (cidr("0.0.0.0", 96),)),
+    "all sockets": ({}, {}, "socket_lb", SocketLb.ON),
+    "no sockets": ({"--socket-lb": "off", "--packet-path": "true"}, {}, "socket_lb", SocketLb.OFF),
+    "sockets of the host's network namespace": ({"--packet-path": "true"},
+        {"KBPF_SOCKET_LB": "hostNamespaceOnly"}, "socket_lb", SocketLb.HOST_NAMESPACE_ONLY),
+    "exempt cgroups": ({"--socket-lb-exempt": "/system.slice/istio*/, a/b"}, {}, "socket_lb_exempt",
+        ("system.slice/istio*", "a/b")),
+    "a size": ({"--max-backends": "5000"}, {}, "backends", 5000),
+    "a size by variable": ({}, {"KBPF_MAX_AFFINITY": "7"}, "affinity", 7),
+    "forwarding through the stack by default": ({}, {}, "forwarding", "stack"),
+    "direct forwarding": ({"--forwarding": "direct"}, {}, "forwarding", "direct"),
+    "no detection of local pods by default": ({}, {}, "detect_local_mode", LocalMode.NONE),
+    "kubeadm's empty values": ({"--detect-local-mode": "", "--cluster-cidr": ""}, {},
+        "detect_local_mode", LocalMode.NONE),
+    "a network without a mode": ({"--cluster-cidr": "10.244.0.0/16"}, {}, "detect_local_mode",
+        LocalMode.CLUSTER_CIDR),
+    "networks of both families": ({"--cluster-cidr": "10.244.0.0/16, fd00:10::/56"}, {},
+        "cluster_cidrs", (cidr("10.244.0.0", 112), cidr("fd00:10::", 56))),
+    "a network does not override another mode": (
+        {"--detect-local-mode": "NodeCIDR", "--cluster-cidr": "10.244.0.0/16"}, {},
+        "detect_local_mode", LocalMode.NODE_CIDR),
+    "mode ClusterCIDR without a network": ({"--detect-local-mode": "ClusterCIDR"}, {},
+        "detect_local_mode", LocalMode.CLUSTER_CIDR),
+    "a bridge of pods": (
+        {"--detect-local-mode": "BridgeInterface", "--pod-bridge-interface": "cni0"}, {},
+        "pod_bridge_interface", "cni0"),
+    "a prefix of pods' devices": (
+        {"--detect-local-mode": "InterfaceNamePrefix", "--pod-interface-name-prefix": "cali"}, {},
+        "pod_interface_name_prefix", "cali"),
+    "ports for masqueraded clients": ({"--masquerade-ports": "50000-50099"}, {}, "masquerade_ports",
+        (50_000, 50_099)),
+    "one port": ({"--masquerade-ports": "65535-65535"}, {}, "masquerade_ports", (65_535, 65_535)),
+    "kube-proxy's mark by default": ({}, {}, "masquerade_bit", 14),
+    "another bit of the mark": ({"--masquerade-bit": "31"}, {}, "masquerade_bit", 31),
+    "kube-proxy's health port by default": ({}, {}, "healthz", "0.0.0.0:10256"),
+    "a health address": ({"--healthz-bind-address": "192.0.2.1:8"}, {}, "healthz", "192.0.2.1:8"),
+    "a health address without a port": ({"--healthz-bind-address": "::"}, {}, "healthz",
+        "[::]:10256"),
+    "an empty kubeconfig is ignored": ({"--kubeconfig": ""}, {}, "kubeconfig", None),
+    "an empty bind address is ignored": ({"--bind-address": ""}, {}, "bind_address", None),
+    "an empty list of networks is the default": ({"--nodeport-addresses": ""}, {},
+        "node_port_addresses", ()),
+    "an empty scheduler is the default": ({"--ipvs-scheduler": ""}, {}, "ipvs_scheduler", "rr"),
+    "no health server": ({"--healthz-bind-address": ""}, {}, "healthz", ""),
+    "two metrics addresses": ({"--metrics-bind-address": "[2001:db8::1]:9, 127.0.0.2"}, {},
+        "metrics", "[2001:db8::1]:9,127.0.0.2:10249"),
+    "a bracketed address without a port": ({"--metrics-bind-address": "[::1]"}, {}, "metrics",
+        "[::1]:10249"),
+    "failure to listen is fatal": ({"--bind-address-hard-fail": "true"}, {}, "hard_fail", True),
+    "no series of Services": ({"--metrics-services": "0"}, {}, "service_series", 0),
+    "other sizes are unchanged": ({"--max-backends": "5000"}, {}, "slots", Config().sizes.slots),
+}  # fmt: skip
+"""Flags and variables, and the resulting field of Config, its `sizes` or its `serving`."""
 
 
-@pytest.mark.parametrize("said", FLAG_ROWS, ids=lambda said: said.name)
-def test_flag_or_variable_sets_a_field(said: FlagRow):
-    made = load.load_config(said.given, said.environ)
+@pytest.mark.parametrize("name", FLAG_ROWS)
+def test_flag_or_variable_sets_a_field(name: str):
+    given, environ, field, value = FLAG_ROWS[name]
+    made = load.load_config(given, environ)
     found = [
-        getattr(part, said.field)
-        for part in (made, made.sizes, made.serving)
-        if hasattr(part, said.field)
+        getattr(part, field) for part in (made, made.sizes, made.serving) if hasattr(part, field)
     ]
-    assert found == [said.value]
-
-
-class Wrong(NamedTuple):
-    """Invalid flags or variables, and words that the error must contain."""
-
-    given: dict[str, str]
-    environ: dict[str, str]
-    words: tuple[str, ...]
+    assert found == [value]
 
 
 WRONG = [
-    Wrong({"--mode": "iptables"}, {}, ("iptables", "--mode", "auto or bpf")),
-    Wrong({}, {"KBPF_MODE": "x"}, ("KBPF_MODE",)),
-    Wrong({"--pin-dir": "kbpf"}, {}, ("'kbpf'", "--pin-dir", "/")),
-    Wrong({"--max-slots": "0"}, {}, ("'0'", "--max-slots")),
-    Wrong({"--max-slots": "many"}, {}, ("'many'", "--max-slots")),
-    Wrong({"--max-slots": "-1"}, {}, ("'-1'",)),
-    Wrong({"--nodeport-addresses": "192.0.2.0/33"}, {}, ("192.0.2.0/33", "192.0.2.0/24")),
-    Wrong({"--nodeport-addresses": "192.0.2.0"}, {}, ("192.0.2.0",)),
-    Wrong({"--nodeport-addresses": "here"}, {}, ("'here'", "--nodeport-addresses")),
-    Wrong({"--nodeport-addresses": " , "}, {}, ("no networks",)),
-    Wrong({"--forwarding": "fast"}, {}, ("'fast'", "--forwarding", "stack or direct")),
-    Wrong({"--detect-local-mode": "clustercidr"}, {}, ("'clustercidr'", "ClusterCIDR or NodeCIDR")),
-    Wrong({"--cluster-cidr": "10.244.0.0"}, {}, ("'10.244.0.0'", "--cluster-cidr")),
-    Wrong({"--detect-local-mode": "BridgeInterface"}, {},
+    ({"--mode": "iptables"}, {}, ("iptables", "--mode", "auto or bpf")),
+    ({}, {"KBPF_MODE": "x"}, ("KBPF_MODE",)),
+    ({"--pin-dir": "kbpf"}, {}, ("'kbpf'", "--pin-dir", "/")),
+    ({"--max-slots": "0"}, {}, ("'0'", "--max-slots")),
+    ({"--max-slots": "many"}, {}, ("'many'", "--max-slots")),
+    ({"--max-slots": "-1"}, {}, ("'-1'",)),
+    ({"--nodeport-addresses": "192.0.2.0/33"}, {}, ("192.0.2.0/33", "192.0.2.0/24")),
+    ({"--nodeport-addresses": "192.0.2.0"}, {}, ("192.0.2.0",)),
+    ({"--nodeport-addresses": "here"}, {}, ("'here'", "--nodeport-addresses")),
+    ({"--nodeport-addresses": " , "}, {}, ("no networks",)),
+    ({"--forwarding": "fast"}, {}, ("'fast'", "--forwarding", "stack or direct")),
+    ({"--detect-local-mode": "clustercidr"}, {}, ("'clustercidr'", "ClusterCIDR or NodeCIDR")),
+    ({"--cluster-cidr": "10.244.0.0"}, {}, ("'10.244.0.0'", "--cluster-cidr")),
+    ({"--detect-local-mode": "BridgeInterface"}, {},
           ("BridgeInterface", "--pod-bridge-interface")),
-    Wrong({"--detect-local-mode": "InterfaceNamePrefix", "--pod-bridge-interface": "cni0"}, {},
+    ({"--detect-local-mode": "InterfaceNamePrefix", "--pod-bridge-interface": "cni0"}, {},
           ("InterfaceNamePrefix", "--pod-interface-name-prefix")),
-    Wrong({"--pod-bridge-interface": "a-name-of-16-ch."}, {}, ("a-name-of-16-ch.", "15")),
-    Wrong({"--pod-interface-name-prefix": "a b"}, {}, ("'a b'",)),
-    Wrong({"--algorithm": "ring"}, {}, ("ring", "random or maglev")),
-    Wrong({"--masquerade-ports": "61000"}, {}, ("'61000'", "--masquerade-ports", "1024-29999")),
-    Wrong({"--max-connections": "999"}, {}, ("999", "--max-connections", "1000")),
-    Wrong({"--masquerade-ports": "0-9"}, {}, ("'0-9'",)),
-    Wrong({"--masquerade-ports": "9-8"}, {}, ("'9-8'",)),
-    Wrong({"--masquerade-ports": "1-65536"}, {}, ("'1-65536'",)),
-    Wrong({"--masquerade-bit": "32"}, {}, ("'32'", "--masquerade-bit", "0 to 31")),
-    Wrong({"--masquerade-bit": "-1"}, {}, ("'-1'",)),
-    Wrong({"--min-sync-period": "31s"}, {}, ("--min-sync-period", "--sync-period, 30s")),
-    Wrong({"--min-sync-period": "2s", "--sync-period": "1s"}, {}, ("--sync-period, 1s",)),
-    Wrong({"--healthz-bind-address": "localhost:1"}, {}, ("localhost:1", "10256")),
-    Wrong({"--healthz-bind-address": "0.0.0.0:0"}, {}, ("0.0.0.0:0",)),
-    Wrong({"--metrics-bind-address": "127.0.0.1:x"}, {}, ("127.0.0.1:x", "10249")),
-    Wrong({"--metrics-services": "-1"}, {}, ("'-1'", "--metrics-services")),
-    Wrong({"--localhost-nodeports": "maybe"}, {}, ("maybe", "true or false")),
-    Wrong({"--socket-lb": "pods"}, {}, ("pods", "off or hostNamespaceOnly or on")),
-    Wrong({"--socket-lb": "off", "--packet-path": "false"}, {},
+    ({"--pod-bridge-interface": "a-name-of-16-ch."}, {}, ("a-name-of-16-ch.", "15")),
+    ({"--pod-interface-name-prefix": "a b"}, {}, ("'a b'",)),
+    ({"--algorithm": "ring"}, {}, ("ring", "random or maglev")),
+    ({"--masquerade-ports": "61000"}, {}, ("'61000'", "--masquerade-ports", "1024-29999")),
+    ({"--max-connections": "999"}, {}, ("999", "--max-connections", "1000")),
+    ({"--masquerade-ports": "0-9"}, {}, ("'0-9'",)),
+    ({"--masquerade-ports": "9-8"}, {}, ("'9-8'",)),
+    ({"--masquerade-ports": "1-65536"}, {}, ("'1-65536'",)),
+    ({"--masquerade-bit": "32"}, {}, ("'32'", "--masquerade-bit", "0 to 31")),
+    ({"--masquerade-bit": "-1"}, {}, ("'-1'",)),
+    ({"--min-sync-period": "31s"}, {}, ("--min-sync-period", "--sync-period, 30s")),
+    ({"--min-sync-period": "2s", "--sync-period": "1s"}, {}, ("--sync-period, 1s",)),
+    ({"--healthz-bind-address": "localhost:1"}, {}, ("localhost:1", "10256")),
+    ({"--healthz-bind-address": "0.0.0.0:0"}, {}, ("0.0.0.0:0",)),
+    ({"--metrics-bind-address": "127.0.0.1:x"}, {}, ("127.0.0.1:x", "10249")),
+    ({"--metrics-services": "-1"}, {}, ("'-1'", "--metrics-services")),
+    ({"--localhost-nodeports": "maybe"}, {}, ("maybe", "true or false")),
+    ({"--socket-lb": "pods"}, {}, ("pods", "off or hostNamespaceOnly or on")),
+    ({"--socket-lb": "off", "--packet-path": "false"}, {},
           ("off", "--socket-lb", "--packet-path false")),
-    Wrong(
+    (
         {"--socket-lb": "hostNamespaceOnly", "--packet-path": "false"},
         {},
         ("hostNamespaceOnly", "--packet-path false"),
     ),
-    Wrong({"--socket-lb-exempt": "a,/"}, {}, ("root", "--socket-lb-exempt", "off")),
-    Wrong({"--source": "a", "--kubeconfig": "b"}, {}, ("--source", "--kubeconfig")),
-    Wrong({"--source": "a"}, {"KBPF_MASTER": "https://x"}, ("--master",)),
+    ({"--socket-lb-exempt": "a,/"}, {}, ("root", "--socket-lb-exempt", "off")),
+    ({"--source": "a", "--kubeconfig": "b"}, {}, ("--source", "--kubeconfig")),
+    ({"--source": "a"}, {"KBPF_MASTER": "https://x"}, ("--master",)),
 ]  # fmt: skip
+"""Invalid flags or variables, and words that the error must contain."""
 
 
-@pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: str(wrong.given or wrong.environ))
-def test_invalid_flag_or_variable_is_named_in_the_error(wrong: Wrong):
+@pytest.mark.parametrize("row", WRONG, ids=lambda row: str(row[0] or row[1]))
+def test_invalid_flag_or_variable_is_named_in_the_error(row: tuple):
+    given, environ, words = row
     with pytest.raises(ConfigError) as caught:
-        load.load_config(wrong.given, wrong.environ)
-    for word in wrong.words:
+        load.load_config(given, environ)
+    for word in words:
         assert word in str(caught.value)
 
 
@@ -244,44 +216,40 @@ def test_node_name_is_the_hostname_unless_set(monkeypatch: pytest.MonkeyPatch):
     assert arguments.with_node_name(said).node_name == "n1"
 
 
-class CommandLine(NamedTuple):
-    line: str
-    given: dict[str, str]
-
-
 COMMAND_LINES = [
-    CommandLine("--config=/c --hostname-override=n1", {"--hostname-override": "n1"}),
-    CommandLine("--masquerade-all", {"--masquerade-all": "true"}),
-    CommandLine("--masquerade-all=false", {"--masquerade-all": "false"}),
-    CommandLine("--masquerade-all false --pin-dir /p",
+    ("--config=/c --hostname-override=n1", {"--hostname-override": "n1"}),
+    ("--masquerade-all", {"--masquerade-all": "true"}),
+    ("--masquerade-all=false", {"--masquerade-all": "false"}),
+    ("--masquerade-all false --pin-dir /p",
                 {"--masquerade-all": "false", "--pin-dir": "/p"}),
-    CommandLine("--masquerade-all --pin-dir /p", {"--masquerade-all": "true", "--pin-dir": "/p"}),
-    CommandLine("-v=4", {"-v": "4"}),
-    CommandLine("-v4", {"-v": "4"}),
-    CommandLine("--v=4", {"-v": "4"}),
-    CommandLine("--v 4", {"-v": "4"}),
-    CommandLine("--iptables-masquerade-bit 3", {"--masquerade-bit": "3"}),
-    CommandLine("--iptables-localhost-nodeports=false", {"--localhost-nodeports": "false"}),
-    CommandLine("--logging-format json", {"--log-format": "json"}),
-    CommandLine("--ipvs-min-sync-period 5s", {"--min-sync-period": "5s"}),
-    CommandLine("--conntrack-tcp-be-liberal", {"--conntrack-tcp-be-liberal": "true"}),
-    CommandLine("--feature-gates=A=true,B=false", {"--feature-gates": "A=true,B=false"}),
-    CommandLine("--masquerade_all --iptables_masquerade_bit=3",
+    ("--masquerade-all --pin-dir /p", {"--masquerade-all": "true", "--pin-dir": "/p"}),
+    ("-v=4", {"-v": "4"}),
+    ("-v4", {"-v": "4"}),
+    ("--v=4", {"-v": "4"}),
+    ("--v 4", {"-v": "4"}),
+    ("--iptables-masquerade-bit 3", {"--masquerade-bit": "3"}),
+    ("--iptables-localhost-nodeports=false", {"--localhost-nodeports": "false"}),
+    ("--logging-format json", {"--log-format": "json"}),
+    ("--ipvs-min-sync-period 5s", {"--min-sync-period": "5s"}),
+    ("--conntrack-tcp-be-liberal", {"--conntrack-tcp-be-liberal": "true"}),
+    ("--feature-gates=A=true,B=false", {"--feature-gates": "A=true,B=false"}),
+    ("--masquerade_all --iptables_masquerade_bit=3",
                 {"--masquerade-all": "true", "--masquerade-bit": "3"}),
-    CommandLine("--pod_bridge_interface=a_b", {"--pod-bridge-interface": "a_b"}),
-    CommandLine("--nodeport-addresses=10.0.0.0/8 --nodeport-addresses fd00::/8,fe00::/8",
+    ("--pod_bridge_interface=a_b", {"--pod-bridge-interface": "a_b"}),
+    ("--nodeport-addresses=10.0.0.0/8 --nodeport-addresses fd00::/8,fe00::/8",
                 {"--nodeport-addresses": "10.0.0.0/8,fd00::/8,fe00::/8"}),
-    CommandLine("--device eth0 --device=bond*", {"--device": "eth0,bond*"}),
-    CommandLine("--socket-lb-exempt a --socket-lb-exempt b", {"--socket-lb-exempt": "a,b"}),
-    CommandLine("--hostname-override a --hostname-override b", {"--hostname-override": "b"}),
-    CommandLine("--oom-score-adj=-998", {"--oom-score-adj": "-998"}),
-    CommandLine("--oom-score-adj -998", {"--oom-score-adj": "-998"}),
+    ("--device eth0 --device=bond*", {"--device": "eth0,bond*"}),
+    ("--socket-lb-exempt a --socket-lb-exempt b", {"--socket-lb-exempt": "a,b"}),
+    ("--hostname-override a --hostname-override b", {"--hostname-override": "b"}),
+    ("--oom-score-adj=-998", {"--oom-score-adj": "-998"}),
+    ("--oom-score-adj -998", {"--oom-score-adj": "-998"}),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("typed", COMMAND_LINES, ids=lambda typed: typed.line)
-def test_flag_syntax_is_that_of_kube_proxy(typed: CommandLine):
-    assert arguments.parse_options(typed.line.split(), {}).explicit_flags == typed.given
+@pytest.mark.parametrize("row", COMMAND_LINES, ids=lambda row: row[0])
+def test_flag_syntax_is_that_of_kube_proxy(row: tuple):
+    line, given = row
+    assert arguments.parse_options(line.split(), {}).explicit_flags == given
 
 
 def test_configuration_file_by_flag_or_variable():

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Standard streams of a command that are closed, full, or cannot encode the output."""
 
-from typing import NamedTuple
-
 import pytest
 
 from tests.support.runtime.command import kbpf, python
@@ -14,37 +12,30 @@ PIPE = 141
 WRITTEN = ("run", "--write-config-to", "/dev/stdout")
 
 
-class Stream(NamedTuple):
-    """A command, the shell's redirection, the exit code and the whole of stderr."""
-
-    words: tuple[str, ...]
-    shell: str
-    code: int
-    err: str
-
-
 COMMANDS = [
     ("--help",), ("--version",), ("run", "--help"), ("run", "--version"), ("inspect", "-h"),
     ("check", "-o", "json"), ("cleanup", "-h"),
 ]  # fmt: skip
 STREAMS = [
-    *(Stream(words, ">/dev/full", 1, FULL) for words in COMMANDS),
-    *(Stream(words, ">&-", 1, CLOSED) for words in COMMANDS),
-    *(Stream(words, "<&- >&- 2>&-", 1, "") for words in COMMANDS),
-    *(Stream(words, GONE, PIPE, "") for words in (*COMMANDS, WRITTEN)),
-    Stream(("nonsense",), "2>&-", 2, ""),
-    Stream(("inspect", "status", "--pin-dir", "/nowhere"), "2>&-", 1, ""),
-    Stream(("inspect", "status", "--pin-dir", "/nowhere"), "2>/dev/full", 1, ""),
-    Stream(("run", "--source", "/nowhere"), "2>/dev/full", 1, ""),
-    Stream(WRITTEN, ">/dev/full", 1, "kbpf: cannot write the configuration: No space left on "
+    *((words, ">/dev/full", 1, FULL) for words in COMMANDS),
+    *((words, ">&-", 1, CLOSED) for words in COMMANDS),
+    *((words, "<&- >&- 2>&-", 1, "") for words in COMMANDS),
+    *((words, GONE, PIPE, "") for words in (*COMMANDS, WRITTEN)),
+    (("nonsense",), "2>&-", 2, ""),
+    (("inspect", "status", "--pin-dir", "/nowhere"), "2>&-", 1, ""),
+    (("inspect", "status", "--pin-dir", "/nowhere"), "2>/dev/full", 1, ""),
+    (("run", "--source", "/nowhere"), "2>/dev/full", 1, ""),
+    (WRITTEN, ">/dev/full", 1, "kbpf: cannot write the configuration: No space left on "
            "device (/dev/stdout); name another file\n"),
 ]  # fmt: skip
+"""A command, the shell's redirection, the exit code and the whole of stderr."""
 
 
-@pytest.mark.parametrize("row", STREAMS, ids=lambda row: f"{' '.join(row.words)} {row.shell}")
-def test_redirected_stream(row: Stream) -> None:
-    done = kbpf(*row.words, shell=row.shell)
-    assert (done.code, done.err) == (row.code, row.err)
+@pytest.mark.parametrize("row", STREAMS, ids=lambda row: f"{' '.join(row[0])} {row[1]}")
+def test_redirected_stream(row: tuple) -> None:
+    words, shell, code, err = row
+    done = kbpf(*words, shell=shell)
+    assert (done.code, done.err) == (code, err)
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "ascii:strict", "utf-8:strict"])

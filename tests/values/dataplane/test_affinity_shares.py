@@ -4,7 +4,7 @@ tests/programs/maps/test_isolation.py has real maps and the programs that count.
 """
 
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -54,38 +54,31 @@ def counted(affinity: FakeMap, shares: FakeMap) -> AffinityShares:
     return AffinityShares(lambda: maps, lambda: dict.fromkeys(SERVICES, TIMEOUT))
 
 
-class Row(NamedTuple):
-    """Entries (client, cgroup), and the counts before and after a recount."""
-
-    name: str
-    entries: tuple[tuple[str, int], ...]
-    before: dict[str, int]
-    after: dict[str, int]
-
-
-ROWS = [
-    Row("no entries, no counts", (), {}, {}),
-    Row("a correct count stays", ((ONE, 0), (ONE, 0)), {ONE: 2}, {ONE: 2}),
-    Row("one entry is gone", ((ONE, 0),), {ONE: 2}, {ONE: 1}),
-    Row("all entries are gone", (), {ONE: 2, OTHER: 1}, {}),
-    Row("an IPv6 network", ((NEAR, 0), ("2001:db8::2", 0), (FAR, 0)), {NETWORK: 9}, {NETWORK: 2}),
-    Row("entries without a count", ((FAR, 0),), {}, {}),
-]
+ROWS = {
+    "no entries, no counts": ((), {}, {}),
+    "a correct count stays": (((ONE, 0), (ONE, 0)), {ONE: 2}, {ONE: 2}),
+    "one entry is gone": (((ONE, 0),), {ONE: 2}, {ONE: 1}),
+    "all entries are gone": ((), {ONE: 2, OTHER: 1}, {}),
+    "an IPv6 network": (((NEAR, 0), ("2001:db8::2", 0), (FAR, 0)), {NETWORK: 9}, {NETWORK: 2}),
+    "entries without a count": (((FAR, 0),), {}, {}),
+}
+"""Entries (client, cgroup), and the counts before and after a recount."""
 
 
 @pytest.mark.parametrize("piece", [1, 100])
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_a_recount_corrects_the_counts(row: Row, piece: int):
+@pytest.mark.parametrize("name", ROWS)
+def test_a_recount_corrects_the_counts(name: str, piece: int):
+    entries, before, after = ROWS[name]
     affinity, shares = FakeMap(), FakeMap()
     affinity.piece = piece
-    for number, (client, cgroup) in enumerate(row.entries):
+    for number, (client, cgroup) in enumerate(entries):
         key = AFFINITY_KEY.pack(parse_addr(client), number, 0)
         affinity[key] = AFFINITY.pack(time.monotonic_ns(), 1, cgroup)
-    shares |= {bytes(parse_addr(at)): U32.pack(count) for at, count in row.before.items()}
+    shares |= {bytes(parse_addr(at)): U32.pack(count) for at, count in before.items()}
     counting = counted(affinity, shares)
-    for number in range(len(row.entries) + 1):
+    for number in range(len(entries) + 1):
         counting.advance(number * RECOUNT_INTERVAL_S, AT_ONCE)
-    assert shares == {bytes(parse_addr(at)): U32.pack(count) for at, count in row.after.items()}
+    assert shares == {bytes(parse_addr(at)): U32.pack(count) for at, count in after.items()}
 
 
 def test_counts_made_during_a_recount_are_kept():
@@ -113,30 +106,23 @@ def test_sockets_are_counted_by_cgroup():
     assert shares[own] == U32.pack(3)
 
 
-class Age(NamedTuple):
-    """An entry of a Service (1000: an unknown one), and whether it is kept."""
-
-    name: str
-    service: int
-    seconds: float
-    stays: bool
-
-
-AGES = [
-    Age("in use", 1, 0, True),
-    Age("idle", 1, TIMEOUT - 5, True),
-    Age("expired", 1, TIMEOUT + 1, False),
-    Age("an unknown Service", 1000, TIMEOUT + 1, True),
-    Age("an unknown Service, older than any time-out", 1000, MAX_AFFINITY_TIMEOUT_S + 1, False),
-]
+AGES = {
+    "in use": (1, 0, True),
+    "idle": (1, TIMEOUT - 5, True),
+    "expired": (1, TIMEOUT + 1, False),
+    "an unknown Service": (1000, TIMEOUT + 1, True),
+    "an unknown Service, older than any time-out": (1000, MAX_AFFINITY_TIMEOUT_S + 1, False),
+}
+"""An entry of a Service (1000: an unknown one), and whether it is kept."""
 
 
-@pytest.mark.parametrize("row", AGES, ids=lambda row: row.name)
-def test_expired_entries_are_deleted_and_not_counted(row: Age):
+@pytest.mark.parametrize("name", AGES)
+def test_expired_entries_are_deleted_and_not_counted(name: str):
+    service, seconds, stays = AGES[name]
     affinity, shares = FakeMap(), FakeMap()
     own = bytes(parse_addr(ONE))
-    used = time.monotonic_ns() + 10**15 - int(row.seconds * 10**9)
-    affinity[AFFINITY_KEY.pack(own, row.service, 0)] = AFFINITY.pack(used, 1, 0)
+    used = time.monotonic_ns() + 10**15 - int(seconds * 10**9)
+    affinity[AFFINITY_KEY.pack(own, service, 0)] = AFFINITY.pack(used, 1, 0)
     shares[own] = U32.pack(1)
     with pytest.MonkeyPatch.context() as patch:
         real = time.monotonic_ns
@@ -144,7 +130,7 @@ def test_expired_entries_are_deleted_and_not_counted(row: Age):
             "kbpf.dataplane.bpf.maps.affinity_shares.time.monotonic_ns", lambda: real() + 10**15
         )
         counted(affinity, shares).advance(0, AT_ONCE)
-    assert (len(affinity), len(shares)) == ((1, 1) if row.stays else (0, 0))
+    assert (len(affinity), len(shares)) == ((1, 1) if stays else (0, 0))
 
 
 def test_an_entry_used_again_during_the_recount_stays():

@@ -27,36 +27,30 @@ TO_A_POD = {
 }
 
 
-class Row(NamedTuple):
-    """A rule as libnftables lists it, and whether it refuses all packets."""
-
-    name: str
-    expressions: list[dict[str, object]]
-    refuses: bool
-
-
-EXPRESSIONS = [
-    Row("iptables -j REJECT", [COUNTER, REJECT], True),
-    Row("iptables -m comment -j REJECT", [COMMENT, COUNTER, REJECT], True),
-    Row("drop", [{"drop": None}], True),
-    Row("counter drop", [COUNTER, {"drop": None}], True),
-    Row("log, then drop", [{"log": {"prefix": "no: "}}, {"drop": None}], True),
-    Row("reject with a reason", [{"reject": {"type": "icmp", "expr": "host-prohibited"}}], True),
-    Row("reject to one pod", [TO_A_POD, COUNTER, REJECT], False),
-    Row("drop to one pod", [TO_A_POD, {"drop": None}], False),
-    Row("a match by an iptables module", [{"xt": {"type": "match", "name": "conntrack"}},
-                                              COUNTER, {"drop": None}], False),
-    Row("accept", [COUNTER, {"accept": None}], False),
-    Row("a jump", [COUNTER, {"jump": {"target": "cali-FORWARD"}}], False),
-    Row("another target", [{"xt": {"type": "target", "name": "MARK"}}], False),
-    Row("only a counter", [COUNTER], False),
-    Row("nothing", [], False),
-]  # fmt: skip
+EXPRESSIONS = {
+    "iptables -j REJECT": ([COUNTER, REJECT], True),
+    "iptables -m comment -j REJECT": ([COMMENT, COUNTER, REJECT], True),
+    "drop": ([{"drop": None}], True),
+    "counter drop": ([COUNTER, {"drop": None}], True),
+    "log, then drop": ([{"log": {"prefix": "no: "}}, {"drop": None}], True),
+    "reject with a reason": ([{"reject": {"type": "icmp", "expr": "host-prohibited"}}], True),
+    "reject to one pod": ([TO_A_POD, COUNTER, REJECT], False),
+    "drop to one pod": ([TO_A_POD, {"drop": None}], False),
+    "a match by an iptables module": (
+        [{"xt": {"type": "match", "name": "conntrack"}}, COUNTER, {"drop": None}], False),
+    "accept": ([COUNTER, {"accept": None}], False),
+    "a jump": ([COUNTER, {"jump": {"target": "cali-FORWARD"}}], False),
+    "another target": ([{"xt": {"type": "target", "name": "MARK"}}], False),
+    "only a counter": ([COUNTER], False),
+    "nothing": ([], False),
+}  # fmt: skip
+"""A rule as libnftables lists it, and whether it refuses all packets."""
 
 
-@pytest.mark.parametrize("row", EXPRESSIONS, ids=lambda row: row.name)
-def test_which_rules_refuse_all_packets(row: Row):
-    assert refuses_all(row.expressions) == row.refuses
+@pytest.mark.parametrize("name", EXPRESSIONS)
+def test_which_rules_refuse_all_packets(name: str):
+    expressions, refuses = EXPRESSIONS[name]
+    assert refuses_all(expressions) == refuses
 
 
 class Place(NamedTuple):

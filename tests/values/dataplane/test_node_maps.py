@@ -3,7 +3,6 @@
 order.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -83,36 +82,27 @@ def test_the_flags_of_a_device(row: Row):
     assert mac == row.device.mac
 
 
-class Source(NamedTuple):
-    """A device's addresses, the node's preferred ones, and the masquerading source of each
-    family.
-    """
-
-    name: str
-    sources: str
-    preferred: str
-    gets: tuple[str, str]
-
-
-SOURCES = [
-    Source("no addresses", "", "", ("::", "::")),
-    Source("no addresses on the device, some on the node", "", "192.0.2.1 fd00::1", ("::", "::")),
-    Source("the kernel's first choice", "10.0.0.1 10.0.0.2 fd00::1", "", ("10.0.0.1", "fd00::1")),
-    Source("a preferred address on the device", "10.0.0.1 10.0.0.2", "10.0.0.2",
-           ("10.0.0.2", "::")),
-    Source("a preferred address that is not on the device", "10.0.0.1 fd00::1", "10.9.9.9 fd00::1",
-           ("10.0.0.1", "fd00::1")),
-]  # fmt: skip
+SOURCES = {
+    "no addresses": ("", "", ("::", "::")),
+    "no addresses on the device, some on the node": ("", "192.0.2.1 fd00::1", ("::", "::")),
+    "the kernel's first choice": ("10.0.0.1 10.0.0.2 fd00::1", "", ("10.0.0.1", "fd00::1")),
+    "a preferred address on the device": ("10.0.0.1 10.0.0.2", "10.0.0.2", ("10.0.0.2", "::")),
+    "a preferred address that is not on the device": ("10.0.0.1 fd00::1", "10.9.9.9 fd00::1",
+        ("10.0.0.1", "fd00::1")),
+}  # fmt: skip
+"""A device's addresses, the node's preferred ones, and the masquerading source of each family."""
 
 
-@pytest.mark.parametrize("row", SOURCES, ids=lambda row: row.name)
-def test_the_masquerading_source_of_a_device(row: Source):
+@pytest.mark.parametrize("name", SOURCES)
+def test_the_masquerading_source_of_a_device(name: str):
+    sources, preferred, gets = SOURCES[name]
+
     def addrs(text: str) -> tuple[Addr, ...]:
         return tuple(parse_addr(word) for word in text.split())
 
-    device = replace(ETH0, sources=addrs(row.sources))
-    told = DEVICE.unpack(pack_device(device, HOST, Config(), addrs(row.preferred)))
-    assert told[-2:] == tuple(bytes(parse_addr(one)) for one in row.gets)
+    device = replace(ETH0, sources=addrs(sources))
+    told = DEVICE.unpack(pack_device(device, HOST, Config(), addrs(preferred)))
+    assert told[-2:] == tuple(bytes(parse_addr(one)) for one in gets)
 
 
 class Table:
@@ -179,34 +169,26 @@ def nets(*texts: str) -> set[Cidr]:
     return {parse_cidr(text, "") for text in texts}
 
 
-class Flags(NamedTuple):
-    """The settings, the known pod networks, and the node's flags."""
-
-    name: str
-    config: Config
-    networks: tuple[str, ...]
-    flags: NodeFlag
-
-
-FLAGS = [
-    Flags("nothing", Config(), (), NodeFlag(0)),
-    Flags("masquerade all", Config(masquerade_all=True), (), NodeFlag.MASQUERADE_ALL),
-    Flags("direct", Config(forwarding="direct"), (), NodeFlag.DIRECT),
-    Flags("by bridge", BRIDGE, (), NodeFlag.DETECTS_LOCAL),
-    Flags("by prefix", PREFIX, (), NodeFlag.DETECTS_LOCAL),
-    Flags("by networks, none known", NETWORKS, (), NodeFlag(0)),
-    Flags("by networks", NETWORKS, ("10.1.0.0/24",),
-          NodeFlag.DETECTS_LOCAL | NodeFlag.LOCAL_NETWORKS),
-]  # fmt: skip
+FLAGS = {
+    "nothing": (Config(), (), NodeFlag(0)),
+    "masquerade all": (Config(masquerade_all=True), (), NodeFlag.MASQUERADE_ALL),
+    "direct": (Config(forwarding="direct"), (), NodeFlag.DIRECT),
+    "by bridge": (BRIDGE, (), NodeFlag.DETECTS_LOCAL),
+    "by prefix": (PREFIX, (), NodeFlag.DETECTS_LOCAL),
+    "by networks, none known": (NETWORKS, (), NodeFlag(0)),
+    "by networks": (NETWORKS, ("10.1.0.0/24",), NodeFlag.DETECTS_LOCAL | NodeFlag.LOCAL_NETWORKS),
+}  # fmt: skip
+"""The settings, the known pod networks, and the node's flags."""
 
 
-@pytest.mark.parametrize("row", FLAGS, ids=lambda row: row.name)
-def test_the_flags_of_the_node(row: Flags):
+@pytest.mark.parametrize("name", FLAGS)
+def test_the_flags_of_the_node(name: str):
+    config, networks, flags = FLAGS[name]
     told = Maps()
-    NodeMap(row.config, told.maps).write(state(*row.networks, own="192.0.2.1 2001:db8::1"))
+    NodeMap(config, told.maps).write(state(*networks, own="192.0.2.1 2001:db8::1"))
     four, six = parse_addr("192.0.2.1"), parse_addr("2001:db8::1")
-    assert told.node == (four, six, row.flags, 1024, 29_999, 1 << 14)
-    assert told.networks == nets(*row.networks)
+    assert told.node == (four, six, flags, 1024, 29_999, 1 << 14)
+    assert told.networks == nets(*networks)
 
 
 YIELDS, FOLLOWS = NodeFlag.PASSIVE, NodeFlag.COEXISTING
@@ -310,23 +292,15 @@ def test_devices_of_an_earlier_agent_are_adopted():
     assert told.cached == {2: 2}
 
 
-class Cached(NamedTuple):
-    """Devices by ifindex, before and now, and the resulting cache: slot → ifindex."""
-
-    name: str
-    before: tuple[int, ...]
-    now: tuple[int, ...]
-    places: Mapping[int, int]
-
-
-CACHED = [
-    Cached("one slot for each", (), (2, 5, 1023), {2: 2, 5: 5, 1023: 1023}),
-    Cached("high numbers", (), (1024, 70_001), {0: 1024, 70_001 % 1024: 70_001}),
-    Cached("of several, the lowest ifindex", (), (5, 1029, 2053), {5: 5}),
-    Cached("a new device does not evict", (5,), (5, 1029), {5: 5}),
-    Cached("the first device is deleted", (5, 1029), (1029,), {5: 1029}),
-    Cached("all are deleted", (5, 6), (), {}),
-]
+CACHED = {
+    "one slot for each": ((), (2, 5, 1023), {2: 2, 5: 5, 1023: 1023}),
+    "high numbers": ((), (1024, 70_001), {0: 1024, 70_001 % 1024: 70_001}),
+    "of several, the lowest ifindex": ((), (5, 1029, 2053), {5: 5}),
+    "a new device does not evict": ((5,), (5, 1029), {5: 5}),
+    "the first device is deleted": ((5, 1029), (1029,), {5: 1029}),
+    "all are deleted": ((5, 6), (), {}),
+}
+"""Devices by ifindex, before and now, and the resulting cache: slot → ifindex."""
 
 
 def test_a_device_cache_slot_is_changed_in_safe_steps():
@@ -355,18 +329,19 @@ def test_a_device_cache_slot_is_changed_in_safe_steps():
     ]
 
 
-@pytest.mark.parametrize("row", CACHED, ids=lambda row: row.name)
-def test_which_device_has_a_cache_slot(row: Cached):
+@pytest.mark.parametrize("name", CACHED)
+def test_which_device_has_a_cache_slot(name: str):
+    before, now, places = CACHED[name]
     told = Maps()
     facts = DeviceMap(Config(), told.maps)
     for numbers in (
-        row.before,
-        row.now,
-        row.now,
+        before,
+        now,
+        now,
     ):  # a slot that becomes free is used by the next write only
         there = [Device(number, f"eth{number}", mac=MAC) for number in numbers]
         facts.write(there, {number: RoleChoice(HOST, "") for number in numbers})
-    assert told.cached == row.places
-    for place, number in row.places.items():
+    assert told.cached == places
+    for place, number in places.items():
         value = told.maps["device_cache"].entries[U32.pack(place)]
         assert value == U32.pack(number) + told.maps["devices"].entries[U32.pack(number)]

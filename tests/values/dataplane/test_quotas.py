@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quotas of namespaces, and the order in which Services are programmed when room is short."""
 
-from typing import NamedTuple
-
 import pytest
 
 from kbpf.dataplane.bpf.changes.plan import ProgrammedPort, ProgrammedSet, ServiceFlag
@@ -32,47 +30,41 @@ def tenant(namespace: str, name: str, first: int = 1, count: int = 2, **more) ->
     return type(made)(**{f: getattr(made, f) for f in made.__struct_fields__} | {"key": key})
 
 
-class Ports(NamedTuple):
-    """Service ports of one namespace with a quota of two tables, and those that get no table."""
-
-    name: str
-    states: tuple[ServiceState, ...]
-    plain: set[str]
-
-
-LIMITED = [
-    Ports("room for all", (tenant("a", "x", 1), tenant("a", "y", 2)), set()),
-    Ports("the last by name gets none",
-          tuple(tenant("a", name, at) for at, name in enumerate("xyz")), {"z"}),
-    Ports("the youngest gets none",
+LIMITED = {
+    "room for all": ((tenant("a", "x", 1), tenant("a", "y", 2)), set()),
+    "the last by name gets none": (tuple(tenant("a", name, at) for at, name in enumerate("xyz")),
+        {"z"}),
+    "the youngest gets none": (
           (tenant("a", "x", 1, created="2026-03-01T00:00:00Z"),
            tenant("a", "y", 2, created="2026-02-01T00:00:00Z"),
            tenant("a", "z", 3, created="2026-01-01T00:00:00Z")), {"x"}),
-    Ports("the largest gets none, though it is the oldest",
+    "the largest gets none, though it is the oldest": (
           (tenant("a", "x", 1, 20, created="2026-01-01T00:00:00Z"),
            tenant("a", "y", 2, created="2026-02-01T00:00:00Z"),
            tenant("a", "z", 3, created="2026-03-01T00:00:00Z")), {"x"}),
-    Ports("Service ports with the same addresses share a table",
-          tuple(tenant("a", name, 1) for name in "uvwxyz"), set()),
-    Ports("each namespace has its own quota",
-          tuple(tenant(namespace, f"{namespace}{at}", at)
-                for namespace in "ab" for at in (1, 2)), set()),
-    Ports("Service ports without a table do not count",
+    "Service ports with the same addresses share a table": (
+        tuple(tenant("a", name, 1) for name in "uvwxyz"), set()),
+    "each namespace has its own quota": (
+        tuple(tenant(namespace, f"{namespace}{at}", at) for namespace in "ab" for at in (1, 2)),
+        set()),
+    "Service ports without a table do not count": (
           (*(tenant("a", f"s{at}", at, algorithm=Algorithm.RANDOM) for at in range(9)),
            tenant("a", "x", 1)), set()),
-]  # fmt: skip
+}  # fmt: skip
+"""Service ports of one namespace with a quota of two tables, and those that get no table."""
 
 
-@pytest.mark.parametrize("row", LIMITED, ids=lambda row: row.name)
-def test_tables_of_a_namespace_are_limited(row: Ports):
+@pytest.mark.parametrize("name", LIMITED)
+def test_tables_of_a_namespace_are_limited(name: str):
+    service_states, plain = LIMITED[name]
     limits = TableLimits(2 * TABLE + 1)
-    states = {state.key: state for state in row.states}
+    states = {state.key: state for state in service_states}
     limits.update(states, states)
-    assert {key.name for key in states if limits.reason_for_even_spread(key)} == row.plain
+    assert {key.name for key in states if limits.reason_for_even_spread(key)} == plain
     for key, state in states.items():
         effective = limits.effective_state(state)
         assert effective.cluster == state.cluster, "it is served without a table"
-        if key.name in row.plain:
+        if key.name in plain:
             assert effective.algorithm is Algorithm.RANDOM
             assert "backends are chosen at random" in limits.reason_for_even_spread(key)
         else:

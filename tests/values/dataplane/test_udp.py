@@ -155,30 +155,24 @@ def test_flows_of_unconnected_sockets_end_with_their_backend():
     }
 
 
-class Cut(NamedTuple):
-    """Backends that stop at these seconds, and those in the map afterwards, in this order."""
-
-    name: str
-    ends: tuple[tuple[float, Backend], ...]
-    left: tuple[Backend, ...]
-
-
 KEPT = udp.CUT_LIFETIME_NS / 1e9
-CUTS = [
-    Cut("one backend", ((1, ONE),), (ONE,)),
-    Cut("a backend that stops again", ((1, ONE), (2, TWO), (3, ONE)), (TWO, ONE)),
-    Cut("removed when no flow can be as old", ((1, ONE), (1 + KEPT, TWO)), (TWO,)),
-    Cut("kept until then", ((1, ONE), (KEPT, TWO)), (ONE, TWO)),
-    Cut("the oldest is evicted", ((1, ONE), (2, TWO), (3, SIX)), (TWO, SIX)),
-]
+CUTS = {
+    "one backend": (((1, ONE),), (ONE,)),
+    "a backend that stops again": (((1, ONE), (2, TWO), (3, ONE)), (TWO, ONE)),
+    "removed when no flow can be as old": (((1, ONE), (1 + KEPT, TWO)), (TWO,)),
+    "kept until then": (((1, ONE), (KEPT, TWO)), (ONE, TWO)),
+    "the oldest is evicted": (((1, ONE), (2, TWO), (3, SIX)), (TWO, SIX)),
+}
+"""Backends that stop at these seconds, and those in the map afterwards, in this order."""
 
 
-@pytest.mark.parametrize("row", CUTS, ids=lambda row: row.name)
+@pytest.mark.parametrize("name", CUTS)
 @pytest.mark.parametrize("restarts", [False, True])
-def test_stopped_backends_are_kept_while_their_flows_may_exist(row: Cut, restarts: bool):
+def test_stopped_backends_are_kept_while_their_flows_may_exist(name: str, restarts: bool):
+    ends, left = CUTS[name]
     held = FakeMap()
     cuts, tables = cuts_of(held)
-    for second, backend in row.ends:
+    for second, backend in ends:
         if restarts:
             cuts, tables = cuts_of(held)
         packed = pack_target(backend.address, backend.port, UDP)
@@ -186,7 +180,7 @@ def test_stopped_backends_are_kept_while_their_flows_may_exist(row: Cut, restart
         cuts.add([(1, packed)], int(second * 1e9))
         assert tables.fill["udp_cuts"] == len(held)
         assert tables.calls == 1 + bool(before.keys() - held.keys()), "each system call is counted"
-    wanted = [CUT_KEY.pack(1, pack_target(b.address, b.port, UDP)) for b in row.left]
+    wanted = [CUT_KEY.pack(1, pack_target(b.address, b.port, UDP)) for b in left]
     assert [key for key, _ in sorted(held.items(), key=lambda pair: U64.unpack(pair[1]))] == wanted
 
 

@@ -4,7 +4,7 @@ decoded.
 """
 
 import socket
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from pyroute2.netlink.generic.ipvs import ipvsmsg
@@ -43,12 +43,6 @@ def read_by_pyroute2(body: bytes) -> dict[str, Any]:
     return found
 
 
-class Row(NamedTuple):
-    name: str
-    change: IpvsRequest
-    said: dict[str, Any]
-
-
 V4 = {"s.AF": socket.AF_INET, "s.PROTOCOL": 6, "s.ADDR": "10.96.0.1", "s.PORT": 80}
 V6 = {"s.AF": socket.AF_INET6, "s.PROTOCOL": 6, "s.ADDR": "fd00::1", "s.PORT": 80}
 SERVER = {"FWD_METHOD": 0, "U_THRESH": 0, "L_THRESH": 0}
@@ -58,9 +52,8 @@ def flags(value: int) -> dict[str, int]:
     return {"flags": value, "mask": 0x19}
 
 
-ROWS = [
-    Row(
-        "new",
+ROWS = {
+    "new": (
         IpvsRequest(IpvsCommand.IPVS_CMD_NEW_SERVICE, WEB, VirtualServiceSettings("rr")),
         {
             "cmd": 1,
@@ -71,8 +64,7 @@ ROWS = [
             "s.NETMASK": "255.255.255.255",
         },
     ),
-    Row(
-        "new, IPv6, persistent",
+    "new, IPv6, persistent": (
         IpvsRequest(IpvsCommand.IPVS_CMD_NEW_SERVICE, WEB6, VirtualServiceSettings("wrr", 10800)),
         {
             "cmd": 1,
@@ -83,8 +75,7 @@ ROWS = [
             "s.NETMASK": "128.0.0.0",
         },
     ),  # for IPv6, a 32-bit prefix length
-    Row(
-        "set, by a hash",
+    "set, by a hash": (
         IpvsRequest(
             IpvsCommand.IPVS_CMD_SET_SERVICE,
             WEB,
@@ -104,8 +95,7 @@ ROWS = [
             "s.NETMASK": "255.255.255.255",
         },
     ),
-    Row(
-        "by mark",
+    "by mark": (
         IpvsRequest(
             IpvsCommand.IPVS_CMD_NEW_SERVICE,
             VirtualServiceKey(6, ANY6, 0, 0x6B620001),
@@ -121,9 +111,8 @@ ROWS = [
             "s.NETMASK": "128.0.0.0",
         },
     ),
-    Row("delete", IpvsRequest(IpvsCommand.IPVS_CMD_DEL_SERVICE, WEB), {"cmd": 3, **V4}),
-    Row(
-        "a server",
+    "delete": (IpvsRequest(IpvsCommand.IPVS_CMD_DEL_SERVICE, WEB), {"cmd": 3, **V4}),
+    "a server": (
         IpvsRequest(
             IpvsCommand.IPVS_CMD_NEW_DEST, WEB, None, RealServerKey(parse_addr("10.0.0.1"), 8080), 3
         ),
@@ -137,8 +126,7 @@ ROWS = [
             **SERVER,
         },
     ),
-    Row(
-        "a server drained, IPv6",
+    "a server drained, IPv6": (
         IpvsRequest(
             IpvsCommand.IPVS_CMD_SET_DEST, WEB6, None, RealServerKey(parse_addr("fd00::9"), 8080), 0
         ),
@@ -152,8 +140,7 @@ ROWS = [
             **SERVER,
         },
     ),
-    Row(
-        "a server gone",
+    "a server gone": (
         IpvsRequest(
             IpvsCommand.IPVS_CMD_DEL_DEST, WEB, None, RealServerKey(parse_addr("10.0.0.1"), 80)
         ),
@@ -167,12 +154,13 @@ ROWS = [
             **SERVER,
         },
     ),
-]
+}
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_requests_encode_as_pyroute2_reads_them(row: Row):
-    assert read_by_pyroute2(ipvs.encode_request(row.change)) == row.said
+@pytest.mark.parametrize("name", ROWS)
+def test_requests_encode_as_pyroute2_reads_them(name: str):
+    change, said = ROWS[name]
+    assert read_by_pyroute2(ipvs.encode_request(change)) == said
 
 
 def test_a_delete_request_byte_by_byte():

@@ -307,46 +307,38 @@ def test_refusal_is_one_log_line_one_problem_and_one_event_per_change(
     assert problems.first(9) == []
 
 
-class AtNode(NamedTuple):
-    """A frontend that is served, and whether a log line names it."""
-
-    what: str
-    kind: FrontendKind
-    address: str
-    port: int
-    named: bool
-
-
-AT_NODE = [
-    AtNode("this node, listed", FrontendKind.EXTERNAL_IP, "192.0.2.10", 80, True),
-    AtNode("a VIP on a device", FrontendKind.EXTERNAL_IP, "192.0.2.200", 80, True),
-    AtNode("this node, IPv6", FrontendKind.LOAD_BALANCER, "2001:db8::10", 80, True),
-    AtNode("a LoadBalancer VIP on a device", FrontendKind.LOAD_BALANCER, "192.0.2.200", 80, False),
-    AtNode("the Service's own NodePort", FrontendKind.EXTERNAL_IP, "192.0.2.10", 30099, False),
-    AtNode("another node", FrontendKind.EXTERNAL_IP, "192.0.2.11", 80, False),
-    AtNode("a ClusterIP", FrontendKind.CLUSTER_IP, "192.0.2.10", 80, False),
-]
+AT_NODE = {
+    "this node, listed": (FrontendKind.EXTERNAL_IP, "192.0.2.10", 80, True),
+    "a VIP on a device": (FrontendKind.EXTERNAL_IP, "192.0.2.200", 80, True),
+    "this node, IPv6": (FrontendKind.LOAD_BALANCER, "2001:db8::10", 80, True),
+    "a LoadBalancer VIP on a device": (FrontendKind.LOAD_BALANCER, "192.0.2.200", 80, False),
+    "the Service's own NodePort": (FrontendKind.EXTERNAL_IP, "192.0.2.10", 30099, False),
+    "another node": (FrontendKind.EXTERNAL_IP, "192.0.2.11", 80, False),
+    "a ClusterIP": (FrontendKind.CLUSTER_IP, "192.0.2.10", 80, False),
+}
+"""A frontend that is served, and whether a log line names it."""
 
 
-@pytest.mark.parametrize("row", AT_NODE, ids=lambda row: row.what)
+@pytest.mark.parametrize("name", AT_NODE)
 def test_served_address_of_this_node_is_logged_once(
-    row: AtNode, caplog: pytest.LogCaptureFixture
+    name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The log line warns, since connections to the node now reach the Service. The address is
     served, so `problems` does not list it.
     """
-    config, problems = setting("listed", row.address), Problems()
-    states = state_of(web(row.kind, row.address, row.port), config).services
+    kind, address, port, named = AT_NODE[name]
+    config, problems = setting("listed", address), Problems()
+    states = state_of(web(kind, address, port), config).services
     kept = compute_reserved(NODE, LOCAL, SERVERS, LISTENING, (API_SLICE,), config)
     told = RefusalReporter(EventRecorder(None, "me"), problems)
     with caplog.at_level("WARNING"):
         for _ in range(2):
             told.report_changes(states, states, kept)
-    at = FrontendAddress(parse_addr(row.address), row.port, TCP)
+    at = FrontendAddress(parse_addr(address), port, TCP)
     line = (
         f"Service ns/web: {at} is at an address of this node: connections to it reach the Service"
     )
-    assert [each.getMessage() for each in caplog.records] == [f"{line}; {DOCS_HINT}"] * row.named
+    assert [each.getMessage() for each in caplog.records] == [f"{line}; {DOCS_HINT}"] * named
     assert not len(problems)
 
 

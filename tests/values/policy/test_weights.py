@@ -191,47 +191,38 @@ def ask(weights: Weights | None, *pieces: EndpointSlice, **service: Any) -> Endp
     return select_endpoints(pieces, PORT, web, ME, 4)
 
 
-class Row(NamedTuple):
-    """Rules for three endpoints: which get connections (`who`), and with which weights (`each`).
-
-    The endpoints are 10.1.0.1 (Pod web-1, node me, zone a), .2 (web-2, you, a) and .3 (web-3, you,
-    b).
-    """
-
-    name: str
-    weights: Weights
-    who: tuple[int, ...]
-    each: tuple[int, ...]
-
-
 def addr(number: int) -> Any:
     return end(number).address
 
 
-ROWS = [
-    Row("no rule", Weights(), (1, 2, 3), ()),
-    Row("equal weights", Weights(default=9), (1, 2, 3), ()),
-    Row("by Pod", Weights(pods=(("web-1", 3),)), (1, 2, 3), (3, 1, 1)),
-    Row("by address", Weights(addresses=((addr(2), 5),)), (1, 2, 3), (1, 5, 1)),
-    Row("by node", Weights(nodes=(("you", 4),)), (1, 2, 3), (1, 4, 4)),
-    Row("by zone", Weights(zones=(("a", 2),)), (1, 2, 3), (2, 2, 1)),
-    Row("by default", Weights(pods=(("web-1", 3),), default=2), (1, 2, 3), (3, 2, 2)),
-    Row("a common divisor is removed", Weights(pods=(("web-1", 30),), default=20),
-        (1, 2, 3), (3, 2, 2)),
-    Row("an address beats a Pod", Weights(addresses=((addr(1), 7),), pods=(("web-1", 3),)),
-        (1, 2, 3), (7, 1, 1)),
-    Row("a Pod beats a node", Weights(pods=(("web-2", 7),), nodes=(("you", 3),)),
-        (1, 2, 3), (1, 7, 3)),
-    Row("a node beats a zone", Weights(nodes=(("me", 7),), zones=(("a", 3),)),
-        (1, 2, 3), (7, 3, 1)),
-    Row("a zone beats the default", Weights(zones=(("b", 7),), default=3), (1, 2, 3), (3, 3, 7)),
-    Row("0 from the more specific rule", Weights(pods=(("web-2", 0),), nodes=(("you", 3),)),
-        (1, 3), (1, 3)),
-    Row("0 gets nothing", Weights(pods=(("web-1", 0),)), (2, 3), ()),
-    Row("all but one are 0", Weights(pods=(("web-1", 9),), default=0), (1,), ()),
-    Row("all are 0: as without weights", Weights(default=0), (1, 2, 3), ()),
-    Row("a rule for an unknown Pod", Weights(pods=(("web-9", 9),)), (1, 2, 3), ()),
-]  # fmt: skip
+ROWS = {
+    "no rule": (Weights(), (1, 2, 3), ()),
+    "equal weights": (Weights(default=9), (1, 2, 3), ()),
+    "by Pod": (Weights(pods=(("web-1", 3),)), (1, 2, 3), (3, 1, 1)),
+    "by address": (Weights(addresses=((addr(2), 5),)), (1, 2, 3), (1, 5, 1)),
+    "by node": (Weights(nodes=(("you", 4),)), (1, 2, 3), (1, 4, 4)),
+    "by zone": (Weights(zones=(("a", 2),)), (1, 2, 3), (2, 2, 1)),
+    "by default": (Weights(pods=(("web-1", 3),), default=2), (1, 2, 3), (3, 2, 2)),
+    "a common divisor is removed": (Weights(pods=(("web-1", 30),), default=20), (1, 2, 3),
+        (3, 2, 2)),
+    "an address beats a Pod": (Weights(addresses=((addr(1), 7),), pods=(("web-1", 3),)), (1, 2, 3),
+        (7, 1, 1)),
+    "a Pod beats a node": (Weights(pods=(("web-2", 7),), nodes=(("you", 3),)), (1, 2, 3),
+        (1, 7, 3)),
+    "a node beats a zone": (Weights(nodes=(("me", 7),), zones=(("a", 3),)), (1, 2, 3), (7, 3, 1)),
+    "a zone beats the default": (Weights(zones=(("b", 7),), default=3), (1, 2, 3), (3, 3, 7)),
+    "0 from the more specific rule": (Weights(pods=(("web-2", 0),), nodes=(("you", 3),)), (1, 3),
+        (1, 3)),
+    "0 gets nothing": (Weights(pods=(("web-1", 0),)), (2, 3), ()),
+    "all but one are 0": (Weights(pods=(("web-1", 9),), default=0), (1,), ()),
+    "all are 0: as without weights": (Weights(default=0), (1, 2, 3), ()),
+    "a rule for an unknown Pod": (Weights(pods=(("web-9", 9),)), (1, 2, 3), ()),
+}  # fmt: skip
+"""Rules for three endpoints: which get connections (`who`), and with which weights (`each`).
+
+The endpoints are 10.1.0.1 (Pod web-1, node me, zone a), .2 (web-2, you, a) and .3 (web-3, you,
+b).
+"""
 
 THREE = piece(
     end(1, node="me", zone="a"), end(2, node="you", zone="a"), end(3, node="you", zone="b"),
@@ -239,15 +230,16 @@ THREE = piece(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_weights_of_a_set(row: Row):
-    found = ask(row.weights, THREE)
-    assert (numbers(found.cluster), found.cluster_weights) == (row.who, row.each)
+@pytest.mark.parametrize("name", ROWS)
+def test_weights_of_a_set(name: str):
+    weights, who, each = ROWS[name]
+    found = ask(weights, THREE)
+    assert (numbers(found.cluster), found.cluster_weights) == (who, each)
     assert numbers(found.serving) == (1, 2, 3), "UDP flows stay with whoever serves"
     assert found.any_endpoints
     lines = {line.endpoint.address[-1]: line for line in found.explain()}
     for number in (1, 2, 3):
-        assert (lines[number].reason is EndpointReason.WEIGHT_ZERO) == (number not in row.who)
+        assert (lines[number].reason is EndpointReason.WEIGHT_ZERO) == (number not in who)
 
 
 def test_without_weights_a_set_has_none():

@@ -49,8 +49,7 @@ HOMES = {
     "yaml": ("bounded_yaml.py",),
     "msgspec": ("",),
 }
-"""The folders and files in which an external library may be imported; other libraries are
-errors.
+"""The folders and files in which an external library may be imported; other libraries are errors.
 """
 
 PURE = frozenset(
@@ -165,62 +164,56 @@ def test_the_oracle_imports_nothing_of_kbpf():
     assert not names & {"kbpf", "tests"}
 
 
-class Bad(NamedTuple):
-    """A module that breaks a rule, and the problem."""
-
-    path: str
-    text: str
-    problem: str
-
-
 BAD = [
-    Bad("model/x.py", "import kbpf.policy", "model must not import policy"),
-    Bad("model/x.py", "from kbpf import kernel", "model must not import kernel"),
-    Bad("errors.py", "from kbpf.model import objects", "errors must not import model"),
-    Bad("policy/x.py", "from kbpf.kernel.bpf.objects import Map", "policy must not import kernel"),
-    Bad("policy/x.py", "from ..kernel import libbpf", "policy must not import kernel"),
-    Bad("policy/x.py", "from .. import kernel", "policy must not import kernel"),
-    Bad("kernel/x.py", "import kbpf.policy.store", "kernel must not import policy"),
-    Bad("source/x.py", "from kbpf.config import flags", "source must not import config"),
-    Bad("serve/x.py", "import kbpf.dataplane.base", "serve must not import dataplane"),
-    Bad("agent/x.py", "from kbpf.views import trace", "agent must not import views"),
-    Bad("dataplane/bpf/x.py", "from ...agent import inbox", "dataplane must not import agent"),
-    Bad("views/x.py", "import kbpf.cli.app", "views may import from model and errors only"),
-    Bad("views/x.py", "from kbpf.dataplane.bpf.maps.layout import FLOW",
+    ("model/x.py", "import kbpf.policy", "model must not import policy"),
+    ("model/x.py", "from kbpf import kernel", "model must not import kernel"),
+    ("errors.py", "from kbpf.model import objects", "errors must not import model"),
+    ("policy/x.py", "from kbpf.kernel.bpf.objects import Map", "policy must not import kernel"),
+    ("policy/x.py", "from ..kernel import libbpf", "policy must not import kernel"),
+    ("policy/x.py", "from .. import kernel", "policy must not import kernel"),
+    ("kernel/x.py", "import kbpf.policy.store", "kernel must not import policy"),
+    ("source/x.py", "from kbpf.config import flags", "source must not import config"),
+    ("serve/x.py", "import kbpf.dataplane.base", "serve must not import dataplane"),
+    ("agent/x.py", "from kbpf.views import trace", "agent must not import views"),
+    ("dataplane/bpf/x.py", "from ...agent import inbox", "dataplane must not import agent"),
+    ("views/x.py", "import kbpf.cli.app", "views may import from model and errors only"),
+    ("views/x.py", "from kbpf.dataplane.bpf.maps.layout import FLOW",
         "views may import from model and errors only"),
-    Bad("kernel/x.py", "def f():\n  import kbpf.policy.store", "kernel must not import policy"),
-    Bad("kernel/x.py", "if TYPE_CHECKING:\n  import kbpf.source", "kernel must not import source"),
-    Bad("agent/x.py", "import kbpf.utils", "kbpf.utils is not in the table of packages"),
-    Bad("helpers.py", "import kbpf.model",
+    ("kernel/x.py", "def f():\n  import kbpf.policy.store", "kernel must not import policy"),
+    ("kernel/x.py", "if TYPE_CHECKING:\n  import kbpf.source", "kernel must not import source"),
+    ("agent/x.py", "import kbpf.utils", "kbpf.utils is not in the table of packages"),
+    ("helpers.py", "import kbpf.model",
         "helpers is not in the table of packages and imports model"),
-    Bad("dataplane/bpf/plane.py", "import bcc",
+    ("dataplane/bpf/plane.py", "import bcc",
         "bcc belongs to dataplane/bpf/programs/compile.py"),
-    Bad("source/x.py", "import kubernetes", "kubernetes belongs to source/api/credentials.py"),
-    Bad("agent/x.py", "def f():\n  import pyroute2.netns", "pyroute2 belongs to kernel/"),
-    Bad("dataplane/bpf/x.py", "import ctypes", "ctypes belongs to kernel/"),
-    Bad("dataplane/ipvs/ruleset.py", "import nftables", "nftables belongs to kernel/"),
-    Bad("views/x.py", "from rich.table import Table", "rich belongs to cli/"),
-    Bad("agent/x.py", "import typer", "typer belongs to cli/"),
-    Bad("agent/x.py", "import prometheus_client", "prometheus_client belongs to serve/"),
-    Bad("agent/x.py", "import requests", "requests has no assigned place"),
-    Bad("policy/x.py", "import time", "time in a pure module"),
-    Bad("policy/x.py", "from random import choice", "random in a pure module"),
-    Bad("policy/x.py", "def f():\n  import os.path", "os in a pure module"),
-    Bad("model/objects.py", "import socket", "socket in a pure module"),
-    Bad("model/x.py", "import logging", "logging in a pure module"),
-    Bad("dataplane/bpf/changes/plan.py", "from time import monotonic", "time in a pure module"),
-    Bad("dataplane/ipvs/plan.py", "import logging", "logging in a pure module"),
-    Bad("dataplane/ipvs/diff.py", "import logging", "logging in a pure module"),
-    Bad("policy/x.py", "def f():\n  print(1)", "print() in a pure module"),
-    Bad("policy/x.py", "text = open('x').read()", "open() in a pure module"),
+    ("source/x.py", "import kubernetes", "kubernetes belongs to source/api/credentials.py"),
+    ("agent/x.py", "def f():\n  import pyroute2.netns", "pyroute2 belongs to kernel/"),
+    ("dataplane/bpf/x.py", "import ctypes", "ctypes belongs to kernel/"),
+    ("dataplane/ipvs/ruleset.py", "import nftables", "nftables belongs to kernel/"),
+    ("views/x.py", "from rich.table import Table", "rich belongs to cli/"),
+    ("agent/x.py", "import typer", "typer belongs to cli/"),
+    ("agent/x.py", "import prometheus_client", "prometheus_client belongs to serve/"),
+    ("agent/x.py", "import requests", "requests has no assigned place"),
+    ("policy/x.py", "import time", "time in a pure module"),
+    ("policy/x.py", "from random import choice", "random in a pure module"),
+    ("policy/x.py", "def f():\n  import os.path", "os in a pure module"),
+    ("model/objects.py", "import socket", "socket in a pure module"),
+    ("model/x.py", "import logging", "logging in a pure module"),
+    ("dataplane/bpf/changes/plan.py", "from time import monotonic", "time in a pure module"),
+    ("dataplane/ipvs/plan.py", "import logging", "logging in a pure module"),
+    ("dataplane/ipvs/diff.py", "import logging", "logging in a pure module"),
+    ("policy/x.py", "def f():\n  print(1)", "print() in a pure module"),
+    ("policy/x.py", "text = open('x').read()", "open() in a pure module"),
 ]  # fmt: skip
+"""A module that breaks a rule, and the problem."""
 
 
-@pytest.mark.parametrize("bad", BAD, ids=lambda bad: f"{bad.path}: {bad.problem}")
-def test_a_bad_import_is_reported(bad: Bad):
-    found = problems({bad.path: "import dataclasses\n" + bad.text})
+@pytest.mark.parametrize("row", BAD, ids=lambda row: f"{row[0]}: {row[2]}")
+def test_a_bad_import_is_reported(row: tuple):
+    path, text, problem = row
+    found = problems({path: "import dataclasses\n" + text})
     assert len(found) == 1
-    assert found[0].endswith(f": {bad.problem}")
+    assert found[0].endswith(f": {problem}")
 
 
 GOOD = [

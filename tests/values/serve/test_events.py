@@ -65,36 +65,28 @@ class Server:
         return answer
 
 
-class Row(NamedTuple):
-    """The server's status codes, the number of requests, and the recorder's counters."""
-
-    name: str
-    answers: tuple[int | None, ...]
-    asked: int
-    sent: int
-    dropped: int
-
-
-ROWS = [
-    Row("accepted", (201,), 1, 1, 0),
-    Row("unreachable at first", (None, None, 201), 3, 1, 0),
-    Row("overloaded at first", (429, 503, 201), 3, 1, 0),
-    Row("500 is retried, 499 is not", (500, 499), 2, 0, 1),
-    Row("an earlier attempt had arrived", (None, 409), 2, 1, 0),
-    Row("forbidden", (403,), 1, 0, 1),
-    Row("the namespace is being deleted", (404,), 1, 0, 1),
-    Row("never reachable", (None,), events.MAX_ATTEMPTS, 0, 1),
-]
+ROWS = {
+    "accepted": ((201,), 1, 1, 0),
+    "unreachable at first": ((None, None, 201), 3, 1, 0),
+    "overloaded at first": ((429, 503, 201), 3, 1, 0),
+    "500 is retried, 499 is not": ((500, 499), 2, 0, 1),
+    "an earlier attempt had arrived": ((None, 409), 2, 1, 0),
+    "forbidden": ((403,), 1, 0, 1),
+    "the namespace is being deleted": ((404,), 1, 0, 1),
+    "never reachable": ((None,), events.MAX_ATTEMPTS, 0, 1),
+}
+"""The server's status codes, the number of requests, and the recorder's counters."""
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_retries_and_outcome(row: Row):
-    server = Server(*row.answers)
+@pytest.mark.parametrize("name", ROWS)
+def test_retries_and_outcome(name: str):
+    answers, asked, sent, dropped = ROWS[name]
+    server = Server(*answers)
     made = EventRecorder(server, "n1", retry_interval=0.0)
     made.emit(NODE, "Starting", "StartKubeProxy")
     until("the Event is sent or dropped", lambda: made.sent + made.dropped)
-    assert (made.sent, made.dropped) == (row.sent, row.dropped)
-    assert len(server.got) == row.asked
+    assert (made.sent, made.dropped) == (sent, dropped)
+    assert len(server.got) == asked
     made.stop()
 
 

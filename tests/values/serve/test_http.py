@@ -77,75 +77,66 @@ def site(clock: list[float]) -> Iterator[Site]:
     server.stop()
 
 
-class Row(NamedTuple):
-    """What is sent, and the status and body of the last response before the connection closes."""
-
-    name: str
-    sent: bytes
-    status: bytes
-    body: bytes
-
-
 HOST = b"Host: x\r\nConnection: close\r\n"
-ROWS = [
-    Row("a path", b"GET /healthz HTTP/1.1\r\n" + HOST + b"\r\n", b"200 OK", b"GET /healthz"),
-    Row("HTTP/1.0", b"GET / HTTP/1.0\r\n\r\n", b"200 OK", b"GET /"),
-    Row("another method", b"POST / HTTP/1.1\r\n" + HOST + b"\r\n", b"200 OK", b"POST /"),
-    Row("HEAD has no body", b"HEAD / HTTP/1.1\r\n" + HOST + b"\r\n", b"200 OK", b""),
-    Row("a query", b"GET /ask?a=%20b HTTP/1.1\r\n" + HOST + b"\r\n",
-        b"503 Service Unavailable", b"a=%20b"),
-    Row("an encoded path", b"GET /a%20b HTTP/1.1\r\n" + HOST + b"\r\n", b"200 OK", b"GET /a b"),
-    Row("a whole address", b"GET http://h/x HTTP/1.1\r\n" + HOST + b"\r\n", b"200 OK", b"GET /x"),
-    Row("lines without CR, as printf and nc send them",
+ROWS = {
+    "a path": (b"GET /healthz HTTP/1.1\r\n" + HOST + b"\r\n", b"200 OK", b"GET /healthz"),
+    "HTTP/1.0": (b"GET / HTTP/1.0\r\n\r\n", b"200 OK", b"GET /"),
+    "another method": (b"POST / HTTP/1.1\r\n" + HOST + b"\r\n", b"200 OK", b"POST /"),
+    "HEAD has no body": (b"HEAD / HTTP/1.1\r\n" + HOST + b"\r\n", b"200 OK", b""),
+    "a query": (b"GET /ask?a=%20b HTTP/1.1\r\n" + HOST + b"\r\n", b"503 Service Unavailable",
+        b"a=%20b"),
+    "an encoded path": (b"GET /a%20b HTTP/1.1\r\n" + HOST + b"\r\n", b"200 OK", b"GET /a b"),
+    "a whole address": (b"GET http://h/x HTTP/1.1\r\n" + HOST + b"\r\n", b"200 OK", b"GET /x"),
+    "lines without CR, as printf and nc send them": (
         b"GET /x HTTP/1.1\n" + HOST.replace(b"\r", b"") + b"\n", b"200 OK", b"GET /x"),
-    Row("a second request after lines without CR",
+    "a second request after lines without CR": (
         b"POST /1 HTTP/1.1\nContent-Length: 3\n\nabcGET /2 HTTP/1.0\n\n", b"200 OK", b"GET /2"),
-    Row("two slashes begin a path", b"GET //h/x HTTP/1.1\r\n" + HOST + b"\r\n",
-        b"200 OK", b"GET //h/x"),
-    Row("a fragment is part of the path, as in Go", b"GET /x#y HTTP/1.1\r\n" + HOST + b"\r\n",
+    "two slashes begin a path": (b"GET //h/x HTTP/1.1\r\n" + HOST + b"\r\n", b"200 OK",
+        b"GET //h/x"),
+    "a fragment is part of the path, as in Go": (b"GET /x#y HTTP/1.1\r\n" + HOST + b"\r\n",
         b"200 OK", b"GET /x#y"),
-    Row("a body is skipped",
+    "a body is skipped": (
         b"POST /1 HTTP/1.1\r\nContent-Length: 3\r\n\r\nabcGET /2 HTTP/1.1\r\n" + HOST + b"\r\n",
         b"200 OK", b"GET /2"),
-    Row("two requests at once",
-        b"GET /1 HTTP/1.1\r\n\r\nGET /2 HTTP/1.1\r\n" + HOST + b"\r\n", b"200 OK", b"GET /2"),
-    Row("a chunked body closes the connection",
+    "two requests at once": (b"GET /1 HTTP/1.1\r\n\r\nGET /2 HTTP/1.1\r\n" + HOST + b"\r\n",
+        b"200 OK", b"GET /2"),
+    "a chunked body closes the connection": (
         b"POST /1 HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n", b"200 OK", b"POST /1"),
-    Row("a long body closes the connection",
-        b"POST /1 HTTP/1.1\r\nContent-Length: 99999999\r\n\r\n", b"200 OK", b"POST /1"),
-    Row("a handler that fails", b"GET /fails HTTP/1.1\r\n" + HOST + b"\r\n",
+    "a long body closes the connection": (b"POST /1 HTTP/1.1\r\nContent-Length: 99999999\r\n\r\n",
+        b"200 OK", b"POST /1"),
+    "a handler that fails": (b"GET /fails HTTP/1.1\r\n" + HOST + b"\r\n",
         b"500 Internal Server Error", b"internal error\n"),
-    Row("no HTTP", b"SSH-2.0-x\r\n\r\n", b"400 Bad Request", b"400 Bad Request"),
-    Row("TLS", b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n", b"400 Bad Request", b"400 Bad Request"),
-    Row("HTTP/2", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"400 Bad Request", b"400 Bad Request"),
-    Row("a header without a colon", b"GET / HTTP/1.1\r\nHost\r\n\r\n",
-        b"400 Bad Request", b"400 Bad Request"),
-    Row("a path without a slash", b"GET x HTTP/1.1\r\n\r\n",
-        b"400 Bad Request", b"400 Bad Request"),
-    Row("a broken address", b"GET http://[x/ HTTP/1.1\r\n\r\n",
-        b"400 Bad Request", b"400 Bad Request"),
-    Row("a negative length", b"GET / HTTP/1.1\r\nContent-Length: -1\r\n\r\n",
-        b"200 OK", b"GET /"),
-    Row("a length of more digits than int() takes",
+    "no HTTP": (b"SSH-2.0-x\r\n\r\n", b"400 Bad Request", b"400 Bad Request"),
+    "TLS": (b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n", b"400 Bad Request", b"400 Bad Request"),
+    "HTTP/2": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"400 Bad Request", b"400 Bad Request"),
+    "a header without a colon": (b"GET / HTTP/1.1\r\nHost\r\n\r\n", b"400 Bad Request",
+        b"400 Bad Request"),
+    "a path without a slash": (b"GET x HTTP/1.1\r\n\r\n", b"400 Bad Request", b"400 Bad Request"),
+    "a broken address": (b"GET http://[x/ HTTP/1.1\r\n\r\n", b"400 Bad Request",
+        b"400 Bad Request"),
+    "a negative length": (b"GET / HTTP/1.1\r\nContent-Length: -1\r\n\r\n", b"200 OK", b"GET /"),
+    "a length of more digits than int() takes": (
         b"GET /x HTTP/1.1\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n", b"200 OK", b"GET /x"),
-    Row("two lengths", b"GET /x HTTP/1.1\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n",
-        b"200 OK", b"GET /x"),
-    Row("a control character in the path", b"GET /\x1b[2J HTTP/1.1\r\n\r\n",
-        b"400 Bad Request", b"400 Bad Request"),
-    Row("a control character in a header", b"GET / HTTP/1.1\r\nX: a\x00b\r\n\r\n",
-        b"400 Bad Request", b"400 Bad Request"),
-    Row("no method", b" / HTTP/1.1\r\n\r\n", b"400 Bad Request", b"400 Bad Request"),
-    Row("a head without an end", b"GET /" + b"x" * 8190, b"431 Request Header Fields Too Large",
+    "two lengths": (b"GET /x HTTP/1.1\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n", b"200 OK",
+        b"GET /x"),
+    "a control character in the path": (b"GET /\x1b[2J HTTP/1.1\r\n\r\n", b"400 Bad Request",
+        b"400 Bad Request"),
+    "a control character in a header": (b"GET / HTTP/1.1\r\nX: a\x00b\r\n\r\n", b"400 Bad Request",
+        b"400 Bad Request"),
+    "no method": (b" / HTTP/1.1\r\n\r\n", b"400 Bad Request", b"400 Bad Request"),
+    "a head without an end": (b"GET /" + b"x" * 8190, b"431 Request Header Fields Too Large",
         b"431 Request Header Fields Too Large"),
-]  # fmt: skip
+}  # fmt: skip
+"""What is sent, and the status and body of the last response before the connection closes."""
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_response(site: Site, row: Row):
-    last = site.ask(row.sent).split(b"HTTP/1.1 ")[-1]
+@pytest.mark.parametrize("name", ROWS)
+def test_response(site: Site, name: str):
+    sent, status, expected_body = ROWS[name]
+    last = site.ask(sent).split(b"HTTP/1.1 ")[-1]
     head, _, body = last.partition(b"\r\n\r\n")
-    assert head.split(b"\r\n")[0] == row.status
-    assert body == row.body
+    assert head.split(b"\r\n")[0] == status
+    assert body == expected_body
     assert b"Connection: close" in head
 
 

@@ -85,50 +85,42 @@ def test_slot_without_a_backend_is_counted_as_missing():
     assert detail.cluster[0].missing == 2
 
 
-class AccountingRow(NamedTuple):
-    """A protocol and the counters enabled by --accounting: the cells after OPEN, the line below."""
-
-    story: str
-    protocol: Protocol
-    counted: frozenset[str]
-    cells: tuple[str, ...]
-    line: str
-
-
 ACCOUNTING_ROWS = [
-    AccountingRow("all of TCP",
+    ("all of TCP",
                   TCP, ALL_COUNTERS, ("4", "1", "0", "0", "9B", "0B", "0", "2ms"), ""),
-    AccountingRow("all of UDP", UDP, ALL_COUNTERS, ("4", "1", "-", "-", "9B", "0B", "-", "-"), ""),
-    AccountingRow("connections only", TCP, CONNECTION_COUNTERS, ("4", "1", *6 * "-"),
+    ("all of UDP", UDP, ALL_COUNTERS, ("4", "1", "-", "-", "9B", "0B", "-", "-"), ""),
+    ("connections only", TCP, CONNECTION_COUNTERS, ("4", "1", *6 * "-"),
                   "UNANSWERED, BROKEN, IN, OUT, RETRANSMITS, ROUND-TRIP"),
-    AccountingRow("no counters", TCP, frozenset(), tuple(8 * "-"),
+    ("no counters", TCP, frozenset(), tuple(8 * "-"),
                   "OPENED, REFUSED, UNANSWERED, BROKEN, IN, OUT, RETRANSMITS, ROUND-TRIP"),
 ]  # fmt: skip
+"""A protocol and the counters enabled by --accounting: the cells after OPEN, the line below."""
 
 
-@pytest.mark.parametrize("row", ACCOUNTING_ROWS, ids=lambda row: row.story)
-def test_uncounted_values_are_null_not_zero(row: AccountingRow):
+@pytest.mark.parametrize("row", ACCOUNTING_ROWS, ids=lambda row: row[0])
+def test_uncounted_values_are_null_not_zero(row: tuple):
     """Even if the map holds numbers from an earlier --accounting."""
+    _story, protocol, counted, expected_cells, expected_line = row
     held = snapshot(
-        frontends={at("10.96.0.1", protocol=row.protocol): value(1)},
-        names={1: key("web", protocol=row.protocol)},
+        frontends={at("10.96.0.1", protocol=protocol): value(1)},
+        names={1: key("web", protocol=protocol)},
         backends={5: backend(1)},
         totals={(1, 5): ConnectionStats(opened=4, refused=1, bytes_in=9, rtt_us=2000, rtts=1)},
         open={(1, 5): 3},
-        counted=row.counted,
+        counted=counted,
     )
     (detail,) = service.build_details(held, "web")
     (shown,) = detail.traffic
     cells = [c.text(shown) for c in service.TRAFFIC_COLUMNS]
-    assert cells == ["10.244.0.1:8080", "3", *row.cells]
+    assert cells == ["10.244.0.1:8080", "3", *expected_cells]
     plain = msgspec.to_builtins(shown)
     assert plain["open"] == 3
     nulls = {name for name, number in plain.items() if number is None}
-    assert ("opened" in nulls) == (row.cells[0] == "-")
-    assert ("broken" in nulls) == ("round_trips" in nulls) == (row.cells[3] == "-")
-    line = f"    not counted: {row.line}; --accounting full"
-    assert (line in service.format_page([detail]).split("\n")) == bool(row.line)
-    assert ("not counted" in service.format_page([detail])) == bool(row.line)
+    assert ("opened" in nulls) == (expected_cells[0] == "-")
+    assert ("broken" in nulls) == ("round_trips" in nulls) == (expected_cells[3] == "-")
+    line = f"    not counted: {expected_line}; --accounting full"
+    assert (line in service.format_page([detail]).split("\n")) == bool(expected_line)
+    assert ("not counted" in service.format_page([detail])) == bool(expected_line)
 
 
 NAMES = {1: key("web"), 2: key("web", "shop"), 3: key("dns", "kube-system")}

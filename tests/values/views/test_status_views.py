@@ -38,52 +38,38 @@ from kbpf.model.inspection import (
     ConnectionQuery,
     DeviceEntry,
     Fill,
-    HookEntry,
     NodeEntry,
     ServicePort,
 )
 from kbpf.model.objects import Cidr, Protocol
 from kbpf.model.reasons import Reason
-from kbpf.model.status import AgentStatus, DeviceFailure, PacketStatus
+from kbpf.model.status import DeviceFailure, PacketStatus
 from kbpf.views import programs, sources, status
 from kbpf.views.packet_path import availability, connections, devices, nat
 from tests.support.faults.fake_maps import FakeMap, target
 from tests.values.views.snapshots import AGENT, ATTACHED, MISSING, TCP, UDP, key, snapshot
 
-
-class StatusRow(NamedTuple):
-    """The agent's status, process and hooks, and the view's (ok, running)."""
-
-    name: str
-    agent: AgentStatus | None
-    alive: bool
-    hooks: tuple[HookEntry, ...]
-    says: tuple[bool, bool]
-
-
-STATUS_ROWS = [
-    StatusRow("healthy", AGENT, True, ATTACHED, (True, True)),
-    StatusRow("its process does not exist", AGENT, False, ATTACHED, (False, False)),
-    StatusRow("silent for 10 s", replace(AGENT, heartbeat=4990.0), True, ATTACHED, (False, False)),
-    StatusRow("silent for 9 s", replace(AGENT, heartbeat=4991.0), True, ATTACHED, (True, True)),
-    StatusRow("not synced yet", replace(AGENT, synced=False), True, ATTACHED, (False, True)),
-    StatusRow("a hook is missing",
-              AGENT, True, (MISSING[0], *ATTACHED[1:]), (False, True)),
-    StatusRow("a Service port is refused",
-              replace(AGENT, refused=1), True, ATTACHED, (False, True)),
-    StatusRow("a change was not written",
-              replace(AGENT, error="no"), True, ATTACHED, (False, True)),
-    StatusRow("problems are not refusals", replace(AGENT, problem_count=3), True, ATTACHED,
-              (True, True)),
-    StatusRow("no agent has ever run", None, False, ATTACHED, (False, False)),
-]  # fmt: skip
+STATUS_ROWS = {
+    "healthy": (AGENT, True, ATTACHED, (True, True)),
+    "its process does not exist": (AGENT, False, ATTACHED, (False, False)),
+    "silent for 10 s": (replace(AGENT, heartbeat=4990.0), True, ATTACHED, (False, False)),
+    "silent for 9 s": (replace(AGENT, heartbeat=4991.0), True, ATTACHED, (True, True)),
+    "not synced yet": (replace(AGENT, synced=False), True, ATTACHED, (False, True)),
+    "a hook is missing": (AGENT, True, (MISSING[0], *ATTACHED[1:]), (False, True)),
+    "a Service port is refused": (replace(AGENT, refused=1), True, ATTACHED, (False, True)),
+    "a change was not written": (replace(AGENT, error="no"), True, ATTACHED, (False, True)),
+    "problems are not refusals": (replace(AGENT, problem_count=3), True, ATTACHED, (True, True)),
+    "no agent has ever run": (None, False, ATTACHED, (False, False)),
+}  # fmt: skip
+"""The agent's status, process and hooks, and the view's (ok, running)."""
 
 
-@pytest.mark.parametrize("doing", STATUS_ROWS, ids=lambda doing: doing.name)
-def test_status_ok_and_running(doing: StatusRow):
-    held = snapshot(status=doing.agent, agent_alive=doing.alive, hooks=doing.hooks)
+@pytest.mark.parametrize("name", STATUS_ROWS)
+def test_status_ok_and_running(name: str):
+    agent, alive, hooks, says = STATUS_ROWS[name]
+    held = snapshot(status=agent, agent_alive=alive, hooks=hooks)
     seen = status.build_view(held)
-    assert (seen.ok, seen.running) == doing.says
+    assert (seen.ok, seen.running) == says
     assert set(seen.counters) == {reason.name.lower() for reason in Reason}
     assert seen.hooks_attached + len(seen.hooks_missing) == seen.hooks == len(HOOKS)
 
@@ -129,54 +115,43 @@ def tracking(*found: TrackedConnection) -> FlowTable:
     return FlowTable(held, {1: ServicePort(1, key("web"))}, "/pins", NOW - 1, NOW)
 
 
-class ConnectionRow(NamedTuple):
-    """An entry, and some fields of its row."""
-
-    name: str
-    entry: TrackedConnection
-    fields: dict[str, Any]
-
-
 SNATTED = "198.18.0.1:61000"
-CONNECTION_ROWS = [
-    ConnectionRow("all entries exist", track(), {"lost": (), "seen_as": "198.51.100.7:2000"}),
-    ConnectionRow("masqueraded", track(snat=SNATTED), {"seen_as": SNATTED, "masqueraded": True}),
-    ConnectionRow("the original entry is lost", track(parts=REPLY), {"lost": ("flow",)}),
-    ConnectionRow("the reply entry is lost", track(parts=ORIGINAL), {"lost": ("reply",)}),
-    ConnectionRow("the SNAT entry is lost", track(snat=SNATTED, parts=ORIGINAL | REPLY),
-                  {"lost": ("source",)}),
-    ConnectionRow("all but the SNAT entry are lost", track(snat=SNATTED, parts=SNAT_REPLY),
-                  {"lost": ("flow", "reply")}),
-    ConnectionRow("direct SNAT has no reply entry",
-                  track(snat=SNATTED, way=FlowPath.DIRECT_SNAT, parts=ORIGINAL | SNAT_REPLY),
-                  {"lost": ()}),
-    ConnectionRow("direct SNAT, the SNAT entry is lost",
-                  track(snat=SNATTED, way=FlowPath.DIRECT_SNAT, parts=ORIGINAL),
-                  {"lost": ("source",)}),
-    ConnectionRow("direct SNAT, the original entry is lost",
-                  track(snat=SNATTED, way=FlowPath.DIRECT_SNAT, parts=SNAT_REPLY),
-                  {"lost": ("flow",)}),
-    ConnectionRow("a new connection may not have its other entry yet",
-                  track(parts=REPLY, idle=0.5), {"lost": ()}),
-    ConnectionRow("another source port at the backend", track(port=7),
-                  {"seen_as": "198.51.100.7:7"}),
-    ConnectionRow("just before it expires", track(left=0.001), {"expired": False}),
-    ConnectionRow("just after it expired", track(left=-0.001), {"expired": True}),
-    ConnectionRow("from device to device", track(way=FlowPath.DIRECT), {"path": "direct"}),
-    ConnectionRow("an unknown path, from another version", track(way=9), {"path": "9"}),
-    ConnectionRow("an unknown state, from another version", track(state=9), {"state": "9"}),
-    ConnectionRow("from the node, through loopback", track(device=1), {"device": "lo"}),
-    ConnectionRow("from the node, through a device that is gone", track(device=1 << 30),
-                  {"device": "#1073741824"}),
-    ConnectionRow("SCTP", track(protocol=Protocol.SCTP), {"protocol": "SCTP"}),
-    ConnectionRow("a last use in the future", track(idle=-5), {"idle_seconds": 0.0}),
-]  # fmt: skip
+CONNECTION_ROWS = {
+    "all entries exist": (track(), {"lost": (), "seen_as": "198.51.100.7:2000"}),
+    "masqueraded": (track(snat=SNATTED), {"seen_as": SNATTED, "masqueraded": True}),
+    "the original entry is lost": (track(parts=REPLY), {"lost": ("flow",)}),
+    "the reply entry is lost": (track(parts=ORIGINAL), {"lost": ("reply",)}),
+    "the SNAT entry is lost": (track(snat=SNATTED, parts=ORIGINAL | REPLY), {"lost": ("source",)}),
+    "all but the SNAT entry are lost": (track(snat=SNATTED, parts=SNAT_REPLY),
+        {"lost": ("flow", "reply")}),
+    "direct SNAT has no reply entry": (
+        track(snat=SNATTED, way=FlowPath.DIRECT_SNAT, parts=ORIGINAL | SNAT_REPLY), {"lost": ()}),
+    "direct SNAT, the SNAT entry is lost": (
+        track(snat=SNATTED, way=FlowPath.DIRECT_SNAT, parts=ORIGINAL), {"lost": ("source",)}),
+    "direct SNAT, the original entry is lost": (
+        track(snat=SNATTED, way=FlowPath.DIRECT_SNAT, parts=SNAT_REPLY), {"lost": ("flow",)}),
+    "a new connection may not have its other entry yet": (track(parts=REPLY, idle=0.5),
+        {"lost": ()}),
+    "another source port at the backend": (track(port=7), {"seen_as": "198.51.100.7:7"}),
+    "just before it expires": (track(left=0.001), {"expired": False}),
+    "just after it expired": (track(left=-0.001), {"expired": True}),
+    "from device to device": (track(way=FlowPath.DIRECT), {"path": "direct"}),
+    "an unknown path, from another version": (track(way=9), {"path": "9"}),
+    "an unknown state, from another version": (track(state=9), {"state": "9"}),
+    "from the node, through loopback": (track(device=1), {"device": "lo"}),
+    "from the node, through a device that is gone": (track(device=1 << 30),
+        {"device": "#1073741824"}),
+    "SCTP": (track(protocol=Protocol.SCTP), {"protocol": "SCTP"}),
+    "a last use in the future": (track(idle=-5), {"idle_seconds": 0.0}),
+}  # fmt: skip
+"""An entry, and some fields of its row."""
 
 
-@pytest.mark.parametrize("shown", CONNECTION_ROWS, ids=lambda shown: shown.name)
-def test_connection_row(shown: ConnectionRow):
-    (row,) = tracking(shown.entry).find(ConnectionQuery(expired=True)).rows
-    assert {name: getattr(row, name) for name in shown.fields} == shown.fields
+@pytest.mark.parametrize("case", CONNECTION_ROWS)
+def test_connection_row(case: str):
+    entry, fields = CONNECTION_ROWS[case]
+    (row,) = tracking(entry).find(ConnectionQuery(expired=True)).rows
+    assert {name: getattr(row, name) for name in fields} == fields
     assert row.service == "default/web:http"
     for column in connections.COLUMNS:
         assert isinstance(column.text(row), str)
@@ -272,45 +247,37 @@ UPLINK, POD = Device(2, "eth0"), Device(2, "cali0", "veth", peer_netns=1)
 EXCLUDED = PacketStatus(True, excluded=("eth*",))
 
 
-class DeviceRow(NamedTuple):
-    """A device, its attached programs, the agent's PacketStatus, and the expected row.
+DEVICE_ROWS = {
+    "an uplink": (UPLINK, (IN, OUT), PacketStatus(True), ("host", "tc_x (tcx)", "")),
+    "a pod's veth": (POD, (IN, OUT), PacketStatus(True), ("pod", "tc_x (tcx)", "")),
+    "no program at ingress": (UPLINK, (OUT,), PacketStatus(True), ("host", "", "missing")),
+    "no programs": (UPLINK, (), PacketStatus(True), ("host", "", "missing")),
+    "excluded": (UPLINK, (), EXCLUDED, ("skipped", "", "")),
+    "excluded, but with a program": (UPLINK, (IN,), EXCLUDED,
+        ("skipped", "tc_x (tcx)", "should have no program")),
+    "not in the list of devices": (UPLINK, (), PacketStatus(True, devices=("up*",)),
+        ("skipped", "", "")),
+    "failed to attach": (UPLINK, (),
+        PacketStatus(True, failed=(DeviceFailure("eth0", "no clsact"),), failed_count=1),
+        ("host", "", "no clsact")),
+}  # fmt: skip
+"""A device, its attached programs, the agent's PacketStatus, and the expected row.
 
-    The row is (role, ingress program, words of the problem).
-    """
-
-    name: str
-    device: Device
-    on: tuple[Attachment, ...]
-    said: PacketStatus
-    row: tuple[str, str, str]
-
-
-DEVICE_ROWS = [
-    DeviceRow("an uplink", UPLINK, (IN, OUT), PacketStatus(True), ("host", "tc_x (tcx)", "")),
-    DeviceRow("a pod's veth", POD, (IN, OUT), PacketStatus(True), ("pod", "tc_x (tcx)", "")),
-    DeviceRow("no program at ingress", UPLINK, (OUT,), PacketStatus(True), ("host", "", "missing")),
-    DeviceRow("no programs", UPLINK, (), PacketStatus(True), ("host", "", "missing")),
-    DeviceRow("excluded", UPLINK, (), EXCLUDED, ("skipped", "", "")),
-    DeviceRow("excluded, but with a program", UPLINK, (IN,), EXCLUDED,
-              ("skipped", "tc_x (tcx)", "should have no program")),
-    DeviceRow("not in the list of devices", UPLINK, (), PacketStatus(True, devices=("up*",)),
-              ("skipped", "", "")),
-    DeviceRow("failed to attach", UPLINK, (),
-              PacketStatus(True, failed=(DeviceFailure("eth0", "no clsact"),), failed_count=1),
-              ("host", "", "no clsact")),
-]  # fmt: skip
+The row is (role, ingress program, words of the problem).
+"""
 
 
-@pytest.mark.parametrize("played", DEVICE_ROWS, ids=lambda played: played.name)
-def test_device_row(played: DeviceRow):
+@pytest.mark.parametrize("name", DEVICE_ROWS)
+def test_device_row(name: str):
+    device, on, said, expected = DEVICE_ROWS[name]
     held = snapshot(
-        status=replace(AGENT, packets=played.said),
+        status=replace(AGENT, packets=said),
         packet_programs=True,
         devices={2: DeviceEntry("host", 14, pods=False, peer=True)},
-        host_devices=build((played.device,), played.on, {7: "tc_x"}, played.said),
+        host_devices=build((device,), on, {7: "tc_x"}, said),
     )
     (row,) = devices.build_rows(held)
-    role, ingress, problem = played.row
+    role, ingress, problem = expected
     assert (row.role, row.ingress, row.flags, row.l2_header) == (role, ingress, ("peer",), 14)
     assert problem in row.problem
     assert bool(row.problem) == bool(problem)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How Nodes and Pods are decoded, and what holds for all objects."""
 
-from typing import Any, NamedTuple
-
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -67,41 +65,34 @@ def test_podcidr_is_used_without_podcidrs():
     assert item.object.pod_cidrs == (cidr("10.1.0.0", 120),)
 
 
-class PodRow(NamedTuple):
-    """metadata and spec of a Pod, and the result: a Pod, None if ignored, or words of the error."""
-
-    name: str
-    meta: dict[str, Any]
-    spec: dict[str, Any]
-    made: Pod | str | None
-
-
 UID = "0f4b1c5e-7d2a-4a8e-9d3f-1a2b3c4d5e6f"
 OFF = {"kbpf.io/socket-lb": "off"}
-PODS = [
-    PodRow("off", {"labels": OFF, "uid": UID}, {"nodeName": "n1"}, Pod("ns", "x", UID, "n1")),
-    PodRow("on no node yet", {"labels": OFF, "uid": UID}, {}, Pod("ns", "x", UID)),
-    PodRow("a uid not a UUID", {"labels": OFF, "uid": "abc1"}, {}, Pod("ns", "x", "abc1")),
-    PodRow("no labels", {"uid": UID}, {}, None),
-    PodRow("other labels", {"labels": {"app": "x"}, "uid": UID}, {}, None),
-    PodRow("on", {"labels": {"kbpf.io/socket-lb": "on"}, "uid": UID}, {}, None),
-    PodRow("an unknown value", {"labels": {"kbpf.io/socket-lb": "OFF"}, "uid": UID}, {}, None),
-    PodRow("no uid", {"labels": OFF}, {}, "metadata.uid: missing"),
-    PodRow("a uid that is a path", {"labels": OFF, "uid": "../.."}, {}, "metadata.uid: '../..'"),
-    PodRow("a uid that is a pattern", {"labels": OFF, "uid": "*"}, {}, "metadata.uid: '*'"),
-    PodRow("a uid of a wrong type", {"labels": OFF, "uid": 5}, {}, "metadata.uid"),
-]
+PODS = {
+    "off": ({"labels": OFF, "uid": UID}, {"nodeName": "n1"}, Pod("ns", "x", UID, "n1")),
+    "on no node yet": ({"labels": OFF, "uid": UID}, {}, Pod("ns", "x", UID)),
+    "a uid not a UUID": ({"labels": OFF, "uid": "abc1"}, {}, Pod("ns", "x", "abc1")),
+    "no labels": ({"uid": UID}, {}, None),
+    "other labels": ({"labels": {"app": "x"}, "uid": UID}, {}, None),
+    "on": ({"labels": {"kbpf.io/socket-lb": "on"}, "uid": UID}, {}, None),
+    "an unknown value": ({"labels": {"kbpf.io/socket-lb": "OFF"}, "uid": UID}, {}, None),
+    "no uid": ({"labels": OFF}, {}, "metadata.uid: missing"),
+    "a uid that is a path": ({"labels": OFF, "uid": "../.."}, {}, "metadata.uid: '../..'"),
+    "a uid that is a pattern": ({"labels": OFF, "uid": "*"}, {}, "metadata.uid: '*'"),
+    "a uid of a wrong type": ({"labels": OFF, "uid": 5}, {}, "metadata.uid"),
+}
+"""metadata and spec of a Pod, and the result: a Pod, None if ignored, or words of the error."""
 
 
-@pytest.mark.parametrize("row", PODS, ids=lambda row: row.name)
-def test_pod_is_used_if_its_label_is_off(row: PodRow):
-    meta = {"name": "x", "namespace": "ns", **row.meta}
-    item = read(Kind.POD, {"metadata": meta, "spec": {**row.spec, "containers": [{"name": 5}]}})
-    if isinstance(row.made, str):
+@pytest.mark.parametrize("name", PODS)
+def test_pod_is_used_if_its_label_is_off(name: str):
+    metadata, spec, made = PODS[name]
+    meta = {"name": "x", "namespace": "ns", **metadata}
+    item = read(Kind.POD, {"metadata": meta, "spec": {**spec, "containers": [{"name": 5}]}})
+    if isinstance(made, str):
         assert item.object is None
-        assert row.made in item.error
+        assert made in item.error
     else:
-        assert (item.object, item.error) == (row.made, "")
+        assert (item.object, item.error) == (made, "")
     assert item.key == ObjectKey(Kind.POD, "ns", "x")
 
 

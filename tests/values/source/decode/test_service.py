@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How each field of a Service is decoded, as kube-proxy does."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -28,25 +28,17 @@ def client_ip(seconds: int) -> dict[str, Any]:
     return {"sessionAffinity": "ClientIP", "sessionAffinityConfig": config}
 
 
-class Field(NamedTuple):
-    name: str
-    given: dict[str, Any]
-    field: str
-    value: object
-
-
 LOCAL = {"externalTrafficPolicy": "Local", "healthCheckNodePort": 30999}
 LB = {"type": "LoadBalancer"}
-SERVICE_FIELDS = [
-    Field("a Service without type is a ClusterIP", {}, "type", "ClusterIP"),
-    Field("clusterIP alone is used (before 1.20)", {}, "cluster_ips", (a("10.96.0.1"),)),
-    Field("clusterIPs give one address per family, in order",
-        {"clusterIPs": ["fd00::1", "10.96.0.1"]}, "cluster_ips", (a("fd00::1"), a("10.96.0.1"))),
-    Field("leading zeros are decimal, as Kubernetes reads them", {"clusterIP": "010.096.0.01"},
+SERVICE_FIELDS = {
+    "a Service without type is a ClusterIP": ({}, "type", "ClusterIP"),
+    "clusterIP alone is used (before 1.20)": ({}, "cluster_ips", (a("10.96.0.1"),)),
+    "clusterIPs give one address per family, in order": ({"clusterIPs": ["fd00::1", "10.96.0.1"]},
+        "cluster_ips", (a("fd00::1"), a("10.96.0.1"))),
+    "leading zeros are decimal, as Kubernetes reads them": ({"clusterIP": "010.096.0.01"},
         "cluster_ips", (a("10.96.0.1"),)),
-    Field("a port is TCP and has no name by default", {}, "ports", (ServicePort("", TCP, 80),)),
-    Field(
-        "one number with two protocols is two ports",
+    "a port is TCP and has no name by default": ({}, "ports", (ServicePort("", TCP, 80),)),
+    "one number with two protocols is two ports": (
         {
             "ports": [
                 {"name": "dns", "port": 53, "protocol": "UDP"},
@@ -61,62 +53,61 @@ SERVICE_FIELDS = [
             ServicePort("sig", SCTP, 53),
         ),
     ),
-    Field("a nodePort is used with type NodePort",
+    "a nodePort is used with type NodePort": (
         {"type": "NodePort", "ports": [{"port": 80, "nodePort": 30080}]}, "ports",
         (ServicePort("", TCP, 80, 30080),)),
-    Field("a nodePort is used with type LoadBalancer",
+    "a nodePort is used with type LoadBalancer": (
         {**LB, "ports": [{"port": 80, "nodePort": 30080}]}, "ports",
         (ServicePort("", TCP, 80, 30080),)),
-    Field("a nodePort is ignored with type ClusterIP", {"ports": [{"port": 80, "nodePort": 30080}]},
+    "a nodePort is ignored with type ClusterIP": ({"ports": [{"port": 80, "nodePort": 30080}]},
         "ports", (ServicePort("", TCP, 80),)),
-    Field("nodePort 0 means none", {"type": "NodePort", "ports": [{"port": 80, "nodePort": 0}]},
+    "nodePort 0 means none": ({"type": "NodePort", "ports": [{"port": 80, "nodePort": 0}]}, "ports",
+        (ServicePort("", TCP, 80),)),
+    "ports: null means none": ({"ports": None}, "ports", ()),
+    "targetPort may be a name and is not read": ({"ports": [{"port": 80, "targetPort": "http"}]},
         "ports", (ServicePort("", TCP, 80),)),
-    Field("ports: null means none", {"ports": None}, "ports", ()),
-    Field("targetPort may be a name and is not read",
-        {"ports": [{"port": 80, "targetPort": "http"}]}, "ports", (ServicePort("", TCP, 80),)),
-    Field("external IPs of both families are kept",
-        {"externalIPs": ["198.51.100.1", "2001:db8::1"]}, "external_ips",
-        (a("198.51.100.1"), a("2001:db8::1"))),
-    Field("a source range is trimmed and loses its host bits; each once, in order",
+    "external IPs of both families are kept": ({"externalIPs": ["198.51.100.1", "2001:db8::1"]},
+        "external_ips", (a("198.51.100.1"), a("2001:db8::1"))),
+    "a source range is trimmed and loses its host bits; each once, in order": (
         {"loadBalancerSourceRanges": [" 10.1.2.3/8 ", "fd00::1/64", "10.0.0.1/32", "0.0.0.0/0",
         "10.0.0.0/8"]}, "source_ranges",
         (cidr("0.0.0.0", 96), cidr("10.0.0.0", 104), cidr("10.0.0.1", 128), cidr("fd00::", 64))),
-    Field("no policies mean Cluster: external", LB, "external_local", False),
-    Field("no policies mean Cluster: internal", LB, "internal_local", False),
-    Field("internalTrafficPolicy Local", {"internalTrafficPolicy": "Local"}, "internal_local",
+    "no policies mean Cluster: external": (LB, "external_local", False),
+    "no policies mean Cluster: internal": (LB, "internal_local", False),
+    "internalTrafficPolicy Local": ({"internalTrafficPolicy": "Local"}, "internal_local", True),
+    "external Local is used with type LoadBalancer": (LB | LOCAL, "external_local", True),
+    "external Local is used with type NodePort": ({"type": "NodePort"} | LOCAL, "external_local",
         True),
-    Field("external Local is used with type LoadBalancer", LB | LOCAL, "external_local", True),
-    Field("external Local is used with type NodePort", {"type": "NodePort"} | LOCAL,
-        "external_local", True),
-    Field("external Local is ignored for a ClusterIP without external addresses", LOCAL,
+    "external Local is ignored for a ClusterIP without external addresses": (LOCAL,
         "external_local", False),
-    Field("external Local is used for a ClusterIP with external IPs",
+    "external Local is used for a ClusterIP with external IPs": (
         LOCAL | {"externalIPs": ["198.51.100.1"]}, "external_local", True),
-    Field("no affinity: 0 seconds", {}, "affinity_timeout", 0),
-    Field("the affinity timeout is three hours by default", {"sessionAffinity": "ClientIP"},
+    "no affinity: 0 seconds": ({}, "affinity_timeout", 0),
+    "the affinity timeout is three hours by default": ({"sessionAffinity": "ClientIP"},
         "affinity_timeout", 10800),
-    Field("an affinity timeout of 20 seconds", client_ip(20), "affinity_timeout", 20),
-    Field("the longest affinity timeout is a day", client_ip(86400), "affinity_timeout", 86400),
-    Field("the shortest affinity timeout is a second", client_ip(1), "affinity_timeout", 1),
-    Field("a timeout without affinity is ignored",
+    "an affinity timeout of 20 seconds": (client_ip(20), "affinity_timeout", 20),
+    "the longest affinity timeout is a day": (client_ip(86400), "affinity_timeout", 86400),
+    "the shortest affinity timeout is a second": (client_ip(1), "affinity_timeout", 1),
+    "a timeout without affinity is ignored": (
         {"sessionAffinityConfig": {"clientIP": {"timeoutSeconds": 20}}}, "affinity_timeout", 0),
-    Field("healthCheckNodePort is used with LoadBalancer and Local", LB | LOCAL,
+    "healthCheckNodePort is used with LoadBalancer and Local": (LB | LOCAL,
         "health_check_node_port", 30999),
-    Field("healthCheckNodePort is ignored with Cluster",
+    "healthCheckNodePort is ignored with Cluster": (
         LB | LOCAL | {"externalTrafficPolicy": "Cluster"}, "health_check_node_port", 0),
-    Field("healthCheckNodePort is ignored with NodePort", {"type": "NodePort"} | LOCAL,
+    "healthCheckNodePort is ignored with NodePort": ({"type": "NodePort"} | LOCAL,
         "health_check_node_port", 0),
-]  # fmt: skip
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("row", SERVICE_FIELDS, ids=lambda row: row.name)
-def test_service_field(row: Field):
-    item = service(**row.given)
+@pytest.mark.parametrize("name", SERVICE_FIELDS)
+def test_service_field(name: str):
+    given, field, value = SERVICE_FIELDS[name]
+    item = service(**given)
     assert item.error == ""
     assert item.key == ObjectKey(Kind.SERVICE, "ns", "web")
     assert item.version == "7"
     assert isinstance(item.object, Service)
-    assert getattr(item.object, row.field) == row.value
+    assert getattr(item.object, field) == value
 
 
 @pytest.mark.parametrize(("metadata", "created"), [({}, ""), ({"creationTimestamp": DAY}, DAY)])
@@ -260,47 +251,41 @@ def test_a_malformed_service_is_one_error_that_names_the_field(spec, error):
     assert item.version == "7"
 
 
-class Name(NamedTuple):
-    """A kind, metadata, and the (path, value as shown) of the expected error, or None if valid."""
-
-    kind: Kind
-    meta: dict[str, Any]
-    refused: tuple[str, str] | None
-
-
 MOST = 63 * "a"
 NAMES = [
-    Name(Kind.SERVICE, {"name": MOST, "namespace": MOST}, None),
-    Name(Kind.SERVICE, {"name": "1-a"}, None),
-    Name(Kind.SERVICE, {"name": MOST + "é"}, ("metadata.name", f"'{MOST}é'")),
-    Name(Kind.SERVICE, {"name": MOST + "a"}, ("metadata.name", f"'{MOST}a'")),
-    Name(Kind.SERVICE, {"name": "we\nb"}, ("metadata.name", r"'we\nb'")),
-    Name(Kind.SERVICE, {"name": "web\n"}, ("metadata.name", r"'web\n'")),
-    Name(Kind.SERVICE, {"name": "Web"}, ("metadata.name", "'Web'")),
-    Name(Kind.SERVICE, {"name": "a.b"}, ("metadata.name", "'a.b'")),
-    Name(Kind.SERVICE, {"name": "-a"}, ("metadata.name", "'-a'")),
-    Name(Kind.SERVICE, {"name": "web", "namespace": "n/s"}, ("metadata.namespace", "'n/s'")),
-    Name(Kind.SLICE, {"name": "web.x-1"}, None),
-    Name(Kind.SLICE, {"name": f"{MOST}.{MOST}.{MOST}.{MOST[2:]}"}, None),
-    Name(Kind.SLICE, {"name": f"{MOST}.{MOST}.{MOST}.{MOST[1:]}"}, ("metadata.name", f"'{MOST}.")),
-    Name(Kind.SLICE, {"name": "a..b"}, ("metadata.name", "'a..b'")),
-    Name(Kind.SLICE, {"name": "x", "namespace": "a.b"}, ("metadata.namespace", "'a.b'")),
-    Name(Kind.SLICE, {"name": "x", "labels": {OF_SERVICE: "we\tb"}},
+    (Kind.SERVICE, {"name": MOST, "namespace": MOST}, None),
+    (Kind.SERVICE, {"name": "1-a"}, None),
+    (Kind.SERVICE, {"name": MOST + "é"}, ("metadata.name", f"'{MOST}é'")),
+    (Kind.SERVICE, {"name": MOST + "a"}, ("metadata.name", f"'{MOST}a'")),
+    (Kind.SERVICE, {"name": "we\nb"}, ("metadata.name", r"'we\nb'")),
+    (Kind.SERVICE, {"name": "web\n"}, ("metadata.name", r"'web\n'")),
+    (Kind.SERVICE, {"name": "Web"}, ("metadata.name", "'Web'")),
+    (Kind.SERVICE, {"name": "a.b"}, ("metadata.name", "'a.b'")),
+    (Kind.SERVICE, {"name": "-a"}, ("metadata.name", "'-a'")),
+    (Kind.SERVICE, {"name": "web", "namespace": "n/s"}, ("metadata.namespace", "'n/s'")),
+    (Kind.SLICE, {"name": "web.x-1"}, None),
+    (Kind.SLICE, {"name": f"{MOST}.{MOST}.{MOST}.{MOST[2:]}"}, None),
+    (Kind.SLICE, {"name": f"{MOST}.{MOST}.{MOST}.{MOST[1:]}"}, ("metadata.name", f"'{MOST}.")),
+    (Kind.SLICE, {"name": "a..b"}, ("metadata.name", "'a..b'")),
+    (Kind.SLICE, {"name": "x", "namespace": "a.b"}, ("metadata.namespace", "'a.b'")),
+    (Kind.SLICE, {"name": "x", "labels": {OF_SERVICE: "we\tb"}},
          ("metadata.labels[kubernetes.io/service-name]", r"'we\tb'")),
-    Name(Kind.NODE, {"name": "node-1.example.org"}, None),
-    Name(Kind.NODE, {"name": "node_1"}, ("metadata.name", "'node_1'")),
+    (Kind.NODE, {"name": "node-1.example.org"}, None),
+    (Kind.NODE, {"name": "node_1"}, ("metadata.name", "'node_1'")),
 ]  # fmt: skip
+"""A kind, metadata, and the (path, value as shown) of the expected error, or None if valid."""
 
 
-@pytest.mark.parametrize("row", NAMES, ids=lambda row: f"{row.kind} {str(row.meta)[-40:]!r}")
-def test_names_that_an_api_server_would_refuse_are_errors(row: Name):
-    meta = {"namespace": "ns", "labels": {OF_SERVICE: "web"}} | row.meta
+@pytest.mark.parametrize("row", NAMES, ids=lambda row: f"{row[0]} {str(row[1])[-40:]!r}")
+def test_names_that_an_api_server_would_refuse_are_errors(row: tuple):
+    kind, metadata, refused = row
+    meta = {"namespace": "ns", "labels": {OF_SERVICE: "web"}} | metadata
     body = {"spec": {"clusterIP": "10.96.0.1"}, "addressType": "IPv4"}
-    item = read(row.kind, {"metadata": meta} | body)
-    if row.refused is None:
+    item = read(kind, {"metadata": meta} | body)
+    if refused is None:
         assert (item.object is None, item.error) == (False, "")
         return
-    path, value = row.refused
+    path, value = refused
     assert item.object is None
     assert item.error.startswith(f"{path}: {value}")
     assert "is not a DNS" in item.error

@@ -4,7 +4,6 @@
 import logging
 import os
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
@@ -104,51 +103,43 @@ def test_new_file_and_removed_file(run):
     assert run.settle() == ["-web"]
 
 
-class UnknownField(NamedTuple):
-    """A replacement in BOTH, and the one problem line it makes ("": none)."""
-
-    name: str
-    old: str
-    new: str
-    line: str
-
-
 WEB_SAYS = "Service default/web: "
-UNKNOWN_FIELDS = [
-    UnknownField("a misspelt field", "  clusterIP:", "  internalTraficPolicy: Local\n  clusterIP:",
+UNKNOWN_FIELDS = {
+    "a misspelt field": ("  clusterIP:", "  internalTraficPolicy: Local\n  clusterIP:",
                  WEB_SAYS + "spec.internalTraficPolicy is not a field of a Service (a.yaml:7); "
                  "is internalTrafficPolicy meant?"),
-    UnknownField("wrong case", "  clusterIP:", "  clusterIp: 10.96.0.1\n  clusterIP:",
-         WEB_SAYS + "spec.clusterIp is not a field of a Service (a.yaml:7); is clusterIP meant?"),
-    UnknownField("unlike any field", "    port: 80", "    port: 80\n    cow: {a: 1}",
-         WEB_SAYS + "spec.ports[0].cow is not a field of a Service (a.yaml:11); it is ignored"),
-    UnknownField("a top-level field", "addressType:", "adressType: IPv4\naddressType:",
+    "wrong case": ("  clusterIP:", "  clusterIp: 10.96.0.1\n  clusterIP:",
+        WEB_SAYS + "spec.clusterIp is not a field of a Service (a.yaml:7); is clusterIP meant?"),
+    "unlike any field": ("    port: 80", "    port: 80\n    cow: {a: 1}",
+        WEB_SAYS + "spec.ports[0].cow is not a field of a Service (a.yaml:11); it is ignored"),
+    "a top-level field": ("addressType:", "adressType: IPv4\naddressType:",
          "EndpointSlice default/web-1: adressType is not a field of an EndpointSlice (a.yaml:17); "
          "is addressType meant?"),
-    UnknownField("an endpoint's condition",
+    "an endpoint's condition": (
                  "[10.1.0.1]", "[10.1.0.1]\n  conditions: {raedy: false}",
                  "EndpointSlice default/web-1: endpoints[0].conditions.raedy is not a field of an "
                  "EndpointSlice (a.yaml:20); is ready meant?"),
-    UnknownField("a hint", "[10.1.0.1]", "[10.1.0.1]\n  hints: {forZone: [{name: a}]}",
+    "a hint": ("[10.1.0.1]", "[10.1.0.1]\n  hints: {forZone: [{name: a}]}",
                  "EndpointSlice default/web-1: endpoints[0].hints.forZone is not a field of an "
                  "EndpointSlice (a.yaml:20); is forZones meant?"),
-    UnknownField("a selector has any key",
-                 "  clusterIP:", "  selector: {any: thing}\n  clusterIP:", ""),
-    UnknownField("metadata is not checked", "metadata:\n  name: web\n",
-                 "metadata:\n  lables: {}\n  name: web\n", ""),
-    UnknownField("known fields that are not read",
+    "a selector has any key": ("  clusterIP:", "  selector: {any: thing}\n  clusterIP:", ""),
+    "metadata is not checked": ("metadata:\n  name: web\n",
+        "metadata:\n  lables: {}\n  name: web\n", ""),
+    "known fields that are not read": (
                  "  clusterIP:", "  trafficDistribution: PreferSameZone\n"
                  "  sessionAffinityConfig: {clientIP: {timeoutSeconds: 9}}\n  clusterIP:", ""),
-    UnknownField("a name with a line feed", "  clusterIP:", '  "a\\nb": 1\n  clusterIP:',
-                 WEB_SAYS + r"spec.a\nb is not a field of a Service (a.yaml:1); it is ignored"),
-]  # fmt: skip
+    "a name with a line feed": ("  clusterIP:", '  "a\\nb": 1\n  clusterIP:',
+        WEB_SAYS + r"spec.a\nb is not a field of a Service (a.yaml:1); it is ignored"),
+}  # fmt: skip
+"""A replacement in BOTH, and the one problem line it makes ("": none)."""
 
 
-@pytest.mark.parametrize("slip", UNKNOWN_FIELDS, ids=lambda slip: slip.name)
-def test_unknown_field_is_one_problem_and_its_object_is_served(run, caplog, slip: UnknownField):
-    run.write("a.yaml", BOTH.replace(slip.old, slip.new, 1))
+@pytest.mark.parametrize("name", UNKNOWN_FIELDS)
+def test_unknown_field_is_one_problem_and_its_object_is_served(run, caplog, name: str):
+    old, new, line = UNKNOWN_FIELDS[name]
+    run.write("a.yaml", BOTH.replace(old, new, 1))
     assert run.look() == ["+web", "+web-1", *SYNCED]
-    assert run.problems == ((slip.line,) if slip.line else ())
+    assert run.problems == ((line,) if line else ())
     run.write("b.yaml", NODE)
     run.settle()
     warned = [r for r in caplog.records if r.levelno == logging.WARNING]

@@ -2,7 +2,7 @@
 """How the reflector lists: streaming lists, pages, and all Nodes or only our own."""
 
 import logging
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -211,47 +211,40 @@ def test_streaming_list_with_a_malformed_line_is_followed_by_pages(start):
     assert run.all_asked[:3] == ["stream", "stream", "page"]
 
 
-class NotAList(NamedTuple):
-    """The body of a 200 response that is not a list, and the words of the error in either mode."""
-
-    name: str
-    body: bytes
-    pages: str
-    stream: str
-
-
 HTML = "the response is an HTML page"
-NOT_LISTS = [
-    NotAList("HTML", b"<html>", HTML, HTML),
-    NotAList("a login page", LOGIN, HTML, HTML),
-    NotAList("null", b"null\n", "the response is not a list: expected an object",
-             "a line is not an event: expected an object"),
-    NotAList("a list", b"[]\n", "the response is not a list: expected an object",
-             "a line is not an event: expected an object"),
-    NotAList("empty", b"", "the response is not a list: invalid JSON: ", "the stream ended "
+NOT_LISTS = {
+    "HTML": (b"<html>", HTML, HTML),
+    "a login page": (LOGIN, HTML, HTML),
+    "null": (b"null\n", "the response is not a list: expected an object",
+        "a line is not an event: expected an object"),
+    "a list": (b"[]\n", "the response is not a list: expected an object",
+        "a line is not an event: expected an object"),
+    "empty": (b"", "the response is not a list: invalid JSON: ", "the stream ended "
                                                                        "before the list did"),
-    NotAList("broken", b'{"items": [}\n', "the response is not a list: invalid JSON: JSON is "
+    "broken": (b'{"items": [}\n', "the response is not a list: invalid JSON: JSON is "
                                         "malformed",
            "a line is not an event: invalid JSON: JSON is malformed"),
-    NotAList("truncated", b'{"items": ', "the response is not a list: invalid JSON: ",
-             "invalid JSON: the stream ended inside a line"),
-    NotAList("plain text", b"welcome\n", "the response is not a list: invalid JSON: ",
-             "a line is not an event: invalid JSON: "),
-]  # fmt: skip
+    "truncated": (b'{"items": ', "the response is not a list: invalid JSON: ",
+        "invalid JSON: the stream ended inside a line"),
+    "plain text": (b"welcome\n", "the response is not a list: invalid JSON: ",
+        "a line is not an event: invalid JSON: "),
+}  # fmt: skip
+"""The body of a 200 response that is not a list, and the words of the error in either mode."""
 
 
 @pytest.mark.parametrize("how", ["pages", "stream"])
-@pytest.mark.parametrize("row", NOT_LISTS, ids=lambda row: row.name)
+@pytest.mark.parametrize("name", NOT_LISTS)
 def test_response_that_is_not_a_list_is_an_error_that_describes_it(
-    start, caplog, row: NotAList, how: str
+    start, caplog, name: str, how: str
 ):
+    body, pages, stream = NOT_LISTS[name]
     caplog.set_level(logging.WARNING, "kbpf.source")
     steps = (PAGES,) if how == "pages" else ()
-    run = start(*steps, lambda exchange: exchange.answer(200, row.body), listed(service("a", 1)))
+    run = start(*steps, lambda exchange: exchange.answer(200, body), listed(service("a", 1)))
     run.until_watching(len(steps) + 3)
     assert run.said == ["+a", "synced"]
     (line,) = [r.getMessage() for r in caplog.records if "watch failed" in r.getMessage()]
-    wanted = row.pages if how == "pages" else row.stream
+    wanted = pages if how == "pages" else stream
     assert f"cannot list services: {wanted}" in line
     assert ("does a proxy or login page answer instead of it?" in line) == (wanted == HTML)
 
@@ -274,32 +267,26 @@ def test_page_that_continues_with_itself_is_an_error_with_backoff(start):
 # --- watching all Nodes or only our own ---
 
 
-class NodeCount(NamedTuple):
-    """The response to the count of Nodes, and the field selector of the watch that follows."""
-
-    what: str
-    first: Step
-    selector: str
-
-
 OWN = "metadata.name=n1"
-NODES = [
-    NodeCount("one Node", counted(0), ""),
-    NodeCount("a full page", counted(PAGE_SIZE - 1), ""),
-    NodeCount("more than a page", counted(PAGE_SIZE), OWN),
-    NodeCount("a server without remainingItemCount", listed(version=90), ""),
-    NodeCount("listing is forbidden", status(403, "nodes is forbidden"), OWN),
-]
+NODES = {
+    "one Node": (counted(0), ""),
+    "a full page": (counted(PAGE_SIZE - 1), ""),
+    "more than a page": (counted(PAGE_SIZE), OWN),
+    "a server without remainingItemCount": (listed(version=90), ""),
+    "listing is forbidden": (status(403, "nodes is forbidden"), OWN),
+}
+"""The response to the count of Nodes, and the field selector of the watch that follows."""
 
 
-@pytest.mark.parametrize("row", NODES, ids=lambda row: row.what)
-def test_all_nodes_are_watched_up_to_one_page(start, row: NodeCount):
-    run = start(row.first, streamed(bookmark(100, end=True)), resource=node_resource("n1", "auto"))
+@pytest.mark.parametrize("name", NODES)
+def test_all_nodes_are_watched_up_to_one_page(start, name: str):
+    first_page, selector = NODES[name]
+    run = start(first_page, streamed(bookmark(100, end=True)), resource=node_resource("n1", "auto"))
     run.until_watching(2)
     first, stream = run.server.requests
     assert first.query == {"limit": "1"}
     assert "sendInitialEvents" in stream.query
-    assert stream.query.get("fieldSelector", "") == row.selector
+    assert stream.query.get("fieldSelector", "") == selector
     assert run.said == ["synced"]
 
 
