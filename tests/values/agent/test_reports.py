@@ -3,8 +3,6 @@
 
 import contextlib
 import errno
-import json
-from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -23,6 +21,7 @@ from kbpf.serve.kubeproxy_metrics import KubeProxyMetrics
 from kbpf.serve.message import HttpRequest
 from kbpf.serve.server import AgentServer
 from kbpf.source.decode.fields import leading_zeros_problem
+from tests.support.faults.event_server import EventServer
 from tests.support.lab.lab import until
 from tests.values.agent.recording import SYNCED, Clock, RecordingPlane, begun, metrics, service
 
@@ -162,12 +161,7 @@ def test_service_that_is_not_programmed_is_reported_everywhere(
     clock: Clock, namespace: str, status: int, system: bool
 ):
     """In a problem line, /readyz, the metric by namespace and Events, until it is programmed."""
-    posted: list[dict[str, Any]] = []
-
-    def post(_: str, body: bytes) -> int:
-        posted.append(json.loads(body))
-        return 201
-
+    post = EventServer()
     desk = AgentServer(Config("me", serving=Serving(healthz="", metrics="")), post_event=post)
     agent, plane = begun(0.0, desk)
     key = ServicePortKey(namespace, "dns", "", Protocol.TCP, 4)
@@ -182,9 +176,10 @@ def test_service_that_is_not_programmed_is_reported_everywhere(
     assert (f"{namespace}/dns" in answer.body.decode()) is system
     refused = metrics(agent)["kbpf_namespace_service_ports_refused"]
     assert (len(refused.samples), refused.value(namespace=namespace)) == (1, 1)
-    until("both Events are sent", lambda: len(posted) == 2)
+    until("both Events are sent", lambda: len(post.events) == 2)
     desk.events.stop()
-    assert {(e["reason"], e["regarding"]["name"], e["regarding"]["namespace"]) for e in posted} == {
+    about = [(e["reason"], e["regarding"]) for e in post.events]
+    assert {(reason, on["name"], on["namespace"]) for reason, on in about} == {
         ("NotProgrammed", "dns", namespace),
         ("AnnotationsNotApplied", "web", namespace),
     }

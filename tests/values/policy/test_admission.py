@@ -6,7 +6,6 @@ the setting `--external-ips`, and say whether the frontend is served or with whi
 refused. A change of the reserved addresses must recompute exactly the Services it affects.
 """
 
-import json
 from typing import NamedTuple
 
 import pytest
@@ -38,6 +37,7 @@ from kbpf.policy.compute import DesiredStateBuilder, compute_desired_state
 from kbpf.policy.store import ObjectStore
 from kbpf.serve.events import EventRecorder
 from kbpf.source.decode.fields import parse_cidr
+from tests.support.faults.event_server import EventServer
 from tests.values.policy.services import addrs, gone, up
 
 TCP = Protocol.TCP
@@ -277,13 +277,8 @@ def test_port_stays_reserved_for_a_grace_period_after_its_listener_ended() -> No
 def test_refusal_is_one_log_line_one_problem_and_one_event_per_change(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    posted: list[dict[str, object]] = []
-
-    def post(_: str, body: bytes) -> int:
-        posted.append(json.loads(body))
-        return 201
-
-    events_ = EventRecorder(post, "me")
+    server = EventServer()
+    events_ = EventRecorder(server, "me")
     problems = Problems()
     told = RefusalReporter(events_, problems)
     service = web(FrontendKind.EXTERNAL_IP, "192.0.2.1", 6443)
@@ -299,7 +294,7 @@ def test_refusal_is_one_log_line_one_problem_and_one_event_per_change(
     ]
     events_.flush(10.0)
     events_.stop()
-    (event,) = posted
+    (event,) = server.events
     assert (event["reason"], event["note"], event["type"]) == ("AddressRefused", line, "Warning")
     regarding = {"apiVersion": "v1", "kind": "Service", "name": "web", "namespace": "ns"}
     assert event["regarding"] == regarding

@@ -37,6 +37,12 @@ NAME = ServiceName("ns", "web")
 OTHER = ServiceName("ns", "other")
 
 
+def store(*events: Event) -> ObjectStore:
+    world = ObjectStore("me")
+    world.apply(events)
+    return world
+
+
 class Row(NamedTuple):
     """Earlier events, the events of one batch, and the expected ChangeSet of that batch."""
 
@@ -106,16 +112,14 @@ ROWS = [
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_what_is_touched(row: Row):
-    world = ObjectStore("me")
-    world.apply(row.before)
+    world = store(*row.before)
     touched = world.apply(row.now)
     assert touched == ChangeSet(set(row.services), row.everything, row.pods, set(row.addresses))
     assert bool(touched) is (row.everything or row.pods or bool(row.services or row.addresses))
 
 
 def test_store_returns_the_current_objects():
-    world = ObjectStore("me")
-    world.apply([up(TWO), up(WEB), up(ONE), up(ME)])
+    world = store(up(TWO), up(WEB), up(ONE), up(ME))
     assert world.service(NAME) == WEB
     assert set(world.service_names()) == {NAME}
     assert world.slices(NAME) == (ONE, TWO)
@@ -136,30 +140,26 @@ def problems(world: ObjectStore) -> dict[ObjectKey, tuple[str, ...]]:
 
 
 def test_skipped_field_of_our_node_is_a_problem_until_corrected():
-    world = ObjectStore("me")
-    world.apply([up(replace(ME, skipped=("spec.podCIDRs[0]: bad",)))])
+    world = store(up(replace(ME, skipped=("spec.podCIDRs[0]: bad",))))
     assert problems(world) == {key(ME): ("spec.podCIDRs[0]: bad",)}
     world.apply([up(ME)])
     assert problems(world) == {}
 
 
 def test_slice_that_moves_to_another_service_leaves_the_first():
-    world = ObjectStore("me")
-    world.apply([up(ONE), up(replace(ONE, service="other"))])
+    world = store(up(ONE), up(replace(ONE, service="other")))
     assert world.slices(NAME) == ()
     assert [piece.name for piece in world.slices(OTHER)] == ["web-1"]
 
 
 def test_slices_of_one_name_in_two_namespaces_are_distinct():
-    world = ObjectStore("me")
-    world.apply([up(ONE), up(replace(ONE, namespace="other"))])
+    world = store(up(ONE), up(replace(ONE, namespace="other")))
     assert world.slices(NAME) == (ONE,)
     assert len(world.slices(ServiceName("other", "web"))) == 1
 
 
 def test_node_is_empty_with_our_name_until_it_is_known():
-    world = ObjectStore("me")
-    world.apply([up(replace(ME, name="you"))])
+    world = store(up(replace(ME, name="you")))
     assert world.node == Node("me")
     assert not world.node_known
     world.apply([up(ME), gone(ME)])
@@ -215,14 +215,12 @@ def test_service_kubernetes_keeps_its_last_endpoints(name: str):
 
 
 def test_other_services_do_not_keep_their_last_endpoints():
-    world = ObjectStore("me")
-    world.apply([up(ONE), up(replace(ONE, endpoints=()))])
+    world = store(up(ONE), up(replace(ONE, endpoints=())))
     assert world.slices(NAME) == (replace(ONE, endpoints=()),)
 
 
 def test_rejected_object_keeps_its_previous_version():
-    world = ObjectStore("me")
-    world.apply([*ALL, Rejected(key(WEB), "no ports"), Rejected(key(ONE), "no label")])
+    world = store(*ALL, Rejected(key(WEB), "no ports"), Rejected(key(ONE), "no label"))
     assert world.service(NAME) == WEB
     assert world.slices(NAME) == (ONE,)
     assert problems(world) == {key(WEB): ("no ports",), key(ONE): ("no label",)}
@@ -230,8 +228,7 @@ def test_rejected_object_keeps_its_previous_version():
 
 
 def test_a_rejection_ends_with_an_upsert_or_a_delete():
-    world = ObjectStore("me")
-    world.apply([*ALL, Rejected(key(WEB), "bad"), Rejected(key(TWO), "bad")])
+    world = store(*ALL, Rejected(key(WEB), "bad"), Rejected(key(TWO), "bad"))
     assert world.apply([up(WEB), gone(TWO)]) == ChangeSet()
     assert problems(world) == {}
     assert world.all_usable
@@ -240,8 +237,7 @@ def test_a_rejection_ends_with_an_upsert_or_a_delete():
 
 
 def test_rejection_of_another_node_is_no_problem():
-    world = ObjectStore("me")
-    world.apply([Rejected(key(replace(ME, name="you")), "bad"), Rejected(key(ME), "bad")])
+    world = store(Rejected(key(replace(ME, name="you")), "bad"), Rejected(key(ME), "bad"))
     assert problems(world) == {key(ME): ("bad",)}
 
 
@@ -275,14 +271,12 @@ def test_kinds_are_synced_one_by_one():
 
 
 def test_returned_values_do_not_change_later():
-    world = ObjectStore("me")
-    world.apply([Rejected(key(WEB), "bad"), up(ONE)])
+    world = store(Rejected(key(WEB), "bad"), up(ONE))
     slices, synced = world.slices(NAME), world.synced
     world.apply([up(WEB), gone(ONE), Synced(Kind.NODE)])
     assert (slices, synced) == ((ONE,), frozenset())
 
 
 def test_rejected_pod_leaves_all_usable():
-    world = ObjectStore("me")
-    world.apply([Rejected(key(POD), "bad")])
+    world = store(Rejected(key(POD), "bad"))
     assert world.all_usable

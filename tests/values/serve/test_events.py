@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import pytest
 
-from kbpf.errors import SourceError
 from kbpf.serve import events
 from kbpf.serve.events import EventObject, EventRecorder, KubeEvent, encode
+from tests.support.faults.event_server import EventServer
 from tests.support.lab.lab import PATIENCE, until
 
 NODE, WEB = EventObject("Node", "n1"), EventObject("Service", "web", "shop")
@@ -50,21 +50,6 @@ def test_long_name_is_truncated():
     assert len(json.loads(body)["metadata"]["name"]) == 253
 
 
-class Server:
-    """Returns the status codes in turn, the last one for ever. None: the server is unreachable."""
-
-    def __init__(self, *answers: int | None) -> None:
-        self._answers = list(answers)
-        self.got: list[dict] = []
-
-    def __call__(self, path: str, body: bytes) -> int:
-        self.got.append(json.loads(body))
-        answer = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
-        if answer is None:
-            raise SourceError("unreachable")
-        return answer
-
-
 ROWS = {
     "accepted": ((201,), 1, 1, 0),
     "unreachable at first": ((None, None, 201), 3, 1, 0),
@@ -81,12 +66,12 @@ ROWS = {
 @pytest.mark.parametrize("name", ROWS)
 def test_retries_and_outcome(name: str):
     answers, asked, sent, dropped = ROWS[name]
-    server = Server(*answers)
+    server = EventServer(*answers)
     made = EventRecorder(server, "n1", retry_interval=0.0)
     made.emit(NODE, "Starting", "StartKubeProxy")
     until("the Event is sent or dropped", lambda: made.sent + made.dropped)
     assert (made.sent, made.dropped) == (sent, dropped)
-    assert len(server.got) == asked
+    assert len(server.events) == asked
     made.stop()
 
 
@@ -175,14 +160,14 @@ EMISSIONS = {
 @pytest.mark.parametrize("rows", EMISSIONS.values(), ids=EMISSIONS.keys())
 def test_repetitions_and_rate_limit(rows: list[Emission]):
     now = 0.0
-    server = Server(201)
+    server = EventServer(201)
     made = EventRecorder(server, "n1", lambda: now)
     for row in rows:
         now = row.at
         made.emit(row.about, row.reason, "A", f"{row.at}")
     wanted = [(row.about.name, row.reason, f"{row.at}") for row in rows if row.sent]
     until("all Events are sent", lambda: made.sent == len(wanted))
-    got = [(one["regarding"]["name"], one["reason"], one["note"]) for one in server.got]
+    got = [(one["regarding"]["name"], one["reason"], one["note"]) for one in server.events]
     assert got == wanted
     assert made.dropped == sum(row.dropped for row in rows)
     made.stop()
@@ -209,7 +194,7 @@ def test_emit_does_not_block_while_the_server_hangs(monkeypatch: pytest.MonkeyPa
 
 
 def test_stop_does_not_wait_for_an_unreachable_server():
-    made = EventRecorder(Server(None), "n1", retry_interval=3600.0)
+    made = EventRecorder(EventServer(None), "n1", retry_interval=3600.0)
     made.emit(NODE, "Starting", "A")
     made.stop()
     until(

@@ -32,6 +32,7 @@ from kbpf.serve.health import (
 )
 from kbpf.serve.message import HttpRequest, HttpResponse
 from kbpf.serve.server import AgentServer
+from tests.support.faults.event_server import EventServer
 from tests.support.lab.lab import until
 from tests.support.lab.web import get
 from tests.values.serve.rows_health import (
@@ -257,33 +258,28 @@ def test_listen_address_in_use_is_an_event_and_a_problem(
     which: str, hard: bool, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(desk_module, "LISTEN_RETRY_INTERVAL_S", 0.01)
-    made: list[dict[str, Any]] = []
-
-    def post(path: str, body: bytes) -> int:
-        made.append(json.loads(body))
-        return 201
-
+    server = EventServer()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         serving = Serving(
             **{"healthz": "", "metrics": "", which: f"127.0.0.1:{port}"}, hard_fail=hard
         )
-        desk = AgentServer(Config(serving=serving, node_name="n1"), post_event=post)
+        desk = AgentServer(Config(serving=serving, node_name="n1"), post_event=server)
         try:
             if hard:
                 with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
                     desk.start()
             else:
                 desk.start()
-            until("the Event is sent", lambda: made)
+            until("the Event is sent", lambda: server.events)
             if not hard:
-                assert desk.problems() == (made[0]["note"],)
+                assert desk.problems() == (server.events[0]["note"],)
                 taken.close()
                 until("the server listens", lambda: answers(port))
                 assert desk.problems() == ()
         finally:
             desk.stop()
-    (event,) = made
+    (event,) = server.events
     assert (event["reason"], event["type"]) == (TAKEN[which], "Warning")
     assert event["regarding"]["name"] == "n1"
     assert event["note"] == f"cannot listen on 127.0.0.1:{port}: Address already in use"

@@ -6,7 +6,6 @@ parser.
 import json
 import math
 import re
-import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -39,7 +38,9 @@ from kbpf.serve.exposition import Histogram, format_labels, format_number
 from kbpf.serve.kbpf_metrics import FAILURES
 from kbpf.serve.kubeproxy_metrics import KubeProxyMetrics
 from kbpf.serve.server import AgentServer
+from tests.support.faults.event_server import EventServer
 from tests.support.golden import FOLDER, Golden
+from tests.support.lab.lab import until
 from tests.support.prometheus import Family, parse
 
 SYNC = [0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1.024, 2.048, 4.096,
@@ -423,62 +424,50 @@ def test_counters_that_are_not_counted_have_no_series(
     assert reasons == {reason for reason in FAILURES if reason in known}
 
 
-class Posts:
-    """An API server that accepts Events; `seen` is their type, reason and note."""
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[str, str, str]] = []
-        self._arrived = threading.Semaphore(0)
-
-    def __call__(self, path: str, body: bytes) -> int:
-        event = json.loads(body)
-        self.seen.append((event["type"], event["reason"], event["note"]))
-        self._arrived.release()
-        return 201
-
-    def wait(self, count: int) -> None:
-        for _ in range(count):
-            assert self._arrived.acquire(timeout=30)
+def notes(server: EventServer, count: int) -> list[tuple[str, str, str]]:
+    """Type, reason and note of the server's Events, once it has got so many."""
+    until("the Events are sent", lambda: len(server.events) >= count)
+    return [(event["type"], event["reason"], event["note"]) for event in server.events]
 
 
 def test_reason_for_ipvs_is_a_label_and_one_event():
-    posts = Posts()
-    desk = AgentServer(Config(), "bpf", post_event=posts)
+    server = EventServer()
+    desk = AgentServer(Config(), "bpf", post_event=server)
     choice = ModeChoice("auto", "ipvs", "no cgroup v2", "no cgroup v2 hierarchy is mounted")
     desk.report_started("1", choice)
-    posts.wait(2)
+    notes(server, 2)
     desk.set_status(replace_status(mode="ipvs", choice=choice))
     found = parse(desk.format_metrics().decode())
     labels = {"mode": "ipvs", "requested": "auto", "reason": "no cgroup v2"}
     assert found["kbpf_mode_info"].value(**labels) == 1
     desk.stop()
-    (warning, reason, note), start = posts.seen
+    (warning, reason, note), start = notes(server, 0)
     assert (warning, reason, start[:2]) == ("Warning", "BpfUnavailable", ("Normal", "Starting"))
     assert "no cgroup v2 hierarchy is mounted" in note
 
 
 def test_warnings_about_settings_are_events_at_start():
-    posts = Posts()
+    server = EventServer()
     desk = AgentServer(
-        Config(), "bpf", post_event=posts, warnings={"KubeProxyDefaultMode": "mode is unset"}
+        Config(), "bpf", post_event=server, warnings={"KubeProxyDefaultMode": "mode is unset"}
     )
     desk.report_started("1", ModeChoice("bpf", "bpf"))
-    posts.wait(2)
+    notes(server, 2)
     desk.stop()
-    assert posts.seen == [
+    assert notes(server, 0) == [
         ("Warning", "KubeProxyDefaultMode", "mode is unset"),
         ("Normal", "Starting", "kbpf 1 mode bpf"),
     ]
 
 
 def test_rejected_configuration_is_one_event():
-    posts = Posts()
-    desk = AgentServer(Config(), "bpf", post_event=posts)
+    server = EventServer()
+    desk = AgentServer(Config(), "bpf", post_event=server)
     for error in (None, "", "not YAML", "not YAML", ""):
         desk.set_status(replace_status(config_error=error, choice=None))
-    posts.wait(1)
+    notes(server, 1)
     desk.stop()
-    assert posts.seen == [
+    assert notes(server, 0) == [
         ("Warning", "ConfigurationRefused", "the configuration file was rejected: not YAML")
     ]
 
