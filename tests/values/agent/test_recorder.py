@@ -73,13 +73,13 @@ class Rig:
 
 
 def service(policy: str = "", port: int = 31_999) -> Upsert:
-    made = Service(
+    object_ = Service(
         "a", "web", "LoadBalancer", (parse_addr("10.96.0.1"),),
         (ServicePort("", Protocol.TCP, 80, 30_080),),
         external_local=policy != "internal", internal_local=policy == "internal",
         health_check_node_port=port,
     )  # fmt: skip
-    return Upsert(ObjectKey(Kind.SERVICE, "a", "web"), made)
+    return Upsert(ObjectKey(Kind.SERVICE, "a", "web"), object_)
 
 
 def endpoints(*nodes: str, triggered: str = "") -> Upsert:
@@ -87,8 +87,8 @@ def endpoints(*nodes: str, triggered: str = "") -> Upsert:
         Endpoint(parse_addr(f"10.244.0.{i}"), True, True, False, node)
         for i, node in enumerate(nodes, 1)
     )
-    made = EndpointSlice("a", "s", "web", 4, ends, (SlicePort("", Protocol.TCP, 8080),))
-    return Upsert(ObjectKey(Kind.SLICE, "a", "s"), made, 1.0, triggered)
+    slice_ = EndpointSlice("a", "s", "web", 4, ends, (SlicePort("", Protocol.TCP, 8080),))
+    return Upsert(ObjectKey(Kind.SLICE, "a", "s"), slice_, 1.0, triggered)
 
 
 def gone(kind: Kind, name: str) -> Delete:
@@ -162,10 +162,10 @@ def test_services_with_policy_local_without_local_endpoints_are_counted():
         ((gone(Kind.SERVICE, "web"),), 0, 0),
     ):
         rig.hear(*events)
-        found = rig.page()[name]
-        assert found.value(ip_family="IPv4", traffic_policy="external") == external, events
-        assert found.value(ip_family="IPv4", traffic_policy="internal") == internal, events
-        assert found.value(ip_family="IPv6", traffic_policy="internal") == 0
+        family = rig.page()[name]
+        assert family.value(ip_family="IPv4", traffic_policy="external") == external, events
+        assert family.value(ip_family="IPv4", traffic_policy="internal") == internal, events
+        assert family.value(ip_family="IPv6", traffic_policy="internal") == 0
 
 
 def test_services_without_endpoints_are_counted():

@@ -207,16 +207,16 @@ MISTAKES = [
 
 @pytest.mark.parametrize("row", MISTAKES, ids=lambda row: row.name)
 def test_locations_are_read_despite_other_mistakes(row: Mistake):
-    found = locations.parse_locations(row.text.encode(), "FILE")
-    assert row.told in "; ".join(map(str, found.errors))
-    assert bool(found.errors) == bool(row.told)
-    assert found.unreadable.keys() == set(row.names)
+    parsed = locations.parse_locations(row.text.encode(), "FILE")
+    assert row.told in "; ".join(map(str, parsed.errors))
+    assert bool(parsed.errors) == bool(row.told)
+    assert parsed.unreadable.keys() == set(row.names)
     if set(row.names) != set(ALL):
-        said = dict(
+        expected = dict(
             zip(("pin_dir", "ipvs_device", "nft_table", "state_dir"), LOCATIONS, strict=True)
         )
-        assert {name: str(value) for name, value in found.values.items()} == {
-            name: value for name, value in said.items() if name not in row.names
+        assert {name: str(value) for name, value in parsed.values.items()} == {
+            name: value for name, value in expected.items() if name not in row.names
         }
 
 
@@ -352,12 +352,12 @@ def imported(*argv: str) -> set[str]:
 
 def test_agent_does_not_import_the_command_line():
     # The agent exits because the source is missing, after it has imported all modules.
-    found = imported("run", "--source", "/nowhere", "--pin-dir", "/proc/nowhere")
-    assert "msgspec" in found
-    assert not found & {"typer", "pydantic", *HEAVY}
+    modules = imported("run", "--source", "/nowhere", "--pin-dir", "/proc/nowhere")
+    assert "msgspec" in modules
+    assert not modules & {"typer", "pydantic", *HEAVY}
 
 
 def test_inspect_services_imports_no_heavy_module():
-    found = imported("inspect", "services", "-o", "json", "--pin-dir", "/nowhere")
-    assert "typer" in found
-    assert not found & set(HEAVY)
+    modules = imported("inspect", "services", "-o", "json", "--pin-dir", "/nowhere")
+    assert "typer" in modules
+    assert not modules & set(HEAVY)

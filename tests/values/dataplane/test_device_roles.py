@@ -33,23 +33,23 @@ class Row(NamedTuple):
 
 def devices(rows: tuple[Row, ...]) -> tuple[Device, ...]:
     index = {row.name: number for number, row in enumerate(rows, 1)}
-    made = []
+    listing = []
     for row in rows:
-        kind, *known = row.kind.split("/")
-        made.append(
+        kind, *suffixes = row.kind.split("/")
+        listing.append(
             Device(
                 ifindex=index[row.name],
                 name=row.name,
                 kind=kind,
-                up="down" not in known,
+                up="down" not in suffixes,
                 loopback=row.name == "lo",
                 link_type=row.link_type,
                 master=index[row.master] if row.master else 0,
-                peer_netns=3 if "pod" in known else None,
-                has_subnet="net" in known,
+                peer_netns=3 if "pod" in suffixes else None,
+                has_subnet="net" in suffixes,
             )
         )
-    return tuple(made)
+    return tuple(listing)
 
 
 class Shape(NamedTuple):

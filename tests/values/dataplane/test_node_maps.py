@@ -101,8 +101,8 @@ def test_the_masquerading_source_of_a_device(name: str):
         return tuple(parse_addr(word) for word in text.split())
 
     device = replace(ETH0, sources=addrs(sources))
-    told = DEVICE.unpack(pack_device(device, HOST, Config(), addrs(preferred)))
-    assert told[-2:] == tuple(bytes(parse_addr(one)) for one in gets)
+    fields = DEVICE.unpack(pack_device(device, HOST, Config(), addrs(preferred)))
+    assert fields[-2:] == tuple(bytes(parse_addr(one)) for one in gets)
 
 
 class Table:

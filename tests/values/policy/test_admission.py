@@ -130,22 +130,22 @@ def setting(word: str, address: str) -> Config:
 
 def web(kind: FrontendKind, address: str, port: int) -> Service:
     own = "fd00:96::2" if ":" in address else "10.96.0.2"
-    made = Service("ns", "web", "NodePort", addrs(own), (ServicePort("", TCP, port, 30099),))
+    service = Service("ns", "web", "NodePort", addrs(own), (ServicePort("", TCP, port, 30099),))
     match kind:
         case FrontendKind.EXTERNAL_IP:
-            return replace(made, external_ips=addrs(address))
+            return replace(service, external_ips=addrs(address))
         case FrontendKind.LOAD_BALANCER:
-            return replace(made, lb_vips=addrs(address))
+            return replace(service, lb_vips=addrs(address))
         case _:
-            return replace(made, cluster_ips=addrs(address))
+            return replace(service, cluster_ips=addrs(address))
 
 
 def outcome(state: DesiredState, at: FrontendAddress) -> str:
     """ "" if the Service has the frontend, else the reasons why it does not."""
-    (found,) = (each for each in state.services.values() if each.key.name == "web")
-    words = [f"belongs to {winner}" for lost, winner in found.lost if lost == at]
-    words += [reason for refused, reason in found.refused if refused == at]
-    served = at in {frontend.at for frontend in found.frontends}
+    (service_state,) = (each for each in state.services.values() if each.key.name == "web")
+    words = [f"belongs to {winner}" for lost, winner in service_state.lost if lost == at]
+    words += [reason for refused, reason in service_state.refused if refused == at]
+    served = at in {frontend.at for frontend in service_state.frontends}
     assert served == (not words)
     return " ".join(words)
 
@@ -195,9 +195,9 @@ def test_service_kubernetes_may_use_api_server_addresses() -> None:
         KUBERNETES, ports=(ServicePort("https", TCP, 6443),), external_ips=addrs("192.0.2.1")
     )
     state = compute_desired_state((own,), (API_SLICE,), NODE, LOCAL, Config())
-    (found,) = state.services.values()
-    assert not found.refused
-    assert len(found.frontends) == 2
+    (service_state,) = state.services.values()
+    assert not service_state.refused
+    assert len(service_state.frontends) == 2
 
 
 def test_api_server_port_of_another_protocol_is_not_reserved() -> None:
@@ -261,17 +261,17 @@ def test_incremental_updates_equal_a_full_computation(steps: list[str], address:
 def test_port_stays_reserved_for_a_grace_period_after_its_listener_ended() -> None:
     at = FrontendAddress(ANY4, 22, TCP)
     there = {at}
-    made = Listeners(lambda: frozenset(there))
-    made.refresh(0.0)
-    assert made.ports == {at}
+    listeners = Listeners(lambda: frozenset(there))
+    listeners.refresh(0.0)
+    assert listeners.ports == {at}
     there.clear()
-    made.refresh(LISTENER_POLL_INTERVAL_S - 1)
-    made.refresh(LISTENER_POLL_INTERVAL_S)
-    assert made.ports == {at}, "a restart of sshd hands nothing over"
-    made.refresh(RELEASE_GRACE_S - 1)
-    assert made.ports == {at}
-    made.refresh(RELEASE_GRACE_S + LISTENER_POLL_INTERVAL_S)
-    assert made.ports == frozenset()
+    listeners.refresh(LISTENER_POLL_INTERVAL_S - 1)
+    listeners.refresh(LISTENER_POLL_INTERVAL_S)
+    assert listeners.ports == {at}, "a restart of sshd hands nothing over"
+    listeners.refresh(RELEASE_GRACE_S - 1)
+    assert listeners.ports == {at}
+    listeners.refresh(RELEASE_GRACE_S + LISTENER_POLL_INTERVAL_S)
+    assert listeners.ports == frozenset()
 
 
 def test_refusal_is_one_log_line_one_problem_and_one_event_per_change(
@@ -280,13 +280,13 @@ def test_refusal_is_one_log_line_one_problem_and_one_event_per_change(
     server = EventServer()
     events_ = EventRecorder(server, "me")
     problems = Problems()
-    told = RefusalReporter(events_, problems)
+    reporter = RefusalReporter(events_, problems)
     service = web(FrontendKind.EXTERNAL_IP, "192.0.2.1", 6443)
     states = state_of(service, Config()).services
     line = "192.0.2.1:6443/TCP is not served: it is an address of the API server"
     with caplog.at_level("WARNING"):
         for _ in range(2):
-            told.report_changes(states, states, ReservedAddresses())
+            reporter.report_changes(states, states, ReservedAddresses())
     (key,) = (key for key in states if key.name == "web")
     assert problems.first(9) == [f"{key}: {line}"]
     assert [each.getMessage() for each in caplog.records] == [
@@ -298,7 +298,7 @@ def test_refusal_is_one_log_line_one_problem_and_one_event_per_change(
     assert (event["reason"], event["note"], event["type"]) == ("AddressRefused", line, "Warning")
     regarding = {"apiVersion": "v1", "kind": "Service", "name": "web", "namespace": "ns"}
     assert event["regarding"] == regarding
-    told.report_changes([key], {}, ReservedAddresses())
+    reporter.report_changes([key], {}, ReservedAddresses())
     assert problems.first(9) == []
 
 
@@ -325,10 +325,10 @@ def test_served_address_of_this_node_is_logged_once(
     config, problems = setting("listed", address), Problems()
     states = state_of(web(kind, address, port), config).services
     kept = compute_reserved(NODE, LOCAL, SERVERS, LISTENING, (API_SLICE,), config)
-    told = RefusalReporter(EventRecorder(None, "me"), problems)
+    reporter = RefusalReporter(EventRecorder(None, "me"), problems)
     with caplog.at_level("WARNING"):
         for _ in range(2):
-            told.report_changes(states, states, kept)
+            reporter.report_changes(states, states, kept)
     at = FrontendAddress(parse_addr(address), port, TCP)
     line = (
         f"Service ns/web: {at} is at an address of this node: connections to it reach the Service"

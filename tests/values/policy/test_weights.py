@@ -233,11 +233,11 @@ THREE = piece(
 @pytest.mark.parametrize("name", ROWS)
 def test_weights_of_a_set(name: str):
     weights, who, each = ROWS[name]
-    found = ask(weights, THREE)
-    assert (numbers(found.cluster), found.cluster_weights) == (who, each)
-    assert numbers(found.serving) == (1, 2, 3), "UDP flows stay with whoever serves"
-    assert found.any_endpoints
-    lines = {line.endpoint.address[-1]: line for line in found.explain()}
+    selection = ask(weights, THREE)
+    assert (numbers(selection.cluster), selection.cluster_weights) == (who, each)
+    assert numbers(selection.serving) == (1, 2, 3), "UDP flows stay with whoever serves"
+    assert selection.any_endpoints
+    lines = {line.endpoint.address[-1]: line for line in selection.explain()}
     for number in (1, 2, 3):
         assert (lines[number].reason is EndpointReason.WEIGHT_ZERO) == (number not in who)
 

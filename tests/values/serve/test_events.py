@@ -67,12 +67,12 @@ ROWS = {
 def test_retries_and_outcome(name: str):
     answers, asked, sent, dropped = ROWS[name]
     server = EventServer(*answers)
-    made = EventRecorder(server, "n1", retry_interval=0.0)
-    made.emit(NODE, "Starting", "StartKubeProxy")
-    until("the Event is sent or dropped", lambda: made.sent + made.dropped)
-    assert (made.sent, made.dropped) == (sent, dropped)
+    recorder = EventRecorder(server, "n1", retry_interval=0.0)
+    recorder.emit(NODE, "Starting", "StartKubeProxy")
+    until("the Event is sent or dropped", lambda: recorder.sent + recorder.dropped)
+    assert (recorder.sent, recorder.dropped) == (sent, dropped)
     assert len(server.events) == asked
-    made.stop()
+    recorder.stop()
 
 
 class LockCheckingRecorder(EventRecorder):
@@ -120,11 +120,11 @@ def test_internal_error_does_not_end_the_thread():
             raise ValueError("on purpose")
         return 201
 
-    made = EventRecorder(post, "n1")
-    made.emit(NODE, "One", "A")
-    made.emit(NODE, "Two", "A")
-    until("the second Event is sent", lambda: made.sent)
-    made.stop()
+    recorder = EventRecorder(post, "n1")
+    recorder.emit(NODE, "One", "A")
+    recorder.emit(NODE, "Two", "A")
+    until("the second Event is sent", lambda: recorder.sent)
+    recorder.stop()
 
 
 class Emission(NamedTuple):
@@ -161,16 +161,16 @@ EMISSIONS = {
 def test_repetitions_and_rate_limit(rows: list[Emission]):
     now = 0.0
     server = EventServer(201)
-    made = EventRecorder(server, "n1", lambda: now)
+    recorder = EventRecorder(server, "n1", lambda: now)
     for row in rows:
         now = row.at
-        made.emit(row.about, row.reason, "A", f"{row.at}")
+        recorder.emit(row.about, row.reason, "A", f"{row.at}")
     wanted = [(row.about.name, row.reason, f"{row.at}") for row in rows if row.sent]
-    until("all Events are sent", lambda: made.sent == len(wanted))
+    until("all Events are sent", lambda: recorder.sent == len(wanted))
     got = [(one["regarding"]["name"], one["reason"], one["note"]) for one in server.events]
     assert got == wanted
-    assert made.dropped == sum(row.dropped for row in rows)
-    made.stop()
+    assert recorder.dropped == sum(row.dropped for row in rows)
+    recorder.stop()
 
 
 def test_emit_does_not_block_while_the_server_hangs(monkeypatch: pytest.MonkeyPatch):
@@ -182,21 +182,21 @@ def test_emit_does_not_block_while_the_server_hangs(monkeypatch: pytest.MonkeyPa
         hangs.wait()
         return 201
 
-    made = EventRecorder(post, "n1", lambda: 0.0)
-    made.emit(NODE, "First", "A")
+    recorder = EventRecorder(post, "n1", lambda: 0.0)
+    recorder.emit(NODE, "First", "A")
     assert asked.wait(PATIENCE)
     for i in range(2 * events.MAX_QUEUED):
-        made.emit(NODE, f"R{i}", "A")  # this does not block although the server does not respond
-    assert made.dropped == events.MAX_QUEUED
+        recorder.emit(NODE, f"R{i}", "A")  # does not block although the server does not respond
+    assert recorder.dropped == events.MAX_QUEUED
     hangs.set()
-    until("the queued Events are sent", lambda: made.sent == 1 + events.MAX_QUEUED)
-    made.stop()
+    until("the queued Events are sent", lambda: recorder.sent == 1 + events.MAX_QUEUED)
+    recorder.stop()
 
 
 def test_stop_does_not_wait_for_an_unreachable_server():
-    made = EventRecorder(EventServer(None), "n1", retry_interval=3600.0)
-    made.emit(NODE, "Starting", "A")
-    made.stop()
+    recorder = EventRecorder(EventServer(None), "n1", retry_interval=3600.0)
+    recorder.emit(NODE, "Starting", "A")
+    recorder.stop()
     until(
         "the thread has ended",
         lambda: not any(thread.name == "events" for thread in threading.enumerate()),
@@ -204,6 +204,6 @@ def test_stop_does_not_wait_for_an_unreachable_server():
 
 
 def test_without_an_api_server_nothing_is_sent():
-    made = EventRecorder(None, "n1")
-    made.emit(NODE, "Starting", "A")
-    assert (made.sent, made.dropped) == (0, 0)
+    recorder = EventRecorder(None, "n1")
+    recorder.emit(NODE, "Starting", "A")
+    assert (recorder.sent, recorder.dropped) == (0, 0)

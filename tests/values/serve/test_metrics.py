@@ -186,20 +186,20 @@ def replace_status(**change: object) -> AgentStatus:
 
 
 def test_services_with_the_most_connections_have_series():
-    found = page(Serving(service_series=2))
-    assert sorted(found["kbpf_service_connections"].samples.values()) == [5, 9]
-    assert sorted(found["kbpf_service_connections_total"].samples.values()) == [7, 20]
-    assert found["kbpf_service_series_left_out"].value() == 1
-    assert found["kbpf_connections"].value() == 15
+    families = page(Serving(service_series=2))
+    assert sorted(families["kbpf_service_connections"].samples.values()) == [5, 9]
+    assert sorted(families["kbpf_service_connections_total"].samples.values()) == [7, 20]
+    assert families["kbpf_service_series_left_out"].value() == 1
+    assert families["kbpf_connections"].value() == 15
     assert not page(Serving(service_series=0))["kbpf_service_connections"].samples
 
 
 def test_the_process_has_its_usual_series():
-    found = page()
-    assert found["process_resident_memory_bytes"].value() > 1e6
-    assert found["process_open_fds"].value() > 2
-    assert found["process_cpu_seconds_total"].value() > 0
-    assert 1.6e9 < found["process_start_time_seconds"].value() < 1e11
+    families = page()
+    assert families["process_resident_memory_bytes"].value() > 1e6
+    assert families["process_open_fds"].value() > 2
+    assert families["process_cpu_seconds_total"].value() > 0
+    assert 1.6e9 < families["process_start_time_seconds"].value() < 1e11
 
 
 def test_names_have_a_prefix_and_counters_end_in_total():
@@ -296,11 +296,12 @@ def behind(record: KubeProxyMetrics) -> dict[str, float]:
     """For each IP family, the seconds from the last sync to the last queued change; at most 0 if no
     change is pending.
     """
-    found = page(proxy_metrics=record)
+    families = page(proxy_metrics=record)
     prefix = "kubeproxy_sync_proxy_rules_last"
-    asked, done = found[f"{prefix}_queued_timestamp_seconds"], found[f"{prefix}_timestamp_seconds"]
+    queued, synced = (families[f"{prefix}_{of}timestamp_seconds"] for of in ("queued_", ""))
     return {
-        name: asked.value(ip_family=name) - done.value(ip_family=name) for name in ("IPv4", "IPv6")
+        name: queued.value(ip_family=name) - synced.value(ip_family=name)
+        for name in ("IPv4", "IPv6")
     }
 
 
@@ -367,10 +368,10 @@ def test_format_labels():
 
 
 def test_histogram_bounds_are_inclusive():
-    made = Histogram((1.0, 2.0))
+    histogram = Histogram((1.0, 2.0))
     for value in (1.0, 1.5, 2.0, 2.1):
-        made.observe(value)
-    assert list(made.format_samples("x", '{f="4"}')) == [
+        histogram.observe(value)
+    assert list(histogram.format_samples("x", '{f="4"}')) == [
         'x_bucket{f="4",le="1"} 1',
         'x_bucket{f="4",le="2"} 3',
         'x_bucket{f="4",le="+Inf"} 4',
@@ -389,17 +390,17 @@ def test_page_without_status_and_with_failing_data_plane():
 
     desk = AgentServer(Config(), "bpf", FailingPlane)
     desk.collect()
-    found = parse(desk.format_metrics().decode())
-    assert "kubeproxy_sync_proxy_rules_duration_seconds" in found
-    assert "kbpf_healthy" in found
-    assert "kbpf_map_entries" not in found
+    families = parse(desk.format_metrics().decode())
+    assert "kubeproxy_sync_proxy_rules_duration_seconds" in families
+    assert "kbpf_healthy" in families
+    assert "kbpf_map_entries" not in families
 
 
 def test_no_connection_series_without_accounting():
-    found = page(
+    families = page(
         plane=Counts(traffic=TrafficStats(totals=TRAFFIC.totals, counted_fields=IPVS_COUNTERS))
     )
-    assert not {"kbpf_connections", "kbpf_service_connections"} & found.keys()
+    assert not {"kbpf_connections", "kbpf_service_connections"} & families.keys()
 
 
 OUTCOMES = ("connections", "failures", "bytes", "retransmits", "round_trip_seconds", "round_trips")
@@ -417,10 +418,10 @@ COUNTER_SETS = [
 def test_counters_that_are_not_counted_have_no_series(
     name: str, known: frozenset[str], there: Sequence[str]
 ):
-    found = page(plane=Counts(traffic=msgspec.structs.replace(TRAFFIC, counted_fields=known)))
-    assert {one for one in OUTCOMES if f"kbpf_service_{one}_total" in found} == set(there)
-    reasons = {v for name, _ in found.items() if name == "kbpf_service_failures_total"
-               for _, own in found[name].samples for k, v in own if k == "reason"}  # fmt: skip
+    families = page(plane=Counts(traffic=msgspec.structs.replace(TRAFFIC, counted_fields=known)))
+    assert {one for one in OUTCOMES if f"kbpf_service_{one}_total" in families} == set(there)
+    reasons = {v for name, _ in families.items() if name == "kbpf_service_failures_total"
+               for _, own in families[name].samples for k, v in own if k == "reason"}  # fmt: skip
     assert reasons == {reason for reason in FAILURES if reason in known}
 
 
@@ -437,9 +438,9 @@ def test_reason_for_ipvs_is_a_label_and_one_event():
     desk.report_started("1", choice)
     notes(server, 2)
     desk.set_status(replace_status(mode="ipvs", choice=choice))
-    found = parse(desk.format_metrics().decode())
+    families = parse(desk.format_metrics().decode())
     labels = {"mode": "ipvs", "requested": "auto", "reason": "no cgroup v2"}
-    assert found["kbpf_mode_info"].value(**labels) == 1
+    assert families["kbpf_mode_info"].value(**labels) == 1
     desk.stop()
     (warning, reason, note), start = notes(server, 0)
     assert (warning, reason, start[:2]) == ("Warning", "BpfUnavailable", ("Normal", "Starting"))

@@ -184,8 +184,8 @@ def test_snat_port_usage_is_per_backend_and_protocol_most_used_first():
         track("10.0.0.1:3", "10.244.0.1:80", "198.18.0.1:2", state=TcpState.CLOSED),
         track("10.0.0.1:4", "10.244.0.1:80", "198.18.0.1:1", protocol=UDP),
     )
-    found = nat.build_view(snapshot(), held.usage())
-    assert [(u.backend, u.protocol, u.used, u.closed, u.alarm) for u in found.usage] == [
+    view = nat.build_view(snapshot(), held.usage())
+    assert [(u.backend, u.protocol, u.used, u.closed, u.alarm) for u in view.usage] == [
         ("10.244.0.1:80", "TCP", 2, 1, False),
         ("10.244.0.1:80", "UDP", 1, 0, False),
         ("10.244.0.9:80", "TCP", 1, 0, False),
