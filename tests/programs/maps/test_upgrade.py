@@ -1,20 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """Another version of kbpf, with another layout of one map, takes over from the one before."""
 
+import errno
 from dataclasses import replace
 
 import pytest
 
-from kbpf.dataplane.bpf.maps import layout
-from kbpf.kernel.bpf.objects import Link
+from kbpf.dataplane.bpf.maps import layout, pinning
+from kbpf.dataplane.bpf.maps.pinning import Pins
+from kbpf.errors import KernelError
+from kbpf.kernel.bpf.objects import Link, Map
 from tests.support.plane import Site, desired, service
 
+FORMER = "maps without arrays"
 WEB = service("web", "10.96.0.1:80", "127.0.1.1:8080 127.0.1.2:8080", affinity_timeout=100)
 
 
 def another_version(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """From now on the code has another version of this map."""
     monkeypatch.setitem(layout.MAPS, name, replace(layout.MAPS[name], version=99))
+
+
+def make_former(site: Site) -> None:
+    """Makes the pins look like those of a release whose programs read maps without arrays."""
+    former_maps = site.pins / "maps-former"
+    site.maps.rename(former_maps)
+    Pins(site.pins).layout(site.maps).rename(site.pins / "layout-former")
+    for name, spec in layout.OUTER_MAPS.items():
+        (former_maps / name).unlink()
+        (site.pins / "layout-former" / f"{name}-{spec.version}").rmdir()
 
 
 def link_ids(site: Site) -> dict[str, int]:
@@ -26,7 +40,7 @@ def link_ids(site: Site) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    "name", ["services", "backend_slots", "backends", "sock_peers", "meta", "counts"]
+    "name", ["services", "backend_slots", "backends", "sock_peers", "meta", "counts", FORMER]
 )
 def test_upgrade_keeps_what_is_served(
     site: Site, monkeypatch: pytest.MonkeyPatch, name: str
@@ -34,7 +48,11 @@ def test_upgrade_keeps_what_is_served(
     site.open().apply(desired(WEB), None)
     before, links, ids = site.dump(), link_ids(site), site.entries("service_names")
     peers = site.pinned("sock_peers").id
-    another_version(monkeypatch, name)
+    site.close_planes()
+    if name == FORMER:
+        make_former(site)
+    else:
+        another_version(monkeypatch, name)
     plane = site.open()
     assert link_ids(site) == links, "nothing is attached again before the maps are filled"
     plane.apply(desired(WEB), None)
@@ -47,8 +65,10 @@ def test_upgrade_keeps_what_is_served(
     assert left == ["layout", "links", "maps", "programs"], "the old version's maps are gone"
 
 
+@pytest.mark.parametrize("killed", [False, True], ids=["", "killed after the maps were made"])
+@pytest.mark.parametrize("name", ["services", FORMER])
 def test_connections_are_served_during_an_upgrade(
-    site: Site, monkeypatch: pytest.MonkeyPatch
+    site: Site, monkeypatch: pytest.MonkeyPatch, name: str, killed: bool
 ) -> None:
     """The old version's maps are in use until the new version's first complete apply."""
     server = site.place("server").serve(8080, address="127.0.1.1")
@@ -56,8 +76,14 @@ def test_connections_are_served_during_an_upgrade(
     one = service("web", "10.96.0.1:80", "127.0.1.1:8080")
     site.open().apply(desired(one), None)
     client.ask("start_load", host="10.96.0.1", port=80)
-    another_version(monkeypatch, "services")
+    site.close_planes()
+    if name == FORMER:
+        make_former(site)
+    else:
+        another_version(monkeypatch, name)
     plane = site.open()
+    if killed:
+        plane = site.open()
     assert client.tcp("10.96.0.1", 80)["name"] == server.name
     plane.apply(desired(one), None)
     plane.flush()
@@ -65,3 +91,53 @@ def test_connections_are_served_during_an_upgrade(
     result = client.ask("stop_load")
     assert result["errors"] == []
     assert result["names"][server.name] > 0
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["", "before the old maps were removed"])
+def test_downgrade_keeps_what_is_served(
+    site: Site, monkeypatch: pytest.MonkeyPatch, killed: bool
+) -> None:
+    """The newer version has made shared maps larger meanwhile."""
+    for name in ("services", "backend_slots"):
+        monkeypatch.setitem(layout.MAPS, name, replace(layout.MAPS[name], entries=8))
+    site.open().apply(desired(WEB), None)
+    links = link_ids(site)
+    many = desired(WEB, *(service(f"s{i}", f"10.96.1.{i}:80", "127.0.1.1:80") for i in range(40)))
+    with monkeypatch.context() as newer:
+        another_version(newer, "reasons")
+        plane = site.open()
+        if killed:
+            newer.setattr(pinning, "remove_old_maps", lambda _: None)
+        plane.apply(many, None)
+        before, size = site.dump(), site.pinned("services").max_entries
+        assert size > 8
+    plane = site.open()
+    assert site.dump() == before
+    assert link_ids(site) == links
+    assert dict(plane.apply(many, None).writes) == {}
+    assert site.dump() == before
+    assert site.pinned("services").max_entries == size
+    assert site.use_pinned_maps(site.hook_programs().values())
+
+
+def test_failed_growth_replaces_the_map_of_neither_version(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise KernelError("no memory", errno=errno.ENOMEM)
+
+    monkeypatch.setitem(layout.MAPS, "services", replace(layout.MAPS["services"], entries=8))
+    site.open().apply(desired(WEB), None)
+    former_maps, services_id = site.maps, site.pinned("services").id
+    another_version(monkeypatch, "reasons")
+    monkeypatch.setattr(pinning, "remove_old_maps", lambda _: None)
+    plane = site.open()
+    plane.apply(desired(WEB), None)
+    monkeypatch.setattr(pinning, "_set_inner", refuse)
+    many = (service(f"s{i}", f"10.96.1.{i}:80", "127.0.1.1:80") for i in range(40))
+    with pytest.raises(KernelError, match="no memory"):
+        plane.apply(desired(WEB, *many), None)
+    for folder in (former_maps, site.maps):
+        with Map.open(folder / "services") as pinned:
+            assert pinned.id == services_id
+    assert not list(site.pins.glob("new-map-*"))
