@@ -37,7 +37,7 @@ def node(artifact_cache: Path) -> Iterator[Wire]:
             site = make(node=where)
             plane = site.open(packet_path=True, masquerade_ports=(LOW, HIGH))
             netns.run_in(Path("/run/netns") / where, lambda: plane.apply(world(), None))
-            until("all devices have their programs", plane.is_ready)
+            until("all devices have their programs", lambda: plane.status().ready)
             folder = next(site.pins.glob("programs-tc-*"))
             programs = {n: Program.open(folder / n) for n in ("tc_ingress", "tc_egress")}
             yield Wire(site, plane, programs)

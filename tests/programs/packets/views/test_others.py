@@ -181,7 +181,7 @@ def test_devices_show_clsact_without_tcx(
         site = make(node=wire.site.node)
         plane = site.open(packet_path=True, devices=("out0",), excluded_devices=("cni0",))
         netns.run_in(where, lambda: plane.apply(world(), None))
-        until("all devices have their programs", plane.is_ready)
+        until("all devices have their programs", lambda: plane.status().ready)
 
         def rows() -> dict[str, Any]:
             held = snapshot.read(site.pins, devices.NEEDS)
@@ -193,7 +193,7 @@ def test_devices_show_clsact_without_tcx(
         assert row.result == "no"
         assert "clsact qdiscs are used instead" in row.detail
         assert "CONFIG_NET_CLS_BPF" in row.advice
-        netns.run_in(where, plane.remove)
+        netns.run_in(where, site.remove)
 
 
 def test_devices_in_another_network_namespace_is_an_error(
