@@ -348,12 +348,7 @@ def _is_loopback(entry: str) -> bool:
 def _read_detect_local(document: KubeProxyConfiguration, values: ConfigValues) -> None:
     mode = document.detect_local_mode
     values.parse("detect_local_mode", "detectLocalMode", mode, parsers.local_mode)
-    section = document.detect_local
-    for field, name, text, required_mode in (
-        ("pod_bridge_interface", "bridgeInterface", section.bridge_interface, "BridgeInterface"),
-        ("pod_interface_name_prefix", "interfaceNamePrefix", section.interface_name_prefix,
-         "InterfaceNamePrefix"),
-    ):  # fmt: skip
+    for field, name, text, required_mode in _pod_device_names(document.detect_local):
         if mode != required_mode:
             continue
         if text:
@@ -362,6 +357,15 @@ def _read_detect_local(document: KubeProxyConfiguration, values: ConfigValues) -
             values.add_error(f"detectLocal.{name}", f"{required_mode} needs a name", "set it")
     if mode in ("", "ClusterCIDR"):
         values.parse("cluster_cidrs", "clusterCIDR", document.cluster_cidr, parsers.cluster_cidrs)
+
+
+def _pod_device_names(section: DetectLocalConfiguration) -> tuple[tuple[str, str, str, str], ...]:
+    """Field of Config, field of this section, its value, and the mode that uses it."""
+    return (
+        ("pod_bridge_interface", "bridgeInterface", section.bridge_interface, "BridgeInterface"),
+        ("pod_interface_name_prefix", "interfaceNamePrefix", section.interface_name_prefix,
+         "InterfaceNamePrefix"),
+    )  # fmt: skip
 
 
 def _parse_period(values: ConfigValues, path: str, text: str, parser: parsers.Parser) -> float:
@@ -449,6 +453,11 @@ def find_diagnostics(document: KubeProxyConfiguration) -> Iterator[Diagnostic]:
             "(KbpfConfiguration.mode); BPF chooses at random, or by kbpf.io/algorithm",
             is_warning=bool(document.ipvs.scheduler),
         )
+    yield from _find_node_port_diagnostics(document)
+    yield from _find_detect_local_diagnostics(document)
+
+
+def _find_node_port_diagnostics(document: KubeProxyConfiguration) -> Iterator[Diagnostic]:
     if not document.node_port_addresses and document.mode != "nftables":
         yield Diagnostic(
             f"{KUBE_PROXY}.nodePortAddresses is unset: NodePorts answer on all addresses of the "
@@ -466,14 +475,14 @@ def find_diagnostics(document: KubeProxyConfiguration) -> Iterator[Diagnostic]:
             f"{gate_condition if document.mode == 'nftables' else ''}, as with kube-proxy; "
             "KbpfConfiguration.localhostNodePorts: true makes NodePorts answer on loopback"
         )
+
+
+def _find_detect_local_diagnostics(document: KubeProxyConfiguration) -> Iterator[Diagnostic]:
     if document.cluster_cidr and document.detect_local_mode not in ("", "ClusterCIDR"):
         yield Diagnostic(
             f"{KUBE_PROXY}.clusterCIDR is not used: detectLocalMode is {document.detect_local_mode}"
         )
-    for field, name, required_mode in (
-        ("bridgeInterface", document.detect_local.bridge_interface, "BridgeInterface"),
-        ("interfaceNamePrefix", document.detect_local.interface_name_prefix, "InterfaceNamePrefix"),
-    ):
+    for _, field, name, required_mode in _pod_device_names(document.detect_local):
         if name and document.detect_local_mode != required_mode:
             yield Diagnostic(
                 f"{KUBE_PROXY}.detectLocal.{field} is not used: detectLocalMode is "
