@@ -127,17 +127,13 @@ def compute_service_states(
             admitted, refused = _admit(service, port, family, context)
             # Before _restrict_node_port(): NodePorts have the node's ranges, not the Service's.
             is_restricted = any(frontend.restricted for frontend in admitted)
-            node_port_ranges = (
-                _restricting_ranges(context.node_port_ranges, family) if port.node_port else ()
-            )
+            node_port_ranges = _node_port_ranges(context, port, family)
             if node_port_ranges:
                 admitted = tuple(map(_restrict_node_port, admitted))
             if is_restricted and ranges is None:
                 ranges = source_ranges(service, node, family)
             yield ServiceState(
-                key=ServicePortKey(
-                    service.namespace, service.name, port.name, port.protocol, family
-                ),
+                key=_port_key(service, port, family),
                 frontends=admitted,
                 cluster=selection.cluster,
                 local=selection.local,
@@ -167,12 +163,16 @@ def _service_limits(configured: MapSizes) -> MapSizes:
     )
 
 
+def _port_key(service: Service, port: ServicePort, family: int) -> ServicePortKey:
+    return ServicePortKey(service.namespace, service.name, port.name, port.protocol, family)
+
+
 def _over_limit_state(service: Service, port: ServicePort, family: int) -> ServiceState:
     """The state of a port whose Service exceeds the limits of the maps."""
     cluster_ip = next(addr for addr in service.cluster_ips if family_of(addr) == family)
     what = "its Service's ports times endpoints or addresses exceed the limits of the maps"
     return ServiceState(
-        ServicePortKey(service.namespace, service.name, port.name, port.protocol, family),
+        _port_key(service, port, family),
         frontends=(),
         cluster=(),
         refused=((FrontendAddress(cluster_ip, port.port, port.protocol), what),),
@@ -207,10 +207,14 @@ def _admit(
     )
 
 
-def _restricting_ranges(ranges: Iterable[Cidr], family: int) -> tuple[Cidr, ...]:
-    """The ranges of this family; none if they allow every client."""
-    family_ranges = tuple(cidr for cidr in ranges if family_of(cidr.address) == family)
-    return family_ranges if restricts_clients(family_ranges, family) else ()
+def _node_port_ranges(
+    context: AdmissionContext, port: ServicePort, family: int
+) -> tuple[Cidr, ...]:
+    """The clients of this family that may use the NodePort; none if every client may."""
+    if not port.node_port:
+        return ()
+    ranges = tuple(r for r in context.node_port_ranges if family_of(r.address) == family)
+    return ranges if restricts_clients(ranges, family) else ()
 
 
 def _restrict_node_port(frontend: Frontend) -> Frontend:
@@ -245,7 +249,7 @@ def compute_desired_state(
     for slice_ in slices:
         by_service[slice_.service_name].append(slice_)
         pod_ips |= pod_addresses(slice_)
-    node_ports = node_port_addresses(node, local_addresses, config)
+    node_state = _compute_node_state(node, local_addresses, config, pods)
     api_slices = by_service.get(API_SERVER, ())
     reserved_addresses = compute_reserved(
         node, local_addresses, api_servers, listeners, api_slices, config
@@ -256,7 +260,7 @@ def compute_desired_state(
         reserved_addresses,
         pod_ips.__contains__,
         node_ips.__contains__,
-        frozenset(node_ports),
+        frozenset(node_state.node_addresses),
         ranges,
     )
     claims = Claims()
@@ -267,18 +271,32 @@ def compute_desired_state(
             claims.update(state.key, service.creation_timestamp, (), state.frontends)
             states.append(state)
     # After the loop: any later Service may win an address of an earlier one.
-    return DesiredState(
-        services={state.key: claims.resolve(state) for state in states},
-        node_addresses=node_ports,
-        masquerade_addresses=masquerade_addresses(node, local_addresses),
-        local_networks=local_networks(node, config),
-        exempt_pods=_pod_uids(pods or ()),
-        exempt_pods_known=pods is not None,
+    resolved = {state.key: claims.resolve(state) for state in states}
+    return DesiredState(resolved, *node_state)
+
+
+class NodeState(NamedTuple):
+    """The fields of DesiredState that do not depend on Services: all but the first, in their
+    order.
+    """
+
+    node_addresses: tuple[Addr, ...] = ()
+    masquerade_addresses: tuple[Addr, ...] = ()
+    local_networks: tuple[Cidr, ...] = ()
+    exempt_pods: tuple[str, ...] = ()
+    exempt_pods_known: bool = False
+
+
+def _compute_node_state(
+    node: Node, local_addresses: Collection[Addr], config: Config, pods: Iterable[Pod] | None
+) -> NodeState:
+    return NodeState(
+        node_port_addresses(node, local_addresses, config),
+        masquerade_addresses(node, local_addresses),
+        local_networks(node, config),
+        tuple(sorted(pod.uid for pod in pods or ())),
+        pods is not None,
     )
-
-
-def _pod_uids(pods: Iterable[Pod]) -> tuple[str, ...]:
-    return tuple(sorted(pod.uid for pod in pods))
 
 
 class DesiredStateBuilder:
@@ -290,11 +308,7 @@ class DesiredStateBuilder:
         """States before they lost a frontend to another Service; only for those that did."""
         self._keys: dict[ServiceName, tuple[ServicePortKey, ...]] = {}
         self._claims = Claims()
-        self._node_addresses: tuple[Addr, ...] = ()
-        self._masquerade_addresses: tuple[Addr, ...] = ()
-        self._local_networks: tuple[Cidr, ...] = ()
-        self._exempt_pods: tuple[str, ...] = ()
-        self._exempt_pods_known = False
+        self.node_state = NodeState()
         self._context = AdmissionContext()
         self._external_ips: dict[ServiceName, tuple[Addr, ...]] = {}
         """Service with ExternalIPs or LoadBalancer addresses → its ExternalIPs."""
@@ -313,21 +327,6 @@ class DesiredStateBuilder:
 
     def state_of(self, key: ServicePortKey) -> ServiceState | None:
         return self._services.get(key)
-
-    @property
-    def node_state(
-        self,
-    ) -> tuple[tuple[Addr, ...], tuple[Addr, ...], tuple[Cidr, ...], tuple[str, ...], bool]:
-        """The fields of the state that do not depend on Services: all but the first, in their
-        order.
-        """
-        return (
-            self._node_addresses,
-            self._masquerade_addresses,
-            self._local_networks,
-            self._exempt_pods,
-            self._exempt_pods_known,
-        )
 
     def update(
         self,
@@ -362,11 +361,8 @@ class DesiredStateBuilder:
         """Updates what does not depend on Services; returns the Services that must be computed
         again.
         """
-        self._node_addresses = node_port_addresses(store.node, local_addresses, config)
-        self._masquerade_addresses = masquerade_addresses(store.node, local_addresses)
-        self._local_networks = local_networks(store.node, config)
-        self._exempt_pods = _pod_uids(store.pods)
-        self._exempt_pods_known = Kind.POD in store.synced
+        node_state = _compute_node_state(store.node, local_addresses, config, store.pods)
+        self.node_state = node_state._replace(exempt_pods_known=Kind.POD in store.synced)
         api_slices = store.slices(API_SERVER)
         reserved_addresses = compute_reserved(
             store.node, local_addresses, api_servers, listeners, api_slices, config
@@ -385,7 +381,7 @@ class DesiredStateBuilder:
             reserved_addresses,
             store.has_pod,
             store.has_node,
-            frozenset(self._node_addresses),
+            frozenset(self.node_state.node_addresses),
             ranges,
         )
         return names
