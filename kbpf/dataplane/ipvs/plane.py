@@ -40,10 +40,7 @@ from kbpf.dataplane.ipvs.statefile import StateFile
 from kbpf.errors import KernelError
 from kbpf.kernel.netfilter import forward_rules
 from kbpf.model.config import Config
-from kbpf.model.desired import (
-    DesiredState,
-    ServicePortKey,
-)
+from kbpf.model.desired import DesiredState, ServicePortKey
 from kbpf.model.status import ModeChoice
 
 log = logging.getLogger("kbpf.dataplane")
@@ -82,8 +79,8 @@ class IpvsPlane:
         self._planner = PortPlanner(self._config, self._elements, self._options.masquerade_mark)
         self._poll_due = 0.0
         self._keepalive = host.KeepalivePoll()
-        # The generation of nf_tables, and the number of our transactions up to it.
-        self._ruleset_version = (-1, 0)
+        # The generation of nf_tables without our own transactions.
+        self._foreign_generation = -1
         self._desired = DesiredState({})  # as passed to the last apply()
         # Service ports of an apply() that failed: the next one programs them again.
         self._unfinished: set[ServicePortKey] = set()
@@ -245,10 +242,8 @@ class IpvsPlane:
         changed this costs one netlink message: each of our own transactions raises the generation
         by one, so any further increase is another program's.
         """
-        version = forward_rules.read_generation(), self._kernel.nft_transactions
-        has_foreign_changes = (
-            version[0] - self._ruleset_version[0] != version[1] - self._ruleset_version[1]
-        )
+        generation = forward_rules.read_generation() - self._kernel.nft_transactions
+        has_foreign_changes = generation != self._foreign_generation
         try:
             if has_foreign_changes:
                 listing = forward_rules.list_chains()
@@ -257,7 +252,7 @@ class IpvsPlane:
         finally:
             if self._sync is not Sync.NEVER:
                 self._repair(has_foreign_changes)
-        self._ruleset_version = version
+        self._foreign_generation = generation
 
     def _repair(self, has_foreign_changes: bool) -> None:
         """Repairs what other programs have destroyed, and completes an earlier repair that failed.
@@ -287,10 +282,8 @@ class IpvsPlane:
         """Removes unneeded short circuits that have no connections left."""
         after: dict[ServicePortKey, ServicePortPlan] = {}
         for key, fwmark in self._planner.fwmarks.unneeded.items():
-            virtual, plan = (
-                fwmark_service(key.family, fwmark),
-                self._elements.plans.get(key, EMPTY_PLAN),
-            )
+            virtual = fwmark_service(key.family, fwmark)
+            plan = self._elements.plans.get(key, EMPTY_PLAN)
             if virtual in plan.pools and self._kernel.services.is_idle(virtual):
                 after[key] = without_service(plan, virtual)
         if after:
