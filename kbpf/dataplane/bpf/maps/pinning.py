@@ -283,28 +283,29 @@ def _find_unpinned_maps(pins: Pins, maps: Mapping[str, Map]) -> Iterator[Replace
 
 
 def _map_ids_read_by_all(pins: Pins) -> set[int]:
-    """The ids of the maps of all programs that may be attached."""
-    reads = {map_id for ids in map_ids_read_by_attached(pins) for map_id in ids}
-    for folder in pins.other_folders("programs-tc", Path()):
-        if not folder.name.startswith(NEW_PREFIX):
-            reads |= map_ids_read_by(folder)
-    return reads
+    """The ids of the maps of all programs that may be attached.
 
-
-def map_ids_read_by_attached(pins: Pins) -> Iterator[set[int]]:
-    """For each program attached by a pinned link: the ids of the maps that it reads.
-
-    Programs are found by their pins, and by id only if there is no pin, since the kernel opens
-    programs by id only with CAP_SYS_ADMIN.
+    Programs of links are found by their pins, and by id only if there is no pin, since the kernel
+    opens programs by id only with CAP_SYS_ADMIN.
     """
     map_ids_by_program = _map_ids_by_program(pins)
+    reads: set[int] = set()
     for pin in sorted(pins.links.iterdir()) if pins.links.is_dir() else ():
         with Link.open(pin) as link:
             program_id = link.read_info().program_id
         if program_id not in map_ids_by_program:
             with objects.open_program_by_id(program_id) as program:
                 map_ids_by_program[program_id] = set(program.read_info().map_ids)
-        yield map_ids_by_program[program_id]
+        reads |= map_ids_by_program[program_id]
+    for folder in packet_program_folders(pins):
+        reads |= map_ids_read_by(folder)
+    return reads
+
+
+def packet_program_folders(pins: Pins) -> list[Path]:
+    """The folders with complete packet programs of any version."""
+    folders = pins.other_folders("programs-tc", Path())
+    return [folder for folder in folders if not folder.name.startswith(NEW_PREFIX)]
 
 
 def _map_ids_by_program(pins: Pins) -> dict[int, set[int]]:

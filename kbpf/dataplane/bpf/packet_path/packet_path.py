@@ -25,6 +25,7 @@ from kbpf.dataplane.bpf.maps.pinning import (
     Pins,
     close_all,
     map_ids_read_by,
+    packet_program_folders,
 )
 from kbpf.dataplane.bpf.packet_path.attach import DeviceAttachments, PickProgram
 from kbpf.dataplane.bpf.packet_path.device_roles import DeviceRole, RoleChoice, find_unmatched
@@ -235,8 +236,8 @@ class PacketPath(Programs):
         """Reads the pins and not the attachments: the programs that read `services` are reached by
         tail calls, and are not attached themselves.
         """
-        for folder in self._pins.other_folders(f"programs-{self._artifact.unit}", Path()):
-            if folder.name.startswith(NEW_PREFIX) or not (folder / TAIL_CALL_MAP).exists():
+        for folder in packet_program_folders(self._pins):
+            if not (folder / TAIL_CALL_MAP).exists():
                 continue
             try:
                 map_ids = map_ids_read_by(folder)
@@ -257,7 +258,7 @@ class PacketPath(Programs):
 
 def has_programs(pins: Pins) -> bool:
     """Whether an agent has left packet programs."""
-    return bool(_program_folders(pins))
+    return bool(packet_program_folders(pins))
 
 
 def reads_current_maps(pins: Pins, maps: Mapping[str, Map]) -> bool:
@@ -265,15 +266,7 @@ def reads_current_maps(pins: Pins, maps: Mapping[str, Map]) -> bool:
     changes, and so see changes of Services.
     """
     needed = {maps[f"{name}_outer"].id for name in ("services", *SERVICES_TARGETS)}
-    return all(needed <= map_ids_read_by(folder) for folder in _program_folders(pins))
-
-
-def _program_folders(pins: Pins) -> list[Path]:
-    return [
-        folder
-        for folder in pins.other_folders("programs-tc", Path())
-        if not folder.name.startswith(NEW_PREFIX)
-    ]
+    return all(needed <= map_ids_read_by(folder) for folder in packet_program_folders(pins))
 
 
 def remove_programs(pins: Pins) -> tuple[Attachment, ...]:
