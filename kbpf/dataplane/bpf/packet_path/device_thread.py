@@ -5,17 +5,15 @@ It receives rtnetlink notifications and acts within milliseconds. Every 30 s it 
 from the kernel, in case a notification is missing.
 
 Creating a TCX link takes 25 ms per device, so the main thread, which writes the maps, leaves that
-to this one and waits only where the order matters. When maps grow, new programs use new maps:
+to this one and waits only where the order matters: where programs of an earlier agent are attached.
 
-1. The main thread creates the new maps, copies into them, and loads and pins the new programs.
-2. publish() hands the programs over. The device thread finishes the current device, and starts a
-   new pass (attach.py), which first swaps the attached programs. Devices that get programs for the
-   first time get the new ones, too.
-3. publish() returns when all are swapped; only then does the main thread write to the maps. A
-   device that refuses the new program does not block it for ever: publish() then raises
-   OutdatedDevicesError, and the programs stay handed over. The old program on that device keeps
-   reading the old `services` and all that it points to (maps/agent_maps.py), and is swapped as soon
-   as possible.
+1. The main thread writes the maps, and loads and pins the new programs.
+2. publish() hands the programs over. The device thread starts a pass (attach.py), which first swaps
+   the attached programs. Devices that get programs for the first time get the new ones, too.
+3. publish() returns when all are swapped. A device that refuses the new program does not block it
+   for ever: publish() then raises OutdatedDevicesError, and the programs stay handed over. The old
+   program on that device is swapped as soon as possible, and its maps are kept until then
+   (lifecycle.py).
 4. The pins of the old programs keep their tail calls alive. They are removed after a pass without
    failures, so a device with an old program keeps all parts of it.
 
