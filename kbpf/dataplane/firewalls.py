@@ -33,14 +33,14 @@ ALTERNATIVE_HINT: Final = (
 )
 
 
-def early_drop_warnings(listing: Iterable[forward_rules.Json] | None = None) -> tuple[str, ...]:
+def early_drop_warnings() -> tuple[str, ...]:
     """Warnings about chains that drop packets before DNAT, since the packet path translates
     packets before these chains see them. One line names all such chains, another the tables that
-    could not be read. `listing`: see forward_rules.list_chains().
+    could not be read.
     """
     chains: tuple[str, ...] = ()
     with contextlib.suppress(KernelError):
-        chains = pre_dnat_rules.find_chains(listing)
+        chains = pre_dnat_rules.find_chains()
     legacy = pre_dnat_rules.find_legacy_chains()
     lines = []
     if chains := (*chains, *legacy.chains):

@@ -33,13 +33,13 @@ PORT_FIELDS: Final = frozenset(("dport",))
 CT_ORIGINAL_KEYS: Final = frozenset(("daddr", "proto-dst", "ip daddr", "ip6 daddr"))
 
 
-def find_chains(listing: Iterable[Json] | None = None) -> tuple[str, ...]:
+def find_chains() -> tuple[str, ...]:
     """Returns the base chains that refuse packets to NodePorts or VIPs, as "family table chain".
-    Raises KernelError if they cannot be read. `listing`: see forward_rules.list_chains().
+    Raises KernelError if they cannot be read.
     """
     names = []
     tables: dict[tuple[str, str], dict[str, list[EarlyRule]]] = {}
-    for chain in forward_rules.list_chains() if listing is None else listing:
+    for chain in forward_rules.list_chains():
         table = str(chain.get("family", "")), str(chain.get("table", ""))
         if table[1] in SERVICE_PROXY_TABLES or not _is_early(chain):
             continue
