@@ -82,6 +82,11 @@ class Bench:
         self.do(self.plane.open)
         return self.plane
 
+    def remove(self) -> None:
+        """Ends the plane, and removes what it left, as `kbpf cleanup` does."""
+        self.plane.close()
+        self.do(lambda: cleanup.remove(self.config))
+
     def do(self, action: Callable[[], T]) -> T:
         return netns.run_in(Path("/run/netns") / self.node.netns, action)
 
@@ -128,7 +133,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
         try:
             yield made
         finally:
-            made.do(made.plane.remove)
+            made.remove()
             made.outside.close()
 
 
@@ -861,7 +866,7 @@ def test_replies_pass_a_closed_forward_chain(applied: Bench):
         for host, port in ((VIP4, 80), (NODE, 30080), (LB4, 84)):
             assert bench.outside.tcp(host, port)["name"] in ("a", "b")
         assert bench.a.tcp(bench.b.ip, 8080, timeout=1.0)["error"] == DROPPED
-        bench.do(bench.plane.remove)
+        bench.remove()
         assert "kbpf" not in bench.do(lambda: run("nft", "list", "ruleset"))
     finally:
         bench.do(lambda: run("nft", "delete", "table", "ip", "filter"))
@@ -912,7 +917,7 @@ def test_remove_leaves_nothing(applied: Bench):
     bench.apply(*services(bench))
     assert DEVICE in bench.kernel_state()
     assert "kbpf" in bench.kernel_state()
-    bench.do(bench.plane.remove)
+    bench.remove()
     assert bench.kernel_state() == ""
     assert not list(bench.folder.rglob("*"))
     bench.start()
@@ -946,7 +951,7 @@ status: {addresses: [{type: InternalIP, address: 198.18.0.1}]}
 def test_agent_in_mode_ipvs_serves_restarts_and_is_cleaned_up(applied: Bench, tmp_path: Path):
     """`kbpf run --mode ipvs` serves, follows a change and survives a kill; cleanup removes all."""
     bench = applied
-    bench.do(bench.plane.remove)
+    bench.remove()
     folder, log = tmp_path / "objects", (tmp_path / "log").open("wb")
     folder.mkdir()
     where = ("--ipvs-device", DEVICE, "--state-dir", str(bench.folder),

@@ -258,7 +258,8 @@ def test_kernel_without_any_scheduler_refuses_all_services(fake_node: Node):
 
 def fresh(node: Node, *services: ServiceState) -> Node:
     """Programs these as a first agent would."""
-    node.do(node.plane.remove)
+    node.plane.close()
+    node.do(lambda: cleanup.remove(node.config))
     node.start()
     node.apply(*services)
     return node
