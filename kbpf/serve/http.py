@@ -74,6 +74,9 @@ MAX_SELECT_S: Final = 5.0
 STUCK_TIMEOUT_S: Final = 30.0
 """Without a heartbeat for this long the thread counts as stuck."""
 
+LISTEN_RETRY_INTERVAL_S: Final = 5.0
+"""For callers of listen(): when to retry an address that could not be bound, as in kube-proxy."""
+
 RESOURCE_ERRNOS: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 WILDCARDS: Final = ("0.0.0.0", "::")
 Handler = Callable[[HttpRequest], HttpResponse]

@@ -7,18 +7,16 @@ opened and closed in the HTTP thread only. An address that cannot be bound is re
 Event and in the log, and retried every 5 s, as in kube-proxy.
 """
 
-import errno
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final, Protocol
 
 from kbpf import __version__
 from kbpf.errors import ConfigError, KbpfError, LastError
 from kbpf.kernel.system import threads
-from kbpf.model.address import Addr, format_addr
+from kbpf.model.address import Addr
 from kbpf.model.config import Config
 from kbpf.model.metrics import DataPlaneMetrics, Pause, TrafficStats
 from kbpf.model.objects import ServiceName
@@ -29,13 +27,13 @@ from kbpf.serve.collector import BackgroundCollector
 from kbpf.serve.events import EventObject, EventRecorder, Post
 from kbpf.serve.exposition import format_metrics
 from kbpf.serve.health import HealthTracker
-from kbpf.serve.http import NOT_FOUND, WILDCARDS, Handler, HttpListener, HttpServer
+from kbpf.serve.http import LISTEN_RETRY_INTERVAL_S, NOT_FOUND, Handler, HttpServer
 from kbpf.serve.kubeproxy_metrics import KubeProxyMetrics
 from kbpf.serve.message import JSON, HttpRequest, HttpResponse
+from kbpf.serve.service_checks import ServiceCheckPorts
 
 log = logging.getLogger("kbpf.serve")
 
-LISTEN_RETRY_INTERVAL_S: Final = 5.0
 METRICS_CACHE_S: Final = 1.0
 """/metrics is formatted at most once in this time; further scrapes get the same page."""
 
@@ -51,18 +49,6 @@ class MetricsReader(Protocol):
 
     def count_traffic(self, pause: Pause) -> TrafficStats:
         """Walks the connections, which takes long. `pause` is called after each chunk of work."""
-
-
-@dataclass(slots=True)
-class _CheckListener:
-    """The health check of one Service, and the ports that are open for it. `addresses`: see
-    set_health_checks(). `error`: why its port could not be opened, or "".
-    """
-
-    health_check: HealthCheck
-    addresses: tuple[Addr, ...] | None
-    ports: list[HttpListener] = field(default_factory=list)
-    error: str = ""
 
 
 class AgentServer:
@@ -102,7 +88,7 @@ class AgentServer:
         self._choice: ModeChoice | None = None
         self._config_error = LastError()
         self._listen_errors: dict[str, str] = {}
-        self._check_listeners: dict[ServiceName, _CheckListener] = {}
+        self._checks = ServiceCheckPorts(self._http, self.health, self.events, config.node_name)
         self._metrics_cache: tuple[float, HttpResponse | None] = (0.0, None)
 
     def start(self) -> None:
@@ -169,7 +155,7 @@ class AgentServer:
         node.
         """
         new_checks = dict(checks)
-        self._http.call_soon(lambda: self._sync_checks(new_checks, addresses))
+        self._http.call_soon(lambda: self._checks.sync(new_checks, addresses))
 
     # ---- ports -----------------------------------------------------------------------------
 
@@ -201,82 +187,6 @@ class AgentServer:
             log.log(
                 logging.DEBUG if first_attempt else logging.INFO, "listening address=%s", address
             )
-
-    # ---- health checks of Services, in the HTTP thread -------------------------------------
-
-    def _sync_checks(
-        self, checks: Mapping[ServiceName, HealthCheck], addresses: tuple[Addr, ...] | None
-    ) -> None:
-        for name, listener in list(self._check_listeners.items()):
-            new_check = checks.get(name)
-            if (
-                new_check is None
-                or new_check.port != listener.health_check.port
-                or listener.addresses != addresses
-            ):
-                self._close_check(self._check_listeners.pop(name))
-        for name, health_check in checks.items():
-            if name in self._check_listeners:
-                self._check_listeners[name].health_check = health_check
-            else:
-                self._check_listeners[name] = _CheckListener(health_check, addresses)
-                self._open_check(name, self._check_listeners[name])
-
-    def _close_check(self, listener: _CheckListener) -> None:
-        for port in listener.ports:
-            self._http.close(port)
-        listener.ports = []
-
-    def _open_check(self, name: ServiceName, listener: _CheckListener) -> None:
-        if self._check_listeners.get(name) is not listener:
-            return  # the check was removed or changed its port in the meantime
-        try:
-            self._open_on_addresses(name, listener)
-        except OSError as error:
-            self._close_check(listener)
-            problem = (
-                f"node {self._config.node_name} failed to start healthcheck "
-                f'"{name}" on port {listener.health_check.port}: {error.strerror}'
-            )
-            if not listener.error:
-                log.error("%s; retrying every %d s", problem, LISTEN_RETRY_INTERVAL_S)
-            listener.error = problem
-            regarding = EventObject("Service", name.name, name.namespace)
-            self.events.emit(regarding, "FailedToStartServiceHealthcheck", "Listen", problem)
-            self._http.call_later(LISTEN_RETRY_INTERVAL_S, lambda: self._open_check(name, listener))
-        else:
-            listener.error = ""
-
-    def _open_on_addresses(self, name: ServiceName, listener: _CheckListener) -> None:
-        """Listens on the NodePort addresses. If the node has none of one family, listens on all
-        addresses of that family.
-        """
-        node_hosts = [format_addr(address) for address in listener.addresses or ()]
-        for wildcard in WILDCARDS:
-            hosts = [host for host in node_hosts if (":" in host) is (":" in wildcard)]
-            results = [self._open_on_host(name, listener, host) for host in hosts]
-            if not any(results):
-                self._open_on_host(name, listener, wildcard)
-
-    def _open_on_host(self, name: ServiceName, listener: _CheckListener, host: str) -> bool:
-        """Returns whether the address belongs to this node."""
-        v6 = ":" in host
-
-        def respond(_: HttpRequest) -> HttpResponse:
-            health_check = listener.health_check
-            healthy = self.health.verdict().healthy
-            return health.service_health_response(
-                name, health_check.v6 if v6 else health_check.v4, healthy
-            )
-
-        try:
-            port = self._http.listen(host, listener.health_check.port, respond, one_family=True)
-        except OSError as error:
-            if error.errno == errno.EADDRNOTAVAIL or (host == "::" and not _has_ipv6()):
-                return False
-            raise
-        listener.ports.append(port)
-        return True
 
     # ---- responses -------------------------------------------------------------------------
 
@@ -350,8 +260,8 @@ class AgentServer:
             eligible=self._eligible,
             events_sent=self.events.sent,
             events_dropped=self.events.dropped,
-            checks=len(self._check_listeners),
-            checks_failed=sum(bool(listener.error) for listener in self._check_listeners.values()),
+            checks=self._checks.count,
+            checks_failed=self._checks.failed_count,
         )
         lines += format_metrics(kbpf_metrics.SERVER_METRICS, values)
         if self._find_reader is not None:
@@ -363,14 +273,6 @@ class AgentServer:
         lines += format_metrics(kbpf_metrics.PROCESS_METRICS, kbpf_metrics.read_process())
         lines += format_metrics(kbpf_metrics.SCRAPE_METRICS, time.perf_counter() - start)
         return "\n".join(lines).encode() + b"\n"
-
-
-def _has_ipv6() -> bool:
-    try:
-        with open("/proc/net/if_inet6"):
-            return True
-    except OSError:
-        return False
 
 
 VERBOSE_HEALTHZ_BODY: Final = b"[+]ping ok\nhealthz check passed\n"

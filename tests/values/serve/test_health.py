@@ -166,7 +166,7 @@ def test_listen_addresses_of_a_health_check(row: ListenRow, monkeypatch: pytest.
 
     monkeypatch.setattr(desk._http, "listen", listen)
     at = None if row.at is None else tuple(map(parse_addr, row.at))
-    desk._sync_checks({ServiceName("a", "web"): HealthCheck(31_999, 1, 1)}, at)
+    desk._checks.sync({ServiceName("a", "web"): HealthCheck(31_999, 1, 1)}, at)
     assert tuple(opened) == row.on
 
 
@@ -228,10 +228,10 @@ PORT_ROWS = [
 @pytest.mark.parametrize("row", PORT_ROWS, ids=lambda row: row.name)
 def test_which_service_gets_a_health_check_port(row: PortRow, monkeypatch: pytest.MonkeyPatch):
     desk, ports = AgentServer(Config()), Ports()
-    monkeypatch.setattr(desk, "_http", ports)
+    monkeypatch.setattr(desk._checks, "_http", ports)
     for wanted in row.steps:
         told = {ServiceName("x", name): HealthCheck(port, 1, 1) for name, port in wanted.items()}
-        desk._sync_checks(told, None)
+        desk._checks.sync(told, None)
         ports.wait()
     served = {port: json.loads(ask(handler).body)["service"]["name"]
               for (host, port), handler in ports.taken.items() if host == "::"}  # fmt: skip
