@@ -2,19 +2,8 @@
 """A small HTTP server for health checks and metrics: one thread, any number of ports.
 
 Load balancers, kubelet and Prometheus send short requests, and so can anything else that reaches
-the port. Therefore no client can harm any connection but its own:
-
-- The thread never waits for a client. The head of a request is limited to MAX_HEAD_BYTES and
-  HEAD_TIMEOUT_S, sending a response to SEND_TIMEOUT_S, and an idle connection is closed after
-  KEEPALIVE_TIMEOUT_S.
-- At most MAX_CONNECTIONS are open. A new one replaces the one that has been inactive for the
-  longest time. An honest client is answered within a millisecond, so it is never that one.
-- At most MAX_LARGE_RESPONSES different large responses are kept in memory for slow readers, and
-  besides the newest one at most MAX_OLDER_RESPONSE_BYTES; beyond that, readers of the oldest are
-  disconnected. The kernel buffers SOCKET_BUFFER_BYTES in each direction of a connection.
-- An exception closes only the connection that caused it. At most one is logged per second.
-- Methods and bodies are ignored; only the path matters, as in kube-proxy's handlers. A short body
-  is skipped, a long one closes the connection.
+the port. Therefore no client can harm any connection but its own (connections.py), and methods and
+bodies are ignored: only the path matters, as in kube-proxy's handlers.
 
 Ports can be opened and closed while the thread runs. The caller's thread binds, so that it gets
 the error at once; everything else happens in the server's thread.
@@ -33,15 +22,11 @@ from functools import partial
 from typing import Final
 
 from kbpf.kernel.system import threads
-from kbpf.serve.message import HEAD_END, HttpRequest, HttpResponse, encode_head, parse_head
+from kbpf.serve.connections import MAX_CONNECTIONS, Connection, Connections, FaultLog, Handler
+from kbpf.serve.message import HttpResponse
 
 log = logging.getLogger("kbpf.serve")
 
-MAX_HEAD_BYTES: Final = 8192
-HEAD_TIMEOUT_S: Final = 5.0
-SEND_TIMEOUT_S: Final = 30.0
-KEEPALIVE_TIMEOUT_S: Final = 75.0
-MAX_CONNECTIONS: Final = 256
 BACKLOG: Final = 4096
 """Length of the accept queue; the kernel caps it at net.core.somaxconn."""
 
@@ -52,21 +37,11 @@ turn."""
 SOCKET_BUFFER_BYTES: Final = 65_536
 """The kernel's buffers of a connection, in each direction; the kernel doubles the value."""
 
-LARGE_RESPONSE_BYTES: Final = 65_536
-"""Responses of this size or more are limited (MAX_LARGE_RESPONSES, MAX_OLDER_RESPONSE_BYTES)."""
-
-MAX_LARGE_RESPONSES: Final = 3
-MAX_OLDER_RESPONSE_BYTES: Final = 16 << 20
-"""Bytes of all large responses except the newest."""
-
 ACCEPT_PAUSE_S: Final = 1.0
 """Nothing is accepted for this long after the process has run out of file descriptors."""
 
 ACCEPT_INTERVAL_S: Final = 0.002
 """While the thread is busy it still accepts new connections at this interval."""
-
-FAULT_LOG_INTERVAL_S: Final = 1.0
-"""At most one exception is logged in this time; the others are counted."""
 
 MAX_SELECT_S: Final = 5.0
 """With nothing to do the thread still sends its heartbeat at this interval."""
@@ -79,14 +54,7 @@ LISTEN_RETRY_INTERVAL_S: Final = 5.0
 
 RESOURCE_ERRNOS: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 WILDCARDS: Final = ("0.0.0.0", "::")
-Handler = Callable[[HttpRequest], HttpResponse]
-"""Called in the server's thread."""
-
 NOT_FOUND: Final = HttpResponse(404, b"404 page not found\n")
-ERROR_RESPONSES: Final = {
-    400: HttpResponse(400, b"400 Bad Request"),
-    431: HttpResponse(431, b"431 Request Header Fields Too Large"),
-}
 
 
 class HttpListener:
@@ -98,33 +66,6 @@ class HttpListener:
         self.closed = False
 
 
-class _Connection:
-    """A client connection: received bytes not parsed yet, and response bytes not sent yet."""
-
-    __slots__ = (
-        "body_remaining",
-        "buffer",
-        "close_after",
-        "deadline",
-        "listener",
-        "pending",
-        "response",
-        "send_start",
-        "sock",
-    )
-
-    def __init__(self, sock: socket.socket, listener: HttpListener, now: float) -> None:
-        self.sock = sock
-        self.listener = listener
-        self.buffer = bytearray()
-        self.pending: list[memoryview] = []
-        self.response: HttpResponse | None = None  # the response being sent, if it is a large one
-        self.send_start = now  # when sending `response` began
-        self.body_remaining = 0  # bytes of a request body still to be skipped
-        self.close_after = False  # close after the current response
-        self.deadline = now + HEAD_TIMEOUT_S
-
-
 class HttpServer:
     """An HTTP server; see the module. Call start() and stop() once each; the other methods are
     thread-safe.
@@ -133,19 +74,17 @@ class HttpServer:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._selector = selectors.DefaultSelector()
-        self._accept_selector = (
-            selectors.EpollSelector()
-        )  # listening sockets, which take precedence over connections
+        # listening sockets, which take precedence over connections
+        self._accept_selector = selectors.EpollSelector()
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._callbacks: deque[Callable[[], None]] = deque()
         self._timers: list[tuple[float, Callable[[], None]]] = []
         self._listeners: dict[HttpListener, bool] = {}  # value: whether it is being polled
-        self._connections: dict[_Connection, None] = {}  # least recently active first
         self._stopping = False
         self._thread: threads.SupervisedThread | None = None
-        self._fault_log_due = self._accept_due = float("-inf")
-        self._unlogged_faults = 0
-        self.faults = 0
+        self._accept_due = float("-inf")
+        self.faults = FaultLog(clock)
+        self._connections = Connections(self._selector, clock, self.call_soon, self.faults)
 
     def start(self) -> None:
         """Starts the server's thread."""
@@ -200,8 +139,7 @@ class HttpServer:
         while not self._stopping:
             threads.heartbeat()
             self._run_once()
-        for connection in list(self._connections):
-            self._disconnect(connection)
+        self._connections.close_all()
         for listener in list(self._listeners):
             self._close_listener(listener)
         self._accept_selector.close()
@@ -211,8 +149,8 @@ class HttpServer:
         for key, _ in self._selector.select(self._next_timeout()):
             match key.data:
                 # An earlier event of this round may have closed it.
-                case _Connection() as connection if connection in self._connections:
-                    self._run_step(connection, self._advance)
+                case Connection() as connection if connection in self._connections:
+                    self._connections.advance(connection)
                 # Readable while one of its listening sockets is: accept without waiting.
                 case selectors.EpollSelector():
                     self._accept_due = float("-inf")
@@ -227,10 +165,7 @@ class HttpServer:
         for timer in [timer for timer in self._timers if timer[0] <= now]:
             self._timers.remove(timer)
             self._run_callback(timer[1])
-        for connection in [
-            connection for connection in self._connections if connection.deadline <= now
-        ]:
-            self._disconnect(connection)
+        self._connections.close_expired(now)
 
     def _accept_waiting(self) -> None:
         """Accepts new connections even if there is much to do for existing ones: a new one may be
@@ -246,7 +181,7 @@ class HttpServer:
     def _next_timeout(self) -> float:
         """Returns the seconds until the next timer or deadline."""
         due_times = [timer[0] for timer in self._timers]
-        due_times += [connection.deadline for connection in self._connections]
+        due_times += self._connections.deadlines()
         now = self._clock()
         return max(0.0, min([MAX_SELECT_S, *(due_time - now for due_time in due_times)]))
 
@@ -255,31 +190,7 @@ class HttpServer:
         try:
             callback()
         except Exception:
-            self._log_fault("an HTTP server task failed")
-
-    def _run_step(self, connection: _Connection, step: Callable[[_Connection], None]) -> None:
-        """Runs a step for a connection. An exception closes that connection."""
-        try:
-            step(connection)
-        except (BlockingIOError, InterruptedError):
-            pass
-        except OSError:
-            self._disconnect(connection)
-        except Exception:
-            self._log_fault("an HTTP connection failed and was closed")
-            self._disconnect(connection)
-
-    def _log_fault(self, message: str) -> None:
-        """Logs the current exception, unless one was logged within FAULT_LOG_INTERVAL_S."""
-        self.faults += 1
-        now = self._clock()
-        if now < self._fault_log_due:
-            self._unlogged_faults += 1
-            return
-        log.exception(
-            "%s; failures not logged since the last one: %d", message, self._unlogged_faults
-        )
-        self._fault_log_due, self._unlogged_faults = now + FAULT_LOG_INTERVAL_S, 0
+            self.faults.log("an HTTP server task failed")
 
     def _open_listener(self, listener: HttpListener) -> None:
         if not listener.closed:
@@ -304,22 +215,13 @@ class HttpServer:
                 if error.errno in RESOURCE_ERRNOS:
                     self._free_descriptors(listener)
                 return
-            if len(self._connections) >= MAX_CONNECTIONS:
-                self._disconnect(next(iter(self._connections)))
-            sock.setblocking(False)
-            connection = _Connection(sock, listener, self._clock())
-            self._connections[connection] = None
-            self._selector.register(sock, selectors.EVENT_READ, connection)
-            # Most requests have arrived by now. Answered at once, a client cannot lose its
-            # connection to a newer one while it waits.
-            self._run_step(connection, self._receive)
+            self._connections.add(sock, listener.handler)
 
     def _free_descriptors(self, listener: HttpListener) -> None:
         """Out of file descriptors: closes the least active connections and pauses this port for a
         while.
         """
-        for connection in list(self._connections)[: MAX_CONNECTIONS // 4]:
-            self._disconnect(connection)
+        self._connections.close_least_active(MAX_CONNECTIONS // 4)
         self._accept_selector.unregister(listener.sock)
         self._listeners[listener] = False
         self._timers.append(
@@ -329,135 +231,6 @@ class HttpServer:
     def _resume_listening(self, listener: HttpListener) -> None:
         if self._listeners.get(listener) is False:
             self._open_listener(listener)
-
-    def _advance(self, connection: _Connection) -> None:
-        if connection.pending:
-            self._send(connection)
-        else:
-            self._receive(connection)
-
-    def _receive(self, connection: _Connection) -> None:
-        data = connection.sock.recv(MAX_HEAD_BYTES)
-        if not data:
-            self._disconnect(connection)
-            return
-        if not connection.buffer and not connection.body_remaining:
-            # Set by the first byte of a request only: later bytes must not prolong it.
-            connection.deadline = self._clock() + HEAD_TIMEOUT_S
-        self._mark_recent(connection)
-        connection.buffer += data
-        self._process_buffer(connection)
-
-    def _process_buffer(self, connection: _Connection) -> None:
-        """Answers the next request if its head is complete."""
-        skipped = min(connection.body_remaining, len(connection.buffer))
-        del connection.buffer[:skipped]
-        connection.body_remaining -= skipped
-        if connection.body_remaining or not connection.buffer:
-            return
-        end = HEAD_END.search(connection.buffer)
-        if end is None:
-            if len(connection.buffer) >= MAX_HEAD_BYTES:
-                self._respond_error(connection, 431)
-            return
-        head = parse_head(bytes(connection.buffer[: end.start()]))
-        del connection.buffer[: end.end()]
-        if head is None:
-            self._respond_error(connection, 400)
-            return
-        connection.body_remaining, connection.close_after = head.body_length, head.close_after
-        try:
-            response = connection.listener.handler(head.request)
-        except Exception:
-            self._log_fault(f"request failed path={head.request.path!r}")
-            response = HttpResponse(500, b"internal error\n")
-        self._respond(connection, response, head.request.method)
-
-    def _respond_error(self, connection: _Connection, status: int) -> None:
-        connection.close_after = True
-        self._respond(connection, ERROR_RESPONSES[status])
-
-    def _respond(
-        self, connection: _Connection, response: HttpResponse, method: str = "GET"
-    ) -> None:
-        # The body is not copied: many clients may be sent the same page.
-        connection.pending = [memoryview(encode_head(response, connection.close_after))]
-        if method != "HEAD":
-            connection.pending += [
-                memoryview(part) for part in (response.body, response.body_tail) if part
-            ]
-        connection.send_start = self._clock()
-        connection.deadline = connection.send_start + SEND_TIMEOUT_S
-        # Most responses fit into the socket's buffer. What does not is sent when it is writable.
-        self._selector.modify(connection.sock, selectors.EVENT_WRITE, connection)
-        if response.length >= LARGE_RESPONSE_BYTES:
-            connection.response = response
-            self._limit_large_responses()
-        self._send(connection)
-
-    def _limit_large_responses(self) -> None:
-        """Disconnects the readers of the oldest large responses until the limits hold."""
-        readers = [
-            connection for connection in self._connections if connection.response is not None
-        ]
-        readers_by_response: dict[int, list[_Connection]] = {}
-        for connection in sorted(readers, key=lambda connection: connection.send_start):
-            response_id = id(connection.response)
-            readers_by_response[response_id] = [
-                *readers_by_response.pop(response_id, ()),
-                connection,
-            ]  # ordered by the latest request for each response
-        while len(readers_by_response) > 1:
-            # The newest response is kept, however large. Parts of it that older ones share are not
-            # counted.
-            *older, newest = [
-                connections[0].response for connections in readers_by_response.values()
-            ]
-            newest_parts = {id(part) for part in _parts(newest)}
-            older_parts = {id(part): len(part) for response in older for part in _parts(response)}
-            size = sum(length for part, length in older_parts.items() if part not in newest_parts)
-            if len(readers_by_response) <= MAX_LARGE_RESPONSES and size <= MAX_OLDER_RESPONSE_BYTES:
-                return
-            for connection in readers_by_response.pop(next(iter(readers_by_response))):
-                self._disconnect(connection)
-
-    def _send(self, connection: _Connection) -> None:
-        sent = connection.sock.sendmsg(connection.pending)
-        while connection.pending and sent >= len(connection.pending[0]):
-            sent -= len(connection.pending.pop(0))
-        self._mark_recent(connection)
-        if connection.pending:
-            connection.pending[0] = connection.pending[0][sent:]
-            return
-        connection.response = None
-        if connection.close_after:
-            self._disconnect(connection)
-            return
-        self._selector.modify(connection.sock, selectors.EVENT_READ, connection)
-        connection.deadline = self._clock() + (
-            HEAD_TIMEOUT_S if connection.buffer else KEEPALIVE_TIMEOUT_S
-        )
-        if connection.buffer:
-            # A pipelined request waits for the next round, so that other connections get a turn.
-            self.call_soon(lambda: self._process_pipelined(connection))
-
-    def _process_pipelined(self, connection: _Connection) -> None:
-        if connection in self._connections and not connection.pending:
-            self._run_step(connection, self._process_buffer)
-
-    def _mark_recent(self, connection: _Connection) -> None:
-        del self._connections[connection]
-        self._connections[connection] = None
-
-    def _disconnect(self, connection: _Connection) -> None:
-        if self._connections.pop(connection, 0) is None:  # the values are None; 0: already closed
-            with contextlib.suppress(KeyError, ValueError):
-                self._selector.unregister(connection.sock)
-            connection.sock.close()
-
-
-def _parts(response: HttpResponse | None) -> tuple[bytes, ...]:
-    return () if response is None else (response.body, response.body_tail)
 
 
 def bind(host: str, port: int, one_family: bool = False) -> socket.socket:

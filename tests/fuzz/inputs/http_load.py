@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from kbpf.serve import http
+from kbpf.serve.connections import MAX_CONNECTIONS
 from kbpf.serve.http import HttpServer
 from kbpf.serve.message import HttpRequest, HttpResponse
 from tests.fuzz.inputs.http_requests import probe, request
@@ -229,7 +229,7 @@ def slow_readers(seed: int, seconds: float = READ_SECONDS) -> Result:
         end = time.monotonic() + seconds
         number = 2  # deaf(), as in open_one()
         while time.monotonic() < end:
-            if len(readers) < http.MAX_CONNECTIONS - 8:
+            if len(readers) < MAX_CONNECTIONS - 8:
                 readers.append(stack.enter_context(open_one(at, number, seed)))
             reader = chance.choice(readers)
             try:
