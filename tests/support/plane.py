@@ -251,6 +251,12 @@ class Site:
             remove_cgroup(self.cgroup)
 
 
+def flush(plane: BpfPlane) -> None:
+    """Retires everything now, without a grace period."""
+    plane._state.grace_queue.delete_until(float("inf"))
+    plane._udp_passes.advance(float("inf"))
+
+
 def map_ids_read_by(program_id: int) -> set[int]:
     """The ids of the maps that a program reads. For an array of maps: that of the map in it."""
     ids = set()

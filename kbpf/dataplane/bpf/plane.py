@@ -251,11 +251,6 @@ class BpfPlane:
             if self._attachments.packets.publish_due and not self._state.is_first_apply:
                 self._attachments.publish()
 
-    def flush(self) -> None:
-        """Retires everything now, without a grace period. For tests."""
-        self._state.grace_queue.delete_until(float("inf"))
-        self._udp_passes.advance(float("inf"))
-
     # ---- the rest --------------------------------------------------------------------------
 
     def write_status(self, text: bytes) -> None:

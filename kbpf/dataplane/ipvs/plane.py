@@ -13,7 +13,7 @@ import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from enum import Enum, auto
 from typing import Final
 
@@ -28,7 +28,6 @@ from kbpf.dataplane.ipvs.plan import (
     EMPTY_PLAN,
     NODE_KEY,
     Element,
-    RealServer,
     ServicePortPlan,
     VirtualService,
     fwmark_service,
@@ -159,7 +158,7 @@ class IpvsPlane:
         self._fully_synced = self._fully_synced or authoritative
         if elements is not None:
             changes = self._diff(elements)
-        changes.udp_cuts.update(self._find_drained_udp(after))
+        changes.udp_cuts.update(self._kernel.services.find_drained_udp(after.values()))
         writes = self._execute(changes)
         if refused_keys := planner.find_refused():
             writes += self._execute(self._elements.update(planner.plan(desired, refused_keys)))
@@ -192,17 +191,6 @@ class IpvsPlane:
             "ipvs": self._kernel.services.change_count - before,
         }
         return Counter({name: n for name, n in counts.items() if n})
-
-    def _find_drained_udp(
-        self, after: Mapping[ServicePortKey, ServicePortPlan]
-    ) -> Iterator[tuple[VirtualService, RealServer]]:
-        """Draining real servers of UDP services that have stopped serving."""
-        for plan in after.values():
-            for virtual in plan.pools if plan.serving is not None else ():
-                for server in self._kernel.services.draining_servers(virtual) - (
-                    plan.serving or set()
-                ):
-                    yield virtual, server
 
     def _read_elements(self) -> frozenset[Element]:
         """Reads the sets and adopts the fwmarks in them."""

@@ -16,6 +16,7 @@ from kbpf.dataplane.ipvs.plan import (
     Element,
     RealServer,
     ServerPool,
+    ServicePortPlan,
     VirtualService,
     ownership_element,
     virtual_service_of,
@@ -129,9 +130,17 @@ class VirtualServices:
         cuts, self._udp_cuts = tuple(self._udp_cuts), []
         return cuts
 
-    def draining_servers(self, virtual: VirtualService) -> frozenset[RealServer]:
-        """Real servers of this virtual service that were removed but still have connections."""
-        return frozenset(self._draining.get(virtual, ()))
+    def find_drained_udp(
+        self, plans: Iterable[ServicePortPlan]
+    ) -> Iterator[tuple[VirtualService, RealServer]]:
+        """Yields real servers of UDP services that were removed but still have connections, and
+        that have stopped serving.
+        """
+        for plan in plans:
+            if plan.serving is not None:
+                for virtual in plan.pools:
+                    for server in self._draining.get(virtual, set()) - plan.serving:
+                        yield virtual, server
 
     # ---- reading ---------------------------------------------------------------------------
 

@@ -120,41 +120,35 @@ class Map(syscalls.Fd):
         """Writes one entry. Raises KernelError with E2BIG if the map is full; the caller knows
         which setting limits it.
         """
-        self._check_update(
-            syscalls.lib().bpf_map_update_elem(self.fd, key, value, ctypes.c_uint64(flags))
-        )
+        self._write(key, value, flags)
 
-    def _check_update(self, result: int) -> None:
+    def add(self, key: bytes, value: bytes) -> bool:
+        """Writes one entry unless its key exists; returns whether it was written."""
+        return self._write(key, value, BPF_NOEXIST, expected_errno=errno.EEXIST)
+
+    def replace(self, key: bytes, value: bytes) -> bool:
+        """Writes one entry if its key exists; returns whether it did."""
+        return self._write(key, value, BPF_EXIST, expected_errno=errno.ENOENT)
+
+    def push(self, value: bytes) -> bool:
+        """Appends a value to a queue; returns False if the queue is full."""
+        return self._write(None, value, BPF_ANY, expected_errno=errno.E2BIG)
+
+    def _write(
+        self, key: bytes | None, value: bytes, flags: int, expected_errno: int | None = None
+    ) -> bool:
+        """Returns False if the kernel refuses with the expected errno."""
+        result = syscalls.lib().bpf_map_update_elem(self.fd, key, value, ctypes.c_uint64(flags))
+        if expected_errno is not None and result == -expected_errno:
+            return False
+        self._check_write(result)
+        return True
+
+    def _check_write(self, result: int) -> None:
         where = f"map {self.name}, {self.max_entries} entries"
         syscalls.check(
             result, "the map is full" if result == -errno.E2BIG else "cannot write", where
         )
-
-    def add(self, key: bytes, value: bytes) -> bool:
-        """Writes one entry unless its key exists; returns whether it was written."""
-        result = syscalls.lib().bpf_map_update_elem(
-            self.fd, key, value, ctypes.c_uint64(BPF_NOEXIST)
-        )
-        if result == -errno.EEXIST:
-            return False
-        self._check_update(result)
-        return True
-
-    def push(self, value: bytes) -> bool:
-        """Appends a value to a queue; returns False if the queue is full."""
-        result = syscalls.lib().bpf_map_update_elem(self.fd, None, value, ctypes.c_uint64(BPF_ANY))
-        if result == -errno.E2BIG:
-            return False
-        self._check_update(result)
-        return True
-
-    def replace(self, key: bytes, value: bytes) -> bool:
-        """Writes one entry if its key exists; returns whether it did."""
-        result = syscalls.lib().bpf_map_update_elem(self.fd, key, value, ctypes.c_uint64(BPF_EXIST))
-        if result == -errno.ENOENT:
-            return False
-        self._check_update(result)
-        return True
 
     def delete(self, key: bytes) -> bool:
         """Deletes one entry; returns whether it existed."""
@@ -196,7 +190,7 @@ class Map(syscalls.Fd):
                     self.update(key, value)
                     calls += 1
             else:
-                self._check_update(result)
+                self._check_write(result)
         return calls
 
     def delete_batch(self, keys: bytes) -> int:
@@ -227,14 +221,10 @@ class Map(syscalls.Fd):
         write the socket's cookie.
         """
         ks, vs = self.key_size, self.value_size
-        if self.type == BPF_MAP_TYPE_SK_STORAGE:
-            for values in sock_storage.iterate_values(self.fd, vs):
-                yield from ((values[i : i + 8], values[i : i + vs])
-                            for i in range(0, len(values), vs))  # fmt: skip
-            return
         for keys, values in self.batches():
-            for i in range(len(keys) // ks):
-                yield keys[i * ks : (i + 1) * ks], values[i * vs : (i + 1) * vs]
+            for i in range(len(values) // vs):
+                value = values[i * vs : (i + 1) * vs]
+                yield keys[i * ks : (i + 1) * ks] or value[:8], value
 
     def batches(self) -> Iterator[tuple[bytes, bytes]]:
         """Yields (keys, values) of many entries at a time, concatenated; keys are b"" for socket

@@ -186,7 +186,7 @@ class TcAttacher:
 
     def list_attached(self, ifindex: int) -> tuple[Attachment, ...]:
         """Lists our attachments on this device; empty if it does not exist."""
-        links = (self._read_link(self._pin(ifindex, direction)) for direction in Direction)
+        links = (_read_link(self._pin(ifindex, direction)) for direction in Direction)
         return (
             *filter(None, links),
             *self._list_filters(ifindex, self._read_qdiscs().get(ifindex)),
@@ -194,7 +194,7 @@ class TcAttacher:
 
     def list_all(self) -> tuple[Attachment, ...]:
         """Lists our attachments on all devices."""
-        links = (self._read_link(path) for path in self._list_entries())
+        links = (_read_link(path) for path in self._list_entries())
         filters = (
             attachment
             for item in self._read_qdiscs().items()
@@ -241,7 +241,7 @@ class TcAttacher:
                 continue
             if path.is_dir() and _parse_ifindex(path) not in qdiscs:
                 path.rmdir()
-            elif not path.is_dir() and self._read_link(path) is None:
+            elif not path.is_dir() and _read_link(path) is None:
                 _detach_pinned_link(path)
             else:
                 continue
@@ -256,29 +256,9 @@ class TcAttacher:
     def _pin(self, ifindex: int, direction: Direction) -> Path:
         return self._folder / f"{ifindex}-{direction}"
 
-    def _read_link(self, pin: Path) -> Attachment | None:
-        """Returns the pinned link if it is attached where its file name says. The ifindex may
-        belong to another device by now, or the device may have moved to another namespace with our
-        link.
-        """
-        number, _, label = pin.name.partition("-")
-        if label not in tuple(Direction) or not pin.exists():
-            return None
-        with Link.open(pin) as link:
-            info = link.read_info()
-        # In struct bpf_link_info the union begins with ifindex (0: the device is gone) and attach
-        # type.
-        target = _PAIR.unpack(info.cgroup_id.to_bytes(_PAIR.size, sys.byteorder))
-        direction = Direction(label)
-        if target != (int(number), ATTACH_TYPE[direction]) or not _is_running(
-            info.program_id, *target
-        ):
-            return None
-        return Attachment(int(number), direction, AttachMethod.TCX, info.program_id)
-
     def _attach_link(self, attachment: Attachment, program: Program) -> None:
         pin = self._pin(attachment.ifindex, attachment.direction)
-        if current := self._read_link(pin):
+        if current := _read_link(pin):
             if current != attachment:
                 with Link.open(pin) as link:
                     link.update(program)
@@ -408,6 +388,25 @@ class TcAttacher:
             self._netlink.request(RTM_DELQDISC, _TCMSG.pack(0, ifindex, *CLSACT_HANDLE_PARENT, 0))
             self._qdisc_kinds.pop(ifindex, None)
             self._remove_qdisc_mark(ifindex)
+
+
+def _read_link(pin: Path) -> Attachment | None:
+    """Returns the pinned link if it is attached where its file name says. The ifindex may
+    belong to another device by now, or the device may have moved to another namespace with our
+    link.
+    """
+    number, _, label = pin.name.partition("-")
+    if label not in tuple(Direction) or not pin.exists():
+        return None
+    with Link.open(pin) as link:
+        info = link.read_info()
+    # In struct bpf_link_info the union begins with ifindex (0: the device is gone) and attach
+    # type.
+    target = _PAIR.unpack(info.cgroup_id.to_bytes(_PAIR.size, sys.byteorder))
+    direction = Direction(label)
+    if target != (int(number), ATTACH_TYPE[direction]) or not _is_running(info.program_id, *target):
+        return None
+    return Attachment(int(number), direction, AttachMethod.TCX, info.program_id)
 
 
 def _parse_program_id(message: Message) -> int:

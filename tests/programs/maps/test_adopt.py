@@ -33,7 +33,7 @@ from kbpf.model.desired import DesiredState
 from kbpf.model.objects import Algorithm, Protocol
 from tests.support import plane as plane_support
 from tests.support.lab.lab import until
-from tests.support.plane import HOOKS, Site, desired, dump, map_ids_read_by, service, sites
+from tests.support.plane import HOOKS, Site, desired, dump, flush, map_ids_read_by, service, sites
 
 UDP = Protocol.UDP
 MAGLEV = Algorithm.MAGLEV
@@ -140,7 +140,7 @@ def dumps(artifact_cache: Path) -> dict[str, dict[str, Any]]:
             site = make()
             plane = site.open()
             plane.apply(state, None)
-            plane.flush()
+            flush(plane)
             found[name] = site.dump()
             site.remove()
     return found
@@ -247,14 +247,14 @@ def test_every_way_ends_in_the_same_state(
     for name in order:
         plane, old = way(site, plane, old, STATES[name]), STATES[name]
         if flush:
-            plane.flush()
+            flush(plane)
             assert site.dump() == dumps[name], name
         else:
             assert site.dump()["frontends"] == dumps[name]["frontends"], name
-    plane.flush()
+    flush(plane)
     assert site.dump() == dumps[order[-1]]
     plane.apply(EMPTY, None)
-    plane.flush()
+    flush(plane)
     assert site.dump() == dumps["nothing"]
     assert contents(site) == {}, "the maps are empty"
 
@@ -282,7 +282,7 @@ def test_ids_are_never_used_twice(site: Site):
         assert not seen & ids, number
         seen |= ids
         plane.apply(EMPTY, None)
-        plane.flush()
+        flush(plane)
         assert contents(site) == {}
 
 
@@ -292,7 +292,7 @@ def test_old_sets_wait_out_the_grace_period(site: Site):
     plane = site.open(clock=lambda: now[0])
     old, new = (desired(service("web", WEB, to, affinity_timeout=9)) for to in (f"{A} {B}", C))
     plane.apply(old, None)
-    plane.flush()
+    flush(plane)
     before = {name: site.entries(name) for name in ("backend_slots", "set_members", "backends")}
     plane.apply(new, None)
     now[0] += 0.5
@@ -352,7 +352,7 @@ def test_restart_without_changes_writes_nothing(site: Site, which: str):
         report = plane.apply(state, None)
         assert dict(report.writes) == {}
         assert report.refused == {}
-        plane.flush()
+        flush(plane)
         assert (site.dump(), links(site)) == (before, attached)
         assert {name: site.pinned(name).id for name in layout.MAPS} == maps
 
@@ -360,11 +360,11 @@ def test_restart_without_changes_writes_nothing(site: Site, which: str):
 def test_changes_by_others_are_repaired_after_invalidate(site: Site):
     plane = site.open()
     plane.apply(OLD, None)
-    plane.flush()
+    flush(plane)
     before, attached = site.dump(), links(site)
     plane.invalidate()
     assert dict(plane.apply(OLD, None).writes) == {}, "nothing had changed"
-    plane.flush()
+    flush(plane)
     assert (site.dump(), links(site)) == (before, attached)
     with site.pinned("services") as services:
         gone = sorted(key for key, _ in services.items())[0]
@@ -378,7 +378,7 @@ def test_changes_by_others_are_repaired_after_invalidate(site: Site):
     writes = plane.apply(OLD, None).writes
     assert writes["services"]
     assert writes["backends"]
-    plane.flush()
+    flush(plane)
     assert site.dump() == before
 
 
@@ -411,7 +411,7 @@ def test_corrupt_entry_is_reported_and_rewritten(
     """Everything else is served meanwhile, and `kbpf inspect` works."""
     plane = site.open()
     plane.apply(OLD, None)
-    plane.flush()
+    flush(plane)
     before = site.dump()
     name, change = DAMAGES[damage]
     with site.pinned(name) as held:
@@ -424,7 +424,7 @@ def test_corrupt_entry_is_reported_and_rewritten(
         [] if damage in UNREPORTED else [True]
     )
     plane.apply(OLD, None)
-    plane.flush()
+    flush(plane)
     assert site.dump() == before
     plane = site.open()
     assert dict(plane.apply(OLD, None).writes) == {}
@@ -444,7 +444,7 @@ def test_ids_continue_after_existing_ones_if_counters_are_corrupt(
     for state in (NEW, OLD, NEW):
         plane = site.open()
         assert plane.apply(state, None).refused == {}
-        plane.flush()
+        flush(plane)
     (raw,) = site.entries("meta").values()
     after = layout.META.unpack(raw)
     assert all(old <= new < 1 << 31 for old, new in zip(before, after, strict=True)), after
@@ -456,7 +456,7 @@ def test_nothing_is_deleted_before_the_first_apply(site: Site):
     before, attached = site.dump(), links(site)
     plane = site.open()
     plane.tick(1e9)
-    plane.flush()
+    flush(plane)
     assert (site.dump(), links(site)) == (before, attached)
     plane.close()
     assert (site.dump(), links(site)) == (before, attached)
@@ -490,7 +490,7 @@ def test_two_agents_with_their_own_pins_do_not_interfere(artifact_cache: Path):
         second.apply(NEW, None)
         before, attached = two.dump(), links(two)
         first.apply(EMPTY, None)
-        first.flush()
+        flush(first)
         assert contents(one) == {}
         one.remove()
         assert (two.dump(), links(two)) == (before, attached)
@@ -775,7 +775,7 @@ def test_kill_at_any_step_is_repaired_by_the_next_agent(
     def finish(site: Site) -> BpfPlane:
         plane = site.open()
         plane.apply(NEW, None)
-        plane.flush()
+        flush(plane)
         return plane
 
     with sites(artifact_cache) as make:
@@ -798,7 +798,7 @@ def test_kill_at_any_step_is_repaired_by_the_next_agent(
                     plane = site.open()
                     check_point(site, known, frontends_of(new))
                     plane.apply(NEW, None)
-                    plane.flush()
+                    flush(plane)
                 assert site.dump() == new, f"after step {number}"
                 assert folders(site) == ["layout", "links", "maps", "programs"], number
             site.close()
@@ -812,7 +812,7 @@ def dump_of(site: Site, state: DesiredState) -> dict[str, Any]:
     """The dump of a state that was applied first."""
     plane = site.open()
     plane.apply(state, None)
-    plane.flush()
+    flush(plane)
     return site.dump()
 
 
@@ -858,7 +858,7 @@ def test_failed_write_is_repaired_by_the_same_agent(
                     text = ""
             check_point(site, frontends_of(old), frontends_of(new))
             plane.apply(NEW, ())
-            plane.flush()
+            flush(plane)
             assert site.dump() == new, number
             site.close()
             if not text:
@@ -881,9 +881,9 @@ def test_unknown_services_stay_until_the_state_is_authoritative(site: Site):
     before = site.dump()
     plane = site.open()
     plane.apply(desired(service("web", "10.96.0.1:80", ONE_BACKEND)), None, authoritative=False)
-    plane.flush()
+    flush(plane)
     assert site.dump() == before
     plane.apply(desired(service("web", "10.96.0.1:80", ONE_BACKEND)), set(), authoritative=True)
-    plane.flush()
+    flush(plane)
     assert list(site.dump()["frontends"]) == ["10.96.0.1:80/TCP"]
     assert site.dump()["strays"] == {}

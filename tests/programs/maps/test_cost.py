@@ -17,7 +17,7 @@ from kbpf.dataplane.bpf.plane import BpfPlane
 from kbpf.kernel.bpf import syscalls
 from kbpf.model.desired import DesiredState, ServicePortKey, ServiceState
 from kbpf.model.objects import Protocol
-from tests.support.plane import Site, desired, service, sites
+from tests.support.plane import Site, desired, flush, service, sites
 from tests.support.runtime.lines import lines_run
 
 FEW, MANY = 10, 2_000
@@ -67,7 +67,7 @@ class Cluster:
 
     def settle(self) -> Report:
         """Retires old sets; their cost is in the report of the next apply, an empty one."""
-        self.plane.flush()
+        flush(self.plane)
         return self.plane.apply(DesiredState(self.services), ())
 
 
@@ -85,7 +85,7 @@ def clusters(artifact_cache: Path) -> Iterator[dict[int, Cluster]]:
             plane = make().open()
             services = {(state := numbered_service(i)).key: state for i in range(count)}
             plane.apply(DesiredState(services), None)
-            plane.flush()
+            flush(plane)
             found[count] = Cluster(plane, services)
         yield found
 

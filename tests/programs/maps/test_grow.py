@@ -28,6 +28,7 @@ from tests.support.plane import (
     SIZES,
     Site,
     desired,
+    flush,
     make_local,
     map_ids_read_by,
     picks,
@@ -87,13 +88,13 @@ def is_freed(map_id: int) -> bool:
 def test_grown_maps_keep_all_entries(site: Site):
     plane = site.open()
     plane.apply(desired(*many(3, affinity_timeout=9)), None)
-    plane.flush()
+    flush(plane)
     assert sizes_of(site) == START
     before = site.dump()["frontends"]
     programs = site.hook_programs()
     old_ids = read_by_programs(site)
     plane.apply(desired(*many(100, affinity_timeout=9)), None)
-    plane.flush()
+    flush(plane)
     after = site.dump()
     assert len(after["frontends"]) == 100
     assert before.items() <= after["frontends"].items()
@@ -162,7 +163,7 @@ class Growing:
         crowd = " ".join(f"10.245.{i // 250}.{i % 250 + 1}:80" for i in range(LARGE_ENTRIES))
         self.big = service("big", "10.97.0.1:80", crowd)
         self.plane.apply(desired(*self.small), None)
-        self.plane.flush()
+        flush(self.plane)
 
     def begin(self) -> Self:
         """Applies the large Service, too."""
@@ -227,7 +228,7 @@ def test_changes_are_programmed_while_maps_grow(
     until("the maps have grown", grown)
     assert copying > 4, "copied in several slices"
     at.until("the large one is served", lambda: not at.change(*at.state.services.values()).deferred)
-    at.plane.flush()
+    flush(at.plane)
     shown = site.dump()
     assert shown["strays"] == {}
     assert len(shown["frontends"]["10.97.0.1:80/TCP"]["cluster"]) == LARGE_ENTRIES
@@ -307,7 +308,7 @@ def test_failed_write_while_maps_grow_fails_the_growth(
     at.until(
         "the large one is served", lambda: at.plane.apply(at.state, ()) and "big" in served(site)
     )
-    at.plane.flush()
+    flush(at.plane)
     shown = site.dump()
     assert served(site) == sorted(key.name for key in at.state.services)
     assert shown["strays"] == {}
@@ -407,16 +408,16 @@ def test_freed_room_is_used_at_the_next_apply(site: Site):
     fewer = desired(*many(5)[1:])
     gone = all_five.services.keys() - fewer.services.keys()
     first = plane.apply(fewer, gone)
-    plane.flush()
+    flush(plane)
     second = plane.apply(fewer, ())
     assert names(first.refused) in (["s0003", "s0004"], ["s0004"])
     assert names(second.refused) == ["s0004"]
     assert served(site) == ["s0001", "s0002", "s0003"]
     plane.apply(desired(*many(5)[2:]), all_five.services.keys())
-    plane.flush()
+    flush(plane)
     assert plane.apply(desired(*many(5)[2:]), ()).refused == {}
     assert served(site) == ["s0002", "s0003", "s0004"]
-    plane.flush()
+    flush(plane)
     assert site.dump()["strays"] == {}
 
 
@@ -437,7 +438,7 @@ def test_service_that_grows_too_large_keeps_its_endpoints(site: Site):
     ]
     gone = plane.apply(desired(), {big.key})
     assert gone.refused == {}, "no longer desired"
-    plane.flush()
+    flush(plane)
     assert site.dump() == {"frontends": {}, "node_addresses": [], "strays": {}}
 
 
@@ -526,11 +527,11 @@ def test_frontend_moved_from_a_refused_service_stays_moved(site: Site):
     big = desired(service("old", first, many_more), new)
     report = plane.apply(big, big.services.keys())
     assert names(report.refused) == ["old"]
-    plane.flush()
+    flush(plane)
     assert site.dump()["frontends"]["10.96.0.2:80/TCP"]["service"] == "default/new"
     fits = desired(service("old", first, "10.0.1.1:80"), new)
     assert plane.apply(fits, ()).refused == {}
-    plane.flush()
+    flush(plane)
     frontends = site.dump()["frontends"]
     assert frontends["10.96.0.2:80/TCP"]["cluster"] == ["10.0.0.9:80/TCP"]
     assert frontends["10.96.0.1:80/TCP"]["cluster"] == ["10.0.1.1:80/TCP"]

@@ -28,7 +28,7 @@ from kbpf.model.objects import (
     ServicePort,
     SlicePort,
 )
-from tests.support.plane import Site
+from tests.support.plane import Site, flush
 from tests.support.runtime.lines import lines_run
 
 TCP = Protocol.TCP
@@ -110,7 +110,7 @@ class Rounds:
         node = Upsert(ObjectKey(Kind.NODE, "", "me"), Node("me"))
         small = [service("small"), slice_("small", 3)]
         self.agent.step([node, *objects, *small, *(Synced(kind) for kind in Kind)])
-        self.plane.flush()
+        flush(self.plane)
 
     def round(self, *items: Upsert) -> None:
         self.agent.step(items)

@@ -10,7 +10,7 @@ from kbpf.dataplane.bpf.maps import layout, pinning
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.errors import KernelError
 from kbpf.kernel.bpf.objects import Link, Map
-from tests.support.plane import Site, desired, service
+from tests.support.plane import Site, desired, flush, service
 
 FORMER = "maps without arrays"
 WEB = service("web", "10.96.0.1:80", "127.0.1.1:8080 127.0.1.2:8080", affinity_timeout=100)
@@ -56,7 +56,7 @@ def test_upgrade_keeps_what_is_served(
     plane = site.open()
     assert link_ids(site) == links, "nothing is attached again before the maps are filled"
     plane.apply(desired(WEB), None)
-    plane.flush()
+    flush(plane)
     assert site.dump() == before
     assert link_ids(site) == links, "each link got the new program"
     assert site.entries("service_names") == ids, "sockets still know their Service by its id"
@@ -86,7 +86,7 @@ def test_connections_are_served_during_an_upgrade(
         plane = site.open()
     assert client.tcp("10.96.0.1", 80)["name"] == server.name
     plane.apply(desired(one), None)
-    plane.flush()
+    flush(plane)
     assert client.tcp("10.96.0.1", 80)["name"] == server.name
     result = client.ask("stop_load")
     assert result["errors"] == []

@@ -51,7 +51,7 @@ from tests.programs.sockets.account import (
 )
 from tests.support.features import needs
 from tests.support.lab.lab import PATIENCE, Node, until
-from tests.support.plane import Site, desired, service, sites, start_within, within
+from tests.support.plane import Site, desired, flush, service, sites, start_within, within
 
 SOCK_OPS = 3
 """The attach type of a sock_ops link."""
@@ -349,7 +349,7 @@ def test_counts_of_a_deleted_backend_stay_with_its_service(site: Site):
     put_stats(site, services["web"], NO_BACKEND, ConnectionStats(refused=3))
     put_stats(site, services["other"], backends["8083"], ConnectionStats(opened=1))
     plane.apply(desired(service("web", "10.96.0.1:80", "127.0.1.1:8081")), None)
-    plane.flush()
+    flush(plane)
     now = [0.0]
     reader = make_collector(site, lambda: now[0])
     wanted = {name_of("web"): ConnectionStats(opened=2, refused=3, bytes_out=20)}

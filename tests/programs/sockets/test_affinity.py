@@ -27,6 +27,7 @@ from tests.support.plane import (
     LOCAL6,
     Site,
     desired,
+    flush,
     make_local,
     pick,
     picks,
@@ -88,7 +89,7 @@ def whole(node: Node, artifact_cache: Path) -> Iterator[Bench]:
 @pytest.fixture
 def bench(whole: Bench) -> Bench:
     whole.serve()
-    whole.plane.flush()
+    flush(whole.plane)
     assert whole.site.entries("affinity") == {}, "affinity is deleted with its Service"
     return whole
 
@@ -255,7 +256,7 @@ def test_affinity_switched_on_applies_to_existing_endpoints(bench: Bench):
     bench.serve(web(1, 2, 3, timeout=0))
     assert names(picks(bench.one, WEB, 100)) == {1, 2, 3}
     bench.serve(web(1, 2, 3))
-    bench.plane.flush()
+    flush(bench.plane)
     assert len(set(picks(bench.one, WEB, 50))) == 1
 
 
@@ -267,7 +268,7 @@ def test_affinity_switched_off_spreads_and_is_deleted(bench: Bench):
     assert len(bench.entries()) == 2
     bench.serve(web(1, 2, 3, timeout=0), other)
     assert names(picks(bench.one, WEB, 100)) == {1, 2, 3}
-    bench.plane.flush()
+    flush(bench.plane)
     assert len(bench.entries()) == 1, "the other Service's stays"
     assert len(bench.site.entries("set_members")) == 1
 

@@ -34,7 +34,7 @@ from tests.support.packets.murmur import murmur3
 from tests.support.packets.packets import frame, sctp, tcp, udp
 from tests.support.packets.parse import parse
 from tests.support.packets.test_run import TC_ACT_SHOT, run
-from tests.support.plane import LOCAL, Site, desired, make_local, picks, service, sites
+from tests.support.plane import LOCAL, Site, desired, flush, make_local, picks, service, sites
 
 MAGLEV = Algorithm.MAGLEV
 UDP, TCP, SCTP = Protocol.UDP, Protocol.TCP, Protocol.SCTP
@@ -125,7 +125,7 @@ class Path_:
         own = tuple(parse_addr(one) for one in ("198.18.0.1", "fd00:198:18::1"))
         state = msgspec.structs.replace(desired(*services), masquerade_addresses=own)
         netns.run_in(Path("/run/netns") / self.where, lambda: self.plane.apply(state, None))
-        self.plane.flush()
+        flush(self.plane)
         self.forget()
         with self.site.pinned("devices") as devices:
             devices.update(

@@ -8,7 +8,7 @@ import pytest
 
 from tests.programs.sockets.udp.bench import Bench
 from tests.support.lab.lab import Node, until
-from tests.support.plane import sites
+from tests.support.plane import flush, sites
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def whole(node: Node, artifact_cache: Path) -> Iterator[Bench]:
 def bench(whole: Bench) -> Iterator[Bench]:
     """No Service at the start, and no entries of sockets at the end."""
     whole.serve()
-    whole.plane.flush()
+    flush(whole.plane)
     assert whole.held() == {}
     yield whole
     until("all entries of sockets are deleted", lambda: whole.held() == {}, state=whole.held)

@@ -21,7 +21,7 @@ from tests.programs.sockets.udp.bench import (
 )
 from tests.support.features import needs
 from tests.support.lab.lab import PATIENCE, until
-from tests.support.plane import service, within
+from tests.support.plane import flush, service, within
 
 FLOW_IDLE_NS = 120 * 10**9
 
@@ -135,7 +135,7 @@ def test_flow_keeps_its_backend_while_it_serves(bench: Bench):
     bench.serve(
         bench.udp(WEB, " ".join({"one", "two", "three"} - {first}), serving="one two three")
     )
-    bench.plane.flush()
+    flush(bench.plane)
     assert pod.udp("10.96.0.1", 53, keep="s")["name"] == first, "it left the set and still serves"
     assert first not in pod.many(30, "10.96.0.1", 53, protocol="udp")["names"]
     pod.ask("drop", keep="s")

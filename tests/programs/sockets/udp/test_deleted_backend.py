@@ -27,7 +27,7 @@ from tests.programs.sockets.udp.bench import (
 )
 from tests.support.features import needs
 from tests.support.lab.lab import PATIENCE
-from tests.support.plane import desired, service, within
+from tests.support.plane import desired, flush, service, within
 
 CUT = ("ECONNABORTED", "EDESTADDRREQ")  # errno of a destroyed socket, depending on the call
 
@@ -108,7 +108,7 @@ def test_backend_that_serves_again_within_the_grace_period_keeps_its_new_sockets
     bench.serve(bench.udp(WEB, "one"))
     pod = bench["pod"]
     assert pod.udp("10.96.0.1", 53, keep="s", connected=True)["name"] == "one"
-    bench.plane.flush()
+    flush(bench.plane)
     assert pod.ask("talk", keep="s").get("name") == "one"
     pod.ask("drop", keep="s")
 
@@ -132,7 +132,7 @@ def test_backend_that_serves_again_keeps_its_new_sockets_during_a_pass(
     with monkeypatch.context() as patch:
         patch.setattr(commit, "write", connect_after)
         bench.plane.apply(desired(bench.udp(WEB, "one")), None)
-    bench.plane.flush()
+    flush(bench.plane)
     assert pod.ask("talk", keep="s").get("name") == "one"
     pod.ask("drop", keep="s")
 
@@ -176,7 +176,7 @@ def test_unconnected_sockets_of_a_deleted_backend_choose_again(bench: Bench, row
     assert look.flows == {4: 1}
     assert 0 < look.seconds < PATIENCE
     assert bench.take_udp_cuts() == [], "each is returned once"
-    bench.plane.flush()
+    flush(bench.plane)
     bench.tick()
     assert [look.flows for look in bench.take_udp_cuts()] == [{4: 0}], "the second pass finds none"
     if row.next:
@@ -206,7 +206,7 @@ def test_terminating_backend_keeps_its_clients(bench: Bench):
     pod.udp("10.96.0.1", 53, keep="connected", connected=True)
     pod.udp("10.96.0.1", 53, keep="loose")
     bench.serve(bench.udp(WEB, "two", serving="one two"))
-    bench.plane.flush()
+    flush(bench.plane)
     assert pod.ask("talk", keep="connected")["name"] == "one"
     assert pod.udp("10.96.0.1", 53, keep="loose")["name"] == "one"
     assert pod.udp("10.96.0.1", 53)["name"] == "two"
@@ -221,7 +221,7 @@ def test_tcp_connection_outlives_its_service(bench: Bench):
     bench.serve(service("web", "10.96.0.1:80", bench.to("one")))
     bench["pod"].tcp("10.96.0.1", 80, keep="t")
     bench.serve()
-    bench.plane.flush()
+    flush(bench.plane)
     assert bench["pod"].ask("talk", keep="t")["name"] == "one"
     bench["pod"].ask("drop", keep="t")
 
@@ -251,7 +251,7 @@ def test_connect_during_a_flip_is_cut_with_the_old_set(
             with pytest.raises(KernelError):
                 bench.plane.apply(state, state.services.keys())
         bench.plane.apply(state, state.services.keys(), authoritative=False)
-    bench.plane.flush()
+    flush(bench.plane)
     reply = bench["pod"].ask("talk", keep="s")
     bench["pod"].ask("drop", keep="s")
     assert reply.get("error") in CUT
@@ -274,7 +274,7 @@ def test_next_agent_cuts_sockets_of_backends_deleted_meanwhile(bench: Bench):
     for keep in ("gone", "stays", "loose"):
         pod.ask("drop", keep=keep)
     again.apply(desired(), None)
-    again.flush()
+    flush(again)
     bench.plane.close()
     bench.plane = bench.site.open()
 
@@ -312,7 +312,7 @@ def test_sockets_are_cut_after_a_failed_apply(
         with pytest.raises(KernelError):
             bench.plane.apply(state, {web.key})
     bench.plane.apply(state, {web.key}, authoritative=False)
-    bench.plane.flush()
+    flush(bench.plane)
     replies = [pod.ask("talk", keep=keep) for keep in ("gone", "stays")]
     for keep in ("gone", "stays"):
         pod.ask("drop", keep=keep)
