@@ -42,7 +42,7 @@ class State(Enum):
 
 
 class Outcome(Enum):
-    """What leads from one state to the next: the lists are there, or an apply has ended."""
+    """What leads from one state to the next: all lists are complete, or an apply has ended."""
 
     LISTED = auto()
     APPLIED = auto()
