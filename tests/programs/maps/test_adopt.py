@@ -236,17 +236,17 @@ def orders() -> Iterator[tuple[str, list[str]]]:
     yield "shuffled", shuffled
 
 
-@pytest.mark.parametrize("flush", [True, False], ids=["", "retired at the end"])
+@pytest.mark.parametrize("at_each_step", [True, False], ids=["", "retired at the end"])
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 @pytest.mark.parametrize("order", [names for _, names in orders()], ids=[n for n, _ in orders()])
 def test_every_way_ends_in_the_same_state(
-    site: Site, dumps: dict[str, dict[str, Any]], order: list[str], way: Play, flush: bool
+    site: Site, dumps: dict[str, dict[str, Any]], order: list[str], way: Play, at_each_step: bool
 ):
     plane, old = site.open(), EMPTY
     plane.apply(old, None)
     for name in order:
         plane, old = way(site, plane, old, STATES[name]), STATES[name]
-        if flush:
+        if at_each_step:
             flush(plane)
             assert site.dump() == dumps[name], name
         else:
