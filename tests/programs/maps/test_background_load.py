@@ -200,3 +200,12 @@ def test_packet_path_is_loaded_first_if_hooks_cannot_serve(start: Start, setting
     start.site.remove()
     with pytest.raises(KernelError, match="refused by hand"):
         start.open(**settings)
+
+
+def test_packet_path_is_loaded_first_beside_another_data_plane(start: Start):
+    """Until the other one is drained, its connections need the packet programs' exemption."""
+    start.resume.set()
+    start.site.close_planes()
+    start.plane = start.site.plane(packet_path=True, sockets_first=True)
+    start.do(lambda: start.plane.open(coexisting=True))
+    assert start.loads == 1

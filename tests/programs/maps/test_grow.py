@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Self
 
 import pytest
@@ -14,6 +15,7 @@ from kbpf.dataplane.base import Report
 from kbpf.dataplane.bpf.changes import growth
 from kbpf.dataplane.bpf.changes.apply_planner import LARGE_ENTRIES
 from kbpf.dataplane.bpf.maps import layout, pinning
+from kbpf.dataplane.bpf.maps.layout import MapSpec
 from kbpf.dataplane.bpf.maps.migrate import MapMigration
 from kbpf.dataplane.bpf.plane import BpfPlane
 from kbpf.dataplane.bpf.programs.loader import SocketPrograms
@@ -275,6 +277,39 @@ def test_failed_growth_refuses_only_what_does_not_fit(
         return "big" in served(site)
 
     at.until("it is served once there is memory", is_served)
+
+
+def test_failed_growth_is_repeated_after_a_delay(
+    site: Site, monkeypatch: pytest.MonkeyPatch, small: None
+):
+    attempts: list[str] = []
+
+    def refuse(spec: MapSpec, _: int) -> Map:
+        attempts.append(spec.name)
+        raise KernelError("no memory", errno=errno.ENOMEM)
+
+    monkeypatch.setattr(growth, "RETRY_DELAY_S", 3600.0)
+    at = Growing(site, monkeypatch)
+    with monkeypatch.context() as patch:
+        patch.setattr(pinning, "make_map", refuse)
+        at.begin()
+        at.until("it is refused", lambda: at.plane.apply(at.state, ()).refused)
+        before = len(attempts)
+        for _ in range(20):
+            assert at.plane.apply(at.state, ()).refused
+            at.tick()
+        assert len(attempts) == before
+
+    later = SimpleNamespace(
+        monotonic=lambda: time.monotonic() + 3600.0, perf_counter=time.perf_counter
+    )
+    monkeypatch.setattr(growth, "time", later)
+
+    def is_served() -> bool:
+        at.plane.apply(at.state, ())
+        return "big" in served(site)
+
+    at.until("it is served after the delay", is_served)
 
 
 @pytest.mark.parametrize("fails", ["the map", "its larger copy"])
