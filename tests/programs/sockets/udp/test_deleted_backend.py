@@ -293,12 +293,15 @@ FAILURES = [
 def test_sockets_are_cut_after_a_failed_apply(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, where: Any, name: str, removed: bool
 ):
-    """The next apply() cuts them, even if some object cannot be read."""
+    """The next apply() cuts them, even if some object cannot be read. Clients of a Service that
+    could not be read keep their backends.
+    """
     dns, web = bench.udp(DNS, "one"), bench.udp(WEB, "two")
-    bench.serve(bench.udp(WEB, "one"), dns)
-    pod = bench["pod"]
+    bench.serve(bench.udp(WEB, "one"), dns, bench.udp("10.96.0.3:53", "one"))
+    pod, stays = bench["pod"], ("stays", "not read")
     pod.udp("10.96.0.1", 53, keep="gone", connected=True)
-    pod.udp("10.96.0.2", 53, keep="stays", connected=True)
+    for address, keep in zip(("10.96.0.2", "10.96.0.3"), stays, strict=True):
+        pod.udp(address, 53, keep=keep, connected=True)
     state = desired(dns) if removed else desired(web, dns)
     real = getattr(where, name)
 
@@ -313,11 +316,11 @@ def test_sockets_are_cut_after_a_failed_apply(
             bench.plane.apply(state, {web.key})
     bench.plane.apply(state, {web.key}, authoritative=False)
     flush(bench.plane)
-    replies = [pod.ask("talk", keep=keep) for keep in ("gone", "stays")]
-    for keep in ("gone", "stays"):
+    replies = {keep: pod.ask("talk", keep=keep) for keep in ("gone", *stays)}
+    for keep in replies:
         pod.ask("drop", keep=keep)
-    assert replies[0].get("error") in CUT
-    assert replies[1]["name"] == "one"
+    assert replies["gone"].get("error") in CUT
+    assert [replies[keep].get("name") for keep in stays] == ["one", "one"]
 
 
 def test_sendto_on_a_connected_socket_keeps_its_backend(bench: Bench):
