@@ -887,3 +887,18 @@ def test_unknown_services_stay_until_the_state_is_authoritative(site: Site):
     flush(plane)
     assert list(site.dump()["frontends"]) == ["10.96.0.1:80/TCP"]
     assert site.dump()["strays"] == {}
+
+
+def test_unclaimed_frontend_that_a_service_has_by_now_is_kept(site: Site):
+    """Its first Service had lost its name, so nobody claimed it when the agent started."""
+    state = desired(service("web", "10.96.0.1:80", ONE_BACKEND))
+    site.open().apply(state, None)
+    with site.pinned("service_names") as names:
+        for key in site.entries("service_names"):
+            names.delete(key)
+    plane = site.open()
+    plane.apply(state, None, authoritative=False)
+    plane.apply(state, set(), authoritative=True)
+    flush(plane)
+    assert list(site.dump()["frontends"]) == ["10.96.0.1:80/TCP"]
+    assert site.dump()["strays"] == {}
