@@ -25,9 +25,14 @@ from typing import NamedTuple
 
 import pytest
 
+from kbpf.dataplane.bpf.changes.adopt import address_of
+from kbpf.dataplane.bpf.changes.shared_values import unpack_ports
+from kbpf.dataplane.bpf.maps.agent_maps import AgentMaps
 from kbpf.dataplane.bpf.maps.layout import MAPS, Reason, ServiceValue, pack_target
 from kbpf.dataplane.bpf.plane import BpfPlane
-from kbpf.model.desired import DesiredState, ServicePortKey, ServiceState
+from kbpf.kernel.bpf.objects import Map
+from kbpf.model.address import Addr
+from kbpf.model.desired import DesiredState, FrontendAddress, ServicePortKey, ServiceState
 from kbpf.model.objects import Protocol
 from tests.support.lab.lab import PATIENCE, Node, Place
 from tests.support.plane import (
@@ -406,3 +411,45 @@ def test_check_allows_only_backends_in_force():
         (Connect(211, 300, "ECONNREFUSED"), False),
     ):
         assert (history.wrong([connect]) == []) is good, connect
+
+
+# ---- maps that are written together --------------------------------------------------------------
+
+VERSIONS = [
+    desired(service("web", "10.96.0.1:80", "10.0.0.1:80"), service("dns", "10.96.0.2:53", "")),
+    desired(service("web", "10.96.0.1:81 10.96.0.1:82", "10.0.0.1:80")),
+    desired(service("web", "10.96.0.3:80", "10.0.0.1:80"), service("db", "10.96.0.1:5432", "")),
+    desired(),
+]
+
+
+def frontends_of(state: DesiredState) -> set[FrontendAddress]:
+    return {frontend.at for each in state.services.values() for frontend in each.frontends}
+
+
+def test_frontends_are_found_after_each_write(site: Site, monkeypatch: pytest.MonkeyPatch):
+    """A ClusterIP in `cluster_ips` refuses all ports that have no frontend, so a new one may appear
+    there only after its frontends. A frontend is only looked up if the bit of its port is set in
+    `frontend_ports`.
+    """
+    plane, write, count = site.open(), AgentMaps._write, 0
+    old = new = desired()
+
+    def write_and_check(maps: AgentMaps, name: str, action: Callable[[Map], int | None]) -> None:
+        nonlocal count
+        write(maps, name, action)
+        count += name in ("services", "cluster_ips", "frontend_ports")
+        held = {address_of(key) for key, _ in maps.maps["services"].items()}
+        added = {Addr(key) for key, _ in maps.maps["cluster_ips"].items()}
+        added -= {frontend.address for frontend in frontends_of(old)}
+        assert {each for each in frontends_of(new) if each.address in added} <= held, name
+        assert frontends_of(old) & frontends_of(new) <= held, name
+        ports = set(unpack_ports(maps.maps["frontend_ports"].items()))
+        assert {each.port for each in held} <= ports, name
+
+    plane.apply(old, None)
+    monkeypatch.setattr(AgentMaps, "_write", write_and_check)
+    for new in (*VERSIONS, *VERSIONS[::-1]):
+        plane.apply(new, old.services.keys() | new.services.keys())
+        old = new
+    assert count > 20
