@@ -902,3 +902,19 @@ def test_unclaimed_frontend_that_a_service_has_by_now_is_kept(site: Site):
     flush(plane)
     assert list(site.dump()["frontends"]) == ["10.96.0.1:80/TCP"]
     assert site.dump()["strays"] == {}
+
+
+def test_unclaimed_frontend_is_found_until_the_state_is_authoritative(site: Site):
+    """Its Service has lost its name, and may be one that could not be read."""
+    site.open().apply(desired(service("web", "10.96.0.1:8085", ONE_BACKEND)), None)
+    with site.pinned("service_names") as names:
+        for key in site.entries("service_names"):
+            names.delete(key)
+    maps = ("services", "cluster_ips", "frontend_ports")
+    before = {name: site.entries(name) for name in maps}
+    plane = site.open()
+    plane.apply(desired(), None, authoritative=False)
+    assert {name: site.entries(name) for name in maps} == before
+    plane.apply(desired(), set(), authoritative=True)
+    assert site.entries("services") == site.entries("cluster_ips") == {}
+    assert not any(map(any, site.entries("frontend_ports").values()))
