@@ -241,6 +241,25 @@ def test_changes_are_programmed_while_maps_grow(
     assert dict(site.open().apply(at.state, None).writes) == {}, "the next agent writes nothing"
 
 
+def test_change_after_all_is_copied_is_in_the_larger_maps(
+    site: Site, monkeypatch: pytest.MonkeyPatch, small: None
+):
+    at = Growing(site, monkeypatch).begin()
+    agent_maps = at.plane._agent_maps
+
+    def is_copied() -> bool:
+        copies = agent_maps._copies.items()
+        return bool(copies) and all(
+            dict(copy.items()) == dict(agent_maps.maps[name].items()) for name, copy in copies
+        )
+
+    at.until("all entries are copied", is_copied)
+    changed = service("s0002", "10.96.0.3:53", "10.0.0.9:80", UDP)
+    at.change(*at.small[:2], changed, *at.small[3:], at.big)
+    at.until("the maps have grown", lambda: sizes_of(site) != START)
+    assert site.dump()["frontends"]["10.96.0.3:53/UDP"]["cluster"] == ["10.0.0.9:80/UDP"]
+
+
 def test_small_services_beyond_the_old_size_do_not_wait(
     site: Site, monkeypatch: pytest.MonkeyPatch, small: None
 ):
