@@ -24,6 +24,9 @@ class Problems:
     def __len__(self) -> int:
         return self._count
 
+    def lines_of(self, subject: Hashable) -> tuple[str, ...]:
+        return self._lines.get(subject, ())
+
     def replace(self, subject: Hashable, lines: Sequence[str]) -> list[str]:
         """Replaces the lines of this subject; returns those that are new."""
         before = self._lines.get(subject, ())

@@ -97,6 +97,11 @@ class Reconciler:
             self._dirty.all = True  # the data plane also compares what depends on addresses
 
     @property
+    def left_to_node(self) -> tuple[str, ...]:
+        """See RefusalReporter.left_to_node."""
+        return self._refusals.left_to_node
+
+    @property
     def is_busy(self) -> bool:
         """Whether anything is left to compute or to program."""
         return self.computer.is_busy or bool(self._dirty) or self.applier.is_deferred

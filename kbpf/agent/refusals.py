@@ -27,6 +27,7 @@ class RefusalReporter:
     def __init__(self, events: EventRecorder, problems: Problems) -> None:
         self._events, self._problems = events, problems
         self._node_address_lines = Problems()  # not problems: an operator may want them
+        self._left_to_node = Problems()  # not problems either
 
     def report_changes(
         self,
@@ -38,6 +39,7 @@ class RefusalReporter:
         address.
         """
         self._log_node_addresses(keys, states, reserved)
+        self._log_left_to_node(keys, states)
         lines_by_service: dict[ServiceName, list[str]] = {}
         for key in sorted(keys):
             state = states.get(key)
@@ -55,6 +57,25 @@ class RefusalReporter:
         if len(lines_by_service) > MAX_PROBLEMS:
             more = len(lines_by_service) - MAX_PROBLEMS
             log.warning("%d more Services have addresses that are not served; %s", more, DOCS_HINT)
+
+    @property
+    def left_to_node(self) -> tuple[str, ...]:
+        """A line for each Service port that is left to the node, at most MAX_PROBLEMS."""
+        return tuple(self._left_to_node.first(MAX_PROBLEMS))
+
+    def _log_left_to_node(
+        self, keys: Collection[ServicePortKey], states: Mapping[ServicePortKey, ServiceState]
+    ) -> None:
+        new_lines: list[str] = []
+        for key in sorted(keys):
+            addresses = () if (state := states.get(key)) is None else state.left_to_node
+            lines = [f"{address} of Service {key.service}" for address in addresses]
+            was_left = not lines and bool(self._left_to_node.lines_of(key))
+            new_lines += self._left_to_node.replace(key, lines)
+            if was_left:
+                log.info("Service %s is served at its ClusterIP again: no device has it", key)
+        for line in new_lines[:MAX_PROBLEMS]:
+            log.info("left to this node, which has the address on a device: %s", line)
 
     def _log_node_addresses(
         self,

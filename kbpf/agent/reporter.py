@@ -122,6 +122,7 @@ class Reporter:
                 for thread in threads.list_threads()
             ),
             disabled_features=self._disabled_features(),
+            left_to_node=reconciler.left_to_node,
             config_error=self.config_error() if self.config_error is not None else None,
         )
 

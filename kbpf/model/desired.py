@@ -109,7 +109,8 @@ class ServiceState(msgspec.Struct, frozen=True):
     this family, that may connect to restricted frontends; `node_port_ranges` the same for a
     restricted NodePort. `lost` are frontends that another Service has won, and that Service
     (policy/frontends.py). `refused` are frontends that this Service may not have, with the reason
-    (policy/admission.py).
+    (policy/admission.py). `left_to_node` are frontends at a ClusterIP that a device of this node
+    has: its traffic is not touched.
     `created` is the Service's creationTimestamp, "" if unknown.
     """
 
@@ -129,6 +130,7 @@ class ServiceState(msgspec.Struct, frozen=True):
     local_weights: tuple[int, ...] = ()
     on_node: tuple[Addr, ...] = ()
     refused: tuple[tuple[FrontendAddress, str], ...] = ()
+    left_to_node: tuple[FrontendAddress, ...] = ()
     node_port_ranges: tuple[Cidr, ...] = ()
     created: str = ""
 

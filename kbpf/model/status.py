@@ -76,7 +76,8 @@ class AgentStatus(msgspec.Struct, frozen=True):
     """What the agent reports. Times are seconds of CLOCK_BOOTTIME, which all processes of the
     machine share.
 
-    `disabled_features`: a line for each optional feature that is switched off. `faults`: see
+    `disabled_features`: a line for each optional feature that is switched off. `left_to_node`: a
+    line for each frontend whose address a device of this node has. `faults`: see
     PlaneStatus.faults. `refused`: number of Service ports that could not be programmed;
     `refused_namespaces`: the same by namespace; `refused_system`: the Services of system namespaces
     among them. `config_error`: what is wrong with the configuration file, "" if nothing; None
@@ -106,6 +107,7 @@ class AgentStatus(msgspec.Struct, frozen=True):
     choice: ModeChoice | None = None
     threads: tuple[ThreadView, ...] = ()
     disabled_features: tuple[str, ...] = ()
+    left_to_node: tuple[str, ...] = ()
     faults: tuple[str, ...] = ()
     refused_namespaces: dict[str, int] = {}
     refused_system: tuple[str, ...] = ()

@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Addresses that a Service may not use as ExternalIP or LoadBalancer address (CVE-2020-8554).
+"""Addresses that a Service may not use as ExternalIP or LoadBalancer address (CVE-2020-8554), and
+ClusterIPs that are left to this node.
 
-A ClusterIP is allocated by the API server and is never refused. Every user with the right to create
-Services can set ExternalIPs; LoadBalancer addresses are in the status, set only by controllers. So
-the rules for ExternalIPs are stricter. `--external-ips` with networks lifts some of them
-(docs/operate.md, "Addresses that Services may take").
+A ClusterIP is allocated by the API server and is never refused. If a device of this node has it, a
+process of the node serves it, such as a node-local DNS cache (nodelocaldns binds the ClusterIP of
+kube-dns): its traffic is not touched while the device has the address. LoadBalancer addresses are
+not left to the node, since kube-vip and MetalLB put them on devices for the Service.
+
+Every user with the right to create Services can set ExternalIPs; LoadBalancer addresses are in the
+status, set only by controllers. So the rules for ExternalIPs are stricter. `--external-ips` with
+networks lifts some of them (docs/operate.md, "Addresses that Services may take").
 Traffic to a refused address is not touched; the rest of the Service is served.
 
 Conflicts with another Service's NodePort are resolved by the claims in frontends.py, because they
@@ -117,6 +122,13 @@ def refusal_reason(
     if not is_listed and (in_pod_network or (is_external and has_pod(address))):
         return "it is an address of a Pod, or in the network of this node's Pods"
     return ""
+
+
+def is_left_to_node(frontend: Frontend, reserved: ReservedAddresses) -> bool:
+    """Whether the frontend is at a ClusterIP that a device of this node has."""
+    return (
+        frontend.kind is FrontendKind.CLUSTER_IP and frontend.at.address in reserved.local_addresses
+    )
 
 
 def _setting_refusal(reserved: ReservedAddresses) -> str:

@@ -45,6 +45,7 @@ from kbpf.policy.admission import (
     ApiServerAddress,
     ReservedAddresses,
     compute_reserved,
+    is_left_to_node,
     refusal_reason,
 )
 from kbpf.policy.endpoints import is_external_local, local_endpoint_addresses, select_endpoints
@@ -124,7 +125,7 @@ def compute_service_states(
                 yield _over_limit_state(service, port, family)
                 continue
             selection = select_endpoints(slices, port, service, node, family)
-            admitted, refused = _admit(service, port, family, context)
+            admitted, refused, left_to_node = _admit(service, port, family, context)
             # Before _restrict_node_port(): NodePorts have the node's ranges, not the Service's.
             is_restricted = any(frontend.restricted for frontend in admitted)
             node_port_ranges = _node_port_ranges(context, port, family)
@@ -148,6 +149,7 @@ def compute_service_states(
                 local_weights=selection.local_weights,
                 on_node=local_endpoints,
                 refused=refused,
+                left_to_node=left_to_node,
                 node_port_ranges=node_port_ranges,
                 created=service.creation_timestamp,
             )
@@ -182,14 +184,20 @@ def _over_limit_state(service: Service, port: ServicePort, family: int) -> Servi
 
 def _admit(
     service: Service, port: ServicePort, family: int, context: AdmissionContext
-) -> tuple[tuple[Frontend, ...], tuple[tuple[FrontendAddress, str], ...]]:
-    """Splits the requested frontends into those that the port may have, and the others with the
-    reason.
+) -> tuple[
+    tuple[Frontend, ...], tuple[tuple[FrontendAddress, str], ...], tuple[FrontendAddress, ...]
+]:
+    """Splits the requested frontends into those that the port may have, those that it may not have,
+    with the reason, and those that are left to the node.
     """
     requested = compute_frontends(service, port, family)
+    left_to_node: tuple[FrontendAddress, ...] = ()
+    if not context.reserved.local_addresses.isdisjoint(service.cluster_ips):
+        left_to_node = tuple(f.at for f in requested if is_left_to_node(f, context.reserved))
+        requested = tuple(f for f in requested if not is_left_to_node(f, context.reserved))
     # The API server allocates ClusterIPs and NodePorts; only other addresses can be refused.
     if not service.external_ips and not service.lb_vips:
-        return requested, ()
+        return requested, (), left_to_node
     reasons = [
         refusal_reason(service, port, frontend, context.reserved, context.has_pod, context.has_node)
         if frontend.kind in (FrontendKind.EXTERNAL_IP, FrontendKind.LOAD_BALANCER)
@@ -204,6 +212,7 @@ def _admit(
             if not reason
         ),
         tuple((frontend.at, reason) for frontend, reason in pairs if reason),
+        left_to_node,
     )
 
 

@@ -70,6 +70,7 @@ class StatusView(msgspec.Struct, frozen=True):
     problem_count: int
     problems: tuple[str, ...]
     disabled_features: tuple[str, ...]
+    left_to_node: tuple[str, ...]
     counters: dict[str, int]
     packets: PacketView | None
 
@@ -125,6 +126,7 @@ def build_view(inspection: Inspection) -> StatusView:
         problem_count=status.problem_count,
         problems=status.problems,
         disabled_features=status.disabled_features,
+        left_to_node=status.left_to_node,
         counters={reason.name.lower(): inspection.reasons.get(reason, 0) for reason in Reason}
         if packets is not None
         else {},
@@ -216,6 +218,8 @@ def _agent_facts(view: StatusView) -> Iterator[tuple[str, str]]:
         exempt = f", except {view.exempt_cgroups} exempt cgroups" if view.exempt_cgroups else ""
         yield "socket-lb", f"{view.socket_lb}{exempt}"
     yield "pins" if view.packets is not None else "state", view.pin_dir
+    if view.left_to_node:
+        yield "left to node", "; ".join(view.left_to_node)
     if view.disabled_features:
         yield "disabled", "; ".join(view.disabled_features)
     if view.error:

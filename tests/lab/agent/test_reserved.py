@@ -22,7 +22,7 @@ from tests.support.cluster.kube_objects import (
     service,
     slice_port,
 )
-from tests.support.lab.lab import until
+from tests.support.lab.lab import ip, until
 
 INNOCENT = "198.51.100.9"
 """An ExternalIP that is allowed; the hijacked address gets the same backends."""
@@ -95,6 +95,36 @@ def test_an_address_of_another_node_is_refused(cluster: Cluster) -> None:
             cluster.kube.delete("Node", "elsewhere")
         until("no problem is reported", lambda: not problems())
         assert at in cluster.served()
+
+
+def test_a_cluster_ip_on_a_device_is_left_to_the_node(cluster: Cluster) -> None:
+    """As a node-local DNS cache comes and goes: pods and the node reach what listens there, on any
+    port, and the Service again once the address is gone.
+    """
+    address, home, where = "10.96.0.30", cluster["host-1"], cluster.lab.nodes[0].netns
+    clients = (cluster["a3"], home)
+    with cluster.given(*cluster.web(30, "a1")):
+        assert {client.tcp(address, 80).get("name") for client in clients} == {"a1"}
+        assert "error" in clients[0].tcp(address, 8089), "a port that no Service has"
+        pod = clients[0].netns
+        ip("route del unreachable 10.96.0.0/16", netns=pod)  # which shows missing translation
+        ip("link add nodelocal type bridge", f"addr add {address}/32 dev nodelocal", netns=where)
+        try:
+            home.serve(80, 8089, udp=(80,), address=address)
+            until("it is left to the node", lambda: f"{address}:80/TCP" not in cluster.served())
+            for client in clients:
+                assert client.tcp(address, 80)["name"] == home.name
+                assert client.udp(address, 80)["name"] == home.name
+                assert client.tcp(address, 8089)["name"] == home.name
+            lines = [f"{address}:80/TCP of Service default/web-30"]
+            until(
+                "the status has it", lambda: (cluster.agent.status() or {})["left_to_node"] == lines
+            )
+        finally:
+            ip("link del nodelocal", netns=where)
+            ip("route add unreachable 10.96.0.0/16", netns=pod)
+        for client in clients:
+            until("the Service answers", lambda at=client: at.tcp(address, 80).get("name") == "a1")
 
 
 def answers(cluster: Cluster) -> str:

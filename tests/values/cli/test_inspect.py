@@ -109,6 +109,7 @@ STATUS = AgentStatus(
     synced=True, services=3, service_ports=4, applied=5, last_apply_ms=1.5,
     event_to_map_p50_ms=2.0, event_to_map_p99_ms=3.0, refused=1, problem_count=3,
     problems=("Service a/b: no good", "another"), disabled_features=("Pods are not watched",),
+    left_to_node=("10.96.0.10:53/UDP of Service kube-system/kube-dns",),
     sources=(SourceView("services", "watching", True, "7", ""),
              SourceView("pods", "failed", False, "", "forbidden")),
     threads=(ThreadView("http", True, 0.1), ThreadView("devices", False, 90.0, 2, "stuck")),

@@ -185,9 +185,51 @@ def test_a_load_balancer_address(row: Row, how: str) -> None:
 @pytest.mark.parametrize("how", SETTINGS)
 @pytest.mark.parametrize("row", KINDS, ids=lambda row: row.what)
 def test_a_cluster_ip_is_never_refused(row: Row, how: str) -> None:
+    """But one that a device of this node has is left to the node."""
     service = web(FrontendKind.CLUSTER_IP, row.address, row.port)
     at = FrontendAddress(parse_addr(row.address), row.port, TCP)
-    assert outcome(state_of(service, setting(how, row.address)), at) == SERVED
+    state = state_of(service, setting(how, row.address))
+    (web_state,) = (each for each in state.services.values() if each.key.name == "web")
+    assert (web_state.refused, web_state.lost) == ((), ())
+    is_on_device = at.address in LOCAL
+    assert (at in {frontend.at for frontend in web_state.frontends}) is not is_on_device
+    assert web_state.left_to_node == ((at,) if is_on_device else ())
+    assert FrontendKind.NODE_PORT in {frontend.kind for frontend in web_state.frontends}
+
+
+def test_cluster_ip_is_left_to_the_node_while_a_device_has_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As a node-local DNS cache comes and goes. The other ports of the Service are left, too: the
+    cache may listen there, and only the node knows. External addresses stay served.
+    """
+    dns = Service(
+        "kube-system", "kube-dns", "LoadBalancer", addrs("10.96.0.10", "fd00:96::a"),
+        (ServicePort("dns", Protocol.UDP, 53), ServicePort("metrics", TCP, 9153)),
+        lb_vips=addrs("203.0.113.5"),
+    )  # fmt: skip
+    store, builder = ObjectStore("me"), DesiredStateBuilder()
+    reporter = RefusalReporter(EventRecorder(None, "me"), Problems())
+    touched = store.apply([up(NODE), up(dns), *(Synced(kind) for kind in Kind)])
+    served: list[list[str]] = []
+    with caplog.at_level("INFO"):
+        for local in (LOCAL, (*LOCAL, parse_addr("10.96.0.10")), LOCAL):
+            touched.all_services = True
+            keys = builder.update(store, touched, local, Config())
+            reporter.report_changes(keys, builder.state.services, builder.reserved)
+            states = builder.state.services.values()
+            served.append(sorted(str(f.at) for state in states for f in state.frontends))
+    v4 = ["10.96.0.10:53/UDP", "10.96.0.10:9153/TCP"]
+    assert served[0] == served[2]
+    assert set(served[0]) - set(served[1]) == set(v4)
+    assert {"203.0.113.5:53/UDP", "[fd00:96::a]:53/UDP"} <= set(served[1])
+    lines = [record.getMessage() for record in caplog.records]
+    assert [line for line in lines if "left to this node" in line] == [
+        f"left to this node, which has the address on a device: {at} of Service "
+        "kube-system/kube-dns"
+        for at in v4
+    ]
+    assert sum("served at its ClusterIP again" in line for line in lines) == 2
 
 
 def test_service_kubernetes_may_use_api_server_addresses() -> None:
@@ -309,7 +351,7 @@ AT_NODE = {
     "a LoadBalancer VIP on a device": (FrontendKind.LOAD_BALANCER, "192.0.2.200", 80, False),
     "the Service's own NodePort": (FrontendKind.EXTERNAL_IP, "192.0.2.10", 30099, False),
     "another node": (FrontendKind.EXTERNAL_IP, "192.0.2.11", 80, False),
-    "a ClusterIP": (FrontendKind.CLUSTER_IP, "192.0.2.10", 80, False),
+    "a ClusterIP": (FrontendKind.CLUSTER_IP, "10.96.0.2", 80, False),
 }
 """A frontend that is served, and whether a log line names it."""
 
