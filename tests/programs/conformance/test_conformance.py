@@ -23,7 +23,7 @@ from kbpf.model.inspection import FrontendEntry, Part, ServicePort
 from kbpf.model.objects import Algorithm
 from tests.support.faults.fake_ipvs import Node, fake_node, real_node
 from tests.support.features import needs
-from tests.support.plane import Site, desired, service
+from tests.support.plane import Site, desired, flush, service
 
 __all__ = ["fake_node", "real_node"]
 
@@ -162,7 +162,7 @@ class BpfBench:
 
     def show(self) -> list[str]:
         assert self._plane is not None
-        self._plane.flush()
+        flush(self._plane)
         assert self._site.dump()["strays"] == {}
         return show(snapshot.read(self._site.pins, Part.SERVICES | Part.NAMES).services)
 
