@@ -16,7 +16,7 @@ from kbpf.model.desired import ServicePortKey
 from kbpf.model.events import Kind, ObjectKey, Rejected, Synced, Upsert
 from kbpf.model.metrics import UdpCuts
 from kbpf.model.objects import Cidr, Protocol
-from kbpf.model.status import MAX_PROBLEMS
+from kbpf.model.status import MAX_PROBLEMS, AgentStatus
 from kbpf.serve.kubeproxy_metrics import KubeProxyMetrics
 from kbpf.serve.message import HttpRequest
 from kbpf.serve.server import AgentServer
@@ -48,6 +48,17 @@ def test_removed_pins_end_the_agent(clock: Clock, caplog: pytest.LogCaptureFixtu
     with pytest.raises(PinsRemovedError) if ends else contextlib.nullcontext():
         agent.step([])
     assert ("cannot write the status" in caplog.text) is not ends
+
+
+def test_status_is_published_once_it_is_written(clock: Clock):
+    """A client that sees /readyz succeed can then read everything else."""
+    agent, plane = begun(0.0)
+    published_when_written: list[AgentStatus | None] = []
+    agent._server._status = None
+    plane.write_status = lambda _: published_when_written.append(agent._server._status)
+    agent.reporter.write_status()
+    assert published_when_written == [None]
+    assert agent._server._status is not None
 
 
 def test_an_error_of_the_status_is_logged_once_until_it_changes(
