@@ -305,6 +305,9 @@ ROWS = (
     Row("no endpoints: refused", new(NONE), (OFF, OFF)),
     Row("ICMP error: in", error_in, (UP, UP), without="sctp"),
     Row("ICMP error: out", error_out, (UP, UP), without="sctp"),
+    Row("no Service, in, flows tracked", none_in, (UP, UP), same=True),
+    Row("no Service, in, possible new flow, flows tracked", none_first, (UP, UP), same=True),
+    Row("no Service, out, flows tracked", none_out, (UP, UP), same=True),
 )
 
 

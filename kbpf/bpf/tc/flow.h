@@ -165,15 +165,22 @@ static __always_inline void mark_ends(const struct flow *flow)
 		*backend = generations->current;
 }
 
-/* Whether a packet may belong to a flow: if not, neither of its ends has a mark. */
+static __always_inline bool is_marked(const struct target *end,
+				      const struct flow_generations *generations)
+{
+	u64 *mark = mark_of(end);
+
+	return mark && *mark >= generations->oldest;
+}
+
+/* Whether a packet may belong to a flow: if not, neither of its ends has a mark. The destination
+ * comes first: it is marked in the client's packets. */
 static __always_inline bool may_have_flow(const struct tuple *t)
 {
-	u64 *from = mark_of(&t->from), *to = mark_of(&t->to);
 	u32 zero = 0;
 	struct flow_generations *generations = flow_generations.lookup(&zero);
 
-	return generations && from && to &&
-	       (*from >= generations->oldest || *to >= generations->oldest);
+	return generations && (is_marked(&t->to, generations) || is_marked(&t->from, generations));
 }
 
 static __always_inline struct flow *flow_between(const struct tuple *t)
