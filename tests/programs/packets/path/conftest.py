@@ -19,7 +19,7 @@ from tests.support.lab.lab import run as command
 from tests.support.plane import SIZES, desired, sites
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def path(artifact_cache: Path) -> Iterator[Path_]:
     where = f"kbpk{os.getpid()}"
     command("ip", "netns", "add", where)

@@ -21,7 +21,7 @@ from tests.support.lab.lab import run as command
 from tests.support.plane import sites
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def node(artifact_cache: Path) -> Iterator[Wire]:
     where = f"kbpv{os.getpid()}"
     command("ip", "netns", "add", where)
