@@ -331,6 +331,18 @@ def test_policy_local_again_reuses_its_mark(fake_node: Node):
         assert at_mark(node) == {A: 1, B: 1}
 
 
+def test_removed_service_keeps_no_mark(fake_node: Node):
+    """A fwmark is never given to another Service port, and nothing is remembered of the old one."""
+    node, seen = fake_node, set[int]()
+    node.start()
+    for count in range(1, 4):
+        node.apply(BOTH_GO, nodes=NODE, touched=[BOTH_GO.key])
+        seen |= marks(node, 30080)
+        assert len(seen) == count
+        node.apply(nodes=NODE, touched=[BOTH_GO.key])
+        assert marks(node, 30080) == set()
+
+
 def at_mark(node: Node) -> dict[str, int] | None:
     """Weights of the real servers of the only virtual service by mark; None if there is none."""
     found = [servers for one, servers in node.ipvs.shown().items() if "mark" in one]
