@@ -95,11 +95,11 @@ int tc_egress(struct __sk_buff *skb)
 	if (!p->tuple.from.protocol) /* an ICMP error: parse_for() */
 		return go(skb, TAIL_ICMP_OUT);
 	result = translate_out(&p->tuple, p, p->tcp_flags, skb->len - p->l3, &to, &masqueraded);
-	if (result == EGRESS_REWRITE && rewrite(skb, p, &to, p->ttl))
+	if (is_rewrite(result) && rewrite(skb, p, &to, p->ttl))
 		return finish(TC_ACT_SHOT, NOT_REWRITTEN);
 	if (masqueraded)
 		mark_masqueraded(skb, false);
-	if (result == EGRESS_REWRITE)
+	if (is_rewrite(result))
 		return finish_rewrite(skb, s, &to, TC_ACT_UNSPEC, device->l2);
 	/* What follows is for packets of the node's own sockets, which arrived on no device. */
 	if (skb->ingress_ifindex || device->role != ROLE_HOST)

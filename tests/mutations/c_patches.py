@@ -267,7 +267,11 @@ PATCHES: Final = (
     *_rows(
         "tc/error.h", FLOWS,
         ("outer addresses of ICMP errors are not translated",
-         "outer.from.address = translated.from.address;", ";"),
+         "outer.from.address = after->from.address;", ";"),
+        ("a masqueraded client's router is not masqueraded",
+         "if (hidden || same_address(", "if (same_address("),
+        ("errors about flows that bypass the stack take it",
+         "result.path != PATH_STACK && !result.host_device", "0"),
     ),
     *_rows(
         "tc/flow.h", FLOWS,

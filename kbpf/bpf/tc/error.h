@@ -5,55 +5,106 @@
 #include "lib/icmp.h"
 #include "lib/rewrite.h"
 #include "tc/devices.h"
+#include "tc/hop.h"
 #include "tc/known.h"
 #include "tc/scratch.h"
 #include "tc/tails.h"
 
-/* Translates an ICMP error and the packet that it quotes. Outer addresses that are an end of the
- * flow are translated too; a router's own address stays. */
-static __always_inline int translate_error(struct __sk_buff *skb, bool in)
+/* The outer addresses of an error. `before` and `after`: the packet that travels like the error,
+ * as it arrived and as it continues. Addresses that are an end of the flow are translated, and a
+ * router's own address stays. The exception is an error on its way to the backend of a masqueraded
+ * flow (`hidden`): it has the node's address, as with nf_nat, since the backend's network may not
+ * know that router, and an overlay would drop its packets. */
+static __always_inline struct tuple outer_of(const struct packet *p, const struct tuple *before,
+					     const struct tuple *after, bool hidden)
 {
-	struct tuple tuple, translated, outer;
+	struct tuple outer = p->tuple;
+
+	if (hidden || same_address(&outer.from.address, &before->from.address))
+		outer.from.address = after->from.address;
+	if (same_address(&outer.to.address, &before->to.address))
+		outer.to.address = after->to.address;
+	return outer;
+}
+
+/* Writes a translated error, of which `after` is the packet that travels like it. Returns a value
+ * other than 0 on failure. */
+static __always_inline int rewrite_error(struct __sk_buff *skb, struct scratch *s,
+					 const struct tuple *after, struct tuple *outer, u8 ttl)
+{
+	struct tuple quoted = reversed(after);
+
+	return rewrite_inner(skb, &s->packet, &s->inner, &quoted) ||
+	       rewrite(skb, &s->packet, outer, ttl);
+}
+
+/* The tuple of a packet that would travel like the error. False: the error passes. */
+static __always_inline bool parse_error(struct __sk_buff *skb, struct scratch *s, struct tuple *t)
+{
+	if (!parse_inner(skb, &s->packet, &s->inner) || !s->inner.tuple.to.protocol)
+		return false;
+	*t = reversed(&s->inner.tuple);
+	return true;
+}
+
+/* Translates an error that arrives. It travels like the packets of its flow: conntrack does not
+ * know the flows that bypass the stack, so in the stack an error about one would be invalid. */
+int tc_icmp_in(struct __sk_buff *skb)
+{
+	struct device *device = device_at(skb->ifindex), *to = NULL;
+	struct tuple tuple, outer, *after;
 	struct translation result = {};
 	struct scratch *s = get_scratch();
-	struct packet *p, *inner;
-	bool stored;
+	struct packet *p;
+	bool hidden;
 
-	if (!s)
+	if (!s || !device || !parse_error(skb, s, &tuple))
 		return TC_ACT_UNSPEC;
 	p = &s->packet;
-	inner = &s->inner;
-	if (!parse_inner(skb, p, inner) || !inner->tuple.to.protocol)
+	if (!translate_in(&tuple, &s->inner, FROM_ICMP_ERROR, &result)) {
+		if (result.masqueraded)
+			mark_masqueraded(skb, true);
 		return TC_ACT_UNSPEC;
-	tuple = reversed(&inner->tuple);
-	stored = in ? translate_in(&tuple, inner, FROM_ICMP_ERROR, &result)
-		    : translate_out(&tuple, inner, FROM_ICMP_ERROR, 0, &translated,
-				    &result.masqueraded) == EGRESS_REWRITE;
-	if (result.masqueraded)
-		mark_masqueraded(skb, in);
-	if (!stored)
-		return TC_ACT_UNSPEC;
-	if (in && result.path == PATH_DIRECT_SNAT)
-		return claim_late(skb, s, result.flow, TAIL_ICMP_IN);
-	if (in)
-		translated = result.to_stack;
-	outer = p->tuple;
-	if (same_address(&outer.from.address, &tuple.from.address))
-		outer.from.address = translated.from.address;
-	if (same_address(&outer.to.address, &tuple.to.address))
-		outer.to.address = translated.to.address;
-	translated = reversed(&translated);
-	if (rewrite_inner(skb, p, inner, &translated) || rewrite(skb, p, &outer, p->ttl))
+	}
+	if (result.path != PATH_STACK && !result.host_device) {
+		hidden = result.masqueraded && !result.reply;
+		outer = outer_of(p, &tuple, &result.to_device, hidden);
+		to = find_next_hop(skb, p, &outer.from, &outer.to, &s->hop, false);
+		if (!to && result.path == PATH_DIRECT_SNAT)
+			return claim_late(skb, s, result.flow, TAIL_ICMP_IN);
+	}
+	after = to ? &result.to_device : &result.to_stack;
+	if (!to)
+		outer = outer_of(p, &tuple, after, false);
+	if (rewrite_error(skb, s, after, &outer, to ? p->ttl - 1 : p->ttl))
 		return finish(TC_ACT_SHOT, NOT_REWRITTEN);
+	if (to)
+		return redirect_packet(skb, device, to, &s->hop);
+	/* From the frontend: a reverse path filter expects it where the request left. */
+	if (result.host_device && !same_address(&outer.from.address, &p->tuple.from.address))
+		return deliver_to_host(skb, device, result.host_device);
+	if (result.masqueraded)
+		mark_masqueraded(skb, true);
 	return TC_ACT_UNSPEC;
 }
 
-int tc_icmp_in(struct __sk_buff *skb)
-{
-	return translate_error(skb, true);
-}
-
+/* Translates an error that leaves the stack. */
 int tc_icmp_out(struct __sk_buff *skb)
 {
-	return translate_error(skb, false);
+	struct tuple tuple, after, outer;
+	struct scratch *s = get_scratch();
+	enum egress_result result;
+	bool masqueraded = false;
+
+	if (!s || !parse_error(skb, s, &tuple))
+		return TC_ACT_UNSPEC;
+	result = translate_out(&tuple, &s->inner, FROM_ICMP_ERROR, 0, &after, &masqueraded);
+	if (masqueraded)
+		mark_masqueraded(skb, false);
+	if (!is_rewrite(result))
+		return TC_ACT_UNSPEC;
+	outer = outer_of(&s->packet, &tuple, &after, result == EGRESS_MASQUERADE);
+	return rewrite_error(skb, s, &after, &outer, s->packet.ttl)
+		       ? finish(TC_ACT_SHOT, NOT_REWRITTEN)
+		       : TC_ACT_UNSPEC;
 }

@@ -402,11 +402,17 @@ static __always_inline bool is_direct_connection(const struct flow *flow, const 
 }
 
 enum egress_result {
-	EGRESS_UNKNOWN = 0,   /* no flow of ours */
-	EGRESS_UNCHANGED = 1, /* of a flow of ours, but already correct */
-	EGRESS_REWRITE = 2,
-	EGRESS_HOST_FLOW = 3, /* sent by this node, and it has a flow */
+	EGRESS_UNKNOWN = 0,    /* no flow of ours */
+	EGRESS_UNCHANGED = 1,  /* of a flow of ours, but already correct */
+	EGRESS_HOST_FLOW = 2,  /* sent by this node, and it has a flow */
+	EGRESS_REPLY = 3,      /* gets the frontend's address */
+	EGRESS_MASQUERADE = 4, /* gets the node's address */
 };
+
+static __always_inline bool is_rewrite(enum egress_result result)
+{
+	return result >= EGRESS_REPLY;
+}
 
 /* Translates a packet at egress, into `new`. */
 static __always_inline enum egress_result translate_out(struct tuple *t, const struct packet *p,
@@ -440,7 +446,7 @@ static __always_inline enum egress_result translate_out(struct tuple *t, const s
 			account_bytes(flow, bytes, flags, true);
 		new->from = flow->frontend;
 		new->to.port = flow->client.port;
-		return EGRESS_REWRITE;
+		return EGRESS_REPLY;
 	}
 	if (!same_address(&t->from.address, &flow->client.address))
 		return EGRESS_UNCHANGED; /* redirected: it has the node's address */
@@ -450,7 +456,7 @@ static __always_inline enum egress_result translate_out(struct tuple *t, const s
 	*masqueraded = true;
 	new->from.address = flow->snat;
 	new->from.port = flow->snat_port;
-	return EGRESS_REWRITE;
+	return EGRESS_MASQUERADE;
 }
 
 /* Writes the entry that a packet of a flow that bypasses the stack needs in the stack, and then

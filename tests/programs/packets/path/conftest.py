@@ -2,6 +2,7 @@
 """Fixtures of single packets: the programs, loaded once for all files of this folder."""
 
 import os
+import socket
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -9,11 +10,27 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kbpf.dataplane.bpf.maps.layout import NETWORK_KEY, U32, NodeFlag, Role
+from kbpf.dataplane.bpf.maps.layout import (
+    CACHED_DEVICE,
+    NETWORK_KEY,
+    U32,
+    DeviceFlag,
+    NodeFlag,
+    Role,
+)
 from kbpf.kernel.bpf.objects import Program
 from kbpf.kernel.system import netns, sysctl
 from kbpf.model.address import parse_addr
-from tests.programs.packets.path.single_packets import HIGH, LOW, NEAR, NODE, Path_, services
+from tests.programs.packets.path.single_packets import (
+    GATE,
+    HIGH,
+    LOW,
+    MTU,
+    NEAR,
+    NODE,
+    Path_,
+    services,
+)
 from tests.support.lab.lab import ip
 from tests.support.lab.lab import run as command
 from tests.support.plane import SIZES, desired, sites
@@ -56,3 +73,28 @@ def _outside(path: Path_) -> Iterator[None]:
     path.node(NodeFlag(0))
     with path.site.telling():
         yield
+
+
+@pytest.fixture(scope="module")
+def uplink(path: Path_) -> Iterator[Path_]:
+    """Adds a device with addresses of the node and the default routes."""
+    ip(
+        "link add out address 02:00:00:00:00:01 type veth peer name gate",
+        f"link set out mtu {MTU} up",
+        "link set gate up",
+        netns=path.where,
+    )
+    for v, bits in ((4, 24), (6, 64)):
+        there = f"neigh add {GATE[v]} lladdr 02:00:00:00:00:02 dev out nud permanent"
+        address = f"addr add {NODE[v]}/{bits} dev out" + (" nodad" if v == 6 else "")
+        ip(address, there, f"route add default via {GATE[v]} dev out", netns=path.where)
+    path.forward(True)
+    index = path.inside(lambda: socket.if_nametoindex("out"))
+    path.set_device(index, Role.HOST, DeviceFlag(0))
+    path.out, path.out_mac = index, "02:00:00:00:00:01"
+    yield path
+    path.forward(False)
+    with path.site.pinned("devices") as devices:
+        devices.delete(U32.pack(index))
+    path.cache(index, bytes(CACHED_DEVICE.size))
+    ip("link del out", netns=path.where)

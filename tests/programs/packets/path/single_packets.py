@@ -23,6 +23,7 @@ from kbpf.dataplane.bpf.maps.layout import (
     U32,
     DeviceFlag,
     NodeFlag,
+    Reason,
     Role,
     Target,
     TcpState,
@@ -36,7 +37,13 @@ from tests.support.packets.datagrams import MAC_B
 from tests.support.packets.judge import checksums, difference
 from tests.support.packets.packets import Talk, frame, tcp, udp
 from tests.support.packets.parse import parse
-from tests.support.packets.test_run import TC_ACT_SHOT, TC_ACT_UNSPEC, SkbContext, run
+from tests.support.packets.test_run import (
+    TC_ACT_REDIRECT,
+    TC_ACT_SHOT,
+    TC_ACT_UNSPEC,
+    SkbContext,
+    run,
+)
 from tests.support.plane import Site, service
 
 CLIENT = {4: "198.51.100.7", 6: "2001:db8:9::7"}
@@ -52,9 +59,14 @@ policy Local and Cluster; a ClusterIP; backends that are the node itself, at its
 and at OTHER; policy Local without an endpoint on this node."""
 OTHER = {4: "198.18.0.8", 6: "fd00:198:18::8"}
 """A second address of the node."""
+GATE = {4: "198.18.0.2", 6: "fd00:198:18::2"}
+MTU = 1400
+"""Of the device `out` (fixture uplink)."""
 PORTS = itertools.count(2000)
 """Client ports; each flow gets a new one."""
-QUOTED = {f"{icmp} embedded {what}" for icmp in ("icmp", "icmp6") for what in ("tcp", "udp")}
+QUOTED = {
+    f"{icmp} embedded {what}" for icmp in ("icmp", "icmp6") for what in ("tcp", "udp", "sctp")
+}
 """Checksums that are not rewritten: as a rule most of the quoted packet they cover is missing."""
 LOW, HIGH = 61_000, 65_535
 """SNAT ports. A masqueraded flow gets any of them and keeps it during the tests that follow."""
@@ -205,6 +217,29 @@ def masked(path: Path_, packet: bytes, build: object, to: str, v: int, **ip_: ob
     assert host.strip("[]") == NODE[v]
     assert LOW <= int(port) <= HIGH
     path.go("tc_egress", packet, build(source, to, **ip_))
+    return source
+
+
+def expect_redirect(path: Path_, packet: bytes, want: bytes, name: str = "tc_ingress") -> None:
+    """Expects the packet to be redirected to another device as `want`."""
+    redirected = path.site.reasons()[Reason.REDIRECTED]
+    retval, got = path.run(name, packet, complete=True)
+    assert retval == TC_ACT_REDIRECT
+    assert path.site.reasons()[Reason.REDIRECTED] == redirected + 1
+    assert difference(got, want, l2=False) == ""
+    assert [one for one in checksums(got, l2=False) if one not in QUOTED] == []
+
+
+def expect_snat_redirect(
+    path: Path_, packet: bytes, build: object, to: str, v: int, **ip_: object
+) -> str:
+    """masked() for a redirected packet, in one step."""
+    _, got = path.run("tc_ingress", packet)
+    source = parse(got, l2=False).source
+    host, _, port = source.rpartition(":")
+    assert host.strip("[]") == NODE[v]
+    assert LOW <= int(port) <= HIGH
+    expect_redirect(path, packet, build(source, to, **ip_))
     return source
 
 

@@ -135,16 +135,20 @@ def test_icmp_error_about_a_packet_to_the_backend(
 def test_icmp_error_about_a_packet_to_the_client(
     path: Path_, v: int, kind: str, error: str, which: int
 ) -> None:
+    """From a router in front of the node. The backend's network may not know that router: if the
+    client is masqueraded, so is the router.
+    """
     own, source = established(path, v, kind, which)
     build = SENT[kind]
     sent = build(vip(v, which), own)
 
-    def about(packet: bytes) -> bytes:
-        return icmp_error(error, ROUTER[v], packet, mtu=1280 if error == "too big" else 0)
+    def about(packet: bytes, router: str = ROUTER[v]) -> bytes:
+        return icmp_error(error, router, packet, mtu=1280 if error == "too big" else 0)
 
     inside = about(quoted(sent, build, pod(v), own))
     path.go("tc_ingress", about(sent), inside)
-    path.go("tc_egress", inside, about(quoted(sent, build, pod(v), source)))
+    router = NODE[v] if which == CLUSTER else ROUTER[v]
+    path.go("tc_egress", inside, about(quoted(sent, build, pod(v), source), router))
 
 
 @both

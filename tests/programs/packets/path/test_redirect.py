@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packets that are redirected past the stack, the node's sockets, and ports of conntrack."""
+"""Packets that are redirected past the stack, and ports of conntrack."""
 
 import os
 import socket
@@ -30,22 +30,15 @@ from kbpf.kernel.netfilter.conntrack import ConntrackFlow
 from kbpf.model.address import parse_addr
 from kbpf.model.config import Config
 from kbpf.model.objects import Protocol
-from kbpf.source.api.transport import SO_COOKIE
 from tests.programs.packets.path.single_packets import (
     BACK,
-    CLIENT,
     CLUSTER,
-    HIGH,
     IP,
     KINDS,
     LOCAL,
-    LOW,
+    MTU,
     NODE,
-    NONE,
     POD,
-    PORTS,
-    QUOTED,
-    ROUTER,
     SENT,
     SPARE_PORTS,
     Path_,
@@ -54,6 +47,8 @@ from tests.programs.packets.path.single_packets import (
     end,
     entries_of,
     established,
+    expect_redirect,
+    expect_snat_redirect,
     masked,
     owner,
     pod,
@@ -61,66 +56,13 @@ from tests.programs.packets.path.single_packets import (
     send_segments,
     vip,
 )
-from tests.support.features import needs
 from tests.support.lab.lab import ip
 from tests.support.lab.lab import run as command
-from tests.support.packets.judge import checksums, difference
-from tests.support.packets.packets import frame, icmp_error, sctp, tcp, udp
+from tests.support.packets.packets import frame, sctp, udp
 from tests.support.packets.parse import parse
-from tests.support.packets.test_run import TC_ACT_REDIRECT, TC_ACT_SHOT, TC_ACT_UNSPEC, SkbContext
+from tests.support.packets.test_run import TC_ACT_REDIRECT, TC_ACT_SHOT, TC_ACT_UNSPEC
 
 # ---- redirected past the stack -------------------------------------------------------------------
-
-GATE = {4: "198.18.0.2", 6: "fd00:198:18::2"}
-MTU = 1400
-
-
-@pytest.fixture(scope="module")
-def uplink(path: Path_) -> Iterator[Path_]:
-    """Adds a device with addresses of the node and the default routes."""
-    ip(
-        "link add out address 02:00:00:00:00:01 type veth peer name gate",
-        f"link set out mtu {MTU} up",
-        "link set gate up",
-        netns=path.where,
-    )
-    for v, bits in ((4, 24), (6, 64)):
-        there = f"neigh add {GATE[v]} lladdr 02:00:00:00:00:02 dev out nud permanent"
-        address = f"addr add {NODE[v]}/{bits} dev out" + (" nodad" if v == 6 else "")
-        ip(address, there, f"route add default via {GATE[v]} dev out", netns=path.where)
-    path.forward(True)
-    index = path.inside(lambda: socket.if_nametoindex("out"))
-    path.set_device(index, Role.HOST, DeviceFlag(0))
-    path.out, path.out_mac = index, "02:00:00:00:00:01"
-    yield path
-    path.forward(False)
-    with path.site.pinned("devices") as devices:
-        devices.delete(U32.pack(index))
-    path.cache(index, bytes(CACHED_DEVICE.size))
-    ip("link del out", netns=path.where)
-
-
-def expect_redirect(path: Path_, packet: bytes, want: bytes, name: str = "tc_ingress") -> None:
-    """Expects the packet to be redirected to another device as `want`."""
-    redirected = path.site.reasons()[Reason.REDIRECTED]
-    retval, got = path.run(name, packet, complete=True)
-    assert retval == TC_ACT_REDIRECT
-    assert path.site.reasons()[Reason.REDIRECTED] == redirected + 1
-    assert difference(got, want, l2=False) == ""
-    assert [one for one in checksums(got, l2=False) if one not in QUOTED] == []
-
-
-def expect_snat_redirect(
-    path: Path_, packet: bytes, build: object, to: str, v: int, **ip_: object
-) -> str:
-    """masked() for a redirected packet, in one step."""
-    _, got = path.run("tc_ingress", packet)
-    source = parse(got, l2=False).source
-    host, _, port = source.rpartition(":")
-    assert host.strip("[]") == NODE[v]
-    assert LOW <= int(port) <= HIGH
-    expect_redirect(path, packet, build(source, to, **ip_))
-    return source
 
 
 @both
@@ -372,120 +314,6 @@ def test_mode_direct_redirects_packets_of_all_clients(uplink: Path_, v: int, rol
     expect_redirect(uplink, udp(own, front, b"?"), udp(own, back, b"?", ttl=63))
     expect_redirect(uplink, udp(back, own, b"!"), udp(front, own, b"!", ttl=63))
     expect_redirect(uplink, udp(own, front, b"??"), udp(own, back, b"??", ttl=63))
-
-
-@both
-def test_icmp_error_about_a_redirected_packet(uplink: Path_, v: int) -> None:
-    """From a router behind the node: the client gets an error about the packet that it sent."""
-    own, front, back = client(v), vip(v, CLUSTER), pod(v)
-    source = expect_snat_redirect(
-        uplink, udp(own, front, b"?"), lambda a, b: udp(a, b, b"?", ttl=63), back, v
-    )
-    error = icmp_error("too big", ROUTER[v], udp(source, back, b"?"), mtu=1300)
-    inside = uplink.run("tc_ingress", error)[1]
-    assert parse(inside, l2=False).destination == CLIENT[v]
-    _, out = uplink.run("tc_egress", inside)
-    told = parse(out, l2=False)
-    assert str(told.embedded) == str(parse(udp(own, front, b"?"), l2=False))
-    assert [one for one in checksums(out, l2=False) if one not in QUOTED] == []
-
-
-# ---- sockets of the node -------------------------------------------------------------------------
-
-
-@both
-@pytest.mark.parametrize("kind", [*KINDS, "sctp"])
-@pytest.mark.parametrize("which", [CLUSTER, LOCAL, IP], ids=["Cluster", "Local", "ClusterIP"])
-def test_socket_of_the_node_is_translated_at_egress(
-    uplink: Path_, v: int, kind: str, which: int
-) -> None:
-    """A packet that the hooks left alone is translated at egress; the reply goes to the socket."""
-    build = {**KINDS, "sctp": sctp}[kind]
-    answer = {**BACK, "sctp": sctp}[kind[:3] if kind != "sctp" else kind]
-    own, front, back = end(NODE[v], next(PORTS)), vip(v, which), pod(v)
-    for _ in range(2):
-        expect_redirect(uplink, build(own, front), build(own, back), "tc_egress")
-    sent = build(own, back)
-    assert uplink.run("tc_egress", sent) == (TC_ACT_UNSPEC, sent), "on the other device"
-    uplink.go("tc_ingress", answer(back, own), answer(front, own))
-
-
-@both
-def test_reply_to_a_node_socket_is_redirected_to_its_device(uplink: Path_, v: int) -> None:
-    """The request left by loopback, so the reply must arrive there: rp_filter."""
-    own, front, back = end(NODE[v], next(PORTS)), vip(v, CLUSTER), pod(v)
-    expect_redirect(uplink, udp(own, front, b"?"), udp(own, back, b"?"), "tc_egress")
-    answer, before = udp(back, own, b"!"), uplink.site.reasons()[Reason.REDIRECTED]
-    retval, got = uplink.run("tc_ingress", answer, context=SkbContext(ifindex=uplink.out))
-    assert retval == TC_ACT_REDIRECT
-    assert uplink.site.reasons()[Reason.REDIRECTED] == before + 1
-    assert difference(got, udp(front, own, b"!"), l2=False) == ""
-
-
-@both
-def test_socket_of_the_node_is_refused_at_egress(uplink: Path_, v: int) -> None:
-    own, front = end(NODE[v], next(PORTS)), vip(v, NONE)
-    retval, got = uplink.run("tc_egress", tcp(own, front, flags="S", seq=7))
-    assert retval == TC_ACT_REDIRECT
-    assert parse(got, l2=False).source == front
-    assert "R" in parse(got, l2=False).flags
-
-
-def syn_destination(path: Path_, v: int, to: str, port: int, is_agents: bool) -> str:
-    """The destination of a node socket's SYN on the wire; the agent's programs are on the
-    device.
-    """
-    family = socket.AF_INET if v == 4 else socket.AF_INET6
-    host, number = to.rsplit(":", 1)
-    wire = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))
-    with wire, socket.socket(family) as sock, path.site.pinned("agent_sockets") as agents:
-        wire.bind(("gate", 0))
-        wire.settimeout(10)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind((NODE[v], port))
-        sock.setblocking(False)
-        cookie = sock.getsockopt(socket.SOL_SOCKET, SO_COOKIE, 8)
-        if is_agents:
-            agents.update(cookie, U32.pack(1))
-        sock.connect_ex((host.strip("[]"), int(number)))
-        try:
-            while True:
-                seen = parse(wire.recv(2000))
-                if seen.source == end(NODE[v], port):
-                    return str(seen.destination)
-        finally:
-            agents.delete(cookie)
-
-
-@both
-@pytest.mark.parametrize(
-    ("which", "led"), [(IP, True), (CLUSTER, False)], ids=["ClusterIP", "LoadBalancer"]
-)
-def test_agent_socket_does_not_match_a_flow_of_another_socket(
-    uplink: Path_, v: int, which: int, led: bool
-) -> None:
-    """A process of the node used the port through a Service that has the API server's address; then
-    the agent's socket has the port. The agent's sockets are translated at ClusterIPs only.
-    """
-    own, front = next(PORTS), vip(v, which)
-
-    def all_of_it() -> None:
-        assert syn_destination(uplink, v, front, own, is_agents=False) == pod(v)
-        want = pod(v) if led else front
-        assert syn_destination(uplink, v, front, own, is_agents=True) == want
-
-    uplink.inside(all_of_it)
-    left = entries_of(uplink, end(NODE[v], own))
-    assert bool(left) == led, "later packets do not match that flow, either"
-
-
-@both
-@needs("came_in_by")
-def test_forwarded_packet_is_not_translated_at_egress(uplink: Path_, v: int) -> None:
-    """It came in by another device and was handled there."""
-    packet = udp(client(v), vip(v, CLUSTER), b"?")
-    context = SkbContext(ingress_ifindex=uplink.out)
-    assert uplink.run("tc_egress", packet, context=context) == (TC_ACT_UNSPEC, packet)
 
 
 # ---- SNAT ports of conntrack ---------------------------------------------------------------------

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packets of the node's own sockets, which the socket hooks have left alone."""
+
+import socket
+
+import pytest
+
+from kbpf.dataplane.bpf.maps.layout import U32, Reason
+from kbpf.source.api.transport import SO_COOKIE
+from tests.programs.packets.path.single_packets import (
+    BACK,
+    CLUSTER,
+    IP,
+    KINDS,
+    LOCAL,
+    NODE,
+    NONE,
+    PORTS,
+    Path_,
+    both,
+    client,
+    end,
+    entries_of,
+    expect_redirect,
+    pod,
+    vip,
+)
+from tests.support.features import needs
+from tests.support.packets.judge import difference
+from tests.support.packets.packets import sctp, tcp, udp
+from tests.support.packets.parse import parse
+from tests.support.packets.test_run import TC_ACT_REDIRECT, TC_ACT_UNSPEC, SkbContext
+
+
+@both
+@pytest.mark.parametrize("kind", [*KINDS, "sctp"])
+@pytest.mark.parametrize("which", [CLUSTER, LOCAL, IP], ids=["Cluster", "Local", "ClusterIP"])
+def test_socket_of_the_node_is_translated_at_egress(
+    uplink: Path_, v: int, kind: str, which: int
+) -> None:
+    """A packet that the hooks left alone is translated at egress; the reply goes to the socket."""
+    build = {**KINDS, "sctp": sctp}[kind]
+    answer = {**BACK, "sctp": sctp}[kind[:3] if kind != "sctp" else kind]
+    own, front, back = end(NODE[v], next(PORTS)), vip(v, which), pod(v)
+    for _ in range(2):
+        expect_redirect(uplink, build(own, front), build(own, back), "tc_egress")
+    sent = build(own, back)
+    assert uplink.run("tc_egress", sent) == (TC_ACT_UNSPEC, sent), "on the other device"
+    uplink.go("tc_ingress", answer(back, own), answer(front, own))
+
+
+@both
+def test_reply_to_a_node_socket_is_redirected_to_its_device(uplink: Path_, v: int) -> None:
+    """The request left by loopback, so the reply must arrive there: rp_filter."""
+    own, front, back = end(NODE[v], next(PORTS)), vip(v, CLUSTER), pod(v)
+    expect_redirect(uplink, udp(own, front, b"?"), udp(own, back, b"?"), "tc_egress")
+    answer, before = udp(back, own, b"!"), uplink.site.reasons()[Reason.REDIRECTED]
+    retval, got = uplink.run("tc_ingress", answer, context=SkbContext(ifindex=uplink.out))
+    assert retval == TC_ACT_REDIRECT
+    assert uplink.site.reasons()[Reason.REDIRECTED] == before + 1
+    assert difference(got, udp(front, own, b"!"), l2=False) == ""
+
+
+@both
+def test_socket_of_the_node_is_refused_at_egress(uplink: Path_, v: int) -> None:
+    own, front = end(NODE[v], next(PORTS)), vip(v, NONE)
+    retval, got = uplink.run("tc_egress", tcp(own, front, flags="S", seq=7))
+    assert retval == TC_ACT_REDIRECT
+    assert parse(got, l2=False).source == front
+    assert "R" in parse(got, l2=False).flags
+
+
+def syn_destination(path: Path_, v: int, to: str, port: int, is_agents: bool) -> str:
+    """The destination of a node socket's SYN on the wire; the agent's programs are on the
+    device.
+    """
+    family = socket.AF_INET if v == 4 else socket.AF_INET6
+    host, number = to.rsplit(":", 1)
+    wire = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))
+    with wire, socket.socket(family) as sock, path.site.pinned("agent_sockets") as agents:
+        wire.bind(("gate", 0))
+        wire.settimeout(10)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((NODE[v], port))
+        sock.setblocking(False)
+        cookie = sock.getsockopt(socket.SOL_SOCKET, SO_COOKIE, 8)
+        if is_agents:
+            agents.update(cookie, U32.pack(1))
+        sock.connect_ex((host.strip("[]"), int(number)))
+        try:
+            while True:
+                seen = parse(wire.recv(2000))
+                if seen.source == end(NODE[v], port):
+                    return str(seen.destination)
+        finally:
+            agents.delete(cookie)
+
+
+@both
+@pytest.mark.parametrize(
+    ("which", "led"), [(IP, True), (CLUSTER, False)], ids=["ClusterIP", "LoadBalancer"]
+)
+def test_agent_socket_does_not_match_a_flow_of_another_socket(
+    uplink: Path_, v: int, which: int, led: bool
+) -> None:
+    """A process of the node used the port through a Service that has the API server's address; then
+    the agent's socket has the port. The agent's sockets are translated at ClusterIPs only.
+    """
+    own, front = next(PORTS), vip(v, which)
+
+    def all_of_it() -> None:
+        assert syn_destination(uplink, v, front, own, is_agents=False) == pod(v)
+        want = pod(v) if led else front
+        assert syn_destination(uplink, v, front, own, is_agents=True) == want
+
+    uplink.inside(all_of_it)
+    left = entries_of(uplink, end(NODE[v], own))
+    assert bool(left) == led, "later packets do not match that flow, either"
+
+
+@both
+@needs("came_in_by")
+def test_forwarded_packet_is_not_translated_at_egress(uplink: Path_, v: int) -> None:
+    """It came in by another device and was handled there."""
+    packet = udp(client(v), vip(v, CLUSTER), b"?")
+    context = SkbContext(ingress_ifindex=uplink.out)
+    assert uplink.run("tc_egress", packet, context=context) == (TC_ACT_UNSPEC, packet)
