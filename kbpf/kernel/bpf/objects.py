@@ -366,10 +366,13 @@ class Link(syscalls.Fd):
     """An attached program. It stays attached as long as this descriptor or a pin of it exists."""
 
     @classmethod
-    def attach(cls, program: Program, cgroup_fd: int, attach_type: int) -> Self:
-        """Attaches the program to a cgroup, in addition to others attached there (Linux v5.7)."""
-        fd = syscalls.lib().bpf_link_create(program.fd, cgroup_fd, attach_type, None)
-        return cls(syscalls.check(fd, f"cannot attach {program.name}", "cgroup"), program.name)
+    def attach(cls, program: Program, target: int, attach_type: int, flags: int = 0) -> Self:
+        """Attaches the program to a cgroup (descriptor; Linux v5.7) or device (ifindex), after the
+        programs that are attached there; with BPF_F_BEFORE, which only devices know, before them.
+        """
+        opts = syscalls.LinkCreateOpts(sz=ctypes.sizeof(syscalls.LinkCreateOpts), flags=flags)
+        fd = syscalls.lib().bpf_link_create(program.fd, target, attach_type, ctypes.byref(opts))
+        return cls(syscalls.check(fd, f"cannot attach {program.name}", "link"), program.name)
 
     @classmethod
     def open(cls, path: Path) -> Self:

@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attaches programs to the ingress and egress of devices, together with programs of other tools.
 
-There are two methods. A *TCX link* (Linux v6.6) is kept by a pin, runs after the programs that are
-already attached, and disappears with its device. A cls_bpf *filter* on a clsact qdisc is
-recognized as ours by its priority, handle and name. Both are replaced atomically: each packet runs
-either the old or the new program. Creating or detaching a link waits for an RCU grace period (12
-ms, measured on 6.18), during which the kernel changes no other device; replacing one, and all
-filter operations, take a tenth of a millisecond.
+There are two methods. A *TCX link* (Linux v6.6) is kept by a pin, and disappears with its device. A
+cls_bpf *filter* on a clsact qdisc is described in clsact.py. Both are replaced atomically: each
+packet runs either the old or the new program. Creating or detaching a link waits for an RCU grace
+period (12 ms, measured on 6.18), during which the kernel changes no other device; replacing one,
+and all filter operations, take a tenth of a millisecond.
 
-Other tools' attachments are not touched. A filter is replaced or removed only if priority, handle
-and name are ours. The qdisc is removed only if we created it (marked by a folder next to the pins)
-and it is empty. The kernel has no atomic "remove if empty": a filter that another tool adds between
-our check and the removal is lost.
+Ours is first at ingress and last at egress, so that programs of others see a packet between the
+two, as netfilter's filters do: after the destination was translated, and before the source is. At
+ingress that is also necessary: a program that returns TC_ACT_OK ends the list, and packets would
+silently pass untranslated. A program that is attached later may be before ours; move() is for that.
 
 A device may vanish at any moment; that is not an error. attach() then returns None and detach()
 does nothing. A device that moves to another network namespace counts as vanished. A TCX link moves
@@ -23,58 +22,41 @@ import socket
 import struct
 import sys
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
-from typing import Final, Self
+from typing import Final, NamedTuple, Self
 
 from kbpf.errors import KernelError
 from kbpf.kernel.bpf import objects
-from kbpf.kernel.bpf.objects import Link, Program
+from kbpf.kernel.bpf.clsact import (
+    DEFAULT_IDENTITY,
+    ClsactFilters,
+    Direction,
+    Filter,
+    FilterIdentity,
+)
+from kbpf.kernel.bpf.objects import Link, Map, Program
 from kbpf.kernel.bpf.uapi import (
+    BPF_F_BEFORE,
+    BPF_MAP_TYPE_PROG_ARRAY,
     BPF_PROG_TYPE_SCHED_CLS,
     BPF_TCX_EGRESS,
     BPF_TCX_INGRESS,
-    TCA_BPF_FD,
-    TCA_BPF_FLAG_ACT_DIRECT,
-    TCA_BPF_FLAGS,
-    TCA_BPF_ID,
-    TCA_BPF_NAME,
+    BPF_FUNC_tail_call,
 )
-from kbpf.kernel.net.netlink import (
-    Message,
-    Rtnetlink,
-    pack_attribute,
-    parse_attributes,
-    parse_string,
-)
-from kbpf.kernel.net.uapi import (
-    NLM_F_CREATE,
-    NLM_F_EXCL,
-    NLM_F_REPLACE,
-    RTM_DELQDISC,
-    RTM_DELTFILTER,
-    RTM_GETQDISC,
-    RTM_GETTFILTER,
-    RTM_NEWQDISC,
-    RTM_NEWTFILTER,
-    TCA_CHAIN,
-    TCA_KIND,
-    TCA_OPTIONS,
-)
+from kbpf.kernel.net.netlink import Rtnetlink
 from kbpf.kernel.probe_result import Probe
 
 NONEXISTENT_IFINDEX: Final = 0x7FFFFFFF
 
-CLSACT_HANDLE_PARENT: Final = (0xFFFF0000, 0xFFFFFFF1)
-"""Handle and parent of a clsact qdisc (TC_H_CLSACT), and also of the older qdisc "ingress"."""
-
-_TCMSG: Final = struct.Struct("=BxxxiIII")  # struct tcmsg: family, ifindex, handle, parent, info
-_U32: Final = struct.Struct("=I")
 _PAIR: Final = struct.Struct("=II")
+_U32: Final = struct.Struct("=I")
+_ZERO: Final = _U32.pack(0)
+_INSN: Final = struct.Struct("=BBhi")
 # r0 = TC_ACT_UNSPEC; exit
-_EXIT: Final = struct.pack("=BBhi", 0xB7, 0, 0, -1) + struct.pack("=BBhi", 0x95, 0, 0, 0)
+_EXIT: Final = _INSN.pack(0xB7, 0, 0, -1) + _INSN.pack(0x95, 0, 0, 0)
 
 
 class AttachMethod(StrEnum):
@@ -84,59 +66,30 @@ class AttachMethod(StrEnum):
     CLSACT = "clsact"
 
 
-class Direction(StrEnum):
-    """Which packets: those that enter by the device, or those that leave by it."""
-
-    INGRESS = "ingress"
-    EGRESS = "egress"
-
-
 ATTACH_TYPE: Final = {Direction.INGRESS: BPF_TCX_INGRESS, Direction.EGRESS: BPF_TCX_EGRESS}
-FILTER_PARENT: Final = {Direction.INGRESS: 0xFFFFFFF2, Direction.EGRESS: 0xFFFFFFF3}
-"""TC_H_MAKE(TC_H_CLSACT, TC_H_MIN_INGRESS or TC_H_MIN_EGRESS)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Attachment:
-    """One of our programs on a device; `program_id` is its id."""
+    """One of our programs on a device; `program_id` is its id. `misplaced`: whether move() would
+    give it a better place.
+    """
 
     ifindex: int
     direction: Direction
     method: AttachMethod
     program_id: int
+    misplaced: bool = field(default=False, compare=False)
 
 
-@dataclass(frozen=True, slots=True)
-class FilterIdentity:
-    """What identifies our filters. Lower priorities run first."""
+class Runner(NamedTuple):
+    """A program at a hook, or a filter of another kind (`program_id` 0). `place`: "tcx", or the
+    filter.
+    """
 
-    priority: int = 2
-    handle: int = 0x6B627066  # "kbpf"
-    name: str = "kbpf"
-
-    def pack_header(self, ifindex: int, direction: Direction) -> bytes:
-        """The beginning of each message about our filter on this device."""
-        # tcm_info: priority in host order above the EtherType in network order (ETH_P_ALL).
-        info = self.priority << 16 | socket.htons(3)
-        body = _TCMSG.pack(0, ifindex, self.handle, FILTER_PARENT[direction], info)
-        return body + pack_attribute(TCA_KIND, b"bpf\0")
-
-    def parse_program_id(self, message: Message) -> int:
-        """Returns the program's id if this message describes one of our filters; else 0."""
-        _, _, handle, _, info = _TCMSG.unpack_from(message.body)
-        attrs = parse_attributes(message.body[_TCMSG.size :])
-        options = parse_attributes(attrs.get(TCA_OPTIONS, b""))
-        is_ours = (
-            (handle, info) == (self.handle, self.priority << 16 | socket.htons(3))
-            and parse_string(attrs.get(TCA_KIND, b"")) == "bpf"
-            and not any(attrs.get(TCA_CHAIN, b""))
-            and parse_string(options.get(TCA_BPF_NAME, b"")) == self.name
-            and TCA_BPF_ID in options
-        )
-        return int(_U32.unpack(options[TCA_BPF_ID])[0]) if is_ours else 0
-
-
-DEFAULT_IDENTITY: Final = FilterIdentity()
+    program_id: int
+    place: str
+    is_ours: bool
 
 
 @cache
@@ -176,7 +129,7 @@ class TcAttacher:
 
     def __enter__(self) -> Self:
         self._netlink = Rtnetlink()
-        self._qdisc_kinds: dict[int, str] = {}  # from the last _read_qdiscs()
+        self._filters = ClsactFilters(self._netlink, self._folder, self._identity)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -187,37 +140,72 @@ class TcAttacher:
     def list_attached(self, ifindex: int) -> tuple[Attachment, ...]:
         """Lists our attachments on this device; empty if it does not exist."""
         links = (_read_link(self._pin(ifindex, direction)) for direction in Direction)
-        return (
-            *filter(None, links),
-            *self._list_filters(ifindex, self._read_qdiscs().get(ifindex)),
-        )
+        self._filters.read_qdiscs()
+        return (*filter(None, links), *self._read_filters(ifindex))
 
     def list_all(self) -> tuple[Attachment, ...]:
         """Lists our attachments on all devices."""
         links = (_read_link(path) for path in self._list_entries())
-        filters = (
-            attachment
-            for item in self._read_qdiscs().items()
-            for attachment in self._list_filters(*item)
-        )
+        qdiscs = self._filters.read_qdiscs()
+        filters = (each for ifindex in sorted(qdiscs) for each in self._read_filters(ifindex))
         return (*filter(None, links), *filters)
+
+    def _read_filters(self, ifindex: int) -> Iterator[Attachment]:
+        for direction in Direction:
+            for ours in self._filters.list_ours(ifindex, direction):
+                misplaced = self._filters.is_misplaced(ifindex, direction)
+                yield Attachment(
+                    ifindex, direction, AttachMethod.CLSACT, ours.program_id, misplaced
+                )
+
+    def list_programs(self, ifindex: int, direction: Direction) -> tuple[Runner, ...]:
+        """What runs there, ours and others, in that order: TCX programs, then filters."""
+        link_ids: tuple[int, ...] = ()
+        if probe_tcx().works:
+            link_ids = _attached_ids(ifindex, ATTACH_TYPE[direction])
+        ours = _read_link(self._pin(ifindex, direction))
+        return (
+            *(
+                Runner(program_id, "tcx", ours is not None and program_id == ours.program_id)
+                for program_id in link_ids
+            ),
+            *(
+                Runner(filter_.program_id, describe_filter(filter_), self._filters.is_ours(filter_))
+                for filter_ in self._filters.list_filters(ifindex, direction)
+            ),
+        )
 
     def attach(self, ifindex: int, direction: Direction, program: Program) -> Attachment | None:
         """Attaches a program, or replaces the one attached by the same method. Returns None if the
         device is gone.
         """
+        return self._change("attach", ifindex, direction, program)
+
+    def move(self, ifindex: int, direction: Direction, program: Program) -> Attachment | None:
+        """Attaches a program that is attached already again, in a better place, and then detaches
+        it from the old one. Meanwhile a packet may run it twice; the second run finds nothing to
+        translate. Returns None if the device is gone.
+        """
+        return self._change("move", ifindex, direction, program)
+
+    def _change(
+        self, action: str, ifindex: int, direction: Direction, program: Program
+    ) -> Attachment | None:
         attachment = Attachment(ifindex, direction, self.method, program.read_info().id)
-        attach_program = (
-            self._attach_link if self.method is AttachMethod.TCX else self._attach_filter
-        )
         try:
-            attach_program(attachment, program)
+            if self.method is AttachMethod.TCX:
+                change_link = self._move_link if action == "move" else self._attach_link
+                change_link(attachment, program)
+            elif action == "move":
+                self._filters.move(ifindex, direction, program)
+            else:
+                self._filters.attach(ifindex, direction, program)
         except KernelError as error:
-            self._qdisc_kinds.clear()
+            self._filters.forget_qdiscs()
             # ENOLINK: our link exists, but its device was deleted.
             if error.errno in (errno.ENODEV, errno.ENOLINK):
                 return None
-            raise _attach_error("attach", attachment, error) from error
+            raise _attach_error(action, attachment, error) from error
         return attachment
 
     def detach(self, attachment: Attachment) -> None:
@@ -226,7 +214,7 @@ class TcAttacher:
             _detach_pinned_link(self._pin(attachment.ifindex, attachment.direction))
             return
         try:
-            self._remove_filter(attachment)
+            self._filters.detach(attachment.ifindex, attachment.direction)
         except KernelError as error:
             if error.errno != errno.ENODEV:
                 raise _attach_error("detach", attachment, error) from error
@@ -235,7 +223,7 @@ class TcAttacher:
         """Removes pins and marks of devices that are gone from this namespace; returns how many.
         `ifindexes`: check only these devices.
         """
-        qdiscs, removed = self._read_qdiscs(), 0
+        qdiscs, removed = self._filters.read_qdiscs(), 0
         for path in self._list_entries():
             if ifindexes is not None and _parse_ifindex(path) not in ifindexes:
                 continue
@@ -264,130 +252,60 @@ class TcAttacher:
                     link.update(program)
             return
         self._folder.mkdir(mode=0o700, exist_ok=True)
-        new_pin = pin.with_name(f"new-{pin.name}")
+        new_pin = _new_pin(pin)
         for stale in (pin, new_pin):
             _detach_pinned_link(stale)
         # If the agent is killed in between, the link ends with the process or is left at new_pin,
         # where the next call detaches it. A pin under its final name is always complete.
-        with Link.attach(program, attachment.ifindex, ATTACH_TYPE[attachment.direction]) as link:
+        with self._create_link(attachment, program) as link:
             link.pin(new_pin)
             new_pin.rename(pin)
 
-    # ---- filters on clsact -----------------------------------------------------------------
+    def _create_link(self, attachment: Attachment, program: Program) -> Link:
+        direction = attachment.direction
+        flags = BPF_F_BEFORE if direction is Direction.INGRESS else 0
+        return Link.attach(program, attachment.ifindex, ATTACH_TYPE[direction], flags)
 
-    def _qdisc_mark(self, ifindex: int) -> Path:
-        """The mark that exists while the clsact of that device is one that we created."""
-        return self._folder / f"{ifindex}-clsact"
-
-    def _read_qdiscs(self) -> dict[int, str]:
-        """Maps the devices with a qdisc that can hold our filters to its kind:
-        clsact or ingress.
+    def _move_link(self, attachment: Attachment, program: Program) -> None:
+        """The kernel refuses a second link with the same program. So the new link first has another
+        program, which only calls ours. If the agent is killed after the detaching, the device has
+        no program until the next start.
         """
-        self._qdisc_kinds = {}
-        for message in self._netlink.dump(RTM_GETQDISC, _TCMSG.pack(0, 0, 0, 0, 0)):
-            _, ifindex, handle, parent, _ = _TCMSG.unpack_from(message.body)
-            if (handle, parent) == CLSACT_HANDLE_PARENT:
-                attrs = parse_attributes(message.body[_TCMSG.size :])
-                self._qdisc_kinds[ifindex] = parse_string(attrs[TCA_KIND])
-        return self._qdisc_kinds
+        pin = self._pin(attachment.ifindex, attachment.direction)
+        new_pin = _new_pin(pin)
+        _detach_pinned_link(new_pin)
+        with (
+            Map.create(BPF_MAP_TYPE_PROG_ARRAY, "kbpf_move", 4, 4, 1) as target,
+            Program.load("kbpf_move", BPF_PROG_TYPE_SCHED_CLS, 0, _encode_call(target)) as caller,
+        ):
+            target.update(_ZERO, _U32.pack(program.fd))
+            with self._create_link(attachment, caller) as link:
+                link.pin(new_pin)
+                with Link.open(pin) as old:
+                    old.detach()
+                link.update(program)
+                new_pin.rename(pin)
 
-    def _dump(self, ifindex: int, direction: Direction) -> list[Message]:
-        body = _TCMSG.pack(0, ifindex, 0, FILTER_PARENT[direction], 0)
-        return self._netlink.dump(RTM_GETTFILTER, body)
 
-    def _list_filters(self, ifindex: int, qdisc: str | None) -> Iterator[Attachment]:
-        """Yields our filters. An "ingress" qdisc has only one side, but dumps it for both."""
-        for direction in Direction:
-            if qdisc == "clsact" or (qdisc == "ingress" and direction is Direction.INGRESS):
-                for message in self._dump(ifindex, direction):
-                    if program_id := self._identity.parse_program_id(message):
-                        yield Attachment(ifindex, direction, AttachMethod.CLSACT, program_id)
+def describe_filter(filter_: Filter) -> str:
+    """A filter in the words of tc(8)."""
+    return f"{filter_.kind} filter, pref {filter_.priority}"
 
-    def list_foreign_filters(self, ifindex: int, direction: Direction) -> tuple[int, ...]:
-        """The program ids of filters that are not ours."""
-        if not self._qdisc_kinds:
-            self._read_qdiscs()
-        if self._qdisc_kinds.get(ifindex) is None:
-            return ()
-        if self._qdisc_kinds[ifindex] == "ingress" and direction is Direction.EGRESS:
-            return ()
-        foreign = (
-            message
-            for message in self._dump(ifindex, direction)
-            if not self._identity.parse_program_id(message)
-        )
-        return tuple(filter(None, map(_parse_program_id, foreign)))
 
-    def _attach_filter(self, attachment: Attachment, program: Program) -> None:
-        ifindex, direction = attachment.ifindex, attachment.direction
-        is_new_qdisc = self._create_qdisc(ifindex)
-        qdisc = self._qdisc_kinds.get(ifindex, "clsact")
-        if qdisc == "ingress" and direction is Direction.EGRESS:
-            raise KernelError("", hint="it has an 'ingress' qdisc; egress needs a clsact")
-        existing = {filter_.direction: filter_ for filter_ in self._list_filters(ifindex, qdisc)}
-        if existing.get(direction) == attachment:
-            return
-        if not is_new_qdisc and not existing:
-            self._remove_qdisc_mark(ifindex)
-        options = (
-            pack_attribute(TCA_BPF_FD, _U32.pack(program.fd))
-            + pack_attribute(TCA_BPF_NAME, self._identity.name.encode() + b"\0")
-            + pack_attribute(TCA_BPF_FLAGS, _U32.pack(TCA_BPF_FLAG_ACT_DIRECT))
-        )
-        body = self._identity.pack_header(ifindex, direction) + pack_attribute(TCA_OPTIONS, options)
-        # REPLACE swaps the program atomically. EXCL fails if another tool's filter has our
-        # priority and handle, rather than replacing it.
-        try:
-            self._netlink.request(
-                RTM_NEWTFILTER,
-                body,
-                NLM_F_CREATE | (NLM_F_REPLACE if direction in existing else NLM_F_EXCL),
-            )
-        except KernelError:
-            if is_new_qdisc:
-                self._remove_empty_qdisc(ifindex)
-            raise
+def _encode_call(target: Map) -> bytes:
+    """A program that continues with program 0 of this prog array."""
+    return (
+        _INSN.pack(0x18, 0x12, 0, target.fd)  # r2 = the map (BPF_PSEUDO_MAP_FD)
+        + _INSN.pack(0, 0, 0, 0)
+        + _INSN.pack(0xB7, 3, 0, 0)  # r3 = 0
+        + _INSN.pack(0x85, 0, 0, BPF_FUNC_tail_call)
+        + _EXIT
+    )
 
-    def _create_qdisc(self, ifindex: int) -> bool:
-        """Creates a clsact; returns False if a qdisc already exists in its place."""
-        if ifindex in self._qdisc_kinds:
-            return False
-        body = _TCMSG.pack(0, ifindex, *CLSACT_HANDLE_PARENT, 0) + pack_attribute(
-            TCA_KIND, b"clsact\0"
-        )
-        try:
-            self._netlink.request(RTM_NEWQDISC, body, NLM_F_CREATE | NLM_F_EXCL)
-        except KernelError as error:
-            if error.errno != errno.EEXIST:
-                raise
-            self._read_qdiscs()
-            return False
-        # Marked after it was created: if the agent is killed in between, an unmarked qdisc remains,
-        # which is never removed. A mark first could make us remove another tool's qdisc.
-        self._qdisc_mark(ifindex).mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._qdisc_kinds[ifindex] = "clsact"
-        return True
 
-    def _remove_qdisc_mark(self, ifindex: int) -> None:
-        # A qdisc that has no filter of ours belongs to another tool by now.
-        if self._qdisc_mark(ifindex).is_dir():
-            self._qdisc_mark(ifindex).rmdir()
-
-    def _remove_filter(self, attachment: Attachment) -> None:
-        filters = self._dump(attachment.ifindex, attachment.direction)
-        if any(self._identity.parse_program_id(message) for message in filters):
-            self._netlink.request(
-                RTM_DELTFILTER, self._identity.pack_header(attachment.ifindex, attachment.direction)
-            )
-            self._remove_empty_qdisc(attachment.ifindex)
-
-    def _remove_empty_qdisc(self, ifindex: int) -> None:
-        """Removes the clsact qdisc if we created it and it is empty."""
-        is_ours = self._qdisc_mark(ifindex).is_dir()
-        if is_ours and not any(self._dump(ifindex, direction) for direction in Direction):
-            self._netlink.request(RTM_DELQDISC, _TCMSG.pack(0, ifindex, *CLSACT_HANDLE_PARENT, 0))
-            self._qdisc_kinds.pop(ifindex, None)
-            self._remove_qdisc_mark(ifindex)
+def _new_pin(pin: Path) -> Path:
+    """Where a link is pinned until it is complete."""
+    return pin.with_name(f"new-{pin.name}")
 
 
 def _read_link(pin: Path) -> Attachment | None:
@@ -404,18 +322,15 @@ def _read_link(pin: Path) -> Attachment | None:
     # type.
     target = _PAIR.unpack(info.cgroup_id.to_bytes(_PAIR.size, sys.byteorder))
     direction = Direction(label)
-    if target != (int(number), ATTACH_TYPE[direction]) or not _is_running(info.program_id, *target):
+    if target != (int(number), ATTACH_TYPE[direction]):
         return None
-    return Attachment(int(number), direction, AttachMethod.TCX, info.program_id)
-
-
-def _parse_program_id(message: Message) -> int:
-    """Returns the program's id if this message describes any BPF filter; else 0."""
-    attrs = parse_attributes(message.body[_TCMSG.size :])
-    options = parse_attributes(attrs.get(TCA_OPTIONS, b""))
-    if parse_string(attrs.get(TCA_KIND, b"")) != "bpf" or TCA_BPF_ID not in options:
-        return 0
-    return int(_U32.unpack(options[TCA_BPF_ID])[0])
+    running = _attached_ids(*target)
+    if info.program_id not in running:
+        return None
+    # At egress others may be after ours: then theirs was attached later, and moving ours behind a
+    # program that ends the list would turn ours off.
+    misplaced = direction is Direction.INGRESS and running[0] != info.program_id
+    return Attachment(int(number), direction, AttachMethod.TCX, info.program_id, misplaced)
 
 
 def _parse_ifindex(path: Path) -> int:
@@ -434,13 +349,13 @@ def _detach_pinned_link(pin: Path) -> None:
         pin.unlink(missing_ok=True)
 
 
-def _is_running(program_id: int, ifindex: int, attach_type: int) -> bool:
-    """Whether that program runs at this TCX attach point of this device."""
+def _attached_ids(ifindex: int, attach_type: int) -> tuple[int, ...]:
+    """The ids of the TCX programs there, in the order in which they run."""
     try:
-        return program_id in objects.list_attached(ifindex, attach_type)
+        return objects.list_attached(ifindex, attach_type)
     except KernelError as error:
         if error.errno == errno.ENODEV:
-            return False
+            return ()
         raise
 
 
@@ -451,7 +366,7 @@ def _attach_error(action: str, attachment: Attachment, error: KernelError) -> Ke
         name = str(attachment.ifindex)
     hints = {
         (AttachMethod.CLSACT, errno.ENOENT): "the kernel needs sch_ingress and cls_bpf",
-        (AttachMethod.CLSACT, errno.EEXIST): "another filter has our priority and handle",
+        (AttachMethod.CLSACT, errno.EEXIST): "other filters have our priority and handles",
         (
             AttachMethod.TCX,
             errno.EEXIST,

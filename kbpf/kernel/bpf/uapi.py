@@ -19,6 +19,7 @@ BPF_F_NO_PREALLOC: Final = 1
 BPF_ANY: Final = 0
 BPF_NOEXIST: Final = 1
 BPF_EXIST: Final = 2
+BPF_F_BEFORE: Final = 8  # without another program: before all of them
 
 # enum bpf_prog_type
 BPF_PROG_TYPE_SCHED_CLS: Final = 3
@@ -41,6 +42,8 @@ BPF_TCX_INGRESS: Final = 46
 BPF_TCX_EGRESS: Final = 47
 
 # helper functions, enum bpf_func_id
+BPF_FUNC_tail_call: Final = 12
+BPF_FUNC_clone_redirect: Final = 13
 BPF_FUNC_get_current_cgroup_id: Final = 80
 BPF_FUNC_get_netns_cookie: Final = 122
 BPF_FUNC_get_current_ancestor_cgroup_id: Final = 123

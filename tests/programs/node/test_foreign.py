@@ -22,14 +22,9 @@ from kbpf.dataplane.bpf.inspect import snapshot
 from kbpf.dataplane.bpf.packet_path import device_thread
 from kbpf.dataplane.bpf.plane import BpfPlane
 from kbpf.dataplane.bpf.programs import foreign
+from kbpf.kernel.bpf.clsact import Direction, FilterIdentity
 from kbpf.kernel.bpf.objects import Link, Program
-from kbpf.kernel.bpf.tc import (
-    ATTACH_TYPE,
-    AttachMethod,
-    Direction,
-    FilterIdentity,
-    TcAttacher,
-)
+from kbpf.kernel.bpf.tc import ATTACH_TYPE, AttachMethod, TcAttacher
 from kbpf.kernel.bpf.uapi import (
     BPF_PROG_TYPE_SCHED_CLS,
 )
@@ -136,10 +131,8 @@ def tcx(ifindex: int, program: Program) -> contextlib.AbstractContextManager[obj
 
 @contextlib.contextmanager
 def clsact(ifindex: int, program: Program) -> Iterator[None]:
-    with TcAttacher(
-        Path("/nowhere"), AttachMethod.CLSACT, FilterIdentity(1, 1, "theirs")
-    ) as kernel:
-        kernel._qdisc_kinds = {ifindex: "clsact"}
+    with TcAttacher(Path("/nowhere"), AttachMethod.CLSACT, FilterIdentity(1, "theirs")) as kernel:
+        kernel._filters._qdisc_kinds = {ifindex: "clsact"}
         body = struct.pack("=BxxxiIII", 0, ifindex, 0xFFFF0000, 0xFFFFFFF1, 0)
         with Rtnetlink() as netlink, contextlib.suppress(Exception):
             netlink.request(36, body + pack_attribute(1, b"clsact\0"), 0x600)

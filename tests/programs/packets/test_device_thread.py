@@ -16,8 +16,9 @@ from kbpf.dataplane.bpf.packet_path.attach import DeviceAttachments, PickProgram
 from kbpf.dataplane.bpf.packet_path.device_thread import DeviceReconciler, DeviceReconcilerStatus
 from kbpf.errors import KernelError, OutdatedDevicesError
 from kbpf.kernel.bpf import objects
+from kbpf.kernel.bpf.clsact import Direction
 from kbpf.kernel.bpf.objects import Program
-from kbpf.kernel.bpf.tc import ATTACH_TYPE, Attachment, AttachMethod, Direction, TcAttacher
+from kbpf.kernel.bpf.tc import ATTACH_TYPE, Attachment, AttachMethod, TcAttacher
 from kbpf.kernel.system import netns
 from tests.programs.packets.tc.net import Net, idle, insn, program_id
 from tests.support.lab.lab import PATIENCE, ip, until

@@ -12,8 +12,9 @@ import pytest
 
 from kbpf.dataplane.bpf.packet_path.attach import DeviceAttachments, DeviceReport, PickProgram
 from kbpf.dataplane.bpf.packet_path.device_roles import DeviceRole
+from kbpf.kernel.bpf.clsact import Direction
 from kbpf.kernel.bpf.objects import Link, Program
-from kbpf.kernel.bpf.tc import ATTACH_TYPE, AttachMethod, Direction
+from kbpf.kernel.bpf.tc import ATTACH_TYPE, AttachMethod
 from kbpf.kernel.net.devices import (
     ARPHRD_ETHER,
     ARPHRD_NONE,

@@ -25,8 +25,9 @@ from kbpf.dataplane.bpf.plane import BpfPlane
 from kbpf.dataplane.bpf.programs import compile
 from kbpf.errors import CompileError, KernelError
 from kbpf.kernel.bpf import objects
+from kbpf.kernel.bpf.clsact import Direction
 from kbpf.kernel.bpf.objects import Map, Program
-from kbpf.kernel.bpf.tc import Attachment, Direction, TcAttacher
+from kbpf.kernel.bpf.tc import Attachment, TcAttacher
 from kbpf.kernel.system import netns
 from kbpf.model.address import parse_addr
 from kbpf.model.config import Config, LocalMode

@@ -31,7 +31,8 @@ from kbpf.dataplane.bpf.maps.layout import (
     TcpState,
     pack_network,
 )
-from kbpf.kernel.bpf.tc import Attachment, AttachMethod, Direction
+from kbpf.kernel.bpf.clsact import Direction
+from kbpf.kernel.bpf.tc import Attachment, AttachMethod
 from kbpf.kernel.net.devices import Device
 from kbpf.model.address import parse_addr
 from kbpf.model.inspection import (

@@ -9,7 +9,8 @@ from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.dataplane.bpf.packet_path.device_roles import decide_roles
 from kbpf.errors import KernelError, NotFoundError
 from kbpf.kernel.bpf import objects
-from kbpf.kernel.bpf.tc import Attachment, Direction, TcAttacher
+from kbpf.kernel.bpf.clsact import Direction
+from kbpf.kernel.bpf.tc import Attachment, TcAttacher
 from kbpf.kernel.net.devices import Device, list_devices
 from kbpf.kernel.system import netns
 from kbpf.model.inspection import HostDevice

@@ -16,24 +16,20 @@ address and then the node's, and the connection would break.
 
 import logging
 import shutil
-from collections import Counter
+import time
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from pathlib import Path
+from typing import Final
 
 from kbpf.dataplane.bpf.packet_path.device_roles import DeviceRole, RoleChoice, decide_roles
 from kbpf.dataplane.bpf.programs.foreign import ForeignProgram, find_at_devices
 from kbpf.errors import KernelError
+from kbpf.kernel.bpf.clsact import DEFAULT_IDENTITY, Direction, FilterIdentity
 from kbpf.kernel.bpf.objects import Program
-from kbpf.kernel.bpf.tc import (
-    DEFAULT_IDENTITY,
-    Attachment,
-    AttachMethod,
-    Direction,
-    FilterIdentity,
-    TcAttacher,
-)
+from kbpf.kernel.bpf.tc import Attachment, AttachMethod, TcAttacher
 from kbpf.kernel.net.devices import Device
 
 log = logging.getLogger("kbpf.dataplane")
@@ -43,6 +39,11 @@ PickProgram = Callable[[Device, DeviceRole, Direction], Program | None]
 
 AttachPoint = tuple[int, Direction]
 """ifindex and direction."""
+
+MAX_MOVES: Final = 3
+MOVE_PERIOD_S: Final = 3600.0
+"""If another program was attached before ours, ours is moved before it, but only MAX_MOVES times in
+MOVE_PERIOD_S: that program may do the same, and each move costs time."""
 
 
 class Stage(IntEnum):
@@ -77,6 +78,7 @@ class DeviceReport:
     added: int = 0
     replaced: int = 0
     removed: int = 0
+    moved: int = 0
     failed: Mapping[str, str] = field(default_factory=dict)
     complete: bool = True
     foreign: tuple[ForeignProgram, ...] = ()
@@ -105,6 +107,7 @@ class DeviceAttachments:
         self._method = method
         self._mark = mark
         self._attachments: dict[AttachPoint, tuple[Attachment, ...]] | None = None
+        self._moves: dict[AttachPoint, deque[float]] = {}  # the times of the last ones
         self._report = DeviceReport()
 
     def status(self) -> DeviceReport:
@@ -133,9 +136,11 @@ class DeviceAttachments:
         listing = tuple(devices)
         choices = self.decide_roles(listing)
         with TcAttacher(self._folder, self._method, self._mark) as tc:
-            sync_pass = _SyncPass(
-                tc, self._read_attachments(tc, removed_devices, choices), pick, choices
-            )
+            attachments = self._read_attachments(tc, removed_devices, choices)
+            self._moves = {
+                point: self._moves[point] for point in self._moves if point in attachments
+            }
+            sync_pass = _SyncPass(tc, attachments, pick, choices, self._moves)
             self._attachments = None  # if this pass fails, the next one reads from the kernel
             complete = sync_pass.run(listing, should_continue)
             foreign = self._report.foreign
@@ -226,10 +231,12 @@ class _SyncPass:
         attachments: dict[AttachPoint, tuple[Attachment, ...]],
         pick: PickProgram,
         choices: Mapping[int, RoleChoice],
+        moves: dict[AttachPoint, deque[float]],
     ) -> None:
         self._tc = tc
         self._pick = pick
         self._choices = choices
+        self._moves = moves
         self.attachments = attachments
         self.counts: Counter[str] = Counter()
         self.failed: dict[str, str] = {}
@@ -316,6 +323,8 @@ class _SyncPass:
                 self._vanished.add(device.ifindex)
                 return
             self.counts["replaced" if current else "added"] += 1
+            misplaced = any(attachment.misplaced for attachment in same_method)
+            new_attachment = replace(new_attachment, misplaced=misplaced)
             self.attachments[point] = current = (
                 *(attachment for attachment in current if attachment not in same_method),
                 new_attachment,
@@ -328,3 +337,21 @@ class _SyncPass:
                 )
         if program is None and current:
             self.counts["removed"] += len(current)
+        if program is not None:
+            self._move_misplaced(point, program)
+
+    def _move_misplaced(self, point: AttachPoint, program: Program) -> None:
+        """Moves our program before others that were attached later, if that is not too often."""
+        if not any(attachment.misplaced for attachment in self.attachments.get(point, ())):
+            return
+        times, now = self._moves.setdefault(point, deque(maxlen=MAX_MOVES)), time.monotonic()
+        if len(times) == MAX_MOVES and now < times[0] + MOVE_PERIOD_S:
+            return
+        times.append(now)
+        moved = self._tc.move(*point, program)
+        if moved is None:
+            self.attachments.pop(point, None)
+            self._vanished.add(point[0])
+            return
+        self.attachments[point] = (moved,)
+        self.counts["moved"] += 1

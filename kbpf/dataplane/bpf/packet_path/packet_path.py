@@ -40,8 +40,9 @@ from kbpf.dataplane.bpf.programs.artifact import Artifact
 from kbpf.dataplane.bpf.programs.loader import LoadedPrograms, Programs, missing_packet_helpers
 from kbpf.errors import KernelError
 from kbpf.kernel.bpf import uapi
+from kbpf.kernel.bpf.clsact import Direction
 from kbpf.kernel.bpf.objects import Map, Program
-from kbpf.kernel.bpf.tc import Attachment, Direction
+from kbpf.kernel.bpf.tc import Attachment
 from kbpf.kernel.net.devices import Device
 from kbpf.model.config import Config
 from kbpf.model.desired import DesiredState

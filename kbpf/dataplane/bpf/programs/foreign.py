@@ -16,8 +16,9 @@ from typing import Final, NamedTuple
 from kbpf.dataplane.bpf.hooks import HOOKS
 from kbpf.dataplane.bpf.programs.unpinned import attached_program_ids, is_kbpf_program
 from kbpf.errors import KernelError
-from kbpf.kernel.bpf import objects, tc
-from kbpf.kernel.bpf.tc import ATTACH_TYPE, Direction, TcAttacher
+from kbpf.kernel.bpf import objects
+from kbpf.kernel.bpf.clsact import Direction
+from kbpf.kernel.bpf.tc import TcAttacher
 from kbpf.kernel.net.devices import list_devices
 
 SOCKET_HOOKS: Final = frozenset(("connect4", "connect6", "sendmsg4", "sendmsg6"))
@@ -57,16 +58,13 @@ def find_at_devices(
     kernel: TcAttacher, devices: Iterable[tuple[int, str]]
 ) -> tuple[ForeignProgram, ...]:
     """Programs of known balancers on these devices (ifindex, name), in TCX and as filters."""
-    named_devices, has_tcx = tuple(devices), tc.probe_tcx().works
     return tuple(
         foreign
-        for ifindex, name in named_devices
+        for ifindex, name in devices
         for direction in Direction
-        for program in (
-            *(attached_program_ids(ifindex, ATTACH_TYPE[direction]) if has_tcx else ()),
-            *kernel.list_foreign_filters(ifindex, direction),
-        )
-        if (foreign := _describe(program, direction, name))
+        for runner in kernel.list_programs(ifindex, direction)
+        if not runner.is_ours
+        and (foreign := _describe(runner.program_id, direction, name))
         and foreign.name.startswith(BALANCER_PREFIXES)
     )
 

@@ -19,8 +19,9 @@ from kbpf.dataplane.bpf.maps.layout import ALL_MAPS
 from kbpf.dataplane.bpf.maps.pinning import NEW_LINK_PREFIX, Pins
 from kbpf.errors import KernelError
 from kbpf.kernel.bpf import objects, tc
+from kbpf.kernel.bpf.clsact import Direction
 from kbpf.kernel.bpf.objects import Link
-from kbpf.kernel.bpf.tc import ATTACH_TYPE, Direction
+from kbpf.kernel.bpf.tc import ATTACH_TYPE
 from kbpf.kernel.net.devices import list_devices
 
 DETACH_WAIT_S: Final = 3.0

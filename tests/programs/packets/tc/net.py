@@ -17,15 +17,9 @@ from typing import TypeVar
 import pytest
 
 from kbpf.kernel.bpf import objects
+from kbpf.kernel.bpf.clsact import Direction, FilterIdentity
 from kbpf.kernel.bpf.objects import Map, Program
-from kbpf.kernel.bpf.tc import (
-    ATTACH_TYPE,
-    Attachment,
-    AttachMethod,
-    Direction,
-    FilterIdentity,
-    TcAttacher,
-)
+from kbpf.kernel.bpf.tc import ATTACH_TYPE, Attachment, AttachMethod, TcAttacher
 from kbpf.kernel.bpf.uapi import BPF_PROG_TYPE_SCHED_CLS
 from kbpf.kernel.system import netns
 from tests.support.features import lacking, needs

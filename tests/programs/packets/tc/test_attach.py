@@ -12,8 +12,9 @@ import pytest
 
 from kbpf.errors import KernelError
 from kbpf.kernel.bpf import objects
+from kbpf.kernel.bpf.clsact import Direction
 from kbpf.kernel.bpf.objects import Link, Map, Program
-from kbpf.kernel.bpf.tc import Attachment, AttachMethod, Direction, TcAttacher, probe_tcx
+from kbpf.kernel.bpf.tc import Attachment, AttachMethod, TcAttacher, probe_tcx
 from kbpf.kernel.system import netns
 from tests.programs.packets.tc.net import (
     ETHERTYPE,
@@ -93,6 +94,46 @@ def test_no_packet_is_lost_while_programs_are_swapped(
     assert swaps >= 2_000
     assert sum(counts(seen)) == sent[0]
     assert min(counts(seen)[:2]) > 0
+
+
+@both_ways
+@both_directions
+def test_no_packet_is_lost_while_a_program_is_moved(
+    net: Net, seen: Map, programs: list[Program], how: AttachMethod, direction: Direction
+):
+    """While it is moved, a packet may meet the program twice, but never not at all."""
+    net.attach(how, programs[0], direction)
+    index, done, sent = net.index("here"), threading.Event(), [0]
+    lost: list[str] = []
+
+    def send() -> None:
+        with net.wire(direction) as wire:
+            while not done.is_set() and not lost:
+                before = counts(seen)[0]
+                wire.send(FRAME)
+                sent[0] += 1
+                try:
+                    until("it is counted", lambda before=before: counts(seen)[0] > before)
+                except AssertionError as error:
+                    lost.append(str(error))
+
+    def move(tc: TcAttacher) -> int:
+        moves = 0
+        while (moves < 30 or sent[0] < 1_000) and not lost:
+            tc.move(index, direction, programs[0])
+            moves += 1
+        return moves
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    try:
+        moves = net.ours(how, move)
+    finally:
+        done.set()
+        sender.join()
+    assert not lost, f"after {sent[0]} frames"
+    assert moves >= 30
+    assert [each.program_id for each in net.attached()] == [program_id(programs[0])]
 
 
 # ---- reading back ------------------------------------------------------------------------------
@@ -216,13 +257,15 @@ def test_device_deleted_between_two_attaches_is_no_error(
 def test_device_deleted_before_the_replacement_is_no_error(
     net: Net, programs: list[Program], monkeypatch: pytest.MonkeyPatch
 ):
-    def goes(*_: object) -> bool:
+    current = program_id(programs[0])
+
+    def goes(*_: object) -> tuple[int, ...]:
         net.ip("link del here")
-        return True
+        return (current,)
 
     index = net.index("here")
     net.attach(AttachMethod.TCX, programs[0])
-    monkeypatch.setattr("kbpf.kernel.bpf.tc._is_running", goes)
+    monkeypatch.setattr("kbpf.kernel.bpf.tc._attached_ids", goes)
     assert (
         net.ours(AttachMethod.TCX, lambda tc: tc.attach(index, Direction.INGRESS, programs[1]))
         is None

@@ -1,23 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """How programs on devices share a hook with foreign programs."""
 
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from kbpf.errors import KernelError
+from kbpf.kernel.bpf.clsact import Direction, Filter, FilterIdentity
 from kbpf.kernel.bpf.objects import Link, Program
-from kbpf.kernel.bpf.tc import ATTACH_TYPE, AttachMethod, Direction, FilterIdentity, TcAttacher
+from kbpf.kernel.bpf.tc import ATTACH_TYPE, AttachMethod, TcAttacher
+from kbpf.kernel.bpf.uapi import BPF_F_BEFORE
+from kbpf.kernel.net.uapi import NLM_F_EXCL
 from tests.programs.packets.tc.net import Net, both_directions, idle, program_id
 from tests.support.features import needs
+
+ETH_P_ALL = 3
 
 # ---- foreign programs --------------------------------------------------------------------------
 
 
 @both_directions
 @needs("tcx")
-def test_foreign_tcx_programs_keep_their_order(
+def test_tcx_programs_first_at_ingress_and_last_at_egress(
     net: Net, programs: list[Program], direction: Direction
 ):
     index, kind = net.index("here"), ATTACH_TYPE[direction]
@@ -27,14 +33,38 @@ def test_foreign_tcx_programs_keep_their_order(
     last = net.inside(lambda: Link.attach(other, index, kind))
     with first, last:
         around = [program_id(one), program_id(other)]
-        assert net.tcx(direction) == [around[0], program_id(ours), around[1]]
+
+        def order(program: Program) -> list[int]:
+            place = 0 if direction is Direction.INGRESS else 1
+            return [*around[:place], program_id(program), *around[place:]]
+
+        assert net.tcx(direction) == order(ours)
+        assert not any(attachment.misplaced for attachment in net.attached())
         net.attach(AttachMethod.TCX, newer, direction)
-        assert net.tcx(direction) == [around[0], program_id(newer), around[1]]
+        assert net.tcx(direction) == order(newer)
         net.detach_all()
         assert net.tcx(direction) == around
         net.attach(AttachMethod.CLSACT, ours, direction)
         net.detach_all()
         assert net.tcx(direction) == around
+
+
+@needs("tcx")
+def test_tcx_program_behind_a_newer_one_is_moved_to_the_front(net: Net, programs: list[Program]):
+    index, kind = net.index("here"), ATTACH_TYPE[Direction.INGRESS]
+    ours, theirs, *_ = programs
+    net.attach(AttachMethod.TCX, ours)
+    with net.inside(lambda: Link.attach(theirs, index, kind, BPF_F_BEFORE)):
+        assert net.tcx(Direction.INGRESS) == [program_id(theirs), program_id(ours)]
+        (behind,) = net.attached()
+        assert behind.misplaced
+        moved = net.ours(AttachMethod.TCX, lambda tc: tc.move(index, Direction.INGRESS, ours))
+        assert moved == behind
+        assert net.tcx(Direction.INGRESS) == [program_id(ours), program_id(theirs)]
+        assert [attachment.misplaced for attachment in net.attached()] == [False]
+        assert [pin.name for pin in net.folder.iterdir()] == [f"{index}-ingress"]
+        net.detach_all()
+        assert net.tcx(Direction.INGRESS) == [program_id(theirs)]
 
 
 @pytest.fixture
@@ -54,24 +84,86 @@ def add_foreign(net: Net, program: Path, direction: Direction, priority: int) ->
 
 
 @both_directions
-def test_foreign_clsact_filters_keep_their_order(
+def test_clsact_filters_first_at_ingress_and_last_at_egress(
     net: Net, programs: list[Program], foreign: Path, direction: Direction
 ):
     net.tc("qdisc", "add", "dev", "here", "clsact")
-    for priority in (1, FilterIdentity().priority, 7):
+    for priority in (1, 7):
         add_foreign(net, foreign, direction, priority)
     others = net.filters(direction)
-    assert len(others) == 3
+    assert len(others) == 2
     for program in programs[:2]:
         net.attach(AttachMethod.CLSACT, program, direction)
-        names = net.filters(direction)
-        assert [name for name in names if name != "kbpf"] == others
-        assert names.count("kbpf") == 1
-        assert names[0] != "kbpf"
-        assert names[-1] != "kbpf"
+        ours_first = direction is Direction.INGRESS
+        assert net.filters(direction) == (["kbpf", *others] if ours_first else [*others, "kbpf"])
+        assert not any(attachment.misplaced for attachment in net.attached())
     net.detach_all()
     assert net.filters(direction) == others
     assert net.qdiscs() == "clsact"
+
+
+@both_directions
+def test_clsact_filter_beside_a_priority_of_another_kind(
+    net: Net, programs: list[Program], direction: Direction
+):
+    """All filters of one priority have one kind, so ours takes the next priority."""
+    net.tc("qdisc", "add", "dev", "here", "clsact")
+    first, second = (1, 2) if direction is Direction.INGRESS else (65535, 65534)
+    words = f"filter add dev here {direction} prio {first} u32 match u32 0 0 classid 1:1"
+    net.tc(*words.split())
+    net.attach(AttachMethod.CLSACT, programs[0], direction)
+    shown = net.tc("filter", "show", "dev", "here", direction)
+    assert f"pref {second} bpf" in shown
+    assert not any(attachment.misplaced for attachment in net.attached())
+    net.tc("filter", "del", "dev", "here", direction, "prio", str(first))
+    (attachment,) = net.attached()
+    assert attachment.misplaced, "the better place is free now"
+    index = net.index("here")
+    net.ours(AttachMethod.CLSACT, lambda tc: tc.move(index, direction, programs[0]))
+    shown = net.tc("filter", "show", "dev", "here", direction)
+    assert (f"pref {first} bpf" in shown, f"pref {second} " in shown) == (True, False)
+    assert [each.misplaced for each in net.attached()] == [False]
+
+
+def test_clsact_filter_behind_a_newer_one_is_moved_to_the_front(
+    net: Net, programs: list[Program], foreign: Path
+):
+    """Of the filters of one priority the newest runs first."""
+    index, ingress = net.index("here"), Direction.INGRESS
+    net.attach(AttachMethod.CLSACT, programs[0])
+    for round_ in range(3):
+        add_foreign(net, foreign, ingress, 1)
+        assert net.filters(ingress)[0] != "kbpf"
+        assert [attachment.misplaced for attachment in net.attached()] == [True]
+        net.ours(AttachMethod.CLSACT, lambda tc: tc.move(index, ingress, programs[0]))
+        names = net.filters(ingress)
+        assert (names[0], names.count("kbpf"), len(names)) == ("kbpf", 1, round_ + 2)
+        assert [attachment.misplaced for attachment in net.attached()] == [False]
+    net.detach_all()
+    assert len(net.filters(ingress)) == 3
+
+
+@both_directions
+def test_clsact_filter_of_an_earlier_version_is_moved(
+    net: Net, programs: list[Program], direction: Direction
+):
+    """Earlier versions used priority 2 in both directions."""
+    index = net.index("here")
+
+    def attach_as_before(tc: TcAttacher) -> None:
+        place = Filter("bpf", 2, socket.htons(ETH_P_ALL), FilterIdentity().handle, "kbpf", 0)
+        tc._filters._write(index, direction, programs[0], place, NLM_F_EXCL)
+
+    net.tc("qdisc", "add", "dev", "here", "clsact")
+    net.ours(AttachMethod.CLSACT, attach_as_before)
+    assert [attachment.misplaced for attachment in net.attached()] == [True]
+    net.attach(AttachMethod.CLSACT, programs[1], direction)
+    assert [attachment.program_id for attachment in net.attached()] == [program_id(programs[1])]
+    net.ours(AttachMethod.CLSACT, lambda tc: tc.move(index, direction, programs[1]))
+    priority = 1 if direction is Direction.INGRESS else 65535
+    shown = net.tc("filter", "show", "dev", "here", direction)
+    assert (f"pref {priority} bpf" in shown, "pref 2 " in shown) == (True, False)
+    assert [attachment.misplaced for attachment in net.attached()] == [False]
 
 
 def test_own_clsact_stays_while_others_use_it(net: Net, programs: list[Program], foreign: Path):
@@ -137,25 +229,29 @@ def test_foreign_ingress_qdisc_accepts_ingress_only(net: Net, programs: list[Pro
     assert net.qdiscs() == "ingress"
 
 
-def test_foreign_filter_with_our_priority_is_not_overwritten(net: Net, programs: list[Program]):
-    theirs = FilterIdentity(name="theirs")
-    index = net.index("here")
-    net.ours(
-        AttachMethod.CLSACT, lambda tc: tc.attach(index, Direction.INGRESS, programs[0]), theirs
-    )
-    with pytest.raises(KernelError, match=r"EEXIST.*another filter has our priority and handle"):
+def test_foreign_filters_with_our_priority_and_handles_are_not_overwritten(
+    net: Net, programs: list[Program]
+):
+    index, ours = net.index("here"), FilterIdentity()
+    for number, handle in enumerate(ours.handles):
+        theirs = FilterIdentity(handle, "theirs")
+        net.ours(
+            AttachMethod.CLSACT,
+            lambda tc, number=number: tc.attach(index, Direction.INGRESS, programs[number]),
+            theirs,
+        )
+        if number == 0:
+            net.attach(AttachMethod.CLSACT, programs[2])
+            assert net.filters(Direction.INGRESS) == ["kbpf", "theirs"]
+            net.detach_all()
+    with pytest.raises(KernelError, match=r"EEXIST.*other filters have our priority and handles"):
         net.attach(AttachMethod.CLSACT, programs[1])
     net.detach_all()
-    assert net.filters(Direction.INGRESS) == ["theirs"]
+    assert net.filters(Direction.INGRESS) == ["theirs", "theirs"]
 
 
 @pytest.mark.parametrize(
-    "theirs",
-    [
-        FilterIdentity(priority=3),
-        FilterIdentity(handle=1),
-        FilterIdentity(priority=3, handle=1, name="theirs"),
-    ],
+    "theirs", [FilterIdentity(handle=1), FilterIdentity(handle=1, name="theirs")]
 )
 def test_filter_with_one_different_field_is_foreign(
     net: Net, programs: list[Program], theirs: FilterIdentity
