@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds bpffs and cgroup v2 mounts, and mounts a bpffs where none is mounted."""
+"""Finds bpffs and cgroup v2 mounts, and mounts what is missing."""
 
 import ctypes
+import functools
 import logging
 import os
 import re
@@ -19,6 +20,11 @@ BPF_FS_MAGIC: Final = 0xCAFE4A11
 BPF_FS: Final = Path("/sys/fs/bpf")
 CGROUP_ROOT_INODE: Final = 1
 """The inode of the root of a cgroup v2 hierarchy, and of no other folder in it (kernfs numbers)."""
+_FSOPEN, _FSCONFIG, _FSMOUNT = 430, 431, 432
+"""System call numbers, the same on all architectures (Linux 5.2)."""
+_FSCONFIG_CMD_CREATE: Final = 6
+_CLOEXEC: Final = 1
+"""FSOPEN_CLOEXEC and FSMOUNT_CLOEXEC."""
 PIN_DIR_HINT: Final = "choose another folder with --pin-dir"
 MAX_NAMED_FILES: Final = 3
 _OCTAL: Final = re.compile(rb"\\([0-7]{3})")
@@ -63,11 +69,12 @@ def _read_inode(path: Path) -> int:
 def find_cgroup_root(
     mounts: tuple[Mount, ...] | None = None, inode_of: Callable[[Path], int] = _read_inode
 ) -> Path:
-    """Returns the root of the cgroup v2 hierarchy, also on machines with v1 and v2 (hybrid).
+    """Returns the root of the cgroup v2 hierarchy, also on machines with v1 and v2 (hybrid). Where
+    only v1 is mounted, it is mounted for this process (mount_cgroup_root()).
 
-    Raises KernelError if there is none, or if only a part of it is visible. The inode tells: in a
-    cgroup namespace, as in a container, mountinfo shows a part as "/" and the root of the host's
-    hierarchy as "/../..".
+    Raises KernelError if that is not possible, or if only a part of it is visible. The inode tells:
+    in a cgroup namespace, as in a container, mountinfo shows a part as "/" and the root of the
+    host's hierarchy as "/../..".
     """
     cgroup_mounts = [
         mount
@@ -79,16 +86,51 @@ def find_cgroup_root(
         return min(root_mounts, key=lambda mount: len(mount.path.parts)).path
     if cgroup_mounts:
         part = "a part of it" if cgroup_mounts[0].root == "/" else cgroup_mounts[0].root
-        raise KernelError(
-            "only a part of the cgroup v2 hierarchy is mounted",
-            f"{cgroup_mounts[0].path} shows {part}",
-            "mount the host's /sys/fs/cgroup, or name a folder with --cgroup",
-        )
+        shown = f"{cgroup_mounts[0].path} shows {part}"
+    else:
+        root = mount_cgroup_root()
+        if inode_of(root) == CGROUP_ROOT_INODE:
+            return root
+        shown = "this process is in a cgroup namespace"
     raise KernelError(
-        "no cgroup v2 hierarchy is mounted",
-        "/proc/self/mountinfo",
-        "mount one (mount -t cgroup2 none DIR) and name it with --cgroup",
+        "only a part of the cgroup v2 hierarchy is mounted",
+        shown,
+        "mount the host's /sys/fs/cgroup, or name a folder with --cgroup",
     )
+
+
+@functools.cache
+def mount_cgroup_root() -> Path:
+    """Mounts the cgroup v2 hierarchy without a mount point: it is visible to this process only, and
+    ends with it. The kernel has this hierarchy even if the node uses cgroup v1 alone; all processes
+    are in its root then.
+    """
+    try:
+        context = _syscall(_FSOPEN, b"cgroup2", _CLOEXEC)
+        try:
+            _syscall(_FSCONFIG, context, _FSCONFIG_CMD_CREATE, None, None, 0)
+            mount = _syscall(_FSMOUNT, context, _CLOEXEC, 0)
+        finally:
+            os.close(context)
+    except OSError as error:
+        raise KernelError(
+            "no cgroup v2 hierarchy is mounted, and it cannot be mounted",
+            "/proc/self/mountinfo",
+            "on the node: mount -t cgroup2 none DIR, and name it with --cgroup; or grant "
+            "CAP_SYS_ADMIN",
+            error.errno or 0,
+        ) from error
+    log.info("mounted the cgroup v2 hierarchy for this process: the node has cgroup v1 only")
+    return Path(f"/proc/{os.getpid()}/fd/{mount}")
+
+
+def _syscall(number: int, *arguments: object) -> int:
+    libc = ctypes.CDLL(None, use_errno=True)
+    result: int = libc.syscall(number, *arguments)
+    if result < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return result
 
 
 def is_cgroup2(path: Path) -> bool:

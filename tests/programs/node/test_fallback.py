@@ -132,7 +132,7 @@ class CDLL(ctypes.CDLL):
         super().__init__(name, *more, **options)
 ctypes.CDLL = CDLL
 """
-WITHOUT_CGROUP2 = 'umount -l $(findmnt -t cgroup2 -no TARGET) && exec "$@"'
+PART_OF_CGROUP2 = 'umount -l $(findmnt -t cgroup2 -no TARGET) && exec unshare --cgroup "$@"'
 CAUSES = (
     Cause("no bpf(2)", FallbackReason.NO_BPF, wrapper=deny(errno.ENOSYS)),
     Cause(
@@ -152,10 +152,10 @@ CAUSES = (
         "a kernel before 5.7", FallbackReason.NO_FEATURE, wrapper=deny(errno.EINVAL, LINK_CREATE)
     ),
     Cause(
-        "no cgroup v2",
+        "only a part of cgroup v2",
         FallbackReason.NO_CGROUP,
         extra=lambda _: ("--cgroup", ""),
-        wrapper=lambda _: ("unshare", "-m", "sh", "-c", WITHOUT_CGROUP2, "sh"),
+        wrapper=lambda _: ("unshare", "-m", "sh", "-c", PART_OF_CGROUP2, "sh"),
     ),
     Cause(
         "no BCC, and nothing compiled",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finding the bpffs and the cgroup v2 hierarchy, and mounting a bpffs where none is mounted."""
+"""Finding the bpffs and the cgroup v2 hierarchy, and mounting them where none is mounted."""
 
 import os
 import subprocess
@@ -19,7 +19,7 @@ from kbpf.kernel.system.mounts import (
     list_mounts,
     parse_mountinfo,
 )
-from tests.support.lab.lab import PATIENCE, cgroup2, remove_cgroup
+from tests.support.lab.lab import PATIENCE, cgroup2, inside, remove_cgroup, run
 from tests.support.plane import BPFFS
 
 ROOT = Path(__file__).parents[3]
@@ -28,7 +28,6 @@ HYBRID = """\
 33 25 0:29 / /sys/fs/cgroup ro,nosuid shared:9 - tmpfs tmpfs ro,mode=755
 34 33 0:30 / /sys/fs/cgroup/unified rw,nosuid shared:10 - cgroup2 cgroup2 rw
 35 33 0:31 / /sys/fs/cgroup/cpu rw,nosuid shared:11 - cgroup cgroup rw,cpu"""
-V1 = "35 33 0:31 / /sys/fs/cgroup/cpu rw shared:11 - cgroup cgroup rw,cpu"
 POD = "99 1 0:26 /kubepods/pod1 /sys/fs/cgroup rw,relatime master:9 - cgroup2 cgroup rw"
 HOST = "98 1 0:26 /../../.. /host/sys/fs/cgroup rw,relatime master:9 - cgroup2 cgroup rw"
 PLACE = "40 25 0:26 / /mnt/my\\040cgroups rw - cgroup2 none rw"
@@ -52,8 +51,6 @@ ROWS = [
     Row("a subtree and the whole", f"{POD}\n{PLACE}", "/mnt/my cgroups", ("/sys/fs/cgroup",)),
     Row("a container with the host's mounted", f"{PURE}\n{HOST}", "/host/sys/fs/cgroup",
         ("/sys/fs/cgroup",)),
-    Row("v1 only", V1, "no cgroup v2 hierarchy is mounted (/proc/self/mountinfo); "),
-    Row("nothing", "", "no cgroup v2 hierarchy is mounted (/proc/self/mountinfo); "),
     Row("only a subtree is visible", POD, "only a part of the cgroup v2 hierarchy is mounted "
         "(/sys/fs/cgroup shows /kubepods/pod1); ", ("/sys/fs/cgroup",)),
     Row("a cgroup namespace", PURE, "only a part of the cgroup v2 hierarchy is mounted "
@@ -109,6 +106,41 @@ def test_mounts_of_this_machine():
     assert is_bpffs(BPFFS)
     assert not is_bpffs(Path("/tmp"))
     assert not is_bpffs(Path("/tmp/is/not/there"))
+
+
+V1_ONLY = 'umount -l $(findmnt -t cgroup2 -no TARGET) && exec "$@"'
+ROOT_OR_ERROR = (
+    "from kbpf.kernel.system import mounts\n"
+    "try: root = mounts.find_cgroup_root(); print(root.stat().st_ino, mounts.is_cgroup2(root))\n"
+    "except Exception as error: print(error)\n"
+)
+V1_ROWS = {
+    "with CAP_SYS_ADMIN": ("", "1 True"),
+    "without CAP_SYS_ADMIN": (
+        "setpriv --bounding-set -sys_admin --",
+        "no cgroup v2 hierarchy is mounted, and it cannot be mounted (/proc/self/mountinfo): "
+        "EPERM; on the node: mount -t cgroup2 none DIR, and name it with --cgroup; or grant "
+        "CAP_SYS_ADMIN",
+    ),
+    "in a cgroup namespace": (
+        "unshare --cgroup",
+        "only a part of the cgroup v2 hierarchy is mounted (this process is in a cgroup "
+        "namespace); mount the host's /sys/fs/cgroup, or name a folder with --cgroup",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", V1_ROWS)
+def test_hierarchy_of_a_node_with_cgroup_v1_only_is_mounted(name: str):
+    wrapper, output = V1_ROWS[name]
+    python = (*wrapper.split(), sys.executable, "-c", ROOT_OR_ERROR)
+    folder = cgroup2() / f"kbpf-test-{os.getpid()}"
+    folder.mkdir()
+    try:
+        inner = run(*inside(None, folder, "unshare", "-m", "sh", "-c", V1_ONLY, "sh", *python))
+    finally:
+        remove_cgroup(folder)
+    assert inner.strip() == output
 
 
 def test_root_of_a_cgroup_namespace_is_refused():

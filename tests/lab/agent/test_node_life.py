@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What happens to a node in its life: it reboots, gets its pods' devices after kbpf, another name,
+other addresses, IPv6. The objects are files, so that other kernels run this too, in both modes.
+"""
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.support.cluster.kube_objects import (
+    endpoint,
+    endpoint_slice,
+    node,
+    port,
+    service,
+    slice_port,
+)
+from tests.support.cluster.scenario import FolderNode
+from tests.support.lab.lab import MODE, Lab, Place, ip, run, until
+
+OLD, OLD6, NEW, NEW6 = "198.18.0.1", "fd00:198:18::1", "198.18.0.77", "fd00:198:18::77"
+RENAMED = "node-renamed"
+
+
+@pytest.fixture(scope="module")
+def home(programs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FolderNode]:
+    """A node with two pods that serve, and a client outside; its agent is not started."""
+    folder = tmp_path_factory.mktemp("life") / "objects"
+    with Lab(1, "nl", apart=True) as lab, FolderNode(lab, folder, pods=2) as made:
+        made.places["outside"] = outside = Place("outside", lab.outside, None)
+        backends = [made[name] for name in ("a1", "a2")]
+        made.write([
+            node("node-1", OLD, OLD6),
+            service("web", port(80, node_port=30020), type="NodePort",
+                    cluster_ips=("10.96.0.20", "fd00:10:96::20")),
+            endpoint_slice("web", endpoint(backends[0].ip), ports=[slice_port(8080)]),
+            endpoint_slice("web", endpoint(backends[0].ip6), ports=[slice_port(8080)],
+                           family="IPv6"),
+            service("local", cluster_ip="10.96.0.21", internal_policy="Local"),
+            endpoint_slice("local", endpoint(backends[0].ip, node="node-1"),
+                           endpoint(backends[1].ip, node=RENAMED), ports=[slice_port(8080)]),
+        ])  # fmt: skip
+        yield made
+        outside.close()
+
+
+@contextlib.contextmanager
+def running(home: FolderNode, *arguments: str) -> Iterator[None]:
+    """The agent runs with these additional arguments."""
+    home.agent.start(extra=arguments)
+    try:
+        yield
+    finally:
+        home.agent.stop()
+
+
+V4 = (
+    ("a2", "10.96.0.20", 80),
+    ("host-1", "10.96.0.20", 80),
+    ("outside", OLD, 30020),
+)
+V6 = (
+    ("a2", "fd00:10:96::20", 80),
+    ("host-1", "fd00:10:96::20", 80),
+    ("outside", OLD6, 30020),
+)
+
+
+def serves(home: FolderNode, *dials: tuple[str, str, int], backend: str = "a1") -> None:
+    for client, host, port_number in dials:
+        answer = home[client].many(8, host, port_number)
+        assert answer["names"] == {backend: 8}, (client, host, answer, home.agent.tail())
+
+
+def serves_not(home: FolderNode, *dials: tuple[str, str, int]) -> None:
+    for client, host, port_number in dials:
+        answer = home[client].tcp(host, port_number, timeout=1)
+        assert "error" in answer, (client, host, answer)
+
+
+def forget_all(home: FolderNode) -> None:
+    """What a reboot leaves of an agent that was killed: files on disk, nothing in the kernel."""
+    home.agent.kill()
+    home.agent.remove_pins()
+    if MODE == "ipvs":
+        netns = home.agent.node.netns
+        for command in ("ipvsadm -C", "nft flush ruleset", "ip link del kbpf-ipvs0"):
+            run("nsenter", f"--net=/run/netns/{netns}", *command.split())
+
+
+def test_node_reboots(home: FolderNode) -> None:
+    """The state folder of an earlier boot survives, as a hostPath on a disk does, with files that
+    the crash cut off. Objects change meanwhile.
+    """
+    home.agent.start()
+    serves(home, *V4, *V6)
+    forget_all(home)
+    until("nothing is attached any more", lambda: "error" in home["a2"].tcp("10.96.0.20", 80))
+    serves_not(home, *V4, *V6)
+    stale = home.agent.state_dir / "kbpf-ipvs0"
+    stale.mkdir(parents=True, exist_ok=True)
+    for name in ("lock", "status", "services"):
+        (stale / name).write_text('[{"key":')
+    home.write([endpoint_slice("web", endpoint(home["a2"].ip), ports=[slice_port(8080)])])
+    with running(home):
+        serves(home, *V4, backend="a2")
+        serves(home, *V6)
+        assert not home.agent.status()["problems"]
+    home.write([endpoint_slice("web", endpoint(home["a1"].ip), ports=[slice_port(8080)])])
+
+
+def test_pod_network_comes_after_the_agent(home: FolderNode) -> None:
+    """A CNI plugin makes a Pod's devices while the agent runs."""
+    with running(home):
+        late = home.agent.node.pod("late").serve(8080)
+        home.write([
+            service("late", port(80, node_port=30030), type="NodePort", cluster_ip="10.96.0.30"),
+            endpoint_slice("late", endpoint(late.ip), ports=[slice_port(8080)]),
+        ])  # fmt: skip
+        home.settle()
+        dials = (("host-1", "10.96.0.30", 80), ("outside", OLD, 30030))
+        serves(home, *dials, backend="late")
+        assert late.many(8, "10.96.0.20", 80)["names"] == {"a1": 8}
+
+
+def test_renamed_node(home: FolderNode) -> None:
+    """Endpoints of this node are those with its new name."""
+    with running(home):
+        serves(home, ("a2", "10.96.0.21", 80))
+    with running(home, "--hostname-override", RENAMED):
+        serves(home, ("a2", "10.96.0.21", 80), backend="a2")
+        serves(home, *V4, *V6)
+
+
+def test_addresses_of_the_node_change(home: FolderNode) -> None:
+    """NodePorts answer on the new address within a second, and no longer on the old one. A pod of
+    this node sees a masqueraded client as the node's new address.
+    """
+    netns = home.agent.node.netns
+    new = (("outside", NEW, 30020), ("outside", NEW6, 30020))
+    old = (("outside", OLD, 30020), ("outside", OLD6, 30020))
+    with running(home):
+        serves(home, *old)
+        try:
+            readdress(netns, (OLD, OLD6), (NEW, NEW6))
+            home.write([node("node-1", NEW, NEW6)])
+            until("the new addresses are served", lambda: all(
+                home["outside"].tcp(host, number, timeout=1).get("name") == "a1"
+                for _, host, number in new
+            ))  # fmt: skip
+            serves(home, *new)
+            serves_not(home, *old)
+            serves(home, *V4[:2], *V6[:2])
+        finally:
+            readdress(netns, (NEW, NEW6), (OLD, OLD6))
+            home.write([node("node-1", OLD, OLD6)])
+
+
+def readdress(netns: str, before: tuple[str, str], after: tuple[str, str]) -> None:
+    """Replaces the addresses of eth0; with the last one of a family its routes go."""
+    ip(
+        f"addr del {before[0]}/24 dev eth0",
+        f"addr del {before[1]}/64 dev eth0",
+        f"addr add {after[0]}/24 dev eth0",
+        f"addr add {after[1]}/64 dev eth0 nodad",
+        "route replace default via 198.18.0.254",
+        "route replace default via fd00:198:18::fe",
+        netns=netns,
+    )
+
+
+def test_ipv6_is_switched_off_and_on_by_sysctl(home: FolderNode) -> None:
+    """The agent starts without IPv6 and serves IPv4; once IPv6 is on, it serves that too, without
+    a restart.
+    """
+    netns = home.agent.node.netns
+    switch_ipv6_on = switch_ipv6_off(netns)
+    try:
+        with running(home):
+            serves(home, *V4)
+            serves_not(home, *V6)
+            switch_ipv6_on()
+            until("IPv6 is served", lambda: all(
+                home[client].tcp(host, number, timeout=1).get("name") == "a1"
+                for client, host, number in V6
+            ))  # fmt: skip
+            serves(home, *V4, *V6)
+    finally:
+        switch_ipv6_on()
+
+
+def switch_ipv6_off(netns: str) -> Callable[[], None]:
+    """Sets net.ipv6.conf.*.disable_ipv6: the kernel deletes all addresses and routes of IPv6.
+    Returns a function that switches it on again and restores them.
+    """
+    addresses = json.loads(run("ip", "-n", netns, "-6", "-j", "addr", "show"))
+    routes = run("ip", "-n", netns, "-6", "route", "show")
+
+    def write(value: int) -> None:
+        for name in ("all", "default", "lo"):
+            path = f"/proc/sys/net/ipv6/conf/{name}/disable_ipv6"
+            run("nsenter", f"--net=/run/netns/{netns}", "sh", "-c", f"echo {value} > {path}")
+
+    def restore() -> None:
+        write(0)
+        ip(
+            *(
+                f"addr replace {info['local']}/{info['prefixlen']} dev {link['ifname']} nodad"
+                for link in addresses
+                for info in link["addr_info"]
+            ),
+            *(f"route replace {route}" for route in routes.splitlines()),
+            netns=netns,
+        )
+
+    write(1)
+    return restore
