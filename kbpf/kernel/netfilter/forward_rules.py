@@ -158,16 +158,17 @@ def masquerade_comment(mark: int) -> str:
 
 def probe_nf_tables() -> Probe:
     """Whether nf_tables is usable: the library and the kernel."""
+    # The kernel first: without nfnetlink, libnftables would end this process (see run_transaction).
+    try:
+        read_generation()
+    except KernelError as error:
+        return Probe(None, f"this kernel has no nf_tables: {errno.errorcode.get(error.errno)}")
     try:
         import nftables
 
         nftables.Nftables()
     except (ImportError, OSError) as error:
         return Probe(None, f"python3-nftables is missing: {error}")
-    try:
-        read_generation()
-    except KernelError as error:
-        return Probe(None, f"this kernel has no nf_tables: {errno.errorcode.get(error.errno)}")
     return Probe(True)
 
 

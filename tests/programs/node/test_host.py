@@ -362,6 +362,7 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 with contextlib.suppress(OSError):
     while True:
         os.dup(0)
+print(forward_rules.probe_nf_tables().reason)
 try:
     forward_rules.run_transaction(tables)
 except KernelError as error:
@@ -369,5 +370,8 @@ except KernelError as error:
 """
 
 
-def test_libnftables_without_descriptors_raises_instead_of_exiting():
-    assert "(nf_tables): EMFILE" in command(sys.executable, "-c", NO_DESCRIPTOR_LEFT)
+def test_libnftables_without_a_socket_raises_instead_of_exiting():
+    """As where the kernel has no nfnetlink."""
+    probed, raised = command(sys.executable, "-c", NO_DESCRIPTOR_LEFT).splitlines()
+    assert probed == "this kernel has no nf_tables: EMFILE"
+    assert "(nf_tables): EMFILE" in raised
