@@ -36,7 +36,7 @@ def _of(path: str, *tests: str) -> tuple[str, ...]:
 LAB = (
     "traffic/services", "traffic/policy", "traffic/affinity", "traffic/updates",
     "outside/north_south", "traffic/sctp", "traffic/datagrams", "traffic/local_mode",
-    "agent/source_folder",
+    "agent/source_folder", "agent/node_life",
 )  # fmt: skip
 """The lab's tests that run in both modes."""
 
@@ -47,6 +47,11 @@ def _of_lab(path: str, mode: str = "") -> Feature:
     files = (f"tests/lab/{folder}/test_{name}.py",)
     return Feature(f"{mode}-{name}", files, mode) if mode else Feature(name, files)
 
+
+BARE = (
+    "ipv6.disable=1 module_blacklist=nf_conntrack,nf_tables,nfnetlink,ip_tables,ip6_tables,x_tables"
+)
+"""A node without IPv6 and without netfilter's modules."""
 
 FEATURES = (
     Feature("loading", ("tests/programs/node/test_verifier.py",)),
@@ -82,6 +87,7 @@ FEATURES = (
     Feature("apparmor", ("tests/lab/cluster/test_apparmor.py",)),
     Feature("memory", ("tests/lab/agent/test_locked_memory.py",)),
     Feature("takeover", ("tests/lab/cluster/test_takeover.py",)),
+    Feature("bare node", ("tests/kernels/bare_node.py",), boot=BARE),
     *(_of_lab(path) for path in LAB),
     *(_of_lab(path, "ipvs") for path in LAB),
 )
@@ -195,13 +201,20 @@ def run(
     """Boots a kernel and runs the features' tests in it. Returns a result for each feature, and how
     the guest ended.
     """
-    results = BUILD / kernel.family
-    shutil.rmtree(results, ignore_errors=True)
-    say(f"{kernel.family}: booting {kernel.release}")
-    ending = machine.boot(kernel, command(features), results, seconds, kvm)
-    say(f"{kernel.family}: {ending.say()}")
-    cases = [case for mode in MODES for case in table.read(results / f"junit-{mode}.xml", mode)]
-    return table.results(kernel.family, kernel.release, features, cases), ending
+    folder = BUILD / kernel.family
+    shutil.rmtree(folder, ignore_errors=True)
+    cases: list[table.Case] = []
+    endings = []
+    for number, parameters in enumerate(dict.fromkeys(feature.boot for feature in features)):
+        results = folder / str(number) if parameters else folder
+        say(f"{kernel.family}: booting {kernel.release} {parameters}".rstrip())
+        booted = [feature for feature in features if feature.boot == parameters]
+        ending = machine.boot(kernel, command(booted), results, seconds, kvm, parameters)
+        say(f"{kernel.family}: {ending.say()}")
+        cases += [c for mode in MODES for c in table.read(results / f"junit-{mode}.xml", mode)]
+        endings.append(ending)
+    worst = next((ending for ending in endings if ending.code is None), endings[-1])
+    return table.results(kernel.family, kernel.release, features, cases), worst
 
 
 def command(features: Sequence[Feature]) -> list[str]:

@@ -79,9 +79,17 @@ class Ending:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
 
-def boot(kernel: Kernel, command: list[str], results: Path, seconds: float, kvm: bool) -> Ending:
+def boot(
+    kernel: Kernel,
+    command: list[str],
+    results: Path,
+    seconds: float,
+    kvm: bool,
+    parameters: str = "",
+) -> Ending:
     """Boots, runs the command in the working tree as root, and waits for the power-off. The command
-    finds a folder for its results in $RESULTS; afterwards they are in `results`.
+    finds a folder for its results in $RESULTS; afterwards they are in `results`. `parameters`:
+    further words of the kernel's command line.
     """
     results.mkdir(parents=True, exist_ok=True)
     log = results / "console.log"
@@ -91,7 +99,7 @@ def boot(kernel: Kernel, command: list[str], results: Path, seconds: float, kvm:
         shutil.copy(GUEST, exchange)
         (exchange / COMMAND).write_text(shlex.join(command))
         child = subprocess.Popen(
-            _vng(kernel, exchange, kvm),
+            _vng(kernel, exchange, kvm, parameters),
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,
@@ -116,12 +124,13 @@ def boot(kernel: Kernel, command: list[str], results: Path, seconds: float, kvm:
     return Ending(None, why or "the guest ended early", took, log)
 
 
-def _vng(kernel: Kernel, exchange: Path, kvm: bool) -> list[str]:
+def _vng(kernel: Kernel, exchange: Path, kvm: bool, parameters: str) -> list[str]:
     """The command is passed on the kernel's command line, which has room for 2048 bytes."""
     inside = shlex.join(["sh", str(exchange / GUEST.name), str(exchange), str(ROOT)])
     return [
         VNG, "--verbose", "--run", str(kernel.image), "--user", "root", "--memory", MEMORY,
         "--cpus", CPUS, *([] if kvm else EMULATED), "--force-9p",
+        *(["--append", parameters] if parameters else []),
         f"--rwdir={exchange}", *(f"--rodir={share}" for share in _outermost(SHARES)),
         "--exec", inside,
     ]  # fmt: skip

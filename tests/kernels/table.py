@@ -19,11 +19,14 @@ NO_RESULT = "no result"
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """A row of the table, the tests that prove it, and the mode of the lab's agents."""
+    """A row of the table, the tests that prove it, and the mode of the lab's agents. `boot`: more
+    words for the kernel's command line; such a feature has a guest of its own.
+    """
 
     name: str
     tests: tuple[str, ...]
     mode: str = "bpf"
+    boot: str = ""
 
     def has(self, test: str, case: "Case") -> bool:
         """Whether this case belongs to that one of its tests."""
