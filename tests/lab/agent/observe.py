@@ -8,6 +8,7 @@ import resource
 import subprocess
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -139,9 +140,15 @@ def targets(job: dict, nodes: Iterable[Node], folder: Path) -> list[dict[str, st
     ]
     path = folder / "scrape.yaml"
     path.write_text(yaml.safe_dump({"scrape_configs": [job]}))
-    command = [promtool(), "check", "service-discovery", path, job["job_name"]]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return [one["labels"] for one in json.loads(done.stdout)]
+    # promtool ends after its timeout, never before, and occupies a processor until then. On a busy
+    # machine a second may be too short; the list is then empty.
+    command = [promtool(), "check", "service-discovery", "--timeout=1s", path, job["job_name"]]
+
+    def discover() -> list[dict[str, Any]]:
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        return json.loads(done.stdout)
+
+    return [target["labels"] for target in until("promtool has computed the targets", discover)]
 
 
 def counted(site: Site, name: str, of: str = "counted", **labels: str) -> float:
