@@ -7,6 +7,7 @@ container image, promtool and Debian's kernels. Progress is printed on stderr: h
 builds are done, and what is being built, for how long.
 """
 
+import argparse
 import sys
 import tempfile
 import threading
@@ -99,7 +100,9 @@ class Progress:
 
 def main() -> int:
     """Builds everything; the exit code."""
-    downloaded = DOWNLOADED[:1] if sys.argv[1:] == ["--programs"] else DOWNLOADED
+    parser = argparse.ArgumentParser(prog="tests.support.build", description=__doc__)
+    parser.add_argument("--programs", action="store_true", help="no image and no kernels")
+    downloaded = DOWNLOADED[:1] if parser.parse_args().programs else DOWNLOADED
     progress = Progress(len(COMPILED) + len(downloaded))
 
     def run_all(builds: Iterable[Build]) -> None:
