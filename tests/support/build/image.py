@@ -19,8 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from kbpf.dataplane.bpf.hooks import UNITS
-from kbpf.dataplane.bpf.programs import compile
+from tests.support.build import artifacts
 from tests.support.build.go_build import cache
 
 ROOT = Path(__file__).parents[3]
@@ -83,8 +82,7 @@ def _fill(context: Path) -> None:
                  "requirements.lock", "tools/sbom"):  # fmt: skip
         shutil.copy(ROOT / name, context / name)
     shutil.copytree(ROOT / "kbpf", context / "kbpf", ignore=shutil.ignore_patterns("__pycache__"))
-    for unit in UNITS:
-        compile.find_or_compile(unit, context / "build" / "artifacts")
+    artifacts.copy_to(context / "build" / "artifacts")
 
 
 def _size(root: Path) -> int:
