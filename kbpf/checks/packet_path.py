@@ -34,6 +34,9 @@ PROC: Final = Path("/proc")
 RP_FILTER_STRICT: Final = 1
 """rp_filter 1: a packet is dropped unless the route to its source uses the device it arrived on."""
 
+CHECK_MAX_RULES: Final = 50_000
+"""The command reads larger tables than the agent does: nothing waits for it."""
+
 PortRange = tuple[int, int]
 
 
@@ -168,26 +171,24 @@ def _early_rules_row() -> CheckRow:
     """Whether the host protects NodePorts with rules that the packet path bypasses."""
     check = Check.PRE_DNAT_RULES
     nft_probe = forward_rules.probe_nf_tables()
-    legacy = pre_dnat_rules.find_legacy_chains()
-    chains, unreadable = (
-        legacy.chains,
-        [f"{', '.join(legacy.unreadable)} cannot be read"] * bool(legacy.unreadable),
-    )
+    legacy = pre_dnat_rules.find_legacy_chains(CHECK_MAX_RULES)
+    chains, unreadable, reasons = legacy.chains, legacy.unreadable, []
     try:
         if nft_probe.works:
-            chains = (*pre_dnat_rules.find_chains(), *chains)
+            early = pre_dnat_rules.find_chains(CHECK_MAX_RULES)
+            chains, unreadable = (*early.chains, *chains), (*early.unreadable, *unreadable)
         else:
-            unreadable.append(nft_probe.reason)
+            reasons.append(nft_probe.reason)
     except KernelError as error:
-        unreadable.append(str(error))
-    if not chains and unreadable:
+        reasons.append(str(error))
+    if unreadable:
+        reasons.insert(0, f"{', '.join(unreadable)} cannot be read")
+    if not chains and reasons:
         advice = (
             "run `kbpf check` where iptables-legacy-save is installed, or "
             f"{firewalls.ALTERNATIVE_HINT}"
         )
-        return CheckRow(
-            check, "unknown", False, "; ".join(unreadable), advice if legacy.unreadable else ""
-        )
+        return CheckRow(check, "unknown", False, "; ".join(reasons), advice if unreadable else "")
     if not chains:
         return make_row(
             check, Probe(True), "", needed=False, detail="none protects NodePorts or VIPs"

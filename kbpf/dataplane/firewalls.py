@@ -38,21 +38,22 @@ def early_drop_warnings() -> tuple[str, ...]:
     packets before these chains see them. One line names all such chains, another the tables that
     could not be read.
     """
-    chains: tuple[str, ...] = ()
+    early = pre_dnat_rules.find_legacy_chains(pre_dnat_rules.AGENT_MAX_RULES)
+    chains, unreadable = early
     with contextlib.suppress(KernelError):
-        chains = pre_dnat_rules.find_chains()
-    legacy = pre_dnat_rules.find_legacy_chains()
+        early = pre_dnat_rules.find_chains(pre_dnat_rules.AGENT_MAX_RULES)
+        chains, unreadable = (*early.chains, *chains), (*early.unreadable, *unreadable)
     lines = []
-    if chains := (*chains, *legacy.chains):
+    if chains:
         lines.append(
             f"packets for NodePorts and VIPs are served before {', '.join(chains)} sees them, "
             f"so its rules do not guard these any more; {ALTERNATIVE_HINT}"
         )
-    if legacy.unreadable:
+    if unreadable:
         lines.append(
-            f"{', '.join(legacy.unreadable)} cannot be read from here; rules of its PREROUTING "
-            "do not "
-            f"guard NodePorts and VIPs any more; {ALTERNATIVE_HINT}"
+            f"{', '.join(unreadable)} cannot be read from here; rules of its PREROUTING do not "
+            f"guard NodePorts and VIPs any more; run `kbpf check` on the node, and "
+            f"{ALTERNATIVE_HINT}"
         )
     return tuple(lines)
 

@@ -169,6 +169,12 @@ class Netlink:
                 break
         return messages
 
+    def dump_lazily(self, msg_type: int, body: bytes) -> Iterator[Message]:
+        """Dumps objects of one kind as the caller asks for them. A caller that stops earlier has to
+        close the socket.
+        """
+        yield from self._stream(msg_type, NLM_F_REQUEST | NLM_F_DUMP, body)
+
     def request_many(self, requests: Sequence[NetlinkRequest]) -> list[int]:
         """Sends all requests in order, regardless of errors; returns an errno for each, 0 for
         success. MAX_REQUESTS_PER_DATAGRAM of them cost two system calls.
@@ -237,16 +243,18 @@ class Netlink:
         return Notifications(messages, lost)
 
     def _exchange(self, msg_type: int, flags: int, body: bytes) -> list[Message]:
+        return list(self._stream(msg_type, flags, body))
+
+    def _stream(self, msg_type: int, flags: int, body: bytes) -> Iterator[Message]:
         self._send(_NLMSGHDR.pack(_NLMSGHDR.size + len(body), msg_type, flags, 1, 0) + body)
-        messages: list[Message] = []
         while True:
             for message in _parse_messages(self._receive()):
                 # A dump ends with NLMSG_DONE, any other request with an acknowledgement, which is
                 # an NLMSG_ERROR with errno 0.
                 if message.msg_type in (NLMSG_ERROR, NLMSG_DONE):
                     _raise_for_error(message, self._name)
-                    return messages
-                messages.append(message)
+                    return
+                yield message
 
     def _send(self, data: bytes | bytearray) -> None:
         with kernel_errors("cannot send a request to the kernel", self._name):

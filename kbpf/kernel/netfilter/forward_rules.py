@@ -229,17 +229,18 @@ def list_forward_chains(listing: Iterable[Json] | None = None) -> tuple[BaseChai
 
 
 def list_other_drop_chains(listing: Iterable[Json] | None = None) -> tuple[str, ...]:
-    """The base chains at the forward hook in all other tables that drop by policy."""
+    """The base chains at the forward hook in all other tables that refuse packets by default."""
     # A packet passes the base chains of all tables, and a drop in one is final: a rule of ours in
     # another table could not help, and these tables belong to other programs.
     names = []
     for chain in list_chains() if listing is None else listing:
-        table = chain.get("family", ""), chain.get("table", "")
-        if table not in FILTER_TABLES and (chain.get("hook"), chain.get("policy")) == (
-            "forward",
-            "drop",
-        ):
-            names.append(" ".join((*table, str(chain["name"]))))
+        location = chain.get("family", ""), chain.get("table", ""), str(chain["name"])
+        if location[:2] in FILTER_TABLES or chain.get("hook") != "forward":
+            continue
+        policy_drops = chain.get("policy") == "drop"
+        rules = () if policy_drops else _read_rules(*location)  # firewalld ends in a reject rule
+        if BaseChain(*location, policy_drops, rules).is_closed:
+            names.append(" ".join(location))
     return tuple(sorted(names))
 
 
@@ -263,7 +264,8 @@ def list_closed_input_chains(
 
 
 def _read_rules(family: str, table: str, name: str) -> tuple[ChainRule, ...]:
-    items = run_transaction({"list": {"chain": {"family": family, "table": table, "name": name}}})
+    command = {"list": {"chain": {"family": family, "table": table, "name": name}}}
+    items = run_transaction(command, terse=True)
     return tuple(
         ChainRule(
             int(rule["handle"]), str(rule.get("comment", "")), refuses_all(rule.get("expr", ()))
@@ -355,10 +357,12 @@ def delete_commands(chain: BaseChain, rules: Iterable[ChainRule]) -> list[Json]:
     return [{"delete": {"rule": {**chain_ref, "handle": rule.handle}}} for rule in rules]
 
 
-def run_transaction(*commands: Json, hint: str = HINT, dry_run: bool = False) -> list[Json]:
+def run_transaction(
+    *commands: Json, hint: str = HINT, dry_run: bool = False, terse: bool = False
+) -> list[Json]:
     """Runs commands as one transaction; returns the output of libnftables. With `dry_run` the
-    kernel only checks them. Raises KernelError, with ENOENT if an object named in them does not
-    exist.
+    kernel only checks them, with `terse` the elements of named sets are left out. Raises
+    KernelError, with ENOENT if an object named in them does not exist.
 
     libnftables exits the process with status 3 if it cannot open its netlink socket. So we open
     one first: if no descriptor is left, for example, the caller gets an error.
@@ -375,6 +379,7 @@ def run_transaction(*commands: Json, hint: str = HINT, dry_run: bool = False) ->
         ) from error
     library.set_handle_output(True)  # rules are deleted by their handles
     library.set_dry_run(dry_run)
+    library.set_terse_output(terse)
     code, reply, error_text = library.json_cmd({"nftables": list(commands)})
     if code:
         lines = str(error_text).strip().splitlines()

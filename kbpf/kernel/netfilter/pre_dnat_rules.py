@@ -7,16 +7,30 @@ chains that they jump to; for iptables-legacy PREROUTING in the tables raw and m
 counts if it refuses packets, and if it or a rule that leads to it selects packets by source,
 destination, original destination (conntrack) or a port in the NodePort range. Conditions that
 cannot be read (iptables extensions, named sets) count too. Rules for other ports or for connection
-states do not. A base chain with policy drop counts.
+states do not. A base chain with policy drop counts. A table with very many rules is not read, since
+the agent's event loop would wait for it; a chain in it is reported as unreadable.
 """
 
 import shlex
+import struct
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from itertools import islice
 from typing import Any, Final, NamedTuple
 
 from kbpf.errors import KernelError
+from kbpf.kernel.net.netlink import Netlink, pack_attribute
+from kbpf.kernel.net.uapi import NETLINK_NETFILTER
 from kbpf.kernel.netfilter import forward_rules, iptables_legacy
 from kbpf.kernel.netfilter.forward_rules import Json
+from kbpf.kernel.netfilter.uapi import (
+    NFNL_SUBSYS_NFTABLES,
+    NFPROTO_INET,
+    NFPROTO_IPV4,
+    NFPROTO_IPV6,
+    NFPROTO_NETDEV,
+    NFT_MSG_GETRULE,
+    NFTA_RULE_TABLE,
+)
 
 NF_IP_PRI_NAT_DST: Final = -100
 NODE_PORTS: Final = range(30_000, 32_768)
@@ -30,34 +44,49 @@ XT_MATCHES: Final = frozenset(
 """iptables matches that may select by port or address, which the JSON output does not show."""
 ADDRESS_FIELDS: Final = frozenset(("saddr", "daddr"))
 PORT_FIELDS: Final = frozenset(("dport",))
+AGENT_MAX_RULES: Final = 2_000
+"""The agent reads no table with more rules: libnftables needs up to 0.3 ms for each."""
+FAMILIES: Final = {
+    "ip": NFPROTO_IPV4,
+    "ip6": NFPROTO_IPV6,
+    "inet": NFPROTO_INET,
+    "netdev": NFPROTO_NETDEV,
+}
+DISPATCH_KEYS: Final = frozenset(("ifname", "iface_index", "iface_type", "mark"))
 CT_ORIGINAL_KEYS: Final = frozenset(("daddr", "proto-dst", "ip daddr", "ip6 daddr"))
 
 
-def find_chains() -> tuple[str, ...]:
-    """Returns the base chains that refuse packets to NodePorts or VIPs, as "family table chain".
-    Raises KernelError if they cannot be read.
+class EarlyChains(NamedTuple):
+    """`chains`: base chains that refuse packets to NodePorts or VIPs, as "family table chain".
+    `unreadable`: chains or tables whose rules were not read, for which this is unknown.
     """
-    names = []
-    tables: dict[tuple[str, str], dict[str, list[EarlyRule]]] = {}
-    for chain in forward_rules.list_chains():
-        table = str(chain.get("family", "")), str(chain.get("table", ""))
-        if table[1] in SERVICE_PROXY_TABLES or not _is_early(chain):
-            continue
-        if table not in tables:
-            tables[table] = _read_rules(*table)
-        if chain.get("policy") == "drop" or has_guarding_rule(tables[table], str(chain["name"])):
-            names.append(" ".join((*table, str(chain["name"]))))
-    return tuple(sorted(names))
-
-
-class LegacyChains(NamedTuple):
-    """The chains of iptables-legacy that count, and tables that could not be read."""
 
     chains: tuple[str, ...]
     unreadable: tuple[str, ...]
 
 
-def find_legacy_chains() -> LegacyChains:
+def find_chains(max_rules: int) -> EarlyChains:
+    """Finds the base chains of nf_tables. Tables with more than `max_rules` rules are not read.
+    Raises KernelError if nf_tables cannot be read.
+    """
+    names, unreadable = [], []
+    tables: dict[tuple[str, str], dict[str, list[EarlyRule]] | None] = {}
+    for chain in forward_rules.list_chains():
+        table = str(chain.get("family", "")), str(chain.get("table", ""))
+        if table[0] not in FAMILIES or table[1] in SERVICE_PROXY_TABLES or not _is_early(chain):
+            continue
+        if table not in tables:
+            tables[table] = _read_rules(*table) if _is_small(*table, max_rules) else None
+        name = " ".join((*table, str(chain["name"])))
+        rules = tables[table]
+        if chain.get("policy") == "drop" or (rules and has_guarding_rule(rules, chain["name"])):
+            names.append(name)
+        elif rules is None:
+            unreadable.append(f"{name} (more than {max_rules:,} rules)")
+    return EarlyChains(tuple(sorted(names)), tuple(sorted(unreadable)))
+
+
+def find_legacy_chains(max_rules: int) -> EarlyChains:
     """find_chains() for iptables-legacy, whose tables can be read only by its own programs. Our
     image does not have these.
     """
@@ -72,10 +101,23 @@ def find_legacy_chains() -> LegacyChains:
             except KernelError:
                 unreadable.append(name)
                 continue
-            policy_drops = any(line.startswith(":PREROUTING DROP") for line in lines)
-            if policy_drops or has_guarding_rule(_parse_saved_rules(lines), "PREROUTING"):
+            if any(line.startswith(":PREROUTING DROP") for line in lines):
                 names.append(f"{name} PREROUTING")
-    return LegacyChains(tuple(names), tuple(unreadable))
+            elif len(lines) > max_rules:
+                unreadable.append(f"{name} (more than {max_rules:,} lines)")
+            elif has_guarding_rule(_parse_saved_rules(lines), "PREROUTING"):
+                names.append(f"{name} PREROUTING")
+    return EarlyChains(tuple(names), tuple(unreadable))
+
+
+def _is_small(family: str, table: str, max_rules: int) -> bool:
+    """Whether a table has at most this many rules. Stops reading once it has more."""
+    body = struct.pack("=BBH", FAMILIES[family], 0, 0)  # struct nfgenmsg
+    body += pack_attribute(NFTA_RULE_TABLE, table.encode() + b"\0")
+    get_rules = NFNL_SUBSYS_NFTABLES << 8 | NFT_MSG_GETRULE
+    with Netlink(NETLINK_NETFILTER, "nf_tables") as netlink:
+        rules = netlink.dump_lazily(get_rules, body)
+        return next(islice(rules, max_rules, None), None) is None
 
 
 def _is_early(chain: Json) -> bool:
@@ -100,12 +142,32 @@ class EarlyRule(NamedTuple):
 def _read_rules(family: str, table: str) -> dict[str, list[EarlyRule]]:
     """Reads the rules of an nf_tables table, by chain."""
     command = {"list": {"table": {"family": family, "name": table}}}
+    # A named set counts whatever it contains, so its elements are not read: there may be millions.
+    items = forward_rules.run_transaction(command, terse=True)
+    dispatch_maps = {
+        f"@{item['map']['name']}": _read_map(family, table, item["map"]["name"])
+        for item in items
+        if _is_dispatch_map(item.get("map", {}))
+    }
     rules: dict[str, list[EarlyRule]] = {}
-    for item in forward_rules.run_transaction(command):
+    for item in items:
         if "rule" in item:
-            rule = _parse_nft_rule(item["rule"].get("expr", ()))
+            rule = _parse_nft_rule(item["rule"].get("expr", ()), dispatch_maps)
             rules.setdefault(str(item["rule"]["chain"]), []).append(rule)
     return rules
+
+
+def _is_dispatch_map(nft_map: Json) -> bool:
+    """Whether this is a verdict map by device (as Calico's), which has few elements."""
+    return nft_map.get("map") == "verdict" and nft_map.get("type") in DISPATCH_KEYS
+
+
+def _read_map(family: str, table: str, name: str) -> list[Json]:
+    """Reads the verdicts of a map."""
+    command = {"list": {"map": {"family": family, "table": table, "name": name}}}
+    items = forward_rules.run_transaction(command)
+    elements = next((item["map"].get("elem", ()) for item in items if "map" in item), ())
+    return [verdict for _, verdict in elements if isinstance(verdict, dict)]
 
 
 def has_guarding_rule(rules: Mapping[str, Collection[EarlyRule]], base_chain: str) -> bool:
@@ -133,17 +195,24 @@ def has_guarding_rule(rules: Mapping[str, Collection[EarlyRule]], base_chain: st
 # ---- nf_tables -----------------------------------------------------------------------------------
 
 
-def _parse_nft_rule(expressions: Collection[Json]) -> EarlyRule:
+def _parse_nft_rule(
+    expressions: Collection[Json], dispatch_maps: Mapping[str, list[Json]]
+) -> EarlyRule:
+    """`dispatch_maps`: the verdicts of named maps, by "@name"."""
     port_matches = [
         match
         for expression in expressions
         if (match := _selects_node_ports(expression)) is not None
     ]
+    verdicts = [
+        verdict for expression in expressions for verdict in _verdicts(expression, dispatch_maps)
+    ]
     return EarlyRule(
-        any(_refuses(expression) for expression in expressions),
+        any(_refuses(expression) for expression in expressions)
+        or any("drop" in verdict for verdict in verdicts),
         any(port_matches) or any(_selects_by_address(expression) for expression in expressions),
         bool(port_matches) and not any(port_matches),
-        frozenset(_targets(expressions)),
+        frozenset(_targets((*expressions, *verdicts))),
     )
 
 
@@ -151,9 +220,7 @@ def _refuses(expression: Json) -> bool:
     if expression.keys() & {"drop", "reject"}:
         return True
     target = expression.get("xt", {})
-    if (target.get("type"), target.get("name")) == ("target", "REJECT"):
-        return True
-    return any("drop" in verdict for verdict in _verdicts(expression))
+    return (target.get("type"), target.get("name")) == ("target", "REJECT")
 
 
 def _selects_node_ports(expression: Json) -> bool | None:
@@ -197,20 +264,23 @@ def _is_address(part: Json) -> bool:
     return part.get("ct", {}).get("key") in CT_ORIGINAL_KEYS
 
 
-def _verdicts(expression: Json) -> Iterator[Json]:
+def _verdicts(expression: Json, dispatch_maps: Mapping[str, list[Json]]) -> Iterator[Json]:
     data = expression.get("vmap", {}).get("data", {})
+    if isinstance(data, str):
+        # Named maps by address or port are not read, and may have any verdict.
+        yield from dispatch_maps.get(data, [{"drop": None}])
+        return
     pairs = data.get("set", ()) if isinstance(data, dict) else ()
     for pair in pairs:
         if isinstance(pair, list) and len(pair) == 2 and isinstance(pair[1], dict):
             yield pair[1]
 
 
-def _targets(expressions: Iterable[Json]) -> Iterator[str]:
-    for expression in expressions:
-        for verdict in (expression, *_verdicts(expression)):
-            for jump in ("jump", "goto"):
-                if isinstance(verdict.get(jump), dict):
-                    yield str(verdict[jump]["target"])
+def _targets(statements: Iterable[Json]) -> Iterator[str]:
+    for statement in statements:
+        for jump in ("jump", "goto"):
+            if isinstance(statement.get(jump), dict):
+                yield str(statement[jump]["target"])
 
 
 # ---- iptables-legacy -----------------------------------------------------------------------------

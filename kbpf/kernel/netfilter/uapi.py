@@ -10,6 +10,7 @@ from typing import Final
 NF_ACCEPT: Final = 1
 NFPROTO_INET: Final = 1
 NFPROTO_IPV4: Final = 2
+NFPROTO_NETDEV: Final = 5
 NFPROTO_IPV6: Final = 10
 
 # netfilter/nfnetlink.h: a message type is subsystem << 8 | message

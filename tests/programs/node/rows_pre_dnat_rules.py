@@ -1,7 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rows of test_pre_dnat_rules.py."""
 
+from pathlib import Path
 from typing import NamedTuple
+
+FIREWALLD = Path(__file__).parents[2] / "golden/firewalls/firewalld-1.3.3.nft"
+"""What firewalld 1.3.3 (Debian 12, backend nftables) writes for a device in zone public and the
+pods' network in zone trusted, as `nft list ruleset` shows it.
+"""
 
 
 class Row(NamedTuple):
@@ -59,6 +65,96 @@ ROWS = [
         "chain PREROUTING { type filter hook prerouting priority mangle; "
         "meta mark 0 jump cali-fh-eth0; } }", ("ip mangle PREROUTING",)),
 ]
+
+
+def in_table(text: str, family: str = "inet") -> str:
+    """A table with a chain `c` before DNAT; `text`: objects, then its rules after "---"."""
+    objects, _, rules = text.partition("---")
+    hook = "type filter hook prerouting priority mangle;"
+    return f"table {family} t {{\n{objects}\nchain c {{ {hook}\n{rules}\n}}\n}}\n"
+
+
+ROWS += [
+    Row("IPv6", in_table("---ip6 daddr 2001:db8::1 drop", "ip6"), ("ip6 t c",)),
+    Row("IPv4", in_table("---ip saddr 192.0.2.1 udp dport 30080 reject", "ip"), ("ip t c",)),
+    Row("at ingress of a device, family inet",
+        "table inet t { chain c { type filter hook ingress device lo priority 0; "
+        "udp dport 30080 drop; } }", C),
+    Row("by a named set of ports",
+        in_table("set s { type inet_service; elements = { 22 } }---tcp dport @s drop"), C),
+    Row("by a named set of sources",
+        in_table("set s { type ipv4_addr; flags interval; elements = { 192.0.2.0/24 } }"
+                 "---ip saddr @s drop"), C),
+    Row("all but a named set of sources",
+        in_table("set s { type ipv4_addr; }---ip saddr != @s tcp dport 30080 drop"), C),
+    Row("by a set of addresses and ports",
+        in_table("set s { type ipv4_addr . inet_service; flags interval; "
+                 "elements = { 192.0.2.0/24 . 30000-30100 } }---ip daddr . tcp dport @s drop"), C),
+    Row("by addresses and ports",
+        in_table("---ip daddr . tcp dport { 192.0.2.5 . 80 } drop"), C),
+    Row("by a named verdict map of ports",
+        in_table("map m { type inet_service : verdict; elements = { 30080 : drop } }"
+                 "---tcp dport vmap @m"), C),
+    Row("by a named verdict map of sources",
+        in_table("map m { type ipv4_addr : verdict; }---ip saddr vmap @m"), C),
+    Row("by a range that ends in the NodePorts", in_table("---tcp dport 1024-30000 drop"), C),
+    Row("by a range that ends before them", in_table("---tcp dport 1024-29999 drop")),
+    Row("limited by source", in_table("---ct state new meter m { ip saddr limit rate over 9/second "
+        "} tcp dport 30080 drop"), C),
+    Row("reverse path filter", in_table("---fib saddr . iif oif missing drop")),
+    Row("by mark", in_table("---meta mark 1 drop")),
+    Row("devices dispatched to chains that refuse NodePorts",
+        in_table("chain d { tcp dport 30080 drop\n}\nmap m { type ifname : verdict; "
+                 "elements = { lo : goto d } }---iifname vmap @m"), C),
+    Row("devices dispatched to chains that refuse nothing",
+        in_table("chain d { tcp dport 30080 accept\n}\nmap m { type ifname : verdict; "
+                 "elements = { lo : goto d } }---iifname vmap @m")),
+    Row("firewalld", FIREWALLD.read_text()),
+    Row("firewalld with a direct rule",
+        FIREWALLD.read_text() + in_table("---tcp dport 30080 ip saddr 192.0.2.0/24 drop"), C),
+]
+
+# Calico, felix/rules/static.go and endpoints.go at v3.31: the chains that it always has in raw and
+# mangle (StaticRawPreroutingChain, StaticManglePreroutingChain), and those of a host endpoint eth0.
+CALICO_RAW = """*raw
+:cali-PREROUTING - [0:0]
+:cali-rpf-skip - [0:0]
+:cali-from-host-endpoint - [0:0]
+-A PREROUTING -j cali-PREROUTING
+-A cali-PREROUTING -j MARK --set-xmark 0x0/0xf0000
+-A cali-PREROUTING -i cali+ -j MARK --set-xmark 0x40000/0x40000
+-A cali-PREROUTING -m mark --mark 0x40000/0x40000 -j cali-rpf-skip
+-A cali-PREROUTING -m mark --mark 0x40000/0x40000 -m rpfilter --validmark --invert -j DROP
+-A cali-PREROUTING -m mark --mark 0x0/0x40000 -j cali-from-host-endpoint
+-A cali-PREROUTING -m mark --mark 0x10000/0x10000 -j ACCEPT
+COMMIT
+"""
+CALICO_MANGLE = """*mangle
+:cali-PREROUTING - [0:0]
+:cali-from-host-endpoint - [0:0]
+-A PREROUTING -j cali-PREROUTING
+-A cali-PREROUTING -m conntrack --ctstate RELATED,ESTABLISHED -j ACCEPT
+-A cali-PREROUTING -m mark --mark 0x10000/0x10000 -j ACCEPT
+-A cali-PREROUTING -j cali-from-host-endpoint
+-A cali-PREROUTING -m mark --mark 0x10000/0x10000 -j ACCEPT
+COMMIT
+"""
+CALICO_PRE_DNAT = """*mangle
+:cali-fh-eth0 - [0:0]
+:cali-pi-_policy - [0:0]
+-A cali-from-host-endpoint -i eth0 -g cali-fh-eth0
+-A cali-fh-eth0 -j MARK --set-xmark 0x0/0x10000
+-A cali-fh-eth0 -m mark --mark 0x0/0x20000 -j cali-pi-_policy
+-A cali-fh-eth0 -m mark --mark 0x10000/0x10000 -j RETURN
+-A cali-pi-_policy -p tcp -m multiport --dports 30000:32767 -j DROP
+COMMIT
+"""
+CALICO = [
+    ("the chains that Calico always has", CALICO_RAW + CALICO_MANGLE, ()),
+    ("a policy with preDNAT", CALICO_RAW + CALICO_MANGLE + CALICO_PRE_DNAT, ("mangle",)),
+    ("a policy with doNotTrack", CALICO_MANGLE + CALICO_RAW
+     + CALICO_PRE_DNAT.replace("*mangle", "*raw"), ("raw",)),
+]  # fmt: skip
 
 
 IPTABLES = [

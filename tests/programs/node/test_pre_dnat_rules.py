@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Firewall rules that kbpf warns of: rules that refuse NodePorts and VIPs before kube-proxy's DNAT,
-which our traffic does not pass. Real rulesets of nft and iptables-nft, in a network namespace.
-
+which our traffic does not pass. Real rulesets of nft, iptables-nft and iptables-legacy.
 """
 
+import functools
+import json
 import os
 import subprocess
 from collections.abc import Iterator
@@ -12,9 +13,18 @@ from pathlib import Path
 import pytest
 
 from kbpf.dataplane import firewalls
-from kbpf.kernel.netfilter import pre_dnat_rules
+from kbpf.kernel.netfilter import forward_rules, pre_dnat_rules
 from kbpf.kernel.system import netns
-from tests.programs.node.rows_pre_dnat_rules import IPTABLES, LEGACY, RAW, ROWS, Row
+from tests.programs.node.rows_pre_dnat_rules import (
+    CALICO,
+    FIREWALLD,
+    IPTABLES,
+    LEGACY,
+    RAW,
+    ROWS,
+    Row,
+    in_table,
+)
 from tests.support.lab.lab import run
 
 
@@ -27,11 +37,29 @@ def where() -> Iterator[str]:
     run("ip", "netns", "del", name)
 
 
+MAX_RULES = pre_dnat_rules.AGENT_MAX_RULES
+
+
+def find(where: str, max_rules: int = MAX_RULES) -> pre_dnat_rules.EarlyChains:
+    return netns.run_in(
+        Path("/run/netns") / where, functools.partial(pre_dnat_rules.find_chains, max_rules)
+    )
+
+
+def find_legacy(where: str, max_rules: int = MAX_RULES) -> pre_dnat_rules.EarlyChains:
+    return netns.run_in(
+        Path("/run/netns") / where, functools.partial(pre_dnat_rules.find_legacy_chains, max_rules)
+    )
+
+
+def load(where: str, rules: str) -> None:
+    run("ip", "netns", "exec", where, "nft", "-f", "-", stdin=rules.replace("; }", ";\n}\n"))
+
+
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.what)
 def test_nft_chains_are_named(where: str, row: Row) -> None:
-    run("ip", "netns", "exec", where, "nft", "-f", "-", stdin=row.rules.replace("; }", ";\n}\n"))
-    found = netns.run_in(Path("/run/netns") / where, pre_dnat_rules.find_chains)
-    assert found == row.named
+    load(where, row.rules)
+    assert find(where) == (row.named, ())
     lines = netns.run_in(Path("/run/netns") / where, firewalls.early_drop_warnings)
     assert len(lines) == bool(row.named)
     assert all(name in line for name in row.named for line in lines)
@@ -41,15 +69,57 @@ def test_nft_chains_are_named(where: str, row: Row) -> None:
 def test_iptables_nft_chains_are_named(where: str, rule: str, named: tuple[str, ...]) -> None:
     command = ["ip", "netns", "exec", where, "iptables-nft", *rule.split()]
     subprocess.run(command, check=True, capture_output=True)
-    assert netns.run_in(Path("/run/netns") / where, pre_dnat_rules.find_chains) == named
+    assert find(where) == (named, ())
+
+
+@pytest.mark.parametrize("backend", ["nft", "legacy"])
+@pytest.mark.parametrize(("what", "rules", "tables"), CALICO, ids=[what for what, *_ in CALICO])
+def test_chains_of_calico_are_named_if_it_has_policies_before_dnat(
+    where: str, what: str, rules: str, tables: tuple[str, ...], backend: str
+) -> None:
+    run("ip", "netns", "exec", where, f"iptables-{backend}-restore", "--noflush", stdin=rules)
+    suffix = " (iptables-legacy)" * (backend == "legacy")
+    chains = tuple(f"ip {table}{suffix} PREROUTING" for table in tables)
+    assert (find_legacy if suffix else find)(where) == (chains, ())
+
+
+def test_large_tables_are_not_read(where: str) -> None:
+    """A table one rule above the limit is reported and not read, whatever follows it."""
+    rules = "\n".join(["tcp dport 22 accept"] * 9)
+    load(where, in_table(f"---{rules}\ntcp dport 30080 drop"))
+    assert find(where, 10) == (("inet t c",), ())
+    assert find(where, 9) == ((), ("inet t c (more than 9 rules)",))
+    args = "-t raw -A PREROUTING -p tcp --dport 30080 -j DROP"
+    run("ip", "netns", "exec", where, "iptables-legacy", *args.split())
+    chain = f"{RAW} PREROUTING"
+    assert find_legacy(where, 20) == ((chain,), ())
+    assert find_legacy(where, 2) == ((), (f"{RAW} (more than 2 lines)",))
+
+
+def test_elements_of_named_sets_are_not_read(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Block lists have up to millions of them, and any content counts."""
+    addresses = ",".join(f"198.51.{i // 256}.{i % 256}" for i in range(1000))
+    load(where, in_table(
+        f"set s {{ type ipv4_addr; elements = {{ {addresses} }} }}---ip saddr @s drop"
+    ))  # fmt: skip
+    sizes = []
+
+    def list_and_count(*commands: forward_rules.Json, **options: bool) -> list[forward_rules.Json]:
+        items = run_transaction(*commands, **options)
+        sizes.append(len(json.dumps(items)))
+        return items
+
+    run_transaction = forward_rules.run_transaction
+    monkeypatch.setattr(forward_rules, "run_transaction", list_and_count)
+    assert find(where) == (("inet t c",), ())
+    assert max(sizes) < 2000
 
 
 @pytest.mark.parametrize(("rule", "named"), LEGACY, ids=[rule for rule, _ in LEGACY])
 def test_iptables_legacy_chains_are_named(where: str, rule: str, named: tuple[str, ...]) -> None:
     run("ip", "netns", "exec", where, "iptables-legacy", *rule.split())
-    place = Path("/run/netns") / where
-    assert netns.run_in(place, pre_dnat_rules.find_legacy_chains) == (named, ())
-    lines = netns.run_in(place, firewalls.early_drop_warnings)
+    assert find_legacy(where) == (named, ())
+    lines = netns.run_in(Path("/run/netns") / where, firewalls.early_drop_warnings)
     assert len(lines) == bool(named)
     assert all(name in line for name in named for line in lines)
 
@@ -63,8 +133,7 @@ def test_iptables_legacy_rules_in_a_user_chain_are_found(
 ) -> None:
     for words in ("-N d", "-A d -j DROP", f"-A PREROUTING -p tcp {ports} -j d"):
         run("ip", "netns", "exec", where, "iptables-legacy", "-t", "raw", *words.split())
-    found = netns.run_in(Path("/run/netns") / where, pre_dnat_rules.find_legacy_chains)
-    assert found.chains == named
+    assert find_legacy(where) == (named, ())
 
 
 def test_unreadable_iptables_legacy_tables_are_reported(
@@ -76,11 +145,34 @@ def test_unreadable_iptables_legacy_tables_are_reported(
     run("ip", "netns", "exec", where, "iptables-legacy", "-t", "raw", "-S")
     run("ip", "netns", "exec", where, "ip6tables-legacy", "-t", "mangle", "-S")
     monkeypatch.setenv("PATH", str(tmp_path))
-    place = Path("/run/netns") / where
     unread = ("ip raw (iptables-legacy)", "ip6 mangle (iptables-legacy)")
-    assert netns.run_in(place, pre_dnat_rules.find_legacy_chains) == ((), unread)
-    (line,) = netns.run_in(place, firewalls.early_drop_warnings)
+    assert find_legacy(where) == ((), unread)
+    (line,) = netns.run_in(Path("/run/netns") / where, firewalls.early_drop_warnings)
     assert line.startswith(f"{', '.join(unread)} cannot be read from here; ")
+
+
+FORWARD = [
+    ("firewalld", FIREWALLD.read_text(), ("inet firewalld filter_FORWARD",)),
+    ("a policy", "table inet t { chain c { type filter hook forward priority 0; policy drop; } }",
+     ("inet t c",)),
+    ("a last rule", "table inet t { chain c { type filter hook forward priority 0; "
+     "ct state established accept\ncounter drop; } }", ("inet t c",)),
+    ("a rule for some", "table inet t { chain c { type filter hook forward priority 0; "
+     "ip saddr 192.0.2.1 drop; } }", ()),
+    ("at input", "table inet t { chain c { type filter hook input priority 0; policy drop; } }",
+     ()),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("what", "rules", "named"), FORWARD, ids=[what for what, *_ in FORWARD])
+def test_other_tables_that_refuse_in_forward_are_named(
+    where: str, what: str, rules: str, named: tuple[str, ...]
+) -> None:
+    load(where, rules)
+    place = Path("/run/netns") / where
+    assert netns.run_in(place, forward_rules.list_other_drop_chains) == named
+    lines = netns.run_in(place, functools.partial(firewalls.forward_warnings, 0x4000))
+    assert [line.partition(" closed by ")[2].partition(",")[0] for line in lines] == list(named)
 
 
 def test_no_warning_without_rules(where: str) -> None:
