@@ -1,22 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ports on which the node's own processes listen; Services cannot take them at the node's
-addresses.
+"""Ports on which the node's own processes listen: Services cannot take them at the node's
+addresses, nor ClusterIPs that a device of the node has.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Final
 
 from kbpf.kernel.net import sock_diag
 from kbpf.model.desired import FrontendAddress
+from kbpf.policy.admission import is_listening
 
 LISTENER_POLL_INTERVAL_S: Final = 30.0
+DEVICE_POLL_INTERVAL_S: Final = 0.25
+"""A node-local DNS cache that is killed leaves its address on its device; its Service is served
+again after at most this long. One poll takes a fifth of a millisecond."""
 RELEASE_GRACE_S: Final = 600.0
 """A port stays reserved for this long after its listener is gone, so that a restart of sshd does
 not hand its port to a Service."""
 
 
 class Listeners:
-    """Used by the agent's thread only."""
+    """Used by the agent's thread only. `device_ports`: ClusterIPs with ports that a device of the
+    node has, and where a process listens now.
+    """
 
     def __init__(
         self, read: Callable[[], frozenset[FrontendAddress]] = sock_diag.list_listeners
@@ -25,6 +31,8 @@ class Listeners:
         self._due = float("-inf")
         self._last_seen: dict[FrontendAddress, float] = {}
         self.ports: frozenset[FrontendAddress] = frozenset()
+        self.device_due = float("-inf")
+        self.device_ports: frozenset[FrontendAddress] = frozenset()
 
     def refresh(self, now: float) -> None:
         """Reads the listeners again if that is due. `now` is time.monotonic()."""
@@ -39,3 +47,19 @@ class Listeners:
         }
         if self.ports != self._last_seen.keys():
             self.ports = frozenset(self._last_seen)
+
+    def refresh_device_ports(
+        self, now: float, device_frontends: Collection[frozenset[FrontendAddress]]
+    ) -> None:
+        """Reads which of the `device_frontends` have a listener, if that is due: at once after
+        there was none.
+        """
+        if not device_frontends:
+            self.device_due, self.device_ports = float("-inf"), frozenset()
+        elif now >= self.device_due:
+            self.device_due = now + DEVICE_POLL_INTERVAL_S
+            listeners = self._read()
+            self.device_ports = frozenset(
+                at for frontends in device_frontends for at in frontends
+                if is_listening(at, listeners)
+            )  # fmt: skip

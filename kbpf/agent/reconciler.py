@@ -33,6 +33,12 @@ COMPUTE_BUDGET_S: Final = 0.0015
 """Changes are computed for this long before they are programmed and the inbox is read again."""
 
 
+PolicyInputs = tuple[
+    tuple[ApiServerAddress, ...], frozenset[FrontendAddress], frozenset[FrontendAddress]
+]
+"""API servers, listeners and device listeners: see admission.ReservedAddresses."""
+
+
 @dataclass(slots=True)
 class DirtyKeys:
     """Service ports whose desired state is not programmed yet. `all`: what all of them depend on
@@ -66,11 +72,7 @@ class Reconciler:
         self.listeners = Listeners()
         self.node_addresses: tuple[Addr, ...] = ()
         self.api_servers: tuple[ApiServerAddress, ...] = ()
-        # API servers and listeners as last given to the policy
-        self._policy_inputs: tuple[tuple[ApiServerAddress, ...], frozenset[FrontendAddress]] = (
-            (),
-            frozenset(),
-        )
+        self._policy_inputs: PolicyInputs = ((), frozenset(), frozenset())  # as last used
         self._pending = ChangeSet()
         self._dirty = DirtyKeys()
         self._skipped_large = False  # whether the last round left large Services out
@@ -116,8 +118,10 @@ class Reconciler:
         if not self.state.has_applied:
             self._apply_first()
             return
-        inputs = self.api_servers, self.listeners.ports
-        if (self._pending or self._policy_inputs != inputs) and self._may_apply():
+        self._refresh_device_ports()
+        if (
+            self._pending or self._policy_inputs != self._read_policy_inputs()
+        ) and self._may_apply():
             self._begin_update()
         computed_small = self.computer.compute_small(COMPUTE_BUDGET_S)
         if (self._dirty.all or not self._dirty) and self.applier.resync_due:
@@ -136,14 +140,25 @@ class Reconciler:
 
     def _apply_first(self) -> None:
         """At once: the first apply removes what an earlier agent left, so it needs everything."""
-        touched = self._take_pending()
-        self._mark_changed(
-            self.computer.builder.update(
-                self.store, touched, self.node_addresses, self._config, *self._policy_inputs
-            )
-        )
+        self._mark_changed(self._update_builder())
+        self._refresh_device_ports()  # which are known only now
+        if self._policy_inputs != self._read_policy_inputs():
+            self._mark_changed(self._update_builder())
         self._warn_about_missing_data()
         self._apply(None)
+
+    def _update_builder(self) -> set[ServicePortKey]:
+        touched = self._take_pending()
+        return self.computer.builder.update(
+            self.store, touched, self.node_addresses, self._config, *self._policy_inputs
+        )
+
+    def _refresh_device_ports(self) -> None:
+        device_frontends = self.computer.builder.device_frontends
+        self.listeners.refresh_device_ports(time.monotonic(), device_frontends)
+
+    def _read_policy_inputs(self) -> PolicyInputs:
+        return self.api_servers, self.listeners.ports, self.listeners.device_ports
 
     def _begin_update(self) -> None:
         builder = self.computer.builder
@@ -160,7 +175,7 @@ class Reconciler:
 
     def _take_pending(self) -> ChangeSet:
         touched, self._pending = self._pending, ChangeSet()
-        self._policy_inputs = self.api_servers, self.listeners.ports
+        self._policy_inputs = self._read_policy_inputs()
         return touched
 
     def _advance_large(self) -> None:
@@ -218,6 +233,8 @@ class Reconciler:
                 yield computer_due
         if applier.needs_retry:
             yield applier.retry_due
+        if self.state.has_applied and self.computer.builder.device_frontends:
+            yield self.listeners.device_due
 
     def _warn_about_missing_data(self) -> None:
         """Warns once about missing data on this node. kube-proxy, too, serves without it."""

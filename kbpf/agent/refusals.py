@@ -73,9 +73,15 @@ class RefusalReporter:
             was_left = not lines and bool(self._left_to_node.lines_of(key))
             new_lines += self._left_to_node.replace(key, lines)
             if was_left:
-                log.info("Service %s is served at its ClusterIP again: no device has it", key)
+                log.info(
+                    "Service %s is served at its ClusterIP again: no process here listens at it",
+                    key,
+                )
         for line in new_lines[:MAX_PROBLEMS]:
-            log.info("left to this node, which has the address on a device: %s", line)
+            log.info(
+                "left to this node, on which a device has the address and a process listens: %s",
+                line,
+            )
 
     def _log_node_addresses(
         self,

@@ -33,7 +33,7 @@ from kbpf.model.desired import Backend, FrontendAddress, FrontendKind
 from kbpf.model.inspection import FrontendEntry, Inspection, Part, ServicePort
 from kbpf.model.objects import Protocol
 
-NEEDS: Final = Part.SERVICES | Part.HOOKS
+NEEDS: Final = Part.SERVICES | Part.HOOKS | Part.STATUS
 MAX_BACKENDS: Final = 64
 """Larger sets are not tested: each backend needs an address and a socket in the sandbox."""
 
@@ -115,6 +115,13 @@ def foreign_rows(inspection: Inspection) -> Iterator[CheckRow]:
     cgroup = next((Path(f.cgroup) for f in inspection.hooks if f.attached and f.cgroup), None)
     for line in foreign.format_lines(foreign.find_all(Path(inspection.location), cgroup)):
         yield CheckRow(Check.FOREIGN_PROGRAMS, "no", False, line, "see docs/troubleshoot.md")
+
+
+def left_to_node_rows(inspection: Inspection) -> Iterator[CheckRow]:
+    """Yields a row with the ClusterIPs that a process of this node serves, if there are any."""
+    if inspection.status is not None and (lines := inspection.status.left_to_node):
+        detail = f"a process of this node serves {'; '.join(lines)}"
+        yield CheckRow(Check.LEFT_TO_NODE, "yes", False, detail, "")
 
 
 def _not_attached_row(inspection: Inspection) -> CheckRow:

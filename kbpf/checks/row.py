@@ -63,6 +63,7 @@ class Check(StrEnum):
     DIAL_FROM_HOST = "dial {} from the host"
     NO_DIAL_FROM_POD = "leave {} from a pod"
     FOREIGN_PROGRAMS = "alone at its hooks"
+    LEFT_TO_NODE = "left to the node"
 
 
 class CheckRow(msgspec.Struct, frozen=True):

@@ -46,7 +46,11 @@ def check(
 
         node_snapshot = snapshot.read(pin_dir, attached_checks.NEEDS)
         proof = tuple(attached_checks.check_attached(node_snapshot))
-        rows = (*rows, *attached_checks.foreign_rows(node_snapshot))
+        rows = (
+            *rows,
+            *attached_checks.foreign_rows(node_snapshot),
+            *attached_checks.left_to_node_rows(node_snapshot),
+        )
     verdict = compute_verdict(rows, proof)
     if output in (Output.JSON, Output.YAML):
         print(render.format_document(to_document(verdict), output))

@@ -62,13 +62,15 @@ class Frontend(msgspec.Struct, frozen=True):
 
     `restricted`: loadBalancerSourceRanges or node port ranges apply, so only a hook that sees the
     client's address may serve it. `at_node`: an ExternalIP or LoadBalancer address that is also a
-    NodePort address, so its port must not be another Service's NodePort.
+    NodePort address, so its port must not be another Service's NodePort. `on_device`: a ClusterIP
+    that a device of this node has, so ports at which no Service is served are the node's.
     """
 
     at: FrontendAddress
     kind: FrontendKind
     restricted: bool = False
     at_node: bool = False
+    on_device: bool = False
 
 
 class Backend(msgspec.Struct, frozen=True, gc=False, order=True):
@@ -109,8 +111,8 @@ class ServiceState(msgspec.Struct, frozen=True):
     this family, that may connect to restricted frontends; `node_port_ranges` the same for a
     restricted NodePort. `lost` are frontends that another Service has won, and that Service
     (policy/frontends.py). `refused` are frontends that this Service may not have, with the reason
-    (policy/admission.py). `left_to_node` are frontends at a ClusterIP that a device of this node
-    has: its traffic is not touched.
+    (policy/admission.py). `left_to_node` are ClusterIPs that a device of this node
+    has and that a process of the node serves: their traffic is not touched.
     `created` is the Service's creationTimestamp, "" if unknown.
     """
 

@@ -77,7 +77,7 @@ class AgentStatus(msgspec.Struct, frozen=True):
     machine share.
 
     `disabled_features`: a line for each optional feature that is switched off. `left_to_node`: a
-    line for each frontend whose address a device of this node has. `faults`: see
+    line for each ClusterIP and port that a process of this node serves. `faults`: see
     PlaneStatus.faults. `refused`: number of Service ports that could not be programmed;
     `refused_namespaces`: the same by namespace; `refused_system`: the Services of system namespaces
     among them. `config_error`: what is wrong with the configuration file, "" if nothing; None

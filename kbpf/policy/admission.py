@@ -2,10 +2,12 @@
 """Addresses that a Service may not use as ExternalIP or LoadBalancer address (CVE-2020-8554), and
 ClusterIPs that are left to this node.
 
-A ClusterIP is allocated by the API server and is never refused. If a device of this node has it, a
-process of the node serves it, such as a node-local DNS cache (nodelocaldns binds the ClusterIP of
-kube-dns): its traffic is not touched while the device has the address. LoadBalancer addresses are
-not left to the node, since kube-vip and MetalLB put them on devices for the Service.
+A ClusterIP is allocated by the API server and is never refused. If a device of this node has it,
+and a process of the node listens at the Service's port, such as a node-local DNS cache at the
+ClusterIP of kube-dns, that process serves it: the port's traffic is not touched. The address alone
+does not decide, because it outlives a cache that is killed, and exists before a cache that starts
+can answer. LoadBalancer addresses are not left to the node, since kube-vip and MetalLB put them on
+devices for the Service.
 
 Every user with the right to create Services can set ExternalIPs; LoadBalancer addresses are in the
 status, set only by controllers. So the rules for ExternalIPs are stricter. `--external-ips` with
@@ -16,7 +18,7 @@ Conflicts with another Service's NodePort are resolved by the claims in frontend
 depend on other Services.
 """
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Set
 from typing import Final
 
 import msgspec
@@ -53,6 +55,7 @@ class ReservedAddresses(msgspec.Struct, frozen=True):
     `api_servers`: endpoints of default/kubernetes, and servers that the agent connected to.
     `node_addresses`: those of our Node object. `local_addresses`: those and all others on devices
     of this machine. `listeners`: where processes of this node listen; a wildcard is ANY4 or ANY6.
+    `device_listeners`: those of find_device_frontends() at which a process listens now.
     `pod_networks`: networks of this node's pods. `external_ips`: the setting.
     """
 
@@ -60,6 +63,7 @@ class ReservedAddresses(msgspec.Struct, frozen=True):
     node_addresses: frozenset[Addr] = frozenset()
     local_addresses: frozenset[Addr] = frozenset()
     listeners: frozenset[FrontendAddress] = frozenset()
+    device_listeners: frozenset[FrontendAddress] = frozenset()
     pod_networks: tuple[Cidr, ...] = ()
     external_ips: str | tuple[Cidr, ...] = "all"
 
@@ -69,6 +73,7 @@ def compute_reserved(
     local_addresses: Collection[Addr],
     api_servers: Iterable[ApiServerAddress],
     listeners: Collection[FrontendAddress],
+    device_listeners: Collection[FrontendAddress],
     api_slices: Iterable[EndpointSlice],
     config: Config,
 ) -> ReservedAddresses:
@@ -87,6 +92,7 @@ def compute_reserved(
         frozenset(node.addresses),
         frozenset(node.addresses) | frozenset(local_addresses),
         frozenset(listeners),
+        frozenset(device_listeners),
         node.pod_cidrs,
         config.external_ips,
     )
@@ -125,10 +131,37 @@ def refusal_reason(
 
 
 def is_left_to_node(frontend: Frontend, reserved: ReservedAddresses) -> bool:
+    """Whether a process of this node serves the ClusterIP, which a device of the node has."""
+    return (
+        frontend.kind is FrontendKind.CLUSTER_IP
+        and frontend.at in reserved.device_listeners
+        and frontend.at.address in reserved.local_addresses
+    )
+
+
+def is_on_device(frontend: Frontend, reserved: ReservedAddresses) -> bool:
     """Whether the frontend is at a ClusterIP that a device of this node has."""
     return (
         frontend.kind is FrontendKind.CLUSTER_IP and frontend.at.address in reserved.local_addresses
     )
+
+
+def find_device_frontends(
+    service: Service, local_addresses: Set[Addr]
+) -> frozenset[FrontendAddress]:
+    """The ClusterIPs that devices of this node have, with each port of the Service."""
+    return frozenset(
+        FrontendAddress(address, port.port, port.protocol)
+        for address in service.cluster_ips
+        if address in local_addresses
+        for port in service.ports
+    )
+
+
+def is_listening(at: FrontendAddress, listeners: Set[FrontendAddress]) -> bool:
+    """Whether one of the `listeners`, wildcards included, accepts what arrives at this address."""
+    candidates = (at.address, _ANY[family_of(at.address)], ANY6)
+    return any(at._replace(address=candidate) in listeners for candidate in candidates)
 
 
 def _setting_refusal(reserved: ReservedAddresses) -> str:
@@ -162,11 +195,8 @@ def _node_address_refusal(
         return ""
     if is_unlisted and address in reserved.node_addresses:
         return "it is an address of this node, which --external-ips does not list"
-    candidates = (address, _ANY[family_of(address)], ANY6)
-    is_listening = any(
-        frontend.at._replace(address=candidate) in reserved.listeners for candidate in candidates
-    )
-    if is_listening and (is_unlisted or address in reserved.node_addresses):
+    is_taken = is_listening(frontend.at, reserved.listeners)
+    if is_taken and (is_unlisted or address in reserved.node_addresses):
         return "a process on this node listens on it"
     return ""
 

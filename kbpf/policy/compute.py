@@ -45,7 +45,9 @@ from kbpf.policy.admission import (
     ApiServerAddress,
     ReservedAddresses,
     compute_reserved,
+    find_device_frontends,
     is_left_to_node,
+    is_on_device,
     refusal_reason,
 )
 from kbpf.policy.endpoints import is_external_local, local_endpoint_addresses, select_endpoints
@@ -194,7 +196,11 @@ def _admit(
     left_to_node: tuple[FrontendAddress, ...] = ()
     if not context.reserved.local_addresses.isdisjoint(service.cluster_ips):
         left_to_node = tuple(f.at for f in requested if is_left_to_node(f, context.reserved))
-        requested = tuple(f for f in requested if not is_left_to_node(f, context.reserved))
+        requested = tuple(
+            replace(frontend, on_device=is_on_device(frontend, context.reserved))
+            for frontend in requested
+            if not is_left_to_node(frontend, context.reserved)
+        )
     # The API server allocates ClusterIPs and NodePorts; only other addresses can be refused.
     if not service.external_ips and not service.lb_vips:
         return requested, (), left_to_node
@@ -249,9 +255,10 @@ def compute_desired_state(
     api_servers: Iterable[ApiServerAddress] = (),
     listeners: Collection[FrontendAddress] = (),
     other_nodes: Iterable[Node] = (),
+    device_listeners: Collection[FrontendAddress] = (),
 ) -> DesiredState:
     """Computes everything at once, with conflicts resolved. `pods` are the exempt ones; None: not
-    known. `api_servers` and `listeners`: see admission.compute_reserved().
+    known. `api_servers`, `listeners` and `device_listeners`: see admission.ReservedAddresses.
     """
     by_service: defaultdict[ServiceName, list[EndpointSlice]] = defaultdict(list)
     pod_ips: set[Addr] = set()
@@ -261,7 +268,7 @@ def compute_desired_state(
     node_state = _compute_node_state(node, local_addresses, config, pods)
     api_slices = by_service.get(API_SERVER, ())
     reserved_addresses = compute_reserved(
-        node, local_addresses, api_servers, listeners, api_slices, config
+        node, local_addresses, api_servers, listeners, device_listeners, api_slices, config
     )
     ranges = config.node_port_source_ranges
     node_ips = {address for other_node in other_nodes for address in other_node.addresses}
@@ -323,6 +330,8 @@ class DesiredStateBuilder:
         """Service with ExternalIPs or LoadBalancer addresses → its ExternalIPs."""
         self._services_by_external_ip: defaultdict[Addr, set[ServiceName]] = defaultdict(set)
         """ExternalIP → the Services that list it."""
+        self._device_frontends: dict[ServiceName, frozenset[FrontendAddress]] = {}
+        """See admission.find_device_frontends(); only Services that have any."""
 
     @property
     def state(self) -> DesiredState:
@@ -333,6 +342,11 @@ class DesiredStateBuilder:
     def reserved(self) -> ReservedAddresses:
         """The addresses reserved at the last update()."""
         return self._context.reserved
+
+    @property
+    def device_frontends(self) -> Collection[frozenset[FrontendAddress]]:
+        """See admission.find_device_frontends(): a set for each Service."""
+        return self._device_frontends.values()
 
     def state_of(self, key: ServicePortKey) -> ServiceState | None:
         return self._services.get(key)
@@ -345,13 +359,16 @@ class DesiredStateBuilder:
         config: Config,
         api_servers: Iterable[ApiServerAddress] = (),
         listeners: Collection[FrontendAddress] = (),
+        device_listeners: Collection[FrontendAddress] = (),
     ) -> set[ServicePortKey]:
         """Updates the state; returns the keys that were added, changed or removed. `api_servers`
-        and `listeners`: see admission.compute_reserved().
+        and the listeners: see admission.ReservedAddresses.
 
         The cost is proportional to what changed, and to all Services if our Node changed.
         """
-        names = self.begin_update(store, touched, local_addresses, config, api_servers, listeners)
+        names = self.begin_update(
+            store, touched, local_addresses, config, api_servers, listeners, device_listeners
+        )
         changed: set[ServicePortKey] = set()
         for name in names:
             for keys in self.update_service_in_steps(name, store, config):
@@ -366,6 +383,7 @@ class DesiredStateBuilder:
         config: Config,
         api_servers: Iterable[ApiServerAddress] = (),
         listeners: Collection[FrontendAddress] = (),
+        device_listeners: Collection[FrontendAddress] = (),
     ) -> Set[ServiceName]:
         """Updates what does not depend on Services; returns the Services that must be computed
         again.
@@ -374,14 +392,21 @@ class DesiredStateBuilder:
         self.node_state = node_state._replace(exempt_pods_known=Kind.POD in store.synced)
         api_slices = store.slices(API_SERVER)
         reserved_addresses = compute_reserved(
-            store.node, local_addresses, api_servers, listeners, api_slices, config
+            store.node,
+            local_addresses,
+            api_servers,
+            listeners,
+            device_listeners,
+            api_slices,
+            config,
         )
         names: Set[ServiceName] = touched.services
         if touched.all_services:
             # `_keys` has those that were removed from the store.
             names = {*store.service_names(), *self._keys}
         elif reserved_addresses != self._context.reserved:
-            names = names | self._external_ips.keys()  # no other Services depend on them
+            # no other Services depend on them
+            names = names | self._external_ips.keys() | self._device_frontends.keys()
         # ExternalIPs that became or ceased to be addresses of Pods or other Nodes.
         for address in touched.addresses & self._services_by_external_ip.keys():
             names = {*names, *self._services_by_external_ip[address]}
@@ -405,6 +430,7 @@ class DesiredStateBuilder:
         """
         service, slices, node = store.service(name), store.slices(name), store.node
         self._index_external_ips(name, service)
+        self._index_device_frontends(name, service)
         # A dict as an ordered set: the keys are stored in the order of the ports.
         old_keys, new_keys = self._keys.get(name, ()), dict[ServicePortKey, None]()
         pending: dict[ServicePortKey, ServiceState] = {}
@@ -466,6 +492,14 @@ class DesiredStateBuilder:
             self._external_ips[name] = tuple(dict.fromkeys(service.external_ips))
             for address in self._external_ips[name]:
                 self._services_by_external_ip[address].add(name)
+
+    def _index_device_frontends(self, name: ServiceName, service: Service | None) -> None:
+        local_addresses = self._context.reserved.local_addresses
+        on_device = find_device_frontends(service, local_addresses) if service else frozenset()
+        if on_device:
+            self._device_frontends[name] = on_device
+        else:
+            self._device_frontends.pop(name, None)
 
     def _unresolved_state(self, key: ServicePortKey) -> ServiceState:
         return self._unresolved.get(key) or self._services[key]

@@ -4,7 +4,7 @@ the agent still reaches the API server, even through hooks that were pinned befo
 """
 
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pytest
 
@@ -22,7 +22,7 @@ from tests.support.cluster.kube_objects import (
     service,
     slice_port,
 )
-from tests.support.lab.lab import ip, until
+from tests.support.lab.lab import Place, ip, until
 
 INNOCENT = "198.51.100.9"
 """An ExternalIP that is allowed; the hijacked address gets the same backends."""
@@ -98,11 +98,13 @@ def test_an_address_of_another_node_is_refused(cluster: Cluster) -> None:
 
 
 def test_a_cluster_ip_on_a_device_is_left_to_the_node(cluster: Cluster) -> None:
-    """As a node-local DNS cache comes and goes: pods and the node reach what listens there, on any
-    port, and the Service again once the address is gone.
+    """Pods and the node reach what listens there, on any port, and the Service while nothing does:
+    after the address appears, after the process ends, and once the address is gone. A node-local
+    DNS cache is in tests/lab/neighbours.
     """
     address, home, where = "10.96.0.30", cluster["host-1"], cluster.lab.nodes[0].netns
     clients = (cluster["a3"], home)
+    local = Place("local", where, cluster.lab.nodes[0].cgroup / "local")
     with cluster.given(*cluster.web(30, "a1")):
         assert {client.tcp(address, 80).get("name") for client in clients} == {"a1"}
         assert "error" in clients[0].tcp(address, 8089), "a port that no Service has"
@@ -110,21 +112,28 @@ def test_a_cluster_ip_on_a_device_is_left_to_the_node(cluster: Cluster) -> None:
         ip("route del unreachable 10.96.0.0/16", netns=pod)  # which shows missing translation
         ip("link add nodelocal type bridge", f"addr add {address}/32 dev nodelocal", netns=where)
         try:
-            home.serve(80, 8089, udp=(80,), address=address)
+            answers_from(clients, address, "a1")
+            local.serve(80, 8089, udp=(80,), address=address)
             until("it is left to the node", lambda: f"{address}:80/TCP" not in cluster.served())
             for client in clients:
-                assert client.tcp(address, 80)["name"] == home.name
-                assert client.udp(address, 80)["name"] == home.name
-                assert client.tcp(address, 8089)["name"] == home.name
+                assert client.tcp(address, 80)["name"] == local.name
+                assert client.udp(address, 80)["name"] == local.name
+                assert client.tcp(address, 8089)["name"] == local.name
             lines = [f"{address}:80/TCP of Service default/web-30"]
             until(
                 "the status has it", lambda: (cluster.agent.status() or {})["left_to_node"] == lines
             )
+            local.close()
+            answers_from(clients, address, "a1")
         finally:
             ip("link del nodelocal", netns=where)
             ip("route add unreachable 10.96.0.0/16", netns=pod)
-        for client in clients:
-            until("the Service answers", lambda at=client: at.tcp(address, 80).get("name") == "a1")
+        answers_from(clients, address, "a1")
+
+
+def answers_from(clients: Iterable[Place], address: str, name: str) -> None:
+    for client in clients:
+        until(f"{name} answers", lambda at=client: at.tcp(address, 80).get("name") == name)
 
 
 def answers(cluster: Cluster) -> str:

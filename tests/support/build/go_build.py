@@ -48,8 +48,8 @@ Say = Callable[[str], None]
 @dataclass(frozen=True, slots=True)
 class Program:
     """One binary: the module folder below go/ that pins it, and its main package, which is one of
-    the module's dependencies, or ./FOLDER with our source. `pins` is the name of the go.mod file to
-    use.
+    the module's dependencies, or our source: "." or ./FOLDER. `pins` is the name of the go.mod file
+    to use.
     """
 
     module: str
@@ -71,6 +71,7 @@ PROGRAMS = {
     "judge": Program("apiserver", "./judge", False),
     "judge-1.36": Program("apiserver", "./judge", False, PREVIOUS),
     "kubeadm-1.36": Program("apiserver", "k8s.io/kubernetes/cmd/kubeadm", False, PREVIOUS),
+    "coredns": Program("coredns", ".", False),
     "helm": Program("helm", "helm.sh/helm/v3/cmd/helm", False),
 }
 CLUSTER = ("apiserver", "etcd")

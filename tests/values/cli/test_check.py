@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from msgspec.structs import replace
 
-from kbpf.checks import packet_path
+from kbpf.checks import connect, packet_path
 from kbpf.checks.row import Check, CheckRow
 from kbpf.checks.verdict import compute_verdict, to_document
 from kbpf.cli import check
@@ -14,6 +15,8 @@ from kbpf.dataplane.bpf.maps.layout import NodeFlag
 from kbpf.kernel.net.devices import Device
 from kbpf.kernel.netfilter.forward_rules import BaseChain
 from kbpf.kernel.probe_result import Probe
+from kbpf.model.inspection import Inspection
+from tests.values.views.snapshots import AGENT
 
 # ---- check -------------------------------------------------------------------------------------
 
@@ -221,3 +224,15 @@ def test_check_document_has_names_instead_of_ids():
         ("name", "hook connect4"), ("result", "no"), ("needed", True), ("detail", "why"),
         ("advice", "what to do"), ("packets", False), ("ipvs", False),
     ]  # fmt: skip
+
+
+def test_row_about_cluster_ips_that_are_left_to_the_node() -> None:
+    """It changes no verdict: kbpf and the process, such as a DNS cache, work side by side."""
+    lines = ("10.96.0.10:53/UDP of Service kube-system/kube-dns",)
+    status = replace(AGENT, left_to_node=lines)
+    (row,) = connect.left_to_node_rows(Inspection("/pins", status=status))
+    assert (row.name, row.result, row.advice) == ("left to the node", "yes", "")
+    assert row.detail == f"a process of this node serves {lines[0]}"
+    assert compute_verdict([row]) == replace(compute_verdict([]), rows=(row,))
+    for other in (AGENT, None):
+        assert list(connect.left_to_node_rows(Inspection("/pins", status=other))) == []

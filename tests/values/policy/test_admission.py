@@ -6,6 +6,7 @@ the setting `--external-ips`, and say whether the frontend is served or with whi
 refused. A change of the reserved addresses must recompute exactly the Services it affects.
 """
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 import pytest
@@ -13,7 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from kbpf.agent.listeners import LISTENER_POLL_INTERVAL_S, RELEASE_GRACE_S, Listeners
+from kbpf.agent.listeners import (
+    DEVICE_POLL_INTERVAL_S,
+    LISTENER_POLL_INTERVAL_S,
+    RELEASE_GRACE_S,
+    Listeners,
+)
 from kbpf.agent.problems import Problems
 from kbpf.agent.refusals import DOCS_HINT, RefusalReporter
 from kbpf.config import load
@@ -34,7 +40,7 @@ from kbpf.model.objects import (
 )
 from kbpf.policy.admission import ApiServerAddress, ReservedAddresses, compute_reserved
 from kbpf.policy.compute import DesiredStateBuilder, compute_desired_state
-from kbpf.policy.store import ObjectStore
+from kbpf.policy.store import ChangeSet, ObjectStore
 from kbpf.serve.events import EventRecorder
 from kbpf.source.decode.fields import parse_cidr
 from tests.support.faults.event_server import EventServer
@@ -150,10 +156,13 @@ def outcome(state: DesiredState, at: FrontendAddress) -> str:
     return " ".join(words)
 
 
-def state_of(service: Service, config: Config) -> DesiredState:
+def state_of(
+    service: Service, config: Config, device_listeners: Collection[FrontendAddress] = ()
+) -> DesiredState:
     return compute_desired_state(
         (service, SHOP, KUBERNETES), (PODS, API_SLICE), NODE, LOCAL, config,
         api_servers=SERVERS, listeners=LISTENING, other_nodes=(OTHER_NODE,),
+        device_listeners=device_listeners,
     )  # fmt: skip
 
 
@@ -184,24 +193,27 @@ def test_a_load_balancer_address(row: Row, how: str) -> None:
 
 @pytest.mark.parametrize("how", SETTINGS)
 @pytest.mark.parametrize("row", KINDS, ids=lambda row: row.what)
-def test_a_cluster_ip_is_never_refused(row: Row, how: str) -> None:
-    """But one that a device of this node has is left to the node."""
+@pytest.mark.parametrize("is_listening", [True, False], ids=["listener", "no listener"])
+def test_a_cluster_ip_is_never_refused(row: Row, how: str, is_listening: bool) -> None:
+    """But one that a device of this node has is left to the node if a process listens there."""
     service = web(FrontendKind.CLUSTER_IP, row.address, row.port)
     at = FrontendAddress(parse_addr(row.address), row.port, TCP)
-    state = state_of(service, setting(how, row.address))
+    state = state_of(service, setting(how, row.address), {at} if is_listening else ())
     (web_state,) = (each for each in state.services.values() if each.key.name == "web")
     assert (web_state.refused, web_state.lost) == ((), ())
     is_on_device = at.address in LOCAL
-    assert (at in {frontend.at for frontend in web_state.frontends}) is not is_on_device
-    assert web_state.left_to_node == ((at,) if is_on_device else ())
+    is_left = is_on_device and is_listening
+    served = [frontend for frontend in web_state.frontends if frontend.at == at]
+    assert [frontend.on_device for frontend in served] == ([] if is_left else [is_on_device])
+    assert web_state.left_to_node == ((at,) if is_left else ())
     assert FrontendKind.NODE_PORT in {frontend.kind for frontend in web_state.frontends}
 
 
-def test_cluster_ip_is_left_to_the_node_while_a_device_has_it(
+def test_cluster_ip_is_left_to_the_node_while_a_process_serves_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """As a node-local DNS cache comes and goes. The other ports of the Service are left, too: the
-    cache may listen there, and only the node knows. External addresses stay served.
+    """A node-local DNS cache: its address appears, it listens, it is killed, and starts again; then
+    the address is removed. Ports at which it does not listen, and other addresses, stay served.
     """
     dns = Service(
         "kube-system", "kube-dns", "LoadBalancer", addrs("10.96.0.10", "fd00:96::a"),
@@ -212,22 +224,30 @@ def test_cluster_ip_is_left_to_the_node_while_a_device_has_it(
     reporter = RefusalReporter(EventRecorder(None, "me"), Problems())
     touched = store.apply([up(NODE), up(dns), *(Synced(kind) for kind in Kind)])
     served: list[list[str]] = []
+    dns_at = FrontendAddress(parse_addr("10.96.0.10"), 53, Protocol.UDP)
+    steps = [(False, False), (True, False), (True, True), (True, False), (True, True),
+             (False, True), (False, False)]  # fmt: skip
     with caplog.at_level("INFO"):
-        for local in (LOCAL, (*LOCAL, parse_addr("10.96.0.10")), LOCAL):
-            touched.all_services = True
-            keys = builder.update(store, touched, local, Config())
+        for has_address, is_listening in steps:
+            touched.all_services = has_address != bool(builder.device_frontends)
+            local = (*LOCAL, dns_at.address) if has_address else LOCAL
+            listeners = {dns_at} if is_listening else set()
+            keys = builder.update(store, touched, local, Config(), device_listeners=listeners)
+            touched = ChangeSet()
             reporter.report_changes(keys, builder.state.services, builder.reserved)
             states = builder.state.services.values()
             served.append(sorted(str(f.at) for state in states for f in state.frontends))
-    v4 = ["10.96.0.10:53/UDP", "10.96.0.10:9153/TCP"]
-    assert served[0] == served[2]
-    assert set(served[0]) - set(served[1]) == set(v4)
-    assert {"203.0.113.5:53/UDP", "[fd00:96::a]:53/UDP"} <= set(served[1])
+            on_device = {f.at for state in states for f in state.frontends if f.on_device}
+            expected = {at for ports in builder.device_frontends for at in ports} - listeners
+            assert on_device == expected
+    assert [set(served[0]) - set(each) for each in served] == [
+        {str(dns_at)} if has_address and is_listening else set()
+        for has_address, is_listening in steps
+    ]
     lines = [record.getMessage() for record in caplog.records]
-    assert [line for line in lines if "left to this node" in line] == [
-        f"left to this node, which has the address on a device: {at} of Service "
-        "kube-system/kube-dns"
-        for at in v4
+    assert [line for line in lines if "left to this node" in line] == 2 * [
+        "left to this node, on which a device has the address and a process listens: "
+        f"{dns_at} of Service kube-system/kube-dns"
     ]
     assert sum("served at its ClusterIP again" in line for line in lines) == 2
 
@@ -316,6 +336,44 @@ def test_port_stays_reserved_for_a_grace_period_after_its_listener_ended() -> No
     assert listeners.ports == frozenset()
 
 
+DNS = FrontendAddress(parse_addr("10.96.0.10"), 53, TCP)
+DNS6 = FrontendAddress(parse_addr("fd00:96::a"), 53, TCP)
+LISTENERS = {
+    # what listens: the frontends of DNS and DNS6 that it serves
+    "the address": ({DNS}, {DNS}),
+    "every IPv4 address": ({DNS._replace(address=ANY4)}, {DNS}),
+    "every address": ({DNS._replace(address=ANY6)}, {DNS, DNS6}),
+    "another port": ({DNS._replace(port=54)}, set[FrontendAddress]()),
+    "another protocol": ({DNS._replace(protocol=Protocol.UDP)}, set[FrontendAddress]()),
+    "another address": ({DNS._replace(address=ANY4[:-1] + b"\1")}, set[FrontendAddress]()),
+}
+
+
+@pytest.mark.parametrize("what", LISTENERS)
+def test_listener_at_an_address_of_a_device(what: str) -> None:
+    """It is found at once after there was no such address, and then four times a second; its end
+    has no grace period, because the Service takes over.
+    """
+    there, expected = LISTENERS[what]
+    found = set(there)
+    listeners = Listeners(lambda: frozenset(found))
+    frontends = [frozenset({DNS, DNS6})]
+    listeners.refresh_device_ports(0.0, frontends)
+    assert listeners.device_ports == expected
+    found.clear()
+    listeners.refresh_device_ports(DEVICE_POLL_INTERVAL_S / 2, frontends)
+    assert listeners.device_ports == expected, "not due yet"
+    listeners.refresh_device_ports(listeners.device_due, frontends)
+    assert listeners.device_ports == frozenset()
+    found |= there
+    listeners.refresh_device_ports(listeners.device_due, frontends)
+    assert listeners.device_ports == expected
+    listeners.refresh_device_ports(listeners.device_due, [])
+    assert listeners.device_ports == frozenset()
+    listeners.refresh_device_ports(1.0, frontends)
+    assert listeners.device_ports == expected, "at once"
+
+
 def test_refusal_is_one_log_line_one_problem_and_one_event_per_change(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -366,7 +424,7 @@ def test_served_address_of_this_node_is_logged_once(
     kind, address, port, named = AT_NODE[name]
     config, problems = setting("listed", address), Problems()
     states = state_of(web(kind, address, port), config).services
-    kept = compute_reserved(NODE, LOCAL, SERVERS, LISTENING, (API_SLICE,), config)
+    kept = compute_reserved(NODE, LOCAL, SERVERS, LISTENING, (), (API_SLICE,), config)
     reporter = RefusalReporter(EventRecorder(None, "me"), problems)
     with caplog.at_level("WARNING"):
         for _ in range(2):

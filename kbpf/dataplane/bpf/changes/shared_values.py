@@ -17,8 +17,14 @@ T = TypeVar("T", bound=Hashable)
 
 
 def cluster_ips_of(programmed: ProgrammedPort) -> Iterator[Addr]:
-    """The ClusterIP of each ClusterIP frontend."""
-    return (f.at.address for f in programmed.frontends if f.kind is FrontendKind.CLUSTER_IP)
+    """The ClusterIP of each ClusterIP frontend, unless a device of the node has it: then its other
+    ports are the node's, so they are not refused.
+    """
+    return (
+        frontend.at.address
+        for frontend in programmed.frontends
+        if frontend.kind is FrontendKind.CLUSTER_IP and not frontend.on_device
+    )
 
 
 def ports_of(programmed: ProgrammedPort) -> Iterator[int]:

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NodeLocal DNSCache on a node of the lab.
+
+CoreDNS is real. node-cache (kubernetes/dns 1.26.7) is CoreDNS with a device and rules around it;
+these are imitated from cmd/node-cache/app/cache_app.go and pkg/netif/netif.go:
+
+- At start the device gets the ClusterIP, but is not set up; then CoreDNS starts; the iptables rules
+  follow a sync interval later.
+- On SIGTERM the rules are removed, then the device, then CoreDNS ends.
+- On SIGKILL all of them stay.
+
+With $KBPF_TEST_NODE_CACHE, the path of a node-cache binary, that program runs instead. It uses a
+device of its name that exists already, whatever its kind, so it works without dummy devices too.
+"""
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+from tests.support.build import go_build
+from tests.support.lab.lab import DIE_WITH_US, Node, Place, inside, run
+
+DEVICE = "nodelocaldns"
+NODE_CACHE = "KBPF_TEST_NODE_CACHE"
+WHERE = "where.cluster.local"
+"""A name that the cache answers itself, unlike the servers behind it."""
+AT_CACHE, AT_SERVER = "192.0.2.53", "192.0.2.1"
+_CACHE = """\
+cluster.local:53 {{
+    errors
+    cache {{
+        success 9984 30
+        denial 9984 5
+    }}
+    loop
+    bind {address}
+    template IN A {where} {{
+        answer "{{{{ .Name }}}} 0 IN A {at_cache}"
+    }}
+    forward . {upstream} {{
+        force_tcp
+    }}
+    health {address}:8080
+}}
+"""
+"""The zone of the cluster in nodelocaldns.yaml (kubernetes/kubernetes, cluster/addons/dns), with
+`template` in addition.
+"""
+_SERVER = """\
+.:53 {{
+    template IN A . {{
+        answer "{{{{ .Name }}}} 30 IN A {at_server}"
+    }}
+}}
+"""
+
+
+def start_server(pod: Place, folder: Path) -> "subprocess.Popen[bytes]":
+    """Starts CoreDNS in a pod, which answers with the same address for every name."""
+    corefile = folder / f"Corefile.{pod.name}"
+    corefile.write_text(_SERVER.format(at_server=AT_SERVER))
+    return _start(pod, str(go_build.build("coredns")), "-conf", str(corefile))
+
+
+def _start(place: Place, *command: str) -> "subprocess.Popen[bytes]":
+    return subprocess.Popen(
+        [*DIE_WITH_US, *inside(place.netns, place.cgroup, *command)],
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+
+
+class NodeCache:
+    """The cache at `address`, with the DNS servers at `upstream`."""
+
+    def __init__(self, node: Node, address: str, upstream: str) -> None:
+        self._node, self._address = node, address
+        self._place = node.host_network_pod("node-cache")
+        text = _CACHE.format(address=address, upstream=upstream, where=WHERE, at_cache=AT_CACHE)
+        self._corefile = node.lab.folder / "Corefile.cache"
+        self._corefile.write_text(text)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._binary = os.environ.get(NODE_CACHE)
+
+    def start(self) -> None:
+        """Starts it; its device may be left of the time before."""
+        if not self._has_device():
+            self._run("ip", "link", "add", DEVICE, "type", "bridge")  # or dummy, if the kernel can
+        if self._binary:
+            options = {
+                "localip": self._address,
+                "interfacename": DEVICE,
+                "upstreamsvc": "kube-dns-upstream",
+                "conf": str(self._corefile),
+                "basecorefile": str(self._corefile),
+                "metrics-listen-address": "127.0.0.1:9353",
+                "syncinterval": "1ns",  # node-cache multiplies it by a second
+            }
+            flags = [f"-{name}={value}" for name, value in options.items()]
+            self._process = _start(self._place, self._binary, *flags)
+            return
+        if not self.has_address():
+            self._run("ip", "addr", "add", f"{self._address}/32", "dev", DEVICE)
+        command = (str(go_build.build("coredns")), "-conf", str(self._corefile))
+        self._process = _start(self._place, *command)
+
+    def add_rules(self) -> None:
+        """What node-cache does after a sync interval."""
+        if not self._binary:
+            self._iptables("-I")
+
+    def has_rules(self) -> bool:
+        return self._address in self._run("iptables-save", "-t", "raw")
+
+    def has_address(self) -> bool:
+        return self._address in self._run("ip", "-br", "addr", "show")
+
+    def end(self, number: signal.Signals) -> None:
+        """Ends it by SIGTERM or SIGKILL."""
+        assert self._process is not None
+        if number == signal.SIGTERM and not self._binary:
+            self._iptables("-D")
+            self._run("ip", "link", "del", DEVICE)
+        self._process.send_signal(number)
+        self._process.wait()
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def _has_device(self) -> bool:
+        return DEVICE in self._run("ip", "-br", "link", "show")
+
+    def _iptables(self, verb: str) -> None:
+        for protocol in ("tcp", "udp"):
+            to = ("-p", protocol, "-d", self._address, "--dport", "53")
+            back = ("-p", protocol, "-s", self._address, "--sport", "53")
+            for table, chain, match, target in (
+                ("raw", "PREROUTING", to, "NOTRACK"),
+                ("filter", "INPUT", to, "ACCEPT"),
+                ("raw", "OUTPUT", back, "NOTRACK"),
+                ("filter", "OUTPUT", back, "ACCEPT"),
+                ("raw", "OUTPUT", to, "NOTRACK"),
+            ):
+                exists = self._has_rule(table, chain, match, target)
+                if exists == (verb == "-D"):
+                    self._run("iptables", "-w", "-t", table, verb, chain, *match, "-j", target)
+
+    def _has_rule(self, table: str, chain: str, match: tuple[str, ...], target: str) -> bool:
+        command = ("iptables", "-w", "-t", table, "-C", chain, *match, "-j", target)
+        words = inside(self._node.netns, None, *command)
+        return not subprocess.run(words, capture_output=True, check=False).returncode
+
+    def _run(self, *command: str) -> str:
+        return run(*inside(self._node.netns, None, *command))
