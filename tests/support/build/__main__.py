@@ -37,7 +37,11 @@ class Build:
 
 COMPILED = (
     Build("the BPF programs", lambda say: artifacts.compiled()),
-    *(Build(name, partial(go_build.build, name)) for name in go_build.PROGRAMS),
+    *(
+        Build(name, partial(go_build.build, name))
+        for name in go_build.PROGRAMS
+        if name not in go_build.RARE
+    ),
 )
 DOWNLOADED = (
     Build("promtool", lambda say: promtool()),

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds the real programs that the tests run against from their Go modules, and caches them.
 
-kube-apiserver and etcd (and kube-proxy, kubeadm, kubectl, helm and etcd's tools, if a test needs
-them) are built with the go.mod and go.sum files below go/, so a clone pins every byte of them. The
-results are cached outside the clone, in $KBPF_CACHE or ~/.cache/kbpf-tests, in a folder named by a
-digest of all inputs. Rules:
+kube-apiserver and etcd (and kube-proxy, kubeadm, kubectl, helm, etcd's tools, and the daemons and
+plugins of CNIs, if a test needs them) are built with the go.mod and go.sum files below go/, so a
+clone pins every byte of them. The results are cached outside the clone, in $KBPF_CACHE or
+~/.cache/kbpf-tests, in a folder named by a digest of all inputs. Rules:
 
 - A program is complete or absent: it is built in a temporary place and renamed, under a lock, so
   that several test runs can build at once.
@@ -56,10 +56,13 @@ class Program:
     package: str
     in_assets: bool  # $KUBEBUILDER_ASSETS must have it
     pins: str = "go.mod"
+    cgo: bool = False  # it has parts in C: it needs gcc
 
 
 PREVIOUS = "previous.mod"
 """The go.mod file that pins the minor version of Kubernetes before go.mod's."""
+_PLUGINS = "github.com/containernetworking/plugins/plugins"
+CNI_PLUGINS = ("bridge", "ptp", "host-local", "portmap", "bandwidth", "firewall")
 PROGRAMS = {
     "etcd": Program("etcd", "go.etcd.io/etcd/server/v3", True),
     "etcdctl": Program("etcdtools", "go.etcd.io/etcd/etcdctl/v3", False),
@@ -73,7 +76,21 @@ PROGRAMS = {
     "kubeadm-1.36": Program("apiserver", "k8s.io/kubernetes/cmd/kubeadm", False, PREVIOUS),
     "coredns": Program("coredns", ".", False),
     "helm": Program("helm", "helm.sh/helm/v3/cmd/helm", False),
+    "bridge": Program("cni", f"{_PLUGINS}/main/bridge", False),
+    "ptp": Program("cni", f"{_PLUGINS}/main/ptp", False),
+    "host-local": Program("cni", f"{_PLUGINS}/ipam/host-local", False),
+    "loopback": Program("cni", f"{_PLUGINS}/main/loopback", False),
+    "portmap": Program("cni", f"{_PLUGINS}/meta/portmap", False),
+    "bandwidth": Program("cni", f"{_PLUGINS}/meta/bandwidth", False),
+    "firewall": Program("cni", f"{_PLUGINS}/meta/firewall", False),
+    "flannel": Program("cni", f"{_PLUGINS}/meta/flannel", False, "flannel.mod"),
+    "flanneld": Program("flannel", "github.com/flannel-io/flannel", False, cgo=True),
+    "kube-router": Program(
+        "kuberouter", "github.com/cloudnativelabs/kube-router/v2/cmd/kube-router", False
+    ),
 }
+RARE = {"kube-router"}
+"""Programs that `make test` does not need."""
 CLUSTER = ("apiserver", "etcd")
 """Modules whose programs share a folder; every other module has a separate one."""
 
@@ -181,12 +198,12 @@ def _ask(go: Path) -> Go | None:
     return Go(go, said.stdout.decode().strip())
 
 
-def _environment() -> dict[str, str]:
+def _environment(cgo: bool = False) -> dict[str, str]:
     """Return the caller's environment without what could change the result."""
     dropped = {"GOOS", "GOARCH", "GOAMD64", "GOARM64", "GOROOT", "GOEXPERIMENT", "GO111MODULE"}
     return {k: v for k, v in os.environ.items() if k not in dropped} | {
         "HOME": str(Path.home()),
-        "CGO_ENABLED": "0",
+        "CGO_ENABLED": str(int(cgo)),
         "GOGC": "400",  # the compiler collects garbage less often; its output is the same
         "GOFLAGS": "-mod=readonly",
         "GOTOOLCHAIN": "local",
@@ -220,6 +237,7 @@ def _key(go: Go, program: Program) -> str:
     for name, other in sorted(PROGRAMS.items()):
         if other.module in modules and (other.pins, _sources(other)) == kin:
             digest.update(" ".join([name, other.package, *_flags(other), "\n"]).encode())
+            digest.update(b"cgo" if other.cgo else b"")
     pins = Path(program.pins)
     for each in modules if pins.name == "go.mod" else (program.module,):
         for file in (pins, pins.with_suffix(".sum")):
@@ -257,6 +275,7 @@ def _compile(go: Go, program: Program, path: Path, say: Say) -> None:
             MODULES / program.module,
             f"cannot build {path.name}",
             lambda count: say(f"{path.name}: {doing.format(count)}, {_seconds(started)} s"),
+            program.cgo,
         )
 
     with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as temporary:
@@ -294,6 +313,7 @@ def _run(
     folder: Path,
     what: str,
     report: Callable[[int], None] = lambda packages: None,
+    cgo: bool = False,
 ) -> list[str]:
     """Runs a command and returns the packages that it prints. Reports their number so far every
     REPORT_SECONDS. Raises BuildError with the last lines of the output if the command fails.
@@ -313,7 +333,7 @@ def _run(
         process = subprocess.Popen(
             command,
             cwd=folder,
-            env=_environment(),
+            env=_environment(cgo),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

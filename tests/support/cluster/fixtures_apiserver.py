@@ -23,6 +23,8 @@ BUILDS = {
     "previous_kubeadm": ("kubeadm-1.36",),
     "helm": ("helm",),
     "kube_proxy": ("kube-proxy",),
+    "cni_programs": (*go_build.CNI_PLUGINS, "flannel", "flanneld"),
+    "kube_router": ("kube-router",),
 }
 """Fixture → the programs that it needs."""
 _FAILED = pytest.StashKey[dict[str, go_build.BuildError]]()
@@ -75,6 +77,10 @@ kubeadm = _program_fixture("kubeadm")
 previous_kubeadm = _program_fixture("previous_kubeadm")
 """kubeadm of the previous minor version."""
 helm = _program_fixture("helm")
+cni_programs = _program_fixture("cni_programs")
+"""The CNI plugins, and flanneld."""
+kube_router = _program_fixture("kube_router")
+"""The router and firewall, used as CNI."""
 
 
 @pytest.fixture(scope="session")

@@ -34,6 +34,7 @@ _KINDS: dict[str, tuple[str, str, bool]] = {  # kind → API group path, resourc
     "ControllerRevision": ("/apis/apps/v1", "controllerrevisions", True),
     "EndpointSlice": ("/apis/discovery.k8s.io/v1", "endpointslices", True),
     "Event": ("/apis/events.k8s.io/v1", "events", True),
+    "NetworkPolicy": ("/apis/networking.k8s.io/v1", "networkpolicies", True),
     "ServiceCIDR": ("/apis/networking.k8s.io/v1", "servicecidrs", False),
 }
 

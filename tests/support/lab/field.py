@@ -52,11 +52,9 @@ class Field(Cluster):
 
     def __enter__(self) -> Self:
         with self.own:
-            self.lab = self.own.enter_context(Lab(len(self._pods), self._named, apart=True))
-            self.folder = self.lab.folder / "objects"
-            self.folder.mkdir()
+            self.lab = self.own.enter_context(self.new_lab(len(self._pods), self._named))
             self.prepare()
-            arguments = ("--source", str(self.folder), "--packet-path", "true", *self.arguments)
+            arguments = (*self.source(), "--packet-path", "true", *self.arguments)
             for letter, home, pods in zip("abcdef", self.lab.nodes, self._pods, strict=False):
                 self.settle_in(letter, home, pods, *arguments)
                 self.agents[-1].module = self.module
@@ -71,16 +69,29 @@ class Field(Cluster):
                 *(f"route add {net} via {NODES6[0]}" for net in ROUTED6),
                 netns=self.lab.outside,
             )
-            self.create(*(node(n.name, n.ip, n.ip6) for n in self.lab.nodes))
-            for agent in self.agents:
-                agent.start(wait=False)
-            for agent in self.agents:
-                agent.wait_synced()
+            self.bring_up()
             self.own = self.own.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.own.close()
+
+    def new_lab(self, nodes: int, name: str) -> Lab:
+        return Lab(nodes, name, apart=True)
+
+    def source(self) -> tuple[str, ...]:
+        """The agents' flags that say where the objects are."""
+        self.folder = self.lab.folder / "objects"
+        self.folder.mkdir()
+        return ("--source", str(self.folder))
+
+    def bring_up(self) -> None:
+        """Creates the Nodes and starts their agents."""
+        self.create(*(node(n.name, n.ip, n.ip6) for n in self.lab.nodes))
+        for agent in self.agents:
+            agent.start(wait=False)
+        for agent in self.agents:
+            agent.wait_synced()
 
     def prepare(self) -> None:
         """Called before pods and agents exist, for subclasses that change the nodes."""

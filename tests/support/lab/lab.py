@@ -250,10 +250,8 @@ class Node:
         index = len(self.pods) + 1
         netns = f"{self.netns}p{index}"
         v4, v6 = f"10.244.{self.number}.{index + 1}", f"fd00:10:244:{self.number}::{index + 1}"
-        shape, pod = self.lab.network, podnet.Pod(index, netns, v4, v6)
         self.lab.add_netns(netns)
-        ip(*shape.cable(self.number, pod), netns=self.netns)
-        ip(*shape.inside(self.number, pod), netns=netns)
+        self.lab.attach(self, podnet.Pod(index, netns, v4, v6))
         place = Place(name, netns, self.cgroup / f"pod{index}")
         place.ip, place.ip6 = v4, v6
         self.pods.append(place)
@@ -291,10 +289,14 @@ class Lab:
     """The nodes, the fabric and the outside of the module docstring."""
 
     def __init__(
-        self, nodes: int = 2, name: str = "", apart: bool = False, network: str = "routed"
+        self,
+        nodes: int = 2,
+        name: str = "",
+        apart: bool = False,
+        network: str | podnet.Routed = "routed",
     ) -> None:
         self.prefix = f"kb{name}{os.getpid()}"
-        self.network = podnet.SHAPES[network]
+        self.network = podnet.SHAPES[network] if isinstance(network, str) else network
         self.outside = f"{self.prefix}o" if apart else None
         self.folder = Path(tempfile.mkdtemp(prefix="kbpf-lab-"))
         self._netns: list[str] = []
@@ -369,10 +371,15 @@ class Lab:
             "route add default via fd00:198:18::fe",
             netns=node.netns,
         )
-        settled(node.netns, node.ip6, podnet.gate(number, v6=True))
+        settled(node.netns, node.ip6, *self.network.own6(number))
         node.host = Place(f"host-{number}", node.netns, node.cgroup / "host")
         node.host.ip, node.host.ip6 = node.ip, node.ip6
         return node
+
+    def attach(self, node: Node, pod: podnet.Pod) -> None:
+        """Connects a pod's namespace to its node."""
+        ip(*self.network.cable(node.number, pod), netns=node.netns)
+        ip(*self.network.inside(node.number, pod), netns=pod.netns)
 
     def add_netns(self, name: str) -> None:
         """Adds a namespace that close() removes."""

@@ -52,6 +52,10 @@ class Routed:
             f"addr add {gate(number, True)}/128 dev lo nodad",
         )
 
+    def own6(self, number: int) -> Lines:
+        """The IPv6 addresses that node() adds."""
+        return (gate(number, True),)
+
     def cable(self, number: int, pod: Pod) -> Lines:
         """Commands on the node for a pod's veth pair."""
         return (

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Services in the pod networks of real CNIs: their plugins, and their daemons
+(tests/support/cni/networks.py).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+import pytest
+
+from tests.support.cni.cluster import HOST_PORT, CniCluster
+from tests.support.cni.networks import CNIS
+from tests.support.lab.dial import explain
+from tests.support.lab.field import DROPPED, NODES4, NODES6, at, split
+from tests.support.lab.lab import until
+from tests.support.lab.load import under_load
+
+CLIENT = "the client's address"
+NODE = "an address of the client's node, or of the node dialled from outside"
+BRIDGED = (
+    "NODE if both pods are on the node's bridge, where replies would not pass the node; else CLIENT"
+)
+WAIT = 1.0
+
+
+@pytest.fixture(scope="module", params=["bridge", "kindnet", "flannel-vxlan", "flannel-host-gw"])
+def cluster(request: pytest.FixtureRequest, cni_programs: None) -> Iterator[CniCluster]:
+    """TCP Services 11 to 15, UDP 21 to 25: local, remote, both, Local, Local without a local
+    backend.
+    """
+    with CniCluster(CNIS[request.param]) as made:
+        for base, protocol in ((10, "TCP"), (20, "UDP")):
+            for number, who in ((1, "a1"), (2, "b1"), (3, "a1 b1")):
+                made.create(*made.all_ways(base + number, who, protocol))
+            local = {"external_policy": "Local"}
+            made.create(*made.all_ways(base + 4, "a1 b1", protocol, **local))
+            made.create(*made.all_ways(base + 5, "b1", protocol, **local))
+        made.settle()
+        yield made
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A connection: who dials which kind of address of which Service (0 to 9, in the protocol's
+    row of ten), on which node; which backends answer, and whose address they see.
+    """
+
+    client: str
+    kind: str
+    number: int
+    outcome: str
+    sees: str = CLIENT
+    node_number: int = 1
+
+
+ROWS = (
+    Row("a2", "ClusterIP", 3, "a1 b1"),
+    Row("a2!", "ClusterIP", 3, "a1 b1", BRIDGED),
+    Row("a1", "ClusterIP", 1, "a1", ),
+    Row("a1!", "ClusterIP", 1, "a1", NODE),
+    Row("host-1", "ClusterIP", 3, "a1 b1", NODE),
+    Row("a2!", "NodePort", 3, "a1 b1", NODE),
+    Row("host-1", "NodePort", 3, "a1 b1", NODE),
+    Row("outside", "NodePort", 1, "a1", NODE),
+    Row("outside", "NodePort", 2, "b1", NODE),
+    Row("outside", "NodePort", 3, "a1 b1", NODE, 2),
+    Row("outside", "NodePort", 4, "a1"),
+    Row("outside", "NodePort", 4, "b1", node_number=2),
+    Row("outside", "NodePort", 5, DROPPED),
+    Row("a2!", "NodePort", 5, "b1"),
+    Row("outside", "VIP", 3, "a1 b1", NODE),
+    Row("outside", "VIP", 4, "a1"),
+    Row("outside", "ExternalIP", 2, "b1", NODE),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("protocol", "v6"),
+    [*product(("tcp", "udp"), (False, True))],
+    ids=["tcp4", "tcp6", "udp4", "udp6"],
+)
+@pytest.mark.parametrize("row", ROWS, ids=lambda r: f"{r.client} {r.kind} {r.number}")
+def test_dial(cluster: CniCluster, row: Row, protocol: str, v6: bool) -> None:
+    check(cluster, row, protocol, v6)
+
+
+def check(cluster: CniCluster, row: Row, protocol: str, v6: bool) -> None:
+    base = 10 if protocol == "tcp" else 20
+    to = at(row.kind, base + row.number, v6, row.node_number)
+    client, names = cluster[row.client], row.outcome.split()
+    fails = row.outcome == DROPPED
+    answer = client.many(
+        1 if fails else 24 if len(names) > 1 else 3,
+        *split(to),
+        protocol=protocol,
+        connected=True,
+        **({"timeout": WAIT} if fails else {}),
+    )
+    why = f"{row}\n{to}: got {answer}\n{explain(cluster, row.client, split(to)[0])}"
+    if fails:
+        assert (answer["names"], set(answer["errors"])) == ({}, {DROPPED}), why
+        return
+    assert not answer["errors"], why
+    assert set(answer["names"]) == set(names), why
+    home = cluster.home[row.client]
+    if row.client == "outside":
+        home = cluster.lab.nodes[row.node_number - 1]
+    node, own = cluster.addresses(home), {client.ip6 if v6 else client.ip}
+    for name, _, seen, peer, peer_port in answer["seen"]:
+        bridged = row.sees == BRIDGED and cluster.cni.is_bridged and cluster.home[name] is home
+        assert seen in (node if row.sees == NODE or bridged else own), (name, seen, why)
+        assert (peer, peer_port) == split(to), why
+
+
+@pytest.mark.parametrize("node", [NODES4[0], NODES6[0]], ids=["v4", "v6"])
+def test_a_host_port_of_the_portmap_plugin(cluster: CniCluster, node: str) -> None:
+    answer = cluster["outside"].many(3, node, HOST_PORT)
+    assert answer["names"] == {"a1": 3}, answer
+
+
+@pytest.mark.parametrize("v6", [False, True], ids=["v4", "v6"])
+def test_the_cni_restarts_under_load(cluster: CniCluster, v6: bool) -> None:
+    """Every node's daemon ends and starts again; pods come and go meanwhile."""
+    remote, both = at("NodePort", 12, v6), at("ClusterIP", 13, v6)
+    home = cluster.lab.nodes[0]
+    with (
+        under_load(cluster, *split(remote)[:1], "outside", port=split(remote)[1]) as outside,
+        under_load(cluster, *split(both)[:1], "a2!", "host-1") as inside,
+    ):
+        assert "name" in cluster["outside"].tcp(*split(remote), keep="kept")
+        for daemon in cluster.daemons:
+            daemon.stop()
+        inside.goes_on()
+        for daemon in cluster.daemons:
+            daemon.start()
+        others = [node for node in cluster.lab.nodes if node is not home]
+        until("the CNI is ready again", lambda: cluster.cni.is_ready(home, others))
+        pod = home.pod(f"a{len(home.pods) + 1}").serve(8080)
+        cluster.places[pod.name], cluster.home[pod.name] = pod, home
+        inside.goes_on()
+        outside.goes_on()
+        assert "name" in cluster["outside"].ask("talk", keep="kept")
+        answer = pod.many(24, *split(both))
+        assert set(answer["names"]) == {"a1", "b1"}, answer

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CNIs: for each, its configuration of the plugins and its daemon on every node.
+
+    bridge       the standard plugin, with portmap, bandwidth and firewall; static routes between
+                 the nodes
+    kindnet      kind's: the plugins ptp and portmap. kindnetd cannot be had as a Go module, so its
+                 routes and its masquerade chain are imitated (kind v0.33.0, images/kindnetd:
+                 cni.go, routes.go, masq.go)
+    flannel      flanneld with the Kubernetes subnet manager, and its plugin; back ends `vxlan` and
+                 `host-gw`
+    kube-router  as router (BGP between the nodes) and as firewall, not as service proxy
+
+In all of them a node's pods are in 10.244.n.0/24 and fd00:10:244:n::/64, from .2 upward.
+"""
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from tests.support.cni.plugins import Conf, read
+from tests.support.lab.lab import Node, inside, ip, run
+from tests.support.lab.podnet import Lines, Pod, Routed
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+PODS4, PODS6 = "10.244.0.0/16", "fd00:10:244::/48"
+
+
+def pod_cidrs(node: Node) -> tuple[str, str]:
+    return f"10.244.{node.number}.0/24", f"fd00:10:244:{node.number}::/64"
+
+
+class Cni(Routed):
+    """Base: pods get their devices, addresses and routes from plugins, the nodes theirs from a
+    daemon.
+    """
+
+    name = ""
+    programs: tuple[str, ...] = ()
+    """The plugins."""
+    daemon = ""
+    """The program that runs on each node; "" if there is none."""
+    is_bridged = True
+    """Whether a node's pods are on one bridge; else each has a link of its own."""
+
+    def conf(self, node: Node) -> Conf:
+        """The plugins' configuration on this node, once the daemon has prepared it."""
+        raise NotImplementedError
+
+    def prepare(self, node: Node, others: "Sequence[Node]") -> None:
+        """What is done on the node before the daemon starts."""
+
+    def command(self, node: Node, kubeconfig: "Path") -> tuple[str, ...]:
+        """The daemon's arguments."""
+        return ()
+
+    def is_ready(self, node: Node, others: "Sequence[Node]") -> bool:
+        """Whether pods can be added, and reach those of the other nodes."""
+        return True
+
+    # The lab's own devices and routes are not wanted.
+
+    def node(self, number: int) -> Lines:
+        return ()
+
+    def own6(self, number: int) -> Lines:
+        return ()
+
+    def join(self, node: Node, others: "Sequence[Node]") -> tuple[Lines, Lines]:
+        return (), ()
+
+    def cable(self, number: int, pod: Pod) -> Lines:
+        raise NotImplementedError
+
+    inside = cable
+
+
+def _ipam(node: Node) -> Conf:
+    return {
+        "type": "host-local",
+        "dataDir": str(node.lab.folder / f"ipam-{node.name}"),
+        "ranges": [[{"subnet": cidr}] for cidr in pod_cidrs(node)],
+        "routes": [{"dst": "0.0.0.0/0"}, {"dst": "::/0"}],
+    }
+
+
+def _route_to(node: Node, others: "Sequence[Node]") -> None:
+    for other in others:
+        v4, v6 = pod_cidrs(other)
+        ip(f"route add {v4} via {other.ip}", f"route add {v6} via {other.ip6}", netns=node.netns)
+
+
+PORTMAP = {"type": "portmap", "capabilities": {"portMappings": True}}
+
+
+class Bridge(Cni):
+    name = "bridge"
+    programs = ("bridge", "host-local", "portmap", "bandwidth", "firewall")
+
+    def conf(self, node: Node) -> Conf:
+        bridge = {
+            "type": "bridge", "bridge": "cni0", "isGateway": True, "ipMasq": False,
+            "hairpinMode": True, "ipam": _ipam(node),
+        }  # fmt: skip
+        return {
+            "cniVersion": "1.0.0",
+            "name": "net",
+            "plugins": [
+                bridge,
+                PORTMAP,
+                {"type": "bandwidth", "capabilities": {"bandwidth": True}},
+                {"type": "firewall", "backend": "iptables"},
+            ],
+        }
+
+    def prepare(self, node: Node, others: "Sequence[Node]") -> None:
+        _route_to(node, others)
+
+
+class Kindnet(Cni):
+    name = "kindnet"
+    programs = ("ptp", "host-local", "portmap")
+    is_bridged = False
+
+    def conf(self, node: Node) -> Conf:
+        ptp = {"type": "ptp", "ipMasq": False, "ipam": _ipam(node), "mtu": 1500}
+        return {"cniVersion": "0.3.1", "name": "kindnet", "plugins": [ptp, PORTMAP]}
+
+    def prepare(self, node: Node, others: "Sequence[Node]") -> None:
+        _route_to(node, others)
+        for program, cidr in (("iptables", PODS4), ("ip6tables", PODS6)):
+            rules = (
+                "-N KIND-MASQ-AGENT",
+                f"-A KIND-MASQ-AGENT -d {cidr} -j RETURN",
+                "-A KIND-MASQ-AGENT -j MASQUERADE",
+                "-A POSTROUTING -m addrtype ! --dst-type LOCAL -j KIND-MASQ-AGENT",
+            )
+            for rule in rules:
+                run(*inside(node.netns, None, program, "-w", "-t", "nat", *rule.split()))
+
+
+class Flannel(Cni):
+    programs = ("flannel", "bridge", "host-local", "portmap")
+    daemon = "flanneld"
+
+    def __init__(self, backend: str) -> None:
+        self.name = f"flannel-{backend}"
+        self._backend = backend
+
+    def conf(self, node: Node) -> Conf:
+        """As in kube-flannel.yml, with folders of this node's own."""
+        flannel = {
+            "type": "flannel",
+            "subnetFile": str(self._subnet_file(node)),
+            "dataDir": str(node.lab.folder / f"flannel-{node.name}"),
+            "ipam": {"dataDir": str(node.lab.folder / f"ipam-{node.name}")},
+            "delegate": {"hairpinMode": True, "isDefaultGateway": True},
+        }
+        return {"name": "cbr0", "cniVersion": "0.3.1", "plugins": [flannel, PORTMAP]}
+
+    def command(self, node: Node, kubeconfig: "Path") -> tuple[str, ...]:
+        net_conf = node.lab.folder / "net-conf.json"
+        row = {
+            "Network": PODS4, "IPv6Network": PODS6, "EnableIPv6": True,
+            "Backend": {"Type": self._backend},
+        }  # fmt: skip
+        net_conf.write_text(json.dumps(row))
+        return (
+            "--kube-subnet-mgr", "--ip-masq", "--iface=eth0", "--healthz-port=0",
+            f"--kubeconfig-file={kubeconfig}",
+            f"--net-config-path={net_conf}",
+            f"--subnet-file={self._subnet_file(node)}",
+        )  # fmt: skip
+
+    def is_ready(self, node: Node, others: "Sequence[Node]") -> bool:
+        return self._subnet_file(node).exists() and has_routes(node, others)
+
+    def _subnet_file(self, node: Node) -> "Path":
+        return node.lab.folder / f"subnet-{node.name}.env"
+
+
+class KubeRouter(Cni):
+    name = "kube-router"
+    programs = ("bridge", "host-local", "portmap")
+    daemon = "kube-router"
+
+    def prepare(self, node: Node, others: "Sequence[Node]") -> None:
+        """The file that kubeadm-kuberouter.yaml installs; kube-router writes the pod networks into
+        it.
+        """
+        bridge = {
+            "type": "bridge", "bridge": "kube-bridge", "isDefaultGateway": True,
+            "hairpinMode": True,
+            "ipam": {"type": "host-local", "dataDir": str(node.lab.folder / f"ipam-{node.name}")},
+        }  # fmt: skip
+        row = {"cniVersion": "0.3.0", "name": "mynet", "plugins": [bridge, PORTMAP]}
+        self.file(node).write_text(json.dumps(row))
+
+    def file(self, node: Node) -> "Path":
+        return node.lab.folder / f"kube-router-{node.name}.conflist"
+
+    def conf(self, node: Node) -> Conf:
+        return read(self.file(node))
+
+    def command(self, node: Node, kubeconfig: "Path") -> tuple[str, ...]:
+        return (
+            f"--kubeconfig={kubeconfig}", f"--hostname-override={node.name}",
+            "--run-router=true", "--run-firewall=true", "--run-service-proxy=false",
+            "--enable-ipv6=true", "--enable-overlay=false", "--bgp-graceful-restart=true",
+            "--service-cluster-ip-range=10.96.0.0/16",
+            "--service-cluster-ip-range=fd00:10:96::/112",
+            "--service-external-ip-range=203.0.113.0/24",
+            "--service-external-ip-range=2001:db8:1::/64",
+        )  # fmt: skip
+
+    def is_ready(self, node: Node, others: "Sequence[Node]") -> bool:
+        ipam = self.conf(node)["plugins"][0]["ipam"]
+        return "subnet" in ipam or "ranges" in ipam
+
+
+def has_routes(node: Node, others: "Sequence[Node]") -> bool:
+    """Whether it has routes to the pods of the other nodes, in both families."""
+    rows = [*routes(node, "-4"), *routes(node, "-6")]
+    have = {row["dst"] for row in rows}
+    return all(set(pod_cidrs(other)) <= have for other in others)
+
+
+def routes(node: Node, family: str) -> list[dict[str, Any]]:
+    return json.loads(run("ip", "-n", node.netns, family, "-j", "route"))
+
+
+CNIS = {
+    cni.name: cni
+    for cni in (Bridge(), Kindnet(), Flannel("vxlan"), Flannel("host-gw"), KubeRouter())
+}
