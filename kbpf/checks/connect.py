@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Final
 
 from kbpf.checks.row import Check, CheckRow
-from kbpf.dataplane.bpf.programs import foreign
 from kbpf.errors import KernelError
 from kbpf.kernel.net import dial
 from kbpf.kernel.system import cgroups, netns, sandbox
@@ -33,7 +32,7 @@ from kbpf.model.desired import Backend, FrontendAddress, FrontendKind
 from kbpf.model.inspection import FrontendEntry, Inspection, Part, ServicePort
 from kbpf.model.objects import Protocol
 
-NEEDS: Final = Part.SERVICES | Part.HOOKS | Part.STATUS
+NEEDS: Final = Part.SERVICES | Part.HOOKS | Part.STATUS | Part.PACKETS
 MAX_BACKENDS: Final = 64
 """Larger sets are not tested: each backend needs an address and a socket in the sandbox."""
 
@@ -108,13 +107,6 @@ def check_attached(inspection: Inspection) -> Iterator[CheckRow]:
             yield CheckRow(Check.DIAL, "no", True, str(error), hint, subject=str(frontend))
             continue
         yield _dial_row(Check.DIAL, frontend, destination, peer_name, has_peer_name_hooks)
-
-
-def foreign_rows(inspection: Inspection) -> Iterator[CheckRow]:
-    """Yields a row for each program of another load balancer at the same hooks."""
-    cgroup = next((Path(f.cgroup) for f in inspection.hooks if f.attached and f.cgroup), None)
-    for line in foreign.format_lines(foreign.find_all(Path(inspection.location), cgroup)):
-        yield CheckRow(Check.FOREIGN_PROGRAMS, "no", False, line, "see docs/troubleshoot.md")
 
 
 def left_to_node_rows(inspection: Inspection) -> Iterator[CheckRow]:

@@ -62,8 +62,13 @@ class Check(StrEnum):
     DIAL = "dial {}"
     DIAL_FROM_HOST = "dial {} from the host"
     NO_DIAL_FROM_POD = "leave {} from a pod"
+    PACKETS = "packets"
+    PACKETS_AT = "packets at {}"
+    # others on the same node (neighbours.py)
     FOREIGN_PROGRAMS = "alone at its hooks"
     LEFT_TO_NODE = "left to the node"
+    BALANCERS = "other load balancers"
+    KUBE_PROXY = "kube-proxy"
 
 
 class CheckRow(msgspec.Struct, frozen=True):

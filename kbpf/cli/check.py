@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 def check(
     attached: Annotated[
-        bool, typer.Option("--attached", help="Also test the attached hooks with real connections.")
+        bool,
+        typer.Option(
+            "--attached", help="Also test the attached hooks with real connections and packets."
+        ),
     ] = False,
     output: OutputOption = Output.TABLE,
     config: ConfigFile = None,
@@ -31,13 +34,15 @@ def check(
     """
     from kbpf.checks import bpf as bpf_checks
     from kbpf.checks import ipvs as ipvs_checks
-    from kbpf.checks import packet_path
+    from kbpf.checks import neighbours, packet_path
     from kbpf.checks.verdict import compute_verdict, to_document
 
     rows = (
         *bpf_checks.rows(cgroup, pin_dir, cache_dir),
         *packet_path.check_packet_path(pin_dir),
         *ipvs_checks.rows(),
+        neighbours.balancer_row(pin_dir, cgroup),
+        neighbours.kube_proxy_row(),
     )
     proof = None
     if attached:
@@ -45,10 +50,13 @@ def check(
         from kbpf.dataplane.bpf.inspect import snapshot
 
         node_snapshot = snapshot.read(pin_dir, attached_checks.NEEDS)
-        proof = tuple(attached_checks.check_attached(node_snapshot))
+        proof = (
+            *attached_checks.check_attached(node_snapshot),
+            *neighbours.packet_rows(node_snapshot),
+        )
         rows = (
             *rows,
-            *attached_checks.foreign_rows(node_snapshot),
+            *neighbours.foreign_rows(node_snapshot),
             *attached_checks.left_to_node_rows(node_snapshot),
         )
     verdict = compute_verdict(rows, proof)

@@ -5,13 +5,14 @@ While one mode replaces the other, both may have left state behind. The one whos
 status last is shown.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kbpf.dataplane.bpf.inspect import snapshot
 from kbpf.dataplane.ipvs import inspect as ipvs
 from kbpf.errors import KbpfError, NotFoundError
 from kbpf.model.inspection import Inspection, Part
+from kbpf.takeover import neighbour
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +39,16 @@ def read(locations: Locations, parts: Part, bpf_only: bool = False) -> Inspectio
     """Reads what is programmed. Raises NotFoundError if no agent has run on this node, or if
     `bpf_only` and the node is in mode ipvs.
     """
-    if not is_ipvs(locations):
-        return snapshot.read(locations.pin_dir, parts)
-    if bpf_only:
+    is_mode_ipvs = is_ipvs(locations)
+    if is_mode_ipvs and bpf_only:
         raise NotFoundError(
             "the agent of this node is in mode ipvs, which does not have this",
             str(locations.state_dir), "use `kbpf inspect services`, `connections` or `status`",
         )  # fmt: skip
-    return ipvs.read(locations.state_dir)
+    inspection = (
+        ipvs.read(locations.state_dir) if is_mode_ipvs else snapshot.read(locations.pin_dir, parts)
+    )
+    if Part.KUBE_PROXY in parts:
+        line, _ = neighbour.describe(neighbour.find_kube_proxy())
+        inspection = replace(inspection, kube_proxy=line)
+    return inspection

@@ -38,6 +38,7 @@ class Part(Flag):
     DEVICES = auto()
     RANGES = auto()
     TRAFFIC = auto()
+    KUBE_PROXY = auto()
 
 
 # ---- Services ------------------------------------------------------------------------------------
@@ -364,6 +365,7 @@ class Inspection:
     - `node_ports`: the families in which NodePorts answer on some address of this node; None if
       that was not read.
     - `host_netns`: the cookie of the node's own network namespace.
+    - `kube_proxy`: a line about a kube-proxy on this node, or about its rules; "" if none is.
     - `socket_lb`: which sockets the hooks serve; `exempt_cgroups`: the number of cgroups whose
       sockets they do not.
     - `agent_alive`: whether a process with the agent's pid exists.
@@ -385,6 +387,7 @@ class Inspection:
     hooks: tuple[HookEntry, ...] = ()
     socket_lb: SocketLb = SocketLb.ON
     exempt_cgroups: int = 0
+    kube_proxy: str = ""
     reasons: Mapping[Reason, int] = field(default_factory=dict)
     status: AgentStatus | None = None
     agent_alive: bool = False

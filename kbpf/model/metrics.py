@@ -115,7 +115,8 @@ class TrafficStats(msgspec.Struct, frozen=True):
     `connections`: the number of open connections of each Service port that has any, which may be
     tens of thousands; None if not counted. `totals`: counters of each Service port, if counted;
     `counted_fields`: which fields of these are counted. `backends`: the busiest ones, as many as
-    configured. `flow_count`: None without a packet path.
+    configured. `flow_count`: None without a packet path. `kube_proxy_running`, `kube_proxy_rules`:
+    whether a kube-proxy runs on this node, and whether rules of one are there; None if unknown.
     """
 
     connections: tuple[tuple[PortName, int], ...] | None = None
@@ -123,6 +124,8 @@ class TrafficStats(msgspec.Struct, frozen=True):
     counted_fields: frozenset[str] = frozenset()
     backends: tuple[BackendStats, ...] = ()
     flow_count: FlowCount | None = None
+    kube_proxy_running: bool | None = None
+    kube_proxy_rules: bool | None = None
 
 
 Pause = Callable[[], None]

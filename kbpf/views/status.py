@@ -16,7 +16,7 @@ from kbpf.views.page import Page
 from kbpf.views.programs import hook_state
 from kbpf.views.text import format_facts, format_table, indent
 
-NEEDS: Final = Part.STATUS | Part.HOOKS | availability.NEEDS
+NEEDS: Final = Part.STATUS | Part.HOOKS | Part.KUBE_PROXY | availability.NEEDS
 
 HEARTBEAT_TIMEOUT_S: Final = 10.0
 """The agent writes its status every 2 s. After this long without one it counts as down."""
@@ -71,6 +71,7 @@ class StatusView(msgspec.Struct, frozen=True):
     problems: tuple[str, ...]
     disabled_features: tuple[str, ...]
     left_to_node: tuple[str, ...]
+    kube_proxy: str
     counters: dict[str, int]
     packets: PacketView | None
 
@@ -127,6 +128,7 @@ def build_view(inspection: Inspection) -> StatusView:
         problems=status.problems,
         disabled_features=status.disabled_features,
         left_to_node=status.left_to_node,
+        kube_proxy=inspection.kube_proxy,
         counters={reason.name.lower(): inspection.reasons.get(reason, 0) for reason in Reason}
         if packets is not None
         else {},
@@ -220,6 +222,8 @@ def _agent_facts(view: StatusView) -> Iterator[tuple[str, str]]:
     yield "pins" if view.packets is not None else "state", view.pin_dir
     if view.left_to_node:
         yield "left to node", "; ".join(view.left_to_node)
+    if view.kube_proxy:
+        yield "kube-proxy", view.kube_proxy
     if view.disabled_features:
         yield "disabled", "; ".join(view.disabled_features)
     if view.error:

@@ -25,7 +25,7 @@ from kbpf.dataplane.bpf.maps.agent_sockets import AgentSockets
 from kbpf.dataplane.bpf.maps.pin_watch import PinWatch
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.dataplane.bpf.metrics import MapCollector
-from kbpf.dataplane.bpf.programs import unpinned
+from kbpf.dataplane.bpf.programs import foreign, unpinned
 from kbpf.dataplane.bpf.shared import BpfAccess
 from kbpf.dataplane.bpf.udp_cutter import UdpCutter
 from kbpf.kernel.system import mounts
@@ -85,6 +85,7 @@ class BpfPlane:
         self._pin_watch.lock()
         with self._pins.with_operator_path():
             unpinned.refuse_unpinned(self._pins, self._config.pin_dir, cgroup)
+            foreign.refuse_balancers(self._pins, cgroup)
             self._attachments.compile(cgroup)
             adopted = self._agent_maps.open()
             self.shared.sockets.open(self._agent_maps.maps["agent_sockets"])

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What other threads use of the BPF data plane."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -11,6 +11,7 @@ from kbpf.dataplane.bpf.maps.agent_maps import AgentMaps
 from kbpf.dataplane.bpf.maps.agent_sockets import AgentSockets
 from kbpf.dataplane.bpf.metrics import MapCollector
 from kbpf.model.metrics import DataPlaneMetrics, Pause, TrafficStats
+from kbpf.takeover.neighbour import KubeProxyWatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +20,7 @@ class BpfAccess(SharedAccess):
     agent_maps: AgentMaps
     attachments: Attachments
     sockets: AgentSockets
+    kube_proxy: KubeProxyWatch = field(default_factory=KubeProxyWatch)
 
     def read_metrics(self) -> DataPlaneMetrics:
         return msgspec.structs.replace(
@@ -28,7 +30,12 @@ class BpfAccess(SharedAccess):
         )
 
     def count_traffic(self, pause: Pause) -> TrafficStats:
-        return self.collector.count(pause)
+        kube_proxy = self.kube_proxy.read()
+        return msgspec.structs.replace(
+            self.collector.count(pause),
+            kube_proxy_running=bool(kube_proxy.running),
+            kube_proxy_rules=None if kube_proxy.unreadable else kube_proxy.has_rules,
+        )
 
     def claim_socket(self, cookie: int) -> None:
         self.sockets.claim(cookie)

@@ -41,6 +41,8 @@ BPF_CGROUP_INET6_GETPEERNAME: Final = 30
 BPF_TCX_INGRESS: Final = 46
 BPF_TCX_EGRESS: Final = 47
 
+BPF_F_INGRESS: Final = 1  # of bpf_clone_redirect()
+
 # helper functions, enum bpf_func_id
 BPF_FUNC_tail_call: Final = 12
 BPF_FUNC_clone_redirect: Final = 13

@@ -16,12 +16,14 @@ from typing import NamedTuple
 import pytest
 
 from kbpf.checks import connect as attached_checks
+from kbpf.checks import neighbours
 from kbpf.dataplane.bpf import socket_hooks
 from kbpf.dataplane.bpf.hooks import HOOKS as HOOK_TABLE
 from kbpf.dataplane.bpf.inspect import snapshot
 from kbpf.dataplane.bpf.packet_path import device_thread
 from kbpf.dataplane.bpf.plane import BpfPlane
 from kbpf.dataplane.bpf.programs import foreign
+from kbpf.errors import KernelError
 from kbpf.kernel.bpf.clsact import Direction, FilterIdentity
 from kbpf.kernel.bpf.objects import Link, Program
 from kbpf.kernel.bpf.tc import ATTACH_TYPE, AttachMethod, TcAttacher
@@ -91,7 +93,7 @@ def test_foreign_program_at_a_socket_hook_is_reported(
         name = row.name[:15] or "without a name"
         if row.named:
             assert f"{name} (id {program}) at {row.hook}; " in lines[0]
-        rows = list(attached_checks.foreign_rows(snapshot.read(site.pins, attached_checks.NEEDS)))
+        rows = list(neighbours.foreign_rows(snapshot.read(site.pins, attached_checks.NEEDS)))
         assert [one.detail for one in rows] == lines
         plane.tick(2 * socket_hooks.HOOK_VERIFY_INTERVAL_S)
         assert reported(plane) == lines
@@ -123,6 +125,72 @@ def test_own_programs_are_never_reported(site: Site, story: Callable[[Site], Non
     plane.tick(0.0)
     assert reported(plane) == []
     assert set(dict(plane.shared.read_metrics().hooks)) == set(HOOKS)
+
+
+REFUSED = [
+    ("connect4", "cil_sock4_connect", "Cilium's socket load balancing"),
+    ("sendmsg6", "cil_sock6_sendmsg", "Cilium's socket load balancing"),
+    ("connect4", "calico_connect_v4", "Calico's eBPF mode"),
+    ("connect6", "calico_connect_v46", "Calico's eBPF mode"),
+    ("sendmsg4", "calico_sendmsg_v4", "Calico's eBPF mode"),
+]
+
+
+@pytest.mark.parametrize(("hook", "name", "owner"), REFUSED, ids=lambda value: str(value)[:20])
+def test_first_start_beside_another_load_balancer_is_refused(
+    site: Site, hook: str, name: str, owner: str
+) -> None:
+    before = neighbours.balancer_row(site.pins, site.cgroup)
+    assert (before.result, before.advice) == ("yes", "")
+    with theirs(site.cgroup, hook, name) as program:
+        said = rf"another load balancer serves Services on this node \({owner}: program {name[:15]}"
+        with pytest.raises(KernelError, match=said) as refused:
+            site.open()
+        where = f"(id {program}) at {hook} of {site.cgroup}"
+        assert where in str(refused.value)
+        assert "kubeProxyReplacement" in str(refused.value)
+        assert not any(site.pins.glob("links/*")), "nothing was attached"
+        row = neighbours.balancer_row(site.pins, site.cgroup)
+        assert (row.name, row.result, row.needed) == ("other load balancers", "no", False)
+        assert where in row.detail
+    plane = site.open()
+    plane.apply(WEB, None)
+
+
+def test_agent_that_serves_already_starts_beside_another_load_balancer(site: Site) -> None:
+    """Refusing would leave its attached programs without updates."""
+    older(site)
+    with theirs(site.cgroup, "connect4", "cil_sock4_connect"):
+        plane = site.open()
+        plane.apply(WEB, None)
+        plane.tick(0.0)
+        assert "cil_sock4_conne" in reported(plane)[0]
+        assert neighbours.balancer_row(site.pins, site.cgroup).result == "yes"
+
+
+@pytest.mark.parametrize("name", ["policy_connect", ""])
+def test_start_beside_a_program_of_unknown_purpose_is_not_refused(site: Site, name: str) -> None:
+    with theirs(site.cgroup, "connect4", name):
+        plane = site.open()
+        plane.apply(WEB, None)
+        plane.tick(0.0)
+        assert len(reported(plane)) == 1
+
+
+@needs("tcx")
+def test_first_start_beside_calico_on_a_device_is_refused(site: Site) -> None:
+    def story() -> None:
+        ip("link add up0 type veth peer name up1")
+        number = socket.if_nametoindex("up0")
+        with (
+            Program.load("cali_tc_preamble", BPF_PROG_TYPE_SCHED_CLS, 0, NEXT) as program,
+            tcx(number, program),
+            pytest.raises(KernelError, match=r"Calico's eBPF mode: .* at ingress of up0"),
+        ):
+            site.open()
+        site.open()
+
+    run_in_new_namespaces(story)
 
 
 def tcx(ifindex: int, program: Program) -> contextlib.AbstractContextManager[object]:
@@ -162,7 +230,7 @@ def test_foreign_load_balancer_on_our_device_is_reported(
             how(number, program),  # type: ignore[operator]
         ):
             held = snapshot.read(site.pins, attached_checks.NEEDS)
-            shown = [one.detail for one in attached_checks.foreign_rows(held)]
+            shown = [one.detail for one in neighbours.foreign_rows(held)]
             if named:
                 until("it is reported", lambda: reported(plane))
                 words = f"{name[:15]} (id {program.read_info().id}) at ingress of up0"

@@ -78,6 +78,8 @@ TRAFFIC = TrafficStats(
     backends=(BackendStats(WEB, "10.244.1.2:8080", 4, HAD),
               BackendStats(DNS, "[fd00::1]:53", 0, ConnectionStats(opened=2))),
     flow_count=FlowCount(3, 32),
+    kube_proxy_running=False,
+    kube_proxy_rules=True,
 )  # fmt: skip
 
 DEFAULT = Serving()

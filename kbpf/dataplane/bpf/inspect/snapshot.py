@@ -70,6 +70,7 @@ MAPS_OF_PART: Final[Mapping[Part, Iterable[str]]] = {
     Part.FILL: ("flows",),
     Part.PACKETS: ("node", "devices", "local_networks"),
     Part.DEVICES: ("config",),
+    Part.KUBE_PROXY: (),
 }
 """The maps that each part is read from. No others are opened."""
 

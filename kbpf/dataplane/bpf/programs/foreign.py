@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds programs of other load balancers (Cilium, Calico in eBPF mode) at our hooks. Both decide
-about the same connections, and the first one to see a connection wins.
+"""Finds programs of other tools at our hooks: those of other load balancers (Cilium, Calico in eBPF
+mode), which decide about the same connections, and those that run before ours on a device.
 
 At the socket hooks only load balancers and policies have programs, so all of them are listed. On
-devices a CNI may have unrelated programs, so only those of known balancers are. A second kbpf is
-not listed: it refuses to start (unpinned.py).
+devices a CNI may have unrelated programs: of those behind ours at ingress, or before ours at
+egress, only known balancers are listed. A second kbpf is not listed: it refuses to start
+(unpinned.py).
 """
 
 import os
@@ -14,25 +15,46 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from kbpf.dataplane.bpf.hooks import HOOKS
+from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.dataplane.bpf.programs.unpinned import attached_program_ids, is_kbpf_program
 from kbpf.errors import KernelError
 from kbpf.kernel.bpf import objects
 from kbpf.kernel.bpf.clsact import Direction
-from kbpf.kernel.bpf.tc import TcAttacher
+from kbpf.kernel.bpf.tc import Runner, TcAttacher
 from kbpf.kernel.net.devices import list_devices
 
 SOCKET_HOOKS: Final = frozenset(("connect4", "connect6", "sendmsg4", "sendmsg6"))
 BALANCER_PREFIXES: Final = ("cil_", "cali")
 """Name prefixes of the programs of Cilium and Calico."""
 
+REFUSED_PREFIXES: Final = {
+    "cil_sock": "Cilium's socket load balancing",  # cilium/cilium, bpf/bpf_sock.c
+    # projectcalico/calico, felix/bpf-gpl: connect_balancer*.c and tc_preamble.c
+    "calico_connect": "Calico's eBPF mode",
+    "calico_sendmsg": "Calico's eBPF mode",
+    "cali_tc_preamb": "Calico's eBPF mode",
+}
+"""Name prefixes of programs that translate Services, and whose they are. The kernel has the first
+15 characters of a name. (Cilium's programs on devices are there without a kube-proxy replacement,
+too.)"""
+SWITCH_OFF_HINT: Final = (
+    "switch it off (Cilium: kubeProxyReplacement false and socketLB.enabled false; Calico: "
+    "linuxDataplane Iptables or Nftables) and restart its agent, or do not run kbpf on this node; "
+    "docs/clusters.md"
+)
+
 
 class ForeignProgram(NamedTuple):
-    """A program by id and name, and where it is attached; `device` is "" for a socket hook."""
+    """A program by id and name, and where it is attached; `device` is "" for a socket hook. A
+    filter of another kind has id 0 and is named as in tc(8). `is_ahead`: it is no load balancer,
+    but runs before ours at ingress.
+    """
 
     program: int
     name: str
     hook: str
     device: str = ""
+    is_ahead: bool = False
 
 
 def find_at_sockets(cgroup: Path) -> tuple[ForeignProgram, ...]:
@@ -57,15 +79,60 @@ def find_at_sockets(cgroup: Path) -> tuple[ForeignProgram, ...]:
 def find_at_devices(
     kernel: TcAttacher, devices: Iterable[tuple[int, str]]
 ) -> tuple[ForeignProgram, ...]:
-    """Programs of known balancers on these devices (ifindex, name), in TCX and as filters."""
+    """Programs of known balancers on these devices (ifindex, name), and all programs and filters
+    before ours at ingress.
+    """
     return tuple(
         foreign
         for ifindex, name in devices
         for direction in Direction
-        for runner in kernel.list_programs(ifindex, direction)
-        if not runner.is_ours
-        and (foreign := _describe(runner.program_id, direction, name))
-        and foreign.name.startswith(BALANCER_PREFIXES)
+        for foreign in _find_at_hook(kernel.list_programs(ifindex, direction), direction, name)
+    )
+
+
+def _find_at_hook(
+    runners: tuple[Runner, ...], direction: Direction, device: str
+) -> Iterator[ForeignProgram]:
+    ours = next((i for i, runner in enumerate(runners) if runner.is_ours), 0)
+    for position, runner in enumerate(runners):
+        is_ahead = position < ours and direction is Direction.INGRESS
+        if runner.is_ours:
+            continue
+        if not runner.program_id and is_ahead:
+            yield ForeignProgram(0, runner.place, direction, device, is_ahead=True)
+        elif described := _describe(runner.program_id, direction, device):
+            if described.name.startswith(BALANCER_PREFIXES):
+                yield described
+            elif is_ahead:
+                yield described._replace(is_ahead=True)
+
+
+def refuse_balancers(pins: Pins, cgroup: Path) -> None:
+    """Raises KernelError if another load balancer serves Services on this node, unless programs of
+    ours are attached already: those would not be updated any more.
+    """
+    if any(pins.links.glob("*")) or any(pins.root.glob("programs-*")):
+        return
+    if program := next(_find_refused(pins, cgroup), None):
+        location = f"{program.hook} of {program.device or cgroup}"
+        raise KernelError(
+            "another load balancer serves Services on this node",
+            f"{_owner(program)}: program {program.name} (id {program.program}) at {location}",
+            SWITCH_OFF_HINT,
+        )
+
+
+def _find_refused(pins: Pins, cgroup: Path) -> Iterator[ForeignProgram]:
+    yield from filter(_owner, find_at_sockets(cgroup))
+    with TcAttacher(pins.root / "devices") as kernel:
+        names = ((device.ifindex, device.name) for device in list_devices())
+        yield from filter(_owner, find_at_devices(kernel, names))
+
+
+def _owner(program: ForeignProgram) -> str:
+    """Whose load balancer this program certainly is part of; "" if it is not known to be one."""
+    return next(
+        (owner for prefix, owner in REFUSED_PREFIXES.items() if program.name.startswith(prefix)), ""
     )
 
 
@@ -82,6 +149,12 @@ def find_all(folder: Path, cgroup: Path | None) -> tuple[ForeignProgram, ...]:
     return (*(find_at_sockets(cgroup) if cgroup is not None else ()), *on_devices)
 
 
+def program_name(program: int) -> str:
+    """ "" if it has none, or cannot be opened: it was unloaded, or we lack CAP_SYS_ADMIN."""
+    described = _describe(program, "")
+    return described.name if described is not None else ""
+
+
 def _describe(program: int, hook: str, device: str = "") -> ForeignProgram | None:
     """None if the program cannot be opened: it was unloaded, or we lack CAP_SYS_ADMIN."""
     try:
@@ -93,15 +166,23 @@ def _describe(program: int, hook: str, device: str = "") -> ForeignProgram | Non
 
 def format_lines(programs: Collection[ForeignProgram]) -> Iterator[str]:
     """One line for each program name and hook; names the first of several devices."""
-    first: dict[tuple[str, str], ForeignProgram] = {}
-    counts: Counter[tuple[str, str]] = Counter()
+    first: dict[tuple[str, str, bool], ForeignProgram] = {}
+    counts: Counter[tuple[str, str, bool]] = Counter()
     for program in programs:
-        first.setdefault((program.name, program.hook), program)
-        counts[program.name, program.hook] += 1
+        kind = program.name, program.hook, program.is_ahead
+        first.setdefault(kind, program)
+        counts[kind] += 1
     for key, program in sorted(first.items()):
         location = f"{program.hook} of {program.device}" if program.device else program.hook
         suffix = f" and {counts[key] - 1} more" if counts[key] > 1 else ""
         name = program.name or "without a name"
+        if program.is_ahead:
+            number = f" (id {program.program})" if program.program else ""
+            yield (
+                f"{name}{number} runs before kbpf's program at {location}{suffix}; if it ends the "
+                "list there, kbpf sees no packet: `kbpf check --attached` tries it"
+            )
+            continue
         yield (
             f"a program of another load balancer is attached: {name} (id {program.program}) at "
             f"{location}{suffix}; both decide about the same connections, so disable one of them"

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks for others that serve Services on this node, or keep packets from our programs: a
+kube-proxy and what it left, programs of other load balancers, programs and filters on devices.
+
+What a program on a device does is tried with a packet (hook_probe.py): its place says little.
+"""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Final
+
+from kbpf.checks.row import Check, CheckRow, make_row
+from kbpf.dataplane.bpf.maps import pinning
+from kbpf.dataplane.bpf.maps.layout import MAPS
+from kbpf.dataplane.bpf.packet_path import hook_probe
+from kbpf.dataplane.bpf.packet_path.device_roles import DeviceRole, decide_roles
+from kbpf.dataplane.bpf.packet_path.hook_probe import ACTION_NAMES, Point, ProbeOutcome
+from kbpf.dataplane.bpf.programs import foreign
+from kbpf.errors import KernelError
+from kbpf.kernel.bpf import syscalls
+from kbpf.kernel.bpf.tc import Runner, TcAttacher
+from kbpf.kernel.net.devices import list_devices
+from kbpf.kernel.probe_result import Probe
+from kbpf.kernel.system import mounts, netns
+from kbpf.model.address import Addr, family_of
+from kbpf.model.desired import FrontendKind
+from kbpf.model.inspection import Inspection
+from kbpf.takeover import neighbour
+
+ORDER_HINT: Final = (
+    "let that program return TC_ACT_UNSPEC, attach it behind kbpf's program, or exclude the device "
+    "(--exclude-device)"
+)
+DEFAULT_NODE_PORT: Final = 30000
+
+
+def kube_proxy_row() -> CheckRow:
+    """Whether a kube-proxy runs on this node, or has left rules."""
+    state = neighbour.find_kube_proxy()
+    line, advice = neighbour.describe(state)
+    works = None if state.unreadable else not line
+    detail = line or state.unreadable or "none runs here, and none has left rules"
+    return make_row(Check.KUBE_PROXY, Probe(works, detail), advice, needed=False)
+
+
+def balancer_row(pin_dir: Path, cgroup: Path | None) -> CheckRow:
+    """Whether another load balancer serves Services on this node; kbpf does not start beside it."""
+    try:
+        root = cgroup or mounts.find_cgroup_root()
+    except KernelError as error:
+        return make_row(Check.BALANCERS, Probe(None, str(error)), "", needed=False)
+    if not syscalls.is_privileged():
+        reason = "needs root to see programs of others"
+        return make_row(Check.BALANCERS, Probe(None, reason), "", needed=False)
+    try:
+        foreign.refuse_balancers(pinning.Pins(pin_dir), root)
+    except KernelError as error:
+        return make_row(Check.BALANCERS, Probe(False, str(error)), error.hint, needed=False)
+    detail = "none is attached, or kbpf serves already"
+    return make_row(Check.BALANCERS, Probe(True), "", needed=False, detail=detail)
+
+
+def foreign_rows(inspection: Inspection) -> Iterator[CheckRow]:
+    """Yields a row for each program of another load balancer at the same hooks."""
+    cgroup = next((Path(f.cgroup) for f in inspection.hooks if f.attached and f.cgroup), None)
+    for line in foreign.format_lines(foreign.find_all(Path(inspection.location), cgroup)):
+        yield CheckRow(Check.FOREIGN_PROGRAMS, "no", False, line, "see docs/troubleshoot.md")
+
+
+def packet_rows(inspection: Inspection) -> Iterator[CheckRow]:
+    """Yields whether packets reach our programs: a row for each hook that they do not reach, or one
+    for all. Nothing if the packet path is off.
+    """
+    if not inspection.packet_programs:
+        return
+    cookie = netns.read_cookie()
+    if inspection.host_netns and cookie is not None and cookie != inspection.host_netns:
+        reason = "the agent's devices are in another network namespace"
+        yield CheckRow(Check.PACKETS, "unknown", True, reason, "run it on the host")
+        return
+    try:
+        outcomes = tuple(_probe_devices(inspection))
+    except KernelError as error:
+        yield CheckRow(Check.PACKETS, "unknown", True, str(error), error.hint)
+        return
+    missed = [outcome for outcome in outcomes if not outcome.reached]
+    devices = {outcome.point.device.name for outcome in outcomes}
+    if not outcomes:
+        advice = "see `kbpf inspect devices` and the agent's log"
+        yield CheckRow(Check.PACKETS, "no", True, "no device has kbpf's programs", advice)
+    elif not missed:
+        detail = f"kbpf's programs see them at ingress and egress; tried on {len(devices)} devices"
+        yield CheckRow(Check.PACKETS, "yes", True, detail, "")
+    for outcome in missed:
+        where = f"{outcome.point.direction} of {outcome.point.device.name}"
+        yield CheckRow(
+            Check.PACKETS_AT, "no", True, describe_outcome(outcome), ORDER_HINT, subject=where
+        )
+
+
+def _probe_devices(inspection: Inspection) -> Iterator[ProbeOutcome]:
+    devices = list_devices()
+    host = [
+        ifindex
+        for ifindex, choice in decide_roles(devices).items()
+        if choice.role is DeviceRole.HOST
+    ]
+    pins = pinning.Pins(Path(inspection.location))
+    targets = _select_targets(inspection)
+    with (
+        TcAttacher(pins.root / "devices") as kernel,
+        pinning.open_map(pins.maps / "fragments", MAPS["fragments"]) as fragments,
+    ):
+        points = hook_probe.list_points(kernel, devices)
+        names = _read_names(points)
+        for point in hook_probe.select_representative(points, names, host):
+            for address, port in targets:
+                outcome = hook_probe.probe(fragments, point, address, port)
+                if not outcome.reached or (address, port) == targets[-1]:
+                    yield outcome
+                if not outcome.reached:
+                    break  # the other family would say the same
+
+
+def _select_targets(inspection: Inspection) -> tuple[tuple[Addr, int], ...]:
+    """What clients from outside dial: for each family an address of the node, and a NodePort."""
+    node_ports = {
+        family_of(frontend.at.address): frontend.at.port
+        for port in inspection.services
+        for frontend in port.frontends
+        if frontend.kind is FrontendKind.NODE_PORT
+    }
+    addresses = inspection.node.addresses or (hook_probe.CLIENT4[:-1] + b"\x01",)
+    return tuple(
+        (Addr(address), node_ports.get(family_of(address), DEFAULT_NODE_PORT))
+        for address in addresses
+    )
+
+
+def _read_names(points: Iterable[Point]) -> dict[int, str]:
+    ids = {runner.program_id for point in points for runner in point.programs}
+    return {program_id: foreign.program_name(program_id) for program_id in ids if program_id}
+
+
+def describe_outcome(outcome: ProbeOutcome) -> str:
+    """Why kbpf's program did not see the packet."""
+    if outcome.taker is not None:
+        action = ACTION_NAMES.get(outcome.result, "")
+        return (
+            f"{_describe_runner(outcome.taker)} runs before kbpf's program and returned "
+            f"{outcome.result} ({action}), so kbpf's program did not see the packet"
+        )
+    before = ", ".join(map(_describe_runner, outcome.point.before_ours))
+    return f"kbpf's program did not see the packet; before it: {before or 'nothing'}"
+
+
+def _describe_runner(runner: Runner) -> str:
+    if not runner.program_id:
+        return runner.place
+    name = foreign.program_name(runner.program_id) or "a program"
+    return f"{name} (id {runner.program_id}, {runner.place})"

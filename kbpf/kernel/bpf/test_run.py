@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""BPF_PROG_TEST_RUN of TC programs: runs one on a packet of ours, or sends that packet by a device.
+
+A program that calls bpf_clone_redirect() really sends, also in a test run. So a packet can be put
+in front of a device's hooks without a socket, another device or a namespace: at ingress as if the
+device had received it, at egress as if the stack sent it.
+"""
+
+import ctypes
+import struct
+from typing import Final
+
+from kbpf.kernel.bpf import syscalls
+from kbpf.kernel.bpf.clsact import Direction
+from kbpf.kernel.bpf.objects import Program
+from kbpf.kernel.bpf.uapi import (
+    BPF_F_INGRESS,
+    BPF_PROG_TYPE_SCHED_CLS,
+    BPF_FUNC_clone_redirect,
+)
+
+_INSN: Final = struct.Struct("=BBhi")
+_CONTEXT: Final = struct.Struct("=40xI")  # struct __sk_buff up to ifindex
+
+
+class _TestRunOpts(ctypes.Structure):
+    _fields_ = (
+        ("sz", ctypes.c_size_t),
+        ("data_in", ctypes.c_char_p),
+        ("data_out", ctypes.c_void_p),
+        ("data_size_in", ctypes.c_uint32),
+        ("data_size_out", ctypes.c_uint32),
+        ("ctx_in", ctypes.c_char_p),
+        ("ctx_out", ctypes.c_void_p),
+        ("ctx_size_in", ctypes.c_uint32),
+        ("ctx_size_out", ctypes.c_uint32),
+        ("retval", ctypes.c_uint32),
+    )
+
+
+def run_program(program: Program, frame: bytes, ifindex: int) -> int:
+    """Runs the program once on a frame of this device of the caller's network namespace; returns
+    what the program returns. Raises KernelError.
+    """
+    context = _CONTEXT.pack(ifindex)
+    opts = _TestRunOpts(
+        sz=ctypes.sizeof(_TestRunOpts),
+        data_in=frame,
+        data_size_in=len(frame),
+        ctx_in=context,
+        ctx_size_in=len(context),
+    )
+    result = syscalls.lib().bpf_prog_test_run_opts(program.fd, ctypes.byref(opts))
+    syscalls.check(result, "cannot run the program", program.name)
+    return ctypes.c_int32(opts.retval).value
+
+
+def send(frame: bytes, ifindex: int, direction: Direction) -> None:
+    """Sends a frame with an Ethernet header through the hooks of this device, and on from there. A
+    device without such a header gets it without. Raises KernelError.
+    """
+    flags = BPF_F_INGRESS if direction is Direction.INGRESS else 0
+    code = (
+        _INSN.pack(0xB7, 2, 0, ifindex)  # r2 = ifindex
+        + _INSN.pack(0xB7, 3, 0, flags)  # r3 = flags
+        + _INSN.pack(0x85, 0, 0, BPF_FUNC_clone_redirect)
+        + _INSN.pack(0x95, 0, 0, 0)
+    )
+    with Program.load("kbpf_send", BPF_PROG_TYPE_SCHED_CLS, 0, code) as program:
+        run_program(program, frame, ifindex)  # its result is an errno if the frame was dropped

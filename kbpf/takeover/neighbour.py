@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A kube-proxy on the same node as operators see it: whether it runs, and whether it left rules.
+
+drain.py decides what the agent does about it, cleanup.py what may be removed.
+"""
+
+import time
+from typing import Final, NamedTuple
+
+from kbpf.errors import KernelError
+from kbpf.takeover import cleanup, detect
+from kbpf.takeover.detect import Detection, Responder
+
+CLEANUP_HINT: Final = "once this node serves, run `kbpf cleanup --kube-proxy`"
+STOP_HINT: Final = (
+    "if it is not meant to run beside kbpf, stop it (docs/migration.md); where both serve, kbpf is "
+    "first"
+)
+
+
+CHECK_INTERVAL_S: Final = 60.0
+
+
+class KubeProxyState(NamedTuple):
+    """`running`: where it was seen, "" if it was not. `unreadable`: why the rules cannot be read,
+    "" if they can.
+    """
+
+    running: str = ""
+    has_rules: bool = False
+    unreadable: str = ""
+
+
+def find_kube_proxy() -> KubeProxyState:
+    """Looks for its process, its ports and its rules. May take seconds if a port does not answer,
+    and reads all rules.
+    """
+    running = _where_it_runs(detect.detect())
+    try:
+        return KubeProxyState(running, cleanup.has_rules())
+    except KernelError as error:
+        return KubeProxyState(running, unreadable=str(error))
+
+
+def _where_it_runs(detection: Detection) -> str:
+    if detection.pids:
+        return f"pid {detection.pids[0]}"
+    return next(
+        (
+            f"answers on {listener}"
+            for listener, responder in detection.responders.items()
+            if responder is Responder.KUBE_PROXY
+        ),
+        "",
+    )
+
+
+class KubeProxyWatch:
+    """The state for metrics, at most CHECK_INTERVAL_S old. For one thread, which may wait."""
+
+    def __init__(self) -> None:
+        self._state = KubeProxyState()
+        self._due = float("-inf")
+
+    def read(self) -> KubeProxyState:
+        if time.monotonic() >= self._due:
+            self._state = find_kube_proxy()
+            self._due = time.monotonic() + CHECK_INTERVAL_S
+        return self._state
+
+
+def describe(state: KubeProxyState) -> tuple[str, str]:
+    """A line about it and what to do; both "" if there is none."""
+    if state.running:
+        return f"a kube-proxy runs on this node ({state.running})", STOP_HINT
+    if state.has_rules:
+        return "a kube-proxy has left rules on this node, which no process updates", CLEANUP_HINT
+    return "", ""

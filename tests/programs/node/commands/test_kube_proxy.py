@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A kube-proxy on the same node is named by `kbpf check`, `kbpf inspect status` and two metrics: a
+process of that name, an answer as kube-proxy gives it, and rules that one left.
+"""
+
+import contextlib
+import http.server
+import shutil
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from kbpf.checks import neighbours
+from kbpf.dataplane import inspect
+from kbpf.dataplane.inspect import Locations
+from kbpf.model.inspection import Part
+from kbpf.takeover import neighbour
+from tests.programs.node.test_hooks_verified import WEB, run_in_new_namespaces
+from tests.support.lab.lab import ip, run
+from tests.support.plane import Site
+
+
+@contextlib.contextmanager
+def nothing(_: Path) -> Iterator[None]:
+    yield
+
+
+@contextlib.contextmanager
+def rules(_: Path) -> Iterator[None]:
+    run("nft", "add", "table", "ip", "kube-proxy")
+    yield
+    run("nft", "delete", "table", "ip", "kube-proxy")
+
+
+@contextlib.contextmanager
+def process(folder: Path) -> Iterator[None]:
+    program = folder / "kube-proxy"
+    shutil.copy("/bin/sleep", program)
+    with subprocess.Popen([program, "60"]) as running:
+        yield
+        running.kill()
+
+
+class _ProxyMode(http.server.BaseHTTPRequestHandler):
+    """What kube-proxy's pkg/proxy serves on 10249."""
+
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/proxyMode" else 404)
+        self.end_headers()
+        if self.path == "/proxyMode":
+            self.wfile.write(b"nftables")
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def port(_: Path) -> Iterator[None]:
+    ip("link set lo up")
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 10249), _ProxyMode) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield
+        server.shutdown()
+
+
+class Row(NamedTuple):
+    what: Callable[[Path], contextlib.AbstractContextManager[None]]
+    line: str
+    advice: str = ""
+    running: bool = False
+    rules: bool = False
+
+
+ROWS = [
+    Row(nothing, ""),
+    Row(rules, "a kube-proxy has left rules on this node, which no process updates",
+        neighbour.CLEANUP_HINT, rules=True),
+    Row(process, "a kube-proxy runs on this node (pid ", neighbour.STOP_HINT, running=True),
+    Row(port, "a kube-proxy runs on this node (answers on 127.0.0.1 port 10249)",
+        neighbour.STOP_HINT, running=True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.what.__name__)
+def test_kube_proxy_is_named(site: Site, row: Row, tmp_path: Path) -> None:
+    def story() -> None:
+        plane = site.open()
+        plane.apply(WEB, None)
+        plane.write_status(b"")
+        with row.what(tmp_path):
+            check = neighbours.kube_proxy_row()
+            assert (check.name, check.needed) == ("kube-proxy", False)
+            assert check.result == ("no" if row.line else "yes")
+            assert check.detail.startswith(row.line or "none runs here")
+            assert check.advice == row.advice
+            shown = inspect.read(Locations(site.pins, tmp_path / "none"), Part.KUBE_PROXY)
+            assert shown.kube_proxy.startswith(row.line)
+            assert bool(shown.kube_proxy) == bool(row.line)
+            traffic = plane.shared.count_traffic(lambda: None)
+            assert (traffic.kube_proxy_running, traffic.kube_proxy_rules) == (
+                row.running, row.rules,
+            )  # fmt: skip
+
+    run_in_new_namespaces(story)

@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A packet that is sent through the hooks of a device shows whether our programs see it, and if
+not, which program keeps it from them.
+
+The programs of others have two instructions each: their result is all that matters.
+"""
+
+import contextlib
+import socket
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from kbpf.checks import connect as attached_checks
+from kbpf.checks import neighbours
+from kbpf.dataplane.bpf.inspect import snapshot
+from kbpf.dataplane.bpf.maps import pinning
+from kbpf.dataplane.bpf.maps.layout import MAPS
+from kbpf.dataplane.bpf.packet_path import hook_probe
+from kbpf.dataplane.bpf.packet_path.hook_probe import ProbeOutcome
+from kbpf.kernel.bpf.clsact import Direction, Filter
+from kbpf.kernel.bpf.objects import Link, Program
+from kbpf.kernel.bpf.tc import ATTACH_TYPE, AttachMethod, TcAttacher
+from kbpf.kernel.bpf.uapi import BPF_F_BEFORE, BPF_PROG_TYPE_SCHED_CLS
+from kbpf.kernel.net.devices import list_devices
+from kbpf.kernel.net.uapi import NLM_F_EXCL
+from kbpf.model.address import parse_addr
+from tests.programs.node.test_hooks_verified import WEB, run_in_new_namespaces
+from tests.support.features import needs
+from tests.support.lab.lab import ip, until
+from tests.support.plane import Site
+
+FRONTENDS = (parse_addr("192.0.2.1"), parse_addr("2001:db8:1::1"))
+NEXT, OK, SHOT, PIPE = -1, 0, 2, 3
+
+
+class Row(NamedTuple):
+    """A program of another tool: its name, its result, and where it is attached; whether it then
+    keeps packets from ours, in TCX and as a filter.
+    """
+
+    name: str
+    result: int
+    in_front: bool
+    direction: Direction
+    taken: bool
+    filter_takes: bool | None = None  # if not as in TCX
+
+
+ROWS = [
+    Row("ok_in_front", OK, True, Direction.INGRESS, taken=True),
+    Row("shot_in_front", SHOT, True, Direction.INGRESS, taken=True),
+    Row("next_in_front", NEXT, True, Direction.INGRESS, taken=False),
+    Row("pipe_in_front", PIPE, True, Direction.INGRESS, taken=True, filter_takes=False),
+    Row("ok_behind", OK, False, Direction.INGRESS, taken=False),
+    Row("ok_in_front", OK, True, Direction.EGRESS, taken=True),
+    Row("next_in_front", NEXT, True, Direction.EGRESS, taken=False),
+    Row("ok_behind", OK, False, Direction.EGRESS, taken=False),
+]
+
+
+def returning(name: str, result: int) -> Program:
+    code = struct.pack("=BBhi", 0xB7, 0, 0, result) + struct.pack("=BBhi", 0x95, 0, 0, 0)
+    return Program.load(name, BPF_PROG_TYPE_SCHED_CLS, 0, code)
+
+
+@contextlib.contextmanager
+def tcx(ifindex: int, row: Row, program: Program) -> Iterator[None]:
+    flags = BPF_F_BEFORE if row.in_front else 0
+    with Link.attach(program, ifindex, ATTACH_TYPE[row.direction], flags):
+        yield
+
+
+@contextlib.contextmanager
+def clsact(ifindex: int, row: Row, program: Program) -> Iterator[None]:
+    # priority 1 at ingress: the newest of this priority runs first
+    priority = 1 if row.in_front else 9
+    if row.direction is Direction.EGRESS and not row.in_front:
+        priority = 0xFFFF  # as ours, but older: see below
+    place = Filter("bpf", priority, socket.htons(3), 7, row.name, 0)
+    with TcAttacher(Path("/nowhere"), AttachMethod.CLSACT) as kernel:
+        kernel._filters._write(ifindex, row.direction, program, place, NLM_F_EXCL)
+        yield
+        kernel._filters._delete(ifindex, row.direction, place)
+
+
+def probe_all(site: Site) -> dict[tuple[Direction, int], ProbeOutcome]:
+    """Probes both hooks of up0 with both families."""
+    pins = pinning.Pins(site.pins)
+    with (
+        TcAttacher(pins.root / "devices") as kernel,
+        pinning.open_map(pins.maps / "fragments", MAPS["fragments"]) as fragments,
+    ):
+        points = hook_probe.list_points(kernel, list_devices())
+        return {
+            (point.direction, family): hook_probe.probe(fragments, point, frontend, 30080)
+            for point in points
+            for family, frontend in zip((4, 6), FRONTENDS, strict=True)
+        }
+
+
+def started(site: Site, method: AttachMethod) -> None:
+    if method is AttachMethod.CLSACT:
+        from kbpf.kernel.bpf import tc
+        from kbpf.kernel.probe_result import Probe
+
+        tc.probe_tcx = lambda: Probe(False, "switched off by the test")
+    ip("link add up0 type veth peer name up1", "link set up0 up", "link set up1 up")
+    plane = site.open(packet_path=True, devices=("up0",))
+    plane.apply(WEB, None)
+    until("all devices were processed", lambda: plane.status().ready)
+
+
+METHODS: list[tuple[AttachMethod, Callable[..., contextlib.AbstractContextManager[None]]]] = [
+    (AttachMethod.TCX, tcx),
+    (AttachMethod.CLSACT, clsact),
+]
+
+
+@needs("tcx")
+@pytest.mark.parametrize(("method", "attach"), METHODS, ids=["tcx", "clsact"])
+def test_probe_names_the_program_that_keeps_packets_from_ours(
+    site: Site,
+    method: AttachMethod,
+    attach: Callable[..., contextlib.AbstractContextManager[None]],
+) -> None:
+    def story() -> None:
+        started(site, method)
+        index = socket.if_nametoindex("up0")
+        assert len(probe_all(site)) == 4
+        for row in ROWS:
+            if method is AttachMethod.CLSACT and row == ROWS[-1]:
+                continue  # nothing can be attached behind a filter of the last priority
+            assert all(outcome.reached for outcome in probe_all(site).values()), row
+            with returning(row.name, row.result) as program, attach(index, row, program):
+                for (direction, family), outcome in probe_all(site).items():
+                    takes = row.taken
+                    if method is AttachMethod.CLSACT and row.filter_takes is not None:
+                        takes = row.filter_takes
+                    taken = takes and direction is row.direction
+                    assert outcome.reached is not taken, (row, direction, family)
+                    if taken:
+                        assert outcome.taker is not None
+                        assert outcome.taker.program_id == program.read_info().id
+                        assert outcome.result == row.result
+                    else:
+                        assert outcome.taker is None
+
+    run_in_new_namespaces(story)
+
+
+@needs("tcx")
+def test_probe_disturbs_nobody(site: Site) -> None:
+    """No packet gets past the IP stack of this node or of its neighbour."""
+
+    def counters() -> dict[str, int]:
+        lines = Path("/proc/net/snmp").read_text().splitlines()
+        names, values = (line.split()[1:] for line in lines if line.startswith("Ip:"))
+        return dict(zip(names, map(int, values), strict=True))
+
+    def story() -> None:
+        started(site, AttachMethod.TCX)
+        ip("addr add 192.0.2.1/24 dev up0")
+        with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(0x0003)) as wire:
+            wire.bind(("up1", 0x0003))
+            wire.settimeout(2)
+            before = counters()
+            assert all(outcome.reached for outcome in probe_all(site).values())
+            after = counters()
+            frames = [frame for frame in iter_frames(wire) if frame[12:14] == b"\x08\x00"]
+        assert after["InDelivers"] == before["InDelivers"]
+        assert after["ForwDatagrams"] == before["ForwDatagrams"]
+        assert after["ReasmReqds"] == before["ReasmReqds"]
+        assert after["OutRequests"] == before["OutRequests"], "nothing is answered"
+        (frame,) = frames
+        assert frame[:6] == frame[6:12], "to the device itself, so that no switch forwards it"
+
+    run_in_new_namespaces(story)
+
+
+def iter_frames(wire: socket.socket) -> Iterator[bytes]:
+    wire.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            yield wire.recv(2048)
+
+
+def test_only_one_of_many_alike_pod_devices_is_probed() -> None:
+    from kbpf.dataplane.bpf.packet_path.hook_probe import Point, select_representative
+    from kbpf.kernel.bpf.tc import Runner
+    from kbpf.kernel.net.devices import Device
+
+    ours, policy, other = Runner(1, "tcx", True), Runner(2, "tcx", False), Runner(3, "tcx", False)
+    names = {1: "tc_ingress", 2: "policy", 3: "policy", 4: "other"}
+
+    def point(number: int, *programs: Runner, up: bool = True) -> Point:
+        return Point(Device(number, f"dev{number}", up=up), Direction.INGRESS, programs)
+
+    points = [
+        point(1, ours), point(2, ours),
+        point(11, ours), point(12, policy, ours), point(13, other, ours),
+        point(14, ours, policy), point(15, policy, ours, up=False),
+    ]  # fmt: skip
+    selected = select_representative(points, names, host=(1, 2))
+    assert [chosen.device.ifindex for chosen in selected] == [1, 2, 12, 14]
+    many = [point(number, ours) for number in range(1, 200)]
+    assert len(select_representative(many, names, range(1, 200))) == 2 * hook_probe.MAX_PROBED
+
+
+@needs("tcx")
+def test_check_says_which_hooks_are_not_reached(site: Site) -> None:
+    def story() -> None:
+        started(site, AttachMethod.TCX)
+        index = socket.if_nametoindex("up0")
+
+        def rows() -> list[tuple[str, str, str]]:
+            inspection = snapshot.read(site.pins, attached_checks.NEEDS)
+            return [(r.name, r.result, r.detail) for r in neighbours.packet_rows(inspection)]
+
+        working = "kbpf's programs see them at ingress and egress; tried on 1 devices"
+        assert rows() == [("packets", "yes", working)]
+        for direction in Direction:
+            row = Row("theirs", OK, True, direction, taken=True)
+            with returning("theirs", OK) as program, tcx(index, row, program):
+                number = program.read_info().id
+                assert rows() == [
+                    (
+                        f"packets at {direction} of up0",
+                        "no",
+                        f"theirs (id {number}, tcx) runs before kbpf's program and returned 0 "
+                        "(TC_ACT_OK), so kbpf's program did not see the packet",
+                    )
+                ]
+        assert rows() == [("packets", "yes", working)]
+
+    run_in_new_namespaces(story)
