@@ -186,6 +186,32 @@ static __always_inline bool is_exempt(void)
 	return false;
 }
 
+/* Whether the kernel itself uses this socket (NFS, SMB, Ceph). Before Linux v6.6 (0bdf399342c5,
+ * 86a7e0b69bd5, cedc019b9f26) an address that a hook replaces is replaced in the mount, too, which
+ * would then reconnect to this backend for ever. struct bpf_sock does not show whose the socket is;
+ * `sk` holds the address of struct sock, which does. */
+static __always_inline bool is_kernel_socket(struct bpf_sock *sk)
+{
+	u32 bit = kernel_socket_bit();
+	u64 address = 0;
+	u8 bits = 0;
+
+	if (!bit)
+		return false;
+	probe_read_kernel(&address, sizeof(address), &sk);
+	probe_read_kernel(&bits, sizeof(bits), (void *)(address + bit / 8));
+	return bits >> bit % 8 & 1;
+}
+
+/* Whether the packet path has to serve this socket, so that its mount keeps the Service's address.
+ * By packets a socket does not reach a backend in the node's own network: such a mount is
+ * translated, and stays with the backend. */
+static __always_inline bool needs_own_address(struct bpf_sock_addr *ctx, struct target *backend)
+{
+	return (config_flags() & CONFIG_KERNEL_SOCKETS) && is_kernel_socket(ctx->sk) &&
+	       !find_node_address(&backend->address);
+}
+
 /* Whether the hooks leave this socket alone. Its packets keep the Service's address, and the packet
  * path serves them. Also true if there is no packet path: then nothing serves them. */
 static __always_inline bool is_left_to_packet_path(u64 netns)
@@ -198,8 +224,8 @@ static __always_inline bool is_left_to_packet_path(u64 netns)
 }
 
 /* choose() for a socket that has no backend yet. */
-static __always_inline enum verdict choose_for_socket(void *ctx, const struct target *to,
-						      struct choice *c)
+static __always_inline enum verdict choose_for_socket(struct bpf_sock_addr *ctx,
+						      const struct target *to, struct choice *c)
 {
 	u64 netns = get_netns_cookie(ctx);
 	struct client client = client_of(netns);
@@ -210,6 +236,10 @@ static __always_inline enum verdict choose_for_socket(void *ctx, const struct ta
 		return PASS;
 	}
 	v = choose(to, &client, c);
+	if (v == TRANSLATE && needs_own_address(ctx, &c->backend)) {
+		c->reason = LEFT_TO_PACKETS;
+		return PASS;
+	}
 	if (c->service && !(c->flags & SERVICE_CLUSTER_IP) &&
 	    is_agent_socket(bpf_get_socket_cookie(ctx))) {
 		c->reason = NOT_A_SERVICE;

@@ -158,6 +158,7 @@ enum config_flags {
 	CONFIG_ACCOUNTING = 1 << 6,            /* new connections are counted by backend */
 	CONFIG_COUNT_CONNECTION_ENDS = 1 << 7, /* and how they end */
 	CONFIG_PACKET_PATH = 1 << 8, /* the packet path serves, and refuses what hooks let pass */
+	CONFIG_KERNEL_SOCKETS = 1 << 9, /* the kernel's own sockets are left to the packet path */
 };
 
 struct config {

@@ -18,7 +18,7 @@ from kbpf.dataplane.bpf.hooks import (
 )
 from kbpf.dataplane.bpf.programs import artifact, compile
 from kbpf.errors import CompileError, KernelError
-from kbpf.kernel.bpf import probe, syscalls, uapi
+from kbpf.kernel.bpf import kernel_sockets, probe, syscalls, uapi
 from kbpf.kernel.bpf.uapi import (
     BPF_CGROUP_INET4_CONNECT,
     BPF_PROG_TYPE_CGROUP_SOCK_ADDR,
@@ -52,6 +52,13 @@ def rows(cgroup: Path | None, pin_dir: Path, cache: Path) -> Iterator[CheckRow]:
     yield make_row(
         Check.NETNS_COOKIE, probe.probe_netns_cookie(),
         "since Linux 5.14; without it NodePorts do not answer on the host's loopback",
+        needed=False,
+    )  # fmt: skip
+    yield make_row(
+        Check.KERNEL_SOCKETS, kernel_sockets.probe_kernel_sockets(),
+        "kernels before 6.6 have to allow BPF programs to read the kernel's memory, and need "
+        "CONFIG_DEBUG_INFO_BTF; without that an NFS or SMB mount of a Service hangs once the Pod "
+        "that served it has gone: mount the Pod's address, or use --socket-lb off",
         needed=False,
     )  # fmt: skip
     yield make_row(

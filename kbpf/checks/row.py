@@ -33,6 +33,7 @@ class Check(StrEnum):
     CGROUP = "cgroup v2"
     CGROUP_LINK = "cgroup links"
     NETNS_COOKIE = "SO_NETNS_COOKIE"
+    KERNEL_SOCKETS = "mounts of Services"
     UDP_DESTROY = "SOCK_DESTROY for UDP"
     SOFTIRQ_LOCK = "softirq lock"
     # the packet path (packet_path.py)

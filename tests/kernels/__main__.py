@@ -67,6 +67,13 @@ FEATURES = (
     ),
     Feature("tcp", ("tests/programs/sockets/test_connect.py",)),
     Feature("udp", ("tests/programs/sockets/udp",)),
+    Feature(
+        "mounts",
+        (
+            "tests/lab/traffic/test_kernel_sockets.py",
+            "tests/programs/sockets/test_kernel_sockets.py",
+        ),
+    ),
     Feature("attaching", ("tests/programs/packets/tc", "tests/programs/packets/test_devices.py")),
     Feature("packets", ("tests/programs/packets/path",)),
     Feature("lab", ("tests/lab/outside/test_clsact.py",)),

@@ -87,6 +87,12 @@ def _tun() -> bool:
     return False
 
 
+def _nfs() -> bool:
+    modules.load(("nfsd", "nfsv4"))
+    known = Path("/proc/filesystems").read_text().split()
+    return {"nfsd", "nfs4"} <= set(known)
+
+
 def _nothing() -> Program:
     """A program that returns 0."""
     insns = struct.pack("=BBhiBBhi", 0xB7, 0, 0, 0, 0x95, 0, 0, 0)
@@ -152,6 +158,7 @@ FEATURES = {
     "apparmor": Feature(
         "AppArmor", lambda: Path("/sys/kernel/security/apparmor/profiles").exists()
     ),
+    "nfs": Feature("NFS, client and server", _nfs),
     "tun": Feature("tun devices", _tun),
     "checksum_complete": Feature(  # Linux 6.11, and later backported to stable kernels
         "a test run's CHECKSUM_COMPLETE",

@@ -32,6 +32,19 @@ static __always_inline u64 get_current_ancestor_cgroup_id(int level)
 	return ((u64(*)(int))123)(level);
 }
 
+/* Linux v5.5, 6ae08ae3dea2. */
+static __always_inline long probe_read_kernel(void *to, u32 size, const void *from)
+{
+	return ((long (*)(void *, u32, const void *))113)(to, size, from);
+}
+
+/* Not a helper: the loader replaces the call by the place of sk_kern_sock in this kernel's struct
+ * sock, in bits, or by 0 if the kernel's own sockets may be translated (kernel_sockets.py). */
+static __always_inline u32 kernel_socket_bit(void)
+{
+	return ((u64(*)(void))0x6b627066)();
+}
+
 /* struct sockaddr_in, sockaddr_in6 */
 struct socket_v4 {
 	u16 family;

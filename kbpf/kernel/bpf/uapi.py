@@ -47,6 +47,7 @@ BPF_F_INGRESS: Final = 1  # of bpf_clone_redirect()
 BPF_FUNC_tail_call: Final = 12
 BPF_FUNC_clone_redirect: Final = 13
 BPF_FUNC_get_current_cgroup_id: Final = 80
+BPF_FUNC_probe_read_kernel: Final = 113
 BPF_FUNC_get_netns_cookie: Final = 122
 BPF_FUNC_get_current_ancestor_cgroup_id: Final = 123
 BPF_FUNC_seq_write: Final = 127

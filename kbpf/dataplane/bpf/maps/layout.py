@@ -147,6 +147,7 @@ class ConfigFlag(IntFlag):
     ACCOUNTING = 1 << 6
     COUNT_CONNECTION_ENDS = 1 << 7
     PACKET_PATH = 1 << 8
+    KERNEL_SOCKETS = 1 << 9
 
 
 class ClientKind(IntEnum):

@@ -6,6 +6,7 @@ from typing import Final
 
 from kbpf.dataplane.bpf.changes.commit import ZERO
 from kbpf.dataplane.bpf.maps.layout import CONFIG, ConfigFlag
+from kbpf.kernel.bpf import kernel_sockets
 from kbpf.kernel.bpf.objects import Map
 from kbpf.kernel.bpf.uapi import (
     BPF_FUNC_set_retval,
@@ -14,7 +15,11 @@ from kbpf.kernel.system import netns
 from kbpf.model.config import Accounting, Config, SocketLb
 
 FLAGS_KEPT_UNTIL_SERVING: Final = (
-    ConfigFlag.HOST_ONLY | ConfigFlag.EXEMPTIONS | ConfigFlag.SOCKET_LB_OFF | ConfigFlag.PACKET_PATH
+    ConfigFlag.HOST_ONLY
+    | ConfigFlag.EXEMPTIONS
+    | ConfigFlag.SOCKET_LB_OFF
+    | ConfigFlag.PACKET_PATH
+    | ConfigFlag.KERNEL_SOCKETS
 )
 """The flags that leave sockets to the packet path, or say that it serves. A restart keeps those of
 the earlier agent until our packet path serves.
@@ -72,6 +77,8 @@ class HookConfig:
             flags |= ConfigFlag.SOCKET_LB_OFF if is_off else ConfigFlag.HOST_ONLY
         if self._config.packet_path:
             flags |= ConfigFlag.PACKET_PATH
+            if kernel_sockets.find_bit():
+                flags |= ConfigFlag.KERNEL_SOCKETS
         if not may_exempt:
             # Flags may be cleared, but not set. If the hooks were off, the sockets of pods were
             # exempt before, too, so HOST_ONLY may be set.

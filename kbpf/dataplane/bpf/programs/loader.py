@@ -10,6 +10,7 @@ are filled; an error before that changes nothing.
 import logging
 import os
 import shutil
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,7 +36,7 @@ from kbpf.dataplane.bpf.maps.pinning import (
 from kbpf.dataplane.bpf.programs.artifact import Artifact, Bytecode
 from kbpf.dataplane.bpf.programs.foreign import ForeignProgram, find_at_sockets
 from kbpf.errors import AttachError, KernelError, ProgramLoadError
-from kbpf.kernel.bpf import probe
+from kbpf.kernel.bpf import kernel_sockets, probe
 from kbpf.kernel.bpf.objects import Link, Map, Program
 from kbpf.kernel.bpf.uapi import (
     BPF_PROG_TYPE_CGROUP_SOCK_ADDR,
@@ -47,7 +48,16 @@ log = logging.getLogger("kbpf.dataplane")
 
 BPF_PSEUDO_MAP_FD: Final = 1
 """src_reg of a 64-bit load whose immediate value is the descriptor of a map."""
-MOV_R0_0: Final = b"\xb7\x00\x00\x00\x00\x00\x00\x00"  # r0 = 0
+KERNEL_SOCKET_BIT_CALL: Final = 0x6B627066
+"""The number that kernel_socket_bit() of lib/compat.h calls, which no helper has."""
+
+
+def encode_r0(value: int) -> bytes:
+    """Encodes the instruction `r0 = value`."""
+    return struct.pack("=BBhi", 0xB7, 0, 0, value)
+
+
+MOV_R0_0: Final = encode_r0(0)
 
 
 def check_artifact(artifact: Artifact) -> None:
@@ -87,7 +97,8 @@ def relocate(
     code: Bytecode, maps: Mapping[str, Map], missing: frozenset[int] = frozenset()
 ) -> bytes:
     """Adapts bytecode to these maps and this kernel: inserts the descriptors of the maps, and
-    replaces calls of the helpers in `missing` by r0 = 0.
+    replaces calls of the helpers in `missing` by r0 = 0, and that of kernel_socket_bit() by its
+    result.
     """
     insns = bytearray(code.insns)
     # struct bpf_insn: opcode, registers (low half: dst, high half: src), s16 offset, s32 immediate
@@ -96,10 +107,13 @@ def relocate(
         insns[offset + 1] = (insns[offset + 1] & 0x0F) | BPF_PSEUDO_MAP_FD << 4
         insns[offset + 4 : offset + 8] = maps[reference.map].fd.to_bytes(4, "little")
     # A call and its replacement are one instruction each, so all jump offsets stay valid.
-    missing_calls = [probe.encode_call(number) for number in sorted(missing)]
-    for offset in range(0, len(insns) if missing_calls else 0, 8):
-        if insns[offset : offset + 8] in missing_calls:
-            insns[offset : offset + 8] = MOV_R0_0
+    results = {probe.encode_call(number): MOV_R0_0 for number in missing}
+    kernel_socket_bit = probe.encode_call(KERNEL_SOCKET_BIT_CALL)
+    if kernel_socket_bit in insns:
+        results[kernel_socket_bit] = encode_r0(kernel_sockets.find_bit())
+    for offset in range(0, len(insns) if results else 0, 8):
+        if (call := bytes(insns[offset : offset + 8])) in results:
+            insns[offset : offset + 8] = results[call]
     return bytes(insns)
 
 

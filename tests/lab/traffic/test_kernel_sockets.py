@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sockets that the kernel itself connects to a Service: a real NFS mount of a ClusterIP, whose
+server moves to a Pod of another node. The servers export the same folder, as Pods of a storage
+system do.
+
+The kernel connects from its own threads, which are in the root cgroup; so the agent's hooks are
+there, and the test runs in guests (tests/kernels).
+"""
+
+import contextlib
+import ctypes
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kbpf.kernel.bpf.kernel_sockets import keeps_addresses
+from tests.support.cluster.cluster import HOST_PORT, UNROUTED
+from tests.support.cluster.kube_objects import port, service, slice_port
+from tests.support.features import IPPROTO_MPTCP, needs
+from tests.support.lab.field import NODES4, Field, there
+from tests.support.lab.lab import Place, cgroup2, inside, ip, run, until
+from tests.support.lab.podnet import gate
+from tests.support.runtime import pods
+
+pytestmark = needs("nfs")
+NFS, WEB, HOSTED = "10.96.0.50", "10.96.0.51", "10.96.0.52"
+NFS_PORT = 2049
+SERVER = Path(pods.__file__).with_name("nfs_server.py")
+OPTIONS = f"vers=4.1,sec=sys,addr={NFS},clientaddr=0.0.0.0,soft,timeo=30,retrans=1"
+"""A server that does not answer for some seconds is an error instead of a wait without end."""
+
+
+@pytest.fixture(scope="module")
+def field() -> Iterator[Field]:
+    with Field("--cgroup", str(cgroup2()), name="ks", pods=(1, 1)) as made:
+        ip(*(f"route del unreachable {net}" for net in UNROUTED), netns=made.lab.nodes[0].netns)
+        made.create(
+            service("nfs", port(NFS_PORT), cluster_ip=NFS),
+            service("web", port(80), cluster_ip=WEB),
+            made.slice("web", "b1", slice_port(8080)),
+            service("hosted", port(80), cluster_ip=HOSTED),
+            made.slice("hosted", "a-net", slice_port(HOST_PORT)),
+        )
+        made.settle()
+        yield made
+
+
+@pytest.fixture
+def share(tmp_path: Path) -> Iterator[Path]:
+    """A file system that the kernel can export."""
+    folder = tmp_path / "share"
+    folder.mkdir()
+    run("mount", "-t", "tmpfs", "share", str(folder))
+    yield folder
+    run("umount", "--lazy", str(folder))
+
+
+class NfsPod:
+    """An NFS server in a pod."""
+
+    def __init__(self, field: Field, name: str, share: Path) -> None:
+        clients = (*NODES4, gate(1, v6=False), gate(2, v6=False))
+        command = ("unshare", "--mount", sys.executable, "-S", str(SERVER), str(share), *clients)
+        self._process = subprocess.Popen(
+            inside(field[name].netns, None, *command), stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == b"serves\n"
+        field.change(field.slice("nfs", name, slice_port(NFS_PORT)))
+
+    def stop(self) -> None:
+        self._process.communicate()
+
+
+@contextlib.contextmanager
+def mounted(host: Place, folder: Path) -> Iterator[Path]:
+    """The ClusterIP's export, mounted by a process of this host."""
+    folder.mkdir()
+    libc = ctypes.CDLL(None, use_errno=True)
+    arguments = (f"{NFS}:/", str(folder), "nfs4")
+
+    def mount() -> None:
+        if libc.mount(*map(os.fsencode, arguments), 0, OPTIONS.encode()):
+            raise OSError(ctypes.get_errno(), f"mount {arguments} {OPTIONS}")
+
+    there(host, mount)
+    try:
+        yield folder
+    finally:
+        run("umount", "--force", "--lazy", str(folder))
+
+
+def peers(host: Place, number: int) -> set[str]:
+    """The peers of this host's established connections to this port."""
+
+    def read() -> str:
+        return Path("/proc/thread-self/net/tcp").read_text()
+
+    rows = [line.split() for line in there(host, read).splitlines()[1:]]
+    ends = [row[2].split(":") for row in rows if row[3] == "01"]
+    return {
+        socket.inet_ntoa(bytes.fromhex(address)[::-1])
+        for address, of in ends
+        if int(of, 16) == number
+    }
+
+
+def works(folder: Path, text: str) -> bool:
+    try:
+        (folder / text).write_text(text)
+        return (folder / text).read_text() == text
+    except OSError:
+        return False
+
+
+def expected_peer(clusterip: str, pod: Place) -> str:
+    """Kernels that keep the Service's address in the mount may connect to the backend."""
+    return pod.ip if keeps_addresses(os.uname().release) else clusterip
+
+
+def test_mount_of_a_cluster_ip_follows_its_pod(field: Field, share: Path, tmp_path: Path) -> None:
+    host = field["host-1"]
+    first = NfsPod(field, "a1", share)
+    with mounted(host, tmp_path / "mnt") as folder:
+        assert works(folder, "at-first")
+        assert peers(host, NFS_PORT) == {expected_peer(NFS, field["a1"])}, field.agent.tail()
+        second = NfsPod(field, "b1", share)
+        first.stop()
+        until("the mount has followed to the other node", lambda: works(folder, "moved"))
+        assert peers(host, NFS_PORT) == {expected_peer(NFS, field["b1"])}
+        # The next Pod disappears without closing its connections.
+        third = NfsPod(field, "a1", share)
+        ip("link set eth0 down", netns=field["b1"].netns)
+        until("the mount has followed back", lambda: works(folder, "back"))
+        assert peers(host, NFS_PORT) == {expected_peer(NFS, field["a1"])}
+        mount = next(row for row in Path("/proc/mounts").read_text().splitlines() if NFS in row)
+        assert f"addr={NFS}" in mount.split()[3].split(",")
+        assert {file.name for file in share.iterdir()} >= {"at-first", "moved", "back"}
+    for server in (second, third):
+        server.stop()
+    ip("link set eth0 up", netns=field["b1"].netns)
+
+
+@needs("mptcp")
+def test_kernel_socket_that_a_process_connects(field: Field) -> None:
+    """The first connection of an SMB mount is made by the process that mounts, so its cgroup says
+    nothing. An MPTCP socket is such a case, too: its TCP socket is the kernel's.
+    """
+    host = field["host-1"]
+
+    def dial(address: str) -> set[str]:
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM, IPPROTO_MPTCP) as client:
+            client.settimeout(10)
+            client.connect((address, 80))
+            return {peer for number in (80, 8080, HOST_PORT) for peer in peers(host, number)}
+
+    def dialled(address: str) -> set[str]:
+        return there(host, lambda: dial(address))
+
+    assert dialled(WEB) == {expected_peer(WEB, field["b1"])}
+    # Packets would not reach a backend in the node's own network.
+    assert dialled(HOSTED) == {NODES4[0]}

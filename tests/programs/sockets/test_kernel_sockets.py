@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sockets of the kernel, recognized by sk_kern_sock: left to the packet path where the kernel would
+take over the backend's address. tests/lab/traffic/test_kernel_sockets.py has a real mount.
+"""
+
+import errno
+import os
+import socket
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from kbpf.dataplane.bpf.maps.layout import ConfigFlag, Reason
+from kbpf.kernel.bpf import kernel_sockets
+from kbpf.kernel.bpf.kernel_sockets import find_member_bit, keeps_addresses
+from kbpf.model.address import parse_addr
+from tests.support.features import IPPROTO_MPTCP, needs
+from tests.support.lab.lab import PATIENCE, Place, run
+from tests.support.plane import LOCAL, Site, desired, make_local, service, within
+
+RELEASES = [
+    ("5.10.0-32-amd64", False),
+    ("5.15.0-113-generic", False),
+    ("6.1.0-50-amd64", False),
+    ("6.5.13", False),
+    ("6.6.0", True),
+    ("6.12.117+deb13-amd64", True),
+    ("7.2.13+deb14-amd64", True),
+    ("10.0-rc1", True),
+    ("unknown", False),
+]
+
+
+@pytest.mark.parametrize(("release", "keeps"), RELEASES)
+def test_release_with_the_corrections(release: str, keeps: bool) -> None:
+    assert keeps_addresses(release) is keeps
+
+
+def test_bit_is_found_on_kernels_without_the_corrections() -> None:
+    assert find_member_bit(b"sock", b"sk_kern_sock") > 0, "Debian's kernels and ours have BTF"
+    assert find_member_bit(b"sock", b"no_such_member") == 0
+    assert find_member_bit(b"no_such_struct", b"sk_kern_sock") == 0
+    assert bool(kernel_sockets.find_bit()) is not keeps_addresses(os.uname().release)
+    assert kernel_sockets.probe_kernel_sockets().works
+
+
+@pytest.fixture
+def client(site: Site, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    """A client of programs as they are loaded on a kernel without the corrections. Its packets
+    reach nothing unless the hooks translate their destination.
+    """
+    bit = find_member_bit(b"sock", b"sk_kern_sock")
+    monkeypatch.setattr(kernel_sockets, "find_bit", lambda: bit)
+    name = f"{site.name}x"
+    run("ip", "netns", "add", name)
+    make_local(name)
+    yield site.place("client", name)
+    run("ip", "netns", "del", name)
+
+
+WORLD = desired(service("web", "10.96.0.1:80", f"{LOCAL[0]}:80"))
+
+
+def connect(client: Place, protocol: int = 0) -> str:
+    """What connect() says. Nothing listens at the backend, and nothing routes the Service."""
+
+    def dial() -> str:
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM, protocol) as s:
+            s.settimeout(PATIENCE)
+            return errno.errorcode[s.connect_ex(("10.96.0.1", 80))]
+
+    return within(client, dial)
+
+
+@needs("mptcp")
+def test_kernel_socket_is_left_to_the_packet_path(site: Site, client: Place) -> None:
+    """The TCP socket of an MPTCP socket is the kernel's. A process connects it, as for an SMB
+    mount, so no cgroup identifies it.
+    """
+    plane = site.open()
+    plane.apply(WORLD, None)
+    translated, untouched = "ECONNREFUSED", "ENETUNREACH"
+    assert connect(client, IPPROTO_MPTCP) == translated, "no packet path would serve it"
+    assert plane._attachments.settings is not None
+    plane._attachments.settings.set_flags(
+        plane._attachments.settings.flags | ConfigFlag.KERNEL_SOCKETS
+    )
+    before = site.reasons()[Reason.LEFT_TO_PACKETS]
+    assert connect(client, IPPROTO_MPTCP) == untouched
+    assert site.reasons()[Reason.LEFT_TO_PACKETS] == before + 1
+    assert connect(client) == translated
+    # By packets, a socket does not reach a backend in the node's own network.
+    plane.apply(msgspec.structs.replace(WORLD, node_addresses=(parse_addr(LOCAL[0]),)), None)
+    assert connect(client, IPPROTO_MPTCP) == translated
