@@ -6,6 +6,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Final
 
 from kbpf import __version__
 from kbpf.agent.problems import Problems, log_lines
@@ -17,7 +18,7 @@ from kbpf.errors import KbpfError, LastError, PinsRemovedError, escape_unprintab
 from kbpf.kernel.system import threads
 from kbpf.model.config import Config, is_system_service
 from kbpf.model.events import Event, Synced
-from kbpf.model.objects import READ_AS_TEXT
+from kbpf.model.objects import READ_AS_TEXT, ServiceName
 from kbpf.model.status import (
     MAX_NAMESPACES,
     MAX_PROBLEMS,
@@ -28,9 +29,20 @@ from kbpf.model.status import (
 )
 from kbpf.policy.frontends import node_port_problem
 from kbpf.serve.server import AgentServer
-from kbpf.source.base import Source, SourceStatus
+from kbpf.source.base import Source, SourceState, SourceStatus
 
 log = logging.getLogger("kbpf.agent")
+
+UNKNOWN_PODS: Final = (
+    "Pods whose traffic a mesh redirects are not recognized: grant list and watch on pods "
+    "(manifests/components/mesh-pods), or set --mesh-pods false"
+)
+MESH_SERVICES: Final = (
+    ServiceName("istio-system", "istiod"),
+    ServiceName("linkerd", "linkerd-dst"),
+    ServiceName("consul", "consul-connect-injector"),
+)
+"""Services of the control planes of Istio, Linkerd and Consul, under their default names."""
 
 
 class Reporter:
@@ -138,13 +150,23 @@ class Reporter:
         yield from self._server.problems()
         if self._node_port_problem.text:
             yield self._node_port_problem.text
+        if self._pods_are_forbidden():
+            services = self._reconciler.store.service_names()
+            for service in MESH_SERVICES:
+                if service in services:
+                    yield f"the Service {service} belongs to a mesh, but {UNKNOWN_PODS}"
         if self.config_error is not None and (error := self.config_error()):
             yield f"the configuration file was rejected, and the next start would fail: {error}"
 
     def _disabled_features(self) -> tuple[str, ...]:
         if self._config.source is not None or self._config.socket_lb_label:
             return ()
-        return ("Pods are not watched: their label kbpf.io/socket-lb is ignored",)
+        if not self._config.mesh_pods:
+            return ("Pods are not watched: their label kbpf.io/socket-lb is ignored",)
+        return (UNKNOWN_PODS,) if self._pods_are_forbidden() else ()
+
+    def _pods_are_forbidden(self) -> bool:
+        return any(source.status().state is SourceState.FORBIDDEN for source in self._sources)
 
     def _refused_namespaces(self) -> dict[str, int]:
         """The number of Service ports that could not be programmed, for the namespaces with the

@@ -90,10 +90,11 @@ def source_factory(
 
         relist = RELIST_PERIODS * config.config_sync_period
         resources = [SERVICES, SLICES, node_resource(config.node_name, config.watch_nodes)]
-        if config.socket_lb_label:
-            resources.append(exempt_pod_resource(config.node_name))
+        if config.socket_lb_label or config.mesh_pods:
+            is_optional = not config.socket_lb_label
+            resources.append(exempt_pod_resource(config.node_name, config.mesh_pods, is_optional))
         else:
-            put(Synced(Kind.POD))  # no label to watch: the (empty) list of exempt pods is complete
+            put(Synced(Kind.POD))  # none to watch: the (empty) list of exempt pods is complete
         return [Reflector(cluster, resource, put, relist_interval=relist) for resource in resources]
 
     return make

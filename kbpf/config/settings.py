@@ -235,6 +235,10 @@ SETTINGS: Final = (
         "whether Pods of this node are watched for the label kbpf.io/socket-lb=off, which needs "
         "permission to list and watch Pods (default false); Pods of --source are always read",
         kbpf="socketLB.label"),
+    Setting("--mesh-pods", "mesh_pods", kinds.BOOLEAN, NODE,
+        "whether Pods whose traffic a service mesh redirects (Istio, Linkerd, Consul) use the "
+        "packet path, so that the mesh sees the Service's address (default true); without "
+        "permission to list and watch Pods they are not recognized", kbpf="socketLB.meshPods"),
     Setting("--packet-path", "packet_path", kinds.BOOLEAN, NODE,
         "whether traffic from outside the node, and traffic of pods that the socket hooks do not "
         "see, is load-balanced per packet (default true)", kbpf="packetPath.enabled", only=BPF),

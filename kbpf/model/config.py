@@ -214,6 +214,11 @@ class Config:
     socket_lb_label: bool = False
     """Whether Pods of an API server are watched for the label kbpf.io/socket-lb."""
 
+    mesh_pods: bool = True
+    """Whether sockets of Pods whose traffic a service mesh redirects are exempt. Needs permission
+    to watch Pods; without it, no Pod is recognized.
+    """
+
     packet_path: bool = True
     """Whether packets from other machines, and from pods without hooks, are load-balanced."""
 

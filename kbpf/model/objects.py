@@ -217,9 +217,13 @@ class Node(msgspec.Struct, frozen=True):
 
 
 class Pod(msgspec.Struct, frozen=True):
-    """A Pod whose sockets are exempt. `node` is "" until it is scheduled."""
+    """A Pod whose sockets are exempt. `node` is "" until it is scheduled, and if the source lists
+    only Pods of this node. `mesh`: the mesh that redirects its traffic, "" if it is exempt by its
+    label.
+    """
 
     namespace: str
     name: str
     uid: str
     node: str = ""
+    mesh: str = ""

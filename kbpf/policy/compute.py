@@ -310,7 +310,7 @@ def _compute_node_state(
         node_port_addresses(node, local_addresses, config),
         masquerade_addresses(node, local_addresses),
         local_networks(node, config),
-        tuple(sorted(pod.uid for pod in pods or ())),
+        tuple(sorted(pod.uid for pod in pods or () if config.mesh_pods or not pod.mesh)),
         pods is not None,
     )
 

@@ -18,12 +18,15 @@ EventHandler = Callable[[Event], None]
 
 
 class SourceState(StrEnum):
-    """What a source is doing. RETRYING: it waits for the next attempt."""
+    """What a source is doing. RETRYING: it waits for the next attempt. FORBIDDEN: the agent may not
+    read it, and works without.
+    """
 
     STARTING = "starting"
     LISTING = "listing"
     WATCHING = "watching"
     RETRYING = "retrying"
+    FORBIDDEN = "forbidden"
     STOPPED = "stopped"
 
 

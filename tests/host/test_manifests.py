@@ -298,13 +298,11 @@ def test_chart_values_are_added_to_the_pod(helm: Path, tmp_path: Path):
     assert container(objects)["env"][2:] == GIVEN["env"]
 
 
-def with_component(name: str, folder: Path) -> Path:
-    """A kustomization of an overlay with the component that watches Pods. Kustomize accepts
-    relative paths only.
-    """
+def with_component(name: str, component: str, folder: Path) -> Path:
+    """A kustomization of an overlay with a component. Kustomize accepts relative paths only."""
     made = {
         "resources": [os.path.relpath(OVERLAYS / name, folder)],
-        "components": [os.path.relpath(MANIFESTS / "components/socket-lb-label", folder)],
+        "components": [os.path.relpath(MANIFESTS / "components" / component, folder)],
     }
     (folder / "kustomization.yaml").write_text(json.dumps(made))
     return folder
@@ -316,25 +314,38 @@ def rules(objects: list[Object]) -> list[Object]:
     return list(found["rules"])
 
 
+LABEL_SWITCH = {"name": "KBPF_SOCKET_LB_LABEL", "value": "true"}
+
+
+@pytest.mark.parametrize(
+    ("component", "switches"), [("socket-lb-label", [LABEL_SWITCH]), ("mesh-pods", [])]
+)
 @pytest.mark.parametrize("name", NAMES)
-def test_pods_may_be_watched_with_the_component_only(name: str, kubectl: Path, tmp_path: Path):
+def test_pods_may_be_watched_with_a_component_only(
+    name: str, component: str, switches: list[Object], kubectl: Path, tmp_path: Path
+):
     plain = kustomize(kubectl, OVERLAYS / name)
-    more = kustomize(kubectl, with_component(name, tmp_path))
+    more = kustomize(kubectl, with_component(name, component, tmp_path))
     assert all("pods" not in rule["resources"] for rule in rules(plain))
     pods = {"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "watch"]}
     assert rules(more) == [*rules(plain), pods]
-    switch = {"name": "KBPF_SOCKET_LB_LABEL", "value": "true"}
-    assert container(more)["env"] == [*container(plain)["env"], switch]
+    assert container(more)["env"] == [*container(plain)["env"], *switches]
 
 
-def test_the_charts_value_equals_the_component(helm: Path, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("value", "switches"), [("socketLbLabel", [LABEL_SWITCH]), ("meshPods", [])]
+)
+def test_the_charts_value_equals_the_component(
+    value: str, switches: list[Object], helm: Path, tmp_path: Path
+):
     command = [str(helm), "template", "kbpf", str(MANIFESTS / "chart"), "-n", "kube-system"]
-    objects = documents(
-        call([*command, "--kube-version=1.37", "--set=socketLbLabel=true"], tmp_path)
-    )
+    command += ["--kube-version=1.37"]
+    plain = documents(call(command, tmp_path))
+    objects = documents(call([*command, f"--set={value}=true"], tmp_path))
     core = next(rule for rule in rules(objects) if rule["apiGroups"] == [""])
     assert core["resources"] == ["services", "nodes", "pods"]
-    assert {"name": "KBPF_SOCKET_LB_LABEL", "value": "true"} in container(objects)["env"]
+    added = [row for row in container(objects)["env"] if row not in container(plain)["env"]]
+    assert added == switches
 
 
 @pytest.mark.parametrize("name", NAMES)

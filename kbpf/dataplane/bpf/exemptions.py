@@ -198,7 +198,7 @@ class Exemptions:
         if self.missing and now > self._eager_until:
             names = ", ".join(sorted(self.missing)[:3])
             lines.append(
-                f"{len(self.missing)} Pods with the label kbpf.io/socket-lb have no cgroup below "
+                f"{len(self.missing)} Pods that should be exempt have no cgroup below "
                 f"{self._hooked_cgroup} (uid {names}): they have not started, have ended, or are "
                 "static Pods"
             )

@@ -79,6 +79,8 @@ server closed makes one fail."""
 MAX_SHORT_WATCHES: Final = 4
 """After this many consecutive watches that end at once without an error (endless 410, for
 example), that counts as a failure."""
+FORBIDDEN_RETRY_INTERVAL: Final = 300.0
+"""Interval between two attempts to watch an optional resource without permission."""
 IN_FORCE_HINT: Final = "what is programmed stays in force"
 COUNT_ITEMS_FROM_BYTES: Final = 1 << 20
 """The items of a page larger than this many bytes are counted before they are decoded."""
@@ -128,6 +130,7 @@ class Reflector:
         self._stream_broke_off = False
         self._unreadable_line = ""  # what was wrong with a line of the streaming list
         self._healthy_since: float | None = None
+        self._is_forbidden_logged = False
         self._verb = "list"
         self._last_contact = 0.0
         self._status = SourceStatus(resource.name, (resource.kind,))
@@ -173,7 +176,8 @@ class Reflector:
             threads.heartbeat()
             delay = self._run_once()
             if delay > 0 and not stop.is_set():
-                self._status = replace(self._status, state=SourceState.RETRYING)
+                if self._status.state is not SourceState.FORBIDDEN:
+                    self._status = replace(self._status, state=SourceState.RETRYING)
                 self._wait(stop, delay)
         self._connection.drop()
         self._status = replace(self._status, state=SourceState.STOPPED)
@@ -200,6 +204,8 @@ class Reflector:
         except _WatchEnded:
             pass
         except SourceError as error:
+            if self._is_forbidden(error):
+                return self._record_forbidden(error)
             # A silent watch is restarted without an error; if the server hangs, the next attempt
             # fails.
             is_silent = isinstance(error, ReadTimeout) and self._healthy_since is not None
@@ -479,7 +485,11 @@ class Reflector:
     def _request(self, verb: str, query: str, silence_timeout: float = 0.0) -> Response:
         """Sends a GET; returns the response if its status is 200, else raises."""
         self._verb = verb
-        response = self._connection.request(query, silence_timeout=silence_timeout)
+        response = self._connection.request(
+            query,
+            silence_timeout=silence_timeout,
+            accept=self._resource.accept(is_watch="watch=1" in query),
+        )
         self._last_contact = self._clock()
         if response.status == 200:
             return response
@@ -512,10 +522,26 @@ class Reflector:
 
     def _record_success(self) -> None:
         self._healthy_since, self._verb = self._clock(), "watch"
+        self._is_forbidden_logged = False
         if outage := self._cluster.outages.record_recovery(self._resource.name, self._clock()):
             names = ",".join(outage.names)
             log.info("watch recovered name=%s after=%.0fs", names, outage.seconds)
         self._status = replace(self._status, state=SourceState.WATCHING, failures=0, error="")
+
+    def _is_forbidden(self, error: SourceError) -> bool:
+        is_status = isinstance(error, HttpStatusError) and error.status == 403
+        return is_status and self._resource.is_optional
+
+    def _record_forbidden(self, error: SourceError) -> float:
+        """Returns the seconds until the next attempt: permission may be granted later."""
+        if not self._is_forbidden_logged:
+            self._is_forbidden_logged = True
+            log.info(
+                "not permitted, continuing without name=%s; %s", self._resource.name, error.hint
+            )
+        self._version, self._listing_since = "", None
+        self._status = replace(self._status, state=SourceState.FORBIDDEN, failures=0, error="")
+        return FORBIDDEN_RETRY_INTERVAL * (0.5 + self._rng())
 
     def _record_failure(self, error: SourceError) -> None:
         what = f"cannot {self._verb} {self._resource.name}: {error.what}"

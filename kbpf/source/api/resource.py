@@ -15,6 +15,7 @@ from kbpf.source.decode import wire
 PAGE_SIZE: Final = 500
 HTML_PROBE_BYTES: Final = 256
 HTML_HINT: Final = "does a proxy or login page answer instead of it?"
+JSON: Final = "application/json"
 SOCKET_LB_LABEL: Final = "kbpf.io/socket-lb"
 _STATUS_DECODER: Final = msgspec.json.Decoder(wire.ApiStatus)
 
@@ -28,15 +29,19 @@ class Resource:
     path: str
     label_selector: str = ""
     field_selector: str = ""
+    metadata_only: bool = False
+    """Whether only metadata is requested, in which annotations and labels are."""
+    is_optional: bool = False
+    """Whether the agent works without permission for it. Then being refused is no failure."""
     narrower: "Resource | None" = None
     """Watched instead if the server has more than PAGE_SIZE objects, or if listing them is
     forbidden."""
 
     def without_field_selector(self) -> "Resource":
         """For a server that does not support the field selector; decode.py leaves the same objects
-        out.
+        out, and needs more than their metadata for that.
         """
-        return replace(self, field_selector="")
+        return replace(self, field_selector="", metadata_only=False)
 
     def page_query(self, token: str) -> str:
         """LIST of the newest state: the first page, or the page that `token` continues."""
@@ -64,6 +69,15 @@ class Resource:
             allowWatchBookmarks="true",
             timeoutSeconds=str(seconds),
         )
+
+    def accept(self, is_watch: bool) -> str:
+        """The header Accept of a request. A server that cannot leave the rest out sends everything,
+        which decode.py reads as well.
+        """
+        if not self.metadata_only:
+            return JSON
+        kind = "PartialObjectMetadata" if is_watch else "PartialObjectMetadataList"
+        return f"{JSON};as={kind};g=meta.k8s.io;v=v1,{JSON}"
 
     def _query(self, **options: str) -> str:
         options |= {"labelSelector": self.label_selector, "fieldSelector": self.field_selector}
@@ -100,14 +114,18 @@ def node_resource(name: str, scope: str) -> Resource:
     )
 
 
-def exempt_pod_resource(node: str) -> Resource:
-    """The Pods of this node with the label kbpf.io/socket-lb=off: none, in most clusters."""
+def exempt_pod_resource(node: str, with_meshes: bool, is_optional: bool = False) -> Resource:
+    """The running Pods of this node, or only those with the label kbpf.io/socket-lb=off. Most
+    meshes mark Pods by annotations, by which a server cannot select.
+    """
     return Resource(
         Kind.POD,
         "pods",
         "/api/v1/pods",
-        label_selector=f"{SOCKET_LB_LABEL}=off",
-        field_selector=f"spec.nodeName={node}",
+        label_selector="" if with_meshes else f"{SOCKET_LB_LABEL}=off",
+        field_selector=f"spec.nodeName={node},status.phase!=Succeeded,status.phase!=Failed",
+        metadata_only=True,
+        is_optional=is_optional,
     )
 
 
@@ -124,7 +142,7 @@ class HttpStatusError(SourceError):
 def _required_role(resource: Resource) -> str:
     """Returns which role grants access: kube-proxy's own role does not include Pods."""
     if resource.kind is Kind.POD:
-        return "manifests/components/socket-lb-label"
+        return f"manifests/components/{'mesh-pods' if resource.is_optional else 'socket-lb-label'}"
     return "ClusterRole system:node-proxier"
 
 

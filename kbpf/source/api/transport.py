@@ -306,22 +306,24 @@ class ApiConnection:
         method: str = "GET",
         silence_timeout: float = 0.0,
         body: bytes | None = None,
+        accept: str = "application/json",
     ) -> Response:
         """Returns the response with its headers read, whatever its status. Raises SourceError.
 
-        `silence_timeout`: maximum seconds without a byte of the body. `body`: JSON.
+        `silence_timeout`: maximum seconds without a byte of the body. `body`: JSON. `accept`: the
+        header.
         """
         if self._raw is not None and not self._raw.isclosed():
             self.drop()
         was_open = self._http is not None and self._http.sock is not None
         try:
-            raw = self._send(method, path, body)
+            raw = self._send(method, path, body, accept)
         except ConnectionError as error:
             self.drop()
             if not was_open:
                 raise self._explain_error(error) from error
             # The server closed the idle connection: that is not a failure yet.
-            raw = self.translate_errors(lambda: self._send(method, path, body))
+            raw = self.translate_errors(lambda: self._send(method, path, body, accept))
         except (OSError, http.client.HTTPException, ResponseLimitExceeded) as error:
             self.drop()
             raise self._explain_error(error) from error
@@ -340,13 +342,13 @@ class ApiConnection:
             self.drop()
             raise self._explain_error(error) from error
 
-    def _send(self, method: str, path: str, body: bytes | None) -> _RawResponse:
+    def _send(self, method: str, path: str, body: bytes | None, accept: str) -> _RawResponse:
         """Sends a request and reads the response header. Reports it to `on_request`, even if it
         failed.
         """
         start, code = time.monotonic(), "<error>"
         try:
-            raw = self._exchange(method, path, body)
+            raw = self._exchange(method, path, body, accept)
             code = str(raw.status)
             return raw
         finally:
@@ -356,7 +358,7 @@ class ApiConnection:
                           seconds * 1000)  # fmt: skip
                 self._cluster.on_request(host, method, code, seconds)
 
-    def _exchange(self, method: str, path: str, body: bytes | None) -> _RawResponse:
+    def _exchange(self, method: str, path: str, body: bytes | None, accept: str) -> _RawResponse:
         credentials = self._credentials = self._cluster.get_credentials(lambda: self._closed)
         if self._http is None or self._http.sock is None:
             self.drop()
@@ -369,7 +371,7 @@ class ApiConnection:
         assert self._http is not None
         assert self._sock is not None
         self._sock.settimeout(self._response_timeout)
-        headers = {"Accept": "application/json", "Accept-Encoding": "gzip", "User-Agent": "kbpf"}
+        headers = {"Accept": accept, "Accept-Encoding": "gzip", "User-Agent": "kbpf"}
         if credentials.authorization:
             headers["Authorization"] = credentials.authorization
         if body is not None:

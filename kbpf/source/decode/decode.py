@@ -229,10 +229,30 @@ def decode_node(obj: wire.Node) -> Node:
     )
 
 
+def find_mesh(annotations: wire.PodAnnotations | None) -> str:
+    """The name of the mesh that redirects the traffic of a Pod with these annotations; "" if none
+    does. Consul's status is missing in Pods whose proxy is not transparent. Istio announces a Pod
+    that is being added to an ambient mesh as "pending".
+    """
+    if annotations is None:
+        return ""
+    if annotations.istio_sidecar:
+        return "Istio"
+    if annotations.istio_ambient in ("enabled", "pending"):
+        return "Istio ambient"
+    if annotations.linkerd:
+        return "Linkerd"
+    return "Consul" if annotations.consul else ""
+
+
 def decode_pod(obj: wire.Pod) -> Pod | None:
-    """Returns the Pod if its label kbpf.io/socket-lb is "off", else None. Raises ObjectError."""
+    """Returns the Pod if its label kbpf.io/socket-lb is "off", or if a mesh redirects its traffic;
+    else None. Raises ObjectError.
+    """
     meta = obj.metadata
-    if meta.labels is None or meta.labels.socket_lb != "off":
+    has_label = meta.labels is not None and meta.labels.socket_lb == "off"
+    mesh = find_mesh(meta.annotations)
+    if not has_label and not mesh:
         return None
     uid = meta.uid or ""
     if not _UID_PATTERN.fullmatch(uid):
@@ -243,7 +263,9 @@ def decode_pod(obj: wire.Pod) -> Pod | None:
         namespace=intern(meta.namespace or ""),
         name=meta.name,
         uid=uid,
+        # The API server is asked for metadata only, of the Pods of this node.
         node=intern((obj.spec and obj.spec.node_name) or ""),
+        mesh="" if has_label else mesh,
     )
 
 

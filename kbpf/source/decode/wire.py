@@ -265,6 +265,25 @@ class PodLabels(msgspec.Struct, frozen=True, gc=False, rename={"socket_lb": "kbp
     socket_lb: str | None = None
 
 
+class PodAnnotations(
+    msgspec.Struct,
+    frozen=True,
+    gc=False,
+    rename={
+        "istio_sidecar": "sidecar.istio.io/status",
+        "istio_ambient": "ambient.istio.io/redirection",
+        "linkerd": "linkerd.io/proxy-version",
+        "consul": "consul.hashicorp.com/transparent-proxy-status",
+    },
+):
+    """The marks by which service meshes show that they redirect a Pod's traffic."""
+
+    istio_sidecar: str | None = None
+    istio_ambient: str | None = None
+    linkerd: str | None = None
+    consul: str | None = None
+
+
 class PodMeta(msgspec.Struct, frozen=True, gc=False, rename=json_name):
     """metadata of a Pod."""
 
@@ -273,6 +292,7 @@ class PodMeta(msgspec.Struct, frozen=True, gc=False, rename=json_name):
     resource_version: str | None = None
     uid: str | None = None
     labels: PodLabels | None = None
+    annotations: PodAnnotations | None = None
 
 
 class PodSpec(msgspec.Struct, frozen=True, gc=False, rename=json_name):

@@ -54,6 +54,7 @@ OURS = [
     FieldRow("socketLB: {exempt: [system.slice/a*, b]}", "socket_lb_exempt",
         ("system.slice/a*", "b")),
     FieldRow("socketLB: {label: true}", "socket_lb_label", True),
+    FieldRow("socketLB: {meshPods: false}", "mesh_pods", False),
     FieldRow("packetPath: {enabled: false}", "packet_path", False),
     FieldRow("packetPath: {devices: [eth0, bond*]}", "devices", ("eth0", "bond*")),
     FieldRow("packetPath: {excludeDevices: [eth1]}", "excluded_devices", ("eth1",)),

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How Nodes and Pods are decoded, and what holds for all objects."""
 
+from typing import Any
+
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -67,6 +69,16 @@ def test_podcidr_is_used_without_podcidrs():
 
 UID = "0f4b1c5e-7d2a-4a8e-9d3f-1a2b3c4d5e6f"
 OFF = {"kbpf.io/socket-lb": "off"}
+
+
+def marked(
+    annotation: str, value: str, mesh: str
+) -> tuple[dict[str, Any], dict[str, Any], Pod | None]:
+    """A row of PODS: a Pod with this annotation, and the mesh that it belongs to, "" if to none."""
+    pod = Pod("ns", "x", UID, "n1", mesh) if mesh else None
+    return {"annotations": {annotation: value}, "uid": UID}, {"nodeName": "n1"}, pod
+
+
 PODS = {
     "off": ({"labels": OFF, "uid": UID}, {"nodeName": "n1"}, Pod("ns", "x", UID, "n1")),
     "on no node yet": ({"labels": OFF, "uid": UID}, {}, Pod("ns", "x", UID)),
@@ -79,12 +91,37 @@ PODS = {
     "a uid that is a path": ({"labels": OFF, "uid": "../.."}, {}, "metadata.uid: '../..'"),
     "a uid that is a pattern": ({"labels": OFF, "uid": "*"}, {}, "metadata.uid: '*'"),
     "a uid of a wrong type": ({"labels": OFF, "uid": 5}, {}, "metadata.uid"),
+    "Istio's sidecar": marked("sidecar.istio.io/status", '{"revision":"default"}', "Istio"),
+    "Istio's CNI": marked("ambient.istio.io/redirection", "enabled", "Istio ambient"),
+    "Istio's CNI, not yet": marked("ambient.istio.io/redirection", "pending", "Istio ambient"),
+    "Istio's CNI, not": marked("ambient.istio.io/redirection", "disabled", ""),
+    "Linkerd": marked("linkerd.io/proxy-version", "edge-26.11.1", "Linkerd"),
+    "Linkerd, only asked for": marked("linkerd.io/inject", "enabled", ""),
+    "Consul": marked("consul.hashicorp.com/transparent-proxy-status", "enabled", "Consul"),
+    "Consul's CNI": marked("consul.hashicorp.com/transparent-proxy-status", "complete", "Consul"),
+    "Consul, not transparent": marked("consul.hashicorp.com/connect-inject-status", "injected", ""),
+    "an empty mark": marked("sidecar.istio.io/status", "", ""),
+    "a mark of a wrong type": (
+        {"annotations": {"linkerd.io/proxy-version": 5}, "uid": UID},
+        {},
+        "metadata.annotations",
+    ),
+    "a mesh and the label": (
+        {"labels": OFF, "annotations": {"linkerd.io/proxy-version": "x"}, "uid": UID},
+        {"nodeName": "n1"},
+        Pod("ns", "x", UID, "n1"),
+    ),
+    "a mesh and no uid": (
+        {"annotations": {"linkerd.io/proxy-version": "x"}},
+        {},
+        "metadata.uid: missing",
+    ),
 }
 """metadata and spec of a Pod, and the result: a Pod, None if ignored, or words of the error."""
 
 
 @pytest.mark.parametrize("name", PODS)
-def test_pod_is_used_if_its_label_is_off(name: str):
+def test_pod_is_used_if_its_label_or_its_mesh_says_so(name: str):
     metadata, spec, made = PODS[name]
     meta = {"name": "x", "namespace": "ns", **metadata}
     item = read(Kind.POD, {"metadata": meta, "spec": {**spec, "containers": [{"name": 5}]}})

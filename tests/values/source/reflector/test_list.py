@@ -61,18 +61,26 @@ def test_streaming_list_uses_the_selectors_of_kube_proxy(start):
     }
 
 
+RUNNING_ON_N1 = "spec.nodeName=n1,status.phase!=Succeeded,status.phase!=Failed"
+
+
 @pytest.mark.parametrize(
     ("resource", "path", "selector"),
     [
         (SLICES, "/apis/discovery.k8s.io/v1/endpointslices", {"labelSelector": f"!{HEADLESS}"}),
         (own_node_resource("n1"), "/api/v1/nodes", {"fieldSelector": "metadata.name=n1"}),
         (
-            exempt_pod_resource("n1"),
+            exempt_pod_resource("n1", with_meshes=False),
             "/api/v1/pods",
-            {"labelSelector": "kbpf.io/socket-lb=off", "fieldSelector": "spec.nodeName=n1"},
+            {"labelSelector": "kbpf.io/socket-lb=off", "fieldSelector": RUNNING_ON_N1},
+        ),
+        (
+            exempt_pod_resource("n1", with_meshes=True),
+            "/api/v1/pods",
+            {"fieldSelector": RUNNING_ON_N1},
         ),
     ],
-    ids=("slices", "our node", "exempt pods of our node"),
+    ids=("slices", "our node", "labelled pods of our node", "all pods of our node"),
 )
 def test_selectors_of_slices_our_node_and_exempt_pods(start, resource, path, selector):
     run = start(PAGES, listed(), resource=resource)
@@ -81,6 +89,37 @@ def test_selectors_of_slices_our_node_and_exempt_pods(start, resource, path, sel
         assert request.path == path
         chosen = {n: v for n, v in request.query.items() if n.endswith("Selector")}
         assert chosen == selector
+
+
+PODS = exempt_pod_resource("n1", with_meshes=True, is_optional=True)
+
+
+def test_only_metadata_of_pods_is_requested(start):
+    run = start(
+        status(422, "sendInitialEvents: Forbidden"),
+        listed(),
+        streamed(then=Exchange.hang),
+        resource=PODS,
+    )
+    run.until_watching(3)
+    kinds = ("PartialObjectMetadata", "PartialObjectMetadataList", "PartialObjectMetadata")
+    assert [request.headers["accept"] for request in run.server.requests] == [
+        f"application/json;as={kind};g=meta.k8s.io;v=v1,application/json" for kind in kinds
+    ]
+
+
+def test_optional_resource_without_permission_is_no_failure(start, caplog):
+    caplog.set_level(logging.INFO, "kbpf.source")
+    run = start(*[status(403, "pods is forbidden")] * 3, streamed(bookmark(10, end=True)),
+                resource=PODS)  # fmt: skip
+    run.until_watching(4)
+    assert run.waits == [450.0] * 3
+    assert run.said == ["synced"]
+    assert run.reflector.status().failures == 0
+    lines = [record.getMessage() for record in caplog.records]
+    (line,) = (line for line in lines if "not permitted" in line)
+    assert "manifests/components/mesh-pods" in line
+    assert not [line for line in lines if "watch failed" in line]
 
 
 def test_streaming_list_then_synced_then_watch(start):

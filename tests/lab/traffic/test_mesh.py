@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pods whose traffic a service mesh redirects: their proxy has to see the Service's address.
+
+The rules are those that the meshes' own programs write into a pod (tests/rows/meshes), and the
+annotations those that they write at the Pod; the proxy is a fake (mesh_proxy.py).
+"""
+
+import contextlib
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.rows import services as rows
+from tests.support.lab.field import Field
+from tests.support.lab.lab import (
+    DIE_WITH_US,
+    Place,
+    inside,
+    ip,
+    remove_cgroup,
+    run,
+    until,
+)
+from tests.support.packets.wire import Wire
+from tests.support.runtime import pods as runtime
+
+PROXY = Path(runtime.__file__).with_name("mesh_proxy.py")
+RULES = Path(rows.__file__).with_name("meshes")
+HOST, PORT = "10.96.0.1", 80
+
+
+class Mesh(NamedTuple):
+    """A mesh: the annotation of its Pods, and the port and user of its proxy. `mark`: its proxy is
+    a pod of its own, whose packets have this mark. `routes`: commands for `ip`.
+    """
+
+    name: str
+    annotation: tuple[str, str]
+    port: int
+    user: int = 0
+    mark: int = 0
+    routes: tuple[str, ...] = ()
+
+    def write_rules(self, netns: str) -> None:
+        text = (RULES / f"{self.name}.rules").read_text()
+        run("nsenter", f"--net=/run/netns/{netns}", "iptables-restore", "--noflush", stdin=text)
+        ip(*self.routes, netns=netns)
+
+    def delete_rules(self, netns: str) -> None:
+        for table in ("nat", "mangle"):
+            for action in ("-F", "-X"):
+                run("nsenter", f"--net=/run/netns/{netns}", "iptables", "-t", table, action)
+        ip(*(line.replace(" add ", " del ", 1) for line in self.routes), netns=netns)
+
+
+ISTIO_SIDECAR = Mesh(
+    "istio-sidecar",
+    ("sidecar.istio.io/status", '{"initContainers":["istio-init"],"containers":["istio-proxy"]}'),
+    port=15001,
+    user=1337,
+)
+ISTIO_AMBIENT = Mesh(
+    "istio-ambient",
+    ("ambient.istio.io/redirection", "enabled"),
+    port=15001,
+    mark=0x539,
+    routes=(  # istio/istio 0eea8146, cni/pkg/iptables/iptables_linux.go
+        "rule add fwmark 0x111/0xfff pref 32764 lookup 100",
+        "route add local 0.0.0.0/0 dev lo table 100",
+    ),
+)
+LINKERD = Mesh("linkerd", ("linkerd.io/proxy-version", "edge-26.11.1"), port=4140, user=2102)
+CONSUL = Mesh(
+    "consul",
+    ("consul.hashicorp.com/transparent-proxy-status", "enabled"),
+    port=15001,
+    user=5995,
+)
+MESHES = (ISTIO_SIDECAR, ISTIO_AMBIENT, LINKERD, CONSUL)
+
+
+@pytest.fixture(scope="module")
+def field() -> Iterator[Field]:
+    with Field(name="me", pods=(3,)) as made:
+        made.create(*made.web(1, "a1"))
+        made.settle()
+        yield made
+
+
+class MeshPod:
+    """A pod with two containers, the application and (except for ambient meshes) the proxy."""
+
+    def __init__(self, field: Field, mesh: Mesh, stack: contextlib.ExitStack) -> None:
+        self._field, self._mesh, self.uid = field, mesh, str(uuid.uuid4())
+        home, where = field.home["a2"], field["a2"].netns
+        self.cgroup = home.cgroup / f"kubepods/pod{self.uid}"
+        stack.callback(_remove, self.cgroup)
+        self.app = Place("app", where, self.cgroup / "app")
+        stack.callback(self.app.close)
+        mesh.write_rules(str(where))
+        stack.callback(mesh.delete_rules, str(where))
+        # ztunnel is a pod of its own, which opens its sockets in the network of others
+        proxy = self.cgroup / "proxy" if not mesh.mark else home.cgroup / f"ztunnel{self.uid}"
+        proxy.mkdir(parents=True)
+        user = ("setpriv", f"--reuid={mesh.user}", f"--regid={mesh.user}", "--clear-groups", "--")
+        command = (*user, sys.executable, "-S", str(PROXY), str(mesh.port), str(mesh.mark))
+        process = subprocess.Popen(
+            [*DIE_WITH_US, *inside(where, proxy, *command)], stdout=subprocess.PIPE
+        )
+        stack.callback(remove_cgroup, proxy)
+        stack.callback(process.wait)
+        stack.callback(process.kill)
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"serves\n"
+
+    def object(self, **annotations: str) -> dict[str, Any]:
+        metadata = {"name": "meshed", "namespace": "default", "uid": self.uid}
+        return {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": metadata | {"annotations": annotations},
+            "spec": {"nodeName": "node-1", "containers": [{"name": "app", "image": "x"}]},
+        }
+
+    def is_exempt(self) -> bool:
+        keys = self._field.agent.entries("exempt_cgroups")
+        return self.cgroup.stat().st_ino in {int.from_bytes(key, "little") for key in keys}
+
+    def dial(self) -> dict[str, Any]:
+        return self.app.tcp(HOST, PORT)
+
+
+def _remove(pod: Path) -> None:
+    """Removes the cgroup of a pod, and that of all pods if it was the last."""
+    remove_cgroup(pod)
+    with contextlib.suppress(OSError):
+        pod.parent.rmdir()
+
+
+@pytest.fixture(params=MESHES, ids=lambda mesh: mesh.name)
+def pod(field: Field, request: pytest.FixtureRequest) -> Iterator[MeshPod]:
+    with contextlib.ExitStack() as stack:
+        pod = MeshPod(field, request.param, stack)
+        stack.callback(field.delete, pod.object())
+        yield pod
+
+
+def test_a_redirected_pod_is_left_to_the_packet_path(
+    field: Field, pod: MeshPod, request: pytest.FixtureRequest
+) -> None:
+    mesh: Mesh = request.node.callspec.params["pod"]
+    backend = [field["a1"].ip, 8080]
+    field.change(pod.object())
+    assert pod.dial()["original"] == backend, "without the mark it is translated"
+    field.change(pod.object(**dict([mesh.annotation])))
+    until("the pod is exempt", pod.is_exempt)
+    until("the hooks know it", lambda: pod.dial()["original"] != backend)
+    answer = pod.dial()
+    assert answer["original"] == [HOST, PORT], "the proxy sees the Service's address"
+    assert answer.get("name") == "a1", f"the proxy's own connection: {answer}"
+    assert translated_at_connect(field), "a pod beside keeps the socket hooks"
+    field.change(pod.object())
+    until("the pod has left the mesh", lambda: pod.dial()["original"] == backend)
+
+
+def translated_at_connect(field: Field) -> bool:
+    """Whether the packets of a process in a pod without a mesh carry the backend's address."""
+    with Wire(field.home["a3"].netns, "p3", tap=True) as tap:
+        assert field["a3"].tcp(HOST, PORT).get("name") == "a1"
+        first = tap.expect(lambda packet: packet.flags == "S")
+        return first.destination == f"{field['a1'].ip}:8080"
+
+
+def test_meshes_can_be_ignored(field: Field) -> None:
+    with contextlib.ExitStack() as stack:
+        pod = MeshPod(field, LINKERD, stack)
+        stack.callback(field.delete, pod.object())
+        field.agent.stop()
+        field.agent.start(extra=("--mesh-pods", "false"))
+        field.change(pod.object(**dict([LINKERD.annotation])))
+        assert not pod.is_exempt()
+        assert pod.dial()["original"] == [field["a1"].ip, 8080]
+        field.agent.stop()
+        field.agent.start()
+        until("the pod is exempt", pod.is_exempt)
