@@ -23,7 +23,7 @@ from tests.support.cluster.cluster import HOST_PORT, UNROUTED
 from tests.support.cluster.kube_objects import port, service, slice_port
 from tests.support.features import IPPROTO_MPTCP, needs
 from tests.support.lab.field import NODES4, Field, there
-from tests.support.lab.lab import Place, cgroup2, inside, ip, run, until
+from tests.support.lab.lab import Node, Place, cgroup2, inside, ip, run, until
 from tests.support.lab.podnet import gate
 from tests.support.runtime import pods
 
@@ -35,9 +35,17 @@ OPTIONS = f"vers=4.1,sec=sys,addr={NFS},clientaddr=0.0.0.0,soft,timeo=30,retrans
 """A server that does not answer for some seconds is an error instead of a wait without end."""
 
 
+class OneAgent(Field):
+    """Only node-1 has an agent, whose hooks in the root cgroup see both nodes."""
+
+    def settle_in(self, letter: str, home: Node, pods: int, *arguments: str) -> None:
+        super().settle_in(letter, home, pods, *arguments)
+        del self.agents[1:]
+
+
 @pytest.fixture(scope="module")
 def field() -> Iterator[Field]:
-    with Field("--cgroup", str(cgroup2()), name="ks", pods=(1, 1)) as made:
+    with OneAgent("--cgroup", str(cgroup2()), name="ks", pods=(1, 1)) as made:
         ip(*(f"route del unreachable {net}" for net in UNROUTED), netns=made.lab.nodes[0].netns)
         made.create(
             service("nfs", port(NFS_PORT), cluster_ip=NFS),

@@ -453,10 +453,24 @@ def account(cluster: Cluster) -> None:
         cluster.kube.create({"apiVersion": "v1", **made})
 
 
-def test_pod_labels_from_an_api_server_exempt_pods_of_this_node(
-    cluster: Cluster, account: None
+ANNOTATION = "ambient.istio.io/redirection"
+
+
+@pytest.mark.parametrize(
+    ("off", "on"),
+    [
+        ({"labels": {LABEL: None}}, {"labels": {LABEL: "off"}}),
+        (
+            {"labels": {LABEL: None}, "annotations": {ANNOTATION: None}},
+            {"annotations": {ANNOTATION: "enabled"}},
+        ),
+    ],
+    ids=("label", "mesh"),
+)
+def test_pods_of_an_api_server_are_exempt_on_their_node(
+    cluster: Cluster, account: None, off: dict[str, Any], on: dict[str, Any]
 ) -> None:
-    """The label is added to and removed from a running Pod; Pods of other nodes are not watched."""
+    """A running Pod begins and ceases to be exempt; Pods of other nodes are not watched."""
     folders = {}
     for name, at in (("here", "node-1"), ("there", "node-2")):
         uid = cluster.kube.create(_without_uid(name, at))["metadata"]["uid"]
@@ -465,9 +479,9 @@ def test_pod_labels_from_an_api_server_exempt_pods_of_this_node(
     agent = cluster.agents[0]
     try:
         until("the pod of this node is exempt", exempt_at(agent, folders["here"]))
-        cluster.kube.patch("Pod", "here", {"metadata": {"labels": {LABEL: None}}}, "default")
+        cluster.kube.patch("Pod", "here", {"metadata": off}, "default")
         until("nothing is exempt", exempt_at(agent))
-        cluster.kube.patch("Pod", "here", {"metadata": {"labels": {LABEL: "off"}}}, "default")
+        cluster.kube.patch("Pod", "here", {"metadata": on}, "default")
         until("the pod is exempt again", exempt_at(agent, folders["here"]))
         agent.kill()
         cluster.start(agent)

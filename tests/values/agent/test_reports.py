@@ -20,6 +20,7 @@ from kbpf.model.status import MAX_PROBLEMS, AgentStatus
 from kbpf.serve.kubeproxy_metrics import KubeProxyMetrics
 from kbpf.serve.message import HttpRequest
 from kbpf.serve.server import AgentServer
+from kbpf.source.base import SourceState, SourceStatus
 from kbpf.source.decode.fields import leading_zeros_problem
 from tests.support.faults.event_server import EventServer
 from tests.support.lab.lab import until
@@ -76,6 +77,32 @@ def test_an_error_of_the_status_is_logged_once_until_it_changes(
 def _raise_unless_empty(error: str) -> None:
     if error:
         raise KernelError(error)
+
+
+class UnknownPods:
+    """A source of Pods that the agent may not read."""
+
+    kinds = (Kind.POD,)
+
+    def status(self) -> SourceStatus:
+        return SourceStatus("pods", self.kinds, SourceState.FORBIDDEN)
+
+
+@pytest.mark.parametrize("mesh_pods", [True, False])
+def test_a_mesh_whose_pods_are_not_recognized_is_a_problem(clock: Clock, mesh_pods: bool):
+    config = Config("me", mesh_pods=mesh_pods)
+    sources = (UnknownPods(),) if mesh_pods else ()
+    agent = Agent(config, RecordingPlane(), lambda _: sources, AgentServer(config))
+    agent.step([*SYNCED, service("a")])
+    (line,) = agent.status().disabled_features
+    assert ("manifests/components/mesh-pods" in line) is mesh_pods
+    assert agent.status().problems == ()
+    istiod = service("i")
+    key = ObjectKey(Kind.SERVICE, "istio-system", "istiod")
+    agent.step([Upsert(key, replace(istiod.object, namespace=key.namespace, name=key.name))])
+    problems = agent.status().problems
+    assert len(problems) == mesh_pods
+    assert all("istio-system/istiod" in line for line in problems)
 
 
 def test_problems_of_the_node_are_listed(
