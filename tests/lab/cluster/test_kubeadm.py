@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """A real kubeadm: its kube-proxy's objects compared with ours, replaced by ours, and restored."""
 
+import json
 import re
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from tests.support.build import go_build
 from tests.support.cluster import kubeadm as support
 from tests.support.cluster.apiserver import ApiServer
 from tests.support.cluster.kube import Object
-from tests.support.cluster.kubeadm import Kubeadm
+from tests.support.cluster.kubeadm import ControlPlaneNode, Kubeadm
 from tests.support.cluster.kubectl import OVERLAYS, Kubectl, call, copy_of_manifests, kustomize
 from tests.support.runtime import docs
 
@@ -161,44 +164,155 @@ def test_the_daemonset_has_the_metadata_and_settings_of_kubeadms(
     assert said(facts(ours)) == said(facts(made))
 
 
-def test_with_the_patch_kubeadm_keeps_kbpf(
-    kubeadm: Path, kubectl: Path, apiserver: ApiServer, tmp_path: Path
-) -> None:
-    """docs/install.md: the lines that make the patch, and kubeadm's phase that writes the
-    DaemonSet. `kubeadm upgrade` runs the same phase with --patches, but only on a node.
-    """
-    (block,) = [text for text in docs.blocks("docs/install.md", "sh") if "--patches" in text]
-    lines = block.replace("/etc/kubernetes/patches", str(tmp_path / "patches")).splitlines()
-    for line in lines[:2]:
+@pytest.fixture
+def admin(kubeadm: Path, kubectl: Path, apiserver: ApiServer, tmp_path: Path) -> Iterator[Kubectl]:
+    """kubectl as administrator; removes kbpf and kube-proxy after the test."""
+    made = Kubectl(kubectl, apiserver, tmp_path)
+    yield made
+    made("delete", "-k", str(OVERLAYS / "kubeadm"), "--ignore-not-found", "--wait=false")
+    made("-n", SPACE, "delete", "cm", "kbpf-settings", "--ignore-not-found")
+    Kubeadm(kubeadm, apiserver, tmp_path).remove_kube_proxy(made)
+
+
+@pytest.fixture
+def patches(kubectl: Path, tmp_path: Path) -> Path:
+    """The folder that the lines of docs/install.md make."""
+    folder = tmp_path / "patches"
+    block = PATCH_BLOCK.replace("/etc/kubernetes/patches", str(folder))
+    for line in block.splitlines()[:2]:
         call(["bash", "-c", line.replace("kubectl", str(kubectl), 1)], docs.ROOT)
-    for command in ("apply", "node"):
-        assert lines[2].startswith("kubeadm upgrade apply ")
-        said = call([str(kubeadm), "upgrade", command, "--help"], Path("/"))
-        assert re.search(r"--patches string.*kubeproxydaemonset", said)
-    admin = Kubectl(kubectl, apiserver, tmp_path)
+    return folder
+
+
+(PATCH_BLOCK,) = [text for text in docs.blocks("docs/install.md", "sh") if "--patches" in text]
+PATCHED = tuple(PATCH_BLOCK.splitlines()[2].split()[-2:])
+"""The option of `kubeadm upgrade` there."""
+
+
+def daemonset(admin: Kubectl) -> Object:
+    (found,) = admin.objects("-n", SPACE, "get", "ds/kube-proxy")
+    return found
+
+
+def test_with_the_patch_kubeadm_installs_kbpf(
+    kubeadm: Path, apiserver: ApiServer, admin: Kubectl, patches: Path, tmp_path: Path
+) -> None:
+    """`kubeadm init`: in the place of kube-proxy at once, and after it was there."""
     program = Kubeadm(kubeadm, apiserver, tmp_path)
     (tmp_path / "with").mkdir()
-    patched = Kubeadm(kubeadm, apiserver, tmp_path / "with", patches=tmp_path / "patches")
+    patched = Kubeadm(kubeadm, apiserver, tmp_path / "with", patches=patches)
+    patched.install_kube_proxy()
+    ours = daemonset(admin)["spec"]["template"]
+    program.install_kube_proxy()
+    (container,) = daemonset(admin)["spec"]["template"]["spec"]["containers"]
+    assert container["command"][0] == "/usr/local/bin/kube-proxy"
+    admin("apply", "-k", str(OVERLAYS / "kubeadm"))
+    assert unordered(daemonset(admin)["spec"]["template"]) == unordered(ours)
+    patched.install_kube_proxy()
+    assert unordered(daemonset(admin)["spec"]["template"]) == unordered(ours)
 
-    def template() -> Object:
-        (found,) = admin.objects("-n", SPACE, "get", "ds/kube-proxy")
-        container = found["spec"]["template"]["spec"]["containers"][0]
-        return {"command": container["command"][0], **found["spec"]["template"]}
+
+PREVIOUS = go_build.kubernetes_version(go_build.PREVIOUS)
+UPGRADES_OF_THE_ADD_ON = [
+    ("node", "phase", "addon", "kube-proxy"),
+    ("apply", "phase", "addon", "kube-proxy", "VERSION"),
+    ("node", ControlPlaneNode.skipped),
+    ("apply", "VERSION", "--yes", ControlPlaneNode.skipped),
+]
+"""`kubeadm upgrade` with these arguments."""
+
+
+@pytest.mark.parametrize("words", UPGRADES_OF_THE_ADD_ON, ids=" ".join)
+def test_kbpf_survives_kubeadm_upgrade_with_the_patch(
+    previous_kubeadm: Path, kubeadm: Path, apiserver: ApiServer, admin: Kubectl, patches: Path,
+    tmp_path: Path, words: tuple[str, ...],
+) -> None:  # fmt: skip
+    """A cluster of the previous minor version is upgraded. The DaemonSet does not change, so no
+    node restarts its agent, nor do the rights and the ConfigMaps, except for the document of kbpf
+    in `config.conf`, which is lost. Without the patch kube-proxy returns.
+    """
+    previous = Kubeadm(previous_kubeadm, apiserver, tmp_path, version=PREVIOUS)
+    previous.install_kube_proxy()
+    previous.upload_config()
+    admin("apply", "-k", str(OVERLAYS / "kubeadm"))
+    settings = ("create", "configmap", "kbpf-settings", "--from-literal=PIN_DIR=/sys/fs/bpf/mine")
+    admin("-n", SPACE, *settings)
+    (config_map,) = admin.objects("-n", SPACE, "get", "cm/kube-proxy")
+    config = config_map["data"]["config.conf"].replace("masqueradeBit: null", "masqueradeBit: 13")
+    config_map["data"]["config.conf"] = f"{config}\n---\n{OWN_DOCUMENT}"
+    admin("replace", "-f", "-", stdin=json.dumps(config_map))
+    node = ControlPlaneNode(kubeadm, apiserver, tmp_path, patches)
+    objects = json.dumps({"apiVersion": "v1", "kind": "List", "items": node.objects()})
+    version = go_build.kubernetes_version()
+    command = ("upgrade", *(version if word == "VERSION" else word for word in words))
+    kept = ("cm/kbpf-settings", "clusterrole/kbpf", "clusterrolebinding/kbpf",
+            "clusterrolebinding/kubeadm:node-proxier", "sa/kube-proxy")  # fmt: skip
+
+    def state() -> list[Object]:
+        found = admin.objects("-n", SPACE, "get", *kept)
+        return [{**each, "metadata": each["metadata"]["name"]} for each in found]
 
     try:
-        program.install_kube_proxy()
+        admin("apply", "-f", "-", stdin=objects)
+        before, kept_before = daemonset(admin), state()
+        assert "Applied essential addon: kube-proxy" in node.run(*command, *PATCHED)
+        after = daemonset(admin)
+        assert after["spec"] == before["spec"]
+        assert after["metadata"]["generation"] == before["metadata"]["generation"]
+        assert state() == kept_before
+        (config_map,) = admin.objects("-n", SPACE, "get", "cm/kube-proxy")
+        assert config_map["data"]["config.conf"].count("masqueradeBit: 13") == 2
+        assert "KbpfConfiguration" not in config_map["data"]["config.conf"]
         admin("apply", "-k", str(OVERLAYS / "kubeadm"))
-        ours = template()
-        assert ours["command"] == "kbpf"
-        patched.install_kube_proxy()
-        assert unordered(template()) == unordered(ours)
-        program.install_kube_proxy()
-        assert template()["command"] == "/usr/local/bin/kube-proxy"
-        patched.install_kube_proxy()
-        assert unordered(template()) == unordered(ours)
+        assert daemonset(admin)["metadata"]["generation"] == before["metadata"]["generation"]
+        node.run(*command)
+        (container,) = daemonset(admin)["spec"]["template"]["spec"]["containers"]
+        assert container["command"][0] == "/usr/local/bin/kube-proxy"
     finally:
-        admin("delete", "-k", str(OVERLAYS / "kubeadm"), "--ignore-not-found", "--wait=false")
-        program.remove_kube_proxy(admin)
+        admin("delete", "-f", "-", "--wait=false", "--force", "--ignore-not-found", stdin=objects)
+
+
+OWN_DOCUMENT = """\
+apiVersion: kbpf.io/v1alpha1
+kind: KbpfConfiguration
+pinDir: /sys/fs/bpf/mine
+"""
+
+
+def test_kubeadm_upgrade_leaves_kbpf_alone_where_the_add_on_is_disabled(
+    kubeadm: Path, kubectl: Path, apiserver: ApiServer, tmp_path: Path
+) -> None:
+    """docs/install.md: `proxy.disabled` in the ClusterConfiguration, without a patch."""
+    admin = Kubectl(kubectl, apiserver, tmp_path)
+    program = Kubeadm(kubeadm, apiserver, tmp_path, disabled=True)
+    program.upload_config()
+    (tmp_path / "none").mkdir()
+    node = ControlPlaneNode(kubeadm, apiserver, tmp_path, tmp_path / "none")
+    objects = json.dumps({"apiVersion": "v1", "kind": "List", "items": node.objects()})
+    version = go_build.kubernetes_version()
+    try:
+        admin("apply", "-f", "-", stdin=objects)
+        said = node.run("upgrade", "apply", version, "--yes", node.skipped)
+        assert "Skipping the addon/kube-proxy phase. The addon is disabled." in said
+        assert admin.objects("-n", SPACE, "get", "ds") == []
+    finally:
+        admin("delete", "-f", "-", "--wait=false", "--force", "--ignore-not-found", stdin=objects)
+
+
+def test_the_account_that_kubeadm_makes_has_the_rights_of_an_agent(
+    kubeadm: Path, kubectl: Path, apiserver: ApiServer, admin: Kubectl, tmp_path: Path
+) -> None:
+    """So `kubeadm init --patches` needs no object of kbpf's own: system:node-proxier has all that
+    the ClusterRole kbpf has.
+    """
+    Kubeadm(kubeadm, apiserver, tmp_path).install_kube_proxy()
+    objects = kustomize(kubectl, OVERLAYS / "kubeadm")
+    (role,) = [each for each in objects if each["kind"] == "ClusterRole"]
+    account = f"--as=system:serviceaccount:{SPACE}:kube-proxy"
+    for rule in role["rules"]:
+        for verb, group, resource in product(rule["verbs"], rule["apiGroups"], rule["resources"]):
+            name = f"{resource}.{group}" if group else resource
+            assert admin("auth", "can-i", verb, name, "-A", account).strip() == "yes"
 
 
 def unordered(value: Any) -> Any:

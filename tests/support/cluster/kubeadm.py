@@ -6,6 +6,7 @@ tests/lab/cluster/test_kubeadm.py compares the texts here with the program's out
 """
 
 import json
+import shutil
 from pathlib import Path
 
 from tests.support.build import go_build
@@ -14,6 +15,7 @@ from tests.support.cluster.kube import Object
 from tests.support.cluster.kubectl import Kubectl, call, documents
 from tests.support.lab.lab import inside
 
+VERSION = go_build.kubernetes_version()
 KUBECONFIG = "/var/lib/kube-proxy/kubeconfig.conf"
 _CONFIG = """\
 apiVersion: kubeproxy.config.k8s.io/v1alpha1
@@ -123,7 +125,7 @@ class Kubeadm:
 
     `endpoint`: its controlPlaneEndpoint, HOST:PORT, by default the server's; `pods`: its
     networking.podSubnet; `proxy`: fields of the user's KubeProxyConfiguration; `patches`: a folder
-    of patches.
+    of patches; `disabled`: whether the add-on kube-proxy is; `version`: of Kubernetes.
     """
 
     def __init__(
@@ -136,11 +138,15 @@ class Kubeadm:
         pods: str = "10.244.0.0/16",
         proxy: Object | None = None,
         patches: Path | None = None,
+        disabled: bool = False,
+        version: str = VERSION,
     ) -> None:
         self._program, self._netns, self._folder = program, server.netns, folder
         self._admin = server.kubeconfig(folder / "kubeconfig-kubeadm", "admin")
         self._config = folder / "kubeadm.yaml"
-        objects = _cluster(endpoint or server.url.removeprefix("https://"), pods, proxy)
+        objects = _cluster(endpoint or server.url.removeprefix("https://"), pods, proxy, version)
+        if disabled:
+            objects[1]["proxy"] = {"disabled": True}
         if patches is not None:
             objects[0]["patches"] = {"directory": str(patches)}
         self._config.write_text("\n---\n".join(map(json.dumps, objects)))
@@ -151,8 +157,10 @@ class Kubeadm:
         assert "Applied essential addon: kube-proxy" in said, said
 
     def upload_config(self) -> None:
-        """Stores its configuration in the ConfigMap kubeadm-config, as `kubeadm init` does."""
-        command = (str(self._program), "init", "phase", "upload-config", "kubeadm",
+        """Stores the configuration in the ConfigMaps kubeadm-config and kubelet-config, as `kubeadm
+        init` does.
+        """
+        command = (str(self._program), "init", "phase", "upload-config", "all",
                    f"--config={self._config}", f"--kubeconfig={self._admin}")  # fmt: skip
         call(inside(self._netns, None, *command), self._folder)
 
@@ -174,7 +182,58 @@ class Kubeadm:
         return call(inside(self._netns, None, *command), self._folder)
 
 
-def _cluster(endpoint: str, pods: str, proxy: Object | None) -> list[Object]:
+class ControlPlaneNode:
+    """A control plane node as far as `kubeadm upgrade` looks at one: its files below a root folder
+    of its own, its Node, and the mirror Pod of its kube-apiserver. There is no container runtime
+    and no kubelet, so the phases of kubeadm that need them are skipped.
+    """
+
+    name = "control-plane"
+    skipped = "--skip-phases=preflight,control-plane,kubelet-config,addon/coredns"
+    """What pulls images, waits for kubelet to start static pods, and changes files of kubelet."""
+
+    def __init__(self, program: Path, server: ApiServer, folder: Path, patches: Path) -> None:
+        self._root, self._netns = folder / "root", server.netns
+        for path in ("etc/kubernetes/manifests", "var/lib/kubelet", "tmp", "proc"):
+            (self._root / path).mkdir(parents=True)
+        shutil.copy(program, self._root / "kubeadm")
+        shutil.copytree(patches, self._root / "etc/kubernetes/patches")
+        server.kubeconfig(self._root / "etc/kubernetes/admin.conf", "admin")
+        (self._root / "etc/kubernetes/manifests/kube-apiserver.yaml").touch()
+        (self._root / "var/lib/kubelet/instance-config.yaml").write_text(
+            "containerRuntimeEndpoint: unix:///run/containerd/containerd.sock\n"
+        )
+
+    def objects(self) -> list[Object]:
+        """The Node, and the Pod with the address of its API server."""
+        container = {"name": "kube-apiserver", "image": "kube-apiserver"}
+        return [
+            {"apiVersion": "v1", "kind": "Node", "metadata": {"name": self.name}},
+            {
+                "apiVersion": "v1",
+                "kind": "Pod",
+                "metadata": {
+                    "name": f"kube-apiserver-{self.name}",
+                    "namespace": "kube-system",
+                    "labels": {"component": "kube-apiserver", "tier": "control-plane"},
+                    "annotations": {
+                        "kubernetes.io/config.mirror": "0",
+                        "kubeadm.kubernetes.io/kube-apiserver.advertise-address.endpoint":
+                            "198.51.100.1:6443",
+                    },
+                },
+                "spec": {"nodeName": self.name, "containers": [container]},
+            },
+        ]  # fmt: skip
+
+    def run(self, *arguments: str) -> str:
+        """The output of `kubeadm ARGUMENTS` on this node."""
+        script = 'hostname "$1"; root=$2; shift 2; exec chroot "$root" /kubeadm "$@"'
+        words = ("unshare", "--uts", "sh", "-c", script, "sh", self.name, str(self._root))
+        return call(inside(self._netns, None, *words, *arguments), self._root)
+
+
+def _cluster(endpoint: str, pods: str, proxy: Object | None, version: str) -> list[Object]:
     """kubeadm's configuration, complete so that it detects nothing on this machine."""
     api = "kubeadm.k8s.io/v1beta4"
     made: list[Object] = [
@@ -187,7 +246,7 @@ def _cluster(endpoint: str, pods: str, proxy: Object | None) -> list[Object]:
         {
             "apiVersion": api,
             "kind": "ClusterConfiguration",
-            "kubernetesVersion": go_build.kubernetes_version(),
+            "kubernetesVersion": version,
             "controlPlaneEndpoint": endpoint,
             "networking": {"podSubnet": pods},
         },
