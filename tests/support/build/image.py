@@ -56,14 +56,7 @@ def image(target: str, folder: Path, architecture: str = "") -> Iterator[Built]:
     is Debian's name, "" for this machine's.
     """
     store = _Buildah(cache() / "image", architecture)
-    context = folder / "context"
-    _fill(context)
-    with store.alone():
-        store.base()
-        for stage in (PYTHON, target):  # PYTHON gets a name too, or its layers would be pruned
-            name = store.build(stage, context)
-        with suppress(RuntimeError):  # an image mounted by another run stays until the next time
-            store.run("rmi", "--prune")
+    with _built(store, target, folder) as name:
         container = store.run("from", *store.platform, name)
     try:
         root = Path(store.run("mount", container))
@@ -72,6 +65,27 @@ def image(target: str, folder: Path, architecture: str = "") -> Iterator[Built]:
         yield Built(root, env, _size(root))
     finally:
         store.run("rm", container)
+
+
+def archive(target: str, folder: Path, name: str, path: Path) -> None:
+    """Stores the image of a target under a name, as an archive that containerd can import."""
+    store = _Buildah(cache() / "image", "")
+    with _built(store, target, folder) as image_name:
+        store.run("push", "--quiet", image_name, f"docker-archive:{path}:{name}")
+
+
+@contextmanager
+def _built(store: "_Buildah", target: str, folder: Path) -> Iterator[str]:
+    """The name of the image of a target, which no other run replaces during the block."""
+    context = folder / "context"
+    _fill(context)
+    with store.alone():
+        store.base()
+        for stage in (PYTHON, target):  # PYTHON gets a name too, or its layers would be pruned
+            name = store.build(stage, context)
+        with suppress(RuntimeError):  # an image mounted by another run stays until the next time
+            store.run("rmi", "--prune")
+        yield name
 
 
 def _fill(context: Path) -> None:

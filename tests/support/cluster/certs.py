@@ -16,6 +16,11 @@ basicConstraints = critical, CA:TRUE
 keyUsage = critical, keyCertSign, cRLSign
 subjectKeyIdentifier = hash
 """
+_CLIENT = """\
+basicConstraints = critical, CA:FALSE
+keyUsage = critical, digitalSignature
+extendedKeyUsage = clientAuth
+"""
 _SERVER = """\
 basicConstraints = critical, CA:FALSE
 keyUsage = critical, digitalSignature
@@ -48,8 +53,14 @@ class Authority:
     def issue(self, name: str, hosts: Iterable[str]) -> Certificate:
         """Return a server certificate that is valid for the names and addresses in `hosts`."""
         names = ",".join(sorted({f"{_kind(host)}:{host}" for host in hosts}))
-        signed = ("-CA", str(self._own.crt), "-CAkey", str(self._own.key))
-        return _make(self._folder, name, f"{_SERVER}subjectAltName = {names}\n", signed)
+        return _make(self._folder, name, f"{_SERVER}subjectAltName = {names}\n", self._signature())
+
+    def issue_client(self, name: str, user: str, group: str) -> Certificate:
+        """Return a client certificate for a user of Kubernetes in one group."""
+        return _make(self._folder, name, _CLIENT, self._signature(), f"CN = {user}\nO = {group}\n")
+
+    def _signature(self) -> tuple[str, ...]:
+        return ("-CA", str(self._own.crt), "-CAkey", str(self._own.key))
 
 
 def _kind(host: str) -> str:
@@ -60,12 +71,15 @@ def _kind(host: str) -> str:
     return "IP"
 
 
-def _make(folder: Path, name: str, extensions: str, signed: tuple[str, ...]) -> Certificate:
+def _make(
+    folder: Path, name: str, extensions: str, signed: tuple[str, ...], subject: str = ""
+) -> Certificate:
     """Write NAME.crt and NAME.key, independently of the machine's openssl.cnf."""
     made = Certificate(folder / f"{name}.crt", folder / f"{name}.key")
     config = folder / f"{name}.cnf"
-    subject = f"[req]\ndistinguished_name = dn\nprompt = no\n[dn]\nCN = kbpf tests {name}\n"
-    config.write_text(f"{subject}[extensions]\n{extensions}")
+    fields = subject or f"CN = kbpf tests {name}\n"
+    request = f"[req]\ndistinguished_name = dn\nprompt = no\n[dn]\n{fields}"
+    config.write_text(f"{request}[extensions]\n{extensions}")
     curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
     files = ("-keyout", str(made.key), "-out", str(made.crt), "-days", "3650")
     command = ["openssl", "req", "-x509", "-config", str(config), "-extensions", "extensions"]

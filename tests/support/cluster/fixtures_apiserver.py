@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.build import go_build
+from tests.support.build.programs import CNI_PLUGINS
 from tests.support.cluster.apiserver import ApiServer
 from tests.support.faults.faults import FaultProxy
 
@@ -23,7 +24,7 @@ BUILDS = {
     "previous_kubeadm": ("kubeadm-1.36",),
     "helm": ("helm",),
     "kube_proxy": ("kube-proxy",),
-    "cni_programs": (*go_build.CNI_PLUGINS, "flannel", "flanneld"),
+    "cni_programs": (*CNI_PLUGINS, "flannel", "flanneld"),
     "kube_router": ("kube-router",),
 }
 """Fixture → the programs that it needs."""

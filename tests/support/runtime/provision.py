@@ -14,11 +14,12 @@ import subprocess
 from pathlib import Path
 
 from tests.support.build import go_build
+from tests.support.build.programs import PREVIOUS
 from tests.support.lab.lab import PATIENCE
 
 ROOT = Path(__file__).parents[3]
 PROVISION = "vagrant/kubeadm/provision"
-VERSION = go_build.kubernetes_version(go_build.PREVIOUS)
+VERSION = go_build.kubernetes_version(PREVIOUS)
 """The previous minor version: Debian 12 and 13 have containerd 1, Kubernetes 1.37 requires 2."""
 UNMET = ("CRI", "ContainerRuntimeVersion", "SystemVerification", "Mem", "NumCPU", "Swap",
          "FileContent--proc-sys-net-ipv4-ip_forward")  # fmt: skip
