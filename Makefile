@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 C_FILES := $(shell find kbpf/bpf -name include -prune -o -name "*.[ch]" -print)
 
 .DEFAULT_GOAL := help
-.PHONY: help check venv packages demo test test-kernels test-image lint format bench campaigns mutants clean
+.PHONY: help check venv packages demo test test-kernels test-image conformance lint format bench campaigns mutants clean
 
 help: ## what there is to make
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -ts '	'
@@ -76,6 +76,11 @@ test-kernels: venv ## a part of it inside of Debian's kernels; kernels="5.10 6.1
 test-image: venv ## the container image alone; arm64=1: that for arm64 too, by an emulator: half an hour
 	@tools/packages tests image $(if $(arm64),arm64)
 	$(if $(arm64),KBPF_TEST_ARM64=1 )$(BIN)/python -m pytest -s $(if $(arm64),--timeout=7200) tests/image
+
+conformance: venv ## Kubernetes' own network tests: proxy=kube-proxy-nftables version=1.36.3 nodes=3 focus="Conntrack"
+	@tools/packages tests image
+	$(BIN)/python -m tests.conformance $(if $(proxy),--proxy '$(proxy)') $(if $(version),--version $(version)) \
+		$(if $(nodes),--nodes $(nodes)) $(if $(focus),--focus '$(focus)')
 
 bench: venv ## speed and memory, JSON out
 	$(BIN)/python -m benchmarks

@@ -35,7 +35,7 @@ def _log() -> Iterator[None]:
     log.handlers[:], log.level, log.propagate = before
 
 
-LONGEST_FIRST = ("lab", "image", "chaos", "fuzz", "programs", "host", "values")
+LONGEST_FIRST = ("conformance", "lab", "image", "chaos", "fuzz", "programs", "host", "values")
 """The folders' order if several processes share the files: the shortest files are last."""
 
 

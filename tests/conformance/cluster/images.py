@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The container images that the tests ask for, packed as OCI archives: a few JSON files and plain
+tar layers, without a container tool. kbpf's own image is built by tests/support/build/image.py.
+
+Their programs are those of the Kubernetes module, over a Debian root file system.
+"""
+
+import fcntl
+import hashlib
+import io
+import json
+import subprocess
+import tarfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from tests.conformance.cluster.layout import ARCHITECTURE, program
+from tests.conformance.versions import Version
+from tests.support.build import go_build
+from tests.support.build.image import MIRROR, SUITE
+from tests.support.cluster.certs import Authority
+
+TESTS = "registry.k8s.io/e2e-test-images"
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+PACKAGES = (
+    "bash,curl,wget,netcat-openbsd,iproute2,bind9-dnsutils,iperf,util-linux,procps,iptables,"
+    "nftables,conntrack,ca-certificates,hostname,iputils-ping,tcpdump"
+)
+DEBSTRAP = (
+    "mmdebstrap", "--quiet", "--variant=essential", f"--include={PACKAGES}",
+    "--dpkgopt=path-exclude=/usr/share/{doc,man,locale,info}/*", SUITE,
+)  # fmt: skip
+
+
+class Layer:
+    """A layer of an image: a tar file, with one time for all files."""
+
+    def __init__(self, path: Path, *, is_new: bool = True) -> None:
+        self.path = path
+        self._tar = tarfile.TarFile(path, "w", format=tarfile.GNU_FORMAT) if is_new else None
+
+    def add(self, name: str, data: bytes | None = None, *, mode: int = 0o755, to: str = "") -> None:
+        """A file with `data`, a link `to` another, or else a folder."""
+        assert self._tar is not None
+        info = tarfile.TarInfo(name)
+        info.mode, info.mtime = mode, 1700000000
+        if data is not None:
+            info.size = len(data)
+            self._tar.addfile(info, io.BytesIO(data))
+            return
+        info.type = tarfile.SYMTYPE if to else tarfile.DIRTYPE
+        info.linkname = to
+        self._tar.addfile(info)
+
+    def close(self) -> None:
+        if self._tar is not None:
+            self._tar.close()
+            self._tar = None
+
+    def add_busybox(self, folder: str) -> None:
+        """busybox with a link for each of its commands."""
+        busybox = program("busybox")
+        applets = subprocess.check_output([busybox, "--list"], text=True).split()
+        self.add(f"{folder}/busybox", Path(busybox).read_bytes())
+        for applet in applets:
+            if applet != "busybox":
+                self.add(f"{folder}/{applet}", to="busybox")
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    name: str
+    layers: list[Layer]
+    config: dict[str, object] = field(default_factory=dict)
+
+
+class _Packer:
+    """Makes the images of one version from the built programs."""
+
+    def __init__(self, programs: dict[str, Path], version: Version, folder: Path) -> None:
+        self._programs, self._version, self._folder = programs, version, folder
+        self._layers = 0
+        self._userland = Layer(userland(), is_new=False)
+
+    def archives(self) -> dict[str, list[Image]]:
+        """Archive → its images, which share layers."""
+        tag = self._version.images
+        return {
+            "userland": [
+                self._agnhost(),
+                Image(f"{TESTS}/glibc-dns-testing:{tag['glibc-dns-testing']}", [self._userland]),
+                # For its command conntrack.
+                Image(
+                    f"registry.k8s.io/build-image/distroless-iptables:{tag['distroless-iptables']}",
+                    [self._userland],
+                    {"Cmd": ["bash"]},
+                ),
+            ],
+            "small": [
+                busybox := self._busybox(),
+                self._web(busybox),
+                self._program(f"{TESTS}/regression-issue-74839", "regression-issue-74839"),
+                self._pause(),
+                self._program("registry.k8s.io/coredns/coredns", "cluster-coredns", "etc", "tmp"),
+            ],
+        }
+
+    def _layer(self) -> Layer:
+        self._layers += 1
+        return Layer(self._folder / f"layer-{self._layers}.tar")
+
+    def _agnhost(self) -> Image:
+        layer = self._layer()
+        layer.add("agnhost", self._programs["agnhost"].read_bytes())
+        layer.add("agnhost-2", to="agnhost")
+        layer.add("coredns", self._programs["cluster-coredns"].read_bytes())
+        layer.add("uploads", mode=0o777)
+        # The original's commands are busybox's: here those that Debian's packages lack.
+        layer.add("busybox")
+        layer.add_busybox("busybox")
+        layer.add("etc")
+        layer.add("etc/wgetrc", b"tries = 1\n", mode=0o644)  # as busybox's wget
+        served = Authority(self._folder).issue("localhost", ["localhost", "example.com"])
+        for file in (served.crt, served.key):
+            layer.add(file.name, file.read_bytes(), mode=0o644)
+        config = {"Env": [f"PATH={PATH}:/busybox"], "Entrypoint": ["/agnhost"], "Cmd": ["pause"]}
+        tag = self._version.images["agnhost"]
+        return Image(f"{TESTS}/agnhost:{tag}", [self._userland, layer], config)
+
+    def _busybox(self) -> Image:
+        layer = self._layer()
+        for name in ("bin", "etc", "home", "root", "usr", "usr/bin", "var", "var/run"):
+            layer.add(name)
+        layer.add("tmp", mode=0o1777)
+        layer.add_busybox("bin")
+        users = b"root:x:0:0:root:/root:/bin/sh\nnobody:x:65534:65534:nobody:/:/bin/false\n"
+        layer.add("etc/passwd", users, mode=0o644)
+        layer.add("etc/group", b"root:x:0:\nnogroup:x:65534:\n", mode=0o644)
+        tag = self._version.images["busybox"]
+        return Image(f"{TESTS}/busybox:{tag}", [layer], {"Cmd": ["sh"]})
+
+    def _web(self, busybox: Image) -> Image:
+        """A stand-in for nginx: the tests only want an answer on port 80."""
+        layer = self._layer()
+        layer.add("www")
+        layer.add("www/index.html", b"<title>Welcome to nginx!</title>\n", mode=0o644)
+        server = ["/bin/httpd", "-f", "-p", "80", "-h", "/www"]
+        name = f"{TESTS}/nginx:{self._version.images['nginx']}"
+        return Image(name, [*busybox.layers, layer], {"Entrypoint": server})
+
+    def _pause(self) -> Image:
+        """A stand-in for pause, which holds a pod's namespaces: a process that sleeps."""
+        layer = self._layer()
+        layer.add("busybox", Path(program("busybox")).read_bytes())
+        name = f"registry.k8s.io/pause:{self._version.pause}"
+        return Image(name, [layer], {"Entrypoint": ["/busybox", "sleep", "2147483647"]})
+
+    def _program(self, name: str, binary: str, *folders: str) -> Image:
+        """An image that has only one program."""
+        layer = self._layer()
+        for folder in folders:
+            layer.add(folder, mode=0o1777 if folder == "tmp" else 0o755)
+        layer.add(binary, self._programs[binary].read_bytes())
+        tag = self._version.images.get(binary, "conformance")
+        return Image(f"{name}:{tag}", [layer], {"Entrypoint": [f"/{binary}"]})
+
+
+def archives(programs: dict[str, Path], version: Version) -> list[Path]:
+    """The archives of a version, built if necessary."""
+    inputs = [
+        str(programs[name]) for name in ("agnhost", "cluster-coredns", "regression-issue-74839")
+    ]
+    sources = [Path(__file__), Path(__file__).parents[1] / "versions.py"]
+    text = " ".join([*inputs, *DEBSTRAP, *(path.read_text() for path in sources)])
+    folder = go_build.cache() / "conformance" / _digest(text)
+
+    def make(new: Path) -> None:
+        for name, images in _Packer(programs, version, new).archives().items():
+            _pack(new / f"{name}.oci", images)
+        for path in new.iterdir():
+            if path.suffix != ".oci":
+                path.unlink()
+
+    return sorted(_made_once(folder, make).iterdir())
+
+
+def userland() -> Path:
+    """A root file system with the commands that the tests run in their containers."""
+
+    def make(new: Path) -> None:
+        subprocess.run([*DEBSTRAP, str(new / "userland.tar"), MIRROR], check=True, stdout=2)
+
+    folder = go_build.cache() / "conformance" / f"userland-{_digest(' '.join(DEBSTRAP))}"
+    return _made_once(folder, make) / "userland.tar"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _made_once(folder: Path, make: Callable[[Path], None]) -> Path:
+    """The folder, which is complete or absent, however this process ends."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with (folder.parent / f".{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            new = folder.with_suffix(".new")
+            subprocess.run(["rm", "-rf", str(new)], check=True)
+            new.mkdir()
+            make(new)
+            new.rename(folder)
+    return folder
+
+
+class _Blobs:
+    """The content of an archive by digest: layers in files, JSON in memory."""
+
+    def __init__(self) -> None:
+        self.data: dict[str, bytes | Path] = {}
+
+    def add(self, content: Path | object, media_type: str) -> dict[str, object]:
+        """The descriptor of a layer (a Path) or a JSON document."""
+        if isinstance(content, Path):
+            with content.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            size = content.stat().st_size
+            self.data[digest] = content
+        else:
+            data = json.dumps(content).encode()
+            digest, size = hashlib.sha256(data).hexdigest(), len(data)
+            self.data[digest] = data
+        media_type = f"application/vnd.oci.image.{media_type}"
+        return {"mediaType": media_type, "digest": f"sha256:{digest}", "size": size}
+
+
+def _pack(archive: Path, images: list[Image]) -> None:
+    blobs, manifests = _Blobs(), []
+    for image in images:
+        for layer in image.layers:
+            layer.close()
+        layers = [blobs.add(layer.path, "layer.v1.tar") for layer in image.layers]
+        root = {"type": "layers", "diff_ids": [layer["digest"] for layer in layers]}
+        config = {"Env": [f"PATH={PATH}"], "WorkingDir": "/", **image.config}
+        platform = {"architecture": ARCHITECTURE, "os": "linux"}
+        described = blobs.add({**platform, "config": config, "rootfs": root}, "config.v1+json")
+        manifest = blobs.add(
+            {"schemaVersion": 2, "config": described, "layers": layers}, "manifest.v1+json"
+        )
+        names = {"io.containerd.image.name": image.name}
+        manifests.append({**manifest, "platform": platform, "annotations": names})
+    index = json.dumps({"schemaVersion": 2, "manifests": manifests}).encode()
+    with tarfile.open(archive, "w") as tar:
+
+        def put(name: str, size: int, file: IO[bytes]) -> None:
+            info = tarfile.TarInfo(name)
+            info.size = size
+            tar.addfile(info, file)
+
+        for name, data in (
+            ("oci-layout", b'{"imageLayoutVersion": "1.0.0"}'),
+            ("index.json", index),
+        ):
+            put(name, len(data), io.BytesIO(data))
+        for digest, content in blobs.data.items():
+            if isinstance(content, bytes):
+                put(f"blobs/sha256/{digest}", len(content), io.BytesIO(content))
+            else:
+                with content.open("rb") as file:
+                    put(f"blobs/sha256/{digest}", content.stat().st_size, file)

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Results of runs: as the table that a run prints and stores, and side by side in a document."""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Self
+
+from tests.conformance.versions import VERSIONS
+
+PASS, FAIL, SKIP = "pass", "FAIL", "SKIP"
+PREFIX = "[sig-network] "
+ROOT = Path(__file__).parents[2]
+RESULTS = Path(__file__).parent / "results"
+"""Has the result of a run for each version and proxy in docs/conformance.md."""
+DOCUMENT = ROOT / "docs" / "conformance.md"
+BEGIN: Final = "<!-- begin: python -m tests.conformance report -->\n"
+END: Final = "<!-- end -->\n"
+PROXIES = ("kbpf", "kube-proxy-nftables", "kube-proxy-iptables")
+SYMBOLS = {PASS: "✓", FAIL: "**fails**", SKIP: "skipped"}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The result of one test. The message says why it failed or skipped itself."""
+
+    result: str
+    name: str
+    seconds: float
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """All results of a proxy with one version of Kubernetes."""
+
+    version: str
+    proxy: str
+    nodes: str
+    rows: tuple[Row, ...]
+
+    def count(self, result: str) -> int:
+        return sum(row.result == result for row in self.rows)
+
+    @property
+    def passes(self) -> bool:
+        return self.count(PASS) > 0 and self.count(FAIL) == 0
+
+    @property
+    def summary(self) -> str:
+        counts = f"{self.count(PASS)} passed, {self.count(FAIL)} failed"
+        return f"{counts}, {self.count(SKIP)} skipped themselves"
+
+    def table(self) -> str:
+        """A line for each test, and its message below it."""
+        lines = [f"Kubernetes {self.version}; proxy {self.proxy}; {self.nodes} nodes"]
+        for row in self.rows:
+            lines.append(f"{row.result} {row.seconds:6.1f} s  {row.name}")
+            if row.message:
+                lines.append(f"    {row.message}")
+        return "\n".join([*lines, self.summary, ""])
+
+    @classmethod
+    def parse(cls, table: str) -> Self:
+        """Reads a table back."""
+        head, *lines, _ = table.splitlines()
+        match = re.fullmatch(r"Kubernetes (\S+); proxy (.*); ([^;]+) nodes", head)
+        assert match is not None, head
+        rows: list[Row] = []
+        for line in lines:
+            if line.startswith("    "):
+                last = rows.pop()
+                rows.append(Row(last.result, last.name, last.seconds, line.strip()))
+                continue
+            result, seconds, _, name = line.split(maxsplit=3)
+            rows.append(Row(result, name, float(seconds)))
+        return cls(match[1], match[2], match[3], tuple(rows))
+
+
+def recorded() -> list[Run]:
+    """The stored results, in the order of the document's columns."""
+    runs = [Run.parse(path.read_text()) for path in RESULTS.glob("*.txt")]
+    order = [(version, proxy) for version in VERSIONS for proxy in PROXIES]
+    return sorted(runs, key=lambda run: order.index((run.version, run.proxy)))
+
+
+def record(run: Run) -> Path:
+    """Stores a result for the document."""
+    path = RESULTS / f"{run.version}-{run.proxy}.txt"
+    path.write_text(run.table())
+    return path
+
+
+def page(document: str, runs: Sequence[Run]) -> str:
+    """The document with a new generated part."""
+    before, _, rest = document.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return "".join((before, BEGIN, "\n", *_generated(runs), "\n", END, after))
+
+
+def _generated(runs: Sequence[Run]) -> Iterable[str]:
+    yield "| Kubernetes | proxy | nodes | passed | failed | skipped themselves |\n"
+    yield "|---|---|---|---|---|---|\n"
+    for run in runs:
+        counts = " | ".join(str(run.count(each)) for each in (PASS, FAIL, SKIP))
+        yield f"| {run.version} | {run.proxy} | {run.nodes} | {counts} |\n"
+    for result, title in ((FAIL, "Failures"), (SKIP, "Tests that skip themselves")):
+        messages: dict[tuple[str, str], list[str]] = {}
+        for run in runs:
+            for row in run.rows:
+                if row.result == result:
+                    key = row.name.removeprefix(PREFIX), row.message
+                    messages.setdefault(key, []).append(f"{run.proxy} {run.version}")
+        if messages:
+            yield f"\n### {title}\n\n| test | with | message |\n|---|---|---|\n"
+            for (name, message), where in sorted(messages.items()):
+                yield f"| {_cell(name)} | {', '.join(where)} | {_cell(message)} |\n"
+    yield "\n### All tests\n\n"
+    yield f"| test | {' | '.join(f'{run.proxy} {run.version}' for run in runs)} |\n"
+    yield f"|---|{'---|' * len(runs)}\n"
+    by_run = [{row.name: SYMBOLS[row.result] for row in run.rows} for run in runs]
+    for name in sorted({name for each in by_run for name in each}):
+        cells = " | ".join(each.get(name, "–") for each in by_run)
+        yield f"| {_cell(name.removeprefix(PREFIX))} | {cells} |\n"
+
+
+def _cell(text: str) -> str:
+    return re.sub(r"([|\[\]<>*_`])", r"\\\1", text)
