@@ -84,10 +84,7 @@ def test_each_resource_is_requested_once_with_kube_proxys_selectors(web: Cluster
         },
         "endpointslices": {"labelSelector": "!service.kubernetes.io/headless"},
         "nodes": {},  # all of a small cluster: see test_reserved.py
-        "pods": {
-            "labelSelector": "kbpf.io/socket-lb=off",
-            "fieldSelector": "spec.nodeName=node-1",
-        },
+        "pods": {"fieldSelector": "spec.nodeName=node-1"},
     }
     web.agent.kill()
     web.proxy.forget()

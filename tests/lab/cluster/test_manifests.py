@@ -116,8 +116,11 @@ def test_the_agents_sources_sync_with_these_rights(
             source.stop()
 
 
-def test_the_component_grants_watching_pods(admin: Kubectl, kubectl: Path, tmp_path: Path):
-    folder = with_component("side-by-side", tmp_path)
+@pytest.mark.parametrize("component", ["mesh-pods", "socket-lb-label"])
+def test_the_component_grants_watching_pods(
+    admin: Kubectl, kubectl: Path, tmp_path: Path, component: str
+):
+    folder = with_component("side-by-side", component, tmp_path)
     admin("apply", "-k", str(folder))
     try:
         for verb in ("list", "watch"):
