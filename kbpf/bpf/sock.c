@@ -208,7 +208,7 @@ static __always_inline bool is_kernel_socket(struct bpf_sock *sk)
  * translated, and stays with the backend. */
 static __always_inline bool needs_own_address(struct bpf_sock_addr *ctx, struct target *backend)
 {
-	return (config_flags() & CONFIG_KERNEL_SOCKETS) && is_kernel_socket(ctx->sk) &&
+	return is_kernel_socket(ctx->sk) && (config_flags() & CONFIG_KERNEL_SOCKETS) &&
 	       !find_node_address(&backend->address);
 }
 

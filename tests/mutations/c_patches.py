@@ -26,7 +26,7 @@ CHOICE: Final = _programs(
 )
 SOCKETS: Final = _programs(
     "sockets/connect sockets/udp/ packets/dials sockets/account sockets/exemptions"
-    " sockets/agent_sockets"
+    " sockets/agent_sockets sockets/kernel_sockets"
 )
 PACKETS: Final = _programs("packets/path/ packets/packet_devices packets/views/")
 FLOWS: Final = _programs("packets/path/ packets/views/ maps/flows/")
