@@ -110,7 +110,7 @@ def _generated(runs: Sequence[Run]) -> Iterable[str]:
         for run in runs:
             for row in run.rows:
                 if row.result == result:
-                    key = row.name.removeprefix(PREFIX), row.message
+                    key = _title(row.name), row.message
                     messages.setdefault(key, []).append(f"{run.proxy} {run.version}")
         if messages:
             yield f"\n### {title}\n\n| test | with | message |\n|---|---|---|\n"
@@ -119,10 +119,18 @@ def _generated(runs: Sequence[Run]) -> Iterable[str]:
     yield "\n### All tests\n\n"
     yield f"| test | {' | '.join(f'{run.proxy} {run.version}' for run in runs)} |\n"
     yield f"|---|{'---|' * len(runs)}\n"
-    by_run = [{row.name: SYMBOLS[row.result] for row in run.rows} for run in runs]
-    for name in sorted({name for each in by_run for name in each}):
-        cells = " | ".join(each.get(name, "–") for each in by_run)
-        yield f"| {_cell(name.removeprefix(PREFIX))} | {cells} |\n"
+    by_run = [{_title(row.name): SYMBOLS[row.result] for row in run.rows} for run in runs]
+    for title in sorted({title for each in by_run for title in each}):
+        cells = " | ".join(each.get(title, "–") for each in by_run)
+        yield f"| {_cell(title)} | {cells} |\n"
+
+
+def _title(name: str) -> str:
+    """The name without its labels, which other versions write in another order; those with a colon
+    distinguish tests.
+    """
+    name = re.sub(r" \[(?!\w+:)[^\]]*\]|\[FeatureGate:[^\]]*\]", "", name.removeprefix(PREFIX))
+    return re.sub(r" +", " ", name).strip()
 
 
 def _cell(text: str) -> str:
