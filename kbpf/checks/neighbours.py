@@ -7,14 +7,13 @@ What a program on a device does is tried with a packet (hook_probe.py): its plac
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Final
 
 from kbpf.checks.row import Check, CheckRow, make_row
 from kbpf.dataplane.bpf.maps import pinning
 from kbpf.dataplane.bpf.maps.layout import MAPS
 from kbpf.dataplane.bpf.packet_path import hook_probe
 from kbpf.dataplane.bpf.packet_path.device_roles import DeviceRole, decide_roles
-from kbpf.dataplane.bpf.packet_path.hook_probe import ACTION_NAMES, Point, ProbeOutcome
+from kbpf.dataplane.bpf.packet_path.hook_probe import ACTION_NAMES, ORDER_HINT, Point, ProbeOutcome
 from kbpf.dataplane.bpf.programs import foreign
 from kbpf.errors import KernelError
 from kbpf.kernel.bpf import syscalls
@@ -26,12 +25,6 @@ from kbpf.model.address import Addr, family_of
 from kbpf.model.desired import FrontendKind
 from kbpf.model.inspection import Inspection
 from kbpf.takeover import neighbour
-
-ORDER_HINT: Final = (
-    "let that program return TC_ACT_UNSPEC, attach it behind kbpf's program, or exclude the device "
-    "(--exclude-device)"
-)
-DEFAULT_NODE_PORT: Final = 30000
 
 
 def kube_proxy_row() -> CheckRow:
@@ -130,9 +123,9 @@ def _select_targets(inspection: Inspection) -> tuple[tuple[Addr, int], ...]:
         for frontend in port.frontends
         if frontend.kind is FrontendKind.NODE_PORT
     }
-    addresses = inspection.node.addresses or (hook_probe.CLIENT4[:-1] + b"\x01",)
+    addresses = inspection.node.addresses or (hook_probe.FRONTEND4,)
     return tuple(
-        (Addr(address), node_ports.get(family_of(address), DEFAULT_NODE_PORT))
+        (Addr(address), node_ports.get(family_of(address), hook_probe.FRONTEND_PORT))
         for address in addresses
     )
 

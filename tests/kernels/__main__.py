@@ -74,7 +74,14 @@ FEATURES = (
             "tests/programs/sockets/test_kernel_sockets.py",
         ),
     ),
-    Feature("attaching", ("tests/programs/packets/tc", "tests/programs/packets/test_devices.py")),
+    Feature(
+        "attaching",
+        (
+            "tests/programs/packets/tc",
+            "tests/programs/packets/test_devices.py",
+            "tests/programs/packets/test_hook_probe.py",
+        ),
+    ),
     Feature("packets", ("tests/programs/packets/path",)),
     Feature("lab", ("tests/lab/outside/test_clsact.py",)),
     Feature(

@@ -9,6 +9,7 @@ import contextlib
 import os
 import socket
 import struct
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -239,6 +240,45 @@ def test_foreign_load_balancer_on_our_device_is_reported(
                 assert shown == reported(plane)
             else:
                 assert shown == reported(plane) == []
+        plane.close()
+
+    run_in_new_namespaces(story)
+
+
+AHEAD = [
+    (0, "theirs (id {}) runs before kbpf's program at egress of up0 and returned 0 (TC_ACT_OK) for "
+        "a test packet, so kbpf's program did not see it; let that program return TC_ACT_UNSPEC"),
+    (-1, ""),
+]  # fmt: skip
+
+
+@needs("tcx")
+@pytest.mark.parametrize(("result", "line"), AHEAD)
+def test_agent_reports_the_program_that_keeps_packets_from_ours(
+    site: Site, result: int, line: str
+) -> None:
+    """At egress ours is last, so what matters is what the others return."""
+
+    def story() -> None:
+        ip("link add up0 type veth peer name up1", "link set up0 up", "link set up1 up")
+        device_thread.RESYNC_INTERVAL_S = 0.1
+        number = socket.if_nametoindex("up0")
+        code = struct.pack("=BBhi", 0xB7, 0, 0, result) + struct.pack("=BBhi", 0x95, 0, 0, 0)
+        with (
+            Program.load("theirs", BPF_PROG_TYPE_SCHED_CLS, 0, code) as program,
+            Link.attach(program, number, ATTACH_TYPE[Direction.EGRESS]) as link,
+        ):
+            plane = site.open(packet_path=True, devices=("up0",))
+            plane.apply(WEB, None)
+            until("all devices were processed", lambda: plane.status().ready)
+            time.sleep(1)
+            problems = [each for each in plane.status().problems if "theirs" in each]
+            if line:
+                assert line.format(program.read_info().id) in problems[0]
+                assert plane.shared.read_metrics().foreign_programs == 1
+                link.detach()
+                until("it is no problem any more", lambda: "theirs" not in str(plane.status()))
+            assert bool(problems) == bool(line)
         plane.close()
 
     run_in_new_namespaces(story)

@@ -29,7 +29,7 @@ from kbpf.kernel.net.devices import list_devices
 from kbpf.kernel.net.uapi import NLM_F_EXCL
 from kbpf.model.address import parse_addr
 from tests.programs.node.test_hooks_verified import WEB, run_in_new_namespaces
-from tests.support.features import needs
+from tests.support.features import lacking, needs
 from tests.support.lab.lab import ip, until
 from tests.support.plane import Site
 
@@ -114,14 +114,13 @@ def started(site: Site, method: AttachMethod) -> None:
     until("all devices were processed", lambda: plane.status().ready)
 
 
-METHODS: list[tuple[AttachMethod, Callable[..., contextlib.AbstractContextManager[None]]]] = [
-    (AttachMethod.TCX, tcx),
-    (AttachMethod.CLSACT, clsact),
+METHODS = [
+    pytest.param(AttachMethod.TCX, tcx, marks=needs("tcx"), id="tcx"),
+    pytest.param(AttachMethod.CLSACT, clsact, id="clsact"),
 ]
 
 
-@needs("tcx")
-@pytest.mark.parametrize(("method", "attach"), METHODS, ids=["tcx", "clsact"])
+@pytest.mark.parametrize(("method", "attach"), METHODS)
 def test_probe_names_the_program_that_keeps_packets_from_ours(
     site: Site,
     method: AttachMethod,
@@ -152,7 +151,6 @@ def test_probe_names_the_program_that_keeps_packets_from_ours(
     run_in_new_namespaces(story)
 
 
-@needs("tcx")
 def test_probe_disturbs_nobody(site: Site) -> None:
     """No packet gets past the IP stack of this node or of its neighbour."""
 
@@ -162,7 +160,7 @@ def test_probe_disturbs_nobody(site: Site) -> None:
         return dict(zip(names, map(int, values), strict=True))
 
     def story() -> None:
-        started(site, AttachMethod.TCX)
+        started(site, AttachMethod.CLSACT if lacking("tcx") else AttachMethod.TCX)
         ip("addr add 192.0.2.1/24 dev up0")
         with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(0x0003)) as wire:
             wire.bind(("up1", 0x0003))

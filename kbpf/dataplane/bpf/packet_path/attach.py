@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Final
 
 from kbpf.dataplane.bpf.packet_path.device_roles import DeviceRole, RoleChoice, decide_roles
+from kbpf.dataplane.bpf.packet_path.hook_probe import HookProber
 from kbpf.dataplane.bpf.programs.foreign import ForeignProgram, find_at_devices
 from kbpf.errors import KernelError
 from kbpf.kernel.bpf.clsact import DEFAULT_IDENTITY, Direction, FilterIdentity
@@ -108,6 +109,8 @@ class DeviceAttachments:
         self._mark = mark
         self._attachments: dict[AttachPoint, tuple[Attachment, ...]] | None = None
         self._moves: dict[AttachPoint, deque[float]] = {}  # the times of the last ones
+        self.prober: HookProber | None = None
+        """Tries whether packets reach our programs; None: nothing is tried."""
         self._report = DeviceReport()
 
     def status(self) -> DeviceReport:
@@ -145,13 +148,12 @@ class DeviceAttachments:
             complete = sync_pass.run(listing, should_continue)
             foreign = self._report.foreign
             if removed_devices is None:
-                our_devices = {attachment.ifindex for attachment in sync_pass.all_attachments}
-                names = (
-                    (device.ifindex, device.name)
-                    for device in listing
-                    if device.ifindex in our_devices
+                ours = {attachment.ifindex for attachment in sync_pass.all_attachments}
+                if self.prober is not None:
+                    self.prober.begin_pass(choices)
+                foreign = find_at_devices(
+                    tc, (device for device in listing if device.ifindex in ours), self.prober
                 )
-                foreign = find_at_devices(tc, names)
         if not sync_pass.failed:
             self._attachments = sync_pass.attachments
         for name in sorted(sync_pass.failed.keys() - self._report.failed.keys()):

@@ -42,10 +42,19 @@ FILTER_ENDS: Final = frozenset((0, 2, 4, 7, 8))
 """The results with which a filter ends the list (cls_bpf_exec_opcode() in net/sched/cls_bpf.c). In
 TCX every result except TC_ACT_UNSPEC does (tcx_run() in net/core/dev.c)."""
 
+ORDER_HINT: Final = (
+    "let that program return TC_ACT_UNSPEC, attach it behind kbpf's program, or exclude the device "
+    "(--exclude-device)"
+)
+
 ARRIVAL_WAIT_S: Final = 0.5
 """A packet is handled by the softirq that its sending raises, so this is far too long."""
 MAX_PROBED: Final = 32
-"""Devices that are probed at once."""
+"""Devices that `kbpf check` probes."""
+MAX_PROBED_IN_PASS: Final = 8
+"""Hooks that the agent probes in one pass over the devices. The others follow in the next ones."""
+FRONTEND4: Final = parse_addr("192.0.2.1")
+FRONTEND_PORT: Final = 30000
 
 TCP: Final = 6
 FRAGMENT_HEADER: Final = 44
@@ -132,6 +141,45 @@ def probe(fragments: Map, point: Point, frontend: Addr, port: int) -> ProbeOutco
         if result in FILTER_ENDS or (runner.place == "tcx" and result != TC_ACT_UNSPEC):
             return ProbeOutcome(point, False, runner, result)
     return ProbeOutcome(point, False)
+
+
+class HookProber:
+    """Probes the hooks at which programs of others are before ours, once for each list of programs.
+    For the device thread.
+    """
+
+    def __init__(self, fragments: Map) -> None:
+        self._fragments = fragments
+        self._outcomes: dict[tuple[int, Direction], tuple[tuple[int, ...], ProbeOutcome]] = {}
+        self._remaining = MAX_PROBED_IN_PASS
+
+    def begin_pass(self, present: Collection[int]) -> None:
+        """`present`: the ifindexes of all devices."""
+        self._remaining = MAX_PROBED_IN_PASS
+        self._outcomes = {
+            key: outcome for key, outcome in self._outcomes.items() if key[0] in present
+        }
+
+    def read(self, point: Point) -> ProbeOutcome | None:
+        """The outcome; None if nothing is before ours, or it has not been probed yet."""
+        if not point.before_ours or not point.device.up:
+            return None
+        key = point.device.ifindex, point.direction
+        ids = tuple(runner.program_id for runner in point.programs)
+        known_ids, outcome = self._outcomes.get(key, ((), None))
+        if known_ids == ids:
+            return outcome
+        if not self._remaining:
+            return None
+        self._remaining -= 1
+        frontend = next(iter(point.device.sources), FRONTEND4)
+        try:
+            outcome = probe(self._fragments, point, frontend, FRONTEND_PORT)
+        except KernelError:  # `kbpf check --attached` says why
+            return None
+        if outcome.reached or outcome.taker is not None:
+            self._outcomes[key] = ids, outcome
+        return outcome
 
 
 def _run_alone(runner: Runner, frame: bytes, ifindex: int) -> int:

@@ -30,6 +30,7 @@ from kbpf.dataplane.bpf.maps.pinning import (
 from kbpf.dataplane.bpf.packet_path.attach import DeviceAttachments, PickProgram
 from kbpf.dataplane.bpf.packet_path.device_roles import DeviceRole, RoleChoice, find_unmatched
 from kbpf.dataplane.bpf.packet_path.device_thread import DeviceReconciler, DeviceReconcilerStatus
+from kbpf.dataplane.bpf.packet_path.hook_probe import HookProber
 from kbpf.dataplane.bpf.packet_path.node_maps import (
     NO_COEXISTENCE,
     DeviceMap,
@@ -92,9 +93,9 @@ class PacketPath(Programs):
         self._coexisting = coexisting
         # since when the programs are attached to all devices (time.monotonic)
         self._in_place_since: float | None = None
-        attachments = DeviceAttachments(pins.root, config.devices, config.excluded_devices)
+        self._attachments = DeviceAttachments(pins.root, config.devices, config.excluded_devices)
         self._reconciler = DeviceReconciler(
-            attachments, self._write_devices, self._remove_old_programs
+            self._attachments, self._write_devices, self._remove_old_programs
         )
         self._node_and_device_maps: tuple[NodeMap, DeviceMap] | None = None
         self.unmatched: tuple[str, ...] = ()
@@ -112,6 +113,7 @@ class PacketPath(Programs):
             node_map = NodeMap(self._config, maps, self._coexisting)
             self._node_and_device_maps = node_map, DeviceMap(self._config, maps)
             write_refusal_limits(maps["refusal_limits"])
+            self._attachments.prober = HookProber(maps["fragments"])
 
     def prepare(self, maps: Mapping[str, Map]) -> LoadedPrograms:
         """Also fills the tail call map with the descriptors of the loaded programs."""

@@ -16,12 +16,18 @@ from typing import Final, NamedTuple
 
 from kbpf.dataplane.bpf.hooks import HOOKS
 from kbpf.dataplane.bpf.maps.pinning import Pins
+from kbpf.dataplane.bpf.packet_path.hook_probe import (
+    ACTION_NAMES,
+    ORDER_HINT,
+    HookProber,
+    Point,
+)
 from kbpf.dataplane.bpf.programs.unpinned import attached_program_ids, is_kbpf_program
 from kbpf.errors import KernelError
 from kbpf.kernel.bpf import objects
 from kbpf.kernel.bpf.clsact import Direction
-from kbpf.kernel.bpf.tc import Runner, TcAttacher
-from kbpf.kernel.net.devices import list_devices
+from kbpf.kernel.bpf.tc import TcAttacher
+from kbpf.kernel.net.devices import Device, list_devices
 
 SOCKET_HOOKS: Final = frozenset(("connect4", "connect6", "sendmsg4", "sendmsg6"))
 BALANCER_PREFIXES: Final = ("cil_", "cali")
@@ -47,7 +53,8 @@ SWITCH_OFF_HINT: Final = (
 class ForeignProgram(NamedTuple):
     """A program by id and name, and where it is attached; `device` is "" for a socket hook. A
     filter of another kind has id 0 and is named as in tc(8). `is_ahead`: it is no load balancer,
-    but runs before ours at ingress.
+    but runs before ours at ingress. `result`: what it returned for a packet that ours did not see
+    because of it; None if there is no such packet.
     """
 
     program: int
@@ -55,6 +62,7 @@ class ForeignProgram(NamedTuple):
     hook: str
     device: str = ""
     is_ahead: bool = False
+    result: int | None = None
 
 
 def find_at_sockets(cgroup: Path) -> tuple[ForeignProgram, ...]:
@@ -77,34 +85,40 @@ def find_at_sockets(cgroup: Path) -> tuple[ForeignProgram, ...]:
 
 
 def find_at_devices(
-    kernel: TcAttacher, devices: Iterable[tuple[int, str]]
+    kernel: TcAttacher, devices: Iterable[Device], prober: HookProber | None = None
 ) -> tuple[ForeignProgram, ...]:
-    """Programs of known balancers on these devices (ifindex, name), and all programs and filters
-    before ours at ingress.
+    """Programs of known balancers on these devices, all programs and filters before ours at
+    ingress, and those that the prober finds to keep packets from ours.
     """
     return tuple(
         foreign
-        for ifindex, name in devices
+        for device in devices
         for direction in Direction
-        for foreign in _find_at_hook(kernel.list_programs(ifindex, direction), direction, name)
+        for foreign in _find_at_hook(
+            Point(device, direction, kernel.list_programs(device.ifindex, direction)), prober
+        )
     )
 
 
-def _find_at_hook(
-    runners: tuple[Runner, ...], direction: Direction, device: str
-) -> Iterator[ForeignProgram]:
-    ours = next((i for i, runner in enumerate(runners) if runner.is_ours), 0)
-    for position, runner in enumerate(runners):
-        is_ahead = position < ours and direction is Direction.INGRESS
+def _find_at_hook(point: Point, prober: HookProber | None) -> Iterator[ForeignProgram]:
+    outcome = prober.read(point) if prober is not None else None
+    ahead = len(point.before_ours) if any(runner.is_ours for runner in point.programs) else 0
+    for position, runner in enumerate(point.programs):
+        is_taker = outcome is not None and outcome.taker == runner
+        is_ahead = is_taker or (position < ahead and point.direction is Direction.INGRESS)
+        program = _describe(runner.program_id, point.direction, point.device.name)
         if runner.is_ours:
             continue
         if not runner.program_id and is_ahead:
-            yield ForeignProgram(0, runner.place, direction, device, is_ahead=True)
-        elif described := _describe(runner.program_id, direction, device):
-            if described.name.startswith(BALANCER_PREFIXES):
-                yield described
-            elif is_ahead:
-                yield described._replace(is_ahead=True)
+            program = ForeignProgram(0, runner.place, point.direction, point.device.name)
+        if program is None:
+            continue
+        if is_taker and outcome is not None:
+            program = program._replace(result=outcome.result)
+        if not is_taker and program.name.startswith(BALANCER_PREFIXES):
+            yield program
+        elif is_ahead:
+            yield program._replace(is_ahead=True)
 
 
 def refuse_balancers(pins: Pins, cgroup: Path) -> None:
@@ -125,8 +139,7 @@ def refuse_balancers(pins: Pins, cgroup: Path) -> None:
 def _find_refused(pins: Pins, cgroup: Path) -> Iterator[ForeignProgram]:
     yield from filter(_owner, find_at_sockets(cgroup))
     with TcAttacher(pins.root / "devices") as kernel:
-        names = ((device.ifindex, device.name) for device in list_devices())
-        yield from filter(_owner, find_at_devices(kernel, names))
+        yield from filter(_owner, find_at_devices(kernel, list_devices()))
 
 
 def _owner(program: ForeignProgram) -> str:
@@ -140,11 +153,10 @@ def find_all(folder: Path, cgroup: Path | None) -> tuple[ForeignProgram, ...]:
     """All foreign programs, for processes other than the agent. `folder`: the pin folder; `cgroup`:
     where the hooks are attached.
     """
-    names = {device.ifindex: device.name for device in list_devices()}
     with TcAttacher(folder / "devices") as kernel:
-        our_devices = {attachment.ifindex for attachment in kernel.list_all()}
+        ours = {attachment.ifindex for attachment in kernel.list_all()}
         on_devices = find_at_devices(
-            kernel, ((ifindex, names[ifindex]) for ifindex in sorted(our_devices & names.keys()))
+            kernel, (device for device in list_devices() if device.ifindex in ours)
         )
     return (*(find_at_sockets(cgroup) if cgroup is not None else ()), *on_devices)
 
@@ -166,16 +178,24 @@ def _describe(program: int, hook: str, device: str = "") -> ForeignProgram | Non
 
 def format_lines(programs: Collection[ForeignProgram]) -> Iterator[str]:
     """One line for each program name and hook; names the first of several devices."""
-    first: dict[tuple[str, str, bool], ForeignProgram] = {}
-    counts: Counter[tuple[str, str, bool]] = Counter()
+    first: dict[tuple[str, str, bool, int], ForeignProgram] = {}
+    counts: Counter[tuple[str, str, bool, int]] = Counter()
     for program in programs:
-        kind = program.name, program.hook, program.is_ahead
+        kind = program.name, program.hook, program.is_ahead, program.result or 0
         first.setdefault(kind, program)
         counts[kind] += 1
     for key, program in sorted(first.items()):
         location = f"{program.hook} of {program.device}" if program.device else program.hook
         suffix = f" and {counts[key] - 1} more" if counts[key] > 1 else ""
         name = program.name or "without a name"
+        if program.result is not None:
+            action = ACTION_NAMES.get(program.result, "")
+            yield (
+                f"{name} (id {program.program}) runs before kbpf's program at {location}{suffix} "
+                f"and returned {program.result} ({action}) for a test packet, so kbpf's program "
+                f"did not see it; {ORDER_HINT}"
+            )
+            continue
         if program.is_ahead:
             number = f" (id {program.program})" if program.program else ""
             yield (

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NodePorts beside TCX programs of other tools on the uplink that return TC_ACT_OK: attached before
+kbpf, behind it, and in front of it while it serves.
+"""
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kbpf.cli import app
+from kbpf.kernel.bpf.clsact import Direction
+from kbpf.kernel.bpf.objects import Link, Program
+from kbpf.kernel.bpf.tc import ATTACH_TYPE
+from kbpf.kernel.bpf.uapi import BPF_F_BEFORE
+from kbpf.kernel.system import netns
+from tests.programs.packets.test_hook_probe import OK, returning
+from tests.support.features import needs
+from tests.support.lab.dial import REFUSED, Dial
+from tests.support.lab.field import NODES4, NODES6, Field, at, check, there
+
+pytestmark = needs("tcx")
+
+MOVED_AFTER = 45
+"""Seconds within which the agent looks at the order, with some patience."""
+
+
+class Beside(Field):
+    """A program of another tool is at ingress of node-1's uplink before kbpf starts."""
+
+    def prepare(self) -> None:
+        program = returning("earlier", OK)
+        self.own.callback(program.close)
+        self.own.callback(self.attach(program).close)
+
+    def attach(
+        self, program: Program, direction: Direction = Direction.INGRESS, flags: int = 0
+    ) -> Link:
+        def work() -> Link:
+            ifindex = socket.if_nametoindex("eth0")
+            return Link.attach(program, ifindex, ATTACH_TYPE[direction], flags)
+
+        return netns.run_in(Path("/run/netns") / str(self.lab.nodes[0].netns), work)
+
+
+@pytest.fixture(scope="module")
+def field() -> Iterator[Beside]:
+    with Beside(name="po", pods=(2, 1)) as made:
+        made.create(*made.all_ways(81, "a1"), *made.all_ways(82, "b1"))
+        made.settle()
+        yield made
+
+
+def rows(outcome: str = "") -> Iterator[Dial]:
+    for v6 in (False, True):
+        own = (NODES6 if v6 else NODES4)[0]
+        for number, who in ((81, "a1"), (82, "b1")):
+            to = at("NodePort", number, v6)
+            yield Dial(f"{to} {outcome or who}", "outside", to, outcome or who, "tcp",
+                       "" if outcome else own)  # fmt: skip
+
+
+def test_programs_before_and_behind_ours_disturb_no_node_port(field: Beside) -> None:
+    with returning("later", OK) as program:
+        later = [field.attach(program, direction) for direction in Direction]
+        for row in rows():
+            check(field, row)
+        for link in later:
+            link.close()
+
+
+def check_attached(field: Beside, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[str]]:
+    capsys.readouterr()
+    arguments = ["check", "--attached", "-o", "json", "--pin-dir", str(field.agent.pin_dir)]
+    code = there(field["host-1"], lambda: app.call(arguments))
+    shown = json.loads(capsys.readouterr().out)["rows"]
+    return code, [r["detail"] for r in shown if r["name"].startswith("packets at")]
+
+
+def test_program_in_front_is_named_and_passed(
+    field: Beside, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert check_attached(field, capsys) == (0, [])
+    with returning("in_front", OK) as program, field.attach(program, flags=BPF_F_BEFORE):
+        for row in rows(REFUSED):
+            check(field, row)
+        code, (detail,) = check_attached(field, capsys)
+        assert code == 1
+        assert f"in_front (id {program.read_info().id}, tcx) runs before kbpf's program" in detail
+        deadline = time.monotonic() + MOVED_AFTER
+        while check_attached(field, capsys)[0] and time.monotonic() < deadline:
+            time.sleep(1)
+        for row in rows():
+            check(field, row)
+        assert check_attached(field, capsys) == (0, [])
+    assert "moved=1" in field.agent.log.read_text()
+
+
+def test_no_connection_is_lost_while_ours_is_moved(field: Beside) -> None:
+    client = field["outside"]
+    host, _, port = at("NodePort", 81, False).rpartition(":")
+    with returning("next_in_front", -1) as program, field.attach(program, flags=BPF_F_BEFORE):
+        client.ask("start_load", host=host, port=int(port), pause=0.002)
+        moves = field.agent.log.read_text().count("moved=1")
+        deadline = time.monotonic() + MOVED_AFTER
+        while field.agent.log.read_text().count("moved=1") == moves:
+            assert time.monotonic() < deadline
+            time.sleep(0.5)
+        time.sleep(1)
+        load = client.ask("stop_load")
+    assert load["errors"] == []
+    assert load["names"]["a1"] > 100
