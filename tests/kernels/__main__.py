@@ -36,7 +36,7 @@ def _of(path: str, *tests: str) -> tuple[str, ...]:
 LAB = (
     "traffic/services", "traffic/policy", "traffic/affinity", "traffic/updates",
     "outside/north_south", "traffic/sctp", "traffic/datagrams", "traffic/local_mode",
-    "agent/source_folder", "agent/node_life",
+    "agent/source_folder", "agent/node_life", "outside/pre_dnat",
 )  # fmt: skip
 """The lab's tests that run in both modes."""
 

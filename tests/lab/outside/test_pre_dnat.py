@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Host rules that refuse packets before DNAT. In mode bpf they do not guard NodePorts and VIPs, as
+`kbpf check` and docs/limits.md say; in mode ipvs they do, as with kube-proxy.
+"""
+
+import re
+from collections.abc import Iterator
+from itertools import product
+from typing import NamedTuple
+
+import pytest
+
+from tests.lab.outside.netfilter import flush_conntrack, objects, on
+from tests.support.lab.dial import Dial
+from tests.support.lab.field import (
+    DROPPED,
+    NODES4,
+    NODES6,
+    OUT4,
+    OUT6,
+    Field,
+    at,
+    both_families,
+    check,
+    there,
+)
+from tests.support.lab.modes import PACKETS
+
+
+class Rule(NamedTuple):
+    """`match`: of nft, with the client `c`, the address and port `h` and `p` that it dials."""
+
+    what: str
+    priority: str
+    match: str
+
+
+RULES = (
+    Rule("port, in raw", "raw", "{protocol} dport {p}"),
+    Rule("client, in mangle", "mangle", "{ip} saddr {c} {protocol} dport {p}"),
+    Rule("other clients", "raw", "{ip} saddr != {other} {protocol} dport {p}"),
+    Rule("address dialled", "raw", "{ip} daddr {h} {protocol} dport {p}"),
+)
+
+
+@pytest.fixture(scope="module")
+def field() -> Iterator[Field]:
+    with Field(name="pd") as made:
+        made.create(*objects(made))
+        made.settle()
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def _clean(field: Field) -> Iterator[None]:
+    yield
+    on(field.lab.nodes[0], "nft", "-f", "-", stdin="table inet guard {}\ndelete table inet guard\n")
+    there(field.lab.nodes[0], flush_conntrack)
+
+
+@both_families
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.what)
+@pytest.mark.parametrize("kind", ["NodePort", "VIP"])
+def test_rules_before_dnat(field: Field, kind: str, rule: Rule, v6: bool) -> None:
+    """TCP and UDP to a local backend, a remote one, and a local one with policy Local."""
+    node = field.lab.nodes[0]
+    host, client = (NODES6 if v6 else NODES4)[0], OUT6 if v6 else OUT4
+    backends = ((1, "a1", host), (2, "b1", host), (4, "a1", client))
+    for (protocol, base), (number, pod, seen) in product((("tcp", 10), ("udp", 20)), backends):
+        to = at(kind, base + number, v6)
+        dialled, _, port = to.rpartition(":")
+        match = rule.match.format(
+            protocol=protocol, ip="ip6" if v6 else "ip", c=client, other=host,
+            h=dialled.strip("[]"), p=port,
+        )  # fmt: skip
+        hook = f"type filter hook prerouting priority {rule.priority};"
+        text = f"table inet guard {{\nchain c {{ {hook}\n{match} counter drop\n}}\n}}\n"
+        on(node, "nft", "-f", "-", stdin=text)
+        outcome = DROPPED if PACKETS else pod
+        check(field, Dial(match, "outside", to, outcome, protocol, "" if PACKETS else seen))
+        (count,) = re.findall(r"counter packets (\d+)", on(node, "nft", "list", "table", "inet",
+                                                           "guard"))  # fmt: skip
+        assert (int(count) > 0) == PACKETS
+        on(node, "nft", "delete", "table", "inet", "guard")
