@@ -100,7 +100,7 @@ int tc_egress(struct __sk_buff *skb)
 	if (masqueraded)
 		mark_masqueraded(skb, false);
 	if (is_rewrite(result))
-		return finish_rewrite(skb, s, &to, TC_ACT_UNSPEC, device->l2);
+		return finish_rewrite(skb, s, &to, TC_ACT_UNSPEC, p->l3);
 	/* What follows is for packets of the node's own sockets, which arrived on no device. */
 	if (skb->ingress_ifindex || device->role != ROLE_HOST)
 		return TC_ACT_UNSPEC;

@@ -276,8 +276,10 @@ enum role {
 };
 
 enum device_flags {
-	DEVICE_LOCAL = 1 << 0, /* packets from here come from pods of this node */
-	DEVICE_PEER = 1 << 1,  /* bpf_redirect_peer() reaches the pod through this device */
+	DEVICE_LOCAL = 1 << 0,  /* packets from here come from pods of this node */
+	DEVICE_PEER = 1 << 1,   /* bpf_redirect_peer() reaches the pod through this device */
+	DEVICE_TUNNEL = 1 << 2, /* encapsulates IP in IP (ipip, sit, gre, ip6tnl): needs_stack() */
+	DEVICE_NBMA = 1 << 3,   /* a tunnel that takes its remote address from the route */
 };
 
 /* devices: what the packet path needs to know about a device. */

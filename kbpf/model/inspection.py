@@ -329,13 +329,15 @@ class NodeEntry:
 class DeviceEntry:
     """A device that the packet path knows. `role` is ``host`` or ``pod``, `header` the length of
     its link-layer header. `pods`: its packets come from pods of this node. `peer`:
-    bpf_redirect_peer() reaches the pod through it.
+    bpf_redirect_peer() reaches the pod through it. `tunnel`: it encapsulates IP packets in IP, and
+    its packets take the stack.
     """
 
     role: str
     header: int
     pods: bool
     peer: bool
+    tunnel: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,6 +84,7 @@ FEATURES = (
     ),
     Feature("packets", ("tests/programs/packets/path",)),
     Feature("lab", ("tests/lab/outside/test_clsact.py",)),
+    Feature("tunnels", ("tests/programs/packets/test_tunnels.py",)),
     Feature(
         "ipvs",
         (

@@ -38,6 +38,7 @@ from tests.support.packets.test_run import SkbContext, run
 
 CONNECT4 = 10
 IPPROTO_SCTP, IPPROTO_MPTCP = 132, 262
+TUNNEL_MODULES = ("ipip", "sit", "ip_gre", "ip6_tunnel")
 DEBIAN = "KBPF_TEST_DEBIAN_KERNEL"
 """The environment variable is set on Debian's kernels (tests/kernels), whose options are known."""
 
@@ -91,6 +92,11 @@ def _nfs() -> bool:
     modules.load(("nfsd", "nfsv4"))
     known = Path("/proc/filesystems").read_text().split()
     return {"nfsd", "nfs4"} <= set(known)
+
+
+def _tunnels() -> bool:
+    modules.load(TUNNEL_MODULES)
+    return all(Path(f"/sys/module/{name}").exists() for name in TUNNEL_MODULES)
 
 
 def _nothing() -> Program:
@@ -160,6 +166,7 @@ FEATURES = {
     ),
     "nfs": Feature("NFS, client and server", _nfs),
     "tun": Feature("tun devices", _tun),
+    "tunnels": Feature("tunnels of IP in IP", _tunnels),
     "checksum_complete": Feature(  # Linux 6.11, and later backported to stable kernels
         "a test run's CHECKSUM_COMPLETE",
         lambda: _run(checksum_complete=True),

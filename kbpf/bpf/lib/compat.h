@@ -45,6 +45,15 @@ static __always_inline u32 kernel_socket_bit(void)
 	return ((u64(*)(void))0x6b627066)();
 }
 
+#define BPF_HDR_START_NET 1
+
+/* Linux v4.18: 4e1ec56cdc59. */
+static __always_inline long load_bytes_relative(const void *skb, u32 offset, void *to, u32 length,
+						u32 start)
+{
+	return ((long (*)(const void *, u32, void *, u32, u32))68)(skb, offset, to, length, start);
+}
+
 /* struct sockaddr_in, sockaddr_in6 */
 struct socket_v4 {
 	u16 family;

@@ -126,6 +126,8 @@ static __always_inline bool describe_flow(struct __sk_buff *skb, struct scratch 
 static __always_inline bool bypasses_stack(const struct node *n, const struct device *from,
 					   const struct device *to, bool masquerade)
 {
+	if (needs_stack(from, to))
+		return false;
 	return (n->flags & NODE_DIRECT) ||
 	       (masquerade && from->role == ROLE_HOST && to->role == ROLE_HOST);
 }

@@ -70,6 +70,8 @@ int tc_icmp_in(struct __sk_buff *skb)
 		hidden = result.masqueraded && !result.reply;
 		outer = outer_of(p, &tuple, &result.to_device, hidden);
 		to = find_next_hop(skb, p, &outer.from, &outer.to, &s->hop, false);
+		if (to && needs_stack(device, to))
+			to = NULL;
 		if (!to && result.path == PATH_DIRECT_SNAT)
 			return claim_late(skb, s, result.flow, TAIL_ICMP_IN);
 	}

@@ -486,6 +486,8 @@ static __always_inline int forward_known(struct __sk_buff *skb, struct scratch *
 	if (result->path != PATH_STACK && !result->host_device)
 		to = next_hop_of_flow(skb, p, &result->to_device, &result->flow->out, &s->hop,
 				      result->now);
+	if (to && needs_stack(device, to)) /* the route has changed, or replies come another way */
+		to = NULL;
 	if (!to && result->path == PATH_DIRECT_SNAT)
 		return claim_late(skb, s, result->flow, TAIL_INGRESS);
 	if (to)
@@ -499,5 +501,5 @@ static __always_inline int forward_known(struct __sk_buff *skb, struct scratch *
 		action = deliver_to_host(skb, device, result->host_device);
 	else if (result->masqueraded)
 		mark_masqueraded(skb, true);
-	return finish_rewrite(skb, s, new, action, to ? ETH_HLEN : device->l2);
+	return finish_rewrite(skb, s, new, action, to ? ETH_HLEN : p->l3);
 }

@@ -83,26 +83,41 @@ static __always_inline bool is_for_others(struct __sk_buff *skb)
 	       skb->pkt_type == PACKET_OTHERHOST;
 }
 
+/* Offset of the IP header of a packet on a tunnel. Headers of the outer packet may precede it: at
+ * ingress before v5.14 (needs_stack()), and on gre devices without a remote address at ingress and
+ * at egress. Only the kernel knows their length; what follows them is as long as the IP header
+ * says. That is 0 in a packet of more than 64 KiB (BIG TCP), which has no such headers. */
+static __always_inline u32 offset_in_tunnel(struct __sk_buff *skb)
+{
+	bool v6 = skb->protocol == __builtin_bswap16(ETH_P_IPV6);
+	__be16 length = 0;
+
+	load_bytes_relative(skb, v6 ? 4 : 2, &length, sizeof(length), BPF_HDR_START_NET);
+	return length ? skb->len - __builtin_bswap16(length) - (v6 ? 40 : 0) : 0;
+}
+
 /* Parses a packet into the scratch buffer. False: it passes. `in`: at ingress. Of packets without
  * ports (the protocol in their tuple is 0), it returns true only for ICMP errors. */
 static __always_inline bool parse_for(struct __sk_buff *skb, const struct device *device,
 				      struct packet *p, bool in)
 {
 	const struct device *sender = device;
-	u32 ifindex = skb->ifindex;
+	u32 ifindex = skb->ifindex, l2 = device->l2;
 	struct ip4_tcp plain;
 
 	if (is_for_others(skb))
 		return false;
-	if (is_plain_tcp(skb, device->l2, &plain)) {
+	if (is_plain_tcp(skb, l2, &plain)) {
 		struct tuple tuple = tuple_of_plain(&plain);
 
 		if (!(plain.flags & TCP_SYN) && !may_have_flow(&tuple))
 			return false;
-		set_plain(p, device->l2, &plain, &tuple);
+		set_plain(p, l2, &plain, &tuple);
 		return true;
 	}
-	if (!parse(skb, device->l2, p))
+	if (device->flags & DEVICE_TUNNEL)
+		l2 = offset_in_tunnel(skb);
+	if (!parse(skb, l2, p))
 		return false;
 	if (is_icmp_error(p))
 		return true;

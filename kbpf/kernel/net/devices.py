@@ -65,6 +65,10 @@ HEADERLESS_LINK_TYPES: Final = frozenset(
     )
 )
 """Link types whose packets have no link-layer header."""
+IP_TUNNEL_LINK_TYPES: Final = frozenset(
+    (ARPHRD_TUNNEL, ARPHRD_TUNNEL6, ARPHRD_SIT, ARPHRD_IPGRE, ARPHRD_IP6GRE)
+)
+"""Link types of tunnels that encapsulate IP packets in IP: ipip, ip6tnl, sit, gre, ip6gre, vti."""
 
 ZERO_MAC: Final = bytes(6)
 
@@ -106,6 +110,11 @@ class Device:
     def has_header(self) -> bool:
         """Whether its packets begin with an Ethernet header."""
         return self.link_type == ARPHRD_ETHER
+
+    @property
+    def is_ip_tunnel(self) -> bool:
+        """Whether it encapsulates IP packets in IP, with or without a fixed remote address."""
+        return self.link_type in IP_TUNNEL_LINK_TYPES
 
     @property
     def carries_ip(self) -> bool:

@@ -18,9 +18,10 @@ class DeviceRow(msgspec.Struct, frozen=True):
 
     `role`: ``host`` (leads to other machines), ``pod`` or ``skipped``, and `reason` why.
     `flags`: ``pods`` (its packets come from pods of this node), ``peer`` (bpf_redirect_peer()
-    reaches the pod through it). `l2_header`: length of its link-layer header in bytes, None if the
-    map `devices` does not have it. `ingress` and `egress`: the program and how it is attached, ""
-    if there is none. `problem`: how the programs differ from what the role needs, or "".
+    reaches the pod through it), ``tunnel`` (its packets take the stack). `l2_header`: length of its
+    link-layer header in bytes, None if the map `devices` does not have it. `ingress` and `egress`:
+    the program and how it is attached, "" if there is none. `problem`: how the programs differ from
+    what the role needs, or "".
     """
 
     device: str
@@ -47,7 +48,7 @@ def build_rows(inspection: Inspection) -> tuple[DeviceRow, ...]:
 
 def _build_row(device: HostDevice, inspection: Inspection, failure: str) -> DeviceRow:
     entry = inspection.devices.get(device.ifindex)
-    flags = (("pods", entry.pods), ("peer", entry.peer)) if entry else ()
+    flags = (("pods", entry.pods), ("peer", entry.peer), ("tunnel", entry.tunnel)) if entry else ()
     return DeviceRow(
         device=device.name,
         ifindex=device.ifindex,

@@ -85,6 +85,18 @@ SHAPES = [
         Row("cali0123456789a", "veth/pod", POD),
         Row("calibcdef012345", "veth/pod", POD),
     )),
+    Shape("flannel, IPIP", (
+        LO, ETH0,
+        Row("tunl0", "ipip/down", HOST, link_type=TUNNEL),
+        Row("flannel.ipip", "ipip", HOST, link_type=TUNNEL),
+        Row("cni0", "bridge/net", POD),
+    )),
+    Shape("kube-router: a tunnel for each node of another subnet", (
+        LO, ETH0,
+        Row("tunl0", "ipip/down", HOST, link_type=TUNNEL),
+        Row("tun-19818002", "ipip", HOST, link_type=TUNNEL),
+        Row("kube-bridge", "bridge/net", POD),
+    )),
     Shape("calico, VXLAN and WireGuard", (
         LO, ETH0,
         Row("vxlan.calico", "vxlan", HOST),

@@ -21,7 +21,14 @@ from kbpf.dataplane.bpf.maps.layout import Role as Told
 from kbpf.dataplane.bpf.packet_path.device_roles import DeviceRole, RoleChoice
 from kbpf.dataplane.bpf.packet_path.node_maps import DeviceMap, NodeMap, pack_device
 from kbpf.kernel.net.devices import Device
-from kbpf.kernel.net.uapi import ARPHRD_NONE
+from kbpf.kernel.net.uapi import (
+    ARPHRD_IP6GRE,
+    ARPHRD_IPGRE,
+    ARPHRD_NONE,
+    ARPHRD_SIT,
+    ARPHRD_TUNNEL,
+    ARPHRD_TUNNEL6,
+)
 from kbpf.model.address import Addr, parse_addr
 from kbpf.model.config import Config, LocalMode, MapSizes
 from kbpf.model.desired import DesiredState
@@ -30,10 +37,20 @@ from kbpf.source.decode.fields import parse_cidr
 
 HOST, POD, SKIPPED = DeviceRole.HOST, DeviceRole.POD, DeviceRole.SKIPPED
 LOCAL, PEER, NOTHING = DeviceFlag.LOCAL, DeviceFlag.PEER, DeviceFlag(0)
+TUNNEL, NBMA = DeviceFlag.TUNNEL, DeviceFlag.NBMA
 MAC = bytes.fromhex("02aabbccddee")
 
 ETH0 = Device(2, "eth0", mac=MAC)
 WG0 = Device(3, "wg0", "wireguard", link_type=ARPHRD_NONE)
+TUNL0 = Device(10, "tunl0", "ipip", link_type=ARPHRD_TUNNEL)
+IPIP = Device(11, "tun-1080", "ipip", link_type=ARPHRD_TUNNEL, point_to_point=True)
+GRE1 = Device(12, "gre1", "gre", link_type=ARPHRD_IPGRE)
+GRE2 = Device(18, "gre2", "gre", link_type=ARPHRD_IPGRE, point_to_point=True)
+SIT0 = Device(13, "sit0", "sit", link_type=ARPHRD_SIT)
+IP6TNL = Device(14, "ip6tnl1", "ip6tnl", link_type=ARPHRD_TUNNEL6)
+IP6GRE = Device(15, "ip6gre1", "ip6gre", link_type=ARPHRD_IP6GRE)
+GRETAP = Device(16, "gretap1", "gretap")
+VXLAN = Device(17, "vxlan.calico", "vxlan")
 CNI0 = Device(4, "cni0", "bridge", mac=MAC)
 CALI1 = Device(5, "cali1", "veth", peer_netns=1, mac=MAC)
 LXC1 = Device(6, "lxc1", "netkit", peer_netns=1)
@@ -58,6 +75,15 @@ class Row(NamedTuple):
 ROWS = [
     Row("hardware is an uplink", ETH0, HOST, NOTHING),
     Row("an overlay is an uplink", WG0, HOST, NOTHING),
+    Row("a tunnel without a remote address", TUNL0, HOST, TUNNEL | NBMA),
+    Row("a tunnel to one remote address", IPIP, HOST, TUNNEL),
+    Row("a gre tunnel", GRE1, HOST, TUNNEL | NBMA),
+    Row("a sit tunnel", SIT0, HOST, TUNNEL | NBMA),
+    Row("a tunnel over IPv6", IP6TNL, HOST, TUNNEL | NBMA),
+    Row("a gre tunnel to one remote address", GRE2, HOST, TUNNEL),
+    Row("a gre tunnel over IPv6", IP6GRE, HOST, TUNNEL | NBMA),
+    Row("a tunnel of Ethernet frames is none of IP in IP", GRETAP, HOST, NOTHING),
+    Row("neither is VXLAN", VXLAN, HOST, NOTHING),
     Row("a bridge of pods has no peer", CNI0, POD, LOCAL),
     Row("a veth into a pod", CALI1, POD, LOCAL | PEER),
     Row("a netkit into a pod", LXC1, POD, LOCAL | PEER),
@@ -78,7 +104,7 @@ ROWS = [
 def test_the_flags_of_a_device(row: Row):
     role, length, flags, mac, *_ = DEVICE.unpack(pack_device(row.device, row.role, row.config))
     assert (role, DeviceFlag(flags)) == (Told.HOST if row.role is HOST else Told.POD, row.flags)
-    assert length == (0 if row.device is WG0 else 14)
+    assert length == (0 if row.device is WG0 or row.flags & TUNNEL else 14)
     assert mac == row.device.mac
 
 

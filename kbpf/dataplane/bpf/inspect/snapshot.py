@@ -235,6 +235,7 @@ def _decode_device(raw: bytes) -> DeviceEntry:
         header,
         DeviceFlag.LOCAL in DeviceFlag(flags),
         DeviceFlag.PEER in DeviceFlag(flags),
+        DeviceFlag.TUNNEL in DeviceFlag(flags),
     )
 
 

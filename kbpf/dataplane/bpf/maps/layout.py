@@ -61,6 +61,8 @@ class DeviceFlag(IntFlag):
 
     LOCAL = 1 << 0
     PEER = 1 << 1
+    TUNNEL = 1 << 2
+    NBMA = 1 << 3
 
 
 class Role(IntEnum):

@@ -270,6 +270,10 @@ def pack_device(
         flags |= DeviceFlag.LOCAL
     if has_peer_in_pod(device, role):
         flags |= DeviceFlag.PEER
+    if device.is_ip_tunnel:
+        flags |= DeviceFlag.TUNNEL
+        if not device.point_to_point:
+            flags |= DeviceFlag.NBMA
     # reversed(): the first address of each family wins, and a preferred one replaces it.
     by_family = {family_of(address): address for address in reversed(device.sources)}
     by_family |= {
