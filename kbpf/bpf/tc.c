@@ -14,7 +14,8 @@
  *      │                                              └─ coexisting ─► tc_coexist                 │
  *      └─────────── known now ────────────────────────────────── tc_claim, tc_scan_ports ─────────┘
  *
- *  tc_egress  ─ parse ─ find flow ─┬─ known ─ rewrite source ─► out
+ *  tc_egress  ─ parse ─ find flow ─┬─ known ─ rewrite source ─┬─► out
+ *                                  │                          └─ by the wrong device ─► tc_reroute
  *                                  ├─ ICMP error ─► tc_icmp_out
  *                                  └─ sent by this node, to a Service ─► tc_host ─ tc_host_choose ─
  *                                                                        tc_enqueue ...
@@ -26,6 +27,7 @@
  *  tc_icmp_in, tc_icmp_out                                       tc/error.h
  *  tc_refuse                                                     tc/refuse.h
  *  tc_sctp                                                       tc/sctp.h
+ *  tc_reroute                                                    tc/known.h
  */
 #include "types.h"
 #include "lookup.h"
@@ -94,11 +96,14 @@ int tc_egress(struct __sk_buff *skb)
 	p = &s->packet;
 	if (!p->tuple.from.protocol) /* an ICMP error: parse_for() */
 		return go(skb, TAIL_ICMP_OUT);
-	result = translate_out(&p->tuple, p, p->tcp_flags, skb->len - p->l3, &to, &masqueraded);
+	result = translate_out(&p->tuple, p, p->tcp_flags, skb->len - p->l3, skb->ifindex, &to,
+			       &masqueraded);
 	if (is_rewrite(result) && rewrite(skb, p, &to, p->ttl))
 		return finish(TC_ACT_SHOT, NOT_REWRITTEN);
 	if (masqueraded)
 		mark_masqueraded(skb, false);
+	if (result == EGRESS_REROUTE)
+		return go(skb, TAIL_REROUTE);
 	if (is_rewrite(result))
 		return finish_rewrite(skb, s, &to, TC_ACT_UNSPEC, p->l3);
 	/* What follows is for packets of the node's own sockets, which arrived on no device. */

@@ -100,13 +100,14 @@ int tc_icmp_out(struct __sk_buff *skb)
 
 	if (!s || !parse_error(skb, s, &tuple))
 		return TC_ACT_UNSPEC;
-	result = translate_out(&tuple, &s->inner, FROM_ICMP_ERROR, 0, &after, &masqueraded);
+	result = translate_out(&tuple, &s->inner, FROM_ICMP_ERROR, 0, skb->ifindex, &after,
+			       &masqueraded);
 	if (masqueraded)
 		mark_masqueraded(skb, false);
 	if (!is_rewrite(result))
 		return TC_ACT_UNSPEC;
 	outer = outer_of(&s->packet, &tuple, &after, result == EGRESS_MASQUERADE);
-	return rewrite_error(skb, s, &after, &outer, s->packet.ttl)
-		       ? finish(TC_ACT_SHOT, NOT_REWRITTEN)
-		       : TC_ACT_UNSPEC;
+	if (rewrite_error(skb, s, &after, &outer, s->packet.ttl))
+		return finish(TC_ACT_SHOT, NOT_REWRITTEN);
+	return result == EGRESS_REROUTE ? go(skb, TAIL_REROUTE) : TC_ACT_UNSPEC;
 }

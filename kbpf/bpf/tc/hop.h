@@ -91,7 +91,7 @@ static __always_inline long query_fib(struct __sk_buff *skb, const struct packet
 		.source_port = from->port,
 		.destination_port = to->port,
 		.length = length,
-		.ifindex = skb->ifindex,
+		.ifindex = skb->ingress_ifindex ? skb->ingress_ifindex : skb->ifindex,
 	};
 	long result;
 

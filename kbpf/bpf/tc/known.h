@@ -401,12 +401,21 @@ static __always_inline bool is_direct_connection(const struct flow *flow, const 
 						     original->seen.tcp.ack != p->tcp.ack));
 }
 
+/* Whether a reply is leaving by another device than the client's packets came in by. The reply
+ * entry of a flow in the stack holds that device, and the next hop of its replies once tc_reroute
+ * has looked it up. */
+static __always_inline bool leaves_elsewhere(const struct flow *reply_entry, u32 ifindex)
+{
+	return reply_entry->out.ifindex && reply_entry->out.ifindex != ifindex;
+}
+
 enum egress_result {
 	EGRESS_UNKNOWN = 0,    /* no flow of ours */
 	EGRESS_UNCHANGED = 1,  /* of a flow of ours, but already correct */
 	EGRESS_HOST_FLOW = 2,  /* sent by this node, and it has a flow */
 	EGRESS_REPLY = 3,      /* gets the frontend's address */
 	EGRESS_MASQUERADE = 4, /* gets the node's address */
+	EGRESS_REROUTE = 5,    /* EGRESS_REPLY, but it may have to leave by another device */
 };
 
 static __always_inline bool is_rewrite(enum egress_result result)
@@ -414,10 +423,10 @@ static __always_inline bool is_rewrite(enum egress_result result)
 	return result >= EGRESS_REPLY;
 }
 
-/* Translates a packet at egress, into `new`. */
+/* Translates a packet at egress of this device, into `new`. */
 static __always_inline enum egress_result translate_out(struct tuple *t, const struct packet *p,
-							u32 flags, u32 bytes, struct tuple *new,
-							bool *masqueraded)
+							u32 flags, u32 bytes, u32 ifindex,
+							struct tuple *new, bool *masqueraded)
 {
 	struct flow *flow = flow_between(t);
 	u64 now = now_ns();
@@ -446,7 +455,7 @@ static __always_inline enum egress_result translate_out(struct tuple *t, const s
 			account_bytes(flow, bytes, flags, true);
 		new->from = flow->frontend;
 		new->to.port = flow->client.port;
-		return EGRESS_REPLY;
+		return leaves_elsewhere(flow, ifindex) ? EGRESS_REROUTE : EGRESS_REPLY;
 	}
 	if (!same_address(&t->from.address, &flow->client.address))
 		return EGRESS_UNCHANGED; /* redirected: it has the node's address */
@@ -502,4 +511,38 @@ static __always_inline int forward_known(struct __sk_buff *skb, struct scratch *
 	else if (result->masqueraded)
 		mark_masqueraded(skb, true);
 	return finish_rewrite(skb, s, new, action, to ? ETH_HLEN : p->l3);
+}
+
+/* A reply has left the stack by another device than its client's packets came in by (or an ICMP
+ * error about one). The stack routes by the source address, which is the backend's until tc_egress
+ * has written the frontend's. Where rules apply to the addresses of pods (AWS VPC CNI: `from POD
+ * lookup N`), that is a device on which no router accepts the frontend's. So the FIB is asked again
+ * with the addresses of the packet as it is now.
+ *
+ * It happens here because netfilter has seen the reply by now. Conntrack would call the client's
+ * next packet INVALID if the reply bypassed the stack. */
+int tc_reroute(struct __sk_buff *skb)
+{
+	struct device *device = device_at(skb->ifindex), *to;
+	struct scratch *s = get_scratch();
+	int action = TC_ACT_UNSPEC;
+	struct tuple tuple, out;
+	struct flow *flow;
+
+	if (!s || !device)
+		return TC_ACT_UNSPEC;
+	tuple = s->packet.tuple;
+	if (!tuple.from.protocol) /* an ICMP error */
+		tuple = reversed(&s->inner.tuple);
+	flow = flow_between(&tuple);
+	if (!flow)
+		return finish(TC_ACT_SHOT, NOT_TRACKED);
+	out.from = flow->frontend;
+	out.to = flow->client;
+	to = next_hop_of_flow(skb, &s->packet, &out, &flow->out, &s->hop, now_ns());
+	if (to && (s->hop.ifindex == skb->ifindex || (to->flags & DEVICE_NBMA)))
+		to = NULL;
+	if (to)
+		action = redirect_packet(skb, device, to, &s->hop);
+	return finish_rewrite(skb, s, &out, action, to ? ETH_HLEN : s->packet.l3);
 }

@@ -26,7 +26,8 @@ enum tail {
 	TAIL_COEXIST = 13,
 	TAIL_RECHECK = 14,
 	TAIL_SCAN_PORTS = 15,
-	TAILS = 16,
+	TAIL_REROUTE = 16,
+	TAILS = 17,
 };
 
 BPF_TABLE("prog", u32, u32, tails, TAILS);

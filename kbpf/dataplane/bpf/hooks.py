@@ -160,8 +160,9 @@ PACKET_PROGRAMS: Final = (
     PacketProgram("tc_recheck", tail=14),
     PacketProgram("tc_scan_ports", tail=15),
     PacketProgram("tc_sctp", tail=9),
+    PacketProgram("tc_reroute", tail=16),
 )
-TAIL_CALL_SLOTS: Final = 16
+TAIL_CALL_SLOTS: Final = 17
 TAIL_CALL_MAP: Final = "tails"
 
 UNITS: Final = ("sock", "tc")

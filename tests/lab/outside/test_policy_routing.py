@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules about the addresses of pods, as the AWS VPC CNI has them on a node with two interfaces.
+
+An imitation of amazon-vpc-cni-k8s v1.23.2: the rules, routes and connmarks of
+pkg/networkutils/network.go (SetupHostNetwork, buildIptablesSNATRules, setupENINetwork),
+cmd/routed-eni-cni-plugin/driver/driver.go (setupIPBasedContainerRouteRules) and
+cmd/aws-vpc-cni-init/main.go (rp_filter), with AWS_VPC_K8S_CNI_VETHPREFIX=p. a2 is a pod of the
+second interface, eth1, and a1 of the first. The router behind eth1 drops what has not a2's address,
+as EC2's source check does. FORWARD drops INVALID packets, as kube-proxy and Calico do.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kbpf.kernel.system import netns, sysctl
+from tests.lab.outside.netfilter import tables
+from tests.support.cluster.kube_objects import slice_port
+from tests.support.lab.dial import REFUSED, Dial
+from tests.support.lab.field import (
+    FORWARDINGS,
+    NODES4,
+    OUT4,
+    OUT6,
+    Field,
+    at,
+    both_families,
+    check,
+    forward,
+    split,
+)
+from tests.support.lab.lab import Node, ip, let_forward, run
+from tests.support.packets.wire import Wire
+
+BULK = 7000
+VPC = "10.244.0.0/16"
+TABLES = {
+    "iptables": (
+        '-t mangle -A PREROUTING -m comment --comment "AWS, primary ENI" -i eth0 -m addrtype'
+        " --dst-type LOCAL --limit-iface-in -j CONNMARK --set-mark 0x80/0x80",
+        '-t mangle -A PREROUTING -m comment --comment "AWS, primary ENI" -i p+ -j CONNMARK'
+        " --restore-mark --mask 0x80",
+        '-t mangle -A PREROUTING -m comment --comment "AWS, primary ENI" -i vlan+ -j CONNMARK'
+        " --restore-mark --mask 0x80",
+        "-A FORWARD -m conntrack --ctstate INVALID -j DROP",
+    )
+}
+TABLES["ip6tables"] = TABLES["iptables"]
+SNAT = (
+    "-t nat -N AWS-SNAT-CHAIN-0",
+    '-t nat -A POSTROUTING -m comment --comment "AWS SNAT CHAIN" -j AWS-SNAT-CHAIN-0',
+    f"-t nat -A AWS-SNAT-CHAIN-0 -d {VPC} -j RETURN",
+    "-t nat -A AWS-SNAT-CHAIN-0 ! -o vlan+ -m addrtype ! --dst-type LOCAL -j SNAT --to-source"
+    f" {NODES4[0]} --random-fully",
+    "-t nat -N AWS-CONNMARK-CHAIN-0",
+    "-t nat -A PREROUTING -i p+ -j AWS-CONNMARK-CHAIN-0",
+    f"-t nat -A AWS-CONNMARK-CHAIN-0 -d {VPC} -j RETURN",
+    "-t nat -A AWS-CONNMARK-CHAIN-0 -j CONNMARK --set-xmark 0x80/0x80",
+    "-t nat -A PREROUTING -j CONNMARK --restore-mark --mask 0x80",
+)
+"""For connections that pods begin; only for IPv4."""
+PODS = {"a1": ("10.244.1.2", "fd00:10:244:1::2"), "a2": ("10.244.1.3", "fd00:10:244:1::3")}
+
+
+class TwoInterfaces(Field):
+    """node-1 has a second interface, eth1, behind which is a router of its own."""
+
+    def __init__(self, *arguments: str) -> None:
+        super().__init__(*arguments, name="aw", pods=(2, 1))
+
+    def prepare(self) -> None:
+        node, router = self.lab.nodes[0], f"{self.lab.prefix}gw"
+        self.lab.add_netns(router)
+        let_forward(router)
+        ip(
+            f"link add eth1 type veth peer name eni netns {router}",
+            "addr add 10.9.2.9/24 dev eth1",
+            "addr add fd00:9:2::9/64 dev eth1 nodad",
+            "link set eth1 up",
+            netns=node.netns,
+        )
+        ip(f"link add gw type veth peer name gw netns {self.lab.fabric}", netns=router)
+        ip("link set gw master br0", "link set gw up", netns=self.lab.fabric)
+        ip(
+            "link set lo up",
+            *("addr add 10.9.2.1/24 dev eni", "addr add fd00:9:2::1/64 dev eni nodad"),
+            *("addr add 198.18.0.253/24 dev gw", "addr add fd00:198:18::fd/64 dev gw nodad"),
+            *("link set eni up", "link set gw up"),
+            netns=router,
+        )
+        for family, pod in zip("46", PODS["a2"], strict=True):
+            for rule in (f"from {pod} lookup main pref 10", "blackhole pref 20"):
+                run("ip", "-n", router, f"-{family}", "rule", "add", "iif", "eni", *rule.split())
+        self._route(node)
+        for tool, lines in TABLES.items():
+            tables(node, tool, *lines)
+        tables(node, "iptables", *SNAT)
+        where = Path("/run/netns") / node.netns
+        netns.run_in(where, lambda: sysctl.write("net.ipv4.conf.eth0.rp_filter", "2"))
+
+    @staticmethod
+    def _route(node: Node) -> None:
+        for family, v6, own, gateway in (("4", 0, "10.9.2.9", "10.9.2.1"),
+                                         ("6", 1, "fd00:9:2::9", "fd00:9:2::1")):  # fmt: skip
+            (first, second) = (PODS[name][v6] for name in ("a1", "a2"))
+            for rule in (
+                f"to {first} lookup main pref 512",
+                f"to {second} lookup main pref 512",
+                "fwmark 0x80/0x80 lookup main pref 1024",
+                f"from {second} lookup 2 pref 1536",
+                f"from {own} lookup 2 pref 32765",
+            ):
+                run("ip", "-n", node.netns, f"-{family}", "rule", "add", *rule.split())
+            for route in (f"{gateway} dev eth1", f"default via {gateway} dev eth1"):
+                words = (*route.split(), "table", "2")
+                run("ip", "-n", node.netns, f"-{family}", "route", "add", *words)
+
+
+@pytest.fixture(scope="module", params=FORWARDINGS)
+def field(request: pytest.FixtureRequest) -> Iterator[TwoInterfaces]:
+    with TwoInterfaces(*forward(request.param)) as made:
+        for number, who, policy in SERVICES:
+            for base, protocol in ((0, "TCP"), (20, "UDP")):
+                ways = made.all_ways(base + number, who, protocol, external_policy=policy)
+                made.create(*ways)
+        made["a2"].ask("serve_bulk", ports=[BULK])
+        made.create(made.all_ways(61, "")[0], *_slices(made, 61, slice_port(BULK)))
+        made.create(made.all_ways(62, "", "UDP")[0], *_slices(made, 62, slice_port(9, "", "UDP")))
+        made.settle()
+        yield made
+
+
+SERVICES = ((11, "a1", "Cluster"), (12, "a2", "Cluster"), (13, "a1", "Local"), (14, "a2", "Local"))
+
+
+def _slices(made: TwoInterfaces, number: int, port: dict[str, object]) -> Iterator[object]:
+    return (made.slice(f"web-{number}", "a2", port, v6=v6) for v6 in (0, 1))
+
+
+@both_families
+@pytest.mark.parametrize("kind", ["NodePort", "VIP"])
+@pytest.mark.parametrize("protocol", ["tcp", "udp"])
+@pytest.mark.parametrize(("number", "who", "policy"), SERVICES)
+def test_a_pod_of_either_interface_is_served(
+    field: TwoInterfaces, number: int, who: str, policy: str, protocol: str, kind: str, v6: bool
+) -> None:
+    to = at(kind, number + (20 if protocol == "udp" else 0), v6)
+    client = OUT6 if v6 else OUT4
+    own = field.lab.nodes[0].ip6 if v6 else NODES4[0]
+    sees = own if policy == "Cluster" else client
+    with Wire(field.lab.nodes[0].netns, "eth1", tap=True) as second:
+        check(field, Dial("two interfaces", "outside", to, who, protocol, sees))
+        host, _ = split(to)
+        second.none(0, lambda p: split_host(p.source) == host)
+
+
+def split_host(end: str) -> str:
+    """The host of an address with a port, or the address."""
+    return split(end)[0] if "]" in end or end.count(":") == 1 else end
+
+
+@both_families
+def test_a_transfer_from_a_pod_of_the_second_interface_is_whole(
+    field: TwoInterfaces, v6: bool
+) -> None:
+    host, port = split(at("NodePort", 61, v6))
+    got = field["outside"].ask(
+        "bulk", host=host, port=port, size=1 << 20, family="6" if v6 else "4"
+    )
+    assert got.get("there") is True, got
+    assert got.get("back") is True, got
+
+
+@both_families
+def test_an_error_of_a_pod_of_the_second_interface_arrives(field: TwoInterfaces, v6: bool) -> None:
+    """No process listens on the pod's UDP port: its ICMP error names the Service's address."""
+    check(field, Dial("closed port", "outside", at("NodePort", 62, v6), REFUSED, "udp"))
+
+
+def test_connections_of_the_pod_still_leave_by_the_second_interface(field: TwoInterfaces) -> None:
+    with Wire(field.lab.nodes[0].netns, "eth1", tap=True) as second:
+        field["a2"].tcp("10.244.9.9", 80, timeout=0.2)
+        second.expect(lambda p: p.destination == "10.244.9.9:80")
