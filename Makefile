@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 C_FILES := $(shell find kbpf/bpf -name include -prune -o -name "*.[ch]" -print)
 
 .DEFAULT_GOAL := help
-.PHONY: help check venv packages demo test test-kernels test-image conformance lint format bench campaigns mutants clean
+.PHONY: help check venv packages demo test test-kernels test-cnis test-image conformance lint format bench campaigns mutants clean
 
 help: ## what there is to make
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -ts '	'
@@ -72,6 +72,10 @@ test: venv lint ## everything, against a real API server and real sockets, and i
 test-kernels: venv ## a part of it inside of Debian's kernels; kernels="5.10 6.1" only="loading"
 	@tools/packages tests kernels
 	$(BIN)/python -m tests.kernels $(kernels) $(if $(only),--only $(only))
+
+test-cnis: venv ## the pod networks of CNIs, with those that take minutes to build
+	@tools/packages tests
+	KBPF_TEST_CNIS=1 $(BIN)/python -m pytest -s tests/lab/cni
 
 test-image: venv ## the container image alone; arm64=1: that for arm64 too, by an emulator: half an hour
 	@tools/packages tests image $(if $(arm64),arm64)

@@ -3,6 +3,7 @@
 (tests/support/cni/networks.py).
 """
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
@@ -13,7 +14,7 @@ from tests.support.cni.cluster import HOST_PORT, CniCluster
 from tests.support.cni.networks import CNIS
 from tests.support.lab.dial import explain
 from tests.support.lab.field import DROPPED, NODES4, NODES6, at, split
-from tests.support.lab.lab import until
+from tests.support.lab.lab import inside, run, until
 from tests.support.lab.load import under_load
 
 CLIENT = "the client's address"
@@ -24,12 +25,22 @@ BRIDGED = (
 WAIT = 1.0
 
 
-@pytest.fixture(scope="module", params=["bridge", "kindnet", "flannel-vxlan", "flannel-host-gw"])
+KINDS = (
+    ("bridge",),
+    ("kindnet",),
+    ("flannel-vxlan",),
+    ("flannel-vxlan", "--forwarding", "direct"),
+    ("flannel-host-gw",),
+)
+
+
+@pytest.fixture(scope="module", params=KINDS, ids=" ".join)
 def cluster(request: pytest.FixtureRequest, cni_programs: None) -> Iterator[CniCluster]:
     """TCP Services 11 to 15, UDP 21 to 25: local, remote, both, Local, Local without a local
     backend.
     """
-    with CniCluster(CNIS[request.param]) as made:
+    name, *arguments = request.param
+    with CniCluster(CNIS[name], *arguments) as made:
         for base, protocol in ((10, "TCP"), (20, "UDP")):
             for number, who in ((1, "a1"), (2, "b1"), (3, "a1 b1")):
                 made.create(*made.all_ways(base + number, who, protocol))
@@ -126,20 +137,66 @@ def test_the_cni_restarts_under_load(cluster: CniCluster, v6: bool) -> None:
     home = cluster.lab.nodes[0]
     with (
         under_load(cluster, *split(remote)[:1], "outside", port=split(remote)[1]) as outside,
-        under_load(cluster, *split(both)[:1], "a2!", "host-1") as inside,
+        under_load(cluster, *split(both)[:1], "a2!", "host-1") as from_inside,
     ):
         assert "name" in cluster["outside"].tcp(*split(remote), keep="kept")
         for daemon in cluster.daemons:
             daemon.stop()
-        inside.goes_on()
+        from_inside.goes_on()
         for daemon in cluster.daemons:
             daemon.start()
         others = [node for node in cluster.lab.nodes if node is not home]
         until("the CNI is ready again", lambda: cluster.cni.is_ready(home, others))
         pod = home.pod(f"a{len(home.pods) + 1}").serve(8080)
         cluster.places[pod.name], cluster.home[pod.name] = pod, home
-        inside.goes_on()
+        from_inside.goes_on()
         outside.goes_on()
         assert "name" in cluster["outside"].ask("talk", keep="kept")
         answer = pod.many(24, *split(both))
         assert set(answer["names"]) == {"a1", "b1"}, answer
+
+
+INVALID = "FORWARD -m conntrack --ctstate INVALID -j DROP"
+
+
+def on_nodes(cluster: CniCluster, *commands: str) -> None:
+    for node, command in product(cluster.lab.nodes, commands):
+        run(*inside(node.netns, None, *command.split()))
+
+
+@contextlib.contextmanager
+def firewall(cluster: CniCluster) -> Iterator[None]:
+    """Drops packets that conntrack finds invalid, as firewalld does."""
+    programs = ("iptables", "ip6tables")
+    on_nodes(cluster, *(f"{program} -w -I {INVALID}" for program in programs))
+    try:
+        yield
+    finally:
+        on_nodes(cluster, *(f"{program} -w -D {INVALID}" for program in programs))
+
+
+@contextlib.contextmanager
+def bridges_pass_netfilter(cluster: CniCluster, value: int) -> Iterator[None]:
+    keys = [f"net.bridge.bridge-nf-call-{program}" for program in ("iptables", "ip6tables")]
+    on_nodes(cluster, *(f"sysctl -qw {key}={value}" for key in keys))
+    try:
+        yield
+    finally:
+        on_nodes(cluster, *(f"sysctl -qw {key}=1" for key in keys))
+
+
+def test_a_firewall_that_drops_invalid_packets(cluster: CniCluster) -> None:
+    """With pods on a bridge and `--forwarding stack` br_netfilter must be off (docs/limits.md)."""
+    needs_setting = cluster.cni.is_bridged and "direct" not in cluster.arguments
+    rows = [row for row in ROWS if row.client in ("a2!", "outside") and row.outcome != DROPPED]
+    with firewall(cluster), bridges_pass_netfilter(cluster, 0 if needs_setting else 1):
+        for row, v6 in product(rows, (False, True)):
+            check(cluster, row, "tcp", v6)
+
+
+def test_br_netfilter_and_such_a_firewall(cluster: CniCluster) -> None:
+    """The limit: conntrack sees replies before they are translated, so they are invalid."""
+    is_concerned = cluster.cni.is_bridged and "direct" not in cluster.arguments
+    with firewall(cluster), bridges_pass_netfilter(cluster, 1):
+        answer = cluster["outside"].many(1, *split(at("NodePort", 11)), timeout=WAIT)
+        assert answer["names"] == ({} if is_concerned else {"a1": 1}), answer
