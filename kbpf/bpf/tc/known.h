@@ -475,7 +475,8 @@ static __always_inline int claim_late(struct __sk_buff *skb, struct scratch *s,
 {
 	s->flow = *flow;
 	s->flow.path = PATH_DIRECT;
-	s->flow.out.ifindex = 0; /* it is the next hop of another entry */
+	/* Its next hop and its bytes are those of another entry. */
+	__builtin_memset(&s->flow.out, 0, sizeof(s->flow.out));
 	if (s->flow.client.protocol == IPPROTO_TCP)
 		s->flow.seen.started = 0; /* so are these numbers */
 	s->resume_tail = resume_tail;

@@ -23,6 +23,7 @@ from kbpf.model.metrics import ConnectionStats
 from tests.programs.packets.path.single_packets import (
     CLUSTER,
     LOCAL,
+    MTU,
     NONE,
     RESTRICTED,
     Path_,
@@ -33,6 +34,7 @@ from tests.programs.packets.path.single_packets import (
 )
 from tests.support.packets.packets import Talk, tcp, udp
 from tests.support.packets.parse import parse
+from tests.support.packets.test_run import TC_ACT_REDIRECT, TC_ACT_UNSPEC
 
 
 @pytest.fixture(autouse=True)
@@ -144,6 +146,26 @@ def test_bytes_of_an_open_connection_are_counted(path: Path_, v: int) -> None:
     added = minus(read_counts(path, v, LOCAL)[True], before[True])
     assert 0 <= sum(there) - added.bytes_in < 256 << 10
     assert added.bytes_in >= 256 << 10
+
+
+@both
+def test_entry_of_a_packet_that_takes_the_stack_late_begins_with_no_bytes(
+    uplink: Path_, v: int
+) -> None:
+    """The flow bypasses the stack until a segment is longer than the MTU. The entry that is then
+    added matches replies to the client's own address.
+    """
+    own, talk = client(v), Talk()
+    before, source = read_counts(uplink, v, CLUSTER), ""
+    for word in (*OPEN.split(), "A+700", f"A+{MTU}"):
+        packet = talk.segment(word, *((pod(v), source) if "<" in word else (own, vip(v, CLUSTER))))
+        retval, got = uplink.run("tc_ingress", packet)
+        assert retval == (TC_ACT_UNSPEC if word == f"A+{MTU}" else TC_ACT_REDIRECT)
+        source = source or parse(got, l2=False).source
+    reply = talk.segment("<FA+10", pod(v), own)
+    uplink.run("tc_ingress", reply)
+    added = minus(read_counts(uplink, v, CLUSTER)[True], before[True])
+    assert added.bytes_out == len(reply)
 
 
 @both
