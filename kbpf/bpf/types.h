@@ -411,7 +411,8 @@ enum reason {
 	REDIRECTED = 21,    /* sent to another device, past the stack */
 	NOT_TRACKED = 22,   /* the state of a connection could not be stored: dropped */
 	UNSTEADY_READ = 23, /* the service was being replaced in all tries: refused */
-	REASONS = 24,
+	TOO_LONG = 24,      /* answered with the path MTU: send_path_mtu() */
+	REASONS = 25,
 };
 
 /* ---- accounting (account.h) ---- */

@@ -86,4 +86,6 @@ class Reason(IntEnum):
         "grows and the map flows is full, raise --max-connections")
     UNSTEADY_READ = (23, Verdict.REFUSE,
         "refused: the Service was being written during each lookup; the client has to try again")
+    TOO_LONG = (24, Verdict.NOTE,
+        "packets too long for the next device: their senders were told the path MTU")
     # fmt: on

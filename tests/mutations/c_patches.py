@@ -352,8 +352,8 @@ PATCHES: Final = (
          "return true;"),
         ("a first refusal costs nothing", "first = now + limit->interval;", "first = now;"),
         ("later fragments are refused",
-         "if (p->fragment == LATER)\n\t\treturn -1;\n\treturn p->v6 ?",
-         "return p->v6 ?"),
+         "return p->fragment != LATER && (",
+         "return ("),
     ),
     *_rows(
         "lib/packet.h", PACKETS,

@@ -37,6 +37,7 @@ from tests.support.packets.packets import frame, udp
 from tests.support.packets.test_run import SkbContext, run
 
 CONNECT4 = 10
+BPF_FUNC_CHECK_MTU = 163
 IPPROTO_SCTP, IPPROTO_MPTCP = 132, 262
 TUNNEL_MODULES = ("ipip", "sit", "ip_gre", "ip6_tunnel")
 DEBIAN = "KBPF_TEST_DEBIAN_KERNEL"
@@ -79,6 +80,21 @@ def _set_retval() -> bool | None:
     return probe.probe_helper(
         BPF_PROG_TYPE_CGROUP_SOCK_ADDR, CONNECT4, BPF_FUNC_set_retval, -111
     ).works
+
+
+def _route_mtu() -> bool | None:
+    """bpf_check_mtu() is of the same patch set as the MTU in the result of bpf_fib_lookup()."""
+    arguments = (
+        (0xB7, 2, 0, 0),  # r2 = 0
+        (0x62, 10, -4, 0),  # *(u32 *)(r10 - 4) = 0
+        (0xBF, 10 << 4 | 3, 0, 0),  # r3 = r10
+        (0x07, 3, 0, -4),  # r3 -= 4
+        (0xB7, 4, 0, 0),
+        (0xB7, 5, 0, 0),
+    )
+    insns = b"".join(struct.pack("=BBhi", *one) for one in arguments)
+    call = probe.encode_call(BPF_FUNC_CHECK_MTU)
+    return probe.probe_program(BPF_PROG_TYPE_SCHED_CLS, 0, insns + call).works
 
 
 def _tun() -> bool:
@@ -167,6 +183,7 @@ FEATURES = {
     "nfs": Feature("NFS, client and server", _nfs),
     "tun": Feature("tun devices", _tun),
     "tunnels": Feature("tunnels of IP in IP", _tunnels),
+    "route_mtu": Feature("the MTU in the result of bpf_fib_lookup", _route_mtu, (5, 12)),
     "checksum_complete": Feature(  # Linux 6.11, and later backported to stable kernels
         "a test run's CHECKSUM_COMPLETE",
         lambda: _run(checksum_complete=True),

@@ -14,10 +14,13 @@
 #include "lib/packet.h"
 #include "lib/rewrite.h"
 
-#define ICMP_DEST_UNREACH 3 /* code 4: fragmentation needed */
+#define ICMP_DEST_UNREACH 3
+#define ICMP_PORT_UNREACH 3 /* codes of ICMP_DEST_UNREACH */
+#define ICMP_FRAG_NEEDED 4
 #define ICMP_TIME_EXCEEDED 11
 #define ICMP_PARAMETERPROB 12
 #define ICMPV6_DEST_UNREACH 1
+#define ICMPV6_PORT_UNREACH 4 /* code of ICMPV6_DEST_UNREACH */
 #define ICMPV6_PKT_TOOBIG 2
 #define ICMPV6_TIME_EXCEED 3
 #define ICMPV6_PARAMPROB 4

@@ -22,6 +22,7 @@
 #define IPPROTO_DSTOPTS 60
 #define IPPROTO_SCTP 132
 
+#define IP_DF 0x4000
 #define IP_MF 0x2000
 #define IP_OFFSET 0x1fff
 #define IP6_OFFSET 0xfff8

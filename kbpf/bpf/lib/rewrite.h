@@ -5,6 +5,7 @@
 #include "lib/addr.h"
 #include "lib/packet.h"
 
+#define IP4_FRAGMENT 6
 #define IP4_TTL 8
 #define IP4_CHECK 10
 #define IP4_SOURCE 12

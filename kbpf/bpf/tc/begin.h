@@ -96,6 +96,7 @@ static __always_inline bool describe_flow(struct __sk_buff *skb, struct scratch 
 		account_begin(c, v);
 	if (v == REFUSE) {
 		s->reason = c->reason;
+		s->mtu = 0;
 		*action = go(skb, TAIL_REFUSE);
 		return false;
 	}

@@ -107,6 +107,7 @@ static __always_inline long query_fib(struct __sk_buff *skb, const struct packet
 	}
 	result = fib_lookup(skb, &route);
 	hop->address = route.destination;
+	hop->max_length = route.length;
 	hop->ifindex = route.ifindex;
 	__builtin_memcpy(hop->own_mac, route.own_mac, 6);
 	__builtin_memcpy(hop->next_mac, route.next_mac, 6);
@@ -115,9 +116,9 @@ static __always_inline long query_fib(struct __sk_buff *skb, const struct packet
 }
 
 /* Looks up the next hop for a packet from `from` to `to`. Returns the egress device, or NULL: then
- * the packet has to take the stack. `any_packet`: looks up the next hop of the whole flow, even if
- * this packet is too long or its TTL has expired; `hop->max_length` is 0 then if this packet does
- * not fit. */
+ * the packet has to take the stack; exceeded_mtu() tells whether it is too long. `any_packet`:
+ * looks up the next hop of the whole flow, even if this packet is too long or its TTL has expired;
+ * `hop->max_length` is 0 then if this packet does not fit. */
 static __always_inline struct device *find_next_hop(struct __sk_buff *skb, const struct packet *p,
 						    const struct target *from,
 						    const struct target *to, struct next_hop *hop,
@@ -126,6 +127,7 @@ static __always_inline struct device *find_next_hop(struct __sk_buff *skb, const
 	u16 length = wire_length(skb, p);
 	long result;
 
+	hop->ifindex = hop->max_length = 0;
 	if (!any_packet && p->ttl <= 1)
 		return NULL;
 	result = query_fib(skb, p, from, to, hop, length);
@@ -138,11 +140,22 @@ static __always_inline struct device *find_next_hop(struct __sk_buff *skb, const
 						     length; there is a route */
 			result = BPF_FIB_LKUP_RET_NO_NEIGH;
 	}
-	if (result != BPF_FIB_LKUP_RET_SUCCESS && result != BPF_FIB_LKUP_RET_NO_NEIGH)
+	if (result != BPF_FIB_LKUP_RET_SUCCESS && result != BPF_FIB_LKUP_RET_NO_NEIGH) {
+		hop->ifindex = 0;
+		if (result != BPF_FIB_LKUP_RET_FRAG_NEEDED)
+			hop->max_length = 0;
 		return NULL;
+	}
 	hop->resolved = result == BPF_FIB_LKUP_RET_SUCCESS;
 	hop->max_length = length;
 	return device_at(hop->ifindex);
+}
+
+/* The path MTU that a packet exceeds for which no next hop was found; 0: it is not too long. Before
+ * v5.12 (e1850ea9bd9e) the kernel does not tell the MTU, and this is the packet's own length. */
+static __always_inline u32 exceeded_mtu(const struct next_hop *hop)
+{
+	return hop->ifindex ? 0 : hop->max_length;
 }
 
 /* The check word of a cached next hop. */
@@ -194,8 +207,8 @@ next_hop_of_flow(struct __sk_buff *skb, const struct packet *p, const struct tup
 	struct device *to;
 
 	*hop = *cached;
-	if (is_current(hop, now) && wire_length(skb, p) <= hop->max_length)
-		return p->ttl > 1 ? device_at(hop->ifindex) : NULL;
+	if (is_current(hop, now) && wire_length(skb, p) <= hop->max_length && p->ttl > 1)
+		return device_at(hop->ifindex);
 	to = find_next_hop(skb, p, &t->from, &t->to, hop, false);
 	if (!to)
 		return NULL;

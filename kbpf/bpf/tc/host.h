@@ -43,9 +43,30 @@ static __always_inline bool is_agent_bypass(struct __sk_buff *skb, struct packet
 	return !service || !(service->flags & SERVICE_CLUSTER_IP);
 }
 
+/* Gives a new flow the address of the device that it leaves by, if that is another one than the
+ * socket has chosen its address for (as MASQUERADE does, and kube-proxy with it): otherwise an
+ * overlay drops its packets (WireGuard's allowed networks, a reverse path filter), or the replies
+ * take the underlay. */
+static __always_inline void choose_source(struct __sk_buff *skb, struct scratch *s)
+{
+	struct flow *flow = &s->flow;
+	struct device *to =
+		find_next_hop(skb, &s->packet, &flow->client, &flow->backend, &s->hop, true);
+	struct address own;
+
+	if (to && s->hop.ifindex != skb->ifindex) {
+		own = s->packet.v6 ? to->snat6 : to->snat4;
+		if (!is_any(&own) && !same_address(&own, &flow->client.address)) {
+			flow->snat = own;
+			flow->path = PATH_DIRECT_SNAT;
+		}
+	}
+	s->hop.ifindex = 0; /* not cached: the route may depend on the source */
+}
+
 /* Chooses a backend for a packet of this node, sent by a socket that the hooks left alone. It
  * leaves by the device towards the backend; replies are delivered on the device that the socket
- * sends by, where they are expected. It needs no SNAT, since it has the node's address. */
+ * sends by, where they are expected. */
 int tc_host_choose(struct __sk_buff *skb)
 {
 	struct scratch *s = get_scratch();
@@ -59,6 +80,7 @@ int tc_host_choose(struct __sk_buff *skb)
 		return action;
 	s->flow.path = PATH_DIRECT;
 	s->flow.host_device = skb->ifindex;
+	choose_source(skb, s);
 	return go(skb, TAIL_ENQUEUE);
 }
 
@@ -69,10 +91,10 @@ int tc_host(struct __sk_buff *skb)
 	struct scratch *s = get_scratch();
 	u8 restart = RESTART_YES;
 	u64 now = now_ns();
+	struct translation result;
 	struct packet *p;
 	struct flow *flow;
-	struct tuple out;
-	u32 flags;
+	u32 flags, mtu;
 
 	if (!s)
 		return TC_ACT_UNSPEC;
@@ -87,14 +109,17 @@ int tc_host(struct __sk_buff *skb)
 		return starts_flow(p) ? start_flow(skb, s, restart, TAIL_HOST_CHOOSE)
 				      : TC_ACT_UNSPEC;
 	update_flow(flow, p, p->tcp_flags, false, now);
-	account_bytes(flow, skb->len - p->l3, p->tcp_flags, false);
-	out.from = flow->client;
-	out.from.port = flow->client_port;
-	out.to = flow->backend;
-	to = next_hop_of_flow(skb, p, &out, &flow->out, &s->hop, now);
+	result.to_stack = p->tuple;
+	translate_original(flow, &result);
+	to = next_hop_of_flow(skb, p, &result.to_device, &flow->out, &s->hop, now);
+	mtu = to ? 0 : exceeded_mtu(&s->hop);
+	if (mtu)
+		return send_path_mtu(skb, s, mtu < wire_length(skb, p) ? mtu : LEAST_MTU);
 	if (!to)
 		return finish(TC_ACT_SHOT, NO_ROUTE);
-	if (rewrite(skb, p, &out, p->ttl))
+	account_bytes(flow, skb->len - p->l3, p->tcp_flags, false);
+	if (rewrite(skb, p, &result.to_device, p->ttl))
 		return finish(TC_ACT_SHOT, NOT_REWRITTEN);
-	return finish_rewrite(skb, s, &out, redirect_packet(skb, device, to, &s->hop), ETH_HLEN);
+	return finish_rewrite(skb, s, &result.to_device, redirect_packet(skb, device, to, &s->hop),
+			      ETH_HLEN);
 }

@@ -485,6 +485,27 @@ static __always_inline int claim_late(struct __sk_buff *skb, struct scratch *s,
 	return go(skb, TAIL_CLAIM);
 }
 
+#define LEAST_MTU 1280 /* of every link with IPv6 */
+
+/* Whether the sender, rather than this node, has to fragment this packet if it is too long. */
+static __always_inline bool dont_fragment(struct __sk_buff *skb, const struct packet *p)
+{
+	__be16 fragment = 0;
+
+	if (p->v6)
+		return true;
+	bpf_skb_load_bytes(skb, p->l3 + IP4_FRAGMENT, &fragment, sizeof(fragment));
+	return fragment & __builtin_bswap16(IP_DF);
+}
+
+/* Tells the sender of a packet that is too long the path MTU. */
+static __always_inline int send_path_mtu(struct __sk_buff *skb, struct scratch *s, u32 mtu)
+{
+	s->reason = TOO_LONG;
+	s->mtu = mtu;
+	return go(skb, TAIL_REFUSE);
+}
+
 static __always_inline int forward_known(struct __sk_buff *skb, struct scratch *s,
 					 const struct device *device, struct translation *result)
 {
@@ -492,13 +513,19 @@ static __always_inline int forward_known(struct __sk_buff *skb, struct scratch *
 	struct packet *p = &s->packet;
 	struct device *to = NULL;
 	int action = TC_ACT_UNSPEC;
+	u32 mtu = 0;
 
 	if (result->path != PATH_STACK && !result->host_device)
 		to = next_hop_of_flow(skb, p, &result->to_device, &result->flow->out, &s->hop,
 				      result->now);
 	if (to && needs_stack(device, to)) /* the route has changed, or replies come another way */
 		to = NULL;
-	if (!to && result->path == PATH_DIRECT_SNAT)
+	if (!to && result->path != PATH_STACK && !result->host_device)
+		mtu = exceeded_mtu(&s->hop);
+	/* The stack could tell the sender, but conntrack may call its error invalid. */
+	if (mtu && p->fragment != LATER && mtu < wire_length(skb, p) && dont_fragment(skb, p))
+		return send_path_mtu(skb, s, mtu);
+	if (!to && result->path == PATH_DIRECT_SNAT && !result->host_device)
 		return claim_late(skb, s, result->flow, TAIL_INGRESS);
 	if (to)
 		new = &result->to_device;

@@ -10,6 +10,9 @@
  * yet to complete (those of this node's pods) are dropped, see can_refuse().
  *
  * Refusals are rate-limited with the kernel's own limits: may_refuse().
+ *
+ * A packet that is too long for its next hop becomes an ICMP "fragmentation needed" or "packet too
+ * big" in the same way. Like the kernel's, these are not limited.
  */
 #pragma once
 
@@ -92,6 +95,7 @@ static __always_inline int refuse_tcp(struct __sk_buff *skb, struct packet *p)
 #define MAX_QUOTE4 80
 #define MAX_QUOTE6 116
 #define QUOTED_PORTS 8
+#define QUOTED_TCP 20 /* a device may have to complete the checksum in the quote */
 #define QUOTED_SCTP (SCTP_HEADER + 8)
 #define MIN_QUOTE 28
 #define barrier_var(v) asm volatile("" : "+r"(v))
@@ -100,38 +104,60 @@ struct icmp_header {
 	u8 type;
 	u8 code;
 	__sum16 check;
-	__be32 unused;
+	__be32 rest; /* the MTU, if the packet is too long */
 };
 
 /* The sum of the pseudo header, which is in the checksum field as long as a device has to
  * complete it. The 0xffff of v4-mapped addresses adds nothing in ones' complement. */
-static __always_inline __sum16 pseudo_sum(const struct packet *p, __be16 length)
+static __always_inline __sum16 pseudo_sum(const struct packet *p, __be16 length, u8 protocol)
 {
 	struct address addresses[2] = {p->tuple.from.address, p->tuple.to.address};
 	__sum16 sum = ~fold(bpf_csum_diff(NULL, 0, (__be32 *)addresses, sizeof(addresses), 0));
 
-	return ~fold((u32)sum + length + __builtin_bswap16(IPPROTO_UDP));
+	return ~fold((u32)sum + length + __builtin_bswap16(protocol));
 }
 
-/* If the UDP checksum is still partial, the device will complete it inside the ICMP error and
- * change bytes that the ICMP checksum covers; only the sum shows that it is partial. Preset it to
- * the fixed point of that calculation over the UDP header (half of the complement of the other
- * words), so that it comes out unchanged. */
-static __always_inline int fix_partial_check(struct __sk_buff *skb, const struct packet *p)
+/* If the UDP or TCP checksum is still partial, the device will complete it inside the ICMP error
+ * and change bytes that the ICMP checksum covers; only the sum shows that it is partial. Preset it
+ * to the fixed point of that calculation over the quoted header (half of the complement of the
+ * other words), so that it comes out unchanged. `words`: the header; `at`: the index of the
+ * checksum; `length`: that of the whole segment. */
+static __always_inline int fix_partial_words(struct __sk_buff *skb, const struct packet *p,
+					     __be16 *words, u32 size, u32 at, __be16 length,
+					     u8 protocol)
 {
-	__be16 udp[4]; /* ports, length, checksum */
 	u32 half;
 
-	if (p->protocol != IPPROTO_UDP)
+	if (words[at] != pseudo_sum(p, length, protocol))
 		return 0;
-	if (bpf_skb_load_bytes(skb, p->l4, udp, sizeof(udp)))
-		return -1;
-	if (udp[3] != pseudo_sum(p, udp[2]))
-		return 0;
-	half = fold((u32)udp[0] + udp[1] + udp[2]);
+	words[at] = 0;
+	half = fold(bpf_csum_diff(NULL, 0, (__be32 *)words, size, 0));
 	half = half ? (half + (half & 1) * 0xffff) / 2 : 0xffff;
-	udp[3] = half;
-	return bpf_skb_store_bytes(skb, p->l4 + UDP_CHECK, &udp[3], sizeof(udp[3]), 0);
+	words[at] = half;
+	return bpf_skb_store_bytes(skb, p->l4 + 2 * at, &words[at], sizeof(words[at]), 0);
+}
+
+static __always_inline int fix_partial_check(struct __sk_buff *skb, const struct packet *p)
+{
+	__be16 udp[QUOTED_PORTS / 2], tcp[QUOTED_TCP / 2];
+
+	if (p->protocol == IPPROTO_UDP)
+		return bpf_skb_load_bytes(skb, p->l4, udp, sizeof(udp)) ||
+		       fix_partial_words(skb, p, udp, sizeof(udp), UDP_CHECK / 2, udp[2],
+					 IPPROTO_UDP);
+	if (p->protocol == IPPROTO_TCP)
+		return bpf_skb_load_bytes(skb, p->l4, tcp, sizeof(tcp)) ||
+		       fix_partial_words(skb, p, tcp, sizeof(tcp), TCP_CHECK / 2,
+					 __builtin_bswap16(ip_length(skb, p) - (p->l4 - p->l3)),
+					 IPPROTO_TCP);
+	return 0;
+}
+
+static __always_inline u32 quoted_bytes(u8 protocol)
+{
+	if (protocol == IPPROTO_TCP)
+		return QUOTED_TCP;
+	return protocol == IPPROTO_SCTP ? QUOTED_SCTP : QUOTED_PORTS;
 }
 
 /* Truncates the packet to what an ICMP error quotes, makes room for new headers in front of it, and
@@ -139,7 +165,7 @@ static __always_inline int fix_partial_check(struct __sk_buff *skb, const struct
 static __always_inline u32 quote_packet(struct __sk_buff *skb, const struct packet *p, u8 *quote,
 					u32 most, u32 room)
 {
-	u64 length = p->l4 - p->l3 + (p->protocol == IPPROTO_SCTP ? QUOTED_SCTP : QUOTED_PORTS);
+	u64 length = p->l4 - p->l3 + quoted_bytes(p->protocol);
 
 	/* Two separate comparisons: the compiler would merge them into one, of which the verifier
 	 * does not see the lower bound. */
@@ -155,7 +181,7 @@ static __always_inline u32 quote_packet(struct __sk_buff *skb, const struct pack
 	return length;
 }
 
-static __always_inline int refuse_v4(struct __sk_buff *skb, const struct packet *p)
+static __always_inline int refuse_v4(struct __sk_buff *skb, const struct packet *p, u32 mtu)
 {
 	struct {
 		struct ip4_header ip;
@@ -167,7 +193,8 @@ static __always_inline int refuse_v4(struct __sk_buff *skb, const struct packet 
 	if (!length)
 		return -1;
 	head.icmp.type = ICMP_DEST_UNREACH;
-	head.icmp.code = 3; /* port */
+	head.icmp.code = mtu ? ICMP_FRAG_NEEDED : ICMP_PORT_UNREACH;
+	head.icmp.rest = __builtin_bswap32(mtu);
 	head.icmp.check = fold(
 		bpf_csum_diff(NULL, 0, (__be32 *)quote, sizeof(quote),
 			      bpf_csum_diff(NULL, 0, (__be32 *)&head.icmp, sizeof(head.icmp), 0)));
@@ -181,7 +208,7 @@ static __always_inline int refuse_v4(struct __sk_buff *skb, const struct packet 
 	return bpf_skb_store_bytes(skb, p->l3, &head, sizeof(head), 0);
 }
 
-static __always_inline int refuse_v6(struct __sk_buff *skb, const struct packet *p)
+static __always_inline int refuse_v6(struct __sk_buff *skb, const struct packet *p, u32 mtu)
 {
 	struct {
 		struct ip6_header ip;
@@ -200,8 +227,9 @@ static __always_inline int refuse_v6(struct __sk_buff *skb, const struct packet 
 	head.ip.hops = REPLY_TTL;
 	head.ip.source = p->tuple.to.address;
 	head.ip.destination = p->tuple.from.address;
-	head.icmp.type = ICMPV6_DEST_UNREACH;
-	head.icmp.code = 4; /* port */
+	head.icmp.type = mtu ? ICMPV6_PKT_TOOBIG : ICMPV6_DEST_UNREACH;
+	head.icmp.code = mtu ? 0 : ICMPV6_PORT_UNREACH;
+	head.icmp.rest = __builtin_bswap32(mtu);
 	pseudo[0] = __builtin_bswap32(sizeof(head.icmp) + length);
 	pseudo[1] = __builtin_bswap32(IPPROTO_ICMPV6);
 	sum = bpf_csum_diff(NULL, 0, pseudo, sizeof(pseudo), 0);
@@ -213,21 +241,20 @@ static __always_inline int refuse_v6(struct __sk_buff *skb, const struct packet 
 }
 
 /* Whether the packet can be refused. A device would complete a partial SCTP checksum inside the
- * ICMP error, and for a CRC there is no fixed point as for UDP. */
-static __always_inline bool can_refuse(struct __sk_buff *skb, const struct packet *p)
+ * ICMP error, and for a CRC there is no fixed point as for UDP; an error to a socket of the node
+ * (`local`) passes no device. Nor does a later fragment show to which socket it belongs. */
+static __always_inline bool can_refuse(struct __sk_buff *skb, const struct packet *p, bool local)
 {
 	u32 check = 0;
 
 	if (p->protocol == IPPROTO_SCTP)
 		bpf_skb_load_bytes(skb, p->l4 + SCTP_CHECK, &check, sizeof(check));
-	return p->protocol != IPPROTO_SCTP || check;
+	return p->fragment != LATER && (p->protocol != IPPROTO_SCTP || check || local);
 }
 
-static __always_inline int refuse_with_icmp(struct __sk_buff *skb, const struct packet *p)
+static __always_inline int refuse_with_icmp(struct __sk_buff *skb, const struct packet *p, u32 mtu)
 {
-	if (p->fragment == LATER)
-		return -1;
-	return p->v6 ? refuse_v6(skb, p) : refuse_v4(skb, p);
+	return p->v6 ? refuse_v6(skb, p, mtu) : refuse_v4(skb, p, mtu);
 }
 
 /* Takes a token. CPUs that run this at the same time may take the same token: at most one too many
@@ -283,12 +310,13 @@ int tc_refuse(struct __sk_buff *skb)
 	if (!device || !s)
 		return finish(TC_ACT_SHOT, NOT_REWRITTEN);
 	p = &s->packet;
-	if (!can_refuse(skb, p))
+	if (!can_refuse(skb, p, s->mtu && !skb->ingress_ifindex))
 		return finish(TC_ACT_SHOT, s->reason);
-	if (!may_refuse(p, now_ns()))
+	if (!s->mtu && !may_refuse(p, now_ns()))
 		return finish(TC_ACT_SHOT, RATE_LIMITED);
 	if (drop_priority_tag(skb) ||
-	    (p->protocol == IPPROTO_TCP ? refuse_tcp(skb, p) : refuse_with_icmp(skb, p)) ||
+	    (p->protocol == IPPROTO_TCP && !s->mtu ? refuse_tcp(skb, p)
+						   : refuse_with_icmp(skb, p, s->mtu)) ||
 	    swap_link(skb, device->l2))
 		return finish(TC_ACT_SHOT, NOT_REWRITTEN);
 	return finish(bpf_redirect(ifindex, skb->ingress_ifindex ? 0 : BPF_F_INGRESS), s->reason);

@@ -50,6 +50,7 @@ struct scratch {
 	u32 search;      /* tc_claim: enum search */
 	u32 late;        /* tc_claim: for a known flow */
 	u32 reason;      /* tc_refuse: why */
+	u32 mtu;         /* tc_refuse: the path MTU that the packet exceeds; 0: it is refused */
 	u32 change;      /* tc_sctp: XOR of old and new ports */
 	u32 action;      /* tc_sctp: to be returned */
 	u32 masks[4];    /* tc_scan_ports: hidden from the verifier */

@@ -96,7 +96,7 @@ class Talk:
         self._next = {back: number + 1 for back, number in self._first.items()}
         return self
 
-    def segment(self, word: str, source: str, to: str) -> bytes:
+    def segment(self, word: str, source: str, to: str, **ip: Unpack[Ip]) -> bytes:
         """The segment that the word describes, between these endpoints."""
         back, flags = word.startswith("<"), "".join(filter(str.isalpha, word))
         seq = self._first[back] if "S" in flags else self._next[back]
@@ -109,7 +109,7 @@ class Talk:
         elif "~" not in word and "R" not in flags:
             self._next[back] = seq + len(data) + ("S" in flags) + ("F" in flags)
         checksum: Sum = "wrong" if "~" in word else "right"
-        return tcp(source, to, data, flags=flags, seq=seq, ack=ack, checksum=checksum)
+        return tcp(source, to, data, flags=flags, seq=seq, ack=ack, checksum=checksum, **ip)
 
 
 def udp(

@@ -23,7 +23,6 @@ from kbpf.model.metrics import ConnectionStats
 from tests.programs.packets.path.single_packets import (
     CLUSTER,
     LOCAL,
-    MTU,
     NONE,
     RESTRICTED,
     Path_,
@@ -152,15 +151,15 @@ def test_bytes_of_an_open_connection_are_counted(path: Path_, v: int) -> None:
 def test_entry_of_a_packet_that_takes_the_stack_late_begins_with_no_bytes(
     uplink: Path_, v: int
 ) -> None:
-    """The flow bypasses the stack until a segment is longer than the MTU. The entry that is then
+    """The flow bypasses the stack until a segment arrives whose TTL expires. The entry that is then
     added matches replies to the client's own address.
     """
     own, talk = client(v), Talk()
     before, source = read_counts(uplink, v, CLUSTER), ""
-    for word in (*OPEN.split(), "A+700", f"A+{MTU}"):
-        packet = talk.segment(word, *((pod(v), source) if "<" in word else (own, vip(v, CLUSTER))))
-        retval, got = uplink.run("tc_ingress", packet)
-        assert retval == (TC_ACT_UNSPEC if word == f"A+{MTU}" else TC_ACT_REDIRECT)
+    for word, ttl in (*((word, 64) for word in (*OPEN.split(), "A+700")), ("A+7", 1)):
+        ends = (pod(v), source) if "<" in word else (own, vip(v, CLUSTER))
+        retval, got = uplink.run("tc_ingress", talk.segment(word, *ends, ttl=ttl))
+        assert retval == (TC_ACT_UNSPEC if ttl == 1 else TC_ACT_REDIRECT)
         source = source or parse(got, l2=False).source
     reply = talk.segment("<FA+10", pod(v), own)
     uplink.run("tc_ingress", reply)

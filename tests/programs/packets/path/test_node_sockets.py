@@ -2,20 +2,26 @@
 """Packets of the node's own sockets, which the socket hooks have left alone."""
 
 import socket
+from collections.abc import Iterator
 
 import pytest
 
-from kbpf.dataplane.bpf.maps.layout import U32, Reason
+from kbpf.dataplane.bpf.maps.layout import U32, DeviceFlag, Reason, Role, TcpState
 from kbpf.source.api.transport import SO_COOKIE
 from tests.programs.packets.path.single_packets import (
     BACK,
     CLUSTER,
+    HIGH,
     IP,
     KINDS,
     LOCAL,
+    LOW,
     NODE,
     NONE,
+    POD,
     PORTS,
+    QUOTED,
+    ROUTER,
     Path_,
     both,
     client,
@@ -23,11 +29,12 @@ from tests.programs.packets.path.single_packets import (
     entries_of,
     expect_redirect,
     pod,
+    states,
     vip,
 )
 from tests.support.features import needs
-from tests.support.packets.judge import difference
-from tests.support.packets.packets import sctp, tcp, udp
+from tests.support.packets.judge import checksums, difference
+from tests.support.packets.packets import Talk, icmp_error, sctp, tcp, udp
 from tests.support.packets.parse import parse
 from tests.support.packets.test_run import TC_ACT_REDIRECT, TC_ACT_UNSPEC, SkbContext
 
@@ -125,3 +132,94 @@ def test_forwarded_packet_is_not_translated_at_egress(uplink: Path_, v: int) -> 
     packet = udp(client(v), vip(v, CLUSTER), b"?")
     context = SkbContext(ingress_ifindex=uplink.out)
     assert uplink.run("tc_egress", packet, context=context) == (TC_ACT_UNSPEC, packet)
+
+
+# ---- towards another device than that of the Service ---------------------------------------------
+
+OVERLAY = {4: "10.244.9.0", 6: "fd00:10:244:9::"}
+
+
+@pytest.fixture
+def overlay(uplink: Path_) -> Iterator[Path_]:
+    """The device to the backends has an address of its own; sockets send by loopback."""
+    uplink.set_device(uplink.out, Role.HOST, DeviceFlag(0), (OVERLAY[4], OVERLAY[6]))
+    yield uplink
+    uplink.set_device(uplink.out, Role.HOST, DeviceFlag(0))
+
+
+def through_overlay(path: Path_, v: int, kind: str, own: str, front: str) -> str:
+    """The source that the backend sees."""
+    build = {**KINDS, "sctp": sctp}[kind]
+    retval, got = path.run("tc_egress", build(own, front))
+    assert retval == TC_ACT_REDIRECT
+    source = parse(got, l2=False).source
+    expect_redirect(path, build(own, front), build(source, pod(v)), "tc_egress")
+    return source
+
+
+@both
+@pytest.mark.parametrize("kind", [*KINDS, "sctp"])
+def test_socket_of_the_node_gets_the_address_of_the_overlay(
+    overlay: Path_, v: int, kind: str
+) -> None:
+    """As with MASQUERADE. The reply comes back by the overlay, and goes where the socket sends."""
+    own, front, back = end(NODE[v], next(PORTS)), vip(v, CLUSTER), pod(v)
+    source = through_overlay(overlay, v, kind, own, front)
+    host, _, port = source.rpartition(":")
+    assert host.strip("[]") == OVERLAY[v]
+    assert LOW <= int(port) <= HIGH
+    sent = {**KINDS, "sctp": sctp}[kind](source, back)
+    assert overlay.run("tc_egress", sent) == (TC_ACT_UNSPEC, sent), "on the overlay"
+    answer = {**BACK, "sctp": sctp}[kind[:3] if kind != "sctp" else kind]
+    retval, got = overlay.run(
+        "tc_ingress", answer(back, source), context=SkbContext(ifindex=overlay.out)
+    )
+    assert retval == TC_ACT_REDIRECT
+    assert difference(got, answer(front, own), l2=False) == ""
+
+
+@both
+def test_connection_of_a_node_socket_over_an_overlay_ends(overlay: Path_, v: int) -> None:
+    own, front, back = end(NODE[v], next(PORTS)), vip(v, CLUSTER), pod(v)
+    talk, source = Talk(), ""
+    for word in ["S", "<SA", "A", "A+100", "<A+50", "FA", "<FA", "A"]:
+        reply = word.startswith("<")
+        packet = talk.segment(word, *((back, source) if reply else (own, front)))
+        _, got = overlay.run("tc_ingress" if reply else "tc_egress", packet)
+        source = source or parse(got, l2=False).source
+    assert states(overlay, own) == {TcpState.CLOSED}
+
+
+@both
+def test_socket_with_the_overlays_address_keeps_its_port(overlay: Path_, v: int) -> None:
+    own = end(OVERLAY[v], next(PORTS))
+    assert through_overlay(overlay, v, "udp", own, vip(v, CLUSTER)) == own
+
+
+@both
+def test_socket_that_sends_by_the_overlay_keeps_its_address(overlay: Path_, v: int) -> None:
+    """It has chosen its address for this device, or has bound another one on purpose."""
+    own, front = end(NODE[v], next(PORTS)), vip(v, CLUSTER)
+    context = SkbContext(ifindex=overlay.out)
+    retval, got = overlay.run("tc_egress", udp(own, front, b"?"), context=context)
+    assert retval == TC_ACT_REDIRECT
+    assert difference(got, udp(own, pod(v), b"?"), l2=False) == ""
+
+
+@both
+@pytest.mark.parametrize("by", ["router", "backend"])
+def test_error_to_a_socket_of_the_node_is_translated(overlay: Path_, v: int, by: str) -> None:
+    """The backend's own error has the frontend's address, so it is delivered on the device that the
+    request left by; a router's stays on the device that it came by: rp_filter.
+    """
+    own, front, back = end(NODE[v], next(PORTS)), vip(v, CLUSTER), pod(v)
+    source = through_overlay(overlay, v, "udp", own, front)
+    sender = ROUTER[v] if by == "router" else POD[v]
+    error = icmp_error("port unreachable", sender, udp(source, back, b"?"))
+    retval, got = overlay.run("tc_ingress", error, context=SkbContext(ifindex=overlay.out))
+    assert retval == (TC_ACT_UNSPEC if by == "router" else TC_ACT_REDIRECT)
+    found = parse(got, l2=False)
+    seen = ROUTER[v] if by == "router" else front.rpartition(":")[0].strip("[]")
+    assert (found.source, found.destination) == (seen, NODE[v])
+    assert str(found.embedded) == str(parse(udp(own, front, b"?"), l2=False))
+    assert [one for one in checksums(got, l2=False) if one not in QUOTED] == []

@@ -188,6 +188,7 @@ class NotRedirected(NamedTuple):
     ttl: int = 64
     size: int = 10
     forwards: bool = True
+    families: tuple[int, ...] = (4, 6)
 
 
 NOT_REDIRECTED = [
@@ -195,13 +196,16 @@ NOT_REDIRECTED = [
     NotRedirected("a ClusterIP that is not masqueraded", which=IP),
     NotRedirected("from a pod", role=Role.POD),
     NotRedirected("TTL 1", ttl=1),
-    NotRedirected("longer than the MTU", size=MTU),
+    NotRedirected("longer than the MTU, without DF", size=MTU, families=(4,)),
     NotRedirected("a node that does not forward", forwards=False),
 ]
 
 
-@both
-@pytest.mark.parametrize("row", NOT_REDIRECTED, ids=lambda row: row.name)
+@pytest.mark.parametrize(
+    ("row", "v"),
+    [(row, v) for row in NOT_REDIRECTED for v in row.families],
+    ids=lambda one: one.name if isinstance(one, NotRedirected) else f"v{one}",
+)
 def test_packet_that_the_stack_must_see_is_not_redirected(
     uplink: Path_, v: int, row: NotRedirected
 ) -> None:
@@ -240,9 +244,9 @@ def test_snat_source_is_an_address_of_the_outgoing_device(uplink: Path_, v: int)
     assert source.rpartition(":")[0].strip("[]") == overlay[v]
 
 
-@both
-def test_oversized_packet_of_a_redirected_flow_goes_up_the_stack(uplink: Path_, v: int) -> None:
-    """A packet longer than the MTU goes up the stack, which informs the sender; others do not."""
+def test_packet_to_be_fragmented_goes_up_the_stack(uplink: Path_) -> None:
+    """A packet longer than the MTU, without DF; others of its flow do not."""
+    v = 4
     own, front, back = client(v), vip(v, CLUSTER), pod(v)
     source = expect_snat_redirect(
         uplink, udp(own, front, b"?"), lambda a, b: udp(a, b, b"?", ttl=63), back, v
@@ -293,8 +297,10 @@ def test_next_hop_is_cached_for_a_second(uplink: Path_, v: int, found: float, st
         uplink.forward(True)
 
 
-@both
-@pytest.mark.parametrize("first", [{"ttl": 1}, {"size": MTU}], ids=["ttl", "size"])
+FIRSTS = {"ttl, v4": (4, {"ttl": 1}), "ttl, v6": (6, {"ttl": 1}), "size": (4, {"size": MTU})}
+
+
+@pytest.mark.parametrize(("v", "first"), FIRSTS.values(), ids=FIRSTS)
 def test_later_packets_are_redirected_if_the_first_could_not_be(
     uplink: Path_, v: int, first: dict[str, int]
 ) -> None:
