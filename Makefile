@@ -85,6 +85,7 @@ conformance: venv ## Kubernetes' own network tests: proxy=kube-proxy-nftables ve
 	@tools/packages tests image
 	$(BIN)/python -m tests.conformance $(if $(proxy),--proxy '$(proxy)') $(if $(version),--version $(version)) \
 		$(if $(nodes),--nodes $(nodes)) $(if $(focus),--focus '$(focus)')
+	$(if $(proxy)$(focus),,$(BIN)/python -m pytest tests/conformance/restarts.py)
 
 bench: venv ## speed and memory, JSON out
 	$(BIN)/python -m benchmarks

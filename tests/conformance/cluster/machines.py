@@ -86,6 +86,7 @@ def start_machine(cluster: Cluster, machine: Machine) -> None:
         *("--mount-proc", str(FILES / "node-init"), machine.name, str(folder)),
         str(cgroup2(cluster, machine.name)),
     ]
+    (folder / "ready").unlink(missing_ok=True)  # of an earlier boot
     outer = spawn(command, folder / "log" / "start.log")
     deadline = time.monotonic() + START_SECONDS
     while not (folder / "ready").exists():
