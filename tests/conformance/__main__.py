@@ -92,7 +92,7 @@ def _add_selection(command: argparse.ArgumentParser) -> None:
     command.add_argument("--dry-run", action="store_true", help="only list the tests")
     command.add_argument("--keep-namespaces", action="store_true", help="of tests that fail")
     command.add_argument("--record", action="store_true",
-                         help="store the result in tests/conformance/results")  # fmt: skip
+                         help="store the results in tests/conformance/results")  # fmt: skip
 
 
 def _run(given: argparse.Namespace) -> int:

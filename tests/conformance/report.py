@@ -3,7 +3,7 @@
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Self
 
@@ -86,9 +86,12 @@ def recorded() -> list[Run]:
 
 
 def record(run: Run) -> Path:
-    """Stores a result for the document."""
+    """Stores a result for the document. A run of some tests replaces only their results."""
     path = RESULTS / f"{run.version}-{run.proxy}.txt"
-    path.write_text(run.table())
+    before = Run.parse(path.read_text()).rows if path.exists() else ()
+    rows = {row.name: row for row in (*before, *run.rows)}
+    merged = replace(run, rows=tuple(sorted(rows.values(), key=lambda row: row.name)))
+    path.write_text(merged.table())
     return path
 
 

@@ -1,29 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The container images that the tests ask for, packed as OCI archives: a few JSON files and plain
-tar layers, without a container tool. kbpf's own image is built by tests/support/build/image.py.
+"""The container images that the tests ask for, as archives for containerd. kbpf's own image is
+built by tests/support/build/image.py.
 
 Their programs are those of the Kubernetes module, over a Debian root file system.
 """
 
 import fcntl
 import hashlib
-import io
-import json
 import subprocess
-import tarfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
 
-from tests.conformance.cluster.layout import ARCHITECTURE, program
+from tests.conformance.cluster.layout import program
+from tests.conformance.cluster.oci import PATH, Blobs, Image, Layer, add_manifest, pack
 from tests.conformance.versions import Version
 from tests.support.build import go_build
 from tests.support.build.image import MIRROR, SUITE
 from tests.support.cluster.certs import Authority
 
 TESTS = "registry.k8s.io/e2e-test-images"
-PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 PACKAGES = (
     "bash,curl,wget,netcat-openbsd,iproute2,bind9-dnsutils,iperf,util-linux,procps,iptables,"
     "nftables,conntrack,ca-certificates,hostname,iputils-ping,tcpdump"
@@ -32,48 +27,6 @@ DEBSTRAP = (
     "mmdebstrap", "--quiet", "--variant=essential", f"--include={PACKAGES}",
     "--dpkgopt=path-exclude=/usr/share/{doc,man,locale,info}/*", SUITE,
 )  # fmt: skip
-
-
-class Layer:
-    """A layer of an image: a tar file, with one time for all files."""
-
-    def __init__(self, path: Path, *, is_new: bool = True) -> None:
-        self.path = path
-        self._tar = tarfile.TarFile(path, "w", format=tarfile.GNU_FORMAT) if is_new else None
-
-    def add(self, name: str, data: bytes | None = None, *, mode: int = 0o755, to: str = "") -> None:
-        """A file with `data`, a link `to` another, or else a folder."""
-        assert self._tar is not None
-        info = tarfile.TarInfo(name)
-        info.mode, info.mtime = mode, 1700000000
-        if data is not None:
-            info.size = len(data)
-            self._tar.addfile(info, io.BytesIO(data))
-            return
-        info.type = tarfile.SYMTYPE if to else tarfile.DIRTYPE
-        info.linkname = to
-        self._tar.addfile(info)
-
-    def close(self) -> None:
-        if self._tar is not None:
-            self._tar.close()
-            self._tar = None
-
-    def add_busybox(self, folder: str) -> None:
-        """busybox with a link for each of its commands."""
-        busybox = program("busybox")
-        applets = subprocess.check_output([busybox, "--list"], text=True).split()
-        self.add(f"{folder}/busybox", Path(busybox).read_bytes())
-        for applet in applets:
-            if applet != "busybox":
-                self.add(f"{folder}/{applet}", to="busybox")
-
-
-@dataclass(frozen=True, slots=True)
-class Image:
-    name: str
-    layers: list[Layer]
-    config: dict[str, object] = field(default_factory=dict)
 
 
 class _Packer:
@@ -125,9 +78,21 @@ class _Packer:
         served = Authority(self._folder).issue("localhost", ["localhost", "example.com"])
         for file in (served.crt, served.key):
             layer.add(file.name, file.read_bytes(), mode=0o644)
+        self._add_registry(layer)
         config = {"Env": [f"PATH={PATH}:/busybox"], "Entrypoint": ["/agnhost"], "Cmd": ["pause"]}
         tag = self._version.images["agnhost"]
         return Image(f"{TESTS}/agnhost:{tag}", [self._userland, layer], config)
+
+    def _add_registry(self, layer: Layer) -> None:
+        """What `agnhost fake-registry-server` serves: the image pause:testing."""
+        blobs = Blobs()
+        manifest = str(add_manifest(blobs, self._pause())["digest"])
+        layer.add("var/registry/pause/manifests/testing", manifest.encode(), mode=0o644)
+        for digest, content in blobs.data.items():
+            data = content.read_bytes() if isinstance(content, Path) else content
+            kind = "manifests" if manifest == f"sha256:{digest}" else "blobs"
+            path = f"var/registry/pause/{kind}/sha256/{digest[:2]}/{digest}/data"
+            layer.add(path, data, mode=0o644)
 
     def _busybox(self) -> Image:
         layer = self._layer()
@@ -172,13 +137,17 @@ def archives(programs: dict[str, Path], version: Version) -> list[Path]:
     inputs = [
         str(programs[name]) for name in ("agnhost", "cluster-coredns", "regression-issue-74839")
     ]
-    sources = [Path(__file__), Path(__file__).parents[1] / "versions.py"]
+    sources = [
+        Path(__file__),
+        Path(__file__).with_name("oci.py"),
+        Path(__file__).parents[1] / "versions.py",
+    ]
     text = " ".join([*inputs, *DEBSTRAP, *(path.read_text() for path in sources)])
     folder = go_build.cache() / "conformance" / _digest(text)
 
     def make(new: Path) -> None:
         for name, images in _Packer(programs, version, new).archives().items():
-            _pack(new / f"{name}.oci", images)
+            pack(new / f"{name}.oci", images)
         for path in new.iterdir():
             if path.suffix != ".oci":
                 path.unlink()
@@ -212,60 +181,3 @@ def _made_once(folder: Path, make: Callable[[Path], None]) -> Path:
             make(new)
             new.rename(folder)
     return folder
-
-
-class _Blobs:
-    """The content of an archive by digest: layers in files, JSON in memory."""
-
-    def __init__(self) -> None:
-        self.data: dict[str, bytes | Path] = {}
-
-    def add(self, content: Path | object, media_type: str) -> dict[str, object]:
-        """The descriptor of a layer (a Path) or a JSON document."""
-        if isinstance(content, Path):
-            with content.open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-            size = content.stat().st_size
-            self.data[digest] = content
-        else:
-            data = json.dumps(content).encode()
-            digest, size = hashlib.sha256(data).hexdigest(), len(data)
-            self.data[digest] = data
-        media_type = f"application/vnd.oci.image.{media_type}"
-        return {"mediaType": media_type, "digest": f"sha256:{digest}", "size": size}
-
-
-def _pack(archive: Path, images: list[Image]) -> None:
-    blobs, manifests = _Blobs(), []
-    for image in images:
-        for layer in image.layers:
-            layer.close()
-        layers = [blobs.add(layer.path, "layer.v1.tar") for layer in image.layers]
-        root = {"type": "layers", "diff_ids": [layer["digest"] for layer in layers]}
-        config = {"Env": [f"PATH={PATH}"], "WorkingDir": "/", **image.config}
-        platform = {"architecture": ARCHITECTURE, "os": "linux"}
-        described = blobs.add({**platform, "config": config, "rootfs": root}, "config.v1+json")
-        manifest = blobs.add(
-            {"schemaVersion": 2, "config": described, "layers": layers}, "manifest.v1+json"
-        )
-        names = {"io.containerd.image.name": image.name}
-        manifests.append({**manifest, "platform": platform, "annotations": names})
-    index = json.dumps({"schemaVersion": 2, "manifests": manifests}).encode()
-    with tarfile.open(archive, "w") as tar:
-
-        def put(name: str, size: int, file: IO[bytes]) -> None:
-            info = tarfile.TarInfo(name)
-            info.size = size
-            tar.addfile(info, file)
-
-        for name, data in (
-            ("oci-layout", b'{"imageLayoutVersion": "1.0.0"}'),
-            ("index.json", index),
-        ):
-            put(name, len(data), io.BytesIO(data))
-        for digest, content in blobs.data.items():
-            if isinstance(content, bytes):
-                put(f"blobs/sha256/{digest}", len(content), io.BytesIO(content))
-            else:
-                with content.open("rb") as file:
-                    put(f"blobs/sha256/{digest}", content.stat().st_size, file)
