@@ -12,8 +12,10 @@ from typing import Final, NamedTuple
 from kbpf.checks.bpf import ROOT_HINT
 from kbpf.checks.row import Check, CheckRow, make_row
 from kbpf.dataplane import firewalls
+from kbpf.dataplane.bpf import host
 from kbpf.dataplane.bpf.inspect import snapshot
 from kbpf.dataplane.bpf.maps.layout import NODE, U32, NodeFlag
+from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.dataplane.bpf.packet_path.device_roles import DeviceRole, decide_roles
 from kbpf.errors import KernelError, NotFoundError
 from kbpf.kernel.bpf import probe, syscalls, tc
@@ -51,7 +53,7 @@ def check_packet_path(pin_dir: Path, proc: Path = PROC) -> Iterator[CheckRow]:
     yield from _forwarding_rows(proc)
     yield _forwarding_mode_row(settings.flags)
     yield _forward_chains_row(settings.mark)
-    yield _early_rules_row()
+    yield _early_rules_row(host.read_external_ports(Pins(pin_dir)))
     yield _rp_filter_row(proc)
     yield _conntrack_row(proc)
 
@@ -167,15 +169,16 @@ def _forwarding_mode_row(flags: NodeFlag) -> CheckRow:
     return make_row(Check.FORWARDING_MODE, Probe(True), "", needed=False, detail=detail)
 
 
-def _early_rules_row() -> CheckRow:
+def _early_rules_row(external_ports: frozenset[int]) -> CheckRow:
     """Whether the host protects NodePorts with rules that the packet path bypasses."""
     check = Check.PRE_DNAT_RULES
     nft_probe = forward_rules.probe_nf_tables()
-    legacy = pre_dnat_rules.find_legacy_chains(CHECK_MAX_RULES)
+    ports = pre_dnat_rules.ServedPorts(external_ports)
+    legacy = pre_dnat_rules.find_legacy_chains(CHECK_MAX_RULES, ports)
     chains, unreadable, reasons = legacy.chains, legacy.unreadable, []
     try:
         if nft_probe.works:
-            early = pre_dnat_rules.find_chains(CHECK_MAX_RULES)
+            early = pre_dnat_rules.find_chains(CHECK_MAX_RULES, ports)
             chains, unreadable = (*early.chains, *chains), (*early.unreadable, *unreadable)
         else:
             reasons.append(nft_probe.reason)

@@ -33,15 +33,16 @@ ALTERNATIVE_HINT: Final = (
 )
 
 
-def early_drop_warnings() -> tuple[str, ...]:
+def early_drop_warnings(ports: Iterable[int] = ()) -> tuple[str, ...]:
     """Warnings about chains that drop packets before DNAT, since the packet path translates
     packets before these chains see them. One line names all such chains, another the tables that
-    could not be read.
+    could not be read. `ports`: of NodePorts and VIPs.
     """
-    early = pre_dnat_rules.find_legacy_chains(pre_dnat_rules.AGENT_MAX_RULES)
+    served = pre_dnat_rules.ServedPorts(ports)
+    early = pre_dnat_rules.find_legacy_chains(pre_dnat_rules.AGENT_MAX_RULES, served)
     chains, unreadable = early
     with contextlib.suppress(KernelError):
-        early = pre_dnat_rules.find_chains(pre_dnat_rules.AGENT_MAX_RULES)
+        early = pre_dnat_rules.find_chains(pre_dnat_rules.AGENT_MAX_RULES, served)
         chains, unreadable = (*early.chains, *chains), (*early.unreadable, *unreadable)
     lines = []
     if chains:

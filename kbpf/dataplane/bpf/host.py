@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from kbpf.dataplane import firewalls
+from kbpf.dataplane.bpf.maps.layout import TARGET, ServiceFlag, ServiceValue
 from kbpf.dataplane.bpf.maps.pinning import HOST_FOLDER, Pins
 from kbpf.dataplane.bpf.packet_path import snat_ports
 from kbpf.dataplane.host import KeepalivePoll, forwarding_warnings, reconcile_forward_rules
@@ -108,7 +109,7 @@ class HostIntegration:
         for line in (
             *forwarding_warnings(),
             *firewalls.forward_warnings(self._mark),
-            *firewalls.early_drop_warnings(),
+            *firewalls.early_drop_warnings(read_external_ports(self._pins)),
         ):
             self._warn_once(line)
 
@@ -123,6 +124,22 @@ class HostIntegration:
         if line not in self._logged_lines:
             self._logged_lines.add(line)
             log.warning("%s", line)
+
+
+def read_external_ports(pins: Pins) -> frozenset[int]:
+    """The ports of NodePorts, ExternalIPs and VIPs that are programmed, by an agent that may have
+    ended; none if nothing is pinned.
+    """
+    external = ServiceFlag.NODE_PORT | ServiceFlag.EXTERNAL_IP | ServiceFlag.LOAD_BALANCER
+    try:
+        with Map.open(pins.maps / "services") as services:
+            return frozenset(
+                int.from_bytes(TARGET.unpack(key)[1], "big")
+                for key, raw in services.items()
+                if ServiceValue.unpack(raw).flags & external
+            )
+    except (KernelError, OSError):
+        return frozenset()
 
 
 class PortReservation:

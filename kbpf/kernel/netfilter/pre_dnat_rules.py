@@ -5,14 +5,15 @@ packet path translates packets before they apply.
 Checked are base chains at prerouting with a priority before dstnat and at netdev ingress, with all
 chains that they jump to; for iptables-legacy PREROUTING in the tables raw and mangle. A rule
 counts if it refuses packets, and if it or a rule that leads to it selects packets by source,
-destination, original destination (conntrack) or a port in the NodePort range. Conditions that
-cannot be read (iptables extensions, named sets) count too. Rules for other ports or for connection
-states do not. A base chain with policy drop counts. A table with very many rules is not read, since
-the agent's event loop would wait for it; a chain in it is reported as unreadable.
+destination, original destination (conntrack) or a port of NodePorts and VIPs (ServedPorts).
+Conditions that cannot be read (iptables extensions, named sets) count too. Rules for other ports or
+for connection states do not. A base chain with policy drop counts. A table with very many rules is
+not read, since the agent's event loop would wait for it; a chain in it is reported as unreadable.
 """
 
 import shlex
 import struct
+from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any, Final, NamedTuple
@@ -65,7 +66,21 @@ class EarlyChains(NamedTuple):
     unreadable: tuple[str, ...]
 
 
-def find_chains(max_rules: int) -> EarlyChains:
+class ServedPorts:
+    """The default range of NodePorts, and `others`: ports of Services outside of it."""
+
+    def __init__(self, others: Iterable[int] = ()) -> None:
+        self._others = sorted(set(others))
+
+    def has_any(self, low: int, high: int) -> bool:
+        """Whether there is one between `low` and `high`, inclusive."""
+        index = bisect_left(self._others, low)
+        return (low < NODE_PORTS.stop and high >= NODE_PORTS.start) or (
+            index < len(self._others) and self._others[index] <= high
+        )
+
+
+def find_chains(max_rules: int, ports: ServedPorts) -> EarlyChains:
     """Finds the base chains of nf_tables. Tables with more than `max_rules` rules are not read.
     Raises KernelError if nf_tables cannot be read.
     """
@@ -76,7 +91,7 @@ def find_chains(max_rules: int) -> EarlyChains:
         if table[0] not in FAMILIES or table[1] in SERVICE_PROXY_TABLES or not _is_early(chain):
             continue
         if table not in tables:
-            tables[table] = _read_rules(*table) if _is_small(*table, max_rules) else None
+            tables[table] = _read_rules(*table, ports) if _is_small(*table, max_rules) else None
         name = " ".join((*table, str(chain["name"])))
         rules = tables[table]
         if chain.get("policy") == "drop" or (rules and has_guarding_rule(rules, chain["name"])):
@@ -86,7 +101,7 @@ def find_chains(max_rules: int) -> EarlyChains:
     return EarlyChains(tuple(sorted(names)), tuple(sorted(unreadable)))
 
 
-def find_legacy_chains(max_rules: int) -> EarlyChains:
+def find_legacy_chains(max_rules: int, ports: ServedPorts) -> EarlyChains:
     """find_chains() for iptables-legacy, whose tables can be read only by its own programs. Our
     image does not have these.
     """
@@ -105,7 +120,7 @@ def find_legacy_chains(max_rules: int) -> EarlyChains:
                 names.append(f"{name} PREROUTING")
             elif len(lines) > max_rules:
                 unreadable.append(f"{name} (more than {max_rules:,} lines)")
-            elif has_guarding_rule(_parse_saved_rules(lines), "PREROUTING"):
+            elif has_guarding_rule(_parse_saved_rules(lines, ports), "PREROUTING"):
                 names.append(f"{name} PREROUTING")
     return EarlyChains(tuple(names), tuple(unreadable))
 
@@ -128,8 +143,8 @@ def _is_early(chain: Json) -> bool:
 
 
 class EarlyRule(NamedTuple):
-    """What matters about a rule. `is_selective`: it selects by address or by a port in the
-    NodePort range. `is_other_ports`: it applies only to other ports. `targets`: chains that it
+    """What matters about a rule. `is_selective`: it selects by address or by a port of
+    Services. `is_other_ports`: it applies only to other ports. `targets`: chains that it
     jumps to.
     """
 
@@ -139,7 +154,7 @@ class EarlyRule(NamedTuple):
     targets: frozenset[str]
 
 
-def _read_rules(family: str, table: str) -> dict[str, list[EarlyRule]]:
+def _read_rules(family: str, table: str, ports: ServedPorts) -> dict[str, list[EarlyRule]]:
     """Reads the rules of an nf_tables table, by chain."""
     command = {"list": {"table": {"family": family, "name": table}}}
     # A named set counts whatever it contains, so its elements are not read: there may be millions.
@@ -152,7 +167,7 @@ def _read_rules(family: str, table: str) -> dict[str, list[EarlyRule]]:
     rules: dict[str, list[EarlyRule]] = {}
     for item in items:
         if "rule" in item:
-            rule = _parse_nft_rule(item["rule"].get("expr", ()), dispatch_maps)
+            rule = _parse_nft_rule(item["rule"].get("expr", ()), dispatch_maps, ports)
             rules.setdefault(str(item["rule"]["chain"]), []).append(rule)
     return rules
 
@@ -196,13 +211,13 @@ def has_guarding_rule(rules: Mapping[str, Collection[EarlyRule]], base_chain: st
 
 
 def _parse_nft_rule(
-    expressions: Collection[Json], dispatch_maps: Mapping[str, list[Json]]
+    expressions: Collection[Json], dispatch_maps: Mapping[str, list[Json]], ports: ServedPorts
 ) -> EarlyRule:
     """`dispatch_maps`: the verdicts of named maps, by "@name"."""
     port_matches = [
         match
         for expression in expressions
-        if (match := _selects_node_ports(expression)) is not None
+        if (match := _selects_ports(expression, ports)) is not None
     ]
     verdicts = [
         verdict for expression in expressions for verdict in _verdicts(expression, dispatch_maps)
@@ -223,25 +238,25 @@ def _refuses(expression: Json) -> bool:
     return (target.get("type"), target.get("name")) == ("target", "REJECT")
 
 
-def _selects_node_ports(expression: Json) -> bool | None:
-    """Whether it selects ports in the NodePort range; None if it does not select by port."""
+def _selects_ports(expression: Json, ports: ServedPorts) -> bool | None:
+    """Whether it selects ports of Services; None if it does not select by port."""
     match: Json = expression.get("match") or expression.get("vmap") or {}
     operand: Json = match.get("left") or match.get("key") or {}
     if operand.get("payload", {}).get("field") not in PORT_FIELDS:
         return None
-    # With another operator, or in a verdict map, NodePorts may be among the ports.
+    # With another operator, or in a verdict map, they may be among the ports.
     is_literal = "right" in match and match.get("op", "==") in ("==", "in")
-    return _contains_node_port(match["right"]) if is_literal else True
+    return _contains_port(match["right"], ports) if is_literal else True
 
 
-def _contains_node_port(value: Any) -> bool:
+def _contains_port(value: Any, ports: ServedPorts) -> bool:
     if isinstance(value, int):
-        return value in NODE_PORTS
+        return ports.has_any(value, value)
     if isinstance(value, dict) and "range" in value:
         low, high = value["range"]
-        return int(low) < NODE_PORTS.stop and int(high) >= NODE_PORTS.start
+        return ports.has_any(int(low), int(high))
     if isinstance(value, dict) and "set" in value:
-        return any(map(_contains_node_port, value["set"]))
+        return any(_contains_port(element, ports) for element in value["set"])
     return True  # a named set or a port name: unknown
 
 
@@ -294,21 +309,21 @@ SAVED_MATCHES: Final = frozenset(("geoip", "recent", "bpf", "u32", "string"))
 """Matches that may select by address or port, whatever their options are."""
 
 
-def _parse_saved_rules(lines: Iterable[str]) -> dict[str, list[EarlyRule]]:
+def _parse_saved_rules(lines: Iterable[str], ports: ServedPorts) -> dict[str, list[EarlyRule]]:
     """Parses the output of iptables-save, by chain."""
     rules: dict[str, list[EarlyRule]] = {}
     for line in lines:
         if line.startswith("-A "):
             _, chain, *args = shlex.split(line)
-            rules.setdefault(chain, []).append(_parse_saved_rule(args))
+            rules.setdefault(chain, []).append(_parse_saved_rule(args, ports))
     return rules
 
 
-def _parse_saved_rule(args: list[str]) -> EarlyRule:
+def _parse_saved_rule(args: list[str], ports: ServedPorts) -> EarlyRule:
     # Each argument with its neighbours: before it may be a "!", after it is its value.
     options = list(zip(["", *args], args, [*args[1:], ""], strict=False))
     port_matches = [
-        before == "!" or _has_node_port(value)  # "not port 22" includes NodePorts
+        before == "!" or _has_port(value, ports)  # "not port 22" includes NodePorts
         for before, option, value in options
         if option in SAVED_PORTS
     ]
@@ -325,10 +340,10 @@ def _parse_saved_rule(args: list[str]) -> EarlyRule:
     )
 
 
-def _has_node_port(text: str) -> bool:
-    """Whether `30080`, `30000:32767` or a list of these has a port in the NodePort range."""
+def _has_port(text: str, ports: ServedPorts) -> bool:
+    """Whether `30080`, `30000:32767` or a list of these has a port of Services."""
     for part in text.split(","):
         low, _, high = part.partition(":")
-        if int(low or 0) < NODE_PORTS.stop and int(high or low) >= NODE_PORTS.start:
+        if ports.has_any(int(low or 0), int(high or low)):
             return True
     return False

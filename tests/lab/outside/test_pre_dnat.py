@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import pytest
 
+from kbpf.dataplane.bpf.host import read_external_ports
+from kbpf.dataplane.bpf.maps.pinning import Pins
 from tests.lab.outside.netfilter import flush_conntrack, objects, on
 from tests.support.lab.dial import Dial
 from tests.support.lab.field import (
@@ -82,3 +84,15 @@ def test_rules_before_dnat(field: Field, kind: str, rule: Rule, v6: bool) -> Non
                                                            "guard"))  # fmt: skip
         assert (int(count) > 0) == PACKETS
         on(node, "nft", "delete", "table", "inet", "guard")
+
+
+def test_ports_of_external_frontends_are_known(field: Field) -> None:
+    """`kbpf check` and the agent look for rules that name them."""
+    agent = field.agents[0]
+    ports = read_external_ports(Pins(agent.pin_dir))
+    dialled = {
+        int(at(kind, number, False).rpartition(":")[2])
+        for kind in ("NodePort", "ExternalIP", "VIP")
+        for number in (11, 12, 14, 15, 21, 22, 24, 25)
+    }
+    assert dialled & ports == (set() if PACKETS else dialled)  # mode ipvs pins nothing

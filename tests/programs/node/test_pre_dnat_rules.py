@@ -7,13 +7,14 @@ import functools
 import json
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
 from kbpf.dataplane import firewalls
 from kbpf.kernel.netfilter import forward_rules, pre_dnat_rules
+from kbpf.kernel.netfilter.pre_dnat_rules import ServedPorts
 from kbpf.kernel.system import netns
 from tests.programs.node.rows_pre_dnat_rules import (
     CALICO,
@@ -40,16 +41,18 @@ def where() -> Iterator[str]:
 MAX_RULES = pre_dnat_rules.AGENT_MAX_RULES
 
 
-def find(where: str, max_rules: int = MAX_RULES) -> pre_dnat_rules.EarlyChains:
-    return netns.run_in(
-        Path("/run/netns") / where, functools.partial(pre_dnat_rules.find_chains, max_rules)
-    )
+def find(
+    where: str, max_rules: int = MAX_RULES, ports: Iterable[int] = ()
+) -> pre_dnat_rules.EarlyChains:
+    call = functools.partial(pre_dnat_rules.find_chains, max_rules, ServedPorts(ports))
+    return netns.run_in(Path("/run/netns") / where, call)
 
 
-def find_legacy(where: str, max_rules: int = MAX_RULES) -> pre_dnat_rules.EarlyChains:
-    return netns.run_in(
-        Path("/run/netns") / where, functools.partial(pre_dnat_rules.find_legacy_chains, max_rules)
-    )
+def find_legacy(
+    where: str, max_rules: int = MAX_RULES, ports: Iterable[int] = ()
+) -> pre_dnat_rules.EarlyChains:
+    call = functools.partial(pre_dnat_rules.find_legacy_chains, max_rules, ServedPorts(ports))
+    return netns.run_in(Path("/run/netns") / where, call)
 
 
 def load(where: str, rules: str) -> None:
@@ -81,6 +84,24 @@ def test_chains_of_calico_are_named_if_it_has_policies_before_dnat(
     suffix = " (iptables-legacy)" * (backend == "legacy")
     chains = tuple(f"ip {table}{suffix} PREROUTING" for table in tables)
     assert (find_legacy if suffix else find)(where) == (chains, ())
+
+
+PORTS = [
+    ("80", "80", True), ("81", "81", False), ("a set", "{ 22, 20080 }", True),
+    ("a range around one", "1024-20080", True), ("a range below it", "1024-20079", False),
+    ("a range above it", "20081-29999", False), ("the default NodePorts", "30000-32767", True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("what", "ports", "named"), PORTS, ids=[what for what, *_ in PORTS])
+def test_ports_of_services_count(where: str, what: str, ports: str, named: bool) -> None:
+    """Of a VIP at port 80 and of a NodePort outside of the default range."""
+    load(where, in_table(f"---tcp dport {ports} drop"))
+    assert find(where, ports=(20080, 80)) == (("inet t c",) * named, ())
+    saved = ports.strip("{ }").replace(", ", ",").replace("-", ":")
+    args = f"-t raw -A PREROUTING -p tcp -m multiport --dports {saved} -j DROP"
+    run("ip", "netns", "exec", where, "iptables-legacy", *args.split())
+    assert find_legacy(where, ports=(20080, 80)) == ((f"{RAW} PREROUTING",) * named, ())
 
 
 def test_large_tables_are_not_read(where: str) -> None:
