@@ -303,7 +303,7 @@ ROWS = (
     Row("node's socket, known flow: out", host_again, (OFF, OFF)),
     Row("node's socket, reply: in", host_answer, (UP, UP)),
     Row("no endpoints: refused", new(NONE), (OFF, OFF)),
-    Row("ICMP error: in", error_in, (UP, UP), without="sctp"),
+    Row("ICMP error: in", error_in, (OFF, OFF), without="sctp"),
     Row("ICMP error: out", error_out, (UP, UP), without="sctp"),
     Row("no Service, in, flows tracked", none_in, (UP, UP), same=True),
     Row("no Service, in, possible new flow, flows tracked", none_first, (UP, UP), same=True),
