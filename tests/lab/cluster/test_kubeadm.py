@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from tests.support.build import go_build
+from tests.support.build.programs import PREVIOUS
 from tests.support.cluster import kubeadm as support
 from tests.support.cluster.apiserver import ApiServer
 from tests.support.cluster.kube import Object
@@ -212,7 +213,7 @@ def test_with_the_patch_kubeadm_installs_kbpf(
     assert unordered(daemonset(admin)["spec"]["template"]) == unordered(ours)
 
 
-PREVIOUS = go_build.kubernetes_version(go_build.PREVIOUS)
+PREVIOUS_VERSION = go_build.kubernetes_version(PREVIOUS)
 UPGRADES_OF_THE_ADD_ON = [
     ("node", "phase", "addon", "kube-proxy"),
     ("apply", "phase", "addon", "kube-proxy", "VERSION"),
@@ -231,7 +232,7 @@ def test_kbpf_survives_kubeadm_upgrade_with_the_patch(
     node restarts its agent, nor do the rights and the ConfigMaps, except for the document of kbpf
     in `config.conf`, which is lost. Without the patch kube-proxy returns.
     """
-    previous = Kubeadm(previous_kubeadm, apiserver, tmp_path, version=PREVIOUS)
+    previous = Kubeadm(previous_kubeadm, apiserver, tmp_path, version=PREVIOUS_VERSION)
     previous.install_kube_proxy()
     previous.upload_config()
     admin("apply", "-k", str(OVERLAYS / "kubeadm"))
