@@ -23,28 +23,13 @@ _INSN: Final = struct.Struct("=BBhi")
 _CONTEXT: Final = struct.Struct("=40xI")  # struct __sk_buff up to ifindex
 
 
-class _TestRunOpts(ctypes.Structure):
-    _fields_ = (
-        ("sz", ctypes.c_size_t),
-        ("data_in", ctypes.c_char_p),
-        ("data_out", ctypes.c_void_p),
-        ("data_size_in", ctypes.c_uint32),
-        ("data_size_out", ctypes.c_uint32),
-        ("ctx_in", ctypes.c_char_p),
-        ("ctx_out", ctypes.c_void_p),
-        ("ctx_size_in", ctypes.c_uint32),
-        ("ctx_size_out", ctypes.c_uint32),
-        ("retval", ctypes.c_uint32),
-    )
-
-
 def run_program(program: Program, frame: bytes, ifindex: int) -> int:
     """Runs the program once on a frame of this device of the caller's network namespace; returns
     what the program returns. Raises KernelError.
     """
     context = _CONTEXT.pack(ifindex)
-    opts = _TestRunOpts(
-        sz=ctypes.sizeof(_TestRunOpts),
+    opts = syscalls.TestRunOpts(
+        sz=ctypes.sizeof(syscalls.TestRunOpts),
         data_in=frame,
         data_size_in=len(frame),
         ctx_in=context,

@@ -59,26 +59,6 @@ _PACKET_OUT_SIZE: Final = 1 << 17
 """The buffer for the resulting packet: larger than a linear skb can become."""
 
 
-class _TestRunOpts(ctypes.Structure):
-    _fields_ = (
-        ("sz", ctypes.c_size_t),
-        ("data_in", ctypes.c_char_p),
-        ("data_out", ctypes.c_void_p),
-        ("data_size_in", ctypes.c_uint32),
-        ("data_size_out", ctypes.c_uint32),
-        ("ctx_in", ctypes.c_char_p),
-        ("ctx_out", ctypes.c_void_p),
-        ("ctx_size_in", ctypes.c_uint32),
-        ("ctx_size_out", ctypes.c_uint32),
-        ("retval", ctypes.c_uint32),
-        ("repeat", ctypes.c_int),
-        ("duration", ctypes.c_uint32),
-        ("flags", ctypes.c_uint32),
-        ("cpu", ctypes.c_uint32),
-        ("batch_size", ctypes.c_uint32),
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class SkbContext:
     """The fields of struct __sk_buff that can be set and are read back after the run.
@@ -166,8 +146,8 @@ def run(
     """
     packet_out = ctypes.create_string_buffer(_PACKET_OUT_SIZE)
     context_out = ctypes.create_string_buffer(256)
-    opts = _TestRunOpts(
-        sz=ctypes.sizeof(_TestRunOpts),
+    opts = syscalls.TestRunOpts(
+        sz=ctypes.sizeof(syscalls.TestRunOpts),
         data_in=packet,
         data_out=ctypes.addressof(packet_out),
         data_size_in=len(packet),
