@@ -8,6 +8,7 @@ than a millisecond. All functions act on the network namespace of the calling th
 
 import errno
 import struct
+from itertools import islice
 from typing import Final, NamedTuple
 
 from kbpf.errors import KernelError
@@ -20,6 +21,7 @@ from kbpf.kernel.netfilter.uapi import (
     NFPROTO_INET,
     NFPROTO_IPV4,
     NFPROTO_IPV6,
+    NFPROTO_NETDEV,
     NFT_MSG_GETRULE,
     NFT_MSG_GETSET,
     NFT_MSG_GETTABLE,
@@ -32,7 +34,9 @@ from kbpf.kernel.netfilter.uapi import (
     NFTA_TABLE_USE,
 )
 
-NFPROTO: Final = {"inet": NFPROTO_INET, "ip": NFPROTO_IPV4, "ip6": NFPROTO_IPV6}
+NFPROTO: Final = {
+    "inet": NFPROTO_INET, "ip": NFPROTO_IPV4, "ip6": NFPROTO_IPV6, "netdev": NFPROTO_NETDEV
+}  # fmt: skip
 
 _GET_TABLE: Final = NFNL_SUBSYS_NFTABLES << 8 | NFT_MSG_GETTABLE
 _GET_RULE: Final = NFNL_SUBSYS_NFTABLES << 8 | NFT_MSG_GETRULE
@@ -62,10 +66,9 @@ def read_table(family: str, table: str) -> TableSummary | None:
         if reply is None:
             return None
         attrs = parse_attributes(reply.body[_NFGENMSG.size :])
-        body = _pack_header(family) + pack_attribute(NFTA_RULE_TABLE, _encode_name(table))
         rules = (
             parse_attributes(message.body[_NFGENMSG.size :])
-            for message in netlink.dump(_GET_RULE, body)
+            for message in netlink.dump(_GET_RULE, _pack_table_filter(family, table))
         )
         handles = (
             _parse_be(rule[NFTA_RULE_HANDLE])
@@ -75,6 +78,13 @@ def read_table(family: str, table: str) -> TableSummary | None:
         return TableSummary(
             _parse_be(attrs[NFTA_TABLE_HANDLE]), _parse_be(attrs[NFTA_TABLE_USE]), tuple(handles)
         )
+
+
+def has_more_rules(family: str, table: str, count: int) -> bool:
+    """Whether the table has more than `count` rules. Stops reading once it has."""
+    with Netlink(NETLINK_NETFILTER, "nf_tables") as netlink:
+        rules = netlink.dump_lazily(_GET_RULE, _pack_table_filter(family, table))
+        return next(islice(rules, count, None), None) is not None
 
 
 def has_table(family: str, table: str) -> bool:
@@ -108,6 +118,11 @@ def _request_or_none(netlink: Netlink, msg_type: int, family: str, attrs: bytes)
         if error.errno != errno.ENOENT:
             raise
         return None
+
+
+def _pack_table_filter(family: str, table: str) -> bytes:
+    """Restricts a dump of rules to those of one table."""
+    return _pack_header(family) + pack_attribute(NFTA_RULE_TABLE, _encode_name(table))
 
 
 def _pack_header(family: str) -> bytes:

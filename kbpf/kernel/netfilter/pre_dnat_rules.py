@@ -12,26 +12,13 @@ not read, since the agent's event loop would wait for it; a chain in it is repor
 """
 
 import shlex
-import struct
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from itertools import islice
 from typing import Any, Final, NamedTuple
 
 from kbpf.errors import KernelError
-from kbpf.kernel.net.netlink import Netlink, pack_attribute
-from kbpf.kernel.net.uapi import NETLINK_NETFILTER
-from kbpf.kernel.netfilter import forward_rules, iptables_legacy
+from kbpf.kernel.netfilter import forward_rules, iptables_legacy, nft
 from kbpf.kernel.netfilter.forward_rules import Json
-from kbpf.kernel.netfilter.uapi import (
-    NFNL_SUBSYS_NFTABLES,
-    NFPROTO_INET,
-    NFPROTO_IPV4,
-    NFPROTO_IPV6,
-    NFPROTO_NETDEV,
-    NFT_MSG_GETRULE,
-    NFTA_RULE_TABLE,
-)
 
 NF_IP_PRI_NAT_DST: Final = -100
 NODE_PORTS: Final = range(30_000, 32_768)
@@ -47,12 +34,6 @@ ADDRESS_FIELDS: Final = frozenset(("saddr", "daddr"))
 PORT_FIELDS: Final = frozenset(("dport",))
 AGENT_MAX_RULES: Final = 2_000
 """The agent reads no table with more rules: libnftables needs up to 0.3 ms for each."""
-FAMILIES: Final = {
-    "ip": NFPROTO_IPV4,
-    "ip6": NFPROTO_IPV6,
-    "inet": NFPROTO_INET,
-    "netdev": NFPROTO_NETDEV,
-}
 DISPATCH_KEYS: Final = frozenset(("ifname", "iface_index", "iface_type", "mark"))
 CT_ORIGINAL_KEYS: Final = frozenset(("daddr", "proto-dst", "ip daddr", "ip6 daddr"))
 
@@ -88,10 +69,11 @@ def find_chains(max_rules: int, ports: ServedPorts) -> EarlyChains:
     tables: dict[tuple[str, str], dict[str, list[EarlyRule]] | None] = {}
     for chain in forward_rules.list_chains():
         table = str(chain.get("family", "")), str(chain.get("table", ""))
-        if table[0] not in FAMILIES or table[1] in SERVICE_PROXY_TABLES or not _is_early(chain):
+        if table[0] not in nft.NFPROTO or table[1] in SERVICE_PROXY_TABLES or not _is_early(chain):
             continue
         if table not in tables:
-            tables[table] = _read_rules(*table, ports) if _is_small(*table, max_rules) else None
+            is_large = nft.has_more_rules(*table, max_rules)
+            tables[table] = None if is_large else _read_rules(*table, ports)
         name = " ".join((*table, str(chain["name"])))
         rules = tables[table]
         if chain.get("policy") == "drop" or (rules and has_guarding_rule(rules, chain["name"])):
@@ -123,16 +105,6 @@ def find_legacy_chains(max_rules: int, ports: ServedPorts) -> EarlyChains:
             elif has_guarding_rule(_parse_saved_rules(lines, ports), "PREROUTING"):
                 names.append(f"{name} PREROUTING")
     return EarlyChains(tuple(names), tuple(unreadable))
-
-
-def _is_small(family: str, table: str, max_rules: int) -> bool:
-    """Whether a table has at most this many rules. Stops reading once it has more."""
-    body = struct.pack("=BBH", FAMILIES[family], 0, 0)  # struct nfgenmsg
-    body += pack_attribute(NFTA_RULE_TABLE, table.encode() + b"\0")
-    get_rules = NFNL_SUBSYS_NFTABLES << 8 | NFT_MSG_GETRULE
-    with Netlink(NETLINK_NETFILTER, "nf_tables") as netlink:
-        rules = netlink.dump_lazily(get_rules, body)
-        return next(islice(rules, max_rules, None), None) is None
 
 
 def _is_early(chain: Json) -> bool:
