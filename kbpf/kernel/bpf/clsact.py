@@ -68,6 +68,10 @@ class Direction(StrEnum):
     INGRESS = "ingress"
     EGRESS = "egress"
 
+    @property
+    def opposite(self) -> "Direction":
+        return Direction.EGRESS if self is Direction.INGRESS else Direction.INGRESS
+
 
 FILTER_PARENT: Final = {Direction.INGRESS: 0xFFFFFFF2, Direction.EGRESS: 0xFFFFFFF3}
 """TC_H_MAKE(TC_H_CLSACT, TC_H_MIN_INGRESS or TC_H_MIN_EGRESS)."""
@@ -162,9 +166,10 @@ class ClsactFilters:
     def is_ours(self, filter_: Filter) -> bool:
         return self._identity.matches(filter_)
 
-    def is_misplaced(self, ifindex: int, direction: Direction) -> bool:
-        """Whether a new filter of ours would get a better place than the first one has."""
-        filters = self.list_filters(ifindex, direction)
+    def is_misplaced(self, filters: tuple[Filter, ...], direction: Direction) -> bool:
+        """Whether a new filter of ours would get a better place than the first one has. `filters`:
+        all of the device.
+        """
         ours = next(filter(self.is_ours, filters), None)
         if ours is None:
             return False
@@ -199,7 +204,7 @@ class ClsactFilters:
         filters = self.list_filters(ifindex, direction)
         ours = list(filter(self.is_ours, filters))
         program_id = program.read_info().id
-        if not is_new_qdisc and not any(self.list_ours(ifindex, each) for each in Direction):
+        if not is_new_qdisc and not ours and not self.list_ours(ifindex, direction.opposite):
             self._remove_qdisc_mark(ifindex)
         try:
             if ours:

@@ -152,8 +152,9 @@ class TcAttacher:
 
     def _read_filters(self, ifindex: int) -> Iterator[Attachment]:
         for direction in Direction:
-            for ours in self._filters.list_ours(ifindex, direction):
-                misplaced = self._filters.is_misplaced(ifindex, direction)
+            filters = self._filters.list_filters(ifindex, direction)
+            misplaced = self._filters.is_misplaced(filters, direction)
+            for ours in filter(self._filters.is_ours, filters):
                 yield Attachment(
                     ifindex, direction, AttachMethod.CLSACT, ours.program_id, misplaced
                 )

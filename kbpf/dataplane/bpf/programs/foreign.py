@@ -106,9 +106,9 @@ def _find_at_hook(point: Point, prober: HookProber | None) -> Iterator[ForeignPr
     for position, runner in enumerate(point.programs):
         is_taker = outcome is not None and outcome.taker == runner
         is_ahead = is_taker or (position < ahead and point.direction is Direction.INGRESS)
-        program = _describe(runner.program_id, point.direction, point.device.name)
         if runner.is_ours:
             continue
+        program = _describe(runner.program_id, point.direction, point.device.name)
         if not runner.program_id and is_ahead:
             program = ForeignProgram(0, runner.place, point.direction, point.device.name)
         if program is None:
