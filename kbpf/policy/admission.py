@@ -132,11 +132,7 @@ def refusal_reason(
 
 def is_left_to_node(frontend: Frontend, reserved: ReservedAddresses) -> bool:
     """Whether a process of this node serves the ClusterIP, which a device of the node has."""
-    return (
-        frontend.kind is FrontendKind.CLUSTER_IP
-        and frontend.at in reserved.device_listeners
-        and frontend.at.address in reserved.local_addresses
-    )
+    return is_on_device(frontend, reserved) and frontend.at in reserved.device_listeners
 
 
 def is_on_device(frontend: Frontend, reserved: ReservedAddresses) -> bool:
