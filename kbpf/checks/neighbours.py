@@ -13,7 +13,7 @@ from kbpf.dataplane.bpf.maps import pinning
 from kbpf.dataplane.bpf.maps.layout import MAPS
 from kbpf.dataplane.bpf.packet_path import hook_probe
 from kbpf.dataplane.bpf.packet_path.device_roles import DeviceRole, decide_roles
-from kbpf.dataplane.bpf.packet_path.hook_probe import ACTION_NAMES, ORDER_HINT, Point, ProbeOutcome
+from kbpf.dataplane.bpf.packet_path.hook_probe import ORDER_HINT, Point, ProbeOutcome
 from kbpf.dataplane.bpf.programs import foreign
 from kbpf.errors import KernelError
 from kbpf.kernel.bpf import syscalls
@@ -138,10 +138,10 @@ def _read_names(points: Iterable[Point]) -> dict[int, str]:
 def describe_outcome(outcome: ProbeOutcome) -> str:
     """Why kbpf's program did not see the packet."""
     if outcome.taker is not None:
-        action = ACTION_NAMES.get(outcome.result, "")
+        action = hook_probe.format_action(outcome.result)
         return (
             f"{_describe_runner(outcome.taker)} runs before kbpf's program and returned "
-            f"{outcome.result} ({action}), so kbpf's program did not see the packet"
+            f"{action}, so kbpf's program did not see the packet"
         )
     before = ", ".join(map(_describe_runner, outcome.point.before_ours))
     return f"kbpf's program did not see the packet; before it: {before or 'nothing'}"

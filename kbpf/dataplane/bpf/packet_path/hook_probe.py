@@ -34,7 +34,7 @@ CLIENT4: Final = parse_addr("192.0.2.171")
 CLIENT6: Final = parse_addr("2001:db8::6b62:7066")
 TC_ACT_UNSPEC: Final = -1
 """Also TCX_NEXT: the next program decides."""
-ACTION_NAMES: Final = {
+_ACTION_NAMES: Final = {
     -1: "TC_ACT_UNSPEC", 0: "TC_ACT_OK", 1: "TC_ACT_RECLASSIFY", 2: "TC_ACT_SHOT", 3: "TC_ACT_PIPE",
     4: "TC_ACT_STOLEN", 7: "TC_ACT_REDIRECT", 8: "TC_ACT_TRAP",
 }  # fmt: skip
@@ -84,6 +84,11 @@ class ProbeOutcome(NamedTuple):
     reached: bool
     taker: Runner | None = None
     result: int = TC_ACT_UNSPEC
+
+
+def format_action(result: int) -> str:
+    """What a program returned, as a number and by its name in linux/pkt_cls.h."""
+    return f"{result} ({_ACTION_NAMES.get(result, '')})"
 
 
 def list_points(kernel: TcAttacher, devices: Iterable[Device]) -> tuple[Point, ...]:

@@ -17,10 +17,10 @@ from typing import Final, NamedTuple
 from kbpf.dataplane.bpf.hooks import HOOKS
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.dataplane.bpf.packet_path.hook_probe import (
-    ACTION_NAMES,
     ORDER_HINT,
     HookProber,
     Point,
+    format_action,
 )
 from kbpf.dataplane.bpf.programs.unpinned import attached_program_ids, is_kbpf_program
 from kbpf.errors import KernelError
@@ -189,11 +189,11 @@ def format_lines(programs: Collection[ForeignProgram]) -> Iterator[str]:
         suffix = f" and {counts[key] - 1} more" if counts[key] > 1 else ""
         name = program.name or "without a name"
         if program.result is not None:
-            action = ACTION_NAMES.get(program.result, "")
+            action = format_action(program.result)
             yield (
                 f"{name} (id {program.program}) runs before kbpf's program at {location}{suffix} "
-                f"and returned {program.result} ({action}) for a test packet, so kbpf's program "
-                f"did not see it; {ORDER_HINT}"
+                f"and returned {action} for a test packet, so kbpf's program did not see it; "
+                f"{ORDER_HINT}"
             )
             continue
         if program.is_ahead:
