@@ -22,11 +22,10 @@ from tests.support.cluster.kube_objects import (
     service,
     slice_port,
 )
-from tests.support.lab.lab import PATIENCE, Place, ip, run, until
+from tests.support.lab.lab import PATIENCE, V1_ONLY, Place, ip, run, until
 from tests.support.lab.web import get
 
 NODE_IP, CLIENT_IP, POD_IP, VIP = "198.18.0.1", "198.18.0.9", "10.244.1.2", "10.96.0.20"
-V1_ONLY = 'umount -l $(findmnt -t cgroup2 -no TARGET) && exec "$@"'
 OBJECTS = (
     node("bare", NODE_IP),
     service("web", port(80, node_port=30020), type="NodePort", cluster_ip=VIP),
@@ -67,11 +66,11 @@ def log(places: dict[str, Place], tmp_path_factory: pytest.TempPathFactory) -> I
     (folder / "objects").mkdir()
     (folder / "objects" / "all.yaml").write_text(yaml.safe_dump_all(OBJECTS))
     command = (
-        "unshare", "--mount", "sh", "-c", V1_ONLY, "sh",
-        sys.executable, "-m", "kbpf", "run", "--hostname-override", "bare", "--mode", "bpf",
-        "--source", str(folder / "objects"), "--state-dir", str(folder / "state"),
-        "--cache-dir", str(artifacts.compiled()),
-    )  # fmt: skip
+        *V1_ONLY,
+        *(sys.executable, "-m", "kbpf", "run", "--mode", "bpf", "--hostname-override", "bare"),
+        *("--source", str(folder / "objects"), "--state-dir", str(folder / "state")),
+        *("--cache-dir", str(artifacts.compiled())),
+    )
     with (folder / "log").open("wb") as output, subprocess.Popen(command, stderr=output) as agent:
         try:
             until("the agent is ready", lambda: _is_ready(agent), 4 * PATIENCE)
@@ -128,7 +127,7 @@ def test_agent_says_what_is_missing_and_has_no_error(log: Path) -> None:
 def test_check_finds_the_node_usable() -> None:
     command = (sys.executable, "-m", "kbpf", "check", "--cache-dir", str(artifacts.compiled()))
     done = subprocess.run(
-        ["unshare", "--mount", "sh", "-c", V1_ONLY, "sh", *command],
+        [*V1_ONLY, *command],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

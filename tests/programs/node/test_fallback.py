@@ -26,7 +26,7 @@ from kbpf.kernel.bpf.objects import Program
 from tests.support import prometheus
 from tests.support.cluster.kube_objects import endpoint, endpoint_slice, node, service, slice_port
 from tests.support.features import lacking
-from tests.support.lab.lab import Agent, Lab, Place, ip, until
+from tests.support.lab.lab import V1_ONLY, Agent, Lab, Place, ip, until
 from tests.support.lab.web import get
 
 DENY = Path(__file__).parents[2] / "support" / "faults" / "deny.py"
@@ -132,7 +132,6 @@ class CDLL(ctypes.CDLL):
         super().__init__(name, *more, **options)
 ctypes.CDLL = CDLL
 """
-PART_OF_CGROUP2 = 'umount -l $(findmnt -t cgroup2 -no TARGET) && exec unshare --cgroup "$@"'
 CAUSES = (
     Cause("no bpf(2)", FallbackReason.NO_BPF, wrapper=deny(errno.ENOSYS)),
     Cause(
@@ -155,7 +154,7 @@ CAUSES = (
         "only a part of cgroup v2",
         FallbackReason.NO_CGROUP,
         extra=lambda _: ("--cgroup", ""),
-        wrapper=lambda _: ("unshare", "-m", "sh", "-c", PART_OF_CGROUP2, "sh"),
+        wrapper=lambda _: (*V1_ONLY, "unshare", "--cgroup"),
     ),
     Cause(
         "no BCC, and nothing compiled",

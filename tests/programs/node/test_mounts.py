@@ -19,7 +19,7 @@ from kbpf.kernel.system.mounts import (
     list_mounts,
     parse_mountinfo,
 )
-from tests.support.lab.lab import PATIENCE, cgroup2, inside, remove_cgroup, run
+from tests.support.lab.lab import PATIENCE, V1_ONLY, cgroup2, inside, remove_cgroup, run
 from tests.support.plane import BPFFS
 
 ROOT = Path(__file__).parents[3]
@@ -108,7 +108,6 @@ def test_mounts_of_this_machine():
     assert not is_bpffs(Path("/tmp/is/not/there"))
 
 
-V1_ONLY = 'umount -l $(findmnt -t cgroup2 -no TARGET) && exec "$@"'
 ROOT_OR_ERROR = (
     "from kbpf.kernel.system import mounts\n"
     "try: root = mounts.find_cgroup_root(); print(root.stat().st_ino, mounts.is_cgroup2(root))\n"
@@ -137,7 +136,7 @@ def test_hierarchy_of_a_node_with_cgroup_v1_only_is_mounted(name: str):
     folder = cgroup2() / f"kbpf-test-{os.getpid()}"
     folder.mkdir()
     try:
-        inner = run(*inside(None, folder, "unshare", "-m", "sh", "-c", V1_ONLY, "sh", *python))
+        inner = run(*inside(None, folder, *V1_ONLY, *python))
     finally:
         remove_cgroup(folder)
     assert inner.strip() == output

@@ -49,6 +49,14 @@ def cgroup2() -> Path:
     raise RuntimeError("no cgroup v2 on this machine: mount one to run the tests")
 
 
+V1_ONLY = (
+    *("unshare", "--mount", "sh", "-c"),
+    'umount -l $(findmnt -t cgroup2 -no TARGET) && exec "$@"',
+    "sh",
+)
+"""The start of a command line that runs a command as on a node with cgroup v1 only."""
+
+
 def run(*command: str, stdin: str | None = None) -> str:
     """The output of a command, which must succeed."""
     done = subprocess.run(command, input=stdin, text=True, capture_output=True, check=False)
