@@ -37,7 +37,7 @@ def kube_proxy_row() -> CheckRow:
 
 
 def balancer_row(pin_dir: Path, cgroup: Path | None) -> CheckRow:
-    """Whether another load balancer serves Services on this node; kbpf does not start beside it."""
+    """Whether another load balancer serves Services on this node; then kbpf refuses to start."""
     try:
         root = cgroup or mounts.find_cgroup_root()
     except KernelError as error:

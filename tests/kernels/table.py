@@ -21,7 +21,7 @@ NO_RESULT = "no result"
 @dataclass(frozen=True, slots=True)
 class Feature:
     """A row of the table, the tests that prove it, and the mode of the lab's agents. `boot`: more
-    words for the kernel's command line; such a feature has a guest of its own.
+    words for the kernel's command line; such a feature has a separate guest.
     """
 
     name: str

@@ -3,7 +3,7 @@
 
 Filters run in the order of their priorities; of those with one priority the newest runs first. Ours
 are recognized by handle and name. They run first at ingress (priority 1) and last at egress
-(priority 65535), or as close to that as the filters of others allow: all filters of one priority
+(priority 65535), or as close to that as other tools' filters allow: all filters of one priority
 have the same kind and protocol. A filter cannot be moved, so it is replaced by a new one with our
 other handle; a packet meets both for a moment, rather than none.
 

@@ -116,7 +116,7 @@ def node_resource(name: str, scope: str) -> Resource:
 
 def exempt_pod_resource(node: str, with_meshes: bool, is_optional: bool = False) -> Resource:
     """The running Pods of this node, or only those with the label kbpf.io/socket-lb=off. Most
-    meshes mark Pods by annotations, by which a server cannot select.
+    meshes mark Pods by annotations, and a server cannot select by these.
     """
     return Resource(
         Kind.POD,

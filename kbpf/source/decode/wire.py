@@ -276,7 +276,7 @@ class PodAnnotations(
         "consul": "consul.hashicorp.com/transparent-proxy-status",
     },
 ):
-    """The marks by which service meshes show that they redirect a Pod's traffic."""
+    """The annotations of service meshes that redirect a Pod's traffic."""
 
     istio_sidecar: str | None = None
     istio_ambient: str | None = None

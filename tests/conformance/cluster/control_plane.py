@@ -131,7 +131,7 @@ def _is_ready(cluster: Cluster) -> bool:
 
 
 def start_load_balancer(cluster: Cluster) -> None:
-    """It runs in the fabric, not on a machine, but in a cgroup of its own."""
+    """It runs in the fabric's network namespace, and has a separate cgroup."""
     log = cluster.files(FABRIC, "log", "load-balancer.log")
     log.parent.mkdir(parents=True)
     name = cluster.global_name(FABRIC)

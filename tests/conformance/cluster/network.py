@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The network: one bridge in a namespace of its own, the fabric, connects the machines and is the
+"""The network. A bridge in a separate namespace, the fabric, connects the machines and is the
 default gateway of each. It answers "unreachable" for the rest of the world. The client is on
 another network, which the fabric routes.
 """

@@ -53,8 +53,8 @@ def cluster(request: pytest.FixtureRequest, cni_programs: None) -> Iterator[CniC
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A connection: who dials which kind of address of which Service (0 to 9, in the protocol's
-    row of ten), on which node; which backends answer, and whose address they see.
+    """A connection: its client, the kind of address that it dials, the Service (0 to 9, in the
+    protocol's row of ten) and the node; which backends answer, and which address they see.
     """
 
     client: str

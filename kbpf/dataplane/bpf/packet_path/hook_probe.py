@@ -104,9 +104,9 @@ def list_points(kernel: TcAttacher, devices: Iterable[Device]) -> tuple[Point, .
 def select_representative(
     points: Iterable[Point], names: Mapping[int, str], host: Collection[int]
 ) -> tuple[Point, ...]:
-    """Leaves out points that have nothing new to show: of the devices to pods, all but the first
-    with the same programs of others. `names`: of programs, by id. `host`: ifindexes of devices to
-    other machines, which all are kept, up to MAX_PROBED devices.
+    """Of the devices to pods, keeps the first with each list of programs. `host`: ifindexes of
+    devices to other machines, which are all kept, up to MAX_PROBED devices. `names`: of programs,
+    by id.
     """
     selected: list[Point] = []
     shapes = set()
@@ -149,8 +149,8 @@ def probe(fragments: Map, point: Point, frontend: Addr, port: int) -> ProbeOutco
 
 
 class HookProber:
-    """Probes the hooks at which programs of others are before ours, once for each list of programs.
-    For the device thread.
+    """Probes the hooks at which other tools' programs run before ours, once for each list of
+    programs. For the device thread.
     """
 
     def __init__(self, fragments: Map) -> None:

@@ -41,8 +41,8 @@ REFUSED_PREFIXES: Final = {
     "cali_tc_preamb": "Calico's eBPF mode",
 }
 """Name prefixes of programs that translate Services, and whose they are. The kernel has the first
-15 characters of a name. (Cilium's programs on devices are there without a kube-proxy replacement,
-too.)"""
+15 characters of a name. (Cilium attaches programs to devices even if it does not replace
+kube-proxy.)"""
 SWITCH_OFF_HINT: Final = (
     "switch it off (Cilium: kubeProxyReplacement false and socketLB.enabled false; Calico: "
     "linuxDataplane Iptables or Nftables) and restart its agent, or do not run kbpf on this node; "
