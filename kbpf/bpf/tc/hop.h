@@ -218,7 +218,7 @@ next_hop_of_flow(struct __sk_buff *skb, const struct packet *p, const struct tup
 }
 
 /* Whether packets between these two devices have to take the stack. bpf_redirect_neigh() sets no
- * route on a packet, and a tunnel without a remote address of its own (tunl0, flannel.ipip) sends
+ * route on a packet, and a tunnel without a configured remote address (tunl0, flannel.ipip) sends
  * it to the next hop of its route, or drops it. And before v5.14 (7ad136fd288c and its neighbours)
  * a packet that leaves a tunnel still has its outer headers, which a redirect would send on. */
 static __always_inline bool needs_stack(const struct device *from, const struct device *to)
@@ -241,11 +241,6 @@ static __always_inline int redirect_packet(struct __sk_buff *skb, const struct d
 {
 	struct redir_neigh neighbour = {.family = hop->family, .address = hop->address};
 
-	/* Only a packet of the node's own sockets gets here: others take the stack. It has the
-	 * route to the Service, so the tunnel would send it to the wrong machine. The helper could
-	 * look up another route, but would leak that one. */
-	if (to->flags & DEVICE_NBMA)
-		return finish(TC_ACT_SHOT, NO_ROUTE);
 	if (drop_priority_tag(skb))
 		return finish(TC_ACT_SHOT, NOT_REWRITTEN);
 	/* bpf_redirect_peer() skips the qdisc and the neighbour code, so the MAC addresses have to

@@ -512,15 +512,16 @@ static __always_inline int forward_known(struct __sk_buff *skb, struct scratch *
 	struct tuple *new = &result->to_stack;
 	struct packet *p = &s->packet;
 	struct device *to = NULL;
+	bool bypasses = result->path != PATH_STACK && !result->host_device;
 	int action = TC_ACT_UNSPEC;
 	u32 mtu = 0;
 
-	if (result->path != PATH_STACK && !result->host_device)
+	if (bypasses)
 		to = next_hop_of_flow(skb, p, &result->to_device, &result->flow->out, &s->hop,
 				      result->now);
 	if (to && needs_stack(device, to)) /* the route has changed, or replies come another way */
 		to = NULL;
-	if (!to && result->path != PATH_STACK && !result->host_device)
+	if (!to && bypasses)
 		mtu = exceeded_mtu(&s->hop);
 	/* The stack could tell the sender, but conntrack may call its error invalid. */
 	if (mtu && p->fragment != LATER && mtu < wire_length(skb, p) && dont_fragment(skb, p))
