@@ -30,7 +30,12 @@ def main(url: str) -> None:
                 known.discard(str(event.key))
 
     cluster = Cluster(Access(url, "the test"))
-    watched = (SERVICES, SLICES, own_node_resource("good"), exempt_pod_resource("good", with_meshes=True))
+    watched = (
+        SERVICES,
+        SLICES,
+        own_node_resource("good"),
+        exempt_pod_resource("good", with_meshes=True),
+    )
     reflectors = [Reflector(cluster, resource, put) for resource in watched]
     for reflector in reflectors:
         reflector.start()
