@@ -76,6 +76,11 @@ class SharedAccess:
         """The kernel's counters that are cheap to read. Any thread may call, one at a time."""
         return DataPlaneMetrics()
 
+    def refresh_neighbours(self) -> None:
+        """Looks for a kube-proxy on this node, if that is due. May wait for seconds. Called by the
+        thread of count_traffic().
+        """
+
     def count_traffic(self, pause: Pause) -> TrafficStats:
         """The counters that are expensive to read. Any thread may call, one at a time, also during
         read_metrics(). `pause` is called between pieces of the work.

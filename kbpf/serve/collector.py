@@ -35,15 +35,18 @@ MAX_PAUSE_S: Final = 0.1
 
 class BackgroundCollector:
     """Collects in a separate thread; see the module. Call start() and stop() once each; the other
-    methods are thread-safe.
+    methods are thread-safe. `refresh` is called before each collection, and limits its own CPU
+    time.
     """
 
     def __init__(
         self,
         count_traffic: Callable[[Pause], TrafficStats],
         format_traffic: Callable[[TrafficStats], list[str]],
+        refresh: Callable[[], None] = lambda: None,
     ) -> None:
         self._count_traffic, self._format_traffic = count_traffic, format_traffic
+        self._refresh = refresh
         self._lines = b""
         self._wake, self._stop = threading.Event(), threading.Event()
         self._last_scrape = float("-inf")
@@ -91,6 +94,7 @@ class BackgroundCollector:
                 if self._stop.is_set():
                     return
             threads.heartbeat()
+            self._refresh()
             start = time.thread_time()
             self.collect(_Throttle(self._stop).pause)
             cost = time.thread_time() - start

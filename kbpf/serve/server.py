@@ -48,6 +48,9 @@ class MetricsReader(Protocol):
     def read_metrics(self) -> DataPlaneMetrics:
         """Reads the metrics that need no walk over the connections."""
 
+    def refresh_neighbours(self) -> None:
+        """Looks for a kube-proxy, if that is due."""
+
     def count_traffic(self, pause: Pause) -> TrafficStats:
         """Walks the connections, which takes long. `pause` is called after each chunk of work."""
 
@@ -74,7 +77,9 @@ class AgentServer:
         self._serving, self._flags, self._warnings = config.serving, flags, warnings
         self._collector = (
             BackgroundCollector(
-                lambda pause: find_reader().count_traffic(pause), self._format_traffic
+                lambda pause: find_reader().count_traffic(pause),
+                self._format_traffic,
+                lambda: find_reader().refresh_neighbours(),
             )
             if find_reader is not None
             else None

@@ -16,9 +16,9 @@ STOP_HINT: Final = (
     "if it is not meant to run beside kbpf, stop it (docs/migration.md); where both serve, kbpf is "
     "first"
 )
-
-
 CHECK_INTERVAL_S: Final = 60.0
+MAX_CPU_SHARE: Final = 0.005
+"""Of the time of one CPU: reading the rules of a large cluster takes a second."""
 
 
 class KubeProxyState(NamedTuple):
@@ -56,17 +56,22 @@ def _where_it_runs(detection: Detection) -> str:
 
 
 class KubeProxyWatch:
-    """The state for metrics, at most CHECK_INTERVAL_S old. For one thread, which may wait."""
+    """The state for metrics. refresh() may wait, so it has a thread that may; any thread may read
+    `state`.
+    """
 
     def __init__(self) -> None:
-        self._state = KubeProxyState()
+        self.state = KubeProxyState()
         self._due = float("-inf")
 
-    def read(self) -> KubeProxyState:
-        if time.monotonic() >= self._due:
-            self._state = find_kube_proxy()
-            self._due = time.monotonic() + CHECK_INTERVAL_S
-        return self._state
+    def refresh(self) -> None:
+        """Looks again if CHECK_INTERVAL_S have passed, and more if looking takes long."""
+        if time.monotonic() < self._due:
+            return
+        start = time.thread_time()
+        self.state = find_kube_proxy()
+        cost = time.thread_time() - start
+        self._due = time.monotonic() + max(CHECK_INTERVAL_S, cost / MAX_CPU_SHARE)
 
 
 def describe(state: KubeProxyState) -> tuple[str, str]:

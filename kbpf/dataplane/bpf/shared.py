@@ -29,8 +29,11 @@ class BpfAccess(SharedAccess):
             foreign_programs=len(self.attachments.foreign_programs()),
         )
 
+    def refresh_neighbours(self) -> None:
+        self.kube_proxy.refresh()
+
     def count_traffic(self, pause: Pause) -> TrafficStats:
-        kube_proxy = self.kube_proxy.read()
+        kube_proxy = self.kube_proxy.state
         return msgspec.structs.replace(
             self.collector.count(pause),
             kube_proxy_running=bool(kube_proxy.running),

@@ -3,6 +3,7 @@
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -62,6 +63,22 @@ def test_collects_again_while_scraped(made: BackgroundCollector, monkeypatch: py
     made.start()
     until("three collections", lambda: number(made) >= 3)
     monkeypatch.setattr(collector, "ACTIVE_AFTER_SCRAPE_S", -1.0)
+
+
+def test_refreshing_does_not_delay_the_next_collection(source: Source):
+    """At MAX_CPU_SHARE, a tenth of a second of CPU time would delay it by 20 s."""
+
+    def burn() -> None:
+        end = time.thread_time() + 0.1
+        while time.thread_time() < end:
+            pass
+
+    one = BackgroundCollector(source.count, source.show, burn)
+    one.start()
+    try:
+        until("ten collections", lambda: number(one) >= 10)
+    finally:
+        one.stop()
 
 
 def test_pauses_without_scrapes(

@@ -100,6 +100,7 @@ def test_kube_proxy_is_named(site: Site, row: Row, tmp_path: Path) -> None:
             shown = inspect.read(Locations(site.pins, tmp_path / "none"), Part.KUBE_PROXY)
             assert shown.kube_proxy.startswith(row.line)
             assert bool(shown.kube_proxy) == bool(row.line)
+            plane.shared.refresh_neighbours()
             traffic = plane.shared.count_traffic(lambda: None)
             assert (traffic.kube_proxy_running, traffic.kube_proxy_rules) == (
                 row.running, row.rules,
