@@ -39,6 +39,8 @@ MASQUERADE_COMMENT: Final = "kbpf: masqueraded"
 KEEPALIVE_COMMENT: Final = "kbpf-keepalive: connections of kube-proxy"
 """The comment of our rule for connections of a removed kube-proxy."""
 FILTER_TABLES: Final = (("ip", "filter"), ("ip6", "filter"))
+SERVICE_PROXY_TABLES: Final = frozenset(("kube-proxy", "kbpf", "kbpf-keepalive"))
+"""Tables of Service proxies: their own rules are not a firewall of the host."""
 # Tables of iptables-legacy only: those of iptables-nft are tables of nf_tables.
 LEGACY_TABLE_NAMES: Final = {
     "ip": Path("/proc/thread-self/net/ip_tables_names"),
@@ -238,7 +240,9 @@ def list_other_drop_chains(listing: Iterable[Json] | None = None) -> tuple[str, 
         if location[:2] in FILTER_TABLES or chain.get("hook") != "forward":
             continue
         policy_drops = chain.get("policy") == "drop"
-        rules = () if policy_drops else _read_rules(*location)  # firewalld ends in a reject rule
+        # firewalld's chain ends in a rule that rejects
+        needs_rules = not policy_drops and location[1] not in SERVICE_PROXY_TABLES
+        rules = _read_rules(*location) if needs_rules else ()
         if BaseChain(*location, policy_drops, rules).is_closed:
             names.append(" ".join(location))
     return tuple(sorted(names))

@@ -22,8 +22,6 @@ from kbpf.kernel.netfilter.forward_rules import Json
 
 NF_IP_PRI_NAT_DST: Final = -100
 NODE_PORTS: Final = range(30_000, 32_768)
-SERVICE_PROXY_TABLES: Final = frozenset(("kube-proxy", "kbpf", "kbpf-keepalive"))
-"""Tables of Service proxies: their own rules are not a firewall of the host."""
 CALICO_CHAIN_PREFIXES: Final = ("cali-fh-", "mangle-cali-fh-")
 """Calico's chains for one host endpoint; in mangle they are preDNAT policies."""
 XT_MATCHES: Final = frozenset(
@@ -69,7 +67,11 @@ def find_chains(max_rules: int, ports: ServedPorts) -> EarlyChains:
     tables: dict[tuple[str, str], dict[str, list[EarlyRule]] | None] = {}
     for chain in forward_rules.list_chains():
         table = str(chain.get("family", "")), str(chain.get("table", ""))
-        if table[0] not in nft.NFPROTO or table[1] in SERVICE_PROXY_TABLES or not _is_early(chain):
+        if (
+            table[0] not in nft.NFPROTO
+            or table[1] in forward_rules.SERVICE_PROXY_TABLES
+            or not _is_early(chain)
+        ):
             continue
         if table not in tables:
             is_large = nft.has_more_rules(*table, max_rules)
