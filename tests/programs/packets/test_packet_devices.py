@@ -115,8 +115,15 @@ class Node:
         return found
 
     def uses_pinned_maps(self) -> bool:
-        """Whether all attached programs read the maps that are pinned now."""
-        return self.site.use_pinned_maps(set().union(*self.attached().values()))
+        """Whether all attached programs read the maps that are pinned now. False if one has just
+        been replaced.
+        """
+        try:
+            return self.site.use_pinned_maps(set().union(*self.attached().values()))
+        except KernelError as error:
+            if error.errno != errno.ENOENT:
+                raise
+            return False
 
 
 @pytest.fixture
