@@ -11,6 +11,7 @@ namespace is the other node and all its pods.
 
 import os
 import socket
+import subprocess
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -287,9 +288,23 @@ def services() -> Iterator[ServiceState]:
                 yield service(f"s{number}-{v6:d}", frontends, to, protocol)
 
 
-@pytest.fixture(scope="module", params=FORWARDINGS)
-def world(request: pytest.FixtureRequest, artifact_cache: Path) -> Iterator[World]:
+@pytest.fixture(scope="module")
+def tunnel_modules() -> Iterator[None]:
+    """Loads the modules, and removes them, since each adds a device to every namespace."""
+
+    def remove() -> bool:
+        command = ("modprobe", "--remove", *TUNNEL_MODULES)
+        return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
     modules.load(TUNNEL_MODULES)
+    yield
+    until("the modules are removed", remove)
+
+
+@pytest.fixture(scope="module", params=FORWARDINGS)
+def world(
+    request: pytest.FixtureRequest, artifact_cache: Path, tunnel_modules: None
+) -> Iterator[World]:
     with ExitStack() as own:
         made = World(own)
         made.site = own.enter_context(sites(artifact_cache))(node=made.node)

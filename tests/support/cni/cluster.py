@@ -22,6 +22,9 @@ from tests.support.lab.field import Field
 from tests.support.lab.lab import DIE_WITH_US, PATIENCE, Agent, Lab, Node, inside, ip, run, until
 from tests.support.lab.podnet import Pod
 
+GRACE_SECONDS = 30
+"""terminationGracePeriodSeconds of a pod that does not set it."""
+
 
 class Daemon:
     """A CNI's daemon on one node."""
@@ -52,10 +55,13 @@ class Daemon:
         return self
 
     def stop(self) -> None:
-        """Sends SIGTERM, as the kubelet does."""
+        """Sends SIGTERM, and SIGKILL after GRACE_SECONDS, as the kubelet does."""
         assert self._process is not None
         self._process.terminate()
-        self._process.wait(PATIENCE)
+        try:
+            self._process.wait(GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.kill()
 
     def kill(self) -> None:
         if self._process is not None:
