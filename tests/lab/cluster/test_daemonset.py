@@ -426,8 +426,11 @@ def test_kbpf_commands_work_in_the_pod(pods: PodCluster, command: tuple[str, ...
         raise
 
 
-def test_kbpf_commands_in_the_pod_use_the_configmaps_folders(web: PodCluster) -> None:
-    """The commands find the agent's folders without flags, though its pins are elsewhere."""
+@pytest.mark.parametrize("place", ["config.conf", "kbpf-settings"])
+def test_kbpf_commands_in_the_pod_use_the_configmaps_folders(web: PodCluster, place: str) -> None:
+    """The commands find the agent's folders without flags, though its pins are elsewhere: by the
+    file, or by the environment variables of the ConfigMap kbpf-settings.
+    """
     agents = running(web)
     (daemonset,) = web.kubectl.objects(*SPACE, "get", "ds", "kube-proxy")
     (told,) = web.kubectl.objects(*SPACE, "get", "cm", "kube-proxy")
@@ -439,7 +442,11 @@ def test_kbpf_commands_in_the_pod_use_the_configmaps_folders(web: PodCluster) ->
     try:
         for agent in agents:
             agent.pin_dir = agent.pin_dir.rename(agent.bpffs / "elsewhere")
-        web.kubectl(*SPACE, "patch", "cm", "kube-proxy", "--type=merge", "-p", json.dumps(told))
+        if place == "config.conf":
+            web.kubectl(*SPACE, "patch", "cm", "kube-proxy", "--type=merge", "-p", json.dumps(told))
+        else:
+            setting = "--from-literal=PIN_DIR=/sys/fs/bpf/elsewhere"
+            web.kubectl(*SPACE, "create", "configmap", "kbpf-settings", setting)
         kept = {key: daemonset["metadata"][key] for key in ("name", "namespace", "labels")}
         web.kube.create({**daemonset, "metadata": kept, "status": {}})
         web.kubelets.sync()
@@ -452,6 +459,7 @@ def test_kbpf_commands_in_the_pod_use_the_configmaps_folders(web: PodCluster) ->
             assert done.returncode == 0, done
     finally:
         web.kubectl(*SPACE, "delete", "daemonset", "kube-proxy", "--ignore-not-found")
+        web.kubectl(*SPACE, "delete", "configmap", "kbpf-settings", "--ignore-not-found")
         web.kubelets.sync()
         for agent in agents:
             agent.pin_dir = agent.bpffs / "kbpf"

@@ -57,6 +57,8 @@ class PodAgent(Agent):
         self._is_kube_proxy = False
         self.versions: dict[str, Path] = {}
         """Image name → the folder of its kbpf/; all other images have this tree's."""
+        self.env_from: dict[str, str] = {}
+        """Environment variables of the next container, from ConfigMaps."""
         self._container: Container | None = None
         self._count = 0
 
@@ -133,6 +135,7 @@ class PodAgent(Agent):
         if (other := self.versions.get(container["image"])) is not None:
             compileall.compile_dir(other, quiet=1)  # else each process in the pod does
             image = replace(image, instead={ROOT / "kbpf": other})
+        image = replace(image, env={**image.env, **self.env_from})
         config = oci_config(spec, image, host)
         return Container(config, folder, name, self.node.cgroup / "host", log)
 

@@ -234,7 +234,10 @@ class Kubelets:
     # ---- volumes ---------------------------------------------------------------------------
 
     def _needs(self, agent: "PodAgent", spec: Object) -> tuple[dict[str, Path], Path | None]:
-        """The volumes with objects of the API server, and the ServiceAccount's if it is mounted."""
+        """The volumes with objects of the API server, and the ServiceAccount's if it is mounted.
+        Stores the environment variables that come from ConfigMaps.
+        """
+        agent.env_from = self._env_from(spec)
         volumes = {}
         for volume in spec.get("volumes", ()):
             if given := volume.get("configMap"):
@@ -243,6 +246,19 @@ class Kubelets:
         if not spec.get("automountServiceAccountToken", True):
             return volumes, None
         return volumes, self._account(agent, spec["serviceAccountName"])
+
+    def _env_from(self, spec: Object) -> dict[str, str]:
+        made: dict[str, str] = {}
+        maps = {
+            each["metadata"]["name"]: each for each in self._kube.list("ConfigMap", SPACE)["items"]
+        }
+        for container in spec["containers"]:
+            for source in container.get("envFrom", ()):
+                name = source["configMapRef"]["name"]
+                assert name in maps or source["configMapRef"].get("optional"), name
+                for key, value in maps.get(name, {}).get("data", {}).items():
+                    made[f"{source.get('prefix', '')}{key}"] = value
+        return made
 
     def _config_map(self, agent: "PodAgent", name: str, optional: bool) -> Path:
         there = {each["metadata"]["name"] for each in self._kube.list("ConfigMap", SPACE)["items"]}
