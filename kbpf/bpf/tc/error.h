@@ -84,7 +84,7 @@ int tc_icmp_in(struct __sk_buff *skb)
 		return redirect_packet(skb, device, to, &s->hop);
 	/* From the frontend: a reverse path filter expects it where the request left. */
 	if (result.host_device && !same_address(&outer.from.address, &p->tuple.from.address))
-		return deliver_to_host(skb, device, result.host_device);
+		return deliver_to_host(skb, device, result.host_device, &p->l3);
 	if (result.masqueraded)
 		mark_masqueraded(skb, true);
 	return TC_ACT_UNSPEC;

@@ -262,17 +262,42 @@ static __always_inline int redirect_packet(struct __sk_buff *skb, const struct d
 	return finish(redirect_neigh(hop->ifindex, &neighbour), REDIRECTED);
 }
 
-/* A reply to this node's own socket: delivers it on the device that the request left by. */
+struct eth_header {
+	u8 to[6];
+	u8 from[6];
+	__be16 protocol;
+};
+
+/* Gives a packet the link-layer header of the device that it is delivered on. The kernel removes
+ * the header of a packet for a device without one. */
+static __always_inline int change_link(struct __sk_buff *skb, const struct device *from,
+				       const struct device *to)
+{
+	struct eth_header header = {.protocol = skb->protocol};
+
+	if (!to->l2)
+		return 0;
+	if (from->l2)
+		return bpf_skb_store_bytes(skb, 0, to->mac, sizeof(to->mac), 0);
+	__builtin_memcpy(header.to, to->mac, sizeof(header.to));
+	__builtin_memcpy(header.from, to->mac, sizeof(header.from));
+	return bpf_skb_change_head(skb, sizeof(header), 0) ||
+	       bpf_skb_store_bytes(skb, 0, &header, sizeof(header), 0);
+}
+
+/* A packet for this node's own socket: delivers it on the device that the socket sends by, where a
+ * reverse path filter expects it. `l3`: the offset of its IP header, which
+ * may change. */
 static __always_inline int deliver_to_host(struct __sk_buff *skb, const struct device *from,
-					   u32 ifindex)
+					   u32 ifindex, u32 *l3)
 {
 	struct device *to = device_at(ifindex);
 
-	/* It is on that device already, or that device has another link-layer header. */
-	if (ifindex == skb->ifindex || !to || to->l2 != from->l2)
+	if (ifindex == skb->ifindex || !to) /* it is on that device already */
 		return TC_ACT_UNSPEC;
-	if (drop_priority_tag(skb) ||
-	    (to->l2 && bpf_skb_store_bytes(skb, 0, to->mac, sizeof(to->mac), 0)))
+	if (drop_priority_tag(skb) || change_link(skb, from, to))
 		return finish(TC_ACT_SHOT, NOT_REWRITTEN);
+	if (to->l2)
+		*l3 = to->l2;
 	return finish(bpf_redirect(ifindex, BPF_F_INGRESS), REDIRECTED);
 }

@@ -514,7 +514,7 @@ static __always_inline int forward_known(struct __sk_buff *skb, struct scratch *
 	struct device *to = NULL;
 	bool bypasses = result->path != PATH_STACK && !result->host_device;
 	int action = TC_ACT_UNSPEC;
-	u32 mtu = 0;
+	u32 mtu = 0, l3 = p->l3;
 
 	if (bypasses)
 		to = next_hop_of_flow(skb, p, &result->to_device, &result->flow->out, &s->hop,
@@ -536,10 +536,10 @@ static __always_inline int forward_known(struct __sk_buff *skb, struct scratch *
 	if (to)
 		action = redirect_packet(skb, device, to, &s->hop);
 	else if (result->host_device)
-		action = deliver_to_host(skb, device, result->host_device);
+		action = deliver_to_host(skb, device, result->host_device, &l3);
 	else if (result->masqueraded)
 		mark_masqueraded(skb, true);
-	return finish_rewrite(skb, s, new, action, to ? ETH_HLEN : p->l3);
+	return finish_rewrite(skb, s, new, action, to ? ETH_HLEN : l3);
 }
 
 /* A reply has left the stack by another device than its client's packets came in by (or an ICMP

@@ -40,7 +40,7 @@ STRICT = "for f in /proc/sys/net/ipv4/conf/*/rp_filter; do echo 1 > $f; done"
 
 @pytest.fixture(
     scope="module",
-    params=[(how, kind) for how in FORWARDINGS for kind in ("routers", "answers", "vxlan")],
+    params=[(how, kind) for how in FORWARDINGS for kind in ("routers", "answers", "vxlan", "tun")],
     ids="-".join,
 )
 def net(request: pytest.FixtureRequest) -> Iterator[PodNetwork]:
