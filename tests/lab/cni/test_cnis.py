@@ -177,8 +177,11 @@ def firewall(cluster: CniCluster) -> Iterator[None]:
 
 @contextlib.contextmanager
 def bridges_pass_netfilter(cluster: CniCluster, value: int) -> Iterator[None]:
+    """Starts without conntrack entries: with br_netfilter on, those of replies that conntrack saw
+    before they were translated stay for minutes, and make a later flow with their ports invalid.
+    """
     keys = [f"net.bridge.bridge-nf-call-{program}" for program in ("iptables", "ip6tables")]
-    on_nodes(cluster, *(f"sysctl -qw {key}={value}" for key in keys))
+    on_nodes(cluster, *(f"sysctl -qw {key}={value}" for key in keys), "conntrack -F")
     try:
         yield
     finally:
