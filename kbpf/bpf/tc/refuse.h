@@ -98,6 +98,7 @@ static __always_inline int refuse_tcp(struct __sk_buff *skb, struct packet *p)
 #define QUOTED_TCP 20 /* a device may have to complete the checksum in the quote */
 #define QUOTED_SCTP (SCTP_HEADER + 8)
 #define MIN_QUOTE 28
+#define MAX_IP4_HEADER 60
 #define barrier_var(v) asm volatile("" : "+r"(v))
 
 struct icmp_header {
@@ -151,6 +152,28 @@ static __always_inline int fix_partial_check(struct __sk_buff *skb, const struct
 					 __builtin_bswap16(ip_length(skb, p) - (p->l4 - p->l3)),
 					 IPPROTO_TCP);
 	return 0;
+}
+
+/* Whether the stack would accept this IP header. It discards packets with a wrong checksum or
+ * length without an answer (RFC 1122, 3.2.1.2): their source may be wrong, too. With GSO the length
+ * may be 0 (BIG TCP). */
+static __always_inline bool is_valid_header(struct __sk_buff *skb, const struct packet *p)
+{
+	u64 size = p->l4 - p->l3;
+	u32 length = ip_length(skb, p);
+	u8 header[MAX_IP4_HEADER] = {};
+
+	if (!skb->gso_size && (length < size || length > skb->len - p->l3))
+		return false;
+	if (p->v6)
+		return true;
+	/* Two separate comparisons, as in quote_packet(). */
+	if (size > sizeof(header))
+		return false;
+	barrier_var(size);
+	if (size < sizeof(struct ip4_header) || bpf_skb_load_bytes(skb, p->l3, header, size))
+		return false;
+	return !fold(bpf_csum_diff(NULL, 0, (__be32 *)header, sizeof(header), 0));
 }
 
 static __always_inline u32 quoted_bytes(u8 protocol)
@@ -310,6 +333,8 @@ int tc_refuse(struct __sk_buff *skb)
 	if (!device || !s)
 		return finish(TC_ACT_SHOT, NOT_REWRITTEN);
 	p = &s->packet;
+	if (!is_valid_header(skb, p))
+		return TC_ACT_UNSPEC; /* the stack discards it */
 	if (!can_refuse(skb, p, s->mtu && !skb->ingress_ifindex))
 		return finish(TC_ACT_SHOT, s->reason);
 	if (!s->mtu && !may_refuse(p, now_ns()))

@@ -33,7 +33,7 @@ from kbpf.kernel.system import netns
 from kbpf.model.address import format_addr, parse_addr
 from kbpf.model.objects import Protocol
 from tests.support.features import lacking
-from tests.support.packets.datagrams import MAC_B
+from tests.support.packets.datagrams import MAC_B, internet_checksum
 from tests.support.packets.judge import checksums, difference
 from tests.support.packets.packets import Talk, frame, tcp, udp
 from tests.support.packets.parse import parse
@@ -351,6 +351,23 @@ def entries_of(path: Path_, own: str) -> list[bytes]:
 def states(path: Path_, own: str) -> set[int]:
     """The states in the entries of this client's flow."""
     return {FLOW.unpack(raw)[9] for raw in entries_of(path, own)}
+
+
+def with_length(packet: bytes, length: int) -> bytes:
+    """The IPv4 packet with this length in its header, and the right checksum of that."""
+    size = (packet[0] & 15) * 4
+    head = packet[:2] + struct.pack("!H", length) + packet[4:10] + b"\0\0" + packet[12:size]
+    return head[:10] + struct.pack("!H", internet_checksum(head)) + head[12:] + packet[size:]
+
+
+DAMAGED = {
+    "checksum": lambda p: p[:10] + bytes([p[10] ^ 1]) + p[11:],
+    "too long": lambda p: with_length(p, len(p) + 1),
+    "too short": lambda p: with_length(p, 19),
+    "only the header": lambda p: with_length(p, (p[0] & 15) * 4 - 1),
+}
+"""IPv4 headers that a stack discards without an answer (RFC 1122, 3.2.1.2)."""
+DAMAGED6 = {"too long": lambda p: p[:4] + struct.pack("!H", len(p) - 39) + p[6:]}
 
 
 def port_of(text: str) -> int:

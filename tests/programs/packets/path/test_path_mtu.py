@@ -6,6 +6,7 @@ import pytest
 from kbpf.dataplane.bpf.maps.layout import Reason
 from tests.programs.packets.path.single_packets import (
     CLUSTER,
+    DAMAGED,
     MTU,
     NODE,
     PORTS,
@@ -14,13 +15,14 @@ from tests.programs.packets.path.single_packets import (
     end,
     pod,
     vip,
+    with_length,
 )
 from tests.programs.packets.path.test_bypassing_errors import Bypass, bypassing, every_bypass
 from tests.support.features import lacking, needs
 from tests.support.packets.judge import checksums, difference
 from tests.support.packets.packets import chunk, icmp_error, sctp, tcp, udp
 from tests.support.packets.parse import parse
-from tests.support.packets.test_run import TC_ACT_REDIRECT
+from tests.support.packets.test_run import TC_ACT_REDIRECT, TC_ACT_UNSPEC
 
 LONG = {
     "tcp": lambda a, b, **ip: tcp(a, b, bytes(MTU), flags="A", **ip),
@@ -60,10 +62,30 @@ def test_sender_of_a_flow_that_bypasses_the_stack_gets_the_mtu(
 
 
 FIRST = {
-    "tcp": lambda a, b: tcp(a, b, flags="S"),
-    "udp": lambda a, b: udp(a, b, b"?"),
+    "tcp": lambda a, b, **ip: tcp(a, b, flags="S", **ip),
+    "udp": lambda a, b, **ip: udp(a, b, b"?", **ip),
     "sctp": sctp,
 }
+
+
+DAMAGED_LONG = {
+    "checksum": lambda kind, a, b: DAMAGED["checksum"](LONG[kind](a, b, df=True)),
+    "longer than the packet": lambda kind, a, b: DAMAGED["too long"](LONG[kind](a, b, df=True)),
+    "a short packet": lambda kind, a, b: with_length(FIRST[kind](a, b, df=True), 65_000),
+}
+
+
+@every_bypass
+@pytest.mark.parametrize("damage", DAMAGED_LONG)
+@pytest.mark.parametrize("kind", LONG)
+def test_damaged_header_gets_no_error(uplink: Path_, row: Bypass, kind: str, damage: str) -> None:
+    """The packet is left to the stack, which discards it."""
+    own, source = bypassing(uplink, 4, row, kind)
+    for ends in ((own, vip(4, row.which)), (pod(4), source)):
+        sent = DAMAGED_LONG[damage](kind, *ends)
+        before = uplink.site.reasons()
+        assert uplink.run("tc_ingress", sent) == (TC_ACT_UNSPEC, sent)
+        assert uplink.site.reasons() == before
 
 
 @both

@@ -15,6 +15,8 @@ from kbpf.model.address import parse_addr
 from tests.programs.packets.path.single_packets import (
     CLIENT,
     CLUSTER,
+    DAMAGED,
+    DAMAGED6,
     IP,
     NET,
     NONE,
@@ -96,6 +98,26 @@ def test_datagram_is_refused_with_an_icmp_error(
     assert len(about.packet) - headers == carries  # an error about SCTP (RFC 9260, section 10)
 
 
+@pytest.mark.parametrize("options", [b"", bytes([1]) * 40], ids=["", "options"])
+@pytest.mark.parametrize("kind", ["tcp", "udp", "sctp"])
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_damaged_header_is_left_to_the_stack(
+    path: Path_, kind: str, damage: str, options: bytes
+) -> None:
+    """It discards the packet. An answer would go to a source that may be wrong, and quote the
+    damage.
+    """
+    sent = DAMAGED[damage](BUILD[kind](client(4), vip(4, NONE), options=options))
+    assert path.run("tc_ingress", sent) == (TC_ACT_UNSPEC, sent)
+
+
+@pytest.mark.parametrize("kind", ["tcp", "udp", "sctp"])
+@pytest.mark.parametrize("damage", DAMAGED6)
+def test_damaged_header_of_ipv6_is_left_to_the_stack(path: Path_, kind: str, damage: str) -> None:
+    sent = DAMAGED6[damage](BUILD[kind](client(6), vip(6, NONE)))
+    assert path.run("tc_ingress", sent) == (TC_ACT_UNSPEC, sent)
+
+
 HOUR = 3600 * 10**9
 
 
@@ -142,9 +164,9 @@ class Refusals:
 
 
 BUILD = {
-    "udp": lambda a, b: udp(a, b, b"?"),
-    "sctp": lambda a, b: sctp(a, b, packets.SCTP_INIT),
-    "tcp": lambda a, b: tcp(a, b, flags="S"),
+    "udp": lambda a, b, **ip: udp(a, b, b"?", **ip),
+    "sctp": lambda a, b, **ip: sctp(a, b, packets.SCTP_INIT, **ip),
+    "tcp": lambda a, b, **ip: tcp(a, b, flags="S", **ip),
 }
 EACH = {4: RefusalLimit.PEER4, 6: RefusalLimit.PEER6}
 BUCKET = {"udp": RefusalLimit.ICMP, "sctp": RefusalLimit.ICMP, "tcp": RefusalLimit.RESET}
