@@ -12,6 +12,8 @@ forwarded:
     kept    to b0, through the stack, with the client's address
     masked  to b0, through the stack, with the node's address
     past    to r0, with the node's address; kbpf redirects it past the stack
+
+A fourth one has no endpoints: its packets are refused.
 """
 
 import contextlib
@@ -39,6 +41,7 @@ CLIENT: Final = {4: "198.51.100.7", 6: "2001:db8:9::7"}
 VIP: Final = {
     variant: {4: f"192.0.2.{n}", 6: f"2001:db8:1::{n}"} for n, variant in enumerate(VARIANTS, 1)
 }
+REFUSING: Final = {4: "192.0.2.9", 6: "2001:db8:1::9"}
 POD: Final = {
     "b0": {4: "10.244.1.2", 6: "fd00:244:1::2"},
     "r0": {4: "10.244.2.2", 6: "fd00:244:2::2"},
@@ -180,6 +183,19 @@ def three_services() -> DesiredState:
                 for name, number in PROTOCOLS.items()
             ]
     return desired(*made)
+
+
+def with_refusals() -> DesiredState:
+    """three_services(), and the one without endpoints."""
+    refusing = [
+        service(
+            f"refusing-{name}", f"LoadBalancer={end(REFUSING[family], FRONT_PORT)}", "",
+            Protocol(number),
+        )
+        for family in (4, 6)
+        for name, number in PROTOCOLS.items()
+    ]  # fmt: skip
+    return desired(*three_services().services.values(), *refusing)
 
 
 @contextlib.contextmanager

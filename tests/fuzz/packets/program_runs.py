@@ -2,8 +2,9 @@
 """Random packets through every packet program by BPF_PROG_TEST_RUN, and invariants that must hold.
 
 - A program returns "next", "drop" or "redirect", and nothing else.
-- A checksum that was right before is right afterwards. Checksums of transport headers quoted in
-  ICMP errors are left alone, because as a rule most of what they cover is missing.
+- A checksum that was right before is right afterwards, and so are those of what answers a packet:
+  a reset, or an ICMP error. Checksums of transport headers quoted in ICMP errors are left alone,
+  because as a rule most of what they cover is missing.
 - A packet without an address of a Service, a backend or the node passes with no byte changed.
 - A connection has at most three entries, one of them the original one, whose key is in the queue.
 - The counter of the queue's keys is the number of keys in it.
@@ -33,7 +34,7 @@ from tests.fuzz.packets.node import (
     kbpf_node,
     mac_of,
     namespaces,
-    three_services,
+    with_refusals,
 )
 from tests.fuzz.packets.random_packets import Packets, is_a_services
 from tests.support.packets.judge import checksums
@@ -199,7 +200,7 @@ def runs(cache: Path, rng: random.Random, name: str) -> Iterator[ProgramRuns]:
     sizes = MapSizes(connections=CONNECTIONS, affinity=1024)
     with namespaces(name, wire):
         build(name, wire, "f")
-        with kbpf_node(cache, name, three_services(), sizes, masquerade_ports=PORTS) as node:
+        with kbpf_node(cache, name, with_refusals(), sizes, masquerade_ports=PORTS) as node:
             made = ProgramRuns(node, name, rng)
             try:
                 yield made

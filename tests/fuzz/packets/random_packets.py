@@ -11,7 +11,17 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-from tests.fuzz.packets.node import BACK_PORT, BACKEND, FRONT_PORT, OWN, POD, ROUTED_BY, VIP, end
+from tests.fuzz.packets.node import (
+    BACK_PORT,
+    BACKEND,
+    FRONT_PORT,
+    OWN,
+    POD,
+    REFUSING,
+    ROUTED_BY,
+    VIP,
+    end,
+)
 from tests.fuzz.packets.segments import CHUNKS
 from tests.support.packets import packets
 from tests.support.packets.datagrams import address, destination, fragments, hop_by_hop, routing
@@ -29,10 +39,12 @@ UNRELATED: Final = {
 ROUTER: Final = {4: "203.0.113.77", 6: "2001:db8:f::77"}
 FLAGS: Final = ("S", "S", "S", "SA", "A", "PA", "FA", "R", "RA", "F", "SFRPAUEC", "")
 REMEMBERED: Final = 512
+TOO_LONG: Final = 1500
+"""Bytes of data that no device of the node takes in one packet."""
 
 OURS: Final = tuple(
     address(text)
-    for table in (*VIP.values(), *POD.values(), *OWN.values(), ROUTED_BY)
+    for table in (*VIP.values(), REFUSING, *POD.values(), *OWN.values(), ROUTED_BY)
     for text in table.values()
 )
 """Addresses of Services, of their backends and of the node. A packet without any of them belongs to
@@ -79,7 +91,8 @@ class Packets:
 
     def _to_service(self, family: int) -> bytes:
         rng = self._rng
-        vip = rng.choice(list(VIP.values()))[family]
+        refused = rng.random() < 0.05
+        vip = (REFUSING if refused else rng.choice(list(VIP.values())))[family]
         port = FRONT_PORT if rng.random() < 0.95 else rng.randrange(65536)
         client = end(rng.choice(CLIENTS[family]), rng.randrange(2000, 3000))
         return self._segment(client, end(vip, port))
@@ -137,7 +150,7 @@ class Packets:
     def _segment(self, source: str, to: str, protocol: str = "") -> bytes:
         rng = self._rng
         more = self._header(":" in source.rpartition(":")[0])
-        payload = rng.randbytes(rng.choice((0, 0, 1, 7, 100, 700)))
+        payload = rng.randbytes(rng.choice((0, 0, 1, 7, 100, 700, TOO_LONG)))
         checksum = rng.choice(("right",) * 8 + ("wrong", "zero"))
         match protocol or rng.choice(("tcp", "tcp", "udp", "sctp")):
             case "tcp":
