@@ -17,12 +17,15 @@
   longer than SLOW_LIST_AFTER is a line in `problems` until it ends.
 - The server's version only grows. A lower one (a restored etcd, another server behind the address)
   causes one warning and a new list. It is checked in every bookmark and event, and before a watch
-  resumes after an outage: a server that has lost changes may not send anything.
+  resumes after an outage: a server that has lost changes may not send anything. By then its version
+  may have passed ours again, so the object that changed last is compared too; if it differs,
+  everything is listed again.
 - Every `relist_interval` seconds (times 3/4 to 5/4) everything is listed again, in case an event
   was missed. Differences are counted and logged as drift.
 - A failure is logged once for all watches, and repeated while it lasts (backoff.OutageLog).
 """
 
+import contextlib
 import logging
 import random
 import threading
@@ -36,7 +39,7 @@ import msgspec
 
 from kbpf.errors import ObjectError, SourceError
 from kbpf.kernel.system import threads
-from kbpf.model.events import Kind, Synced
+from kbpf.model.events import Kind, ObjectKey, Synced
 from kbpf.source.api.backoff import Backoff
 from kbpf.source.api.credentials import MAX_PAGES_BYTES, Cluster
 from kbpf.source.api.resource import (
@@ -48,7 +51,7 @@ from kbpf.source.api.resource import (
     make_status_error,
 )
 from kbpf.source.api.transport import RESPONSE_TIMEOUT, ApiConnection, ReadTimeout, Response
-from kbpf.source.api.versions import KnownVersions, is_rewind
+from kbpf.source.api.versions import History, KnownVersions, is_rewind
 from kbpf.source.api.watch import (
     InitialListEnd,
     MalformedLine,
@@ -248,7 +251,8 @@ class Reflector:
             return
         try:
             # One object is listed, so `remaining` is the number of all others.
-            is_narrowed = (self._fetch_newest(self._full_resource).remaining or 0) >= PAGE_SIZE
+            meta, _ = self._fetch_one(self._full_resource)
+            is_narrowed = (meta.remaining or 0) >= PAGE_SIZE
         except HttpStatusError as error:
             # Listing all may be forbidden where the narrower selection is permitted.
             if error.status != 403:
@@ -355,23 +359,39 @@ class Reflector:
     # --- watching ---
 
     def _check_for_rewind(self) -> None:
-        """After an outage, checks that the server has not lost versions. Raises SourceError, or
+        """After an outage, checks that the server has not lost changes. Raises SourceError, or
         _WatchEnded if a list is needed.
         """
         if self._status.failures < OUTAGE_FAILURES:
             return
-        version = self._fetch_newest(self._resource).resource_version or ""
+        key = self._known_versions.newest_key
+        meta, item = self._fetch_one(self._resource, key)
+        version = meta.resource_version or ""
         if is_rewind(self._version, version):
             self._handle_rewind(version)
+        history = self._known_versions.check_newest(key, item)
+        if item is not None and history is History.LOST:
+            self._handle_rewind(item.version)
+        if history is History.UNCERTAIN:
+            log.info("listing again after an outage name=%s changed=%s", self._resource.name, key)
+            self._version = ""
+            raise _WatchEnded
 
-    def _fetch_newest(self, resource: Resource) -> wire.ListMeta:
-        """Returns the metadata of the whole list, by listing one object."""
-        response = self._request("watch" if self._version else "list", resource.newest_query())
+    def _fetch_one(
+        self, resource: Resource, key: ObjectKey | None = None
+    ) -> tuple[wire.ListMeta, decode.DecodedObject | None]:
+        """Lists one object, `key` or any. Returns the list's metadata and the object, None if it
+        does not exist or cannot be read.
+        """
+        query = resource.one_object_query(key)
+        response = self._request("watch" if self._version else "list", query)
         with self._cluster.page_memory.lease() as reserve:
             what = f"a page of {resource.name}"
-            return self._decode_page(
-                response.read(MAX_PAGES_BYTES, PAGE_TIMEOUT, what, reserve)
-            ).metadata
+            page = self._decode_page(response.read(MAX_PAGES_BYTES, PAGE_TIMEOUT, what, reserve))
+            item = None
+            with contextlib.suppress(ObjectError):
+                item = decode.decode_object(resource.kind, page.items[0]) if page.items else None
+            return page.metadata, item
 
     def _handle_rewind(self, version: str) -> None:
         """Schedules a new list. `_last_version` becomes the lower version, for later

@@ -9,7 +9,7 @@ from typing import Final
 import msgspec
 
 from kbpf.errors import SourceError
-from kbpf.model.events import Kind
+from kbpf.model.events import Kind, ObjectKey
 from kbpf.source.decode import wire
 
 PAGE_SIZE: Final = 500
@@ -47,9 +47,18 @@ class Resource:
         """LIST of the newest state: the first page, or the page that `token` continues."""
         return self._query(limit=str(PAGE_SIZE), **{"continue": token})
 
-    def newest_query(self) -> str:
-        """LIST of one object, to learn the server's current version."""
-        return self._query(limit="1")
+    def one_object_query(self, key: ObjectKey | None = None) -> str:
+        """LIST of one object, `key` or any, to learn the server's current version."""
+        if key is None:
+            return self._query(limit="1")
+        path, selector = self.path, f"metadata.name={key.name}"
+        if key.namespace:
+            # in its namespace, where the server finds an object by its name without a search
+            folder, _, plural = path.rpartition("/")
+            path = f"{folder}/namespaces/{urllib.parse.quote(key.namespace, safe='')}/{plural}"
+        if self.field_selector and self.field_selector != selector:
+            selector = f"{self.field_selector},{selector}"
+        return replace(self, path=path, field_selector=selector)._query(limit="1")
 
     def stream_query(self, seconds: int) -> str:
         """WATCH that starts with all objects of the newest state, followed by an end mark."""

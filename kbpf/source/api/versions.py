@@ -6,6 +6,7 @@ object's uid, its resourceVersion and a hash of the fields that we read: after a
 same version may have another content.
 """
 
+from enum import Enum, auto
 from typing import Final, NamedTuple
 
 from kbpf.model.events import Delete, Event, ObjectKey, Rejected, Upsert
@@ -23,6 +24,19 @@ class ObjectState(NamedTuple):
 UNKNOWN_STATE: Final = ObjectState("", "", 0)
 
 
+class History(Enum):
+    """Whether a server still has the last change that we know of.
+
+    A restored server may have reached our version again by other changes, so its version alone does
+    not show that it has lost some. UNCERTAIN: the object has changed since or was deleted, or the
+    last change was a deletion, which leaves nothing to compare.
+    """
+
+    KNOWN = auto()
+    UNCERTAIN = auto()
+    LOST = auto()
+
+
 def parse_version(version: str) -> int | None:
     """Returns a resourceVersion as a number, which is ordered (KEP-5504); None if it is not one."""
     return int(version) if version.isascii() and version.isdigit() and len(version) < 20 else None
@@ -32,6 +46,10 @@ def is_rewind(before: str, now: str) -> bool:
     """Whether a server that was at version `before` and is at `now` has lost changes."""
     old, new = parse_version(before), parse_version(now)
     return old is not None and new is not None and new < old
+
+
+def _state_of(item: DecodedObject) -> ObjectState:
+    return ObjectState(item.uid, item.version, hash(item.object or item.error))
 
 
 class KnownVersions:
@@ -46,10 +64,30 @@ class KnownVersions:
         self._listed_keys: set[ObjectKey] | None = None
         self._heard_through: int | None = None
         self._is_list_readable = True
+        self._last_deletion = 0
         self.drift = 0
 
     def __len__(self) -> int:
         return len(self._states)
+
+    @property
+    def newest_key(self) -> ObjectKey | None:
+        """The object that changed last; None if there is none, or no version is a number."""
+        versions = {
+            key: version
+            for key, state in self._states.items()
+            if (version := parse_version(state.version)) is not None
+        }
+        return max(versions, key=versions.__getitem__, default=None)
+
+    def check_newest(self, key: ObjectKey | None, item: DecodedObject | None) -> History:
+        """Compares the object `newest_key` with the server's, None if it has none."""
+        before = self._states.get(key, UNKNOWN_STATE) if key else UNKNOWN_STATE
+        now = _state_of(item) if item is not None and item.key == key else UNKNOWN_STATE
+        if is_rewind(before.version, now.version):
+            return History.LOST
+        is_last_change = self._last_deletion <= (parse_version(before.version) or 0)
+        return History.KNOWN if before == now and is_last_change else History.UNCERTAIN
 
     def invalidate(self) -> None:
         """Forgets all states, because the receiver may have missed events: the next list emits
@@ -87,8 +125,11 @@ class KnownVersions:
         """
         key = item.key
         if deleted or (item.object is None and not item.error):
-            return self._delete(key, now) if key in self._states else None
-        state = ObjectState(item.uid, item.version, hash(item.object or item.error))
+            if key not in self._states:
+                return None
+            self._last_deletion = max(self._last_deletion, parse_version(item.version) or 0)
+            return self._delete(key, now)
+        state = _state_of(item)
         before = self._states.get(key, UNKNOWN_STATE)
         if self._listed_keys is not None:
             self._listed_keys.add(key)

@@ -10,9 +10,9 @@ What must hold:
 
 - The Reflectors report no deletion that did not happen. (A deleted name is never used again.)
 - After the faults the Reflectors know what the server has. The periodic re-list does not help,
-  because it comes later than a history lasts, except in histories that run alone: after a restore
-  the version may have passed the old one before any watch noticed, and then only a list finds the
-  difference.
+  because it comes later than a history lasts, except in histories that run alone: what changes
+  after a restore and before a watch reconnects may have versions that the watch has passed, and
+  then only a list finds it, unless the last change that the watch knows was lost as well.
 - The policy computes the same from the events, in any order, as from a fresh list.
 """
 

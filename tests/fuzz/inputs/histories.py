@@ -171,7 +171,10 @@ class Server:
 
     def _page(self, query: dict[str, str]) -> Answer:
         if query["limit"] == "1":
-            return _json(200, {"metadata": {"resourceVersion": str(self._model.revision)}})
+            name = query.get("fieldSelector", "").rpartition("metadata.name=")[2]
+            items = [obj] if (obj := self._model.objects.get(name)) else []
+            meta = {"resourceVersion": str(self._model.revision)}
+            return _json(200, {"metadata": meta, "items": items})
         if "continue" not in query:
             self._snapshot = (self._model.revision, list(self._model.objects.values()))
             self._restores = self._model.restores

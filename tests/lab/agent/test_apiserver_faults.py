@@ -324,11 +324,13 @@ def test_a_silent_watch_is_resumed(
     )
 
 
+@pytest.mark.parametrize("overtakes", [False, True], ids=["", "overtakes"])
 def test_an_etcd_restored_from_a_backup_restores_objects(
-    programs: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    programs: None, tmp_path: Path, caplog: pytest.LogCaptureFixture, overtakes: bool
 ) -> None:
     """Objects created, changed or deleted since the backup return to their state in it. One warning
     is logged for all watches. Later changes arrive although their versions were used before.
+    `overtakes`: when the watches reconnect, the server's version is higher than theirs again.
     """
     known: dict[ObjectKey, object] = {}
 
@@ -351,8 +353,13 @@ def test_an_etcd_restored_from_a_backup_restores_objects(
     def slice_(name: str, host: int) -> dict[str, Any]:
         return endpoint_slice(name, endpoint(f"10.1.0.{host}"), name=name)
 
-    with ApiServer() as server, server.kube() as kube:
-        cluster = source.Cluster(find_access(server.kubeconfig(tmp_path / "kubeconfig")))
+    def config_map() -> dict[str, Any]:
+        metadata = {"generateName": "unwatched-", "namespace": "default"}
+        return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata}
+
+    with ApiServer() as server, server.kube() as kube, FaultProxy(server) as proxy:
+        address = proxy if overtakes else server
+        cluster = source.Cluster(find_access(address.kubeconfig(tmp_path / "kubeconfig")))
         reflectors = [Reflector(cluster, resource, put) for resource in (SERVICES, SLICES)]
         kube.create(slice_("web-kept", 1))
         kube.create(slice_("web-deleted", 2))
@@ -367,7 +374,12 @@ def test_an_etcd_restored_from_a_backup_restores_objects(
             kube.delete("EndpointSlice", "web-deleted")
             changed = {"web-kept": "10.1.0.4", "web-lost": "10.1.0.3"}
             until("changes arrive", lambda: slices() == changed)
+            lost = max(int(each.status().resource_version) for each in reflectors)
+            proxy.refuse()
             server.restore()
+            while overtakes and int(kube.list("ConfigMap")["metadata"]["resourceVersion"]) <= lost:
+                kube.create(config_map())
+            proxy.heal()
             restored = {"web-kept": "10.1.0.1", "web-deleted": "10.1.0.2"}
             until("the state of the backup is back", lambda: slices() == restored)
             kube.create(slice_("web-new", 5))

@@ -20,6 +20,7 @@ from tests.values.source.reflector.scripted import (
     error,
     listed,
     listed_a,
+    service,
     status,
     streamed,
 )
@@ -108,11 +109,52 @@ def test_after_an_outage_a_rewind_is_detected_before_the_watch_resumes(start, ca
 
 def test_after_an_outage_without_a_rewind_the_watch_resumes_without_a_list(start, caplog):
     run = start(
-        listed_a(then=Exchange.cut), *[status(503)] * 2, listed(version=30), streamed(bookmark(31))
+        listed_a(then=Exchange.cut),
+        *[status(503)] * 2,
+        listed(service("a", 5), version=30),
+        streamed(bookmark(31)),
     )
     run.until(lambda: run.reflector.status().resource_version == "31")
+    check = run.server.requests[3]
+    assert check.path == "/api/v1/namespaces/ns/services"
+    assert check.query["fieldSelector"] == "spec.clusterIP!=None,metadata.name=a"
     assert run.asked(4) == "watch 10"
     assert WENT_BACK not in caplog.text
+
+
+NEWEST = [
+    ("it is older", (), [service("a", 3)], True),
+    ("it has other content", (), [service("a", 5, clusterIP="10.96.0.2")], False),
+    ("it has changed since", (), [service("a", 20)], False),
+    ("it is gone", (), [], False),
+    ("another one is sent", (), [service("b", 5)], False),
+    ("it cannot be read", (), [{"metadata": {}}], False),
+    ("a deletion came later", (added("b", 11), deleted("b", 12)), [service("a", 5)], False),
+    ("all were deleted", (deleted("a", 12),), [], False),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "events", "objects", "warns"), NEWEST, ids=[row[0] for row in NEWEST]
+)
+def test_after_an_outage_a_doubt_about_the_last_change_is_a_new_list(
+    start, caplog, name, events, objects, warns
+):
+    """The restored server's version is higher than ours again: other objects were written. The last
+    change that we know of is compared.
+    """
+    run = start(
+        listed_a(*events, then=Exchange.cut),
+        *[status(503)] * 2,
+        listed(*objects, version=30),
+        streamed(added("restored", 4), bookmark(31, end=True)),
+    )
+    run.until(lambda: run.said.count("synced") == 2)
+    assert run.asked(4) == "stream"
+    assert run.said[-1] == "synced"
+    assert "+restored" in run.said
+    assert run.said.count("+a") == run.said.count("-a") == 1, "the new list does not have it"
+    assert caplog.text.count(WENT_BACK) == warns
 
 
 def test_rewind_seen_by_four_watches_is_one_warning(caplog):

@@ -158,8 +158,8 @@ def test_a_failed_watch_keeps_the_objects_and_the_error_says_what_to_do(start, s
         quiet(exchange)
 
     # Four times, because the first may fail on a reused connection, which is retried at once.
-    # After an outage the reflector checks the server's version with a list of one object.
-    run = start(listed_a(), *[step] * 4, listed(version=10), healed, hold=True)
+    # After an outage the reflector checks with a list of one object what the server has lost.
+    run = start(listed_a(), *[step] * 4, listed(service("a", 5), version=10), healed, hold=True)
     run.reflector.start()
     run.until_watching(7)
     (line,) = seen
