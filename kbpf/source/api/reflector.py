@@ -82,8 +82,10 @@ server closed makes one fail."""
 MAX_SHORT_WATCHES: Final = 4
 """After this many consecutive watches that end at once without an error (endless 410, for
 example), that counts as a failure."""
-FORBIDDEN_RETRY_INTERVAL: Final = 300.0
-"""Interval between two attempts to watch an optional resource without permission."""
+FIRST_FORBIDDEN_RETRY: Final = 1.0
+MAX_FORBIDDEN_RETRY: Final = 300.0
+"""The longest interval between two attempts to watch an optional resource without permission. The
+first ones are short: an API server that starts answers 403 until it has read its RBAC rules."""
 IN_FORCE_HINT: Final = "what is programmed stays in force"
 COUNT_ITEMS_FROM_BYTES: Final = 1 << 20
 """The items of a page larger than this many bytes are counted before they are decoded."""
@@ -120,6 +122,7 @@ class Reflector:
         )
         self._connection = ApiConnection(cluster, response_timeout=response_timeout)
         self._backoff = Backoff(rng)
+        self._forbidden_backoff = Backoff(rng, FIRST_FORBIDDEN_RETRY, MAX_FORBIDDEN_RETRY)
         self._known_versions = KnownVersions()
         self._stop = threading.Event()
         self._thread: threads.SupervisedThread | None = None
@@ -542,7 +545,7 @@ class Reflector:
 
     def _record_success(self) -> None:
         self._healthy_since, self._verb = self._clock(), "watch"
-        self._is_forbidden_logged = False
+        self._is_forbidden_logged, self._forbidden_backoff.tries = False, 0
         if outage := self._cluster.outages.record_recovery(self._resource.name, self._clock()):
             names = ",".join(outage.names)
             log.info("watch recovered name=%s after=%.0fs", names, outage.seconds)
@@ -553,7 +556,7 @@ class Reflector:
         return is_status and self._resource.is_optional
 
     def _record_forbidden(self, error: SourceError) -> float:
-        """Returns the seconds until the next attempt: permission may be granted later."""
+        """Returns the seconds until the next attempt: permission may be granted at any time."""
         if not self._is_forbidden_logged:
             self._is_forbidden_logged = True
             log.info(
@@ -561,7 +564,7 @@ class Reflector:
             )
         self._version, self._listing_since = "", None
         self._status = replace(self._status, state=SourceState.FORBIDDEN, failures=0, error="")
-        return FORBIDDEN_RETRY_INTERVAL * (0.5 + self._rng())
+        return self._forbidden_backoff.next_delay(failed=True, healthy_for=0.0)
 
     def _record_failure(self, error: SourceError) -> None:
         what = f"cannot {self._verb} {self._resource.name}: {error.what}"

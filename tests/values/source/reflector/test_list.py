@@ -109,17 +109,27 @@ def test_only_metadata_of_pods_is_requested(start):
 
 
 def test_optional_resource_without_permission_is_no_failure(start, caplog):
+    """It is tried again soon, because an API server that starts may refuse what it will permit."""
     caplog.set_level(logging.INFO, "kbpf.source")
-    run = start(*[status(403, "pods is forbidden")] * 3, streamed(bookmark(10, end=True)),
+    run = start(*[status(403, "pods is forbidden")] * 11, streamed(bookmark(10, end=True)),
                 resource=PODS)  # fmt: skip
-    run.until_watching(4)
-    assert run.waits == [450.0] * 3
+    run.until_watching(12)
+    assert run.waits == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 300.0, 300.0]
     assert run.said == ["synced"]
     assert run.reflector.status().failures == 0
     lines = [record.getMessage() for record in caplog.records]
     (line,) = (line for line in lines if "not permitted" in line)
     assert "manifests/components/mesh-pods" in line
     assert not [line for line in lines if "watch failed" in line]
+
+
+def test_optional_resource_that_was_permitted_is_tried_again_soon(start):
+    refusals = [status(403, "pods is forbidden")] * 3
+    restarted = streamed(bookmark(10, end=True), then=Exchange.cut)
+    run = start(*refusals, restarted, *refusals[:2], streamed(bookmark(30, end=True)),
+                resource=PODS)  # fmt: skip
+    run.until_watching(7)
+    assert run.waits == [1.0, 2.0, 4.0, 0.2, 1.0, 2.0]
 
 
 def test_streaming_list_then_synced_then_watch(start):
