@@ -571,6 +571,7 @@ int tc_reroute(struct __sk_buff *skb)
 	to = next_hop_of_flow(skb, &s->packet, &out, &flow->out, &s->hop, now_ns());
 	if (to && (s->hop.ifindex == skb->ifindex || (to->flags & DEVICE_NBMA)))
 		to = NULL;
+	s->hop.resolved = false; /* bpf_redirect_peer() works at ingress only */
 	if (to)
 		action = redirect_packet(skb, device, to, &s->hop);
 	return finish_rewrite(skb, s, &out, action, to ? ETH_HLEN : s->packet.l3);

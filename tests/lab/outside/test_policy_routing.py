@@ -161,6 +161,22 @@ def split_host(end: str) -> str:
 
 
 @both_families
+@pytest.mark.parametrize("protocol", ["tcp", "udp"])
+def test_a_pod_of_the_node_is_served_if_the_rules_are_not_only_for_other_machines(
+    field: TwoInterfaces, protocol: str, v6: bool
+) -> None:
+    """A CNI without the rules `to POD lookup main`: replies to a pod, too, are routed to eth1."""
+    rule = ("ip", "-n", field.lab.nodes[0].netns, "-6" if v6 else "-4", "rule")
+    words = ("to", PODS["a1"][v6], "lookup", "main", "pref", "512")
+    to = at("VIP", 14 + (20 if protocol == "udp" else 0), v6)
+    run(*rule, "del", *words)
+    try:
+        check(field, Dial("two interfaces", "a1!", to, "a2", protocol, PODS["a1"][v6]))
+    finally:
+        run(*rule, "add", *words)
+
+
+@both_families
 def test_a_transfer_from_a_pod_of_the_second_interface_is_whole(
     field: TwoInterfaces, v6: bool
 ) -> None:
