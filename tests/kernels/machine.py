@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -56,6 +57,8 @@ work!`).
 """
 
 _running: set["subprocess.Popen[bytes]"] = set()
+_stopping = threading.Event()
+"""Set by end_all(): a guest that another thread is starting at that moment ends, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +111,8 @@ def boot(
             cwd="/",  # the guest's, too: a share that is in use cannot be mounted again
         )
         _running.add(child)
+        if _stopping.is_set():
+            _end(child)
         try:
             silent = KVM_SILENT_SECONDS if kvm else SILENT_SECONDS
             why = _watch(child, log, silent, seconds)
@@ -165,8 +170,9 @@ def _end(child: "subprocess.Popen[bytes]") -> None:
 
 def end_all() -> None:
     """Kills every guest that another thread waits for; their boots end with "the guest ended
-    early".
+    early". None is started afterwards.
     """
+    _stopping.set()
     for child in tuple(_running):
         _end(child)
 
