@@ -251,9 +251,11 @@ def _compile(go: Go, program: Program, path: Path, say: Say) -> None:
         made = Path(temporary) / path.name
         with_tests = ["-test"] if program.is_test else []
         packages = run("downloading its modules", ["list", "-deps"], *with_tests)
-        # Packages that Go has in its own cache are not printed.
-        verbs = ["test", "-c"] if program.is_test else ["build"]
-        run(f"{{}} of {len(packages)} packages compiled", verbs, "-v", "-o", made)
+        if program.is_test:  # `go test -c` prints no packages
+            run(f"compiling {len(packages)} packages", ["test", "-c"], "-o", made)
+        else:
+            # Packages that Go has in its own cache are not printed.
+            run(f"{{}} of {len(packages)} packages compiled", ["build"], "-v", "-o", made)
         made.rename(path)
     say(f"built {path} in {_seconds(started)} s")
 
