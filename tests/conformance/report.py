@@ -86,11 +86,16 @@ def recorded() -> list[Run]:
 
 
 def record(run: Run) -> Path:
-    """Stores a result for the document. A run of some tests replaces only their results."""
+    """Stores a result for the document. A run of some tests replaces only their results, also if it
+    had another number of nodes.
+    """
     path = RESULTS / f"{run.version}-{run.proxy}.txt"
-    before = Run.parse(path.read_text()).rows if path.exists() else ()
-    rows = {row.name: row for row in (*before, *run.rows)}
-    merged = replace(run, rows=tuple(sorted(rows.values(), key=lambda row: row.name)))
+    before = Run.parse(path.read_text()) if path.exists() else run
+    rows = {row.name: row for row in (*before.rows, *run.rows)}
+    nodes = sorted({*before.nodes.split(" and "), run.nodes}, key=int)
+    merged = replace(
+        run, nodes=" and ".join(nodes), rows=tuple(sorted(rows.values(), key=lambda row: row.name))
+    )
     path.write_text(merged.table())
     return path
 

@@ -88,6 +88,18 @@ def test_a_table_can_be_read_back():
     assert run.summary == "1 passed, 2 failed, 1 skipped themselves"
 
 
+def test_a_run_of_one_test_leaves_the_other_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    again = Row(PASS, "[sig-network] b", 1.0)
+    for nodes, rows in (("6", tuple(ROWS)), ("6", (again,)), ("2", (again,))):
+        path = report.record(Run("1.37.1", "kbpf", nodes, rows))
+        merged = Run.parse(path.read_text())
+    assert merged.nodes == "2 and 6"
+    assert merged.rows == (*ROWS[:2], again, ROWS[3])
+
+
 @pytest.mark.parametrize(
     ("rows", "passes"), [(ROWS[1:2], True), (ROWS[1::2], True), (ROWS[3:], False), (ROWS, False)]
 )
