@@ -68,7 +68,8 @@ def cluster(
     try:
         yield up(name, version, node_count, proxy, ipv4_nodes=ipv4_nodes)
     finally:
-        down(name, logs)
+        if folder_of(name).exists():  # not if the build failed
+            down(name, logs)
 
 
 def up(

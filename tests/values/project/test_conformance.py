@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """tests/conformance: its lists, how it reads a report, and the document made from its results."""
 
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.conformance import report, suite
+from tests.conformance import __main__, report, suite
+from tests.conformance.cluster import lifecycle
 from tests.conformance.cluster.layout import Failed
 from tests.conformance.report import FAIL, PASS, SKIP, Row, Run
 from tests.conformance.versions import VERSIONS
 from tests.support.build import go_build
+from tests.support.build.go_build import BuildError
 from tests.support.build.programs import PREVIOUS
 
 RECORDED = report.recorded()
@@ -98,6 +101,19 @@ def test_a_run_of_one_test_leaves_the_other_results(
         merged = Run.parse(path.read_text())
     assert merged.nodes == "2 and 6"
     assert merged.rows == (*ROWS[:2], again, ROWS[3])
+
+
+def test_a_build_that_fails_is_reported_without_a_cluster_to_remove(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def fail(version: object) -> None:
+        raise BuildError("cannot build ginkgo", "go.mod", "look there")
+
+    monkeypatch.setattr(lifecycle.versions, "programs", fail)
+    monkeypatch.setattr(lifecycle, "CLUSTERS", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["conformance"])
+    assert __main__.main() == 2
+    assert capsys.readouterr().err.startswith("conformance: cannot build ginkgo")
 
 
 @pytest.mark.parametrize(
