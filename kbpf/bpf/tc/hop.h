@@ -286,14 +286,17 @@ static __always_inline int change_link(struct __sk_buff *skb, const struct devic
 }
 
 /* A packet for this node's own socket: delivers it on the device that the socket sends by, where a
- * reverse path filter expects it. `l3`: the offset of its IP header, which
- * may change. */
+ * reverse path filter expects it. `l3`: the offset of its IP header, which may change. A packet
+ * that still has the outer headers of a tunnel (offset_in_tunnel()) stays on the tunnel's device:
+ * on any other one these would be its headers. */
 static __always_inline int deliver_to_host(struct __sk_buff *skb, const struct device *from,
 					   u32 ifindex, u32 *l3)
 {
 	struct device *to = device_at(ifindex);
 
 	if (ifindex == skb->ifindex || !to) /* it is on that device already */
+		return TC_ACT_UNSPEC;
+	if (*l3 != from->l2)
 		return TC_ACT_UNSPEC;
 	if (drop_priority_tag(skb) || change_link(skb, from, to))
 		return finish(TC_ACT_SHOT, NOT_REWRITTEN);

@@ -31,6 +31,7 @@ from tests.programs.packets.path.single_packets import (
     pod,
     states,
     vip,
+    with_length,
 )
 from tests.support.features import needs
 from tests.support.packets.judge import checksums, difference
@@ -66,6 +67,38 @@ def test_reply_to_a_node_socket_is_redirected_to_its_device(uplink: Path_, v: in
     assert retval == TC_ACT_REDIRECT
     assert uplink.site.reasons()[Reason.REDIRECTED] == before + 1
     assert difference(got, udp(front, own, b"!"), l2=False) == ""
+
+
+@pytest.fixture
+def tunnel(uplink: Path_) -> Iterator[Path_]:
+    """The uplink is a tunnel of IP in IP."""
+    uplink.set_device(uplink.out, Role.HOST, DeviceFlag.TUNNEL)
+    yield uplink
+    uplink.set_device(uplink.out, Role.HOST, DeviceFlag(0))
+
+
+@both
+@pytest.mark.parametrize("is_error", [False, True], ids=["reply", "error"])
+def test_reply_with_outer_headers_stays_on_the_device_of_the_tunnel(
+    tunnel: Path_, v: int, is_error: bool
+) -> None:
+    """Before Linux 5.14 they precede a packet that leaves a tunnel. Delivered on another device, it
+    would be the outer packet. These headers have the length of the inner packet, since here the
+    kernel takes them for the packet's.
+    """
+    own, front, back = end(NODE[v], next(PORTS)), vip(v, CLUSTER), pod(v)
+    expect_redirect(tunnel, udp(own, front, b"?"), udp(own, back, b"?"), "tc_egress")
+    inner, want = udp(back, own, b"!"), udp(front, own, b"!")
+    if is_error:
+        checksum = parse(udp(own, back, b"?"), l2=False).transport.checksum
+        host = front.rpartition(":")[0].strip("[]")
+        inner = icmp_error("port unreachable", POD[v], udp(own, back, b"?"))
+        want = icmp_error("port unreachable", host, udp(own, front, b"?", checksum=checksum))
+    outer = inner[:6] + bytes(34) if v == 6 else with_length(b"\x45" + bytes(19), len(inner))
+    context = SkbContext(ifindex=tunnel.out)
+    retval, got = tunnel.run("tc_ingress", outer + inner, context=context)
+    assert (retval, got[: len(outer)]) == (TC_ACT_UNSPEC, outer)
+    assert difference(got[len(outer) :], want, l2=False) == ""
 
 
 @both
