@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import NoReturn
 
 from tests.conformance import report, suite
-from tests.conformance.cluster import lifecycle, proxies
+from tests.conformance.cluster import cnis, lifecycle, proxies
 from tests.conformance.cluster.layout import CLIENT, Cluster, Failed
 from tests.conformance.cluster.machines import inside
 from tests.conformance.versions import NEWEST, VERSIONS
 from tests.support.build.go_build import BuildError
+from tests.support.cni.networks import CNIS
 
 BUILD = report.ROOT / "build" / "conformance"
 NODES, SHORT_NODES = 6, 2
@@ -72,6 +73,8 @@ def _parser() -> argparse.ArgumentParser:
         if name in ("run", "up"):
             command.add_argument("--nodes", type=int, help=f"default {NODES}")
             command.add_argument("--version", choices=VERSIONS, default=NEWEST)
+            command.add_argument("--cni", choices=CNIS, default=cnis.DEFAULT,
+                                 help=f"the pod network, default {cnis.DEFAULT}")  # fmt: skip
             command.add_argument("--ipv4-nodes", action="store_true",
                                  help="nodes report only their IPv4 address")  # fmt: skip
         if name in ("run", "test"):
@@ -99,14 +102,21 @@ def _run(given: argparse.Namespace) -> int:
     folder = _new_folder()
     nodes = given.nodes or (SHORT_NODES if given.short else NODES)
     with lifecycle.cluster(
-        given.version, nodes, given.proxy, ipv4_nodes=given.ipv4_nodes, logs=folder / "logs"
+        given.version,
+        nodes,
+        given.proxy,
+        cni=given.cni,
+        ipv4_nodes=given.ipv4_nodes,
+        logs=folder / "logs",
     ) as cluster:
         return _test_on(cluster, given, folder)
 
 
 def _up(given: argparse.Namespace) -> None:
     nodes = given.nodes or NODES
-    lifecycle.up(DEVELOPER, given.version, nodes, given.proxy, ipv4_nodes=given.ipv4_nodes)
+    lifecycle.up(
+        DEVELOPER, given.version, nodes, given.proxy, cni=given.cni, ipv4_nodes=given.ipv4_nodes
+    )
 
 
 def _test(given: argparse.Namespace) -> int:
@@ -119,6 +129,9 @@ def _new_folder() -> Path:
 
 def _test_on(cluster: Cluster, given: argparse.Namespace, folder: Path) -> int:
     """Prints the table, and returns the exit code."""
+    state = cluster.state
+    if given.record and state.cni != cnis.DEFAULT:
+        raise Failed(f"only results with --cni {cnis.DEFAULT} are recorded")
     selection = suite.read_list(suite.SHORT if given.short else suite.ALL)
     if given.focus:
         selection = suite.Selection([given.focus])
@@ -133,7 +146,6 @@ def _test_on(cluster: Cluster, given: argparse.Namespace, folder: Path) -> int:
     if given.dry_run:
         print(*(row.name for row in rows), f"{len(rows)} tests", sep="\n")
         return 0
-    state = cluster.state
     run = report.Run(state.version, state.proxy, str(len(cluster.nodes)), tuple(rows))
     print(run.table(), flush=True)
     (folder / "table.txt").write_text(run.table())
@@ -152,7 +164,8 @@ def _proxy(given: argparse.Namespace) -> None:
 
 def _status(_: argparse.Namespace) -> None:
     cluster = Cluster.load(DEVELOPER)
-    print(f"Kubernetes {cluster.state.version}; proxy {cluster.state.proxy}")
+    state = cluster.state
+    print(f"Kubernetes {state.version}; proxy {state.proxy}; CNI {state.cni}")
     for machine in cluster.machines.values():
         services = [
             f"{name} {'runs' if process.is_alive else 'has ended'}"

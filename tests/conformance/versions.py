@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The versions of Kubernetes whose tests can run, and the images that their tests ask for."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,12 +50,13 @@ VERSIONS = {
         ),
     )
 }
-CNI_PROGRAMS = ("ptp", "host-local", "portmap", "loopback")
 NEWEST = next(iter(VERSIONS))
 
 
-def programs(version: Version) -> dict[str, Path]:
-    """All programs of a cluster, by the names that they have there; built if necessary."""
+def programs(version: Version, cni: Iterable[str]) -> dict[str, Path]:
+    """All programs of a cluster, by the names that they have there; built if necessary. `cni`: the
+    CNI's programs.
+    """
     names = {name: f"{name}{version.suffix}" for name in sorted(CLUSTER_PROGRAMS)}
-    names |= {name: name for name in ("etcd", *CNI_PROGRAMS, *NODE_PROGRAMS)}
+    names |= {name: name for name in ("etcd", *cni, *NODE_PROGRAMS)}
     return {name: go_build.build(source) for name, source in names.items()}

@@ -84,6 +84,7 @@ class State(msgspec.Struct):
     ipv4_nodes: bool  # nodes report only their IPv4 address
     machines: dict[str, Machine]
     proxy: str = ""
+    cni: str = ""
 
 
 class Cluster:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tests.conformance import versions
 from tests.conformance.cluster import (
+    cnis,
     control_plane,
     images,
     machines,
@@ -60,27 +61,39 @@ def interruptible() -> Iterator[None]:
 
 @contextmanager
 def cluster(
-    version: str, node_count: int, proxy: str, *, ipv4_nodes: bool = False, logs: Path
+    version: str,
+    node_count: int,
+    proxy: str,
+    *,
+    cni: str = cnis.DEFAULT,
+    ipv4_nodes: bool = False,
+    logs: Path,
 ) -> Iterator[Cluster]:
     """A cluster that exists during the block, however it ends."""
     remove_abandoned()
     name = str(os.getpid())
     try:
-        yield up(name, version, node_count, proxy, ipv4_nodes=ipv4_nodes)
+        yield up(name, version, node_count, proxy, cni=cni, ipv4_nodes=ipv4_nodes)
     finally:
         if folder_of(name).exists():  # not if the build failed
             down(name, logs)
 
 
 def up(
-    name: str, version: str, node_count: int, proxy: str, *, ipv4_nodes: bool = False
+    name: str,
+    version: str,
+    node_count: int,
+    proxy: str,
+    *,
+    cni: str = cnis.DEFAULT,
+    ipv4_nodes: bool = False,
 ) -> Cluster:
     """Builds what is missing, and returns a cluster that serves its DNS."""
     if (folder_of(name) / "state.json").exists():
         raise Failed(f"cluster {name} exists already: remove it with down")
-    built = versions.programs(versions.VERSIONS[version])
+    built = versions.programs(versions.VERSIONS[version], cnis.programs(cni))
     archives = images.archives(built, versions.VERSIONS[version])
-    created = Cluster(name, State(version, ipv4_nodes, _machines(node_count)))
+    created = Cluster(name, State(version, ipv4_nodes, _machines(node_count), cni=cni))
     created.programs.mkdir(parents=True)
     created.save()
     for program, path in built.items():
@@ -116,6 +129,7 @@ def _start(created: Cluster, archives: Sequence[Path], proxy: str) -> None:
         nodes.start_containerd(created, node)
     control_plane.start(created)
     created.apply(*map(nodes.node_object, created.nodes))
+    cnis.start(created)
     for node in created.nodes:
         nodes.import_images(created, node, archives)
     for node in created.nodes:

@@ -26,7 +26,7 @@ from tests.conformance.cluster.layout import (
 )
 
 CGROUPS = Path("/sys/fs/cgroup")
-FOLDERS = ("log/pods", "log/containers", "kubelet", "containerd", "cni-conf", "cni-ipam", "proxy")
+FOLDERS = ("log/pods", "log/containers", "kubelet", "containerd", "cni-conf", "proxy")
 START_SECONDS, REMOVE_SECONDS = 60, 60
 
 

@@ -4,6 +4,7 @@ default gateway of each. It answers "unreachable" for the rest of the world. The
 another network, which the fabric routes.
 """
 
+from tests.conformance.cluster.cnis import cni
 from tests.conformance.cluster.layout import (
     CLIENT_NETWORKS,
     FABRIC,
@@ -88,29 +89,34 @@ ip addr add {address}/{ipv4.prefixlen} dev eth0
 ip addr add {address6}/{ipv6.prefixlen} dev eth0 nodad
 ip route add default via {ipv4[GATEWAY_HOST]}
 ip -6 route add default via {ipv6[GATEWAY_HOST]}
-{"" if is_client else _pod_routes(cluster, machine)}
-{_router(machine) if machine.kind == "node" else ""}
+{_pod_routes(cluster) if machine.kind == "control-plane" else ""}
+{_router(machine, masquerades=not cni(cluster).masquerades) if machine.kind == "node" else ""}
 """,
         cluster.netns(machine.name),
     )
 
 
-def _pod_routes(cluster: Cluster, machine: Machine) -> str:
-    """Routes to the pods of the other nodes."""
-    lines = []
-    for node in cluster.nodes:
-        if node is not machine:
-            for cidr, gateway in zip(node.pod_cidrs, node.addresses, strict=True):
-                lines.append(f"ip route add {cidr} via {gateway}")
-    return "\n".join(lines)
+def _pod_routes(cluster: Cluster) -> str:
+    """The control plane's routes to pods. Nodes have those of the CNI."""
+    return "\n".join(
+        f"ip route add {cidr} via {gateway}"
+        for node in cluster.nodes
+        for cidr, gateway in zip(node.pod_cidrs, node.addresses, strict=True)
+    )
 
 
-def _router(machine: Machine) -> str:
-    """A node forwards. What pods send to neither pods nor Services gets the node's address."""
-    pods, pods6 = machine.pod_cidrs
-    return f"""
+def _router(machine: Machine, *, masquerades: bool) -> str:
+    """A node forwards. If it masquerades, what pods send to neither pods nor Services gets the
+    node's address.
+    """
+    script = f"""
 sysctl -qw net.ipv4.ip_forward=1 net.ipv6.conf.all.forwarding=1
 {_bridge_netfilter(1)}
+"""
+    if not masquerades:
+        return script
+    pods, pods6 = machine.pod_cidrs
+    return f"""{script}
 nft -f - <<'TABLE'
 table inet e2e-masq {{
   chain post {{

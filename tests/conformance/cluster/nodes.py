@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A node: containerd with the CNI plugins ptp, host-local and portmap, and kubelet.
-
-Each pod is routed; there is no bridge on a node.
-"""
+"""A node: containerd and kubelet."""
 
 import subprocess
 from collections.abc import Sequence
@@ -69,18 +66,6 @@ def node_object(machine: Machine) -> Object:
 
 def start_containerd(cluster: Cluster, machine: Machine) -> None:
     folder = cluster.files(machine.name)
-    address_pool = {
-        "type": "host-local",
-        "dataDir": str(folder / "cni-ipam"),
-        "ranges": [[{"subnet": cidr}] for cidr in machine.pod_cidrs],
-        "routes": [{"dst": "0.0.0.0/0"}, {"dst": "::/0"}],
-    }
-    plugins: list[Object] = [
-        {"type": "ptp", "ipMasq": False, "mtu": 1500, "ipam": address_pool},
-        {"type": "portmap", "capabilities": {"portMappings": True}},
-    ]
-    network = {"cniVersion": "1.0.0", "name": "conformance", "plugins": plugins}
-    write(folder / "cni-conf" / "10-conformance.conflist", network)
     config = CONTAINERD.format(
         folder=folder,
         socket=SOCKET,

@@ -29,10 +29,11 @@ GRACE_SECONDS = 30
 class Daemon:
     """A CNI's daemon on one node."""
 
-    def __init__(self, node: Node, program: str, arguments: Sequence[str]) -> None:
-        self.log = node.lab.folder / f"{program}-{node.name}.log"
+    def __init__(self, node: Node, cni: Cni, arguments: Sequence[str]) -> None:
+        self.log = node.folder / f"{cni.daemon}-{node.name}.log"
         self._node = node
-        self._command = (str(go_build.build(program)), *arguments)
+        self._command = (str(go_build.build(cni.daemon)), *arguments)
+        self._environment = os.environ | cni.environment(node)
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
@@ -42,15 +43,10 @@ class Daemon:
         self.kill()
 
     def start(self) -> Self:
-        folder = self._node.lab.folder
-        environment = os.environ | {
-            "NODE_NAME": self._node.name,
-            "KUBE_ROUTER_CNI_CONF_FILE": str(folder / f"kube-router-{self._node.name}.conflist"),
-        }
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 [*DIE_WITH_US, *inside(self._node.netns, None, *self._command)],
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment,
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self._environment,
             )  # fmt: skip
         return self
 
@@ -131,7 +127,7 @@ class CniCluster(Field):
             self.cni.prepare(each, [other for other in nodes if other is not each])
             if self.cni.daemon:
                 arguments = self.cni.command(each, kubeconfig)
-                self.daemons.append(enter(Daemon(each, self.cni.daemon, arguments)))
+                self.daemons.append(enter(Daemon(each, self.cni, arguments)))
         for index, each in enumerate(nodes):
             until(
                 f"{self.cni.name} is ready on {each.name}",

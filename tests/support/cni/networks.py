@@ -3,6 +3,7 @@
 
     bridge       the standard plugin, with portmap, bandwidth and firewall; static routes between
                  the nodes
+    ptp          the standard plugin, with portmap; static routes between the nodes
     kindnet      kind's: the plugins ptp and portmap. kindnetd cannot be had as a Go module, so its
                  routes and its masquerade chain are imitated (kind v0.33.0, images/kindnetd:
                  cni.go, routes.go, masq.go)
@@ -14,10 +15,11 @@ In all of them a node's pods are in 10.244.n.0/24 and fd00:10:244:n::/64, from .
 """
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tests.support.cni.plugins import Conf, read
-from tests.support.lab.lab import Node, inside, ip, run
+from tests.support.lab.lab import Node as LabNode
+from tests.support.lab.lab import inside, ip, run
 from tests.support.lab.podnet import Lines, Pod, Routed
 
 if TYPE_CHECKING:
@@ -25,6 +27,24 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 PODS4, PODS6 = "10.244.0.0/16", "fd00:10:244::/48"
+
+
+class Node(Protocol):
+    """A node of the lab or of tests/conformance. `netns` is below /run/netns."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def number(self) -> int: ...
+    @property
+    def netns(self) -> str: ...
+    @property
+    def ip(self) -> str: ...
+    @property
+    def ip6(self) -> str: ...
+    @property
+    def folder(self) -> "Path":
+        """For files, whose names have the node's, since nodes may share it."""
 
 
 def pod_cidrs(node: Node) -> tuple[str, str]:
@@ -43,6 +63,8 @@ class Cni(Routed):
     """The program that runs on each node; "" if there is none."""
     is_bridged = True
     """Whether a node's pods are on one bridge; else each has a link of its own."""
+    masquerades = True
+    """Whether it masquerades what pods send to the world outside."""
 
     def conf(self, node: Node) -> Conf:
         """The plugins' configuration on this node, once the daemon has prepared it."""
@@ -54,6 +76,10 @@ class Cni(Routed):
     def command(self, node: Node, kubeconfig: "Path") -> tuple[str, ...]:
         """The daemon's arguments."""
         return ()
+
+    def environment(self, node: Node) -> dict[str, str]:
+        """The daemon's environment."""
+        return {"NODE_NAME": node.name}
 
     def is_ready(self, node: Node, others: "Sequence[Node]") -> bool:
         """Whether pods can be added, and reach those of the other nodes."""
@@ -67,7 +93,7 @@ class Cni(Routed):
     def own6(self, number: int) -> Lines:
         return ()
 
-    def join(self, node: Node, others: "Sequence[Node]") -> tuple[Lines, Lines]:
+    def join(self, node: LabNode, others: "Sequence[LabNode]") -> tuple[Lines, Lines]:
         return (), ()
 
     def cable(self, number: int, pod: Pod) -> Lines:
@@ -79,7 +105,7 @@ class Cni(Routed):
 def _ipam(node: Node) -> Conf:
     return {
         "type": "host-local",
-        "dataDir": str(node.lab.folder / f"ipam-{node.name}"),
+        "dataDir": str(node.folder / f"ipam-{node.name}"),
         "ranges": [[{"subnet": cidr}] for cidr in pod_cidrs(node)],
         "routes": [{"dst": "0.0.0.0/0"}, {"dst": "::/0"}],
     }
@@ -97,6 +123,7 @@ PORTMAP = {"type": "portmap", "capabilities": {"portMappings": True}}
 class Bridge(Cni):
     name = "bridge"
     programs = ("bridge", "host-local", "portmap", "bandwidth", "firewall")
+    masquerades = False
 
     def conf(self, node: Node) -> Conf:
         bridge = {
@@ -118,17 +145,26 @@ class Bridge(Cni):
         _route_to(node, others)
 
 
-class Kindnet(Cni):
-    name = "kindnet"
+class Ptp(Cni):
+    name = "ptp"
     programs = ("ptp", "host-local", "portmap")
     is_bridged = False
+    masquerades = False
 
     def conf(self, node: Node) -> Conf:
         ptp = {"type": "ptp", "ipMasq": False, "ipam": _ipam(node), "mtu": 1500}
-        return {"cniVersion": "0.3.1", "name": "kindnet", "plugins": [ptp, PORTMAP]}
+        return {"cniVersion": "0.3.1", "name": self.name, "plugins": [ptp, PORTMAP]}
 
     def prepare(self, node: Node, others: "Sequence[Node]") -> None:
         _route_to(node, others)
+
+
+class Kindnet(Ptp):
+    name = "kindnet"
+    masquerades = True
+
+    def prepare(self, node: Node, others: "Sequence[Node]") -> None:
+        super().prepare(node, others)
         for program, cidr in (("iptables", PODS4), ("ip6tables", PODS6)):
             rules = (
                 "-N KIND-MASQ-AGENT",
@@ -153,14 +189,14 @@ class Flannel(Cni):
         flannel = {
             "type": "flannel",
             "subnetFile": str(self._subnet_file(node)),
-            "dataDir": str(node.lab.folder / f"flannel-{node.name}"),
-            "ipam": {"dataDir": str(node.lab.folder / f"ipam-{node.name}")},
+            "dataDir": str(node.folder / f"flannel-{node.name}"),
+            "ipam": {"dataDir": str(node.folder / f"ipam-{node.name}")},
             "delegate": {"hairpinMode": True, "isDefaultGateway": True},
         }
         return {"name": "cbr0", "cniVersion": "0.3.1", "plugins": [flannel, PORTMAP]}
 
     def command(self, node: Node, kubeconfig: "Path") -> tuple[str, ...]:
-        net_conf = node.lab.folder / "net-conf.json"
+        net_conf = node.folder / "net-conf.json"
         row = {
             "Network": PODS4, "IPv6Network": PODS6, "EnableIPv6": True,
             "Backend": {"Type": self._backend},
@@ -177,7 +213,7 @@ class Flannel(Cni):
         return self._subnet_file(node).exists() and has_routes(node, others)
 
     def _subnet_file(self, node: Node) -> "Path":
-        return node.lab.folder / f"subnet-{node.name}.env"
+        return node.folder / f"subnet-{node.name}.env"
 
 
 class KubeRouter(Cni):
@@ -192,13 +228,13 @@ class KubeRouter(Cni):
         bridge = {
             "type": "bridge", "bridge": "kube-bridge", "isDefaultGateway": True,
             "hairpinMode": True,
-            "ipam": {"type": "host-local", "dataDir": str(node.lab.folder / f"ipam-{node.name}")},
+            "ipam": {"type": "host-local", "dataDir": str(node.folder / f"ipam-{node.name}")},
         }  # fmt: skip
         row = {"cniVersion": "0.3.0", "name": "mynet", "plugins": [bridge, PORTMAP]}
         self.file(node).write_text(json.dumps(row))
 
     def file(self, node: Node) -> "Path":
-        return node.lab.folder / f"kube-router-{node.name}.conflist"
+        return node.folder / f"kube-router-{node.name}.conflist"
 
     def conf(self, node: Node) -> Conf:
         return read(self.file(node))
@@ -213,6 +249,10 @@ class KubeRouter(Cni):
             "--service-external-ip-range=203.0.113.0/24",
             "--service-external-ip-range=2001:db8:1::/64",
         )  # fmt: skip
+
+    def environment(self, node: Node) -> dict[str, str]:
+        file = {"KUBE_ROUTER_CNI_CONF_FILE": str(self.file(node))}
+        return super().environment(node) | file
 
     def is_ready(self, node: Node, others: "Sequence[Node]") -> bool:
         ipam = self.conf(node)["plugins"][0]["ipam"]
@@ -232,5 +272,5 @@ def routes(node: Node, family: str) -> list[dict[str, Any]]:
 
 CNIS = {
     cni.name: cni
-    for cni in (Bridge(), Kindnet(), Flannel("vxlan"), Flannel("host-gw"), KubeRouter())
+    for cni in (Bridge(), Ptp(), Kindnet(), Flannel("vxlan"), Flannel("host-gw"), KubeRouter())
 }

@@ -253,6 +253,11 @@ class Node:
         """Its second InternalIP."""
         return f"fd00:198:18::{self.number}"
 
+    @property
+    def folder(self) -> Path:
+        """The lab's."""
+        return self.lab.folder
+
     def pod(self, name: str) -> Place:
         """A new pod: a namespace behind a veth pair, reachable from everywhere in the lab."""
         index = len(self.pods) + 1

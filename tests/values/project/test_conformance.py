@@ -106,7 +106,7 @@ def test_a_run_of_one_test_leaves_the_other_results(
 def test_a_build_that_fails_is_reported_without_a_cluster_to_remove(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    def fail(version: object) -> None:
+    def fail(version: object, cni: object) -> None:
         raise BuildError("cannot build ginkgo", "go.mod", "look there")
 
     monkeypatch.setattr(lifecycle.versions, "programs", fail)
