@@ -73,7 +73,7 @@ test-kernels: venv ## a part of it inside of Debian's kernels; kernels="5.10 6.1
 	@tools/packages tests kernels
 	$(BIN)/python -m tests.kernels $(kernels) $(if $(only),--only $(only))
 
-test-cnis: venv ## the pod networks of CNIs, with those that take minutes to build
+test-cnis: venv ## the pod networks of CNIs, with what takes minutes
 	@tools/packages tests
 	KBPF_TEST_CNIS=1 $(BIN)/python -m pytest -s tests/lab/cni
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CNIs that take minutes to build are tested by `make test-cnis` only."""
+"""What takes minutes is tested by `make test-cnis` only."""
 
 import os
 
-collect_ignore = [] if os.environ.get("KBPF_TEST_CNIS") else ["test_network_policies.py"]
+LONG = "KBPF_TEST_CNIS" in os.environ
+collect_ignore = [] if LONG else ["test_calico_policies.py", "test_network_policies.py"]

@@ -1,29 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Services in the pod networks of real CNIs: their plugins, and their daemons
-(tests/support/cni/networks.py).
+(tests/support/cni/networks.py). Calico's are imitated (tests/support/cni/calico.py).
 """
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import product
 
 import pytest
 
+from tests.lab.cni.conftest import LONG
+from tests.support.cni.calico import CALICO
 from tests.support.cni.cluster import HOST_PORT, CniCluster
+from tests.support.cni.dials import BRIDGED, NODE, WAIT, Row, check, create_services
 from tests.support.cni.networks import CNIS
-from tests.support.lab.dial import explain
 from tests.support.lab.field import DROPPED, NODES4, NODES6, at, split
 from tests.support.lab.lab import inside, run, until
 from tests.support.lab.load import under_load
-
-CLIENT = "the client's address"
-NODE = "an address of the client's node, or of the node dialled from outside"
-BRIDGED = (
-    "NODE if both pods are on the node's bridge, where replies would not pass the node; else CLIENT"
-)
-WAIT = 1.0
-
 
 KINDS = (
     ("bridge",),
@@ -31,38 +24,17 @@ KINDS = (
     ("flannel-vxlan",),
     ("flannel-vxlan", "--forwarding", "direct"),
     ("flannel-host-gw",),
+    ("calico-vxlan-nftables",),
+    *([("calico-vxlan-iptables",)] if LONG else []),
 )
 
 
 @pytest.fixture(scope="module", params=KINDS, ids=" ".join)
 def cluster(request: pytest.FixtureRequest, cni_programs: None) -> Iterator[CniCluster]:
-    """TCP Services 11 to 15, UDP 21 to 25: local, remote, both, Local, Local without a local
-    backend.
-    """
     name, *arguments = request.param
-    with CniCluster(CNIS[name], *arguments) as made:
-        for base, protocol in ((10, "TCP"), (20, "UDP")):
-            for number, who in ((1, "a1"), (2, "b1"), (3, "a1 b1")):
-                made.create(*made.all_ways(base + number, who, protocol))
-            local = {"external_policy": "Local"}
-            made.create(*made.all_ways(base + 4, "a1 b1", protocol, **local))
-            made.create(*made.all_ways(base + 5, "b1", protocol, **local))
-        made.settle()
+    with CniCluster((CNIS | CALICO)[name], *arguments) as made:
+        create_services(made)
         yield made
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A connection: its client, the kind of address that it dials, the Service (0 to 9, in the
-    protocol's row of ten) and the node; which backends answer, and which address they see.
-    """
-
-    client: str
-    kind: str
-    number: int
-    outcome: str
-    sees: str = CLIENT
-    node_number: int = 1
 
 
 ROWS = (
@@ -94,34 +66,6 @@ ROWS = (
 @pytest.mark.parametrize("row", ROWS, ids=lambda r: f"{r.client} {r.kind} {r.number}")
 def test_dial(cluster: CniCluster, row: Row, protocol: str, v6: bool) -> None:
     check(cluster, row, protocol, v6)
-
-
-def check(cluster: CniCluster, row: Row, protocol: str, v6: bool) -> None:
-    base = 10 if protocol == "tcp" else 20
-    to = at(row.kind, base + row.number, v6, row.node_number)
-    client, names = cluster[row.client], row.outcome.split()
-    fails = row.outcome == DROPPED
-    answer = client.many(
-        1 if fails else 24 if len(names) > 1 else 3,
-        *split(to),
-        protocol=protocol,
-        connected=True,
-        **({"timeout": WAIT} if fails else {}),
-    )
-    why = f"{row}\n{to}: got {answer}\n{explain(cluster, row.client, split(to)[0])}"
-    if fails:
-        assert (answer["names"], set(answer["errors"])) == ({}, {DROPPED}), why
-        return
-    assert not answer["errors"], why
-    assert set(answer["names"]) == set(names), why
-    home = cluster.home[row.client]
-    if row.client == "outside":
-        home = cluster.lab.nodes[row.node_number - 1]
-    node, own = cluster.addresses(home), {client.ip6 if v6 else client.ip}
-    for name, _, seen, peer, peer_port in answer["seen"]:
-        bridged = row.sees == BRIDGED and cluster.cni.is_bridged and cluster.home[name] is home
-        assert seen in (node if row.sees == NODE or bridged else own), (name, seen, why)
-        assert (peer, peer_port) == split(to), why
 
 
 @pytest.mark.parametrize("node", [NODES4[0], NODES6[0]], ids=["v4", "v6"])

@@ -17,7 +17,6 @@ from tests.support.cluster.cluster import UNROUTED, Cluster, Object
 from tests.support.cluster.kube_objects import node as node_object
 from tests.support.cluster.kube_proxy import KubeProxy
 from tests.support.cni.networks import Cni, pod_cidrs
-from tests.support.cni.plugins import Sandbox
 from tests.support.lab.field import Field
 from tests.support.lab.lab import DIE_WITH_US, PATIENCE, Agent, Lab, Node, inside, ip, run, until
 from tests.support.lab.podnet import Pod
@@ -83,15 +82,8 @@ class _Lab(Lab):
 
     network: Cni
 
-    def sandbox(self, node: Node, index: int, netns: str) -> Sandbox:
-        return Sandbox(node.netns, netns, REQUESTS.get((node.number, index), {}))
-
     def attach(self, node: Node, pod: Pod) -> None:
-        cni = self.network
-        box = self.sandbox(node, pod.index, pod.netns)
-        result = box.call("ADD", cni.conf(node), cni.programs)
-        ip("link set lo up", netns=pod.netns)
-        assert {row["address"].partition("/")[0] for row in result["ips"]} == {pod.v4, pod.v6}
+        self.network.add(node, pod, REQUESTS.get((node.number, pod.index), {}))
 
 
 class CniCluster(Field):

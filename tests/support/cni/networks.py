@@ -7,8 +7,8 @@
     kindnet      kind's: the plugins ptp and portmap. kindnetd cannot be had as a Go module, so its
                  routes and its masquerade chain are imitated (kind v0.33.0, images/kindnetd:
                  cni.go, routes.go, masq.go)
-    flannel      flanneld with the Kubernetes subnet manager, and its plugin; back ends `vxlan` and
-                 `host-gw`
+    flannel      flanneld with the Kubernetes subnet manager, and its plugin; back ends `vxlan`,
+                 `host-gw`, and `ipip`, which carries IPv4 only: IPv6 has static routes there
     kube-router  as router (BGP between the nodes) and as firewall, not as service proxy
 
 In all of them a node's pods are in 10.244.n.0/24 and fd00:10:244:n::/64, from .2 upward.
@@ -17,13 +17,13 @@ In all of them a node's pods are in 10.244.n.0/24 and fd00:10:244:n::/64, from .
 import json
 from typing import TYPE_CHECKING, Any, Protocol
 
-from tests.support.cni.plugins import Conf, read
+from tests.support.cni.plugins import Conf, Sandbox, read
 from tests.support.lab.lab import Node as LabNode
 from tests.support.lab.lab import inside, ip, run
-from tests.support.lab.podnet import Lines, Pod, Routed
+from tests.support.lab.podnet import Lines, Pod, Routed, gate
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
 PODS4, PODS6 = "10.244.0.0/16", "fd00:10:244::/48"
@@ -85,6 +85,12 @@ class Cni(Routed):
         """Whether pods can be added, and reach those of the other nodes."""
         return True
 
+    def add(self, node: Node, pod: Pod, runtime: "Mapping[str, object]") -> None:
+        """Connects a pod. `runtime`: what its Pod object asks of the plugins, by capability."""
+        result = Sandbox(node.netns, pod.netns, runtime).call("ADD", self.conf(node), self.programs)
+        ip("link set lo up", netns=pod.netns)
+        assert {row["address"].partition("/")[0] for row in result["ips"]} == {pod.v4, pod.v6}
+
     # The lab's own devices and routes are not wanted.
 
     def node(self, number: int) -> Lines:
@@ -111,10 +117,11 @@ def _ipam(node: Node) -> Conf:
     }
 
 
-def _route_to(node: Node, others: "Sequence[Node]") -> None:
+def route_to(node: Node, others: "Sequence[Node]", families: tuple[int, ...] = (4, 6)) -> None:
     for other in others:
-        v4, v6 = pod_cidrs(other)
-        ip(f"route add {v4} via {other.ip}", f"route add {v6} via {other.ip6}", netns=node.netns)
+        rows = zip((4, 6), pod_cidrs(other), (other.ip, other.ip6), strict=True)
+        lines = [f"route add {cidr} via {via}" for family, cidr, via in rows if family in families]
+        ip(*lines, netns=node.netns)
 
 
 PORTMAP = {"type": "portmap", "capabilities": {"portMappings": True}}
@@ -142,7 +149,7 @@ class Bridge(Cni):
         }
 
     def prepare(self, node: Node, others: "Sequence[Node]") -> None:
-        _route_to(node, others)
+        route_to(node, others)
 
 
 class Ptp(Cni):
@@ -156,7 +163,7 @@ class Ptp(Cni):
         return {"cniVersion": "0.3.1", "name": self.name, "plugins": [ptp, PORTMAP]}
 
     def prepare(self, node: Node, others: "Sequence[Node]") -> None:
-        _route_to(node, others)
+        route_to(node, others)
 
 
 class Kindnet(Ptp):
@@ -183,6 +190,22 @@ class Flannel(Cni):
     def __init__(self, backend: str) -> None:
         self.name = f"flannel-{backend}"
         self._backend = backend
+        self._is_dual = backend != "ipip"
+
+    def prepare(self, node: Node, others: "Sequence[Node]") -> None:
+        if not self._is_dual:
+            route_to(node, others, families=(6,))
+
+    def add(self, node: Node, pod: Pod, runtime: "Mapping[str, object]") -> None:
+        if self._is_dual:
+            super().add(node, pod, runtime)
+            return
+        result = Sandbox(node.netns, pod.netns, runtime).call("ADD", self.conf(node), self.programs)
+        assert [row["address"] for row in result["ips"]] == [f"{pod.v4}/24"]
+        gateway = gate(node.number, v6=True)
+        ip(f"addr replace {gateway}/64 dev cni0 nodad", netns=node.netns)
+        ip("link set lo up", f"addr add {pod.v6}/64 dev eth0 nodad",
+           f"route add default via {gateway}", netns=pod.netns)  # fmt: skip
 
     def conf(self, node: Node) -> Conf:
         """As in kube-flannel.yml, with folders of this node's own."""
@@ -198,7 +221,7 @@ class Flannel(Cni):
     def command(self, node: Node, kubeconfig: "Path") -> tuple[str, ...]:
         net_conf = node.folder / "net-conf.json"
         row = {
-            "Network": PODS4, "IPv6Network": PODS6, "EnableIPv6": True,
+            "Network": PODS4, "IPv6Network": PODS6, "EnableIPv6": self._is_dual,
             "Backend": {"Type": self._backend},
         }  # fmt: skip
         net_conf.write_text(json.dumps(row))
@@ -274,3 +297,5 @@ CNIS = {
     cni.name: cni
     for cni in (Bridge(), Ptp(), Kindnet(), Flannel("vxlan"), Flannel("host-gw"), KubeRouter())
 }
+FLANNEL_IPIP = Flannel("ipip")
+"""For kernels with the module ipip."""

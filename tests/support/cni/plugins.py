@@ -26,9 +26,13 @@ class Sandbox:
     netns: str
     runtime: Mapping[str, object] = field(default_factory=dict)  # capability → its arguments
 
-    def call(self, command: str, conf: Conf, programs: Sequence[str]) -> Conf:
-        """Runs ADD, or DEL in the opposite order; the result of the last plugin of ADD."""
-        result: Conf = {}
+    def call(
+        self, command: str, conf: Conf, programs: Sequence[str], result: Conf | None = None
+    ) -> Conf:
+        """Runs ADD, or DEL in the opposite order; the result of the last plugin of ADD. `result`:
+        that of a plugin before these.
+        """
+        result = result or {}
         for plugin in conf["plugins"][:: -1 if command == "DEL" else 1]:
             capabilities = plugin.get("capabilities", {})
             row = {"cniVersion": conf["cniVersion"], "name": conf["name"], **plugin}

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calico's NetworkPolicies about Services' traffic, in the rules of both of its data planes
+(imitated: tests/support/cni/calico.py), with kbpf and with the real kube-proxy. The rows and the
+policies are those of kube-router's.
+"""
+
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from tests.lab.cni.test_network_policies import ADMITTED, BACKENDS, ROWS, WAIT, Row
+from tests.support.cni.calico import CALICO, device_of
+from tests.support.cni.calico_rules import Workload
+from tests.support.cni.cluster import CniCluster
+from tests.support.lab.dial import explain
+from tests.support.lab.field import OUT4, OUT6, at, split
+
+KINDS = [*product(CALICO, ("kbpf", "nftables"))]
+
+
+@pytest.fixture(scope="module", params=KINDS, ids=" ".join)
+def cluster(
+    request: pytest.FixtureRequest, cni_programs: None, kube_proxy: Path
+) -> Iterator[CniCluster]:
+    name, proxy = request.param
+    cni = CALICO[name]
+    with CniCluster(cni, proxy=proxy) as made:
+        a2, a3, b2 = made["a2"], made["a3"], made["b2"]
+        made.unhook("a3!", a3.netns, a3.ip, a3.ip6, made.home["a3"])
+        admitted = (a2.ip, a2.ip6, OUT4, OUT6)
+        for backend in ("a1", "b1"):
+            device = device_of(made[backend].netns)
+            cni.police(made.home[backend], Workload(device, ingress=admitted))
+        cni.police(made.home["a3"], Workload(device_of(a3.netns), egress=(b2.ip, b2.ip6)))
+        for base, protocol in ((10, "TCP"), (20, "UDP")):
+            for number, who in BACKENDS.items():
+                made.create(*made.all_ways(base + number, who, protocol))
+            made.create(*made.all_ways(base + 5, "a1 b1", protocol, external_policy="Local"))
+        made.settle()
+        yield made
+
+
+@pytest.mark.parametrize("v6", [False, True], ids=["v4", "v6"])
+@pytest.mark.parametrize("protocol", ["tcp", "udp"])
+@pytest.mark.parametrize("row", ROWS, ids=lambda r: f"{r.client} {r.kind} {r.number}")
+def test_policies_judge_as_with_kube_proxy(
+    cluster: CniCluster, row: Row, protocol: str, v6: bool
+) -> None:
+    base = 10 if protocol == "tcp" else 20
+    to = at(row.kind, base + row.number, v6, row.node_number)
+    answer = cluster[row.client].many(
+        2, *split(to), protocol=protocol, connected=True, timeout=WAIT
+    )
+    why = f"{row}\n{to}: got {answer}"
+    if cluster.proxy_mode == "kbpf":
+        why += f"\n{explain(cluster, row.client, split(to)[0])}"
+    if row.outcome == ADMITTED:
+        assert sum(answer["names"].values()) == 2, why
+    else:
+        assert not answer["names"], why
