@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Creates a cluster and removes it, with everything that it left on the machine."""
 
+import fcntl
 import os
 import shutil
 import signal
@@ -164,7 +165,10 @@ def down(name: str, logs: Path) -> None:
 
 def remove_abandoned() -> None:
     """Removes the clusters of runs that were killed: a run's cluster has its process id as name."""
-    for folder in CLUSTERS.glob("[0-9]*"):
-        if not Path(f"/proc/{folder.name}").exists():
-            say(f"removing cluster {folder.name}, whose run was killed")
-            down(folder.name, CLUSTERS / "abandoned")
+    CLUSTERS.mkdir(parents=True, exist_ok=True)
+    with (CLUSTERS / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another run may do the same now
+        for folder in CLUSTERS.glob("[0-9]*"):
+            if not Path(f"/proc/{folder.name}").exists():
+                say(f"removing cluster {folder.name}, whose run was killed")
+                down(folder.name, CLUSTERS / "abandoned")

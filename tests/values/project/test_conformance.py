@@ -2,6 +2,8 @@
 """tests/conformance: its lists, how it reads a report, and the document made from its results."""
 
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -114,6 +116,26 @@ def test_a_build_that_fails_is_reported_without_a_cluster_to_remove(
     monkeypatch.setattr(sys, "argv", ["conformance"])
     assert __main__.main() == 2
     assert capsys.readouterr().err.startswith("conformance: cannot build ginkgo")
+
+
+def test_runs_that_start_together_remove_an_abandoned_cluster_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    abandoned = tmp_path / "4194305"  # higher than any process id
+    abandoned.mkdir()
+    removed: list[str] = []
+
+    def down(name: str, logs: Path) -> None:
+        removed.append(name)
+        time.sleep(0.3)
+        abandoned.rmdir()
+
+    monkeypatch.setattr(lifecycle, "CLUSTERS", tmp_path)
+    monkeypatch.setattr(lifecycle, "down", down)
+    with ThreadPoolExecutor() as pool:
+        for removal in [pool.submit(lifecycle.remove_abandoned) for _ in range(2)]:
+            removal.result()
+    assert removed == [abandoned.name]
 
 
 @pytest.mark.parametrize(
