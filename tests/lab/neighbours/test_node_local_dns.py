@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """NodeLocal DNSCache at the ClusterIP of kube-dns: it answers the node's clients while it runs, and
 when it ends, kube-dns answers within a second, also if it is killed and leaves its address and its
-rules. Clients are a pod and the node, by UDP and TCP.
+rules. Clients are a pod and the node, by UDP and TCP. In mode ipvs (KBPF_TEST_MODE) there is a
+device with the same address, kbpf's.
 """
 
 import signal
@@ -19,12 +20,15 @@ from kbpf.checks import connect
 from kbpf.dataplane.bpf.inspect.snapshot import read as read_snapshot
 from tests.lab.neighbours import dns_queries
 from tests.lab.neighbours.dns_cache import AT_CACHE, AT_SERVER, WHERE, NodeCache, start_server
-from tests.support.cluster.cluster import Cluster
 from tests.support.cluster.kube import Object
 from tests.support.cluster.kube_objects import endpoint, endpoint_slice, port, service, slice_port
+from tests.support.lab.field import Field
 from tests.support.lab.lab import DIE_WITH_US, Place, inside, ip, until
+from tests.support.lab.modes import PACKETS
 
 DNS, UPSTREAM = "10.96.0.10", "10.96.0.11"
+LINK_LOCAL = "169.254.20.10"
+"""Where the manifest for kube-proxy's mode ipvs lets node-cache listen, and nowhere else."""
 METRICS = 9153
 ROUNDS = 3
 
@@ -54,10 +58,10 @@ class Answer(NamedTuple):
 class Queries:
     """A client's queries to kube-dns, in a loop."""
 
-    def __init__(self, place: Place, folder: Path) -> None:
+    def __init__(self, place: Place, folder: Path, server: str = DNS, name: str = WHERE) -> None:
         self.place = place
-        self._output = folder / f"queries.{place.name}"
-        command = ("/usr/bin/python3", "-S", dns_queries.__file__, DNS, WHERE)
+        self._output = folder / f"queries.{place.name}.{server}.{name}"
+        command = ("/usr/bin/python3", "-S", dns_queries.__file__, server, name)
         with self._output.open("wb") as output:
             self._process = subprocess.Popen(
                 [*DIE_WITH_US, *inside(place.netns, place.cgroup, *command)], stdout=output
@@ -76,25 +80,25 @@ class Queries:
         self._process.wait()
 
 
-@pytest.fixture(scope="module", params=["on", "off"])
+@pytest.fixture(scope="module", params=["ipvs"] if PACKETS else ["on", "off"])
 def socket_lb(request: pytest.FixtureRequest) -> str:
-    """Whether connections are translated at the socket or by the packet path."""
+    """Whether connections are translated at the socket or by the packet path, or by IPVS."""
     return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def cluster(programs: None, socket_lb: str) -> Iterator[Cluster]:
-    with Cluster(1, "nd", arguments=("--socket-lb", socket_lb)) as made:
-        for place in (made["a3"], made["host-1"]):
-            ip("route del unreachable 10.96.0.0/16", netns=place.netns)
+def field(socket_lb: str) -> Iterator[Field]:
+    arguments = () if PACKETS else ("--socket-lb", socket_lb)
+    with Field(*arguments, name="nd", pods=(3,)) as made:
+        ip("route del unreachable 10.96.0.0/16", netns=made["host-1"].netns)
         with made.given(*dns_service("kube-dns", DNS, made["a1"].ip),
                         *dns_service("kube-dns-upstream", UPSTREAM, made["a1"].ip)):  # fmt: skip
             yield made
 
 
 @pytest.fixture
-def server(cluster: Cluster) -> Iterator[None]:
-    process = start_server(cluster["a1"], cluster.lab.folder)
+def server(field: Field) -> Iterator[None]:
+    process = start_server(field["a1"], field.lab.folder)
     try:
         yield
     finally:
@@ -103,8 +107,9 @@ def server(cluster: Cluster) -> Iterator[None]:
 
 
 @pytest.fixture
-def cache(cluster: Cluster) -> Iterator[NodeCache]:
-    made = NodeCache(cluster.lab.nodes[0], DNS, UPSTREAM)
+def cache(field: Field, request: pytest.FixtureRequest) -> Iterator[NodeCache]:
+    """The cache, which listens at the ClusterIP, or at the test's parameter."""
+    made = NodeCache(field.lab.nodes[0], getattr(request, "param", DNS), UPSTREAM)
     try:
         yield made
     finally:
@@ -112,12 +117,12 @@ def cache(cluster: Cluster) -> Iterator[NodeCache]:
 
 
 @pytest.fixture
-def clients(cluster: Cluster, server: None, socket_lb: str) -> Iterator[list[Queries]]:
+def clients(field: Field, server: None, socket_lb: str) -> Iterator[list[Queries]]:
     """A pod and the node. Without the socket hooks the node's packets to an address of a device
     stay on the node, so kube-dns cannot answer them while a killed cache leaves its address.
     """
     names = ("a3", "host-1") if socket_lb == "on" else ("a3",)
-    made = [Queries(cluster[name], cluster.lab.folder) for name in names]
+    made = [Queries(field[name], field.lab.folder) for name in names]
     try:
         yield made
     finally:
@@ -140,7 +145,7 @@ def show(clients: list[Queries]) -> Callable[[], object]:
 
 
 def test_a_cache_serves_and_when_it_ends_the_service_does(
-    cluster: Cluster, cache: NodeCache, clients: list[Queries]
+    field: Field, cache: NodeCache, clients: list[Queries]
 ) -> None:
     until("kube-dns answers", answered_by(clients, AT_SERVER), state=show(clients))
     seconds: dict[signal.Signals, list[float]] = {signal.SIGTERM: [], signal.SIGKILL: []}
@@ -151,17 +156,18 @@ def test_a_cache_serves_and_when_it_ends_the_service_does(
         assert failures(clients, began)[:3] == [], "kube-dns answered until the cache did"
         cache.add_rules()
         until("its rules exist", cache.has_rules)
-        until("the status has it", lambda: len(left_to_node(cluster)) == 2)
-        snapshot = read_snapshot(cluster.agent.pin_dir, connect.NEEDS)
-        (row,) = connect.left_to_node_rows(snapshot)
-        assert row.detail.count(f"{DNS}:53") == 2
+        until("the status has it", lambda: len(left_to_node(field)) == 2)
+        if not PACKETS:
+            snapshot = read_snapshot(field.agent.pin_dir, connect.NEEDS)
+            (row,) = connect.left_to_node_rows(snapshot)
+            assert row.detail.count(f"{DNS}:53") == 2
         for client in clients:
             assert "error" not in client.place.tcp(DNS, METRICS), "where the cache does not listen"
         began = time.monotonic()
         cache.end(number)
         until("kube-dns answers again", answered_by(clients, AT_SERVER), state=show(clients))
         assert cache.has_address() == cache.has_rules() == (number == signal.SIGKILL)
-        until("the status has it no more", lambda: not left_to_node(cluster))
+        until("the status has it no more", lambda: not left_to_node(field))
         seconds[number].append(
             max(
                 seconds_without(client.read(protocol), began)
@@ -193,5 +199,27 @@ def seconds_without(answers: list[Answer], began: float) -> float:
     return recovered - began
 
 
-def left_to_node(cluster: Cluster) -> list[str]:
-    return list((cluster.agent.status() or {})["left_to_node"])
+def left_to_node(field: Field) -> list[str]:
+    return list((field.agent.status() or {})["left_to_node"])
+
+
+@pytest.mark.parametrize("cache", [LINK_LOCAL], indirect=True)
+def test_a_cache_at_a_link_local_address_is_no_business_of_kbpf(
+    field: Field, cache: NodeCache, clients: list[Queries]
+) -> None:
+    """And it reaches kube-dns, which continues to answer at the ClusterIP."""
+    cache.start()
+    cache.add_rules()
+    own, forwarded = (
+        Queries(field["a3"], field.lab.folder, LINK_LOCAL, name)
+        for name in (WHERE, "elsewhere.cluster.local")
+    )
+    try:
+        until("the cache answers", answered_by([own], AT_CACHE), state=show([own]))
+        until("it asks kube-dns", answered_by([forwarded], AT_SERVER), state=show([forwarded]))
+        until("kube-dns answers", answered_by(clients, AT_SERVER), state=show(clients))
+        assert left_to_node(field) == []
+    finally:
+        own.close()
+        forwarded.close()
+        cache.end(signal.SIGTERM)
