@@ -67,8 +67,11 @@ int tc_ingress(struct __sk_buff *skb)
 		return TC_ACT_UNSPEC;
 	if (!p->tuple.from.protocol) /* an ICMP error: parse_for() */
 		return go(skb, TAIL_ICMP_IN);
+	result.port_of = bridge_of_port(device, skb->ifindex);
 	if (translate_in(&p->tuple, p, p->tcp_flags | flags, &result))
 		return forward_known(skb, s, device, &result);
+	if (result.for_bridge)
+		return leave_to_bridge(skb);
 	if (result.masqueraded)
 		mark_masqueraded(skb, true);
 	if (result.restart == RESTART_CHECK ||

@@ -291,6 +291,8 @@ struct device {
 	u8 pad[2];
 	struct address snat4; /* its own address, for SNAT; all 0: use the node's */
 	struct address snat6;
+	u32 bridge; /* of a bridge whose ports have programs, and of these ports, which have its
+		       values: its ifindex; otherwise 0 (device_roles.py) */
 };
 
 #define FRONTEND_PORT_WORDS 1024 /* words of 64 bits, one bit per port */

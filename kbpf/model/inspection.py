@@ -342,8 +342,9 @@ class DeviceEntry:
 
 @dataclass(frozen=True, slots=True)
 class HostDevice:
-    """A device of this network namespace. `role`: ``host``, ``pod`` or ``skipped``, and `reason`
-    why. `ingress` and `egress`: our programs and how they are attached, "" if there are none.
+    """A device of this network namespace. `role`: ``host``, ``pod``, ``port`` or ``skipped``, and
+    `reason` why. `ingress` and `egress`: our programs and how they are attached, "" if there are
+    none.
     """
 
     name: str

@@ -88,7 +88,7 @@ LAYOUTS = [
     Layout("port_slot", layout.PORT_SLOT, "lockers last_exhausted"),
     Layout("refusal_limit", layout.REFUSAL_LIMIT, "spent interval burst"),
     Layout("network_key", layout.NETWORK_KEY, "bits address"),
-    Layout("device", layout.DEVICE, "role l2 flags mac snat4 snat6"),
+    Layout("device", layout.DEVICE, "role l2 flags mac snat4 snat6 bridge"),
     Layout("cached_device", layout.CACHED_DEVICE, "ifindex device"),
     Layout("node", layout.NODE, "snat4 snat6 flags port_low port_high mark connections"),
     Layout("client_slot", layout.CLIENT_SLOT, "owner number"),

@@ -115,6 +115,11 @@ def _tunnels() -> bool:
     return all(modules.probe_module(name).works for name in TUNNEL_MODULES)
 
 
+def _br_netfilter() -> bool:
+    # Not loaded: packets of the bridges of every network namespace would pass netfilter.
+    return Path("/proc/sys/net/bridge").exists() or bool(modules.probe_module("br_netfilter").works)
+
+
 def _nothing() -> Program:
     """A program that returns 0."""
     insns = struct.pack("=BBhiBBhi", 0xB7, 0, 0, 0, 0x95, 0, 0, 0)
@@ -182,6 +187,7 @@ FEATURES = {
     ),
     "nfs": Feature("NFS, client and server", _nfs),
     "tun": Feature("tun devices", _tun),
+    "br_netfilter": Feature("br_netfilter", _br_netfilter),
     "tunnels": Feature("tunnels of IP in IP", _tunnels),
     "route_mtu": Feature("the MTU in the result of bpf_fib_lookup", _route_mtu, (5, 12)),
     "checksum_complete": Feature(  # Linux 6.11, and later backported to stable kernels

@@ -159,7 +159,8 @@ int tc_route(struct __sk_buff *skb)
 		__builtin_memset(&flow->snat, 0, sizeof(flow->snat));
 	/* A bridge forwards replies between its own pods past us, unless they are addressed to the
 	 * node. */
-	if (to && !has_snat(flow) && s->hop.ifindex == ifindex && to->role == ROLE_POD)
+	if (to && !has_snat(flow) && s->hop.ifindex == routing_ifindex(device, ifindex) &&
+	    to->role == ROLE_POD)
 		flow->snat = s->packet.v6 ? n->snat6 : n->snat4;
 	if (to && has_snat(flow)) {
 		own = s->packet.v6 ? to->snat6 : to->snat4;

@@ -23,6 +23,19 @@ static __always_inline struct device *device_at(u32 ifindex)
 	return devices.lookup(&ifindex);
 }
 
+/* The bridge of which the device is a port; 0: none. */
+static __always_inline u32 bridge_of_port(const struct device *device, u32 ifindex)
+{
+	return device->bridge == ifindex ? 0 : device->bridge;
+}
+
+/* The device that has the addresses and routes for packets of this device: for a port of a bridge,
+ * the bridge. */
+static __always_inline u32 routing_ifindex(const struct device *device, u32 ifindex)
+{
+	return device && device->bridge ? device->bridge : ifindex;
+}
+
 /* Whether this is a known address of the node: one that serves NodePorts, or one for SNAT. */
 static __always_inline bool is_nodes_own(struct address *a, const struct node *n)
 {

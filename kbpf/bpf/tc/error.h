@@ -7,6 +7,7 @@
 #include "tc/devices.h"
 #include "tc/hop.h"
 #include "tc/known.h"
+#include "tc/receive.h"
 #include "tc/scratch.h"
 #include "tc/tails.h"
 
@@ -61,7 +62,10 @@ int tc_icmp_in(struct __sk_buff *skb)
 	if (!s || !device || !parse_error(skb, s, &tuple))
 		return TC_ACT_UNSPEC;
 	p = &s->packet;
+	result.port_of = bridge_of_port(device, skb->ifindex);
 	if (!translate_in(&tuple, &s->inner, FROM_ICMP_ERROR, &result)) {
+		if (result.for_bridge)
+			return leave_to_bridge(skb);
 		if (result.masqueraded)
 			mark_masqueraded(skb, true);
 		return TC_ACT_UNSPEC;

@@ -86,12 +86,13 @@ static __always_inline long query_fib(struct __sk_buff *skb, const struct packet
 				      const struct target *from, const struct target *to,
 				      struct next_hop *hop, u16 length)
 {
+	u32 ifindex = skb->ingress_ifindex ? skb->ingress_ifindex : skb->ifindex;
 	struct fib_params route = {
 		.protocol = p->protocol,
 		.source_port = from->port,
 		.destination_port = to->port,
 		.length = length,
-		.ifindex = skb->ingress_ifindex ? skb->ingress_ifindex : skb->ifindex,
+		.ifindex = routing_ifindex(device_at(ifindex), ifindex),
 	};
 	long result;
 
@@ -294,7 +295,8 @@ static __always_inline int deliver_to_host(struct __sk_buff *skb, const struct d
 {
 	struct device *to = device_at(ifindex);
 
-	if (ifindex == skb->ifindex || !to) /* it is on that device already */
+	if (ifindex == routing_ifindex(from, skb->ifindex) ||
+	    !to) /* it is on that device already, or on a port of it */
 		return TC_ACT_UNSPEC;
 	if (*l3 != from->l2)
 		return TC_ACT_UNSPEC;

@@ -308,6 +308,8 @@ struct translation {
 	bool masqueraded; /* to be marked in the stack, even if nothing else changes */
 	u8 restart;       /* enum restart: the flow may be over */
 	bool reply;       /* sent by the backend */
+	bool for_bridge;  /* the bridge's program handles it */
+	u32 port_of;      /* in: the bridge, if the packet is at a port of one; otherwise 0 */
 };
 
 /* Translates a packet of the client. */
@@ -342,8 +344,16 @@ static __always_inline bool translate_reply(const struct tuple *t, const struct 
 	return true;
 }
 
+/* Whether packets of this flow that come in by this device leave it other than by the stack. */
+static __always_inline bool is_redirected_from(const struct flow *flow, u32 ifindex)
+{
+	return flow->host_device ? flow->host_device != ifindex : flow->path != PATH_STACK;
+}
+
 /* Translates a packet at ingress, into `s`. False: it belongs to no flow of ours, or has to pass
- * unchanged, or (s->restart) its flow has to be rechecked or begun again. */
+ * unchanged, or (s->restart) its flow has to be rechecked or begun again, or (s->for_bridge) it
+ * bypasses the stack: a packet that is redirected at a port would bypass the rules of the bridge,
+ * which does not learn its sender's MAC address then. */
 static __always_inline bool translate_in(struct tuple *t, const struct packet *p, u32 flags,
 					 struct translation *s)
 {
@@ -372,6 +382,13 @@ static __always_inline bool translate_in(struct tuple *t, const struct packet *p
 			s->masqueraded = false;
 			return false;
 		}
+	}
+	if (s->port_of && is_redirected_from(flow, s->port_of)) {
+		s->for_bridge = true;
+		s->masqueraded = false;
+		return false;
+	}
+	if (!reply) {
 		translate_original(flow, s);
 	} else if (!translate_reply(t, flow, s)) {
 		return false;

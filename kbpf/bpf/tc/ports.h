@@ -285,7 +285,10 @@ int tc_claim(struct __sk_buff *skb)
 		former = s->flow.client_port;
 		s->flow.direction = DIRECTION_REPLY;
 		/* Not a next hop: leaves_elsewhere(). */
-		s->flow.out.ifindex = s->flow.path == PATH_STACK ? skb->ifindex : 0;
+		s->flow.out.ifindex =
+			s->flow.path == PATH_STACK
+				? routing_ifindex(device_at(skb->ifindex), skb->ifindex)
+				: 0;
 		mark_ends(&s->flow);
 		if (s->flow.path != PATH_DIRECT_SNAT)
 			error = claim_reply(&s->flow, n, now_ns());

@@ -8,6 +8,7 @@
 #include "lib/packet.h"
 #include "tc/devices.h"
 #include "tc/flow.h"
+#include "tc/tails.h"
 
 #define VLAN_VID_MASK 0x0fff
 #define PACKET_OTHERHOST 3
@@ -75,12 +76,52 @@ static __always_inline bool fragment_ports(struct packet *p, const struct device
 	return true;
 }
 
-/* VLAN frames are seen again on the VLAN's own device; the stack drops frames for other machines,
- * which a promiscuous device receives. */
-static __always_inline bool is_for_others(struct __sk_buff *skb)
+/* Whether a frame is addressed to this device; on a port of a bridge, to the bridge. */
+static __always_inline bool has_own_mac(struct __sk_buff *skb, const struct device *device)
 {
-	return (skb->vlan_present && (skb->vlan_tci & VLAN_VID_MASK)) ||
-	       skb->pkt_type == PACKET_OTHERHOST;
+	const u32 *own = (const u32 *)device->mac; /* and 2 bytes of padding, which are 0 */
+	u32 to[2] = {};
+
+	return !bpf_skb_load_bytes(skb, 0, to, sizeof(device->mac)) && to[0] == own[0] &&
+	       to[1] == own[1];
+}
+
+/* VLAN frames are seen again on the VLAN's own device; the stack drops frames for other machines,
+ * which a promiscuous device receives. On a port, frames for the bridge count as such. */
+static __always_inline bool is_for_others(struct __sk_buff *skb, const struct device *device)
+{
+	if (skb->vlan_present && (skb->vlan_tci & VLAN_VID_MASK))
+		return true;
+	if (skb->pkt_type != PACKET_OTHERHOST)
+		return false;
+	return !bridge_of_port(device, skb->ifindex) || !has_own_mac(skb, device);
+}
+
+#define HANDLED_AT_PORT 0x6b62 /* value of skb->tc_index */
+
+/* With br_netfilter conntrack sees a packet between the port by which it enters a bridge and the
+ * bridge itself, so the packet has to be translated at the port. Marks it there. Returns true at
+ * the bridge if the packet has been handled at its port: it may look like one to be translated
+ * again. A sender cannot forge the mark, since a port overwrites it. */
+static __always_inline bool was_handled_at_port(struct __sk_buff *skb, const struct device *device)
+{
+	if (!device->bridge)
+		return false;
+	if (bridge_of_port(device, skb->ifindex)) {
+		skb->tc_index = HANDLED_AT_PORT;
+		return false;
+	}
+	if (skb->tc_index != HANDLED_AT_PORT)
+		return false;
+	skb->tc_index = 0;
+	return true;
+}
+
+/* Leaves a packet at a port to the bridge's program. */
+static __always_inline int leave_to_bridge(struct __sk_buff *skb)
+{
+	skb->tc_index = 0;
+	return TC_ACT_UNSPEC;
 }
 
 /* Offset of the IP header of a packet on a tunnel. Headers of the outer packet may precede it: at
@@ -105,7 +146,7 @@ static __always_inline bool parse_for(struct __sk_buff *skb, const struct device
 	u32 ifindex = skb->ifindex, l2 = device->l2;
 	struct ip4_tcp plain;
 
-	if (is_for_others(skb))
+	if (is_for_others(skb, device) || (in && was_handled_at_port(skb, device)))
 		return false;
 	if (is_plain_tcp(skb, l2, &plain)) {
 		struct tuple tuple = tuple_of_plain(&plain);

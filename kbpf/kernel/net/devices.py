@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+from kbpf.errors import KernelError
 from kbpf.kernel.net.addresses import IFADDRMSG, source_address_of
 from kbpf.kernel.net.netlink import (
     Message,
@@ -30,8 +31,11 @@ from kbpf.kernel.net.uapi import (
     IFF_POINTOPOINT,
     IFF_UP,
     IFLA_ADDRESS,
+    IFLA_BR_NF_CALL_IP6TABLES,
+    IFLA_BR_NF_CALL_IPTABLES,
     IFLA_EXT_MASK,
     IFLA_IFNAME,
+    IFLA_INFO_DATA,
     IFLA_INFO_KIND,
     IFLA_LINK,
     IFLA_LINK_NETNSID,
@@ -49,6 +53,7 @@ from kbpf.kernel.net.uapi import (
     RTMGRP_IPV6_IFADDR,
     RTMGRP_LINK,
 )
+from kbpf.kernel.system import sysctl
 from kbpf.kernel.system.polling import wait_readable
 from kbpf.model.address import Addr
 
@@ -71,6 +76,11 @@ IP_TUNNEL_LINK_TYPES: Final = frozenset(
 """Link types of tunnels that encapsulate IP packets in IP: ipip, ip6tnl, sit, gre, ip6gre, vti."""
 
 ZERO_MAC: Final = bytes(6)
+BRIDGE_NETFILTER: Final = (
+    "net.bridge.bridge-nf-call-iptables",
+    "net.bridge.bridge-nf-call-ip6tables",
+)
+"""Sysctls of the module br_netfilter: for all bridges of the network namespace."""
 
 
 _IFINFOMSG: Final = struct.Struct("=BxHiII")
@@ -88,7 +98,8 @@ class Device:
     one. `has_subnet`: it has an address with neighbours: not link-local, prefix shorter than /32
     or /128. `mac`: its own address, 6 bytes; zeros if its link type has none of this length.
     `sources`: source addresses that the kernel would use on it, preferred ones of each family
-    first.
+    first. `bridge_netfilter`: a bridge whose packets pass netfilter as they enter a port, in one
+    family at least (br_netfilter).
     """
 
     ifindex: int
@@ -105,6 +116,7 @@ class Device:
     has_subnet: bool = False
     mac: bytes = ZERO_MAC
     sources: tuple[Addr, ...] = ()
+    bridge_netfilter: bool = False
 
     @property
     def has_header(self) -> bool:
@@ -130,10 +142,11 @@ def list_devices() -> tuple[Device, ...]:
     subnets = {ifindex for message in addresses for ifindex in _subnet_ifindex(message)}
     sources = _sources_by_ifindex(addresses)
     links = [message for message in links if message.msg_type == RTM_NEWLINK]
+    settings = _read_bridge_netfilter()
     devices = {
         device.ifindex: device
         for message in links
-        for device in [_parse_device(message, subnets, sources)]
+        for device in [_parse_device(message, subnets, sources, settings)]
     }
     return tuple(devices[ifindex] for ifindex in sorted(devices))
 
@@ -157,17 +170,29 @@ def _sources_by_ifindex(messages: Iterable[Message]) -> Mapping[int, tuple[Addr,
     return sources
 
 
+def _read_bridge_netfilter() -> tuple[bool, ...]:
+    """The values of BRIDGE_NETFILTER; none if the module is not loaded."""
+    try:
+        return tuple(sysctl.read(name) != "0" for name in BRIDGE_NETFILTER)
+    except KernelError:
+        return ()
+
+
 def _parse_device(
-    message: Message, subnets: set[int], sources: Mapping[int, tuple[Addr, ...]]
+    message: Message,
+    subnets: set[int],
+    sources: Mapping[int, tuple[Addr, ...]],
+    bridge_netfilter: tuple[bool, ...],
 ) -> Device:
     _, link_type, ifindex, flags, _ = _IFINFOMSG.unpack_from(message.body)
     attrs = parse_attributes(message.body[_IFINFOMSG.size :])
     info = parse_attributes(attrs.get(IFLA_LINKINFO, b""))
     peer_netns = attrs.get(IFLA_LINK_NETNSID)
+    kind = parse_string(info.get(IFLA_INFO_KIND, b""))
     return Device(
         ifindex=ifindex,
         name=parse_string(attrs.get(IFLA_IFNAME, b"")),
-        kind=parse_string(info.get(IFLA_INFO_KIND, b"")),
+        kind=kind,
         up=bool(flags & IFF_UP),
         loopback=bool(flags & IFF_LOOPBACK),
         point_to_point=bool(flags & IFF_POINTOPOINT),
@@ -179,6 +204,17 @@ def _parse_device(
         has_subnet=ifindex in subnets,
         mac=_parse_mac(attrs.get(IFLA_ADDRESS, b"")),
         sources=sources.get(ifindex, ()),
+        bridge_netfilter=kind == "bridge"
+        and bool(bridge_netfilter)
+        and (any(bridge_netfilter) or _calls_netfilter(info.get(IFLA_INFO_DATA, b""))),
+    )
+
+
+def _calls_netfilter(raw: bytes) -> bool:
+    """Whether a bridge's own settings make its packets pass netfilter."""
+    data = parse_attributes(raw)
+    return any(
+        any(data.get(key, b"")) for key in (IFLA_BR_NF_CALL_IPTABLES, IFLA_BR_NF_CALL_IP6TABLES)
     )
 
 

@@ -16,7 +16,8 @@ NEEDS: Final = Part.STATUS | Part.PACKETS | Part.DEVICES
 class DeviceRow(msgspec.Struct, frozen=True):
     """A device of this network namespace.
 
-    `role`: ``host`` (leads to other machines), ``pod`` or ``skipped``, and `reason` why.
+    `role`: ``host`` (leads to other machines), ``pod``, ``port`` (of a bridge: packets that enter
+    it) or ``skipped``, and `reason` why.
     `flags`: ``pods`` (its packets come from pods of this node), ``peer`` (bpf_redirect_peer()
     reaches the pod through it), ``tunnel`` (its packets take the stack). `l2_header`: length of its
     link-layer header in bytes, None if the map `devices` does not have it. `ingress` and `egress`:
@@ -67,7 +68,8 @@ def _problem(device: HostDevice) -> str:
     programs = (device.ingress, device.egress)
     if device.role == "skipped":
         return "a skipped device should have no program" if any(programs) else ""
-    return "" if all(programs) else "a program is missing"
+    needed = programs[:1] if device.role == "port" else programs
+    return "" if all(needed) else "a program is missing"
 
 
 COLUMNS: Final = (

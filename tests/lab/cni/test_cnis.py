@@ -6,13 +6,17 @@
 import contextlib
 from collections.abc import Iterator
 from itertools import product
+from pathlib import Path
 
 import pytest
 
+from kbpf.dataplane.bpf.inspect import devices
+from kbpf.dataplane.bpf.maps.pinning import Pins
+from kbpf.kernel.system import netns
 from tests.lab.cni.conftest import LONG
 from tests.support.cni.calico import CALICO
 from tests.support.cni.cluster import HOST_PORT, CniCluster
-from tests.support.cni.dials import BRIDGED, NODE, WAIT, Row, check, create_services
+from tests.support.cni.dials import BRIDGED, NODE, Row, check, create_services
 from tests.support.cni.networks import CNIS
 from tests.support.lab.field import DROPPED, NODES4, NODES6, at, split
 from tests.support.lab.lab import inside, run, until
@@ -119,31 +123,45 @@ def firewall(cluster: CniCluster) -> Iterator[None]:
         on_nodes(cluster, *(f"{program} -w -D {INVALID}" for program in programs))
 
 
+def port_programs(cluster: CniCluster, index: int) -> list[str]:
+    """The programs of each port of a bridge on a node: at ingress only."""
+    node, pins = cluster.lab.nodes[index], Pins(cluster.agents[index].pin_dir)
+    listing = netns.run_in(Path("/run/netns") / node.netns, lambda: devices.read(pins, 0, None))
+    assert not any(device.egress for device in listing if device.role == "port")
+    return [device.ingress for device in listing if device.role == "port"]
+
+
 @contextlib.contextmanager
-def bridges_pass_netfilter(cluster: CniCluster, value: int) -> Iterator[None]:
-    """Starts without conntrack entries: with br_netfilter on, those of replies that conntrack saw
-    before they were translated stay for minutes, and make a later flow with their ports invalid.
-    """
+def br_netfilter(cluster: CniCluster, value: int) -> Iterator[None]:
+    """Whether packets pass netfilter as they enter a port of a bridge. By default they do."""
     keys = [f"net.bridge.bridge-nf-call-{program}" for program in ("iptables", "ip6tables")]
-    on_nodes(cluster, *(f"sysctl -qw {key}={value}" for key in keys), "conntrack -F")
     try:
+        set_and_wait(cluster, keys, value)
         yield
     finally:
-        on_nodes(cluster, *(f"sysctl -qw {key}=1" for key in keys))
+        set_and_wait(cluster, keys, 1)
 
 
-def test_a_firewall_that_drops_invalid_packets(cluster: CniCluster) -> None:
-    """With pods on a bridge and `--forwarding stack` br_netfilter must be off (docs/limits.md)."""
-    needs_setting = cluster.cni.is_bridged and "direct" not in cluster.arguments
-    rows = [row for row in ROWS if row.client in ("a2!", "outside") and row.outcome != DROPPED]
-    with firewall(cluster), bridges_pass_netfilter(cluster, 0 if needs_setting else 1):
+def set_and_wait(cluster: CniCluster, keys: list[str], value: int) -> None:
+    """The agents read these settings at any change of a device, and every 30 s."""
+    change = f"ip link set lo alias br_netfilter-{value}"
+    on_nodes(cluster, *(f"sysctl -qw {key}={value}" for key in keys), change)
+    for index, node in enumerate(cluster.lab.nodes):
+        expected = len(node.pods) if cluster.cni.is_bridged and value else 0
+        until(
+            f"{expected} ports have a program on {node.name}",
+            lambda index=index, expected=expected: (
+                [bool(program) for program in port_programs(cluster, index)] == [True] * expected
+            ),
+        )
+
+
+@pytest.mark.parametrize("protocol", ["tcp", "udp"])
+@pytest.mark.parametrize("value", [1, 0], ids=["br_netfilter", "no br_netfilter"])
+def test_a_firewall_that_drops_invalid_packets(
+    cluster: CniCluster, value: int, protocol: str
+) -> None:
+    rows = [row for row in ROWS if row.outcome != DROPPED]
+    with br_netfilter(cluster, value), firewall(cluster):
         for row, v6 in product(rows, (False, True)):
-            check(cluster, row, "tcp", v6)
-
-
-def test_br_netfilter_and_such_a_firewall(cluster: CniCluster) -> None:
-    """The limit: conntrack sees replies before they are translated, so they are invalid."""
-    is_concerned = cluster.cni.is_bridged and "direct" not in cluster.arguments
-    with firewall(cluster), bridges_pass_netfilter(cluster, 1):
-        answer = cluster["outside"].many(1, *split(at("NodePort", 11)), timeout=WAIT)
-        assert answer["names"] == ({} if is_concerned else {"a1": 1}), answer
+            check(cluster, row, protocol, v6)

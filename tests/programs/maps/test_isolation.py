@@ -229,7 +229,7 @@ class Ingress:
 
     def set_device(self, role: Role, flags: DeviceFlag) -> None:
         """Writes the device's entry."""
-        value = DEVICE.pack(role, 14, flags, bytes(6), bytes(16), bytes(16))
+        value = DEVICE.pack(role, 14, flags, bytes(6), bytes(16), bytes(16), 0)
         self._write("devices", U32.pack(1), value)
         self._write("device_cache", U32.pack(1), CACHED_DEVICE.pack(1, value))
 

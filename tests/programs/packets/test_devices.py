@@ -12,19 +12,21 @@ import pytest
 
 from kbpf.dataplane.bpf.packet_path.attach import DeviceAttachments, DeviceReport, PickProgram
 from kbpf.dataplane.bpf.packet_path.device_roles import DeviceRole
+from kbpf.errors import KernelError
 from kbpf.kernel.bpf.clsact import Direction
 from kbpf.kernel.bpf.objects import Link, Program
 from kbpf.kernel.bpf.tc import ATTACH_TYPE, AttachMethod
 from kbpf.kernel.net.devices import (
     ARPHRD_ETHER,
     ARPHRD_NONE,
+    BRIDGE_NETFILTER,
     ZERO_MAC,
     Device,
     DeviceEvents,
     DeviceMonitor,
     list_devices,
 )
-from kbpf.kernel.system import netns
+from kbpf.kernel.system import modules, netns, sysctl
 from kbpf.model.address import format_addr
 from tests.programs.packets.tc.net import Net, both_ways, idle, insn, program_id
 from tests.support.features import lacking, needs
@@ -51,6 +53,22 @@ def pods(net: Net) -> Iterator[str]:
     ip(f"netns del {name}")
 
 
+@pytest.fixture(scope="module")
+def br_netfilter() -> Iterator[None]:
+    """Loads the module, and removes it again: it concerns all network namespaces."""
+    was_loaded = Path("/proc/sys/net/bridge").exists()
+    modules.load(("br_netfilter",))
+    yield
+    if not was_loaded:
+        run("modprobe", "--remove", "br_netfilter")
+
+
+def set_br_netfilter(value: str) -> None:
+    for name in BRIDGE_NETFILTER:
+        with suppress(KernelError):  # the module is not loaded
+            sysctl.write(name, value)
+
+
 def listed(net: Net) -> dict[str, Device]:
     """The devices by name."""
     return {device.name: device for device in net.inside(list_devices)}
@@ -60,6 +78,7 @@ def listed(net: Net) -> dict[str, Device]:
 
 
 def test_devices_are_listed_with_their_properties(net: Net, pods: str):
+    net.inside(lambda: set_br_netfilter("0"))
     net.ip(
         "link set lo up",
         "link add br0 type bridge",
@@ -118,6 +137,25 @@ def test_devices_are_listed_with_their_properties(net: Net, pods: str):
     )
     assert {name for name, device in found.items() if not device.has_header} == {"lo", "tun0"}
     assert {name for name, device in found.items() if not device.carries_ip} == {"lo"}
+
+
+@needs("br_netfilter")
+def test_bridges_whose_packets_pass_netfilter_are_listed_as_such(net: Net, br_netfilter: None):
+    net.ip("link add br0 type bridge", "link add br1 type bridge")
+
+    def passing() -> set[str]:
+        return {name for name, device in listed(net).items() if device.bridge_netfilter}
+
+    net.inside(lambda: set_br_netfilter("0"))
+    assert passing() == set()
+    for setting in ("nf_call_iptables", "nf_call_ip6tables"):
+        net.ip(f"link set br1 type bridge {setting} 1")
+        assert passing() == {"br1"}, setting
+        net.ip(f"link set br1 type bridge {setting} 0")
+    for name in BRIDGE_NETFILTER:
+        net.inside(lambda: sysctl.write(name, "1"))  # noqa: B023
+        assert passing() == {"br0", "br1"}, name
+        net.inside(lambda: sysctl.write(name, "0"))  # noqa: B023
 
 
 def test_listing_returns_all_of_many_devices(net: Net):
@@ -204,6 +242,7 @@ def test_lost_messages_count_as_a_change(net: Net, wake: int):
 @pytest.fixture
 def node(net: Net, pods: str) -> Net:
     """A node: an uplink, a bridge with a pod, and a routed pod."""
+    net.inside(lambda: set_br_netfilter("0"))
     net.ip(
         "link set lo up",
         f"link add up0 type veth peer name wire netns {pods}",
@@ -273,6 +312,36 @@ def test_chosen_devices_get_their_programs_once(
         assert node.tcx(direction, name) == ([program] if how is AttachMethod.TCX else [])
         assert node.filters(direction, name) == (["kbpf"] if how is AttachMethod.CLSACT else [])
     assert node.tcx(Direction.INGRESS, "port0") == node.filters(Direction.INGRESS, "port0") == []
+
+
+@needs("br_netfilter")
+@both_ways
+def test_ports_of_a_bridge_get_the_program_for_ingress_while_br_netfilter_is_in_force(
+    node: Net, pods: str, kit: dict[DeviceRole, Program], br_netfilter: None, how: AttachMethod
+):
+    kit[DeviceRole.PORT] = kit[DeviceRole.POD]
+    devices = DeviceAttachments(node.folder, method=how)
+    sync(node, devices, by_role(kit))
+    node.inside(lambda: set_br_netfilter("1"))
+    report = sync(node, devices, by_role(kit))
+    port = {("port0", Direction.INGRESS): program_id(kit[DeviceRole.PORT])}
+    assert places(node, report) == everywhere(ROLES, kit) | port
+    assert (report.added, report.replaced, report.removed, report.failed) == (1, 0, 0, {})
+    report = sync(node, devices, by_role(kit))
+    assert (report.added, report.replaced, report.removed) == (0, 0, 0)
+    node.ip(f"link add port1 type veth peer name eth2 netns {pods}", "link set port1 master cni0")
+    report = sync(node, devices, by_role(kit))
+    new_port = {("port1", Direction.INGRESS): program_id(kit[DeviceRole.PORT])}
+    assert places(node, report) == everywhere(ROLES, kit) | port | new_port
+    with idle() as newer:
+        report = sync(node, devices, lambda *_: newer)
+        assert (report.added, report.replaced, report.removed) == (0, 12, 0)
+    node.ip("link set port1 nomaster")
+    node.inside(lambda: set_br_netfilter("0"))
+    report = sync(node, devices, by_role(kit))
+    roles = ROLES | {"port1": DeviceRole.POD}
+    assert places(node, report) == everywhere(roles, kit)
+    assert (report.added, report.removed) == (1, 1)
 
 
 @both_ways

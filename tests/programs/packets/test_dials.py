@@ -107,7 +107,7 @@ class Bench:
     def set_device_of(self, hop: Hop) -> None:
         """Describes loopback as the device of this hop's client."""
         role, flags = (Role.HOST, DeviceFlag(0)) if hop.outside else (Role.POD, DeviceFlag.LOCAL)
-        value = DEVICE.pack(role, 14, flags, bytes(6), bytes(16), bytes(16))
+        value = DEVICE.pack(role, 14, flags, bytes(6), bytes(16), bytes(16), 0)
         with self._site.pinned("devices") as devices, self._site.pinned("device_cache") as cache:
             devices.update(U32.pack(1), value)
             cache.update(U32.pack(1 % CACHED_DEVICES), CACHED_DEVICE.pack(1, value))

@@ -130,7 +130,7 @@ class Path_:
         with self.site.pinned("devices") as devices:
             devices.update(
                 U32.pack(1),
-                DEVICE.pack(Role.POD, 14, DeviceFlag.LOCAL, bytes(6), bytes(16), bytes(16)),
+                DEVICE.pack(Role.POD, 14, DeviceFlag.LOCAL, bytes(6), bytes(16), bytes(16), 0),
             )
 
     def forget(self) -> None:

@@ -98,7 +98,7 @@ def affinity(client: bytes, kind: int, service: int, backend: int, age: float) -
 
 
 def device(role: int, flags: int) -> bytes:
-    return layout.DEVICE.pack(role, 14, flags, bytes(6), bytes(16), bytes(16))
+    return layout.DEVICE.pack(role, 14, flags, bytes(6), bytes(16), bytes(16), 0)
 
 
 CLUSTER, NODE_PORT = ServiceFlag.CLUSTER_IP, ServiceFlag.NODE_PORT

@@ -14,14 +14,14 @@ from kbpf.dataplane.bpf.packet_path.device_roles import (
 from kbpf.kernel.net.devices import Device
 from kbpf.kernel.net.uapi import ARPHRD_ETHER, ARPHRD_NONE
 
-HOST, POD, SKIPPED = DeviceRole.HOST, DeviceRole.POD, DeviceRole.SKIPPED
+HOST, POD, PORT, SKIPPED = DeviceRole.HOST, DeviceRole.POD, DeviceRole.PORT, DeviceRole.SKIPPED
 LOOPBACK, TUNNEL, INFINIBAND, CAN = 772, 768, 32, 280
 
 
 class Row(NamedTuple):
     """A device: its name, its kind, its master and its role. The kind has suffixes: ``/pod`` for a
     peer in another namespace, ``/net`` for an address in a subnet, ``/down`` for a device that is
-    down.
+    down, ``/nf`` for a bridge whose packets pass netfilter.
     """
 
     name: str
@@ -47,6 +47,7 @@ def devices(rows: tuple[Row, ...]) -> tuple[Device, ...]:
                 master=index[row.master] if row.master else 0,
                 peer_netns=3 if "pod" in suffixes else None,
                 has_subnet="net" in suffixes,
+                bridge_netfilter="nf" in suffixes,
             )
         )
     return tuple(listing)
@@ -73,6 +74,54 @@ SHAPES = [
         Row("veth1a2b", "veth/pod", SKIPPED, master="cni0"),
         Row("veth3c4d", "veth/pod", SKIPPED, master="cni0"),
     )),
+    Shape("flannel with br_netfilter", (
+        LO, ETH0,
+        Row("flannel.1", "vxlan/net", HOST),
+        Row("cni0", "bridge/net/nf", POD),
+        Row("veth1a2b", "veth/pod", PORT, master="cni0"),
+        Row("veth3c4d", "veth/pod/down", PORT, master="cni0"),
+    )),
+    Shape("weave with br_netfilter", (
+        LO, ETH0,
+        Row("weave", "bridge/net/nf", POD),
+        Row("datapath", "openvswitch", SKIPPED),
+        Row("vxlan-6784", "vxlan", SKIPPED, master="datapath"),
+        Row("vethwe-bridge", "veth", PORT, master="weave"),
+        Row("vethwepl0123456", "veth/pod", PORT, master="weave"),
+    )),
+    Shape("br_netfilter: a bridge of pods with an overlay and a dummy", (
+        LO, ETH0,
+        Row("br0", "bridge/net/nf", POD),
+        Row("vxlan5", "vxlan", PORT, master="br0"),
+        Row("mac0", "dummy", SKIPPED, master="br0"),
+    )),
+    Shape("br_netfilter: a bond in a bridge with virtual machines", (
+        LO,
+        Row("eno1", "", SKIPPED, master="bond0"),
+        Row("bond0", "bond", PORT, master="br0"),
+        Row("vnet0", "tun", PORT, master="br0"),
+        Row("br0", "bridge/net/nf", HOST),
+    )),
+    Shape("br_netfilter: a bridge in a VRF", (
+        LO,
+        Row("red", "vrf", SKIPPED),
+        Row("br1", "bridge/nf", POD, master="red"),
+        Row("veth1", "veth/pod", PORT, master="br1"),
+    )),
+    Shape("br_netfilter: a bridge of pods, while the operator names the host devices", (
+        LO, ETH0,
+        Row("br0", "bridge/net/nf", SKIPPED),
+        Row("eth1", "", SKIPPED, master="br0"),
+        Row("cni0", "bridge/nf", POD),
+        Row("veth1a2b", "veth/pod", PORT, master="cni0"),
+    ), patterns=("eth0",)),
+    Shape("br_netfilter: excluded bridges and ports", (
+        LO, ETH0,
+        Row("docker0", "bridge/nf", SKIPPED),
+        Row("veth1", "veth/pod", SKIPPED, master="docker0"),
+        Row("cni0", "bridge/nf", POD),
+        Row("veth2", "veth/pod", SKIPPED, master="cni0"),
+    ), excluded=("docker?", "veth2")),
     Shape("flannel before its first pod: the bridge is empty and down", (
         LO, ETH0, Row("cni0", "bridge/net/down", POD),
     )),

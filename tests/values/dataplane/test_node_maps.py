@@ -128,7 +128,7 @@ def test_the_masquerading_source_of_a_device(name: str):
 
     device = replace(ETH0, sources=addrs(sources))
     fields = DEVICE.unpack(pack_device(device, HOST, Config(), addrs(preferred)))
-    assert fields[-2:] == tuple(bytes(parse_addr(one)) for one in gets)
+    assert fields[-3:-1] == tuple(bytes(parse_addr(one)) for one in gets)
 
 
 class Table:
@@ -306,6 +306,21 @@ def test_only_changed_devices_are_written():
         *["put device_cache"] * 2,
     ]
     assert told.maps["devices"].entries == {U32.pack(2): pack_device(moved, HOST, Config())}
+
+
+def test_a_port_has_the_values_of_its_bridge():
+    told = Maps()
+    facts = DeviceMap(BRIDGE, told.maps)  # cni0 by its name
+    bridge = replace(CNI0, bridge_netfilter=True, sources=(parse_addr("10.0.0.1"),))
+    port = Device(9, "veth9", "veth", mac=MAC[::-1], master=bridge.ifindex, peer_netns=3)
+    choices = {bridge.ifindex: RoleChoice(POD, ""), 9: RoleChoice(DeviceRole.PORT, "")}
+    facts.write((port, bridge), choices)
+    value = pack_device(bridge, POD, BRIDGE)
+    assert DEVICE.unpack(value)[-1] == bridge.ifindex
+    entries = told.maps["devices"].entries
+    assert entries == {U32.pack(index): value for index in (9, bridge.ifindex)}
+    facts.write((port, CNI0), {CNI0.ifindex: RoleChoice(POD, ""), 9: RoleChoice(SKIPPED, "")})
+    assert entries == {U32.pack(CNI0.ifindex): pack_device(CNI0, POD, BRIDGE)}
 
 
 def test_devices_of_an_earlier_agent_are_adopted():

@@ -332,7 +332,7 @@ def test_detection_of_local_pods(flags: NodeFlag, pods: str):
     contents = {
         "node": {bytes(4): NODE.pack(bytes(16), bytes(16), flags, 0, 0, 0, 0)},
         "devices": {
-            U32.pack(i): DEVICE.pack(role, 14, device_flags, bytes(6), bytes(16), bytes(16))
+            U32.pack(i): DEVICE.pack(role, 14, device_flags, bytes(6), bytes(16), bytes(16), 0)
             for i, role, device_flags in ((2, Role.POD, local), (3, Role.HOST, 0))
         },
         "local_networks": {pack_network(network): bytes(4) for network in networks},

@@ -242,8 +242,8 @@ FLOW: Final = Struct("=Q20s20s20s16s2s2sIIBBBBIQ48s")
 SCRATCH_SIZE: Final = 408
 """struct scratch (bpf/tc/scratch.h), which no other side reads."""
 NEXT_HOP: Final = Struct("=II16sI6s6sHBBI")
-DEVICE: Final = Struct("=III6s2x16s16s")
-CACHED_DEVICE: Final = Struct("=I52s")
+DEVICE: Final = Struct("=III6s2x16s16sI")
+CACHED_DEVICE: Final = Struct("=I56s")
 FRONTEND_PORT_WORDS: Final = 1024
 """64-bit words in `frontend_ports`: one bit for each port."""
 CACHED_DEVICES: Final = 1024

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attaches the packet programs to the chosen devices, and detaches them from all others.
 
-A pass has four stages. Each goes through all devices:
+A pass has five stages. Each goes through all devices:
 
     swap     replace the attached programs by the current ones: 0.1 ms per device
     pod      attach to pod devices without programs: 25 ms per device (kernel/bpf/tc.py says why)
     host     attach to host devices without programs
+    port     attach to ports of bridges, which by now have programs themselves
     remove   detach from devices that are no longer chosen
 
 In this order, urgent and quick work does not wait for slow work. Pod devices come before host
@@ -24,7 +25,12 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Final
 
-from kbpf.dataplane.bpf.packet_path.device_roles import DeviceRole, RoleChoice, decide_roles
+from kbpf.dataplane.bpf.packet_path.device_roles import (
+    DeviceRole,
+    RoleChoice,
+    decide_roles,
+    directions_of,
+)
 from kbpf.dataplane.bpf.packet_path.hook_probe import HookProber
 from kbpf.dataplane.bpf.programs.foreign import ForeignProgram, find_at_devices
 from kbpf.errors import KernelError
@@ -53,9 +59,16 @@ class Stage(IntEnum):
     SWAP = 0
     POD = 1
     HOST = 2
-    REMOVE = 3
-    COMPLETE = 4
+    PORT = 3
+    REMOVE = 4
+    COMPLETE = 5
 
+
+STAGE_ROLES: Final = {
+    Stage.POD: DeviceRole.POD,
+    Stage.HOST: DeviceRole.HOST,
+    Stage.PORT: DeviceRole.PORT,
+}
 
 ShouldContinue = Callable[[Stage, Collection[str]], bool]
 """Called before each device of a stage, and at the end with COMPLETE; False ends the pass. The
@@ -276,24 +289,25 @@ class _SyncPass:
         if device.ifindex in self._vanished:
             return False
         role = self._choices[device.ifindex].role
-        current = [self.attachments.get((device.ifindex, direction), ()) for direction in Direction]
+        current = {
+            direction: self.attachments.get((device.ifindex, direction), ())
+            for direction in Direction
+        }
+        is_complete = all(current[direction] for direction in directions_of(role))
         match stage:
             case Stage.SWAP:
-                return role is not DeviceRole.SKIPPED and any(current)
-            case Stage.HOST:
-                return role is DeviceRole.HOST and not all(current)
+                return role is not DeviceRole.SKIPPED and any(current.values())
+            case Stage.POD | Stage.HOST | Stage.PORT:
+                return role is STAGE_ROLES[stage] and not is_complete
             case Stage.REMOVE:
-                return role is DeviceRole.SKIPPED and any(current)
-            case Stage.POD:
-                return role is DeviceRole.POD and not all(current)
+                return role is DeviceRole.SKIPPED and any(current.values())
             case _:
                 return False
 
     def _runs_old_program(self, device: Device) -> bool:
         """Whether a program is attached there that `pick` would not choose now."""
-        role = self._choices[device.ifindex].role
         for direction in Direction:
-            program = self._pick(device, role, direction)
+            program = self._choose_program(device, direction)
             desired_id = None if program is None else self._program_id(program)
             if any(
                 attachment.program_id != desired_id
@@ -301,6 +315,10 @@ class _SyncPass:
             ):
                 return True
         return False
+
+    def _choose_program(self, device: Device, direction: Direction) -> Program | None:
+        role = self._choices[device.ifindex].role
+        return self._pick(device, role, direction) if direction in directions_of(role) else None
 
     def _program_id(self, program: Program) -> int:
         if program.fd not in self._ids:
@@ -311,8 +329,7 @@ class _SyncPass:
         """Attaches the program that belongs there, or none, and detaches all others of ours. It has
         to be attached by the current method, which a kernel upgrade may change from clsact to TCX.
         """
-        role = self._choices[device.ifindex].role
-        program = None if role is DeviceRole.SKIPPED else self._pick(device, role, direction)
+        program = self._choose_program(device, direction)
         point = device.ifindex, direction
         current = self.attachments.get(point, ())
         same_method = [attachment for attachment in current if attachment.method is self._tc.method]

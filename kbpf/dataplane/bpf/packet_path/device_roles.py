@@ -15,8 +15,12 @@ applies decides:
    virtual machine receives them), and Open vSwitch devices without an address in a subnet (br-int,
    br-tun, ovs-system). An Open vSwitch device with one connects to the host: antrea-gw0, br-ex.
 7. A port of a bridge, bond, team or switch: skipped. Its master shows the packets that reach the
-   host, and packets that are only bridged do not concern us. A port of a VRF is treated as if it
-   had no master.
+   host, and packets that are only bridged do not concern us. There are two exceptions. A port of a
+   VRF is treated as if it had no master. And if br_netfilter is in force
+   (`net.bridge.bridge-nf-call-iptables`, which kubeadm requires), the ports of a bridge with
+   programs have the role **port**: conntrack sees a packet as it enters the port, and would not
+   know the connection of one that only the bridge's program translates. So it is translated at the
+   port, where only the program for ingress is attached.
 8. A bridge: pod if it has only ports of pods and overlays (cni0, cbr0, weave, docker0), or none,
    so that the first pod finds the program in place. The bridge device sees the routed packets of
    its ports once, with its own MAC address. With any other port (an uplink, a tap): host.
@@ -32,8 +36,10 @@ A device that is down gets its programs as well, so that they are in place befor
 from collections.abc import Collection, Iterable, Mapping
 from enum import StrEnum
 from fnmatch import fnmatchcase
+from functools import cache
 from typing import Final, NamedTuple
 
+from kbpf.kernel.bpf.clsact import Direction
 from kbpf.kernel.net.devices import Device
 from kbpf.model.config import Config, LocalMode
 
@@ -47,6 +53,7 @@ SKIPPED_KINDS: Final = frozenset(("dummy", "ifb", "nlmon", "vrf", "macvtap", "ip
 class DeviceRole(StrEnum):
     HOST = "host"
     POD = "pod"
+    PORT = "port"
     SKIPPED = "skipped"
 
 
@@ -77,6 +84,7 @@ def decide_roles(
     for device in by_ifindex.values():
         ports.setdefault(device.master, []).append(device)
 
+    @cache  # each port asks for its bridge
     def choose_role(device: Device) -> RoleChoice:
         skip_reason = _reason_to_skip(device, excluded)
         if skip_reason:
@@ -87,15 +95,31 @@ def decide_roles(
             return RoleChoice(DeviceRole.SKIPPED, f"{device.kind}: delivers no packets to the host")
         master = by_ifindex.get(device.master)
         if device.master and (master is None or master.kind != "vrf"):
-            return RoleChoice(
-                DeviceRole.SKIPPED, f"port of {master.name if master else device.master}"
-            )
+            role, reason = DeviceRole.SKIPPED, f"port of {master.name if master else device.master}"
+            if (
+                master
+                and master.bridge_netfilter
+                and choose_role(master).role is not DeviceRole.SKIPPED
+            ):
+                role, reason = DeviceRole.PORT, f"{reason}, with br_netfilter"
+            return RoleChoice(role, reason)
         choice = _choose_by_kind(device, ports.get(device.ifindex, ()), bool(patterns))
         if choice.role is DeviceRole.HOST and patterns:
             return RoleChoice(DeviceRole.SKIPPED, "not named by the operator")
         return choice
 
     return {index: choose_role(device) for index, device in sorted(by_ifindex.items())}
+
+
+def directions_of(role: DeviceRole) -> tuple[Direction, ...]:
+    """The directions in which a device of this role has programs."""
+    match role:
+        case DeviceRole.SKIPPED:
+            return ()
+        case DeviceRole.PORT:
+            return (Direction.INGRESS,)
+        case _:
+            return tuple(Direction)
 
 
 def find_unmatched(devices: Iterable[Device], patterns: Iterable[str]) -> tuple[str, ...]:

@@ -201,13 +201,7 @@ class DeviceMap:
         to hold another device, that one is written only by the next call, when no such program can
         be running any more.
         """
-        entries = {
-            U32.pack(device.ifindex): pack_device(
-                device, choices[device.ifindex].role, self._config, self.preferred_sources
-            )
-            for device in devices
-            if choices[device.ifindex].role in ROLE_VALUES
-        }
+        entries = pack_devices(devices, choices, self._config, self.preferred_sources)
         changed = {key: value for key, value in entries.items() if self._written.get(key) != value}
         cached = compute_cached_devices(entries)
         owners = {index: _owner(value) for index, value in self._written_cache.items()}
@@ -258,6 +252,25 @@ def compute_cached_devices(entries: Mapping[bytes, bytes]) -> dict[int, bytes]:
     }
 
 
+def pack_devices(
+    devices: Iterable[Device],
+    choices: Mapping[int, RoleChoice],
+    config: Config,
+    preferred: tuple[Addr, ...],
+) -> dict[bytes, bytes]:
+    """The entries of `devices`. A port of a bridge has the values of its bridge."""
+    packed: dict[int, bytes] = {}
+    ports = []
+    for device in devices:
+        role = choices[device.ifindex].role
+        if role is DeviceRole.PORT:
+            ports.append(device)
+        elif role in ROLE_VALUES:
+            packed[device.ifindex] = pack_device(device, role, config, preferred)
+    packed |= {port.ifindex: packed[port.master] for port in ports}
+    return {U32.pack(ifindex): value for ifindex, value in packed.items()}
+
+
 def pack_device(
     device: Device, role: DeviceRole, config: Config, preferred: tuple[Addr, ...] = ()
 ) -> bytes:
@@ -286,4 +299,5 @@ def pack_device(
         device.mac,
         by_family.get(4, NO_ADDRESS),
         by_family.get(6, NO_ADDRESS),
+        device.ifindex if device.bridge_netfilter else 0,
     )

@@ -64,7 +64,7 @@ class Flows:
     def open_programs(self) -> None:
         """Opens the programs that are pinned now; loopback becomes an uplink."""
         with self.site.pinned("devices") as devices:
-            value = DEVICE.pack(Role.HOST, 14, DeviceFlag(0), bytes(6), bytes(16), bytes(16))
+            value = DEVICE.pack(Role.HOST, 14, DeviceFlag(0), bytes(6), bytes(16), bytes(16), 0)
             devices.update(U32.pack(1), value)
         self.close()
         folder = next(self.site.pins.glob("programs-tc-*"))

@@ -53,10 +53,10 @@ POD = {4: "10.244.1.2", 6: "fd00:10:244:1::2"}
 NEAR = {4: "10.244.7.7", 6: "fd00:10:244:7::7"}
 """A client in a local network."""
 NET = {4: "192.0.2.", 6: "2001:db8::"}
-CLUSTER, LOCAL, NONE, RESTRICTED, SAME, MASKED, IP, OWN, OTHER_OWN, REMOTE = range(1, 11)
+CLUSTER, LOCAL, NONE, RESTRICTED, SAME, MASKED, IP, OWN, OTHER_OWN, REMOTE, CHAINED = range(1, 12)
 """The last part of a VIP: policy Cluster, Local, no endpoints, no client allowed; port 80 → 80 with
 policy Local and Cluster; a ClusterIP; backends that are the node itself, at its masquerade address
-and at OTHER; policy Local without an endpoint on this node."""
+and at OTHER; policy Local without an endpoint on this node; a backend that is the VIP LOCAL."""
 OTHER = {4: "198.18.0.8", 6: "fd00:198:18::8"}
 """A second address of the node."""
 GATE = {4: "198.18.0.2", 6: "fd00:198:18::2"}
@@ -117,11 +117,19 @@ class Path_:
             self.inside(lambda: path.write_text(f"{on:d}"))  # noqa: B023
 
     def set_device(
-        self, ifindex: int, role: Role, flags: DeviceFlag, own: tuple[str, str] | None = None
+        self,
+        ifindex: int,
+        role: Role,
+        flags: DeviceFlag,
+        own: tuple[str, str] | None = None,
+        mac: bytes = bytes(6),
+        bridge: int = 0,
     ) -> None:
-        """Writes a device's entry. `own`: its IPv4 and IPv6 addresses."""
+        """Writes a device's entry. `own`: its IPv4 and IPv6 addresses. `bridge`: the ifindex of the
+        bridge that it is, or is a port of.
+        """
         four, six = (parse_addr(one) for one in own) if own else (bytes(16), bytes(16))
-        value = DEVICE.pack(role, 14, flags, bytes(6), four, six)
+        value = DEVICE.pack(role, 14, flags, mac, four, six, bridge)
         with self.site.pinned("devices") as devices:
             devices.update(U32.pack(ifindex), value)
         self.cache(ifindex, CACHED_DEVICE.pack(ifindex, value))
@@ -193,6 +201,7 @@ def services() -> Iterator[object]:
         yield one(OWN, end(NODE[v], 8080))
         yield one(OTHER_OWN, end(OTHER[v], 8080))
         yield one(REMOTE, pod(v), external_local=True)
+        yield one(CHAINED, vip(v, LOCAL), local=vip(v, LOCAL), external_local=True)
 
 
 # ---- request and reply ---------------------------------------------------------------------------

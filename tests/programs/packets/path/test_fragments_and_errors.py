@@ -268,7 +268,7 @@ def test_unrelated_packets_pass_untouched(path: Path_, name: str, unrelated: str
 @pytest.mark.parametrize("whose", ["empty", "another device's"])
 def test_device_missing_in_the_cache_is_found(path: Path_, v: int, whose: str) -> None:
     """Its entry is read from the map `devices`."""
-    other = DEVICE.pack(Role.POD, 0, DeviceFlag.LOCAL, bytes(6), bytes(16), bytes(16))
+    other = DEVICE.pack(Role.POD, 0, DeviceFlag.LOCAL, bytes(6), bytes(16), bytes(16), 0)
     number = 0 if whose == "empty" else 1 + CACHED_DEVICES
     path.cache(1, CACHED_DEVICE.pack(number, other))
     before = path.site.reasons()[Reason.NEW_FLOW]

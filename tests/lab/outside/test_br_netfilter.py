@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bridges with br_netfilter in force (kubeadm requires it), and a firewall that drops what
+conntrack calls invalid: a packet is translated before conntrack sees it, at the port by which it
+enters.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+
+import pytest
+
+from kbpf.dataplane.bpf.inspect import devices
+from kbpf.dataplane.bpf.maps.pinning import Pins
+from kbpf.kernel.system import modules
+from tests.lab.outside.netfilter import invalid, masqueraded, objects, plain
+from tests.support.cluster.cluster import UNROUTED
+from tests.support.features import needs
+from tests.support.lab.dial import Dial
+from tests.support.lab.field import Field, at, both_families, check, there
+from tests.support.lab.lab import Agent, Lab, Node, ip, run, settled, until
+
+pytestmark = needs("br_netfilter")
+
+
+class BridgeField(Field):
+    """`network`: of the pods (tests/support/lab/podnet.py). `uplink`: the nodes' own addresses are
+    on a bridge too, as on a host of virtual machines.
+    """
+
+    def __init__(self, network: str, uplink: bool, *arguments: str) -> None:
+        super().__init__(*arguments, name="bn")
+        self.network, self.uplink = network, uplink
+
+    def new_lab(self, nodes: int, name: str) -> Lab:
+        return Lab(nodes, name, apart=True, network=self.network)
+
+    def prepare(self) -> None:
+        if self.uplink:
+            for each in self.lab.nodes:
+                self._put_uplink_on_bridge(each)
+
+    def _put_uplink_on_bridge(self, node: Node) -> None:
+        others = [other for other in self.lab.nodes if other is not node]
+        lines, _ = self.lab.network.join(node, others)
+        ip(
+            "addr flush dev eth0",
+            "link add br0 type bridge",
+            "link set eth0 master br0",
+            "link set br0 up",
+            f"addr add {node.ip}/24 dev br0",
+            f"addr add {node.ip6}/64 dev br0 nodad",
+            f"route add default via {self.lab.outside_ip}",
+            "route replace default via fd00:198:18::fe",  # flushing has left routes of IPv6
+            *(line.replace("route add", "route replace") for line in lines),
+            netns=node.netns,
+        )
+        settled(node.netns, node.ip6)
+
+    def rows(self, v6: bool) -> Iterator[Dial]:
+        """Every path through the packet path, and whom the backend sees."""
+        net, node = self.lab.network, self.lab.nodes[0]
+        here, elsewhere = net.masquerades_as(node, v6), net.seen_elsewhere(node, v6)
+        for row in chain(masqueraded(v6), plain(v6)):
+            sees = here if row.outcome == "a1" else elsewhere
+            on_one_bridge = self.network == "bridged" or (
+                self.network == "vxlan" and row.outcome == "a1"
+            )
+            if row in set(plain(v6)) and not (row.client == "a2!" and on_one_bridge):
+                sees = row.backend_sees
+            yield replace(row, backend_sees=sees)
+        yield Dial("the node", "host-1", at("ClusterIP", 12, v6), "b1", backend_sees=elsewhere)
+
+
+KINDS = {
+    "a bridge of pods": ("vxlan", False),
+    "a bridge of pods, direct": ("vxlan", False, "--forwarding", "direct"),
+    "a bridge of pods that an overlay joins": ("bridged", False),
+    "a bridge with the uplink": ("routed", True, "--device", "br0"),
+    "a bridge with the uplink, no hooks": ("routed", True, "--device", "br0", "--socket-lb", "off"),
+}
+
+
+@pytest.fixture(scope="module")
+def br_netfilter() -> Iterator[None]:
+    """Loads the module, and removes it again: it concerns all network namespaces."""
+    was_loaded = Path("/proc/sys/net/bridge").exists()
+    modules.load(("br_netfilter",))
+    yield
+    if not was_loaded:
+        run("modprobe", "--remove", "br_netfilter")
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def field(request: pytest.FixtureRequest, br_netfilter: None) -> Iterator[BridgeField]:
+    with BridgeField(*KINDS[request.param]) as made:
+        made.create(*objects(made))
+        made.settle()
+        for node, agent in zip(made.lab.nodes, made.agents, strict=True):
+            until(
+                "the ports have programs", lambda node=node, agent=agent: has_programs(node, agent)
+            )
+            invalid(made, node)
+            ip(*(f"route del unreachable {net}" for net in UNROUTED), netns=node.netns)
+        yield made
+
+
+def has_programs(node: Node, agent: Agent) -> bool:
+    """Whether each port of a bridge has the program for ingress, and no other."""
+    listing = there(node.host, lambda: devices.read(Pins(agent.pin_dir), 0, None))
+    ports = [
+        (bool(device.ingress), bool(device.egress)) for device in listing if device.role == "port"
+    ]
+    return bool(ports) and set(ports) == {(True, False)}
+
+
+@both_families
+def test_no_packet_is_invalid(field: BridgeField, v6: bool) -> None:
+    for row in field.rows(v6):
+        check(field, row)
