@@ -12,14 +12,14 @@ struct bpf_sock does not tell whose a socket is. The bit sk_kern_sock of struct 
 differs between kernels, which describe it in their BTF.
 """
 
-import ctypes
 import os
 import re
 import struct
 from functools import cache
-from typing import Any, Final
+from typing import Final
 
-from kbpf.kernel.bpf import probe, syscalls
+from kbpf.kernel.bpf import probe
+from kbpf.kernel.bpf.btf import Btf
 from kbpf.kernel.bpf.uapi import (
     BPF_CGROUP_INET4_CONNECT,
     BPF_PROG_TYPE_CGROUP_SOCK_ADDR,
@@ -29,10 +29,6 @@ from kbpf.kernel.probe_result import Probe
 
 FIRST_FIXED: Final = (6, 6)
 NO_BTF: Final = "the kernel has no BTF"
-
-_BTF_KIND_STRUCT: Final = 4
-_VLEN_MASK: Final = 0xFFFF
-_BIT_OFFSET_MASK: Final = 0xFFFFFF
 
 
 def keeps_addresses(release: str) -> bool:
@@ -50,7 +46,7 @@ def find_bit() -> int:
     """
     if keeps_addresses(os.uname().release) or not _probe_read().works:
         return 0
-    return find_member_bit(b"sock", b"sk_kern_sock")
+    return find_member_bit("sock", "sk_kern_sock")
 
 
 def probe_kernel_sockets() -> Probe:
@@ -79,37 +75,12 @@ def _probe_read() -> Probe:
     )
 
 
-def find_member_bit(struct_name: bytes, member_name: bytes) -> int:
+def find_member_bit(struct_name: str, member_name: str) -> int:
     """The place of a member in a struct of the running kernel, in bits; 0 if the kernel has no BTF,
     or no such member.
     """
-    lib = _btf_functions()
-    btf = lib.btf__load_vmlinux_btf()
-    if not btf:
+    kernel = Btf.load()
+    if kernel is None:
         return 0
-    try:
-        type_id = lib.btf__find_by_name_kind(btf, struct_name, _BTF_KIND_STRUCT)
-        if type_id <= 0:
-            return 0
-        # struct btf_type (name, info, size), and for each member struct btf_member (name, type,
-        # offset). The offset has the size of a bit field in its upper eight bits.
-        words = ctypes.cast(lib.btf__type_by_id(btf, type_id), ctypes.POINTER(ctypes.c_uint32))
-        for index in range(3, 3 + 3 * (words[1] & _VLEN_MASK), 3):
-            if lib.btf__name_by_offset(btf, words[index]) == member_name:
-                return int(words[index + 2]) & _BIT_OFFSET_MASK
-        return 0
-    finally:
-        lib.btf__free(btf)
-
-
-def _btf_functions() -> Any:
-    lib = syscalls.lib()
-    lib.btf__load_vmlinux_btf.restype = ctypes.c_void_p
-    lib.btf__find_by_name_kind.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_uint32)
-    lib.btf__type_by_id.argtypes = (ctypes.c_void_p, ctypes.c_uint32)
-    lib.btf__type_by_id.restype = ctypes.c_void_p
-    lib.btf__name_by_offset.argtypes = (ctypes.c_void_p, ctypes.c_uint32)
-    lib.btf__name_by_offset.restype = ctypes.c_char_p
-    lib.btf__free.argtypes = (ctypes.c_void_p,)
-    lib.btf__free.restype = None
-    return lib
+    with kernel:
+        return kernel.find_member_bit(struct_name, member_name)

@@ -38,9 +38,9 @@ def test_release_with_the_corrections(release: str, keeps: bool) -> None:
 
 
 def test_bit_is_found_on_kernels_without_the_corrections() -> None:
-    assert find_member_bit(b"sock", b"sk_kern_sock") > 0, "Debian's kernels and ours have BTF"
-    assert find_member_bit(b"sock", b"no_such_member") == 0
-    assert find_member_bit(b"no_such_struct", b"sk_kern_sock") == 0
+    assert find_member_bit("sock", "sk_kern_sock") > 0, "Debian's kernels and ours have BTF"
+    assert find_member_bit("sock", "no_such_member") == 0
+    assert find_member_bit("no_such_struct", "sk_kern_sock") == 0
     assert bool(kernel_sockets.find_bit()) is not keeps_addresses(os.uname().release)
     assert kernel_sockets.probe_kernel_sockets().works
 
@@ -50,7 +50,7 @@ def client(site: Site, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     """A client of programs as they are loaded on a kernel without the corrections. Its packets
     reach nothing unless the hooks translate their destination.
     """
-    bit = find_member_bit(b"sock", b"sk_kern_sock")
+    bit = find_member_bit("sock", "sk_kern_sock")
     monkeypatch.setattr(kernel_sockets, "find_bit", lambda: bit)
     name = f"{site.name}x"
     run("ip", "netns", "add", name)
