@@ -21,6 +21,7 @@
  *                                                                        tc_enqueue ...
  *
  *  tc_recheck, tc_coexist, tc_choose, tc_route, tc_delete_flow   tc/begin.h
+ *  tc_conntrack                                                  tc/conntrack.h
  *  tc_enqueue, tc_evict                                          tc/evict.h
  *  tc_claim, tc_scan_ports                                       tc/ports.h
  *  tc_host, tc_host_choose                                       tc/host.h
@@ -34,6 +35,7 @@
 #include "lib/packet.h"
 #include "lib/rewrite.h"
 #include "tc/begin.h"
+#include "tc/conntrack.h"
 #include "tc/devices.h"
 #include "tc/error.h"
 #include "tc/evict.h"

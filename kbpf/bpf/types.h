@@ -311,6 +311,7 @@ enum node_flags {
 	NODE_DIRECT = 1 << 3,         /* packets to pods bypass the stack */
 	NODE_PASSIVE = 1 << 4,        /* another data plane serves: new flows are left to it */
 	NODE_COEXISTING = 1 << 5, /* another data plane has served, and its flows are still alive */
+	NODE_NETFILTER = 1 << 6,  /* conntrack translates new flows: tc/conntrack.h */
 };
 
 /* node: what the packet path needs to know about the node. */

@@ -18,7 +18,7 @@ from kbpf.dataplane.bpf.maps.layout import NODE, U32, NodeFlag
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.dataplane.bpf.packet_path.device_roles import DeviceRole, decide_roles
 from kbpf.errors import KernelError, NotFoundError
-from kbpf.kernel.bpf import probe, syscalls, tc
+from kbpf.kernel.bpf import kfuncs, probe, syscalls, tc
 from kbpf.kernel.bpf.objects import Map
 from kbpf.kernel.bpf.uapi import (
     BPF_PROG_TYPE_SCHED_CLS,
@@ -53,9 +53,9 @@ def check_packet_path(pin_dir: Path, proc: Path = PROC) -> Iterator[CheckRow]:
     yield from _forwarding_rows(proc)
     yield _forwarding_mode_row(settings.flags)
     yield _forward_chains_row(settings.mark)
-    yield _early_rules_row(host.read_external_ports(Pins(pin_dir)))
+    yield _early_rules_row(host.read_external_ports(Pins(pin_dir)), settings.flags)
     yield _rp_filter_row(proc)
-    yield _conntrack_row(proc)
+    yield _conntrack_row(proc, settings.flags)
 
 
 # ---- the kernel ----------------------------------------------------------------------------------
@@ -94,6 +94,14 @@ def _kernel_rows() -> Iterator[CheckRow]:
         needed=False,
         detail="the time of the last tick, without reading the hardware clock",
         subject="bpf_ktime_get_coarse_ns",
+    )
+    yield make_row(
+        Check.CONNTRACK_NAT,
+        kfuncs.probe_conntrack(),
+        "since Linux 6.1; --forwarding netfilter needs it; where firewalls have to see NodePorts "
+        "before DNAT, use --mode ipvs instead",
+        needed=False,
+        detail="--forwarding netfilter is possible",
     )
 
 
@@ -166,12 +174,20 @@ def _forwarding_mode_row(flags: NodeFlag) -> CheckRow:
             "direct: packets to pods of this node bypass the host's iptables and nftables, "
             "conntrack, and network policies built on them"
         )
+    if NodeFlag.NETFILTER in flags:
+        detail = (
+            "netfilter: conntrack translates new connections from outside, after raw and mangle "
+            "PREROUTING"
+        )
     return make_row(Check.FORWARDING_MODE, Probe(True), "", needed=False, detail=detail)
 
 
-def _early_rules_row(external_ports: frozenset[int]) -> CheckRow:
+def _early_rules_row(external_ports: frozenset[int], flags: NodeFlag) -> CheckRow:
     """Whether the host protects NodePorts with rules that the packet path bypasses."""
     check = Check.PRE_DNAT_RULES
+    if NodeFlag.NETFILTER in flags:
+        detail = "in force: they see packets for NodePorts and VIPs before conntrack translates"
+        return make_row(check, Probe(True), "", needed=False, detail=detail)
     nft_probe = forward_rules.probe_nf_tables()
     ports = pre_dnat_rules.ServedPorts(external_ports)
     legacy = pre_dnat_rules.find_legacy_chains(CHECK_MAX_RULES, ports)
@@ -322,11 +338,13 @@ def _strict_devices(proc: Path) -> Iterable[str]:
             yield device.name
 
 
-def _conntrack_row(proc: Path) -> CheckRow:
+def _conntrack_row(proc: Path, flags: NodeFlag) -> CheckRow:
     is_loaded = (proc / "sys/net/netfilter/nf_conntrack_max").exists()
     detail = "not needed: the packet path tracks connections itself"
     if is_loaded:
         detail += "; other programs use it here, and see client and backend"
+    if NodeFlag.NETFILTER in flags:
+        detail = "--forwarding netfilter: it tracks the packet path's connections"
     return make_row(Check.CONNTRACK, Probe(True), "", needed=False, detail=detail)
 
 

@@ -47,6 +47,7 @@ class Check(StrEnum):
     PRE_DNAT_RULES = "rules before DNAT"
     RP_FILTER = "rp_filter"
     CONNTRACK = "without conntrack"
+    CONNTRACK_NAT = "NAT by conntrack"
     # mode ipvs (ipvs.py)
     NET_ADMIN = "CAP_NET_ADMIN"
     IPVS = "IPVS"

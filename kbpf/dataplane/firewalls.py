@@ -28,8 +28,9 @@ def forward_warnings(
 
 
 ALTERNATIVE_HINT: Final = (
-    "use --nodeport-source-ranges, loadBalancerSourceRanges or --nodeport-addresses instead "
-    "(docs/migration.md, Firewalls in front of NodePorts)"
+    "use --forwarding netfilter, which keeps them in force, or --nodeport-source-ranges, "
+    "loadBalancerSourceRanges or --nodeport-addresses (docs/migration.md, Firewalls in front of "
+    "NodePorts)"
 )
 
 

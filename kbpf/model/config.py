@@ -238,8 +238,8 @@ class Config:
     """Bit (0 to 31) of the packet mark that SNATed packets carry through the node's stack."""
 
     forwarding: str = "stack"
-    """How packets reach pods of this node: "stack", through the host's netfilter, or "direct",
-    redirected to the pod's device.
+    """How packets reach pods of this node: "stack", through the host's netfilter, "direct",
+    redirected to the pod's device, or "netfilter", translated by the host's conntrack.
     """
 
     detect_local_mode: LocalMode = LocalMode.NONE
@@ -303,6 +303,11 @@ class Config:
 
     ignored_in_ipvs: tuple[str, ...] = field(default=(), compare=False)
     """The flags of settings that are not the default and have no effect in mode ipvs."""
+
+    @property
+    def uses_conntrack(self) -> bool:
+        """Whether conntrack translates the flows of the packet path, in mode bpf."""
+        return self.packet_path and self.forwarding == "netfilter"
 
 
 def is_system_service(service: ServiceName, config: Config) -> bool:

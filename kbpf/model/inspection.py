@@ -311,13 +311,14 @@ class HookEntry:
 class NodeEntry:
     """The node's addresses for SNAT and the range of ports for it, both included; `last_port` is 0
     if there is none. `pods`: how clients are recognized as pods of this node: by ``devices``, by
-    ``networks``, or "".
+    ``networks``, or "". `forwarding`: ``stack``, ``direct`` or ``netfilter``.
     """
 
     addresses: tuple[Addr, ...] = ()
     first_port: int = 0
     last_port: int = 0
     pods: str = ""
+    forwarding: str = "stack"
 
     @property
     def ports(self) -> int:

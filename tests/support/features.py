@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from kbpf.errors import KernelError
-from kbpf.kernel.bpf import probe, tc, uapi
+from kbpf.kernel.bpf import kfuncs, probe, tc, uapi
 from kbpf.kernel.bpf.objects import (
     Program,
 )
@@ -95,6 +95,11 @@ def _route_mtu() -> bool | None:
     insns = b"".join(struct.pack("=BBhi", *one) for one in arguments)
     call = probe.encode_call(BPF_FUNC_CHECK_MTU)
     return probe.probe_program(BPF_PROG_TYPE_SCHED_CLS, 0, insns + call).works
+
+
+def _conntrack_nat() -> bool | None:
+    modules.load(kfuncs.MODULES)
+    return kfuncs.probe_conntrack().works
 
 
 def _tun() -> bool:
@@ -175,6 +180,9 @@ FEATURES = {
         lambda: " bpf_sock_destroy\n" in Path("/proc/kallsyms").read_text(),
         (6, 5),
     ),
+    "conntrack_nat": Feature(
+        "conntrack's functions for programs", _conntrack_nat, (6, 1), check="NAT by conntrack"
+    ),
     "sctp": Feature(
         "SCTP sockets", lambda: _socket(socket.SOCK_STREAM, IPPROTO_SCTP), check="SCTP sockets"
     ),
@@ -208,7 +216,7 @@ FEATURES = {
 
 BY_KERNEL = {
     "5.10": {
-        "TCX", "bpf_set_retval", "SO_NETNS_COOKIE", "bpf_ktime_get_coarse_ns",
+        "TCX", "bpf_set_retval", "SO_NETNS_COOKIE", "bpf_ktime_get_coarse_ns", "NAT by conntrack",
     },
     "6.1": {"TCX"},
     "6.12": set[str](),

@@ -133,6 +133,22 @@ static __always_inline bool bypasses_stack(const struct node *n, const struct de
 	       (masquerade && from->role == ROLE_HOST && to->role == ROLE_HOST);
 }
 
+/* Whether conntrack may have to translate this packet; see tc/conntrack.h. Not at a bridge whose
+ * packets have passed PREROUTING on a port that has no program. */
+static __always_inline bool may_use_conntrack(const struct node *n, const struct device *device,
+					      u32 ifindex, const struct scratch *s)
+{
+	return (n->flags & NODE_NETFILTER) && device->role == ROLE_HOST &&
+	       device->bridge != ifindex && s->packet.protocol != IPPROTO_SCTP &&
+	       !(s->begin & BEGIN_UNTRACKED);
+}
+
+/* The backend of a new flow is chosen, and so is its path: writes its state. */
+static __always_inline int begin_flow(struct __sk_buff *skb, const struct scratch *s)
+{
+	return go(skb, s->begin & BEGIN_UNTRACKED ? TAIL_CONNTRACK : TAIL_ENQUEUE);
+}
+
 /* Decides how the packets of a new flow leave, and which address of the node they get. */
 int tc_route(struct __sk_buff *skb)
 {
@@ -173,7 +189,7 @@ int tc_route(struct __sk_buff *skb)
 		stamp_next_hop(&s->hop, flow->last_used);
 	else
 		s->hop.ifindex = 0; /* nothing to cache */
-	return go(skb, TAIL_ENQUEUE);
+	return begin_flow(skb, s);
 }
 
 /* Whether this flow has lost an entry that its replies or its packets in the stack need: another
@@ -286,6 +302,8 @@ int tc_choose(struct __sk_buff *skb)
 		return TC_ACT_UNSPEC; /* the stack drops it */
 	if ((n->flags & (NODE_PASSIVE | NODE_COEXISTING)) && !(s->begin & BEGIN_NOT_FOREIGN))
 		return go(skb, TAIL_COEXIST);
+	if (may_use_conntrack(n, device, ifindex, s))
+		tails.call(skb, TAIL_CONNTRACK); /* returns if an agent without it loaded these */
 	client.outside = !(device->flags & DEVICE_LOCAL);
 	if (!describe_flow(skb, s, &client, &c, &action)) {
 		if ((s->begin & BEGIN_RESTART) && action == TC_ACT_UNSPEC)
@@ -298,8 +316,13 @@ int tc_choose(struct __sk_buff *skb)
 		if (is_any(&flow->snat)) /* the device may have one */
 			flow->snat.word[3] = ADDRESS_NOT_CHOSEN;
 	}
+	/* A CNI may have to masquerade this flow, which it cannot do once it has an entry. And an
+	 * entry that changes no destination would look like one that is in the way. */
+	if ((!has_snat(flow) && (c.flags & SERVICE_CLUSTER_IP)) ||
+	    same_target(&flow->backend, &flow->frontend))
+		s->begin &= ~BEGIN_UNTRACKED;
 	if (has_snat(flow) || (n->flags & NODE_DIRECT) ||
 	    (device->role == ROLE_POD && !(device->flags & DEVICE_PEER)))
 		return go(skb, TAIL_ROUTE);
-	return go(skb, TAIL_ENQUEUE);
+	return begin_flow(skb, s);
 }

@@ -24,6 +24,8 @@
 enum begin_flags {
 	BEGIN_RESTART = 1 << 0,     /* it replaces a flow of ours that has ended */
 	BEGIN_NOT_FOREIGN = 1 << 1, /* another data plane did not see it first */
+	BEGIN_UNTRACKED = 1 << 2,   /* conntrack will translate it, and has no entry yet */
+	BEGIN_STALE = 1 << 3,       /* or has one that has to go (tc/conntrack.h) */
 };
 
 /* The stages of the search for a port of the node (tc_claim), and which ports each

@@ -27,7 +27,8 @@ enum tail {
 	TAIL_RECHECK = 14,
 	TAIL_SCAN_PORTS = 15,
 	TAIL_REROUTE = 16,
-	TAILS = 17,
+	TAIL_CONNTRACK = 17, /* only with --forwarding netfilter */
+	TAILS = 18,
 };
 
 BPF_TABLE("prog", u32, u32, tails, TAILS);

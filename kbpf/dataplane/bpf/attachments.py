@@ -62,6 +62,10 @@ class Attachments:
 
     # ---- opening ---------------------------------------------------------------------------
 
+    def require_conntrack(self) -> None:
+        """If conntrack has to translate flows, raises KernelError unless it can on this node."""
+        self._host.require_conntrack()
+
     def compile(self, cgroup: Path) -> None:
         """Prepares the socket programs. Changes nothing in the kernel. Raises CompileError or
         KernelError.

@@ -142,6 +142,9 @@ class PacketProgram:
     tail: int = -1
 
 
+CONNTRACK_PROGRAM: Final = "tc_conntrack"
+"""Loaded only with `--forwarding netfilter`: kernels before 6.1 refuse it."""
+
 PACKET_PROGRAMS: Final = (
     PacketProgram("tc_ingress", direction="ingress", tail=6),
     PacketProgram("tc_egress", direction="egress"),
@@ -161,8 +164,9 @@ PACKET_PROGRAMS: Final = (
     PacketProgram("tc_scan_ports", tail=15),
     PacketProgram("tc_sctp", tail=9),
     PacketProgram("tc_reroute", tail=16),
+    PacketProgram(CONNTRACK_PROGRAM, tail=17),
 )
-TAIL_CALL_SLOTS: Final = 17
+TAIL_CALL_SLOTS: Final = 18
 TAIL_CALL_MAP: Final = "tails"
 
 UNITS: Final = ("sock", "tc")
@@ -174,6 +178,15 @@ def program_type(program: str) -> tuple[int, int, bool]:
         if hook.name == program:
             return hook.prog_type, hook.attach_type, hook.required
     return BPF_PROG_TYPE_SCHED_CLS, 0, True
+
+
+def loaded_packet_programs(uses_conntrack: bool) -> tuple[PacketProgram, ...]:
+    """The packet programs that are loaded with or without `--forwarding netfilter`."""
+    return tuple(
+        program
+        for program in PACKET_PROGRAMS
+        if uses_conntrack or program.name != CONNTRACK_PROGRAM
+    )
 
 
 def program_names(unit: str) -> tuple[str, ...]:

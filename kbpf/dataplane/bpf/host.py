@@ -19,7 +19,8 @@ from typing import Final
 from kbpf.dataplane import firewalls
 from kbpf.dataplane.bpf.maps.layout import TARGET, ServiceFlag, ServiceValue
 from kbpf.dataplane.bpf.maps.pinning import HOST_FOLDER, Pins
-from kbpf.dataplane.bpf.packet_path import snat_ports
+from kbpf.dataplane.bpf.packet_path import nat_table, snat_ports
+from kbpf.dataplane.bpf.packet_path.nat_table import NatTable
 from kbpf.dataplane.host import KeepalivePoll, forwarding_warnings, reconcile_forward_rules
 from kbpf.errors import KbpfError, KernelError
 from kbpf.kernel.bpf.objects import Map
@@ -51,12 +52,19 @@ class HostIntegration:
         self._pins = pins
         self._port_reservation = PortReservation(pins)
         self._mark = 1 << config.masquerade_bit
+        self._nat_table = NatTable(self._mark) if config.uses_conntrack else None
         self._generation = -1
         self._due = float("-inf")
         self._keepalive = KeepalivePoll()
         self._polls = 0
         self._masquerade_ports = config.masquerade_ports
         self._logged_lines: set[str] = set()
+
+    def require_conntrack(self) -> None:
+        """See NatTable.require(); does nothing if conntrack is not used."""
+        if self._nat_table is not None:
+            self._port_reservation.mark()
+            self._nat_table.require()
 
     def poll(self, now: float) -> None:
         """Repairs the settings if a check is due at `now` (seconds)."""
@@ -67,7 +75,8 @@ class HostIntegration:
             self._warn_about_host()
         self._due = now + HOST_POLL_INTERVAL_S
         self._polls += 1
-        if self._polls <= PORT_RESERVATION_POLLS:
+        # With the nat table, conntrack allocates all ports.
+        if self._polls <= PORT_RESERVATION_POLLS and self._nat_table is None:
             with self._warning_on_error():
                 self._reserve_conntrack_ports()
         with self._warning_on_error():
@@ -97,6 +106,7 @@ class HostIntegration:
             generation = forward_rules.read_generation()
             if generation == self._generation:
                 return
+            self._ensure_nat_table()
             reconcile_forward_rules(self._mark)
         except KernelError as error:
             if error.errno not in TRANSIENT_ERRNOS:
@@ -105,12 +115,20 @@ class HostIntegration:
             # read before our own changes, so the next poll checks these too
             self._generation = generation
 
+    def _ensure_nat_table(self) -> None:
+        if self._nat_table is None:
+            if nat_table.retire():
+                log.info("removed table=%s: --forwarding is not netfilter any more",
+                         nat_table.TABLE)  # fmt: skip
+        elif self._nat_table.ensure():
+            log.info("wrote table=%s", nat_table.TABLE)
+
     def _warn_about_host(self) -> None:
-        for line in (
-            *forwarding_warnings(),
-            *firewalls.forward_warnings(self._mark),
-            *firewalls.early_drop_warnings(read_external_ports(self._pins)),
-        ):
+        lines = (*forwarding_warnings(), *firewalls.forward_warnings(self._mark))
+        if self._nat_table is None:
+            ports = read_external_ports(self._pins)
+            lines = (*lines, *firewalls.early_drop_warnings(ports))
+        for line in lines:
             self._warn_once(line)
 
     @contextlib.contextmanager
@@ -228,7 +246,10 @@ def remove(pins: Pins, rules: bool = True) -> tuple[str, ...]:
     Raises KernelError if the kernel refuses. Without nf_tables there are no rules to remove.
     """
     removed = []
-    if rules and forward_rules.probe_nf_tables().works:
+    has_nf_tables = bool(forward_rules.probe_nf_tables().works)
+    if has_nf_tables and nat_table.retire():
+        removed.append(f"table inet {nat_table.TABLE}")
+    if rules and has_nf_tables:
         for chain in forward_rules.list_forward_chains():
             removed += [f"rule in {chain}"] * forward_rules.remove_masquerade_rules(chain)
         removed += [

@@ -86,12 +86,15 @@ class BpfPlane:
         with self._pins.with_operator_path():
             unpinned.refuse_unpinned(self._pins, self._config.pin_dir, cgroup)
             foreign.refuse_balancers(self._pins, cgroup)
+            self._attachments.require_conntrack()
             self._attachments.compile(cgroup)
             adopted = self._agent_maps.open()
             self.shared.sockets.open(self._agent_maps.maps["agent_sockets"])
             self._attachments.load(cgroup, coexisting)
-            self._udp_passes = udp.UdpPasses(self._agent_maps.maps)
-            self._udp_cutter = UdpCutter(self._agent_maps, self._udp_passes)
+            self._udp_passes = udp.UdpPasses(self._agent_maps.maps, self._config.uses_conntrack)
+            self._udp_cutter = UdpCutter(
+                self._agent_maps, self._udp_passes, self._config.uses_conntrack
+            )
             self._adopt()
         log.info(
             "data plane opened mode=bpf pin_dir=%s cgroup=%s adopted=%s",

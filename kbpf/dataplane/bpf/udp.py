@@ -17,14 +17,24 @@ from functools import partial
 from itertools import chain
 from typing import Final, cast
 
+from kbpf.dataplane.bpf import udp_conntrack
 from kbpf.dataplane.bpf.maps.agent_maps import AgentMaps
 from kbpf.dataplane.bpf.maps.flow_entries import DECISION, is_original
-from kbpf.dataplane.bpf.maps.layout import CUT_KEY, FLOW, PEER, U64, UDP_FLOW, Target, pack_target
+from kbpf.dataplane.bpf.maps.layout import (
+    CUT_KEY,
+    FLOW,
+    PEER,
+    U64,
+    UDP_FLOW,
+    Target,
+    node_port_target,
+    pack_target,
+)
 from kbpf.errors import KernelError
 from kbpf.kernel.bpf.objects import Map
 from kbpf.kernel.net import sock_diag
 from kbpf.kernel.system import netns
-from kbpf.model.address import ANY4, ANY6, family_of
+from kbpf.model.address import family_of
 from kbpf.model.desired import Backend, FrontendAddress
 from kbpf.model.metrics import UdpCuts
 from kbpf.model.objects import Protocol
@@ -109,9 +119,14 @@ CutSteps = Generator[None, None, Counter[int]]
 """Work in steps; returns the number of ended flows or sockets by family."""
 
 
-def cut(maps: dict[str, Map], is_gone: IsGone, count_flows: bool = True) -> Counter[int]:
+def cut(
+    maps: dict[str, Map],
+    is_gone: IsGone,
+    count_flows: bool = True,
+    lost_frontends: Mapping[bytes, int] | None = None,
+) -> Counter[int]:
     """Runs cut_stepwise() to its end."""
-    steps = cut_stepwise(maps, is_gone, count_flows)
+    steps = cut_stepwise(maps, is_gone, count_flows, lost_frontends)
     while True:
         try:
             next(steps)
@@ -119,14 +134,22 @@ def cut(maps: dict[str, Map], is_gone: IsGone, count_flows: bool = True) -> Coun
             return cast("Counter[int]", stop.value)
 
 
-def cut_stepwise(maps: dict[str, Map], is_gone: IsGone, count_flows: bool = True) -> CutSteps:
+def cut_stepwise(
+    maps: dict[str, Map],
+    is_gone: IsGone,
+    count_flows: bool = True,
+    lost_frontends: Mapping[bytes, int] | None = None,
+) -> CutSteps:
     """Destroys sockets and deletes flows that use a stale backend or frontend. Returns their number
-    by family. `count_flows`: also count flows of unconnected sockets. A step examines STEP_ENTRIES
-    entries.
+    by family. `count_flows`: also count flows of unconnected sockets. `lost_frontends`: see
+    udp_conntrack.delete_stale(); None if conntrack does not translate flows. A step examines
+    STEP_ENTRIES entries.
     """
     # An error here is raised, and the pass repeated. Those below are only logged: a kernel without
     # BTF cannot list the maps of sockets, and would fail each time.
     cut_counts = yield from _delete_packet_flows(maps["flows"], is_gone)
+    if lost_frontends is not None:
+        cut_counts += yield from udp_conntrack.delete_stale(maps, is_gone, lost_frontends)
     try:
         if count_flows:
             # Only counted: the programs end these flows, by `udp_cuts`.
@@ -252,11 +275,6 @@ def _destroy_sockets(targets_by_socket: Mapping[int, Collection[Target]]) -> Cou
     return cut_counts
 
 
-def node_port_target(frontend: bytes) -> bytes:
-    """The key under which a NodePort is programmed: its address is the wildcard."""
-    return (ANY4 if family_of(frontend[:16]) == 4 else ANY6) + frontend[16:]
-
-
 PackedTargets = set[tuple[int, bytes]]
 
 
@@ -329,8 +347,8 @@ class UdpPasses:
     fails with a KernelError starts again in the next call of advance().
     """
 
-    def __init__(self, maps: dict[str, Map]) -> None:
-        self._maps = maps
+    def __init__(self, maps: dict[str, Map], uses_conntrack: bool = False) -> None:
+        self._maps, self._uses_conntrack = maps, uses_conntrack
         self._backends: set[tuple[int, Backend]] = set()
         self._frontends: set[tuple[int, FrontendAddress]] = set()
         self._count_flows = False
@@ -393,8 +411,13 @@ class UdpPasses:
             self._families = {family_of(backend.address) for _, backend in self._backends}
             self._families |= {family_of(address.address) for _, address in self._frontends}
             self._gone_targets = gone_if_in(self._backends, self._frontends)
+            lost_frontends = {pack_target(*at): service for service, at in self._frontends}
             self._begin_pass = partial(
-                cut_stepwise, self._maps, self._gone_targets, self._count_flows
+                cut_stepwise,
+                self._maps,
+                self._gone_targets,
+                self._count_flows,
+                lost_frontends if self._uses_conntrack else None,
             )
             self._steps = self._begin_pass()
             # What is added during this pass waits for the next one.

@@ -16,8 +16,11 @@ from kbpf.model.objects import Protocol
 class UdpCutter:
     """Cuts UDP clients off the backends and frontends that a Service port has lost."""
 
-    def __init__(self, agent_maps: AgentMaps, passes: udp.UdpPasses) -> None:
+    def __init__(
+        self, agent_maps: AgentMaps, passes: udp.UdpPasses, uses_conntrack: bool = False
+    ) -> None:
         self._agent_maps, self._passes = agent_maps, passes
+        self._uses_conntrack = uses_conntrack
         self._former = Retired()  # see remember()
 
     def read_cuts(self) -> None:
@@ -50,7 +53,9 @@ class UdpCutter:
         self._cut_map.add(udp.find_stale_flows(self._agent_maps.maps, is_gone), time.monotonic_ns())
         del self._agent_maps.writes["udp_cuts"]  # counted as UDP cuts, not as writes of a change
         start = time.perf_counter()
-        cut_counts = udp.cut(self._agent_maps.maps, is_gone)
+        cut_counts = udp.cut(
+            self._agent_maps.maps, is_gone, lost_frontends={} if self._uses_conntrack else None
+        )
         seconds = time.perf_counter() - start
         self._passes.results.append(
             UdpCuts(seconds, {family: cut_counts[family] for family in (4, 6)})

@@ -7,7 +7,7 @@ Each object owns its descriptor; close() or a `with` block closes it.
 import ctypes
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -298,14 +298,24 @@ def count_possible_cpus() -> int:
 
 class Program(syscalls.Fd):
     @classmethod
-    def load(cls, name: str, program_type: int, attach_type: int, insns: bytes) -> Self:
+    def load(
+        cls,
+        name: str,
+        program_type: int,
+        attach_type: int,
+        insns: bytes,
+        btf_fds: Sequence[int] = (),
+    ) -> Self:
         """Loads bytecode whose map references are already patched. If the verifier refuses it, the
-        KernelError has the last lines of its log.
+        KernelError has the last lines of its log. `btf_fds`: see kfuncs.ConntrackCalls.
         """
         # A signal during verification ends it with EAGAIN: libbpf tries up to `attempts` times.
         opts = syscalls.ProgLoadOpts(
             sz=ctypes.sizeof(syscalls.ProgLoadOpts), attempts=5, expected_attach_type=attach_type
         )
+        if btf_fds:
+            fd_array = (ctypes.c_int * len(btf_fds))(*btf_fds)
+            opts.fd_array = ctypes.addressof(fd_array)
 
         def attempt() -> int:
             return int(

@@ -22,6 +22,10 @@ from kbpf.kernel.net.uapi import (
     NLM_F_EXCL,
 )
 from kbpf.kernel.netfilter.uapi import (
+    CTA_FILTER,
+    CTA_FILTER_F_CTA_PROTO_NUM,
+    CTA_FILTER_ORIG_FLAGS,
+    CTA_ID,
     CTA_IP_V4_DST,
     CTA_IP_V4_SRC,
     CTA_IP_V6_DST,
@@ -77,6 +81,16 @@ class ConntrackFlow(NamedTuple):
     destination_port: int
 
 
+class TranslatedFlow(NamedTuple):
+    """A flow whose destination is translated: address, port and protocol of both destinations.
+    `deletion`: the request that deletes its entry.
+    """
+
+    frontend: tuple[Addr, int, int]
+    backend: tuple[Addr, int, int]
+    deletion: NetlinkRequest
+
+
 def has_dnat_connections(family: str) -> bool:
     """Whether a connection of this family ("ip" or "ip6") has a translated destination."""
     return bool(_dump(FAMILIES[family], ConntrackStatus.IPS_DST_NAT))
@@ -116,6 +130,39 @@ def release(flows: Iterable[ConntrackFlow]) -> int:
     """Deletes such entries; returns how many existed."""
     with Netlink(NETLINK_NETFILTER, "conntrack") as netlink:
         return netlink.request_many([_encode_request(_CT_DELETE, flow) for flow in flows]).count(0)
+
+
+def iterate_translated_udp(family: str) -> Iterator[TranslatedFlow]:
+    """Yields the UDP flows of this family ("ip" or "ip6") whose destination is translated. The
+    kernel selects them: before Linux 5.17 it would return all flows.
+    """
+    header = struct.pack("=BBH", FAMILIES[family], 0, 0)
+    protocol = pack_attribute(CTA_PROTO_NUM, bytes((socket.IPPROTO_UDP,)))
+    flags = pack_attribute(CTA_FILTER_ORIG_FLAGS, struct.pack("=I", CTA_FILTER_F_CTA_PROTO_NUM))
+    status = struct.pack(">I", ConntrackStatus.IPS_DST_NAT)
+    body = header + _nest(CTA_TUPLE_ORIG, _nest(CTA_TUPLE_PROTO, protocol))
+    body += _nest(CTA_FILTER, flags)
+    body += pack_attribute(CTA_STATUS, status) + pack_attribute(CTA_STATUS_MASK, status)
+    with Netlink(NETLINK_NETFILTER, "conntrack") as netlink:
+        for message in netlink.dump_lazily(_CT_GET, body):
+            attrs = parse_attributes(message.body[4:])
+            key = _nest(CTA_TUPLE_ORIG, attrs[CTA_TUPLE_ORIG])
+            key += pack_attribute(CTA_ID, attrs[CTA_ID])
+            yield TranslatedFlow(
+                _unpack_udp_endpoint(_original_destination(attrs)),
+                _unpack_udp_endpoint(_reply_source(attrs)),
+                NetlinkRequest(_CT_DELETE, header + key),
+            )
+
+
+def delete(flows: Iterable[TranslatedFlow]) -> int:
+    """Deletes the entries of these flows; returns how many still existed."""
+    with Netlink(NETLINK_NETFILTER, "conntrack") as netlink:
+        return netlink.request_many([flow.deletion for flow in flows]).count(0)
+
+
+def _unpack_udp_endpoint(raw: tuple[bytes, bytes]) -> tuple[Addr, int, int]:
+    return _parse_address(raw[0]), int.from_bytes(raw[1], "big"), socket.IPPROTO_UDP
 
 
 def _dump(family: int, status: ConntrackStatus) -> list[dict[int, bytes]]:

@@ -22,8 +22,10 @@ class PacketView(msgspec.Struct, frozen=True):
     """The packet path of one node.
 
     `state`: ``on``; ``off``; or ``failed``: it should be on but does not work. `reason` explains
-    the other two. `connections`: open ones. `entries`: including closed and expired ones, which
-    stay until their space is needed. `max_connections`: the value of --max-connections.
+    the other two. `forwarding`: ``stack``, ``direct`` or ``netfilter``; with the latter conntrack
+    has new connections, which only `created` counts. `connections`: open ones. `entries`: including
+    closed and expired ones, which stay until their space is needed. `max_connections`: the value of
+    --max-connections.
 
     `alarm`: 80 % of `max_connections` are connections that are not evicted for new ones (unlike
     half-open and closed ones). At the limit new connections are dropped.
@@ -36,6 +38,7 @@ class PacketView(msgspec.Struct, frozen=True):
 
     state: str
     reason: str
+    forwarding: str
     host_devices: int
     pod_devices: int
     failed: tuple[DeviceFailure, ...]
@@ -59,6 +62,7 @@ def build_view(inspection: Inspection) -> PacketView:
     return PacketView(
         state=state,
         reason=reason,
+        forwarding=inspection.node.forwarding,
         host_devices=sum(device.role == "host" for device in devices),
         pod_devices=sum(device.role == "pod" for device in devices),
         failed=packet_status.failed if packet_status else (),
@@ -71,7 +75,9 @@ def build_view(inspection: Inspection) -> PacketView:
         and fill.needed >= ALARM_SHARE * fill.max_connections,
         created=created,
         # If created < entries, the counters are younger than the map: they were reset.
-        entries_lost=created - entries if created >= entries else None,
+        entries_lost=created - entries
+        if created >= entries and not uses_conntrack(inspection)
+        else None,
         evicted=inspection.reasons.get(Reason.EVICTED, 0),
     )
 
@@ -89,6 +95,11 @@ def packet_path_state(inspection: Inspection) -> tuple[str, str]:
     if packet_status is None:
         return "off", "no packet programs are pinned"
     return "off", "not attached yet" if packet_status.enabled else SWITCHED_OFF
+
+
+def uses_conntrack(inspection: Inspection) -> bool:
+    """Whether conntrack keeps new connections."""
+    return inspection.node.forwarding == "netfilter"
 
 
 def unavailable_notice(inspection: Inspection) -> str:
@@ -119,6 +130,7 @@ def _packet_path_facts(view: PacketView) -> Iterator[tuple[str, str]]:
     if view.state == "off":
         return
     failed_note = f", NOT on {view.failed_count}" if view.failed_count else ""
+    yield "forwarding", view.forwarding
     yield "devices", f"{view.host_devices} host, {view.pod_devices} pod{failed_note}"
     alarm = " ! raise --max-connections" if view.alarm else ""
     yield "connections", f"{view.connections} of at most {view.max_connections}{alarm}"

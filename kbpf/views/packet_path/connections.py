@@ -9,7 +9,7 @@ from typing import Final
 
 from kbpf.model.inspection import Connection, ConnectionQuery, Inspection, Part
 from kbpf.views.columns import Column, format_duration
-from kbpf.views.packet_path.availability import unavailable_notice
+from kbpf.views.packet_path.availability import unavailable_notice, uses_conntrack
 from kbpf.views.page import Page, format_more, format_no_resources
 
 NEEDS: Final = Part.NAMES | Part.CONNECTIONS | Part.PACKETS | Part.STATUS
@@ -55,6 +55,9 @@ COLUMNS: Final = (
 )
 
 
+CONNTRACK_NOTE: Final = "--forwarding netfilter: new connections are in conntrack (conntrack -L)"
+
+
 def build_page(inspection: Inspection, query: ConnectionQuery, limit: int) -> Page:
     """The connections that match the query, at most `limit` of them; 0: all."""
     connections = inspection.connections
@@ -69,6 +72,7 @@ def build_page(inspection: Inspection, query: ConnectionQuery, limit: int) -> Pa
             notice,
             format_more(page.total, limit, "connections"),
             expired if page.expired_count else "",
+            CONNTRACK_NOTE if uses_conntrack(inspection) else "",
         ),
         empty="" if page.total or notice else format_no_resources(),
     )

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from kbpf.dataplane.bpf.hooks import PACKET_PROGRAMS
+from kbpf.dataplane.bpf.hooks import loaded_packet_programs
 from kbpf.dataplane.bpf.maps import flow_entries
 from kbpf.dataplane.bpf.maps.layout import U64
 from kbpf.errors import KernelError
@@ -87,7 +87,10 @@ class ProgramRuns:
         self._node, self._name, self._rng = node, name, rng
         self._packets = Packets(rng)
         folder = next(node.site.pins.glob("programs-tc-*"))
-        self._programs = {p.name: Program.open(folder / p.name) for p in PACKET_PROGRAMS}
+        self._programs = {
+            p.name: Program.open(folder / p.name)
+            for p in loaded_packet_programs(uses_conntrack=False)
+        }
         self._places = inside_of(
             name, lambda: [(socket.if_nametoindex(each), mac_of(name, each)) for each in DEVICES]
         )

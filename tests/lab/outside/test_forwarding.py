@@ -14,27 +14,29 @@ import pytest
 from kbpf.dataplane.bpf.inspect.connections import format_target
 from kbpf.dataplane.bpf.maps.flow_entries import CLIENT, FRONTEND
 from kbpf.dataplane.bpf.maps.layout import Reason
+from tests.lab.outside.netfilter import flush_conntrack
 from tests.support.lab.dial import Dial
 from tests.support.lab.field import (
     DROPPED,
-    FORWARDINGS,
     NODES4,
     NODES6,
     OUT4,
     OUT6,
+    WITH_CONNTRACK,
     Field,
     at,
     both_families,
     check,
     forward,
     split,
+    there,
 )
 from tests.support.lab.lab import inside
 from tests.support.lab.lab import run as command
 from tests.support.packets.judge import checksums
 from tests.support.packets.wire import Wire
 
-DIRECT = "direct"
+DIRECT, NETFILTER = "direct", "netfilter"
 LOW, HIGH = 62000, 62099
 HOOKS = ("prerouting", "input", "forward", "output", "postrouting")
 STRICT = "for f in /proc/sys/net/ipv4/conf/*/rp_filter; do echo 1 > $f; done"
@@ -71,7 +73,7 @@ class Forwarding(Field):
         self.how = how
 
 
-@pytest.fixture(scope="module", params=FORWARDINGS)
+@pytest.fixture(scope="module", params=WITH_CONNTRACK)
 def field(request: pytest.FixtureRequest) -> Iterator[Forwarding]:
     """A local backend (11), remote (12), local with policy Local (13); UDP at number + 10."""
     with Forwarding(request.param) as made:
@@ -102,10 +104,10 @@ def met(field: Field) -> int:
 
 
 def ways(v6: bool) -> Iterator[Way]:
-    """Masqueraded connections to other nodes bypass the stack with either setting."""
+    """Masqueraded connections to other nodes bypass the stack, unless conntrack translates them."""
     own, client, say = (NODES6[0], OUT6, "v6") if v6 else (NODES4[0], OUT4, "v4")
     pod = "fd00:10:244:1::3" if v6 else "10.244.1.3"
-    always, direct = frozenset(FORWARDINGS), frozenset((DIRECT,))
+    always, direct = frozenset(WITH_CONNTRACK) - {NETFILTER}, frozenset((DIRECT,))
     for protocol, base in (("tcp", 10), ("udp", 20)):
 
         def way(what: str, who: str, kind: str, number: int, outcome: str, sees: str,
@@ -159,10 +161,11 @@ def test_each_node_lowers_the_ttl_once(
     own, client = (NODES6[0], OUT6) if v6 else (NODES4[0], OUT4)
     sees = client if number == 3 else own
     to = at("NodePort", base + number, v6)
+    there(field.lab.nodes[0], flush_conntrack)
     before, known = field.agent.reasons()[Reason.NEW_FLOW], clients_of(field, to)
     with (
         Wire(field.lab.outside, field.lab.prefix, tap=True) as here,
-        Wire(field[who].netns, "eth0", tap=True) as there,
+        Wire(field[who].netns, "eth0", tap=True) as behind,
     ):
         check(field, Dial("each hop", "outside", to, who, protocol, sees))
         pod = field[who].ip6 if v6 else field[who].ip
@@ -171,20 +174,23 @@ def test_each_node_lowers_the_ttl_once(
         answered = here.expect(lambda p: p.protocol == protocol and p.source == to)
         sources = {
             split(p.source)
-            for p in there.heard
+            for p in behind.heard
             if p.protocol == protocol and split(p.destination)[0] == pod
         }
-        arrived = there.expect(lambda p: p.protocol == protocol and split(p.destination)[0] == pod)
-        left = there.expect(lambda p: p.protocol == protocol and split(p.source)[0] == pod)
+        arrived = behind.expect(lambda p: p.protocol == protocol and split(p.destination)[0] == pod)
+        left = behind.expect(lambda p: p.protocol == protocol and split(p.source)[0] == pod)
         assert [checksums(p) for p in (asked, arrived, left, answered)] == [[], [], [], []]
         assert asked.ip.ttl - arrived.ip.ttl == HOPS[who]
         assert left.ip.ttl - answered.ip.ttl == HOPS[who]
         assert field.agent.reasons()[Reason.NEW_FLOW] - before == len(clients - known)
         assert {address for address, _ in sources} == {sees}
+        ports = {split(client)[1] for client in clients}
         if number == 3:
             assert sources == set(map(split, clients)), (
                 "without masquerading the client's port is kept"
             )
+        elif field.how == NETFILTER:
+            assert {port for _, port in sources} == ports, "conntrack keeps a port that is free"
         else:
             assert all(LOW <= port <= HIGH for _, port in sources), sources
 

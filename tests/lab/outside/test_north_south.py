@@ -24,9 +24,9 @@ from tests.rows.outside import ROWS, objects
 from tests.support.cluster.kube_objects import slice_port
 from tests.support.lab.dial import REFUSED, UNSERVED, Dial
 from tests.support.lab.field import (
-    FORWARDINGS,
     NODES4,
     WAIT,
+    WITH_CONNTRACK,
     Field,
     at,
     both_families,
@@ -45,7 +45,7 @@ from tests.support.packets.parse import Packet
 from tests.support.packets.wire import Wire
 
 
-@pytest.fixture(scope="module", params=FORWARDINGS)
+@pytest.fixture(scope="module", params=WITH_CONNTRACK)
 def field(request: pytest.FixtureRequest) -> Iterator[Field]:
     with Field(*forward(request.param)) as made:
         made.create(*objects(made))

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host rules that refuse packets before DNAT. In mode bpf they do not guard NodePorts and VIPs, as
-`kbpf check` and docs/limits.md say; in mode ipvs they do, as with kube-proxy.
+"""Host rules that refuse packets before DNAT. With `--forwarding netfilter` and in mode ipvs they
+guard NodePorts and VIPs, as with kube-proxy. Otherwise they do not in mode bpf, as `kbpf check` and
+docs/limits.md say.
 """
 
 import re
@@ -20,10 +21,12 @@ from tests.support.lab.field import (
     NODES6,
     OUT4,
     OUT6,
+    WITH_CONNTRACK,
     Field,
     at,
     both_families,
     check,
+    forward,
     there,
 )
 from tests.support.lab.modes import PACKETS
@@ -45,16 +48,23 @@ RULES = (
 )
 
 
-@pytest.fixture(scope="module")
-def field() -> Iterator[Field]:
-    with Field(name="pd") as made:
+class Guarded(Field):
+    """`guarded`: rules before DNAT are in force."""
+
+    guarded: bool
+
+
+@pytest.fixture(scope="module", params=WITH_CONNTRACK)
+def field(request: pytest.FixtureRequest) -> Iterator[Guarded]:
+    with Guarded(*forward(request.param), name="pd") as made:
+        made.guarded = PACKETS or request.param == "netfilter"
         made.create(*objects(made))
         made.settle()
         yield made
 
 
 @pytest.fixture(autouse=True)
-def _clean(field: Field) -> Iterator[None]:
+def _clean(field: Guarded) -> Iterator[None]:
     yield
     on(field.lab.nodes[0], "nft", "-f", "-", stdin="table inet guard {}\ndelete table inet guard\n")
     there(field.lab.nodes[0], flush_conntrack)
@@ -63,7 +73,7 @@ def _clean(field: Field) -> Iterator[None]:
 @both_families
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.what)
 @pytest.mark.parametrize("kind", ["NodePort", "VIP"])
-def test_rules_before_dnat(field: Field, kind: str, rule: Rule, v6: bool) -> None:
+def test_rules_before_dnat(field: Guarded, kind: str, rule: Rule, v6: bool) -> None:
     """TCP and UDP to a local backend, a remote one, and a local one with policy Local."""
     node = field.lab.nodes[0]
     host, client = (NODES6 if v6 else NODES4)[0], OUT6 if v6 else OUT4
@@ -78,11 +88,11 @@ def test_rules_before_dnat(field: Field, kind: str, rule: Rule, v6: bool) -> Non
         hook = f"type filter hook prerouting priority {rule.priority};"
         text = f"table inet guard {{\nchain c {{ {hook}\n{match} counter drop\n}}\n}}\n"
         on(node, "nft", "-f", "-", stdin=text)
-        outcome = DROPPED if PACKETS else pod
-        check(field, Dial(match, "outside", to, outcome, protocol, "" if PACKETS else seen))
+        outcome = DROPPED if field.guarded else pod
+        check(field, Dial(match, "outside", to, outcome, protocol, "" if field.guarded else seen))
         (count,) = re.findall(r"counter packets (\d+)", on(node, "nft", "list", "table", "inet",
                                                            "guard"))  # fmt: skip
-        assert (int(count) > 0) == PACKETS
+        assert (int(count) > 0) == field.guarded
         on(node, "nft", "delete", "table", "inet", "guard")
 
 

@@ -32,7 +32,8 @@ def test_feature_table_matches_this_kernel(name: str) -> None:
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> tuple[CheckRow, ...]:
-    FEATURES["sctp"].tried()  # loads the module, which `kbpf check` does not
+    for name in ("sctp", "conntrack_nat"):
+        FEATURES[name].tried()  # loads the modules, which `kbpf check` does not
     pins, cache = Path("/sys/fs/bpf/kbpf-no-pins"), tmp_path_factory.mktemp("cache")
     return (*bpf_checks.rows(None, pins, cache), *packet_path.check_packet_path(pins))
 
@@ -46,7 +47,7 @@ def test_check_rows_report_exactly_the_lacking_features(rows: tuple[CheckRow, ..
 
 def test_check_command_reports_exactly_the_lacking_features(rows: tuple[CheckRow, ...]) -> None:
     """In Debian's kernels exactly the rows of BY_KERNEL say "no"."""
-    for name in ("sctp", "ipvs"):
+    for name in ("sctp", "ipvs", "conntrack_nat"):
         FEATURES[name].tried()
     done = subprocess.run(
         [sys.executable, "-m", "kbpf", "check", "-o", "json"],

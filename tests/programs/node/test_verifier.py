@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from kbpf.dataplane.bpf.hooks import UNITS, program_names
+from kbpf.dataplane.bpf.hooks import CONNTRACK_PROGRAM, UNITS, program_names
 from kbpf.dataplane.bpf.programs import compile
+from tests.support.features import needs
 from tests.support.packets.verifier import LIMIT, Verified, fall_back, verify
 
 ROOM = LIMIT // 2
@@ -24,7 +25,11 @@ def verified(artifact_cache: Path) -> dict[str, Verified]:
     return {one.program: one for artifact in artifacts for one in verify(artifact)}
 
 
-PROGRAMS = [name for unit in UNITS for name in program_names(unit)]
+PROGRAMS = [
+    pytest.param(name, marks=needs("conntrack_nat") if name == CONNTRACK_PROGRAM else ())
+    for unit in UNITS
+    for name in program_names(unit)
+]
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

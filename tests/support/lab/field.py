@@ -18,6 +18,7 @@ from kbpf.kernel.system import netns
 from tests.support.cluster.cluster import UNROUTED, Cluster, Object
 from tests.support.cluster.kube_objects import node
 from tests.support.cluster.scenario import file_of, put
+from tests.support.features import lacking
 from tests.support.lab.dial import REFUSED, UNSERVED, Dial, explain
 from tests.support.lab.lab import Agent, Lab, Node, Place, ip
 from tests.support.lab.modes import PACKETS
@@ -30,6 +31,10 @@ ROUTED = ("10.96.0.0/16", "192.0.2.0/24", "203.0.113.0/24")
 ROUTED6 = ("fd00:10:96::/112", "2001:db8::/32")
 FORWARDINGS = ("stack",) if PACKETS else ("stack", "direct")
 """Values of `--forwarding`; each side sees the same with all of them. Mode ipvs has only one."""
+WITH_CONNTRACK = (
+    *FORWARDINGS, *(() if PACKETS or lacking("conntrack_nat") else ("netfilter",))
+)  # fmt: skip
+"""The same, and the one with which conntrack translates."""
 WAIT = 0.4
 """Seconds to wait where no answer is expected."""
 

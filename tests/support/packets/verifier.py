@@ -9,17 +9,24 @@ import ctypes
 import re
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from kbpf.dataplane.bpf.hooks import TAIL_CALL_MAP, TAIL_CALL_SLOTS, program_type
+from kbpf.dataplane.bpf.hooks import (
+    CONNTRACK_PROGRAM,
+    TAIL_CALL_MAP,
+    TAIL_CALL_SLOTS,
+    program_type,
+)
 from kbpf.dataplane.bpf.maps import pinning
 from kbpf.dataplane.bpf.maps.layout import ALL_MAPS
 from kbpf.dataplane.bpf.programs import loader
 from kbpf.dataplane.bpf.programs.artifact import Artifact
-from kbpf.kernel.bpf import objects, syscalls, uapi
+from kbpf.kernel.bpf import kfuncs, objects, syscalls, uapi
+from kbpf.kernel.bpf.kfuncs import ConntrackCalls
 from kbpf.kernel.bpf.objects import Map
+from kbpf.kernel.system import modules
 
 LIMIT = 1_000_000
 LOG_SIZE = 1 << 24
@@ -43,7 +50,9 @@ class Verified:
 
 
 def verify(artifact: Artifact) -> Iterator[Verified]:
-    """Loads every program of a unit with separate maps, and unloads it again."""
+    """Loads every program of a unit with separate maps, and unloads it again. The one that needs
+    functions of the kernel's conntrack is left out if the kernel has none.
+    """
     packets = artifact.unit == "tc"
     lacks = loader.missing_packet_helpers() if packets else loader.missing_helpers()
     with ExitStack() as own:
@@ -54,22 +63,28 @@ def verify(artifact: Artifact) -> Iterator[Verified]:
         tails = Map.create(uapi.BPF_MAP_TYPE_PROG_ARRAY, TAIL_CALL_MAP, 4, 4, TAIL_CALL_SLOTS)
         maps[TAIL_CALL_MAP] = own.enter_context(tails)
         for code in artifact.programs:
-            insns = loader.relocate(code, maps, lacks)
+            calls = ConntrackCalls({}, ())
+            if code.name == CONNTRACK_PROGRAM:
+                modules.load(kfuncs.MODULES)
+                if not kfuncs.probe_conntrack().works:
+                    continue
+                calls = own.enter_context(kfuncs.open_conntrack())
+            insns = loader.relocate(code, maps, lacks, calls.replacements)
             started = time.monotonic()
-            fd, log = _load(code.name, insns, STATISTICS)
+            fd, log = _load(code.name, insns, STATISTICS, calls.btf_fds)
             seconds = time.monotonic() - started
             refusal = ""
             if fd >= 0:
                 objects.Program(fd, code.name).close()
             else:
-                _, why = _load(code.name, insns, INSTRUCTIONS)
+                _, why = _load(code.name, insns, INSTRUCTIONS, calls.btf_fds)
                 refusal = "\n".join([f"errno {-fd}", *why.splitlines()[-TAIL:]])
             counts = re.findall(r"processed (\d+) insns", log)
             processed = int(counts[-1]) if counts else 0
             yield Verified(artifact.unit, code.name, len(insns) // 8, processed, seconds, refusal)
 
 
-def _load(name: str, insns: bytes, level: int) -> tuple[int, str]:
+def _load(name: str, insns: bytes, level: int, btf_fds: Sequence[int]) -> tuple[int, str]:
     """bpf_prog_load() like the loader's: the descriptor or -errno, and the verifier's log."""
     kind, attach_type, _ = program_type(name)
     log = ctypes.create_string_buffer(LOG_SIZE)
@@ -81,6 +96,8 @@ def _load(name: str, insns: bytes, level: int) -> tuple[int, str]:
         log_size=LOG_SIZE,
         log_buf=ctypes.addressof(log),
     )
+    fd_array = (ctypes.c_int * len(btf_fds))(*btf_fds)
+    opts.fd_array = ctypes.addressof(fd_array) if btf_fds else None
     count = ctypes.c_size_t(len(insns) // 8)
     fd = syscalls.lib().bpf_prog_load(
         kind, name[:15].encode(), objects.LICENSE, insns, count, ctypes.byref(opts)

@@ -220,12 +220,20 @@ def read_packet_path(maps: Mapping[str, Map]) -> dict[str, Any]:
             first_port,
             last_port,
             pods if NodeFlag.DETECTS_LOCAL in NodeFlag(flags) else "",
+            format_forwarding(NodeFlag(flags)),
         ),
         "devices": {U32.unpack(k)[0]: _decode_device(v) for k, v in maps["devices"].items()},
         "local_networks": tuple(
             sorted(unpack_network(key) for key, _ in maps["local_networks"].items())
         ),
     }
+
+
+def format_forwarding(flags: NodeFlag) -> str:
+    """The value of `--forwarding` that set these flags."""
+    if NodeFlag.NETFILTER in flags:
+        return "netfilter"
+    return "direct" if NodeFlag.DIRECT in flags else "stack"
 
 
 def _decode_device(raw: bytes) -> DeviceEntry:

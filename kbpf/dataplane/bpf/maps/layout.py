@@ -16,7 +16,7 @@ from struct import Struct
 from typing import Final, NamedTuple
 
 from kbpf.kernel.bpf import uapi
-from kbpf.model.address import Addr
+from kbpf.model.address import ANY4, ANY6, Addr, family_of
 from kbpf.model.config import MapSizes
 from kbpf.model.desired import FrontendKind, ServicePortKey
 from kbpf.model.objects import Cidr, Protocol
@@ -54,6 +54,7 @@ class NodeFlag(IntFlag):
     DIRECT = 1 << 3
     PASSIVE = 1 << 4
     COEXISTING = 1 << 5
+    NETFILTER = 1 << 6
 
 
 class DeviceFlag(IntFlag):
@@ -278,6 +279,11 @@ STATUS_SIZE: Final = 32_768
 def pack_target(address: Addr | bytes, port: int, protocol: int) -> bytes:
     """Packs a struct target."""
     return TARGET.pack(address, port.to_bytes(2, "big"), protocol)
+
+
+def node_port_target(frontend: bytes) -> bytes:
+    """The key under which a NodePort is programmed: its address is the wildcard."""
+    return (ANY4 if family_of(frontend[:16]) == 4 else ANY6) + frontend[16:]
 
 
 def pack_slots(set_id: int, size: int, start: int = 0) -> bytes:

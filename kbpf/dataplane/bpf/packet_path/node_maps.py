@@ -170,6 +170,7 @@ def compute_node_flags(config: Config, has_networks: bool) -> NodeFlag:
         NodeFlag.DETECTS_LOCAL: has_networks or by_name,
         NodeFlag.LOCAL_NETWORKS: has_networks,
         NodeFlag.DIRECT: config.forwarding == "direct",
+        NodeFlag.NETFILTER: config.uses_conntrack,
     }
     return NodeFlag(sum(flag for flag, enabled in settings.items() if enabled))
 

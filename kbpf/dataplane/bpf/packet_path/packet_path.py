@@ -16,7 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from kbpf.dataplane.bpf.hooks import PACKET_PROGRAMS, TAIL_CALL_MAP, TAIL_CALL_SLOTS
+from kbpf.dataplane.bpf.hooks import (
+    CONNTRACK_PROGRAM,
+    TAIL_CALL_MAP,
+    TAIL_CALL_SLOTS,
+    loaded_packet_programs,
+)
 from kbpf.dataplane.bpf.maps.layout import U32, NodeFlag
 from kbpf.dataplane.bpf.maps.pinning import (
     NEW_PREFIX,
@@ -37,10 +42,15 @@ from kbpf.dataplane.bpf.packet_path.node_maps import (
     NodeMap,
     write_refusal_limits,
 )
-from kbpf.dataplane.bpf.programs.artifact import Artifact
-from kbpf.dataplane.bpf.programs.loader import LoadedPrograms, Programs, missing_packet_helpers
+from kbpf.dataplane.bpf.programs.artifact import Artifact, Bytecode
+from kbpf.dataplane.bpf.programs.loader import (
+    LoadedPrograms,
+    Programs,
+    missing_packet_helpers,
+    relocate,
+)
 from kbpf.errors import KernelError
-from kbpf.kernel.bpf import uapi
+from kbpf.kernel.bpf import kfuncs, uapi
 from kbpf.kernel.bpf.clsact import Direction
 from kbpf.kernel.bpf.objects import Map, Program
 from kbpf.kernel.bpf.tc import Attachment
@@ -118,12 +128,32 @@ class PacketPath(Programs):
     def prepare(self, maps: Mapping[str, Map]) -> LoadedPrograms:
         """Also fills the tail call map with the descriptors of the loaded programs."""
         loaded = super().prepare(maps)
-        for program in PACKET_PROGRAMS:
+        for program in loaded_packet_programs(self._config.uses_conntrack):
             if program.tail >= 0:
                 # a prog array is written with the descriptor of a program, and keeps the program
                 descriptor = struct.pack("=I", loaded.programs[program.name].fd)
                 loaded.private_maps[TAIL_CALL_MAP].update(U32.pack(program.tail), descriptor)
         return loaded
+
+    @property
+    def key(self) -> str:
+        """Programs that do not hand new flows to conntrack are not adopted by an agent that has to,
+        nor the other way round.
+        """
+        return f"{super().key}-conntrack" if self._config.uses_conntrack else super().key
+
+    def _program_names(self) -> tuple[str, ...]:
+        programs = loaded_packet_programs(self._config.uses_conntrack)
+        return tuple(program.name for program in programs)
+
+    def _load_code(
+        self, code: Bytecode, maps: Mapping[str, Map], kind: int, attach_type: int
+    ) -> Program:
+        if code.name != CONNTRACK_PROGRAM:
+            return super()._load_code(code, maps, kind, attach_type)
+        with kfuncs.open_conntrack() as calls:
+            insns = relocate(code, maps, self._missing_helpers, calls.replacements)
+            return Program.load(code.name, kind, attach_type, insns, calls.btf_fds)
 
     def _make_private_maps(self) -> dict[str, Map]:
         return {

@@ -58,6 +58,7 @@ def encode_r0(value: int) -> bytes:
 
 
 MOV_R0_0: Final = encode_r0(0)
+NOTHING: Final[Mapping[bytes, bytes]] = {}
 
 
 def check_artifact(artifact: Artifact) -> None:
@@ -94,11 +95,14 @@ def missing_packet_helpers() -> frozenset[int]:
 
 
 def relocate(
-    code: Bytecode, maps: Mapping[str, Map], missing: frozenset[int] = frozenset()
+    code: Bytecode,
+    maps: Mapping[str, Map],
+    missing: frozenset[int] = frozenset(),
+    replacements: Mapping[bytes, bytes] = NOTHING,
 ) -> bytes:
     """Adapts bytecode to these maps and this kernel: inserts the descriptors of the maps, and
-    replaces calls of the helpers in `missing` by r0 = 0, and that of kernel_socket_bit() by its
-    result.
+    replaces calls of the helpers in `missing` by r0 = 0, that of kernel_socket_bit() by its result,
+    and the instructions in `replacements`.
     """
     insns = bytearray(code.insns)
     # struct bpf_insn: opcode, registers (low half: dst, high half: src), s16 offset, s32 immediate
@@ -107,7 +111,7 @@ def relocate(
         insns[offset + 1] = (insns[offset + 1] & 0x0F) | BPF_PSEUDO_MAP_FD << 4
         insns[offset + 4 : offset + 8] = maps[reference.map].fd.to_bytes(4, "little")
     # A call and its replacement are one instruction each, so all jump offsets stay valid.
-    results = {probe.encode_call(number): MOV_R0_0 for number in missing}
+    results = {**replacements, **{probe.encode_call(number): MOV_R0_0 for number in missing}}
     kernel_socket_bit = probe.encode_call(KERNEL_SOCKET_BIT_CALL)
     if kernel_socket_bit in insns:
         results[kernel_socket_bit] = encode_r0(kernel_sockets.find_bit())
@@ -169,7 +173,7 @@ class Programs:
         loaded = LoadedPrograms()
         try:
             loaded.private_maps.update(self._make_private_maps())
-            for name in program_names(self._artifact.unit):
+            for name in self._program_names():
                 program = self._load_program(name, {**maps, **loaded.private_maps})
                 if program is not None:
                     loaded.programs[name] = program
@@ -201,6 +205,10 @@ class Programs:
             self._close_loaded()
         return False
 
+    def _program_names(self) -> tuple[str, ...]:
+        """The programs of the unit that are loaded."""
+        return program_names(self._artifact.unit)
+
     def _make_private_maps(self) -> dict[str, Map]:
         """Creates the maps in `private_map_names`."""
         return {}
@@ -210,8 +218,7 @@ class Programs:
         code = next(code for code in self._artifact.programs if code.name == name)
         kind, attach_type, required = program_type(name)
         try:
-            insns = relocate(code, maps, self._missing_helpers)
-            return Program.load(name, kind, attach_type, insns)
+            return self._load_code(code, maps, kind, attach_type)
         except KernelError as error:
             if required:
                 raise ProgramLoadError(error.what, error.where, error.hint, error.errno) from error
@@ -220,13 +227,17 @@ class Programs:
             log.log(level, "optional program not loaded: %s", error)
             return None
 
+    def _load_code(
+        self, code: Bytecode, maps: Mapping[str, Map], kind: int, attach_type: int
+    ) -> Program:
+        insns = relocate(code, maps, self._missing_helpers)
+        return Program.load(code.name, kind, attach_type, insns)
+
     def _use_maps(self, maps: Mapping[str, Map]) -> bool:
         """Whether all required programs are loaded, and read no maps other than these."""
         map_ids = {map_.id for map_ in (*maps.values(), *self._private_maps.values())}
         needed = {
-            program_name
-            for program_name in program_names(self._artifact.unit)
-            if program_type(program_name)[2]
+            program_name for program_name in self._program_names() if program_type(program_name)[2]
         }
         return (
             needed <= self._loaded.keys()

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
-from kbpf.dataplane.bpf.hooks import PACKET_PROGRAMS
+from kbpf.dataplane.bpf.hooks import PACKET_PROGRAMS, loaded_packet_programs
 from kbpf.dataplane.bpf.maps.flow_entries import DIRECTION
 from kbpf.dataplane.bpf.maps.layout import (
     CACHED_DEVICE,
@@ -452,7 +452,7 @@ def test_programs_are_within_the_length_limit(artifact_cache: Path) -> None:
 @needs("verified_insns")
 def test_programs_are_within_the_verifier_limit(path: Path_) -> None:
     walked = {}
-    for one in PACKET_PROGRAMS:
+    for one in loaded_packet_programs(uses_conntrack=False):
         with contextlib.closing(Program.open(path.folder / one.name)) as program:
             facts = Path(f"/proc/self/fdinfo/{program.fd}").read_text()
             walked[one.name] = int(facts.partition("verified_insns:")[2].split()[0])

@@ -1,0 +1,173 @@
+/* SPDX-License-Identifier: (GPL-2.0 OR BSD-2-Clause) */
+/* Flows that conntrack keeps and translates (--forwarding netfilter).
+ *
+ * The packet path only chooses the backend. It writes the translation into a new entry of
+ * conntrack, and the packet goes up the stack unchanged: rules in raw and mangle PREROUTING see the
+ * frontend, and the kernel translates after them, where it does for kube-proxy. There is no entry
+ * in `flows`, so limits, timeouts and ICMP errors of such a flow are the kernel's.
+ *
+ * This needs functions of the kernel that programs may call (kfuncs). A call names one by its type
+ * in the kernel's BTF. These numbers are placeholders, which the loader replaces
+ * (kernel/bpf/kfuncs.py); it loads this program only if the operator has chosen the option, since
+ * kernels before 6.1 refuse it. They know TCP and UDP only.
+ *
+ * Only packets of other machines take this way: the kernel applies no SNAT rule to a flow whose
+ * entry exists already, and a CNI's masquerading of its pods has to be applied. */
+#pragma once
+
+#include "types.h"
+#include "lib/packet.h"
+#include "tc/flow.h"
+#include "tc/scratch.h"
+#include "tc/tails.h"
+
+#define CURRENT_NETNS (-1)
+#define IP_CT_DIR_REPLY 1
+#define IPS_DST_NAT (1 << 5)
+#define TCP_CONNTRACK_TIME_WAIT 7 /* and CLOSE is 8 */
+#define TCP_CONNTRACK_CLOSE 8
+#define NF_NAT_MANIP_SRC 0
+#define NF_NAT_MANIP_DST 1
+/* Until conntrack has seen the packet and sets its own timeout: an entry of a packet that a rule in
+ * raw drops must not stay. */
+#define NEW_ENTRY_MS 1000
+
+/* struct bpf_ct_opts of Linux 6.1; later kernels accept its size. */
+struct ct_opts {
+	s32 netns;
+	s32 error;
+	u8 protocol;
+	u8 direction; /* out: of the entry that a lookup has found */
+	u8 pad[2];
+};
+
+/* The members of union bpf_sock_tuple. */
+struct ct_tuple4 {
+	__be32 from;
+	__be32 to;
+	__be16 from_port;
+	__be16 to_port;
+};
+
+struct ct_tuple6 {
+	struct address from;
+	struct address to;
+	__be16 from_port;
+	__be16 to_port;
+};
+
+/* Linux v6.1; nf_conntrack_bpf.c and nf_nat_bpf.c. */
+#define bpf_skb_ct_alloc                                                                           \
+	((void *(*)(struct __sk_buff *, void *, u32, struct ct_opts *, u32))0x6b620001)
+#define bpf_skb_ct_lookup                                                                          \
+	((void *(*)(struct __sk_buff *, void *, u32, struct ct_opts *, u32))0x6b620002)
+#define bpf_ct_set_timeout ((void (*)(void *, u32))0x6b620003)
+#define bpf_ct_change_timeout ((int (*)(void *, u32))0x6b620004)
+#define bpf_ct_insert_entry ((void *(*)(void *))0x6b620005)
+#define bpf_ct_release ((void (*)(void *))0x6b620006)
+#define bpf_ct_set_nat_info ((int (*)(void *, struct address *, int, int))0x6b620007)
+/* Offsets in this kernel's struct nf_conn, in bytes. */
+#define offset_of_status() (((u64(*)(void))0x6b620008)())
+#define offset_of_tcp_state() (((u64(*)(void))0x6b620009)())
+
+/* Calls one of the first two functions for this packet. */
+#define CALL_FOR_PACKET(function, skb, p, opts)                                                    \
+	({                                                                                         \
+		const struct tuple *_t = &(p)->tuple;                                              \
+		struct ct_tuple4 _t4 = {_t->from.address.word[3], _t->to.address.word[3],          \
+					_t->from.port, _t->to.port};                               \
+		struct ct_tuple6 _t6 = {_t->from.address, _t->to.address, _t->from.port,           \
+					_t->to.port};                                              \
+		(p)->v6 ? function(skb, &_t6, sizeof(_t6), opts, sizeof(*(opts)))                  \
+			: function(skb, &_t4, sizeof(_t4), opts, sizeof(*(opts)));                 \
+	})
+
+enum tracked {
+	TRACKED_NO = 0,
+	TRACKED_YES = 1,   /* the kernel knows what to do with the packet */
+	TRACKED_STALE = 2, /* an entry that does not translate it, or would be replaced by one */
+};
+
+/* Whether conntrack has an entry for this packet. A SYN from the port of a connection that has
+ * ended would replace the entry by one without NAT (nf_conntrack_tcp_packet()). An entry that does
+ * not translate was made before the Service had this address. `expire`: removes a stale entry. */
+static __always_inline enum tracked find_tracked(struct __sk_buff *skb, const struct packet *p,
+						 bool expire)
+{
+	struct ct_opts opts = {.netns = CURRENT_NETNS, .protocol = p->protocol};
+	enum tracked result = TRACKED_YES;
+	u8 state;
+	void *ct;
+
+	ct = CALL_FOR_PACKET(bpf_skb_ct_lookup, skb, p, &opts);
+	if (!ct)
+		return TRACKED_NO;
+	if (opts.direction != IP_CT_DIR_REPLY) {
+		state = *(volatile u8 *)(ct + offset_of_tcp_state());
+		if (!(*(volatile u32 *)(ct + offset_of_status()) & IPS_DST_NAT) ||
+		    (p->protocol == IPPROTO_TCP &&
+		     (state == TCP_CONNTRACK_TIME_WAIT || state == TCP_CONNTRACK_CLOSE)))
+			result = TRACKED_STALE;
+	}
+	if (expire && result == TRACKED_STALE)
+		bpf_ct_change_timeout(ct, 0); /* the next lookup deletes it */
+	bpf_ct_release(ct);
+	return result;
+}
+
+/* union nf_inet_addr: IPv4 is in the first word. */
+static __always_inline struct address nf_address(const struct address *a, bool v6)
+{
+	struct address v4 = {.word = {a->word[3]}};
+
+	return v6 ? *a : v4;
+}
+
+/* First, tc_choose asks whether conntrack knows the packet. Later, when the backend and the path of
+ * a new flow are known, this writes its entry. */
+int tc_conntrack(struct __sk_buff *skb)
+{
+	struct ct_opts opts = {.netns = CURRENT_NETNS};
+	struct scratch *s = get_scratch();
+	struct address backend, source;
+	enum tracked tracked;
+	struct packet p;
+	void *ct;
+
+	if (!s)
+		return TC_ACT_UNSPEC;
+	p = s->packet;
+	if (!(s->begin & BEGIN_UNTRACKED)) {
+		tracked = find_tracked(skb, &p, false);
+		if (tracked == TRACKED_YES)
+			return TC_ACT_UNSPEC;
+		s->begin |= BEGIN_UNTRACKED | (tracked == TRACKED_STALE ? BEGIN_STALE : 0);
+		return go(skb, TAIL_CHOOSE);
+	}
+	if (is_loopback(&s->flow.snat)) /* still ADDRESS_NOT_CHOSEN */
+		return finish(TC_ACT_SHOT, NO_SNAT_PORT);
+	if ((s->begin & BEGIN_STALE) && find_tracked(skb, &p, true) == TRACKED_STALE)
+		find_tracked(skb, &p, false);
+	opts.protocol = p.protocol;
+	ct = CALL_FOR_PACKET(bpf_skb_ct_alloc, skb, &p, &opts);
+	if (!ct)
+		return finish(TC_ACT_SHOT, TABLE_FULL);
+	bpf_ct_set_timeout(ct, NEW_ENTRY_MS);
+	backend = nf_address(&s->flow.backend.address, p.v6);
+	bpf_ct_set_nat_info(ct, &backend, __builtin_bswap16(s->flow.backend.port),
+			    NF_NAT_MANIP_DST);
+	/* The kernel keeps the client's port unless another flow to the backend has it. */
+	source = has_snat(&s->flow) ? s->flow.snat : s->flow.client.address;
+	source = nf_address(&source, p.v6);
+	bpf_ct_set_nat_info(ct, &source, 0, NF_NAT_MANIP_SRC);
+	ct = bpf_ct_insert_entry(ct);
+	if (!ct) /* another CPU may have begun the same flow */
+		return find_tracked(skb, &p, false) == TRACKED_YES
+			       ? TC_ACT_UNSPEC
+			       : finish(TC_ACT_SHOT, NOT_TRACKED);
+	bpf_ct_release(ct);
+	count(NEW_FLOW);
+	account_flow(&s->flow);
+	/* A flow in `flows` would hide the entry: one that an agent without this option began. */
+	return s->begin & BEGIN_RESTART ? go(skb, TAIL_DELETE_FLOW) : TC_ACT_UNSPEC;
+}

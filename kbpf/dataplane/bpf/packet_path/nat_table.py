@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The nftables table of `--forwarding netfilter`, in which conntrack translates packets.
+
+The kernel tracks connections only while some rule matches on conntrack, and translates their
+packets only while a chain of type nat exists. `nat` is both, for IPv4 and IPv6, and changes no
+packet. The packet programs write the translations (bpf/tc/conntrack.h).
+
+The other two chains give packets of masqueraded connections our mark while they are in FORWARD,
+where a rule of ours matches it (kernel/netfilter/forward_rules.py). With `--forwarding stack` the
+programs do that.
+"""
+
+import contextlib
+from typing import Any, Final
+
+from kbpf.errors import KernelError
+from kbpf.kernel.bpf import kfuncs
+from kbpf.kernel.netfilter import conntrack, forward_rules, nft
+from kbpf.takeover import conntrack_keepalive
+
+TABLE: Final = "kbpf-nat"
+HINT: Final = (
+    "use --mode ipvs, or --forwarding stack with the replacements in docs/migration.md (Firewalls "
+    "in front of NodePorts)"
+)
+_MASQUERADED: Final = conntrack.ConntrackStatus.IPS_SRC_NAT | conntrack.ConntrackStatus.IPS_DST_NAT
+_BEFORE, _AFTER = -300, 300
+"""Priorities around those of the chains that filter."""
+
+
+class NatTable:
+    """Keeps the table as it should be. `mark`: of masqueraded packets."""
+
+    def __init__(self, mark: int) -> None:
+        self._mark = mark
+        self._summary: nft.TableSummary | None = None
+
+    def require(self) -> None:
+        """Creates the table, which also loads the kernel's modules. If conntrack cannot translate
+        for programs on this node, removes it and raises KernelError, with what to use instead.
+        """
+        try:
+            self.ensure()
+            next(conntrack.iterate_translated_udp("ip"), None)
+            with kfuncs.open_conntrack():
+                pass
+        except KernelError as error:
+            with contextlib.suppress(KernelError):
+                retire()
+            reason = f"{error.what} ({error.hint})" if error.hint else error.what
+            raise KernelError(
+                f"--forwarding netfilter is not possible: {reason}",
+                error.where, HINT, error.errno,
+            ) from error  # fmt: skip
+
+    def ensure(self) -> bool:
+        """Writes the table if another program has changed or deleted it, or an earlier agent left
+        it. Returns whether it did.
+        """
+        if self._summary is not None and self._summary == nft.read_table("inet", TABLE):
+            return False
+        forward_rules.run_transaction(
+            *_delete_commands(), *_create_commands(self._mark), hint="nf_tables has to be available"
+        )
+        self._summary = nft.read_table("inet", TABLE)
+        return True
+
+
+def retire() -> bool:
+    """Removes the table. Connections that conntrack translates continue as long as they last: the
+    table of conntrack_keepalive.py takes over. Returns whether there was a table.
+    """
+    if not nft.has_table("inet", TABLE):
+        return False
+    keepalive = [
+        command
+        for family in conntrack.FAMILIES
+        if conntrack.has_dnat_connections(family)
+        for command in conntrack_keepalive.table_commands(family)
+    ]
+    forward_rules.run_transaction(*keepalive, {"delete": {"table": _table()}})
+    return True
+
+
+def _table() -> forward_rules.Json:
+    return {"family": "inet", "name": TABLE}
+
+
+def _delete_commands() -> list[forward_rules.Json]:
+    # deletes the table whether it exists or not
+    return [{"add": {"table": _table()}}, {"delete": {"table": _table()}}]
+
+
+def _create_commands(mark: int) -> list[forward_rules.Json]:
+    state: dict[str, Any] = {
+        "match": {"op": "in", "left": {"ct": {"key": "state"}}, "right": ["established"]}
+    }
+    status = {"&": [{"ct": {"key": "status"}}, int(_MASQUERADED)]}
+    is_masqueraded = {"match": {"op": "==", "left": status, "right": int(_MASQUERADED)}}
+    current = {"meta": {"key": "mark"}}
+    set_mark = {"mangle": {"key": current, "value": {"|": [current, mark]}}}
+    clear_mark = {"mangle": {"key": current, "value": {"&": [current, ~mark & 0xFFFFFFFF]}}}
+    return [
+        {"add": {"table": _table()}},
+        *_chain_commands("nat", "nat", "postrouting", 100, [state]),
+        *_chain_commands(
+            "before_forward", "filter", "forward", _BEFORE, [is_masqueraded, set_mark]
+        ),
+        *_chain_commands(
+            "after_forward", "filter", "forward", _AFTER, [is_masqueraded, clear_mark]
+        ),
+    ]
+
+
+def _chain_commands(
+    name: str, kind: str, hook: str, priority: int, expressions: list[forward_rules.Json]
+) -> list[forward_rules.Json]:
+    chain = {"family": "inet", "table": TABLE, "name": name}
+    rule = {"family": "inet", "table": TABLE, "chain": name, "expr": expressions}
+    return [
+        {"add": {"chain": {**chain, "type": kind, "hook": hook, "prio": priority}}},
+        {"add": {"rule": rule}},
+    ]

@@ -1,0 +1,320 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`--forwarding netfilter`: conntrack keeps and translates the connections. What clients see is in
+test_north_south.py, and which rules are in force in test_pre_dnat.py.
+"""
+
+import contextlib
+import json
+import re
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from itertools import product
+from typing import NamedTuple
+
+import pytest
+from pyroute2.netlink.nfnetlink.nfctsocket import NFCTSocket
+
+from kbpf.dataplane.bpf.inspect.connections import format_target
+from kbpf.dataplane.bpf.maps.flow_entries import FRONTEND
+from kbpf.dataplane.bpf.maps.layout import Reason
+from kbpf.dataplane.bpf.packet_path.nat_table import TABLE
+from kbpf.kernel.netfilter.conntrack import ConntrackStatus
+from tests.lab.outside.netfilter import flush_conntrack, objects, on
+from tests.support.cluster.kube_objects import slice_port
+from tests.support.features import needs
+from tests.support.lab.dial import Dial
+from tests.support.lab.field import (
+    DROPPED,
+    NODES4,
+    NODES6,
+    Field,
+    at,
+    both_families,
+    check,
+    split,
+    there,
+)
+from tests.support.lab.lab import Agent, Place, inside, until
+
+pytestmark = needs("conntrack_nat")
+
+PORT = 40_400
+"""The client's own port."""
+ANSWER_SECONDS = 0.9
+"""Less than the second after which a lost SYN is retransmitted."""
+
+
+@pytest.fixture(scope="module")
+def field() -> Iterator[Field]:
+    with Field("--forwarding", "netfilter", name="ct") as made:
+        made.create(*objects(made))
+        made.settle()
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def _clean(field: Field) -> Iterator[None]:
+    yield
+    there(field.lab.nodes[0], flush_conntrack)
+
+
+class Entry(NamedTuple):
+    """An entry of node-1's conntrack table. `frontend`: what the client dialled."""
+
+    protocol: int
+    frontend: tuple[str, int]
+    status: ConntrackStatus
+
+
+def entries(field: Field, to: str) -> list[Entry]:
+    """Those of connections to this frontend."""
+    return [entry for entry in there(field.lab.nodes[0], _dump) if entry.frontend == split(to)]
+
+
+def _dump() -> list[Entry]:
+    found = []
+    for family in (socket.AF_INET, socket.AF_INET6):
+        with NFCTSocket(nfgen_family=family) as conntrack:
+            for message in conntrack.dump():
+                original = message.get_attr("CTA_TUPLE_ORIG")
+                address = original.get_attr("CTA_TUPLE_IP")
+                ports = original.get_attr("CTA_TUPLE_PROTO")
+                host = address.get_attr("CTA_IP_V4_DST") or address.get_attr("CTA_IP_V6_DST")
+                frontend = host, ports.get_attr("CTA_PROTO_DST_PORT")
+                status = ConntrackStatus(message.get_attr("CTA_STATUS"))
+                found.append(Entry(ports.get_attr("CTA_PROTO_NUM"), frontend, status))
+    return found
+
+
+# ---- whose state it is ---------------------------------------------------------------------------
+
+
+@both_families
+@pytest.mark.parametrize("protocol", ["tcp", "udp"])
+def test_a_connection_is_in_conntrack_only(field: Field, protocol: str, v6: bool) -> None:
+    base, own = 10 if protocol == "tcp" else 20, (NODES6 if v6 else NODES4)[0]
+    before = field.agent.reasons()[Reason.NEW_FLOW]
+    for kind in ("NodePort", "VIP"):
+        to = at(kind, base + 2, v6)
+        check(field, Dial("masqueraded", "outside", to, "b1", protocol, own))
+        (*found,) = entries(field, to)
+        assert len(found) == 3, "check() dials three times"
+        both = ConntrackStatus.IPS_SRC_NAT | ConntrackStatus.IPS_DST_NAT
+        assert {entry.status & both for entry in found} == {both}
+        flows = field.agent.entries("flows").values()
+        assert to not in {format_target(raw[FRONTEND]) for raw in flows}
+    assert field.agent.reasons()[Reason.NEW_FLOW] - before == 6
+
+
+@both_families
+def test_a_packet_that_a_rule_drops_leaves_no_entry(field: Field, v6: bool) -> None:
+    """A flood that a rule in raw keeps out must not fill the table."""
+    node, to = field.lab.nodes[0], at("NodePort", 21, v6)
+    chain = "type filter hook prerouting priority raw;"
+    rule = f"udp dport {split(to)[1]} counter drop"
+    on(node, "nft", "-f", "-",
+       stdin=f"table inet guard {{\nchain c {{ {chain}\n{rule}\n}}\n}}\n")  # fmt: skip
+    check(field, Dial("dropped", "outside", to, DROPPED, "udp"))
+    on(node, "nft", "delete", "table", "inet", "guard")
+    until("the entry is gone", lambda: not entries(field, to), 3)
+
+
+# ---- entries that are in the way -----------------------------------------------------------------
+
+
+def close_after_the_server(client: socket.socket) -> None:
+    """The server closes after `bye`. Conntrack: TIME_WAIT."""
+    client.sendall(b"bye\n")
+    while client.recv(100):
+        pass
+    client.close()
+
+
+def reset(client: socket.socket) -> None:
+    """Conntrack: CLOSE."""
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    client.close()
+
+
+@both_families
+@pytest.mark.parametrize("end", [close_after_the_server, reset])
+@pytest.mark.parametrize(("number", "pod"), [(11, "a1"), (12, "b1"), (14, "a1")])
+def test_a_port_is_reused_at_once(
+    field: Field, number: int, pod: str, end: Callable[[socket.socket], None], v6: bool
+) -> None:
+    """The entry of a connection that has ended makes way for one with NAT."""
+    family = socket.AF_INET6 if v6 else socket.AF_INET
+    to = at("NodePort", number, v6)
+    for _ in range(3):
+        client = there(field["outside"], lambda: socket.socket(family, socket.SOCK_STREAM))
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        client.settimeout(ANSWER_SECONDS)
+        with client:
+            client.bind(("::" if v6 else "0.0.0.0", PORT))
+            client.connect(split(to))
+            client.sendall(b"hello\n")
+            assert f'"{pod}"'.encode() in client.recv(1000)
+            end(client)
+        (entry,) = entries(field, to)
+        assert entry.status & ConntrackStatus.IPS_DST_NAT
+
+
+@both_families
+def test_a_flow_that_began_before_its_service_is_translated(field: Field, v6: bool) -> None:
+    """Its entry has no NAT, and each datagram would keep it."""
+    family, number = (socket.AF_INET6, 56) if v6 else (socket.AF_INET, 55)
+    to = at("NodePort", number, v6)
+    with there(field["outside"], lambda: socket.socket(family, socket.SOCK_DGRAM)) as client:
+        client.settimeout(ANSWER_SECONDS)
+        client.connect(split(to))
+        assert exchange(client) == b"", "refused"
+        assert len(entries(field, to)) == 1
+        with field.given(*field.all_ways(number, "a1", "UDP")):
+            assert b'"a1"' in exchange(client)
+
+
+def exchange(client: socket.socket) -> bytes:
+    """Sends a datagram and returns the answer, b"" if it is refused."""
+    client.send(b"hello\n")
+    with contextlib.suppress(ConnectionRefusedError):
+        return client.recv(1000)
+    return b""
+
+
+def test_clients_of_two_frontends_may_have_the_same_port(field: Field) -> None:
+    """Both connections lead to one pod, from one address and port: conntrack changes one port."""
+    sockets = []
+    with contextlib.ExitStack() as stack:
+        for kind in ("NodePort", "VIP", "ExternalIP"):
+            client = there(field["outside"], lambda: socket.socket(socket.AF_INET))
+            stack.enter_context(client)
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            client.settimeout(ANSWER_SECONDS)
+            client.bind(("0.0.0.0", PORT))
+            client.connect(split(at(kind, 14)))
+            sockets.append(client)
+        for client in sockets:
+            client.sendall(b"hello\n")
+            assert b'"a1"' in client.recv(1000)
+
+
+# ---- UDP flows whose backend or frontend is gone -------------------------------------------------
+
+
+@both_families
+def test_udp_flows_of_a_deleted_service_end(field: Field, v6: bool) -> None:
+    """They are refused, as the next datagram of a new client is."""
+    client, number = field["outside"], 58 if v6 else 57
+    names = {kind: at(kind, number, v6) for kind in ("NodePort", "VIP")}
+    with field.given(*field.all_ways(number, "b1", "UDP")):
+        for name, to in names.items():
+            assert client.udp(*split(to), keep=name, connected=True).get("name") == "b1"
+    for name, to in names.items():
+        until(f"{to} does not answer", lambda name=name: "name" not in client.ask(
+            "talk", keep=name, timeout=0.3))  # fmt: skip
+        assert all(ConntrackStatus.IPS_DST_NAT not in entry.status for entry in entries(field, to))
+        client.ask("drop", keep=name)
+
+
+@both_families
+def test_udp_flows_end_whose_backend_went_while_no_agent_ran(field: Field, v6: bool) -> None:
+    client, number = field["outside"], 60 if v6 else 59
+    to, udp = at("NodePort", number, v6), slice_port(8080, protocol="UDP")
+    with field.given(*field.all_ways(number, "a1", "UDP")):
+        assert client.udp(*split(to), keep="flow", connected=True).get("name") == "a1"
+        field.agent.stop()
+        field.create(*(field.slice(f"web-{number}", "b1", udp, v6=six) for six in (False, True)))
+        assert client.ask("talk", keep="flow").get("name") == "a1"
+        field.agent.start()
+        until("b1 answers", lambda: client.ask("talk", keep="flow").get("name") == "b1")
+        client.ask("drop", keep="flow")
+
+
+# ---- the table of nftables -----------------------------------------------------------------------
+
+CHANGES = {
+    "deleted": ("delete", "table", "inet", TABLE),
+    "flushed": ("flush", "table", "inet", TABLE),
+    "without a rule": ("flush", "chain", "inet", TABLE, "before_forward"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_the_table_is_restored(field: Field, change: tuple[str, ...]) -> None:
+    node = field.lab.nodes[0]
+    before = on(node, "nft", "list", "table", "inet", TABLE)
+    on(node, "nft", *change)
+    until("it is written again",
+          lambda: on(node, "nft", "list", "ruleset").count(before) == 1, 10)  # fmt: skip
+    for number, pod in ((11, "a1"), (12, "b1")):
+        check(field, Dial("served", "outside", at("VIP", number), pod, "tcp", NODES4[0]))
+
+
+def keep(client: Place, *numbers: int) -> list[str]:
+    """Opens connections; returns their names."""
+    names = []
+    for kind, number, v6 in product(("NodePort", "VIP"), numbers, (False, True)):
+        names.append(f"{kind}{number}{v6}{len(client.name)}")
+        assert "name" in client.tcp(*split(at(kind, number, v6)), keep=names[-1])
+    return names
+
+
+def talk(client: Place, names: list[str]) -> None:
+    for name in names:
+        assert "name" in client.ask("talk", keep=name), f"{name} must survive"
+
+
+def test_connections_survive_another_forwarding(field: Field) -> None:
+    """Those that conntrack translates, and those of the packet path."""
+    client, node = field["outside"], field.lab.nodes[0]
+    by_conntrack = keep(client, 11, 12, 14)
+    restart(field.agent, "stack")
+    until("the table is replaced", lambda: TABLE not in on(node, "nft", "list", "tables"), 10)
+    talk(client, by_conntrack)
+    for name in by_conntrack:
+        client.ask("drop", keep=name)
+    by_packet_path = keep(client, 11, 12, 14)
+    restart(field.agent, "netfilter")
+    try:
+        talk(client, by_packet_path)
+        check(field, Dial("a new one", "outside", at("VIP", 12), "b1", "tcp", NODES4[0]))
+        assert entries(field, at("VIP", 12))
+    finally:
+        for name in by_packet_path:
+            client.ask("drop", keep=name)
+
+
+def restart(agent: Agent, forwarding: str) -> None:
+    assert agent.stop() == 0
+    agent.start(extra=("--forwarding", forwarding))
+
+
+def kbpf(agent: Agent, *words: str) -> "subprocess.CompletedProcess[str]":
+    """Runs this command on the agent's node."""
+    command = (sys.executable, "-m", "kbpf", *words, "--pin-dir", str(agent.pin_dir))
+    done = subprocess.run(
+        inside(agent.node.netns, None, *command), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_commands_name_the_option(field: Field) -> None:
+    assert re.search(r"forwarding +netfilter\n", kbpf(field.agent, "inspect", "status").stdout)
+    assert "conntrack -L" in kbpf(field.agent, "inspect", "connections").stderr
+    checked = json.loads(kbpf(field.agent, "check", "-o", "json").stdout)
+    rows = {row["name"]: row for row in checked["rows"]}
+    assert rows["--forwarding"]["detail"].startswith("netfilter: ")
+    assert (rows["NAT by conntrack"]["result"], rows["rules before DNAT"]["result"]) == ("yes",) * 2
+
+
+def test_cleanup_removes_the_table(field: Field) -> None:
+    node, agent = field.lab.nodes[0], field.agent
+    agent.stop()
+    assert f"table inet {TABLE}" in kbpf(agent, "cleanup").stdout
+    assert "kbpf" not in on(node, "nft", "list", "tables")
+    agent.start()
+    check(field, Dial("served", "outside", at("VIP", 11), "a1", "tcp", NODES4[0]))

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`--forwarding netfilter` next to a real kube-proxy: the same rules on both nodes judge the same
+packets, at every place of netfilter that a connection passes.
+"""
+
+import contextlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.lab.outside.netfilter import flush_conntrack, on
+from tests.support.cluster.apiserver import ApiServer
+from tests.support.cluster.kube_objects import (
+    endpoint,
+    endpoint_slice,
+    node,
+    port,
+    service,
+    slice_port,
+)
+from tests.support.cluster.kube_proxy import KubeProxy
+from tests.support.features import needs
+from tests.support.lab.field import NODES4, OUT4, there
+from tests.support.lab.lab import Agent, Lab, Node, Place, until
+
+pytestmark = needs("conntrack_nat")
+
+RAW = "type filter hook prerouting priority raw;"
+MANGLE = "type filter hook prerouting priority mangle;"
+FORWARD = "type filter hook forward priority 0;"
+RULES = {
+    "raw: drop the NodePort": (RAW, "tcp dport {p} counter drop"),
+    "mangle: reject": (MANGLE, "tcp dport {p} counter reject with tcp reset"),
+    "raw: drop the client": (RAW, f"ip saddr {OUT4} tcp dport {{p}} counter drop"),
+    "raw: drop other clients": (RAW, f"ip saddr != {OUT4} tcp dport {{p}} counter drop"),
+    "raw: drop by destination": (RAW, "ip daddr {h} tcp dport {p} counter drop"),
+    "raw: count the last packets": (RAW, "tcp dport {p} tcp flags & fin == fin counter"),
+    "mangle: drop the pod's port": (MANGLE, f"tcp dport 8080 ip saddr {OUT4} counter drop"),
+    "mangle: drop what is invalid": (MANGLE, "tcp dport {p} ct state invalid counter drop"),
+    "mangle: drop new without SYN":
+        (MANGLE, "tcp dport {p} ct state new tcp flags & (syn|ack) != syn counter drop"),
+    "mangle: accept established only":
+        (MANGLE, "tcp dport {p} ct state established accept\ntcp dport {p} counter drop"),
+    "mangle: one new connection":
+        (MANGLE, "tcp dport {p} ct state new limit rate over 1/hour burst 1 packets counter drop"),
+    "forward: drop unless translated":
+        (FORWARD, f"ip saddr {OUT4} ct status dnat accept\nip saddr {OUT4} counter drop"),
+    "forward: drop the NodePort": (FORWARD, "tcp dport {p} counter drop"),
+    "forward: drop the pod's port": (FORWARD, "tcp dport 8080 counter drop"),
+    "forward: original destination":
+        (FORWARD, "meta l4proto tcp ct original proto-dst {p} counter drop"),
+}  # fmt: skip
+"""Chain and rules, with address and port `h` and `p` that the client dials."""
+NODE_PORTS = {"local": (30101, 30102), "remote": (30103, 30104)}
+"""By backend: the NodePort that is dialled at each of the two nodes."""
+DIALS = 3
+
+
+class Site(NamedTuple):
+    nodes: list[Node]
+    client: Place
+
+
+@pytest.fixture(scope="module")
+def site(programs: None, kube_proxy: Path) -> Iterator[Site]:
+    """node-1 with kube-proxy, node-2 with kbpf."""
+    with contextlib.ExitStack() as stack:
+        lab = stack.enter_context(Lab(2, "po", apart=True))
+        api = stack.enter_context(ApiServer(addresses=(lab.outside_ip,), netns=lab.outside))
+        kube = stack.enter_context(api.kube())
+        config = api.kubeconfig(lab.folder / "kubeconfig", "kbpf")
+        for each in lab.nodes:
+            kube.create(node(each.name, each.ip, each.ip6))
+        pods = [each.pod(f"pod{each.number}").serve(8080) for each in lab.nodes]
+        for where, numbers in NODE_PORTS.items():
+            ends = pods if where == "local" else pods[::-1]
+            for index, (pod, number) in enumerate(zip(ends, numbers, strict=True)):
+                name = f"{where}{index}"
+                kube.create(service(name, port(80, node_port=number), type="NodePort"))
+                home = lab.nodes[pods.index(pod)].name
+                kube.create(endpoint_slice(name, endpoint(pod.ip, node=home),
+                                           ports=[slice_port(8080)]))  # fmt: skip
+        stack.enter_context(KubeProxy(lab.nodes[0], "nftables", config,
+                                      "--cluster-cidr", "10.244.0.0/16"))  # fmt: skip
+        agent = Agent(lab.nodes[1], "--kubeconfig", str(config), "--packet-path", "true",
+                      "--forwarding", "netfilter")  # fmt: skip
+        agent.start()
+        client = Place("outside", lab.outside, None)
+        stack.callback(client.close)
+        for numbers in NODE_PORTS.values():
+            for host, number in zip(NODES4, numbers, strict=True):
+                at = (host, number)
+                until(f"{at} is served", lambda at=at: "name" in client.tcp(*at), 60)
+        yield Site(lab.nodes, client)
+
+
+def judge(site: Site, index: int, chain: str, rules: str, number: int) -> tuple[object, str]:
+    """Dials while the node has these rules. Returns the results, and what the rule has counted."""
+    home, host = site.nodes[index], NODES4[index]
+    there(home, flush_conntrack)
+    text = rules.format(h=host, p=number)
+    on(home, "nft", "-f", "-",
+       stdin=f"table inet judge {{\nchain c {{ {chain}\n{text}\n}}\n}}\n")  # fmt: skip
+    try:
+        answers = [site.client.tcp(host, number, timeout=0.5) for _ in range(DIALS)]
+        counted = re.search(r"counter packets (\d+)",
+                            on(home, "nft", "list", "table", "inet", "judge"))  # fmt: skip
+    finally:
+        on(home, "nft", "delete", "table", "inet", "judge")
+    assert counted is not None
+    results = [answer.get("error", "served") for answer in answers]
+    return results, counted[1]
+
+
+@pytest.mark.parametrize("backend", NODE_PORTS)
+@pytest.mark.parametrize("rule", RULES)
+def test_a_rule_judges_as_with_kube_proxy(site: Site, rule: str, backend: str) -> None:
+    chain, text = RULES[rule]
+    numbers = NODE_PORTS[backend]
+    with_kube_proxy, with_kbpf = (judge(site, i, chain, text, numbers[i]) for i in (0, 1))
+    assert with_kbpf == with_kube_proxy

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`--forwarding netfilter` on a kernel that cannot do it: the agent refuses to start, and leaves
+nothing behind. The cause is real: a kernel before 6.1, or one whose BTF is hidden.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.support.cluster.kube_objects import node
+from tests.support.features import lacking
+from tests.support.lab.lab import Agent, Lab, inside, run
+
+HIDE_BTF = 'mount --bind "$0" /sys/kernel/btf && exec "$@"'
+
+
+@pytest.fixture
+def agent(programs: None, tmp_path: Path) -> Iterator[Agent]:
+    with Lab(1, "cn") as lab:
+        home = lab.nodes[0]
+        objects, empty = tmp_path / "objects", tmp_path / "empty"
+        objects.mkdir()
+        empty.mkdir()
+        (objects / "node.yaml").write_text(yaml.safe_dump(node(home.name, home.ip, home.ip6)))
+        made = Agent(home, "--source", str(objects), "--forwarding", "netfilter")
+        if not lacking("conntrack_nat"):
+            made.wrapper = ("unshare", "-m", "sh", "-c", HIDE_BTF, str(empty))
+        yield made
+
+
+@pytest.mark.parametrize("mode", ["auto", "bpf"])
+def test_agent_refuses_to_start(agent: Agent, mode: str) -> None:
+    agent.start(wait=False, extra=("--mode", mode))
+    assert agent.wait_ended() == 1
+    (line,) = [line for line in agent.lines() if "--forwarding netfilter" in line]
+    lacks = "the kernel has no BTF" if agent.wrapper else "the kernel has no bpf_"
+    assert f"--forwarding netfilter is not possible: {lacks}" in line
+    assert "use --mode ipvs, or --forwarding stack with the replacements in" in line
+    assert run(*inside(agent.node.netns, None, "nft", "list", "tables")) == ""
