@@ -104,6 +104,14 @@ FEATURES = (
     Feature("takeover", ("tests/lab/cluster/test_takeover.py",)),
     Feature("conntrack", ("tests/lab/outside/test_conntrack.py",)),
     Feature("bare node", ("tests/kernels/bare_node.py",), boot=BARE),
+    Feature(
+        "ipvs-dns_cache",
+        _of(
+            "tests/lab/neighbours/test_node_local_dns.py",
+            "a_cache_at_a_link_local_address_is_no_business_of_kbpf",
+        ),
+        "ipvs",
+    ),
     *(_of_lab(path) for path in LAB),
     *(_of_lab(path, "ipvs") for path in LAB),
 )
