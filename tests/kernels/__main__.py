@@ -102,6 +102,7 @@ FEATURES = (
     Feature("apparmor", ("tests/lab/cluster/test_apparmor.py",)),
     Feature("memory", ("tests/lab/agent/test_locked_memory.py",)),
     Feature("takeover", ("tests/lab/cluster/test_takeover.py",)),
+    Feature("full table", ("tests/kernels/full_conntrack.py",)),
     Feature("conntrack", ("tests/lab/outside/test_conntrack.py",)),
     Feature("bare node", ("tests/kernels/bare_node.py",), boot=BARE),
     Feature(
