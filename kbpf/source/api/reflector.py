@@ -367,15 +367,18 @@ class Reflector:
         """
         if self._status.failures < OUTAGE_FAILURES:
             return
-        key = self._known_versions.newest_key
-        meta, item = self._fetch_one(self._resource, key)
-        version = meta.resource_version or ""
-        if is_rewind(self._version, version):
-            self._handle_rewind(version)
-        history = self._known_versions.check_newest(key, item)
-        if item is not None and history is History.LOST:
-            self._handle_rewind(item.version)
-        if history is History.UNCERTAIN:
+        newest_keys: list[ObjectKey | None] = [*self._known_versions.newest_keys()]
+        for key in newest_keys or [None]:
+            meta, item = self._fetch_one(self._resource, key)
+            version = meta.resource_version or ""
+            if is_rewind(self._version, version):
+                self._handle_rewind(version)
+            history = self._known_versions.check_newest(key, item, self._version)
+            if item is not None and history is History.LOST:
+                self._handle_rewind(item.version)
+            if history is not History.CHANGED:
+                break
+        if history is not History.KNOWN:
             log.info("listing again after an outage name=%s changed=%s", self._resource.name, key)
             self._version = ""
             raise _WatchEnded

@@ -6,6 +6,7 @@ object's uid, its resourceVersion and a hash of the fields that we read: after a
 same version may have another content.
 """
 
+import heapq
 from enum import Enum, auto
 from typing import Final, NamedTuple
 
@@ -22,17 +23,21 @@ class ObjectState(NamedTuple):
 
 
 UNKNOWN_STATE: Final = ObjectState("", "", 0)
+MAX_COMPARED: Final = 4
+"""How many objects are compared after an outage, until one has not changed in it."""
 
 
 class History(Enum):
     """Whether a server still has the last change that we know of.
 
     A restored server may have reached our version again by other changes, so its version alone does
-    not show that it has lost some. UNCERTAIN: the object has changed since or was deleted, or the
-    last change was a deletion, which leaves nothing to compare.
+    not show that it has lost some. CHANGED: the watch will report the object, so another one is
+    compared. UNCERTAIN: the object is gone, or the last change was a deletion, which leaves nothing
+    to compare.
     """
 
     KNOWN = auto()
+    CHANGED = auto()
     UNCERTAIN = auto()
     LOST = auto()
 
@@ -70,22 +75,27 @@ class KnownVersions:
     def __len__(self) -> int:
         return len(self._states)
 
-    @property
-    def newest_key(self) -> ObjectKey | None:
-        """The object that changed last; None if there is none, or no version is a number."""
+    def newest_keys(self) -> list[ObjectKey]:
+        """The objects that changed last, the newest first; none if no version is a number."""
         versions = {
             key: version
             for key, state in self._states.items()
             if (version := parse_version(state.version)) is not None
         }
-        return max(versions, key=versions.__getitem__, default=None)
+        return heapq.nlargest(MAX_COMPARED, versions, key=versions.__getitem__)
 
-    def check_newest(self, key: ObjectKey | None, item: DecodedObject | None) -> History:
-        """Compares the object `newest_key` with the server's, None if it has none."""
+    def check_newest(
+        self, key: ObjectKey | None, item: DecodedObject | None, watched: str
+    ) -> History:
+        """Compares an object of newest_keys() with the server's, None if it has none. `watched`:
+        the version from which a watch would report changes.
+        """
         before = self._states.get(key, UNKNOWN_STATE) if key else UNKNOWN_STATE
         now = _state_of(item) if item is not None and item.key == key else UNKNOWN_STATE
         if is_rewind(before.version, now.version):
             return History.LOST
+        if is_rewind(now.version, watched):
+            return History.CHANGED
         is_last_change = self._last_deletion <= (parse_version(before.version) or 0)
         return History.KNOWN if before == now and is_last_change else History.UNCERTAIN
 

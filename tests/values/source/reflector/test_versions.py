@@ -122,6 +122,20 @@ def test_after_an_outage_without_a_rewind_the_watch_resumes_without_a_list(start
     assert WENT_BACK not in caplog.text
 
 
+def test_an_object_that_changed_during_the_outage_is_reported_by_the_watch(start):
+    """The one before it is compared instead."""
+    run = start(
+        listed_a(added("b", 11), then=Exchange.cut),
+        *[status(503)] * 2,
+        listed(service("b", 25), version=30),
+        listed(service("a", 5), version=30),
+        streamed(added("b", 25), bookmark(31)),
+    )
+    run.until(lambda: run.reflector.status().resource_version == "31")
+    assert run.asked(5) == "watch 11"
+    assert run.said == ["+a", "synced", "+b", "+b"]
+
+
 NEWEST = [
     ("it is older", (), [service("a", 3)], True),
     ("it has other content", (), [service("a", 5, clusterIP="10.96.0.2")], False),
