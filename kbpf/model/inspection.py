@@ -328,8 +328,8 @@ class NodeEntry:
 
 @dataclass(frozen=True, slots=True)
 class DeviceEntry:
-    """A device that the packet path knows. `role` is ``host`` or ``pod``, `header` the length of
-    its link-layer header. `pods`: its packets come from pods of this node. `peer`:
+    """A device that the packet path knows. `role` is ``host``, ``pod`` or ``port``, `header` the
+    length of its link-layer header. `pods`: its packets come from pods of this node. `peer`:
     bpf_redirect_peer() reaches the pod through it. `tunnel`: it encapsulates IP packets in IP, and
     its packets take the stack.
     """

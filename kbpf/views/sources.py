@@ -55,7 +55,9 @@ def build_view(inspection: Inspection) -> SourcesView:
         services=tuple(sorted(_build_rows(inspection), key=lambda row: (row.service, row.family))),
         pods=inspection.node.pods,
         local_networks=tuple(map(str, inspection.local_networks)),
-        local_devices=sum(device.pods for device in inspection.devices.values()),
+        local_devices=sum(
+            device.pods and device.role != "port" for device in inspection.devices.values()
+        ),
     )
 
 

@@ -222,7 +222,11 @@ def read_packet_path(maps: Mapping[str, Map]) -> dict[str, Any]:
             pods if NodeFlag.DETECTS_LOCAL in NodeFlag(flags) else "",
             format_forwarding(NodeFlag(flags)),
         ),
-        "devices": {U32.unpack(k)[0]: _decode_device(v) for k, v in maps["devices"].items()},
+        "devices": {
+            ifindex: _decode_device(ifindex, raw)
+            for key, raw in maps["devices"].items()
+            for (ifindex,) in [U32.unpack(key)]
+        },
         "local_networks": tuple(
             sorted(unpack_network(key) for key, _ in maps["local_networks"].items())
         ),
@@ -236,10 +240,10 @@ def format_forwarding(flags: NodeFlag) -> str:
     return "direct" if NodeFlag.DIRECT in flags else "stack"
 
 
-def _decode_device(raw: bytes) -> DeviceEntry:
-    role, header, flags, *_ = DEVICE.unpack(raw)
+def _decode_device(ifindex: int, raw: bytes) -> DeviceEntry:
+    role, header, flags, *_, bridge = DEVICE.unpack(raw)
     return DeviceEntry(
-        Role(role).name.lower(),
+        "port" if bridge not in (0, ifindex) else Role(role).name.lower(),
         header,
         DeviceFlag.LOCAL in DeviceFlag(flags),
         DeviceFlag.PEER in DeviceFlag(flags),

@@ -157,7 +157,10 @@ def test_devices_show_role_and_programs(wire: Wire, show, call: Run) -> None:
     rows = {row["device"]: row for row in show("devices")}
     parts = {name: (row["role"], row["reason"]) for name, row in rows.items()}
     assert parts["lo"] == ("skipped", "loopback")
-    assert parts["port0"] == ("skipped", "port of cni0")
+    by_netfilter = Path("/proc/sys/net/bridge").exists()  # then it is on, by default
+    assert parts["port0"] == (
+        ("port", "port of cni0, with br_netfilter") if by_netfilter else ("skipped", "port of cni0")
+    )
     assert parts["cni0"] == ("pod", "bridge of pods, ports: 1")
     assert parts["out0"] == ("host", "veth")
     for name in ("cni0", "out0"):
@@ -167,7 +170,9 @@ def test_devices_show_role_and_programs(wire: Wire, show, call: Run) -> None:
         assert rows[name]["problem"] == ""
     assert rows["cni0"]["flags"] == ["pods"]
     assert rows["out0"]["flags"] == []
-    assert (rows["port0"]["ingress"], rows["port0"]["l2_header"]) == ("", None)
+    assert rows["port0"]["egress"] == rows["port0"]["problem"] == ""
+    assert rows["port0"]["ingress"].startswith("tc_ingress (") == by_netfilter
+    assert rows["port0"]["l2_header"] == (14 if by_netfilter else None)
     assert "bridge of pods" in call("devices")[1]
 
 
