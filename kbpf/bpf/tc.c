@@ -65,7 +65,8 @@ int tc_ingress(struct __sk_buff *skb)
 		return TC_ACT_UNSPEC;
 	p = &s->packet;
 	flags = take_resumed(s); /* even if the device is gone: it is not for the next packet */
-	if (!device || (!flags && !parse_for(skb, device, p, true)))
+	if (!device || (!flags && device->bridge && passes_bridge(skb, device)) ||
+	    (!flags && !parse_for(skb, device, p, true)))
 		return TC_ACT_UNSPEC;
 	if (!p->tuple.from.protocol) /* an ICMP error: parse_for() */
 		return go(skb, TAIL_ICMP_IN);

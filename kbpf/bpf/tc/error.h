@@ -73,7 +73,7 @@ int tc_icmp_in(struct __sk_buff *skb)
 	if (result.path != PATH_STACK && !result.host_device) {
 		hidden = result.masqueraded && !result.reply;
 		outer = outer_of(p, &tuple, &result.to_device, hidden);
-		to = find_next_hop(skb, p, &outer.from, &outer.to, &s->hop, false);
+		to = find_next_hop(skb, p, &outer.from, &outer.to, &s->hop, false, came_in_by(skb));
 		if (to && needs_stack(device, to))
 			to = NULL;
 		if (!to && result.path == PATH_DIRECT_SNAT)

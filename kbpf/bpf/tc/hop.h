@@ -81,18 +81,25 @@ static __always_inline u16 wire_length(struct __sk_buff *skb, const struct packe
 	return headers + (words >> 4) * 4 + skb->gso_size;
 }
 
-/* Asks the FIB for the next hop of a packet of this length. Returns BPF_FIB_LKUP_RET_*. */
+/* The device that a packet has come in by; at egress of the node's own packets, that which they
+ * leave by. */
+static __always_inline u32 came_in_by(struct __sk_buff *skb)
+{
+	return skb->ingress_ifindex ? skb->ingress_ifindex : skb->ifindex;
+}
+
+/* Asks the FIB for the next hop of a packet of this length that has come in by this device. Returns
+ * BPF_FIB_LKUP_RET_*. */
 static __always_inline long query_fib(struct __sk_buff *skb, const struct packet *p,
 				      const struct target *from, const struct target *to,
-				      struct next_hop *hop, u16 length)
+				      struct next_hop *hop, u16 length, u32 in)
 {
-	u32 ifindex = skb->ingress_ifindex ? skb->ingress_ifindex : skb->ifindex;
 	struct fib_params route = {
 		.protocol = p->protocol,
 		.source_port = from->port,
 		.destination_port = to->port,
 		.length = length,
-		.ifindex = routing_ifindex(device_at(ifindex), ifindex),
+		.ifindex = in,
 	};
 	long result;
 
@@ -123,7 +130,7 @@ static __always_inline long query_fib(struct __sk_buff *skb, const struct packet
 static __always_inline struct device *find_next_hop(struct __sk_buff *skb, const struct packet *p,
 						    const struct target *from,
 						    const struct target *to, struct next_hop *hop,
-						    bool any_packet)
+						    bool any_packet, u32 in)
 {
 	u16 length = wire_length(skb, p);
 	long result;
@@ -131,11 +138,11 @@ static __always_inline struct device *find_next_hop(struct __sk_buff *skb, const
 	hop->ifindex = hop->max_length = 0;
 	if (!any_packet && p->ttl <= 1)
 		return NULL;
-	result = query_fib(skb, p, from, to, hop, length);
+	result = query_fib(skb, p, from, to, hop, length, in);
 	if (any_packet &&
 	    result == BPF_FIB_LKUP_RET_FRAG_NEEDED) { /* the result does not contain the device */
 		length = 0;
-		result = query_fib(skb, p, from, to, hop, 1);
+		result = query_fib(skb, p, from, to, hop, 1, in);
 		if (result ==
 		    BPF_FIB_LKUP_RET_FRAG_NEEDED) /* before v5.12 the kernel checks the packet's own
 						     length; there is a route */
@@ -210,7 +217,7 @@ next_hop_of_flow(struct __sk_buff *skb, const struct packet *p, const struct tup
 	*hop = *cached;
 	if (is_current(hop, now) && wire_length(skb, p) <= hop->max_length && p->ttl > 1)
 		return device_at(hop->ifindex);
-	to = find_next_hop(skb, p, &t->from, &t->to, hop, false);
+	to = find_next_hop(skb, p, &t->from, &t->to, hop, false, came_in_by(skb));
 	if (!to)
 		return NULL;
 	stamp_next_hop(hop, now);
@@ -241,26 +248,27 @@ static __always_inline int redirect_packet(struct __sk_buff *skb, const struct d
 					   const struct device *to, const struct next_hop *hop)
 {
 	struct redir_neigh neighbour = {.family = hop->family, .address = hop->address};
+	bool to_peer = (to->flags & DEVICE_PEER) && to->role == ROLE_POD && hop->resolved &&
+		       from->l2 == ETH_HLEN && to->l2 == ETH_HLEN && skb->ingress_ifindex;
+	long failed = drop_priority_tag(skb);
+	u8 link[12];
 
-	if (drop_priority_tag(skb))
-		return finish(TC_ACT_SHOT, NOT_REWRITTEN);
 	/* bpf_redirect_peer() skips the qdisc and the neighbour code, so the MAC addresses have to
 	 * be known, and it works at ingress only. */
-	if ((to->flags & DEVICE_PEER) && to->role == ROLE_POD && hop->resolved &&
-	    from->l2 == ETH_HLEN && to->l2 == ETH_HLEN && skb->ingress_ifindex) {
-		u8 link[12];
-
+	if (to_peer) {
 		__builtin_memcpy(link, hop->next_mac, 6);
 		__builtin_memcpy(link + 6, hop->own_mac, 6);
-		if (bpf_skb_store_bytes(skb, 0, link, sizeof(link), 0))
-			return finish(TC_ACT_SHOT, NOT_REWRITTEN);
-		return finish(redirect_peer(hop->ifindex), REDIRECTED);
+		failed |= bpf_skb_store_bytes(skb, 0, link, sizeof(link), 0);
+	} else if (!from->l2) {
+		/* The kernel drops packets without a link-layer header here (tun, WireGuard), so
+		 * add room for one. */
+		failed |= bpf_skb_change_head(skb, ETH_HLEN, 0);
 	}
-	/* The kernel drops packets without a link-layer header here (tun, WireGuard), so add room
-	 * for one. */
-	if (!from->l2 && bpf_skb_change_head(skb, ETH_HLEN, 0))
+	if (failed)
 		return finish(TC_ACT_SHOT, NOT_REWRITTEN);
-	return finish(redirect_neigh(hop->ifindex, &neighbour), REDIRECTED);
+	return finish(to_peer ? redirect_peer(hop->ifindex)
+			      : redirect_neigh(hop->ifindex, &neighbour),
+		      REDIRECTED);
 }
 
 struct eth_header {
@@ -295,10 +303,8 @@ static __always_inline int deliver_to_host(struct __sk_buff *skb, const struct d
 {
 	struct device *to = device_at(ifindex);
 
-	if (ifindex == routing_ifindex(from, skb->ifindex) ||
-	    !to) /* it is on that device already, or on a port of it */
-		return TC_ACT_UNSPEC;
-	if (*l3 != from->l2)
+	/* It is on that device already, or on a port of it. */
+	if (ifindex == skb->ifindex || ifindex == from->bridge || !to || *l3 != from->l2)
 		return TC_ACT_UNSPEC;
 	if (drop_priority_tag(skb) || change_link(skb, from, to))
 		return finish(TC_ACT_SHOT, NOT_REWRITTEN);

@@ -50,8 +50,8 @@ static __always_inline bool is_agent_bypass(struct __sk_buff *skb, struct packet
 static __always_inline void choose_source(struct __sk_buff *skb, struct scratch *s)
 {
 	struct flow *flow = &s->flow;
-	struct device *to =
-		find_next_hop(skb, &s->packet, &flow->client, &flow->backend, &s->hop, true);
+	struct device *to = find_next_hop(skb, &s->packet, &flow->client, &flow->backend, &s->hop,
+					  true, came_in_by(skb));
 	struct address own;
 
 	if (to && s->hop.ifindex != skb->ifindex) {

@@ -385,7 +385,6 @@ static __always_inline bool translate_in(struct tuple *t, const struct packet *p
 	}
 	if (s->port_of && is_redirected_from(flow, s->port_of)) {
 		s->for_bridge = true;
-		s->masqueraded = false;
 		return false;
 	}
 	if (!reply) {

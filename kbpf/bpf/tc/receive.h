@@ -11,6 +11,7 @@
 #include "tc/tails.h"
 
 #define VLAN_VID_MASK 0x0fff
+#define PACKET_HOST 0
 #define PACKET_OTHERHOST 3
 
 /* client slot -> the ports of a datagram, for its later fragments. Full: the oldest is evicted, and
@@ -86,35 +87,35 @@ static __always_inline bool has_own_mac(struct __sk_buff *skb, const struct devi
 	       to[1] == own[1];
 }
 
-/* VLAN frames are seen again on the VLAN's own device; the stack drops frames for other machines,
- * which a promiscuous device receives. On a port, frames for the bridge count as such. */
-static __always_inline bool is_for_others(struct __sk_buff *skb, const struct device *device)
-{
-	if (skb->vlan_present && (skb->vlan_tci & VLAN_VID_MASK))
-		return true;
-	if (skb->pkt_type != PACKET_OTHERHOST)
-		return false;
-	return !bridge_of_port(device, skb->ifindex) || !has_own_mac(skb, device);
-}
-
 #define HANDLED_AT_PORT 0x6b62 /* value of skb->tc_index */
 
-/* With br_netfilter conntrack sees a packet between the port by which it enters a bridge and the
- * bridge itself, so the packet has to be translated at the port. Marks it there. Returns true at
- * the bridge if the packet has been handled at its port: it may look like one to be translated
- * again. A sender cannot forge the mark, since a port overwrites it. */
-static __always_inline bool was_handled_at_port(struct __sk_buff *skb, const struct device *device)
+/* At ingress of a bridge with br_netfilter, or of its port: whether the packet passes. Conntrack
+ * sees it between the two, so it has to be translated at the port. It is marked there, and passes
+ * the bridge's program, for which it may look like one to be translated again. A sender cannot
+ * forge the mark, since a port overwrites it. */
+static __always_inline bool passes_bridge(struct __sk_buff *skb, const struct device *device)
 {
-	if (!device->bridge)
-		return false;
-	if (bridge_of_port(device, skb->ifindex)) {
-		skb->tc_index = HANDLED_AT_PORT;
-		return false;
+	if (device->bridge == skb->ifindex) {
+		if (skb->tc_index != HANDLED_AT_PORT)
+			return false;
+		skb->tc_index = 0;
+		return true;
 	}
-	if (skb->tc_index != HANDLED_AT_PORT)
-		return false;
-	skb->tc_index = 0;
-	return true;
+	if (skb->pkt_type == PACKET_OTHERHOST) {
+		if (!has_own_mac(skb, device))
+			return true;
+		bpf_skb_change_type(skb, PACKET_HOST); /* as the bridge will do */
+	}
+	skb->tc_index = HANDLED_AT_PORT;
+	return false;
+}
+
+/* VLAN frames are seen again on the VLAN's own device; the stack drops frames for other machines,
+ * which a promiscuous device receives. */
+static __always_inline bool is_for_others(struct __sk_buff *skb)
+{
+	return (skb->vlan_present && (skb->vlan_tci & VLAN_VID_MASK)) ||
+	       skb->pkt_type == PACKET_OTHERHOST;
 }
 
 /* Leaves a packet at a port to the bridge's program. */
@@ -146,7 +147,7 @@ static __always_inline bool parse_for(struct __sk_buff *skb, const struct device
 	u32 ifindex = skb->ifindex, l2 = device->l2;
 	struct ip4_tcp plain;
 
-	if (is_for_others(skb, device) || (in && was_handled_at_port(skb, device)))
+	if (is_for_others(skb))
 		return false;
 	if (is_plain_tcp(skb, l2, &plain)) {
 		struct tuple tuple = tuple_of_plain(&plain);
