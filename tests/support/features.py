@@ -13,7 +13,8 @@ import re
 import resource
 import socket
 import struct
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -260,6 +261,16 @@ def without(name: str) -> pytest.MarkDecorator:
     """Marks a test for kernels that lack a feature."""
     assert name in FEATURES
     return pytest.mark.without(name)
+
+
+@pytest.fixture(scope="module")
+def br_netfilter() -> Iterator[None]:
+    """Loads the module, and removes it again: it concerns all network namespaces."""
+    was_loaded = Path("/proc/sys/net/bridge").exists()
+    modules.load(("br_netfilter",))
+    yield
+    if not was_loaded:
+        subprocess.run(("modprobe", "--remove", "br_netfilter"), check=True)
 
 
 def pytest_configure(config: pytest.Config) -> None:

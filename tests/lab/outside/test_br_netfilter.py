@@ -7,19 +7,17 @@ enters.
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
-from pathlib import Path
 
 import pytest
 
 from kbpf.dataplane.bpf.inspect import devices
 from kbpf.dataplane.bpf.maps.pinning import Pins
-from kbpf.kernel.system import modules
 from tests.lab.outside.netfilter import invalid, masqueraded, objects, plain
 from tests.support.cluster.cluster import UNROUTED
 from tests.support.features import needs
 from tests.support.lab.dial import Dial
 from tests.support.lab.field import Field, at, both_families, check, there
-from tests.support.lab.lab import Agent, Lab, Node, ip, run, settled, until
+from tests.support.lab.lab import Agent, Lab, Node, ip, settled, until
 
 pytestmark = needs("br_netfilter")
 
@@ -80,16 +78,6 @@ KINDS = {
     "a bridge with the uplink": ("routed", True, "--device", "br0"),
     "a bridge with the uplink, no hooks": ("routed", True, "--device", "br0", "--socket-lb", "off"),
 }
-
-
-@pytest.fixture(scope="module")
-def br_netfilter() -> Iterator[None]:
-    """Loads the module, and removes it again: it concerns all network namespaces."""
-    was_loaded = Path("/proc/sys/net/bridge").exists()
-    modules.load(("br_netfilter",))
-    yield
-    if not was_loaded:
-        run("modprobe", "--remove", "br_netfilter")
 
 
 @pytest.fixture(scope="module", params=KINDS)

@@ -26,7 +26,7 @@ from kbpf.kernel.net.devices import (
     DeviceMonitor,
     list_devices,
 )
-from kbpf.kernel.system import modules, netns, sysctl
+from kbpf.kernel.system import netns, sysctl
 from kbpf.model.address import format_addr
 from tests.programs.packets.tc.net import Net, both_ways, idle, insn, program_id
 from tests.support.features import lacking, needs
@@ -51,16 +51,6 @@ def pods(net: Net) -> Iterator[str]:
     ip(f"netns add {name}")
     yield name
     ip(f"netns del {name}")
-
-
-@pytest.fixture(scope="module")
-def br_netfilter() -> Iterator[None]:
-    """Loads the module, and removes it again: it concerns all network namespaces."""
-    was_loaded = Path("/proc/sys/net/bridge").exists()
-    modules.load(("br_netfilter",))
-    yield
-    if not was_loaded:
-        run("modprobe", "--remove", "br_netfilter")
 
 
 def set_br_netfilter(value: str) -> None:

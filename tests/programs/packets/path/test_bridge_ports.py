@@ -65,7 +65,7 @@ def raw_socket(device: str) -> socket.socket:
 
 
 @pytest.fixture
-def wire(uplink: Path_) -> Iterator[Wire]:
+def wire(uplink: Path_, br_netfilter: None) -> Iterator[Wire]:
     """The device thread of the fixture's data plane attaches the programs."""
     pods = f"{uplink.where}p"
     command("ip", "netns", "add", pods)
