@@ -72,10 +72,6 @@ def table_commands(family: str, with_forward_rule: bool = False) -> list[forward
     `with_forward_rule`: established packets have to pass FORWARD too; reconcile_forward_rules()
     adds the rule.
     """
-    chain = {"family": family, "table": TABLE, "name": "keep"}
-    ct_state_match: dict[str, Any] = {
-        "match": {"op": "in", "left": {"ct": {"key": "state"}}, "right": ["established"]}
-    }
     types = ["inet_proto", _ADDRESS_TYPES[family], "inet_service"]
     sets: dict[str, Any] = {
         VIRTUAL_SERVICE_SET: types,
@@ -87,20 +83,23 @@ def table_commands(family: str, with_forward_rule: bool = False) -> list[forward
             {"add": {"set": {"family": family, "table": TABLE, "name": name, "type": kind}}}
             for name, kind in sets.items()
         ),
-        # A nat chain keeps the kernel's NAT hooks registered, a match on ct state its conntrack
-        # hooks. The rule has no verdict.
+        *hook_commands(family, TABLE, "keep"),
+    ]
+
+
+def hook_commands(family: str, table: str, name: str) -> list[forward_rules.Json]:
+    """Returns the commands that create a chain which keeps the kernel's hooks registered: its type
+    those of NAT, its match on the state those of conntrack. The rule has no verdict.
+    """
+    chain = {"family": family, "table": table, "name": name}
+    state_match: dict[str, Any] = {
+        "match": {"op": "in", "left": {"ct": {"key": "state"}}, "right": ["established"]}
+    }
+    rule = {"family": family, "table": table, "chain": name, "expr": [state_match]}
+    return [
         {"add": {"chain": {**chain, "type": "nat", "hook": "postrouting", "prio": 100}}},
         {"flush": {"chain": chain}},
-        {
-            "add": {
-                "rule": {
-                    "family": family,
-                    "table": TABLE,
-                    "chain": "keep",
-                    "expr": [ct_state_match],
-                }
-            }
-        },
+        {"add": {"rule": rule}},
     ]
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--forwarding netfilter` with a full conntrack table. Not collected by default: its size is one
-setting for the whole machine, so the test needs a machine of its own.
+"""`--forwarding netfilter` with a full conntrack table. Not collected by default, since the size of
+the table is a setting of the whole machine: it runs in guests (tests/kernels).
 """
 
 from collections.abc import Iterator

@@ -180,7 +180,7 @@ PATCHES: Final = (
         ("first fragments are not recorded", "fragments.update(&slot, &fragment);", ";"),
         ("fragments of another datagram match",
          "!stored || stored->id != fragment.id || stored->hash != fragment.hash",
-         "!known"),
+         "!stored"),
         ("frames for other MAC addresses are translated",
          "skb->pkt_type == PACKET_OTHERHOST;", "false;"),
         ("frames for other machines are translated at a bridge's port",

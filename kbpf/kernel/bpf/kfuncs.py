@@ -33,9 +33,9 @@ BPF_PSEUDO_KFUNC_CALL: Final = 2
 
 
 class ConntrackCalls(NamedTuple):
-    """`replacements`: by the instruction that calls a placeholder. `btf_fds`: descriptors of the
-    modules' BTF, in the order in which the replacements number them; the first one stands for the
-    kernel and is not used.
+    """`replacements`: the instruction that calls a placeholder → the instruction for this kernel.
+    `btf_fds`: descriptors of the modules' BTF. A replacement names a module by its index here;
+    index 0 means the kernel itself and holds no descriptor.
     """
 
     replacements: dict[bytes, bytes]
@@ -66,8 +66,8 @@ def open_conntrack() -> Iterator[ConntrackCalls]:
         status = _find_member(sources, "nf_conn", "status")
         protocol = _find_member(sources, "nf_conn", "proto")
         state = _find_member(sources, "ip_ct_tcp", "state")
-        replacements[probe.encode_call(STATUS_PLACEHOLDER)] = _encode_r0(status)
-        replacements[probe.encode_call(TCP_STATE_PLACEHOLDER)] = _encode_r0(protocol + state)
+        replacements[probe.encode_call(STATUS_PLACEHOLDER)] = probe.encode_r0(status)
+        replacements[probe.encode_call(TCP_STATE_PLACEHOLDER)] = probe.encode_r0(protocol + state)
         yield ConntrackCalls(replacements, tuple(btf_fds))
 
 
@@ -79,8 +79,9 @@ def probe_conntrack() -> Probe:
         with open_conntrack():
             return Probe(True)
     except KernelError as error:
-        missing = [name for name in MODULES if modules.probe_module(name).reason]
-        if missing and all(modules.probe_module(name).works is not False for name in MODULES):
+        probes = {name: modules.probe_module(name) for name in MODULES}
+        missing = [name for name, module in probes.items() if module.reason]
+        if missing and all(module.works is not False for module in probes.values()):
             return Probe(None, f"not loaded: {', '.join(missing)}; the agent loads them if needed")
         return Probe(False, str(error))
 
@@ -98,7 +99,3 @@ def _find_member(sources: list[Btf], struct_name: str, member_name: str) -> int:
         if bit := source.find_member_bit(struct_name, member_name):
             return bit // 8
     raise KernelError(f"the kernel's BTF has no {struct_name}.{member_name}")
-
-
-def _encode_r0(value: int) -> bytes:
-    return struct.pack("=BBhi", 0xB7, 0, 0, value)

@@ -47,6 +47,11 @@ def encode_call(helper_id: int) -> bytes:
     return struct.pack("=BBhi", 0x85, 0, 0, helper_id)
 
 
+def encode_r0(value: int) -> bytes:
+    """Encodes the instruction `r0 = value`."""
+    return struct.pack("=BBhi", 0xB7, 0, 0, value)
+
+
 def _probe_from_error(error: KernelError) -> Probe:
     name = errno.errorcode.get(error.errno, str(error.errno))
     if error.errno in (errno.EPERM, errno.EACCES) and os.geteuid() != 0:

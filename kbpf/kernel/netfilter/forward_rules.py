@@ -39,7 +39,7 @@ MASQUERADE_COMMENT: Final = "kbpf: masqueraded"
 KEEPALIVE_COMMENT: Final = "kbpf-keepalive: connections of kube-proxy"
 """The comment of our rule for connections of a removed kube-proxy."""
 FILTER_TABLES: Final = (("ip", "filter"), ("ip6", "filter"))
-SERVICE_PROXY_TABLES: Final = frozenset(("kube-proxy", "kbpf", "kbpf-keepalive"))
+SERVICE_PROXY_TABLES: Final = frozenset(("kube-proxy", "kbpf", "kbpf-keepalive", "kbpf-nat"))
 """Tables of Service proxies: their own rules are not a firewall of the host."""
 # Tables of iptables-legacy only: those of iptables-nft are tables of nf_tables.
 LEGACY_TABLE_NAMES: Final = {

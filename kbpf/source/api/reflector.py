@@ -18,8 +18,8 @@
 - The server's version only grows. A lower one (a restored etcd, another server behind the address)
   causes one warning and a new list. It is checked in every bookmark and event, and before a watch
   resumes after an outage: a server that has lost changes may not send anything. By then its version
-  may have passed ours again, so the object that changed last is compared too; if it differs,
-  everything is listed again.
+  may have passed ours again, so objects that changed last are compared too (versions.History); if
+  one was lost or may have been, everything is listed again.
 - Every `relist_interval` seconds (times 3/4 to 5/4) everything is listed again, in case an event
   was missed. Differences are counted and logged as drift.
 - A failure is logged once for all watches, and repeated while it lasts (backoff.OutageLog).

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.lab.cni.test_network_policies import ADMITTED, BACKENDS, ROWS, WAIT, Row
+from tests.lab.cni.test_network_policies import BACKENDS, ROWS
 from tests.support.cni.calico import CALICO, device_of
 from tests.support.cni.calico_rules import Workload
 from tests.support.cni.cluster import CniCluster
-from tests.support.lab.dial import explain
-from tests.support.lab.field import OUT4, OUT6, at, split
+from tests.support.cni.dials import Row, check_policy
+from tests.support.lab.field import OUT4, OUT6
 
 KINDS = [*product(CALICO, ("kbpf", "nftables"))]
 
@@ -48,15 +48,4 @@ def cluster(
 def test_policies_judge_as_with_kube_proxy(
     cluster: CniCluster, row: Row, protocol: str, v6: bool
 ) -> None:
-    base = 10 if protocol == "tcp" else 20
-    to = at(row.kind, base + row.number, v6, row.node_number)
-    answer = cluster[row.client].many(
-        2, *split(to), protocol=protocol, connected=True, timeout=WAIT
-    )
-    why = f"{row}\n{to}: got {answer}"
-    if cluster.proxy_mode == "kbpf":
-        why += f"\n{explain(cluster, row.client, split(to)[0])}"
-    if row.outcome == ADMITTED:
-        assert sum(answer["names"].values()) == 2, why
-    else:
-        assert not answer["names"], why
+    check_policy(cluster, row, protocol, v6)

@@ -10,22 +10,19 @@ IPv4 only: kube-router 2.1.0 writes the names of its IPv6 sets wrongly, and ip6t
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from tests.support.cluster.kube_objects import Object
 from tests.support.cni.cluster import CniCluster
+from tests.support.cni.dials import ADMITTED, REJECTED, WAIT, Row, check_policy
 from tests.support.cni.networks import CNIS
-from tests.support.lab.dial import explain
-from tests.support.lab.field import OUT4, at, split
+from tests.support.lab.field import OUT4
 from tests.support.lab.lab import until
 
 BACKENDS = {1: "a1", 2: "b1", 3: "b2", 4: "a2"}
 """TCP Services 11 to 14, UDP 21 to 24; 15 and 25 have a1 and b1, with the policy Local."""
-ADMITTED, REJECTED = "admitted", "rejected"
-WAIT = 1.0
 
 
 def pod(name: str, cluster: CniCluster) -> Object:
@@ -107,19 +104,6 @@ def cluster(
         yield made
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A connection to this kind of address of a Service (1 to 5), at this node, and what the
-    policies say.
-    """
-
-    client: str
-    kind: str
-    number: int
-    outcome: str
-    node_number: int = 1
-
-
 ROWS = (
     Row("a2", "ClusterIP", 1, ADMITTED),
     Row("a2", "ClusterIP", 2, ADMITTED),
@@ -144,11 +128,11 @@ ROWS = (
     Row("host-1", "ClusterIP", 1, ADMITTED),
     Row("host-1", "ClusterIP", 2, REJECTED),
     Row("outside", "NodePort", 1, ADMITTED),
-    Row("outside", "NodePort", 2, ADMITTED, 2),
+    Row("outside", "NodePort", 2, ADMITTED, node_number=2),
     Row("outside", "NodePort", 2, REJECTED),  # it comes from node-1, a remote node
     Row("outside", "NodePort", 3, ADMITTED),
     Row("outside", "NodePort", 5, ADMITTED),
-    Row("outside", "NodePort", 5, ADMITTED, 2),
+    Row("outside", "NodePort", 5, ADMITTED, node_number=2),
     Row("outside", "VIP", 1, ADMITTED),
     Row("outside", "ExternalIP", 1, ADMITTED),
 )
@@ -157,14 +141,4 @@ ROWS = (
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
 @pytest.mark.parametrize("row", ROWS, ids=lambda r: f"{r.client} {r.kind} {r.number}")
 def test_policies_judge_as_with_kube_proxy(cluster: CniCluster, row: Row, protocol: str) -> None:
-    to = at(row.kind, (10 if protocol == "tcp" else 20) + row.number, node_number=row.node_number)
-    answer = cluster[row.client].many(
-        2, *split(to), protocol=protocol, connected=True, timeout=WAIT
-    )
-    why = f"{row}\n{to}: got {answer}"
-    if cluster.proxy_mode == "kbpf":
-        why += f"\n{explain(cluster, row.client, split(to)[0])}"
-    if row.outcome == ADMITTED:
-        assert sum(answer["names"].values()) == 2, why
-    else:
-        assert not answer["names"], why
+    check_policy(cluster, row, protocol, v6=False)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bridges with br_netfilter in force (kubeadm requires it), and a firewall that drops what
-conntrack calls invalid: a packet is translated before conntrack sees it, at the port by which it
-enters.
+conntrack calls invalid: a packet is translated at the port where it enters the bridge, before
+conntrack sees it.
 """
 
 from collections.abc import Iterator
@@ -57,7 +57,7 @@ class BridgeField(Field):
         settled(node.netns, node.ip6)
 
     def rows(self, v6: bool) -> Iterator[Dial]:
-        """Every path through the packet path, and whom the backend sees."""
+        """Every path through the packet path, and which client address the backend sees."""
         net, node = self.lab.network, self.lab.nodes[0]
         here, elsewhere = net.masquerades_as(node, v6), net.seen_elsewhere(node, v6)
         for row in chain(masqueraded(v6), plain(v6)):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calico, imitated: its module cannot be had from a Go proxy, since that of its folder api/ cannot.
+"""Calico, imitated: Go proxies do not serve the module in its folder api/, which felix needs.
 
-Its CNI plugin and felix are read in their sources at commit 87c15906 (v3.34.0-dev): devices, routes
-and sysctls in cni-plugin/pkg/dataplane/linux/dataplane_linux.go and
+The sources are those of its CNI plugin and of felix at commit 87c15906 (v3.34.0-dev): devices,
+routes and sysctls in cni-plugin/pkg/dataplane/linux/dataplane_linux.go and
 felix/dataplane/linux/{endpoint_mgr,vxlan_mgr,ipip_mgr}.go, rules in felix/rules. The rules are
 those that felix, built from that commit, wrote in this lab (calico_rules.py); where names have a
 hash they are shortened. Not imitated: policies of host endpoints; `preDNAT` ones are in

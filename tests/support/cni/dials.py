@@ -12,6 +12,8 @@ NODE = "an address of the client's node, or of the node dialled from outside"
 BRIDGED = (
     "NODE if both pods are on the node's bridge, where replies would not pass the node; else CLIENT"
 )
+ADMITTED, REJECTED = "admitted", "rejected"
+"""Outcomes of a row about NetworkPolicies."""
 WAIT = 1.0
 
 
@@ -31,7 +33,8 @@ def create_services(cluster: CniCluster) -> None:
 @dataclass(frozen=True, slots=True)
 class Row:
     """A connection: its client, the kind of address that it dials, the Service (0 to 9, in the
-    protocol's row of ten) and the node; which backends answer, and which address they see.
+    protocol's row of ten) and the node; which backends answer, and which address they see. With
+    check_policy(), `outcome` is what the policies say, and `sees` does not matter.
     """
 
     client: str
@@ -68,3 +71,18 @@ def check(cluster: CniCluster, row: Row, protocol: str, v6: bool) -> None:
         bridged = row.sees == BRIDGED and cluster.cni.is_bridged and cluster.home[name] is home
         assert seen in (node if row.sees == NODE or bridged else own), (name, seen, why)
         assert (peer, peer_port) == split(to), why
+
+
+def check_policy(cluster: CniCluster, row: Row, protocol: str, v6: bool) -> None:
+    base = 10 if protocol == "tcp" else 20
+    to = at(row.kind, base + row.number, v6, row.node_number)
+    answer = cluster[row.client].many(
+        2, *split(to), protocol=protocol, connected=True, timeout=WAIT
+    )
+    why = f"{row}\n{to}: got {answer}"
+    if cluster.proxy_mode == "kbpf":
+        why += f"\n{explain(cluster, row.client, split(to)[0])}"
+    if row.outcome == ADMITTED:
+        assert sum(answer["names"].values()) == 2, why
+    else:
+        assert not answer["names"], why

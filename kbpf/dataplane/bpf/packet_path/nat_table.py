@@ -2,8 +2,8 @@
 """The nftables table of `--forwarding netfilter`, in which conntrack translates packets.
 
 The kernel tracks connections only while some rule matches on conntrack, and translates their
-packets only while a chain of type nat exists. `nat` is both, for IPv4 and IPv6, and changes no
-packet. The packet programs write the translations (bpf/tc/conntrack.h).
+packets only while a chain of type nat exists. The chain `nat` provides both, for IPv4 and IPv6, and
+changes no packet. The packet programs write the translations (bpf/tc/conntrack.h).
 
 The other two chains give packets of masqueraded connections our mark while they are in FORWARD,
 where a rule of ours matches it (kernel/netfilter/forward_rules.py). With `--forwarding stack` the
@@ -92,32 +92,25 @@ def _delete_commands() -> list[forward_rules.Json]:
 
 
 def _create_commands(mark: int) -> list[forward_rules.Json]:
-    state: dict[str, Any] = {
-        "match": {"op": "in", "left": {"ct": {"key": "state"}}, "right": ["established"]}
-    }
-    status = {"&": [{"ct": {"key": "status"}}, int(_MASQUERADED)]}
+    status: dict[str, Any] = {"&": [{"ct": {"key": "status"}}, int(_MASQUERADED)]}
     is_masqueraded = {"match": {"op": "==", "left": status, "right": int(_MASQUERADED)}}
     current = {"meta": {"key": "mark"}}
     set_mark = {"mangle": {"key": current, "value": {"|": [current, mark]}}}
     clear_mark = {"mangle": {"key": current, "value": {"&": [current, ~mark & 0xFFFFFFFF]}}}
     return [
         {"add": {"table": _table()}},
-        *_chain_commands("nat", "nat", "postrouting", 100, [state]),
-        *_chain_commands(
-            "before_forward", "filter", "forward", _BEFORE, [is_masqueraded, set_mark]
-        ),
-        *_chain_commands(
-            "after_forward", "filter", "forward", _AFTER, [is_masqueraded, clear_mark]
-        ),
+        *conntrack_keepalive.hook_commands("inet", TABLE, "nat"),
+        *_forward_commands("before_forward", _BEFORE, [is_masqueraded, set_mark]),
+        *_forward_commands("after_forward", _AFTER, [is_masqueraded, clear_mark]),
     ]
 
 
-def _chain_commands(
-    name: str, kind: str, hook: str, priority: int, expressions: list[forward_rules.Json]
+def _forward_commands(
+    name: str, priority: int, expressions: list[forward_rules.Json]
 ) -> list[forward_rules.Json]:
     chain = {"family": "inet", "table": TABLE, "name": name}
     rule = {"family": "inet", "table": TABLE, "chain": name, "expr": expressions}
     return [
-        {"add": {"chain": {**chain, "type": kind, "hook": hook, "prio": priority}}},
+        {"add": {"chain": {**chain, "type": "filter", "hook": "forward", "prio": priority}}},
         {"add": {"rule": rule}},
     ]

@@ -10,7 +10,6 @@ are filled; an error before that changes nothing.
 import logging
 import os
 import shutil
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,13 +51,8 @@ KERNEL_SOCKET_BIT_CALL: Final = 0x6B627066
 """The number that kernel_socket_bit() of lib/compat.h calls, which no helper has."""
 
 
-def encode_r0(value: int) -> bytes:
-    """Encodes the instruction `r0 = value`."""
-    return struct.pack("=BBhi", 0xB7, 0, 0, value)
-
-
-MOV_R0_0: Final = encode_r0(0)
-NOTHING: Final[Mapping[bytes, bytes]] = {}
+MOV_R0_0: Final = probe.encode_r0(0)
+NO_REPLACEMENTS: Final[Mapping[bytes, bytes]] = {}
 
 
 def check_artifact(artifact: Artifact) -> None:
@@ -98,7 +92,7 @@ def relocate(
     code: Bytecode,
     maps: Mapping[str, Map],
     missing: frozenset[int] = frozenset(),
-    replacements: Mapping[bytes, bytes] = NOTHING,
+    replacements: Mapping[bytes, bytes] = NO_REPLACEMENTS,
 ) -> bytes:
     """Adapts bytecode to these maps and this kernel: inserts the descriptors of the maps, and
     replaces calls of the helpers in `missing` by r0 = 0, that of kernel_socket_bit() by its result,
@@ -114,7 +108,7 @@ def relocate(
     results = {**replacements, **{probe.encode_call(number): MOV_R0_0 for number in missing}}
     kernel_socket_bit = probe.encode_call(KERNEL_SOCKET_BIT_CALL)
     if kernel_socket_bit in insns:
-        results[kernel_socket_bit] = encode_r0(kernel_sockets.find_bit())
+        results[kernel_socket_bit] = probe.encode_r0(kernel_sockets.find_bit())
     for offset in range(0, len(insns) if results else 0, 8):
         if (call := bytes(insns[offset : offset + 8])) in results:
             insns[offset : offset + 8] = results[call]
