@@ -24,6 +24,7 @@ from tests.support.runtime import docs
 ROOT = docs.ROOT
 PAGES = (*docs.PAGES, "CHANGELOG.md")
 OTHERS = {
+    "--ip-masq-fully-random-disable": "flanneld",
     "--take-ownership": "helm",
     "--skip-phases": "kubeadm",
     "--patches": "kubeadm",
