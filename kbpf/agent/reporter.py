@@ -17,7 +17,7 @@ from kbpf.dataplane.base import DataPlane
 from kbpf.errors import KbpfError, LastError, PinsRemovedError, escape_unprintable
 from kbpf.kernel.system import threads
 from kbpf.model.config import Config, is_system_service
-from kbpf.model.events import Event, Synced
+from kbpf.model.events import Event, Kind, Synced
 from kbpf.model.objects import READ_AS_TEXT, ServiceName
 from kbpf.model.status import (
     MAX_NAMESPACES,
@@ -37,12 +37,6 @@ UNKNOWN_PODS: Final = (
     "Pods whose traffic a mesh redirects are not recognized: grant list and watch on pods "
     "(manifests/components/mesh-pods), or set --mesh-pods false"
 )
-MESH_SERVICES: Final = (
-    ServiceName("istio-system", "istiod"),
-    ServiceName("linkerd", "linkerd-dst"),
-    ServiceName("consul", "consul-connect-injector"),
-)
-"""Services of the control planes of Istio, Linkerd and Consul, under their default names."""
 
 
 class Reporter:
@@ -70,6 +64,7 @@ class Reporter:
         self.tick_error = LastError()
         self._status_error = LastError()
         self._node_port_problem = LastError()
+        self._mesh_services: dict[ServiceName, str] = {}
         self._start_time = time.clock_gettime(time.CLOCK_BOOTTIME)
 
     def write_status(self) -> None:
@@ -151,10 +146,9 @@ class Reporter:
         if self._node_port_problem.text:
             yield self._node_port_problem.text
         if self._pods_are_forbidden():
-            services = self._reconciler.store.service_names()
-            for service in MESH_SERVICES:
-                if service in services:
-                    yield f"the Service {service} belongs to a mesh, but {UNKNOWN_PODS}"
+            for mesh in sorted(set(self._mesh_services.values())):
+                first = min(name for name, its in self._mesh_services.items() if its == mesh)
+                yield f"the Service {first} belongs to the mesh {mesh}, but {UNKNOWN_PODS}"
         if self.config_error is not None and (error := self.config_error()):
             yield f"the configuration file was rejected, and the next start would fail: {error}"
 
@@ -188,10 +182,19 @@ class Reporter:
         for key in {event.key for event in events if not isinstance(event, Synced)}:
             lines = [f"{key}: {line}" for line in self._reconciler.store.problems_of(key)]
             new_lines += self._problems.replace(key, lines)
+            if key.kind is Kind.SERVICE:
+                self._update_mesh(ServiceName(key.namespace, key.name))
         left_out = sorted(line for line in new_lines if READ_AS_TEXT not in line)
         unusual = sorted(line for line in new_lines if READ_AS_TEXT in line)
         log_lines(logging.WARNING, "left out", left_out)
         log_lines(logging.WARNING, "unusual", unusual)
+
+    def _update_mesh(self, name: ServiceName) -> None:
+        service = self._reconciler.store.service(name)
+        if service is not None and service.mesh:
+            self._mesh_services[name] = service.mesh
+        else:
+            self._mesh_services.pop(name, None)
 
 
 def _source_view(status: SourceStatus, now: float) -> SourceView:

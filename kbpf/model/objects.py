@@ -105,8 +105,9 @@ class Service(msgspec.Struct, frozen=True):
 
     `lb_vips` holds only status addresses with ipMode VIP or without ipMode. `affinity_timeout` is
     in seconds, 0 without session affinity. `creation_timestamp` is text (RFC 3339 in UTC sorts by
-    time), "" if unknown. `algorithm` and `weights` are None without the annotation. `skipped` has
-    a line for each part of its annotations that was ignored.
+    time), "" if unknown. `algorithm` and `weights` are None without the annotation. `mesh` is the
+    mesh to whose control plane it belongs, "" if to none. `skipped` has a line for each part of its
+    annotations that was ignored.
     """
 
     namespace: str
@@ -124,6 +125,7 @@ class Service(msgspec.Struct, frozen=True):
     creation_timestamp: str = ""
     algorithm: Algorithm | None = None
     weights: Weights | None = None
+    mesh: str = ""
     skipped: tuple[str, ...] = ()
 
     @property

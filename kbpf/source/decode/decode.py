@@ -168,8 +168,26 @@ def decode_service(obj: wire.Service) -> Service | None:
         weights=None
         if annotations.weights is None
         else parse_weights(annotations.weights, skipped),
+        mesh=find_control_plane(labels),
         skipped=tuple(skipped),
     )
+
+
+def find_control_plane(labels: wire.ServiceLabels | None) -> str:
+    """The name of the mesh to whose control plane a Service with these labels belongs, "" if to
+    none. Names, namespaces, revisions and Helm releases differ from cluster to cluster; the labels
+    are those of the charts (istio/istio d7699b5c, istio-discovery/templates/service.yaml and
+    remote-istiod-service.yaml; linkerd/linkerd2 01d1e464, linkerd-control-plane/templates/
+    destination.yaml; hashicorp/consul-k8s a507b1d1, consul/templates/connect-inject-service.yaml,
+    whose label `app` a value of the chart can change).
+    """
+    if labels is None:
+        return ""
+    if "istiod" in (labels.app, labels.app_name):
+        return "Istio"
+    if labels.linkerd_component == "destination":
+        return "Linkerd"
+    return "Consul" if labels.component == "connect-injector" else ""
 
 
 def decode_endpoint_slice(obj: wire.EndpointSlice) -> EndpointSlice | None:

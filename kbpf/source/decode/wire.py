@@ -42,6 +42,27 @@ class Labels(
     zone: str | None = None
 
 
+class ServiceLabels(
+    Labels,
+    frozen=True,
+    gc=False,
+    rename={
+        "service_name": "kubernetes.io/service-name",
+        "headless": "service.kubernetes.io/headless",
+        "proxy_name": "service.kubernetes.io/service-proxy-name",
+        "zone": "topology.kubernetes.io/zone",
+        "app_name": "app.kubernetes.io/name",
+        "linkerd_component": "linkerd.io/control-plane-component",
+    },
+):
+    """Also the labels of the Services of meshes (`find_control_plane()` in decode.py)."""
+
+    app: str | None = None
+    app_name: str | None = None
+    component: str | None = None
+    linkerd_component: str | None = None
+
+
 class ObjectMeta(msgspec.Struct, frozen=True, gc=False, rename=json_name):
     """metadata."""
 
@@ -68,6 +89,7 @@ class Annotations(
 class ServiceMeta(ObjectMeta, frozen=True, gc=False, rename=json_name):
     """metadata of a Service."""
 
+    labels: ServiceLabels | None = None
     annotations: Annotations | None = None
 
 

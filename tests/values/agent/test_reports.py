@@ -13,7 +13,7 @@ from kbpf.errors import KernelError, PinsRemovedError
 from kbpf.model.address import parse_addr
 from kbpf.model.config import Config, Serving
 from kbpf.model.desired import ServicePortKey
-from kbpf.model.events import Kind, ObjectKey, Rejected, Synced, Upsert
+from kbpf.model.events import Delete, Kind, ObjectKey, Rejected, Synced, Upsert
 from kbpf.model.metrics import UdpCuts
 from kbpf.model.objects import Cidr, Protocol
 from kbpf.model.status import MAX_PROBLEMS, AgentStatus
@@ -97,12 +97,17 @@ def test_a_mesh_whose_pods_are_not_recognized_is_a_problem(clock: Clock, mesh_po
     (line,) = agent.status().disabled_features
     assert ("manifests/components/mesh-pods" in line) is mesh_pods
     assert agent.status().problems == ()
-    istiod = service("i")
-    key = ObjectKey(Kind.SERVICE, "istio-system", "istiod")
-    agent.step([Upsert(key, replace(istiod.object, namespace=key.namespace, name=key.name))])
-    problems = agent.status().problems
-    assert len(problems) == mesh_pods
-    assert all("istio-system/istiod" in line for line in problems)
+    for name, mesh in {"d": "Linkerd", "e": "Linkerd", "i": "Istio"}.items():
+        event = service(name)
+        agent.step([Upsert(event.key, replace(event.object, mesh=mesh))])
+    lines = [line.partition(", but ")[0] for line in agent.status().problems]
+    assert lines == mesh_pods * [
+        "the Service ns/d belongs to the mesh Linkerd",
+        "the Service ns/i belongs to the mesh Istio",
+    ]
+    agent.step([service("i"), Delete(service("d").key)])
+    lines = [line.partition(", but ")[0] for line in agent.status().problems]
+    assert lines == mesh_pods * ["the Service ns/e belongs to the mesh Linkerd"]
 
 
 def test_problems_of_the_node_are_listed(

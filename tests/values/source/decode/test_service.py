@@ -96,6 +96,20 @@ SERVICE_FIELDS = {
         LB | LOCAL | {"externalTrafficPolicy": "Cluster"}, "health_check_node_port", 0),
     "healthCheckNodePort is ignored with NodePort": ({"type": "NodePort"} | LOCAL,
         "health_check_node_port", 0),
+    "no mesh": ({"labels": {"app": "web", "component": "web"}}, "mesh", ""),
+    "no mesh without labels": ({}, "mesh", ""),
+    "Istio's control plane": ({"labels": {"app": "istiod"}}, "mesh", "Istio"),
+    "Istio's control plane of a revision": (
+        {"labels": {"app": "istiod", "istio.io/rev": "canary"}}, "mesh", "Istio"),
+    "Istio's control plane elsewhere": ({"labels": {"app.kubernetes.io/name": "istiod"}}, "mesh",
+        "Istio"),
+    "Linkerd's control plane": (
+        {"labels": {"linkerd.io/control-plane-component": "destination"}}, "mesh", "Linkerd"),
+    "another Service of Linkerd": (
+        {"labels": {"linkerd.io/control-plane-component": "identity"}}, "mesh", ""),
+    "Consul's injector": ({"labels": {"app": "other", "component": "connect-injector"}}, "mesh",
+        "Consul"),
+    "another Service of Consul": ({"labels": {"app": "consul", "component": "dns"}}, "mesh", ""),
 }  # fmt: skip
 
 
