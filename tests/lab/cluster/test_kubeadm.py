@@ -280,22 +280,49 @@ pinDir: /sys/fs/bpf/mine
 """
 
 
-def test_kubeadm_upgrade_leaves_kbpf_alone_where_the_add_on_is_disabled(
-    kubeadm: Path, kubectl: Path, apiserver: ApiServer, tmp_path: Path
-) -> None:
-    """docs/install.md: `proxy.disabled` in the ClusterConfiguration, without a patch."""
-    admin = Kubectl(kubectl, apiserver, tmp_path)
-    program = Kubeadm(kubeadm, apiserver, tmp_path, disabled=True)
-    program.upload_config()
+@pytest.mark.parametrize("disabled", [True, False], ids=["disabled", "skipped"])
+@pytest.mark.parametrize("command", ["apply", "node"])
+@pytest.mark.parametrize("version", [PREVIOUS_VERSION, support.VERSION])
+def test_kubeadm_upgrade_leaves_kbpf_alone_without_the_add_on(
+    apiserver: ApiServer, admin: Kubectl, tmp_path: Path, request: pytest.FixtureRequest,
+    version: str, command: str, disabled: bool,
+) -> None:  # fmt: skip
+    """docs/install.md: `proxy.disabled` in the ClusterConfiguration, or the phase skipped, both
+    without a patch. DaemonSet and ConfigMap stay as they are, with kbpf's document. Without either,
+    kube-proxy returns.
+    """
+    is_previous = version == PREVIOUS_VERSION
+    kubeadm = request.getfixturevalue("previous_kubeadm" if is_previous else "kubeadm")
+    Kubeadm(kubeadm, apiserver, tmp_path, version=version).install_kube_proxy()
+    admin("apply", "-k", str(OVERLAYS / "kubeadm"))
+    (config_map,) = admin.objects("-n", SPACE, "get", "cm/kube-proxy")
+    config_map["data"]["config.conf"] += f"\n---\n{OWN_DOCUMENT}"
+    admin("replace", "-f", "-", stdin=json.dumps(config_map))
     (tmp_path / "none").mkdir()
     node = ControlPlaneNode(kubeadm, apiserver, tmp_path, tmp_path / "none")
     objects = json.dumps({"apiVersion": "v1", "kind": "List", "items": node.objects()})
-    version = go_build.kubernetes_version()
+    words = ("upgrade", command, *([version, "--yes"] if command == "apply" else []))
+    phases = node.skipped if disabled else f"{node.skipped},{dict(UPGRADES)[command]}"
+
+    def state() -> list[Object]:
+        return admin.objects("-n", SPACE, "get", "ds/kube-proxy", "cm/kube-proxy")
+
+    def upload_config(is_disabled: bool) -> None:
+        program = Kubeadm(kubeadm, apiserver, tmp_path, disabled=is_disabled, version=version)
+        program.upload_config()
+
     try:
         admin("apply", "-f", "-", stdin=objects)
-        said = node.run("upgrade", "apply", version, "--yes", node.skipped)
-        assert "Skipping the addon/kube-proxy phase. The addon is disabled." in said
-        assert admin.objects("-n", SPACE, "get", "ds") == []
+        upload_config(disabled)
+        before = state()
+        output = node.run(*words, phases)
+        message = "Skipping the addon/kube-proxy phase. The addon is disabled."
+        assert (message in output) is disabled
+        assert state() == before
+        upload_config(False)
+        node.run(*words, node.skipped)
+        (container,) = daemonset(admin)["spec"]["template"]["spec"]["containers"]
+        assert container["command"][0] == "/usr/local/bin/kube-proxy"
     finally:
         admin("delete", "-f", "-", "--wait=false", "--force", "--ignore-not-found", stdin=objects)
 

@@ -25,7 +25,7 @@ def parse_answer(number: int, message: bytes) -> str:
     """The address of the last record, which is the only one."""
     received, flags, _, answers = struct.unpack_from("!4H", message)
     assert received == number
-    return socket.inet_ntoa(message[-4:]) if answers else f"rcode {flags & 0xF}"
+    return socket.inet_ntoa(message[-4:]) if answers else f"rcode-{flags & 0xF}"
 
 
 def ask(protocol: str, server: str, number: int, name: str) -> str:

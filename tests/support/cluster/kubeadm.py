@@ -207,8 +207,14 @@ class ControlPlaneNode:
     def objects(self) -> list[Object]:
         """The Node, and the Pod with the address of its API server."""
         container = {"name": "kube-apiserver", "image": "kube-apiserver"}
+        # kubeadm 1.36 waits a minute for a Node to have this label, before it patches it.
+        labels = {"kubernetes.io/hostname": self.name}
         return [
-            {"apiVersion": "v1", "kind": "Node", "metadata": {"name": self.name}},
+            {
+                "apiVersion": "v1",
+                "kind": "Node",
+                "metadata": {"name": self.name, "labels": labels},
+            },
             {
                 "apiVersion": "v1",
                 "kind": "Pod",
