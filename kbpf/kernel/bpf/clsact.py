@@ -2,10 +2,10 @@
 """cls_bpf filters on the clsact qdiscs of devices, for kernels without TCX.
 
 Filters run in the order of their priorities; of those with one priority the newest runs first. Ours
-are recognized by handle and name. They run first at ingress (priority 1) and last at egress
-(priority 65535), or as close to that as other tools' filters allow: all filters of one priority
-have the same kind and protocol. A filter cannot be moved, so it is replaced by a new one with our
-other handle; a packet meets both for a moment, rather than none.
+are recognized by handle and name. They run first (priority 1), or as close to that as other tools'
+filters allow: all filters of one priority have the same kind and protocol. A filter cannot be
+moved, so it is replaced by a new one with our other handle; a packet meets both for a moment,
+rather than none.
 
 Filters of others are never touched. The qdisc is removed only if we created it (marked by a folder
 next to the pins) and it is empty. The kernel has no atomic "remove if empty": a filter that another
@@ -13,6 +13,7 @@ tool adds between our check and the removal is lost.
 """
 
 import errno
+import itertools
 import socket
 import struct
 from collections.abc import Iterator
@@ -54,8 +55,6 @@ from kbpf.kernel.net.uapi import (
 
 CLSACT_HANDLE_PARENT: Final = (0xFFFF0000, 0xFFFFFFF1)
 """Handle and parent of a clsact qdisc (TC_H_CLSACT), and also of the older qdisc "ingress"."""
-
-LAST_PRIORITY: Final = 0xFFFF
 
 _ETH_P_ALL: Final = socket.htons(3)
 _TCMSG: Final = struct.Struct("=BxxxiIII")  # struct tcmsg: family, ifindex, handle, parent, info
@@ -166,32 +165,15 @@ class ClsactFilters:
     def is_ours(self, filter_: Filter) -> bool:
         return self._identity.matches(filter_)
 
-    def is_misplaced(self, filters: tuple[Filter, ...], direction: Direction) -> bool:
-        """Whether a new filter of ours would get a better place than the first one has. `filters`:
-        all of the device.
+    def is_misplaced(self, filters: tuple[Filter, ...]) -> bool:
+        """Whether a new filter of ours would run earlier than the first one does. `filters`: all of
+        this hook.
         """
         ours = next(filter(self.is_ours, filters), None)
         if ours is None:
             return False
-        if ours.priority != self._best_priority(filters, direction):
-            return True
-        # At egress a new filter would run before the others of its priority, and not after them.
-        return direction is Direction.INGRESS and any(
+        return ours.priority != _first_priority(filters) or any(
             other.priority == ours.priority for other in filters[: filters.index(ours)]
-        )
-
-    def _best_priority(self, filters: tuple[Filter, ...], direction: Direction) -> int:
-        """The first priority (at egress: the last) that no filter of another kind occupies."""
-        occupied = {
-            filter_.priority
-            for filter_ in filters
-            if (filter_.kind, filter_.protocol) != ("bpf", _ETH_P_ALL)
-        }
-        priorities = range(1, LAST_PRIORITY + 1)
-        return next(
-            priority
-            for priority in (priorities if direction is Direction.INGRESS else reversed(priorities))
-            if priority not in occupied
         )
 
     # ---- changing --------------------------------------------------------------------------
@@ -220,7 +202,7 @@ class ClsactFilters:
             self._delete(ifindex, direction, surplus)
 
     def move(self, ifindex: int, direction: Direction, program: Program) -> None:
-        """Adds a filter in the best place, and then deletes those that were there before."""
+        """Adds a filter in the first place, and then deletes those that were there before."""
         filters = self.list_filters(ifindex, direction)
         self._add(ifindex, direction, program, filters)
         for old in filter(self.is_ours, filters):
@@ -237,7 +219,7 @@ class ClsactFilters:
     def _add(
         self, ifindex: int, direction: Direction, program: Program, filters: tuple[Filter, ...]
     ) -> None:
-        priority = self._best_priority(filters, direction)
+        priority = _first_priority(filters)
         taken = {filter_.handle for filter_ in filters if filter_.priority == priority}
         # EXCL fails if other tools' filters have both of our handles, rather than replacing one.
         handle = next((h for h in self._identity.handles if h not in taken), self._identity.handle)
@@ -300,6 +282,16 @@ class ClsactFilters:
             self._netlink.request(RTM_DELQDISC, _TCMSG.pack(0, ifindex, *CLSACT_HANDLE_PARENT, 0))
             self._qdiscs().pop(ifindex, None)
             self._remove_qdisc_mark(ifindex)
+
+
+def _first_priority(filters: tuple[Filter, ...]) -> int:
+    """The first priority that no filter of another kind occupies."""
+    occupied = {
+        filter_.priority
+        for filter_ in filters
+        if (filter_.kind, filter_.protocol) != ("bpf", _ETH_P_ALL)
+    }
+    return next(priority for priority in itertools.count(1) if priority not in occupied)
 
 
 def _pack_header(ifindex: int, direction: Direction, filter_: Filter) -> bytes:

@@ -7,10 +7,9 @@ packet runs either the old or the new program. Creating or detaching a link wait
 period (12 ms, measured on 6.18), during which the kernel changes no other device; replacing one,
 and all filter operations, take a tenth of a millisecond.
 
-Ours is first at ingress and last at egress, so that programs of others see a packet between the
-two, as netfilter's filters do: after the destination was translated, and before the source is. At
-ingress that is also necessary: a program that returns TC_ACT_OK ends the list, and packets would
-silently pass untranslated. A program that is attached later may be before ours; move() is for that.
+Ours is the first program in both directions: one before it that returns TC_ACT_OK ends the list,
+and packets would silently pass untranslated. A program that is attached later may be before ours;
+move() is for that.
 
 A device may vanish at any moment; that is not an error. attach() then returns None and detach()
 does nothing. A device that moves to another network namespace counts as vanished. A TCX link moves
@@ -72,7 +71,7 @@ ATTACH_TYPE: Final = {Direction.INGRESS: BPF_TCX_INGRESS, Direction.EGRESS: BPF_
 @dataclass(frozen=True, slots=True)
 class Attachment:
     """One of our programs on a device; `program_id` is its id. `misplaced`: whether move() would
-    give it a better place.
+    make it run earlier.
     """
 
     ifindex: int
@@ -153,7 +152,7 @@ class TcAttacher:
     def _read_filters(self, ifindex: int) -> Iterator[Attachment]:
         for direction in Direction:
             filters = self._filters.list_filters(ifindex, direction)
-            misplaced = self._filters.is_misplaced(filters, direction)
+            misplaced = self._filters.is_misplaced(filters)
             for ours in filter(self._filters.is_ours, filters):
                 yield Attachment(
                     ifindex, direction, AttachMethod.CLSACT, ours.program_id, misplaced
@@ -183,7 +182,7 @@ class TcAttacher:
         return self._change("attach", ifindex, direction, program)
 
     def move(self, ifindex: int, direction: Direction, program: Program) -> Attachment | None:
-        """Attaches a program that is attached already again, in a better place, and then detaches
+        """Attaches a program that is attached already again, in the first place, and then detaches
         it from the old one. Meanwhile a packet may run it twice; the second run finds nothing to
         translate. Returns None if the device is gone.
         """
@@ -263,9 +262,8 @@ class TcAttacher:
             new_pin.rename(pin)
 
     def _create_link(self, attachment: Attachment, program: Program) -> Link:
-        direction = attachment.direction
-        flags = BPF_F_BEFORE if direction is Direction.INGRESS else 0
-        return Link.attach(program, attachment.ifindex, ATTACH_TYPE[direction], flags)
+        attach_type = ATTACH_TYPE[attachment.direction]
+        return Link.attach(program, attachment.ifindex, attach_type, BPF_F_BEFORE)
 
     def _move_link(self, attachment: Attachment, program: Program) -> None:
         """The kernel refuses a second link with the same program. So the new link first has another
@@ -328,9 +326,7 @@ def _read_link(pin: Path) -> Attachment | None:
     running = _attached_ids(*target)
     if info.program_id not in running:
         return None
-    # At egress others may be after ours: then theirs was attached later, and moving ours behind a
-    # program that ends the list would turn ours off.
-    misplaced = direction is Direction.INGRESS and running[0] != info.program_id
+    misplaced = running[0] != info.program_id
     return Attachment(int(number), direction, AttachMethod.TCX, info.program_id, misplaced)
 
 

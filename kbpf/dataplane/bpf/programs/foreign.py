@@ -3,9 +3,8 @@
 mode), which decide about the same connections, and those that run before ours on a device.
 
 At the socket hooks only load balancers and policies have programs, so all of them are listed. On
-devices a CNI may have unrelated programs: of those behind ours at ingress, or before ours at
-egress, only known balancers are listed. A second kbpf is not listed: it refuses to start
-(unpinned.py).
+devices a CNI may have unrelated programs: of those behind ours only known balancers are listed. A
+second kbpf is not listed: it refuses to start (unpinned.py).
 """
 
 import os
@@ -30,8 +29,10 @@ from kbpf.kernel.bpf.tc import TcAttacher
 from kbpf.kernel.net.devices import Device, list_devices
 
 SOCKET_HOOKS: Final = frozenset(("connect4", "connect6", "sendmsg4", "sendmsg6"))
-BALANCER_PREFIXES: Final = ("cil_", "cali")
-"""Name prefixes of the programs of Cilium and Calico."""
+BALANCER_PREFIX: Final = "cali"
+"""Calico has programs on devices only in its eBPF mode. Cilium's (`cil_`) say nothing: it has them
+also as a CNI beside a kube-proxy. If it replaces kube-proxy, it has programs at the socket hooks.
+"""
 
 REFUSED_PREFIXES: Final = {
     "cil_sock": "Cilium's socket load balancing",  # cilium/cilium, bpf/bpf_sock.c
@@ -41,8 +42,7 @@ REFUSED_PREFIXES: Final = {
     "cali_tc_preamb": "Calico's eBPF mode",
 }
 """Name prefixes of programs that translate Services, and whose they are. The kernel has the first
-15 characters of a name. (Cilium attaches programs to devices even if it does not replace
-kube-proxy.)"""
+15 characters of a name."""
 SWITCH_OFF_HINT: Final = (
     "switch it off (Cilium: kubeProxyReplacement false and socketLB.enabled false; Calico: "
     "linuxDataplane Iptables or Nftables) and restart its agent, or do not run kbpf on this node; "
@@ -53,7 +53,7 @@ SWITCH_OFF_HINT: Final = (
 class ForeignProgram(NamedTuple):
     """A program by id and name, and where it is attached; `device` is "" for a socket hook. A
     filter of another kind has id 0 and is named as in tc(8). `is_ahead`: it is no load balancer,
-    but runs before ours at ingress. `result`: what it returned for a packet that ours did not see
+    but runs before ours. `result`: what it returned for a packet that ours did not see
     because of it; None if there is no such packet.
     """
 
@@ -87,8 +87,8 @@ def find_at_sockets(cgroup: Path) -> tuple[ForeignProgram, ...]:
 def find_at_devices(
     kernel: TcAttacher, devices: Iterable[Device], prober: HookProber | None = None
 ) -> tuple[ForeignProgram, ...]:
-    """Programs of known balancers on these devices, all programs and filters before ours at
-    ingress, and those that the prober finds to keep packets from ours.
+    """Programs of known balancers on these devices, and all programs and filters before ours; the
+    prober tells which of these keep packets from ours.
     """
     return tuple(
         foreign
@@ -105,7 +105,7 @@ def _find_at_hook(point: Point, prober: HookProber | None) -> Iterator[ForeignPr
     ahead = len(point.before_ours) if any(runner.is_ours for runner in point.programs) else 0
     for position, runner in enumerate(point.programs):
         is_taker = outcome is not None and outcome.taker == runner
-        is_ahead = is_taker or (position < ahead and point.direction is Direction.INGRESS)
+        is_ahead = position < ahead
         if runner.is_ours:
             continue
         program = _describe(runner.program_id, point.direction, point.device.name)
@@ -115,7 +115,7 @@ def _find_at_hook(point: Point, prober: HookProber | None) -> Iterator[ForeignPr
             continue
         if is_taker and outcome is not None:
             program = program._replace(result=outcome.result)
-        if not is_taker and program.name.startswith(BALANCER_PREFIXES):
+        if not is_taker and program.name.startswith(BALANCER_PREFIX):
             yield program
         elif is_ahead:
             yield program._replace(is_ahead=True)

@@ -70,6 +70,36 @@ def counting(seen: Map, place: int) -> Program:
     return Program.load(f"count{place}", BPF_PROG_TYPE_SCHED_CLS, 0, check + count + LEAVE)
 
 
+PAIR = struct.Struct("=4s4s2s2s")
+"""The key of a recorded packet: addresses and ports, source first, in network byte order."""
+
+
+def recording(name: str, seen: Map, result: int) -> Program:
+    """A program that writes the pair of each IPv4 packet with ports to a hash map, and returns
+    `result`.
+    """
+    end = insn(0xB7, 0, 0, result) + insn(0x95)
+    record = (
+        insn(0xB7, 0x02, 0, 14 + 12)  # r2: offset of the addresses
+        + insn(0xBF, 0xA3)  # r3 = r10
+        + insn(0x07, 0x03, 0, -PAIR.size)  # r3 -= 12
+        + insn(0xB7, 0x04, 0, PAIR.size)  # r4 = 12
+        + insn(0x85, 0, 0, 26)  # bpf_skb_load_bytes
+        + insn(0x55, 0x00, 9, 0)  # if r0 != 0 leave
+        + insn(0x62, 0x0A, -16, 1)  # *(u32 *)(r10 - 16) = 1
+        + insn(0x18, 0x11, 0, seen.fd)  # r1 = map
+        + insn(0)
+        + insn(0xBF, 0xA2)  # r2 = r10
+        + insn(0x07, 0x02, 0, -PAIR.size)  # r2 -= 12
+        + insn(0xBF, 0xA3)  # r3 = r10
+        + insn(0x07, 0x03, 0, -16)  # r3 -= 16
+        + insn(0xB7, 0x04)  # r4 = BPF_ANY
+        + insn(0x85, 0, 0, 2)  # update
+    )
+    check = insn(0x61, 0x12, 16) + insn(0x55, 0x02, len(record) // 8, socket.htons(0x0800))
+    return Program.load(name, BPF_PROG_TYPE_SCHED_CLS, 0, check + record + end)
+
+
 @dataclass
 class Net:
     """A network namespace with a veth pair, `here` and `far`, and a folder for pins."""

@@ -23,48 +23,44 @@ ETH_P_ALL = 3
 
 @both_directions
 @needs("tcx")
-def test_tcx_programs_first_at_ingress_and_last_at_egress(
-    net: Net, programs: list[Program], direction: Direction
-):
+def test_tcx_programs_are_first(net: Net, programs: list[Program], direction: Direction):
     index, kind = net.index("here"), ATTACH_TYPE[direction]
     one, other, ours, newer = programs
     first = net.inside(lambda: Link.attach(one, index, kind))
     net.attach(AttachMethod.TCX, ours, direction)
     last = net.inside(lambda: Link.attach(other, index, kind))
     with first, last:
-        around = [program_id(one), program_id(other)]
-
-        def order(program: Program) -> list[int]:
-            place = 0 if direction is Direction.INGRESS else 1
-            return [*around[:place], program_id(program), *around[place:]]
-
-        assert net.tcx(direction) == order(ours)
+        others = [program_id(one), program_id(other)]
+        assert net.tcx(direction) == [program_id(ours), *others]
         assert not any(attachment.misplaced for attachment in net.attached())
         net.attach(AttachMethod.TCX, newer, direction)
-        assert net.tcx(direction) == order(newer)
+        assert net.tcx(direction) == [program_id(newer), *others]
         net.detach_all()
-        assert net.tcx(direction) == around
+        assert net.tcx(direction) == others
         net.attach(AttachMethod.CLSACT, ours, direction)
         net.detach_all()
-        assert net.tcx(direction) == around
+        assert net.tcx(direction) == others
 
 
+@both_directions
 @needs("tcx")
-def test_tcx_program_behind_a_newer_one_is_moved_to_the_front(net: Net, programs: list[Program]):
-    index, kind = net.index("here"), ATTACH_TYPE[Direction.INGRESS]
+def test_tcx_program_behind_a_newer_one_is_moved_to_the_front(
+    net: Net, programs: list[Program], direction: Direction
+):
+    index, kind = net.index("here"), ATTACH_TYPE[direction]
     ours, theirs, *_ = programs
-    net.attach(AttachMethod.TCX, ours)
+    net.attach(AttachMethod.TCX, ours, direction)
     with net.inside(lambda: Link.attach(theirs, index, kind, BPF_F_BEFORE)):
-        assert net.tcx(Direction.INGRESS) == [program_id(theirs), program_id(ours)]
+        assert net.tcx(direction) == [program_id(theirs), program_id(ours)]
         (behind,) = net.attached()
         assert behind.misplaced
-        moved = net.ours(AttachMethod.TCX, lambda tc: tc.move(index, Direction.INGRESS, ours))
+        moved = net.ours(AttachMethod.TCX, lambda tc: tc.move(index, direction, ours))
         assert moved == behind
-        assert net.tcx(Direction.INGRESS) == [program_id(ours), program_id(theirs)]
+        assert net.tcx(direction) == [program_id(ours), program_id(theirs)]
         assert [attachment.misplaced for attachment in net.attached()] == [False]
-        assert [pin.name for pin in net.folder.iterdir()] == [f"{index}-ingress"]
+        assert [pin.name for pin in net.folder.iterdir()] == [f"{index}-{direction}"]
         net.detach_all()
-        assert net.tcx(Direction.INGRESS) == [program_id(theirs)]
+        assert net.tcx(direction) == [program_id(theirs)]
 
 
 @pytest.fixture
@@ -84,7 +80,7 @@ def add_foreign(net: Net, program: Path, direction: Direction, priority: int) ->
 
 
 @both_directions
-def test_clsact_filters_first_at_ingress_and_last_at_egress(
+def test_clsact_filters_are_first(
     net: Net, programs: list[Program], foreign: Path, direction: Direction
 ):
     net.tc("qdisc", "add", "dev", "here", "clsact")
@@ -94,8 +90,7 @@ def test_clsact_filters_first_at_ingress_and_last_at_egress(
     assert len(others) == 2
     for program in programs[:2]:
         net.attach(AttachMethod.CLSACT, program, direction)
-        ours_first = direction is Direction.INGRESS
-        assert net.filters(direction) == (["kbpf", *others] if ours_first else [*others, "kbpf"])
+        assert net.filters(direction) == ["kbpf", *others]
         assert not any(attachment.misplaced for attachment in net.attached())
     net.detach_all()
     assert net.filters(direction) == others
@@ -108,50 +103,52 @@ def test_clsact_filter_beside_a_priority_of_another_kind(
 ):
     """All filters of one priority have one kind, so ours takes the next priority."""
     net.tc("qdisc", "add", "dev", "here", "clsact")
-    first, second = (1, 2) if direction is Direction.INGRESS else (65535, 65534)
-    words = f"filter add dev here {direction} prio {first} u32 match u32 0 0 classid 1:1"
+    words = f"filter add dev here {direction} prio 1 u32 match u32 0 0 classid 1:1"
     net.tc(*words.split())
     net.attach(AttachMethod.CLSACT, programs[0], direction)
     shown = net.tc("filter", "show", "dev", "here", direction)
-    assert f"pref {second} bpf" in shown
+    assert "pref 2 bpf" in shown
     assert not any(attachment.misplaced for attachment in net.attached())
-    net.tc("filter", "del", "dev", "here", direction, "prio", str(first))
+    net.tc("filter", "del", "dev", "here", direction, "prio", "1")
     (attachment,) = net.attached()
     assert attachment.misplaced, "the better place is free now"
     index = net.index("here")
     net.ours(AttachMethod.CLSACT, lambda tc: tc.move(index, direction, programs[0]))
     shown = net.tc("filter", "show", "dev", "here", direction)
-    assert (f"pref {first} bpf" in shown, f"pref {second} " in shown) == (True, False)
+    assert ("pref 1 bpf" in shown, "pref 2 " in shown) == (True, False)
     assert [each.misplaced for each in net.attached()] == [False]
 
 
+@both_directions
 def test_clsact_filter_behind_a_newer_one_is_moved_to_the_front(
-    net: Net, programs: list[Program], foreign: Path
+    net: Net, programs: list[Program], foreign: Path, direction: Direction
 ):
     """Of the filters of one priority the newest runs first."""
-    index, ingress = net.index("here"), Direction.INGRESS
-    net.attach(AttachMethod.CLSACT, programs[0])
+    index = net.index("here")
+    net.attach(AttachMethod.CLSACT, programs[0], direction)
     for round_ in range(3):
-        add_foreign(net, foreign, ingress, 1)
-        assert net.filters(ingress)[0] != "kbpf"
+        add_foreign(net, foreign, direction, 1)
+        assert net.filters(direction)[0] != "kbpf"
         assert [attachment.misplaced for attachment in net.attached()] == [True]
-        net.ours(AttachMethod.CLSACT, lambda tc: tc.move(index, ingress, programs[0]))
-        names = net.filters(ingress)
+        net.ours(AttachMethod.CLSACT, lambda tc: tc.move(index, direction, programs[0]))
+        names = net.filters(direction)
         assert (names[0], names.count("kbpf"), len(names)) == ("kbpf", 1, round_ + 2)
         assert [attachment.misplaced for attachment in net.attached()] == [False]
     net.detach_all()
-    assert len(net.filters(ingress)) == 3
+    assert len(net.filters(direction)) == 3
 
 
+@pytest.mark.parametrize("priority", [2, 0xFFFF])
 @both_directions
 def test_clsact_filter_of_an_earlier_version_is_moved(
-    net: Net, programs: list[Program], direction: Direction
+    net: Net, programs: list[Program], direction: Direction, priority: int
 ):
-    """Earlier versions used priority 2 in both directions."""
+    """Earlier versions used priority 2 in both directions, and later the last one at egress."""
     index = net.index("here")
 
     def attach_as_before(tc: TcAttacher) -> None:
-        place = Filter("bpf", 2, socket.htons(ETH_P_ALL), FilterIdentity().handle, "kbpf", 0)
+        handle = FilterIdentity().handle
+        place = Filter("bpf", priority, socket.htons(ETH_P_ALL), handle, "kbpf", 0)
         tc._filters._write(index, direction, programs[0], place, NLM_F_EXCL)
 
     net.tc("qdisc", "add", "dev", "here", "clsact")
@@ -160,9 +157,8 @@ def test_clsact_filter_of_an_earlier_version_is_moved(
     net.attach(AttachMethod.CLSACT, programs[1], direction)
     assert [attachment.program_id for attachment in net.attached()] == [program_id(programs[1])]
     net.ours(AttachMethod.CLSACT, lambda tc: tc.move(index, direction, programs[1]))
-    priority = 1 if direction is Direction.INGRESS else 65535
     shown = net.tc("filter", "show", "dev", "here", direction)
-    assert (f"pref {priority} bpf" in shown, "pref 2 " in shown) == (True, False)
+    assert ("pref 1 bpf" in shown, f"pref {priority} " in shown) == (True, False)
     assert [attachment.misplaced for attachment in net.attached()] == [False]
 
 

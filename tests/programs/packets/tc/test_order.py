@@ -12,11 +12,9 @@ from kbpf.kernel.bpf.objects import Link, Program
 from kbpf.kernel.bpf.tc import ATTACH_TYPE, AttachMethod
 from kbpf.kernel.bpf.uapi import BPF_F_BEFORE
 from kbpf.kernel.net.devices import list_devices
-from tests.programs.packets.tc.net import Net, both_ways, idle, program_id
+from tests.programs.packets.tc.net import Net, both_directions, both_ways, idle, program_id
 from tests.programs.packets.tc.test_foreign_programs import add_foreign
 from tests.support.features import needs
-
-INGRESS = Direction.INGRESS
 
 
 @pytest.fixture
@@ -29,28 +27,35 @@ def sync(net: Net, devices: DeviceAttachments, program: Program) -> DeviceReport
     return net.inside(lambda: devices.sync(list_devices(), lambda *_: program))
 
 
-def attach_in_front(net: Net, how: AttachMethod, theirs: Program) -> Callable[[], object]:
+def attach_in_front(
+    net: Net, how: AttachMethod, theirs: Program, direction: Direction
+) -> Callable[[], object]:
     """Attaches a program as another agent would that wants to be first; returns what removes it."""
     if how is AttachMethod.TCX:
         index = net.index("here")
-        link = net.inside(lambda: Link.attach(theirs, index, ATTACH_TYPE[INGRESS], BPF_F_BEFORE))
-        return link.close
+        attach_type = ATTACH_TYPE[direction]
+        return net.inside(lambda: Link.attach(theirs, index, attach_type, BPF_F_BEFORE)).close
     path = net.folder.parent / f"{net.name}-theirs"
     theirs.pin(path)
-    add_foreign(net, path, INGRESS, 1)
+    add_foreign(net, path, direction, 1)
     path.unlink()
-    return lambda: net.tc("filter", "del", "dev", "here", "ingress", "prio", "1", "bpf")
+    return lambda: net.tc("filter", "del", "dev", "here", direction, "prio", "1", "bpf")
 
 
-def is_first(net: Net, how: AttachMethod, ours: Program) -> bool:
+def is_first(net: Net, how: AttachMethod, ours: Program, direction: Direction) -> bool:
     if how is AttachMethod.TCX:
-        return net.tcx(INGRESS)[0] == program_id(ours)
-    return net.filters(INGRESS)[0] == "kbpf"
+        return net.tcx(direction)[0] == program_id(ours)
+    return net.filters(direction)[0] == "kbpf"
 
 
 @both_ways
+@both_directions
 def test_a_program_in_front_is_passed_a_few_times_an_hour(
-    net: Net, ours: Program, how: AttachMethod, monkeypatch: pytest.MonkeyPatch
+    net: Net,
+    ours: Program,
+    how: AttachMethod,
+    direction: Direction,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = [0.0]
     monkeypatch.setattr(attach.time, "monotonic", lambda: now[0])
@@ -59,30 +64,33 @@ def test_a_program_in_front_is_passed_a_few_times_an_hour(
     for round_ in range(MAX_MOVES + 2):
         now[0] += 60
         with idle("theirs") as theirs:
-            remove = attach_in_front(net, how, theirs)
-            assert not is_first(net, how, ours)
+            remove = attach_in_front(net, how, theirs, direction)
+            assert not is_first(net, how, ours, direction)
             report = sync(net, devices, ours)
             moved = round_ < MAX_MOVES
-            assert (report.moved, is_first(net, how, ours)) == (moved, moved)
+            assert (report.moved, is_first(net, how, ours, direction)) == (moved, moved)
             assert report.failed == {}
             assert sync(net, devices, ours).moved == 0, "once is enough"
             if round_ == MAX_MOVES + 1:
                 now[0] += attach.MOVE_PERIOD_S
                 assert sync(net, devices, ours).moved == 1, "the next hour has its own moves"
-                assert is_first(net, how, ours)
+                assert is_first(net, how, ours, direction)
             if how is AttachMethod.TCX:
                 remove()
 
 
 @needs("tcx")
-def test_an_upgrade_moves_the_link_of_an_earlier_version(net: Net, ours: Program) -> None:
-    """An earlier version attached its link after the programs that were there."""
+@both_directions
+def test_an_upgrade_moves_the_link_of_an_earlier_version(
+    net: Net, ours: Program, direction: Direction
+) -> None:
+    """Earlier versions attached their links after the programs that were there."""
     devices = DeviceAttachments(net.folder, patterns=("here",))
     with idle("theirs") as theirs, idle("older") as older:
         sync(net, devices, older)
-        remove = attach_in_front(net, AttachMethod.TCX, theirs)
-        assert not is_first(net, AttachMethod.TCX, older)
+        remove = attach_in_front(net, AttachMethod.TCX, theirs, direction)
+        assert not is_first(net, AttachMethod.TCX, older, direction)
         report = sync(net, DeviceAttachments(net.folder, patterns=("here",)), ours)
         assert (report.replaced, report.moved) == (2, 1)
-        assert net.tcx(INGRESS) == [program_id(ours), program_id(theirs)]
+        assert net.tcx(direction) == [program_id(ours), program_id(theirs)]
         remove()
