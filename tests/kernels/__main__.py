@@ -104,6 +104,14 @@ FEATURES = (
     Feature("takeover", ("tests/lab/cluster/test_takeover.py",)),
     Feature("full table", ("tests/kernels/full_conntrack.py",)),
     Feature("conntrack", ("tests/lab/outside/test_conntrack.py",)),
+    Feature(  # all kinds of bridges take some 20 minutes in an emulator
+        "bridges",
+        _of(
+            "tests/lab/outside/test_br_netfilter.py",
+            "no_packet_is_invalid[a bridge of pods-v4]",
+            "no_packet_is_invalid[a bridge of pods-v6]",
+        ),
+    ),
     Feature("bare node", ("tests/kernels/bare_node.py",), boot=BARE),
     Feature(
         "ipvs-dns_cache",

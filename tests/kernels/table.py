@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernel x feature x result: the outcome of a pytest run in a guest for each feature.
 
-A feature is one or more test files, folders of them, or tests in files (FILE::NAME); its result is
-read from pytest's JUnit file. What has no result at all is a failure: the guest hung, or the tests
-were not collected.
+A feature is one or more test files, folders of them, or tests in files (FILE::NAME, also with the
+[PARAMETERS] of one); its result is read from pytest's JUnit file. What has no result at all is a
+failure: the guest hung, or the tests were not collected.
 """
 
 from collections.abc import Iterable, Sequence
@@ -32,7 +32,7 @@ class Feature:
     def has(self, test: str, case: "Case") -> bool:
         """Whether this case belongs to that one of its tests."""
         path, _, name = test.partition("::")
-        same = not name or case.name.partition("[")[0] == name
+        same = not name or name in (case.name, case.name.partition("[")[0])
         inside = case.file == path or case.file.startswith(f"{path}/")
         return case.mode == self.mode and inside and same
 

@@ -121,6 +121,7 @@ ONE, THREE = (
     Feature(name, tuple(f"tests/programs/test_a.py::{test}" for test in tests))
     for name, tests in (("one", ("one",)), ("three", ("one", "none")))
 )
+X, Y = (Feature(each, (f"tests/programs/test_c.py::load[{each}]",)) for each in ("x", "y"))
 
 
 @pytest.mark.parametrize(
@@ -132,6 +133,8 @@ ONE, THREE = (
         (NONE, FAILS, "FAILS (1 of 1)"),
         (ONE, WORKS, "1"),
         (THREE, FAILS, "FAILS (1 of 2)"),
+        (X, WORKS, "1 (at most 314,268 insns)"),
+        (Y, FAILS, "FAILS (1 of 1)"),
     ],
     ids=lambda value: value.name if isinstance(value, Feature) else "",
 )
