@@ -80,7 +80,8 @@ class SetName(StrEnum):
 
     - VIRTUAL_IPS and NODE_IPS: (address,)
     - LOCAL_NETWORKS: (network,)
-    - HAIRPINS: (address of an endpoint on this node, the same address)
+    - HAIRPINS: (source, address of an endpoint): an endpoint on this node and itself, or a
+      ClusterIP that a device of the node has and each endpoint behind it
     - SOURCES: (network, address, protocol, port)
     - SHORT_CIRCUITS and FWMARKS, which are maps: (address, protocol, port, fwmark)
     - OWN_FWMARKS: (ANY address of the family, fwmark)
@@ -94,7 +95,7 @@ class SetName(StrEnum):
     DROPPED = "dropped"  # policy Local, and endpoints on other nodes only
     MASQUERADED = "masqueraded"  # for all clients
     MASQUERADED_OUTSIDE = "masqueraded_outside"  # for clients that are not pods of this node
-    HAIRPINS = "hairpin_ips"  # a client on this node may be its own backend
+    HAIRPINS = "hairpin_ips"  # connections whose replies would not pass IPVS
     RESTRICTED = "restricted"  # source ranges apply
     SOURCES = "sources"
     SHORT_CIRCUITS = "short_circuits"
@@ -206,6 +207,11 @@ def plan_service_port(
             elements.update(_policy_elements(state, frontend, frontend_key, context))
             if has_short_circuit and not is_cluster_ip:
                 elements.add((SetName.SHORT_CIRCUITS, (*frontend_key, fwmark)))
+            if frontend.on_device:
+                # The node dials it from that same address, to which no other node can reply.
+                elements |= {
+                    (SetName.HAIRPINS, (address, server.address)) for server, _ in pool.servers
+                }
     if fwmark:
         pools[fwmark_service(state.key.family, fwmark)] = _short_circuit_pool(
             state, context.scheduler

@@ -287,6 +287,16 @@ def test_hairpin_elements_exist_for_local_backends_only():
     assert found == {"10.0.0.2 10.0.0.2"}
 
 
+def test_connections_from_a_cluster_ip_of_a_device_are_masqueraded():
+    """The node dials the address of its DNS cache from that same address."""
+    state = service("dns", f"{CLUSTER} {PORT}", BOTH, on_node=())
+    node_port, cluster_ip = state.frontends
+    state = replace(state, frontends=(node_port, replace(cluster_ip, on_device=True)))
+    context = ground(own_addresses=frozenset((cluster_ip.at.address,)))
+    found = sets(plan_service_port(state, context), SetName.HAIRPINS, SetName.VIRTUAL_IPS)
+    assert found == {"hairpin_ips": {"10.96.0.1 10.0.0.1", "10.96.0.1 10.0.0.2"}}
+
+
 # ---- schedulers --------------------------------------------------------------------------------
 
 
