@@ -129,7 +129,7 @@ def _start(created: Cluster, archives: Sequence[Path], proxy: str) -> None:
     for node in created.nodes:
         nodes.start_containerd(created, node)
     control_plane.start(created)
-    created.apply(*map(nodes.node_object, created.nodes))
+    created.apply(*(nodes.node_object(created, node) for node in created.nodes))
     cnis.start(created)
     for node in created.nodes:
         nodes.import_images(created, node, archives)

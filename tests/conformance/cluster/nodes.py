@@ -48,7 +48,10 @@ disabled_plugins = ["io.containerd.nri.v1.nri", "io.containerd.tracing.processor
 """
 
 
-def node_object(machine: Machine) -> Object:
+def node_object(cluster: Cluster, machine: Machine) -> Object:
+    """A Node with the addresses that kubelet reports: a CNI's daemon, which starts earlier here,
+    may exit without them (kube-router).
+    """
     labels = {
         "kubernetes.io/hostname": machine.name,
         "kubernetes.io/os": "linux",
@@ -61,7 +64,17 @@ def node_object(machine: Machine) -> Object:
         "kind": "Node",
         "metadata": {"name": machine.name, "labels": labels},
         "spec": {"podCIDR": machine.pod_cidrs[0], "podCIDRs": list(machine.pod_cidrs)},
+        "status": {
+            "addresses": [
+                {"type": "InternalIP", "address": address}
+                for address in _reported_addresses(cluster, machine)
+            ]
+        },
     }
+
+
+def _reported_addresses(cluster: Cluster, machine: Machine) -> tuple[str, ...]:
+    return machine.addresses[:1] if cluster.state.ipv4_nodes else machine.addresses
 
 
 def start_containerd(cluster: Cluster, machine: Machine) -> None:
@@ -124,7 +137,6 @@ def start_kubelet(cluster: Cluster, machine: Machine) -> None:
         "healthzBindAddress": "127.0.0.1",
     }
     write(folder / "kubelet.json", config)
-    addresses = machine.addresses[:1] if cluster.state.ipv4_nodes else machine.addresses
     command = [
         str(cluster.programs / "kubelet"),
         f"--config={folder / 'kubelet.json'}",
@@ -132,7 +144,7 @@ def start_kubelet(cluster: Cluster, machine: Machine) -> None:
         f"--root-dir={folder / 'kubelet'}",
         f"--cert-dir={folder / 'kubelet' / 'pki'}",
         f"--hostname-override={machine.name}",
-        f"--node-ip={','.join(addresses)}",
+        f"--node-ip={','.join(_reported_addresses(cluster, machine))}",
         "--v=2",
     ]
     start_service(cluster, machine, "kubelet", command, search_path(cluster))
