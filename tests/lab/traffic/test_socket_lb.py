@@ -268,6 +268,25 @@ def test_a_port_reused_after_a_flow_can_dial_the_backend_directly(field: Field) 
     there(field["a2!"], lambda: talk(split(TCP4), port))
 
 
+@pytest.mark.parametrize("to", [UDP4, UDP6], ids=["v4", "v6"])
+def test_clients_of_one_pod_with_and_without_hooks_use_different_udp_ports(
+    field: Field, to: str
+) -> None:
+    """For 30 s after a datagram of the one, the other would get no reply on the same port
+    (docs/limits.md). The kernel has a single port for both here.
+    """
+    run_hooked(field)
+    path = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    before = there(field["a2"], path.read_text)
+    there(field["a2"], lambda: path.write_text("40000 40000"))
+    try:
+        for client in ("a2!", "a2", "a2!", "a2"):
+            answer = field[client].many(2, *split(to), protocol="udp", connected=True, timeout=5.0)
+            assert answer["names"] == {"a1": 2}, (client, answer)
+    finally:
+        there(field["a2"], lambda: path.write_text(before))
+
+
 # ---- exemptions ----------------------------------------------------------------------------------
 
 

@@ -35,6 +35,11 @@ WITH_CONNTRACK = (
     *FORWARDINGS, *(() if PACKETS or lacking("conntrack_nat") else ("netfilter",))
 )  # fmt: skip
 """The same, and the one with which conntrack translates."""
+UNHOOKED_UDP_PORTS = (20_000, 29_999)
+"""Never those that the kernel gives to the pod's hooked clients (from 32,768 on): for 30 s after a
+datagram to a Service, a connection from the same port to its backend would get no reply
+(docs/limits.md).
+"""
 WAIT = 0.4
 """Seconds to wait where no answer is expected."""
 
@@ -103,7 +108,7 @@ class Field(Cluster):
 
     def unhook(self, name: str, where: str | None, v4: str, v6: str, home: Node) -> Place:
         """A place whose sockets no agent hooks."""
-        place = Place(name, where, None)
+        place = Place(name, where, None, UNHOOKED_UDP_PORTS)
         self.own.callback(place.close)
         place.ip, place.ip6 = v4, v6
         self.places[name], self.home[name] = place, home

@@ -149,7 +149,10 @@ def reachable(place: "Place", *addresses: str) -> None:
 class Place:
     """A place to serve and dial from: a pod, or a node's own network."""
 
-    def __init__(self, name: str, netns: str | None, cgroup: Path | None) -> None:
+    def __init__(
+        self, name: str, netns: str | None, cgroup: Path | None, udp_ports: tuple[int, ...] = ()
+    ) -> None:
+        """`udp_ports`: first and last port of its clients; else the kernel chooses them."""
         self.name = name
         self.netns = netns
         self.cgroup = cgroup
@@ -157,7 +160,7 @@ class Place:
         self.ip6 = ""
         if cgroup is not None:
             cgroup.mkdir(parents=True, exist_ok=True)
-        command = inside(netns, cgroup, "/usr/bin/python3", "-S", str(PROBER))
+        command = inside(netns, cgroup, "/usr/bin/python3", "-S", str(PROBER), *map(str, udp_ports))
         self._process = subprocess.Popen(
             [*DIE_WITH_US, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )

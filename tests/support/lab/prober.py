@@ -8,7 +8,9 @@ it sees it, so that a test knows what each side sees.
 
 import contextlib
 import ctypes
+import errno
 import hashlib
+import itertools
 import json
 import os
 import select
@@ -36,8 +38,6 @@ FAMILIES = {"4": socket.AF_INET, "6": socket.AF_INET6, "mapped": socket.AF_INET6
 
 
 def errno_name(error):
-    import errno
-
     if isinstance(error, TimeoutError) and error.errno is None:
         return "timeout"
     return errno.errorcode.get(error.errno or 0, type(error).__name__)
@@ -190,7 +190,9 @@ class Server:
 class Client:
     """Dials once or many times, and keeps named sockets open."""
 
-    def __init__(self):
+    def __init__(self, udp_ports):
+        """`udp_ports`: (first, last) for clients by UDP; else the kernel chooses their ports."""
+        self.udp_ports = udp_ports and itertools.cycle(range(udp_ports[0], udp_ports[1] + 1))
         self.kept = {}
         self.load = None
         self.streams = {}
@@ -199,7 +201,19 @@ class Client:
         s = socket.socket(FAMILIES[family], kind)
         if bind:
             s.bind((bind, 0))
+        elif kind == socket.SOCK_DGRAM and self.udp_ports:
+            self._bind_udp(s)
         return s
+
+    def _bind_udp(self, s):
+        while True:
+            try:
+                s.bind(("", next(self.udp_ports)))
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+            else:
+                return
 
     def tcp(self, host, port, family="4", timeout=PATIENCE, keep=None, bind=None):
         """Connects and reads the server's answer. An error is `at_once` if connect() itself
@@ -499,7 +513,7 @@ class Load:
 
 
 def main():
-    server, client = Server(), Client()
+    server, client = Server(), Client([int(port) for port in sys.argv[1:]])
     handlers = {"serve": server.serve, "seen": server.seen}
     handlers["serve_bulk"] = lambda ports: server.bulk(*ports)
     for name in (
