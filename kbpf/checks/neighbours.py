@@ -14,10 +14,10 @@ from kbpf.dataplane.bpf.maps.layout import MAPS
 from kbpf.dataplane.bpf.packet_path import hook_probe
 from kbpf.dataplane.bpf.packet_path.device_roles import DeviceRole, decide_roles
 from kbpf.dataplane.bpf.packet_path.hook_probe import ORDER_HINT, Point, ProbeOutcome
-from kbpf.dataplane.bpf.programs import foreign
+from kbpf.dataplane.bpf.programs import foreign, unpinned
 from kbpf.errors import KernelError
 from kbpf.kernel.bpf import syscalls
-from kbpf.kernel.bpf.tc import Runner, TcAttacher
+from kbpf.kernel.bpf.tc import Runner
 from kbpf.kernel.net.devices import list_devices
 from kbpf.kernel.probe_result import Probe
 from kbpf.kernel.system import mounts, netns
@@ -36,21 +36,44 @@ def kube_proxy_row() -> CheckRow:
     return make_row(Check.KUBE_PROXY, Probe(works, detail), advice, needed=False)
 
 
-def balancer_row(pin_dir: Path, cgroup: Path | None) -> CheckRow:
-    """Whether another load balancer serves Services on this node; then kbpf refuses to start."""
+def refusal_rows(pin_dir: Path, cgroup: Path | None) -> Iterator[CheckRow]:
+    """Yields whether another load balancer or another kbpf serves Services on this node. Then kbpf
+    refuses to start, unless it serves already.
+    """
+    reason = "" if syscalls.is_privileged() else "needs root to see programs of others"
     try:
         root = cgroup or mounts.find_cgroup_root()
     except KernelError as error:
-        return make_row(Check.BALANCERS, Probe(None, str(error)), "", needed=False)
-    if not syscalls.is_privileged():
-        reason = "needs root to see programs of others"
-        return make_row(Check.BALANCERS, Probe(None, reason), "", needed=False)
-    try:
-        foreign.refuse_balancers(pinning.Pins(pin_dir), root)
-    except KernelError as error:
-        return make_row(Check.BALANCERS, Probe(False, str(error)), error.hint, needed=False)
-    detail = "none is attached, or kbpf serves already"
-    return make_row(Check.BALANCERS, Probe(True), "", needed=False, detail=detail)
+        reason = str(error)
+    if reason:
+        for check in (Check.BALANCERS, Check.OTHER_KBPF):
+            yield make_row(check, Probe(None, reason), "")
+        return
+    yield balancer_row(pin_dir, root)
+    yield other_kbpf_row(pin_dir, root)
+
+
+def balancer_row(pin_dir: Path, cgroup: Path) -> CheckRow:
+    pins = pinning.Pins(pin_dir)
+    error = foreign.find_balancer(pins, cgroup)
+    if error is None:
+        return make_row(Check.BALANCERS, Probe(True), "", detail="none at kbpf's hooks")
+    detail, is_serving = f"{error.what} ({error.where})", foreign.serves_already(pins)
+    if is_serving:
+        detail += "; kbpf serves as well, so both decide about the same connections"
+    return make_row(Check.BALANCERS, Probe(False, detail), error.hint, needed=not is_serving)
+
+
+def other_kbpf_row(pin_dir: Path, cgroup: Path) -> CheckRow:
+    programs = unpinned.find_lasting(pinning.Pins(pin_dir), cgroup)
+    if not programs:
+        detail = f"none at {cgroup} and the devices of this network namespace"
+        return make_row(Check.OTHER_KBPF, Probe(True), "", detail=detail)
+    error = unpinned.describe_unpinned(programs, pin_dir)
+    detail, is_serving = f"{error.what} ({error.where})", all(p.is_beside_ours for p in programs)
+    if is_serving:
+        detail += "; this kbpf serves as well, so both decide about the same connections"
+    return make_row(Check.OTHER_KBPF, Probe(False, detail), error.hint, needed=not is_serving)
 
 
 def foreign_rows(inspection: Inspection) -> Iterator[CheckRow]:
@@ -87,7 +110,7 @@ def packet_rows(inspection: Inspection) -> Iterator[CheckRow]:
     for outcome in missed:
         where = f"{outcome.point.direction} of {outcome.point.device.name}"
         yield CheckRow(
-            Check.PACKETS_AT, "no", True, describe_outcome(outcome), ORDER_HINT, subject=where
+            Check.PACKETS_AT, "no", True, describe_outcome(outcome), advise(outcome), subject=where
         )
 
 
@@ -101,7 +124,7 @@ def _probe_devices(inspection: Inspection) -> Iterator[ProbeOutcome]:
     pins = pinning.Pins(Path(inspection.location))
     targets = _select_targets(inspection)
     with (
-        TcAttacher(pins.root / "devices") as kernel,
+        unpinned.open_attacher(pins) as kernel,
         pinning.open_map(pins.maps / "fragments", MAPS["fragments"]) as fragments,
     ):
         points = hook_probe.list_points(kernel, devices)
@@ -145,6 +168,17 @@ def describe_outcome(outcome: ProbeOutcome) -> str:
         )
     before = ", ".join(map(_describe_runner, outcome.point.before_ours))
     return f"kbpf's program did not see the packet; before it: {before or 'nothing'}"
+
+
+def advise(outcome: ProbeOutcome) -> str:
+    """What to do where kbpf's program did not see the packet."""
+    if outcome.taker is not None or outcome.point.before_ours:
+        return ORDER_HINT
+    device = outcome.point.device.name
+    return (
+        f"if the row {Check.OTHER_KBPF} shows another kbpf, stop one of the two; otherwise see "
+        f"whether the device drops packets: ip -s link show {device}"
+    )
 
 
 def _describe_runner(runner: Runner) -> str:

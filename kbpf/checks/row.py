@@ -69,7 +69,8 @@ class Check(StrEnum):
     # others on the same node (neighbours.py)
     FOREIGN_PROGRAMS = "alone at its hooks"
     LEFT_TO_NODE = "left to the node"
-    BALANCERS = "other load balancers"
+    BALANCERS = "no other load balancer"
+    OTHER_KBPF = "no other kbpf"
     KUBE_PROXY = "kube-proxy"
 
 

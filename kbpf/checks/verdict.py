@@ -2,11 +2,14 @@
 """The verdict of `kbpf check`: what follows from its rows."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
-from kbpf.checks.row import CheckRow
+from kbpf.checks.row import Check, CheckRow
+
+REFUSALS: Final = frozenset((Check.BALANCERS, Check.OTHER_KBPF))
+"""If one of these rules out mode bpf, `--mode auto` does not start: IPVS would not help."""
 
 
 class CheckVerdict(msgspec.Struct, frozen=True):
@@ -40,7 +43,10 @@ def compute_verdict(
     ipvs = [row for row in check_rows if row.ipvs]
     ipvs_missing = tuple(row.name for row in ipvs if row.result == "no")
     fallback_mode = "ipvs" if ipvs and not ipvs_missing else "none"
-    mode = fallback_mode if missing else "bpf"
+    is_refused = any(
+        row.check in REFUSALS and row.needed and row.result == "no" for row in check_rows
+    )
+    mode = "none" if is_refused else fallback_mode if missing else "bpf"
     return CheckVerdict(
         usable=mode != "none",
         mode=mode,

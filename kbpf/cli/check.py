@@ -41,7 +41,7 @@ def check(
         *bpf_checks.rows(cgroup, pin_dir, cache_dir),
         *packet_path.check_packet_path(pin_dir),
         *ipvs_checks.rows(),
-        neighbours.balancer_row(pin_dir, cgroup),
+        *neighbours.refusal_rows(pin_dir, cgroup),
         neighbours.kube_proxy_row(),
     )
     proof = None

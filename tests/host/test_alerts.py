@@ -134,7 +134,7 @@ ROWS = [
         {"reason": "kernel"}, with_mode("auto", "ipvs", "kernel")),
     Row("mode auto uses bpf", {}, status=with_mode("auto", "bpf")),
     Row("another load balancer", {"kbpf_foreign_programs": "2x60"}, "KbpfForeignPrograms",
-        "2 programs of another load balancer are attached"),
+        "2 programs of another load balancer, or of another kbpf, are attached"),
     Row("problems that last", {"kbpf_problems": "2x60"}, "KbpfProblems",
         "`kbpf inspect status` lists 2 problems"),
     Row("the configuration is refused", {"kbpf_config_last_reload_successful": "0x60"},

@@ -8,6 +8,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Collection
+from pathlib import Path
 from typing import Final
 
 from kbpf.dataplane.base import PlaneStatus, Report, TickResult
@@ -84,8 +85,7 @@ class BpfPlane:
         mounts.ensure_bpffs(self._config.pin_dir)
         self._pin_watch.lock()
         with self._pins.with_operator_path():
-            unpinned.refuse_unpinned(self._pins, self._config.pin_dir, cgroup)
-            foreign.refuse_balancers(self._pins, cgroup)
+            self._refuse_neighbours(cgroup)
             self._attachments.require_conntrack()
             self._attachments.compile(cgroup)
             adopted = self._agent_maps.open()
@@ -102,6 +102,12 @@ class BpfPlane:
             cgroup,
             adopted,
         )
+
+    def _refuse_neighbours(self, cgroup: Path) -> None:
+        """Raises KernelError if another kbpf or another load balancer serves here."""
+        config = self._config
+        unpinned.refuse_unpinned(self._pins, config.pin_dir, cgroup, config.packet_path)
+        foreign.refuse_balancers(self._pins, cgroup)
 
     def _adopt(self) -> None:
         self._state = MapState(
@@ -198,6 +204,8 @@ class BpfPlane:
         state = self._state
         is_first, state.is_first_apply = state.is_first_apply, False
         if is_first:
+            if not foreign.serves_already(self._pins):  # one that started at the same moment
+                self._refuse_neighbours(self._config.cgroup or mounts.find_cgroup_root())
             hooks_changed = self._attachments.publish()
             self._attachments.remove_unused_packet_path()
             self._attachments.packets.catch_up()

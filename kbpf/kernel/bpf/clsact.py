@@ -7,7 +7,8 @@ filters allow: all filters of one priority have the same kind and protocol. A fi
 moved, so it is replaced by a new one with our other handle; a packet meets both for a moment,
 rather than none.
 
-Filters of others are never touched. The qdisc is removed only if we created it (marked by a folder
+Filters of others are never touched, including those of other agents: they have our handles and
+name, so their programs tell. The qdisc is removed only if we created it (marked by a folder
 next to the pins) and it is empty. The kernel has no atomic "remove if empty": a filter that another
 tool adds between our check and the removal is lost.
 """
@@ -16,7 +17,7 @@ import errno
 import itertools
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -116,13 +117,20 @@ DEFAULT_IDENTITY: Final = FilterIdentity()
 
 class ClsactFilters:
     """The filters on the devices of this network namespace. `folder`: where the qdiscs that we
-    created are marked.
+    created are marked. `is_of_other_agent`: see TcAttacher.
     """
 
-    def __init__(self, netlink: Rtnetlink, folder: Path, identity: FilterIdentity) -> None:
+    def __init__(
+        self,
+        netlink: Rtnetlink,
+        folder: Path,
+        identity: FilterIdentity,
+        is_of_other_agent: Callable[[int], bool],
+    ) -> None:
         self._netlink = netlink
         self._folder = folder
         self._identity = identity
+        self._is_of_other_agent = is_of_other_agent
         self._qdisc_kinds: dict[int, str] | None = None  # from the last read_qdiscs()
 
     # ---- reading ---------------------------------------------------------------------------
@@ -163,7 +171,7 @@ class ClsactFilters:
         return tuple(filter(self.is_ours, self.list_filters(ifindex, direction)))
 
     def is_ours(self, filter_: Filter) -> bool:
-        return self._identity.matches(filter_)
+        return self._identity.matches(filter_) and not self._is_of_other_agent(filter_.program_id)
 
     def is_misplaced(self, filters: tuple[Filter, ...]) -> bool:
         """Whether a new filter of ours would run earlier than the first one does. `filters`: all of
@@ -173,7 +181,8 @@ class ClsactFilters:
         if ours is None:
             return False
         return ours.priority != _first_priority(filters) or any(
-            other.priority == ours.priority for other in filters[: filters.index(ours)]
+            other.priority == ours.priority and not self._identity.matches(other)
+            for other in filters[: filters.index(ours)]
         )
 
     # ---- changing --------------------------------------------------------------------------

@@ -17,11 +17,12 @@ with it, so sweep() detaches it.
 """
 
 import errno
+import itertools
 import socket
 import struct
 import sys
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
@@ -113,7 +114,7 @@ class TcAttacher:
     and from one thread.
 
     `folder`: a folder on a bpffs for this agent only, with pins of links and marks of qdiscs that
-    we created.
+    we created. `is_of_other_agent`: whether the program with this id belongs to another agent.
     """
 
     def __init__(
@@ -121,14 +122,18 @@ class TcAttacher:
         folder: Path,
         method: AttachMethod | None = None,
         identity: FilterIdentity = DEFAULT_IDENTITY,
+        is_of_other_agent: Callable[[int], bool] = lambda _: False,
     ) -> None:
         self._folder = folder
         self._identity = identity
+        self._is_of_other_agent = is_of_other_agent
         self.method = method or (AttachMethod.TCX if probe_tcx().works else AttachMethod.CLSACT)
 
     def __enter__(self) -> Self:
         self._netlink = Rtnetlink()
-        self._filters = ClsactFilters(self._netlink, self._folder, self._identity)
+        self._filters = ClsactFilters(
+            self._netlink, self._folder, self._identity, self._is_of_other_agent
+        )
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -138,13 +143,13 @@ class TcAttacher:
 
     def list_attached(self, ifindex: int) -> tuple[Attachment, ...]:
         """Lists our attachments on this device; empty if it does not exist."""
-        links = (_read_link(self._pin(ifindex, direction)) for direction in Direction)
+        links = (self._read_placed_link(self._pin(ifindex, each)) for each in Direction)
         self._filters.read_qdiscs()
         return (*filter(None, links), *self._read_filters(ifindex))
 
     def list_all(self) -> tuple[Attachment, ...]:
         """Lists our attachments on all devices."""
-        links = (_read_link(path) for path in self._list_entries())
+        links = (self._read_placed_link(path) for path in self._list_entries())
         qdiscs = self._filters.read_qdiscs()
         filters = (each for ifindex in sorted(qdiscs) for each in self._read_filters(ifindex))
         return (*filter(None, links), *filters)
@@ -244,6 +249,19 @@ class TcAttacher:
     def _pin(self, ifindex: int, direction: Direction) -> Path:
         return self._folder / f"{ifindex}-{direction}"
 
+    def _read_placed_link(self, pin: Path) -> Attachment | None:
+        """As _read_link(), with `misplaced`: other programs run before ours. Those of another agent
+        do not count, since each would move before the other.
+        """
+        attachment = _read_link(pin)
+        if attachment is None:
+            return None
+        program_id = attachment.program_id
+        running = _attached_ids(attachment.ifindex, ATTACH_TYPE[attachment.direction])
+        before = itertools.takewhile(lambda other: other != program_id, running)
+        misplaced = program_id in running and not all(map(self._is_of_other_agent, before))
+        return replace(attachment, misplaced=misplaced)
+
     def _attach_link(self, attachment: Attachment, program: Program) -> None:
         pin = self._pin(attachment.ifindex, attachment.direction)
         if current := _read_link(pin):
@@ -323,11 +341,9 @@ def _read_link(pin: Path) -> Attachment | None:
     direction = Direction(label)
     if target != (int(number), ATTACH_TYPE[direction]):
         return None
-    running = _attached_ids(*target)
-    if info.program_id not in running:
+    if info.program_id not in _attached_ids(*target):
         return None
-    misplaced = running[0] != info.program_id
-    return Attachment(int(number), direction, AttachMethod.TCX, info.program_id, misplaced)
+    return Attachment(int(number), direction, AttachMethod.TCX, info.program_id)
 
 
 def _parse_ifindex(path: Path) -> int:

@@ -20,6 +20,7 @@ from kbpf.checks import neighbours
 from kbpf.dataplane.bpf import socket_hooks
 from kbpf.dataplane.bpf.hooks import HOOKS as HOOK_TABLE
 from kbpf.dataplane.bpf.inspect import snapshot
+from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.dataplane.bpf.packet_path import device_thread
 from kbpf.dataplane.bpf.packet_path.attach import MAX_MOVES
 from kbpf.dataplane.bpf.plane import BpfPlane
@@ -117,9 +118,9 @@ def interrupted(site: Site) -> None:
 @pytest.mark.parametrize("story", [older, interrupted], ids=lambda story: story.__name__)
 def test_own_programs_are_never_reported(site: Site, story: Callable[[Site], None]) -> None:
     story(site)
-    assert foreign.find_at_sockets(site.cgroup) == ()
+    assert foreign.find_at_sockets(Pins(site.pins), site.cgroup) == ()
     plane = site.open()
-    assert foreign.find_at_sockets(site.cgroup) == (), "while it takes over"
+    assert foreign.find_at_sockets(Pins(site.pins), site.cgroup) == (), "while it takes over"
     plane.apply(WEB, None)
     plane.tick(0.0)
     assert reported(plane) == []
@@ -140,7 +141,7 @@ def test_first_start_beside_another_load_balancer_is_refused(
     site: Site, hook: str, name: str, owner: str
 ) -> None:
     before = neighbours.balancer_row(site.pins, site.cgroup)
-    assert (before.result, before.advice) == ("yes", "")
+    assert (before.result, before.detail, before.advice) == ("yes", "none at kbpf's hooks", "")
     with theirs(site.cgroup, hook, name) as program:
         said = rf"another load balancer serves Services on this node \({owner}: program {name[:15]}"
         with pytest.raises(KernelError, match=said) as refused:
@@ -150,8 +151,9 @@ def test_first_start_beside_another_load_balancer_is_refused(
         assert "kubeProxyReplacement" in str(refused.value)
         assert not any(site.pins.glob("links/*")), "nothing was attached"
         row = neighbours.balancer_row(site.pins, site.cgroup)
-        assert (row.name, row.result, row.needed) == ("other load balancers", "no", False)
+        assert (row.name, row.result, row.needed) == ("no other load balancer", "no", True)
         assert where in row.detail
+        assert "kubeProxyReplacement" in row.advice
     plane = site.open()
     plane.apply(WEB, None)
 
@@ -159,12 +161,17 @@ def test_first_start_beside_another_load_balancer_is_refused(
 def test_agent_that_serves_already_starts_beside_another_load_balancer(site: Site) -> None:
     """Refusing would leave its attached programs without updates."""
     older(site)
-    with theirs(site.cgroup, "connect4", "cil_sock4_connect"):
+    with theirs(site.cgroup, "connect4", "cil_sock4_connect") as program:
         plane = site.open()
         plane.apply(WEB, None)
         plane.tick(0.0)
         assert "cil_sock4_conne" in reported(plane)[0]
-        assert neighbours.balancer_row(site.pins, site.cgroup).result == "yes"
+        row = neighbours.balancer_row(site.pins, site.cgroup)
+        assert (row.result, row.needed) == ("no", False), "an agent may start"
+        assert f"cil_sock4_conne (id {program}) at connect4 of {site.cgroup}" in row.detail
+        assert "; kbpf serves as well, so both decide about the same" in row.detail
+    row = neighbours.balancer_row(site.pins, site.cgroup)
+    assert (row.result, row.detail) == ("yes", "none at kbpf's hooks")
 
 
 @pytest.mark.parametrize("name", ["policy_connect", ""])

@@ -255,8 +255,9 @@ def test_mount_over_the_pins_attaches_nothing_twice_to_devices(site: Site):
         assert tcx_programs() == [1, 1]
         assert not plane.status().packets.failed
         site.pins.mkdir(parents=True)
-        places = tuple(unpinned._find_unpinned(Pins(site.pins), site.cgroup))
-        assert {"ingress of up0", "egress of up0"} <= set(places), places
+        programs = unpinned.find_unpinned(Pins(site.pins), site.cgroup)
+        places = {program.place for program in programs}
+        assert {"ingress of up0", "egress of up0"} <= places, places
         plane.close()
 
     run_in_new_namespaces(story)

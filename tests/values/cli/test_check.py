@@ -187,6 +187,7 @@ VERDICTS = [
 
 IPVS = CheckRow(Check.IPVS, "yes", False, "", "", ipvs=True)
 NO_IPVS = CheckRow(Check.IPVS, "no", False, "", "", ipvs=True)
+BESIDE = CheckRow(Check.OTHER_KBPF, "no", True, "", "")
 UNSURE = CheckRow(Check.DUMMY, "unknown", False, "", "", ipvs=True)
 
 
@@ -200,10 +201,14 @@ UNSURE = CheckRow(Check.DUMMY, "unknown", False, "", "", ipvs=True)
         ([check_row("no"), NO_IPVS, UNSURE], "none", "mode ipvs cannot be used: IPVS"),
         ([check_row("no"), IPVS, UNSURE], "ipvs",
             "this machine, unless this is missing (not known): dummy devices"),
+        ([BESIDE, IPVS], "none", "mode bpf cannot be used: no other kbpf"),
+        ([replace(BESIDE, check=Check.BALANCERS), IPVS], "none", "no other load balancer"),
+        ([replace(BESIDE, needed=False), IPVS], "bpf", "mode bpf can be used"),
+        ([replace(BESIDE, result="unknown"), IPVS], "ipvs", "mode bpf cannot be used"),
     ],
 )  # fmt: skip
 def test_check_verdict_on_the_modes(rows: list[CheckRow], mode: str, says: str):
-    """`mode` is what `--mode auto` would choose."""
+    """`mode` is what `--mode auto` would choose: none where a neighbour makes mode bpf refuse."""
     made = compute_verdict(rows)
     assert (made.mode, made.usable) == (mode, mode != "none")
     assert says in check.format_page(made)

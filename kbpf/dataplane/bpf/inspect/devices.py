@@ -7,10 +7,11 @@ from typing import Final
 
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.dataplane.bpf.packet_path.device_roles import decide_roles
+from kbpf.dataplane.bpf.programs.unpinned import open_attacher
 from kbpf.errors import KernelError, NotFoundError
 from kbpf.kernel.bpf import objects
 from kbpf.kernel.bpf.clsact import Direction
-from kbpf.kernel.bpf.tc import Attachment, TcAttacher
+from kbpf.kernel.bpf.tc import Attachment
 from kbpf.kernel.net.devices import Device, list_devices
 from kbpf.kernel.system import netns
 from kbpf.model.inspection import HostDevice
@@ -29,7 +30,7 @@ def read(pins: Pins, host_netns: int, status: PacketStatus | None) -> tuple[Host
             "the agent's devices are in another network namespace", str(pins.root),
             "run this there: nsenter --net=/proc/PID/ns/net kbpf inspect devices",
         )  # fmt: skip
-    with TcAttacher(pins.root / "devices") as tc:
+    with open_attacher(pins) as tc:
         attachments = tc.list_all()
     names = {}
     for program_id in {attachment.program_id for attachment in attachments}:

@@ -25,6 +25,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Final
 
+from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.dataplane.bpf.packet_path.device_roles import (
     DeviceRole,
     RoleChoice,
@@ -33,6 +34,7 @@ from kbpf.dataplane.bpf.packet_path.device_roles import (
 )
 from kbpf.dataplane.bpf.packet_path.hook_probe import HookProber
 from kbpf.dataplane.bpf.programs.foreign import ForeignProgram, find_at_devices
+from kbpf.dataplane.bpf.programs.unpinned import open_attacher
 from kbpf.errors import KernelError
 from kbpf.kernel.bpf.clsact import DEFAULT_IDENTITY, Direction, FilterIdentity
 from kbpf.kernel.bpf.objects import Program
@@ -115,6 +117,7 @@ class DeviceAttachments:
         method: AttachMethod | None = None,
         mark: FilterIdentity = DEFAULT_IDENTITY,
     ) -> None:
+        self._pins = Pins(pin_dir)
         self._folder = pin_dir / "devices"
         self._patterns = patterns
         self._excluded = excluded
@@ -151,7 +154,7 @@ class DeviceAttachments:
         """
         listing = tuple(devices)
         choices = self.decide_roles(listing)
-        with TcAttacher(self._folder, self._method, self._mark) as tc:
+        with open_attacher(self._pins, self._method, self._mark) as tc:
             attachments = self._read_attachments(tc, removed_devices, choices)
             self._moves = {
                 point: self._moves[point] for point in self._moves if point in attachments
@@ -221,7 +224,7 @@ class DeviceAttachments:
         """
         self._attachments = None
         errors = []
-        with TcAttacher(self._folder, self._method, self._mark) as tc:
+        with open_attacher(self._pins, self._method, self._mark) as tc:
             attachments = tc.list_all()
             for attachment in attachments:
                 try:

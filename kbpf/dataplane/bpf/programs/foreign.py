@@ -3,8 +3,9 @@
 mode), which decide about the same connections, and those that run before ours on a device.
 
 At the socket hooks only load balancers and policies have programs, so all of them are listed. On
-devices a CNI may have unrelated programs: of those behind ours only known balancers are listed. A
-second kbpf is not listed: it refuses to start (unpinned.py).
+devices a CNI may have unrelated programs: of those behind ours only known balancers and programs of
+another kbpf are listed. A second kbpf refuses to start (unpinned.py), unless both started at the
+same moment.
 """
 
 import os
@@ -21,7 +22,12 @@ from kbpf.dataplane.bpf.packet_path.hook_probe import (
     Point,
     format_action,
 )
-from kbpf.dataplane.bpf.programs.unpinned import attached_program_ids, is_kbpf_program
+from kbpf.dataplane.bpf.programs.unpinned import (
+    OwnPrograms,
+    attached_program_ids,
+    is_kbpf_program,
+    open_attacher,
+)
 from kbpf.errors import KernelError
 from kbpf.kernel.bpf import objects
 from kbpf.kernel.bpf.clsact import Direction
@@ -53,8 +59,8 @@ SWITCH_OFF_HINT: Final = (
 class ForeignProgram(NamedTuple):
     """A program by id and name, and where it is attached; `device` is "" for a socket hook. A
     filter of another kind has id 0 and is named as in tc(8). `is_ahead`: it is no load balancer,
-    but runs before ours. `result`: what it returned for a packet that ours did not see
-    because of it; None if there is no such packet.
+    but runs before ours. `result`: what it returned for a packet that ours did not see because of
+    it; None if there is no such packet. `is_kbpf`: it belongs to another kbpf.
     """
 
     program: int
@@ -63,22 +69,23 @@ class ForeignProgram(NamedTuple):
     device: str = ""
     is_ahead: bool = False
     result: int | None = None
+    is_kbpf: bool = False
 
 
-def find_at_sockets(cgroup: Path) -> tuple[ForeignProgram, ...]:
+def find_at_sockets(pins: Pins, cgroup: Path) -> tuple[ForeignProgram, ...]:
     """Foreign programs at the socket hooks of this cgroup."""
+    own = OwnPrograms(pins)
     try:
         descriptor = os.open(cgroup, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError:
         return ()  # missing hooks are reported elsewhere
     try:
         return tuple(
-            foreign
+            foreign._replace(is_kbpf=is_kbpf_program(program, hook.name))
             for hook in HOOKS
             if hook.name in SOCKET_HOOKS
             for program in attached_program_ids(descriptor, hook.attach_type)
-            if not is_kbpf_program(program, hook.name)
-            and (foreign := _describe(program, hook.name))
+            if not own.contains(program) and (foreign := _describe(program, hook.name))
         )
     finally:
         os.close(descriptor)
@@ -113,6 +120,9 @@ def _find_at_hook(point: Point, prober: HookProber | None) -> Iterator[ForeignPr
             program = ForeignProgram(0, runner.place, point.direction, point.device.name)
         if program is None:
             continue
+        if is_kbpf_program(runner.program_id, f"tc_{point.direction}"):
+            yield program._replace(is_kbpf=True)
+            continue
         if is_taker and outcome is not None:
             program = program._replace(result=outcome.result)
         if not is_taker and program.name.startswith(BALANCER_PREFIX):
@@ -125,20 +135,31 @@ def refuse_balancers(pins: Pins, cgroup: Path) -> None:
     """Raises KernelError if another load balancer serves Services on this node, unless programs of
     ours are attached already: those would not be updated any more.
     """
-    if any(pins.links.glob("*")) or any(pins.root.glob("programs-*")):
-        return
-    if program := next(_find_refused(pins, cgroup), None):
-        location = f"{program.hook} of {program.device or cgroup}"
-        raise KernelError(
-            "another load balancer serves Services on this node",
-            f"{_owner(program)}: program {program.name} (id {program.program}) at {location}",
-            SWITCH_OFF_HINT,
-        )
+    if not serves_already(pins) and (error := find_balancer(pins, cgroup)):
+        raise error
+
+
+def serves_already(pins: Pins) -> bool:
+    """Whether programs of ours are attached already, by this agent or an earlier one."""
+    return any(pins.links.glob("*")) or any(pins.root.glob("programs-*"))
+
+
+def find_balancer(pins: Pins, cgroup: Path) -> KernelError | None:
+    """The error that names another load balancer which serves Services on this node."""
+    program = next(_find_refused(pins, cgroup), None)
+    if program is None:
+        return None
+    location = f"{program.hook} of {program.device or cgroup}"
+    return KernelError(
+        "another load balancer serves Services on this node",
+        f"{_owner(program)}: program {program.name} (id {program.program}) at {location}",
+        SWITCH_OFF_HINT,
+    )
 
 
 def _find_refused(pins: Pins, cgroup: Path) -> Iterator[ForeignProgram]:
-    yield from filter(_owner, find_at_sockets(cgroup))
-    with TcAttacher(pins.root / "devices") as kernel:
+    yield from filter(_owner, find_at_sockets(pins, cgroup))
+    with open_attacher(pins) as kernel:
         yield from filter(_owner, find_at_devices(kernel, list_devices()))
 
 
@@ -153,12 +174,13 @@ def find_all(folder: Path, cgroup: Path | None) -> tuple[ForeignProgram, ...]:
     """All foreign programs, for processes other than the agent. `folder`: the pin folder; `cgroup`:
     where the hooks are attached.
     """
-    with TcAttacher(folder / "devices") as kernel:
+    pins = Pins(folder)
+    with open_attacher(pins) as kernel:
         ours = {attachment.ifindex for attachment in kernel.list_all()}
         on_devices = find_at_devices(
             kernel, (device for device in list_devices() if device.ifindex in ours)
         )
-    return (*(find_at_sockets(cgroup) if cgroup is not None else ()), *on_devices)
+    return (*(find_at_sockets(pins, cgroup) if cgroup is not None else ()), *on_devices)
 
 
 def program_name(program: int) -> str:
@@ -178,16 +200,25 @@ def _describe(program: int, hook: str, device: str = "") -> ForeignProgram | Non
 
 def format_lines(programs: Collection[ForeignProgram]) -> Iterator[str]:
     """One line for each program name and hook; names the first of several devices."""
-    first: dict[tuple[str, str, bool, int], ForeignProgram] = {}
-    counts: Counter[tuple[str, str, bool, int]] = Counter()
+    first: dict[tuple[str, str, bool, int, bool], ForeignProgram] = {}
+    counts: Counter[tuple[str, str, bool, int, bool]] = Counter()
     for program in programs:
-        kind = program.name, program.hook, program.is_ahead, program.result or 0
+        kind = (
+            program.name, program.hook, program.is_ahead, program.result or 0, program.is_kbpf
+        )  # fmt: skip
         first.setdefault(kind, program)
         counts[kind] += 1
     for key, program in sorted(first.items()):
         location = f"{program.hook} of {program.device}" if program.device else program.hook
         suffix = f" and {counts[key] - 1} more" if counts[key] > 1 else ""
         name = program.name or "without a name"
+        if program.is_kbpf:
+            yield (
+                f"another kbpf is attached: {name} (id {program.program}) at {location}{suffix}; "
+                "both translate the same connections, so stop one of them; `kbpf check` shows its "
+                "pin folder and process"
+            )
+            continue
         if program.result is not None:
             action = format_action(program.result)
             yield (

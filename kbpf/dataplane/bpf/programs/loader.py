@@ -356,7 +356,7 @@ class SocketPrograms(Programs):
 
     def find_foreign(self) -> tuple[ForeignProgram, ...]:
         """Programs of other load balancers at the same hooks."""
-        return find_at_sockets(self._cgroup)
+        return find_at_sockets(self._pins, self._cgroup)
 
     def reattach(self) -> int:
         """Attaches missing programs; returns how many attachments changed."""

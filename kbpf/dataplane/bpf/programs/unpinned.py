@@ -1,28 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds programs of kbpf that are attached but not pinned in our pin folder.
 
-If another file system is mounted over the bpffs, or the agent is given another --pin-dir, the pins
-of the earlier agent are hidden, but its programs continue to run. With a second set of programs,
-both would translate and count, and neither would know the connections of the other; so the agent
-refuses to start. It cannot adopt the programs by id instead: the pins of their maps and tail calls
-would stay in a folder where the agent can neither replace nor remove them.
+They belong to another agent with another --pin-dir. Or another file system is mounted over the
+bpffs, so that the pins of the earlier agent are hidden while its programs continue to run. With a
+second set of programs, both would translate and count, and neither would know the connections of
+the other; so the agent refuses to start. It cannot adopt the programs by id instead: the pins of
+their maps and tail calls would stay in a folder where the agent can neither replace nor remove
+them.
+
+Links end with their pins; filters on a clsact qdisc do not. So filters without pins may also be
+what is left of an agent whose pins were deleted, or whose bpffs was unmounted. The agent replaces
+these. They are recognized by their tail call map: the kernel empties it once no process has it open
+and no pin of it is left on any bpffs.
 """
 
+import errno
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple, TypeVar
 
-from kbpf.dataplane.bpf.hooks import HOOKS, TAIL_CALL_MAP
-from kbpf.dataplane.bpf.maps.layout import ALL_MAPS
+from kbpf.dataplane.bpf.hooks import HOOKS, TAIL_CALL_MAP, TAIL_CALL_SLOTS
+from kbpf.dataplane.bpf.maps.layout import ALL_MAPS, U32
 from kbpf.dataplane.bpf.maps.pinning import NEW_LINK_PREFIX, Pins
+from kbpf.dataplane.bpf.programs import owner
 from kbpf.errors import KernelError
-from kbpf.kernel.bpf import objects, tc
-from kbpf.kernel.bpf.clsact import Direction
-from kbpf.kernel.bpf.objects import Link
-from kbpf.kernel.bpf.tc import ATTACH_TYPE
+from kbpf.kernel.bpf import objects
+from kbpf.kernel.bpf.clsact import DEFAULT_IDENTITY, Direction, FilterIdentity
+from kbpf.kernel.bpf.objects import Link, Program
+from kbpf.kernel.bpf.tc import AttachMethod, TcAttacher
+from kbpf.kernel.bpf.uapi import BPF_MAP_TYPE_PROG_ARRAY
 from kbpf.kernel.net.devices import list_devices
+
+T = TypeVar("T")
 
 DETACH_WAIT_S: Final = 3.0
 """The kernel detaches a link at most this long after its last pin was removed."""
@@ -35,52 +46,119 @@ MAX_NAME_LENGTH: Final = 15
 _MAP_NAMES: Final = frozenset(name[:MAX_NAME_LENGTH] for name in (*ALL_MAPS, TAIL_CALL_MAP))
 
 
-def refuse_unpinned(pins: Pins, operator_path: Path, cgroup: Path) -> None:
-    """Raises KernelError if programs of kbpf are still attached without a pin after DETACH_WAIT_S.
+class UnpinnedProgram(NamedTuple):
+    """A program of another agent, or of one whose pins are hidden. `place`: "ingress of eth0".
+    `is_beside_ours`: whether programs of ours are attached to the same cgroup or device, so that
+    both serve already.
+    """
+
+    program_id: int
+    place: str
+    is_beside_ours: bool
+
+
+def refuse_unpinned(
+    pins: Pins, operator_path: Path, cgroup: Path, packet_path: bool = True
+) -> None:
+    """Raises KernelError if programs of kbpf are attached without a pin: to the cgroup or, with
+    `packet_path`, to any device of this network namespace. Where programs of ours are attached as
+    well, refusing would only leave those without updates.
+
     `operator_path`: the pin folder as the operator named it.
     """
+    lasting = find_lasting(pins, cgroup, packet_path)
+    if programs := [program for program in lasting if not program.is_beside_ours]:
+        raise describe_unpinned(programs, operator_path)
+
+
+def find_lasting(pins: Pins, cgroup: Path, packet_path: bool = True) -> Collection[UnpinnedProgram]:
+    """What find_unpinned() still finds after DETACH_WAIT_S."""
     deadline = time.monotonic() + DETACH_WAIT_S
-    while places := tuple(_find_unpinned(pins, cgroup)):
+    while programs := find_unpinned(pins, cgroup, packet_path):
         if time.monotonic() > deadline:
-            suffix = f" and {len(places) - MAX_NAMED} more" if len(places) > MAX_NAMED else ""
-            raise KernelError(
-                "programs of kbpf are attached but not pinned in this folder",
-                f"{operator_path}; {', '.join(places[:MAX_NAMED])}{suffix}",
-                f"if a file system is mounted over the folder (findmnt -T {operator_path}), "
-                "unmount it; if they belong to another --pin-dir, use that one, or run kbpf "
-                "cleanup with it",
-            )
+            break
         time.sleep(0.05)
+    return programs
 
 
-def _find_unpinned(pins: Pins, cgroup: Path) -> Iterator[str]:
-    pinned_ids = _pinned_program_ids(pins)
+def describe_unpinned(programs: Collection[UnpinnedProgram], operator_path: Path) -> KernelError:
+    """The error that names these programs, and the agent that they belong to if it can be found."""
+    places = [f"{program.place} (id {program.program_id})" for program in programs]
+    suffix = f" and {len(places) - MAX_NAMED} more" if len(places) > MAX_NAMED else ""
+    agent = owner.find_owner({program.program_id for program in programs})
+    remedy = "stop it and run kbpf cleanup with its --pin-dir, or use that --pin-dir"
+    hints = [
+        f"they belong to {agent}: {remedy}"
+        if agent.folder
+        else f"if they belong to another kbpf, {remedy}"
+    ]
+    if not agent.folder:
+        first = next(iter(programs)).program_id
+        hints = [
+            f"if a file system is mounted over the folder (findmnt -T {operator_path}), unmount it",
+            *([f"they are in use by {agent}"] if agent.processes else ()),
+            *hints,
+            f"`bpftool -f prog show id {first}` shows pins and processes",
+        ]
+    return KernelError(
+        "programs of kbpf are attached but not pinned in this folder",
+        f"{operator_path}; {', '.join(places[:MAX_NAMED])}{suffix}",
+        "; ".join(hints),
+    )
+
+
+def find_unpinned(pins: Pins, cgroup: Path, packet_path: bool = True) -> list[UnpinnedProgram]:
+    """All programs of kbpf at the hooks of this cgroup, and with `packet_path` on the devices of
+    this network namespace, that are not pinned here. Those of filters that no agent uses any more
+    are left out.
+    """
+    programs = list(_find_at_cgroup(pins, cgroup))
+    if packet_path:
+        programs += _find_at_devices(pins)
+    return programs
+
+
+def _find_at_cgroup(pins: Pins, cgroup: Path) -> Iterator[UnpinnedProgram]:
     try:
         descriptor = os.open(cgroup, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError:
         return  # attaching will report the error
     try:
-        for hook in HOOKS:
-            ids = attached_program_ids(descriptor, hook.attach_type)
-            if any(
-                is_kbpf_program(program_id, hook.name)
-                for program_id in ids
-                if program_id not in pinned_ids
-            ):
-                yield f"{hook.name} of {cgroup}"
+        attached = {hook.name: attached_program_ids(descriptor, hook.attach_type) for hook in HOOKS}
     finally:
         os.close(descriptor)
-    if not tc.probe_tcx().works:
-        return  # cls_bpf filters are recognized by priority, handle and name, and need no pins
-    for device in list_devices():
-        for direction in Direction:
-            ids = attached_program_ids(device.ifindex, ATTACH_TYPE[direction])
-            if any(
-                is_kbpf_program(program_id, f"tc_{direction}")
-                for program_id in ids
-                if program_id not in pinned_ids
-            ):
-                yield f"{direction} of {device.name}"
+    own = OwnPrograms(pins)
+    is_beside_ours = any(own.contains(each) for ids in attached.values() for each in ids)
+    for hook, program_ids in attached.items():
+        for program_id in program_ids:
+            if own.is_unpinned(program_id, hook):
+                yield UnpinnedProgram(program_id, f"{hook} of {cgroup}", is_beside_ours)
+
+
+def _find_at_devices(pins: Pins) -> Iterator[UnpinnedProgram]:
+    own = OwnPrograms(pins)
+    with open_attacher(pins) as kernel:
+        for device in list_devices():
+            at_device = {
+                direction: kernel.list_programs(device.ifindex, direction)
+                for direction in Direction
+            }
+            is_beside_ours = any(
+                runner.is_ours for runners in at_device.values() for runner in runners
+            )
+            for direction, runners in at_device.items():
+                for runner in runners:
+                    if not runner.is_ours and own.is_unpinned(runner.program_id, f"tc_{direction}"):
+                        place = f"{direction} of {device.name}"
+                        yield UnpinnedProgram(runner.program_id, place, is_beside_ours)
+
+
+def open_attacher(
+    pins: Pins, method: AttachMethod | None = None, identity: FilterIdentity = DEFAULT_IDENTITY
+) -> TcAttacher:
+    """A TcAttacher that leaves the filters of other agents alone."""
+    own = OwnPrograms(pins)
+    return TcAttacher(pins.root / "devices", method, identity, own.is_of_other_agent)
 
 
 def attached_program_ids(target: int, attach_type: int) -> tuple[int, ...]:
@@ -93,17 +171,61 @@ def attached_program_ids(target: int, attach_type: int) -> tuple[int, ...]:
         return ()
 
 
-def _pinned_program_ids(pins: Pins) -> set[int]:
-    """The ids of the programs whose attachments are pinned here."""
-    pin_paths = [*pins.links.glob("*"), *(pins.root / "devices").glob("*")]
+class OwnPrograms:
+    """Tells our programs from those of other agents. Create it anew for each listing."""
+
+    def __init__(self, pins: Pins) -> None:
+        self._pins = pins
+        self._ids: frozenset[int] = frozenset()
+        self._of_other_agent: dict[int, bool] = {}
+
+    def contains(self, program_id: int) -> bool:
+        """Whether it is pinned in our folder."""
+        if program_id not in self._ids:  # unknown, or new since the ids were read
+            self._ids = frozenset(_read_pinned_ids(self._pins))
+        return program_id in self._ids
+
+    def is_unpinned(self, program_id: int, name: str) -> bool:
+        """Whether it is a program of kbpf that is not pinned in our folder."""
+        return (
+            bool(program_id) and not self.contains(program_id) and is_kbpf_program(program_id, name)
+        )
+
+    def is_of_other_agent(self, program_id: int) -> bool:
+        """Whether another agent uses this program on devices: its tail calls still exist."""
+        if program_id not in self._of_other_agent:
+            self._of_other_agent[program_id] = any(
+                self.is_unpinned(program_id, f"tc_{direction}") for direction in Direction
+            ) and has_tail_calls(program_id)
+        return self._of_other_agent[program_id]
+
+
+def _read_pinned_ids(pins: Pins) -> Iterator[int]:
+    """The ids of the programs that are attached by pinned links, and of the pinned programs of the
+    packet path.
+    """
+    link_pins = [*pins.links.glob("*"), *(pins.root / "devices").glob("*")]
     # links of an agent that ended before it gave them their final name
-    pin_paths += pins.root.glob(f"{NEW_LINK_PREFIX}*")
-    ids = set()
-    for pin in pin_paths:
-        if not pin.is_dir():
-            with Link.open(pin) as link:
-                ids.add(link.read_info().program_id)
-    return ids
+    link_pins += pins.root.glob(f"{NEW_LINK_PREFIX}*")
+    for pin in link_pins:
+        if not pin.is_dir() and (link := _open_unless_removed(Link.open, pin)):
+            with link:
+                yield link.read_info().program_id
+    for direction in Direction:
+        for pin in pins.root.glob(f"*programs-tc-*/tc_{direction}"):
+            if program := _open_unless_removed(Program.open, pin):
+                with program:
+                    yield program.read_info().id
+
+
+def _open_unless_removed(open_pin: Callable[[Path], T], pin: Path) -> T | None:
+    """None if the agent has just removed or renamed the pin."""
+    try:
+        return open_pin(pin)
+    except KernelError as error:
+        if error.errno == errno.ENOENT:
+            return None
+        raise
 
 
 def is_kbpf_program(program_id: int, name: str) -> bool:
@@ -118,6 +240,22 @@ def is_kbpf_program(program_id: int, name: str) -> bool:
         for map_id in info.map_ids:
             with objects.open_map_by_id(map_id) as map_:
                 if map_.short_name in _MAP_NAMES:
+                    return True
+    except KernelError:
+        pass
+    return False
+
+
+def has_tail_calls(program_id: int) -> bool:
+    """Whether this program has a tail call map that is not empty. False if it cannot be opened."""
+    try:
+        with objects.open_program_by_id(program_id) as program:
+            map_ids = program.read_info().map_ids
+        for map_id in map_ids:
+            with objects.open_map_by_id(map_id) as map_:
+                if map_.type == BPF_MAP_TYPE_PROG_ARRAY and any(
+                    map_.lookup(U32.pack(slot)) for slot in range(TAIL_CALL_SLOTS)
+                ):
                     return True
     except KernelError:
         pass

@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A second kbpf with another pin folder: refused where it would serve the same cgroup or devices,
+and reported where both run nevertheless. An agent that starts again is never taken for a second
+one.
+
+"clsact" is what kernels before 6.6 use; here TCX is switched off.
+"""
+
+import ctypes
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from kbpf.checks import neighbours
+from kbpf.checks.verdict import compute_verdict
+from kbpf.dataplane.bpf.inspect import devices
+from kbpf.dataplane.bpf.maps.pinning import Pins
+from kbpf.dataplane.bpf.packet_path import attach, device_thread
+from kbpf.dataplane.bpf.packet_path.hook_probe import Point, ProbeOutcome
+from kbpf.dataplane.bpf.plane import BpfPlane
+from kbpf.dataplane.bpf.programs import unpinned
+from kbpf.errors import KernelError
+from kbpf.kernel.bpf import tc
+from kbpf.kernel.bpf.clsact import Direction
+from kbpf.kernel.bpf.tc import AttachMethod, Runner, TcAttacher
+from kbpf.kernel.net.devices import Device
+from kbpf.kernel.probe_result import Probe
+from kbpf.model.config import SocketLb
+from tests.programs.node.test_hooks_verified import (
+    WEB,
+    mount_bpffs_over,
+    run_in_new_namespaces,
+)
+from tests.support.features import needs
+from tests.support.lab.lab import ip, until
+from tests.support.plane import Site
+
+both_methods = pytest.mark.parametrize(
+    "how", [pytest.param(AttachMethod.TCX, marks=needs("tcx")), AttachMethod.CLSACT]
+)
+
+
+def run_with_device(how: AttachMethod, story: Callable[[], None]) -> None:
+    """Runs it in a network namespace with the device up0."""
+
+    def with_device() -> None:
+        unpinned.DETACH_WAIT_S = 0.5  # type: ignore[misc]
+        device_thread.RESYNC_INTERVAL_S = 0.1  # type: ignore[misc]
+        if how is AttachMethod.CLSACT:
+            tc.probe_tcx = lambda: Probe(False, "switched off")  # type: ignore[assignment]
+        ip("link add up0 type veth peer name up1", "link set up0 up", "link set up1 up")
+        story()
+
+    run_in_new_namespaces(with_device)
+
+
+def serve(site: Site, **settings: object) -> BpfPlane:
+    """Starts an agent with the packet path on up0, and waits until it is attached."""
+    plane = site.open(**{"packet_path": True, "devices": ("up0",), **settings})
+    plane.apply(WEB, None)
+    plane.tick(0.0)
+    until("all devices were processed", lambda: plane.status().ready)
+    assert not plane.status().packets.failed
+    return plane
+
+
+def attached() -> dict[Direction, list[int]]:
+    """The ids of all programs on up0."""
+    with TcAttacher(Path("/nowhere")) as kernel:
+        index = socket.if_nametoindex("up0")
+        return {
+            direction: [runner.program_id for runner in kernel.list_programs(index, direction)]
+            for direction in Direction
+        }
+
+
+@contextmanager
+def second_site(first: Site, **arguments: Path) -> Iterator[Site]:
+    other = Site(first.cache, **arguments)
+    try:
+        yield other
+    finally:
+        other.close()
+
+
+ROWS = [
+    ("another cgroup", {}, False),
+    ("no socket hooks", {"socket_lb": SocketLb.OFF}, True),
+]
+
+
+@both_methods
+@pytest.mark.parametrize(("name", "settings", "same_cgroup"), ROWS, ids=str)
+def test_second_agent_on_the_same_devices_is_refused(
+    site: Site, how: AttachMethod, name: str, settings: dict[str, object], same_cgroup: bool
+) -> None:
+    def story() -> None:
+        serve(site, **settings)
+        before = attached()
+        assert [len(ids) for ids in before.values()] == [1, 1]
+        shared = {"cgroup": site.cgroup} if same_cgroup else {}
+        with second_site(site, **shared) as other:
+            with pytest.raises(KernelError, match="not pinned in this folder") as refused:
+                other.open(packet_path=True, devices=("up0",), **settings)
+            text = str(refused.value)
+            assert str(other.pins) in text
+            for direction, (program_id,) in before.items():
+                assert f"{direction} of up0 (id {program_id})" in text
+            assert f"they belong to --pin-dir {site.pins}, process {os.getpid()} (" in text
+            assert "\n" not in text
+            assert attached() == before
+            row = neighbours.other_kbpf_row(other.pins, other.cgroup)
+            assert (row.name, row.result, row.needed) == ("no other kbpf", "no", True)
+            assert f"ingress of up0 (id {before[Direction.INGRESS][0]})" in row.detail
+            assert f"they belong to --pin-dir {site.pins}" in row.advice
+            assert compute_verdict([row]).mode == "none"
+            row = neighbours.other_kbpf_row(site.pins, site.cgroup)
+            assert (row.result, row.advice) == ("yes", ""), "of the first agent"
+            # without a packet path there is nothing to fight about
+            if not same_cgroup:
+                other.open(packet_path=False).apply(WEB, None)
+            assert attached() == before
+
+    run_with_device(how, story)
+
+
+@both_methods
+def test_agent_that_started_at_the_same_moment_is_refused_at_the_first_apply(
+    site: Site, how: AttachMethod
+) -> None:
+    def story() -> None:
+        with second_site(site, cgroup=site.cgroup) as other:
+            second = other.open(packet_path=True, devices=("up0",))
+            serve(site)
+            before = attached()
+            with pytest.raises(KernelError, match="not pinned in this folder"):
+                second.apply(WEB, None)
+            assert attached() == before
+            assert not (other.pins / "links").exists()
+            site.remove()
+            second.apply(WEB, None)
+            until("it serves in its place", lambda: second.status().ready)
+            until("on both sides", lambda: set(map(len, attached().values())) == {1})
+
+    run_with_device(how, story)
+
+
+def killed(site: Site) -> None:
+    """Killed; its pins are kept."""
+    serve(site)
+
+
+def earlier_version(site: Site) -> None:
+    """Killed, and upgraded: the programs of another version have a folder of another name."""
+    serve(site)
+    (folder,) = site.pins.glob("programs-tc-*")
+    folder.rename(site.pins / "programs-tc-0123456789abcdef")
+
+
+def killed_while_switching(site: Site) -> None:
+    """Killed after the new programs were pinned, before the devices ran them."""
+    serve(site)
+    (folder,) = site.pins.glob("programs-tc-*")
+    folder.rename(site.pins / f"old-{folder.name}-0")
+
+
+def cleaned(site: Site) -> None:
+    """Stopped, then `kbpf cleanup`."""
+    serve(site)
+    site.remove()
+    assert attached() == {Direction.INGRESS: [], Direction.EGRESS: []}
+
+
+def pins_deleted(site: Site) -> None:
+    """Stopped, then somebody deleted the pin folder. Filters stay, links do not."""
+    serve(site)
+    site.close_planes()
+    shutil.rmtree(site.pins)
+
+
+def bpffs_unmounted(site: Site) -> None:
+    """Stopped, and its bpffs is unmounted, as that of a container that has ended."""
+    mount_bpffs_over(site.pins.parent)
+    serve(site)
+    site.close_planes()
+    assert ctypes.CDLL(None).umount2(os.fsencode(site.pins.parent), 0) == 0
+
+
+@both_methods
+@pytest.mark.parametrize(
+    "end",
+    [killed, earlier_version, killed_while_switching, cleaned, pins_deleted, bpffs_unmounted],
+    ids=lambda end: end.__name__,
+)
+def test_agent_that_starts_again_is_not_refused(
+    site: Site, how: AttachMethod, end: Callable[[Site], None]
+) -> None:
+    def story() -> None:
+        end(site)
+        # the kernel frees what was pinned in the background
+        unpinned.DETACH_WAIT_S = 60.0  # type: ignore[misc]
+        plane = serve(site)
+        until("one program is at each side", lambda: set(map(len, attached().values())) == {1})
+        assert not [line for line in plane.status().problems if "another kbpf" in line]
+        assert unpinned.find_unpinned(Pins(site.pins), site.cgroup) == []
+
+    run_with_device(how, story)
+
+
+@both_methods
+def test_two_agents_that_both_started_are_reported(
+    site: Site, how: AttachMethod, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both looked for the other before either was attached."""
+
+    def story() -> None:
+        turns: list[int] = []
+        sync = attach.DeviceAttachments.sync
+        attach.DeviceAttachments.sync = (  # type: ignore[method-assign]
+            lambda self, *given: turns.append(1) or sync(self, *given)  # type: ignore[func-returns-value]
+        )
+        unpinned.refuse_unpinned = lambda *_: None  # type: ignore[assignment]
+        first = serve(site)
+        ((own_ingress,), (own_egress,)) = attached().values()
+        with second_site(site, cgroup=site.cgroup) as other:
+            second = serve(other)
+            until("the first has seen it", lambda: "kbpf is attached" in str(first.status()))
+            before, turns[:] = attached(), []
+            assert set(map(len, before.values())) == {2}
+            assert own_ingress in before[Direction.INGRESS]
+            assert own_egress in before[Direction.EGRESS]
+            until("both have synced their devices", lambda: len(turns) > 10)
+            assert attached() == before, "neither has replaced or moved the other's"
+            now = time.monotonic() + 60
+            for plane, own, theirs in ((first, site, other), (second, other, site)):
+                plane.tick(now)
+                lines = [line for line in plane.status().problems if "another kbpf" in line]
+                assert [line.partition(" (id")[0] for line in lines] == [
+                    f"another kbpf is attached: {name}"
+                    for name in ("connect4", "connect6", "sendmsg4", "sendmsg6",
+                                 "tc_egress", "tc_ingress")
+                ]  # fmt: skip
+                assert plane.shared.read_metrics().foreign_programs == len(lines)
+                shown = {one.name: one for one in devices.read(Pins(own.pins), 0, None)}
+                assert shown["up0"].ingress == f"tc_ingress ({how})"
+                assert not plane.status().packets.failed
+                row = neighbours.other_kbpf_row(own.pins, site.cgroup)
+                assert (row.result, row.needed) == ("no", False), "each may start again"
+                assert f"they belong to --pin-dir {theirs.pins}" in row.advice
+            other.remove()
+            assert attached() == {Direction.INGRESS: [own_ingress], Direction.EGRESS: [own_egress]}
+
+            def is_alone() -> bool:
+                first.tick(time.monotonic() + 600)
+                return "another kbpf" not in str(first.status())
+
+            until("it is alone", is_alone)
+
+    run_with_device(how, story)
+
+
+def test_advice_where_no_program_is_before_ours() -> None:
+    """Another order of the programs would not help."""
+    device, ours, theirs = Device(1, "up0"), Runner(1, "tcx", True), Runner(2, "tcx", False)
+    outcome = ProbeOutcome(Point(device, Direction.INGRESS, (ours, theirs)), False)
+    assert neighbours.describe_outcome(outcome).endswith("before it: nothing")
+    assert "TC_ACT_UNSPEC" not in neighbours.advise(outcome)
+    assert "the row no other kbpf" in neighbours.advise(outcome)
+    assert "ip -s link show up0" in neighbours.advise(outcome)
+    behind = Point(device, Direction.INGRESS, (theirs, ours))
+    for outcome in (ProbeOutcome(behind, False), ProbeOutcome(behind, False, theirs, 0)):
+        assert "TC_ACT_UNSPEC" in neighbours.advise(outcome)
