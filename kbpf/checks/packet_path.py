@@ -340,11 +340,11 @@ def _strict_devices(proc: Path) -> Iterable[str]:
 
 def _conntrack_row(proc: Path, flags: NodeFlag) -> CheckRow:
     is_loaded = (proc / "sys/net/netfilter/nf_conntrack_max").exists()
-    detail = "not needed: the packet path tracks connections itself"
+    detail = "by the packet path itself; the kernel's conntrack is not needed"
     if is_loaded:
         detail += "; other programs use it here, and see client and backend"
     if NodeFlag.NETFILTER in flags:
-        detail = "--forwarding netfilter: it tracks the packet path's connections"
+        detail = "by the kernel's conntrack (--forwarding netfilter)"
     return make_row(Check.CONNTRACK, Probe(True), "", needed=False, detail=detail)
 
 

@@ -44,9 +44,9 @@ class Check(StrEnum):
     IP_FORWARDING = "{} forwarding"
     FORWARDING_MODE = "--forwarding"
     FORWARD_CHAINS = "FORWARD"
-    PRE_DNAT_RULES = "rules before DNAT"
+    PRE_DNAT_RULES = "no bypassed rules before DNAT"
     RP_FILTER = "rp_filter"
-    CONNTRACK = "without conntrack"
+    CONNTRACK = "connection tracking"
     CONNTRACK_NAT = "NAT by conntrack"
     # mode ipvs (ipvs.py)
     NET_ADMIN = "CAP_NET_ADMIN"
@@ -71,7 +71,7 @@ class Check(StrEnum):
     LEFT_TO_NODE = "left to the node"
     BALANCERS = "no other load balancer"
     OTHER_KBPF = "no other kbpf"
-    KUBE_PROXY = "kube-proxy"
+    KUBE_PROXY = "no kube-proxy"
 
 
 class CheckRow(msgspec.Struct, frozen=True):

@@ -83,9 +83,9 @@ NODES = [
     Node("SCTP", {"net/protocols": "protocol size\nSCTPv6 1\nTCP 2\n"}, "SCTP sockets", "yes", ""),
     Node("no SCTP", {"net/protocols": "protocol size\nTCP 2\n"}, "SCTP sockets", "no",
          "not loaded"),
-    Node("conntrack", {"sys/net/netfilter/nf_conntrack_max": "1"}, "without conntrack", "yes",
+    Node("conntrack", {"sys/net/netfilter/nf_conntrack_max": "1"}, "connection tracking", "yes",
          "other programs use it"),
-    Node("no conntrack", {}, "without conntrack", "yes", "not needed"),
+    Node("no conntrack", {}, "connection tracking", "yes", "not needed"),
 ]  # fmt: skip
 
 
