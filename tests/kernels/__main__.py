@@ -82,6 +82,7 @@ FEATURES = (
             "tests/programs/packets/test_hook_probe.py",
         ),
     ),
+    Feature("second agent", ("tests/programs/node/test_second_agent.py",)),
     Feature("packets", ("tests/programs/packets/path",)),
     Feature("lab", ("tests/lab/outside/test_clsact.py",)),
     Feature("tunnels", ("tests/programs/packets/test_tunnels.py",)),
