@@ -18,7 +18,21 @@ from tests.conformance.versions import NEWEST
 
 CLUSTER_IP, NODE_PORT = "10.96.77.7", 30077
 ASK = 'curl -s -m 2 "http://$0/hostname" >/dev/null && echo ok || echo failed'
-LOOP = f"while :; do {ASK}; sleep 0.1; done"
+KEPT = r"""
+exec 3<>"/dev/tcp/${0/:/\/}"
+while printf 'GET /hostname HTTP/1.1\r\nHost: server\r\n\r\n' >&3; do
+  length=0
+  while IFS= read -r -t 5 line <&3 && [ "${line%$'\r'}" ]; do
+    case ${line,,} in content-length:*) line=${line#*: }; length=${line%$'\r'} ;; esac
+  done
+  IFS= read -r -t 5 -N "$length" name <&3 && [ "$name" ] || break
+  echo kept
+  sleep 0.1
+done
+echo broken
+"""
+LOOPS = f"({KEPT}) & while :; do {ASK}; sleep 0.1; done"
+"""A client of HOST:PORT: requests on one connection, and each on a new one."""
 
 
 def pod(name: str, node: str, image: str, **container: object) -> Object:
@@ -56,7 +70,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
             },
         )
         are_ready(created)
-        created.apply(pod("client", "node1", image, command=["bash", "-c", LOOP, CLUSTER_IP]))
+        created.apply(
+            pod("client", "node1", image, command=["bash", "-c", LOOPS, f"{CLUSTER_IP}:80"])
+        )
         are_ready(created)
         yield created
 
@@ -67,31 +83,32 @@ def are_ready(cluster: Cluster) -> None:
 
 
 class Load:
-    """Requests one after the other, from outside and from a pod; its log has a line for each."""
+    """Requests one after the other, from outside and from a pod, on new connections and on one that
+    is kept; its log has a line for each.
+    """
 
     def __init__(self, cluster: Cluster, folder: Path) -> None:
         self._cluster, self._log = cluster, folder / "outside"
         target = f"{cluster.nodes[1].addresses[0]}:{NODE_PORT}"
-        self._outside = machines.spawn(cluster.on_client("bash", "-c", LOOP, target), self._log)
-        self._failed_before = self._counts()["pod"][1]
+        self._outside = machines.spawn(cluster.on_client("bash", "-c", LOOPS, target), self._log)
+        self._failures_before = self._count("failed", "broken")
 
-    def _counts(self) -> dict[str, tuple[int, int]]:
-        """Answered and failed requests of each client."""
+    def _count(self, *words: str) -> dict[tuple[str, str], int]:
+        """How often each client has printed each of these words."""
         (pod_log,) = self._cluster.files("node1", "log", "pods").glob("default_client_*/main/0.log")
         texts = {"pod": pod_log.read_text(), "outside": self._log.read_text()}
-        return {name: (text.count("ok"), text.count("failed")) for name, text in texts.items()}
+        return {(name, word): text.count(word) for name, text in texts.items() for word in words}
 
     def goes_on(self) -> None:
-        """Each client gets ten more answers, and none has had a failure."""
-        before = self._counts()
+        """Each client gets ten more answers on new connections and on the kept one, and none has
+        had a failure.
+        """
+        before = self._count("ok", "kept")
         wait_for(
             "both clients are answered",
-            lambda: all(
-                self._counts()[name][0] >= answered + 10 for name, (answered, _) in before.items()
-            ),
+            lambda: all(n >= before[key] + 10 for key, n in self._count("ok", "kept").items()),
         )
-        failed = {name: failed for name, (_, failed) in self._counts().items()}
-        assert failed == {"pod": self._failed_before, "outside": 0}
+        assert self._count("failed", "broken") == self._failures_before
 
     def stop(self) -> None:
         machines.kill(machines.process(self._outside.pid), signal.SIGKILL)

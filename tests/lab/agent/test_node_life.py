@@ -18,7 +18,8 @@ from tests.support.cluster.kube_objects import (
     slice_port,
 )
 from tests.support.cluster.scenario import FolderNode
-from tests.support.lab.lab import MODE, Lab, Place, ip, run, until
+from tests.support.lab.lab import MODE, Lab, Node, Place, ip, run, until
+from tests.support.lab.podnet import gate
 
 OLD, OLD6, NEW, NEW6 = "198.18.0.1", "fd00:198:18::1", "198.18.0.77", "fd00:198:18::77"
 RENAMED = "node-renamed"
@@ -26,9 +27,11 @@ RENAMED = "node-renamed"
 
 @pytest.fixture(scope="module")
 def home(programs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FolderNode]:
-    """A node with two pods that serve, and a client outside; its agent is not started."""
+    """A node with two pods that serve, and a client outside; its agent is not started. There is
+    another node, without an agent.
+    """
     folder = tmp_path_factory.mktemp("life") / "objects"
-    with Lab(1, "nl", apart=True) as lab, FolderNode(lab, folder, pods=2) as made:
+    with Lab(2, "nl", apart=True) as lab, FolderNode(lab, folder, pods=2) as made:
         made.places["outside"] = outside = Place("outside", lab.outside, None)
         backends = [made[name] for name in ("a1", "a2")]
         made.write([
@@ -125,6 +128,60 @@ def test_pod_network_comes_after_the_agent(home: FolderNode) -> None:
         assert late.many(8, "10.96.0.20", 80)["names"] == {"a1": 8}
 
 
+def test_overlay_comes_after_the_agent(home: FolderNode) -> None:
+    """A CNI's daemon creates its overlay device, and its plugin a bridge, while the agent runs.
+    Clients outside are masqueraded to the overlay's address, so replies come back through it.
+    """
+    here, there = home.agent.node, home.agent.node.lab.nodes[1]
+    with running(home), overlay(here, there):
+        backends = {"remote": there.pod("remote").serve(8080)}
+        backends["bridged"] = bridged = here.pod("bridged").serve(8080)
+        device = f"p{len(here.pods)}"
+        ip("link add cni0 type bridge", "link set cni0 up", f"link set {device} master cni0",
+           f"route replace {bridged.ip}/32 dev cni0 src {gate(here.number, False)}",
+           netns=here.netns)  # fmt: skip
+        for number, (name, backend) in enumerate(backends.items(), 40):
+            home.write([
+                service(name, port(80, node_port=30000 + number), type="NodePort",
+                        cluster_ip=f"10.96.0.{number}"),
+                endpoint_slice(name, endpoint(backend.ip), ports=[slice_port(8080)]),
+            ])  # fmt: skip
+        home.settle()
+        for number, name in enumerate(backends, 40):
+            dials = (("host-1", f"10.96.0.{number}", 80), ("outside", OLD, 30000 + number))
+            serves(home, *dials, backend=name)
+        seen = home["outside"].many(8, OLD, 30040)["seen"]
+        assert {client for _, _, client, *_ in seen} == {overlay_address(here)}, seen
+        assert bridged.many(8, "10.96.0.40", 80)["names"] == {"remote": 8}
+
+
+def overlay_address(node: Node) -> str:
+    return f"10.244.{node.number}.0"
+
+
+@contextlib.contextmanager
+def overlay(*nodes: Node) -> Iterator[None]:
+    """A VXLAN device on each of two nodes, as flannel's: it carries what goes to the other's pods,
+    and has the first address of the node's own.
+    """
+    pairs = (nodes, nodes[::-1])
+    for this, other in pairs:
+        ip(
+            f"link add flannel.1 type vxlan id 1 dstport 8472 local {this.ip} remote {other.ip}",
+            f"addr add {overlay_address(this)}/32 dev flannel.1",
+            "link set flannel.1 up",
+            f"route replace 10.244.{other.number}.0/24 via {overlay_address(other)}"
+            " dev flannel.1 onlink",
+            netns=this.netns,
+        )
+    try:
+        yield
+    finally:
+        for this, other in pairs:
+            ip("link del flannel.1", f"route add 10.244.{other.number}.0/24 via {other.ip}",
+               netns=this.netns)  # fmt: skip
+
+
 def test_renamed_node(home: FolderNode) -> None:
     """Endpoints of this node are those with its new name."""
     with running(home):
@@ -135,8 +192,8 @@ def test_renamed_node(home: FolderNode) -> None:
 
 
 def test_addresses_of_the_node_change(home: FolderNode) -> None:
-    """NodePorts answer on the new address within a second, and no longer on the old one. A pod of
-    this node sees a masqueraded client as the node's new address.
+    """NodePorts answer on the new address, and no longer on the old one. A pod of this node sees a
+    masqueraded client as the node's new address.
     """
     netns = home.agent.node.netns
     new = (("outside", NEW, 30020), ("outside", NEW6, 30020))
@@ -151,6 +208,9 @@ def test_addresses_of_the_node_change(home: FolderNode) -> None:
                 for _, host, number in new
             ))  # fmt: skip
             serves(home, *new)
+            for address in (NEW, NEW6):
+                seen = home["outside"].many(1, address, 30020)["seen"]
+                assert {client for _, _, client, *_ in seen} == {address}, seen
             serves_not(home, *old)
             serves(home, *V4[:2], *V6[:2])
         finally:

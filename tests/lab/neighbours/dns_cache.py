@@ -6,11 +6,14 @@ these are imitated from cmd/node-cache/app/cache_app.go and pkg/netif/netif.go:
 
 - At start the device gets the ClusterIP, but is not set up; then CoreDNS starts; the iptables rules
   follow a sync interval later.
-- On SIGTERM the rules are removed, then the device, then CoreDNS ends.
+- On SIGTERM the device is removed, then the rules, then CoreDNS ends.
 - On SIGKILL all of them stay.
 
 With $KBPF_TEST_NODE_CACHE, the path of a node-cache binary, that program runs instead. It uses a
 device of its name that exists already, whatever its kind, so it works without dummy devices too.
+The Go proxy does not have its module; in a clone of kubernetes/dns:
+
+    CGO_ENABLED=0 go build -mod=vendor ./cmd/node-cache
 """
 
 import os
@@ -87,12 +90,17 @@ class NodeCache:
         if not self._has_device():
             self._run("ip", "link", "add", DEVICE, "type", "bridge")  # or dummy, if the kernel can
         if self._binary:
+            # It watches the folder of its base Corefile: when that changes, it writes the other one
+            # again, which CoreDNS may then read when it is empty.
+            base = self._corefile.with_name("node-cache") / "Corefile.base"
+            base.parent.mkdir(exist_ok=True)
+            base.write_bytes(self._corefile.read_bytes())
             options = {
                 "localip": self._address,
                 "interfacename": DEVICE,
                 "upstreamsvc": "kube-dns-upstream",
                 "conf": str(self._corefile),
-                "basecorefile": str(self._corefile),
+                "basecorefile": str(base),
                 "metrics-listen-address": "127.0.0.1:9353",
                 "syncinterval": "1ns",  # node-cache multiplies it by a second
             }
@@ -119,8 +127,8 @@ class NodeCache:
         """Ends it by SIGTERM or SIGKILL."""
         assert self._process is not None
         if number == signal.SIGTERM and not self._binary:
-            self._iptables("-D")
             self._run("ip", "link", "del", DEVICE)
+            self._iptables("-D")
         self._process.send_signal(number)
         self._process.wait()
 

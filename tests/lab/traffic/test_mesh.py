@@ -9,7 +9,8 @@ import contextlib
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +22,6 @@ from tests.support.lab.lab import (
     DIE_WITH_US,
     Place,
     inside,
-    ip,
     remove_cgroup,
     run,
     until,
@@ -31,7 +31,16 @@ from tests.support.runtime import pods as runtime
 
 PROXY = Path(runtime.__file__).with_name("mesh_proxy.py")
 RULES = Path(rows.__file__).with_name("meshes")
-HOST, PORT = "10.96.0.1", 80
+HOSTS, PORT = ("10.96.0.1", "fd00:10:96::1"), 80
+V6 = {
+    "127.0.0.1/32": "::1/128",
+    "127.0.0.6/32": "::6/128",
+    "169.254.7.127": "e9ac:1e77:90ca:399f:4d6d:ece2:2f9b:3164",
+}
+"""Addresses in the rules for IPv4, and what the meshes write in their place for IPv6: istio/istio
+461f85ba, tools/istio-iptables/pkg/constants, and 0098d99f, cni/pkg/config; consul/sdk v0.17.1,
+iptables/iptables.go, with dual stack. Linkerd's rules have no addresses.
+"""
 
 
 class Mesh(NamedTuple):
@@ -48,14 +57,23 @@ class Mesh(NamedTuple):
 
     def write_rules(self, netns: str) -> None:
         text = (RULES / f"{self.name}.rules").read_text()
-        run("nsenter", f"--net=/run/netns/{netns}", "iptables-restore", "--noflush", stdin=text)
-        ip(*self.routes, netns=netns)
+        within = ("nsenter", f"--net=/run/netns/{netns}")
+        run(*within, "iptables-restore", "--noflush", stdin=text)
+        for address, address6 in V6.items():
+            text = text.replace(address, address6)
+        run(*within, "ip6tables-restore", "--noflush", stdin=text)
+        self._change_routes(netns, self.routes)
 
     def delete_rules(self, netns: str) -> None:
-        for table in ("nat", "mangle"):
-            for action in ("-F", "-X"):
-                run("nsenter", f"--net=/run/netns/{netns}", "iptables", "-t", table, action)
-        ip(*(line.replace(" add ", " del ", 1) for line in self.routes), netns=netns)
+        for program, table, action in product(
+            ("iptables", "ip6tables"), ("nat", "mangle"), ("-F", "-X")
+        ):
+            run("nsenter", f"--net=/run/netns/{netns}", program, "-t", table, action)
+        self._change_routes(netns, (line.replace(" add ", " del ", 1) for line in self.routes))
+
+    def _change_routes(self, netns: str, lines: Iterable[str]) -> None:
+        for line, family in product(lines, ("-4", "-6")):
+            run("ip", family, "-n", netns, *line.split())
 
 
 ISTIO_SIDECAR = Mesh(
@@ -71,7 +89,7 @@ ISTIO_AMBIENT = Mesh(
     mark=0x539,
     routes=(  # istio/istio 0eea8146, cni/pkg/iptables/iptables_linux.go
         "rule add fwmark 0x111/0xfff pref 32764 lookup 100",
-        "route add local 0.0.0.0/0 dev lo table 100",
+        "route add local default dev lo table 100",
     ),
 )
 LINKERD = Mesh("linkerd", ("linkerd.io/proxy-version", "edge-26.11.1"), port=4140, user=2102)
@@ -81,13 +99,22 @@ CONSUL = Mesh(
     port=15001,
     user=5995,
 )
-MESHES = (ISTIO_SIDECAR, ISTIO_AMBIENT, LINKERD, CONSUL)
+ISTIO_AMBIENT_PENDING = ISTIO_AMBIENT._replace(
+    annotation=("ambient.istio.io/redirection", "pending")
+)
+MESHES = {
+    "istio-sidecar": ISTIO_SIDECAR,
+    "istio-ambient": ISTIO_AMBIENT,
+    "istio-ambient pending": ISTIO_AMBIENT_PENDING,
+    "linkerd": LINKERD,
+    "consul": CONSUL,
+}
 
 
 @pytest.fixture(scope="module")
 def field() -> Iterator[Field]:
     with Field(name="me", pods=(3,)) as made:
-        made.create(*made.web(1, "a1"))
+        made.create(*made.web(1, "a1", dual=True))
         made.settle()
         yield made
 
@@ -131,8 +158,8 @@ class MeshPod:
         keys = self._field.agent.entries("exempt_cgroups")
         return self.cgroup.stat().st_ino in {int.from_bytes(key, "little") for key in keys}
 
-    def dial(self) -> dict[str, Any]:
-        return self.app.tcp(HOST, PORT)
+    def dial(self, host: str = HOSTS[0]) -> dict[str, Any]:
+        return self.app.tcp(host, PORT)
 
 
 def _remove(pod: Path) -> None:
@@ -142,7 +169,7 @@ def _remove(pod: Path) -> None:
         pod.parent.rmdir()
 
 
-@pytest.fixture(params=MESHES, ids=lambda mesh: mesh.name)
+@pytest.fixture(params=MESHES.values(), ids=MESHES)
 def pod(field: Field, request: pytest.FixtureRequest) -> Iterator[MeshPod]:
     with contextlib.ExitStack() as stack:
         pod = MeshPod(field, request.param, stack)
@@ -154,24 +181,29 @@ def test_a_redirected_pod_is_left_to_the_packet_path(
     field: Field, pod: MeshPod, request: pytest.FixtureRequest
 ) -> None:
     mesh: Mesh = request.node.callspec.params["pod"]
-    backend = [field["a1"].ip, 8080]
+    backends = [[address, 8080] for address in (field["a1"].ip, field["a1"].ip6)]
+
+    def originals() -> list[object]:
+        return [pod.dial(host)["original"] for host in HOSTS]
+
     field.change(pod.object())
-    assert pod.dial()["original"] == backend, "without the mark it is translated"
+    assert originals() == backends, "without the annotation it is translated"
     field.change(pod.object(**dict([mesh.annotation])))
     until("the pod is exempt", pod.is_exempt)
-    until("the hooks know it", lambda: pod.dial()["original"] != backend)
-    answer = pod.dial()
-    assert answer["original"] == [HOST, PORT], "the proxy sees the Service's address"
-    assert answer.get("name") == "a1", f"the proxy's own connection: {answer}"
+    until("the hooks know it", lambda: not any(map(backends.__contains__, originals())))
+    assert originals() == [[host, PORT] for host in HOSTS], "the proxy sees the Service's address"
+    for host in HOSTS:
+        answer = pod.dial(host)
+        assert answer.get("name") == "a1", f"the proxy's own connection: {answer}"
     assert translated_at_connect(field), "a pod beside keeps the socket hooks"
     field.change(pod.object())
-    until("the pod has left the mesh", lambda: pod.dial()["original"] == backend)
+    until("the pod has left the mesh", lambda: originals() == backends)
 
 
 def translated_at_connect(field: Field) -> bool:
     """Whether the packets of a process in a pod without a mesh carry the backend's address."""
     with Wire(field.home["a3"].netns, "p3", tap=True) as tap:
-        assert field["a3"].tcp(HOST, PORT).get("name") == "a1"
+        assert field["a3"].tcp(HOSTS[0], PORT).get("name") == "a1"
         first = tap.expect(lambda packet: packet.flags == "S")
         return first.destination == f"{field['a1'].ip}:8080"
 

@@ -11,12 +11,18 @@ import socket
 import struct
 import sys
 
-SO_ORIGINAL_DST = 80
+SO_ORIGINAL_DST = 80  # of SOL_IP, and of SOL_IPV6 (IP6T_SO_ORIGINAL_DST)
 TIMEOUT_S = 30.0
 
 
 def original_destination(client: socket.socket) -> tuple[str, int]:
-    """struct sockaddr_in: family, port, address."""
+    """struct sockaddr_in6: family, port, flow information, address, scope; sockaddr_in: the first
+    two and the address.
+    """
+    if "." not in client.getpeername()[0]:
+        raw = client.getsockopt(socket.IPPROTO_IPV6, SO_ORIGINAL_DST, 28)
+        port, address = struct.unpack("!2xH4x16s4x", raw)
+        return socket.inet_ntop(socket.AF_INET6, address), port
     raw = client.getsockopt(socket.SOL_IP, SO_ORIGINAL_DST, 16)
     port, address = struct.unpack("!2xH4s8x", raw)
     return socket.inet_ntoa(address), port
@@ -26,7 +32,8 @@ def answer(client: socket.socket, mark: int) -> None:
     original = original_destination(client)
     reply = {"original": original}
     try:
-        with socket.socket() as backend:
+        family = socket.AF_INET6 if ":" in original[0] else socket.AF_INET
+        with socket.socket(family) as backend:
             backend.settimeout(TIMEOUT_S)
             if mark:
                 backend.setsockopt(socket.SOL_SOCKET, socket.SO_MARK, mark)
@@ -40,7 +47,7 @@ def answer(client: socket.socket, mark: int) -> None:
 
 def main() -> None:
     port, mark = map(int, sys.argv[1:])
-    with socket.create_server(("", port)) as server:
+    with socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True) as server:
         print("serves", flush=True)
         while True:
             client, _ = server.accept()

@@ -1,4 +1,4 @@
-// CoreDNS, for the tests of a node-local DNS cache (tests/support/lab/dns_cache.py): the version of
+// CoreDNS, for the tests of a node-local DNS cache (tests/lab/neighbours/dns_cache.py): the version of
 // node-cache 1.26.7.
 module kbpf.invalid/tests/support/go/coredns
 
