@@ -40,14 +40,14 @@ def refusal_rows(pin_dir: Path, cgroup: Path | None) -> Iterator[CheckRow]:
     """Yields whether another load balancer or another kbpf serves Services on this node. Then kbpf
     refuses to start, unless it serves already.
     """
-    reason = "" if syscalls.is_privileged() else "needs root to see programs of others"
+    reason = "" if syscalls.may_open_by_id() else "needs CAP_SYS_ADMIN to see programs of others"
     try:
         root = cgroup or mounts.find_cgroup_root()
     except KernelError as error:
         reason = str(error)
     if reason:
         for check in (Check.BALANCERS, Check.OTHER_KBPF):
-            yield make_row(check, Probe(None, reason), "")
+            yield make_row(check, Probe(None, reason), "", needed=False)
         return
     yield balancer_row(pin_dir, root)
     yield other_kbpf_row(pin_dir, root)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import pytest
 from msgspec.structs import replace
 
-from kbpf.checks import connect, packet_path
+from kbpf.checks import connect, neighbours, packet_path
 from kbpf.checks.row import Check, CheckRow
 from kbpf.checks.verdict import compute_verdict, to_document
 from kbpf.cli import check
@@ -220,6 +220,18 @@ def test_check_verdict(row: tuple):
     made = compute_verdict(rows, proof)
     assert (made.usable, made.attached) == (usable, attached)
     assert made.mode == ("bpf" if usable else "none")
+
+
+def test_rows_about_neighbours_are_unknown_without_the_right_to_see_them(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """An agent without CAP_SYS_ADMIN starts all the same."""
+    monkeypatch.setattr(neighbours.syscalls, "may_open_by_id", lambda: False)
+    rows = list(neighbours.refusal_rows(Path("/nowhere"), Path("/nowhere")))
+    assert [(row.name, row.result, row.needed) for row in rows] == [
+        ("no other load balancer", "unknown", False), ("no other kbpf", "unknown", False),
+    ]  # fmt: skip
+    assert all("CAP_SYS_ADMIN" in row.detail for row in rows)
 
 
 def test_check_document_has_names_instead_of_ids():

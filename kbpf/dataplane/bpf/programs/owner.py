@@ -5,6 +5,7 @@ out of sight: in another mount or PID namespace.
 
 import contextlib
 import os
+import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -17,6 +18,10 @@ from kbpf.kernel.system import mounts
 MAX_FOLDERS: Final = 2000
 """Folders that are searched in each bpffs. A CNI may have thousands."""
 MAX_PROCESSES: Final = 2
+MAX_SEARCH_S: Final = 2.0
+"""Time for the search in /proc."""
+MAX_DESCRIPTORS: Final = 10_000
+"""Descriptors that are read of each process: those of an agent are far fewer."""
 MAX_COMMAND_LENGTH: Final = 100
 
 
@@ -60,22 +65,22 @@ def _pins_any(folder: Path, program_ids: Collection[int]) -> bool:
 def _find_processes(program_ids: Collection[int]) -> Iterator[str]:
     """The first processes that have one of these programs open, with their command lines."""
     lines = {f"prog_id:\t{program_id}" for program_id in program_ids}
-    count = 0
+    count, deadline = 0, time.monotonic() + MAX_SEARCH_S
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended, or we lack the rights
-            if any(lines & _read_program_lines(process)):
+            if lines & _read_program_lines(process):
                 command = (process / "cmdline").read_bytes().replace(b"\0", b" ").strip()
                 text = escape_unprintable(command.decode(errors="replace"))
                 yield f"process {process.name} ({text[:MAX_COMMAND_LENGTH]})"
                 count += 1
-        if count == MAX_PROCESSES:
+        if count == MAX_PROCESSES or time.monotonic() > deadline:
             return
 
 
 def _read_program_lines(process: Path) -> set[str]:
     """The lines in fdinfo of all BPF programs that this process has open."""
     lines: set[str] = set()
-    for descriptor in os.listdir(process / "fd"):
+    for descriptor in os.listdir(process / "fd")[:MAX_DESCRIPTORS]:
         with contextlib.suppress(OSError):  # closed meanwhile
             if os.readlink(process / "fd" / descriptor) == "anon_inode:bpf-prog":
                 lines |= set((process / "fdinfo" / descriptor).read_text().splitlines())

@@ -144,7 +144,9 @@ def _find_at_devices(pins: Pins) -> Iterator[UnpinnedProgram]:
                 for direction in Direction
             }
             is_beside_ours = any(
-                runner.is_ours for runners in at_device.values() for runner in runners
+                own.contains(runner.program_id)
+                for runners in at_device.values()
+                for runner in runners
             )
             for direction, runners in at_device.items():
                 for runner in runners:
