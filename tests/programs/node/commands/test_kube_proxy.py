@@ -93,7 +93,7 @@ def test_kube_proxy_is_named(site: Site, row: Row, tmp_path: Path) -> None:
         plane.write_status(b"")
         with row.what(tmp_path):
             check = neighbours.kube_proxy_row()
-            assert (check.name, check.needed) == ("kube-proxy", False)
+            assert (check.name, check.needed) == ("no kube-proxy", False)
             assert check.result == ("no" if row.line else "yes")
             assert check.detail.startswith(row.line or "none runs here")
             assert check.advice == row.advice
