@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NodePorts beside TCX programs of other tools on the uplink that return TC_ACT_OK: attached before
-kbpf, behind it, and in front of it while it serves.
+"""NodePorts beside programs of other tools that return TC_ACT_OK. On the uplink, by TCX: attached
+before kbpf, behind it, and in front of it while it serves. On a pod's device: filters on a clsact.
 """
 
+import contextlib
 import json
 import socket
 import time
@@ -12,18 +13,21 @@ from pathlib import Path
 import pytest
 
 from kbpf.cli import app
-from kbpf.kernel.bpf.clsact import Direction
+from kbpf.kernel.bpf.clsact import Direction, Filter
 from kbpf.kernel.bpf.objects import Link, Program
-from kbpf.kernel.bpf.tc import ATTACH_TYPE
+from kbpf.kernel.bpf.tc import ATTACH_TYPE, AttachMethod, TcAttacher
 from kbpf.kernel.bpf.uapi import BPF_F_BEFORE
+from kbpf.kernel.net.uapi import NLM_F_EXCL
 from kbpf.kernel.system import netns
 from tests.programs.packets.test_hook_probe import OK, returning
 from tests.support.features import needs
 from tests.support.lab.dial import REFUSED, Dial
 from tests.support.lab.field import NODES4, NODES6, Field, at, check, there
+from tests.support.lab.lab import run
 
 pytestmark = needs("tcx")
 
+ETH_P_ALL = 3
 MOVED_AFTER = 45
 """Seconds within which the agent looks at the order, with some patience."""
 
@@ -70,6 +74,48 @@ def test_programs_before_and_behind_ours_disturb_no_node_port(field: Beside) -> 
             check(field, row)
         for link in later:
             link.close()
+
+
+def count_packets(field: Beside, device: str) -> int:
+    """The packets that have reached the filters of this device, in both directions."""
+    rows = json.loads(run("tc", "-n", field.lab.nodes[0].netns, "-s", "-j", "qdisc", "show"))
+    (clsact,) = (row for row in rows if (row["dev"], row["kind"]) == (device, "clsact"))
+    return int(clsact["packets"])
+
+
+@contextlib.contextmanager
+def filters(field: Beside, device: str) -> Iterator[None]:
+    """As the network policy agent of AWS attaches its programs: clsact, priority 1, direct action
+    (aws-ebpf-sdk-go, pkg/tc/tc.go). Here they return TC_ACT_OK for each packet.
+    """
+    netns_name = field.lab.nodes[0].netns
+    run("tc", "-n", netns_name, "qdisc", "add", "dev", device, "clsact")
+
+    def attach(program: Program, direction: Direction) -> None:
+        place = Filter("bpf", 1, socket.htons(ETH_P_ALL), 1, "handle", 0)
+        ifindex = socket.if_nametoindex(device)
+        with TcAttacher(Path("/nowhere"), AttachMethod.CLSACT) as tc:
+            tc._filters._write(ifindex, direction, program, place, NLM_F_EXCL)
+
+    try:
+        for direction in Direction:
+            with returning(f"handle_{direction}", OK) as program:
+                netns.run_in(
+                    Path("/run/netns") / netns_name, lambda p=program, d=direction: attach(p, d)
+                )
+        yield
+    finally:
+        run("tc", "-n", netns_name, "qdisc", "del", "dev", device, "clsact")
+
+
+def test_filters_on_the_device_of_a_pod_disturb_no_node_port(field: Beside) -> None:
+    """Pods see the node's address, and clients the frontend's: kbpf's programs run, too."""
+    with filters(field, "p1"):
+        before = count_packets(field, "p1")
+        for row in rows():
+            check(field, row)
+        # each of two connections has some packets each way
+        assert count_packets(field, "p1") >= before + 2 * 8
 
 
 def check_attached(field: Beside, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[str]]:
