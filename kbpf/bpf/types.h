@@ -280,6 +280,7 @@ enum device_flags {
 	DEVICE_PEER = 1 << 1,   /* bpf_redirect_peer() reaches the pod through this device */
 	DEVICE_TUNNEL = 1 << 2, /* encapsulates IP in IP (ipip, sit, gre, ip6tnl): needs_stack() */
 	DEVICE_NBMA = 1 << 3,   /* a tunnel that takes its remote address from the route */
+	DEVICE_IPIP = 1 << 4,   /* and of IPv4 in IPv4: redirect_to_remote() */
 };
 
 /* devices: what the packet path needs to know about a device. */

@@ -60,6 +60,12 @@ static __always_inline long redirect_neigh(u32 ifindex, struct redir_neigh *neig
 	return ((long (*)(u32, void *, int, u64))152)(ifindex, neighbour, sizeof(*neighbour), 0);
 }
 
+/* The beginning of struct bpf_tunnel_key; the kernel accepts it alone. */
+struct tunnel_key {
+	u32 id;
+	u32 remote; /* IPv4, host byte order */
+};
+
 /* Linux v5.10: 9aa1206e8f48. */
 static __always_inline long redirect_peer(u32 ifindex)
 {
@@ -269,6 +275,22 @@ static __always_inline int redirect_packet(struct __sk_buff *skb, const struct d
 	return finish(to_peer ? redirect_peer(hop->ifindex)
 			      : redirect_neigh(hop->ifindex, &neighbour),
 		      REDIRECTED);
+}
+
+/* Sends a packet of this node's own socket to the next hop behind a tunnel that takes its remote
+ * address from the route. The packet has the route to the Service. For ipip the remote address
+ * replaces it: ip_tunnel_xmit() prefers that (Linux v5.1, d71b57532d70). The other kinds look for a
+ * neighbour of the route, which this one has not: NULL before v5.12. bpf_redirect_neigh() could
+ * look up another route, but would leak the packet's own. */
+static __always_inline int redirect_to_remote(struct __sk_buff *skb, const struct device *to,
+					      const struct next_hop *hop)
+{
+	struct tunnel_key key = {.remote = __builtin_bswap32(hop->address.word[0])};
+
+	if (!(to->flags & DEVICE_IPIP) || hop->family != AF_INET ||
+	    bpf_skb_set_tunnel_key(skb, &key, sizeof(key), 0))
+		return finish(TC_ACT_SHOT, NO_ROUTE);
+	return finish(bpf_redirect(hop->ifindex, 0), REDIRECTED);
 }
 
 struct eth_header {

@@ -120,10 +120,9 @@ int tc_host(struct __sk_buff *skb)
 	account_bytes(flow, skb->len - p->l3, p->tcp_flags, false);
 	if (rewrite(skb, p, &result.to_device, p->ttl))
 		return finish(TC_ACT_SHOT, NOT_REWRITTEN);
-	/* This packet has the route to the Service, so the tunnel would send it to the wrong
-	 * machine. bpf_redirect_neigh() could look up another route, but would leak that one. */
 	if (to->flags & DEVICE_NBMA)
-		return finish(TC_ACT_SHOT, NO_ROUTE);
+		return finish_rewrite(skb, s, &result.to_device,
+				      redirect_to_remote(skb, to, &s->hop), p->l3);
 	return finish_rewrite(skb, s, &result.to_device, redirect_packet(skb, device, to, &s->hop),
 			      ETH_HLEN);
 }

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from kbpf.kernel.bpf.kernel_sockets import keeps_addresses
+from kbpf.kernel.system import modules
 from tests.support.cluster.cluster import HOST_PORT, UNROUTED
 from tests.support.cluster.kube_objects import port, service, slice_port
 from tests.support.features import IPPROTO_MPTCP, needs
@@ -33,19 +34,48 @@ NFS_PORT = 2049
 SERVER = Path(pods.__file__).with_name("nfs_server.py")
 OPTIONS = f"vers=4.1,sec=sys,addr={NFS},clientaddr=0.0.0.0,soft,timeo=30,retrans=1"
 """A server that does not answer for some seconds is an error instead of a wait without end."""
+TUNNEL_ENDS = ("10.244.1.99", "10.244.2.99")
+"""The nodes' addresses on tunl0, as Calico has them, from the networks of their pods."""
 
 
 class OneAgent(Field):
-    """Only node-1 has an agent, whose hooks in the root cgroup see both nodes."""
+    """Only node-1 has an agent, whose hooks in the root cgroup see both nodes. `is_tunnelled`:
+    packets between pods of different nodes travel by tunl0, as with Calico and IPIP.
+    """
+
+    def __init__(self, *arguments: str, is_tunnelled: bool) -> None:
+        super().__init__(*arguments, name="ks", pods=(1, 1))
+        self._is_tunnelled = is_tunnelled
+
+    def prepare(self) -> None:
+        if not self._is_tunnelled:
+            return
+        modules.load(("ipip",))
+        self.own.callback(until, "ipip is removed", _remove_ipip)
+        nodes = self.lab.nodes
+        for node, other, own in zip(nodes, reversed(nodes), TUNNEL_ENDS, strict=True):
+            ip(
+                f"addr add {own}/32 dev tunl0",
+                "link set tunl0 up",
+                f"route replace 10.244.{other.number}.0/24 via {other.ip} dev tunl0 onlink",
+                netns=node.netns,
+            )
 
     def settle_in(self, letter: str, home: Node, pods: int, *arguments: str) -> None:
         super().settle_in(letter, home, pods, *arguments)
         del self.agents[1:]
 
 
-@pytest.fixture(scope="module")
-def field() -> Iterator[Field]:
-    with OneAgent("--cgroup", str(cgroup2()), name="ks", pods=(1, 1)) as made:
+def _remove_ipip() -> bool:
+    """It adds a device to every network namespace."""
+    command = ("modprobe", "--remove", "ipip")
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+@pytest.fixture(scope="module", params=["routed", pytest.param("ipip", marks=needs("tunnels"))])
+def field(request: pytest.FixtureRequest) -> Iterator[Field]:
+    is_tunnelled = request.param == "ipip"
+    with OneAgent("--cgroup", str(cgroup2()), is_tunnelled=is_tunnelled) as made:
         ip(*(f"route del unreachable {net}" for net in UNROUTED), netns=made.lab.nodes[0].netns)
         made.create(
             service("nfs", port(NFS_PORT), cluster_ip=NFS),
@@ -72,7 +102,7 @@ class NfsPod:
     """An NFS server in a pod."""
 
     def __init__(self, field: Field, name: str, share: Path) -> None:
-        clients = (*NODES4, gate(1, v6=False), gate(2, v6=False))
+        clients = (*NODES4, *TUNNEL_ENDS, gate(1, v6=False), gate(2, v6=False))
         command = ("unshare", "--mount", sys.executable, "-S", str(SERVER), str(share), *clients)
         self._process = subprocess.Popen(
             inside(field[name].netns, None, *command), stdin=subprocess.PIPE, stdout=subprocess.PIPE

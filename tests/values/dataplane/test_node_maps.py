@@ -37,7 +37,7 @@ from kbpf.source.decode.fields import parse_cidr
 
 HOST, POD, SKIPPED = DeviceRole.HOST, DeviceRole.POD, DeviceRole.SKIPPED
 LOCAL, PEER, NOTHING = DeviceFlag.LOCAL, DeviceFlag.PEER, DeviceFlag(0)
-TUNNEL, NBMA = DeviceFlag.TUNNEL, DeviceFlag.NBMA
+TUNNEL, NBMA, BY_KEY = DeviceFlag.TUNNEL, DeviceFlag.NBMA, DeviceFlag.IPIP
 MAC = bytes.fromhex("02aabbccddee")
 
 ETH0 = Device(2, "eth0", mac=MAC)
@@ -75,7 +75,7 @@ class Row(NamedTuple):
 ROWS = [
     Row("hardware is an uplink", ETH0, HOST, NOTHING),
     Row("an overlay is an uplink", WG0, HOST, NOTHING),
-    Row("a tunnel without a remote address", TUNL0, HOST, TUNNEL | NBMA),
+    Row("a tunnel without a remote address", TUNL0, HOST, TUNNEL | NBMA | BY_KEY),
     Row("a tunnel to one remote address", IPIP, HOST, TUNNEL),
     Row("a gre tunnel", GRE1, HOST, TUNNEL | NBMA),
     Row("a sit tunnel", SIT0, HOST, TUNNEL | NBMA),

@@ -64,6 +64,7 @@ class DeviceFlag(IntFlag):
     PEER = 1 << 1
     TUNNEL = 1 << 2
     NBMA = 1 << 3
+    IPIP = 1 << 4
 
 
 class Role(IntEnum):

@@ -288,6 +288,8 @@ def pack_device(
         flags |= DeviceFlag.TUNNEL
         if not device.point_to_point:
             flags |= DeviceFlag.NBMA
+            if device.kind == "ipip":
+                flags |= DeviceFlag.IPIP
     # reversed(): the first address of each family wins, and a preferred one replaces it.
     by_family = {family_of(address): address for address in reversed(device.sources)}
     by_family |= {
