@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs every command of docs/install.md verbatim against a real API server.
+"""Runs every command of docs/install.md and docs/clusters.md verbatim against a real API server.
 
 Without a kubelet, the result to check is the DaemonSet that each block leaves. tests/image builds
 the image.
 """
 
+import json
 import os
 import re
 import shutil
@@ -20,6 +21,7 @@ from tests.support.cluster.kube_objects import node
 from tests.support.cluster.kubeadm import Kubeadm
 from tests.support.cluster.kubectl import MANIFESTS, OVERLAYS, Kubectl
 from tests.support.lab.lab import PATIENCE
+from tests.support.runtime import docs
 
 DOC = MANIFESTS.parent / "docs" / "install.md"
 BLOCKS = [block for _, block in re.findall(r"^(```sh)\n(.*?)^```", DOC.read_text(), re.M | re.S)]
@@ -151,3 +153,57 @@ def test_the_helm_drop_in_survives_uninstalling_the_trial(
         assert trial not in there
     found = admin.objects("-n", "kube-system", "get", "ds")
     assert [each["metadata"]["name"] for each in found] == ["kube-proxy"]
+
+
+CLUSTERS = docs.blocks("docs/clusters.md")
+TALOS = {
+    "apiVersion": "apps/v1",
+    "kind": "DaemonSet",
+    "metadata": {"name": "kube-proxy", "namespace": "kube-system"},
+    "spec": {
+        "selector": {"matchLabels": {"k8s-app": "kube-proxy", "tier": "node"}},
+        "template": {
+            "metadata": {"labels": {"k8s-app": "kube-proxy", "tier": "node"}},
+            "spec": {"containers": [{"name": "kube-proxy", "image": "none"}]},
+        },
+    },
+}
+"""The names and the selector of Talos' kube-proxy (siderolabs/talos ad882317, k8stemplates)."""
+
+
+def test_kubeadm_new_follows_a_kube_proxy_that_is_not_kubeadms(admin: Kubectl, clone: Clone):
+    """docs/clusters.md: its DaemonSet has to be deleted first."""
+    (install,) = [block for block in CLUSTERS if "kubeadm-new" in block]
+    (delete,) = [block for block in CLUSTERS if "delete daemonset" in block]
+    admin("apply", "-f", "-", stdin=json.dumps(TALOS))
+    with pytest.raises(AssertionError, match=r"spec\.selector.*field is immutable"):
+        clone(install)
+    clone(delete)
+    clone(install)
+    (daemonset,) = admin.objects("-n", "kube-system", "get", "ds")
+    (container,) = daemonset["spec"]["template"]["spec"]["containers"]
+    assert container["command"][:2] == ["kbpf", "run"]
+    (config_map,) = admin.objects("-n", "kube-system", "get", "cm/kube-proxy")
+    assert "https://192.0.2.10:6443" in config_map["data"]["kubeconfig.conf"]
+    assert 'clusterCIDR: "10.42.0.0/16"' in config_map["data"]["config.conf"]
+
+
+DOCKER = """\
+#!/bin/sh
+# A fake of `docker exec NODE COMMAND`: the node has its own mounts, and no bpffs.
+shift 2
+exec unshare --mount sh -c 'umount -l /sys/fs/bpf; "$@" && findmnt -no FSTYPE /sys/fs/bpf' sh "$@"
+"""
+
+
+def test_a_node_of_kind_gets_a_bpffs(clone: Clone, tmp_path: Path):
+    """docs/clusters.md"""
+    (block,) = [block for block in CLUSTERS if "docker exec" in block]
+    docker = tmp_path / "bin" / "docker"
+    docker.write_text(DOCKER)
+    docker.chmod(0o755)
+    assert clone(block) == "bpf\n"
+
+
+def test_every_block_of_clusters_has_a_test():
+    assert len(CLUSTERS) == 3

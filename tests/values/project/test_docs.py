@@ -3,6 +3,7 @@
 (tests/lab/cluster/test_docs.py runs those that no other test does).
 """
 
+import json
 import os
 import re
 import subprocess
@@ -35,6 +36,8 @@ OTHERS = {
     "--platform": "buildah",
     "--help": "everybody",
     "--set": "helm",
+    "--network-plugin": "az",
+    "--kube-proxy-config": "az",
 }
 """Options of other programs."""
 BLOCKS = {
@@ -46,6 +49,7 @@ BLOCKS = {
     ("README.md", "kbpf check --attached"): "tests/lab/cluster/test_drop_in.py",
     ("README.md", "kbpf run --source"): "tests/lab/cluster/test_docs.py",
     ("README.md", "kbpf inspect services"): "tests/lab/cluster/test_docs.py",
+    ("docs/clusters.md", ""): "tests/lab/cluster/test_install_doc.py",
     ("docs/configuration.md", "kbpf run --config"): "tests/lab/cluster/test_docs.py",
     ("docs/kernels.md", "kbpf check"): "tests/lab/cluster/test_docs.py",
     ("docs/install.md", ""): "tests/lab/cluster/test_install_doc.py",
@@ -68,6 +72,14 @@ def test_every_shell_block_is_run_by_a_test(page: str):
     for (on, _), test in BLOCKS.items():
         name = Path(page).name
         assert on != page or name in (ROOT / test).read_text(), f"{test} does not read {name}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_yaml_and_json_blocks_can_be_parsed(page: str):
+    for kind, load in (("yaml", yaml.safe_load_all), ("json", lambda text: [json.loads(text)])):
+        for block in docs.blocks(page, kind):
+            assert all(isinstance(each, dict) for each in load(block)), block
+    assert docs.blocks(page, "text") == [], "commands are blocks of kind sh, which a test runs"
 
 
 KUBECTL = """\
