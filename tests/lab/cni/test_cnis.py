@@ -80,8 +80,8 @@ def test_a_host_port_of_the_portmap_plugin(cluster: CniCluster, node: str) -> No
 
 @pytest.mark.parametrize("v6", [False, True], ids=["v4", "v6"])
 def test_pods_and_daemons_change_under_load(cluster: CniCluster, v6: bool) -> None:
-    """A pod is added meanwhile. Where the CNI has a daemon (flannel), every node's ends and starts
-    again before that.
+    """A pod is added meanwhile. Where the CNI has a daemon (flannel, kube-router), every node's
+    ends and starts again before that.
     """
     # By the other node: flanneld gives host-1's connections to b1 random ports of its node, which
     # must not be those of outside's connections to b1 (docs/limits.md).
