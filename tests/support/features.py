@@ -116,6 +116,11 @@ def _nfs() -> bool:
     return {"nfsd", "nfs4"} <= set(known)
 
 
+def _smb() -> bool:
+    modules.load(("cifs",))
+    return "cifs" in Path("/proc/filesystems").read_text().split()
+
+
 def _tunnels() -> bool:
     # Not loaded: each of these modules adds a device to every network namespace.
     return all(modules.probe_module(name).works for name in TUNNEL_MODULES)
@@ -195,6 +200,7 @@ FEATURES = {
         "AppArmor", lambda: Path("/sys/kernel/security/apparmor/profiles").exists()
     ),
     "nfs": Feature("NFS, client and server", _nfs),
+    "smb": Feature("SMB mounts", _smb),
     "tun": Feature("tun devices", _tun),
     "br_netfilter": Feature("br_netfilter", _br_netfilter),
     "tunnels": Feature("tunnels of IP in IP", _tunnels),

@@ -13,7 +13,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -30,7 +30,8 @@ from tests.support.runtime import pods
 
 pytestmark = needs("nfs")
 NFS, WEB, HOSTED = "10.96.0.50", "10.96.0.51", "10.96.0.52"
-NFS_PORT = 2049
+SMB, SMB_HOSTED = "10.96.0.53", "10.96.0.54"
+NFS_PORT, SMB_PORT = 2049, 445
 SERVER = Path(pods.__file__).with_name("nfs_server.py")
 OPTIONS = f"vers=4.1,sec=sys,addr={NFS},clientaddr=0.0.0.0,soft,timeo=30,retrans=1"
 """A server that does not answer for some seconds is an error instead of a wait without end."""
@@ -83,6 +84,10 @@ def field(request: pytest.FixtureRequest) -> Iterator[Field]:
             made.slice("web", "a1", slice_port(8080)),
             service("hosted", port(80), cluster_ip=HOSTED),
             made.slice("hosted", "a-net", slice_port(HOST_PORT)),
+            service("smb", port(SMB_PORT), cluster_ip=SMB),
+            made.slice("smb", "a1", slice_port(SMB_PORT)),
+            service("smb-hosted", port(SMB_PORT), cluster_ip=SMB_HOSTED),
+            made.slice("smb-hosted", "a-net", slice_port(SMB_PORT)),
         )
         made.settle()
         yield made
@@ -183,22 +188,68 @@ def test_mount_of_a_cluster_ip_follows_its_pod(field: Field, share: Path, tmp_pa
         server.stop()
 
 
-@needs("mptcp")
-def test_kernel_socket_that_a_process_connects(field: Field) -> None:
-    """The first connection of an SMB mount is made by the process that mounts, so its cgroup says
-    nothing. An MPTCP socket is such a case, too: its TCP socket is the kernel's.
-    """
-    host = field["host-1"]
+def connect_mptcp(host: Place, address: str) -> set[str]:
+    """The peers of an MPTCP socket's TCP socket, which is the kernel's."""
 
-    def dial(address: str) -> set[str]:
+    def dial() -> set[str]:
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM, IPPROTO_MPTCP) as client:
             client.settimeout(10)
             client.connect((address, 80))
             return {peer for number in (80, 8080, HOST_PORT) for peer in peers(host, number)}
 
-    def dialled(address: str) -> set[str]:
-        return there(host, lambda: dial(address))
+    return there(host, dial)
 
-    assert dialled(WEB) == {expected_peer(WEB, field["a1"])}
+
+def connect_smb(host: Place, address: str) -> set[str]:
+    """The peers of a mount(2) that waits for the first answer of its server."""
+    options = f"ip={address},unc=\\\\{address}\\share,username=kbpf,password=kbpf,vers=3.0"
+    command = (
+        "mount",
+        "--internal-only",
+        "-t",
+        "cifs",
+        "-o",
+        options,
+        f"//{address}/share",
+        "/mnt",
+    )
+    with subprocess.Popen(inside(host.netns, None, *command)) as process:
+        try:
+            until("the kernel has connected", lambda: peers(host, SMB_PORT))
+            return peers(host, SMB_PORT)
+        finally:
+            process.kill()
+            until("the connection has ended", lambda: not peers(host, SMB_PORT))
+
+
+CONNECTS = (
+    pytest.param(connect_mptcp, WEB, HOSTED, id="mptcp", marks=needs("mptcp")),
+    pytest.param(connect_smb, SMB, SMB_HOSTED, id="smb", marks=needs("smb")),
+)
+
+
+@pytest.fixture
+def silent_servers(field: Field) -> Iterator[None]:
+    """SMB servers that take connections and never answer: in the Pod, and in its node's network."""
+    with contextlib.ExitStack() as stack:
+        for place in (field["a1"], field["host-1"]):
+            server = there(place, lambda: socket.create_server(("0.0.0.0", SMB_PORT)))
+            stack.enter_context(server)
+        yield
+
+
+@pytest.mark.parametrize(("connect", "service_ip", "hosted_ip"), CONNECTS)
+def test_kernel_socket_that_a_process_connects(
+    field: Field,
+    silent_servers: None,
+    connect: Callable[[Place, str], set[str]],
+    service_ip: str,
+    hosted_ip: str,
+) -> None:
+    """The first connection of an SMB mount is made by the process that mounts, so its cgroup says
+    nothing.
+    """
+    host = field["host-1"]
+    assert connect(host, service_ip) == {expected_peer(service_ip, field["a1"])}
     # Packets would not reach a backend in the node's own network.
-    assert dialled(HOSTED) == {NODES4[0]}
+    assert connect(host, hosted_ip) == {NODES4[0]}
