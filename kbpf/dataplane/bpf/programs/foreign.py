@@ -120,7 +120,8 @@ def _find_at_hook(point: Point, prober: HookProber | None) -> Iterator[ForeignPr
             program = ForeignProgram(0, runner.place, point.direction, point.device.name)
         if program is None:
             continue
-        if is_kbpf_program(runner.program_id, f"tc_{point.direction}"):
+        name = f"tc_{point.direction}"
+        if program.name == name and is_kbpf_program(runner.program_id, name):
             yield program._replace(is_kbpf=True)
             continue
         if is_taker and outcome is not None:
