@@ -44,14 +44,18 @@ from kbpf.kernel.net.uapi import (
     IFLA_MTU,
     RT_SCOPE_LINK,
     RTEXT_FILTER_SKIP_STATS,
+    RTM_DELADDR,
     RTM_DELLINK,
     RTM_GETADDR,
     RTM_GETLINK,
     RTM_NEWADDR,
     RTM_NEWLINK,
+    RTM_NEWTFILTER,
     RTMGRP_IPV4_IFADDR,
     RTMGRP_IPV6_IFADDR,
     RTMGRP_LINK,
+    RTMGRP_TC,
+    TCA_KIND,
 )
 from kbpf.kernel.system import sysctl
 from kbpf.kernel.system.polling import wait_readable
@@ -83,6 +87,7 @@ BRIDGE_NETFILTER: Final = (
 """Sysctls of the module br_netfilter: for all bridges of the network namespace."""
 
 
+_TCMSG: Final = struct.Struct("=BxxxiIII")
 _IFINFOMSG: Final = struct.Struct("=BxHiII")
 _EXT_MASK_ATTR: Final = pack_attribute(IFLA_EXT_MASK, struct.pack("=I", RTEXT_FILTER_SKIP_STATS))
 
@@ -226,20 +231,25 @@ def _parse_mac(raw: bytes) -> bytes:
 class DeviceEvents(NamedTuple):
     """Changes of devices. `received`: whether there was any. `deleted`: ifindexes of devices that
     were deleted or moved to another namespace; None if notifications were lost, so that this is
-    unknown.
+    unknown. `filters`: whether another tool has added or replaced a cls_bpf filter.
     """
 
     received: bool
     deleted: Collection[int] | None = frozenset()
+    filters: bool = False
 
 
 class DeviceMonitor(Rtnetlink):
     """Receives notifications about devices and their addresses (what we do on a device depends on
     both). Earlier changes are not reported: list the devices after opening it.
+
+    `own_filters`: also about cls_bpf filters that have none of these handles.
     """
 
-    def __init__(self) -> None:
-        super().__init__(RTMGRP_LINK | RTMGRP_IPV4_IFADDR | RTMGRP_IPV6_IFADDR)
+    def __init__(self, own_filters: Collection[int] | None = None) -> None:
+        groups = RTMGRP_LINK | RTMGRP_IPV4_IFADDR | RTMGRP_IPV6_IFADDR
+        super().__init__(groups if own_filters is None else groups | RTMGRP_TC)
+        self._own_filters = own_filters or ()
 
     def wait(self, timeout: float, wake_fd: int) -> DeviceEvents:
         """Waits up to `timeout` seconds for notifications, or until `wake_fd` is readable. Returns
@@ -250,7 +260,20 @@ class DeviceMonitor(Rtnetlink):
         deleted = {
             _IFINFOMSG.unpack_from(message.body)[2] for message in messages if _is_deletion(message)
         }
-        return DeviceEvents(lost or bool(messages), None if lost else deleted)
+        received = lost or any(message.msg_type in _DEVICE_MESSAGES for message in messages)
+        return DeviceEvents(
+            received, None if lost else deleted, any(map(self._is_foreign_filter, messages))
+        )
+
+    def _is_foreign_filter(self, message: Message) -> bool:
+        if message.msg_type != RTM_NEWTFILTER:
+            return False
+        handle: int = _TCMSG.unpack_from(message.body)[2]
+        kind = parse_attributes(message.body[_TCMSG.size :]).get(TCA_KIND, b"")
+        return parse_string(kind) == "bpf" and handle not in self._own_filters
+
+
+_DEVICE_MESSAGES: Final = frozenset((RTM_NEWLINK, RTM_DELLINK, RTM_NEWADDR, RTM_DELADDR))
 
 
 def _is_deletion(message: Message) -> bool:

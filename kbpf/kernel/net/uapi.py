@@ -33,6 +33,7 @@ SO_COOKIE: Final = 57
 
 # linux/rtnetlink.h
 RTMGRP_LINK: Final = 0x1
+RTMGRP_TC: Final = 0x8
 RTMGRP_IPV4_IFADDR: Final = 0x10
 RTMGRP_IPV6_IFADDR: Final = 0x100
 RTM_NEWLINK: Final = 16

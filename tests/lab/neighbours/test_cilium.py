@@ -40,8 +40,8 @@ NAMES = {
     ("pod", Direction.INGRESS): "cil_from_container",
     ("pod", Direction.EGRESS): "cil_to_container",
 }
-MOVED_WITHIN_S = 45
-"""The agent looks every 30 s."""
+MOVED_WITHIN_S = 10
+"""The kernel notifies of new filters."""
 
 
 class Case(NamedTuple):

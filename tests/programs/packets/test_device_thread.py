@@ -19,8 +19,9 @@ from kbpf.kernel.bpf import objects
 from kbpf.kernel.bpf.clsact import Direction
 from kbpf.kernel.bpf.objects import Program
 from kbpf.kernel.bpf.tc import ATTACH_TYPE, Attachment, AttachMethod, TcAttacher
+from kbpf.kernel.probe_result import Probe
 from kbpf.kernel.system import netns
-from tests.programs.packets.tc.net import Net, idle, insn, program_id
+from tests.programs.packets.tc.net import Net, both_directions, idle, insn, program_id
 from tests.support.lab.lab import PATIENCE, ip, until
 
 PODS = ("cali0", "cali1", "cali2")
@@ -269,6 +270,25 @@ def test_added_and_deleted_devices_are_followed(node: Site, first: Generation):
         "only its pins are deleted",
         lambda: {p.name.partition("-")[0] for p in pins.iterdir()} == kept,
     )
+
+
+@pytest.mark.parametrize("node", [AttachMethod.CLSACT], indirect=True)
+@both_directions
+def test_filter_that_is_added_before_ours_is_passed_soon(
+    node: Site, first: Generation, direction: Direction, monkeypatch: pytest.MonkeyPatch
+):
+    """The kernel notifies of filters, so no 30 s pass."""
+    monkeypatch.setattr("kbpf.kernel.bpf.tc.probe_tcx", lambda: Probe(False, "as before Linux 6.6"))
+    node.ready(first)
+    net, path = node.net, node.net.folder / "theirs"
+    with idle("theirs") as theirs:
+        theirs.pin(path)
+        for handle in (1, 2):
+            filter_ = f"filter add dev here {direction} prio 1 handle {handle} bpf da object-pinned"
+            net.tc(*filter_.split(), str(path))
+            assert net.filters(direction)[0] != "kbpf"
+            until("ours is first", lambda: net.filters(direction)[0] == "kbpf", PATIENCE)
+        path.unlink()
 
 
 def test_device_moved_to_another_namespace_loses_our_programs(node: Site, first: Generation):

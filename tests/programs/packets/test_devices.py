@@ -13,7 +13,7 @@ import pytest
 from kbpf.dataplane.bpf.packet_path.attach import DeviceAttachments, DeviceReport, PickProgram
 from kbpf.dataplane.bpf.packet_path.device_roles import DeviceRole
 from kbpf.errors import KernelError
-from kbpf.kernel.bpf.clsact import Direction
+from kbpf.kernel.bpf.clsact import Direction, FilterIdentity
 from kbpf.kernel.bpf.objects import Link, Program
 from kbpf.kernel.bpf.tc import ATTACH_TYPE, AttachMethod
 from kbpf.kernel.net.devices import (
@@ -199,6 +199,27 @@ def test_monitor_names_deleted_devices(net: Net, pods: str, wake: int):
         gone: set[int] = set()
         until("it is reported", lambda: gone.update(watch.wait(0.1, wake).deleted or ()) or gone)
         assert gone == {index["three"]}
+
+
+def test_monitor_reports_filters_of_others(net: Net, wake: int):
+    ours = FilterIdentity()
+    changes = (
+        ("qdisc add dev here clsact", False),
+        ("filter add dev here egress prio 1 handle 1 bpf da object-pinned {}", True),
+        ("filter replace dev here egress prio 1 handle 1 bpf da object-pinned {}", True),
+        (
+            f"filter add dev here egress prio 1 handle {ours.handle} bpf da object-pinned {{}}",
+            False,
+        ),
+        ("filter add dev here egress prio 2 u32 match u32 0 0 classid 1:1", False),
+        ("filter del dev here egress prio 1 handle 1 bpf", False),
+    )
+    path = net.folder / "theirs"
+    with idle("theirs") as program, net.inside(lambda: DeviceMonitor(ours.handles)) as watch:
+        program.pin(path)
+        for change, expected in changes:
+            net.tc(*change.format(path).split())
+            assert watch.wait(0.5, wake) == DeviceEvents(False, frozenset(), expected), change
 
 
 def test_wait_ends_when_the_eventfd_is_written(net: Net, wake: int):

@@ -2,7 +2,7 @@
 """The device thread: keeps the attachments in line with the node's devices.
 
 It receives rtnetlink notifications and acts within milliseconds. Every 30 s it reads everything
-from the kernel, in case a notification is missing.
+from the kernel, in case a notification is missing, and because there is none about TCX programs.
 
 Creating a TCX link takes 25 ms per device, so the main thread, which writes the maps, leaves that
 to this one and waits only where the order matters: where programs of an earlier agent are attached.
@@ -34,6 +34,8 @@ from kbpf.dataplane.bpf.packet_path.attach import DeviceAttachments, PickProgram
 from kbpf.dataplane.bpf.packet_path.device_roles import RoleChoice
 from kbpf.dataplane.bpf.programs.foreign import ForeignProgram
 from kbpf.errors import KbpfError, OutdatedDevicesError
+from kbpf.kernel.bpf import tc
+from kbpf.kernel.bpf.clsact import DEFAULT_IDENTITY
 from kbpf.kernel.net.devices import Device, DeviceMonitor, list_devices
 from kbpf.kernel.system import threads
 from kbpf.model.status import MAX_FAILED_DEVICES
@@ -42,6 +44,10 @@ log = logging.getLogger("kbpf.dataplane")
 
 RESYNC_INTERVAL_S: Final = 30.0
 """Interval between two full checks without events, in seconds."""
+
+FILTER_DELAY_S: Final = 1.0
+"""A full check follows a filter of another tool, which may run before ours, after this time: one
+check for a burst."""
 
 RETRY_DELAY_S: Final = 1.0
 PUBLISH_STALL_TIMEOUT_S: Final = 10.0
@@ -182,7 +188,8 @@ class DeviceReconciler:
     def _run(self) -> None:
         while not self._is_stopping():
             try:
-                with DeviceMonitor() as watch:
+                own_filters = None if tc.probe_tcx().works else DEFAULT_IDENTITY.handles
+                with DeviceMonitor(own_filters) as watch:
                     self._watch_devices(watch)
             except KbpfError as error:
                 self._report_failure(str(error))
@@ -202,6 +209,8 @@ class DeviceReconciler:
             change = watch.wait(max(0.0, due - time.monotonic()), self._wake_fd)
             was_woken = self._read_wake()
             now = time.monotonic()
+            if change.filters:
+                full_sync_due = min(full_sync_due, now + FILTER_DELAY_S)
             if now >= full_sync_due or not is_synced or change.deleted is None:
                 full_sync_due = now + RESYNC_INTERVAL_S
                 is_synced = self._sync(None)
