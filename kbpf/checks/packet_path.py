@@ -122,7 +122,8 @@ def _attach_rows() -> Iterator[CheckRow]:
     fallback = f"{links.reason}: filters on clsact qdiscs are used instead (tc filter show)"
     advice = (
         "since Linux 6.6; before that, the kernel needs CONFIG_NET_SCH_INGRESS and "
-        "CONFIG_NET_CLS_BPF, and deleting a device's clsact qdisc detaches kbpf from it"
+        "CONFIG_NET_CLS_BPF, deleting a device's clsact qdisc detaches kbpf from it, and Pods with "
+        "kubernetes.io/egress-bandwidth see their clients' own addresses (docs/limits.md)"
     )
     yield make_row(Check.TCX, Probe(links.works, fallback), advice, needed=False)
 

@@ -57,6 +57,11 @@ from kbpf.kernel.net.uapi import (
 CLSACT_HANDLE_PARENT: Final = (0xFFFF0000, 0xFFFFFFF1)
 """Handle and parent of a clsact qdisc (TC_H_CLSACT), and also of the older qdisc "ingress"."""
 
+INGRESS_QDISC_HINT: Final = (
+    "it has an 'ingress' qdisc; egress needs a clsact, or Linux 6.6. If the CNI plugin bandwidth "
+    "limits what a Pod sends, the Pod sees its clients' own addresses; else delete the qdisc"
+)
+
 _ETH_P_ALL: Final = socket.htons(3)
 _TCMSG: Final = struct.Struct("=BxxxiIII")  # struct tcmsg: family, ifindex, handle, parent, info
 _U32: Final = struct.Struct("=I")
@@ -191,7 +196,7 @@ class ClsactFilters:
         """Adds our filter, or replaces its program atomically."""
         is_new_qdisc = self._create_qdisc(ifindex)
         if self._qdiscs().get(ifindex) == "ingress" and direction is Direction.EGRESS:
-            raise KernelError("", hint="it has an 'ingress' qdisc; egress needs a clsact")
+            raise KernelError("", hint=INGRESS_QDISC_HINT)
         filters = self.list_filters(ifindex, direction)
         ours = list(filter(self.is_ours, filters))
         program_id = program.read_info().id

@@ -33,6 +33,7 @@ from kbpf.dataplane.bpf.packet_path.device_roles import (
     directions_of,
 )
 from kbpf.dataplane.bpf.packet_path.hook_probe import HookProber
+from kbpf.dataplane.bpf.packet_path.newcomers import Newcomers
 from kbpf.dataplane.bpf.programs.foreign import ForeignProgram, find_at_devices
 from kbpf.dataplane.bpf.programs.unpinned import open_attacher
 from kbpf.errors import KernelError
@@ -86,6 +87,7 @@ class DeviceReport:
     - `failed`: device name → reason. Such a device keeps what it had and is retried by the next
       sync().
     - `complete`: whether the pass went through all stages.
+    - `waiting`: whether new devices get their programs later (newcomers.py).
     - `foreign`: programs of other load balancers on the same devices, as of the last full sync().
     """
 
@@ -97,6 +99,7 @@ class DeviceReport:
     moved: int = 0
     failed: Mapping[str, str] = field(default_factory=dict)
     complete: bool = True
+    waiting: bool = False
     foreign: tuple[ForeignProgram, ...] = ()
 
 
@@ -125,6 +128,7 @@ class DeviceAttachments:
         self._mark = mark
         self._attachments: dict[AttachPoint, tuple[Attachment, ...]] | None = None
         self._moves: dict[AttachPoint, deque[float]] = {}  # the times of the last ones
+        self._newcomers = Newcomers()
         self.prober: HookProber | None = None
         """Tries whether packets reach our programs; None: nothing is tried."""
         self._report = DeviceReport()
@@ -159,7 +163,8 @@ class DeviceAttachments:
             self._moves = {
                 point: self._moves[point] for point in self._moves if point in attachments
             }
-            sync_pass = _SyncPass(tc, attachments, pick, choices, self._moves)
+            waiting = self._newcomers.find_waiting(listing, choices, tc.method)
+            sync_pass = _SyncPass(tc, attachments, pick, choices, self._moves, waiting)
             self._attachments = None  # if this pass fails, the next one reads from the kernel
             complete = sync_pass.run(listing, should_continue)
             foreign = self._report.foreign
@@ -189,6 +194,7 @@ class DeviceAttachments:
             **sync_pass.counts,
             failed=sync_pass.failed,
             complete=complete,
+            waiting=bool(waiting),
             foreign=foreign,
         )
         return self._report
@@ -250,11 +256,13 @@ class _SyncPass:
         pick: PickProgram,
         choices: Mapping[int, RoleChoice],
         moves: dict[AttachPoint, deque[float]],
+        waiting: Collection[int],
     ) -> None:
         self._tc = tc
         self._pick = pick
         self._choices = choices
         self._moves = moves
+        self._waiting = waiting
         self.attachments = attachments
         self.counts: Counter[str] = Counter()
         self.failed: dict[str, str] = {}
@@ -301,7 +309,8 @@ class _SyncPass:
             case Stage.SWAP:
                 return role is not DeviceRole.SKIPPED and any(current.values())
             case Stage.POD | Stage.HOST | Stage.PORT:
-                return role is STAGE_ROLES[stage] and not is_complete
+                is_due = device.ifindex not in self._waiting
+                return role is STAGE_ROLES[stage] and not is_complete and is_due
             case Stage.REMOVE:
                 return role is DeviceRole.SKIPPED and any(current.values())
             case _:

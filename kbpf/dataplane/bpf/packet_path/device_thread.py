@@ -218,8 +218,8 @@ class DeviceReconciler:
                 is_synced = self._sync(change.deleted)
 
     def _sync(self, removed_devices: Collection[int] | None) -> bool:
-        """Makes one pass; returns whether no device failed. If newer programs interrupt the pass,
-        another one follows, since publish() has also written to the eventfd.
+        """Makes one pass; returns whether no device failed or has to wait. If newer programs
+        interrupt the pass, another one follows, since publish() has also written to the eventfd.
         """
         pick = self._switch_generation()
         listing = list_devices()
@@ -233,7 +233,7 @@ class DeviceReconciler:
             self._status = DeviceReconcilerStatus(
                 ready, len(report.attachments), report.failed, foreign=report.foreign
             )
-        return not report.failed
+        return not report.failed and not report.waiting
 
     def _switch_generation(self) -> PickProgram:
         """Switches to the newest programs and closes the previous ones."""
