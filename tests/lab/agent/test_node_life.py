@@ -6,9 +6,12 @@ other addresses, IPv6. The objects are files, so that other kernels run this too
 import contextlib
 import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
+from kbpf.kernel.net.ipvs import IpvsClient, IpvsCommand, IpvsRequest
+from kbpf.kernel.system import netns
 from tests.support.cluster.kube_objects import (
     endpoint,
     endpoint_slice,
@@ -88,9 +91,17 @@ def forget_all(home: FolderNode) -> None:
     home.agent.kill()
     home.agent.remove_pins()
     if MODE == "ipvs":
-        netns = home.agent.node.netns
-        for command in ("ipvsadm -C", "nft flush ruleset", "ip link del kbpf-ipvs0"):
-            run("nsenter", f"--net=/run/netns/{netns}", *command.split())
+        folder = Path("/run/netns") / home.agent.node.netns
+        netns.run_in(folder, delete_virtual_services)
+        for command in ("nft flush ruleset", "ip link del kbpf-ipvs0"):
+            run("nsenter", f"--net={folder}", *command.split())
+
+
+def delete_virtual_services() -> None:
+    with contextlib.closing(IpvsClient()) as client:
+        delete = IpvsCommand.IPVS_CMD_DEL_SERVICE
+        client.try_apply([IpvsRequest(delete, key) for key, _ in client.list_services()])
+        assert client.list_services() == []
 
 
 def test_node_reboots(home: FolderNode) -> None:
