@@ -202,11 +202,12 @@ class BpfPlane:
         claimed. Retiring has to wait while some objects could not be read, since they may claim it.
         """
         state = self._state
-        is_first, state.is_first_apply = state.is_first_apply, False
+        is_first = state.is_first_apply
         if is_first:
             if not foreign.serves_already(self._pins):  # one that started at the same moment
                 self._refuse_neighbours(self._config.cgroup or mounts.find_cgroup_root())
             hooks_changed = self._attachments.publish()
+            state.is_first_apply = False  # only now: after an error nothing may be attached
             self._attachments.remove_unused_packet_path()
             self._attachments.packets.catch_up()
             log.info("socket hooks attached changed=%d", hooks_changed)

@@ -19,6 +19,7 @@ import pytest
 
 from kbpf.checks import neighbours
 from kbpf.checks.verdict import compute_verdict
+from kbpf.dataplane.bpf.hooks import HOOKS
 from kbpf.dataplane.bpf.inspect import devices
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.dataplane.bpf.packet_path import attach, device_thread
@@ -80,6 +81,19 @@ def attached() -> dict[Direction, list[int]]:
         }
 
 
+def attached_hooks(cgroup: Path) -> dict[str, tuple[int, ...]]:
+    """The ids of all programs at the socket hooks of this cgroup."""
+    descriptor = os.open(cgroup, os.O_RDONLY)
+    try:
+        return {
+            hook.name: unpinned.attached_program_ids(descriptor, hook.attach_type)
+            for hook in HOOKS
+            if not hook.only_counts
+        }
+    finally:
+        os.close(descriptor)
+
+
 @contextmanager
 def second_site(first: Site, **arguments: Path) -> Iterator[Site]:
     other = Site(first.cache, **arguments)
@@ -138,10 +152,14 @@ def test_agent_that_started_at_the_same_moment_is_refused_at_the_first_apply(
         with second_site(site, cgroup=site.cgroup) as other:
             second = other.open(packet_path=True, devices=("up0",))
             serve(site)
-            before = attached()
+            before, hooks = attached(), attached_hooks(site.cgroup)
+            assert set(map(len, hooks.values())) == {1}
             with pytest.raises(KernelError, match="not pinned in this folder"):
                 second.apply(WEB, None)
+            second.tick(time.monotonic() + 60)
+            second.write_status(b"it runs on")
             assert attached() == before
+            assert attached_hooks(site.cgroup) == hooks
             assert not (other.pins / "links").exists()
             site.remove()
             second.apply(WEB, None)
