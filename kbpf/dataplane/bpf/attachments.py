@@ -19,6 +19,7 @@ from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.dataplane.bpf.packet_path import packet_path
 from kbpf.dataplane.bpf.packet_path.flow_gc import FlowGarbageCollector
 from kbpf.dataplane.bpf.packet_path.lifecycle import PacketPathLifecycle
+from kbpf.dataplane.bpf.packet_path.newcomers import describe_limited
 from kbpf.dataplane.bpf.programs import foreign
 from kbpf.dataplane.bpf.programs.foreign import ForeignProgram
 from kbpf.dataplane.bpf.programs.hook_config import HookConfig
@@ -176,6 +177,8 @@ class Attachments:
             lines = (*lines, self._describe_exemptions())
         unmatched = packets.current.unmatched if packets.current is not None else ()
         lines = (*lines, *self._report_foreign())
+        if packets.current is not None and (limited := packets.current.status().limited):
+            lines = (*lines, describe_limited(limited))
         return (*lines, *(f"--device {pattern} matches no device" for pattern in unmatched))
 
     def _describe_exemptions(self) -> str:

@@ -26,7 +26,10 @@ class BpfAccess(SharedAccess):
         return msgspec.structs.replace(
             self.collector.read(dict(self.agent_maps.fill)),
             hooks=tuple(self.attachments.hooks.states.items()),
-            foreign_programs=len(self.attachments.foreign_programs()),
+            # filters of other kinds are no balancers
+            foreign_programs=sum(
+                bool(foreign.program) for foreign in self.attachments.foreign_programs()
+            ),
         )
 
     def refresh_neighbours(self) -> None:

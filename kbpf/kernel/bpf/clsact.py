@@ -58,8 +58,7 @@ CLSACT_HANDLE_PARENT: Final = (0xFFFF0000, 0xFFFFFFF1)
 """Handle and parent of a clsact qdisc (TC_H_CLSACT), and also of the older qdisc "ingress"."""
 
 INGRESS_QDISC_HINT: Final = (
-    "it has an 'ingress' qdisc; egress needs a clsact, or Linux 6.6. If the CNI plugin bandwidth "
-    "limits what a Pod sends, the Pod sees its clients' own addresses; else delete the qdisc"
+    "it has an 'ingress' qdisc; egress needs a clsact, or Linux 6.6: delete the qdisc"
 )
 
 _ETH_P_ALL: Final = socket.htons(3)
@@ -93,6 +92,13 @@ class Filter(NamedTuple):
     handle: int
     name: str
     program_id: int
+
+    @property
+    def is_hash_table(self) -> bool:
+        """The kind u32 also dumps its hash tables. Their handles have no number of a filter
+        (TC_U32_NODE in linux/pkt_cls.h).
+        """
+        return self.kind == "u32" and not self.handle & 0xFFF
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,11 +171,14 @@ class ClsactFilters:
 
     def list_filters(self, ifindex: int, direction: Direction) -> tuple[Filter, ...]:
         """All filters of this device, in the order in which they run."""
-        qdisc = self._qdiscs().get(ifindex)
         # An "ingress" qdisc has only one side, but dumps it for both.
-        if qdisc is None or (qdisc == "ingress" and direction is Direction.EGRESS):
+        if ifindex not in self._qdiscs() or not self.has_place(ifindex, direction):
             return ()
         return tuple(_parse_filters(self._dump(ifindex, direction)))
+
+    def has_place(self, ifindex: int, direction: Direction) -> bool:
+        """Whether the device's qdisc, if it has one, has this direction."""
+        return direction is Direction.INGRESS or self._qdiscs().get(ifindex) != "ingress"
 
     def list_ours(self, ifindex: int, direction: Direction) -> tuple[Filter, ...]:
         """Our filters there: one, or two if an agent was killed while it moved one."""
@@ -195,7 +204,7 @@ class ClsactFilters:
     def attach(self, ifindex: int, direction: Direction, program: Program) -> None:
         """Adds our filter, or replaces its program atomically."""
         is_new_qdisc = self._create_qdisc(ifindex)
-        if self._qdiscs().get(ifindex) == "ingress" and direction is Direction.EGRESS:
+        if not self.has_place(ifindex, direction):
             raise KernelError("", hint=INGRESS_QDISC_HINT)
         filters = self.list_filters(ifindex, direction)
         ours = list(filter(self.is_ours, filters))

@@ -177,8 +177,13 @@ class TcAttacher:
             *(
                 Runner(filter_.program_id, describe_filter(filter_), self._filters.is_ours(filter_))
                 for filter_ in self._filters.list_filters(ifindex, direction)
+                if not filter_.is_hash_table
             ),
         )
+
+    def has_place(self, ifindex: int, direction: Direction) -> bool:
+        """False where another tool's "ingress" qdisc keeps our filters from egress."""
+        return self.method is AttachMethod.TCX or self._filters.has_place(ifindex, direction)
 
     def attach(self, ifindex: int, direction: Direction, program: Program) -> Attachment | None:
         """Attaches a program, or replaces the one attached by the same method. Returns None if the

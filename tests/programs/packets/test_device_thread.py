@@ -334,7 +334,7 @@ def test_failed_device_is_reported_stops_no_other_and_is_retried(
         node.ready(first)
         assert list(node.reconciler.status().failed) == ["cali1"]
         assert node.has(first, ALL - {"cali1"})
-        assert node.settled == 0
+        assert node.settled, "no device runs an older program"
         first.others.clear()
         until("it has programs", lambda: node.has(first))
         until(
@@ -350,14 +350,17 @@ def test_device_with_older_programs_is_reported_until_swapped(
     monkeypatch.setattr(module, "RETRY_DELAY_S", 0.1)
     node.ready(first)
     assert node.reconciler.is_rolled_out
+    settled = node.settled
     with Program.load("wrong", 8, 0, insn(0xB7, 0, 0, 1) + insn(0x95)) as wrong:  # CGROUP_SKB
         second.others["cali1"] = wrong
         with pytest.raises(OutdatedDevicesError, match=r"not all devices .* \(cali1\)"):
             node.publish(second)
         assert node.runs() == {name: {first.id if name == "cali1" else second.id} for name in ALL}
         assert not node.reconciler.is_rolled_out
+        assert node.settled == settled, "one device runs an older program"
         second.others.clear()
         until("it is swapped", lambda: node.reconciler.is_rolled_out)
+        until("older programs are not needed", lambda: node.settled > settled)
         assert node.has(second)
 
 

@@ -33,7 +33,7 @@ from kbpf.dataplane.bpf.packet_path.device_roles import (
     directions_of,
 )
 from kbpf.dataplane.bpf.packet_path.hook_probe import HookProber
-from kbpf.dataplane.bpf.packet_path.newcomers import Newcomers
+from kbpf.dataplane.bpf.packet_path.newcomers import Newcomers, describe_limited
 from kbpf.dataplane.bpf.programs.foreign import ForeignProgram, find_at_devices
 from kbpf.dataplane.bpf.programs.unpinned import open_attacher
 from kbpf.errors import KernelError
@@ -89,6 +89,8 @@ class DeviceReport:
     - `complete`: whether the pass went through all stages.
     - `waiting`: whether new devices get their programs later (newcomers.py).
     - `foreign`: programs of other load balancers on the same devices, as of the last full sync().
+    - `outdated`: devices among `failed` on which a program is attached that does not belong there.
+    - `limited`: pod devices without our program at egress, since an "ingress" qdisc has its place.
     """
 
     choices: Mapping[int, RoleChoice] = field(default_factory=dict)
@@ -101,6 +103,8 @@ class DeviceReport:
     complete: bool = True
     waiting: bool = False
     foreign: tuple[ForeignProgram, ...] = ()
+    outdated: frozenset[str] = frozenset()
+    limited: tuple[str, ...] = ()
 
 
 class DeviceAttachments:
@@ -172,8 +176,14 @@ class DeviceAttachments:
                 ours = {attachment.ifindex for attachment in sync_pass.all_attachments}
                 if self.prober is not None:
                     self.prober.begin_pass(choices)
-                foreign = find_at_devices(
+                at_devices = find_at_devices(
                     tc, (device for device in listing if device.ifindex in ours), self.prober
+                )
+                # the filter of a limit is no program, and it is known what it does
+                foreign = tuple(
+                    runner
+                    for runner in at_devices
+                    if runner.program or runner.device not in sync_pass.limited
                 )
         if not sync_pass.failed:
             self._attachments = sync_pass.attachments
@@ -183,6 +193,9 @@ class DeviceAttachments:
                 name,
                 sync_pass.failed[name],
             )
+        limited = tuple(sorted(sync_pass.limited))
+        if limited and not self._report.limited:  # later ones of the node are not news
+            log.warning("%s", describe_limited(limited))
         if sync_pass.counts:
             log.info(
                 "packet programs changed on devices %s",
@@ -196,6 +209,8 @@ class DeviceAttachments:
             complete=complete,
             waiting=bool(waiting),
             foreign=foreign,
+            outdated=frozenset(sync_pass.outdated),
+            limited=limited,
         )
         return self._report
 
@@ -267,6 +282,8 @@ class _SyncPass:
         self.counts: Counter[str] = Counter()
         self.failed: dict[str, str] = {}
         self.not_swapped: set[str] = set()
+        self.outdated: set[str] = set()
+        self.limited: set[str] = set()
         self._vanished: set[int] = set()
         self._ids: dict[int, int] = {}  # by descriptor, since reading an id is a system call
 
@@ -291,8 +308,10 @@ class _SyncPass:
                         self._sync_device(device, direction)
                 except KernelError as error:
                     self.failed[device.name] = str(error)
-                    if stage is Stage.SWAP and self._runs_old_program(device):
-                        self.not_swapped.add(device.name)
+                    if self._runs_old_program(device):
+                        self.outdated.add(device.name)
+                        if stage is Stage.SWAP:
+                            self.not_swapped.add(device.name)
         return should_continue(Stage.COMPLETE, self.not_swapped)
 
     def _has_work_in(self, device: Device, stage: Stage) -> bool:
@@ -343,6 +362,13 @@ class _SyncPass:
         """
         program = self._choose_program(device, direction)
         point = device.ifindex, direction
+        if (
+            program is not None
+            and self._choices[device.ifindex].role is DeviceRole.POD
+            and not self._tc.has_place(device.ifindex, direction)
+        ):
+            self.limited.add(device.name)
+            program = None
         current = self.attachments.get(point, ())
         same_method = [attachment for attachment in current if attachment.method is self._tc.method]
         if program is not None and [attachment.program_id for attachment in same_method] != [

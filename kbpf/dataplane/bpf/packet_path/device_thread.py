@@ -14,8 +14,8 @@ to this one and waits only where the order matters: where programs of an earlier
    for ever: publish() then raises OutdatedDevicesError, and the programs stay handed over. The old
    program on that device is swapped as soon as possible, and its maps are kept until then
    (lifecycle.py).
-4. The pins of the old programs keep their tail calls alive. They are removed after a pass without
-   failures, so a device with an old program keeps all parts of it.
+4. The pins of the old programs keep their tail calls alive. They are removed after a pass that
+   leaves no old program on any device. A device that gets no program at all does not count.
 
 A generation of programs belongs to the main thread until it is handed over, and then to the device
 thread, which closes it once it has the next one. So neither closes a descriptor that the other may
@@ -50,6 +50,10 @@ FILTER_DELAY_S: Final = 1.0
 check for a burst."""
 
 RETRY_DELAY_S: Final = 1.0
+MAX_RETRY_DELAY_S: Final = 30.0
+"""A device that fails is tried again after RETRY_DELAY_S, and each further time after twice as
+long, up to this time."""
+
 PUBLISH_STALL_TIMEOUT_S: Final = 10.0
 """If no progress is made for this long, publish() stops waiting."""
 
@@ -76,6 +80,7 @@ class DeviceReconcilerStatus:
     - `failed`: device name → reason.
     - `problem`: why devices cannot be read, or why publish() stopped waiting; "" if neither.
     - `foreign`: programs of other load balancers on the same devices.
+    - `limited`: see DeviceReport.
     """
 
     ready: bool = False
@@ -83,6 +88,31 @@ class DeviceReconcilerStatus:
     failed: Mapping[str, str] = field(default_factory=dict)
     problem: str = ""
     foreign: tuple[ForeignProgram, ...] = ()
+    limited: tuple[str, ...] = ()
+
+
+class DeviceRetries:
+    """When to try again the devices that failed. A device that fails for good would else cost a
+    full pass each second.
+    """
+
+    def __init__(self) -> None:
+        self._by_name: dict[str, tuple[float, float]] = {}  # device name → delay, due time
+
+    @property
+    def due(self) -> float:
+        """The next time (time.monotonic), infinity if no device failed."""
+        return min((due for _, due in self._by_name.values()), default=float("inf"))
+
+    def update(self, failed: Collection[str], now: float) -> None:
+        """`failed`: those that failed in the pass that has just ended."""
+        previous, self._by_name = self._by_name, {}
+        for name in failed:
+            delay, due = previous.get(name, (0.0, 0.0))
+            if now >= due:
+                delay = min(2 * delay, MAX_RETRY_DELAY_S) or RETRY_DELAY_S
+                due = now + delay
+            self._by_name[name] = delay, due
 
 
 class DeviceReconciler:
@@ -111,6 +141,7 @@ class DeviceReconciler:
         self._thread: threads.SupervisedThread | None = None
         # What the thread attaches in this pass. Written only by the thread, under the lock.
         self._current: ProgramGeneration | None = None
+        self._retries = DeviceRetries()
         self._wake_fd = -1  # an eventfd that interrupts the wait for notifications
 
     def status(self) -> DeviceReconcilerStatus:
@@ -200,25 +231,25 @@ class DeviceReconciler:
     def _watch_devices(self, watch: DeviceMonitor) -> None:
         """Synchronizes the devices at each event, until stopped."""
         full_sync_due = time.monotonic() + RESYNC_INTERVAL_S
-        is_synced = self._sync(None)
+        is_waiting = self._sync(None)
         while not self._is_stopping():
             threads.heartbeat()
-            due = (
-                full_sync_due if is_synced else min(full_sync_due, time.monotonic() + RETRY_DELAY_S)
-            )
+            due = min(full_sync_due, self._retries.due)
+            if is_waiting:
+                due = min(due, time.monotonic() + RETRY_DELAY_S)
             change = watch.wait(max(0.0, due - time.monotonic()), self._wake_fd)
             was_woken = self._read_wake()
             now = time.monotonic()
             if change.filters:
                 full_sync_due = min(full_sync_due, now + FILTER_DELAY_S)
-            if now >= full_sync_due or not is_synced or change.deleted is None:
+            if now >= min(full_sync_due, self._retries.due) or change.deleted is None:
                 full_sync_due = now + RESYNC_INTERVAL_S
-                is_synced = self._sync(None)
-            elif change.received or was_woken:
-                is_synced = self._sync(change.deleted)
+                is_waiting = self._sync(None)
+            elif change.received or was_woken or is_waiting:
+                is_waiting = self._sync(change.deleted)
 
     def _sync(self, removed_devices: Collection[int] | None) -> bool:
-        """Makes one pass; returns whether no device failed or has to wait. If newer programs
+        """Makes one pass; returns whether a device has to wait for its programs. If newer programs
         interrupt the pass, another one follows, since publish() has also written to the eventfd.
         """
         pick = self._switch_generation()
@@ -227,13 +258,18 @@ class DeviceReconciler:
         report = self._attachments.sync(listing, pick, removed_devices, self._should_continue)
         with self._condition:
             # publish() may have brought newer programs since the pass ended
-            if report.complete and not report.failed and self._published is self._current:
+            if report.complete and not report.outdated and self._published is self._current:
                 self._on_all_swapped()
             ready = report.complete or self._status.ready
             self._status = DeviceReconcilerStatus(
-                ready, len(report.attachments), report.failed, foreign=report.foreign
+                ready,
+                len(report.attachments),
+                report.failed,
+                foreign=report.foreign,
+                limited=report.limited,
             )
-        return not report.failed and not report.waiting
+        self._retries.update(report.failed, time.monotonic())
+        return report.waiting
 
     def _switch_generation(self) -> PickProgram:
         """Switches to the newest programs and closes the previous ones."""

@@ -49,6 +49,8 @@ ORDER_HINT: Final = (
 
 ARRIVAL_WAIT_S: Final = 0.5
 """A packet is handled by the softirq that its sending raises, so this is far too long."""
+UNREACHED_RETRY_S: Final = 300.0
+"""The agent probes a hook again after this time, if a packet was lost and no program took it."""
 MAX_PROBED: Final = 32
 """Devices that `kbpf check` probes."""
 MAX_PROBED_IN_PASS: Final = 8
@@ -150,12 +152,16 @@ def probe(fragments: Map, point: Point, frontend: Addr, port: int) -> ProbeOutco
 
 class HookProber:
     """Probes the hooks at which other tools' programs run before ours, once for each list of
-    programs. For the device thread.
+    programs. For the device thread, which waits meanwhile: so a hook is not probed where a filter
+    that is no program runs before ours. What such a filter takes would not say why.
     """
 
     def __init__(self, fragments: Map) -> None:
         self._fragments = fragments
-        self._outcomes: dict[tuple[int, Direction], tuple[tuple[int, ...], ProbeOutcome]] = {}
+        # with the ids of the programs, and until when it holds (time.monotonic)
+        self._outcomes: dict[
+            tuple[int, Direction], tuple[tuple[int, ...], float, ProbeOutcome]
+        ] = {}
         self._remaining = MAX_PROBED_IN_PASS
 
     def begin_pass(self, present: Collection[int]) -> None:
@@ -166,13 +172,16 @@ class HookProber:
         }
 
     def read(self, point: Point) -> ProbeOutcome | None:
-        """The outcome; None if nothing is before ours, or it has not been probed yet."""
+        """The outcome; None if nothing is before ours, or it is not probed or has not been yet."""
         if not point.before_ours or not point.device.up:
+            return None
+        if not all(runner.program_id for runner in point.before_ours):
             return None
         key = point.device.ifindex, point.direction
         ids = tuple(runner.program_id for runner in point.programs)
-        known_ids, outcome = self._outcomes.get(key, ((), None))
-        if known_ids == ids:
+        now = time.monotonic()
+        known_ids, valid_until, outcome = self._outcomes.get(key, ((), 0.0, None))
+        if known_ids == ids and now < valid_until:
             return outcome
         if not self._remaining:
             return None
@@ -182,8 +191,9 @@ class HookProber:
             outcome = probe(self._fragments, point, frontend, FRONTEND_PORT)
         except KernelError:  # `kbpf check --attached` says why
             return None
-        if outcome.reached or outcome.taker is not None:
-            self._outcomes[key] = ids, outcome
+        is_explained = outcome.reached or outcome.taker is not None
+        valid_until = float("inf") if is_explained else now + UNREACHED_RETRY_S
+        self._outcomes[key] = ids, valid_until, outcome
         return outcome
 
 

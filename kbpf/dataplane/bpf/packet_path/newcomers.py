@@ -5,6 +5,8 @@ To limit what a pod sends, the plugin adds an "ingress" qdisc to the pod's devic
 clsact is there; then the pod cannot be created. It runs some milliseconds after the device was. So
 once one of its ifb devices was seen on the node, new devices get our filters after GRACE_S. The
 first such pod may fail; kubelet tries again, and by then the ifb device was seen.
+
+The program at egress has no place on the device of such a pod (describe_limited()).
 """
 
 import time
@@ -18,6 +20,16 @@ from kbpf.kernel.net.devices import Device
 LIMITER_PREFIX: Final = "bwp"
 """How the plugin names its ifb devices (containernetworking/plugins v1.9.1, bandwidth/main.go)."""
 GRACE_S: Final = 2.0
+
+
+def describe_limited(names: Collection[str]) -> str:
+    """The problem of pod devices with an "ingress" qdisc. `names`: not empty, in order."""
+    suffix = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return (
+        f"pod device {next(iter(names))}{suffix}: an 'ingress' qdisc, as of the CNI plugin "
+        "bandwidth (kubernetes.io/egress-bandwidth), has the place of kbpf's program at egress, so "
+        "the Pod sees its clients' own addresses; Linux 6.6 has no such limit"
+    )
 
 
 class Newcomers:

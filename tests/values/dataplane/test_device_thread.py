@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When devices that failed are tried again, and which hooks are probed."""
+
+import pytest
+
+from kbpf.dataplane.bpf.packet_path import hook_probe
+from kbpf.dataplane.bpf.packet_path.device_thread import DeviceRetries
+from kbpf.dataplane.bpf.packet_path.hook_probe import HookProber, Point, ProbeOutcome
+from kbpf.kernel.bpf.clsact import Direction, Filter
+from kbpf.kernel.bpf.tc import Runner
+from kbpf.kernel.net.devices import Device
+
+
+def test_device_that_fails_for_good_is_tried_ever_more_rarely() -> None:
+    retries, now, times = DeviceRetries(), 100.0, []
+    assert retries.due == float("inf")
+    retries.update(["bad"], now)
+    while len(times) < 8:
+        now = retries.due
+        times.append(now - 100)
+        retries.update(["bad"], now)
+    assert times == [1, 3, 7, 15, 31, 61, 91, 121]
+
+
+def test_each_device_has_a_pace_of_its_own() -> None:
+    retries = DeviceRetries()
+    for now in (100, 101, 103):
+        retries.update(["bad"], now)
+    assert retries.due == 107
+    retries.update(["bad", "worse"], 104)
+    assert retries.due == 105, "of the new one"
+    retries.update(["bad"], 105)
+    assert retries.due == 107
+    retries.update([], 107)
+    assert retries.due == float("inf")
+    retries.update(["bad"], 200)
+    assert retries.due == 201, "it worked meanwhile"
+
+
+OURS, POLICY = Runner(7, "bpf filter, pref 2", True), Runner(5, "bpf filter, pref 1", False)
+U32 = Runner(0, "u32 filter, pref 1", False)
+PROBES = [
+    ("a filter that is no program", (U32, OURS), True, 0),
+    ("and a program", (POLICY, U32, OURS), True, 0),
+    ("nothing before ours", (OURS, POLICY), True, 0),
+    ("a device that is down", (POLICY, OURS), False, 0),
+    ("a program", (POLICY, OURS), True, 1),
+]
+
+
+@pytest.mark.parametrize(("name", "runners", "up", "count"), PROBES)
+def test_hook_is_probed_once_unless_a_filter_takes_packets(
+    name: str,
+    runners: tuple[Runner, ...],
+    up: bool,
+    count: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    point, probed = Point(Device(3, "cali3", up=up), Direction.INGRESS, runners), []
+
+    def lose(_: object, point: Point, *__: object) -> ProbeOutcome:
+        probed.append(point)
+        return ProbeOutcome(point, False)
+
+    monkeypatch.setattr(hook_probe, "probe", lose)
+    prober, now = HookProber(None), 100.0  # type: ignore[arg-type]
+    monkeypatch.setattr(hook_probe.time, "monotonic", lambda: now)
+    for _ in range(3):
+        prober.begin_pass([3])
+        prober.read(point)
+    assert len(probed) == count
+    now += hook_probe.UNREACHED_RETRY_S
+    prober.begin_pass([3])
+    prober.read(point)
+    assert len(probed) == 2 * count
+
+
+@pytest.mark.parametrize(
+    ("kind", "handle", "is_table"),
+    [("u32", 0x80000000, True), ("u32", 0x80000800, False), ("bpf", 0x1000, False)],
+)
+def test_hash_tables_of_u32_are_no_filters(kind: str, handle: int, is_table: bool) -> None:
+    assert Filter(kind, 1, 3, handle, "", 0).is_hash_table is is_table
