@@ -58,19 +58,20 @@ def balancer_row(pin_dir: Path, cgroup: Path) -> CheckRow:
     error = foreign.find_balancer(pins, cgroup)
     if error is None:
         return make_row(Check.BALANCERS, Probe(True), "", detail="none at kbpf's hooks")
-    detail, is_serving = f"{error.what} ({error.where})", foreign.serves_already(pins)
+    detail, is_serving = f"{error.what} ({error.where})", unpinned.serves_already(pins)
     if is_serving:
         detail += "; kbpf serves as well, so both decide about the same connections"
     return make_row(Check.BALANCERS, Probe(False, detail), error.hint, needed=not is_serving)
 
 
 def other_kbpf_row(pin_dir: Path, cgroup: Path) -> CheckRow:
-    programs = unpinned.find_lasting(pinning.Pins(pin_dir), cgroup)
+    pins = pinning.Pins(pin_dir)
+    programs = unpinned.find_lasting(pins, cgroup)
     if not programs:
         detail = f"none at {cgroup} and the devices of this network namespace"
         return make_row(Check.OTHER_KBPF, Probe(True), "", detail=detail)
     error = unpinned.describe_unpinned(programs, pin_dir)
-    detail, is_serving = f"{error.what} ({error.where})", all(p.is_beside_ours for p in programs)
+    detail, is_serving = f"{error.what} ({error.where})", unpinned.serves_already(pins)
     if is_serving:
         detail += "; this kbpf serves as well, so both decide about the same connections"
     return make_row(Check.OTHER_KBPF, Probe(False, detail), error.hint, needed=not is_serving)

@@ -204,7 +204,7 @@ class BpfPlane:
         state = self._state
         is_first = state.is_first_apply
         if is_first:
-            if not foreign.serves_already(self._pins):  # one that started at the same moment
+            if not unpinned.serves_already(self._pins):  # one that started at the same moment
                 self._refuse_neighbours(self._config.cgroup or mounts.find_cgroup_root())
             hooks_changed = self._attachments.publish()
             state.is_first_apply = False  # only now: after an error nothing may be attached

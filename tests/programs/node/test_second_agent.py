@@ -231,6 +231,30 @@ def test_agent_that_starts_again_is_not_refused(
     run_with_device(how, story)
 
 
+@pytest.mark.parametrize("only_at", ["a device that ours has not reached", "the cgroup"])
+def test_agent_that_serves_is_not_refused_for_a_place_where_only_another_serves(
+    site: Site, only_at: str
+) -> None:
+    """Its programs elsewhere would be left without updates."""
+
+    def story() -> None:
+        at_cgroup = only_at == "the cgroup"
+        serve(site, **({"socket_lb": SocketLb.OFF} if at_cgroup else {}))
+        site.close_planes()
+        ip("link add later0 type veth peer name later1")
+        with second_site(site, cgroup=site.cgroup) as other:
+            refuse, unpinned.refuse_unpinned = unpinned.refuse_unpinned, lambda *_: None  # type: ignore[assignment]
+            serve(other, devices=("none",) if at_cgroup else ("later0",))
+            unpinned.refuse_unpinned = refuse
+            places = {each.place for each in unpinned.find_unpinned(Pins(site.pins), site.cgroup)}
+            assert ("ingress of later0" in places) is not at_cgroup
+            serve(site)
+            row = neighbours.other_kbpf_row(site.pins, site.cgroup)
+            assert (row.result, row.needed) == ("no", False)
+
+    run_with_device(AttachMethod.CLSACT, story)
+
+
 @both_methods
 def test_two_agents_that_both_started_are_reported(
     site: Site, how: AttachMethod, monkeypatch: pytest.MonkeyPatch

@@ -27,6 +27,7 @@ from kbpf.dataplane.bpf.programs.unpinned import (
     attached_program_ids,
     is_kbpf_program,
     open_attacher,
+    serves_already,
 )
 from kbpf.errors import KernelError
 from kbpf.kernel.bpf import objects
@@ -138,11 +139,6 @@ def refuse_balancers(pins: Pins, cgroup: Path) -> None:
     """
     if not serves_already(pins) and (error := find_balancer(pins, cgroup)):
         raise error
-
-
-def serves_already(pins: Pins) -> bool:
-    """Whether programs of ours are attached already, by this agent or an earlier one."""
-    return any(pins.links.glob("*")) or any(pins.root.glob("programs-*"))
 
 
 def find_balancer(pins: Pins, cgroup: Path) -> KernelError | None:

@@ -47,28 +47,28 @@ _MAP_NAMES: Final = frozenset(name[:MAX_NAME_LENGTH] for name in (*ALL_MAPS, TAI
 
 
 class UnpinnedProgram(NamedTuple):
-    """A program of another agent, or of one whose pins are hidden. `place`: "ingress of eth0".
-    `is_beside_ours`: whether programs of ours are attached to the same cgroup or device, so that
-    both serve already.
-    """
+    """A program of another agent, or of one whose pins are hidden. `place`: "ingress of eth0"."""
 
     program_id: int
     place: str
-    is_beside_ours: bool
 
 
 def refuse_unpinned(
     pins: Pins, operator_path: Path, cgroup: Path, packet_path: bool = True
 ) -> None:
     """Raises KernelError if programs of kbpf are attached without a pin: to the cgroup or, with
-    `packet_path`, to any device of this network namespace. Where programs of ours are attached as
-    well, refusing would only leave those without updates.
+    `packet_path`, to any device of this network namespace. If programs of ours are attached,
+    refusing would only leave those without updates.
 
     `operator_path`: the pin folder as the operator named it.
     """
-    lasting = find_lasting(pins, cgroup, packet_path)
-    if programs := [program for program in lasting if not program.is_beside_ours]:
+    if not serves_already(pins) and (programs := find_lasting(pins, cgroup, packet_path)):
         raise describe_unpinned(programs, operator_path)
+
+
+def serves_already(pins: Pins) -> bool:
+    """Whether programs of ours are attached already, by this agent or an earlier one."""
+    return any(pins.links.glob("*")) or any(pins.root.glob("programs-*"))
 
 
 def find_lasting(pins: Pins, cgroup: Path, packet_path: bool = True) -> Collection[UnpinnedProgram]:
@@ -128,31 +128,20 @@ def _find_at_cgroup(pins: Pins, cgroup: Path) -> Iterator[UnpinnedProgram]:
     finally:
         os.close(descriptor)
     own = OwnPrograms(pins)
-    is_beside_ours = any(own.contains(each) for ids in attached.values() for each in ids)
     for hook, program_ids in attached.items():
         for program_id in program_ids:
             if own.is_unpinned(program_id, hook):
-                yield UnpinnedProgram(program_id, f"{hook} of {cgroup}", is_beside_ours)
+                yield UnpinnedProgram(program_id, f"{hook} of {cgroup}")
 
 
 def _find_at_devices(pins: Pins) -> Iterator[UnpinnedProgram]:
     own = OwnPrograms(pins)
     with open_attacher(pins) as kernel:
         for device in list_devices():
-            at_device = {
-                direction: kernel.list_programs(device.ifindex, direction)
-                for direction in Direction
-            }
-            is_beside_ours = any(
-                own.contains(runner.program_id)
-                for runners in at_device.values()
-                for runner in runners
-            )
-            for direction, runners in at_device.items():
-                for runner in runners:
+            for direction in Direction:
+                for runner in kernel.list_programs(device.ifindex, direction):
                     if not runner.is_ours and own.is_unpinned(runner.program_id, f"tc_{direction}"):
-                        place = f"{direction} of {device.name}"
-                        yield UnpinnedProgram(runner.program_id, place, is_beside_ours)
+                        yield UnpinnedProgram(runner.program_id, f"{direction} of {device.name}")
 
 
 def open_attacher(
