@@ -24,12 +24,12 @@ from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.dataplane.bpf.packet_path import device_thread
 from kbpf.dataplane.bpf.packet_path.attach import MAX_MOVES
 from kbpf.dataplane.bpf.plane import BpfPlane
-from kbpf.dataplane.bpf.programs import foreign
+from kbpf.dataplane.bpf.programs import foreign, unpinned
 from kbpf.errors import KernelError
 from kbpf.kernel.bpf.clsact import Direction, FilterIdentity
-from kbpf.kernel.bpf.objects import Link, Program, list_attached
+from kbpf.kernel.bpf.objects import Link, Map, Program, list_attached
 from kbpf.kernel.bpf.tc import ATTACH_TYPE, AttachMethod, TcAttacher
-from kbpf.kernel.bpf.uapi import BPF_F_BEFORE, BPF_PROG_TYPE_SCHED_CLS
+from kbpf.kernel.bpf.uapi import BPF_F_BEFORE, BPF_MAP_TYPE_ARRAY, BPF_PROG_TYPE_SCHED_CLS
 from kbpf.kernel.net.netlink import Rtnetlink, pack_attribute
 from tests.programs.node.test_hooks_verified import WEB, run_in_new_namespaces
 from tests.support.features import needs
@@ -181,6 +181,68 @@ def test_start_beside_a_program_of_unknown_purpose_is_not_refused(site: Site, na
         plane.apply(WEB, None)
         plane.tick(0.0)
         assert len(reported(plane)) == 1
+
+
+class NamedMaps(NamedTuple):
+    """The name of a program and those of its maps, and whether it is taken for one of kbpf."""
+
+    name: str
+    maps: str
+    is_kbpf: bool
+
+
+NAMED_MAPS = [
+    NamedMaps("tc_ingress", "tails reasons", True),
+    NamedMaps("tc_egress", "services_outer tails", True),
+    NamedMaps("connect4", "config sock_peers", True),
+    NamedMaps("sendmsg4", "affinity frontend_ports", True),
+    NamedMaps("connect4", "backend_slots_outer sock_peers", True),
+    NamedMaps("tc_ingress", "config flows devices node", False),
+    NamedMaps("tc_egress", "counts", False),
+    NamedMaps("connect4", "services counts meta config", False),
+    NamedMaps("tc_ingress", "tails", False),
+    NamedMaps("connect4", "sock_peers theirs", False),
+    NamedMaps("tc_ingress", "", False),
+]
+
+
+@contextlib.contextmanager
+def loaded(name: str, map_names: str = "") -> Iterator[int]:
+    """Loads a program that uses arrays of these names; yields its id."""
+    with contextlib.ExitStack() as stack:
+        insns = b""
+        for map_name in map_names.split():
+            array = stack.enter_context(Map.create(BPF_MAP_TYPE_ARRAY, map_name, 4, 4, 1))
+            insns += struct.pack("=BBhi", 0x18, 0x11, 0, array.fd) + bytes(8)  # r1 = the map
+        program = Program.load(name, BPF_PROG_TYPE_SCHED_CLS, 0, insns + PASS)
+        yield stack.enter_context(program).read_info().id
+
+
+@pytest.mark.parametrize("row", NAMED_MAPS, ids=lambda row: f"{row.name} {row.maps}")
+def test_program_of_kbpf_is_recognized_by_several_names(row: NamedMaps) -> None:
+    with loaded(row.name, row.maps) as program:
+        assert unpinned.is_kbpf_program(program, row.name) is row.is_kbpf
+
+
+def test_pins_are_not_read_for_each_program_of_others(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node may have hundreds of filters, and a pin for each of its devices."""
+    reads: list[Pins] = []
+    read = unpinned._read_pinned_ids
+    monkeypatch.setattr(unpinned, "_read_pinned_ids", lambda pins: reads.append(pins) or read(pins))
+    own = unpinned.OwnPrograms(Pins(site.pins))
+    with contextlib.ExitStack() as stack:
+        for name in ("tc_ingress", "policy"):
+            for _ in range(20):
+                program = stack.enter_context(loaded(name, "config flows"))
+                assert not own.is_unpinned(program, "tc_ingress")
+        assert reads == []
+        program = stack.enter_context(loaded("tc_ingress", "tails flows"))
+        for _ in range(20):
+            assert own.is_unpinned(program, "tc_ingress")
+            assert not own.contains(program)
+        assert len(reads) == 1
 
 
 @needs("tcx")

@@ -43,6 +43,11 @@ MAX_NAMED: Final = 4
 MAX_NAME_LENGTH: Final = 15
 """The kernel truncates longer names of maps and programs (BPF_OBJ_NAME_LEN)."""
 
+CHARACTERISTIC_MAPS: Final = frozenset((TAIL_CALL_MAP, "sock_peers", "frontend_ports"))
+"""The programs of kbpf that choose backends, of any version, have one of these and at least one
+other of our maps. Other tools have programs of the same names (tc_ingress, connect4), and maps
+called config or flows.
+"""
 _MAP_NAMES: Final = frozenset(name[:MAX_NAME_LENGTH] for name in (*ALL_MAPS, TAIL_CALL_MAP))
 
 
@@ -168,19 +173,23 @@ class OwnPrograms:
     def __init__(self, pins: Pins) -> None:
         self._pins = pins
         self._ids: frozenset[int] = frozenset()
+        self._others: set[int] = set()  # ids that are not pinned in our folder
         self._of_other_agent: dict[int, bool] = {}
 
     def contains(self, program_id: int) -> bool:
         """Whether it is pinned in our folder."""
-        if program_id not in self._ids:  # unknown, or new since the ids were read
+        if program_id not in self._ids and program_id not in self._others:
             self._ids = frozenset(_read_pinned_ids(self._pins))
+            if program_id not in self._ids:
+                self._others.add(program_id)
         return program_id in self._ids
 
     def is_unpinned(self, program_id: int, name: str) -> bool:
         """Whether it is a program of kbpf that is not pinned in our folder."""
-        return (
-            bool(program_id) and not self.contains(program_id) and is_kbpf_program(program_id, name)
-        )
+        if not program_id or program_id in self._ids:
+            return False
+        # reads all pins only for programs of kbpf: a device may have hundreds of other filters
+        return is_kbpf_program(program_id, name) and not self.contains(program_id)
 
     def is_of_other_agent(self, program_id: int) -> bool:
         """Whether another agent uses this program on devices: its tail calls still exist."""
@@ -220,18 +229,18 @@ def _open_unless_removed(open_pin: Callable[[Path], T], pin: Path) -> T | None:
 
 
 def is_kbpf_program(program_id: int, name: str) -> bool:
-    """Whether this is a program of kbpf of any version, judged by its name and the name of one of
-    its maps. False if it cannot be opened (that needs CAP_SYS_ADMIN), or was just unloaded.
+    """Whether this is a program of kbpf of any version, judged by its name and those of its maps.
+    False if it cannot be opened (that needs CAP_SYS_ADMIN), or was just unloaded.
     """
     try:
         with objects.open_program_by_id(program_id) as program:
             info = program.read_info()
-        if info.name != name[:MAX_NAME_LENGTH]:
-            return False
-        for map_id in info.map_ids:
+        map_names: set[str] = set()
+        for map_id in info.map_ids if info.name == name[:MAX_NAME_LENGTH] else ():
             with objects.open_map_by_id(map_id) as map_:
-                if map_.short_name in _MAP_NAMES:
-                    return True
+                map_names.add(map_.short_name)
+            if map_names & CHARACTERISTIC_MAPS and len(map_names & _MAP_NAMES) > 1:
+                return True
     except KernelError:
         pass
     return False
