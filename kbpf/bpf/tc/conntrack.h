@@ -123,6 +123,26 @@ static __always_inline struct address nf_address(const struct address *a, bool v
 	return v6 ? *a : v4;
 }
 
+#define FEWEST_PORTS 1024
+
+/* The port of a masqueraded client, in host byte order; 0: the kernel keeps the client's, unless
+ * another flow to the backend has it. The kernel does not know the flows that the packet path keeps
+ * itself, those of the node's sockets. So a client gets no port of their range: it could receive or
+ * forge packets of such a flow. If the random port is taken, the client's next packet gets another
+ * one. */
+static __always_inline u16 choose_client_port(const struct flow *flow)
+{
+	u32 zero = 0, port = __builtin_bswap16(flow->client.port), room;
+	struct node *n = node.lookup(&zero);
+
+	if (!n || !has_snat(flow) || port < n->port_low || port > n->port_high)
+		return 0;
+	room = 65535 - n->port_high;
+	if (room < FEWEST_PORTS)
+		return 0;
+	return n->port_high + 1 + (((u64)bpf_get_prandom_u32() * room) >> 32);
+}
+
 /* First, tc_choose asks whether conntrack knows the packet. Later, when the backend and the path of
  * a new flow are known, this writes its entry. */
 int tc_conntrack(struct __sk_buff *skb)
@@ -156,10 +176,9 @@ int tc_conntrack(struct __sk_buff *skb)
 	backend = nf_address(&s->flow.backend.address, p.v6);
 	bpf_ct_set_nat_info(ct, &backend, __builtin_bswap16(s->flow.backend.port),
 			    NF_NAT_MANIP_DST);
-	/* The kernel keeps the client's port unless another flow to the backend has it. */
 	source = has_snat(&s->flow) ? s->flow.snat : s->flow.client.address;
 	source = nf_address(&source, p.v6);
-	bpf_ct_set_nat_info(ct, &source, 0, NF_NAT_MANIP_SRC);
+	bpf_ct_set_nat_info(ct, &source, choose_client_port(&s->flow), NF_NAT_MANIP_SRC);
 	ct = bpf_ct_insert_entry(ct);
 	if (!ct) /* another CPU may have begun the same flow */
 		return find_tracked(skb, &p, false) == TRACKED_YES

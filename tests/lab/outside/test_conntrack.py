@@ -22,6 +22,7 @@ from kbpf.dataplane.bpf.maps.flow_entries import FRONTEND
 from kbpf.dataplane.bpf.maps.layout import Reason
 from kbpf.dataplane.bpf.packet_path.nat_table import TABLE
 from kbpf.kernel.netfilter.conntrack import ConntrackStatus
+from kbpf.model.config import Config
 from tests.lab.outside.netfilter import flush_conntrack, objects, on
 from tests.support.cluster.kube_objects import slice_port
 from tests.support.features import needs
@@ -62,11 +63,14 @@ def _clean(field: Field) -> Iterator[None]:
 
 
 class Entry(NamedTuple):
-    """An entry of node-1's conntrack table. `frontend`: what the client dialled."""
+    """An entry of node-1's conntrack table. `frontend`: what the client dialled; `seen_port`: the
+    client's port as the backend sees it.
+    """
 
     protocol: int
     frontend: tuple[str, int]
     status: ConntrackStatus
+    seen_port: int
 
 
 def entries(field: Field, to: str) -> list[Entry]:
@@ -85,7 +89,9 @@ def _dump() -> list[Entry]:
                 host = address.get_attr("CTA_IP_V4_DST") or address.get_attr("CTA_IP_V6_DST")
                 frontend = host, ports.get_attr("CTA_PROTO_DST_PORT")
                 status = ConntrackStatus(message.get_attr("CTA_STATUS"))
-                found.append(Entry(ports.get_attr("CTA_PROTO_NUM"), frontend, status))
+                replies = message.get_attr("CTA_TUPLE_REPLY").get_attr("CTA_TUPLE_PROTO")
+                seen_port = replies.get_attr("CTA_PROTO_DST_PORT")
+                found.append(Entry(ports.get_attr("CTA_PROTO_NUM"), frontend, status, seen_port))
     return found
 
 
@@ -107,6 +113,29 @@ def test_a_connection_is_in_conntrack_only(field: Field, protocol: str, v6: bool
         flows = field.agent.entries("flows").values()
         assert to not in {format_target(raw[FRONTEND]) for raw in flows}
     assert field.agent.reasons()[Reason.NEW_FLOW] - before == 6
+
+
+LOW, HIGH = Config().masquerade_ports
+
+
+@both_families
+@pytest.mark.parametrize("kind", [socket.SOCK_STREAM, socket.SOCK_DGRAM], ids=["tcp", "udp"])
+@pytest.mark.parametrize("port", [LOW, 20_000, HIGH, HIGH + 1, PORT])
+def test_a_client_gets_no_port_of_the_packet_paths_own_flows(
+    field: Field, port: int, kind: socket.SocketKind, v6: bool
+) -> None:
+    """Conntrack does not know these flows, which are those of the node's sockets."""
+    family = socket.AF_INET6 if v6 else socket.AF_INET
+    to = at("NodePort", 12 if kind is socket.SOCK_STREAM else 22, v6)
+    with there(field["outside"], lambda: socket.socket(family, kind)) as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        client.settimeout(ANSWER_SECONDS)
+        client.bind(("::" if v6 else "0.0.0.0", port))
+        client.connect(split(to))
+        client.send(b"hello\n")
+        assert b'"b1"' in client.recv(1000)
+        (entry,) = entries(field, to)
+    assert entry.seen_port == port if port > HIGH else entry.seen_port > HIGH
 
 
 @both_families
