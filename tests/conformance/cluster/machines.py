@@ -56,14 +56,14 @@ def make_cgroup(name: str) -> None:
 def remove_cgroups(cluster_name: str) -> None:
     """Kills all processes of a cluster, and removes its cgroups."""
     folders = [path for root in cgroup_roots() for path in root.glob(f"{PREFIX}{cluster_name}-*")]
-    for folder in folders:
-        if (folder / "cgroup.controllers").exists():
-            cgroups.kill(folder)
     deadline = time.monotonic() + REMOVE_SECONDS
     while left := [folder for folder in folders if folder.exists()]:
         if time.monotonic() > deadline:
             raise Failed(f"processes do not exit: cannot remove {', '.join(map(str, left))}")
         for folder in left:
+            # Again and again: a process that was being started may join only now.
+            if (folder / "cgroup.controllers").exists():
+                cgroups.kill(folder)
             for path, _, _ in os.walk(folder, topdown=False):
                 with contextlib.suppress(OSError):  # the processes may still be exiting
                     os.rmdir(path)
