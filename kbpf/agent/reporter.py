@@ -145,10 +145,6 @@ class Reporter:
         yield from self._server.problems()
         if self._node_port_problem.text:
             yield self._node_port_problem.text
-        if self._pods_are_forbidden():
-            for mesh in sorted(set(self._mesh_services.values())):
-                first = min(name for name, its in self._mesh_services.items() if its == mesh)
-                yield f"the Service {first} belongs to the mesh {mesh}, but {UNKNOWN_PODS}"
         if self.config_error is not None and (error := self.config_error()):
             yield f"the configuration file was rejected, and the next start would fail: {error}"
 
@@ -157,10 +153,18 @@ class Reporter:
             return ()
         if not self._config.mesh_pods:
             return ("Pods are not watched: their label kbpf.io/socket-lb is ignored",)
-        return (UNKNOWN_PODS,) if self._pods_are_forbidden() else ()
+        if all(source.status().state is not SourceState.FORBIDDEN for source in self._sources):
+            return ()
+        return (UNKNOWN_PODS, *self._describe_meshes())
 
-    def _pods_are_forbidden(self) -> bool:
-        return any(source.status().state is SourceState.FORBIDDEN for source in self._sources)
+    def _describe_meshes(self) -> Iterator[str]:
+        """Yields a line for each mesh. No problem: any tenant may set the labels of its Service."""
+        for mesh in sorted(set(self._mesh_services.values())):
+            first = min(name for name, its in self._mesh_services.items() if its == mesh)
+            yield (
+                f"the Service {first} has the labels of the mesh {mesh}: its Pods are translated "
+                "like all others"
+            )
 
     def _refused_namespaces(self) -> dict[str, int]:
         """The number of Service ports that could not be programmed, for the namespaces with the

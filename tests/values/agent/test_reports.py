@@ -89,25 +89,33 @@ class UnknownPods:
 
 
 @pytest.mark.parametrize("mesh_pods", [True, False])
-def test_a_mesh_whose_pods_are_not_recognized_is_a_problem(clock: Clock, mesh_pods: bool):
+def test_a_mesh_whose_pods_are_not_recognized_is_no_problem(clock: Clock, mesh_pods: bool):
+    """The labels of its Service may be those of any tenant's, and a problem raises an alert."""
     config = Config("me", mesh_pods=mesh_pods)
     sources = (UnknownPods(),) if mesh_pods else ()
     agent = Agent(config, RecordingPlane(), lambda _: sources, AgentServer(config))
     agent.step([*SYNCED, service("a")])
     (line,) = agent.status().disabled_features
     assert ("manifests/components/mesh-pods" in line) is mesh_pods
-    assert agent.status().problems == ()
+
+    def list_meshes() -> list[str]:
+        assert agent.status().problems == ()
+        assert agent.status().problem_count == 0
+        first, *lines = agent.status().disabled_features
+        assert first == line
+        assert all(each.endswith(": its Pods are translated like all others") for each in lines)
+        return [each.partition(":")[0] for each in lines]
+
+    assert list_meshes() == []
     for name, mesh in {"d": "Linkerd", "e": "Linkerd", "i": "Istio"}.items():
         event = service(name)
         agent.step([Upsert(event.key, replace(event.object, mesh=mesh))])
-    lines = [line.partition(", but ")[0] for line in agent.status().problems]
-    assert lines == mesh_pods * [
-        "the Service ns/d belongs to the mesh Linkerd",
-        "the Service ns/i belongs to the mesh Istio",
+    assert list_meshes() == mesh_pods * [
+        "the Service ns/i has the labels of the mesh Istio",
+        "the Service ns/d has the labels of the mesh Linkerd",
     ]
     agent.step([service("i"), Delete(service("d").key)])
-    lines = [line.partition(", but ")[0] for line in agent.status().problems]
-    assert lines == mesh_pods * ["the Service ns/e belongs to the mesh Linkerd"]
+    assert list_meshes() == mesh_pods * ["the Service ns/e has the labels of the mesh Linkerd"]
 
 
 def test_problems_of_the_node_are_listed(
