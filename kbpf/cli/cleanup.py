@@ -6,7 +6,7 @@ import errno
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -33,6 +33,7 @@ from kbpf.views.columns import Column
 
 if TYPE_CHECKING:
     from kbpf.dataplane.bpf.maps.pinning import Pins
+    from kbpf.kernel.bpf.tc import Attachment
 
 BPFFS_FILES: Final = frozenset(("maps.debug", "progs.debug"))
 """Files that the kernel creates in the root of each bpffs; unmounting it removes them."""
@@ -195,8 +196,11 @@ def remove_pins(pin_dir: Path, force: bool = False) -> Iterator[RemovedItem]:
     from kbpf.kernel.system import mounts
 
     entries = _list_pins(pin_dir)
-    if entries is None:  # our netfilter rules can be recognised without the folder
-        yield from (RemovedItem("node", description) for description in host.remove(Pins(pin_dir)))
+    names = {device.ifindex: device.name for device in list_devices()}
+    if entries is None:  # our netfilter rules and filters can be recognised without the folder
+        on_node = host.remove(Pins(pin_dir))
+        yield from _attachment_items(packet_path.remove_programs(Pins(pin_dir)), names)
+        yield from (RemovedItem("node", description) for description in on_node)
         return
     with _exclusive(Pins(pin_dir), force):
         links = sorted((pin_dir / "links").iterdir()) if (pin_dir / "links").is_dir() else []
@@ -206,7 +210,6 @@ def remove_pins(pin_dir: Path, force: bool = False) -> Iterator[RemovedItem]:
         # These read the pins, so the pins are removed last.
         snat_ports.withdraw_our_ports(Pins(pin_dir))
         on_node = host.remove(Pins(pin_dir))
-        names = {device.ifindex: device.name for device in list_devices()}
         on_devices = packet_path.remove_programs(Pins(pin_dir))
         try:
             pinning.remove(Pins(pin_dir))
@@ -218,9 +221,7 @@ def remove_pins(pin_dir: Path, force: bool = False) -> Iterator[RemovedItem]:
                     "cannot remove all pins", str(pin_dir), "run as root", error.errno or 0
                 ) from error
     yield from (RemovedItem("attachment", str(path)) for path in links)
-    for attachment in on_devices:
-        name = names.get(attachment.ifindex, f"device {attachment.ifindex}")
-        yield RemovedItem("attachment", f"{attachment.direction} of {name}")
+    yield from _attachment_items(on_devices, names)
     yield from (RemovedItem("node", description) for description in on_node)
     yield from (RemovedItem(_pin_kind(path), str(path)) for path in folders)
     if mounts.is_own_bpffs(pin_dir):
@@ -230,6 +231,14 @@ def remove_pins(pin_dir: Path, force: bool = False) -> Iterator[RemovedItem]:
             pin_dir.rmdir()
     if not pin_dir.exists():
         yield RemovedItem("folder", str(pin_dir))
+
+
+def _attachment_items(
+    attachments: Iterable["Attachment"], names: Mapping[int, str]
+) -> Iterator[RemovedItem]:
+    for attachment in attachments:
+        name = names.get(attachment.ifindex, f"device {attachment.ifindex}")
+        yield RemovedItem("attachment", f"{attachment.direction} of {name}")
 
 
 def require_no_ipvs_agent(config: Config) -> None:

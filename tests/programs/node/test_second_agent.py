@@ -19,6 +19,7 @@ import pytest
 
 from kbpf.checks import neighbours
 from kbpf.checks.verdict import compute_verdict
+from kbpf.cli import cleanup
 from kbpf.dataplane.bpf.hooks import HOOKS
 from kbpf.dataplane.bpf.inspect import devices
 from kbpf.dataplane.bpf.maps.pinning import Pins
@@ -208,6 +209,45 @@ def bpffs_unmounted(site: Site) -> None:
     serve(site)
     site.close_planes()
     assert ctypes.CDLL(None).umount2(os.fsencode(site.pins.parent), 0) == 0
+
+
+@both_methods
+@pytest.mark.parametrize(
+    "lose_pins", [pins_deleted, bpffs_unmounted], ids=lambda lose_pins: lose_pins.__name__
+)
+def test_cleanup_finds_filters_without_pins(
+    site: Site, how: AttachMethod, lose_pins: Callable[[Site], None]
+) -> None:
+    """They have lost their tail calls, so they would drop each SYN to a Service."""
+
+    def story() -> None:
+        removed: list[cleanup.RemovedItem] = []
+        lose_pins(site)
+        assert how is AttachMethod.TCX or [len(ids) for ids in attached().values()] == [1, 1]
+
+        def are_removed() -> bool:  # the kernel frees the pinned programs in the background
+            removed.extend(cleanup.remove_pins(site.pins))
+            return not any(attached().values())
+
+        until("no program is attached", are_removed)
+        lines = [item.path for item in removed if item.kind == "attachment"]
+        assert how is AttachMethod.TCX or lines == ["ingress of up0", "egress of up0"]
+
+    run_with_device(how, story)
+
+
+@both_methods
+def test_cleanup_without_pins_leaves_another_agent_alone(site: Site, how: AttachMethod) -> None:
+    def story() -> None:
+        serve(site)
+        before = attached()
+        with second_site(site) as other:
+            assert not [
+                item for item in cleanup.remove_pins(other.pins) if item.kind == "attachment"
+            ]
+        assert attached() == before
+
+    run_with_device(how, story)
 
 
 @both_methods

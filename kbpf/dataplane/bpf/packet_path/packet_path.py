@@ -304,10 +304,10 @@ def reads_current_maps(pins: Pins, maps: Mapping[str, Map]) -> bool:
 
 def remove_programs(pins: Pins) -> tuple[Attachment, ...]:
     """Detaches everything of ours from all devices of this network namespace, and removes the pins
-    of the programs. Returns what was attached.
+    of the programs. Returns what was attached. Filters stay attached when pins are lost, and then
+    lose their tail calls, so that they drop new connections; they are found without pins.
     """
-    may_be_attached = (pins.root / "devices").is_dir() or pins.other_folders("programs-tc", Path())
-    removed = DeviceAttachments(pins.root).remove() if may_be_attached else ()
+    removed = DeviceAttachments(pins.root).remove()
     for folder in pins.other_folders("programs-tc", Path()):
         shutil.rmtree(folder, ignore_errors=True)
     return removed
