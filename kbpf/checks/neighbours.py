@@ -36,9 +36,11 @@ def kube_proxy_row() -> CheckRow:
     return make_row(Check.KUBE_PROXY, Probe(works, detail), advice, needed=False)
 
 
-def refusal_rows(pin_dir: Path, cgroup: Path | None) -> Iterator[CheckRow]:
+def refusal_rows(
+    pin_dir: Path, cgroup: Path | None, packet_path: bool = True
+) -> Iterator[CheckRow]:
     """Yields whether another load balancer or another kbpf serves Services on this node. Then kbpf
-    refuses to start, unless it serves already.
+    refuses to start, unless it serves already. `packet_path`: whether it will have one.
     """
     reason = "" if syscalls.may_open_by_id() else "needs CAP_SYS_ADMIN to see programs of others"
     try:
@@ -50,7 +52,7 @@ def refusal_rows(pin_dir: Path, cgroup: Path | None) -> Iterator[CheckRow]:
             yield make_row(check, Probe(None, reason), "", needed=False)
         return
     yield balancer_row(pin_dir, root)
-    yield other_kbpf_row(pin_dir, root)
+    yield other_kbpf_row(pin_dir, root, packet_path)
 
 
 def balancer_row(pin_dir: Path, cgroup: Path) -> CheckRow:
@@ -64,11 +66,12 @@ def balancer_row(pin_dir: Path, cgroup: Path) -> CheckRow:
     return make_row(Check.BALANCERS, Probe(False, detail), error.hint, needed=not is_serving)
 
 
-def other_kbpf_row(pin_dir: Path, cgroup: Path) -> CheckRow:
+def other_kbpf_row(pin_dir: Path, cgroup: Path, packet_path: bool = True) -> CheckRow:
     pins = pinning.Pins(pin_dir)
-    programs = unpinned.find_lasting(pins, cgroup)
+    programs = unpinned.find_lasting(pins, cgroup, packet_path)
     if not programs:
-        detail = f"none at {cgroup} and the devices of this network namespace"
+        devices = " and the devices of this network namespace" if packet_path else ""
+        detail = f"none at {cgroup}{devices}"
         return make_row(Check.OTHER_KBPF, Probe(True), "", detail=detail)
     error = unpinned.describe_unpinned(programs, pin_dir)
     detail, is_serving = f"{error.what} ({error.where})", unpinned.serves_already(pins)

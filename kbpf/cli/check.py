@@ -36,12 +36,14 @@ def check(
     from kbpf.checks import ipvs as ipvs_checks
     from kbpf.checks import neighbours, packet_path
     from kbpf.checks.verdict import compute_verdict, to_document
+    from kbpf.config.locations import read_locations
 
+    uses_packet_path = config is None or read_locations(config).packet_path
     rows = (
         *bpf_checks.rows(cgroup, pin_dir, cache_dir),
         *packet_path.check_packet_path(pin_dir),
         *ipvs_checks.rows(),
-        *neighbours.refusal_rows(pin_dir, cgroup),
+        *neighbours.refusal_rows(pin_dir, cgroup, uses_packet_path),
         neighbours.kube_proxy_row(),
     )
     proof = None

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads from the agent's configuration file only the places where the agent keeps its state.
+"""Reads from the agent's configuration file only the places where the agent keeps its state, and
+whether it has a packet path.
 
 Other commands inspect or remove that state, also when the agent could not start with this file. So
 a setting is used whenever it can be read, whatever else is wrong with the file.
@@ -35,11 +36,13 @@ FIELD_BY_PATH: Final[Mapping[str, str]] = {
 class ConfiguredLocations:
     """`values`: the locations that the file sets, by field of Config. `unreadable`: those that it
     may set but that cannot be read, with the reason. `other_errors`: what else is wrong.
+    `packet_path`: False if the file switches the packet path off.
     """
 
     values: Mapping[str, Any] = field(default_factory=dict)
     unreadable: Mapping[str, ConfigError] = field(default_factory=dict)
     other_errors: tuple[ConfigError, ...] = ()
+    packet_path: bool = True
 
     @property
     def errors(self) -> tuple[ConfigError, ...]:
@@ -64,12 +67,14 @@ def parse_locations(data: bytes, where: str) -> ConfiguredLocations:
     except ConfigError as error:  # after a YAML error anything may follow
         return ConfiguredLocations({}, dict.fromkeys(FIELD_BY_PATH.values(), error))
     values: dict[str, Any] = {}
+    packet_path = True
     if file_documents.kbpf is not None:
         diagnostics = Diagnostics()
         kbpf_values = kbpf_configuration.read_settings(
             documents.decode(KbpfConfiguration, file_documents.kbpf, KBPF, diagnostics, True)
         )
         errors += (*diagnostics.errors, *kbpf_values.errors)
+        packet_path = kbpf_values.fields.get("packet_path") is not False
         values = {
             name: kbpf_values.fields[name]
             for name in FIELD_BY_PATH.values()
@@ -90,7 +95,7 @@ def parse_locations(data: bytes, where: str) -> ConfiguredLocations:
             affected = {name for name in _fields_hidden_by_field(problem) if name not in values}
         unreadable |= dict.fromkeys(affected, problem)
         other_errors += () if affected else (problem,)
-    return ConfiguredLocations(values, unreadable, tuple(other_errors))
+    return ConfiguredLocations(values, unreadable, tuple(other_errors), packet_path)
 
 
 def _fields_hidden_by_document(error: ConfigError, has_kbpf_document: bool) -> set[str]:

@@ -137,6 +137,8 @@ def test_second_agent_on_the_same_devices_is_refused(
             assert compute_verdict([row]).mode == "none"
             row = neighbours.other_kbpf_row(site.pins, site.cgroup)
             assert (row.result, row.advice) == ("yes", ""), "of the first agent"
+            row = neighbours.other_kbpf_row(other.pins, other.cgroup, packet_path=False)
+            assert (row.result, row.detail) == ("yes", f"none at {other.cgroup}")
             # without a packet path there is nothing to fight about
             if not same_cgroup:
                 other.open(packet_path=False).apply(WEB, None)

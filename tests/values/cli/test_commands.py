@@ -12,6 +12,10 @@ import pytest
 
 from kbpf import __version__
 from kbpf.checks import bpf as bpf_checks
+from kbpf.checks import ipvs as ipvs_checks
+from kbpf.checks import neighbours
+from kbpf.checks import packet_path as packet_path_checks
+from kbpf.checks.row import Check, CheckRow
 from kbpf.cli import app, cleanup
 from kbpf.config import locations
 from kbpf.dataplane import inspect as dataplane
@@ -242,6 +246,35 @@ def test_cleanup_does_not_need_a_location_of_the_file_that_is_set_otherwise(
     assert cleaned(monkeypatch, tmp_path, text, "--pin-dir=/a") == (0, ("/a", *LOCATIONS[1:]))
     monkeypatch.setenv("KBPF_PIN_DIR", "/b")
     assert cleaned(monkeypatch, tmp_path, text) == (0, ("/b", *LOCATIONS[1:]))
+
+
+CHECK_ROWS = [
+    ("no file", None, True),
+    ("no setting", FILE, True),
+    ("switched on", f"{FILE}packetPath: {{enabled: true}}\n", True),
+    ("switched off", f"{FILE}packetPath: {{enabled: false}}\n", False),
+    ("switched off, and a mistake", f"{FILE}packetPath: {{enabled: false}}\ncolour: red\n", False),
+    ("not YAML", f"{FILE}packetPath: {{enabled: false}}\n---\na: b: c\n", True),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "packet_path"), CHECK_ROWS, ids=[r[0] for r in CHECK_ROWS]
+)
+def test_check_looks_at_devices_for_another_kbpf_only_with_a_packet_path(
+    name: str, text: str | None, packet_path: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    row = CheckRow(Check.KUBE_PROXY, "yes", False, "", "")
+    for module in (bpf_checks, ipvs_checks):
+        monkeypatch.setattr(module, "rows", lambda *_: ())
+    monkeypatch.setattr(packet_path_checks, "check_packet_path", lambda _: ())
+    monkeypatch.setattr(neighbours, "kube_proxy_row", lambda: row)
+    calls: list[object] = []
+    monkeypatch.setattr(neighbours, "refusal_rows", lambda *given: calls.append(given[2]) or ())
+    (tmp_path / "config.conf").write_text(text or "")
+    given = ("--config", str(tmp_path / "config.conf")) if text is not None else ()
+    app.call(["check", *given])
+    assert calls == [packet_path]
 
 
 INSPECT_ROWS = [
