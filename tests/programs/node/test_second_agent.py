@@ -338,7 +338,9 @@ def test_two_agents_that_both_started_are_reported(
                 assert (row.result, row.needed) == ("no", False), "each may start again"
                 assert f"they belong to --pin-dir {theirs.pins}" in row.advice
             other.remove()
-            assert attached() == {Direction.INGRESS: [own_ingress], Direction.EGRESS: [own_egress]}
+            # the first may be moving its program before one that has just been detached
+            own_programs = {Direction.INGRESS: [own_ingress], Direction.EGRESS: [own_egress]}
+            until("only the first's are left", lambda: attached() == own_programs)
 
             def is_alone() -> bool:
                 first.tick(time.monotonic() + 600)
