@@ -51,6 +51,21 @@ static __always_inline void account_begin(const struct choice *c, enum verdict v
 	if (v == PASS || !is_accounting(CONFIG_ACCOUNTING))
 		return;
 	totals = counts_of(c->service, v == TRANSLATE ? c->backend_id : 0);
-	if (totals)
-		add(v == TRANSLATE ? &totals->opened : &totals->refused, 1);
+	if (!totals)
+		return;
+	if (v == TRANSLATE)
+		add(&totals->opened, 1);
+	else
+		add(c->reason == NOT_ALLOWED ? &totals->not_allowed : &totals->no_endpoint, 1);
+}
+
+/* Counts a failure of a backend. */
+static __always_inline void account_failure(struct counts *totals, enum reason reason)
+{
+	if (reason == BACKEND_REFUSED)
+		add(&totals->refused, 1);
+	else if (reason == BACKEND_UNANSWERED)
+		add(&totals->unanswered, 1);
+	else
+		add(&totals->reset, 1);
 }

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: (GPL-2.0 OR BSD-2-Clause) */
 /* The socket hooks: eight cgroup programs that translate Service addresses for the sockets of the
- * node and its pods. A ninth, sock_ops(), is attached only with --accounting full.
+ * node and its pods. A ninth, sock_ops(), is attached only with --accounting full. The programs of
+ * trace.h notice failures, and run only then.
  *
  * connect() to a frontend is directed to a backend once; no packet is rewritten afterwards.
  * Unconnected UDP is directed for each datagram, to the same backend as long as the flow is in use
@@ -23,6 +24,7 @@ static __always_inline u32 socket_cgroup(void)
 
 #include "lookup.h"
 #include "account.h"
+#include "failures.h"
 
 /* A flow of an unconnected socket keeps its backend this long after its last datagram. This is the
  * timeout of nf_conntrack for UDP streams, so clients see what they see with kube-proxy. */
@@ -223,6 +225,22 @@ static __always_inline bool is_left_to_packet_path(u64 netns)
 	return (flags & CONFIG_EXEMPTIONS) && is_exempt();
 }
 
+/* Counts what choose() has decided for a socket of the current process. */
+static __always_inline void account_choice(const struct target *to, const struct choice *c,
+					   enum verdict v)
+{
+	struct failure failure = {};
+
+	account_begin(c, v);
+	if ((v != REFUSE && v != DROP) || !is_accounting(CONFIG_ACCOUNTING))
+		return;
+	failure.cgroup = get_current_cgroup_id();
+	failure.frontend = *to;
+	failure.service = c->service;
+	failure.reason = c->reason;
+	record_failure(&failure);
+}
+
 /* choose() for a socket that has no backend yet. */
 static __always_inline enum verdict choose_for_socket(struct bpf_sock_addr *ctx,
 						      const struct target *to, struct choice *c)
@@ -247,7 +265,7 @@ static __always_inline enum verdict choose_for_socket(struct bpf_sock_addr *ctx,
 	}
 	if (v == TRANSLATE ||
 	    (config_flags() & CONFIG_SET_RETVAL)) /* otherwise its packets are counted */
-		account_begin(c, v);
+		account_choice(to, c, v);
 	return v;
 }
 
@@ -535,7 +553,7 @@ static __always_inline void request_end_callback(struct bpf_sock_ops *ctx)
 		return;
 	if (!bpf_sock_ops_cb_flags_set(ctx,
 				       ctx->bpf_sock_ops_cb_flags | BPF_SOCK_OPS_STATE_CB_FLAG))
-		peer->backend.pad = 1; /* a flag, see struct peer */
+		peer->backend.pad |= PEER_END_COUNTED;
 }
 
 /* Whether the peer had acknowledged our FIN when the connection ended in this state. The kernel
@@ -558,6 +576,21 @@ static __always_inline u64 payload(u64 bytes, u64 control)
 	return bytes > control ? bytes - control : 0;
 }
 
+/* The failures that trace.h would have noticed, as far as the end of a connection shows them: a
+ * reset may be the client's own. */
+static __always_inline void account_untraced(struct bpf_sock_ops *ctx, struct counts *totals)
+{
+	u32 before = ctx->args[0];
+
+	if (before == BPF_TCP_SYN_SENT && ctx->segs_in)
+		add(&totals->refused, 1);
+	else if (before == BPF_TCP_SYN_SENT && ctx->total_retrans)
+		add(&totals->unanswered, 1);
+	else if (before == BPF_TCP_ESTABLISHED || before == BPF_TCP_FIN_WAIT1 ||
+		 before == BPF_TCP_CLOSE_WAIT)
+		add(&totals->reset, 1);
+}
+
 static __always_inline void account_end(struct bpf_sock_ops *ctx, const struct peer *peer)
 {
 	struct counts *totals = counts_of(peer->service, peer->backend_id);
@@ -569,13 +602,10 @@ static __always_inline void account_end(struct bpf_sock_ops *ctx, const struct p
 	add(&totals->ended, 1);
 	if (ctx->total_retrans)
 		add(&totals->retransmits, ctx->total_retrans);
-	if (before == BPF_TCP_SYN_SENT) {
-		add(&totals->unanswered, 1);
+	if (!is_accounting(CONFIG_TRACING))
+		account_untraced(ctx, totals);
+	if (before == BPF_TCP_SYN_SENT)
 		return;
-	}
-	if (before == BPF_TCP_ESTABLISHED || before == BPF_TCP_FIN_WAIT1 ||
-	    before == BPF_TCP_CLOSE_WAIT)
-		add(&totals->broken, 1);
 	bytes = payload(ctx->bytes_acked, 1 + fin_was_acked(before)); /* 1 for the SYN */
 	add(&totals->bytes_in, bytes);
 	bytes = payload(ctx->bytes_received, fin_was_received(before));
@@ -601,12 +631,14 @@ int sock_ops(struct bpf_sock_ops *ctx)
 	if (op != BPF_SOCK_OPS_STATE_CB || ctx->args[1] != BPF_TCP_CLOSE)
 		return 1;
 	peer = peer_of(ctx->sk);
-	if (!peer || !peer->backend.pad)
+	if (!peer || !(peer->backend.pad & PEER_END_COUNTED))
 		return 1;
 	peer->backend.pad = 0;
 	account_end(ctx, peer);
 	return 1;
 }
+
+#include "trace.h"
 
 /* ---- the hooks, one for each address family ----------------------------------------------- */
 

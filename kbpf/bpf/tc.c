@@ -28,6 +28,7 @@
  *  tc_icmp_in, tc_icmp_out                                       tc/error.h
  *  tc_refuse                                                     tc/refuse.h
  *  tc_sctp                                                       tc/sctp.h
+ *  tc_end                                                        tc/account_flows.h
  *  tc_reroute                                                    tc/known.h
  */
 #include "types.h"
@@ -70,6 +71,7 @@ int tc_ingress(struct __sk_buff *skb)
 		return TC_ACT_UNSPEC;
 	if (!p->tuple.from.protocol) /* an ICMP error: parse_for() */
 		return go(skb, TAIL_ICMP_IN);
+	s->end = 0;
 	result.port_of = bridge_of_port(device, skb->ifindex);
 	if (translate_in(&p->tuple, p, p->tcp_flags | flags, &result))
 		return forward_known(skb, s, device, &result);
@@ -102,6 +104,7 @@ int tc_egress(struct __sk_buff *skb)
 	p = &s->packet;
 	if (!p->tuple.from.protocol) /* an ICMP error: parse_for() */
 		return go(skb, TAIL_ICMP_OUT);
+	s->end = 0;
 	result = translate_out(&p->tuple, p, p->tcp_flags, skb->len - p->l3, skb->ifindex, &to,
 			       &masqueraded);
 	if (is_rewrite(result) && rewrite(skb, p, &to, p->ttl))

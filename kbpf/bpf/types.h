@@ -100,12 +100,16 @@ struct affinity {
 		       0: written for a packet */
 };
 
+enum peer_flags {
+	PEER_END_COUNTED = 1 << 0, /* sock_ops() will count the end of this connection */
+	PEER_UNANSWERED = 1 << 1,  /* the failure is recorded: trace_retransmit() */
+};
+
 /* sock_peers: the peer that a connected socket sees (frontend), and its real peer (backend). */
 struct peer {
 	u64 socket; /* its cookie; the agent finds it with sock_diag */
 	struct target frontend;
-	struct target backend; /* its `pad` is a flag of sock_ops(): 1 if the end of this
-				  connection will be counted */
+	struct target backend; /* its `pad` has enum peer_flags */
 	u32 service;
 	u32 backend_id;
 };
@@ -159,6 +163,7 @@ enum config_flags {
 	CONFIG_COUNT_CONNECTION_ENDS = 1 << 7, /* and how they end */
 	CONFIG_PACKET_PATH = 1 << 8, /* the packet path serves, and refuses what hooks let pass */
 	CONFIG_KERNEL_SOCKETS = 1 << 9, /* the kernel's own sockets are left to the packet path */
+	CONFIG_TRACING = 1 << 10,       /* the programs of trace.h notice the failures of sockets */
 };
 
 struct config {
@@ -205,6 +210,7 @@ enum fins {
 	FIN_BACKEND = 1 << 1,
 	FIN_BACKEND_FIRST = 1 << 2, /* so it keeps the ports in TIME_WAIT */
 	FIN_COUNTED = 1 << 3,       /* its end is in `counts` already; more resets may follow */
+	FIN_UNANSWERED = 1 << 4,    /* so is that its SYN had to be repeated */
 };
 
 /* How the packets of a flow leave this node; decided by its first packet. flow.h lists the entries
@@ -416,7 +422,11 @@ enum reason {
 	NOT_TRACKED = 22,   /* the state of a connection could not be stored: dropped */
 	UNSTEADY_READ = 23, /* the service was being replaced in all tries: refused */
 	TOO_LONG = 24,      /* answered with the path MTU: send_path_mtu() */
-	REASONS = 25,
+	BACKEND_REFUSED = 25, /* a backend reset the SYN, or answered a datagram by an ICMP error */
+	BACKEND_UNANSWERED = 26, /* a backend did not answer the first SYN */
+	BACKEND_RESET =
+		27, /* a connection that the backend had accepted ended otherwise than by FINs */
+	REASONS = 28,
 };
 
 /* ---- accounting (account.h) ---- */
@@ -431,13 +441,32 @@ struct count_key {
  * back. */
 struct counts {
 	u64 opened;
-	u64 refused;    /* refused or dropped: no backend, or not in the source ranges */
-	u64 unanswered; /* TCP: ended before the backend accepted it */
-	u64 broken;     /* TCP: ended by a reset or a timeout */
-	u64 ended;      /* TCP: all that have ended, including the two above */
+	u64 no_endpoint; /* refused or dropped: there was no backend for this client */
+	u64 not_allowed; /* dropped: the client is not in the source ranges */
+	u64 refused;     /* BACKEND_REFUSED */
+	u64 unanswered;  /* TCP: BACKEND_UNANSWERED */
+	u64 reset;       /* TCP: BACKEND_RESET */
+	u64 ended;       /* TCP: all that have ended, in whatever way */
 	u64 bytes_in;
 	u64 bytes_out;
 	u64 retransmits; /* TCP: segments that the client's side retransmitted */
 	u64 rtt_us;      /* TCP: sum of the smoothed round-trip times to the backend at the end */
 	u64 rtts;        /* number of values in that sum */
+};
+
+#define FAILURES_PER_CLIENT 16
+#define PACKET_FAILURES 1024
+
+/* failures: how often a client failed at the same frontend and backend for the same reason. */
+struct failure {
+	u64 first; /* ns, CLOCK_MONOTONIC */
+	u64 last;
+	u64 count;
+	u64 cgroup;           /* id of that of the socket; 0: a packet failed */
+	struct target client; /* of the last failure; all 0: a socket without an address yet */
+	struct target frontend;
+	struct target backend; /* all 0: none was chosen */
+	u32 service;
+	u32 backend_id;
+	u32 reason; /* enum reason */
 };

@@ -18,7 +18,7 @@ from kbpf.dataplane.bpf.hooks import (
 )
 from kbpf.dataplane.bpf.programs import artifact, compile
 from kbpf.errors import CompileError, KernelError
-from kbpf.kernel.bpf import kernel_sockets, probe, syscalls, uapi
+from kbpf.kernel.bpf import kernel_members, kernel_sockets, probe, syscalls, uapi
 from kbpf.kernel.bpf.uapi import (
     BPF_CGROUP_INET4_CONNECT,
     BPF_PROG_TYPE_CGROUP_SOCK_ADDR,
@@ -151,7 +151,10 @@ def _check_maps() -> Iterator[CheckRow]:
 
 def _check_hooks() -> Iterator[CheckRow]:
     for hook in HOOKS:
-        probe_result = probe.probe_program(hook.prog_type, hook.attach_type)
+        if hook.tracepoint:
+            probe_result = kernel_members.probe_tracepoint(hook.tracepoint)
+        else:
+            probe_result = probe.probe_program(hook.prog_type, hook.attach_type)
         advice = f"since Linux {hook.since_kernel}; used for {hook.purpose}"
         yield make_row(
             Check.HOOK, probe_result, advice, hook.required, hook.purpose, subject=hook.name

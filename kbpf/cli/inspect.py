@@ -25,10 +25,21 @@ from kbpf.cli.options import (
     StateDir,
     Watch,
 )
-from kbpf.errors import ObjectError
+from kbpf.config import durations
+from kbpf.errors import ConfigError, ObjectError
 from kbpf.model.address import Addr, parse_addr
 from kbpf.model.inspection import ConnectionQuery, Part
-from kbpf.views import affinity, backends, maps, programs, service, services, sources, status
+from kbpf.views import (
+    affinity,
+    backends,
+    failures,
+    maps,
+    programs,
+    service,
+    services,
+    sources,
+    status,
+)
 from kbpf.views.packet_path import connections, devices, nat
 from kbpf.views.page import Page
 
@@ -53,7 +64,12 @@ class ConnectionState(StrEnum):
 
 
 Name = Annotated[
-    str, typer.Argument(metavar="NAME", help="The Service, as NAME or NAMESPACE/NAME.")
+    str,
+    typer.Argument(
+        metavar="NAME",
+        help="The Service: NAME, NAMESPACE/NAME, or IP or IP:PORT of one of its frontends or "
+        "backends, or :PORT, a NodePort.",
+    ),
 ]
 Namespace = Annotated[str, typer.Option("-n", "--namespace", help="Only this namespace.")]
 Service = Annotated[
@@ -66,6 +82,22 @@ Expired = Annotated[bool, typer.Option("--expired", help="Include expired connec
 Limit = Annotated[
     int, typer.Option("--limit", min=0, metavar="N", help="Show at most N rows; 0: all.")
 ]
+
+
+Pod = Annotated[
+    str, typer.Option("--pod", metavar="NAMESPACE/NAME", help="Only of this Pod, as the client.")
+]
+Since = Annotated[
+    str, typer.Option("--since", metavar="DURATION", help="Only of the last DURATION: 30s, 5m, 2h.")
+]
+
+
+def _failure_options(service: str, pod: str, since: str, limit: int) -> dict[str, Any]:
+    try:
+        seconds = durations.parse(since, "--since") if since else 0.0
+    except ConfigError as error:
+        raise typer.BadParameter(f"{error.what}; {error.hint}", param_hint="--since") from None
+    return {"service": service, "pod": pod, "since": seconds, "limit": limit}
 
 
 def _service_options(name: str, namespace: str) -> dict[str, Any]:
@@ -150,6 +182,15 @@ VIEWS: Final = (
         {"service": (Service, ""), "client": (Client, ""), "backend": (Backend, ""),
          "state": (State, None), "expired": (Expired, False), "limit": (Limit, 0)},
         _connection_options, bpf_only=False,
+    ),
+    View(
+        "failures",
+        """List failed connections: client, Service, backend, and why. Connections of one client
+        that fail in the same way are one row.
+        """,
+        failures.NEEDS, failures.build_page,
+        {"service": (Service, ""), "pod": (Pod, ""), "since": (Since, ""), "limit": (Limit, 0)},
+        _failure_options, can_watch=True,
     ),
     View(
         "nat",

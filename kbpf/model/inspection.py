@@ -6,6 +6,8 @@ from what the agent has stored, so they exist while the agent is down. Ids are t
 maps; IPVS has none.
 """
 
+import contextlib
+import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Flag, auto
@@ -13,8 +15,8 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from kbpf.errors import NotFoundError
-from kbpf.model.address import Addr
+from kbpf.errors import NotFoundError, ObjectError
+from kbpf.model.address import Addr, parse_addr
 from kbpf.model.config import SocketLb
 from kbpf.model.desired import Backend, FrontendAddress, FrontendKind, ServicePortKey
 from kbpf.model.metrics import ConnectionStats
@@ -39,6 +41,7 @@ class Part(Flag):
     RANGES = auto()
     TRAFFIC = auto()
     KUBE_PROXY = auto()
+    FAILURES = auto()
 
 
 # ---- Services ------------------------------------------------------------------------------------
@@ -75,6 +78,18 @@ class FrontendEntry(msgspec.Struct, frozen=True, gc=False):
     cluster: BackendSet
     local: BackendSet
 
+    def is_at(self, address: Addr | None, port: int) -> bool:
+        """See ServicePort.is_at()."""
+        if address is None:
+            return self.kind is FrontendKind.NODE_PORT and self.at.port == port
+        places = {self.at} | {
+            entry.backend
+            for backends in (self.cluster, self.local)
+            for entry in backends.slots.values()
+            if entry.backend is not None
+        }
+        return any(place.address == address and port in (0, place.port) for place in places)
+
 
 class BackendTraffic(msgspec.Struct, frozen=True, gc=False):
     """Connections of a Service port to one backend: `open` ones, and totals. If they are not of one
@@ -90,7 +105,7 @@ class BackendTraffic(msgspec.Struct, frozen=True, gc=False):
 
 class ServicePort(msgspec.Struct, frozen=True, eq=False, gc=False):
     """A Service port in one IP family. `key` is None if its id has no name. It has no `frontends`
-    if they were not read, or are gone.
+    if they were not read, or are gone. `any_endpoints`: some node has one that serves.
     """
 
     id: int | None
@@ -102,6 +117,7 @@ class ServicePort(msgspec.Struct, frozen=True, eq=False, gc=False):
     affinity_timeout: int = 0
     source_ranges: tuple[Cidr, ...] = ()
     traffic: tuple[BackendTraffic, ...] = ()
+    any_endpoints: bool = False
 
     @property
     def text(self) -> str:
@@ -117,6 +133,12 @@ class ServicePort(msgspec.Struct, frozen=True, eq=False, gc=False):
         key = self.key
         return key is not None and key.name == name and namespace in ("", key.namespace)
 
+    def is_at(self, address: Addr | None, port: int) -> bool:
+        """Whether a frontend or a backend has this address and port (0: any). Without an address:
+        whether a NodePort has this port.
+        """
+        return any(frontend.is_at(address, port) for frontend in self.frontends)
+
 
 @dataclass(frozen=True, slots=True)
 class AffinityEntry:
@@ -129,6 +151,34 @@ class AffinityEntry:
     service: ServicePort
     backend: BackendEntry
     last_used: float
+
+
+# ---- failures ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class FailureEntry:
+    """Connections of one client that failed in the same way. `first` and `last` are in seconds of
+    CLOCK_MONOTONIC.
+
+    - `client`: the address of the last one; None if its socket had none yet.
+    - `cgroup`: id of the cgroup of the socket; 0: a packet failed. `cgroup_path`: its path below
+      the root of cgroup v2; "" if it is gone or not visible. `pod`: ``namespace/name``, or
+      ``uid UID``, of its Pod; "" if it is none.
+    - `backend`: None if none was chosen.
+    """
+
+    first: float
+    last: float
+    count: int
+    reason: Reason
+    service: ServicePort
+    frontend: FrontendAddress
+    backend: Backend | None
+    client: Addr | None
+    cgroup: int
+    cgroup_path: str = ""
+    pod: str = ""
 
 
 # ---- connections ---------------------------------------------------------------------------------
@@ -287,12 +337,14 @@ class HookEntry:
     - `link`: None if no link is pinned. `cgroup_id` is 0 if its cgroup was deleted.
     - `program`: the link's; `tag` and `instructions` are "" and None if it was unloaded.
     - `cgroup`: the path of the cgroup; "" if it is not visible in this mount namespace.
+    - `tracepoint`: where it is attached instead of a cgroup; "" for all other hooks.
     """
 
     name: str
     purpose: str
     required: bool
     only_counts: bool
+    tracepoint: str = ""
     link: int | None = None
     program: int | None = None
     tag: str = ""
@@ -304,14 +356,15 @@ class HookEntry:
     @property
     def attached(self) -> bool:
         """Whether the hook runs for sockets."""
-        return bool(self.cgroup_id)
+        return bool(self.cgroup_id) or (bool(self.tracepoint) and self.link is not None)
 
 
 @dataclass(frozen=True, slots=True)
 class NodeEntry:
     """The node's addresses for SNAT and the range of ports for it, both included; `last_port` is 0
     if there is none. `pods`: how clients are recognized as pods of this node: by ``devices``, by
-    ``networks``, or "". `forwarding`: ``stack``, ``direct`` or ``netfilter``.
+    ``networks``, or "". `forwarding`: ``stack``, ``direct`` or ``netfilter``. `masquerades_all`:
+    also connections of pods to ClusterIPs.
     """
 
     addresses: tuple[Addr, ...] = ()
@@ -319,6 +372,7 @@ class NodeEntry:
     last_port: int = 0
     pods: str = ""
     forwarding: str = "stack"
+    masquerades_all: bool = False
 
     @property
     def ports(self) -> int:
@@ -366,12 +420,14 @@ class Inspection:
 
     - `location`: where it was read: the pin folder, or in mode ipvs the state folder.
     - `monotonic`, `boottime`: when reading ended (CLOCK_MONOTONIC, CLOCK_BOOTTIME, seconds).
+    - `node_port_addresses`: addresses of this node that serve NodePorts; `localhost_node_ports`:
+      whether its loopback does. `node_port_ranges`: the source ranges of all NodePorts.
     - `node_ports`: the families in which NodePorts answer on some address of this node; None if
       that was not read.
     - `host_netns`: the cookie of the node's own network namespace.
     - `kube_proxy`: a line about a kube-proxy on this node, or about its rules; "" if none is.
-    - `socket_lb`: which sockets the hooks serve; `exempt_cgroups`: the number of cgroups whose
-      sockets they do not.
+    - `socket_lb`: which sockets the hooks serve; `exempt_ids`: the cgroups whose sockets they
+      do not.
     - `agent_alive`: whether a process with the agent's pid exists.
     - `packet_programs`: whether programs of the packet path are pinned.
     - `devices`: by ifindex.
@@ -385,12 +441,16 @@ class Inspection:
     services: tuple[ServicePort, ...] = ()
     backends: tuple[BackendEntry, ...] = ()
     node_ports: frozenset[int] | None = None
+    node_port_addresses: frozenset[Addr] = frozenset()
+    localhost_node_ports: bool = False
+    node_port_ranges: tuple[Cidr, ...] = ()
     host_netns: int = 0
     affinity: tuple[AffinityEntry, ...] = ()
+    failures: tuple[FailureEntry, ...] = ()
     maps: tuple[MapEntry, ...] = ()
     hooks: tuple[HookEntry, ...] = ()
     socket_lb: SocketLb = SocketLb.ON
-    exempt_cgroups: int = 0
+    exempt_ids: frozenset[int] = frozenset()
     kube_proxy: str = ""
     reasons: Mapping[Reason, int] = field(default_factory=dict)
     status: AgentStatus | None = None
@@ -412,13 +472,55 @@ class Inspection:
 
 
 def find_ports(
-    ports: Iterable[ServicePort], service: str, location: str
+    ports: Iterable[ServicePort], query: str, location: str, namespace: str = ""
 ) -> tuple[ServicePort, ...]:
-    """The ports of a Service (NAME or NAMESPACE/NAME). Raises NotFoundError if it has none."""
-    namespace, _, name = service.rpartition("/")
-    found = tuple(port for port in ports if port.belongs_to(name, namespace))
+    """The ports of a Service: by NAME or NAMESPACE/NAME, by an address (``IP`` or ``IP:PORT``) of a
+    frontend or a backend, or by a NodePort (``:PORT``). Raises NotFoundError, which suggests
+    similar names, if there is none.
+    """
+    ports = tuple(ports)
+    if place := parse_place(query):
+        found = tuple(port for port in ports if port.is_at(*place))
+        what, hint = f"no Service or backend has {query}", "`kbpf inspect services` lists all"
+    else:
+        query_namespace, _, name = query.rpartition("/")
+        namespace = query_namespace or namespace
+        found = tuple(port for port in ports if port.belongs_to(name, namespace))
+        full_name = f"{namespace}/{name}" if namespace else name
+        what, hint = f"no Service {full_name} is programmed", _suggest(name, ports)
     if not found:
-        raise NotFoundError(
-            f"no Service {service} is programmed", location, "`kbpf inspect services` lists all"
-        )
+        raise NotFoundError(what, location, hint)
     return found
+
+
+def parse_place(text: str) -> tuple[Addr | None, int] | None:
+    """Address and port (0: any) of ``IP``, ``IP:PORT`` or ``:PORT``, which has no address; None if
+    the text is none of these.
+    """
+    host, colon, number = text.rpartition(":")
+    if colon and number.isascii() and number.isdigit() and len(number) <= 5:
+        if not host:
+            return None, int(number)
+        if host.startswith("[") == (":" in host):
+            with contextlib.suppress(ObjectError):
+                return parse_addr(host.strip("[]")), int(number)
+    with contextlib.suppress(ObjectError):
+        return parse_addr(text), 0
+    return None
+
+
+def _suggest(name: str, ports: Iterable[ServicePort]) -> str:
+    by_name: dict[str, set[str]] = {}
+    for port in ports:
+        if port.key is not None:
+            by_name.setdefault(port.key.name, set()).add(str(port.key.service))
+    close_names = difflib.get_close_matches(name, by_name, n=3, cutoff=0.5)
+    close_names += sorted(
+        candidate for candidate in by_name if name in candidate and candidate not in close_names
+    )[:3]
+    suggestions = [
+        full_name for candidate in close_names for full_name in sorted(by_name[candidate])
+    ]
+    if suggestions:
+        return f"did you mean {' or '.join(suggestions[:5])}?"
+    return "`kbpf inspect services` lists all" if by_name else "no Service is programmed at all"

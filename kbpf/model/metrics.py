@@ -39,18 +39,22 @@ PortName = tuple[str, str, str, str]
 class ConnectionStats(NamedTuple):
     """Counters since counting began.
 
-    `opened`: connections and datagram flows. `bytes_in` is from clients, `bytes_out` to them; for
-    TCP sockets both are known when the connection ends. `refused`: no backend was available.
-    `unanswered`: the backend never accepted the connection. `broken`: ended by a reset or timeout.
-    `ended`: all that ended, including those two. `retransmits`: segments that the client's side
-    sent again. `rtt_us`: sum of the round-trip times to the backend, in microseconds, of `rtts`
-    connections.
+    `opened`: connections and datagram flows. `no_endpoint`: refused or dropped, since no backend
+    was available. `not_allowed`: dropped, since the source ranges do not admit the client.
+    `refused`: the backend reset the SYN, or rejected a datagram. `unanswered`: the backend did not
+    answer the first SYN. `reset`: accepted by the backend, and ended by a reset or a time-out.
+    `ended`: all that ended, in whatever way. `bytes_in` is from clients, `bytes_out` to them; for
+    TCP sockets both are known when the connection ends. `retransmits`: segments that the client's
+    side sent again. `rtt_us`: sum of the round-trip times to the backend, in microseconds, of
+    `rtts` connections.
     """
 
     opened: int = 0
+    no_endpoint: int = 0
+    not_allowed: int = 0
     refused: int = 0
     unanswered: int = 0
-    broken: int = 0
+    reset: int = 0
     ended: int = 0
     bytes_in: int = 0
     bytes_out: int = 0
@@ -59,11 +63,13 @@ class ConnectionStats(NamedTuple):
     rtts: int = 0
 
 
-CONNECTION_COUNTERS: Final = frozenset(("opened", "refused"))
+CHOICE_COUNTERS: Final = frozenset(("opened", "no_endpoint", "not_allowed"))
+FAILURE_COUNTERS: Final = frozenset(("refused", "unanswered", "reset"))
 ALL_COUNTERS: Final = frozenset(ConnectionStats._fields)
 IPVS_COUNTERS: Final = frozenset(("opened", "bytes_in", "bytes_out"))
-"""The fields of ConnectionStats that are counted with `--accounting connections`, with
-`--accounting full`, and in mode ipvs.
+"""Fields of ConnectionStats: what `--accounting connections` counts; what it counts as well if the
+kernel tells about the failures of sockets (bpf/trace.h); all, which `--accounting full` counts; and
+those of mode ipvs.
 """
 
 

@@ -88,4 +88,11 @@ class Reason(IntEnum):
         "refused: the Service was being written during each lookup; the client has to try again")
     TOO_LONG = (24, Verdict.NOTE,
         "packets too long for the next device: their senders were told the path MTU")
+    BACKEND_REFUSED = (25, Verdict.NOTE,
+        "refused by a backend: does a process listen on its port?")
+    BACKEND_UNANSWERED = (26, Verdict.NOTE,
+        "not answered by a backend within a second: is its pod reachable, and does a "
+        "NetworkPolicy admit the client?")
+    BACKEND_RESET = (27, Verdict.NOTE,
+        "accepted by a backend, and ended by a reset or a time-out")
     # fmt: on

@@ -203,7 +203,7 @@ class _Traffic(NamedTuple):
             (f'{{{row.labels},reason="{reason}"}}', getattr(row.stats, reason))
             for reason in reasons
             for row in self.rows
-            if row.stats is not None and (reason == "refused" or row.protocol == "TCP")
+            if row.stats is not None and (reason not in TCP_FAILURES or row.protocol == "TCP")
         ] if reasons else None  # fmt: skip
 
     def bytes(self) -> list[Series] | None:
@@ -218,9 +218,15 @@ class _Traffic(NamedTuple):
 
 
 FAILURES: Final = {
-    "refused": ("service",), "unanswered": ("service", "backend"), "broken": ("service", "backend")
-}  # fmt: skip
+    "no_endpoint": ("service",),
+    "not_allowed": ("service",),
+    "refused": ("service", "backend"),
+    "unanswered": ("service", "backend"),
+    "reset": ("service", "backend"),
+}
 """Fields of ConnectionStats that count failures, and the kinds of series that have them."""
+TCP_FAILURES: Final = frozenset(("unanswered", "reset"))
+"""Those that exist for TCP only."""
 
 
 def _outcome_metrics(prefix: str, subject: str) -> tuple[Metric[_Traffic], ...]:

@@ -2,7 +2,7 @@
 """What a view shows, before it has a format."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kbpf.views.columns import Column
@@ -26,6 +26,9 @@ class Page:
     notes: tuple[str, ...] = ()
     empty: str = ""
     ok: bool = True
+
+    def with_notes(self, notes: tuple[str, ...]) -> "Page":
+        return replace(self, notes=notes)
 
 
 def list_page(rows: Sequence[Any], columns: Sequence[Column], namespace: str = "") -> Page:

@@ -18,10 +18,10 @@ class ProgramRow(msgspec.Struct, frozen=True):
 
     `state`: ``attached``; ``missing``: no link is pinned; ``detached``: its cgroup was removed;
     ``off``: the hook is not needed. A hook is not needed with --socket-lb off, or if it only counts
-    and --accounting is not full or the kernel does not support it.
+    and --accounting does not ask for it or the kernel does not support it.
 
-    `cgroup` is "" if its folder is not visible in this mount namespace. `pinned`: the program,
-    apart from its link, is pinned.
+    `cgroup` is "" if its folder is not visible in this mount namespace, and for hooks at a
+    tracepoint. `pinned`: the program, apart from its link, is pinned.
     """
 
     hook: str
@@ -35,6 +35,7 @@ class ProgramRow(msgspec.Struct, frozen=True):
     cgroup: str
     cgroup_id: int | None
     pinned: bool
+    tracepoint: str
 
 
 def build_rows(inspection: Inspection) -> tuple[ProgramRow, ...]:
@@ -62,12 +63,15 @@ def _build_row(hook: HookEntry, mode: SocketLb) -> ProgramRow:
         cgroup=hook.cgroup,
         cgroup_id=hook.cgroup_id,
         pinned=hook.pinned,
+        tracepoint=hook.tracepoint,
     )
 
 
-def _format_cgroup(row: ProgramRow) -> str:
+def _format_place(row: ProgramRow) -> str:
     if row.state != "attached":
         return "-"
+    if row.tracepoint:
+        return f"tracepoint {row.tracepoint}"
     return row.cgroup or f"id {row.cgroup_id}, not visible here"
 
 
@@ -79,7 +83,7 @@ COLUMNS: Final = (
     Column("INSTRUCTIONS", lambda p: format_number(p.instructions), right=True),
     Column("LINK", lambda p: format_number(p.link), right=True),
     Column("PINNED", lambda p: format_bool(p.pinned)),
-    Column("CGROUP", _format_cgroup),
+    Column("CGROUP", _format_place),
     Column("SERVES", lambda p: p.serves, wide=True),
 )
 

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """One Service in detail: its frontends, backend sets, and the share and traffic of each backend."""
 
-import difflib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 import msgspec
 
-from kbpf.errors import NotFoundError
 from kbpf.model.address import format_addr
 from kbpf.model.inspection import (
     BackendEntry,
@@ -17,6 +15,7 @@ from kbpf.model.inspection import (
     Inspection,
     Part,
     ServicePort,
+    find_ports,
 )
 from kbpf.views.columns import Column, format_host_port, format_number
 from kbpf.views.columns import format_size as size_text
@@ -27,9 +26,11 @@ from kbpf.views.text import format_facts, format_table, indent
 
 NEEDS: Final = SERVICES | Part.TRAFFIC
 
-TCP_ONLY: Final = frozenset(("unanswered", "broken", "retransmits", "rtts"))
+TCP_ONLY: Final = frozenset(("unanswered", "reset", "retransmits", "rtts"))
 """Fields of ConnectionStats that exist for TCP only: for other protocols the kernel reports neither
 how a connection ended nor its round-trip time."""
+NO_BACKEND_ONLY: Final = frozenset(("no_endpoint", "not_allowed"))
+"""Fields that are counted before a backend is chosen, and that no backend has."""
 
 NO_BACKEND: Final = BackendEntry(0, None)
 """A slot that should exist and does not."""
@@ -66,19 +67,22 @@ class TrafficRow(msgspec.Struct, frozen=True):
 
     `backend` is ``address:port``; ``none``: connections that got no backend; ``gone``: the sum of
     backends that no longer exist; ``all``: the sum of all backends, if the Service has one entry
-    for them. `open`: connections that are open now. `refused`: no backend was available.
-    `unanswered`, `broken`, `retransmits` and `round_trip_ms` exist for TCP only; `round_trip_ms` is
-    the mean over `round_trips` connections. Bytes of a connection that a socket hook translated are
-    added when it ends.
+    for them. `open`: connections that are open now. The other fields are those of ConnectionStats;
+    `no_endpoint` and `not_allowed` exist only with `none` and `all`, and what failed at a backend
+    only with backends. `unanswered`, `reset`, `retransmits` and `round_trip_ms` exist for TCP only;
+    `round_trip_ms` is the mean over `round_trips` connections. Bytes of a connection that a socket
+    hook translated are added when it ends.
     """
 
     id: int
     backend: str
     open: int
     opened: int | None
+    no_endpoint: int | None
+    not_allowed: int | None
     refused: int | None
     unanswered: int | None
-    broken: int | None
+    reset: int | None
     bytes_in: int | None
     bytes_out: int | None
     retransmits: int | None
@@ -102,38 +106,10 @@ class ServiceDetail(msgspec.Struct, frozen=True):
 def build_details(
     inspection: Inspection, name: str, namespace: str = ""
 ) -> tuple[ServiceDetail, ...]:
-    """All ports of the Services with this name (``name`` or ``namespace/name``), in all namespaces
-    unless one is given. Raises NotFoundError, which suggests similar names, if there is none.
-    """
-    if "/" in name:
-        namespace, _, name = name.partition("/")
-    details = [
-        _build_detail(port, inspection)
-        for port in inspection.services
-        if port.belongs_to(name, namespace)
-    ]
-    if not details:
-        full_name = f"{namespace}/{name}" if namespace else name
-        hint = _suggest(name, inspection.services)
-        raise NotFoundError(f"no Service {full_name} is programmed", inspection.location, hint)
+    """All ports of the Services that find_ports() finds, in all namespaces unless one is given."""
+    ports = find_ports(inspection.services, name, inspection.location, namespace)
+    details = (_build_detail(port, inspection) for port in ports)
     return tuple(sorted(details, key=lambda detail: row_key(detail.service)))
-
-
-def _suggest(name: str, ports: Iterable[ServicePort]) -> str:
-    by_name: dict[str, set[str]] = {}
-    for port in ports:
-        if port.key is not None:
-            by_name.setdefault(port.key.name, set()).add(str(port.key.service))
-    close_names = difflib.get_close_matches(name, by_name, n=3, cutoff=0.5)
-    close_names += sorted(
-        candidate for candidate in by_name if name in candidate and candidate not in close_names
-    )[:3]
-    suggestions = [
-        full_name for candidate in close_names for full_name in sorted(by_name[candidate])
-    ]
-    if suggestions:
-        return f"did you mean {' or '.join(suggestions[:5])}?"
-    return "`kbpf inspect services` lists all" if by_name else "no Service is programmed at all"
 
 
 def _build_detail(port: ServicePort, inspection: Inspection) -> ServiceDetail:
@@ -151,6 +127,10 @@ def _traffic_row(row: ServiceRow, traffic: BackendTraffic, counted: frozenset[st
     totals = traffic.totals
     if row.protocol != "TCP":
         counted -= TCP_ONLY
+    if traffic.scope == "none":
+        counted &= NO_BACKEND_ONLY
+    elif traffic.scope != "all":
+        counted -= NO_BACKEND_ONLY
 
     def count(name: str) -> int | None:
         return getattr(totals, name) if name in counted else None
@@ -160,9 +140,11 @@ def _traffic_row(row: ServiceRow, traffic: BackendTraffic, counted: frozenset[st
         backend=str(traffic.backend or traffic.scope or f"id {traffic.id}, gone"),
         open=traffic.open,
         opened=count("opened"),
+        no_endpoint=count("no_endpoint"),
+        not_allowed=count("not_allowed"),
         refused=count("refused"),
         unanswered=count("unanswered"),
-        broken=count("broken"),
+        reset=count("reset"),
         bytes_in=count("bytes_in"),
         bytes_out=count("bytes_out"),
         retransmits=count("retransmits"),
@@ -227,9 +209,11 @@ BACKEND_COLUMNS: Final = (
 
 TRAFFIC_COUNTERS: Final = {
     "opened": Column("OPENED", lambda t: format_number(t.opened), right=True),
+    "no_endpoint": Column("NO-ENDPOINT", lambda t: format_number(t.no_endpoint), right=True),
+    "not_allowed": Column("NOT-ALLOWED", lambda t: format_number(t.not_allowed), right=True),
     "refused": Column("REFUSED", lambda t: format_number(t.refused), right=True),
     "unanswered": Column("UNANSWERED", lambda t: format_number(t.unanswered), right=True),
-    "broken": Column("BROKEN", lambda t: format_number(t.broken), right=True),
+    "reset": Column("RESET", lambda t: format_number(t.reset), right=True),
     "bytes_in": Column("IN", lambda t: size_text(t.bytes_in), right=True),
     "bytes_out": Column("OUT", lambda t: size_text(t.bytes_out), right=True),
     "retransmits": Column("RETRANSMITS", lambda t: format_number(t.retransmits), right=True),

@@ -123,7 +123,7 @@ def build_view(inspection: Inspection) -> StatusView:
         hooks=sum(not (hook.only_counts and hook.link is None) for hook in inspection.hooks),
         hooks_missing=missing,
         socket_lb=str(inspection.socket_lb),
-        exempt_cgroups=inspection.exempt_cgroups,
+        exempt_cgroups=len(inspection.exempt_ids),
         problem_count=status.problem_count,
         problems=status.problems,
         disabled_features=status.disabled_features,

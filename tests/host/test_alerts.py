@@ -23,7 +23,7 @@ from tests.support.build.promtool import promtool
 from tests.support.prometheus import Family
 from tests.values.serve.test_metrics import (
     ALL_COUNTERS,
-    CONNECTION_COUNTERS,
+    CHOICE_COUNTERS,
     HAD,
     PROGRAMMING,
     STATUS,
@@ -62,7 +62,7 @@ PLANE = Counts(
     ),
     TrafficStats(
         connections=((WEB, 0),),
-        totals=((WEB, HAD._replace(unanswered=0)),),
+        totals=((WEB, HAD._replace(refused=0, unanswered=0)),),
         counted_fields=ALL_COUNTERS,
         flow_count=FlowCount(0, 1000),
     ),
@@ -160,6 +160,10 @@ ROWS = [
         "KbpfDropsPackets", "2 packets per second are dropped: not_tracked",
         {"reason": "not_tracked"}),
     Row("few packets are dropped", {'kbpf_decisions_total{reason="no_route"}': "0+6x60"}),
+    Row("backends refuse", {
+        'kbpf_service_failures_total{service="web",reason="refused"}': GROWS,
+        'kbpf_service_connections_total{service="web"}': "0+300x60",
+    }, "KbpfServiceFails", "a/web: at least one in ten connections is not accepted", SERVICE),
     Row("backends do not answer", {
         'kbpf_service_failures_total{service="web",reason="unanswered"}': GROWS,
         'kbpf_service_connections_total{service="web"}': "0+300x60",
@@ -262,12 +266,12 @@ def test_exactly_the_expected_alert_fires(row: Row, tmp_path: Path):
     assert tried(tmp_path, test) == ""
 
 
-def test_without_full_accounting_unanswered_connections_have_no_series():
+def test_failures_that_the_kernel_does_not_tell_have_no_series():
     """The alert then has no series (docs/observe.md)."""
-    counted = msgspec.structs.replace(PLANE.traffic, counted_fields=CONNECTION_COUNTERS)
+    counted = msgspec.structs.replace(PLANE.traffic, counted_fields=CHOICE_COUNTERS)
     page = healthy(PLANE._replace(traffic=counted))
     reasons = {dict(own)["reason"] for _, own in page["kbpf_service_failures_total"].samples}
-    assert reasons == set(FAILURES) - {"unanswered", "broken"}
+    assert reasons == set(FAILURES) - {"refused", "unanswered", "reset"}
 
 
 def test_every_alert_has_a_row():

@@ -95,6 +95,8 @@ LAYOUTS = [
     Layout("first_fragment", layout.FRAGMENT, "id hash ports protocol"),
     Layout("count_key", layout.U32_PAIR, "service backend"),
     Layout("counts", layout.COUNTS, " ".join(ConnectionStats._fields)),
+    Layout("failure", layout.FAILURE,
+           "first last count cgroup client frontend backend service backend_id reason"),
     Layout("meta", layout.META, "next_service next_backend next_set"),
 ]  # fmt: skip
 
@@ -103,6 +105,8 @@ DEFINED = {
     "FRONTEND_PORT_WORDS": layout.FRONTEND_PORT_WORDS,
     "FRAGMENTS_PER_CLIENT": layout.FRAGMENTS_PER_CLIENT,
     "FOREIGN_FLOWS_PER_CLIENT": layout.FOREIGN_FLOWS_PER_CLIENT,
+    "FAILURES_PER_CLIENT": layout.FAILURES_PER_CLIENT,
+    "PACKET_FAILURES": layout.PACKET_FAILURES,
     "FLOWS_PER_SOCKET": layout.FLOWS_PER_SOCKET,
     "FLOW_MARKS": layout.FLOW_MARKS,
     "PORT_SLOTS": layout.PORT_SLOTS,
@@ -214,14 +218,14 @@ def test_every_struct_and_enum_is_compared():
     assert defined - {"address"} == {row.c for row in LAYOUTS}
     enums = re.findall(r"^enum (\w+) \{(.*?)^\};", TYPES, re.M | re.S)
     assert [name for name, _ in enums] == [
-        "service_flags", "client_kind", "config_flags", "tcp_state", "fins", "flow_path",
-        "flow_direction", "role", "device_flags", "node_flags", "refusal_bucket", "verdict",
-        "reason",
+        "service_flags", "client_kind", "peer_flags", "config_flags", "tcp_state", "fins",
+        "flow_path", "flow_direction", "role", "device_flags", "node_flags", "refusal_bucket",
+        "verdict", "reason",
     ]  # fmt: skip
     words = {
         word
         for name, body in enums
-        if name != "verdict"
+        if name not in ("verdict", "peer_flags")  # only C uses these
         for word in re.findall(r"^\t([A-Z0-9_]+) =", body, re.M)
     }
     assert words == {name for name, _ in NAMES if name.isupper() and name not in DEFINED}

@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 from kbpf.errors import KernelError
-from kbpf.kernel.bpf import kfuncs, probe, tc, uapi
+from kbpf.kernel.bpf import kernel_members, kfuncs, probe, tc, uapi
 from kbpf.kernel.bpf.objects import (
     Program,
 )
@@ -81,6 +81,10 @@ def _set_retval() -> bool | None:
     return probe.probe_helper(
         BPF_PROG_TYPE_CGROUP_SOCK_ADDR, CONNECT4, BPF_FUNC_set_retval, -111
     ).works
+
+
+def _tracing() -> bool | None:
+    return kernel_members.probe_tracepoint("tcp_receive_reset").works
 
 
 def _route_mtu() -> bool | None:
@@ -168,6 +172,21 @@ def _counted_by_cgroup() -> bool:
 
 FEATURES = {
     "tcx": Feature("TCX links", lambda: tc.probe_tcx().works, (6, 6), check="TCX"),
+    "tracing": Feature(
+        "bpf_sk_storage_get at tracepoints", _tracing, (5, 11), check="hook trace_reset"
+    ),
+    "retransmissions": Feature(
+        "bpf_sk_storage_get at tracepoints",
+        lambda: kernel_members.probe_tracepoint("tcp_retransmit_skb").works,
+        (5, 11),
+        check="hook trace_retransmit",
+    ),
+    "socket_errors": Feature(
+        "the tracepoint inet_sk_error_report",
+        lambda: kernel_members.probe_tracepoint("inet_sk_error_report").works,
+        (5, 14),
+        check="hook trace_error",
+    ),
     "set_retval": Feature("bpf_set_retval", _set_retval, (5, 18), check="bpf_set_retval"),
     "netns_cookie": Feature(
         "SO_NETNS_COOKIE",
@@ -223,7 +242,8 @@ FEATURES = {
 
 BY_KERNEL = {
     "5.10": {
-        "TCX", "bpf_set_retval", "SO_NETNS_COOKIE", "bpf_ktime_get_coarse_ns", "NAT by conntrack",
+        "hook trace_reset", "hook trace_retransmit", "hook trace_error", "TCX", "bpf_set_retval",
+        "SO_NETNS_COOKIE", "bpf_ktime_get_coarse_ns", "NAT by conntrack",
     },
     "6.1": {"TCX"},
     "6.12": set[str](),

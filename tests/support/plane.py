@@ -47,15 +47,20 @@ from kbpf.model.desired import (
 from kbpf.model.objects import Protocol
 from kbpf.source.decode.fields import parse_cidr
 from tests.support.build import artifacts
+from tests.support.features import lacking
 from tests.support.lab.agent_state import read_reasons
 from tests.support.lab.lab import Place, cgroup2, ip, remove_cgroup, settled
 
 BPFFS = Path("/sys/fs/bpf")
-HOOKS = frozenset(
+CGROUP_HOOKS = frozenset(
     ("connect4", "connect6", "sendmsg4", "sendmsg6", "recvmsg4", "recvmsg6",
      "getpeername4", "getpeername6")
 )  # fmt: skip
-"""The hooks that an agent attaches by default."""
+HOOKS = CGROUP_HOOKS.union(
+    () if lacking("tracing") else ("trace_reset", "trace_retransmit"),
+    () if lacking("socket_errors") else ("trace_error",),
+)
+"""The hooks that an agent attaches by default; those at tracepoints are attached to no cgroup."""
 SIZES = MapSizes(connections=4096, affinity=4096)
 """LRU maps are preallocated: the default sizes cost a tenth of a second and 40 MB each time."""
 OURS = ("default",)

@@ -45,6 +45,21 @@ static __always_inline u32 kernel_socket_bit(void)
 	return ((u64(*)(void))0x6b627066)();
 }
 
+/* Not helpers either: the loader replaces these calls by the places of members in the structs of
+ * this kernel, in bytes (kernel_members.py). */
+#define PLACE_OF(member, number)                                                                   \
+	static __always_inline u32 place_of_##member(void)                                         \
+	{                                                                                          \
+		return ((u64(*)(void))number)();                                                   \
+	}
+
+PLACE_OF(state, 0x6b627101)       /* sock_common.skc_state */
+PLACE_OF(address6, 0x6b627102)    /* sock_common.skc_v6_rcv_saddr */
+PLACE_OF(error, 0x6b627103)       /* sock.sk_err */
+PLACE_OF(cgroup, 0x6b627104)      /* sock.sk_cgrp_data */
+PLACE_OF(cgroup_node, 0x6b627105) /* cgroup.kn */
+PLACE_OF(node_id, 0x6b627106)     /* kernfs_node.id */
+
 #define BPF_HDR_START_NET 1
 
 /* Linux v4.18: 4e1ec56cdc59. */

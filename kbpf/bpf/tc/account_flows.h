@@ -6,7 +6,11 @@
 #pragma once
 
 #include "account.h"
+#include "failures.h"
 #include "lib/packet.h"
+#include "tc/flow.h"
+#include "tc/scratch.h"
+#include "tc/tails.h"
 
 #define FLUSH_BYTES (256 << 10) /* a sum of this size is added to `counts` */
 #define FLUSH_DATAGRAM_BYTES                                                                       \
@@ -55,21 +59,78 @@ static __always_inline void flush_rest(struct flow *entry)
 		flush_bytes(entry, rest, entry->direction != DIRECTION_ORIGINAL);
 }
 
-/* Counts the end of a TCP connection, once. `before`: its state before this packet. */
-static __always_inline void account_state(struct flow *flow, u8 before, bool in_order)
+/* Records that a packet got no backend. */
+static __always_inline void fail_packet(const struct tuple *t, const struct choice *c)
+{
+	struct failure failure = {.client = t->from, .frontend = t->to, .service = c->service};
+
+	if (!is_accounting(CONFIG_ACCOUNTING))
+		return;
+	failure.reason = c->reason;
+	record_failure(&failure);
+}
+
+/* Counts and records that the backend of a flow has failed. */
+static __always_inline void fail_flow(const struct flow *flow, struct counts *totals,
+				      enum reason reason)
+{
+	struct failure failure = {.client = flow->client,
+				  .frontend = flow->frontend,
+				  .backend = flow->backend,
+				  .service = flow->service};
+
+	failure.backend_id = flow->backend_id;
+	failure.reason = reason;
+	count(reason);
+	account_failure(totals, reason);
+	record_failure(&failure);
+}
+
+/* A TCP connection ends with this packet: tc_end counts it, once the packet is rewritten. `before`:
+ * its state before. `reply`: the packet is the backend's. */
+static __always_inline void account_state(struct flow *flow, u8 before, bool reply)
+{
+	struct scratch *s = get_scratch();
+
+	if (flow->state != STATE_CLOSED || (flow->fins & FIN_COUNTED))
+		return;
+	flow->fins |= FIN_COUNTED;
+	if (!s || !is_accounting(CONFIG_ACCOUNTING))
+		return;
+	s->end = ENDED;
+	if (reply && !both_closed(flow))
+		s->end = before == STATE_NEW ? BACKEND_REFUSED : BACKEND_RESET;
+}
+
+/* Counts the end of a connection, and records it if the backend has failed. */
+int tc_end(struct __sk_buff *skb)
+{
+	struct scratch *s = get_scratch();
+	struct counts *totals;
+	struct flow *flow;
+
+	if (!s)
+		return finish(TC_ACT_SHOT, NOT_REWRITTEN);
+	flow = flow_between(&s->packet.tuple); /* as it arrived */
+	totals = flow ? counts_of(flow->service, flow->backend_id) : NULL;
+	if (totals && s->end != ENDED)
+		fail_flow(flow, totals, s->end);
+	if (totals && is_accounting(CONFIG_COUNT_CONNECTION_ENDS))
+		add(&totals->ended, 1);
+	return s->action;
+}
+
+/* A packet of a client repeats what the backend has not answered. */
+static __always_inline void account_repetition(struct flow *flow, u64 now)
 {
 	struct counts *totals;
 
-	if (flow->state != STATE_CLOSED || (flow->fins & FIN_COUNTED) ||
-	    !is_accounting(CONFIG_COUNT_CONNECTION_ENDS))
+	if (!is_accounting(CONFIG_ACCOUNTING) || flow->client.protocol != IPPROTO_TCP ||
+	    flow->state != STATE_NEW || (flow->fins & FIN_UNANSWERED) ||
+	    elapsed(flow->last_used, now) < SECOND / 2)
 		return;
-	flow->fins |= FIN_COUNTED;
+	flow->fins |= FIN_UNANSWERED;
 	totals = counts_of(flow->service, flow->backend_id);
-	if (!totals)
-		return;
-	add(&totals->ended, 1);
-	if (before == STATE_NEW)
-		add(&totals->unanswered, 1);
-	else if (!in_order)
-		add(&totals->broken, 1);
+	if (totals)
+		fail_flow(flow, totals, BACKEND_UNANSWERED);
 }

@@ -92,8 +92,10 @@ static __always_inline bool describe_flow(struct __sk_buff *skb, struct scratch 
 	client->tuple = (const u32 *)&p->tuple;
 	client->key.client = p->tuple.from.address;
 	v = choose(&p->tuple.to, client, c);
-	if (v != TRANSLATE)
+	if (v == REFUSE || v == DROP) {
 		account_begin(c, v);
+		fail_packet(&p->tuple, c);
+	}
 	if (v == REFUSE) {
 		s->reason = c->reason;
 		s->mtu = 0;
@@ -215,6 +217,7 @@ static __always_inline bool lacks_entry(const struct flow *flow)
 int tc_recheck(struct __sk_buff *skb)
 {
 	struct scratch *s = get_scratch();
+	u64 now = now_ns();
 	struct packet *p;
 	struct flow *flow;
 	bool came_in;
@@ -224,7 +227,9 @@ int tc_recheck(struct __sk_buff *skb)
 	p = &s->packet;
 	came_in = s->resume_tail == TAIL_CHOOSE;
 	flow = flow_between(&p->tuple);
-	if (flow && !is_over(flow, now_ns()) &&
+	if (flow && starts_flow(p) && is_original(&p->tuple, flow))
+		account_repetition(flow, now);
+	if (flow && !is_over(flow, now) &&
 	    (!starts_flow(p) || !is_original(&p->tuple, flow) ||
 	     (backend_exists(flow->backend_id) && !lacks_entry(flow))))
 		return came_in ? resume(skb, s, TAIL_INGRESS, 0) : resume(skb, s, TAIL_HOST, 0);

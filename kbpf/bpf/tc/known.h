@@ -136,7 +136,7 @@ static __always_inline void update_state(struct flow *flow, const struct packet 
 	original->state = state;
 	original->fins = fins;
 	if (state != before)
-		account_state(original, before, both_closed(original));
+		account_state(original, before, reply);
 	flow->state = other->state = state;
 	flow->fins = other->fins = original->fins;
 	if (state == STATE_CLOSED && state != before)

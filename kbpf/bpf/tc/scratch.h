@@ -9,9 +9,9 @@
  *
  * The content is that of this CPU's last packet. tc_ingress and tc_egress parse into `packet`
  * before they call any other program, and each other field is written by a program of the same
- * packet before another reads it. `resumed` is the exception: tc_ingress reads it first, to know
- * whether it was tail-called. It is set only together with that tail call, and is 0 at all other
- * times.
+ * packet before another reads it. `end` is 0 before a packet is translated. `resumed` is the
+ * exception: tc_ingress reads it first, to know whether it was tail-called. It is set only together
+ * with that tail call, and is 0 at all other times.
  *
  * The verifier knows nothing about values that are read from a map. So the paths through parse(),
  * which versions, protocols, fragments and extension headers multiply, become one state.
@@ -40,6 +40,8 @@ enum search {
 			    and without its port the new connection would certainly fail */
 };
 
+#define ENDED 0xff /* in order, or by the client */
+
 struct scratch {
 	struct packet packet; /* as it arrived; tc_sctp needs the offsets as it leaves */
 	struct packet inner;  /* the packet that an ICMP error quotes */
@@ -54,8 +56,10 @@ struct scratch {
 	u32 reason;      /* tc_refuse: why */
 	u32 mtu;         /* tc_refuse: the path MTU that the packet exceeds; 0: it is refused */
 	u32 change;      /* tc_sctp: XOR of old and new ports */
-	u32 action;      /* tc_sctp: to be returned */
-	u32 masks[4];    /* tc_scan_ports: hidden from the verifier */
+	u32 action;      /* tc_sctp, tc_end: to be returned */
+	u32 end;         /* tc_end: ENDED, or enum reason; 0: nothing ends */
+	u32 pad;
+	u32 masks[4]; /* tc_scan_ports: hidden from the verifier */
 };
 
 /* 0 -> see above. */

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: (GPL-2.0 OR BSD-2-Clause) */
-/* How the handling of a rewritten packet ends: for SCTP, tc_sctp updates the checksum. */
+/* How the handling of a rewritten packet ends: for SCTP, tc_sctp updates the checksum; if a
+ * connection ends with it, tc_end counts that. */
 #pragma once
 
 #include "lib/sctp.h"
@@ -12,6 +13,10 @@
 static __always_inline int finish_rewrite(struct __sk_buff *skb, struct scratch *s,
 					  const struct tuple *new, int action, u32 l3)
 {
+	if (s->end) { /* of TCP */
+		s->action = action;
+		return go(skb, TAIL_END);
+	}
 	s->change = sctp_change(&s->packet, new);
 	if (!s->change)
 		return action;

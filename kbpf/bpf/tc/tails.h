@@ -28,7 +28,8 @@ enum tail {
 	TAIL_SCAN_PORTS = 15,
 	TAIL_REROUTE = 16,
 	TAIL_CONNTRACK = 17, /* only with --forwarding netfilter */
-	TAILS = 18,
+	TAIL_END = 18,
+	TAILS = 19,
 };
 
 BPF_TABLE("prog", u32, u32, tails, TAILS);

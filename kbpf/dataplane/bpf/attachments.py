@@ -106,6 +106,8 @@ class Attachments:
         self.packets.publish()
         self._agent_maps.pin(packet_path_only=False)
         changed = self.hooks.publish()
+        if self.settings is not None:
+            self.settings.set_tracing(self.hooks.notice_failures)
         self._update_exemptions()
         self.packets.start_loading()
         self.packets.publish_due = False

@@ -18,11 +18,14 @@ from kbpf.kernel.bpf.uapi import (
     BPF_PROG_TYPE_CGROUP_SOCK_ADDR,
     BPF_PROG_TYPE_SCHED_CLS,
     BPF_PROG_TYPE_SOCK_OPS,
+    BPF_PROG_TYPE_TRACING,
+    BPF_TRACE_RAW_TP,
     BPF_FUNC_get_current_ancestor_cgroup_id,
     BPF_FUNC_get_current_cgroup_id,
     BPF_FUNC_ktime_get_coarse_ns,
     BPF_FUNC_set_retval,
 )
+from kbpf.model.config import Accounting
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +34,8 @@ class Hook:
     them.
 
     `required`: without this hook some sockets cannot use Services, so the agent does not start.
-    `only_counts`: the hook translates nothing and is attached only with --accounting full.
+    `accounting`: the hook only counts, and is attached with this --accounting or a higher one;
+    None: it translates. `tracepoint`: where it is attached in the kernel; "": to a cgroup.
     """
 
     name: str
@@ -41,8 +45,23 @@ class Hook:
     since_kernel: str
     required: bool = False
     purpose: str = ""
-    only_counts: bool = False
+    accounting: Accounting | None = None
+    tracepoint: str = ""
 
+    @property
+    def only_counts(self) -> bool:
+        """Whether Services work without it."""
+        return self.accounting is not None
+
+    def is_wanted(self, accounting: Accounting) -> bool:
+        """Whether it is attached with this --accounting."""
+        return self.accounting in (None, accounting) or (
+            accounting is Accounting.FULL and self.only_counts
+        )
+
+
+TRACE_HOOKS: Final = frozenset(("trace_reset", "trace_retransmit"))
+"""The hooks that together notice failures of sockets; `trace_error` adds rarer ones."""
 
 HOOKS: Final = (
     # In the order of attaching: each works at once, and replies must be translated before requests.
@@ -90,7 +109,25 @@ HOOKS: Final = (
         "5.7",
         False,
         "counting the ends of TCP connections",
-        only_counts=True,
+        accounting=Accounting.FULL,
+    ),
+    *(
+        Hook(
+            f"trace_{event}",
+            "sock",
+            BPF_PROG_TYPE_TRACING,
+            BPF_TRACE_RAW_TP,
+            since,
+            False,
+            f"counting {purpose}",
+            accounting=Accounting.CONNECTIONS,
+            tracepoint=tracepoint,
+        )
+        for event, tracepoint, since, purpose in (
+            ("reset", "tcp_receive_reset", "5.11", "connections that backends refuse or reset"),
+            ("retransmit", "tcp_retransmit_skb", "5.11", "connections that backends do not answer"),
+            ("error", "inet_sk_error_report", "5.14", "time-outs, and datagrams that are rejected"),
+        )
     ),
     Hook(
         "sendmsg4",
@@ -165,8 +202,9 @@ PACKET_PROGRAMS: Final = (
     PacketProgram("tc_sctp", tail=9),
     PacketProgram("tc_reroute", tail=16),
     PacketProgram(CONNTRACK_PROGRAM, tail=17),
+    PacketProgram("tc_end", tail=18),
 )
-TAIL_CALL_SLOTS: Final = 18
+TAIL_CALL_SLOTS: Final = 19
 TAIL_CALL_MAP: Final = "tails"
 
 UNITS: Final = ("sock", "tc")
@@ -178,6 +216,11 @@ def program_type(program: str) -> tuple[int, int, bool]:
         if hook.name == program:
             return hook.prog_type, hook.attach_type, hook.required
     return BPF_PROG_TYPE_SCHED_CLS, 0, True
+
+
+def tracepoint_of(program: str) -> str:
+    """Where the program is attached in the kernel; "" if it is at no tracepoint."""
+    return next((hook.tracepoint for hook in HOOKS if hook.name == program), "")
 
 
 def loaded_packet_programs(uses_conntrack: bool) -> tuple[PacketProgram, ...]:

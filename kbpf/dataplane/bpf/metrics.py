@@ -18,10 +18,12 @@ from itertools import chain
 from operator import add
 from typing import Final
 
+from kbpf.dataplane.bpf.changes.commit import ZERO
 from kbpf.dataplane.bpf.changes.quotas import CONTESTED_FILL, NAMESPACE_SHARE, SYSTEM_RESERVE
 from kbpf.dataplane.bpf.maps import pinning
 from kbpf.dataplane.bpf.maps.flow_entries import IDLE_TIMEOUT_NS, is_needed, is_open, unpack_columns
 from kbpf.dataplane.bpf.maps.layout import (
+    CONFIG,
     COUNTS,
     MAPS,
     PEER,
@@ -31,18 +33,18 @@ from kbpf.dataplane.bpf.maps.layout import (
     U32_PAIR,
     UDP_FLOW,
     UDP_FLOWS,
+    ConfigFlag,
     FlowDirection,
     Target,
 )
 from kbpf.dataplane.bpf.maps.pinning import Pins
+from kbpf.dataplane.bpf.programs.hook_config import counted_fields
 from kbpf.errors import KernelError
 from kbpf.kernel.bpf import uapi
 from kbpf.kernel.bpf.objects import Map
 from kbpf.model.address import format_endpoint
-from kbpf.model.config import Accounting, Config, is_system_service
+from kbpf.model.config import Config, is_system_service
 from kbpf.model.metrics import (
-    ALL_COUNTERS,
-    CONNECTION_COUNTERS,
     BackendStats,
     ConnectionStats,
     DataPlaneMetrics,
@@ -76,11 +78,6 @@ BULK_READ_THRESHOLD: Final = 256
 
 _PROTOCOLS: Final = {int(protocol): protocol.name for protocol in Protocol}
 _NO_TOTALS: Final = ConnectionStats()
-KNOWN_COUNTS: Final = {
-    Accounting.OFF: frozenset[str](),
-    Accounting.CONNECTIONS: CONNECTION_COUNTERS,
-    Accounting.FULL: ALL_COUNTERS,
-}
 IdPair = tuple[int, int]
 """Ids of a Service port and a backend."""
 
@@ -154,10 +151,18 @@ class MapCollector:
         return TrafficStats(
             self._by_name(current.services),
             tuple(self._totals_by_name(sums.services)),
-            KNOWN_COUNTS[self._config.accounting],
+            self._counted_fields(),
             self._with_addresses(sums.busiest, current.pairs),
             current.tracked if self._config.packet_path else None,
         )
+
+    def _counted_fields(self) -> frozenset[str]:
+        try:
+            with pinning.open_map(self._pins.maps / "config", MAPS["config"]) as config:
+                _, flags, _ = CONFIG.unpack(config.lookup(ZERO) or bytes(CONFIG.size))
+        except KernelError:
+            return frozenset()
+        return counted_fields(ConfigFlag(flags))
 
     def _walk_map(self, name: str, add_map: Callable[[Map], Iterable[None]], pause: Pause) -> None:
         """Calls `add_map` with a map, if it can be read."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+from kbpf.dataplane.bpf.hooks import TRACE_HOOKS
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.dataplane.bpf.programs import compile
 from kbpf.dataplane.bpf.programs.foreign import ForeignProgram
@@ -13,7 +14,7 @@ from kbpf.dataplane.bpf.programs.loader import SocketPrograms
 from kbpf.errors import KernelError, LastError
 from kbpf.kernel.bpf.objects import Map
 from kbpf.kernel.system import netns
-from kbpf.model.config import Accounting, Config, SocketLb
+from kbpf.model.config import Config, SocketLb
 
 log = logging.getLogger("kbpf.dataplane")
 
@@ -54,8 +55,8 @@ class SocketHooks:
                 "SO_NETNS_COOKIE is missing (Linux 5.14): use --socket-lb on or off",
             )
         artifact, self.compiled = compile.find_or_compile("sock", self._config.cache_dir)
-        count_connection_ends = self._config.accounting is Accounting.FULL
-        self.programs = SocketPrograms(self._pins, artifact, cgroup, missing, count_connection_ends)
+        accounting = self._config.accounting
+        self.programs = SocketPrograms(self._pins, artifact, cgroup, missing, accounting)
 
     def load(self, maps: Mapping[str, Map]) -> None:
         """Loads the programs over the open maps, without attaching them."""
@@ -69,6 +70,14 @@ class SocketHooks:
         # PinWatch.check() treats a missing folder as removed pins.
         self._pins.links.mkdir(mode=0o700, exist_ok=True)
         return 0
+
+    @property
+    def notice_failures(self) -> bool:
+        """Whether all failures of the sockets that the hooks serve are noticed and counted."""
+        if self.programs is None:
+            return True  # the packet path serves them, and notices what happens to its flows
+        states = self.programs.hook_states()
+        return all(states.get(name) for name in TRACE_HOOKS)
 
     def verify(self, now: float) -> None:
         """Attaches hooks again that another program has detached, if a check is due."""

@@ -9,6 +9,7 @@ from typing import Any, Final, Self
 from kbpf.kernel.bpf import syscalls
 
 BTF_KIND_STRUCT: Final = 4
+BTF_KIND_TYPEDEF: Final = 8
 BTF_KIND_FUNC: Final = 12
 _VLEN_MASK: Final = 0xFFFF
 _BIT_OFFSET_MASK: Final = 0xFFFFFF

@@ -18,6 +18,7 @@ from kbpf.kernel.bpf import sock_storage, syscalls
 from kbpf.kernel.bpf.uapi import (
     BPF_ANY,
     BPF_EXIST,
+    BPF_LINK_TYPE_RAW_TRACEPOINT,
     BPF_MAP_TYPE_PERCPU_ARRAY,
     BPF_MAP_TYPE_SK_STORAGE,
     BPF_NOEXIST,
@@ -305,14 +306,17 @@ class Program(syscalls.Fd):
         attach_type: int,
         insns: bytes,
         btf_fds: Sequence[int] = (),
+        attach_btf_id: int = 0,
     ) -> Self:
         """Loads bytecode whose map references are already patched. If the verifier refuses it, the
         KernelError has the last lines of its log. `btf_fds`: see kfuncs.ConntrackCalls.
+        `attach_btf_id`: the type of the tracepoint, of a program for one.
         """
         # A signal during verification ends it with EAGAIN: libbpf tries up to `attempts` times.
         opts = syscalls.ProgLoadOpts(
-            sz=ctypes.sizeof(syscalls.ProgLoadOpts), attempts=5, expected_attach_type=attach_type
-        )
+            sz=ctypes.sizeof(syscalls.ProgLoadOpts), attempts=5, expected_attach_type=attach_type,
+            attach_btf_id=attach_btf_id,
+        )  # fmt: skip
         if btf_fds:
             fd_array = (ctypes.c_int * len(btf_fds))(*btf_fds)
             opts.fd_array = ctypes.addressof(fd_array)
@@ -385,6 +389,12 @@ class Link(syscalls.Fd):
         return cls(syscalls.check(fd, f"cannot attach {program.name}", "link"), program.name)
 
     @classmethod
+    def attach_to_tracepoint(cls, program: Program) -> Self:
+        """Attaches the program to the tracepoint that it was loaded for."""
+        fd = syscalls.lib().bpf_raw_tracepoint_open(None, program.fd)
+        return cls(syscalls.check(fd, f"cannot attach {program.name}", "tracepoint"), program.name)
+
+    @classmethod
     def open(cls, path: Path) -> Self:
         return cls(syscalls.open_pinned(path), path.name)
 
@@ -403,19 +413,23 @@ class Link(syscalls.Fd):
         )
 
     def read_info(self) -> "LinkInfo":
-        """Reads what is attached where. `cgroup_id` is 0 if the cgroup was removed."""
+        """Reads what is attached where."""
         info = syscalls.RawLinkInfo()
         syscalls.read_info(self.fd, info, f"link {self.name}")
+        if info.type == BPF_LINK_TYPE_RAW_TRACEPOINT:
+            return LinkInfo(info.id, info.prog_id, None, 0)
         return LinkInfo(info.id, info.prog_id, info.cgroup_id, info.attach_type)
 
 
 @dataclass(frozen=True, slots=True)
 class LinkInfo:
-    """Information about a cgroup link."""
+    """Information about a link. `cgroup_id`: 0 if the cgroup was removed; of a link to a device,
+    its ifindex and attach type; None: at a tracepoint, and then `attach_type` is 0.
+    """
 
     id: int
     program_id: int
-    cgroup_id: int
+    cgroup_id: int | None
     attach_type: int
 
 

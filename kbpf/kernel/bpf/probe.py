@@ -59,10 +59,17 @@ def _probe_from_error(error: KernelError) -> Probe:
     return Probe(False, name)
 
 
-def probe_program(program_type: int, attach_type: int, body: bytes = b"") -> Probe:
-    """Whether a program of these types loads, with `body` before `r0 = 1; exit`."""
+def probe_program(
+    program_type: int, attach_type: int, body: bytes = b"", attach_btf_id: int = 0
+) -> Probe:
+    """Whether a program of these types loads, with `body` before `r0 = 1; exit`. `attach_btf_id`:
+    see Program.load().
+    """
+    insns = body + RETURN_1
     try:
-        Program.load("kbpf_probe", program_type, attach_type, body + RETURN_1).close()
+        Program.load(
+            "kbpf_probe", program_type, attach_type, insns, attach_btf_id=attach_btf_id
+        ).close()
     except KernelError as error:
         return _probe_from_error(error)
     return Probe(True)

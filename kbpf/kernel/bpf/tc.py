@@ -342,7 +342,7 @@ def _read_link(pin: Path) -> Attachment | None:
         info = link.read_info()
     # In struct bpf_link_info the union begins with ifindex (0: the device is gone) and attach
     # type.
-    target = _PAIR.unpack(info.cgroup_id.to_bytes(_PAIR.size, sys.byteorder))
+    target = _PAIR.unpack((info.cgroup_id or 0).to_bytes(_PAIR.size, sys.byteorder))
     direction = Direction(label)
     if target != (int(number), ATTACH_TYPE[direction]):
         return None

@@ -35,12 +35,16 @@ BPF_CGROUP_UDP4_SENDMSG: Final = 14
 BPF_CGROUP_UDP6_SENDMSG: Final = 15
 BPF_CGROUP_UDP4_RECVMSG: Final = 19
 BPF_CGROUP_UDP6_RECVMSG: Final = 20
+BPF_TRACE_RAW_TP: Final = 23
 BPF_TRACE_ITER: Final = 28
 BPF_CGROUP_INET4_GETPEERNAME: Final = 29
 BPF_CGROUP_INET6_GETPEERNAME: Final = 30
 BPF_TCX_INGRESS: Final = 46
 BPF_TCX_EGRESS: Final = 47
 
+BPF_LINK_TYPE_RAW_TRACEPOINT: Final = 1
+
+BPF_PSEUDO_MAP_FD: Final = 1  # src_reg of a 64-bit load whose value is the descriptor of a map
 BPF_F_INGRESS: Final = 1  # of bpf_clone_redirect()
 
 # helper functions, enum bpf_func_id
@@ -48,6 +52,7 @@ BPF_FUNC_tail_call: Final = 12
 BPF_FUNC_clone_redirect: Final = 13
 BPF_FUNC_get_current_cgroup_id: Final = 80
 BPF_FUNC_probe_read_kernel: Final = 113
+BPF_FUNC_sk_storage_get: Final = 107
 BPF_FUNC_get_netns_cookie: Final = 122
 BPF_FUNC_get_current_ancestor_cgroup_id: Final = 123
 BPF_FUNC_seq_write: Final = 127

@@ -531,7 +531,7 @@ def test_connection_outcomes_are_counted_by_service(site: Site):
                            ports=[slice_port(target, "http")])
         )  # fmt: skip
     until("the Service is served", lambda: "name" in pod.tcp(vip, 80))
-    reasons = {"of": "closed", "reason": "unanswered"}
+    reasons = {"of": "closed", "reason": "refused"}
     until("refused connections are counted",
           lambda: pod.tcp("10.96.0.78", 80)["error"] == "ECONNREFUSED"
           and counted(site, "kbpf_service_failures_total", **reasons))  # fmt: skip

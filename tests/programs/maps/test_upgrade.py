@@ -10,7 +10,7 @@ from kbpf.dataplane.bpf.maps import layout, pinning
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.errors import KernelError
 from kbpf.kernel.bpf.objects import Link, Map
-from tests.support.plane import Site, desired, flush, service
+from tests.support.plane import CGROUP_HOOKS, Site, desired, flush, service
 
 FORMER = "maps without arrays"
 WEB = service("web", "10.96.0.1:80", "127.0.1.1:8080 127.0.1.2:8080", affinity_timeout=100)
@@ -32,10 +32,13 @@ def make_former(site: Site) -> None:
 
 
 def link_ids(site: Site) -> dict[str, int]:
+    """Of the links to the cgroup. Those at tracepoints cannot get another program: they are
+    replaced.
+    """
     found = {}
-    for pin in sorted((site.pins / "links").iterdir()):
-        with Link.open(pin) as link:
-            found[pin.name] = link.read_info().id
+    for name in sorted(CGROUP_HOOKS):
+        with Link.open(site.pins / "links" / name) as link:
+            found[name] = link.read_info().id
     return found
 
 

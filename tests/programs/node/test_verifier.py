@@ -25,8 +25,15 @@ def verified(artifact_cache: Path) -> dict[str, Verified]:
     return {one.program: one for artifact in artifacts for one in verify(artifact)}
 
 
+NEEDED = {
+    CONNTRACK_PROGRAM: "conntrack_nat",
+    "trace_reset": "tracing",
+    "trace_retransmit": "retransmissions",
+    "trace_error": "socket_errors",
+}
+"""Programs that the agent loads only on kernels with a feature."""
 PROGRAMS = [
-    pytest.param(name, marks=needs("conntrack_nat") if name == CONNTRACK_PROGRAM else ())
+    pytest.param(name, marks=needs(NEEDED[name]) if name in NEEDED else ())
     for unit in UNITS
     for name in program_names(unit)
 ]

@@ -9,6 +9,8 @@ import subprocess
 from collections.abc import Callable
 from typing import NamedTuple
 
+import pytest
+
 from kbpf.dataplane.bpf.plane import BpfPlane
 from kbpf.model.config import Accounting
 from kbpf.model.metrics import ConnectionStats
@@ -183,6 +185,14 @@ def gives_up(host: str, number: int = 80) -> None:
         assert s.connect_ex((host, number))
 
 
+def waits(host: str, number: int = 80) -> None:
+    """Waits for the handshake until the SYN has been sent again."""
+    with socket.socket() as s:
+        s.settimeout(1.5)
+        with pytest.raises(TimeoutError):
+            s.connect((host, number))
+
+
 def datagrams(host: str, number: int) -> None:
     """Two datagrams of one flow."""
     with socket.socket(type=socket.SOCK_DGRAM) as s:
@@ -263,7 +273,7 @@ CONNECTIONS = [
         "10.96.0.2:80",
         "rude",
         "one",
-        ConnectionStats(opened=1, ended=1, broken=1, rtts=1, bytes_in=len(REQUEST)),
+        ConnectionStats(opened=1, ended=1, reset=1, rtts=1, bytes_in=len(REQUEST)),
     ),
     Connection(
         "refused by the backend",
@@ -271,7 +281,7 @@ CONNECTIONS = [
         "10.96.0.5:80",
         "refusing",
         "one",
-        ConnectionStats(opened=1, ended=1, unanswered=1),
+        ConnectionStats(opened=1, ended=1, refused=1),
     ),
     Connection(
         "the client does not wait",
@@ -279,13 +289,26 @@ CONNECTIONS = [
         "10.96.0.6:80",
         "silent",
         "192.0.2.99:80",
+        ConnectionStats(opened=1, ended=1),
+    ),
+    Connection(
+        "the backend does not answer",
+        waits,
+        "10.96.0.6:80",
+        "silent",
+        "192.0.2.99:80",
         ConnectionStats(opened=1, ended=1, unanswered=1),
     ),
     Connection(
-        "no endpoints", refused, "10.96.0.7:80", "empty", "none", ConnectionStats(refused=1)
+        "no endpoints", refused, "10.96.0.7:80", "empty", "none", ConnectionStats(no_endpoint=1)
     ),
     Connection(
-        "only elsewhere", refused, "10.96.0.8:80", "elsewhere", "none", ConnectionStats(refused=1)
+        "only elsewhere",
+        refused,
+        "10.96.0.8:80",
+        "elsewhere",
+        "none",
+        ConnectionStats(no_endpoint=1),
     ),
     Connection("datagrams", datagrams, "10.96.0.4:53", "dns", "one", ConnectionStats(opened=1)),
     Connection(

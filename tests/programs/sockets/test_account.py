@@ -48,6 +48,7 @@ from tests.programs.sockets.account import (
     reset,
     serve,
     start,
+    waits,
 )
 from tests.support.features import needs
 from tests.support.lab.lab import PATIENCE, Node, until
@@ -220,10 +221,26 @@ BEGINS = [
         "10.96.0.5:80",
         "refusing",
         "one",
-        ConnectionStats(opened=1),
+        ConnectionStats(opened=1, refused=1),
     ),
     Connection(
-        "no endpoints", refused, "10.96.0.7:80", "empty", "none", ConnectionStats(refused=1)
+        "not answered by the backend",
+        waits,
+        "10.96.0.6:80",
+        "silent",
+        "192.0.2.99:80",
+        ConnectionStats(opened=1, unanswered=1),
+    ),
+    Connection(
+        "reset by the backend",
+        reset,
+        "10.96.0.2:80",
+        "rude",
+        "one",
+        ConnectionStats(opened=1, reset=1),
+    ),
+    Connection(
+        "no endpoints", refused, "10.96.0.7:80", "empty", "none", ConnectionStats(no_endpoint=1)
     ),
     Connection("datagrams", datagrams, "10.96.0.4:53", "dns", "one", ConnectionStats(opened=1)),
 ]
@@ -231,7 +248,7 @@ BEGINS = [
 
 @needs("set_retval")
 @pytest.mark.parametrize("row", BEGINS, ids=lambda row: row.name)
-def test_default_accounting_counts_opened_connections(bench: Bench, row: Connection):
+def test_default_accounting_counts_connections_and_failures(bench: Bench, row: Connection):
     start(bench, Config().accounting)
     assert "sock_ops" not in hooks_of(bench.site)
     host, _, number = row.to.rpartition(":")
@@ -274,7 +291,7 @@ def test_agent_without_the_sock_ops_hook_serves(
     logging.getLogger("kbpf").propagate = True
     start(bench)
     assert "sock_ops" not in hooks_of(bench.site)
-    assert "cannot count the ends of connections" in caplog.text
+    assert "counting the ends of TCP connections is not possible" in caplog.text
     within(bench.client, lambda: fair("10.96.0.1"))
     wait_for(lambda: bench.site.entries("sock_peers"), {})
 
@@ -317,15 +334,15 @@ def test_totals_sum_all_backends_and_list_the_busiest(site: Site):
     services, backends = ids(site)
     web = services["web"]
     put_stats(site, web, backends["8081"], ConnectionStats(opened=5, bytes_in=10, rtts=1))
-    put_stats(site, web, backends["8082"], ConnectionStats(opened=7, broken=2))
-    put_stats(site, web, NO_BACKEND, ConnectionStats(refused=3))
+    put_stats(site, web, backends["8082"], ConnectionStats(opened=7, reset=2))
+    put_stats(site, web, NO_BACKEND, ConnectionStats(no_endpoint=3))
     put_stats(site, web, REMOVED_BACKENDS, ConnectionStats(opened=100))
     with site.pinned("sock_peers") as peers, socket.socket() as own:
         key = own.fileno().to_bytes(4, "little")
         peers.update(key, PEER.pack(1, b"", b"", web, backends["8082"]))
         found = make_collector(site, backend_series=1).count(lambda: None)
     assert dict(found.totals) == {
-        name_of("web"): ConnectionStats(opened=112, refused=3, broken=2, bytes_in=10, rtts=1)
+        name_of("web"): ConnectionStats(opened=112, no_endpoint=3, reset=2, bytes_in=10, rtts=1)
     }
     assert dict(found.connections or ()) == {name_of("web"): 1}
     (busiest,) = found.backends
@@ -334,7 +351,7 @@ def test_totals_sum_all_backends_and_list_the_busiest(site: Site):
         "127.0.1.2:8082",
         1,
     )
-    assert busiest.stats == ConnectionStats(opened=7, broken=2)
+    assert busiest.stats == ConnectionStats(opened=7, reset=2)
     assert not make_collector(site).count(lambda: None).backends
 
 
@@ -346,13 +363,13 @@ def test_counts_of_a_deleted_backend_stay_with_its_service(site: Site):
     services, backends = ids(site)
     for number in ("8081", "8082"):
         put_stats(site, services["web"], backends[number], ConnectionStats(opened=1, bytes_out=10))
-    put_stats(site, services["web"], NO_BACKEND, ConnectionStats(refused=3))
+    put_stats(site, services["web"], NO_BACKEND, ConnectionStats(no_endpoint=3))
     put_stats(site, services["other"], backends["8083"], ConnectionStats(opened=1))
     plane.apply(desired(service("web", "10.96.0.1:80", "127.0.1.1:8081")), None)
     flush(plane)
     now = [0.0]
     reader = make_collector(site, lambda: now[0])
-    wanted = {name_of("web"): ConnectionStats(opened=2, refused=3, bytes_out=20)}
+    wanted = {name_of("web"): ConnectionStats(opened=2, no_endpoint=3, bytes_out=20)}
     assert dict(reader.count(lambda: None).totals) == wanted
     assert len(site.entries("counts")) == 4, "counters are merged at intervals only"
     now[0] = SWEEP_INTERVAL_S
@@ -361,7 +378,7 @@ def test_counts_of_a_deleted_backend_stay_with_its_service(site: Site):
         now[0] += SWEEP_INTERVAL_S
     # a connection that ended late
     put_stats(site, services["web"], backends["8082"], ConnectionStats(opened=4))
-    wanted = {name_of("web"): ConnectionStats(opened=6, refused=3, bytes_out=20)}
+    wanted = {name_of("web"): ConnectionStats(opened=6, no_endpoint=3, bytes_out=20)}
     for _ in range(2):
         assert dict(reader.count(lambda: None).totals) == wanted
         now[0] += SWEEP_INTERVAL_S

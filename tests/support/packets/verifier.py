@@ -18,12 +18,13 @@ from kbpf.dataplane.bpf.hooks import (
     TAIL_CALL_MAP,
     TAIL_CALL_SLOTS,
     program_type,
+    tracepoint_of,
 )
 from kbpf.dataplane.bpf.maps import pinning
 from kbpf.dataplane.bpf.maps.layout import ALL_MAPS
 from kbpf.dataplane.bpf.programs import loader
 from kbpf.dataplane.bpf.programs.artifact import Artifact
-from kbpf.kernel.bpf import kfuncs, objects, syscalls, uapi
+from kbpf.kernel.bpf import kernel_members, kfuncs, objects, syscalls, uapi
 from kbpf.kernel.bpf.kfuncs import ConntrackCalls
 from kbpf.kernel.bpf.objects import Map
 from kbpf.kernel.system import modules
@@ -50,8 +51,9 @@ class Verified:
 
 
 def verify(artifact: Artifact) -> Iterator[Verified]:
-    """Loads every program of a unit with separate maps, and unloads it again. The one that needs
-    functions of the kernel's conntrack is left out if the kernel has none.
+    """Loads every program of a unit with separate maps, and unloads it again. Those that need
+    functions of the kernel's conntrack, or sockets at tracepoints, are left out if the kernel has
+    none.
     """
     packets = artifact.unit == "tc"
     lacks = loader.missing_packet_helpers() if packets else loader.missing_helpers()
@@ -69,7 +71,12 @@ def verify(artifact: Artifact) -> Iterator[Verified]:
                 if not kfuncs.probe_conntrack().works:
                     continue
                 calls = own.enter_context(kfuncs.open_conntrack())
-            insns = loader.relocate(code, maps, lacks, calls.replacements)
+            replacements = calls.replacements
+            if tracepoint := tracepoint_of(code.name):
+                if not kernel_members.probe_tracepoint(tracepoint).works:
+                    continue
+                replacements = kernel_members.replacements()
+            insns = loader.relocate(code, maps, lacks, replacements)
             started = time.monotonic()
             fd, log = _load(code.name, insns, STATISTICS, calls.btf_fds)
             seconds = time.monotonic() - started
@@ -96,6 +103,8 @@ def _load(name: str, insns: bytes, level: int, btf_fds: Sequence[int]) -> tuple[
         log_size=LOG_SIZE,
         log_buf=ctypes.addressof(log),
     )
+    if tracepoint := tracepoint_of(name):
+        opts.attach_btf_id = kernel_members.find_tracepoint(tracepoint)
     fd_array = (ctypes.c_int * len(btf_fds))(*btf_fds)
     opts.fd_array = ctypes.addressof(fd_array) if btf_fds else None
     count = ctypes.c_size_t(len(insns) // 8)

@@ -37,6 +37,7 @@ from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.dataplane.ipvs import inspect as ipvs
 from kbpf.dataplane.ipvs import statefile
 from kbpf.dataplane.ipvs.statefile import StateFile
+from kbpf.kernel.system import pods
 from kbpf.model.address import parse_addr
 from kbpf.model.desired import ServicePortKey
 from kbpf.model.inspection import HookEntry, HostDevice
@@ -118,6 +119,28 @@ STATUS = AgentStatus(
     choice=ModeChoice("auto", "bpf"),
 )  # fmt: skip
 
+CGROUPS = {"pod": 101, "service": 102, "nameless": 103, "gone": 104}
+UIDS = {"pod": "0a1b2c3d-0000-4000-8000-000000000001",
+        "nameless": "0a1b2c3d-0000-4000-8000-000000000002"}  # fmt: skip
+CGROUP_PATHS = {
+    101: f"/kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod"
+    f"{UIDS['pod'].replace('-', '_')}.slice/cri-containerd-1.scope",
+    102: "/system.slice/cron.service",
+    103: f"/kubepods/besteffort/pod{UIDS['nameless']}/c1",
+}
+
+
+def failure(
+    last: float, first: float, count: int, cgroup: int, client: str, frontend: str, backend: str,
+    service: int, reason: Reason,
+) -> Entries:  # fmt: skip
+    """A failure, the last and the first time so many seconds ago."""
+    times = (int((NOW - ago) * NS) for ago in (first, last))
+    targets = (target(text) if text else bytes(20) for text in (client, frontend, backend))
+    value = layout.FAILURE.pack(*times, count, cgroup, *targets, service, 0, reason)
+    return {layout.CLIENT_SLOT.pack(bytes(16), int(last)): value}
+
+
 CONTENTS: dict[str, Entries] = {
     "services": frontends(
         ("10.96.0.1:80", ServiceValue(1, CLUSTER, 0, 1, 3, 0, 0), TCP),
@@ -184,11 +207,25 @@ CONTENTS: dict[str, Entries] = {
         U32_PAIR.pack(1, 5): layout.COUNTS.pack(
             *ConnectionStats(opened=40, refused=1, ended=39, bytes_in=2048, bytes_out=5 << 20,
                              rtt_us=60_000, rtts=30)),
-        U32_PAIR.pack(1, 0): layout.COUNTS.pack(*ConnectionStats(refused=3)),
+        U32_PAIR.pack(1, 0): layout.COUNTS.pack(*ConnectionStats(no_endpoint=3, not_allowed=2)),
         U32_PAIR.pack(1, 0xFFFF_FFFF): layout.COUNTS.pack(*ConnectionStats(opened=7)),
         U32_PAIR.pack(1, 98): layout.COUNTS.pack(
-            *ConnectionStats(opened=2, unanswered=1, broken=1, retransmits=4)),
+            *ConnectionStats(opened=2, unanswered=1, reset=1, retransmits=4)),
         U32_PAIR.pack(3, 7): layout.COUNTS.pack(*ConnectionStats(opened=9)),
+    },
+    "failures": {
+        **failure(2.0, 90.0, 14, CGROUPS["pod"], "10.244.0.9:40000", "10.96.0.1:80",
+                  "10.244.0.5:8080", 1, Reason.BACKEND_REFUSED),
+        **failure(41.0, 41.0, 1, CGROUPS["service"], "", "10.96.0.2:443", "", 2,
+                  Reason.NO_LOCAL_ENDPOINTS),
+        **failure(300.0, 900.0, 3, CGROUPS["nameless"], "", "10.96.0.1:81", "", 0,
+                  Reason.UNKNOWN_PORT),
+        **failure(400.0, 400.0, 1, CGROUPS["gone"], "[fd00:10::9]:5", "[fd00:96::1]:53",
+                  "[fd00:10::7]:53", 3, Reason.BACKEND_UNANSWERED),
+        **failure(600.0, 700.0, 2, 0, "198.51.100.7:2000", "192.0.2.9:80", "10.244.0.6:8080", 1,
+                  Reason.BACKEND_RESET),
+        **failure(650.0, 650.0, 1, 0, "198.51.100.7:2001", "192.0.2.5:443", "", 2,
+                  Reason.NOT_ALLOWED),
     },
     "reasons": {U32.pack(reason): (2 * reason).to_bytes(8, "little") * 2 for reason in Reason},
     "agent_status": {bytes(4): encode(STATUS)},
@@ -197,8 +234,8 @@ CONTENTS: dict[str, Entries] = {
 
 def hook(i: int) -> HookEntry:
     entry = HookEntry(*(getattr(HOOKS[i], name) for name in
-                        ("name", "purpose", "required", "only_counts")))  # fmt: skip
-    if i in (5, len(HOOKS) - 1):
+                        ("name", "purpose", "required", "only_counts", "tracepoint")))  # fmt: skip
+    if i in (8, len(HOOKS) - 1):
         return entry
     return dataclasses.replace(
         entry, link=10 + i, program=20 + i, tag="" if i == 1 else "cafe",
@@ -238,6 +275,9 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for module in (snapshot, ipvs, metrics):
         monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(snapshot.hooks, "read", lambda _: FACTS)
+    monkeypatch.setattr(pods, "find_cgroup_paths", lambda ids: CGROUP_PATHS)
+    monkeypatch.setattr(pods, "list_pod_names", lambda: {UIDS["pod"]: "shop/cart-5d6f"})
+    monkeypatch.setattr(pods, "find_cgroup_ids", lambda uid: frozenset((CGROUPS["pod"],)))
     for module in (snapshot, ipvs):
         monkeypatch.setattr(module, "is_alive", lambda _: True)
     monkeypatch.setattr(snapshot.devices, "read", lambda *_: DEVICES)
@@ -261,27 +301,31 @@ def ipvs_node(node: Path) -> Path:
     return node
 
 
-def transcript(capsys: pytest.CaptureFixture[str], *commands: str) -> str:
+def transcript(
+    capsys: pytest.CaptureFixture[str], *commands: str, command_name: str = "inspect"
+) -> str:
     """What a shell would show of these commands; of JSON each row in one line."""
     pages = []
     for line in commands:
         command, _, word = line.partition(" | grep ")
-        code, out, err = run(capsys, command)
+        code, out, err = run(capsys, command, command_name)
         if command.endswith("json"):
             value = json.loads(out)
             assert out == json.dumps(value, indent=2, ensure_ascii=False) + "\n"
-            yaml_code, yaml_out, yaml_err = run(capsys, f"{command[:-4]}yaml")
+            yaml_code, yaml_out, yaml_err = run(capsys, f"{command[:-4]}yaml", command_name)
             assert (yaml_code, yaml.safe_load(yaml_out), yaml_err) == (code, value, err)
             rows = value if isinstance(value, list) else [{k: v} for k, v in value.items()]
             texts = [json.dumps(row, ensure_ascii=False) for row in rows]
             out = "".join(f"{text}\n" for text in texts if word in text)
         end = f"exit code {code}\n" if code else ""
-        pages.append(f"$ kbpf inspect {line}\n{out}{err}{end}")
+        pages.append(f"$ kbpf {command_name} {line}\n{out}{err}{end}")
     return "\n".join(pages)
 
 
-def run(capsys: pytest.CaptureFixture[str], command: str) -> tuple[int, str, str]:
-    line = ["inspect", *command.split(), "--pin-dir", "pins", "--state-dir", "state"]
+def run(
+    capsys: pytest.CaptureFixture[str], command: str, name: str = "inspect"
+) -> tuple[int, str, str]:
+    line = [name, *command.split(), "--pin-dir", "pins", "--state-dir", "state"]
     return app.call(line), *capsys.readouterr()
 
 
@@ -292,10 +336,15 @@ def commands(view: str, *more: str, wide: bool = True) -> tuple[str, ...]:
 VIEWS = {
     "services": commands("services", "services -n kube-system", "services -n none"),
     "service": ("service local -o wide", "service local -o json", "service web",
-                "service dns -n kube-system", "service wbe",
+                "service dns -n kube-system", "service wbe", "service :30053 -o wide",
+                "service 10.9.9.9",
                 "service kube-system/dns -n default"),
     "backends": commands("backends", wide=False),
     "affinity": commands("affinity", wide=False),
+    "failures": commands("failures", "failures --service web", "failures --service 192.0.2.9",
+                         "failures --pod shop/cart-5d6f", "failures --since 5m --limit 1",
+                         "failures --since soon", "failures --service wbe",
+                         "failures --pod shop/none"),
     "connections": commands("connections", "connections --expired --limit 2",
                             "connections --service web --state closed",
                             "connections --client 198.18.0.1", "connections --backend fd00:10::7",

@@ -53,7 +53,8 @@ HOMES = {
 """
 
 PURE = frozenset(
-    ("__future__", "abc", "array", "bisect", "collections", "copy", "dataclasses", "enum", "errno",
+    ("__future__", "abc", "array", "bisect", "collections", "contextlib", "copy", "dataclasses",
+     "difflib", "enum", "errno",
      "fractions", "functools", "hashlib", "heapq", "ipaddress", "itertools", "json", "math",
      "operator", "re", "string", "struct", "types", "typing", "zlib")
 )  # fmt: skip

@@ -20,7 +20,8 @@ from kbpf.model.address import parse_addr
 from kbpf.model.config import Config, Serving
 from kbpf.model.metrics import (
     ALL_COUNTERS,
-    CONNECTION_COUNTERS,
+    CHOICE_COUNTERS,
+    FAILURE_COUNTERS,
     IPVS_COUNTERS,
     BackendStats,
     ConnectionStats,
@@ -68,8 +69,8 @@ MEASURES = DataPlaneMetrics(
 )  # fmt: skip
 WEB, DNS = ("a", "web", "http", "TCP"), ("a", "dns", "", "UDP")
 HAD = ConnectionStats(
-    opened=7, refused=1, unanswered=2, broken=3, ended=6, bytes_in=700, bytes_out=7000,
-    retransmits=4, rtt_us=1_500, rtts=3,
+    opened=7, no_endpoint=5, not_allowed=8, refused=1, unanswered=2, reset=3, ended=6,
+    bytes_in=700, bytes_out=7000, retransmits=4, rtt_us=1_500, rtts=3,
 )  # fmt: skip
 TRAFFIC = TrafficStats(
     connections=((WEB, 5), (DNS, 9), (("b", "web", 'od"d\\\n', "TCP"), 1)),
@@ -408,7 +409,7 @@ def test_no_connection_series_without_accounting():
 OUTCOMES = ("connections", "failures", "bytes", "retransmits", "round_trip_seconds", "round_trips")
 COUNTER_SETS = [
     ("no counter", frozenset(), ()),
-    ("connection counters", CONNECTION_COUNTERS, ("connections", "failures")),
+    ("connection counters", CHOICE_COUNTERS | FAILURE_COUNTERS, ("connections", "failures")),
     ("counters of IPVS", IPVS_COUNTERS, ("connections", "bytes")),
     ("all counters", ALL_COUNTERS, OUTCOMES),
 ]

@@ -2,6 +2,7 @@
 """Constructed inspections: read from fakes of the maps, or given as values."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from kbpf.dataplane.bpf.hooks import HOOKS
@@ -64,8 +65,7 @@ def snapshot(
 # ---- status ------------------------------------------------------------------------------------
 
 AGENT = AgentStatus("1", 42, "bpf", "n", 4000.0, 4999.0, True, 3, 4, 7, 1.5, 2.5, 9.5, (), (), 0)
-MISSING = tuple(HookEntry(h.name, h.purpose, h.required, h.only_counts) for h in HOOKS)
-ATTACHED = tuple(
-    HookEntry(h.name, h.purpose, h.required, h.only_counts, link=1, program=2, cgroup_id=3)
-    for h in HOOKS
+MISSING = tuple(
+    HookEntry(h.name, h.purpose, h.required, h.only_counts, h.tracepoint) for h in HOOKS
 )
+ATTACHED = tuple(replace(hook, link=1, program=2, cgroup_id=3) for hook in MISSING)

@@ -15,7 +15,12 @@ from kbpf.dataplane.bpf.maps.layout import MAPS, ServiceFlag, ServiceValue
 from kbpf.errors import NotFoundError
 from kbpf.model.address import parse_addr
 from kbpf.model.desired import Backend, FrontendAddress
-from kbpf.model.metrics import ALL_COUNTERS, CONNECTION_COUNTERS, ConnectionStats
+from kbpf.model.metrics import (
+    ALL_COUNTERS,
+    CHOICE_COUNTERS,
+    FAILURE_COUNTERS,
+    ConnectionStats,
+)
 from kbpf.model.objects import Cidr, Protocol
 from kbpf.model.status import SourceView, ThreadView
 from kbpf.views import maps, service, services, sources, status
@@ -85,14 +90,18 @@ def test_slot_without_a_backend_is_counted_as_missing():
     assert detail.cluster[0].missing == 2
 
 
+UNCOUNTED = "IN, OUT, RETRANSMITS, ROUND-TRIP"
 ACCOUNTING_ROWS = [
-    ("all of TCP",
-                  TCP, ALL_COUNTERS, ("4", "1", "0", "0", "9B", "0B", "0", "2ms"), ""),
-    ("all of UDP", UDP, ALL_COUNTERS, ("4", "1", "-", "-", "9B", "0B", "-", "-"), ""),
-    ("connections only", TCP, CONNECTION_COUNTERS, ("4", "1", *6 * "-"),
-                  "UNANSWERED, BROKEN, IN, OUT, RETRANSMITS, ROUND-TRIP"),
-    ("no counters", TCP, frozenset(), tuple(8 * "-"),
-                  "OPENED, REFUSED, UNANSWERED, BROKEN, IN, OUT, RETRANSMITS, ROUND-TRIP"),
+    ("all of TCP", TCP, ALL_COUNTERS,
+     ("4", "-", "-", "1", "0", "0", "9B", "0B", "0", "2ms"), ""),
+    ("all of UDP", UDP, ALL_COUNTERS,
+     ("4", "-", "-", "1", "-", "-", "9B", "0B", "-", "-"), ""),
+    ("connections and failures", TCP, CHOICE_COUNTERS | FAILURE_COUNTERS,
+     ("4", "-", "-", "1", "0", "0", *4 * "-"), UNCOUNTED),
+    ("the kernel tells no failures", TCP, CHOICE_COUNTERS,
+     ("4", *9 * "-"), f"REFUSED, UNANSWERED, RESET, {UNCOUNTED}"),
+    ("no counters", TCP, frozenset(), tuple(10 * "-"),
+     f"OPENED, NO-ENDPOINT, NOT-ALLOWED, REFUSED, UNANSWERED, RESET, {UNCOUNTED}"),
 ]  # fmt: skip
 """A protocol and the counters enabled by --accounting: the cells after OPEN, the line below."""
 
@@ -117,13 +126,20 @@ def test_uncounted_values_are_null_not_zero(row: tuple):
     assert plain["open"] == 3
     nulls = {name for name, number in plain.items() if number is None}
     assert ("opened" in nulls) == (expected_cells[0] == "-")
-    assert ("broken" in nulls) == ("round_trips" in nulls) == (expected_cells[3] == "-")
+    assert ("reset" in nulls) == (expected_cells[5] == "-")
+    assert ("round_trips" in nulls) == (expected_cells[9] == "-")
     line = f"    not counted: {expected_line}; --accounting full"
     assert (line in service.format_page([detail]).split("\n")) == bool(expected_line)
     assert ("not counted" in service.format_page([detail])) == bool(expected_line)
 
 
 NAMES = {1: key("web"), 2: key("web", "shop"), 3: key("dns", "kube-system")}
+FRONTENDS = {
+    at("10.96.0.1"): value(1),
+    at("fd00:96::2"): value(2),
+    at("0.0.0.0", 30080): value(2, flags=int(ServiceFlag.NODE_PORT)),
+    at("10.96.0.3", 53, UDP): value(3),
+}
 
 
 class NameQuery(NamedTuple):
@@ -142,12 +158,22 @@ NAME_QUERIES = [
     NameQuery("dns", "default", (), "kube-system/dns"),
     NameQuery("wbe", "", (), "default/web or shop/web"),
     NameQuery("zzzzzz", "", (), "kbpf inspect services"),
+    NameQuery("10.96.0.1", "", ("default/web",)),
+    NameQuery("10.96.0.1:80", "", ("default/web",)),
+    NameQuery("10.96.0.1:81", "", (), "kbpf inspect services"),
+    NameQuery("fd00:96::2", "", ("shop/web",)),
+    NameQuery("[fd00:96::2]:80", "", ("shop/web",)),
+    NameQuery(":30080", "", ("shop/web",)),
+    NameQuery(":80", "", (), "kbpf inspect services"),
+    NameQuery("10.244.0.1", "", ("kube-system/dns",)),
+    NameQuery("10.244.0.1:8080", "", ("kube-system/dns",)),
+    NameQuery("10.244.0.9", "", (), "kbpf inspect services"),
 ]
 
 
 @pytest.mark.parametrize("asked", NAME_QUERIES)
 def test_service_is_found_by_name_and_namespace(asked: NameQuery):
-    held = snapshot(names=NAMES)
+    held = snapshot(names=NAMES, frontends=FRONTENDS, backends={5: backend(1)}, sets={3: {0: 5}})
     if asked.found:
         shown = service.build_details(held, asked.name, asked.namespace)
         assert tuple(d.service.full_name for d in shown) == asked.found

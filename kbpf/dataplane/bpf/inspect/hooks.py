@@ -18,16 +18,16 @@ from kbpf.model.inspection import HookEntry
 def read(pins: Pins) -> Iterator[HookEntry]:
     """All hooks in the order of hooks.py, including those without a link."""
     pinned_programs = _pinned_programs(pins)
-    cgroup_paths: dict[int, Path | None] = {0: None}
+    cgroup_paths: dict[int | None, Path | None] = {0: None, None: None}
     for hook in HOOKS:
-        entry = HookEntry(hook.name, hook.purpose, hook.required, hook.only_counts)
+        entry = HookEntry(hook.name, hook.purpose, hook.required, hook.only_counts, hook.tracepoint)
         pin = pins.links / hook.name
         if not pin.exists():
             yield entry
             continue
         with Link.open(pin) as link:
             info = link.read_info()
-        if info.cgroup_id not in cgroup_paths:
+        if info.cgroup_id is not None and info.cgroup_id not in cgroup_paths:
             cgroup_paths[info.cgroup_id] = mounts.find_cgroup_by_id(info.cgroup_id)
         program = pinned_programs.get(info.program_id) or _read_program(info.program_id)
         yield replace(

@@ -46,13 +46,15 @@ from kbpf.model.metrics import ConnectionStats
 from kbpf.model.objects import Algorithm, Cidr
 
 FRONTEND_PARTS: Final = Part.SERVICES | Part.AFFINITY | Part.TRAFFIC
-NAME_PARTS: Final = FRONTEND_PARTS | Part.NAMES | Part.RANGES | Part.CONNECTIONS
+NAME_PARTS: Final = FRONTEND_PARTS | Part.NAMES | Part.RANGES | Part.CONNECTIONS | Part.FAILURES
 """The parts that need Service ports with their frontends, and those that need at least names. With
 Part.MAPS alone all maps are open, but no entry is decoded.
 """
 NAME_MAPS: Final = ("service_names", "config")
 SERVICE_MAPS: Final = (*NAME_MAPS, "services", "backend_slots", "backends", "node_addresses")
 TRAFFIC_MAPS: Final = (*COUNTED_MAPS, "counts")
+NODE_PORT_RANGES: Final = 0
+"""The Service id under which the source ranges of all NodePorts are stored."""
 SCOPES: Final = {NO_BACKEND: "none", REMOVED_BACKENDS: "gone", ALL_BACKENDS: "all"}
 
 Maps = Mapping[str, Map]
@@ -143,6 +145,7 @@ def read(maps: Maps, parts: Part) -> dict[str, Any]:
         "services": tuple(ports.values()),
         "backends": existing_backends,
         "affinity": tuple(affinity),
+        "node_port_ranges": tuple(ranges.get(NODE_PORT_RANGES, ())),
     }
 
 
@@ -156,6 +159,7 @@ def _build_port(
         frontends=tuple(_build_frontend(at, value, sets) for at, value in entries),
         internal_local=ServiceFlag.INTERNAL_LOCAL in flags,
         external_local=ServiceFlag.EXTERNAL_LOCAL in flags,
+        any_endpoints=ServiceFlag.ANY_ENDPOINTS in flags,
         algorithm=Algorithm.MAGLEV if ServiceFlag.MAGLEV in flags else Algorithm.RANDOM,
         affinity_timeout=max((value.affinity_timeout for value in values), default=0),
     )

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kbpf.dataplane.bpf.inspect import connections as tracked
-from kbpf.dataplane.bpf.inspect import devices, hooks, services
+from kbpf.dataplane.bpf.inspect import devices, failures, hooks, services
 from kbpf.dataplane.bpf.inspect.connections import FlowTable, measure_fill
 from kbpf.dataplane.bpf.maps import pinning
 from kbpf.dataplane.bpf.maps.layout import (
@@ -30,6 +30,7 @@ from kbpf.dataplane.bpf.maps.layout import (
     unpack_network,
 )
 from kbpf.dataplane.bpf.maps.pinning import Pins
+from kbpf.dataplane.bpf.programs.hook_config import counted_fields
 from kbpf.errors import KernelError, NotFoundError
 from kbpf.kernel.bpf import uapi
 from kbpf.kernel.bpf.objects import Map
@@ -37,7 +38,6 @@ from kbpf.kernel.system.process import is_alive
 from kbpf.model.address import Addr, family_of
 from kbpf.model.config import SocketLb
 from kbpf.model.inspection import DeviceEntry, Inspection, MapEntry, NodeEntry, Part
-from kbpf.model.metrics import ALL_COUNTERS, CONNECTION_COUNTERS
 from kbpf.model.reasons import Reason
 from kbpf.model.status import decode
 
@@ -71,6 +71,7 @@ MAPS_OF_PART: Final[Mapping[Part, Iterable[str]]] = {
     Part.PACKETS: ("node", "devices", "local_networks"),
     Part.DEVICES: ("config",),
     Part.KUBE_PROXY: (),
+    Part.FAILURES: (*services.SERVICE_MAPS, "failures"),
 }
 """The maps that each part is read from. No others are opened."""
 
@@ -93,6 +94,9 @@ def read(pin_dir: Path, parts: Part) -> Inspection:
             values |= read_packet_path(maps)
             # Published folders only: one that is still being filled is named `new-programs-...`.
             values["packet_programs"] = any(pins.root.glob("programs-tc-*"))
+        if Part.FAILURES in parts:
+            ports = {port.id: port for port in values["services"]}
+            values["failures"] = failures.read(maps["failures"], ports)
         if "config" in maps:
             values |= _read_config(maps, parts)
         connections = tracked.read(maps["flows"]) if Part.CONNECTIONS in parts else None
@@ -165,33 +169,24 @@ def _read_config(maps: Mapping[str, Map], parts: Part) -> dict[str, Any]:
     """The map `config`, and what it says about other maps, as fields of Inspection."""
     cookie, raw_flags, _ = CONFIG.unpack(maps["config"].lookup(ZERO) or bytes(CONFIG.size))
     flags = ConfigFlag(raw_flags)
-    values = {"host_netns": cookie, "counted": _counted_fields(flags)}
+    values = {"host_netns": cookie, "counted": counted_fields(flags)}
     if Part.HOOKS in parts:
         values["socket_lb"] = _socket_lb(flags)
-        values["exempt_cgroups"] = sum(1 for _ in maps["exempt_cgroups"].items())
+        values["exempt_ids"] = frozenset(
+            int.from_bytes(key, "little") for key, _ in maps["exempt_cgroups"].items()
+        )
     if parts & services.FRONTEND_PARTS:
-        values["node_ports"] = _read_node_port_families(maps["node_addresses"], flags)
+        addresses = frozenset(Addr(key) for key, _ in maps["node_addresses"].items())
+        on_loopback = ConfigFlag.LOCALHOST_NODE_PORTS in flags
+        values["node_port_addresses"], values["localhost_node_ports"] = addresses, on_loopback
+        values["node_ports"] = frozenset((4, 6) if on_loopback else map(family_of, addresses))
     return values
-
-
-def _counted_fields(flags: ConfigFlag) -> frozenset[str]:
-    """The fields of ConnectionStats that the programs count as they are configured now."""
-    if ConfigFlag.COUNT_CONNECTION_ENDS in flags:
-        return ALL_COUNTERS
-    return CONNECTION_COUNTERS if ConfigFlag.ACCOUNTING in flags else frozenset()
 
 
 def _socket_lb(flags: ConfigFlag) -> SocketLb:
     if ConfigFlag.SOCKET_LB_OFF in flags:
         return SocketLb.OFF
     return SocketLb.HOST_NAMESPACE_ONLY if ConfigFlag.HOST_ONLY in flags else SocketLb.ON
-
-
-def _read_node_port_families(node_addresses: Map, flags: ConfigFlag) -> frozenset[int]:
-    """The families in which NodePorts answer: both if they answer on loopback."""
-    if ConfigFlag.LOCALHOST_NODE_PORTS in flags:
-        return frozenset((4, 6))
-    return frozenset(family_of(Addr(key)) for key, _ in node_addresses.items())
 
 
 def _read_status(maps: Mapping[str, Map]) -> dict[str, Any]:
@@ -221,6 +216,7 @@ def read_packet_path(maps: Mapping[str, Map]) -> dict[str, Any]:
             last_port,
             pods if NodeFlag.DETECTS_LOCAL in NodeFlag(flags) else "",
             format_forwarding(NodeFlag(flags)),
+            NodeFlag.MASQUERADE_ALL in NodeFlag(flags),
         ),
         "devices": {
             ifindex: _decode_device(ifindex, raw)

@@ -121,6 +121,7 @@ class FinFlag(IntFlag):
     BACKEND = 1 << 1
     BACKEND_FIRST = 1 << 2
     COUNTED = 1 << 3
+    UNANSWERED = 1 << 4
 
 
 class FlowPath(IntEnum):
@@ -152,6 +153,7 @@ class ConfigFlag(IntFlag):
     COUNT_CONNECTION_ENDS = 1 << 7
     PACKET_PATH = 1 << 8
     KERNEL_SOCKETS = 1 << 9
+    TRACING = 1 << 10
 
 
 class ClientKind(IntEnum):
@@ -241,7 +243,7 @@ SOURCE_KEY: Final = Struct("=II16s")
 FLOW_KEY: Final = Struct("=20s20s")
 NETWORK_KEY: Final = Struct("=I16s")
 FLOW: Final = Struct("=Q20s20s20s16s2s2sIIBBBBIQ48s")
-SCRATCH_SIZE: Final = 408
+SCRATCH_SIZE: Final = 416
 """struct scratch (bpf/tc/scratch.h), which no other side reads."""
 NEXT_HOP: Final = Struct("=II16sI6s6sHBBI")
 DEVICE: Final = Struct("=III6s2x16s16sI")
@@ -265,7 +267,12 @@ FRAGMENT: Final = Struct("=II4sI")
 PORT_PAIR: Final = Struct("=2s2s")
 CONFIG: Final = Struct("=QII")
 META: Final = Struct("=III4x")
-COUNTS: Final = Struct("=10Q")
+COUNTS: Final = Struct("=12Q")
+FAILURE: Final = Struct("=QQQQ20s20s20sIII")
+FAILURES_PER_CLIENT: Final = 16
+PACKET_FAILURES: Final = 1024
+"""The maximum numbers of entries of one cgroup, and of the clients of all packets, in `failures`.
+"""
 FLOW_HEADROOM: Final = 1.125
 """`flows` and `flow_queue` have room for this many times the configured connections: see enqueue()
 in evict.h.
@@ -528,6 +535,8 @@ MAPS: Final = {
             "counts"),
         MapSpec("zero_counts", "initial value of an entry of counts",
             uapi.BPF_MAP_TYPE_ARRAY, 4, COUNTS.size, 1),
+        MapSpec("failures", "failed connections, by client and by what failed",
+            uapi.BPF_MAP_TYPE_LRU_HASH, CLIENT_SLOT.size, FAILURE.size, 4096),
         # Reasons are only appended, so their number is the version.
         MapSpec("reasons", "counters of the programs' decisions, by reason",
             uapi.BPF_MAP_TYPE_PERCPU_ARRAY, 4, 8, len(Reason), version=len(Reason)),

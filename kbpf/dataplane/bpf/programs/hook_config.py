@@ -13,6 +13,7 @@ from kbpf.kernel.bpf.uapi import (
 )
 from kbpf.kernel.system import netns
 from kbpf.model.config import Accounting, Config, SocketLb
+from kbpf.model.metrics import ALL_COUNTERS, CHOICE_COUNTERS, FAILURE_COUNTERS
 
 FLAGS_KEPT_UNTIL_SERVING: Final = (
     ConfigFlag.HOST_ONLY
@@ -27,6 +28,15 @@ the earlier agent until our packet path serves.
 
 MIN_AFFINITY_SHARERS: Final = 8
 """One owner may use this fraction (1/n) of the map `affinity` (lookup.h, take_share())."""
+
+
+def counted_fields(flags: ConfigFlag) -> frozenset[str]:
+    """The fields of ConnectionStats that the programs count with these settings."""
+    if ConfigFlag.COUNT_CONNECTION_ENDS in flags:
+        return ALL_COUNTERS
+    if ConfigFlag.ACCOUNTING not in flags:
+        return frozenset()
+    return CHOICE_COUNTERS | (FAILURE_COUNTERS if ConfigFlag.TRACING in flags else frozenset())
 
 
 class HookConfig:
@@ -50,7 +60,8 @@ class HookConfig:
             ConfigFlag.COUNT_CONNECTION_ENDS: config.accounting is Accounting.FULL,
         }
         enabled_flags = sum(flag for flag, enabled in settings.items() if enabled)
-        self._write(ConfigFlag(previous) & FLAGS_KEPT_UNTIL_SERVING | ConfigFlag(enabled_flags))
+        kept_flags = FLAGS_KEPT_UNTIL_SERVING | ConfigFlag.TRACING
+        self._write(ConfigFlag(previous) & kept_flags | ConfigFlag(enabled_flags))
 
     def _write(self, flags: ConfigFlag) -> None:
         self._map.update(ZERO, CONFIG.pack(self._host_netns, flags, self._affinity_share))
@@ -60,6 +71,11 @@ class HookConfig:
         """Writes these flags if they have changed."""
         if flags != self.flags:
             self._write(flags)
+
+    def set_tracing(self, tracing: bool) -> None:
+        """Whether every failure of a backend is noticed (bpf/trace.h)."""
+        flag = ConfigFlag.TRACING if tracing else ConfigFlag(0)
+        self.set_flags(self.flags & ~ConfigFlag.TRACING | flag)
 
     def end_coexistence(self) -> None:
         """Clears the flag once the other data plane has no connections left."""

@@ -23,6 +23,7 @@ from kbpf.dataplane.bpf.hooks import (
     Hook,
     program_names,
     program_type,
+    tracepoint_of,
 )
 from kbpf.dataplane.bpf.maps.layout import ALL_MAPS
 from kbpf.dataplane.bpf.maps.pinning import (
@@ -35,18 +36,18 @@ from kbpf.dataplane.bpf.maps.pinning import (
 from kbpf.dataplane.bpf.programs.artifact import Artifact, Bytecode
 from kbpf.dataplane.bpf.programs.foreign import ForeignProgram, find_at_sockets
 from kbpf.errors import AttachError, KernelError, ProgramLoadError
-from kbpf.kernel.bpf import kernel_sockets, probe
+from kbpf.kernel.bpf import kernel_members, kernel_sockets, probe
 from kbpf.kernel.bpf.objects import Link, Map, Program
 from kbpf.kernel.bpf.uapi import (
     BPF_PROG_TYPE_CGROUP_SOCK_ADDR,
     BPF_PROG_TYPE_SCHED_CLS,
+    BPF_PSEUDO_MAP_FD,
 )
 from kbpf.kernel.system import threads
+from kbpf.model.config import Accounting
 
 log = logging.getLogger("kbpf.dataplane")
 
-BPF_PSEUDO_MAP_FD: Final = 1
-"""src_reg of a 64-bit load whose immediate value is the descriptor of a map."""
 KERNEL_SOCKET_BIT_CALL: Final = 0x6B627066
 """The number that kernel_socket_bit() of lib/compat.h calls, which no helper has."""
 
@@ -224,8 +225,12 @@ class Programs:
     def _load_code(
         self, code: Bytecode, maps: Mapping[str, Map], kind: int, attach_type: int
     ) -> Program:
-        insns = relocate(code, maps, self._missing_helpers)
-        return Program.load(code.name, kind, attach_type, insns)
+        if not (tracepoint := tracepoint_of(code.name)):
+            insns = relocate(code, maps, self._missing_helpers)
+            return Program.load(code.name, kind, attach_type, insns)
+        insns = relocate(code, maps, self._missing_helpers, kernel_members.replacements())
+        type_id = kernel_members.find_tracepoint(tracepoint)
+        return Program.load(code.name, kind, attach_type, insns, attach_btf_id=type_id)
 
     def _use_maps(self, maps: Mapping[str, Map]) -> bool:
         """Whether all required programs are loaded, and read no maps other than these."""
@@ -291,11 +296,11 @@ class SocketPrograms(Programs):
         artifact: Artifact,
         cgroup: Path,
         missing: frozenset[int] = frozenset(),
-        attach_counting: bool = False,
+        accounting: Accounting = Accounting.OFF,
     ) -> None:
         super().__init__(pins, artifact, missing)
         self._cgroup = cgroup
-        self._attach_counting = attach_counting  # whether to attach hooks that only count
+        self._accounting = accounting  # decides which hooks that only count are attached
 
     def _attach_all(self) -> int:
         self._pins.links.mkdir(mode=0o700, exist_ok=True)
@@ -306,7 +311,7 @@ class SocketPrograms(Programs):
             cgroup_id = os.fstat(cgroup).st_ino
             for hook in HOOKS:
                 program = self._loaded.get(hook.name)
-                if hook.only_counts and not self._attach_counting:
+                if not hook.is_wanted(self._accounting):
                     changed += self._detach(hook)
                 elif program is not None:
                     changed += self._attach_or_log(hook, program, cgroup, cgroup_id)
@@ -340,7 +345,7 @@ class SocketPrograms(Programs):
         except OSError:
             # matches no cgroup
             cgroup_id = -1
-        hook_names = [hook.name for hook in HOOKS if self._attach_counting or not hook.only_counts]
+        hook_names = [hook.name for hook in HOOKS if hook.is_wanted(self._accounting)]
         return {
             name: self._is_running(self._pins.links / name, program, cgroup_id)
             for name, program in self._loaded.items()
@@ -352,7 +357,8 @@ class SocketPrograms(Programs):
             return False
         with Link.open(pin) as link:
             info = link.read_info()
-        return info.cgroup_id == cgroup_id and info.program_id == program.read_info().id
+        is_here = info.cgroup_id is None or info.cgroup_id == cgroup_id
+        return is_here and info.program_id == program.read_info().id
 
     def find_foreign(self) -> tuple[ForeignProgram, ...]:
         """Programs of other load balancers at the same hooks."""
@@ -381,7 +387,7 @@ class SocketPrograms(Programs):
         except AttachError as error:
             if not hook.only_counts:
                 raise
-            log.warning("cannot count the ends of connections: %s", error)
+            log.warning("%s is not possible: %s", hook.purpose, error)
             return False
 
     def _attach(self, hook: Hook, program: Program, cgroup: int, cgroup_id: int) -> bool:
@@ -390,22 +396,27 @@ class SocketPrograms(Programs):
         if pin.exists():
             with Link.open(pin) as link:
                 info = link.read_info()
+                is_same = info.program_id == program.read_info().id
+                if is_same and info.cgroup_id in (None, cgroup_id):
+                    return False
                 if info.cgroup_id == cgroup_id:
-                    if info.program_id == program.read_info().id:
-                        return False
                     link.update(program)
                     return True
         # There is no link yet, or it is on a cgroup that was deleted and created again, or on
-        # another one. Attach before the old link is released, which the rename() over its pin
-        # does: sockets then meet two programs rather than none.
+        # another one, or at a tracepoint, where a link keeps its program. Attach before the old
+        # link is released, which the rename() over its pin does: sockets then meet two programs
+        # rather than none.
         temporary = self._pins.root / f"{NEW_LINK_PREFIX}{hook.name}"
         temporary.unlink(missing_ok=True)
         try:
-            link = Link.attach(program, cgroup, hook.attach_type)
+            if hook.tracepoint:
+                link = Link.attach_to_tracepoint(program)
+            else:
+                link = Link.attach(program, cgroup, hook.attach_type)
         except KernelError as error:
             raise AttachError(
                 f"cannot attach {hook.name}",
-                f"cgroup {self._cgroup}",
+                f"tracepoint {hook.tracepoint}" if hook.tracepoint else f"cgroup {self._cgroup}",
                 "the kernel needs cgroup BPF links (5.7), the process CAP_BPF and CAP_NET_ADMIN",
                 errno=error.errno,
             ) from error

@@ -129,7 +129,11 @@ def _find_at_cgroup(pins: Pins, cgroup: Path) -> Iterator[UnpinnedProgram]:
     except OSError:
         return  # attaching will report the error
     try:
-        attached = {hook.name: attached_program_ids(descriptor, hook.attach_type) for hook in HOOKS}
+        attached = {
+            hook.name: attached_program_ids(descriptor, hook.attach_type)
+            for hook in HOOKS
+            if not hook.tracepoint
+        }
     finally:
         os.close(descriptor)
     own = OwnPrograms(pins)

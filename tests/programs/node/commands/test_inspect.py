@@ -13,7 +13,7 @@ from kbpf.model.config import MapSizes
 from kbpf.model.status import encode
 from tests.programs.node.commands.world import HOOK_NAMES, WORLD, Run, agent_status, boottime
 from tests.support.lab.lab import cgroup2, remove_cgroup, until
-from tests.support.plane import HOOKS, Site, desired, service
+from tests.support.plane import CGROUP_HOOKS, HOOKS, Site, desired, service
 
 
 @pytest.fixture
@@ -156,8 +156,12 @@ def test_programs_show_hook_and_cgroup(show, site: Site):
     assert {row["hook"] for row in rows if row["state"] == "attached"} == HOOKS
     assert {row["state"] for row in rows if row["hook"] not in HOOKS} <= {"off"}
     for row in (row for row in rows if row["hook"] in HOOKS):
-        assert row["cgroup"] == str(site.cgroup)
-        assert row["cgroup_id"] == site.cgroup.stat().st_ino
+        if row["hook"] in CGROUP_HOOKS:
+            assert row["cgroup"] == str(site.cgroup)
+            assert row["cgroup_id"] == site.cgroup.stat().st_ino
+        else:
+            assert (row["cgroup"], row["cgroup_id"]) == ("", None)
+            assert row["tracepoint"]
         assert row["pinned"]
         assert row["instructions"] > 10
         assert len(row["tag"]) == 16
@@ -183,7 +187,7 @@ def test_hooks_of_a_removed_cgroup_are_shown_as_detached(site: Site, run):
 
     def are_detached() -> bool:
         _, out, _ = run("inspect", "programs", "-o", "json")
-        return {r["hook"] for r in json.loads(out) if r["state"] == "detached"} == HOOKS
+        return {r["hook"] for r in json.loads(out) if r["state"] == "detached"} == CGROUP_HOOKS
 
     until("the kernel has released the cgroup and detached them", are_detached)
 

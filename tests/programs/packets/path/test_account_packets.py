@@ -5,11 +5,13 @@ A row is the packets of a connection in order, each run through both programs as
 what they must add to the counters. Bytes are counted from the IP header on.
 """
 
+import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
 
+from kbpf.dataplane.bpf.inspect import snapshot
 from kbpf.dataplane.bpf.maps.layout import (
     CONFIG,
     COUNTS,
@@ -20,6 +22,7 @@ from kbpf.dataplane.bpf.maps.layout import (
 )
 from kbpf.dataplane.bpf.metrics import NO_BACKEND
 from kbpf.model.metrics import ConnectionStats
+from kbpf.views import failures as failures_view
 from tests.programs.packets.path.single_packets import (
     CLUSTER,
     LOCAL,
@@ -92,15 +95,13 @@ STORIES = [
         ConnectionStats(opened=1, ended=1),
         (0, 1),
     ),
-    Story("refused by the backend", "S <RA", ConnectionStats(opened=1, ended=1, unanswered=1)),
+    Story("refused by the backend", "S <RA", ConnectionStats(opened=1, ended=1, refused=1)),
     Story(
         "reset by the backend",
         OPEN + "A+100 <A+50 <R",
-        ConnectionStats(opened=1, ended=1, broken=1),
+        ConnectionStats(opened=1, ended=1, reset=1),
     ),
-    Story(
-        "reset by the client", OPEN + "A+100 <A+50 R", ConnectionStats(opened=1, ended=1, broken=1)
-    ),
+    Story("reset by the client", OPEN + "A+100 <A+50 R", ConnectionStats(opened=1, ended=1)),
     Story("still open", OPEN + "A+100 <A+50", ConnectionStats(opened=1), (3, 2)),
     Story("repeated SYN", "S S <SA A FA <FA A", ConnectionStats(opened=1, ended=1), (1, 0)),
 ]
@@ -182,13 +183,72 @@ def test_bytes_of_datagrams_are_counted(path: Path_, v: int) -> None:
 
 
 @both
-@pytest.mark.parametrize("which", [NONE, RESTRICTED], ids=["no endpoints", "not allowed"])
-def test_connection_without_backend_counts_as_refused(path: Path_, v: int, which: int) -> None:
+@pytest.mark.parametrize(
+    ("which", "adds"),
+    [(NONE, ConnectionStats(no_endpoint=1)), (RESTRICTED, ConnectionStats(not_allowed=1))],
+    ids=["no endpoints", "not allowed"],
+)
+def test_connection_without_backend_is_counted(
+    path: Path_, v: int, which: int, adds: ConnectionStats
+) -> None:
     before = read_counts(path, v, which)
     path.run("tc_ingress", tcp(client(v), vip(v, which), flags="S"))
     after = read_counts(path, v, which)
-    assert minus(after[False], before[False]) == ConnectionStats(refused=1)
+    assert minus(after[False], before[False]) == adds
     assert after[True] == before[True]
+
+
+def recorded(path: Path_) -> list[tuple[str, str, str, int]]:
+    """Service, reason, client and count of the failures that packets have caused."""
+    rows = failures_view.build_rows(snapshot.read(path.site.pins, failures_view.NEEDS))
+    return [(row.service, row.reason, row.client, row.count) for row in rows]
+
+
+def forget(path: Path_) -> None:
+    with path.site.pinned("failures") as failures:
+        for key, _ in list(failures.items()):
+            failures.delete(key)
+
+
+@both
+@pytest.mark.parametrize(
+    ("which", "segments", "reason"),
+    [
+        (NONE, "S", "no_endpoints"),
+        (RESTRICTED, "S", "not_allowed"),
+        (CLUSTER, "S <RA", "backend_refused"),
+        (CLUSTER, OPEN + "A+100 <A+50 <R", "backend_reset"),
+        (CLUSTER, "S S", ""),
+        (CLUSTER, OPEN + "A+100 <A+50 R", ""),
+        (CLUSTER, OPEN + "A+100 <A+1000 FA <FA A", ""),
+    ],
+    ids=["no endpoints", "not allowed", "refused", "reset by the backend", "repeated at once",
+         "reset by the client", "succeeds"],
+)  # fmt: skip
+def test_failures_of_packets_are_recorded(
+    path: Path_, v: int, which: int, segments: str, reason: str
+) -> None:
+    forget(path)
+    if which == CLUSTER:
+        play(path, v, which, segments)
+    else:
+        path.run("tc_ingress", tcp(client(v), vip(v, which), flags=segments))
+    found = recorded(path)
+    assert [row[1] for row in found] == ([reason] if reason else [])
+    for service, _, seen, count in found:
+        assert service == f"default/s{which}-tcp"
+        assert (f"{seen}" in client(v), count) == (True, 1)
+
+
+@both
+def test_a_syn_that_is_not_answered_in_time_is_recorded_once(path: Path_, v: int) -> None:
+    forget(path)
+    before, own = read_counts(path, v, CLUSTER), client(v)
+    for pause in (0, 0.6, 0.6):
+        time.sleep(pause)
+        path.run("tc_ingress", tcp(own, vip(v, CLUSTER), flags="S", seq=1))
+    assert minus(read_counts(path, v, CLUSTER)[True], before[True]).unanswered == 1
+    assert [row[1] for row in recorded(path)] == ["backend_unanswered"]
 
 
 @both
