@@ -70,7 +70,7 @@ def typer_app() -> "Typer":
 
     from kbpf import __version__
     from kbpf.cli import arguments as agent
-    from kbpf.cli import check, cleanup, compile, demo, inspect
+    from kbpf.cli import check, cleanup, compile, demo, inspect, trace
 
     app = typer.Typer(
         no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
@@ -103,6 +103,7 @@ def typer_app() -> "Typer":
         ("check", check.check),
         ("compile", compile.compile_programs),
         ("cleanup", cleanup.cleanup),
+        ("trace", trace.trace),
         ("demo", demo.demo),
     ):
         app.command(name)(command)

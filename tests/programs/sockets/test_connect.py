@@ -18,11 +18,15 @@ from typing import NamedTuple
 
 import pytest
 
+from kbpf.dataplane.bpf.inspect import snapshot
 from kbpf.dataplane.bpf.maps.layout import CONFIG, ConfigFlag, Reason
+from kbpf.model.desired import FrontendAddress
 from kbpf.model.objects import Protocol
+from kbpf.views import trace
+from kbpf.views.trace import Client, Origin
 from tests.support.features import needs
 from tests.support.lab.lab import PATIENCE, Node, Place, ip, settled, until
-from tests.support.plane import Site, desired, service, sites, within
+from tests.support.plane import Site, desired, service, sites, split, within
 
 MPTCP = 262
 UDP = Protocol.UDP
@@ -209,6 +213,28 @@ def test_dial(bench: Bench, row: Dial):
         if row.client in ("pod", "one") and not is_loopback(shown):
             assert answer["client"] in (client.ip, client.ip6), "the backend sees the client itself"
     assert counted == ({row.why: 1} if row.protocol == "tcp" or row.why is not NONE else {})
+
+
+@pytest.mark.parametrize("row", [pytest.param(row, marks=marks(row), id=row.name) for row in DIALS])
+def test_trace_predicts_each_dial(bench: Bench, row: Dial):
+    """What `kbpf trace` says of a connection is what the table says, which test_dial proves."""
+    names = {name: place.ip for name, place in bench.places.items()}
+    names |= {f"{name}6": place.ip6 for name, place in bench.places.items()}
+    to = row.to.format(**names, node=bench.node.ip, node6=bench.node.ip6)
+    address, port = split(to)
+    client = Client(Origin.HOST if row.client == "host" else Origin.POD)
+    target = FrontendAddress(address, port, Protocol[row.protocol.upper()])
+    seen = trace.build_trace(snapshot.read(bench.site.pins, trace.NEEDS), client, target)
+    if row.why is Reason.NEEDS_SOURCE:
+        assert "source ranges" in seen.steps[0].why
+        assert seen.seen_by == "nothing", "there is no packet path here"
+        return
+    assert seen.reason == row.why.name.lower(), seen
+    assert seen.client_sees == (row.gets if row.why not in (GOES, NONE) else "")
+    backends = {candidate.backend for candidate in seen.candidates}
+    place = bench.places.get(row.gets) if row.why is GOES else None
+    assert backends <= ({f"{place.ip}:8080", f"[{place.ip6}]:8080"} if place else set())
+    assert bool(backends) == (row.why is GOES)
 
 
 def test_socket_outside_the_cgroup_is_not_translated(bench: Bench):

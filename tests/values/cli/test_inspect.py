@@ -363,6 +363,21 @@ def test_view(view: str, node: Path, golden: Golden, capsys: pytest.CaptureFixtu
     golden(f"inspect/{view}.txt", transcript(capsys, *VIEWS[view]))
 
 
+TRACES = (
+    "host default/web", "host default/web:http", "host default/local:443",
+    "shop/cart-5d6f 10.96.0.1:80", "shop/cart-5d6f https://local.default",
+    "shop/cart-5d6f 10.96.0.1:81", "outside 198.18.0.1:30080", "outside 198.18.0.9:30080",
+    "198.51.100.7 192.0.2.5:443", "203.0.113.9 192.0.2.5:443", "outside kube-system/dns",
+    "host [fd00:96::1]:53/udp", "host 10.1.2.3:80", "outside default/web -o json",
+    "shop/none default/web", "host default/none", "host default/web:ftp", "host 10.96.0.1",
+    "host http://web.default:81",
+)  # fmt: skip
+
+
+def test_traces(node: Path, golden: Golden, capsys: pytest.CaptureFixture[str]):
+    golden("trace.txt", transcript(capsys, *TRACES, command_name="trace"))
+
+
 IPVS_COMMANDS = (
     "services -o wide", "services -o json",
     *commands("service web", "service local", wide=False),
