@@ -15,6 +15,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from kbpf.cli import render
+from kbpf.cli.endpoints import endpoints
 from kbpf.cli.options import (
     DEFAULT,
     ConfigFile,
@@ -288,3 +289,4 @@ def _show(
 
 for _view in VIEWS:
     app.command(_view.name)(_make_command(_view))
+app.command("endpoints")(endpoints)

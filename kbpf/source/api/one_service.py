@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads the objects of one Service from the API server, once: the Service, its EndpointSlices and
+this node's Node.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Final, NamedTuple
+from urllib.parse import quote
+
+import msgspec
+
+from kbpf.errors import NotFoundError, SourceError
+from kbpf.model.objects import EndpointSlice, Node, Service
+from kbpf.source.api.credentials import MAX_PAGES_BYTES, Cluster
+from kbpf.source.api.resource import (
+    SERVICES,
+    SLICES,
+    Resource,
+    make_status_error,
+    own_node_resource,
+)
+from kbpf.source.api.transport import ApiConnection
+from kbpf.source.decode import decode, wire
+
+MAX_PAGES: Final = 100
+TIMEOUT_S: Final = 20.0
+_PAGE_DECODER: Final = msgspec.json.Decoder(wire.ListPage)
+
+
+class ServiceObjects(NamedTuple):
+    """`node` has only a name if the API server has no such Node. `errors`: a line for each object
+    that cannot be read, which is left out.
+    """
+
+    service: Service
+    slices: tuple[EndpointSlice, ...]
+    node: Node
+    errors: tuple[str, ...]
+
+
+def read(cluster: Cluster, namespace: str, name: str, node_name: str) -> ServiceObjects:
+    """Raises SourceError if the server cannot be asked, and NotFoundError if it has no such
+    Service, or kbpf does not serve it (headless, ExternalName, or for another proxy).
+    """
+    errors: list[str] = []
+    with contextlib.closing(ApiConnection(cluster, response_timeout=TIMEOUT_S)) as connection:
+
+        def objects(resource: Resource) -> Iterator[object]:
+            for item in _list(connection, cluster, resource):
+                if item.error:
+                    errors.append(f"{item.key}: {item.error}")
+                elif item.object is not None:
+                    yield item.object
+
+        folder = f"/namespaces/{quote(namespace, safe='')}/"
+        one = replace(SERVICES, path=SERVICES.path.replace("/services", f"{folder}services"))
+        one = replace(one, field_selector=f"metadata.name={name}")
+        services = [found for found in objects(one) if isinstance(found, Service)]
+        if not services:
+            raise NotFoundError(
+                f"no Service {namespace}/{name}, or one that kbpf does not serve",
+                cluster.url,
+                "headless and ExternalName Services, and those for another proxy, are not served",
+            )
+        path = SLICES.path.replace("/endpointslices", f"{folder}endpointslices")
+        selector = f"kubernetes.io/service-name={name}"
+        slices = tuple(
+            found
+            for found in objects(replace(SLICES, path=path, label_selector=selector))
+            if isinstance(found, EndpointSlice)
+        )
+        nodes = [
+            found for found in objects(own_node_resource(node_name)) if isinstance(found, Node)
+        ]
+    return ServiceObjects(services[0], slices, (*nodes, Node(node_name))[0], tuple(errors))
+
+
+def _list(
+    connection: ApiConnection, cluster: Cluster, resource: Resource
+) -> Iterator[decode.DecodedObject]:
+    token = ""
+    for _ in range(MAX_PAGES):
+        response = connection.request(resource.page_query(token), accept=resource.accept(False))
+        if response.status != 200:
+            raise make_status_error(
+                resource, response.status, response.reason, response.read_error_body(),
+                cluster.access.where,
+            )  # fmt: skip
+        body = response.read(MAX_PAGES_BYTES, TIMEOUT_S, f"a page of {resource.name}")
+        try:
+            page = _PAGE_DECODER.decode(body)
+        except msgspec.MsgspecError as error:
+            raise SourceError("the response is not a list", cluster.url) from error
+        yield from (decode.decode_object(resource.kind, raw) for raw in page.items or ())
+        token = page.metadata.continue_ or ""
+        if not token:
+            return
+    raise SourceError(f"more than {MAX_PAGES} pages of {resource.name}", cluster.url)

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The endpoints of a Service as the API server has them: the Pod, node, zone and state of each,
+whether clients of this node reach it, and why.
+"""
+
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+
+from kbpf.model.address import format_addr
+from kbpf.model.objects import Endpoint
+from kbpf.views.columns import Column, format_bool, format_host_port
+from kbpf.views.page import Page, list_page
+
+
+class EndpointRow(msgspec.Struct, frozen=True):
+    """An endpoint of one Service port. `cluster` and `local`: whether it is in these sets. `state`:
+    ``ready``, ``serving, terminating``, ``terminating`` or ``not ready``.
+    """
+
+    port: str
+    address: str
+    number: int
+    pod: str
+    node: str
+    zone: str
+    state: str
+    cluster: bool
+    local: bool
+    reason: str
+    why: str
+    slice: str
+
+
+def state_of(endpoint: Endpoint) -> str:
+    if endpoint.ready:
+        return "ready"
+    if endpoint.terminating:
+        return "serving, terminating" if endpoint.serving else "terminating"
+    return "not ready"
+
+
+COLUMNS: Final = (
+    Column("PORT", lambda e: e.port or "-"),
+    Column("ENDPOINT", lambda e: format_host_port(e.address, e.number) if e.number else e.address),
+    Column("POD", lambda e: e.pod or "-"),
+    Column("NODE", lambda e: e.node or "-"),
+    Column("ZONE", lambda e: e.zone or "-"),
+    Column("STATE", lambda e: e.state),
+    Column("CLUSTER", lambda e: format_bool(e.cluster)),
+    Column("LOCAL", lambda e: format_bool(e.local)),
+    Column("WHY", lambda e: e.why),
+    Column("SLICE", lambda e: e.slice, wide=True),
+)
+
+
+def make_row(
+    port: str, number: int, endpoint: Endpoint, pod: str, membership: tuple[bool, bool],
+    reason: str, why: str, slice_name: str,
+) -> EndpointRow:  # fmt: skip
+    return EndpointRow(
+        port, format_addr(endpoint.address), number, pod, endpoint.node, endpoint.zone,
+        state_of(endpoint), *membership, reason, why, slice_name,
+    )  # fmt: skip
+
+
+def build_page(rows: Sequence[EndpointRow], errors: Sequence[str]) -> Page:
+    return list_page(rows, COLUMNS).with_notes(tuple(errors))
