@@ -5,12 +5,12 @@ Each view is a row of VIEWS; their commands share all that is not in the row.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from inspect import Parameter, Signature
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, NamedTuple
 
 import typer
 
@@ -85,6 +85,12 @@ Limit = Annotated[
 ]
 
 
+NoHeaders = Annotated[
+    bool, typer.Option("--no-headers", help="Leave out the titles of the columns.")
+]
+SortBy = Annotated[
+    str, typer.Option("--sort-by", metavar="COLUMN", help="The column that orders the rows.")
+]
 Pod = Annotated[
     str, typer.Option("--pod", metavar="NAMESPACE/NAME", help="Only of this Pod, as the client.")
 ]
@@ -138,7 +144,7 @@ class View:
     - `needs`: the parts that are read; no other maps are opened.
     - `build_page` gets the parts and the filters, which `check_filters` may have converted.
     - `filters`: name → (type, default); a filter with the default ... is required.
-    - `bpf_only`: an error in mode ipvs. `can_watch`: has the option --watch.
+    - `bpf_only`: an error in mode ipvs. `is_list`: rows with columns, not a text.
     """
 
     name: str
@@ -148,20 +154,20 @@ class View:
     filters: dict[str, tuple[Any, Any]]
     check_filters: Callable[..., dict[str, Any]] = dict
     bpf_only: bool = True
-    can_watch: bool = False
+    is_list: bool = True
 
 
 VIEWS: Final = (
     View(
         "services", "List Service ports with frontends, policies and backends.",
         services.NEEDS, services.build_page, {"namespace": (Namespace, "")},
-        bpf_only=False, can_watch=True,
+        bpf_only=False,
     ),
     View(
         "service", "Show one Service: frontends, backend sets and traffic.",
         service.NEEDS, service.build_page,
         {"name": (Name, Parameter.empty), "namespace": (Namespace, "")}, _service_options,
-        bpf_only=False,
+        bpf_only=False, is_list=False,
     ),
     View(
         "backends", "List all backends, and the Services that use them.",
@@ -191,7 +197,7 @@ VIEWS: Final = (
         """,
         failures.NEEDS, failures.build_page,
         {"service": (Service, ""), "pod": (Pod, ""), "since": (Since, ""), "limit": (Limit, 0)},
-        _failure_options, can_watch=True,
+        _failure_options,
     ),
     View(
         "nat",
@@ -223,13 +229,15 @@ VIEWS: Final = (
         hooks are attached, all Service ports are programmed and the packet path, if it is on, is on
         all its devices; otherwise with 1.
         """,
-        status.NEEDS, status.build_page, {}, bpf_only=False, can_watch=True,
+        status.NEEDS, status.build_page, {}, bpf_only=False, is_list=False,
     ),
 )  # fmt: skip
 
 SHARED: Final = {
     "output": (OutputOption, Output.TABLE),
     "repeat": (Watch, False),
+    "no_headers": (NoHeaders, False),
+    "sort_by": (SortBy, ""),
     "config": (ConfigFile, None),
     "pin_dir": (PinDir, DEFAULT.pin_dir),
     "state_dir": (StateDir, DEFAULT.state_dir),
@@ -237,15 +245,20 @@ SHARED: Final = {
 }
 
 
+OF_LISTS: Final = frozenset(("no_headers", "sort_by"))
+"""The options of lists only."""
+
+
 def _make_command(view: View) -> Callable[..., None]:
     """The function whose signature typer turns into options."""
-    shared = {name: row for name, row in SHARED.items() if name != "repeat" or view.can_watch}
+    shared = {name: row for name, row in SHARED.items() if view.is_list or name not in OF_LISTS}
 
     def command(
         output: Output, config: object, pin_dir: Path, state_dir: Path, ipvs_device: str,
-        repeat: bool = False, **filters: Any,
+        repeat: bool, no_headers: bool = False, sort_by: str = "", **filters: Any,
     ) -> None:  # fmt: skip
-        _show(view, filters, pin_dir, state_dir / ipvs_device, output, repeat)
+        folders = pin_dir, state_dir / ipvs_device
+        _show(view, filters, folders, Format(output, repeat, not no_headers, sort_by))
 
     options = {**view.filters, **shared}
     command.__doc__ = view.help
@@ -259,25 +272,34 @@ def _make_command(view: View) -> Callable[..., None]:
     return command
 
 
-def _show(
-    view: View, filters: dict[str, Any], pin_dir: Path, state_dir: Path, output: Output,
-    repeat: bool,
-) -> None:  # fmt: skip
+class Format(NamedTuple):
+    """How a page is shown; `sort_by` is a column's title, "" for the view's own order."""
+
+    output: Output
+    repeat: bool
+    titles: bool
+    sort_by: str
+
+
+def _show(view: View, filters: dict[str, Any], folders: tuple[Path, Path], chosen: Format) -> None:
     from kbpf.dataplane import inspect as dataplane
 
-    checked = view.check_filters(**filters)
-    locations = dataplane.Locations(pin_dir, state_dir)
+    checked, output = view.check_filters(**filters), chosen.output
+    locations = dataplane.Locations(*folders)
 
     def read() -> Page:
         inspection = dataplane.read(locations, view.needs, view.bpf_only)
-        return view.build_page(inspection, **checked)
+        return _sort(view.build_page(inspection, **checked), chosen.sort_by)
 
-    if repeat:
+    def render_text(page: Page) -> Iterator[str]:
+        return render.render_page(page, output, chosen.titles)
+
+    if chosen.repeat:
         if output in (Output.JSON, Output.YAML):
             raise typer.BadParameter("it requires -o table or wide", param_hint="--watch")
-        render.watch(lambda: "".join(render.render_page(read(), output)).removesuffix("\n"))
+        render.watch(lambda: "".join(render_text(read())).removesuffix("\n"))
     page = read()
-    sys.stdout.writelines(render.render_page(page, output))
+    sys.stdout.writelines(render_text(page))
     sys.stdout.flush()
     if page.empty and output in (Output.TABLE, Output.WIDE):
         print(page.empty, file=sys.stderr)
@@ -285,6 +307,18 @@ def _show(
         print(f"kbpf: {note}", file=sys.stderr)
     if not page.ok:
         raise typer.Exit(1)
+
+
+def _sort(page: Page, title: str) -> Page:
+    if not title:
+        return page
+    try:
+        return page.sorted_by(title)
+    except KeyError:
+        titles = ", ".join(column.title for column in page.columns)
+        raise typer.BadParameter(
+            f"no column {title}; there are {titles}", param_hint="--sort-by"
+        ) from None
 
 
 for _view in VIEWS:

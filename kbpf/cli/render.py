@@ -56,15 +56,21 @@ def _escape_json(text: str) -> str:
     return "".join(c if c == "\n" or c.isprintable() else json.dumps(c)[1:-1] for c in text)
 
 
-def format_rows(values: Sequence[Any], columns: Sequence[Column], output: Output) -> str:
-    """A list of rows in the given format."""
+def format_rows(
+    values: Sequence[Any], columns: Sequence[Column], output: Output, titles: bool = True
+) -> str:
+    """A list of rows in the given format; of a table with or without the line of `titles`."""
     if output in (Output.JSON, Output.YAML):
         return format_document(values, output)
-    return format_table(values, columns, output is Output.WIDE)
+    return format_table(values, columns, output is Output.WIDE, titles)
 
 
 def stream_rows(
-    values: Iterable[Any], columns: Sequence[Column], output: Output, header: Any = None
+    values: Iterable[Any],
+    columns: Sequence[Column],
+    output: Output,
+    header: Any = None,
+    titles: bool = True,
 ) -> Iterator[str]:
     """As format_rows(), but yields pieces of text to write one after the other.
 
@@ -78,10 +84,12 @@ def stream_rows(
     elif output is Output.YAML:
         yield from _stream_yaml(values, header)
     else:
-        yield from _stream_table(values, columns, output is Output.WIDE)
+        yield from _stream_table(values, columns, output is Output.WIDE, titles)
 
 
-def _stream_table(values: Iterable[Any], columns: Sequence[Column], wide: bool) -> Iterator[str]:
+def _stream_table(
+    values: Iterable[Any], columns: Sequence[Column], wide: bool, titles: bool
+) -> Iterator[str]:
     visible = [c for c in columns if wide or not c.wide]
     widths = [len(c.title) for c in visible]
     texts = [c.text for c in visible]
@@ -96,7 +104,7 @@ def _stream_table(values: Iterable[Any], columns: Sequence[Column], wide: bool) 
     line_format = GAP.join(
         f"{{:{'>' if c.right else '<'}{w}}}" for c, w in zip(visible, widths, strict=True)
     )
-    for line in packed:
+    for line in packed[not titles :]:
         yield line_format.format(*line.split(SEPARATOR)).rstrip() + "\n"
 
 
@@ -130,8 +138,8 @@ def _stream_yaml(values: Iterable[Any], header: Any) -> Iterator[str]:
         yield "[]\n" if header is None else "rows: []\n"
 
 
-def render_page(page: Page, output: Output) -> Iterator[str]:
-    """Yields pieces of text to write one after the other."""
+def render_page(page: Page, output: Output, titles: bool = True) -> Iterator[str]:
+    """Yields pieces of text to write one after the other. `titles`: see format_rows()."""
     is_document = output in (Output.JSON, Output.YAML)
     if page.text is not None and not is_document:
         yield page.text(output is Output.WIDE) + ("\n\n" if page.columns else "\n")
@@ -139,9 +147,10 @@ def render_page(page: Page, output: Output) -> Iterator[str]:
         if is_document:
             yield format_document(page.summary, output) + "\n"
     elif isinstance(page.rows, Sequence):
-        yield format_rows(page.rows, page.columns, output) + "\n"
+        if text := format_rows(page.rows, page.columns, output, titles):
+            yield text + "\n"
     else:
-        yield from stream_rows(page.rows, page.columns, output, page.summary)
+        yield from stream_rows(page.rows, page.columns, output, page.summary, titles)
 
 
 WATCH_SECONDS: Final = 2.0
@@ -159,5 +168,5 @@ def watch(page: Callable[[], str], seconds: float = WATCH_SECONDS) -> None:
     with Live(screen=True, auto_refresh=False) as live:
         while True:
             text = f"{time.strftime('%H:%M:%S')}  every {seconds:g} s, Ctrl-C to quit\n\n{page()}"
-            live.update(Text(text, no_wrap=True, overflow="crop"), refresh=True)
+            live.update(Text(text, overflow="fold"), refresh=True)
             time.sleep(seconds)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a view shows, before it has a format."""
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,8 +28,21 @@ class Page:
     empty: str = ""
     ok: bool = True
 
+    def sorted_by(self, title: str) -> "Page":
+        """With the rows in the order of this column, numbers by value. Raises KeyError if no
+        column has this title.
+        """
+        column = {column.title.lower(): column for column in self.columns}[title.lower()]
+        return replace(self, rows=sorted(self.rows, key=lambda row: _sort_key(column.text(row))))
+
     def with_notes(self, notes: tuple[str, ...]) -> "Page":
         return replace(self, notes=notes)
+
+
+def _sort_key(text: str) -> list[tuple[int, str]]:
+    """Orders ``9`` before ``10``, also within a text."""
+    parts = re.split(r"(\d+)", text)
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
 
 
 def list_page(rows: Sequence[Any], columns: Sequence[Column], namespace: str = "") -> Page:

@@ -14,11 +14,13 @@ from kbpf.views.columns import Column
 GAP = "   "
 
 
-def format_table(rows: Iterable[Any], columns: Sequence[Column], wide: bool = False) -> str:
-    """A line of titles, then one line per row. A column is as wide as its longest cell."""
+def format_table(
+    rows: Iterable[Any], columns: Sequence[Column], wide: bool = False, titles: bool = True
+) -> str:
+    """A line of `titles`, then one line per row. A column is as wide as its longest cell."""
     visible = [c for c in columns if wide or not c.wide]
     lines = [
-        [c.title for c in visible],
+        *([[c.title for c in visible]] if titles else []),
         *([escape_unprintable(c.text(row)) for c in visible] for row in rows),
     ]
     widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
