@@ -223,6 +223,8 @@ KBPF = [each for each in SAID if re.match(r"kbpf (?!run)", each) and ":" not in 
 def test_inline_commands_succeed(shell: Shell, cluster: PodCluster, command: str) -> None:
     """Inline commands of all pages, with placeholders replaced; kbpf's own run in the pod."""
     for before, after in {
+        "FROM TO": "host 10.96.0.1:443",
+        "NAMESPACE": "default",
         "NAME": "kubernetes",
         "IMAGE": "kbpf:0.1.0",
         "build/artifacts": "/tmp/artifacts",

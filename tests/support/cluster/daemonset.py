@@ -73,6 +73,7 @@ class PodAgent(Agent):
             "/run/xtables.lock": self.folder / "xtables.lock",
             "/lib/modules": self.folder,
             "/var/cache/kbpf": self._cache,
+            "/var/log/pods": self.folder / "pod-logs",
         }
 
     def launch(self, template: Object, volumes: Mapping[str, Path], account: Path | None) -> None:
