@@ -82,8 +82,9 @@ def test_limited_pods_are_named_and_take_no_time(
             plane = serve(site)
             durations.clear()
             time.sleep(4)
-            # full passes as often as RESYNC_INTERVAL_S demands; with a packet to each: 0.5 s each
-            assert 6 <= len(durations) <= 9, durations
+            # Full passes as often as RESYNC_INTERVAL_S demands, 8, and a few after messages of the
+            # kernel. A retry each second would make it 12, and a packet to each device 1.
+            assert 6 <= len(durations) < 12, durations
             assert not probed
             status = plane.status()
             assert status.packets is not None
