@@ -23,17 +23,15 @@ def json_name(name: str) -> str:
     return first + "".join(_ACRONYMS.get(part, part.capitalize()) for part in rest)
 
 
-class Labels(
-    msgspec.Struct,
-    frozen=True,
-    gc=False,
-    rename={
-        "service_name": "kubernetes.io/service-name",
-        "headless": "service.kubernetes.io/headless",
-        "proxy_name": "service.kubernetes.io/service-proxy-name",
-        "zone": "topology.kubernetes.io/zone",
-    },
-):
+_LABEL_NAMES: Final = {
+    "service_name": "kubernetes.io/service-name",
+    "headless": "service.kubernetes.io/headless",
+    "proxy_name": "service.kubernetes.io/service-proxy-name",
+    "zone": "topology.kubernetes.io/zone",
+}
+
+
+class Labels(msgspec.Struct, frozen=True, gc=False, rename=_LABEL_NAMES):
     """The four labels that kbpf reads. A label with an empty value is "", a missing one None."""
 
     service_name: str | None = None
@@ -46,11 +44,8 @@ class ServiceLabels(
     Labels,
     frozen=True,
     gc=False,
-    rename={
-        "service_name": "kubernetes.io/service-name",
-        "headless": "service.kubernetes.io/headless",
-        "proxy_name": "service.kubernetes.io/service-proxy-name",
-        "zone": "topology.kubernetes.io/zone",
+    rename=_LABEL_NAMES
+    | {
         "app_name": "app.kubernetes.io/name",
         "linkerd_component": "linkerd.io/control-plane-component",
     },
