@@ -124,8 +124,8 @@ int trace_retransmit(u64 *arguments)
 	return 0;
 }
 
-/* inet_sk_error_report(sk): the socket has an error. That of a reset, and of a SYN that nobody has
- * answered, is recorded by then. */
+/* inet_sk_error_report(sk): the socket has an error. A reset, or a SYN without an answer, is
+ * recorded by then. */
 int trace_error(u64 *arguments)
 {
 	void *sk = traced_socket(arguments);

@@ -49,8 +49,8 @@ def build_rows(
     inspection: Inspection, service: str = "", pod: str = "", since: float = 0.0
 ) -> tuple[FailureRow, ...]:
     """The newest first. `service`: see find_ports(). `pod`: NAME or NAMESPACE/NAME of the client.
-    `since`: only those of the last so many seconds; 0: all. Raises NotFoundError if the Service is
-    not programmed.
+    `since`: an age in seconds; older ones are left out. 0: all. Raises NotFoundError if the Service
+    is not programmed.
     """
     ids = {port.id for port in find_ports(inspection.services, service, inspection.location)} \
         if service else None  # fmt: skip

@@ -47,8 +47,8 @@ class Origin(StrEnum):
 
 
 class Client(NamedTuple):
-    """A client. `name`: ``namespace/name`` of a Pod, "" of others. `cgroups`: the ids of its
-    cgroups and those above them; none of a client outside. `address`: None if it is not known.
+    """A client. `name`: ``namespace/name`` of a Pod, otherwise "". `cgroups`: the ids of its cgroup
+    and of its ancestors; empty for a client outside. `address`: None if it is not known.
     """
 
     origin: Origin
@@ -79,7 +79,7 @@ PACKET_HOOKS: Final = {
 
 
 class Step(msgspec.Struct, frozen=True):
-    """`step`: a word for it. `result`: what is decided; `why`: by what."""
+    """One decision. `step`: its name, `result`: its outcome, `why`: the setting that decides it."""
 
     step: str
     result: str
@@ -117,7 +117,7 @@ class _Found(NamedTuple):
 
 
 class _Tracer:
-    """One connection on its way. `steps` grows as it goes on."""
+    """Follows one connection, and adds each decision to `steps`."""
 
     def __init__(self, inspection: Inspection, client: Client, to: FrontendAddress) -> None:
         self._inspection, self._client, self._to = inspection, client, to
@@ -261,7 +261,7 @@ class _Tracer:
     # ---- which backends --------------------------------------------------------------------------
 
     def _is_allowed(self, found: _Found) -> bool:
-        """source_allowed() of lookup.h, for packets. Without an address nobody can say."""
+        """source_allowed() of lookup.h, for packets. True if the client's address is not known."""
         ranges = found.port.source_ranges
         if found.frontend.kind is FrontendKind.NODE_PORT:
             ranges = self._inspection.node_port_ranges

@@ -173,8 +173,8 @@ def connections(
     cluster: PodCluster, kept: tuple[str, ...] = ("a3", "outside"), may_fail: int = 0
 ) -> Iterator[Load]:
     """Opens new connections throughout the block, by socket hooks and from outside. None may fail,
-    except so many from outside. Connections that the clients `kept` have opened before must
-    survive it.
+    except `may_fail` of those from outside. Connections that the clients `kept` have opened before
+    must survive it.
     """
     port = 30000 + NUMBERS["tcp"]
     worker = cluster.lab.nodes[1].ip
@@ -239,7 +239,7 @@ def another_version(tmp_path_factory: pytest.TempPathFactory) -> Path:
     layout.write_text(layout.read_text() + LAID_OUT)
     assert IN_C in types.read_text()
     types.write_text(types.read_text().replace(IN_C, IN_C + "	u64 more;\n"))
-    # As in an image: a pod that compiles beside other tests may not be ready in time.
+    # As in an image: a pod that compiles while other tests run may not be ready in time.
     compile_ahead = (sys.executable, "-P", "-m", "kbpf", "compile", "--cache-dir")
     run("env", f"PYTHONPATH={other.parent}", *compile_ahead, str(artifacts.compiled()))
     return other

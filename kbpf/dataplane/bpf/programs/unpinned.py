@@ -172,7 +172,7 @@ def attached_program_ids(target: int, attach_type: int) -> tuple[int, ...]:
 
 
 class OwnPrograms:
-    """Tells our programs from those of other agents. Create it anew for each listing."""
+    """Tells our programs from those of other agents. Create a new one for each listing."""
 
     def __init__(self, pins: Pins) -> None:
         self._pins = pins
