@@ -5,47 +5,62 @@
 #pragma once
 
 #include "account.h"
+#include "monitor.h"
+#include "lib/addr.h"
 #include "lib/hash.h"
 
-/* The words of struct failure from `frontend` on, which say what failed. */
+/* The words of struct event from `frontend` on, which say what failed. */
 #define FAILURE_WORDS 13
 
 /* (client, hash of what failed) -> the failure, how often, and since when. Written by the programs;
  * read by `kbpf inspect failures`. A cgroup has 16 elements, and the clients of all packets
  * together have 1,024, so a container overwrites only its own failures, and a flood from outside no
- * container's. Full: the least recently used is evicted. */
+ * container's. One client by packets (an IPv4 address, or an IPv6 /64) has 64 of these 1,024, which
+ * it shares with a sixteenth of the others. Full: the least recently used is evicted. */
 BPF_TABLE("lru_hash", struct client_slot, struct failure, failures, 64);
 
-static __always_inline bool is_same_failure(const struct failure *a, const struct failure *b)
+static __always_inline bool is_same_failure(const struct event *a, const struct event *b)
 {
 	return a->reason == b->reason && a->service == b->service &&
 	       a->backend_id == b->backend_id && same_target(&a->frontend, &b->frontend) &&
 	       same_address(&a->client.address, &b->client.address);
 }
 
+/* The number of the element for a failure of a client by packets. */
+static __always_inline u32 number_of_packet(const struct address *client, u32 hash)
+{
+	struct address network = network_of(client);
+	u32 group = HASH_SEED;
+
+	group = hash_word(group, network.word[0]);
+	group = hash_word(group, network.word[1]);
+	group = hash_word(group, network.word[2]);
+	group = hash_end(hash_word(group, network.word[3]), sizeof(network));
+	hash = hash_word(hash, client->word[1]);
+	hash = hash_word(hash, client->word[3]);
+	return group % PACKET_CLIENTS * PACKET_FAILURES_PER_CLIENT +
+	       hash % PACKET_FAILURES_PER_CLIENT;
+}
+
 /* Adds a failure to those of its client. `failure`: all fields but the times and the count. */
 static __always_inline void record_failure(struct failure *failure)
 {
+	struct event *last = &failure->last;
 	struct client_slot slot = {};
 	struct failure *known;
-	u32 hash = hash_words((const u32 *)&failure->frontend, FAILURE_WORDS);
+	u32 hash = hash_words((const u32 *)&last->frontend, FAILURE_WORDS);
 
-	slot.owner.word[0] = (u32)failure->cgroup;
-	slot.owner.word[1] = failure->cgroup >> 32;
-	if (failure->cgroup) {
-		slot.number = hash % FAILURES_PER_CLIENT;
-	} else {
-		hash = hash_word(hash, failure->client.address.word[1]);
-		hash = hash_word(hash, failure->client.address.word[3]);
-		slot.number = hash % PACKET_FAILURES;
-	}
-	failure->first = failure->last = bpf_ktime_get_ns();
+	slot.owner.word[0] = (u32)last->cgroup;
+	slot.owner.word[1] = last->cgroup >> 32;
+	slot.number = last->cgroup ? hash % FAILURES_PER_CLIENT
+				   : number_of_packet(&last->client.address, hash);
+	failure->first = last->time = bpf_ktime_get_ns();
 	failure->count = 1;
 	known = failures.lookup(&slot);
-	if (known && is_same_failure(known, failure)) {
+	if (known && is_same_failure(&known->last, last)) {
 		__sync_fetch_and_add(&known->count, 1);
-		known->last = failure->last;
-		known->client = failure->client;
+		known->last.time = last->time;
+		known->last.client = last->client;
 	} else {
 		failures.update(&slot, failure);
 	}

@@ -25,6 +25,7 @@ static __always_inline u32 socket_cgroup(void)
 #include "lookup.h"
 #include "account.h"
 #include "failures.h"
+#include "latency.h"
 
 /* A flow of an unconnected socket keeps its backend this long after its last datagram. This is the
  * timeout of nf_conntrack for UDP streams, so clients see what they see with kube-proxy. */
@@ -225,25 +226,43 @@ static __always_inline bool is_left_to_packet_path(u64 netns)
 	return (flags & CONFIG_EXEMPTIONS) && is_exempt();
 }
 
-/* Counts what choose() has decided for a socket of the current process. */
+/* Counts and reports what choose() has decided for a socket of the current process. */
 static __always_inline void account_choice(const struct target *to, const struct choice *c,
 					   enum verdict v)
 {
-	struct failure failure = {};
+	bool fails = (v == REFUSE || v == DROP) && is_accounting(CONFIG_ACCOUNTING);
+	bool monitored = v != PASS && is_monitored();
+	struct failure failure;
 
 	account_begin(c, v);
-	if ((v != REFUSE && v != DROP) || !is_accounting(CONFIG_ACCOUNTING))
+	if (!fails && !monitored)
 		return;
-	failure.cgroup = get_current_cgroup_id();
-	failure.frontend = *to;
-	failure.service = c->service;
-	failure.reason = c->reason;
-	record_failure(&failure);
+	__builtin_memset(&failure, 0, sizeof(failure));
+	failure.last.cgroup = get_current_cgroup_id();
+	failure.last.frontend = *to;
+	failure.last.backend = c->backend;
+	failure.last.service = c->service;
+	failure.last.backend_id = v == TRANSLATE ? c->backend_id : 0;
+	failure.last.reason = c->reason;
+	if (fails)
+		record_failure(&failure);
+	if (monitored)
+		report(&failure.last);
 }
 
-/* choose() for a socket that has no backend yet. */
+/* A UDP connect() sends nothing, so it succeeds even if no socket listens (as with kube-proxy).
+ * ping, getaddrinfo() and others only want to know their own address. The packet path refuses the
+ * first datagram. Without a packet path nothing would, so connect() fails. */
+static __always_inline bool is_udp_probe(const struct target *to, const struct choice *c)
+{
+	return to->protocol == IPPROTO_UDP && c->reason == UNKNOWN_PORT &&
+	       (config_flags() & CONFIG_PACKET_PATH);
+}
+
+/* choose() for a socket that has no backend yet. `connects`: for connect(). */
 static __always_inline enum verdict choose_for_socket(struct bpf_sock_addr *ctx,
-						      const struct target *to, struct choice *c)
+						      const struct target *to, bool connects,
+						      struct choice *c)
 {
 	u64 netns = get_netns_cookie(ctx);
 	struct client client = client_of(netns);
@@ -254,7 +273,8 @@ static __always_inline enum verdict choose_for_socket(struct bpf_sock_addr *ctx,
 		return PASS;
 	}
 	v = choose(to, &client, c);
-	if (v == TRANSLATE && needs_own_address(ctx, &c->backend)) {
+	if ((v == TRANSLATE && needs_own_address(ctx, &c->backend)) ||
+	    (connects && is_udp_probe(to, c))) {
 		c->reason = LEFT_TO_PACKETS;
 		return PASS;
 	}
@@ -283,15 +303,6 @@ static __always_inline __be16 random_reserved_port(void)
 	return __builtin_bswap16(RESERVED_PORT_LOW + bpf_get_prandom_u32() % RESERVED_PORTS);
 }
 
-/* A UDP connect() sends nothing, so it succeeds even if no socket listens (as with kube-proxy).
- * ping, getaddrinfo() and others only want to know their own address. The packet path refuses the
- * first datagram. Without a packet path nothing would, so connect() fails. */
-static __always_inline bool is_udp_probe(const struct target *to, const struct choice *c)
-{
-	return to->protocol == IPPROTO_UDP && c->reason == UNKNOWN_PORT &&
-	       (config_flags() & CONFIG_PACKET_PATH);
-}
-
 /* connect(): replaces `to` by the backend. Since Linux v6.1 the hooks also run for ping sockets,
  * which have no port. */
 static __always_inline enum verdict translate_connect(struct bpf_sock_addr *ctx, struct target *to,
@@ -301,11 +312,7 @@ static __always_inline enum verdict translate_connect(struct bpf_sock_addr *ctx,
 	enum verdict v = PASS;
 
 	if (to->protocol == IPPROTO_TCP || to->protocol == IPPROTO_UDP)
-		v = choose_for_socket(ctx, to, &c);
-	if (is_udp_probe(to, &c)) {
-		c.reason = LEFT_TO_PACKETS;
-		v = PASS;
-	}
+		v = choose_for_socket(ctx, to, true, &c);
 	record_peer(ctx, v, to, &c);
 	if (v == TRANSLATE)
 		*to = c.backend;
@@ -497,7 +504,7 @@ static __always_inline enum verdict translate_sendmsg(struct bpf_sock_addr *ctx,
 	if (find_peer(sk, to, &c) || find_flow(sk, to, now, &c)) {
 		c.reason = TRANSLATED_BY_FLOW;
 	} else {
-		v = choose_for_socket(ctx, to, &c);
+		v = choose_for_socket(ctx, to, false, &c);
 		if (v == TRANSLATE)
 			create_flow(ctx, to, &c, now);
 	}
@@ -547,13 +554,15 @@ static __always_inline bool translate_recvmsg(struct bpf_sock_addr *ctx, struct 
 
 static __always_inline void request_end_callback(struct bpf_sock_ops *ctx)
 {
-	struct peer *peer = peer_of(ctx->sk);
+	struct bpf_sock *sk = ctx->sk;
+	struct peer *peer = peer_of(sk);
 
-	if (!peer)
+	if (!sk || !peer)
 		return;
-	if (!bpf_sock_ops_cb_flags_set(ctx,
-				       ctx->bpf_sock_ops_cb_flags | BPF_SOCK_OPS_STATE_CB_FLAG))
-		peer->backend.pad |= PEER_END_COUNTED;
+	if (bpf_sock_ops_cb_flags_set(ctx, ctx->bpf_sock_ops_cb_flags | BPF_SOCK_OPS_STATE_CB_FLAG))
+		return;
+	peer->backend.pad |= PEER_END_COUNTED;
+	start_connect_timer(sk);
 }
 
 /* Whether the peer had acknowledged our FIN when the connection ended in this state. The kernel
@@ -591,9 +600,20 @@ static __always_inline void account_untraced(struct bpf_sock_ops *ctx, struct co
 		add(&totals->reset, 1);
 }
 
+static __always_inline void account_established(struct bpf_sock_ops *ctx)
+{
+	struct bpf_sock *sk = ctx->sk;
+	struct peer *peer = peer_of(sk);
+
+	/* A socket with TCP_REPAIR, as the agent tries Services with, connects without a packet. */
+	if (sk && peer && (peer->backend.pad & PEER_END_COUNTED) && ctx->segs_in)
+		stop_connect_timer(sk, peer->service);
+}
+
 static __always_inline void account_end(struct bpf_sock_ops *ctx, const struct peer *peer)
 {
 	struct counts *totals = counts_of(peer->service, peer->backend_id);
+	struct latencies *histograms;
 	u32 before = ctx->args[0];
 	u64 bytes;
 
@@ -610,10 +630,14 @@ static __always_inline void account_end(struct bpf_sock_ops *ctx, const struct p
 	add(&totals->bytes_in, bytes);
 	bytes = payload(ctx->bytes_received, fin_was_received(before));
 	add(&totals->bytes_out, bytes);
-	if (ctx->srtt_us) { /* the kernel keeps eight times the smoothed time */
-		add(&totals->rtt_us, ctx->srtt_us >> 3);
-		add(&totals->rtts, 1);
-	}
+	if (!ctx->srtt_us)
+		return;
+	add(&totals->rtt_us,
+	    ctx->srtt_us >> 3); /* the kernel keeps eight times the smoothed time */
+	add(&totals->rtts, 1);
+	histograms = latencies_of(peer->service);
+	if (histograms)
+		observe(&histograms->round_trip, (u64)(ctx->srtt_us >> 3) * 1000);
 }
 
 /* Called several times for each TCP connection of the node, at either end of it. */
@@ -625,6 +649,10 @@ int sock_ops(struct bpf_sock_ops *ctx)
 	if (op == BPF_SOCK_OPS_TCP_CONNECT_CB) {
 		if (is_accounting(CONFIG_COUNT_CONNECTION_ENDS))
 			request_end_callback(ctx);
+		return 1;
+	}
+	if (op == BPF_SOCK_OPS_ACTIVE_ESTABLISHED_CB) {
+		account_established(ctx);
 		return 1;
 	}
 	/* args: the old and the new state */

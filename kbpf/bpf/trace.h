@@ -76,23 +76,27 @@ static __always_inline void read_client(u64 sk, const struct peer *peer, struct 
 	client->protocol = peer->frontend.protocol;
 }
 
-static __always_inline void fail(u64 sk, const struct peer *peer, enum reason reason)
+/* `counts`: this connection has not been counted as failed yet. */
+static __always_inline void fail(u64 sk, const struct peer *peer, enum reason reason, bool counts)
 {
-	struct counts *totals = counts_of(peer->service, peer->backend_id);
+	struct counts *totals = counts ? counts_of(peer->service, peer->backend_id) : NULL;
 	struct failure failure = {};
+	struct event *event = &failure.last;
 
 	count(reason);
 	if (totals)
 		account_failure(totals, reason);
-	failure.cgroup = read_cgroup_id(sk);
-	read_client(sk, peer, &failure.client);
-	failure.frontend = peer->frontend;
-	failure.backend = peer->backend;
-	failure.backend.pad = 0;
-	failure.service = peer->service;
-	failure.backend_id = peer->backend_id;
-	failure.reason = reason;
+	event->cgroup = read_cgroup_id(sk);
+	read_client(sk, peer, &event->client);
+	event->frontend = peer->frontend;
+	event->backend = peer->backend;
+	event->backend.pad = 0;
+	event->service = peer->service;
+	event->backend_id = peer->backend_id;
+	event->reason = reason;
 	record_failure(&failure);
+	if (is_monitored())
+		report(event);
 }
 
 /* tcp_receive_reset(sk): the other side has reset the connection. */
@@ -103,7 +107,8 @@ int trace_reset(u64 *arguments)
 
 	if (peer)
 		fail((u64)sk, peer,
-		     read_state((u64)sk) == BPF_TCP_SYN_SENT ? BACKEND_REFUSED : BACKEND_RESET);
+		     read_state((u64)sk) == BPF_TCP_SYN_SENT ? BACKEND_REFUSED : BACKEND_RESET,
+		     true);
 	return 0;
 }
 
@@ -120,12 +125,13 @@ int trace_retransmit(u64 *arguments)
 	if (!peer || (peer->backend.pad & PEER_UNANSWERED))
 		return 0;
 	peer->backend.pad |= PEER_UNANSWERED;
-	fail((u64)sk, peer, BACKEND_UNANSWERED);
+	fail((u64)sk, peer, BACKEND_UNANSWERED, true);
 	return 0;
 }
 
 /* inet_sk_error_report(sk): the socket has an error. A reset, or a SYN without an answer, is
- * recorded by then. */
+ * recorded by then. A UDP socket may have one for each datagram, and can send itself such errors:
+ * it counts once. */
 int trace_error(u64 *arguments)
 {
 	void *sk = traced_socket(arguments);
@@ -135,10 +141,12 @@ int trace_error(u64 *arguments)
 	if (!peer)
 		return 0;
 	error = read_error((u64)sk);
-	if (peer->frontend.protocol == IPPROTO_UDP && error == ECONNREFUSED)
-		fail((u64)sk, peer, BACKEND_REFUSED);
-	else if (peer->frontend.protocol == IPPROTO_TCP && error == ETIMEDOUT &&
-		 !(peer->backend.pad & PEER_UNANSWERED))
-		fail((u64)sk, peer, BACKEND_RESET);
+	if (peer->frontend.protocol == IPPROTO_UDP && error == ECONNREFUSED) {
+		fail((u64)sk, peer, BACKEND_REFUSED, !(peer->backend.pad & PEER_REFUSED));
+		peer->backend.pad |= PEER_REFUSED;
+	} else if (peer->frontend.protocol == IPPROTO_TCP && error == ETIMEDOUT &&
+		   !(peer->backend.pad & PEER_UNANSWERED)) {
+		fail((u64)sk, peer, BACKEND_RESET, true);
+	}
 	return 0;
 }

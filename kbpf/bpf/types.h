@@ -103,6 +103,7 @@ struct affinity {
 enum peer_flags {
 	PEER_END_COUNTED = 1 << 0, /* sock_ops() will count the end of this connection */
 	PEER_UNANSWERED = 1 << 1,  /* the failure is recorded: trace_retransmit() */
+	PEER_REFUSED = 1 << 2,     /* the failure is counted: trace_error() */
 };
 
 /* sock_peers: the peer that a connected socket sees (frontend), and its real peer (backend). */
@@ -150,6 +151,25 @@ struct service_name {
 	u8 protocol;
 	u8 family; /* 4 or 6 */
 	u8 pad[2];
+};
+
+enum endpoint_conditions {
+	ENDPOINT_READY = 1 << 0,
+	ENDPOINT_SERVING = 1 << 1,
+	ENDPOINT_TERMINATING = 1 << 2,
+	ENDPOINT_NODE_ADDRESS = 1 << 3, /* its address is another Node's: a Pod with hostNetwork */
+};
+
+/* endpoint_names: every endpoint of a Service port, whether it is in a backend set or not. For
+ * readers of map dumps; the programs never read it. */
+struct endpoint_key {
+	u32 service;
+	struct target endpoint;
+};
+
+struct endpoint_name {
+	char text[119]; /* Pod, node and zone, separated by a 0; shortened if they are too long */
+	u8 conditions;
 };
 
 enum config_flags {
@@ -454,19 +474,72 @@ struct counts {
 	u64 rtts;        /* number of values in that sum */
 };
 
-#define FAILURES_PER_CLIENT 16
-#define PACKET_FAILURES 1024
+#define LATENCY_BUCKETS 24
+#define LATENCY_EXPONENT 16
 
-/* failures: how often a client failed at the same frontend and backend for the same reason. */
-struct failure {
-	u64 first; /* ns, CLOCK_MONOTONIC */
-	u64 last;
-	u64 count;
-	u64 cgroup;           /* id of that of the socket; 0: a packet failed */
-	struct target client; /* of the last failure; all 0: a socket without an address yet */
+/* A histogram. `count[i]`: values of at most 2^(i - LATENCY_EXPONENT) s (15 us, 31 us, ... 64 s)
+ * and above the bound before; the last element has those above all bounds. */
+struct latency {
+	u64 count[LATENCY_BUCKETS];
+	u64 sum; /* ns */
+};
+
+/* latencies: of the TCP sockets of this node that were directed to backends of one Service port. */
+struct latencies {
+	struct latency connect;    /* from the first SYN until the handshake ended */
+	struct latency round_trip; /* the smoothed time, when the connection ended */
+};
+
+/* What a program has decided about a new connection or datagram flow, or how one has failed. */
+struct event {
+	u64 time;             /* ns, CLOCK_MONOTONIC */
+	u64 cgroup;           /* id of that of the socket; 0: a packet */
+	struct target client; /* all 0: a socket without an address yet */
 	struct target frontend;
 	struct target backend; /* all 0: none was chosen */
 	u32 service;
 	u32 backend_id;
 	u32 reason; /* enum reason */
+};
+
+#define FAILURES_PER_CLIENT 16
+#define PACKET_FAILURES_PER_CLIENT 64
+#define PACKET_CLIENTS 16
+
+/* failures: how often a client failed at the same frontend and backend for the same reason. */
+struct failure {
+	u64 first; /* ns, CLOCK_MONOTONIC */
+	u64 count;
+	struct event last;
+};
+
+/* ---- watching events as they happen (monitor.h) ---- */
+
+#define MONITORS 4 /* commands that may watch at the same time */
+
+enum monitor_filter {
+	MONITOR_SERVICE = 1 << 0, /* an id in word[0] */
+	MONITOR_FRONTEND =
+		1 << 1, /* an address: passes events without a Service, with MONITOR_SERVICE */
+	MONITOR_ADDRESS = 1 << 2, /* of the client, the frontend or the backend */
+	MONITOR_CGROUP = 1 << 3,  /* an id in word[0] and word[1] */
+};
+
+/* monitors: what a command wants to see, and how many events a second. `spent` and the two below:
+ * as in struct refusal_limit. */
+struct monitor {
+	u64 spent;
+	u64 interval;
+	u64 burst;
+	u64 left_out; /* events above this rate, and those that found the ring buffer full */
+	u64 reasons;  /* bit n: those with reason n */
+	u32 filters;  /* enum monitor_filter: all of these have to match */
+	u32 pad;
+};
+
+/* monitor_values: a value that a filter of a command admits. */
+struct monitor_value {
+	u32 monitor; /* index into `monitors` */
+	u32 filter;  /* enum monitor_filter */
+	struct address value;
 };

@@ -6,6 +6,10 @@
  */
 #pragma once
 
+/* The compiler knows nothing about the value any more, so a check that follows is made on the
+ * register that is used afterwards, as verifiers need it. */
+#define barrier_var(v) asm volatile("" : "+r"(v))
+
 #define AF_INET 2
 #define AF_INET6 10
 #define EEXIST 17
@@ -59,6 +63,12 @@ PLACE_OF(error, 0x6b627103)       /* sock.sk_err */
 PLACE_OF(cgroup, 0x6b627104)      /* sock.sk_cgrp_data */
 PLACE_OF(cgroup_node, 0x6b627105) /* cgroup.kn */
 PLACE_OF(node_id, 0x6b627106)     /* kernfs_node.id */
+
+/* Linux v5.8, 457f44363a88: copies a record into a ring buffer; an error if it is full. */
+static __always_inline long ringbuf_output(void *ring, void *data, u64 size)
+{
+	return ((long (*)(void *, void *, u64, u64))130)(ring, data, size, 0);
+}
 
 #define BPF_HDR_START_NET 1
 

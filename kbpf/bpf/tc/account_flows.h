@@ -59,31 +59,65 @@ static __always_inline void flush_rest(struct flow *entry)
 		flush_bytes(entry, rest, entry->direction != DIRECTION_ORIGINAL);
 }
 
-/* Records that a packet got no backend. */
-static __always_inline void fail_packet(const struct tuple *t, const struct choice *c)
+/* Records that a packet got no backend. If it is dropped, that is reported here; tc_refuse reports
+ * what becomes of one that is refused. */
+static __always_inline void fail_packet(const struct tuple *t, const struct choice *c,
+					enum verdict v)
 {
-	struct failure failure = {.client = t->from, .frontend = t->to, .service = c->service};
+	bool monitored = v == DROP && is_monitored();
+	struct failure failure = {};
 
-	if (!is_accounting(CONFIG_ACCOUNTING))
-		return;
-	failure.reason = c->reason;
-	record_failure(&failure);
+	failure.last.client = t->from;
+	failure.last.frontend = t->to;
+	failure.last.service = c->service;
+	failure.last.reason = c->reason;
+	if (is_accounting(CONFIG_ACCOUNTING))
+		record_failure(&failure);
+	if (monitored)
+		report(&failure.last);
 }
 
-/* Counts and records that the backend of a flow has failed. */
+static __always_inline void describe_event(struct event *event, const struct flow *flow,
+					   enum reason reason)
+{
+	event->client = flow->client;
+	event->frontend = flow->frontend;
+	event->backend = flow->backend;
+	event->service = flow->service;
+	event->backend_id = flow->backend_id;
+	event->reason = reason;
+}
+
+/* Counts, records and reports that the backend of a flow has failed. */
 static __always_inline void fail_flow(const struct flow *flow, struct counts *totals,
 				      enum reason reason)
 {
-	struct failure failure = {.client = flow->client,
-				  .frontend = flow->frontend,
-				  .backend = flow->backend,
-				  .service = flow->service};
+	struct failure failure = {};
 
-	failure.backend_id = flow->backend_id;
-	failure.reason = reason;
+	describe_event(&failure.last, flow, reason);
 	count(reason);
 	account_failure(totals, reason);
 	record_failure(&failure);
+	if (is_monitored())
+		report(&failure.last);
+}
+
+/* Reports what becomes of a flow: that it is new, evicted, or dropped. */
+static __always_inline void report_flow(const struct flow *flow, enum reason reason)
+{
+	struct event event = {};
+
+	if (!is_monitored())
+		return;
+	describe_event(&event, flow, reason);
+	report(&event);
+}
+
+/* Drops a packet of a flow, or one that would begin it. */
+static __always_inline int drop_flow(const struct flow *flow, enum reason reason)
+{
+	report_flow(flow, reason);
+	return finish(TC_ACT_SHOT, reason);
 }
 
 /* A TCP connection ends with this packet: tc_end counts it, once the packet is rewritten. `before`:

@@ -94,10 +94,11 @@ static __always_inline bool describe_flow(struct __sk_buff *skb, struct scratch 
 	v = choose(&p->tuple.to, client, c);
 	if (v == REFUSE || v == DROP) {
 		account_begin(c, v);
-		fail_packet(&p->tuple, c);
+		fail_packet(&p->tuple, c, v);
 	}
 	if (v == REFUSE) {
 		s->reason = c->reason;
+		s->service = c->service;
 		s->mtu = 0;
 		*action = go(skb, TAIL_REFUSE);
 		return false;
@@ -108,10 +109,6 @@ static __always_inline bool describe_flow(struct __sk_buff *skb, struct scratch 
 	}
 	__builtin_memset(flow, 0, sizeof(*flow));
 	flow->last_used = now_ns();
-	if (is_paused(flow->last_used)) {
-		*action = finish(TC_ACT_SHOT, PAUSED);
-		return false;
-	}
 	flow->client = p->tuple.from;
 	flow->frontend = p->tuple.to;
 	flow->backend = c->backend;
@@ -120,6 +117,10 @@ static __always_inline bool describe_flow(struct __sk_buff *skb, struct scratch 
 		flow->seen.started = flow->last_used;
 	flow->service = c->service;
 	flow->backend_id = c->backend_id;
+	if (is_paused(flow->last_used)) {
+		*action = drop_flow(flow, PAUSED);
+		return false;
+	}
 	__builtin_memset(&s->hop, 0, sizeof(s->hop));
 	return true;
 }

@@ -70,16 +70,15 @@ struct ct_tuple6 {
 #define offset_of_status() (((u64(*)(void))0x6b620008)())
 #define offset_of_tcp_state() (((u64(*)(void))0x6b620009)())
 
-/* Calls one of the first two functions for this packet. */
-#define CALL_FOR_PACKET(function, skb, p, opts)                                                    \
+/* Calls one of the first two functions for packets from `t->from` to `t->to`. */
+#define CALL_FOR_TUPLE(function, skb, t, v6, opts)                                                 \
 	({                                                                                         \
-		const struct tuple *_t = &(p)->tuple;                                              \
-		struct ct_tuple4 _t4 = {_t->from.address.word[3], _t->to.address.word[3],          \
-					_t->from.port, _t->to.port};                               \
-		struct ct_tuple6 _t6 = {_t->from.address, _t->to.address, _t->from.port,           \
-					_t->to.port};                                              \
-		(p)->v6 ? function(skb, &_t6, sizeof(_t6), opts, sizeof(*(opts)))                  \
-			: function(skb, &_t4, sizeof(_t4), opts, sizeof(*(opts)));                 \
+		struct ct_tuple4 _t4 = {(t)->from.address.word[3], (t)->to.address.word[3],        \
+					(t)->from.port, (t)->to.port};                             \
+		struct ct_tuple6 _t6 = {(t)->from.address, (t)->to.address, (t)->from.port,        \
+					(t)->to.port};                                             \
+		(v6) ? function(skb, &_t6, sizeof(_t6), opts, sizeof(*(opts)))                     \
+		     : function(skb, &_t4, sizeof(_t4), opts, sizeof(*(opts)));                    \
 	})
 
 enum tracked {
@@ -99,7 +98,7 @@ static __always_inline enum tracked find_tracked(struct __sk_buff *skb, const st
 	u8 state;
 	void *ct;
 
-	ct = CALL_FOR_PACKET(bpf_skb_ct_lookup, skb, p, &opts);
+	ct = CALL_FOR_TUPLE(bpf_skb_ct_lookup, skb, &p->tuple, p->v6, &opts);
 	if (!ct)
 		return TRACKED_NO;
 	if (opts.direction != IP_CT_DIR_REPLY) {
@@ -124,23 +123,52 @@ static __always_inline struct address nf_address(const struct address *a, bool v
 }
 
 #define FEWEST_PORTS 1024
+#define CLIENT_PORT_TRIES 16
 
-/* The port of a masqueraded client, in host byte order; 0: the kernel keeps the client's, unless
- * another flow to the backend has it. The kernel does not know the flows that the packet path keeps
- * itself, those of the node's sockets. So a client gets no port of their range: it could receive or
- * forge packets of such a flow. If the random port is taken, the client's next packet gets another
- * one. */
-static __always_inline u16 choose_client_port(const struct flow *flow)
+/* Whether a masqueraded client may have this port of the node, in host byte order. It may not if
+ *
+ *  - it is in the packet path's range, of which the flows of the node's sockets have ports. The
+ *    kernel does not know these flows: the client could receive or forge their packets;
+ *  - a frontend has it: the backend's reply to it would look like a datagram to a NodePort;
+ *  - another flow to the backend has it: the kernel would choose any port instead. */
+static __always_inline bool may_have_port(struct __sk_buff *skb, const struct packet *p,
+					  const struct flow *flow, const struct node *n, u32 port)
+{
+	struct ct_opts opts = {.netns = CURRENT_NETNS, .protocol = p->protocol};
+	struct tuple reply = {.from = flow->backend};
+	__be16 there = __builtin_bswap16(port);
+	void *ct;
+
+	if ((port >= n->port_low && port <= n->port_high) || is_frontend_port(there))
+		return false;
+	reply.to.address = flow->snat;
+	reply.to.port = there;
+	ct = CALL_FOR_TUPLE(bpf_skb_ct_lookup, skb, &reply, p->v6, &opts);
+	if (ct)
+		bpf_ct_release(ct);
+	return !ct;
+}
+
+/* The port of a masqueraded client, in host byte order: its own, or else a random one above the
+ * packet path's range. 0: no port was found, and the kernel chooses one. If another CPU takes the
+ * port at the same time, the client's next packet gets another one. */
+static __always_inline u16 choose_client_port(struct __sk_buff *skb, const struct packet *p,
+					      const struct flow *flow)
 {
 	u32 zero = 0, port = __builtin_bswap16(flow->client.port), room;
 	struct node *n = node.lookup(&zero);
 
-	if (!n || !has_snat(flow) || port < n->port_low || port > n->port_high)
+	if (!n || !has_snat(flow))
 		return 0;
 	room = 65535 - n->port_high;
 	if (room < FEWEST_PORTS)
 		return 0;
-	return n->port_high + 1 + (((u64)bpf_get_prandom_u32() * room) >> 32);
+	for (int i = 0; i < CLIENT_PORT_TRIES; i++) {
+		if (may_have_port(skb, p, flow, n, port))
+			return port;
+		port = n->port_high + 1 + (((u64)bpf_get_prandom_u32() * room) >> 32);
+	}
+	return 0;
 }
 
 /* First, tc_choose asks whether conntrack knows the packet. Later, when the backend and the path of
@@ -153,6 +181,7 @@ int tc_conntrack(struct __sk_buff *skb)
 	enum tracked tracked;
 	struct packet p;
 	void *ct;
+	u16 port;
 
 	if (!s)
 		return TC_ACT_UNSPEC;
@@ -165,28 +194,30 @@ int tc_conntrack(struct __sk_buff *skb)
 		return go(skb, TAIL_CHOOSE);
 	}
 	if (is_loopback(&s->flow.snat)) /* still ADDRESS_NOT_CHOSEN */
-		return finish(TC_ACT_SHOT, NO_SNAT_PORT);
+		return drop_flow(&s->flow, NO_SNAT_PORT);
 	if ((s->begin & BEGIN_STALE) && find_tracked(skb, &p, true) == TRACKED_STALE)
 		find_tracked(skb, &p, false);
+	port = choose_client_port(skb, &p, &s->flow);
 	opts.protocol = p.protocol;
-	ct = CALL_FOR_PACKET(bpf_skb_ct_alloc, skb, &p, &opts);
+	ct = CALL_FOR_TUPLE(bpf_skb_ct_alloc, skb, &p.tuple, p.v6, &opts);
 	if (!ct)
-		return finish(TC_ACT_SHOT, TABLE_FULL);
+		return drop_flow(&s->flow, TABLE_FULL);
 	bpf_ct_set_timeout(ct, NEW_ENTRY_MS);
 	backend = nf_address(&s->flow.backend.address, p.v6);
 	bpf_ct_set_nat_info(ct, &backend, __builtin_bswap16(s->flow.backend.port),
 			    NF_NAT_MANIP_DST);
 	source = has_snat(&s->flow) ? s->flow.snat : s->flow.client.address;
 	source = nf_address(&source, p.v6);
-	bpf_ct_set_nat_info(ct, &source, choose_client_port(&s->flow), NF_NAT_MANIP_SRC);
+	bpf_ct_set_nat_info(ct, &source, port, NF_NAT_MANIP_SRC);
 	ct = bpf_ct_insert_entry(ct);
 	if (!ct) /* another CPU may have begun the same flow */
 		return find_tracked(skb, &p, false) == TRACKED_YES
 			       ? TC_ACT_UNSPEC
-			       : finish(TC_ACT_SHOT, NOT_TRACKED);
+			       : drop_flow(&s->flow, NOT_TRACKED);
 	bpf_ct_release(ct);
 	count(NEW_FLOW);
 	account_flow(&s->flow);
+	report_flow(&s->flow, NEW_FLOW);
 	/* A flow in `flows` would hide the entry: one that an agent without this option began. */
 	return s->begin & BEGIN_RESTART ? go(skb, TAIL_DELETE_FLOW) : TC_ACT_UNSPEC;
 }

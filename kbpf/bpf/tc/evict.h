@@ -19,6 +19,14 @@ static __always_inline bool is_needed(const struct flow *flow, u64 now)
 	       !is_over(flow, now);
 }
 
+/* Counts and reports the eviction of a flow in use. */
+static __always_inline void count_eviction(const struct flow *flow)
+{
+	count(EVICTED);
+	if (flow)
+		report_flow(flow, EVICTED);
+}
+
 /* Checks the oldest flows until one is not needed, evicts that one, and puts the others at the end
  * of the queue. A reused entry keeps its old place in the queue, so a handshake (`young`) may be
  * among the oldest: evict it only if nothing else can go. Its key is at the end of the queue by
@@ -26,6 +34,7 @@ static __always_inline bool is_needed(const struct flow *flow, u64 now)
 static __always_inline void evict_over_limit(u64 *total, u64 now)
 {
 	struct flow *flow = NULL, *young = NULL;
+	bool in_use = false;
 
 	for (int i = 0; i < EVICT_CANDIDATES; i++) {
 		struct flow_key oldest;
@@ -42,7 +51,7 @@ static __always_inline void evict_over_limit(u64 *total, u64 now)
 		else if (!is_needed(flow, now))
 			break;
 		if (flow_queue.push(&oldest, 0)) { /* another CPU has filled the queue */
-			count(EVICTED);
+			in_use = true;
 			break;
 		}
 		flow = NULL;
@@ -51,6 +60,8 @@ static __always_inline void evict_over_limit(u64 *total, u64 now)
 		__sync_fetch_and_add(total, -1);
 	else
 		flow = young;
+	if (in_use)
+		count_eviction(flow);
 	if (flow)
 		delete_flow(flow);
 }
@@ -76,7 +87,7 @@ static __always_inline bool evict_one(bool for_udp, u64 now)
 		 * would stay in the map for ever. */
 		if ((!for_udp && flow->client.protocol == IPPROTO_UDP) ||
 		    flow_queue.push(&oldest, 0)) {
-			count(EVICTED);
+			count_eviction(flow);
 			delete_flow(flow);
 			return true;
 		}
@@ -192,14 +203,18 @@ int tc_enqueue(struct __sk_buff *skb)
 	enum reason reason;
 	struct flow_key key;
 	struct flow *old;
+	bool revived;
 
 	if (!s || !n || !total)
 		return finish(TC_ACT_SHOT, NOT_TRACKED);
 	key = original_key(&s->flow);
 	old = flows.lookup(&key);
-	if (old && revive(old, &s->flow, &s->hop, n))
+	revived = old && revive(old, &s->flow, &s->hop, n);
+	reason = revived ? NEW_FLOW : claim_original(&key, old, &s->flow, n);
+	if (revived || reason != NEW_FLOW)
+		report_flow(&s->flow, reason);
+	if (revived)
 		return resume_new(skb, s);
-	reason = claim_original(&key, old, &s->flow, n);
 	if (reason != NEW_FLOW)
 		return finish(TC_ACT_SHOT, reason);
 	s->search = SEARCH_NONE;

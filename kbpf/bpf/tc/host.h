@@ -95,6 +95,7 @@ int tc_host(struct __sk_buff *skb)
 	struct packet *p;
 	struct flow *flow;
 	u32 flags, mtu;
+	int action;
 
 	if (!s)
 		return TC_ACT_UNSPEC;
@@ -116,13 +117,16 @@ int tc_host(struct __sk_buff *skb)
 	if (mtu)
 		return send_path_mtu(skb, s, mtu < wire_length(skb, p) ? mtu : LEAST_MTU);
 	if (!to)
-		return finish(TC_ACT_SHOT, NO_ROUTE);
+		return drop_flow(flow, NO_ROUTE);
 	account_bytes(flow, skb->len - p->l3, p->tcp_flags, false);
 	if (rewrite(skb, p, &result.to_device, p->ttl))
-		return finish(TC_ACT_SHOT, NOT_REWRITTEN);
-	if (to->flags & DEVICE_NBMA)
-		return finish_rewrite(skb, s, &result.to_device,
-				      redirect_to_remote(skb, to, &s->hop), p->l3);
+		return drop_flow(flow, NOT_REWRITTEN);
+	if (to->flags & DEVICE_NBMA) {
+		action = redirect_to_remote(skb, to, &s->hop);
+		if (action == TC_ACT_SHOT)
+			report_flow(flow, NO_ROUTE);
+		return finish_rewrite(skb, s, &result.to_device, action, p->l3);
+	}
 	return finish_rewrite(skb, s, &result.to_device, redirect_packet(skb, device, to, &s->hop),
 			      ETH_HLEN);
 }

@@ -293,7 +293,7 @@ int tc_claim(struct __sk_buff *skb)
 		if (s->flow.path != PATH_DIRECT_SNAT)
 			error = claim_reply(&s->flow, n, now_ns());
 		if (error)
-			return finish(TC_ACT_SHOT, error == -EEXIST ? NO_SNAT_PORT : NOT_TRACKED);
+			return drop_flow(&s->flow, error == -EEXIST ? NO_SNAT_PORT : NOT_TRACKED);
 		if (s->late)
 			return resume_late(skb, s, former);
 		s->search = SEARCH_RANDOM;
@@ -304,6 +304,7 @@ int tc_claim(struct __sk_buff *skb)
 		reason = claim_port(skb, s, n);
 	if (reason == NEW_FLOW)
 		reason = publish(s);
+	report_flow(&s->flow, reason);
 	return reason == NEW_FLOW ? resume_new(skb, s) : abort_flow(&s->flow, reason);
 }
 

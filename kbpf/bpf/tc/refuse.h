@@ -22,6 +22,7 @@
 #include "lib/packet.h"
 #include "lib/rewrite.h"
 #include "lib/sctp.h"
+#include "lib/token.h"
 #include "tc/devices.h"
 #include "tc/hop.h"
 #include "tc/scratch.h"
@@ -99,7 +100,6 @@ static __always_inline int refuse_tcp(struct __sk_buff *skb, struct packet *p)
 #define QUOTED_SCTP (SCTP_HEADER + 8)
 #define MIN_QUOTE 28
 #define MAX_IP4_HEADER 60
-#define barrier_var(v) asm volatile("" : "+r"(v))
 
 struct icmp_header {
 	u8 type;
@@ -280,18 +280,6 @@ static __always_inline int refuse_with_icmp(struct __sk_buff *skb, const struct 
 	return p->v6 ? refuse_v6(skb, p, mtu) : refuse_v4(skb, p, mtu);
 }
 
-/* Takes a token. CPUs that run this at the same time may take the same token: at most one too many
- * for each CPU. Time only goes forward, so a bucket never holds more than `burst`. */
-static __always_inline bool take_token(u64 *spent, const struct refusal_limit *limit, u64 now)
-{
-	u64 from = *spent > now ? *spent : now;
-
-	if (from + limit->interval > now + limit->burst * limit->interval)
-		return false;
-	*spent = from + limit->interval;
-	return true;
-}
-
 /* Takes a token of an address that gets an ICMP error. An address without a bucket has a whole
  * burst. */
 static __always_inline bool take_peer_token(const struct address *peer,
@@ -300,7 +288,7 @@ static __always_inline bool take_peer_token(const struct address *peer,
 	u64 *spent = refused_peers.lookup(peer), first = now + limit->interval;
 
 	if (spent)
-		return take_token(spent, limit, now);
+		return take_token(spent, limit->interval, limit->burst, now);
 	refused_peers.update(peer, &first);
 	return true;
 }
@@ -318,7 +306,22 @@ static __always_inline bool may_refuse(const struct packet *p, u64 now)
 		if (each && each->interval && !take_peer_token(&p->tuple.from.address, each, now))
 			return false;
 	}
-	return !all || !all->interval || take_token(&all->spent, all, now);
+	return !all || !all->interval || take_token(&all->spent, all->interval, all->burst, now);
+}
+
+/* Ends the refusal of a packet, and reports how. */
+static __always_inline int finish_refusal(const struct scratch *s, int action, enum reason reason)
+{
+	struct event event = {};
+
+	if (!s->mtu && is_monitored()) {
+		event.client = s->packet.tuple.from;
+		event.frontend = s->packet.tuple.to;
+		event.service = s->service;
+		event.reason = reason;
+		report(&event);
+	}
+	return finish(action, reason);
 }
 
 /* Refuses a packet: sends the refusal back by the device that the packet came from, or, for the
@@ -328,6 +331,8 @@ int tc_refuse(struct __sk_buff *skb)
 	u32 ifindex = skb->ifindex;
 	struct device *device = device_at(ifindex);
 	struct scratch *s = get_scratch();
+	enum reason reason = NOT_REWRITTEN;
+	int action = TC_ACT_SHOT;
 	struct packet *p;
 
 	if (!device || !s)
@@ -335,14 +340,16 @@ int tc_refuse(struct __sk_buff *skb)
 	p = &s->packet;
 	if (!is_valid_header(skb, p))
 		return TC_ACT_UNSPEC; /* the stack discards it */
-	if (!can_refuse(skb, p, s->mtu && !skb->ingress_ifindex))
-		return finish(TC_ACT_SHOT, s->reason);
-	if (!s->mtu && !may_refuse(p, now_ns()))
-		return finish(TC_ACT_SHOT, RATE_LIMITED);
-	if (drop_priority_tag(skb) ||
-	    (p->protocol == IPPROTO_TCP && !s->mtu ? refuse_tcp(skb, p)
-						   : refuse_with_icmp(skb, p, s->mtu)) ||
-	    swap_link(skb, device->l2))
-		return finish(TC_ACT_SHOT, NOT_REWRITTEN);
-	return finish(bpf_redirect(ifindex, skb->ingress_ifindex ? 0 : BPF_F_INGRESS), s->reason);
+	if (!can_refuse(skb, p, s->mtu && !skb->ingress_ifindex)) {
+		reason = s->reason;
+	} else if (!s->mtu && !may_refuse(p, now_ns())) {
+		reason = RATE_LIMITED;
+	} else if (!drop_priority_tag(skb) &&
+		   !(p->protocol == IPPROTO_TCP && !s->mtu ? refuse_tcp(skb, p)
+							   : refuse_with_icmp(skb, p, s->mtu)) &&
+		   !swap_link(skb, device->l2)) {
+		action = bpf_redirect(ifindex, skb->ingress_ifindex ? 0 : BPF_F_INGRESS);
+		reason = s->reason;
+	}
+	return finish_refusal(s, action, reason);
 }

@@ -58,8 +58,8 @@ struct scratch {
 	u32 change;      /* tc_sctp: XOR of old and new ports */
 	u32 action;      /* tc_sctp, tc_end: to be returned */
 	u32 end;         /* tc_end: ENDED, or enum reason; 0: nothing ends */
-	u32 pad;
-	u32 masks[4]; /* tc_scan_ports: hidden from the verifier */
+	u32 service;     /* tc_refuse: of the refused packet, or 0 */
+	u32 masks[4];    /* tc_scan_ports: hidden from the verifier */
 };
 
 /* 0 -> see above. */
