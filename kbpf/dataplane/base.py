@@ -6,7 +6,14 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from kbpf.model.desired import DesiredState, ServicePortKey
-from kbpf.model.metrics import DataPlaneMetrics, Pause, TrafficStats, UdpCuts
+from kbpf.model.metrics import (
+    ConnectionProbe,
+    DataPlaneMetrics,
+    FailingBackend,
+    Pause,
+    TrafficStats,
+    UdpCuts,
+)
 from kbpf.model.objects import ServiceName
 from kbpf.model.status import ModeChoice, PacketStatus
 
@@ -86,6 +93,18 @@ class SharedAccess:
         read_metrics(). `pause` is called between pieces of the work.
         """
         return TrafficStats()
+
+    def find_failing_backends(self) -> tuple[FailingBackend, ...] | None:
+        """Backends that keep failing, as seen by calls at equal intervals from one thread. None if
+        this is not known: nothing counts failures, or the maps cannot be read.
+        """
+        return None
+
+    def probe_connections(self) -> ConnectionProbe | None:
+        """Connects to a few Services and looks where that leads. None if nothing could be tried.
+        Called by one thread.
+        """
+        return None
 
     def claim_socket(self, cookie: int) -> None:
         """Registers a socket (by its SO_COOKIE) that the agent is about to connect to the API

@@ -4,7 +4,8 @@ change these rules.
 """
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from itertools import islice
 from typing import Final
 
 from kbpf.errors import KernelError
@@ -34,10 +35,19 @@ ALTERNATIVE_HINT: Final = (
 )
 
 
+MAX_NAMES: Final = 8
+
+
+def join_names(names: Collection[str]) -> str:
+    """The first MAX_NAMES names, and how many more there are."""
+    shown = ", ".join(islice(names, MAX_NAMES))
+    return f"{shown} and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else shown
+
+
 def early_drop_warnings(ports: Iterable[int] = ()) -> tuple[str, ...]:
     """Warnings about chains that drop packets before DNAT, since the packet path translates
-    packets before these chains see them. One line names all such chains, another the tables that
-    could not be read. `ports`: of NodePorts and VIPs.
+    packets before these chains see them. One line names such chains, another the tables that could
+    not be read. `ports`: of NodePorts and VIPs.
     """
     served = pre_dnat_rules.ServedPorts(ports)
     early = pre_dnat_rules.find_legacy_chains(pre_dnat_rules.AGENT_MAX_RULES, served)
@@ -48,12 +58,12 @@ def early_drop_warnings(ports: Iterable[int] = ()) -> tuple[str, ...]:
     lines = []
     if chains:
         lines.append(
-            f"packets for NodePorts and VIPs are served before {', '.join(chains)} sees them, "
+            f"packets for NodePorts and VIPs are served before {join_names(chains)} sees them, "
             f"so its rules do not guard these any more; {ALTERNATIVE_HINT}"
         )
     if unreadable:
         lines.append(
-            f"{', '.join(unreadable)} cannot be read from here; rules of its PREROUTING do not "
+            f"{join_names(unreadable)} cannot be read from here; rules of its PREROUTING do not "
             f"guard NodePorts and VIPs any more; run `kbpf check` on the node, and "
             f"{ALTERNATIVE_HINT}"
         )

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What both data planes maintain on the node: a rule in each FORWARD chain that accepts masqueraded
-packets, and the rules that keep the last connections of a kube-proxy alive.
+"""What both data planes read and maintain on the node: its addresses, a rule in each FORWARD chain
+that accepts masqueraded packets, and the rules that keep the last connections of a kube-proxy
+alive.
 """
 
 import contextlib
@@ -9,8 +10,11 @@ from collections.abc import Iterable, Iterator
 from typing import Final
 
 from kbpf.errors import KernelError
+from kbpf.kernel.net import addresses, dummy
 from kbpf.kernel.netfilter import forward_rules
 from kbpf.kernel.system import sysctl
+from kbpf.model.address import Addr
+from kbpf.model.config import Config
 from kbpf.takeover import conntrack_keepalive
 
 log = logging.getLogger("kbpf.dataplane")
@@ -24,6 +28,15 @@ def forwarding_warnings() -> Iterator[str]:
         with contextlib.suppress(KernelError):
             if sysctl.read(name) == "0":
                 yield f"{name} is 0, so this node forwards nothing to pods; set it to 1"
+
+
+def read_node_addresses(config: Config) -> tuple[Addr, ...]:
+    """The node's own addresses. Dummy devices of IPVS data planes are excluded: they hold Service
+    addresses, and the name of ours may have been changed since.
+    """
+    return addresses.local_addresses(
+        config.ipvs_device, *conntrack_keepalive.SERVICE_DEVICES, *dummy.list_ours()
+    )
 
 
 def reconcile_forward_rules(mark: int, listing: Iterable[forward_rules.Json] | None = None) -> None:

@@ -17,6 +17,8 @@ V4_PREFIX: Final = bytes(10) + b"\xff\xff"
 ANY4: Final = Addr(V4_PREFIX + bytes(4))
 ANY6: Final = Addr(bytes(16))
 """As the address of a NodePort frontend: every NodePort address of this family."""
+LOOPBACK6: Final = Addr(bytes(15) + b"\x01")
+_LOOPBACK4: Final = V4_PREFIX + b"\x7f"
 
 
 def parse_addr(text: str) -> Addr:
@@ -53,6 +55,11 @@ def format_addr(addr: Addr | bytes) -> str:
 def family_of(addr: Addr | bytes) -> int:
     """Returns 4 or 6."""
     return 4 if addr[:12] == V4_PREFIX else 6
+
+
+def is_loopback(addr: Addr) -> bool:
+    """Whether it is in 127.0.0.0/8, or ::1."""
+    return addr.startswith(_LOOPBACK4) or addr == LOOPBACK6
 
 
 def format_endpoint(addr: Addr | bytes, port: int) -> str:

@@ -26,6 +26,16 @@ class Accounting(StrEnum):
     FULL = "full"
 
 
+class StatusPageAccess(StrEnum):
+    """Who may read the page about this node on the health port: no client, those on this node, or
+    all.
+    """
+
+    OFF = "off"
+    LOCAL = "local"
+    ALL = "all"
+
+
 class ServiceAnnotations(StrEnum):
     """Which Service annotations apply: none, kbpf.io/algorithm, or kbpf.io/weights as well."""
 
@@ -82,6 +92,12 @@ class Serving:
 
     backend_series: int = 0
     """Maximum number of pairs of Service port and backend with their own metric series."""
+
+    latency_series: int = 0
+    """Maximum number of Service ports with histograms of their latencies."""
+
+    status_page: StatusPageAccess = StatusPageAccess.OFF
+    """Who may read the page about this node, on the port of /healthz."""
 
 
 MAX_CONNTRACK_ENTRIES: Final = 1_048_576
@@ -151,7 +167,10 @@ class Config:
     """URL of the API server, or several with commas; replaces the one in the kubeconfig."""
 
     source: Path | None = None
-    """A folder of manifests to read instead of an API server."""
+    """A folder of manifests, or a recording, to read instead of an API server."""
+
+    source_speed: float = 1.0
+    """A recording is replayed this many times as fast as it was recorded; 0: without pauses."""
 
     mode: str = "auto"
     """Which data plane: "bpf", "ipvs" or "auto"."""
@@ -285,6 +304,12 @@ class Config:
 
     config_sync_period: float = 900.0
     """Seconds between two full comparisons of the programmed state with the desired one."""
+
+    verify_period: float = 300.0
+    """Seconds between two proofs that connections to Services are translated; 0: never."""
+
+    verify_readiness: bool = False
+    """Whether /readyz and /healthz fail while they are not."""
 
     source_empty_grace: float = 60.0
     """Seconds for which a folder's objects stay in force after its last file was removed."""

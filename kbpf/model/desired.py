@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the kernel should do, as values: the pure result of policy, shared by all data planes."""
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from enum import StrEnum
 from typing import Final, NamedTuple
 
 import msgspec
 
 from kbpf.model.address import ANY4, ANY6, Addr, format_endpoint
-from kbpf.model.objects import Algorithm, Cidr, Protocol, ServiceName
+from kbpf.model.objects import Algorithm, Cidr, EndpointSlice, Protocol, ServiceName
 
 
 class ServicePortKey(NamedTuple):
@@ -113,7 +113,9 @@ class ServiceState(msgspec.Struct, frozen=True):
     (policy/frontends.py). `refused` are frontends that this Service may not have, with the reason
     (policy/admission.py). `left_to_node` are ClusterIPs that a device of this node
     has and that a process of the node serves: their traffic is not touched.
-    `created` is the Service's creationTimestamp, "" if unknown.
+    `created` is the Service's creationTimestamp, "" if unknown. `slices` are the EndpointSlices of
+    this family that the endpoints come from, sorted by name: what they say of an endpoint (Pod,
+    node, zone, conditions) is shown, and decides nothing.
     """
 
     key: ServicePortKey
@@ -135,6 +137,7 @@ class ServiceState(msgspec.Struct, frozen=True):
     left_to_node: tuple[FrontendAddress, ...] = ()
     node_port_ranges: tuple[Cidr, ...] = ()
     created: str = ""
+    slices: tuple[EndpointSlice, ...] = ()
 
     @property
     def cluster_spread(self) -> Spread:
@@ -160,7 +163,8 @@ class DesiredState(msgspec.Struct, frozen=True):
     `local_networks`: clients in these networks are pods of this node, at most one network of each
     family; if empty, pods are recognized by their devices. `exempt_pods`: uids of pods of this
     node whose sockets are not translated; while not `exempt_pods_known`, exemptions stay as they
-    are.
+    are. `other_node_addresses` is only for what is shown: a Pod with hostNetwork has its node's
+    address.
 
     Once this value was passed on, only its writer may change `services` in place, and only between
     two calls of apply().
@@ -172,3 +176,4 @@ class DesiredState(msgspec.Struct, frozen=True):
     local_networks: tuple[Cidr, ...] = ()
     exempt_pods: tuple[str, ...] = ()
     exempt_pods_known: bool = True
+    other_node_addresses: Container[Addr] = ()

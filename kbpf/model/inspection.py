@@ -8,9 +8,10 @@ maps; IPVS has none.
 
 import contextlib
 import difflib
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from enum import Flag, auto
+from enum import Flag, StrEnum, auto
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -19,8 +20,8 @@ from kbpf.errors import NotFoundError, ObjectError
 from kbpf.model.address import Addr, parse_addr
 from kbpf.model.config import SocketLb
 from kbpf.model.desired import Backend, FrontendAddress, FrontendKind, ServicePortKey
-from kbpf.model.metrics import ConnectionStats
-from kbpf.model.objects import Algorithm, Cidr
+from kbpf.model.metrics import ConnectionStats, ServiceLatencies
+from kbpf.model.objects import ELLIPSIS, Algorithm, Cidr
 from kbpf.model.reasons import Reason
 from kbpf.model.status import AgentStatus, PacketStatus
 
@@ -42,6 +43,7 @@ class Part(Flag):
     TRAFFIC = auto()
     KUBE_PROXY = auto()
     FAILURES = auto()
+    ENDPOINTS = auto()
 
 
 # ---- Services ------------------------------------------------------------------------------------
@@ -63,8 +65,50 @@ class BackendSet(msgspec.Struct, frozen=True, eq=False, gc=False):
     size: int
     slots: Mapping[int, BackendEntry]
 
+    def shares(self) -> dict[Backend, float]:
+        """The part of the slots that each backend has (0 to 1), sorted by backend."""
+        counts = Counter(entry.backend for entry in self.slots.values() if entry.backend)
+        return {backend: counts[backend] / self.size for backend in sorted(counts)}
+
 
 EMPTY_SET = BackendSet(0, 0, {})
+
+
+class EndpointEntry(msgspec.Struct, frozen=True, gc=False):
+    """What the EndpointSlices say of an endpoint of a Service port, whether it is a backend or not.
+    `pod` is ``namespace/name``. The texts are "" if the slice does not have them; long ones are cut
+    in the middle (ELLIPSIS). `at_node`: its address is that of another Node, so it is a Pod with
+    hostNetwork, or none.
+    """
+
+    backend: Backend
+    pod: str = ""
+    node: str = ""
+    zone: str = ""
+    ready: bool = True
+    serving: bool = True
+    terminating: bool = False
+    at_node: bool = False
+
+    @property
+    def state(self) -> str:
+        """The conditions: ``ready``, ``not ready``, ``terminating, serving``, ..."""
+        if self.terminating:
+            conditions = [(self.ready, "ready"), (True, "terminating"), (self.serving, "serving")]
+            return ", ".join(text for is_true, text in conditions if is_true)
+        if self.ready:
+            return "ready"
+        return "not ready, serving" if self.serving else "not ready"
+
+    def is_pod(self, name: str, namespace: str = "") -> bool:
+        """Whether it is the Pod of this name, in this namespace or, if that is "", in any."""
+        pod_namespace, _, pod_name = self.pod.partition("/")
+        if not pod_name or namespace not in ("", pod_namespace):
+            return False
+        head, ellipsis, tail = pod_name.partition(ELLIPSIS)
+        if not ellipsis:
+            return name == pod_name
+        return len(name) > len(head + tail) and name.startswith(head) and name.endswith(tail)
 
 
 class FrontendEntry(msgspec.Struct, frozen=True, gc=False):
@@ -77,6 +121,11 @@ class FrontendEntry(msgspec.Struct, frozen=True, gc=False):
     restricted: bool
     cluster: BackendSet
     local: BackendSet
+
+    def __str__(self) -> str:
+        """``10.96.0.1:80/TCP``, ``[fd00::1]:80/TCP``, or ``*:30080/TCP`` of a NodePort."""
+        is_node_port = self.kind is FrontendKind.NODE_PORT
+        return f"*:{self.at.port}/{self.at.protocol.name}" if is_node_port else str(self.at)
 
     def is_at(self, address: Addr | None, port: int) -> bool:
         """See ServicePort.is_at()."""
@@ -94,9 +143,10 @@ class FrontendEntry(msgspec.Struct, frozen=True, gc=False):
 class BackendTraffic(msgspec.Struct, frozen=True, gc=False):
     """Connections of a Service port to one backend: `open` ones, and totals. If they are not of one
     backend, `scope` is ``none`` (they got no backend), ``gone`` (all removed ones) or ``all``.
+    `id`: the backend's; None in mode ipvs.
     """
 
-    id: int
+    id: int | None
     backend: Backend | None
     scope: str
     open: int
@@ -105,7 +155,8 @@ class BackendTraffic(msgspec.Struct, frozen=True, gc=False):
 
 class ServicePort(msgspec.Struct, frozen=True, eq=False, gc=False):
     """A Service port in one IP family. `key` is None if its id has no name. It has no `frontends`
-    if they were not read, or are gone. `any_endpoints`: some node has one that serves.
+    if they were not read, or are gone. `latencies`: None if none were measured. `any_endpoints`:
+    some node has one that serves. `endpoints`: all that are known; none if they were not read.
     """
 
     id: int | None
@@ -117,7 +168,9 @@ class ServicePort(msgspec.Struct, frozen=True, eq=False, gc=False):
     affinity_timeout: int = 0
     source_ranges: tuple[Cidr, ...] = ()
     traffic: tuple[BackendTraffic, ...] = ()
+    latencies: ServiceLatencies | None = None
     any_endpoints: bool = False
+    endpoints: Mapping[Backend, EndpointEntry] = {}
 
     @property
     def text(self) -> str:
@@ -137,13 +190,22 @@ class ServicePort(msgspec.Struct, frozen=True, eq=False, gc=False):
         """Whether a frontend or a backend has this address and port (0: any). Without an address:
         whether a NodePort has this port.
         """
-        return any(frontend.is_at(address, port) for frontend in self.frontends)
+        return any(frontend.is_at(address, port) for frontend in self.frontends) or any(
+            endpoint.address == address and port in (0, endpoint.port)
+            for endpoint in self.endpoints
+        )
+
+    def has_pod(self, name: str, namespace: str) -> bool:
+        """Whether an endpoint is this Pod; see EndpointEntry.is_pod()."""
+        return any(entry.is_pod(name, namespace) for entry in self.endpoints.values())
 
 
 @dataclass(frozen=True, slots=True)
 class AffinityEntry:
     """A client's affinity. The client has an address, or else it is a process in the network
     namespace with this cookie. `last_used` is in seconds of CLOCK_MONOTONIC.
+    `cgroup`: the low half of the id of the cgroup of the process that connected last; 0: a packet.
+    `pod`: ``namespace/name``, or ``uid UID``, of the client, "" if it is not known.
     """
 
     client: Addr | None
@@ -151,6 +213,8 @@ class AffinityEntry:
     service: ServicePort
     backend: BackendEntry
     last_used: float
+    cgroup: int = 0
+    pod: str = ""
 
 
 # ---- failures ------------------------------------------------------------------------------------
@@ -181,6 +245,69 @@ class FailureEntry:
     pod: str = ""
 
 
+# ---- events --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionEvent:
+    """What a program has just decided about a connection or datagram flow, or how one has failed.
+    `time` is in seconds since 1970; `client`: None if its socket had no address yet. `backend_pod`:
+    ``namespace/name``; "" if it is not known. The other fields are those of FailureEntry.
+    """
+
+    time: float
+    reason: Reason
+    service: ServicePort
+    frontend: FrontendAddress
+    backend: Backend | None
+    client: FrontendAddress | None
+    cgroup: int
+    cgroup_path: str = ""
+    pod: str = ""
+    backend_pod: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class EventFilter:
+    """Which events to show. None: all.
+
+    - `services`: ids of Service ports; `frontends`: addresses of these Services, at which an event
+      may have no Service (a port that does not exist).
+    - `address`: of the client, the frontend or the backend, and `port` of the same (0: any).
+    - `cgroups`: ids of the client's cgroup.
+    """
+
+    reasons: frozenset[Reason] = frozenset(Reason)
+    services: frozenset[int] | None = None
+    frontends: frozenset[Addr] = frozenset()
+    address: Addr | None = None
+    port: int = 0
+    cgroups: frozenset[int] | None = None
+
+    def admits(self, event: ConnectionEvent) -> bool:
+        """Whether the event passes all of them."""
+        return (
+            event.reason in self.reasons
+            and self._admits_service(event)
+            and (self.cgroups is None or event.cgroup in self.cgroups)
+            and (self.address is None or any(map(self._is_at, _ends(event))))
+        )
+
+    def _admits_service(self, event: ConnectionEvent) -> bool:
+        if self.services is None:
+            return True
+        if not event.service.id:
+            return event.frontend.address in self.frontends
+        return event.service.id in self.services
+
+    def _is_at(self, end: FrontendAddress | Backend) -> bool:
+        return end.address == self.address and self.port in (0, end.port)
+
+
+def _ends(event: ConnectionEvent) -> Iterable[FrontendAddress | Backend]:
+    return (end for end in (event.client, event.frontend, event.backend) if end is not None)
+
+
 # ---- connections ---------------------------------------------------------------------------------
 
 
@@ -205,6 +332,9 @@ class Connection(msgspec.Struct, frozen=True, gc=False):
     ``ipvs``: by IPVS, which knows neither the idle time (`idle_seconds` is None) nor the source
     that the backend sees (`seen_as` is ""). `device`: the client is this node itself and sends
     through that device; otherwise "".
+
+    `client_pod`, `backend_pod`: ``namespace/name``, and `backend_node` its node; "" if they are not
+    known.
     """
 
     service: str
@@ -222,6 +352,9 @@ class Connection(msgspec.Struct, frozen=True, gc=False):
     replaced: bool
     path: str
     device: str
+    client_pod: str = ""
+    backend_pod: str = ""
+    backend_node: str = ""
 
 
 CONNECTION_STATES = ("new", "established", "closing", "closed", "answered", "unproven")
@@ -241,7 +374,7 @@ class ConnectionQuery:
 
 
 class ConnectionPage(NamedTuple):
-    """The first rows of `total` matching connections, sorted by Service, then by client.
+    """The `total` matching connections, sorted by Service, then by client.
     `expired_count`: how many expired ones were left out.
     """
 
@@ -255,10 +388,8 @@ class Connections(Protocol):
     values only when they are shown.
     """
 
-    def find(self, query: ConnectionQuery, limit: int = 0) -> ConnectionPage:
-        """At most `limit` of those that match; 0: all. Raises NotFoundError if the Service of the
-        query is not programmed.
-        """
+    def find(self, query: ConnectionQuery) -> ConnectionPage:
+        """Those that match. Raises NotFoundError if the Service of the query is not programmed."""
 
 
 class TranslatedSource(msgspec.Struct, frozen=True, gc=False):
@@ -271,6 +402,7 @@ class TranslatedSource(msgspec.Struct, frozen=True, gc=False):
     service: str
     state: str
     idle_seconds: float
+    client_pod: str = ""
 
 
 class SnatUsage(NamedTuple):
@@ -291,8 +423,8 @@ class TranslatedConnections(Protocol):
 
     def __len__(self) -> int: ...
 
-    def sources(self, limit: int = 0) -> Iterable[TranslatedSource]:
-        """At most `limit` of them, 0: all; sorted by backend, then by translated source."""
+    def sources(self) -> Iterable[TranslatedSource]:
+        """All of them, sorted by backend, then by translated source."""
 
     def usage(self) -> Iterable[SnatUsage]:
         """The ports in use, by backend, protocol and node address."""
@@ -411,6 +543,79 @@ class HostDevice:
     egress: str
 
 
+class Route(NamedTuple):
+    """Where a packet goes next on this node. `error`: why the kernel does not forward it; ""
+    otherwise. `gateway`: None if the destination is a neighbour. `source`: the address that a
+    packet of this node would get. `is_local`: the packet is for this node.
+    """
+
+    ifindex: int = 0
+    device: str = ""
+    gateway: Addr | None = None
+    source: Addr | None = None
+    is_local: bool = False
+    error: str = ""
+
+
+# ---- differences ---------------------------------------------------------------------------------
+
+
+class DifferenceKind(StrEnum):
+    """How the kernel differs from what it should be.
+
+    MISSING: not there. CHANGED: there, with another value. STALE: kbpf's, and no longer needed.
+    FOREIGN: of another program, or of no Service port. DAMAGED: such as no agent writes.
+    UNREACHED: all is there, and a connection or packet did not get through.
+    """
+
+    MISSING = "missing"
+    CHANGED = "changed"
+    STALE = "stale"
+    FOREIGN = "foreign"
+    DAMAGED = "damaged"
+    UNREACHED = "unreached"
+
+
+class Difference(msgspec.Struct, frozen=True):
+    """One difference between what the kernel should have and what it has.
+
+    `where`: a map, a hook, or ``devices``. `subject`: what it is about, a Service port if it is
+    one. `desired`, `actual`: "" if there is nothing. `advice`: what to do.
+    """
+
+    kind: DifferenceKind
+    where: str
+    subject: str
+    desired: str = ""
+    actual: str = ""
+    advice: str = ""
+
+
+class Verification(msgspec.Struct, frozen=True):
+    """The result of `kbpf verify`: what was compared, and every difference.
+
+    - `proven`: connections and packets that got through.
+    - `changing`: Service ports whose objects or entries changed in each of the readings, so that
+      nothing is said about them.
+    - `notes`: a line for each part that could not be compared, and why.
+    """
+
+    differences: tuple[Difference, ...]
+    service_ports: int
+    entries: int
+    proven: int
+    readings: int
+    changing: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+class Finding(NamedTuple):
+    """A difference, and the Service port whose objects decide about it; None: no single one."""
+
+    owner: ServicePortKey | None
+    difference: Difference
+
+
 # ---- all of it -----------------------------------------------------------------------------------
 
 
@@ -426,12 +631,17 @@ class Inspection:
       that was not read.
     - `host_netns`: the cookie of the node's own network namespace.
     - `kube_proxy`: a line about a kube-proxy on this node, or about its rules; "" if none is.
+    - `hooks_fail`: whether the hooks can make connect() fail with an errno (Linux v5.18);
+      otherwise packets decide what they would refuse or drop.
     - `socket_lb`: which sockets the hooks serve; `exempt_ids`: the cgroups whose sockets they
       do not.
     - `agent_alive`: whether a process with the agent's pid exists.
     - `packet_programs`: whether programs of the packet path are pinned.
     - `devices`: by ifindex.
     - `counted`: the fields of ConnectionStats that are counted as configured.
+    - `lists_sockets`: whether the kernel lists the sockets of the hooks. If not, the numbers of
+      open connections are those of the packet path only.
+    - `pods`: see index_pods().
     """
 
     location: str
@@ -449,6 +659,7 @@ class Inspection:
     failures: tuple[FailureEntry, ...] = ()
     maps: tuple[MapEntry, ...] = ()
     hooks: tuple[HookEntry, ...] = ()
+    hooks_fail: bool = True
     socket_lb: SocketLb = SocketLb.ON
     exempt_ids: frozenset[int] = frozenset()
     kube_proxy: str = ""
@@ -464,6 +675,13 @@ class Inspection:
     host_devices: tuple[HostDevice, ...] = ()
     local_networks: tuple[Cidr, ...] = ()
     counted: frozenset[str] = frozenset()
+    lists_sockets: bool = True
+    pods: Mapping[Addr, str] = field(default_factory=dict)
+
+    @property
+    def silence(self) -> float:
+        """For how long, in seconds, the agent has written no status; without one since the boot."""
+        return self.boottime - (self.status.heartbeat if self.status is not None else 0.0)
 
     @property
     def packet_status(self) -> PacketStatus | None:
@@ -471,12 +689,27 @@ class Inspection:
         return self.status.packets if self.status is not None else None
 
 
+def index_pods(ports: Iterable[ServicePort], node_addresses: Collection[Addr]) -> dict[Addr, str]:
+    """Address → ``namespace/name`` of the Pod behind a Service that has it. Left out are addresses
+    of Nodes, which Pods with hostNetwork share, and those of several Pods.
+    """
+    pods: dict[Addr, str] = {}
+    for port in ports:
+        for backend, entry in port.endpoints.items():
+            if entry.at_node:
+                continue
+            if entry.pod and pods.setdefault(backend.address, entry.pod) != entry.pod:
+                pods[backend.address] = ""
+    return {address: pod for address, pod in pods.items() if pod and address not in node_addresses}
+
+
 def find_ports(
     ports: Iterable[ServicePort], query: str, location: str, namespace: str = ""
 ) -> tuple[ServicePort, ...]:
     """The ports of a Service: by NAME or NAMESPACE/NAME, by an address (``IP`` or ``IP:PORT``) of a
-    frontend or a backend, or by a NodePort (``:PORT``). Raises NotFoundError, which suggests
-    similar names, if there is none.
+    frontend or an endpoint, by a NodePort (``:PORT``), or by NAME or NAMESPACE/NAME of a Pod behind
+    it, if no Service has that name. Raises NotFoundError, which suggests similar names, if there is
+    none.
     """
     ports = tuple(ports)
     if place := parse_place(query):
@@ -486,11 +719,29 @@ def find_ports(
         query_namespace, _, name = query.rpartition("/")
         namespace = query_namespace or namespace
         found = tuple(port for port in ports if port.belongs_to(name, namespace))
+        found = found or tuple(port for port in ports if port.has_pod(name, namespace))
         full_name = f"{namespace}/{name}" if namespace else name
         what, hint = f"no Service {full_name} is programmed", _suggest(name, ports)
+        if any(port.endpoints for port in ports):
+            what += ", and no Pod of this name is behind one"
     if not found:
         raise NotFoundError(what, location, hint)
     return found
+
+
+def select_ports(
+    ports: Iterable[ServicePort], query: str, namespace: str, location: str
+) -> tuple[ServicePort, ...]:
+    """The ports that find_ports() finds; without a query all of the namespace, and without either
+    all.
+    """
+    if query:
+        return find_ports(ports, query, location, namespace)
+    return tuple(
+        port
+        for port in ports
+        if not namespace or (port.key is not None and port.key.namespace == namespace)
+    )
 
 
 def parse_place(text: str) -> tuple[Addr | None, int] | None:
@@ -514,6 +765,9 @@ def _suggest(name: str, ports: Iterable[ServicePort]) -> str:
     for port in ports:
         if port.key is not None:
             by_name.setdefault(port.key.name, set()).add(str(port.key.service))
+        for entry in port.endpoints.values():
+            if entry.pod:
+                by_name.setdefault(entry.pod.partition("/")[2], set()).add(entry.pod)
     close_names = difflib.get_close_matches(name, by_name, n=3, cutoff=0.5)
     close_names += sorted(
         candidate for candidate in by_name if name in candidate and candidate not in close_names

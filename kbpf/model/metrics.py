@@ -2,6 +2,7 @@
 """What a data plane measures, read at one moment; the exported metrics are computed from it."""
 
 from collections.abc import Callable, Mapping
+from operator import add, sub
 from typing import Final, NamedTuple
 
 import msgspec
@@ -62,6 +63,74 @@ class ConnectionStats(NamedTuple):
     rtt_us: int = 0
     rtts: int = 0
 
+    def plus(self, other: "ConnectionStats") -> "ConnectionStats":
+        """The counters of both."""
+        return ConnectionStats._make(map(add, self, other))
+
+    def has_bytes(self, protocol: str) -> bool:
+        """Whether the bytes are measured. Those of UDP sockets are not, only those of packets."""
+        return protocol != "UDP" or self.bytes_in + self.bytes_out > 0
+
+
+LATENCY_EXPONENT: Final = 16
+LATENCY_BOUNDS: Final = tuple(2.0 ** (index - LATENCY_EXPONENT) for index in range(23))
+"""The upper bounds of the buckets of a latency, in seconds: powers of two, as in Prometheus' native
+histograms with schema 0.
+"""
+
+
+class Latency(NamedTuple):
+    """A histogram of times. `counts`: values up to each of LATENCY_BOUNDS and above the one before,
+    and last those above all of them. `sum_seconds`: their sum.
+    """
+
+    counts: tuple[int, ...] = (0,) * (len(LATENCY_BOUNDS) + 1)
+    sum_seconds: float = 0.0
+
+    def plus(self, other: "Latency") -> "Latency":
+        """The histogram of the values of both."""
+        counts = tuple(map(add, self.counts, other.counts))
+        return Latency(counts, self.sum_seconds + other.sum_seconds)
+
+    def since(self, earlier: "Latency") -> "Latency":
+        """The histogram of the values that came after `earlier`; without values if it has more in
+        any bucket, so that it is of another Service or another agent.
+        """
+        counts = tuple(map(sub, self.counts, earlier.counts))
+        if min(counts) < 0:
+            return Latency()
+        return Latency(counts, self.sum_seconds - earlier.sum_seconds)
+
+    def quantile(self, share: float) -> float | None:
+        """The bound below which this share of the values is, in seconds: at most twice the exact
+        quantile. None without values; infinity above all bounds.
+        """
+        rank, below = share * sum(self.counts), 0
+        for bound, count in zip((*LATENCY_BOUNDS, float("inf")), self.counts, strict=True):
+            below += count
+            if below and below >= rank:
+                return bound
+        return None
+
+
+class ServiceLatencies(NamedTuple):
+    """Of TCP sockets of this node, of one Service port: from the first SYN until the handshake
+    ended, and the smoothed round-trip time when the connection ended.
+    """
+
+    connect: Latency = Latency()
+    round_trip: Latency = Latency()
+
+    def plus(self, other: "ServiceLatencies") -> "ServiceLatencies":
+        return ServiceLatencies(
+            self.connect.plus(other.connect), self.round_trip.plus(other.round_trip)
+        )
+
+    def since(self, earlier: "ServiceLatencies") -> "ServiceLatencies":
+        return ServiceLatencies(
+            self.connect.since(earlier.connect), self.round_trip.since(earlier.round_trip)
+        )
+
 
 CHOICE_COUNTERS: Final = frozenset(("opened", "no_endpoint", "not_allowed"))
 FAILURE_COUNTERS: Final = frozenset(("refused", "unanswered", "reset"))
@@ -74,11 +143,13 @@ those of mode ipvs.
 
 
 class BackendStats(NamedTuple):
-    """The open connections and the counters of one backend (``address:port``) of a Service port."""
+    """The open connections and the counters of one backend (``address:port``) of a Service port.
+    `open_connections`: None if not counted.
+    """
 
     name: PortName
     backend: str
-    open_connections: int
+    open_connections: int | None
     stats: ConnectionStats
 
 
@@ -100,6 +171,27 @@ class UdpCuts(NamedTuple):
     flows: Mapping[int, int]
 
 
+class FailingBackend(NamedTuple):
+    """A backend (``address:port``) that keeps failing: `failed` of the `opened` connections to it
+    were refused or not answered within `seconds`.
+    """
+
+    name: PortName
+    backend: str
+    failed: int
+    opened: int
+    seconds: float
+
+
+class ConnectionProbe(NamedTuple):
+    """Connections that the agent has made to Services, without a packet: how many were `tried`, and
+    a line for each that was not translated as programmed.
+    """
+
+    tried: int
+    failures: tuple[str, ...]
+
+
 class DataPlaneMetrics(msgspec.Struct, frozen=True):
     """The counters that are cheap to read.
 
@@ -119,16 +211,19 @@ class TrafficStats(msgspec.Struct, frozen=True):
     """The counters that are expensive to read.
 
     `connections`: the number of open connections of each Service port that has any, which may be
-    tens of thousands; None if not counted. `totals`: counters of each Service port, if counted;
-    `counted_fields`: which fields of these are counted. `backends`: the busiest ones, as many as
-    configured. `flow_count`: None without a packet path. `kube_proxy_running`, `kube_proxy_rules`:
-    whether a kube-proxy runs on this node, and whether rules of one are there; None if unknown.
+    tens of thousands; None if not counted, as on a kernel that does not list sockets. `totals`:
+    counters of each Service port, if counted; `counted_fields`: which fields of these are counted.
+    `backends`: the busiest ones, as many as configured. `latencies`: of the Service ports with most
+    connections, as many as configured. `flow_count`: None without a packet path.
+    `kube_proxy_running`, `kube_proxy_rules`: whether a kube-proxy runs on this node, and whether
+    rules of one are there; None if unknown.
     """
 
     connections: tuple[tuple[PortName, int], ...] | None = None
     totals: tuple[tuple[PortName, ConnectionStats], ...] = ()
     counted_fields: frozenset[str] = frozenset()
     backends: tuple[BackendStats, ...] = ()
+    latencies: tuple[tuple[PortName, ServiceLatencies], ...] = ()
     flow_count: FlowCount | None = None
     kube_proxy_running: bool | None = None
     kube_proxy_rules: bool | None = None

@@ -41,6 +41,9 @@ class ServiceName(NamedTuple):
 READ_AS_TEXT: Final = "it is read as"
 """Marks the message about an address that is valid but written unusually."""
 
+ELLIPSIS: Final = "\N{HORIZONTAL ELLIPSIS}"
+"""Marks where a name was cut that is only shown."""
+
 API_SERVER: Final = ServiceName("default", "kubernetes")
 
 

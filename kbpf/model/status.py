@@ -5,7 +5,10 @@ It is stored as JSON in the map `agent_status`, so it can be read with nothing b
 even when the agent is not running; `heartbeat` shows whether it is.
 """
 
+from typing import Final
+
 import msgspec
+from msgspec.structs import replace
 
 
 class SourceView(msgspec.Struct, frozen=True):
@@ -59,6 +62,17 @@ class PacketStatus(msgspec.Struct, frozen=True):
     failed_count: int = 0
 
 
+class VerifiedPart(msgspec.Struct, frozen=True):
+    """A part that the agent verifies by itself, and how many differences it found the last time, at
+    `timestamp` (seconds since the epoch): ``maps``, entries that another process had changed;
+    ``connections``, those that were not translated as programmed.
+    """
+
+    name: str
+    differences: int
+    timestamp: float
+
+
 class ModeChoice(msgspec.Struct, frozen=True):
     """The selected data plane. `requested` is the value of --mode, `mode` is "bpf" or "ipvs".
 
@@ -81,7 +95,9 @@ class AgentStatus(msgspec.Struct, frozen=True):
     PlaneStatus.faults. `refused`: number of Service ports that could not be programmed;
     `refused_namespaces`: the same by namespace; `refused_system`: the Services of system namespaces
     among them. `config_error`: what is wrong with the configuration file, "" if nothing; None
-    without a file.
+    without a file. `address_refusals`: number of Service ports of which an address is not served.
+    without a file. `verified`: without the parts that have not been verified yet.
+    `failing_backends`: backends of this node's Services that keep failing; None if unknown.
     """
 
     version: str
@@ -112,6 +128,9 @@ class AgentStatus(msgspec.Struct, frozen=True):
     refused_namespaces: dict[str, int] = {}
     refused_system: tuple[str, ...] = ()
     config_error: str | None = None
+    address_refusals: int = 0
+    verified: tuple[VerifiedPart, ...] = ()
+    failing_backends: int | None = None
 
 
 MAX_NAMESPACES = 50
@@ -124,9 +143,24 @@ MAX_FAILED_DEVICES = 20
 """Limit for `failed`; `failed_count` is not limited."""
 
 
+MAX_STATUS_BYTES: Final = 32_704
+"""Limit for the encoded status."""
+
+_LISTS: Final = ("problems", "left_to_node", "refused_system", "disabled_features", "faults")
+"""Lists of texts, which long names make long."""
+
+
 def encode(status: AgentStatus) -> bytes:
-    """Encodes the status as JSON for the map."""
-    return msgspec.json.encode(status)
+    """Encodes the status as JSON. While that is too long, the longest list loses its second half;
+    `problem_count` keeps the number.
+    """
+    while len(text := msgspec.json.encode(status)) > MAX_STATUS_BYTES:
+        name = max(_LISTS, key=lambda name: len(msgspec.json.encode(getattr(status, name))))
+        lines = getattr(status, name)
+        if not lines:
+            break
+        status = replace(status, **{name: lines[: len(lines) // 2]})
+    return text
 
 
 def decode(raw: bytes) -> AgentStatus | None:

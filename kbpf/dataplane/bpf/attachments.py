@@ -17,6 +17,7 @@ from kbpf.dataplane.bpf.maps.agent_maps import AgentMaps
 from kbpf.dataplane.bpf.maps.layout import ConfigFlag
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.dataplane.bpf.packet_path import packet_path
+from kbpf.dataplane.bpf.packet_path.device_roles import describe_left_out
 from kbpf.dataplane.bpf.packet_path.flow_gc import FlowGarbageCollector
 from kbpf.dataplane.bpf.packet_path.lifecycle import PacketPathLifecycle
 from kbpf.dataplane.bpf.packet_path.newcomers import describe_limited
@@ -181,6 +182,8 @@ class Attachments:
         lines = (*lines, *self._report_foreign())
         if packets.current is not None and (limited := packets.current.status().limited):
             lines = (*lines, describe_limited(limited))
+        if packets.current is not None and (count := packets.current.left_out_count):
+            lines = (*lines, describe_left_out(count))
         return (*lines, *(f"--device {pattern} matches no device" for pattern in unmatched))
 
     def _describe_exemptions(self) -> str:

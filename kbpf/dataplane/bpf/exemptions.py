@@ -3,11 +3,9 @@
 ids to the map `exempt_cgroups`.
 
 A pod is identified by its uid, a pattern by its text. The programs look up a cgroup's id, which is
-the inode number of its folder (64 bits, never reused). kubelet creates the folder at about the time
-when the API server reports the pod, so we poll until it exists:
-
-    .../kubepods*/.../podUID                            (cgroupfs driver)
-    .../kubepods-....slice/kubepods-...-podUID.slice    (systemd driver; UID with _ for -)
+the inode number of its folder (64 bits, never reused). kubelet creates the folder
+(kernel/system/pods.py) at about the time when the API server reports the pod, so we poll until it
+exists.
 
 We poll instead of using inotify: a watch covers one folder, so each level would need a watch of its
 own before the next level is created in it, and folders created in between would be missed. Polling
@@ -25,6 +23,7 @@ from typing import Final, NamedTuple
 from kbpf.dataplane.bpf.maps.agent_maps import AgentMaps
 from kbpf.dataplane.bpf.maps.layout import U32, U64
 from kbpf.errors import KernelError
+from kbpf.kernel.system import pods
 
 log = logging.getLogger("kbpf.dataplane")
 
@@ -82,28 +81,13 @@ def walk(root: Path, should_enter: Callable[[str], bool]) -> Iterator[CgroupFold
 
 def find_pod_folders(root: Path, uids: Collection[str]) -> Iterator[tuple[str, CgroupFolder]]:
     """(uid, folder) of those pods whose folders exist."""
-    names = {f"pod{uid}": uid for uid in uids}
-    # systemd reads - in the name of a slice as the separator of its parents
-    names |= {f"pod{uid.replace('-', '_')}.slice": uid for uid in uids}
 
     def should_enter(path: str) -> bool:
-        return path.count("/") + 1 < MAX_DEPTH and not _pod_name(path)
+        return path.count("/") + 1 < MAX_DEPTH and not pods.pod_uid_of_folder(path)
 
     for folder in walk(root, should_enter):
-        uid = names.get(_pod_name(folder.path))
-        if uid is not None:
+        if (uid := pods.pod_uid_of_folder(folder.path)) in uids:
             yield uid, folder
-
-
-def _pod_name(path: str) -> str:
-    """The part of the name that identifies the pod; "" for folders that are not kubelet's."""
-    parent, _, name = path.rpartition("/")
-    if name.startswith("pod") and any("kubepods" in segment for segment in parent.split("/")):
-        return name
-    if "kubepods" in name and name.endswith(".slice"):
-        head, dash, tail = name.rpartition("-pod")
-        return "pod" + tail if head and dash else ""
-    return ""
 
 
 def find_matching(root: Path, patterns: Collection[str]) -> Iterator[CgroupFolder]:

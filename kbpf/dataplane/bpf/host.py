@@ -5,19 +5,22 @@ A FORWARD chain with policy DROP has to accept masqueraded packets, and the kern
 the ports used for masquerading to sockets of the node. Rules that keep the last connections of a
 kube-proxy alive are removed when these have ended.
 
-All of it is checked every few seconds; a check costs one netlink message if no rule has changed. A
-failure is logged once, with advice, and stops nothing.
+All of it is checked every few seconds, FORWARD chains less often if that takes long; a check costs
+one netlink message if no rule has changed. A failure is logged once, with advice, and stops
+nothing.
 """
 
 import contextlib
 import errno
 import logging
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
 from kbpf.dataplane import firewalls
-from kbpf.dataplane.bpf.maps.layout import TARGET, ServiceFlag, ServiceValue
+from kbpf.dataplane.bpf.maps import pinning
+from kbpf.dataplane.bpf.maps.layout import MAPS, TARGET, ServiceFlag, ServiceValue
 from kbpf.dataplane.bpf.maps.pinning import HOST_FOLDER, Pins
 from kbpf.dataplane.bpf.packet_path import nat_table, snat_ports
 from kbpf.dataplane.bpf.packet_path.nat_table import NatTable
@@ -32,6 +35,9 @@ from kbpf.takeover import conntrack_keepalive
 log = logging.getLogger("kbpf.dataplane")
 
 HOST_POLL_INTERVAL_S: Final = 2.0
+MAX_RULES_SHARE: Final = 0.1
+"""Of the agent's time, for reading FORWARD chains while rules change all the time: one of 10,000
+rules takes a second."""
 PORT_RESERVATION_POLLS: Final = 3
 """Number of polls after the start that also reserve the ports of conntrack's masqueraded
 connections, since some of these begin before our programs are attached everywhere.
@@ -54,7 +60,7 @@ class HostIntegration:
         self._mark = 1 << config.masquerade_bit
         self._nat_table = NatTable(self._mark) if config.uses_conntrack else None
         self._generation = -1
-        self._due = float("-inf")
+        self._due = self._rules_due = float("-inf")
         self._keepalive = KeepalivePoll()
         self._polls = 0
         self._masquerade_ports = config.masquerade_ports
@@ -82,7 +88,7 @@ class HostIntegration:
         with self._warning_on_error():
             self._port_reservation.reserve(self._ports)
         with self._warning_on_error():
-            self._ensure_rules()
+            self._ensure_rules(now)
         with self._warning_on_error():
             # without nf_tables there are no rules to remove
             if self._generation >= 0:
@@ -101,13 +107,17 @@ class HostIntegration:
             if count:
                 log.info("reserved SNAT ports that conntrack uses count=%d", count)
 
-    def _ensure_rules(self) -> None:
+    def _ensure_rules(self, now: float) -> None:
         try:
             generation = forward_rules.read_generation()
             if generation == self._generation:
                 return
             self._ensure_nat_table()
+            if now < self._rules_due:
+                return
+            start = time.thread_time()
             reconcile_forward_rules(self._mark)
+            self._rules_due = now + (time.thread_time() - start) / MAX_RULES_SHARE
         except KernelError as error:
             if error.errno not in TRANSIENT_ERRNOS:
                 raise
@@ -124,10 +134,14 @@ class HostIntegration:
             log.info("wrote table=%s", nat_table.TABLE)
 
     def _warn_about_host(self) -> None:
-        lines = (*forwarding_warnings(), *firewalls.forward_warnings(self._mark))
-        if self._nat_table is None:
-            ports = read_external_ports(self._pins)
-            lines = (*lines, *firewalls.early_drop_warnings(ports))
+        try:
+            lines = (*forwarding_warnings(), *firewalls.forward_warnings(self._mark))
+            if self._nat_table is None:
+                ports = read_external_ports(self._pins)
+                lines = (*lines, *firewalls.early_drop_warnings(ports))
+        except Exception:  # a ruleset that we cannot parse must not end the agent
+            log.exception("cannot read the firewall rules of the node")
+            return
         for line in lines:
             self._warn_once(line)
 
@@ -150,7 +164,7 @@ def read_external_ports(pins: Pins) -> frozenset[int]:
     """
     external = ServiceFlag.NODE_PORT | ServiceFlag.EXTERNAL_IP | ServiceFlag.LOAD_BALANCER
     try:
-        with Map.open(pins.maps / "services") as services:
+        with pinning.open_map(pins.maps / "services", MAPS["services"]) as services:
             return frozenset(
                 int.from_bytes(TARGET.unpack(key)[1], "big")
                 for key, raw in services.items()
@@ -188,8 +202,12 @@ class PortReservation:
         overlaps = low <= max(ports) and min(ports) <= high
         self._set_ports(ports if overlaps else frozenset())
 
-    def release(self) -> bool:
+    def release(self, dry_run: bool = False) -> bool:
         """Releases our ports. Returns whether there were any."""
+        if dry_run:
+            reserved = sysctl.parse_ports(sysctl.read(sysctl.RESERVED_PORTS))
+            our_ports = self._read_note()
+            return bool(our_ports) and our_ports <= reserved
         return self._set_ports(frozenset())
 
     def _set_ports(self, ports: frozenset[int]) -> bool:
@@ -239,28 +257,35 @@ def may_need_cleanup(pins: Pins) -> bool:
     return (pins.root / HOST_FOLDER).is_dir()
 
 
-def remove(pins: Pins, rules: bool = True) -> tuple[str, ...]:
+def remove(pins: Pins, rules: bool = True, dry_run: bool = False) -> tuple[str, ...]:
     """Removes our rules (unless another mode uses them: `rules`) and releases our reserved
-    ports. Returns what was removed, a line each.
+    ports. Returns what was removed, a line each; with `dry_run` what would be.
 
     Raises KernelError if the kernel refuses. Without nf_tables there are no rules to remove.
     """
     removed = []
     has_nf_tables = bool(forward_rules.probe_nf_tables().works)
-    if has_nf_tables and nat_table.retire():
+    if has_nf_tables and (nat_table.exists() if dry_run else nat_table.retire()):
         removed.append(f"table inet {nat_table.TABLE}")
     if rules and has_nf_tables:
         for chain in forward_rules.list_forward_chains():
-            removed += [f"rule in {chain}"] * forward_rules.remove_masquerade_rules(chain)
-        removed += [
-            f"table {family} {conntrack_keepalive.TABLE}"
-            for family in conntrack_keepalive.remove_unneeded(force=True)
-        ]
-        conntrack_keepalive.reconcile_forward_rules(
-            forward_rules.list_forward_chains()
-        )  # another program may own the table now
-    if PortReservation(pins).release():
+            removed += [f"rule in {chain}"] * len(chain.masquerade_rules)
+            if not dry_run:
+                forward_rules.remove_masquerade_rules(chain)
+        families = (
+            conntrack_keepalive.list_families()
+            if dry_run
+            else conntrack_keepalive.remove_unneeded(force=True)
+        )
+        removed += [f"table {family} {conntrack_keepalive.TABLE}" for family in families]
+        if not dry_run:
+            conntrack_keepalive.reconcile_forward_rules(
+                forward_rules.list_forward_chains()
+            )  # another program may own the table now
+    if PortReservation(pins).release(dry_run):
         removed.append(f"ports in {sysctl.RESERVED_PORTS}")
+    if dry_run:
+        return tuple(removed)
     with contextlib.suppress(OSError):
         (pins.root / HOST_FOLDER).rmdir()
     return tuple(removed)

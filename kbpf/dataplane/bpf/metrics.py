@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Set
 from heapq import heapify, heappop, heappush, nlargest
 from itertools import chain
-from operator import add
 from typing import Final
 
 from kbpf.dataplane.bpf.changes.commit import ZERO
@@ -36,6 +35,7 @@ from kbpf.dataplane.bpf.maps.layout import (
     ConfigFlag,
     FlowDirection,
     Target,
+    unpack_latencies,
 )
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.dataplane.bpf.programs.hook_config import counted_fields
@@ -52,6 +52,7 @@ from kbpf.model.metrics import (
     Pause,
     PortName,
     ReasonCount,
+    ServiceLatencies,
     TableUsage,
     TrafficStats,
 )
@@ -136,8 +137,11 @@ class MapCollector:
     def count(self, pause: Pause) -> TrafficStats:
         """Connections and their traffic, by Service port."""
         max_series, current = self._config.serving.backend_series, ConnectionCount()
-        for name in COUNTED_MAPS:
-            self._walk_map(name, lambda map_: current.add(map_, bool(max_series)), pause)
+        is_read = {
+            name: self._walk_map(name, lambda map_: current.add(map_, bool(max_series)), pause)
+            for name in COUNTED_MAPS
+        }
+        lists_sockets = all(is_read[name] for name in SOCKET_STORAGE_MAPS)
         sums = _TrafficSums(max_series)
         self._walk_map("counts", sums.add, pause)
         self._entries = {**current.entries, "counts": sums.entries}
@@ -149,10 +153,11 @@ class MapCollector:
         if names_known:
             self._merge_over_share(sums.sizes)
         return TrafficStats(
-            self._by_name(current.services),
+            self._by_name(current.services) if lists_sockets else None,
             tuple(self._totals_by_name(sums.services)),
             self._counted_fields(),
-            self._with_addresses(sums.busiest, current.pairs),
+            self._with_addresses(sums.busiest, current.pairs if lists_sockets else None),
+            self._read_latencies(sums.services),
             current.tracked if self._config.packet_path else None,
         )
 
@@ -164,14 +169,17 @@ class MapCollector:
             return frozenset()
         return counted_fields(ConfigFlag(flags))
 
-    def _walk_map(self, name: str, add_map: Callable[[Map], Iterable[None]], pause: Pause) -> None:
-        """Calls `add_map` with a map, if it can be read."""
+    def _walk_map(self, name: str, add_map: Callable[[Map], Iterable[None]], pause: Pause) -> bool:
+        """Calls `add_map` with a map. False if it cannot be read: it is being replaced, or the
+        kernel does not list sockets.
+        """
         try:
             with pinning.open_map(self._pins.maps / name, MAPS[name]) as map_:
                 for _ in add_map(map_):
                     pause()
         except KernelError:
-            return
+            return False
+        return True
 
     def _by_name(self, by_id: Mapping[int, int]) -> tuple[tuple[PortName, int], ...]:
         index_by_id, totals = self._index_by_id, [0] * len(self._ports)
@@ -186,11 +194,13 @@ class MapCollector:
         sums: dict[int, ConnectionStats] = {}
         for service_id, added in totals.items():
             if (index := self._index_by_id.get(service_id)) is not None:
-                sums[index] = _add_totals(sums[index], added) if index in sums else added
+                sums[index] = sums[index].plus(added) if index in sums else added
         return ((self._ports[index], total) for index, total in sums.items())
 
     def _with_addresses(
-        self, busiest: Iterable[tuple[ConnectionStats, IdPair]], open_counts: Mapping[IdPair, int]
+        self,
+        busiest: Iterable[tuple[ConnectionStats, IdPair]],
+        open_counts: Mapping[IdPair, int] | None,
     ) -> tuple[BackendStats, ...]:
         """Stats by address, of those pairs whose Service and backend still exist."""
         pairs: dict[tuple[PortName, str], BackendStats] = {}
@@ -203,12 +213,35 @@ class MapCollector:
                     target = Target.unpack(raw)
                     name = self._ports[self._index_by_id[ids[0]]]
                     endpoint = format_endpoint(target.address, target.port)
-                    pairs[name, endpoint] = BackendStats(
-                        name, endpoint, open_counts.get(ids, 0), total
-                    )
+                    open_count = None if open_counts is None else open_counts.get(ids, 0)
+                    pairs[name, endpoint] = BackendStats(name, endpoint, open_count, total)
         except KernelError:
             return ()
         return tuple(pairs.values())
+
+    def _read_latencies(
+        self, totals: Mapping[int, ConnectionStats]
+    ) -> tuple[tuple[PortName, ServiceLatencies], ...]:
+        """The latencies of the Service ports with the most connections, both families together."""
+        max_series = self._config.serving.latency_series
+        if not max_series:
+            return ()
+        opened: Counter[PortName] = Counter()
+        for service, stats in totals.items():
+            if (name := self._name_of(service)) is not None:
+                opened[name] += stats.opened
+        busiest: dict[PortName, ServiceLatencies] = {}
+        names = {name for name, _ in opened.most_common(max_series)}
+        try:
+            with pinning.open_map(self._pins.maps / "latencies", MAPS["latencies"]) as latencies:
+                for key, raw in latencies.items():
+                    name = self._name_of(U32.unpack(key)[0])
+                    if name is not None and name in names:
+                        own = unpack_latencies(raw)
+                        busiest[name] = busiest[name].plus(own) if name in busiest else own
+        except KernelError:
+            return ()
+        return tuple(busiest.items())
 
     def _sweep(self, counted_services: Container[int]) -> None:
         """Moves the traffic of removed backends, and deletes that of removed Services. What a
@@ -232,20 +265,27 @@ class MapCollector:
                         backend not in live_backends and backends.lookup(U32.pack(backend)) is None
                     ):
                         stale_keys.append(key)
-                        removed_totals[service] = _add_totals(
-                            removed_totals.get(service, _NO_TOTALS),
-                            ConnectionStats(*COUNTS.unpack(raw)),
-                        )
+                        before = removed_totals.get(service, _NO_TOTALS)
+                        removed_totals[service] = before.plus(ConnectionStats(*COUNTS.unpack(raw)))
                 for service, total in removed_totals.items():
                     key = U32_PAIR.pack(service, REMOVED_BACKENDS)
                     previous = ConnectionStats(
                         *COUNTS.unpack(counts.lookup(key) or bytes(COUNTS.size))
                     )
-                    counts.update(key, COUNTS.pack(*_add_totals(previous, total)))
+                    counts.update(key, COUNTS.pack(*previous.plus(total)))
                 for key in stale_keys:
                     counts.delete(key)
+            self._sweep_latencies()
         except KernelError:
             return
+
+    def _sweep_latencies(self) -> None:
+        with (
+            pinning.open_map(self._pins.maps / "latencies", MAPS["latencies"]) as latencies,
+            pinning.open_map(self._pins.maps / "service_names", MAPS["service_names"]) as names,
+        ):
+            for key in [key for key, _ in latencies.items() if names.lookup(key) is None]:
+                latencies.delete(key)
 
     def _merge_over_share(self, sizes: Mapping[int, int]) -> None:
         """Merges the entries of the largest Service ports of namespaces that exceed their share.
@@ -273,7 +313,7 @@ class MapCollector:
                 for service, service_entries in entries.items():
                     total = _NO_TOTALS
                     for _, raw in service_entries:
-                        total = _add_totals(total, ConnectionStats(*COUNTS.unpack(raw)))
+                        total = total.plus(ConnectionStats(*COUNTS.unpack(raw)))
                     merged_key = U32_PAIR.pack(service, ALL_BACKENDS)
                     keys = [key for key, _ in service_entries if key != merged_key]
                     for key in keys[:1]:  # otherwise there may be no room for the new entry
@@ -342,9 +382,9 @@ class ConnectionCount:
     def add(self, map_: Map, with_backends: bool) -> Iterator[None]:
         """Adds the contents of this map, one batch at a time."""
         name, now = map_.name, time.monotonic_ns()
-        self.entries[name] = needed = 0
+        entries = needed = 0
         for _, values in map_.batches():
-            self.entries[name] += len(values) // map_.value_size
+            entries += len(values) // map_.value_size
             if name != "affinity":
                 if name == "flows":
                     services, backends, needed_here = _count_open_flows(values, now)
@@ -355,6 +395,7 @@ class ConnectionCount:
                 if with_backends:
                     self.pairs.update(zip(services, backends, strict=True))
             yield
+        self.entries[name] = entries
         if name == "flows":
             self.tracked = FlowCount(needed, int(map_.max_entries / MAPS[name].entries_per_object))
 
@@ -376,7 +417,7 @@ class _TrafficSums:
         services = self.services
         for keys, values in map_.batches():
             for (service, _), total in _unpack_counts(keys, values):
-                services[service] = _add_totals(services.get(service, _NO_TOTALS), total)
+                services[service] = services.get(service, _NO_TOTALS).plus(total)
                 self.sizes[service] += 1
                 self.entries += 1
             if self._max_busiest:
@@ -463,10 +504,6 @@ def read_totals(map_: Map, totals: dict[IdPair, ConnectionStats]) -> Iterator[No
     for keys, values in map_.batches():
         totals.update(_unpack_counts(keys, values))
         yield
-
-
-def _add_totals(a: ConnectionStats, b: ConnectionStats) -> ConnectionStats:
-    return ConnectionStats._make(map(add, a, b))
 
 
 def _read_decision(map_: Map, reason: Reason) -> ReasonCount:

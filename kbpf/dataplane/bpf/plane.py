@@ -15,11 +15,14 @@ from kbpf.dataplane.base import PlaneStatus, Report, TickResult
 from kbpf.dataplane.bpf import udp
 from kbpf.dataplane.bpf.attachments import Attachments
 from kbpf.dataplane.bpf.changes.apply_planner import ApplyPlanner
-from kbpf.dataplane.bpf.changes.commit import ZERO
+from kbpf.dataplane.bpf.changes.endpoint_names import EndpointNames
 from kbpf.dataplane.bpf.changes.grace import GRACE_PERIOD_S
 from kbpf.dataplane.bpf.changes.growth import MapGrowth
 from kbpf.dataplane.bpf.changes.map_state import MapState
 from kbpf.dataplane.bpf.changes.plan import Retired
+from kbpf.dataplane.bpf.connection_probe import ConnectionProber
+from kbpf.dataplane.bpf.failing_backends import FailingBackends
+from kbpf.dataplane.bpf.maps import status_entries
 from kbpf.dataplane.bpf.maps.affinity_shares import AffinityShares
 from kbpf.dataplane.bpf.maps.agent_maps import AgentMaps
 from kbpf.dataplane.bpf.maps.agent_sockets import AgentSockets
@@ -59,6 +62,7 @@ class BpfPlane:
         self._pin_watch = PinWatch(self._pins, config.pin_dir)
         self._attachments = Attachments(config, self._pins, self._agent_maps, sockets_first)
         self._growth = MapGrowth(self._agent_maps)
+        self._names = EndpointNames(self._agent_maps, self._growth, clock)
         self._planner = ApplyPlanner(config, self._agent_maps, self._growth, clock)
         self._invalidated = False  # whether the maps may differ from what is remembered here
         self._ticks = 0  # calls of tick()
@@ -70,8 +74,9 @@ class BpfPlane:
             },
         )
         self.shared = BpfAccess(
-            MapCollector(self._pins, config), self._agent_maps, self._attachments, AgentSockets()
-        )
+            MapCollector(self._pins, config), self._agent_maps, self._attachments, AgentSockets(),
+            FailingBackends(self._pins), ConnectionProber(self._pins, config),
+        )  # fmt: skip
 
     # ---- opening ---------------------------------------------------------------------------
 
@@ -182,6 +187,7 @@ class BpfPlane:
         self._udp_cutter.cut(writes.retired, SLICE_BUDGET_S, is_repeat=False)
         self._retire_unclaimed(writes.retired, authoritative)
         state.grace_queue.add(self._clock(), writes.retired)
+        self._names.update(changes, desired, is_complete=state.unclaimed is None)
         self._udp_cutter.forget()
         self._attachments.exemptions.set_pods(
             desired.exempt_pods, desired.exempt_pods_known, self._clock()
@@ -234,6 +240,7 @@ class BpfPlane:
                 self._udp_passes.advance,
                 self._continue_growth,
                 lambda seconds: self._affinity_shares.advance(now, seconds),
+                lambda seconds: self._names.advance(now, seconds),
             )
         )
         # Each call starts with another task, so that no task uses up the whole budget every time.
@@ -248,6 +255,7 @@ class BpfPlane:
             self._state.grace_queue.due,
             now if self._udp_passes.is_busy or self._affinity_shares.is_busy else None,
             self._growth.due(now),
+            self._names.due(),
         )
         udp_cuts, self._udp_passes.results = tuple(self._udp_passes.results), []
         return TickResult(
@@ -269,8 +277,7 @@ class BpfPlane:
     def write_status(self, text: bytes) -> None:
         """Stores the agent's status in a map, for `kbpf inspect status`."""
         self._pin_watch.check(are_attached=not self._state.is_first_apply)
-        status = self._agent_maps.maps["agent_status"]
-        status.update(ZERO, text[: status.value_size].ljust(status.value_size, b"\0"))
+        status_entries.write(self._agent_maps.maps["agent_status"], text)
 
     def status(self) -> PlaneStatus:
         attachments = self._attachments

@@ -7,10 +7,18 @@ import msgspec
 
 from kbpf.dataplane.base import SharedAccess
 from kbpf.dataplane.bpf.attachments import Attachments
+from kbpf.dataplane.bpf.connection_probe import ConnectionProber
+from kbpf.dataplane.bpf.failing_backends import FailingBackends
 from kbpf.dataplane.bpf.maps.agent_maps import AgentMaps
 from kbpf.dataplane.bpf.maps.agent_sockets import AgentSockets
 from kbpf.dataplane.bpf.metrics import MapCollector
-from kbpf.model.metrics import DataPlaneMetrics, Pause, TrafficStats
+from kbpf.model.metrics import (
+    ConnectionProbe,
+    DataPlaneMetrics,
+    FailingBackend,
+    Pause,
+    TrafficStats,
+)
 from kbpf.takeover.neighbour import KubeProxyWatch
 
 
@@ -20,6 +28,8 @@ class BpfAccess(SharedAccess):
     agent_maps: AgentMaps
     attachments: Attachments
     sockets: AgentSockets
+    failing: FailingBackends
+    prober: ConnectionProber
     kube_proxy: KubeProxyWatch = field(default_factory=KubeProxyWatch)
 
     def read_metrics(self) -> DataPlaneMetrics:
@@ -42,6 +52,12 @@ class BpfAccess(SharedAccess):
             kube_proxy_running=bool(kube_proxy.running),
             kube_proxy_rules=None if kube_proxy.unreadable else kube_proxy.has_rules,
         )
+
+    def find_failing_backends(self) -> tuple[FailingBackend, ...] | None:
+        return self.failing.find()
+
+    def probe_connections(self) -> ConnectionProbe | None:
+        return self.prober.probe()
 
     def claim_socket(self, cookie: int) -> None:
         self.sockets.claim(cookie)

@@ -30,7 +30,7 @@ from kbpf.dataplane.bpf.maps.layout import (
     node_port_target,
     pack_target,
 )
-from kbpf.errors import KernelError
+from kbpf.errors import KernelError, LastError
 from kbpf.kernel.bpf.objects import Map
 from kbpf.kernel.net import sock_diag
 from kbpf.kernel.system import netns
@@ -124,9 +124,10 @@ def cut(
     is_gone: IsGone,
     count_flows: bool = True,
     lost_frontends: Mapping[bytes, int] | None = None,
+    errors: LastError | None = None,
 ) -> Counter[int]:
     """Runs cut_stepwise() to its end."""
-    steps = cut_stepwise(maps, is_gone, count_flows, lost_frontends)
+    steps = cut_stepwise(maps, is_gone, count_flows, lost_frontends, errors)
     while True:
         try:
             next(steps)
@@ -139,12 +140,14 @@ def cut_stepwise(
     is_gone: IsGone,
     count_flows: bool = True,
     lost_frontends: Mapping[bytes, int] | None = None,
+    errors: LastError | None = None,
 ) -> CutSteps:
     """Destroys sockets and deletes flows that use a stale backend or frontend. Returns their number
     by family. `count_flows`: also count flows of unconnected sockets. `lost_frontends`: see
-    udp_conntrack.delete_stale(); None if conntrack does not translate flows. A step examines
-    STEP_ENTRIES entries.
+    udp_conntrack.delete_stale(); None if conntrack does not translate flows. `errors`: what was
+    logged by the pass before, which is not logged again. A step examines STEP_ENTRIES entries.
     """
+    errors = errors or LastError()
     # An error here is raised, and the pass repeated. Those below are only logged: a kernel without
     # BTF cannot list the maps of sockets, and would fail each time.
     cut_counts = yield from _delete_packet_flows(maps["flows"], is_gone)
@@ -162,8 +165,10 @@ def cut_stepwise(
             (maps["sock_peers"], maps["former_peers"]), is_gone
         )
     except KernelError as error:
-        log.warning("cannot destroy UDP sockets whose backend no longer serves: %s", error)
+        if errors.replace(error):
+            log.warning("cannot destroy UDP sockets whose backend no longer serves: %s", error)
         return cut_counts
+    errors.replace(None)
     if sockets:
         log.info("destroyed UDP sockets whose backend no longer serves count=%d", sockets.total())
     return cut_counts + sockets
@@ -186,6 +191,7 @@ def _destroy_stale_sockets(maps: Iterable[Map], is_gone: IsGone) -> CutSteps:
     walks = (peers.items() for peers in maps for _ in range(SOCKET_WALKS))
     for number, (_, raw) in enumerate(chain.from_iterable(walks), 1):
         socket, frontend, backend, service, _ = PEER.unpack(raw)
+        backend = backend[:19] + b"\0"  # without enum peer_flags
         # byte 18 of a struct target is its protocol
         if backend[18:19] == _UDP_BYTE and is_gone(service, frontend, backend):
             target = Target.unpack(backend)
@@ -358,6 +364,7 @@ class UdpPasses:
         self._families: set[int] = set()
         self._seconds = 0.0
         self.results: list[UdpCuts] = []
+        self.errors = LastError()
 
     @property
     def is_busy(self) -> bool:
@@ -418,6 +425,7 @@ class UdpPasses:
                 self._gone_targets,
                 self._count_flows,
                 lost_frontends if self._uses_conntrack else None,
+                self.errors,
             )
             self._steps = self._begin_pass()
             # What is added during this pass waits for the next one.

@@ -54,8 +54,9 @@ class UdpCutter:
         del self._agent_maps.writes["udp_cuts"]  # counted as UDP cuts, not as writes of a change
         start = time.perf_counter()
         cut_counts = udp.cut(
-            self._agent_maps.maps, is_gone, lost_frontends={} if self._uses_conntrack else None
-        )
+            self._agent_maps.maps, is_gone,
+            lost_frontends={} if self._uses_conntrack else None, errors=self._passes.errors,
+        )  # fmt: skip
         seconds = time.perf_counter() - start
         self._passes.results.append(
             UdpCuts(seconds, {family: cut_counts[family] for family in (4, 6)})

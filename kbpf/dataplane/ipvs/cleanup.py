@@ -176,9 +176,13 @@ def _kube_proxy_test(device: str, is_running: bool) -> Callable[[VirtualServiceK
 
 
 def remove(
-    config: Config, with_forward_rules: bool = True, kube_proxy_runs: bool = False
+    config: Config,
+    with_forward_rules: bool = True,
+    kube_proxy_runs: bool = False,
+    dry_run: bool = False,
 ) -> tuple[str, ...]:
     """Removes all state of an agent with these settings; returns what was removed, for display.
+    With `dry_run` it only returns what would be.
 
     The order (virtual services, addresses, table) never leaves a frontend half served. Objects of
     other programs with these names are kept, and so are virtual services that a kube-proxy serves
@@ -191,11 +195,14 @@ def remove(
     services = _services_at_device(config.ipvs_device) if owned is None else owned
     is_kube_proxy_service = _kube_proxy_test(config.ipvs_device, kube_proxy_runs)
     services = {service for service in services if not is_kube_proxy_service(service)}
-    delete_services(services)
+    if not dry_run:
+        delete_services(services)
     if services:
         removed.append(f"{len(services)} virtual services")
-    if dummy.is_ours(config.ipvs_device) and dummy.remove(config.ipvs_device):
+    if dummy.is_ours(config.ipvs_device) and (dry_run or dummy.remove(config.ipvs_device)):
         removed.append(f"device {config.ipvs_device}")
+    if dry_run:
+        return (*removed, *([f"nftables inet {options.table}"] if owned is not None else []))
     if owned is not None:
         for chain in forward_rules.list_forward_chains() if with_forward_rules else ():
             forward_rules.remove_masquerade_rules(chain)

@@ -70,6 +70,10 @@ class FwmarkAllocator:
             self.unneeded.pop(key, None)
         return fwmark
 
+    def find(self, key: ServicePortKey) -> int:
+        """The fwmark that the Service port has; 0 if it has none."""
+        return self._by_key.get(key, 0)
+
     def release(self, key: ServicePortKey) -> None:
         """Frees the fwmark: the Service port or its short circuit was removed."""
         self._used.discard(self._by_key.pop(key, 0))

@@ -8,35 +8,50 @@ agent is down.
 
 import contextlib
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 from kbpf.dataplane.ipvs import statefile
-from kbpf.dataplane.ipvs.plan import VirtualService, virtual_service_of
+from kbpf.dataplane.ipvs.plan import VirtualService, fwmark_service, virtual_service_of
+from kbpf.dataplane.ipvs.statefile import ProgrammedPort
 from kbpf.errors import NotFoundError
 from kbpf.kernel.net.ipvs import IpvsClient, IpvsConnection, RealServerStatus, list_connections
 from kbpf.kernel.system.process import is_alive
 from kbpf.model.address import ANY4, ANY6, Addr, format_addr, format_endpoint
-from kbpf.model.desired import Backend, Frontend, FrontendAddress, FrontendKind, ServiceState
+from kbpf.model.desired import (
+    Backend,
+    Frontend,
+    FrontendAddress,
+    FrontendKind,
+    ServicePortKey,
+    ServiceState,
+)
 from kbpf.model.inspection import (
     EMPTY_SET,
     BackendEntry,
     BackendSet,
+    BackendTraffic,
     Connection,
     ConnectionPage,
     ConnectionQuery,
+    EndpointEntry,
     FrontendEntry,
     Inspection,
     ServicePort,
     find_ports,
+    index_pods,
 )
+from kbpf.model.metrics import IPVS_COUNTERS, ConnectionStats
 from kbpf.model.objects import Protocol
 from kbpf.model.status import AgentStatus, decode
 
 ServersByService = Mapping[VirtualService, Sequence[RealServerStatus]]
 """The real servers of each virtual service in the kernel."""
+
+
+NO_ENDPOINTS: Final[Mapping[ServicePortKey, Iterable[EndpointEntry]]] = {}
 
 
 def read_status(folder: Path) -> AgentStatus | None:
@@ -56,8 +71,9 @@ def read(folder: Path) -> Inspection:
             "no agent in mode ipvs has written a status", str(folder),
             "is `kbpf run` running on this node, with this --state-dir and --ipvs-device?",
         )  # fmt: skip
-    inspection = build_inspection(folder, statefile.read_services(folder), _read_servers())
-    return replace(inspection, status=status, agent_alive=is_alive(status.pid))
+    ports = statefile.read_services(folder)
+    inspection = build_inspection(folder, ports, _read_servers(), statefile.read_endpoints(folder))
+    return replace(inspection, status=status, agent_alive=is_alive(status.pid, status.started))
 
 
 def _read_servers() -> ServersByService:
@@ -74,13 +90,15 @@ def _read_servers() -> ServersByService:
 
 def build_inspection(
     folder: Path,
-    states: Iterable[ServiceState],
+    programmed: Iterable[ProgrammedPort],
     servers: ServersByService,
+    endpoints: Mapping[ServicePortKey, Iterable[EndpointEntry]] = NO_ENDPOINTS,
 ) -> Inspection:
     """What these Service ports and the real servers that the kernel has for them look like."""
-    states = sorted(states, key=lambda state: state.key)
-    builder = _PortBuilder(states, servers)
-    ports = tuple(map(builder.build, states))
+    programmed = sorted(programmed, key=lambda port: port.state.key)
+    builder = _PortBuilder([port.state for port in programmed], servers)
+    ports = tuple(builder.build(port, endpoints.get(port.state.key, ())) for port in programmed)
+    pods = index_pods(ports, ())
     return Inspection(
         str(folder),
         mode="ipvs",
@@ -88,7 +106,10 @@ def build_inspection(
         boottime=time.clock_gettime(time.CLOCK_BOOTTIME),
         services=ports,
         backends=tuple(builder.backends.values()),
-        connections=IpvsConnections(ports, str(folder)),
+        connections=IpvsConnections(ports, str(folder), pods),
+        pods=pods,
+        node_port_addresses=builder.node_port_addresses(),
+        counted=IPVS_COUNTERS,
     )
 
 
@@ -97,18 +118,19 @@ class _PortBuilder:
 
     def __init__(self, states: Iterable[ServiceState], servers: ServersByService) -> None:
         self.backends: dict[Backend, BackendEntry] = {}
-        self._servers = servers
+        self._states, self._servers = tuple(states), servers
         # Virtual services without such an address belong to NodePorts: the kernel has one for each
         # node address, while a frontend of kind NodePort has the wildcard address.
-        exact_addresses = {frontend.at for state in states for frontend in state.frontends}
+        exact_addresses = {frontend.at for state in self._states for frontend in state.frontends}
         self._by_port: dict[tuple[Protocol, int], list[VirtualService]] = {}
         for virtual in servers:
             address = FrontendAddress(virtual.address, virtual.port, virtual.protocol)
             if not virtual.fwmark and address not in exact_addresses:
                 self._by_port.setdefault((virtual.protocol, virtual.port), []).append(virtual)
 
-    def build(self, state: ServiceState) -> ServicePort:
+    def build(self, port: ProgrammedPort, endpoints: Iterable[EndpointEntry]) -> ServicePort:
         """One Service port."""
+        state = port.state
         sets: dict[tuple[BackendEntry, ...], BackendSet] = {}
         return ServicePort(
             None,
@@ -118,6 +140,38 @@ class _PortBuilder:
             state.external_local,
             state.algorithm,
             state.affinity_timeout,
+            endpoints={entry.backend: entry for entry in endpoints},
+            any_endpoints=state.any_endpoints,
+            traffic=tuple(self._sum_traffic(port)),
+        )
+
+    def _sum_traffic(self, port: ProgrammedPort) -> Iterator[BackendTraffic]:
+        """The connections to each backend, of all virtual services of the Service port."""
+        key = port.state.key
+        virtuals = {fwmark_service(key.family, port.fwmark)} if port.fwmark else set()
+        for frontend in port.state.frontends:
+            virtuals.update(self._find_virtual_services(frontend, key.family))
+        sums: dict[Backend, tuple[int, ConnectionStats]] = {}
+        for virtual in virtuals:
+            for status in self._servers.get(virtual, ()):
+                backend = Backend(*status.server, key.protocol)
+                open_count, totals = sums.get(backend, (0, ConnectionStats()))
+                open_count += count_open(status, key.protocol)
+                sums[backend] = open_count, totals.plus(status.stats)
+        for backend, (open_count, totals) in sums.items():
+            yield BackendTraffic(None, backend, "", open_count, totals)
+
+    def node_port_addresses(self) -> frozenset[Addr]:
+        """The addresses of this node that have a virtual service of a NodePort."""
+        return frozenset(
+            virtual.address
+            for port in {
+                (frontend.at.protocol, frontend.at.port)
+                for state in self._states
+                for frontend in state.frontends
+                if frontend.kind is FrontendKind.NODE_PORT
+            }
+            for virtual in self._by_port.get(port, ())
         )
 
     def _build_frontend(
@@ -126,7 +180,8 @@ class _PortBuilder:
         frontend: Frontend,
         sets: dict[tuple[BackendEntry, ...], BackendSet],
     ) -> FrontendEntry:
-        virtual = self._find_virtual_service(frontend, state.key.family)
+        # Of a NodePort any will do: all have the same real servers.
+        virtual = next(iter(self._find_virtual_services(frontend, state.key.family)), None)
         # A real server has as many slots as its weight.
         slots = tuple(
             self._backend(Backend(status.server.address, status.server.port, frontend.at.protocol))
@@ -149,15 +204,19 @@ class _PortBuilder:
     def _backend(self, backend: Backend) -> BackendEntry:
         return self.backends.setdefault(backend, BackendEntry(None, backend))
 
-    def _find_virtual_service(self, frontend: Frontend, family: int) -> VirtualService | None:
-        """The virtual service of a frontend. For a NodePort any node address will do: the virtual
-        services of all node addresses have the same real servers.
-        """
-        address = frontend.at
+    def _find_virtual_services(self, frontend: Frontend, family: int) -> list[VirtualService]:
+        """The virtual services of a frontend: of a NodePort one for each node address."""
+        at = frontend.at
         if frontend.kind is not FrontendKind.NODE_PORT:
-            return VirtualService(address.protocol, address.address, address.port)
-        candidates = self._by_port.get((address.protocol, address.port), ())
-        return next((virtual for virtual in candidates if virtual.family == family), None)
+            return [VirtualService(at.protocol, at.address, at.port)]
+        candidates = self._by_port.get((at.protocol, at.port), ())
+        return [virtual for virtual in candidates if virtual.family == family]
+
+
+def count_open(status: RealServerStatus, protocol: Protocol) -> int:
+    """The open connections of a real server. To IPVS those of UDP are all inactive."""
+    inactive = status.inactive_conns if protocol is Protocol.UDP else 0
+    return status.active_conns + inactive
 
 
 # ---- connections ---------------------------------------------------------------------------------
@@ -176,17 +235,20 @@ STATE_NAMES: Final = {
 class IpvsConnections:
     """The connections that IPVS tracks: Connections of model/inspection.py."""
 
-    def __init__(self, ports: Iterable[ServicePort], location: str) -> None:
-        self._ports, self._location = tuple(ports), location
+    def __init__(
+        self, ports: Iterable[ServicePort], location: str, pods: Mapping[Addr, str]
+    ) -> None:
+        """`pods`: see index_pods()."""
+        self._ports, self._location, self._pods = tuple(ports), location, pods
         self._by_frontend = {f.at: port for port in self._ports for f in port.frontends}
 
-    def find(self, query: ConnectionQuery, limit: int = 0) -> ConnectionPage:
+    def find(self, query: ConnectionQuery) -> ConnectionPage:
         """See model.inspection.Connections."""
         allowed = find_ports(self._ports, query.service, self._location) if query.service else None
         selected = []
         for connection in list_connections():
             port = self._owner(connection)
-            row = _build_row(connection, port.text if port else "-")
+            row = _build_row(connection, port, self._pods)
             if (
                 (allowed is None or port in allowed)
                 and query.client in (None, connection.client[0])
@@ -195,7 +257,7 @@ class IpvsConnections:
             ):
                 selected.append(row)
         selected.sort(key=lambda row: (row.service, row.client, row.frontend))
-        return ConnectionPage(selected[: limit or None], len(selected), 0)
+        return ConnectionPage(selected, len(selected), 0)
 
     def _owner(self, connection: IpvsConnection) -> ServicePort | None:
         """The Service port of a connection; None if its virtual service is not ours."""
@@ -208,9 +270,14 @@ class IpvsConnections:
         return None
 
 
-def _build_row(connection: IpvsConnection, service: str) -> Connection:
+def _build_row(
+    connection: IpvsConnection, port: ServicePort | None, pods: Mapping[Addr, str]
+) -> Connection:
+    endpoint = None
+    if port is not None:
+        endpoint = port.endpoints.get(Backend(*connection.server, connection.protocol))
     return Connection(
-        service=service,
+        service=port.text if port else "-",
         protocol=connection.protocol.name,
         client=format_endpoint(*connection.client),
         frontend=format_endpoint(*connection.frontend),
@@ -225,4 +292,7 @@ def _build_row(connection: IpvsConnection, service: str) -> Connection:
         replaced=False,
         path="ipvs",
         device="",
+        client_pod=pods.get(connection.client[0], ""),
+        backend_pod=endpoint.pod if endpoint else "",
+        backend_node=endpoint.node if endpoint else "",
     )

@@ -48,11 +48,6 @@ def count_traffic(plans: Mapping[ServicePortKey, ServicePortPlan], pause: Pause)
         if service.protocol not in Protocol.__members__.values():  # another program's
             continue
         name = owners.get(tuple(VirtualService(Protocol(service.protocol), *service[1:])))
-        if name is not None and stats.connections:
-            before = totals.get(name, ConnectionStats())
-            totals[name] = before._replace(
-                opened=before.opened + stats.connections,
-                bytes_in=before.bytes_in + stats.bytes_in,
-                bytes_out=before.bytes_out + stats.bytes_out,
-            )
+        if name is not None and stats.opened:
+            totals[name] = totals.get(name, ConnectionStats()).plus(stats)
     return TrafficStats(totals=tuple(totals.items()), counted_fields=IPVS_COUNTERS)

@@ -149,9 +149,12 @@ class IpvsPlane:
         elements = self._read_elements() if must_read else None
         planner.read_context(self._kernel, desired, keys, must_read or touched is None)
         self._desired = desired
-        for key in sorted(keys):
-            self._state_file.set_service(key, desired.services.get(key))
         after = planner.plan(desired, keys)
+        for key in sorted(keys):
+            self._state_file.set_service(
+                key, desired.services.get(key), desired.other_node_addresses,
+                planner.fwmarks.find(key),
+            )  # fmt: skip
         if elements is None and self._needs_unclaimed(after):
             elements = self._read_elements()
         changes = self._elements.update(after)

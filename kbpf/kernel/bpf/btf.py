@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any, Final, Self
 
+from kbpf.errors import KernelError
 from kbpf.kernel.bpf import syscalls
 
 BTF_KIND_STRUCT: Final = 4
@@ -25,10 +26,11 @@ class Btf:
         self._handle, self._base = handle, base
 
     @classmethod
-    def load(cls) -> Self | None:
-        """The kernel's; None if it has none."""
-        handle = _lib().btf__load_vmlinux_btf()
-        return cls(handle) if handle else None
+    def load(cls) -> Self:
+        """The kernel's. Raises KernelError if it has none."""
+        if handle := _lib().btf__load_vmlinux_btf():
+            return cls(handle)
+        raise KernelError("the kernel has no BTF (CONFIG_DEBUG_INFO_BTF)", "/sys/kernel/btf")
 
     def load_module(self, btf_id: int) -> Self | None:
         """That of the module whose BTF has this id; None if it cannot be read. Close it before this

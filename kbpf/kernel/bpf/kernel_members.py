@@ -48,10 +48,7 @@ class _Types(NamedTuple):
 @cache
 def _read_types() -> _Types:
     """Reads the kernel's BTF once, which takes 25 ms. Raises KernelError if it lacks a member."""
-    kernel = Btf.load()
-    if kernel is None:
-        raise KernelError("the kernel has no BTF (CONFIG_DEBUG_INFO_BTF)", "/sys/kernel/btf")
-    with kernel:
+    with Btf.load() as kernel:
         places = {}
         for number, (struct_name, member) in MEMBERS.items():
             if not (bit := kernel.find_member_bit(struct_name, member)):

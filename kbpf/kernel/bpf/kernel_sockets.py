@@ -18,6 +18,7 @@ import struct
 from functools import cache
 from typing import Final
 
+from kbpf.errors import KernelError
 from kbpf.kernel.bpf import probe
 from kbpf.kernel.bpf.btf import Btf
 from kbpf.kernel.bpf.uapi import (
@@ -79,8 +80,8 @@ def find_member_bit(struct_name: str, member_name: str) -> int:
     """The place of a member in a struct of the running kernel, in bits; 0 if the kernel has no BTF,
     or no such member.
     """
-    kernel = Btf.load()
-    if kernel is None:
+    try:
+        with Btf.load() as kernel:
+            return kernel.find_member_bit(struct_name, member_name)
+    except KernelError:
         return 0
-    with kernel:
-        return kernel.find_member_bit(struct_name, member_name)

@@ -48,10 +48,8 @@ def open_conntrack() -> Iterator[ConntrackCalls]:
     KernelError that names what the kernel lacks.
     """
     with ExitStack() as stack:
-        kernel = Btf.load()
-        if kernel is None:
-            raise KernelError("the kernel has no BTF (CONFIG_DEBUG_INFO_BTF)", "/sys/kernel/btf")
-        sources = [stack.enter_context(kernel)]
+        kernel = stack.enter_context(Btf.load())
+        sources = [kernel]
         btf_fds = [0]
         if any(not kernel.find(name, BTF_KIND_FUNC) for name in PLACEHOLDERS.values()):
             for name, btf_id, fd in btf.open_modules():

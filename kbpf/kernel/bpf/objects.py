@@ -94,13 +94,21 @@ class Map(syscalls.Fd):
 
         Before Linux v6.4 this is an estimate for a full map.
         """
+        memlock = self._read_fdinfo("memlock")
+        return int(memlock) if memlock.isdigit() else None
+
+    def is_frozen(self) -> bool:
+        """Whether no process can write it any more (BPF_MAP_FREEZE)."""
+        return self._read_fdinfo("frozen") == "1"
+
+    def _read_fdinfo(self, field: str) -> str:
+        """This field of the descriptor; "" if the kernel does not have it."""
         try:
             text = Path(f"/proc/self/fdinfo/{self.fd}").read_text()
         except OSError:
-            return None
+            return ""
         fields = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
-        memlock = fields.get("memlock", "").strip()
-        return int(memlock) if memlock.isdigit() else None
+        return fields.get(field, "").strip()
 
     def lookup(self, key: bytes) -> bytes | None:
         """Returns the value, or None. For a per-CPU map: the values of all CPUs, 8-byte aligned."""

@@ -22,22 +22,34 @@ from kbpf.kernel.bpf.uapi import (
 _INSN: Final = struct.Struct("=BBhi")
 _CONTEXT: Final = struct.Struct("=40xI")  # struct __sk_buff up to ifindex
 
+_MAX_FRAME: Final = 1 << 12
+"""The kernel accepts less than a page, and no program of ours makes a packet longer."""
+
 
 def run_program(program: Program, frame: bytes, ifindex: int) -> int:
     """Runs the program once on a frame of this device of the caller's network namespace; returns
     what the program returns. Raises KernelError.
     """
+    result, _ = run_on_packet(program, frame, ifindex)
+    return result
+
+
+def run_on_packet(program: Program, frame: bytes, ifindex: int) -> tuple[int, bytes]:
+    """Like run_program(), but also returns the frame as the program leaves it."""
     context = _CONTEXT.pack(ifindex)
+    buffer = ctypes.create_string_buffer(_MAX_FRAME)
     opts = syscalls.TestRunOpts(
         sz=ctypes.sizeof(syscalls.TestRunOpts),
         data_in=frame,
+        data_out=ctypes.addressof(buffer),
         data_size_in=len(frame),
+        data_size_out=_MAX_FRAME,
         ctx_in=context,
         ctx_size_in=len(context),
     )
     result = syscalls.lib().bpf_prog_test_run_opts(program.fd, ctypes.byref(opts))
     syscalls.check(result, "cannot run the program", program.name)
-    return ctypes.c_int32(opts.retval).value
+    return ctypes.c_int32(opts.retval).value, buffer.raw[: opts.data_size_out]
 
 
 def send(frame: bytes, ifindex: int, direction: Direction) -> None:

@@ -7,7 +7,7 @@ is not translated cannot be reached.
 """
 
 import contextlib
-import ipaddress
+import errno
 import os
 import socket
 import sys
@@ -20,6 +20,8 @@ from kbpf.kernel.system.polling import wait_readable
 
 TIMEOUT_S: Final = 3.0
 TCP_REPAIR: Final = 19
+REFUSALS: Final = frozenset((errno.ECONNREFUSED, errno.ETIMEDOUT, errno.EPERM))
+"""What connect() returns if a program refuses or drops the connection."""
 
 SocketAddress = tuple[str, int]
 
@@ -69,18 +71,49 @@ def connect_without_packets(
     """Calls connect() without sending a packet, in the current namespace; returns the peer
     according to the kernel's socket table and what getpeername() returns.
 
-    Needs a route to the peer, and CAP_NET_ADMIN for TCP: in repair mode connect() succeeds at
-    once.
+    Needs a route to the peer, and CAP_NET_ADMIN for TCP. Raises KernelError, with the errno of
+    connect() if that failed.
     """
     with _open_socket(destination, sock_type) as client:
-        if sock_type == socket.SOCK_STREAM:  # the BPF hook at connect() runs in repair mode too
-            client.setsockopt(socket.IPPROTO_TCP, TCP_REPAIR, 1)
+        if sock_type == socket.SOCK_STREAM:
+            _enter_repair(client)
         _checked_call(lambda: client.connect(destination), "connect", destination)
-        protocol = "tcp" if sock_type == socket.SOCK_STREAM else "udp"
-        table = f"{protocol}{'6' if ':' in destination[0] else ''}"
-        return _read_peer(table, os.fstat(client.fileno()).st_ino), _socket_address(
-            client.getpeername()
-        )
+        return _find_peer(client, destination), _socket_address(client.getpeername())
+
+
+def try_connect(
+    destination: SocketAddress, sock_type: int, sends: bool
+) -> tuple[str, SocketAddress | None]:
+    """Calls connect() once, in the current namespace; returns the name of its errno, or "", and the
+    peer according to the kernel's socket table if it succeeded. `sends`: whether TCP really
+    connects; otherwise, and for UDP, no packet is sent (see connect_without_packets()).
+    """
+    with _open_socket(destination, sock_type) as client:
+        if sock_type == socket.SOCK_STREAM and not sends:
+            _enter_repair(client)
+        try:
+            client.connect(destination)
+        except TimeoutError:
+            return "ETIMEDOUT", None
+        except OSError as error:
+            return errno.errorcode.get(error.errno or 0, str(error.errno)), None
+        return "", _find_peer(client, destination)
+
+
+def _enter_repair(client: socket.socket) -> None:
+    """In repair mode connect() succeeds at once and sends nothing; the BPF hook runs as always."""
+    try:
+        client.setsockopt(socket.IPPROTO_TCP, TCP_REPAIR, 1)
+    except PermissionError as error:
+        raise KernelError(
+            "cannot connect without packets", "TCP_REPAIR", "it needs CAP_NET_ADMIN"
+        ) from error
+
+
+def _find_peer(client: socket.socket, destination: SocketAddress) -> SocketAddress:
+    protocol = "tcp" if client.type == socket.SOCK_STREAM else "udp"
+    table = f"{protocol}{'6' if ':' in destination[0] else ''}"
+    return _read_peer(table, os.fstat(client.fileno()).st_ino)
 
 
 def _read_peer(table: str, inode: int) -> SocketAddress:
@@ -92,7 +125,8 @@ def _read_peer(table: str, inode: int) -> SocketAddress:
             # Each group of eight digits is a 32-bit word in host byte order.
             chunks = [int(address[i : i + 8], 16) for i in range(0, len(address), 8)]
             packed = b"".join(chunk.to_bytes(4, sys.byteorder) for chunk in chunks)
-            return str(ipaddress.ip_address(packed)), int(port, 16)
+            family = socket.AF_INET if len(packed) == 4 else socket.AF_INET6
+            return socket.inet_ntop(family, packed), int(port, 16)
     raise KernelError("a socket of our own is not listed", f"/proc/self/net/{table}")
 
 

@@ -43,6 +43,7 @@ from kbpf.kernel.net.uapi import (
     IPVS_DEST_ATTR_INACT_CONNS,
     IPVS_DEST_ATTR_L_THRESH,
     IPVS_DEST_ATTR_PORT,
+    IPVS_DEST_ATTR_STATS64,
     IPVS_DEST_ATTR_U_THRESH,
     IPVS_DEST_ATTR_WEIGHT,
     IPVS_GENL_NAME,
@@ -67,6 +68,7 @@ from kbpf.kernel.net.uapi import (
 )
 from kbpf.kernel.system import sysctl
 from kbpf.model.address import ANY4, ANY6, V4_PREFIX, Addr, family_of, format_endpoint, parse_addr
+from kbpf.model.metrics import ConnectionStats
 from kbpf.model.objects import Protocol
 
 CONNECTIONS_PATH: Final = Path("/proc/thread-self/net/ip_vs_conn")
@@ -165,16 +167,6 @@ class RealServerKey(NamedTuple):
         return format_endpoint(self.address, self.port)
 
 
-class VirtualServiceStats(NamedTuple):
-    """Counters of a virtual service since it was created: connections, bytes
-    from and to clients.
-    """
-
-    connections: int
-    bytes_in: int
-    bytes_out: int
-
-
 class ConnectionTimeouts(NamedTuple):
     """Timeouts for idle connections, in seconds. `tcp_fin`: after a FIN."""
 
@@ -184,12 +176,15 @@ class ConnectionTimeouts(NamedTuple):
 
 
 class RealServerStatus(NamedTuple):
-    """A real server as reported by the kernel, with its connections."""
+    """A real server as reported by the kernel, with its connections. `stats`: IPVS_COUNTERS of it
+    since it was created.
+    """
 
     server: RealServerKey
     weight: int
     active_conns: int
     inactive_conns: int
+    stats: ConnectionStats = ConnectionStats()
 
 
 class IpvsRequest(NamedTuple):
@@ -372,16 +367,19 @@ def decode_service(body: bytes) -> tuple[VirtualServiceKey, VirtualServiceSettin
     return VirtualServiceKey(protocol, address, port), settings
 
 
-def decode_stats(body: bytes) -> tuple[VirtualServiceKey, VirtualServiceStats]:
-    """Decodes the counters in the same reply. All are 0 before Linux v4.1, which has only 32-bit
-    ones.
-    """
+def decode_stats(body: bytes) -> tuple[VirtualServiceKey, ConnectionStats]:
+    """Decodes the counters in the same reply: IPVS_COUNTERS since the service was created."""
     attrs = parse_attributes(parse_attributes(body[_GENLMSGHDR.size :])[IPVS_CMD_ATTR_SERVICE])
-    stats = parse_attributes(attrs.get(IPVS_SVC_ATTR_STATS64, b""))
-    numbers = (
+    return decode_service(body)[0], _decode_counters(attrs.get(IPVS_SVC_ATTR_STATS64, b""))
+
+
+def _decode_counters(raw: bytes) -> ConnectionStats:
+    """All are 0 before Linux v4.1, which has only 32-bit ones."""
+    stats = parse_attributes(raw)
+    opened, bytes_in, bytes_out = (
         int.from_bytes(stats.get(attr_type, b""), sys.byteorder) for attr_type in _STATS_ATTRS
     )
-    return decode_service(body)[0], VirtualServiceStats(*numbers)
+    return ConnectionStats(opened=opened, bytes_in=bytes_in, bytes_out=bytes_out)
 
 
 def decode_server(body: bytes, family: int) -> RealServerStatus:
@@ -400,6 +398,7 @@ def decode_server(body: bytes, family: int) -> RealServerStatus:
         parse_int32(attrs[IPVS_DEST_ATTR_WEIGHT]),
         parse_int32(attrs.get(IPVS_DEST_ATTR_ACTIVE_CONNS)),
         parse_int32(attrs.get(IPVS_DEST_ATTR_INACT_CONNS)),
+        _decode_counters(attrs.get(IPVS_DEST_ATTR_STATS64, b"")),
     )
 
 
@@ -457,7 +456,7 @@ class IpvsClient:
             raise
         return decode_service(reply.body)[1]
 
-    def read_stats(self) -> list[tuple[VirtualServiceKey, VirtualServiceStats]]:
+    def read_stats(self) -> list[tuple[VirtualServiceKey, ConnectionStats]]:
         """Reads the counters of all virtual services, including those of other programs."""
         body = _GENLMSGHDR.pack(IpvsCommand.IPVS_CMD_GET_SERVICE, IPVS_GENL_VERSION, 0)
         messages = self._netlink.dump(self._family_id, body)

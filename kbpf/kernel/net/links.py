@@ -88,9 +88,9 @@ class Links:
         with _kernel_errors("cannot create the bridge", name):
             self._route.link("add", ifname=name, kind="bridge")
 
-    def add_veth(self, name: str, master: str, peer: str, peer_namespace: Path) -> None:
-        """Creates a veth pair: one end here, as a port of a bridge and up, the other in another
-        namespace.
+    def add_veth(self, name: str, peer: str, peer_namespace: Path, master: str = "") -> None:
+        """Creates a veth pair: one end here and up, as a port of the bridge `master` if there is
+        one; the other in another namespace.
         """
         with (
             _kernel_errors("cannot create the veth pair", f"{name}, {peer}"),
@@ -100,7 +100,8 @@ class Links:
                 "add", ifname=name, kind="veth",
                 peer={"ifname": peer, "net_ns_fd": namespace_file.fileno()},
             )  # fmt: skip
-            self._route.link("set", index=self._ifindex(name), master=self._ifindex(master))
+            if master:
+                self._route.link("set", index=self._ifindex(name), master=self._ifindex(master))
         self.set_up(name)
 
     def add_address(self, name: str, address: str, prefix: int) -> None:
@@ -118,6 +119,11 @@ class Links:
             )  # fmt: skip
         if family == socket.AF_INET6:
             self._wait_local(name, address)
+
+    def add_default_route(self, gateway: str) -> None:
+        """Routes all IPv4 packets without another route through this gateway."""
+        with _kernel_errors("cannot add the default route", gateway):
+            self._route.route("add", dst="default", gateway=gateway)
 
     def _wait_local(self, name: str, address: str) -> None:
         deadline = time.monotonic() + LOCAL_ROUTE_TIMEOUT_S

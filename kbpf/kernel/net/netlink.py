@@ -53,6 +53,10 @@ _INT32: Final = struct.Struct("=i")
 STOP_POLL_INTERVAL_S: Final = 0.5
 """How often a thread that waits for notifications checks whether it should stop."""
 
+CHANGE_INTERVAL_S: Final = 0.1
+"""watch() reports a change at once, and those that follow together after this time: an address that
+comes and goes all the time must not cost the agent a processor."""
+
 
 class Message(NamedTuple):
     """A netlink message without its header."""
@@ -289,8 +293,8 @@ def _parse_messages(data: bytes) -> Iterator[Message]:
 
 
 def watch(groups: int, on_change: Callable[[], None], stop: threading.Event) -> None:
-    """Calls `on_change` at once, for changes before it listened, and after each notification for
-    `groups`, until `stop` is set. Run it in a separate thread.
+    """Calls `on_change` at once, for changes before it listened, and after notifications for
+    `groups`, at most once in CHANGE_INTERVAL_S, until `stop` is set. Run it in a separate thread.
     """
     with Rtnetlink(groups) as netlink:
         on_change()
@@ -299,6 +303,7 @@ def watch(groups: int, on_change: Callable[[], None], stop: threading.Event) -> 
             if wait_readable([netlink.socket.fileno()], STOP_POLL_INTERVAL_S):
                 netlink.receive_notifications()
                 on_change()
+                stop.wait(CHANGE_INTERVAL_S)
 
 
 def _raise_for_error(message: Message, name: str) -> None:

@@ -8,13 +8,14 @@ import contextlib
 import errno
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Final
 
 from kbpf.errors import KernelError
-from kbpf.kernel.net.netlink import Netlink
+from kbpf.kernel.net.netlink import Netlink, parse_attributes
 from kbpf.kernel.net.uapi import (
+    INET_DIAG_SKV6ONLY,
     NETLINK_SOCK_DIAG,
     SOCK_DESTROY,
     SOCK_DIAG_BY_FAMILY,
@@ -22,13 +23,14 @@ from kbpf.kernel.net.uapi import (
     TCPF_ESTABLISHED,
     TCPF_LISTEN,
 )
-from kbpf.model.address import V4_PREFIX, Addr
+from kbpf.model.address import ANY4, ANY6, V4_PREFIX, Addr
 from kbpf.model.desired import FrontendAddress
 from kbpf.model.objects import Protocol
 
 _INET_DIAG_REQ_V2: Final = struct.Struct("=BBBxI")
 _INET_DIAG_SOCKID_SIZE: Final = 48  # inet_diag_sockid: ports, addresses, device, cookie
 _SOCKID_OFFSET: Final = 4  # after family, state, timer and retransmissions
+_ATTRIBUTES_OFFSET: Final = 72  # after struct inet_diag_msg
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,39 +62,52 @@ def list_connected_udp(netlink: Netlink, family: int) -> list[DiagSocket]:
     return [_parse(message) for message in messages]
 
 
-def list_listeners() -> frozenset[FrontendAddress]:
+_LISTENING_STATES: Final = {Protocol.TCP: TCPF_LISTEN, Protocol.UDP: TCPF_CLOSE}
+"""The kernel keeps a UDP socket in TCP_CLOSE until it is connected."""
+ALL_PORTS: Final = tuple((protocol, 0) for protocol in _LISTENING_STATES)
+
+
+def list_listeners(
+    ports: Collection[tuple[Protocol, int]] = ALL_PORTS,
+) -> frozenset[FrontendAddress]:
     """Lists where sockets of this network namespace listen: TCP, and UDP without a peer. A
-    wildcard is ANY4 or ANY6; ANY6 may accept IPv4 too. Protocols whose diag module is missing are
-    skipped.
+    wildcard is ANY4 or ANY6; an IPv6 socket that accepts IPv4, too, is both. Protocols whose diag
+    module is missing are skipped. `ports`: only at these, of which the kernel selects the sockets;
+    0: at all.
     """
-    addresses = set()
+    addresses: set[FrontendAddress] = set()
     with _open() as netlink:
-        # The kernel keeps a UDP socket in TCP_CLOSE until it is connected.
-        for protocol, state in ((Protocol.TCP, TCPF_LISTEN), (Protocol.UDP, TCPF_CLOSE)):
+        for protocol, port in ports:
+            if protocol not in _LISTENING_STATES:
+                continue
             for family in (socket.AF_INET, socket.AF_INET6):
                 with contextlib.suppress(KernelError):
-                    addresses |= {
-                        _parse_local_address(message, protocol)
-                        for message in _dump(netlink, family, protocol, state)
-                    }
+                    states = _LISTENING_STATES[protocol]
+                    for message in _dump(netlink, family, protocol, states, port):
+                        addresses.update(_parse_listener(message, protocol))
     return frozenset(addresses)
 
 
-def _parse_local_address(message: bytes, protocol: Protocol) -> FrontendAddress:
+def _parse_listener(message: bytes, protocol: Protocol) -> Iterator[FrontendAddress]:
     raw = message[_SOCKID_OFFSET : _SOCKID_OFFSET + _INET_DIAG_SOCKID_SIZE]
-    address = raw[4:20]
+    number, address = int.from_bytes(raw[:2], "big"), raw[4:20]
     if message[0] == socket.AF_INET:
         address = V4_PREFIX + address[:4]
-    return FrontendAddress(Addr(address), int.from_bytes(raw[:2], "big"), protocol)
+    yield FrontendAddress(Addr(address), number, protocol)
+    if address == ANY6:
+        only_v6 = parse_attributes(message[_ATTRIBUTES_OFFSET:]).get(INET_DIAG_SKV6ONLY)
+        if only_v6 != b"\1":
+            yield FrontendAddress(ANY4, number, protocol)
 
 
 def _open() -> Netlink:
     return Netlink(NETLINK_SOCK_DIAG, "sock_diag")
 
 
-def _dump(netlink: Netlink, family: int, protocol: int, states: int) -> list[bytes]:
-    """Returns a message for each socket in one of these states."""
-    body = _INET_DIAG_REQ_V2.pack(family, protocol, 0, states) + bytes(_INET_DIAG_SOCKID_SIZE)
+def _dump(netlink: Netlink, family: int, protocol: int, states: int, port: int = 0) -> list[bytes]:
+    """Returns a message for each socket in one of these states, at this port unless it is 0."""
+    socket_id = port.to_bytes(2, "big").ljust(_INET_DIAG_SOCKID_SIZE, b"\0")
+    body = _INET_DIAG_REQ_V2.pack(family, protocol, 0, states) + socket_id
     try:
         return [message.body for message in netlink.dump(SOCK_DIAG_BY_FAMILY, body)]
     except KernelError as error:

@@ -27,6 +27,7 @@ from kbpf.kernel.net.netlink import Netlink, parse_attributes
 from kbpf.kernel.net.uapi import (
     NETLINK_NETFILTER,
 )
+from kbpf.kernel.netfilter import nft
 from kbpf.kernel.netfilter.uapi import (
     NFNL_SUBSYS_NFTABLES,
     NFT_MSG_GETGEN,
@@ -210,9 +211,7 @@ def list_chains() -> list[Json]:
     """Lists all chains without their rules. The functions below call it unless
     `listing` is given.
     """
-    return [
-        item["chain"] for item in run_transaction({"list": {"chains": None}}) if "chain" in item
-    ]
+    return nft.list_chains()
 
 
 def list_forward_chains(listing: Iterable[Json] | None = None) -> tuple[BaseChain, ...]:
@@ -292,7 +291,7 @@ def _is_neutral(expression: Json) -> bool:
 
 def _refuses(expression: Json) -> bool:
     # iptables' REJECT is an xtables target; its DROP and nft's own verdicts are native.
-    target = expression.get("xt", {})
+    target = expression.get("xt") or {}  # null before nftables 1.0.6
     rejects = (target.get("type"), target.get("name")) == ("target", "REJECT")
     return rejects or bool(expression.keys() & {"drop", "reject"})
 

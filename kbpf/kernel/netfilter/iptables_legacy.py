@@ -28,7 +28,9 @@ def list_tables(family: str) -> tuple[str, ...]:
 
 
 def save(family: str, table: str) -> str:
-    """The table's chains and rules in the format of iptables-save."""
+    """The table's chains and rules in the format of iptables-save. Bytes of comments that are not
+    UTF-8 are surrogates, which restore() writes as they were.
+    """
     return _run(f"{FAMILIES[family][1]}-save", "-t", table)
 
 
@@ -41,8 +43,9 @@ def _run(*command: str, stdin: str = "") -> str:
     what = f"{command[0]} fails"
     try:
         result = subprocess.run(
-            command, input=stdin, text=True, capture_output=True, timeout=_TIMEOUT_S, check=False,
-            cwd=children.WORKING_DIRECTORY, env=children.child_environment(),
+            command, input=stdin, encoding="utf-8", errors="surrogateescape", capture_output=True,
+            timeout=_TIMEOUT_S, check=False, cwd=children.WORKING_DIRECTORY,
+            env=children.child_environment(),
         )  # fmt: skip
     except OSError as error:
         raise KernelError(f"{what}: {error}", command[0], HINT, error.errno or 0) from error

@@ -17,9 +17,11 @@ from kbpf.kernel.net.uapi import (
 from kbpf.kernel.netfilter.uapi import (
     NFACCT_NAME,
     NFNL_MSG_ACCT_DEL,
+    NFNL_MSG_ACCT_GET,
     NFNL_SUBSYS_ACCT,
 )
 
+_GET: Final = NFNL_SUBSYS_ACCT << 8 | NFNL_MSG_ACCT_GET
 _DELETE: Final = NFNL_SUBSYS_ACCT << 8 | NFNL_MSG_ACCT_DEL
 _ABSENT_ERRNOS: Final = frozenset(
     (errno.ENOENT, errno.EINVAL, errno.EOPNOTSUPP, errno.EPROTONOSUPPORT)
@@ -28,15 +30,25 @@ _ABSENT_ERRNOS: Final = frozenset(
 
 def delete(names: Iterable[str]) -> tuple[str, ...]:
     """Deletes counters; returns those that existed and that no rule uses."""
-    deleted = []
+    return _request(_DELETE, names)
+
+
+def find(names: Iterable[str]) -> tuple[str, ...]:
+    """Those of these counters that exist."""
+    return _request(_GET, names)
+
+
+def _request(message: int, names: Iterable[str]) -> tuple[str, ...]:
+    """Sends this message for each counter; returns the names for which it succeeded."""
+    succeeded = []
     with Netlink(NETLINK_NETFILTER, "nfacct") as netlink:
         for name in names:
             body = struct.pack("=BBH", 0, 0, 0) + pack_attribute(NFACCT_NAME, name.encode() + b"\0")
             try:
-                netlink.request(_DELETE, body)
+                netlink.request(message, body)
             except KernelError as error:
                 if error.errno not in _ABSENT_ERRNOS | {errno.EBUSY}:
                     raise
                 continue
-            deleted.append(name)
-    return tuple(deleted)
+            succeeded.append(name)
+    return tuple(succeeded)

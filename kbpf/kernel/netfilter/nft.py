@@ -9,7 +9,7 @@ than a millisecond. All functions act on the network namespace of the calling th
 import errno
 import struct
 from itertools import islice
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from kbpf.errors import KernelError
 from kbpf.kernel.net.netlink import Message, Netlink, pack_attribute, parse_attributes, parse_string
@@ -17,14 +17,25 @@ from kbpf.kernel.net.uapi import (
     NETLINK_NETFILTER,
 )
 from kbpf.kernel.netfilter.uapi import (
+    NF_ACCEPT,
     NFNL_SUBSYS_NFTABLES,
+    NFPROTO_ARP,
+    NFPROTO_BRIDGE,
     NFPROTO_INET,
     NFPROTO_IPV4,
     NFPROTO_IPV6,
     NFPROTO_NETDEV,
+    NFT_MSG_GETCHAIN,
     NFT_MSG_GETRULE,
     NFT_MSG_GETSET,
     NFT_MSG_GETTABLE,
+    NFTA_CHAIN_HOOK,
+    NFTA_CHAIN_NAME,
+    NFTA_CHAIN_POLICY,
+    NFTA_CHAIN_TABLE,
+    NFTA_CHAIN_TYPE,
+    NFTA_HOOK_HOOKNUM,
+    NFTA_HOOK_PRIORITY,
     NFTA_RULE_HANDLE,
     NFTA_RULE_TABLE,
     NFTA_SET_NAME,
@@ -38,7 +49,15 @@ NFPROTO: Final = {
     "inet": NFPROTO_INET, "ip": NFPROTO_IPV4, "ip6": NFPROTO_IPV6, "netdev": NFPROTO_NETDEV
 }  # fmt: skip
 
+_FAMILIES: Final = {number: name for name, number in NFPROTO.items()} | {
+    NFPROTO_ARP: "arp", NFPROTO_BRIDGE: "bridge"
+}  # fmt: skip
+_HOOKS: Final = ("prerouting", "input", "forward", "output", "postrouting", "ingress")
+"""Of the families inet, ip, ip6 and bridge, by NF_INET_* and NF_BR_*."""
+_FAMILY_HOOKS: Final = {"netdev": ("ingress", "egress"), "arp": ("input", "output", "forward")}
+
 _GET_TABLE: Final = NFNL_SUBSYS_NFTABLES << 8 | NFT_MSG_GETTABLE
+_GET_CHAIN: Final = NFNL_SUBSYS_NFTABLES << 8 | NFT_MSG_GETCHAIN
 _GET_RULE: Final = NFNL_SUBSYS_NFTABLES << 8 | NFT_MSG_GETRULE
 _GET_SET: Final = NFNL_SUBSYS_NFTABLES << 8 | NFT_MSG_GETSET
 _NFGENMSG: Final = struct.Struct("=BBH")
@@ -80,11 +99,43 @@ def read_table(family: str, table: str) -> TableSummary | None:
         )
 
 
-def has_more_rules(family: str, table: str, count: int) -> bool:
-    """Whether the table has more than `count` rules. Stops reading once it has."""
+def count_rules(family: str, table: str, limit: int) -> int:
+    """The number of rules of a table, at most `limit`: reading stops there."""
     with Netlink(NETLINK_NETFILTER, "nf_tables") as netlink:
         rules = netlink.dump_lazily(_GET_RULE, _pack_table_filter(family, table))
-        return next(islice(rules, count, None), None) is not None
+        return sum(1 for _ in islice(rules, limit))
+
+
+def list_chains() -> list[dict[str, Any]]:
+    """Lists all chains of all tables as libnftables does in JSON: `family`, `table` and `name`, of
+    base chains `type`, `hook`, `prio` and `policy` too. Bytes of a name that are not UTF-8 are
+    escaped (``\\xfc``), where libnftables ends the process.
+    """
+    with Netlink(NETLINK_NETFILTER, "nf_tables") as netlink:
+        messages = netlink.dump(_GET_CHAIN, _NFGENMSG.pack(0, 0, 0))
+    return [_parse_chain(message.body) for message in messages]
+
+
+def _parse_chain(body: bytes) -> dict[str, Any]:
+    number = _NFGENMSG.unpack_from(body)[0]
+    attrs = parse_attributes(body[_NFGENMSG.size :])
+    family = _FAMILIES.get(number, str(number))
+    chain: dict[str, Any] = {
+        "family": family,
+        "table": parse_string(attrs[NFTA_CHAIN_TABLE]),
+        "name": parse_string(attrs[NFTA_CHAIN_NAME]),
+    }
+    if NFTA_CHAIN_HOOK in attrs:
+        hook = parse_attributes(attrs[NFTA_CHAIN_HOOK])
+        hooks = _FAMILY_HOOKS.get(family, _HOOKS)
+        hook_number = _parse_be(hook[NFTA_HOOK_HOOKNUM])
+        chain |= {
+            "type": parse_string(attrs.get(NFTA_CHAIN_TYPE, b"")),
+            "hook": hooks[hook_number] if hook_number < len(hooks) else str(hook_number),
+            "prio": int.from_bytes(hook[NFTA_HOOK_PRIORITY], "big", signed=True),
+            "policy": "accept" if _parse_be(attrs[NFTA_CHAIN_POLICY]) == NF_ACCEPT else "drop",
+        }
+    return chain
 
 
 def has_table(family: str, table: str) -> bool:

@@ -10,7 +10,9 @@ from typing import Final
 NF_ACCEPT: Final = 1
 NFPROTO_INET: Final = 1
 NFPROTO_IPV4: Final = 2
+NFPROTO_ARP: Final = 3
 NFPROTO_NETDEV: Final = 5
+NFPROTO_BRIDGE: Final = 7
 NFPROTO_IPV6: Final = 10
 
 # netfilter/nfnetlink.h: a message type is subsystem << 8 | message
@@ -59,11 +61,13 @@ IPSET_ATTR_ADT: Final = 8
 IPSET_ATTR_PORT: Final = 4  # within IPSET_ATTR_DATA; __be16
 
 # netfilter/nfnetlink_acct.h
+NFNL_MSG_ACCT_GET: Final = 1
 NFNL_MSG_ACCT_DEL: Final = 3
 NFACCT_NAME: Final = 1
 
 # netfilter/nf_tables.h
 NFT_MSG_GETTABLE: Final = 1
+NFT_MSG_GETCHAIN: Final = 4
 NFT_MSG_NEWRULE: Final = 6
 NFT_MSG_GETRULE: Final = 7
 NFT_MSG_DELRULE: Final = 8
@@ -72,6 +76,13 @@ NFT_MSG_GETGEN: Final = 16
 NFTA_TABLE_NAME: Final = 1
 NFTA_TABLE_USE: Final = 3
 NFTA_TABLE_HANDLE: Final = 4
+NFTA_CHAIN_TABLE: Final = 1
+NFTA_CHAIN_NAME: Final = 3
+NFTA_CHAIN_HOOK: Final = 4
+NFTA_CHAIN_POLICY: Final = 5  # __be32, NF_DROP or NF_ACCEPT
+NFTA_CHAIN_TYPE: Final = 7
+NFTA_HOOK_HOOKNUM: Final = 1
+NFTA_HOOK_PRIORITY: Final = 2
 NFTA_RULE_TABLE: Final = 1
 NFTA_RULE_CHAIN: Final = 2
 NFTA_RULE_HANDLE: Final = 3

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds bpffs and cgroup v2 mounts, and mounts what is missing."""
 
+import contextlib
 import ctypes
 import functools
 import logging
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from kbpf.errors import KernelError
 from kbpf.kernel.system.private_folders import PRIVATE_MODE
@@ -143,18 +144,30 @@ def is_cgroup2(path: Path) -> bool:
         ) from error
 
 
-def find_cgroup_by_id(cgroup_id: int) -> Path | None:
-    """Returns the folder of the cgroup with this id; None if it is not visible."""
+class Cgroup(NamedTuple):
+    """A cgroup v2: its folder, and its path below the root of the mount that shows it."""
+
+    folder: Path
+    path: str
+
+
+def find_cgroups(ids: Iterable[int], mask: int = ~0) -> dict[int, Cgroup]:
+    """The cgroups v2 with these ids; without those that are gone or not visible here. A cgroup's id
+    is the inode of its folder. `mask`: the bits of an id that are known.
+    """
+    missing, cgroups = set(ids), dict[int, Cgroup]()
     for mount in list_mounts():
         if mount.fs_type != "cgroup2":
             continue
         for folder, _, _ in os.walk(mount.path):
-            try:
-                if os.stat(folder).st_ino == cgroup_id:  # a cgroup's id is the inode of its folder
-                    return Path(folder)
-            except OSError:
-                continue  # removed meanwhile
-    return None
+            if not missing:
+                return cgroups
+            with contextlib.suppress(OSError):  # removed meanwhile
+                if (number := os.stat(folder).st_ino & mask) in missing:
+                    path = os.path.relpath(folder, mount.path)
+                    cgroups[number] = Cgroup(Path(folder), "/" if path == "." else f"/{path}")
+                    missing.remove(number)
+    return cgroups
 
 
 def file_system_magic(path: Path) -> int:

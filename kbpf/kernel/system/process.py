@@ -3,11 +3,13 @@
 
 import contextlib
 import ctypes
+import math
 import os
 import resource
 import signal
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from kbpf.errors import KernelError
 
@@ -60,11 +62,62 @@ def set_oom_score_adj(value: int) -> None:
         ) from error  # fmt: skip
 
 
-def is_alive(pid: int) -> bool:
-    """Whether this process runs. A zombie does not."""
+STAT_STATE, STAT_START_TIME = 0, 19
+"""Fields of /proc/PID/stat behind the command, which may itself contain spaces and parentheses:
+proc(5). The time is in clock ticks of CLOCK_BOOTTIME.
+"""
+
+
+def is_alive(pid: int, started: float = math.inf) -> bool:
+    """Whether this process runs. A zombie does not, nor one that began after `started`
+    (CLOCK_BOOTTIME): another process has this id by now.
+    """
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        return _runs_since(Path(f"/proc/{pid}/stat").read_text(), started)
     except OSError:
         return False
-    # the command, in parentheses, may itself contain spaces and parentheses: proc(5)
-    return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
+
+
+def _runs_since(stat: str, started: float) -> bool:
+    fields = stat.rpartition(")")[2].split()
+    began = int(fields[STAT_START_TIME]) / os.sysconf("SC_CLK_TCK")
+    return fields[STAT_STATE] not in ("Z", "X") and began <= started
+
+
+class ProcessCommand(NamedTuple):
+    """How a process was started: its arguments, its environment and its working directory."""
+
+    arguments: tuple[str, ...]
+    environ: Mapping[str, str]
+    folder: Path
+
+
+def read_command(pid: int, started: float) -> ProcessCommand | None:
+    """None if there is no such process, or it may not be read; if it began after `started`, see
+    is_alive(); or if it is in another network namespace.
+
+    A process can have any arguments, and root uses these: after the end of an agent, a Pod may get
+    its id. The folder in /proc stays that of one process, so all is read of the same one.
+    """
+    try:
+        proc = os.open(f"/proc/{pid}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        is_here = os.path.samestat(os.stat("ns/net", dir_fd=proc), os.stat("/proc/self/ns/net"))
+        if not is_here or not _runs_since(os.fsdecode(_read_file("stat", proc)), started):
+            return None
+        raw_arguments, raw_environ = _read_file("cmdline", proc), _read_file("environ", proc)
+        folder = Path(os.readlink("cwd", dir_fd=proc))
+    except OSError:
+        return None
+    finally:
+        os.close(proc)
+    arguments = tuple(map(os.fsdecode, raw_arguments.split(b"\0")[:-1]))
+    pairs = (os.fsdecode(entry).partition("=") for entry in raw_environ.split(b"\0") if entry)
+    return ProcessCommand(arguments, {name: value for name, _, value in pairs}, folder)
+
+
+def _read_file(name: str, folder: int) -> bytes:
+    with open(os.open(name, os.O_RDONLY | os.O_CLOEXEC, dir_fd=folder), "rb") as file:
+        return file.read()

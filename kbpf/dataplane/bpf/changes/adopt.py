@@ -94,6 +94,8 @@ def is_valid_entry(name: str, key: bytes, raw: bytes) -> bool:
             return key[18] in _PROTOCOLS and not key[19]
         case "backends":
             return raw[18] in _PROTOCOLS and int.from_bytes(key, "little") < ID_LIMIT
+        case "endpoint_names":
+            return key[22] in _PROTOCOLS
         case "service_names":
             return (
                 raw[_NAME_PROTOCOL_OFFSET] in _PROTOCOLS

@@ -32,6 +32,7 @@ class MapGrowth:
         self._agent_maps = agent_maps
         self._names = ""
         self._steps: Generator[None] | None = None
+        self._for_display = False
         self._retry_due = 0.0
         self._error = LastError()  # of the last attempt
 
@@ -40,14 +41,22 @@ class MapGrowth:
         """Whether maps are growing."""
         return self._steps is not None
 
-    def begin(self, sizes: Mapping[str, int], now: float) -> None:
+    def begin(self, sizes: Mapping[str, int], now: float, for_display: bool = False) -> None:
         """Starts a growth, unless one is running or the last one failed less than RETRY_DELAY_S
-        ago.
+        ago. `for_display`: no program reads these maps, so any other growth replaces this one.
         """
+        if sizes and not for_display:
+            self._make_way()
         if not self.is_busy and sizes and now >= self._retry_due:
-            self._start(sizes)
+            self._start(sizes, for_display)
 
-    def _start(self, sizes: Mapping[str, int]) -> None:
+    def _make_way(self) -> None:
+        """Abandons a growth that is for display only."""
+        if self._for_display:
+            self.close()
+
+    def _start(self, sizes: Mapping[str, int], for_display: bool = False) -> None:
+        self._for_display = for_display
         self._names = ", ".join(sorted(sizes))
         self._steps = self._agent_maps.grow(sizes, COPY_BATCH_ENTRIES)
 
@@ -56,6 +65,7 @@ class MapGrowth:
         still fit and not `at_once`, otherwise before it returns.
         """
         if self.is_busy and not self._agent_maps.fits(added):
+            self._make_way()
             self.advance(float("inf"))  # if it fails, it is repeated below
         if new_sizes := self._agent_maps.compute_new_sizes(added):
             if at_once or not self._agent_maps.fits(added):

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Final, NamedTuple, TypeVar
 
-from kbpf.dataplane.bpf.changes import adopt, commit
+from kbpf.dataplane.bpf.changes import adopt, commit, endpoint_names
 from kbpf.dataplane.bpf.changes.commit import AddressChange, pack_endpoint
 from kbpf.dataplane.bpf.changes.grace import GraceQueue
 from kbpf.dataplane.bpf.changes.large_tables import TableBuilder
@@ -71,7 +71,9 @@ class MapState:
                     self.shared_tables.adopt(set_.table)
             self.budgets.replace(key.namespace, None, programmed)
         self.programmed = adopted.programmed
-        agent_maps.fill = Counter(adopted.fill)
+        # Names of endpoints have a writer of their own, which remembers what the map holds.
+        named = agent_maps.fill[endpoint_names.MAP_NAME]
+        agent_maps.fill = Counter({**adopted.fill, endpoint_names.MAP_NAME: named})
         self._node_addresses = {Addr(key) for key, _ in maps["node_addresses"].items()}
         agent_maps.fill["node_addresses"] = len(self._node_addresses)
         adopted_cluster_ips = (Addr(key) for key, _ in maps["cluster_ips"].items())

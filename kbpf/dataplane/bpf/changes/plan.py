@@ -13,7 +13,8 @@ The order, and why (BpfPlane._apply(), MapState.write() and commit.py execute it
     frontend has any more;
  7. `udp_cuts`, then the first pass over UDP sockets and flows (udp.py);
  8. after a grace period: old slots and members, then backends that neither a set nor a list of
-    serving backends holds, then names and affinity; at last the second UDP pass.
+    serving backends holds, then names and affinity; at last the second UDP pass;
+ 9. whenever nothing else waits: `endpoint_names`, which no program reads (endpoint_names.py).
 
 A crash between any two steps leaves every frontend with a complete set, old or new.
 """
@@ -68,7 +69,7 @@ class ProgrammedSet(msgspec.Struct, frozen=True):
             return True
         # Adopted: no map holds the spread, so what was computed from it is compared.
         if self.spread is None:
-            return self.in_set_members == in_set_members and self.content == _table_content(
+            return self.in_set_members == in_set_members and self.content == table_content(
                 backends, spread
             )
         return self.in_set_members == in_set_members and self.spread == spread
@@ -105,7 +106,8 @@ def remember_fingerprint(key: TableKey, table: Sequence[int]) -> bytes:
     return _fingerprints.setdefault(key, fingerprint(table))
 
 
-def _table_content(backends: BackendSet, spread: Spread) -> bytes:
+def table_content(backends: BackendSet, spread: Spread) -> bytes:
+    """The fingerprint() of the table that these backends have; b"" if they need none."""
     if not needs_table(backends, spread):
         return b""
     key = table_key(backends, spread)

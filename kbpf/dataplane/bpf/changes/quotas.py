@@ -247,13 +247,15 @@ class NamespaceBudgets:
 
     def max_fill(self, namespace: str, name: str, added: int, limit: int) -> int:
         """The fill level up to which this namespace may add `added` entries to the map `name`."""
-        # used + added <= NAMESPACE_SHARE * (limit * (1 - SYSTEM_RESERVE) - fill), solved for fill
-        available = (
-            limit * (1 - SYSTEM_RESERVE)
-            - (self.count_used(namespace, name) + added) / NAMESPACE_SHARE
-        )
-        # Rounded up: a very small map has no room to reserve.
-        return max(0, math.ceil(available))
+        return fair_max_fill(self.count_used(namespace, name) + added, limit)
+
+
+def fair_max_fill(used: int, limit: int) -> int:
+    """The fill level up to which a namespace may use this many entries of a map."""
+    # used <= NAMESPACE_SHARE * (limit * (1 - SYSTEM_RESERVE) - fill), solved for fill
+    available = limit * (1 - SYSTEM_RESERVE) - used / NAMESPACE_SHARE
+    # Rounded up: a very small map has no room to reserve.
+    return max(0, math.ceil(available))
 
 
 def _count_charges(programmed: ProgrammedPort) -> tuple[int, ...]:

@@ -10,7 +10,6 @@ thousand connections, so they stay bytes until they are shown.
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, lru_cache
-from itertools import islice
 from typing import Final
 
 import msgspec
@@ -26,12 +25,14 @@ from kbpf.dataplane.bpf.maps.flow_entries import (
     last_used,
 )
 from kbpf.dataplane.bpf.maps.layout import FLOW, MAPS, FlowPath, TcpState
+from kbpf.dataplane.bpf.udp import unpack_backend
 from kbpf.kernel.bpf.objects import Map
-from kbpf.model.address import format_addr, format_endpoint
+from kbpf.model.address import Addr, format_addr, format_endpoint
 from kbpf.model.inspection import (
     Connection,
     ConnectionPage,
     ConnectionQuery,
+    EndpointEntry,
     Fill,
     ServicePort,
     SnatUsage,
@@ -185,15 +186,22 @@ class FlowTable:
         location: str,
         began: float,
         now: float,
+        pods: Mapping[Addr, str],
     ) -> None:
+        """`pods`: see index_pods()."""
         self._connections, self._ports, self._location = connections, ports, location
+        self._pods = pods
         self._began_ns, self._now_ns = int(began * NS_PER_SECOND), int(now * NS_PER_SECOND)
         self._service_text = cache(self._format_service)
 
     def _format_service(self, service_id: int) -> str:
         return (self._ports.get(service_id) or ServicePort(service_id, None)).text
 
-    def find(self, query: ConnectionQuery, limit: int = 0) -> ConnectionPage:
+    def _find_endpoint(self, service_id: int, backend: bytes) -> EndpointEntry | None:
+        port = self._ports.get(service_id)
+        return port.endpoints.get(unpack_backend(backend)) if port is not None else None
+
+    def find(self, query: ConnectionQuery) -> ConnectionPage:
         """See model.inspection.Connections."""
         tests = tuple(self._filters(query))
         now, selected, expired_count = self._now_ns, [], 0
@@ -205,8 +213,7 @@ class FlowTable:
             else:
                 selected.append(connection)
         selected.sort(key=lambda c: (self._service_text(c.service), c.raw[IDENTITY]))
-        rows = self._build_rows(islice(selected, limit or None))
-        return ConnectionPage(rows, len(selected), expired_count)
+        return ConnectionPage(self._build_rows(selected), len(selected), expired_count)
 
     def _filters(self, query: ConnectionQuery) -> Iterator[Callable[[TrackedConnection], bool]]:
         if query.service:
@@ -227,6 +234,7 @@ class FlowTable:
         """Yields rows one at a time, because there may be a hundred thousand."""
         current: frozenset[bytes] | None = None
         cached_device_name = cache(device_name)
+        find_endpoint = cache(self._find_endpoint)
         now = self._now_ns
         for connection in connections:
             raw = connection.raw
@@ -240,7 +248,7 @@ class FlowTable:
                 if current is None:
                     current = self._original_keys()
                 replaced = connection.key in current
-            client_text = format_target(client)
+            client_text, endpoint = format_target(client), find_endpoint(service, backend)
             yield Connection(
                 service=self._service_text(service),
                 protocol=protocol_name(client[18]),  # address (16 bytes), port (2), protocol
@@ -263,6 +271,9 @@ class FlowTable:
                 replaced=replaced,
                 path=_PATHS.get(path, str(path)),
                 device=cached_device_name(index) if index else "",
+                client_pod=self._pods.get(Addr(client[:16]), ""),
+                backend_pod=endpoint.pod if endpoint else "",
+                backend_node=endpoint.node if endpoint else "",
             )
 
     def _original_keys(self) -> frozenset[bytes]:
@@ -286,13 +297,13 @@ class FlowTable:
     def __len__(self) -> int:
         return sum(1 for _ in self._translated())
 
-    def sources(self, limit: int = 0) -> Iterator[TranslatedSource]:
+    def sources(self) -> Iterator[TranslatedSource]:
         """See model.inspection.TranslatedConnections. Yields rows one at a time."""
         connections = sorted(
             self._translated(),
             key=lambda c: (c.backend, c.snat, c.raw[flow_entries.SNAT_PORT], c.key),
         )
-        for connection in islice(connections, limit or None):
+        for connection in connections:
             last_use, client, _, backend, snat, port, _, service, _, state, *_ = FLOW.unpack(
                 connection.raw
             )
@@ -304,6 +315,7 @@ class FlowTable:
                 service=self._service_text(service),
                 state=_STATES.get(state, str(state)),
                 idle_seconds=max(0, self._now_ns - last_use) // NS_PER_MS / 1000,
+                client_pod=self._pods.get(Addr(client[:16]), ""),
             )
 
     def usage(self) -> Iterator[SnatUsage]:

@@ -4,13 +4,12 @@
 import errno
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 from kbpf.dataplane.bpf.hooks import HOOKS
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.errors import KernelError
 from kbpf.kernel.bpf import objects
-from kbpf.kernel.bpf.objects import Link, Program, ProgramInfo
+from kbpf.kernel.bpf.objects import Link, LinkInfo, Program, ProgramInfo
 from kbpf.kernel.system import mounts
 from kbpf.model.inspection import HookEntry
 
@@ -18,18 +17,20 @@ from kbpf.model.inspection import HookEntry
 def read(pins: Pins) -> Iterator[HookEntry]:
     """All hooks in the order of hooks.py, including those without a link."""
     pinned_programs = _pinned_programs(pins)
-    cgroup_paths: dict[int | None, Path | None] = {0: None, None: None}
+    links: dict[str, LinkInfo] = {}
+    for hook in HOOKS:
+        if (pin := pins.links / hook.name).exists():
+            with Link.open(pin) as link:
+                links[hook.name] = link.read_info()
+    cgroups = mounts.find_cgroups(info.cgroup_id for info in links.values() if info.cgroup_id)
     for hook in HOOKS:
         entry = HookEntry(hook.name, hook.purpose, hook.required, hook.only_counts, hook.tracepoint)
-        pin = pins.links / hook.name
-        if not pin.exists():
+        if hook.name not in links:
             yield entry
             continue
-        with Link.open(pin) as link:
-            info = link.read_info()
-        if info.cgroup_id is not None and info.cgroup_id not in cgroup_paths:
-            cgroup_paths[info.cgroup_id] = mounts.find_cgroup_by_id(info.cgroup_id)
+        info = links[hook.name]
         program = pinned_programs.get(info.program_id) or _read_program(info.program_id)
+        cgroup = cgroups.get(info.cgroup_id) if info.cgroup_id else None
         yield replace(
             entry,
             link=info.id,
@@ -38,7 +39,7 @@ def read(pins: Pins) -> Iterator[HookEntry]:
             instructions=program.insns if program else None,
             pinned=info.program_id in pinned_programs,
             cgroup_id=info.cgroup_id,
-            cgroup=str(cgroup_paths[info.cgroup_id] or ""),
+            cgroup=str(cgroup.folder) if cgroup else "",
         )
 
 

@@ -3,7 +3,6 @@
 and traffic.
 """
 
-import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
@@ -13,8 +12,12 @@ from kbpf.dataplane.bpf.maps.layout import (
     AFFINITY_KEY,
     U32_PAIR,
     ClientKind,
+    EndpointCondition,
     ServiceFlag,
     ServiceValue,
+    unpack_endpoint_key,
+    unpack_endpoint_name,
+    unpack_latencies,
     unpack_service_name,
     unpack_source_range,
 )
@@ -32,27 +35,30 @@ from kbpf.dataplane.bpf.udp import unpack_backend
 from kbpf.errors import KernelError
 from kbpf.kernel.bpf.objects import Map
 from kbpf.model.address import Addr
-from kbpf.model.desired import FrontendAddress
+from kbpf.model.desired import Backend, FrontendAddress, ServicePortKey
 from kbpf.model.inspection import (
     AffinityEntry,
     BackendEntry,
     BackendSet,
     BackendTraffic,
+    EndpointEntry,
     FrontendEntry,
     Part,
     ServicePort,
 )
-from kbpf.model.metrics import ConnectionStats
-from kbpf.model.objects import Algorithm, Cidr
+from kbpf.model.metrics import ConnectionStats, ServiceLatencies
+from kbpf.model.objects import Algorithm, Cidr, Protocol
 
 FRONTEND_PARTS: Final = Part.SERVICES | Part.AFFINITY | Part.TRAFFIC
-NAME_PARTS: Final = FRONTEND_PARTS | Part.NAMES | Part.RANGES | Part.CONNECTIONS | Part.FAILURES
+NAME_PARTS: Final = (
+    FRONTEND_PARTS | Part.NAMES | Part.RANGES | Part.CONNECTIONS | Part.FAILURES | Part.ENDPOINTS
+)
 """The parts that need Service ports with their frontends, and those that need at least names. With
 Part.MAPS alone all maps are open, but no entry is decoded.
 """
 NAME_MAPS: Final = ("service_names", "config")
 SERVICE_MAPS: Final = (*NAME_MAPS, "services", "backend_slots", "backends", "node_addresses")
-TRAFFIC_MAPS: Final = (*COUNTED_MAPS, "counts")
+TRAFFIC_MAPS: Final = (*COUNTED_MAPS, "counts", "latencies")
 NODE_PORT_RANGES: Final = 0
 """The Service id under which the source ranges of all NodePorts are stored."""
 SCOPES: Final = {NO_BACKEND: "none", REMOVED_BACKENDS: "gone", ALL_BACKENDS: "all"}
@@ -124,10 +130,16 @@ def read(maps: Maps, parts: Part) -> dict[str, Any]:
             backends[backend_id] = BackendEntry(backend_id, unpack_backend(raw))
     existing_backends = tuple(backends.values())
     ranges = _read_ranges(maps) if Part.RANGES in parts else {}
-    traffic = _read_traffic(maps, backends) if Part.TRAFFIC in parts else {}
+    traffic: dict[int, list[BackendTraffic]] = {}
+    latencies: dict[int, ServiceLatencies] = {}
+    lists_sockets = True
+    if Part.TRAFFIC in parts:
+        traffic, lists_sockets = _read_traffic(maps, backends)
+        latencies = {_u32(key): unpack_latencies(raw) for key, raw in maps["latencies"].items()}
     names = {
         _u32(key): unpack_service_name(raw) for key, raw in _valid_entries(maps, "service_names")
     }
+    endpoints = _read_endpoints(maps, names) if Part.ENDPOINTS in parts else {}
     sets = _Sets(ids, backends)
     ports = {
         port_id: _build_port(
@@ -137,6 +149,8 @@ def read(maps: Maps, parts: Part) -> dict[str, Any]:
             key=names.get(port_id),
             source_ranges=tuple(ranges.get(port_id, ())),
             traffic=tuple(traffic.get(port_id, ())),
+            latencies=latencies.get(port_id),
+            endpoints=endpoints.get(port_id, {}),
         )
         for port_id in names.keys() | frontends.keys() | ranges.keys()
     }
@@ -145,6 +159,7 @@ def read(maps: Maps, parts: Part) -> dict[str, Any]:
         "services": tuple(ports.values()),
         "backends": existing_backends,
         "affinity": tuple(affinity),
+        "lists_sockets": lists_sockets,
         "node_port_ranges": tuple(ranges.get(NODE_PORT_RANGES, ())),
     }
 
@@ -192,19 +207,44 @@ def _read_ranges(maps: Maps) -> Mapping[int, list[Cidr]]:
     return ranges
 
 
-def _read_traffic(maps: Maps, backends: Backends) -> Mapping[int, list[BackendTraffic]]:
-    """Traffic by Service port, sorted by backend id."""
+def _read_endpoints(
+    maps: Maps, names: Mapping[int, ServicePortKey]
+) -> Mapping[int, dict[Backend, EndpointEntry]]:
+    """The endpoints by Service port. A Pod is in the namespace of its Service."""
+    endpoints: dict[int, dict[Backend, EndpointEntry]] = {}
+    for key, raw in _valid_entries(maps, "endpoint_names"):
+        port_id, target = unpack_endpoint_key(key)
+        if port_id not in names:
+            continue
+        pod, node, zone, conditions = unpack_endpoint_name(raw)
+        backend = Backend(target.address, target.port, Protocol(target.protocol))
+        endpoints.setdefault(port_id, {})[backend] = EndpointEntry(
+            backend,
+            f"{names[port_id].namespace}/{pod}" if pod else "",
+            node,
+            zone,
+            EndpointCondition.READY in conditions,
+            EndpointCondition.SERVING in conditions,
+            EndpointCondition.TERMINATING in conditions,
+            EndpointCondition.NODE_ADDRESS in conditions,
+        )
+    return endpoints
+
+
+def _read_traffic(maps: Maps, backends: Backends) -> tuple[dict[int, list[BackendTraffic]], bool]:
+    """Traffic by Service port, sorted by backend id; and whether the kernel lists sockets: only one
+    with BTF does, and some vendors' kernels never do. Without it, their connections are left out.
+    """
+    lists_sockets = True
     connection_count, totals = ConnectionCount(), dict[IdPair, ConnectionStats]()
     for name in COUNTED_MAPS:
-        # Only a kernel with BTF can list socket storage. Without it, these connections are left
-        # out, and the others are shown.
-        with (
-            contextlib.suppress(KernelError)
-            if name in SOCKET_STORAGE_MAPS
-            else contextlib.nullcontext()
-        ):
+        try:
             for _ in connection_count.add(maps[name], True):
                 pass
+        except KernelError:
+            if name not in SOCKET_STORAGE_MAPS:
+                raise
+            lists_sockets = False
     for _ in read_totals(maps["counts"], totals):
         pass
     open_counts, traffic = connection_count.pairs, dict[int, list[BackendTraffic]]()
@@ -219,7 +259,7 @@ def _read_traffic(maps: Maps, backends: Backends) -> Mapping[int, list[BackendTr
                 totals.get(pair, ConnectionStats()),
             )
         )
-    return traffic
+    return traffic, lists_sockets
 
 
 def _read_affinity(
@@ -227,7 +267,7 @@ def _read_affinity(
 ) -> Iterator[AffinityEntry]:
     for key, raw in map_.items():
         client, port_id, kind = AFFINITY_KEY.unpack(key)
-        last_used_ns, backend_id, _ = AFFINITY.unpack(raw)
+        last_used_ns, backend_id, cgroup = AFFINITY.unpack(raw)
         has_address = kind == ClientKind.ADDRESS
         yield AffinityEntry(
             Addr(client) if has_address else None,
@@ -236,4 +276,5 @@ def _read_affinity(
             ports.get(port_id) or ServicePort(port_id, None),
             backends[backend_id],
             last_used_ns / 1e9,
+            cgroup,
         )

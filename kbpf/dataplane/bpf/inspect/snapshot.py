@@ -10,14 +10,16 @@ import contextlib
 import errno
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 from kbpf.dataplane.bpf.inspect import connections as tracked
 from kbpf.dataplane.bpf.inspect import devices, failures, hooks, services
 from kbpf.dataplane.bpf.inspect.connections import FlowTable, measure_fill
-from kbpf.dataplane.bpf.maps import pinning
+from kbpf.dataplane.bpf.maps import pinning, status_entries
 from kbpf.dataplane.bpf.maps.layout import (
+    AFFINITY_CGROUP_MASK,
     CONFIG,
     DEVICE,
     MAPS,
@@ -34,10 +36,19 @@ from kbpf.dataplane.bpf.programs.hook_config import counted_fields
 from kbpf.errors import KernelError, NotFoundError
 from kbpf.kernel.bpf import uapi
 from kbpf.kernel.bpf.objects import Map
+from kbpf.kernel.system import mounts, pods
 from kbpf.kernel.system.process import is_alive
 from kbpf.model.address import Addr, family_of
 from kbpf.model.config import SocketLb
-from kbpf.model.inspection import DeviceEntry, Inspection, MapEntry, NodeEntry, Part
+from kbpf.model.inspection import (
+    AffinityEntry,
+    DeviceEntry,
+    Inspection,
+    MapEntry,
+    NodeEntry,
+    Part,
+    index_pods,
+)
 from kbpf.model.reasons import Reason
 from kbpf.model.status import decode
 
@@ -56,6 +67,7 @@ TYPE_NAMES: Final = {
     uapi.BPF_MAP_TYPE_QUEUE: "queue",
     uapi.BPF_MAP_TYPE_LPM_TRIE: "lpm_trie",
     uapi.BPF_MAP_TYPE_SK_STORAGE: "sk_storage",
+    uapi.BPF_MAP_TYPE_RINGBUF: "ringbuf",
 }
 MAPS_OF_PART: Final[Mapping[Part, Iterable[str]]] = {
     Part.NAMES: services.NAME_MAPS,
@@ -72,6 +84,7 @@ MAPS_OF_PART: Final[Mapping[Part, Iterable[str]]] = {
     Part.DEVICES: ("config",),
     Part.KUBE_PROXY: (),
     Part.FAILURES: (*services.SERVICE_MAPS, "failures"),
+    Part.ENDPOINTS: (*services.NAME_MAPS, "endpoint_names", "node"),
 }
 """The maps that each part is read from. No others are opened."""
 
@@ -99,6 +112,11 @@ def read(pin_dir: Path, parts: Part) -> Inspection:
             values["failures"] = failures.read(maps["failures"], ports)
         if "config" in maps:
             values |= _read_config(maps, parts)
+        if Part.ENDPOINTS in parts:
+            own4, own6, *_ = NODE.unpack(maps["node"].lookup(ZERO) or bytes(NODE.size))
+            own = {own4, own6, *values.get("node_port_addresses", ())}
+            values["pods"] = index_pods(values["services"], own)
+            values["affinity"] = _name_clients(values["affinity"], values["pods"])
         connections = tracked.read(maps["flows"]) if Part.CONNECTIONS in parts else None
     if Part.HOOKS in parts:
         values["hooks"] = tuple(hooks.read(pins))
@@ -112,7 +130,7 @@ def read(pin_dir: Path, parts: Part) -> Inspection:
     flows = None
     if connections is not None:
         ports = {port.id: port for port in values["services"]}
-        flows = FlowTable(connections, ports, str(pin_dir), began, now)
+        flows = FlowTable(connections, ports, str(pin_dir), began, now, values["pods"])
     return Inspection(
         str(pin_dir),
         monotonic=now,
@@ -121,6 +139,22 @@ def read(pin_dir: Path, parts: Part) -> Inspection:
         translated=flows,
         **values,
     )
+
+
+def _name_clients(
+    entries: Iterable[AffinityEntry], endpoints: Mapping[Addr, str]
+) -> tuple[AffinityEntry, ...]:
+    """Affinity entries with the Pods of their clients: of this node, or behind a Service."""
+    entries = tuple(entries)
+    ids = {entry.cgroup for entry in entries if entry.cgroup}
+    local_pods = pods.name_pods(mounts.find_cgroups(ids, AFFINITY_CGROUP_MASK)) if ids else {}
+
+    def find_pod(entry: AffinityEntry) -> str:
+        if entry.client is not None:
+            return endpoints.get(entry.client, "")
+        return local_pods.get(entry.cgroup, "")
+
+    return tuple(replace(entry, pod=find_pod(entry)) for entry in entries)
 
 
 def find_pins(pin_dir: Path) -> Pins:
@@ -172,6 +206,7 @@ def _read_config(maps: Mapping[str, Map], parts: Part) -> dict[str, Any]:
     values = {"host_netns": cookie, "counted": counted_fields(flags)}
     if Part.HOOKS in parts:
         values["socket_lb"] = _socket_lb(flags)
+        values["hooks_fail"] = ConfigFlag.SET_RETVAL in flags
         values["exempt_ids"] = frozenset(
             int.from_bytes(key, "little") for key, _ in maps["exempt_cgroups"].items()
         )
@@ -190,10 +225,10 @@ def _socket_lb(flags: ConfigFlag) -> SocketLb:
 
 
 def _read_status(maps: Mapping[str, Map]) -> dict[str, Any]:
-    status = decode(maps["agent_status"].lookup(ZERO) or b"")
+    status = decode(status_entries.read(maps["agent_status"]))
     return {
         "status": status,
-        "agent_alive": status is not None and is_alive(status.pid),
+        "agent_alive": status is not None and is_alive(status.pid, status.started),
         "reasons": {reason: _read_counter(maps["reasons"], reason) for reason in Reason},
     }
 

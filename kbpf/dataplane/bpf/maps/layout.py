@@ -19,8 +19,10 @@ from kbpf.kernel.bpf import uapi
 from kbpf.model.address import ANY4, ANY6, Addr, family_of
 from kbpf.model.config import MapSizes
 from kbpf.model.desired import FrontendKind, ServicePortKey
-from kbpf.model.objects import Cidr, Protocol
+from kbpf.model.metrics import LATENCY_BOUNDS, Latency, ServiceLatencies
+from kbpf.model.objects import ELLIPSIS, Cidr, Protocol
 from kbpf.model.reasons import Reason
+from kbpf.model.status import MAX_STATUS_BYTES
 
 
 class ServiceFlag(IntFlag):
@@ -140,6 +142,15 @@ class FlowDirection(IntEnum):
     SNAT_REPLY = 2
 
 
+class EndpointCondition(IntFlag):
+    """enum endpoint_conditions."""
+
+    READY = 1 << 0
+    SERVING = 1 << 1
+    TERMINATING = 1 << 2
+    NODE_ADDRESS = 1 << 3
+
+
 class ConfigFlag(IntFlag):
     """enum config_flags."""
 
@@ -154,6 +165,15 @@ class ConfigFlag(IntFlag):
     PACKET_PATH = 1 << 8
     KERNEL_SOCKETS = 1 << 9
     TRACING = 1 << 10
+
+
+class MonitorFilter(IntFlag):
+    """enum monitor_filter."""
+
+    SERVICE = 1 << 0
+    FRONTEND = 1 << 1
+    ADDRESS = 1 << 2
+    CGROUP = 1 << 3
 
 
 class ClientKind(IntEnum):
@@ -233,12 +253,18 @@ U64: Final = Struct("=Q")
 U32_PAIR: Final = Struct("=II")  # struct slot, struct member
 AFFINITY_KEY: Final = Struct("=16sII")
 AFFINITY: Final = Struct("=QII")
+AFFINITY_CGROUP_MASK: Final = 0xFFFF_FFFF
+"""The bits of a cgroup's id that a struct affinity has."""
 PEER: Final = Struct("=Q20s20sII")
 UDP_FLOW: Final = Struct("=QQQ20s20sII")
 FLOWS_PER_SOCKET: Final = 6
 UDP_FLOWS: Final = Struct(f"=Q{FLOWS_PER_SOCKET * UDP_FLOW.size}s")
 CUT_KEY: Final = Struct("=I20s")
 SERVICE_NAME: Final = Struct("=64s64s64sBB2x")
+ENDPOINT_KEY: Final = Struct("=I20s")
+ENDPOINT_TEXT_SIZE: Final = 119
+ENDPOINT_NAME: Final = Struct(f"={ENDPOINT_TEXT_SIZE}sB")
+ALL_CONDITIONS: Final = sum(EndpointCondition)
 SOURCE_KEY: Final = Struct("=II16s")
 FLOW_KEY: Final = Struct("=20s20s")
 NETWORK_KEY: Final = Struct("=I16s")
@@ -255,6 +281,7 @@ NODE: Final = Struct("=16s16sIHHII")
 REFUSAL_LIMIT: Final = Struct("=QQQ")
 FLOW_GENERATIONS: Final = Struct("=QQ")
 FLOW_MARKS: Final = 4096
+MAX_DEVICES: Final = 4096
 PORT_SLOT: Final = Struct("=I4xQ")
 PORT_SLOTS: Final = 1024
 CLIENT_SLOT: Final = Struct("=16sI")
@@ -268,20 +295,35 @@ PORT_PAIR: Final = Struct("=2s2s")
 CONFIG: Final = Struct("=QII")
 META: Final = Struct("=III4x")
 COUNTS: Final = Struct("=12Q")
-FAILURE: Final = Struct("=QQQQ20s20s20sIII")
+LATENCY_BUCKETS: Final = len(LATENCY_BOUNDS) + 1
+LATENCY: Final = Struct(f"={8 * LATENCY_BUCKETS}sQ")
+LATENCIES: Final = Struct(f"={LATENCY.size}s{LATENCY.size}s")
+EVENT: Final = Struct("=QQ20s20s20sIII")
+FAILURE: Final = Struct(f"=QQ{EVENT.size}s")
 FAILURES_PER_CLIENT: Final = 16
-PACKET_FAILURES: Final = 1024
-"""The maximum numbers of entries of one cgroup, and of the clients of all packets, in `failures`.
+PACKET_FAILURES_PER_CLIENT: Final = 64
+PACKET_CLIENTS: Final = 16
+"""`failures`: the maximum numbers of entries of one cgroup, and of one client by packets; and into
+how many groups these clients are divided, each of which has that many.
 """
 FLOW_HEADROOM: Final = 1.125
 """`flows` and `flow_queue` have room for this many times the configured connections: see enqueue()
 in evict.h.
 """
+MONITORS: Final = 4
+"""How many commands may watch events at the same time."""
+MONITOR: Final = Struct("=QQQQQI4x")
+MONITOR_VALUE: Final = Struct("=II16s")
+MONITOR_VALUES: Final = 4096
+RING_ENTRIES: Final = 4096
+"""The smallest size of a ring buffer, in bytes. This one only says what kind of map is added."""
 AGENT_SOCKETS: Final = 256
 """The number of the agent's newest connections to the API server in `agent_sockets`."""
 UNUSED_MAP_ENTRIES: Final = 64
 """Size of an unused map: the kernel does not allow 0."""
-STATUS_SIZE: Final = 32_768
+STATUS_SIZE: Final = MAX_STATUS_BYTES + 64
+STATUS_ENTRIES: Final = 2
+"""See status_entries.py."""
 
 
 def pack_target(address: Addr | bytes, port: int, protocol: int) -> bytes:
@@ -338,6 +380,66 @@ def unpack_service_name(raw: bytes) -> ServicePortKey:
     return ServicePortKey(
         _decode_text(namespace), _decode_text(name), _decode_text(port), Protocol(protocol), family
     )
+
+
+def pack_endpoint_key(service_id: int, address: Addr, port: int, protocol: int) -> bytes:
+    """struct endpoint_key."""
+    return ENDPOINT_KEY.pack(service_id, pack_target(address, port, protocol))
+
+
+def unpack_endpoint_key(raw: bytes) -> tuple[int, Target]:
+    """From struct endpoint_key: the Service port's id, and the endpoint."""
+    service_id, target = ENDPOINT_KEY.unpack(raw)
+    return service_id, Target.unpack(target)
+
+
+def pack_endpoint_name(pod: str, node: str, zone: str, conditions: int) -> bytes:
+    """struct endpoint_name."""
+    text = f"{pod}\0{node}\0{zone}".encode(errors="replace")
+    if len(text) > ENDPOINT_TEXT_SIZE or text.count(b"\0") != 2:
+        text = _shorten_texts(pod, node, zone)
+    return ENDPOINT_NAME.pack(text, conditions)
+
+
+def unpack_endpoint_name(raw: bytes) -> tuple[str, str, str, EndpointCondition]:
+    """From struct endpoint_name: Pod, node, zone and conditions."""
+    text, conditions = ENDPOINT_NAME.unpack(raw)
+    pod, node, zone, *_ = (*_decode_text(text).split("\0"), "", "", "")
+    return pod, node, zone, EndpointCondition(conditions & ALL_CONDITIONS)
+
+
+def _shorten_texts(*texts: str) -> bytes:
+    """Joins texts that are too long, or that contain the separator. The room that a short text
+    leaves is for the longer ones.
+    """
+    raw_texts = [
+        text.replace("\0", "\N{REPLACEMENT CHARACTER}").encode(errors="replace") for text in texts
+    ]
+    parts, room = [b""] * len(texts), ENDPOINT_TEXT_SIZE - (len(texts) - 1)
+    by_length = sorted(range(len(texts)), key=lambda index: len(raw_texts[index]))
+    for number, index in enumerate(by_length):
+        parts[index] = _cut_middle(raw_texts[index], room // (len(texts) - number))
+        room -= len(parts[index])
+    return b"\0".join(parts)
+
+
+def _cut_middle(raw: bytes, size: int) -> bytes:
+    """Shortens UTF-8 to this many bytes. The names of a Deployment's Pods differ at their ends."""
+    if len(raw) <= size:
+        return raw
+    tail_size = (size - len(ELLIPSIS.encode())) // 2
+    head = raw[: size - len(ELLIPSIS.encode()) - tail_size].decode(errors="ignore")
+    return f"{head}{ELLIPSIS}{raw[-tail_size:].decode(errors='ignore')}".encode()
+
+
+def unpack_latencies(raw: bytes) -> ServiceLatencies:
+    """From struct latencies."""
+    return ServiceLatencies(*map(_unpack_latency, LATENCIES.unpack(raw)))
+
+
+def _unpack_latency(raw: bytes) -> Latency:
+    counts, sum_ns = LATENCY.unpack(raw)
+    return Latency(tuple(memoryview(counts).cast("Q")), sum_ns / 1e9)
 
 
 def _decode_text(raw: bytes) -> str:
@@ -448,6 +550,9 @@ MAPS: Final = {
         _growing_hash("service_names",
             "Service port id → name; for display only, no program reads it",
             U32.size, SERVICE_NAME.size, 16_384, "frontends"),
+        _growing_hash("endpoint_names",
+            "endpoint of a Service port → Pod, node, zone and state; for display only",
+            ENDPOINT_KEY.size, ENDPOINT_NAME.size, 16_384, "backends"),
         _growing_hash("backend_slots", "slot of a backend set → backend id",
             U32_PAIR.size, U32.size, 65_536, "slots"),
         _growing_hash("backends", "backend id → address and port",
@@ -505,7 +610,7 @@ MAPS: Final = {
             "packet path: when new flows may begin again after a change of maps",
             uapi.BPF_MAP_TYPE_ARRAY, 4, U64.size, 1),
         MapSpec("devices", "packet path: ifindex → role (host or pod), link header and addresses",
-            uapi.BPF_MAP_TYPE_HASH, 4, DEVICE.size, 4096, uapi.BPF_F_NO_PREALLOC),
+            uapi.BPF_MAP_TYPE_HASH, 4, DEVICE.size, MAX_DEVICES, uapi.BPF_F_NO_PREALLOC),
         MapSpec("device_cache", "packet path: ifindex modulo the size → an entry of devices",
             uapi.BPF_MAP_TYPE_ARRAY, 4, CACHED_DEVICE.size, CACHED_DEVICES),
         MapSpec("flow_scratch",
@@ -535,15 +640,30 @@ MAPS: Final = {
             "counts"),
         MapSpec("zero_counts", "initial value of an entry of counts",
             uapi.BPF_MAP_TYPE_ARRAY, 4, COUNTS.size, 1),
+        MapSpec("latencies", "Service → histograms of its connect and round-trip times",
+            uapi.BPF_MAP_TYPE_HASH, U32.size, LATENCIES.size, 16_384, uapi.BPF_F_NO_PREALLOC),
+        MapSpec("zero_latencies", "initial value of an entry of latencies",
+            uapi.BPF_MAP_TYPE_ARRAY, 4, LATENCIES.size, 1),
+        _socket_storage("connect_times",
+            "connecting socket → when it began; stored with the socket",
+            U64.size),
         MapSpec("failures", "failed connections, by client and by what failed",
-            uapi.BPF_MAP_TYPE_LRU_HASH, CLIENT_SLOT.size, FAILURE.size, 4096),
+            uapi.BPF_MAP_TYPE_LRU_HASH, CLIENT_SLOT.size, FAILURE.size, 4096, version=2),
+        MapSpec("monitored_until", "until when commands watch events",
+            uapi.BPF_MAP_TYPE_ARRAY, 4, U64.size, MONITORS + 1),
+        MapSpec("monitors", "which events a command wants to see, and how many it was not shown",
+            uapi.BPF_MAP_TYPE_ARRAY, 4, MONITOR.size, MONITORS),
+        MapSpec("monitor_values", "values that the filters of these commands admit",
+            uapi.BPF_MAP_TYPE_HASH, MONITOR_VALUE.size, 4, MONITOR_VALUES, uapi.BPF_F_NO_PREALLOC),
+        MapSpec("monitor_ring", "the kind of ring buffer that a command reads events from; empty",
+            uapi.BPF_MAP_TYPE_RINGBUF, 0, 0, RING_ENTRIES),
         # Reasons are only appended, so their number is the version.
         MapSpec("reasons", "counters of the programs' decisions, by reason",
             uapi.BPF_MAP_TYPE_PERCPU_ARRAY, 4, 8, len(Reason), version=len(Reason)),
         MapSpec("meta", "the next free ids",
             uapi.BPF_MAP_TYPE_ARRAY, 4, META.size, 1),
         MapSpec("agent_status", "the agent's status and heartbeat",
-            uapi.BPF_MAP_TYPE_ARRAY, 4, STATUS_SIZE, 1),
+            uapi.BPF_MAP_TYPE_ARRAY, 4, STATUS_SIZE, STATUS_ENTRIES, version=2),
     )
 }  # fmt: skip
 
@@ -557,7 +677,14 @@ OUTER_MAPS: Final = {
 }  # fmt: skip
 """Arrays of one map, through which programs find the maps that grow: see bpf/maps.h."""
 
-ALL_MAPS: Final = ChainMap(OUTER_MAPS, MAPS)  # in this order: those of MAPS come first
+MONITOR_RINGS: Final = MapSpec(
+    "monitor_rings", "holds the ring buffers of commands that watch events",
+    uapi.BPF_MAP_TYPE_ARRAY_OF_MAPS, 4, 4, MONITORS, inner="monitor_ring",
+)  # fmt: skip
+"""A command puts its own ring buffer there: see bpf/monitor.h."""
+
+ALL_MAPS: Final = ChainMap({MONITOR_RINGS.name: MONITOR_RINGS}, OUTER_MAPS, MAPS)
+"""Those of MAPS come first, since an array of maps is created with a map of its kind."""
 
 SELF_EVICTING_MAPS: Final = {
     "flows",

@@ -471,6 +471,15 @@ def remove(pins: Pins) -> int:
     return len(links)
 
 
+def count_frontends(pins: Pins) -> int:
+    """The number of frontends that delete_frontends() would delete."""
+    count = 0
+    for path in pins.root.glob("maps-*/services"):
+        with Map.open(path) as map_:
+            count += sum(1 for _ in map_.items())
+    return count
+
+
 def delete_frontends(pins: Pins) -> int:
     """Deletes all frontends, so that no new connection is translated; returns their number.
     Established connections continue. `cluster_ips` is emptied first, since ports without a frontend

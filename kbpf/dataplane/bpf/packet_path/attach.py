@@ -106,6 +106,11 @@ class DeviceReport:
     outdated: frozenset[str] = frozenset()
     limited: tuple[str, ...] = ()
 
+    @property
+    def has_changes(self) -> bool:
+        """Whether the sync() attached, replaced, moved or detached anything."""
+        return bool(self.added or self.replaced or self.removed or self.moved)
+
 
 class DeviceAttachments:
     """The attachments of one agent on the devices of the caller's network namespace. Called by one
@@ -173,34 +178,10 @@ class DeviceAttachments:
             complete = sync_pass.run(listing, should_continue)
             foreign = self._report.foreign
             if removed_devices is None:
-                ours = {attachment.ifindex for attachment in sync_pass.all_attachments}
-                if self.prober is not None:
-                    self.prober.begin_pass(choices)
-                at_devices = find_at_devices(
-                    tc, (device for device in listing if device.ifindex in ours), self.prober
-                )
-                # the filter of a limit is no program, and it is known what it does
-                foreign = tuple(
-                    runner
-                    for runner in at_devices
-                    if runner.program or runner.device not in sync_pass.limited
-                )
+                foreign = self._find_foreign(tc, listing, sync_pass)
         if not sync_pass.failed:
             self._attachments = sync_pass.attachments
-        for name in sorted(sync_pass.failed.keys() - self._report.failed.keys()):
-            log.warning(
-                "cannot update the packet programs device=%s error=%r",
-                name,
-                sync_pass.failed[name],
-            )
-        limited = tuple(sorted(sync_pass.limited))
-        if limited and not self._report.limited:  # later ones of the node are not news
-            log.warning("%s", describe_limited(limited))
-        if sync_pass.counts:
-            log.info(
-                "packet programs changed on devices %s",
-                " ".join(f"{action}={count}" for action, count in sorted(sync_pass.counts.items())),
-            )
+        self._log_news(sync_pass)
         self._report = DeviceReport(
             choices,
             sync_pass.all_attachments,
@@ -210,9 +191,42 @@ class DeviceAttachments:
             waiting=bool(waiting),
             foreign=foreign,
             outdated=frozenset(sync_pass.outdated),
-            limited=limited,
+            limited=tuple(sorted(sync_pass.limited)),
         )
         return self._report
+
+    def _find_foreign(
+        self, tc: TcAttacher, listing: Iterable[Device], sync_pass: "_SyncPass"
+    ) -> tuple[ForeignProgram, ...]:
+        """Others' programs on the devices that have ours."""
+        ours = {attachment.ifindex for attachment in sync_pass.all_attachments}
+        if self.prober is not None:
+            self.prober.begin_pass(sync_pass.choices)
+        at_devices = find_at_devices(
+            tc, (device for device in listing if device.ifindex in ours), self.prober
+        )
+        # the filter of a limit is no program, and it is known what it does
+        return tuple(
+            runner
+            for runner in at_devices
+            if runner.program or runner.device not in sync_pass.limited
+        )
+
+    def _log_news(self, sync_pass: "_SyncPass") -> None:
+        """Logs what the last report does not have."""
+        for name in sorted(sync_pass.failed.keys() - self._report.failed.keys()):
+            log.warning(
+                "cannot update the packet programs device=%s error=%r",
+                name,
+                sync_pass.failed[name],
+            )
+        if sync_pass.limited and not self._report.limited:  # later ones of the node are not news
+            log.warning("%s", describe_limited(tuple(sorted(sync_pass.limited))))
+        if sync_pass.counts:
+            log.info(
+                "packet programs changed on devices %s",
+                " ".join(f"{action}={count}" for action, count in sorted(sync_pass.counts.items())),
+            )
 
     def _read_attachments(
         self, tc: TcAttacher, removed_devices: Collection[int] | None, present: Collection[int]
@@ -238,6 +252,11 @@ class DeviceAttachments:
             point = attachment.ifindex, attachment.direction
             by_point[point] = (*by_point.get(point, ()), attachment)
         return by_point
+
+    def list_all(self) -> tuple[Attachment, ...]:
+        """Everything of ours on all devices."""
+        with open_attacher(self._pins, self._method, self._mark) as tc:
+            return tc.list_all()
 
     def remove(self) -> tuple[Attachment, ...]:
         """Detaches everything of ours from all devices; returns what was attached. If one cannot
@@ -275,9 +294,9 @@ class _SyncPass:
     ) -> None:
         self._tc = tc
         self._pick = pick
-        self._choices = choices
         self._moves = moves
         self._waiting = waiting
+        self.choices = choices
         self.attachments = attachments
         self.counts: Counter[str] = Counter()
         self.failed: dict[str, str] = {}
@@ -318,7 +337,7 @@ class _SyncPass:
         """Whether this stage concerns this device."""
         if device.ifindex in self._vanished:
             return False
-        role = self._choices[device.ifindex].role
+        role = self.choices[device.ifindex].role
         current = {
             direction: self.attachments.get((device.ifindex, direction), ())
             for direction in Direction
@@ -348,7 +367,7 @@ class _SyncPass:
         return False
 
     def _choose_program(self, device: Device, direction: Direction) -> Program | None:
-        role = self._choices[device.ifindex].role
+        role = self.choices[device.ifindex].role
         return self._pick(device, role, direction) if direction in directions_of(role) else None
 
     def _program_id(self, program: Program) -> int:
@@ -364,7 +383,7 @@ class _SyncPass:
         point = device.ifindex, direction
         if (
             program is not None
-            and self._choices[device.ifindex].role is DeviceRole.POD
+            and self.choices[device.ifindex].role is DeviceRole.POD
             and not self._tc.has_place(device.ifindex, direction)
         ):
             self.limited.add(device.name)

@@ -31,6 +31,7 @@ applies decides:
 10. Everything else: host, or skipped if the operator has named the host devices.
 
 A device that is down gets its programs as well, so that they are in place before its first packet.
+Of more than MAX_DEVICES devices with programs the newest are skipped, those of pods first.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -39,6 +40,7 @@ from fnmatch import fnmatchcase
 from functools import cache
 from typing import Final, NamedTuple
 
+from kbpf.dataplane.bpf.maps.layout import MAX_DEVICES
 from kbpf.kernel.bpf.clsact import Direction
 from kbpf.kernel.net.devices import Device
 from kbpf.model.config import Config, LocalMode
@@ -108,7 +110,31 @@ def decide_roles(
             return RoleChoice(DeviceRole.SKIPPED, "not named by the operator")
         return choice
 
-    return {index: choose_role(device) for index, device in sorted(by_ifindex.items())}
+    choices = {index: choose_role(device) for index, device in sorted(by_ifindex.items())}
+    return choices | _leave_out(choices)
+
+
+LEFT_OUT_REASON: Final = f"{MAX_DEVICES:,} others have programs, which is the limit"
+
+
+def _leave_out(choices: Mapping[int, RoleChoice]) -> dict[int, RoleChoice]:
+    """The devices that the map `devices` has no room for: the newest, those of pods first."""
+    served = [index for index, choice in choices.items() if choice.role is not DeviceRole.SKIPPED]
+    served.sort(key=lambda index: (choices[index].role is not DeviceRole.HOST, index))
+    left_out = RoleChoice(DeviceRole.SKIPPED, LEFT_OUT_REASON)
+    return dict.fromkeys(served[MAX_DEVICES:], left_out)
+
+
+def count_left_out(choices: Mapping[int, RoleChoice]) -> int:
+    """How many devices get no programs because too many others have them."""
+    return sum(choice.reason == LEFT_OUT_REASON for choice in choices.values())
+
+
+def describe_left_out(count: int) -> str:
+    return (
+        f"{count} devices have no packet programs: {LEFT_OUT_REASON}; name those that need none in "
+        "--exclude-device (`kbpf inspect devices` lists them)"
+    )
 
 
 def directions_of(role: DeviceRole) -> tuple[Direction, ...]:

@@ -38,6 +38,7 @@ from kbpf.kernel.bpf import tc
 from kbpf.kernel.bpf.clsact import DEFAULT_IDENTITY
 from kbpf.kernel.net.devices import Device, DeviceMonitor, list_devices
 from kbpf.kernel.system import threads
+from kbpf.kernel.system.polling import wait_readable
 from kbpf.model.status import MAX_FAILED_DEVICES
 
 log = logging.getLogger("kbpf.dataplane")
@@ -54,8 +55,17 @@ MAX_RETRY_DELAY_S: Final = 30.0
 """A device that fails is tried again after RETRY_DELAY_S, and each further time after twice as
 long, up to this time."""
 
+IDLE_SHARE: Final = 4
+MAX_PAUSE_S: Final = 0.1
+"""Passes that find nothing to do may take at most a fraction of the thread's time, unless a new
+device would wait longer than this: a pod may change its own device all the time, and each change is
+a notification here."""
+
 PUBLISH_STALL_TIMEOUT_S: Final = 10.0
 """If no progress is made for this long, publish() stops waiting."""
+STALL_WAITS: Final = 10
+"""It waits this many times for a part of that time, so if the whole process is stopped for a while,
+only one of these waits is lost."""
 
 THREAD_STALL_TIMEOUT_S: Final = 120.0
 """The thread counts as stuck after this time without progress. Each device is progress."""
@@ -182,7 +192,7 @@ class DeviceReconciler:
     def _wait_for_swap(self) -> None:
         with self._condition:
             while not (self._swapped or self._not_swapped or self._status.problem):
-                if not self._condition.wait(PUBLISH_STALL_TIMEOUT_S):
+                if not self._wait_for_progress():
                     problem = f"no progress for {PUBLISH_STALL_TIMEOUT_S:.0f} s"
                     self._status = replace(self._status, problem=problem)
             if not self._swapped:
@@ -193,6 +203,13 @@ class DeviceReconciler:
                     names,
                     f"{hint}; the agent keeps trying",
                 )
+
+    def _wait_for_progress(self) -> bool:
+        """Waits for the thread, which notifies at each device; False after
+        PUBLISH_STALL_TIMEOUT_S.
+        """
+        seconds = PUBLISH_STALL_TIMEOUT_S / STALL_WAITS
+        return any(self._condition.wait(seconds) for _ in range(STALL_WAITS))
 
     def close(self) -> None:
         """Stops the thread after its current device, and closes the programs. Attachments stay."""
@@ -247,6 +264,14 @@ class DeviceReconciler:
                 is_waiting = self._sync(None)
             elif change.received or was_woken or is_waiting:
                 is_waiting = self._sync(change.deleted)
+            else:
+                continue
+            if not self._attachments.status().has_changes:
+                self._pause(time.monotonic() - now)
+
+    def _pause(self, duration: float) -> None:
+        """Waits after a pass of this duration (seconds), or until there are new programs."""
+        wait_readable([self._wake_fd], min((IDLE_SHARE - 1) * duration, MAX_PAUSE_S))
 
     def _sync(self, removed_devices: Collection[int] | None) -> bool:
         """Makes one pass; returns whether a device has to wait for its programs. If newer programs

@@ -66,11 +66,15 @@ class NatTable:
         return True
 
 
+def exists() -> bool:
+    return nft.has_table("inet", TABLE)
+
+
 def retire() -> bool:
     """Removes the table. Connections that conntrack translates continue as long as they last: the
     table of conntrack_keepalive.py takes over. Returns whether there was a table.
     """
-    if not nft.has_table("inet", TABLE):
+    if not exists():
         return False
     keepalive = [
         command

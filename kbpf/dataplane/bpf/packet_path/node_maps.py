@@ -98,7 +98,7 @@ class NodeMap:
         for cidr in sorted(networks - self._written_networks):
             self._networks.update(pack_network(cidr), ONE)
             self._written_networks.add(cidr)
-        value = self._pack_node(desired)
+        value = pack_node(self._config, desired, self.mode)
         if value != self._written:
             self._node.update(ZERO, value)
             self._written = value
@@ -117,14 +117,15 @@ class NodeMap:
             self._written = NODE.pack(own4, own6, flags, *rest)
             self._node.update(ZERO, self._written)
 
-    def _pack_node(self, desired: DesiredState) -> bytes:
-        """Packs a struct node."""
-        by_family = {family_of(address): bytes(address) for address in desired.masquerade_addresses}
-        flags = compute_node_flags(self._config, bool(desired.local_networks)) | self.mode
-        own4, own6 = by_family.get(4, NO_ADDRESS), by_family.get(6, NO_ADDRESS)
-        mark = 1 << self._config.masquerade_bit
-        ports, sizes = self._config.masquerade_ports, self._config.sizes
-        return NODE.pack(own4, own6, flags, *ports, mark, sizes.connections)
+
+def pack_node(config: Config, desired: DesiredState, mode: NodeFlag = NO_COEXISTENCE) -> bytes:
+    """Packs a struct node. `mode`: NodeFlag.PASSIVE, COEXISTING or NO_COEXISTENCE."""
+    by_family = {family_of(address): bytes(address) for address in desired.masquerade_addresses}
+    flags = compute_node_flags(config, bool(desired.local_networks)) | mode
+    own4, own6 = by_family.get(4, NO_ADDRESS), by_family.get(6, NO_ADDRESS)
+    mark = 1 << config.masquerade_bit
+    ports, sizes = config.masquerade_ports, config.sizes
+    return NODE.pack(own4, own6, flags, *ports, mark, sizes.connections)
 
 
 def write_refusal_limits(limits: WritableMap) -> None:
@@ -211,10 +212,10 @@ class DeviceMap:
             if owner and self._written_cache[index] != cached.get(index):
                 self._write_cached(index, _without_owner(self._written_cache[index]))
         # Programs that do not find their device in the cache use this map meanwhile.
+        for key in self._written.keys() - entries.keys():  # first, since the others need their room
+            self._devices.delete(key)
         for key, value in changed.items():
             self._devices.update(key, value)
-        for key in self._written.keys() - entries.keys():
-            self._devices.delete(key)
         self._written = entries
         # An element that had another owner until now stays empty until the next call.
         for index, value in cached.items():
@@ -268,7 +269,7 @@ def pack_devices(
             ports.append(device)
         elif role in ROLE_VALUES:
             packed[device.ifindex] = pack_device(device, role, config, preferred)
-    packed |= {port.ifindex: packed[port.master] for port in ports}
+    packed |= {port.ifindex: packed[port.master] for port in ports if port.master in packed}
     return {U32.pack(ifindex): value for ifindex, value in packed.items()}
 
 

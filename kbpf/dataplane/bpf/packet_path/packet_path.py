@@ -33,7 +33,12 @@ from kbpf.dataplane.bpf.maps.pinning import (
     packet_program_folders,
 )
 from kbpf.dataplane.bpf.packet_path.attach import DeviceAttachments, PickProgram
-from kbpf.dataplane.bpf.packet_path.device_roles import DeviceRole, RoleChoice, find_unmatched
+from kbpf.dataplane.bpf.packet_path.device_roles import (
+    DeviceRole,
+    RoleChoice,
+    count_left_out,
+    find_unmatched,
+)
 from kbpf.dataplane.bpf.packet_path.device_thread import DeviceReconciler, DeviceReconcilerStatus
 from kbpf.dataplane.bpf.packet_path.hook_probe import HookProber
 from kbpf.dataplane.bpf.packet_path.node_maps import (
@@ -109,6 +114,7 @@ class PacketPath(Programs):
         )
         self._node_and_device_maps: tuple[NodeMap, DeviceMap] | None = None
         self.unmatched: tuple[str, ...] = ()
+        self.left_out_count = 0
         """Patterns of --device that matched no device in the last listing."""
 
     def load(self, maps: Mapping[str, Map]) -> bool:
@@ -211,6 +217,7 @@ class PacketPath(Programs):
         for pattern in previous:
             if pattern not in self.unmatched:
                 log.info("--device %s matches a device now", pattern)
+        self.left_out_count = count_left_out(choices)
         self._node_and_device_maps[1].write(devices, choices)
 
     def uses_other_flows(self, flows: Map) -> bool:
@@ -300,6 +307,11 @@ def reads_current_maps(pins: Pins, maps: Mapping[str, Map]) -> bool:
     """
     needed = {maps[f"{name}_outer"].id for name in ("services", *SERVICES_TARGETS)}
     return all(needed <= map_ids_read_by(folder) for folder in packet_program_folders(pins))
+
+
+def list_programs(pins: Pins) -> tuple[Attachment, ...]:
+    """What remove_programs() would detach."""
+    return DeviceAttachments(pins.root).list_all()
 
 
 def remove_programs(pins: Pins) -> tuple[Attachment, ...]:

@@ -134,7 +134,9 @@ def _map_names(text: str) -> list[str]:
     # BPF_TABLE(type, key, value, name, size), BPF_F_TABLE(the same, flags)
     tables = re.findall(r"^BPF_(?:F_)?TABLE\(([^;]*?)\);", text, re.M | re.S)
     names = [[part.strip() for part in arguments.split(",")][3] for arguments in tables]
-    return names + re.findall(r"^BPF_(?:QUEUE|SK_STORAGE|ARRAY_OF_MAPS)\((\w+),", text, re.M)
+    return names + re.findall(
+        r"^BPF_(?:QUEUE|SK_STORAGE|ARRAY_OF_MAPS|RINGBUF_OUTPUT)\((\w+),", text, re.M
+    )
 
 
 def _bytecode(name: str, raw: bytes, by_fd: dict[int, str]) -> artifact.Bytecode:

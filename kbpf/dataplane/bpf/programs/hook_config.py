@@ -39,6 +39,38 @@ def counted_fields(flags: ConfigFlag) -> frozenset[str]:
     return CHOICE_COUNTERS | (FAILURE_COUNTERS if ConfigFlag.TRACING in flags else frozenset())
 
 
+def affinity_share(config: Config) -> int:
+    """How many entries of `affinity` one owner may have."""
+    return max(1, config.sizes.affinity // MIN_AFFINITY_SHARERS)
+
+
+def compute_settings(config: Config, missing: Collection[int]) -> ConfigFlag:
+    """The flags that the settings alone decide. `missing`: helpers that this kernel lacks."""
+    settings = {
+        ConfigFlag.SET_RETVAL: BPF_FUNC_set_retval not in missing,
+        ConfigFlag.LOCALHOST_NODE_PORTS: config.localhost_node_ports,
+        ConfigFlag.ACCOUNTING: config.accounting is not Accounting.OFF,
+        ConfigFlag.COUNT_CONNECTION_ENDS: config.accounting is Accounting.FULL,
+    }
+    return ConfigFlag(sum(flag for flag, enabled in settings.items() if enabled))
+
+
+def compute_exemptions(config: Config, has_exemptions: bool) -> ConfigFlag:
+    """Those of FLAGS_KEPT_UNTIL_SERVING that are set once the packet path serves.
+    `has_exemptions`: whether any cgroup is exempt.
+    """
+    mode, flags = config.socket_lb, ConfigFlag(0)
+    if has_exemptions:
+        flags |= ConfigFlag.EXEMPTIONS
+    if mode is not SocketLb.ON:
+        flags |= ConfigFlag.SOCKET_LB_OFF if mode is SocketLb.OFF else ConfigFlag.HOST_ONLY
+    if config.packet_path:
+        flags |= ConfigFlag.PACKET_PATH
+        if kernel_sockets.find_bit():
+            flags |= ConfigFlag.KERNEL_SOCKETS
+    return flags
+
+
 class HookConfig:
     def __init__(
         self, config: Config, map_: Map, missing: Collection[int], coexisting: bool
@@ -50,18 +82,12 @@ class HookConfig:
         """
         self._config, self._map = config, map_
         self._host_netns = netns.read_cookie() or 0
-        self._affinity_share = max(1, config.sizes.affinity // MIN_AFFINITY_SHARERS)
+        self._affinity_share = affinity_share(config)
         _, previous, _ = CONFIG.unpack(map_.lookup(ZERO) or bytes(CONFIG.size))
-        settings = {
-            ConfigFlag.SET_RETVAL: BPF_FUNC_set_retval not in missing,
-            ConfigFlag.LOCALHOST_NODE_PORTS: config.localhost_node_ports,
-            ConfigFlag.COEXISTING: coexisting,
-            ConfigFlag.ACCOUNTING: config.accounting is not Accounting.OFF,
-            ConfigFlag.COUNT_CONNECTION_ENDS: config.accounting is Accounting.FULL,
-        }
-        enabled_flags = sum(flag for flag, enabled in settings.items() if enabled)
-        kept_flags = FLAGS_KEPT_UNTIL_SERVING | ConfigFlag.TRACING
-        self._write(ConfigFlag(previous) & kept_flags | ConfigFlag(enabled_flags))
+        kept_flags = ConfigFlag(previous) & (FLAGS_KEPT_UNTIL_SERVING | ConfigFlag.TRACING)
+        if coexisting:
+            kept_flags |= ConfigFlag.COEXISTING
+        self._write(kept_flags | compute_settings(config, missing))
 
     def _write(self, flags: ConfigFlag) -> None:
         self._map.update(ZERO, CONFIG.pack(self._host_netns, flags, self._affinity_share))
@@ -86,15 +112,7 @@ class HookConfig:
         exemption takes effect at once, a new one only if `may_exempt`: the packet path serves, or
         is disabled. `has_exemptions`: whether any cgroup is exempt.
         """
-        mode, previous = self._config.socket_lb, self.flags
-        flags = ConfigFlag.EXEMPTIONS if has_exemptions else ConfigFlag(0)
-        if mode is not SocketLb.ON:
-            is_off = mode is SocketLb.OFF
-            flags |= ConfigFlag.SOCKET_LB_OFF if is_off else ConfigFlag.HOST_ONLY
-        if self._config.packet_path:
-            flags |= ConfigFlag.PACKET_PATH
-            if kernel_sockets.find_bit():
-                flags |= ConfigFlag.KERNEL_SOCKETS
+        flags, previous = compute_exemptions(self._config, has_exemptions), self.flags
         if not may_exempt:
             # Flags may be cleared, but not set. If the hooks were off, the sockets of pods were
             # exempt before, too, so HOST_ONLY may be set.

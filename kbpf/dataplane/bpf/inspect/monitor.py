@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Watches events as they happen: new connections, refusals, drops, evictions and failures.
+
+The programs write them to a ring buffer of this process (bpf/monitor.h), filtered and limited to a
+rate. This needs no agent. If this process is killed, the programs ignore it LIFETIME_S later; its
+ring buffer stays until another one begins.
+"""
+
+import fcntl
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Final, Self
+
+from kbpf.dataplane.bpf.changes.adopt import address_of
+from kbpf.dataplane.bpf.inspect import snapshot
+from kbpf.dataplane.bpf.inspect.failures import REASONS
+from kbpf.dataplane.bpf.maps import pinning
+from kbpf.dataplane.bpf.maps.layout import (
+    ALL_MAPS,
+    ENDPOINT_KEY,
+    EVENT,
+    MONITOR,
+    MONITOR_RINGS,
+    MONITOR_VALUE,
+    MONITORS,
+    U32,
+    U64,
+    MonitorFilter,
+    unpack_endpoint_name,
+    unpack_service_name,
+)
+from kbpf.dataplane.bpf.udp import unpack_backend
+from kbpf.errors import CapacityError, KernelError, NotFoundError
+from kbpf.kernel.bpf.objects import Map
+from kbpf.kernel.bpf.ring_buffer import RingBuffer
+from kbpf.kernel.system.pods import ClientNames
+from kbpf.model.inspection import ConnectionEvent, EventFilter, ServicePort
+
+RENEWAL_S: Final = 1.0
+LIFETIME_S: Final = 4.0
+"""renew() is to be called every RENEWAL_S; without it the programs stop after LIFETIME_S."""
+RING_BYTES: Final = 256 << 10
+"""Room for 2,700 events."""
+EVERY_MONITOR: Final = U32.pack(MONITORS)
+"""The key of `monitored_until` that says until when any process watches."""
+MAP_NAMES: Final = ("monitored_until", "monitors", "monitor_values", MONITOR_RINGS.name)
+ONE: Final = U32.pack(1)
+MAX_NAMES: Final = 10_000
+"""From this number on, the names of Services are read again."""
+
+
+class Monitor:
+    """Watches until it is closed. `rate`: at most this many events a second."""
+
+    def __init__(self, pin_dir: Path, rate: int, event_filter: EventFilter) -> None:
+        """Raises NotFoundError if nothing is pinned, and CapacityError if MONITORS others watch."""
+        self._pins = snapshot.find_pins(pin_dir)
+        self._rate, self._filter = rate, event_filter
+        self._clients, self._services = ClientNames(), dict[int, ServicePort]()
+        self._pods = dict[bytes, str]()
+        self._index, self._left_out = -1, 0
+        with ExitStack() as stack:
+            self._folder = os.open(self._pins.maps, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            stack.callback(os.close, self._folder)
+            self._maps: Mapping[str, Map] = {
+                name: stack.enter_context(_open(self._pins, name)) for name in MAP_NAMES
+            }
+            self.ring = stack.enter_context(RingBuffer("monitor_events", RING_BYTES))
+            stack.callback(self._release)
+            self.renew()
+            self._stack = stack.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stops watching; programs do nothing any more unless another process watches."""
+        self._stack.close()
+
+    # ---- what the programs see -------------------------------------------------------------------
+
+    def renew(self) -> None:
+        """Tells the programs that this process still watches. Raises NotFoundError if another agent
+        has replaced the maps.
+        """
+        if not os.fstat(self._folder).st_nlink:
+            raise NotFoundError(
+                "the maps of the agent have been replaced or removed", str(self._pins.maps),
+                "start this command again",
+            )  # fmt: skip
+        with self._locked():
+            if not self._is_ours():
+                self._claim()
+            until = U64.pack(time.monotonic_ns() + int(LIFETIME_S * 1e9))
+            self._maps["monitored_until"].update(U32.pack(self._index), until)
+            self._maps["monitored_until"].update(EVERY_MONITOR, until)
+
+    def set_filter(self, event_filter: EventFilter) -> None:
+        """Replaces the filter."""
+        with self._locked():
+            before, self._filter = self._filter, event_filter
+            if self._is_ours() and event_filter != before:
+                self._write_filter()
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Excludes other processes that watch. The lock ends with the process."""
+        fcntl.flock(self._folder, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(self._folder, fcntl.LOCK_UN)
+
+    def _is_ours(self) -> bool:
+        """Whether our ring buffer is in its place: another process takes the place of one that was
+        stopped for longer than LIFETIME_S.
+        """
+        if self._index < 0:
+            return False
+        ring_id = self._maps[MONITOR_RINGS.name].lookup(U32.pack(self._index))
+        return ring_id == U32.pack(self.ring.map.id)
+
+    def _claim(self) -> None:
+        """Takes a free place, and removes what killed processes have left in all of them."""
+        now = time.monotonic_ns()
+        free = [index for index in range(MONITORS) if self._until(index) <= now]
+        if not free:
+            raise CapacityError(
+                f"{MONITORS} commands watch events on this node already", str(self._pins.root),
+                "end one of them: `kbpf monitor`, or `kbpf top --by clients`",
+            )  # fmt: skip
+        for index in free:
+            self._clear(index)
+        self._index = free[0]
+        self._maps[MONITOR_RINGS.name].update(U32.pack(self._index), U32.pack(self.ring.map.fd))
+        self._write_filter()
+
+    def _release(self) -> None:
+        with self._locked():
+            if not self._is_ours():
+                return
+            self._clear(self._index)
+            latest = max(map(self._until, range(MONITORS)))
+            latest = latest if latest > time.monotonic_ns() else 0
+            self._maps["monitored_until"].update(EVERY_MONITOR, U64.pack(latest))
+
+    def _until(self, index: int) -> int:
+        (until,) = U64.unpack(self._maps["monitored_until"].lookup(U32.pack(index)) or bytes(8))
+        return int(until)
+
+    def _clear(self, index: int) -> None:
+        self._maps["monitored_until"].update(U32.pack(index), U64.pack(0))
+        self._maps[MONITOR_RINGS.name].delete(U32.pack(index))
+        self._maps["monitors"].update(U32.pack(index), bytes(MONITOR.size))
+        self._delete_values(index)
+
+    def _delete_values(self, index: int) -> None:
+        values = self._maps["monitor_values"]
+        for key in [key for key, _ in values.items() if MONITOR_VALUE.unpack(key)[0] == index]:
+            values.delete(key)
+
+    def _write_filter(self) -> None:
+        """Writes the settings. While the values change, the programs filter by reason only, and
+        admits() does the rest.
+        """
+        self._write_settings(MonitorFilter(0))
+        self._delete_values(self._index)
+        filters = MonitorFilter(0)
+        values = self._maps["monitor_values"]
+        keys = list(_filter_values(self._filter))
+        try:
+            for kind, value in keys:
+                values.update(MONITOR_VALUE.pack(self._index, kind, value), ONE)
+        except KernelError:  # full: the programs let all pass
+            self._delete_values(self._index)
+        else:
+            for wanted, kind in (
+                (self._filter.services is not None, MonitorFilter.SERVICE),
+                (self._filter.address is not None, MonitorFilter.ADDRESS),
+                (self._filter.cgroups is not None, MonitorFilter.CGROUP),
+            ):
+                filters |= kind if wanted else MonitorFilter(0)
+        self._write_settings(filters)
+
+    def _write_settings(self, filters: MonitorFilter) -> None:
+        self._left_out += self._read_left_out()
+        reasons = sum(1 << reason for reason in self._filter.reasons)
+        settings = (0, 10**9 // self._rate, self._rate, 0, reasons, filters)
+        self._maps["monitors"].update(U32.pack(self._index), MONITOR.pack(*settings))
+
+    # ---- what this process reads -----------------------------------------------------------------
+
+    @property
+    def left_out(self) -> int:
+        """How many events were not shown so far, since they were above the rate."""
+        return self._left_out + self._read_left_out()
+
+    def _read_left_out(self) -> int:
+        raw = self._maps["monitors"].lookup(U32.pack(self._index))
+        return int(MONITOR.unpack(raw or bytes(MONITOR.size))[3])
+
+    def read(self) -> list[ConnectionEvent]:
+        """The events since the last call."""
+        values = [EVENT.unpack(record) for record in self.ring.read()]
+        self._pods.clear()  # another Pod may get the address
+        self._clients.learn(value[1] for value in values)
+        offset = time.time() - time.monotonic()
+        events = (self._build_event(value, offset) for value in values)
+        return [event for event in events if self._filter.admits(event)]
+
+    def _build_event(
+        self, value: tuple[int, int, bytes, bytes, bytes, int, int, int], offset: float
+    ) -> ConnectionEvent:
+        when, cgroup, client, frontend, backend, service, _, reason = value
+        path, pod = self._clients.describe(cgroup)
+        return ConnectionEvent(
+            when / 1e9 + offset,
+            REASONS[reason],
+            self._find_service(service),
+            address_of(frontend),
+            unpack_backend(backend) if any(backend) else None,
+            address_of(client) if any(client) else None,
+            cgroup,
+            path,
+            pod,
+            self._find_pod(service, backend) if any(backend) else "",
+        )
+
+    def _find_service(self, number: int) -> ServicePort:
+        if number not in self._services:
+            raw = self._look_up("service_names", U32.pack(number)) if number else None
+            if len(self._services) >= MAX_NAMES:
+                self._services.clear()
+            name = unpack_service_name(raw) if raw else None
+            self._services[number] = ServicePort(number, name)
+        return self._services[number]
+
+    def _find_pod(self, service: int, backend: bytes) -> str:
+        """``namespace/name`` of the Pod of a backend; "" if it is not known."""
+        key = ENDPOINT_KEY.pack(service, backend)
+        if key not in self._pods:
+            raw = self._look_up("endpoint_names", key)
+            pod = unpack_endpoint_name(raw)[0] if raw else ""
+            name = self._find_service(service).key
+            self._pods[key] = f"{name.namespace}/{pod}" if pod and name else ""
+        return self._pods[key]
+
+    def _look_up(self, name: str, key: bytes) -> bytes | None:
+        """From the map that is pinned now: the agent replaces it by a larger one when it grows."""
+        with _open(self._pins, name) as map_:
+            return map_.lookup(key)
+
+
+def _open(pins: pinning.Pins, name: str) -> Map:
+    return pinning.open_map(pins.maps / name, ALL_MAPS[name])
+
+
+def _filter_values(wanted: EventFilter) -> Iterator[tuple[MonitorFilter, bytes]]:
+    """The values that each filter admits, as struct monitor_value has them."""
+    for number in wanted.services or ():
+        yield MonitorFilter.SERVICE, _pack_id(number)
+    if wanted.services is not None:
+        for address in wanted.frontends:
+            yield MonitorFilter.FRONTEND, address
+    if wanted.address is not None:
+        yield MonitorFilter.ADDRESS, wanted.address
+    for number in wanted.cgroups or ():
+        yield MonitorFilter.CGROUP, _pack_id(number)
+
+
+def _pack_id(number: int) -> bytes:
+    return U64.pack(number) + bytes(8)

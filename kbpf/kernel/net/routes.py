@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Asks the kernel for the route of one packet, as `ip route get` does."""
+
+import errno
+import os
+import socket
+import struct
+from typing import Final
+
+from kbpf.errors import KernelError
+from kbpf.kernel.net.netlink import Rtnetlink, pack_attribute, parse_attributes, parse_int32
+from kbpf.kernel.net.uapi import (
+    RTA_DST,
+    RTA_GATEWAY,
+    RTA_IIF,
+    RTA_OIF,
+    RTA_PREFSRC,
+    RTA_SRC,
+    RTA_VIA,
+    RTM_GETROUTE,
+    RTM_NEWROUTE,
+    RTN_LOCAL,
+    RTN_UNICAST,
+)
+from kbpf.model.address import V4_PREFIX, Addr, family_of
+from kbpf.model.inspection import Route
+
+_RTMSG: Final = struct.Struct("=BBBBBBBBI")
+"""struct rtmsg: family, lengths of destination and source, tos, table, protocol, scope, type,
+flags.
+"""
+_U32: Final = struct.Struct("=I")
+ERROR_WORDS: Final = {
+    errno.EXDEV: "rp_filter drops it: the route to its source uses another device",
+    errno.EHOSTUNREACH: "no route, or IP forwarding is off",
+    errno.EINVAL: "the kernel drops it: its source address is invalid there",
+}
+"""What an error of RTM_GETROUTE says about such a packet; others have their usual words."""
+
+
+def find_route(to: Addr, source: Addr | None = None, came_in_by: int = 0) -> Route:
+    """The route of a packet to this address. `came_in_by`: the ifindex of the device on which the
+    packet arrives; the kernel then also decides whether it accepts it there (rp_filter, IP
+    forwarding). 0: this node sends it.
+    """
+    is_v4 = family_of(to) == 4
+    width = 32 if is_v4 else 128
+    source = source if source is not None and family_of(source) == family_of(to) else None
+    body = _RTMSG.pack(
+        socket.AF_INET if is_v4 else socket.AF_INET6, width, width if source else 0,
+        0, 0, 0, 0, 0, 0,
+    ) + pack_attribute(RTA_DST, _wire(to))  # fmt: skip
+    if source is not None:
+        body += pack_attribute(RTA_SRC, _wire(source))
+    if came_in_by:
+        body += pack_attribute(RTA_IIF, _U32.pack(came_in_by))
+    try:
+        with Rtnetlink() as netlink:
+            messages = netlink.request(RTM_GETROUTE, body)
+    except KernelError as error:
+        return Route(error=ERROR_WORDS.get(error.errno, os.strerror(error.errno)))
+    for message in messages:
+        if message.msg_type == RTM_NEWROUTE:
+            return _parse(message.body)
+    return Route(error="the kernel sent no answer")
+
+
+def _parse(body: bytes) -> Route:
+    kind = _RTMSG.unpack_from(body)[7]
+    attributes = parse_attributes(body[_RTMSG.size :])
+    ifindex = parse_int32(attributes.get(RTA_OIF))
+    if kind not in (RTN_UNICAST, RTN_LOCAL):
+        return Route(error=f"its route is of type {kind}, which is no way to a host")
+    return Route(
+        ifindex=ifindex,
+        device=_name_of(ifindex),
+        gateway=_address(attributes.get(RTA_GATEWAY) or attributes.get(RTA_VIA, b"")[2:]),
+        source=_address(attributes.get(RTA_PREFSRC, b"")),
+        is_local=kind == RTN_LOCAL,
+    )
+
+
+def _name_of(ifindex: int) -> str:
+    try:
+        return socket.if_indextoname(ifindex)
+    except OSError:  # removed meanwhile
+        return str(ifindex)
+
+
+def _wire(address: Addr) -> bytes:
+    return address[12:] if family_of(address) == 4 else address
+
+
+def _address(raw: bytes) -> Addr | None:
+    if len(raw) == 4:
+        return Addr(V4_PREFIX + raw)
+    return Addr(raw) if len(raw) == 16 else None
