@@ -155,8 +155,10 @@ def find_device_frontends(
 
 
 def is_listening(at: FrontendAddress, listeners: Set[FrontendAddress]) -> bool:
-    """Whether one of the `listeners`, wildcards included, accepts what arrives at this address."""
-    candidates = (at.address, _ANY[family_of(at.address)], ANY6)
+    """Whether one of the `listeners`, wildcards included, accepts what arrives at this address. One
+    that accepts both families is listed as both.
+    """
+    candidates = (at.address, _ANY[family_of(at.address)])
     return any(at._replace(address=candidate) in listeners for candidate in candidates)
 
 

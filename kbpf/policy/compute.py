@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import (
     Callable,
     Collection,
+    Container,
     Generator,
     Iterable,
     Iterator,
@@ -50,7 +51,12 @@ from kbpf.policy.admission import (
     is_on_device,
     refusal_reason,
 )
-from kbpf.policy.endpoints import is_external_local, local_endpoint_addresses, select_endpoints
+from kbpf.policy.endpoints import (
+    EndpointExplanation,
+    is_external_local,
+    local_endpoint_addresses,
+    select_endpoints,
+)
 from kbpf.policy.frontends import (
     Claims,
     compute_frontends,
@@ -116,7 +122,11 @@ def compute_service_states(
     limits, backend_count, frontend_count = _service_limits(config.sizes), 0, 0
     for family in service_families(service):
         local_endpoints = local_endpoint_addresses(slices, node, family)
-        endpoint_count = sum(len(slice_.endpoints) for slice_ in slices if slice_.family == family)
+        # One tuple for all ports.
+        family_slices = tuple(
+            sorted((s for s in slices if s.family == family), key=lambda slice_: slice_.name)
+        )
+        endpoint_count = sum(len(slice_.endpoints) for slice_ in family_slices)
         ranges: tuple[Cidr, ...] | None = None  # computed once for all ports, and only if needed
         for port in ports:
             # Upper bounds, known before anything is computed: every endpoint, and ClusterIP,
@@ -154,7 +164,23 @@ def compute_service_states(
                 left_to_node=left_to_node,
                 node_port_ranges=node_port_ranges,
                 created=service.creation_timestamp,
+                slices=family_slices,
             )
+
+
+def explain_port(
+    service: Service,
+    slices: Sequence[EndpointSlice],
+    node: Node,
+    config: Config,
+    key: ServicePortKey,
+) -> tuple[EndpointExplanation, ...]:
+    """Why each endpoint is in the sets of this port's state or not; () if it has no such port."""
+    service = _apply_annotation_setting(service, config.service_annotations)
+    ports = {_port_key(service, port, key.family): port for port in service.ports}
+    if key not in ports:
+        return ()
+    return select_endpoints(slices, ports[key], service, node, key.family).explain()
 
 
 @lru_cache(maxsize=4)
@@ -265,13 +291,13 @@ def compute_desired_state(
     for slice_ in slices:
         by_service[slice_.service_name].append(slice_)
         pod_ips |= pod_addresses(slice_)
-    node_state = _compute_node_state(node, local_addresses, config, pods)
+    node_ips = {address for other_node in other_nodes for address in other_node.addresses}
+    node_state = _compute_node_state(node, local_addresses, config, pods, node_ips)
     api_slices = by_service.get(API_SERVER, ())
     reserved_addresses = compute_reserved(
         node, local_addresses, api_servers, listeners, device_listeners, api_slices, config
     )
     ranges = config.node_port_source_ranges
-    node_ips = {address for other_node in other_nodes for address in other_node.addresses}
     context = AdmissionContext(
         reserved_addresses,
         pod_ips.__contains__,
@@ -301,10 +327,15 @@ class NodeState(NamedTuple):
     local_networks: tuple[Cidr, ...] = ()
     exempt_pods: tuple[str, ...] = ()
     exempt_pods_known: bool = False
+    other_node_addresses: Container[Addr] = ()
 
 
 def _compute_node_state(
-    node: Node, local_addresses: Collection[Addr], config: Config, pods: Iterable[Pod] | None
+    node: Node,
+    local_addresses: Collection[Addr],
+    config: Config,
+    pods: Iterable[Pod] | None,
+    other_nodes: Container[Addr],
 ) -> NodeState:
     return NodeState(
         node_port_addresses(node, local_addresses, config),
@@ -312,6 +343,7 @@ def _compute_node_state(
         local_networks(node, config),
         tuple(sorted(pod.uid for pod in pods or () if config.mesh_pods or not pod.mesh)),
         pods is not None,
+        other_nodes,
     )
 
 
@@ -388,7 +420,9 @@ class DesiredStateBuilder:
         """Updates what does not depend on Services; returns the Services that must be computed
         again.
         """
-        node_state = _compute_node_state(store.node, local_addresses, config, store.pods)
+        node_state = _compute_node_state(
+            store.node, local_addresses, config, store.pods, store.other_node_addresses
+        )
         self.node_state = node_state._replace(exempt_pods_known=Kind.POD in store.synced)
         api_slices = store.slices(API_SERVER)
         reserved_addresses = compute_reserved(

@@ -13,7 +13,7 @@ Rules (kube-proxy's endpointslicecache.go, and CategorizeEndpoints in topology.g
 - Weights come last: they remove backends from a chosen set and never add one.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from enum import StrEnum
 from typing import Final, NamedTuple
 
@@ -38,6 +38,9 @@ MAX_LINEAR_PORTS: Final = 8
 """Up to this many ports of a slice are searched linearly."""
 
 MAX_PORT_INDEXES: Final = 64
+
+EndpointCopies = dict[tuple[Addr, int], tuple[EndpointSlice, int]]
+"""Address and port of an endpoint → the copy that is used: its slice, and its index there."""
 
 
 class TopologyMode(StrEnum):
@@ -74,7 +77,7 @@ _READY_BY_MODE = {
 
 class EndpointExplanation(NamedTuple):
     """The decision about one endpoint of one slice. `port` is 0 if the slice lacks the port;
-    `cluster` and `local` are whether it is in these sets.
+    `cluster` and `local` are whether it is in these sets; `pod` is "" if it is none.
     """
 
     endpoint: Endpoint
@@ -84,6 +87,7 @@ class EndpointExplanation(NamedTuple):
     local: bool
     reason: EndpointReason
     text: str
+    pod: str = ""
 
 
 class EndpointSelection(msgspec.Struct, frozen=True):
@@ -117,7 +121,7 @@ class EndpointSelection(msgspec.Struct, frozen=True):
         for slice_ in sorted(family_slices, key=lambda slice_: slice_.name):
             # 0: endpoints of a slice without this port get a line, too.
             for number in _port_numbers(slice_, self.port, self.family) or (0,):
-                for endpoint in slice_.endpoints:
+                for endpoint, pod in zip(slice_.endpoints, slice_.pods, strict=True):
                     backend = Backend(endpoint.address, number, self.port.protocol)
                     # `is`: copies in other slices may be equal
                     is_effective = effective.get(backend) is endpoint
@@ -137,7 +141,7 @@ class EndpointSelection(msgspec.Struct, frozen=True):
                         )
                     explanations.append(
                         EndpointExplanation(
-                            endpoint, slice_.name, number, *membership, *explanation
+                            endpoint, slice_.name, number, *membership, *explanation, pod
                         )
                     )
         return tuple(explanations)
@@ -313,17 +317,32 @@ def merge_endpoints(
 
 def _effective_copies(
     slices: Iterable[EndpointSlice], port: ServicePort | SlicePort, family: int
-) -> dict[tuple[Addr, int], tuple[EndpointSlice, int]]:
+) -> EndpointCopies:
     """Maps (address, port) to the endpoint copy that is used: its slice and its index there."""
-    copies: dict[tuple[Addr, int], tuple[EndpointSlice, int]] = {}
+    copies: EndpointCopies = {}
     for slice_ in sorted(slices, key=lambda slice_: slice_.name):
-        for number in _port_numbers(slice_, port, family):
-            for i, endpoint in enumerate(slice_.endpoints):
-                addr_port = (endpoint.address, number)
-                # The last copy that is not terminating, else the first one.
-                if not endpoint.terminating or addr_port not in copies:
-                    copies[addr_port] = (slice_, i)
+        add_copies(copies, slice_, port, family)
     return copies
+
+
+def add_copies(
+    copies: EndpointCopies,
+    slice_: EndpointSlice,
+    port: ServicePort | SlicePort,
+    family: int,
+    only: Container[Addr] | None = None,
+) -> None:
+    """Adds the endpoints of one slice; slices have to be added in the order of their names. `only`:
+    leaves out all other addresses.
+    """
+    for number in _port_numbers(slice_, port, family):
+        for i, endpoint in enumerate(slice_.endpoints):
+            if only is not None and endpoint.address not in only:
+                continue
+            addr_port = (endpoint.address, number)
+            # The last copy that is not terminating, else the first one.
+            if not endpoint.terminating or addr_port not in copies:
+                copies[addr_port] = (slice_, i)
 
 
 def _port_numbers(slice_: EndpointSlice, port: ServicePort | SlicePort, family: int) -> list[int]:

@@ -20,7 +20,7 @@ from typing import Final, NamedTuple
 
 from msgspec.structs import replace
 
-from kbpf.model.address import ANY4, ANY6, V4_PREFIX, Addr, family_of
+from kbpf.model.address import ANY4, ANY6, LOOPBACK6, V4_PREFIX, Addr, family_of, is_loopback
 from kbpf.model.config import Config, LocalMode
 from kbpf.model.desired import (
     Frontend,
@@ -34,9 +34,7 @@ from kbpf.model.objects import Cidr, Node, Service, ServicePort
 _ANY: Final = {4: ANY4, 6: ANY6}
 _UNSPECIFIED: Final = frozenset((ANY4, ANY6))
 """As a frontend's address they mean "NodePort", so no Service may list them."""
-_LOOPBACK4: Final = V4_PREFIX + b"\x7f"
 _LOCALHOST4: Final = Addr(V4_PREFIX + bytes((127, 0, 0, 1)))
-_LOOPBACK6: Final = Addr(bytes(15) + b"\x01")
 
 _RANK: Final = {
     FrontendKind.CLUSTER_IP: 0,
@@ -130,7 +128,7 @@ def masquerade_addresses(node: Node, local_addresses: Collection[Addr]) -> tuple
     """
     candidates = (*node.addresses, *sorted(local_addresses))
     # Reversed, since a dict keeps the last value of each key: here the first of each family.
-    first = {family_of(addr): addr for addr in reversed(candidates) if not _is_loopback(addr)}
+    first = {family_of(addr): addr for addr in reversed(candidates) if not is_loopback(addr)}
     return tuple(sorted(first.values()))
 
 
@@ -160,8 +158,8 @@ def node_port_addresses(
     family, and the local addresses in the networks; a family without networks uses only the former.
     """
     first = {family_of(addr): addr for addr in reversed(node.addresses)}
-    primary = {addr for addr in first.values() if not _is_loopback(addr)}
-    local = {addr for addr in local_addresses if not _is_loopback(addr)}
+    primary = {addr for addr in first.values() if not is_loopback(addr)}
+    local = {addr for addr in local_addresses if not is_loopback(addr)}
     if config.all_node_port_addresses:
         addresses = local
     elif config.node_port_addresses:
@@ -185,11 +183,11 @@ def node_port_problem(local_addresses: Collection[Addr], config: Config) -> str:
     if config.all_node_port_addresses or config.primary_node_ports:
         return ""
     families = []
-    for family, loopback in ((4, _LOCALHOST4), (6, _LOOPBACK6)):
+    for family, loopback in ((4, _LOCALHOST4), (6, LOOPBACK6)):
         networks = [n for n in config.node_port_addresses if family_of(n.address) == family]
         reachable = [
             addr for addr in local_addresses
-            if family_of(addr) == family and not _is_loopback(addr) and not _is_link_local(addr)
+            if family_of(addr) == family and not is_loopback(addr) and not _is_link_local(addr)
         ]  # fmt: skip
         if not networks or not reachable or any(n.contains(loopback) for n in networks):
             continue
@@ -308,10 +306,6 @@ def _is_usable(addr: Addr, family: int) -> bool:
 
 def _is_link_local(addr: Addr) -> bool:
     return addr[0] == 0xFE and addr[1] & 0xC0 == 0x80
-
-
-def _is_loopback(addr: Addr) -> bool:
-    return addr.startswith(_LOOPBACK4) or addr == _LOOPBACK6
 
 
 def _is_listed(addr: Addr, networks: Iterable[Cidr]) -> bool:

@@ -131,6 +131,11 @@ class ObjectStore:
         """Whether a Pod behind any Service has this address."""
         return address in self._pod_addresses
 
+    @property
+    def other_node_addresses(self) -> Collection[Addr]:
+        """The addresses of other Nodes: a live view."""
+        return self._node_addresses.keys()
+
     def has_node(self, address: Addr) -> bool:
         """Whether another Node has this address."""
         return address in self._node_addresses

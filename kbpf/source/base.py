@@ -1,17 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of every source of objects: the API server and the folder of YAML.
+"""The interface of every source of objects: the API server, the folder of YAML, the recording.
 
 A source emits only Upsert, Delete, Rejected and Synced. It never emits Delete because it failed to
 read something: what it emitted last stays in force.
 """
 
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import Final, Protocol
 
-from kbpf.model.events import Event, Kind
+from kbpf.errors import SourceError
+from kbpf.kernel.system import threads
+from kbpf.model.events import REQUIRED_KINDS, Event, Kind
+
+LIST_TIMEOUT_S: Final = 120.0
+POLL_INTERVAL_S: Final = 0.05
 
 EventHandler = Callable[[Event], None]
 """Receives the events, in the source's own thread."""
@@ -55,6 +61,31 @@ class SourceStatus:
     drift: int = 0
 
 
+class FileSource:
+    """What the sources that read files have in common: all kinds, one thread, and a status, which
+    only the thread replaces.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._stop = threading.Event()
+        self._thread: threads.SupervisedThread | None = None
+        self._status = SourceStatus(name, self.kinds)
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """All kinds: a kind without objects is synced and empty."""
+        return tuple(Kind)
+
+    def stop(self) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.stop()
+
+    def status(self) -> SourceStatus:
+        """The current status. Thread-safe."""
+        return self._status
+
+
 class Source(Protocol):
     """A thread that turns the objects of an API server or a folder into events."""
 
@@ -73,3 +104,25 @@ class Source(Protocol):
 
     def run(self, stop: threading.Event) -> None:
         """The body of the thread. Setting `stop` ends it eventually; stop() ends it at once."""
+
+
+def wait_until_listed(
+    sources: Sequence[Source], is_over: Callable[[], bool] = lambda: False
+) -> None:
+    """Returns when `is_over`, or once all kinds are listed, except Pods if they may not be listed.
+    Raises SourceError at the first failure: a command does not wait for a server that is down.
+    """
+    deadline = time.monotonic() + LIST_TIMEOUT_S
+    while not is_over():
+        statuses = [source.status() for source in sources]
+        required = [s for s in statuses if not {*s.kinds}.isdisjoint(REQUIRED_KINDS)]
+        if all(s.synced or s.state is SourceState.FORBIDDEN for s in statuses):
+            return
+        if errors := [s.error for s in required if s.error]:
+            raise SourceError(errors[0])
+        if all(s.synced for s in required) and any(s.error for s in statuses):
+            return  # Pods are optional
+        if time.monotonic() > deadline:
+            names = ", ".join(s.name for s in statuses if not s.synced)
+            raise SourceError(f"no complete list of {names} after {LIST_TIMEOUT_S:.0f} s")
+        time.sleep(POLL_INTERVAL_S)

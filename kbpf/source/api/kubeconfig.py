@@ -92,7 +92,7 @@ def in_cluster_access(environ: Mapping[str, str], root: Path = SERVICE_ACCOUNT) 
         raise ConfigError(
             "no API server: neither --kubeconfig nor --master, and not in a pod",
             "KUBERNETES_SERVICE_HOST",
-            "give --kubeconfig FILE, or --source DIR to work without a cluster",
+            "give --kubeconfig FILE; `kbpf run --source DIR` works without a cluster",
         )
     for name in ("token", "ca.crt"):
         if not (root / name).is_file():

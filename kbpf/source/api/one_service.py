@@ -4,6 +4,7 @@ this node's Node.
 """
 
 import contextlib
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Final, NamedTuple
@@ -14,6 +15,7 @@ import msgspec
 from kbpf.errors import NotFoundError, SourceError
 from kbpf.model.objects import EndpointSlice, Node, Service
 from kbpf.source.api.credentials import MAX_PAGES_BYTES, Cluster
+from kbpf.source.api.pages import decode_page, process_pages
 from kbpf.source.api.resource import (
     SERVICES,
     SLICES,
@@ -24,9 +26,19 @@ from kbpf.source.api.resource import (
 from kbpf.source.api.transport import ApiConnection
 from kbpf.source.decode import decode, wire
 
-MAX_PAGES: Final = 100
+MAX_LIST_S: Final = 60.0
 TIMEOUT_S: Final = 20.0
-_PAGE_DECODER: Final = msgspec.json.Decoder(wire.ListPage)
+
+
+class _PodSpec(msgspec.Struct, rename={"node": "nodeName"}):
+    node: str = ""
+
+
+class _Pod(msgspec.Struct):
+    spec: _PodSpec = msgspec.field(default_factory=_PodSpec)
+
+
+_POD_DECODER: Final = msgspec.json.Decoder(_Pod)
 
 
 class ServiceObjects(NamedTuple):
@@ -77,24 +89,39 @@ def read(cluster: Cluster, namespace: str, name: str, node_name: str) -> Service
     return ServiceObjects(services[0], slices, (*nodes, Node(node_name))[0], tuple(errors))
 
 
+def find_node_of_pod(cluster: Cluster, namespace: str, name: str) -> str:
+    """The node of a Pod; "" if there is no such Pod, or it is on none. Raises SourceError."""
+    path = f"/api/v1/namespaces/{quote(namespace, safe='')}/pods/{quote(name, safe='')}"
+    with contextlib.closing(ApiConnection(cluster, response_timeout=TIMEOUT_S)) as connection:
+        response = connection.request(path)
+        body = response.read(MAX_PAGES_BYTES, TIMEOUT_S, "a Pod")
+    if response.status != 200:
+        return ""
+    try:
+        return _POD_DECODER.decode(body).spec.node
+    except msgspec.MsgspecError as error:
+        raise SourceError("the response is not a Pod", cluster.url) from error
+
+
 def _list(
     connection: ApiConnection, cluster: Cluster, resource: Resource
-) -> Iterator[decode.DecodedObject]:
-    token = ""
-    for _ in range(MAX_PAGES):
+) -> list[decode.DecodedObject]:
+    objects: list[decode.DecodedObject] = []
+    deadline = time.monotonic() + MAX_LIST_S
+
+    def list_page(token: str) -> wire.ListMeta:
+        if time.monotonic() > deadline:
+            raise SourceError(f"the {resource.name} are not complete after {MAX_LIST_S:.0f} s",
+                              cluster.url)  # fmt: skip
         response = connection.request(resource.page_query(token), accept=resource.accept(False))
         if response.status != 200:
             raise make_status_error(
                 resource, response.status, response.reason, response.read_error_body(),
                 cluster.access.where,
             )  # fmt: skip
-        body = response.read(MAX_PAGES_BYTES, TIMEOUT_S, f"a page of {resource.name}")
-        try:
-            page = _PAGE_DECODER.decode(body)
-        except msgspec.MsgspecError as error:
-            raise SourceError("the response is not a list", cluster.url) from error
-        yield from (decode.decode_object(resource.kind, raw) for raw in page.items or ())
-        token = page.metadata.continue_ or ""
-        if not token:
-            return
-    raise SourceError(f"more than {MAX_PAGES} pages of {resource.name}", cluster.url)
+        page = decode_page(response.read(MAX_PAGES_BYTES, TIMEOUT_S, f"a page of {resource.name}"))
+        objects.extend(decode.decode_object(resource.kind, raw) for raw in page.items or ())
+        return page.metadata
+
+    process_pages(list_page)
+    return objects

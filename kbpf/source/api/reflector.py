@@ -42,6 +42,7 @@ from kbpf.kernel.system import threads
 from kbpf.model.events import Kind, ObjectKey, Synced
 from kbpf.source.api.backoff import Backoff
 from kbpf.source.api.credentials import MAX_PAGES_BYTES, Cluster
+from kbpf.source.api.pages import decode_page, process_pages
 from kbpf.source.api.resource import (
     PAGE_SIZE,
     HttpStatusError,
@@ -64,7 +65,6 @@ from kbpf.source.api.watch import (
 )
 from kbpf.source.base import EventHandler, SourceState, SourceStatus
 from kbpf.source.decode import decode, wire
-from kbpf.source.decode.fields import format_json_error
 
 log = logging.getLogger("kbpf.source")
 
@@ -87,9 +87,6 @@ MAX_FORBIDDEN_RETRY: Final = 300.0
 """The longest interval between two attempts to watch an optional resource without permission. The
 first ones are short: an API server that starts answers 403 until it has read its RBAC rules."""
 IN_FORCE_HINT: Final = "what is programmed stays in force"
-COUNT_ITEMS_FROM_BYTES: Final = 1 << 20
-"""The items of a page larger than this many bytes are counted before they are decoded."""
-_PAGE_DECODER: Final = msgspec.json.Decoder(wire.ListPage)
 
 
 class _WatchEnded(Exception):
@@ -111,8 +108,10 @@ class Reflector:
         silence_timeout: float = SILENCE_TIMEOUT,
         relist_interval: float = RELIST_INTERVAL,
         response_timeout: float = RESPONSE_TIMEOUT,
+        decode_object: Callable[[Kind, msgspec.Raw], decode.DecodedObject] = decode.decode_object,
     ) -> None:
         self._cluster, self._resource, self._emit = cluster, resource, emit
+        self._decode_object = decode_object
         self._full_resource, self._is_narrowed = resource, False
         self._clock, self._rng, self._wait, self._silence_timeout = (
             clock,
@@ -272,48 +271,31 @@ class Reflector:
     def _list_pages(self) -> None:
         """Lists page by page. Any error, such as a 410 between pages, starts over."""
         start = self._begin_list()
-        token = ""
-        while True:
+
+        def list_page(token: str) -> wire.ListMeta:
+            if token and self._clock() - start > PAGED_LIST_TIMEOUT:
+                raise SourceError(f"the list is not complete after {PAGED_LIST_TIMEOUT:.0f} s")
             response = self._request("list", self._resource.page_query(token))
             what = f"a page of {self._resource.name}"
             with self._cluster.page_memory.lease() as reserve:
-                meta = self._process_page(
+                return self._process_page(
                     response.read(MAX_PAGES_BYTES, PAGE_TIMEOUT, what, reserve)
                 )
-            previous, token = token, meta.continue_ or ""
-            if not token:
-                break
-            if token == previous:
-                raise SourceError("the server repeats the same page")
-            if self._clock() - start > PAGED_LIST_TIMEOUT:
-                raise SourceError(f"the list is not complete after {PAGED_LIST_TIMEOUT:.0f} s")
-        self._finish_list(meta.resource_version or "")
+
+        self._finish_list(process_pages(list_page).resource_version or "")
 
     def _process_page(self, body: bytearray) -> wire.ListMeta:
         """Updates the objects of a page; returns the page's metadata."""
-        page = self._decode_page(body)
+        page = decode_page(body)
         for raw in page.items or ():
             try:
-                self._update_object(decode.decode_object(self._resource.kind, raw))
+                self._update_object(self._decode_object(self._resource.kind, raw))
             except ObjectError as error:
                 self._known_versions.mark_unreadable()
                 log.warning(
                     "cannot read an object watch=%s error=%r", self._resource.name, error.what
                 )
         return page.metadata
-
-    def _decode_page(self, body: bytearray) -> wire.ListPage:
-        try:
-            if len(body) > COUNT_ITEMS_FROM_BYTES:
-                wire.check_items(body)
-            return _PAGE_DECODER.decode(body)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            if is_html(body):
-                raise html_page_error() from error
-            hint = "is this a Kubernetes API server?"
-            raise SourceError(
-                f"the response is not a list: {format_json_error(error)}", hint=hint
-            ) from error
 
     def _stream_list(self) -> None:
         """Lists and then watches, in one stream."""
@@ -322,7 +304,10 @@ class Reflector:
             "list", self._resource.stream_query(self._watch_timeout()), self._silence_timeout
         )
         self._stream_broke_off = True  # until the end mark has arrived
-        self._process_stream(response, WatchStream(self._resource.kind, initial=True))
+        self._process_stream(
+            response,
+            WatchStream(self._resource.kind, initial=True, decode_object=self._decode_object),
+        )
 
     def _begin_list(self) -> float:
         """Starts a list; returns its start time."""
@@ -393,7 +378,7 @@ class Reflector:
         response = self._request("watch" if self._version else "list", query)
         with self._cluster.page_memory.lease() as reserve:
             what = f"a page of {resource.name}"
-            page = self._decode_page(response.read(MAX_PAGES_BYTES, PAGE_TIMEOUT, what, reserve))
+            page = decode_page(response.read(MAX_PAGES_BYTES, PAGE_TIMEOUT, what, reserve))
             item = None
             with contextlib.suppress(ObjectError):
                 item = decode.decode_object(resource.kind, page.items[0]) if page.items else None
@@ -414,7 +399,8 @@ class Reflector:
             self._silence_timeout,
         )
         self._record_success()
-        self._process_stream(response, WatchStream(self._resource.kind, self._version))
+        stream = WatchStream(self._resource.kind, self._version, decode_object=self._decode_object)
+        self._process_stream(response, stream)
 
     def _watch_timeout(self) -> int:
         # At random between one and two times the minimum, as in client-go's reflector.go.

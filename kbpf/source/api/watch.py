@@ -11,6 +11,7 @@ values.
 - No input raises. A line that is not an event yields a MalformedLine, and the stream continues.
 """
 
+from collections.abc import Callable
 from typing import Final
 
 import msgspec
@@ -75,8 +76,15 @@ _STATUS_DECODER: Final = msgspec.json.Decoder(wire.ApiStatus)
 class WatchStream:
     """The response body of one WATCH, for one kind of object."""
 
-    def __init__(self, kind: Kind, resource_version: str = "", *, initial: bool = False) -> None:
-        self._kind = kind
+    def __init__(
+        self,
+        kind: Kind,
+        resource_version: str = "",
+        *,
+        initial: bool = False,
+        decode_object: Callable[[Kind, msgspec.Raw], decode.DecodedObject] = decode.decode_object,
+    ) -> None:
+        self._kind, self._decode_object = kind, decode_object
         self._initial = initial
         self._parts: list[bytes] = []
         self._size = 0
@@ -115,7 +123,7 @@ class WatchStream:
             event = _LINE_DECODER.decode(line)
             match event.type:
                 case "ADDED" | "MODIFIED" | "DELETED":
-                    item = decode.decode_object(self._kind, event.object)
+                    item = self._decode_object(self._kind, event.object)
                     return [
                         ObjectChanged(item, event.type == "DELETED"),
                         *self._advance(item.version),

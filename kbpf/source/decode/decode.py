@@ -72,6 +72,9 @@ _LARGE_OBJECT_LOCK: Final = threading.Lock()
 MAX_ADDRESSES: Final = 1_024
 """At most this many ExternalIPs of a Service, and as many load balancer addresses; the rest is
 left out. Each costs some microseconds per port, while the changes of other tenants wait."""
+MAX_TEXT_LENGTH: Final = 253
+"""Of an endpoint's zone, which the API server does not check: a longer one is no Node's label, and
+would make each line of a table as long. No Pod has a longer name."""
 MAX_SKIPPED_LINES: Final = 100
 """Lines about left-out endpoints of one slice."""
 DEFAULT_AFFINITY_TIMEOUT: Final = 10800
@@ -480,7 +483,8 @@ def _endpoints(
         if (hints := endpoint.hints) is not None:
             zones, nodes = _hint_names(hints.for_zones), _hint_names(hints.for_nodes)
         # One string for all endpoints on a node or in a zone.
-        node_name, zone = intern(endpoint.node_name or ""), intern(endpoint.zone or "")
+        node_name, zone = intern(endpoint.node_name or ""), endpoint.zone or ""
+        zone = intern(zone if len(zone) <= MAX_TEXT_LENGTH else f"{zone[:MAX_TEXT_LENGTH]}...")
         result.append(
             Endpoint(address, is_ready, serving, terminating, node_name, zone, zones, nodes)
         )
@@ -508,7 +512,7 @@ def _pod_name(ref: wire.TargetRef) -> str:
     """Returns the name of a Pod; "" for another kind, or a name that no Pod can have."""
     name = ref.name if ref.kind == "Pod" else None
     # pack_names() separates them by line breaks.
-    return name if name and "\n" not in name else ""
+    return name if name and "\n" not in name and len(name) <= MAX_TEXT_LENGTH else ""
 
 
 def _hint_names(hints: tuple[wire.EndpointHint, ...] | None) -> tuple[str, ...] | None:

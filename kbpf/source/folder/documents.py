@@ -12,7 +12,7 @@
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from typing import Any, Final, NamedTuple
 
@@ -68,7 +68,12 @@ LocatedValue = tuple[int, str, str, Any]
 values."""
 
 
-def parse_documents(name: str, data: bytes) -> FileContents:
+Convert = Callable[[Kind, object], decode.DecodedObject]
+
+
+def parse_documents(
+    name: str, data: bytes, convert_object: Convert = decode.convert_object
+) -> FileContents:
     """Parses the objects of a file. Raises ObjectError if it is not YAML (or JSON, by its name)."""
     if len(data) > MANIFESTS.size:
         raise ObjectError(f"larger than {MANIFESTS.size >> 20} MiB", name, "split it")
@@ -89,7 +94,7 @@ def parse_documents(name: str, data: bytes) -> FileContents:
                     )
                 ignored_kinds[kind] = None
                 continue
-            item, where = _decode_item(kind, value, path), name
+            item, where = _decode_item(kind, value, path, convert_object), name
             if item.error:
                 where = f"{name}:{lines.find_line(document, item.error)}"
                 item = item._replace(error=str(ObjectError(item.error, where)))
@@ -126,7 +131,9 @@ def _suggest_kind(kind: str, value: object) -> str:
     return f"is {known_kind} meant?" if known_kind else ""
 
 
-def _decode_item(kind: str, value: dict[str, Any], path: str) -> decode.DecodedObject:
+def _decode_item(
+    kind: str, value: dict[str, Any], path: str, convert_object: Convert
+) -> decode.DecodedObject:
     """Decodes one object after filling in an API server's defaults. `path` is its path in the
     document.
     """
@@ -140,7 +147,7 @@ def _decode_item(kind: str, value: dict[str, Any], path: str) -> decode.DecodedO
         value["ports"] = [
             {"name": "", **port} if isinstance(port, dict) else port for port in ports
         ]
-    item = decode.convert_object(Kind(kind), value)
+    item = convert_object(Kind(kind), value)
     return item._replace(error=path + item.error) if item.error else item
 
 
