@@ -16,15 +16,18 @@ from typing import Final
 from kbpf import __version__
 from kbpf.agent import conntrack_sysctls
 from kbpf.agent.applier import RETRY_INTERVAL_S
+from kbpf.agent.failing_backends import FailingBackendReporter
 from kbpf.agent.inbox import Inbox, Item, Wake
 from kbpf.agent.problems import Problems
 from kbpf.agent.reconciler import Reconciler
 from kbpf.agent.recorder import Recorder
 from kbpf.agent.refusals import LimitReporter, RefusalReporter
 from kbpf.agent.reporter import Reporter
+from kbpf.agent.self_check import SelfCheck
+from kbpf.dataplane import host
 from kbpf.dataplane.base import DataPlane
 from kbpf.errors import KbpfError
-from kbpf.kernel.net import addresses, dummy
+from kbpf.kernel.net import addresses
 from kbpf.kernel.system.threads import SupervisedThread
 from kbpf.model.address import Addr
 from kbpf.model.config import Config, Serving
@@ -32,7 +35,6 @@ from kbpf.model.events import Event, Synced
 from kbpf.model.status import AgentStatus
 from kbpf.serve.server import AgentServer
 from kbpf.source.base import Source
-from kbpf.takeover import conntrack_keepalive
 
 log = logging.getLogger("kbpf.agent")
 
@@ -70,9 +72,12 @@ class Agent:
         problems, events = Problems(), self._server.events
         limits, refusals = LimitReporter(events, problems), RefusalReporter(events, problems)
         self.reconciler = Reconciler(config, plane, self._sources, self._recorder, refusals, limits)
+        self._self_check = SelfCheck(
+            config, lambda: plane.shared, FailingBackendReporter(events), self._compare_soon
+        )
         self.reporter = Reporter(
             config, plane, self._server, self._sources, self.reconciler, self._recorder,
-            limits, problems,
+            limits, problems, self._self_check,
         )  # fmt: skip
         self._conntrack_sysctls = conntrack_sysctls.ConntrackSysctls(config.conntrack)
         self._stop = threading.Event()
@@ -96,6 +101,11 @@ class Agent:
                 return
             self.reconciler.api_servers = (*api_servers, (address, port))[-MAX_API_SERVERS:]
         self._inbox.put(Wake("server"))
+
+    def _compare_soon(self) -> None:
+        """Called by the thread `self-check` when connections are not translated."""
+        self.reconciler.applier.compare_soon()
+        self._inbox.put(Wake("self-check"))
 
     def run(self) -> None:
         """Opens the data plane, starts the sources and serves until stop().
@@ -126,8 +136,9 @@ class Agent:
             ADDRESS_WATCH_TIMEOUT_S,
         )
         try:
-            self.reconciler.node_addresses = self._read_node_addresses()
+            self.reconciler.node_addresses = host.read_node_addresses(self._config)
             address_watcher.start()
+            self._self_check.start()
             for source in self._sources:
                 source.start()
             choice = self._plane.status().choice
@@ -140,6 +151,7 @@ class Agent:
             for source in self._sources:
                 source.stop()
             address_watcher.stop()
+            self._self_check.stop()
             self._plane.close()
         log.info("stopped; the data plane continues to serve what is programmed")
 
@@ -166,7 +178,7 @@ class Agent:
         reconciler, before = self.reconciler, self.reconciler.state
         reconciler.take(events)
         if any(isinstance(item, Wake) and item.reason == "addresses" for item in items):
-            reconciler.set_node_addresses(self._read_node_addresses())
+            reconciler.set_node_addresses(host.read_node_addresses(self._config))
         reconciler.reconcile()
         reconciler.report_settled()
         self.reporter.report_objects(events)
@@ -191,17 +203,6 @@ class Agent:
     def status(self) -> AgentStatus:
         """The agent's status. Call from its thread."""
         return self.reporter.status()
-
-    def _read_node_addresses(self) -> tuple[Addr, ...]:
-        """Reads the node's own addresses. Dummy devices of IPVS data planes are excluded: they
-        hold Service addresses, and the name of ours may have been changed since.
-        """
-        excluded_devices = (
-            self._config.ipvs_device,
-            *conntrack_keepalive.SERVICE_DEVICES,
-            *dummy.list_ours(),
-        )
-        return addresses.local_addresses(*excluded_devices)
 
     def _seconds_until_due(self) -> float:
         """Returns the seconds until the next task is due."""

@@ -17,6 +17,7 @@ from kbpf.dataplane.base import DataPlane, Report
 from kbpf.errors import KbpfError, LastError
 from kbpf.model.config import Config
 from kbpf.model.desired import DesiredState, ServicePortKey
+from kbpf.model.status import VerifiedPart
 
 log = logging.getLogger("kbpf.agent")
 
@@ -46,6 +47,8 @@ class Applier:
         self.retry_due = 0.0
         self._last = float("-inf")  # time.monotonic(), like the others
         self._resync_due = 0.0  # not before the first apply
+        self.compared: VerifiedPart | None = None
+        """What the last comparison of everything had to repair; None before the first."""
 
     def advance(self, outcome: Outcome) -> None:
         self.state = TRANSITIONS[self.state][outcome]
@@ -100,6 +103,8 @@ class Applier:
             "all" if keys is None else len(keys), written, self.last_ms,
         )  # fmt: skip
         self._recorder.applied(keys, seconds, written, is_resync)
+        if is_resync:
+            self.compared = VerifiedPart("maps", written, time.time())
         if is_resync and written:
             counts = " ".join(f"{name}={n}" for name, n in sorted(report.writes.items()) if n)
             log.warning("another process had changed the programmed state; repaired: %s", counts)
@@ -108,6 +113,10 @@ class Applier:
         more_room = len(report.refused) < len(self._limits.refused)
         self.retry_due = self._last + (0.0 if more_room else RETRY_INTERVAL_S)
         self._limits.report(report)
+
+    def compare_soon(self) -> None:
+        """Makes the comparison of everything due. Any thread may call."""
+        self._resync_due = 0.0
 
     @property
     def resync_due(self) -> bool:

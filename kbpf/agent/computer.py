@@ -117,15 +117,18 @@ class ServiceComputer:
             self._queue.mark_computed(name, self._store.estimate_cost(name), time.monotonic())
         return False
 
-    def record_programmed(self, deferred: Set[ServiceName]) -> None:
+    def record_programmed(self, deferred: Set[ServiceName]) -> list[float]:
         """Records the latency of everything programmed, except Services that the data plane
-        deferred.
+        deferred. Returns the latencies of these events, in seconds.
         """
         now = time.monotonic()
-        for name in self._unprogrammed_arrivals.keys() - deferred:
-            self._latencies.extend(
-                now - arrival_time for arrival_time in self._unprogrammed_arrivals.pop(name)
-            )
+        latencies = [
+            now - arrival_time
+            for name in self._unprogrammed_arrivals.keys() - deferred
+            for arrival_time in self._unprogrammed_arrivals.pop(name)
+        ]
+        self._latencies.extend(latencies)
+        return latencies
 
     def latencies(self, *quantiles: float) -> list[float]:
         """From an event's arrival until it is programmed, in milliseconds; 0.0 before the first

@@ -3,7 +3,7 @@
 addresses, nor ClusterIPs that a device of the node has.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Set
 from typing import Final
 
 from kbpf.kernel.net import sock_diag
@@ -13,19 +13,22 @@ from kbpf.policy.admission import is_listening
 LISTENER_POLL_INTERVAL_S: Final = 30.0
 DEVICE_POLL_INTERVAL_S: Final = 0.25
 """A node-local DNS cache that is killed leaves its address on its device; its Service is served
-again after at most this long. One poll takes a fifth of a millisecond."""
+again after at most this long. One poll takes a fifth of a millisecond: it reads the sockets at the
+Services' ports only, since some nodes have tens of thousands of UDP sockets."""
+MAX_SELECTED_PORTS: Final = 16
+"""For more ports, all sockets are read at once."""
 RELEASE_GRACE_S: Final = 600.0
 """A port stays reserved for this long after its listener is gone, so that a restart of sshd does
 not hand its port to a Service."""
 
 
 class Listeners:
-    """Used by the agent's thread only. `device_ports`: ClusterIPs with ports that a device of the
-    node has, and where a process listens now.
+    """Used by the agent's thread only. `read`: see sock_diag.list_listeners(). `device_ports`:
+    ClusterIPs with ports that a device of the node has, and where a process listens now.
     """
 
     def __init__(
-        self, read: Callable[[], frozenset[FrontendAddress]] = sock_diag.list_listeners
+        self, read: Callable[..., frozenset[FrontendAddress]] = sock_diag.list_listeners
     ) -> None:
         self._read = read
         self._due = float("-inf")
@@ -58,8 +61,16 @@ class Listeners:
             self.device_due, self.device_ports = float("-inf"), frozenset()
         elif now >= self.device_due:
             self.device_due = now + DEVICE_POLL_INTERVAL_S
-            listeners = self._read()
-            self.device_ports = frozenset(
-                at for frontends in device_frontends for at in frontends
-                if is_listening(at, listeners)
-            )  # fmt: skip
+            ports = {(at.protocol, at.port) for frontends in device_frontends for at in frontends}
+            selected = (ports,) if len(ports) <= MAX_SELECTED_PORTS else ()
+            listeners = self._read(*selected)
+            self.device_ports = select_listening(device_frontends, listeners)
+
+
+def select_listening(
+    device_frontends: Iterable[frozenset[FrontendAddress]], listeners: Set[FrontendAddress]
+) -> frozenset[FrontendAddress]:
+    """Those of the frontends that have one of the `listeners`."""
+    return frozenset(
+        at for frontends in device_frontends for at in frontends if is_listening(at, listeners)
+    )

@@ -65,7 +65,7 @@ class Reconciler:
         limits: LimitReporter,
     ) -> None:
         self._config, self._plane, self._sources = config, plane, sources
-        self._recorder, self._refusals = recorder, refusals
+        self._recorder, self.refusals = recorder, refusals
         self.store = ObjectStore(config.node_name, config.bind_address)
         self.computer = ServiceComputer(config, self.store, self._mark_changed)
         self.applier = Applier(config, plane, self._is_authoritative, recorder, limits)
@@ -97,11 +97,6 @@ class Reconciler:
             self.node_addresses = addresses
             self._pending.all_services = True
             self._dirty.all = True  # the data plane also compares what depends on addresses
-
-    @property
-    def left_to_node(self) -> tuple[str, ...]:
-        """See RefusalReporter.left_to_node."""
-        return self._refusals.left_to_node
 
     @property
     def is_busy(self) -> bool:
@@ -192,7 +187,7 @@ class Reconciler:
         builder = self.computer.builder
         self._dirty.keys |= keys
         self._recorder.computed(keys, builder.state)
-        self._refusals.report_changes(keys, builder.state.services, builder.reserved)
+        self.refusals.report_changes(keys, builder.state.services, builder.reserved)
 
     def _resync(self) -> None:
         """Compares everything programmed with the desired state."""
@@ -206,7 +201,7 @@ class Reconciler:
         report = self.applier.apply(self.computer.builder.state, keys, is_resync)
         if report is not None:
             self._dirty = DirtyKeys()
-            self.computer.record_programmed(report.deferred)
+            self._recorder.programmed(self.computer.record_programmed(report.deferred))
 
     def _is_authoritative(self) -> bool:
         """Whether all objects could be read. Pods do not count: Services do not depend on them."""

@@ -6,7 +6,7 @@ check succeeds.
 """
 
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from datetime import datetime
 from typing import Final
 
@@ -117,6 +117,13 @@ class Recorder:
                 count = sum(key.family == family for key in members)
                 metrics.set_no_local_endpoints(policy, family, count)
         self._applied_since_settled = True
+
+    def programmed(self, latencies: Sequence[float]) -> None:
+        """Records the time from an event's arrival until it was in force, in seconds, of each
+        event that now is.
+        """
+        if latencies:
+            self._server.proxy_metrics.record_event_to_map(latencies)
 
     def settled(
         self,

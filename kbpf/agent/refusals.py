@@ -26,6 +26,8 @@ class RefusalReporter:
 
     def __init__(self, events: EventRecorder, problems: Problems) -> None:
         self._events, self._problems = events, problems
+        self.refused: set[ServicePortKey] = set()
+        """Service ports of which an address is not served."""
         self._node_address_lines = Problems()  # not problems: an operator may want them
         self._left_to_node = Problems()  # not problems either
 
@@ -46,6 +48,10 @@ class RefusalReporter:
             lines = (
                 [] if state is None else [f"{key}: {line}" for line in _describe_refusals(state)]
             )
+            if lines:
+                self.refused.add(key)
+            else:
+                self.refused.discard(key)
             if new_lines := self._problems.replace(("refused", key), lines):
                 texts = [line.removeprefix(f"{key}: ") for line in new_lines]
                 lines_by_service.setdefault(key.service, []).extend(texts)
@@ -74,7 +80,8 @@ class RefusalReporter:
             new_lines += self._left_to_node.replace(key, lines)
             if was_left:
                 log.info(
-                    "Service %s is served at its ClusterIP again: no process here listens at it",
+                    "Service %s is served at its ClusterIP again: no device here has the address, "
+                    "or no process listens at it",
                     key,
                 )
         for line in new_lines[:MAX_PROBLEMS]:

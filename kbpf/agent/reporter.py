@@ -13,6 +13,7 @@ from kbpf.agent.problems import Problems, log_lines
 from kbpf.agent.reconciler import Reconciler
 from kbpf.agent.recorder import Recorder
 from kbpf.agent.refusals import LimitReporter
+from kbpf.agent.self_check import SelfCheck
 from kbpf.dataplane.base import DataPlane
 from kbpf.errors import KbpfError, LastError, PinsRemovedError, escape_unprintable
 from kbpf.kernel.system import threads
@@ -38,6 +39,8 @@ UNKNOWN_PODS: Final = (
     "(manifests/components/mesh-pods), or set --mesh-pods false"
 )
 
+NOT_TRANSLATED: Final = "connections to Services are not translated: "
+
 
 class Reporter:
     """Used by the agent's thread only."""
@@ -52,13 +55,14 @@ class Reporter:
         recorder: Recorder,
         limits: LimitReporter,
         problems: Problems,
+        self_check: SelfCheck,
     ) -> None:
         self.config_error: Callable[[], str] | None = None
         """Returns what is wrong with the configuration file, "" if nothing; None if there is no
         file."""
         self._config, self._plane, self._server, self._sources = config, plane, server, sources
         self._reconciler, self._recorder = reconciler, recorder
-        self._limits, self._problems = limits, problems
+        self._limits, self._problems, self._self_check = limits, problems, self_check
         self.is_plane_ready = False
         """Whether the data plane has completed the first apply."""
         self.tick_error = LastError()
@@ -78,6 +82,9 @@ class Reporter:
         except KbpfError as error:
             if self._status_error.replace(error):
                 log.warning("cannot write the status: %s", error)
+        self._server.set_verification_failed(
+            self._config.verify_readiness and self._self_check.is_broken
+        )
         # last, so that a client that sees /readyz succeed can read everything else
         self._server.set_status(status)
 
@@ -117,7 +124,7 @@ class Reporter:
             packets=plane.packets,
             without_endpoints=self._recorder.without_endpoints,
             choice=plane.choice,
-            faults=plane.faults,
+            faults=(*plane.faults, *self._verification_faults()),
             threads=tuple(
                 ThreadView(
                     thread.name,
@@ -129,9 +136,16 @@ class Reporter:
                 for thread in threads.list_threads()
             ),
             disabled_features=self._disabled_features(),
-            left_to_node=reconciler.left_to_node,
+            left_to_node=reconciler.refusals.left_to_node,
+            address_refusals=len(reconciler.refusals.refused),
             config_error=self.config_error() if self.config_error is not None else None,
+            verified=tuple(filter(None, (applier.compared, self._self_check.connections))),
+            failing_backends=self._self_check.failing_backends,
         )
+
+    def _verification_faults(self) -> Iterator[str]:
+        if self._config.verify_readiness and self._self_check.is_broken:
+            yield NOT_TRANSLATED + "; ".join(self._self_check.failures)
 
     def _list_problems(self, plane_problems: Iterable[str]) -> tuple[list[str], int]:
         """The first problem lines, sorted, and the total number of them."""
@@ -143,6 +157,8 @@ class Reporter:
 
     def _own_problems(self) -> Iterator[str]:
         yield from self._server.problems()
+        for line in self._self_check.failures:
+            yield f"{NOT_TRANSLATED}{line}; `kbpf verify` compares everything"
         if self._node_port_problem.text:
             yield self._node_port_problem.text
         if self.config_error is not None and (error := self.config_error()):

@@ -142,8 +142,9 @@ def _check_maps() -> Iterator[CheckRow]:
     yield make_row(Check.SOCKET_STORAGE, probe.probe_sk_storage(), "use Linux 5.10 or newer")
     yield make_row(
         Check.SOCKET_STORAGE_LIST, probe.probe_sk_storage(iterate=True),
-        "the kernel needs CONFIG_DEBUG_INFO_BTF; without it connected UDP sockets are not closed "
-        "when their backend is removed, and connections of sockets are not listed",
+        "the kernel needs CONFIG_DEBUG_INFO_BTF, and some refuse it (EPERM); without it connected "
+        "UDP sockets are not closed when their backend is removed, and connections of sockets are "
+        "not listed",
         needed=False,
     )  # fmt: skip
     yield make_row(Check.BATCH, probe.probe_map_batch(), "since Linux 5.6: use 5.7 or newer")

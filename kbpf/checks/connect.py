@@ -70,8 +70,10 @@ def _cluster_ip_backends(port: ServicePort, frontend: FrontendEntry) -> tuple[Ba
     return backends if len(backends) == len(entries) else ()
 
 
-def check_attached(inspection: Inspection) -> Iterator[CheckRow]:
-    """Yields rows: whether the hooks are attached, and whether each target can be dialled."""
+def check_attached(inspection: Inspection, parent: Path | None = None) -> Iterator[CheckRow]:
+    """Yields rows: whether the hooks are attached, and whether each target can be dialled.
+    `parent`: the cgroup below which clients run; None: the hooked one.
+    """
     if inspection.socket_lb is SocketLb.OFF:
         yield _not_attached_row(inspection)
         return
@@ -91,17 +93,16 @@ def check_attached(inspection: Inspection) -> Iterator[CheckRow]:
         yield _unknown_row(
             "no ClusterIP with backends is programmed", "create a Service and try again"
         )
+    cgroup = parent or Path(connect.cgroup)
     if inspection.socket_lb is SocketLb.HOST_NAMESPACE_ONLY:
-        yield from _host_only_rows(dial_targets, inspection.host_netns, Path(connect.cgroup))
+        yield from _host_only_rows(dial_targets, inspection.host_netns, cgroup)
         return
     has_peer_name_hooks = any(
         f.name.startswith("getpeername") and f.attached for f in inspection.hooks
     )
     for frontend, backends in dial_targets:
         try:
-            destination, peer_name = _run_in_cgroup(
-                partial(_dial, frontend, backends), Path(connect.cgroup)
-            )
+            destination, peer_name = _run_in_cgroup(partial(_dial, frontend, backends), cgroup)
         except KernelError as error:
             hint = "see `kbpf inspect service` and the agent's log"
             yield CheckRow(Check.DIAL, "no", True, str(error), hint, subject=str(frontend))

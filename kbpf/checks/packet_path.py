@@ -14,12 +14,12 @@ from kbpf.checks.row import Check, CheckRow, make_row
 from kbpf.dataplane import firewalls
 from kbpf.dataplane.bpf import host
 from kbpf.dataplane.bpf.inspect import snapshot
-from kbpf.dataplane.bpf.maps.layout import NODE, U32, NodeFlag
+from kbpf.dataplane.bpf.maps import pinning
+from kbpf.dataplane.bpf.maps.layout import MAPS, NODE, U32, NodeFlag
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.dataplane.bpf.packet_path.device_roles import DeviceRole, decide_roles
 from kbpf.errors import KernelError, NotFoundError
 from kbpf.kernel.bpf import kfuncs, probe, syscalls, tc
-from kbpf.kernel.bpf.objects import Map
 from kbpf.kernel.bpf.uapi import (
     BPF_PROG_TYPE_SCHED_CLS,
     BPF_FUNC_ktime_get_coarse_ns,
@@ -52,10 +52,29 @@ def check_packet_path(pin_dir: Path, proc: Path = PROC) -> Iterator[CheckRow]:
     yield _ports_row((settings.low, settings.high), proc)
     yield from _forwarding_rows(proc)
     yield _forwarding_mode_row(settings.flags)
-    yield _forward_chains_row(settings.mark)
+    yield _forward_rows(settings.mark)[0]
     yield _early_rules_row(host.read_external_ports(Pins(pin_dir)), settings.flags)
     yield _rp_filter_row(proc)
     yield _conntrack_row(proc, settings.flags)
+
+
+class RulesOfOthers(NamedTuple):
+    """What rules of other programs do to packets: to masqueraded and to other ones when they are
+    forwarded, and to all before DNAT.
+    """
+
+    masqueraded: CheckRow
+    forwarded: CheckRow
+    before_dnat: CheckRow
+
+
+def check_rules_of_others(pin_dir: Path) -> RulesOfOthers:
+    settings = read_settings(pin_dir)
+    external_ports = host.read_external_ports(Pins(pin_dir))
+    return RulesOfOthers(
+        *_forward_rows(settings.mark),
+        _early_rules_row(external_ports, settings.flags),
+    )
 
 
 # ---- the kernel ----------------------------------------------------------------------------------
@@ -158,7 +177,8 @@ def read_settings(pin_dir: Path) -> PacketSettings:
     """Reads the settings of the agent on this node, running or not; defaults if there are none."""
     default = Config()
     try:
-        with Map.open(snapshot.find_pins(pin_dir).maps / "node") as node_map:
+        path = snapshot.find_pins(pin_dir).maps / "node"
+        with pinning.open_map(path, MAPS["node"]) as node_map:
             raw = node_map.lookup(U32.pack(0)) or bytes(NODE.size)
     except (KernelError, NotFoundError):
         raw = bytes(NODE.size)
@@ -202,7 +222,7 @@ def _early_rules_row(external_ports: frozenset[int], flags: NodeFlag) -> CheckRo
     except KernelError as error:
         reasons.append(str(error))
     if unreadable:
-        reasons.insert(0, f"{', '.join(unreadable)} cannot be read")
+        reasons.insert(0, f"{firewalls.join_names(unreadable)} cannot be read")
     if not chains and reasons:
         advice = (
             "run `kbpf check` where iptables-legacy-save is installed, or "
@@ -213,13 +233,15 @@ def _early_rules_row(external_ports: frozenset[int], flags: NodeFlag) -> CheckRo
         return make_row(
             check, Probe(True), "", needed=False, detail="none protects NodePorts or VIPs"
         )
-    detail = f"bypassed by the packet path, so they protect no NodePort or VIP: {', '.join(chains)}"
-    return CheckRow(check, "no", False, detail, firewalls.ALTERNATIVE_HINT)
+    names = firewalls.join_names(chains)
+    detail = f"bypassed by the packet path, so they protect no NodePort or VIP: {names}"
+    return CheckRow(check, "no", False, "; ".join((detail, *reasons)), firewalls.ALTERNATIVE_HINT)
 
 
-def _forward_chains_row(mark: int) -> CheckRow:
-    """Whether masqueraded packets pass the node's FORWARD chains, see
-    kernel/netfilter/forward_rules.py.
+def _forward_rows(mark: int) -> tuple[CheckRow, CheckRow]:
+    """Whether masqueraded packets pass the node's FORWARD chains, and whether other packets do. The
+    former pass by a rule of the agent (kernel/netfilter/forward_rules.py), the others as without
+    kbpf.
     """
     check = Check.FORWARD_CHAINS
     accept_advice = f"accept packets with mark {mark:#x} there"
@@ -228,27 +250,32 @@ def _forward_chains_row(mark: int) -> CheckRow:
         # A kernel without nf_tables has no such chains; a missing library only hides them.
         advice = f"install python3-nftables; or, if FORWARD drops or rejects, {accept_advice}"
         library_missing = "python3" in nft_probe.reason
-        return CheckRow(
-            check, "unknown", False, nft_probe.reason, advice if library_missing else ""
-        )
+        row = CheckRow(check, "unknown", False, nft_probe.reason, advice if library_missing else "")
+        return row, row
     try:
         closed = [str(chain) for chain in forward_rules.list_forward_chains() if chain.is_closed]
         foreign = [*forward_rules.list_other_drop_chains(), *forward_rules.list_legacy_families()]
     except KernelError as error:
-        return CheckRow(check, "unknown", False, str(error), error.hint)
+        row = CheckRow(check, "unknown", False, str(error), error.hint)
+        return row, row
     if foreign:
         locations = ", ".join(
             source if " " in source else f"{source} filter (iptables-legacy)" for source in foreign
         )
-        detail = f"the agent does not read {locations}, which may drop masqueraded packets"
-        return CheckRow(check, "no", False, detail, accept_advice)
-    detail = "no chain drops by default"
-    if closed:
-        detail = (
-            f"drops by default: {', '.join(closed)}; the agent keeps a rule there for masqueraded "
-            "packets"
+        detail = f"the agent does not read {locations}, which may drop"
+        return (
+            CheckRow(check, "no", False, f"{detail} masqueraded packets", accept_advice),
+            CheckRow(check, "no", False, f"{detail} forwarded packets", ""),
         )
-    return make_row(check, Probe(True), "", needed=False, detail=detail)
+    if not closed:
+        row = make_row(check, Probe(True), "", needed=False, detail="no chain drops by default")
+        return row, row
+    detail = f"drops by default: {', '.join(closed)}"
+    ours = f"{detail}; the agent keeps a rule there for masqueraded packets"
+    return (
+        make_row(check, Probe(True), "", needed=False, detail=ours),
+        CheckRow(check, "unknown", False, f"{detail}; passes where a rule there accepts it", ""),
+    )
 
 
 def _ports_row(ports: PortRange, proc: Path) -> CheckRow:

@@ -2,7 +2,7 @@
 """The verdict of `kbpf check`: what follows from its rows."""
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
@@ -13,7 +13,7 @@ REFUSALS: Final = frozenset((Check.BALANCERS, Check.OTHER_KBPF))
 
 
 class CheckVerdict(msgspec.Struct, frozen=True):
-    """All rows, and what follows from them.
+    """What follows from all rows.
 
     `mode`: what `--mode auto` would select: "bpf", "ipvs" or "none". `missing` and `ipvs_missing`:
     the rows that rule out mode bpf and mode ipvs. `packet_path`: whether the packet path can be
@@ -28,7 +28,23 @@ class CheckVerdict(msgspec.Struct, frozen=True):
     ipvs_missing: tuple[str, ...]
     packet_path: bool
     packets_missing: tuple[str, ...]
-    rows: tuple[CheckRow, ...]
+
+
+class CheckItem(msgspec.Struct, frozen=True):
+    """A row as JSON and YAML show it.
+
+    `name`: what was checked. `result` is ``yes``, ``no`` or ``unknown``, `detail` what was found
+    and what it means, and `advice` what to do about it, "" if nothing. Whether something does not
+    work without it: `needed`: mode bpf; `packets`: the packet path; `ipvs`: mode ipvs.
+    """
+
+    name: str
+    result: str
+    needed: bool
+    detail: str
+    advice: str
+    packets: bool
+    ipvs: bool
 
 
 def compute_verdict(
@@ -55,15 +71,11 @@ def compute_verdict(
         ipvs_missing=ipvs_missing,
         packet_path=not missing and not packets_missing,
         packets_missing=packets_missing,
-        rows=(*check_rows, *(proof or ())),
     )
 
 
-def to_document(verdict: CheckVerdict) -> dict[str, Any]:
-    """The verdict as JSON and YAML show it, with the names of the checks."""
-    rows = []
-    for row in verdict.rows:
-        fields = msgspec.to_builtins(row)
-        del fields["check"], fields["subject"]
-        rows.append({"name": row.name, **fields})
-    return {**msgspec.to_builtins(verdict), "rows": rows}
+def build_item(row: CheckRow) -> CheckItem:
+    """The row with the name of its check."""
+    return CheckItem(
+        row.name, row.result, row.needed, row.detail, row.advice, row.packets, row.ipvs
+    )

@@ -10,7 +10,13 @@ from kbpf.config import parsers
 from kbpf.config.durations import format_duration
 from kbpf.config.parsers import Parser
 from kbpf.model.address import format_addr
-from kbpf.model.config import Accounting, LocalMode, ServiceAnnotations, SocketLb
+from kbpf.model.config import (
+    Accounting,
+    LocalMode,
+    ServiceAnnotations,
+    SocketLb,
+    StatusPageAccess,
+)
 from kbpf.model.objects import Algorithm
 
 LIST: Final = tuple[str, ...]
@@ -83,6 +89,7 @@ TEXT: Final = Kind(parsers.text, "VALUE")
 URL: Final = Kind(parsers.text, "URL")
 FILE: Final = Kind(parsers.path, "FILE")
 DIR: Final = Kind(parsers.path, "DIR")
+SOURCE: Final = Kind(parsers.path, "DIR|FILE")
 ABSOLUTE_DIR: Final = Kind(parsers.absolute_path, "DIR")
 BOOLEAN: Final = Kind(parsers.boolean, "true|false", bool, bool)
 
@@ -90,6 +97,7 @@ COUNT: Final = _integer(parsers.count)
 ENTRIES: Final = _integer(parsers.entries)
 CONNECTIONS: Final = _integer(parsers.connections)
 OOM_SCORE: Final = _integer(parsers.oom_score)
+FACTOR: Final = Kind(parsers.factor, "FACTOR", float, float)
 BIT: Final = _integer(parsers.bit)
 VERBOSITY: Final = Kind(parsers.verbosity, "NUMBER", int, lambda level: 4 * (level == "debug"))
 
@@ -125,6 +133,7 @@ FORWARDING: Final = _one_of(("stack", "direct", "netfilter"))
 ALGORITHM: Final = _one_of(Algorithm)
 SERVICE_ANNOTATIONS: Final = _one_of(ServiceAnnotations)
 ACCOUNTING: Final = _one_of(Accounting)
+STATUS_PAGE: Final = _one_of(StatusPageAccess)
 WATCH_NODES: Final = Kind(parsers.watch_nodes, "auto|own|all")
 LOCAL_MODE: Final = Kind(
     parsers.local_mode, "MODE", write=lambda mode: str(mode or LocalMode.CLUSTER_CIDR)

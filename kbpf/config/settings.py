@@ -140,8 +140,12 @@ SETTINGS: Final = (
     Setting("--master", "master", kinds.URL, CLUSTER,
         "the API server's URL, overriding the kubeconfig's; several servers of one cluster, "
         "separated by commas, are tried in turn when one cannot be reached", kbpf="master"),
-    Setting("--source", "source", kinds.DIR, CLUSTER,
-        "a folder of Kubernetes YAML instead of an API server; watched for changes", kbpf="source"),
+    Setting("--source", "source", kinds.SOURCE, CLUSTER,
+        "a folder of Kubernetes YAML instead of an API server, watched for changes; or a file of "
+        "`kbpf record`, whose events are replayed", kbpf="source"),
+    Setting("--source-speed", "source_speed", kinds.FACTOR, CLUSTER,
+        "how many times as fast as it was recorded a recording is replayed; 0: without pauses "
+        "(default 1)", kbpf="sourceSpeed"),
     Setting("--source-empty-grace", "source_empty_grace", kinds.SECONDS, CLUSTER,
         "how long the objects of --source stay in force after its last file is gone, in case a "
         "mount is missing (default 1m)", kbpf="sourceEmptyGrace"),
@@ -315,6 +319,10 @@ SETTINGS: Final = (
     Setting("--metrics-bind-address", "serving.metrics", kinds.METRICS, SERVING,
         "the address of /metrics, /configz and others; empty: none (default 127.0.0.1:10249)",
         kube_proxy="metricsBindAddress"),
+    Setting("--status-page", "serving.status_page", kinds.STATUS_PAGE, SERVING,
+        "who may read a page about this node, with Services and failed connections, at / of the "
+        "port of /healthz: no client, those on this node, or all (default off)",
+        kbpf="statusPage"),
     Setting("--bind-address-hard-fail", "serving.hard_fail", kinds.BOOLEAN, SERVING,
         "whether the agent exits if one of these addresses is in use; otherwise it retries "
         "(default false)", kube_proxy="bindAddressHardFail"),
@@ -328,10 +336,20 @@ SETTINGS: Final = (
     Setting("--metrics-backends", "serving.backend_series", kinds.COUNT, SERVING,
         "maximum number of backends with their own series, counted once per Service port: those "
         "with the most connections (default 0)", kbpf="metrics.backends", only=BPF),
+    Setting("--metrics-latencies", "serving.latency_series", kinds.COUNT, SERVING,
+        "maximum number of Service ports with histograms of connect and round-trip times: those "
+        "with the most connections; needs --accounting full (default 0)",
+        kbpf="metrics.latencies", only=BPF),
     Setting("--accounting", "accounting", kinds.ACCOUNTING, SERVING,
         "what is counted per Service and backend: new connections, or also their failures, bytes, "
         "retransmits and round-trip times (default connections)",
         kbpf="metrics.accounting", only=BPF),
+    Setting("--verify-period", "verify_period", kinds.SECONDS, SERVING,
+        "interval at which the agent proves with connections of its own, without a packet, that "
+        "Services are translated; 0s: never (default 5m)", kbpf="verify.period", only=BPF),
+    Setting("--verify-readiness", "verify_readiness", kinds.BOOLEAN, SERVING,
+        "/readyz and /healthz return 503 while that proof fails (default false)",
+        kbpf="verify.readiness", only=BPF),
     Setting("-v", "log_level", kinds.VERBOSITY, LOGGING,
         "klog verbosity: 4 or more is debug, which logs each object that changes, each write to "
         "the maps and each request to the API server; less is info",

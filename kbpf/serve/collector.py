@@ -2,16 +2,19 @@
 """Collects expensive metrics in the background, so that a scrape never waits for them.
 
 The thread `counting` walks the connections, formats the result and stores the lines; a scrape only
-copies them, however many connections there are. While /metrics is being scraped it repeats the
-walk, using at most MAX_CPU_SHARE of one CPU. When nothing scrapes, it still runs every
-IDLE_COLLECT_INTERVAL_S, because walking the maps also cleans them up.
+copies them, however many connections there are. If a Prometheus wants them in protobuf, the thread
+converts them as well: of 1,000 Services that takes 0.2 s, of 1,000 histograms 0.7 s.
+
+While /metrics is being scraped it repeats the walk, using at most MAX_CPU_SHARE of one CPU. When
+nothing scrapes, it still runs every IDLE_COLLECT_INTERVAL_S, because walking the maps also cleans
+them up.
 """
 
 import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Final
+from typing import Final, NamedTuple
 
 from kbpf.errors import KbpfError, LastError
 from kbpf.kernel.system import threads
@@ -33,10 +36,17 @@ PAUSE_RATIO: Final = 3.0
 MAX_PAUSE_S: Final = 0.1
 
 
+class _CollectedPage(NamedTuple):
+    """The lines of one collection, and the same converted; None: not yet."""
+
+    lines: bytes
+    encoded: bytes | None
+
+
 class BackgroundCollector:
     """Collects in a separate thread; see the module. Call start() and stop() once each; the other
     methods are thread-safe. `refresh` is called before each collection, and limits its own CPU
-    time.
+    time. `encode` converts the lines.
     """
 
     def __init__(
@@ -44,12 +54,13 @@ class BackgroundCollector:
         count_traffic: Callable[[Pause], TrafficStats],
         format_traffic: Callable[[TrafficStats], list[str]],
         refresh: Callable[[], None] = lambda: None,
+        encode: Callable[[bytes], bytes] = bytes,
     ) -> None:
         self._count_traffic, self._format_traffic = count_traffic, format_traffic
-        self._refresh = refresh
-        self._lines = b""
+        self._refresh, self._encode = refresh, encode
+        self._page = _CollectedPage(b"", b"")
         self._wake, self._stop = threading.Event(), threading.Event()
-        self._last_scrape = float("-inf")
+        self._last_scrape = self._last_encoded_scrape = float("-inf")
         self._error = LastError()
         self._thread: threads.SupervisedThread | None = None
 
@@ -63,13 +74,22 @@ class BackgroundCollector:
         if self._thread is not None:
             self._thread.stop()
 
-    def scrape(self) -> bytes:
+    def scrape(self, as_encoded: bool = False) -> bytes:
         """Returns the lines of the last collection (empty before the first) and keeps collection
-        active.
+        active. `as_encoded`: converted; only the first such scrape has to wait for that.
         """
         self._last_scrape = time.monotonic()
+        page = self._page
         self._wake.set()
-        return self._lines
+        if not as_encoded:
+            return page.lines
+        self._last_encoded_scrape = self._last_scrape
+        if page.encoded is not None:
+            return page.encoded
+        encoded = self._encode(page.lines)
+        if self._page is page:
+            self._page = page._replace(encoded=encoded)
+        return encoded
 
     def collect(self, pause: Pause = lambda: None) -> None:
         """Collects now, in the calling thread."""
@@ -78,11 +98,14 @@ class BackgroundCollector:
         except KbpfError as error:
             if self._error.replace(error):
                 log.warning("cannot count connections; retrying: %s", error)
-            self._lines = b""
+            self._page = _CollectedPage(b"", b"")
             return
         self._error.replace(None)
         pause()
-        self._lines = "".join(f"{line}\n" for line in self._format_traffic(traffic)).encode()
+        lines = "".join(f"{line}\n" for line in self._format_traffic(traffic)).encode()
+        pause()
+        is_wanted = time.monotonic() - self._last_encoded_scrape <= ACTIVE_AFTER_SCRAPE_S
+        self._page = _CollectedPage(lines, self._encode(lines) if is_wanted else None)
 
     # ---- in the thread ---------------------------------------------------------------------
 

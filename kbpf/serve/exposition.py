@@ -39,10 +39,15 @@ class Histogram:
 
     __slots__ = ("_bounds", "_counts", "_sum")
 
-    def __init__(self, bounds: Sequence[float]) -> None:
+    def __init__(
+        self, bounds: Sequence[float], counts: Sequence[int] = (), total: float = 0.0
+    ) -> None:
+        """`counts`: the number of values by bound so far, the last one of those above all bounds;
+        `total`: their sum.
+        """
         self._bounds = tuple(bounds)
-        self._counts = [0] * (len(self._bounds) + 1)
-        self._sum = 0.0
+        self._counts = list(counts) or [0] * (len(self._bounds) + 1)
+        self._sum = total
 
     def observe(self, value: float) -> None:
         self._counts[bisect_left(self._bounds, value)] += 1
@@ -59,7 +64,19 @@ class Histogram:
         yield f"{name}_count{label_set} {total}"
 
 
-Value = float | Histogram
+class Summary(NamedTuple):
+    """The sum of observations, and their number; without quantiles."""
+
+    total: float
+    observations: int
+
+    def format_samples(self, name: str, label_set: str = "") -> Iterator[str]:
+        """See Histogram."""
+        yield f"{name}_sum{label_set} {format_number(self.total)}"
+        yield f"{name}_count{label_set} {self.observations}"
+
+
+Value = float | Histogram | Summary
 LabelValues = tuple[str, ...]
 Series = tuple[LabelValues | str, Value]
 """The values of the labels, or the labels as formatted by format_labels()."""
@@ -86,14 +103,14 @@ def format_metrics(metrics: Iterable[Metric[T]], source: T) -> Iterator[str]:
         name = metric.name
         yield f"# HELP {name} {metric.help}"
         yield f"# TYPE {name} {metric.kind}"
-        series = [("", result)] if isinstance(result, float | int | Histogram) else result
+        series = [("", result)] if isinstance(result, float | int | Histogram | Summary) else result
         for values, value in series:
             labels = (
                 values
                 if isinstance(values, str)
                 else format_labels(**dict(zip(metric.labels, values, strict=True)))
             )
-            if isinstance(value, Histogram):
+            if isinstance(value, Histogram | Summary):
                 yield from value.format_samples(name, labels)
             else:
                 yield f"{name}{labels} {format_number(value)}"

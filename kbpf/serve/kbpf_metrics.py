@@ -12,15 +12,24 @@ import os
 import resource
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from heapq import nlargest
 from pathlib import Path
 from typing import Final, NamedTuple, TypeVar
 
 from kbpf.model.config import Config
-from kbpf.model.metrics import ConnectionStats, DataPlaneMetrics, TrafficStats
+from kbpf.model.metrics import LATENCY_BOUNDS, ConnectionStats, DataPlaneMetrics, TrafficStats
 from kbpf.model.status import AgentStatus, SourceView
-from kbpf.serve.exposition import Metric, Reader, Series, format_labels, format_metrics
+from kbpf.serve.exposition import (
+    Histogram,
+    Metric,
+    Reader,
+    Series,
+    Summary,
+    Value,
+    format_labels,
+    format_metrics,
+)
 
 T = TypeVar("T")
 
@@ -65,6 +74,17 @@ def _by_source(read: Callable[[SourceView], float]) -> Reader[AgentValues]:
     return lambda values: [((source.name,), read(source)) for source in values.status.sources]
 
 
+def _last_event_times(values: AgentValues) -> list[Series]:
+    """In seconds since the epoch; none for a source that has not received anything."""
+    status = values.status
+    written = time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - status.heartbeat)
+    return [
+        ((source.name,), round(written - source.silent_seconds, 1))
+        for source in status.sources
+        if source.silent_seconds
+    ]
+
+
 def _packet_path_states(values: AgentValues) -> list[Series] | None:
     packets = values.status.packets
     if packets is None:
@@ -87,10 +107,13 @@ AGENT_METRICS: Final[Sequence[Metric[AgentValues]]] = (
     _gauge("service_ports_without_endpoints",
            "Service ports that refuse connections: no endpoints",
            lambda a: a.status.without_endpoints),
+    _gauge("service_ports_with_refused_addresses",
+           "Service ports of which an address is not served: taken, or not allowed",
+           lambda a: a.status.address_refusals),
     _gauge("problems", "Lines that `kbpf inspect status` lists as problems",
            lambda a: a.status.problem_count),
     _gauge("sync_failing", "1 while writes to the data plane fail", lambda a: bool(a.status.error)),
-    _gauge("last_sync_seconds", "Duration of the last pass",
+    _gauge("last_sync_duration_seconds", "Duration of the last pass",
            lambda a: a.status.last_apply_ms / 1000),
     _gauge("config_last_reload_successful",
            "0 while the agent runs with older settings because the --config file was rejected",
@@ -100,18 +123,14 @@ AGENT_METRICS: Final[Sequence[Metric[AgentValues]]] = (
            lambda a: [((name,), n) for name, n in sorted(a.status.refused_namespaces.items())],
            "namespace"),
     _counter("syncs", "Passes written to the data plane", lambda a: a.status.applied),
-    _gauge("event_to_map_seconds",
-           "From an event's arrival until it is programmed, of the last 4096",
-           lambda a: [(("0.5",), a.status.event_to_map_p50_ms / 1000),
-                      (("0.99",), a.status.event_to_map_p99_ms / 1000)], "quantile"),
     _gauge("source_synced", "1 after the first complete list",
            _by_source(lambda source: source.synced), "source"),
     _gauge("source_watching", "1 while the watch is established",
            _by_source(lambda source: source.state == "watching"), "source"),
     _gauge("source_failures", "Consecutive failed attempts",
            _by_source(lambda source: source.failures), "source"),
-    _gauge("source_silent_seconds", "Time since the source last received data",
-           _by_source(lambda source: source.silent_seconds), "source"),
+    _gauge("source_last_event_timestamp_seconds", "When the source last received data",
+           _last_event_times, "source"),
     _counter("source_drift", "Objects found changed by a new list without an event for it",
              _by_source(lambda source: source.drift), "source"),
     _gauge("thread_up", "0 while a thread of the agent is down, stuck, or fails repeatedly",
@@ -120,6 +139,16 @@ AGENT_METRICS: Final[Sequence[Metric[AgentValues]]] = (
     _counter("thread_restarts", "Times that a thread failed and was restarted",
              lambda a: [((thread.name,), thread.restarts) for thread in a.status.threads],
              "thread"),
+    _gauge("verify_differences",
+           "Differences that the agent found when it last verified this part of what it serves",
+           lambda a: [((part.name,), part.differences) for part in a.status.verified] or None,
+           "part"),
+    _gauge("verify_last_timestamp_seconds", "When it did so, in seconds since the epoch",
+           lambda a: [((part.name,), part.timestamp) for part in a.status.verified] or None,
+           "part"),
+    _gauge("failing_backends",
+           "Backends to which hardly a connection from this node succeeded in the last minute",
+           lambda a: a.status.failing_backends),
     _gauge("packet_path", "1 for the current state of the packet path", _packet_path_states,
            "state"),
     _gauge("packet_path_failed_devices",
@@ -180,7 +209,7 @@ class _Traffic(NamedTuple):
         return [(f"{{{row.labels}}}", row.open) for row in self.rows if row.open is not None]
 
     def counts(
-        self, field: str, read: Callable[[ConnectionStats], float], only_tcp: bool = False
+        self, field: str, read: Callable[[ConnectionStats], Value], only_tcp: bool = False
     ) -> list[Series] | None:
         """One series a row; None if `field` is not counted. How a connection ends is known only for
         TCP.
@@ -212,7 +241,7 @@ class _Traffic(NamedTuple):
         return [
             (f'{{{row.labels},direction="{direction}"}}', count)
             for row in self.rows
-            if row.stats is not None
+            if row.stats is not None and row.stats.has_bytes(row.protocol)
             for direction, count in (("in", row.stats.bytes_in), ("out", row.stats.bytes_out))
         ]
 
@@ -240,17 +269,24 @@ def _outcome_metrics(prefix: str, subject: str) -> tuple[Metric[_Traffic], ...]:
                  lambda t: t.bytes()),
         _counter(f"{prefix}_retransmits", "TCP segments that clients on this node retransmitted",
                  lambda t: t.counts("rtts", lambda stats: stats.retransmits, only_tcp=True)),
-        _counter(f"{prefix}_round_trip_seconds",
-                 "Sum of round-trip times to the backend, one per connection",
-                 lambda t: t.counts("rtts", lambda stats: stats.rtt_us / 1e6, only_tcp=True)),
-        _counter(f"{prefix}_round_trips",
-                 "Ended TCP connections whose round-trip time was measured",
-                 lambda t: t.counts("rtts", lambda stats: stats.rtts, only_tcp=True)),
+        Metric(f"kbpf_{prefix}_round_trip_seconds", "summary",
+               "Smoothed round-trip times to the backend when TCP connections ended",
+               lambda t: t.counts("rtts", lambda stats: Summary(stats.rtt_us / 1e6, stats.rtts),
+                                  only_tcp=True)),
     )  # fmt: skip
 
 
 def _if_counted(read: Reader[_Traffic]) -> Reader[_Traffic]:
     return lambda traffic: None if traffic.stats.connections is None else read(traffic)
+
+
+def _histograms(field: str, stats: TrafficStats) -> list[Series]:
+    series: list[Series] = []
+    for name, latencies in stats.latencies:
+        latency = getattr(latencies, field)
+        histogram = Histogram(LATENCY_BOUNDS, latency.counts, latency.sum_seconds)
+        series.append((f"{{{_port_labels(*name)}}}", histogram))
+    return series
 
 
 SERVICE_METRICS: Final[Sequence[Metric[_Traffic]]] = (
@@ -272,9 +308,18 @@ SERVICE_METRICS: Final[Sequence[Metric[_Traffic]]] = (
 )  # fmt: skip
 BACKEND_METRICS: Final[Sequence[Metric[_Traffic]]] = (
     _gauge("backend_connections", "Open connections of a backend",
-           lambda t: t.open_connections()),
+           lambda t: t.open_connections() or None),
     *_outcome_metrics("backend", "a backend"),
 )  # fmt: skip
+
+
+LATENCY_METRICS: Final[Sequence[Metric[TrafficStats]]] = tuple(
+    Metric(f"kbpf_service_{name}_duration_seconds", "histogram", text, partial(_histograms, field))
+    for name, field, text in (
+        ("connect", "connect", "From the first SYN of a socket until the handshake ended"),
+        ("round_trip", "round_trip", "Smoothed round-trip time when a connection ended"),
+    )
+)
 
 
 def format_traffic(stats: TrafficStats, max_series: int) -> Iterator[str]:
@@ -290,10 +335,12 @@ def format_traffic(stats: TrafficStats, max_series: int) -> Iterator[str]:
             lambda key: (totals.get(key, zero).opened + open_counts.get(key, 0), key),
         )
     rows = [
-        _Row(_port_labels(*name), name[3], open_counts.get(name), totals.get(name))
+        _Row(_port_labels(*name), name[3], open_counts.get(name, 0), totals.get(name))
         for name in names
     ]
     yield from format_metrics(SERVICE_METRICS, _Traffic(stats, rows, len(all_names) - len(names)))
+    if stats.latencies:
+        yield from format_metrics(LATENCY_METRICS, stats)
     if stats.backends:
         rows = [
             _Row(
@@ -338,7 +385,9 @@ PROCESS_METRICS: Final[Sequence[Metric[ProcessValues]]] = (
 )  # fmt: skip
 """Under the names that Prometheus client libraries use."""
 SCRAPE_METRICS: Final[Sequence[Metric[float]]] = (
-    _gauge("scrape_seconds", "Time that it took to format this page", lambda seconds: seconds),
+    _gauge(
+        "scrape_duration_seconds", "Time that it took to format this page", lambda seconds: seconds
+    ),
 )
 
 

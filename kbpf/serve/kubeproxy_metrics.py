@@ -27,6 +27,7 @@ PROGRAMMING_BUCKETS: Final = (
     *range(60, 120, 5),
     *range(120, 301, 30),
 )
+EVENT_TO_MAP_BUCKETS: Final = tuple(0.0001 * 4**n for n in range(10))
 REQUEST_BUCKETS: Final = (0.005, 0.025, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0)
 
 
@@ -46,6 +47,7 @@ class KubeProxyMetrics:
             _histograms_by_family(),
         )
         self._programming = {ip_family: Histogram(PROGRAMMING_BUCKETS) for ip_family in FAMILIES}
+        self._event_to_map = Histogram(EVENT_TO_MAP_BUCKETS)
         self._last_synced = dict.fromkeys(FAMILIES, 0.0)
         self._last_queued = dict.fromkeys(FAMILIES, 0.0)
         self._queued_events = 0
@@ -129,6 +131,12 @@ class KubeProxyMetrics:
         """
         with self._lock:
             self._programming[ip_family].observe(max(0.0, self._now() - trigger_time))
+
+    def record_event_to_map(self, latencies: Sequence[float]) -> None:
+        """Events are in force; `latencies` are the seconds since each of them arrived."""
+        with self._lock:
+            for seconds in latencies:
+                self._event_to_map.observe(seconds)
 
     def set_no_local_endpoints(self, policy: str, ip_family: int, count: int) -> None:
         """Sets the number of Service ports with policy Local whose endpoints are all on other
@@ -228,6 +236,8 @@ METRICS: Final[Sequence[Metric[KubeProxyMetrics]]] = (
            "[ALPHA] Request latency in seconds. Broken down by verb, and host.",
            lambda m: ((key, m._request_latency[key]) for key in sorted(m._request_latency)),
            ("host", "verb")),
+    Metric("kbpf_event_to_map_duration_seconds", "histogram",
+           "From an event's arrival until it is programmed", lambda m: m._event_to_map),
     Metric("kbpf_sync_failures_total", "counter",
            "Passes that failed; the state programmed before stays in use", lambda m: m._failures),
     Metric("kbpf_comparisons_total", "counter",

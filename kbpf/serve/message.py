@@ -27,8 +27,8 @@ TEXT: Final = "text/plain; charset=utf-8"
 
 
 class HttpRequest(NamedTuple):
-    """A request. `query` is what follows the question mark, not decoded; `accept` and `user_agent`
-    are the headers of these names.
+    """A request. `query` is what follows the question mark, not decoded; `accept`, `user_agent`
+    and `host` are the headers of these names. `client`: the address that sent it.
     """
 
     method: str
@@ -36,6 +36,8 @@ class HttpRequest(NamedTuple):
     query: str
     accept: str = ""
     user_agent: str = ""
+    host: str = ""
+    client: str = ""
 
 
 class HttpResponse(NamedTuple):
@@ -86,8 +88,8 @@ def parse_head(raw: bytes) -> RequestHead | None:
     length = _parse_length(fields.get("content-length", "0"))
     if length is None or "transfer-encoding" in fields:
         length, close_after = 0, True
-    negotiation = fields.get("accept", ""), fields.get("user-agent", "")
-    return RequestHead(HttpRequest(request_line[1], *target, *negotiation), length, close_after)
+    texts = (fields.get(name, "") for name in ("accept", "user-agent", "host"))
+    return RequestHead(HttpRequest(request_line[1], *target, *texts), length, close_after)
 
 
 def _parse_length(text: str) -> int | None:

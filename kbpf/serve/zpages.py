@@ -11,10 +11,11 @@ import json
 import re
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 from urllib.parse import parse_qs
 
 from kbpf.errors import escape_unprintable
+from kbpf.serve.accept import ANY_CLAUSE, AcceptClause, parse_accept
 from kbpf.serve.message import JSON, HttpRequest, HttpResponse
 
 API_GROUP: Final = "config.k8s.io"
@@ -36,27 +37,6 @@ TEXT_WARNING: Final = (
     "\nkbpf %s\nWarning: This endpoint is not meant to be machine parseable, has no formatting "
     "compatibility guarantees and is for debugging purposes only.\n"
 )
-
-
-class AcceptClause(NamedTuple):
-    """One media type of an Accept header, with its weight (`q`) and its other parameters."""
-
-    main_type: str
-    subtype: str
-    weight: float
-    parameters: Mapping[str, str]
-
-    def matches(self, media: str) -> bool:
-        """Whether the clause names this media type, or is a wildcard that includes it."""
-        main_type, _, subtype = media.partition("/")
-        return (self.main_type, self.subtype) in (
-            (main_type, subtype),
-            (main_type, "*"),
-            ("*", "*"),
-        )
-
-
-ANY_CLAUSE: Final = AcceptClause("*", "*", 1.0, {})
 
 
 def statusz(request: HttpRequest, version: str, start_time: float) -> HttpResponse:
@@ -95,7 +75,7 @@ def flagz(request: HttpRequest, flags: Mapping[str, str]) -> HttpResponse:
 
 
 def _respond(request: HttpRequest, kind: str, fields: Mapping[str, Any], text: str) -> HttpResponse:
-    clauses = _parse_accept(request.accept if request.accept.strip() else TEXT_PLAIN)
+    clauses = parse_accept(request.accept if request.accept.strip() else TEXT_PLAIN)
     media, clause = next(_acceptable_types(clauses, kind), ("", ANY_CLAUSE))
     pretty = _is_pretty(request, clause)
     if not media:
@@ -184,31 +164,3 @@ def _acceptable_types(clauses: list[AcceptClause], kind: str) -> Iterator[tuple[
             ) and parameters.get("v") in VERSIONS
             if names_kind if media != TEXT_PLAIN else not parameters.keys() & {"as", "g", "v"}:
                 yield media, clause
-
-
-def _parse_accept(accept: str) -> list[AcceptClause]:
-    """Parses an Accept header. Sorted by weight; of equal weight, wildcards come last."""
-    clauses = []
-    for part in accept.split(","):
-        media, *parameter_texts = part.split(";")
-        main_type, _, subtype = (text.strip(" ") for text in media.partition("/"))
-        parameters = {}
-        for text in parameter_texts:
-            name, _, value = text.partition("=")
-            if value and "=" not in value:
-                parameters[name.strip(" ")] = value.strip(" ")
-        weight = parameters.pop("q", "1")
-        if subtype or main_type == "*":
-            clauses.append(
-                AcceptClause(main_type, subtype or "*", _parse_weight(weight), parameters)
-            )
-    return sorted(
-        clauses, key=lambda clause: (-clause.weight, clause.main_type == "*", clause.subtype == "*")
-    )
-
-
-def _parse_weight(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return 0.0

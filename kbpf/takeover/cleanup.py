@@ -116,7 +116,7 @@ def find_jumps(chain: ListedChain, listing: Iterable[Json]) -> Iterator[Jump]:
             yield Jump(chain, int(rule["handle"]))
 
 
-def _remove_nft() -> Iterator[str]:
+def _remove_nft(dry_run: bool = False) -> Iterator[str]:
     if not forward_rules.probe_nf_tables().works:
         return
     chains = list(_list_chains())
@@ -132,7 +132,23 @@ def _remove_nft() -> Iterator[str]:
     ]
     if not commands:
         return
-    touched = {family for family, _ in used_tables} | set(tables)
+    if not dry_run:
+        _commit_nft_removal(kube_proxy_chains, tables, commands)
+    for family, table in sorted(used_tables):
+        location = (family, table)
+        chain_count = sum((chain.family, chain.table) == location for chain in kube_proxy_chains)
+        jump_count = sum((jump.chain.family, jump.chain.table) == location for jump in jumps)
+        yield f"{family} {table}: {chain_count} chains, {jump_count} jumps to them"
+    yield from (f"table {family} {NFT_TABLE}" for family in tables)
+
+
+def _commit_nft_removal(
+    kube_proxy_chains: Sequence[ListedChain], tables: Sequence[str], commands: Sequence[Json]
+) -> None:
+    """Runs `commands`, which remove these chains and kube-proxy's own table in the families
+    `tables`, so that connections which they translate continue.
+    """
+    touched = {chain.family for chain in kube_proxy_chains} | set(tables)
     translated_families = [
         family
         for family in FAMILIES
@@ -153,12 +169,6 @@ def _remove_nft() -> Iterator[str]:
         *commands,
         hint="remove the rule that jumps to a KUBE-* chain",
     )
-    for family, table in sorted(used_tables):
-        location = (family, table)
-        chain_count = sum((chain.family, chain.table) == location for chain in kube_proxy_chains)
-        jump_count = sum((jump.chain.family, jump.chain.table) == location for jump in jumps)
-        yield f"{family} {table}: {chain_count} chains, {jump_count} jumps to them"
-    yield from (f"table {family} {NFT_TABLE}" for family in tables)
 
 
 def _accept_established(families: Collection[str]) -> None:
@@ -176,9 +186,8 @@ def _accept_established(families: Collection[str]) -> None:
 
 
 def _list_chains() -> Iterator[ListedChain]:
-    for entry in forward_rules.run_transaction({"list": {"chains": None}}):
-        if chain := entry.get("chain"):
-            yield ListedChain(chain["family"], chain["table"], chain["name"], "hook" in chain)
+    for chain in forward_rules.list_chains():
+        yield ListedChain(chain["family"], chain["table"], chain["name"], "hook" in chain)
 
 
 def _list_rules(chain: ListedChain) -> list[Json]:
@@ -226,15 +235,20 @@ def _is_jump(line: str, table: str) -> bool:
     return is_kube_proxy_chain(table, "".join(fields[index + 1 : index + 2]))
 
 
-def _remove_legacy() -> Iterator[str]:
+def _remove_legacy(dry_run: bool = False) -> Iterator[str]:
     for family in FAMILIES:
         for table in (name for name in iptables_legacy.list_tables(family) if name in FIXED_CHAINS):
             script, chains, jumps = legacy_restore_input(table, iptables_legacy.save(family, table))
             if script:
-                if conntrack.has_dnat_connections(family) and forward_rules.probe_nf_tables().works:
-                    forward_rules.run_transaction(*conntrack_keepalive.table_commands(family))
-                iptables_legacy.restore(family, script)
+                if not dry_run:
+                    _commit_legacy_removal(family, script)
                 yield f"{family} {table}, legacy: {chains} chains, {jumps} jumps to them"
+
+
+def _commit_legacy_removal(family: str, script: str) -> None:
+    if conntrack.has_dnat_connections(family) and forward_rules.probe_nf_tables().works:
+        forward_rules.run_transaction(*conntrack_keepalive.table_commands(family))
+    iptables_legacy.restore(family, script)
 
 
 # ---- IPVS ----------------------------------------------------------------------------------------
@@ -305,18 +319,18 @@ def count_connections(own_device: str = "") -> int:
 
 
 def _retain_busy_services(
-    own_device: str, own_services: Collection[ipvs.VirtualServiceKey]
+    own_device: str, own_services: Collection[ipvs.VirtualServiceKey], dry_run: bool = False
 ) -> list[ipvs.VirtualServiceKey]:
-    """Quiesces kube-proxy's virtual services that still have connections, and returns them; they
-    stay until these connections end. Returns none without nf_tables, because the record of which
-    ones were kept is a set in nf_tables.
+    """Quiesces (unless `dry_run`) kube-proxy's virtual services that still have connections, and
+    returns them; they stay until these connections end. Returns none without nf_tables, because the
+    record of which ones were kept is a set in nf_tables.
     """
     with _ipvs_session(own_device, own_services) as session:
         if session is None or not forward_rules.probe_nf_tables().works:
             return []
         client, services = session
         busy = [service for service in services if client.count_connections(service)]
-        if busy:
+        if busy and not dry_run:
             # First, because an agent recognizes kept virtual services by weight 0.
             conntrack_keepalive.quiesce(client, busy)
             conntrack_keepalive.keep_services(
@@ -329,6 +343,7 @@ def _remove_ipvs(
     own_device: str,
     retained: Collection[ipvs.VirtualServiceKey],
     own_services: Collection[ipvs.VirtualServiceKey] = (),
+    dry_run: bool = False,
 ) -> Iterator[str]:
     """Deletes kube-proxy's virtual services except those in `retained`, then its device. The
     device goes last because it is how we recognize that kube-proxy ran in mode ipvs.
@@ -337,21 +352,19 @@ def _remove_ipvs(
         if session is not None:
             client, services = session
             deleted = [service for service in services if service not in retained]
-            client.apply(
-                [
-                    ipvs.IpvsRequest(ipvs.IpvsCommand.IPVS_CMD_DEL_SERVICE, service)
-                    for service in deleted
-                ]
-            )
+            command = ipvs.IpvsCommand.IPVS_CMD_DEL_SERVICE
+            if not dry_run:
+                client.apply([ipvs.IpvsRequest(command, service) for service in deleted])
             if deleted:
                 yield f"{len(deleted)} virtual services of IPVS"
-    if dummy.remove(IPVS_DEVICE):
+    if dummy.get_ifindex_or_zero(IPVS_DEVICE) and (dry_run or dummy.remove(IPVS_DEVICE)):
         yield f"device {IPVS_DEVICE}"
 
 
-def _remove_sets() -> Iterator[str]:
+def _remove_sets(dry_run: bool = False) -> Iterator[str]:
+    names = tuple(name for name in ipset.list_names() if IP_SET_NAME.fullmatch(name))
     # Sets can only be destroyed once no rule refers to them.
-    destroyed = ipset.destroy(name for name in ipset.list_names() if IP_SET_NAME.fullmatch(name))
+    destroyed = names if dry_run else ipset.destroy(names)
     if destroyed:
         yield f"{len(destroyed)} ip sets"
 
@@ -360,20 +373,25 @@ def _remove_sets() -> Iterator[str]:
 
 
 def remove(
-    own_device: str = "", own_services: Collection[ipvs.VirtualServiceKey] = ()
+    own_device: str = "",
+    own_services: Collection[ipvs.VirtualServiceKey] = (),
+    dry_run: bool = False,
 ) -> Iterator[str]:
-    """Removes everything that kube-proxy left, and yields a line for each thing that was removed.
+    """Removes everything that kube-proxy left, and yields a line for each thing that was removed;
+    with `dry_run` for each thing that would be. That leaves out the table of
+    conntrack_keepalive.py, which is ours.
 
     `own_device`: the device of kbpf's mode ipvs. `own_services`: virtual services that kbpf's own
     table lists as its own.
     """
-    retained = _retain_busy_services(own_device, own_services)
-    yield from _remove_nft()
-    yield from _remove_legacy()
-    yield from _remove_ipvs(own_device, retained, own_services)
-    yield from _remove_sets()
-    yield from (f"counter {name}" for name in nfacct.delete(NFACCT_COUNTERS))
-    if forward_rules.probe_nf_tables().works:
+    retained = _retain_busy_services(own_device, own_services, dry_run)
+    yield from _remove_nft(dry_run)
+    yield from _remove_legacy(dry_run)
+    yield from _remove_ipvs(own_device, retained, own_services, dry_run)
+    yield from _remove_sets(dry_run)
+    remove_counters = nfacct.find if dry_run else nfacct.delete
+    yield from (f"counter {name}" for name in remove_counters(NFACCT_COUNTERS))
+    if not dry_run and forward_rules.probe_nf_tables().works:
         yield from (
             f"table {family} {conntrack_keepalive.TABLE}"
             for family in conntrack_keepalive.remove_unneeded()

@@ -47,7 +47,9 @@ MAX_TRIES: Final = 10
 """
 KUBE_PROXY_DEVICE: Final = "kube-ipvs0"
 """The device on which a kube-proxy in mode ipvs keeps the addresses of Services."""
-SERVICE_DEVICES: Final = (KUBE_PROXY_DEVICE, DEVICE)
+KUBE_ROUTER_DEVICE: Final = "kube-dummy-if"
+"""The same of a kube-router that is or was the Service proxy. It leaves the device when it ends."""
+SERVICE_DEVICES: Final = (KUBE_PROXY_DEVICE, KUBE_ROUTER_DEVICE, DEVICE)
 """Addresses on these devices do not count as the node's own."""
 NODE_PORT_SET_NAME: Final = re.compile(r"KUBE-(6-)?NODE-PORT(-LOCAL)?-(TCP|UDP|SCTP)(-HASH?)?")
 """kube-proxy's ipsets of NodePorts; one name is truncated to the 31 characters of an ipset name."""
@@ -113,6 +115,17 @@ def remove_unneeded(force: bool = False) -> tuple[str, ...]:
     services that have no connections left; all of them with `force`. Returns the families of the
     removed tables.
     """
+    try:
+        return _remove_unneeded_once(force)
+    except KernelError as error:
+        if error.errno != errno.ENOENT:
+            raise
+    # The agent and `kbpf cleanup` may remove a table at the same time. The kernel refuses the
+    # second transaction as a whole; this time what is gone is not listed.
+    return _remove_unneeded_once(force)
+
+
+def _remove_unneeded_once(force: bool) -> tuple[str, ...]:
     families = list_families()
     if not families:
         return ()
@@ -229,18 +242,22 @@ def quiesce(client: ipvs.IpvsClient, services: Iterable[VirtualServiceKey]) -> N
 
 
 def list_kept_services(families: Iterable[str]) -> tuple[VirtualServiceKey, ...]:
-    """The kept virtual services of these families, each of which must have the table."""
-    sets = (
-        item["set"]
-        for family in families
-        for item in forward_rules.run_transaction(
-            {"list": {"table": {"family": family, "name": TABLE}}}
-        )
-        if item.get("set", {}).get("name") == VIRTUAL_SERVICE_SET
-    )
-    return tuple(
-        sorted(_parse_element(element) for set_ in sets for element in set_.get("elem", ()))
-    )
+    """The kept virtual services of these families; a family without the table has none."""
+    elements = (element for family in families for element in _list_elements(family))
+    return tuple(sorted(map(_parse_element, elements)))
+
+
+def _list_elements(family: str) -> list[forward_rules.Json]:
+    listing = {"list": {"table": {"family": family, "name": TABLE}}}
+    try:
+        sets = [item.get("set", {}) for item in forward_rules.run_transaction(listing)]
+    except KernelError as error:
+        if error.errno == errno.ENOENT:
+            return []
+        raise
+    return [
+        e for set_ in sets if set_.get("name") == VIRTUAL_SERVICE_SET for e in set_.get("elem", ())
+    ]
 
 
 def count_connections() -> int:

@@ -7,10 +7,13 @@ another name, and a kube-proxy may use other ports. kbpf serves the same ports; 
 /readyz, which kube-proxy does not have.
 """
 
+import contextlib
 import http.client
 import json
 import os
+import socket
 import sys
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from enum import Enum
 from functools import partial
@@ -25,6 +28,7 @@ KUBE_PROXY_PORTS: Final = (10249, 10256)
 """kube-proxy's default ports for metrics and its health check."""
 KUBE_PROXY_MODES: Final = frozenset((b"iptables", b"ipvs", b"nftables", b"userspace"))
 PROBE_TIMEOUT_S: Final = 5.0
+"""For an answer; one that is sent slower, byte by byte, is cut off."""
 TCP_LISTEN: Final = "0A"
 # Where a listener on a wildcard address is queried. `::` usually accepts IPv4 as well.
 LOOPBACK: Final = {"0.0.0.0": ("127.0.0.1",), "::": ("127.0.0.1", "::1")}
@@ -99,7 +103,8 @@ def _kube_proxy_pids() -> tuple[int, ...]:
     pids = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
-            name_matches = (path / "comm").read_text().strip() == "kube-proxy"
+            # as bytes: a process, also one of a pod, may have any name
+            name_matches = (path / "comm").read_bytes() == b"kube-proxy\n"
             # One in another namespace, such as the node of a kind cluster, serves another node.
             if name_matches and os.readlink(path / "ns/net") == own_netns:
                 pids.append(int(path.name))
@@ -186,10 +191,22 @@ def http_get(host: str, port: int, path: str) -> ProbeAnswer:
     """Sends GET; returns (status, body), or None on any error."""
     connection = http.client.HTTPConnection(host, port, timeout=PROBE_TIMEOUT_S)
     try:
-        connection.request("GET", path)
-        response = connection.getresponse()
-        return response.status, response.read(1 << 16)
+        connection.connect()
+        assert connection.sock is not None
+        cut = threading.Timer(PROBE_TIMEOUT_S, _shut_down, (connection.sock,))
+        cut.start()
+        try:
+            connection.request("GET", path)
+            response = connection.getresponse()
+            return response.status, response.read(1 << 16)
+        finally:
+            cut.cancel()
     except (OSError, http.client.HTTPException):
         return None
     finally:
         connection.close()
+
+
+def _shut_down(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # closed meanwhile
+        sock.shutdown(socket.SHUT_RDWR)
