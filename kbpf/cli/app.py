@@ -10,13 +10,14 @@ need them. `kbpf run` does not even import typer; arguments.py says why.
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kbpf.cli import streams
 from kbpf.errors import KbpfError, describe_unexpected_error
 
 if TYPE_CHECKING:
     from typer import Typer
+    from typer.core import TyperGroup
 
 
 def main() -> None:
@@ -64,16 +65,52 @@ def _run(arguments: Sequence[str]) -> None:
         run_agent(*prepared)
 
 
+def _group_class() -> "type[TyperGroup]":
+    """The class of the top-level command. It removes the class of an exception from messages about
+    wrong values: typer checks enums with pydantic, which puts it first.
+    """
+    from typer import BadParameter
+    from typer.core import TyperGroup
+
+    class Commands(TyperGroup):
+        def invoke(self, ctx: Any) -> Any:
+            try:
+                return super().invoke(ctx)
+            except BadParameter as error:
+                error.message = error.message.removeprefix("Value error, ")
+                raise
+
+    return Commands
+
+
 def typer_app() -> "Typer":
     """Builds the application with all commands."""
     import typer
 
     from kbpf import __version__
     from kbpf.cli import arguments as agent
-    from kbpf.cli import check, cleanup, compile, demo, inspect, trace
+    from kbpf.cli import (
+        check,
+        cleanup,
+        compile,
+        completion,
+        config,
+        demo,
+        inspect,
+        monitor,
+        page,
+        record,
+        schema,
+        simulate,
+        sysdump,
+        top,
+        trace,
+        verify,
+    )
 
     app = typer.Typer(
-        no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
+        cls=_group_class(), no_args_is_help=True, rich_markup_mode=None,
+        pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
         help="Serve the Kubernetes Services of this node by BPF or IPVS, in place of kube-proxy.",
     )  # fmt: skip
@@ -91,20 +128,33 @@ def typer_app() -> "Typer":
     ) -> None:
         pass
 
-    @app.command(
-        "run", add_help_option=False, help=agent.SUMMARY,
-        context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-    )  # fmt: skip
     def run(context: typer.Context) -> None:
         _run(context.args)
 
+    app.command(
+        "run", add_help_option=False, help=agent.SUMMARY,
+        context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    )(completion.run_command() if completion.is_completing() else run)  # fmt: skip
+
     app.add_typer(inspect.app, name="inspect")
+    app.add_typer(config.app, name="config")
     for name, command in (
         ("check", check.check),
         ("compile", compile.compile_programs),
         ("cleanup", cleanup.cleanup),
-        ("trace", trace.trace),
+        ("trace", trace.trace_connection),
+        ("page", page.page),
+        ("diff", simulate.diff),
+        ("simulate", simulate.simulate),
+        ("record", record.record),
+        ("sysdump", sysdump.sysdump),
+        ("monitor", monitor.monitor),
+        ("top", top.top),
         ("demo", demo.demo),
+        ("schema", schema.schema),
     ):
         app.command(name)(command)
+    app.command(
+        "verify", context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
+    )(verify.verify)
     return app

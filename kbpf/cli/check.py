@@ -2,18 +2,17 @@
 """`kbpf check`: whether this machine can run kbpf, and with --attached whether the hooks work."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import Annotated, Final
 
 import typer
 
+from kbpf.checks.row import CheckRow
+from kbpf.checks.verdict import CheckItem, CheckVerdict, build_item, compute_verdict
 from kbpf.cli import render
 from kbpf.cli.options import DEFAULT, CacheDir, CGroup, ConfigFile, Output, OutputOption, PinDir
 from kbpf.views.columns import Column
+from kbpf.views.page import Kind, Page
 from kbpf.views.text import format_table, indent
-
-if TYPE_CHECKING:
-    from kbpf.checks.row import CheckRow
-    from kbpf.checks.verdict import CheckVerdict
 
 
 def check(
@@ -35,7 +34,6 @@ def check(
     from kbpf.checks import bpf as bpf_checks
     from kbpf.checks import ipvs as ipvs_checks
     from kbpf.checks import neighbours, packet_path
-    from kbpf.checks.verdict import compute_verdict, to_document
     from kbpf.config.locations import read_locations
 
     uses_packet_path = config is None or read_locations(config).packet_path
@@ -62,14 +60,10 @@ def check(
             *attached_checks.left_to_node_rows(node_snapshot),
         )
     verdict = compute_verdict(rows, proof)
-    if output in (Output.JSON, Output.YAML):
-        print(render.format_document(to_document(verdict), output))
-    else:
-        print(format_page(verdict))
-    raise typer.Exit(0 if verdict.usable and verdict.attached is not False else 1)
+    render.show(build_page(verdict, (*rows, *(proof or ()))), output)
 
 
-def _format_needed(row: "CheckRow") -> str:
+def _format_needed(row: CheckRow) -> str:
     if row.needed:
         return "yes"
     if row.ipvs:
@@ -85,19 +79,32 @@ COLUMNS: Final = (
 )
 
 
-def format_page(verdict: "CheckVerdict") -> str:
+KIND: Final = Kind("CheckList", CheckItem, CheckVerdict, item_name=lambda item: item.name)
+
+
+def build_page(verdict: CheckVerdict, rows: Sequence[CheckRow]) -> Page:
+    return Page(
+        KIND,
+        map(build_item, rows),
+        text=lambda wide: format_page(verdict, rows),
+        summary=verdict,
+        ok=verdict.usable and verdict.attached is not False,
+    )
+
+
+def format_page(verdict: CheckVerdict, rows: Sequence[CheckRow]) -> str:
     """The rows, advice about missing ones, and the verdict."""
-    parts = [format_table(verdict.rows, COLUMNS)]
-    advice = [f"{row.name}: {row.advice}" for row in verdict.rows if row.advice]
+    parts = [format_table(rows, COLUMNS)]
+    advice = [f"{row.name}: {row.advice}" for row in rows if row.advice]
     if advice:
         parts.append("what to do\n" + indent("\n".join(advice)))
     result = _describe_mode("bpf", verdict.missing)
     if not verdict.missing:
         not_usable = f"cannot be used: {', '.join(verdict.packets_missing)}"
         result += f"\nthe packet path {'can be used' if verdict.packet_path else not_usable}"
-    if any(row.ipvs for row in verdict.rows):
+    if any(row.ipvs for row in rows):
         result += "\n" + _describe_mode("ipvs", verdict.ipvs_missing)
-        unknown = [row.name for row in verdict.rows if row.ipvs and row.result == "unknown"]
+        unknown = [row.name for row in rows if row.ipvs and row.result == "unknown"]
         if unknown and not verdict.ipvs_missing:
             result += f", unless this is missing (not known): {', '.join(unknown)}"
     if verdict.attached is not None:

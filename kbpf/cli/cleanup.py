@@ -6,7 +6,7 @@ import errno
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -30,6 +30,7 @@ from kbpf.cli.options import (
 from kbpf.errors import ConfigError, KernelError
 from kbpf.model.config import Config
 from kbpf.views.columns import Column
+from kbpf.views.page import Kind, Page
 
 if TYPE_CHECKING:
     from kbpf.dataplane.bpf.maps.pinning import Pins
@@ -47,7 +48,22 @@ class RemovedItem(msgspec.Struct, frozen=True):
     path: str
 
 
-COLUMNS: Final = (Column("REMOVED", lambda r: r.kind), Column("PATH", lambda r: r.path))
+class Removal(msgspec.Struct, frozen=True):
+    """`dry_run`: nothing was removed; the items are what would be."""
+
+    dry_run: bool
+
+
+KIND: Final = Kind("RemovedItemList", RemovedItem, Removal, item_name=lambda item: item.path)
+
+
+def build_page(items: Sequence[RemovedItem], dry_run: bool, location: str) -> Page:
+    title = "WOULD-REMOVE" if dry_run else "REMOVED"
+    columns = (Column(title, lambda r: r.kind), Column("PATH", lambda r: r.path))
+    return Page(
+        KIND, items, columns if items else (), summary=Removal(dry_run),
+        text=None if items else lambda wide: f"nothing to remove {location}",
+    )  # fmt: skip
 
 
 Cache = Annotated[
@@ -68,10 +84,15 @@ KeepConnections = Annotated[
         "--keep-connections", help="Only stop serving new connections; established ones continue."
     ),
 ]
+DryRun = Annotated[
+    bool,
+    typer.Option("--dry-run", help="Only list what would be removed, also of a running agent."),
+]
 
 
 def cleanup(
     context: typer.Context,
+    dry_run: DryRun = False,
     cache: Cache = False,
     force: Force = False,
     kube_proxy: KubeProxy = False,
@@ -102,22 +123,31 @@ def cleanup(
     location = f"in {pin_dir}"
     if kube_proxy:
         _require_names(context, file, {"ipvs_device", "nft_table"})
-        items, location = [*remove_kube_proxy(config, force)], "of kube-proxy"
+        items, location = [*remove_kube_proxy(config, force, dry_run)], "of kube-proxy"
     elif keep_connections:
         _require_names(context, file, {"pin_dir"})
-        items = [*remove_frontends(pin_dir, force)]
+        items = [*remove_frontends(pin_dir, force, dry_run)]
     else:
         names = {"pin_dir", "ipvs_device", "nft_table", "state_dir"}
         _require_names(context, file, names | ({"cache_dir"} if cache else set()))
-        require_no_ipvs_agent(config)
-        items = [*remove_pins(pin_dir, force), *remove_ipvs(config)]
+        with _refusals(dry_run):
+            require_no_ipvs_agent(config)
+        items = [*remove_pins(pin_dir, force, dry_run), *remove_ipvs(config, dry_run)]
         if cache:
-            items += remove_artifacts(cache_dir)
+            items += remove_artifacts(cache_dir, dry_run)
             location += f" and {cache_dir}"
-    if output in (Output.JSON, Output.YAML) or items:
-        print(render.format_rows(items, COLUMNS, output))
-    else:
-        print(f"nothing to remove {location}")
+    render.show(build_page(items, dry_run, location), output)
+
+
+@contextlib.contextmanager
+def _refusals(dry_run: bool) -> Iterator[None]:
+    """With `dry_run` the reason for which cleanup would refuse to run is only a note."""
+    try:
+        yield
+    except KernelError as error:
+        if not dry_run:
+            raise
+        print(f"kbpf: without --dry-run: {error}", file=sys.stderr)
 
 
 def _require_names(context: typer.Context, file: Path | None, option_names: set[str]) -> None:
@@ -135,7 +165,9 @@ def _require_names(context: typer.Context, file: Path | None, option_names: set[
     warn(file, names.errors)
 
 
-def remove_kube_proxy(config: Config, force: bool = False) -> Iterator[RemovedItem]:
+def remove_kube_proxy(
+    config: Config, force: bool = False, dry_run: bool = False
+) -> Iterator[RemovedItem]:
     """Removes what a kube-proxy left, except what kbpf has taken over.
 
     Raises KernelError, unless `force`, if a kube-proxy runs or this cannot be determined: it may
@@ -147,12 +179,13 @@ def remove_kube_proxy(config: Config, force: bool = False) -> Iterator[RemovedIt
     from kbpf.takeover import conntrack_keepalive, detect
 
     if not force:
-        detect.require_no_kube_proxy()
+        with _refusals(dry_run):
+            detect.require_no_kube_proxy()
     nft_works = forward_rules.probe_nf_tables().works
     own_services = (ipvs_cleanup.read_owned_services(config.nft_table) if nft_works else None) or ()
-    descriptions = takeover_cleanup.remove(config.ipvs_device, own_services)
+    descriptions = takeover_cleanup.remove(config.ipvs_device, own_services, dry_run)
     yield from (RemovedItem("kube-proxy", description) for description in descriptions)
-    if not nft_works:
+    if not nft_works or dry_run:
         return
     for family in conntrack_keepalive.list_families():
         service_count = len(conntrack_keepalive.list_kept_services((family,)))
@@ -168,22 +201,28 @@ def remove_kube_proxy(config: Config, force: bool = False) -> Iterator[RemovedIt
         )
 
 
-def remove_frontends(pin_dir: Path, force: bool = False) -> Iterator[RemovedItem]:
+def remove_frontends(
+    pin_dir: Path, force: bool = False, dry_run: bool = False
+) -> Iterator[RemovedItem]:
     """Removes the frontends, so that new connections pass untranslated and established ones
     continue. Raises KernelError if an agent runs, unless `force`, because it would restore them.
     """
+    from kbpf.dataplane.bpf.maps import pinning
     from kbpf.dataplane.bpf.maps.pinning import Pins
     from kbpf.dataplane.bpf.packet_path import snat_ports
 
     if _list_pins(pin_dir) is None:
         return
-    with _exclusive(Pins(pin_dir), force):
-        count = snat_ports.hand_over_new_connections(Pins(pin_dir))
+    with _exclusive(Pins(pin_dir), force, dry_run):
+        if dry_run:
+            count = pinning.count_frontends(Pins(pin_dir))
+        else:
+            count = snat_ports.hand_over_new_connections(Pins(pin_dir))
     if count:
         yield RemovedItem("frontends", f"{count} in {pin_dir}")
 
 
-def remove_pins(pin_dir: Path, force: bool = False) -> Iterator[RemovedItem]:
+def remove_pins(pin_dir: Path, force: bool = False, dry_run: bool = False) -> Iterator[RemovedItem]:
     """Removes attachments, programs and maps, and the bpffs if kbpf mounted it for them.
     Raises ConfigError if the folder contains anything else, and KernelError if an agent uses it,
     unless `force`.
@@ -197,40 +236,53 @@ def remove_pins(pin_dir: Path, force: bool = False) -> Iterator[RemovedItem]:
 
     entries = _list_pins(pin_dir)
     names = {device.ifindex: device.name for device in list_devices()}
+    pins = Pins(pin_dir)
+    remove_programs = packet_path.list_programs if dry_run else packet_path.remove_programs
     if entries is None:  # our netfilter rules and filters can be recognised without the folder
-        on_node = host.remove(Pins(pin_dir))
-        yield from _attachment_items(packet_path.remove_programs(Pins(pin_dir)), names)
+        on_node = host.remove(pins, dry_run=dry_run)
+        yield from _attachment_items(remove_programs(pins), names)
         yield from (RemovedItem("node", description) for description in on_node)
         return
-    with _exclusive(Pins(pin_dir), force):
+    with _exclusive(pins, force, dry_run):
         links = sorted((pin_dir / "links").iterdir()) if (pin_dir / "links").is_dir() else []
         folders = [
             path for path in entries if path.name not in ("links", "devices", pinning.HOST_FOLDER)
         ]
         # These read the pins, so the pins are removed last.
-        snat_ports.withdraw_our_ports(Pins(pin_dir))
-        on_node = host.remove(Pins(pin_dir))
-        on_devices = packet_path.remove_programs(Pins(pin_dir))
-        try:
-            pinning.remove(Pins(pin_dir))
-        except OSError as error:
-            # If the folder is a bpffs mount, the kernel's debug files and the mount point itself
-            # cannot be removed, which is not an error.
-            if not pin_dir.is_mount() or not BPFFS_FILES.issuperset(_file_names(pin_dir)):
-                raise KernelError(
-                    "cannot remove all pins", str(pin_dir), "run as root", error.errno or 0
-                ) from error
+        if not dry_run:
+            snat_ports.withdraw_our_ports(pins)
+        on_node = host.remove(pins, dry_run=dry_run)
+        on_devices = remove_programs(pins)
+        if not dry_run:
+            _remove_all_pins(pins)
     yield from (RemovedItem("attachment", str(path)) for path in links)
     yield from _attachment_items(on_devices, names)
     yield from (RemovedItem("node", description) for description in on_node)
     yield from (RemovedItem(_pin_kind(path), str(path)) for path in folders)
-    if mounts.is_own_bpffs(pin_dir):
-        mounts.unmount(pin_dir)
+    is_own_bpffs = mounts.is_own_bpffs(pin_dir)
+    if is_own_bpffs:
         yield RemovedItem("bpffs", str(pin_dir))
+    if is_own_bpffs and not dry_run:
+        mounts.unmount(pin_dir)
         with contextlib.suppress(OSError):  # the mount point is not empty: it is not ours
             pin_dir.rmdir()
-    if not pin_dir.exists():
+    stays = pin_dir.is_mount() and not is_own_bpffs if dry_run else pin_dir.exists()
+    if not stays:
         yield RemovedItem("folder", str(pin_dir))
+
+
+def _remove_all_pins(pins: "Pins") -> None:
+    from kbpf.dataplane.bpf.maps import pinning
+
+    try:
+        pinning.remove(pins)
+    except OSError as error:
+        # If the folder is a bpffs mount, the kernel's debug files and the mount point itself cannot
+        # be removed, which is not an error.
+        if not pins.root.is_mount() or not BPFFS_FILES.issuperset(_file_names(pins.root)):
+            raise KernelError(
+                "cannot remove all pins", str(pins.root), "run as root", error.errno or 0
+            ) from error
 
 
 def _attachment_items(
@@ -263,7 +315,7 @@ def _lock(folder: Path) -> int:
         ) from error  # fmt: skip
 
 
-def remove_ipvs(config: Config) -> Iterator[RemovedItem]:
+def remove_ipvs(config: Config, dry_run: bool = False) -> Iterator[RemovedItem]:
     """Removes what mode ipvs keeps, if its state folder, device or nftables table exists. Raises
     KernelError if an agent uses it.
     """
@@ -275,22 +327,23 @@ def remove_ipvs(config: Config) -> Iterator[RemovedItem]:
     if not ipvs_cleanup.has_state(config):
         return
     had_folder = folder.is_dir()
-    fd = _lock(folder)
+    fd = -1 if dry_run else _lock(folder)
     try:
         kube_proxy = bool(dummy.get_ifindex_or_zero(conntrack_keepalive.KUBE_PROXY_DEVICE))
         kube_proxy_runs = kube_proxy and detect.is_kube_proxy_running(detect.detect())
-        descriptions = ipvs_cleanup.remove(config, kube_proxy_runs=kube_proxy_runs)
+        descriptions = ipvs_cleanup.remove(config, kube_proxy_runs=kube_proxy_runs, dry_run=dry_run)
     finally:
-        os.close(fd)
+        if fd >= 0:
+            os.close(fd)
     yield from (RemovedItem("node", description) for description in descriptions)
     if had_folder:
         yield RemovedItem("folder", str(folder))
 
 
 @contextlib.contextmanager
-def _exclusive(pins: "Pins", force: bool) -> Iterator[None]:
+def _exclusive(pins: "Pins", force: bool, dry_run: bool = False) -> Iterator[None]:
     """Holds the agent's lock inside the block. If an agent has it, raises KernelError, or with
-    `force` prints a warning.
+    `force` prints a warning, or with `dry_run` a note.
     """
     from kbpf.dataplane.bpf.maps import pinning
 
@@ -300,12 +353,14 @@ def _exclusive(pins: "Pins", force: bool) -> Iterator[None]:
     except KernelError as error:
         if error.errno != errno.EAGAIN:
             raise
-        if not force:
-            raise KernelError(
-                "nothing was removed: an agent is running", str(pins.root),
-                "stop the agent first, or use --force", error.errno or 0,
-            ) from error  # fmt: skip
-        _warn_about_agent(pins.root)
+        if dry_run or not force:
+            with _refusals(dry_run):
+                raise KernelError(
+                    "nothing was removed: an agent is running", str(pins.root),
+                    "stop the agent first, or use --force", error.errno or 0,
+                ) from error  # fmt: skip
+        else:
+            _warn_about_agent(pins.root)
     try:
         yield
     finally:
@@ -365,14 +420,17 @@ def _warn_about_agent(pin_dir: Path) -> None:
     )
 
 
-def remove_artifacts(cache_dir: Path) -> Iterator[RemovedItem]:
+def remove_artifacts(cache_dir: Path, dry_run: bool = False) -> Iterator[RemovedItem]:
     """Removes the compiled programs, and the folder if it is then empty."""
     if not cache_dir.is_dir():
         return
-    for path in sorted(cache_dir.iterdir()):
-        if ARTIFACT_NAME.fullmatch(path.name):
+    paths = sorted(cache_dir.iterdir())
+    artifacts = [path for path in paths if ARTIFACT_NAME.fullmatch(path.name)]
+    for path in artifacts:
+        if not dry_run:
             path.unlink()
-            yield RemovedItem("artifact", str(path))
-    if not any(cache_dir.iterdir()):
-        cache_dir.rmdir()
+        yield RemovedItem("artifact", str(path))
+    if artifacts == paths:
+        if not dry_run:
+            cache_dir.rmdir()
         yield RemovedItem("folder", str(cache_dir))

@@ -11,6 +11,7 @@ from kbpf.cli import render
 from kbpf.cli.options import DEFAULT, CacheDir, Output, OutputOption
 from kbpf.errors import CompileError
 from kbpf.views.columns import Column, format_bool, format_number
+from kbpf.views.page import Kind, Page
 
 
 class CompiledUnit(msgspec.Struct, frozen=True):
@@ -33,6 +34,8 @@ COLUMNS: Final = (
     Column("ARTIFACT", lambda c: c.path),
     Column("COMPILER", lambda c: c.compiler, wide=True),
 )
+
+KIND: Final = Kind("CompiledUnitList", CompiledUnit, item_name=lambda c: c.unit)
 
 
 def ensure_compiled(unit: str, cache: Path, force: bool) -> CompiledUnit:
@@ -73,4 +76,4 @@ def compile_programs(
     from kbpf.dataplane.bpf.hooks import UNITS
 
     units = [ensure_compiled(unit, cache_dir, force) for unit in UNITS]
-    print(render.format_rows(units, COLUMNS, output))
+    render.show(Page(KIND, units, COLUMNS), output)

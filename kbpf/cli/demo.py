@@ -4,6 +4,7 @@
 import contextlib
 import signal
 import sys
+from collections import Counter, deque
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -11,8 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import typer
 
-from kbpf.cli import render
+from kbpf.cli import render, terminal
 from kbpf.cli.options import DEFAULT, CacheDir, Output, OutputOption
+from kbpf.views.columns import Column
+from kbpf.views.page import Kind, Page
+from kbpf.views.text import format_table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -30,7 +34,10 @@ def demo(
         bool, typer.Option("--once", help="Send requests, show how they were balanced, and exit.")
     ] = False,
     requests: Annotated[
-        int, typer.Option("--requests", min=1, help="With --once: number of TCP connections.")
+        int,
+        typer.Option(
+            "--requests", min=1, help="With --once: TCP connections of a client in a phase."
+        ),
     ] = 300,
     output: OutputOption = Output.TABLE,
     cgroup: Annotated[
@@ -42,16 +49,18 @@ def demo(
     """Run a Service on this machine, without a cluster. The demo creates network namespaces with
     backends and a client, and runs the agent.
 
-    Without --once it runs until Ctrl-C, and the backends change. With --once it exits with 0 only
-    if all requests succeeded and every backend was reached. It removes everything that it created,
-    except the compiled programs in --cache-dir and a bpffs that it mounted on /sys/fs/bpf.
+    A Pod dials the ClusterIP, and a machine outside the NodePort, while backends change, the agent
+    is killed with SIGKILL and started again, and one backend refuses, which kbpf then explains.
+    Without --once it runs until Ctrl-C. It exits with 1 if a connection failed that should not
+    have. It removes everything that it created, except the compiled programs in --cache-dir and a
+    bpffs that it mounted on /sys/fs/bpf.
     """
-    if not once and output in (Output.JSON, Output.YAML):
-        raise typer.BadParameter("JSON and YAML require --once", param_hint="-o")
+    if not once and not output.is_text:
+        raise typer.BadParameter(f"{output.name} requires --once", param_hint="-o")
     from kbpf.demo.scene import DemoScene
 
-    pods = 3 if once else 4
-    with DeferredSignals() as signals, DemoScene(pods, cache_dir, cgroup) as scene:
+    backends = 3 if once else 4
+    with DeferredSignals() as signals, DemoScene(backends, cache_dir, cgroup) as scene:
         try:
             with signals.interruptible():
                 scene.wait_until_ready()
@@ -59,7 +68,7 @@ def demo(
         except KeyboardInterrupt:
             if once:
                 raise
-            code = 0  # Ctrl-C is the normal way to end the live demo
+            code = 0  # it was interrupted before its first picture
     raise typer.Exit(code)
 
 
@@ -109,55 +118,101 @@ def _run_once(scene: "DemoScene", requests: int, output: Output) -> int:
     from kbpf.demo.once import run_once
 
     outcome = run_once(scene, requests)
-    if output in (Output.JSON, Output.YAML):
-        print(render.format_document(outcome, output))
-    else:
-        print(format_page(outcome))
+    page = Page(result_kind(), text=lambda wide: format_page(outcome), summary=outcome)
+    render.show(page, output)
     for problem in outcome.problems:
         print(f"kbpf demo: {problem}", file=sys.stderr)
     return 0 if outcome.succeeded else 1
 
 
+def result_kind() -> Kind:
+    """The kind of what --once prints. A function, because its module takes time to import."""
+    from kbpf.demo.once import Outcome
+
+    return Kind("DemoResult", summary=Outcome)
+
+
 def format_page(outcome: "Outcome") -> str:
-    """The distribution of the requests as text."""
-    answers = sum(outcome.backends.values()) or 1
-    lines = [
-        f"{outcome.requests} requests to {outcome.service} in {outcome.seconds:.1f} s, "
-        f"{outcome.failed} failed; {outcome.udp.requests} datagrams to {outcome.udp.service}, "
-        f"{outcome.udp.failed} failed",
+    """The end screen: what happened to the connections, and kbpf's explanation of the failures."""
+    lines = [format_table(outcome.loads, load_columns()), ""]
+    for load in outcome.loads:
+        if load.without_agent:
+            lines.append(f"{load.client} made {load.without_agent} connections while no agent ran")
+    lines.append("")
+    answers = sum((Counter(load.backends) for load in outcome.loads), Counter[str]())
+    for name in {name: None for load in outcome.loads for name in load.backends}:
+        share = answers[name] / (answers.total() or 1)
+        by_udp = outcome.udp.backends.get(name, 0)
+        lines.append(f"{name}  {answers[name]:6}  {share:4.0%}  {bar(share)}  {by_udp:4} by UDP")
+    for explanation in outcome.explanations:
+        lines += ["", f"$ {explanation.command}", explanation.output.rstrip()]
+    lines += [
         "",
+        f"{outcome.requests} connections and {outcome.udp.requests} datagrams in "
+        f"{outcome.seconds:.1f} s: {outcome.failed + outcome.udp.failed} unexpected failures, "
+        f"{outcome.expected} expected (refused by a backend)",
     ]
-    for name, count in outcome.backends.items():
-        share = count / answers
-        lines.append(
-            f"{name}  {count:6}  {share:4.0%}  {bar(share)}  {outcome.udp.backends[name]:4} by UDP"
-        )
     return "\n".join(lines)
+
+
+def load_columns() -> tuple[Column, ...]:
+    """The columns of the end screen: a row for each phase and client."""
+    return (
+        Column("PHASE", lambda load: load.phase),
+        Column("CLIENT", lambda load: load.client),
+        Column("TO", lambda load: load.service),
+        Column("CONNECTIONS", lambda load: str(load.requests), right=True),
+        Column("FAILED", lambda load: str(load.failed - load.expected), right=True),
+        Column("REFUSED", lambda load: str(load.expected), right=True),
+        Column("CONNECT-P50", lambda load: format_milliseconds(load.connect_p50), right=True),
+        Column("CONNECT-P99", lambda load: format_milliseconds(load.connect_p99), right=True),
+    )
+
+
+def format_milliseconds(seconds: float | None) -> str:
+    """``0.21ms``, or ``-`` for None."""
+    return "-" if seconds is None else f"{seconds * 1000:.2f}ms"
 
 
 def bar(share: float, width: int = BAR_WIDTH) -> str:
     """A bar of this width, filled up to `share` (0 to 1)."""
-    return ("█" * round(share * width)).ljust(width)
+    block = "█" if terminal.can_print("█") else "#"
+    return (block * round(share * width)).ljust(width)
 
 
 # ---- live ----------------------------------------------------------------------------------
 
 
 def _run_live(scene: "DemoScene") -> int:
-    """Shows the demo until Ctrl-C: as a picture on a terminal, otherwise line by line."""
-    if sys.stdout.isatty():
-        _draw(scene)
-    else:
-        _print_events(scene)
-    return 0
-
-
-def _print_events(scene: "DemoScene") -> None:
-    """Prints a line for each event, and then one for its effect."""
+    """Shows the demo until Ctrl-C: as a picture on a terminal, otherwise line by line; then the
+    counts.
+    """
     from kbpf.demo.live import stream_pictures
 
+    pictures: deque[Picture] = deque(maxlen=1)
+
+    def stream() -> "Iterator[Picture]":
+        for picture in stream_pictures(scene):
+            pictures.append(picture)
+            yield picture
+
+    try:
+        (_draw if sys.stdout.isatty() else _print_events)(stream())
+    except KeyboardInterrupt:  # the normal end
+        if not pictures:
+            return 0
+    (last,) = pictures
+    print(
+        f"{last.answered + last.refused + last.failed} requests in {last.seconds:.0f} s: "
+        f"{last.failed} unexpected failures, {last.refused} expected (refused)"
+    )
+    return 1 if last.failed else 0
+
+
+def _print_events(pictures: "Iterator[Picture]") -> None:
+    """Prints a line for each event, and then one for its effect."""
     last: Picture | None = None
-    for picture in stream_pictures(scene):
+    for picture in pictures:
         if last is None or picture.events[-1] != last.events[-1]:
             if last is not None:
                 print(summary(last), flush=True)
@@ -170,18 +225,22 @@ def summary(picture: "Picture") -> str:
     shares = "  ".join(f"{share.name} {share.share:.0%}" for share in picture.shares if share.share)
     return (
         f"{picture.seconds:7.1f} s  {shares or 'no answers'}; {picture.answered} answered, "
-        f"{picture.refused} refused, {picture.failed} failed"
+        f"{picture.refused} refused, {picture.failed} failed; {format_connect(picture)}"
     )
 
 
-def _draw(scene: "DemoScene") -> None:
+def format_connect(picture: "Picture") -> str:
+    """How long connect() takes now."""
+    p50, p99 = map(format_milliseconds, (picture.connect_p50, picture.connect_p99))
+    return f"connect() p50 {p50}, p99 {p99}"
+
+
+def _draw(pictures: "Iterator[Picture]") -> None:
     from rich.console import Group
     from rich.live import Live
 
-    from kbpf.demo.live import stream_pictures
-
-    with Live(auto_refresh=False) as display:
-        for picture in stream_pictures(scene):
+    with Live(auto_refresh=False, redirect_stdout=False) as display:  # for bar()
+        for picture in pictures:
             display.update(Group(*render_picture(picture)), refresh=True)
 
 
@@ -192,7 +251,7 @@ def render_picture(picture: "Picture") -> "Iterator[Table | Text]":
 
     yield Text(
         f"{picture.service}   {picture.rate:.0f} requests/s   {picture.answered} answered   "
-        f"{picture.refused} refused   {picture.failed} failed\n",
+        f"{picture.refused} refused   {picture.failed} failed   {format_connect(picture)}\n",
         style="bold",
     )
     table = Table(box=None, pad_edge=False)
@@ -201,7 +260,7 @@ def render_picture(picture: "Picture") -> "Iterator[Table | Text]":
     table.add_column("", justify="right")
     table.add_column("answers", justify="right")
     table.add_column("state", min_width=18)
-    colours = {"serving": "green", "terminating": "yellow"}
+    colours = {"serving": "green", "terminating": "yellow", "refusing": "red"}
     for share in picture.shares:
         colour = colours.get(share.state, "dim")
         table.add_row(
@@ -210,4 +269,6 @@ def render_picture(picture: "Picture") -> "Iterator[Table | Text]":
         )  # fmt: skip
     yield table
     events = "\n".join(f"{seconds:7.1f} s  {event}" for seconds, event in picture.events)
+    if picture.explanation:
+        events += f"\n\n$ {picture.explanation.command}\n{picture.explanation.output.rstrip()}"
     yield Text(f"\n{events}\n\nCtrl-C stops the demo and removes everything", style="dim")

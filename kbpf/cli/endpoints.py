@@ -3,25 +3,29 @@
 not. It asks the API server, and decides as the agent does.
 """
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kbpf.cli import render
-from kbpf.cli.options import DEFAULT, Output, OutputOption, PinDir
+from kbpf.cli import completion, listing, render
+from kbpf.cli.options import DEFAULT, Output, OutputOption, PinDir, Watch
 from kbpf.errors import KbpfError
 from kbpf.model.inspection import Part
 from kbpf.views import endpoints as view
+from kbpf.views.page import Page
 
 if TYPE_CHECKING:
     from kbpf.source.api.one_service import ServiceObjects
 
 Name = Annotated[
-    str, typer.Argument(metavar="NAMESPACE/NAME", help="The Service; without a namespace, default.")
-]
+    str,
+    typer.Argument(
+        metavar="NAMESPACE/NAME", help="The Service; without a namespace, default.",
+        autocompletion=completion.complete_services,
+    ),
+]  # fmt: skip
 Kubeconfig = Annotated[
     Path | None,
     typer.Option(
@@ -39,7 +43,10 @@ NodeName = Annotated[
 
 
 def endpoints(
-    name: Name, output: OutputOption = Output.TABLE, kubeconfig: Kubeconfig = None,
+    name: Name, namespace: listing.Namespace = "", field_selector: listing.FieldSelector = "",
+    labels: listing.Labels = "", no_headers: listing.NoHeaders = False,
+    sort_by: listing.SortBy = "", limit: listing.Limit = 0, output: OutputOption = Output.TABLE,
+    repeat: Watch = False, no_pager: listing.NoPager = False, kubeconfig: Kubeconfig = None,
     node: NodeName = "", pin_dir: PinDir = DEFAULT.pin_dir,
 ) -> None:  # fmt: skip
     """List the endpoints of a Service: Pod, node, zone, state, and whether and why clients of this
@@ -49,16 +56,19 @@ def endpoints(
     from kbpf.source.api.credentials import Cluster
     from kbpf.source.api.kubeconfig import find_access
 
-    namespace, _, bare = name.rpartition("/")
+    service = listing.split_name(name, namespace)
     cluster = Cluster(find_access(kubeconfig))
-    objects = one_service.read(cluster, namespace or "default", bare, node or _own_name(pin_dir))
-    page = view.build_page(list(build_rows(objects)), objects.errors)
-    sys.stdout.writelines(render.render_page(page, output))
-    for note in filter(None, (page.empty, *page.notes)):
-        print(f"kbpf: {note}", file=sys.stderr)
+    node = node or own_node_name(pin_dir)
+    selection = listing.Selection("", field_selector, sort_by, limit)
+
+    def read() -> Page:
+        objects = one_service.read(cluster, service[0] or "default", service[1], node)
+        return selection.apply(view.build_page(list(build_rows(objects)), objects.errors))
+
+    render.show_or_watch(read, output, repeat, not no_headers, not no_pager)
 
 
-def _own_name(pin_dir: Path) -> str:
+def own_node_name(pin_dir: Path) -> str:
     """The name under which the agent knows this node."""
     from kbpf.dataplane.bpf.inspect import snapshot
     from kbpf.source.api.credentials import default_node_name
@@ -75,16 +85,11 @@ def build_rows(objects: "ServiceObjects") -> Iterator[view.EndpointRow]:
     from kbpf.policy.endpoints import select_endpoints
 
     service, slices = objects.service, objects.slices
-    pods = {(slice_.name, index): pod for slice_ in slices for index, pod in enumerate(slice_.pods)}
     for port in service.ports:
         for family in sorted({slice_.family for slice_ in slices}):
             selection = select_endpoints(slices, port, service, objects.node, family)
-            seen: dict[tuple[str, int], int] = {}
             for line in selection.explain():
-                place = line.slice_name, line.port
-                index = seen.get(place, 0)
-                seen[place] = index + 1
                 yield view.make_row(
-                    port.name, line.port, line.endpoint, pods.get((line.slice_name, index), ""),
+                    port.name, line.port, line.endpoint, line.pod,
                     (line.cluster, line.local), str(line.reason), line.text, line.slice_name,
                 )  # fmt: skip

@@ -4,8 +4,8 @@
 Each view is a row of VIEWS; their commands share all that is not in the row.
 """
 
-import sys
-from collections.abc import Callable, Iterator
+import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from inspect import Parameter, Signature
@@ -14,8 +14,9 @@ from typing import Annotated, Any, Final, NamedTuple
 
 import typer
 
-from kbpf.cli import render
+from kbpf.cli import completion, listing, render
 from kbpf.cli.endpoints import endpoints
+from kbpf.cli.listing import AllNamespaces, Namespace, Selection
 from kbpf.cli.options import (
     DEFAULT,
     ConfigFile,
@@ -27,7 +28,7 @@ from kbpf.cli.options import (
     Watch,
 )
 from kbpf.config import durations
-from kbpf.errors import ConfigError, ObjectError
+from kbpf.errors import ConfigError, KbpfError, ObjectError
 from kbpf.model.address import Addr, parse_addr
 from kbpf.model.inspection import ConnectionQuery, Part
 from kbpf.views import (
@@ -68,63 +69,65 @@ Name = Annotated[
     str,
     typer.Argument(
         metavar="NAME",
+        autocompletion=completion.complete_services,
         help="The Service: NAME, NAMESPACE/NAME, or IP or IP:PORT of one of its frontends or "
-        "backends, or :PORT, a NodePort.",
+        "endpoints, or :PORT, a NodePort, or the name of a Pod behind it.",
     ),
 ]
-Namespace = Annotated[str, typer.Option("-n", "--namespace", help="Only this namespace.")]
-Service = Annotated[
-    str, typer.Option("--service", metavar="NAMESPACE/NAME", help="Only to this Service.")
+BackendName = Annotated[
+    str,
+    typer.Argument(
+        metavar="NAME",
+        help="Only these: a Pod, IP or IP:PORT of a backend, or all of a Service: NAME, "
+        "NAMESPACE/NAME, IP or IP:PORT of a frontend, or :PORT, a NodePort.",
+    ),
 ]
+Service = Annotated[
+    str,
+    typer.Option(
+        "--service", metavar="NAMESPACE/NAME", help="Only to this Service.",
+        autocompletion=completion.complete_services,
+    ),
+]  # fmt: skip
 Client = Annotated[str, typer.Option("--client", metavar="ADDRESS", help="Only from this client.")]
 Backend = Annotated[str, typer.Option("--backend", metavar="ADDRESS", help="Only to this backend.")]
 State = Annotated[ConnectionState | None, typer.Option("--state", help="Only in this state.")]
 Expired = Annotated[bool, typer.Option("--expired", help="Include expired connections.")]
-Limit = Annotated[
-    int, typer.Option("--limit", min=0, metavar="N", help="Show at most N rows; 0: all.")
-]
-
-
-NoHeaders = Annotated[
-    bool, typer.Option("--no-headers", help="Leave out the titles of the columns.")
-]
-SortBy = Annotated[
-    str, typer.Option("--sort-by", metavar="COLUMN", help="The column that orders the rows.")
-]
 Pod = Annotated[
-    str, typer.Option("--pod", metavar="NAMESPACE/NAME", help="Only of this Pod, as the client.")
-]
+    str,
+    typer.Option(
+        "--pod", metavar="NAMESPACE/NAME", help="Only of this Pod, as the client.",
+        autocompletion=completion.complete_pods,
+    ),
+]  # fmt: skip
 Since = Annotated[
     str, typer.Option("--since", metavar="DURATION", help="Only of the last DURATION: 30s, 5m, 2h.")
 ]
 
 
-def _failure_options(service: str, pod: str, since: str, limit: int) -> dict[str, Any]:
+def _failure_options(service: str, pod: str, since: str) -> dict[str, Any]:
     try:
         seconds = durations.parse(since, "--since") if since else 0.0
     except ConfigError as error:
         raise typer.BadParameter(f"{error.what}; {error.hint}", param_hint="--since") from None
-    return {"service": service, "pod": pod, "since": seconds, "limit": limit}
+    return {"service": service, "pod": pod, "since": seconds}
 
 
-def _service_options(name: str, namespace: str) -> dict[str, Any]:
-    name_namespace = name.rpartition("/")[0]
-    if name_namespace and namespace not in ("", name_namespace):
-        raise typer.BadParameter(
-            f"{namespace} contradicts the namespace of {name}", param_hint="--namespace"
-        )
-    return {"name": name, "namespace": namespace}
+def _service_options(name: str, namespace: str, all_namespaces: bool) -> dict[str, Any]:
+    return {
+        "name": name,
+        "namespace": listing.choose_namespace(name, namespace, all_namespaces),
+    }
 
 
 def _connection_options(
-    service: str, client: str, backend: str, state: ConnectionState | None, expired: bool,
-    limit: int,
-) -> dict[str, Any]:  # fmt: skip
+    service: str, client: str, backend: str, state: ConnectionState | None, expired: bool
+) -> dict[str, Any]:
     query = ConnectionQuery(
         service, _parse_address(client, "--client"), _parse_address(backend, "--backend"),
         str(state or ""), expired,
     )  # fmt: skip
-    return {"query": query, "limit": limit}
+    return {"query": query}
 
 
 def _parse_address(text: str, option: str) -> Addr | None:
@@ -134,6 +137,19 @@ def _parse_address(text: str, option: str) -> Addr | None:
         raise typer.BadParameter(error.what, param_hint=option) from None
 
 
+NAMESPACE: Final = {"namespace": (Namespace, ""), "all_namespaces": (AllNamespaces, False)}
+"""The options of views whose rows are of Services."""
+
+LIST: Final = {
+    "field_selector": (listing.FieldSelector, ""),
+    "labels": (listing.Labels, ""),
+    "no_headers": (listing.NoHeaders, False),
+    "sort_by": (listing.SortBy, ""),
+    "limit": (listing.Limit, 0),
+}
+"""The options of lists."""
+
+
 # ---- the table -----------------------------------------------------------------------------------
 
 
@@ -141,10 +157,11 @@ def _parse_address(text: str, option: str) -> Addr | None:
 class View:
     """A subcommand.
 
-    - `needs`: the parts that are read; no other maps are opened.
+    - `needs`: the parts that are read; no other maps are opened, but those of the agent's status.
     - `build_page` gets the parts and the filters, which `check_filters` may have converted.
     - `filters`: name → (type, default); a filter with the default ... is required.
-    - `bpf_only`: an error in mode ipvs. `is_list`: rows with columns, not a text.
+    - `bpf_only`: an error in mode ipvs. `is_list`: rows with columns, not a text. `namespaced`:
+      the rows are of Services.
     """
 
     name: str
@@ -155,27 +172,29 @@ class View:
     check_filters: Callable[..., dict[str, Any]] = dict
     bpf_only: bool = True
     is_list: bool = True
+    namespaced: bool = False
 
 
 VIEWS: Final = (
     View(
         "services", "List Service ports with frontends, policies and backends.",
-        services.NEEDS, services.build_page, {"namespace": (Namespace, "")},
-        bpf_only=False,
+        services.NEEDS, services.build_page, {}, bpf_only=False, namespaced=True,
     ),
     View(
-        "service", "Show one Service: frontends, backend sets and traffic.",
+        "service",
+        "Show one Service: frontends, and endpoints with Pod, node, zone, state and traffic.",
         service.NEEDS, service.build_page,
-        {"name": (Name, Parameter.empty), "namespace": (Namespace, "")}, _service_options,
+        {"name": (Name, Parameter.empty), **NAMESPACE}, _service_options,
         bpf_only=False, is_list=False,
     ),
     View(
-        "backends", "List all backends, and the Services that use them.",
-        backends.NEEDS, backends.build_page, {}, bpf_only=False,
+        "backends", "List backends: Pod, node, zone, state, and the Services that use them.",
+        backends.NEEDS, backends.build_page, {"name": (BackendName, "")}, bpf_only=False,
+        namespaced=True,
     ),
     View(
         "affinity", "List session affinity: the backend that each client keeps.",
-        affinity.NEEDS, affinity.build_page, {},
+        affinity.NEEDS, affinity.build_page, {}, namespaced=True,
     ),
     View(
         "connections",
@@ -187,8 +206,8 @@ VIEWS: Final = (
         """,
         connections.NEEDS, connections.build_page,
         {"service": (Service, ""), "client": (Client, ""), "backend": (Backend, ""),
-         "state": (State, None), "expired": (Expired, False), "limit": (Limit, 0)},
-        _connection_options, bpf_only=False,
+         "state": (State, None), "expired": (Expired, False)},
+        _connection_options, bpf_only=False, namespaced=True,
     ),
     View(
         "failures",
@@ -196,20 +215,20 @@ VIEWS: Final = (
         that fail in the same way are one row.
         """,
         failures.NEEDS, failures.build_page,
-        {"service": (Service, ""), "pod": (Pod, ""), "since": (Since, ""), "limit": (Limit, 0)},
-        _failure_options,
+        {"service": (Service, ""), "pod": (Pod, ""), "since": (Since, "")},
+        _failure_options, namespaced=True,
     ),
     View(
         "nat",
         """List translated sources (SNAT) and the node's port usage. Usage is counted for each
         backend; `!` marks 80 % and more.
         """,
-        nat.NEEDS, nat.build_page, {"limit": (Limit, 0)},
+        nat.NEEDS, nat.build_page, {}, namespaced=True,
     ),
     View(
         "sources",
         "List Services with source ranges. Also shows which clients count as pods of this node.",
-        sources.NEEDS, sources.build_page, {},
+        sources.NEEDS, sources.build_page, {}, namespaced=True,
     ),
     View(
         "devices", "List network devices with role, programs and problems.",
@@ -236,31 +255,33 @@ VIEWS: Final = (
 SHARED: Final = {
     "output": (OutputOption, Output.TABLE),
     "repeat": (Watch, False),
-    "no_headers": (NoHeaders, False),
-    "sort_by": (SortBy, ""),
+    "no_pager": (listing.NoPager, False),
     "config": (ConfigFile, None),
     "pin_dir": (PinDir, DEFAULT.pin_dir),
     "state_dir": (StateDir, DEFAULT.state_dir),
     "ipvs_device": (IpvsDevice, DEFAULT.ipvs_device),
 }
-
-
-OF_LISTS: Final = frozenset(("no_headers", "sort_by"))
-"""The options of lists only."""
+"""The options of all views."""
 
 
 def _make_command(view: View) -> Callable[..., None]:
     """The function whose signature typer turns into options."""
-    shared = {name: row for name, row in SHARED.items() if view.is_list or name not in OF_LISTS}
+    options = {
+        **view.filters,
+        **(NAMESPACE if view.namespaced else {}),
+        **(LIST if view.is_list else {}),
+        **SHARED,
+    }
 
     def command(
         output: Output, config: object, pin_dir: Path, state_dir: Path, ipvs_device: str,
-        repeat: bool, no_headers: bool = False, sort_by: str = "", **filters: Any,
+        repeat: bool, no_pager: bool, **values: Any,
     ) -> None:  # fmt: skip
+        filters = {name: values[name] for name in view.filters}
         folders = pin_dir, state_dir / ipvs_device
-        _show(view, filters, folders, Format(output, repeat, not no_headers, sort_by))
+        chosen = Format(output, repeat, not values.get("no_headers", False), not no_pager)
+        _show(view, filters, folders, _selection(view, values), chosen)
 
-    options = {**view.filters, **shared}
     command.__doc__ = view.help
     command.__annotations__ = {name: type_ for name, (type_, _) in options.items()}
     vars(command)["__signature__"] = Signature(
@@ -272,53 +293,46 @@ def _make_command(view: View) -> Callable[..., None]:
     return command
 
 
+def _selection(view: View, values: dict[str, Any]) -> Selection:
+    if not view.is_list:
+        return Selection()
+    is_chosen = view.namespaced and not values["all_namespaces"]
+    return Selection(
+        values["namespace"] if is_chosen else "", values["field_selector"], values["sort_by"],
+        values["limit"],
+    )  # fmt: skip
+
+
 class Format(NamedTuple):
-    """How a page is shown; `sort_by` is a column's title, "" for the view's own order."""
+    """How a page is shown."""
 
     output: Output
     repeat: bool
     titles: bool
-    sort_by: str
+    pager: bool
 
 
-def _show(view: View, filters: dict[str, Any], folders: tuple[Path, Path], chosen: Format) -> None:
+def _show(
+    view: View, filters: dict[str, Any], folders: tuple[Path, Path], selection: Selection,
+    chosen: Format,
+) -> None:  # fmt: skip
     from kbpf.dataplane import inspect as dataplane
 
-    checked, output = view.check_filters(**filters), chosen.output
+    checked = view.check_filters(**filters)
     locations = dataplane.Locations(*folders)
 
     def read() -> Page:
         inspection = dataplane.read(locations, view.needs, view.bpf_only)
-        return _sort(view.build_page(inspection, **checked), chosen.sort_by)
-
-    def render_text(page: Page) -> Iterator[str]:
-        return render.render_page(page, output, chosen.titles)
-
-    if chosen.repeat:
-        if output in (Output.JSON, Output.YAML):
-            raise typer.BadParameter("it requires -o table or wide", param_hint="--watch")
-        render.watch(lambda: "".join(render_text(read())).removesuffix("\n"))
-    page = read()
-    sys.stdout.writelines(render_text(page))
-    sys.stdout.flush()
-    if page.empty and output in (Output.TABLE, Output.WIDE):
-        print(page.empty, file=sys.stderr)
-    for note in filter(None, page.notes):
-        print(f"kbpf: {note}", file=sys.stderr)
-    if not page.ok:
-        raise typer.Exit(1)
-
-
-def _sort(page: Page, title: str) -> Page:
-    if not title:
+        page = selection.apply(view.build_page(inspection, **checked))
+        if view.build_page is status.build_page:
+            return page
+        with contextlib.suppress(KbpfError):  # an agent of another version may have pinned it
+            if Part.STATUS not in view.needs:
+                inspection = dataplane.read(locations, Part.STATUS)
+            page = page.with_notes((*page.notes, status.describe_age(inspection)))
         return page
-    try:
-        return page.sorted_by(title)
-    except KeyError:
-        titles = ", ".join(column.title for column in page.columns)
-        raise typer.BadParameter(
-            f"no column {title}; there are {titles}", param_hint="--sort-by"
-        ) from None
+
+    render.show_or_watch(read, *chosen)
 
 
 for _view in VIEWS:

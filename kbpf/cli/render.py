@@ -1,25 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """Renders rows and pages as a table, JSON or YAML, with the same data in each format.
 
-Output is never coloured or truncated, so it can be piped. JSON and YAML do not go through rich,
-which would wrap lines. Unprintable characters are escaped in the way of each format, because names
-and messages from objects must not be able to control the terminal.
+Output is never truncated. Only on a terminal is it coloured, folded and paged (terminal.py). JSON
+and YAML do not go through rich, which would wrap lines. Unprintable characters are escaped in the
+way of each format, because names and messages from objects must not be able to control the
+terminal.
 """
 
 import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import groupby, islice, zip_longest
 from typing import Any, Final
 
 import msgspec
+import typer
 
-from kbpf.cli.options import Output
-from kbpf.errors import escape_unprintable
+from kbpf.cli import jsonpath, terminal
+from kbpf.cli.listing import parse_item_path
+from kbpf.cli.options import CUSTOM_COLUMNS, JSONPATH, Output, parse_columns
+from kbpf.errors import NotFoundError, escape_unprintable
 from kbpf.views.columns import Column
-from kbpf.views.page import Page
-from kbpf.views.text import GAP, format_table
+from kbpf.views.page import API_VERSION, Page
+from kbpf.views.text import GAP
 
 SEPARATOR = "\0"
 """Separates the packed cells of a row. escape_unprintable() removes it from texts."""
@@ -28,7 +32,7 @@ CHUNK_ROWS = 512
 
 
 def format_document(value: Any, output: Output) -> str:
-    """A value or a list of rows as JSON or YAML, with fields in the order of their declaration."""
+    """A value as JSON or YAML, with fields in the order of their declaration."""
     plain = msgspec.to_builtins(value)
     if output is Output.YAML:
         from kbpf import bounded_yaml
@@ -44,10 +48,10 @@ def format_document(value: Any, output: Output) -> str:
         if not all(map(str.isprintable, text.split("\n"))):
             text = dump(allow_unicode=False)
         return text.rstrip("\n")
-    return _escape_json(json.dumps(plain, indent=2, ensure_ascii=False))
+    return escape_json(json.dumps(plain, indent=2, ensure_ascii=False))
 
 
-def _escape_json(text: str) -> str:
+def escape_json(text: str) -> str:
     """Escapes unprintable characters in JSON text, which does not change its value: they can only
     occur in strings. json.dumps() itself escapes only the control characters below U+0020.
     """
@@ -56,39 +60,96 @@ def _escape_json(text: str) -> str:
     return "".join(c if c == "\n" or c.isprintable() else json.dumps(c)[1:-1] for c in text)
 
 
-def format_rows(
-    values: Sequence[Any], columns: Sequence[Column], output: Output, titles: bool = True
-) -> str:
-    """A list of rows in the given format; of a table with or without the line of `titles`."""
-    if output in (Output.JSON, Output.YAML):
-        return format_document(values, output)
-    return format_table(values, columns, output is Output.WIDE, titles)
-
-
-def stream_rows(
-    values: Iterable[Any],
-    columns: Sequence[Column],
-    output: Output,
-    header: Any = None,
-    titles: bool = True,
-) -> Iterator[str]:
-    """As format_rows(), but yields pieces of text to write one after the other.
-
-    For lists of a hundred thousand rows. JSON and YAML are written row by row. A table keeps its
-    cells, packed, until the column widths are known.
-
-    `header` (JSON and YAML only): the rows become the last field, `rows`, of this value.
+def render_page(page: Page, output: Output, titles: bool = True, limit: int = 0) -> Iterator[str]:
+    """Yields pieces of text to write one after the other, because a list may have a hundred
+    thousand rows: JSON and YAML are written row by row; a table keeps its cells, packed, until the
+    widths of its columns are known. `titles`: whether the table has the line with its titles.
+    `limit`: the width of the terminal, which tables try to keep to; 0: none.
     """
-    if output is Output.JSON:
-        yield from _stream_json(values, header)
-    elif output is Output.YAML:
-        yield from _stream_yaml(values, header)
+    if output in (Output.JSON, Output.YAML):
+        yield from _render_document(page, output)
+    elif output == Output.NAME:
+        yield from _render_names(page)
+    elif output.name == JSONPATH:
+        yield from _render_template(page, output.argument)
+    elif output.name == CUSTOM_COLUMNS:
+        columns = _custom_columns(page, output.argument)
+        yield from _stream_table(page.rows, columns, True, titles, limit)
     else:
-        yield from _stream_table(values, columns, output is Output.WIDE, titles)
+        if page.text is not None:
+            yield page.text(output == Output.WIDE) + ("\n\n" if page.columns else "\n")
+        if page.columns:
+            wide = output == Output.WIDE
+            yield from _stream_table(page.rows, page.columns, wide, titles, limit)
+
+
+def show(page: Page, output: Output, titles: bool = True, pager: bool = False) -> None:
+    """Prints the page to stdout, and its notes to stderr. Raises typer.Exit(1) if it is not ok."""
+    texts = render_page(page, output, titles, terminal.width())
+    with terminal.paged(pager) as stream:
+        coloured = output.is_text and terminal.uses_colour()
+        stream.writelines(map(terminal.colour, texts) if coloured else texts)
+        stream.flush()
+    if page.empty and output.is_text:
+        print(page.empty, file=sys.stderr)
+    for note in filter(None, page.notes):
+        print(f"kbpf: {note}", file=sys.stderr)
+    if not page.ok:
+        raise typer.Exit(1)
+
+
+def show_or_watch(
+    read: Callable[[], Page], output: Output, repeat: bool = False, titles: bool = True,
+    pager: bool = True,
+) -> None:  # fmt: skip
+    """Prints the page that `read` returns; with `repeat` again and again until Ctrl-C."""
+    if repeat:
+        if not output.is_text:
+            raise typer.BadParameter("it requires -o table or wide", param_hint="--watch")
+        limit = terminal.width
+        watch(lambda: "".join(render_page(read(), output, titles, limit())).rstrip("\n"))
+    show(read(), output, titles, pager)
+
+
+def _document_fields(page: Page) -> dict[str, Any]:
+    """The fields of the document but `items`."""
+    summary = {} if page.summary is None else msgspec.to_builtins(page.summary)
+    return {"apiVersion": API_VERSION, "kind": page.kind.name, **summary}
+
+
+def _render_document(page: Page, output: Output) -> Iterator[str]:
+    fields = _document_fields(page)
+    if page.kind.item is None:
+        yield format_document(fields, output) + "\n"
+    elif output is Output.JSON:
+        yield from _stream_json(fields, page.rows)
+    else:
+        yield from _stream_yaml(fields, page.rows)
+
+
+def _stream_json(fields: dict[str, Any], items: Iterable[Any]) -> Iterator[str]:
+    # the object without its closing brace, continued with the field `items`
+    yield format_document(fields, Output.JSON).removesuffix("\n}") + ',\n  "items": ['
+    has_items = False
+    for item in items:
+        text = escape_json(msgspec.json.format(msgspec.json.encode(item), indent=2).decode())
+        yield (",\n    " if has_items else "\n    ") + text.replace("\n", "\n    ")
+        has_items = True
+    yield "\n  ]\n}\n" if has_items else "]\n}\n"
+
+
+def _stream_yaml(fields: dict[str, Any], items: Iterable[Any]) -> Iterator[str]:
+    yield format_document(fields, Output.YAML) + "\n"
+    has_items = False
+    for item in items:
+        yield ("" if has_items else "items:\n") + format_document([item], Output.YAML) + "\n"
+        has_items = True
+    if not has_items:
+        yield "items: []\n"
 
 
 def _stream_table(
-    values: Iterable[Any], columns: Sequence[Column], wide: bool, titles: bool
+    values: Iterable[Any], columns: Sequence[Column], wide: bool, titles: bool, limit: int
 ) -> Iterator[str]:
     visible = [c for c in columns if wide or not c.wide]
     widths = [len(c.title) for c in visible]
@@ -101,72 +162,91 @@ def _stream_table(
         chunk_widths = [max(map(len, cells)) for cells in zip(*chunk, strict=True)]
         widths = list(map(max, widths, chunk_widths))
         packed.extend(map(SEPARATOR.join, chunk))
+    is_narrowed = 0 < limit < sum(widths) + len(GAP) * (len(widths) - 1)
+    if is_narrowed:
+        widths = terminal.fit_widths(widths, _longest_words(packed, len(widths)), limit)
     line_format = GAP.join(
         f"{{:{'>' if c.right else '<'}{w}}}" for c, w in zip(visible, widths, strict=True)
     )
     for line in packed[not titles :]:
-        yield line_format.format(*line.split(SEPARATOR)).rstrip() + "\n"
+        cells = line.split(SEPARATOR)
+        if not is_narrowed:
+            yield line_format.format(*cells).rstrip() + "\n"
+            continue
+        folded = map(terminal.wrap, cells, widths)
+        for parts in zip_longest(*folded, fillvalue=""):
+            yield line_format.format(*parts).rstrip() + "\n"
 
 
-def _stream_json(values: Iterable[Any], header: Any) -> Iterator[str]:
-    outer = "" if header is None else "  "
-    pad = outer + "  "
-    if header is None:
-        opening = "["
-    else:
-        # the header's object without its closing brace, continued with the field `rows`
-        opening = format_document(header, Output.JSON).removesuffix("\n}") + ',\n  "rows": ['
-    has_rows = False
-    for row in values:
-        text = _escape_json(msgspec.json.format(msgspec.json.encode(row), indent=2).decode())
-        yield (",\n" if has_rows else f"{opening}\n") + pad + text.replace("\n", f"\n{pad}")
-        has_rows = True
-    end = "\n" if header is None else "\n}\n"
-    yield f"\n{outer}]{end}" if has_rows else f"{opening}]{end}"
+def _longest_words(packed: Iterable[str], count: int) -> list[int]:
+    """The length of the longest word of each of the `count` columns."""
+    longest = [0] * count
+    for line in packed:
+        words = (max(map(len, cell.split()), default=0) for cell in line.split(SEPARATOR))
+        longest = list(map(max, longest, words))
+    return longest
 
 
-def _stream_yaml(values: Iterable[Any], header: Any) -> Iterator[str]:
-    if header is not None:
-        yield format_document(header, Output.YAML) + "\n"
-    has_rows = False
-    for row in values:
-        if not has_rows and header is not None:
-            yield "rows:\n"
-        yield format_document([row], Output.YAML) + "\n"
-        has_rows = True
-    if not has_rows:
-        yield "[]\n" if header is None else "rows: []\n"
+def _render_names(page: Page) -> Iterator[str]:
+    """The name of each item. The ports of a Service have one name, which is printed once."""
+    if page.kind.item_name is None:
+        raise typer.BadParameter(f"the items of {page.kind.name} have no names", param_hint="-o")
+    for name, _ in groupby(map(page.kind.item_name, page.rows)):
+        if name:
+            yield escape_unprintable(name) + "\n"
 
 
-def render_page(page: Page, output: Output, titles: bool = True) -> Iterator[str]:
-    """Yields pieces of text to write one after the other. `titles`: see format_rows()."""
-    is_document = output in (Output.JSON, Output.YAML)
-    if page.text is not None and not is_document:
-        yield page.text(output is Output.WIDE) + ("\n\n" if page.columns else "\n")
-    if not page.columns:
-        if is_document:
-            yield format_document(page.summary, output) + "\n"
-    elif isinstance(page.rows, Sequence):
-        if text := format_rows(page.rows, page.columns, output, titles):
-            yield text + "\n"
-    else:
-        yield from stream_rows(page.rows, page.columns, output, page.summary, titles)
+def _render_template(page: Page, text: str) -> Iterator[str]:
+    document = _document_fields(page)
+    if page.kind.item is not None:
+        document["items"] = [msgspec.to_builtins(row) for row in page.rows]
+    try:
+        yield from jsonpath.render(jsonpath.parse_template(text), document)
+    except jsonpath.JsonPathError as error:
+        raise NotFoundError(str(error)) from None
+
+
+def _custom_columns(page: Page, text: str) -> list[Column]:
+    """The columns of -o custom-columns. Raises typer.BadParameter."""
+    if page.kind.item is None:
+        raise typer.BadParameter(f"{page.kind.name} is no list", param_hint="-o")
+
+    def column(title: str, path: jsonpath.Path) -> Column:
+        def text(row: Any) -> str:
+            values = jsonpath.evaluate(path, msgspec.to_builtins(row))
+            return ",".join("-" if v is None else jsonpath.format_value(v) for v in values) or "-"
+
+        return Column(title, text)
+
+    try:
+        return [
+            column(title, parse_item_path(page.kind, path)) for title, path in parse_columns(text)
+        ]
+    except jsonpath.JsonPathError as error:
+        raise typer.BadParameter(str(error), param_hint="-o") from None
 
 
 WATCH_SECONDS: Final = 2.0
 
 
-def watch(page: Callable[[], str], seconds: float = WATCH_SECONDS) -> None:
-    """Shows the page again and again until Ctrl-C: in place on a terminal, otherwise appended."""
+def watch(
+    page: Callable[[], str], seconds: float = WATCH_SECONDS, takes_time: bool = False
+) -> None:
+    """Shows the page again and again until Ctrl-C: in place on a terminal, otherwise appended.
+    `takes_time`: page() itself takes these seconds.
+    """
+    pause = 0.0 if takes_time else seconds
     if not sys.stdout.isatty():
         while True:
             print(page(), end="\n\n", flush=True)
-            time.sleep(seconds)
+            time.sleep(pause)
     from rich.live import Live
     from rich.text import Text
 
-    with Live(screen=True, auto_refresh=False) as live:
+    # rich's stand-in for stdout has no encoding: no sparkline could be printed.
+    with Live(screen=True, auto_refresh=False, redirect_stdout=False) as live:
         while True:
             text = f"{time.strftime('%H:%M:%S')}  every {seconds:g} s, Ctrl-C to quit\n\n{page()}"
-            live.update(Text(text, overflow="fold"), refresh=True)
-            time.sleep(seconds)
+            coloured = terminal.colour(text) if terminal.uses_colour() else text
+            live.update(Text.from_ansi(coloured, overflow="fold"), refresh=True)
+            time.sleep(pause)

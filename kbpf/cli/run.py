@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -54,8 +55,8 @@ def set_up_logging(config: Config) -> None:
 
 
 def connect(config: Config, on_request: "RequestHandler") -> "Cluster | None":
-    """Finds the API server and its credentials; None if the objects come from a folder (--source).
-    Opens no connection.
+    """Finds the API server and its credentials; None if the objects come from --source. Opens no
+    connection.
     """
     if config.source is not None:
         return None
@@ -83,6 +84,10 @@ def source_factory(
             from kbpf.source.folder.folder import FolderSource
 
             assert config.source is not None
+            if config.source.is_file():
+                from kbpf.source.recording.replay import RecordingSource
+
+                return [RecordingSource(config.source, put, speed=config.source_speed)]
             grace = config.source_empty_grace
             return [FolderSource(config.source, put, node_name=config.node_name, empty_grace=grace)]
         from kbpf.source.api.reflector import Reflector
@@ -100,6 +105,18 @@ def source_factory(
     return make
 
 
+def check_source(path: Path) -> None:
+    """Raises ConfigError if there is no such folder, and SourceError if a file is no recording."""
+    if path.is_file():
+        from kbpf.source.recording.replay import check_recording
+
+        check_recording(path)
+    else:
+        from kbpf.source.folder.folder import check_folder
+
+        check_folder(path)
+
+
 def _event_poster(cluster: "Cluster | None") -> Post | None:
     """The function that sends Kubernetes Events; None without an API server."""
     if cluster is None:
@@ -115,10 +132,9 @@ def run_agent(options: RunOptions, loaded: LoadedConfig, data: bytes | None) -> 
     `data`: the text of the configuration file, if there is one. If the file changes, this process
     restarts with the new text.
     """
-    config = with_node_name(loaded.config)
-    set_up_logging(config)
+    set_up_logging(loaded.config)
     try:
-        _run_agent(config, options, loaded, data)
+        _run_agent(with_node_name(loaded.config), options, loaded, data)
     except KbpfError as error:
         log.error("%s", error)  # not on stderr by app.py, so that it has the log's format
         raise SystemExit(1) from error
@@ -136,9 +152,7 @@ def _run_agent(
     for note in loaded.notes:
         log.log(logging.WARNING if note.is_warning else logging.INFO, "%s", note.text)
     if config.source is not None:  # before anything is created in the kernel
-        from kbpf.source.folder.folder import check_folder
-
-        check_folder(config.source)
+        check_source(config.source)
     if options.init_only:
         conntrack_sysctls.ConntrackSysctls(config.conntrack).apply(time.monotonic())
         return
@@ -158,7 +172,11 @@ def _run_agent(
         proxy_metrics,
         options.flags,
         warnings,
-    )
+        children.python_command(
+            "kbpf", "page", "--pin-dir", str(config.pin_dir.absolute()),
+            "--state-dir", str(config.state_dir.absolute()), "--ipvs-device", config.ipvs_device,
+        ),
+    )  # fmt: skip
     agent = Agent(config, plane, source_factory(config, cluster), server)
     if cluster is not None:
         cluster.on_connect = agent.on_api_connect

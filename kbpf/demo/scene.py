@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo's environment: a node, backends and a client, each in its own network namespace, and the
+"""The demo's environment: a node, backends and clients, each in its own network namespace, and the
 real agent on the node. All names contain the id of this process. Everything is removed when the
 block ends. A demo that was killed leaves everything behind, and the next one removes it.
 
-    kbpf-demo-PID-node      the bridge, and `kbpf run`
+    kbpf-demo-PID-node      192.0.2.1, the bridge, and `kbpf run`
     kbpf-demo-PID-b1 ...    backends, 10.244.0.11 ...
-    kbpf-demo-PID-client    10.244.0.100; no route leads to the Service's address
+    kbpf-demo-PID-client    a Pod, 10.244.0.100; no route leads to the Service's address
+    kbpf-demo-PID-outside   192.0.2.100, another machine; no route leads to the backends
 """
 
 import contextlib
@@ -18,8 +19,9 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, Final, Self
+from typing import Any, Final, Self
 
+from kbpf.dataplane.bpf.inspect import snapshot
 from kbpf.dataplane.bpf.maps import pinning
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.demo import enter, manifests
@@ -27,11 +29,16 @@ from kbpf.demo.manifests import BackendPod
 from kbpf.errors import KbpfError, KernelError
 from kbpf.kernel.net import links
 from kbpf.kernel.net.links import Links
-from kbpf.kernel.system import cgroups, children, mounts, netns
+from kbpf.kernel.system import cgroups, children, mounts, netns, pods, sysctl
+from kbpf.model.address import parse_addr
+from kbpf.model.inspection import Part
 
 PREFIX: Final = "kbpf-demo-"
 BRIDGE: Final = "pods"
+UPLINK: Final = "uplink"
 _NAME_PATTERN = re.compile(re.escape(PREFIX) + r"(\d+)(-.*)?")
+_LOG_NAME: Final = f"default_{manifests.CLIENT}_"
+"""The folder of a Pod's logs, without its uid: from it `kbpf` knows the client's name."""
 
 
 class DemoError(KbpfError):
@@ -39,17 +46,25 @@ class DemoError(KbpfError):
 
 
 class DemoScene:
-    """A context manager that creates the environment with `pods` backends. set_endpoints() decides
-    which of them are endpoints of the Service.
+    """A context manager that creates the environment with `backends` backends, and one Pod more, in
+    which no process listens. set_endpoints() decides which are endpoints of the Service. `options`
+    are those of the agent.
     """
 
-    def __init__(self, pods: int, cache_dir: Path, parent: Path | None = None) -> None:
-        self._pods = pods
+    def __init__(
+        self, backends: int, cache_dir: Path, parent: Path | None = None,
+        options: tuple[str, ...] = (),
+    ) -> None:  # fmt: skip
+        self._options = options
+        self._backends = backends
+        self._pods = range(1, backends + 2)
         self._cache_dir = cache_dir.absolute()  # the agent has another working directory
         self._parent = parent and parent.absolute()
         self._name = f"{PREFIX}{os.getpid()}"
         self._stack = contextlib.ExitStack()
         self._children: list[subprocess.Popen[str]] = []
+        self._agent: subprocess.Popen[str] | None = None
+        self._client_uid = f"{os.getpid():032x}"
 
     def __enter__(self) -> Self:
         parent = self._parent or mounts.find_cgroup_root()
@@ -74,64 +89,91 @@ class DemoScene:
         self._stack.callback(shutil.rmtree, self._folder, ignore_errors=True)
         self._pins = Pins(mounts.BPF_FS / self._name)
         self._cgroup = parent / self._name
-        names = ["node", "client", *(f"b{i}" for i in range(1, self._pods + 1))]
+        names = ["node", "client", "outside", *(f"b{i}" for i in self._pods)]
         for name in names:
             self._stack.callback(links.remove_namespace, f"{self._name}-{name}")
             links.create_namespace(f"{self._name}-{name}")
-        self._stack.callback(cgroups.remove, self._cgroup)
-        cgroups.create(self._cgroup)
-        for name in ("node", "client", "pods"):
-            cgroups.create(self._cgroup / name)
+        outside, kubepods = parent / f"{self._name}-outside", self._cgroup / "kubepods"
+        self._cgroups = {"node": self._cgroup / "node", "outside": outside}
+        self._cgroups["client"] = kubepods / f"pod{self._client_uid}"
+        self._cgroups |= {f"b{i}": kubepods / f"b{i}" for i in self._pods}
+        for path in (self._cgroup, outside):
+            self._stack.callback(cgroups.remove, path)
+        for path in (self._cgroup, kubepods, *self._cgroups.values()):
+            cgroups.create(path)
+        self._create_log_folder()
         self._stack.callback(pinning.remove, self._pins)
         self._stack.callback(self._kill_children)
         self._connect_namespaces()
-        self._servers = [self._start_server(number) for number in range(1, self._pods + 1)]
-        self._agent = self._start_agent()
+        self._servers = [self._start_server(number) for number in range(1, self._backends + 1)]
+        self._write_objects()
+        self.start_agent()
+
+    def _create_log_folder(self) -> None:
+        folder = pods.LOG_FOLDER / f"{_LOG_NAME}{self._client_uid}"
+        self._stack.callback(_remove_log_folder, folder)
+        folder.mkdir(parents=True)
 
     def _namespace(self, name: str) -> Path:
         return links.namespace_path(f"{self._name}-{name}")
 
     def _connect_namespaces(self) -> None:
-        """Connects the client and all backends to a bridge, which has the node's address."""
+        """Connects all Pods to a bridge, and the machine outside to the uplink."""
         addresses = {"client": manifests.CLIENT_ADDRESS}
-        addresses |= {f"b{i}": BackendPod(i).address for i in range(1, self._pods + 1)}
+        addresses |= {f"b{i}": BackendPod(i).address for i in self._pods}
+
+        pod_names = tuple(addresses)
 
         def configure_node() -> None:
+            sysctl.write("net.ipv4.ip_forward", "1")
             with Links() as netlink:
                 netlink.set_up("lo")
                 netlink.add_bridge(BRIDGE)
                 netlink.set_up(BRIDGE)
-                netlink.add_address(BRIDGE, manifests.NODE_ADDRESS, 24)
-                for name in addresses:
-                    netlink.add_veth(name, BRIDGE, "eth0", self._namespace(name))
+                netlink.add_address(BRIDGE, manifests.POD_GATEWAY, 24)
+                for name in pod_names:
+                    netlink.add_veth(name, "eth0", self._namespace(name), BRIDGE)
+                netlink.add_veth(UPLINK, "eth0", self._namespace("outside"))
+                netlink.add_address(UPLINK, manifests.NODE_ADDRESS, 24)
 
-        def configure_pod(address: str) -> None:
+        def configure_pod(address: str, gateway: str) -> None:
             with Links() as netlink:
                 netlink.set_up("lo")
                 netlink.set_up("eth0")
                 netlink.add_address("eth0", address, 24)
+                if gateway:
+                    netlink.add_default_route(gateway)
 
         netns.run_in(self._namespace("node"), configure_node)
+        addresses["outside"] = manifests.OUTSIDE_ADDRESS
         for name, address in addresses.items():
-            netns.run_in(self._namespace(name), partial(configure_pod, address))
+            gateway = manifests.POD_GATEWAY if name.startswith("b") else ""
+            netns.run_in(self._namespace(name), partial(configure_pod, address, gateway))
 
     # ---- children --------------------------------------------------------------------------
 
-    def _start_child(self, namespace: str, cgroup: str, *command: str) -> subprocess.Popen[str]:
-        """Starts a process in a network namespace and a cgroup. It has its own session, so Ctrl-C
-        in the terminal does not reach it.
+    def _start_child(self, place: str, *command: str) -> subprocess.Popen[str]:
+        """Starts a process in the network namespace and the cgroup of this name. It has its own
+        session, so Ctrl-C in the terminal does not reach it.
         """
-        environment = {
-            k: v for k, v in children.child_environment().items() if not k.startswith("KBPF_")
-        }
+        environment = _environment()
         with self._log_path().open("ab") as log:
             child = subprocess.Popen(
-                enter.enter_command(self._namespace(namespace), self._cgroup / cgroup, *command),
+                self.enter_command(place, *command),
                 cwd=children.WORKING_DIRECTORY, env=environment, stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True,
             )  # fmt: skip
         self._children.append(child)
         return child
+
+    @property
+    def pin_dir(self) -> Path:
+        """The agent's --pin-dir."""
+        return self._pins.root
+
+    def enter_command(self, place: str, *command: str) -> list[str]:
+        """The command line that runs `command` where `node`, `client`, ... are."""
+        return enter.enter_command(self._namespace(place), self._cgroups[place], *command)
 
     def _log_path(self) -> Path:
         return self._folder / "log"
@@ -139,7 +181,7 @@ class DemoScene:
     def _start_server(self, number: int) -> subprocess.Popen[str]:
         ports = str(manifests.POD_HTTP_PORT), str(manifests.POD_DNS_PORT)
         return self._start_child(
-            f"b{number}", "pods",
+            f"b{number}",
             *children.python_command("kbpf.demo.server", BackendPod(number).name, *ports),
         )  # fmt: skip
 
@@ -151,20 +193,50 @@ class DemoScene:
                 hint = "is kbpf installed completely?"
                 raise DemoError("a backend did not start", self._last_log_line(), hint)
 
-    def _start_agent(self) -> subprocess.Popen[str]:
-        source = self._folder / "objects"
-        source.mkdir()
+    def _write_objects(self) -> None:
+        (self._folder / "objects").mkdir()
         self._write_object("node", manifests.node())
         self._write_object("service", manifests.service())
         self.set_endpoints([])
-        return self._start_child(
-            "node", "node",
+
+    def start_agent(self) -> None:
+        """Starts `kbpf run` on the node. is_synced() tells when it has programmed everything."""
+        self._agent = self._start_child(
+            "node",
             *children.python_command(
-                "kbpf", "run", "--source", str(source),
-                "--hostname-override", manifests.NODE, "--pin-dir", str(self._pins.root),
+                "kbpf", "run", "--source", str(self._folder / "objects"),
+                "--hostname-override", manifests.NODE, "--pin-dir", str(self.pin_dir),
                 "--cgroup", str(self._cgroup), "--cache-dir", str(self._cache_dir),
+                *self._options,
             ),
         )  # fmt: skip
+
+    def kill_agent(self) -> None:
+        """Ends the agent as `kill -9` does, and returns when its process is gone."""
+        assert self._agent is not None
+        self._agent.kill()
+        self._agent.wait()
+        self._agent = None
+
+    @property
+    def agent_runs(self) -> bool:
+        """False after kill_agent()."""
+        return self._agent is not None
+
+    def is_synced(self) -> bool:
+        """Whether the agent that runs now has programmed everything."""
+        status = snapshot.read(self._pins.root, Part.STATUS).status
+        return bool(self._agent and status and status.pid == self._agent.pid and status.synced)
+
+    def is_served_by(self, pods: Iterable[BackendPod]) -> bool:
+        """Whether requests to the Service reach these backends and no others."""
+        reached = {
+            backend.address
+            for port in snapshot.read(self._pins.root, Part.SERVICES).services
+            for frontend in port.frontends
+            for backend in frontend.cluster.shares()
+        }
+        return reached == {parse_addr(pod.address) for pod in pods}
 
     def _kill_children(self) -> None:
         if self._cgroup.is_dir():
@@ -183,25 +255,44 @@ class DemoScene:
         temporary.write_text(json.dumps(manifest, indent=2))
         temporary.rename(self._folder / "objects" / f"{name}.json")
 
-    def set_endpoints(self, pods: Iterable[BackendPod]) -> None:
+    def set_endpoints(self, backends: Iterable[BackendPod]) -> None:
         """Sets the endpoints of the Service."""
-        self._write_object("endpoints", manifests.endpoint_slice(pods))
+        for name, manifest in manifests.endpoint_slices(backends).items():
+            self._write_object(name, manifest)
 
-    def start_client(self, requests: int, rate: float) -> IO[str]:
-        """Starts the client (client.py). Returns its standard output."""
-        child = self._start_child(
-            "client", "client",
+    def start_client(
+        self, place: str, requests: int, rate: float, waits: bool = True
+    ) -> subprocess.Popen[str]:
+        """Starts a client (client.py): `client` is a Pod and dials the ClusterIP, `outside` is
+        another machine and dials the NodePort. Its standard output has reports.
+        """
+        ports = manifests.HTTP_PORT, manifests.DNS_PORT
+        address = manifests.SERVICE_ADDRESS
+        if place == "outside":
+            address, ports = manifests.NODE_ADDRESS, (manifests.NODE_PORT, 0)
+        return self._start_child(
+            place,
             *children.python_command(
-                "kbpf.demo.client", manifests.SERVICE_ADDRESS, str(manifests.HTTP_PORT),
-                str(manifests.DNS_PORT), str(requests), str(rate),
+                "kbpf.demo.client", address, *map(str, (*ports, requests, rate, int(waits)))
             ),
+        )
+
+    def run_command(self, *arguments: str) -> str:
+        """The output of a command of kbpf on the node."""
+        command = children.python_command("kbpf", *arguments, "--pin-dir", str(self.pin_dir))
+        environment = _environment()
+        done = subprocess.run(
+            self.enter_command("node", *command), cwd=children.WORKING_DIRECTORY,
+            env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+            check=False,
         )  # fmt: skip
-        assert child.stdout is not None
-        return child.stdout
+        if done.returncode:
+            raise DemoError(f"`kbpf {' '.join(arguments)}` failed: {done.stderr.strip()}")
+        return done.stdout
 
     def check_agent(self) -> None:
-        """Raises DemoError if the agent has exited."""
-        code = self._agent.poll()
+        """Raises DemoError if the agent has exited by itself."""
+        code = self._agent and self._agent.poll()
         if code is not None:
             raise DemoError(
                 f"the agent exited with {code}: {self._last_log_line()}",
@@ -212,6 +303,17 @@ class DemoScene:
     def _last_log_line(self) -> str:
         lines = self._log_path().read_text(errors="replace").strip().splitlines()
         return lines[-1] if lines else "its log is empty"
+
+
+def _environment() -> dict[str, str]:
+    """That of all children: without the settings of an agent of this machine."""
+    return {k: v for k, v in children.child_environment().items() if not k.startswith("KBPF_")}
+
+
+def _remove_log_folder(folder: Path) -> None:
+    for path in (folder, folder.parent):
+        with contextlib.suppress(OSError):  # other Pods have logs there
+            path.rmdir()
 
 
 # ---- leftovers of earlier demos ------------------------------------------------------------
@@ -231,6 +333,10 @@ def sweep(parent: Path) -> None:
             links.remove_namespace(path.name)
     for path in _orphaned(Path(tempfile.gettempdir())):
         shutil.rmtree(path, ignore_errors=True)
+    for path in pods.LOG_FOLDER.glob(f"{_LOG_NAME}{'0' * 16}*"):
+        with contextlib.suppress(ValueError):
+            if not Path("/proc", str(int(path.name.removeprefix(_LOG_NAME), 16))).exists():
+                _remove_log_folder(path)
 
 
 def _orphaned(folder: Path) -> Iterator[Path]:

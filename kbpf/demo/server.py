@@ -16,7 +16,7 @@ def _serve_http(listener: socket.socket, name: str) -> None:
     while True:
         connection, _ = listener.accept()
         with connection:
-            connection.settimeout(5.0)
+            connection.settimeout(15.0)
             try:
                 connection.recv(4096)
                 connection.sendall(response % (len(body), body))

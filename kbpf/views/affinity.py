@@ -8,16 +8,17 @@ import msgspec
 from kbpf.model.address import format_addr
 from kbpf.model.inspection import AffinityEntry, Inspection, Part
 from kbpf.views.columns import Column, format_duration
-from kbpf.views.page import Page, list_page
+from kbpf.views.page import Kind, Page, list_page, namespace_of
 
-NEEDS: Final = Part.SERVICES | Part.AFFINITY
+NEEDS: Final = Part.SERVICES | Part.ENDPOINTS | Part.AFFINITY
 
 
 class AffinityRow(msgspec.Struct, frozen=True):
     """The affinity of one client to a backend of one Service port.
 
     `kind` is ``address`` or ``netns``. `client` is accordingly an IP address, or the cookie of the
-    client's network namespace ("host" for the node's own).
+    client's network namespace ("host" for the node's own). `pod` is ``namespace/name`` of the
+    client, "" if it is not known.
 
     `expires_seconds` is negative once the entry has expired (`expired`). The next connection then
     chooses a backend again. The entry itself stays until then, or until the agent deletes it
@@ -27,6 +28,7 @@ class AffinityRow(msgspec.Struct, frozen=True):
 
     client: str
     kind: str
+    pod: str
     service: str
     backend: str
     age_seconds: float
@@ -51,6 +53,7 @@ def _build_row(entry: AffinityEntry, inspection: Inspection) -> AffinityRow:
     return AffinityRow(
         client=client,
         kind=kind,
+        pod=entry.pod,
         service=entry.service.text,
         backend=str(entry.backend.backend or f"id {entry.backend.id}, gone"),
         age_seconds=round(age, 3),
@@ -65,14 +68,22 @@ def _expires(row: AffinityRow) -> str:
     return "expired" if row.expired else format_duration(row.expires_seconds)
 
 
+def _format_client(row: AffinityRow) -> str:
+    return row.client if row.kind == "address" else f"netns {row.client}"
+
+
 COLUMNS: Final = (
-    Column("CLIENT", lambda r: r.client if r.kind == "address" else f"netns {r.client}"),
+    Column("CLIENT", lambda r: r.pod or _format_client(r)),
     Column("SERVICE", lambda r: r.service),
     Column("BACKEND", lambda r: r.backend),
     Column("AGE", lambda r: format_duration(r.age_seconds), right=True),
     Column("EXPIRES-IN", _expires, right=True),
+    Column("ADDRESS", _format_client, wide=True),
 )
 
 
+KIND: Final = Kind("AffinityList", AffinityRow, namespaces=lambda row: namespace_of(row.service))
+
+
 def build_page(inspection: Inspection) -> Page:
-    return list_page(build_rows(inspection), COLUMNS)
+    return list_page(KIND, build_rows(inspection), COLUMNS)

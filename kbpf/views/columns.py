@@ -5,9 +5,10 @@ A view is a row type and its columns. `cli/render.py` turns both into a table, J
 formats show the same data.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +50,27 @@ def format_duration(seconds: float) -> str:
     return f"{total_seconds // 86_400}d{total_seconds % 86_400 // 3600:02}h"
 
 
+DURATION: Final = re.compile(r"(?=\d)(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?(?: ago)?")
+SIZE: Final = re.compile(r"([\d.]+)(B|KiB|MiB|GiB)")
+SIZE_UNITS: Final = ("B", "KiB", "MiB", "GiB")
+
+
+def parse_quantity(text: str) -> float | None:
+    """The value of a text of format_duration() or format_size(); None for any other."""
+    if match := DURATION.fullmatch(text):
+        days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+        return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+    if match := SIZE.fullmatch(text):
+        return float(match[1]) * (1 << 10 * SIZE_UNITS.index(match[2]))
+    return None
+
+
 def format_size(count: int | None) -> str:
     """``812B``, ``64KiB``, ``1.5MiB``; ``-`` for None."""
     if count is None:
         return "-"
     value = float(count)
-    for unit in ("B", "KiB", "MiB"):
+    for unit in SIZE_UNITS[:-1]:
         if value < 1024:
             return f"{value:.0f}{unit}" if value >= 10 or unit == "B" else f"{value:.1f}{unit}"
         value /= 1024

@@ -11,7 +11,7 @@ import msgspec
 from kbpf.model.address import format_addr
 from kbpf.model.objects import Endpoint
 from kbpf.views.columns import Column, format_bool, format_host_port
-from kbpf.views.page import Page, list_page
+from kbpf.views.page import Kind, Page, list_page
 
 
 class EndpointRow(msgspec.Struct, frozen=True):
@@ -32,6 +32,11 @@ class EndpointRow(msgspec.Struct, frozen=True):
     why: str
     slice: str
 
+    @property
+    def place(self) -> str:
+        """``10.244.0.7:8080``; without the port if it has none of this name."""
+        return format_host_port(self.address, self.number) if self.number else self.address
+
 
 def state_of(endpoint: Endpoint) -> str:
     if endpoint.ready:
@@ -43,7 +48,7 @@ def state_of(endpoint: Endpoint) -> str:
 
 COLUMNS: Final = (
     Column("PORT", lambda e: e.port or "-"),
-    Column("ENDPOINT", lambda e: format_host_port(e.address, e.number) if e.number else e.address),
+    Column("ENDPOINT", lambda e: e.place),
     Column("POD", lambda e: e.pod or "-"),
     Column("NODE", lambda e: e.node or "-"),
     Column("ZONE", lambda e: e.zone or "-"),
@@ -65,5 +70,8 @@ def make_row(
     )  # fmt: skip
 
 
+KIND: Final = Kind("EndpointList", EndpointRow, item_name=lambda row: row.place)
+
+
 def build_page(rows: Sequence[EndpointRow], errors: Sequence[str]) -> Page:
-    return list_page(rows, COLUMNS).with_notes(tuple(errors))
+    return list_page(KIND, rows, COLUMNS).with_notes(tuple(errors))

@@ -7,7 +7,7 @@ import msgspec
 
 from kbpf.model.inspection import Inspection, MapEntry, Part
 from kbpf.views.columns import Column, format_number, format_size
-from kbpf.views.page import Page
+from kbpf.views.page import Kind, Page
 
 NEEDS: Final = Part.MAPS
 
@@ -74,5 +74,8 @@ COLUMNS: Final = (
 )
 
 
+KIND: Final = Kind("MapList", MapRow, item_name=lambda row: row.name)
+
+
 def build_page(inspection: Inspection) -> Page:
-    return Page(build_rows(inspection), COLUMNS)
+    return Page(KIND, build_rows(inspection), COLUMNS)

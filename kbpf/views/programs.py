@@ -8,7 +8,7 @@ import msgspec
 from kbpf.model.config import SocketLb
 from kbpf.model.inspection import HookEntry, Inspection, Part
 from kbpf.views.columns import Column, format_bool, format_number
-from kbpf.views.page import Page
+from kbpf.views.page import Kind, Page
 
 NEEDS: Final = Part.HOOKS
 
@@ -88,5 +88,8 @@ COLUMNS: Final = (
 )
 
 
+KIND: Final = Kind("ProgramList", ProgramRow, item_name=lambda row: row.hook)
+
+
 def build_page(inspection: Inspection) -> Page:
-    return Page(build_rows(inspection), COLUMNS)
+    return Page(KIND, build_rows(inspection), COLUMNS)

@@ -9,7 +9,7 @@ import msgspec
 from kbpf.model.address import ANY4, ANY6, family_of, format_addr
 from kbpf.model.inspection import BackendSet, FrontendEntry, Inspection, Part, ServicePort
 from kbpf.views.columns import Column, format_host_port, format_number
-from kbpf.views.page import Page, list_page
+from kbpf.views.page import Kind, Page, list_page
 
 NEEDS: Final = Part.SERVICES
 POLICY_NAMES: Final = {False: "Cluster", True: "Local"}
@@ -188,6 +188,11 @@ COLUMNS: Final = (
 )
 
 
-def build_page(inspection: Inspection, namespace: str) -> Page:
-    rows = [row for row in build_rows(inspection) if namespace in ("", row.namespace)]
-    return list_page(rows, COLUMNS, namespace)
+KIND: Final = Kind(
+    "ServiceList", ServiceRow, item_name=lambda row: row.full_name if row.name else "",
+    namespaces=lambda row: (row.namespace,),
+)  # fmt: skip
+
+
+def build_page(inspection: Inspection) -> Page:
+    return list_page(KIND, build_rows(inspection), COLUMNS)

@@ -10,8 +10,8 @@ from kbpf.model.inspection import Inspection, Part
 from kbpf.model.reasons import Reason
 from kbpf.views.columns import Column
 from kbpf.views.packet_path.availability import unavailable_notice
-from kbpf.views.page import Page
-from kbpf.views.text import format_facts, format_table
+from kbpf.views.page import Kind, Page, namespace_of
+from kbpf.views.text import format_facts
 
 NEEDS: Final = Part.SERVICES | Part.RANGES | Part.PACKETS | Part.STATUS
 
@@ -41,24 +41,27 @@ class SourcesView(msgspec.Struct, frozen=True):
 
     not_allowed: int
     left_alone: int
-    services: tuple[SourcesRow, ...]
     pods: str
     local_networks: tuple[str, ...]
     local_devices: int
 
 
 def build_view(inspection: Inspection) -> SourcesView:
-    """The whole page, with the Service ports sorted by name."""
+    """All of the page but its rows."""
     return SourcesView(
         not_allowed=inspection.reasons.get(Reason.NOT_ALLOWED, 0),
         left_alone=inspection.reasons.get(Reason.NEEDS_SOURCE, 0),
-        services=tuple(sorted(_build_rows(inspection), key=lambda row: (row.service, row.family))),
         pods=inspection.node.pods,
         local_networks=tuple(map(str, inspection.local_networks)),
         local_devices=sum(
             device.pods and device.role != "port" for device in inspection.devices.values()
         ),
     )
+
+
+def build_rows(inspection: Inspection) -> list[SourcesRow]:
+    """The Service ports, sorted by name."""
+    return sorted(_build_rows(inspection), key=lambda row: (row.service, row.family))
 
 
 def _build_rows(inspection: Inspection) -> Iterator[SourcesRow]:
@@ -84,25 +87,32 @@ COLUMNS: Final = (
 # ---- the page ------------------------------------------------------------------------------------
 
 
+KIND: Final = Kind(
+    "SourceRangeList", SourcesRow, SourcesView, namespaces=lambda row: namespace_of(row.service)
+)
+
+
 def build_page(inspection: Inspection) -> Page:
     view = build_view(inspection)
     return Page(
-        text=lambda wide: format_page(view, wide),
+        KIND,
+        build_rows(inspection),
+        COLUMNS,
+        text=lambda wide: format_page(view),
         summary=view,
         notes=(unavailable_notice(inspection),),
     )
 
 
-def format_page(view: SourcesView, wide: bool = False) -> str:
-    """The allowed client networks of Services, and which clients count as pods of this node."""
-    facts_text = format_facts(
+def format_page(view: SourcesView) -> str:
+    """What source ranges have dropped, and which clients count as pods of this node."""
+    return format_facts(
         (
             ("dropped", f"{view.not_allowed} packets from clients outside the source ranges"),
             ("local sockets", f"{view.left_alone} connections left to the packet path"),
             ("local pods", _format_pods(view)),
         )
     )
-    return f"{facts_text}\n\n{format_table(view.services, COLUMNS, wide)}"
 
 
 def _format_pods(view: SourcesView) -> str:

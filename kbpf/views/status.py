@@ -12,7 +12,7 @@ from kbpf.model.status import AgentStatus, ModeChoice, SourceView, ThreadView
 from kbpf.views.columns import Column, format_bool, format_duration, format_number
 from kbpf.views.packet_path import availability
 from kbpf.views.packet_path.availability import PacketView
-from kbpf.views.page import Page
+from kbpf.views.page import Kind, Page
 from kbpf.views.programs import hook_state
 from kbpf.views.text import format_facts, format_table, indent
 
@@ -83,11 +83,24 @@ NO_STATUS: Final = AgentStatus(
 )  # fmt: skip
 
 
+def is_running(inspection: Inspection) -> bool:
+    """Whether the agent runs. Needs Part.STATUS."""
+    has_status = inspection.status is not None and inspection.agent_alive
+    return has_status and inspection.silence < HEARTBEAT_TIMEOUT_S
+
+
+def describe_age(inspection: Inspection) -> str:
+    """How old what is programmed is, if the agent is down; otherwise "". Needs Part.STATUS."""
+    if inspection.status is None or is_running(inspection):
+        return ""
+    age = format_duration(max(0.0, inspection.silence))
+    return f"the agent is down: this is what it had programmed {age} ago"
+
+
 def build_view(inspection: Inspection) -> StatusView:
     """The whole page. If the agent is down, `running` is false and the rest is its last status."""
     has_status, status = inspection.status is not None, inspection.status or NO_STATUS
-    silence = inspection.boottime - status.heartbeat
-    running = has_status and silence < HEARTBEAT_TIMEOUT_S and inspection.agent_alive
+    running = is_running(inspection)
     choice = status.choice or ModeChoice("", "")
     states = {hook.name: hook_state(hook, inspection.socket_lb) for hook in inspection.hooks}
     missing = tuple(name for name, state in states.items() if state not in ("attached", "off"))
@@ -108,7 +121,7 @@ def build_view(inspection: Inspection) -> StatusView:
         mode_detail=choice.detail,
         pid=status.pid,
         running_seconds=round(inspection.boottime - status.started, 1) if has_status else None,
-        silent_seconds=round(silence, 1) if has_status else None,
+        silent_seconds=round(inspection.silence, 1) if has_status else None,
         services=status.services,
         service_ports=status.service_ports,
         refused=status.refused,
@@ -174,9 +187,12 @@ COUNTER_COLUMNS: Final = (
 # ---- the page ------------------------------------------------------------------------------------
 
 
+KIND: Final = Kind("Status", summary=StatusView)
+
+
 def build_page(inspection: Inspection) -> Page:
     view = build_view(inspection)
-    return Page(text=lambda wide: format_page(view), summary=view, ok=view.ok)
+    return Page(KIND, text=lambda wide: format_page(view), summary=view, ok=view.ok)
 
 
 def format_page(view: StatusView) -> str:

@@ -10,9 +10,9 @@ from typing import Final
 from kbpf.model.inspection import Connection, ConnectionQuery, Inspection, Part
 from kbpf.views.columns import Column, format_duration
 from kbpf.views.packet_path.availability import unavailable_notice, uses_conntrack
-from kbpf.views.page import Page, format_more, format_no_resources
+from kbpf.views.page import NO_RESOURCES, Kind, Page, namespace_of
 
-NEEDS: Final = Part.NAMES | Part.CONNECTIONS | Part.PACKETS | Part.STATUS
+NEEDS: Final = Part.NAMES | Part.ENDPOINTS | Part.CONNECTIONS | Part.PACKETS | Part.STATUS
 
 
 def _format_expires(row: Connection) -> str:
@@ -40,8 +40,11 @@ COLUMNS: Final = (
     Column("SERVICE", lambda r: r.service),
     Column("PROTOCOL", lambda r: r.protocol),
     Column("CLIENT", lambda r: r.client),
+    Column("CLIENT-POD", lambda r: r.client_pod or "-", wide=True),
     Column("FRONTEND", lambda r: r.frontend),
     Column("BACKEND", lambda r: r.backend),
+    Column("BACKEND-POD", lambda r: r.backend_pod or "-", wide=True),
+    Column("BACKEND-NODE", lambda r: r.backend_node or "-", wide=True),
     Column("BACKEND-SEES", _format_seen_as),
     Column("STATE", lambda r: r.state),
     Column(
@@ -58,21 +61,25 @@ COLUMNS: Final = (
 CONNTRACK_NOTE: Final = "--forwarding netfilter: new connections are in conntrack (conntrack -L)"
 
 
-def build_page(inspection: Inspection, query: ConnectionQuery, limit: int) -> Page:
-    """The connections that match the query, at most `limit` of them; 0: all."""
+KIND: Final = Kind("ConnectionList", Connection, namespaces=lambda row: namespace_of(row.service))
+
+
+def build_page(inspection: Inspection, query: ConnectionQuery) -> Page:
+    """The connections that match the query."""
     connections = inspection.connections
     assert connections is not None
-    page = connections.find(query, limit)
+    page = connections.find(query)
     notice = unavailable_notice(inspection)
     expired = f"and {page.expired_count} expired connections: --expired shows them"
     return Page(
+        KIND,
         iter(page.rows),
         COLUMNS,
+        total=page.total,
         notes=(
             notice,
-            format_more(page.total, limit, "connections"),
             expired if page.expired_count else "",
             CONNTRACK_NOTE if uses_conntrack(inspection) else "",
         ),
-        empty="" if page.total or notice else format_no_resources(),
+        empty="" if page.total or notice else NO_RESOURCES,
     )

@@ -8,7 +8,7 @@ import msgspec
 from kbpf.model.inspection import HostDevice, Inspection, Part
 from kbpf.views.columns import Column, format_number
 from kbpf.views.packet_path.availability import unavailable_notice
-from kbpf.views.page import Page
+from kbpf.views.page import Kind, Page
 
 NEEDS: Final = Part.STATUS | Part.PACKETS | Part.DEVICES
 
@@ -86,5 +86,8 @@ COLUMNS: Final = (
 )
 
 
+KIND: Final = Kind("DeviceList", DeviceRow, item_name=lambda row: row.device)
+
+
 def build_page(inspection: Inspection) -> Page:
-    return Page(build_rows(inspection), COLUMNS, notes=(unavailable_notice(inspection),))
+    return Page(KIND, build_rows(inspection), COLUMNS, notes=(unavailable_notice(inspection),))

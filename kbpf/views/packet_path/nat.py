@@ -7,14 +7,14 @@ from typing import Final
 import msgspec
 
 from kbpf.model.address import format_addr
-from kbpf.model.inspection import Inspection, Part, SnatUsage
+from kbpf.model.inspection import Inspection, Part, SnatUsage, TranslatedSource
 from kbpf.model.reasons import Reason
 from kbpf.views.columns import Column, format_duration, format_number
 from kbpf.views.packet_path.availability import unavailable_notice
-from kbpf.views.page import Page, format_more
+from kbpf.views.page import Kind, Page, namespace_of
 from kbpf.views.text import format_facts, format_table
 
-NEEDS: Final = Part.NAMES | Part.CONNECTIONS | Part.PACKETS | Part.STATUS
+NEEDS: Final = Part.NAMES | Part.ENDPOINTS | Part.CONNECTIONS | Part.PACKETS | Part.STATUS
 
 ALARM_PERCENT: Final = 80.0
 
@@ -86,6 +86,7 @@ COLUMNS: Final = (
     Column("BACKEND", lambda r: r.backend),
     Column("PROTOCOL", lambda r: r.protocol),
     Column("CLIENT", lambda r: r.client),
+    Column("CLIENT-POD", lambda r: r.client_pod or "-", wide=True),
     Column("SERVICE", lambda r: r.service),
     Column("STATE", lambda r: r.state),
     Column("IDLE", lambda r: format_duration(r.idle_seconds), right=True),
@@ -95,16 +96,24 @@ COLUMNS: Final = (
 # ---- the page ------------------------------------------------------------------------------------
 
 
-def build_page(inspection: Inspection, limit: int) -> Page:
+KIND: Final = Kind(
+    "TranslatedSourceList", TranslatedSource, NatView,
+    namespaces=lambda row: namespace_of(row.service),
+)  # fmt: skip
+
+
+def build_page(inspection: Inspection) -> Page:
     translated = inspection.translated
     assert translated is not None
     view = build_view(inspection, translated.usage())
     return Page(
-        translated.sources(limit),
+        KIND,
+        translated.sources(),
         COLUMNS,
         text=lambda wide: format_page(view),
         summary=view,
-        notes=(unavailable_notice(inspection), format_more(len(translated), limit, "sources")),
+        total=len(translated),
+        notes=(unavailable_notice(inspection),),
     )
 
 

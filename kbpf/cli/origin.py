@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where commands get the objects of a cluster: the API server or folder of the agent's
+configuration, another folder, or a recording. The running agent is not involved.
+"""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Final
+
+import msgspec
+import typer
+
+from kbpf.cli.endpoints import own_node_name
+from kbpf.errors import SourceError
+from kbpf.model.config import Config
+from kbpf.model.events import Event, Kind, Rejected, Synced
+from kbpf.source.base import EventHandler, Source, wait_until_listed
+from kbpf.source.decode.decode import DecodedObject, decode_object
+
+RunConfigFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--config", metavar="FILE", envvar="KBPF_CONFIG", readable=False,
+        help="The configuration file of `run`. Its settings apply, and say where the objects are.",
+    ),
+]  # fmt: skip
+NodeName = Annotated[
+    str,
+    typer.Option(
+        "--hostname-override", metavar="NAME", envvar="KBPF_HOSTNAME_OVERRIDE",
+        help="The node whose agent this stands for; by default that of the agent, or this machine.",
+    ),
+]  # fmt: skip
+
+MAX_REJECTED: Final = 20
+
+CLUSTER: Final = "cluster"
+"""The name of the API server or folder of the configuration, where a path is expected."""
+
+Ends = tuple[EventHandler, Callable[[Kind, msgspec.Raw], DecodedObject]]
+"""What a watch does with its events, and how it decodes objects."""
+
+
+def read_config(file: Path | None, kubeconfig: Path | None) -> Config:
+    """The settings of `run` in this file, the environment and these options. Raises ConfigError."""
+    from kbpf.config import load
+
+    data = load.read_file(file) if file is not None else None
+    config = load.load({}, os.environ, data, str(file)).config
+    if kubeconfig is not None:
+        config = replace(config, kubeconfig=kubeconfig, source=None)
+    return config
+
+
+def with_own_node(config: Config, node: str, pin_dir: Path) -> Config:
+    """With this name, the configured one, or the one under which the agent knows this node."""
+    return replace(config, node_name=node or config.node_name or own_node_name(pin_dir))
+
+
+@contextlib.contextmanager
+def watch(
+    config: Config, make_ends: Callable[[], Ends], with_pods: bool = True
+) -> Iterator[Sequence[Source]]:
+    """Watches what the agent watches, and all Nodes, while the block runs. `with_pods`: also the
+    exempt Pods of the configured node. Raises ConfigError without an API server; for other errors
+    see wait_until_listed().
+    """
+    from kbpf.source.api.credentials import Cluster
+    from kbpf.source.api.kubeconfig import find_access
+    from kbpf.source.api.reflector import Reflector
+    from kbpf.source.api.resource import SERVICES, SLICES, exempt_pod_resource, node_resource
+
+    allow_insecure = config.allow_insecure_api
+    access = find_access(config.kubeconfig, config.master, allow_insecure=allow_insecure)
+    cluster = Cluster(access, allow_insecure=allow_insecure)
+    cluster.check_credentials()
+    resources = [SERVICES, SLICES, node_resource(config.node_name, "all")]
+    if with_pods:
+        resources.append(exempt_pod_resource(config.node_name, with_meshes=True, is_optional=True))
+    sources: list[Source] = []
+    for resource in resources:
+        emit, decode = make_ends()
+        sources.append(Reflector(cluster, resource, emit, decode_object=decode))
+    try:
+        for source in sources:
+            source.start()
+        yield sources
+    finally:
+        for source in sources:
+            source.stop()
+
+
+def read_world(text: str, config: Config, problems: list[str]) -> list[Event]:
+    """All events of a folder, of a recording, or of `cluster`. Appends a line to
+    `problems` for each object that is left out. Raises KbpfError.
+    """
+    path = config.source if text == CLUSTER else Path(text)
+    if path is not None and not path.is_file():
+        return _read_folder(path, problems)
+    events = _read_cluster(config) if path is None else _read_recording(path, problems)
+    rejected = {event.key: event for event in events if not isinstance(event, Synced)}
+    lines = [f"{e.key}: {e.error}" for e in rejected.values() if isinstance(e, Rejected)]
+    problems += lines[:MAX_REJECTED]
+    if len(lines) > MAX_REJECTED:
+        problems.append(f"{len(lines) - MAX_REJECTED} more objects cannot be used")
+    return events
+
+
+def _read_recording(path: Path, problems: list[str]) -> list[Event]:
+    from kbpf.source.recording.format import RecordingReader
+    from kbpf.source.recording.replay import read_events
+
+    reader = RecordingReader(path)
+    events = [event for _, event in read_events(reader)]
+    problems += reader.problems
+    return events
+
+
+def _read_cluster(config: Config) -> list[Event]:
+    events: list[Event] = []
+    with watch(config, lambda: (events.append, decode_object), with_pods=False) as sources:
+        wait_until_listed(sources)
+    return events
+
+
+def _read_folder(path: Path, problems: list[str]) -> list[Event]:
+    from kbpf.source.folder.folder import FolderSource, check_folder
+
+    check_folder(path)
+    events: list[Event] = []
+    source = FolderSource(path, events.append)
+    source.poll()
+    status = source.status()
+    if status.error:
+        raise SourceError(status.error)
+    problems += status.problems
+    return events

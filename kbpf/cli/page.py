@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kbpf page`: the state of this node as one HTML page, for a person with a browser."""
+
+import sys
+import time
+
+from kbpf.cli.options import DEFAULT, ConfigFile, IpvsDevice, PinDir, StateDir
+
+
+def page(
+    config: ConfigFile = None, pin_dir: PinDir = DEFAULT.pin_dir,
+    state_dir: StateDir = DEFAULT.state_dir, ipvs_device: IpvsDevice = DEFAULT.ipvs_device,
+) -> None:  # fmt: skip
+    """Print the state of this node as an HTML page: Services, backends, failed connections, maps.
+    The page needs no other file. The agent serves it with --status-page.
+    """
+    from kbpf.dataplane import inspect as dataplane
+    from kbpf.views import html_page
+
+    locations = dataplane.Locations(pin_dir, state_dir / ipvs_device)
+    inspection = dataplane.read(locations, html_page.NEEDS)
+    text = html_page.format_html(inspection, time.strftime("%Y-%m-%d %H:%M:%S %Z"))
+    sys.stdout.write(text.encode("ascii", "xmlcharrefreplace").decode())

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kbpf verify`: the differences between what the kernel should have and what it has."""
+
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+
+from kbpf.model.inspection import Difference, Verification
+from kbpf.views.columns import Column
+from kbpf.views.page import Kind, Page
+from kbpf.views.text import format_table, indent
+
+
+class VerificationSummary(msgspec.Struct, frozen=True):
+    """What was compared. The differences are the items.
+
+    - `total`: the number of differences, also of those that `--limit` leaves out; `equal`: there is
+      none.
+    - `service_ports`: desired Service ports; `entries`: entries of maps.
+    - `proven`: connections and packets that got through.
+    - `readings`: how often everything was read.
+    - `changing`: what changed in each of the readings, so that nothing is said about it.
+    - `notes`: a line for each part that could not be compared, and why.
+    """
+
+    equal: bool
+    total: int
+    service_ports: int
+    entries: int
+    proven: int
+    readings: int
+    changing: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+KIND: Final = Kind("VerificationList", Difference, VerificationSummary)
+
+COLUMNS: Final = (
+    Column("DIFFERENCE", lambda d: d.kind),
+    Column("WHERE", lambda d: d.where),
+    Column("OF", lambda d: d.subject or "-"),
+    Column("DESIRED", lambda d: d.desired or "-"),
+    Column("FOUND", lambda d: d.actual or "-"),
+)
+
+
+def build_page(verification: Verification, limit: int) -> Page:
+    """At most `limit` differences; 0: all."""
+    differences = verification.differences
+    shown = differences[:limit] if limit else differences
+    summary = VerificationSummary(
+        not differences, len(differences), verification.service_ports, verification.entries,
+        verification.proven, verification.readings, verification.changing, verification.notes,
+    )  # fmt: skip
+    changing = (
+        f"not compared, since it changed in each of {summary.readings} readings: "
+        f"{', '.join(summary.changing)}"
+        if summary.changing
+        else ""
+    )
+    left_out = len(differences) - len(shown)
+    more = f"and {left_out} more differences" if left_out else ""
+    notes = (more, *summary.notes, changing)
+    return Page(
+        KIND, shown, text=lambda _: format_page(summary, shown), summary=summary, notes=notes,
+        ok=summary.equal,
+    )  # fmt: skip
+
+
+def format_page(summary: VerificationSummary, differences: Sequence[Difference]) -> str:
+    """The differences, what to do about them, and what was compared."""
+    compared = (
+        f"compared Service ports: {summary.service_ports}, entries of maps: {summary.entries}; "
+        f"connections and probe packets that got through: {summary.proven}"
+    )
+    if summary.equal:
+        return f"no differences: {compared}"
+    places: dict[tuple[str, str], dict[str, None]] = {}
+    for difference in differences:
+        if difference.advice:
+            key = difference.kind, difference.advice
+            places.setdefault(key, {})[difference.where] = None
+    parts = [format_table(differences, COLUMNS)]
+    if places:
+        lines = (f"{kind}, {', '.join(where)}: {text}" for (kind, text), where in places.items())
+        parts.append("what to do\n" + indent("\n".join(lines)))
+    parts.append(f"{summary.total} difference{'' if summary.total == 1 else 's'}: {compared}")
+    return "\n\n".join(parts)
