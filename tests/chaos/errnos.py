@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tests.chaos.world import Churn, World
-from tests.support.lab.lab import until
+from tests.support.lab.lab import PATIENCE, until
 
 CALLS = (
     "bpf", "socket", "bind", "setsockopt", "sendto", "sendmsg", "recvfrom", "recvmsg", "mkdir",
@@ -23,7 +23,6 @@ CALLS = (
 """bpf(2), netlink, and the file calls that create, rename and remove pins."""
 ERRNOS = ("ENOMEM", "ENOSPC", "E2BIG", "EBUSY", "EAGAIN", "EINTR", "ENOBUFS", "EPERM")
 FIRST_CALLS = 500
-PATIENCE = 60.0
 ENDED = re.compile(r"^(?:\S+ ERROR kbpf |kbpf: )")
 """The beginning of the last line of an agent that gave up; the rest says why."""
 
@@ -94,14 +93,22 @@ def run(world: World, fault: Fault) -> str:
         if agent.is_running:
             _watch(world, lambda: churn.is_programmed() or not agent.is_running, fault)
         outcome = _outcome(world, fault)
-        if not agent.is_running:
+        if outcome != "serves":
             agent.start()
             until("the next agent programs everything", churn.is_programmed, PATIENCE)
         assert world.stays_served()
     finally:
         for path in world.folder.glob("churn-*.json"):
             path.unlink()
-    until("deleted Services are unprogrammed", lambda: not world.programmed(), PATIENCE)
+
+    def is_unprogrammed() -> bool:
+        nonlocal outcome
+        if not agent.is_running:  # a thread may get as far as its failing call only now
+            outcome = _outcome(world, fault)
+            agent.start()
+        return not world.programmed()
+
+    until("deleted Services are unprogrammed", is_unprogrammed, PATIENCE)
     return outcome
 
 

@@ -15,11 +15,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.chaos.world import STAYS, Churn, World
-from tests.support.lab.lab import Agent, Place, until
+from tests.support.lab.lab import PATIENCE, Agent, Place, until
 from tests.support.lab.load import under_load
 
 CHANGES_PER_SECOND = 1000.0
-CAUGHT_UP = 30.0
+CAUGHT_UP = PATIENCE
 """A deadline, not a goal: the benchmarks measure how long it takes."""
 MEMORY_LIMITS = range(20, 140, 5)
 """MB: from less than Python needs to enough for everything."""
@@ -157,5 +157,5 @@ def _removed(folder: Path) -> bool:
 @contextlib.contextmanager
 def served_throughout(world: World) -> Iterator[Place]:
     """Connects to the Service that stays, all the time; no connection may fail."""
-    with under_load(world, STAYS, "a2", answers="a1", pause=0.01):
+    with under_load(world, STAYS, "a2", answers="a1"):
         yield world["a2"]

@@ -13,7 +13,7 @@ SEED = 20261122
 KILLS = 5
 PAUSES = 3
 LIMITS_MB = (20, 30, 60)
-SOAK_SECONDS = 10.0
+ROUND_SECONDS = 5.0
 
 
 @pytest.fixture(scope="module")
@@ -79,4 +79,4 @@ def test_memory_limits_interrupt_no_service(world: World) -> None:
 
 
 def test_churn_leaves_nothing_behind(world: World) -> None:
-    soak.soak(world, SOAK_SECONDS, later=False)
+    soak.plateau(world, ROUND_SECONDS)

@@ -16,10 +16,18 @@ import pytest
 import yaml
 
 from kbpf.model.metrics import DataPlaneMetrics, FlowCount, ReasonCount, TableUsage, TrafficStats
-from kbpf.model.status import AgentStatus, ModeChoice, PacketStatus, SourceView, ThreadView
+from kbpf.model.status import (
+    AgentStatus,
+    ModeChoice,
+    PacketStatus,
+    SourceView,
+    ThreadView,
+    VerifiedPart,
+)
+from kbpf.serve.exposition import format_labels
 from kbpf.serve.kbpf_metrics import FAILURES
 from kbpf.serve.kubeproxy_metrics import KubeProxyMetrics
-from tests.support.build.promtool import promtool
+from tests.support.build.prometheus import promtool
 from tests.support.prometheus import Family
 from tests.values.serve.test_metrics import (
     ALL_COUNTERS,
@@ -44,6 +52,8 @@ WELL = msgspec.structs.replace(
     sources=tuple(SourceView(name, "watching", True, "5", "", 0, 1.5)
                   for name in ("services", "endpointslices", "nodes", "pods")),
     threads=(ThreadView("http", True, 0.1), ThreadView("devices", True, 4.0)),
+    verified=(VerifiedPart("maps", 0, 1.5e9), VerifiedPart("connections", 0, 1.6e9)),
+    failing_backends=0,
 )  # fmt: skip
 PLANE = Counts(
     DataPlaneMetrics(
@@ -87,7 +97,8 @@ class Row(NamedTuple):
     """`change`: series, by name and some labels, and their values in promtool's notation: `a+bxn`
     starts at a and grows by b in each of n minutes. `fires`: the alert; `says`: its summary without
     the node's name; `labels`: its labels in addition to the node's. `status`: the agent's, from the
-    start.
+    start. `more`: series of other nodes. `also`: alerts that fire as well. `of_job`: the alert is
+    about all nodes of the job. `ends`: the minute of the last evaluation.
     """
 
     name: str
@@ -96,6 +107,16 @@ class Row(NamedTuple):
     says: str = ""
     labels: Mapping[str, str] = {}
     status: AgentStatus = WELL
+    more: Mapping[str, str] = {}
+    also: tuple[str, ...] = ()
+    of_job: bool = False
+    ends: int = ENDS
+
+
+def of_node(number: int, name: str, **labels: str) -> str:
+    """A series of another node."""
+    all_labels = {"job": NODE["job"], "instance": f"node-{number}:10249", **labels}
+    return name + format_labels(**all_labels)
 
 
 def with_mode(requested: str, mode: str, reason: str = "") -> AgentStatus:
@@ -107,7 +128,18 @@ GROWS = "0+60x60"
 """A counter that grows by one per second."""
 SERVICE = {"namespace": "a", "service": "web", "port": "http"}
 ROWS = [
-    Row("the agent does not answer", {"up": "0x60"}, "KbpfDown", "the agent does not answer"),
+    Row("the agent of one node in eleven does not answer", {"up": "0x60"}, "KbpfDown",
+        "the agent does not answer", more={of_node(n, "up"): "1x70" for n in range(2, 12)}),
+    Row("the agents of two nodes in ten do not answer", {"up": "0x60"}, "KbpfDownOnManyNodes",
+        "the agent answers on 80% of the nodes only",
+        more={of_node(n, "up"): "0x70" if n == 2 else "1x70" for n in range(2, 11)},
+        also=("KbpfDown",), of_job=True),
+    Row("two versions run for hours", {}, "KbpfVersionSkew", "agents of 2 versions run",
+        more={of_node(2, "kbpf_build_info", version="10.0"): "1x200"}, of_job=True, ends=180),
+    Row("two versions run during a rollout", {},
+        more={of_node(2, "kbpf_build_info", version="10.0"): "1x60"}),
+    Row("addresses are refused", {"kbpf_service_ports_with_refused_addresses": "2x60"},
+        "KbpfAddressesRefused", "addresses of 2 Service ports are not served", of_job=True),
     Row("changes are not programmed", {"kbpf_healthy": "0x60"}, "KbpfNotProgramming",
         "changes have not been programmed for more than a minute"),
     Row("the kernel rejects changes", {"kbpf_sync_failing": "1x60"}, "KbpfKernelRefuses",
@@ -172,6 +204,13 @@ ROWS = [
         'kbpf_service_failures_total{service="web",reason="unanswered"}': GROWS,
         'kbpf_service_connections_total{service="web"}': "0+1200x60",
     }),
+    Row("a backend keeps failing", {"kbpf_failing_backends": "2x60"}, "KbpfBackendFailing",
+        "2 backends accept hardly a connection"),
+    Row("a backend fails for a while", {"kbpf_failing_backends": "2x5 0x55"}),
+    Row("connections are not translated",
+        {'kbpf_verify_differences{part="connections"}': "1x60"}, "KbpfNotTranslating",
+        "connections to Services are not translated as programmed", {"part": "connections"}),
+    Row("a comparison found a difference", {'kbpf_verify_differences{part="maps"}': "1x60"}),
     Row("a health check's port is in use", {"kbpf_service_health_checks_failed": "1x60"},
         "KbpfHealthCheckPortTaken", "1 Services have no health check"),
     Row("another program changes entries", {"kbpf_drift_entries_total": "5x60"},
@@ -183,9 +222,12 @@ ROWS = [
 ]  # fmt: skip
 
 
-def series(page: Mapping[str, Family], change: Mapping[str, str]) -> Iterator[dict[str, str]]:
-    """All series of the page in promtool's notation, constant except for `change`."""
-    left = dict(change)
+def series(page: Mapping[str, Family], row: Row) -> Iterator[dict[str, str]]:
+    """All series of the page in promtool's notation, constant except for the row's change, and
+    those of other nodes.
+    """
+    left = dict(row.change)
+    yield from ({"series": name, "values": values} for name, values in row.more.items())
     made = {"up": 1.0}
     for family in page.values():
         for (name, own), value in family.samples.items():
@@ -197,7 +239,7 @@ def series(page: Mapping[str, Family], change: Mapping[str, str]) -> Iterator[di
         found = [key for key in left if _matches(key, name, own)]
         node = ",".join(f'{key}="{text}"' for key, text in NODE.items())
         labels = f"{{{node}{',' if own - {''} else ''}{inside.removesuffix('}')}}}"
-        values = f"{number(value)}x{ENDS}"
+        values = f"{number(value)}x{row.ends}"
         if found:
             values = f"{number(value)}x{BEGINS - 1} {left.pop(found[0])}"
         yield {"series": name + labels, "values": values}
@@ -222,9 +264,10 @@ def rule(name: str) -> dict[str, Any]:
 
 def expected(row: Row) -> dict[str, Any]:
     made = rule(row.fires)
-    says = f"{NODE['instance']}: {row.says}"
+    subject = {"job": NODE["job"]} if row.of_job else NODE
+    says = f"{subject['job'] if row.of_job else subject['instance']}: {row.says}"
     return {
-        "exp_labels": {**NODE, **row.labels, **made["labels"]},
+        "exp_labels": {**subject, **row.labels, **made["labels"]},
         "exp_annotations": {**made["annotations"], "summary": says},
     }
 
@@ -232,7 +275,7 @@ def expected(row: Row) -> dict[str, Any]:
 def firing(minute: int, *names: str) -> dict[str, Any]:
     """promtool's test that exactly these alerts fire at this minute."""
     samples = [{"labels": f'{{alertname="{name}"}}', "value": 1} for name in names]
-    expression = 'count by (alertname) (ALERTS{alertstate="firing"})'
+    expression = 'group by (alertname) (ALERTS{alertstate="firing"})'
     return {"expr": expression, "eval_time": f"{minute}m", "exp_samples": samples}
 
 
@@ -253,15 +296,15 @@ def test_promtool_accepts_the_rules():
 @pytest.mark.parametrize("row", [Row("well", {}), *ROWS], ids=lambda row: row.name)
 def test_exactly_the_expected_alert_fires(row: Row, tmp_path: Path):
     test: dict[str, Any] = {
-        "input_series": list(series(healthy(status=row.status), row.change)),
+        "input_series": list(series(healthy(status=row.status), row)),
         "promql_expr_test": [
             firing(BEGINS - 1),
-            firing(ENDS, *([row.fires] if row.fires else [])),
+            firing(row.ends, *filter(None, (row.fires, *row.also))),
         ],
     }
     if row.fires:
         test["alert_rule_test"] = [
-            {"eval_time": f"{ENDS}m", "alertname": row.fires, "exp_alerts": [expected(row)]}
+            {"eval_time": f"{row.ends}m", "alertname": row.fires, "exp_alerts": [expected(row)]}
         ]
     assert tried(tmp_path, test) == ""
 

@@ -21,13 +21,14 @@ import pytest
 
 from kbpf.config import parsers
 from kbpf.dataplane.bpf import udp
+from kbpf.dataplane.bpf.hooks import UNITS
 from kbpf.dataplane.bpf.maps import layout
 from kbpf.dataplane.bpf.programs.flatten import SOURCES, flatten
 from kbpf.kernel.bpf import uapi
 from kbpf.model.address import ANY4, ANY6, V4_PREFIX, Addr, parse_addr
 from kbpf.model.config import MapSizes
 from kbpf.model.desired import FrontendKind, ServicePortKey
-from kbpf.model.metrics import ConnectionStats
+from kbpf.model.metrics import LATENCY_EXPONENT, ConnectionStats
 from kbpf.model.objects import Protocol
 
 TYPES = (SOURCES / "types.h").read_text()
@@ -74,6 +75,8 @@ LAYOUTS = [
     Layout("udp_flows", layout.UDP_FLOWS, "socket flow"),
     Layout("cut_key", layout.CUT_KEY, "service backend"),
     Layout("service_name", layout.SERVICE_NAME, "namespace name port protocol family"),
+    Layout("endpoint_key", layout.ENDPOINT_KEY, "service endpoint"),
+    Layout("endpoint_name", layout.ENDPOINT_NAME, "text conditions"),
     Layout("config", layout.CONFIG, "host_netns flags affinity_share"),
     Layout("source_key", layout.SOURCE_KEY, "bits service client"),
     Layout("flow_key", layout.FLOW_KEY, "first second"),
@@ -95,8 +98,13 @@ LAYOUTS = [
     Layout("first_fragment", layout.FRAGMENT, "id hash ports protocol"),
     Layout("count_key", layout.U32_PAIR, "service backend"),
     Layout("counts", layout.COUNTS, " ".join(ConnectionStats._fields)),
-    Layout("failure", layout.FAILURE,
-           "first last count cgroup client frontend backend service backend_id reason"),
+    Layout("latency", layout.LATENCY, "count sum"),
+    Layout("latencies", layout.LATENCIES, "connect round_trip"),
+    Layout("event", layout.EVENT,
+           "time cgroup client frontend backend service backend_id reason"),
+    Layout("failure", layout.FAILURE, "first count last"),
+    Layout("monitor", layout.MONITOR, "spent interval burst left_out reasons filters"),
+    Layout("monitor_value", layout.MONITOR_VALUE, "monitor filter value"),
     Layout("meta", layout.META, "next_service next_backend next_set"),
 ]  # fmt: skip
 
@@ -106,8 +114,12 @@ DEFINED = {
     "FRAGMENTS_PER_CLIENT": layout.FRAGMENTS_PER_CLIENT,
     "FOREIGN_FLOWS_PER_CLIENT": layout.FOREIGN_FLOWS_PER_CLIENT,
     "FAILURES_PER_CLIENT": layout.FAILURES_PER_CLIENT,
-    "PACKET_FAILURES": layout.PACKET_FAILURES,
+    "PACKET_FAILURES_PER_CLIENT": layout.PACKET_FAILURES_PER_CLIENT,
+    "PACKET_CLIENTS": layout.PACKET_CLIENTS,
+    "MONITORS": layout.MONITORS,
     "FLOWS_PER_SOCKET": layout.FLOWS_PER_SOCKET,
+    "LATENCY_BUCKETS": layout.LATENCY_BUCKETS,
+    "LATENCY_EXPONENT": LATENCY_EXPONENT,
     "FLOW_MARKS": layout.FLOW_MARKS,
     "PORT_SLOTS": layout.PORT_SLOTS,
     "IPPROTO_TCP": int(Protocol.TCP),
@@ -117,8 +129,10 @@ DEFINED = {
 
 NAMES: list[tuple[str, int]] = [
     *((f"SERVICE_{flag.name}", int(flag)) for flag in layout.ServiceFlag),
+    *((f"ENDPOINT_{flag.name}", int(flag)) for flag in layout.EndpointCondition),
     *((f"CONFIG_{flag.name}", int(flag)) for flag in layout.ConfigFlag),
     *((f"CLIENT_{kind.name}", int(kind)) for kind in layout.ClientKind),
+    *((f"MONITOR_{flag.name}", int(flag)) for flag in layout.MonitorFilter),
     *((str(reason.name), int(reason)) for reason in layout.Reason),
     *((f"STATE_{state.name}", int(state)) for state in layout.TcpState),
     *((f"FIN_{fin.name}", int(fin)) for fin in layout.FinFlag),
@@ -218,9 +232,9 @@ def test_every_struct_and_enum_is_compared():
     assert defined - {"address"} == {row.c for row in LAYOUTS}
     enums = re.findall(r"^enum (\w+) \{(.*?)^\};", TYPES, re.M | re.S)
     assert [name for name, _ in enums] == [
-        "service_flags", "client_kind", "peer_flags", "config_flags", "tcp_state", "fins",
-        "flow_path", "flow_direction", "role", "device_flags", "node_flags", "refusal_bucket",
-        "verdict", "reason",
+        "service_flags", "client_kind", "peer_flags", "endpoint_conditions", "config_flags",
+        "tcp_state", "fins", "flow_path", "flow_direction", "role", "device_flags", "node_flags",
+        "refusal_bucket", "verdict", "reason", "monitor_filter",
     ]  # fmt: skip
     words = {
         word
@@ -259,19 +273,22 @@ def test_a_wrong_layout_is_detected(tmp_path: Path):
 
 def test_map_types_and_flags_match_the_programs():
     """Names, types and flags; the loader compares sizes at every start."""
-    text = flatten("tc")
+    text = "\n".join(map(flatten, UNITS))
     found = {}
     for arguments in re.findall(r"^BPF_(?:F_)?TABLE\(([^;]*?)\);", text, re.M | re.S):
         kind, _, _, name, _, *flags = (part.strip().strip('"') for part in arguments.split(","))
         found[name] = (kind, flags == ["BPF_F_NO_PREALLOC"])
     found |= dict.fromkeys(re.findall(r"^BPF_QUEUE\((\w+),", text, re.M), ("queue", False))
+    rings = re.findall(r"^BPF_RINGBUF_OUTPUT\((\w+),", text, re.M)
+    found |= dict.fromkeys(rings, ("ringbuf", False))
     storages = re.findall(r"^BPF_SK_STORAGE\((\w+),", text, re.M)
     found |= dict.fromkeys(storages, ("sk_storage", True))
     kinds = {1: "hash", 2: "array", 6: "percpu_array", 9: "lru_hash", 11: "lpm_trie",
-             22: "queue", 24: "sk_storage"}  # fmt: skip
+             22: "queue", 24: "sk_storage", 27: "ringbuf"}  # fmt: skip
     assert found.pop("tails") == ("prog", False), "created with the programs, not with the maps"
     ours = {spec.name: (kinds[spec.map_type], spec.flags == 1) for spec in layout.MAPS.values()}
-    for name in ("service_names", "meta", "agent_status"):  # the programs never read them
+    # the programs never read these
+    for name in ("service_names", "endpoint_names", "meta", "agent_status"):
         assert ours.pop(name)
     assert found == ours
 
@@ -394,7 +411,7 @@ def test_the_map_of_reasons_is_replaced_when_a_reason_is_added():
 def test_reasons_of_dropped_packets_are_counted_as_drops():
     """Only reasons that are written as constants; the variable `reason` is not followed."""
     dropped: set[str] = set()
-    for reason in re.findall(r"finish\(TC_ACT_SHOT,([^;]*)\);", flatten("tc")):
+    for reason in re.findall(r"(?:finish\(TC_ACT_SHOT|drop_flow\([^,]*),([^;]*)\);", flatten("tc")):
         dropped |= set(re.findall(r"\b[A-Z][A-Z_]+\b", reason)) - {"EEXIST"}
     assert len(dropped) > 4
     verdicts = {reason: layout.Reason[reason].verdict for reason in dropped}

@@ -52,7 +52,7 @@ class ImageCluster(PodCluster):
         return self.pod_agents[-1]
 
 
-pytestmark = pytest.mark.timeout(1200)  # the first build takes some minutes
+pytestmark = pytest.mark.timeout(3600)  # the first build takes some minutes
 
 
 @pytest.fixture(scope="module", params=TARGETS)

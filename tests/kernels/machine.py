@@ -24,12 +24,12 @@ from tests.kernels.debian import Kernel
 
 ROOT = Path(__file__).parents[2]
 VNG = "vng"
-SILENT_SECONDS = 180.0
+SILENT_SECONDS = 600.0
 """A guest that has not printed its version by then does not boot: unpacking a kernel takes seconds,
-or a minute on a busy machine.
+or minutes on a busy machine.
 """
 KVM_SILENT_SECONDS, KVM_SECONDS = 15.0, 60.0
-"""The same with KVM, where it takes one second: some hosts offer a KVM that runs no stock
+"""For the first boot with KVM, where it takes one second: some hosts offer a KVM that runs no stock
 kernel.
 """
 ALIVE = b"Linux version"
@@ -89,10 +89,11 @@ def boot(
     seconds: float,
     kvm: bool,
     parameters: str = "",
+    silent: float = 0.0,
 ) -> Ending:
     """Boots, runs the command in the working tree as root, and waits for the power-off. The command
     finds a folder for its results in $RESULTS; afterwards they are in `results`. `parameters`:
-    further words of the kernel's command line.
+    further words of the kernel's command line. `silent`: instead of SILENT_SECONDS.
     """
     results.mkdir(parents=True, exist_ok=True)
     log = results / "console.log"
@@ -114,8 +115,7 @@ def boot(
         if _stopping.is_set():
             _end(child)
         try:
-            silent = KVM_SILENT_SECONDS if kvm else SILENT_SECONDS
-            why = _watch(child, log, silent, seconds)
+            why = _watch(child, log, silent or SILENT_SECONDS, seconds)
         finally:
             _running.discard(child)
             _end(child)
@@ -181,4 +181,5 @@ def kvm_boots(kernel: Kernel, results: Path) -> bool:
     """Whether /dev/kvm exists and boots this kernel, by trying."""
     if not os.access("/dev/kvm", os.R_OK | os.W_OK):
         return False
-    return boot(kernel, ["true"], results, KVM_SECONDS, kvm=True).code == 0
+    ending = boot(kernel, ["true"], results, KVM_SECONDS, kvm=True, silent=KVM_SILENT_SECONDS)
+    return ending.code == 0

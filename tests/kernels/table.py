@@ -21,13 +21,15 @@ NO_RESULT = "no result"
 @dataclass(frozen=True, slots=True)
 class Feature:
     """A row of the table, the tests that prove it, and the mode of the lab's agents. `boot`: more
-    words for the kernel's command line; such a feature has a separate guest.
+    words for the kernel's command line; such a feature has a separate guest. `programs`: Go
+    programs that the tests run.
     """
 
     name: str
     tests: tuple[str, ...]
     mode: str = "bpf"
     boot: str = ""
+    programs: tuple[str, ...] = ()
 
     def has(self, test: str, case: "Case") -> bool:
         """Whether this case belongs to that one of its tests."""

@@ -31,6 +31,7 @@ SOCKETS: Final = _programs(
 PACKETS: Final = _programs("packets/path/ packets/packet_devices packets/views/")
 FLOWS: Final = _programs("packets/path/ packets/views/ maps/flows/")
 ROOM: Final = _programs("maps/flows/ packets/path/")
+MONITOR: Final = _programs("sockets/monitor")
 
 
 class Patch(NamedTuple):
@@ -299,7 +300,7 @@ PATCHES: Final = (
         ("needed flows are evicted", "else if (!is_needed(flow, now))", "else"),
         ("needed flows lose their place in the queue",
          "if (flow_queue.push(&oldest, 0)) { /* another CPU has filled the queue */\n"
-         "\t\t\tcount(EVICTED);\n\t\t\tbreak;\n\t\t}",
+         "\t\t\tin_use = true;\n\t\t\tbreak;\n\t\t}",
          ""),
         ("keys of deleted flows stay counted",
          "__sync_fetch_and_add(total, -1);\n\t\t\treturn; /* it is gone already */",
@@ -354,12 +355,25 @@ PATCHES: Final = (
          "each && each->interval && !take_peer_token",
          "false && !take_peer_token"),
         ("refusals have no limit",
-         "return !all || !all->interval || take_token(&all->spent, all, now);",
+         "return !all || !all->interval || "
+         "take_token(&all->spent, all->interval, all->burst, now);",
          "return true;"),
         ("a first refusal costs nothing", "first = now + limit->interval;", "first = now;"),
         ("later fragments are refused",
          "return p->fragment != LATER && (",
          "return ("),
+    ),
+    *_rows(
+        "monitor.h", MONITOR,
+        ("events are written though no command watches",
+         "return until && *until && *until > bpf_ktime_get_ns();", "return true;"),
+        ("all reasons are shown", "if (!(monitor->reasons >> (event->reason & 63) & 1))",
+         "if (false)"),
+        ("the values of other commands count", ".monitor = monitor, .filter", ".filter"),
+        ("the rate is not limited",
+         "if (!take_token(&monitor->spent, monitor->interval, monitor->burst, event->time) ||",
+         "if ("),
+        ("what is left out is not counted", "__sync_fetch_and_add(&monitor->left_out, 1);", ";"),
     ),
     *_rows(
         "lib/packet.h", PACKETS,

@@ -5,10 +5,21 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.lab.lab import Lab, Node
+from kbpf.dataplane.bpf.packet_path import device_thread
+from tests.support.lab.lab import PATIENCE, Lab, Node
 from tests.support.plane import artifact_cache, plane, site
 
 __all__ = ["artifact_cache", "plane", "site"]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _patient_publish() -> Iterator[None]:
+    """apply() returns after ten seconds without progress of the device thread, so that the agent
+    runs on. Tests expect that the thread has made its pass then, also on a busy machine.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device_thread, "PUBLISH_STALL_TIMEOUT_S", 2 * PATIENCE)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -22,9 +22,7 @@ import pytest
 
 from kbpf.errors import KernelError
 from kbpf.kernel.bpf import kernel_members, kfuncs, probe, tc, uapi
-from kbpf.kernel.bpf.objects import (
-    Program,
-)
+from kbpf.kernel.bpf.objects import Map, Program
 from kbpf.kernel.bpf.uapi import (
     BPF_MAP_TYPE_HASH,
     BPF_PROG_TYPE_CGROUP_SOCK_ADDR,
@@ -34,6 +32,7 @@ from kbpf.kernel.bpf.uapi import (
 )
 from kbpf.kernel.net.ipvs import IpvsClient
 from kbpf.kernel.system import modules
+from tests.support.lab.lab import until
 from tests.support.packets.packets import frame, udp
 from tests.support.packets.test_run import SkbContext, run
 
@@ -43,6 +42,7 @@ IPPROTO_SCTP, IPPROTO_MPTCP = 132, 262
 TUNNEL_MODULES = ("ipip", "sit", "ip_gre", "ip6_tunnel")
 DEBIAN = "KBPF_TEST_DEBIAN_KERNEL"
 """The environment variable is set on Debian's kernels (tests/kernels), whose options are known."""
+IN_GUEST = DEBIAN in os.environ
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +85,11 @@ def _set_retval() -> bool | None:
 
 def _tracing() -> bool | None:
     return kernel_members.probe_tracepoint("tcp_receive_reset").works
+
+
+def _socket_iterator() -> bool:
+    """Some builds of Linux 6.18 refuse the iterator with EPERM, whatever the capabilities."""
+    return probe.probe_sk_storage(iterate=True).works is True
 
 
 def _route_mtu() -> bool | None:
@@ -208,6 +213,9 @@ FEATURES = {
     "conntrack_nat": Feature(
         "conntrack's functions for programs", _conntrack_nat, (6, 1), check="NAT by conntrack"
     ),
+    "socket_iterator": Feature(
+        "iterators of socket storage", _socket_iterator, check="reading socket storage"
+    ),
     "sctp": Feature(
         "SCTP sockets", lambda: _socket(socket.SOCK_STREAM, IPPROTO_SCTP), check="SCTP sockets"
     ),
@@ -273,7 +281,7 @@ def lacking(name: str) -> str:
     if feature.since > (0, 0):
         brought = ".".join(map(str, feature.since))
         return f"{feature.what}: Linux {brought} brought it" if release() < feature.since else ""
-    built = release() not in feature.unbuilt if os.environ.get(DEBIAN) else feature.tried()
+    built = release() not in feature.unbuilt if IN_GUEST else feature.tried()
     return "" if built else f"{feature.what}: this kernel was built without"
 
 
@@ -283,10 +291,39 @@ def needs(*names: str) -> pytest.MarkDecorator:
     return pytest.mark.needs(*names)
 
 
+def require(name: str) -> None:
+    """Skips the running test if this kernel lacks the feature: for helpers that many tests use."""
+    if why := lacking(name):
+        pytest.skip(why)
+
+
+def require_listing(map_: Map) -> None:
+    """Skips the running test if this kernel does not list what this map holds."""
+    if map_.type == uapi.BPF_MAP_TYPE_SK_STORAGE:
+        require("socket_iterator")
+
+
 def without(name: str) -> pytest.MarkDecorator:
     """Marks a test for kernels that lack a feature."""
     assert name in FEATURES
     return pytest.mark.without(name)
+
+
+@contextlib.contextmanager
+def tunnel_modules(*names: str) -> Iterator[None]:
+    """Loads these of TUNNEL_MODULES, and removes them, since each adds a device to every network
+    namespace.
+    """
+
+    def remove() -> bool:
+        command = ("modprobe", "--remove", *names)
+        return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+    modules.load(names)
+    try:
+        yield
+    finally:
+        until(f"{names} are removed", remove)
 
 
 @pytest.fixture(scope="module")

@@ -47,7 +47,7 @@ from kbpf.model.desired import (
 from kbpf.model.objects import Protocol
 from kbpf.source.decode.fields import parse_cidr
 from tests.support.build import artifacts
-from tests.support.features import lacking
+from tests.support.features import lacking, require_listing
 from tests.support.lab.agent_state import read_reasons
 from tests.support.lab.lab import Place, cgroup2, ip, remove_cgroup, settled
 
@@ -210,6 +210,7 @@ class Site:
 
     def entries(self, name: str) -> dict[bytes, bytes]:
         with self.pinned(name) as found:
+            require_listing(found)
             return dict(found.items())
 
     def hook_programs(self) -> dict[str, int]:
@@ -263,13 +264,14 @@ def flush(plane: BpfPlane) -> None:
 
 
 def map_ids_read_by(program_id: int) -> set[int]:
-    """The ids of the maps that a program reads. For an array of maps: that of the map in it."""
+    """The ids of the maps that a program reads. For an array of maps: those of the maps in it."""
     ids = set()
     with objects.open_program_by_id(program_id) as program:
         for map_id in program.read_info().map_ids:
             with objects.open_map_by_id(map_id) as map_:
                 is_outer = map_.type == BPF_MAP_TYPE_ARRAY_OF_MAPS
-                ids |= {U32.unpack(raw)[0] for _, raw in map_.items()} if is_outer else {map_id}
+                inner = (map_.lookup(U32.pack(index)) for index in range(map_.max_entries))
+                ids |= {U32.unpack(raw)[0] for raw in inner if raw} if is_outer else {map_id}
     return ids
 
 

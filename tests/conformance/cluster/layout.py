@@ -204,7 +204,7 @@ def shell(script: str, netns: str = "") -> None:
 
 
 def wait_for(
-    condition: str, check: Callable[[], bool], seconds: float = 180, step: float = 0.3
+    condition: str, check: Callable[[], bool], seconds: float = 600, step: float = 0.3
 ) -> None:
     deadline = time.monotonic() + seconds
     while not check():

@@ -27,7 +27,7 @@ from tests.conformance.cluster.layout import (
 
 CGROUPS = Path("/sys/fs/cgroup")
 FOLDERS = ("log/pods", "log/containers", "kubelet", "containerd", "cni-conf", "proxy")
-START_SECONDS, REMOVE_SECONDS = 60, 60
+START_SECONDS, REMOVE_SECONDS = 180, 180
 
 
 def cgroup_roots() -> list[Path]:

@@ -71,7 +71,7 @@ def stop(cluster: Cluster) -> None:
 def _run(cluster: Cluster, node: Machine, command: list[str]) -> None:
     with cluster.files(node.name, "log", "proxy-cleanup.log").open("ab") as log:
         subprocess.run(
-            [*inside(cluster, node), *command], stdout=log, stderr=log, timeout=60, check=False
+            [*inside(cluster, node), *command], stdout=log, stderr=log, timeout=300, check=False
         )
 
 

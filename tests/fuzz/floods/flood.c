@@ -2,11 +2,13 @@
 /* Floods from forged addresses, honest datagrams from many clients, and servers that are fast
  * enough for both.
  *
- *   flood send KIND DEVICE GATEWAY_MAC ADDRESS PORT RATE SECONDS FIRST_PORT PORTS SEED
+ *   flood send KIND DEVICE GATEWAY_MAC ADDRESS PORT RATE SECONDS FIRST_PORT PORTS SEED WAIT MOST
  *   flood serve PORT SILENT_PORT     TCP and UDP echo on PORT, UDP that never answers; until killed
  *
  * `send` prints "SENT ANSWERS SECONDS": frames, and UDP datagrams from PORT that have come back.
- * RATE 0 is as fast as it goes. KIND:
+ * RATE 0 is as fast as it goes. WAIT: seconds without an answer after which no more are awaited, a
+ * tenth of that for the first one. MOST: datagrams without an answer after which no more are sent
+ * until one comes; 0: any number. KIND:
  *
  *   syn, syn6    from any address; syn6 from one /64
  *   ack          the same, and 1,000 frames later an ACK of the same client with a wrong checksum
@@ -247,7 +249,7 @@ static int next(unsigned char *ip, uint64_t number)
 	return tcp4(ip, from, port, chance(), 2, 0);
 }
 
-/* Counts the received datagrams that come from the Service. */
+/* Counts the received datagrams that come from the Service to forged clients, 100.64.0.0/10. */
 static long answers(int fd)
 {
 	unsigned char raw[128];
@@ -255,18 +257,19 @@ static long answers(int fd)
 
 	while (recv(fd, raw, sizeof(raw), MSG_DONTWAIT) > 0)
 		count += raw[12] == 8 && raw[23] == IPPROTO_UDP &&
-			 (raw[34] << 8 | raw[35]) == how.port;
+			 (raw[34] << 8 | raw[35]) == how.port && raw[30] == 100 &&
+			 raw[31] >> 6 == 1;
 	return count;
 }
 
-static int send_all(const char *device, double rate, double seconds)
+static int send_all(const char *device, double rate, double seconds, double wait, uint64_t most)
 {
 	static unsigned char frames[BATCH][FRAME];
 	static struct iovec parts[BATCH];
 	static struct mmsghdr messages[BATCH];
 	struct sockaddr_ll at = {.sll_family = AF_PACKET, .sll_protocol = htons(3)};
 	int fd = socket(AF_PACKET, SOCK_RAW, 0), one = 1, room = 64 << 20;
-	double begin, end, t;
+	double begin, end, heard, t;
 	uint64_t sent = 0;
 	long back = 0;
 
@@ -278,8 +281,9 @@ static int send_all(const char *device, double rate, double seconds)
 		return perror("packet socket"), 1;
 	begin = now();
 	end = begin + seconds;
-	while ((t = now()) < end) {
-		if (rate && sent > (t - begin) * rate) {
+	/* A stalled machine sends later, not less. */
+	while ((t = now()) < end || (sent < rate * seconds / 2 && t < end + 60)) {
+		if (rate && (sent > (t - begin) * rate || (most && sent - back > most))) {
 			struct timespec nap = {0, 500000};
 
 			back += answers(fd);
@@ -303,9 +307,15 @@ static int send_all(const char *device, double rate, double seconds)
 		sent += BATCH;
 		back += answers(fd);
 	}
-	t = now();
-	while (rate && now() < t + 0.3)
-		back += answers(fd);
+	t = heard = now();
+	/* The server may be stalled: answers have ended once none has come for a while. */
+	while (rate && back < (long)sent && now() < heard + (back ? wait : wait / 10)) {
+		long more = answers(fd);
+
+		back += more;
+		if (more)
+			heard = now();
+	}
 	printf("%llu %ld %.3f\n", (unsigned long long)sent, back, t - begin);
 	return 0;
 }
@@ -315,7 +325,7 @@ static int send_all(const char *device, double rate, double seconds)
 static int bound(int kind, uint16_t port)
 {
 	struct sockaddr_in6 at = {.sin6_family = AF_INET6, .sin6_port = htons(port)};
-	int fd = socket(AF_INET6, kind | SOCK_NONBLOCK, 0), one = 1, room = 8 << 20;
+	int fd = socket(AF_INET6, kind | SOCK_NONBLOCK, 0), one = 1, room = 64 << 20;
 
 	setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &one, sizeof(one));
 	setsockopt(fd, SOL_SOCKET, SO_RCVBUFFORCE, &room, sizeof(room));
@@ -413,7 +423,7 @@ int main(int argc, char **argv)
 
 	if (argc == 4 && !strcmp(argv[1], "serve"))
 		serve(atoi(argv[2]), atoi(argv[3]));
-	if (argc != 12 || strcmp(argv[1], "send"))
+	if (argc != 14 || strcmp(argv[1], "send"))
 		return fputs("see flood.c\n", stderr), 2;
 	snprintf(how.kind, sizeof(how.kind), "%s", argv[2]);
 	sscanf(argv[4], "%hhx:%hhx:%hhx:%hhx:%hhx:%hhx", m, m + 1, m + 2, m + 3, m + 4, m + 5);
@@ -426,5 +436,5 @@ int main(int argc, char **argv)
 	how.ports = atoi(argv[10]);
 	seed ^= strtoull(argv[11], NULL, 10) * 0x9e3779b97f4a7c15ULL;
 	seed = seed ?: 1; /* the one state that the generator never leaves */
-	return send_all(argv[3], atof(argv[7]), atof(argv[8]));
+	return send_all(argv[3], atof(argv[7]), atof(argv[8]), atof(argv[12]), atol(argv[13]));
 }

@@ -56,7 +56,7 @@ from tests.fuzz.packets.node import (
 )
 from tests.fuzz.packets.twins import dump_conntrack, flush_conntrack, set_timeouts
 from tests.support import plane
-from tests.support.lab.lab import DIE_WITH_US, inside, ip, run
+from tests.support.lab.lab import DIE_WITH_US, PATIENCE, inside, ip, run
 
 SOURCE: Final = Path(__file__).with_name("flood.c")
 HONEST: Final = "198.51.100.8"
@@ -67,6 +67,8 @@ HONEST_A_SECOND: Final = 40
 THREADS: Final = 20
 ANSWER_SECONDS: Final = 5.0
 """Time limit of one exchange of an honest client; a lost SYN is retransmitted within it."""
+STALL_SECONDS: Final = 60.0
+"""For how long the server of honest UDP clients may be stalled."""
 HELD_SECONDS: Final = 60
 """Seconds after which no port may still be held for a forged client."""
 SERVED: Final = 0.99
@@ -138,8 +140,8 @@ class Figures:
 class Clients:
     """Honest clients: connections that stay open, and new ones at a steady rate."""
 
-    def __init__(self, where: str) -> None:
-        self.where = where
+    def __init__(self, where: str, answer_seconds: float) -> None:
+        self.where, self.answer_seconds = where, answer_seconds
         self.kept: list[socket.socket] = []
         self.tried, self.served = Counter[str](), Counter[str]()
         self._lock = threading.Lock()
@@ -153,7 +155,7 @@ class Clients:
             made = []
             for port in KEPT_PORTS:
                 each = socket.socket()
-                each.settimeout(ANSWER_SECONDS)
+                each.settimeout(PATIENCE)
                 each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 # Closed by a reset, so that the next flood can use the port again.
                 each.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -171,7 +173,9 @@ class Clients:
         for each in self.kept:
             with contextlib.suppress(OSError):
                 each.send(b"x")
+        deadline = time.monotonic() + PATIENCE
         for each in self.kept:
+            each.settimeout(max(0.001, deadline - time.monotonic()))
             try:
                 lost += each.recv(1) != b"x"
             except OSError:
@@ -207,16 +211,16 @@ class Clients:
         while not self._over.is_set():
             began = time.monotonic()
             name, ask = ("tcp", _ask_tcp) if number % 2 else ("udp", _ask_udp)
-            served = ask()
+            served = ask(self.answer_seconds)
             with self._lock:
                 self.tried[name] += 1
                 self.served[name] += served
             self._over.wait(max(0.0, pause - (time.monotonic() - began)))
 
 
-def _ask_tcp() -> bool:
+def _ask_tcp(seconds: float) -> bool:
     with socket.socket() as each, contextlib.suppress(OSError):
-        each.settimeout(ANSWER_SECONDS)
+        each.settimeout(seconds)
         each.bind((HONEST, 0))
         each.connect((FRONT[4], FRONT_PORT))
         each.send(b"y")
@@ -224,11 +228,11 @@ def _ask_tcp() -> bool:
     return False
 
 
-def _ask_udp() -> bool:
+def _ask_udp(seconds: float) -> bool:
     with socket.socket(type=socket.SOCK_DGRAM) as each:
         each.bind((HONEST, 0))
         each.settimeout(1.0)
-        for _ in range(int(ANSWER_SECONDS)):
+        for _ in range(int(seconds)):
             with contextlib.suppress(OSError):
                 each.sendto(b"z", (FRONT[4], FRONT_PORT))
                 if each.recv(16) == b"z":
@@ -237,10 +241,20 @@ def _ask_udp() -> bool:
 
 
 class Arena:
-    """The node, its clients and its pods. `way`: one of WAYS. Each flood gets the next seed."""
+    """The node, its clients and its pods. `way`: one of WAYS. Each flood gets the next seed. Honest
+    clients wait for `answer_seconds`.
+    """
 
-    def __init__(self, cache: Path, way: str, connections: int, seed: int) -> None:
+    def __init__(
+        self,
+        cache: Path,
+        way: str,
+        connections: int,
+        seed: int,
+        answer_seconds: float = ANSWER_SECONDS,
+    ) -> None:
         self.cache, self.way, self.connections, self.seed = cache, way, connections, seed
+        self.answer_seconds = answer_seconds
         self.name = f"kby{os.getpid()}"
         self.outside, self.pods = f"{self.name}o", f"{self.name}p"
         self.kbpf: KbpfNode | None = None
@@ -318,13 +332,21 @@ class Arena:
             inside_of(self.name, flush_conntrack)
 
     def send(
-        self, kind: str, to: str, port: int, rate: int, seconds: float
+        self,
+        kind: str,
+        to: str,
+        port: int,
+        rate: int,
+        seconds: float,
+        wait: float = 3.0,
+        most: int = 0,
     ) -> tuple[int, int, float]:
         """Runs flood.c; returns frames sent, datagrams that came back, and seconds."""
         self.seed += 1
         command = (
             str(self.program), "send", kind, "fc0", mac_of(self.name, "c0"), to, str(port),
             str(rate), str(seconds), str(KEPT_PORTS.start), str(len(KEPT_PORTS)), str(self.seed),
+            str(wait), str(most),
         )  # fmt: skip
         sent, back, took = run(*inside(self.outside, None, *command)).split()
         return int(sent), int(back), float(took)
@@ -333,7 +355,7 @@ class Arena:
         self.forget()
         kind, to, port = KINDS[name]
         figures = Figures(self.way, name, rate)
-        clients = Clients(self.outside)
+        clients = Clients(self.outside, self.answer_seconds)
         before = self.reasons()
         try:
             clients.establish()
@@ -353,14 +375,14 @@ class Arena:
         }
         return figures
 
-    def many_clients(self, rate: int, seconds: float) -> Figures:
-        """Honest clients send one UDP datagram each to the NodePort; `served` counts the
-        replies.
+    def many_clients(self, rate: int, seconds: float, most: int = 0) -> Figures:
+        """Honest clients send one UDP datagram each to the NodePort; `served` counts the replies.
+        At most `most` wait for one; 0: any number.
         """
         self.forget()
         figures = Figures(self.way, HONEST_UDP, rate)
         before = self.reasons()
-        sent = self.send("udp", ROUTED_BY[4], NODE_PORT, rate, seconds)
+        sent = self.send("udp", ROUTED_BY[4], NODE_PORT, rate, seconds, STALL_SECONDS, most)
         figures.sent, figures.served["udp"], figures.seconds = sent
         figures.honest["udp"] = figures.sent
         figures.tracked, _ = self.held()

@@ -46,7 +46,7 @@ from tests.support.cluster.kube_objects import (
     slice_port,
 )
 from tests.support.faults.faults import Cut, FaultProxy
-from tests.support.lab.lab import until
+from tests.support.lab.lab import PATIENCE, until
 
 HISTORIES: Final = 1_000
 WORKERS: Final = 6
@@ -60,7 +60,7 @@ SILENCE_SECONDS: Final = 2.0
 RELIST_ALONE_SECONDS: Final = 20.0
 PAUSE_SECONDS: Final = 0.05
 """The longest pause of a Reflector before a retry."""
-CATCH_UP_SECONDS: Final = 120.0
+CATCH_UP_SECONDS: Final = PATIENCE
 KINDS: Final = {Kind.SERVICE: "Service", Kind.SLICE: "EndpointSlice"}
 STATUSES: Final = (500, 503, 429, 401, 410, 504)
 

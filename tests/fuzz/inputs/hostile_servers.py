@@ -19,10 +19,11 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final, NamedTuple
 
 from tests.support.faults.scripted import Exchange, ScriptedServer, Step, quiet
+from tests.support.lab.lab import PATIENCE
 
 MEMORY_MB: Final = 300.0
-VISIBLE_SECONDS: Final = 60.0
-HEAL_SECONDS: Final = 150.0
+VISIBLE_SECONDS: Final = PATIENCE
+HEAL_SECONDS: Final = PATIENCE
 """Enough for a back-off of 30 s and for a Retry-After of 90 s."""
 END: Final = {"k8s.io/initial-events-end": "true"}
 KINDS: Final = {
@@ -342,7 +343,7 @@ def survive(row: Row) -> str:
             else:
                 told = child.watch(VISIBLE_SECONDS, is_error_reported)
             hold = time.monotonic() + 1.0
-            child.watch(10.0, lambda _: time.monotonic() > hold)
+            child.watch(VISIBLE_SECONDS, lambda _: time.monotonic() > hold)
             script.step = ordinary
             healed = child.watch(
                 HEAL_SECONDS,

@@ -18,6 +18,7 @@ import h11
 
 from kbpf.serve.http import HttpServer
 from kbpf.serve.message import HEAD_END, HttpRequest, HttpResponse, RequestHead, parse_head
+from tests.support.lab.lab import PATIENCE
 
 REQUESTS: Final = 1_000_000
 BATCH: Final = 500
@@ -179,7 +180,7 @@ def probe(port: int) -> float:
     one.
     """
     began = time.monotonic()
-    with socket.create_connection(("127.0.0.1", port), 5) as sock:
+    with socket.create_connection(("127.0.0.1", port), PATIENCE) as sock:
         sock.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
         found = b""
         while data := sock.recv(4096):

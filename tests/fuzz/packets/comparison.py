@@ -17,7 +17,10 @@ BATCH: Final = 1_000
 SEEDS: Final = (11, 12, 13)
 """Seeds of the batches that the suite plays."""
 SMALLEST: Final = 50
-"""A machine that is too slow for a batch of this size is too slow for the test."""
+TRIES: Final = 5
+"""A batch of at most SMALLEST sequences is played up to TRIES times. A machine that is too slow
+each time is too slow for the test.
+"""
 STALLED: Final = "batches that stalled"
 SHOWN: Final = 10
 """Differences that are shortened and reported; more of them seldom have other causes."""
@@ -45,16 +48,22 @@ def random_sequences(rng: random.Random, count: int) -> list[Played]:
     return made
 
 
-def play(twins: Twins, sequences: Sequence[Played]) -> tuple[list[tuple[Outcome, Outcome]], int]:
-    """Both nodes' outcomes of each sequence, and how many batches had to be replayed in halves.
+def play(
+    twins: Twins, sequences: Sequence[Played], tries: int = TRIES
+) -> tuple[list[tuple[Outcome, Outcome]], int]:
+    """Both nodes' outcomes of each sequence, and how many batches had to be replayed: in halves, or
+    whole if they are small.
 
     Only the batch's own clock decides that, whatever the outcomes: the machine was too slow.
     """
     try:
         return twins.play(sequences), 0
     except Stalled:
-        if len(sequences) <= SMALLEST:
+        if len(sequences) <= SMALLEST and tries == 1:
             raise
+    if len(sequences) <= SMALLEST:
+        outcomes, stalls = play(twins, sequences, tries - 1)
+        return outcomes, 1 + stalls
     middle = len(sequences) // 2
     (first, stalls), (second, more) = (
         play(twins, sequences[:middle]),

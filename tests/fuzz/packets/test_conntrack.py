@@ -11,7 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.fuzz.packets.comparison import BATCH, SEEDS, compare, play, random_sequences, shrunk
+from tests.fuzz.packets.comparison import (
+    BATCH,
+    SEEDS,
+    TRIES,
+    compare,
+    play,
+    random_sequences,
+    shrunk,
+)
 from tests.fuzz.packets.differences import ROWS, complaint
 from tests.fuzz.packets.mutants import MUTANTS, PACKAGE
 from tests.fuzz.packets.node import VARIANTS
@@ -72,7 +80,7 @@ def test_known_sequences_have_the_listed_states(twins: Twins):
         for family in (4, 6)
         for variant in (VARIANTS if protocol != "sctp" else ("kept",))
     ]
-    outcomes = twins.play([sequence for sequence, _ in cases])
+    outcomes, _ = play(twins, [sequence for sequence, _ in cases])
     wrong = [
         f"{sequence}: {got}, want {want}"
         for (sequence, want), (kbpf, linux) in zip(cases, outcomes, strict=True)
@@ -84,7 +92,8 @@ def test_known_sequences_have_the_listed_states(twins: Twins):
 def test_reply_with_ttl_1_counts_once(twins: Twins):
     """A packet whose TTL ends here passes the stack, so another entry is written for it first."""
     sequences = [Played("U . <U!ttl", "udp", family, "past") for family in (4, 6)]
-    assert [kbpf.state for kbpf, _ in twins.play(sequences)] == ["ANSWERED"] * 2
+    outcomes, _ = play(twins, sequences)
+    assert [kbpf.state for kbpf, _ in outcomes] == ["ANSWERED"] * 2
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -133,6 +142,14 @@ def test_stalled_batch_is_replayed_in_halves_and_counted():
     twins = SlowTwins()
     outcomes, stalls = play(twins, [Played("U", "udp", 4, "kept")] * 400)
     assert (len(outcomes), stalls, twins.sizes) == (400, 3, [400, 200, 100, 100, 200, 100, 100])
+
+
+def test_small_batch_is_replayed_a_few_times(monkeypatch: pytest.MonkeyPatch):
+    twins = SlowTwins()
+    monkeypatch.setattr("tests.fuzz.packets.test_conntrack.LONGEST_PHASE", 0.0)
+    with pytest.raises(Stalled):
+        play(twins, [Played("U", "udp", 4, "kept")] * 2)
+    assert twins.sizes == [2] * TRIES
 
 
 def test_slow_batch_raises_stalled(twins: Twins, monkeypatch: pytest.MonkeyPatch):

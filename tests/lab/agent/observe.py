@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from tests.support.build.promtool import promtool
+from tests.support.build.prometheus import promtool
 from tests.support.cluster.kube import Kube, Object
 from tests.support.cluster.kube_proxy import KubeProxy
 from tests.support.lab.lab import Agent, Lab, Node, until
@@ -54,9 +54,11 @@ def few_files() -> Iterator[None]:
 
 
 def has_synced(site: Site) -> bool:
+    """Whether kube-proxy has programmed both families, each of which it does in its own thread."""
     assert site.proxy.is_running, site.proxy.tail()
     with contextlib.suppress(OSError):
-        return b'"status"' in get(site.theirs.netns, "127.0.0.1", HEALTH, "/livez").body
+        said = json.loads(get(site.theirs.netns, "127.0.0.1", HEALTH, "/livez").body)
+        return said.get("status", {}).keys() == {"IPv4", "IPv6"}
     return False
 
 

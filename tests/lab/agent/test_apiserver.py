@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,8 +22,8 @@ from tests.support.cluster.apiserver import ApiServer, ServerDied
 from tests.support.cluster.kube import Connection, Kube, KubeError, Object
 from tests.support.cluster.kube_objects import endpoint, endpoint_slice, node, port, service
 from tests.support.faults.faults import Cut, FaultProxy, Request
+from tests.support.lab.lab import PATIENCE, ip, until
 
-SECONDS = 60.0  # a generous limit: everything here takes less than a second
 STREAMING = {
     "sendInitialEvents": "true",
     "resourceVersionMatch": "NotOlderThan",
@@ -44,11 +44,11 @@ class Watcher:
 
     def name(self) -> str:
         """Return the name of the next event's object."""
-        return str(self.events.get(timeout=SECONDS)["object"]["metadata"]["name"])
+        return str(self.events.get(timeout=PATIENCE)["object"]["metadata"]["name"])
 
     def ended(self) -> Exception | None:
         """Wait for the watch to end; return its error, or None if the body was complete."""
-        self._thread.join(SECONDS)
+        self._thread.join(PATIENCE)
         assert not self._thread.is_alive(), "the watch still runs"
         return self.end
 
@@ -216,11 +216,11 @@ def test_a_server_in_a_network_namespace_is_reachable_from_outside() -> None:
         for each in (name, outside):
             ip(f"netns add {each}")
             stack.callback(ip, f"netns del {each}")
-        ip(f"-n {name} link set lo up")
-        ip(f"-n {outside} link add out type veth peer name in netns {name}")
+        ip("link set lo up", netns=name)
+        ip(f"link add out type veth peer name in netns {name}", netns=outside)
         for where, device, address in ((outside, "out", 1), (name, "in", 2)):
-            ip(f"-n {where} addr add 198.18.254.{address}/30 dev {device}")
-            ip(f"-n {where} link set {device} up")
+            ip(f"addr add 198.18.254.{address}/30 dev {device}", netns=where)
+            ip(f"link set {device} up", netns=where)
         server = stack.enter_context(ApiServer(netns=name, addresses=["198.18.254.2"]))
         assert server.url.startswith("https://198.18.254.2:")
         proxy = stack.enter_context(FaultProxy(server))
@@ -232,7 +232,8 @@ def test_a_server_in_a_network_namespace_is_reachable_from_outside() -> None:
         ):
             with Kube(url, server.token, server.authority.crt, netns=netns) as client:
                 assert client.list("Node")["items"] == []
-        with server.kube() as client:
+        with server.kube() as client:  # it publishes its address after it is ready
+            until("an address is published", lambda: client.list("EndpointSlice")["items"] != [])
             slices = client.list("EndpointSlice")["items"]
         assert slices[0]["endpoints"][0]["addresses"] == ["198.18.254.2"]
 
@@ -260,7 +261,7 @@ def test_the_server_dies_with_the_process_that_started_it() -> None:
         assert len(pids) == 2
         parent.send_signal(signal.SIGKILL)
     try:
-        until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+        until("all have ended", lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
     finally:
         subprocess.run(["rm", "-r", folder], check=True)  # the killed process could not
 
@@ -321,7 +322,7 @@ def test_watches_are_cut(faults: FaultProxy, watcher: Watcher, how: Cut) -> None
 def raw_watch(
     proxied: Kube, apiserver: ApiServer, accept: str = "application/json"
 ) -> tuple[Connection, http.client.HTTPResponse]:
-    connection = Connection(proxied.target, SECONDS)
+    connection = Connection(proxied.target, PATIENCE)
     path = "/apis/discovery.k8s.io/v1/endpointslices?watch=1"
     headers = {"Authorization": f"Bearer {apiserver.token}", "Accept": accept}
     connection.request("GET", path, headers=headers)
@@ -336,7 +337,7 @@ def test_a_close_is_a_fin_and_a_reset_an_rst(
     connection, _ = raw_watch(proxied, apiserver)
     with contextlib.closing(connection):
         faults.cut_watches(how)
-        select.select([connection.sock], [], [], SECONDS)
+        select.select([connection.sock], [], [], PATIENCE)
         if how is Cut.CLOSE:
             assert socket.socket.recv(connection.sock, 1, socket.MSG_PEEK) == b""
         else:
@@ -402,7 +403,7 @@ def test_an_error_for_the_second_page_only(faults: FaultProxy, kube: Kube, proxi
 
 def test_running_watches_expire(faults: FaultProxy, watcher: Watcher) -> None:
     faults.expire_watches()
-    event = watcher.events.get(timeout=SECONDS)
+    event = watcher.events.get(timeout=PATIENCE)
     assert (event["type"], event["object"]["code"]) == ("ERROR", 410)
     assert watcher.ended() is None
 
@@ -431,7 +432,7 @@ def test_a_hanging_server_accepts_but_is_silent_until_healed(
         pytest.raises(TimeoutError),
     ):
         hasty.list("Node")
-    until(lambda: faults.accepted == accepted + 1)
+    until("it is accepted", lambda: faults.accepted == accepted + 1)
     add_slice(kube, "late")
     with pytest.raises(queue.Empty):
         watcher.events.get(timeout=0.5)
@@ -486,7 +487,7 @@ def test_a_request_is_delayed(faults: FaultProxy, kube: Kube, proxied: Kube) -> 
         proxied.list("Node")
         return time.monotonic() - started < 0.4
 
-    until(is_quick)  # usually the first one, unless the machine is busy
+    until("it is no longer delayed", is_quick)  # usually the first one, unless the machine is busy
 
 
 def test_a_held_request_is_served_when_healed(
@@ -504,7 +505,7 @@ def test_a_held_request_is_served_when_healed(
     faults.wait_for_requests(1, "list", "nodes")
     assert not answered.wait(0.3)
     faults.heal()
-    assert answered.wait(SECONDS)
+    assert answered.wait(PATIENCE)
     thread.join()
 
 
@@ -519,7 +520,7 @@ def test_objects_are_rewritten_in_lists_and_watches(
     faults.rewrite_objects(hook)
     for name in ("hidden", "shown"):
         add_slice(kube, name)
-    assert watcher.events.get(timeout=SECONDS)["object"]["endpoints"] == "shown"
+    assert watcher.events.get(timeout=PATIENCE)["object"]["endpoints"] == "shown"
     listed = proxied.list("EndpointSlice", "default")["items"]
     assert [row["endpoints"] for row in listed] == ["shown"]
 
@@ -575,14 +576,3 @@ def test_a_version_from_before_a_restart_is_too_old(apiserver: ApiServer, kube: 
 
 def since(version: str) -> dict[str, str]:
     return {"resourceVersion": version}
-
-
-def ip(command: str) -> None:
-    subprocess.run(["ip", *command.split()], check=True)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, "not in time"
-        time.sleep(0.02)

@@ -25,7 +25,7 @@ from tests.support.cluster.cluster import Cluster
 from tests.support.cluster.kube_objects import endpoint, endpoint_slice
 from tests.support.faults.faults import Cut, FaultProxy, Request
 from tests.support.lab.dial import UNSERVED, Dial, check
-from tests.support.lab.lab import ip, until
+from tests.support.lab.lab import PATIENCE, ip, until
 from tests.support.lab.load import under_load
 
 HOST, NAME = "10.96.0.20", "web-20"
@@ -137,8 +137,8 @@ def test_an_ended_watch_resumes_at_its_version(web: Cluster, how: Cut) -> None:
     assert web.proxy.cut_watches(how) == 4
     web.change(web.slice(NAME, "a2"))
     expect(web, f"{HOST}:80", "a2")
-    assert whole_lists(web.proxy) == 0
     web.proxy.wait_for_watches(4)
+    assert whole_lists(web.proxy) == 0
 
 
 @pytest.mark.parametrize("how", ["event", "answer"])
@@ -308,13 +308,13 @@ def test_a_silent_watch_is_resumed(
         kube.clear()
         reflector.start()
         try:
-            while not isinstance(said.get(timeout=60.0), Synced):
+            while not isinstance(said.get(timeout=PATIENCE), Synced):
                 pass
             faults.wait_for_watches(1)
             faults.forget()
             faults.freeze_watches()
             kube.create(endpoint_slice("web", endpoint("10.1.0.1")))
-            event = said.get(timeout=60.0)
+            event = said.get(timeout=PATIENCE)
         finally:
             reflector.stop()
     assert isinstance(event, Upsert)

@@ -175,7 +175,8 @@ def test_a_connection_of_another_data_plane_keeps_its_backend(field: Field, who:
         check(field, row)
         assert "error" in field["outside"].ask("go_on", keep="begun", timeout=0.1)
         run(*nft, "flush", "chain", "ip", table, "lose")
-        answer = field["outside"].ask("go_on", keep="begun")
+        # the longer it has waited, the later the SYN is repeated
+        answer = field["outside"].ask("go_on", keep="begun", timeout=2 * PATIENCE)
         assert answer.get("name") == "a2"
         assert field["outside"].ask("talk", keep="begun")["name"] == "a2"
         check(field, row)

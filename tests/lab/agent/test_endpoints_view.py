@@ -98,7 +98,7 @@ def shown(kubeconfig: Path, name: str, capsys: pytest.CaptureFixture[str], *more
 def test_each_endpoint_is_explained(
     kubeconfig: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = json.loads(shown(kubeconfig, f"default/{name}", capsys, "-o", "json"))
+    rows = json.loads(shown(kubeconfig, f"default/{name}", capsys, "-o", "json"))["items"]
     found = tuple(Row(*(row[field] for field in Row._fields)) for row in rows)
     assert found == ROWS[name]
     for row in rows:

@@ -12,7 +12,7 @@ import pytest
 from tests.support.features import needs
 from tests.support.lab.dial import REFUSED, Dial
 from tests.support.lab.field import NODES4, Field, at, check, split
-from tests.support.lab.lab import Agent, run, until
+from tests.support.lab.lab import PATIENCE, Agent, run, until
 from tests.support.lab.load import under_load
 
 pytestmark = needs("ipvs")
@@ -92,7 +92,8 @@ class Kept:
         """The connections that no longer work, with their answers."""
         found = {}
         for client, kind, number in self.WAYS:
-            answer = self.field[client].ask("talk", keep=f"{client}{kind}{number}", timeout=60.0)
+            keep = f"{client}{kind}{number}"
+            answer = self.field[client].ask("talk", keep=keep, timeout=PATIENCE)
             if "name" not in answer:
                 found[f"{client} {kind} {number}"] = answer
         return found

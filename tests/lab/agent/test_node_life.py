@@ -80,10 +80,24 @@ def serves(home: FolderNode, *dials: tuple[str, str, int], backend: str = "a1") 
         assert answer["names"] == {backend: 8}, (client, host, answer, home.agent.tail())
 
 
+def becomes_served(home: FolderNode, *dials: tuple[str, str, int]) -> None:
+    """Waits until all are answered: new devices get their programs in another thread than the
+    maps.
+    """
+    until("new devices are served", lambda: all(
+        "name" in home[client].tcp(host, number, timeout=1) for client, host, number in dials
+    ))  # fmt: skip
+
+
 def serves_not(home: FolderNode, *dials: tuple[str, str, int]) -> None:
     for client, host, port_number in dials:
         answer = home[client].tcp(host, port_number, timeout=1)
         assert "error" in answer, (client, host, answer)
+
+
+def is_unserved(home: FolderNode, *dials: tuple[str, str, int]) -> bool:
+    return all("error" in home[client].tcp(host, number, timeout=1)
+               for client, host, number in dials)  # fmt: skip
 
 
 def forget_all(home: FolderNode) -> None:
@@ -135,6 +149,7 @@ def test_pod_network_comes_after_the_agent(home: FolderNode) -> None:
         ])  # fmt: skip
         home.settle()
         dials = (("host-1", "10.96.0.30", 80), ("outside", OLD, 30030))
+        becomes_served(home, *dials)
         serves(home, *dials, backend="late")
         assert late.many(8, "10.96.0.20", 80)["names"] == {"a1": 8}
 
@@ -160,9 +175,15 @@ def test_overlay_comes_after_the_agent(home: FolderNode) -> None:
         home.settle()
         for number, name in enumerate(backends, 40):
             dials = (("host-1", f"10.96.0.{number}", 80), ("outside", OLD, 30000 + number))
+            becomes_served(home, *dials)
             serves(home, *dials, backend=name)
-        seen = home["outside"].many(8, OLD, 30040)["seen"]
-        assert {client for _, _, client, *_ in seen} == {overlay_address(here)}, seen
+
+        def clients() -> set[str]:
+            return {client for _, _, client, *_ in home["outside"].many(8, OLD, 30040)["seen"]}
+
+        # The device may have got its programs before its address.
+        until("clients are masqueraded to the address of the overlay",
+              lambda: clients() == {overlay_address(here)}, state=clients)  # fmt: skip
         assert bridged.many(8, "10.96.0.40", 80)["names"] == {"remote": 8}
 
 
@@ -226,7 +247,8 @@ def test_addresses_of_the_node_change(home: FolderNode) -> None:
                 allowed = {address, own} if MODE == "ipvs" else {address}
                 assert {client for _, _, client, *_ in seen} <= allowed, seen
                 assert seen
-            serves_not(home, *old)
+            # deleted after the new ones are written
+            until("the old addresses are not served any more", lambda: is_unserved(home, *old))
             serves(home, *V4[:2], *V6[:2])
         finally:
             readdress(netns, (NEW, NEW6), (OLD, OLD6))

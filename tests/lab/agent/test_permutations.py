@@ -138,6 +138,7 @@ def test_an_api_server_leads_to_the_same_maps(cluster: Cluster) -> None:
         line.replace(" shop/", " default/").replace(" kube-system/", " default/")
         for line in scenario.expected("shop")
     ]
+    cluster.settle()  # an earlier test may just have deleted its Services
     before = set(scenario.lines(cluster.agent))
     for order in (objects, objects[::-1]):
         with cluster.given(*order):

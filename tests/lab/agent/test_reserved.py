@@ -22,7 +22,7 @@ from tests.support.cluster.kube_objects import (
     service,
     slice_port,
 )
-from tests.support.lab.lab import Place, ip, until
+from tests.support.lab.lab import PATIENCE, Place, ip, until
 
 INNOCENT = "198.51.100.9"
 """An ExternalIP that is allowed; the hijacked address gets the same backends."""
@@ -114,15 +114,15 @@ def test_a_cluster_ip_on_a_device_is_left_to_the_node(cluster: Cluster) -> None:
         try:
             answers_from(clients, address, "a1")
             local.serve(80, 8089, udp=(80,), address=address)
-            until("it is left to the node", lambda: f"{address}:80/TCP" not in cluster.served())
+            lines = [f"{address}:80/TCP of Service default/web-30"]
+            until(  # written once all maps are
+                "the status has it", lambda: (cluster.agent.status() or {})["left_to_node"] == lines
+            )
+            assert f"{address}:80/TCP" not in cluster.served()
             for client in clients:
                 assert client.tcp(address, 80)["name"] == local.name
                 assert client.udp(address, 80)["name"] == local.name
                 assert client.tcp(address, 8089)["name"] == local.name
-            lines = [f"{address}:80/TCP of Service default/web-30"]
-            until(
-                "the status has it", lambda: (cluster.agent.status() or {})["left_to_node"] == lines
-            )
             local.close()
             answers_from(clients, address, "a1")
         finally:
@@ -136,10 +136,10 @@ def answers_from(clients: Iterable[Place], address: str, name: str) -> None:
         until(f"{name} answers", lambda at=client: at.tcp(address, 80).get("name") == name)
 
 
-def answers(cluster: Cluster) -> str:
+def answers(cluster: Cluster, seconds: float) -> str:
     """The backend that answers a process of the node at the API server's address, "" if none."""
     host, number = server(cluster)
-    found = cluster["host-1"].tcp(host, number, timeout=5.0)
+    found = cluster["host-1"].tcp(host, number, timeout=seconds)
     return str(found.get("name", ""))
 
 
@@ -159,8 +159,8 @@ def test_the_agent_reaches_a_hijacked_api_server(cluster: Cluster, hooks: str) -
         assert behind is not None
         key = Target(parse_addr(host), number, Protocol.TCP).pack()
         services.update(key, ServiceValue.unpack(behind).pack(key))
-    assert answers(cluster) == "a1", "other processes are hijacked"
+    assert answers(cluster, PATIENCE) == "a1", "other processes are hijacked"
     cluster.delete(*made)
     agent.start(extra=arguments)
     assert f"{host}:{number}/TCP" not in cluster.served(), "the agent has received the deletion"
-    assert answers(cluster) == ""
+    assert answers(cluster, 5.0) == ""

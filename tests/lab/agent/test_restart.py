@@ -13,6 +13,7 @@ import pytest
 import kbpf
 from tests.support import plane
 from tests.support.cluster.cluster import Cluster
+from tests.support.features import needs
 from tests.support.lab.dial import REFUSED, UNSERVED, Dial, check
 from tests.support.lab.lab import Agent, until
 from tests.support.lab.load import under_load
@@ -125,6 +126,7 @@ def test_a_service_recreated_before_a_kill_keeps_its_clients(small: Cluster) -> 
     assert answers == ["a1"] * 8
 
 
+@needs("socket_iterator")  # with which UDP sockets of deleted backends are found
 def test_changes_made_while_the_agent_is_down_are_applied(small: Cluster) -> None:
     """Changed endpoints, a new Service, a deleted one, one with other ports; UDP sockets are
     aborted.

@@ -107,7 +107,7 @@ def test_a_broken_file_keeps_its_last_objects(
     """`line`: the line number in the file that the problem names."""
     path = node.folder / "service-shop-front.yaml"
     good = path.read_text()
-    path.write_text(text)
+    scenario.put(node.folder, path.name, text)
     node.settle()
     check(node, Dial("the last good state", "a2", "10.96.0.20:80", "a1:8080 a3:8081"))
     check(node, Dial("another file", "a3", "10.96.0.10:53", "a2:8081"))
@@ -118,7 +118,7 @@ def test_a_broken_file_keeps_its_last_objects(
     )
     said = [each for each in node.agent.lines() if place in each]
     assert len(said) == 1, "once, not at every poll"
-    path.write_text(good)
+    scenario.put(node.folder, path.name, good)
     node.settle()
     until("no problem is reported", lambda: not node.agent.status()["problems"])
 

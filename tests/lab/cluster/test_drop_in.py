@@ -120,10 +120,8 @@ def test_the_documented_steps_there_and_back_fail_no_connection(
     shell = Shell(cluster, tmp_path, kubectl, kubeadm)
     worker = cluster.lab.nodes[1].ip
     with (
-        under_load(cluster, HOST, "a2", "host-2", answers="a1 b1", pause=0.01) as sockets,
-        under_load(
-            cluster, worker, "outside", port=NODE_PORT, answers="a1 b1", pause=0.01
-        ) as packets,
+        under_load(cluster, HOST, "a2", "host-2", answers="a1 b1") as sockets,
+        under_load(cluster, worker, "outside", port=NODE_PORT, answers="a1 b1") as packets,
     ):
         use = InUse(cluster, Load((*sockets.places, *packets.places)))
         use.keep()

@@ -55,10 +55,16 @@ def said_starting(trial: Trial) -> list[str]:
 
 
 def refuses(agent: PodAgent, why: str) -> None:
-    """Checks that the agent refuses to remove kube-proxy's rules: it cannot see whether it runs."""
-    done = agent.exec("kbpf", "cleanup", "--kube-proxy")
-    assert done.returncode == 1, done.stdout
-    assert why in done.stderr
+    """Checks that the agent refuses to remove kube-proxy's rules. It asks kube-proxy, which has
+    five seconds for an answer.
+    """
+
+    def refusal() -> str:
+        done = agent.exec("kbpf", "cleanup", "--kube-proxy")
+        assert done.returncode == 1, done.stdout
+        return done.stderr
+
+    until("it says why", lambda: why in refusal(), state=refusal)
     rules = inside(agent.node.netns, None, "nft", "list", "table", "ip", "kube-proxy")
     assert "service-endpoints" in run(*rules)
 
@@ -86,6 +92,8 @@ def test_a_trial_serves_on_the_labelled_node(trial: Trial) -> None:
         assert running() == []
         trial.kubectl("delete", "-k", str(trial.overlay))
         agent.remove_pins()
+    # the kernel detaches a program some time after its last pin was removed
+    until("the hooks are detached", lambda: "error" in trial["a2"].tcp(HOST, 80))
     check(trial, Dial("a pod is not served any more", "a2", f"{HOST}:80", UNSERVED))
     assert trial.beside.is_running, trial.beside.tail()
 

@@ -33,19 +33,18 @@ from tests.support.cluster.kube_objects import (
 from tests.support.cluster.kube_proxy import MODES, KubeProxy
 from tests.support.cluster.scenario import file_of, put
 from tests.support.cluster.static_api import StaticApi
-from tests.support.features import needs
+from tests.support.features import IN_GUEST, needs
 from tests.support.lab.lab import PATIENCE, Agent, Lab, Node, Place, inside, until
 from tests.support.lab.lab import run as command
 from tests.support.lab.load import Load
 
 NODE_PORT, VIP = 30080, "10.96.0.80"
 CLUSTER = "10.244.0.0/16,fd00:10:244::/32"
-EMULATED = PATIENCE > 60
-PAUSE = 0.05 if EMULATED else 0.002
-JSON = ("--kube-api-content-type", "application/json") if EMULATED else ()
+PAUSE = 0.05 if IN_GUEST else 0.01
+JSON = ("--kube-api-content-type", "application/json") if IN_GUEST else ()
 SLOWLY = 600.0
 """Seconds to wait: IPVS and conntrack keep closed connections for two minutes."""
-PROGRAMMED = SLOWLY if EMULATED else PATIENCE
+PROGRAMMED = SLOWLY if IN_GUEST else PATIENCE
 """Seconds to wait: a kube-proxy in mode ipvs runs a hundred programs first."""
 HELD = 4
 """Connections that each client holds open across a step, to either pod at random."""
@@ -62,7 +61,7 @@ class World:
         self.lab = lab = stack.enter_context(Lab(2, "to", apart=True))
         first, second = lab.nodes
         pods = first.pod("a1").serve(8080), second.pod("b1").serve(8080)
-        self.homes = lab.nodes[:1] if EMULATED else lab.nodes
+        self.homes = lab.nodes[:1] if IN_GUEST else lab.nodes
         self.dials = {}
         for home in self.homes:
             place = Place(f"to {home.name}", lab.outside, None)
@@ -96,7 +95,7 @@ class World:
         """
         outside = self.lab.outside
         assert outside is not None
-        if not EMULATED:
+        if not IN_GUEST:
             api = stack.enter_context(ApiServer(addresses=(self.lab.outside_ip,), netns=outside))
             api.kubeconfig(self.config)
             with api.kube() as kube:
@@ -204,7 +203,7 @@ class World:
         self.held = []
 
 
-@pytest.mark.timeout(SLOWLY * 6 if EMULATED else 600)
+@pytest.mark.timeout(SLOWLY * 6)
 @pytest.mark.parametrize(
     ("mode", "ours"),
     [
@@ -296,7 +295,7 @@ def nothing_stays(world: World) -> None:
     world.all_talk()
 
 
-@pytest.mark.timeout(SLOWLY * 6 if EMULATED else 600)
+@pytest.mark.timeout(SLOWLY * 6)
 @pytest.mark.parametrize(
     ("mode", "ours"),
     [

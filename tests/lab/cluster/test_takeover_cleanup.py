@@ -102,9 +102,15 @@ class Ground:
 
     def rules(self, kind: str) -> str:
         """All rules, without counters and comments."""
-        saved = (self.run(f"ip{v6}tables-{kind}-save") for v6 in ("", "6"))
-        text = re.sub(r" \[\d+:\d+\]|^#.*\n", "", "".join(saved), flags=re.MULTILINE)
-        return text + self.run("nft", "-s", "list", "tables")
+        return "".join(self.saved(kind, v6) for v6 in ("", "6")) + self.tables()
+
+    def saved(self, kind: str, v6: str) -> str:
+        """The rules of `ip6tables-save` for "6", of `iptables-save` for ""."""
+        text = self.run(f"ip{v6}tables-{kind}-save")
+        return re.sub(r" \[\d+:\d+\]|^#.*\n", "", text, flags=re.MULTILINE)
+
+    def tables(self) -> str:
+        return self.run("nft", "-s", "list", "tables")
 
 
 def objects() -> Iterator[dict[str, object]]:
@@ -145,7 +151,7 @@ def test_cleanup_removes_all_of_kube_proxy_and_nothing_else(
     ground.run("nft", "-f", "-", stdin=TABLES)
     before = ground.rules(kind)
     with KubeProxy(ground.home, mode.removesuffix("-legacy"), ground.config) as proxy:
-        until(f"its rules\n{proxy.tail()}", lambda: is_complete(ground.rules(kind), mode, ground))
+        until(f"its rules\n{proxy.tail()}", lambda: is_complete(ground, mode))
         refused = ground.cleanup()
         assert refused.returncode == 1
         assert "kube-proxy is running on this node" in refused.stderr
@@ -168,12 +174,12 @@ def test_kube_proxys_own_cleanup_removes_its_legacy_rules(
     """docs/operate.md: for nodes on which our image lacks the programs of iptables-legacy."""
     monkeypatch.setenv("PATH", str(ground.legacy), prepend=os.pathsep)
     for v6, guard in (("", GUARD), ("6", "")):
-        ground.run(f"ip{v6}tables-legacy-restore", stdin=OTHERS % guard)
+        ground.run(f"ip{v6}tables-legacy-restore", "-w", stdin=OTHERS % guard)
     before = ground.rules("legacy")
     with KubeProxy(ground.home, "iptables", ground.config) as proxy:
         until(
             f"its rules\n{proxy.tail()}",
-            lambda: is_complete(ground.rules("legacy"), "iptables-legacy", ground),
+            lambda: is_complete(ground, "iptables-legacy"),
         )
     (said,) = (span for span in docs.spans("docs/operate.md") if "kubectl debug node" in span)
     _, _, command = said.partition(" -- ")
@@ -183,13 +189,16 @@ def test_kube_proxys_own_cleanup_removes_its_legacy_rules(
     assert ground.rules("legacy") == before
 
 
-def is_complete(rules: str, mode: str, ground: Ground) -> bool:
+def is_complete(ground: Ground, mode: str) -> bool:
     """Whether chains of all kinds exist in both families."""
     if mode == "nftables":
+        tables = ground.tables()
         return all(
-            f"table {family} kube-proxy\n" in rules
+            f"table {family} kube-proxy\n" in tables
             and "firewall-" in ground.run("nft", "list", "table", family, "kube-proxy")
             for family in ("ip", "ip6")
         )
     wanted = ("KUBE-SVC-", "KUBE-SVL-", "KUBE-EXT-", "KUBE-FW-", "KUBE-SEP-", "KUBE-FORWARD")
-    return all(rules.count(f":{name}") >= 2 for name in wanted)
+    kind = "legacy" if mode == "iptables-legacy" else "nft"
+    saved = [ground.saved(kind, v6) for v6 in ("", "6")]
+    return all(f":{name}" in rules for name in wanted for rules in saved)

@@ -5,10 +5,12 @@ what it sends by an "ingress" qdisc there, which redirects to an ifb device with
 """
 
 import json
+import time
 from collections.abc import Iterator, Mapping
 
 import pytest
 
+from kbpf.dataplane.bpf.packet_path.newcomers import GRACE_S
 from tests.support.cluster.kube_objects import slice_port
 from tests.support.cni.cluster import CniCluster
 from tests.support.cni.dials import CLIENT, NODE, Row, check
@@ -36,7 +38,8 @@ class Limited(Ptp):
     programs = (*Ptp.programs, "bandwidth")
 
     def __init__(self) -> None:
-        self.refusals: list[str] = []
+        self.refusals: list[tuple[float, str]] = []
+        """Seconds since the plugins were called, and the error."""
 
     def conf(self, node: Node) -> Conf:
         conf = super().conf(node)
@@ -48,10 +51,11 @@ class Limited(Ptp):
         runtime = {"bandwidth": limits} if limits else {}
 
         def is_added() -> bool:
+            began = time.monotonic()
             try:
                 super(Limited, self).add(node, pod, runtime)
             except RuntimeError as error:
-                self.refusals.append(str(error))
+                self.refusals.append((time.monotonic() - began, str(error)))
                 conf = self.conf(node)
                 Sandbox(node.netns, pod.netns, runtime).call("DEL", conf, self.programs)
                 # host-local would continue with the next address
@@ -120,7 +124,8 @@ def test_pods_that_are_created_beside_a_limited_one(cluster: CniCluster) -> None
         serve(cluster, number)
         cluster.settle()
         check_limits(cluster, number, "outside", False)
-    assert not cni.refusals
+    # kbpf leaves a new device alone for a while, in which plugins normally end
+    assert [refusal for refusal in cni.refusals if refusal[0] < GRACE_S] == []
 
 
 def test_the_first_limited_pod_of_a_node(cluster: CniCluster) -> None:
@@ -137,8 +142,11 @@ def test_what_a_limited_pod_sees(cluster: CniCluster, v6: bool) -> None:
     for number, name in ((6, "a1"), (7, "a3")):
         sees = CLIENT if is_clsact and name == "a1" else NODE
         check(cluster, Row("outside", "NodePort", number, name, sees), "tcp", v6)
-    status = cluster.agent.own_status()
-    assert status is not None
-    assert not status["packets"]["failed"]
-    limits = [line for line in status["problems"] if "the Pod sees its clients' own" in line]
-    assert len(limits) == is_clsact, status["problems"]
+
+    def said() -> tuple[list[str], int]:
+        status = cluster.agent.own_status()
+        assert status is not None
+        limits = [line for line in status["problems"] if "the Pod sees its clients' own" in line]
+        return status["packets"]["failed"], len(limits)
+
+    until("its status says so", lambda: said() == ([], is_clsact), state=said)

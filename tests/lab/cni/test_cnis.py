@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Services in the pod networks of real CNIs: their plugins, and their daemons
-(tests/support/cni/networks.py). Calico's are imitated (tests/support/cni/calico.py).
+(tests/support/cni/networks.py). Calico's are imitated (tests/support/cni/calico.py). Guests
+(tests/kernels) have the networks with tunnels of IPIP, which not every machine's kernel has.
 """
 
 import contextlib
@@ -14,14 +15,22 @@ from kbpf.dataplane.bpf.inspect import devices
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.kernel.system import netns
 from tests.lab.cni.conftest import LONG
-from tests.support.cni.calico import CALICO
+from tests.support.cni.calico import CALICO, CALICO_IPIP
 from tests.support.cni.cluster import HOST_PORT, CniCluster
 from tests.support.cni.dials import BRIDGED, NODE, Row, check, create_services
-from tests.support.cni.networks import CNIS
+from tests.support.cni.networks import CNIS, FLANNEL_IPIP
+from tests.support.features import IN_GUEST, needs
 from tests.support.lab.field import DROPPED, NODES4, NODES6, at, split
-from tests.support.lab.lab import inside, run, until
+from tests.support.lab.lab import PATIENCE, inside, run, until
 from tests.support.lab.load import under_load
 
+pytestmark = [
+    needs("br_netfilter"),
+    pytest.mark.usefixtures("br_netfilter"),
+    pytest.mark.timeout(10 * PATIENCE),  # a network's first test waits for all of its daemons
+]
+
+IPIP = {cni.name: cni for cni in (FLANNEL_IPIP, CALICO_IPIP)}
 KINDS = (
     ("bridge",),
     ("kindnet",),
@@ -31,12 +40,18 @@ KINDS = (
     ("calico-vxlan-nftables",),
     *([("calico-vxlan-iptables",), ("kube-router",)] if LONG else []),
 )
+IPIP_KINDS = [pytest.param((name,), marks=needs("tunnels")) for name in IPIP]
+FAMILIES = (False,) if IN_GUEST else (False, True)
+"""IPIP carries IPv4 only."""
+
+families = pytest.mark.parametrize("v6", FAMILIES, ids=lambda v6: "v6" if v6 else "v4")
+protocols = pytest.mark.parametrize("protocol", ["tcp", "udp"])
 
 
-@pytest.fixture(scope="module", params=KINDS, ids=" ".join)
+@pytest.fixture(scope="module", params=IPIP_KINDS if IN_GUEST else KINDS, ids=" ".join)
 def cluster(request: pytest.FixtureRequest, cni_programs: None) -> Iterator[CniCluster]:
     name, *arguments = request.param
-    with CniCluster((CNIS | CALICO)[name], *arguments) as made:
+    with CniCluster((CNIS | CALICO | IPIP)[name], *arguments) as made:
         create_services(made)
         yield made
 
@@ -62,23 +77,20 @@ ROWS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("protocol", "v6"),
-    [*product(("tcp", "udp"), (False, True))],
-    ids=["tcp4", "tcp6", "udp4", "udp6"],
-)
+@families
+@protocols
 @pytest.mark.parametrize("row", ROWS, ids=lambda r: f"{r.client} {r.kind} {r.number}")
 def test_dial(cluster: CniCluster, row: Row, protocol: str, v6: bool) -> None:
     check(cluster, row, protocol, v6)
 
 
-@pytest.mark.parametrize("node", [NODES4[0], NODES6[0]], ids=["v4", "v6"])
-def test_a_host_port_of_the_portmap_plugin(cluster: CniCluster, node: str) -> None:
-    answer = cluster["outside"].many(3, node, HOST_PORT)
+@families
+def test_a_host_port_of_the_portmap_plugin(cluster: CniCluster, v6: bool) -> None:
+    answer = cluster["outside"].many(3, (NODES6 if v6 else NODES4)[0], HOST_PORT)
     assert answer["names"] == {"a1": 3}, answer
 
 
-@pytest.mark.parametrize("v6", [False, True], ids=["v4", "v6"])
+@families
 def test_pods_and_daemons_change_under_load(cluster: CniCluster, v6: bool) -> None:
     """A pod is added meanwhile. Where the CNI has a daemon (flannel, kube-router), every node's
     ends and starts again before that.
@@ -160,12 +172,12 @@ def set_and_wait(cluster: CniCluster, keys: list[str], value: int) -> None:
         )
 
 
-@pytest.mark.parametrize("protocol", ["tcp", "udp"])
+@protocols
 @pytest.mark.parametrize("value", [1, 0], ids=["br_netfilter", "no br_netfilter"])
 def test_a_firewall_that_drops_invalid_packets(
     cluster: CniCluster, value: int, protocol: str
 ) -> None:
     rows = [row for row in ROWS if row.outcome != DROPPED]
     with br_netfilter(cluster, value), firewall(cluster):
-        for row, v6 in product(rows, (False, True)):
+        for row, v6 in product(rows, FAMILIES):
             check(cluster, row, protocol, v6)

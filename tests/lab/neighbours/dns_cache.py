@@ -121,7 +121,10 @@ class NodeCache:
         return self._address in self._run("iptables-save", "-t", "raw")
 
     def has_address(self) -> bool:
-        return self._address in self._run("ip", "-br", "addr", "show")
+        """Whether its device has the address. In mode ipvs kbpf's has it, too."""
+        return self._has_device() and self._address in self._run(
+            "ip", "-br", "addr", "show", "dev", DEVICE
+        )
 
     def end(self, number: signal.Signals) -> None:
         """Ends it by SIGTERM or SIGKILL."""

@@ -131,7 +131,7 @@ def site(programs: None, kube_proxy: Path) -> Iterator[tuple[Place, list[Recorde
         stack.callback(client.close)
         for each, policy in product(lab.nodes, POLICIES):
             at = (each.ip, node_port(policy, each))
-            until(f"{at} is served", lambda at=at: "name" in client.tcp(*at), 60)
+            until(f"{at} is served", lambda at=at: "name" in client.tcp(*at))
         yield client, [Recorder(each, stack) for each in lab.nodes]
 
 

@@ -15,7 +15,7 @@ import socket
 from collections.abc import Iterator
 
 from tests.support.lab.field import NODES4, OUT4, Field, split, there
-from tests.support.lab.lab import Node, Place, ip, let_forward, run
+from tests.support.lab.lab import PATIENCE, Node, Place, ip, let_forward, run
 from tests.support.lab.tunnel import Tunnel
 from tests.support.packets.parse import Icmp, Packet
 
@@ -262,7 +262,7 @@ def careful(place: Place, v6: bool) -> socket.socket:
         made = socket.socket(socket.AF_INET6 if v6 else socket.AF_INET, socket.SOCK_DGRAM)
         level = socket.IPPROTO_IPV6 if v6 else socket.IPPROTO_IP
         made.setsockopt(level, IPV6_MTU_DISCOVER if v6 else IP_MTU_DISCOVER, IP_PMTUDISC_DO)
-        made.settimeout(5)
+        made.settimeout(PATIENCE)
         return made
 
     return there(place, make)

@@ -53,7 +53,7 @@ from tests.support.lab.field import (
     split,
     there,
 )
-from tests.support.lab.lab import Node, inside, ip, until
+from tests.support.lab.lab import PATIENCE, Node, inside, ip, until
 from tests.support.lab.lab import run as command
 from tests.support.packets import packets
 from tests.support.packets.wire import Wire
@@ -255,7 +255,6 @@ def _is_own(address: str) -> bool:
 PORT = 7000
 """A port of the pods on which only served() listens."""
 BYTES = 1 << 20
-PATIENCE = 10.0
 
 
 @pytest.fixture(scope="module")
@@ -389,6 +388,8 @@ def test_late_packets_are_not_invalid(
     field: Field, monkeypatch: pytest.MonkeyPatch, number: int, aborted: bool, v6: bool
 ) -> None:
     """Everything that the client sent after its SYN is repeated once the connection is closed."""
+    for node in field.lab.nodes:  # or conntrack forgets a reset connection after 10 s
+        on(node, "sysctl", "-qw", "net.netfilter.nf_conntrack_tcp_timeout_close=120")
     sent: list[bytes] = []
     own = ("[fd00:198:18::c8]" if v6 else "198.18.0.200") + f":{4000 + number + 100 * aborted}"
     with Wire(field.lab.outside, field.lab.prefix, "198.18.0.200/24", "fd00:198:18::c8/64") as wire:

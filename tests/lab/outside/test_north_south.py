@@ -19,7 +19,9 @@ from typing import Any
 
 import pytest
 
+from kbpf.dataplane.bpf.inspect import devices
 from kbpf.dataplane.bpf.maps.layout import Reason
+from kbpf.dataplane.bpf.maps.pinning import Pins
 from tests.rows.outside import ROWS, objects
 from tests.support.cluster.kube_objects import slice_port
 from tests.support.lab.dial import REFUSED, UNSERVED, Dial
@@ -36,10 +38,11 @@ from tests.support.lab.field import (
     split,
     there,
 )
-from tests.support.lab.lab import Agent, Place, inside, ip, settled, until
+from tests.support.lab.lab import PATIENCE, Agent, Place, inside, ip, settled, until
 from tests.support.lab.lab import run as command
 from tests.support.lab.load import under_load
 from tests.support.lab.offloads import offload
+from tests.support.lab.prediction import check_prediction
 from tests.support.packets.judge import checksums
 from tests.support.packets.parse import Packet
 from tests.support.packets.wire import Wire
@@ -55,6 +58,7 @@ def field(request: pytest.FixtureRequest) -> Iterator[Field]:
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_dial(field: Field, row: Dial) -> None:
+    check_prediction(field, row)
     check(field, row)
 
 
@@ -154,7 +158,7 @@ def heavy(field: Field) -> Field:
     return field
 
 
-def bulk(client: Place, to: str, backend: Place, size: int, seconds: float = 60.0) -> str:
+def bulk(client: Place, to: str, backend: Place, size: int, seconds: float = PATIENCE) -> str:
     """Sends `size` bytes to the backend and back and compares them. Returns the client address that
     the backend sees.
     """
@@ -428,20 +432,28 @@ def test_a_connection_outlives_its_endpoint(field: Field) -> None:
         check(field, Dial("new connections", "outside", at("NodePort", 53), "a2", "tcp", NODES4[0]))
 
 
+def has_programs(agent: Agent, name: str) -> bool:
+    """Whether the device has the programs for both directions."""
+    listing = there(agent.node.host, lambda: devices.read(Pins(agent.pin_dir), 0, None))
+    return any(each.name == name and each.ingress and each.egress for each in listing)
+
+
 def test_a_device_added_later_is_served_and_forgotten_when_deleted(field: Field) -> None:
     home = field.lab.nodes[0]
     pod = home.pod("late").serve(8080)
     field.places["late"], field.home["late"] = pod, home
     client = field.unhook("late!", pod.netns, pod.ip, pod.ip6, home)
-    ifindex = command("ip", "-n", home.netns, "-o", "link", "show", f"p{len(home.pods)}")
+    name = f"p{len(home.pods)}"
+    ifindex = command("ip", "-n", home.netns, "-o", "link", "show", name)
     key = struct.pack("=I", int(ifindex.partition(":")[0]))
     until("the agent knows the device", lambda: key in field.agent.entries("devices"))
+    until("both programs are attached", lambda: has_programs(field.agent, name))
     until("the pod is served", lambda: "name" in client.tcp("10.96.0.13", 80, timeout=1.0))
     with field.given(*field.all_ways(54, "late")):
         check(field, Dial("from the new pod", "late!", at("ClusterIP", 13), "a1 b1", "tcp", pod.ip))
         check(field, Dial("to the new pod", "outside", at("VIP", 54), "late", "tcp", NODES4[0]))
         check(field, Dial("hairpin", "late!", at("VIP", 54), "late", "tcp", NODES4[0]))
-    ip(f"link del p{len(home.pods)}", netns=home.netns)
+    ip(f"link del {name}", netns=home.netns)
     until("the agent has deleted the device", lambda: key not in field.agent.entries("devices"))
 
 

@@ -29,7 +29,7 @@ from tests.support.cluster.cluster import UNROUTED
 from tests.support.cluster.kube_objects import slice_port
 from tests.support.lab.dial import Dial
 from tests.support.lab.field import FORWARDINGS, at, both_families, check, forward, split, there
-from tests.support.lab.lab import Node, ip, until
+from tests.support.lab.lab import PATIENCE, Node, ip, until
 from tests.support.lab.podnet import gate
 from tests.support.packets.packets import icmp_error, udp
 from tests.support.packets.wire import Wire
@@ -159,7 +159,7 @@ def test_a_pod_learns_of_a_narrow_link_in_front_of_the_node(net: PodNetwork, v6:
         wire.send(udp(client, to, b"hello\n"))
         wire.expect(lambda p: p.source == to)
         wire.send(icmp_error("too big", router, udp(to, client, bytes(1400)), mtu=mtu))
-        until("the pod learns the MTU", lambda: learned(pod, own) == mtu, 5)
+        until("the pod learns the MTU", lambda: learned(pod, own) == mtu)
     forget(pod)
 
 
@@ -216,7 +216,7 @@ def test_a_socket_of_the_node_that_may_fragment_does_so(net: PodNetwork, v6: boo
     family = socket.AF_INET6 if v6 else socket.AF_INET
     forget(host)
     with there(host, lambda: socket.socket(family, socket.SOCK_DGRAM)) as s:
-        s.settimeout(5)
+        s.settimeout(PATIENCE)
         s.sendto(bytes(1500 - (48 if v6 else 28)), split(to))
         until("the MTU is known", lambda: learned(host, split(to)[0]) == mtu_of(net))
         s.sendto(bytes(1500 - (48 if v6 else 28)), split(to))

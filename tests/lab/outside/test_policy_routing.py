@@ -177,6 +177,28 @@ def test_a_pod_of_the_node_is_served_if_the_rules_are_not_only_for_other_machine
 
 
 @both_families
+@pytest.mark.parametrize("protocol", ["tcp", "udp"])
+def test_rules_that_change_while_a_connection_lasts(
+    field: TwoInterfaces, protocol: str, v6: bool
+) -> None:
+    """The CNI moves the pod's address to the other interface, and back."""
+    rule = ("ip", "-n", field.lab.nodes[0].netns, "-6" if v6 else "-4", "rule")
+    words = ("from", PODS["a2"][v6], "lookup", "2", "pref", "1536")
+    to = split(at("NodePort", 12 + (20 if protocol == "udp" else 0), v6))
+    client = field["outside"]
+    with Wire(field.lab.nodes[0].netns, "eth1", tap=True) as second:
+        dial = client.tcp if protocol == "tcp" else client.udp
+        arguments = {} if protocol == "tcp" else {"connected": True}
+        assert dial(*to, keep="kept", **arguments).get("name") == "a2"
+        for verb in ("del", "add", "del", "add"):
+            run(*rule, verb, *words)
+            for _ in range(3):
+                assert client.ask("talk", keep="kept").get("name") == "a2", verb
+        second.none(0, lambda p: split_host(p.source) == to[0])
+    client.ask("drop", keep="kept")
+
+
+@both_families
 def test_a_transfer_from_a_pod_of_the_second_interface_is_whole(
     field: TwoInterfaces, v6: bool
 ) -> None:

@@ -4,6 +4,7 @@ packets, at every place of netfilter that a connection passes.
 """
 
 import contextlib
+import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +25,7 @@ from tests.support.cluster.kube_objects import (
 from tests.support.cluster.kube_proxy import KubeProxy
 from tests.support.features import needs
 from tests.support.lab.field import NODES4, OUT4, there
-from tests.support.lab.lab import Agent, Lab, Node, Place, until
+from tests.support.lab.lab import Agent, Lab, Node, Place, inside, run, until
 
 pytestmark = needs("conntrack_nat")
 
@@ -57,6 +58,9 @@ RULES = {
 NODE_PORTS = {"local": (30101, 30102), "remote": (30103, 30104)}
 """By backend: the NodePort that is dialled at each of the two nodes."""
 DIALS = 3
+ONE_RETRY = "echo 1 > /proc/sys/net/ipv4/tcp_syn_retries"
+"""A SYN is sent twice within two or three seconds: the kernel counts, however slow the client is.
+"""
 
 
 class Site(NamedTuple):
@@ -90,35 +94,58 @@ def site(programs: None, kube_proxy: Path) -> Iterator[Site]:
         agent.start()
         client = Place("outside", lab.outside, None)
         stack.callback(client.close)
+        run(*inside(lab.outside, None, "sh", "-c"), ONE_RETRY)
         for numbers in NODE_PORTS.values():
             for host, number in zip(NODES4, numbers, strict=True):
                 at = (host, number)
-                until(f"{at} is served", lambda at=at: "name" in client.tcp(*at), 60)
+                until(f"{at} is served", lambda at=at: "name" in client.tcp(*at))
         yield Site(lab.nodes, client)
 
 
-def judge(site: Site, index: int, chain: str, rules: str, number: int) -> tuple[object, str]:
-    """Dials while the node has these rules. Returns the results, and what the rule has counted."""
-    home, host = site.nodes[index], NODES4[index]
+@contextlib.contextmanager
+def judged(home: Node, chain: str, text: str) -> Iterator[None]:
+    """The node has these rules."""
     there(home, flush_conntrack)
-    text = rules.format(h=host, p=number)
     on(home, "nft", "-f", "-",
        stdin=f"table inet judge {{\nchain c {{ {chain}\n{text}\n}}\n}}\n")  # fmt: skip
     try:
-        answers = [site.client.tcp(host, number, timeout=0.5) for _ in range(DIALS)]
-        counted = re.search(r"counter packets (\d+)",
-                            on(home, "nft", "list", "table", "inet", "judge"))  # fmt: skip
+        yield
     finally:
         on(home, "nft", "delete", "table", "inet", "judge")
+
+
+def count(home: Node) -> str:
+    """What the rule has counted."""
+    counted = re.search(r"counter packets (\d+)",
+                        on(home, "nft", "list", "table", "inet", "judge"))  # fmt: skip
     assert counted is not None
-    results = [answer.get("error", "served") for answer in answers]
-    return results, counted[1]
+    return counted[1]
+
+
+def dial(client: Place, ends: list[tuple[str, int]]) -> list[list[str]]:
+    """The results of several connections to each end, which are made at the same time, since one
+    without an answer takes seconds.
+    """
+    names = [[f"{host}:{number} {index}" for index in range(DIALS)] for host, number in ends]
+    for (host, number), own in zip(ends, names, strict=True):
+        for name in own:
+            client.ask("begin", host=host, port=number, keep=name)
+    results = [
+        [client.ask("go_on", keep=name).get("error", "served") for name in own] for own in names
+    ]
+    for name in itertools.chain(*names):
+        client.ask("drop", keep=name)
+    return results
 
 
 @pytest.mark.parametrize("backend", NODE_PORTS)
 @pytest.mark.parametrize("rule", RULES)
 def test_a_rule_judges_as_with_kube_proxy(site: Site, rule: str, backend: str) -> None:
     chain, text = RULES[rule]
-    numbers = NODE_PORTS[backend]
-    with_kube_proxy, with_kbpf = (judge(site, i, chain, text, numbers[i]) for i in (0, 1))
+    ends = list(zip(NODES4, NODE_PORTS[backend], strict=True))
+    with contextlib.ExitStack() as stack:
+        for home, (host, number) in zip(site.nodes, ends, strict=True):
+            stack.enter_context(judged(home, chain, text.format(h=host, p=number)))
+        results = dial(site.client, ends)
+        with_kube_proxy, with_kbpf = zip(results, map(count, site.nodes), strict=True)
     assert with_kbpf == with_kube_proxy

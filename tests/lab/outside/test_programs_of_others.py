@@ -5,8 +5,9 @@ before kbpf, behind it, and in front of it while it serves. On a pod's device: f
 
 import contextlib
 import json
+import os
+import signal
 import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,14 +23,15 @@ from kbpf.kernel.system import netns
 from tests.programs.packets.test_hook_probe import OK, returning
 from tests.support.features import needs
 from tests.support.lab.dial import REFUSED, Dial
-from tests.support.lab.field import NODES4, NODES6, Field, at, check, there
-from tests.support.lab.lab import run
+from tests.support.lab.field import NODES4, NODES6, Field, at, check, split, there
+from tests.support.lab.lab import PATIENCE, run, until
+from tests.support.lab.load import under_load
 
 pytestmark = needs("tcx")
 
 ETH_P_ALL = 3
-MOVED_AFTER = 45
-"""Seconds within which the agent looks at the order, with some patience."""
+MOVED_AFTER = 2 * PATIENCE
+"""The agent looks at the order every 30 s."""
 
 
 class Beside(Field):
@@ -122,40 +124,65 @@ def check_attached(field: Beside, capsys: pytest.CaptureFixture[str]) -> tuple[i
     capsys.readouterr()
     arguments = ["check", "--attached", "-o", "json", "--pin-dir", str(field.agent.pin_dir)]
     code = there(field["host-1"], lambda: app.call(arguments))
-    shown = json.loads(capsys.readouterr().out)["rows"]
+    shown = json.loads(capsys.readouterr().out)["items"]
     return code, [r["detail"] for r in shown if r["name"].startswith("packets at")]
+
+
+@contextlib.contextmanager
+def paused_agent(field: Beside) -> Iterator[None]:
+    """Stops the agent's threads, so that it does not look at the order."""
+    os.kill(field.agent.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(field.agent.pid, signal.SIGCONT)
+
+
+def count_moves(field: Beside) -> int:
+    return field.agent.log.read_text().count("moved=1")
 
 
 def test_program_in_front_is_named_and_passed(
     field: Beside, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert check_attached(field, capsys) == (0, [])
-    with returning("in_front", OK) as program, field.attach(program, flags=BPF_F_BEFORE):
-        for row in rows(REFUSED):
-            check(field, row)
-        code, (detail,) = check_attached(field, capsys)
+    with contextlib.ExitStack() as stack:
+        program = stack.enter_context(returning("in_front", OK))
+        with paused_agent(field):
+            stack.enter_context(field.attach(program, flags=BPF_F_BEFORE))
+            for row in rows(REFUSED):
+                check(field, row)
+            code, (detail,) = check_attached(field, capsys)
         assert code == 1
         assert f"in_front (id {program.read_info().id}, tcx) runs before kbpf's program" in detail
-        deadline = time.monotonic() + MOVED_AFTER
-        while check_attached(field, capsys)[0] and time.monotonic() < deadline:
-            time.sleep(1)
+        until("ours is in front", lambda: not check_attached(field, capsys)[0], MOVED_AFTER)
         for row in rows():
             check(field, row)
         assert check_attached(field, capsys) == (0, [])
-    assert "moved=1" in field.agent.log.read_text()
+    until("it is logged", lambda: count_moves(field))
+
+
+def test_program_that_came_in_front_while_the_agent_was_down_is_passed(field: Beside) -> None:
+    field.agent.stop()
+    with (
+        returning("meanwhile", OK) as program,
+        field.attach(program, flags=BPF_F_BEFORE),
+        field.attach(program, Direction.EGRESS, BPF_F_BEFORE),
+    ):
+        for row in rows(REFUSED):
+            check(field, row)
+        field.agent.start()
+        for row in rows():
+            check(field, row)
 
 
 def test_no_connection_is_lost_while_ours_is_moved(field: Beside) -> None:
-    client = field["outside"]
-    host, _, port = at("NodePort", 81, False).rpartition(":")
-    with returning("next_in_front", -1) as program, field.attach(program, flags=BPF_F_BEFORE):
-        client.ask("start_load", host=host, port=int(port), pause=0.002)
-        moves = field.agent.log.read_text().count("moved=1")
-        deadline = time.monotonic() + MOVED_AFTER
-        while field.agent.log.read_text().count("moved=1") == moves:
-            assert time.monotonic() < deadline
-            time.sleep(0.5)
-        time.sleep(1)
-        load = client.ask("stop_load")
-    assert load["errors"] == []
-    assert load["names"]["a1"] > 100
+    host, port = split(at("NodePort", 81, False))
+    moves = count_moves(field)
+    with (
+        returning("next_in_front", -1) as program,
+        under_load(field, host, "outside", port=port, answers="a1", pause=0.002) as load,
+        field.attach(program, flags=BPF_F_BEFORE),
+    ):
+        until("ours is in front", lambda: count_moves(field) > moves, MOVED_AFTER)
+        load.goes_on(100)

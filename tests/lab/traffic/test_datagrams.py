@@ -6,10 +6,13 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.cluster.cluster import Cluster
+from tests.support.features import needs
 from tests.support.lab.dial import REFUSED, UNSERVED
 from tests.support.lab.lab import Place, until
 
 ABORTED = "ECONNABORTED"
+finds_sockets = needs("socket_iterator")
+"""The agent finds the sockets of a backend with this iterator."""
 HOST, HOST6, NAME = "10.96.0.150", "fd00:10:96::150", "web-150"
 
 
@@ -57,6 +60,7 @@ def dns(cluster: Cluster) -> Iterator[Dns]:
         yield Dns(cluster)
 
 
+@finds_sockets
 @pytest.mark.parametrize("host", [HOST, HOST6, f"::ffff:{HOST}"], ids=["IPv4", "IPv6", "mapped"])
 @pytest.mark.parametrize("client", ["a3", "b2", "host-1", "a-net"])
 @pytest.mark.parametrize("rest", ["b1", ""], ids=["another serves", "none is left"])
@@ -70,12 +74,14 @@ def test_connected_sockets_are_aborted_when_their_backend_stops(
     assert after.get("name", after.get("error")) == (rest or REFUSED)
 
 
+@finds_sockets
 def test_a_backend_connected_to_itself_is_aborted_too(dns: Dns) -> None:
     assert dns.connect("a1") == "a1"
     dns.backends("")
     dns.cut("a1")
 
 
+@finds_sockets
 def test_a_deleted_service_aborts_its_sockets(dns: Dns) -> None:
     assert dns.connect("a3") == "a1"
     dns.cluster.delete(*dns.cluster.web(150, "a1", "UDP", dual=True))
@@ -84,6 +90,7 @@ def test_a_deleted_service_aborts_its_sockets(dns: Dns) -> None:
     assert dns.cluster["a3"].udp(HOST, 80, connected=True)["error"] == UNSERVED
 
 
+@finds_sockets
 def test_sockets_of_other_backends_are_not_aborted(dns: Dns) -> None:
     """Sockets with a backend that still serves, with one that drains, and sockets connected to a
     removed backend's own address without a Service.

@@ -19,10 +19,9 @@ from pathlib import Path
 import pytest
 
 from kbpf.kernel.bpf.kernel_sockets import keeps_addresses
-from kbpf.kernel.system import modules
 from tests.support.cluster.cluster import HOST_PORT, UNROUTED
 from tests.support.cluster.kube_objects import port, service, slice_port
-from tests.support.features import IPPROTO_MPTCP, needs
+from tests.support.features import IPPROTO_MPTCP, needs, tunnel_modules
 from tests.support.lab.field import NODES4, Field, there
 from tests.support.lab.lab import Node, Place, cgroup2, inside, ip, run, until
 from tests.support.lab.podnet import gate
@@ -51,8 +50,7 @@ class OneAgent(Field):
     def prepare(self) -> None:
         if not self._is_tunnelled:
             return
-        modules.load(("ipip",))
-        self.own.callback(until, "ipip is removed", _remove_ipip)
+        self.own.enter_context(tunnel_modules("ipip"))
         nodes = self.lab.nodes
         for node, other, own in zip(nodes, reversed(nodes), TUNNEL_ENDS, strict=True):
             ip(
@@ -65,12 +63,6 @@ class OneAgent(Field):
     def settle_in(self, letter: str, home: Node, pods: int, *arguments: str) -> None:
         super().settle_in(letter, home, pods, *arguments)
         del self.agents[1:]
-
-
-def _remove_ipip() -> bool:
-    """It adds a device to every network namespace."""
-    command = ("modprobe", "--remove", "ipip")
-    return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
 @pytest.fixture(scope="module", params=["routed", pytest.param("ipip", marks=needs("tunnels"))])

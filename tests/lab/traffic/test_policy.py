@@ -9,6 +9,7 @@ from tests.rows.policy import ROWS, objects
 from tests.support.cluster.cluster import Cluster
 from tests.support.lab.dial import Dial, check
 from tests.support.lab.lab import ip
+from tests.support.lab.prediction import check_prediction
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -24,4 +25,5 @@ def _served(cluster: Cluster) -> Iterator[None]:
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_dial(cluster: Cluster, row: Dial) -> None:
+    check_prediction(cluster, row)
     check(cluster, row)

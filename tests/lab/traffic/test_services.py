@@ -10,6 +10,7 @@ import pytest
 from tests.rows.services import ROWS, objects
 from tests.support.cluster.cluster import Cluster
 from tests.support.lab.dial import Dial, check, spread
+from tests.support.lab.prediction import check_prediction
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -20,6 +21,7 @@ def _served(cluster: Cluster) -> Iterator[None]:
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_dial(cluster: Cluster, row: Dial) -> None:
+    check_prediction(cluster, row)
     check(cluster, row)
 
 

@@ -22,7 +22,7 @@ from kbpf.dataplane.bpf.maps.layout import ConfigFlag
 from tests.support.cluster.cluster import Cluster
 from tests.support.cluster.kube import KubeError
 from tests.support.lab.field import Field, split, there
-from tests.support.lab.lab import Agent, Place, remove_cgroup, until
+from tests.support.lab.lab import PATIENCE, Agent, Place, remove_cgroup, until
 from tests.support.packets.wire import Wire
 from tests.support.plane import HOOKS
 
@@ -52,7 +52,6 @@ def restart(field: Field, mode: str, *more: str) -> None:
         lambda: (
             config_flags(field.agent) & (ConfigFlag.HOST_ONLY | ConfigFlag.SOCKET_LB_OFF) == flag
         ),
-        30,
     )
 
 
@@ -161,10 +160,10 @@ def test_switching_between_all_modes_on_a_live_node(
         kept = keep(field, f"{before} to {mode}")
         at_host = dial(host, "tcp", TCP4, keep=f"{before} to {mode}") if before != OFF else None
         pod.ask("start_load", host=split(TCP4)[0], port=80, pause=0.005)
+        until("connections are made", lambda: pod.ask("peek_load")["names"])
         restart(field, mode)
         load = pod.ask("stop_load")
         assert load["errors"] == [], f"{before} to {mode}"
-        assert load["names"], f"{before} to {mode}"
         check_kept(field, kept)
         if at_host is not None:
             assert at_host["name"] == "a1"
@@ -187,21 +186,25 @@ PROOF = {
 
 
 def _check_told(field: Field, mode: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def healthy() -> Any:
+        code, said = inspect(field, "status", capsys)
+        return said if code == 0 else None
+
+    said = until("the agent is healthy", healthy)
+    assert (said["ok"], said["socket_lb"], said["hooks_missing"]) == (True, mode, [])
     pins = {pin.name for pin in (field.agent.pin_dir / "links").iterdir()}
     assert pins == (set() if mode == OFF else HOOKS), mode
     programs = [path.name for path in field.agent.pin_dir.glob("programs-sock-*")]
     assert len(programs) == (0 if mode == OFF else 1), mode
-    code, rows = inspect(field, "programs", capsys)
+    code, programs = inspect(field, "programs", capsys)
+    rows = programs["items"]
     socket_rows = [row for row in rows if row["hook"] in HOOKS]
     assert code == 0
     assert {row["state"] for row in socket_rows} == {"off" if mode == OFF else "attached"}
-    code, said = inspect(field, "status", capsys)
-    assert (code, said["ok"], said["socket_lb"]) == (0, True, mode)
-    assert said["hooks_missing"] == []
     _, out = there(field["host-1"], lambda: command(field, capsys, "check", "--attached"))
     found = json.loads(out)
-    assert found["attached"] is True, found["rows"]
-    names = [row["name"] for row in found["rows"]]
+    assert found["attached"] is True, found["items"]
+    names = [row["name"] for row in found["items"]]
     assert [name for name in names if name.startswith(("dial", "leave"))] == PROOF[mode]
 
 
@@ -255,7 +258,7 @@ def test_a_port_reused_after_a_flow_can_dial_the_backend_directly(field: Field) 
     def talk(to: tuple[str, int], port: int) -> int:
         with socket.socket() as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            client.settimeout(5)
+            client.settimeout(PATIENCE)
             client.bind(("", port))
             client.connect(to)
             client.sendall(b"bye\n")
@@ -281,7 +284,7 @@ def test_clients_of_one_pod_with_and_without_hooks_use_different_udp_ports(
     there(field["a2"], lambda: path.write_text("40000 40000"))
     try:
         for client in ("a2!", "a2", "a2!", "a2"):
-            answer = field[client].many(2, *split(to), protocol="udp", connected=True, timeout=5.0)
+            answer = field[client].many(2, *split(to), protocol="udp", connected=True)
             assert answer["names"] == {"a1": 2}, (client, answer)
     finally:
         there(field["a2"], lambda: path.write_text(before))
@@ -427,7 +430,7 @@ def test_a_pod_with_a_recreated_cgroup_is_exempt_again(field: Field, kubelet: Ku
     kubelet.end(place)
     place = kubelet.run(f"kubepods/pod{uid}")
     assert folder.stat().st_ino != old
-    until("its new cgroup is exempt", exempt(field, folder), 30)
+    until("its new cgroup is exempt", exempt(field, folder))
     check(field, place, PACKETS)
     field.delete(pod_object(uid))
     field.settle()

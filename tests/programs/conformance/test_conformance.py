@@ -185,9 +185,10 @@ class IpvsBench:
         folder: Path = self._node.folder / self._node.config.ipvs_device
         read = inspect._read_servers
         servers = self._node.do(read)
-        states = statefile.read_services(folder)
+        ports = statefile.read_services(folder)
         at = {(v.protocol, format_addr(v.address), v.port) for v in servers if not v.fwmark}
-        for state in states:  # on each address of the node that has this family
+        for port in ports:  # on each address of the node that has this family
+            state = port.state
             for frontend in state.frontends:
                 hosts = (
                     [one for one in NODES.split() if (":" in one) == (state.key.family == 6)]
@@ -195,7 +196,7 @@ class IpvsBench:
                     else [format_addr(frontend.at.address)]
                 )
                 assert at >= {(frontend.at.protocol, host, frontend.at.port) for host in hosts}
-        return show(inspect.build_inspection(folder, states, servers).services)
+        return show(inspect.build_inspection(folder, ports, servers).services)
 
 
 @pytest.fixture(params=["bpf", "fake-ipvs", pytest.param("ipvs", marks=needs("ipvs"))])

@@ -12,16 +12,17 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from errno import ENOENT, EROFS
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 from pyroute2 import IPSet
 
-from kbpf.agent.agent import Agent
 from kbpf.checks import ipvs
 from kbpf.checks.row import CheckRow
 from kbpf.cli import app, cleanup
+from kbpf.dataplane import host
 from kbpf.dataplane.ipvs import cleanup as ipvs_cleanup
 from kbpf.dataplane.ipvs import ruleset
 from kbpf.dataplane.ipvs.drain import PreviousIpvsPlane
@@ -35,7 +36,7 @@ from kbpf.kernel.net.ipvs import (
     VirtualServiceKey,
     VirtualServiceSettings,
 )
-from kbpf.kernel.netfilter import forward_rules
+from kbpf.kernel.netfilter import forward_rules, nft
 from kbpf.kernel.probe_result import Probe
 from kbpf.kernel.system import modules, sandbox, sysctl
 from kbpf.model.address import parse_addr
@@ -415,7 +416,7 @@ def test_flush_before_the_first_poll_is_restored(fake_node: Node):
 
 
 class RecordedCommands:
-    """Records the commands sent to libnftables, as verb and object."""
+    """Records the commands sent to nf_tables, as verb and object."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.words: Counter[str] = Counter()
@@ -427,7 +428,13 @@ class RecordedCommands:
                     self.words[f"{verb} {next(iter(what))}"] += 1
             return real(*commands, **more)
 
+        def list_chains() -> list[dict[str, Any]]:
+            self.words["list chains"] += 1
+            return real_list()
+
+        real_list = nft.list_chains
         patch.setattr(forward_rules, "run_transaction", transaction)
+        patch.setattr(nft, "list_chains", list_chains)
 
     def take(self) -> dict[str, int]:
         """The commands since the last call."""
@@ -978,8 +985,8 @@ def test_addresses_of_a_former_device_are_not_the_nodes(fake_node: Node):
     node.apply(service("s6", f"[{VIP6}]:80", "[fd00:244::2]:80"))
     assert node.addresses() == {VIP6}
     for device in (DEVICE, OTHER_DEVICE):
-        agent = Agent(replace(node.config, ipvs_device=device), node.plane, lambda _: ())
-        assert node.do(agent._read_node_addresses) == (parse_addr("fd00:99::1"),)
+        config = replace(node.config, ipvs_device=device)
+        assert node.do(partial(host.read_node_addresses, config)) == (parse_addr("fd00:99::1"),)
 
 
 # ---- UDP flows of deleted backends ---------------------------------------------------------------

@@ -93,8 +93,8 @@ BAD_INPUTS = [
     Input("pins in /proc", f"{BPF} --pin-dir /proc/no", 1,
           f"cannot create the mount point for a bpffs (/proc/no): ENOENT; {OTHER}"),
     Input("no folder of objects", "run --source /nowhere", 1,
-          "no such folder of objects (/nowhere); give an existing folder with "
-          "--source DIR"),
+          "no such folder of objects (/nowhere); give an existing folder, or a "
+          "recording, with --source"),
     Input("neither a folder nor a server", "run --kubeconfig /nowhere", 1,
           "cannot read the kubeconfig: No such file or directory (/nowhere); give the "
           "kubeconfig's path"),

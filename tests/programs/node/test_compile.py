@@ -283,6 +283,9 @@ def test_broken_bcc_is_a_one_line_error(tree: Tree, code: str):
 
 
 def test_compiler_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    (tmp_path / "bcc").mkdir()
+    (tmp_path / "bcc" / "__init__.py").write_text("import signal; signal.pause()")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(compile, "COMPILE_TIMEOUT_S", 0.01)
     with pytest.raises(CompileError, match="did not finish"):
         compile.find_or_compile("sock", tmp_path)

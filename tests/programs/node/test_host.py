@@ -77,6 +77,35 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
         command("ip", "netns", "del", where)
 
 
+def test_rules_that_take_long_to_read_are_read_less_often(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten times as long between two readings, while the ruleset changes all the time."""
+    clock, read_at = [0.0], []
+
+    def read(_: int) -> None:
+        read_at.append(now)
+        clock[0] += 1.1
+
+    monkeypatch.setattr(host.time, "thread_time", lambda: clock[0])
+    monkeypatch.setattr(host, "reconcile_forward_rules", read)
+    monkeypatch.setattr(host.forward_rules, "read_generation", lambda: int(now))
+    for now in range(0, 40, 2):
+        bench.do(lambda at=now: bench.host_integration.poll(at))
+    assert read_at == [0, 12, 24, 36]
+
+
+def test_rules_that_cannot_be_parsed_do_not_end_the_agent(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def parse(_: object) -> tuple[str, ...]:
+        raise ValueError("odd")
+
+    monkeypatch.setattr(host.firewalls, "early_drop_warnings", parse)
+    bench.poll()
+    assert "cannot read the firewall rules of the node" in caplog.text
+
+
 def log_messages(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records]
 

@@ -7,9 +7,10 @@ import socket
 import subprocess
 from collections.abc import Iterator
 
+from kbpf.kernel.net import links as module
 from kbpf.kernel.net.links import Links
 from kbpf.kernel.system import sandbox
-from tests.support.lab.lab import DIE_WITH_US, ip, run
+from tests.support.lab.lab import DIE_WITH_US, PATIENCE, ip, run
 
 ADDRESSES = tuple(f"fd00:99::{number:x}" for number in range(1, 601))
 
@@ -45,10 +46,11 @@ def others_change_devices() -> Iterator[None]:
 
 def first_unreached() -> str | None:
     """The first address that lost a datagram sent right after the address was added."""
+    module.LOCAL_ROUTE_TIMEOUT_S = PATIENCE  # type: ignore[misc]  # of this process only
     with Links() as links, socket.socket(socket.AF_INET6, socket.SOCK_DGRAM) as server:
         links.set_up("lo")
         server.bind(("::", 5353))
-        server.settimeout(10)
+        server.settimeout(PATIENCE)
         return next((each for each in ADDRESSES if not is_reached(links, each, server)), None)
 
 

@@ -1,20 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Listening sockets of this network namespace, read through sock_diag."""
+"""Listening sockets of this network namespace, read through sock_diag, and the addresses at which
+they may serve a ClusterIP.
+"""
 
+import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
+from kbpf.dataplane import host
 from kbpf.kernel.net import sock_diag
+from kbpf.kernel.system import netns
 from kbpf.model.address import parse_addr
+from kbpf.model.config import Config
 from kbpf.model.desired import FrontendAddress
 from kbpf.model.objects import Protocol
+from tests.support.lab.lab import ip, run
 
 
 class Row(NamedTuple):
-    """A socket bound to a free port, and the address that is listed; "": none."""
+    """A socket bound to a free port, and the addresses that are listed."""
 
     what: str
     family: int
@@ -22,6 +31,7 @@ class Row(NamedTuple):
     bind: str
     told: str
     then: Callable[[socket.socket], object] = lambda _: None
+    v6_only: bool = False
 
 
 def listen(sock: socket.socket) -> None:
@@ -36,16 +46,35 @@ ROWS = [
     Row("TCP", socket.AF_INET, socket.SOCK_STREAM, "127.0.0.1", "127.0.0.1", listen),
     Row("TCP everywhere", socket.AF_INET, socket.SOCK_STREAM, "0.0.0.0", "0.0.0.0", listen),
     Row("TCP IPv6", socket.AF_INET6, socket.SOCK_STREAM, "::1", "::1", listen),
-    Row("TCP of both families", socket.AF_INET6, socket.SOCK_STREAM, "::", "::", listen),
+    Row("TCP of both families", socket.AF_INET6, socket.SOCK_STREAM, "::", ":: 0.0.0.0", listen),
+    Row("TCP of IPv6 only", socket.AF_INET6, socket.SOCK_STREAM, "::", "::", listen, True),
+    Row("UDP of both families", socket.AF_INET6, socket.SOCK_DGRAM, "::", ":: 0.0.0.0"),
+    Row("UDP of IPv6 only", socket.AF_INET6, socket.SOCK_DGRAM, "::", "::", v6_only=True),
     Row("TCP, only bound", socket.AF_INET, socket.SOCK_STREAM, "127.0.0.1", ""),
     Row("UDP", socket.AF_INET, socket.SOCK_DGRAM, "127.0.0.1", "127.0.0.1"),
     Row("UDP with a peer", socket.AF_INET, socket.SOCK_DGRAM, "127.0.0.1", "", connect),
 ]
 
 
+@pytest.fixture
+def where() -> Iterator[Path]:
+    """A network namespace: in this process' own, others use ports meanwhile."""
+    name = f"kbls{os.getpid()}"
+    run("ip", "netns", "add", name)
+    ip("link set lo up", netns=name)
+    yield Path("/run/netns") / name
+    run("ip", "netns", "del", name)
+
+
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.what)
-def test_listening_socket_is_listed(row: Row) -> None:
+def test_listening_socket_is_listed(where: Path, row: Row) -> None:
+    netns.run_in(where, lambda: check_listing(row))
+
+
+def check_listing(row: Row) -> None:
     with socket.socket(row.family, row.kind) as sock:
+        if row.family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, row.v6_only)
         sock.bind((row.bind, 0))
         row.then(sock)
         port = sock.getsockname()[1]
@@ -53,6 +82,22 @@ def test_listening_socket_is_listed(row: Row) -> None:
         found = {
             at for at in sock_diag.list_listeners() if (at.port, at.protocol) == (port, protocol)
         }
-        wanted = {FrontendAddress(parse_addr(row.told), port, protocol)} if row.told else set()
-        assert found == wanted
+        at_port = sock_diag.list_listeners([(protocol, port), (Protocol.SCTP, port)])
+        assert at_port == found, "if only this port is read"
+        assert at_port.isdisjoint(sock_diag.list_listeners([(protocol, port ^ 1)]))
+        assert found == {
+            FrontendAddress(parse_addr(one), port, protocol) for one in row.told.split()
+        }
     assert all((at.port, at.protocol) != (port, protocol) for at in sock_diag.list_listeners())
+
+
+def test_addresses_on_devices_of_service_proxies_are_not_the_nodes(where: Path) -> None:
+    """kube-proxy and kube-router put all ClusterIPs on a device, and leave it when they end: a
+    ClusterIP there must not be left to a process that listens at its port on all addresses.
+    """
+    for number, device in enumerate(("kube-ipvs0", "kube-dummy-if", "nodelocaldns"), 1):
+        ip(f"link add {device} type bridge", f"addr add 10.96.0.{number}/32 dev {device}",
+           netns=where.name)  # fmt: skip
+    read = partial(host.read_node_addresses, Config(node_name="node-1"))
+    addresses = netns.run_in(where, read)
+    assert addresses == (parse_addr("10.96.0.3"),)

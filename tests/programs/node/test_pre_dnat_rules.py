@@ -6,16 +6,23 @@ which our traffic does not pass. Real rulesets of nft, iptables-nft and iptables
 import functools
 import json
 import os
+import struct
 import subprocess
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
+from kbpf.checks import packet_path
 from kbpf.dataplane import firewalls
-from kbpf.kernel.netfilter import forward_rules, pre_dnat_rules
+from kbpf.dataplane.bpf.maps.layout import NodeFlag
+from kbpf.errors import KernelError, escape_unprintable
+from kbpf.kernel.net.netlink import Netlink, NetlinkRequest, pack_attribute
+from kbpf.kernel.net.uapi import NETLINK_NETFILTER, NLA_F_NESTED, NLM_F_CREATE
+from kbpf.kernel.netfilter import forward_rules, pre_dnat_rules, uapi
 from kbpf.kernel.netfilter.pre_dnat_rules import ServedPorts
 from kbpf.kernel.system import netns
+from kbpf.takeover import cleanup
 from tests.programs.node.rows_pre_dnat_rules import (
     CALICO,
     FIREWALLD,
@@ -28,6 +35,9 @@ from tests.programs.node.rows_pre_dnat_rules import (
 )
 from tests.support.lab.lab import run
 
+LEGACY_TOOL = ("iptables-legacy", "-w")
+"""It waits for a lock that programs in other namespaces use, too."""
+
 
 @pytest.fixture
 def where() -> Iterator[str]:
@@ -39,6 +49,7 @@ def where() -> Iterator[str]:
 
 
 MAX_RULES = pre_dnat_rules.AGENT_MAX_RULES
+NFT_NEWTABLE, NFT_NEWCHAIN = uapi.NFNL_SUBSYS_NFTABLES << 8 | 0, uapi.NFNL_SUBSYS_NFTABLES << 8 | 3
 
 
 def find(
@@ -80,7 +91,7 @@ def test_iptables_nft_chains_are_named(where: str, rule: str, named: tuple[str, 
 def test_chains_of_calico_are_named_if_it_has_policies_before_dnat(
     where: str, what: str, rules: str, tables: tuple[str, ...], backend: str
 ) -> None:
-    run("ip", "netns", "exec", where, f"iptables-{backend}-restore", "--noflush", stdin=rules)
+    run("ip", "netns", "exec", where, f"iptables-{backend}-restore", "-w", "--noflush", stdin=rules)
     suffix = " (iptables-legacy)" * (backend == "legacy")
     chains = tuple(f"ip {table}{suffix} PREROUTING" for table in tables)
     assert (find_legacy if suffix else find)(where) == (chains, ())
@@ -100,7 +111,7 @@ def test_ports_of_services_count(where: str, what: str, ports: str, named: bool)
     assert find(where, ports=(20080, 80)) == (("inet t c",) * named, ())
     saved = ports.strip("{ }").replace(", ", ",").replace("-", ":")
     args = f"-t raw -A PREROUTING -p tcp -m multiport --dports {saved} -j DROP"
-    run("ip", "netns", "exec", where, "iptables-legacy", *args.split())
+    run("ip", "netns", "exec", where, *LEGACY_TOOL, *args.split())
     assert find_legacy(where, ports=(20080, 80)) == ((f"{RAW} PREROUTING",) * named, ())
 
 
@@ -109,12 +120,101 @@ def test_large_tables_are_not_read(where: str) -> None:
     rules = "\n".join(["tcp dport 22 accept"] * 9)
     load(where, in_table(f"---{rules}\ntcp dport 30080 drop"))
     assert find(where, 10) == (("inet t c",), ())
-    assert find(where, 9) == ((), ("inet t c (more than 9 rules)",))
+    limit = "more rules than the 9 that are read in all"
+    assert find(where, 9) == ((), (f"inet t c ({limit})",))
     args = "-t raw -A PREROUTING -p tcp --dport 30080 -j DROP"
-    run("ip", "netns", "exec", where, "iptables-legacy", *args.split())
+    run("ip", "netns", "exec", where, *LEGACY_TOOL, *args.split())
     chain = f"{RAW} PREROUTING"
     assert find_legacy(where, 20) == ((chain,), ())
     assert find_legacy(where, 2) == ((), (f"{RAW} (more than 2 lines)",))
+
+
+def test_an_extension_that_is_not_shown_counts() -> None:
+    """nftables before 1.0.6 shows xtables' matches and targets as null."""
+    rule = pre_dnat_rules._parse_nft_rule([{"xt": None}, {"drop": None}], {}, ServedPorts())
+    assert (rule.refuses, rule.is_selective) == (True, True)
+
+
+def test_tables_are_read_up_to_the_limit_together(where: str) -> None:
+    """The small ones first; those that follow are reported."""
+    rules = "tcp dport 30080 drop\n" * 9
+    for table in ("u", "v"):
+        load(where, in_table(f"---{rules}").replace("inet t ", f"inet {table} "))
+    load(where, in_table("---tcp dport 30080 drop"))
+    assert find(where, 19) == (("inet t c", "inet u c", "inet v c"), ())
+    limit = "more rules than the 18 that are read in all"
+    assert find(where, 18) == (("inet t c", "inet u c"), (f"inet v c ({limit})",))
+
+
+def test_a_line_names_a_few_chains(where: str) -> None:
+    for number in range(12):
+        load(where, in_table("---tcp dport 30080 drop").replace("inet t ", f"inet t{number:02} "))
+    (line,) = netns.run_in(Path("/run/netns") / where, firewalls.early_drop_warnings)
+    assert "inet t00 c, inet t01 c, " in line
+    assert ", inet t07 c and 4 more sees them" in line
+
+
+def send_chain(table: bytes, name: bytes) -> None:
+    """Creates an empty base chain before DNAT that drops, under names that nft would refuse."""
+    table_name = pack_attribute(uapi.NFTA_TABLE_NAME, table + b"\0")
+    hook = pack_attribute(uapi.NFTA_HOOK_HOOKNUM, bytes(4))
+    hook += pack_attribute(uapi.NFTA_HOOK_PRIORITY, struct.pack(">i", -300))
+    chain = (
+        table_name
+        + pack_attribute(uapi.NFTA_CHAIN_NAME, name + b"\0")
+        + pack_attribute(uapi.NFTA_CHAIN_HOOK | NLA_F_NESTED, hook)
+        + pack_attribute(uapi.NFTA_CHAIN_POLICY, bytes(4))
+        + pack_attribute(uapi.NFTA_CHAIN_TYPE, b"filter\0")
+    )
+    header = struct.pack("=BBH", uapi.NFPROTO_INET, 0, 0)
+    batch = struct.pack(">BBH", 0, 0, uapi.NFNL_SUBSYS_NFTABLES)
+    with Netlink(NETLINK_NETFILTER, "nf_tables") as netlink:
+        netlink.send_batch(
+            NetlinkRequest(uapi.NFNL_MSG_BATCH_BEGIN, batch),
+            [
+                NetlinkRequest(NFT_NEWTABLE, header + table_name, NLM_F_CREATE),
+                NetlinkRequest(NFT_NEWCHAIN, header + chain, NLM_F_CREATE),
+            ],
+            NetlinkRequest(uapi.NFNL_MSG_BATCH_END, batch),
+        )
+
+
+def test_tables_that_cannot_be_read_hide_no_others(where: str) -> None:
+    """libnftables would end the process (SIGABRT) at a name that is not UTF-8."""
+    load(where, in_table("---tcp dport 30080 drop"))
+    place = Path("/run/netns") / where
+    for table, name in ((b"b\xfcro", b"c"), (b"a\x1b[31m b", b"c\nd")):
+        netns.run_in(place, functools.partial(send_chain, table, name))
+    chains = ("inet a\x1b[31m b c\nd", "inet b\\xfcro c", "inet t c")
+    assert find(where) == (chains, ())
+    (line,) = netns.run_in(place, firewalls.early_drop_warnings)
+    assert not netns.run_in(place, cleanup.has_rules), "kube-proxy's"
+    assert escape_unprintable(line).count("inet a\\x1b[31m b c\\nd, inet b\\xfcro c, inet t c")
+
+
+def test_a_table_that_libnftables_refuses_is_reported(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*commands: forward_rules.Json, **options: bool) -> list[forward_rules.Json]:
+        if commands[0]["list"]["table"]["name"] == "u":
+            raise KernelError("nftables refused the transaction: odd")
+        return run_transaction(*commands, **options)
+
+    run_transaction = forward_rules.run_transaction
+    monkeypatch.setattr(forward_rules, "run_transaction", refuse)
+    for table in ("u", "t"):
+        load(where, in_table("---tcp dport 30080 drop").replace("inet t ", f"inet {table} "))
+    assert find(where) == (
+        ("inet t c",), ("inet u c (nftables refused the transaction: odd)",)
+    )  # fmt: skip
+    place = Path("/run/netns") / where
+    lines = netns.run_in(place, firewalls.early_drop_warnings)
+    assert ["inet t c" in lines[0], "inet u c" in lines[1]] == [True, True]
+    row = netns.run_in(place, lambda: packet_path._early_rules_row(frozenset(), NodeFlag(0)))
+    assert row.result == "no"
+    assert row.detail.partition(": ")[2] == (
+        "inet t c; inet u c (nftables refused the transaction: odd) cannot be read"
+    )
 
 
 def test_elements_of_named_sets_are_not_read(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +238,7 @@ def test_elements_of_named_sets_are_not_read(where: str, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize(("rule", "named"), LEGACY, ids=[rule for rule, _ in LEGACY])
 def test_iptables_legacy_chains_are_named(where: str, rule: str, named: tuple[str, ...]) -> None:
-    run("ip", "netns", "exec", where, "iptables-legacy", *rule.split())
+    run("ip", "netns", "exec", where, *LEGACY_TOOL, *rule.split())
     assert find_legacy(where) == (named, ())
     lines = netns.run_in(Path("/run/netns") / where, firewalls.early_drop_warnings)
     assert len(lines) == bool(named)
@@ -153,8 +253,26 @@ def test_iptables_legacy_rules_in_a_user_chain_are_found(
     where: str, ports: str, named: tuple[str, ...]
 ) -> None:
     for words in ("-N d", "-A d -j DROP", f"-A PREROUTING -p tcp {ports} -j d"):
-        run("ip", "netns", "exec", where, "iptables-legacy", "-t", "raw", *words.split())
+        run("ip", "netns", "exec", where, *LEGACY_TOOL, "-t", "raw", *words.split())
     assert find_legacy(where) == (named, ())
+
+
+@pytest.mark.parametrize("comment", [b"B\xfcro", b'a\n-A x "', b"it's", b"\xe2\x80\xa8", b"\\"])
+def test_comments_in_iptables_legacy_hide_no_rule(where: str, comment: bytes) -> None:
+    for port in ("22", "30080"):
+        args = f"-t raw -A PREROUTING -p tcp --dport {port} -m comment --comment".split()
+        run(
+            "ip",
+            "netns",
+            "exec",
+            where,
+            *LEGACY_TOOL,
+            *args,
+            os.fsdecode(comment),
+            "-j",
+            "DROP",
+        )
+    assert find_legacy(where) == ((f"{RAW} PREROUTING",), ())
 
 
 def test_unreadable_iptables_legacy_tables_are_reported(
@@ -163,8 +281,8 @@ def test_unreadable_iptables_legacy_tables_are_reported(
     """As in our image, which has no iptables-legacy. A table that exists is reported, because its
     rules cannot be known.
     """
-    run("ip", "netns", "exec", where, "iptables-legacy", "-t", "raw", "-S")
-    run("ip", "netns", "exec", where, "ip6tables-legacy", "-t", "mangle", "-S")
+    run("ip", "netns", "exec", where, *LEGACY_TOOL, "-t", "raw", "-S")
+    run("ip", "netns", "exec", where, "ip6tables-legacy", "-w", "-t", "mangle", "-S")
     monkeypatch.setenv("PATH", str(tmp_path))
     unread = ("ip raw (iptables-legacy)", "ip6 mangle (iptables-legacy)")
     assert find_legacy(where) == ((), unread)

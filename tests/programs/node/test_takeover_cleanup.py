@@ -82,6 +82,14 @@ def bench() -> Iterator[Bench]:
         command("ip", "netns", "del", where)
 
 
+def remove(bench: Bench) -> list[str]:
+    """Removes what kube-proxy left. A dry run before it lists the same, and removes nothing."""
+    listed = [bench.do(lambda: list(takeover_cleanup.remove(dry_run=True))) for _ in range(2)]
+    removed = bench.do(lambda: list(takeover_cleanup.remove()))
+    assert listed == [removed, removed]
+    return removed
+
+
 OURS = {"KUBE_CLUSTER_IP": "hash:ip,port", "KUBE_NODE_PORT_TCP": "bitmap:port"}
 
 
@@ -93,10 +101,10 @@ def test_ip_sets_and_device_are_removed_and_others_stay(bench: Bench) -> None:
         "link add mine type bridge",
         netns=bench.where,
     )
-    assert bench.do(lambda: list(takeover_cleanup.remove())) == ["device kube-ipvs0", "2 ip sets"]
+    assert remove(bench) == ["device kube-ipvs0", "2 ip sets"]
     assert bench.do(ipset.list_names) == ("KUBE-MINE", "mine")
     assert [row["ifname"] for row in json.loads(bench.run("ip", "-j", "link"))] == ["lo", "mine"]
-    assert bench.do(lambda: list(takeover_cleanup.remove())) == []
+    assert remove(bench) == []
 
 
 def test_ports_of_an_ip_set_are_listed(bench: Bench) -> None:
@@ -158,7 +166,7 @@ def test_virtual_services_of_kube_proxy_are_removed_and_others_stay(bench: Bench
     bench.do(lambda: list(takeover_cleanup._remove_ipvs("kbpf-ipvs0", ())))
     assert bench.do(left) == {*theirs, *others}, "the addresses are on kbpf's device by now"
     ip("link add kube-ipvs0 type dummy", "addr add 10.96.0.1/32 dev kube-ipvs0", netns=bench.where)
-    assert bench.do(lambda: list(takeover_cleanup.remove())) == [
+    assert remove(bench) == [
         "2 virtual services of IPVS",
         "device kube-ipvs0",
         "2 ip sets",
@@ -263,7 +271,7 @@ def test_virtual_service_with_a_connection_stays_with_weight_0(bench: Bench, tal
     """With weight 0, so it gets no new ones. It is removed with its last connection and
     its device.
     """
-    assert bench.do(lambda: list(takeover_cleanup.remove())) == [
+    assert remove(bench) == [
         "1 virtual services of IPVS",
         "device kube-ipvs0",
     ]
@@ -275,7 +283,7 @@ def test_virtual_service_with_a_connection_stays_with_weight_0(bench: Bench, tal
     assert bench.do(takeover_cleanup.count_connections) == 1
     talk.exchange()
     assert bench.do(conntrack_keepalive.remove_unneeded) == ()
-    assert bench.do(lambda: list(takeover_cleanup.remove())) == []
+    assert remove(bench) == []
     talk.exchange()
     end_its_server(bench)
     assert bench.do(conntrack_keepalive.remove_unneeded) == ("ip",)
@@ -583,3 +591,28 @@ def test_two_processes_adding_the_rule_at_once_add_one(
     assert bench.do(lambda: conntrack_keepalive.reconcile_forward_rules(chains)) == ()
     monkeypatch.undo()
     assert bench.run(f"{POLICY[left]}-nft-save").count(KEEPALIVE_COMMENT) == 1
+
+
+@pytest.mark.parametrize("step", ["list_kept_services", "_rule_deletions"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_two_processes_removing_the_table_at_once(
+    bench: Bench, left: str, monkeypatch: pytest.MonkeyPatch, step: str, when: str
+) -> None:
+    """The agent removes table and rule before or after this step of `kbpf cleanup`."""
+    others = stop_kube_proxy(bench, left)
+    bench.do(forget_connections)
+    real = getattr(conntrack_keepalive, step)
+    agent = iter([conntrack_keepalive.remove_unneeded])
+
+    def interrupted(families: tuple[str, ...]) -> object:
+        seen = real(families)
+        if remove := next(agent, None):
+            assert remove() == (left,)
+            return seen if when == "after" else real(families)
+        return seen
+
+    monkeypatch.setattr(conntrack_keepalive, step, interrupted)
+    assert bench.do(conntrack_keepalive.remove_unneeded) == ()
+    assert next(agent, None) is None, "the agent removed nothing"
+    assert bench.do(conntrack_keepalive.list_families) == ()
+    assert forward(bench, left) == others

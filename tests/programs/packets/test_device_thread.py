@@ -162,6 +162,25 @@ def begin(action: Callable[[], None]) -> threading.Thread:
     return thread
 
 
+# ---- time --------------------------------------------------------------------------------------
+
+
+def test_passes_that_find_nothing_to_do_leave_the_processor_to_others(
+    node: Site, first: Generation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pod may cause notifications all the time. A pass that attaches is followed at once."""
+    pauses: list[float] = []
+    monkeypatch.setattr(module, "wait_readable", lambda _, timeout: pauses.append(timeout))
+    node.ready(first)
+    until("it waits", lambda: node.reconciler.status().ready)
+    node.net.ip("link set up0 alias a")
+    until("it pauses", lambda: pauses)
+    node.net.ip("link set up0 alias b")
+    until("again", lambda: len(pauses) > 1)
+    assert all(0 < pause <= module.MAX_PAUSE_S for pause in pauses)
+    assert module.IDLE_SHARE > 2
+
+
 # ---- order -------------------------------------------------------------------------------------
 
 
@@ -406,6 +425,29 @@ def test_publish_without_progress_times_out(
     assert "no progress" in node.reconciler.status().problem
     node.gate.open.set()
     until("it has recovered", lambda: node.has(second) and not node.reconciler.status().problem)
+
+
+def test_a_process_that_was_stopped_is_no_lack_of_progress(
+    node: Site, first: Generation, second: Generation, monkeypatch: pytest.MonkeyPatch
+):
+    """As if the process had been stopped in a wait: that returns at once then, though the thread
+    had no time either.
+    """
+    node.ready(first)
+    node.gate = Gate("up0")
+    wait = node.reconciler._condition.wait
+
+    def stopped(timeout: float | None = None) -> bool:
+        is_caller = threading.current_thread().name != "devices"
+        if is_caller and not node.gate.open.is_set():
+            node.gate.open.set()
+            return False
+        return wait(timeout)
+
+    monkeypatch.setattr(node.reconciler._condition, "wait", stopped)
+    node.publish(second)
+    assert node.gate.reached.is_set()
+    assert node.has(second)
 
 
 # ---- close() -----------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The lab's rows as single packets: the same objects, programmed on a real plane, and the first
-packet of each connection, from a pod's device or from outside.
+packet of each connection, from a pod's device or from outside. And what `kbpf trace` says of each.
 
 tests/values/policy/test_dials.py checks the rows against the desired state; the lab makes real
 connections of them.
@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import pytest
 
+from kbpf.dataplane.bpf.inspect import snapshot
 from kbpf.dataplane.bpf.maps.layout import (
     CACHED_DEVICE,
     CACHED_DEVICES,
@@ -28,7 +29,11 @@ from kbpf.dataplane.bpf.plane import BpfPlane
 from kbpf.kernel.bpf.objects import Program
 from kbpf.kernel.system import netns, sysctl
 from kbpf.model.address import format_addr, format_endpoint
+from kbpf.model.config import SocketLb
 from kbpf.model.desired import Backend
+from kbpf.model.inspection import Inspection
+from kbpf.views import trace
+from kbpf.views.trace_row import Client, Origin, Trace
 from tests.support.lab.dial import Dial
 from tests.support.lab.lab import ip
 from tests.support.lab.lab import run as command
@@ -93,6 +98,7 @@ class Bench:
     def __init__(self, site: Site, plane: BpfPlane, where: str) -> None:
         self._site, self._plane, self._where = site, plane, where
         self._served: tuple[Table, int] | None = None
+        self._read: dict[tuple[Table, int], Inspection] = {}
         self.serve(TABLES[0], 1)  # pins the programs
         folder = next(site.pins.glob("programs-tc-*"))
         self.programs = {n: Program.open(folder / n) for n in ("tc_ingress", "tc_egress")}
@@ -103,6 +109,17 @@ class Bench:
             state = programmed(table, number).state
             netns.run_in(Path("/run/netns") / self._where, lambda: self._plane.apply(state, None))
             self._served = table, number
+
+    def predict(self, row: Dial, hop: Hop) -> Trace:
+        """What `kbpf trace` says of the packets of this hop. Pods have no socket hooks here."""
+        assert self._served is not None
+        assert hop.source is not None
+        if self._served not in self._read:
+            inspection = snapshot.read(self._site.pins, trace.NEEDS)
+            self._read[self._served] = replace(inspection, socket_lb=SocketLb.OFF)
+        origin = Origin.OUTSIDE if hop.outside else Origin.POD
+        client = Client(origin, addresses=(hop.source,))
+        return trace.build_trace(self._read[self._served], client, target(row))
 
     def set_device_of(self, hop: Hop) -> None:
         """Describes loopback as the device of this hop's client."""
@@ -201,18 +218,26 @@ def test_first_packet_of_a_row(bench: Bench, table: Table, row: Dial) -> None:
     for hop in before:
         bench.serve(table, hop.number)
         bench.set_device_of(hop)
+        assert bench.predict(row, hop).verdict == Verdict.PASS
         assert dial(bench, row, hop).verdict is Verdict.PASS, explain(table, row)
     bench.serve(table, last.number)
     bench.set_device_of(last)
     # With 25 tries a backend, the probability that one is never chosen is 1 in 10^11.
     outcomes = {dial(bench, row, last) for _ in range(25 * len(names) if len(names) > 1 else 3)}
-    why = f"{outcomes}\n{explain(table, row)}"
+    predicted = bench.predict(row, last)
+    why = f"{outcomes}\n{explain(table, row)}\n{predicted}"
     assert {one.verdict for one in outcomes} == {verdict}, why
     backends = {one: Backend(*split(one.to), target(row).protocol) for one in outcomes if one.to}
     assert {named(each, names) for each in backends.values()} == names, why
+    sources = {candidate.backend: candidate.source for candidate in predicted.candidates}
+    assert (predicted.seen_by, predicted.verdict) == ("packet", verdict), why
+    assert set(sources) == {one.to for one in outcomes if one.to}, why
+    assert all(abs(c.share - 1 / len(names)) < 0.001 for c in predicted.candidates), why
     for one, backend in backends.items():
-        if row.backend_sees and leaves(backend, last):
-            assert one.seen_as == row.backend_sees, why
+        if leaves(backend, last):
+            assert one.seen_as == row.backend_sees or not row.backend_sees, why
+            own = format_addr(last.source) if last.source else ""
+            assert sources[one.to] == ("client" if one.seen_as == own else "node"), why
 
 
 def leaves(backend: Backend, hop: Hop) -> bool:

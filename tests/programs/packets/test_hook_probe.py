@@ -19,7 +19,7 @@ from kbpf.checks import neighbours
 from kbpf.dataplane.bpf.inspect import snapshot
 from kbpf.dataplane.bpf.maps import pinning
 from kbpf.dataplane.bpf.maps.layout import MAPS
-from kbpf.dataplane.bpf.packet_path import hook_probe
+from kbpf.dataplane.bpf.packet_path import device_thread, hook_probe
 from kbpf.dataplane.bpf.packet_path.hook_probe import ProbeOutcome
 from kbpf.kernel.bpf.clsact import Direction, Filter
 from kbpf.kernel.bpf.objects import Link, Program
@@ -101,6 +101,8 @@ def probe_all(site: Site) -> dict[tuple[Direction, int], ProbeOutcome]:
 
 
 def started(site: Site, method: AttachMethod) -> None:
+    """Starts an agent that does not move its programs before others: the probes would miss them."""
+    device_thread.RESYNC_INTERVAL_S = device_thread.FILTER_DELAY_S = 600.0  # type: ignore[misc]
     if method is AttachMethod.CLSACT:
         from kbpf.kernel.bpf import tc
         from kbpf.kernel.probe_result import Probe
@@ -160,11 +162,16 @@ def test_probe_disturbs_nobody(site: Site) -> None:
         ip("addr add 192.0.2.1/24 dev up0")
         with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(0x0003)) as wire:
             wire.bind(("up1", 0x0003))
-            wire.settimeout(2)
             before = counters()
             assert all(outcome.reached for outcome in probe_all(site).values())
             after = counters()
-            frames = [frame for frame in iter_frames(wire) if frame[12:14] == b"\x08\x00"]
+            frames: list[bytes] = []
+
+            def is_through() -> bool:
+                frames.extend(each for each in iter_frames(wire) if each[12:14] == b"\x08\x00")
+                return bool(frames)
+
+            until("it has reached the neighbour", is_through)
         assert after["InDelivers"] == before["InDelivers"]
         assert after["ForwDatagrams"] == before["ForwDatagrams"]
         assert after["ReasmReqds"] == before["ReasmReqds"]

@@ -11,7 +11,6 @@ namespace is the other node and all its pods.
 
 import os
 import socket
-import subprocess
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -24,20 +23,20 @@ import pytest
 
 from kbpf.dataplane.bpf.maps.layout import Reason
 from kbpf.kernel.bpf.tc import TcAttacher
-from kbpf.kernel.system import modules, netns
+from kbpf.kernel.system import netns
 from kbpf.model.address import parse_addr
 from kbpf.model.desired import ServiceState
 from kbpf.model.objects import Protocol
-from tests.support.features import TUNNEL_MODULES, needs
+from tests.support.features import TUNNEL_MODULES, needs, tunnel_modules
+from tests.support.lab.events import read, watched
 from tests.support.lab.field import FORWARDINGS
-from tests.support.lab.lab import ip, let_forward, run, settled, until
+from tests.support.lab.lab import PATIENCE, ip, let_forward, run, settled, until
 from tests.support.plane import Site, desired, service, sites
 
 pytestmark = needs("tunnels")
 T = TypeVar("T")
 SIZE = 300_000
 """Bytes of a transfer, in each direction."""
-TIMEOUT_S = 20.0
 GATE = ("169.254.1.1", "fd00:169::1")
 """The node's addresses on the device of its pod."""
 NODE, CLIENT = ("198.18.5.1", "fd00:198:5::1"), ("198.18.5.9", "fd00:198:5::9")
@@ -187,6 +186,8 @@ class World:
                 length = 128 if v6 else 32
                 lines.append(f"addr add {pod_of(number, v6)}/{length} dev lo")
         ip(*(line.format_map(values) for line in lines), netns=where)
+        if tunnel.next6:
+            settled(where, address_on(number, this, True))
 
     def inside(self, where: str, action: Callable[[], T]) -> T:
         return netns.run_in(Path("/run/netns") / where, action)
@@ -207,7 +208,7 @@ class World:
         kind = socket.SOCK_STREAM if protocol is Protocol.TCP else socket.SOCK_DGRAM
         family = socket.AF_INET6 if v6 else socket.AF_INET
         made = self.inside(where, lambda: socket.socket(family, kind))
-        made.settimeout(TIMEOUT_S)
+        made.settimeout(PATIENCE)
         return made
 
     def serve(self, where: str, host: str) -> None:
@@ -216,6 +217,8 @@ class World:
             server = self.socket_in(where, ":" in host, protocol)
             server.settimeout(None)
             until("the address is usable", lambda s=server: _bind(s, host))
+            if protocol is Protocol.TCP:
+                server.listen()
             target = _serve_udp if protocol is Protocol.UDP else _serve_tcp
             thread = threading.Thread(target=target, args=(server,), daemon=True)
             thread.start()
@@ -261,7 +264,6 @@ def _serve_udp(server: socket.socket) -> None:
 
 
 def _serve_tcp(server: socket.socket) -> None:
-    server.listen()
     with suppress(OSError):
         while True:
             threading.Thread(target=_echo, args=server.accept(), daemon=True).start()
@@ -289,21 +291,14 @@ def services() -> Iterator[ServiceState]:
 
 
 @pytest.fixture(scope="module")
-def tunnel_modules() -> Iterator[None]:
-    """Loads the modules, and removes them, since each adds a device to every namespace."""
-
-    def remove() -> bool:
-        command = ("modprobe", "--remove", *TUNNEL_MODULES)
-        return subprocess.run(command, capture_output=True, check=False).returncode == 0
-
-    modules.load(TUNNEL_MODULES)
-    yield
-    until("the modules are removed", remove)
+def all_tunnel_modules() -> Iterator[None]:
+    with tunnel_modules(*TUNNEL_MODULES):
+        yield
 
 
 @pytest.fixture(scope="module", params=FORWARDINGS)
 def world(
-    request: pytest.FixtureRequest, artifact_cache: Path, tunnel_modules: None
+    request: pytest.FixtureRequest, artifact_cache: Path, all_tunnel_modules: None
 ) -> Iterator[World]:
     with ExitStack() as own:
         made = World(own)
@@ -360,8 +355,15 @@ def test_a_socket_of_the_node_reaches_a_backend_behind_a_tunnel(
         assert world.dial(world.node, vip, 80, protocol, size) == address_on(number, 1, v6)
         return
     before = world.site.reasons()[Reason.NO_ROUTE]
-    with world.socket_in(world.node, v6, protocol) as client, suppress(TimeoutError):
+    with (
+        watched(world.site) as monitor,
+        world.socket_in(world.node, v6, protocol) as client,
+    ):
         client.settimeout(0.5)
-        client.connect((vip, 80))
-        client.send(b"who?")
+        with suppress(TimeoutError):
+            client.connect((vip, 80))
+            client.send(b"who?")
+        reasons = [event.reason for event in read(monitor)]
+    assert reasons[0] == "new_flow"
+    assert {*reasons[1:]} == {"no_route"}
     assert world.site.reasons()[Reason.NO_ROUTE] > before

@@ -2,21 +2,23 @@
 """Servers and clients of the connections that are counted: what they send, and how they end."""
 
 import contextlib
+import errno
 import selectors
 import socket
 import struct
 import subprocess
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import NamedTuple
-
-import pytest
 
 from kbpf.dataplane.bpf.plane import BpfPlane
 from kbpf.model.config import Accounting
 from kbpf.model.metrics import ConnectionStats
 from kbpf.model.objects import Protocol
-from tests.support.lab.lab import PATIENCE, Place, until
-from tests.support.plane import Site, desired, service
+from tests.support.lab import prober
+from tests.support.lab.lab import PATIENCE, Node, Place, until
+from tests.support.plane import Site, desired, service, sites, start_within, within
 
 FAIR, RUDE, FIRST, UDP_PORT, NOBODY, QUIT = 9000, 9001, 9002, 9003, 9009, 9010
 REQUEST, REPLY = b"q" * 1_234, b"a" * 56_789
@@ -31,6 +33,18 @@ class Bench(NamedTuple):
     client: Place
     one: Place
     two: Place
+
+
+@contextlib.contextmanager
+def open_bench(node: Node, cache: Path) -> Iterator[Bench]:
+    """Its servers run until the end of the block; no agent has started yet."""
+    client, one, two = (node.pod(name) for name in ("client", "one", "two"))
+    two.serve(8080)
+    join_server = start_within(one, serve)
+    with sites(cache) as make:
+        yield Bench(make(cgroup=node.cgroup, node=node.netns), client, one, two)
+    until("the servers are ended", lambda: within(one, quit_servers))
+    join_server()
 
 
 def serve() -> None:
@@ -178,19 +192,23 @@ def refused(host: str, number: int = 80) -> None:
         assert s.connect_ex((host, number))
 
 
-def gives_up(host: str, number: int = 80) -> None:
-    """Closes without waiting for the handshake."""
+def gives_up(host: str, number: int = 80) -> bool:
+    """Closes without waiting for the handshake. Returns whether that was certainly before the
+    kernel sent the SYN again, which it does after a second.
+    """
+    start = time.monotonic()
     with socket.socket() as s:
         s.setblocking(False)
         assert s.connect_ex((host, number))
+    return time.monotonic() - start < 0.9
 
 
 def waits(host: str, number: int = 80) -> None:
     """Waits for the handshake until the SYN has been sent again."""
     with socket.socket() as s:
-        s.settimeout(1.5)
-        with pytest.raises(TimeoutError):
-            s.connect((host, number))
+        s.setblocking(False)
+        assert s.connect_ex((host, number)) == errno.EINPROGRESS
+        until("the SYN has been sent again", lambda: prober.retransmitted(s))
 
 
 def datagrams(host: str, number: int) -> None:
@@ -214,11 +232,12 @@ def connected_datagrams(host: str, number: int) -> None:
 
 class Connection(NamedTuple):
     """A connection, and what must be added for which Service and backend: `one`, `none` or an
-    address. Round trips are counted, but their length is not compared.
+    address. Round trips are counted, but their length is not compared. If `does` returns False, the
+    client was too slow, and the connection must be made again.
     """
 
     name: str
-    does: Callable[[str, int], None]
+    does: Callable[[str, int], bool | None]
     to: str
     service: str
     backend: str

@@ -9,6 +9,7 @@ import contextlib
 import errno
 import logging
 import socket
+import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -16,21 +17,38 @@ from typing import NamedTuple
 import pytest
 
 from kbpf.dataplane.bpf.inspect import snapshot
-from kbpf.dataplane.bpf.maps.layout import COUNTS, PEER, U32, U32_PAIR, Target, unpack_service_name
+from kbpf.dataplane.bpf.maps.layout import (
+    COUNTS,
+    LATENCIES,
+    LATENCY,
+    MAPS,
+    PEER,
+    U32,
+    U32_PAIR,
+    Target,
+    unpack_latencies,
+    unpack_service_name,
+)
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.dataplane.bpf.metrics import (
     ALL_BACKENDS,
+    COUNTED_MAPS,
     NO_BACKEND,
     REMOVED_BACKENDS,
+    SOCKET_STORAGE_MAPS,
     SWEEP_INTERVAL_S,
+    ConnectionCount,
     MapCollector,
     select_over_share,
 )
 from kbpf.errors import KernelError
-from kbpf.kernel.bpf.objects import Link, Program
+from kbpf.kernel.bpf.objects import Link, Map, Program
+from kbpf.kernel.net import dial
 from kbpf.model.config import Accounting, Config, MapSizes, Serving
-from kbpf.model.metrics import ConnectionStats
+from kbpf.model.metrics import ConnectionStats, Latency, ServiceLatencies
 from kbpf.views import service as view
+from kbpf.views import top
+from kbpf.views.top import By
 from tests.programs.sockets.account import (
     CONNECTIONS,
     FAIR,
@@ -43,16 +61,15 @@ from tests.programs.sockets.account import (
     Connection,
     datagrams,
     fair,
-    quit_servers,
+    open_bench,
     refused,
     reset,
-    serve,
     start,
     waits,
 )
 from tests.support.features import needs
 from tests.support.lab.lab import PATIENCE, Node, until
-from tests.support.plane import Site, desired, flush, service, sites, start_within, within
+from tests.support.plane import Site, desired, flush, service, within
 
 SOCK_OPS = 3
 """The attach type of a sock_ops link."""
@@ -60,13 +77,8 @@ SOCK_OPS = 3
 
 @pytest.fixture(scope="module")
 def bench(node: Node, artifact_cache: Path) -> Iterator[Bench]:
-    client, one, two = (node.pod(name) for name in ("client", "one", "two"))
-    two.serve(8080)
-    join_server = start_within(one, serve)
-    with sites(artifact_cache) as make:
-        yield Bench(make(cgroup=node.cgroup, node=node.netns), client, one, two)
-    until("the servers are ended", lambda: within(one, quit_servers))
-    join_server()
+    with open_bench(node, artifact_cache) as opened:
+        yield opened
 
 
 @pytest.fixture
@@ -134,8 +146,14 @@ def wait_for(look: Callable[[], object], wanted: object) -> None:
 def test_connection_adds_its_counts(served: Bench, row: Connection):
     site = served.site
     host, _, number = row.to.rpartition(":")
-    before = read_counts(site)
-    within(served.client, lambda: row.does(host.strip("[]"), int(number)))
+    before: dict[tuple[str, str], ConnectionStats] = {}
+
+    def is_made() -> bool:
+        before.clear()
+        before.update(read_counts(site))
+        return within(served.client, lambda: row.does(host.strip("[]"), int(number))) is not False
+
+    until("the connection is made", is_made)
     wanted = {(row.service, where(served, row)): row.adds}
     wait_for(lambda: added(before, read_counts(site)), wanted)
     wait_for(lambda: site.entries("sock_peers"), {})
@@ -152,6 +170,7 @@ def test_round_trip_time_is_measured(served: Bench):
     until("a round trip has a length", long_enough)
 
 
+@needs("socket_iterator")
 def test_inspect_shows_counts_by_backend(served: Bench):
     site = served.site
 
@@ -171,6 +190,7 @@ def test_inspect_shows_counts_by_backend(served: Bench):
 
 
 def test_connection_to_a_plain_address_adds_nothing(served: Bench):
+    wait_for(lambda: served.site.entries("sock_peers"), {})  # of earlier tests
     before = read_counts(served.site)
     within(served.client, lambda: fair(served.one.ip, FAIR))
     assert added(before, read_counts(served.site)) == {}
@@ -329,6 +349,7 @@ def name_of(text: str) -> tuple[str, str, str, str]:
     return ("default", text, "", "TCP")
 
 
+@needs("socket_iterator")
 def test_totals_sum_all_backends_and_list_the_busiest(site: Site):
     site.open().apply(desired(WEB), None)
     services, backends = ids(site)
@@ -353,6 +374,26 @@ def test_totals_sum_all_backends_and_list_the_busiest(site: Site):
     )
     assert busiest.stats == ConnectionStats(opened=7, reset=2)
     assert not make_collector(site).count(lambda: None).backends
+
+
+@pytest.mark.parametrize("silent", [*SOCKET_STORAGE_MAPS, ""])
+def test_open_connections_are_unknown_if_the_kernel_lists_no_sockets(
+    site: Site, monkeypatch: pytest.MonkeyPatch, silent: str
+):
+    def fake_add(count: ConnectionCount, map_: Map, _: bool) -> Iterator[None]:
+        if map_.name == silent:
+            raise KernelError("cannot list sockets", errno=errno.EOPNOTSUPP)
+        count.services.update([services["web"]])
+        yield
+
+    site.open().apply(desired(WEB), None)
+    services, backends = ids(site)
+    put_stats(site, services["web"], backends["8081"], ConnectionStats(opened=5))
+    monkeypatch.setattr(ConnectionCount, "add", fake_add)
+    stats = make_collector(site, backend_series=1).count(lambda: None)
+    assert stats.connections == (None if silent else ((name_of("web"), len(COUNTED_MAPS)),))
+    assert [backend.open_connections for backend in stats.backends] == [None if silent else 0]
+    assert dict(stats.totals) == {name_of("web"): ConnectionStats(opened=5)}
 
 
 def test_counts_of_a_deleted_backend_stay_with_its_service(site: Site):
@@ -491,3 +532,98 @@ def test_service_ports_over_their_share_are_summed_up(row: Shares):
     ports = {i: (name, size) for name, own in row.ports.items() for i, size in own.items()}
     entries = sum(size for _, size in ports.values())
     assert sorted(select_over_share(ports, entries, 100)) == sorted(row.chosen)
+
+
+def read_latencies(site: Site) -> dict[str, ServiceLatencies]:
+    names, _ = ids(site)
+    by_id = {number: name for name, number in names.items()}
+    return {by_id[U32.unpack(key)[0]]: unpack_latencies(raw)
+            for key, raw in site.entries("latencies").items()}  # fmt: skip
+
+
+def values_of(latency: Latency) -> int:
+    return sum(latency.counts)
+
+
+def test_latencies_of_each_connection_are_measured(served: Bench):
+    """A handshake within this machine takes less than a second. `kbpf top` shows it."""
+    site = served.site
+    first = snapshot.read(site.pins, top.needs(By.SERVICES))
+    before = read_latencies(site).get("fair", ServiceLatencies())
+    row = next(row for row in CONNECTIONS if row.service == "fair" and row.backend == "one")
+    host, _, number = row.to.rpartition(":")
+    for _ in range(3):
+        within(served.client, lambda: row.does(host.strip("[]"), int(number)))
+
+    def added_values() -> tuple[int, int]:
+        now = read_latencies(site).get("fair", ServiceLatencies())
+        return tuple(values_of(b) - values_of(a) for a, b in zip(before, now, strict=True))
+
+    wait_for(added_values, (3, 3))
+    after = read_latencies(site)["fair"]
+    for latency, earlier in zip(after, before, strict=True):
+        assert 0 < latency.sum_seconds - earlier.sum_seconds < 3
+        assert latency.quantile(1.0) is not None
+        assert latency.quantile(1.0) <= 1.0
+    last = snapshot.read(site.pins, top.needs(By.SERVICES))
+    (shown,) = top.build_rows(first, last, By.SERVICES, "default/fair")
+    assert shown.latency is not None
+    assert 0 < shown.latency.connect_p50_ms <= shown.latency.connect_p99_ms <= 1000
+
+
+def test_a_connection_without_packets_has_no_latency(served: Bench):
+    """As the agent, `kbpf verify` and `kbpf trace --confirm` make them."""
+    before = read_latencies(served.site).get("fair", ServiceLatencies())
+    within(
+        served.client, lambda: dial.try_connect(("10.96.0.1", 80), socket.SOCK_STREAM, sends=False)
+    )
+    assert read_latencies(served.site).get("fair", ServiceLatencies()) == before
+
+
+def test_refused_connections_have_no_latency(served: Bench):
+    site = served.site
+    row = next(row for row in CONNECTIONS if row.service == "refusing")
+    host, _, number = row.to.rpartition(":")
+    within(served.client, lambda: row.does(host.strip("[]"), int(number)))
+    assert "refusing" not in read_latencies(site)
+
+
+def test_full_map_measures_no_new_services(served: Bench):
+    site = served.site
+    size = MAPS["latencies"].entries
+    with site.pinned("latencies") as latencies:
+        for key, _ in list(latencies.items()):
+            latencies.delete(key)
+        keys = struct.pack(f"={size}I", *range(1 << 30, (1 << 30) + size))
+        latencies.update_batch(keys, bytes(LATENCIES.size * size))
+    row = next(row for row in CONNECTIONS if row.service == "fair" and row.backend == "one")
+    host, _, number = row.to.rpartition(":")
+    before = read_counts(site)
+    within(served.client, lambda: row.does(host.strip("[]"), int(number)))
+    wait_for(
+        lambda: added(before, read_counts(site)), {(row.service, where(served, row)): row.adds}
+    )
+    assert len(site.entries("latencies")) == size
+    now = [0.0]
+    reader = make_collector(site, lambda: now[0], latency_series=5)
+    now[0] = SWEEP_INTERVAL_S
+    assert reader.count(lambda: None).latencies == ()
+    assert site.entries("latencies") == {}, "those of removed Services are deleted"
+
+
+def test_latencies_of_the_busiest_services_are_collected(site: Site):
+    other = service("other", "10.96.0.2:80", "127.0.1.3:8083")
+    site.open().apply(desired(WEB, other), None)
+    services, backends = ids(site)
+    counts = (0, 2) + (0,) * 21 + (1,)
+    with site.pinned("latencies") as latencies:
+        raw = LATENCIES.pack(LATENCY.pack(struct.pack("=24Q", *counts), 70_500_000_000),
+                             bytes(LATENCY.size))  # fmt: skip
+        for name in ("web", "other"):
+            latencies.update(U32.pack(services[name]), raw)
+    put_stats(site, services["web"], backends["8081"], ConnectionStats(opened=5))
+    put_stats(site, services["other"], backends["8083"], ConnectionStats(opened=4))
+    expected = ServiceLatencies(Latency(counts, 70.5))
+    for series, names in ((0, ()), (1, ("web",)), (2, ("web", "other"))):
+        found = make_collector(site, latency_series=series).count(lambda: None)
+        assert dict(found.latencies) == {name_of(name): expected for name in names}

@@ -23,7 +23,7 @@ from kbpf.dataplane.bpf.maps.layout import CONFIG, ConfigFlag, Reason
 from kbpf.model.desired import FrontendAddress
 from kbpf.model.objects import Protocol
 from kbpf.views import trace
-from kbpf.views.trace import Client, Origin
+from kbpf.views.trace_row import Client, Origin
 from tests.support.features import needs
 from tests.support.lab.lab import PATIENCE, Node, Place, ip, settled, until
 from tests.support.plane import Site, desired, service, sites, split, within
@@ -453,6 +453,10 @@ def test_localhost_node_ports_can_be_switched_off(bench: Bench):
     assert bench["host"].tcp("127.0.0.1", 30080)["name"] == "one"
 
 
+OWN_PORT = 20_678
+"""Outside of the range from which the kernel takes the ports of other sockets."""
+
+
 def test_second_connection_to_a_backend_from_one_port_fails(bench: Bench):
     """A limit listed in docs/limits.md: both sockets would have the same connection to
     the backend.
@@ -463,7 +467,7 @@ def test_second_connection_to_a_backend_from_one_port_fails(bench: Bench):
         with socket.socket() as first, socket.socket() as second:
             for sock, host in ((first, "10.96.0.1"), (second, "192.0.2.1")):
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-                sock.bind(("0.0.0.0", 45_678))
+                sock.bind(("0.0.0.0", OWN_PORT))
                 code = sock.connect_ex((host, 80))
                 codes.append(errno.errorcode[code] if code else "connected")
         return codes

@@ -13,8 +13,9 @@ from typing import NamedTuple
 import pytest
 
 from kbpf.dataplane.bpf.inspect import snapshot
-from kbpf.dataplane.bpf.maps.layout import FAILURES_PER_CLIENT
+from kbpf.dataplane.bpf.maps.layout import COUNTS, FAILURES_PER_CLIENT
 from kbpf.model.config import Accounting
+from kbpf.model.metrics import ConnectionStats
 from kbpf.model.objects import Protocol
 from kbpf.views import failures as view
 from tests.programs.sockets.account import (
@@ -23,28 +24,23 @@ from tests.programs.sockets.account import (
     Bench,
     fair,
     gives_up,
-    quit_servers,
+    open_bench,
     refused,
     reset,
-    serve,
     start,
     waits,
 )
 from tests.support.features import needs
-from tests.support.lab.lab import Node, until
-from tests.support.plane import desired, service, sites, start_within, within
+from tests.support.lab.lab import PATIENCE, Node, until
+from tests.support.plane import desired, service, within
 
 pytestmark = needs("tracing")
 
 
 @pytest.fixture(scope="module")
 def bench(node: Node, artifact_cache: Path) -> Iterator[Bench]:
-    client, one, two = (node.pod(name) for name in ("client", "one", "two"))
-    join_server = start_within(one, serve)
-    with sites(artifact_cache) as make:
-        yield Bench(make(cgroup=node.cgroup, node=node.netns), client, one, two)
-    until("the servers are ended", lambda: within(one, quit_servers))
-    join_server()
+    with open_bench(node, artifact_cache) as opened:
+        yield opened
 
 
 @pytest.fixture
@@ -72,7 +68,7 @@ def forget(bench: Bench) -> None:
 def rejected(host: str, number: int) -> None:
     """A connected UDP socket to a port that nobody has."""
     with socket.socket(type=socket.SOCK_DGRAM) as s:
-        s.settimeout(10)
+        s.settimeout(PATIENCE)
         s.connect((host, number))
         s.send(b"?")
         with pytest.raises(ConnectionRefusedError):
@@ -96,7 +92,7 @@ class Failure(NamedTuple):
 REFUSED = "ECONNREFUSED"
 FAILURES = (
     Failure("no endpoints", refused, "10.96.0.7:80", "default/empty", "no_endpoints", REFUSED),
-    Failure("no port", refused, "10.96.0.7:81", "", "unknown_port", REFUSED),
+    Failure("no port", refused, "10.96.0.7:81", "default/empty", "unknown_port", REFUSED),
     Failure("only elsewhere", refused, "10.96.0.8:80",
             "default/elsewhere", "no_local_endpoints", "ETIMEDOUT"),
     Failure("refused by the backend", refused, "10.96.0.5:80",
@@ -135,10 +131,42 @@ def test_rejected_datagram_is_recorded(served: Bench) -> None:
     assert (found.service, found.reason) == ("default/deaf", "backend_refused")
 
 
-def test_connection_that_succeeds_records_nothing(served: Bench) -> None:
+def count_refused(bench: Bench) -> int:
+    with bench.site.pinned("counts") as counts:
+        return sum(ConnectionStats(*COUNTS.unpack(raw)).refused for _, raw in counts.items())
+
+
+def test_socket_counts_once_as_refused_however_often_it_sends(served: Bench) -> None:
+    """Otherwise a socket that sends errors to itself could make any backend look broken."""
+    deaf = service("deaf", "10.96.0.9:53", f"{served.one.ip}:5353", Protocol.UDP)
+    served.site.open(accounting=Accounting.CONNECTIONS).apply(desired(deaf), None)
     forget(served)
+    before = count_refused(served)
+
+    def sends_often() -> None:
+        with socket.socket(type=socket.SOCK_DGRAM) as s:
+            s.settimeout(PATIENCE)
+            for _ in range(2):
+                s.connect(("10.96.0.9", 53))
+                for _ in range(2):  # the kernel limits ICMP errors to six at once
+                    s.send(b"?")
+                    with pytest.raises(ConnectionRefusedError):
+                        s.recv(1)
+
+    within(served.client, sends_often)
+    (found,) = recorded(served)
+    assert found.count == 4
+    assert count_refused(served) - before == 2, "once for each connect()"
+
+
+def test_connection_that_succeeds_records_nothing(served: Bench) -> None:
+
+    def gives_up_early() -> bool:
+        forget(served)
+        return within(served.client, lambda: gives_up("10.96.0.6", 80))
+
+    until("a client gives up within the first second", gives_up_early)
     within(served.client, lambda: fair("10.96.0.1"))
-    within(served.client, lambda: gives_up("10.96.0.6", 80))  # within the first second
     within(served.client, lambda: refused(served.one.ip, NOBODY))  # no Service
     assert served.site.entries("failures") == {}
 

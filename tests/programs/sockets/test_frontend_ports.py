@@ -18,6 +18,7 @@ from kbpf.dataplane.bpf.plane import BpfPlane
 from kbpf.errors import KernelError
 from kbpf.kernel.bpf.objects import Map
 from kbpf.model.objects import Protocol
+from tests.support.lab.events import read, watched
 from tests.support.lab.lab import Place, run
 from tests.support.plane import LOCAL, Site, desired, make_local, picks, service
 
@@ -137,7 +138,9 @@ def test_value_of_another_key_is_not_used(site: Site, client: Place):
     with site.pinned("services") as services:
         (first, _), (_, other) = sorted(services.items())
         services.update(first, other)
-    assert picks(client, f"{FIRST}:53") == [REFUSED]
+    with watched(site) as monitor:
+        assert picks(client, f"{FIRST}:53") == [REFUSED]
+        assert {event.reason for event in read(monitor)} == {"unsteady_read"}
     assert site.reasons()[Reason.UNSTEADY_READ]
     assert not site.reasons()[Reason.SET_VANISHED]
     plane.invalidate()

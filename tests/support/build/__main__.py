@@ -21,7 +21,7 @@ from pathlib import Path
 from tests.conformance.cluster.images import userland
 from tests.kernels import debian
 from tests.support.build import artifacts, go_build, image, programs
-from tests.support.build.promtool import promtool
+from tests.support.build.prometheus import promtool
 
 REPORT_SECONDS = 15.0
 

@@ -43,6 +43,8 @@ BUILD_SECONDS = 3600
 REPORT_SECONDS = 15.0
 """Seconds between two lines of progress."""
 DEFAULT = ("etcd", "kube-apiserver")
+ASSETS = "KUBEBUILDER_ASSETS"
+"""The environment variable with a folder of programs that are not built."""
 
 Say = Callable[[str], None]
 
@@ -119,7 +121,7 @@ def find_go(say: Say = to_stderr) -> Go:
 
 def _given(name: str, program: Program) -> Path | None:
     """Return the program in $KUBEBUILDER_ASSETS, or None if it is to be built."""
-    folder = os.environ.get("KUBEBUILDER_ASSETS")
+    folder = os.environ.get(ASSETS)
     if not folder:
         return None
     path = Path(folder).absolute() / name

@@ -26,6 +26,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from kbpf.dataplane.bpf.maps import status_entries
 from kbpf.errors import KbpfError
 from kbpf.kernel.bpf.objects import Map
 from tests.support.build import go_build
@@ -176,7 +177,7 @@ class PodAgent(Agent):
         found = []
         for path in self.pin_dir.glob("maps-*/agent_status"):
             with contextlib.suppress(KbpfError), Map.open(path) as opened:
-                raw = (opened.lookup(bytes(4)) or b"").rstrip(b"\0")
+                raw = status_entries.read(opened)
                 found += [json.loads(raw)] if raw else []
         return max(found, key=lambda each: each["started"], default=None)
 

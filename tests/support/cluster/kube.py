@@ -19,6 +19,7 @@ from urllib.parse import quote, urlencode, urlsplit
 
 from tests.support.faults.fault_wire import chunks, lines
 from tests.support.lab import sockets
+from tests.support.lab.lab import PATIENCE
 
 Object = dict[str, Any]
 Row = TypeVar("Row")
@@ -91,7 +92,7 @@ class Kube:
         *,
         netns: str | None = None,
         tls_server_name: str | None = None,
-        timeout: float = 20.0,
+        timeout: float = PATIENCE,
     ) -> None:
         parts = urlsplit(url)
         if parts.scheme != "https" or parts.hostname is None or parts.port is None:
@@ -158,7 +159,7 @@ class Kube:
         kind: str,
         namespace: str | None = None,
         query: Mapping[str, str] | None = None,
-        seconds: float = 20.0,
+        seconds: float = PATIENCE,
     ) -> Generator[Object, None, None]:
         """Yield the events of a watch over its own connection until the server ends it.
 
@@ -226,15 +227,25 @@ class Kube:
         body: bytes | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> tuple[int, bytes]:
-        """Return status and body of one request over the kept connection."""
+        """Return status and body of one request over the kept connection.
+
+        The server closes one that has been idle for 90 s, perhaps when the request is on its way:
+        without an answer it is sent again over another.
+        """
+        before = self._kept
         connection = self._connection()
         try:
             connection.request(method, path, body, self._headers() | dict(headers or {}))
             response = connection.getresponse()
             return response.status, response.read()
+        except ConnectionError:
+            self.close()
+            if connection is not before:
+                raise
         except BaseException:
             self.close()
             raise
+        return self.request(method, path, body, headers)
 
     def _send(
         self, method: str, path: str, body: Object | None = None, kind: str = "application/json"

@@ -6,12 +6,13 @@ conntrack entries belong to that namespace and are removed with it. It is stoppe
 it: its rules stay.
 """
 
+import contextlib
 import subprocess
 from pathlib import Path
 from typing import Protocol, Self
 
 from tests.support.build import go_build
-from tests.support.lab.lab import DIE_WITH_US, PATIENCE, inside
+from tests.support.lab.lab import DIE_WITH_US, PATIENCE, inside, until
 
 MODES = ("nftables", "iptables")
 """The modes that every kernel supports; "ipvs" needs IPVS and the program ipset."""
@@ -68,14 +69,18 @@ class KubeProxy:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
+                process_group=0,
             )
         return self
 
     def stop(self) -> None:
-        """Sends SIGTERM, as kubelet does; its rules stay."""
+        """Sends SIGTERM, as kubelet does; its rules stay. Programs that it runs to write rules end
+        with a container; here they are waited for.
+        """
         if self._process is not None:
             self._process.terminate()
             self._process.wait(PATIENCE)
+            until("its programs have ended", lambda pid=self.pid: not _members(pid))
             self._process = None
 
     def has_programmed(self, node_port: int) -> bool:
@@ -94,6 +99,17 @@ class KubeProxy:
 
     def tail(self, lines: int = 25) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+
+def _members(group: int) -> list[int]:
+    """The processes of this process group that have not exited."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            state, _, its, *_ = path.read_text().rpartition(")")[2].split()
+            if int(its) == group and state != "Z":
+                found.append(int(path.parent.name))
+    return found
 
 
 def has_programmed(node: Home, mode: str, node_port: int) -> bool:

@@ -16,7 +16,7 @@ from tests.support.lab.lab import DIE_WITH_US, inside
 
 MANIFESTS = Path(__file__).parents[3] / "manifests"
 OVERLAYS = MANIFESTS / "overlays"
-SECONDS = 120
+SECONDS = 600
 
 
 class CommandFailed(Exception):
@@ -36,6 +36,16 @@ class Kubectl:
         """Runs kubectl; its output, or CommandFailed with its errors."""
         command = [str(self._program), f"--kubeconfig={self._config}", *arguments]
         return call([*inside(self._netns, None, *command)], self._home, stdin)
+
+    def may(self, verb: str, resource: str, user: str) -> bool:
+        """Whether this user has the right in all namespaces. The API server's authorizer learns of
+        a new binding a moment after it was created.
+        """
+        try:
+            self("auth", "can-i", verb, resource, "-A", f"--as={user}")
+        except CommandFailed:
+            return False
+        return True
 
     def objects(self, *arguments: str) -> list[Object]:
         """The objects that it prints with `-o json`, as a list."""

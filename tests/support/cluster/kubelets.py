@@ -10,13 +10,13 @@ and manifests/prepull.
 
 import hashlib
 import json
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tests.support.cluster.kube import Kube, Object, path_of
+from tests.support.cluster.scenario import put
 from tests.support.lab.lab import until
 from tests.support.runtime.pods import Container
 
@@ -268,16 +268,19 @@ class Kubelets:
         if missing:
             return folder
         for file, text in self._kube.get("ConfigMap", name, SPACE)["data"].items():
-            (folder / f"{file}.new").write_text(text)
-            (folder / f"{file}.new").rename(folder / file)
+            put(folder, file, text)
         return folder
 
     def _account(self, agent: "PodAgent", name: str) -> Path:
         folder = agent.folder / "serviceaccount"
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "token").write_text(self._kube.token(name, SPACE))
-        (folder / "namespace").write_text(SPACE)
-        shutil.copy(self._ca, folder / "ca.crt")
+        files = {
+            "token": self._kube.token(name, SPACE),
+            "namespace": SPACE,
+            "ca.crt": self._ca.read_text(),
+        }
+        for file, text in files.items():  # an agent that runs may be reading them
+            put(folder, file, text)
         return folder
 
 

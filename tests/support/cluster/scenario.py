@@ -102,11 +102,17 @@ class FolderNode(cluster.Places):
             (self.folder / file_of(obj)).unlink()
 
     def empty(self) -> None:
-        """Deletes all files and waits until the maps are empty."""
+        """Deletes all files and waits until the maps are empty: those of WRITTEN, and of all others
+        what belonged to Services, which is deleted a moment later.
+        """
         for path in self.folder.glob("*.yaml"):
             path.unlink()
         until("the maps are empty", lambda: not any(map(self.agent.entries, WRITTEN)))
-        assert plane.dump(self.agent.entries)["strays"] == {}
+
+        def strays() -> object:
+            return plane.dump(self.agent.entries)["strays"]
+
+        until("nothing is left of Services", lambda: strays() == {}, state=strays)
 
     def write_mark(self, *objects: Object) -> None:
         self.write(objects, "~mark.yaml")

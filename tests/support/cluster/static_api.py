@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A minimal API server for kube-proxy, with objects that never change.
+"""A minimal API server for kube-proxy and `kbpf trace`, with objects that never change.
 
 For kernels under emulation, where a real API server takes most of the time. kube-proxy is real (and
 requests JSON, `--kube-api-content-type`); lists, watches and Events are as its client library
 expects. Plain HTTP, in a network namespace.
 """
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from tests.support.lab import sockets
 LISTS = {
     "/api/v1/services": ("v1", "Service"),
     "/api/v1/nodes": ("v1", "Node"),
+    "/api/v1/pods": ("v1", "Pod"),
     "/apis/discovery.k8s.io/v1/endpointslices": ("discovery.k8s.io/v1", "EndpointSlice"),
     "/apis/networking.k8s.io/v1/servicecidrs": ("networking.k8s.io/v1", "ServiceCIDR"),
 }
@@ -51,12 +53,17 @@ class StaticApi(ScriptedServer):
 
     def _answer(self, exchange: Exchange) -> None:
         request = exchange.request
-        folder, _, name = request.path.rpartition("/")
+        path = re.sub("/namespaces/[^/]+", "", request.path)  # names are unique here
+        folder, _, name = path.rpartition("/")
         if request.method != "GET":  # an Event
             exchange.answer(201, request.body, **JSON)
-        elif (kind := LISTS.get(request.path)) is not None:
+        elif (kind := LISTS.get(path)) is not None:
             field, _, name = request.query.get("fieldSelector", "").partition("metadata.name=")
             objects = self._find(kind[1], "" if field else name)
+            label, _, owner = request.query.get("labelSelector", "").partition("service-name=")
+            if owner:
+                label = f"{label}service-name"
+                objects = [obj for obj in objects if obj["metadata"]["labels"][label] == owner]
             if "watch" in request.query:
                 _watch(exchange, kind, objects)
             else:

@@ -41,6 +41,7 @@ class Calico(Cni):
     def __init__(self, overlay: Overlay, data_plane: DataPlane) -> None:
         self.name = f"calico-{overlay}-{data_plane}"
         self._overlay, self._data_plane = overlay, data_plane
+        self.modules = ("ipip",) if overlay == "ipip" else ()
 
     def conf(self, node: Node) -> Conf:
         """The part of calico's list that is not imitated."""

@@ -17,10 +17,13 @@ from tests.support.cluster.cluster import UNROUTED, Cluster, Object
 from tests.support.cluster.kube_objects import node as node_object
 from tests.support.cluster.kube_proxy import KubeProxy
 from tests.support.cni.networks import Cni, pod_cidrs
+from tests.support.features import tunnel_modules
 from tests.support.lab.field import Field
 from tests.support.lab.lab import DIE_WITH_US, PATIENCE, Agent, Lab, Node, inside, ip, run, until
 from tests.support.lab.podnet import Pod
 
+SYNC_SECONDS = 5 * PATIENCE
+"""In an emulator the API server and the daemons leave the agents little of a processor."""
 GRACE_SECONDS = 30
 """terminationGracePeriodSeconds of a pod that does not set it."""
 
@@ -103,6 +106,8 @@ class CniCluster(Field):
     def prepare(self) -> None:
         """Starts the API server and the CNI."""
         enter = self.own.enter_context
+        if self.cni.modules:
+            enter(tunnel_modules(*self.cni.modules))
         self.api = enter(ApiServer(addresses=(self.lab.outside_ip,), netns=self.lab.outside))
         self.kube = enter(self.api.kube())
         self.proxy = None
@@ -135,7 +140,7 @@ class CniCluster(Field):
             for agent in self.agents:
                 agent.start(wait=False)
             for agent in self.agents:
-                agent.wait_synced()
+                agent.wait_synced(SYNC_SECONDS)
             return
         for each in self.lab.nodes:
             ip(*(f"route del unreachable {net}" for net in UNROUTED), netns=each.netns)

@@ -57,20 +57,23 @@ def check(cluster: CniCluster, row: Row, protocol: str, v6: bool) -> None:
         connected=True,
         **({"timeout": WAIT} if fails else {}),
     )
-    why = f"{row}\n{to}: got {answer}\n{explain(cluster, row.client, split(to)[0])}"
+
+    def why() -> str:
+        return f"{row}\n{to}: got {answer}\n{explain(cluster, row.client, split(to)[0])}"
+
     if fails:
-        assert (answer["names"], set(answer["errors"])) == ({}, {DROPPED}), why
+        assert (answer["names"], set(answer["errors"])) == ({}, {DROPPED}), why()
         return
-    assert not answer["errors"], why
-    assert set(answer["names"]) == set(names), why
+    assert not answer["errors"], why()
+    assert set(answer["names"]) == set(names), why()
     home = cluster.home[row.client]
     if row.client == "outside":
         home = cluster.lab.nodes[row.node_number - 1]
     node, own = cluster.addresses(home), {client.ip6 if v6 else client.ip}
     for name, _, seen, peer, peer_port in answer["seen"]:
         bridged = row.sees == BRIDGED and cluster.cni.is_bridged and cluster.home[name] is home
-        assert seen in (node if row.sees == NODE or bridged else own), (name, seen, why)
-        assert (peer, peer_port) == split(to), why
+        assert seen in (node if row.sees == NODE or bridged else own), (name, seen, why())
+        assert (peer, peer_port) == split(to), why()
 
 
 def check_policy(cluster: CniCluster, row: Row, protocol: str, v6: bool) -> None:
@@ -79,10 +82,14 @@ def check_policy(cluster: CniCluster, row: Row, protocol: str, v6: bool) -> None
     answer = cluster[row.client].many(
         2, *split(to), protocol=protocol, connected=True, timeout=WAIT
     )
-    why = f"{row}\n{to}: got {answer}"
-    if cluster.proxy_mode == "kbpf":
-        why += f"\n{explain(cluster, row.client, split(to)[0])}"
+
+    def why() -> str:
+        programmed = ""
+        if cluster.proxy_mode == "kbpf":
+            programmed = explain(cluster, row.client, split(to)[0])
+        return f"{row}\n{to}: got {answer}\n{programmed}"
+
     if row.outcome == ADMITTED:
-        assert sum(answer["names"].values()) == 2, why
+        assert sum(answer["names"].values()) == 2, why()
     else:
-        assert not answer["names"], why
+        assert not answer["names"], why()

@@ -65,6 +65,8 @@ class Cni(Routed):
     """Whether a node's pods are on one bridge; else each has a link of its own."""
     masquerades = True
     """Whether it masquerades what pods send to the world outside."""
+    modules: tuple[str, ...] = ()
+    """The kernel's modules of its tunnels."""
 
     def conf(self, node: Node) -> Conf:
         """The plugins' configuration on this node, once the daemon has prepared it."""
@@ -191,6 +193,7 @@ class Flannel(Cni):
         self.name = f"flannel-{backend}"
         self._backend = backend
         self._is_dual = backend != "ipip"
+        self.modules = ("ipip",) if backend == "ipip" else ()
 
     def prepare(self, node: Node, others: "Sequence[Node]") -> None:
         if not self._is_dual:
@@ -219,7 +222,7 @@ class Flannel(Cni):
         return {"name": "cbr0", "cniVersion": "0.3.1", "plugins": [flannel, PORTMAP]}
 
     def command(self, node: Node, kubeconfig: "Path") -> tuple[str, ...]:
-        net_conf = node.folder / "net-conf.json"
+        net_conf = node.folder / f"net-conf-{node.name}.json"
         row = {
             "Network": PODS4, "IPv6Network": PODS6, "EnableIPv6": self._is_dual,
             "Backend": {"Type": self._backend},

@@ -30,13 +30,13 @@ from kbpf.kernel.net.ipvs import (
     RealServerStatus,
     VirtualServiceKey,
     VirtualServiceSettings,
-    VirtualServiceStats,
 )
 from kbpf.kernel.netfilter import forward_rules
 from kbpf.kernel.system import netns
 from kbpf.model.address import parse_addr
 from kbpf.model.config import Config
 from kbpf.model.desired import DesiredState, ServicePortKey, ServiceState
+from kbpf.model.metrics import ConnectionStats
 from tests.support.lab.lab import inside, run
 from tests.support.plane import desired
 
@@ -65,9 +65,7 @@ class FakeIpvs:
             "__init__": lambda _: self.calls.update(("opened",)),
             "close": lambda _: None,
             "list_services": lambda _: self.services(),
-            "read_stats": lambda _: [
-                (one, VirtualServiceStats(0, 0, 0)) for one, _ in self.services()
-            ],
+            "read_stats": lambda _: [(one, ConnectionStats()) for one, _ in self.services()],
             "list_servers": lambda _, service: self.servers(service),
             "read_settings": lambda _, service: self.held.get(service, (None, {}))[0],
             "read_timeouts": lambda _: self.times,

@@ -130,7 +130,8 @@ class HangUps:
         """Serve until `stop` is set: the body of a thread."""
         while not stop.is_set():
             for fd, _ in self._epoll.poll(0.05):
-                if (stream := self._streams.get(fd)) is not None:
+                # Another client may have got the number of this one's socket by now.
+                if (stream := self._streams.get(fd)) is not None and _has_hung_up(fd):
                     stream.cut(Cut.CLOSE)
         self._epoll.close()
 
@@ -258,6 +259,12 @@ class Connection:
             while not event.wait(0.02) and not (until is not None and until.how is not None):
                 if self._aborted.is_set():
                     raise ConnectionAbortedError
+
+
+def _has_hung_up(fd: int) -> bool:
+    poll = select.poll()
+    poll.register(fd, select.POLLRDHUP)
+    return bool(poll.poll(0))
 
 
 def _shut(sock: socket.socket, how: int) -> None:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from tests.support.faults.fault_relay import Decision
 from tests.support.faults.fault_wire import Answer, Request
+from tests.support.lab.lab import PATIENCE
 
-WAIT_SECONDS = 60.0
+WAIT_SECONDS = PATIENCE
 
 
 @dataclass(slots=True)

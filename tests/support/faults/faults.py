@@ -247,8 +247,10 @@ class FaultProxy(Script):
                 _thread("proxy-connection", connection.run)
 
     def _running(self, resource: str | None) -> list[Stream]:
+        """The watches without those that were cut, which their threads may not have ended yet."""
         with self._changed:
-            return [s for s in self._streams if resource in {None, s.request.resource}]
+            running = [stream for stream in self._streams if stream.how is None]
+        return [stream for stream in running if resource in {None, stream.request.resource}]
 
 
 def _thread(name: str, run: Callable[[], None]) -> None:

@@ -135,7 +135,7 @@ class ScriptedServer:
         self._listener.close()
         assert not self.faults, self.faults
 
-    def wait(self, requests: int, seconds: float = 60.0) -> None:
+    def wait(self, requests: int, seconds: float = 240.0) -> None:
         """Wait until this many requests have been received."""
         deadline = time.monotonic() + seconds
         while len(self.requests) < requests:
@@ -163,8 +163,8 @@ class ScriptedServer:
             with sock, sock.makefile("rb") as file:
                 while (request := _read(file, peer, port)) is not None:
                     with self._lock:
-                        self.requests.append(request)
                         self.times.append(time.monotonic())
+                        self.requests.append(request)  # last: wait() looks at these
                         step = self.script.pop(0) if self.script else self._then
                     exchange = Exchange(sock, request, self._closing)
                     step(exchange)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from kbpf.dataplane.bpf.maps import status_entries
 from kbpf.dataplane.bpf.maps.layout import Reason, schema_hash
 from kbpf.dataplane.ipvs import inspect as ipvs
 from kbpf.dataplane.ipvs import ruleset
@@ -53,13 +54,16 @@ class AgentState:
             if self.mode == "ipvs":
                 return json.loads((self.state_dir / "kbpf-ipvs0" / "status").read_bytes())
             with Map.open(self._map_path("agent_status")) as status:
-                raw = (status.lookup(bytes(4)) or b"").rstrip(b"\0")
+                raw = status_entries.read(status)
         except (OSError, KbpfError):
             return None
         return json.loads(raw) if raw else None
 
     def entries(self, name: str) -> dict[bytes, bytes]:
+        from tests.support.features import require_listing  # which imports this package
+
         with Map.open(self._map_path(name)) as opened:
+            require_listing(opened)
             return dict(opened.items())
 
     def reasons(self) -> Counter[Reason]:

@@ -6,6 +6,7 @@ Every row also checks that getpeername() in the client shows the dialled address
 """
 
 import ipaddress
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,18 +59,22 @@ def check(places: Places, row: Dial) -> None:
         connected=row.protocol.endswith("-connected") or (PACKETS and fails),
         **({"timeout": SILENCE} if silent else {}),
     )
-    why = f"{row}\ngot {answer}\n{explain(places, row.client, host)}"
+
+    def why() -> str:
+        return f"{row}\ngot {answer}\n{explain(places, row.client, host)}"
+
     if fails:
         check_failure(row, answer, why)
         return
-    assert not answer["errors"], why
+    assert not answer["errors"], why()
     seen = {tuple(each) for each in answer["seen"]}
     got = {name if name in names else f"{name}:{served}" for name, served, *_ in seen}
-    assert got == set(names), why
+    assert got == set(names), why()
     for name, _, client, peer, peer_port in seen:
         wanted = _seen(places, row, host, name)
-        assert client in wanted, f"{name} must see {wanted}: {why}"
-        assert (peer, peer_port) == (host, int(number)), f"the client must see what it dialled{why}"
+        assert client in wanted, f"{name} must see {wanted}: {why()}"
+        dialled = (host, int(number))
+        assert (peer, peer_port) == dialled, f"the client must see what it dialled: {why()}"
 
 
 def _seen(places: Places, row: Dial, host: str, server: str) -> set[str]:
@@ -93,22 +98,22 @@ def _seen(places: Places, row: Dial, host: str, server: str) -> set[str]:
     return own if str(mapped or bare).startswith(CLUSTER_IPS) else own | node
 
 
-def check_failure(row: Dial, answer: dict[str, Any], why: str) -> None:
+def check_failure(row: Dial, answer: dict[str, Any], why: Callable[[], str]) -> None:
     """It must fail with this error, and at once: without a packet on the network, unless a host is
     expected to refuse it.
     """
-    assert not answer["names"], why
+    assert not answer["names"], why()
     if PACKETS:
         errno = "timeout" if row.outcome == DROPPED else row.outcome.partition(" ")[0]
         got = set(answer["errors"])
         if row.outcome == UNSERVED and is_v6(row.to.rpartition(":")[0].strip("[]")):
-            assert got <= {errno, "ENETUNREACH"}, why  # a router's "no route", ICMPv6 code 0
+            assert got <= {errno, "ENETUNREACH"}, why()  # a router's "no route", ICMPv6 code 0
         else:
-            assert got == {errno}, why
+            assert got == {errno}, why()
         return
     errno, _, by_a_host = row.outcome.partition(" ")
-    assert set(answer["errors"]) == {errno}, why
-    assert answer["at_once"] == (0 if by_a_host else answer["errors"][errno]), why
+    assert set(answer["errors"]) == {errno}, why()
+    assert answer["at_once"] == (0 if by_a_host else answer["errors"][errno]), why()
 
 
 def is_v6(host: str) -> bool:
@@ -126,8 +131,12 @@ def explain(places: Places, client: str, host: str) -> str:
     keys = (bare, f"[{bare}]", "0.0.0.0", "[::]")
     if not agent.pin_dir.exists():
         return f"on {home.name}: nothing is pinned; {agent.tail(5)}"
-    lines = [f"{at}: {to}" for at, to in places.served(agent).items() if at.startswith(keys)]
-    return "\n".join([f"on {home.name}:", *(lines or ["no such frontend"]), agent.tail(5)])
+    served = [f"{at}: {to}" for at, to in places.served(agent).items() if at.startswith(keys)]
+    lines = [f"on {home.name}:", *(served or ["no such frontend"])]
+    if agent.mode != "ipvs":
+        counted = {reason.name: count for reason, count in agent.reasons().items() if count}
+        lines.append(f"counted: {counted}")
+    return "\n".join([*lines, agent.tail(5)])
 
 
 def spread(place: Place, host: str, number: int, count: int = 300) -> dict[str, int]:

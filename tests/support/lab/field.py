@@ -7,6 +7,7 @@ like a pod with "!" appended is in that pod's network namespace, but in no hooke
 """
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -161,6 +162,7 @@ def check(field: Field, row: Dial) -> None:
     host, number = split(row.to)
     names = row.outcome.split()
     fails = row.outcome in (REFUSED, DROPPED, UNSERVED)
+    received = _datagrams(field, row)
     answer = field[row.client].many(
         1 if row.outcome == DROPPED else 2 if fails else 24 if len(names) > 1 else 3,
         host,
@@ -169,16 +171,32 @@ def check(field: Field, row: Dial) -> None:
         connected=True,  # otherwise UDP gets no errors and accepts answers from any source
         **({"timeout": WAIT} if row.outcome == DROPPED else {}),
     )
-    why = f"{row}\ngot {answer}\n{explain(field, row.client, host)}"
+
+    def why() -> str:
+        lines = [str(row), f"got {answer}"]
+        if row.protocol == "udp":
+            lines.append(f"datagrams that arrived: {_datagrams(field, row) - received}")
+        return "\n".join([*lines, explain(field, row.client, host)])
+
     if fails:
-        assert not answer["names"], why
-        assert set(answer["errors"]) == {row.outcome}, why
+        assert not answer["names"], why()
+        assert set(answer["errors"]) == {row.outcome}, why()
         return
-    assert not answer["errors"], why
-    assert set(answer["names"]) == set(names), why
+    assert not answer["errors"], why()
+    assert set(answer["names"]) == set(names), why()
     for _, _, client, peer, peer_port in answer["seen"]:
-        assert client in may_see(field, row.backend_sees), why
-        assert (peer, peer_port) == (host, number), why
+        assert client in may_see(field, row.backend_sees), why()
+        assert (peer, peer_port) == (host, number), why()
+
+
+def _datagrams(field: Field, row: Dial) -> Counter[str]:
+    """How many datagrams each of the row's servers has received so far. A lost one is not sent
+    again.
+    """
+    if row.protocol != "udp":
+        return Counter()
+    servers = (name for name in row.outcome.split() if name in field.places)
+    return Counter({name: sum(field[name].ask("seen")["udp"].values()) for name in servers})
 
 
 def may_see(field: Field, address: str) -> frozenset[str]:

@@ -28,14 +28,15 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Final
 
+from kbpf.errors import KernelError
+from kbpf.kernel.bpf.objects import Link
 from tests.support.build import artifacts
 from tests.support.lab import podnet
 from tests.support.lab.agent_state import AgentState
 
-PATIENCE = 240.0 if os.environ.get("KBPF_TEST_DEBIAN_KERNEL") else 60.0
+PATIENCE = 240.0
 """Seconds to wait for things that usually take moments. A long deadline costs nothing on success,
-and a busy machine may stop any process for some seconds. Under emulation (features.DEBIAN) an agent
-may take a minute to start.
+and a busy or emulated machine may stop any process for some seconds, or start an agent in a minute.
 """
 PROBER = Path(__file__).with_name("prober.py")
 DIE_WITH_US = ("setpriv", "--pdeathsig", "KILL", "--")
@@ -478,7 +479,9 @@ class Agent(AgentState):
         self._log_start = self.log.stat().st_size if self.log.exists() else 0
 
     def wait_synced(self, seconds: float = 2 * PATIENCE) -> None:
-        """Waits until the process started last has programmed everything once."""
+        """Waits until the process started last has programmed everything once. It may have to
+        compile its programs before.
+        """
         try:
             until(f"the agent of {self.node.name} has synced", self._is_synced, seconds)
         except AssertionError as error:
@@ -502,12 +505,12 @@ class Agent(AgentState):
         return self._process.wait(seconds)
 
     def lines(self) -> list[str]:
-        """The log lines of the process started last."""
+        """The log lines of the process started last; not one that is being written."""
         if not self.log.exists():
             return []
         with self.log.open("rb") as log:
             log.seek(self._log_start)
-            return log.read().decode(errors="replace").splitlines()
+            return log.read().rpartition(b"\n")[0].decode(errors="replace").splitlines()
 
     def tail(self, lines: int = 15) -> str:
         return "\n".join(self.lines()[-lines:])
@@ -533,8 +536,18 @@ class Agent(AgentState):
         namespace.
         """
         if self.pin_dir.exists():
+            for pin in (*self.pin_dir.glob("links/*"), *self.pin_dir.glob("devices/*")):
+                detach(pin)
             shutil.rmtree(self.pin_dir / "links", ignore_errors=True)
             shutil.rmtree(self.pin_dir, ignore_errors=True)
+
+
+def detach(pin: Path) -> None:
+    """Detaches a pinned link at once: without its pin alone the kernel detaches it some time later.
+    Other pins, and links that only end with their pin, stay as they are.
+    """
+    with contextlib.suppress(KernelError), Link.open(pin) as link:
+        link.detach()
 
 
 @contextlib.contextmanager

@@ -128,21 +128,30 @@ class Server:
         return json.dumps({"name": self.name, "client": address, "port": port}).encode() + b"\n"
 
     def _tcp(self, listener):
+        """Serves one port. One thread for all connections: a thread for each costs more than all
+        else that a connection does, and loads make hundreds a second.
+        """
+        connections = {}
+        ready = select.epoll()
+        ready.register(listener, select.EPOLLIN)
         while True:
-            connection, client = listener.accept()
-            threading.Thread(target=self._talk, args=(connection, client)).start()
+            for fd, _ in ready.poll():
+                if fd == listener.fileno():
+                    connection, client = listener.accept()
+                    connections[connection.fileno()] = connection, client
+                    ready.register(connection, select.EPOLLIN)
+                elif not self._talk(*connections[fd]):
+                    connections.pop(fd)[0].close()
 
     def _talk(self, connection, client):
-        with connection:
-            try:
-                port = connection.getsockname()[1]
-                while line := connection.recv(65536):
-                    if line.endswith(b"bye\n"):
-                        connection.sendall(self._answer(client, port))
-                        return
-                    connection.sendall(self._answer(client, port))
-            except OSError:
-                return
+        """Answers one line. Returns whether more may follow."""
+        try:
+            line = connection.recv(65536)
+            if line:
+                connection.sendall(self._answer(client, connection.getsockname()[1]))
+        except OSError:
+            return False
+        return bool(line) and not line.endswith(b"bye\n")
 
     def bulk(self, *ports):
         """Serves Client.bulk(): receives a size and that many bytes, and sends them back. Size 0:
@@ -307,10 +316,10 @@ class Client:
             s.close()
         return answer
 
-    def bulk(self, host, port, size, family="4", timeout=30.0):
+    def bulk(self, host, port, size, family="4", timeout=240.0):
         """Sends `size` bytes to a Server.bulk() and back. Returns `there` and `back`, whether each
         side received what was sent; `retransmitted`, segments of both; `seconds` for each
-        direction.
+        direction. `timeout`: of all of sendall().
         """
         s = self._socket(family, socket.SOCK_STREAM)
         s.settimeout(timeout)
@@ -361,7 +370,7 @@ class Client:
                     errors[f"one more: {s.recv(4096)}"] += 1
         return {"names": names, "errors": errors}
 
-    def start_stream(self, keep, host, port, family="4", timeout=10.0):
+    def start_stream(self, keep, host, port, family="4", timeout=PATIENCE):
         """Starts an endless stream to a Server.bulk() and back, in both directions at once."""
         s = self._socket(family, socket.SOCK_STREAM)
         s.settimeout(timeout)

@@ -24,11 +24,12 @@ class HostError(OSError):
 
 
 class Stream:
-    """TCP as far as a lab needs it: no packet is lost there, so nothing is retransmitted. Each
-    received segment must have correct checksums.
+    """TCP as far as a lab needs it: no packet is lost there, so nothing but the SYN is repeated.
+    Each received segment must have correct checksums.
     """
 
     MSS = 1400
+    SYN_SECONDS = 5.0
     _FLIGHT = 32_000
     """The maximum of unacknowledged bytes, if the peer's window is large enough."""
 
@@ -54,8 +55,7 @@ class Stream:
         be reused.
         """
         self.wire.forget(self._is_coming)
-        self._emit("S", mss=self.MSS)
-        self._seq = self._seq + 1 & _MASK
+        self._seq = self._seq + 1 & _MASK  # a SYN counts as one byte
         first = self._handshake()
         assert isinstance(first.transport, Tcp)
         self._acked = self._seq
@@ -65,15 +65,33 @@ class Stream:
         self._emit("A")
 
     def _handshake(self) -> Packet:
-        """The SYN-ACK. Skips retransmissions of an earlier connection between the same endpoints,
-        which do not acknowledge our SYN.
+        """Sends a SYN and returns the SYN-ACK. The peer may still be in TIME-WAIT, or retransmit
+        segments, of an earlier connection from the port that a load balancer has chosen. As RFC
+        9293 (3.10.7.3) says, what does not acknowledge the SYN is answered by a RST, after which
+        the SYN is sent again.
         """
+        first = self._syn()
         while True:
-            first = self._next(refused=ConnectionRefusedError)
             assert isinstance(first.transport, Tcp)
             if first.transport.acknowledgement == self._seq:
                 assert first.flags == "SA", f"not a SYN-ACK: {first}"
                 return first
+            self._emit("R", seq=first.transport.acknowledgement)
+            first = self._syn()
+
+    def _syn(self) -> Packet:
+        """Sends a SYN and returns what comes next. Repeats it, as every client does: a packet path
+        may drop the SYN of a flow whose random port is taken.
+        """
+        deadline = time.monotonic() + self.seconds
+        while True:
+            self._emit("S", mss=self.MSS, seq=self._seq - 1 & _MASK)
+            seconds = min(self.SYN_SECONDS, deadline - time.monotonic())
+            try:
+                return self._next(ConnectionRefusedError, seconds)
+            except TimeoutError:
+                if time.monotonic() >= deadline:
+                    raise
 
     def send(self, payload: bytes) -> None:
         """Sends the payload; returns when its last segment is sent."""
@@ -107,21 +125,26 @@ class Stream:
             self._emit("RA")
         self._closed = True
 
-    def _emit(self, flags: str, payload: bytes = b"", mss: int | None = None) -> None:
+    def _emit(
+        self, flags: str, payload: bytes = b"", mss: int | None = None, seq: int | None = None
+    ) -> None:
+        """Sends a segment; `seq`: its sequence number, if not the next one."""
         segment = packets.tcp(
             self.source,
             self.to,
             payload,
             flags=flags,
-            seq=self._seq,
+            seq=self._seq if seq is None else seq,
             ack=self._ack if "A" in flags else 0,
             mss=mss,
             df=True,
         )
         self.wire.send(segment)
 
-    def _next(self, refused: type[OSError] = ConnectionResetError) -> Packet:
-        found = self.wire.soon(self._is_ours, self.seconds)
+    def _next(
+        self, refused: type[OSError] = ConnectionResetError, seconds: float | None = None
+    ) -> Packet:
+        found = self.wire.soon(self._is_ours, self.seconds if seconds is None else seconds)
         if found is None:
             raise TimeoutError(f"{self.to} is silent; {self.wire.told()}")
         wrong = checksums(found)

@@ -60,7 +60,8 @@ def verify(artifact: Artifact) -> Iterator[Verified]:
     with ExitStack() as own:
         maps: dict[str, Map] = {}
         for name, spec in ALL_MAPS.items():
-            new_map = pinning.make_map(spec, 1 if spec.inner else 64, maps.get(spec.inner))
+            entries = spec.entries if spec.map_type == uapi.BPF_MAP_TYPE_RINGBUF else 64
+            new_map = pinning.make_map(spec, 1 if spec.inner else entries, maps.get(spec.inner))
             maps[name] = own.enter_context(new_map)
         tails = Map.create(uapi.BPF_MAP_TYPE_PROG_ARRAY, TAIL_CALL_MAP, 4, 4, TAIL_CALL_SLOTS)
         maps[TAIL_CALL_MAP] = own.enter_context(tails)

@@ -4,11 +4,13 @@
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-TIMEOUT = 60.0
+TIMEOUT = 600.0
+"""Seconds, for what hangs: a start takes half a second, or many on a busy machine."""
 EMPTY: Mapping[str, str] = {}
 
 
@@ -22,23 +24,35 @@ class Done(NamedTuple):
         return self.err.splitlines()[-1] if self.err else ""
 
 
+@contextmanager
+def pipe_without_reader() -> Iterator[int]:
+    """The end of a pipe to write to, whose reader has exited."""
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        yield write
+    finally:
+        os.close(write)
+
+
 def kbpf(*words: str, shell: str = "", nobody: bool = False, cwd: Path | None = None,
-         environ: Mapping[str, str] = EMPTY) -> Done:  # fmt: skip
+         environ: Mapping[str, str] = EMPTY, pass_fds: Sequence[int] = ()) -> Done:  # fmt: skip
     """Runs kbpf with these arguments. `shell` is shell syntax after the command, such as `>&-` or
     `| head -1`; the exit status is kbpf's own.
     """
-    return python("-m", "kbpf", *words, shell=shell, nobody=nobody, cwd=cwd, environ=environ)
+    return python("-m", "kbpf", *words, shell=shell, nobody=nobody, cwd=cwd, environ=environ,
+                  pass_fds=pass_fds)  # fmt: skip
 
 
 def python(*words: str, shell: str = "", nobody: bool = False, cwd: Path | None = None,
-           environ: Mapping[str, str] = EMPTY) -> Done:  # fmt: skip
+           environ: Mapping[str, str] = EMPTY, pass_fds: Sequence[int] = ()) -> Done:  # fmt: skip
     """Like kbpf(), for any Python program."""
     drop = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"] if nobody else []
     command = [*drop, sys.executable, *words]
     script = f'"$@" {shell}; exit ${{PIPESTATUS[0]}}'
     done = subprocess.run(
         ["bash", "-c", script, "bash", *command], capture_output=True, timeout=TIMEOUT, cwd=cwd,
-        env={**os.environ, **environ}, stdin=subprocess.DEVNULL, check=False,
+        env={**os.environ, **environ}, stdin=subprocess.DEVNULL, check=False, pass_fds=pass_fds,
     )  # fmt: skip
     out, err = (text.decode(errors="replace") for text in (done.stdout, done.stderr))
     assert "Traceback" not in err + out, err

@@ -43,15 +43,19 @@ class Shell:
         """The output of a command line, which must succeed. As in an ordinary shell, it continues
         after a failed command, and the last status counts.
         """
+        done = self.run(command)
+        assert done.returncode == 0, (command, done.stdout, done.stderr)
+        self._cluster.kubelets.sync()
+        return done.stdout
+
+    def run(self, command: str) -> "subprocess.CompletedProcess[str]":
+        """Runs a command line that changes nothing."""
         self._pods()
-        done = subprocess.run(
+        return subprocess.run(
             ["bash", "-c", command], cwd=self._folder, text=True,
             env={"HOME": str(self._folder), "PATH": f"{self._folder}/bin:{os.environ['PATH']}"},
             capture_output=True, check=False, timeout=2 * PATIENCE,
         )  # fmt: skip
-        assert done.returncode == 0, (command, done.stdout, done.stderr)
-        self._cluster.kubelets.sync()
-        return done.stdout
 
     def _pods(self) -> None:
         """Writes the program `in-pod POD COMMAND...`; ds/kube-proxy is the first pod."""

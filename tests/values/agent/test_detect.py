@@ -5,8 +5,17 @@ Real kube-proxies are detected in tests/lab/cluster/test_takeover_cleanup.py, te
 and test_drop_in.py.
 """
 
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+
 import pytest
 
+from kbpf.takeover import detect
 from kbpf.takeover.detect import (
     KUBE_PROXY_PORTS,
     Detection,
@@ -60,6 +69,28 @@ def test_removal_is_refused_while_a_kube_proxy_may_run(name: str) -> None:
     assert why in str(error)
 
 
+NAME_ITSELF = """
+import ctypes, sys
+ctypes.CDLL(None).prctl(15, sys.argv[1].encode("utf-8", "surrogateescape"), 0, 0, 0)
+print(flush=True)
+sys.stdin.read()
+"""
+
+
+def test_processes_may_have_any_name() -> None:
+    """A pod's process that is not named in UTF-8 does not hide a kube-proxy."""
+    with contextlib.ExitStack() as stack:
+        started = []
+        for name in (b"\xff\xfe", b"kube-proxy", b"kube-proxy-not", b" kube-proxy"):
+            command = [sys.executable, "-c", NAME_ITSELF, os.fsdecode(name)]
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            stack.callback(process.communicate)
+            assert process.stdout is not None
+            process.stdout.readline()
+            started.append(process.pid)
+        assert set(detect.detect().pids) & set(started) == {started[1]}
+
+
 NOT_FOUND = (404, b"404 page not found\n")
 WELL = (200, b'{"lastUpdated":"T","currentTime":"T","nodeEligible":true,"healthy":true}')
 ANSWERS: list[tuple[str, dict[str, ProbeAnswer], Responder]] = [
@@ -82,6 +113,35 @@ ANSWERS: list[tuple[str, dict[str, ProbeAnswer], Responder]] = [
 @pytest.mark.parametrize(("name", "answers", "wanted"), ANSWERS, ids=[name for name, *_ in ANSWERS])
 def test_identify_responder(name: str, answers: dict[str, ProbeAnswer], wanted: Responder) -> None:
     assert identify_responder(lambda path: answers.get(path, NOT_FOUND)) is wanted
+
+
+@pytest.mark.parametrize("head", [b"", b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 200 OK\r\n\r\n"])
+def test_an_answer_that_comes_byte_by_byte_is_cut_off(
+    head: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever has a port of kube-proxy's must not hold up `kbpf check`."""
+    monkeypatch.setattr(detect, "PROBE_TIMEOUT_S", 0.2)
+    was_cut_off = []
+
+    def drip(server: socket.socket) -> None:
+        client, _ = server.accept()
+        with client:
+            client.recv(1 << 16)
+            try:
+                client.sendall(head)
+                for _ in range(6000):
+                    client.sendall(b"x")
+                    time.sleep(0.01)
+            except OSError:
+                was_cut_off.append(True)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=drip, args=(server,))
+        thread.start()
+        answer = detect.http_get("127.0.0.1", server.getsockname()[1], "/healthz")
+        thread.join()
+    assert was_cut_off
+    assert answer is None or set(answer[1]) <= set(b"x")
 
 
 HEAD = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid\n"

@@ -3,6 +3,7 @@
 the test.
 """
 
+import msgspec
 import pytest
 
 from kbpf.agent import agent as module
@@ -313,3 +314,19 @@ def test_refused_change_becomes_unhealthy_although_others_arrive(clock: Clock):
     come()
     clock.now += 2.0
     assert come()
+
+
+def test_time_from_event_to_map_is_recorded_once_programmed(clock: Clock):
+    agent, _ = begun(5.0)
+    event = service("a")
+    clock.now += 1.0
+    agent.step([msgspec.structs.replace(event, received_at=clock.now)])
+    assert event_count(agent) == 0
+    clock.now += 9.0
+    agent.step([])
+    assert event_count(agent) == 1
+
+
+def event_count(agent: Agent) -> float:
+    samples = metrics(agent)["kbpf_event_to_map_duration_seconds"].samples
+    return samples["kbpf_event_to_map_duration_seconds_count", frozenset()]

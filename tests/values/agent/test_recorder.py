@@ -225,6 +225,16 @@ def test_programming_duration_starts_at_the_trigger_time_of_the_slice():
     assert timed() == 3
 
 
+def test_time_from_event_to_map_is_a_histogram():
+    rig = Rig()
+    rig.tally.programmed([])
+    rig.tally.programmed([0.0003, 0.0003, 5.0])
+    name = "kbpf_event_to_map_duration_seconds"
+    samples = rig.page()[name].samples
+    bounds = ("0.0001", "0.0004", "1.6384", "6.5536", "+Inf")
+    assert [samples[f"{name}_bucket", frozenset({("le", le)})] for le in bounds] == [0, 2, 2, 3, 3]
+
+
 def test_node_eligible_is_0_while_the_node_is_being_deleted():
     rig = Rig()
     key = ObjectKey(Kind.NODE, "", HERE)

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from kbpf.checks import connect, neighbours, packet_path
 from kbpf.checks.row import Check, CheckRow
-from kbpf.checks.verdict import compute_verdict, to_document
+from kbpf.checks.verdict import CheckItem, build_item, compute_verdict
 from kbpf.cli import check
 from kbpf.dataplane.bpf.maps.layout import NodeFlag
 from kbpf.kernel.net.devices import Device
@@ -111,12 +111,14 @@ def test_check_row_of_a_node(node: Node, tmp_path: Path, monkeypatch: pytest.Mon
 class Chains(NamedTuple):
     """The chains in nf_tables and iptables, and the expected row FORWARD.
 
-    `row` is its result, words of its detail and of its advice. `others` are chains of other tables
-    that drop, `legacy` the families with rules of iptables-legacy.
+    `row` is its result, words of its detail and of its advice; `unmasqueraded` the result for
+    packets that the agent's rule does not accept, as `kbpf trace` says it. `others` are chains of
+    other tables that drop, `legacy` the families with rules of iptables-legacy.
     """
 
     name: str
     row: tuple[str, str, str]
+    unmasqueraded: str
     available: Probe = Probe(True)
     chains: tuple[BaseChain, ...] = ()
     others: tuple[str, ...] = ()
@@ -125,16 +127,18 @@ class Chains(NamedTuple):
 
 OPEN, SHUT = BaseChain("ip", "filter", "FORWARD", False), BaseChain("ip", "filter", "FORWARD", True)
 FORWARDS = [
-    Chains("no chain", ("yes", "no chain drops", "")),
-    Chains("policy accept", ("yes", "no chain drops", ""), chains=(OPEN,)),
-    Chains("policy drop", ("yes", "drops by default: ip filter FORWARD", ""), chains=(SHUT,)),
+    Chains("no chain", ("yes", "no chain drops", ""), "yes"),
+    Chains("policy accept", ("yes", "no chain drops", ""), "yes", chains=(OPEN,)),
+    Chains("policy drop", ("yes", "drops by default: ip filter FORWARD", ""), "unknown",
+           chains=(SHUT,)),
     Chains("another table that drops", ("no", "not read inet fw forward,", "with mark 0x4000"),
-           others=("inet fw forward",)),
-    Chains("iptables-legacy", ("no", "ip6 filter (iptables-legacy)", "with mark 0x4000"),
+           "no", others=("inet fw forward",)),
+    Chains("iptables-legacy", ("no", "ip6 filter (iptables-legacy)", "with mark 0x4000"), "no",
            chains=(SHUT,), legacy=("ip6",)),
-    Chains("no library", ("unknown", "python3", "install python3-nftables"),
+    Chains("no library", ("unknown", "python3", "install python3-nftables"), "unknown",
            Probe(None, "python3-nftables is missing")),
-    Chains("no nf_tables", ("unknown", "no nf_tables", ""), Probe(None, "has no nf_tables")),
+    Chains("no nf_tables", ("unknown", "no nf_tables", ""), "unknown",
+           Probe(None, "has no nf_tables")),
 ]  # fmt: skip
 
 
@@ -151,6 +155,8 @@ def test_check_row_forward(forward: Chains, monkeypatch: pytest.MonkeyPatch):
     assert detail in row.detail
     assert advice in row.advice
     assert bool(row.advice) == bool(advice)
+    rules = packet_path.check_rules_of_others(Path("/nowhere"))
+    assert (rules.masqueraded, rules.forwarded.result) == (row, forward.unmasqueraded)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +174,7 @@ def test_missing_packet_path_does_not_make_kbpf_unusable(
     rows = [check_row("yes"), CheckRow(Check.HOOK, result, needed, "", "", True, subject="y")]
     made = compute_verdict(rows)
     assert (made.usable, made.packet_path) == (usable, packet_path)
-    page = check.format_page(made)
+    page = check.format_page(made, rows)
     assert ("the packet path can be used" in page) == packet_path
     assert ("the packet path cannot be used: hook y" in page) == (usable and not packet_path)
 
@@ -211,7 +217,7 @@ def test_check_verdict_on_the_modes(rows: list[CheckRow], mode: str, says: str):
     """`mode` is what `--mode auto` would choose: none where a neighbour makes mode bpf refuse."""
     made = compute_verdict(rows)
     assert (made.mode, made.usable) == (mode, mode != "none")
-    assert says in check.format_page(made)
+    assert says in check.format_page(made, rows)
 
 
 @pytest.mark.parametrize("row", VERDICTS)
@@ -236,11 +242,10 @@ def test_rows_about_neighbours_are_unknown_without_the_right_to_see_them(
 
 def test_check_document_has_names_instead_of_ids():
     row = CheckRow(Check.HOOK, "no", True, "why", "what to do", subject="connect4")
-    (shown,) = to_document(compute_verdict([row]))["rows"]
-    assert list(shown.items()) == [
-        ("name", "hook connect4"), ("result", "no"), ("needed", True), ("detail", "why"),
-        ("advice", "what to do"), ("packets", False), ("ipvs", False),
-    ]  # fmt: skip
+    assert build_item(row) == CheckItem(
+        name="hook connect4", result="no", needed=True, detail="why", advice="what to do",
+        packets=False, ipvs=False,
+    )  # fmt: skip
 
 
 def test_row_about_cluster_ips_that_are_left_to_the_node() -> None:
@@ -250,6 +255,6 @@ def test_row_about_cluster_ips_that_are_left_to_the_node() -> None:
     (row,) = connect.left_to_node_rows(Inspection("/pins", status=status))
     assert (row.name, row.result, row.advice) == ("left to the node", "yes", "")
     assert row.detail == f"a process of this node serves {lines[0]}"
-    assert compute_verdict([row]) == replace(compute_verdict([]), rows=(row,))
+    assert compute_verdict([row]) == compute_verdict([])
     for other in (AGENT, None):
         assert list(connect.left_to_node_rows(Inspection("/pins", status=other))) == []

@@ -21,6 +21,7 @@ from kbpf.config import locations
 from kbpf.dataplane import inspect as dataplane
 from kbpf.errors import ConfigError, NotFoundError
 from kbpf.model.config import Config
+from tests.support.runtime.command import pipe_without_reader
 
 # ---- exit codes --------------------------------------------------------------------------------
 
@@ -34,6 +35,8 @@ EXIT_ROWS = [
     (("nonsense",), 2, "", "nonsense"),
     (("inspect", "nonsense"), 2, "", "nonsense"),
     (("inspect", "services", "-o", "xml"), 2, "", "xml"),
+    (("monitor", "--verdict", "xml"), 2, "", "Invalid value for '--verdict': 'xml' is not one of"),
+    (("top", "--by", "xml"), 2, "", "Invalid value for '--by': 'xml' is not one of 'services'"),
     (("inspect", "services", "--watch", "-o", "json"), 2, "", "--watch"),
     (("inspect", "service"), 2, "", "NAME"),
     (("inspect", "service", "shop/web", "-n", "edge"), 2, "",
@@ -51,7 +54,35 @@ EXIT_ROWS = [
     (("demo", "--once", "--requests", "0"), 2, "", "--requests"),
     (("run", "--source", "/nowhere", "--pin-dir", "/proc/no"), 1, "", "kbpf no such "
             "folder of objects (/nowhere)"),
-    (("run", "--source", "/etc/hostname", "--pin-dir", "/proc/no"), 1, "", "--source DIR"),
+    (("run", "--source", "/etc/hostname", "--pin-dir", "/proc/no"), 1, "",
+            "not a recording (/etc/hostname)"),
+    (("record", "/dev/null", "--source", "/nowhere"), 1, "", "no such folder of objects"),
+    (("record", "/etc/hostname", "--source", "/etc"), 1, "", "File exists"),
+    (("record", "/nowhere/file", "--source", "/etc"), 1, "", "No such file or directory"),
+    (("record", "/dev/null", "--for", "soon"), 2, "", "--for"),
+    (("record",), 2, "", "FILE"),
+    (("diff", "/nowhere"), 2, "", "WORLD"),
+    (("diff", "/nowhere", "tests/scenarios/shop"), 2, "", "no such folder of objects (/nowhere)"),
+    (("diff", "/etc/hostname", "tests/scenarios/shop"), 2, "", "not a recording"),
+    (("diff", "tests/scenarios/shop", "tests/scenarios/shop"), 0, "", ""),
+    (("diff", "tests/scenarios/shop", "tests/scenarios/odd"), 1, "shop/cart", ""),
+    (("diff", "tests/scenarios/shop", "tests/scenarios/shop", "--node", "x"), 2, "",
+            "the Node x does not exist; there are node-1, node-2"),
+    (("simulate", "/nowhere"), 1, "", "no such folder of objects (/nowhere)"),
+    (("simulate", "tests/scenarios/shop", "--zone-down", "x"), 1, "", "no zone x"),
+    (("simulate", "tests/scenarios/shop", "--node-down", "node-2", "--node", "node-2"), 1, "",
+            "the Node node-2 is gone"),
+    (("simulate", "tests/scenarios/shop", "--node-down", "node-1", "--node-down", "node-2"), 1,
+            "", "no Node would be left; all would be gone: node-1, node-2"),
+    (("simulate", "tests/scenarios/shop", "--node-down", "node-1", "--node-down", "node-2",
+            "--node", "node-1"), 1, "", "no Node would be left; all would be gone: node-1, node-2"),
+    (("simulate", "tests/scenarios/shop", "--weight", "x=y"), 2, "", "--weight"),
+    (("simulate", "tests/scenarios/shop", "--service", "shop/carts"), 1, "",
+            "is shop/cart meant?"),
+    (("simulate", "tests/scenarios/shop", "--weight", "10.244.1.2=0", "--service", "shop/cart"),
+            0, "10.244.1.3:8080", ""),
+    (("sysdump", "/etc/hostname"), 1, "", "File exists"),
+    (("sysdump", "--time-limit", "soon"), 2, "", "--time-limit"),
     (("run", "--config", "/nowhere"), 1, "", "cannot read the configuration"),
     (("run", "--mode", "x", "--pin-dir", "y"), 2, "", "(--pin-dir)"),
     (("run", "--masquerade-all", "--v=4", "-v", "2", "--proxy-mode", "x"), 2, "",
@@ -103,11 +134,9 @@ def test_interrupt_is_exit_code_130(monkeypatch: pytest.MonkeyPatch):
 
 def test_closed_pipe_ends_by_sigpipe_without_output():
     command = [sys.executable, "-m", "kbpf", "run", "--help"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
-        child.stdout.close()
-        assert child.stderr.read() == b""
-        child.wait()
-    assert child.returncode == -signal.SIGPIPE
+    with pipe_without_reader() as gone:
+        done = subprocess.run(command, stdout=gone, stderr=subprocess.PIPE, check=False)
+    assert (done.returncode, done.stderr) == (-signal.SIGPIPE, b"")
 
 
 FILE = """\
@@ -145,9 +174,9 @@ def cleaned(
 ) -> tuple[int, tuple[str, ...]]:
     """Runs `kbpf cleanup` with this file; returns its exit code and the locations it cleans."""
     looked: list[object] = []
-    monkeypatch.setattr(cleanup, "remove_pins", lambda pins, _: looked.append(pins) or ())
+    monkeypatch.setattr(cleanup, "remove_pins", lambda pins, *_: looked.append(pins) or ())
 
-    def remove_ipvs(config: Config) -> tuple[()]:
+    def remove_ipvs(config: Config, _: bool) -> tuple[()]:
         looked.extend((config.ipvs_device, config.nft_table, config.state_dir))
         return ()
 
@@ -319,6 +348,39 @@ def test_inspect_uses_the_locations_of_the_file_unless_overridden(
     assert looked_for(monkeypatch, *command, *given)[0] == flagged
 
 
+VALIDATED = [
+    ("valid", FILE, (), 0, "", 0),
+    ("empty", "", (), 1, "the file is empty", 1),
+    ("two errors", f"{FILE}mode: x\nalgorithm: z\n", (), 1,
+     "unknown value 'x' (KbpfConfiguration.mode)", 2),
+    ("a warning", f"{FILE}packetPath: {{devices: [a], excludeDevices: [a]}}\n", (), 0,
+     "kbpf: warning: ", 1),
+    ("an error and a warning", f"{FILE}mode: x\nmode: y\n", (), 1, "warning: line ", 2),
+    ("not YAML", "a: b: c", (), 1, "not YAML", 1),
+    ("a folder of another machine", f"{FILE}cgroup: /nowhere\n", (), 0, "", 0),
+    ("a folder of this machine", f"{FILE}cgroup: /nowhere\n", ("--node",), 1,
+     "no such cgroup v2 folder: /nowhere", 1),
+    ("no file", None, (), 1, "cannot read the configuration", 1),
+]  # fmt: skip
+"""Name, text, options, exit code, words on stderr and the number of its lines."""
+
+
+@pytest.mark.parametrize("row", VALIDATED, ids=lambda row: row[0])
+def test_config_validate(
+    row: tuple, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    _, text, options, code, words, lines = row
+    monkeypatch.setenv("KBPF_MODE", "nonsense")
+    file = tmp_path / "config.conf"
+    if text is not None:
+        file.write_text(text)
+    assert app.call(["config", "validate", str(file), *options]) == code
+    out, err = capsys.readouterr()
+    assert out == (f"{file} is valid\n" if code == 0 else "")
+    assert words in err
+    assert err.count("\n") == lines
+
+
 BAD_FILES = [
     (f"{FILE}algorithm: best\n", "algorithm", "/sys/fs/bpf/file", "/run/file/file0"),
     (f"{FILE}pinDir: no/where\n", "no/where", "/sys/fs/bpf/kbpf", "/run/file/file0"),
@@ -388,6 +450,19 @@ def test_agent_does_not_import_the_command_line():
     modules = imported("run", "--source", "/nowhere", "--pin-dir", "/proc/nowhere")
     assert "msgspec" in modules
     assert not modules & {"typer", "pydantic", *HEAVY}
+
+
+@pytest.mark.parametrize("command", ["simulate tests/scenarios/shop", "record /dev/null --source "
+                                     "tests/scenarios/shop --hostname-override x"])  # fmt: skip
+def test_policy_needs_no_kernel(command: str):
+    script = (
+        "import sys\n"
+        f"for name in {('kbpf.kernel.bpf', 'kbpf.kernel.net', 'kbpf.dataplane.bpf', *HEAVY)!r}:\n"
+        "    sys.modules[name] = None\n"
+        "from kbpf.cli import app\n"
+        "sys.exit(app.call(sys.argv[1:]))\n"
+    )
+    subprocess.run([sys.executable, "-c", script, *command.split()], check=True)
 
 
 def test_inspect_services_imports_no_heavy_module():

@@ -14,40 +14,9 @@ from kbpf.dataplane.bpf.maps.layout import TcpState
 from kbpf.model.inspection import CONNECTION_STATES
 from kbpf.views.columns import Column, format_duration
 from kbpf.views.columns import format_size as bytes_text
+from kbpf.views.page import Kind, Page
 
 # ---- formats -----------------------------------------------------------------------------------
-
-COLUMNS = (
-    Column("NAME", lambda r: r["name"]),
-    Column("COUNT", lambda r: str(r["count"]), right=True),
-    Column("MORE", lambda r: "x", wide=True),
-)
-ROWS = ({"name": "a", "count": 1}, {"name": "a longer one", "count": 1000})
-
-
-def test_table_is_aligned_without_truncation():
-    assert render.format_rows(ROWS, COLUMNS, Output.TABLE).splitlines() == [
-        "NAME           COUNT",
-        "a                  1",
-        "a longer one    1000",
-    ]
-
-
-def test_table_without_rows_has_its_header():
-    assert render.format_rows((), COLUMNS, Output.TABLE) == "NAME   COUNT"
-
-
-def test_wide_adds_columns():
-    assert render.format_rows(ROWS, COLUMNS, Output.WIDE).splitlines()[0].split() == [
-        "NAME", "COUNT", "MORE",
-    ]  # fmt: skip
-
-
-def test_json_and_yaml_have_the_same_content_in_the_same_order():
-    as_json = render.format_rows(ROWS, COLUMNS, Output.JSON)
-    as_yaml = render.format_rows(ROWS, COLUMNS, Output.YAML)
-    assert json.loads(as_json) == yaml.safe_load(as_yaml) == list(ROWS)
-    assert as_yaml.splitlines()[0] == "- name: a"
 
 
 class Thing(msgspec.Struct):
@@ -56,33 +25,81 @@ class Thing(msgspec.Struct):
     parts: tuple[str, ...] = ("x", "y")
 
 
+class Above(msgspec.Struct):
+    total: int
+
+
 THINGS = (Thing("a", 1), Thing("a {longer} one", 1000, ()))
-THING_COLUMNS = (
+COLUMNS = (
     Column("NAME", lambda t: t.name),
     Column("COUNT", lambda t: str(t.count), right=True),
-    Column("MORE", lambda t: "", wide=True),
+    Column("MORE", lambda t: "x", wide=True),
 )
+THING_LIST = Kind("ThingList", Thing, Above)
+HEAD = {"apiVersion": "kbpf.io/v1alpha1", "kind": "ThingList"}
 
 
-@pytest.mark.parametrize("output", Output)
-@pytest.mark.parametrize("count", [0, 1, 2])
-def test_streamed_rows_equal_formatted_rows(output: Output, count: int):
-    some = THINGS[:count]
-    streamed = "".join(render.stream_rows(iter(some), THING_COLUMNS, output))
-    assert streamed == render.format_rows(some, THING_COLUMNS, output) + "\n"
+def rendered(page: Page, output: Output = Output.TABLE, titles: bool = True) -> str:
+    return "".join(render.render_page(page, output, titles))
+
+
+def test_table_is_aligned_without_truncation():
+    assert rendered(Page(THING_LIST, iter(THINGS), COLUMNS)).splitlines() == [
+        "NAME             COUNT",
+        "a                    1",
+        "a {longer} one    1000",
+    ]
+
+
+TABLES = [((), True, "NAME   COUNT\n"), ((), False, ""), (THINGS[:1], False, "a          1\n")]
+
+
+@pytest.mark.parametrize(("rows", "titles", "text"), TABLES)
+def test_titles_of_a_table(rows: tuple[Thing, ...], titles: bool, text: str):
+    assert rendered(Page(THING_LIST, rows, COLUMNS), titles=titles) == text
+
+
+def test_wide_adds_columns():
+    page = Page(THING_LIST, THINGS, COLUMNS)
+    assert rendered(page, Output.WIDE).split()[:3] == ["NAME", "COUNT", "MORE"]
+
+
+def test_text_is_above_the_table():
+    page = Page(THING_LIST, THINGS[:1], COLUMNS[:1], text=lambda wide: f"wide {wide}")
+    assert rendered(page) == "wide False\n\nNAME\na\n"
+    assert rendered(page, Output.WIDE) == "wide True\n\nNAME\na\n"
+    assert rendered(Page(THING_LIST, THINGS, text=lambda wide: "only text")) == "only text\n"
 
 
 @pytest.mark.parametrize("output", [Output.JSON, Output.YAML])
+@pytest.mark.parametrize("above", [None, Above(5)])
 @pytest.mark.parametrize("count", [0, 1, 2])
-def test_rows_streamed_below_a_value_are_one_document(output: Output, count: int):
-    some = THINGS[:count]
-    streamed = "".join(render.stream_rows(iter(some), THING_COLUMNS, output, Thing("above", 5)))
-    whole = {**msgspec.to_builtins(Thing("above", 5)), "rows": msgspec.to_builtins(some)}
-    read = json.loads if output is Output.JSON else yaml.safe_load
-    assert read(streamed) == json.loads(json.dumps(whole))
-    assert streamed.count("\n") == streamed.rstrip("\n").count("\n") + 1
+def test_list_is_one_document_with_its_items_last(output: Output, above: Above | None, count: int):
+    page = Page(THING_LIST, iter(THINGS[:count]), COLUMNS, summary=above)
+    text = rendered(page, output)
+    total = {"total": 5} if above else {}
+    whole = {**HEAD, **total, "items": msgspec.to_builtins(THINGS[:count])}
     if output is Output.JSON:
-        assert streamed == json.dumps(whole, indent=2) + "\n"
+        assert text == json.dumps(whole, indent=2) + "\n"
+    else:
+        assert list(yaml.safe_load(text).items()) == list(json.loads(json.dumps(whole)).items())
+        assert text.endswith("\n")
+        assert not text.endswith("\n\n")
+
+
+@pytest.mark.parametrize("output", [Output.JSON, Output.YAML])
+def test_rows_are_written_one_by_one(output: Output):
+    pieces = render.render_page(Page(THING_LIST, iter(THINGS), COLUMNS), output)
+    assert sum("longer" in piece or '"a"' in piece or ": a\n" in piece for piece in pieces) == 2
+
+
+@pytest.mark.parametrize("output", [Output.JSON, Output.YAML])
+def test_what_is_no_list_has_no_items(output: Output):
+    text = rendered(Page(Kind("Thing", summary=Thing), text=str, summary=THINGS[0]), output)
+    read = json.loads if output is Output.JSON else yaml.safe_load
+    assert read(text) == {
+        **HEAD, "kind": "Thing", "name": "a", "count": 1, "parts": ["x", "y"],
+    }  # fmt: skip
 
 
 def test_states_to_filter_by_are_those_shown():
@@ -99,6 +116,23 @@ def test_states_to_filter_by_are_those_shown():
 )
 def test_format_duration(seconds: float, text: str):
     assert format_duration(seconds) == text
+
+
+SORTED = [
+    ("9s", "1m00s", "2h03m", "5d01h"),
+    ("3s ago", "41s ago", "7m00s ago"),
+    ("812B", "1.5KiB", "64KiB", "1.0MiB", "3.0GiB"),
+    ("8", "9", "10"),
+    ("10.0.0.9:80", "10.0.0.10:80"),
+    ("9.0%", "80.0% !"),
+    ("-", "1"),
+]
+
+
+@pytest.mark.parametrize("texts", SORTED, ids=" ".join)
+def test_cells_are_sorted_by_value(texts: tuple[str, ...]):
+    page = Page(THING_LIST, [Thing(text, 0) for text in reversed(texts)], COLUMNS)
+    assert [row.name for row in page.refined(sort_by="name").rows] == list(texts)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,12 @@ tests/golden/inspect.
 """
 
 import dataclasses
+import errno
 import json
+import re
+import shutil
+import struct
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,11 +18,12 @@ import pytest
 import yaml
 from msgspec.structs import replace
 
-from kbpf.cli import app
+from kbpf.cli import app, trace
+from kbpf.cli.schema import build_schema, list_kinds
 from kbpf.dataplane.bpf import metrics
 from kbpf.dataplane.bpf.hooks import HOOKS
 from kbpf.dataplane.bpf.inspect import snapshot
-from kbpf.dataplane.bpf.maps import flow_entries, layout
+from kbpf.dataplane.bpf.maps import flow_entries, layout, pinning
 from kbpf.dataplane.bpf.maps.layout import (
     MAPS,
     U32,
@@ -25,6 +31,7 @@ from kbpf.dataplane.bpf.maps.layout import (
     ClientKind,
     ConfigFlag,
     DeviceFlag,
+    EndpointCondition,
     FlowDirection,
     FlowPath,
     NodeFlag,
@@ -32,15 +39,20 @@ from kbpf.dataplane.bpf.maps.layout import (
     ServiceFlag,
     ServiceValue,
     TcpState,
+    schema_hash,
 )
 from kbpf.dataplane.bpf.maps.pinning import Pins
+from kbpf.dataplane.bpf.maps.status_entries import pack_entry
 from kbpf.dataplane.ipvs import inspect as ipvs
 from kbpf.dataplane.ipvs import statefile
 from kbpf.dataplane.ipvs.statefile import StateFile
-from kbpf.kernel.system import pods
-from kbpf.model.address import parse_addr
+from kbpf.errors import KernelError
+from kbpf.kernel.bpf.objects import Map
+from kbpf.kernel.system import mounts, pods
+from kbpf.kernel.system.mounts import Cgroup
+from kbpf.model.address import Addr, format_addr, parse_addr
 from kbpf.model.desired import ServicePortKey
-from kbpf.model.inspection import HookEntry, HostDevice
+from kbpf.model.inspection import HookEntry, HostDevice, Route
 from kbpf.model.metrics import ConnectionStats
 from kbpf.model.objects import Cidr, Protocol
 from kbpf.model.reasons import Reason
@@ -53,9 +65,12 @@ from kbpf.model.status import (
     ThreadView,
     encode,
 )
+from kbpf.views.trace_row import NodeFacts, Step
 from tests.support.faults.fake_maps import Entries, FakeMap, names, slots, target
 from tests.support.golden import Golden
-from tests.values.views.ipvs_node import CONNECTIONS, HELD, STATES
+from tests.support.json_schema import validate
+from tests.values.cli.test_completion import complete
+from tests.values.views.ipvs_node import CONNECTIONS, HELD, PORTS
 
 TCP, UDP = Protocol.TCP, Protocol.UDP
 NOW, BOOT, NS = 100_000.0, 200_000.0, 1_000_000_000
@@ -93,9 +108,22 @@ def flow(
     }
 
 
-def affinity(client: bytes, kind: int, service: int, backend: int, age: float) -> Entries:
+def affinity(
+    client: bytes, kind: int, service: int, backend: int, age: float, cgroup: int = 0
+) -> Entries:
     key = layout.AFFINITY_KEY.pack(client, service, kind)
-    return {key: layout.AFFINITY.pack(int((NOW - age) * NS), backend, 0)}
+    return {key: layout.AFFINITY.pack(int((NOW - age) * NS), backend, cgroup)}
+
+
+def endpoint(
+    service: int, at: str, pod: str, node: str, zone: str, letters: str, protocol: int = TCP
+) -> Entries:
+    """The name of an endpoint. `letters`: its conditions: r(eady), s(erving), t(erminating)."""
+    conditions = sum(
+        condition for condition in EndpointCondition if condition.name[0].lower() in letters
+    )
+    key = layout.ENDPOINT_KEY.pack(service, target(at, protocol))
+    return {key: layout.pack_endpoint_name(pod, node, zone, conditions)}
 
 
 def device(role: int, flags: int) -> bytes:
@@ -135,9 +163,10 @@ def failure(
     service: int, reason: Reason,
 ) -> Entries:  # fmt: skip
     """A failure, the last and the first time so many seconds ago."""
-    times = (int((NOW - ago) * NS) for ago in (first, last))
+    first_ns, last_ns = (int((NOW - ago) * NS) for ago in (first, last))
     targets = (target(text) if text else bytes(20) for text in (client, frontend, backend))
-    value = layout.FAILURE.pack(*times, count, cgroup, *targets, service, 0, reason)
+    event = layout.EVENT.pack(last_ns, cgroup, *targets, service, 0, reason)
+    value = layout.FAILURE.pack(first_ns, count, event)
     return {layout.CLIENT_SLOT.pack(bytes(16), int(last)): value}
 
 
@@ -165,11 +194,21 @@ CONTENTS: dict[str, Entries] = {
         U32.pack(7): target("[fd00:10::7]:53", UDP),
         U32.pack(8): target("10.244.0.8:8080"),
     },
+    "endpoint_names": {
+        **endpoint(1, "10.244.0.5:8080", "web-7f9c-x2v8k", "node-1", "zone-a", "rs"),
+        **endpoint(1, "10.244.0.6:8080", "web-7f9c-7qzkd", "node-2", "zone-b", "st"),
+        **endpoint(1, "10.244.0.9:8080", "web-7f9c-new1", "node-1", "zone-a", ""),
+        **endpoint(2, "10.244.0.6:8080", "web-7f9c-7qzkd", "node-2", "zone-b", "rst"),
+        **endpoint(2, "10.244.0.10:8080", "web-7f9c-w1w1w", "node-2", "zone-b", "rs"),
+        **endpoint(3, "[fd00:10::7]:53", "coredns-6d4b\x1b[31m", "", "", "rs", UDP),
+        **endpoint(9, "10.244.0.77:1", "stale", "", "", ""),
+    },
     "node_addresses": {parse_addr("198.18.0.1"): bytes(4)},
     "affinity": {
         **affinity(parse_addr("198.51.100.7"), ClientKind.ADDRESS, 2, 5, 60.0),
         **affinity(HOST_NETNS.to_bytes(8, "little") + bytes(8), ClientKind.NETNS, 2, 6, 700.0),
-        **affinity((18).to_bytes(8, "little") + bytes(8), ClientKind.NETNS, 2, 6, 599.0),
+        **affinity((18).to_bytes(8, "little") + bytes(8), ClientKind.NETNS, 2, 6, 599.0,
+                   CGROUPS["pod"]),
         **affinity((99).to_bytes(8, "little") + bytes(8), ClientKind.NETNS, 7, 77, 5.0),
     },
     "source_ranges": {
@@ -202,7 +241,8 @@ CONTENTS: dict[str, Entries] = {
     },
     "local_networks": {layout.pack_network(Cidr(parse_addr("10.244.0.0"), 112)): bytes(4)},
     "exempt_cgroups": {bytes(8): bytes(4)},
-    "config": {bytes(4): layout.CONFIG.pack(HOST_NETNS, ConfigFlag.COUNT_CONNECTION_ENDS, 0)},
+    "config": {bytes(4): layout.CONFIG.pack(
+        HOST_NETNS, ConfigFlag.COUNT_CONNECTION_ENDS | ConfigFlag.SET_RETVAL, 0)},
     "counts": {
         U32_PAIR.pack(1, 5): layout.COUNTS.pack(
             *ConnectionStats(opened=40, refused=1, ended=39, bytes_in=2048, bytes_out=5 << 20,
@@ -213,6 +253,9 @@ CONTENTS: dict[str, Entries] = {
             *ConnectionStats(opened=2, unanswered=1, reset=1, retransmits=4)),
         U32_PAIR.pack(3, 7): layout.COUNTS.pack(*ConnectionStats(opened=9)),
     },
+    "latencies": {U32.pack(1): layout.LATENCIES.pack(*(
+        layout.LATENCY.pack(struct.pack("=24Q", 0, 90, 8, 2, *20 * [0]), 100_000_000)
+        for _ in range(2)))},
     "failures": {
         **failure(2.0, 90.0, 14, CGROUPS["pod"], "10.244.0.9:40000", "10.96.0.1:80",
                   "10.244.0.5:8080", 1, Reason.BACKEND_REFUSED),
@@ -228,7 +271,7 @@ CONTENTS: dict[str, Entries] = {
                   Reason.NOT_ALLOWED),
     },
     "reasons": {U32.pack(reason): (2 * reason).to_bytes(8, "little") * 2 for reason in Reason},
-    "agent_status": {bytes(4): encode(STATUS)},
+    "agent_status": {bytes(4): pack_entry(1, encode(STATUS))},
 }  # fmt: skip
 
 
@@ -254,6 +297,27 @@ DEVICES = (
 )
 
 
+def find_route(to: Addr, source: Addr | None, came_in_by: int) -> Route:
+    """Pods of this node behind cali0; a router at eth0, except for one pod network."""
+    text = format_addr(to)
+    if text == "10.244.0.6":
+        return Route(error="no route, or IP forwarding is off")
+    if text.startswith("10.244.0."):
+        return Route(3, "cali0")
+    return Route(2, "eth0", parse_addr("fd00::1" if ":" in text else "198.18.0.254"))
+
+
+FACTS_OF_NODE = NodeFacts(
+    find_route, find_route,
+    [Step("FORWARD", "masqueraded packets pass", "drops by default: ip filter FORWARD; the agent "
+          "keeps a rule there for masqueraded packets")],
+    [Step("FORWARD", "may drop it", "drops by default: ip filter FORWARD; passes where a rule "
+          "there accepts it")],
+    [Step("before DNAT", "rules are bypassed", "bypassed by the packet path, so they protect no "
+          "NodePort or VIP: inet host early")],
+)  # fmt: skip
+
+
 @pytest.fixture
 def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A node with an agent of mode bpf, in the current folder."""
@@ -275,11 +339,15 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for module in (snapshot, ipvs, metrics):
         monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(snapshot.hooks, "read", lambda _: FACTS)
-    monkeypatch.setattr(pods, "find_cgroup_paths", lambda ids: CGROUP_PATHS)
+    cgroups = {i: Cgroup(Path(f"/sys/fs/cgroup{path}"), path) for i, path in CGROUP_PATHS.items()}
+    monkeypatch.setattr(mounts, "find_cgroups", lambda ids, mask=0: cgroups)
     monkeypatch.setattr(pods, "list_pod_names", lambda: {UIDS["pod"]: "shop/cart-5d6f"})
-    monkeypatch.setattr(pods, "find_cgroup_ids", lambda uid: frozenset((CGROUPS["pod"],)))
+    monkeypatch.setattr(pods, "find_cgroup_ids", lambda uid: frozenset((CGROUPS["pod"], 77)))
+    monkeypatch.setattr(pods, "find_process", lambda uid: pods.PodProcess(7, Path("/pod")))
+    monkeypatch.setattr(trace, "_read_netns", lambda _: (99, (parse_addr("10.244.0.9"),)))
+    monkeypatch.setattr(trace, "read_facts", lambda *_: FACTS_OF_NODE)
     for module in (snapshot, ipvs):
-        monkeypatch.setattr(module, "is_alive", lambda _: True)
+        monkeypatch.setattr(module, "is_alive", lambda *_: True)
     monkeypatch.setattr(snapshot.devices, "read", lambda *_: DEVICES)
     monkeypatch.setattr(ipvs, "_read_servers", lambda: HELD)
     monkeypatch.setattr(ipvs, "list_connections", lambda: CONNECTIONS)
@@ -292,8 +360,8 @@ def ipvs_node(node: Path) -> Path:
     folder = node / "state" / "kbpf-ipvs0"
     folder.mkdir(parents=True)
     file = StateFile(folder)
-    for state in STATES:
-        file.set_service(state.key, state)
+    for port in PORTS:
+        file.set_service(port.state.key, port.state, fwmark=port.fwmark)
     file.write(b"")
     choice = ModeChoice("auto", "ipvs", "no cgroup v2", "no cgroup v2 hierarchy is mounted")
     status = replace(STATUS, mode="ipvs", choice=choice, packets=None, refused=0)
@@ -314,7 +382,8 @@ def transcript(
             assert out == json.dumps(value, indent=2, ensure_ascii=False) + "\n"
             yaml_code, yaml_out, yaml_err = run(capsys, f"{command[:-4]}yaml", command_name)
             assert (yaml_code, yaml.safe_load(yaml_out), yaml_err) == (code, value, err)
-            rows = value if isinstance(value, list) else [{k: v} for k, v in value.items()]
+            assert validate(value, build_schema(list_kinds())) == []
+            rows = [{k: v} for k, v in value.items() if k != "items"] + value.get("items", [])
             texts = [json.dumps(row, ensure_ascii=False) for row in rows]
             out = "".join(f"{text}\n" for text in texts if word in text)
         end = f"exit code {code}\n" if code else ""
@@ -337,20 +406,23 @@ VIEWS = {
     "services": commands("services", "services -n kube-system", "services -n none"),
     "service": ("service local -o wide", "service local -o json", "service web",
                 "service dns -n kube-system", "service wbe", "service :30053 -o wide",
-                "service 10.9.9.9",
+                "service 10.9.9.9", "service web-7f9c-new1", "service default/web-7f9c-x2v8",
                 "service kube-system/dns -n default"),
-    "backends": commands("backends", "backends --no-headers", "backends --sort-by services",
-                         "backends --sort-by nothing", wide=False),
-    "affinity": commands("affinity", wide=False),
+    "backends": commands("backends", "backends web", "backends 10.244.0.6",
+                         "backends 10.96.0.2:443", "backends :30053",
+                         "backends default/web-7f9c-x2v8k", "backends wbe",
+                         "backends --no-headers", "backends --sort-by services",
+                         "backends --sort-by nothing"),
+    "affinity": commands("affinity"),
     "failures": commands("failures", "failures --service web", "failures --service 192.0.2.9",
                          "failures --pod shop/cart-5d6f", "failures --since 5m --limit 1",
                          "failures --since soon", "failures --service wbe",
-                         "failures --pod shop/none"),
+                         "failures --pod shop/none", "failures --pod web-7f9c-7qzkd"),
     "connections": commands("connections", "connections --expired --limit 2",
                             "connections --service web --state closed",
                             "connections --client 198.18.0.1", "connections --backend fd00:10::7",
                             "connections --service no"),
-    "nat": commands("nat", "nat --limit 1", wide=False),
+    "nat": commands("nat", "nat --limit 1"),
     "sources": commands("sources"),
     "devices": commands("devices"),
     "maps": ("maps", "maps -o json | grep queue"),
@@ -364,6 +436,69 @@ def test_view(view: str, node: Path, golden: Golden, capsys: pytest.CaptureFixtu
     golden(f"inspect/{view}.txt", transcript(capsys, *VIEWS[view]))
 
 
+FORMATS = (
+    "services -o name", "services -A -o name", "services -n kube-system -o name",
+    "devices -o name --limit 3",
+    "backends -o name", "maps -o wide --field-selector name=flows", "failures -o name",
+    "services -o jsonpath={.items[*].name}",
+    'services -o jsonpath={range.items[*]}{end}',
+    """services -o jsonpath={.kind}{"\\n"}{.items[?(@.name=="web")].frontends[*].address}{"\\n"}""",
+    "services -o jsonpath={.items[99].name}", "services -o jsonpath={.items",
+    "services -o custom-columns=SERVICE:.name,VIPS:.frontends[*].address,SET:.backends_local",
+    "services -o custom-columns=SERVICE:.title", "services -o custom-columns=SERVICE",
+    "services -o xml", "status -o custom-columns=A:.ok", "status -o name",
+    "status -o jsonpath={.node},{.packets.state}",
+    "services --field-selector protocol=TCP", "services --field-selector name!=web,family=4",
+    "services --field-selector frontends[*].kind==NodePort --no-headers",
+    "services --field-selector colour=red", "services --field-selector name",
+    "services --field-selector name=none", "backends --field-selector services=default/web:http",
+    "connections -n kube-system", "connections -n default --limit 1 --sort-by idle",
+    "connections -n none", "affinity -n none", "failures -n kube-system", "sources -n default",
+    "backends -n kube-system -o name", "nat -n kube-system", "services -l app=web",
+    "service web -n none -A", "services --limit 2 --sort-by name -A",
+)  # fmt: skip
+
+
+def test_formats_and_selections(node: Path, golden: Golden, capsys: pytest.CaptureFixture[str]):
+    golden("inspect/formats.txt", transcript(capsys, *FORMATS))
+
+
+COMPLETIONS = [
+    ("inspect service ", ["default/idle", "default/local", "default/web", "kube-system/dns"]),
+    ("inspect service default/w", ["default/web"]),
+    ("inspect service w", ["web"]),
+    ("inspect service x", []),
+    ("inspect service -n kube-system ", ["dns"]),
+    ("inspect connections --service k", ["kube-system/dns"]),
+    ("inspect backends -n ", ["default", "kube-system"]),
+    ("inspect service --pin-dir /nowhere ", []),
+    ("inspect failures --pod ", ["shop/cart-5d6f"]),
+    ("inspect endpoints default/l", ["default/local"]),
+    ("trace ", ["host", "outside", "shop/cart-5d6f"]),
+    ("trace host d", ["default/idle", "default/local", "default/web"]),
+]
+
+
+@pytest.mark.parametrize(("line", "words"), COMPLETIONS, ids=[row[0] for row in COMPLETIONS])
+def test_names_of_the_node_are_completed(
+    line: str, words: list[str], node: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):  # fmt: skip
+    monkeypatch.setenv("KBPF_PIN_DIR", "pins")
+    monkeypatch.setenv("KBPF_STATE_DIR", "state")
+    assert complete(f"kbpf {line}", monkeypatch, capsys) == words
+
+
+def test_names_are_read_where_the_file_says(
+    node: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    file = node / "config.conf"
+    text = "apiVersion: kbpf.io/v1alpha1\nkind: KbpfConfiguration\npinDir: /nowhere\n"
+    file.write_text(text.replace("/nowhere", f"{node}/pins"))
+    line = f"kbpf inspect service --config {file} default/w"
+    assert complete(line, monkeypatch, capsys) == ["default/web"]
+
+
 TRACES = (
     "host default/web", "host default/web:http", "host default/local:443",
     "shop/cart-5d6f 10.96.0.1:80", "shop/cart-5d6f https://local.default",
@@ -371,7 +506,7 @@ TRACES = (
     "198.51.100.7 192.0.2.5:443", "203.0.113.9 192.0.2.5:443", "outside kube-system/dns",
     "host [fd00:96::1]:53/udp", "host 10.1.2.3:80", "outside default/web -o json",
     "shop/none default/web", "host default/none", "host default/web:ftp", "host 10.96.0.1",
-    "host http://web.default:81",
+    "host http://web.default:81", "host default/wbe", "outside default/local:8443",
 )  # fmt: skip
 
 
@@ -392,13 +527,133 @@ def test_view_of_mode_ipvs(ipvs_node: Path, golden: Golden, capsys: pytest.Captu
     golden("inspect/ipvs.txt", transcript(capsys, *IPVS_COMMANDS))
 
 
+def refuse(code: int) -> Callable[..., Any]:
+    """An open_map() that fails like this."""
+
+    def open_map(*_: object) -> Any:
+        raise KernelError("cannot open the map", "pins", "run as root", code)
+
+    return open_map
+
+
+REAL_OPEN_MAP = pinning.open_map
+OTHER_LAYOUT = SimpleNamespace(type=1, key_size=8, value_size=96, close=lambda: None)
+RUNNING = "is `kbpf run` running on this node, and with this --pin-dir?"
+UNREADABLE: dict[str, tuple[Callable[[Path, pytest.MonkeyPatch], object], str]] = {
+    "nothing was ever pinned": (
+        lambda pins, _: shutil.rmtree(pins),
+        f"nothing is pinned: there is no such folder (pins); {RUNNING}"),
+    "no maps are pinned": (
+        lambda pins, _: shutil.rmtree(Pins(pins).maps), f"no maps are pinned (pins); {RUNNING}"),
+    "another version, older or newer": (
+        lambda pins, _: Pins(pins).maps.rename(pins / "maps-0123456789ab"),
+        "another version of kbpf has pinned its maps (pins); use the kbpf that runs as the agent, "
+        "or restart the agent with this one"),
+    "the pin folder is a file": (
+        lambda pins, _: (shutil.rmtree(pins), pins.write_text("")),
+        "not a folder (pins); give the folder that `kbpf run` was given with --pin-dir"),
+    "a map was removed": (
+        lambda _, patch: patch.setattr(snapshot.pinning, "open_map", refuse(errno.ENOENT)),
+        "the map MAP is missing (pins/maps-SCHEMA); its pin was removed: run `kbpf cleanup`, "
+        "then start the agent again"),
+    "no rights": (
+        lambda _, patch: patch.setattr(snapshot.pinning, "open_map", refuse(errno.EPERM)),
+        "cannot open the map (pins): EPERM; run as root"),
+    "a map of another layout": (
+        lambda _, patch: (
+            patch.setattr(snapshot.pinning, "open_map", REAL_OPEN_MAP),
+            patch.setattr(Map, "open", lambda path: OTHER_LAYOUT)),
+        "the pinned map has an incompatible layout: type 1, key size 8, value size 96 "
+        "(pins/maps-SCHEMA/MAP); run kbpf cleanup"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+@pytest.mark.parametrize("command", ["service web", "backends", "connections", "failures"])
+def test_what_cannot_be_read_is_one_clear_line(
+    name: str, command: str, node: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):  # fmt: skip
+    break_it, line = UNREADABLE[name]
+    break_it(node / "pins", monkeypatch)
+    code, out, err = run(capsys, command)
+    err = re.sub(r"(the map |SCHEMA/)\w+", r"\1MAP", err.replace(schema_hash(), "SCHEMA"))
+    assert (code, out, err) == (1, "", f"kbpf: {line}\n")
+
+
+def test_corrupt_entries_are_left_out(
+    node: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Those that no agent or program of this version can have written."""
+    whole = [run(capsys, command) for command in CORRUPT]
+    for name, entries in CORRUPT_ENTRIES.items():
+        monkeypatch.setitem(CONTENTS, name, {**CONTENTS[name], **entries})
+    assert [run(capsys, command) for command in CORRUPT] == whole
+
+
+CORRUPT = ("service web", "backends", "failures", "failures --service web")
+BAD = bytes([9] * 20)
+CORRUPT_ENTRIES: dict[str, Entries] = {
+    "services": {BAD: bytes(layout.SERVICE.size)},
+    "backends": {U32.pack(9): BAD},
+    "endpoint_names": {layout.ENDPOINT_KEY.pack(1, BAD): bytes(layout.ENDPOINT_NAME.size)},
+    "failures": {
+        bytes(20): layout.FAILURE.pack(
+            0, 1, layout.EVENT.pack(0, 0, *3 * [target("10.0.0.1:1")], 1, 0, 1 << 20)
+        ),
+        bytes(19) + b"x": layout.FAILURE.pack(0, 1, layout.EVENT.pack(0, 0, *3 * [BAD], 1, 0, 1)),
+    },
+}
+
+
+IPVS_TRACES = (
+    "host default/web", "outside default/web", "host 127.0.0.1:30080", "outside 198.18.0.1:30081",
+    "host 192.0.2.2:80", "203.0.113.9 192.0.2.2:80", "host 192.0.2.2:81",
+    "shop/cart-5d6f default/sticky", "host default/none", "host 10.1.2.3:80",
+    "host default/web --confirm",
+)  # fmt: skip
+
+
+def test_traces_in_mode_ipvs(ipvs_node: Path, golden: Golden, capsys: pytest.CaptureFixture[str]):
+    golden("trace-ipvs.txt", transcript(capsys, *IPVS_TRACES, command_name="trace"))
+
+
+OLD = "0a1b2c3d-0000-4000-8000-000000000009"
+RUNNING = frozenset((CGROUPS["pod"], 77))
+OTHER_PODS: dict[str, tuple[str, str, frozenset[int], str]] = {
+    "replaced, its logs are first": (OLD, "shop/cart-5d6f", frozenset(), "(10.244.0.9)"),
+    "replaced, its logs are last": ("last", "shop/cart-5d6f", frozenset(), "(10.244.0.9)"),
+    "terminating, without a process": (OLD, "shop/cart-5d6f", frozenset((7,)), "(10.244.0.9)"),
+    "of another namespace": (OLD, "stage/cart-5d6f", RUNNING,
+                             "cart-5d6f may be shop/cart-5d6f or stage/cart-5d6f"),
+}  # fmt: skip
+"""The uid, name and cgroups of a second Pod with the name of the one that runs; what is printed."""
+
+
+@pytest.mark.parametrize(("uid", "name", "cgroups", "text"), OTHER_PODS.values(), ids=OTHER_PODS)
+def test_trace_takes_the_pod_that_runs(
+    node: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    uid: str, name: str, cgroups: frozenset[int], text: str,
+):  # fmt: skip
+    names = {OLD: name, UIDS["pod"]: "shop/cart-5d6f"} if uid == OLD else {
+        UIDS["pod"]: "shop/cart-5d6f", uid: name
+    }  # fmt: skip
+    process = pods.PodProcess(7, Path("/pod"))
+    monkeypatch.setattr(pods, "list_pod_names", lambda: names)
+    monkeypatch.setattr(pods, "find_cgroup_ids", lambda of: cgroups if of == uid else RUNNING)
+    monkeypatch.setattr(pods, "find_process", lambda of: None if of == uid else process)
+    code, out, err = run(capsys, "cart-5d6f default/web", "trace")
+    assert text in out + err
+    assert code == (2 if "may be" in text else 0)
+
+
 OPENED = {
     "services": {"services", "service_names", "backend_slots", "backends", "node_addresses",
                  "config"},
     "affinity": {"services", "service_names", "backend_slots", "backends", "node_addresses",
-                 "config", "affinity"},
-    "connections": {"flows", "service_names", "config", "node", "devices", "local_networks",
-                    "agent_status", "reasons"},
+                 "config", "affinity", "endpoint_names", "node"},
+    "connections": {"flows", "service_names", "endpoint_names", "config", "node", "devices",
+                    "local_networks", "agent_status", "reasons"},
     "devices": {"config", "node", "devices", "local_networks", "agent_status", "reasons"},
     "maps": set(MAPS),
     "programs": {"config", "exempt_cgroups"},
@@ -420,7 +675,41 @@ def test_only_maps_that_are_shown_are_opened(
 
     monkeypatch.setattr(snapshot.pinning, "open_map", count)
     run(capsys, view)
-    assert sorted(opened) == sorted(OPENED[view])
+    of_status = {"agent_status", "reasons"}
+    assert sorted({*opened, *of_status}) == sorted(OPENED[view] | of_status)
+    others = [name for name in opened if name not in of_status]
+    assert len(others) == len(set(others))
+
+
+@pytest.mark.parametrize("is_alive", [True, False])
+@pytest.mark.parametrize(
+    "view", [*sorted(set(VIEWS) - {"service", "status"}), "service web", "trace"]
+)
+def test_a_view_says_how_old_it_is_if_the_agent_is_down(
+    view: str, is_alive: bool, node: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):  # fmt: skip
+    monkeypatch.setattr(snapshot, "is_alive", lambda *_: is_alive)
+    command = ("host default/web", "trace") if view == "trace" else (view, "inspect")
+    _, _, err = run(capsys, *command)
+    assert ("the agent is down: this is what it had programmed 1s ago" in err) is not is_alive
+
+
+def test_a_view_does_not_need_the_status(
+    node: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """An agent of another version may know more reasons, and have a map of another size."""
+    expected = run(capsys, "services")
+    open_map = snapshot.pinning.open_map
+
+    def refuse(path: Path, spec: layout.MapSpec) -> Any:
+        if spec.name == "reasons":
+            raise KernelError("the map reasons has another layout")
+        return open_map(path, spec)
+
+    monkeypatch.setattr(snapshot.pinning, "open_map", refuse)
+    assert run(capsys, "services") == expected
+    assert run(capsys, "status")[0] == 1
 
 
 def test_each_map_is_listed_once_to_count_its_entries(

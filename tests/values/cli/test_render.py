@@ -12,6 +12,7 @@ from kbpf.cli.options import Output
 from kbpf.errors import KbpfError, KernelError, escape_unprintable
 from kbpf.views import text as text_tables
 from kbpf.views.columns import Column
+from kbpf.views.page import Kind, Page
 
 HOSTILE = "a\x1b[2J\x9b1m\x00\x7f\r\n\u202eb\u2066\u200f\u2028c"
 SAFE = r"a\x1b[2J\x9b1m\x00\x7f\r\n\u202eb\u2066\u200f\u2028c"
@@ -22,6 +23,11 @@ class Row(NamedTuple):
 
 
 COLUMNS = (Column("NAME", lambda row: row.name),)
+KIND = Kind("RowList", Row)
+
+
+def rendered(value: Any, output: Output) -> str:
+    return "".join(render.render_page(Page(KIND, [value], COLUMNS), output))
 
 
 def shows(text: str) -> bool:
@@ -38,7 +44,7 @@ def test_printable_text_is_unchanged(text: str) -> None:
     ("name", "text"),
     [
         ("a table", text_tables.format_table([Row(HOSTILE)], COLUMNS)),
-        ("a stream of rows", "".join(render.stream_rows([Row(HOSTILE)], COLUMNS, Output.TABLE))),
+        ("a stream of rows", rendered(Row(HOSTILE), Output.TABLE)),
         ("facts", text_tables.format_facts([("error", HOSTILE)])),
         ("an error", str(KbpfError("said " + HOSTILE.replace("\r\n", ""), "x", "y"))),
         ("a kernel's error", str(KernelError("said \x1b]0;x\x07", "x", errno=1))),
@@ -58,7 +64,7 @@ def test_json_and_yaml_are_escaped_and_keep_their_value(output: Output, value: s
     text = render.format_document([{"name": value}], output)
     assert shows(text)
     assert parse(text) == [{"name": value}]
-    streamed = "".join(render.stream_rows([{"name": value}], COLUMNS, output))
+    streamed = rendered({"name": value}, output)
     assert shows(streamed)
-    assert parse(streamed) == [{"name": value}]
+    assert parse(streamed)["items"] == [{"name": value}]
     assert ("ä" in text) == ("ä" in value), "what can be printed stays as it is"

@@ -3,11 +3,11 @@
 
 import pytest
 
-from tests.support.runtime.command import kbpf, python
+from tests.support.runtime.command import kbpf, pipe_without_reader, python
 
 FULL = "kbpf: cannot write to the standard output: No space left on device\n"
 CLOSED = "kbpf: cannot write to the standard output: Bad file descriptor\n"
-GONE = "| true"
+GONE = ">&{gone}"
 PIPE = 141
 WRITTEN = ("run", "--write-config-to", "/dev/stdout")
 
@@ -34,7 +34,8 @@ STREAMS = [
 @pytest.mark.parametrize("row", STREAMS, ids=lambda row: f"{' '.join(row[0])} {row[1]}")
 def test_redirected_stream(row: tuple) -> None:
     words, shell, code, err = row
-    done = kbpf(*words, shell=shell)
+    with pipe_without_reader() as gone:
+        done = kbpf(*words, shell=shell.format(gone=gone), pass_fds=(gone,))
     assert (done.code, done.err) == (code, err)
 
 
@@ -44,6 +45,35 @@ def test_unencodable_characters_are_question_marks(encoding: str) -> None:
     done = python("-c", script, environ={"PYTHONIOENCODING": encoding})
     arrow = "→" if encoding.startswith("utf") else "?"
     assert (done.code, done.out, done.err) == (0, f"a {arrow} b ?\n", "")
+
+
+ASCII_COMMANDS = [
+    ("--help",), ("run", "--help"), ("inspect", "connections", "-h"), ("schema",), ("check",),
+    ("check", "-o", "yaml"), ("run", "--mode", "ä"), ("inspect", "services", "-o", "jsonpath=ä{"),
+    ("inspect", "service", "ä→", "--pin-dir", "/nowhere/ä"), ("config", "validate", "/nowhere/ä"),
+    ("trace", "ä", "ä"), ("nonsense-ä",), ("inspect", "services", "--pin-dir", "/nowhere/ä"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("words", ASCII_COMMANDS, ids=" ".join)
+@pytest.mark.parametrize("environ", [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C"}], ids=str)
+def test_no_command_fails_on_an_ascii_terminal(words: tuple[str, ...], environ: dict[str, str]):
+    done = kbpf(*words, environ=environ)
+    text = done.out + done.err
+    assert done.code in (0, 1, 2)
+    assert "Traceback" not in text
+    typed = "".join(words)  # typer repeats what was typed as it was typed
+    assert all(c.isascii() or c in typed for c in text) or "LC_ALL" in environ
+
+
+BARS = [("ascii", "###       "), ("utf-8", "███       ")]
+
+
+@pytest.mark.parametrize(("encoding", "bar"), BARS)
+def test_bars_use_what_the_terminal_has(encoding: str, bar: str):
+    script = "from kbpf.cli import streams, demo; streams.set_up(); print(demo.bar(0.3, 10) + '|')"
+    done = python("-c", script, environ={"PYTHONIOENCODING": encoding})
+    assert done.out == f"{bar}|\n"
 
 
 @pytest.mark.parametrize("words", [(), ("run",), ("check",), ("compile",), ("cleanup",), ("demo",),

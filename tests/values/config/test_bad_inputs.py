@@ -195,8 +195,9 @@ SETTINGS = [
           "positional", 2, USAGE, "error: unrecognized arguments: positional"),
     flags("a flag without its value", "-v", 2, USAGE, "error: argument -v/--v: expected one "
           "argument"),
-    flags("a folder and a server", "--source / --kubeconfig x", 2, "a folder and an API server "
-          "cannot both be the source (--source); leave out --source, or --kubeconfig and --master"),
+    flags("a folder and a server", "--source / --kubeconfig x", 2, "a folder or recording and an "
+          "API server cannot both be the source (--source); leave out --source, or --kubeconfig "
+          "and --master"),
 ]  # fmt: skip
 
 

@@ -95,7 +95,7 @@ def test_unbounded_yaml_is_refused_with_a_one_line_error(
     begun = time.process_time()
     with pytest.raises(KbpfError, match=complaint) as caught:
         read(text, tmp_path)
-    assert time.process_time() - begun < 2.0
+    assert time.process_time() - begun < 10.0
     assert len(str(caught.value)) < 500
 
 

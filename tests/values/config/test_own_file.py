@@ -10,7 +10,7 @@ from kbpf.config import documents
 from kbpf.config.kbpf_configuration import KBPF_SETTINGS, KbpfConfiguration
 from kbpf.errors import ConfigErrors
 from kbpf.model.address import parse_addr
-from kbpf.model.config import Accounting, ServiceAnnotations, SocketLb
+from kbpf.model.config import Accounting, ServiceAnnotations, SocketLb, StatusPageAccess
 from kbpf.model.objects import Algorithm, Cidr
 from tests.values.config.documents import (
     OWN,
@@ -30,6 +30,7 @@ OURS = [
     FieldRow("mode: ipvs", "mode", "ipvs"),
     FieldRow("master: https://192.0.2.1:6443", "master", "https://192.0.2.1:6443"),
     FieldRow("source: /objects", "source", Path("/objects")),
+    FieldRow("sourceSpeed: 2", "source_speed", 2.0),
     FieldRow("sourceEmptyGrace: 90s", "source_empty_grace", 90.0),
     FieldRow("allowInsecureApi: true", "allow_insecure_api", True),
     FieldRow("pinDir: /sys/fs/bpf/x", "pin_dir", Path("/sys/fs/bpf/x")),
@@ -69,10 +70,14 @@ OURS = [
     FieldRow("mapSizes: {connections: 7000}", "sizes.connections", 7000),
     FieldRow("mapSizes: {affinity: 7}", "sizes.affinity", 7),
     FieldRow("mapSizes: {counts: 7}", "sizes.counts", 7),
+    FieldRow("statusPage: local", "serving.status_page", StatusPageAccess.LOCAL),
     FieldRow("metrics: {services: 0}", "serving.service_series", 0),
     FieldRow("metrics: {backends: 7}", "serving.backend_series", 7),
+    FieldRow("metrics: {latencies: 7}", "serving.latency_series", 7),
     FieldRow("metrics: {accounting: full}", "accounting", Accounting.FULL),
     FieldRow("metrics: {accounting: off}", "accounting", Accounting.OFF),
+    FieldRow("verify: {period: 1m}", "verify_period", 60.0),
+    FieldRow("verify: {readiness: true}", "verify_readiness", True),
     FieldRow("logLevel: warning", "log_level", "warning"),
     FieldRow("mode: ''\ncgroup: null\npacketPath: {devices: []}", "mode", "auto"),
 ]  # fmt: skip

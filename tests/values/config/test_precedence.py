@@ -167,6 +167,7 @@ IGNORED_IN_IPVS: list[tuple[dict[str, str], str]] = [
     ({"forwarding": "direct", "accounting": "full"}, "--forwarding --accounting"),
     ({"max_frontends": "1000", "max_counts": "1"}, "--max-frontends --max-counts"),
     ({"metrics_backends": "5"}, "--metrics-backends"),
+    ({"metrics_latencies": "5"}, "--metrics-latencies"),
     ({"packet_path": "false", "device": "eth0"}, "--packet-path --device"),
     ({"masquerade_all": "true", "ipvs_scheduler": "lc", "ipvs_strict_arp": "true"}, ""),
 ]

@@ -121,14 +121,12 @@ def test_expired_entries_are_deleted_and_not_counted(name: str):
     service, seconds, stays = AGES[name]
     affinity, shares = FakeMap(), FakeMap()
     own = bytes(parse_addr(ONE))
-    used = time.monotonic_ns() + 10**15 - int(seconds * 10**9)
+    now = time.monotonic_ns() + 10**15
+    used = now - int(seconds * 10**9)
     affinity[AFFINITY_KEY.pack(own, service, 0)] = AFFINITY.pack(used, 1, 0)
     shares[own] = U32.pack(1)
     with pytest.MonkeyPatch.context() as patch:
-        real = time.monotonic_ns
-        patch.setattr(
-            "kbpf.dataplane.bpf.maps.affinity_shares.time.monotonic_ns", lambda: real() + 10**15
-        )
+        patch.setattr("kbpf.dataplane.bpf.maps.affinity_shares.time.monotonic_ns", lambda: now)
         counted(affinity, shares).advance(0, AT_ONCE)
     assert (len(affinity), len(shares)) == ((1, 1) if stays else (0, 0))
 

@@ -5,10 +5,13 @@ from typing import NamedTuple
 
 import pytest
 
+from kbpf.dataplane.bpf.maps.layout import MAX_DEVICES
 from kbpf.dataplane.bpf.packet_path.device_roles import (
     DeviceRole,
     assign_roles,
+    count_left_out,
     decide_roles,
+    describe_left_out,
     find_unmatched,
 )
 from kbpf.kernel.net.devices import Device
@@ -376,3 +379,16 @@ def test_every_role_has_a_reason():
         "br0": "bridge with the uplink eth1",
         "eth1": "port of br0",
     }
+
+
+def test_devices_beyond_the_limit_are_left_out() -> None:
+    """The newest of pods. Devices without programs do not count."""
+    pods = [Device(index, f"cali{index}", "veth", peer_netns=1) for index in range(3, 5000)]
+    uplink, loopback = Device(6000, "eth0"), Device(1, "lo", loopback=True)
+    choices = decide_roles([loopback, *pods, uplink])
+    served = [index for index, choice in choices.items() if choice.role is not SKIPPED]
+    assert served == [*range(3, 2 + MAX_DEVICES), 6000]
+    assert count_left_out(choices) == 5000 - (2 + MAX_DEVICES)
+    assert count_left_out(decide_roles([*pods, uplink], excluded=("cali*",))) == 0
+    line = describe_left_out(902)
+    assert line.startswith("902 devices have no packet programs: 4,096 others have programs")

@@ -43,6 +43,7 @@ EXPRESSIONS = {
     "another target": ([{"xt": {"type": "target", "name": "MARK"}}], False),
     "only a counter": ([COUNTER], False),
     "nothing": ([], False),
+    "an extension that is not shown": ([{"xt": None}, {"drop": None}], False),
 }  # fmt: skip
 """A rule as libnftables lists it, and whether it refuses all packets."""
 

@@ -302,7 +302,7 @@ def test_only_changed_devices_are_written():
     facts.write((moved, CNI0), choices)
     assert told.take() == [
         *["put device_cache"] * 2,  # the slot is cleared during the change
-        *("put devices", "drop devices"),
+        *("drop devices", "put devices"),
         *["put device_cache"] * 2,
     ]
     assert told.maps["devices"].entries == {U32.pack(2): pack_device(moved, HOST, Config())}

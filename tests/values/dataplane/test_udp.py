@@ -27,7 +27,7 @@ from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.errors import KernelError
 from kbpf.model.address import parse_addr
 from kbpf.model.config import MapSizes
-from kbpf.model.desired import Backend
+from kbpf.model.desired import Backend, FrontendAddress
 from kbpf.model.objects import Protocol
 
 UDP, TCP = Protocol.UDP, Protocol.TCP
@@ -246,6 +246,25 @@ def test_a_pass_that_failed_starts_again(monkeypatch: pytest.MonkeyPatch, method
     assert [each.flows for each in passes.results] == [{4: 1}]
 
 
+def test_sockets_that_cannot_be_listed_are_logged_once(caplog: pytest.LogCaptureFixture):
+    """Some kernels never list them, and each change of endpoints is a pass. Flows are ended."""
+
+    class Unlisted(FakeMap):
+        def items(self) -> Any:
+            raise KernelError("the kernel refuses the iterator", errno=errno.EPERM)
+
+    flows = flow((1, ONE, UDP), (2, TWO, UDP))
+    passes = udp.UdpPasses(cast("Any", {**sockets(), "sock_peers": Unlisted(), "flows": flows}))
+    for backend in (ONE, TWO, SIX):
+        passes.add({(1, backend), (2, backend)}, set(), count_flows=True)
+        passes.advance(float("inf"))
+    assert not flows
+    assert [record.message for record in caplog.records] == [
+        "cannot destroy UDP sockets whose backend no longer serves: "
+        "the kernel refuses the iterator: EPERM"
+    ]
+
+
 def test_a_socket_skipped_once_by_the_iterator_is_ended(monkeypatch: pytest.MonkeyPatch):
     """The kernel's iterator can skip a socket if another one is closed meanwhile."""
 
@@ -269,3 +288,25 @@ def test_a_socket_skipped_once_by_the_iterator_is_ended(monkeypatch: pytest.Monk
     maps: Any = {**sockets(), "sock_peers": peers, "flows": FakeMap()}
     udp.cut(maps, lambda *_: True)
     assert ended == [{0: 1, 1: 1}]
+
+
+@pytest.mark.parametrize("flags", [0, 4])
+def test_flags_of_a_peer_do_not_hide_its_backend(monkeypatch: pytest.MonkeyPatch, flags: int):
+    """enum peer_flags is in the last byte of struct target, which is 0 everywhere else."""
+    frontend = pack_target(parse_addr("10.96.0.1"), 53, UDP)
+    ended: list[list[int]] = []
+
+    def destroy(doomed: Mapping[int, list[Any]]) -> Counter[int]:
+        ended.append(sorted(doomed))
+        return Counter()
+
+    monkeypatch.setattr(udp, "_destroy_sockets", destroy)
+    peers = FakeMap()
+    for number, backend in enumerate((ONE, TWO)):
+        target = pack_target(backend.address, backend.port, UDP)[:19] + bytes([flags])
+        peers[bytes([number])] = PEER.pack(number, frontend, target, 1, 1)
+    maps: Any = {**sockets(), "sock_peers": peers, "flows": FakeMap()}
+    udp.cut(maps, udp.gone_if_in([(1, TWO)], []))
+    at = FrontendAddress(parse_addr("10.96.0.1"), 53, UDP)
+    udp.cut(maps, udp.gone_unless_in([(1, ONE)], [(1, at)]))
+    assert ended == [[1], [1]]

@@ -19,10 +19,10 @@ from kbpf.kernel.net.ipvs import (
     RealServerStatus,
     VirtualServiceKey,
     VirtualServiceSettings,
-    VirtualServiceStats,
 )
 from kbpf.kernel.net.netlink import pack_attribute
 from kbpf.model.address import ANY4, ANY6, Addr, parse_addr
+from kbpf.model.metrics import ConnectionStats
 
 HEADER = bytes(16)
 WEB = VirtualServiceKey(6, parse_addr("10.96.0.1"), 80)
@@ -221,10 +221,13 @@ def test_service_stats_use_the_64_bit_counters():
     small = b"".join(pack_attribute(kind, b"\xff" * 4) for kind in numbers)
     body = whole + pack_attribute(10 | 0x8000, small) + pack_attribute(12 | 0x8000, stats)
     told = b"\1\1\0\0" + pack_attribute(1 | 0x8000, body)
-    assert ipvs.decode_stats(told) == (WEB, VirtualServiceStats(1 << 33, 1 << 40, (1 << 41) + 1))
+    assert ipvs.decode_stats(told) == (
+        WEB,
+        ConnectionStats(1 << 33, bytes_in=1 << 40, bytes_out=(1 << 41) + 1),
+    )
     assert ipvs.decode_stats(b"\1\1\0\0" + pack_attribute(1 | 0x8000, whole)) == (
         WEB,
-        VirtualServiceStats(0, 0, 0),
+        ConnectionStats(),
     )
 
 

@@ -47,7 +47,7 @@ def test_devices_are_watched():
     wake = os.eventfd(1)
     with DeviceMonitor() as watch:
         assert watch.socket.fileno() > 1_100
-        assert not watch.wait(PATIENCE, wake).received
+        watch.wait(PATIENCE, wake)  # whether or not devices of other tests change meanwhile
     os.close(wake)
 
 
@@ -65,6 +65,51 @@ def test_addresses_are_watched(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(netlink.threads, "heartbeat", beat)
     netlink.watch(RTMGRP_LINK, lambda: None, stop)
     assert len(turns) == 3
+
+
+def test_changes_that_follow_each_other_are_reported_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At once, and then not more often than CHANGE_INTERVAL_S; the last change is reported."""
+    clock, seen, calls = [0], [0], []  # in ms; changes
+
+    class Stop(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            assert timeout is not None
+            clock[0] += round(timeout * 1000)
+            return False
+
+    class Flood:
+        """A change each 10 ms, 100 of them."""
+
+        def __init__(self, _: int) -> None:
+            self.socket = self
+
+        def fileno(self) -> int:
+            return -1
+
+        def __enter__(self) -> "Flood":
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def receive_notifications(self) -> None:
+            seen[0] = min(100, clock[0] // 10)
+
+    def wait(_: object, timeout: float) -> list[int]:
+        if seen[0] == 100:
+            stop.set()
+            return []
+        clock[0] = max(clock[0], 10 * (seen[0] + 1))
+        return [-1]
+
+    stop = Stop()
+    monkeypatch.setattr(netlink, "Rtnetlink", Flood)
+    monkeypatch.setattr(netlink, "wait_readable", wait)
+    netlink.watch(RTMGRP_LINK, lambda: calls.append((clock[0], seen[0])), stop)
+    assert len(calls) <= 2 + 1.0 / netlink.CHANGE_INTERVAL_S
+    assert calls[1][0] == 10
+    assert calls[-1][1] == 100
 
 
 @pytest.mark.usefixtures("many")

@@ -79,14 +79,17 @@ def test_work_that_keeps_failing_is_reported_until_it_recovers(monkeypatch: pyte
 
 def test_a_thread_without_progress_is_reported():
     now, turns, stop = [0.0], threading.Semaphore(0), threading.Event()
+    has_begun = threading.Event()
 
     def work() -> None:
+        has_begun.set()
         while not stop.is_set():
             turns.acquire()
             threads.heartbeat()
 
     thread = SupervisedThread("t-stuck", work, limit=30, clock=lambda: now[0])
     thread.start()
+    assert has_begun.wait(PATIENCE)
     now[0] = 31
     assert threads.list_problems() == ("thread t-stuck: no progress for 31 s",)
     turns.release()

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from kbpf.agent.listeners import (
     DEVICE_POLL_INTERVAL_S,
     LISTENER_POLL_INTERVAL_S,
+    MAX_SELECTED_PORTS,
     RELEASE_GRACE_S,
     Listeners,
 )
@@ -44,6 +45,7 @@ from kbpf.policy.store import ChangeSet, ObjectStore
 from kbpf.serve.events import EventRecorder
 from kbpf.source.decode.fields import parse_cidr
 from tests.support.faults.event_server import EventServer
+from tests.support.lab.lab import PATIENCE
 from tests.values.policy.services import addrs, gone, up
 
 TCP = Protocol.TCP
@@ -53,7 +55,7 @@ LOCAL = addrs("127.0.0.1", "192.0.2.10", "2001:db8::10", "192.0.2.200", "172.17.
 """The Node's addresses, a VIP that keepalived or kube-vip has put on a device, and a bridge."""
 SERVERS: tuple[ApiServerAddress, ...] = ((parse_addr("198.51.100.7"), 6443),)
 LISTENING = frozenset(
-    FrontendAddress(address, port, TCP) for address, port in ((ANY6, 22), (ANY4, 10250))
+    FrontendAddress(address, port, TCP) for address, port in ((ANY6, 22), (ANY4, 22), (ANY4, 10250))
 )
 API_SLICE = EndpointSlice(
     "default", "kubernetes", "kubernetes", 4,
@@ -342,7 +344,8 @@ LISTENERS = {
     # what listens: the frontends of DNS and DNS6 that it serves
     "the address": ({DNS}, {DNS}),
     "every IPv4 address": ({DNS._replace(address=ANY4)}, {DNS}),
-    "every address": ({DNS._replace(address=ANY6)}, {DNS, DNS6}),
+    "every IPv6 address": ({DNS._replace(address=ANY6)}, {DNS6}),
+    "every address": ({DNS._replace(address=ANY4), DNS._replace(address=ANY6)}, {DNS, DNS6}),
     "another port": ({DNS._replace(port=54)}, set[FrontendAddress]()),
     "another protocol": ({DNS._replace(protocol=Protocol.UDP)}, set[FrontendAddress]()),
     "another address": ({DNS._replace(address=ANY4[:-1] + b"\1")}, set[FrontendAddress]()),
@@ -356,7 +359,7 @@ def test_listener_at_an_address_of_a_device(what: str) -> None:
     """
     there, expected = LISTENERS[what]
     found = set(there)
-    listeners = Listeners(lambda: frozenset(found))
+    listeners = Listeners(lambda *_: frozenset(found))
     frontends = [frozenset({DNS, DNS6})]
     listeners.refresh_device_ports(0.0, frontends)
     assert listeners.device_ports == expected
@@ -372,6 +375,18 @@ def test_listener_at_an_address_of_a_device(what: str) -> None:
     assert listeners.device_ports == frozenset()
     listeners.refresh_device_ports(1.0, frontends)
     assert listeners.device_ports == expected, "at once"
+
+
+@pytest.mark.parametrize(
+    ("count", "selected"), [(1, True), (MAX_SELECTED_PORTS, True), (MAX_SELECTED_PORTS + 1, False)]
+)
+def test_only_sockets_at_the_ports_are_read(count: int, selected: bool) -> None:
+    """A node may have tens of thousands of UDP sockets, and they are read four times a second."""
+    asked = []
+    listeners = Listeners(lambda *ports: asked.append(ports) or frozenset())
+    frontends = [frozenset(DNS._replace(port=port) for port in range(1, count + 1))]
+    listeners.refresh_device_ports(0.0, frontends)
+    assert asked == [({(TCP, port) for port in range(1, count + 1)},) if selected else ()]
 
 
 def test_refusal_is_one_log_line_one_problem_and_one_event_per_change(
@@ -392,7 +407,7 @@ def test_refusal_is_one_log_line_one_problem_and_one_event_per_change(
     assert [each.getMessage() for each in caplog.records] == [
         f"Service ns/web: {line}; {DOCS_HINT}"
     ]
-    events_.flush(10.0)
+    events_.flush(PATIENCE)
     events_.stop()
     (event,) = server.events
     assert (event["reason"], event["note"], event["type"]) == ("AddressRefused", line, "Warning")

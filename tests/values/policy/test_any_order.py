@@ -163,11 +163,12 @@ def test_any_events_in_any_batches_end_in_the_state_of_the_final_objects(events,
     node = objects.get(ObjectKey(Kind.NODE, "", "me"), Node("me"))
     pods = [said for said in objects.values() if isinstance(said, Pod) and said.node != "you"]
     known = Synced(Kind.POD) in events
-    whole = compute_desired_state(services, slices, node, LOCAL, config, pods)
+    others = [said for said in objects.values() if isinstance(said, Node) and said.name != "me"]
+    whole = compute_desired_state(services, slices, node, LOCAL, config, pods, other_nodes=others)
     assert desired.state == replace(whole, exempt_pods_known=known)
     assert whole.exempt_pods == tuple(sorted(pod.uid for pod in pods))
     assert whole == compute_desired_state(
-        services[::-1], slices[::-1], node, LOCAL, config, pods[::-1]
+        services[::-1], slices[::-1], node, LOCAL, config, pods[::-1], other_nodes=others
     )
     expected = oracle.state(services, slices, node, config)
     assert {as_tuple(key): as_oracle(state) for key, state in whole.services.items()} == expected

@@ -223,16 +223,29 @@ def test_only_what_changed_is_reported():
     before = kept.state("plain")
     assert kept.feed() == set()
     assert kept.feed(up(piece(READY_HERE, READY_THERE))) == {WEB_KEY}
-    assert kept.feed(up(replace(piece(READY_HERE, READY_THERE), name="copy"))) == set()
-    assert kept.feed(up(replace(piece(READY_HERE), service="plain"))) == {PLAIN_KEY}
+    assert kept.feed(up(replace(piece(READY_HERE, READY_THERE), name="copy"))) == {WEB_KEY}, (
+        "a slice more"
+    )
+    assert kept.feed(up(replace(piece(READY_HERE), service="plain"))) == {WEB_KEY, PLAIN_KEY}
     assert before.cluster == ()
 
 
 def test_equal_state_is_not_a_change_and_keeps_the_old_object():
     kept = Harness(up(WEB), up(piece(READY_HERE)))
     before = kept.state("web")
-    assert kept.feed(up(piece(replace(READY_HERE, zone="elsewhere")))) == set()
+    assert kept.feed(up(replace(ME, zone="elsewhere"))) == set(), "it is computed again"
     assert kept.state("web") is before
+
+
+def test_what_slices_say_of_endpoints_is_a_change_of_their_service():
+    """It decides nothing here, but `kbpf inspect` shows it."""
+    kept = Harness(up(WEB), up(piece(READY_HERE)))
+    before = kept.state("web")
+    moved = piece(replace(READY_HERE, zone="elsewhere"))
+    assert kept.feed(up(moved)) == {WEB_KEY}
+    after = kept.state("web")
+    assert (before.slices, after.slices) == ((piece(READY_HERE),), (moved,))
+    assert replace(after, slices=before.slices) == before
 
 
 def test_deleted_service_removes_its_keys():

@@ -30,6 +30,10 @@ OTHERS = {
     "--skip-phases": "kubeadm",
     "--patches": "kubeadm",
     "--to-revision": "kubectl",
+    "--context": "kubectl",
+    "--cluster": "kubectl",
+    "--user": "kubectl",
+    "--as": "kubectl",
     "--tag": "buildah",
     "--build-arg": "buildah",
     "--require-hashes": "pip",
@@ -200,7 +204,8 @@ def test_link_targets_exist(page: str):
 
 def test_every_page_is_named_in_the_readme():
     text = (ROOT / "README.md").read_text()
-    assert [page for page in docs.PAGES[1:] if f"({page})" not in text] == []
+    pages = [page for page in docs.PAGES[1:] if not page.startswith("docs/runbooks/")]
+    assert [page for page in pages if f"({page})" not in text] == []
 
 
 FILE = re.compile(
@@ -220,9 +225,13 @@ def test_named_files_exist(page: str):
 
 
 def options() -> set[str]:
-    """All options of kbpf: of `run` from its table, of other commands from their declarations."""
-    declared = "".join(path.read_text() for path in (ROOT / "kbpf" / "cli").glob("*.py"))
-    return {*SETTINGS_BY_FLAG, *re.findall(r"--[a-z][a-z0-9-]+", declared)}
+    """All options of kbpf: of `run` from its table, of other commands and of the plugin of kubectl
+    from their declarations, and those that typer adds.
+    """
+    files = (*(ROOT / "kbpf" / "cli").glob("*.py"), ROOT / "kubectl" / "kubectl-kbpf")
+    declared = "".join(path.read_text() for path in files)
+    completion = {"--install-completion", "--show-completion"}
+    return {*SETTINGS_BY_FLAG, *completion, *re.findall(r"--[a-z][a-z0-9-]+", declared)}
 
 
 @pytest.mark.parametrize("page", PAGES)

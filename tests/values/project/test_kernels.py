@@ -1,10 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests of `make test-kernels`: a guest that hangs or dies never counts as passed."""
 
+import itertools
 import os
+import shlex
+import shutil
 import signal
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,8 +18,9 @@ from tests.kernels import __main__ as kernels
 from tests.kernels import debian, machine, table
 from tests.kernels.debian import Kernel
 from tests.kernels.table import FAILS, LACKS, WORKS, Feature
+from tests.support.build import go_build
 from tests.support.features import BY_KERNEL, FEATURES
-from tests.support.lab.lab import until
+from tests.support.lab.lab import PATIENCE, until
 
 ALIVE = "echo 'Linux version 5.10'"
 EXIT = 'for word; do case $word in --rwdir=*) echo {code} > "${{word#*=}}/exit";; esac; done'
@@ -26,8 +33,8 @@ EXIT = 'for word; do case $word in --rwdir=*) echo {code} > "${{word#*=}}/exit";
         (f"{ALIVE}; {EXIT.format(code=1)}", 1, ""),
         (f"{ALIVE}; {EXIT.format(code='')}", None, "the guest ended early"),
         (f"{ALIVE}; exit 0", None, "the guest ended early"),
-        (f"{ALIVE}; sleep 60", None, "the guest hung"),
-        ("sleep 60", None, "the kernel said nothing"),
+        (f"{ALIVE}; sleep 600", None, "the guest hung"),
+        ("sleep 600", None, "the kernel said nothing"),
     ],
     ids=["passes", "fails", "cut short", "dies", "hangs", "silent"],
 )
@@ -35,18 +42,26 @@ def test_the_outcome_of_a_boot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, code: int | None, why: str
 ) -> None:
     _stand_in(tmp_path, monkeypatch, script)
-    monkeypatch.setattr(machine, "SILENT_SECONDS", 3 if "Linux" in script else 0.2)
+    log = tmp_path / "results" / "console.log"
+    if why == "the guest hung":
+        _all_time_passes_once(
+            monkeypatch, lambda: log.exists() and machine.ALIVE in log.read_bytes()
+        )
+    elif why == "the kernel said nothing":
+        monkeypatch.setattr(machine, "SILENT_SECONDS", 0.2)
     kernel = Kernel("5.10", "5.10.0-1-amd64", Path("/nowhere/vmlinuz"))
-    ending = machine.boot(kernel, ["true"], tmp_path / "results", 2.0, kvm=False)
+    ending = machine.boot(kernel, ["true"], tmp_path / "results", PATIENCE, kvm=False)
     assert ending.code == code
     assert ending.why.startswith(why)
     assert ("Linux version" in ending.log.read_text()) is ("Linux" in script)
 
 
 def test_a_guest_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _stand_in(tmp_path, monkeypatch, f"{ALIVE}; sleep 60 & echo $! > {tmp_path}/pid; wait")
-    machine.boot(Kernel("x", "x", Path("/x")), ["true"], tmp_path / "results", 1.0, kvm=False)
-    state = Path("/proc", (tmp_path / "pid").read_text().strip(), "stat")
+    pid = tmp_path / "pid"
+    _stand_in(tmp_path, monkeypatch, f"{ALIVE}; sleep 600 & echo $! > {pid}; wait")
+    _all_time_passes_once(monkeypatch, lambda: pid.exists() and pid.read_text().endswith("\n"))
+    machine.boot(Kernel("x", "x", Path("/x")), ["true"], tmp_path / "results", PATIENCE, kvm=False)
+    state = Path("/proc", pid.read_text().strip(), "stat")
     until("the guest has ended", lambda: not state.exists() or ") Z " in state.read_text())
 
 
@@ -59,6 +74,13 @@ def no_fetch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "kvm_boots", lambda *_: False)
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     monkeypatch.setattr(machine, "_stopping", threading.Event())
+
+
+def _all_time_passes_once(monkeypatch: pytest.MonkeyPatch, is_so: Callable[[], bool]) -> None:
+    """Freezes the clock of time limits until `is_so`; then each reading is an hour later."""
+    hours = itertools.count(step=3600)
+    clock = SimpleNamespace(monotonic=lambda: next(hours) if is_so() else 0, sleep=time.sleep)
+    monkeypatch.setattr(machine, "time", clock)
 
 
 def _stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
@@ -76,7 +98,7 @@ def test_emulated_guests_run_concurrently(
     _stand_in(
         tmp_path, monkeypatch, f"{ALIVE}; touch {tmp_path}/met-$$; {both}; {EXIT.format(code=0)}"
     )
-    kernels.report(["5.10", "6.1"], [A], 0.5, False)
+    kernels.report(["5.10", "6.1"], [A], 10.0, False)
     said = capsys.readouterr()
     assert "hung" not in said.err
     assert said.out.splitlines()[0].split() == ["feature", "5.10", "(5.10-1)", "6.1", "(6.1-1)"]
@@ -84,7 +106,7 @@ def test_emulated_guests_run_concurrently(
 
 @pytest.mark.usefixtures("no_fetch")
 def test_no_guest_outlives_the_runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _stand_in(tmp_path, monkeypatch, f"{ALIVE}; touch {tmp_path}/pid-$$; exec sleep 60")
+    _stand_in(tmp_path, monkeypatch, f"{ALIVE}; touch {tmp_path}/pid-$$; exec sleep 600")
 
     def stop() -> None:
         until("two guests run", lambda: len(list(tmp_path.glob("pid-*"))) == 2)
@@ -95,7 +117,7 @@ def test_no_guest_outlives_the_runner(tmp_path: Path, monkeypatch: pytest.Monkey
     old = signal.getsignal(signal.SIGTERM)
     try:
         with pytest.raises(SystemExit):
-            kernels.report(["5.10", "6.1", "6.12"], [A], 0.5, False)
+            kernels.report(["5.10", "6.1", "6.12"], [A], 10.0, False)
     finally:
         signal.signal(signal.SIGTERM, old)
     stopper.join()
@@ -103,6 +125,24 @@ def test_no_guest_outlives_the_runner(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(pids) == 2, "the third guest was never started"
     # The signal may come while the second guest's thread starts, which is not waited for then.
     until("the guests are gone", lambda: not [pid for pid in pids if Path("/proc", pid).exists()])
+
+
+def test_a_guest_has_the_go_programs_of_its_features(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build(name: str) -> Path:
+        shutil.copy("/bin/true", tmp_path / name)
+        return tmp_path / name
+
+    monkeypatch.setattr(kernels, "BUILD", tmp_path)
+    with monkeypatch.context() as patches:
+        patches.setattr(go_build, "build", build)
+        kernels.copy_programs([A, Feature("b", (), programs=("etcd", "coredns"))])
+    for word in shlex.split(kernels.command([A])[-1]):
+        if word.startswith(go_build.ASSETS):
+            monkeypatch.setenv(*word.split("="))
+    for name in ("etcd", "coredns"):
+        assert go_build.build(name) == tmp_path / kernels.PROGRAMS / name
 
 
 JUNIT = """<testsuites><testsuite>

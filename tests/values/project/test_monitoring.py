@@ -13,13 +13,16 @@ from typing import Any, NamedTuple
 
 import msgspec
 import pytest
+import typer
 import yaml
 
+from kbpf.cli.app import typer_app
 from kbpf.dataplane.bpf.maps.layout import MAPS
 from kbpf.model.metrics import CHOICE_COUNTERS, FAILURE_COUNTERS
 from kbpf.model.reasons import Reason, Verdict
 from kbpf.serve.kbpf_metrics import FAILURES
 from tests.support.prometheus import Family
+from tests.support.runtime import docs
 from tests.values.serve.test_metrics import COUNTS, busy
 from tests.values.serve.test_metrics import page as page_of_metrics
 
@@ -36,7 +39,6 @@ KNOWN_VALUES = {
     "verdict": set(Verdict),
     "state": {"on", "off", "failed"},
     "source": {"services", "endpointslices", "nodes", "pods"},
-    "quantile": {"0.5", "0.99"},
     "map": set(MAPS),
 }
 
@@ -55,19 +57,25 @@ def rules() -> list[dict[str, Any]]:
     return [rule for group in read["groups"] for rule in group["rules"]]
 
 
-def dashboard() -> dict[str, Any]:
-    return json.loads((FOLDER / "grafana-dashboard.json").read_text())
+DASHBOARDS = {
+    path.stem: json.loads(path.read_text()) for path in sorted(FOLDER.glob("grafana-*.json"))
+}
+
+
+def panels() -> list[dict[str, Any]]:
+    return [panel for board in DASHBOARDS.values() for panel in board["panels"]]
 
 
 def queries() -> Iterator[Query]:
     for rule in rules():
         yield Query(f"alert {rule['alert']}", rule["expr"])
-    for panel in dashboard()["panels"]:
-        for target in panel.get("targets", ()):
-            yield Query(f"panel {panel['title']}", target["expr"])
-    for variable in dashboard()["templating"]["list"]:
-        if variable["type"] == "query":
-            yield Query(f"variable {variable['name']}", variable["query"])
+    for name, board in DASHBOARDS.items():
+        for panel in board["panels"]:
+            for target in panel.get("targets", ()):
+                yield Query(f"{name}, panel {panel['title']}", target["expr"])
+        for variable in board["templating"]["list"]:
+            if variable["type"] == "query":
+                yield Query(f"{name}, variable {variable['name']}", variable["query"])
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +100,9 @@ def test_every_series_is_exported(query: Query, page: dict[str, Family]):
             continue
         found = family_of(page, name)
         assert found is not None, name
-        assert (found.kind == "histogram") is name.endswith(("_bucket", "_sum", "_count"))
+        assert (found.kind in ("histogram", "summary")) is name.endswith(
+            ("_bucket", "_sum", "_count")
+        )
         for label, how, value in MATCHER.findall(inside):
             assert label in found.label_names | ADDED, f"{name} has no label {label}"
             known = {**KNOWN_VALUES, **OF_FAILURES} if name in FAILED else KNOWN_VALUES
@@ -115,9 +125,9 @@ def test_only_counters_have_a_rate(query: Query, page: dict[str, Family]):
     for match in SELECTOR.finditer(query.text):
         found = family_of(page, match[1])
         if found is not None:
-            assert (match[1] in rated) is (found.kind in ("counter", "histogram")) or match[
-                1
-            ] == "kubeproxy_sync_proxy_rules_no_local_endpoints_total", match[1]
+            assert (match[1] in rated) is (
+                found.kind in ("counter", "histogram", "summary")
+            ) or match[1] == "kubeproxy_sync_proxy_rules_no_local_endpoints_total", match[1]
 
 
 def test_parentheses_are_closed():
@@ -133,8 +143,30 @@ def test_every_alert_has_a_summary_and_documentation():
     for rule in rules():
         assert rule["labels"]["severity"] in ("critical", "warning")
         assert rule["for"]
-        assert set(rule["annotations"]) == {"summary", "description"}
-        assert f"`{rule['alert']}`" in text
+        assert set(rule["annotations"]) == {"summary", "description", "runbook_url"}
+        page = f"runbooks/{rule['alert']}.md"
+        assert rule["annotations"]["runbook_url"] == f"docs/{page}"
+        assert f"[`{rule['alert']}`]({page})" in text
+
+
+@pytest.mark.parametrize("alert", [rule["alert"] for rule in rules()])
+def test_every_runbook_begins_with_a_command_of_kbpf(alert: str):
+    page = f"docs/runbooks/{alert}.md"
+    assert (docs.ROOT / page).read_text().startswith(f"# {alert}\n")
+    (block,) = docs.blocks(page, "")
+    (command,) = block.splitlines()
+    name, *words = command.split()
+    assert name == "kbpf"
+    subcommand: Any = typer.main.get_command(typer_app())
+    while hasattr(subcommand, "commands"):
+        subcommand = subcommand.commands[words.pop(0)]
+    known = {option for parameter in subcommand.params for option in parameter.opts}
+    assert {word for word in words if word.startswith("-")} <= known
+
+
+def test_every_runbook_is_about_an_alert():
+    pages = {path.stem for path in (docs.ROOT / "docs" / "runbooks").iterdir()}
+    assert pages == {rule["alert"] for rule in rules()}
 
 
 def test_every_series_is_documented(page: dict[str, Family]):
@@ -146,7 +178,7 @@ def test_every_series_is_documented(page: dict[str, Family]):
 def needs(text: str, page: dict[str, Family]) -> set[str]:
     """The settings that an agent needs to export all series of this expression."""
     known = CHOICE_COUNTERS | FAILURE_COUNTERS
-    counted = msgspec.structs.replace(COUNTS.traffic, counted_fields=known)
+    counted = msgspec.structs.replace(COUNTS.traffic, counted_fields=known, latencies=())
     exported = page_of_metrics(plane=COUNTS._replace(traffic=counted), proxy_metrics=busy())
     needed = set()
     for match in SELECTOR.finditer(text):
@@ -157,18 +189,23 @@ def needs(text: str, page: dict[str, Family]) -> set[str]:
             needed.add("--accounting full")
         if match[1].startswith("kbpf_backend_"):
             needed.add("--metrics-backends")
+        if match[1].endswith(
+            ("_connect_duration_seconds_bucket", "_round_trip_duration_seconds_bucket")
+        ):
+            needed.add("--metrics-latencies")
     return needed
 
 
 def test_panels_that_are_empty_by_default_name_their_setting(page: dict[str, Family]):
     said = {panel["title"]: needs(target["expr"], page)
-            for panel in dashboard()["panels"] for target in panel.get("targets", ())}  # fmt: skip
-    for panel in dashboard()["panels"]:
+            for panel in panels() for target in panel.get("targets", ())}  # fmt: skip
+    for panel in panels():
         for word in said.get(panel["title"], ()):
             assert word in panel["description"], panel["title"]
     assert {title for title, needed in said.items() if needed} == {
         "Bytes of Services", "Round trips to backends", "Retransmitted segments",
-        "Failures of backends",
+        "Failures of backends", "Failures by backend", "New connections by backend", "Bytes",
+        "Connect times", "Round-trip times",
     }  # fmt: skip
 
 
@@ -192,11 +229,13 @@ def test_the_scrape_jobs_name_matches_the_alerts():
     assert written["rule_files"] == ["rules.yaml"]
 
 
-def test_panels_do_not_overlap():
+@pytest.mark.parametrize("name", DASHBOARDS)
+def test_panels_do_not_overlap(name: str):
     taken: set[tuple[int, int]] = set()
-    ids = [panel["id"] for panel in dashboard()["panels"]]
-    assert len(ids) == len(set(ids))
-    for panel in dashboard()["panels"]:
+    board = DASHBOARDS[name]["panels"]
+    ids = [panel["id"] for panel in board]
+    assert len(ids) == len(set(ids)) > 0
+    for panel in board:
         at = panel["gridPos"]
         cells = {(at["x"] + i, at["y"] + j) for i in range(at["w"]) for j in range(at["h"])}
         assert not cells & taken, panel["title"]

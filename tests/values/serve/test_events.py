@@ -45,6 +45,11 @@ def test_event_of_a_service_is_in_its_namespace_within_the_api_limits():
     assert len(said["reportingInstance"]) == 128
 
 
+def test_note_is_limited_in_bytes():
+    _, body = encode(KubeEvent(WEB, True, "R", "A", "x" + "é" * 2000, AT), "n1")
+    assert json.loads(body)["note"] == "x" + "é" * 511
+
+
 def test_long_name_is_truncated():
     _, body = encode(KubeEvent(EventObject("Node", "n" * 253), True, "R", "A", "", AT), "n")
     assert len(json.loads(body)["metadata"]["name"]) == 253
@@ -148,11 +153,28 @@ EMISSIONS = {
         Emission(0, WEB, "R", True), Emission(200, WEB, "R", False), Emission(301, WEB, "R", True),
     ],
     "the burst is limited and refills": [
-        *(Emission(0, EventObject("Service", f"s{i}", "x"), "R", True)
-          for i in range(events.BURST)),
+        *(Emission(0, NODE, f"R{i}", True) for i in range(events.BURST)),
         Emission(0, NODE, "R", False, True), Emission(9, NODE, "R", False, True),
         Emission(10, NODE, "R", True),
+        Emission(10, NODE, "S", False, True),
+    ],
+    "a namespace has a share": [
+        *(Emission(0, EventObject("Service", f"s{i}", "x"), "R", True)
+          for i in range(events.NAMESPACE_BURST)),
+        Emission(0, EventObject("Service", "more", "x"), "R", False, True),
+        Emission(0, WEB, "R", True),
+        Emission(299, EventObject("Service", "more", "x"), "R", False, True),
+        Emission(300, EventObject("Service", "more", "x"), "R", True),
+        Emission(300, EventObject("Service", "yet-more", "x"), "R", False, True),
+    ],
+    "all namespaces together leave some to the node": [
+        *(Emission(0, EventObject("Service", "s", f"n{i}"), "R", True)
+          for i in range(events.BURST - events.NODE_EVENTS)),
+        Emission(0, WEB, "R", False, True),
+        *(Emission(0, NODE, f"R{i}", True) for i in range(events.NODE_EVENTS)),
+        Emission(0, NODE, "R", False, True),
         Emission(10, WEB, "R", False, True),
+        Emission(10, NODE, "R", True),
     ],
 }  # fmt: skip
 
@@ -194,13 +216,11 @@ def test_emit_does_not_block_while_the_server_hangs(monkeypatch: pytest.MonkeyPa
 
 
 def test_stop_does_not_wait_for_an_unreachable_server():
+    others = set(threading.enumerate())
     recorder = EventRecorder(EventServer(None), "n1", retry_interval=3600.0)
     recorder.emit(NODE, "Starting", "A")
     recorder.stop()
-    until(
-        "the thread has ended",
-        lambda: not any(thread.name == "events" for thread in threading.enumerate()),
-    )
+    until("the thread has ended", lambda: set(threading.enumerate()) <= others)
 
 
 def test_without_an_api_server_nothing_is_sent():

@@ -27,14 +27,24 @@ from kbpf.model.metrics import (
     ConnectionStats,
     DataPlaneMetrics,
     FlowCount,
+    Latency,
     Pause,
     ReasonCount,
+    ServiceLatencies,
     TableUsage,
     TrafficStats,
     UdpCuts,
 )
 from kbpf.model.objects import Cidr
-from kbpf.model.status import AgentStatus, ModeChoice, PacketStatus, SourceView, ThreadView
+from kbpf.model.status import (
+    AgentStatus,
+    ModeChoice,
+    PacketStatus,
+    SourceView,
+    ThreadView,
+    VerifiedPart,
+)
+from kbpf.serve import protobuf
 from kbpf.serve.exposition import Histogram, format_labels, format_number
 from kbpf.serve.kbpf_metrics import FAILURES
 from kbpf.serve.kubeproxy_metrics import KubeProxyMetrics
@@ -59,6 +69,8 @@ STATUS = AgentStatus(
     problems=(), problem_count=4, refused=2, error="no", config_error="",
     packets=PacketStatus(True, "", failed_count=1),
     without_endpoints=5,
+    verified=(VerifiedPart("maps", 3, 1.5e9), VerifiedPart("connections", 1, 1.6e9)),
+    failing_backends=2,
 )  # fmt: skip
 MEASURES = DataPlaneMetrics(
     tables=(TableUsage("services", 10, 64, 256, 4096), TableUsage("replies", None, 64, None, 9),
@@ -78,6 +90,7 @@ TRAFFIC = TrafficStats(
     counted_fields=ALL_COUNTERS,
     backends=(BackendStats(WEB, "10.244.1.2:8080", 4, HAD),
               BackendStats(DNS, "[fd00::1]:53", 0, ConnectionStats(opened=2))),
+    latencies=((WEB, ServiceLatencies(Latency((0, 2) + (0,) * 21 + (1,), 70.5))),),
     flow_count=FlowCount(3, 32),
     kube_proxy_running=False,
     kube_proxy_rules=True,
@@ -94,6 +107,9 @@ class Counts(NamedTuple):
 
     def read_metrics(self) -> DataPlaneMetrics:
         return self.measures
+
+    def refresh_neighbours(self) -> None:
+        pass
 
     def count_traffic(self, pause: Pause) -> TrafficStats:
         return self.traffic
@@ -137,7 +153,10 @@ IPVS = Counts(
     DataPlaneMetrics(),
     TrafficStats(connections=((WEB, 5),), totals=((WEB, HAD),), counted_fields=IPVS_COUNTERS),
 )
-VARYING = re.compile(r"^((?:process_\w+|kbpf_scrape_seconds)) .*$", re.MULTILINE)
+VARYING = re.compile(
+    r"^(process_\w+|kbpf_scrape_duration_seconds|kbpf_source_last_event_timestamp_seconds\S*) .*$",
+    re.MULTILINE,
+)
 BUCKET = re.compile(r'le="([^"]+)"')
 
 
@@ -195,6 +214,22 @@ def test_services_with_the_most_connections_have_series():
     assert families["kbpf_service_series_left_out"].value() == 1
     assert families["kbpf_connections"].value() == 15
     assert not page(Serving(service_series=0))["kbpf_service_connections"].samples
+
+
+def test_a_service_without_open_connections_has_none():
+    failed = Counts(traffic=msgspec.structs.replace(TRAFFIC, connections=((DNS, 9),)))
+    samples = page(plane=failed)["kbpf_service_connections"].samples
+    assert sorted(samples.values()) == [0, 9]
+
+
+def test_open_connections_have_no_series_if_the_kernel_lists_no_sockets():
+    backends = (BackendStats(WEB, "10.244.1.2:8080", None, HAD),)
+    unknown = msgspec.structs.replace(TRAFFIC, connections=None, backends=backends)
+    families = page(plane=Counts(traffic=unknown))
+    kinds = {f"kbpf_{kind}connections" for kind in ("", "service_", "backend_")}
+    assert not kinds & families.keys()
+    assert sorted(families["kbpf_service_connections_total"].samples.values()) == [7, 20]
+    assert sorted(families["kbpf_backend_connections_total"].samples.values()) == [7]
 
 
 def test_the_process_has_its_usual_series():
@@ -406,11 +441,17 @@ def test_no_connection_series_without_accounting():
     assert not {"kbpf_connections", "kbpf_service_connections"} & families.keys()
 
 
-OUTCOMES = ("connections", "failures", "bytes", "retransmits", "round_trip_seconds", "round_trips")
+OUTCOMES = (
+    "connections_total", "failures_total", "bytes_total", "retransmits_total", "round_trip_seconds",
+)  # fmt: skip
 COUNTER_SETS = [
     ("no counter", frozenset(), ()),
-    ("connection counters", CHOICE_COUNTERS | FAILURE_COUNTERS, ("connections", "failures")),
-    ("counters of IPVS", IPVS_COUNTERS, ("connections", "bytes")),
+    (
+        "connection counters",
+        CHOICE_COUNTERS | FAILURE_COUNTERS,
+        ("connections_total", "failures_total"),
+    ),
+    ("counters of IPVS", IPVS_COUNTERS, ("connections_total", "bytes_total")),
     ("all counters", ALL_COUNTERS, OUTCOMES),
 ]
 
@@ -422,7 +463,7 @@ def test_counters_that_are_not_counted_have_no_series(
     name: str, known: frozenset[str], there: Sequence[str]
 ):
     families = page(plane=Counts(traffic=msgspec.structs.replace(TRAFFIC, counted_fields=known)))
-    assert {one for one in OUTCOMES if f"kbpf_service_{one}_total" in families} == set(there)
+    assert {one for one in OUTCOMES if f"kbpf_service_{one}" in families} == set(there)
     reasons = {v for name, _ in families.items() if name == "kbpf_service_failures_total"
                for _, own in families[name].samples for k, v in own if k == "reason"}  # fmt: skip
     assert reasons == {reason for reason in FAILURES if reason in known}
@@ -487,3 +528,60 @@ def test_configz_shows_the_current_configuration():
     ours = shown["kbpf.io"]
     assert ours["kind"] == "KbpfConfiguration"
     assert ours["mapSizes"]["frontends"] == Config().sizes.frontends
+
+
+def test_latencies_are_histograms_by_service():
+    """A value of at most 2^-15 s is in the second bucket, one above 64 s in the last."""
+    families = page()
+    connect, round_trip = (
+        families[f"kbpf_service_{name}_duration_seconds"] for name in ("connect", "round_trip")
+    )
+    assert connect.bounds == [*(2.0**power for power in range(-16, 7)), math.inf]
+    assert connect.value(namespace="a", service="web", port="http", protocol="TCP", le="64") == 2
+    counts = [
+        connect.value(le=le) for le in ("1.52587890625e-05", "3.0517578125e-05", "64", "+Inf")
+    ]
+    assert counts == [0, 2, 2, 3]
+    assert round_trip.value(le="+Inf") == 0
+    without = page(plane=Counts(traffic=msgspec.structs.replace(TRAFFIC, latencies=())))
+    assert "kbpf_service_connect_duration_seconds" not in without
+
+
+QUANTILES = [
+    # values by index of their bucket, share, the quantile
+    ({}, 0.5, None),
+    ({0: 1}, 0.5, 2.0**-16),
+    ({3: 99, 5: 1}, 0.5, 2.0**-13),
+    ({3: 99, 5: 1}, 0.99, 2.0**-13),
+    ({3: 98, 5: 2}, 0.99, 2.0**-11),
+    ({23: 1}, 0.5, math.inf),
+]
+
+
+@pytest.mark.parametrize(("values", "share", "quantile"), QUANTILES, ids=str)
+def test_quantile_of_a_latency(values: dict[int, int], share: float, quantile: float | None):
+    counts = tuple(values.get(index, 0) for index in range(24))
+    assert Latency(counts, 1.0).quantile(share) == quantile
+    assert Latency(counts, 1.0).plus(Latency(counts, 2.0)).quantile(share) == quantile
+
+
+PROTOBUF = (
+    "application/vnd.google.protobuf;proto=io.prometheus.client.MetricFamily;encoding=delimited"
+)
+ACCEPT_ROWS = [
+    # the header Accept, and whether the page is protobuf
+    ("", False),
+    ("*/*", False),
+    # Prometheus 2.42, without and with native histograms; Prometheus 3
+    ("application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5,*/*;q=0.1", False),
+    (f"{PROTOBUF},application/openmetrics-text;version=1.0.0;q=0.8,text/plain;q=0.5", True),
+    (f"{PROTOBUF};q=0.6,text/plain;version=0.0.4;q=0.3,*/*;q=0.2", True),
+    (f"text/plain;version=0.0.4;q=0.6,{PROTOBUF};q=0.3", False),
+    (PROTOBUF.replace("delimited", "text"), False),
+    (PROTOBUF.replace("MetricFamily", "Other"), False),
+]
+
+
+@pytest.mark.parametrize(("accept", "is_protobuf"), ACCEPT_ROWS)
+def test_protobuf_only_if_it_is_preferred(accept: str, is_protobuf: bool):
+    assert protobuf.is_preferred(accept) is is_protobuf

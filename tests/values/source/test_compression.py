@@ -15,6 +15,7 @@ from kbpf.source.api import transport
 from kbpf.source.api.credentials import Cluster
 from kbpf.source.api.kubeconfig import Access
 from kbpf.source.api.transport import READ_SIZE, ApiConnection, ReadTimeout, ResponseLimitExceeded
+from tests.support.faults import fault_wire as wire
 from tests.support.faults.scripted import Exchange, ScriptedServer, Step
 
 TEXT = random.Random(7).randbytes(300_000) + bytes(1_000_000)
@@ -79,11 +80,11 @@ def test_flushed_bytes_are_returned_at_once(serve, size: int):
     packed = packer.compress(text) + packer.flush(zlib.Z_SYNC_FLUSH)
 
     def step(exchange: Exchange) -> None:
-        exchange.head(200, Transfer_Encoding="chunked", **GZIP)
-        exchange.line(packed)
+        headers = {"Transfer-Encoding": "chunked", "Content-Encoding": "gzip"}
+        exchange.sock.sendall(wire.head(200, headers) + wire.chunk(packed))  # no silence between
         exchange.hang()
 
-    response, got = serve(step).request("/", silence_timeout=2.0), 0
+    response, got = serve(step).request("/", silence_timeout=0.5), 0
     while got < size:
         got += len(response.read_chunk())
     with pytest.raises(ReadTimeout):

@@ -3,9 +3,11 @@
 
 from kbpf.dataplane.ipvs import inspect as ipvs
 from kbpf.dataplane.ipvs.plan import VirtualService, fwmark_service
+from kbpf.dataplane.ipvs.statefile import ProgrammedPort
 from kbpf.kernel.net.ipvs import RealServerKey, RealServerStatus, parse_connections
 from kbpf.model.address import parse_addr
-from kbpf.model.objects import Algorithm, Protocol
+from kbpf.model.metrics import ConnectionStats
+from kbpf.model.objects import Algorithm, Endpoint, EndpointSlice, Protocol, SlicePort, pack_names
 from tests.support.plane import service
 
 TCP, UDP = Protocol.TCP, Protocol.UDP
@@ -23,27 +25,45 @@ def virtual(text: str, protocol: Protocol = TCP) -> VirtualService:
 
 
 def loads(text: str) -> list[RealServerStatus]:
-    """``10.0.0.1:80 10.0.0.2:80*3``: real servers with their weights."""
-    words = (word.partition("*") for word in text.split())
-    return [RealServerStatus(end(at), int(weight or 1), 0, 0) for at, _, weight in words]
+    """``10.0.0.1:80 10.0.0.2:80*3+2+1+9``: real servers with their weights, active and inactive
+    connections, and all connections there have been, each of 100 bytes from clients and 1,000 to
+    them.
+    """
+    rows = []
+    for word in text.split():
+        server, *counts = word.split("+")
+        at, _, weight = server.partition("*")
+        active, inactive, total = map(int, counts or (0, 0, 0))
+        stats = ConnectionStats(total, bytes_in=100 * total, bytes_out=1_000 * total)
+        rows.append(RealServerStatus(end(at), int(weight or 1), active, inactive, stats))
+    return rows
 
 
+WEB_SLICE = EndpointSlice(
+    "default", "web-x", "web", 4,
+    (Endpoint(end(A).address, node="node-1", zone="zone-a"),
+     Endpoint(end(B).address, ready=False, terminating=True, node="node-2"),
+     Endpoint(end(C).address, ready=False, serving=False)),
+    (SlicePort("", TCP, 8080),), packed_pods=pack_names(["web-0", "web-1", "web-2"]),
+)  # fmt: skip
 STATES = (
-    service("web", "10.96.0.1:80 NodePort=0.0.0.0:30080", f"{A} {B}"),
+    service("web", "10.96.0.1:80 NodePort=0.0.0.0:30080", f"{A} {B}", slices=(WEB_SLICE,)),
     service("local", "10.96.0.2:80 LoadBalancer=192.0.2.2:80 NodePort=0.0.0.0:30081", f"{A} {C}",
             external_local=True, local=A, ranges="10.0.0.0/8"),
     service("sticky", "10.96.0.3:53", A, protocol=UDP, affinity_timeout=100,
             algorithm=Algorithm.MAGLEV),
     service("none", "10.96.0.4:80", ""),
 )  # fmt: skip
+FWMARK = 0x6B620001
+PORTS = tuple(ProgrammedPort(state, FWMARK if state.external_local else 0) for state in STATES)
 HELD: ipvs.ServersByService = {
-    virtual("10.96.0.1:80"): loads(f"{A}*3 {B}"),
-    virtual(f"{NODE}:30080"): loads(f"{A}*3 {B}"),
+    virtual("10.96.0.1:80"): loads(f"{A}*3+2+1+9 {B}"),
+    virtual(f"{NODE}:30080"): loads(f"{A}*3+1+0+1 {B}+0+4+4"),
     virtual("10.96.0.2:80"): loads(f"{A} {C}"),
-    virtual("192.0.2.2:80"): loads(A),
+    virtual("192.0.2.2:80"): loads(f"{A}+1+0+2"),
     virtual(f"{NODE}:30081"): loads(A),
-    fwmark_service(4, 0x6B620001): loads(f"{A} {C}"),
-    virtual("10.96.0.3:53", UDP): loads(f"{A} {B}*0"),  # drained
+    fwmark_service(4, FWMARK): loads(f"{A}+1+0+3 {C}"),
+    virtual("10.96.0.3:53", UDP): loads(f"{A}+0+7+20 {B}*0"),  # drained
     virtual("10.96.0.4:80"): [],
     virtual("203.0.113.1:80"): loads("10.0.0.1:80"),  # not created by kbpf
 }

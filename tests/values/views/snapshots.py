@@ -34,6 +34,7 @@ def snapshot(
     totals: Mapping[IdPair, ConnectionStats] = {},
     open: Mapping[IdPair, int] = {},
     affinity: Entries | None = None,
+    endpoints: Entries | None = None,
     ranges: Iterable[tuple[int, Cidr]] = (),
     **more: Any,
 ) -> Inspection:
@@ -54,10 +55,12 @@ def snapshot(
             for i, ids in enumerate(peers)
         },
         "affinity": affinity or {},
+        "endpoint_names": endpoints or {},
         "source_ranges": {layout.pack_source_range(*row): bytes(4) for row in ranges},
     }
     maps: Any = {name: FakeMap(name, contents.get(name, {})) for name in MAPS}
     parts = Part.SERVICES | Part.RANGES | Part.TRAFFIC | Part.AFFINITY
+    parts |= Part.ENDPOINTS
     values = services.read(maps, parts) | {"monotonic": 1000.0, "boottime": 5000.0}
     return Inspection("/pins", **(values | more))
 

@@ -10,19 +10,21 @@ from kbpf.dataplane import inspect as dataplane
 from kbpf.dataplane.inspect import Locations
 from kbpf.dataplane.ipvs import inspect as ipvs
 from kbpf.dataplane.ipvs import statefile
-from kbpf.dataplane.ipvs.statefile import StateFile
+from kbpf.dataplane.ipvs.statefile import ProgrammedPort, StateFile
 from kbpf.errors import NotFoundError
 from kbpf.kernel.net.ipvs import IpvsConnection
 from kbpf.model.address import parse_addr
-from kbpf.model.desired import FrontendAddress, ServiceState
+from kbpf.model.desired import FrontendAddress
 from kbpf.model.inspection import Connection, ConnectionQuery, Inspection
 from kbpf.model.status import encode
 from kbpf.views import services, status
 from tests.support.plane import service as state
 from tests.values.views.ipvs_node import (
     CONNECTIONS,
+    FWMARK,
     HELD,
     NODE,
+    PORTS,
     STATES,
     TCP,
     UDP,
@@ -40,7 +42,7 @@ HERE = Path("/state")
 
 @pytest.fixture
 def held() -> Inspection:
-    return ipvs.build_inspection(HERE, STATES, HELD)
+    return ipvs.build_inspection(HERE, PORTS, HELD)
 
 
 @pytest.mark.parametrize("port", [80, 30080])
@@ -48,10 +50,12 @@ def test_node_port_next_to_an_exact_frontend_at_the_node_address(tmp_path: Path,
     """The exact frontend takes precedence at its address and port. The NodePort's weights are then
     read from another address of the node.
     """
-    states = (*STATES, state("far", f"10.96.0.5:{port} ExternalIP={NODE}:{port}", C))
+    far = state("far", f"10.96.0.5:{port} ExternalIP={NODE}:{port}", C)
     other = {virtual("198.18.0.9:30080"): loads(f"{A}*3 {B}")} if port == 30080 else {}
     found = ipvs.build_inspection(
-        tmp_path, states, HELD | {virtual(f"{NODE}:{port}"): loads(C)} | other
+        tmp_path,
+        (*PORTS, ProgrammedPort(far)),
+        HELD | {virtual(f"{NODE}:{port}"): loads(C)} | other,
     )
     at = FrontendAddress(parse_addr("0.0.0.0"), 30080, TCP)
     (frontend,) = [f for port in found.services for f in port.frontends if f.at == at]
@@ -59,8 +63,29 @@ def test_node_port_next_to_an_exact_frontend_at_the_node_address(tmp_path: Path,
 
 
 def test_backends_missing_in_the_kernel_are_not_shown():
-    (row,) = services.build_rows(ipvs.build_inspection(HERE, STATES[:1], {}))
+    (row,) = services.build_rows(ipvs.build_inspection(HERE, PORTS[:1], {}))
     assert (row.name, row.backends_cluster) == ("web", 0)
+
+
+@pytest.mark.parametrize(
+    ("index", "expected"),
+    [
+        (0, {A: (3, 10), B: (0, 4)}),  # of the ClusterIP and the NodePort; closed ones are not open
+        (1, {A: (2, 5), C: (0, 0)}),  # of the VIP, and of the short circuit
+        (2, {A: (7, 20), B: (0, 0)}),  # UDP
+        (3, {}),
+    ],
+    ids=lambda value: STATES[value].key.name if isinstance(value, int) else "",
+)
+def test_connections_are_those_of_all_virtual_services(
+    held: Inspection, index: int, expected: dict[str, tuple[int, int]]
+) -> None:
+    """Of each backend: the open ones, and all. Bytes: see ipvs_node.loads()."""
+    (port,) = (p for p in held.services if p.key == STATES[index].key)
+    assert {str(t.backend): (t.open, t.totals.opened) for t in port.traffic} == expected
+    for row in port.traffic:
+        assert row.totals.bytes_in == 100 * row.totals.opened
+        assert row.totals.bytes_out == 1_000 * row.totals.opened
 
 
 # ---- connections ---------------------------------------------------------------------------------
@@ -115,24 +140,52 @@ def test_connections_of_an_unknown_service_are_an_error(
 # ---- state files of the agent --------------------------------------------------------------------
 
 
-def bare(one: ServiceState) -> ServiceState:
-    return replace(one, cluster=(), local=(), serving=(), source_ranges=(), lost=(), on_node=())
+def bare(port: ProgrammedPort) -> ProgrammedPort:
+    state = replace(
+        port.state, cluster=(), local=(), serving=(), source_ranges=(), lost=(), on_node=(),
+        slices=(),
+    )  # fmt: skip
+    return replace(port, state=state)
 
 
 def test_services_of_the_state_file_are_read(tmp_path: Path):
     made = StateFile(tmp_path)
-    for one in STATES:
-        made.set_service(one.key, one)
+    for port in PORTS:
+        made.set_service(port.state.key, port.state, fwmark=port.fwmark)
     made.write(b"{}")
-    assert statefile.read_services(tmp_path) == tuple(map(bare, STATES))
+    assert statefile.read_services(tmp_path) == tuple(map(bare, PORTS))
     made.set_service(STATES[0].key, None)
-    made.set_service(STATES[1].key, replace(STATES[1], affinity_timeout=7))
+    made.set_service(STATES[1].key, replace(STATES[1], affinity_timeout=7), fwmark=FWMARK)
     made.write(b"{}")
-    assert statefile.read_services(tmp_path) == (replace(bare(STATES[1]), affinity_timeout=7),
-                                    *map(bare, STATES[2:]))  # fmt: skip
+    changed = ProgrammedPort(replace(STATES[1], affinity_timeout=7), FWMARK)
+    assert statefile.read_services(tmp_path) == tuple(map(bare, (changed, *PORTS[2:])))
     statefile.remove_files(tmp_path)
     assert not list(tmp_path.iterdir())
     assert statefile.read_services(tmp_path) == ()
+
+
+def test_names_of_endpoints_are_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Not those of a Service port with very many: the file is written again after each change."""
+    made, key = StateFile(tmp_path), STATES[0].key
+    made.set_service(key, STATES[0])
+    made.write(b"{}")
+    names = statefile.read_endpoints(tmp_path)[key]
+    assert [(str(entry.backend), entry.pod, entry.node, entry.state) for entry in names] == [
+        (A, "default/web-0", "node-1", "ready"),
+        (B, "default/web-1", "node-2", "terminating, serving"),
+        (C, "default/web-2", "", "not ready"),
+    ]
+    (slice_,) = STATES[0].slices
+    made.set_service(key, replace(STATES[0], slices=(replace(slice_, packed_pods=""),)))
+    made.write(b"{}")
+    assert {entry.pod for entry in statefile.read_endpoints(tmp_path)[key]} == {""}
+    monkeypatch.setattr(statefile, "MAX_NAMED_ENDPOINTS", 2)
+    made.set_service(key, STATES[0])
+    made.write(b"{}")
+    assert statefile.read_endpoints(tmp_path) == {key: ()}
+    made.set_service(key, None)
+    made.write(b"{}")
+    assert statefile.read_endpoints(tmp_path) == {}
 
 
 def test_unchanged_state_file_is_not_written_again(tmp_path: Path):

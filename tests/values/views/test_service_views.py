@@ -11,10 +11,22 @@ from msgspec.structs import replace
 
 from kbpf.checks.connect import MAX_BACKENDS, select_targets
 from kbpf.dataplane.bpf.inspect.snapshot import read_map
+from kbpf.dataplane.bpf.maps import layout
 from kbpf.dataplane.bpf.maps.layout import MAPS, ServiceFlag, ServiceValue
 from kbpf.errors import NotFoundError
-from kbpf.model.address import parse_addr
-from kbpf.model.desired import Backend, FrontendAddress
+from kbpf.model.address import format_addr, parse_addr
+from kbpf.model.desired import Backend, FrontendAddress, FrontendKind
+from kbpf.model.inspection import (
+    BackendEntry,
+    BackendSet,
+    Difference,
+    DifferenceKind,
+    EndpointEntry,
+    FrontendEntry,
+    ServicePort,
+    Verification,
+    index_pods,
+)
 from kbpf.model.metrics import (
     ALL_COUNTERS,
     CHOICE_COUNTERS,
@@ -23,7 +35,7 @@ from kbpf.model.metrics import (
 )
 from kbpf.model.objects import Cidr, Protocol
 from kbpf.model.status import SourceView, ThreadView
-from kbpf.views import maps, service, services, sources, status
+from kbpf.views import maps, service, services, sources, status, trace_endpoints, verification
 from tests.support.faults.fake_maps import FakeMap
 from tests.values.views.snapshots import AGENT, ATTACHED, TCP, UDP, key, snapshot
 
@@ -42,6 +54,53 @@ def value(
     service_id: int, size: int = 1, flags: int = CLUSTER_IP, timeout: int = 0
 ) -> ServiceValue:
     return ServiceValue(service_id, flags, timeout, service_id if size else 0, size, 0, 0)
+
+
+def backends(*indexes: int) -> BackendSet:
+    slots = {n: BackendEntry(index, backend(index)) for n, index in enumerate(indexes)}
+    return BackendSet(1, len(indexes), slots)
+
+
+USES = [
+    # (members of the cluster set, of the local set, a policy is Local, the reason of endpoint 1)
+    ((1,), (), False, "used: ready"),
+    ((1,), (1,), True, "used: ready"),
+    ((1,), (2,), True, "used by policy Cluster: ready"),
+    ((1,), (), True, "used by policy Cluster: ready"),
+    ((), (1,), True, "used by policy Local: ready"),
+    ((2,), (2,), True, trace_endpoints.UNKNOWN),
+]
+
+
+@pytest.mark.parametrize(("cluster", "local", "is_local", "why"), USES)
+def test_trace_names_the_policy_that_uses_an_endpoint(
+    cluster: tuple[int, ...], local: tuple[int, ...], is_local: bool, why: str
+):
+    frontend = FrontendEntry(
+        at("10.96.0.1"), FrontendKind.CLUSTER_IP, False, backends(*cluster), backends(*local)
+    )
+    port = ServicePort(
+        1, key("web"), (frontend,), external_local=is_local,
+        endpoints={backend(1): EndpointEntry(backend(1), node="node-2")},
+    )  # fmt: skip
+    assert [row.why for row in trace_endpoints.build_rows(port)] == [why]
+
+
+def test_advice_that_fits_several_differences_is_given_once():
+    differences = (
+        Difference(DifferenceKind.CHANGED, "hook connect4", "a", advice="wait"),
+        Difference(DifferenceKind.CHANGED, "hook connect6", "b", advice="wait"),
+        Difference(DifferenceKind.CHANGED, "hook connect6", "c", advice="wait"),
+        Difference(DifferenceKind.MISSING, "hook connect6", "b", advice="wait"),
+        Difference(DifferenceKind.STALE, "backends", "b"),
+    )
+    page = verification.build_page(Verification(differences, 1, 2, 3, 1), 0)
+    assert page.text is not None
+    _, advice = page.text(False).split("what to do\n")
+    assert advice.split("\n\n")[0].split("\n") == [
+        "  changed, hook connect4, hook connect6: wait",
+        "  missing, hook connect6: wait",
+    ]
 
 
 # ---- services ----------------------------------------------------------------------------------
@@ -72,8 +131,8 @@ def test_node_port_without_an_address_of_its_family_is_not_served(
     assert frontend.nowhere is nowhere
     texts = [column.text(row) for column in services.COLUMNS]
     assert any("not served" in text for text in texts) is nowhere
-    notes = [column.text(frontend) for column in service.FRONTEND_COLUMNS]
-    assert any("not served" in text for text in notes) is nowhere
+    page = service.format_page(service.build_details(held, "web"))
+    assert ("not served: no address of this node" in page) is nowhere
 
 
 def test_slot_without_a_backend_is_counted_as_missing():
@@ -121,18 +180,41 @@ def test_uncounted_values_are_null_not_zero(row: tuple):
     (detail,) = service.build_details(held, "web")
     (shown,) = detail.traffic
     cells = [c.text(shown) for c in service.TRAFFIC_COLUMNS]
-    assert cells == ["10.244.0.1:8080", "3", *expected_cells]
+    assert cells == ["3", *expected_cells]
     plain = msgspec.to_builtins(shown)
     assert plain["open"] == 3
     nulls = {name for name, number in plain.items() if number is None}
     assert ("opened" in nulls) == (expected_cells[0] == "-")
     assert ("reset" in nulls) == (expected_cells[5] == "-")
     assert ("round_trips" in nulls) == (expected_cells[9] == "-")
-    line = f"    not counted: {expected_line}; --accounting full"
+    line = f"  not counted: {expected_line}; --accounting full"
     assert (line in service.format_page([detail]).split("\n")) == bool(expected_line)
     assert ("not counted" in service.format_page([detail])) == bool(expected_line)
 
 
+def test_open_connections_are_unknown_if_the_kernel_lists_no_sockets():
+    """A kernel without BTF; those of the packet path alone would be too few."""
+    held = snapshot(
+        frontends={at("10.96.0.1"): value(1)}, names={1: key("web")}, backends={5: backend(1)},
+        totals={(1, 5): ConnectionStats(opened=4)}, open={(1, 5): 3},
+        counted=ALL_COUNTERS, lists_sockets=False,
+    )  # fmt: skip
+    (detail,) = service.build_details(held, "web")
+    (shown,) = detail.traffic
+    assert shown.open is None
+    lines = service.format_page([detail]).split("\n")
+    assert "  OPEN is not known: this kernel does not list sockets" in lines
+    assert not any("not counted" in line for line in lines)
+
+
+LONG_POD = f"dns-{120 * 'x'}-7f9c"
+ENDPOINTS = {
+    layout.pack_endpoint_key(service_id, parse_addr(address), 8080, TCP):
+        layout.pack_endpoint_name(pod, "node-1", "", 0)
+    for service_id, address, pod in (
+        (2, "10.244.0.7", "web-0"), (3, "10.244.0.8", LONG_POD), (3, "10.244.0.6", ""),
+    )
+}  # fmt: skip
 NAMES = {1: key("web"), 2: key("web", "shop"), 3: key("dns", "kube-system")}
 FRONTENDS = {
     at("10.96.0.1"): value(1),
@@ -168,12 +250,24 @@ NAME_QUERIES = [
     NameQuery("10.244.0.1", "", ("kube-system/dns",)),
     NameQuery("10.244.0.1:8080", "", ("kube-system/dns",)),
     NameQuery("10.244.0.9", "", (), "kbpf inspect services"),
+    NameQuery("10.244.0.7", "", ("shop/web",)),
+    NameQuery("10.244.0.7:8080", "", ("shop/web",)),
+    NameQuery("10.244.0.7:8081", "", (), "kbpf inspect services"),
+    NameQuery("web-0", "", ("shop/web",)),
+    NameQuery("shop/web-0", "", ("shop/web",)),
+    NameQuery("web-0", "default", (), "shop/web-0"),
+    NameQuery("web-1", "shop", (), "shop/web-0"),
+    NameQuery(LONG_POD, "", ("kube-system/dns",)),
+    NameQuery(f"{LONG_POD}y", "", (), "did you mean kube-system/dns-xxx"),
 ]
 
 
 @pytest.mark.parametrize("asked", NAME_QUERIES)
 def test_service_is_found_by_name_and_namespace(asked: NameQuery):
-    held = snapshot(names=NAMES, frontends=FRONTENDS, backends={5: backend(1)}, sets={3: {0: 5}})
+    held = snapshot(
+        names=NAMES, frontends=FRONTENDS, backends={5: backend(1)}, sets={3: {0: 5}},
+        endpoints=ENDPOINTS,
+    )  # fmt: skip
     if asked.found:
         shown = service.build_details(held, asked.name, asked.namespace)
         assert tuple(d.service.full_name for d in shown) == asked.found
@@ -181,6 +275,48 @@ def test_service_is_found_by_name_and_namespace(asked: NameQuery):
         with pytest.raises(NotFoundError) as caught:
             service.build_details(held, asked.name, asked.namespace)
         assert asked.hint in caught.value.hint
+
+
+CONDITIONS = [
+    ("ready", True, True, False),
+    ("not ready, serving", False, True, False),
+    ("not ready", False, False, False),
+    ("terminating, serving", False, True, True),
+    ("terminating", False, False, True),
+    ("ready, terminating, serving", True, True, True),
+]
+"""The words for `ready`, `serving` and `terminating`."""
+
+
+@pytest.mark.parametrize("row", CONDITIONS)
+def test_state_of_an_endpoint_is_its_conditions(row: tuple[str, bool, bool, bool]):
+    words, *conditions = row
+    assert EndpointEntry(backend(1), "", "", "", *conditions).state == words
+
+
+POD_INDEX = [
+    ("one Pod behind two Services", {1: [("10.244.0.1", "a")], 2: [("10.244.0.1", "a")]},
+     {"10.244.0.1": "default/a"}),
+    ("two Pods with the address of their node", {1: [("10.0.0.1", "a")], 2: [("10.0.0.1", "b")]},
+     {}),
+    ("the address of this node", {1: [("10.0.0.9", "a"), ("10.244.0.1", "b")]},
+     {"10.244.0.1": "default/b"}),
+    ("no Pod", {1: [("10.244.0.1", "")]}, {}),
+]  # fmt: skip
+"""Endpoints by Service, and which addresses are those of which Pod."""
+
+
+@pytest.mark.parametrize("row", POD_INDEX, ids=lambda row: row[0])
+def test_address_is_a_pods_if_only_one_pod_has_it(row: tuple):
+    _, endpoints, expected = row
+    ports = []
+    for service_id, pods in endpoints.items():
+        entries = [
+            EndpointEntry(at(address), f"default/{pod}" if pod else "") for address, pod in pods
+        ]
+        ports.append(ServicePort(service_id, None, endpoints={e.backend: e for e in entries}))
+    index = index_pods(ports, {parse_addr("10.0.0.9")})
+    assert {format_addr(address): pod for address, pod in index.items()} == expected
 
 
 # ---- maps, programs ----------------------------------------------------------------------------
@@ -230,7 +366,7 @@ def test_inconsistent_source_ranges_are_shown():
         names={1: key("web")},
         ranges=((2, Cidr(parse_addr("0.0.0.0"), 96)),),
     )
-    assert [(r.service, r.ranges, r.addresses) for r in sources.build_view(held).services] == [
+    assert [(r.service, r.ranges, r.addresses) for r in sources.build_rows(held)] == [
         ("default/web:http", (), ("192.0.2.1:80/TCP",)),
         ("id 2, not named", ("0.0.0.0/0",), ()),
     ]

@@ -116,7 +116,7 @@ def track(
 
 def tracking(*found: TrackedConnection) -> FlowTable:
     held = {one.raw[IDENTITY]: one for one in found}
-    return FlowTable(held, {1: ServicePort(1, key("web"))}, "/pins", NOW - 1, NOW)
+    return FlowTable(held, {1: ServicePort(1, key("web"))}, "/pins", NOW - 1, NOW, {})
 
 
 SNATTED = "198.18.0.1:61000"

@@ -25,6 +25,7 @@ from kbpf.model.address import parse_addr
 from kbpf.model.config import Config
 from kbpf.model.metrics import FlowCount
 from tests.programs.maps.flows.table import LIVES, MINUTE, PARTS, ROOM, VIPS, Flows, client
+from tests.support.lab.events import read, watched
 from tests.support.packets.packets import frame, tcp, udp
 from tests.support.packets.test_run import TC_ACT_SHOT, run
 
@@ -37,8 +38,8 @@ OLDEST = {
     "half open": ("S", True),
     "SYN-ACK without further segments": ("S <SA", True),
     "established": (LIVES, False),
-    "the client has closed": (f"{LIVES} FA", False),
-    "the backend has closed": (f"{LIVES} <FA", False),
+    "the client has closed": (f"{LIVES} FA -60s", False),
+    "the backend has closed": (f"{LIVES} <FA -60s", False),
     "both have closed": (f"{LIVES} FA <FA A", True),
     "reset by the client": (f"{LIVES} R", True),
     "reset by the backend": (f"{LIVES} <R", True),
@@ -47,17 +48,19 @@ OLDEST = {
     "UDP both ways, request two seconds later": ("? <! 3s ?", False),
     "UDP both ways, reply two seconds later": ("? <! 3s <!", False),
     "one reply, two seconds later": ("? 3s <!", True),
-    "many datagrams at once": ("? <! ? <! ? <! ?", True),
+    "many datagrams at once": ("? <! -60s ? <! ? <! ?", True),
     "established, and idle": (f"{LIVES} 3600s", False),
-    "recent handshake": ("S <SA A", False),
+    "recent handshake": ("S <SA A -60s", False),
     "handshake not proven by the backend": ("S <SA A 6s", True),
     "the client has closed, then silence": (f"{LIVES} FA 11s", True),
     "the backend has closed, then silence": (f"{LIVES} <FA <A 11s", True),
-    "the client has closed, and gets data": (f"{LIVES} FA 11s <A+ A", False),
+    "the client has closed, and gets data": (f"{LIVES} FA 11s <A+ A -60s", False),
     "resets out of window": (f"{LIVES} R! <R! 11s", False),
     "forged without seeing the replies": ("S <SA A! A+! 6s", True),
 }
-"""The oldest flow, and whether it makes room."""
+"""The oldest flow, and whether it makes room. With "-60s" it stays recent, however long a test
+takes.
+"""
 
 
 @pytest.mark.parametrize("kind", OLDEST)
@@ -91,7 +94,15 @@ def test_new_flow_does_not_evict_established_ones(flows: Flows, kind: str) -> No
     ends = client(5000), VIPS[flows.kind]
     packet = udp(*ends) if word == "?" else tcp(*ends, flags=word)
     full = flows.site.reasons()[Reason.TABLE_FULL]
-    verdict = run(flows.programs["tc_ingress"], frame(packet)).retval
+    with watched(flows.site) as monitor:
+        verdict = run(flows.programs["tc_ingress"], frame(packet)).retval
+        events = [(event.verdict, event.reason, event.address) for event in read(monitor)]
+    if evicted:
+        (gone,) = set(range(2000, 2000 + MOST)) - flows.ports().keys()
+        evicts = ("evicted", "evicted", client(gone))
+        assert events == [evicts, ("new", "new_flow", client(5000))]
+    else:
+        assert events == [("dropped", "table_full", client(5000))]
     assert (verdict == TC_ACT_SHOT) == (not evicted)
     assert flows.site.reasons()[Reason.TABLE_FULL] - full == (not evicted)
     there = flows.ports()
@@ -333,9 +344,19 @@ def add_orphans(flows: Flows, port: int) -> dict[bytes, bytes]:
     return made
 
 
+USED = 10**15
+"""When all entries were last used: a test of a second more or less does not depend on its speed."""
+
+
+def use_all(held: Map) -> None:
+    """Makes all entries as old as each other."""
+    for key, raw in list(held.items()):
+        held.update(key, USED.to_bytes(8, "little") + raw[8:])
+
+
 def remove(held: Map, seconds: float) -> int:
-    """Removes orphans as if `seconds` had passed; returns how many."""
-    at = time.monotonic_ns() + int(seconds * 1e9)
+    """Removes orphans as if `seconds` had passed since USED; returns how many."""
+    at = USED + int(seconds * 1e9)
     return sum(flow_gc.remove_unused(held, *batch, at) for batch in list(held.batches()))
 
 
@@ -346,6 +367,8 @@ def test_orphaned_reply_entries_are_deleted_when_expired(flows: Flows, row: Orph
     """
     flows.talk(2000, row.script)
     flows.talk(2001, row.script)
+    with flows.site.pinned("flows") as held:
+        use_all(held)
     complete = flows.site.entries("flows")
     made = add_orphans(flows, 2000)
     assert len(made) == PARTS[flows.kind] - 1
@@ -361,6 +384,7 @@ def test_reply_entries_without_original_entry_are_deleted(flows: Flows) -> None:
         for key, raw in list(held.items()):
             if is_original(raw) and Target.unpack(raw[fields.CLIENT]).port == 2000:
                 held.delete(key)
+        use_all(held)
         assert remove(held, 29) == 0
         assert remove(held, 31) == PARTS[flows.kind] - 1
     assert flows.ports() == flows.complete([2001])
@@ -394,8 +418,9 @@ def test_flow_that_is_long_over_is_deleted(flows: Flows, row: Over) -> None:
     """Even if its key is not in the queue: another CPU has popped it before the entry existed."""
     flows.talk(2000, row.script)
     flows.drain()
-    later = time.monotonic_ns() + int((row.seconds - 60) * 1e9)
+    later = USED + int((row.seconds - 60) * 1e9)
     with flows.site.pinned("flows") as held:
+        use_all(held)
         for key, raw in list(held.items()):
             if raw[fields.DIRECTION] in row.used:
                 held.update(key, later.to_bytes(8, "little") + raw[8:])
@@ -413,6 +438,8 @@ def test_entry_replaced_during_the_deletion_stays(
         lib = LibbpfWithoutLookupAndDelete(syscalls.lib())
         monkeypatch.setattr(syscalls, "lib", lambda: lib)
     flows.talk(2000, "?")
+    with flows.site.pinned("flows") as held:
+        use_all(held)
     made = add_orphans(flows, 2000)
     anew = {key: raw[:-1] + b"\1" for key, raw in made.items()}
     take = Map.lookup_and_delete

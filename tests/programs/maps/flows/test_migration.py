@@ -29,6 +29,7 @@ from kbpf.dataplane.bpf.programs.loader import SocketPrograms
 from kbpf.kernel.bpf.objects import Map
 from kbpf.model.config import MapSizes
 from tests.programs.maps.flows.table import LIVES, MINUTE, ROOM, VIPS, Flows, client
+from tests.support.lab.events import read, watched
 from tests.support.packets.packets import frame, tcp
 from tests.support.packets.test_run import TC_ACT_SHOT, run
 
@@ -209,13 +210,17 @@ def test_flows_begun_before_the_change_over_are_migrated(
         if seen:  # the devices have changed over
             return publish(packets)
         syn = frame(tcp(client(3001), VIPS[flows.kind], flags="S"))
-        dropped = run(flows.programs["tc_ingress"], syn).retval == TC_ACT_SHOT
+        with watched(flows.site) as monitor:
+            dropped = run(flows.programs["tc_ingress"], syn).retval == TC_ACT_SHOT
+            events = [(event.verdict, event.reason, event.address) for event in read(monitor)]
+        assert events == [("dropped", "paused", client(3001))]
         flows.talk(3000, "A <A")
         seen.append((flows.ports(), dropped))
         return publish(packets)
 
     monkeypatch.setattr(PacketPath, "uses_other_flows", late)
     monkeypatch.setattr(PacketPath, "publish", looking)
+    monkeypatch.setattr("kbpf.dataplane.bpf.maps.migrate.MAX_PAUSE_S", 600.0)
     flows.talk(2000, LIVES)
     before = flows.site.reasons()[Reason.PAUSED]
     flows.start(2 * ROOM)

@@ -28,7 +28,7 @@ from tests.support.plane import HOOKS, Site, desired, service
 def test_check_finds_this_machine_usable_and_leaves_nothing(site: Site, run):
     code, out, _ = run("check", "-o", "json", "--cgroup", str(site.cgroup))
     made = json.loads(out)
-    results = {row["name"]: row["result"] for row in made["rows"]}
+    results = {row["name"]: row["result"] for row in made["items"]}
     assert (code, made["usable"], made["mode"], made["attached"]) == (0, True, "bpf", None)
     assert results["hook connect4"] == results["cgroup links"] == "yes"
     assert {f"hook {name}" for name in HOOK_NAMES} <= results.keys()
@@ -52,7 +52,7 @@ def test_probe_tells_a_missing_helper_from_wrong_arguments():
 def test_check_uses_the_ports_of_the_running_agent(site: Site, run):
     site.open(packet_path=True, masquerade_ports=(40_000, 40_009)).apply(desired(), None)
     _, out, _ = run("check", "-o", "json", "--cgroup", str(site.cgroup))
-    (row,) = [r for r in json.loads(out)["rows"] if r["name"] == "masquerade ports"]
+    (row,) = [r for r in json.loads(out)["items"] if r["name"] == "masquerade ports"]
     assert row["detail"].startswith("40000 to 40009: ")
 
 
@@ -85,7 +85,7 @@ def test_check_attached_dials_every_family_and_protocol(written, run, site: Site
     )
     code, out, err = run("check", "--attached", "-o", "json")
     made = json.loads(out)
-    rows = {row["name"]: row for row in made["rows"]}
+    rows = {row["name"]: row for row in made["items"]}
     assert (code, made["attached"], err) == (0, True, "")
     # The smallest set. That of `kept` is as small and comes first, but has affinity.
     assert rows["dial 10.96.0.3:80/TCP"]["detail"] == "arrived at 10.244.0.1 port 8080"
@@ -125,13 +125,31 @@ def test_check_attached_without_a_service_proves_nothing(site: Site, run):
 # ---- cleanup -----------------------------------------------------------------------------------
 
 
+def list_files(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*"))
+
+
+def test_dry_run_lists_what_is_in_use_and_says_that_cleanup_would_refuse(written, run, site: Site):
+    before = list_files(site.pins), site.dump()
+    for options, shown in (((), "attachment"), (("--keep-connections",), "10 in ")):
+        code, out, err = run("cleanup", "--dry-run", *options)
+        assert (code, err.count("\n"), out.split()[0]) == (0, 1, "WOULD-REMOVE")
+        assert "without --dry-run: nothing was removed: an agent is running" in err
+        assert shown in out
+    assert (list_files(site.pins), site.dump()) == before
+
+
 def test_cleanup_removes_and_lists_everything(site: Site, run):
     opened = site.open()
     opened.apply(WORLD, None)
     opened.close()
+    before = list_files(site.pins)
+    code, out, err = run("cleanup", "--dry-run", "-o", "json")
+    listed = json.loads(out)
+    assert (code, err, listed["dry_run"], list_files(site.pins)) == (0, "", True, before)
     code, out, err = run("cleanup", "-o", "json")
-    removed = json.loads(out)
-    assert (code, err) == (0, "")
+    removed = json.loads(out)["items"]
+    assert (code, err, removed) == (0, "", listed["items"])
     assert [Path(r["path"]).name for r in removed if r["kind"] == "attachment"] == sorted(HOOKS)
     assert {"maps", "programs", "folder"} <= {r["kind"] for r in removed}
     assert not site.pins.exists()
@@ -166,7 +184,7 @@ def test_cleanup_keep_connections_translates_only_established_ones(site: Site, r
     opened.close()
     code, out, err = run("cleanup", "--keep-connections", "-o", "json")
     assert (code, err) == (0, "")
-    assert json.loads(out) == [{"kind": "frontends", "path": f"1 in {site.pins}"}]
+    assert json.loads(out)["items"] == [{"kind": "frontends", "path": f"1 in {site.pins}"}]
     assert host.tcp(own, 18080)["error"] == "ECONNREFUSED", "by the host: no process listens there"
     assert host.tcp(own, 18081)["name"] == "server", "another port of the former ClusterIP"
     assert host.ask("talk", keep="held")["name"] == "server"
@@ -215,7 +233,7 @@ def test_cleanup_removes_partial_state_of_a_killed_agent(site: Site, run):
         link.pin(site.pins / "new-link-connect4")
     code, out, err = run("cleanup", "-o", "json")
     assert (code, err) == (0, "")
-    told = {Path(row["path"]).name for row in json.loads(out)}
+    told = {Path(row["path"]).name for row in json.loads(out)["items"]}
     assert told >= {*UNFINISHED, "new-map-config", "new-link-connect4"}
     assert not site.pins.exists()
 
@@ -270,7 +288,7 @@ def test_cleanup_unmounts_the_bpffs_of_the_pin_folder(run, site: Site, tmp_path:
         site.close_planes()
         code, out, err = run("cleanup", "-o", "json")
         assert (code, err) == (0, "")
-        removed = [(row["kind"], row["path"]) for row in json.loads(out)]
+        removed = [(row["kind"], row["path"]) for row in json.loads(out)["items"]]
         assert removed[-2:] == [("bpffs", str(pins)), ("folder", str(pins))]
         assert not any("debug" in path for _, path in removed)
         assert not pins.exists()
@@ -297,7 +315,7 @@ def test_cleanup_cache_leaves_other_files(site: Site, run, artifact_cache, tmp_p
 def test_compile_command_compiles_once(tmp_path: Path, capsys):
     def compiled(*more: str) -> dict[str, Any]:
         assert app.call(["compile", "--cache-dir", str(tmp_path), "-o", "json", *more]) == 0
-        return {made["unit"]: made for made in json.loads(capsys.readouterr().out)}
+        return {made["unit"]: made for made in json.loads(capsys.readouterr().out)["items"]}
 
     first = compiled()
     assert first.keys() == {"sock", "tc"}

@@ -18,9 +18,9 @@ from kbpf.checks import neighbours
 from kbpf.dataplane import inspect
 from kbpf.dataplane.inspect import Locations
 from kbpf.model.inspection import Part
-from kbpf.takeover import neighbour
+from kbpf.takeover import detect, neighbour
 from tests.programs.node.test_hooks_verified import WEB, run_in_new_namespaces
-from tests.support.lab.lab import ip, run
+from tests.support.lab.lab import PATIENCE, ip, run, until
 from tests.support.plane import Site
 
 
@@ -40,9 +40,14 @@ def rules(_: Path) -> Iterator[None]:
 def process(folder: Path) -> Iterator[None]:
     program = folder / "kube-proxy"
     shutil.copy("/bin/sleep", program)
-    with subprocess.Popen([program, "60"]) as running:
-        yield
-        running.kill()
+    with subprocess.Popen([program, "infinity"]) as running:
+        name = Path(f"/proc/{running.pid}/comm")
+        try:
+            # the kernel sets the name after Popen() has returned
+            until("it has its name", lambda: name.read_text() == "kube-proxy\n")
+            yield
+        finally:
+            running.kill()
 
 
 class _ProxyMode(http.server.BaseHTTPRequestHandler):
@@ -61,6 +66,7 @@ class _ProxyMode(http.server.BaseHTTPRequestHandler):
 @contextlib.contextmanager
 def port(_: Path) -> Iterator[None]:
     ip("link set lo up")
+    detect.PROBE_TIMEOUT_S = PATIENCE  # type: ignore[misc]  # of this process only
     with http.server.ThreadingHTTPServer(("127.0.0.1", 10249), _ProxyMode) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield

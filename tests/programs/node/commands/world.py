@@ -21,13 +21,17 @@ def boottime() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
+STARTED = boottime()
+"""When the agent of agent_status() started: not before this process, which it is."""
+
+
 def agent_status(**more: Any) -> AgentStatus:
     """The status that a healthy agent with this process' id writes, with the fields
-    `more` changed.
+    `more` changed. It stays recent, however long a test takes.
     """
     said: dict[str, Any] = {
         "version": "9.9", "pid": os.getpid(), "mode": "bpf", "node": "n1",
-        "started": boottime() - 60, "heartbeat": boottime(), "synced": True, "services": 3,
+        "started": STARTED, "heartbeat": boottime() + 600, "synced": True, "services": 3,
         "service_ports": 4, "applied": 5, "last_apply_ms": 1.5, "event_to_map_p50_ms": 2.0,
         "event_to_map_p99_ms": 3.0, "sources": (SourceView("Service", "watching", True, "7", ""),),
         "problems": ("Service a/b: no good",), "problem_count": 1,

@@ -31,7 +31,7 @@ from tests.programs.packets.path.single_packets import (
     Path_,
     services,
 )
-from tests.support.lab.lab import ip
+from tests.support.lab.lab import ip, until
 from tests.support.lab.lab import run as command
 from tests.support.plane import SIZES, desired, sites
 
@@ -75,6 +75,14 @@ def _outside(path: Path_) -> Iterator[None]:
         yield
 
 
+def is_known(path: Path_, index: int) -> bool:
+    """Whether the data plane's thread has seen the device with its last address. From then on it
+    does not overwrite what a test writes.
+    """
+    raw = path.site.entries("devices").get(U32.pack(index), b"")
+    return parse_addr(NODE[4]) in raw and parse_addr(NODE[6]) in raw
+
+
 @pytest.fixture(scope="module")
 def uplink(path: Path_) -> Iterator[Path_]:
     """Adds a device with addresses of the node and the default routes."""
@@ -90,6 +98,7 @@ def uplink(path: Path_) -> Iterator[Path_]:
         ip(address, there, f"route add default via {GATE[v]} dev out", netns=path.where)
     path.forward(True)
     index = path.inside(lambda: socket.if_nametoindex("out"))
+    until("the device thread has written its own entry", lambda: is_known(path, index))
     path.set_device(index, Role.HOST, DeviceFlag(0))
     path.out, path.out_mac = index, "02:00:00:00:00:01"
     yield path

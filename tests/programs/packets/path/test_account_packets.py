@@ -15,6 +15,7 @@ from kbpf.dataplane.bpf.inspect import snapshot
 from kbpf.dataplane.bpf.maps.layout import (
     CONFIG,
     COUNTS,
+    PACKET_FAILURES_PER_CLIENT,
     U32,
     U32_PAIR,
     ConfigFlag,
@@ -25,12 +26,16 @@ from kbpf.model.metrics import ConnectionStats
 from kbpf.views import failures as failures_view
 from tests.programs.packets.path.single_packets import (
     CLUSTER,
+    IP,
     LOCAL,
+    NET,
     NONE,
     RESTRICTED,
     Path_,
+    age,
     both,
     client,
+    end,
     pod,
     vip,
 )
@@ -111,7 +116,11 @@ def play(path: Path_, v: int, which: int, story: str) -> tuple[list[int], list[i
     """Lengths of the client's and of the backend's packets as they arrived."""
     own, source, talk = client(v), "", Talk()
     lengths: tuple[list[int], list[int]] = ([], [])
+    before = ""
     for word in story.split():
+        if word == before == "S":
+            age(path, own, -60)  # it is repeated at once, however long this takes
+        before = word
         back = word.startswith("<")
         ends = (pod(v), source) if back else (own, vip(v, which))
         packet = talk.segment(word, *ends)
@@ -238,6 +247,27 @@ def test_failures_of_packets_are_recorded(
     for service, _, seen, count in found:
         assert service == f"default/s{which}-tcp"
         assert (f"{seen}" in client(v), count) == (True, 1)
+
+
+CLIENTS = {4: "198.51.100.{}", 6: "2001:db8:9:{}::1"}
+"""IPv4 addresses, or addresses in IPv6 networks of 64 bits."""
+
+
+@both
+def test_a_client_overwrites_only_its_share_of_the_failures_of_packets(path: Path_, v: int) -> None:
+    """One that tries all ports hides those of a sixteenth of the others, here a few of 32."""
+    forget(path)
+    others = {CLIENTS[v].format(number) for number in range(100, 132)}
+    for other in others:
+        path.run("tc_ingress", tcp(end(other, 5), vip(v, NONE), flags="S"))
+    scanner = CLIENTS[v].format(7)
+    for port in range(1000, 3000):
+        path.run("tc_ingress", tcp(end(scanner, 5), end(f"{NET[v]}{IP}", port), flags="S"))
+    found = recorded(path)
+    own = [row for row in found if row[2] == scanner]
+    assert {row[1] for row in own} == {"unknown_port"}
+    assert PACKET_FAILURES_PER_CLIENT // 2 < len(own) <= PACKET_FAILURES_PER_CLIENT
+    assert len(others & {row[2] for row in found}) >= len(others) * 3 // 4
 
 
 @both

@@ -27,7 +27,7 @@ from tests.programs.packets.path.single_packets import (
     vip,
 )
 from tests.support.features import needs
-from tests.support.lab.lab import ip, until
+from tests.support.lab.lab import PATIENCE, ip, until
 from tests.support.lab.lab import run as command
 from tests.support.packets.packets import frame, tcp, udp
 from tests.support.packets.parse import parse
@@ -60,7 +60,7 @@ def receive(at: socket.socket, data: bytes) -> bytes:
 def raw_socket(device: str) -> socket.socket:
     made = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))
     made.bind((device, 0))
-    made.settimeout(10)
+    made.settimeout(PATIENCE)
     return made
 
 

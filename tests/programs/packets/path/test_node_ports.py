@@ -248,6 +248,7 @@ def test_port_of_an_ended_connection_is_reused(path: Path_, v: int, way: str) ->
     own, source = established(path, v, "tcp")
     assert source == end(NODE[v], only_port)
     send_segments(path, v, " ".join({**LIVES, **CLOSES}[way]), own, source)
+    age(path, own, -60)  # so that it stays young, however long this takes
     first = {FinFlag(FLOW.unpack(raw)[10]) & FinFlag.BACKEND_FIRST for raw in entries_of(path, own)}
     before, other = path.site.reasons()[Reason.NO_SNAT_PORT], client(v)
     retval, _ = path.run("tc_ingress", tcp(other, vip(v, CLUSTER), flags="S"))

@@ -34,6 +34,7 @@ from tests.programs.packets.path.single_packets import (
     with_length,
 )
 from tests.support.features import needs
+from tests.support.lab.lab import PATIENCE
 from tests.support.packets.judge import checksums, difference
 from tests.support.packets.packets import Talk, icmp_error, sctp, tcp, udp
 from tests.support.packets.parse import parse
@@ -119,7 +120,7 @@ def syn_destination(path: Path_, v: int, to: str, port: int, is_agents: bool) ->
     wire = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))
     with wire, socket.socket(family) as sock, path.site.pinned("agent_sockets") as agents:
         wire.bind(("gate", 0))
-        wire.settimeout(10)
+        wire.settimeout(PATIENCE)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((NODE[v], port))
         sock.setblocking(False)

@@ -56,7 +56,7 @@ from tests.programs.packets.path.single_packets import (
     send_segments,
     vip,
 )
-from tests.support.lab.lab import ip
+from tests.support.lab.lab import PATIENCE, ip
 from tests.support.lab.lab import run as command
 from tests.support.packets.packets import frame, sctp, udp
 from tests.support.packets.parse import parse
@@ -112,7 +112,7 @@ def raw_socket(device: str) -> socket.socket:
     made = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))
     made.bind((device, 0))
     made.setsockopt(263, 8, 1)  # SOL_PACKET, PACKET_AUXDATA
-    made.settimeout(10)
+    made.settimeout(PATIENCE)
     return made
 
 

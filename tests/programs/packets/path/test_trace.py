@@ -1,17 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kbpf trace` of packets from outside: it says what the programs do with such a packet."""
+"""`kbpf trace` of packets from outside: it says what the programs do with such a packet, and
+`--confirm` tries it on a copy of them, which leaves nothing behind.
+"""
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
 from kbpf.dataplane.bpf.inspect import snapshot
-from kbpf.dataplane.bpf.maps.layout import Reason
+from kbpf.dataplane.bpf.maps.layout import MAPS, Reason
+from kbpf.dataplane.bpf.maps.pinning import Pins
+from kbpf.dataplane.bpf.packet_path.rehearsal import Arrival, Rehearsal
+from kbpf.errors import NotFoundError
+from kbpf.kernel.bpf.uapi import BPF_MAP_TYPE_QUEUE, BPF_MAP_TYPE_SK_STORAGE
 from kbpf.model.address import parse_addr
 from kbpf.model.desired import FrontendAddress
 from kbpf.model.objects import Protocol
 from kbpf.views import trace
-from kbpf.views.trace import Client, Origin, Trace
+from kbpf.views.trace_row import Client, Origin, Trace
 from tests.programs.packets.path.single_packets import (
     CLIENT,
     CLUSTER,
@@ -32,6 +40,7 @@ from tests.programs.packets.path.single_packets import (
 from tests.support.packets.packets import tcp
 from tests.support.packets.parse import parse
 from tests.support.packets.test_run import TC_ACT_SHOT, TC_ACT_UNSPEC
+from tests.support.plane import Site
 
 PASSES = Reason.NOT_A_SERVICE
 
@@ -61,7 +70,7 @@ ROWS = (
 
 def predicted(path: Path_, v: int, row: Row) -> Trace:
     to = FrontendAddress(parse_addr(f"{NET[v]}{row.which}"), row.port, Protocol.TCP)
-    from_outside = Client(Origin.OUTSIDE, address=parse_addr(CLIENT[v]))
+    from_outside = Client(Origin.OUTSIDE, addresses=(parse_addr(CLIENT[v]),))
     return trace.build_trace(snapshot.read(path.site.pins, trace.NEEDS), from_outside, to)
 
 
@@ -84,3 +93,51 @@ def test_trace_says_what_the_programs_do(path: Path_, v: int, row: Row) -> None:
         assert (is_node, source == "an address of this node") == (row.masqueraded,) * 2
     elif row.why.verdict == "drop":
         assert (retval, seen.client_sees) == (TC_ACT_SHOT, "ETIMEDOUT")
+
+
+@pytest.fixture(scope="module")
+def rehearsal(path: Path_, artifact_cache: Path) -> Iterator[Rehearsal]:
+    with path.inside(lambda: Rehearsal(Pins(path.site.pins), artifact_cache)) as rehearsal:
+        yield rehearsal
+
+
+def contents(site: Site) -> dict[str, object]:
+    """All that is in the pinned maps, apart from the agent's status."""
+    maps = {name: site.entries(name) for name, spec in MAPS.items() if spec.map_type not in
+            (BPF_MAP_TYPE_QUEUE, BPF_MAP_TYPE_SK_STORAGE)}  # fmt: skip
+    del maps["agent_status"]
+    return {**maps, "reasons": site.reasons()}
+
+
+@both
+@pytest.mark.parametrize("protocol", [Protocol.TCP, Protocol.UDP], ids=["tcp", "udp"])
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_a_rehearsal_does_the_same(
+    path: Path_, rehearsal: Rehearsal, v: int, protocol: Protocol, row: Row
+) -> None:
+    to = FrontendAddress(parse_addr(f"{NET[v]}{row.which}"), row.port, protocol)
+    arrival = Arrival(1, bytes(6), False, parse_addr(CLIENT[v]))
+    seen = path.inside(lambda: rehearsal.run(arrival, to, 0))
+    assert row.why in seen.reasons
+    if row.why is Reason.NEW_FLOW:
+        assert seen.source.address == arrival.sender
+        assert seen.destination.address == parse_addr(POD[v])
+        out = path.inside(lambda: rehearsal.leave(1, bytes(6), seen))
+        assert (out.source.address == parse_addr(NODE[v])) is row.masqueraded
+
+
+def test_a_rehearsal_leaves_nothing(path: Path_, rehearsal: Rehearsal) -> None:
+    before = contents(path.site)
+    arrival = Arrival(1, bytes(6), False, parse_addr(CLIENT[4]))
+    targets = [
+        FrontendAddress(parse_addr(f"{NET[4]}{row.which}"), row.port, Protocol.TCP) for row in ROWS
+    ]
+    path.inside(lambda: [rehearsal.run(arrival, to, 0) for to in targets])
+    assert contents(path.site) == before
+
+
+def test_a_rehearsal_needs_the_pinned_programs(path: Path_, artifact_cache: Path, tmp_path: Path):
+    with pytest.raises(NotFoundError, match="another kbpf"):
+        Rehearsal(Pins(tmp_path), artifact_cache)
+    with pytest.raises(NotFoundError, match="not compiled here"):
+        Rehearsal(Pins(path.site.pins), tmp_path)

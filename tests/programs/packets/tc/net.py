@@ -6,6 +6,7 @@ frame that no program saw is missing from the sum.
 """
 
 import itertools
+import json
 import shutil
 import socket
 import struct
@@ -21,9 +22,9 @@ from kbpf.kernel.bpf.clsact import Direction, FilterIdentity
 from kbpf.kernel.bpf.objects import Map, Program
 from kbpf.kernel.bpf.tc import ATTACH_TYPE, Attachment, AttachMethod, TcAttacher
 from kbpf.kernel.bpf.uapi import BPF_PROG_TYPE_SCHED_CLS
-from kbpf.kernel.system import netns
+from kbpf.kernel.system import netns, sysctl
 from tests.support.features import lacking, needs
-from tests.support.lab.lab import ip, run
+from tests.support.lab.lab import ip, run, until
 
 T = TypeVar("T")
 
@@ -111,7 +112,14 @@ class Net:
         self.folder = Path("/sys/fs/bpf") / self.name
         self.folder.mkdir()
         ip(f"netns add {self.name}")
+        # The kernel would add addresses of the link, and report them a second or two later.
+        self.inside(lambda: sysctl.write("net.ipv6.conf.default.addr_gen_mode", "1"))
         self.ip("link add here type veth peer name far", "link set here up", "link set far up")
+        until("the pair is up", self._is_up)
+
+    def _is_up(self) -> bool:
+        shown = json.loads(run("ip", "-n", self.name, "-j", "link", "show", "type", "veth"))
+        return {each["operstate"] for each in shown} == {"UP"}
 
     def ip(self, *lines: str) -> None:
         """Runs iproute2 commands in the namespace."""

@@ -26,7 +26,7 @@ from tests.programs.packets.tc.net import (
     program_id,
 )
 from tests.support.features import needs
-from tests.support.lab.lab import ip, until
+from tests.support.lab.lab import PATIENCE, ip, until
 
 FRAME = bytes(6) + bytes(6) + ETHERTYPE.to_bytes(2, "big") + bytes(50)
 
@@ -197,8 +197,10 @@ def test_detach_leaves_nothing(net: Net, seen: Map, programs: list[Program], how
     assert net.attached() == ()
     assert net.qdiscs() == ""
     assert list(net.folder.iterdir()) == []
-    with net.wire(Direction.INGRESS) as wire:
+    with net.wire(Direction.EGRESS) as here, net.wire(Direction.INGRESS) as wire:
+        here.settimeout(PATIENCE)
         wire.send(FRAME)
+        assert here.recv(len(FRAME)) == FRAME, "it is through before the next program is attached"
     net.attach(how, programs[1])
     with net.wire(Direction.INGRESS) as wire:
         wire.send(FRAME)

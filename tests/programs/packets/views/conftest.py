@@ -77,11 +77,15 @@ def call(wire: Wire, capsys: pytest.CaptureFixture[str]) -> Run:
 
 @pytest.fixture
 def show(call: Run) -> Callable[..., Any]:
-    """The same with JSON, parsed; no message on stderr may limit it."""
+    """The same with JSON, parsed; no message on stderr may limit it. Of a list without other fields
+    only the items.
+    """
 
     def inspect(*arguments: str) -> Any:
         code, out, err = call(*arguments, "-o", "json")
         assert (code, err) == (0, "")
-        return json.loads(out)
+        document = json.loads(out)
+        only_items = document.keys() == {"apiVersion", "kind", "items"}
+        return document["items"] if only_items else document
 
     return inspect

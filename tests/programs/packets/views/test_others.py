@@ -75,7 +75,7 @@ def test_nat_shows_sources_and_port_usage(wire: Wire, show, call: Run) -> None:
         (f"[{POD[6]}]:8080", "UDP", NODE[6], 1, 0),
     ]
     assert not any(u["alarm"] for u in seen["usage"])
-    rows = [r for r in seen["rows"] if r["protocol"] == "TCP"]
+    rows = [r for r in seen["items"] if r["protocol"] == "TCP"]
     assert [(r["source"], r["client"]) for r in rows] == [
         (f"{NODE[4]}:{port}", f"{CLIENT[4]}:{port}") for port in (61_100, 61_101, 61_102, 61_103)
     ]
@@ -121,7 +121,7 @@ def test_sources_shows_ranges_vips_and_dropped_packets(wire: Wire, show, call: R
     assert wire.verdict(tcp(end(CLIENT[4], 5), guarded, flags="S")) != TC_ACT_SHOT
     seen = show("sources")
     assert seen["not_allowed"] == before + 1
-    assert [(s["service"], s["ranges"], s["addresses"]) for s in seen["services"]] == [
+    assert [(s["service"], s["ranges"], s["addresses"]) for s in seen["items"]] == [
         ("default/guarded-tcp4", ["198.51.100.0/24"], ["192.0.2.4:80/TCP"]),
         ("default/guarded-tcp6", ["2001:db8:9::/48"], ["[2001:db8::4]:80/TCP"]),
         ("default/guarded-udp4", ["198.51.100.0/24"], ["192.0.2.4:80/UDP"]),

@@ -5,6 +5,7 @@ sees which backend got a datagram and which sender the client was shown.
 
 import socket
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,15 +47,19 @@ class Bench:
         return service(f"s{frontends}", frontends, self.to(to, family), Protocol.UDP, **more)
 
     def serve(self, *services: ServiceState) -> None:
-        """Programs exactly these; nothing is retired yet."""
+        """Programs exactly these; nothing is retired yet, however long it takes."""
+        before = time.monotonic()
         self.plane.apply(desired(*services, nodes=f"{self.node.ip} {self.node.ip6}"), None)
-        until("the sockets of deleted backends are destroyed", self.tick, state=self.held)
+        until(
+            "the sockets of deleted backends are destroyed",
+            lambda: self.tick(before),
+            state=self.held,
+        )
 
-    def tick(self) -> bool:
-        """Whether nothing more is due now. Sockets are destroyed in slices, and a busy machine
+    def tick(self, now: float) -> bool:
+        """Whether nothing more is due at `now`. Sockets are destroyed in slices, and a busy machine
         needs more than one.
         """
-        now = time.monotonic()
         due, udp_cuts = self.plane.tick(now)
         self.udp_cuts += udp_cuts
         return due is None or due > now
@@ -63,6 +68,11 @@ class Bench:
         """Those of all calls of tick() since the last call."""
         cuts, self.udp_cuts = self.udp_cuts, []
         return cuts
+
+    def take_cut_flows(self) -> Counter[int]:
+        """The flows that all passes since the last call have ended, by family."""
+        cuts = self.take_udp_cuts()
+        return Counter(family for look in cuts for family in Counter(look.flows).elements())
 
     def held(self) -> dict[str, int]:
         """How many sockets have a peer, and how many flows all sockets have."""

@@ -3,6 +3,7 @@
 
 import errno
 import socket
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from kbpf.dataplane.bpf import udp
 from kbpf.dataplane.bpf.changes import commit
 from kbpf.dataplane.bpf.changes.grace import GraceQueue
 from kbpf.dataplane.bpf.changes.growth import MapGrowth
+from kbpf.dataplane.bpf.maps.layout import PEER
 from kbpf.dataplane.bpf.udp_cutter import UdpCutter
 from kbpf.errors import KernelError
 from kbpf.model.address import V4_PREFIX
@@ -62,7 +64,7 @@ def test_connected_sockets_of_a_deleted_backend_are_destroyed(bench: Bench, row:
     assert place.udp(bench["one"].ip, 8080, keep="plain", connected=True)["name"] == "one"
     bench.take_udp_cuts()
     bench.serve(*row.then(bench), bench.udp(DNS, "one"))
-    assert [look.flows for look in bench.take_udp_cuts()] == [{4: 1}]
+    assert bench.take_cut_flows() == {4: 1}
     assert place.ask("talk", keep="via").get("error") in CUT
     assert place.ask("talk", keep="other").get("name") == "one", "another Service's socket lives"
     assert place.ask("talk", keep="plain").get("name") == "one", "it never used a Service"
@@ -96,7 +98,7 @@ def test_ipv6_and_mapped_connected_sockets_are_destroyed(bench: Bench):
     assert pod.udp("::ffff:10.96.0.1", 53, keep="mapped", connected=True)["name"] == "one"
     bench.take_udp_cuts()
     bench.serve(bench.udp(WEB, "two"), bench.udp(WEB6, "two"))
-    assert [look.flows for look in bench.take_udp_cuts()] == [{4: 1, 6: 1}]
+    assert bench.take_cut_flows() == {4: 1, 6: 1}
     for keep in ("v6", "mapped"):
         assert pod.ask("talk", keep=keep).get("error") in CUT, keep
         pod.ask("drop", keep=keep)
@@ -157,6 +159,23 @@ def test_only_sockets_connected_to_the_deleted_backend_are_destroyed(bench: Benc
         assert s.recv(4096).decode().split('"')[3] == name
 
 
+@pytest.mark.parametrize("flag", range(4))
+def test_sockets_are_destroyed_whatever_their_flags_are(bench: Bench, flag: int):
+    """As after a failure: the flags are in the storage of the socket (enum peer_flags)."""
+    bench.serve(bench.udp(WEB, "one"))
+    with socket_of(bench["pod"]) as s:
+        s.connect(("10.96.0.1", 53))
+        with bench.site.pinned("sock_peers") as peers:
+            key = s.fileno().to_bytes(4, "little")
+            value = peers.lookup(key)
+            assert value is not None
+            cookie, frontend, backend, *rest = PEER.unpack(value)
+            marked = backend[:-1] + bytes([1 << flag])
+            peers.update(key, PEER.pack(cookie, frontend, marked, *rest))
+        bench.serve(bench.udp(WEB, "two"))
+        assert s.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == errno.ECONNABORTED
+
+
 @pytest.mark.parametrize(
     "row",
     [
@@ -177,7 +196,7 @@ def test_unconnected_sockets_of_a_deleted_backend_choose_again(bench: Bench, row
     assert 0 < look.seconds < PATIENCE
     assert bench.take_udp_cuts() == [], "each is returned once"
     flush(bench.plane)
-    bench.tick()
+    bench.tick(time.monotonic())
     assert [look.flows for look in bench.take_udp_cuts()] == [{4: 0}], "the second pass finds none"
     if row.next:
         answer = pod.udp("10.96.0.1", 53, keep="s")

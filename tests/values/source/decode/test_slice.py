@@ -35,6 +35,8 @@ def an_slice(labels: dict[str, str] | None = None, **fields: Any) -> decode.Deco
             {"serving": False}),
         ("node and zone", {"nodeName": "n1", "zone": "z1"}, {"node": "n1", "zone": "z1"}),
         ("node and zone null", {"nodeName": None, "zone": None}, {}),
+        ("a zone that is too long for a label", {"zone": "z" * 700_000},
+            {"zone": "z" * 253 + "..."}),
         ("hints for zones", {"hints": {"forZones": [{"name": "z1"}, {"name": "z2"}]}},
             {"zone_hints": ("z1", "z2")}),
         ("hints for nodes", {"hints": {"forNodes": [{"name": "n1"}]}}, {"node_hints": ("n1",)}),
@@ -48,6 +50,19 @@ def test_endpoint(name, given, endpoint):
     assert isinstance(item.object, EndpointSlice), name
     assert item.object.endpoints == (Endpoint(a("10.1.0.1"), **endpoint),)
     assert item.object.skipped == ()
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "pod"),
+    [("Pod", "web-0", "web-0"), ("Pod", "w" * 253, "w" * 253), ("Pod", "w" * 254, ""),
+     ("Pod", "a\nb", ""), ("Node", "web-0", ""), ("Pod", None, "")],
+    ids=["a Pod", "as long as possible", "too long", "two lines", "no Pod", "no name"],
+)  # fmt: skip
+def test_pod_of_an_endpoint(kind, name, pod):
+    reference = {"kind": kind, "name": name}
+    item = an_slice(endpoints=[{"addresses": ["10.1.0.1"], "targetRef": reference}])
+    assert isinstance(item.object, EndpointSlice)
+    assert item.object.pods == (pod,)
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ def test_object_twice_in_one_file_is_reported(run):
 
 def test_missing_folder_is_an_error_at_start(tmp_path):
     folder = FolderSource(tmp_path / "none", lambda event: None)
-    with pytest.raises(ConfigError, match=r"no such folder of objects .*--source DIR"):
+    with pytest.raises(ConfigError, match=r"no such folder of objects .*with --source"):
         folder.start()
 
 
@@ -175,10 +175,10 @@ def test_one_bad_file_spoils_only_itself(run, text):
 
 
 def test_internal_error_in_one_file_does_not_affect_the_others(run, monkeypatch, caplog):
-    def broken(name, data):
+    def broken(name, data, *more):
         if name == "a.yaml":
             raise RuntimeError("on purpose")
-        return parse_documents(name, data)
+        return parse_documents(name, data, *more)
 
     monkeypatch.setattr("kbpf.source.folder.folder.parse_documents", broken)
     run.write("a.yaml", WEB)

@@ -13,6 +13,7 @@ from kbpf.errors import SourceError
 from kbpf.model.address import parse_addr
 from kbpf.model.events import Delete, Event, Kind, ObjectKey, Rejected, Upsert
 from kbpf.model.objects import Service
+from kbpf.source.api import transport
 from kbpf.source.api.backoff import MAX_REASONS, Backoff, OutageLog
 from kbpf.source.api.credentials import Cluster
 from kbpf.source.api.kubeconfig import Access
@@ -95,16 +96,22 @@ def test_watch_that_lived_resets_the_backoff(start):
 
 # --- stopping ---
 
-SOON = 8.0
-"""Seconds: more than a busy machine needs, less than any timeout of the reflector."""
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No timeout ends what stop() has to end."""
+    for name in ("CONNECT_TIMEOUT", "RESPONSE_TIMEOUT", "HEADERS_TIMEOUT"):
+        monkeypatch.setattr(transport, name, 3600.0)
+
+
+PATIENT = {"response_timeout": 3600.0, "silence_timeout": 3600.0}
+"""The same for a reflector's own."""
 
 
 def stops(reflector: Reflector) -> None:
-    """Calls stop() and checks that the thread ends soon."""
+    """Calls stop() and waits until the thread has ended."""
     reflector.stop()
-    until(
-        "the reflector has stopped", lambda: reflector.status().state is SourceState.STOPPED, SOON
-    )
+    until("the reflector has stopped", lambda: reflector.status().state is SourceState.STOPPED)
 
 
 def full_listener() -> Iterator[str]:
@@ -132,8 +139,8 @@ def full_listener() -> Iterator[str]:
         ),
     ],
 )
-def test_stop_during_a_request(start, name, script):
-    run = start(*script)
+def test_stop_during_a_request(start, patient, name, script):
+    run = start(*script, **PATIENT)
     run.server.wait(len(script))
     time.sleep(0.05)
     stops(run.reflector)
@@ -146,20 +153,21 @@ def test_stop_during_backoff(start):
     stops(run.reflector)
 
 
-def test_stop_during_connect():
+def test_stop_during_connect(patient: None):
     for url in full_listener():
-        reflector = Reflector(Cluster(Access(url, "the test")), SERVICES, lambda event: None)
+        cluster = Cluster(Access(url, "the test"))
+        reflector = Reflector(cluster, SERVICES, lambda event: None, **PATIENT)
         reflector.start()
         time.sleep(0.1)
         assert reflector.status().last_contact == 0.0
         stops(reflector)
 
 
-def test_stop_during_the_tls_handshake():
+def test_stop_during_the_tls_handshake(patient: None):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         url = f"https://127.0.0.1:{listener.getsockname()[1]}"
         cluster = Cluster(Access(url, "the test", insecure=True))
-        reflector = Reflector(cluster, SERVICES, lambda event: None)
+        reflector = Reflector(cluster, SERVICES, lambda event: None, **PATIENT)
         reflector.start()
         accepted, _ = listener.accept()
         assert accepted.recv(1)
@@ -168,7 +176,8 @@ def test_stop_during_the_tls_handshake():
 
 
 def test_state_is_retrying_between_watches(start):
-    run = start(listed_a(), streamed(then=Exchange.end), wait=lambda stop, s: stop.wait(s))
+    wait = lambda stop, seconds: stop.wait(seconds and 3600.0)  # noqa: E731
+    run = start(listed_a(), streamed(then=Exchange.end), wait=wait)
     run.until(lambda: run.state is SourceState.RETRYING)
     assert run.reflector.status().error == ""
 

@@ -116,7 +116,7 @@ def test_in_a_pod_without_a_service_account_token_is_an_error(tmp_path):
 
 
 def test_outside_a_pod_a_kubeconfig_or_source_is_required():
-    with pytest.raises(ConfigError, match="--kubeconfig FILE, or --source DIR"):
+    with pytest.raises(ConfigError, match=r"--kubeconfig FILE; `kbpf run --source DIR`"):
         find_access(None, "", {})
 
 

@@ -258,9 +258,11 @@ def test_client_certificate_is_sent(connect, authority, tmp_path, inside):
 def test_certificate_data_leaks_no_file_descriptor(tmp_path):
     crt, key = client_certificate(tmp_path, "kbpf-node")
     access = Access(URL, "x", cert_data=crt.read_bytes(), key_data=key.read_bytes())
-    before = os.listdir("/proc/self/fd")
-    Cluster(access).check_credentials()
-    assert len(os.listdir("/proc/self/fd")) == len(before)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        Cluster(access).check_credentials()
+    # Servers of earlier tests may close theirs meanwhile.
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_changed_ca_file_is_read_again_unless_it_is_broken(authority, server_tls, tmp_path):

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""promtool, which tests the alerts and the scrape job: Debian's, unpacked into the cache.
+"""promtool, which tests the alerts and the scrape job, and prometheus, which reads the pages of
+metrics: Debian's, unpacked into the cache.
 
-It is one file of 46 MB in the package `prometheus` (19 MB to download), and needs no other file of
-it. Installing the package would add a dozen packages for its web pages and start a Prometheus on
-port 9090 of the machine. A promtool in PATH is used instead if there is one.
+They are two files of 160 MB in the package `prometheus` (37 MB to download), and need no other file
+of it. Installing the package would add a dozen packages for its web pages and start a Prometheus on
+port 9090 of the machine. Those in PATH are used instead if there are any.
 
-`python -m tests.support.build.promtool` downloads it and prints its path.
+`python -m tests.support.build.prometheus` downloads them and prints their paths.
 """
 
 import fcntl
@@ -17,7 +18,7 @@ from pathlib import Path
 from tests.support.build.go_build import cache
 
 PACKAGE = "prometheus"
-FILE = "./usr/bin/promtool"
+PROGRAMS = ("promtool", "prometheus")
 APT = ("apt-get", "-qq", "-o", "APT::Sandbox::User=root")
 FETCH_SECONDS = 600
 
@@ -26,15 +27,24 @@ def promtool() -> Path:
     """The path of promtool, downloaded if necessary. CalledProcessError with apt's output if that
     fails.
     """
-    if found := shutil.which("promtool"):
-        return Path(found)
-    folder = cache() / "promtool"
+    return _program("promtool")
+
+
+def prometheus() -> Path:
+    """The same of prometheus."""
+    return _program("prometheus")
+
+
+def _program(name: str) -> Path:
+    if path := shutil.which(name):
+        return Path(path)
+    folder = cache() / PACKAGE
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (folder / "promtool").exists():
+        if not (folder / name).exists():
             _fetch(folder)
-    return folder / "promtool"
+    return folder / name
 
 
 def _fetch(folder: Path) -> None:
@@ -48,8 +58,11 @@ def _fetch(folder: Path) -> None:
             _run(*APT, "update", folder=new)
             _run(*APT, "download", PACKAGE, folder=new)
         (package,) = new.glob("*.deb")
-        _run("sh", "-c", f"dpkg-deb --fsys-tarfile {package} | tar -x {FILE}", folder=new)
-        (new / FILE).rename(folder / "promtool")
+        files = [f"./usr/bin/{program}" for program in PROGRAMS]
+        extract = f"dpkg-deb --fsys-tarfile {package} | tar -x {' '.join(files)}"
+        _run("sh", "-c", extract, folder=new)
+        for program, file in zip(PROGRAMS, files, strict=True):
+            (new / file).rename(folder / program)
 
 
 def _run(*command: str, folder: Path) -> None:
@@ -57,4 +70,4 @@ def _run(*command: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    print(promtool())
+    print(promtool(), prometheus())

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The commands that look into a node, on one whose agent is in mode ipvs: each shows what IPVS has,
+or says in one line that this mode does not have it.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.support.features import needs
+from tests.support.lab.field import Field, at, split
+from tests.support.lab.lab import PATIENCE, inside
+
+pytestmark = needs("ipvs")
+
+
+KEPT = (("outside", at("NodePort", 81)), ("a2", at("ClusterIP", 81)))
+"""Connections that stay open: client, and the frontend it dials."""
+
+
+class IpvsField(Field):
+    """A field whose agents are in mode ipvs, whatever the suite runs with."""
+
+    def bring_up(self) -> None:
+        for agent in self.agents:
+            agent.mode = "ipvs"
+        super().bring_up()
+
+
+@pytest.fixture(scope="module")
+def field() -> Iterator[Field]:
+    """Services 81 (a1, KEPT), 84 (no endpoints)."""
+    with IpvsField(name="ic", pods=(2,)) as made:
+        made.create(*made.all_ways(81, "a1"), *made.all_ways(84, ""))
+        made.settle()
+        for client, to in KEPT:
+            assert "name" in made[client].tcp(*split(to), keep="kept")
+        yield made
+        for client, _ in KEPT:
+            assert "name" in made[client].ask("talk", keep="kept")
+
+
+def kbpf(field: Field, *words: str) -> subprocess.CompletedProcess[str]:
+    """Runs the command on the node, with its folders."""
+    agent, node = field.agent, field.lab.nodes[0]
+    folders = ("--pin-dir", str(agent.pin_dir), "--state-dir", str(agent.state_dir))
+    command = (sys.executable, "-m", "kbpf", *words, *folders)
+    return subprocess.run(
+        inside(node.netns, node.cgroup / "host", *command),
+        capture_output=True, text=True, timeout=4 * PATIENCE, check=False,
+    )  # fmt: skip
+
+
+class Row(NamedTuple):
+    """A command, its exit code, and patterns that its output has."""
+
+    words: tuple[str, ...]
+    code: int
+    shows: tuple[str, ...]
+
+
+ABSENT = r"^kbpf: the agent of this node is in mode ipvs, which does not have this \(.*\)[^\n]*\n\Z"
+ROWS = (
+    Row(("inspect", "status"), 0, ("mode +ipvs",)),
+    Row(("inspect", "services"), 0, (r"10\.96\.0\.81:80", r"10\.96\.0\.84:80")),
+    Row(("inspect", "service", "10.96.0.81"), 0,
+        (r"10\.96\.0\.81:80/TCP +ClusterIP +1/1 +2 +- +-",
+         r"10\.244\.1\.2:8080 .* ready +100\.0% +2 +2 +- +- +-", "not counted in mode ipvs: ")),
+    Row(("top", "--once"), 0,
+        (r"default/web-81 +0 +- +- +2 ", "mode ipvs counts connections and bytes only")),
+    Row(("trace", "host", at("ClusterIP", 81)), 0, ("IPVS",)),
+    Row(("trace", "outside", at("NodePort", 81)), 0, ("IPVS",)),
+    Row(("trace", "host", at("ClusterIP", 84)), 0, ("IPVS", "no endpoints")),
+    Row(("trace", "--confirm", "host", at("ClusterIP", 81)), 1,
+        ("IPVS cannot be tried without packets: use --connect",)),
+    Row(("trace", "--connect", "host", at("ClusterIP", 81)), 0, ("connect",)),
+    Row(("verify",), 1, (r"^kbpf: .* in mode ipvs, which `kbpf verify` does not know .*\n\Z",)),
+    *(Row(words, 1, (ABSENT,)) for words in (
+        ("inspect", "failures"), ("monitor", "--for", "1s"), ("top", "--once", "--by", "clients"),
+    )),
+    Row(("page",), 0, (r"10\.96\.0\.81", r"</html>")),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: " ".join(row.words))
+def test_commands(field: Field, row: Row) -> None:
+    done = kbpf(field, *row.words)
+    said = done.stdout + done.stderr
+    assert done.returncode == row.code, (done.stdout, done.stderr)
+    missing = [pattern for pattern in row.shows if not re.search(pattern, said, re.MULTILINE)]
+    assert missing == [], said
+
+
+def test_sysdump_has_what_the_mode_has(field: Field, tmp_path: Path) -> None:
+    path = tmp_path / "dump.tar.gz"
+    done = kbpf(field, "sysdump", str(path), "--time-limit", f"{2 * PATIENCE:.0f}s")
+    assert done.returncode == 0, done.stderr
+    with tarfile.open(path) as tar:
+        names = {member.name.partition("/")[2] for member in tar}
+        index_file = next(member for member in tar if member.name.endswith("/index.json"))
+        index = json.load(tar.extractfile(index_file) or pytest.fail("index.json is no file"))
+    assert {"inspect/status.json", "inspect/services.json"} <= names
+    own = ("inspect/", "check", "verify", "page", "version")  # not what the machine lacks
+    errors = {item["path"]: item["error"] for item in index["items"]
+              if item["error"] and item["path"].startswith(own)}  # fmt: skip
+    assert errors != {}
+    assert {path: text for path, text in errors.items() if "mode ipvs" not in text} == {}

@@ -1,0 +1,389 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kbpf verify` on a node that serves: nothing differs, also while everything changes. Then a row
+damages what the agent has attached or programmed while the agent is down, and names what must be
+found.
+"""
+
+import contextlib
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from kbpf.kernel.bpf.clsact import Direction
+from kbpf.kernel.bpf.objects import Link, Map, Program
+from kbpf.kernel.bpf.tc import ATTACH_TYPE
+from kbpf.kernel.bpf.uapi import BPF_F_BEFORE, BPF_PROG_TYPE_CGROUP_SOCK_ADDR
+from kbpf.kernel.net.devices import list_devices
+from kbpf.kernel.system import netns
+from tests.programs.packets.test_hook_probe import OK, returning
+from tests.support import plane
+from tests.support.cluster import scenario
+from tests.support.cluster.scenario import FolderNode, Object
+from tests.support.features import needs
+from tests.support.lab.lab import Lab, detach, inside, until
+
+CONNECT4 = 10
+POD_UID = "0f4a1c1e-5d0b-4c52-9a57-3d6a2a1f9b10"
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FolderNode]:
+    folder = tmp_path_factory.mktemp("verify") / "objects"
+    with Lab(1, "v", apart=True) as lab, FolderNode(lab, folder, pods=3) as made:
+        made.write(scenario.documents("shop"))
+        made.agent.start()
+        made.settle()
+        yield made
+
+
+@pytest.fixture
+def down(node: FolderNode) -> Iterator[FolderNode]:
+    """The node while its agent is down, which has deleted before what it no longer needed."""
+    until("nothing is left", lambda: plane.dump(node.agent.entries)["strays"] == {})
+    node.agent.kill()
+    yield node
+    node.agent.start()
+    node.settle()
+
+
+def flags(node: FolderNode) -> list[str]:
+    """Those of the agent, which has a default of its own for none of them."""
+    agent = node.agent
+    return [
+        *("--hostname-override", agent.node.name, "--pin-dir", str(agent.pin_dir)),
+        *("--cgroup", str(agent.node.cgroup), "--state-dir", str(agent.state_dir)),
+        *("--source", str(node.folder)),
+    ]
+
+
+def verify(node: FolderNode, *arguments: str) -> tuple[int, str, str]:
+    command = (sys.executable, "-m", "kbpf", "verify", *arguments)
+    place = node.agent.node
+    done = subprocess.run(
+        inside(place.netns, place.cgroup / "host", *command),
+        capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+    return done.returncode, done.stdout, done.stderr
+
+
+def verify_as_json(node: FolderNode, *arguments: str) -> dict[str, Any]:
+    code, out, err = verify(node, *arguments, "-o", "json")
+    assert out, err
+    document = json.loads(out)
+    assert code == (0 if document["equal"] else 1), (document, err)
+    return document
+
+
+def lines(document: dict[str, Any]) -> list[str]:
+    return [
+        f"{found['kind']} {found['where']} {found['subject']}: {found['desired']} / "
+        f"{found['actual']}"
+        for found in document["items"]
+    ]
+
+
+def test_nothing_differs_with_the_settings_of_the_agent(node: FolderNode) -> None:
+    """Of its flags only the pin folder is given; the others are those of the running agent."""
+    code, out, err = verify(node, "--pin-dir", str(node.agent.pin_dir))
+    assert (code, err) == (0, ""), (out, err)
+    assert out.startswith("no differences: compared Service ports: 9, ")
+    document = verify_as_json(node, "--pin-dir", str(node.agent.pin_dir))
+    assert (document["total"], document["notes"], document["changing"]) == (0, [], [])
+    # TCP and UDP of IPv4, TCP of IPv6, and the packets
+    assert document["proven"] == 4
+
+
+def test_connections_are_tried_from_the_cgroup_of_pods(node: FolderNode) -> None:
+    before = verify_as_json(node, "--pin-dir", str(node.agent.pin_dir))["proven"]
+    folder = node.agent.node.cgroup / "kubepods" / f"pod{POD_UID}"
+    folder.mkdir(parents=True)
+    try:
+        after = verify_as_json(node, "--pin-dir", str(node.agent.pin_dir))["proven"]
+        assert [path.name for path in folder.parent.glob("*/")] == [folder.name], "left behind"
+    finally:
+        folder.rmdir()
+        folder.parent.rmdir()
+    assert after == 2 * before - 1
+
+
+def test_nothing_differs_while_the_agent_is_down(down: FolderNode) -> None:
+    document = verify_as_json(down, *flags(down))
+    assert document["equal"], document
+    assert document["readings"] == 1
+
+
+def test_a_contradiction_of_settings_is_named(node: FolderNode) -> None:
+    document = verify_as_json(node, "--pin-dir", str(node.agent.pin_dir), "--masquerade-all")
+    assert [line.partition(":")[0] for line in lines(document)] == ["changed node "]
+
+
+# ---- while everything changes --------------------------------------------------------------------
+
+SERVICES = 120
+CHANGES = 500
+"""Objects that change in a second."""
+
+
+def churning_service(number: int) -> Object:
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": f"churn-{number}"},
+        "spec": {"clusterIP": f"10.96.{8 + number // 250}.{number % 250 + 1}",
+                 "ports": [{"port": 80}]},
+    }  # fmt: skip
+
+
+def churning_slice(number: int, turn: int) -> Object:
+    return {
+        "apiVersion": "discovery.k8s.io/v1",
+        "kind": "EndpointSlice",
+        "metadata": {"name": f"churn-{number}",
+                     "labels": {"kubernetes.io/service-name": f"churn-{number}"}},
+        "addressType": "IPv4",
+        "ports": [{"port": 8080}],
+        "endpoints": [{"addresses": [f"10.250.{turn % 250}.{number % 250 + 1}"]},
+                      {"addresses": ["10.250.250.250"]}],
+    }  # fmt: skip
+
+
+@contextlib.contextmanager
+def churn(node: FolderNode) -> Iterator[Callable[[], int]]:
+    """Changes CHANGES slices a second; the function returns how many have been changed."""
+    stop, turns = threading.Event(), [0]
+    node.write([churning_service(number) for number in range(SERVICES)], "churn-services.yaml")
+
+    def work() -> None:
+        while not stop.wait(SERVICES / CHANGES):
+            turns[0] += 1
+            slices = [churning_slice(number, turns[0]) for number in range(SERVICES)]
+            # JSON is YAML, and is written and read faster
+            scenario.put(node.folder, "churn-slices.yaml", "\n---\n".join(map(json.dumps, slices)))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield lambda: turns[0] * SERVICES
+    finally:
+        stop.set()
+        thread.join()
+        for path in node.folder.glob("churn-*.yaml"):
+            path.unlink()
+        node.settle()
+
+
+def test_changes_under_way_are_no_differences(node: FolderNode) -> None:
+    def verified_while_much_changes() -> bool:
+        before = count()
+        document = verify_as_json(node, "--pin-dir", str(node.agent.pin_dir))
+        assert document["equal"], lines(document)
+        return count() > before + CHANGES
+
+    with churn(node) as count:
+        until("changes are programmed", lambda: node.agent.status()["applied"] > 20)
+        for _ in range(2):  # on a busy machine our thread may have changed little meanwhile
+            until("much has changed meanwhile", verified_while_much_changes)
+
+
+def test_a_damage_is_found_while_everything_changes(node: FolderNode) -> None:
+    with churn(node):
+        until("changes are programmed", lambda: node.agent.status()["applied"] > 20)
+        with pinned(node, "cluster_ips") as map_:
+            key = next(key for key, _ in map_.items() if key.endswith(bytes((10, 96, 0, 20))))
+            map_.delete(key)
+            document = verify_as_json(node, "--pin-dir", str(node.agent.pin_dir))
+            map_.update(key, bytes((1, 0, 0, 0)))
+        assert lines(document) == ["missing cluster_ips : 10.96.0.20 / "]
+
+
+# ---- damages while the agent is down -------------------------------------------------------------
+
+
+def pinned(node: FolderNode, name: str) -> Map:
+    return Map.open(node.agent._map_path(name))
+
+
+def link(node: FolderNode, name: str) -> Path:
+    return node.agent.pin_dir / "links" / name
+
+
+Damage = Callable[[FolderNode], contextlib.AbstractContextManager[None]]
+
+
+@contextlib.contextmanager
+def detached_hook(node: FolderNode) -> Iterator[None]:
+    with Link.open(link(node, "connect4")) as found:
+        found.detach()
+    yield
+
+
+@contextlib.contextmanager
+def removed_pin(node: FolderNode) -> Iterator[None]:
+    detach(link(node, "sendmsg6"))
+    link(node, "sendmsg6").unlink()
+    yield
+
+
+def denying(name: str) -> Program:
+    """A program at connect() that returns 1: allowed, and not translated."""
+    code = bytes.fromhex("b700000001000000" + "9500000000000000")
+    return Program.load(name, BPF_PROG_TYPE_CGROUP_SOCK_ADDR, CONNECT4, code)
+
+
+@contextlib.contextmanager
+def replaced_hook(node: FolderNode) -> Iterator[None]:
+    with Link.open(link(node, "connect4")) as found, denying("stranger") as program:
+        found.update(program)
+    yield
+
+
+@contextlib.contextmanager
+def stranger_at_hook(node: FolderNode) -> Iterator[None]:
+    import os
+
+    descriptor = os.open(node.agent.node.cgroup, os.O_RDONLY)
+    try:
+        with denying("stranger") as program, Link.attach(program, descriptor, CONNECT4):
+            yield
+    finally:
+        os.close(descriptor)
+
+
+def uplink(node: FolderNode) -> tuple[str, int]:
+    devices = netns.run_in(Path("/run/netns") / node.agent.node.netns, list_devices)
+    return next((d.name, d.ifindex) for d in devices if d.name == "eth0")
+
+
+@contextlib.contextmanager
+def detached_from_device(node: FolderNode) -> Iterator[None]:
+    pin = node.agent.pin_dir / "devices" / f"{uplink(node)[1]}-ingress"
+    detach(pin)
+    pin.unlink()
+    yield
+
+
+@contextlib.contextmanager
+def stranger_before_ours(node: FolderNode) -> Iterator[None]:
+    def attach(program: Program) -> Link:
+        return Link.attach(program, uplink(node)[1], ATTACH_TYPE[Direction.INGRESS], BPF_F_BEFORE)
+
+    path = Path("/run/netns") / node.agent.node.netns
+    with returning("stranger", OK) as program, netns.run_in(path, lambda: attach(program)):
+        yield
+
+
+def frozen_map(name: str) -> Damage:
+    """For good: the map is replaced by the next test that removes all pins."""
+
+    @contextlib.contextmanager
+    def act(node: FolderNode) -> Iterator[None]:
+        from kbpf.kernel.bpf import syscalls
+
+        with pinned(node, name) as map_:
+            assert syscalls.lib().bpf_map_freeze(map_.fd) == 0
+        yield
+
+    return act
+
+
+@contextlib.contextmanager
+def other_settings(node: FolderNode) -> Iterator[None]:
+    with pinned(node, "config") as map_:
+        map_.update(bytes(4), bytes(map_.value_size))
+    yield
+
+
+@contextlib.contextmanager
+def other_node(node: FolderNode) -> Iterator[None]:
+    with pinned(node, "node") as map_:
+        raw = map_.lookup(bytes(4))
+        map_.update(bytes(4), bytes(16) + raw[16:])
+    yield
+
+
+@contextlib.contextmanager
+def lost_device(node: FolderNode) -> Iterator[None]:
+    with pinned(node, "devices") as map_:
+        map_.delete(uplink(node)[1].to_bytes(4, "little"))
+    yield
+
+
+@contextlib.contextmanager
+def lost_frontend(node: FolderNode) -> Iterator[None]:
+    with pinned(node, "services") as map_:
+        key = next(k for k, _ in map_.items() if k[12:18] == bytes((10, 96, 0, 20, 0, 80)))
+        map_.delete(key)
+    yield
+
+
+@contextlib.contextmanager
+def new_service(node: FolderNode) -> Iterator[None]:
+    service = churning_service(0)
+    node.write([service])
+    yield
+    node.remove([service])
+
+
+@contextlib.contextmanager
+def removed_service(node: FolderNode) -> Iterator[None]:
+    (path,) = node.folder.glob("service-shop-front.yaml")
+    text = path.read_text()
+    path.unlink()
+    yield
+    path.write_text(text)
+
+
+class Row(NamedTuple):
+    """A damage, and for each difference that must be found the beginning of its line."""
+
+    name: str
+    damage: Damage
+    found: tuple[str, ...]
+
+
+ROWS = (
+    Row("hook detached", detached_hook,
+        ("missing hook connect4 connect() on IPv4 sockets: at",)),
+    Row("pin of a hook removed", removed_pin,
+        ("missing hook sendmsg6 sendto() on UDP, IPv6: at",)),
+    Row("hook replaced", replaced_hook,
+        ("foreign hook connect4 connect() on IPv4 sockets: kbpf's program / program %(stranger), "
+         "which", "unreached from the cgroup of the host dial 10.96.0.")),
+    Row("program of others at a hook", stranger_at_hook,
+        ("foreign programs :  / a program of another load balancer is attached: stranger",)),
+    Row("program detached from a device", detached_from_device,
+        ("missing devices ingress of eth0: tc_ingress, as the device of a host",)),
+    pytest.param(
+        Row("program of others before ours", stranger_before_ours,
+            ("unreached on a device packets at ingress of eth0:  / stranger",)),
+        marks=needs("tcx"), id="program of others before ours",
+    ),
+    Row("settings changed", other_settings,
+        ("changed config : ", "changed config : ", "changed config : ")),
+    Row("address for SNAT lost", other_node,
+        ("changed node IPv4 for SNAT: 198.18.0.1 / none",)),
+    Row("device lost", lost_device, ("missing devices eth0: an entry",)),
+    Row("frontend lost", lost_frontend,
+        ("missing services shop/front:http TCP IPv4: ClusterIP 10.96.0.20:80/TCP",)),
+    Row("Service added to the API", new_service,
+        ("missing services default/churn-0 TCP IPv4: 1 frontend", "missing cluster_ips :")),
+    Row("Service removed from the API", removed_service, ("stale services shop/front:",)),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: getattr(row, "name", None))
+def test_each_damage_is_named(down: FolderNode, row: Row) -> None:
+    with row.damage(down):
+        document = verify_as_json(down, *flags(down))
+    found = lines(document)
+    for beginning in row.found:
+        pieces = beginning.split("%")
+        assert any(
+            line.startswith(pieces[0]) and all(piece in line for piece in pieces) for line in found
+        ), (beginning, found)

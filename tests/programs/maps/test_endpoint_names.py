@@ -1,0 +1,424 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The map `endpoint_names`: Pod, node, zone and conditions of endpoints, for `kbpf inspect`.
+
+It is written between other changes, so a test says when: name_all() runs what is deferred.
+"""
+
+import contextlib
+import errno
+import time
+from collections.abc import Iterator
+from dataclasses import replace as replace_fields
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from kbpf.dataplane.bpf.changes import endpoint_names
+from kbpf.dataplane.bpf.inspect import snapshot
+from kbpf.dataplane.bpf.maps import layout
+from kbpf.dataplane.bpf.maps.agent_maps import AgentMaps
+from kbpf.dataplane.bpf.plane import BpfPlane
+from kbpf.errors import KernelError
+from kbpf.model.address import parse_addr
+from kbpf.model.desired import DesiredState, ServicePortKey, ServiceState
+from kbpf.model.inspection import EndpointEntry, Part
+from kbpf.model.objects import Endpoint, EndpointSlice, SlicePort, pack_names
+from kbpf.policy.endpoints import merge_endpoints
+from tests.support.lab.lab import until
+from tests.support.plane import SIZES, Site, desired, flush, service
+
+MAP = endpoint_names.MAP_NAME
+PORT = 8080
+READY = Endpoint(parse_addr("10.244.0.1"), node="node-a", zone="zone-a")
+OTHER = Endpoint(parse_addr("10.244.0.2"), node="node-b", zone="zone-b")
+DRAINING = replace(READY, ready=False, terminating=True)
+Names = dict[str, str]
+"""Endpoint → Pod, node, zone and state, for each Service."""
+
+
+def piece(*pairs: tuple[Endpoint, str], name: str = "a") -> EndpointSlice:
+    """A slice of these endpoints and their Pods."""
+    protocol = service("web", "").key.protocol
+    return EndpointSlice(
+        "default", name, "web", 4, tuple(endpoint for endpoint, _ in pairs),
+        (SlicePort("", protocol, PORT),), packed_pods=pack_names([pod for _, pod in pairs]),
+    )  # fmt: skip
+
+
+def web(*slices: EndpointSlice, name: str = "web", at: str = "10.96.0.1:80") -> ServiceState:
+    """A Service port with these slices; its backends are the endpoints that are ready, or else
+    those that still serve.
+    """
+    state = service(name, at)
+    endpoints = merge_endpoints(slices, SlicePort("", state.key.protocol, 0), 4)
+    ready = tuple(backend for backend, endpoint in endpoints if endpoint.ready)
+    serving = tuple(backend for backend, endpoint in endpoints if endpoint.serving)
+    return replace(state, cluster=ready or serving, serving=serving, slices=slices)
+
+
+def name_all(plane: BpfPlane) -> None:
+    """Runs all deferred work that is due now."""
+    while (due := plane._names.due()) is not None and due <= time.monotonic():
+        plane.tick(time.monotonic())
+
+
+def apply(plane: BpfPlane, *states: ServiceState, gone: tuple[ServicePortKey, ...] = ()) -> Any:
+    """Programs only these changes, and then names them."""
+    services = {state.key: state for state in states}
+    report = plane.apply(DesiredState(services), [*services, *gone])
+    name_all(plane)
+    return report
+
+
+def read_endpoints(site: Site) -> dict[str, list[EndpointEntry]]:
+    """What an agent that is down has left: by Service."""
+    ports = snapshot.read(site.pins, Part.ENDPOINTS).services
+    return {
+        port.key.name: sorted(port.endpoints.values(), key=lambda entry: entry.backend)
+        for port in ports
+        if port.key is not None
+    }
+
+
+def read_names(site: Site) -> dict[str, Names]:
+    return {
+        name: {
+            str(entry.backend): f"{entry.pod} {entry.node} {entry.zone} {entry.state}"
+            for entry in entries
+        }
+        for name, entries in read_endpoints(site).items()
+    }
+
+
+READY_NAME = "default/web-0 node-a zone-a ready"
+OTHER_NAME = "default/web-1 node-b zone-b ready"
+A, B = "10.244.0.1:8080", "10.244.0.2:8080"
+
+CHANGES: dict[str, tuple[list[tuple[EndpointSlice, ...]], Names]] = {
+    "one endpoint": ([(piece((READY, "web-0")),)], {A: READY_NAME}),
+    "one more": (
+        [(piece((READY, "web-0")),), (piece((READY, "web-0"), (OTHER, "web-1")),)],
+        {A: READY_NAME, B: OTHER_NAME},
+    ),
+    "one less": (
+        [(piece((READY, "web-0"), (OTHER, "web-1")),), (piece((OTHER, "web-1")),)],
+        {B: OTHER_NAME},
+    ),
+    "another Pod has the address now": (
+        [(piece((READY, "web-0")),), (piece((replace(READY, node="c"), "api-7")),)],
+        {A: "default/api-7 c zone-a ready"},
+    ),
+    "in the set while it terminates": (
+        [(piece((READY, "web-0")),), (piece((DRAINING, "web-0")),)],
+        {A: "default/web-0 node-a zone-a terminating, serving"},
+    ),
+    "in no set while it terminates": (
+        [(piece((DRAINING, "web-0"), (OTHER, "web-1")),)],
+        {A: "default/web-0 node-a zone-a terminating, serving", B: OTHER_NAME},
+    ),
+    "not ready, so in no set": (
+        [(piece((replace(READY, ready=False, serving=False), "web-0"), (OTHER, "web-1")),)],
+        {A: "default/web-0 node-a zone-a not ready", B: OTHER_NAME},
+    ),
+    "not a Pod, without a node": (
+        [(piece((replace(READY, node="", zone=""), "")),)], {A: "   ready"},
+    ),
+    "in the second slice": (
+        [(piece((READY, "web-0")), piece((OTHER, "web-1"), name="b"))],
+        {A: READY_NAME, B: OTHER_NAME},
+    ),
+    "moved to the second slice": (
+        [
+            (piece((READY, "web-0")), piece((OTHER, "web-1"), name="b")),
+            (piece(), piece((READY, "web-0"), (OTHER, "web-1"), name="b")),
+        ],
+        {A: READY_NAME, B: OTHER_NAME},
+    ),
+    "in both slices, which disagree: the last that does not terminate": (
+        [(piece((READY, "web-0")), piece((replace(READY, node="c"), "new-0"), name="b"))],
+        {A: "default/new-0 c zone-a ready"},
+    ),
+    "only a slice changes that does not count": (
+        [
+            (piece((DRAINING, "web-0")), piece((READY, "new-0"), name="b")),
+            (piece((replace(DRAINING, zone="x"), "web-0")), piece((READY, "new-0"), name="b")),
+        ],
+        {A: "default/new-0 node-a zone-a ready"},
+    ),
+    "the slice that counted is gone": (
+        [
+            (piece((DRAINING, "web-0")), piece((READY, "new-0"), name="b")),
+            (piece((DRAINING, "web-0")),),
+        ],
+        {A: "default/web-0 node-a zone-a terminating, serving"},
+    ),
+    "no slice any more": ([(piece((READY, "web-0")),), ()], {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_the_map_has_what_the_slices_say(site: Site, name: str) -> None:
+    """However it got there: step by step, at once, and after a restart."""
+    steps, expected = CHANGES[name]
+    plane = site.open()
+    plane.apply(desired(), None)
+    for slices in steps:
+        apply(plane, web(*slices))
+    site.close_planes()
+    assert read_names(site) == {"web": expected}
+    written = site.entries(MAP)
+    plane = site.open()
+    plane.apply(desired(web(*steps[-1])), None)
+    name_all(plane)
+    assert site.entries(MAP) == written, "the Service port keeps its id"
+    assert "endpoint_names" not in plane.apply(desired(web(*steps[-1])), ()).writes
+
+
+def test_state_changes_without_a_flip(site: Site) -> None:
+    plane = site.open()
+    plane.apply(desired(web(piece((READY, "web-0")))), None)
+    name_all(plane)
+    frontends, sets = site.entries("services"), site.entries("backend_slots")
+    report = apply(plane, web(piece((DRAINING, "web-0"))))
+    assert dict(report.writes).keys() <= {MAP}
+    assert (site.entries("services"), site.entries("backend_slots")) == (frontends, sets)
+    assert read_names(site)["web"] == {A: "default/web-0 node-a zone-a terminating, serving"}
+
+
+def test_services_that_disagree_have_their_own_names(site: Site) -> None:
+    """One may publish addresses that are not ready."""
+    unready = replace(READY, ready=False)
+    states = (
+        web(piece((READY, "web-0"))),
+        web(piece((unready, "web-0")), name="twin", at="10.96.0.2:80"),
+    )
+    plane = site.open()
+    plane.apply(desired(*states), None)
+    name_all(plane)
+    assert len(site.entries("backends")) == 1
+    expected = {
+        "web": {A: READY_NAME},
+        "twin": {A: "default/web-0 node-a zone-a not ready, serving"},
+    }
+    assert read_names(site) == expected
+    apply(plane, states[1], gone=(states[0].key,))
+    assert read_names(site)["twin"] == expected["twin"]
+    assert len(site.entries(MAP)) == 1
+
+
+def test_address_of_another_node_is_not_a_pods(site: Site) -> None:
+    """A Pod with hostNetwork has its node's address: a client with that address may be anything."""
+    plane = site.open()
+    state = web(piece((READY, "web-0"), (OTHER, "agent-x")))
+    plane.apply(DesiredState({state.key: state}, other_node_addresses={OTHER.address}), None)
+    name_all(plane)
+    inspection = snapshot.read(site.pins, Part.ENDPOINTS)
+    assert inspection.pods == {READY.address: "default/web-0"}
+    assert read_names(site)["web"][B] == "default/agent-x node-b zone-b ready"
+
+
+def test_frontends_come_first(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until a change is complete, nothing is read from or written to the map of names."""
+    order: list[str] = []
+    real = AgentMaps._put
+
+    def put(self: AgentMaps, name: str, keys: bytes, values: bytes) -> int:
+        order.append(name)
+        return real(self, name, keys, values)
+
+    monkeypatch.setattr(AgentMaps, "_put", put)
+    plane = site.open()
+    plane.apply(desired(web(piece((READY, "web-0")))), None)
+    assert "services" in order
+    assert MAP not in order
+    assert plane.apply(desired(web(piece((READY, "web-0")))), ()).refused == {}
+    name_all(plane)
+    assert order[-1] == MAP
+    assert read_names(site)["web"] == {A: READY_NAME}
+
+
+def test_work_comes_in_pieces(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large Service is named in several pieces, between which other changes are written."""
+    monkeypatch.setattr(endpoint_names, "BATCH_ENTRIES", 10)
+    many = piece(
+        *((replace(READY, address=parse_addr(f"10.244.1.{i}")), f"web-{i}") for i in range(100))
+    )
+    plane = site.open()
+    plane.apply(desired(web(many)), None)
+    plane._names._step()
+    pieces = [len(site.entries(MAP))]
+    newer = piece((replace(OTHER, zone="z"), "web-0"))
+    while plane._names._step():
+        pieces.append(len(site.entries(MAP)))
+        if pieces[-1] == 50:
+            plane.apply(desired(web(newer)), [web().key])
+    assert {0, 10, 20, 50, 100} <= set(pieces)
+    assert read_names(site)["web"] == {B: "default/web-0 node-b z ready"}
+
+
+HOSTILE: dict[str, tuple[tuple[str, str, str], str]] = {
+    "long": (("p" * 300, "n" * 300, "z" * 300), f"{'p' * 18}…{'p' * 18}"),
+    "a long Pod, and the others as they are": (
+        (f"web-{'x' * 120}-7f9c-x2v8k", "node-a", "z"), f"web-{'x' * 50}…{'x' * 42}-7f9c-x2v8k",
+    ),
+    "unprintable": (("web\x1b[31m", "\x07", "\u202e"), "web\x1b[31m"),
+    "the separator": (("web\0-0", "n\0", "\0"), "web�-0"),
+    "half of a character": (("\ud800", "n", "z"), "?"),
+    "characters of several bytes": (("ä" * 200, "n", "z"), f"{'ä' * 28}…{'ä' * 28}"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_names_are_shortened_and_stay_apart(site: Site, name: str) -> None:
+    (pod, node, zone), shown = HOSTILE[name]
+    plane = site.open()
+    plane.apply(desired(web(piece((replace(READY, node=node, zone=zone), pod)))), None)
+    name_all(plane)
+    (entry,) = read_endpoints(site)["web"]
+    assert entry.pod == f"default/{shown}"
+    assert len(f"{shown}{entry.node}{entry.zone}".encode()) <= layout.ENDPOINT_TEXT_SIZE - 2
+    assert (bool(entry.node), bool(entry.zone)) == (True, True)
+    assert entry.is_pod(pod) == ("\0" not in pod and pod != "\ud800")
+
+
+def test_names_without_room_are_left_out(
+    site: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All are served; when others have left, the names appear."""
+    monkeypatch.setattr(endpoint_names, "RETRY_DELAY_S", 0.0)
+    few = replace_fields(SIZES, backends=64)
+
+    def endpoints(number: int) -> EndpointSlice:
+        addresses = (parse_addr(f"10.{number}.0.{i}") for i in range(1, 31))
+        unready = replace(READY, ready=False, serving=False)
+        return piece(
+            (OTHER, "web"), *((replace(unready, address=one), "web-0") for one in addresses)
+        )
+
+    states = [web(endpoints(i), name=f"s{i}", at=f"10.96.0.{i}:80") for i in range(1, 4)]
+    plane = site.open(sizes=few)
+
+    def settles(*expected: int) -> None:
+        """Ticks until the Services have these numbers of names. Further ticks change nothing."""
+
+        def are_named() -> bool:
+            plane.tick(time.monotonic())
+            return sorted(map(len, read_endpoints(site).values())) == [*expected]
+
+        until(f"there are {expected} names", are_named)
+        assert all(are_named() for _ in range(20))
+
+    assert plane.apply(desired(*states), None).refused == {}
+    settles(0, 0, 31)
+    (named,) = (name for name, entries in read_endpoints(site).items() if entries)
+    remaining = [state for state in states if state.key.name != named]
+    gone = next(state.key for state in states if state.key.name == named)
+    plane.apply(desired(*remaining), [gone])
+    flush(plane)
+    settles(0, 31)
+    assert caplog.text.count("names of endpoints find no room") == 1
+
+
+def test_the_map_grows(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(layout.MAPS, MAP, replace_fields(layout.MAPS[MAP], entries=8))
+    addresses = [parse_addr(f"10.244.1.{i}") for i in range(1, 101)]
+    many = piece(*((replace(READY, address=one), "web-0") for one in addresses))
+    plane = site.open()
+    plane.apply(desired(web(many)), None)
+    while plane._names.due() is not None:
+        plane.tick(time.monotonic())
+    assert len(read_endpoints(site)["web"]) == 100
+    assert plane.fill()[MAP][0] == 100
+
+
+@pytest.mark.parametrize("call", ["put", "delete"])
+def test_error_costs_names_only(
+    site: Site, monkeypatch: pytest.MonkeyPatch, call: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Later the map is read again, and completed."""
+    plane = site.open()
+    before = web(piece((READY, "web-0")))
+    plane.apply(desired(before), None)
+    name_all(plane)
+    real = getattr(AgentMaps, call)
+
+    def refuse(self: AgentMaps, name: str, *arguments: Any, **more: Any) -> None:
+        if name == MAP:
+            raise KernelError("cannot write", errno=errno.ENOMEM)
+        real(self, name, *arguments, **more)
+
+    after = web(piece((OTHER, "web-1")))
+    start = time.monotonic()
+    with monkeypatch.context() as patch:
+        patch.setattr(AgentMaps, call, refuse)
+        assert apply(plane, after).refused == {}
+    assert "names of endpoints are missing" in caplog.text
+    due = plane._names.due()
+    assert due is not None
+    assert due > start + 1, "not at once"
+    monkeypatch.setattr(plane._names, "_due", 0.0)
+    name_all(plane)
+    assert read_names(site)["web"] == {B: OTHER_NAME}
+
+
+@pytest.mark.parametrize("authoritative", [True, False])
+def test_restart_deletes_names_of_services_that_are_gone(site: Site, authoritative: bool) -> None:
+    """Not while some objects could not be read: they may belong to one of these."""
+    plane = site.open()
+    states = (web(piece((READY, "web-0"))), web(name="twin", at="10.96.0.2:80"))
+    twin = replace(states[1], slices=states[0].slices, cluster=states[0].cluster)
+    plane.apply(desired(states[0], twin), None)
+    name_all(plane)
+    assert len(site.entries(MAP)) == 2
+    plane = site.open()
+    plane.apply(desired(states[0]), None, authoritative=authoritative)
+    name_all(plane)
+    assert len(site.entries(MAP)) == (1 if authoritative else 2)
+
+
+@contextlib.contextmanager
+def without_map(name: str) -> Iterator[None]:
+    """Takes the map out of the layout, and puts it back in its place: views list maps in order."""
+    complete = dict(layout.MAPS)
+    del layout.MAPS[name]
+    try:
+        yield
+    finally:
+        layout.MAPS.clear()
+        layout.MAPS.update(complete)
+
+
+def test_upgrade_from_a_version_without_the_map(site: Site) -> None:
+    state = web(piece((READY, "web-0")))
+    with without_map(MAP):
+        site.open().apply(desired(state), None)
+        before = site.dump()
+    plane = site.open()
+    plane.apply(desired(state), None)
+    assert site.dump() == before
+    name_all(plane)
+    assert read_names(site)["web"] == {A: READY_NAME}
+
+
+def test_growth_for_names_makes_way_for_what_serves(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, size in ((MAP, 8), ("services", 32)):
+        spec = replace_fields(layout.MAPS[name], entries=size)
+        monkeypatch.setitem(layout.MAPS, name, spec)
+    many = piece(
+        *((replace(READY, address=parse_addr(f"10.244.1.{i}")), "web-0") for i in range(1, 41))
+    )
+    plane = site.open()
+    plane.apply(desired(web(many)), None)
+    while plane._names._step():
+        pass
+    assert plane._growth.is_busy
+    plane._growth.begin({"services": 64}, time.monotonic())
+    plane._growth.finish()
+    assert site.pinned("services").max_entries == 64
+    assert site.pinned(MAP).max_entries == 8, "its growth was abandoned"
+    while plane._names.due() is not None:
+        plane.tick(time.monotonic())
+    assert len(read_endpoints(site)["web"]) == 40

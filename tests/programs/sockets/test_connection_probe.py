@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Connections that the agent makes itself show whether Services are translated."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kbpf.dataplane.bpf.connection_probe import ConnectionProber
+from kbpf.dataplane.bpf.maps.layout import U32, U64
+from kbpf.dataplane.bpf.maps.pinning import Pins
+from kbpf.model.config import Config, SocketLb
+from kbpf.model.metrics import ConnectionProbe
+from tests.support.lab.lab import Node
+from tests.support.plane import LOCAL, Site, desired, make_local, service, sites, within
+
+A, B = LOCAL[:2]
+WORLD = desired(
+    service("web", "10.96.1.1:80", f"{A}:1 {B}:1"),
+    service("kept", "10.96.1.2:81", f"{A}:1", affinity_timeout=60),
+    service("far", "10.96.1.3:82 NodePort=0.0.0.0:30082", "", internal_local=True),
+)
+
+
+@pytest.fixture(scope="module")
+def with_addresses(node: Node) -> Node:
+    """The node, which has a route to each backend."""
+    make_local(node.netns)
+    return node
+
+
+@pytest.fixture
+def own(with_addresses: Node, artifact_cache: Path) -> Iterator[Site]:
+    with sites(artifact_cache) as make:
+        yield make(cgroup=with_addresses.cgroup, node=with_addresses.netns)
+
+
+def flip(site: Site, port: int) -> None:
+    key = U32.pack(port // 64)
+    with site.pinned("frontend_ports") as map_:
+        (word,) = U64.unpack(map_.lookup(key))
+        map_.update(key, U64.pack(word ^ 1 << port % 64))
+
+
+def test_a_connection_of_the_agent_shows_whether_services_are_translated(
+    own: Site, node: Node
+) -> None:
+    plane = own.open()
+    plane.apply(WORLD, None)
+    config = plane._config
+
+    def story() -> list[ConnectionProbe | None]:
+        prober = ConnectionProber(Pins(own.pins), config)
+        results = [prober.probe()]
+        flip(own, 80)
+        results.append(prober.probe())
+        # one that has never succeeded proves nothing
+        results.append(ConnectionProber(Pins(own.pins), config).probe())
+        flip(own, 80)
+        results.append(prober.probe())
+        return results
+
+    before, broken, new, after = within(node.host, story)
+    assert before == after == ConnectionProbe(1, ())
+    assert broken is not None
+    assert broken.tried == 1
+    (line,) = broken.failures
+    assert line.startswith("10.96.1.1:80/TCP from the agent: connect() failed")
+    assert new is None
+    # neither the backend nor affinity has noticed anything
+    assert not own.entries("affinity")
+
+
+def test_nothing_is_tried_without_hooks(own: Site, node: Node) -> None:
+    plane = own.open(socket_lb=SocketLb.OFF, packet_path=False)
+    plane.apply(WORLD, None)
+    prober = ConnectionProber(Pins(own.pins), plane._config)
+    assert within(node.host, prober.probe) is None
+
+
+def test_nothing_is_tried_without_maps(tmp_path: Path) -> None:
+    assert ConnectionProber(Pins(tmp_path), Config()).probe() is None

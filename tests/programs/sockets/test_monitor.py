@@ -1,0 +1,646 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Events of sockets, as they happen: `kbpf monitor`.
+
+The same servers and clients as in test_account.py. A row names what a client does, and the one
+event that must be seen of it.
+"""
+
+import contextlib
+import json
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from time import monotonic
+from typing import NamedTuple
+
+import msgspec
+import pytest
+
+from kbpf.cli import app
+from kbpf.dataplane.bpf.inspect.monitor import Monitor
+from kbpf.dataplane.bpf.maps.layout import (
+    MONITORS,
+    U32,
+    U64,
+    pack_endpoint_key,
+    pack_endpoint_name,
+)
+from kbpf.errors import CapacityError, NotFoundError
+from kbpf.kernel.system import pods
+from kbpf.model.address import parse_addr
+from kbpf.model.config import Accounting
+from kbpf.model.inspection import EventFilter
+from kbpf.model.objects import Protocol
+from kbpf.model.reasons import Reason
+from kbpf.views.monitor import EventRow, EventVerdict
+from tests.programs.sockets.account import (
+    FAIR,
+    NOBODY,
+    RUDE,
+    UDP_PORT,
+    Bench,
+    datagrams,
+    fair,
+    quit_servers,
+    refused,
+    reset,
+    serve,
+    waits,
+    world,
+)
+from tests.support.features import needs
+from tests.support.lab.events import RATE, left_behind, patient, read, watched
+from tests.support.lab.lab import PATIENCE, Node, Place, remove_cgroup, until
+from tests.support.plane import desired, service, sites, start_within, within
+from tests.support.runtime.command import kbpf
+
+
+@pytest.fixture(scope="module")
+def bench(node: Node, artifact_cache: Path) -> Iterator[Bench]:
+    client, one, two = (node.pod(name) for name in ("client", "one", "two"))
+    join_server = start_within(one, serve)
+    with sites(artifact_cache) as make:
+        made = Bench(make(cgroup=node.cgroup, node=node.netns), client, one, two)
+        apply_world(made)
+        yield made
+    until("the servers are ended", lambda: within(one, quit_servers))
+    join_server()
+
+
+def apply_world(bench: Bench) -> None:
+    sticky = service("sticky", "10.96.0.20:80", f"{bench.one.ip}:{FAIR}", affinity_timeout=600)
+    key = sticky.key._replace(namespace="shop")
+    state = world(bench)
+    state.services[key] = msgspec.structs.replace(sticky, key=key)
+    bench.site.open(accounting=Accounting.CONNECTIONS).apply(state, None)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left(bench: Bench) -> Iterator[None]:
+    yield
+    assert left_behind(bench.site) == []
+
+
+def cgroup_id(bench: Bench) -> int:
+    return bench.client.cgroup.stat().st_ino
+
+
+def connected_udp(host: str, number: int) -> None:
+    with socket.socket(type=socket.SOCK_DGRAM) as s:
+        s.connect((host, number))
+
+
+def fair_twice(host: str, number: int) -> None:
+    fair(host, number)
+    fair(host, number)
+
+
+class Row(NamedTuple):
+    """What a client does at which frontend, and what is seen of it: verdicts with their reasons,
+    the Service and the backend ("": none was chosen).
+    """
+
+    name: str
+    does: Callable[[str, int], None]
+    to: str
+    service: str
+    events: str
+    backend: str = ""
+    needs: str = ""
+    protocol: str = "TCP"
+
+
+NEW = "new translated"
+ROWS = (
+    Row("a connection", fair, "10.96.0.1:80", "default/fair", NEW, f"one:{FAIR}"),
+    Row("a connection over IPv6", fair, "[fd00:96::1]:80", "default/fair6", NEW, f"one6:{FAIR}"),
+    Row("affinity", fair_twice, "10.96.0.20:80", "shop/sticky",
+        f"{NEW}, new translated_by_affinity", f"one:{FAIR}"),
+    Row("datagrams of one flow", datagrams, "10.96.0.4:53", "default/dns", NEW,
+        f"one:{UDP_PORT}", protocol="UDP"),
+    Row("a connected UDP socket", connected_udp, "10.96.0.4:53", "default/dns", NEW,
+        f"one:{UDP_PORT}", protocol="UDP"),
+    Row("no endpoints", refused, "10.96.0.7:80", "default/empty", "refused no_endpoints",
+        needs="set_retval"),
+    Row("no such port", refused, "10.96.0.7:81", "", "refused unknown_port", needs="set_retval"),
+    Row("only elsewhere", refused, "10.96.0.8:80", "default/elsewhere",
+        "dropped no_local_endpoints", needs="set_retval"),
+    Row("refused by the backend", refused, "10.96.0.5:80", "default/refusing",
+        f"{NEW}, failed backend_refused", f"one:{NOBODY}", "tracing"),
+    Row("not answered", waits, "10.96.0.6:80", "default/silent",
+        f"{NEW}, failed backend_unanswered", "192.0.2.99:80", "retransmissions"),
+    Row("reset by the backend", reset, "10.96.0.2:80", "default/rude",
+        f"{NEW}, failed backend_reset", f"one:{RUDE}", "tracing"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "row",
+    [pytest.param(row, marks=needs(row.needs) if row.needs else (), id=row.name) for row in ROWS],
+)
+def test_events_are_seen(bench: Bench, row: Row) -> None:
+    host, _, number = row.to.rpartition(":")
+    with watched(bench.site) as monitor:
+        within(bench.client, lambda: row.does(host.strip("[]"), int(number)))
+        events = read(monitor)
+        assert monitor.left_out == 0
+    assert ", ".join(f"{e.verdict} {e.reason}" for e in events) == row.events
+    own = {"one": bench.one.ip, "one6": f"[{bench.one.ip6}]"}
+    backend_host, _, backend_port = row.backend.rpartition(":")
+    backend = f"{own.get(backend_host, backend_host)}:{backend_port}" if row.backend else ""
+    for event in events:
+        assert (event.service, event.backend) == (row.service, backend)
+        assert event.frontend == f"{row.to}/{row.protocol}"
+        assert (event.client_kind, event.seen_by) == ("cgroup", "socket")
+        assert str(bench.client.cgroup).endswith(event.client)
+        failed = event.verdict is EventVerdict.FAILED
+        assert event.address.startswith(f"{bench.client.ip}:" if failed else "")
+
+
+def test_connection_to_no_service_is_no_event(bench: Bench) -> None:
+    with watched(bench.site) as monitor:
+        within(bench.client, lambda: refused(bench.one.ip, NOBODY))
+        assert read(monitor) == []
+
+
+def test_nothing_is_written_while_no_command_watches(bench: Bench) -> None:
+    with watched(bench.site) as monitor:
+        within(bench.client, lambda: fair("10.96.0.1"))
+        assert len(read(monitor)) == 1
+    within(bench.client, lambda: fair("10.96.0.1"))
+    assert left_behind(bench.site) == []
+    with watched(bench.site) as monitor:
+        assert read(monitor) == []
+
+
+class Filtered(NamedTuple):
+    """A filter, and whether each of three events passes: a connection of the client to `fair`, one
+    of the Pod `two` to `fair`, and one of the client to a port that `empty` does not have.
+    """
+
+    name: str
+    fields: Callable[[Bench], dict[str, object]]
+    passes: tuple[bool, bool, bool]
+
+
+def service_id(bench: Bench, name: str) -> int:
+    """The id of this Service's port."""
+    rows = bench.site.entries("service_names").items()
+    (found,) = [U32.unpack(k)[0] for k, raw in rows if raw[64:].startswith(name.encode() + b"\0")]
+    return int(found)
+
+
+FILTERS = (
+    Filtered("none", lambda _: {}, (True, True, True)),
+    Filtered("a Service", lambda b: {"services": frozenset({service_id(b, "fair")})},
+             (True, True, False)),
+    Filtered("the frontend of a Service without this port",
+             lambda b: {"services": frozenset({service_id(b, "empty")}),
+                        "frontends": frozenset({parse_addr("10.96.0.7")})},
+             (False, False, True)),
+    Filtered("a cgroup", lambda b: {"cgroups": frozenset({cgroup_id(b)})}, (True, False, True)),
+    Filtered("the frontend's address", lambda _: {"address": parse_addr("10.96.0.1")},
+             (True, True, False)),
+    Filtered("the backend's address", lambda b: {"address": parse_addr(b.one.ip)},
+             (True, True, False)),
+    Filtered("an address and port",
+             lambda _: {"address": parse_addr("10.96.0.1"), "port": 81}, (False, False, False)),
+    Filtered("a reason", lambda _: {"reasons": frozenset({Reason.UNKNOWN_PORT})},
+             (False, False, True)),
+    Filtered("two filters",
+             lambda b: {"services": frozenset({service_id(b, "fair")}),
+                        "cgroups": frozenset({cgroup_id(b)})},
+             (True, False, False)),
+)  # fmt: skip
+
+
+@needs("set_retval")
+@pytest.mark.parametrize("row", FILTERS, ids=lambda row: row.name)
+def test_filters(bench: Bench, row: Filtered) -> None:
+    fields = row.fields(bench)
+    for place, to, passes in zip(
+        (bench.client, bench.two, bench.client),
+        (("10.96.0.1", 80), ("10.96.0.1", 80), ("10.96.0.7", 81)),
+        row.passes,
+        strict=True,
+    ):
+        with watched(bench.site, **fields) as monitor:
+            within(place, lambda to=to: fair(*to) if to[1] == 80 else refused(*to))
+            assert len(read(monitor)) == passes
+
+
+UID = "0a1b2c3d-0000-4000-8000-000000000001"
+
+
+def test_pod_is_found_by_its_cgroup(
+    bench: Bench, node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pods, "list_pod_names", lambda: {UID: "shop/cart"})
+    folder = node.cgroup / "kubepods"
+    place = Place("cart", bench.client.netns, folder / f"pod{UID}" / "container")
+    try:
+        (uid,) = pods.find_uids("cart")
+        ids = pods.find_cgroup_ids(uid, above=False)
+        assert {path.stat().st_ino for path in folder.rglob("*") if path.is_dir()} == ids
+        with watched(bench.site, cgroups=ids) as monitor:
+            within(place, lambda: fair("10.96.0.1"))
+            within(bench.client, lambda: fair("10.96.0.1"))
+            (event,) = read(monitor)
+        assert (event.client_kind, event.client) == ("pod", "shop/cart")
+    finally:
+        place.close()
+        remove_cgroup(folder / f"pod{UID}")
+        remove_cgroup(folder)
+
+
+FLOOD = 400
+
+
+def flood(host: str, number: int) -> None:
+    for _ in range(FLOOD):
+        connected_udp(host, number)
+
+
+def test_filter_applies_before_the_rate(bench: Bench) -> None:
+    """A flood of others takes nothing of the rate: the kernel does not write it."""
+    wanted = {"services": frozenset({service_id(bench, "fair")})}
+    with watched(bench.site, rate=1, **wanted) as monitor:
+        within(bench.client, lambda: flood("10.96.0.4", 53))
+        within(bench.client, lambda: fair("10.96.0.1"))
+        assert [event.service for event in read(monitor)] == ["default/fair"]
+        assert monitor.left_out == 0
+
+
+def test_rate_is_limited_and_the_rest_counted(bench: Bench) -> None:
+    with watched(bench.site, rate=10) as monitor:
+        within(bench.client, lambda: flood("10.96.0.4", 53))
+        events = read(monitor)
+        assert 10 <= len(events) < FLOOD
+        assert len(events) + monitor.left_out == FLOOD
+
+
+def test_full_ring_buffer_is_counted(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kbpf.dataplane.bpf.inspect.monitor.RING_BYTES", 4096)
+    with watched(bench.site, rate=100_000) as monitor:
+        within(bench.client, lambda: flood("10.96.0.4", 53))
+        left_out = monitor.left_out
+        assert left_out > 0
+        assert len(read(monitor)) + left_out == FLOOD
+        within(bench.client, lambda: fair("10.96.0.1"))
+        assert [event.service for event in read(monitor)] == ["default/fair"]
+
+
+def test_filter_may_change(bench: Bench) -> None:
+    fair_only = {"services": frozenset({service_id(bench, "fair")})}
+    with watched(bench.site, **fair_only) as monitor:
+        within(bench.client, lambda: connected_udp("10.96.0.4", 53))
+        monitor.set_filter(EventFilter(services=frozenset({service_id(bench, "dns")})))
+        within(bench.client, lambda: connected_udp("10.96.0.4", 53))
+        within(bench.client, lambda: fair("10.96.0.1"))
+        assert [event.service for event in read(monitor)] == ["default/dns"]
+
+
+def test_filter_with_more_values_than_the_map_holds_is_applied_by_the_command(bench: Bench) -> None:
+    """The command filters what the kernel then does not."""
+    many = frozenset(range(1 << 20, (1 << 20) + 5000)) | {service_id(bench, "fair")}
+    with watched(bench.site, services=many) as monitor:
+        within(bench.client, lambda: fair("10.96.0.1"))
+        within(bench.client, lambda: connected_udp("10.96.0.4", 53))
+        assert [event.service for event in read(monitor)] == ["default/fair"]
+
+
+# ---- several, and killed ones --------------------------------------------------------------------
+
+
+def test_several_commands_watch_at_the_same_time(bench: Bench) -> None:
+    ids = [service_id(bench, name) for name in ("fair", "dns")]
+    with (
+        watched(bench.site, services=frozenset({ids[0]})) as first,
+        watched(bench.site, services=frozenset({ids[1]})) as second,
+    ):
+        within(bench.client, lambda: fair("10.96.0.1"))
+        within(bench.client, lambda: connected_udp("10.96.0.4", 53))
+        second.close()
+        within(bench.client, lambda: fair("10.96.0.1"))
+        assert [event.service for event in read(first)] == ["default/fair"] * 2
+
+
+def test_one_too_many_is_refused(bench: Bench) -> None:
+    with patient():
+        monitors = [Monitor(bench.site.pins, RATE, EventFilter()) for _ in range(MONITORS)]
+    try:
+        with pytest.raises(CapacityError, match=f"{MONITORS} commands watch"):
+            Monitor(bench.site.pins, RATE, EventFilter())
+        within(bench.client, lambda: fair("10.96.0.1"))
+        assert [len(read(monitor)) for monitor in monitors] == [1] * MONITORS
+    finally:
+        for monitor in monitors:
+            monitor.close()
+
+
+def expire(bench: Bench) -> None:
+    """Lets the time pass after which all commands are ignored."""
+    with bench.site.pinned("monitored_until") as until_:
+        for index in range(MONITORS + 1):
+            if U64.unpack(until_.lookup(U32.pack(index)) or b"")[0]:
+                until_.update(U32.pack(index), U64.pack(1))
+
+
+def begin(bench: Bench, name: str, *words: str) -> subprocess.Popen[str]:
+    """Starts a command that watches until it ends, even if the machine stops it for a while."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.support.runtime.patient_monitor", name,
+         "--pin-dir", str(bench.site.pins), *words],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def command(bench: Bench, *words: str) -> subprocess.Popen[str]:
+    """`kbpf monitor`, once it watches."""
+    process = begin(bench, "monitor", *words)
+    until("the command watches", lambda: is_monitored(bench) or process.poll() is not None)
+    return process
+
+
+def is_monitored(bench: Bench) -> bool:
+    return f"monitored_until {MONITORS}" in left_behind(bench.site)
+
+
+def test_killed_command_leaves_nothing_on(bench: Bench) -> None:
+    process = command(bench, "--address", "10.96.0.1")
+    process.kill()
+    process.communicate()
+    left = left_behind(bench.site)
+    assert left, "it could not clean up"
+    expire(bench)
+    within(bench.client, lambda: fair("10.96.0.1"))
+    with watched(bench.site) as monitor:
+        assert len(left_behind(bench.site)) < len(left), "its filter is gone"
+        within(bench.client, lambda: connected_udp("10.96.0.4", 53))
+        assert [event.service for event in read(monitor)] == ["default/dns"]
+
+
+def test_command_that_was_stopped_for_long_continues(bench: Bench) -> None:
+    """Another one has taken its place meanwhile."""
+    with watched(bench.site) as stopped:
+        expire(bench)
+        with watched(bench.site) as other:
+            stopped.renew()
+            within(bench.client, lambda: fair("10.96.0.1"))
+            assert [len(read(stopped)), len(read(other))] == [1, 1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_command_ended_by_a_signal_leaves_nothing(bench: Bench, number: signal.Signals) -> None:
+    process = command(bench)
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("TIME ")
+    process.send_signal(number)
+    out, err = process.communicate(timeout=PATIENCE)
+    assert (process.returncode, out, err) == (128 + number, "", "")
+
+
+def test_command_ends_with_the_reader_of_its_output(bench: Bench) -> None:
+    """Even while there are no events."""
+    process = command(bench)
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.wait(PATIENCE) in (-signal.SIGPIPE, 141)
+
+
+@pytest.mark.parametrize(
+    ("words", "service_name"),
+    {
+        ("--service", "default/fair"): "default/fair",
+        ("--service", "fair", "-n", "default"): "default/fair",
+        ("-n", "shop"): "shop/sticky",
+        ("-n", "shop", "-A", "--service", "fair"): "default/fair",
+    }.items(),
+    ids=str,
+)
+def test_command_ends_after_some_events(
+    bench: Bench, words: tuple[str, ...], service_name: str
+) -> None:
+    process = command(bench, "-o", "json", "--count", "2", *words)
+    within(bench.client, lambda: connected_udp("10.96.0.4", 53))
+    for _ in range(3):
+        within(bench.client, lambda: (fair("10.96.0.1"), fair("10.96.0.20")))
+    out, err = process.communicate(timeout=PATIENCE)
+    assert (process.returncode, err) == (0, "")
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert [row["service"] for row in rows] == [service_name] * 2
+    assert set(rows[0]) == {"apiVersion", "kind", *EventRow.__struct_fields__}
+
+
+def test_command_ends_after_a_time_and_says_how_many_were_left_out(bench: Bench) -> None:
+    for time in ("1500ms", "15s", "50s"):  # more if a busy machine cannot make the flood meanwhile
+        process = command(bench, "--for", time, "--rate", "10", "--verdict", "new")
+        within(bench.client, lambda: flood("10.96.0.4", 53))
+        saw_all = is_monitored(bench)
+        out, err = process.communicate(timeout=PATIENCE)
+        if saw_all:
+            break
+    assert saw_all
+    assert (process.returncode, err) == (0, "")
+    titles, *lines = out.splitlines()
+    assert titles.split() == [
+        "TIME",
+        "VERDICT",
+        "CLIENT",
+        "SERVICE",
+        "FRONTEND",
+        "BACKEND",
+        "REASON",
+    ]
+    notes = [line for line in lines if "more not shown: above 10 a second" in line]
+    left_out = sum(int(note.split()[0].replace(",", "")) for note in notes)
+    assert len(lines) - len(notes) + left_out == FLOOD
+
+
+def test_events_after_the_last_poll_are_shown(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a busy machine the last poll may be long before the end."""
+
+    def poll(*_: object) -> Iterator[None]:
+        yield
+        within(bench.client, lambda: fair("10.96.0.1"))
+
+    monkeypatch.setattr("kbpf.cli.monitor._poll", poll)
+    with patient():
+        assert app.call(["monitor", "--for", "1s", "--pin-dir", str(bench.site.pins)]) == 0
+    assert "default/fair" in capsys.readouterr().out
+
+
+def test_command_works_while_the_agent_is_down(bench: Bench) -> None:
+    bench.site.close_planes()
+    try:
+        process = command(bench, "--count", "1", "-o", "json")
+        within(bench.client, lambda: fair("10.96.0.1"))
+        (line,) = process.communicate(timeout=PATIENCE)[0].splitlines()
+        assert json.loads(line)["verdict"] == "new"
+    finally:
+        apply_world(bench)
+
+
+def test_maps_that_were_removed_end_it(artifact_cache: Path) -> None:
+    with sites(artifact_cache) as make:
+        other = make()
+        other.open().apply(desired(service("web", "10.96.0.1:80", "10.0.0.1:80")), None)
+        with watched(other) as monitor:
+            monitor.renew()
+            other.remove()
+            with pytest.raises(NotFoundError, match="replaced or removed"):
+                monitor.renew()
+
+
+WRONG = {
+    ("--verdict", "refused", "--reason", "translated"): (2, "no event has both"),
+    ("--address", "nonsense"): (2, "no IP or IP:PORT"),
+    ("--address", ":80"): (2, "no IP or IP:PORT"),
+    ("--for", "soon"): (2, "not a time"),
+    ("--for", "0s"): (2, "longer than 0"),
+    ("-o", "yaml"): (2, "requires -o table, wide or json"),
+    ("--rate", "0"): (2, "greater than or equal to 1"),
+    ("--service", "default/fiar"): (1, "did you mean default/fair"),
+    ("--service", "default/fair", "-n", "shop"): (2, "shop contradicts the namespace"),
+    ("--service", "fair", "-n", "shop"): (1, "no Service shop/fair is programmed"),
+    ("--pod", "shop/nobody"): (1, "no Pod shop/nobody is on this node"),
+    ("--reason", "nonsense"): (2, "nonsense"),
+    ("--pin-dir", "/sys/fs/bpf/nothing"): (1, "nothing is pinned"),
+}
+
+
+@pytest.mark.parametrize("words", WRONG, ids=" ".join)
+def test_wrong_usage(bench: Bench, words: tuple[str, ...]) -> None:
+    code, message = WRONG[words]
+    done = kbpf("monitor", "--pin-dir", str(bench.site.pins), *words)
+    assert done.code == code
+    assert message in done.err
+
+
+# ---- kbpf top ------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def repeated(place: Place, does: Callable[[], None]) -> Iterator[Callable[[], float]]:
+    """Repeats it in that place during the block. Yields a function that returns the longest time
+    from one end of it to the next, once the block has ended.
+    """
+    here, there = socket.socketpair()
+
+    def repeat() -> float:
+        here.close()
+        longest, ended = 0.0, monotonic()
+        while not select.select([there], [], [], 0.01)[0]:
+            does()
+            before, ended = ended, monotonic()
+            longest = max(longest, ended - before)
+        return longest
+
+    with here, there:
+        longest = start_within(place, repeat)
+        there.close()
+        yield longest
+
+
+def top(bench: Bench, *words: str, does: Callable[[], None]) -> dict[str, dict[str, object]]:
+    """The rows of `kbpf top --once -o json`, by name. `does` is repeated in the client until the
+    command has ended, since only what happens between its two reads is shown. These are far enough
+    from each other that it has been done once from its beginning to its end.
+    """
+    for interval in (0.5, 5, 50):
+        with repeated(bench.client, does) as longest:
+            process = begin(bench, "top", "--once", "-o", "json",
+                            "--interval", f"{interval * 1000:.0f}ms", *words)  # fmt: skip
+            out, err = process.communicate()
+        assert process.returncode == 0, err
+        if 2 * longest() < interval:
+            break
+    document = json.loads(out)
+    assert document["kind"] == "TopList"
+    assert document["seconds"] >= 0.5
+    return {row["name"]: row for row in document["items"]}
+
+
+@needs("set_retval")
+def test_top_shows_rates(bench: Bench) -> None:
+    def both() -> None:
+        fair("10.96.0.1")
+        refused("10.96.0.7")
+
+    rows = top(bench, does=both)
+    assert rows["default/fair"]["new"] > 0
+    assert rows["default/fair"]["no_backend"] == 0
+    assert rows["default/fair"]["bytes_in"] is None, "not counted"
+    assert (rows["default/empty"]["new"], rows["default/empty"]["no_backend"] > 0) == (0, True)
+    rows = top(bench, "--by", "backends", "--service", "default/fair", does=both)
+    (backend,) = rows
+    assert backend == f"{bench.one.ip}:{FAIR}"
+    assert {*top(bench, "-n", "shop", does=lambda: (both(), fair("10.96.0.20")))} == {"shop/sticky"}
+    rows = top(bench, "--by", "clients", does=both)
+    (client,) = rows
+    assert str(bench.client.cgroup).endswith(client)
+    assert rows[client]["new"] > 0
+    assert rows[client]["no_backend"] > 0
+    assert rows[client]["open"] is None
+
+
+def test_pod_and_zone_of_a_backend_are_named(bench: Bench) -> None:
+    """As the agent writes them from the EndpointSlices."""
+    key = pack_endpoint_key(service_id(bench, "fair"), parse_addr(bench.one.ip), FAIR, Protocol.TCP)
+    with bench.site.pinned("endpoint_names") as names:
+        names.update(key, pack_endpoint_name("fair-0", "node-1", "zone-a", 0))
+    try:
+        with watched(bench.site) as monitor:
+            within(bench.client, lambda: fair("10.96.0.1"))
+            (event,) = read(monitor)
+        assert event.backend_pod == "default/fair-0"
+        rows = {
+            by: top(bench, "--by", by, "--service", "default/fair", does=lambda: fair("10.96.0.1"))
+            for by in ("backends", "zones", "nodes")
+        }
+        (backend,) = rows["backends"].values()
+        assert backend["pod"] == "default/fair-0"
+        assert (*rows["zones"], *rows["nodes"]) == ("zone-a", "node-1")
+        assert rows["zones"]["zone-a"]["new"] > 0
+    finally:
+        with bench.site.pinned("endpoint_names") as names:
+            names.delete(key)
+
+
+def test_top_refreshes_until_it_is_ended(bench: Bench) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kbpf", "top", "--pin-dir", str(bench.site.pins),
+         "--interval", "100ms"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    pages = 0
+    while pages < 2:
+        pages += process.stdout.readline() == "\n"
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=PATIENCE)
+    assert (process.returncode, err) == (130, "")
+
+
+TOP_WRONG = {
+    ("-o", "json"): (2, "requires --once"),
+    ("--once", "--interval", "1ms"): (2, "at least 100ms"),
+    ("--once", "--interval", "soon"): (2, "not a time"),
+    ("--once", "--service", "default/fiar"): (1, "did you mean default/fair"),
+    ("--once", "--by", "clients", "--service", "default/fiar"): (1, "did you mean default/fair"),
+    ("--once", "--service", "default/fair", "-n", "shop"): (2, "shop contradicts the namespace"),
+}
+
+
+@pytest.mark.parametrize("words", TOP_WRONG, ids=" ".join)
+def test_wrong_usage_of_top(bench: Bench, words: tuple[str, ...]) -> None:
+    code, message = TOP_WRONG[words]
+    done = kbpf("top", "--pin-dir", str(bench.site.pins), *words)
+    assert done.code == code
+    assert message in done.err

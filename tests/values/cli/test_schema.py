@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kbpf schema`: it has every kind that a command can print, and describes it. test_inspect.py
+validates the output of all views with it.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from kbpf.cli import app
+from kbpf.cli.schema import build_schema, document_type, list_kinds
+from kbpf.views.page import API_VERSION, Kind
+from tests.support.json_schema import validate
+
+ROOT = Path(__file__).parents[3]
+ALL = build_schema(list_kinds())
+
+
+def test_every_kind_of_the_sources_has_a_schema():
+    sources = "\n".join(path.read_text() for path in (ROOT / "kbpf").rglob("*.py"))
+    assert sorted(re.findall(r'\bKind\(\s*"(\w+)"', sources)) == [k.name for k in list_kinds()]
+
+
+@pytest.mark.parametrize("kind", list_kinds(), ids=lambda kind: kind.name)
+def test_kind_keeps_the_names_that_all_documents_share(kind: Kind):
+    names = [field.name for field in msgspec.structs.fields(document_type(kind))]
+    assert len(names) == len(set(names))
+    assert names[:2] == ["apiVersion", "kind"]
+    assert ("items" in names) == (kind.item is not None) == kind.name.endswith("List")
+
+
+def test_documents_name_every_kind():
+    text = (ROOT / "docs/cli.md").read_text()
+    assert re.findall(r"^\| `(\w+)` \|", text, re.M) == [kind.name for kind in list_kinds()]
+
+
+class Part(msgspec.Struct):
+    """A part. `size` is in bytes; `gone`: it was removed.
+
+    - `size`: never negative.
+    """
+
+    size: int | None
+    gone: bool = False
+
+
+class Summary(msgspec.Struct):
+    """`parts`: by name."""
+
+    parts: dict[str, Part]
+
+
+KIND = Kind("PartList", Part, Summary)
+SCHEMA = build_schema([KIND])
+PART: dict[str, Any] = {"size": 1, "gone": False}
+DOCUMENT: dict[str, Any] = {
+    "apiVersion": API_VERSION, "kind": "PartList", "parts": {"a": PART}, "items": [PART],
+}  # fmt: skip
+
+
+def test_fields_have_the_sentences_that_name_them():
+    assert SCHEMA["$defs"]["PartList"]["properties"]["parts"]["description"] == "`parts`: by name."
+    assert SCHEMA["$defs"]["Part"] == {
+        "title": "Part", "type": "object", "required": ["size", "gone"],
+        "description": "A part. `size` is in bytes; `gone`: it was removed. "
+                       "- `size`: never negative.",
+        "properties": {
+            "size": {"anyOf": [{"type": "integer"}, {"type": "null"}],
+                     "description": "`size` is in bytes. `size`: never negative."},
+            "gone": {"type": "boolean", "description": "`gone`: it was removed."},
+        },
+    }  # fmt: skip
+
+
+DIFFERENCES: list[tuple[str, dict[str, Any]]] = [
+    ("is 'v1', not one of", {"apiVersion": "v1"}),
+    ("is 'Part', not one of", {"kind": "Part"}),
+    ("has more, which the schema does not have", {"more": 1}),
+    ("items is {}, not of type array", {"items": {}}),
+    ("items[0] has no gone", {"items": [{"size": 1}]}),
+    ("items[0].size matches 0 of anyOf", {"items": [{**PART, "size": "1"}]}),
+    ("items[0].gone is 1, not of type boolean", {"items": [{**PART, "gone": 1}]}),
+    ("parts.a is [], not of type object", {"parts": {"a": []}}),
+]
+
+
+def test_document_matches_its_schema():
+    assert validate(DOCUMENT, SCHEMA) == []
+    assert validate(DOCUMENT, ALL) != []
+
+
+@pytest.mark.parametrize(("difference", "change"), DIFFERENCES, ids=[d[0] for d in DIFFERENCES])
+def test_validator_finds_every_difference(difference: str, change: dict[str, Any]):
+    assert difference in "".join(validate({**DOCUMENT, **change}, SCHEMA))
+
+
+def test_command_prints_one_kind_or_all(capsys: pytest.CaptureFixture[str]):
+    assert app.call(["schema"]) == 0
+    assert json.loads(capsys.readouterr().out) == ALL
+    assert app.call(["schema", "Status"]) == 0
+    status = json.loads(capsys.readouterr().out)
+    assert next(iter(status["$defs"])) == "Status"
+    assert status["oneOf"] == [{"$ref": "#/$defs/Status"}]
+    assert app.call(["schema", "Cow"]) == 1
+    assert capsys.readouterr().err.startswith("kbpf: there is no kind Cow; there are AffinityList,")

@@ -1,0 +1,359 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kbpf sysdump`: what is removed from texts, and how parts are limited. The archive itself is in
+tests/programs/node/commands/test_sysdump.py.
+"""
+
+import base64
+import contextlib
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from kbpf.cli.dump import collect, parts
+from kbpf.cli.dump.collect import Collected, Limit
+from kbpf.cli.dump.redact import Redactor, find_secrets
+from kbpf.cli.sysdump import sysdump
+from kbpf.errors import OutputError
+from kbpf.kernel.system import pods
+from tests.support.lab.lab import until
+
+# ---- secrets -------------------------------------------------------------------------------------
+
+PEM = "-----BEGIN EC PRIVATE KEY-----\nMHcCAQEEIIhidden\n-----END EC PRIVATE KEY-----"
+PATTERNS = {
+    "a URL": ("--master=https://me:hidden@192.0.2.1:6443/x", "--master=https://REDACTED@192.0.2.1"),
+    "a user in a URL": ("http://hidden@proxy:3128", "http://REDACTED@proxy:3128"),
+    "a header": ("Authorization: Bearer hidden.token", "Authorization: Bearer REDACTED"),
+    "basic": ("authorization: Basic aGlkZGVu", "authorization: Basic REDACTED"),
+    "a JWT": ("seen eyJhbGciOiJSUzI1NiJ9.eyJpc3MiOiJoaWRkZW4i.hidden_-x end", "seen REDACTED end"),
+    "a JWT in a word": ("x-eyJhbGciOiJSUzI1NiJ9.hidden-11.sig.hidden.hidden end", "REDACTED end"),
+    "YAML": ("users:\n- user:\n    token: hidden\n", "    token: REDACTED\n"),
+    "quoted": ("password: 'hidden words' # why", "password: 'REDACTED' # why"),
+    "JSON": ('{"clientSecret": "hid\\"den", "b": 1}', '{"clientSecret": "REDACTED", "b": 1}'),
+    "a flag": ("run --api-token=hidden -v", "run --api-token=REDACTED -v"),
+    "a variable": ("KBPF_DB_PASSWORD=hidden", "KBPF_DB_PASSWORD=REDACTED"),
+    "inline data": ("client-key-data: aGlkZGVu", "client-key-data: REDACTED"),
+    "PEM": (f"x\n{PEM}\ny", "x\nREDACTED\ny"),
+    "PEM in JSON": (json.dumps({"a": PEM}), '{"a": "REDACTED"}'),
+    "PEM that is cut off": (PEM[:50], "REDACTED"),
+}
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_what_looks_like_a_secret_is_removed(name: str) -> None:
+    text, part = PATTERNS[name]
+    result = Redactor([]).redact(text.encode()).decode()
+    assert part in result
+    assert "hidden" not in result
+    assert "aGlkZGVu" not in result
+    if text.startswith("{"):
+        json.loads(result)
+
+
+KEPT = (
+    "tokenFile: /var/run/secrets/kubernetes.io/serviceaccount/token",
+    "tokenFile: '/var/run/token'",
+    "cannot read the token file: No such file or directory",
+    'kbpf_services{service="shop/secret-app"} 3',
+    '"token": null, "tokens": 5, "password": "", "secret": true',
+    "10.96.0.1:80 mail@example.com https://example.com/a@b",
+    "the bearer of 3 tokens",
+    "eyJ-" * 250_000,  # what a tenant may write: with one scan for each beginning, hours
+)
+
+
+@pytest.mark.parametrize("text", KEPT, ids=lambda text: text[:60])
+def test_what_is_no_secret_is_kept(text: str) -> None:
+    assert Redactor([]).redact(text.encode()) == text.encode()
+
+
+KUBECONFIG = """\
+clusters: [{name: c, cluster: {server: "https://192.0.2.1", certificate-authority-data: cHVibGlj}}]
+users:
+- name: plain
+  user: {token: tok-1-hidden, username: me, password: pass-1-hidden}
+- name: certificate
+  user: {client-certificate-data: cert-hidden, client-key-data: %s}
+- name: file
+  user: {tokenFile: %s, client-key: /etc/key.pem}
+- name: plugin
+  user:
+    exec: {apiVersion: v1, command: aws, args: [token, --region=visible, --api-key=arg-hidden],
+           env: [{name: AWS_SECRET, value: aws-hidden}, {name: AWS_PROFILE, value: visible}]}
+    auth-provider: {name: oidc, config: {client-id: visible, refresh-token: refresh-hidden}}
+- broken
+"""
+
+
+def test_known_secrets_are_found_and_removed_in_any_form(tmp_path: Path) -> None:
+    token_file, kubeconfig = tmp_path / "token", tmp_path / "kubeconfig"
+    token_file.write_text("file-hidden\n")
+    key = base64.b64encode(b"key-hidden").decode()
+    kubeconfig.write_text(KUBECONFIG % (key, token_file))
+    environ = {
+        "MY_TOKEN": "env-hidden", "HTTPS_PROXY": "http://u:proxy-hidden@x", "KEEP": "visible",
+        "PASSWORD_FILE": "/etc/password", "SECRET": "no",
+    }  # fmt: skip
+    secrets = list(
+        find_secrets([kubeconfig, tmp_path / "none"], ["https://m:url&hidden@h"], environ)
+    )
+    names = ("tok-1", "pass-1", "cert", "key", "file", "env", "proxy", "aws", "refresh", "arg")
+    values = [*(f"{name}-hidden" for name in names), "url&hidden"]
+    redactor = Redactor(secrets)
+    for value in values:
+        for form in (
+            value, base64.b64encode(value.encode()).decode(), value.replace("&", "%26"),
+            json.dumps({"x": f"{value}"}),
+        ):  # fmt: skip
+            result = redactor.redact(f"visible {form} v1 aws token".encode()).decode()
+            assert value not in result
+            assert form not in result
+            assert result.startswith("visible ")
+            assert result.endswith(" v1 aws token")
+    assert redactor.redact(b"no public /etc/key.pem") == b"no public /etc/key.pem"
+
+
+def test_a_variable_that_is_not_utf8_is_removed() -> None:
+    environ = {
+        "MY_TOKEN": os.fsdecode(b"hidden\xff"),
+        "MY_URL": os.fsdecode(b"http://u:\xfehidden@h"),
+    }
+    redactor = Redactor(find_secrets([], [], environ))
+    assert redactor.redact(b"a hidden\xff u:\xfehidden b") == b"a REDACTED REDACTED b"
+
+
+@pytest.mark.parametrize("text", ["", "a: [", "users: 3", "users: [{user: [1, null]}]", "\x00"])
+def test_a_kubeconfig_of_another_form_is_no_error(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "kubeconfig"
+    path.write_text(text)
+    assert Redactor(find_secrets([path], [], {})).redact(b"plain") == b"plain"
+
+
+# ---- the file ------------------------------------------------------------------------------------
+
+
+def test_the_default_name_is_that_of_a_new_file_also_if_another_user_made_a_pipe_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(time, "strftime", lambda *_: "now")
+    pipe = tmp_path / "kbpf-sysdump-n1-now.tar.gz"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    with pytest.raises(OutputError, match="File exists"):
+        sysdump(node="n1", pin_dir=tmp_path / "pins", state_dir=tmp_path)
+    assert os.read(reader, 1) == b""
+    os.close(reader)
+
+
+# ---- limits --------------------------------------------------------------------------------------
+
+
+def limit(max_bytes: int = 1000, seconds: float = 60) -> Limit:
+    return Limit(max_bytes, time.monotonic() + seconds)
+
+
+def python(text: str) -> collect.Collector:
+    return collect.run_command(sys.executable, "-c", text)
+
+
+COMMANDS = {
+    "all is well": (python("print('out')"), b"out\n", ""),
+    "it fails": (
+        python("import sys; print('half'); print('noise\\nwhy', file=sys.stderr); sys.exit(3)"),
+        b"half\n", "exit code 3: why",
+    ),
+    "it reports findings": (python("import sys; print('found'); sys.exit(1)"), b"found\n", ""),
+    "it has no output": (python("import sys; sys.exit(1)"), b"", "exit code 1"),
+    "it is killed": (python("import os; os.kill(os.getpid(), 9)"), b"", "exit code -9"),
+    "it prints too much": (
+        python("while True: print('x' * 99)"), b"x" * 99 + b"\n", "cut off: more than 1000 bytes",
+    ),
+    "one endless line": (python("while True: print('x', end='')"), b"", "cut off"),
+    "too much on stderr": (
+        python("import sys; print('y' * 10**6, file=sys.stderr); print('out')"), b"out\n", "",
+    ),
+    "not installed": (collect.run_command("kbpf-none"), b"", "kbpf-none is not installed"),
+    "not executable": (collect.run_command("/etc/passwd"), b"", "/etc/passwd is not installed"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_is_limited(name: str) -> None:
+    collector, data, error = COMMANDS[name]
+    collected = collector(limit())
+    assert collected.data.startswith(data)
+    assert len(collected.data) <= 1000
+    assert collected.error.startswith(error)
+    assert bool(collected.error) == bool(error)
+
+
+def test_a_command_that_hangs_is_ended_with_what_it_started(tmp_path: Path) -> None:
+    child = tmp_path / "child"
+    text = (
+        "import os, subprocess; p = subprocess.Popen(['sleep', '1000']);"
+        f"open('{child}.new', 'w').write(str(p.pid)); os.rename('{child}.new', '{child}'); p.wait()"
+    )
+
+    class UntilItHangs(Limit):
+        @property
+        def seconds(self) -> float:
+            return 0.0 if child.exists() else 0.05
+
+    collected = python(text)(UntilItHangs(1000, 0.0))
+    assert collected.error == "took too long, and was ended"
+    until("its child has ended", lambda: not is_running(int(child.read_text())))
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_the_first_installed_program_is_used() -> None:
+    otherwise = python("print('none')")
+    first = collect.first_installed(("kbpf-none",), ("echo", "hi"), otherwise=otherwise)
+    assert first(limit()) == Collected(b"hi\n")
+    assert collect.first_installed(("kbpf-none",), otherwise=otherwise)(limit()).data == b"none\n"
+
+
+def test_files_are_limited(tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.write_text("1\n")
+    two.write_text("line\n" * 1000)
+    assert collect.read_files(one)(limit()) == Collected(b"1\n")
+    both = collect.read_files(one, tmp_path / "none", two)(limit())
+    assert both.data.startswith(f"==> {one} <==\n1\n".encode())
+    assert both.data.endswith(b"line\n")
+    assert len(both.data) <= 1000
+    assert both.error == f"{tmp_path}/none: No such file or directory; {two}: cut off"
+    tail = collect.read_tail(two)(limit(13))
+    assert tail == Collected(b"line\nline\n", "only the end of 5000 bytes")
+    assert collect.read_tail(one)(limit()) == Collected(b"1\n")
+    assert collect.read_tail(tmp_path)(limit()).error == "Is a directory"
+
+
+OWN_UID, OTHER_UID = "11111111-2222-3333-4444-555555555555", "66666666"
+LOGS = {
+    f"kube-system_kbpf-x_{OTHER_UID}": True,
+    f"kube-system_kube-proxy-abcde_{OTHER_UID}": True,
+    f"kube-system_coredns-1_{OTHER_UID}": False,
+    f"balancer_kbpf-y_{OTHER_UID}": True,  # the namespace of this command's own Pod
+    f"lb_anything_{OWN_UID}": True,
+    f"shop_kbpf-z_{OTHER_UID}": False,
+    f"kube-system-2_kube-proxy_{OTHER_UID}": False,
+    "kbpf": False,
+}
+"""Folders of /var/log/pods, and whether their logs are those of agents."""
+
+
+def test_logs_are_those_of_agents_whatever_tenants_call_their_pods(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in LOGS:
+        (tmp_path / name / "kbpf").mkdir(parents=True)
+        (tmp_path / name / "kbpf/0.log").write_text("x\n")
+    (tmp_path / f"kube-system_kbpf-x_{OTHER_UID}/kbpf/1.log").symlink_to("nowhere")
+    (tmp_path / "account").mkdir()
+    (tmp_path / "account/namespace").write_text("balancer\n")
+    (tmp_path / "proc/7").mkdir(parents=True)
+    (tmp_path / "proc/7/cgroup").write_text(f"0::/kubepods/besteffort/pod{OWN_UID}/c\n")
+    monkeypatch.setattr(pods, "LOG_FOLDER", tmp_path)
+    monkeypatch.setattr(parts, "SERVICE_ACCOUNT", tmp_path / "account")
+    monkeypatch.setattr(parts, "PROC", tmp_path / "proc")
+    found = {path.relative_to(tmp_path).parts[0] for path in parts.find_pod_logs(7)}
+    assert found == {name for name, is_agents in LOGS.items() if is_agents}
+    monkeypatch.setattr(pods, "LOG_FOLDER", tmp_path / "none")
+    assert parts.find_pod_logs(None) == []
+
+
+def test_sysctls_are_lines_without_secrets(tmp_path: Path) -> None:
+    for name, text in (("net/ipv4/ip_forward", "1\n"), ("net/x/stable_secret", "hidden"),
+                       ("net/many", "1\n2\n"), ("vm/no", "x")):  # fmt: skip
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    read = collect.read_tree(tmp_path, lambda name: name.endswith("secret"), ("net", "none"))
+    assert read(limit()) == Collected(b"net.many = 1 2\nnet.ipv4.ip_forward = 1\n")
+    assert read(limit(16)) == Collected(b"net.many = 1 2\n", "cut off")
+
+
+def serve(answer: bytes, then_wait: threading.Event | None = None) -> str:
+    """An HTTP server for one request that answers like this."""
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def run() -> None:
+        connection, _ = server.accept()
+        with server, connection:
+            connection.recv(65536)
+            connection.sendall(answer)
+            if then_wait:
+                then_wait.wait(60)
+
+    threading.Thread(target=run, daemon=True).start()
+    return f"127.0.0.1:{server.getsockname()[1]}"
+
+
+HEAD = b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n"
+ANSWERS = {
+    "a body": (HEAD + b"ok\n", b"ok\n", ""),
+    "an error": (b"HTTP/1.1 503 Not Yet\r\nContent-Length: 2\r\n\r\nno", b"no", "503 Not Yet"),
+    "too much": (HEAD + b"line\n" * 1000, b"line\n" * 200, "cut off"),
+    "no HTTP": (b"what?\r\n", b"", "BadStatusLine"),
+}
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_an_answer_is_limited(name: str) -> None:
+    answer, data, error = ANSWERS[name]
+    collected = collect.get(serve(answer), "/metrics")(limit())
+    assert collected.data == data
+    assert error in collected.error
+    assert bool(collected.error) == bool(error)
+
+
+def test_an_agent_that_does_not_answer_is_left() -> None:
+    done = threading.Event()
+    collected = collect.get(serve(b"", done), "/metrics")(limit(seconds=0.3))
+    done.set()
+    assert collected.error
+    assert collect.get("", "/x")(limit()).error.startswith("the agent does not listen")
+    assert "refused" in collect.get("127.0.0.1:1", "/x")(limit()).error
+
+
+@pytest.mark.parametrize("start", [b"", HEAD], ids=["the head", "the body"])
+def test_an_answer_that_comes_byte_by_byte_is_left(start: bytes) -> None:
+    """Of whatever listens there: no byte is late, and there is no end."""
+    server, done = socket.create_server(("127.0.0.1", 0)), threading.Event()
+
+    def run() -> None:
+        connection, _ = server.accept()
+        with server, connection, contextlib.suppress(OSError):
+            connection.recv(65536)
+            connection.sendall(start or b"HTTP/1.1 200 OK\r\nX: ")
+            while not done.wait(0.05):
+                connection.sendall(b"x")
+
+    threading.Thread(target=run, daemon=True).start()
+    collected = collect.get(f"127.0.0.1:{server.getsockname()[1]}", "/metrics")(limit(seconds=1))
+    done.set()
+    assert collected.error == "took too long"
+
+
+def test_a_bug_in_one_part_is_its_error() -> None:
+    def broken(_: Limit) -> Collected:
+        raise RuntimeError("on purpose")
+
+    def failing(_: Limit) -> Collected:
+        raise OSError(28, os.strerror(28))
+
+    assert "on purpose" in collect.safely(broken, limit()).error
+    assert "No space left" in collect.safely(failing, limit()).error

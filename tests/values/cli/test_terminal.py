@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a terminal adds to the output: colour, folded tables and a pager. The terminal is a real
+pseudo-terminal, and the pagers are real programs.
+"""
+
+import fcntl
+import os
+import struct
+import subprocess
+import sys
+import termios
+from collections.abc import Mapping, Sequence
+
+import pytest
+
+from kbpf.cli import terminal
+
+SCRIPT = """
+from kbpf.cli import render, streams
+from kbpf.cli.options import Output
+from kbpf.views.columns import Column
+from kbpf.views.page import Kind, Page
+
+class Row:
+    def __init__(self, *cells):
+        self.name, self.state, self.texts = cells
+
+COLUMNS = (
+    Column("NAME", lambda row: row.name), Column("TEXTS", lambda row: ", ".join(row.texts)),
+    Column("STATE", lambda row: row.state), Column("FILL", lambda row: "90.0% !", right=True),
+)
+ROWS = [Row("a", "missing", ["10.96.0.1:80"] * 8), Row("missing-b", "attached", ["x"])]
+streams.set_up()
+render.show(Page(Kind("RowList", Row), ROWS, COLUMNS, notes=("a note",)), Output.TABLE, pager=True)
+"""
+TEXTS = ", ".join(["10.96.0.1:80"] * 8)
+PLAIN = (
+    f"NAME        {'TEXTS':110}   STATE         FILL\n"
+    f"a           {TEXTS}   missing    90.0% !\n"
+    f"missing-b   {'x':110}   attached   90.0% !\n"
+)
+RED, YELLOW, RESET = terminal.RED, terminal.YELLOW, terminal.RESET
+
+
+def on_terminal(
+    environ: Mapping[str, str], columns: int = 200, script: str = SCRIPT
+) -> tuple[str, str]:
+    """What a script prints on a terminal of this width, and to stderr, which is a pipe."""
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
+    inherited = {k: v for k, v in os.environ.items() if k in ("PATH", "PYTHONPATH", "HOME")}
+    child = subprocess.Popen(
+        [sys.executable, "-c", script], stdin=theirs, stdout=theirs, stderr=subprocess.PIPE,
+        env={**inherited, "TERM": "xterm", **environ},
+    )  # fmt: skip
+    os.close(theirs)
+    text = b""
+    try:
+        while part := os.read(ours, 1 << 16):
+            text += part
+    except OSError:  # the last process has closed the terminal
+        pass
+    os.close(ours)
+    _, err = child.communicate(timeout=60)
+    return text.decode().replace("\r\n", "\n"), err.decode()
+
+
+NONE = {"KBPF_PAGER": ""}
+ALARMED = PLAIN.replace("   missing ", f"   {RED}missing{RESET} ").replace(
+    "90.0% !", f"90.0%{RED} !{RESET}"
+)
+ENVIRONMENTS: list[tuple[str, dict[str, str], str]] = [
+    ("colour", NONE, ALARMED),
+    ("NO_COLOR", {**NONE, "NO_COLOR": "1"}, PLAIN),
+    ("empty NO_COLOR", {**NONE, "NO_COLOR": ""}, ALARMED),
+    ("TERM=dumb", {**NONE, "TERM": "dumb"}, PLAIN),
+    ("a dumb terminal has no pager", {"TERM": "dumb", "KBPF_PAGER": "tr a-z A-Z"}, PLAIN),
+    ("PAGER=cat", {"PAGER": "cat", "NO_COLOR": "1"}, PLAIN),
+    ("a pager", {"PAGER": "tr a-z A-Z", "NO_COLOR": "1"}, PLAIN.upper()),
+    ("ours before that of all", {"PAGER": "false", "KBPF_PAGER": "cat", "NO_COLOR": "1"}, PLAIN),
+    ("a pager that is not installed", {"PAGER": "no-such-pager", "NO_COLOR": "1"}, PLAIN),
+    ("no pager at all", {"PAGER": "'", "NO_COLOR": "1"}, PLAIN),
+    ("a pager that exits at once", {"PAGER": "true", "NO_COLOR": "1"}, ""),
+    ("the options of less", {"PAGER": "printenv LESS; cat >/dev/null"}, "FRX\n"),
+    ("options of less that are set", {"PAGER": "printenv LESS; cat >/dev/null", "LESS": "S"},
+     "S\n"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("environ", "text"), [row[1:] for row in ENVIRONMENTS], ids=[row[0] for row in ENVIRONMENTS]
+)
+def test_environment_decides(environ: dict[str, str], text: str):
+    assert on_terminal(environ) == (text, "kbpf: a note\n")
+
+
+def test_a_pipe_gets_neither_colour_nor_a_pager():
+    environ = {**os.environ, "TERM": "xterm", "PAGER": "tr a-z A-Z", "COLUMNS": "20"}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, env=environ, check=True
+    )
+    assert done.stdout == PLAIN
+
+
+def test_table_is_folded_at_blanks_to_the_width_of_the_terminal():
+    text, _ = on_terminal({**NONE, "NO_COLOR": "1"}, columns=70)
+    pair = "10.96.0.1:80, 10.96.0.1:80"
+    assert text == (
+        f"NAME        {'TEXTS':37}   STATE         FILL\n"
+        f"a           {pair + ',':37}   missing    90.0% !\n"
+        f"            {pair},\n"
+        f"            {pair},\n"
+        f"            {pair}\n"
+        f"missing-b   {'x':37}   attached   90.0% !\n"
+    )
+    assert max(map(len, text.split("\n"))) == 70
+
+
+LIVE = """
+import sys
+from rich.text import Text
+from kbpf.cli import demo, render, streams, terminal
+
+def page():
+    sees = terminal.width(), terminal.uses_colour(), terminal.can_print("█")
+    if sees in shown:
+        raise KeyboardInterrupt
+    shown.append(sees)
+    return f"{sees}"
+
+shown = []
+streams.set_up()
+demo.render_picture = lambda _: iter([Text(page())])
+try:
+    {call}
+except KeyboardInterrupt:
+    pass
+print(shown)
+"""
+LIVE_CALLS = ["render.watch(page, 0.0)", "demo._draw(range(2))"]
+
+
+@pytest.mark.parametrize("call", LIVE_CALLS)
+def test_a_page_that_is_drawn_again_and_again_knows_the_terminal(call: str):
+    """rich's stand-in for stdout says that it has no encoding."""
+    text, err = on_terminal({}, columns=70, script=LIVE.replace("{call}", call))
+    assert text.endswith("[(70, True, True)]\n")
+    assert err == ""
+
+
+WIDTHS: list[tuple[Sequence[int], Sequence[int], int, list[int]]] = [
+    ([10, 10], [1, 1], 23, [10, 10]),
+    ([10, 20], [1, 1], 23, [10, 10]),
+    ([20, 20], [20, 5], 33, [20, 10]),
+    ([20, 20], [20, 20], 10, [20, 20]),
+    ([5, 100, 5], [5, 12, 5], 10, [5, 12, 5]),
+]
+"""Widths, the longest words, the limit, and the widths that fit."""
+
+
+@pytest.mark.parametrize(("widths", "words", "limit", "fitted"), WIDTHS)
+def test_widest_columns_are_narrowed_first(
+    widths: Sequence[int], words: Sequence[int], limit: int, fitted: list[int]
+):
+    assert terminal.fit_widths(widths, words, limit) == fitted
+
+
+COLOURS = [
+    ("connect4   detached   5", f"connect4   {RED}detached{RESET}   5"),
+    ("web   expired", f"web   {YELLOW}expired{RESET}"),
+    ("failed-web   attached", "failed-web   attached"),
+    ("map is missing entries", "map is missing entries"),
+    ("mode bpf cannot be used: cgroup v2", f"mode bpf {RED}cannot be used: cgroup v2{RESET}"),
+    ("services   2 (3 Service ports; 1 of them NOT PROGRAMMED)",
+     f"services   2 (3 Service ports; 1 of them {RED}NOT PROGRAMMED{RESET})"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "coloured"), COLOURS)
+def test_only_what_needs_attention_is_coloured(text: str, coloured: str):
+    assert terminal.colour(text) == coloured

@@ -1,0 +1,303 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The lines of `kbpf monitor`, and the pages of `kbpf top`, from given events and counters."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from kbpf.cli import render
+from kbpf.cli.options import Output
+from kbpf.cli.schema import build_schema
+from kbpf.model.address import parse_addr
+from kbpf.model.desired import Backend, FrontendAddress, ServicePortKey
+from kbpf.model.inspection import (
+    BackendTraffic,
+    ConnectionEvent,
+    EndpointEntry,
+    Inspection,
+    ServicePort,
+)
+from kbpf.model.metrics import (
+    ALL_COUNTERS,
+    CHOICE_COUNTERS,
+    FAILURE_COUNTERS,
+    IPVS_COUNTERS,
+    LATENCY_EXPONENT,
+    ConnectionStats,
+    Latency,
+    ServiceLatencies,
+)
+from kbpf.model.objects import Protocol
+from kbpf.model.reasons import Reason, Verdict
+from kbpf.views import monitor, top
+from kbpf.views.latency import LatencyRow, format_milliseconds
+from kbpf.views.top import By, TopRow, TopSummary
+from tests.support.golden import Golden
+from tests.values.views.snapshots import TCP, key, snapshot
+
+PORT = ServicePort(1, ServicePortKey("shop", "prices", "http", TCP, 4))
+FRONTEND = FrontendAddress(parse_addr("10.96.12.3"), 80, Protocol.TCP)
+CLIENT = FrontendAddress(parse_addr("203.0.113.77"), 40_000, Protocol.TCP)
+BACKEND = Backend(parse_addr("10.244.2.9"), 8080, Protocol.TCP)
+EVENT = ConnectionEvent(
+    1_764_151_200.123456, Reason.TRANSLATED, PORT, FRONTEND, BACKEND, None, 77,
+    "/kubepods/podx/c", "shop/cart-5d6f", "shop/prices-0",
+)  # fmt: skip
+UNKNOWN = replace(
+    EVENT, reason=Reason.UNKNOWN_PORT, service=ServicePort(0, None), backend=None, pod="",
+    cgroup_path="/system.slice/cron.service",
+)  # fmt: skip
+PACKET = replace(EVENT, reason=Reason.NEW_FLOW, client=CLIENT, cgroup=0, cgroup_path="", pod="")
+
+
+def events() -> Iterator[ConnectionEvent]:
+    yield EVENT
+    yield UNKNOWN
+    yield PACKET
+    yield replace(EVENT, cgroup_path="", pod="", cgroup=99)
+    yield from (replace(PACKET, reason=reason) for reason in monitor.VERDICTS)
+    yield replace(EVENT, pod="shop/\x1b[31mred\u202e")
+
+
+@pytest.fixture
+def _utc(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(monitor, "_format_local", lambda time: time[11:23])
+
+
+@pytest.mark.usefixtures("_utc")
+def test_lines_of_events(golden: Golden) -> None:
+    rows = [monitor.build_row(event) for event in events()]
+    texts = []
+    for wide in (False, True):
+        lines = monitor.LineFormatter(wide)
+        texts += [lines.titles(), *map(lines.line, rows), ""]
+    texts += [monitor.format_left_out(1234, 100), ""]
+    documents = [monitor.build_document(row) for row in rows]
+    documents.append(monitor.build_document(monitor.LeftOutRow(rows[0].time, 1234)))
+    texts += [render.escape_json(json.dumps(each, ensure_ascii=False)) for each in documents]
+    assert all(text.isprintable() for text in texts)
+    golden("monitor.txt", "\n".join(texts) + "\n")
+
+
+def test_documents_have_a_schema() -> None:
+    kinds = (monitor.KIND, monitor.LEFT_OUT_KIND)
+    definitions = build_schema(kinds)["$defs"]
+    assert set(definitions["ConnectionEvent"]["required"]) == set(
+        monitor.build_document(monitor.build_row(EVENT))
+    )
+
+
+def test_every_refusal_and_drop_is_an_event() -> None:
+    decisions = {Verdict.REFUSE: monitor.EventVerdict.REFUSED, Verdict.DROP: "dropped"}
+    wanted = {r: decisions[r.verdict] for r in Reason if r.verdict in decisions}
+    assert wanted.items() <= monitor.VERDICTS.items()
+    assert Reason.NOT_A_SERVICE not in monitor.VERDICTS
+
+
+# ---- top -----------------------------------------------------------------------------------------
+
+NAMES = {
+    1: key("web"), 2: ServicePortKey("default", "web", "http", TCP, 6), 3: key("idle"),
+    4: key("dns", "kube-system"), 5: key("broken"),
+}  # fmt: skip
+BACKENDS = {i: Backend(parse_addr(f"10.244.0.{i}"), 8080, TCP) for i in (5, 6, 7, 8)}
+ENDPOINTS = {
+    BACKENDS[5]: EndpointEntry(BACKENDS[5], "default/web-0", "node-1", "zone-a"),
+    BACKENDS[6]: EndpointEntry(BACKENDS[6], "default/web-1", "node-2", "zone-b"),
+}
+BEFORE = {
+    (1, 5): ConnectionStats(opened=100, refused=1, bytes_in=1000, bytes_out=1 << 20),
+    (1, 6): ConnectionStats(opened=50),
+    (1, 0xFFFF_FFFF): ConnectionStats(opened=7),
+    (3, 7): ConnectionStats(opened=9),
+    (4, 7): ConnectionStats(opened=1000),
+}
+AFTER = {
+    (1, 5): ConnectionStats(opened=130, refused=3, bytes_in=3048, bytes_out=3 << 20),
+    (1, 6): ConnectionStats(opened=51),
+    (1, 0xFFFF_FFFF): ConnectionStats(opened=7),
+    (2, 8): ConnectionStats(opened=4),
+    (3, 7): ConnectionStats(opened=9),
+    (4, 7): ConnectionStats(opened=3),
+    (5, 0): ConnectionStats(no_endpoint=400),
+}
+"""The counters of `dns` began again."""
+OPEN = {(1, 5): 3, (2, 8): 1, (4, 7): 2}
+
+
+def latencies(connect: dict[int, int], round_trip: dict[int, int]) -> ServiceLatencies:
+    """Histograms with these numbers of values up to 2^exponent seconds."""
+
+    def histogram(counts: dict[int, int]) -> Latency:
+        return Latency(tuple(counts.get(i - LATENCY_EXPONENT, 0) for i in range(BUCKETS)))
+
+    return ServiceLatencies(histogram(connect), histogram(round_trip))
+
+
+BUCKETS = len(Latency().counts)
+LATENCIES = latencies({-12: 90, -9: 10}, {-13: 1})
+
+
+def read(totals: dict[tuple[int, int], ConnectionStats], when: float, counted: frozenset[str]):
+    inspection = snapshot(names=NAMES, backends=BACKENDS, totals=totals, open=OPEN)
+    measured = LATENCIES if totals is AFTER and counted == ALL_COUNTERS else None
+    services = tuple(
+        msgspec.structs.replace(port, endpoints=ENDPOINTS, latencies=measured)
+        if port.id == 1
+        else port
+        for port in inspection.services
+    )
+    return replace(inspection, services=services, monotonic=when, counted=counted)
+
+
+COUNTED = {
+    "full": ALL_COUNTERS,
+    "failures": CHOICE_COUNTERS | FAILURE_COUNTERS,
+    "choices": CHOICE_COUNTERS,
+    "off": frozenset[str](),
+    "in mode ipvs": IPVS_COUNTERS,
+}
+
+
+def page(by: By, counted: str, service: str = "", limit: int = 0, namespace: str = "") -> str:
+    before, after = (read(totals, when, COUNTED[counted])
+                     for totals, when in ((BEFORE, 10.0), (AFTER, 12.0)))  # fmt: skip
+    rows = top.build_rows(before, after, by, service, namespace)
+    histories = {(row.service, row.name): [0.0, None, 1.0, 4.0, row.new] for row in rows}
+    shown = histories if not limit else None
+    made = top.build_page(rows, TopSummary(by, 2.0, None), after.counted, limit, shown)
+    text = "".join(render.render_page(made, Output.TABLE))
+    return text + "".join(f"{note}\n" for note in made.notes if note)
+
+
+def test_pages_of_top(golden: Golden) -> None:
+    texts = [
+        f"# by {by}, counted: {counted}\n{page(by, counted)}"
+        for by in (By.SERVICES, By.BACKENDS)
+        for counted in COUNTED
+    ]
+    texts += [f"# by {by}\n{page(by, 'full')}" for by in (By.ZONES, By.NODES)]
+    texts.append(f"# one Service\n{page(By.BACKENDS, 'full', 'default/web')}")
+    texts.append(f"# one namespace\n{page(By.SERVICES, 'full', namespace='kube-system')}")
+    texts.append(f"# two rows\n{page(By.SERVICES, 'full', limit=2)}")
+    before, after = read(BEFORE, 10.0, ALL_COUNTERS), read(AFTER, 12.0, ALL_COUNTERS)
+    rows = top.build_rows(before, after, By.SERVICES)
+    made = top.build_page(rows, TopSummary(By.SERVICES, 2.0, None), after.counted)
+    texts.append("".join(render.render_page(made, Output.JSON)))
+    golden("top.txt", "\n".join(texts))
+
+
+@pytest.mark.parametrize("lists_sockets", [True, False])
+def test_open_connections_are_unknown_if_the_kernel_lists_no_sockets(lists_sockets: bool) -> None:
+    before, after = (replace(read(totals, when, ALL_COUNTERS), lists_sockets=lists_sockets)
+                     for totals, when in ((BEFORE, 10.0), (AFTER, 12.0)))  # fmt: skip
+    rows = top.build_rows(before, after, By.SERVICES)
+    assert [row.open is None for row in rows] == [not lists_sockets] * len(rows)
+    note = "OPEN is not known: this kernel does not list sockets"
+    made = top.build_page(rows, TopSummary(By.SERVICES, 2.0, None), after.counted)
+    assert (note in made.notes) is not lists_sockets
+
+
+NONE = ServiceLatencies()
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        ([NONE], [NONE], None),
+        ([NONE], [latencies({-10: 3}, {-9: 3})], (0.977, 0.977, 1.953, 1.953)),
+        ([latencies({-10: 90}, {})], [latencies({-10: 90, 0: 1}, {})],
+         (1000.0, 1000.0, None, None)),
+        ([latencies({-10: 90}, {})], [latencies({-10: 90}, {})], None),
+        ([latencies({-10: 90}, {})], [latencies({-10: 1}, {})], None),
+        ([NONE, NONE], [latencies({-10: 1}, {}), latencies({-2: 1}, {})],
+         (0.977, 250.0, None, None)),
+    ],
+    ids=["none", "first", "only new ones", "no new ones", "of another agent", "two families"],
+)  # fmt: skip
+def test_latencies_are_those_between_the_two_reads(
+    before: list[ServiceLatencies],
+    after: list[ServiceLatencies],
+    expected: tuple[float | None, ...] | None,
+) -> None:
+    def read_at(when: float, histograms: list[ServiceLatencies], opened: int) -> Inspection:
+        traffic = (BackendTraffic(1, None, "all", 0, ConnectionStats(opened=opened)),)
+        return Inspection("pins", counted=ALL_COUNTERS, monotonic=when, services=tuple(
+            ServicePort(family, ServicePortKey("shop", "web", "", TCP, family), traffic=traffic,
+                        latencies=None if each == NONE else each)
+            for family, each in zip((4, 6), histograms, strict=False)
+        ))  # fmt: skip
+
+    (row,) = top.build_rows(read_at(10.0, before, 0), read_at(12.0, after, 4), By.SERVICES)
+    assert row.latency == (None if expected is None else LatencyRow(*expected))
+    (row,) = top.build_rows(read_at(10.0, before, 0), read_at(12.0, after, 4), By.BACKENDS)
+    assert row.latency is None
+
+
+@pytest.mark.parametrize(
+    ("milliseconds", "text"),
+    [(None, "-"), (0.244, "0.244ms"), (999.0, "999ms"), (1000.0, "1s"), (64_000.0, "64s"),
+     (float("inf"), ">64s")],
+)  # fmt: skip
+def test_times(milliseconds: float | None, text: str) -> None:
+    assert format_milliseconds(milliseconds) == text
+
+
+@pytest.mark.parametrize(
+    ("protocol", "before", "after", "rate"),
+    [
+        (Protocol.TCP, 0, 0, 0.0),
+        (Protocol.UDP, 0, 0, None),
+        (Protocol.UDP, 0, 4096, 2048.0),
+        (Protocol.UDP, 4096, 4096, 0.0),
+        (Protocol.SCTP, 0, 0, 0.0),
+    ],
+)
+def test_bytes_of_udp_are_known_only_once_a_packet_had_some(
+    protocol: Protocol, before: int, after: int, rate: float | None
+) -> None:
+    name = ServicePortKey("shop", "dns", "", protocol, 4)
+    inspections = [
+        Inspection("pins", counted=ALL_COUNTERS, monotonic=when, services=(
+            ServicePort(1, name, traffic=(BackendTraffic(1, None, "all", 0, stats),)),
+        ))
+        for when, stats in ((10.0, ConnectionStats(bytes_in=before)),
+                            (12.0, ConnectionStats(opened=1, bytes_in=after)))
+    ]  # fmt: skip
+    (row,) = top.build_rows(*inspections, By.SERVICES)
+    assert row.bytes_in == rate
+
+
+def test_clients_are_counted_from_events() -> None:
+    failed = replace(EVENT, reason=Reason.BACKEND_REFUSED)
+    counts = top.ClientCounts()
+    counts.add([EVENT, EVENT, failed])
+    counts.add([UNKNOWN, PACKET])
+    rows = counts.build_rows(2.0)
+    assert rows == (
+        TopRow("", "shop/cart-5d6f", "", 1.0, 0.0, 0.5, None, None, None),
+        TopRow("", "/system.slice/cron.service", "", 0.0, 0.5, 0.0, None, None, None),
+        TopRow("", "203.0.113.77", "", 0.5, 0.0, 0.0, None, None, None),
+    )
+    made = top.build_page(rows, TopSummary(By.CLIENTS, 2.0, 1200), frozenset())
+    assert made.notes == ("", "sampled: 1,200 more events were not seen")
+
+
+def test_a_flood_from_many_addresses_takes_bounded_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(top, "MAX_CLIENTS", 2)
+    counts = top.ClientCounts()
+    counts.add([EVENT, PACKET, UNKNOWN, UNKNOWN, EVENT])
+    rows = counts.build_rows(1.0)
+    assert [(row.name, row.new) for row in rows] == [("shop/cart-5d6f", 2.0), ("203.0.113.77", 1.0)]
+    assert counts.left_out == 2
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [((), ""), ((0.0, 0.0), "▁▁"), ((0.0, 1.0, 2.0), "▁▅█"), ((None, 3.0), " █")],
+)
+def test_sparkline(values: tuple[float | None, ...], text: str) -> None:
+    assert top.format_sparkline(values) == text
