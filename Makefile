@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 C_FILES := $(shell find kbpf/bpf -name include -prune -o -name "*.[ch]" -print)
 
 .DEFAULT_GOAL := help
-.PHONY: help check venv packages demo test test-kernels test-cnis test-image conformance lint format bench campaigns mutants clean
+.PHONY: help check venv packages demo screens test test-kernels test-cnis test-image conformance lint format bench campaigns mutants clean
 
 help: ## what there is to make
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -ts '	'
@@ -47,16 +47,21 @@ check: $(CHECK_STAMP) ## style, types and the tests that need no root: about a m
 	$(CHECK)/bin/ruff check .
 	$(CHECK)/bin/ruff format --check .
 	$(CHECK)/bin/mypy
+	$(CHECK)/bin/mypy kubectl/kubectl-kbpf
 	$(CHECK)/bin/clang-format --dry-run --Werror $(C_FILES)
 	$(CHECK)/bin/python -m pytest -q -n auto --dist loadfile -p no:cacheprovider tests/values $(PYTEST)
 
 demo: venv ## a Service, three backends and a client on this machine, no cluster
 	@if [ -t 1 ]; then $(BIN)/kbpf demo; else $(BIN)/kbpf demo --once; fi
 
+screens: venv ## the pictures and the output of commands in the documents, from a real run; only="trace failures"
+	$(BIN)/python -m tests.screens $(only)
+
 lint: venv ## style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy kubectl/kubectl-kbpf
 	$(BIN)/clang-format --dry-run --Werror $(C_FILES)
 
 format: $(CHECK_STAMP) ## rewrite everything in the house's format; needs no root
@@ -85,7 +90,7 @@ conformance: venv ## Kubernetes' own network tests: proxy=kube-proxy-nftables ve
 	@tools/packages tests image
 	$(BIN)/python -m tests.conformance $(if $(proxy),--proxy '$(proxy)') $(if $(version),--version $(version)) \
 		$(if $(nodes),--nodes $(nodes)) $(if $(focus),--focus '$(focus)')
-	$(if $(proxy)$(focus),,$(BIN)/python -m pytest tests/conformance/restarts.py)
+	$(if $(proxy)$(focus),,$(BIN)/python -m pytest tests/conformance/restarts.py tests/conformance/plugin.py)
 
 bench: venv ## speed and memory, JSON out
 	$(BIN)/python -m benchmarks

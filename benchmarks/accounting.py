@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cost of `--accounting` for a short TCP connection.
+"""The cost of `--accounting`, `--metrics-latencies` and a running `kbpf monitor` for a short TCP
+connection.
 
-Three identical nodes, one for each setting. Client and backend are pods of the same node, both in
+Identical nodes, one for each setting. Client and backend are pods of the same node, both in
 the hooked cgroup, so with `full` the kernel calls `sock_ops` at both ends. Each round measures, on
 every node:
   bare     directly to the backend; client and backend are outside the hooked cgroup
   direct   directly to the backend, hooked: the cost for connections that use no Service
   service  through the ClusterIP
-Compared are the ratios service / bare and direct / bare of a node with those of the node with
-`off`. Only the best tenth of the rounds counts, since other work on the machine can only slow a
+Compared are the ratios service / bare and direct / bare of a node with those of another level
+(LEVELS). Only the best tenth of the rounds counts, since other work on the machine can only slow a
 round down.
 """
 
 import json
 import subprocess
+import sys
 from typing import Any
 
 from benchmarks.connect import PORT, VIP, _probe, objects
@@ -21,7 +23,14 @@ from benchmarks.tools.common import build_c, first, goal, interleave, median, ro
 from tests.support.lab.lab import Agent, Lab, Node, cgroup2, inside, until
 
 SECONDS = 0.3
-NAMES = ("full", "connections", "off")
+LEVELS = {
+    "full": ("off", "--accounting", "full"),
+    "latencies": ("full", "--accounting", "full", "--metrics-latencies", "100"),
+    "monitor": ("connections", "--accounting", "connections"),
+    "connections": ("off", "--accounting", "connections"),
+    "off": ("", "--accounting", "off"),
+}
+"""The level that each is compared with, and the flags of its agent."""
 SERVICES = 1_000
 BARE_PORT = PORT + 1
 
@@ -29,10 +38,10 @@ BARE_PORT = PORT + 1
 def run() -> dict[str, Any]:
     """Returns connections per second by node and side, and the ratios of ratios."""
     program = build_c("load")
-    with Lab(len(NAMES), "acc", apart=True) as lab:
+    with Lab(len(LEVELS), "acc", apart=True) as lab:
         servers = []
         agents = {}
-        for node, counts in zip(lab.nodes, NAMES, strict=True):
+        for node, (name, (_, *flags)) in zip(lab.nodes, LEVELS.items(), strict=True):
             client, backend = node.pod("client"), node.pod("backend")
             sysctl(client.netns, ipv4__tcp_max_tw_buckets=0)
             for cgroup, port in ((backend.cgroup, PORT), (cgroup2(), BARE_PORT)):
@@ -43,10 +52,11 @@ def run() -> dict[str, Any]:
             folder = lab.folder / f"source-{node.name}"
             folder.mkdir()
             (folder / "objects.json").write_text(json.dumps(objects(SERVICES, backend.ip)))
-            agents[counts] = Agent(node, "--source", str(folder), "--accounting", counts).start()
+            agents[name] = Agent(node, "--source", str(folder), *flags).start()
             host, address = node.host, backend.ip
             until("it listens", lambda: "error" not in _probe(host, address), 5)  # noqa: B023
         try:
+            servers.append(watch(agents["monitor"]))
             return measure(lab.nodes, str(program))
         finally:
             for server in servers:
@@ -56,10 +66,18 @@ def run() -> dict[str, Any]:
                 agent.close()
 
 
+def watch(agent: Agent) -> "subprocess.Popen[bytes]":
+    """Starts a monitor on the agent's node, which shows a hundred of its connections a second."""
+    command = (sys.executable, "-m", "kbpf", "monitor", "--pin-dir", str(agent.pin_dir))
+    return subprocess.Popen(
+        inside(agent.node.netns, cgroup2(), *command), stdout=subprocess.DEVNULL
+    )
+
+
 def measure(nodes: list[Node], program: str) -> dict[str, Any]:
     """Measures all sides of all nodes, interleaved."""
     sides = {}
-    for node, name in zip(nodes, NAMES, strict=True):
+    for node, name in zip(nodes, LEVELS, strict=True):
         client, backend = node.pods
         for side, cgroup, address, port in (
             ("bare", cgroup2(), backend.ip, BARE_PORT),
@@ -75,12 +93,16 @@ def measure(nodes: list[Node], program: str) -> dict[str, Any]:
     results = interleave(rounds(31), sides)
     found: dict[str, Any] = {name: median(values) for name, values in results.items()}
     for side in ("direct", "service"):
-        shares = {name: best(results, f"{name}_{side}", f"{name}_bare") for name in NAMES}
+        shares = {name: best(results, f"{name}_{side}", f"{name}_bare") for name in LEVELS}
         found[f"{side}_by_bare"] = shares
-        for name in NAMES[:-1]:
-            share = goal(round(shares[name] / shares["off"], 4), at_least=0.99)
-            found[f"{side}_{name}_by_off"] = share
-            say(f"{side}, {name} / off: {share}")
+        for name, (other, *_) in LEVELS.items():
+            if not other:
+                continue
+            share: Any = round(shares[name] / shares[other], 4)
+            if name == "connections":  # the default; the others are asked for
+                share = goal(share, at_least=0.99)
+            found[f"{side}_{name}_by_{other}"] = share
+            say(f"{side}, {name} / {other}: {share}")
     return found
 
 
