@@ -73,6 +73,8 @@ int tc_ingress(struct __sk_buff *skb)
 		return go(skb, TAIL_ICMP_IN);
 	s->end = 0;
 	result.port_of = bridge_of_port(device, skb->ifindex);
+	if (device->flags & DEVICE_PEER)
+		result.pod_device = skb->ifindex;
 	if (translate_in(&p->tuple, p, p->tcp_flags | flags, &result))
 		return forward_known(skb, s, device, &result);
 	if (result.for_bridge)

@@ -231,6 +231,7 @@ enum fins {
 	FIN_BACKEND_FIRST = 1 << 2, /* so it keeps the ports in TIME_WAIT */
 	FIN_COUNTED = 1 << 3,       /* its end is in `counts` already; more resets may follow */
 	FIN_UNANSWERED = 1 << 4,    /* so is that its SYN had to be repeated */
+	FIN_DIRECT = 1 << 5, /* UDP: the client's last datagram went to the backend's own address */
 };
 
 /* How the packets of a flow leave this node; decided by its first packet. flow.h lists the entries

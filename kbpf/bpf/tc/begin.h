@@ -213,27 +213,45 @@ static __always_inline bool lacks_entry(const struct flow *flow)
 	return !entry_of(flow, &key);
 }
 
+/* Notes whether the client has sent its last datagram to the backend's own address. */
+static __always_inline void note_destination(const struct flow *flow, bool direct)
+{
+	struct flow_key keys[] = {original_key(flow), reply_key(flow)};
+
+	for (int i = 0; i < 2; i++) {
+		struct flow *entry = entry_of(flow, &keys[i]);
+
+		if (entry)
+			entry->fins = direct ? entry->fins | FIN_DIRECT : entry->fins & ~FIN_DIRECT;
+	}
+}
+
 /* Decides about a packet of a known flow, for tc_ingress and tc_host: whether the flow is live, or
- * has expired, or has to begin again because its backend or its reply entry is gone. */
+ * has expired, or has to begin again because its backend or its reply entry is gone. For UDP, also
+ * which of its client's datagrams the backend answers from now on: begins_direct(). */
 int tc_recheck(struct __sk_buff *skb)
 {
 	struct scratch *s = get_scratch();
 	u64 now = now_ns();
 	struct packet *p;
 	struct flow *flow;
-	bool came_in;
+	bool came_in, original;
 
 	if (!s)
 		return TC_ACT_UNSPEC;
 	p = &s->packet;
 	came_in = s->resume_tail == TAIL_CHOOSE;
 	flow = flow_between(&p->tuple);
-	if (flow && starts_flow(p) && is_original(&p->tuple, flow))
+	original = flow && is_original(&p->tuple, flow);
+	if (original && starts_flow(p))
 		account_repetition(flow, now);
 	if (flow && !is_over(flow, now) &&
-	    (!starts_flow(p) || !is_original(&p->tuple, flow) ||
-	     (backend_exists(flow->backend_id) && !lacks_entry(flow))))
+	    (!starts_flow(p) || !original ||
+	     (backend_exists(flow->backend_id) && !lacks_entry(flow)))) {
+		if (p->protocol == IPPROTO_UDP && (original || !is_reply(&p->tuple, flow)))
+			note_destination(flow, !original);
 		return came_in ? resume(skb, s, TAIL_INGRESS, 0) : resume(skb, s, TAIL_HOST, 0);
+	}
 	if (starts_flow(p))
 		return came_in ? go(skb, TAIL_CHOOSE) : go(skb, TAIL_HOST_CHOOSE);
 	return TC_ACT_UNSPEC;

@@ -74,7 +74,8 @@ enum restart {
 /* Whether a packet of a known flow has to choose a backend again: a SYN after both sides have
  * closed, or UDP whose backend is gone. Any other SYN may be a retransmission (the reply was lost)
  * or forged. It goes to the backend of the connection, if there is one, and the backend decides. A
- * UDP flow without a reply is rechecked after a pause of a second. */
+ * UDP flow is rechecked after a pause of a second without a reply, and when its client has sent to
+ * the backend's own address meanwhile. */
 static __always_inline enum restart check_restart(const struct flow *flow, u32 flags, u64 now)
 {
 	if (flags & (JUST_WRITTEN | FROM_ICMP_ERROR))
@@ -83,7 +84,8 @@ static __always_inline enum restart check_restart(const struct flow *flow, u32 f
 		if (!backend_exists(flow->backend_id))
 			return RESTART_YES;
 		/* true is RESTART_CHECK */
-		return flow->state == STATE_NEW && elapsed(flow->last_used, now) > SECOND;
+		return (flow->fins & FIN_DIRECT) ||
+		       (flow->state == STATE_NEW && elapsed(flow->last_used, now) > SECOND);
 	}
 	if ((flags & (TCP_SYN | TCP_ACK)) != TCP_SYN)
 		return RESTART_NO;
@@ -310,6 +312,7 @@ struct translation {
 	bool reply;       /* sent by the backend */
 	bool for_bridge;  /* the bridge's program handles it */
 	u32 port_of;      /* in: the bridge, if the packet is at a port of one; otherwise 0 */
+	u32 pod_device;   /* in: the device, if it is that of a single pod; otherwise 0 */
 };
 
 /* Translates a packet of the client. */
@@ -324,8 +327,8 @@ static __always_inline void translate_original(const struct flow *flow, struct t
 	}
 }
 
-/* Translates a packet of the backend. False: it is for the client already, and changes at
- * egress. */
+/* Translates a packet of the backend. False: it is for the client already, and changes at egress or
+ * (begins_direct()) not at all. */
 static __always_inline bool translate_reply(const struct tuple *t, const struct flow *flow,
 					    struct translation *s)
 {
@@ -333,7 +336,7 @@ static __always_inline bool translate_reply(const struct tuple *t, const struct 
 	    t->to.port == flow->snat_port) {
 		s->to_stack.to = flow->client;
 		s->to_stack.to.port = flow->client_port;
-	} else if (flow->path == PATH_STACK && !flow->host_device) {
+	} else if ((flow->fins & FIN_DIRECT) || (flow->path == PATH_STACK && !flow->host_device)) {
 		return false;
 	}
 	s->to_device.from = flow->frontend;
@@ -342,6 +345,20 @@ static __always_inline bool translate_reply(const struct tuple *t, const struct 
 		s->to_stack = s->to_device;
 	s->host_device = flow->host_device;
 	return true;
+}
+
+/* Whether a datagram, which is neither an original one nor a reply, is the first that a pod sends
+ * to the backend's own address since its last one to the Service. Replies to both look alike, and
+ * are taken for replies to the last datagram: the kernel may have given the port of a closed socket
+ * to the next one (tc_recheck). Only on the pod's own device, which the reply entry holds (see
+ * leaves_elsewhere()): others could forge it, and it is no translated datagram of the flow. Not
+ * with SNAT, where such a datagram would need another entry than the flow's. */
+static __always_inline bool begins_direct(const struct flow *flow, u32 flags,
+					  const struct translation *s)
+{
+	return flow->direction == DIRECTION_REPLY && flow->client.protocol == IPPROTO_UDP &&
+	       !has_snat(flow) && s->pod_device && flow->out.ifindex == s->pod_device &&
+	       !(flow->fins & FIN_DIRECT) && !(flags & JUST_WRITTEN);
 }
 
 /* Whether packets of this flow that come in by this device leave it other than by the stack. */
@@ -359,14 +376,18 @@ static __always_inline bool translate_in(struct tuple *t, const struct packet *p
 {
 	struct flow *flow = flow_between(t);
 	u64 now = now_ns();
-	bool reply;
+	bool reply, idle;
 
 	if (!flow)
 		return false;
 	reply = !is_original(t, flow);
-	if (reply && !is_reply(t, flow))
+	idle = expired(flow, now);
+	if (reply && !is_reply(t, flow)) {
+		if (!idle && begins_direct(flow, flags, s))
+			s->restart = RESTART_CHECK;
 		return false;
-	if (expired(flow, now) && !(flags & JUST_WRITTEN)) {
+	}
+	if (idle && !(flags & JUST_WRITTEN)) {
 		if (!(flags & FROM_ICMP_ERROR))
 			s->restart = RESTART_CHECK;
 		if (!(flags & FROM_ICMP_ERROR) || is_over(flow, now))
@@ -375,7 +396,7 @@ static __always_inline bool translate_in(struct tuple *t, const struct packet *p
 	/* The entry may still be expired here, if another one of the flow is not: for an ICMP
 	 * error, or a packet whose flow tc_recheck has found to be live. */
 	s->to_stack = *t;
-	s->masqueraded = has_snat(flow) && !(reply && expired(flow, now));
+	s->masqueraded = has_snat(flow) && !(reply && idle);
 	if (!reply) {
 		s->restart = check_restart(flow, flags, now);
 		if (s->restart) {
@@ -455,7 +476,7 @@ static __always_inline enum egress_result translate_out(struct tuple *t, const s
 	if (!reply && !is_translated_original(t, flow))
 		return flow->host_device && is_original(t, flow) ? EGRESS_HOST_FLOW
 								 : EGRESS_UNKNOWN;
-	if (is_over(flow, now))
+	if (is_over(flow, now) || (flow->fins & FIN_DIRECT)) /* begins_direct() */
 		return EGRESS_UNKNOWN;
 	if (!reply && is_direct_connection(flow, p, flags)) {
 		struct flow_key key = flow_key_of(&t->from, &t->to);

@@ -37,9 +37,8 @@ WITH_CONNTRACK = (
 )  # fmt: skip
 """The same, and the one with which conntrack translates."""
 UNHOOKED_UDP_PORTS = (20_000, 29_999)
-"""Never those that the kernel gives to the pod's hooked clients (from 32,768 on): for 30 s after a
-datagram to a Service, a connection from the same port to its backend would get no reply
-(docs/limits.md).
+"""Used in turns: for 30 s, a datagram from a port that was used before belongs to the same flow,
+whatever has changed since. None of those that the kernel gives to hooked clients (from 32,768 on).
 """
 WAIT = 0.4
 """Seconds to wait where no answer is expected."""

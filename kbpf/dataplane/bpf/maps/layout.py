@@ -124,6 +124,7 @@ class FinFlag(IntFlag):
     BACKEND_FIRST = 1 << 2
     COUNTED = 1 << 3
     UNANSWERED = 1 << 4
+    DIRECT = 1 << 5
 
 
 class FlowPath(IntEnum):

@@ -41,11 +41,13 @@ from tests.programs.packets.path.single_packets import (
     OTHER,
     OTHER_OWN,
     OWN,
+    POD,
     PORTS,
     ROUTER,
     SENT,
     SPARE_PORTS,
     Path_,
+    age,
     both,
     client,
     end,
@@ -340,6 +342,69 @@ def test_client_is_masqueraded_as_with_kube_proxy(path: Path_, v: int, row: Masq
     path.go("tc_egress", inside, udp(front, own, b"!"))
 
 
+class Direct(NamedTuple):
+    """A client sends datagrams from one port, to a Service and to its backend's own address."""
+
+    name: str
+    sends: str
+    answered_by: str
+    device: DeviceFlag = DeviceFlag.LOCAL | DeviceFlag.PEER
+    flags: NodeFlag = NodeFlag(0)
+
+
+SHARED = DeviceFlag.LOCAL
+DIRECT = [
+    Direct("to the Service", "service", "service"),
+    Direct("then directly", "service direct", "backend"),
+    Direct("and again", "service direct direct", "backend"),
+    Direct("and to the Service again", "service direct service", "service"),
+    Direct("directly first", "direct service", "service"),
+    Direct("its answer, then directly", "service answer direct", "backend"),
+    Direct("directly, then its late answer", "service direct answer service answer", "service"),
+    Direct("after a long pause", "service pause direct", "backend"),
+    Direct("an error of the pod about an answer", "service error", "service"),
+    Direct("by a device that pods share", "service direct", "service", SHARED),
+    Direct("from outside", "service direct", "service", DeviceFlag(0)),
+    Direct("masqueraded", "service direct", "service", flags=NodeFlag.MASQUERADE_ALL),
+]
+
+
+@both
+@pytest.mark.parametrize("row", DIRECT, ids=lambda row: row.name)
+def test_datagrams_to_a_service_and_to_its_backend_from_one_port(
+    path: Path_, v: int, row: Direct
+) -> None:
+    """The answer, and an error about the datagram, come from where the pod has sent its last one.
+    A datagram that others could forge changes nothing.
+    """
+    path.set_loopback_role(Role.POD if row.device else Role.HOST, row.device)
+    path.node(row.flags)
+    own, back, front = client(v), pod(v), vip(v, IP)
+    direct, answer, answered_by = udp(own, back, b"?"), udp(back, own, b"!"), front
+    for word in row.sends.split():
+        if word == "service":
+            path.go("tc_ingress", udp(own, front, b"?"), direct)
+            answered_by = front
+        elif word == "direct":
+            path.go("tc_ingress", direct, direct)
+            if row.answered_by == "backend":
+                path.go("tc_egress", direct, direct)
+            answered_by = back if row.device & DeviceFlag.PEER and not row.flags else front
+        elif word == "answer":
+            path.go("tc_egress", path.go("tc_ingress", answer, answer), udp(answered_by, own, b"!"))
+        elif word == "pause":
+            age(path, own, 40)
+        else:
+            told = icmp_error("port unreachable", CLIENT[v], udp(front, own, b"!"))
+            path.run("tc_ingress", told)
+    source = {"service": front, "backend": back}[row.answered_by]
+    path.go("tc_egress", path.go("tc_ingress", answer, answer), udp(source, own, b"!"))
+    told = icmp_error("port unreachable", POD[v], direct)
+    error = parse(path.run("tc_egress", path.go("tc_ingress", told, told))[1], l2=False)
+    assert error.embedded is not None
+    assert error.embedded.destination == source
+
+
 # ---- marks ---------------------------------------------------------------------------------------
 
 OTHERS = 0x1001_8001
@@ -435,7 +500,7 @@ def test_packets_of_an_expired_flow_are_not_marked(path: Path_, v: int) -> None:
 
 # ---- sizes of the programs -----------------------------------------------------------------------
 
-INSTRUCTIONS, WALKED = 5000, 250_000
+INSTRUCTIONS, WALKED = 5250, 250_000
 """Limits for the length of a program, and for the instructions that the verifier walks through.
 Linux allows 1,000,000 since 5.2; other kernels' verifiers walk through more, and other compilers
 produce longer programs.

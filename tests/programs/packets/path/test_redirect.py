@@ -39,6 +39,7 @@ from tests.programs.packets.path.single_packets import (
     MTU,
     NODE,
     POD,
+    PORTS,
     SENT,
     SPARE_PORTS,
     Path_,
@@ -60,7 +61,12 @@ from tests.support.lab.lab import PATIENCE, ip
 from tests.support.lab.lab import run as command
 from tests.support.packets.packets import frame, sctp, udp
 from tests.support.packets.parse import parse
-from tests.support.packets.test_run import TC_ACT_REDIRECT, TC_ACT_SHOT, TC_ACT_UNSPEC
+from tests.support.packets.test_run import (
+    TC_ACT_REDIRECT,
+    TC_ACT_SHOT,
+    TC_ACT_UNSPEC,
+    SkbContext,
+)
 
 # ---- redirected past the stack -------------------------------------------------------------------
 
@@ -80,6 +86,30 @@ def test_packet_to_another_node_is_redirected(uplink: Path_, v: int, kind: str) 
     assert uplink.run("tc_egress", sent) == (TC_ACT_UNSPEC, sent)
     came = answer(front, own)
     assert uplink.run("tc_egress", came) == (TC_ACT_UNSPEC, came)
+
+
+@both
+@pytest.mark.parametrize("flow", ["of the node", "in the stack", "direct"])
+def test_pod_cannot_stop_answers_to_others(uplink: Path_, v: int, flow: str) -> None:
+    """It forges a datagram from them to the backend's own address."""
+    own = end(NODE[v], next(PORTS)) if flow == "of the node" else client(v)
+    front, back, pods_own = vip(v, IP), pod(v), DeviceFlag.LOCAL | DeviceFlag.PEER
+    question, asked = udp(own, front, b"?"), udp(own, back, b"?")
+    if flow == "of the node":
+        expect_redirect(uplink, question, asked, "tc_egress")
+    else:
+        uplink.set_loopback_role(Role.POD, pods_own)
+        uplink.node(NodeFlag.DIRECT if flow == "direct" else NodeFlag(0))
+        _, got = uplink.run("tc_ingress", question)
+        assert parse(got, l2=False).destination == back
+    uplink.set_device(uplink.out, Role.POD, pods_own)
+    forged = uplink.run("tc_ingress", asked, context=SkbContext(ifindex=uplink.out))
+    uplink.set_device(uplink.out, Role.HOST, DeviceFlag(0))
+    assert forged == (TC_ACT_UNSPEC, asked)
+    _, got = uplink.run("tc_ingress", udp(back, own, b"!"))
+    if flow == "in the stack":
+        _, got = uplink.run("tc_egress", got)
+    assert parse(got, l2=False).source == front
 
 
 VLAN_VALID = 1 << 4
