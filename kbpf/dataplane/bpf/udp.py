@@ -19,7 +19,15 @@ from typing import Final, cast
 
 from kbpf.dataplane.bpf import udp_conntrack
 from kbpf.dataplane.bpf.maps.agent_maps import AgentMaps
-from kbpf.dataplane.bpf.maps.flow_entries import DECISION, is_original
+from kbpf.dataplane.bpf.maps.flow_entries import (
+    CLIENT,
+    DECISION,
+    FRONTEND,
+    NS_PER_SECOND,
+    flow_key,
+    is_original,
+    last_used,
+)
 from kbpf.dataplane.bpf.maps.layout import (
     CUT_KEY,
     FLOW,
@@ -48,6 +56,9 @@ CUT_LIFETIME_NS: Final = 2 * 120 * 1_000_000_000
 """Lifetime of an entry in `udp_cuts`. A flow expires after FLOW_IDLE_NS (sock.c) without a
 datagram, so no flow older than the cut is left after that time; twice that, as a margin.
 """
+
+ANSWER_NS: Final = 5 * NS_PER_SECOND
+"""How long a client may wait for the answer to a datagram: the timeout of resolv.conf."""
 
 _SOCKET_ID_BYTES: Final = 8
 """Size of the socket id in front of the flows in a struct udp_flows."""
@@ -219,12 +230,14 @@ def _target_family(raw: bytes) -> int:
 
 
 def _delete_packet_flows(flows: Map, is_gone: IsGone) -> CutSteps:
-    """Deletes all entries of stale flows of the packet path; the next datagram chooses again. The
+    """Deletes stale flows of the packet path; the next datagram chooses again. The entries for
+    replies stay while the client may wait for an answer; flow_gc.py deletes them later. The
     original-direction entries go last, since without them the others would never be evicted. A flow
     that has started again since it was read is kept. A datagram that comes earlier chooses again,
     too, if its backend has no id any more (check_restart() in known.h).
     """
     cut_counts: Counter[int] = Counter()
+    asked_since = time.monotonic_ns() - ANSWER_NS
     originals: list[tuple[bytes, bytes]] = []
     for number, (key, raw) in enumerate(flows.items(), 1):
         # the protocol of the first struct target in a struct flow_key
@@ -233,7 +246,7 @@ def _delete_packet_flows(flows: Map, is_gone: IsGone) -> CutSteps:
             if is_gone(service, frontend, backend):
                 if is_original(raw):
                     originals.append((key, raw))
-                else:
+                elif not _has_asked(flows, raw, asked_since):
                     _delete_if_unchanged(flows, key, raw)
         if number % STEP_ENTRIES == 0:
             yield
@@ -243,6 +256,14 @@ def _delete_packet_flows(flows: Map, is_gone: IsGone) -> CutSteps:
         if number % STEP_ENTRIES == 0:
             yield
     return cut_counts
+
+
+def _has_asked(flows: Map, raw: bytes, since: int) -> bool:
+    """Whether the client of this flow has sent a datagram since then (ns, CLOCK_MONOTONIC)."""
+    original = flows.lookup(flow_key(raw[CLIENT], raw[FRONTEND]))
+    return (
+        original is not None and original[DECISION] == raw[DECISION] and last_used(original) > since
+    )
 
 
 def _delete_if_unchanged(flows: Map, key: bytes, raw: bytes) -> bool:

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """States of connections, by TCP's flags and ends, SCTP's and UDP's."""
 
+import contextlib
+
 import pytest
 
-from kbpf.dataplane.bpf.maps.flow_entries import STATE
+from kbpf.dataplane.bpf import udp as udp_cut
+from kbpf.dataplane.bpf.maps.flow_entries import STATE, is_original
 from kbpf.dataplane.bpf.maps.layout import (
     FLOW,
     FinFlag,
@@ -267,6 +270,34 @@ def test_datagram_of_a_deleted_backend_begins_a_new_flow(path: Path_, v: int, li
     path.go("tc_ingress", question, udp(own, back, b"?"))
     assert path.site.reasons()[Reason.NEW_FLOW] == before + (not lives)
     assert backends_of(path, own) == {backend}
+
+
+@both
+@pytest.mark.parametrize("which", [CLUSTER, LOCAL], ids=["Cluster", "Local"])
+@pytest.mark.parametrize(("seconds", "answered"), [(0, True), (10, False)])
+def test_answer_under_way_outlives_the_frontend(
+    path: Path_, v: int, which: int, seconds: int, answered: bool
+) -> None:
+    """The agent cuts a flow after the client's datagram. The answer still reaches the client, who
+    does not wait for it after some seconds; the next datagram begins a new flow.
+    """
+    own, front, back = client(v), vip(v, which), pod(v)
+    _, asked = path.run("tc_ingress", udp(own, front, b"?"))
+    source = parse(path.run("tc_egress", asked)[1], l2=False).source
+    age(path, own, seconds)
+    with contextlib.ExitStack() as held:
+        maps = {name: held.enter_context(path.site.pinned(name))
+                for name in ("flows", "udp_flows", "sock_peers", "former_peers")}  # fmt: skip
+        gone = {FLOW.unpack(raw)[2] for raw in entries_of(path, own)}
+        udp_cut.cut(maps, lambda _, frontend, __: frontend in gone, count_flows=False)
+    assert not any(is_original(raw) for raw in entries_of(path, own))
+    assert bool(entries_of(path, own)) == answered
+    _, got = path.run("tc_ingress", udp(back, source, b"!"))
+    _, got = path.run("tc_egress", got)
+    assert parse(got, l2=False).source == (front if answered else back)
+    before = path.site.reasons()[Reason.NEW_FLOW]
+    path.run("tc_ingress", udp(own, front, b"?"))
+    assert path.site.reasons()[Reason.NEW_FLOW] == before + 1
 
 
 @both
