@@ -20,13 +20,11 @@ from typing import Final, cast
 from kbpf.dataplane.bpf import udp_conntrack
 from kbpf.dataplane.bpf.maps.agent_maps import AgentMaps
 from kbpf.dataplane.bpf.maps.flow_entries import (
-    CLIENT,
     DECISION,
-    FRONTEND,
     NS_PER_SECOND,
-    flow_key,
     is_original,
     last_used,
+    original_key,
 )
 from kbpf.dataplane.bpf.maps.layout import (
     CUT_KEY,
@@ -260,7 +258,7 @@ def _delete_packet_flows(flows: Map, is_gone: IsGone) -> CutSteps:
 
 def _has_asked(flows: Map, raw: bytes, since: int) -> bool:
     """Whether the client of this flow has sent a datagram since then (ns, CLOCK_MONOTONIC)."""
-    original = flows.lookup(flow_key(raw[CLIENT], raw[FRONTEND]))
+    original = flows.lookup(original_key(raw))
     return (
         original is not None and original[DECISION] == raw[DECISION] and last_used(original) > since
     )

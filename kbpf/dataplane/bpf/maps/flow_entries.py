@@ -70,6 +70,11 @@ def flow_key(source: bytes, destination: bytes) -> bytes:
     return first + second
 
 
+def original_key(raw: bytes) -> bytes:
+    """The key of the original-direction entry of this entry's flow: original_key() in flow.h."""
+    return flow_key(raw[CLIENT], raw[FRONTEND])
+
+
 def is_original(raw: bytes) -> bool:
     """Whether this is the original-direction entry."""
     return raw[DIRECTION] == FlowDirection.ORIGINAL

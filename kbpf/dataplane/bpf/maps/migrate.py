@@ -20,13 +20,11 @@ from typing import Final
 
 from kbpf.dataplane.bpf.maps import flow_marks
 from kbpf.dataplane.bpf.maps.flow_entries import (
-    CLIENT,
     ENDPOINTS,
-    FRONTEND,
-    flow_key,
     is_original,
     last_used,
     most_recent,
+    original_key,
     queue_order,
 )
 from kbpf.dataplane.bpf.maps.layout import MAPS, U32, U64
@@ -208,7 +206,7 @@ class MapMigration:
 
     def _has_original(self, raw: bytes) -> bool:
         """Whether the original-direction entry of this flow exists."""
-        original = self._maps["flows"].lookup(flow_key(raw[CLIENT], raw[FRONTEND]))
+        original = self._maps["flows"].lookup(original_key(raw))
         return original is not None and is_original(original)
 
 

@@ -28,7 +28,6 @@ from kbpf.dataplane.bpf.maps.flow_entries import (
     CLIENT,
     CLIENT_ADDRESS,
     CLIENT_PORT,
-    FRONTEND,
     IDENTITY,
     IDLE_TIMEOUT_NS,
     NS_PER_SECOND,
@@ -39,6 +38,7 @@ from kbpf.dataplane.bpf.maps.flow_entries import (
     expires_at,
     flow_key,
     is_original,
+    original_key,
     unpack_columns,
 )
 from kbpf.dataplane.bpf.maps.layout import FlowDirection
@@ -147,7 +147,7 @@ def _is_in_use(flows: Map, original: bytes, now: int) -> bool:
 
 def _has_original(flows: Map, raw: bytes) -> bool:
     """Whether the original-direction entry exists and belongs to the same flow."""
-    original = flows.lookup(flow_key(raw[CLIENT], raw[FRONTEND]))
+    original = flows.lookup(original_key(raw))
     return original is not None and original[IDENTITY] == raw[IDENTITY]
 
 
