@@ -75,8 +75,8 @@ class Load(msgspec.Struct, frozen=True):
     - `backends`: answers by backend.
     - `errors`: failures by error name.
     - `without_agent`: of `requests`, those while no agent ran.
-    - `connect_p50`: half of the connect() calls took at most so many seconds; null without any.
-    - `connect_p99`: the same for 99 %.
+    - `connect_p50`: the median time of connect() in seconds; null if there was none.
+    - `connect_p99`: the 99th percentile.
     """
 
     phase: str

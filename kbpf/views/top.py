@@ -33,7 +33,7 @@ from kbpf.views.page import Kind, Page
 
 
 class By(StrEnum):
-    """What a row stands for."""
+    """What each row of the table is about."""
 
     SERVICES = "services"
     BACKENDS = "backends"
@@ -83,7 +83,7 @@ class TopRow(msgspec.Struct, frozen=True):
 
 
 class TopSummary(msgspec.Struct, frozen=True):
-    """`by`: what a row stands for. `seconds`: the time between the two reads. `left_out`: how many
+    """`by`: what each row is about. `seconds`: the time between the two reads. `left_out`: how many
     connections of clients were not seen, since they were too many; None for other rows, which are
     not sampled.
     """

@@ -35,7 +35,7 @@ XT_MATCHES: Final = frozenset(
 ADDRESS_FIELDS: Final = frozenset(("saddr", "daddr"))
 PORT_FIELDS: Final = frozenset(("dport",))
 AGENT_MAX_RULES: Final = 2_000
-"""The agent reads no more rules than this: libnftables needs up to 0.3 ms for each."""
+"""The agent reads at most this many rules: libnftables needs up to 0.3 ms for each."""
 DISPATCH_KEYS: Final = frozenset(("ifname", "iface_index", "iface_type", "mark"))
 NEUTRAL_STATEMENTS: Final = frozenset(
     ("counter", "log", "notrack", "mangle", "accept", "continue", "return", "jump", "goto", "drop",

@@ -42,7 +42,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FolderNode]:
 
 
 def browse(node: FolderNode, folder: Path, *options: str) -> str:
-    """What Chromium prints; it has a profile of its own."""
+    """What Chromium prints. It runs with a new profile."""
     command = (
         *("nsenter", f"--net=/run/netns/{node.agent.node.netns}", "timeout", f"{PATIENCE:.0f}"),
         *(*BROWSER, f"--user-data-dir={folder}", *options, URL),

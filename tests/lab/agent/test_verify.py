@@ -53,7 +53,7 @@ def down(node: FolderNode) -> Iterator[FolderNode]:
 
 
 def flags(node: FolderNode) -> list[str]:
-    """Those of the agent, which has a default of its own for none of them."""
+    """The agent's own; it runs with the default of none of them."""
     agent = node.agent
     return [
         *("--hostname-override", agent.node.name, "--pin-dir", str(agent.pin_dir)),

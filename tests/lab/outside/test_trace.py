@@ -43,7 +43,7 @@ def field() -> Iterator[Field]:
 
 
 class Row(NamedTuple):
-    """A client and what it dials. `by`: who sees it. `outcome`: the verdict."""
+    """A client and what it dials. `by`: which part of kbpf handles it. `outcome`: the verdict."""
 
     client: str
     to: str

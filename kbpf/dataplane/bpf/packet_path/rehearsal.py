@@ -2,7 +2,7 @@
 """Runs a packet through a copy of the packet programs, without any effect on the node.
 
 The copy has the same bytecode as the pinned programs, and reads the same Services, backends and
-devices. Everything that the programs write is a map of its own, which is gone afterwards: no
+devices. Everything that the programs write goes into new maps, which are gone afterwards: no
 connection, affinity or counter is left behind. BPF_PROG_TEST_RUN sends nothing.
 
 With `--forwarding netfilter` the copy translates by itself: conntrack has no copy.
