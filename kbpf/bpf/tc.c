@@ -7,14 +7,16 @@
  * tail calls (go() in tails.h). What one hands to the next is in the scratch buffer.
  *
  *  tc_ingress ─ parse ─ find flow ─┬─ known ─ update ─ rewrite ─► stack, next device, pod
- *      ▲                           ├─ ICMP error ─► tc_icmp_in (finds the flow of the inner packet)
+ *      ▲▲                          ├─ known, and more than an ordinary packet ─► tc_judge ─┐
+ *      │└──────────────────────────┼─────────────────────────────────────────────────────┘
+ *      │                           ├─ ICMP error ─► tc_icmp_in (finds the flow of the inner packet)
  *      │                           ├─ known, but may have expired ─► tc_recheck
  *      │                           └─ may be new ─► tc_choose ─ tc_route ─ tc_enqueue ─ tc_evict ─┐
  *      │                                              ├─ no backend ─► tc_refuse                  │
  *      │                                              └─ coexisting ─► tc_coexist                 │
  *      └─────────── known now ────────────────────────────────── tc_claim, tc_scan_ports ─────────┘
  *
- *  tc_egress  ─ parse ─ find flow ─┬─ known ─ rewrite source ─┬─► out
+ *  tc_egress  ─ parse ─ find flow ─┬─ known ─ (tc_judge) ─ rewrite source ─┬─► out
  *                                  │                          └─ by the wrong device ─► tc_reroute
  *                                  ├─ ICMP error ─► tc_icmp_out
  *                                  └─ sent by this node, to a Service ─► tc_host ─ tc_host_choose ─
@@ -25,6 +27,7 @@
  *  tc_enqueue, tc_evict                                          tc/evict.h
  *  tc_claim, tc_scan_ports                                       tc/ports.h
  *  tc_host, tc_host_choose                                       tc/host.h
+ *  tc_judge                                                      tc/judge.h
  *  tc_icmp_in, tc_icmp_out                                       tc/error.h
  *  tc_refuse                                                     tc/refuse.h
  *  tc_sctp                                                       tc/sctp.h
@@ -41,6 +44,7 @@
 #include "tc/error.h"
 #include "tc/evict.h"
 #include "tc/host.h"
+#include "tc/judge.h"
 #include "tc/known.h"
 #include "tc/ports.h"
 #include "tc/receive.h"
@@ -71,12 +75,16 @@ int tc_ingress(struct __sk_buff *skb)
 		return TC_ACT_UNSPEC;
 	if (!p->tuple.from.protocol) /* an ICMP error: parse_for() */
 		return go(skb, TAIL_ICMP_IN);
-	s->end = 0;
+	if (!flags)
+		s->end = 0;
+	result.arrival = skb->ifindex;
 	result.port_of = bridge_of_port(device, skb->ifindex);
 	if (device->flags & DEVICE_PEER)
 		result.pod_device = skb->ifindex;
 	if (translate_in(&p->tuple, p, p->tcp_flags | flags, &result))
 		return forward_known(skb, s, device, &result);
+	if (result.unjudged)
+		return ask_judge(skb, s, TAIL_INGRESS);
 	if (result.for_bridge)
 		return leave_to_bridge(skb);
 	if (result.masqueraded)
@@ -97,18 +105,23 @@ int tc_egress(struct __sk_buff *skb)
 	struct scratch *s;
 	struct packet *p;
 	struct tuple to;
+	u32 flags;
 
-	if (!device)
-		return TC_ACT_UNSPEC;
 	s = get_scratch();
-	if (!s || !parse_for(skb, device, &s->packet, false))
+	if (!s)
 		return TC_ACT_UNSPEC;
 	p = &s->packet;
+	flags = take_resumed(s); /* as in tc_ingress */
+	if (!device || (!flags && !parse_for(skb, device, p, false)))
+		return TC_ACT_UNSPEC;
 	if (!p->tuple.from.protocol) /* an ICMP error: parse_for() */
 		return go(skb, TAIL_ICMP_OUT);
-	s->end = 0;
-	result = translate_out(&p->tuple, p, p->tcp_flags, skb->len - p->l3, skb->ifindex, &to,
-			       &masqueraded);
+	if (!flags)
+		s->end = 0;
+	result = translate_out(&p->tuple, p, p->tcp_flags | flags, skb->len - p->l3, skb->ifindex,
+			       skb->ingress_ifindex, &to, &masqueraded);
+	if (result == EGRESS_UNJUDGED)
+		return ask_judge(skb, s, TAIL_EGRESS);
 	if (is_rewrite(result) && rewrite(skb, p, &to, p->ttl))
 		return finish(TC_ACT_SHOT, NOT_REWRITTEN);
 	if (masqueraded)

@@ -232,6 +232,8 @@ enum fins {
 	FIN_COUNTED = 1 << 3,       /* its end is in `counts` already; more resets may follow */
 	FIN_UNANSWERED = 1 << 4,    /* so is that its SYN had to be repeated */
 	FIN_DIRECT = 1 << 5, /* UDP: the client's last datagram went to the backend's own address */
+	FIN_RESERVED = 1 << 6, /* the backend may still have a connection from this port, so no
+				  other flow gets it before the entry expires: release_replies() */
 };
 
 /* How the packets of a flow leave this node; decided by its first packet. flow.h lists the entries
@@ -265,16 +267,37 @@ struct next_hop {
 	u32 uncounted;  /* bytes that have not been added to `counts` yet (account_flows.h) */
 };
 
-/* The last sequence and acknowledgement numbers of one side of a TCP connection, in host byte
- * order. All 0: that side has not sent a segment yet. */
-struct tcp_numbers {
-	u32 next; /* the sequence number after its last segment */
-	u32 ack;  /* the sequence number that it expects from the other side */
+/* What one side of a TCP connection has sent, in host byte order; in parentheses the name in
+ * nf_conntrack (struct ip_ct_tcp_state). The last two are copies of `edge` and `window` of the
+ * other side, which may lag: judge.h refreshes them. */
+struct tcp_side {
+	u32 next; /* the sequence number after its last segment (td_end) */
+	u32 ack;  /* the sequence number that it expects from the other side (td_maxack) */
+	u32 edge; /* where its offered window ends, so the other side may send up to here. A client
+		     that has only sent a SYN: the number after the SYN. */
+	u32 window; /* the largest window that it has offered; 0: it has not sent yet (td_maxwin) */
+	u32 limit;  /* it may send up to here (td_maxend) */
+	u32 room;   /* the largest window of the other side */
+	u8 scale;   /* shift of its windows (td_scale) */
+	u8 pad[7];
+};
+
+/* The verification tag that packets of one side of an SCTP association need, as in the packet.
+ * `next` replaces it if the backend agrees to restart the association. */
+struct sctp_tags {
+	__be32 tag;
+	__be32 next;
+};
+
+union side {
+	struct tcp_side tcp;
+	struct sctp_tags sctp;
+	u64 started; /* UDP: ns, CLOCK_MONOTONIC; the same in every entry */
 };
 
 /* flows: a tracked connection. All entries of a flow (flow.h) hold the same values, except for
- * `last_used`, `direction`, `seen` and `out`. `state` and `fins` of the original entry count; those
- * of the others are copies, which may lag. */
+ * `last_used`, `direction`, `seen`, `arrival`, `syn` and `out`. `state` and `fins` of the original
+ * entry count; those of the others are copies, which may lag. */
 struct flow {
 	u64 last_used; /* ns, CLOCK_MONOTONIC */
 	struct target client;
@@ -290,10 +313,10 @@ struct flow {
 	u8 path;         /* enum flow_path */
 	u8 direction;    /* enum flow_direction */
 	u32 host_device; /* if the client is this node: the device that it sends by; otherwise 0 */
-	union {
-		struct tcp_numbers tcp; /* of the packets that this entry matches */
-		u64 started;            /* UDP: ns, CLOCK_MONOTONIC; the same in every entry */
-	} seen;
+	union side seen; /* of the packets that this entry matches */
+	u32 arrival; /* the device that they arrive on; 0: not known yet, or sent by this node */
+	u32 syn;     /* original entry: the number after the client's last SYN, see
+			is_direct_connection() */
 	struct next_hop out; /* of the packets that this entry matches */
 };
 
@@ -308,6 +331,7 @@ enum device_flags {
 	DEVICE_TUNNEL = 1 << 2, /* encapsulates IP in IP (ipip, sit, gre, ip6tnl): needs_stack() */
 	DEVICE_NBMA = 1 << 3,   /* a tunnel that takes its remote address from the route */
 	DEVICE_IPIP = 1 << 4,   /* and of IPv4 in IPv4: redirect_to_remote() */
+	DEVICE_PODS = 1 << 5,   /* the routes to all local pods lead here (cilium_host) */
 };
 
 /* devices: what the packet path needs to know about a device. */

@@ -387,14 +387,20 @@ def test_values_of_former_layouts_are_converted(spec: layout.MapSpec, former: la
     assert len(former.convert(bytes(former.value_size))) == spec.value_size
 
 
-def test_a_flow_of_version_1_keeps_its_fields():
-    """Version 1 of the struct has no sequence numbers."""
+@pytest.mark.parametrize("protocol", [Protocol.TCP, Protocol.UDP])
+def test_a_flow_without_windows_keeps_its_fields(protocol: Protocol):
+    """A TCP connection gets windows that all its segments fit, whatever their scale is."""
     (former,) = layout.MAPS["flows"].former_layouts
-    before = struct.Struct("=Q20s20s20s16s2s2sIIBBBBI48s")
-    fields = [1, b"c" * 20, b"f" * 20, b"b" * 20, b"s" * 16, b"cp", b"sp", 2, 3, 4, 5, 6, 7, 8]
-    converted = layout.FLOW.unpack(former.convert(before.pack(*fields, b"w" * 48)))
+    before = struct.Struct("=Q20s20s20s16s2s2sIIBBBBI8s48s")
+    client = bytes(18) + bytes([protocol, 0])
+    fields = [1, client, b"f" * 20, b"b" * 20, b"s" * 16, b"cp", b"sp", 2, 3, 4, 5, 6, 7, 8]
+    numbers = struct.pack("=II", 100, 2**32 - 5)
+    converted = layout.FLOW.unpack(former.convert(before.pack(*fields, numbers, b"w" * 48)))
     assert former.value_size == before.size
-    assert list(converted) == [*fields, 0, b"w" * 48]
+    assert [*converted[:14], converted[15]] == [*fields, b"w" * 48]
+    tcp = layout.TCP_SIDE.pack(100, 2**32 - 5, 2**30 - 5, 2**30, 100 + 2**30, 2**30, 14)
+    side = tcp if protocol is Protocol.TCP else numbers
+    assert converted[14] == side.ljust(40, b"\0")
 
 
 def test_socket_storage_values_fit_slab_sizes():

@@ -38,8 +38,9 @@
 #define SCTP_CID_ABORT 6
 #define SCTP_CID_ERROR 9
 #define SCTP_CID_SHUTDOWN_COMPLETE 14
-#define FROM_ICMP_ERROR                                                                            \
-	0x100 /* not a TCP flag: the flow was looked up for an ICMP error, not for a segment */
+/* Not TCP flags. In both cases the flow is not updated. */
+#define FROM_ICMP_ERROR 0x100 /* the flow was looked up for an ICMP error, not for a segment */
+#define JUDGED 0x400          /* the packet has updated its flow as far as it may */
 
 struct ip4_header {
 	u8 version_length; /* version << 4 | header length in words */
@@ -62,7 +63,7 @@ struct ip4_tcp {
 	__be32 acknowledgement;
 	u8 length;
 	u8 flags;
-	u8 pad[2]; /* the window */
+	__be16 window;
 };
 
 struct ip6_header {
@@ -100,6 +101,14 @@ static __always_inline void set_port(struct target *t, __be16 port, u8 protocol)
 	*(u32 *)&t->port = port | (u32)protocol << 16;
 }
 
+/* The numbers of a TCP segment, in host byte order. */
+struct segment {
+	u32 sequence;
+	u32 next;   /* the sequence number after it */
+	u32 ack;    /* 0 without ACK */
+	u32 window; /* as in the packet, without scale */
+};
+
 struct packet {
 	struct tuple tuple;
 	u32 l3; /* offset of the IP header */
@@ -115,7 +124,11 @@ struct packet {
 	u8 pad;
 	__sum16 check; /* of IPv4's header */
 	u16 pad2;
-	struct tcp_numbers tcp;
+	union {
+		struct segment tcp;
+		struct sctp_tags sctp; /* its own tag, and `next`: the tag that an INIT or INIT-ACK
+					  announces */
+	};
 };
 
 /* Length of the packet from the IP header on, according to that header. */
@@ -125,6 +138,13 @@ static __always_inline u32 ip_length(struct __sk_buff *skb, const struct packet 
 
 	bpf_skb_load_bytes(skb, p->l3 + (p->v6 ? 4 : 2), &total, sizeof(total));
 	return __builtin_bswap16(total) + (p->v6 ? 40 : 0);
+}
+
+/* The length that a header gives for what begins at `from`; 0 in a packet of more than 64 KiB (BIG
+ * TCP), which ends with the buffer. */
+static __always_inline u32 length_of(struct __sk_buff *skb, u32 from, __be16 given)
+{
+	return given ? __builtin_bswap16(given) : skb->len - from;
 }
 
 /* Maps the first chunk of an SCTP packet to TCP flags: SYN begins an association. ACK means that
@@ -143,13 +163,15 @@ static __always_inline u8 sctp_flags(u8 chunk)
 /* `bytes`: length of the packet behind its IP header and extension headers. SYN and FIN take one
  * sequence number each. Without ACK the acknowledgement number is 0. This is arithmetic, since the
  * verifier explores both sides of a branch. */
-static __always_inline struct tcp_numbers numbers_of(__be32 sequence, __be32 ack, u8 offset,
-						     u8 flags, u32 bytes)
+static __always_inline struct segment numbers_of(__be32 sequence, __be32 ack, u8 offset, u8 flags,
+						 __be16 window, u32 bytes)
 {
-	struct tcp_numbers n = {
+	struct segment n = {
+		.sequence = __builtin_bswap32(sequence),
 		.next = __builtin_bswap32(sequence) + bytes - (offset >> 4) * 4 +
 			(flags & TCP_FIN) + ((flags & TCP_SYN) >> 1),
 		.ack = __builtin_bswap32(ack) & -(u32)(flags / TCP_ACK % 2),
+		.window = __builtin_bswap16(window),
 	};
 
 	return n;
@@ -161,6 +183,7 @@ struct tcp_rest {
 	__be32 ack;
 	u8 offset;
 	u8 flags;
+	__be16 window;
 };
 
 /* `bytes`: as for numbers_of(). */
@@ -186,13 +209,40 @@ static __always_inline bool parse_ports(struct __sk_buff *skb, struct packet *p,
 
 		bpf_skb_load_bytes(skb, p->l4 + SCTP_HEADER, &chunk, 1);
 		p->tcp_flags = sctp_flags(chunk);
+		bpf_skb_load_bytes(skb, p->l4 + 4, &p->sctp.tag, sizeof(p->sctp.tag));
+		if (chunk == SCTP_CID_INIT || chunk == SCTP_CID_INIT_ACK)
+			bpf_skb_load_bytes(skb, p->l4 + SCTP_HEADER + 4, &p->sctp.next,
+					   sizeof(p->sctp.next));
 	}
 	if (p->protocol == IPPROTO_TCP && /* the quote in an ICMP error may be too short */
-	    !bpf_skb_load_bytes(skb, p->l4 + 4, &rest, 10)) { /* 10: without padding */
+	    !bpf_skb_load_bytes(skb, p->l4 + 4, &rest, sizeof(rest))) {
 		p->tcp_flags = rest.flags;
-		p->tcp = numbers_of(rest.sequence, rest.ack, rest.offset, rest.flags, bytes);
+		p->tcp = numbers_of(rest.sequence, rest.ack, rest.offset, rest.flags, rest.window,
+				    bytes);
 	}
 	return true;
+}
+
+#define TCP_HEADER 20
+#define TCP_OPTIONS 12 /* at most this many are read */
+#define TCP_OPTION_SCALE 3
+#define MAX_SCALE 14
+
+/* The shift of the window scale option of a SYN; -1 if it has none. */
+static __always_inline s32 window_scale(struct __sk_buff *skb, const struct packet *p)
+{
+	u32 at = p->l4 + TCP_HEADER;
+
+	for (int i = 0; i < TCP_OPTIONS; i++) {
+		u8 option[3]; /* kind, length, and the first byte of the value */
+
+		if (bpf_skb_load_bytes(skb, at, option, sizeof(option)) || !option[0])
+			break;
+		if (option[0] == TCP_OPTION_SCALE)
+			return option[2] > MAX_SCALE ? MAX_SCALE : option[2];
+		at += option[0] == 1 ? 1 : option[1];
+	}
+	return -1;
 }
 
 /* Whether this is like most packets: TCP over IPv4, without options, not a fragment. Then its
@@ -217,9 +267,11 @@ static __always_inline struct tuple tuple_of_plain(const struct ip4_tcp *start)
 }
 
 /* Does what parse() does for such a packet. */
-static __always_inline void set_plain(struct packet *p, u32 l3, const struct ip4_tcp *start,
-				      const struct tuple *tuple)
+static __always_inline void set_plain(struct __sk_buff *skb, struct packet *p, u32 l3,
+				      const struct ip4_tcp *start, const struct tuple *tuple)
 {
+	u32 length = length_of(skb, l3, start->ip.total);
+
 	__builtin_memset(p, 0, sizeof(*p));
 	p->tuple = *tuple;
 	p->l3 = l3;
@@ -230,7 +282,7 @@ static __always_inline void set_plain(struct packet *p, u32 l3, const struct ip4
 	p->tos = start->ip.tos;
 	p->check = start->ip.check;
 	p->tcp = numbers_of(start->sequence, start->acknowledgement, start->length, start->flags,
-			    __builtin_bswap16(start->ip.total) - sizeof(start->ip));
+			    start->window, length - sizeof(start->ip));
 }
 
 static __always_inline bool parse_v4(struct __sk_buff *skb, struct packet *p)
@@ -255,7 +307,7 @@ static __always_inline bool parse_v4(struct __sk_buff *skb, struct packet *p)
 	else if (fragment & IP_MF)
 		p->fragment = FIRST;
 	p->id = ip.id;
-	return parse_ports(skb, p, __builtin_bswap16(ip.total) - (p->l4 - p->l3));
+	return parse_ports(skb, p, length_of(skb, p->l3, ip.total) - (p->l4 - p->l3));
 }
 
 static __always_inline bool parse_v6(struct __sk_buff *skb, struct packet *p)
@@ -295,7 +347,9 @@ static __always_inline bool parse_v6(struct __sk_buff *skb, struct packet *p)
 			p->l4 += (extension.words + 1) * 8;
 		}
 	}
-	return parse_ports(skb, p, __builtin_bswap16(ip.payload) + sizeof(ip) - (p->l4 - p->l3));
+	return parse_ports(skb, p,
+			   length_of(skb, p->l3 + sizeof(ip), ip.payload) + sizeof(ip) -
+				   (p->l4 - p->l3));
 }
 
 /* Parses the packet into `p`, which is in the scratch buffer (scratch.h). False: it is not IP, or

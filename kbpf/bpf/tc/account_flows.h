@@ -122,7 +122,7 @@ static __always_inline int drop_flow(const struct flow *flow, enum reason reason
 
 /* A TCP connection ends with this packet: tc_end counts it, once the packet is rewritten. `before`:
  * its state before. `reply`: the packet is the backend's. */
-static __always_inline void account_state(struct flow *flow, u8 before, bool reply)
+static __always_inline void account_state(struct flow *flow, u8 before, bool reply, u32 flags)
 {
 	struct scratch *s = get_scratch();
 
@@ -132,7 +132,7 @@ static __always_inline void account_state(struct flow *flow, u8 before, bool rep
 	if (!s || !is_accounting(CONFIG_ACCOUNTING))
 		return;
 	s->end = ENDED;
-	if (reply && !both_closed(flow))
+	if (reply && (flags & TCP_RST))
 		s->end = before == STATE_NEW ? BACKEND_REFUSED : BACKEND_RESET;
 }
 

@@ -113,8 +113,14 @@ static __always_inline bool describe_flow(struct __sk_buff *skb, struct scratch 
 	flow->frontend = p->tuple.to;
 	flow->backend = c->backend;
 	flow->client_port = p->tuple.from.port;
+	__builtin_memset(&s->opening, 0, sizeof(s->opening));
 	if (flow->client.protocol == IPPROTO_UDP)
-		flow->seen.started = flow->last_used;
+		flow->seen.started = s->opening.started = flow->last_used;
+	else if (flow->client.protocol == IPPROTO_SCTP)
+		flow->seen.sctp.tag = p->sctp.next;
+	else
+		open_side(&s->opening.tcp, skb, p);
+	flow->syn = p->tcp.next;
 	flow->service = c->service;
 	flow->backend_id = c->backend_id;
 	if (is_paused(flow->last_used)) {
@@ -268,7 +274,7 @@ int tc_delete_flow(struct __sk_buff *skb)
 		return TC_ACT_UNSPEC;
 	old = flow_between(&s->packet.tuple);
 	if (old && old->direction == DIRECTION_ORIGINAL && is_original(&s->packet.tuple, old))
-		delete_flow(old);
+		delete_flow(old, now_ns());
 	return TC_ACT_UNSPEC;
 }
 
@@ -323,7 +329,8 @@ int tc_choose(struct __sk_buff *skb)
 	if (!device || !n || !s)
 		return TC_ACT_UNSPEC;
 	if (is_martian(&s->packet.tuple.from.address) ||
-	    is_nodes_own(&s->packet.tuple.from.address, n))
+	    is_nodes_own(&s->packet.tuple.from.address, n) ||
+	    !arrives_by(skb, &s->packet, ifindex, &s->hop))
 		return TC_ACT_UNSPEC; /* the stack drops it */
 	if ((n->flags & (NODE_PASSIVE | NODE_COEXISTING)) && !(s->begin & BEGIN_NOT_FOREIGN))
 		return go(skb, TAIL_COEXIST);

@@ -77,7 +77,7 @@ int tc_icmp_in(struct __sk_buff *skb)
 		if (to && needs_stack(device, to))
 			to = NULL;
 		if (!to && result.path == PATH_DIRECT_SNAT)
-			return claim_late(skb, s, result.flow, TAIL_ICMP_IN);
+			return claim_late(skb, s, result.flow, result.reply, TAIL_ICMP_IN);
 	}
 	after = to ? &result.to_device : &result.to_stack;
 	if (!to)
@@ -104,7 +104,7 @@ int tc_icmp_out(struct __sk_buff *skb)
 
 	if (!s || !parse_error(skb, s, &tuple))
 		return TC_ACT_UNSPEC;
-	result = translate_out(&tuple, &s->inner, FROM_ICMP_ERROR, 0, skb->ifindex, &after,
+	result = translate_out(&tuple, &s->inner, FROM_ICMP_ERROR, 0, skb->ifindex, 0, &after,
 			       &masqueraded);
 	if (masqueraded)
 		mark_masqueraded(skb, false);

@@ -63,7 +63,7 @@ static __always_inline void evict_over_limit(u64 *total, u64 now)
 	if (in_use)
 		count_eviction(flow);
 	if (flow)
-		delete_flow(flow);
+		delete_flow(flow, now);
 }
 
 /* Evicts one of the oldest flows. Flows that are needed move to the end of the queue, except UDP
@@ -80,7 +80,7 @@ static __always_inline bool evict_one(bool for_udp, u64 now)
 		if (!flow || flow->direction != DIRECTION_ORIGINAL)
 			return true;
 		if (!is_needed(flow, now)) {
-			delete_flow(flow);
+			delete_flow(flow, now);
 			return true;
 		}
 		/* push() fails if another CPU has filled the queue. Without its key this flow
@@ -88,7 +88,7 @@ static __always_inline bool evict_one(bool for_udp, u64 now)
 		if ((!for_udp && flow->client.protocol == IPPROTO_UDP) ||
 		    flow_queue.push(&oldest, 0)) {
 			count_eviction(flow);
-			delete_flow(flow);
+			delete_flow(flow, now);
 			return true;
 		}
 	}
@@ -120,11 +120,11 @@ static __always_inline enum reason claim_original(struct flow_key *key, const st
 						  const struct flow *flow, const struct node *n)
 {
 	if (old && old->direction == DIRECTION_ORIGINAL) {
-		delete_replies(old);
+		release_replies(old, may_be_answered(old, flow->last_used), flow->last_used);
 		return NEW_FLOW;
 	}
 	if (old) {
-		if (!is_over(old, flow->last_used) && old->state != STATE_CLOSED)
+		if (!is_over(old, flow->last_used) && !both_closed(old))
 			return NOT_TRACKED;
 		flows.delete(key);
 	}
@@ -147,12 +147,14 @@ static __always_inline bool is_same_connection(const struct flow *old, const str
 	       same_target(&old->backend, &flow->backend) && same_address(&old->snat, &flow->snat);
 }
 
-static __always_inline void restart_entry(struct flow *old, const struct flow *flow)
+static __always_inline void restart_entry(struct flow *old, const struct flow *flow,
+					  const union side *seen)
 {
 	old->last_used = flow->last_used;
 	old->service = flow->service;
 	old->backend_id = flow->backend_id;
-	old->seen.started = flow->seen.started;
+	old->seen = *seen;
+	old->syn = flow->syn;
 	old->fins = 0;
 	old->state = STATE_NEW;
 }
@@ -161,7 +163,8 @@ static __always_inline void restart_entry(struct flow *old, const struct flow *f
  * the same ports as without a proxy. Not if the backend closed first, and so keeps the ports in
  * TIME_WAIT: many clients may share one address, each with its own timestamps. */
 static __always_inline bool revive(struct flow *old, const struct flow *flow,
-				   const struct next_hop *hop, const struct node *n)
+				   const union side *opening, const struct next_hop *hop,
+				   const struct node *n)
 {
 	struct flow *reply_entry = NULL, *snat_reply_entry = NULL;
 	u16 port = __builtin_bswap16(old->snat_port);
@@ -184,12 +187,12 @@ static __always_inline bool revive(struct flow *old, const struct flow *flow,
 		snat_reply_entry = entry_of(old, &key);
 		if (!snat_reply_entry)
 			return false;
-		restart_entry(snat_reply_entry, flow);
+		restart_entry(snat_reply_entry, flow, &flow->seen);
 	}
 	if (reply_entry)
-		restart_entry(reply_entry, flow);
+		restart_entry(reply_entry, flow, &flow->seen);
 	copy_next_hop(&old->out, hop);
-	restart_entry(old, flow);
+	restart_entry(old, flow, opening);
 	return true;
 }
 
@@ -209,7 +212,7 @@ int tc_enqueue(struct __sk_buff *skb)
 		return finish(TC_ACT_SHOT, NOT_TRACKED);
 	key = original_key(&s->flow);
 	old = flows.lookup(&key);
-	revived = old && revive(old, &s->flow, &s->hop, n);
+	revived = old && revive(old, &s->flow, &s->opening, &s->hop, n);
 	reason = revived ? NEW_FLOW : claim_original(&key, old, &s->flow, n);
 	if (revived || reason != NEW_FLOW)
 		report_flow(&s->flow, reason);

@@ -59,11 +59,12 @@
 
 #define UNPROVEN_SECONDS                                                                           \
 	5 /* idle flows that the backend has not confirmed can be replaced after this time */
-#define CLOSING_SECONDS 10          /* the same for flows that one side has closed */
-#define STREAM_SECONDS 2            /* UDP in use for longer than this, with replies, is a stream */
-#define SEQUENCE_DISTANCE (4 << 20) /* bytes that may be in flight */
-#define RESET_DISTANCE                                                                             \
-	(32 << 10) /* a tighter bound for the ACK of a reset or handshake, against guessing */
+#define CLOSING_SECONDS 10 /* the same for flows that one side has closed */
+#define STREAM_SECONDS 2   /* UDP in use for longer than this, with replies, is a stream */
+#define RESET_SECONDS                                                                              \
+	10 /* a client that resets may have to repeat that: as long as nf_conntrack                \
+	    */
+#define MAX_ACK_WINDOW 66000 /* how far an ACK may lag behind (nf_conntrack, MAXACKWINCONST) */
 
 /* both ends -> an entry of a flow. The programs write and delete entries. The agent deletes UDP
  * flows whose backend has stopped serving (udp.py), orphans and flows that are long over
@@ -257,9 +258,9 @@ static __always_inline bool is_half_open(const struct flow *flow)
 	return flow->state == STATE_NEW || flow->state == STATE_ANSWERED;
 }
 
-/* Whether another flow may take this one's place in the queue, or its port of the node, when they
- * are scarce: it has been idle for some seconds, and nothing proves that both ends still have the
- * connection. Established flows never qualify. */
+/* Whether another flow may take this one's place in the queue when it is full: it has been idle for
+ * some seconds, and nothing proves that both ends still have the connection. Established flows
+ * never qualify. */
 static __always_inline bool is_disposable(const struct flow *flow, u64 now)
 {
 	u64 quiet = elapsed(flow->last_used, now);
@@ -269,80 +270,52 @@ static __always_inline bool is_disposable(const struct flow *flow, u64 now)
 	return flow->state != STATE_ESTABLISHED && quiet > UNPROVEN_SECONDS * SECOND;
 }
 
-/* Whether two sequence numbers differ by less than `distance`, modulo 2^32. */
-static __always_inline bool is_near(u32 a, u32 b, u32 distance)
+/* Whether the backend may still have a connection whose flow is given up, and so answer it. A
+ * handshake that its client never completed is no connection, and of a datagram nobody knows when
+ * it will be answered. */
+static __always_inline bool may_be_answered(const struct flow *flow, u64 now)
 {
-	return a - b + distance < 2 * distance;
+	if (expired(flow, now))
+		return false;
+	return flow->client.protocol == IPPROTO_UDP || (flow->fins & FIN_RESERVED) ||
+	       !(is_half_open(flow) || both_closed(flow));
 }
 
-/* Whether this segment fits the numbers of the other side. An off-path attacker has to guess both
- * numbers. */
-static __always_inline bool is_plausible(const struct tcp_numbers *peer,
-					 const struct tcp_numbers *n, u32 ack_distance)
+/* Whether `b` is not before `a`, modulo 2^32. */
+static __always_inline bool in_order(u32 a, u32 b)
 {
-	return is_near(n->next, peer->ack, SEQUENCE_DISTANCE) &&
-	       is_near(n->ack, peer->next, ack_distance);
+	return (s32)(b - a) >= 0;
 }
 
-/* Whether the receiver would accept this reset: it has exactly the sequence number that the
- * receiver expects (RFC 5961, as in nf_conntrack). A side that gave up with data in flight has a
- * higher one. Then its ACK has to match as well. From the backend it is enough if the number
- * follows the backend's last segment; the client's last segment may have been forged. */
-static __always_inline bool is_reset(const struct tcp_numbers *own, const struct tcp_numbers *peer,
-				     const struct packet *p, u32 flags, bool reply)
+static __always_inline u32 ack_window(const struct tcp_side *own)
 {
-	if (!(peer->next | peer->ack))
-		return false; /* migrated from an agent that stored no numbers, and idle since */
-	return p->tcp.next == peer->ack || (reply && p->tcp.next == own->next) ||
-	       ((flags & TCP_ACK) && is_plausible(peer, &p->tcp, RESET_DISTANCE));
+	return own->window > MAX_ACK_WINDOW ? own->window : MAX_ACK_WINDOW;
 }
 
-/* The state of a TCP connection after this segment; `state` and `fins` are those before it. `own`
- * are the previous numbers of the sender, `peer` those of the other side. */
-static __always_inline u8 tcp_state_after(u8 state, u8 *fins, const struct packet *p, u32 flags,
-					  bool reply, const struct tcp_numbers *own,
-					  const struct tcp_numbers *peer)
+/* Whether a segment is in the window of its connection: the rules of nf_conntrack
+ * (tcp_in_window()), as far as the entry of its sender shows. The entry does not have the last
+ * number of the other side, so an ACK may be ahead by up to the sender's own window; segments that
+ * change a state are compared with both entries (matches_both() in judge.h). */
+static __always_inline bool in_window(const struct tcp_side *own, const struct segment *n)
 {
-	u8 closed = FIN_CLIENT | FIN_BACKEND;
+	return own->window && in_order(n->sequence, own->limit) &&
+	       in_order(own->next - own->room, n->next) && in_order(n->ack, own->edge) &&
+	       in_order(own->ack - ack_window(own), n->ack);
+}
 
-	if (flags & TCP_RST)
-		return is_reset(own, peer, p, flags, reply) ? STATE_CLOSED : state;
-	if (flags & TCP_SYN) {
-		if (!reply && !(flags & TCP_ACK) && state == STATE_CLOSED) {
-			*fins = 0;
-			return STATE_NEW;
-		}
-		if (reply && (flags & TCP_ACK) &&
-		    (state == STATE_NEW ||
-		     (p->tcp.ack == peer->next && !peer->ack && p->tcp.next != own->next))) {
-			*fins = 0; /* it answers the last SYN of the client */
-			return STATE_ANSWERED;
-		}
-		return state;
-	}
-	if (!(flags & TCP_ACK) || state == STATE_NEW)
-		return state;
-	if ((flags & TCP_FIN) && is_plausible(peer, &p->tcp, SEQUENCE_DISTANCE)) {
-		if (reply && !(*fins & closed))
-			*fins |= FIN_BACKEND_FIRST;
-		*fins |= reply ? FIN_BACKEND : FIN_CLIENT;
-	}
-	if ((*fins & closed) == closed)
-		return STATE_CLOSED;
-	if (state == STATE_CLOSED) /* by a reset, which its receiver may not have accepted */
-		return !(flags & TCP_FIN) && is_plausible(peer, &p->tcp, SEQUENCE_DISTANCE)
-			       ? STATE_CLOSING
-			       : STATE_CLOSED;
-	if (*fins & closed)
-		return STATE_CLOSING;
-	if (state == STATE_ANSWERED && !reply && is_plausible(peer, &p->tcp, RESET_DISTANCE))
-		return STATE_UNPROVEN;
-	/* A backend that has only answered the SYN repeats its SYN-ACK or ACK whatever it receives.
-	 * Only sending data, or acknowledging data, proves that it has the connection. */
-	if ((state == STATE_ANSWERED || state == STATE_UNPROVEN) && reply && own->next &&
-	    (p->tcp.next != own->next || p->tcp.ack != own->ack))
-		return STATE_ESTABLISHED;
-	return state;
+/* Stores the numbers of a segment that is in the window. */
+static __always_inline void note_segment(struct tcp_side *own, const struct segment *n, u8 scale)
+{
+	u32 window = n->window << (scale & 15), edge = n->ack + window;
+
+	if (in_order(own->next, n->next))
+		own->next = n->next;
+	if (in_order(own->ack, n->ack))
+		own->ack = n->ack;
+	if (in_order(own->edge, edge))
+		own->edge = edge;
+	if (window > own->window)
+		own->window = window;
 }
 
 /* Whether a segment may change the state. Few do, and those look up the twin entry. */
@@ -350,14 +323,12 @@ static __always_inline bool may_change_tcp(const struct flow *flow, u32 flags, b
 {
 	if (flags & (TCP_FIN | TCP_RST))
 		return true;
-	if (flags & TCP_SYN) /* the client's own may be forged; the backend's answer decides */
-		return reply || flow->state == STATE_CLOSED;
 	if (flow->state == STATE_ESTABLISHED)
 		return false;
 	if (is_ending(flow))
 		return has_unmerged_fins(flow) ||
 		       (flow->state == STATE_CLOSED && !both_closed(flow));
-	return reply || flow->state == STATE_ANSWERED;
+	return reply || is_half_open(flow);
 }
 
 /* The same for other protocols. UDP as in nf_conntrack: one datagram and its reply are no stream
@@ -395,6 +366,20 @@ static __always_inline struct flow_key snat_reply_key(const struct flow *flow)
 	source.address = flow->snat;
 	source.port = flow->snat_port;
 	return flow_key_of(&source, &flow->backend);
+}
+
+/* Whether this packet of a known flow neither changes its state nor needs a closer look, as most:
+ * it arrives where its sender's packets do, and TCP's is in the window, SCTP's has the tag. */
+static __always_inline bool is_ordinary(const struct flow *flow, const struct packet *p, u32 flags,
+					bool reply, u64 now, u32 arrival)
+{
+	if (flow->arrival != arrival)
+		return false;
+	if (flow->client.protocol == IPPROTO_TCP)
+		return (flags & (TCP_SYN | TCP_ACK)) == TCP_ACK &&
+		       !may_change_tcp(flow, flags, reply) && in_window(&flow->seen.tcp, &p->tcp);
+	return !may_change_other(flow, flags, reply, now) &&
+	       (flow->client.protocol == IPPROTO_UDP || p->sctp.tag == flow->seen.sctp.tag);
 }
 
 static __always_inline bool starts_flow(const struct packet *p)

@@ -20,6 +20,7 @@
 #include "tc/tails.h"
 
 #define BPF_FIB_LKUP_RET_SUCCESS 0
+#define BPF_FIB_LKUP_RET_FWD_DISABLED 5
 #define BPF_FIB_LKUP_RET_NO_NEIGH                                                                  \
 	7 /* there is a route, but the MAC address is unknown: the kernel resolves it */
 #define BPF_FIB_LKUP_RET_FRAG_NEEDED 8
@@ -127,6 +128,35 @@ static __always_inline long query_fib(struct __sk_buff *skb, const struct packet
 	__builtin_memcpy(hop->next_mac, route.next_mac, 6);
 	hop->family = route.family;
 	return result;
+}
+
+#define LOOPBACK_IFINDEX 1
+
+/* Whether the route to the sender of a packet leads to the device that it arrived on, as a strict
+ * reverse path filter asks. A pod's device is not exchangeable: this is what tells a pod from
+ * another, and from machines outside, whatever the source address says. Host devices are: routes to
+ * the network are often asymmetric, and the kernel's own filter decides about them. `hop` is used
+ * for the lookup. */
+static __always_inline bool arrives_by(struct __sk_buff *skb, const struct packet *p, u32 ifindex,
+				       struct next_hop *hop)
+{
+	struct device *in = device_at(ifindex), *route;
+	u32 here = routing_ifindex(in, ifindex);
+	long result;
+
+	if (ifindex <= LOOPBACK_IFINDEX) /* sent by this node */
+		return true;
+	result = query_fib(skb, p, &p->tuple.to, &p->tuple.from, hop, 1, here);
+	if (result == BPF_FIB_LKUP_RET_FWD_DISABLED) /* this node is no router */
+		return true;
+	if (result && result < BPF_FIB_LKUP_RET_FWD_DISABLED) /* there is no route to it */
+		return false;
+	if (hop->ifindex == here)
+		return true;
+	route = device_at(hop->ifindex);
+	if (in && in->role == ROLE_POD)
+		return route && (route->flags & DEVICE_PODS);
+	return !route || route->role == ROLE_HOST;
 }
 
 /* Looks up the next hop for a packet from `from` to `to`. Returns the egress device, or NULL: then

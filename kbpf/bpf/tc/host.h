@@ -109,7 +109,8 @@ int tc_host(struct __sk_buff *skb)
 	if (restart)
 		return starts_flow(p) ? start_flow(skb, s, restart, TAIL_HOST_CHOOSE)
 				      : TC_ACT_UNSPEC;
-	update_flow(flow, p, p->tcp_flags, false, now);
+	if (!update_flow(flow, p, flags, false, now, 0))
+		return ask_judge(skb, s, TAIL_HOST);
 	result.to_stack = p->tuple;
 	translate_original(flow, &result);
 	to = next_hop_of_flow(skb, p, &result.to_device, &flow->out, &s->hop, now);

@@ -74,8 +74,9 @@ enum restart {
 /* Whether a packet of a known flow has to choose a backend again: a SYN after both sides have
  * closed, or UDP whose backend is gone. Any other SYN may be a retransmission (the reply was lost)
  * or forged. It goes to the backend of the connection, if there is one, and the backend decides. A
- * UDP flow is rechecked after a pause of a second without a reply, and when its client has sent to
- * the backend's own address meanwhile. */
+ * SYN of which the backend knows nothing, because it still has an older connection from this port,
+ * begins with another port. A UDP flow is rechecked after a pause of a second without a reply, and
+ * when its client has sent to the backend's own address meanwhile. */
 static __always_inline enum restart check_restart(const struct flow *flow, u32 flags, u64 now)
 {
 	if (flags & (JUST_WRITTEN | FROM_ICMP_ERROR))
@@ -89,7 +90,7 @@ static __always_inline enum restart check_restart(const struct flow *flow, u32 f
 	}
 	if ((flags & (TCP_SYN | TCP_ACK)) != TCP_SYN)
 		return RESTART_NO;
-	return both_closed(flow) ? RESTART_YES : RESTART_CHECK;
+	return both_closed(flow) || (flow->fins & FIN_RESERVED) ? RESTART_YES : RESTART_CHECK;
 }
 
 /* The twin entry, which matches the other side's packets: for a packet of the backend the client's
@@ -116,68 +117,57 @@ static __always_inline struct flow *twin_of(const struct flow *flow, bool reply)
 	return entry_of(flow, &key);
 }
 
-/* The client's own entry holds the state of the flow; the backend's holds a copy. */
-static __always_inline void update_state(struct flow *flow, const struct packet *p, u32 flags,
-					 bool reply)
+/* Updates the entry that matched a packet of a known flow, if it is an ordinary one. False:
+ * tc_judge has to see the packet first. Each entry matches packets of one side only. The exception
+ * is that of client' and backend: it also matches the client's packets when they leave the stack
+ * (update_leaving()). `arrival`: see struct flow. */
+static __always_inline bool update_flow(struct flow *flow, const struct packet *p, u32 flags,
+					bool reply, u64 now, u32 arrival)
 {
-	struct flow *other = twin_of(flow, reply), *original = reply ? other : flow;
-	u8 before, state, fins;
-
-	if (!other)
-		return;
-	/* Not locked: another CPU may update the same entries, see has_unmerged_fins(). */
-	before = original->state;
-	fins = original->fins;
-	if (flow->client.protocol == IPPROTO_TCP)
-		state = tcp_state_after(before, &fins, p, flags, reply, &flow->seen.tcp,
-					&other->seen.tcp);
-	else if (before == STATE_NEW)
-		state = STATE_ANSWERED;
-	else /* ANSWERED becomes ESTABLISHED, unless only this entry's copy was outdated */
-		state = flow->state == before ? STATE_ESTABLISHED : before;
-	original->state = state;
-	original->fins = fins;
-	if (state != before)
-		account_state(original, before, reply);
-	flow->state = other->state = state;
-	flow->fins = other->fins = original->fins;
-	if (state == STATE_CLOSED && state != before)
-		flush_rest(other);
-}
-
-static __always_inline bool may_change(const struct flow *flow, u32 flags, bool reply, u64 now)
-{
-	return flow->client.protocol == IPPROTO_TCP ? may_change_tcp(flow, flags, reply)
-						    : may_change_other(flow, flags, reply, now);
-}
-
-/* Updates the entry that matched a packet of a known flow. Each entry matches packets of one side
- * only. The exception is that of client' and backend: it also matches the client's packets when
- * they leave the stack (update_leaving()). */
-static __always_inline void update_flow(struct flow *flow, const struct packet *p, u32 flags,
-					bool reply, u64 now)
-{
-	if (flags & FROM_ICMP_ERROR)
-		return;
+	if (flags & (FROM_ICMP_ERROR | JUDGED))
+		return true;
+	if (!is_ordinary(flow, p, flags, reply, now, arrival))
+		return false;
 	flow->last_used = now;
-	if (may_change(flow, flags, reply, now))
-		update_state(flow, p, flags, reply);
-	if (flow->client.protocol == IPPROTO_TCP && (flags & (TCP_SYN | TCP_ACK)) &&
-	    !(flags & TCP_RST))
-		flow->seen.tcp = p->tcp;
+	if (flow->client.protocol == IPPROTO_TCP)
+		note_segment(&flow->seen.tcp, &p->tcp, flow->seen.tcp.scale);
+	return true;
+}
+
+/* The client's side of a connection after its SYN. */
+static __always_inline void open_side(struct tcp_side *client, struct __sk_buff *skb,
+				      const struct packet *p)
+{
+	s32 scale = window_scale(skb, p);
+
+	client->next = p->tcp.next;
+	client->edge = p->tcp.sequence + 1;
+	client->window = p->tcp.window | 1; /* 0 would mean that it has sent nothing */
+	client->scale = scale < 0 ? 0 : scale;
+}
+
+/* Hands a packet of a known flow to tc_judge, which returns to `tail`. */
+static __always_inline int ask_judge(struct __sk_buff *skb, struct scratch *s, u32 tail)
+{
+	s->resume_tail = tail;
+	return go(skb, TAIL_JUDGE);
 }
 
 /* Updates the entry of client' and backend for a packet of the client that leaves the stack. The
- * state was updated when the packet arrived, but with SNAT this copy was not. */
+ * state was updated when the packet arrived, but with SNAT this copy was not. TCP's packets do not
+ * count here, since it is not known whether they were in the window. */
 static __always_inline void update_leaving(struct flow *flow, u32 flags, u64 now)
 {
+	bool tcp = flow->client.protocol == IPPROTO_TCP;
 	struct flow *original;
 	struct flow_key key;
 
 	if (flags & FROM_ICMP_ERROR)
 		return;
-	flow->last_used = now;
-	if (!has_snat(flow) || !may_change(flow, flags, false, now))
+	if (!tcp)
+		flow->last_used = now;
+	if (!has_snat(flow) ||
+	    !(tcp ? may_change_tcp(flow, flags, false) : may_change_other(flow, flags, false, now)))
 		return;
 	key = original_key(flow);
 	original = entry_of(flow, &key);
@@ -222,8 +212,28 @@ static __always_inline void unlock_key(struct port_slot *slot)
 	__sync_fetch_and_add(&slot->lockers, -1);
 }
 
-/* Deletes the entries that match the replies of a flow. */
-static __always_inline void delete_replies(const struct flow *flow)
+/* Deletes an entry of a flow that is given up; or, to reserve its port, keeps it until it expires.
+ */
+static __always_inline void release_entry(struct flow_key *key, const struct flow *flow,
+					  bool reserve, u64 now)
+{
+	struct flow *entry = entry_of(flow, key);
+
+	if (!entry)
+		return;
+	if (!reserve) {
+		flows.delete(key);
+	} else if (entry->client.protocol != IPPROTO_UDP) {
+		entry->state = STATE_CLOSED;
+		entry->fins = FIN_RESERVED;
+		entry->last_used = now;
+	}
+}
+
+/* Releases the entries that match the replies of a flow. If the backend may still answer
+ * (`reserve`: may_be_answered()), the entry that it would answer to stays. So its port has no other
+ * owner, and what the backend sends goes to the former client. */
+static __always_inline void release_replies(const struct flow *flow, bool reserve, u64 now)
 {
 	struct port_slot *slot;
 	struct flow_key key;
@@ -232,14 +242,15 @@ static __always_inline void delete_replies(const struct flow *flow)
 		key = snat_reply_key(flow);
 		slot = try_lock_key(&key);
 		if (slot) {
-			delete_entry(&key, flow);
+			release_entry(&key, flow, reserve, now);
 			unlock_key(slot);
 		}
+		reserve = false;
 	}
 	if (flow->path == PATH_DIRECT_SNAT)
 		return;
 	key = reply_key(flow);
-	delete_entry(&key, flow);
+	release_entry(&key, flow, reserve, now);
 }
 
 /* Deletes the entries of a flow except this one, which is still read: a deleted element may be
@@ -264,16 +275,16 @@ static __always_inline void delete_other_entries(const struct flow *flow)
 
 /* Deletes a flow, given its original entry. That entry is deleted last, since it leads to the
  * others. */
-static __always_inline void delete_flow(const struct flow *flow)
+static __always_inline void delete_flow(const struct flow *flow, u64 now)
 {
 	struct flow_key key = original_key(flow);
 
-	delete_replies(flow);
+	release_replies(flow, may_be_answered(flow, now), now);
 	delete_entry(&key, flow);
 }
 
-/* Returns to the program for known flows. `flags`: FROM_ICMP_ERROR if the packet has updated its
- * flow already. */
+/* Returns to the program for known flows. `flags`: JUDGED if the packet has updated its flow
+ * already. */
 static __always_inline int resume(struct __sk_buff *skb, struct scratch *s, u32 tail, u32 flags)
 {
 	s->resumed = JUST_WRITTEN | flags;
@@ -296,7 +307,7 @@ static __always_inline int resume_new(struct __sk_buff *skb, struct scratch *s)
 {
 	count(NEW_FLOW);
 	account_flow(&s->flow);
-	return s->flow.host_device ? resume(skb, s, TAIL_HOST, 0) : resume(skb, s, TAIL_INGRESS, 0);
+	return resume(skb, s, s->flow.host_device ? TAIL_HOST : TAIL_INGRESS, JUDGED);
 }
 
 /* What to do with a packet of a known flow at ingress. */
@@ -311,8 +322,10 @@ struct translation {
 	u8 restart;       /* enum restart: the flow may be over */
 	bool reply;       /* sent by the backend */
 	bool for_bridge;  /* the bridge's program handles it */
+	bool unjudged;    /* tc_judge has to see the packet first */
 	u32 port_of;      /* in: the bridge, if the packet is at a port of one; otherwise 0 */
 	u32 pod_device;   /* in: the device, if it is that of a single pod; otherwise 0 */
+	u32 arrival;      /* in: the device that the packet arrived on */
 };
 
 /* Translates a packet of the client. */
@@ -368,9 +381,9 @@ static __always_inline bool is_redirected_from(const struct flow *flow, u32 ifin
 }
 
 /* Translates a packet at ingress, into `s`. False: it belongs to no flow of ours, or has to pass
- * unchanged, or (s->restart) its flow has to be rechecked or begun again, or (s->for_bridge) it
- * bypasses the stack: a packet that is redirected at a port would bypass the rules of the bridge,
- * which does not learn its sender's MAC address then. */
+ * unchanged, or (s->restart) its flow has to be rechecked or begun again, or (s->unjudged) it is
+ * not an ordinary one, or (s->for_bridge) it bypasses the stack: a packet that is redirected at a
+ * port would bypass the rules of the bridge, which does not learn its sender's MAC address then. */
 static __always_inline bool translate_in(struct tuple *t, const struct packet *p, u32 flags,
 					 struct translation *s)
 {
@@ -417,13 +430,13 @@ static __always_inline bool translate_in(struct tuple *t, const struct packet *p
 	s->flow = flow;
 	s->now = now;
 	s->reply = reply;
-	update_flow(flow, p, flags, reply, now);
-	return true;
+	s->unjudged = !update_flow(flow, p, flags, reply, now, s->arrival);
+	return !s->unjudged;
 }
 
 /* Whether this SYN begins a connection that is not part of the flow: the client connects to the
  * backend directly, from a port that it used through a Service before. A SYN to the Service goes to
- * the connection's backend (check_restart()), and the client's own entry remembers its numbers. */
+ * the connection's backend (check_restart()), and the client's own entry remembers its number. */
 static __always_inline bool is_direct_connection(const struct flow *flow, const struct packet *p,
 						 u32 flags)
 {
@@ -434,8 +447,7 @@ static __always_inline bool is_direct_connection(const struct flow *flow, const 
 		return false;
 	key = original_key(flow);
 	original = entry_of(flow, &key);
-	return !original || (is_ending(original) && (original->seen.tcp.next != p->tcp.next ||
-						     original->seen.tcp.ack != p->tcp.ack));
+	return !original || (is_ending(original) && original->syn != p->tcp.next);
 }
 
 /* Whether a reply is leaving by another device than the client's packets came in by. The reply
@@ -450,9 +462,10 @@ enum egress_result {
 	EGRESS_UNKNOWN = 0,    /* no flow of ours */
 	EGRESS_UNCHANGED = 1,  /* of a flow of ours, but already correct */
 	EGRESS_HOST_FLOW = 2,  /* sent by this node, and it has a flow */
-	EGRESS_REPLY = 3,      /* gets the frontend's address */
-	EGRESS_MASQUERADE = 4, /* gets the node's address */
-	EGRESS_REROUTE = 5,    /* EGRESS_REPLY, but it may have to leave by another device */
+	EGRESS_UNJUDGED = 3,   /* tc_judge has to see it first */
+	EGRESS_REPLY = 4,      /* gets the frontend's address */
+	EGRESS_MASQUERADE = 5, /* gets the node's address */
+	EGRESS_REROUTE = 6,    /* EGRESS_REPLY, but it may have to leave by another device */
 };
 
 static __always_inline bool is_rewrite(enum egress_result result)
@@ -460,10 +473,12 @@ static __always_inline bool is_rewrite(enum egress_result result)
 	return result >= EGRESS_REPLY;
 }
 
-/* Translates a packet at egress of this device, into `new`. */
+/* Translates a packet at egress of this device, into `new`. `arrival`: the device that it arrived
+ * on. */
 static __always_inline enum egress_result translate_out(struct tuple *t, const struct packet *p,
 							u32 flags, u32 bytes, u32 ifindex,
-							struct tuple *new, bool *masqueraded)
+							u32 arrival, struct tuple *new,
+							bool *masqueraded)
 {
 	struct flow *flow = flow_between(t);
 	u64 now = now_ns();
@@ -486,7 +501,8 @@ static __always_inline enum egress_result translate_out(struct tuple *t, const s
 	}
 	if (reply) {
 		*masqueraded = has_snat(flow);
-		update_flow(flow, p, flags, true, now);
+		if (!update_flow(flow, p, flags, true, now, arrival))
+			return EGRESS_UNJUDGED;
 		if (bytes && !has_snat(flow) &&
 		    flow->path == PATH_STACK) /* not counted at ingress */
 			account_bytes(flow, bytes, flags, true);
@@ -508,14 +524,18 @@ static __always_inline enum egress_result translate_out(struct tuple *t, const s
 /* Writes the entry that a packet of a flow that bypasses the stack needs in the stack, and then
  * handles the packet again. */
 static __always_inline int claim_late(struct __sk_buff *skb, struct scratch *s,
-				      const struct flow *flow, u32 resume_tail)
+				      const struct flow *flow, bool reply, u32 resume_tail)
 {
+	struct flow *entry;
+
 	s->flow = *flow;
 	s->flow.path = PATH_DIRECT;
 	/* Its next hop and its bytes are those of another entry. */
 	__builtin_memset(&s->flow.out, 0, sizeof(s->flow.out));
-	if (s->flow.client.protocol == IPPROTO_TCP)
-		s->flow.seen.started = 0; /* so are these numbers */
+	if (!reply && (entry = twin_of(flow, false))) { /* the new entry is for replies */
+		s->flow.seen = entry->seen;
+		s->flow.arrival = entry->arrival;
+	}
 	s->resume_tail = resume_tail;
 	s->search = SEARCH_NONE;
 	s->late = true;
@@ -564,7 +584,7 @@ static __always_inline int forward_known(struct __sk_buff *skb, struct scratch *
 	if (mtu && p->fragment != LATER && mtu < wire_length(skb, p) && dont_fragment(skb, p))
 		return send_path_mtu(skb, s, mtu);
 	if (!to && result->path == PATH_DIRECT_SNAT && !result->host_device)
-		return claim_late(skb, s, result->flow, TAIL_INGRESS);
+		return claim_late(skb, s, result->flow, result->reply, TAIL_INGRESS);
 	if (to)
 		new = &result->to_device;
 	account_bytes(result->flow, skb->len - p->l3, p->tcp_flags, result->reply);

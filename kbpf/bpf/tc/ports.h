@@ -45,9 +45,10 @@ static __always_inline long claim_reply(struct flow *flow, const struct node *n,
 		if (!slot)
 			continue;
 		other = flows.lookup(&key);
-		if (!other || is_over(other, now) || other->state == STATE_CLOSED ||
+		if (!other || is_over(other, now) || both_closed(other) ||
 		    (same_target(&other->frontend, &flow->frontend) &&
-		     same_target(&other->client, &flow->client)))
+		     same_target(&other->client, &flow->client) &&
+		     (other->state == STATE_NEW || other->client.protocol == IPPROTO_UDP)))
 			error = flows.update(&key, flow);
 		unlock_key(slot);
 		if (!error)
@@ -89,19 +90,35 @@ static __always_inline u32 index_of_port(const struct share *s, __be16 port)
 	return (u32)(__builtin_bswap16(port) - s->low) / s->step;
 }
 
-/* Whether a flow gives up its port to another, judged by one of its entries. Established flows
- * never do. */
+/* Whether a flow gives up its port to another, judged by one of its entries. The port of a
+ * connection that the backend may still have stays reserved, and so does that of a datagram that it
+ * may still answer: the answer would reach the wrong client. When ports are short, a handshake
+ * gives up its port, since it is no connection yet, and the backend's answer to the old SYN will
+ * not reach the new client (judge_answer()). */
 static __always_inline bool entry_frees_port(const struct flow *entry, u64 now, u32 search,
 					     bool fresh)
 {
+	u64 quiet = elapsed(entry->last_used, now);
+
 	if (expired(entry, now))
 		return true;
-	if (entry->state == STATE_CLOSED)
+	if (entry->client.protocol == IPPROTO_UDP || (entry->fins & FIN_RESERVED))
+		return false;
+	if (both_closed(entry))
 		return !fresh || !(entry->fins & FIN_BACKEND_FIRST);
-	if (search > SEARCH_RANDOM && is_half_open(entry) &&
-	    (search == SEARCH_LAST || elapsed(entry->last_used, now) > SECOND))
-		return true;
-	return !fresh && is_disposable(entry, now);
+	if (entry->state == STATE_CLOSED) /* by the client's RST */
+		return quiet > RESET_SECONDS * SECOND;
+	return search > SEARCH_RANDOM && is_half_open(entry) &&
+	       (search == SEARCH_LAST || quiet > SECOND);
+}
+
+/* Whether both sides have acknowledged the other's FIN. A side that has not repeats its own, and
+ * maybe the data before it, so it needs the connection. */
+static __always_inline bool is_acknowledged(const struct flow *original, const struct flow *reply)
+{
+	return original->client.protocol != IPPROTO_TCP ||
+	       (original->seen.tcp.ack == reply->seen.tcp.next &&
+		reply->seen.tcp.ack == original->seen.tcp.next);
 }
 
 /* The same for the whole flow: its client may have sent after its backend. */
@@ -114,7 +131,9 @@ static __always_inline bool flow_frees_port(const struct flow *reply_entry, u64 
 	if (!entry_frees_port(reply_entry, now, search, fresh))
 		return false;
 	original = entry_of(reply_entry, &key);
-	return !original || entry_frees_port(original, now, search, fresh);
+	return !original || (entry_frees_port(original, now, search, fresh) &&
+			     (!both_closed(original) || expired(original, now) ||
+			      is_acknowledged(original, reply_entry)));
 }
 
 /* Claims a port of the node for this flow, among those that its client may use; the node's own
@@ -179,8 +198,8 @@ static __always_inline int abort_flow(const struct flow *flow, enum reason reaso
 {
 	struct flow_key key = reply_key(flow);
 
-	delete_replies(flow);
-	/* A reply entry without an SNAT port yet is not recognized by delete_replies(). */
+	release_replies(flow, false, 0);
+	/* A reply entry without an SNAT port yet is not recognized by release_replies(). */
 	if (flow->path != PATH_DIRECT_SNAT && write_port_to_reply(flow))
 		flows.delete(&key);
 	return finish(TC_ACT_SHOT, reason);
@@ -220,11 +239,13 @@ static __always_inline enum reason claim_port(struct __sk_buff *skb, struct scra
 }
 
 /* Writes the original entry, the last one of a flow. */
-static __always_inline enum reason publish(struct scratch *s)
+static __always_inline enum reason publish(struct scratch *s, u32 ifindex)
 {
 	struct flow_key key = original_key(&s->flow);
 
 	s->flow.direction = DIRECTION_ORIGINAL;
+	s->flow.seen = s->opening;
+	s->flow.arrival = s->flow.host_device ? 0 : ifindex;
 	copy_next_hop(&s->flow.out, &s->hop);
 	return flows.update(&key, &s->flow) ? NOT_TRACKED : NEW_FLOW;
 }
@@ -303,7 +324,7 @@ int tc_claim(struct __sk_buff *skb)
 	if (has_snat(&s->flow))
 		reason = claim_port(skb, s, n);
 	if (reason == NEW_FLOW)
-		reason = publish(s);
+		reason = publish(s, skb->ifindex);
 	report_flow(&s->flow, reason);
 	return reason == NEW_FLOW ? resume_new(skb, s) : abort_flow(&s->flow, reason);
 }
@@ -319,12 +340,13 @@ static __always_inline u64 *last_exhausted_of(const struct target *backend)
 }
 
 /* Seconds without a packet after which entry_frees_port() returns true in SEARCH_SCANNED, one byte
- * for each state. A table instead of branches: the verifier explores both sides of each, and there
- * are SCAN_PORTS times as many. */
-#define FREE_AFTER_SECONDS                                                                         \
-	(1ULL << 8 * STATE_NEW | (u64)CLOSING_SECONDS << 8 * STATE_CLOSING |                       \
-	 0ULL << 8 * STATE_CLOSED | 1ULL << 8 * STATE_ANSWERED |                                   \
-	 (u64)UNPROVEN_SECONDS << 8 * STATE_UNPROVEN)
+ * for each state; LIVES: when it expires, or later. A table instead of branches: the verifier
+ * explores both sides of each, and there are SCAN_PORTS times as many. */
+#define LIVES 0xff
+#define FREE_AFTER(half_open)                                                                      \
+	((u64)(half_open) << 8 * STATE_NEW | (u64)(half_open) << 8 * STATE_ANSWERED |              \
+	 (u64)LIVES << 8 * STATE_ESTABLISHED | (u64)LIVES << 8 * STATE_UNPROVEN |                  \
+	 (u64)LIVES << 8 * STATE_CLOSING | (u64)RESET_SECONDS << 8 * STATE_CLOSED)
 
 /* What is the same for all ports of a scan. Masks are 0 or all ones, to avoid branches, which the
  * verifier would explore one by one. */
@@ -335,6 +357,7 @@ struct scan {
 	u32 first_same;  /* the same if both ports are equal */
 	u32 by_port;     /* ports decide which end is first, before the other words */
 	u64 established; /* idle timeout of an established flow, in ns */
+	u64 free_after;  /* FREE_AFTER() */
 	u64 now;
 };
 
@@ -358,16 +381,23 @@ static __always_inline void begin_scan(struct scratch *s, struct scan *scan)
 	s->masks[2] = scan->node.address.word[3] == scan->backend.address.word[3];
 	sample.client.protocol = s->flow.client.protocol;
 	s->masks[3] = timeout_of(&sample) / SECOND;
+	s->free_after = sample.client.protocol == IPPROTO_UDP ? FREE_AFTER(30) : FREE_AFTER(1);
 	asm volatile("" ::: "memory");
 	scan->first = mask_of(s->masks[0]);
 	scan->first_same = mask_of(s->masks[1]);
 	scan->by_port = mask_of(s->masks[2]);
 	scan->established = s->masks[3] * SECOND;
+	scan->free_after = s->free_after;
 	scan->now = s->flow.last_used + CLOCK_SKEW; /* so that a flow that has just closed counts */
 }
 
 /* `one` if the mask is all ones, `other` if it is 0. */
 static __always_inline u32 pick(u32 mask, u32 one, u32 other)
+{
+	return other ^ ((one ^ other) & mask);
+}
+
+static __always_inline u64 pick64(u64 mask, u64 one, u64 other)
 {
 	return other ^ ((one ^ other) & mask);
 }
@@ -394,12 +424,12 @@ static __always_inline struct flow *entry_at(const struct scan *scan, __be16 por
 static __always_inline bool may_be_free(const struct flow *entry, const struct scan *scan)
 {
 	/* & 7 keeps the shift below 64 bits, whatever the byte is */
-	u64 after = (FREE_AFTER_SECONDS >> (entry->state & 7) * 8 & 0xff) * SECOND;
-	u64 lives = (u32)(entry->state ^ STATE_ESTABLISHED) -
-		    1ULL; /* all ones if established, otherwise small */
+	u32 after = scan->free_after >> (entry->state & 7) * 8 & 0xff;
+	u32 fins = entry->fins, gone = mask_of(fins & fins >> 1); /* both_closed() */
+	u64 lives = 0 - (u64)((after + 1) >> 8);                  /* all ones if after is LIVES */
 
-	after |= scan->established & 0 - (lives >> 63);
-	return entry->last_used + after <= scan->now;
+	return entry->last_used + pick64(lives, scan->established, (after & ~gone) * SECOND) <=
+	       scan->now;
 }
 
 /* Scans the next SCAN_PORTS of the ports that the client may use, for one that is free or whose

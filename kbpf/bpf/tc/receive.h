@@ -154,7 +154,7 @@ static __always_inline bool parse_for(struct __sk_buff *skb, const struct device
 
 		if (!(plain.flags & TCP_SYN) && !may_have_flow(&tuple))
 			return false;
-		set_plain(p, l2, &plain, &tuple);
+		set_plain(skb, p, l2, &plain, &tuple);
 		return true;
 	}
 	if (device->flags & DEVICE_TUNNEL)

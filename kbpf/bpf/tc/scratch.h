@@ -45,7 +45,8 @@ enum search {
 struct scratch {
 	struct packet packet; /* as it arrived; tc_sctp needs the offsets as it leaves */
 	struct packet inner;  /* the packet that an ICMP error quotes */
-	struct flow flow;     /* the flow that is being created */
+	struct flow flow;     /* the flow that is being created; `seen` is the backend's side */
+	union side opening;   /* the client's side of it */
 	struct next_hop hop;  /* of this packet */
 	u32 resumed;     /* JUST_WRITTEN, FROM_ICMP_ERROR: a program has sent the packet back */
 	u32 begin;       /* enum begin_flags, of a packet that begins a flow */
@@ -59,7 +60,8 @@ struct scratch {
 	u32 action;      /* tc_sctp, tc_end: to be returned */
 	u32 end;         /* tc_end: ENDED, or enum reason; 0: nothing ends */
 	u32 service;     /* tc_refuse: of the refused packet, or 0 */
-	u32 masks[4];    /* tc_scan_ports: hidden from the verifier */
+	u32 masks[4];    /* tc_scan_ports: hidden from the verifier, as is the next */
+	u64 free_after;
 };
 
 /* 0 -> see above. */

@@ -29,7 +29,9 @@ enum tail {
 	TAIL_REROUTE = 16,
 	TAIL_CONNTRACK = 17, /* only with --forwarding netfilter */
 	TAIL_END = 18,
-	TAILS = 19,
+	TAIL_EGRESS = 19,
+	TAIL_JUDGE = 20,
+	TAILS = 21,
 };
 
 BPF_TABLE("prog", u32, u32, tails, TAILS);

@@ -184,7 +184,7 @@ CONNTRACK_PROGRAM: Final = "tc_conntrack"
 
 PACKET_PROGRAMS: Final = (
     PacketProgram("tc_ingress", direction="ingress", tail=6),
-    PacketProgram("tc_egress", direction="egress"),
+    PacketProgram("tc_egress", direction="egress", tail=19),
     PacketProgram("tc_choose", tail=0),
     PacketProgram("tc_icmp_in", tail=1),
     PacketProgram("tc_icmp_out", tail=2),
@@ -203,8 +203,9 @@ PACKET_PROGRAMS: Final = (
     PacketProgram("tc_reroute", tail=16),
     PacketProgram(CONNTRACK_PROGRAM, tail=17),
     PacketProgram("tc_end", tail=18),
+    PacketProgram("tc_judge", tail=20),
 )
-TAIL_CALL_SLOTS: Final = 19
+TAIL_CALL_SLOTS: Final = 21
 TAIL_CALL_MAP: Final = "tails"
 
 UNITS: Final = ("sock", "tc")

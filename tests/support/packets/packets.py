@@ -101,7 +101,7 @@ class Talk:
         back, flags = word.startswith("<"), "".join(filter(str.isalpha, word))
         seq = self._first[back] if "S" in flags else self._next[back]
         ack = self._next[not back] if "A" in flags else 0
-        _, plus, size = word.rstrip("!~").partition("+")
+        _, plus, size = word.rstrip("!~|").partition("+")
         data = bytes(int(size or 10)) if plus else b""
         if "!" in word:
             off = 1 << (29 if back else 30)
@@ -128,6 +128,9 @@ def chunk(kind: int, body: bytes = b"", flags: int = 0) -> bytes:
 
 SCTP_INIT = chunk(1, struct.pack("!IIHHI", 0x11223344, 65536, 10, 10, 1))
 """The first chunk of an association; its packet has the tag 0."""
+SCTP_TAG, SCTP_BACK_TAG = 0x11223344, 0x55667788
+"""The tags of packets to the client and to the server."""
+SCTP_INIT_ACK = chunk(2, struct.pack("!IIHHI", SCTP_BACK_TAG, 65536, 10, 10, 1))
 
 
 def sctp(

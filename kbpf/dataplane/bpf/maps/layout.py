@@ -67,6 +67,7 @@ class DeviceFlag(IntFlag):
     TUNNEL = 1 << 2
     NBMA = 1 << 3
     IPIP = 1 << 4
+    PODS = 1 << 5
 
 
 class Role(IntEnum):
@@ -125,6 +126,7 @@ class FinFlag(IntFlag):
     COUNTED = 1 << 3
     UNANSWERED = 1 << 4
     DIRECT = 1 << 5
+    RESERVED = 1 << 6
 
 
 class FlowPath(IntEnum):
@@ -269,8 +271,9 @@ ALL_CONDITIONS: Final = sum(EndpointCondition)
 SOURCE_KEY: Final = Struct("=II16s")
 FLOW_KEY: Final = Struct("=20s20s")
 NETWORK_KEY: Final = Struct("=I16s")
-FLOW: Final = Struct("=Q20s20s20s16s2s2sIIBBBBIQ48s")
-SCRATCH_SIZE: Final = 416
+FLOW: Final = Struct("=Q20s20s20s16s2s2sIIBBBBI40s48s")
+TCP_SIDE: Final = Struct("=IIIIIIB7x")
+SCRATCH_SIZE: Final = 504
 """struct scratch (bpf/tc/scratch.h), which no other side reads."""
 NEXT_HOP: Final = Struct("=II16sI6s6sHBBI")
 DEVICE: Final = Struct("=III6s2x16s16sI")
@@ -448,6 +451,20 @@ def _decode_text(raw: bytes) -> str:
     return raw.rstrip(b"\0").decode(errors="replace")
 
 
+_ANY_WINDOW: Final = 1 << 30
+"""A window that every segment of a live connection fits."""
+
+
+def _add_windows(raw: bytes) -> bytes:
+    """A flow of the layout that had only the last numbers of each side of a TCP connection."""
+    side = raw[104:112].ljust(TCP_SIDE.size, b"\0")
+    if raw[26] == Protocol.TCP:
+        next_, ack = Struct("=II").unpack(raw[104:112])
+        ends = ((ack + _ANY_WINDOW) & 0xFFFFFFFF, (next_ + _ANY_WINDOW) & 0xFFFFFFFF)
+        side = TCP_SIDE.pack(next_, ack, ends[0], _ANY_WINDOW, ends[1], _ANY_WINDOW, 14)
+    return raw[:104] + side + bytes(8) + raw[112:]
+
+
 @dataclass(frozen=True, slots=True)
 class FormerLayout:
     """A layout of a map in an earlier version of kbpf. `convert` turns one of its values into a
@@ -582,7 +599,7 @@ MAPS: Final = {
             "packet path: both ends of a packet → its translation; full: see flow_queue",
             uapi.BPF_MAP_TYPE_HASH, FLOW_KEY.size, FLOW.size, 0, 0, sized_by="connections",
             packet_path_only=True, entries_per_object=3 * FLOW_HEADROOM,
-            former_layouts=(FormerLayout(1, 152, lambda raw: raw[:104] + bytes(8) + raw[104:]),)),
+            former_layouts=(FormerLayout(1, 160, _add_windows),)),
         MapSpec("flow_queue",
             "packet path: connections, oldest first; full: evicts one, or drops the new one",
             uapi.BPF_MAP_TYPE_QUEUE, 0, FLOW_KEY.size, 0, sized_by="connections",

@@ -47,7 +47,8 @@ def reservation_entry(connection: ConntrackFlow, now: int) -> tuple[bytes, bytes
     port = connection.source_port.to_bytes(2, "big")  # network byte order, as on the wire
     value = FLOW.pack(
         now, node.pack(), backend, backend, _NO_ADDRESS, bytes(2), port,
-        0, 0, TcpState.ESTABLISHED, 0, FlowPath.STACK, FlowDirection.ORIGINAL, 0, 0, bytes(48),
+        0, 0, TcpState.ESTABLISHED, 0, FlowPath.STACK, FlowDirection.ORIGINAL, 0,
+        bytes(40), bytes(48),
     )  # fmt: skip
     return flow_key(backend, node.pack()), value
 

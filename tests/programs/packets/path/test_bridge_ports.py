@@ -17,6 +17,7 @@ from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.kernel.system import netns
 from tests.programs.packets.path.single_packets import (
     CHAINED,
+    CLIENT,
     CLUSTER,
     LOCAL,
     Path_,
@@ -78,6 +79,8 @@ def wire(uplink: Path_, br_netfilter: None) -> Iterator[Wire]:
         netns=uplink.where,
     )
     ip("link set far9 up", "link set far8 up", netns=pods)
+    for host in CLIENT.values():
+        ip(f"route add {host} dev br9", netns=uplink.where)
     sockets = [
         netns.run_in(Path("/run/netns") / pods, lambda: raw_socket("far9")),
         uplink.inside(lambda: raw_socket("br9")),

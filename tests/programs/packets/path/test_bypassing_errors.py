@@ -7,6 +7,7 @@ import pytest
 
 from kbpf.dataplane.bpf.maps.layout import NodeFlag
 from tests.programs.packets.path.single_packets import (
+    ANSWERS,
     CLIENT,
     CLUSTER,
     KINDS,
@@ -50,13 +51,15 @@ WIRES = {**SENT, "sctp": sctp}
 
 
 def bypassing(path: Path_, v: int, row: Bypass, kind: str) -> tuple[str, str]:
-    """Begins such a flow: the client, and the source that the backend sees."""
+    """Begins a flow that the backend answers: the client, and the source that the backend sees."""
     path.node(row.flags)
     own = client(v)
     first = {**KINDS, "sctp": sctp}[kind](own, vip(v, row.which))
     retval, got = path.run("tc_ingress", first)
     assert retval == TC_ACT_REDIRECT
-    return own, parse(got, l2=False).source
+    source = parse(got, l2=False).source
+    path.run("tc_ingress", ANSWERS[kind](pod(v), source))
+    return own, source
 
 
 @both

@@ -132,7 +132,8 @@ def test_client_gets_an_snat_port_while_coexisting(path: Path_, v: int) -> None:
     host, _, port = source.rpartition(":")
     assert (host.strip("[]"), LOW <= int(port) <= HIGH) == (CLIENT[v], True)
     path.go("tc_ingress", tcp(own, front, b"data"), tcp(source, back, b"data"))
-    path.go("tc_egress", tcp(back, source, b"data"), tcp(front, own, b"data"))
+    answer = BACK["tcp"]
+    path.go("tc_egress", answer(back, source), answer(front, own))
 
 
 @both

@@ -9,7 +9,7 @@ import pytest
 from kbpf.dataplane.bpf.maps.layout import U32, DeviceFlag, Reason, Role, TcpState
 from kbpf.source.api.transport import SO_COOKIE
 from tests.programs.packets.path.single_packets import (
-    BACK,
+    ANSWERS,
     CLUSTER,
     HIGH,
     IP,
@@ -49,7 +49,7 @@ def test_socket_of_the_node_is_translated_at_egress(
 ) -> None:
     """A packet that the hooks left alone is translated at egress; the reply goes to the socket."""
     build = {**KINDS, "sctp": sctp}[kind]
-    answer = {**BACK, "sctp": sctp}[kind[:3] if kind != "sctp" else kind]
+    answer = ANSWERS[kind]
     own, front, back = end(NODE[v], next(PORTS)), vip(v, which), pod(v)
     for _ in range(2):
         expect_redirect(uplink, build(own, front), build(own, back), "tc_egress")
@@ -204,7 +204,7 @@ def test_socket_of_the_node_gets_the_address_of_the_overlay(
     assert LOW <= int(port) <= HIGH
     sent = {**KINDS, "sctp": sctp}[kind](source, back)
     assert overlay.run("tc_egress", sent) == (TC_ACT_UNSPEC, sent), "on the overlay"
-    answer = {**BACK, "sctp": sctp}[kind[:3] if kind != "sctp" else kind]
+    answer = ANSWERS[kind]
     retval, got = overlay.run(
         "tc_ingress", answer(back, source), context=SkbContext(ifindex=overlay.out)
     )

@@ -68,10 +68,11 @@ FIRST = {
 }
 
 
+SHORT = {**FIRST, "tcp": tcp}
 DAMAGED_LONG = {
     "checksum": lambda kind, a, b: DAMAGED["checksum"](LONG[kind](a, b, df=True)),
     "longer than the packet": lambda kind, a, b: DAMAGED["too long"](LONG[kind](a, b, df=True)),
-    "a short packet": lambda kind, a, b: with_length(FIRST[kind](a, b, df=True), 65_000),
+    "a short packet": lambda kind, a, b: with_length(SHORT[kind](a, b, df=True), 65_000),
 }
 
 

@@ -31,6 +31,7 @@ from kbpf.model.address import parse_addr
 from kbpf.model.config import Config
 from kbpf.model.objects import Protocol
 from tests.programs.packets.path.single_packets import (
+    ANSWERS,
     BACK,
     CLUSTER,
     IP,
@@ -75,7 +76,7 @@ from tests.support.packets.test_run import (
 @pytest.mark.parametrize("kind", [*KINDS, "sctp"])
 def test_packet_to_another_node_is_redirected(uplink: Path_, v: int, kind: str) -> None:
     build = {**KINDS, "sctp": sctp}[kind]
-    answer = {**BACK, "sctp": sctp}[kind[:3] if kind != "sctp" else kind]
+    answer = ANSWERS[kind]
     own, front, back = client(v), vip(v, CLUSTER), pod(v)
     source = expect_snat_redirect(
         uplink, build(own, front, ttl=9, tos=4), build, back, v, ttl=8, tos=4

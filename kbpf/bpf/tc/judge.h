@@ -1,0 +1,324 @@
+/* SPDX-License-Identifier: (GPL-2.0 OR BSD-2-Clause) */
+/* Decides what a packet of a known flow may change, and whether it may reach the client.
+ *
+ * Most packets change no state, and tc_ingress and tc_egress see in their own entry that they are
+ * ordinary (is_ordinary()). All others come here, where both sides' entries are compared. What is
+ * checked before it is stored:
+ *
+ *   device     a packet counts only if it arrives where the route to its sender leads
+ *              (arrives_by()), so no pod can speak for a client or a backend
+ *   TCP        the window, as in nf_conntrack: a segment outside changes nothing, not even how long
+ *              the flow lives. A FIN has to be in the window, and a RST to have exactly the number
+ *              that its receiver expects.
+ *   SCTP       the verification tag
+ *
+ * As long as the backend has not answered a new connection, only its SYN-ACK or its refusal reaches
+ * the client. Anything else belongs to an earlier connection with the same ports, which the backend
+ * still has. So nothing of it may reach the new client, which gets another port when it repeats its
+ * SYN (FIN_RESERVED). Later the window tells the backend's segments from late ones of an earlier
+ * connection, so those outside are dropped, as kube-proxy's rules drop what conntrack calls
+ * invalid.
+ */
+#pragma once
+
+#include "types.h"
+#include "lib/packet.h"
+#include "tc/account_flows.h"
+#include "tc/flow.h"
+#include "tc/hop.h"
+#include "tc/known.h"
+#include "tc/scratch.h"
+#include "tc/tails.h"
+
+enum judgment {
+	IGNORED = 0, /* changes nothing; the receiver decides what it thinks of the packet */
+	COUNTED = 1,
+	OUTSIDE =
+		2,  /* not in the window: the same for the client's, and the backend's is dropped */
+	DENIED = 3, /* must not reach its receiver */
+};
+
+static __always_inline void copy_limits(struct tcp_side *to, const struct tcp_side *peer)
+{
+	to->limit = peer->edge;
+	to->room = peer->window;
+}
+
+/* in_window(), compared with the other side as well. */
+static __always_inline bool matches_both(struct tcp_side *own, const struct tcp_side *peer,
+					 const struct segment *n)
+{
+	copy_limits(own, peer);
+	return in_window(own, n) && in_order(n->ack, peer->next) &&
+	       in_order(peer->next - ack_window(own), n->ack);
+}
+
+/* Whether this segment acknowledges the client's SYN, and maybe data in it. */
+static __always_inline bool answers_syn(const struct flow *original, const struct segment *n)
+{
+	const struct tcp_side *client = &original->seen.tcp;
+
+	if (original->state != STATE_NEW) /* the SYN-ACK is repeated, and `edge` has changed */
+		return client->next - n->ack < MAX_ACK_WINDOW;
+	return in_order(client->edge, n->ack) && in_order(n->ack, client->next);
+}
+
+/* A SYN of the client. In a live connection only the two ends know whether it is genuine. */
+static __always_inline enum judgment judge_syn(struct __sk_buff *skb, const struct packet *p,
+					       struct flow *original, struct tcp_side *backend)
+{
+	struct tcp_side *client = &original->seen.tcp;
+
+	original->syn = p->tcp.next;
+	if (original->state == STATE_CLOSED) { /* by a reset: see check_restart() */
+		original->state = STATE_NEW;
+		original->fins = 0;
+		__builtin_memset(backend, 0, sizeof(*backend));
+	} else if (original->state != STATE_NEW || !in_order(client->next, p->tcp.next)) {
+		return IGNORED;
+	}
+	open_side(client, skb, p);
+	return COUNTED;
+}
+
+/* The backend has no connection: as after two FINs that both sides have acknowledged. */
+static __always_inline void end_backend(struct flow *original, struct tcp_side *backend,
+					struct tcp_side *client)
+{
+	original->fins |= FIN_CLIENT | FIN_BACKEND;
+	backend->ack = client->next;
+	client->ack = backend->next;
+}
+
+/* The backend's answer to a SYN. */
+static __always_inline enum judgment judge_answer(struct __sk_buff *skb, const struct packet *p,
+						  u32 flags, struct flow *original,
+						  struct tcp_side *backend)
+{
+	struct tcp_side *client = &original->seen.tcp;
+	const struct segment *n = &p->tcp;
+	s32 scale;
+
+	if (!(flags & TCP_ACK) || !(flags & (TCP_SYN | TCP_RST)) || !answers_syn(original, n)) {
+		if (original->state == STATE_NEW && (flags & TCP_ACK))
+			original->fins |= FIN_RESERVED;
+		return DENIED;
+	}
+	if (flags & TCP_RST) {
+		original->state = STATE_CLOSED;
+		backend->next = n->next;
+		end_backend(original, backend, client);
+		return COUNTED;
+	}
+	original->state = STATE_ANSWERED;
+	original->fins = 0;
+	scale = window_scale(skb, p);
+	backend->scale = scale < 0 ? 0 : scale;
+	if (scale < 0) /* then the client must not use it either (RFC 7323, 1.3) */
+		client->scale = 0;
+	backend->next = client->ack = n->next;
+	backend->ack = n->ack;
+	backend->window = n->window | 1;
+	backend->edge = n->ack + n->window;
+	client->edge = n->next + client->window;
+	copy_limits(client, backend);
+	copy_limits(backend, client);
+	return COUNTED;
+}
+
+/* The number of the RST that its receiver accepts (RFC 5961): what it expects next, or the number
+ * after what the sender has in flight. Any other in the window may pass, but the connection lives.
+ */
+static __always_inline enum judgment judge_reset(struct flow *original, struct tcp_side *own,
+						 struct tcp_side *peer, const struct segment *n,
+						 bool reply)
+{
+	if (n->sequence != peer->ack && n->sequence != own->next)
+		return in_order(own->next - own->room, n->sequence) &&
+				       in_order(n->sequence, peer->edge)
+			       ? IGNORED
+			       : OUTSIDE;
+	original->state = STATE_CLOSED;
+	if (reply) /* the client's RST may be lost on its way */
+		end_backend(original, own, peer);
+	return COUNTED;
+}
+
+/* The state after a segment in the window that is neither SYN nor RST. */
+static __always_inline void advance_state(struct flow *original, const struct tcp_side *own,
+					  const struct tcp_side *peer, const struct segment *n,
+					  u32 flags, bool reply)
+{
+	u8 before = original->state;
+
+	if (flags & TCP_FIN) {
+		if (reply && !(original->fins & (FIN_CLIENT | FIN_BACKEND)))
+			original->fins |= FIN_BACKEND_FIRST;
+		original->fins |= reply ? FIN_BACKEND : FIN_CLIENT;
+	}
+	if (both_closed(original))
+		original->state = STATE_CLOSED;
+	else if (before == STATE_CLOSED) /* by a reset, which its receiver has not accepted */
+		original->state = flags & TCP_FIN ? STATE_CLOSED : STATE_CLOSING;
+	else if (original->fins & (FIN_CLIENT | FIN_BACKEND))
+		original->state = STATE_CLOSING;
+	else if (before == STATE_ANSWERED && !reply && n->ack == peer->next)
+		original->state = STATE_UNPROVEN;
+	/* A backend that has only answered the SYN repeats its SYN-ACK or ACK whatever it receives.
+	 * Only sending data, or acknowledging data, proves that it has the connection. */
+	else if ((before == STATE_ANSWERED || before == STATE_UNPROVEN) && reply &&
+		 (n->next != own->next || n->ack != own->ack))
+		original->state = STATE_ESTABLISHED;
+}
+
+static __always_inline enum judgment judge_tcp(struct __sk_buff *skb, const struct packet *p,
+					       u32 flags, bool reply, struct flow *flow,
+					       struct flow *other)
+{
+	struct flow *original = reply ? other : flow;
+	struct tcp_side *own = &flow->seen.tcp, *peer = &other->seen.tcp;
+	const struct segment *n = &p->tcp;
+	u8 state = original->state;
+
+	if (!reply && (flags & (TCP_SYN | TCP_ACK | TCP_RST)) == TCP_SYN)
+		return judge_syn(skb, p, original, peer);
+	if (reply && (state == STATE_NEW || (state == STATE_ANSWERED && (flags & TCP_SYN))))
+		return judge_answer(skb, p, flags, original, own);
+	if (state == STATE_NEW)
+		return IGNORED;
+	if (flags & TCP_RST)
+		return judge_reset(original, own, peer, n, reply);
+	if (!(flags & TCP_ACK) || !matches_both(own, peer, n))
+		return OUTSIDE;
+	advance_state(original, own, peer, n, flags, reply);
+	note_segment(own, n, flags & TCP_SYN ? 0 : own->scale);
+	copy_limits(peer, own);
+	return COUNTED;
+}
+
+/* An association may be restarted (RFC 9260, 5.2.2): the tags of both sides change once the backend
+ * has accepted the client's cookie. */
+static __always_inline enum judgment judge_sctp(const struct packet *p, u32 flags, bool reply,
+						struct flow *flow, struct flow *other)
+{
+	struct flow *original = reply ? other : flow;
+	struct sctp_tags *own = &flow->seen.sctp, *peer = &other->seen.sctp;
+	__be32 announced = p->sctp.next;
+	u8 state = original->state;
+
+	if (!reply && (flags & TCP_SYN)) {
+		if (peer->tag == announced)
+			return state == STATE_NEW ? COUNTED : IGNORED;
+		if (state == STATE_NEW)
+			original->fins |= FIN_RESERVED; /* a new flow, with its next INIT */
+		else
+			peer->next = announced;
+		return IGNORED;
+	}
+	if (reply && own->next && p->sctp.tag == own->next) {
+		if (announced)
+			peer->next = announced;
+		if (!peer->next || !(flags & TCP_ACK))
+			return IGNORED;
+		own->tag = own->next;
+		peer->tag = peer->next;
+	}
+	if (own->tag && p->sctp.tag != own->tag)
+		return reply && state == STATE_NEW ? DENIED : IGNORED;
+	if (reply && announced && is_half_open(original)) {
+		peer->tag = announced;
+		original->state = STATE_ANSWERED;
+	} else if (reply && state == STATE_ANSWERED && (flags & TCP_ACK)) {
+		original->state = STATE_ESTABLISHED;
+	}
+	return COUNTED;
+}
+
+/* ANSWERED becomes ESTABLISHED, unless only this entry's copy was outdated. */
+static __always_inline enum judgment judge_udp(struct flow *flow, struct flow *original, bool reply,
+					       u64 now)
+{
+	u8 before = original->state;
+
+	if (may_change_other(flow, 0, reply, now) && flow->state == before)
+		original->state = before == STATE_NEW ? STATE_ANSWERED : STATE_ESTABLISHED;
+	return COUNTED;
+}
+
+static __always_inline enum judgment judge(struct __sk_buff *skb, const struct packet *p, u32 flags,
+					   bool reply, struct flow *flow, struct flow *other,
+					   u64 now)
+{
+	bool tcp = flow->client.protocol == IPPROTO_TCP;
+
+	if (!other) /* its other entries are gone; it only keeps its port */
+		return !tcp || in_window(&flow->seen.tcp, &p->tcp) ? COUNTED : OUTSIDE;
+	if (tcp)
+		return judge_tcp(skb, p, flags, reply, flow, other);
+	if (flow->client.protocol == IPPROTO_SCTP)
+		return judge_sctp(p, flags, reply, flow, other);
+	return judge_udp(flow, reply ? other : flow, reply, now);
+}
+
+/* A reply to the node matches another entry when it leaves the stack, where it is judged again:
+ * that one has to know what the first did. */
+static __always_inline void copy_to_reply_entry(const struct flow *flow)
+{
+	struct flow_key key = reply_key(flow);
+	struct flow *entry = flow->path == PATH_DIRECT_SNAT ? NULL : entry_of(flow, &key);
+
+	if (!entry)
+		return;
+	entry->seen = flow->seen;
+	entry->arrival = flow->arrival;
+	entry->state = flow->state;
+	entry->fins = flow->fins;
+}
+
+/* Judges a packet of a known flow; the program that has asked continues with it. */
+int tc_judge(struct __sk_buff *skb)
+{
+	struct flow *flow, *other, *original;
+	struct scratch *s = get_scratch();
+	enum judgment result = DENIED;
+	u64 now = now_ns();
+	struct packet *p;
+	u32 arrival;
+	bool reply;
+	u8 before;
+
+	if (!s)
+		return TC_ACT_UNSPEC;
+	p = &s->packet;
+	flow = flow_between(&p->tuple);
+	if (!flow)
+		return resume(skb, s, s->resume_tail, JUDGED);
+	reply = !is_original(&p->tuple, flow);
+	arrival = skb->ingress_ifindex;
+	barrier_var(
+		arrival); /* or the compiler chooses between two members of skb by its address */
+	if (s->resume_tail == TAIL_INGRESS)
+		arrival = skb->ifindex;
+	other = twin_of(flow, reply);
+	original = reply ? other : flow;
+	before = original ? original->state : flow->state;
+	if (arrival == flow->arrival || arrives_by(skb, p, arrival, &s->hop))
+		result = judge(skb, p, p->tcp_flags, reply, flow, other, now);
+	if (result == COUNTED) {
+		flow->last_used = now;
+		flow->arrival = arrival;
+	}
+	if (other && original) {
+		if (original->state != before)
+			account_state(original, before, reply, p->tcp_flags);
+		flow->state = other->state = original->state;
+		flow->fins = other->fins = original->fins;
+		if (original->state == STATE_CLOSED && before != STATE_CLOSED)
+			flush_rest(other);
+	}
+	if (result == COUNTED && flow->direction == DIRECTION_SNAT_REPLY)
+		copy_to_reply_entry(flow);
+	if (result == DENIED || (result == OUTSIDE && reply))
+		return drop_flow(flow, NOT_TRACKED);
+	return resume(skb, s, s->resume_tail, JUDGED);
+}
