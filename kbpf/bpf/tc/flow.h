@@ -79,8 +79,8 @@ BPF_TABLE("hash", struct flow_key, struct flow, flows, 64);
 BPF_QUEUE(flow_queue, struct flow_key, 64);
 
 /* 0 -> number of keys in the queue. Counted by the programs, and set by the agent when it fills a
- * new map. */
-BPF_TABLE("array", u32, u64, flow_count, 1);
+ * new map. 1 -> `spent` of the token bucket of take_reservation(). */
+BPF_TABLE("array", u32, u64, flow_count, 2);
 
 /* A filter in front of `flows`: hash of an end -> the generation of its mark (struct
  * flow_generations). Most packets between pods are of no flow, and these array lookups, which the

@@ -261,7 +261,7 @@ static __always_inline enum judgment judge(struct __sk_buff *skb, const struct p
 }
 
 /* A reply to the node matches another entry when it leaves the stack, where it is judged again:
- * that one has to know what the first did. */
+ * that one has to know the same numbers. */
 static __always_inline void copy_to_reply_entry(const struct flow *flow)
 {
 	struct flow_key key = reply_key(flow);
@@ -316,7 +316,8 @@ int tc_judge(struct __sk_buff *skb)
 		if (original->state == STATE_CLOSED && before != STATE_CLOSED)
 			flush_rest(other);
 	}
-	if (result == COUNTED && flow->direction == DIRECTION_SNAT_REPLY)
+	if (result == COUNTED && flow->direction == DIRECTION_SNAT_REPLY &&
+	    flow->client.protocol == IPPROTO_TCP)
 		copy_to_reply_entry(flow);
 	if (result == DENIED || (result == OUTSIDE && reply))
 		return drop_flow(flow, NOT_TRACKED);

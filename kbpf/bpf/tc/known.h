@@ -8,6 +8,7 @@
 #include "maps.h"
 #include "lib/packet.h"
 #include "lib/rewrite.h"
+#include "lib/token.h"
 #include "tc/account_flows.h"
 #include "tc/devices.h"
 #include "tc/flow.h"
@@ -223,21 +224,40 @@ static __always_inline void release_entry(struct flow_key *key, const struct flo
 		return;
 	if (!reserve) {
 		flows.delete(key);
-	} else if (entry->client.protocol != IPPROTO_UDP) {
+	} else if (entry->client.protocol == IPPROTO_UDP) {
+		if (flow->last_used > entry->last_used) /* the client's last datagram */
+			entry->last_used = flow->last_used;
+	} else {
 		entry->state = STATE_CLOSED;
 		entry->fins = FIN_RESERVED;
 		entry->last_used = now;
 	}
 }
 
+/* Whether one more port may be reserved. At most a quarter of all connections have one at a time
+ * (each is reserved for two minutes at most), so reservations never fill the map. */
+static __always_inline bool take_reservation(u64 now)
+{
+	u32 zero = 0, one = 1;
+	struct node *n = node.lookup(&zero);
+	u64 *spent = flow_count.lookup(&one);
+	u32 burst = n ? n->connections / 8 : 0;
+
+	return spent && burst && take_token(spent, 120 * SECOND / burst, burst, now);
+}
+
 /* Releases the entries that match the replies of a flow. If the backend may still answer
  * (`reserve`: may_be_answered()), the entry that it would answer to stays. So its port has no other
- * owner, and what the backend sends goes to the former client. */
+ * owner, and what the backend sends goes to the former client. Without SNAT nobody but the client
+ * could get the port, and it needs another one only if the backend insists on an old connection. */
 static __always_inline void release_replies(const struct flow *flow, bool reserve, u64 now)
 {
 	struct port_slot *slot;
 	struct flow_key key;
 
+	if (!has_snat(flow) && !(flow->fins & FIN_RESERVED))
+		reserve = false;
+	reserve = reserve && take_reservation(now);
 	if (has_snat(flow)) {
 		key = snat_reply_key(flow);
 		slot = try_lock_key(&key);

@@ -93,7 +93,8 @@ def flow(
     def entry(direction: int) -> bytes:
         return layout.FLOW.pack(
             int((NOW - idle) * NS), *ends[:3], snat_target[:16], snat_target[16:18],
-            ends[0][16:18], service, 5, state, 0, path, direction, device, bytes(40), bytes(48),
+            ends[0][16:18], service, 5, state, 0, path, direction, device,
+            bytes(32), 0, 0, bytes(48),
         )  # fmt: skip
 
     keys = {

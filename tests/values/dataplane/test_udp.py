@@ -88,7 +88,24 @@ def tracked(client: int, backend: Backend, part: FlowDirection, protocol: Protoc
     end = pack_target(backend.address, backend.port, protocol)
     ports = client.to_bytes(2, "big")
     return FLOW.pack(
-        0, own, front, end, bytes(16), ports, ports, 1, 1, 0, 0, 0, part, 0, bytes(40), bytes(48)
+        0,
+        own,
+        front,
+        end,
+        bytes(16),
+        ports,
+        ports,
+        1,
+        1,
+        0,
+        0,
+        0,
+        part,
+        0,
+        bytes(32),
+        0,
+        0,
+        bytes(48),
     )
 
 

@@ -109,7 +109,7 @@ def track(
         int((NOW - idle) * NANO), address + number + bytes([protocol, 0]), target("192.0.2.1:80"),
         target(to, protocol), parse_addr(host.strip("[]")), int(snat_port).to_bytes(2, "big"),
         port.to_bytes(2, "big") if port else number, 1, 5, state, 0, way, 0, device,
-        bytes(40), bytes(48),
+        bytes(32), 0, 0, bytes(48),
     )  # fmt: skip
     whole = ORIGINAL | REPLY | (SNAT_REPLY if snat else 0)
     return TrackedConnection(raw, int((NOW + left) * NANO), parts or whole)

@@ -271,7 +271,7 @@ ALL_CONDITIONS: Final = sum(EndpointCondition)
 SOURCE_KEY: Final = Struct("=II16s")
 FLOW_KEY: Final = Struct("=20s20s")
 NETWORK_KEY: Final = Struct("=I16s")
-FLOW: Final = Struct("=Q20s20s20s16s2s2sIIBBBBI40s48s")
+FLOW: Final = Struct("=Q20s20s20s16s2s2sIIBBBBI32sII48s")
 TCP_SIDE: Final = Struct("=IIIIIIB7x")
 SCRATCH_SIZE: Final = 504
 """struct scratch (bpf/tc/scratch.h), which no other side reads."""
@@ -604,8 +604,9 @@ MAPS: Final = {
             "packet path: connections, oldest first; full: evicts one, or drops the new one",
             uapi.BPF_MAP_TYPE_QUEUE, 0, FLOW_KEY.size, 0, sized_by="connections",
             packet_path_only=True, entries_per_object=FLOW_HEADROOM),
-        MapSpec("flow_count", "packet path: number of connections in flow_queue",
-            uapi.BPF_MAP_TYPE_ARRAY, 4, U64.size, 1),
+        MapSpec("flow_count",
+            "packet path: number of connections in flow_queue, and a limit for reserved ports",
+            uapi.BPF_MAP_TYPE_ARRAY, 4, U64.size, 2),
         MapSpec("flow_marks",
             "packet path: hash of a frontend or backend → whether a connection may have it",
             uapi.BPF_MAP_TYPE_ARRAY, 4, U64.size, FLOW_MARKS),

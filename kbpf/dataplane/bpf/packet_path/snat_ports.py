@@ -48,7 +48,7 @@ def reservation_entry(connection: ConntrackFlow, now: int) -> tuple[bytes, bytes
     value = FLOW.pack(
         now, node.pack(), backend, backend, _NO_ADDRESS, bytes(2), port,
         0, 0, TcpState.ESTABLISHED, 0, FlowPath.STACK, FlowDirection.ORIGINAL, 0,
-        bytes(40), bytes(48),
+        bytes(32), 0, 0, bytes(48),
     )  # fmt: skip
     return flow_key(backend, node.pack()), value
 

@@ -55,7 +55,7 @@ OLDEST = {
     "the client has closed, then silence": (f"{LIVES} FA 11s", True),
     "the backend has closed, then silence": (f"{LIVES} <FA <A 11s", True),
     "the client has closed, and gets data": (f"{LIVES} FA 11s <A+ A -60s", False),
-    "resets out of window": (f"{LIVES} R! <R! 11s", False),
+    "resets out of window": (f"{LIVES} R! <R!| 11s", False),
     "forged without seeing the replies": ("S <SA A! A+! 6s", True),
 }
 """The oldest flow, and whether it makes room. With "-60s" it stays recent, however long a test

@@ -13,7 +13,7 @@ from kbpf.dataplane.bpf.packet_path import flow_gc
 from kbpf.errors import KernelError
 from kbpf.kernel.bpf.objects import Map
 from tests.programs.maps.flows.table import LIVES, NODE, POD, VIPS, Flows, client
-from tests.support.packets.packets import frame, tcp
+from tests.support.packets.packets import frame
 from tests.support.packets.parse import Packet, parse
 from tests.support.packets.test_run import run
 
@@ -64,14 +64,14 @@ def is_translated(flows: Flows, port: int) -> tuple[bool, bool]:
     """Whether data of the client, and of the backend, is translated. There is no other flow."""
     own, vip = client(port), VIPS[flows.kind]
     return (
-        through(flows, own, vip).destination == POD,
-        through(flows, POD, source_behind(flows, port)).source == vip,
+        through(flows, port, "A+", own, vip).destination == POD,
+        through(flows, port, "<A+", POD, source_behind(flows, port)).source == vip,
     )
 
 
-def through(flows: Flows, source: str, destination: str) -> Packet:
+def through(flows: Flows, port: int, word: str, source: str, destination: str) -> Packet:
     """A segment of a connection as it leaves the node."""
-    packet = frame(tcp(source, destination, b"data", flags="A"))
+    packet = frame(flows.talks[port].segment(word, source, destination))
     for name in ("tc_ingress", "tc_egress"):
         packet = run(flows.programs[name], packet).packet_out
     return parse(packet[14:], l2=False)

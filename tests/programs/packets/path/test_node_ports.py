@@ -70,7 +70,7 @@ def fill_ports(path: Path_, v: int, ports: Iterable[int], **fields: object) -> N
             value = FLOW.pack(
                 fields.get("used", now), other, backend, backend, node[:16], number, number, 0, 0,
                 fields.get("state", TcpState.ESTABLISHED), fields.get("fins", 0), 0, 2, 0,
-                bytes(40), bytes(48),
+                bytes(32), 0, 0, bytes(48),
             )  # fmt: skip
             flows.update(flow_key(backend, node[:16] + number + node[18:]), value)
 

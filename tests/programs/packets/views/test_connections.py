@@ -404,7 +404,7 @@ def full_site(artifact_cache: Path) -> Iterator[Site]:
             for part in (FlowDirection.ORIGINAL, FlowDirection.REPLY):
                 values += FLOW.pack(
                     now, client, frontend, backend, bytes(16), bytes(2), client[16:18], i % 9, 1,
-                    TcpState.ESTABLISHED, 0, 0, part, 0, bytes(40), bytes(48),
+                    TcpState.ESTABLISHED, 0, 0, part, 0, bytes(32), 0, 0, bytes(48),
                 )  # fmt: skip
             keys += FLOW_KEY.pack(client, frontend) + FLOW_KEY.pack(backend, client)
         # An LRU map evicts some entries before it is full, so it is a quarter larger.
