@@ -210,6 +210,8 @@ static __always_inline bool parse_ports(struct __sk_buff *skb, struct packet *p,
 		bpf_skb_load_bytes(skb, p->l4 + SCTP_HEADER, &chunk, 1);
 		p->tcp_flags = sctp_flags(chunk);
 		bpf_skb_load_bytes(skb, p->l4 + 4, &p->sctp.tag, sizeof(p->sctp.tag));
+		if (p->sctp.tag) /* then it is no INIT (RFC 9260, 8.5.1) */
+			p->tcp_flags &= ~TCP_SYN;
 		if (chunk == SCTP_CID_INIT || chunk == SCTP_CID_INIT_ACK)
 			bpf_skb_load_bytes(skb, p->l4 + SCTP_HEADER + 4, &p->sctp.next,
 					   sizeof(p->sctp.next));

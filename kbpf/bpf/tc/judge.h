@@ -53,11 +53,14 @@ static __always_inline bool matches_both(struct tcp_side *own, const struct tcp_
 	       in_order(peer->next - ack_window(own), n->ack);
 }
 
-/* Whether this segment acknowledges the client's SYN, and maybe data in it. */
+/* Whether this segment acknowledges the client's first SYN, and maybe data in it, or its last one:
+ * either of the two may be forged. */
 static __always_inline bool answers_syn(const struct flow *original, const struct segment *n)
 {
 	const struct tcp_side *client = &original->seen.tcp;
 
+	if (n->ack == original->syn)
+		return true;
 	if (original->state != STATE_NEW) /* the SYN-ACK is repeated, and `edge` has changed */
 		return client->next - n->ack < MAX_ACK_WINDOW;
 	return in_order(client->edge, n->ack) && in_order(n->ack, client->next);
@@ -70,13 +73,12 @@ static __always_inline enum judgment judge_syn(struct __sk_buff *skb, const stru
 	struct tcp_side *client = &original->seen.tcp;
 
 	original->syn = p->tcp.next;
-	if (original->state == STATE_CLOSED) { /* by a reset: see check_restart() */
-		original->state = STATE_NEW;
-		original->fins = 0;
-		__builtin_memset(backend, 0, sizeof(*backend));
-	} else if (original->state != STATE_NEW || !in_order(client->next, p->tcp.next)) {
-		return IGNORED;
-	}
+	if (original->state != STATE_CLOSED)
+		return original->state == STATE_NEW && client->next == p->tcp.next ? COUNTED
+										   : IGNORED;
+	original->state = STATE_NEW; /* after a reset: see check_restart() */
+	original->fins = 0;
+	__builtin_memset(backend, 0, sizeof(*backend));
 	open_side(client, skb, p);
 	return COUNTED;
 }
@@ -100,7 +102,7 @@ static __always_inline enum judgment judge_answer(struct __sk_buff *skb, const s
 	s32 scale;
 
 	if (!(flags & TCP_ACK) || !(flags & (TCP_SYN | TCP_RST)) || !answers_syn(original, n)) {
-		if (original->state == STATE_NEW && (flags & TCP_ACK))
+		if (flags & TCP_ACK)
 			original->fins |= FIN_RESERVED;
 		return DENIED;
 	}
@@ -112,6 +114,8 @@ static __always_inline enum judgment judge_answer(struct __sk_buff *skb, const s
 	}
 	original->state = STATE_ANSWERED;
 	original->fins = 0;
+	if (n->ack == original->syn)
+		client->next = n->ack;
 	scale = window_scale(skb, p);
 	backend->scale = scale < 0 ? 0 : scale;
 	if (scale < 0) /* then the client must not use it either (RFC 7323, 1.3) */
@@ -146,11 +150,16 @@ static __always_inline enum judgment judge_reset(struct flow *original, struct t
 
 /* The state after a segment in the window that is neither SYN nor RST. */
 static __always_inline void advance_state(struct flow *original, const struct tcp_side *own,
-					  const struct tcp_side *peer, const struct segment *n,
-					  u32 flags, bool reply)
+					  const struct segment *n, u32 flags, bool reply)
 {
 	u8 before = original->state;
 
+	if (before == STATE_ANSWERED) {
+		if (reply || !in_order(own->ack, n->ack)) /* no acknowledgement of the SYN-ACK */
+			return;
+		original->state = STATE_UNPROVEN;
+		original->fins &= ~FIN_RESERVED;
+	}
 	if (flags & TCP_FIN) {
 		if (reply && !(original->fins & (FIN_CLIENT | FIN_BACKEND)))
 			original->fins |= FIN_BACKEND_FIRST;
@@ -162,12 +171,9 @@ static __always_inline void advance_state(struct flow *original, const struct tc
 		original->state = flags & TCP_FIN ? STATE_CLOSED : STATE_CLOSING;
 	else if (original->fins & (FIN_CLIENT | FIN_BACKEND))
 		original->state = STATE_CLOSING;
-	else if (before == STATE_ANSWERED && !reply && n->ack == peer->next)
-		original->state = STATE_UNPROVEN;
 	/* A backend that has only answered the SYN repeats its SYN-ACK or ACK whatever it receives.
 	 * Only sending data, or acknowledging data, proves that it has the connection. */
-	else if ((before == STATE_ANSWERED || before == STATE_UNPROVEN) && reply &&
-		 (n->next != own->next || n->ack != own->ack))
+	else if (before == STATE_UNPROVEN && reply && (n->next != own->next || n->ack != own->ack))
 		original->state = STATE_ESTABLISHED;
 }
 
@@ -188,9 +194,12 @@ static __always_inline enum judgment judge_tcp(struct __sk_buff *skb, const stru
 		return IGNORED;
 	if (flags & TCP_RST)
 		return judge_reset(original, own, peer, n, reply);
-	if (!(flags & TCP_ACK) || !matches_both(own, peer, n))
+	if (!(flags & TCP_ACK) || !matches_both(own, peer, n)) {
+		if (state == STATE_ANSWERED && reply) /* it may know nothing of this handshake */
+			original->fins |= FIN_RESERVED;
 		return OUTSIDE;
-	advance_state(original, own, peer, n, flags, reply);
+	}
+	advance_state(original, own, n, flags, reply);
 	note_segment(own, n, flags & TCP_SYN ? 0 : own->scale);
 	copy_limits(peer, own);
 	return COUNTED;

@@ -91,7 +91,9 @@ static __always_inline enum restart check_restart(const struct flow *flow, u32 f
 	}
 	if ((flags & (TCP_SYN | TCP_ACK)) != TCP_SYN)
 		return RESTART_NO;
-	return both_closed(flow) || (flow->fins & FIN_RESERVED) ? RESTART_YES : RESTART_CHECK;
+	return both_closed(flow) || (is_half_open(flow) && (flow->fins & FIN_RESERVED))
+		       ? RESTART_YES
+		       : RESTART_CHECK;
 }
 
 /* The twin entry, which matches the other side's packets: for a packet of the backend the client's
@@ -155,8 +157,8 @@ static __always_inline int ask_judge(struct __sk_buff *skb, struct scratch *s, u
 }
 
 /* Updates the entry of client' and backend for a packet of the client that leaves the stack. The
- * state was updated when the packet arrived, but with SNAT this copy was not. TCP's packets do not
- * count here, since it is not known whether they were in the window. */
+ * state was updated when the packet arrived, but with SNAT this copy was not. Packets of TCP and
+ * SCTP do not count here, since it is not known whether their numbers were right. */
 static __always_inline void update_leaving(struct flow *flow, u32 flags, u64 now)
 {
 	bool tcp = flow->client.protocol == IPPROTO_TCP;
@@ -165,7 +167,7 @@ static __always_inline void update_leaving(struct flow *flow, u32 flags, u64 now
 
 	if (flags & FROM_ICMP_ERROR)
 		return;
-	if (!tcp)
+	if (flow->client.protocol == IPPROTO_UDP)
 		flow->last_used = now;
 	if (!has_snat(flow) ||
 	    !(tcp ? may_change_tcp(flow, flags, false) : may_change_other(flow, flags, false, now)))

@@ -21,6 +21,7 @@ from kbpf.dataplane.bpf import udp_conntrack
 from kbpf.dataplane.bpf.maps.agent_maps import AgentMaps
 from kbpf.dataplane.bpf.maps.flow_entries import (
     DECISION,
+    DIRECTION,
     NS_PER_SECOND,
     is_original,
     last_used,
@@ -32,6 +33,7 @@ from kbpf.dataplane.bpf.maps.layout import (
     PEER,
     U64,
     UDP_FLOW,
+    FlowDirection,
     Target,
     node_port_target,
     pack_target,
@@ -229,7 +231,8 @@ def _target_family(raw: bytes) -> int:
 
 def _delete_packet_flows(flows: Map, is_gone: IsGone) -> CutSteps:
     """Deletes stale flows of the packet path; the next datagram chooses again. The entries for
-    replies stay while the client may wait for an answer; flow_gc.py deletes them later. The
+    replies stay while the client may wait for an answer, and those for replies to the node until
+    they expire, since no other client may get the answer; flow_gc.py deletes both. The
     original-direction entries go last, since without them the others would never be evicted. A flow
     that has started again since it was read is kept. A datagram that comes earlier chooses again,
     too, if its backend has no id any more (check_restart() in known.h).
@@ -244,6 +247,8 @@ def _delete_packet_flows(flows: Map, is_gone: IsGone) -> CutSteps:
             if is_gone(service, frontend, backend):
                 if is_original(raw):
                     originals.append((key, raw))
+                elif raw[DIRECTION] == FlowDirection.SNAT_REPLY:
+                    _reserve(flows, key, raw)
                 elif not _has_asked(flows, raw, asked_since):
                     _delete_if_unchanged(flows, key, raw)
         if number % STEP_ENTRIES == 0:
@@ -262,6 +267,17 @@ def _has_asked(flows: Map, raw: bytes, since: int) -> bool:
     return (
         original is not None and original[DECISION] == raw[DECISION] and last_used(original) > since
     )
+
+
+def _reserve(flows: Map, key: bytes, raw: bytes) -> None:
+    """Lets this reply entry expire as late as its client's last datagram may be answered."""
+    original = flows.lookup(original_key(raw))
+    if (
+        original is not None
+        and original[DECISION] == raw[DECISION]
+        and last_used(original) > last_used(raw)
+    ):
+        flows.update(key, original[:8] + raw[8:])
 
 
 def _delete_if_unchanged(flows: Map, key: bytes, raw: bytes) -> bool:
