@@ -30,9 +30,6 @@ MAX_FAILURES: Final = 50
 MAX_MAPS: Final = 10
 """The fullest ones."""
 
-FAILURES: Final = ("no_endpoint", "not_allowed", "refused", "unanswered", "reset")
-"""The fields of ConnectionStats that are failures."""
-
 STYLE: Final = """
 :root { color-scheme: light dark; --line: #8884; --bar: #3987e5; --bad: #d03b3b; --good: #0a8f4d; }
 body { font: 14px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 75rem;
@@ -65,10 +62,6 @@ class ServiceFigures(msgspec.Struct, frozen=True):
     open: int
     stats: ConnectionStats
 
-    @property
-    def failed(self) -> int:
-        return sum(getattr(self.stats, field) for field in FAILURES)
-
 
 def build_figures(inspection: Inspection) -> list[ServiceFigures]:
     """Of all Services: those with the most failures first, then those with the most open
@@ -79,7 +72,7 @@ def build_figures(inspection: Inspection) -> list[ServiceFigures]:
         name = str(port.key.service) if port.key is not None else port.text
         ports.setdefault(name, []).append(port)
     figures = [_build_service(name, own) for name, own in ports.items()]
-    return sorted(figures, key=lambda service: (-service.failed, -service.open, service.name))
+    return sorted(figures, key=lambda service: (-service.stats.failed, -service.open, service.name))
 
 
 def _build_service(name: str, ports: Sequence[ServicePort]) -> ServiceFigures:
@@ -237,9 +230,7 @@ def _format_backends(service: ServiceFigures, inspection: Inspection) -> Markup:
     lines = []
     for backend in service.backends[:MAX_BACKENDS]:
         share = "no new connections" if backend.share is None else f"{backend.share:.0%}"
-        failed = sum(
-            getattr(backend.stats, field) for field in FAILURES if field in inspection.counted
-        )
+        failed = backend.stats.failed
         open_count = f", {backend.open} open" if inspection.lists_sockets else ""
         lines.append(element(
             "li", f"{backend.name}: {share}{open_count}",
