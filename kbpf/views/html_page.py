@@ -3,7 +3,7 @@
 maps are. It needs nothing from elsewhere: no script, no font, no image.
 
 Tenants control names and addresses, so all text goes through element(), which escapes it, and each
-table is limited.
+table is limited, with a share for each namespace.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,6 +14,7 @@ import msgspec
 
 from kbpf import __version__
 from kbpf.errors import escape_unprintable
+from kbpf.model.fairness import take_turns
 from kbpf.model.inspection import EMPTY_SET, Inspection, Part, ServicePort
 from kbpf.model.metrics import ConnectionStats
 from kbpf.views import failures, maps, status
@@ -64,15 +65,12 @@ class ServiceFigures(msgspec.Struct, frozen=True):
 
 
 def build_figures(inspection: Inspection) -> list[ServiceFigures]:
-    """Of all Services: those with the most failures first, then those with the most open
-    connections.
-    """
+    """Of all Services."""
     ports: dict[str, list[ServicePort]] = {}
     for port in inspection.services:
         name = str(port.key.service) if port.key is not None else port.text
         ports.setdefault(name, []).append(port)
-    figures = [_build_service(name, own) for name, own in ports.items()]
-    return sorted(figures, key=lambda service: (-service.stats.failed, -service.open, service.name))
+    return [_build_service(name, own) for name, own in ports.items()]
 
 
 def _build_service(name: str, ports: Sequence[ServicePort]) -> ServiceFigures:
@@ -193,7 +191,12 @@ def _number(title: str) -> Column:
 
 
 def _format_services(inspection: Inspection) -> Markup:
+    def rank(service: ServiceFigures) -> tuple[int, int, str]:
+        """The most failures first, then the most open connections."""
+        return -service.stats.failed, -service.open, service.name
+
     services = build_figures(inspection)
+    turns = take_turns(sorted(services, key=rank), lambda s: s.name.partition("/")[0])
     most = max((service.open for service in services), default=0) * inspection.lists_sockets
     titles = (
         Column("Service", str), Column("Frontends", str), Column("Backends", str),
@@ -210,7 +213,7 @@ def _format_services(inspection: Inspection) -> Markup:
             *_counts(service.stats, inspection, "opened", "no_endpoint", "refused", "unanswered",
                      "reset"),
         )
-        for service in services[:MAX_SERVICES]
+        for service in sorted(turns[:MAX_SERVICES], key=rank)
     )  # fmt: skip
     return table(titles, rows, len(services) - MAX_SERVICES, "Services")
 
@@ -243,6 +246,9 @@ def _format_backends(service: ServiceFigures, inspection: Inspection) -> Markup:
 
 def _format_failures(inspection: Inspection) -> Markup:
     entries = failures.build_rows(inspection)
+    turns = take_turns(
+        entries, lambda row: row.client.partition("/")[0] if row.kind == "pod" else ""
+    )
     titles = (
         Column("Last", str), _number("Count"), Column("Client", str), Column("Service", str),
         Column("Frontend", str), Column("Backend", str), Column("Reason", str),
@@ -254,7 +260,7 @@ def _format_failures(inspection: Inspection) -> Markup:
             row.service or "-", row.frontend, row.backend or "-", row.reason.replace("_", " "),
             row.client_saw,
         )
-        for row in entries[:MAX_FAILURES]
+        for row in sorted(turns[:MAX_FAILURES], key=lambda row: row.last_seconds)
     )  # fmt: skip
     return table(titles, rows, len(entries) - MAX_FAILURES, "failed connections")
 
