@@ -310,6 +310,13 @@ def start_within(
     return result
 
 
+def join_pod(parent: Path, uid: str, container: str = "c1") -> None:
+    """Moves this process into a container's cgroup, made below `parent` as kubelet makes it."""
+    folder = parent / "kubepods" / f"pod{uid}" / container
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "cgroup.procs").write_text(str(os.getpid()))
+
+
 LOCAL = tuple(f"10.99.0.{i}" for i in range(1, 61))
 LOCAL6 = tuple(f"fd00:99::{i:x}" for i in range(1, 61))
 

@@ -15,6 +15,7 @@ from kbpf.agent.failing_backends import (
 )
 from kbpf.agent.self_check import SelfCheck
 from kbpf.dataplane.base import SharedAccess
+from kbpf.dataplane.bpf.failing_backends import MIN_CLIENT_FAILURES, count_independent
 from kbpf.model.config import Config
 from kbpf.model.metrics import ConnectionProbe, FailingBackend
 from kbpf.model.objects import ServiceName
@@ -125,6 +126,28 @@ def test_the_event_reaches_the_api_server() -> None:
     (event,) = server.events
     assert (event["reason"], event["regarding"]["name"]) == ("BackendFailing", "prices")
     assert event["metadata"]["namespace"] == "shop"
+
+
+@pytest.mark.parametrize(
+    ("clients", "independent"),
+    [
+        ("a/1", 1), ("a/1 a/1", 1), ("a/1 a/2", 2), ("evil/1 evil/2 evil/3", 1), ("evil/1 b/1", 2),
+        ("a/1 evil/1 evil/2", 2), ("-", 1), ("- -", 1), ("a/1 -", 2), ("evil/1 -", 2),
+        ("uid:1 uid:2", 2), ("uid:1 uid:1", 1), ("", 0),
+        ("a/1 a/2*2", 1), ("a/1*2 a/1*1 a/2", 2), ("evil/1*2 evil/2*1 a/2", 2),
+        ("evil/1*99 a/1*2", 1),
+    ],
+)  # fmt: skip
+def test_clients_that_one_tenant_may_have_made_count_once(clients: str, independent: int) -> None:
+    """Clients of a Service in namespace a, and how often they failed (else often enough); "-": a
+    process of the node.
+    """
+    words = (word.partition("*") for word in clients.split())
+    failed = [
+        (client.replace("-", "").replace(":", " "), int(count or MIN_CLIENT_FAILURES))
+        for client, _, count in words
+    ]
+    assert count_independent(failed, "a") == independent
 
 
 # ---- the thread's work ---------------------------------------------------------------------------
