@@ -4,6 +4,8 @@
 Tenants control how many backends fail. So a Service has one Event in INTERVAL_S, a namespace
 NAMESPACE_EVENTS, and all together TOTAL_EVENTS: the recorder sends one in ten seconds
 (serve/events.py), so most of its Events stay free for what concerns the node and other Services.
+Namespaces take turns, and after TOTAL_EVENTS one follows every INTERVAL_S / TOTAL_EVENTS, so that
+nobody waits until the interval is over.
 """
 
 import logging
@@ -12,6 +14,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from kbpf.errors import escape_unprintable
+from kbpf.model.fairness import take_turns
 from kbpf.model.metrics import FailingBackend
 from kbpf.model.objects import ServiceName
 from kbpf.serve.events import EventObject, EventRecorder
@@ -31,7 +34,10 @@ class FailingBackendReporter:
 
     def __init__(self, events: EventRecorder) -> None:
         self._events = events
-        self._reported: dict[ServiceName, float] = {}  # at most TOTAL_EVENTS
+        self._reported: dict[ServiceName, float] = {}  # at most 2 * TOTAL_EVENTS
+        self._spent_until = (
+            0.0  # until when Events are paid for, INTERVAL_S / TOTAL_EVENTS for each
+        )
 
     def report(self, failing: Iterable[FailingBackend], now: float) -> None:
         """Reports those of Services for which that is due."""
@@ -42,12 +48,16 @@ class FailingBackendReporter:
         for backend in failing:
             by_service.setdefault(ServiceName(*backend.name[:2]), []).append(backend)
         namespaces = Counter(name.namespace for name in self._reported)
+        due = by_service.keys() - self._reported.keys()
         # Those of the namespaces with the fewest Events first.
-        for name in sorted(by_service, key=lambda name: (namespaces[name.namespace], name)):
-            if name in self._reported or namespaces[name.namespace] >= NAMESPACE_EVENTS:
+        ordered = sorted(due, key=lambda name: (namespaces[name.namespace], name))
+        for name in take_turns(ordered, lambda name: name.namespace):
+            if namespaces[name.namespace] >= NAMESPACE_EVENTS:
                 continue
-            if len(self._reported) >= TOTAL_EVENTS:
+            spent_until = max(now, self._spent_until) + INTERVAL_S / TOTAL_EVENTS
+            if spent_until > now + INTERVAL_S:
                 break
+            self._spent_until = spent_until
             self._reported[name] = now
             namespaces[name.namespace] += 1
             note = format_note(name, by_service[name])

@@ -6,11 +6,11 @@ of the node's own addresses are logged, too.
 
 import logging
 from collections.abc import Collection, Iterator, Mapping
-from itertools import islice
 
 from kbpf.agent.problems import Problems, log_lines
 from kbpf.dataplane.base import Report
 from kbpf.model.desired import FrontendKind, ServicePortKey, ServiceState
+from kbpf.model.fairness import take_turns
 from kbpf.model.objects import ServiceName
 from kbpf.model.status import MAX_PROBLEMS
 from kbpf.policy.admission import ReservedAddresses
@@ -19,6 +19,8 @@ from kbpf.serve.events import EventObject, EventRecorder
 log = logging.getLogger("kbpf.agent")
 
 DOCS_HINT = "see docs/operate.md, Addresses that Services may take"
+AT_THIS_NODE = f"connections to this node now reach a Service ({DOCS_HINT})"
+LEFT_TO_NODE = "left to this node, on which a device has the address and a process listens"
 
 
 class RefusalReporter:
@@ -52,16 +54,17 @@ class RefusalReporter:
                 self.refused.add(key)
             else:
                 self.refused.discard(key)
-            if new_lines := self._problems.replace(("refused", key), lines):
+            if new_lines := self._problems.replace(key.namespace, ("refused", key), lines):
                 texts = [line.removeprefix(f"{key}: ") for line in new_lines]
                 lines_by_service.setdefault(key.service, []).extend(texts)
-        for name, new_lines in list(lines_by_service.items())[:MAX_PROBLEMS]:
-            note = "; ".join(new_lines)
+        names = take_turns(lines_by_service, lambda name: name.namespace)
+        for name in names[:MAX_PROBLEMS]:
+            note = "; ".join(lines_by_service[name])
             log.warning("Service %s: %s; %s", name, note, DOCS_HINT)
             regarding = EventObject("Service", name.name, name.namespace)
             self._events.emit(regarding, "AddressRefused", "Program", note)
-        if len(lines_by_service) > MAX_PROBLEMS:
-            more = len(lines_by_service) - MAX_PROBLEMS
+        if len(names) > MAX_PROBLEMS:
+            more = len(names) - MAX_PROBLEMS
             log.warning("%d more Services have addresses that are not served; %s", more, DOCS_HINT)
 
     @property
@@ -72,23 +75,20 @@ class RefusalReporter:
     def _log_left_to_node(
         self, keys: Collection[ServicePortKey], states: Mapping[ServicePortKey, ServiceState]
     ) -> None:
-        new_lines: list[str] = []
+        new_lines: list[tuple[str, str]] = []
         for key in sorted(keys):
             addresses = () if (state := states.get(key)) is None else state.left_to_node
             lines = [f"{address} of Service {key.service}" for address in addresses]
-            was_left = not lines and bool(self._left_to_node.lines_of(key))
-            new_lines += self._left_to_node.replace(key, lines)
+            was_left = not lines and bool(self._left_to_node.lines_of(key.namespace, key))
+            lines = self._left_to_node.replace(key.namespace, key, lines)
+            new_lines += ((key.namespace, line) for line in lines)
             if was_left:
                 log.info(
                     "Service %s is served at its ClusterIP again: no device here has the address, "
                     "or no process listens at it",
                     key,
                 )
-        for line in new_lines[:MAX_PROBLEMS]:
-            log.info(
-                "left to this node, on which a device has the address and a process listens: %s",
-                line,
-            )
+        log_lines(logging.INFO, LEFT_TO_NODE, new_lines)
 
     def _log_node_addresses(
         self,
@@ -96,21 +96,13 @@ class RefusalReporter:
         states: Mapping[ServicePortKey, ServiceState],
         reserved: ReservedAddresses,
     ) -> None:
-        new_lines: list[str] = []
+        new_lines: list[tuple[str, str]] = []
         for key in sorted(keys):
             state = states.get(key)
-            lines = () if state is None else _describe_node_addresses(state, reserved)
-            new_lines += self._node_address_lines.replace(
-                key, [f"Service {key.service}: {line}" for line in lines]
-            )
-        for line in new_lines[:MAX_PROBLEMS]:
-            log.warning("%s; %s", line, DOCS_HINT)
-        if len(new_lines) > MAX_PROBLEMS:
-            log.warning(
-                "%d more Services take addresses of this node; %s",
-                len(new_lines) - MAX_PROBLEMS,
-                DOCS_HINT,
-            )
+            lines = [] if state is None else list(_describe_node_addresses(state, reserved))
+            lines = self._node_address_lines.replace(key.namespace, key, lines)
+            new_lines += ((key.namespace, line) for line in lines)
+        log_lines(logging.WARNING, AT_THIS_NODE, new_lines)
 
 
 class LimitReporter:
@@ -146,7 +138,8 @@ class LimitReporter:
         keys = reported.union(lines) if len(examined) > len(lines) + len(reported) else examined
         for key in sorted(keys):
             line = lines.get(key)
-            self._problems.replace((title, key), () if line is None else (f"{key}: {line}",))
+            lines_now = () if line is None else (f"{key}: {line}",)
+            self._problems.replace(key.namespace, (title, key), lines_now)
             if line is None:
                 reported.discard(key)
             elif key not in reported:
@@ -157,10 +150,10 @@ class LimitReporter:
     def _announce(
         self, level: int, title: str, reason: str, lines: Mapping[ServicePortKey, str]
     ) -> None:
-        log_lines(level, title, list(lines.values()))
-        for key, line in islice(lines.items(), MAX_PROBLEMS):
+        log_lines(level, title, ((key.namespace, line) for key, line in lines.items()))
+        for key in take_turns(lines, lambda key: key.namespace)[:MAX_PROBLEMS]:
             regarding = EventObject("Service", key.name, key.namespace)
-            self._events.emit(regarding, reason, "Program", line)
+            self._events.emit(regarding, reason, "Program", lines[key])
 
 
 def _describe_node_addresses(state: ServiceState, reserved: ReservedAddresses) -> Iterator[str]:
@@ -179,10 +172,7 @@ def _describe_node_addresses(state: ServiceState, reserved: ReservedAddresses) -
             frontend_address.address in addresses.get(frontend.kind, ())
             and frontend_address.port not in node_ports
         ):
-            yield (
-                f"{frontend_address} is at an address of this node: connections to it reach "
-                "the Service"
-            )
+            yield f"{frontend_address} of Service {state.key.service}"
 
 
 def _describe_refusals(state: ServiceState) -> Iterator[str]:

@@ -148,12 +148,14 @@ class Reporter:
             yield NOT_TRANSLATED + "; ".join(self._self_check.failures)
 
     def _list_problems(self, plane_problems: Iterable[str]) -> tuple[list[str], int]:
-        """The first problem lines, sorted, and the total number of them."""
-        general_lines = [line for source in self._sources for line in source.status().problems]
-        general_lines += [*plane_problems, *threads.list_problems(), *self._own_problems()]
-        lines = [*general_lines[:MAX_PROBLEMS], *self._problems.first(MAX_PROBLEMS)]
+        """The first problem lines, the node's own before those of objects, and the total number of
+        them.
+        """
+        general_lines = sorted([*plane_problems, *threads.list_problems(), *self._own_problems()])
+        general_lines += [line for source in self._sources for line in source.status().problems]
+        lines = [*general_lines, *self._problems.first(MAX_PROBLEMS)]
         total = len(self._problems) + len(general_lines)
-        return sorted(set(map(escape_unprintable, lines))), total
+        return list(dict.fromkeys(map(escape_unprintable, lines))), total
 
     def _own_problems(self) -> Iterator[str]:
         yield from self._server.problems()
@@ -198,16 +200,16 @@ class Reporter:
         """Logs a warning for each object or endpoint that is newly left out, or that other
         programs would read differently.
         """
-        new_lines: list[str] = []
+        new_lines: list[tuple[str, str]] = []
         for key in {event.key for event in events if not isinstance(event, Synced)}:
             lines = [f"{key}: {line}" for line in self._reconciler.store.problems_of(key)]
-            new_lines += self._problems.replace(key, lines)
+            lines = self._problems.replace(key.namespace, key, lines)
+            new_lines += ((key.namespace, line) for line in lines)
             if key.kind is Kind.SERVICE:
                 self._update_mesh(ServiceName(key.namespace, key.name))
-        left_out = sorted(line for line in new_lines if READ_AS_TEXT not in line)
-        unusual = sorted(line for line in new_lines if READ_AS_TEXT in line)
-        log_lines(logging.WARNING, "left out", left_out)
-        log_lines(logging.WARNING, "unusual", unusual)
+        for title, is_used in (("left out", False), ("unusual", True)):
+            lines_of_title = (pair for pair in new_lines if (READ_AS_TEXT in pair[1]) is is_used)
+            log_lines(logging.WARNING, title, lines_of_title)
 
     def _update_mesh(self, name: ServiceName) -> None:
         service = self._reconciler.store.service(name)

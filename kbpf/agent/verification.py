@@ -30,7 +30,8 @@ from kbpf.kernel.system import netns, pods
 from kbpf.model.address import Addr
 from kbpf.model.config import Config
 from kbpf.model.desired import FrontendAddress, ServicePortKey
-from kbpf.model.events import Event, Rejected
+from kbpf.model.events import Event, ObjectKey, Rejected
+from kbpf.model.fairness import take_turns
 from kbpf.model.inspection import (
     Difference,
     DifferenceKind,
@@ -85,7 +86,7 @@ class Verifier:
         self._inputs: tuple[object, ...] = ()
         self._changed_at: dict[ServicePortKey | None, float] = {}
         self._heartbeat = self._resumed = 0.0
-        self._rejected: dict[str, str] = {}
+        self._rejected: dict[ObjectKey, str] = {}
 
     def on_api_connect(self, _: int, address: Addr, port: int) -> None:
         """Called before a connection to an API server is opened, in any thread: no Service can
@@ -113,7 +114,8 @@ class Verifier:
                 source.stop()
         return Verification(
             (*confirmed, *failures), len(self._builder.state.services), last.entries, proven,
-            readings, tuple(sorted(changing)[:MAX_CHANGING]),
+            readings,
+            tuple(take_turns(sorted(changing), lambda s: s.partition("/")[0])[:MAX_CHANGING]),
             (*_describe_agent(inspection), *self._describe_rejected(), *notes),
         )  # fmt: skip
 
@@ -127,9 +129,9 @@ class Verifier:
         touched = self._store.apply(events)
         for event in events:
             if isinstance(event, Rejected):
-                self._rejected[str(event.key)] = event.error
+                self._rejected[event.key] = event.error
             elif hasattr(event, "key"):
-                self._rejected.pop(str(event.key), None)
+                self._rejected.pop(event.key, None)
         listeners = sock_diag.list_listeners()
         inputs = (host.read_node_addresses(self._config), self._api_servers, listeners)
         touched.all_services = touched.all_services or inputs[0] != (self._inputs or inputs)[0]
@@ -151,7 +153,8 @@ class Verifier:
         return select_listening(self._builder.device_frontends, listeners)
 
     def _describe_rejected(self) -> Iterator[str]:
-        for key, error in list(self._rejected.items())[:MAX_CHANGING]:
+        for key in take_turns(self._rejected, lambda key: key.namespace)[:MAX_CHANGING]:
+            error = self._rejected[key]
             yield f"{key} cannot be read, and the agent may serve an earlier version: {error}"
 
     # ---- the kernel ----------------------------------------------------------------------------

@@ -3,6 +3,10 @@
  * failures reach, so a connection that succeeds costs nothing. Linux v5.11 (8e4597c627fb): before
  * that, such programs cannot find a socket's peer.
  *
+ * None of these tracepoints has the packet that arrived, so a reset or an ICMP error that a client
+ * sends to its own socket looks like the backend's. Whoever draws a conclusion needs several
+ * clients that do not belong together (dataplane/bpf/failing_backends.py).
+ *
  * A tracepoint fires for every socket of the machine. Only those that a hook of ours has directed
  * to a backend have a peer.
  */
@@ -130,8 +134,7 @@ int trace_retransmit(u64 *arguments)
 }
 
 /* inet_sk_error_report(sk): the socket has an error. A reset, or a SYN without an answer, is
- * recorded by then. A UDP socket may have one for each datagram, and can send itself such errors:
- * it counts once. */
+ * recorded by then. A UDP socket may have one for each datagram: it counts once. */
 int trace_error(u64 *arguments)
 {
 	void *sk = traced_socket(arguments);

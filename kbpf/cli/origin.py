@@ -17,6 +17,7 @@ from kbpf.cli.endpoints import own_node_name
 from kbpf.errors import SourceError
 from kbpf.model.config import Config
 from kbpf.model.events import Event, Kind, Rejected, Synced
+from kbpf.model.fairness import take_turns
 from kbpf.source.base import EventHandler, Source, wait_until_listed
 from kbpf.source.decode.decode import DecodedObject, decode_object
 
@@ -101,8 +102,9 @@ def read_world(text: str, config: Config, problems: list[str]) -> list[Event]:
     if path is not None and not path.is_file():
         return _read_folder(path, problems)
     events = _read_cluster(config) if path is None else _read_recording(path, problems)
-    rejected = {event.key: event for event in events if not isinstance(event, Synced)}
-    lines = [f"{e.key}: {e.error}" for e in rejected.values() if isinstance(e, Rejected)]
+    latest = {event.key: event for event in events if not isinstance(event, Synced)}
+    rejected = [event for event in latest.values() if isinstance(event, Rejected)]
+    lines = [f"{e.key}: {e.error}" for e in take_turns(rejected, lambda e: e.key.namespace)]
     problems += lines[:MAX_REJECTED]
     if len(lines) > MAX_REJECTED:
         problems.append(f"{len(lines) - MAX_REJECTED} more objects cannot be used")

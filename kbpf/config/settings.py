@@ -331,14 +331,14 @@ SETTINGS: Final = (
         ("--iptables-sync-period", "--ipvs-sync-period"),
         kube_proxy="iptables.syncPeriod ipvs.syncPeriod nftables.syncPeriod"),
     Setting("--metrics-services", "serving.service_series", kinds.COUNT, SERVING,
-        "maximum number of Service ports with their own series: those with the most connections "
-        "(default 1000)", kbpf="metrics.services"),
+        "maximum number of Service ports with their own series, shared among namespaces: those "
+        "with failures, then the busiest (default 1000)", kbpf="metrics.services"),
     Setting("--metrics-backends", "serving.backend_series", kinds.COUNT, SERVING,
-        "maximum number of backends with their own series, counted once per Service port: those "
-        "with the most connections (default 0)", kbpf="metrics.backends", only=BPF),
+        "maximum number of backends with their own series, counted once per Service port and "
+        "chosen likewise (default 0)", kbpf="metrics.backends", only=BPF),
     Setting("--metrics-latencies", "serving.latency_series", kinds.COUNT, SERVING,
-        "maximum number of Service ports with histograms of connect and round-trip times: those "
-        "with the most connections; needs --accounting full (default 0)",
+        "maximum number of Service ports with histograms of connect and round-trip times, chosen "
+        "likewise; needs --accounting full (default 0)",
         kbpf="metrics.latencies", only=BPF),
     Setting("--accounting", "accounting", kinds.ACCOUNTING, SERVING,
         "what is counted per Service and backend: new connections, or also their failures, bytes, "

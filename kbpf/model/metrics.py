@@ -67,6 +67,15 @@ class ConnectionStats(NamedTuple):
         """The counters of both."""
         return ConnectionStats._make(map(add, self, other))
 
+    @property
+    def failed(self) -> int:
+        """The connections that failed, for whatever reason."""
+        return self.no_endpoint + self.not_allowed + self.refused + self.unanswered + self.reset
+
+    def rank(self, open_connections: int = 0) -> tuple[bool, int]:
+        """A sort key for short lists: those with failures come first, then the busiest."""
+        return not self.failed, -self.opened - open_connections
+
     def has_bytes(self, protocol: str) -> bool:
         """Whether the bytes are measured. Those of UDP sockets are not, only those of packets."""
         return protocol != "UDP" or self.bytes_in + self.bytes_out > 0
@@ -213,10 +222,9 @@ class TrafficStats(msgspec.Struct, frozen=True):
     `connections`: the number of open connections of each Service port that has any, which may be
     tens of thousands; None if not counted, as on a kernel that does not list sockets. `totals`:
     counters of each Service port, if counted; `counted_fields`: which fields of these are counted.
-    `backends`: the busiest ones, as many as configured. `latencies`: of the Service ports with most
-    connections, as many as configured. `flow_count`: None without a packet path.
-    `kube_proxy_running`, `kube_proxy_rules`: whether a kube-proxy runs on this node, and whether
-    rules of one are there; None if unknown.
+    `backends`, `latencies`: as many as configured, shared among namespaces. `flow_count`: None
+    without a packet path. `kube_proxy_running`, `kube_proxy_rules`: whether a kube-proxy runs on
+    this node, and whether rules of one are there; None if unknown.
     """
 
     connections: tuple[tuple[PortName, int], ...] | None = None

@@ -8,7 +8,8 @@ Event with the same object and reason is sent once per REPEAT_INTERVAL_S, and at
 sent at once.
 
 Tenants control how many Services have something to report, on every node at once. So a namespace
-has a share of its own, and all namespaces together leave some Events to the Node.
+has a share of its own, which leaves some to others, and all namespaces together leave some Events
+to the Node.
 """
 
 import json
@@ -160,14 +161,15 @@ class EventRecorder:
         now = self._clock()
         self._tokens = min(BURST, self._tokens + (now - self._refill_time) / TOKEN_INTERVAL_S)
         self._refill_time = now
-        namespace = regarding.namespace
-        if self._tokens < (1 + NODE_EVENTS if namespace else 1):
-            return False
-        if namespace:
+        if namespace := regarding.namespace:
             until = max(now, self._spent_until.get(namespace, now)) + NAMESPACE_INTERVAL_S
-            if until > now + NAMESPACE_BURST * NAMESPACE_INTERVAL_S:
+            # At most as many as remain for others, as changes/quotas.py shares maps.
+            share = min(NAMESPACE_BURST, self._tokens - NODE_EVENTS)
+            if until > now + share * NAMESPACE_INTERVAL_S:
                 return False
             self._spent_until[namespace] = until
+        elif self._tokens < 1:
+            return False
         if len(self._spent_until) >= MAX_REMEMBERED:
             self._spent_until = {k: v for k, v in self._spent_until.items() if v > now}
         if len(self._last_emitted) >= MAX_REMEMBERED:

@@ -4,8 +4,8 @@ kube-proxy's.
 
 Each metric is an entry of a table: its name, type, HELP, where its value comes from, and its
 labels. The names begin with kbpf_; docs/observe.md lists them all and explains how to use them. A
-Service has series only while it has connections, and at most `max_series` Service ports have them:
-a cluster has thousands of Services, and every node would export them all.
+Service has series only once it has had connections, and at most `max_series` Service ports have
+them: a cluster has thousands of Services, and every node would export them all.
 """
 
 import os
@@ -13,11 +13,12 @@ import resource
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
-from heapq import nlargest
+from operator import itemgetter
 from pathlib import Path
 from typing import Final, NamedTuple, TypeVar
 
 from kbpf.model.config import Config
+from kbpf.model.fairness import take_turns
 from kbpf.model.metrics import LATENCY_BOUNDS, ConnectionStats, DataPlaneMetrics, TrafficStats
 from kbpf.model.status import AgentStatus, SourceView
 from kbpf.serve.exposition import (
@@ -323,17 +324,16 @@ LATENCY_METRICS: Final[Sequence[Metric[TrafficStats]]] = tuple(
 
 
 def format_traffic(stats: TrafficStats, max_series: int) -> Iterator[str]:
-    """Yields the connections and their outcomes for the `max_series` busiest Service ports."""
+    """Yields the connections and their outcomes for `max_series` Service ports: of each namespace
+    those with failures, then the busiest.
+    """
     open_counts, totals = dict(stats.connections or ()), dict(stats.totals)
     all_names = list({**open_counts, **totals})
     names = all_names
     if len(names) > max_series:
         zero = ConnectionStats()
-        names = nlargest(
-            max_series,
-            names,
-            lambda key: (totals.get(key, zero).opened + open_counts.get(key, 0), key),
-        )
+        names.sort(key=lambda key: (totals.get(key, zero).rank(open_counts.get(key, 0)), key))
+        names = take_turns(names, itemgetter(0))[:max_series]
     rows = [
         _Row(_port_labels(*name), name[3], open_counts.get(name, 0), totals.get(name))
         for name in names

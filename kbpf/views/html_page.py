@@ -3,7 +3,7 @@
 maps are. It needs nothing from elsewhere: no script, no font, no image.
 
 Tenants control names and addresses, so all text goes through element(), which escapes it, and each
-table is limited.
+table is limited, with a share for each namespace.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,6 +14,7 @@ import msgspec
 
 from kbpf import __version__
 from kbpf.errors import escape_unprintable
+from kbpf.model.fairness import take_turns
 from kbpf.model.inspection import EMPTY_SET, Inspection, Part, ServicePort
 from kbpf.model.metrics import ConnectionStats
 from kbpf.views import failures, maps, status
@@ -29,9 +30,6 @@ MAX_FRONTENDS: Final = 6
 MAX_FAILURES: Final = 50
 MAX_MAPS: Final = 10
 """The fullest ones."""
-
-FAILURES: Final = ("no_endpoint", "not_allowed", "refused", "unanswered", "reset")
-"""The fields of ConnectionStats that are failures."""
 
 STYLE: Final = """
 :root { color-scheme: light dark; --line: #8884; --bar: #3987e5; --bad: #d03b3b; --good: #0a8f4d; }
@@ -65,21 +63,14 @@ class ServiceFigures(msgspec.Struct, frozen=True):
     open: int
     stats: ConnectionStats
 
-    @property
-    def failed(self) -> int:
-        return sum(getattr(self.stats, field) for field in FAILURES)
-
 
 def build_figures(inspection: Inspection) -> list[ServiceFigures]:
-    """Of all Services: those with the most failures first, then those with the most open
-    connections.
-    """
+    """Of all Services."""
     ports: dict[str, list[ServicePort]] = {}
     for port in inspection.services:
         name = str(port.key.service) if port.key is not None else port.text
         ports.setdefault(name, []).append(port)
-    figures = [_build_service(name, own) for name, own in ports.items()]
-    return sorted(figures, key=lambda service: (-service.failed, -service.open, service.name))
+    return [_build_service(name, own) for name, own in ports.items()]
 
 
 def _build_service(name: str, ports: Sequence[ServicePort]) -> ServiceFigures:
@@ -200,7 +191,12 @@ def _number(title: str) -> Column:
 
 
 def _format_services(inspection: Inspection) -> Markup:
+    def rank(service: ServiceFigures) -> tuple[int, int, str]:
+        """The most failures first, then the most open connections."""
+        return -service.stats.failed, -service.open, service.name
+
     services = build_figures(inspection)
+    turns = take_turns(sorted(services, key=rank), lambda s: s.name.partition("/")[0])
     most = max((service.open for service in services), default=0) * inspection.lists_sockets
     titles = (
         Column("Service", str), Column("Frontends", str), Column("Backends", str),
@@ -217,7 +213,7 @@ def _format_services(inspection: Inspection) -> Markup:
             *_counts(service.stats, inspection, "opened", "no_endpoint", "refused", "unanswered",
                      "reset"),
         )
-        for service in services[:MAX_SERVICES]
+        for service in sorted(turns[:MAX_SERVICES], key=rank)
     )  # fmt: skip
     return table(titles, rows, len(services) - MAX_SERVICES, "Services")
 
@@ -237,9 +233,7 @@ def _format_backends(service: ServiceFigures, inspection: Inspection) -> Markup:
     lines = []
     for backend in service.backends[:MAX_BACKENDS]:
         share = "no new connections" if backend.share is None else f"{backend.share:.0%}"
-        failed = sum(
-            getattr(backend.stats, field) for field in FAILURES if field in inspection.counted
-        )
+        failed = backend.stats.failed
         open_count = f", {backend.open} open" if inspection.lists_sockets else ""
         lines.append(element(
             "li", f"{backend.name}: {share}{open_count}",
@@ -252,6 +246,9 @@ def _format_backends(service: ServiceFigures, inspection: Inspection) -> Markup:
 
 def _format_failures(inspection: Inspection) -> Markup:
     entries = failures.build_rows(inspection)
+    turns = take_turns(
+        entries, lambda row: row.client.partition("/")[0] if row.kind == "pod" else ""
+    )
     titles = (
         Column("Last", str), _number("Count"), Column("Client", str), Column("Service", str),
         Column("Frontend", str), Column("Backend", str), Column("Reason", str),
@@ -263,7 +260,7 @@ def _format_failures(inspection: Inspection) -> Markup:
             row.service or "-", row.frontend, row.backend or "-", row.reason.replace("_", " "),
             row.client_saw,
         )
-        for row in entries[:MAX_FAILURES]
+        for row in sorted(turns[:MAX_FAILURES], key=lambda row: row.last_seconds)
     )  # fmt: skip
     return table(titles, rows, len(entries) - MAX_FAILURES, "failed connections")
 

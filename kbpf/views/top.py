@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rates: what has changed between two reads of the counters, by Service, backend or client."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from typing import Final, NamedTuple
@@ -209,7 +209,9 @@ def _build_row(
 
 
 MAX_CLIENTS: Final = 10_000
-"""Clients that are counted at a time; a flood may have a new address for each event."""
+"""Clients of each kind that are counted at a time; a flood may have a new address for each event,
+and hides no Pod.
+"""
 
 
 class ClientCounts:
@@ -218,15 +220,16 @@ class ClientCounts:
     """
 
     def __init__(self) -> None:
-        self._counts: dict[str, Counter[EventVerdict]] = {}
+        self._counts: defaultdict[str, dict[str, Counter[EventVerdict]]] = defaultdict(dict)
         self.left_out = 0
 
     def add(self, events: Iterable[ConnectionEvent]) -> None:
         for event in events:
             address = format_addr(event.client.address) if event.client is not None else ""
-            _, name = describe_client(event, address)
-            if name in self._counts or len(self._counts) < MAX_CLIENTS:
-                self._counts.setdefault(name, Counter())[VERDICTS[event.reason]] += 1
+            kind, name = describe_client(event, address)
+            counts = self._counts[kind]
+            if name in counts or len(counts) < MAX_CLIENTS:
+                counts.setdefault(name, Counter())[VERDICTS[event.reason]] += 1
             else:
                 self.left_out += 1
 
@@ -242,7 +245,8 @@ class ClientCounts:
                 rate(counts, EventVerdict.REFUSED, EventVerdict.DROPPED),
                 rate(counts, EventVerdict.FAILED), None, None, None,
             )
-            for name, counts in self._counts.items()
+            for clients in self._counts.values()
+            for name, counts in clients.items()
         )  # fmt: skip
 
 

@@ -99,12 +99,14 @@ def service(
     ranges: str = "",
     **more: Any,
 ) -> ServiceState:
-    """A Service port. `frontends` are ``address:port``, preceded by ``kind=`` unless they are
-    ClusterIPs: ``10.96.0.1:80 NodePort=0.0.0.0:30080 LoadBalancer=192.0.2.1:80``.
+    """A Service port; `name` may be ``namespace/name``. `frontends` are ``address:port``, preceded
+    by ``kind=`` unless they are ClusterIPs: ``10.96.0.1:80 NodePort=0.0.0.0:30080
+    LoadBalancer=192.0.2.1:80``.
 
     By default the serving backends are those of the sets, and they are on this node. Clients in
     `ranges` may dial the LoadBalancer addresses.
     """
+    namespace, _, name = name.rpartition("/")
     limited = restricted or bool(ranges)
     frontend_values = []
     for word in frontends.split():
@@ -117,7 +119,7 @@ def service(
     still = tuple(sorted({*cluster, *here})) if serving is None else backends(serving, protocol)
     family = family_of(frontend_values[0].at.address) if frontend_values else 4
     return ServiceState(
-        key=ServicePortKey("default", name, "", protocol, family),
+        key=ServicePortKey(namespace or "default", name, "", protocol, family),
         frontends=tuple(sorted(frontend_values, key=lambda f: f.at)),
         cluster=cluster,
         local=here,
@@ -306,6 +308,13 @@ def start_within(
         return value
 
     return result
+
+
+def join_pod(parent: Path, uid: str, container: str = "c1") -> None:
+    """Moves this process into a container's cgroup, made below `parent` as kubelet makes it."""
+    folder = parent / "kubepods" / f"pod{uid}" / container
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "cgroup.procs").write_text(str(os.getpid()))
 
 
 LOCAL = tuple(f"10.99.0.{i}" for i in range(1, 61))

@@ -13,8 +13,9 @@ moves it to REMOVED_BACKENDS at intervals.
 import time
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Set
-from heapq import heapify, heappop, heappush, nlargest
+from heapq import heapify, heappop, heappush
 from itertools import chain
+from operator import itemgetter
 from typing import Final
 
 from kbpf.dataplane.bpf.changes.commit import ZERO
@@ -44,6 +45,7 @@ from kbpf.kernel.bpf import uapi
 from kbpf.kernel.bpf.objects import Map
 from kbpf.model.address import format_endpoint
 from kbpf.model.config import Config, is_system_service
+from kbpf.model.fairness import take_turns
 from kbpf.model.metrics import (
     BackendStats,
     ConnectionStats,
@@ -142,11 +144,12 @@ class MapCollector:
             for name in COUNTED_MAPS
         }
         lists_sockets = all(is_read[name] for name in SOCKET_STORAGE_MAPS)
-        sums = _TrafficSums(max_series)
+        sums = _TrafficSums()
         self._walk_map("counts", sums.add, pause)
         self._entries = {**current.entries, "counts": sums.entries}
         names_known = self._read_names(current.services.keys() | sums.services.keys())
         pause()
+        selected = self._select_backends(max_series, pause) if max_series else []
         if names_known and self._clock() >= self._sweep_due:
             self._sweep(sums.services)
             self._sweep_due = self._clock() + SWEEP_INTERVAL_S
@@ -156,7 +159,7 @@ class MapCollector:
             self._by_name(current.services) if lists_sockets else None,
             tuple(self._totals_by_name(sums.services)),
             self._counted_fields(),
-            self._with_addresses(sums.busiest, current.pairs if lists_sockets else None),
+            self._with_addresses(selected, current.pairs if lists_sockets else None),
             self._read_latencies(sums.services),
             current.tracked if self._config.packet_path else None,
         )
@@ -197,18 +200,42 @@ class MapCollector:
                 sums[index] = sums[index].plus(added) if index in sums else added
         return ((self._ports[index], total) for index, total in sums.items())
 
+    def _select_backends(self, limit: int, pause: Pause) -> list[tuple[IdPair, ConnectionStats]]:
+        """The pairs of Service and backend that get series. There may be 131,072 pairs, so the
+        others are not kept.
+        """
+        selected: list[tuple[IdPair, ConnectionStats]] = []
+
+        def namespace_of(pair: tuple[IdPair, ConnectionStats]) -> str:
+            return self._ports[self._index_by_id[pair[0][0]]][0]
+
+        def add(map_: Map) -> Iterator[None]:
+            for keys, values in map_.batches():
+                pairs = (
+                    (ids, total)
+                    for ids, total in _unpack_counts(keys, values)
+                    if ids[1] not in (NO_BACKEND, REMOVED_BACKENDS, ALL_BACKENDS)
+                    and ids[0] in self._index_by_id
+                )
+                rows = sorted(chain(selected, pairs), key=lambda pair: (pair[1].rank(), pair[0]))
+                selected[:] = take_turns(rows, namespace_of)[:limit]
+                yield
+
+        self._walk_map("counts", add, pause)
+        return selected
+
     def _with_addresses(
         self,
-        busiest: Iterable[tuple[ConnectionStats, IdPair]],
+        selected: Iterable[tuple[IdPair, ConnectionStats]],
         open_counts: Mapping[IdPair, int] | None,
     ) -> tuple[BackendStats, ...]:
-        """Stats by address, of those pairs whose Service and backend still exist."""
+        """Stats by address, of those pairs whose backend still exists."""
         pairs: dict[tuple[PortName, str], BackendStats] = {}
         try:
             with pinning.open_map(self._pins.maps / "backends", MAPS["backends"]) as backends:
-                for total, ids in busiest:
+                for ids, total in selected:
                     raw = backends.lookup(U32.pack(ids[1]))
-                    if raw is None or ids[0] not in self._index_by_id:
+                    if raw is None:
                         continue
                     target = Target.unpack(raw)
                     name = self._ports[self._index_by_id[ids[0]]]
@@ -222,26 +249,24 @@ class MapCollector:
     def _read_latencies(
         self, totals: Mapping[int, ConnectionStats]
     ) -> tuple[tuple[PortName, ServiceLatencies], ...]:
-        """The latencies of the Service ports with the most connections, both families together."""
+        """The latencies of the Service ports that get series, both families together."""
         max_series = self._config.serving.latency_series
         if not max_series:
             return ()
-        opened: Counter[PortName] = Counter()
-        for service, stats in totals.items():
-            if (name := self._name_of(service)) is not None:
-                opened[name] += stats.opened
-        busiest: dict[PortName, ServiceLatencies] = {}
-        names = {name for name, _ in opened.most_common(max_series)}
+        stats = dict(self._totals_by_name(totals))
+        ranked = sorted(stats, key=lambda name: stats[name].rank())
+        names = set(take_turns(ranked, itemgetter(0))[:max_series])
+        found: dict[PortName, ServiceLatencies] = {}
         try:
             with pinning.open_map(self._pins.maps / "latencies", MAPS["latencies"]) as latencies:
                 for key, raw in latencies.items():
                     name = self._name_of(U32.unpack(key)[0])
                     if name is not None and name in names:
                         own = unpack_latencies(raw)
-                        busiest[name] = busiest[name].plus(own) if name in busiest else own
+                        found[name] = found[name].plus(own) if name in found else own
         except KernelError:
             return ()
-        return tuple(busiest.items())
+        return tuple(found.items())
 
     def _sweep(self, counted_services: Container[int]) -> None:
         """Moves the traffic of removed backends, and deletes that of removed Services. What a
@@ -401,16 +426,12 @@ class ConnectionCount:
 
 
 class _TrafficSums:
-    """Traffic by Service, and the `max_busiest` busiest pairs of Service and backend. There may be
-    131,072 pairs, so the others are not kept.
-    """
+    """Traffic by Service."""
 
-    def __init__(self, max_busiest: int) -> None:
-        self._max_busiest = max_busiest
+    def __init__(self) -> None:
         self.entries = 0
         self.services: dict[int, ConnectionStats] = {}
         self.sizes: Counter[int] = Counter()
-        self.busiest: list[tuple[ConnectionStats, IdPair]] = []
 
     def add(self, map_: Map) -> Iterator[None]:
         """Adds the contents of `counts`, one batch at a time."""
@@ -420,13 +441,6 @@ class _TrafficSums:
                 services[service] = services.get(service, _NO_TOTALS).plus(total)
                 self.sizes[service] += 1
                 self.entries += 1
-            if self._max_busiest:
-                pairs = (
-                    (total, ids)
-                    for ids, total in _unpack_counts(keys, values)
-                    if ids[1] not in (NO_BACKEND, REMOVED_BACKENDS, ALL_BACKENDS)
-                )
-                self.busiest = nlargest(self._max_busiest, chain(self.busiest, pairs))
             yield
 
 

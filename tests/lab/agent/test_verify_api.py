@@ -19,7 +19,7 @@ from tests.support.cluster.kube import Object
 from tests.support.cluster.kube_objects import endpoint, endpoint_slice, port, service, slice_port
 from tests.support.features import needs
 from tests.support.lab.lab import Agent, inside, until
-from tests.support.plane import within
+from tests.support.plane import join_pod, within
 
 NOBODY = 9
 CHURNING = 40
@@ -177,7 +177,8 @@ def test_a_backend_that_keeps_failing_is_an_event_of_its_service(small: Hasty) -
 
     def clients(address: str) -> None:
         def connect() -> None:
-            for _ in range(20):
+            for number in range(20):
+                join_pod(small["a2"].cgroup.parent, f"client{number % 2}")
                 with socket.socket() as client:
                     client.settimeout(5)
                     client.connect_ex((address, 80))

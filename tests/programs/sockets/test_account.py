@@ -8,6 +8,7 @@ what must be added to the counters once it has ended, to the byte; nothing else 
 import contextlib
 import errno
 import logging
+import re
 import socket
 import struct
 from collections.abc import Callable, Iterator
@@ -46,6 +47,7 @@ from kbpf.kernel.bpf.objects import Link, Map, Program
 from kbpf.kernel.net import dial
 from kbpf.model.config import Accounting, Config, MapSizes, Serving
 from kbpf.model.metrics import ConnectionStats, Latency, ServiceLatencies
+from kbpf.serve.kbpf_metrics import format_traffic
 from kbpf.views import service as view
 from kbpf.views import top
 from kbpf.views.top import By
@@ -56,6 +58,7 @@ from tests.programs.sockets.account import (
     NOBODY,
     REQUEST,
     RUDE,
+    UDP,
     UDP_PORT,
     Bench,
     Connection,
@@ -376,6 +379,25 @@ def test_totals_sum_all_backends_and_list_the_busiest(site: Site):
     assert not make_collector(site).count(lambda: None).backends
 
 
+@needs("tracing")
+def test_a_pod_with_many_ports_hides_no_series_of_others(site: Site):
+    many = [service(f"evil/s{n}", f"10.96.1.{n}:53", "127.0.1.9:53", UDP) for n in range(9)]
+    site.open().apply(desired(*many, service("shop/web", "10.96.0.1:80", "127.0.1.1:8081")), None)
+
+    def press() -> None:
+        for number in range(3 * len(many)):
+            with socket.socket(type=socket.SOCK_DGRAM) as s:
+                s.connect((f"10.96.1.{number % len(many)}", 53))
+
+    within(site.place("evil"), press)
+    within(site.place("shop"), lambda: refused("10.96.0.1"))
+    stats = make_collector(site, backend_series=2).count(lambda: None)
+    page = "\n".join(format_traffic(stats, max_series=2))
+    for kind in ("service", "backend"):
+        found = re.findall(rf'^kbpf_{kind}_connections_total{{namespace="(\w+)"', page, re.M)
+        assert sorted(found) == ["evil", "shop"]
+
+
 @pytest.mark.parametrize("silent", [*SOCKET_STORAGE_MAPS, ""])
 def test_open_connections_are_unknown_if_the_kernel_lists_no_sockets(
     site: Site, monkeypatch: pytest.MonkeyPatch, silent: str
@@ -613,17 +635,20 @@ def test_full_map_measures_no_new_services(served: Bench):
 
 def test_latencies_of_the_busiest_services_are_collected(site: Site):
     other = service("other", "10.96.0.2:80", "127.0.1.3:8083")
-    site.open().apply(desired(WEB, other), None)
+    tenant = service("tenant/third", "10.96.0.3:80", "127.0.1.4:8084")
+    site.open().apply(desired(WEB, other, tenant), None)
     services, backends = ids(site)
     counts = (0, 2) + (0,) * 21 + (1,)
     with site.pinned("latencies") as latencies:
         raw = LATENCIES.pack(LATENCY.pack(struct.pack("=24Q", *counts), 70_500_000_000),
                              bytes(LATENCY.size))  # fmt: skip
-        for name in ("web", "other"):
+        for name in ("web", "other", "third"):
             latencies.update(U32.pack(services[name]), raw)
     put_stats(site, services["web"], backends["8081"], ConnectionStats(opened=5))
     put_stats(site, services["other"], backends["8083"], ConnectionStats(opened=4))
+    put_stats(site, services["third"], backends["8084"], ConnectionStats(opened=1))
+    third = ("tenant", "third", "", "TCP")
     expected = ServiceLatencies(Latency(counts, 70.5))
-    for series, names in ((0, ()), (1, ("web",)), (2, ("web", "other"))):
+    for series, names in enumerate([set(), {name_of("web")}, {name_of("web"), third}]):
         found = make_collector(site, latency_series=series).count(lambda: None)
-        assert dict(found.latencies) == {name_of(name): expected for name in names}
+        assert dict(found.latencies) == dict.fromkeys(names, expected)

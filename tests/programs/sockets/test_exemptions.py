@@ -26,7 +26,7 @@ from kbpf.kernel.bpf.uapi import (
 from kbpf.kernel.system import netns
 from kbpf.model.config import SocketLb
 from kbpf.model.objects import Protocol
-from tests.support.lab.lab import Place, cgroup2, remove_cgroup, run, until
+from tests.support.lab.lab import Place, cgroup2, run, until
 from tests.support.plane import HOOKS, LOCAL, Site, desired, make_local, picks, service
 
 T = TypeVar("T")
@@ -35,22 +35,15 @@ STATIC = "3d5a1c0de7b9f2a4c6e8d0b1a3c5e7f9"
 
 
 @pytest.fixture
-def tree(site: Site) -> Iterator[Callable[[str], Path]]:
-    """Creates cgroups below the site's; removes them afterwards."""
-    made: list[Path] = []
+def tree(site: Site) -> Callable[[str], Path]:
+    """Creates cgroups below the site's, which is removed with them."""
 
     def make(path: str) -> Path:
-        for part in [*reversed(Path(path).parents), Path(path)][1:]:
-            folder = site.cgroup / part
-            if not folder.exists():
-                folder.mkdir()
-                made.append(folder)
-        return site.cgroup / path
+        folder = site.cgroup / path
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
 
-    yield make
-    for folder in reversed(made):
-        if folder.exists():
-            remove_cgroup(folder)
+    return make
 
 
 class Cgroup(NamedTuple):

@@ -3,7 +3,10 @@
 whether a backend then counts as failing. The servers and clients are those of test_account.py.
 """
 
-from collections.abc import Iterator
+import contextlib
+import errno
+import socket
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,10 +14,12 @@ import pytest
 
 from kbpf.dataplane.bpf.failing_backends import MIN_FAILURES, FailingBackends
 from kbpf.dataplane.bpf.maps.pinning import Pins
+from kbpf.kernel.system import pods
 from kbpf.model.config import Accounting
 from kbpf.model.metrics import FailingBackend
 from tests.programs.sockets.account import (
     NOBODY,
+    UDP_PORT,
     Bench,
     fair,
     quit_servers,
@@ -24,15 +29,14 @@ from tests.programs.sockets.account import (
     start,
 )
 from tests.support.features import needs
-from tests.support.lab.lab import Node, until
-from tests.support.plane import (
-    sites,
-    start_within,
-    within,
-)
+from tests.support.lab import prober
+from tests.support.lab.lab import PATIENCE, Node, until
+from tests.support.packets.packets import icmp_error, udp
+from tests.support.plane import join_pod, sites, start_within, within
 
 pytestmark = needs("tracing")
-FAIR, RUDE, REFUSING, EMPTY = "10.96.0.1", "10.96.0.2", "10.96.0.5", "10.96.0.7"
+FAIR, RUDE, DATAGRAMS = "10.96.0.1", "10.96.0.2", "10.96.0.4"
+REFUSING, EMPTY = "10.96.0.5", "10.96.0.7"
 N = MIN_FAILURES
 
 
@@ -84,7 +88,8 @@ def test_backends_that_keep_failing_are_found(bench: Bench, row: Row) -> None:
             for count, client, host in zip(
                 counts, (refused, fair, reset, refused), (REFUSING, FAIR, RUDE, EMPTY), strict=True
             ):
-                for _ in range(count):
+                for number in range(count):
+                    join_pod(bench.site.cgroup, f"client{number % 2}")
                     client(host, 80)
 
         within(bench.client, act)
@@ -97,6 +102,86 @@ def test_backends_that_keep_failing_are_found(bench: Bench, row: Row) -> None:
         assert backend.backend == f"{bench.one.ip}:{NOBODY}"
         assert backend.failed == backend.opened == N * (len(row.intervals) - 1)
         assert backend.seconds > 0
+
+
+# ---- who has to fail -----------------------------------------------------------------------------
+
+
+def unheard(host: str) -> None:
+    """Connections whose SYNs expire at the next hop: any process can have them."""
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(socket.socket()) for _ in range(N)]
+        for s in clients:
+            s.setsockopt(socket.IPPROTO_IP, socket.IP_TTL, 1)
+            s.setblocking(False)
+            assert s.connect_ex((host, 80)) == errno.EINPROGRESS
+        until("the SYNs have been sent again", lambda: all(map(prober.retransmitted, clients)))
+
+
+def tells_itself(host: str, backend: str) -> None:
+    """ICMP errors that a client with CAP_NET_RAW sends to its own connected sockets."""
+    with socket.socket(type=socket.SOCK_RAW, proto=socket.IPPROTO_RAW) as raw:
+        for _ in range(N):
+            with socket.socket(type=socket.SOCK_DGRAM) as s:
+                s.connect((host, 53))
+                own, number = s.getsockname()
+                sent = udp(f"{own}:{number}", f"{backend}:{UDP_PORT}")
+                raw.sendto(icmp_error("port unreachable", backend, sent), (own, 0))
+                s.settimeout(PATIENCE)
+                with pytest.raises(ConnectionRefusedError):
+                    s.recv(1)
+
+
+class Clients(NamedTuple):
+    """What these clients (the uid of a Pod, its container, and how often if not N times) do, and
+    whether the backend counts as failing."""
+
+    name: str
+    does: Callable[..., None]
+    host: str
+    pods: str
+    failing: bool
+
+
+@needs("set_retval")
+@pytest.mark.parametrize(
+    "row",
+    [
+        Clients("a Pod with two containers", refused, REFUSING, "a/1 a/2", False),
+        Clients("two Pods", refused, REFUSING, "a/1 b/1", True),
+        Clients("two Pods of another tenant", refused, REFUSING, "evil1/1 evil2/1", False),
+        Clients("Pods of two other tenants", refused, REFUSING, "evil1/1 other/1", True),
+        Clients("a Pod beside a rare failure", refused, REFUSING, "evil1/1/99 a/1/1", False),
+        Clients("a Pod whose SYNs expire", unheard, FAIR, "evil1/1 evil1/2", False),
+        Clients(
+            "a Pod that sends itself errors", tells_itself, DATAGRAMS, "evil1/1 evil1/2", False
+        ),
+    ],
+    ids=lambda row: row.name,
+)
+def test_a_tenant_alone_makes_no_backend_of_others_failing(
+    bench: Bench, row: Clients, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = {"a": "default/a", "b": "default/b", "other": "other/c"}
+    names |= {f"evil{number}": f"evil/{number}" for number in (1, 2)}
+    monkeypatch.setattr(pods, "list_pod_names", lambda: names)
+    start(bench, Accounting.CONNECTIONS)
+    finder = FailingBackends(Pins(bench.site.pins))
+
+    def act() -> None:
+        for pod in row.pods.split():
+            uid, container, *count = pod.split("/")
+            join_pod(bench.site.cgroup, uid, container)
+            for _ in range(int(*count) or N if row.does is refused else 1):
+                row.does(row.host, *([bench.one.ip] if row.does is tells_itself else []))
+
+    for _ in range(3):
+        within(bench.client, act)
+        found = finder.find()
+    assert found is not None
+    assert bool(found) is row.failing
+    with bench.site.pinned("failures") as failures:
+        assert list(failures.items()), "`kbpf inspect failures` shows them all the same"
 
 
 def test_a_backend_that_works_for_others_is_not_failing(bench: Bench) -> None:

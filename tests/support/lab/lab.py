@@ -215,15 +215,13 @@ def _with_family(host: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def remove_cgroup(path: Path) -> None:
-    """Removes an empty cgroup; waits for its last process, which may still be exiting."""
+    """Removes a cgroup and those in it; waits for its last process, which may still be exiting."""
 
     def gone() -> bool:
-        with contextlib.suppress(FileNotFoundError):
-            try:
-                path.rmdir()
-            except OSError:
-                return False
-        return True
+        for folder, _, _ in os.walk(path, topdown=False):
+            with contextlib.suppress(OSError):
+                os.rmdir(folder)
+        return not path.exists()
 
     until(f"{path} is empty", gone)
 

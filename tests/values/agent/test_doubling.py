@@ -205,11 +205,11 @@ def test_cost_of_a_problem_line_does_not_depend_on_other_lines():
     def cost(size: int) -> int:
         problems = Problems()
         for number in range(size):
-            problems.replace(number, [f"{number}: bad"])
+            problems.replace(f"ns{number % 4}", number, [f"{number}: bad"])
 
         def step() -> None:
-            problems.replace("new", ["new: bad"])
-            problems.replace("new", [])
+            problems.replace("", "new", ["new: bad"])
+            problems.replace("", "new", [])
             problems.first(50)
             len(problems)
 

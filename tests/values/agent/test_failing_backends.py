@@ -15,6 +15,7 @@ from kbpf.agent.failing_backends import (
 )
 from kbpf.agent.self_check import SelfCheck
 from kbpf.dataplane.base import SharedAccess
+from kbpf.dataplane.bpf.failing_backends import MIN_CLIENT_FAILURES, count_independent
 from kbpf.model.config import Config
 from kbpf.model.metrics import ConnectionProbe, FailingBackend
 from kbpf.model.objects import ServiceName
@@ -52,6 +53,7 @@ class Row(NamedTuple):
     events: str
 
 
+MANY_EACH = "a/1 a/2 a/3 b/1 b/2 b/3 c/1 c/2 c/3 d/1 d/2 d/3"
 MANY = " ".join(f"ns{number}/a" for number in range(TOTAL_EVENTS + 5))
 ROWS = (
     Row("none", ((0.0, ""), (30.0, "")), ""),
@@ -65,6 +67,12 @@ ROWS = (
     Row("at most ten in all", ((0.0, MANY),), " ".join(sorted(MANY.split())[:TOTAL_EVENTS])),
     Row("a namespace without an Event comes first",
         ((0.0, "a/1"), (30.0, "a/2 b/1")), "a/1 b/1 a/2"),
+    Row("namespaces share the ten",
+        ((0.0, "a/1 a/2 a/3 b/1 b/2 b/3 c/1 c/2 c/3 d/1 d/2 e/1 f/1"),),
+        "a/1 a/2 b/1 b/2 c/1 c/2 d/1 d/2 e/1 f/1"),
+    Row("others do not wait until the interval is over",
+        ((0.0, MANY_EACH), (INTERVAL_S / TOTAL_EVENTS, f"{MANY_EACH} z/1")),
+        "a/1 a/2 a/3 b/1 b/2 b/3 c/1 c/2 d/1 d/2 z/1"),
 )  # fmt: skip
 
 
@@ -86,7 +94,7 @@ def test_a_tenant_leaves_events_for_others() -> None:
     for now in range(0, 3600, 30):
         reporter.report([failing(f"evil/{number}") for number in range(4096)], float(now))
     assert len(recorder.noted) == 4 * NAMESPACE_EVENTS
-    assert len(reporter._reported) <= TOTAL_EVENTS < serve_events.BURST
+    assert len(reporter._reported) <= 2 * TOTAL_EVENTS < serve_events.BURST
 
 
 def test_the_note_names_backends_and_is_bounded() -> None:
@@ -118,6 +126,28 @@ def test_the_event_reaches_the_api_server() -> None:
     (event,) = server.events
     assert (event["reason"], event["regarding"]["name"]) == ("BackendFailing", "prices")
     assert event["metadata"]["namespace"] == "shop"
+
+
+@pytest.mark.parametrize(
+    ("clients", "independent"),
+    [
+        ("a/1", 1), ("a/1 a/1", 1), ("a/1 a/2", 2), ("evil/1 evil/2 evil/3", 1), ("evil/1 b/1", 2),
+        ("a/1 evil/1 evil/2", 2), ("-", 1), ("- -", 1), ("a/1 -", 2), ("evil/1 -", 2),
+        ("uid:1 uid:2", 2), ("uid:1 uid:1", 1), ("", 0),
+        ("a/1 a/2*2", 1), ("a/1*2 a/1*1 a/2", 2), ("evil/1*2 evil/2*1 a/2", 2),
+        ("evil/1*99 a/1*2", 1),
+    ],
+)  # fmt: skip
+def test_clients_that_one_tenant_may_have_made_count_once(clients: str, independent: int) -> None:
+    """Clients of a Service in namespace a, and how often they failed (else often enough); "-": a
+    process of the node.
+    """
+    words = (word.partition("*") for word in clients.split())
+    failed = [
+        (client.replace("-", "").replace(":", " "), int(count or MIN_CLIENT_FAILURES))
+        for client, _, count in words
+    ]
+    assert count_independent(failed, "a") == independent
 
 
 # ---- the thread's work ---------------------------------------------------------------------------

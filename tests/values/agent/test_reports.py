@@ -8,15 +8,17 @@ import pytest
 from msgspec.structs import replace
 
 from kbpf.agent.agent import Agent
+from kbpf.agent.refusals import AT_THIS_NODE, LEFT_TO_NODE
 from kbpf.dataplane.base import TickResult
 from kbpf.errors import KernelError, PinsRemovedError
 from kbpf.model.address import parse_addr
 from kbpf.model.config import Config, Serving
-from kbpf.model.desired import ServicePortKey
+from kbpf.model.desired import FrontendAddress, ServicePortKey
 from kbpf.model.events import Delete, Kind, ObjectKey, Rejected, Synced, Upsert
 from kbpf.model.metrics import UdpCuts
 from kbpf.model.objects import Cidr, Protocol
-from kbpf.model.status import MAX_PROBLEMS, AgentStatus
+from kbpf.model.status import MAX_PROBLEMS, AgentStatus, decode, encode
+from kbpf.policy.admission import ReservedAddresses
 from kbpf.serve.kubeproxy_metrics import KubeProxyMetrics
 from kbpf.serve.message import HttpRequest
 from kbpf.serve.server import AgentServer
@@ -24,6 +26,7 @@ from kbpf.source.base import SourceState, SourceStatus
 from kbpf.source.decode.fields import leading_zeros_problem
 from tests.support.faults.event_server import EventServer
 from tests.support.lab.lab import until
+from tests.support.plane import service as made_service
 from tests.values.agent.recording import SYNCED, Clock, RecordingPlane, begun, metrics, service
 
 STATUS_ERRORS = {
@@ -189,6 +192,52 @@ def test_log_lines_about_unserved_services_are_limited(
         assert "and 7 more" in lines[-1]
     agent.step([service("b")])
     assert sum(line.startswith("not programmed") for line in caplog.messages) == MAX_PROBLEMS + 1
+
+
+def test_a_tenant_hides_nothing_about_others(clock: Clock, caplog: pytest.LogCaptureFixture):
+    """However many Services it has, however long its lines are, and whatever they are named: in the
+    log, the status and Events.
+    """
+    post = EventServer()
+    desk = AgentServer(Config("me", serving=Serving(healthz="", metrics="")), post_event=post)
+    desk._listen_errors["0.0.0.0:1"] = "cannot listen on 0.0.0.0:1"
+    agent, plane = begun(0.0, desk)
+    names = [*(f"evil/s{number:03}" for number in range(2 * MAX_PROBLEMS)), "shop/web"]
+    keys = [made_service(name, "10.96.0.1:80").key for name in names]
+    agent.step([Rejected(ObjectKey(Kind.SERVICE, *key[:2]), "bad" * 1000) for key in keys])
+    plane.refused = dict.fromkeys(keys, "no room")
+    plane.plain = {key._replace(port="x"): "spread evenly" for key in keys}
+    agent.step([service("a")])
+    at = FrontendAddress(parse_addr("192.0.2.1"), 53, Protocol.TCP)
+    states = {
+        key: made_service(
+            name, "ExternalIP=192.0.2.1:53", left_to_node=(at,), refused=((at, "no"),)
+        )
+        for key, name in zip(keys, names, strict=True)
+    }
+    reserved = ReservedAddresses(local_addresses=frozenset({at.address}))
+    with caplog.at_level("INFO"):
+        agent.reconciler.refusals.report_changes(states, states, reserved)
+    for line in (
+        "left out: Service shop/web: bad",
+        "not programmed: shop/web TCP",
+        "annotations: shop/web:x",
+        "Service shop/web: 192.0.2.1:53/TCP is not served",
+        f"{AT_THIS_NODE}: 192.0.2.1:53/TCP of Service shop/web",
+        f"{LEFT_TO_NODE}: 192.0.2.1:53/TCP of Service shop/web",
+    ):
+        assert [text for text in caplog.messages if text.startswith(line)], line
+    written = decode(encode(agent.status()))
+    problems = " ".join(line[:60] for line in written.problems)
+    for text in ("cannot listen", "Service shop/web: bad", "IPv4: no room", "shop/web:x"):
+        assert text in problems
+    assert "shop/web" in " ".join(written.left_to_node)
+    wanted = {"NotProgrammed", "AnnotationsNotApplied", "AddressRefused"}
+    until(
+        "the Events are sent",
+        lambda: {e["reason"] for e in post.events if e["regarding"]["name"] == "web"} == wanted,
+    )
+    desk.events.stop()
 
 
 def test_unusual_value_that_is_used_is_logged_as_unusual(

@@ -15,6 +15,7 @@ from kbpf.dataplane.bpf.changes.quotas import (
 )
 from kbpf.model.config import Config, is_system_service
 from kbpf.model.desired import ServicePortKey, ServiceState
+from kbpf.model.fairness import take_turns
 from kbpf.model.objects import Algorithm, Protocol, ServiceName
 from tests.support.plane import backends, service
 
@@ -186,3 +187,20 @@ def test_greedy_namespaces_leave_room_for_others(greedy: int, each: int):
     left = limit * (1 - SYSTEM_RESERVE) - used
     assert left >= limit * (1 - SYSTEM_RESERVE) / (1 + NAMESPACE_SHARE * greedy) - greedy
     assert used + 30 <= budgets.max_fill("modest", "backend_slots", 30, limit)
+
+
+@pytest.mark.parametrize(
+    ("rows", "limit", "shown"),
+    [
+        ("a/1 a/2 a/3 b/1", 2, "a/1 b/1"),
+        ("a/1 a/2 a/3 a/4 b/1 c/1", 4, "a/1 b/1 c/1 a/2"),
+        ("a/1 a/2 b/1 b/2 c/1", 4, "a/1 b/1 c/1 a/2"),
+        ("b/1 c/1 a/1 a/2", 2, "b/1 c/1"),
+        ("a/1 b/1", 4, "a/1 b/1"),
+        ("", 4, ""),
+    ],
+)
+def test_namespaces_take_turns(rows: str, limit: int, shown: str):
+    """Each has its share of a short list, and what it does not need goes to others."""
+    chosen = take_turns(rows.split(), lambda row: row.partition("/")[0])[:limit]
+    assert chosen == shown.split()

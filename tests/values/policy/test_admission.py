@@ -22,7 +22,7 @@ from kbpf.agent.listeners import (
     Listeners,
 )
 from kbpf.agent.problems import Problems
-from kbpf.agent.refusals import DOCS_HINT, RefusalReporter
+from kbpf.agent.refusals import AT_THIS_NODE, DOCS_HINT, RefusalReporter
 from kbpf.config import load
 from kbpf.model.address import ANY4, ANY6, parse_addr
 from kbpf.model.config import Config
@@ -445,10 +445,8 @@ def test_served_address_of_this_node_is_logged_once(
         for _ in range(2):
             reporter.report_changes(states, states, kept)
     at = FrontendAddress(parse_addr(address), port, TCP)
-    line = (
-        f"Service ns/web: {at} is at an address of this node: connections to it reach the Service"
-    )
-    assert [each.getMessage() for each in caplog.records] == [f"{line}; {DOCS_HINT}"] * named
+    line = f"{AT_THIS_NODE}: {at} of Service ns/web"
+    assert [each.getMessage() for each in caplog.records] == [line] * named
     assert not len(problems)
 
 

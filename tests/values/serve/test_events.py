@@ -167,6 +167,11 @@ EMISSIONS = {
         Emission(300, EventObject("Service", "more", "x"), "R", True),
         Emission(300, EventObject("Service", "yet-more", "x"), "R", False, True),
     ],
+    "namespaces that send many leave some to others": [
+        *(Emission(0, EventObject("Service", f"s{i}", namespace), "R", i < count, i >= count)
+          for namespace, count in (("x", 10), ("y", 5), ("z", 3), ("v", 1)) for i in range(11)),
+        Emission(0, WEB, "R", True),
+    ],
     "all namespaces together leave some to the node": [
         *(Emission(0, EventObject("Service", "s", f"n{i}"), "R", True)
           for i in range(events.BURST - events.NODE_EVENTS)),

@@ -207,13 +207,34 @@ def replace_status(**change: object) -> AgentStatus:
     return msgspec.structs.replace(BUSY_STATUS, **({"config_error": ""} | change))
 
 
-def test_services_with_the_most_connections_have_series():
-    families = page(Serving(service_series=2))
-    assert sorted(families["kbpf_service_connections"].samples.values()) == [5, 9]
-    assert sorted(families["kbpf_service_connections_total"].samples.values()) == [7, 20]
-    assert families["kbpf_service_series_left_out"].value() == 1
-    assert families["kbpf_connections"].value() == 15
-    assert not page(Serving(service_series=0))["kbpf_service_connections"].samples
+@pytest.mark.parametrize(
+    ("opened", "failed", "limit", "shown"),
+    [
+        ({"a/x": 5, "a/y": 7, "a/z": 6}, "", 2, "a/y a/z"),
+        ({"a/x": 5, "a/y": 7, "a/z": 6}, "a/x", 2, "a/x a/y"),
+        ({"a/x": 500, "a/y": 700, "a/z": 600, "b/x": 1}, "", 2, "a/y b/x"),
+        ({"a/x": 500, "a/y": 700, "a/z": 600, "b/x": 1, "b/y": 2}, "a/z b/x", 3, "a/y a/z b/x"),
+        ({"a/x": 500, "b/x": 1, "c/x": 2}, "b/x", 1, "b/x"),
+        ({"a/x": 500}, "", 0, ""),
+    ],
+    ids=["the busiest", "failures first", "a share for each namespace", "both", "one", "none"],
+)
+def test_which_services_have_series(
+    opened: dict[str, int], failed: str, limit: int, shown: str
+) -> None:
+    traffic = TrafficStats(
+        connections=(),
+        totals=tuple(
+            ((*name.split("/"), "", "TCP"), ConnectionStats(count, refused=name in failed.split()))
+            for name, count in opened.items()
+        ),
+        counted_fields=CHOICE_COUNTERS,
+    )
+    families = page(Serving(service_series=limit), plane=Counts(traffic=traffic))
+    series = [dict(labels) for _, labels in families["kbpf_service_connections_total"].samples]
+    assert sorted(f"{s['namespace']}/{s['service']}" for s in series) == shown.split()
+    assert families["kbpf_service_series_left_out"].value() == len(opened) - len(shown.split())
+    assert len(families["kbpf_service_connections"].samples) == len(shown.split())
 
 
 def test_a_service_without_open_connections_has_none():

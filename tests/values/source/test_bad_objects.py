@@ -14,7 +14,7 @@ import pytest
 
 from kbpf.agent.agent import Agent
 from kbpf.agent.listeners import Listeners
-from kbpf.agent.refusals import DOCS_HINT
+from kbpf.agent.refusals import AT_THIS_NODE, DOCS_HINT
 from kbpf.dataplane.base import Report
 from kbpf.errors import escape_unprintable
 from kbpf.model.address import ANY4, parse_addr
@@ -258,10 +258,6 @@ def test_external_ip_of_this_node_is_logged_and_served(
     tmp_path: Path, told: Callable[[], list[str]]
 ) -> None:
     node = Node(tmp_path, service(f"{IP}, ports: [{{port: 10256}}], externalIPs: [{OWN}]"))
-    (line,) = told()
-    assert line == (
-        f"{X_SAYS}{OWN}:10256/TCP is at an address of this node: connections to it reach the "
-        f"Service; {DOCS_HINT}"
-    )
+    assert told() == [f"{AT_THIS_NODE}: {OWN}:10256/TCP of Service bad/x"]
     assert node.agent.status().problems == ()
     assert node.plane.served == served(f"bad/x {X_IP}:10256/TCP", f"bad/x {OWN}:10256/TCP")

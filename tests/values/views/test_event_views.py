@@ -52,6 +52,8 @@ UNKNOWN = replace(
 )  # fmt: skip
 PACKET = replace(EVENT, reason=Reason.NEW_FLOW, client=CLIENT, cgroup=0, cgroup_path="", pod="")
 
+OTHER_PACKET = replace(PACKET, client=CLIENT._replace(address=parse_addr("203.0.113.78")))
+
 
 def events() -> Iterator[ConnectionEvent]:
     yield EVENT
@@ -287,9 +289,10 @@ def test_clients_are_counted_from_events() -> None:
 
 
 def test_a_flood_from_many_addresses_takes_bounded_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(top, "MAX_CLIENTS", 2)
+    """And hides no Pod."""
+    monkeypatch.setattr(top, "MAX_CLIENTS", 1)
     counts = top.ClientCounts()
-    counts.add([EVENT, PACKET, UNKNOWN, UNKNOWN, EVENT])
+    counts.add([PACKET, OTHER_PACKET, EVENT, OTHER_PACKET, EVENT])
     rows = counts.build_rows(1.0)
     assert [(row.name, row.new) for row in rows] == [("shop/cart-5d6f", 2.0), ("203.0.113.77", 1.0)]
     assert counts.left_out == 2

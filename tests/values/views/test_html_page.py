@@ -63,11 +63,12 @@ def backend(number: int) -> Backend:
 def port(name: str, count: int = 2, opened: int = 0, refused: int = 0) -> ServicePort:
     entries = {n: BackendEntry(n + 1, backend(8000 + n)) for n in range(count)}
     at = FrontendAddress(parse_addr("10.96.0.1"), 80, Protocol.TCP)
+    namespace, _, name = name.rpartition("/")
     frontend = FrontendEntry(at, FrontendKind.CLUSTER_IP, False,
                              BackendSet(1, count, entries), EMPTY_SET)  # fmt: skip
     totals = ConnectionStats(opened=opened, refused=refused)
     return ServicePort(
-        1, ServicePortKey("shop", name, "", Protocol.TCP, 4), (frontend,),
+        1, ServicePortKey(namespace or "shop", name, "", Protocol.TCP, 4), (frontend,),
         traffic=(BackendTraffic(1, backend(8000), "", opened, totals),),
     )  # fmt: skip
 
@@ -138,12 +139,26 @@ def test_page_needs_nothing_from_elsewhere():
     assert reader.tags.isdisjoint(("script", "link", "img", "iframe", "object"))
 
 
-@pytest.mark.parametrize("count", [html_page.MAX_SERVICES, html_page.MAX_SERVICES + 3])
+@pytest.mark.parametrize("count", [html_page.MAX_SERVICES - 1, html_page.MAX_SERVICES + 3])
 def test_long_lists_are_cut_and_say_so(count: int):
-    texts = page(services=tuple(port(f"web-{n}") for n in range(count))).texts
-    assert len([text for text in texts if text.startswith("shop/")]) == html_page.MAX_SERVICES
-    left_out = count - html_page.MAX_SERVICES
+    """A tenant's failures, however many, leave a row to others."""
+    services = (*(port(f"web-{n}", refused=1) for n in range(count)), port("other/web", opened=1))
+    failures = tuple(
+        FailureEntry(
+            1.0, when, 3, Reason.BACKEND_REFUSED, services[0],
+            FrontendAddress(parse_addr("10.96.0.1"), number, Protocol.TCP), None, None, 7, "", pod,
+        )
+        for pod, when, numbers in (("shop/a", 4.0, range(1, count)), ("other/b", 2.0, (80,)))
+        for number in numbers
+    )  # fmt: skip
+    texts = page(services=services, failures=failures, monotonic=5.0).texts
+    names = [text for text in texts if re.fullmatch(r"(shop|other)/web(-\d+)?", text)]
+    assert len(names) == html_page.MAX_SERVICES + html_page.MAX_FAILURES
+    assert names[html_page.MAX_SERVICES - 1] == "other/web"
+    left_out = count + 1 - html_page.MAX_SERVICES
     assert (f"and {left_out} more Services" in texts) is bool(left_out)
+    assert texts.count("shop/a") == html_page.MAX_FAILURES - 1
+    assert texts.count("other/b") == 1
 
 
 def test_the_fullest_maps_are_shown():
