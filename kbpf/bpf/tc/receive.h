@@ -110,12 +110,14 @@ static __always_inline bool passes_bridge(struct __sk_buff *skb, const struct de
 	return false;
 }
 
-/* VLAN frames are seen again on the VLAN's own device; the stack drops frames for other machines,
- * which a promiscuous device receives. */
-static __always_inline bool is_for_others(struct __sk_buff *skb)
+/* VLAN frames are seen again on the VLAN's own device. Of the others, only frames to this machine
+ * are handled at ingress (`in`): the stack forwards and answers no others. A promiscuous device
+ * receives frames to other machines, and each machine of a segment would answer a broadcast (RFC
+ * 1122, 3.2.2). */
+static __always_inline bool is_for_others(struct __sk_buff *skb, bool in)
 {
 	return (skb->vlan_present && (skb->vlan_tci & VLAN_VID_MASK)) ||
-	       skb->pkt_type == PACKET_OTHERHOST;
+	       (in ? skb->pkt_type != PACKET_HOST : skb->pkt_type == PACKET_OTHERHOST);
 }
 
 /* Leaves a packet at a port to the bridge's program. */
@@ -147,7 +149,7 @@ static __always_inline bool parse_for(struct __sk_buff *skb, const struct device
 	u32 ifindex = skb->ifindex, l2 = device->l2;
 	struct ip4_tcp plain;
 
-	if (is_for_others(skb))
+	if (is_for_others(skb, in))
 		return false;
 	if (is_plain_tcp(skb, l2, &plain)) {
 		struct tuple tuple = tuple_of_plain(&plain);

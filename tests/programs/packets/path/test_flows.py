@@ -257,14 +257,6 @@ def test_v4_mapped_addresses_on_the_wire_are_not_ipv4(path: Path_) -> None:
     assert entries_of(path, own) == []
 
 
-@both
-def test_frames_for_another_mac_address_pass_untouched(path: Path_, v: int) -> None:
-    """A device in promiscuous mode receives them, too."""
-    packet = udp(client(v), vip(v, CLUSTER), b"?")
-    done = run(path.programs["tc_ingress"], frame(packet, to="02:00:00:00:00:77"))
-    assert (done.retval, done.packet_out[14:]) == (TC_ACT_UNSPEC, packet)
-
-
 RESUMED = 2 * 72 + FLOW.size + NEXT_HOP.size
 """Offset of `resumed` in a struct scratch, behind two packets, a flow and a next hop."""
 JUST_WRITTEN = 0x200
