@@ -57,6 +57,22 @@ static __always_inline struct address network_of(const struct address *a)
 	return network;
 }
 
+static __always_inline bool is_device(u32 owner)
+{
+	return (owner & OWNER_DEVICE) && owner != OWNER_ADDRESS;
+}
+
+/* The key of an owner (types.h) in maps. That of a device or cgroup begins as multicast addresses
+ * do, which no sender has. */
+static __always_inline struct address key_of_owner(u32 owner, const struct address *sender)
+{
+	if (owner == OWNER_ADDRESS)
+		return *sender;
+	if (owner != OWNER_NETWORK)
+		return (struct address){.word = {~0U, 0, 0, owner}};
+	return network_of(sender);
+}
+
 /* 0 if they are equal. Without branches, because the verifier explores both sides of each. */
 static __always_inline u32 address_difference(const struct address *a, const struct address *b)
 {

@@ -62,7 +62,7 @@ static __always_inline void flush_rest(struct flow *entry)
 /* Records that a packet got no backend. If it is dropped, that is reported here; tc_refuse reports
  * what becomes of one that is refused. */
 static __always_inline void fail_packet(const struct tuple *t, const struct choice *c,
-					enum verdict v)
+					enum verdict v, u32 owner)
 {
 	bool monitored = v == DROP && is_monitored();
 	struct failure failure = {};
@@ -72,7 +72,7 @@ static __always_inline void fail_packet(const struct tuple *t, const struct choi
 	failure.last.service = c->service;
 	failure.last.reason = c->reason;
 	if (is_accounting(CONFIG_ACCOUNTING))
-		record_failure(&failure);
+		record_failure(&failure, owner);
 	if (monitored)
 		report(&failure.last);
 }
@@ -97,7 +97,7 @@ static __always_inline void fail_flow(const struct flow *flow, struct counts *to
 	describe_event(&failure.last, flow, reason);
 	count(reason);
 	account_failure(totals, reason);
-	record_failure(&failure);
+	record_failure(&failure, OWNER_NETWORK);
 	if (is_monitored())
 		report(&failure.last);
 }

@@ -91,10 +91,11 @@ static __always_inline bool describe_flow(struct __sk_buff *skb, struct scratch 
 
 	client->tuple = (const u32 *)&p->tuple;
 	client->key.client = p->tuple.from.address;
+	client->owner = s->owner;
 	v = choose(&p->tuple.to, client, c);
 	if (v == REFUSE || v == DROP) {
 		account_begin(c, v);
-		fail_packet(&p->tuple, c, v);
+		fail_packet(&p->tuple, c, v, s->owner);
 	}
 	if (v == REFUSE) {
 		s->reason = c->reason;
@@ -299,7 +300,7 @@ int tc_coexist(struct __sk_buff *skb)
 	if (p->protocol != IPPROTO_UDP) {
 		bpf_skb_load_bytes(skb, p->l4 + (p->protocol == IPPROTO_SCTP ? SCTP_HEADER + 4 : 4),
 				   &number, sizeof(number));
-		slot.owner = owner_of_packet(device, ifindex, &p->tuple.from.address);
+		slot.owner = key_of_owner(owner_of_packet(device, ifindex), &p->tuple.from.address);
 		slot.number =
 			hash_words((const u32 *)&p->tuple, TUPLE_WORDS) % FOREIGN_FLOWS_PER_CLIENT;
 		stored = foreign_flows.lookup(&slot);
@@ -336,6 +337,7 @@ int tc_choose(struct __sk_buff *skb)
 		return go(skb, TAIL_COEXIST);
 	if (may_use_conntrack(n, device, ifindex, s))
 		tails.call(skb, TAIL_CONNTRACK); /* returns if an agent without it loaded these */
+	s->owner = owner_of_packet(device, ifindex);
 	client.outside = !(device->flags & DEVICE_LOCAL);
 	if (!describe_flow(skb, s, &client, &c, &action)) {
 		if ((s->begin & BEGIN_RESTART) && action == TC_ACT_UNSPEC)

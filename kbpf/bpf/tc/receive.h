@@ -18,20 +18,6 @@
  * the remaining fragments of its datagram pass untranslated. */
 BPF_TABLE("lru_hash", struct client_slot, struct first_fragment, fragments, 64);
 
-/* The client whose slots a packet may fill. `in`: the device it arrived on, or NULL for the node's
- * own packets. A pod with its own device: that device, whatever source address the pod uses. Other
- * pods: the address, since the pods of a node may share one network. Other machines: the IPv4
- * address or the IPv6 /64 network. */
-static __always_inline struct address owner_of_packet(const struct device *in, u32 ifindex,
-						      const struct address *from)
-{
-	if (in && (in->flags & DEVICE_PEER))
-		return (struct address){.word = {ifindex, 0, 0, ~0U}};
-	if (in && in->role == ROLE_POD)
-		return *from;
-	return network_of(from);
-}
-
 /* Hashes what distinguishes datagrams with the same id: the addresses, and the protocol in IPv4. In
  * IPv6 the protocol may follow destination options, which only the first fragment has (RFC 8200,
  * 4.5). hash_word() makes the order of the words count. */
@@ -59,7 +45,7 @@ static __always_inline bool fragment_ports(struct packet *p, const struct device
 	if (p->fragment == WHOLE)
 		return true;
 	fragment.hash = hash_of_fragments(p);
-	slot.owner = owner_of_packet(in, ifindex, &p->tuple.from.address);
+	slot.owner = key_of_owner(owner_of_packet(in, ifindex), &p->tuple.from.address);
 	slot.number = (id + (id >> 16) + fragment.hash) % FRAGMENTS_PER_CLIENT;
 	if (p->fragment == FIRST) {
 		fragment.ports.source = p->tuple.from.port;

@@ -17,25 +17,33 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 
 from kbpf.dataplane.bpf.maps.affinity_shares import AffinityShares, unpack_sharers
 from kbpf.dataplane.bpf.maps.layout import (
     CACHED_DEVICE,
     DEVICE,
+    EVENT,
+    FAILURE,
+    FAILURES_PER_CLIENT,
+    FLOW,
     FLOWS_PER_SOCKET,
     MAPS,
     NODE,
+    REFUSAL_LIMIT,
     U32,
     DeviceFlag,
     NodeFlag,
     Reason,
+    RefusalLimit,
     Role,
 )
 from kbpf.dataplane.bpf.plane import BpfPlane
 from kbpf.dataplane.bpf.programs.hook_config import MIN_AFFINITY_SHARERS
 from kbpf.kernel.bpf.objects import Program
 from kbpf.kernel.system import netns
+from kbpf.model.address import parse_addr
 from kbpf.model.config import MapSizes
 from kbpf.model.desired import ServiceState
 from kbpf.model.objects import Protocol
@@ -223,6 +231,8 @@ def test_pod_is_limited_to_its_share_of_affinity(bench: Bench):
 
 
 VIP = {4: "198.51.100.9:53", 6: "[2001:db8::1]:53"}
+"""Port 530 has no endpoints, and clients of port 531 are masqueraded."""
+SNAT_PORTS = (40_000, 41_023)
 POD = {4: "10.244.1.2:8080", 6: "[fd00:10:244:1::2]:8080"}
 
 
@@ -279,13 +289,21 @@ def ingress(artifact_cache: Path) -> Iterator[Ingress]:
         with sites(artifact_cache) as make:
             site = make(node=where)
             sizes = MapSizes(affinity=AFFINITY, connections=16_384)  # room for all flows of a flood
-            plane = site.open(sizes, packet_path=True)
+            plane = site.open(sizes, packet_path=True, masquerade_ports=SNAT_PORTS)
             services = [
-                service(f"{protocol}{v}", f"LoadBalancer={VIP[v]}", POD[v], protocol, local=POD[v],
-                        external_local=True, affinity_timeout=10_800 * (protocol == Protocol.TCP))
+                made
                 for v in (4, 6) for protocol in (Protocol.TCP, Protocol.UDP)
+                for made in (
+                    service(f"{protocol}{v}", f"LoadBalancer={VIP[v]}", POD[v], protocol,
+                            local=POD[v], external_local=True,
+                            affinity_timeout=10_800 * (protocol == Protocol.TCP)),
+                    service(f"none-{protocol}{v}", f"LoadBalancer={VIP[v]}0", "", protocol),
+                    service(f"masked-{protocol}{v}", f"LoadBalancer={VIP[v]}1", POD[v], protocol),
+                )
             ]  # fmt: skip
-            netns.run_in(inside, lambda: plane.apply(desired(*services), None))
+            own = (parse_addr("198.18.0.1"), parse_addr("fd00:198:18::1"))
+            state = msgspec.structs.replace(desired(*services), masquerade_addresses=own)
+            netns.run_in(inside, lambda: plane.apply(state, None))
             pin = next(site.pins.glob("programs-tc-*")) / "tc_ingress"
             with Program.open(pin) as program:
                 made = Ingress(site, program, inside)
@@ -426,3 +444,66 @@ def test_foreign_flows_of_one_client_evict_no_others(ingress: Ingress, row: Floo
         for n in range(1, VICTIMS + 1)
     ]
     assert not set(ingress.run(again)) & set(again), "a new connection is ours"
+
+
+class Use(NamedTuple):
+    """A map that clients share. `port` is added to the VIP's port. `part`: the client of an entry,
+    and which part of what they share it has. `most`: how many parts one client gets.
+    """
+
+    map: str
+    port: str
+    most: int
+    part: Callable[[bytes, bytes], tuple[bytes, bytes]]
+
+
+USES = [
+    Use("affinity", "", SHARE, lambda key, _: (key[:16], key)),
+    Use("failures", "0", FAILURES_PER_CLIENT,
+        lambda key, raw: (EVENT.unpack(FAILURE.unpack(raw)[2])[2][:16], key)),
+    Use("flows", "1", (SNAT_PORTS[1] - SNAT_PORTS[0] + 1) // 4,
+        lambda key, raw: (FLOW.unpack(raw)[1][:16], FLOW.unpack(raw)[5])),
+]  # fmt: skip
+FORGERS = pytest.mark.parametrize(
+    "row", [row for row in FLOODS if row.flags], ids=lambda row: f"IPv{row.v}"
+)
+
+
+@FORGERS
+@pytest.mark.parametrize("use", USES, ids=lambda use: use.map)
+def test_forged_addresses_of_a_pod_have_the_share_of_one_client(
+    ingress: Ingress, row: Flood, use: Use
+):
+    """What clients outside have in `affinity` and `failures` stays."""
+
+    def syns(hosts: Iterable[str]) -> Iterator[bytes]:
+        return (tcp(f"{host}:4000", VIP[row.v] + use.port, flags="S") for host in hosts)
+
+    victims = [row.victim.format(number) for number in range(1, VICTIMS + 1)]
+    honest = {bytes(parse_addr(host.strip("[]"))) for host in victims}
+    ingress.run(syns(victims))
+    ingress.set_device(row.role, row.flags)
+    ingress.run(syns(flooding(row, number) for number in range(1, 4_000)))
+    parts = {use.part(*entry) for entry in ingress.site.entries(use.map).items()}
+    assert use.map == "flows" or honest <= {client for client, _ in parts}
+    assert 0 < len({part for client, part in parts if client not in honest}) <= use.most
+
+
+@FORGERS
+def test_forged_addresses_of_a_pod_have_one_limit_of_icmp_errors(ingress: Ingress, row: Flood):
+    burst, hour = 6, 3600 * 10**9
+    with ingress.site.pinned("refusal_limits") as limits:
+        for which in RefusalLimit:
+            most = burst if which in (RefusalLimit.PEER4, RefusalLimit.PEER6) else 50
+            limits.update(U32.pack(which), REFUSAL_LIMIT.pack(0, hour, most))
+
+    def errors(hosts: Iterable[str], v: int = row.v) -> int:
+        got = ingress.run(udp(f"{host}:4000", VIP[v] + "0", b"?") for host in hosts)
+        return sum(parse(packet, l2=False).protocol.startswith("icmp") for packet in got)
+
+    assert errors([row.victim.format(1)] * 10) == burst
+    ingress.set_device(row.role, row.flags)
+    assert errors(flooding(row, number) for number in range(1, 100)) == burst
+    assert errors(["203.0.113.1" if row.v == 6 else "[2001:db8:bad::1]"] * 10, 10 - row.v) == burst
+    ingress.set_device(Role.HOST, DeviceFlag(0))
+    assert errors([row.victim.format(2)] * 10) == burst

@@ -173,6 +173,8 @@ BUILD = {
     "sctp": lambda a, b, **ip: sctp(a, b, packets.SCTP_INIT, **ip),
     "tcp": lambda a, b, **ip: tcp(a, b, flags="S", **ip),
 }
+OTHERS = {4: "198.51.100.{}", 6: "2001:db8:7:{}::"}
+"""Clients. An IPv6 network is one client; its key in `refused_peers` is its first address."""
 EACH = {4: RefusalLimit.PEER4, 6: RefusalLimit.PEER6}
 BUCKET = {"udp": RefusalLimit.ICMP, "sctp": RefusalLimit.ICMP, "tcp": RefusalLimit.RESET}
 
@@ -219,7 +221,7 @@ def test_each_client_has_its_own_limit_of_icmp_errors(
 ) -> None:
     refusals.set(EACH[v], 6)
     refusals.set(RefusalLimit.ICMP, 50)
-    hosts = [f"{CLIENT[v][:-1]}{100 + n + (50 if kind == 'udp' else 0)}" for n in range(2)]
+    hosts = [OTHERS[v].format(100 + n + (50 if kind == "udp" else 0)) for n in range(2)]
     assert refusals.answers(v, kind, [hosts[0]] * 200) == 6
     assert refusals.answers(v, kind, [hosts[1]] * 20) == 6
     with refusals.path.site.pinned("refused_peers") as peers:
@@ -233,7 +235,7 @@ def test_evicted_client_is_limited_by_the_nodes_bucket(refusals: Refusals, v: in
     """A client whose entry was evicted may get six errors again, within the node's limit."""
     refusals.set(EACH[v], 6)
     refusals.set(RefusalLimit.ICMP, 8)
-    host = f"{CLIENT[v][:-1]}{190 + v}"
+    host = OTHERS[v].format(190)
     assert refusals.answers(v, "udp", [host] * 20) == 6
     spent = U64.pack(time.monotonic_ns() + 6 * HOUR)
     with refusals.path.site.pinned("refused_peers") as peers:
