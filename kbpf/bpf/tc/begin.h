@@ -251,7 +251,9 @@ int tc_recheck(struct __sk_buff *skb)
 	flow = flow_between(&p->tuple);
 	original = flow && is_original(&p->tuple, flow);
 	if (original && starts_flow(p))
-		account_repetition(flow, now);
+		account_repetition(
+			flow, now,
+			owner_of_packet(device_at(skb->ifindex), came_in ? skb->ifindex : 0));
 	if (flow && !is_over(flow, now) &&
 	    (!starts_flow(p) || !original ||
 	     (backend_exists(flow->backend_id) && !lacks_entry(flow)))) {

@@ -238,10 +238,11 @@ POD = {4: "10.244.1.2:8080", 6: "[fd00:10:244:1::2]:8080"}
 
 @dataclass
 class Ingress:
-    """The packet path at ingress of a device in the node's network namespace."""
+    """The packet path at ingress (and egress) of a device in the node's network namespace."""
 
     site: Site
     program: Program
+    egress: Program
     inside: Path
 
     def set_device(self, role: Role, flags: DeviceFlag) -> None:
@@ -259,15 +260,15 @@ class Ingress:
         with self.site.pinned(name) as held:
             held.update(key, value)
 
-    def run(self, packets: Iterable[bytes]) -> list[bytes]:
-        """Runs the program on each packet; returns the packets afterwards."""
+    def run(self, packets: Iterable[bytes], program: Program | None = None) -> list[bytes]:
+        """Runs the program (default: at ingress) on each packet; returns the packets afterwards."""
         frames = [frame(packet, to=MAC_B) for packet in packets]
 
         def run_all() -> list[bytes]:
             usual = os.sched_getaffinity(0)
             os.sched_setaffinity(0, {min(usual)})  # recent entries of another CPU are protected
             try:
-                return [run(self.program, each).packet_out[14:] for each in frames]
+                return [run(program or self.program, each).packet_out[14:] for each in frames]
             finally:
                 os.sched_setaffinity(0, usual)
 
@@ -304,9 +305,12 @@ def ingress(artifact_cache: Path) -> Iterator[Ingress]:
             own = (parse_addr("198.18.0.1"), parse_addr("fd00:198:18::1"))
             state = msgspec.structs.replace(desired(*services), masquerade_addresses=own)
             netns.run_in(inside, lambda: plane.apply(state, None))
-            pin = next(site.pins.glob("programs-tc-*")) / "tc_ingress"
-            with Program.open(pin) as program:
-                made = Ingress(site, program, inside)
+            pins = next(site.pins.glob("programs-tc-*"))
+            with (
+                Program.open(pins / "tc_ingress") as program,
+                Program.open(pins / "tc_egress") as egress,
+            ):
+                made = Ingress(site, program, egress, inside)
                 made.set_device(Role.HOST, DeviceFlag(0))
                 yield made
     finally:
@@ -447,20 +451,27 @@ def test_foreign_flows_of_one_client_evict_no_others(ingress: Ingress, row: Floo
 
 
 class Use(NamedTuple):
-    """A map that clients share. `port` is added to the VIP's port. `part`: the client of an entry,
-    and which part of what they share it has. `most`: how many parts one client gets.
+    """A map that clients share. `port` is added to the VIP's port. `most`: how many parts of what
+    they share one client gets. `part`: the client of an entry, and the part that it has. `replies`:
+    what the backend answers.
     """
 
     map: str
     port: str
     most: int
     part: Callable[[bytes, bytes], tuple[bytes, bytes]]
+    replies: str = ""
+
+
+def failure_of(key: bytes, raw: bytes) -> tuple[bytes, bytes]:
+    """The client of a failure, and its key."""
+    return EVENT.unpack(FAILURE.unpack(raw)[2])[2][:16], key
 
 
 USES = [
     Use("affinity", "", SHARE, lambda key, _: (key[:16], key)),
-    Use("failures", "0", FAILURES_PER_CLIENT,
-        lambda key, raw: (EVENT.unpack(FAILURE.unpack(raw)[2])[2][:16], key)),
+    Use("failures", "0", FAILURES_PER_CLIENT, failure_of),
+    Use("failures", "", FAILURES_PER_CLIENT, failure_of, "RA"),
     Use("flows", "1", (SNAT_PORTS[1] - SNAT_PORTS[0] + 1) // 4,
         lambda key, raw: (FLOW.unpack(raw)[1][:16], FLOW.unpack(raw)[5])),
 ]  # fmt: skip
@@ -470,20 +481,25 @@ FORGERS = pytest.mark.parametrize(
 
 
 @FORGERS
-@pytest.mark.parametrize("use", USES, ids=lambda use: use.map)
+@pytest.mark.parametrize("use", USES, ids=lambda use: f"{use.map} {use.replies}".strip())
 def test_forged_addresses_of_a_pod_have_the_share_of_one_client(
     ingress: Ingress, row: Flood, use: Use
 ):
     """What clients outside have in `affinity` and `failures` stays."""
 
-    def syns(hosts: Iterable[str]) -> Iterator[bytes]:
-        return (tcp(f"{host}:4000", VIP[row.v] + use.port, flags="S") for host in hosts)
+    def dial(hosts: list[str]) -> None:
+        ingress.run(tcp(f"{host}:4000", VIP[row.v] + use.port, flags="S") for host in hosts)
+        if use.replies:
+            replies = (
+                tcp(POD[row.v], f"{host}:4000", flags=use.replies, ack=1001) for host in hosts
+            )
+            ingress.run(replies, ingress.egress)
 
     victims = [row.victim.format(number) for number in range(1, VICTIMS + 1)]
     honest = {bytes(parse_addr(host.strip("[]"))) for host in victims}
-    ingress.run(syns(victims))
+    dial(victims)
     ingress.set_device(row.role, row.flags)
-    ingress.run(syns(flooding(row, number) for number in range(1, 4_000)))
+    dial([flooding(row, number) for number in range(1, 2_000)])
     parts = {use.part(*entry) for entry in ingress.site.entries(use.map).items()}
     assert use.map == "flows" or honest <= {client for client, _ in parts}
     assert 0 < len({part for client, part in parts if client not in honest}) <= use.most
