@@ -75,8 +75,9 @@ PATCHES: Final = (
          "!(a->word[3] & 0xff) || (a->word[3] & 0xff) == 127",
          "(a->word[3] & 0xff) == 127"),
         ("IPv6 multicast sources are accepted",
-         "is_any(a) || is_loopback(a) || (a->word[0] & 0xff) == 0xff",
-         "is_any(a) || is_loopback(a)"),
+         "is_link_local(a) || (a->word[0] & 0xff) == 0xff", "is_link_local(a)"),
+        ("IPv6 link-local sources are accepted",
+         "is_loopback(a) || is_link_local(a) ||", "is_loopback(a) ||"),
     ),
     *_rows(
         "lib/addr.h", ROOM,
@@ -178,6 +179,8 @@ PATCHES: Final = (
     ),
     *_rows(
         "tc/receive.h", FLOWS,
+        ("fragments of martians are recorded",
+         "if (is_martian(&p->tuple.from.address))\n\t\treturn false;", ""),
         ("first fragments are not recorded", "fragments.update(&slot, &fragment);", ";"),
         ("fragments of another datagram match",
          "!stored || stored->id != fragment.id || stored->hash != fragment.hash",

@@ -35,7 +35,8 @@ static __always_inline u32 hash_of_fragments(const struct packet *p)
 }
 
 /* Stores protocol and ports of a first fragment, and gives them to later ones, which have none.
- * False: the first fragment is not known. Datagrams with consecutive ids use different slots. */
+ * False: the first fragment is not known, or no flow has such a source. Datagrams with consecutive
+ * ids use different slots. */
 static __always_inline bool fragment_ports(struct packet *p, const struct device *in, u32 ifindex)
 {
 	u32 id = __builtin_bswap32(p->id); /* of IPv4: in the upper half */
@@ -44,6 +45,8 @@ static __always_inline bool fragment_ports(struct packet *p, const struct device
 
 	if (p->fragment == WHOLE)
 		return true;
+	if (is_martian(&p->tuple.from.address))
+		return false;
 	fragment.hash = hash_of_fragments(p);
 	slot.owner = key_of_owner(owner_of_packet(in, ifindex), &p->tuple.from.address);
 	slot.number = (id + (id >> 16) + fragment.hash) % FRAGMENTS_PER_CLIENT;
