@@ -75,7 +75,7 @@ static __always_inline struct share share_of(const struct flow *flow, const stru
 	u32 size = n->port_high - n->port_low + 1, step = size < SHARED_PORTS ? 1 : SHARES;
 	struct share s = {.low = n->port_low, .count = size / step, .step = step};
 
-	/* All but an address have 0 in one of the last two words. */
+	/* Words 1 and 3: in the key of a network, device or cgroup one of them is 0. */
 	s.client = hash_word(hash_word(HASH_SEED, owner.word[0]), owner.word[1] ^ owner.word[3]);
 	return s;
 }

@@ -452,15 +452,15 @@ def test_foreign_flows_of_one_client_evict_no_others(ingress: Ingress, row: Floo
 
 class Use(NamedTuple):
     """A map that clients share. `port` is added to the VIP's port. `most`: how many parts of what
-    they share one client gets. `part`: the client of an entry, and the part that it has. `replies`:
-    what the backend answers.
+    they share one client gets. `part`: the client of an entry, and the part that it has. `then`:
+    what follows the SYNs: resets by the backend, or the same again.
     """
 
     map: str
     port: str
     most: int
     part: Callable[[bytes, bytes], tuple[bytes, bytes]]
-    replies: str = ""
+    then: str = ""
 
 
 def failure_of(key: bytes, raw: bytes) -> tuple[bytes, bytes]:
@@ -471,7 +471,8 @@ def failure_of(key: bytes, raw: bytes) -> tuple[bytes, bytes]:
 USES = [
     Use("affinity", "", SHARE, lambda key, _: (key[:16], key)),
     Use("failures", "0", FAILURES_PER_CLIENT, failure_of),
-    Use("failures", "", FAILURES_PER_CLIENT, failure_of, "RA"),
+    Use("failures", "", FAILURES_PER_CLIENT, failure_of, "reset"),
+    Use("failures", "", FAILURES_PER_CLIENT, failure_of, "repeat"),
     Use("flows", "1", (SNAT_PORTS[1] - SNAT_PORTS[0] + 1) // 4,
         lambda key, raw: (FLOW.unpack(raw)[1][:16], FLOW.unpack(raw)[5])),
 ]  # fmt: skip
@@ -481,19 +482,21 @@ FORGERS = pytest.mark.parametrize(
 
 
 @FORGERS
-@pytest.mark.parametrize("use", USES, ids=lambda use: f"{use.map} {use.replies}".strip())
+@pytest.mark.parametrize("use", USES, ids=lambda use: f"{use.map} {use.then}".strip())
 def test_forged_addresses_of_a_pod_have_the_share_of_one_client(
     ingress: Ingress, row: Flood, use: Use
 ):
     """What clients outside have in `affinity` and `failures` stays."""
 
     def dial(hosts: list[str]) -> None:
-        ingress.run(tcp(f"{host}:4000", VIP[row.v] + use.port, flags="S") for host in hosts)
-        if use.replies:
-            replies = (
-                tcp(POD[row.v], f"{host}:4000", flags=use.replies, ack=1001) for host in hosts
-            )
-            ingress.run(replies, ingress.egress)
+        syns = [tcp(f"{host}:4000", VIP[row.v] + use.port, flags="S") for host in hosts]
+        ingress.run(syns)
+        if use.then == "repeat":
+            time.sleep(0.6)  # what is repeated earlier does not count
+            ingress.run(syns)
+        elif use.then == "reset":
+            resets = (tcp(POD[row.v], f"{host}:4000", flags="RA", ack=1001) for host in hosts)
+            ingress.run(resets, ingress.egress)
 
     victims = [row.victim.format(number) for number in range(1, VICTIMS + 1)]
     honest = {bytes(parse_addr(host.strip("[]"))) for host in victims}
