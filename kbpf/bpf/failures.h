@@ -13,10 +13,10 @@
 #define FAILURE_WORDS 13
 
 /* (client, hash of what failed) -> the failure, how often, and since when. Written by the programs;
- * read by `kbpf inspect failures`. A cgroup has 16 elements, and the clients of all packets
- * together have 1,024, so a container overwrites only its own failures, and a flood from outside no
- * container's. One client by packets (an IPv4 address, or an IPv6 /64) has 64 of these 1,024, which
- * it shares with a sixteenth of the others. Full: the least recently used is evicted. */
+ * read by `kbpf inspect failures`. A cgroup has 16 elements, and so has a pod's own device for its
+ * packets; the clients of all other packets together have 1,024. So a pod overwrites only its own
+ * failures, and a flood from outside no pod's. Another client by packets has 64 of these 1,024,
+ * which it shares with a sixteenth of the others. Full: the least recently used is evicted. */
 BPF_TABLE("lru_hash", struct client_slot, struct failure, failures, 64);
 
 static __always_inline bool is_same_failure(const struct event *a, const struct event *b)
@@ -26,25 +26,28 @@ static __always_inline bool is_same_failure(const struct event *a, const struct 
 	       same_address(&a->client.address, &b->client.address);
 }
 
-/* The number of the element for a failure of a client by packets. */
-static __always_inline u32 number_of_packet(const struct address *client, u32 hash)
+/* The number of the element for a failure of a client by packets without elements of its own.
+ * `key`: of its owner. */
+static __always_inline u32 number_of_packet(const struct address *key, const struct address *client,
+					    u32 hash)
 {
-	struct address network = network_of(client);
 	u32 group = HASH_SEED;
 
-	group = hash_word(group, network.word[0]);
-	group = hash_word(group, network.word[1]);
-	group = hash_word(group, network.word[2]);
-	group = hash_end(hash_word(group, network.word[3]), sizeof(network));
+	group = hash_word(group, key->word[0]);
+	group = hash_word(group, key->word[1]);
+	group = hash_word(group, key->word[2]);
+	group = hash_end(hash_word(group, key->word[3]), sizeof(*key));
 	hash = hash_word(hash, client->word[1]);
 	hash = hash_word(hash, client->word[3]);
 	return group % PACKET_CLIENTS * PACKET_FAILURES_PER_CLIENT +
 	       hash % PACKET_FAILURES_PER_CLIENT;
 }
 
-/* Adds a failure to those of its client. `failure`: all fields but the times and the count. */
-static __always_inline void record_failure(struct failure *failure)
+/* Adds a failure to those of its client. `failure`: all fields but the times and the count.
+ * `owner`: if it has no cgroup. */
+static __always_inline void record_failure(struct failure *failure, u32 owner)
 {
+	struct address key = key_of_owner(owner, &failure->last.client.address);
 	struct event *last = &failure->last;
 	struct client_slot slot = {};
 	struct failure *known;
@@ -52,8 +55,11 @@ static __always_inline void record_failure(struct failure *failure)
 
 	slot.owner.word[0] = (u32)last->cgroup;
 	slot.owner.word[1] = last->cgroup >> 32;
-	slot.number = last->cgroup ? hash % FAILURES_PER_CLIENT
-				   : number_of_packet(&last->client.address, hash);
+	slot.number = hash % FAILURES_PER_CLIENT;
+	if (!last->cgroup && is_device(owner))
+		slot.owner = key;
+	else if (!last->cgroup)
+		slot.number = number_of_packet(&key, &last->client.address, hash);
 	failure->first = last->time = bpf_ktime_get_ns();
 	failure->count = 1;
 	known = failures.lookup(&slot);

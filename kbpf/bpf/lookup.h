@@ -36,6 +36,7 @@
 struct client {
 	struct affinity_key key; /* for affinity; `service` is filled in later */
 	u64 netns;               /* cookie; 0 for packets */
+	u32 owner;               /* types.h */
 	bool outside; /* neither this node nor one of its pods: the external policy applies */
 	const u32
 		*tuple; /* of its packet (struct tuple), whose sender is the key; NULL: a socket */
@@ -160,27 +161,16 @@ static __always_inline bool is_agent_socket(u64 cookie)
 	return agent_sockets.lookup(&cookie) != NULL;
 }
 
-/* Each unit defines its own. socket_cgroup(): see struct affinity. */
+/* Each unit defines its own. */
 static __always_inline void count(u32 reason);
-static __always_inline u32 socket_cgroup(void);
-
-/* Which owner's share an entry of `affinity` counts against: an IPv4 address; an IPv6 /64 network,
- * since one host may have all of its addresses; or, for a socket, the cgroup of the current
- * process. The affinity key of a socket is its network namespace, but a container can create
- * namespaces at will; it cannot create cgroups. */
-static __always_inline struct address affinity_owner_of(const struct client *client, u32 cgroup)
-{
-	if (cgroup)
-		return (struct address){.word = {cgroup, 0, 0, ~0U}};
-	return network_of(&client->key.client);
-}
 
 /* Whether the client's owner may have one more entry of `affinity`. Above its share it gets a
  * random backend each time, and no other owner's entry is evicted for it. CPUs that check at the
- * same time may each admit one entry too many. */
-static __always_inline bool take_share(const struct client *client, u32 cgroup)
+ * same time may each admit one entry too many. The key of a socket's entries is its network
+ * namespace, but a container can create namespaces at will; it cannot create cgroups. */
+static __always_inline bool take_share(const struct client *client)
 {
-	struct address owner = affinity_owner_of(client, cgroup);
+	struct address owner = key_of_owner(client->owner, &client->key.client);
 	u32 *share = affinity_shares.lookup(&owner);
 	u32 zero = 0, one = 1;
 	struct config *c = config.lookup(&zero);
@@ -254,7 +244,7 @@ static __always_inline u32 pick_backend(const struct service *service,
 					enum reason *reason)
 {
 	struct affinity_key key = client->key;
-	struct affinity last = {.cgroup = socket_cgroup()};
+	struct affinity last = {.owner = client->owner};
 	struct affinity *stored;
 
 	*reason = TRANSLATED;
@@ -269,7 +259,7 @@ static __always_inline u32 pick_backend(const struct service *service,
 		*reason = TRANSLATED_BY_AFFINITY;
 	else
 		last.backend = backend_at(set, choose_slot(service, set->size, client));
-	if (last.backend && (stored || take_share(client, last.cgroup)))
+	if (last.backend && (stored || take_share(client)))
 		affinity.update(&key, &last);
 	return last.backend;
 }

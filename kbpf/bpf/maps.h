@@ -73,10 +73,9 @@ static __always_inline u32 *find_member(const struct member *key)
  * oldest is evicted. */
 BPF_TABLE("lru_hash", struct affinity_key, struct affinity, affinity, 64);
 
-/* owner -> number of its entries in `affinity`. An owner is an IPv4 address, an IPv6 /64 network or
- * a cgroup (affinity_owner_of()). The programs increment it; the agent recounts the entries
- * (affinity_shares.py). Full: the oldest is evicted, and that owner counts from 1 again until the
- * next recount. */
+/* key_of_owner() -> number of its entries in `affinity`. The programs increment it; the agent
+ * recounts the entries (affinity_shares.py). Full: the oldest is evicted, and that owner counts
+ * from 1 again until the next recount. */
 BPF_TABLE("lru_hash", struct address, u32, affinity_shares, 64);
 
 /* socket -> its peer, in socket-local storage: freed with the socket, and other sockets cannot

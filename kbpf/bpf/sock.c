@@ -15,13 +15,6 @@
 #include "lib/addr.h"
 #include "maps.h"
 
-/* The low half of the cgroup id of the current process, which may have got the socket from another
- * one. */
-static __always_inline u32 socket_cgroup(void)
-{
-	return (u32)get_current_cgroup_id();
-}
-
 #include "lookup.h"
 #include "account.h"
 #include "failures.h"
@@ -47,10 +40,12 @@ static __always_inline u64 socket_id(void *ctx)
 	return bpf_get_socket_cookie(ctx) ^ (get_netns_cookie(ctx) << 44);
 }
 
+/* The owner is the current process's cgroup; it may have got the socket from another process. */
 static __always_inline struct client client_of(u64 netns)
 {
 	struct client client = {.netns = netns, .key.kind = CLIENT_NETNS};
 
+	client.owner = get_current_cgroup_id();
 	client.key.client.word[0] = (u32)netns;
 	client.key.client.word[1] = netns >> 32;
 	return client;
@@ -245,7 +240,7 @@ static __always_inline void account_choice(const struct target *to, const struct
 	failure.last.backend_id = v == TRANSLATE ? c->backend_id : 0;
 	failure.last.reason = c->reason;
 	if (fails)
-		record_failure(&failure);
+		record_failure(&failure, OWNER_NETWORK);
 	if (monitored)
 		report(&failure.last);
 }

@@ -53,11 +53,6 @@
 #include "tc/sctp.h"
 #include "tc/tails.h"
 
-static __always_inline u32 socket_cgroup(void)
-{
-	return 0; /* affinity uses the address of a packet's sender */
-}
-
 int tc_ingress(struct __sk_buff *skb)
 {
 	struct device *device = device_at(skb->ifindex);

@@ -98,7 +98,7 @@ static __always_inline void fail(u64 sk, const struct peer *peer, enum reason re
 	event->service = peer->service;
 	event->backend_id = peer->backend_id;
 	event->reason = reason;
-	record_failure(&failure);
+	record_failure(&failure, OWNER_NETWORK);
 	if (is_monitored())
 		report(event);
 }

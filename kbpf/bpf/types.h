@@ -93,11 +93,17 @@ struct affinity_key {
 	u32 kind;
 };
 
+/* Who a packet or a socket counts for where clients share a map, ports or a limit. Packets:
+ * owner_of_packet(). Sockets: the low half of the cgroup id of the process that called connect() or
+ * sendmsg(); its highest bit is 0. key_of_owner() makes map keys of it. */
+#define OWNER_NETWORK 0          /* its IPv4 address, or the /64 network of its IPv6 address */
+#define OWNER_DEVICE 0x80000000  /* and the ifindex of a pod's own device; alone: the node */
+#define OWNER_ADDRESS 0xffffffff /* its address */
+
 struct affinity {
 	u64 last_used; /* ns, CLOCK_MONOTONIC */
 	u32 backend;
-	u32 cgroup; /* low half of the cgroup id of the process that called connect() or sendmsg();
-		       0: written for a packet */
+	u32 owner; /* of the packet or socket that it was written for */
 };
 
 enum peer_flags {
@@ -380,7 +386,7 @@ struct node {
 enum refusal_bucket {
 	LIMIT_ICMP = 0,  /* ICMP errors of the whole node */
 	LIMIT_RESET = 1, /* RSTs of the whole node */
-	LIMIT_PEER4 = 2, /* ICMP errors to one address; its bucket is in refused_peers */
+	LIMIT_PEER4 = 2, /* ICMP errors to one sender; its bucket is in refused_peers */
 	LIMIT_PEER6 = 3,
 	REFUSAL_LIMITS = 4,
 };
@@ -417,7 +423,7 @@ struct port_slot {
 /* One element of a map that clients fill. Every client has a fixed number of them, so it can only
  * overwrite its own. */
 struct client_slot {
-	struct address owner; /* owner_of_packet() */
+	struct address owner; /* key_of_owner(); in `failures` also a cgroup, or 0 */
 	u32 number;
 };
 

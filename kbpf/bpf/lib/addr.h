@@ -38,13 +38,19 @@ static __always_inline bool is_loopback(const struct address *a)
 	return !a->word[0] && !a->word[1] && !a->word[2] && a->word[3] == __builtin_bswap32(1);
 }
 
-/* Source addresses whose packets the stack drops. */
+/* IPv6 addresses that are valid on one link only. */
+static __always_inline bool is_link_local(const struct address *a)
+{
+	return (a->word[0] & __builtin_bswap32(0xffc00000)) == __builtin_bswap32(0xfe800000);
+}
+
+/* Source addresses whose packets the stack drops, or does not forward (link-local ones). */
 static __always_inline bool is_martian(const struct address *a)
 {
 	if (is_v4(a))
 		return !(a->word[3] & 0xff) || (a->word[3] & 0xff) == 127 ||
 		       (a->word[3] & 0xff) >= 224;
-	return is_any(a) || is_loopback(a) || (a->word[0] & 0xff) == 0xff;
+	return is_any(a) || is_loopback(a) || is_link_local(a) || (a->word[0] & 0xff) == 0xff;
 }
 
 /* An IPv4 address, or the /64 network of an IPv6 address. */
@@ -55,6 +61,22 @@ static __always_inline struct address network_of(const struct address *a)
 		.word = {a->word[0], a->word[1], a->word[2] & mask, a->word[3] & mask}};
 
 	return network;
+}
+
+static __always_inline bool is_device(u32 owner)
+{
+	return (owner & OWNER_DEVICE) && owner != OWNER_ADDRESS;
+}
+
+/* The key of an owner (types.h) in maps. That of a device or cgroup begins as multicast addresses
+ * do, which no sender has. */
+static __always_inline struct address key_of_owner(u32 owner, const struct address *sender)
+{
+	if (owner == OWNER_ADDRESS)
+		return *sender;
+	if (owner != OWNER_NETWORK)
+		return (struct address){.word = {~0U, 0, 0, owner}};
+	return network_of(sender);
 }
 
 /* 0 if they are equal. Without branches, because the verifier explores both sides of each. */

@@ -8,6 +8,7 @@
 #include "account.h"
 #include "failures.h"
 #include "lib/packet.h"
+#include "tc/devices.h"
 #include "tc/flow.h"
 #include "tc/scratch.h"
 #include "tc/tails.h"
@@ -62,7 +63,7 @@ static __always_inline void flush_rest(struct flow *entry)
 /* Records that a packet got no backend. If it is dropped, that is reported here; tc_refuse reports
  * what becomes of one that is refused. */
 static __always_inline void fail_packet(const struct tuple *t, const struct choice *c,
-					enum verdict v)
+					enum verdict v, u32 owner)
 {
 	bool monitored = v == DROP && is_monitored();
 	struct failure failure = {};
@@ -72,7 +73,7 @@ static __always_inline void fail_packet(const struct tuple *t, const struct choi
 	failure.last.service = c->service;
 	failure.last.reason = c->reason;
 	if (is_accounting(CONFIG_ACCOUNTING))
-		record_failure(&failure);
+		record_failure(&failure, owner);
 	if (monitored)
 		report(&failure.last);
 }
@@ -88,16 +89,27 @@ static __always_inline void describe_event(struct event *event, const struct flo
 	event->reason = reason;
 }
 
+/* The owner of a flow, by an entry for its replies, which may name the device by which they leave.
+ */
+static __always_inline u32 owner_of_flow(const struct flow *reply_entry)
+{
+	u32 ifindex = reply_entry->out.ifindex;
+
+	if (reply_entry->host_device)
+		return owner_of_packet(NULL, 0);
+	return ifindex ? owner_of_packet(device_at(ifindex), ifindex) : OWNER_NETWORK;
+}
+
 /* Counts, records and reports that the backend of a flow has failed. */
 static __always_inline void fail_flow(const struct flow *flow, struct counts *totals,
-				      enum reason reason)
+				      enum reason reason, u32 owner)
 {
 	struct failure failure = {};
 
 	describe_event(&failure.last, flow, reason);
 	count(reason);
 	account_failure(totals, reason);
-	record_failure(&failure);
+	record_failure(&failure, owner);
 	if (is_monitored())
 		report(&failure.last);
 }
@@ -148,14 +160,14 @@ int tc_end(struct __sk_buff *skb)
 	flow = flow_between(&s->packet.tuple); /* as it arrived */
 	totals = flow ? counts_of(flow->service, flow->backend_id) : NULL;
 	if (totals && s->end != ENDED)
-		fail_flow(flow, totals, s->end);
+		fail_flow(flow, totals, s->end, owner_of_flow(flow));
 	if (totals && is_accounting(CONFIG_COUNT_CONNECTION_ENDS))
 		add(&totals->ended, 1);
 	return s->action;
 }
 
-/* A packet of a client repeats what the backend has not answered. */
-static __always_inline void account_repetition(struct flow *flow, u64 now)
+/* A packet of this owner repeats what the backend has not answered. */
+static __always_inline void account_repetition(struct flow *flow, u64 now, u32 owner)
 {
 	struct counts *totals;
 
@@ -166,5 +178,5 @@ static __always_inline void account_repetition(struct flow *flow, u64 now)
 	flow->fins |= FIN_UNANSWERED;
 	totals = counts_of(flow->service, flow->backend_id);
 	if (totals)
-		fail_flow(flow, totals, BACKEND_UNANSWERED);
+		fail_flow(flow, totals, BACKEND_UNANSWERED, owner);
 }

@@ -91,10 +91,11 @@ static __always_inline bool describe_flow(struct __sk_buff *skb, struct scratch 
 
 	client->tuple = (const u32 *)&p->tuple;
 	client->key.client = p->tuple.from.address;
+	client->owner = s->owner;
 	v = choose(&p->tuple.to, client, c);
 	if (v == REFUSE || v == DROP) {
 		account_begin(c, v);
-		fail_packet(&p->tuple, c, v);
+		fail_packet(&p->tuple, c, v, s->owner);
 	}
 	if (v == REFUSE) {
 		s->reason = c->reason;
@@ -250,7 +251,9 @@ int tc_recheck(struct __sk_buff *skb)
 	flow = flow_between(&p->tuple);
 	original = flow && is_original(&p->tuple, flow);
 	if (original && starts_flow(p))
-		account_repetition(flow, now);
+		account_repetition(
+			flow, now,
+			owner_of_packet(device_at(skb->ifindex), came_in ? skb->ifindex : 0));
 	if (flow && !is_over(flow, now) &&
 	    (!starts_flow(p) || !original ||
 	     (backend_exists(flow->backend_id) && !lacks_entry(flow)))) {
@@ -299,7 +302,7 @@ int tc_coexist(struct __sk_buff *skb)
 	if (p->protocol != IPPROTO_UDP) {
 		bpf_skb_load_bytes(skb, p->l4 + (p->protocol == IPPROTO_SCTP ? SCTP_HEADER + 4 : 4),
 				   &number, sizeof(number));
-		slot.owner = owner_of_packet(device, ifindex, &p->tuple.from.address);
+		slot.owner = key_of_owner(owner_of_packet(device, ifindex), &p->tuple.from.address);
 		slot.number =
 			hash_words((const u32 *)&p->tuple, TUPLE_WORDS) % FOREIGN_FLOWS_PER_CLIENT;
 		stored = foreign_flows.lookup(&slot);
@@ -336,6 +339,7 @@ int tc_choose(struct __sk_buff *skb)
 		return go(skb, TAIL_COEXIST);
 	if (may_use_conntrack(n, device, ifindex, s))
 		tails.call(skb, TAIL_CONNTRACK); /* returns if an agent without it loaded these */
+	s->owner = owner_of_packet(device, ifindex);
 	client.outside = !(device->flags & DEVICE_LOCAL);
 	if (!describe_flow(skb, s, &client, &c, &action)) {
 		if ((s->begin & BEGIN_RESTART) && action == TC_ACT_UNSPEC)

@@ -36,6 +36,18 @@ static __always_inline u32 routing_ifindex(const struct device *device, u32 ifin
 	return device && device->bridge ? device->bridge : ifindex;
 }
 
+/* The owner (types.h) of packets that arrive on this device; `ifindex` 0: that sockets of the node
+ * send. A pod with its own device is known by that device, whatever source address it uses; a later
+ * pod whose device gets the same ifindex inherits at most what it has used up. Other pods are known
+ * by the address, since the pods of a node may share one network, and other machines by the IPv4
+ * address or the IPv6 /64 network, since one host may have all of its addresses. */
+static __always_inline u32 owner_of_packet(const struct device *in, u32 ifindex)
+{
+	if (!ifindex || (in && (in->flags & DEVICE_PEER)))
+		return OWNER_DEVICE | ifindex;
+	return in && in->role == ROLE_POD ? OWNER_ADDRESS : OWNER_NETWORK;
+}
+
 /* Whether this is a known address of the node: one that serves NodePorts, or one for SNAT. */
 static __always_inline bool is_nodes_own(struct address *a, const struct node *n)
 {

@@ -76,6 +76,7 @@ int tc_host_choose(struct __sk_buff *skb)
 
 	if (!s)
 		return TC_ACT_UNSPEC;
+	s->owner = owner_of_packet(NULL, 0);
 	if (!describe_flow(skb, s, &client, &c, &action))
 		return action;
 	s->flow.path = PATH_DIRECT;

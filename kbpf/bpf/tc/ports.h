@@ -58,9 +58,8 @@ static __always_inline long claim_reply(struct flow *flow, const struct node *n,
 }
 
 /* The ports of the node that a client may use for one backend: one of every SHARES consecutive
- * ports, selected by a hash of its address (IPv6: of its /64 network, since one host may have all
- * of its addresses). No client gets more than this share, and two clients have only about one in
- * SHARES of its ports in common. */
+ * ports, selected by a hash of its owner. No client gets more than this share, and two clients have
+ * only about one in SHARES of its ports in common. */
 struct share {
 	u32 low;
 	u32 count; /* number of its ports */
@@ -70,11 +69,14 @@ struct share {
 
 static __always_inline struct share share_of(const struct flow *flow, const struct node *n)
 {
-	const struct address *a = &flow->client.address;
+	struct scratch *scratch = get_scratch();
+	struct address owner =
+		key_of_owner(scratch ? scratch->owner : OWNER_NETWORK, &flow->client.address);
 	u32 size = n->port_high - n->port_low + 1, step = size < SHARED_PORTS ? 1 : SHARES;
 	struct share s = {.low = n->port_low, .count = size / step, .step = step};
 
-	s.client = hash_word(hash_word(HASH_SEED, a->word[0]), is_v4(a) ? a->word[3] : a->word[1]);
+	/* Words 1 and 3: in the key of a network, device or cgroup one of them is 0. */
+	s.client = hash_word(hash_word(HASH_SEED, owner.word[0]), owner.word[1] ^ owner.word[3]);
 	return s;
 }
 

@@ -18,20 +18,6 @@
  * the remaining fragments of its datagram pass untranslated. */
 BPF_TABLE("lru_hash", struct client_slot, struct first_fragment, fragments, 64);
 
-/* The client whose slots a packet may fill. `in`: the device it arrived on, or NULL for the node's
- * own packets. A pod with its own device: that device, whatever source address the pod uses. Other
- * pods: the address, since the pods of a node may share one network. Other machines: the IPv4
- * address or the IPv6 /64 network. */
-static __always_inline struct address owner_of_packet(const struct device *in, u32 ifindex,
-						      const struct address *from)
-{
-	if (in && (in->flags & DEVICE_PEER))
-		return (struct address){.word = {ifindex, 0, 0, ~0U}};
-	if (in && in->role == ROLE_POD)
-		return *from;
-	return network_of(from);
-}
-
 /* Hashes what distinguishes datagrams with the same id: the addresses, and the protocol in IPv4. In
  * IPv6 the protocol may follow destination options, which only the first fragment has (RFC 8200,
  * 4.5). hash_word() makes the order of the words count. */
@@ -49,7 +35,8 @@ static __always_inline u32 hash_of_fragments(const struct packet *p)
 }
 
 /* Stores protocol and ports of a first fragment, and gives them to later ones, which have none.
- * False: the first fragment is not known. Datagrams with consecutive ids use different slots. */
+ * False: the first fragment is not known, or no flow has such a source. Datagrams with consecutive
+ * ids use different slots. */
 static __always_inline bool fragment_ports(struct packet *p, const struct device *in, u32 ifindex)
 {
 	u32 id = __builtin_bswap32(p->id); /* of IPv4: in the upper half */
@@ -58,8 +45,10 @@ static __always_inline bool fragment_ports(struct packet *p, const struct device
 
 	if (p->fragment == WHOLE)
 		return true;
+	if (is_martian(&p->tuple.from.address))
+		return false;
 	fragment.hash = hash_of_fragments(p);
-	slot.owner = owner_of_packet(in, ifindex, &p->tuple.from.address);
+	slot.owner = key_of_owner(owner_of_packet(in, ifindex), &p->tuple.from.address);
 	slot.number = (id + (id >> 16) + fragment.hash) % FRAGMENTS_PER_CLIENT;
 	if (p->fragment == FIRST) {
 		fragment.ports.source = p->tuple.from.port;
@@ -110,12 +99,14 @@ static __always_inline bool passes_bridge(struct __sk_buff *skb, const struct de
 	return false;
 }
 
-/* VLAN frames are seen again on the VLAN's own device; the stack drops frames for other machines,
- * which a promiscuous device receives. */
-static __always_inline bool is_for_others(struct __sk_buff *skb)
+/* VLAN frames are seen again on the VLAN's own device. Of the others, only frames to this machine
+ * are handled at ingress (`in`): the stack forwards and answers no others. A promiscuous device
+ * receives frames to other machines, and each machine of a segment would answer a broadcast (RFC
+ * 1122, 3.2.2). */
+static __always_inline bool is_for_others(struct __sk_buff *skb, bool in)
 {
 	return (skb->vlan_present && (skb->vlan_tci & VLAN_VID_MASK)) ||
-	       skb->pkt_type == PACKET_OTHERHOST;
+	       (in ? skb->pkt_type != PACKET_HOST : skb->pkt_type == PACKET_OTHERHOST);
 }
 
 /* Leaves a packet at a port to the bridge's program. */
@@ -147,7 +138,7 @@ static __always_inline bool parse_for(struct __sk_buff *skb, const struct device
 	u32 ifindex = skb->ifindex, l2 = device->l2;
 	struct ip4_tcp plain;
 
-	if (is_for_others(skb))
+	if (is_for_others(skb, in))
 		return false;
 	if (is_plain_tcp(skb, l2, &plain)) {
 		struct tuple tuple = tuple_of_plain(&plain);

@@ -31,8 +31,8 @@
 /* Index: enum refusal_bucket. Written by the agent when it starts. */
 BPF_TABLE("array", u32, struct refusal_limit, refusal_limits, REFUSAL_LIMITS);
 
-/* address -> `spent` of the token bucket for ICMP errors to it. Full: the oldest is evicted, so
- * that address may get a whole burst again; the bucket of the node still applies. */
+/* key_of_owner() -> `spent` of the token bucket for ICMP errors to that sender. Full: the oldest is
+ * evicted, so that sender may get a whole burst again; the bucket of the node still applies. */
 BPF_TABLE("lru_hash", struct address, u64, refused_peers, 64);
 
 #define REPLY_TTL 64 /* of packets that originate here */
@@ -280,8 +280,7 @@ static __always_inline int refuse_with_icmp(struct __sk_buff *skb, const struct 
 	return p->v6 ? refuse_v6(skb, p, mtu) : refuse_v4(skb, p, mtu);
 }
 
-/* Takes a token of an address that gets an ICMP error. An address without a bucket has a whole
- * burst. */
+/* Takes a token of a sender that gets an ICMP error. One without a bucket has a whole burst. */
 static __always_inline bool take_peer_token(const struct address *peer,
 					    const struct refusal_limit *limit, u64 now)
 {
@@ -293,17 +292,20 @@ static __always_inline bool take_peer_token(const struct address *peer,
 	return true;
 }
 
-/* Whether the limits allow one more refusal. An address above its own limit takes no token of the
- * node. */
-static __always_inline bool may_refuse(const struct packet *p, u64 now)
+/* Whether the limits allow one more refusal. A sender above its own limit takes no token of the
+ * node. The families have limits of their own. */
+static __always_inline bool may_refuse(const struct packet *p, u32 owner, u64 now)
 {
+	struct address sender = key_of_owner(owner, &p->tuple.from.address);
 	u32 which = p->protocol == IPPROTO_TCP ? LIMIT_RESET : LIMIT_ICMP;
 	struct refusal_limit *all = refusal_limits.lookup(&which), *each;
 
+	if (is_device(owner))
+		sender.word[1] = p->v6;
 	if (which == LIMIT_ICMP) {
 		which = p->v6 ? LIMIT_PEER6 : LIMIT_PEER4;
 		each = refusal_limits.lookup(&which);
-		if (each && each->interval && !take_peer_token(&p->tuple.from.address, each, now))
+		if (each && each->interval && !take_peer_token(&sender, each, now))
 			return false;
 	}
 	return !all || !all->interval || take_token(&all->spent, all->interval, all->burst, now);
@@ -342,7 +344,7 @@ int tc_refuse(struct __sk_buff *skb)
 		return TC_ACT_UNSPEC; /* the stack discards it */
 	if (!can_refuse(skb, p, s->mtu && !skb->ingress_ifindex)) {
 		reason = s->reason;
-	} else if (!s->mtu && !may_refuse(p, now_ns())) {
+	} else if (!s->mtu && !may_refuse(p, s->owner, now_ns())) {
 		reason = RATE_LIMITED;
 	} else if (!drop_priority_tag(skb) &&
 		   !(p->protocol == IPPROTO_TCP && !s->mtu ? refuse_tcp(skb, p)

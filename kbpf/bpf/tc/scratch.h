@@ -62,6 +62,7 @@ struct scratch {
 	u32 service;     /* tc_refuse: of the refused packet, or 0 */
 	u32 masks[4];    /* tc_scan_ports: hidden from the verifier, as is the next */
 	u64 free_after;
+	u32 owner; /* of a packet that begins a flow: owner_of_packet() */
 };
 
 /* 0 -> see above. */

@@ -43,7 +43,9 @@ from tests.support.lab.lab import run as command
 from tests.support.lab.load import under_load
 from tests.support.lab.offloads import offload
 from tests.support.lab.prediction import check_prediction
+from tests.support.packets.datagrams import BROADCAST
 from tests.support.packets.judge import checksums
+from tests.support.packets.packets import tcp, udp
 from tests.support.packets.parse import Packet
 from tests.support.packets.wire import Wire
 
@@ -115,6 +117,26 @@ def test_an_unknown_port_is_refused_by_a_bpf_program(field: Field, name: str, v6
     for protocol in ("tcp", "udp"):
         assert checksums(refusal(field, name, "ClusterIP", protocol, v6)) == []
     assert field.agent.reasons()[Reason.UNKNOWN_PORT] - before == 2
+
+
+@both_families
+def test_a_frame_to_all_machines_is_neither_served_nor_refused(field: Field, v6: bool) -> None:
+    """Each node would answer it. What the client sends to a node afterwards is refused."""
+    outside = field["outside"]
+    own = f"[{outside.ip6}]:4000" if v6 else f"{outside.ip}:4000"
+    unknown = split(at("ClusterIP", 11, v6))[0]
+    asked = [
+        build(own, to)
+        for build in (udp, lambda a, b: tcp(a, b, flags="S"))
+        for to in (at("NodePort", 11, v6), f"[{unknown}]:81" if v6 else f"{unknown}:81")
+    ]
+    before = field.agent.reasons()
+    with Wire(outside.netns, field.lab.prefix, tap=True) as wire:
+        wire.send(*asked, to=BROADCAST)
+        refusal(field, "outside", "ClusterIP", "udp", v6)
+        wire.none(0, lambda packet: packet.destination == own)
+    counted = field.agent.reasons() - before
+    assert (counted[Reason.UNKNOWN_PORT], counted[Reason.NEW_FLOW]) == (1, 0)
 
 
 @both_families

@@ -17,25 +17,33 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 
 from kbpf.dataplane.bpf.maps.affinity_shares import AffinityShares, unpack_sharers
 from kbpf.dataplane.bpf.maps.layout import (
     CACHED_DEVICE,
     DEVICE,
+    EVENT,
+    FAILURE,
+    FAILURES_PER_CLIENT,
+    FLOW,
     FLOWS_PER_SOCKET,
     MAPS,
     NODE,
+    REFUSAL_LIMIT,
     U32,
     DeviceFlag,
     NodeFlag,
     Reason,
+    RefusalLimit,
     Role,
 )
 from kbpf.dataplane.bpf.plane import BpfPlane
 from kbpf.dataplane.bpf.programs.hook_config import MIN_AFFINITY_SHARERS
 from kbpf.kernel.bpf.objects import Program
 from kbpf.kernel.system import netns
+from kbpf.model.address import parse_addr
 from kbpf.model.config import MapSizes
 from kbpf.model.desired import ServiceState
 from kbpf.model.objects import Protocol
@@ -223,15 +231,18 @@ def test_pod_is_limited_to_its_share_of_affinity(bench: Bench):
 
 
 VIP = {4: "198.51.100.9:53", 6: "[2001:db8::1]:53"}
+"""Port 530 has no endpoints, and clients of port 531 are masqueraded."""
+SNAT_PORTS = (40_000, 41_023)
 POD = {4: "10.244.1.2:8080", 6: "[fd00:10:244:1::2]:8080"}
 
 
 @dataclass
 class Ingress:
-    """The packet path at ingress of a device in the node's network namespace."""
+    """The packet path at ingress (and egress) of a device in the node's network namespace."""
 
     site: Site
     program: Program
+    egress: Program
     inside: Path
 
     def set_device(self, role: Role, flags: DeviceFlag) -> None:
@@ -249,15 +260,15 @@ class Ingress:
         with self.site.pinned(name) as held:
             held.update(key, value)
 
-    def run(self, packets: Iterable[bytes]) -> list[bytes]:
-        """Runs the program on each packet; returns the packets afterwards."""
+    def run(self, packets: Iterable[bytes], program: Program | None = None) -> list[bytes]:
+        """Runs the program (default: at ingress) on each packet; returns the packets afterwards."""
         frames = [frame(packet, to=MAC_B) for packet in packets]
 
         def run_all() -> list[bytes]:
             usual = os.sched_getaffinity(0)
             os.sched_setaffinity(0, {min(usual)})  # recent entries of another CPU are protected
             try:
-                return [run(self.program, each).packet_out[14:] for each in frames]
+                return [run(program or self.program, each).packet_out[14:] for each in frames]
             finally:
                 os.sched_setaffinity(0, usual)
 
@@ -279,16 +290,27 @@ def ingress(artifact_cache: Path) -> Iterator[Ingress]:
         with sites(artifact_cache) as make:
             site = make(node=where)
             sizes = MapSizes(affinity=AFFINITY, connections=16_384)  # room for all flows of a flood
-            plane = site.open(sizes, packet_path=True)
+            plane = site.open(sizes, packet_path=True, masquerade_ports=SNAT_PORTS)
             services = [
-                service(f"{protocol}{v}", f"LoadBalancer={VIP[v]}", POD[v], protocol, local=POD[v],
-                        external_local=True, affinity_timeout=10_800 * (protocol == Protocol.TCP))
+                made
                 for v in (4, 6) for protocol in (Protocol.TCP, Protocol.UDP)
+                for made in (
+                    service(f"{protocol}{v}", f"LoadBalancer={VIP[v]}", POD[v], protocol,
+                            local=POD[v], external_local=True,
+                            affinity_timeout=10_800 * (protocol == Protocol.TCP)),
+                    service(f"none-{protocol}{v}", f"LoadBalancer={VIP[v]}0", "", protocol),
+                    service(f"masked-{protocol}{v}", f"LoadBalancer={VIP[v]}1", POD[v], protocol),
+                )
             ]  # fmt: skip
-            netns.run_in(inside, lambda: plane.apply(desired(*services), None))
-            pin = next(site.pins.glob("programs-tc-*")) / "tc_ingress"
-            with Program.open(pin) as program:
-                made = Ingress(site, program, inside)
+            own = (parse_addr("198.18.0.1"), parse_addr("fd00:198:18::1"))
+            state = msgspec.structs.replace(desired(*services), masquerade_addresses=own)
+            netns.run_in(inside, lambda: plane.apply(state, None))
+            pins = next(site.pins.glob("programs-tc-*"))
+            with (
+                Program.open(pins / "tc_ingress") as program,
+                Program.open(pins / "tc_egress") as egress,
+            ):
+                made = Ingress(site, program, egress, inside)
                 made.set_device(Role.HOST, DeviceFlag(0))
                 yield made
     finally:
@@ -426,3 +448,81 @@ def test_foreign_flows_of_one_client_evict_no_others(ingress: Ingress, row: Floo
         for n in range(1, VICTIMS + 1)
     ]
     assert not set(ingress.run(again)) & set(again), "a new connection is ours"
+
+
+class Use(NamedTuple):
+    """A map that clients share. `port` is added to the VIP's port. `most`: how many parts of what
+    they share one client gets. `part`: the client of an entry, and the part that it has. `then`:
+    what follows the SYNs: resets by the backend, or the same again.
+    """
+
+    map: str
+    port: str
+    most: int
+    part: Callable[[bytes, bytes], tuple[bytes, bytes]]
+    then: str = ""
+
+
+def failure_of(key: bytes, raw: bytes) -> tuple[bytes, bytes]:
+    """The client of a failure, and its key."""
+    return EVENT.unpack(FAILURE.unpack(raw)[2])[2][:16], key
+
+
+USES = [
+    Use("affinity", "", SHARE, lambda key, _: (key[:16], key)),
+    Use("failures", "0", FAILURES_PER_CLIENT, failure_of),
+    Use("failures", "", FAILURES_PER_CLIENT, failure_of, "reset"),
+    Use("failures", "", FAILURES_PER_CLIENT, failure_of, "repeat"),
+    Use("flows", "1", (SNAT_PORTS[1] - SNAT_PORTS[0] + 1) // 4,
+        lambda key, raw: (FLOW.unpack(raw)[1][:16], FLOW.unpack(raw)[5])),
+]  # fmt: skip
+FORGERS = pytest.mark.parametrize(
+    "row", [row for row in FLOODS if row.flags], ids=lambda row: f"IPv{row.v}"
+)
+
+
+@FORGERS
+@pytest.mark.parametrize("use", USES, ids=lambda use: f"{use.map} {use.then}".strip())
+def test_forged_addresses_of_a_pod_have_the_share_of_one_client(
+    ingress: Ingress, row: Flood, use: Use
+):
+    """What clients outside have in `affinity` and `failures` stays."""
+
+    def dial(hosts: list[str]) -> None:
+        syns = [tcp(f"{host}:4000", VIP[row.v] + use.port, flags="S") for host in hosts]
+        ingress.run(syns)
+        if use.then == "repeat":
+            time.sleep(0.6)  # what is repeated earlier does not count
+            ingress.run(syns)
+        elif use.then == "reset":
+            resets = (tcp(POD[row.v], f"{host}:4000", flags="RA", ack=1001) for host in hosts)
+            ingress.run(resets, ingress.egress)
+
+    victims = [row.victim.format(number) for number in range(1, VICTIMS + 1)]
+    honest = {bytes(parse_addr(host.strip("[]"))) for host in victims}
+    dial(victims)
+    ingress.set_device(row.role, row.flags)
+    dial([flooding(row, number) for number in range(1, 2_000)])
+    parts = {use.part(*entry) for entry in ingress.site.entries(use.map).items()}
+    assert use.map == "flows" or honest <= {client for client, _ in parts}
+    assert 0 < len({part for client, part in parts if client not in honest}) <= use.most
+
+
+@FORGERS
+def test_forged_addresses_of_a_pod_have_one_limit_of_icmp_errors(ingress: Ingress, row: Flood):
+    burst, hour = 6, 3600 * 10**9
+    with ingress.site.pinned("refusal_limits") as limits:
+        for which in RefusalLimit:
+            most = burst if which in (RefusalLimit.PEER4, RefusalLimit.PEER6) else 50
+            limits.update(U32.pack(which), REFUSAL_LIMIT.pack(0, hour, most))
+
+    def errors(hosts: Iterable[str], v: int = row.v) -> int:
+        got = ingress.run(udp(f"{host}:4000", VIP[v] + "0", b"?") for host in hosts)
+        return sum(parse(packet, l2=False).protocol.startswith("icmp") for packet in got)
+
+    assert errors([row.victim.format(1)] * 10) == burst
+    ingress.set_device(row.role, row.flags)
+    assert errors(flooding(row, number) for number in range(1, 100)) == burst
+    assert errors(["203.0.113.1" if row.v == 6 else "[2001:db8:bad::1]"] * 10, 10 - row.v) == burst
+    ingress.set_device(Role.HOST, DeviceFlag(0))
+    assert errors([row.victim.format(2)] * 10) == burst

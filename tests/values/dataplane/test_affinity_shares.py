@@ -14,7 +14,13 @@ from kbpf.dataplane.bpf.maps.affinity_shares import (
     STEP_ENTRIES,
     AffinityShares,
 )
-from kbpf.dataplane.bpf.maps.layout import AFFINITY, AFFINITY_KEY, U32
+from kbpf.dataplane.bpf.maps.layout import (
+    AFFINITY,
+    AFFINITY_KEY,
+    OWNER_ADDRESS,
+    OWNER_DEVICE,
+    U32,
+)
 from kbpf.model.address import parse_addr
 
 ONE, OTHER, NEAR, FAR = "192.0.2.1", "192.0.2.2", "2001:db8::1", "2001:db8:0:1::1"
@@ -61,8 +67,17 @@ ROWS = {
     "all entries are gone": ((), {ONE: 2, OTHER: 1}, {}),
     "an IPv6 network": (((NEAR, 0), ("2001:db8::2", 0), (FAR, 0)), {NETWORK: 9}, {NETWORK: 2}),
     "entries without a count": (((FAR, 0),), {}, {}),
-}
-"""Entries (client, cgroup), and the counts before and after a recount."""
+    "pods behind a bridge": (((NEAR, OWNER_ADDRESS), (NETWORK, 0)), {NEAR: 9, NETWORK: 9},
+                             {NEAR: 1, NETWORK: 1}),
+    "a pod with its own device, and another owner with its address": (
+        ((ONE, OWNER_DEVICE | 7), (FAR, OWNER_DEVICE | 7), (ONE, 0)),
+        {"ffff:ffff::700:80": 1, ONE: 2}, {"ffff:ffff::700:80": 2, ONE: 1}),
+    "sockets of a cgroup": ((("::1", 7), ("::2", 7), ("::3", 7)),
+                            {"ffff:ffff::700:0": 9}, {"ffff:ffff::700:0": 3}),
+}  # fmt: skip
+"""Entries (client, owner), and the counts before and after a recount. The key of a device or cgroup
+has its number in its last word, in little-endian order.
+"""
 
 
 @pytest.mark.parametrize("piece", [1, 100])
@@ -71,9 +86,9 @@ def test_a_recount_corrects_the_counts(name: str, piece: int):
     entries, before, after = ROWS[name]
     affinity, shares = FakeMap(), FakeMap()
     affinity.piece = piece
-    for number, (client, cgroup) in enumerate(entries):
+    for number, (client, owner) in enumerate(entries):
         key = AFFINITY_KEY.pack(parse_addr(client), number, 0)
-        affinity[key] = AFFINITY.pack(time.monotonic_ns(), 1, cgroup)
+        affinity[key] = AFFINITY.pack(time.monotonic_ns(), 1, owner)
     shares |= {bytes(parse_addr(at)): U32.pack(count) for at, count in before.items()}
     counting = counted(affinity, shares)
     for number in range(len(entries) + 1):
@@ -93,17 +108,6 @@ def test_counts_made_during_a_recount_are_kept():
     shares[own] = U32.pack(8)
     counting.advance(RECOUNT_INTERVAL_S, AT_ONCE)
     assert shares[own] == U32.pack(2 + 3)
-
-
-def test_sockets_are_counted_by_cgroup():
-    affinity, shares = FakeMap(), FakeMap()
-    own = U32.pack(7) + bytes(8) + b"\xff" * 4
-    for number in range(3):
-        key = AFFINITY_KEY.pack((10 + number).to_bytes(16, "little"), 1, 1)
-        affinity[key] = AFFINITY.pack(time.monotonic_ns(), 1, 7)
-    shares[own] = U32.pack(9)
-    counted(affinity, shares).advance(0, AT_ONCE)
-    assert shares[own] == U32.pack(3)
 
 
 AGES = {

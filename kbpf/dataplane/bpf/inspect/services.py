@@ -267,7 +267,7 @@ def _read_affinity(
 ) -> Iterator[AffinityEntry]:
     for key, raw in map_.items():
         client, port_id, kind = AFFINITY_KEY.unpack(key)
-        last_used_ns, backend_id, cgroup = AFFINITY.unpack(raw)
+        last_used_ns, backend_id, owner = AFFINITY.unpack(raw)
         has_address = kind == ClientKind.ADDRESS
         yield AffinityEntry(
             Addr(client) if has_address else None,
@@ -276,5 +276,5 @@ def _read_affinity(
             ports.get(port_id) or ServicePort(port_id, None),
             backends[backend_id],
             last_used_ns / 1e9,
-            cgroup,
+            0 if has_address else owner,
         )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts each client's entries in the map `affinity`.
+"""Counts each owner's entries in the map `affinity`.
 
-The programs count entries up and add no entry for a client that has used its share (lookup.h,
+The programs count entries up and add no entry for an owner that has used its share (lookup.h,
 take_share()). They do not see deletions: by LRU eviction, by the agent when a Service is removed,
 or by expiry. So the agent deletes expired entries and counts the others, one part of the map at a
 time.
@@ -13,7 +13,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
-from kbpf.dataplane.bpf.maps.layout import AFFINITY, AFFINITY_KEY, U32
+from kbpf.dataplane.bpf.maps.layout import (
+    AFFINITY,
+    AFFINITY_KEY,
+    OWNER_ADDRESS,
+    OWNER_NETWORK,
+    U32,
+)
 from kbpf.kernel.bpf.objects import Map
 from kbpf.model.address import V4_PREFIX
 
@@ -27,8 +33,8 @@ MAX_AFFINITY_TIMEOUT_S: Final = 86_400
 """The longest affinity that the API server allows. Used for entries whose Service is unknown."""
 
 _NETWORK_SUFFIX: Final = bytes(8)
-_CGROUP_SUFFIX: Final = bytes(8) + b"\xff" * 4
-"""Padding after the network of an IPv6 address, and after the id of a cgroup."""
+_OWNER_PREFIX: Final = b"\xff" * 4 + bytes(8)
+"""What follows the network of an IPv6 address, and precedes the number of a device or cgroup."""
 
 Timeouts = Callable[[], Mapping[int, int]]
 """Service id → affinity timeout in seconds."""
@@ -128,15 +134,17 @@ def _select_expired(
 
 
 def unpack_sharers(keys: bytes, values: bytes) -> list[bytes]:
-    """The client to which each of these entries (back to back) is charged: affinity_owner_of() in
-    lookup.h.
+    """The key of the owner to whom each of these entries (back to back) is charged: key_of_owner()
+    in lib/addr.h.
     """
-    cgroups = array("I", values)[3 :: AFFINITY.size // 4]  # the last word of struct affinity
+    owners = array("I", values)[3 :: AFFINITY.size // 4]  # the last word of struct affinity
     clients = (keys[offset : offset + 16] for offset in range(0, len(keys), AFFINITY_KEY.size))
-    return [_sharer(client, cgroup) for client, cgroup in zip(clients, cgroups, strict=True)]
+    return [_sharer(client, owner) for client, owner in zip(clients, owners, strict=True)]
 
 
-def _sharer(client: bytes, cgroup: int) -> bytes:
-    if cgroup:
-        return U32.pack(cgroup) + _CGROUP_SUFFIX
+def _sharer(client: bytes, owner: int) -> bytes:
+    if owner == OWNER_ADDRESS:
+        return client
+    if owner != OWNER_NETWORK:
+        return _OWNER_PREFIX + U32.pack(owner)
     return client if client.startswith(V4_PREFIX) else client[:8] + _NETWORK_SUFFIX

@@ -256,6 +256,10 @@ U64: Final = Struct("=Q")
 U32_PAIR: Final = Struct("=II")  # struct slot, struct member
 AFFINITY_KEY: Final = Struct("=16sII")
 AFFINITY: Final = Struct("=QII")
+OWNER_NETWORK: Final = 0
+OWNER_DEVICE: Final = 0x8000_0000
+OWNER_ADDRESS: Final = 0xFFFF_FFFF
+"""Kinds of owners of the entries of `affinity`; types.h explains them. Any other is a cgroup."""
 AFFINITY_CGROUP_MASK: Final = 0xFFFF_FFFF
 """The bits of a cgroup's id that a struct affinity has."""
 PEER: Final = Struct("=Q20s20sII")
@@ -273,7 +277,7 @@ FLOW_KEY: Final = Struct("=20s20s")
 NETWORK_KEY: Final = Struct("=I16s")
 FLOW: Final = Struct("=Q20s20s20s16s2s2sIIBBBBI32sII48s")
 TCP_SIDE: Final = Struct("=IIIIIIB7x")
-SCRATCH_SIZE: Final = 504
+SCRATCH_SIZE: Final = 512
 """struct scratch (bpf/tc/scratch.h), which no other side reads."""
 NEXT_HOP: Final = Struct("=II16sI6s6sHBBI")
 DEVICE: Final = Struct("=III6s2x16s16sI")
@@ -549,8 +553,11 @@ def _growing_hash(
     )
 
 
-def _lru_hash(name: str, purpose: str, key_size: int, value_size: int, sized_by: str) -> MapSpec:
-    return MapSpec(name, purpose, uapi.BPF_MAP_TYPE_LRU_HASH, key_size, value_size, 0, 0, sized_by)
+def _lru_hash(
+    name: str, purpose: str, key_size: int, value_size: int, sized_by: str, version: int = 1
+) -> MapSpec:
+    kind = uapi.BPF_MAP_TYPE_LRU_HASH
+    return MapSpec(name, purpose, kind, key_size, value_size, 0, 0, sized_by, version=version)
 
 
 def _socket_storage(name: str, purpose: str, value_size: int) -> MapSpec:
@@ -580,7 +587,7 @@ MAPS: Final = {
         _lru_hash("affinity", "client and Service → backend; full: the oldest entry is evicted",
             AFFINITY_KEY.size, AFFINITY.size, "affinity"),
         _lru_hash("affinity_shares", "client → number of its entries in affinity, which is limited",
-            16, U32.size, "affinity"),
+            16, U32.size, "affinity", version=2),
         _socket_storage("sock_peers",
             "connected socket → frontend and backend; stored with the socket",
             PEER.size),

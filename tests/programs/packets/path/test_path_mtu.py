@@ -19,10 +19,11 @@ from tests.programs.packets.path.single_packets import (
 )
 from tests.programs.packets.path.test_bypassing_errors import Bypass, bypassing, every_bypass
 from tests.support.features import lacking, needs
+from tests.support.packets.datagrams import BROADCAST, frame
 from tests.support.packets.judge import checksums, difference
 from tests.support.packets.packets import chunk, icmp_error, sctp, tcp, udp
 from tests.support.packets.parse import parse
-from tests.support.packets.test_run import TC_ACT_REDIRECT, TC_ACT_UNSPEC
+from tests.support.packets.test_run import TC_ACT_REDIRECT, TC_ACT_UNSPEC, run
 
 LONG = {
     "tcp": lambda a, b, **ip: tcp(a, b, bytes(MTU), flags="A", **ip),
@@ -57,8 +58,12 @@ def test_sender_of_a_flow_that_bypasses_the_stack_gets_the_mtu(
     """The stack's own error would be invalid for conntrack, if `nf_conntrack_tcp_loose` is 0."""
     own, source = bypassing(uplink, v, row, kind)
     more = {"df": True} if v == 4 else {}
-    expect_error(uplink, "tc_ingress", LONG[kind](own, vip(v, row.which), **more))
-    expect_error(uplink, "tc_ingress", LONG[kind](pod(v), source, **more))
+    for packet in (
+        LONG[kind](own, vip(v, row.which), **more), LONG[kind](pod(v), source, **more)
+    ):  # fmt: skip
+        expect_error(uplink, "tc_ingress", packet)
+        done = run(uplink.programs["tc_ingress"], frame(packet, to=BROADCAST))
+        assert (done.retval, done.packet_out[14:]) == (TC_ACT_UNSPEC, packet)
 
 
 FIRST = {

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packets that are refused or dropped, and the limits of refusals."""
 
+import itertools
 import os
 import time
 from collections.abc import Iterable, Iterator
@@ -20,18 +21,22 @@ from tests.programs.packets.path.single_packets import (
     IP,
     NET,
     NONE,
+    POD,
     PORTS,
     RESTRICTED,
+    TALKS,
     Path_,
     _id,
     both,
     client,
     end,
+    established,
+    pod,
     vip,
 )
 from tests.support.lab.lab import run as command
 from tests.support.packets import packets
-from tests.support.packets.datagrams import MAC_A, MAC_B
+from tests.support.packets.datagrams import BROADCAST, MAC_A, MAC_B
 from tests.support.packets.judge import checksums, difference
 from tests.support.packets.packets import fragments, frame, sctp, tcp, udp
 from tests.support.packets.parse import parse
@@ -168,6 +173,8 @@ BUILD = {
     "sctp": lambda a, b, **ip: sctp(a, b, packets.SCTP_INIT, **ip),
     "tcp": lambda a, b, **ip: tcp(a, b, flags="S", **ip),
 }
+OTHERS = {4: "198.51.100.{}", 6: "2001:db8:7:{}::"}
+"""Clients. An IPv6 network is one client; its key in `refused_peers` is its first address."""
 EACH = {4: RefusalLimit.PEER4, 6: RefusalLimit.PEER6}
 BUCKET = {"udp": RefusalLimit.ICMP, "sctp": RefusalLimit.ICMP, "tcp": RefusalLimit.RESET}
 
@@ -214,7 +221,7 @@ def test_each_client_has_its_own_limit_of_icmp_errors(
 ) -> None:
     refusals.set(EACH[v], 6)
     refusals.set(RefusalLimit.ICMP, 50)
-    hosts = [f"{CLIENT[v][:-1]}{100 + n + (50 if kind == 'udp' else 0)}" for n in range(2)]
+    hosts = [OTHERS[v].format(100 + n + (50 if kind == "udp" else 0)) for n in range(2)]
     assert refusals.answers(v, kind, [hosts[0]] * 200) == 6
     assert refusals.answers(v, kind, [hosts[1]] * 20) == 6
     with refusals.path.site.pinned("refused_peers") as peers:
@@ -228,7 +235,7 @@ def test_evicted_client_is_limited_by_the_nodes_bucket(refusals: Refusals, v: in
     """A client whose entry was evicted may get six errors again, within the node's limit."""
     refusals.set(EACH[v], 6)
     refusals.set(RefusalLimit.ICMP, 8)
-    host = f"{CLIENT[v][:-1]}{190 + v}"
+    host = OTHERS[v].format(190)
     assert refusals.answers(v, "udp", [host] * 20) == 6
     spent = U64.pack(time.monotonic_ns() + 6 * HOUR)
     with refusals.path.site.pinned("refused_peers") as peers:
@@ -324,3 +331,50 @@ def test_client_outside_source_ranges_is_dropped(path: Path_, v: int, build: obj
     before = path.site.reasons()[Reason.NOT_ALLOWED]
     assert path.run("tc_ingress", build(client(v), vip(v, RESTRICTED)))[0] == TC_ACT_SHOT
     assert path.site.reasons()[Reason.NOT_ALLOWED] == before + 1
+
+
+# ---- frames to a group of machines ---------------------------------------------------------------
+
+GROUPS = {
+    "broadcast": BROADCAST,
+    "IPv4 multicast": "01:00:5e:00:00:01",
+    "IPv6 multicast": "33:33:00:00:00:01",
+    "another machine": "02:00:00:00:00:77",
+}
+ASKED = {
+    "no endpoints": lambda path, v, kind: [BUILD[kind](client(v), vip(v, NONE))],
+    "an unknown port of a ClusterIP": lambda path, v, kind: [
+        BUILD[kind](client(v), end(f"{NET[v]}{IP}", 81))
+    ],
+    "not allowed": lambda path, v, kind: [BUILD[kind](client(v), vip(v, RESTRICTED))],
+    "a new flow": lambda path, v, kind: [BUILD[kind](client(v), vip(v, CLUSTER))],
+    "fragments": lambda path, v, kind: fragments(
+        udp(client(v), vip(v, CLUSTER), bytes(3000), **_id(v, number := next(PORTS))),
+        1280, id=number,
+    ),
+    "a known flow and its ICMP error": lambda path, v, kind: known_flow(path, v),
+}  # fmt: skip
+
+
+def known_flow(path: Path_, v: int) -> list[bytes]:
+    """Segments that would change the state of a flow, and an ICMP error about its packets."""
+    own, source = established(path, v, "tcp")
+    error = packets.icmp_error("port unreachable", POD[v], tcp(source, pod(v), flags="A"))
+    ends = (own, vip(v, CLUSTER))
+    return [TALKS[own].segment(word, *ends) for word in ("A+", "R", "FA")] + [error]
+
+
+@both
+@pytest.mark.parametrize("kind", BUILD)
+@pytest.mark.parametrize("asked", ASKED)
+def test_frame_that_is_not_to_this_machine_passes_untouched(
+    path: Path_, v: int, kind: str, asked: str
+) -> None:
+    """Each machine of the segment would answer it (RFC 1122, 3.2.2), and the stack drops it."""
+    maps = ("flows", "fragments", "failures", "counts")
+    sent = ASKED[asked](path, v, kind)
+    before = path.site.reasons(), [path.site.entries(name) for name in maps]
+    for to, packet in itertools.product(GROUPS, sent):
+        done = run(path.programs["tc_ingress"], frame(packet, to=GROUPS[to]))
+        assert (done.retval, done.packet_out[14:]) == (TC_ACT_UNSPEC, packet), to
+    assert (path.site.reasons(), [path.site.entries(name) for name in maps]) == before
