@@ -30,6 +30,9 @@ ENOTSUPP: Final = 524
 BATCH_SIZE: Final = 16_384
 """Entries for each batch call: large enough to make calls cheap, small enough for the buffers."""
 
+MAX_NAME_LENGTH: Final = 15
+"""The kernel truncates longer names of maps and programs (BPF_OBJ_NAME_LEN)."""
+
 LICENSE: Final = b"Dual BSD/GPL"
 """License passed to the kernel: GPL-2.0 or BSD-2-Clause, as the source files say."""
 VERIFIER_HINT: Final = (
@@ -77,7 +80,12 @@ class Map(syscalls.Fd):
             btf_ids = sock_storage.load_value_btf(value_size)
             opts.btf_fd, opts.btf_key_type_id, opts.btf_value_type_id = btf_ids
         fd = syscalls.lib().bpf_map_create(
-            map_type, name[:15].encode(), key_size, value_size, max_entries, ctypes.byref(opts)
+            map_type,
+            name[:MAX_NAME_LENGTH].encode(),
+            key_size,
+            value_size,
+            max_entries,
+            ctypes.byref(opts),
         )
         if map_type == BPF_MAP_TYPE_SK_STORAGE:
             os.close(opts.btf_fd)
@@ -333,7 +341,7 @@ class Program(syscalls.Fd):
             return int(
                 syscalls.lib().bpf_prog_load(
                     program_type,
-                    name[:15].encode(),
+                    name[:MAX_NAME_LENGTH].encode(),
                     LICENSE,
                     insns,
                     ctypes.c_size_t(len(insns) // 8),

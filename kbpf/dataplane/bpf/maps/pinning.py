@@ -17,6 +17,7 @@ Programs are handled in programs/loader.py.
 import contextlib
 import errno
 import logging
+import os
 import re
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -165,8 +166,8 @@ class OpenedMaps:
 
 def open_maps(pins: Pins, sizes: MapSizes, packet_path: bool = False) -> OpenedMaps:
     """Opens the pinned maps, and creates missing ones."""
-    # Published by one rename, so it has all maps (for the exception, see the module).
-    adopted = pins.maps.is_dir()
+    # Published by one rename, so it has all maps unless another program has removed pins.
+    adopted = pins.maps.is_dir() and _complete_maps(pins)
     new_maps = frozenset[str]() if adopted else _make_maps(pins, sizes, packet_path)
     maps = {name: open_map(pins.maps / name, spec) for name, spec in ALL_MAPS.items()}
     for name, spec in OUTER_MAPS.items():
@@ -174,6 +175,75 @@ def open_maps(pins: Pins, sizes: MapSizes, packet_path: bool = False) -> OpenedM
     return OpenedMaps(
         maps, adopted, new_maps, (*_find_former_layouts(pins), *_find_unpinned_maps(pins, maps))
     )
+
+
+def find_lost(pins: Pins) -> set[str]:
+    """The names of the maps that are not pinned."""
+    pinned = set(os.listdir(pins.maps)) if pins.maps.is_dir() else set[str]()
+    return ALL_MAPS.keys() - pinned
+
+
+def pin_lost(pins: Pins, maps: Mapping[str, Map]) -> list[str]:
+    """Pins those of these maps again whose pins another program has removed; returns their names.
+    Raises KernelError or OSError.
+    """
+    lost = sorted(find_lost(pins) & maps.keys())
+    if lost:
+        pins.maps.mkdir(mode=0o700, exist_ok=True)
+        _record_layout(pins, pins.maps)
+    for name in lost:
+        maps[name].pin(pins.maps / name)
+    return lost
+
+
+def _complete_maps(pins: Pins) -> bool:
+    """Pins lost maps again if programs still use them. Returns False if others are missing. The
+    rest is then set aside like the maps of another version, from which _make_maps() takes what is
+    still valid.
+    """
+    if lost := find_lost(pins):
+        pin_lost(pins, found := _find_in_programs(pins, lost))
+        close_all(found.values())
+        log.warning(
+            "pins of maps were removed while no agent ran kept=%s new=%s",
+            ",".join(sorted(found)), ",".join(sorted(lost - found.keys())),
+        )  # fmt: skip
+        if lost - found.keys():
+            aside = pins.root / f"{pins.maps.name}-incomplete"
+            # From an agent that was killed here. What was valid is pinned in `pins.maps` as well.
+            shutil.rmtree(aside, ignore_errors=True)
+            _record_layout(pins, aside)
+            pins.maps.rename(aside)
+            return False
+    return True
+
+
+def _find_in_programs(pins: Pins, names: Collection[str]) -> dict[str, Map]:
+    """The maps of these names that pinned programs use, and for an array of a map also that map;
+    none without CAP_SYS_ADMIN.
+    """
+    specs = {spec.name[: objects.MAX_NAME_LENGTH]: spec for spec in ALL_MAPS.values()}
+    found: dict[str, Map] = {}
+    map_ids = sorted(_map_ids_read_by_all(pins))
+    for map_id in map_ids:
+        try:
+            map_ = objects.open_map_by_id(map_id)
+        except KernelError as error:
+            if error.errno not in (errno.EPERM, errno.ENOENT):
+                raise
+            continue
+        spec = specs.get(map_.short_name)
+        if spec is not None and spec.inner in names and (inner := map_.lookup(ZERO)):
+            map_ids.append(U32.unpack(inner)[0])
+        shape = map_.type, map_.key_size, map_.value_size
+        if (
+            spec is None or spec.name not in names or spec.name in found
+            or shape != (spec.map_type, spec.key_size, spec.value_size)
+        ):  # fmt: skip
+            map_.close()
+        else:
+            found[spec.name] = map_
+    return found
 
 
 def open_map(path: Path, spec: MapSpec) -> Map:
@@ -213,10 +283,14 @@ def _make_maps(pins: Pins, sizes: MapSizes, packet_path: bool) -> frozenset[str]
             )
             maps[name].pin(folder / name)
         # Before the rename that ends this block: published maps always have a complete layout.
-        pins.layout(pins.maps).mkdir(exist_ok=True)
-        for spec in ALL_MAPS.values():
-            (pins.layout(pins.maps) / f"{spec.name}-{spec.version}").mkdir(exist_ok=True)
+        _record_layout(pins, pins.maps)
     return frozenset(MAPS.keys() - reused.keys())
+
+
+def _record_layout(pins: Pins, maps: Path) -> None:
+    pins.layout(maps).mkdir(exist_ok=True)
+    for spec in ALL_MAPS.values():
+        (pins.layout(maps) / f"{spec.name}-{spec.version}").mkdir(exist_ok=True)
 
 
 def _find_unusable(found: Collection[str]) -> set[str]:

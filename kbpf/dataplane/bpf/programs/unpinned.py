@@ -28,7 +28,7 @@ from kbpf.dataplane.bpf.programs import owner
 from kbpf.errors import KernelError
 from kbpf.kernel.bpf import objects
 from kbpf.kernel.bpf.clsact import DEFAULT_IDENTITY, Direction, FilterIdentity
-from kbpf.kernel.bpf.objects import Link, Program
+from kbpf.kernel.bpf.objects import MAX_NAME_LENGTH, Link, Program
 from kbpf.kernel.bpf.tc import AttachMethod, TcAttacher
 from kbpf.kernel.bpf.uapi import BPF_MAP_TYPE_PROG_ARRAY
 from kbpf.kernel.net.devices import list_devices
@@ -40,8 +40,6 @@ DETACH_WAIT_S: Final = 3.0
 
 MAX_NAMED: Final = 4
 """An error message names at most this many hooks."""
-MAX_NAME_LENGTH: Final = 15
-"""The kernel truncates longer names of maps and programs (BPF_OBJ_NAME_LEN)."""
 
 CHARACTERISTIC_MAPS: Final = frozenset((TAIL_CALL_MAP, "sock_peers", "frontend_ports"))
 """The programs of kbpf that choose backends, of any version, have one of these and at least one
