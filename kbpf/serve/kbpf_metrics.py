@@ -65,7 +65,8 @@ def _counter(name: str, text: str, read: Reader[T], *labels: str) -> Metric[T]:
 def _mode_info(values: AgentValues) -> list[Series]:
     status, config = values
     reason = status.choice.reason if status.choice else ""
-    labels = (status.mode, config.mode, reason, config.forwarding,
+    forwarding = (status.packets.forwarding if status.packets else "") or config.forwarding
+    labels = (status.mode, config.mode, reason, forwarding,
               str(config.socket_lb), str(config.algorithm))  # fmt: skip
     return [(labels, 1)]
 
